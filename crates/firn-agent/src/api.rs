@@ -43,10 +43,10 @@ use std::collections::BTreeMap;
 use std::net::SocketAddr;
 use std::path::PathBuf;
 
-use firn_supervisor::{NetworkName, Protection, VmName};
+use firn_supervisor::{NetworkName, ProtectionStatus, VmName};
 use serde::{Deserialize, Serialize};
 
-use crate::detect::Health;
+use crate::detect::HostHealth;
 use crate::host::HostName;
 
 /// The protocol of a connection that carries epochs.
@@ -88,7 +88,7 @@ pub const NETWORKS: &str = "/v1/networks/";
 /// The request to protect a VM.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
-pub struct Protect {
+pub struct ProtectVmRequest {
     /// The VM.
     pub vm: VmName,
     /// The host that is to be its backup.
@@ -102,7 +102,7 @@ pub struct Protect {
 /// The request to run a standby's VM on this host, by its record.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
-pub struct FailOver {
+pub struct FailoverVmRequest {
     /// The VM.
     pub vm: VmName,
     /// The host that the user declares dead: it is fenced although it may hold a lease.
@@ -113,7 +113,7 @@ pub struct FailOver {
 /// The options of a protection: of a VM by the caller, or of a cluster by the peer.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
-pub struct ProtectHere {
+pub struct ProtectionOptions {
     /// Milliseconds from one cut to the next.
     pub interval_ms: u64,
     /// Whether pages written in one epoch stay writable at the start of the next.
@@ -127,7 +127,7 @@ pub struct ProtectHere {
 /// The request to create a cluster: VMs that are to fail over as one.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
-pub struct Create {
+pub struct CreateCluster {
     /// The name of the cluster.
     pub name: VmName,
     /// Its VMs, and the hosts that run them, as far as these are given.
@@ -136,7 +136,7 @@ pub struct Create {
 
 /// A record that was ended because all its hosts are gone.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
-pub struct Forgotten {
+pub struct ForgottenRecord {
     /// Its name, which is free now.
     pub name: VmName,
     /// The VMs that it named.
@@ -147,14 +147,14 @@ pub struct Forgotten {
 
 /// The answer to a heartbeat.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
-pub struct Heartbeat {
+pub struct HeartbeatAnswer {
     /// Its name.
     pub host: HostName,
 }
 
 /// All hosts and VMs, as one agent sees them.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
-pub struct Cluster {
+pub struct AgentStatus {
     /// The host of that agent.
     pub host: HostName,
     /// The address at which it listens.
@@ -178,7 +178,7 @@ pub struct PeerView {
     /// Its address.
     pub address: String,
     /// Its health, as this host judges it.
-    pub health: Health,
+    pub health: HostHealth,
     /// For how many seconds it has had that health.
     pub since_s: f64,
     /// How many seconds ago it answered last, if it ever did.
@@ -206,7 +206,7 @@ pub struct VmView {
     pub backup: Option<HostName>,
     /// The state of its protection, if it is protected.
     #[serde(default, skip_serializing_if = "Option::is_none")]
-    pub protection: Option<Protection>,
+    pub protection: Option<ProtectionStatus>,
     /// The generation whose lease its frames obey, if they obey one.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub lease: Option<u32>,
@@ -234,12 +234,12 @@ pub struct NetworkView {
     /// Ethernet addresses that are known.
     pub addresses: usize,
     /// Counters of frames: for all VMs of this host, each other host, and the uplink.
-    pub lanes: Vec<LaneView>,
+    pub lanes: Vec<TrafficView>,
 }
 
 /// Counters of one target of a network, since the agent began.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
-pub struct LaneView {
+pub struct TrafficView {
     /// `VMs`, `host NAME` or `uplink`.
     pub to: String,
     /// How many ports are connected now.
@@ -287,7 +287,7 @@ pub struct ClusterView {
     /// The number of the newest checkpoint that all its VMs can be run from.
     pub checkpoint: u64,
     /// Its VMs, and their hosts.
-    pub vms: Vec<PlaceView>,
+    pub vms: Vec<PlacementView>,
     /// Hosts that hold a lease, or may believe so.
     pub leases: Vec<String>,
     /// Hosts that may still send in an older generation. While there are any, no VM runs.
@@ -296,7 +296,7 @@ pub struct ClusterView {
 
 /// A VM, with its hosts.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
-pub struct PlaceView {
+pub struct PlacementView {
     /// The VM.
     pub vm: String,
     /// The host that runs it.

@@ -112,7 +112,7 @@ pub enum ConfigError {
 
 /// The configuration of an agent.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub struct Config {
+pub struct AgentConfig {
     /// This host.
     pub name: HostName,
     /// The address at which it listens for its peers.
@@ -132,12 +132,12 @@ pub struct Config {
     /// The networks that VMs of this host can be connected to.
     pub networks: BTreeMap<NetworkName, NetworkConfig>,
     /// The section on membership, if there is one.
-    pub membership: Option<membership::Options>,
+    pub membership: Option<membership::MembershipOptions>,
 }
 
 #[derive(Deserialize)]
 #[serde(deny_unknown_fields, rename_all = "kebab-case")]
-struct File {
+struct ConfigFile {
     name: String,
     listen: String,
     certificate: PathBuf,
@@ -149,10 +149,10 @@ struct File {
     peers: BTreeMap<String, String>,
     #[serde(default)]
     networks: BTreeMap<NetworkName, FileNetwork>,
-    membership: Option<membership::Section>,
+    membership: Option<membership::MembershipSection>,
 }
 
-impl Config {
+impl AgentConfig {
     /// Reads a file.
     ///
     /// # Errors
@@ -160,16 +160,17 @@ impl Config {
     pub fn load(path: &Path) -> Result<Self, ConfigError> {
         let read = |source| ConfigError::Read { path: path.to_owned(), source };
         let text = firn_files::read_text(path, FILE_BYTES_MAX).map_err(read)?;
-        let file = toml::from_str(&text).map_err(|error| explain(path, &text, &error))?;
+        let file = toml::from_str(&text).map_err(|error| toml_error(path, &text, &error))?;
         let directory = std::path::absolute(path).map_err(read)?;
-        let config = Self::of(file, directory.parent().unwrap_or(Path::new("/")))?;
+        let config = Self::from_file(file, directory.parent().unwrap_or(Path::new("/")))?;
         check_key(&config.key)?;
         Ok(config)
     }
 
-    fn of(file: File, directory: &Path) -> Result<Self, ConfigError> {
-        let name = host("name", file.name)?;
-        let peers: BTreeMap<_, _> = file.peers.into_iter().map(peer).collect::<Result<_, _>>()?;
+    fn from_file(file: ConfigFile, directory: &Path) -> Result<Self, ConfigError> {
+        let name = parse_host_name("name", file.name)?;
+        let peers: BTreeMap<_, _> =
+            file.peers.into_iter().map(parse_peer).collect::<Result<_, _>>()?;
         if peers.contains_key(&name) {
             return Err(ConfigError::Oneself(name));
         }
@@ -180,17 +181,17 @@ impl Config {
             return Err(NetworkError::Many(file.networks.len()).into());
         }
         let network = |(name, network): (NetworkName, FileNetwork)| {
-            network.read(&name, directory).map(|network| (name, network))
+            network.into_config(&name, directory).map(|network| (name, network))
         };
-        let membership = file.membership.map(|it| it.checked(&name, &peers, directory));
+        let membership = file.membership.map(|it| it.check_section(&name, &peers, directory));
         Ok(Self {
             membership: membership.transpose().map_err(ConfigError::Membership)?,
             name,
-            listen: socket("listen", &file.listen)?,
+            listen: parse_socket_address("listen", &file.listen)?,
             certificate: directory.join(file.certificate),
             key: directory.join(file.key),
             authority: directory.join(file.authority),
-            metrics: file.metrics.as_deref().map(loopback).transpose()?,
+            metrics: file.metrics.as_deref().map(parse_loopback).transpose()?,
             runtime_dir: file.runtime_dir.map(|path| directory.join(path)),
             peers,
             networks: file.networks.into_iter().map(network).collect::<Result<_, _>>()?,
@@ -198,18 +199,18 @@ impl Config {
     }
 }
 
-fn explain(path: &Path, text: &str, error: &toml::de::Error) -> ConfigError {
+fn toml_error(path: &Path, text: &str, error: &toml::de::Error) -> ConfigError {
     let before = error.span().and_then(|span| text.get(..span.start)).unwrap_or_default();
     let line = before.matches('\n').count() + 1;
     ConfigError::Toml { path: path.to_owned(), line, reason: error.message().to_owned() }
 }
 
-fn host(field: &'static str, name: String) -> Result<HostName, ConfigError> {
+fn parse_host_name(field: &'static str, name: String) -> Result<HostName, ConfigError> {
     HostName::new(name).map_err(|source| ConfigError::Name { field, source })
 }
 
-fn peer((name, address): (String, String)) -> Result<(HostName, String), ConfigError> {
-    let name = host("peers", name)?;
+fn parse_peer((name, address): (String, String)) -> Result<(HostName, String), ConfigError> {
+    let name = parse_host_name("peers", name)?;
     let parts = address.rsplit_once(':').filter(|(host, _)| !host.is_empty());
     let is_address = parts.is_some_and(|(_, port)| port.parse::<u16>().is_ok_and(|port| port > 0));
     match is_address {
@@ -221,7 +222,7 @@ fn peer((name, address): (String, String)) -> Result<(HostName, String), ConfigE
     }
 }
 
-fn socket(field: &str, address: &str) -> Result<SocketAddr, ConfigError> {
+fn parse_socket_address(field: &str, address: &str) -> Result<SocketAddr, ConfigError> {
     address.parse().map_err(|_| ConfigError::Address {
         field: field.to_owned(),
         address: address.to_owned(),
@@ -229,8 +230,8 @@ fn socket(field: &str, address: &str) -> Result<SocketAddr, ConfigError> {
     })
 }
 
-fn loopback(address: &str) -> Result<SocketAddr, ConfigError> {
-    let address = socket("metrics", address)?;
+fn parse_loopback(address: &str) -> Result<SocketAddr, ConfigError> {
+    let address = parse_socket_address("metrics", address)?;
     match address.ip().is_loopback() {
         true => Ok(address),
         false => Err(ConfigError::Exposed(address)),
@@ -257,13 +258,13 @@ mod tests {
     const GOOD: &str = "name = \"a\"\nlisten = \"10.0.0.1:7415\"\ncertificate = \"a.pem\"\n\
         key = \"a.key\"\nauthority = \"/etc/ca.pem\"\n[peers]\nb = \"10.0.0.2:7415\"\n";
 
-    fn load(text: &str, key_mode: u32) -> Result<Config, ConfigError> {
+    fn load(text: &str, key_mode: u32) -> Result<AgentConfig, ConfigError> {
         let dir = tempfile::tempdir().unwrap();
         fs::write(dir.path().join("a.toml"), text).unwrap();
         fs::write(dir.path().join("a.key"), "").unwrap();
         fs::set_permissions(dir.path().join("a.key"), fs::Permissions::from_mode(key_mode))
             .unwrap();
-        let mut config = Config::load(&dir.path().join("a.toml"))?;
+        let mut config = AgentConfig::load(&dir.path().join("a.toml"))?;
         assert_eq!(config.key, dir.path().join("a.key"));
         config.key = "a.key".into();
         Ok(config)
@@ -336,6 +337,6 @@ mod tests {
 
     #[test]
     fn a_missing_file_is_an_error() {
-        assert!(matches!(Config::load(Path::new("/none")), Err(ConfigError::Read { .. })));
+        assert!(matches!(AgentConfig::load(Path::new("/none")), Err(ConfigError::Read { .. })));
     }
 }

@@ -27,12 +27,12 @@ use serde::{Deserialize, Serialize};
 use crate::host::HostName;
 
 /// A moment: the time since the host's boot.
-pub type Moment = Duration;
+pub type BootTime = Duration;
 
 /// The health of a host, as this agent judges it.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "kebab-case")]
-pub enum Health {
+pub enum HostHealth {
     /// It answers.
     Alive,
     /// It has not answered for a while.
@@ -41,9 +41,9 @@ pub enum Health {
     Lost,
 }
 
-impl Health {
+impl HostHealth {
     /// The state as one word.
-    pub fn word(self) -> &'static str {
+    pub fn as_word(self) -> &'static str {
         match self {
             Self::Alive => "alive",
             Self::Suspected => "suspected",
@@ -54,89 +54,100 @@ impl Health {
 
 /// Intervals and limits of failure detection.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct Times {
+pub struct DetectorTiming {
     /// Time from one question to a peer to the next.
-    pub every: Duration,
+    pub ask_interval: Duration,
     /// How long an alive peer may be silent until it is suspected.
-    pub suspect: Duration,
+    pub suspect_after: Duration,
     /// How long a peer may be silent until it is lost.
-    pub lose: Duration,
+    pub lose_after: Duration,
     /// Longest time between two ticks of an agent that was running all the time.
-    pub awake: Duration,
+    pub tick_gap_max: Duration,
 }
 
-impl Default for Times {
+impl Default for DetectorTiming {
     fn default() -> Self {
         let ms = Duration::from_millis;
-        Self { every: ms(500), suspect: ms(2000), lose: ms(5000), awake: ms(1000) }
+        Self {
+            ask_interval: ms(500),
+            suspect_after: ms(2000),
+            lose_after: ms(5000),
+            tick_gap_max: ms(1000),
+        }
     }
 }
 
 /// An event that the detector handles.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub enum Event {
+pub enum DetectorEvent {
     /// Time has passed.
     Tick,
     /// A peer has answered the question that was asked at that time.
-    Answered(HostName, Moment),
+    Answered(HostName, BootTime),
     /// A question to a peer has failed.
     Failed(HostName),
 }
 
 /// An action that the detector requests.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub enum Action {
+pub enum DetectorAction {
     /// Ask a peer. An [`DetectorEvent::Answered`] or [`DetectorEvent::Failed`] has to follow.
     Ask(HostName),
     /// Publish the new health of a peer.
-    Changed(HostName, Health),
+    Changed(HostName, HostHealth),
 }
 
 /// The state of a peer.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct Known {
+pub struct PeerState {
     /// Its health.
-    pub health: Health,
+    pub health: HostHealth,
     /// Since when it has that health.
-    pub since: Moment,
+    pub since: BootTime,
     /// When its newest answer arrived.
-    pub heard: Option<Moment>,
+    pub heard: Option<BootTime>,
     /// How long the newest answer took.
     pub round_trip: Option<Duration>,
 }
 
 #[derive(Debug)]
-struct Peer {
-    known: Known,
+struct WatchedPeer {
+    known: PeerState,
     /// Since when it has been silent.
-    silent_since: Moment,
+    silent_since: BootTime,
     /// When the newest question was asked, and whether it is still open.
-    asked: Option<Moment>,
+    asked: Option<BootTime>,
     is_open: bool,
 }
 
 /// The failure detector: the state of all peers.
 #[derive(Debug)]
-pub struct Detector {
-    times: Times,
-    peers: BTreeMap<HostName, Peer>,
-    ticked: Moment,
+pub struct FailureDetector {
+    times: DetectorTiming,
+    peers: BTreeMap<HostName, WatchedPeer>,
+    ticked: BootTime,
 }
 
-impl Detector {
+impl FailureDetector {
     /// A detector that begins now, and has no answers yet.
-    pub fn new(times: Times, peers: impl IntoIterator<Item = HostName>, now: Moment) -> Self {
-        let known = Known { health: Health::Suspected, since: now, heard: None, round_trip: None };
-        let peer = |name| (name, Peer { known, silent_since: now, asked: None, is_open: false });
+    pub fn new(
+        times: DetectorTiming,
+        peers: impl IntoIterator<Item = HostName>,
+        now: BootTime,
+    ) -> Self {
+        let known =
+            PeerState { health: HostHealth::Suspected, since: now, heard: None, round_trip: None };
+        let peer =
+            |name| (name, WatchedPeer { known, silent_since: now, asked: None, is_open: false });
         Self { times, peers: peers.into_iter().map(peer).collect(), ticked: now }
     }
 
     /// Handles an event, and returns the actions that follow.
-    pub fn on(&mut self, now: Moment, event: Event) -> Vec<Action> {
+    pub fn handle_event(&mut self, now: BootTime, event: DetectorEvent) -> Vec<DetectorAction> {
         match event {
-            Event::Tick => self.tick(now),
-            Event::Answered(name, asked) => self.answered(now, &name, asked),
-            Event::Failed(name) => {
+            DetectorEvent::Tick => self.handle_tick(now),
+            DetectorEvent::Answered(name, asked) => self.handle_answer(now, &name, asked),
+            DetectorEvent::Failed(name) => {
                 if let Some(peer) = self.peers.get_mut(&name) {
                     peer.is_open = false;
                 }
@@ -146,12 +157,12 @@ impl Detector {
     }
 
     /// The state of each peer.
-    pub fn known(&self) -> impl Iterator<Item = (&HostName, Known)> {
+    pub fn peer_states(&self) -> impl Iterator<Item = (&HostName, PeerState)> {
         self.peers.iter().map(|(name, peer)| (name, peer.known))
     }
 
-    fn tick(&mut self, now: Moment) -> Vec<Action> {
-        let was_away = now.saturating_sub(self.ticked) > self.times.awake;
+    fn handle_tick(&mut self, now: BootTime) -> Vec<DetectorAction> {
+        let was_away = now.saturating_sub(self.ticked) > self.times.tick_gap_max;
         self.ticked = now;
         let mut actions = Vec::new();
         for (name, peer) in &mut self.peers {
@@ -159,54 +170,59 @@ impl Detector {
                 peer.silent_since = now;
             }
             let silence = now.saturating_sub(peer.silent_since);
-            let worse = peer.fear(&self.times, silence);
-            let changed = peer.believe(worse, now);
-            actions.extend(changed.map(|health| Action::Changed(name.clone(), health)));
-            if peer.is_due(self.times.every, now) {
+            let worse = peer.health_after_silence(&self.times, silence);
+            let changed = peer.update_health(worse, now);
+            actions.extend(changed.map(|health| DetectorAction::Changed(name.clone(), health)));
+            if peer.is_due(self.times.ask_interval, now) {
                 (peer.asked, peer.is_open) = (Some(now), true);
-                actions.push(Action::Ask(name.clone()));
+                actions.push(DetectorAction::Ask(name.clone()));
             }
         }
         actions
     }
 
-    fn answered(&mut self, now: Moment, name: &HostName, asked: Moment) -> Vec<Action> {
+    fn handle_answer(
+        &mut self,
+        now: BootTime,
+        name: &HostName,
+        asked: BootTime,
+    ) -> Vec<DetectorAction> {
         let Some(peer) = self.peers.get_mut(name) else { return Vec::new() };
         let took = now.saturating_sub(asked);
         peer.is_open = false;
         peer.silent_since = peer.silent_since.max(asked);
         (peer.known.heard, peer.known.round_trip) = (Some(now), Some(took));
-        let better = peer.trust(&self.times, took);
-        let changed = peer.believe(better, now);
-        changed.map(|health| Action::Changed(name.clone(), health)).into_iter().collect()
+        let better = peer.health_after_answer(&self.times, took);
+        let changed = peer.update_health(better, now);
+        changed.map(|health| DetectorAction::Changed(name.clone(), health)).into_iter().collect()
     }
 }
 
-impl Peer {
-    fn is_due(&self, every: Duration, now: Moment) -> bool {
+impl WatchedPeer {
+    fn is_due(&self, every: Duration, now: BootTime) -> bool {
         !self.is_open && self.asked.is_none_or(|asked| now.saturating_sub(asked) >= every)
     }
 
     /// The health after a silence. A lost peer stays lost.
-    fn fear(&self, times: &Times, silence: Duration) -> Health {
+    fn health_after_silence(&self, times: &DetectorTiming, silence: Duration) -> HostHealth {
         match self.known.health {
-            _ if silence >= times.lose => Health::Lost,
-            Health::Alive if silence >= times.suspect => Health::Suspected,
+            _ if silence >= times.lose_after => HostHealth::Lost,
+            HostHealth::Alive if silence >= times.suspect_after => HostHealth::Suspected,
             health => health,
         }
     }
 
     /// The health after an answer that took so long: the peer may be gone since.
-    fn trust(&self, times: &Times, took: Duration) -> Health {
+    fn health_after_answer(&self, times: &DetectorTiming, took: Duration) -> HostHealth {
         match self.known.health {
-            _ if took < times.suspect => Health::Alive,
-            Health::Lost if took < times.lose => Health::Suspected,
+            _ if took < times.suspect_after => HostHealth::Alive,
+            HostHealth::Lost if took < times.lose_after => HostHealth::Suspected,
             health => health,
         }
     }
 
     /// Sets the health; returns it if it has changed.
-    fn believe(&mut self, health: Health, now: Moment) -> Option<Health> {
+    fn update_health(&mut self, health: HostHealth, now: BootTime) -> Option<HostHealth> {
         let is_new = health != self.known.health;
         if is_new {
             (self.known.health, self.known.since) = (health, now);

@@ -22,7 +22,7 @@ use rustls::{
 };
 use thiserror::Error;
 
-use crate::config::Config;
+use crate::config::AgentConfig;
 use crate::host::HostName;
 
 /// Maximum size of a file of certificates, or with a key, in bytes.
@@ -61,36 +61,36 @@ pub enum IdentityError {
 
 /// The certificate that a host shows, and the certificates that it accepts.
 #[derive(Clone, Debug)]
-pub struct Identity {
+pub struct HostIdentity {
     /// For connections to peers.
     pub client: Arc<ClientConfig>,
     /// For connections from peers.
     pub server: Arc<ServerConfig>,
 }
 
-impl Identity {
+impl HostIdentity {
     /// Reads the files of a configuration, and checks that peers would accept them.
     ///
     /// # Errors
     /// If a file can't be used, or peers would refuse the certificate.
-    pub fn load(config: &Config) -> Result<Self, IdentityError> {
-        let chain = certificates("certificate", &config.certificate)?;
-        let roots = Arc::new(roots(&config.authority)?);
+    pub fn load(config: &AgentConfig) -> Result<Self, IdentityError> {
+        let chain = load_certificates("certificate", &config.certificate)?;
+        let roots = Arc::new(load_roots(&config.authority)?);
         let peers = config.peers.keys().cloned().collect();
-        let admission = Arc::new(Admission::new(&roots, peers)?);
-        would_be_believed(config, &chain, &roots, &admission)?;
-        let mut server = ServerConfig::builder_with_provider(provider())
+        let admission = Arc::new(PeerVerifier::new(&roots, peers)?);
+        check_own_certificate(config, &chain, &roots, &admission)?;
+        let mut server = ServerConfig::builder_with_provider(crypto_provider())
             .with_protocol_versions(&[&TLS13])
             .map_err(IdentityError::Tls)?
             .with_client_cert_verifier(admission)
-            .with_single_cert(chain.clone(), key(&config.key)?)
-            .map_err(|error| unfit(config, error))?;
-        let mut client = ClientConfig::builder_with_provider(provider())
+            .with_single_cert(chain.clone(), load_key(&config.key)?)
+            .map_err(|error| credential_error(config, error))?;
+        let mut client = ClientConfig::builder_with_provider(crypto_provider())
             .with_protocol_versions(&[&TLS13])
             .map_err(IdentityError::Tls)?
             .with_root_certificates(roots)
-            .with_client_auth_cert(chain, key(&config.key)?)
-            .map_err(|error| unfit(config, error))?;
+            .with_client_auth_cert(chain, load_key(&config.key)?)
+            .map_err(|error| credential_error(config, error))?;
         // Each connection is judged by what is valid now, not by an earlier connection.
         server.session_storage = Arc::new(NoServerSessionStorage {});
         server.send_tls13_tickets = 0;
@@ -99,7 +99,7 @@ impl Identity {
     }
 }
 
-fn unfit(config: &Config, error: Error) -> IdentityError {
+fn credential_error(config: &AgentConfig, error: Error) -> IdentityError {
     match error {
         Error::InconsistentKeys(_) => IdentityError::Key(config.certificate.clone()),
         error => IdentityError::Tls(error),
@@ -107,18 +107,19 @@ fn unfit(config: &Config, error: Error) -> IdentityError {
 }
 
 /// Verifies this host's certificate as its peers will.
-fn would_be_believed(
-    config: &Config,
+fn check_own_certificate(
+    config: &AgentConfig,
     chain: &[CertificateDer<'_>],
     roots: &Arc<RootCertStore>,
-    admission: &Admission,
+    admission: &PeerVerifier,
 ) -> Result<(), IdentityError> {
     let (path, name) = (config.certificate.clone(), config.name.clone());
     let refused = |reason| IdentityError::Certificate { path, name, reason };
     let [own, between @ ..] = chain else { return Err(refused(Error::NoCertificatesPresented)) };
-    let as_server = WebPkiServerVerifier::builder_with_provider(Arc::clone(roots), provider())
-        .build()
-        .map_err(|error| IdentityError::Tls(Error::General(error.to_string())))?;
+    let as_server =
+        WebPkiServerVerifier::builder_with_provider(Arc::clone(roots), crypto_provider())
+            .build()
+            .map_err(|error| IdentityError::Tls(Error::General(error.to_string())))?;
     let (server_name, now) = (config.name.server_name(), UnixTime::now());
     as_server
         .verify_server_cert(own, between, &server_name, &[], now)
@@ -143,21 +144,22 @@ pub fn peer_of(certificate: &CertificateDer<'_>, peers: &[HostName]) -> Result<H
 
 /// Accepts clients whose certificates the authority has issued to one of the peers.
 #[derive(Debug)]
-struct Admission {
+struct PeerVerifier {
     authority: Arc<dyn ClientCertVerifier>,
     peers: Vec<HostName>,
 }
 
-impl Admission {
+impl PeerVerifier {
     fn new(roots: &Arc<RootCertStore>, peers: Vec<HostName>) -> Result<Self, IdentityError> {
-        let authority = WebPkiClientVerifier::builder_with_provider(Arc::clone(roots), provider())
-            .build()
-            .map_err(|error| IdentityError::Tls(Error::General(error.to_string())))?;
+        let authority =
+            WebPkiClientVerifier::builder_with_provider(Arc::clone(roots), crypto_provider())
+                .build()
+                .map_err(|error| IdentityError::Tls(Error::General(error.to_string())))?;
         Ok(Self { authority, peers })
     }
 }
 
-impl ClientCertVerifier for Admission {
+impl ClientCertVerifier for PeerVerifier {
     fn root_hint_subjects(&self) -> &[DistinguishedName] {
         self.authority.root_hint_subjects()
     }
@@ -195,41 +197,45 @@ impl ClientCertVerifier for Admission {
     }
 }
 
-fn provider() -> Arc<CryptoProvider> {
+fn crypto_provider() -> Arc<CryptoProvider> {
     Arc::new(rustls::crypto::ring::default_provider())
 }
 
-fn roots(path: &Path) -> Result<RootCertStore, IdentityError> {
+fn load_roots(path: &Path) -> Result<RootCertStore, IdentityError> {
     let mut roots = RootCertStore::empty();
-    for certificate in certificates("authority", path)? {
-        roots.add(certificate).map_err(|error| unusable("authority", path, &error))?;
+    for certificate in load_certificates("authority", path)? {
+        roots.add(certificate).map_err(|error| unusable_file("authority", path, &error))?;
     }
     Ok(roots)
 }
 
-fn certificates(
+fn load_certificates(
     field: &'static str,
     path: &Path,
 ) -> Result<Vec<CertificateDer<'static>>, IdentityError> {
-    let text = read(field, path)?;
+    let text = read_file(field, path)?;
     let certificates = CertificateDer::pem_slice_iter(&text)
         .collect::<Result<Vec<_>, _>>()
-        .map_err(|error| unusable(field, path, &error))?;
+        .map_err(|error| unusable_file(field, path, &error))?;
     match certificates.is_empty() {
-        true => Err(unusable(field, path, &"it holds no certificate in PEM format")),
+        true => Err(unusable_file(field, path, &"it holds no certificate in PEM format")),
         false => Ok(certificates),
     }
 }
 
-fn key(path: &Path) -> Result<PrivateKeyDer<'static>, IdentityError> {
-    let text = read("key", path)?;
-    PrivateKeyDer::from_pem_slice(&text).map_err(|error| unusable("key", path, &error))
+fn load_key(path: &Path) -> Result<PrivateKeyDer<'static>, IdentityError> {
+    let text = read_file("key", path)?;
+    PrivateKeyDer::from_pem_slice(&text).map_err(|error| unusable_file("key", path, &error))
 }
 
-fn read(field: &'static str, path: &Path) -> Result<Vec<u8>, IdentityError> {
-    firn_files::read_input(path, FILE_BYTES_MAX).map_err(|error| unusable(field, path, &error))
+fn read_file(field: &'static str, path: &Path) -> Result<Vec<u8>, IdentityError> {
+    firn_files::read_input(path, FILE_BYTES_MAX).map_err(|error| unusable_file(field, path, &error))
 }
 
-fn unusable(field: &'static str, path: &Path, reason: &dyn std::fmt::Display) -> IdentityError {
+fn unusable_file(
+    field: &'static str,
+    path: &Path,
+    reason: &dyn std::fmt::Display,
+) -> IdentityError {
     IdentityError::File { field, path: path.to_owned(), reason: reason.to_string() }
 }

@@ -34,7 +34,7 @@ use tokio::net::{TcpStream, UnixStream};
 use tokio::sync::{Notify, watch};
 use tokio::time::{sleep, timeout};
 
-use crate::detect::Health;
+use crate::detect::HostHealth;
 
 /// Bytes that are read at once, and the most that wait, in each direction.
 const BUFFER_BYTES: usize = 256 << 10;
@@ -44,7 +44,7 @@ const BUFFER_BYTES: usize = 256 << 10;
 const LINGER: Duration = Duration::from_secs(5);
 
 /// Time between two checks whether a supervisor that has sent everything still has its socket open.
-const GONE_EVERY: Duration = Duration::from_millis(100);
+const HANGUP_POLL_INTERVAL: Duration = Duration::from_millis(100);
 
 /// How long sent data may stay unacknowledged, or the other host silent, before the kernel ends the
 /// connection. It counts also while the other end accepts nothing (tcp(7), `TCP_USER_TIMEOUT`), so
@@ -54,9 +54,9 @@ const SILENCE_MAX: Duration = Duration::from_secs(30);
 
 /// Why a tunnel has ended.
 #[derive(Debug)]
-pub enum End {
+pub enum TunnelEnd {
     /// Both sides had sent everything, or the supervisor on this host had, and is gone.
-    Said,
+    Finished,
     /// One side broke.
     Broken(io::Error),
     /// The peer is lost.
@@ -67,41 +67,41 @@ pub enum End {
 /// are closed.
 ///
 /// Subscribe to `peer` before the connection is opened: a loss since then counts.
-pub async fn carry(
+pub async fn carry_stream(
     near: UnixStream,
     far: impl AsyncRead + AsyncWrite,
-    peer: watch::Receiver<Health>,
-) -> End {
+    peer: watch::Receiver<HostHealth>,
+) -> TunnelEnd {
     let socket = match near.as_fd().try_clone_to_owned() {
         Ok(socket) => socket,
-        Err(error) => return End::Broken(error),
+        Err(error) => return TunnelEnd::Broken(error),
     };
     let ((near_in, near_out), (far_in, far_out)) = (near.into_split(), split(far));
     let (said, heard) = (Notify::new(), Notify::new());
     let forth = async {
-        let carried = send(near_in, far_out).await;
+        let carried = send_to_host(near_in, far_out).await;
         said.notify_one();
         Ok(carried)
     };
     let both = async {
-        let (carried, ()) = tokio::try_join!(forth, receive(far_in, near_out, &heard))?;
+        let (carried, ()) = tokio::try_join!(forth, receive_from_host(far_in, near_out, &heard))?;
         carried
     };
     let has_left = async {
         said.notified().await;
-        gone(&socket).await;
+        wait_for_hangup(&socket).await;
         while timeout(LINGER, heard.notified()).await.is_ok() {}
     };
     tokio::select! {
-        done = both => done.map_or_else(End::Broken, |()| End::Said),
-        () = has_left => End::Said,
-        () = loss(peer) => End::Lost,
+        done = both => done.map_or_else(TunnelEnd::Broken, |()| TunnelEnd::Finished),
+        () = has_left => TunnelEnd::Finished,
+        () = wait_for_loss(peer) => TunnelEnd::Lost,
     }
 }
 
 /// Sends the supervisor's bytes to the other host, up to their end, whatever ends them: bytes that
 /// were sent before are read first.
-async fn send(
+async fn send_to_host(
     mut near: impl AsyncRead + Unpin,
     mut far: impl AsyncWrite + Unpin,
 ) -> io::Result<()> {
@@ -115,7 +115,7 @@ async fn send(
 
 /// Passes the other host's bytes to the supervisor, up to their end. Bytes that the supervisor does
 /// not accept are dropped.
-async fn receive(
+async fn receive_from_host(
     mut far: impl AsyncRead + Unpin,
     mut near: impl AsyncWrite + Unpin,
     heard: &Notify,
@@ -135,22 +135,22 @@ async fn receive(
 
 /// Returns when no process has the other end of a socket open any more. A process that has closed
 /// one direction only still has it open: poll(2), `POLLHUP`.
-async fn gone(socket: &OwnedFd) {
+async fn wait_for_hangup(socket: &OwnedFd) {
     let now = Timespec { tv_sec: 0, tv_nsec: 0 };
     loop {
         let mut polled = [PollFd::new(socket, PollFlags::empty())];
         if poll(&mut polled, Some(&now)).is_ok() && polled[0].revents().contains(PollFlags::HUP) {
             return;
         }
-        sleep(GONE_EVERY).await;
+        sleep(HANGUP_POLL_INTERVAL).await;
     }
 }
 
 /// Returns when the peer becomes lost, or has become lost since the subscription. Earlier health
 /// does not count.
-pub(crate) async fn loss(mut peer: watch::Receiver<Health>) {
+pub(crate) async fn wait_for_loss(mut peer: watch::Receiver<HostHealth>) {
     while peer.changed().await.is_ok() {
-        if *peer.borrow_and_update() == Health::Lost {
+        if *peer.borrow_and_update() == HostHealth::Lost {
             return;
         }
     }
@@ -162,7 +162,7 @@ pub(crate) async fn loss(mut peer: watch::Receiver<Health>) {
 ///
 /// # Errors
 /// If the system refuses.
-pub fn prepare(stream: &TcpStream) -> io::Result<()> {
+pub fn configure_socket(stream: &TcpStream) -> io::Result<()> {
     stream.set_nodelay(true)?;
     sockopt::set_socket_keepalive(stream, true)?;
     sockopt::set_tcp_keepidle(stream, Duration::from_secs(2))?;

@@ -11,7 +11,7 @@ use std::time::Duration;
 
 use anyhow::{Context as _, Result};
 use clap::Parser;
-use firn_app::{Fsync, Identity, Server, ServerOptions};
+use firn_app::{BackupServer, BackupServerOptions, FsyncPolicy, TlsIdentity};
 use signal_hook::consts::{SIGINT, SIGTERM};
 use signal_hook::iterator::Signals;
 
@@ -21,7 +21,7 @@ use signal_hook::iterator::Signals;
 /// log NAME.log as its target. End this program first, because it locks the logs.
 #[derive(Parser)]
 #[command(version)]
-struct Cli {
+struct BackupCommand {
     /// The address to listen on: HOST:PORT.
     #[arg(long)]
     listen: String,
@@ -38,23 +38,23 @@ struct Cli {
     #[arg(long)]
     authority: PathBuf,
     /// When logs are forced to disk: commit, never, or a number of milliseconds.
-    #[arg(long, default_value = "commit", value_parser = fsync)]
-    fsync: Fsync,
+    #[arg(long, default_value = "commit", value_parser = parse_fsync)]
+    fsync: FsyncPolicy,
 }
 
-fn fsync(text: &str) -> Result<Fsync, String> {
+fn parse_fsync(text: &str) -> Result<FsyncPolicy, String> {
     match text {
-        "commit" => Ok(Fsync::EveryCommit),
-        "never" => Ok(Fsync::Never),
+        "commit" => Ok(FsyncPolicy::EveryCommit),
+        "never" => Ok(FsyncPolicy::Never),
         number => number
             .parse()
-            .map(|ms| Fsync::Interval(Duration::from_millis(ms)))
+            .map(|ms| FsyncPolicy::Interval(Duration::from_millis(ms)))
             .map_err(|_| "commit, never, or a number of milliseconds".to_owned()),
     }
 }
 
 fn main() -> ExitCode {
-    match run(Cli::parse()) {
+    match run(BackupCommand::parse()) {
         Ok(()) => ExitCode::SUCCESS,
         Err(error) => {
             eprintln!("firn-app-backup: {error:#}");
@@ -63,12 +63,12 @@ fn main() -> ExitCode {
     }
 }
 
-fn run(cli: Cli) -> Result<()> {
+fn run(cli: BackupCommand) -> Result<()> {
     let mut signals = Signals::new([SIGINT, SIGTERM]).context("cannot wait for signals")?;
-    let Cli { certificate, key, authority, .. } = cli;
-    let identity = Identity { certificate, key, authority };
+    let BackupCommand { certificate, key, authority, .. } = cli;
+    let identity = TlsIdentity { certificate, key, authority };
     let (listen, directory, fsync) = (cli.listen, cli.directory, cli.fsync);
-    let server = Server::start(ServerOptions { listen, identity, directory, fsync })?;
+    let server = BackupServer::start(BackupServerOptions { listen, identity, directory, fsync })?;
     // The user needs the port if port 0 was given.
     println!("listening on {}", server.address());
     std::io::stdout().flush().context("cannot print the address")?;

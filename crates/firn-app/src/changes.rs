@@ -8,7 +8,7 @@ pub struct AreaId(pub(crate) u32);
 
 /// A range of bytes of an area that changed.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub struct Change {
+pub struct AreaChange {
     /// The area.
     pub area: AreaId,
     /// The range within the area.
@@ -17,13 +17,13 @@ pub struct Change {
 
 /// The changes of the last committed transaction, by area and offset.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
-pub struct Changes {
-    pub(crate) list: Vec<Change>,
+pub struct ChangeSet {
+    pub(crate) list: Vec<AreaChange>,
 }
 
-impl Changes {
+impl ChangeSet {
     /// The changes, in order.
-    pub fn iter(&self) -> impl Iterator<Item = &Change> {
+    pub fn iter(&self) -> impl Iterator<Item = &AreaChange> {
         self.list.iter()
     }
 
@@ -52,7 +52,7 @@ impl Changes {
             Some(last) if last.area == area && last.bytes.end == bytes.start => {
                 last.bytes.end = bytes.end;
             }
-            _ => self.list.push(Change { area, bytes }),
+            _ => self.list.push(AreaChange { area, bytes }),
         }
     }
 }

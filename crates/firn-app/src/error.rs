@@ -7,7 +7,7 @@ use rustix::io::Errno;
 use thiserror::Error;
 
 use crate::backup::BackupError;
-use crate::tracker::Kind;
+use crate::tracker::TrackerKind;
 
 /// Why a session could not do what its caller requested.
 #[derive(Debug, Error)]
@@ -25,7 +25,7 @@ pub enum Error {
     #[error("the tracker {kind} does not work here: {why}")]
     Unavailable {
         /// The tracker.
-        kind: Kind,
+        kind: TrackerKind,
         /// What the kernel lacks.
         why: String,
     },
@@ -35,7 +35,7 @@ pub enum Error {
     )]
     Foreign {
         /// The tracker.
-        kind: Kind,
+        kind: TrackerKind,
     },
     /// Another session already follows some page of the area.
     #[error(

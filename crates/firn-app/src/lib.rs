@@ -54,13 +54,14 @@ mod sys;
 mod tracker;
 
 pub use backup::{
-    Acknowledge, BackupError, Compression, Fsync, Identity, Server, ServerOptions, Standby, Target,
+    AcknowledgePolicy, BackupError, BackupServer, BackupServerOptions, BackupTarget, Compression,
+    FsyncPolicy, TlsIdentity, WarmStandby,
 };
-pub use changes::{AreaId, Change, Changes};
+pub use changes::{AreaChange, AreaId, ChangeSet};
 pub use error::Error;
-pub use host::{Host, HostError};
-pub use memory::Memory;
-pub use options::{Options, Precision, Source};
+pub use host::{HostError, HostTracker};
+pub use memory::AreaMemory;
+pub use options::{MemorySource, Precision, SessionOptions};
 pub use session::{Area, Session, Transaction};
-pub use span::{PAGE, Span};
-pub use tracker::{Counts, Found, Kind, Tracker, UnknownKind};
+pub use span::{PAGE, PageSpan};
+pub use tracker::{Tracker, TrackerCounts, TrackerKind, UnknownTracker, WrittenRuns};

@@ -1,7 +1,7 @@
 //! Options of a session.
 
-use crate::backup::Target;
-use crate::tracker::Kind;
+use crate::backup::BackupTarget;
+use crate::tracker::TrackerKind;
 
 /// The unit in which changes are reported and transferred.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
@@ -15,7 +15,7 @@ pub enum Precision {
 
 /// Which memory areas may consist of.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
-pub enum Source {
+pub enum MemorySource {
     /// Also memory that the application has already.
     #[default]
     Any,
@@ -33,17 +33,17 @@ pub enum Source {
 ///     .precision(Precision::Pages);
 /// ```
 #[derive(Clone, Debug)]
-pub struct Options {
+pub struct SessionOptions {
     pub(crate) name: String,
-    pub(crate) tracker: Option<Kind>,
+    pub(crate) tracker: Option<TrackerKind>,
     pub(crate) precision: Precision,
-    pub(crate) source: Source,
+    pub(crate) source: MemorySource,
     pub(crate) undo: bool,
-    pub(crate) backups: Vec<Target>,
+    pub(crate) backups: Vec<BackupTarget>,
     pub(crate) discard: bool,
 }
 
-impl Options {
+impl SessionOptions {
     /// Options of a session with this name. By default it chooses its tracker by measurement, can
     /// abort, and reports words.
     pub fn new(name: impl Into<String>) -> Self {
@@ -51,7 +51,7 @@ impl Options {
             name: name.into(),
             tracker: None,
             precision: Precision::default(),
-            source: Source::default(),
+            source: MemorySource::default(),
             undo: true,
             backups: Vec::new(),
             discard: false,
@@ -59,7 +59,7 @@ impl Options {
     }
 
     /// Uses this tracker, not the one that is fastest in a measurement.
-    pub fn tracker(mut self, kind: Kind) -> Self {
+    pub fn tracker(mut self, kind: TrackerKind) -> Self {
         self.tracker = Some(kind);
         self
     }
@@ -72,7 +72,7 @@ impl Options {
 
     /// Sets which memory areas may consist of: it decides which trackers can be chosen by
     /// measurement.
-    pub fn source(mut self, source: Source) -> Self {
+    pub fn source(mut self, source: MemorySource) -> Self {
         self.source = source;
         self
     }
@@ -85,7 +85,7 @@ impl Options {
     }
 
     /// Adds a target that committed changes are written to.
-    pub fn backup(mut self, target: Target) -> Self {
+    pub fn backup(mut self, target: BackupTarget) -> Self {
         self.backups.push(target);
         self
     }

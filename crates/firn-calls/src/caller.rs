@@ -6,16 +6,16 @@
 
 use thiserror::Error;
 
-use crate::key::{Key, Nonce, Proof, SealKey, Speaker};
-use crate::message::{self, Answer, AreaId, Refusal, Request, Run};
-use crate::noting::Reader;
+use crate::key::{ApplicationKey, MessageSender, Nonce, Proof, SealKey};
+use crate::message::{self, CallRefusal, CallReply, CallRequest, FollowedAreaId, PageRun};
+use crate::noting::ReportReader;
 
 /// Why a call did not succeed.
 #[derive(Debug, Error, PartialEq, Eq)]
 pub enum CallError {
     /// The host refuses.
     #[error("the host refuses")]
-    Refused(#[from] Refusal),
+    Refused(#[from] CallRefusal),
     /// The bytes in the window are not the host's reply: other programs wrote there, or the host
     /// has lost the session (Firn was restarted, or the VM was restored).
     #[error(
@@ -30,7 +30,7 @@ pub enum CallError {
 /// A call session on the application's side.
 pub struct Caller {
     name: String,
-    key: Key,
+    key: ApplicationKey,
     slot: u32,
     own: Nonce,
     sequence: u64,
@@ -41,9 +41,9 @@ pub struct Caller {
 
 /// The pages that were written, as the host reports them.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub enum Changed {
+pub enum WrittenPages {
     /// These pages may have been written, and no others.
-    Runs(Vec<Run>),
+    Runs(Vec<PageRun>),
     /// Any page may have been written.
     Anything,
 }
@@ -51,7 +51,7 @@ pub enum Changed {
 impl Caller {
     /// A caller for an application of this name and key, in a slot of the window. `own` is a number
     /// that no other process can guess.
-    pub fn new(name: &str, key: Key, slot: u32, own: Nonce) -> Self {
+    pub fn new(name: &str, key: ApplicationKey, slot: u32, own: Nonce) -> Self {
         let name = name.to_owned();
         // Replies to the previous owner of the slot may still lie there: the numbers must differ.
         let [a, b, c, d, ..] = own;
@@ -60,38 +60,38 @@ impl Caller {
     }
 
     /// The number of the last request, as stored in the window.
-    pub fn asked(&self) -> u32 {
+    pub fn request_number(&self) -> u32 {
         self.sequence as u32
     }
 
     /// Makes the first request.
-    pub fn hello(&mut self) -> Vec<u8> {
+    pub fn hello_request(&mut self) -> Vec<u8> {
         self.sequence += 1;
-        message::bytes(&Request::Hello { name: self.name.clone(), number: self.own })
+        message::encode_message(&CallRequest::Hello { name: self.name.clone(), number: self.own })
     }
 
     /// Opens the reply to it. Returns the proof that the application must store in its memory.
     ///
     /// # Errors
     /// If the host does not know the application.
-    pub fn challenged(&mut self, answer: &[u8]) -> Result<Proof, CallError> {
-        match message::parse(answer) {
-            Some(Answer::Challenge(hosts)) => {
+    pub fn accept_challenge(&mut self, answer: &[u8]) -> Result<Proof, CallError> {
+        match message::decode_message(answer) {
+            Some(CallReply::Challenge(hosts)) => {
                 let numbers = [self.own, hosts];
                 self.seal = Some(self.key.seal_key(&numbers, self.slot));
-                Ok(self.key.proof(&numbers))
+                Ok(self.key.compute_proof(&numbers))
             }
-            Some(Answer::Refused(refusal)) => Err(refusal.into()),
+            Some(CallReply::Refused(refusal)) => Err(refusal.into()),
             _ => Err(CallError::NotTheHosts),
         }
     }
 
     /// Makes any further request, sealed.
-    pub fn request(&mut self, request: &Request) -> Vec<u8> {
+    pub fn seal_request(&mut self, request: &CallRequest) -> Vec<u8> {
         self.sequence += 1;
-        let bytes = message::bytes(request);
+        let bytes = message::encode_message(request);
         match &self.seal {
-            Some(seal) => seal.seal(Speaker::Application, self.sequence, &bytes),
+            Some(seal) => seal.seal_message(MessageSender::Application, self.sequence, &bytes),
             None => bytes,
         }
     }
@@ -100,28 +100,32 @@ impl Caller {
     ///
     /// # Errors
     /// As [`Self::open_reply`].
-    pub fn noting(&self, sealed: &[u8]) -> Result<Reader, CallError> {
-        match (self.answered(sealed)?, &self.seal) {
-            (Answer::Noting, Some(seal)) => Ok(Reader::new(&seal.noting(self.sequence))),
+    pub fn accept_noting(&self, sealed: &[u8]) -> Result<ReportReader, CallError> {
+        match (self.open_reply(sealed)?, &self.seal) {
+            (CallReply::Noting, Some(seal)) => {
+                Ok(ReportReader::new(&seal.noting_key(self.sequence)))
+            }
             _ => Err(CallError::Confused),
         }
     }
 
     /// Makes a `Collect` request, which acknowledges the last reply that arrived.
-    pub fn collect(&mut self) -> Vec<u8> {
+    pub fn collect_request(&mut self) -> Vec<u8> {
         let known = self.known;
-        self.request(&Request::Collect { known })
+        self.seal_request(&CallRequest::Collect { known })
     }
 
     /// Opens the reply to the last request.
     ///
     /// # Errors
     /// If it is not the host's, or the host refuses.
-    pub fn answered(&self, sealed: &[u8]) -> Result<Answer, CallError> {
+    pub fn open_reply(&self, sealed: &[u8]) -> Result<CallReply, CallError> {
         let seal = self.seal.as_ref().ok_or(CallError::NotTheHosts)?;
-        let opened = seal.open(Speaker::Host, self.sequence, sealed).and_then(message::parse);
+        let opened = seal
+            .open_message(MessageSender::Host, self.sequence, sealed)
+            .and_then(message::decode_message);
         match opened.ok_or(CallError::NotTheHosts)? {
-            Answer::Refused(refusal) => Err(refusal.into()),
+            CallReply::Refused(refusal) => Err(refusal.into()),
             answer => Ok(answer),
         }
     }
@@ -130,9 +134,9 @@ impl Caller {
     ///
     /// # Errors
     /// As [`Self::open_reply`].
-    pub fn done(&self, sealed: &[u8]) -> Result<(), CallError> {
-        match self.answered(sealed)? {
-            Answer::Done => Ok(()),
+    pub fn accept_done(&self, sealed: &[u8]) -> Result<(), CallError> {
+        match self.open_reply(sealed)? {
+            CallReply::Done => Ok(()),
             _ => Err(CallError::Confused),
         }
     }
@@ -141,9 +145,9 @@ impl Caller {
     ///
     /// # Errors
     /// As [`Self::open_reply`].
-    pub fn following(&self, sealed: &[u8]) -> Result<AreaId, CallError> {
-        match self.answered(sealed)? {
-            Answer::Following(id) => Ok(id),
+    pub fn accept_following(&self, sealed: &[u8]) -> Result<FollowedAreaId, CallError> {
+        match self.open_reply(sealed)? {
+            CallReply::Following(id) => Ok(id),
             _ => Err(CallError::Confused),
         }
     }
@@ -152,10 +156,10 @@ impl Caller {
     ///
     /// # Errors
     /// As [`Self::open_reply`].
-    pub fn collected(&mut self, sealed: &[u8]) -> Result<Changed, CallError> {
-        let changed = match self.answered(sealed)? {
-            Answer::Written(runs) => Changed::Runs(runs),
-            Answer::Anything => Changed::Anything,
+    pub fn accept_written(&mut self, sealed: &[u8]) -> Result<WrittenPages, CallError> {
+        let changed = match self.open_reply(sealed)? {
+            CallReply::Written(runs) => WrittenPages::Runs(runs),
+            CallReply::Anything => WrittenPages::Anything,
             _ => return Err(CallError::Confused),
         };
         self.known = self.sequence;

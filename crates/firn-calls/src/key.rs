@@ -23,7 +23,7 @@ use sha2::Sha256;
 use siphasher::sip128::{Hasher128 as _, SipHasher24};
 use thiserror::Error;
 
-type Hash = Hmac<Sha256>;
+type HmacSha256 = Hmac<Sha256>;
 
 /// Bytes of a seal.
 pub(crate) const SEAL_BYTES: usize = 16;
@@ -35,14 +35,14 @@ pub type Proof = [u8; 32];
 
 /// An application's key: 32 bytes, 64 hexadecimal digits in a file.
 #[derive(Clone, PartialEq, Eq)]
-pub struct Key([u8; 32]);
+pub struct ApplicationKey([u8; 32]);
 
 /// The text is no key.
 #[derive(Debug, Error, PartialEq, Eq)]
 #[error("a key is 64 hexadecimal digits (as from `openssl rand -hex 32`)")]
 pub struct KeyError;
 
-impl FromStr for Key {
+impl FromStr for ApplicationKey {
     type Err = KeyError;
 
     fn from_str(text: &str) -> Result<Self, KeyError> {
@@ -61,33 +61,35 @@ impl FromStr for Key {
 }
 
 /// Prints no key: keys must not get into logs.
-impl fmt::Debug for Key {
+impl fmt::Debug for ApplicationKey {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         f.write_str("Key(..)")
     }
 }
 
-impl Key {
+impl ApplicationKey {
     /// A key of these bytes.
     pub fn new(bytes: [u8; 32]) -> Self {
         Self(bytes)
     }
 
     /// The proof that lies in the application's memory while it may call.
-    pub fn proof(&self, numbers: &[Nonce; 2]) -> Proof {
-        mac(&self.0, &[b"firn calls: proof", &numbers[0], &numbers[1]])
+    pub fn compute_proof(&self, numbers: &[Nonce; 2]) -> Proof {
+        compute_hmac(&self.0, &[b"firn calls: proof", &numbers[0], &numbers[1]])
     }
 
     pub(crate) fn seal_key(&self, numbers: &[Nonce; 2], slot: u32) -> SealKey {
-        let key =
-            mac(&self.0, &[b"firn calls: seal", &numbers[0], &numbers[1], &slot.to_le_bytes()]);
+        let key = compute_hmac(
+            &self.0,
+            &[b"firn calls: seal", &numbers[0], &numbers[1], &slot.to_le_bytes()],
+        );
         SealKey(std::array::from_fn(|at| key[at]))
     }
 }
 
 /// The sender of a message.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(crate) enum Speaker {
+pub(crate) enum MessageSender {
     Application,
     Host,
     /// The plugin, which notes stores.
@@ -103,16 +105,16 @@ impl SealKey {
         Self(key)
     }
 
-    fn mac(&self, speaker: Speaker, sequence: u64, message: &[u8]) -> u128 {
+    fn compute_seal(&self, speaker: MessageSender, sequence: u64, message: &[u8]) -> u128 {
         let purpose = match speaker {
-            Speaker::Application => 1,
-            Speaker::Host => 2,
-            Speaker::Plugin => 3,
+            MessageSender::Application => 1,
+            MessageSender::Host => 2,
+            MessageSender::Plugin => 3,
         };
-        self.hash(purpose, sequence, message)
+        self.keyed_hash(purpose, sequence, message)
     }
 
-    fn hash(&self, purpose: u8, sequence: u64, message: &[u8]) -> u128 {
+    fn keyed_hash(&self, purpose: u8, sequence: u64, message: &[u8]) -> u128 {
         let mut hash = SipHasher24::new_with_key(&self.0);
         hash.write(&[purpose]);
         hash.write(&sequence.to_le_bytes());
@@ -121,40 +123,45 @@ impl SealKey {
     }
 
     /// A separate key for the notes that this request began.
-    pub(crate) fn derive(&self, sequence: u64) -> [u8; 16] {
-        self.hash(4, sequence, &[]).to_le_bytes()
+    pub(crate) fn derive_key(&self, sequence: u64) -> [u8; 16] {
+        self.keyed_hash(4, sequence, &[]).to_le_bytes()
     }
 
     /// The token that ends an epoch.
-    pub(crate) fn token(&self, epoch: u64) -> u64 {
-        self.hash(5, epoch, &[]) as u64
+    pub(crate) fn epoch_token(&self, epoch: u64) -> u64 {
+        self.keyed_hash(5, epoch, &[]) as u64
     }
 
     /// Puts a seal before the message.
-    pub(crate) fn seal(&self, speaker: Speaker, sequence: u64, message: &[u8]) -> Vec<u8> {
-        [&self.mac(speaker, sequence, message).to_le_bytes(), message].concat()
+    pub(crate) fn seal_message(
+        &self,
+        speaker: MessageSender,
+        sequence: u64,
+        message: &[u8],
+    ) -> Vec<u8> {
+        [&self.compute_seal(speaker, sequence, message).to_le_bytes(), message].concat()
     }
 
     /// The message, if the seal is valid. The time does not depend on which bytes are wrong.
-    pub(crate) fn open<'b>(
+    pub(crate) fn open_message<'b>(
         &self,
-        speaker: Speaker,
+        speaker: MessageSender,
         sequence: u64,
         sealed: &'b [u8],
     ) -> Option<&'b [u8]> {
         let (seal, message) = sealed.split_first_chunk::<SEAL_BYTES>()?;
-        let differs = self.mac(speaker, sequence, message) ^ u128::from_le_bytes(*seal);
+        let differs = self.compute_seal(speaker, sequence, message) ^ u128::from_le_bytes(*seal);
         (differs == 0).then_some(message)
     }
 }
 
-fn hash(key: &[u8; 32]) -> Hash {
+fn new_hmac(key: &[u8; 32]) -> HmacSha256 {
     // HMAC takes keys of any length.
-    Hash::new_from_slice(key).unwrap_or_else(|_| unreachable!("a key of 32 bytes"))
+    HmacSha256::new_from_slice(key).unwrap_or_else(|_| unreachable!("a key of 32 bytes"))
 }
 
-fn mac(key: &[u8; 32], parts: &[&[u8]]) -> [u8; 32] {
-    let mut hash = hash(key);
+fn compute_hmac(key: &[u8; 32], parts: &[&[u8]]) -> [u8; 32] {
+    let mut hash = new_hmac(key);
     for part in parts {
         hash.update(part);
     }
@@ -171,36 +178,37 @@ mod tests {
     fn a_key_is_read_from_its_digits() {
         let digits = "00ff".repeat(16);
         let bytes: [u8; 32] = std::array::from_fn(|at| if at % 2 == 0 { 0 } else { 0xff });
-        assert_eq!(format!("{digits}\n").parse(), Ok(Key::new(bytes)));
+        assert_eq!(format!("{digits}\n").parse(), Ok(ApplicationKey::new(bytes)));
         for wrong in ["", "00", &digits[1..], &format!("{digits}0"), &digits.replace('f', "g")] {
-            assert_eq!(wrong.parse::<Key>(), Err(KeyError), "{wrong}");
+            assert_eq!(wrong.parse::<ApplicationKey>(), Err(KeyError), "{wrong}");
         }
-        assert_eq!(format!("{:?}", Key::new(bytes)), "Key(..)");
+        assert_eq!(format!("{:?}", ApplicationKey::new(bytes)), "Key(..)");
     }
 
     #[test]
     fn a_seal_is_for_one_speaker_one_request_and_one_session() {
-        let key = Key::new([7; 32]);
+        let key = ApplicationKey::new([7; 32]);
         let seal = key.seal_key(&NUMBERS, 3);
-        let sealed = seal.seal(Speaker::Host, 9, b"yes");
-        assert_eq!(seal.open(Speaker::Host, 9, &sealed), Some(&b"yes"[..]));
-        assert_eq!(seal.open(Speaker::Application, 9, &sealed), None);
-        assert_eq!(seal.open(Speaker::Host, 10, &sealed), None);
-        assert_eq!(seal.open(Speaker::Host, 9, &sealed[..10]), None);
-        for other in [key.seal_key(&NUMBERS, 4), Key::new([8; 32]).seal_key(&NUMBERS, 3)] {
-            assert_eq!(other.open(Speaker::Host, 9, &sealed), None);
+        let sealed = seal.seal_message(MessageSender::Host, 9, b"yes");
+        assert_eq!(seal.open_message(MessageSender::Host, 9, &sealed), Some(&b"yes"[..]));
+        assert_eq!(seal.open_message(MessageSender::Application, 9, &sealed), None);
+        assert_eq!(seal.open_message(MessageSender::Host, 10, &sealed), None);
+        assert_eq!(seal.open_message(MessageSender::Host, 9, &sealed[..10]), None);
+        for other in [key.seal_key(&NUMBERS, 4), ApplicationKey::new([8; 32]).seal_key(&NUMBERS, 3)]
+        {
+            assert_eq!(other.open_message(MessageSender::Host, 9, &sealed), None);
         }
         let mut bent = sealed;
         *bent.last_mut().unwrap() ^= 1;
-        assert_eq!(seal.open(Speaker::Host, 9, &bent), None);
+        assert_eq!(seal.open_message(MessageSender::Host, 9, &bent), None);
     }
 
     #[test]
     fn a_proof_depends_on_the_key_and_both_numbers() {
-        let key = Key::new([7; 32]);
-        let proof = key.proof(&NUMBERS);
-        assert_ne!(proof, Key::new([8; 32]).proof(&NUMBERS));
-        assert_ne!(proof, key.proof(&[NUMBERS[0], [3; 32]]));
-        assert_ne!(proof, key.proof(&[[3; 32], NUMBERS[1]]));
+        let key = ApplicationKey::new([7; 32]);
+        let proof = key.compute_proof(&NUMBERS);
+        assert_ne!(proof, ApplicationKey::new([8; 32]).compute_proof(&NUMBERS));
+        assert_ne!(proof, key.compute_proof(&[NUMBERS[0], [3; 32]]));
+        assert_ne!(proof, key.compute_proof(&[[3; 32], NUMBERS[1]]));
     }
 }

@@ -37,12 +37,13 @@ mod policy;
 mod server;
 mod window;
 
-pub use caller::{CallError, Caller, Changed};
-pub use key::{Key, KeyError, Nonce, Proof};
-pub use message::{Answer, AreaId, Refusal, Request, Run};
+pub use caller::{CallError, Caller, WrittenPages};
+pub use key::{ApplicationKey, KeyError, Nonce, Proof};
+pub use message::{CallRefusal, CallReply, CallRequest, FollowedAreaId, PageRun};
 pub use noting::{
-    Ended, NoteOrder, NotedArea, Notes, NotingKey, Order, Reader, Told, WORD, WordRun,
+    EndedEpoch, NoteOrder, NotedArea, NotingKey, PluginOrder, ReportReader, StoreNotes,
+    StoreReport, WORD, WordRun,
 };
-pub use policy::{Policy, PolicyError};
-pub use server::{Answered, Below, Noted, Server};
-pub use window::{Place, SLOT_BYTES, Slot, Window, WindowError};
+pub use policy::{CallPolicy, PolicyError};
+pub use server::{CallEvent, GuestAccess, ServedCall, SessionServer};
+pub use window::{CallWindow, SLOT_BYTES, SlotRange, WindowError, WindowSlot};

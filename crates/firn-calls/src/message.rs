@@ -7,11 +7,11 @@ use crate::key::Nonce;
 
 /// The number of a followed area within its session.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash, Serialize, Deserialize)]
-pub struct AreaId(pub u16);
+pub struct FollowedAreaId(pub u16);
 
 /// A request of an application. All but `Hello` are sealed.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
-pub enum Request {
+pub enum CallRequest {
     /// Introduces the application. Ends an unproven session in this slot.
     Hello {
         /// Its name in the policy.
@@ -32,7 +32,7 @@ pub enum Request {
         pages: u32,
     },
     /// Follow this area no longer.
-    Forget(AreaId),
+    Forget(FollowedAreaId),
     /// Which pages were written since they were followed, or since the last reply that arrived?
     Collect {
         /// The number of the last `Collect` whose reply arrived and was valid; 0 before. Pages that
@@ -52,9 +52,9 @@ pub enum Request {
 
 /// Consecutive pages of an area.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
-pub struct Run {
+pub struct PageRun {
     /// The area.
-    pub area: AreaId,
+    pub area: FollowedAreaId,
     /// The first page, counted from the start of the area.
     pub first: u32,
     /// The count of pages.
@@ -63,19 +63,19 @@ pub struct Run {
 
 /// A reply of the host.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
-pub enum Answer {
+pub enum CallReply {
     /// To `Hello`: the host's random number.
     Challenge(Nonce),
     /// The request was carried out.
     Done,
     /// To `Follow`.
-    Following(AreaId),
+    Following(FollowedAreaId),
     /// To `Collect`: these pages may have been written, and no others.
-    Written(Vec<Run>),
+    Written(Vec<PageRun>),
     /// To `Collect`, when the host does not know: any page may have been written.
     Anything,
     /// The request was not carried out.
-    Refused(Refusal),
+    Refused(CallRefusal),
     /// To `Note`: the first epoch has begun.
     Noting,
 }
@@ -83,7 +83,7 @@ pub enum Answer {
 /// Why a request is not carried out.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize, Error)]
 #[non_exhaustive]
-pub enum Refusal {
+pub enum CallRefusal {
     /// The bytes are no request.
     #[error("this is no request")]
     Garbled,
@@ -132,13 +132,13 @@ pub enum Refusal {
 }
 
 /// Encodes a message.
-pub(crate) fn bytes(message: &impl Serialize) -> Vec<u8> {
+pub(crate) fn encode_message(message: &impl Serialize) -> Vec<u8> {
     // Serialization into a vector cannot fail for these types.
     postcard::to_stdvec(message).unwrap_or_default()
 }
 
 /// Decodes a message. `None` if the bytes are malformed, or bytes are left over.
-pub(crate) fn parse<'b, T: Deserialize<'b>>(bytes: &'b [u8]) -> Option<T> {
+pub(crate) fn decode_message<'b, T: Deserialize<'b>>(bytes: &'b [u8]) -> Option<T> {
     let (message, rest) = postcard::take_from_bytes(bytes).ok()?;
     rest.is_empty().then_some(message)
 }
@@ -150,20 +150,20 @@ mod tests {
 
     #[test]
     fn messages_come_back_as_they_were() {
-        let request = Request::Hello { name: "kv".to_owned(), number: [3; 32] };
-        assert_eq!(parse(&bytes(&request)), Some(request.clone()));
-        let run = Run { area: AreaId(1), first: 70_000, pages: 2 };
-        let answer = Answer::Written(vec![run; 3]);
-        assert_eq!(parse(&bytes(&answer)), Some(answer));
-        let longer = [bytes(&request), vec![0]].concat();
-        assert_eq!(parse::<Request>(&longer), None);
+        let request = CallRequest::Hello { name: "kv".to_owned(), number: [3; 32] };
+        assert_eq!(decode_message(&encode_message(&request)), Some(request.clone()));
+        let run = PageRun { area: FollowedAreaId(1), first: 70_000, pages: 2 };
+        let answer = CallReply::Written(vec![run; 3]);
+        assert_eq!(decode_message(&encode_message(&answer)), Some(answer));
+        let longer = [encode_message(&request), vec![0]].concat();
+        assert_eq!(decode_message::<CallRequest>(&longer), None);
     }
 
     proptest! {
         #[test]
         fn any_bytes_are_a_message_or_none(garbage in prop::collection::vec(any::<u8>(), 0..200)) {
-            let _ = parse::<Request>(&garbage);
-            let _ = parse::<Answer>(&garbage);
+            let _ = decode_message::<CallRequest>(&garbage);
+            let _ = decode_message::<CallReply>(&garbage);
         }
     }
 }

@@ -31,9 +31,9 @@
 
 use serde::{Deserialize, Serialize};
 
-use crate::key::{SealKey, Speaker};
-use crate::message::{self, AreaId};
-use crate::window::Place;
+use crate::key::{MessageSender, SealKey};
+use crate::message::{self, FollowedAreaId};
+use crate::window::SlotRange;
 
 /// The unit in which stores are noted, in bytes.
 pub const WORD: u64 = 8;
@@ -45,7 +45,7 @@ const NOTED_MAX: usize = 1 << 14;
 /// an order (4 bytes) and the order; the plugin sends a byte when it has carried it out. When the
 /// connection ends, all noting ends.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
-pub enum Order {
+pub enum PluginOrder {
     /// Note stores; earlier notes for this slot are discarded.
     Note(NoteOrder),
     /// Stop noting for this slot.
@@ -55,15 +55,15 @@ pub enum Order {
     },
 }
 
-impl Order {
+impl PluginOrder {
     /// Encodes the order.
     pub fn to_bytes(&self) -> Vec<u8> {
-        message::bytes(self)
+        message::encode_message(self)
     }
 
     /// Decodes an order. `None` if the bytes are malformed, or bytes are left over.
     pub fn from_bytes(bytes: &[u8]) -> Option<Self> {
-        message::parse(bytes)
+        message::decode_message(bytes)
     }
 }
 
@@ -94,7 +94,7 @@ impl std::fmt::Debug for NotingKey {
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct NotedArea {
     /// Its number.
-    pub id: AreaId,
+    pub id: FollowedAreaId,
     /// Address of its first page.
     pub start: u64,
     /// The count of pages, [`NotedArea::PAGES_MAX`] at most.
@@ -105,7 +105,7 @@ impl NotedArea {
     /// The maximum count of pages: the words of an area have numbers of 32 bits.
     pub const PAGES_MAX: u32 = u32::MAX / (PAGE / WORD) as u32;
 
-    fn end(self) -> u64 {
+    fn end_address(self) -> u64 {
         self.start.saturating_add(u64::from(self.pages) * PAGE)
     }
 }
@@ -114,7 +114,7 @@ impl NotedArea {
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct WordRun {
     /// The area.
-    pub area: AreaId,
+    pub area: FollowedAreaId,
     /// The first word, counted from the start of the area.
     pub first: u32,
     /// The count of words.
@@ -123,7 +123,7 @@ pub struct WordRun {
 
 /// The report of an epoch's stores.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
-pub enum Told {
+pub enum StoreReport {
     /// The stores wrote these words, and no others.
     Words(Vec<WordRun>),
     /// The words are not known: the application must call the host.
@@ -132,63 +132,63 @@ pub enum Told {
 
 /// An epoch that has ended.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub struct Ended {
+pub struct EndedEpoch {
     /// The epoch's number.
     pub epoch: u32,
     /// The sealed report.
-    pub told: Vec<u8>,
+    pub report: Vec<u8>,
 }
 
 /// The seal key and the number of the current epoch, as both sides have them.
-struct Epochs {
+struct EpochCounter {
     seal: SealKey,
     /// The current epoch, from 1.
     number: u64,
 }
 
-impl Epochs {
+impl EpochCounter {
     fn new(key: &NotingKey) -> Self {
         Self { seal: SealKey::new(key.0), number: 1 }
     }
 
     /// The token that ends the current epoch.
-    fn token(&self) -> u64 {
-        self.seal.token(self.number)
+    fn current_token(&self) -> u64 {
+        self.seal.epoch_token(self.number)
     }
 }
 
 /// The notes of one application.
-pub struct Notes {
-    epochs: Epochs,
+pub struct StoreNotes {
+    epochs: EpochCounter,
     end: u64,
-    areas: Vec<Area>,
+    areas: Vec<AreaNotes>,
     /// Noted words: index of the area in `areas`, and word.
     noted: Vec<(u16, u32)>,
     is_unknown: bool,
 }
 
-struct Area {
+struct AreaNotes {
     noted: NotedArea,
     /// A bit for each word: whether it was noted in this epoch.
     words: Vec<u64>,
 }
 
-impl Area {
+impl AreaNotes {
     fn new(noted: NotedArea) -> Self {
         let words = vec![0; noted.pages as usize * (PAGE / WORD / 64) as usize];
         Self { noted, words }
     }
 
     /// The words of the area that a store covers.
-    fn hit(&self, at: u64, bytes: u64) -> Option<std::ops::RangeInclusive<u64>> {
-        let end = at.saturating_add(bytes).min(self.noted.end());
+    fn covered_words(&self, at: u64, bytes: u64) -> Option<std::ops::RangeInclusive<u64>> {
+        let end = at.saturating_add(bytes).min(self.noted.end_address());
         let first = at.max(self.noted.start);
         (first < end)
             .then(|| (first - self.noted.start) / WORD..=(end - 1 - self.noted.start) / WORD)
     }
 
     /// Notes a word. True if it was not noted yet.
-    fn note(&mut self, word: u64) -> bool {
+    fn note_word(&mut self, word: u64) -> bool {
         let bit = 1 << (word % 64);
         let Some(bits) = self.words.get_mut((word / 64) as usize) else { return false };
         let is_new = *bits & bit == 0;
@@ -196,78 +196,78 @@ impl Area {
         is_new
     }
 
-    fn forget(&mut self, word: u32) {
+    fn forget_word(&mut self, word: u32) {
         if let Some(bits) = self.words.get_mut((word / 64) as usize) {
             *bits &= !(1 << (word % 64));
         }
     }
 }
 
-impl Notes {
+impl StoreNotes {
     /// Begins to note.
     pub fn new(order: NoteOrder) -> Self {
         Self {
-            epochs: Epochs::new(&order.key),
+            epochs: EpochCounter::new(&order.key),
             end: order.end,
-            areas: order.areas.into_iter().map(Area::new).collect(),
+            areas: order.areas.into_iter().map(AreaNotes::new).collect(),
             noted: Vec::new(),
             is_unknown: false,
         }
     }
 
     /// The numbers of the virtual pages whose stores must be checked.
-    pub fn pages(&self) -> impl Iterator<Item = u64> + '_ {
-        let pages = |area: &Area| area.noted.start / PAGE..area.noted.end() / PAGE;
+    pub fn watched_pages(&self) -> impl Iterator<Item = u64> + '_ {
+        let pages = |area: &AreaNotes| area.noted.start / PAGE..area.noted.end_address() / PAGE;
         self.areas.iter().flat_map(pages).chain([self.end / PAGE])
     }
 
     /// Whether a store is to the end word.
-    pub fn is_end(&self, at: u64) -> bool {
+    pub fn is_end_word(&self, at: u64) -> bool {
         at.wrapping_sub(self.end) < 8
     }
 
     /// Notes a store of `bytes` bytes. Areas may be adjacent, and the store may extend into
     /// several.
-    pub fn store(&mut self, at: u64, bytes: u64) {
+    pub fn note_store(&mut self, at: u64, bytes: u64) {
         for number in 0..self.areas.len() {
-            if let Some(words) = self.areas[number].hit(at, bytes) {
-                words.for_each(|word| self.note(number, word));
+            if let Some(words) = self.areas[number].covered_words(at, bytes) {
+                words.for_each(|word| self.note_area_word(number, word));
             }
         }
     }
 
-    fn note(&mut self, area: usize, word: u64) {
-        if !self.areas[area].note(word) {
+    fn note_area_word(&mut self, area: usize, word: u64) {
+        if !self.areas[area].note_word(word) {
             return;
         }
         match self.noted.len() < NOTED_MAX {
             true => self.noted.push((area as u16, word as u32)),
             false => {
-                self.areas[area].forget(word as u32);
+                self.areas[area].forget_word(word as u32);
                 self.is_unknown = true;
             }
         }
     }
 
     /// Reads the value of the end word: if it is the epoch's token, the epoch has ended.
-    pub fn end(&mut self, token: u64) -> Option<Ended> {
-        if token != self.epochs.token() {
+    pub fn end_epoch(&mut self, token: u64) -> Option<EndedEpoch> {
+        if token != self.epochs.current_token() {
             return None;
         }
-        let told = self.told();
-        let told = self.epochs.seal.seal(Speaker::Plugin, self.epochs.number, &told);
+        let told = self.take_report();
+        let told = self.epochs.seal.seal_message(MessageSender::Plugin, self.epochs.number, &told);
         let epoch = self.epochs.number as u32;
         self.epochs.number += 1;
-        Some(Ended { epoch, told })
+        Some(EndedEpoch { epoch, report: told })
     }
 
     /// Encodes the report of the epoch, and clears the notes.
-    fn told(&mut self) -> Vec<u8> {
+    fn take_report(&mut self) -> Vec<u8> {
         self.noted.sort_unstable();
         let mut runs: Vec<WordRun> = Vec::new();
         for &(area, word) in &self.noted {
             let area = &mut self.areas[usize::from(area)];
-            area.forget(word);
+            area.forget_word(word);
             let id = area.noted.id;
             match runs.last_mut() {
                 Some(run) if run.area == id && run.first + run.words == word => run.words += 1,
@@ -275,41 +275,43 @@ impl Notes {
             }
         }
         self.noted.clear();
-        let told = message::bytes(&Told::Words(runs));
-        let fits = told.len() + crate::key::SEAL_BYTES <= Place::ANSWER_BYTES;
+        let told = message::encode_message(&StoreReport::Words(runs));
+        let fits = told.len() + crate::key::SEAL_BYTES <= SlotRange::ANSWER_BYTES;
         match std::mem::take(&mut self.is_unknown) || !fits {
-            true => message::bytes(&Told::Unknown),
+            true => message::encode_message(&StoreReport::Unknown),
             false => told,
         }
     }
 }
 
 /// Reads the reports of an application's own stores.
-pub struct Reader {
-    epochs: Epochs,
+pub struct ReportReader {
+    epochs: EpochCounter,
 }
 
-impl std::fmt::Debug for Reader {
+impl std::fmt::Debug for ReportReader {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
         f.debug_struct("ReportReader").field("epoch", &self.epochs.number).finish_non_exhaustive()
     }
 }
 
-impl Reader {
+impl ReportReader {
     pub(crate) fn new(key: &NotingKey) -> Self {
-        Self { epochs: Epochs::new(key) }
+        Self { epochs: EpochCounter::new(key) }
     }
 
     /// The current epoch: its number as stored in the window, and the token that ends it.
-    pub fn end(&self) -> (u32, u64) {
-        (self.epochs.number as u32, self.epochs.token())
+    pub fn current_epoch(&self) -> (u32, u64) {
+        (self.epochs.number as u32, self.epochs.current_token())
     }
 
     /// Opens the report of the current epoch, and moves to the next. `None` if the report is not
     /// the plugin's.
-    pub fn told(&mut self, sealed: &[u8]) -> Option<Told> {
-        let Epochs { seal, number } = &mut self.epochs;
-        let told = seal.open(Speaker::Plugin, *number, sealed).and_then(message::parse)?;
+    pub fn open_report(&mut self, sealed: &[u8]) -> Option<StoreReport> {
+        let EpochCounter { seal, number } = &mut self.epochs;
+        let told = seal
+            .open_message(MessageSender::Plugin, *number, sealed)
+            .and_then(message::decode_message)?;
         *number += 1;
         Some(told)
     }
@@ -317,8 +319,8 @@ impl Reader {
 
 impl SealKey {
     /// The key of the noting that this request began.
-    pub(crate) fn noting(&self, sequence: u64) -> NotingKey {
-        NotingKey(self.derive(sequence))
+    pub(crate) fn noting_key(&self, sequence: u64) -> NotingKey {
+        NotingKey(self.derive_key(sequence))
     }
 }
 
@@ -331,78 +333,83 @@ mod tests {
     const END: u64 = 0x9_0000_0018;
 
     fn order(starts: &[(u64, u32)]) -> NoteOrder {
-        let area =
-            |(id, &(start, pages)): (u16, &(u64, u32))| NotedArea { id: AreaId(id), start, pages };
+        let area = |(id, &(start, pages)): (u16, &(u64, u32))| NotedArea {
+            id: FollowedAreaId(id),
+            start,
+            pages,
+        };
         let areas = (0..).zip(starts).map(area).collect();
         NoteOrder { slot: 0, key: NotingKey([7; 16]), end: END, areas }
     }
 
-    fn both(starts: &[(u64, u32)]) -> (Notes, Reader) {
+    fn both(starts: &[(u64, u32)]) -> (StoreNotes, ReportReader) {
         let order = order(starts);
-        (Notes::new(order.clone()), Reader::new(&order.key))
+        (StoreNotes::new(order.clone()), ReportReader::new(&order.key))
     }
 
-    fn commit(notes: &mut Notes, reader: &mut Reader) -> Told {
-        let (epoch, token) = reader.end();
-        let ended = notes.end(token).unwrap();
+    fn commit(notes: &mut StoreNotes, reader: &mut ReportReader) -> StoreReport {
+        let (epoch, token) = reader.current_epoch();
+        let ended = notes.end_epoch(token).unwrap();
         assert_eq!(ended.epoch, epoch);
-        reader.told(&ended.told).unwrap()
+        reader.open_report(&ended.report).unwrap()
     }
 
     fn run(area: u16, first: u32, words: u32) -> WordRun {
-        WordRun { area: AreaId(area), first, words }
+        WordRun { area: FollowedAreaId(area), first, words }
     }
 
     #[test]
     fn words_are_told_once_and_in_order() {
         let (mut notes, mut reader) = both(&[(0x10000, 2), (0x40000, 1)]);
         for (at, bytes) in [(0x40008, 4), (0x1100c, 8), (0x10000, 1), (0x10001, 1)] {
-            notes.store(at, bytes);
+            notes.note_store(at, bytes);
         }
-        notes.store(0xfff8, 8);
-        notes.store(0x12000, 8);
+        notes.note_store(0xfff8, 8);
+        notes.note_store(0x12000, 8);
         let told = commit(&mut notes, &mut reader);
-        assert_eq!(told, Told::Words(vec![run(0, 0, 1), run(0, 513, 2), run(1, 1, 1)]));
-        notes.store(0x10000, 1);
-        assert_eq!(commit(&mut notes, &mut reader), Told::Words(vec![run(0, 0, 1)]));
-        assert_eq!(commit(&mut notes, &mut reader), Told::Words(vec![]));
+        assert_eq!(told, StoreReport::Words(vec![run(0, 0, 1), run(0, 513, 2), run(1, 1, 1)]));
+        notes.note_store(0x10000, 1);
+        assert_eq!(commit(&mut notes, &mut reader), StoreReport::Words(vec![run(0, 0, 1)]));
+        assert_eq!(commit(&mut notes, &mut reader), StoreReport::Words(vec![]));
     }
 
     #[test]
     fn stores_reach_into_areas_and_out_of_them() {
         let (mut notes, mut reader) = both(&[(0x10000, 1), (0x11000, 1)]);
-        notes.store(0xfff0, 32);
-        notes.store(0x10ffc, 8);
+        notes.note_store(0xfff0, 32);
+        notes.note_store(0x10ffc, 8);
         let told = commit(&mut notes, &mut reader);
-        assert_eq!(told, Told::Words(vec![run(0, 0, 2), run(0, 511, 1), run(1, 0, 1)]));
-        let pages: Vec<u64> = notes.pages().collect();
+        assert_eq!(told, StoreReport::Words(vec![run(0, 0, 2), run(0, 511, 1), run(1, 0, 1)]));
+        let pages: Vec<u64> = notes.watched_pages().collect();
         assert_eq!(pages, [0x10, 0x11, END / PAGE]);
     }
 
     #[test]
     fn an_epoch_ends_by_its_token_and_is_told_once() {
         let (mut notes, mut reader) = both(&[(0x10000, 1)]);
-        assert!(notes.is_end(END) && notes.is_end(END + 4) && !notes.is_end(END + 8));
-        assert!(!notes.is_end(END - 1));
-        let (_, token) = reader.end();
-        assert_eq!((notes.end(token ^ 1), notes.end(0)), (None, None));
-        let first = notes.end(token).unwrap();
-        assert_eq!(notes.end(token), None, "it has ended");
-        assert!(reader.told(&first.told[1..]).is_none());
-        assert!(reader.told(&first.told).is_some());
-        assert!(reader.told(&first.told).is_none(), "an old one is no answer");
+        assert!(
+            notes.is_end_word(END) && notes.is_end_word(END + 4) && !notes.is_end_word(END + 8)
+        );
+        assert!(!notes.is_end_word(END - 1));
+        let (_, token) = reader.current_epoch();
+        assert_eq!((notes.end_epoch(token ^ 1), notes.end_epoch(0)), (None, None));
+        let first = notes.end_epoch(token).unwrap();
+        assert_eq!(notes.end_epoch(token), None, "it has ended");
+        assert!(reader.open_report(&first.report[1..]).is_none());
+        assert!(reader.open_report(&first.report).is_some());
+        assert!(reader.open_report(&first.report).is_none(), "an old one is no answer");
     }
 
     #[test]
     fn too_much_is_unknown_and_the_next_epoch_is_told() {
         let (mut notes, mut reader) = both(&[(0x10000, 200)]);
         let mut stores = |bytes: u64, step: usize| {
-            (0..bytes).step_by(step).for_each(|at| notes.store(0x10000 + at, 8));
+            (0..bytes).step_by(step).for_each(|at| notes.note_store(0x10000 + at, 8));
             commit(&mut notes, &mut reader)
         };
-        assert_eq!(stores(200 * PAGE, 8), Told::Unknown);
-        assert_eq!(stores(150 * PAGE, 64), Told::Unknown, "as it does not fit");
-        assert_eq!(stores(16 * PAGE, 8), Told::Words(vec![run(0, 0, 16 * 512)]));
+        assert_eq!(stores(200 * PAGE, 8), StoreReport::Unknown);
+        assert_eq!(stores(150 * PAGE, 64), StoreReport::Unknown, "as it does not fit");
+        assert_eq!(stores(16 * PAGE, 8), StoreReport::Words(vec![run(0, 0, 16 * 512)]));
     }
 
     proptest! {
@@ -420,10 +427,10 @@ mod tests {
             for epoch in stores.chunks(every) {
                 let mut written = BTreeSet::new();
                 for &(at, bytes) in epoch {
-                    notes.store(at, bytes);
+                    notes.note_store(at, bytes);
                     written.extend((at..at + bytes).filter(is_inside).map(|byte| byte / WORD));
                 }
-                let Told::Words(runs) = commit(&mut notes, &mut reader) else {
+                let StoreReport::Words(runs) = commit(&mut notes, &mut reader) else {
                     return Err(TestCaseError::fail("unknown"));
                 };
                 let words = |run: &WordRun| {

@@ -18,8 +18,8 @@ use std::time::Duration;
 use firn_types::Block;
 
 /// How often a running copy is checked before the thread sleeps, and how long a sleep is.
-const SPINS: u32 = 1000;
-const LOOK: Duration = Duration::from_micros(50);
+const SPINS_MAX: u32 = 1000;
+const POLL_INTERVAL: Duration = Duration::from_micros(50);
 
 const UNSAVED: u8 = 0;
 const COPYING: u8 = 1;
@@ -27,7 +27,7 @@ const SAVED: u8 = 2;
 
 /// The result of a claim.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(crate) enum Claim {
+pub(crate) enum BlockClaim {
     /// The caller must copy the block now, then call [`CopyLedger::mark_saved`].
     Mine,
     /// The block's copy, made by another thread, is complete.
@@ -36,12 +36,12 @@ pub(crate) enum Claim {
 
 /// The state of every memory block of one save.
 #[derive(Debug)]
-pub(crate) struct Ledger {
+pub(crate) struct CopyLedger {
     states: Vec<AtomicU8>,
     unsaved: AtomicU32,
 }
 
-impl Ledger {
+impl CopyLedger {
     /// A ledger of `blocks` blocks, none saved.
     pub(crate) fn new(blocks: u32) -> Self {
         let states = (0..blocks).map(|_| AtomicU8::new(UNSAVED)).collect();
@@ -49,9 +49,9 @@ impl Ledger {
     }
 
     /// Claims a block for copying, or waits until the thread that copies it has done so.
-    pub(crate) fn claim(&self, block: Block) -> Claim {
+    pub(crate) fn claim_block(&self, block: Block) -> BlockClaim {
         match self.try_claim(block) {
-            true => Claim::Mine,
+            true => BlockClaim::Mine,
             false => self.wait_saved(block),
         }
     }
@@ -64,32 +64,32 @@ impl Ledger {
 
     /// Sleeps if it takes long: the copying thread may be waiting for a processor, and for this
     /// one.
-    fn wait_saved(&self, block: Block) -> Claim {
+    fn wait_saved(&self, block: Block) -> BlockClaim {
         let is_saved = || self.states[block.index()].load(Ordering::Acquire) == SAVED;
-        let mut looks = 0..SPINS;
+        let mut looks = 0..SPINS_MAX;
         while !is_saved() {
             match looks.next() {
                 Some(_) => std::hint::spin_loop(),
-                None => std::thread::sleep(LOOK),
+                None => std::thread::sleep(POLL_INTERVAL),
             }
         }
-        Claim::Saved
+        BlockClaim::Saved
     }
 
     /// Ends a claim: the block's copy is complete.
-    pub(crate) fn copied(&self, block: Block) {
+    pub(crate) fn mark_saved(&self, block: Block) {
         let before = self.states[block.index()].swap(SAVED, Ordering::Release);
         debug_assert_eq!(before, COPYING, "{block} was not claimed");
         self.unsaved.fetch_sub(1, Ordering::AcqRel);
     }
 
     /// The total number of blocks.
-    pub(crate) fn blocks(&self) -> u32 {
+    pub(crate) fn block_count(&self) -> u32 {
         self.states.len() as u32
     }
 
     /// The number of blocks whose copy is not complete.
-    pub(crate) fn unsaved(&self) -> u32 {
+    pub(crate) fn unsaved_count(&self) -> u32 {
         self.unsaved.load(Ordering::Acquire)
     }
 }
@@ -102,17 +102,17 @@ mod tests {
 
     #[test]
     fn a_block_is_claimed_once() {
-        let ledger = Ledger::new(2);
-        assert_eq!(ledger.claim(Block(0)), Claim::Mine);
+        let ledger = CopyLedger::new(2);
+        assert_eq!(ledger.claim_block(Block(0)), BlockClaim::Mine);
         assert!(!ledger.try_claim(Block(0)));
-        ledger.copied(Block(0));
-        assert_eq!(ledger.claim(Block(0)), Claim::Saved);
-        assert_eq!(ledger.unsaved(), 1);
+        ledger.mark_saved(Block(0));
+        assert_eq!(ledger.claim_block(Block(0)), BlockClaim::Saved);
+        assert_eq!(ledger.unsaved_count(), 1);
     }
 
     #[test]
     fn whoever_comes_second_sees_a_finished_copy() {
-        let ledger = Arc::new(Ledger::new(1000));
+        let ledger = Arc::new(CopyLedger::new(1000));
         let copies: Arc<Vec<AtomicU64>> = Arc::new((0..1000).map(|_| AtomicU64::new(0)).collect());
         let workers: Vec<_> = (0..4)
             .map(|_| {
@@ -121,14 +121,14 @@ mod tests {
             })
             .collect();
         workers.into_iter().for_each(|worker| worker.join().unwrap());
-        assert_eq!(ledger.unsaved(), 0);
+        assert_eq!(ledger.unsaved_count(), 0);
     }
 
-    fn claim_all(ledger: &Ledger, copies: &[AtomicU64]) {
+    fn claim_all(ledger: &CopyLedger, copies: &[AtomicU64]) {
         for block in (0..1000).map(Block) {
-            if ledger.claim(block) == Claim::Mine {
+            if ledger.claim_block(block) == BlockClaim::Mine {
                 copies[block.index()].fetch_add(1, Ordering::Relaxed);
-                ledger.copied(block);
+                ledger.mark_saved(block);
             }
             assert_eq!(copies[block.index()].load(Ordering::Relaxed), 1);
         }

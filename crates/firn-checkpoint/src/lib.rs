@@ -23,32 +23,32 @@
 #![forbid(unsafe_code)]
 
 mod access_bits;
-mod armed;
 mod buffers;
 mod cut;
-mod demand;
+mod duty_cycle;
 mod lane;
 mod ledger;
 mod options;
 mod order;
-mod pace;
 mod pipeline;
 mod pre_copy;
 mod reference;
 mod report;
 mod save;
 mod spaces;
-mod still;
+mod stop_and_copy;
 mod sweep;
+mod sweep_throttle;
 mod touches;
 mod trace;
-mod turns;
+mod traced_memory;
+mod vcpu_load;
 mod worker;
 mod written;
 
-pub use access_bits::{Scanner, watch};
-pub use cut::{NoSteps, Steps};
-pub use options::{Estimator, EstimatorError, SaveOptions, Strategy, StrategyError};
-pub use pre_copy::Tracker;
-pub use report::{FaultCounts, Pause, Progress, SaveReport};
-pub use save::{Describe, SaveContext, SaveError, save};
+pub use access_bits::{AccessScanner, watch_accesses};
+pub use cut::{NoSteps, SaveSteps};
+pub use options::{EstimatorError, SaveOptions, SaveStrategy, StrategyError, WorkingSetEstimator};
+pub use pre_copy::WriteTracker;
+pub use report::{FaultCounts, PauseReport, SaveProgress, SaveReport};
+pub use save::{DescribeVm, SaveContext, SaveError, save_vm};

@@ -12,7 +12,7 @@ use thiserror::Error;
 /// How the contents of guest memory at the cut are kept while they are written to the image.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Default, Serialize, Deserialize)]
 #[serde(rename_all = "kebab-case")]
-pub enum Strategy {
+pub enum SaveStrategy {
     /// Copy-on-access: the guest runs, and each memory block is copied at its first touch or by the
     /// sweep, whichever is first (Halite, section 7.1).
     #[default]
@@ -35,7 +35,7 @@ pub enum Strategy {
 #[error("no save strategy is called {0:?}; there are `trace`, `cow`, `pre-copy` and `stop`")]
 pub struct StrategyError(String);
 
-impl FromStr for Strategy {
+impl FromStr for SaveStrategy {
     type Err = StrategyError;
 
     fn from_str(name: &str) -> Result<Self, StrategyError> {
@@ -52,7 +52,7 @@ impl FromStr for Strategy {
 /// The method that finds the memory that a restore should read first.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Default, Serialize, Deserialize)]
 #[serde(rename_all = "kebab-case")]
-pub enum Estimator {
+pub enum WorkingSetEstimator {
     /// By the touches of the guest after the cut, in their order (Zhang et al., VEE 2011, section
     /// 4.1.2).
     #[default]
@@ -67,7 +67,7 @@ pub enum Estimator {
 #[error("no working set estimator is called {0:?}; there are `trace` and `access-bits`")]
 pub struct EstimatorError(String);
 
-impl FromStr for Estimator {
+impl FromStr for WorkingSetEstimator {
     type Err = EstimatorError;
 
     fn from_str(name: &str) -> Result<Self, EstimatorError> {
@@ -83,7 +83,7 @@ impl FromStr for Estimator {
 #[derive(Clone, Debug, Serialize, Deserialize)]
 pub struct SaveOptions {
     /// How the contents of memory at the cut are kept.
-    pub strategy: Strategy,
+    pub strategy: SaveStrategy,
     /// How memory blocks are compressed.
     pub codec: Codec,
     /// Pages in a memory block.
@@ -118,7 +118,7 @@ pub struct SaveOptions {
 impl Default for SaveOptions {
     fn default() -> Self {
         Self {
-            strategy: Strategy::default(),
+            strategy: SaveStrategy::default(),
             codec: Codec::default(),
             block_size: BlockSize::default(),
             locality_block_bytes: 64 << 10,

@@ -4,11 +4,11 @@ use std::time::Duration;
 
 use serde::{Deserialize, Serialize};
 
-use crate::lane::Attribution;
+use crate::lane::FaultAttribution;
 
 /// The progress of a save.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
-pub struct Progress {
+pub struct SaveProgress {
     /// Memory blocks copied or known to need no copy.
     pub blocks_done: u32,
     /// The total number of memory blocks.
@@ -34,12 +34,12 @@ pub struct FaultCounts {
 }
 
 impl FaultCounts {
-    pub(crate) fn count(&mut self, how: Attribution) {
+    pub(crate) fn count_fault(&mut self, how: FaultAttribution) {
         match how {
-            Attribution::Thread => self.by_vcpu += 1,
-            Attribution::Worker => self.by_worker += 1,
-            Attribution::Neighbour => self.by_neighbour += 1,
-            Attribution::None => self.by_others += 1,
+            FaultAttribution::Thread => self.by_vcpu += 1,
+            FaultAttribution::Worker => self.by_worker += 1,
+            FaultAttribution::Neighbour => self.by_neighbour += 1,
+            FaultAttribution::None => self.by_others += 1,
         }
     }
 
@@ -51,7 +51,7 @@ impl FaultCounts {
 
 /// The parts of the pause, in milliseconds.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Serialize, Deserialize)]
-pub struct Pause {
+pub struct PauseReport {
     /// The whole pause, by the hypervisor's own events: from when it had stopped the vCPUs until it
     /// started them. Where it sent no events, from the command to stop until it reported that the
     /// VM runs.
@@ -76,7 +76,7 @@ pub struct Pause {
 #[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
 pub struct SaveReport {
     /// The parts of the pause.
-    pub pause: Pause,
+    pub pause: PauseReport,
     /// Rounds of re-protecting, or of copying, before the pause.
     pub rounds: u32,
     /// The total time for which the VM was paused before the cut: once in each round of copying, so
@@ -112,6 +112,6 @@ pub struct SaveReport {
     pub blocks_inherited: u32,
 }
 
-pub(crate) fn ms(duration: Duration) -> f64 {
+pub(crate) fn to_ms(duration: Duration) -> f64 {
     (duration.as_secs_f64() * 1e6).round() / 1e3
 }

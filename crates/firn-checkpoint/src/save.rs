@@ -18,30 +18,34 @@ use std::path::{Path, PathBuf};
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
-use firn_image::{Draft, Geometry, Image, ImageError, Organization, Sections, Writer};
+use firn_image::{
+    BlockOrganization, Geometry, Image, ImageDraft, ImageError, ImageSections, ImageWriter,
+};
 use firn_memory::{
     DropError, GuestMemory, MemoryError, PageFaultError, Process, ProcessError, ScanError,
-    TraceError, urgency,
+    TraceError, scheduling,
 };
-use firn_types::{Block, GuestPhys, Page, Tid};
-use firn_vmm::{AuxRam, CopyError, CutError, DeviceStateError, DriveCut, DriveError, QmpError, Vm};
+use firn_types::{Block, GuestPhys, Page, ThreadId};
+use firn_vmm::{
+    AuxRam, CopyError, CutError, DeviceStateError, DriveCut, DriveError, QemuVm, QmpError,
+};
 use thiserror::Error;
 
-use crate::armed::Armed;
-use crate::cut::{Cut, Ready, Steps};
-use crate::demand::Demand;
-use crate::lane::Lanes;
-use crate::options::{SaveOptions, Strategy};
-use crate::order::{self, Order, Resting};
-use crate::pace::Pace;
-use crate::pipeline::{Intake, Limits, Pipeline};
-use crate::pre_copy::{PreCopy, Tracker, stores};
-use crate::report::{Progress, SaveReport, ms};
+use crate::cut::{CutState, PauseMethod, SaveSteps};
+use crate::lane::LaneAttributor;
+use crate::options::{SaveOptions, SaveStrategy};
+use crate::order::{self, SweepOrder, ThrottledReader};
+use crate::pipeline::{ImagePipeline, PipelineIntake, PipelineLimits};
+use crate::pre_copy::{PreCopy, WriteTracker, parent_stores};
+use crate::report::{SaveProgress, SaveReport, to_ms};
 use crate::spaces;
-use crate::still::Still;
-use crate::sweep::{Sweep, Watch};
+use crate::stop_and_copy::StopCopy;
+use crate::sweep::{BackgroundSweep, WatchPeriod};
+use crate::sweep_throttle::SweepThrottle;
 use crate::trace::FaultLog;
-use crate::worker::Workers;
+use crate::traced_memory::TracedMemory;
+use crate::vcpu_load::VcpuLoad;
+use crate::worker::KernelWorkers;
 
 /// Why there is no checkpoint. The VM continues to run (or, for a suspend, runs again).
 #[derive(Debug, Error)]
@@ -125,7 +129,7 @@ pub enum SaveError {
 /// The VM to save, and what its save needs.
 pub struct SaveContext<'a> {
     /// The VM's control channel.
-    pub vm: &'a mut Vm,
+    pub vm: &'a mut QemuVm,
     /// The hypervisor process.
     pub process: Arc<Process>,
     /// Its guest RAM.
@@ -141,11 +145,11 @@ pub struct SaveContext<'a> {
     /// Tracks the guest's writes since the last checkpoint, for [`SaveStrategy::PreCopy`]: a save
     /// uses the tracker that is here, and leaves one here for the next save. No other strategy
     /// works while there is one.
-    pub tracker: Option<Tracker>,
+    pub tracker: Option<WriteTracker>,
     /// What is done with the VM's disks in the pause.
     pub drives: DriveCut,
     /// The caller's steps before and after the pause.
-    pub steps: &'a dyn Steps,
+    pub steps: &'a dyn SaveSteps,
 }
 
 /// Describes the VM. Called once its memory and disks are fixed.
@@ -153,56 +157,59 @@ pub struct SaveContext<'a> {
 /// The argument is the share of the working set that was found in the last eighth of the time in
 /// which the guest was traced, if the working set was found that way: the larger the share, the
 /// more was missed.
-pub type Describe<'a> = dyn Fn(Option<f64>) -> std::io::Result<serde_json::Value> + 'a;
+pub type DescribeVm<'a> = dyn Fn(Option<f64>) -> std::io::Result<serde_json::Value> + 'a;
 
 /// Saves a VM to an image at `out`. The result of `describe` is stored unchanged.
-pub fn save(
+pub fn save_vm(
     context: &mut SaveContext<'_>,
     out: &Path,
-    describe: &Describe<'_>,
+    describe: &DescribeVm<'_>,
     options: &SaveOptions,
-    progress: &dyn Fn(Progress),
+    progress: &dyn Fn(SaveProgress),
 ) -> Result<SaveReport, SaveError> {
     firn_fault::point("save.begin");
     let started = Instant::now();
-    if options.leave_stopped && options.strategy != Strategy::Stop {
+    if options.leave_stopped && options.strategy != SaveStrategy::Stop {
         return Err(SaveError::Options("a VM can be left stopped only by the strategy `stop`"));
     }
-    if options.first_spaces > 0 && options.strategy != Strategy::Cow {
-        return Err(SaveError::Options("address spaces can be copied first only with the strategy `cow`"));
+    if options.first_spaces > 0 && options.strategy != SaveStrategy::Cow {
+        return Err(SaveError::Options(
+            "address spaces can be copied first only with the strategy `cow`",
+        ));
     }
-    let writer = writer(context, out, options)?;
+    let writer = create_writer(context, out, options)?;
     let identity = writer.identity();
     let limits =
-        Limits { compressors: options.compressors, buffer_bytes: options.buffer_bytes_max };
-    let (pipeline, intake) = Pipeline::start(writer, options.codec, context.parent.clone(), limits);
-    let copied =
-        Copying { context: &mut *context, options, intake: &intake, progress, started }.run();
+        PipelineLimits { compressors: options.compressors, buffer_bytes: options.buffer_bytes_max };
+    let (pipeline, intake) =
+        ImagePipeline::start_threads(writer, options.codec, context.parent.clone(), limits);
+    let copied = MemoryCopy { context: &mut *context, options, intake: &intake, progress, started }
+        .copy_memory();
     drop(intake);
-    let report = finish(context, pipeline.finish(), copied, describe);
+    let report = finish_image(context, pipeline.finish_image(), copied, describe);
     if let (Ok(_), Some(tracker)) = (&report, &mut context.tracker) {
-        tracker.accept(identity);
+        tracker.accept_image(identity);
     }
-    Ok(SaveReport { total_ms: ms(started.elapsed()), ..report? })
+    Ok(SaveReport { total_ms: to_ms(started.elapsed()), ..report? })
 }
 
-fn finish(
+fn finish_image(
     context: &mut SaveContext<'_>,
-    writer: Result<Writer, ImageError>,
-    copied: Result<Copied, SaveError>,
-    describe: &Describe<'_>,
+    writer: Result<ImageWriter, ImageError>,
+    copied: Result<CopiedMemory, SaveError>,
+    describe: &DescribeVm<'_>,
 ) -> Result<SaveReport, SaveError> {
     // An image that can't be written makes everything after it fail as well: its error is the
     // cause, so it is returned.
     let writer = writer?;
     let mut copied = copied?;
-    if context.steps.cancelled() {
+    if context.steps.is_cancelled() {
         return Err(SaveError::Cancelled);
     }
     finish_copies(context)?;
     firn_fault::point("save.sections");
     let meta = describe(copied.report.found_late).map_err(SaveError::Step)?;
-    let summary = writer.finish(sections(context, meta, &mut copied))?;
+    let summary = writer.finish(image_sections(context, meta, &mut copied))?;
     firn_fault::point("save.finished");
     let (image_bytes, blocks_inherited) = (summary.file_bytes, summary.inherited_blocks);
     Ok(SaveReport { image_bytes, blocks_inherited, ..copied.report })
@@ -215,7 +222,7 @@ fn finish_copies(context: &mut SaveContext<'_>) -> Result<(), SaveError> {
         return Ok(());
     }
     firn_fault::point("copies.begun");
-    let finished = vm.finish_copies(&drives.copies, &|| steps.cancelled());
+    let finished = vm.finish_copies(&drives.copies, &|| steps.is_cancelled());
     firn_fault::point("copies.finished");
     finished.map_err(|error| match error {
         CopyError::Cancelled => SaveError::Cancelled,
@@ -223,31 +230,35 @@ fn finish_copies(context: &mut SaveContext<'_>) -> Result<(), SaveError> {
     })
 }
 
-fn writer(
+fn create_writer(
     context: &SaveContext<'_>,
     out: &Path,
     options: &SaveOptions,
-) -> Result<Writer, SaveError> {
-    let draft = Draft {
+) -> Result<ImageWriter, SaveError> {
+    let draft = ImageDraft {
         parent: context.parent.as_deref(),
-        again: options.strategy == Strategy::PreCopy,
-        ..Draft::whole(geometry(context, options), Organization::Access)
+        allows_again: options.strategy == SaveStrategy::PreCopy,
+        ..ImageDraft::whole_image(image_geometry(context, options), BlockOrganization::Access)
     };
-    Ok(Writer::create(out, &draft)?)
+    Ok(ImageWriter::create(out, &draft)?)
 }
 
-fn geometry(context: &SaveContext<'_>, options: &SaveOptions) -> Geometry {
+fn image_geometry(context: &SaveContext<'_>, options: &SaveOptions) -> Geometry {
     Geometry {
         block_size: options.block_size,
         locality_block_bytes: options.locality_block_bytes,
-        total_pages: context.memory.map().total_pages(),
+        total_pages: context.memory.region_map().total_pages(),
     }
 }
 
-fn sections(context: &SaveContext<'_>, meta: serde_json::Value, copied: &mut Copied) -> Sections {
-    Sections {
+fn image_sections(
+    context: &SaveContext<'_>,
+    meta: serde_json::Value,
+    copied: &mut CopiedMemory,
+) -> ImageSections {
+    ImageSections {
         meta,
-        regions: context.memory.map().clone(),
+        regions: context.memory.region_map().clone(),
         device_state: std::mem::take(&mut copied.cut.device_state),
         aux_blocks: std::mem::take(&mut copied.cut.aux),
         working_set: std::mem::take(&mut copied.working_set),
@@ -256,39 +267,41 @@ fn sections(context: &SaveContext<'_>, meta: serde_json::Value, copied: &mut Cop
 }
 
 /// All memory has been given to the pipeline, and the guest runs without faults.
-pub(crate) struct Copied {
-    pub(crate) cut: Cut,
+pub(crate) struct CopiedMemory {
+    pub(crate) cut: CutState,
     pub(crate) working_set: Vec<Block>,
     pub(crate) roots: Vec<GuestPhys>,
     pub(crate) report: SaveReport,
 }
 
 /// The part of a save in which guest memory is being copied.
-struct Copying<'c, 'a> {
+struct MemoryCopy<'c, 'a> {
     context: &'c mut SaveContext<'a>,
     options: &'c SaveOptions,
-    intake: &'c Intake,
-    progress: &'c dyn Fn(Progress),
+    intake: &'c PipelineIntake,
+    progress: &'c dyn Fn(SaveProgress),
     started: Instant,
 }
 
-impl Copying<'_, '_> {
-    fn run(mut self) -> Result<Copied, SaveError> {
-        let vcpus: Vec<Tid> = self.context.vm.vcpus()?.iter().map(|vcpu| vcpu.tid).collect();
-        self.intake.turns().watch(Demand::of(self.context.process.pid(), &vcpus));
-        if self.options.strategy == Strategy::PreCopy {
+impl MemoryCopy<'_, '_> {
+    fn copy_memory(mut self) -> Result<CopiedMemory, SaveError> {
+        let vcpus: Vec<ThreadId> = self.context.vm.vcpus()?.iter().map(|vcpu| vcpu.tid).collect();
+        self.intake
+            .duty_cycle()
+            .watch_load(VcpuLoad::from_threads(self.context.process.pid(), &vcpus));
+        if self.options.strategy == SaveStrategy::PreCopy {
             let Self { context, options, intake, progress, started } = self;
-            return PreCopy { context, options, intake, progress, started }.run();
+            return PreCopy { context, options, intake, progress, started }.run_save();
         }
         self.context.memory.open_window()?;
         match self.options.strategy {
-            Strategy::Stop => self.stop(),
-            _ => self.follow(),
+            SaveStrategy::Stop => self.stop_and_copy(),
+            _ => self.copy_traced(),
         }
     }
 
     /// Copy-on-access, or copy-on-write.
-    fn follow(&mut self) -> Result<Copied, SaveError> {
+    fn copy_traced(&mut self) -> Result<CopiedMemory, SaveError> {
         // The hypervisor punches such pages out of the RAM file; no page fault reports it
         // beforehand.
         if self.context.vm.balloon()?.is_some() {
@@ -299,14 +312,21 @@ impl Copying<'_, '_> {
         }
         let first = spaces::used_last(self.context.vm, self.options.first_spaces)?;
         let vcpus = self.context.vm.vcpus()?;
-        let tids: Vec<Tid> = vcpus.iter().map(|vcpu| vcpu.tid).collect();
+        let tids: Vec<ThreadId> = vcpus.iter().map(|vcpu| vcpu.tid).collect();
         let threads = vcpus.iter().map(|vcpu| (vcpu.tid, vcpu.id));
-        let workers = Workers::of(self.context.process.pid(), threads.clone());
-        let lanes = Lanes::new(threads, self.context.process.threads()?);
+        let workers = KernelWorkers::for_vcpus(self.context.process.pid(), threads.clone());
+        let lanes = LaneAttributor::new(threads, self.context.process.list_threads()?);
         let intake = self.intake.clone();
-        let armed = Armed::attach(self.context, self.options, tids, lanes, workers, intake)?;
-        let copied = self.follow_armed(&armed, &first);
-        let log = armed.disarm();
+        let armed = TracedMemory::attach_to_hypervisor(
+            self.context,
+            self.options,
+            tids,
+            lanes,
+            workers,
+            intake,
+        )?;
+        let copied = self.copy_after_attach(&armed, &first);
+        let log = armed.detach_from_hypervisor();
         firn_fault::point("save.disarmed");
         let (mut copied, FaultLog { touches, counts }) = (copied?, log?);
         copied.report.faults = counts;
@@ -318,93 +338,109 @@ impl Copying<'_, '_> {
     }
 
     /// Copies what the address spaces in `first` have written before anything else.
-    fn follow_armed(&mut self, armed: &Armed, first: &[GuestPhys]) -> Result<Copied, SaveError> {
-        armed.arm()?;
-        let ready = Ready::make(self.context, true)?;
-        let rounds = armed.settle()?;
-        let arm_ms = ms(self.started.elapsed());
-        let cut = Cut::make(self.context, self.options, ready, &mut || armed.cut())?;
+    fn copy_after_attach(
+        &mut self,
+        armed: &TracedMemory,
+        first: &[GuestPhys],
+    ) -> Result<CopiedMemory, SaveError> {
+        armed.protect_all()?;
+        let ready = PauseMethod::prepare_pause(self.context, true)?;
+        let rounds = armed.protect_written()?;
+        let arm_ms = to_ms(self.started.elapsed());
+        let cut = CutState::make_cut(self.context, self.options, ready, &mut || armed.make_cut())?;
         firn_fault::point("save.resumed");
-        if cut.untouched_until.is_some_and(|resumed| armed.trace.was_touched_before(resumed)) {
+        if cut.untouched_until.is_some_and(|resumed| armed.trace.was_written_before(resumed)) {
             return Err(SaveError::Touched);
         }
-        let watch = self.watch(armed.trace.now());
-        if self.options.strategy == Strategy::Trace {
-            armed.retrace()?;
+        let watch = self.watch_period(armed.trace.now());
+        if self.options.strategy == SaveStrategy::Trace {
+            armed.drop_mappings()?;
         }
         firn_fault::point("save.retraced");
-        urgency::step_back();
-        let (roots, order, working_set) = self.plan(first)?;
-        armed.skip(&order.unbacked);
-        let pace = Pace::new(self.options.throttle, armed.trace.now());
+        scheduling::set_background();
+        let (roots, order, working_set) = self.plan_sweep(first)?;
+        armed.mark_unbacked_saved(&order.unbacked);
+        let pace = SweepThrottle::new(self.options.throttle, armed.trace.now());
         let (intake, progress, steps) = (self.intake, self.progress, self.context.steps);
         let (let_go, reported) = (0, Duration::ZERO);
         let trace = &armed.trace;
-        let mut sweep = Sweep { trace, intake, pace, progress, steps, watch, let_go, reported };
-        let watched = sweep.run(order.blocks, order.let_go)?;
-        let blocks_let_go = sweep.let_go;
+        let mut sweep = BackgroundSweep {
+            trace,
+            intake,
+            throttle: pace,
+            progress,
+            steps,
+            watch,
+            released_blocks: let_go,
+            reported,
+        };
+        let watched = sweep.run_sweep(order.blocks, order.release_count)?;
+        let blocks_let_go = sweep.released_blocks;
         firn_fault::point("save.swept");
-        let found_late = armed.trace.touches().found_late(watched).filter(|_| self.is_watched());
-        let report = SaveReport { rounds, arm_ms, found_late, blocks_let_go, ..self.report(&cut) };
-        Ok(Copied { cut, working_set, roots, report })
+        let found_late =
+            armed.trace.lock_touches().found_late(watched).filter(|_| self.is_watched());
+        let report =
+            SaveReport { rounds, arm_ms, found_late, blocks_let_go, ..self.base_report(&cut) };
+        Ok(CopiedMemory { cut, working_set, roots, report })
     }
 
     /// Whether the guest's touches show its working set: only [`SaveStrategy::Trace`] sees what it
     /// reads.
     fn is_watched(&self) -> bool {
-        self.options.strategy == Strategy::Trace && self.context.used.is_none()
+        self.options.strategy == SaveStrategy::Trace && self.context.used.is_none()
     }
 
     /// The period for which the guest is watched from now on.
-    fn watch(&self, now: Duration) -> Watch {
+    fn watch_period(&self, now: Duration) -> WatchPeriod {
         let (at_least, at_most) = match self.is_watched() {
             true => (self.options.watch, self.options.watch_max),
             false => Default::default(),
         };
-        Watch { until: now + at_least, at_most_until: now + at_most }
+        WatchPeriod { until: now + at_least, at_most_until: now + at_most }
     }
 
     /// The roots of the guest's page tables, the order of the sweep that they give, and the working
     /// set as far as it is known.
-    fn plan(
+    fn plan_sweep(
         &mut self,
         first: &[GuestPhys],
-    ) -> Result<(Vec<GuestPhys>, Order, Vec<Block>), SaveError> {
-        let memory = &Resting { memory: &self.context.memory, turns: self.intake.turns() };
-        let spaces = order::address_spaces(self.context.vm, memory)?;
-        let mut order = order::blocks(memory, &spaces, self.options.block_size)?;
-        order.add_unbacked(|block| stores(self.context.parent.as_deref(), block));
+    ) -> Result<(Vec<GuestPhys>, SweepOrder, Vec<Block>), SaveError> {
+        let memory =
+            &ThrottledReader { memory: &self.context.memory, duty_cycle: self.intake.duty_cycle() };
+        let spaces = order::find_address_spaces(self.context.vm, memory)?;
+        let mut order = order::plan_blocks(memory, &spaces, self.options.block_size)?;
+        order.add_unbacked(|block| parent_stores(self.context.parent.as_deref(), block));
         let used = self.context.used.as_deref().unwrap_or_default();
         let working_set = order.bring_forward(used, self.options.block_size);
-        let written = spaces.written(memory, first);
-        order.let_go = order.bring_forward(&written, self.options.block_size).len();
+        let written = spaces.written_pages(memory, first);
+        order.release_count = order.bring_forward(&written, self.options.block_size).len();
         Ok((spaces.roots, order, working_set))
     }
 
     /// Stops the VM, copies everything, continues the VM.
-    fn stop(&mut self) -> Result<Copied, SaveError> {
+    fn stop_and_copy(&mut self) -> Result<CopiedMemory, SaveError> {
         let memory = Arc::clone(&self.context.memory);
-        let resting = Resting { memory: &memory, turns: self.intake.turns() };
-        let spaces = order::address_spaces(self.context.vm, &resting)?;
+        let resting = ThrottledReader { memory: &memory, duty_cycle: self.intake.duty_cycle() };
+        let spaces = order::find_address_spaces(self.context.vm, &resting)?;
         let Self { options, intake, progress, .. } = *self;
         let used = self.context.used.take().unwrap_or_default();
         let parent = self.context.parent.clone();
         let still =
-            Still { memory: &memory, spaces: &spaces, used, parent, options, intake, progress };
-        let ready = Ready::make(self.context, false)?;
+            StopCopy { memory: &memory, spaces: &spaces, used, parent, options, intake, progress };
+        let ready = PauseMethod::prepare_pause(self.context, false)?;
         let mut working_set = Vec::new();
-        let cut = Cut::make(self.context, options, ready, &mut || {
-            working_set = intake.turns().while_still(|| still.copy_all())?;
+        let cut = CutState::make_cut(self.context, options, ready, &mut || {
+            working_set = intake.duty_cycle().without_pauses(|| still.copy_all())?;
             Ok(0)
         })?;
-        let report = self.report(&cut);
+        let report = self.base_report(&cut);
         let roots = spaces.roots;
-        Ok(Copied { cut, working_set, roots, report })
+        Ok(CopiedMemory { cut, working_set, roots, report })
     }
 
-    fn report(&self, cut: &Cut) -> SaveReport {
+    fn base_report(&self, cut: &CutState) -> SaveReport {
         let blocks_total =
-            self.options.block_size.blocks_in(self.context.memory.map().total_pages());
+            self.options.block_size.blocks_in(self.context.memory.region_map().total_pages());
         SaveReport { pause: cut.pause, blocks_total, ..SaveReport::default() }
     }
 }

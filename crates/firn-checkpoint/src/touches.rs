@@ -21,36 +21,36 @@ use firn_types::Block;
 /// The last part of the time in which a guest is traced: long enough for a guest that touches new
 /// pages to do so in it, and short enough for a guest that repeats its work to have repeated it
 /// before, though at first each touch costs it a fault.
-const LATE: f64 = 0.125;
+const LATE_SHARE: f64 = 0.125;
 
 /// The maximum share that is found late of a guest that has touched all that it will: less than the
 /// share up to which a restore considers a working set complete (`firn-restore`, `high_latency`).
-const SETTLED: f64 = 0.002;
+const SETTLED_SHARE_MAX: f64 = 0.002;
 
 /// The guest must also have touched nothing new for this long: one that waits for a moment touches
 /// nothing either.
-const LULL: Duration = Duration::from_millis(500);
+const QUIET_TIME_MIN: Duration = Duration::from_millis(500);
 
 /// The minimum number of touches for a result.
-const ENOUGH: usize = 100;
+const TOUCHES_MIN: usize = 100;
 
 /// The first touches of a save.
 #[derive(Debug, Default)]
-pub(crate) struct Touches {
+pub(crate) struct FirstTouches {
     is_touched: Vec<bool>,
     blocks: Vec<Block>,
     /// When each was touched.
     times: Vec<Duration>,
 }
 
-impl Touches {
+impl FirstTouches {
     /// No touches, of this number of blocks.
     pub(crate) fn new(blocks: u32) -> Self {
         Self { is_touched: vec![false; blocks as usize], ..Self::default() }
     }
 
     /// The guest touches a block, for the first time or not.
-    pub(crate) fn note(&mut self, block: Block, now: Duration) {
+    pub(crate) fn record_touch(&mut self, block: Block, now: Duration) {
         if !std::mem::replace(&mut self.is_touched[block.index()], true) {
             self.blocks.push(block);
             self.times.push(now);
@@ -65,14 +65,14 @@ impl Touches {
     /// Of the blocks that were touched by `end`, the share in the last eighth of the time from the
     /// first of them; none if there are too few for a result.
     pub(crate) fn found_late(&self, end: Duration) -> Option<f64> {
-        Some(self.found_within(self.late(end)?, end))
+        Some(self.found_within(self.late_period(end)?, end))
     }
 
     /// The last part of the time from the first touch to `end`; none if there are too few touches
     /// for a result.
-    fn late(&self, end: Duration) -> Option<Duration> {
-        let (first, enough) = (self.times.first()?, self.times.get(ENOUGH - 1)?);
-        (*enough <= end).then(|| end.saturating_sub(*first).mul_f64(LATE))
+    fn late_period(&self, end: Duration) -> Option<Duration> {
+        let (first, enough) = (self.times.first()?, self.times.get(TOUCHES_MIN - 1)?);
+        (*enough <= end).then(|| end.saturating_sub(*first).mul_f64(LATE_SHARE))
     }
 
     /// The share of the blocks that was touched in the time of this length before `end`.
@@ -86,7 +86,9 @@ impl Touches {
     /// Whether watching the guest further is not worth it: it touches hardly any new blocks, or
     /// there are too few touches for a result.
     pub(crate) fn is_settled(&self, now: Duration) -> bool {
-        self.late(now).is_none_or(|late| self.found_within(late.max(LULL), now) <= SETTLED)
+        self.late_period(now).is_none_or(|late| {
+            self.found_within(late.max(QUIET_TIME_MIN), now) <= SETTLED_SHARE_MAX
+        })
     }
 
     /// The blocks, in order.
@@ -104,10 +106,13 @@ mod tests {
     }
 
     /// A guest that touches these blocks, one each millisecond from the thousandth on.
-    fn touching(blocks: impl IntoIterator<Item = u32>) -> Touches {
-        let mut touches = Touches::new(1000);
+    fn touching(blocks: impl IntoIterator<Item = u32>) -> FirstTouches {
+        let mut touches = FirstTouches::new(1000);
         let times = 1000..;
-        blocks.into_iter().zip(times).for_each(|(block, at)| touches.note(Block(block), ms(at)));
+        blocks
+            .into_iter()
+            .zip(times)
+            .for_each(|(block, at)| touches.record_touch(Block(block), ms(at)));
         touches
     }
 

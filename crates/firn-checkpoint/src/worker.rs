@@ -18,7 +18,7 @@ use std::fs::{self, File};
 use std::os::unix::fs::FileExt as _;
 use std::path::Path;
 
-use firn_types::{Tid, VcpuId};
+use firn_types::{ThreadId, VcpuId};
 
 /// More bytes than any `stat` line needs.
 const STAT_BYTES: usize = 1024;
@@ -27,24 +27,25 @@ const STAT_BYTES: usize = 1024;
 const STATE_TO_PROCESSOR: usize = 36;
 
 /// The vCPU threads, and the processors of kernel workers.
-pub(crate) struct Workers {
+pub(crate) struct KernelWorkers {
     vcpus: Vec<(VcpuId, File)>,
-    bound: HashMap<Tid, Option<u32>>,
+    bound: HashMap<ThreadId, Option<u32>>,
 }
 
-impl Workers {
+impl KernelWorkers {
     /// The workers of a hypervisor with these vCPU threads. A vCPU whose `stat` can't be read is
     /// left out.
-    pub(crate) fn of(pid: i32, vcpus: impl IntoIterator<Item = (Tid, VcpuId)>) -> Self {
-        let stat = |tid: Tid| File::open(format!("/proc/{pid}/task/{}/stat", tid.0)).ok();
+    pub(crate) fn for_vcpus(pid: i32, vcpus: impl IntoIterator<Item = (ThreadId, VcpuId)>) -> Self {
+        let stat = |tid: ThreadId| File::open(format!("/proc/{pid}/task/{}/stat", tid.0)).ok();
         let vcpus = vcpus.into_iter().filter_map(|(tid, vcpu)| Some((vcpu, stat(tid)?))).collect();
         Self { vcpus, bound: HashMap::new() }
     }
 
     /// The vCPU for which this thread works, if it is a kernel worker bound to a processor. Must be
     /// called at once, because vCPUs move.
-    pub(crate) fn vcpu_of(&mut self, worker: Tid) -> Option<VcpuId> {
-        let processor = (*self.bound.entry(worker).or_insert_with(|| bound_to(worker)))?;
+    pub(crate) fn vcpu_of(&mut self, worker: ThreadId) -> Option<VcpuId> {
+        let processor =
+            (*self.bound.entry(worker).or_insert_with(|| find_bound_processor(worker)))?;
         let mut there =
             self.vcpus.iter().filter(|(_, stat)| last_processor(stat) == Some(processor));
         let (vcpu, _) = there.next()?;
@@ -53,18 +54,18 @@ impl Workers {
 }
 
 /// Whether a thread is a kernel worker, of whatever kind.
-pub(crate) fn is_worker(tid: Tid) -> bool {
+pub(crate) fn is_worker(tid: ThreadId) -> bool {
     let name = stat_of(tid).and_then(|stat| name_in(&stat).map(str::to_owned));
     name.is_some_and(|name| name.starts_with("kworker/"))
 }
 
-fn stat_of(tid: Tid) -> Option<Vec<u8>> {
+fn stat_of(tid: ThreadId) -> Option<Vec<u8>> {
     fs::read(Path::new("/proc").join(tid.0.to_string()).join("stat")).ok()
 }
 
 /// The processor a kernel worker is bound to. The kernel names workers `kworker/PROCESSOR:NUMBER`,
 /// unbound ones `kworker/uPOOL:NUMBER` (`kernel/workqueue.c`), and binds each for life.
-fn bound_to(worker: Tid) -> Option<u32> {
+fn find_bound_processor(worker: ThreadId) -> Option<u32> {
     processor_in_name(name_in(&stat_of(worker)?)?)
 }
 
@@ -116,9 +117,9 @@ mod tests {
 
     #[test]
     fn this_thread_ran_on_some_processor() {
-        let tid = Tid(rustix::thread::gettid().as_raw_nonzero().get());
+        let tid = ThreadId(rustix::thread::gettid().as_raw_nonzero().get());
         let pid = std::process::id() as i32;
-        let mut workers = Workers::of(pid, [(tid, VcpuId(0))]);
+        let mut workers = KernelWorkers::for_vcpus(pid, [(tid, VcpuId(0))]);
         assert!(last_processor(&workers.vcpus[0].1).is_some());
         assert_eq!(workers.vcpu_of(tid), None, "no kernel worker");
         assert!(!is_worker(tid));
@@ -127,12 +128,12 @@ mod tests {
     #[test]
     fn one_vcpu_on_the_processor_is_it_two_are_none() {
         let pid = std::process::id() as i32;
-        let worker = Tid(i32::MAX);
-        let processor = |workers: &Workers| last_processor(&workers.vcpus[0].1);
-        let tid = Tid(rustix::thread::gettid().as_raw_nonzero().get());
+        let worker = ThreadId(i32::MAX);
+        let processor = |workers: &KernelWorkers| last_processor(&workers.vcpus[0].1);
+        let tid = ThreadId(rustix::thread::gettid().as_raw_nonzero().get());
         for (vcpus, expected) in [(1, Some(VcpuId(0))), (2, None)] {
             let all = (0..vcpus).map(|number| (tid, VcpuId(number)));
-            let mut workers = Workers::of(pid, all);
+            let mut workers = KernelWorkers::for_vcpus(pid, all);
             // A thread may be moved between two reads of its processor.
             let found = (0..100).any(|_| {
                 let bound = processor(&workers);

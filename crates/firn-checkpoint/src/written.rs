@@ -23,8 +23,8 @@ pub(crate) struct WrittenSet {
 
 impl WrittenSet {
     /// Notes that a run of pages is writable from now on.
-    pub(crate) fn note(&mut self, pages: Range<Page>) {
-        self.pages.extend(Page::each(pages));
+    pub(crate) fn add_pages(&mut self, pages: Range<Page>) {
+        self.pages.extend(Page::iter_range(pages));
     }
 
     /// The number of noted pages; a page noted twice counts twice.
@@ -55,7 +55,7 @@ fn runs_of(sorted: &[Page]) -> Vec<Range<Page>> {
 
 /// Decides when to stop re-protecting and pause.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(crate) struct Rounds {
+pub(crate) struct ProtectRounds {
     done: u32,
     fewest: usize,
 }
@@ -65,14 +65,14 @@ const ROUNDS_MAX: u32 = 12;
 /// The number of written pages up to which another round would not make the pause shorter.
 const SETTLED_PAGES: usize = 64;
 
-impl Rounds {
+impl ProtectRounds {
     /// No round run yet.
     pub(crate) fn new() -> Self {
         Self { done: 0, fewest: usize::MAX }
     }
 
     /// Whether another round would help, given the number of pages written since the last one.
-    pub(crate) fn another(&mut self, written: usize) -> bool {
+    pub(crate) fn needs_another(&mut self, written: usize) -> bool {
         let helps = written > SETTLED_PAGES && self.done < ROUNDS_MAX;
         let stuck = self.done >= 3 && written >= self.fewest;
         self.fewest = self.fewest.min(written);
@@ -81,7 +81,7 @@ impl Rounds {
     }
 
     /// The number of calls of [`Self::needs_another`] until now.
-    pub(crate) fn done(&self) -> u32 {
+    pub(crate) fn rounds_done(&self) -> u32 {
         self.done
     }
 }
@@ -93,21 +93,21 @@ mod tests {
 
     #[test]
     fn an_idle_guest_needs_no_round() {
-        assert!(!Rounds::new().another(0));
+        assert!(!ProtectRounds::new().needs_another(0));
     }
 
     #[test]
     fn rounds_end_when_the_guest_writes_as_fast_as_they_protect() {
-        let mut rounds = Rounds::new();
-        let ran = (0..100).take_while(|_| rounds.another(5000)).count();
+        let mut rounds = ProtectRounds::new();
+        let ran = (0..100).take_while(|_| rounds.needs_another(5000)).count();
         assert!(ran < 5, "{ran} rounds");
     }
 
     #[test]
     fn rounds_go_on_while_the_set_shrinks() {
-        let mut rounds = Rounds::new();
+        let mut rounds = ProtectRounds::new();
         let sizes = [50_000, 5_000, 900, 300, 90, 10];
-        let ran = sizes.iter().take_while(|&&size| rounds.another(size)).count();
+        let ran = sizes.iter().take_while(|&&size| rounds.needs_another(size)).count();
         assert_eq!(ran, 5);
     }
 
@@ -115,7 +115,7 @@ mod tests {
         #[test]
         fn runs_cover_every_noted_page_in_order(pages in prop::collection::vec(0u32..5000, 0..300)) {
             let mut set = WrittenSet::default();
-            pages.iter().for_each(|&page| set.note(Page(page)..Page(page + 2)));
+            pages.iter().for_each(|&page| set.add_pages(Page(page)..Page(page + 2)));
             let runs = set.drain();
             for page in pages {
                 prop_assert!(runs.iter().any(|run| run.contains(&Page(page)) && run.contains(&Page(page + 1))));

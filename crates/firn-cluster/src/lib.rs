@@ -36,10 +36,10 @@
 pub mod cut;
 pub mod epoch;
 pub mod failover;
+mod ids;
 pub mod member;
 pub mod output;
 pub mod predict;
 pub mod switch;
-mod words;
 
-pub use words::{Epoch, Generation, Host, RequestNumber, Seq, Vm};
+pub use ids::{Epoch, FrameNumber, Generation, HostId, RequestNumber, VmId};

@@ -7,11 +7,11 @@
 use std::io;
 use std::mem::size_of;
 
-use crate::store::Store;
+use crate::store::DiskStore;
 
 /// A change of a disk. Offsets count bytes from the beginning of the disk.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub enum Change {
+pub enum DiskChange {
     /// Writes bytes.
     Write {
         /// The offset of the first byte.
@@ -30,9 +30,9 @@ pub enum Change {
     },
 }
 
-impl Change {
+impl DiskChange {
     /// The offset of its first byte.
-    pub fn at(&self) -> u64 {
+    pub fn start_offset(&self) -> u64 {
         match self {
             Self::Write { at, .. } | Self::Zero { at, .. } => *at,
         }
@@ -47,12 +47,12 @@ impl Change {
     }
 
     /// Whether it lies within a disk of `size` bytes.
-    pub fn fits(&self, size: u64) -> bool {
-        self.at().checked_add(self.length()).is_some_and(|end| end <= size)
+    pub fn fits_within(&self, size: u64) -> bool {
+        self.start_offset().checked_add(self.length()).is_some_and(|end| end <= size)
     }
 
     /// The number of bytes of memory that it occupies.
-    pub fn cost(&self) -> usize {
+    pub fn memory_bytes(&self) -> usize {
         size_of::<Self>()
             + match self {
                 Self::Write { bytes, .. } => bytes.len(),
@@ -61,8 +61,8 @@ impl Change {
     }
 
     /// The part of it that lies before `end`.
-    pub fn before(self, end: u64) -> Option<Self> {
-        let left = end.checked_sub(self.at()).filter(|&left| left > 0)?;
+    pub fn truncated_at(self, end: u64) -> Option<Self> {
+        let left = end.checked_sub(self.start_offset()).filter(|&left| left > 0)?;
         Some(match self {
             Self::Write { at, mut bytes } => {
                 bytes.truncate(usize::try_from(left).unwrap_or(usize::MAX));
@@ -76,10 +76,10 @@ impl Change {
     ///
     /// # Errors
     /// If the store fails. A part of the change may have been made.
-    pub fn apply(&self, store: &dyn Store) -> io::Result<()> {
+    pub fn apply_to(&self, store: &dyn DiskStore) -> io::Result<()> {
         match self {
-            Self::Write { at, bytes } => store.write(*at, bytes),
-            Self::Zero { at, length, hole } => store.zero(*at, *length, *hole),
+            Self::Write { at, bytes } => store.write_at(*at, bytes),
+            Self::Zero { at, length, hole } => store.zero_range(*at, *length, *hole),
         }
     }
 }
@@ -90,21 +90,25 @@ mod tests {
 
     #[test]
     fn the_part_before_a_place() {
-        let write = |bytes: &[u8]| Change::Write { at: 4, bytes: bytes.to_vec() };
-        let zero = |length| Change::Zero { at: 4, length, hole: true };
+        let write = |bytes: &[u8]| DiskChange::Write { at: 4, bytes: bytes.to_vec() };
+        let zero = |length| DiskChange::Zero { at: 4, length, hole: true };
         for (end, length) in [(5, 1), (6, 2), (7, 3), (9, 3)] {
-            assert_eq!(write(b"abc").before(end), Some(write(&b"abc"[..length])));
-            assert_eq!(zero(3).before(end), Some(zero(length as u64)));
+            assert_eq!(write(b"abc").truncated_at(end), Some(write(&b"abc"[..length])));
+            assert_eq!(zero(3).truncated_at(end), Some(zero(length as u64)));
         }
         for end in [0, 3, 4] {
-            assert_eq!(write(b"abc").before(end), None);
-            assert_eq!(zero(3).before(end), None);
+            assert_eq!(write(b"abc").truncated_at(end), None);
+            assert_eq!(zero(3).truncated_at(end), None);
         }
     }
 
     #[test]
     fn what_reaches_beyond_the_disk_does_not_fit() {
-        let zero = |at, length| Change::Zero { at, length, hole: false };
-        assert!(zero(4, 4).fits(8) && !zero(4, 5).fits(8) && !zero(u64::MAX, 2).fits(u64::MAX));
+        let zero = |at, length| DiskChange::Zero { at, length, hole: false };
+        assert!(
+            zero(4, 4).fits_within(8)
+                && !zero(4, 5).fits_within(8)
+                && !zero(u64::MAX, 2).fits_within(u64::MAX)
+        );
     }
 }

@@ -18,11 +18,11 @@ use thiserror::Error;
 
 mod changing;
 
-pub use changing::Changing;
+pub use changing::DiskWriter;
 
-use crate::change::Change;
-use crate::primary::{Log, Primary, PrimaryError};
-use crate::store::{FileId, FileStore, Store, StoreError};
+use crate::change::DiskChange;
+use crate::primary::{EpochLog, PrimaryDisk, PrimaryDiskError};
+use crate::store::{DiskFileId, DiskStore, FileStore, StoreError};
 
 /// The maximum number of bytes that one step of the seed copies.
 const PIECE_BYTES: u64 = 1 << 20;
@@ -63,21 +63,21 @@ pub enum DiskError {
     },
     /// The state of the replication does not allow the operation.
     #[error(transparent)]
-    Primary(#[from] PrimaryError),
+    Primary(#[from] PrimaryDiskError),
 }
 
 /// The result of one seed step: changes of epoch 0 for the standby.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub struct Seed {
+pub struct SeedChunk {
     /// The standby must make them in this order.
-    pub changes: Vec<Change>,
+    pub changes: Vec<DiskChange>,
     /// The whole disk has been read. Further steps return what has changed since.
     pub is_whole: bool,
 }
 
 /// The fill level of a log.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct Pressure {
+pub struct LogPressure {
     /// The bytes of memory that the log occupies.
     pub bytes: usize,
     /// The size in bytes at which changes have to wait; 0 if the disk is not protected.
@@ -86,25 +86,25 @@ pub struct Pressure {
     pub waiting: usize,
 }
 
-struct State {
-    primary: Primary,
+struct DiskState {
+    primary: PrimaryDisk,
     waiting: usize,
     is_closed: bool,
 }
 
 /// A disk whose changes are logged while its VM is protected.
-pub struct Disk {
-    store: Box<dyn Store>,
+pub struct LoggedDisk {
+    store: Box<dyn DiskStore>,
     size: u64,
     /// The maximum number of bytes that one step of the seed copies.
     piece_bytes: u64,
-    state: Mutex<State>,
+    state: Mutex<DiskState>,
     room: Condvar,
     /// The storage lost data that it had acknowledged. The kernel reports this only once.
     is_broken: AtomicBool,
 }
 
-impl Disk {
+impl LoggedDisk {
     /// Opens a file as a disk of `size` bytes, or of the file's length. The file is raw, or has a
     /// format that QEMU interprets. A qcow2 file grows, so its disk has to have the maximum size of
     /// the file.
@@ -112,21 +112,21 @@ impl Disk {
     /// # Errors
     /// If the file can't be opened and locked, or is larger than `size`.
     pub fn open(path: &Path, size: Option<u64>) -> Result<Self, DiskError> {
-        Ok(Self::open_if(path, size, None)?.0)
+        Ok(Self::open_known(path, size, None)?.0)
     }
 
     /// Opens a file only if it is the file `known`. Also returns the identity of the file.
     ///
     /// # Errors
     /// As [`Self::open`], and if it is another file.
-    pub fn open_if(
+    pub fn open_known(
         path: &Path,
         size: Option<u64>,
-        known: Option<FileId>,
-    ) -> Result<(Self, FileId), DiskError> {
+        known: Option<DiskFileId>,
+    ) -> Result<(Self, DiskFileId), DiskError> {
         let store = FileStore::open(path)?;
         let opened = |source| StoreError::Open { path: path.to_owned(), source };
-        let (length, id) = (store.length().map_err(opened)?, store.id().map_err(opened)?);
+        let (length, id) = (store.length().map_err(opened)?, store.file_id().map_err(opened)?);
         if known.is_some_and(|known| known != id) {
             return Err(DiskError::Replaced { path: path.to_owned() });
         }
@@ -139,8 +139,8 @@ impl Disk {
     }
 
     /// A disk of `size` bytes in a store. No other user of the store may change it.
-    pub fn new(store: Box<dyn Store>, size: u64) -> Self {
-        let state = State { primary: Primary::new(size), waiting: 0, is_closed: false };
+    pub fn new(store: Box<dyn DiskStore>, size: u64) -> Self {
+        let state = DiskState { primary: PrimaryDisk::new(size), waiting: 0, is_closed: false };
         let (state, room) = (Mutex::new(state), Condvar::new());
         let is_broken = AtomicBool::new(false);
         Self { store, size, piece_bytes: PIECE_BYTES, state, room, is_broken }
@@ -148,7 +148,7 @@ impl Disk {
 
     /// The same disk, seeded in smaller steps, so that the disk of a test has many of them.
     #[cfg(test)]
-    pub(crate) fn in_pieces_of(self, piece_bytes: u64) -> Self {
+    pub(crate) fn with_piece_bytes(self, piece_bytes: u64) -> Self {
         Self { piece_bytes, ..self }
     }
 
@@ -161,16 +161,16 @@ impl Disk {
     ///
     /// # Errors
     /// The error of the system.
-    pub fn read(&self, at: u64, into: &mut [u8]) -> io::Result<()> {
-        self.store.read(at, into)
+    pub fn read_at(&self, at: u64, into: &mut [u8]) -> io::Result<()> {
+        self.store.read_at(at, into)
     }
 
     /// Writes bytes at an offset, after waiting for room in the log.
     ///
     /// # Errors
     /// The error of the system.
-    pub fn write(&self, at: u64, bytes: Vec<u8>) -> io::Result<()> {
-        self.by(&|| true).write(at, bytes)
+    pub fn write_at(&self, at: u64, bytes: Vec<u8>) -> io::Result<()> {
+        self.for_client(&|| true).write_at(at, bytes)
     }
 
     /// Writes zeros, after waiting for room in the log. If they may be a `hole`, they take no
@@ -178,8 +178,8 @@ impl Disk {
     ///
     /// # Errors
     /// The error of the system.
-    pub fn zero(&self, at: u64, length: u64, hole: bool) -> io::Result<()> {
-        self.by(&|| true).zero(at, length, hole)
+    pub fn zero_range(&self, at: u64, length: u64, hole: bool) -> io::Result<()> {
+        self.for_client(&|| true).zero_range(at, length, hole)
     }
 
     /// Discards bytes that the guest does not need: they become a hole, or stay as they are if the
@@ -187,13 +187,13 @@ impl Disk {
     ///
     /// # Errors
     /// The error of the system.
-    pub fn trim(&self, at: u64, length: u64) -> io::Result<()> {
-        self.by(&|| true).trim(at, length)
+    pub fn trim_range(&self, at: u64, length: u64) -> io::Result<()> {
+        self.for_client(&|| true).trim_range(at, length)
     }
 
     /// Changes made for a client. `is_there` returns whether the client still waits for the reply.
-    pub fn by<'a>(&'a self, is_there: &'a dyn Fn() -> bool) -> Changing<'a> {
-        Changing { disk: self, is_there }
+    pub fn for_client<'a>(&'a self, is_there: &'a dyn Fn() -> bool) -> DiskWriter<'a> {
+        DiskWriter { disk: self, is_connected: is_there }
     }
 
     /// Makes all acknowledged changes durable: they survive a loss of power.
@@ -205,15 +205,15 @@ impl Disk {
         if self.is_broken.load(Ordering::Acquire) {
             return Err(rustix::io::Errno::IO.into());
         }
-        let synced = self.store.sync();
+        let synced = self.store.sync_data();
         self.is_broken.fetch_or(synced.is_err(), Ordering::AcqRel);
         synced
     }
 
     /// Begins a protection, with logs of about `bound` bytes of memory each.
     /// [`LoggedDisk::seed_step`] follows.
-    pub fn protect(&self, bound: usize) {
-        self.with(|primary| primary.protect(bound));
+    pub fn begin_protection(&self, bound: usize) {
+        self.update_primary(|primary| primary.begin_protection(bound));
     }
 
     /// Takes one step of the copy for a standby, whose disk is all zeros. The caller repeats it
@@ -223,90 +223,93 @@ impl Disk {
     /// # Errors
     /// If the disk can't be read, or is not being seeded. A copy that lacks a piece is useless: a
     /// read error ends the protection.
-    pub fn seed(&self) -> Result<Seed, DiskError> {
-        let seed = self.try_seed();
+    pub fn seed_step(&self) -> Result<SeedChunk, DiskError> {
+        let seed = self.try_seed_step();
         if let Err(DiskError::Read { .. }) = &seed {
-            self.release();
+            self.end_protection();
         }
         seed
     }
 
-    fn try_seed(&self) -> Result<Seed, DiskError> {
+    fn try_seed_step(&self) -> Result<SeedChunk, DiskError> {
         let step = {
-            let mut state = self.lock();
-            let at = state.primary.copied()?;
-            let data = if at < self.size { self.store.data(at) } else { Ok(None) };
+            let mut state = self.lock_state();
+            let at = state.primary.seeded_bytes()?;
+            let data = if at < self.size { self.store.next_data_range(at) } else { Ok(None) };
             let data = data.map_err(|source| DiskError::Read { at, source })?;
-            state.primary.step(data, self.piece_bytes)?
+            state.primary.advance_seed(data, self.piece_bytes)?
         };
         self.room.notify_all();
         let mut changes = step.changes;
         if let Some(piece) = step.piece {
             let (at, mut bytes) = (piece.start, vec![0; (piece.end - piece.start) as usize]);
-            self.store.read(at, &mut bytes).map_err(|source| DiskError::Read { at, source })?;
+            self.store.read_at(at, &mut bytes).map_err(|source| DiskError::Read { at, source })?;
             if bytes.iter().any(|&byte| byte != 0) {
-                changes.push(Change::Write { at, bytes });
+                changes.push(DiskChange::Write { at, bytes });
             }
         }
-        Ok(Seed { changes, is_whole: step.is_whole })
+        Ok(SeedChunk { changes, is_whole: step.is_whole })
     }
 
     /// Lifts the bound of the log until the cut, because QEMU is about to stop the VM.
-    pub fn drain(&self) {
-        self.with(|primary| primary.set_draining(true));
+    pub fn begin_drain(&self) {
+        self.update_primary(|primary| primary.set_draining(true));
     }
 
     /// Restores the bound, because there is no cut.
-    pub fn go_on(&self) {
-        self.with(|primary| primary.set_draining(false));
+    pub fn cancel_drain(&self) {
+        self.update_primary(|primary| primary.set_draining(false));
     }
 
     /// Ends the running epoch and returns its log. The VM is paused, and no request is in flight.
     ///
     /// # Errors
     /// If the disk is not protected, or its seed is not whole.
-    pub fn cut(&self) -> Result<Log, DiskError> {
-        Ok(self.with(Primary::cut)?)
+    pub fn cut_log(&self) -> Result<EpochLog, DiskError> {
+        Ok(self.update_primary(PrimaryDisk::cut_log)?)
     }
 
     /// Ends the protection.
-    pub fn release(&self) {
-        self.with(Primary::release);
+    pub fn end_protection(&self) {
+        self.update_primary(PrimaryDisk::end_protection);
     }
 
     /// The offset that the seed has reached; `None` if no seed is in progress.
-    pub fn copied(&self) -> Option<u64> {
-        self.lock().primary.copied().ok()
+    pub fn seeded_bytes(&self) -> Option<u64> {
+        self.lock_state().primary.seeded_bytes().ok()
     }
 
     /// The fill level of the log. If changes wait, the cut should come early.
-    pub fn pressure(&self) -> Pressure {
-        let state = self.lock();
-        let (bytes, bound) = state.primary.bytes();
-        Pressure { bytes, bound, waiting: state.waiting }
+    pub fn log_pressure(&self) -> LogPressure {
+        let state = self.lock_state();
+        let (bytes, bound) = state.primary.log_usage();
+        LogPressure { bytes, bound, waiting: state.waiting }
     }
 
     /// Refuses further changes. A change that waits for room fails.
     pub(crate) fn close(&self) {
-        self.lock().is_closed = true;
+        self.lock_state().is_closed = true;
         self.room.notify_all();
     }
 
-    fn with<T>(&self, change: impl FnOnce(&mut Primary) -> T) -> T {
-        let result = change(&mut self.lock().primary);
+    fn update_primary<T>(&self, change: impl FnOnce(&mut PrimaryDisk) -> T) -> T {
+        let result = change(&mut self.lock_state().primary);
         self.room.notify_all();
         result
     }
 
-    fn lock(&self) -> MutexGuard<'_, State> {
-        self.state.lock().unwrap_or_else(|it| recovered(it.into_inner(), self))
+    fn lock_state(&self) -> MutexGuard<'_, DiskState> {
+        self.state.lock().unwrap_or_else(|it| recover_poisoned(it.into_inner(), self))
     }
 }
 
 /// Gives up the log after a thread panicked in the middle of a change, which the log may lack. The
 /// next cut reports that the disk is not protected, and the guest continues.
-fn recovered<'a>(mut state: MutexGuard<'a, State>, disk: &Disk) -> MutexGuard<'a, State> {
+fn recover_poisoned<'a>(
+    mut state: MutexGuard<'a, DiskState>,
+    disk: &LoggedDisk,
+) -> MutexGuard<'a, DiskState> {
     disk.state.clear_poison();
-    state.primary.release();
+    state.primary.end_protection();
     state
 }

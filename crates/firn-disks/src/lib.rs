@@ -59,8 +59,8 @@ pub mod wire;
 #[cfg(test)]
 mod tests;
 
-pub use change::Change;
-pub use disk::{Disk, DiskError, Pressure, Seed};
-pub use primary::Log;
-pub use standby::Standby;
-pub use store::{FileId, FileStore, Store};
+pub use change::DiskChange;
+pub use disk::{DiskError, LogPressure, LoggedDisk, SeedChunk};
+pub use primary::EpochLog;
+pub use standby::StandbyDisk;
+pub use store::{DiskFileId, DiskStore, FileStore};

@@ -26,11 +26,11 @@ use std::ops::Range;
 use firn_cluster::Epoch;
 use thiserror::Error;
 
-use crate::change::Change;
+use crate::change::DiskChange;
 
 /// Why a log can't be returned.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Error)]
-pub enum PrimaryError {
+pub enum PrimaryDiskError {
     /// The disk is not protected, and no changes are logged.
     #[error("the disk is not protected any more: protect the VM anew")]
     Unprotected,
@@ -51,22 +51,22 @@ pub enum PrimaryError {
 
 /// All changes of one epoch, in order.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub struct Log {
+pub struct EpochLog {
     /// The epoch.
     pub epoch: Epoch,
     /// The changes.
-    pub changes: Vec<Change>,
+    pub changes: Vec<DiskChange>,
 }
 
 /// The maximum number of bytes by which a log exceeds its bound while the VM is being stopped.
 /// Without a limit, a VM that is stopped repeatedly to slow it down would fill all memory.
-const OVER_MAX: usize = 512 << 20;
+const OVERSHOOT_BYTES_MAX: usize = 512 << 20;
 
 /// A step of the seed.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub struct Step {
+pub struct SeedStep {
     /// Changes since the last step, in the range already copied. To be sent before the piece.
-    pub changes: Vec<Change>,
+    pub changes: Vec<DiskChange>,
     /// The range to read now.
     pub piece: Option<Range<u64>>,
     /// There is no data left to read.
@@ -74,26 +74,26 @@ pub struct Step {
 }
 
 #[derive(Debug)]
-struct Protected {
+struct ProtectionState {
     /// The running epoch; 0 until the first cut.
     epoch: Epoch,
     /// The end of the range that has been read, or is being read.
     copied: u64,
-    log: Vec<Change>,
+    log: Vec<DiskChange>,
     /// The bytes of memory that the log occupies.
-    cost: usize,
+    log_bytes: usize,
     bound: usize,
     is_draining: bool,
 }
 
 /// The log of one disk at the primary.
 #[derive(Debug)]
-pub struct Primary {
+pub struct PrimaryDisk {
     size: u64,
-    protected: Option<Protected>,
+    protected: Option<ProtectionState>,
 }
 
-impl Primary {
+impl PrimaryDisk {
     /// An unprotected disk of `size` bytes.
     pub fn new(size: u64) -> Self {
         Self { size, protected: None }
@@ -101,25 +101,32 @@ impl Primary {
 
     /// Begins a protection with an empty seed and log. From now on changes in the range that was
     /// copied to the standby are logged, in logs of about `bound` bytes of memory.
-    pub fn protect(&mut self, bound: usize) {
+    pub fn begin_protection(&mut self, bound: usize) {
         let (log, cost) = (Vec::new(), 0);
         let epoch = Epoch(0);
-        self.protected = Some(Protected { epoch, copied: 0, log, cost, bound, is_draining: false });
+        self.protected = Some(ProtectionState {
+            epoch,
+            copied: 0,
+            log,
+            log_bytes: cost,
+            bound,
+            is_draining: false,
+        });
     }
 
     /// Ends the protection, and logging with it.
-    pub fn release(&mut self) {
+    pub fn end_protection(&mut self) {
         self.protected = None;
     }
 
     /// Whether a change may be made now. The change may be larger than the remaining room.
     pub fn has_room(&self) -> bool {
-        self.protected.as_ref().is_none_or(|it| it.is_draining || it.cost < it.bound)
+        self.protected.as_ref().is_none_or(|it| it.is_draining || it.log_bytes < it.bound)
     }
 
     /// The bytes of memory of the running log, and its bound.
-    pub fn bytes(&self) -> (usize, usize) {
-        self.protected.as_ref().map_or((0, 0), |it| (it.cost, it.bound))
+    pub fn log_usage(&self) -> (usize, usize) {
+        self.protected.as_ref().map_or((0, 0), |it| (it.log_bytes, it.bound))
     }
 
     /// Sets whether the VM is about to be stopped. QEMU then waits for all requests in flight, so
@@ -132,13 +139,13 @@ impl Primary {
 
     /// Records a change. A log that is far beyond its bound, because no cut comes, is given up: the
     /// next cut is an error.
-    pub fn note(&mut self, change: Change) {
+    pub fn record_change(&mut self, change: DiskChange) {
         let Some(protected) = &mut self.protected else { return };
-        if let Some(change) = change.before(protected.copied) {
-            protected.cost += change.cost();
+        if let Some(change) = change.truncated_at(protected.copied) {
+            protected.log_bytes += change.memory_bytes();
             protected.log.push(change);
         }
-        if protected.cost > protected.bound.saturating_add(OVER_MAX) {
+        if protected.log_bytes > protected.bound.saturating_add(OVERSHOOT_BYTES_MAX) {
             self.protected = None;
         }
     }
@@ -147,11 +154,11 @@ impl Primary {
     ///
     /// # Errors
     /// If the disk is not being seeded.
-    pub fn copied(&self) -> Result<u64, PrimaryError> {
-        let protected = self.protected.as_ref().ok_or(PrimaryError::Unprotected)?;
+    pub fn seeded_bytes(&self) -> Result<u64, PrimaryDiskError> {
+        let protected = self.protected.as_ref().ok_or(PrimaryDiskError::Unprotected)?;
         match protected.epoch == Epoch(0) {
             true => Ok(protected.copied),
-            false => Err(PrimaryError::Seeded(protected.epoch)),
+            false => Err(PrimaryDiskError::Seeded(protected.epoch)),
         }
     }
 
@@ -161,16 +168,20 @@ impl Primary {
     ///
     /// # Errors
     /// If the disk is not being seeded.
-    pub fn step(&mut self, data: Option<Range<u64>>, most: u64) -> Result<Step, PrimaryError> {
-        let from = self.copied()?;
-        let protected = self.protected.as_mut().ok_or(PrimaryError::Unprotected)?;
+    pub fn advance_seed(
+        &mut self,
+        data: Option<Range<u64>>,
+        most: u64,
+    ) -> Result<SeedStep, PrimaryDiskError> {
+        let from = self.seeded_bytes()?;
+        let protected = self.protected.as_mut().ok_or(PrimaryDiskError::Unprotected)?;
         let piece = data.map(|data| data.start.max(from)..data.end.min(self.size));
         let piece = piece.map(|piece| piece.start..piece.end.min(piece.start.saturating_add(most)));
         let piece = piece.filter(|piece| !piece.is_empty());
         protected.copied = piece.as_ref().map_or(self.size, |piece| piece.end);
-        protected.cost = 0;
+        protected.log_bytes = 0;
         let is_whole = protected.copied == self.size;
-        Ok(Step { changes: std::mem::take(&mut protected.log), piece, is_whole })
+        Ok(SeedStep { changes: std::mem::take(&mut protected.log), piece, is_whole })
     }
 
     /// Ends the running epoch and returns its log. The first log is that of epoch 1, and has what
@@ -178,16 +189,16 @@ impl Primary {
     ///
     /// # Errors
     /// If the disk is not protected, or its seed is not whole.
-    pub fn cut(&mut self) -> Result<Log, PrimaryError> {
-        let protected = self.protected.as_mut().ok_or(PrimaryError::Unprotected)?;
+    pub fn cut_log(&mut self) -> Result<EpochLog, PrimaryDiskError> {
+        let protected = self.protected.as_mut().ok_or(PrimaryDiskError::Unprotected)?;
         if protected.copied < self.size {
-            return Err(PrimaryError::Seeding { copied: protected.copied, size: self.size });
+            return Err(PrimaryDiskError::Seeding { copied: protected.copied, size: self.size });
         }
         let epoch = protected.epoch.max(Epoch(1));
         protected.epoch = epoch.next();
-        protected.cost = 0;
+        protected.log_bytes = 0;
         protected.is_draining = false;
-        Ok(Log { epoch, changes: std::mem::take(&mut protected.log) })
+        Ok(EpochLog { epoch, changes: std::mem::take(&mut protected.log) })
     }
 }
 
@@ -195,85 +206,86 @@ impl Primary {
 mod tests {
     use super::*;
 
-    fn zero(at: u64, length: u64) -> Change {
-        Change::Zero { at, length, hole: false }
+    fn zero(at: u64, length: u64) -> DiskChange {
+        DiskChange::Zero { at, length, hole: false }
     }
 
-    fn seeded(bound: usize) -> Primary {
-        let mut primary = Primary::new(100);
-        primary.protect(bound);
-        assert!(primary.step(None, 10).unwrap().is_whole);
+    fn seeded(bound: usize) -> PrimaryDisk {
+        let mut primary = PrimaryDisk::new(100);
+        primary.begin_protection(bound);
+        assert!(primary.advance_seed(None, 10).unwrap().is_whole);
         primary
     }
 
     #[test]
     fn a_change_is_noted_as_far_as_the_copy_has_been() {
-        let mut primary = Primary::new(100);
-        primary.note(zero(0, 1));
-        primary.protect(1000);
-        primary.note(zero(0, 5));
-        let step = primary.step(Some(20..90), 10).unwrap();
-        assert_eq!(step, Step { changes: vec![], piece: Some(20..30), is_whole: false });
+        let mut primary = PrimaryDisk::new(100);
+        primary.record_change(zero(0, 1));
+        primary.begin_protection(1000);
+        primary.record_change(zero(0, 5));
+        let step = primary.advance_seed(Some(20..90), 10).unwrap();
+        assert_eq!(step, SeedStep { changes: vec![], piece: Some(20..30), is_whole: false });
         for change in [zero(0, 5), zero(25, 20), zero(30, 5)] {
-            primary.note(change);
+            primary.record_change(change);
         }
-        let seeding = Err(PrimaryError::Seeding { copied: 30, size: 100 });
-        assert_eq!(primary.cut(), seeding);
-        let step = primary.step(Some(30..90), 100).unwrap();
+        let seeding = Err(PrimaryDiskError::Seeding { copied: 30, size: 100 });
+        assert_eq!(primary.cut_log(), seeding);
+        let step = primary.advance_seed(Some(30..90), 100).unwrap();
         assert_eq!(step.changes, [zero(0, 5), zero(25, 5)]);
         assert_eq!((step.piece, step.is_whole), (Some(30..90), false));
-        assert!(primary.step(None, 100).unwrap().is_whole);
-        primary.note(zero(90, 10));
+        assert!(primary.advance_seed(None, 100).unwrap().is_whole);
+        primary.record_change(zero(90, 10));
         assert_eq!(
-            primary.step(None, 100).unwrap().changes,
+            primary.advance_seed(None, 100).unwrap().changes,
             [zero(90, 10)],
             "while memory is copied"
         );
-        primary.note(zero(90, 9));
-        assert_eq!(primary.cut(), Ok(Log { epoch: Epoch(1), changes: vec![zero(90, 9)] }));
-        assert_eq!(primary.step(None, 100), Err(PrimaryError::Seeded(Epoch(2))));
+        primary.record_change(zero(90, 9));
+        assert_eq!(primary.cut_log(), Ok(EpochLog { epoch: Epoch(1), changes: vec![zero(90, 9)] }));
+        assert_eq!(primary.advance_seed(None, 100), Err(PrimaryDiskError::Seeded(Epoch(2))));
     }
 
     #[test]
     fn epochs_are_counted_and_their_logs_apart() {
         let mut primary = seeded(1000);
         for epoch in 1..4 {
-            primary.note(zero(epoch, 1));
-            let log = Log { epoch: Epoch(epoch), changes: vec![zero(epoch, 1)] };
-            assert_eq!(primary.cut(), Ok(log));
+            primary.record_change(zero(epoch, 1));
+            let log = EpochLog { epoch: Epoch(epoch), changes: vec![zero(epoch, 1)] };
+            assert_eq!(primary.cut_log(), Ok(log));
         }
-        primary.release();
-        primary.note(zero(0, 1));
-        assert_eq!(primary.cut(), Err(PrimaryError::Unprotected));
+        primary.end_protection();
+        primary.record_change(zero(0, 1));
+        assert_eq!(primary.cut_log(), Err(PrimaryDiskError::Unprotected));
     }
 
     #[test]
     fn a_full_log_has_room_for_what_a_stop_waits_for() {
         let mut primary = seeded(100);
-        primary.note(Change::Write { at: 0, bytes: vec![1; 100] });
+        primary.record_change(DiskChange::Write { at: 0, bytes: vec![1; 100] });
         assert!(!primary.has_room());
         primary.set_draining(true);
         assert!(primary.has_room());
         primary.set_draining(false);
         assert!(!primary.has_room());
         primary.set_draining(true);
-        primary.cut().unwrap();
-        primary.note(Change::Write { at: 0, bytes: vec![1; 100] });
+        primary.cut_log().unwrap();
+        primary.record_change(DiskChange::Write { at: 0, bytes: vec![1; 100] });
         assert!(!primary.has_room(), "draining ends with the epoch");
-        primary.release();
+        primary.end_protection();
         assert!(primary.has_room());
     }
 
     #[test]
     fn a_log_that_nobody_cuts_is_given_up() {
-        let mut primary = Primary::new(1 << 40);
-        primary.protect(100);
-        assert!(primary.step(None, 10).unwrap().is_whole);
+        let mut primary = PrimaryDisk::new(1 << 40);
+        primary.begin_protection(100);
+        assert!(primary.advance_seed(None, 10).unwrap().is_whole);
         primary.set_draining(true);
-        primary.note(Change::Write { at: 0, bytes: vec![0; OVER_MAX - 1000] });
-        assert!(primary.bytes().0 > OVER_MAX - 1000);
-        primary.note(Change::Write { at: 0, bytes: vec![0; 2000] });
-        assert_eq!(primary.cut(), Err(PrimaryError::Unprotected));
+        primary
+            .record_change(DiskChange::Write { at: 0, bytes: vec![0; OVERSHOOT_BYTES_MAX - 1000] });
+        assert!(primary.log_usage().0 > OVERSHOOT_BYTES_MAX - 1000);
+        primary.record_change(DiskChange::Write { at: 0, bytes: vec![0; 2000] });
+        assert_eq!(primary.cut_log(), Err(PrimaryDiskError::Unprotected));
         assert!(primary.has_room());
     }
 }

@@ -28,74 +28,74 @@ use thiserror::Error;
 /// How long to wait for a lock: the kernel may take a moment to remove a killed owner.
 const LOCK_WAIT: Duration = Duration::from_secs(5);
 /// The interval between attempts to take the lock.
-const LOCK_EVERY: Duration = Duration::from_millis(5);
+const LOCK_RETRY_INTERVAL: Duration = Duration::from_millis(5);
 /// The number of zeros written at a time if the file system can't make them by itself.
-const ZEROS_AT_A_TIME: usize = 64 << 10;
+const ZERO_BUFFER_BYTES: usize = 64 << 10;
 
 /// The bytes of a disk.
-pub trait Store: Debug + Send + Sync {
+pub trait DiskStore: Debug + Send + Sync {
     /// Reads bytes. Bytes that were never written are zeros.
     ///
     /// # Errors
     /// The error of the system.
-    fn read(&self, at: u64, into: &mut [u8]) -> io::Result<()>;
+    fn read_at(&self, at: u64, into: &mut [u8]) -> io::Result<()>;
 
     /// Writes bytes.
     ///
     /// # Errors
     /// The error of the system. A part may have been written.
-    fn write(&self, at: u64, bytes: &[u8]) -> io::Result<()>;
+    fn write_at(&self, at: u64, bytes: &[u8]) -> io::Result<()>;
 
     /// Writes zeros. If they may be a `hole` and holes are supported, they take no space.
     ///
     /// # Errors
     /// The error of the system. A part of the zeros may have been written.
-    fn zero(&self, at: u64, length: u64, hole: bool) -> io::Result<()>;
+    fn zero_range(&self, at: u64, length: u64, hole: bool) -> io::Result<()>;
 
     /// Makes a hole, which reads as zeros. Returns `false`, and changes nothing, if holes are not
     /// supported.
     ///
     /// # Errors
     /// The error of the system. A part of the hole may have been made.
-    fn discard(&self, at: u64, length: u64) -> io::Result<bool>;
+    fn punch_hole(&self, at: u64, length: u64) -> io::Result<bool>;
 
     /// Makes all earlier writes durable: they survive a loss of power.
     ///
     /// # Errors
     /// The error of the system.
-    fn sync(&self) -> io::Result<()>;
+    fn sync_data(&self) -> io::Result<()>;
 
     /// The first range at or after `from` that may contain other bytes than zeros. `None` if there
     /// is none.
     ///
     /// # Errors
     /// The error of the system.
-    fn data(&self, from: u64) -> io::Result<Option<Range<u64>>>;
+    fn next_data_range(&self, from: u64) -> io::Result<Option<Range<u64>>>;
 }
 
-impl<S: Store + ?Sized> Store for Arc<S> {
-    fn read(&self, at: u64, into: &mut [u8]) -> io::Result<()> {
-        (**self).read(at, into)
+impl<S: DiskStore + ?Sized> DiskStore for Arc<S> {
+    fn read_at(&self, at: u64, into: &mut [u8]) -> io::Result<()> {
+        (**self).read_at(at, into)
     }
 
-    fn write(&self, at: u64, bytes: &[u8]) -> io::Result<()> {
-        (**self).write(at, bytes)
+    fn write_at(&self, at: u64, bytes: &[u8]) -> io::Result<()> {
+        (**self).write_at(at, bytes)
     }
 
-    fn zero(&self, at: u64, length: u64, hole: bool) -> io::Result<()> {
-        (**self).zero(at, length, hole)
+    fn zero_range(&self, at: u64, length: u64, hole: bool) -> io::Result<()> {
+        (**self).zero_range(at, length, hole)
     }
 
-    fn discard(&self, at: u64, length: u64) -> io::Result<bool> {
-        (**self).discard(at, length)
+    fn punch_hole(&self, at: u64, length: u64) -> io::Result<bool> {
+        (**self).punch_hole(at, length)
     }
 
-    fn sync(&self) -> io::Result<()> {
-        (**self).sync()
+    fn sync_data(&self) -> io::Result<()> {
+        (**self).sync_data()
     }
 
-    fn data(&self, from: u64) -> io::Result<Option<Range<u64>>> {
-        (**self).data(from)
+    fn next_data_range(&self, from: u64) -> io::Result<Option<Range<u64>>> {
+        (**self).next_data_range(from)
     }
 }
 
@@ -126,7 +126,7 @@ pub enum StoreError {
 
 /// The identity of a file, independent of its path (stat(2), `st_dev` and `st_ino`).
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
-pub struct FileId {
+pub struct DiskFileId {
     /// The device number of the file system.
     pub device: u64,
     /// The inode number.
@@ -145,7 +145,7 @@ impl FileStore {
     /// # Errors
     /// If it is no regular file, can't be opened, or is in use.
     pub fn open(path: &Path) -> Result<Self, StoreError> {
-        Self::with(OpenOptions::new().read(true).write(true), path)
+        Self::open_with(OpenOptions::new().read(true).write(true), path)
     }
 
     /// Creates a sparse file of `length` bytes, accessible only by its owner. A standby begins with
@@ -156,7 +156,7 @@ impl FileStore {
     pub fn create(path: &Path, length: u64) -> Result<Self, StoreError> {
         let mut options = OpenOptions::new();
         options.read(true).write(true).create_new(true).mode(0o600);
-        let store = Self::with(&options, path)?;
+        let store = Self::open_with(&options, path)?;
         let opened = |source| StoreError::Open { path: path.to_owned(), source };
         store.file.set_len(length).map_err(opened)?;
         Ok(store)
@@ -166,9 +166,9 @@ impl FileStore {
     ///
     /// # Errors
     /// The error of the system.
-    pub fn id(&self) -> io::Result<FileId> {
+    pub fn file_id(&self) -> io::Result<DiskFileId> {
         let found = self.file.metadata()?;
-        Ok(FileId { device: found.dev(), inode: found.ino() })
+        Ok(DiskFileId { device: found.dev(), inode: found.ino() })
     }
 
     /// The length of the file in bytes.
@@ -179,31 +179,31 @@ impl FileStore {
         Ok(self.file.metadata()?.len())
     }
 
-    fn with(options: &OpenOptions, path: &Path) -> Result<Self, StoreError> {
+    fn open_with(options: &OpenOptions, path: &Path) -> Result<Self, StoreError> {
         let opened = |source| StoreError::Open { path: path.to_owned(), source };
         // Opening a device or a FIFO could block or have side effects.
         if path.exists() && !path.metadata().map_err(opened)?.is_file() {
             return Err(StoreError::Kind { path: path.to_owned() });
         }
         let file = options.open(path).map_err(opened)?;
-        match lock(&file).map_err(opened)? {
+        match lock_file(&file).map_err(opened)? {
             true => Ok(Self { file }),
             false => Err(StoreError::InUse { path: path.to_owned() }),
         }
     }
 
     fn write_zeros(&self, at: u64, length: u64) -> io::Result<()> {
-        let zeros = [0; ZEROS_AT_A_TIME];
-        for from in (at..at + length).step_by(ZEROS_AT_A_TIME) {
-            let count = (at + length - from).min(ZEROS_AT_A_TIME as u64);
+        let zeros = [0; ZERO_BUFFER_BYTES];
+        for from in (at..at + length).step_by(ZERO_BUFFER_BYTES) {
+            let count = (at + length - from).min(ZERO_BUFFER_BYTES as u64);
             self.file.write_all_at(&zeros[..count as usize], from)?;
         }
         Ok(())
     }
 }
 
-impl Store for FileStore {
-    fn read(&self, at: u64, into: &mut [u8]) -> io::Result<()> {
+impl DiskStore for FileStore {
+    fn read_at(&self, at: u64, into: &mut [u8]) -> io::Result<()> {
         firn_fault::io("disk.read")?;
         let mut done = 0;
         while done < into.len() {
@@ -218,32 +218,32 @@ impl Store for FileStore {
         Ok(())
     }
 
-    fn write(&self, at: u64, bytes: &[u8]) -> io::Result<()> {
+    fn write_at(&self, at: u64, bytes: &[u8]) -> io::Result<()> {
         firn_fault::io("disk.write")?;
         self.file.write_all_at(bytes, at)
     }
 
-    fn zero(&self, at: u64, length: u64, hole: bool) -> io::Result<()> {
-        if hole && self.discard(at, length)? {
+    fn zero_range(&self, at: u64, length: u64, hole: bool) -> io::Result<()> {
+        if hole && self.punch_hole(at, length)? {
             return Ok(());
         }
-        match supported(fallocate(&self.file, FallocateFlags::ZERO_RANGE, at, length))? {
+        match is_supported(fallocate(&self.file, FallocateFlags::ZERO_RANGE, at, length))? {
             true => Ok(()),
             false => self.write_zeros(at, length),
         }
     }
 
-    fn discard(&self, at: u64, length: u64) -> io::Result<bool> {
+    fn punch_hole(&self, at: u64, length: u64) -> io::Result<bool> {
         let hole = FallocateFlags::PUNCH_HOLE | FallocateFlags::KEEP_SIZE;
-        supported(fallocate(&self.file, hole, at, length))
+        is_supported(fallocate(&self.file, hole, at, length))
     }
 
-    fn sync(&self) -> io::Result<()> {
+    fn sync_data(&self) -> io::Result<()> {
         firn_fault::io("disk.sync")?;
         self.file.sync_data()
     }
 
-    fn data(&self, from: u64) -> io::Result<Option<Range<u64>>> {
+    fn next_data_range(&self, from: u64) -> io::Result<Option<Range<u64>>> {
         // No other code uses the file position, which this call changes.
         match seek(&self.file, SeekFrom::Data(from)) {
             Ok(start) => Ok(Some(start..seek(&self.file, SeekFrom::Hole(start))?)),
@@ -254,7 +254,7 @@ impl Store for FileStore {
 }
 
 /// Whether the file system supports an operation, which was tried.
-fn supported(done: rustix::io::Result<()>) -> io::Result<bool> {
+fn is_supported(done: rustix::io::Result<()>) -> io::Result<bool> {
     match done {
         Ok(()) => Ok(true),
         Err(rustix::io::Errno::OPNOTSUPP) => Ok(false),
@@ -262,7 +262,7 @@ fn supported(done: rustix::io::Result<()>) -> io::Result<bool> {
     }
 }
 
-fn lock(file: &File) -> io::Result<bool> {
+fn lock_file(file: &File) -> io::Result<bool> {
     let all = libc::flock {
         l_type: libc::F_WRLCK as libc::c_short,
         l_whence: libc::SEEK_SET as libc::c_short,
@@ -275,7 +275,7 @@ fn lock(file: &File) -> io::Result<bool> {
         match fcntl(file, FcntlArg::F_OFD_SETLK(&all)) {
             Ok(_) => return Ok(true),
             Err(Errno::EAGAIN | Errno::EACCES) if since.elapsed() < LOCK_WAIT => {
-                thread::sleep(LOCK_EVERY);
+                thread::sleep(LOCK_RETRY_INTERVAL);
             }
             Err(Errno::EAGAIN | Errno::EACCES) => return Ok(false),
             Err(errno) => return Err(errno.into()),
@@ -292,16 +292,16 @@ mod tests {
         let dir = tempfile::tempdir().unwrap();
         let store = FileStore::create(&dir.path().join("disk"), 10).unwrap();
         let mut bytes = [7; 8];
-        store.read(6, &mut bytes).unwrap();
+        store.read_at(6, &mut bytes).unwrap();
         assert_eq!(bytes, [0; 8]);
-        store.write(100, b"abc").unwrap();
-        store.read(98, &mut bytes).unwrap();
+        store.write_at(100, b"abc").unwrap();
+        store.read_at(98, &mut bytes).unwrap();
         assert_eq!(&bytes, b"\0\0abc\0\0\0");
         assert_eq!(store.length().unwrap(), 103);
-        store.zero(100, 50, true).unwrap();
+        store.zero_range(100, 50, true).unwrap();
         assert_eq!(store.length().unwrap(), 103);
-        store.zero(100, 50, false).unwrap();
-        store.read(98, &mut bytes).unwrap();
+        store.zero_range(100, 50, false).unwrap();
+        store.read_at(98, &mut bytes).unwrap();
         assert_eq!(bytes, [0; 8]);
     }
 
@@ -309,15 +309,18 @@ mod tests {
     fn holes_are_known_and_made() {
         let dir = tempfile::tempdir().unwrap();
         let store = FileStore::create(&dir.path().join("disk"), 4 << 20).unwrap();
-        assert_eq!(store.data(0).unwrap(), None);
-        store.write(1 << 20, &[1; 1 << 20]).unwrap();
-        assert_eq!(store.data(0).unwrap(), Some(1 << 20..2 << 20));
-        assert_eq!(store.data((1 << 20) + 4096).unwrap(), Some((1 << 20) + 4096..2 << 20));
-        assert!(store.discard(1 << 20, 1 << 19).unwrap());
-        assert_eq!(store.data(0).unwrap(), Some((1 << 20) + (1 << 19)..2 << 20));
+        assert_eq!(store.next_data_range(0).unwrap(), None);
+        store.write_at(1 << 20, &[1; 1 << 20]).unwrap();
+        assert_eq!(store.next_data_range(0).unwrap(), Some(1 << 20..2 << 20));
+        assert_eq!(
+            store.next_data_range((1 << 20) + 4096).unwrap(),
+            Some((1 << 20) + 4096..2 << 20)
+        );
+        assert!(store.punch_hole(1 << 20, 1 << 19).unwrap());
+        assert_eq!(store.next_data_range(0).unwrap(), Some((1 << 20) + (1 << 19)..2 << 20));
         store.write_zeros(1 << 20, 100_000).unwrap();
         let mut bytes = vec![1; 1 << 19];
-        store.read(1 << 20, &mut bytes).unwrap();
+        store.read_at(1 << 20, &mut bytes).unwrap();
         assert!(bytes.iter().all(|&byte| byte == 0));
     }
 

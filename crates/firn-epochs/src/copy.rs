@@ -10,13 +10,13 @@
 //! "=" is unchanged, "." differs in a few words, "?" is not in that copy, or differs in many words.
 
 use firn_cluster::Epoch;
-use firn_cluster::member::OfEpoch;
+use firn_cluster::member::NicEpoch;
 use firn_cluster::predict::{CutPlan, PageSet};
-use firn_disks::Change;
+use firn_disks::DiskChange;
 use firn_image::AuxBlock;
 use firn_types::{PAGE_SIZE, Page};
 
-use crate::delta::{Patches, is_little, runs};
+use crate::delta::{PagePatches, changed_runs, is_small_delta};
 use crate::wire::PATCHES_BYTES;
 
 /// All parts of one epoch.
@@ -37,16 +37,16 @@ pub struct EpochCopy {
     /// The auxiliary blocks.
     pub aux: Vec<AuxBlock>,
     /// The changes of each disk.
-    pub disks: Vec<Vec<Change>>,
+    pub disks: Vec<Vec<DiskChange>>,
     /// The state of the card that belongs to it, for a member of a cluster.
-    pub card: Option<OfEpoch>,
+    pub card: Option<NicEpoch>,
     /// No epoch follows.
     pub last: bool,
 }
 
 impl EpochCopy {
     /// The contents of a page, if it was copied.
-    pub fn page(&self, page: Page) -> Option<&[u8]> {
+    pub fn page_contents(&self, page: Page) -> Option<&[u8]> {
         let at = match self.plan.ahead.contains(page) {
             true => self.ahead.binary_search(&page).ok()?,
             false => self.ahead.len() + self.pages.binary_search(&page).ok()?,
@@ -64,18 +64,18 @@ impl EpochCopy {
 
     /// The memory that its disks' changes occupy, in pages.
     pub fn disk_pages(&self) -> u64 {
-        let bytes: usize = self.disks.iter().flatten().map(Change::cost).sum();
+        let bytes: usize = self.disks.iter().flatten().map(DiskChange::memory_bytes).sum();
         bytes.div_ceil(PAGE_SIZE) as u64
     }
 
     /// Compares it with the epoch before, which the backup has: determines what to send.
-    pub fn news_since(&self, before: &Self) -> News {
-        let mut news = News::default();
+    pub fn compare_with(&self, before: &Self) -> PageComparison {
+        let mut news = PageComparison::default();
         for (page, bytes) in self.iter() {
-            let runs = before.page(page).map(|before| runs(before, bytes));
+            let runs = before.page_contents(page).map(|before| changed_runs(before, bytes));
             match runs {
                 Some(runs) if runs.is_empty() => news.same.insert(page),
-                Some(runs) if is_little(&runs) => news.patched.insert(page),
+                Some(runs) if is_small_delta(&runs) => news.patched.insert(page),
                 _ => news.whole.insert(page),
             }
         }
@@ -87,16 +87,16 @@ impl EpochCopy {
     ///
     /// # Errors
     /// The errors of `give`.
-    pub fn patches<E>(
+    pub fn for_each_patch_batch<E>(
         &self,
         before: &Self,
         pages: &PageSet,
-        mut give: impl FnMut(&Patches) -> Result<(), E>,
+        mut give: impl FnMut(&PagePatches) -> Result<(), E>,
     ) -> Result<(), E> {
-        let mut patches = Patches::default();
+        let mut patches = PagePatches::default();
         for (page, bytes) in self.iter().filter(|(page, _)| pages.contains(*page)) {
-            let Some(before) = before.page(page) else { continue };
-            patches.add(page, &runs(before, bytes), bytes);
+            let Some(before) = before.page_contents(page) else { continue };
+            patches.add_runs(page, &changed_runs(before, bytes), bytes);
             if patches.bytes().len() >= PATCHES_BYTES {
                 give(&std::mem::take(&mut patches))?;
             }
@@ -107,7 +107,7 @@ impl EpochCopy {
 
 /// The result of comparing an epoch's pages with the epoch before: how each page is sent.
 #[derive(Clone, Debug, Default)]
-pub struct News {
+pub struct PageComparison {
     /// Pages with the same contents, of which nothing is sent.
     pub same: PageSet,
     /// Pages that are sent as a whole.
@@ -134,13 +134,13 @@ mod tests {
         }
     }
 
-    fn patches(now: &EpochCopy, before: &EpochCopy) -> Vec<Patches> {
+    fn patches(now: &EpochCopy, before: &EpochCopy) -> Vec<PagePatches> {
         let mut all = Vec::new();
-        let give = |patches: &Patches| {
+        let give = |patches: &PagePatches| {
             all.push(patches.clone());
             Ok::<_, Infallible>(())
         };
-        now.patches(before, &now.news_since(before).patched, give).unwrap();
+        now.for_each_patch_batch(before, &now.compare_with(before).patched, give).unwrap();
         all
     }
 
@@ -149,14 +149,14 @@ mod tests {
         let before = copy(&[(3, 1), (4, 1), (9, 1)], &[]);
         let mut now = copy(&[(3, 1), (4, 2), (9, 1), (10, 1)], &[9, 10]);
         now.bytes[2 * PAGE_SIZE + 16] = 5;
-        let News { same, whole, patched } = now.news_since(&before);
+        let PageComparison { same, whole, patched } = now.compare_with(&before);
         let pages = |set: PageSet| set.iter().collect::<Vec<_>>();
         assert_eq!((pages(same), pages(whole)), (vec![Page(3)], vec![Page(4), Page(10)]));
         assert_eq!(pages(patched), [Page(9)]);
         let patches = patches(&now, &before);
-        let parts: Vec<_> = patches.iter().flat_map(Patches::iter).collect();
+        let parts: Vec<_> = patches.iter().flat_map(PagePatches::iter).collect();
         assert_eq!(parts, [(Page(9), 16, &[5, 1, 1, 1, 1, 1, 1, 1][..])]);
-        let unknown = now.news_since(&EpochCopy::default());
+        let unknown = now.compare_with(&EpochCopy::default());
         assert_eq!((unknown.whole.len(), unknown.same.len(), unknown.patched.len()), (4, 0, 0));
     }
 
@@ -166,7 +166,7 @@ mod tests {
         let (before, mut now) = (copy(&pages, &[]), copy(&pages, &[]));
         now.bytes.chunks_exact_mut(PAGE_SIZE).for_each(|page| page[..1024].fill(2));
         let patches = patches(&now, &before);
-        assert!(patches.len() > 1 && patches.iter().flat_map(Patches::iter).count() == 2000);
+        assert!(patches.len() > 1 && patches.iter().flat_map(PagePatches::iter).count() == 2000);
         let most = PATCHES_BYTES + PAGE_SIZE;
         assert!(patches.iter().all(|patches| patches.bytes().len() < most));
     }
@@ -174,8 +174,8 @@ mod tests {
     #[test]
     fn pages_are_found() {
         let copy = copy(&[(3, 1), (9, 2)], &[]);
-        assert_eq!(copy.page(Page(9)), Some(&[2; PAGE_SIZE][..]));
-        assert_eq!(copy.page(Page(4)), None);
+        assert_eq!(copy.page_contents(Page(9)), Some(&[2; PAGE_SIZE][..]));
+        assert_eq!(copy.page_contents(Page(4)), None);
     }
 
     #[test]
@@ -187,6 +187,7 @@ mod tests {
         copy.bytes = [&[[1; PAGE_SIZE], [2; PAGE_SIZE]].concat()[..], &copy.bytes].concat();
         let held: Vec<(u32, u8)> = copy.iter().map(|(page, bytes)| (page.0, bytes[0])).collect();
         assert_eq!(held, [(3, 1), (9, 3), (10, 4)]);
-        held.iter().for_each(|&(page, fill)| assert_eq!(copy.page(Page(page)).unwrap()[0], fill));
+        held.iter()
+            .for_each(|&(page, fill)| assert_eq!(copy.page_contents(Page(page)).unwrap()[0], fill));
     }
 }

@@ -13,63 +13,63 @@
 use std::sync::Arc;
 
 use firn_cluster::Epoch;
-use firn_disks::{Change, Disk, DiskError};
+use firn_disks::{DiskChange, DiskError, LoggedDisk};
 
 /// The bytes of memory that the log of a disk may take in an epoch before changes have to wait.
 const LOG_BYTES: usize = 32 << 20;
 
 /// All disks of a VM that Firn serves, with their ids. Dropping it ends the logging.
 #[derive(Default)]
-pub struct Disks(Vec<(String, Arc<Disk>)>);
+pub struct EpochDisks(Vec<(String, Arc<LoggedDisk>)>);
 
-impl Disks {
+impl EpochDisks {
     /// These disks, in the order in which the backup numbers them.
-    pub fn new(disks: Vec<(String, Arc<Disk>)>) -> Self {
+    pub fn new(disks: Vec<(String, Arc<LoggedDisk>)>) -> Self {
         Self(disks)
     }
 
     /// Whether a disk of this id is among them.
-    pub fn has(&self, id: &str) -> bool {
+    pub fn contains_disk(&self, id: &str) -> bool {
         self.0.iter().any(|(it, _)| it == id)
     }
 
     /// The numbers of the disks.
-    pub(crate) fn numbers(&self) -> std::ops::Range<u32> {
+    pub(crate) fn disk_numbers(&self) -> std::ops::Range<u32> {
         0..self.0.len() as u32
     }
 
     /// Begins a protection, for a backup that has no copy of them.
-    pub(crate) fn begin(&self) {
-        self.0.iter().for_each(|(_, disk)| disk.protect(LOG_BYTES));
+    pub(crate) fn begin_protection(&self) {
+        self.0.iter().for_each(|(_, disk)| disk.begin_protection(LOG_BYTES));
     }
 
     /// Takes the next seed step of one disk. Also returns whether all of it has been read.
-    pub(crate) fn seed(&self, number: u32) -> Result<(Vec<Change>, bool), DiskError> {
+    pub(crate) fn seed_step(&self, number: u32) -> Result<(Vec<DiskChange>, bool), DiskError> {
         let Some((_, disk)) = self.0.get(number as usize) else { return Ok((Vec::new(), true)) };
-        disk.seed().map(|seed| (seed.changes, seed.is_whole))
+        disk.seed_step().map(|seed| (seed.changes, seed.is_whole))
     }
 
     /// The number of bytes that have been read of all disks, and of all bytes.
-    pub(crate) fn seeded(&self) -> (u64, u64) {
-        let copied = |disk: &Arc<Disk>| disk.copied().unwrap_or_default();
+    pub(crate) fn seeded_bytes(&self) -> (u64, u64) {
+        let copied = |disk: &Arc<LoggedDisk>| disk.seeded_bytes().unwrap_or_default();
         self.0.iter().fold((0, 0), |(done, all), (_, it)| (done + copied(it), all + it.size()))
     }
 
     /// Lifts the bounds: the hypervisor has been ordered to stop the VM.
-    pub(crate) fn drain(&self) {
-        self.0.iter().for_each(|(_, disk)| disk.drain());
+    pub(crate) fn begin_drain(&self) {
+        self.0.iter().for_each(|(_, disk)| disk.begin_drain());
     }
 
     /// Restores the bounds: the VM runs again, and there was no cut.
-    pub(crate) fn go_on(&self) {
-        self.0.iter().for_each(|(_, disk)| disk.go_on());
+    pub(crate) fn cancel_drain(&self) {
+        self.0.iter().for_each(|(_, disk)| disk.cancel_drain());
     }
 
     /// Cuts the logs at the end of an epoch, while the VM is paused, and returns the changes of
     /// each disk.
-    pub(crate) fn cut(&self, epoch: Epoch) -> Result<Vec<Vec<Change>>, DiskError> {
-        let cut = |(_, disk): &(String, Arc<Disk>)| {
-            let log = disk.cut()?;
+    pub(crate) fn cut_logs(&self, epoch: Epoch) -> Result<Vec<Vec<DiskChange>>, DiskError> {
+        let cut = |(_, disk): &(String, Arc<LoggedDisk>)| {
+            let log = disk.cut_log()?;
             debug_assert_eq!(log.epoch, epoch, "disks and memory are cut together");
             Ok(log.changes)
         };
@@ -77,18 +77,18 @@ impl Disks {
     }
 
     /// Ends the protection, and logging with it.
-    pub(crate) fn release(&self) {
-        self.0.iter().for_each(|(_, disk)| disk.release());
+    pub(crate) fn end_protection(&self) {
+        self.0.iter().for_each(|(_, disk)| disk.end_protection());
     }
 }
 
-impl Drop for Disks {
+impl Drop for EpochDisks {
     fn drop(&mut self) {
-        self.release();
+        self.end_protection();
     }
 }
 
-impl std::fmt::Debug for Disks {
+impl std::fmt::Debug for EpochDisks {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
         f.debug_list().entries(self.0.iter().map(|(id, _)| id)).finish()
     }

@@ -32,29 +32,29 @@ use std::time::{Duration, Instant};
 
 use firn_cluster::Epoch;
 use firn_cluster::predict::PageSet;
-use firn_disks::{Change, DiskError};
+use firn_disks::{DiskChange, DiskError};
 use firn_image::AuxBlock;
-use firn_memory::urgency::First;
+use firn_memory::scheduling::RealtimeGuard;
 use firn_memory::{
-    Features, GuestMemory, MemoryError, PageScan, Process, ProcessError, ScanError, TraceError,
-    Tracee, process_memory,
+    GuestMemory, KernelFeatures, MemoryError, PageScan, Process, ProcessError, ScanError,
+    TraceError, Tracee, process_memory,
 };
-use firn_types::{PAGE_SIZE, Page, Tid};
-use firn_vmm::{AuxRam, DeviceStateError, Look, QmpError, Vm};
+use firn_types::{PAGE_SIZE, Page, ThreadId};
+use firn_vmm::{AuxRam, DeviceStateError, QemuVm, QmpError, WaitMode};
 use serde_json::Value;
 use thiserror::Error;
 
-use crate::disks::Disks;
+use crate::disks::EpochDisks;
 
 mod health;
 mod state_sizes;
 
-use health::Devices;
-pub use health::{LastWords, RunTrouble};
+use health::DeviceSet;
+pub use health::{ExitReport, RunTrouble};
 use state_sizes::StateSizes;
 
 /// How long a hypervisor may take to answer before it counts as hung.
-const HANG: Duration = Duration::from_secs(10);
+const HANG_TIMEOUT: Duration = Duration::from_secs(10);
 
 /// Why a VM can't be tracked or paused.
 #[derive(Debug, Error)]
@@ -100,7 +100,7 @@ pub enum GuestError {
     Devices(String),
     /// The thread that sends epochs has ended.
     #[error("the replication sender has stopped")]
-    NobodyTakes,
+    SenderStopped,
 }
 
 impl GuestError {
@@ -114,24 +114,24 @@ impl GuestError {
 }
 
 /// A record that outlives this process, so that a successor resumes a VM that was left paused.
-pub trait Witness: fmt::Debug + Send {
+pub trait PauseWitness: fmt::Debug + Send {
     /// Records that the VM is about to be stopped by a command, or runs again.
     ///
     /// # Errors
     /// If a successor would not know it. Then the VM is not stopped.
-    fn note(&mut self, is_stopped: bool) -> io::Result<()>;
+    fn record_stop(&mut self, is_stopped: bool) -> io::Result<()>;
 }
 
 /// A witness for a process without a successor.
-impl Witness for () {
-    fn note(&mut self, _: bool) -> io::Result<()> {
+impl PauseWitness for () {
+    fn record_stop(&mut self, _: bool) -> io::Result<()> {
         Ok(())
     }
 }
 
 /// The result of a pause, besides memory.
 #[derive(Clone, Debug, Default)]
-pub struct Pause {
+pub struct PauseResult {
     /// The state of devices and vCPUs.
     pub devices: Vec<u8>,
     /// The auxiliary blocks.
@@ -142,86 +142,91 @@ pub struct Pause {
 }
 
 /// A VM that is paused.
-pub struct Still<'a> {
+pub struct PausedGuest<'a> {
     scan: &'a PageScan,
     memory: &'a GuestMemory,
-    disks: &'a Disks,
+    disks: &'a EpochDisks,
 }
 
-impl Still<'_> {
+impl PausedGuest<'_> {
     /// The pages that were written since they were protected.
-    pub fn written(&self) -> Result<PageSet, GuestError> {
-        pages(|out| self.scan.written(self.memory.all(), out))
+    pub fn written_pages(&self) -> Result<PageSet, GuestError> {
+        collect_pages(|out| self.scan.collect_written(self.memory.all_pages(), out))
     }
 
     /// As [`Self::written_pages`], and protects them again.
-    pub fn written_and_protect(&self) -> Result<PageSet, GuestError> {
-        pages(|out| self.scan.written_and_rearm(self.memory.all(), out))
+    pub fn reprotect_written(&self) -> Result<PageSet, GuestError> {
+        collect_pages(|out| self.scan.collect_written_and_rearm(self.memory.all_pages(), out))
     }
 
     /// Protects these pages.
-    pub fn protect(&self, pages: &PageSet) -> Result<(), GuestError> {
-        protect(self.scan, pages)
+    pub fn protect_pages(&self, pages: &PageSet) -> Result<(), GuestError> {
+        protect_pages(self.scan, pages)
     }
 
     /// Protects all pages.
     pub fn protect_all(&self) -> Result<(), GuestError> {
-        Ok(self.scan.arm()?)
+        Ok(self.scan.arm_all()?)
     }
 
     /// The changes of each disk in the epoch that ends here.
-    pub fn cut_disks(&self, epoch: Epoch) -> Result<Vec<Vec<Change>>, GuestError> {
-        Ok(self.disks.cut(epoch)?)
+    pub fn cut_disks(&self, epoch: Epoch) -> Result<Vec<Vec<DiskChange>>, GuestError> {
+        Ok(self.disks.cut_logs(epoch)?)
     }
 
     /// Copies pages one after another, behind the first `at` pages of `out`, which grows if
     /// necessary.
-    pub fn copy(&self, pages: &PageSet, at: usize, out: &mut Vec<u8>) -> Result<(), GuestError> {
-        copy(self.memory, pages, at, out)
+    pub fn copy_pages(
+        &self,
+        pages: &PageSet,
+        at: usize,
+        out: &mut Vec<u8>,
+    ) -> Result<(), GuestError> {
+        copy_pages(self.memory, pages, at, out)
     }
 }
 
 /// A protected VM.
 #[derive(Debug)]
-pub struct Guest {
-    vm: Vm,
+pub struct ProtectedGuest {
+    vm: QemuVm,
     process: Arc<Process>,
     memory: Arc<GuestMemory>,
     aux: Vec<AuxRam>,
-    vcpus: Vec<Tid>,
+    vcpus: Vec<ThreadId>,
     scan: PageScan,
-    witness: Box<dyn Witness>,
-    disks: Disks,
-    devices: Devices,
+    witness: Box<dyn PauseWitness>,
+    disks: EpochDisks,
+    devices: DeviceSet,
     state_sizes: StateSizes,
     /// Nothing of Firn is left in the hypervisor.
-    is_let_go: bool,
+    is_detached: bool,
 }
 
-impl Guest {
+impl ProtectedGuest {
     /// Begins to track the VM's writes, if it can be protected.
     ///
     /// # Errors
     /// If it can't be protected, with the reason; if attaching fails, or another program tracks its
     /// memory.
     pub fn attach(
-        mut vm: Vm,
+        mut vm: QemuVm,
         process: Arc<Process>,
         memory: Arc<GuestMemory>,
         aux: Vec<AuxRam>,
-        disks: Disks,
-        witness: Box<dyn Witness>,
+        disks: EpochDisks,
+        witness: Box<dyn PauseWitness>,
     ) -> Result<Self, GuestError> {
-        check(&mut vm, &memory, &disks)?;
-        let devices = Devices::list(&mut vm)?;
+        check_protectable(&mut vm, &memory, &disks)?;
+        let devices = DeviceSet::list_devices(&mut vm)?;
         let aux: Vec<AuxRam> = aux.into_iter().filter(|aux| !aux.rom).collect();
-        let vcpus: Vec<Tid> = vm.vcpus()?.iter().map(|vcpu| vcpu.tid).collect();
+        let vcpus: Vec<ThreadId> = vm.vcpus()?.iter().map(|vcpu| vcpu.tid).collect();
         let mut tracee = Tracee::seize(&process, &vcpus)?;
         // `check_protectable` has refused VMs that return memory to the kernel.
         let scan = PageScan::create(&mut tracee, Arc::clone(&memory))?.with_lasting_tables();
         drop(tracee);
         let (state_sizes, is_let_go) = (StateSizes::default(), false);
-        vm.qmp().set_timeout(HANG);
+        vm.qmp().set_timeout(HANG_TIMEOUT);
         let mut guest = Self {
             vm,
             process,
@@ -233,16 +238,16 @@ impl Guest {
             disks,
             devices,
             state_sizes,
-            is_let_go,
+            is_detached: is_let_go,
         };
-        guest.begin()?;
+        guest.begin_tracking()?;
         Ok(guest)
     }
 
-    fn begin(&mut self) -> Result<(), GuestError> {
-        self.scan.arm()?;
+    fn begin_tracking(&mut self) -> Result<(), GuestError> {
+        self.scan.arm_all()?;
         self.memory.open_window()?;
-        self.stand_still(Duration::ZERO)?;
+        self.pause_for(Duration::ZERO)?;
         firn_fault::io("protect.armed").map_err(|error| GuestError::Refused(error.to_string()))
     }
 
@@ -252,18 +257,18 @@ impl Guest {
     }
 
     /// The disks that are replicated with its epochs.
-    pub fn disks(&self) -> &Disks {
+    pub fn disks(&self) -> &EpochDisks {
         &self.disks
     }
 
     /// The control channel of the VM.
-    pub fn vm(&mut self) -> &mut Vm {
+    pub fn vm(&mut self) -> &mut QemuVm {
         &mut self.vm
     }
 
     /// The pages that were written since they were protected. The VM continues to run.
-    pub fn glance(&self) -> Result<PageSet, GuestError> {
-        pages(|out| self.scan.written(self.memory.all(), out))
+    pub fn scan_written(&self) -> Result<PageSet, GuestError> {
+        collect_pages(|out| self.scan.collect_written(self.memory.all_pages(), out))
     }
 
     /// Protects pages while the VM runs. From then on each write to them is recorded.
@@ -273,7 +278,7 @@ impl Guest {
     /// is checked after the protection. A disk that is added later asks the kernel for reads after
     /// the protection, too.
     pub fn protect_running(&mut self, pages: &PageSet) -> Result<(), GuestError> {
-        protect(&self.scan, pages)?;
+        protect_pages(&self.scan, pages)?;
         match self.can_be_copied_ahead()? {
             true => Ok(()),
             false => Err(GuestError::PastPageCache),
@@ -289,40 +294,43 @@ impl Guest {
 
     /// The pages that were written since they were protected; they are protected again while the VM
     /// runs. Then the VM is paused for a moment, so that requests of its devices have ended.
-    pub fn newly_written(&mut self) -> Result<PageSet, GuestError> {
-        let written = pages(|out| self.scan.written_and_rearm(self.memory.all(), out))?;
-        self.stand_still(Duration::ZERO)?;
+    pub fn reprotect_running(&mut self) -> Result<PageSet, GuestError> {
+        let written =
+            collect_pages(|out| self.scan.collect_written_and_rearm(self.memory.all_pages(), out))?;
+        self.pause_for(Duration::ZERO)?;
         Ok(written)
     }
 
     /// Protects all pages again while the VM runs, as after attaching.
-    pub fn forget_writes(&mut self) -> Result<(), GuestError> {
-        self.scan.arm()?;
-        self.stand_still(Duration::ZERO)
+    pub fn reset_tracking(&mut self) -> Result<(), GuestError> {
+        self.scan.arm_all()?;
+        self.pause_for(Duration::ZERO)
     }
 
     /// Copies pages while the VM runs. Concurrent writes may be in the copy, also in part.
     pub fn copy_running(&self, pages: &PageSet, out: &mut Vec<u8>) -> Result<(), GuestError> {
-        copy(&self.memory, pages, 0, out)
+        copy_pages(&self.memory, pages, 0, out)
     }
 
     /// Pauses the VM for a time. A VM that its user has stopped stays stopped.
-    pub fn stand_still(&mut self, time: Duration) -> Result<(), GuestError> {
-        let stood_still = self.stand_still_drained(time);
-        self.disks.go_on();
+    pub fn pause_for(&mut self, time: Duration) -> Result<(), GuestError> {
+        let stood_still = self.pause_for_drained(time);
+        self.disks.cancel_drain();
         stood_still
     }
 
-    fn stand_still_drained(&mut self, time: Duration) -> Result<(), GuestError> {
+    fn pause_for_drained(&mut self, time: Duration) -> Result<(), GuestError> {
         // A hypervisor that waits for a full log, while it resets the guest, would not answer.
-        self.disks.drain();
-        if let Some(held) = self.vm.hold_then(&mut || self.disks.drain(), Look::Awake)? {
+        self.disks.begin_drain();
+        if let Some(held) =
+            self.vm.begin_pause_with(&mut || self.disks.begin_drain(), WaitMode::Spin)?
+        {
             thread::sleep(time);
-            held.release()?;
+            held.resume_vm()?;
             return Ok(());
         }
         match self.vm.status()?.running {
-            true => self.until_cont(|guest| {
+            true => self.with_stopped(|guest| {
                 guest.vm.stop()?;
                 thread::sleep(time);
                 Ok(())
@@ -332,14 +340,14 @@ impl Guest {
     }
 
     /// Runs `work`, which stops the running VM, and starts the VM again in every case.
-    fn until_cont<T>(
+    fn with_stopped<T>(
         &mut self,
         work: impl FnOnce(&mut Self) -> Result<T, GuestError>,
     ) -> Result<T, GuestError> {
-        self.witness.note(true).map_err(GuestError::Witness)?;
+        self.witness.record_stop(true).map_err(GuestError::Witness)?;
         let done = work(self);
         self.vm.cont()?;
-        if let Err(error) = self.witness.note(false) {
+        if let Err(error) = self.witness.record_stop(false) {
             tracing::warn!("it could not be recorded that the VM runs again: {error}");
         }
         done
@@ -349,8 +357,8 @@ impl Guest {
     ///
     /// # Errors
     /// If a device was added or removed since Firn attached.
-    pub fn check(&mut self) -> Result<Option<RunTrouble>, GuestError> {
-        self.devices.check(&mut self.vm)?;
+    pub fn check_before_cut(&mut self) -> Result<Option<RunTrouble>, GuestError> {
+        self.devices.check_unchanged(&mut self.vm)?;
         Ok(RunTrouble::from_state(&self.vm.status()?))
     }
 
@@ -361,119 +369,123 @@ impl Guest {
     }
 
     /// The last reports of the hypervisor, also if it has ended.
-    pub fn last_words(&mut self) -> LastWords {
-        LastWords::read(&mut self.vm)
+    pub fn exit_report(&mut self) -> ExitReport {
+        ExitReport::read_events(&mut self.vm)
     }
 
     /// Leaves a hypervisor that does not answer as it is: another command would wait as long again.
     pub fn abandon(mut self) {
-        self.is_let_go = true;
-        self.disks.release();
+        self.is_detached = true;
+        self.disks.end_protection();
     }
 
     /// Prepares the hypervisor for [`Self::pause_and_save`], which makes the pause shorter.
-    pub fn prepare(&mut self) -> Result<(), GuestError> {
-        self.disks.drain();
-        Ok(self.vm.prepare_late_hold(self.state_sizes.least())?)
+    pub fn prepare_pause(&mut self) -> Result<(), GuestError> {
+        self.disks.begin_drain();
+        Ok(self.vm.prepare_late_pause(self.state_sizes.expected_minimum())?)
     }
 
     /// Pauses the VM, runs `inside`, saves the devices, and resumes the VM, also after a failure.
-    pub fn pause<T>(
+    pub fn pause_and_save<T>(
         &mut self,
-        mut inside: impl FnMut(&Still<'_>) -> Result<T, GuestError>,
-    ) -> Result<(T, Pause), GuestError> {
-        match self.pause_held(&mut inside)? {
+        mut inside: impl FnMut(&PausedGuest<'_>) -> Result<T, GuestError>,
+    ) -> Result<(T, PauseResult), GuestError> {
+        match self.pause_by_hold(&mut inside)? {
             Some(done) => Ok(done),
             None => self.pause_by_commands(inside),
         }
     }
 
     /// Pauses by one command: the hypervisor stops and starts the VM by itself. `None` if it can't.
-    fn pause_held<T>(
+    fn pause_by_hold<T>(
         &mut self,
-        inside: &mut impl FnMut(&Still<'_>) -> Result<T, GuestError>,
-    ) -> Result<Option<(T, Pause)>, GuestError> {
+        inside: &mut impl FnMut(&PausedGuest<'_>) -> Result<T, GuestError>,
+    ) -> Result<Option<(T, PauseResult)>, GuestError> {
         let started = Instant::now();
-        let drain = &mut || self.disks.drain();
-        let first = First::now();
-        let look = if first.is_some() { Look::Asleep } else { Look::Awake };
-        let Some(held) = self.vm.hold_then(drain, look)? else { return Ok(None) };
+        let drain = &mut || self.disks.begin_drain();
+        let first = RealtimeGuard::enter();
+        let look = if first.is_some() { WaitMode::Sleep } else { WaitMode::Spin };
+        let Some(held) = self.vm.begin_pause_with(drain, look)? else { return Ok(None) };
         let aux = read_aux(&self.process, &self.aux)?;
         let (scan, memory, disks) = (&self.scan, &*self.memory, &self.disks);
-        let value = inside(&Still { scan, memory, disks })?;
-        let released = held.release()?;
-        self.state_sizes.add(released.device_state.len());
-        let downtime = released.still.unwrap_or_else(|| started.elapsed());
-        Ok(Some((value, Pause { devices: released.device_state, aux, downtime })))
+        let value = inside(&PausedGuest { scan, memory, disks })?;
+        let released = held.resume_vm()?;
+        self.state_sizes.add_save(released.device_state.len());
+        let downtime = released.paused_for.unwrap_or_else(|| started.elapsed());
+        Ok(Some((value, PauseResult { devices: released.device_state, aux, downtime })))
     }
 
     /// Pauses by two commands, which stop and start the VM, as QEMU's own migration does.
     pub fn pause_by_commands<T>(
         &mut self,
-        mut inside: impl FnMut(&Still<'_>) -> Result<T, GuestError>,
-    ) -> Result<(T, Pause), GuestError> {
+        mut inside: impl FnMut(&PausedGuest<'_>) -> Result<T, GuestError>,
+    ) -> Result<(T, PauseResult), GuestError> {
         self.vm.prepare_save()?;
         let is_to_run = self.vm.status()?.running;
         let started = Instant::now();
         let (value, pause) = match is_to_run {
-            true => self.until_cont(|guest| guest.stopped(&mut inside))?,
-            false => self.stopped(&mut inside)?,
+            true => self.with_stopped(|guest| guest.save_stopped(&mut inside))?,
+            false => self.save_stopped(&mut inside)?,
         };
-        let downtime = self.vm.stood_still().unwrap_or_else(|| started.elapsed());
-        Ok((value, Pause { downtime, ..pause }))
+        let downtime = self.vm.last_pause().unwrap_or_else(|| started.elapsed());
+        Ok((value, PauseResult { downtime, ..pause }))
     }
 
-    fn stopped<T>(
+    fn save_stopped<T>(
         &mut self,
-        inside: &mut impl FnMut(&Still<'_>) -> Result<T, GuestError>,
-    ) -> Result<(T, Pause), GuestError> {
-        self.disks.drain();
+        inside: &mut impl FnMut(&PausedGuest<'_>) -> Result<T, GuestError>,
+    ) -> Result<(T, PauseResult), GuestError> {
+        self.disks.begin_drain();
         let devices = self.vm.stop_and_save_device_state()?;
         let aux = read_aux(&self.process, &self.aux)?;
         let (scan, memory, disks) = (&self.scan, &*self.memory, &self.disks);
-        let value = inside(&Still { scan, memory, disks })?;
-        Ok((value, Pause { devices, aux, ..Pause::default() }))
+        let value = inside(&PausedGuest { scan, memory, disks })?;
+        Ok((value, PauseResult { devices, aux, ..PauseResult::default() }))
     }
 
     /// Detaches from the VM, which continues to run.
     pub fn detach(mut self) -> Result<(), GuestError> {
-        self.let_go()
+        self.detach_all()
     }
 
-    fn let_go(&mut self) -> Result<(), GuestError> {
-        self.is_let_go = true;
-        self.disks.release();
+    fn detach_all(&mut self) -> Result<(), GuestError> {
+        self.is_detached = true;
+        self.disks.end_protection();
         let gave_back = self.vm.finish_save();
-        let unregistered = self.scan.unregister();
+        let unregistered = self.scan.unregister_all();
         self.scan.close(&mut Tracee::seize(&self.process, &self.vcpus)?)?;
         gave_back?;
         Ok(unregistered?)
     }
 }
 
-impl Drop for Guest {
+impl Drop for ProtectedGuest {
     fn drop(&mut self) {
-        if self.is_let_go {
+        if self.is_detached {
             return;
         }
         // The caller that drops it reports another error. A hypervisor that has ended has nothing
         // of Firn left.
-        if let Err(error) = self.let_go() {
+        if let Err(error) = self.detach_all() {
             tracing::warn!("could not detach from a protected VM: {error}");
         }
     }
 }
 
 /// Checks that an epoch can contain all parts of this VM.
-fn check(vm: &mut Vm, memory: &GuestMemory, disks: &Disks) -> Result<(), GuestError> {
+fn check_protectable(
+    vm: &mut QemuVm,
+    memory: &GuestMemory,
+    disks: &EpochDisks,
+) -> Result<(), GuestError> {
     let refused = |why: String| Err(GuestError::Refused(why));
     if !vm.status()?.running {
         return refused("it is paused".into());
     }
-    if let Some(blocker) = vm.blockers()?.first() {
+    if let Some(blocker) = vm.migration_blockers()?.first() {
         return refused(format!("its state can't be saved ({blocker})"));
     }
-    if let Some(drive) = vm.drives()?.iter().find(|drive| !disks.has(&drive.name)) {
+    if let Some(drive) = vm.drives()?.iter().find(|drive| !disks.contains_disk(&drive.name)) {
         let name = &drive.name;
         return refused(format!(
             "the guest can write to its disk {name}, which Firn does not serve; start the VM with -drive \
@@ -481,19 +493,23 @@ fn check(vm: &mut Vm, memory: &GuestMemory, disks: &Disks) -> Result<(), GuestEr
         ));
     }
     if vm.balloon()?.is_some() {
-        return refused("it has a balloon, and pages that a balloon returns are not tracked".into());
+        return refused(
+            "it has a balloon, and pages that a balloon returns are not tracked".into(),
+        );
     }
     if let Some(other) = memory.other_users()?.first() {
-        return refused(format!("its memory is also mapped by {other}, whose writes are not tracked"));
+        return refused(format!(
+            "its memory is also mapped by {other}, whose writes are not tracked"
+        ));
     }
-    let features = Features::of_kernel().map_err(ScanError::from)?;
+    let features = KernelFeatures::of_kernel().map_err(ScanError::from)?;
     match features.write_protect_async && features.pagemap_scan {
         true => Ok(()),
         false => Err(ScanError::Unsupported.into()),
     }
 }
 
-fn pages(
+fn collect_pages(
     scan: impl FnOnce(&mut Vec<std::ops::Range<Page>>) -> Result<(), ScanError>,
 ) -> Result<PageSet, GuestError> {
     let (mut runs, mut pages) = (Vec::new(), PageSet::new());
@@ -502,11 +518,11 @@ fn pages(
     Ok(pages)
 }
 
-fn protect(scan: &PageScan, pages: &PageSet) -> Result<(), GuestError> {
-    Ok(pages.runs().into_iter().try_for_each(|run| scan.arm_only(run))?)
+fn protect_pages(scan: &PageScan, pages: &PageSet) -> Result<(), GuestError> {
+    Ok(pages.page_runs().into_iter().try_for_each(|run| scan.arm_range(run))?)
 }
 
-fn copy(
+fn copy_pages(
     memory: &GuestMemory,
     pages: &PageSet,
     at: usize,
@@ -517,9 +533,9 @@ fn copy(
         out.resize(until, 0);
     }
     let mut rest = &mut out[from..until];
-    for run in pages.runs() {
-        let (part, after) = rest.split_at_mut(Page::count(&run) * PAGE_SIZE);
-        memory.read(run.start, part)?;
+    for run in pages.page_runs() {
+        let (part, after) = rest.split_at_mut(Page::count_in(&run) * PAGE_SIZE);
+        memory.read_pages(run.start, part)?;
         rest = after;
     }
     Ok(())
@@ -529,7 +545,7 @@ fn read_aux(process: &Process, aux: &[AuxRam]) -> Result<Vec<AuxBlock>, GuestErr
     let read = |aux: &AuxRam| {
         let nowhere = || GuestError::Refused(format!("{} is mapped nowhere", aux.id));
         let mut bytes = vec![0; aux.bytes as usize];
-        process_memory::read(process, aux.hva.ok_or_else(nowhere)?, &mut bytes)?;
+        process_memory::read_memory(process, aux.hva.ok_or_else(nowhere)?, &mut bytes)?;
         Ok(AuxBlock { id: aux.id.clone(), bytes })
     };
     aux.iter().map(read).collect()

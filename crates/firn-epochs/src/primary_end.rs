@@ -24,7 +24,7 @@ pub enum PrimaryEnd {
 
 impl PrimaryEnd {
     /// Whether the user or the guest intended the end, so that the standby has no purpose any more.
-    pub fn is_wanted(&self) -> bool {
+    pub fn is_intended(&self) -> bool {
         matches!(self, Self::Stopped | Self::Released | Self::ShutDown)
     }
 
@@ -34,7 +34,7 @@ impl PrimaryEnd {
     }
 
     /// A short name for a table.
-    pub fn word(&self) -> &'static str {
+    pub fn short_name(&self) -> &'static str {
         match self {
             Self::Stopped => "stopped",
             Self::Released => "released",
@@ -68,12 +68,12 @@ mod tests {
     #[test]
     fn only_a_loss_advises_a_failover_and_only_a_wanted_end_removes_a_standby() {
         let lost = PrimaryEnd::Lost("killed by signal 9".into());
-        assert!(lost.is_loss() && !lost.is_wanted());
+        assert!(lost.is_loss() && !lost.is_intended());
         for end in [PrimaryEnd::Stopped, PrimaryEnd::Released, PrimaryEnd::ShutDown] {
-            assert!(end.is_wanted() && !end.is_loss(), "{end}");
+            assert!(end.is_intended() && !end.is_loss(), "{end}");
         }
         for end in [PrimaryEnd::Panicked, PrimaryEnd::Unprotected("x".into())] {
-            assert!(!end.is_wanted() && !end.is_loss(), "{end}");
+            assert!(!end.is_intended() && !end.is_loss(), "{end}");
         }
     }
 

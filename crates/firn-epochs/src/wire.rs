@@ -45,17 +45,17 @@
 use std::hash::Hasher as _;
 use std::io::{self, Read, Write};
 
-use firn_cluster::epoch::Progress;
-use firn_cluster::member::{Membership, OfEpoch};
-use firn_cluster::{Epoch, Seq};
-use firn_disks::Change;
+use firn_cluster::epoch::EpochProgress;
+use firn_cluster::member::{ClusterMembership, NicEpoch};
+use firn_cluster::{Epoch, FrameNumber};
+use firn_disks::DiskChange;
 use firn_image::AuxBlock;
 use firn_types::{PAGE_SIZE, Page, RegionMap};
 use serde::{Deserialize, Serialize};
 use thiserror::Error;
 use twox_hash::XxHash3_64;
 
-use crate::delta::Patches;
+use crate::delta::PagePatches;
 use crate::primary_end::PrimaryEnd;
 
 /// The version of the protocol, on which both sides must agree.
@@ -63,7 +63,7 @@ pub const VERSION: u32 = 6;
 /// The maximum number of pages in one message.
 pub const PAGES_MAX: usize = 256;
 
-const HEAD_BYTES: usize = 24;
+const HEADER_BYTES: usize = 24;
 /// The bytes of a page with its number.
 const NUMBERED_BYTES: usize = 4 + PAGE_SIZE;
 /// The bytes of patches after which the next ones go into another message.
@@ -96,7 +96,7 @@ const DECLINE: u32 = 16;
 
 /// Why a stream can't continue.
 #[derive(Debug, Error)]
-pub enum WireError {
+pub enum EpochStreamError {
     /// The connection failed, or ended in the middle of a message.
     #[error("the connection failed")]
     Io(#[from] io::Error),
@@ -133,7 +133,7 @@ pub enum WireError {
     Hello(#[source] Option<serde_json::Error>),
     /// The changes of a disk are damaged.
     #[error(transparent)]
-    Changes(#[from] firn_disks::wire::WireError),
+    Changes(#[from] firn_disks::wire::DiskWireError),
     /// An item is too large to be sent.
     #[error("{bytes} bytes of {what} are more than can be sent")]
     TooLarge {
@@ -146,7 +146,7 @@ pub enum WireError {
 
 /// The first message of a primary.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
-pub struct Hello {
+pub struct PrimaryHello {
     /// The protocol version, [`VERSION`].
     pub version: u32,
     /// The VM's RAM regions.
@@ -159,7 +159,7 @@ pub struct Hello {
     pub leased: bool,
     /// The cluster of the VM. The backup stores its epochs until a global checkpoint includes them.
     #[serde(default, skip_serializing_if = "Option::is_none")]
-    pub member: Option<Membership>,
+    pub member: Option<ClusterMembership>,
     /// Further data that the backup needs to start the VM.
     pub meta: serde_json::Value,
 }
@@ -178,14 +178,14 @@ pub struct DiskHello {
 
 /// Pages and their contents.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
-pub struct Pages {
+pub struct PageBatch {
     /// The page numbers.
     pub numbers: Vec<Page>,
     /// The contents, one page after another.
     pub bytes: Vec<u8>,
 }
 
-impl Pages {
+impl PageBatch {
     /// Each page with its contents.
     pub fn iter(&self) -> impl Iterator<Item = (Page, &[u8])> {
         self.numbers.iter().copied().zip(self.bytes.chunks_exact(PAGE_SIZE))
@@ -194,25 +194,25 @@ impl Pages {
 
 /// A received message.
 #[derive(Clone, Debug, PartialEq)]
-pub enum Message {
+pub enum EpochMessage {
     /// The hello of a primary.
-    Hello(Box<Hello>),
+    Hello(Box<PrimaryHello>),
     /// Pages of an epoch.
-    Pages(Epoch, Pages),
+    Pages(Epoch, PageBatch),
     /// Parts of pages of an epoch; the rest of these pages is as in the epoch before.
-    Patches(Epoch, Patches),
+    Patches(Epoch, PagePatches),
     /// The device state at the end of an epoch.
     Devices(Epoch, Vec<u8>),
     /// An auxiliary block at the end of an epoch.
     Aux(Epoch, AuxBlock),
     /// Changes of the disk of this number, in order.
-    Changes(Epoch, u32, Vec<Change>),
+    Changes(Epoch, u32, Vec<DiskChange>),
     /// The state of the card of a member of a cluster that belongs to an epoch.
-    Card(Epoch, OfEpoch),
+    Card(Epoch, NicEpoch),
     /// A global checkpoint includes this epoch: no failover goes back behind it.
     Globally(Epoch),
     /// A member's frames to the outside were sent, up to this one.
-    Gone(Seq),
+    Gone(FrameNumber),
     /// The end of an epoch, which has been received completely and verified.
     End {
         /// The epoch.
@@ -221,7 +221,7 @@ pub enum Message {
         last: bool,
     },
     /// The progress of the backup.
-    Progress(Progress),
+    Progress(EpochProgress),
     /// The backup refuses further epochs.
     Refusal(String),
     /// The primary continues alone; or the backup confirms that, and never runs the VM.
@@ -235,146 +235,160 @@ pub enum Message {
 }
 
 /// The sending end of a stream.
-pub struct Writer<W> {
+pub struct EpochWriter<W> {
     to: W,
     sum: XxHash3_64,
     sent: u64,
 }
 
-impl<W: Write> Writer<W> {
+impl<W: Write> EpochWriter<W> {
     /// Writes to a stream on which nothing was sent yet.
     pub fn new(to: W) -> Self {
         Self { to, sum: XxHash3_64::new(), sent: 0 }
     }
 
     /// The number of bytes sent so far.
-    pub fn sent(&self) -> u64 {
+    pub fn sent_bytes(&self) -> u64 {
         self.sent
     }
 
     /// Sends the hello.
-    pub fn hello(&mut self, hello: &Hello) -> Result<(), WireError> {
-        let json = serde_json::to_vec(hello).map_err(|error| WireError::Hello(Some(error)))?;
+    pub fn write_hello(&mut self, hello: &PrimaryHello) -> Result<(), EpochStreamError> {
+        let json =
+            serde_json::to_vec(hello).map_err(|error| EpochStreamError::Hello(Some(error)))?;
         let check = XxHash3_64::oneshot(&json).to_le_bytes();
-        self.message(HELLO, Epoch(0), &[&check, &json])
+        self.write_message(HELLO, Epoch(0), &[&check, &json])
     }
 
     /// Sends pages of an epoch, in as many messages as necessary.
-    pub fn pages<'a>(
+    pub fn write_pages<'a>(
         &mut self,
         epoch: Epoch,
         pages: impl Iterator<Item = (Page, &'a [u8])>,
-    ) -> Result<(), WireError> {
+    ) -> Result<(), EpochStreamError> {
         let mut pages = pages.peekable();
         while pages.peek().is_some() {
             let some: Vec<_> = pages.by_ref().take(PAGES_MAX).collect();
             let numbers: Vec<u8> = some.iter().flat_map(|(page, _)| page.0.to_le_bytes()).collect();
             let contents = some.iter().map(|&(_, bytes)| bytes);
             let parts: Vec<&[u8]> = std::iter::once(&numbers[..]).chain(contents).collect();
-            self.message(PAGES, epoch, &parts)?;
+            self.write_message(PAGES, epoch, &parts)?;
         }
         Ok(())
     }
 
     /// Sends parts of pages of an epoch, about [`PATCHES_BYTES`] at most.
-    pub fn patches(&mut self, epoch: Epoch, patches: &Patches) -> Result<(), WireError> {
-        self.message(PATCHES, epoch, &[patches.bytes()])
+    pub fn write_patches(
+        &mut self,
+        epoch: Epoch,
+        patches: &PagePatches,
+    ) -> Result<(), EpochStreamError> {
+        self.write_message(PATCHES, epoch, &[patches.bytes()])
     }
 
     /// Sends changes of a disk, in as many messages as necessary.
-    pub fn changes(
+    pub fn write_changes(
         &mut self,
         epoch: Epoch,
         disk: u32,
-        changes: &[Change],
-    ) -> Result<(), WireError> {
-        firn_disks::wire::encode(disk, changes)
-            .try_for_each(|body| self.message(DISK, epoch, &[&body]))
+        changes: &[DiskChange],
+    ) -> Result<(), EpochStreamError> {
+        firn_disks::wire::encode_changes(disk, changes)
+            .try_for_each(|body| self.write_message(DISK, epoch, &[&body]))
     }
 
     /// Sends the state of a member's card that belongs to an epoch.
-    pub fn card(&mut self, epoch: Epoch, of: &OfEpoch) -> Result<(), WireError> {
+    pub fn write_card(&mut self, epoch: Epoch, of: &NicEpoch) -> Result<(), EpochStreamError> {
         let body = postcard::to_stdvec(of).map_err(io::Error::other)?;
-        self.message(CARD, epoch, &[&body])
+        self.write_message(CARD, epoch, &[&body])
     }
 
     /// Reports that a global checkpoint includes an epoch.
-    pub fn globally(&mut self, epoch: Epoch) -> Result<(), WireError> {
-        self.message(GLOBAL, epoch, &[])?;
+    pub fn write_global_epoch(&mut self, epoch: Epoch) -> Result<(), EpochStreamError> {
+        self.write_message(GLOBAL, epoch, &[])?;
         Ok(self.to.flush()?)
     }
 
     /// Reports that frames to the outside were sent, up to this one.
-    pub fn gone(&mut self, seq: Seq) -> Result<(), WireError> {
-        self.message(GONE, Epoch(seq.0), &[])?;
+    pub fn write_released(&mut self, seq: FrameNumber) -> Result<(), EpochStreamError> {
+        self.write_message(GONE, Epoch(seq.0), &[])?;
         Ok(self.to.flush()?)
     }
 
     /// Sends device state and auxiliary blocks, and ends an epoch.
-    pub fn end(
+    pub fn write_end(
         &mut self,
         epoch: Epoch,
         devices: &[u8],
         aux: &[AuxBlock],
         last: bool,
-    ) -> Result<(), WireError> {
-        self.message(DEVICES, epoch, &[devices])?;
+    ) -> Result<(), EpochStreamError> {
+        self.write_message(DEVICES, epoch, &[devices])?;
         for block in aux {
             let bytes = block.id.len();
-            let id =
-                u16::try_from(bytes).map_err(|_| WireError::TooLarge { what: "a name", bytes })?;
-            self.message(AUX, epoch, &[&id.to_le_bytes(), block.id.as_bytes(), &block.bytes])?;
+            let id = u16::try_from(bytes)
+                .map_err(|_| EpochStreamError::TooLarge { what: "a name", bytes })?;
+            self.write_message(
+                AUX,
+                epoch,
+                &[&id.to_le_bytes(), block.id.as_bytes(), &block.bytes],
+            )?;
         }
         let last = u64::from(last).to_le_bytes();
         self.sum.write(&last);
         let sum = std::mem::take(&mut self.sum).finish().to_le_bytes();
-        self.message(END, epoch, &[&last, &sum])?;
+        self.write_message(END, epoch, &[&last, &sum])?;
         Ok(self.to.flush()?)
     }
 
     /// Reports the progress of the backup.
-    pub fn progress(&mut self, progress: Progress) -> Result<(), WireError> {
-        self.message(PROGRESS, progress.complete, &[&progress.committed.0.to_le_bytes()])?;
+    pub fn write_progress(&mut self, progress: EpochProgress) -> Result<(), EpochStreamError> {
+        self.write_message(PROGRESS, progress.complete, &[&progress.committed.0.to_le_bytes()])?;
         Ok(self.to.flush()?)
     }
 
     /// Reports why the backup refuses further epochs.
-    pub fn refusal(&mut self, why: &str) -> Result<(), WireError> {
-        self.message(REFUSAL, Epoch(0), &[why.as_bytes()])?;
+    pub fn write_refusal(&mut self, why: &str) -> Result<(), EpochStreamError> {
+        self.write_message(REFUSAL, Epoch(0), &[why.as_bytes()])?;
         Ok(self.to.flush()?)
     }
 
     /// Reports that the primary continues alone, or that the backup confirms it.
-    pub fn release(&mut self) -> Result<(), WireError> {
-        self.message(RELEASE, Epoch(0), &[])?;
+    pub fn write_release(&mut self) -> Result<(), EpochStreamError> {
+        self.write_message(RELEASE, Epoch(0), &[])?;
         Ok(self.to.flush()?)
     }
 
     /// Reports how the protection ended at the primary.
-    pub fn primary_end(&mut self, end: &PrimaryEnd) -> Result<(), WireError> {
+    pub fn write_primary_end(&mut self, end: &PrimaryEnd) -> Result<(), EpochStreamError> {
         let json = serde_json::to_vec(end).map_err(io::Error::other)?;
-        self.message(PRIMARY_END, Epoch(0), &[&json])?;
+        self.write_message(PRIMARY_END, Epoch(0), &[&json])?;
         Ok(self.to.flush()?)
     }
 
     /// Reports that the backup has recorded how it ended.
-    pub fn end_noted(&mut self) -> Result<(), WireError> {
-        self.message(END_NOTED, Epoch(0), &[])?;
+    pub fn write_end_noted(&mut self) -> Result<(), EpochStreamError> {
+        self.write_message(END_NOTED, Epoch(0), &[])?;
         Ok(self.to.flush()?)
     }
 
     /// Reports why the backup never runs the VM.
-    pub fn decline(&mut self, why: &str) -> Result<(), WireError> {
-        self.message(DECLINE, Epoch(0), &[why.as_bytes()])?;
+    pub fn write_decline(&mut self, why: &str) -> Result<(), EpochStreamError> {
+        self.write_message(DECLINE, Epoch(0), &[why.as_bytes()])?;
         Ok(self.to.flush()?)
     }
 
-    fn message(&mut self, kind: u32, epoch: Epoch, parts: &[&[u8]]) -> Result<(), WireError> {
+    fn write_message(
+        &mut self,
+        kind: u32,
+        epoch: Epoch,
+        parts: &[&[u8]],
+    ) -> Result<(), EpochStreamError> {
         let bytes = parts.iter().map(|part| part.len()).sum();
-        let length = u32::try_from(bytes).ok().filter(|_| bytes <= longest(kind));
-        let length = length.ok_or(WireError::TooLarge { what: "one message", bytes })?;
-        let head = head(kind, length, epoch);
-        let is_summed = is_summed(kind);
+        let length = u32::try_from(bytes).ok().filter(|_| bytes <= body_bytes_max(kind));
+        let length = length.ok_or(EpochStreamError::TooLarge { what: "one message", bytes })?;
+        let head = encode_header(kind, length, epoch);
+        let is_summed = is_checksummed(kind);
         for part in std::iter::once(&head[..]).chain(parts.iter().copied()) {
             if is_summed {
                 self.sum.write(part);
@@ -387,86 +401,96 @@ impl<W: Write> Writer<W> {
 }
 
 /// The receiving end of a stream.
-pub struct Reader<R> {
+pub struct EpochReader<R> {
     from: R,
     sum: XxHash3_64,
 }
 
-impl<R: Read> Reader<R> {
+impl<R: Read> EpochReader<R> {
     /// Reads from a stream of which nothing was read yet.
     pub fn new(from: R) -> Self {
         Self { from, sum: XxHash3_64::new() }
     }
 
     /// Reads the next message. After an error the stream can't be decoded any further.
-    pub fn receive(&mut self) -> Result<Message, WireError> {
-        let mut head = [0; HEAD_BYTES];
+    pub fn read_message(&mut self) -> Result<EpochMessage, EpochStreamError> {
+        let mut head = [0; HEADER_BYTES];
         self.from.read_exact(&mut head)?;
-        let (kind, length, epoch) = checked(&head)?;
-        if length > longest(kind) {
-            return Err(WireError::Body { kind, bytes: length });
+        let (kind, length, epoch) = decode_header(&head)?;
+        if length > body_bytes_max(kind) {
+            return Err(EpochStreamError::Body { kind, bytes: length });
         }
         let mut body = Vec::new();
         self.from.by_ref().take(length as u64).read_to_end(&mut body)?;
         if body.len() < length {
             return Err(io::Error::from(io::ErrorKind::UnexpectedEof).into());
         }
-        if is_summed(kind) {
+        if is_checksummed(kind) {
             self.sum.write(&head);
             self.sum.write(&body);
         }
-        self.message(kind, epoch, body)
+        self.decode_message(kind, epoch, body)
     }
 
-    fn message(&mut self, kind: u32, epoch: Epoch, body: Vec<u8>) -> Result<Message, WireError> {
+    fn decode_message(
+        &mut self,
+        kind: u32,
+        epoch: Epoch,
+        body: Vec<u8>,
+    ) -> Result<EpochMessage, EpochStreamError> {
         let bytes = body.len();
         let message = match kind {
-            HELLO => return hello(&body).map(Message::Hello),
-            PAGES => pages(body).map(|pages| Message::Pages(epoch, pages)),
-            PATCHES => Patches::parse(body).map(|patches| Message::Patches(epoch, patches)),
-            DEVICES => Some(Message::Devices(epoch, body)),
-            AUX => aux(&body).map(|block| Message::Aux(epoch, block)),
-            END => return self.end(epoch, &body),
-            DISK => {
-                let (disk, changes) = firn_disks::wire::decode(&body)?;
-                return Ok(Message::Changes(epoch, disk, changes));
+            HELLO => return decode_hello(&body).map(EpochMessage::Hello),
+            PAGES => decode_pages(body).map(|pages| EpochMessage::Pages(epoch, pages)),
+            PATCHES => {
+                PagePatches::parse(body).map(|patches| EpochMessage::Patches(epoch, patches))
             }
-            CARD => postcard::from_bytes(&body).ok().map(|of| Message::Card(epoch, of)),
-            GLOBAL => Some(Message::Globally(epoch)),
-            GONE => Some(Message::Gone(Seq(epoch.0))),
-            PROGRESS => number(&body, 0).map(|committed| {
-                Message::Progress(Progress { complete: epoch, committed: Epoch(committed) })
+            DEVICES => Some(EpochMessage::Devices(epoch, body)),
+            AUX => decode_aux(&body).map(|block| EpochMessage::Aux(epoch, block)),
+            END => return self.decode_end(epoch, &body),
+            DISK => {
+                let (disk, changes) = firn_disks::wire::decode_changes(&body)?;
+                return Ok(EpochMessage::Changes(epoch, disk, changes));
+            }
+            CARD => postcard::from_bytes(&body).ok().map(|of| EpochMessage::Card(epoch, of)),
+            GLOBAL => Some(EpochMessage::Globally(epoch)),
+            GONE => Some(EpochMessage::Gone(FrameNumber(epoch.0))),
+            PROGRESS => read_u64(&body, 0).map(|committed| {
+                EpochMessage::Progress(EpochProgress {
+                    complete: epoch,
+                    committed: Epoch(committed),
+                })
             }),
-            REFUSAL => Some(Message::Refusal(String::from_utf8_lossy(&body).into_owned())),
-            RELEASE => Some(Message::Release),
-            PRIMARY_END => serde_json::from_slice(&body).ok().map(Message::PrimaryEnd),
-            END_NOTED => Some(Message::EndNoted),
-            DECLINE => Some(Message::Decline(String::from_utf8_lossy(&body).into_owned())),
+            REFUSAL => Some(EpochMessage::Refusal(String::from_utf8_lossy(&body).into_owned())),
+            RELEASE => Some(EpochMessage::Release),
+            PRIMARY_END => serde_json::from_slice(&body).ok().map(EpochMessage::PrimaryEnd),
+            END_NOTED => Some(EpochMessage::EndNoted),
+            DECLINE => Some(EpochMessage::Decline(String::from_utf8_lossy(&body).into_owned())),
             _ => None,
         };
-        message.ok_or(WireError::Body { kind, bytes })
+        message.ok_or(EpochStreamError::Body { kind, bytes })
     }
 
-    fn end(&mut self, epoch: Epoch, body: &[u8]) -> Result<Message, WireError> {
+    fn decode_end(&mut self, epoch: Epoch, body: &[u8]) -> Result<EpochMessage, EpochStreamError> {
         let (Some(last @ 0..=1), Some(expected), 16) =
-            (number(body, 0), number(body, 8), body.len())
+            (read_u64(body, 0), read_u64(body, 8), body.len())
         else {
-            return Err(WireError::Body { kind: END, bytes: body.len() });
+            return Err(EpochStreamError::Body { kind: END, bytes: body.len() });
         };
         self.sum.write(&last.to_le_bytes());
         let found = std::mem::take(&mut self.sum).finish();
         match found == expected {
-            true => Ok(Message::End { epoch, last: last == 1 }),
-            false => Err(WireError::Checksum { epoch, expected, found }),
+            true => Ok(EpochMessage::End { epoch, last: last == 1 }),
+            false => Err(EpochStreamError::Checksum { epoch, expected, found }),
         }
     }
 }
 
-fn is_summed(kind: u32) -> bool {
+fn is_checksummed(kind: u32) -> bool {
     matches!(kind, PAGES | PATCHES | DEVICES | AUX | DISK | CARD)
 }
 
-fn longest(kind: u32) -> usize {
+fn body_bytes_max(kind: u32) -> usize {
     match kind {
         HELLO => HELLO_BYTES_MAX,
         PAGES => PAGES_MAX * NUMBERED_BYTES,
@@ -481,8 +505,8 @@ fn longest(kind: u32) -> usize {
     }
 }
 
-fn head(kind: u32, length: u32, epoch: Epoch) -> [u8; HEAD_BYTES] {
-    let mut head = [0; HEAD_BYTES];
+fn encode_header(kind: u32, length: u32, epoch: Epoch) -> [u8; HEADER_BYTES] {
+    let mut head = [0; HEADER_BYTES];
     head[..4].copy_from_slice(&kind.to_le_bytes());
     head[4..8].copy_from_slice(&length.to_le_bytes());
     head[8..16].copy_from_slice(&epoch.0.to_le_bytes());
@@ -491,36 +515,36 @@ fn head(kind: u32, length: u32, epoch: Epoch) -> [u8; HEAD_BYTES] {
     head
 }
 
-fn checked(head: &[u8; HEAD_BYTES]) -> Result<(u32, usize, Epoch), WireError> {
-    let (words, epoch) = (number(head, 0), number(head, 8));
+fn decode_header(head: &[u8; HEADER_BYTES]) -> Result<(u32, usize, Epoch), EpochStreamError> {
+    let (words, epoch) = (read_u64(head, 0), read_u64(head, 8));
     let (words, epoch) = (words.unwrap_or_default(), Epoch(epoch.unwrap_or_default()));
     let (expected, found) =
-        (number(head, 16).unwrap_or_default(), XxHash3_64::oneshot(&head[..16]));
+        (read_u64(head, 16).unwrap_or_default(), XxHash3_64::oneshot(&head[..16]));
     match found == expected {
         true => Ok((words as u32, (words >> 32) as usize, epoch)),
-        false => Err(WireError::Head { expected, found }),
+        false => Err(EpochStreamError::Head { expected, found }),
     }
 }
 
 /// Eight bytes as a number.
-fn number(bytes: &[u8], at: usize) -> Option<u64> {
+fn read_u64(bytes: &[u8], at: usize) -> Option<u64> {
     let bytes = bytes.get(at..at + 8)?.try_into().ok()?;
     Some(u64::from_le_bytes(bytes))
 }
 
-fn hello(body: &[u8]) -> Result<Box<Hello>, WireError> {
-    let check = number(body, 0).ok_or(WireError::Hello(None))?;
+fn decode_hello(body: &[u8]) -> Result<Box<PrimaryHello>, EpochStreamError> {
+    let check = read_u64(body, 0).ok_or(EpochStreamError::Hello(None))?;
     let json = &body[8..];
     if XxHash3_64::oneshot(json) != check {
-        return Err(WireError::Hello(None));
+        return Err(EpochStreamError::Hello(None));
     }
-    let hello: Hello =
-        serde_json::from_slice(json).map_err(|error| WireError::Hello(Some(error)))?;
-    let is_sound = hello.version == VERSION && hello.regions.check().is_ok();
-    is_sound.then(|| Box::new(hello)).ok_or(WireError::Hello(None))
+    let hello: PrimaryHello =
+        serde_json::from_slice(json).map_err(|error| EpochStreamError::Hello(Some(error)))?;
+    let is_sound = hello.version == VERSION && hello.regions.check_layout().is_ok();
+    is_sound.then(|| Box::new(hello)).ok_or(EpochStreamError::Hello(None))
 }
 
-fn pages(mut body: Vec<u8>) -> Option<Pages> {
+fn decode_pages(mut body: Vec<u8>) -> Option<PageBatch> {
     let count = body.len() / NUMBERED_BYTES;
     if count * NUMBERED_BYTES != body.len() {
         return None;
@@ -528,10 +552,10 @@ fn pages(mut body: Vec<u8>) -> Option<Pages> {
     let bytes = body.split_off(count * 4);
     let number = |bytes: &[u8]| Some(Page(u32::from_le_bytes(bytes.try_into().ok()?)));
     let numbers = body.chunks_exact(4).map(number).collect::<Option<_>>()?;
-    Some(Pages { numbers, bytes })
+    Some(PageBatch { numbers, bytes })
 }
 
-fn aux(body: &[u8]) -> Option<AuxBlock> {
+fn decode_aux(body: &[u8]) -> Option<AuxBlock> {
     let (length, rest) = body.split_first_chunk::<2>()?;
     let (id, bytes) = rest.split_at_checked(usize::from(u16::from_le_bytes(*length)))?;
     Some(AuxBlock { id: String::from_utf8(id.to_vec()).ok()?, bytes: bytes.to_vec() })
@@ -539,9 +563,9 @@ fn aux(body: &[u8]) -> Option<AuxBlock> {
 
 #[cfg(test)]
 mod tests {
-    use firn_cluster::output::{Sent, To};
-    use firn_cluster::switch::Mac;
-    use firn_cluster::{Generation, Vm};
+    use firn_cluster::output::{FrameDestination, SentFrame};
+    use firn_cluster::switch::MacAddress;
+    use firn_cluster::{Generation, VmId};
     use proptest::prelude::*;
 
     use super::*;
@@ -552,57 +576,57 @@ mod tests {
 
     /// One epoch with three pages, and two bytes of a fourth.
     fn stream() -> Vec<u8> {
-        let mut writer = Writer::new(Vec::new());
+        let mut writer = EpochWriter::new(Vec::new());
         let contents = [1, 2, 3].map(|fill| vec![fill; PAGE_SIZE]);
         let pages = contents.iter().zip([5, 9, 700]).map(|(bytes, page)| (Page(page), &bytes[..]));
-        writer.pages(Epoch(4), pages).unwrap();
-        writer.patches(Epoch(4), &patches()).unwrap();
-        writer.end(Epoch(4), b"devices", &[block()], false).unwrap();
+        writer.write_pages(Epoch(4), pages).unwrap();
+        writer.write_patches(Epoch(4), &patches()).unwrap();
+        writer.write_end(Epoch(4), b"devices", &[block()], false).unwrap();
         writer.to
     }
 
-    fn patches() -> Patches {
-        let mut patches = Patches::default();
-        patches.add(Page(6), &[8..9, 9..10], &[3; PAGE_SIZE]);
+    fn patches() -> PagePatches {
+        let mut patches = PagePatches::default();
+        patches.add_runs(Page(6), &[8..9, 9..10], &[3; PAGE_SIZE]);
         patches
     }
 
-    fn read(stream: &[u8]) -> (Vec<Message>, WireError) {
-        let (mut reader, mut messages) = (Reader::new(stream), Vec::new());
+    fn read(stream: &[u8]) -> (Vec<EpochMessage>, EpochStreamError) {
+        let (mut reader, mut messages) = (EpochReader::new(stream), Vec::new());
         loop {
-            match reader.receive() {
+            match reader.read_message() {
                 Ok(message) => messages.push(message),
                 Err(error) => return (messages, error),
             }
         }
     }
 
-    fn has_end(messages: &[Message]) -> bool {
-        messages.iter().any(|message| matches!(message, Message::End { .. }))
+    fn has_end(messages: &[EpochMessage]) -> bool {
+        messages.iter().any(|message| matches!(message, EpochMessage::End { .. }))
     }
 
     #[test]
     fn an_epoch_survives_the_wire() {
         let (messages, _) = read(&stream());
-        let [Message::Pages(_, pages), patched, devices, aux, end] = &messages[..] else {
+        let [EpochMessage::Pages(_, pages), patched, devices, aux, end] = &messages[..] else {
             panic!()
         };
-        assert_eq!(*patched, Message::Patches(Epoch(4), patches()));
+        assert_eq!(*patched, EpochMessage::Patches(Epoch(4), patches()));
         assert_eq!(pages.numbers, [5, 9, 700].map(Page));
         assert!(pages.iter().zip(1..).all(|((_, bytes), fill)| bytes == [fill; PAGE_SIZE]));
-        assert_eq!(*devices, Message::Devices(Epoch(4), b"devices".to_vec()));
-        assert_eq!(*aux, Message::Aux(Epoch(4), block()));
-        assert_eq!(*end, Message::End { epoch: Epoch(4), last: false });
+        assert_eq!(*devices, EpochMessage::Devices(Epoch(4), b"devices".to_vec()));
+        assert_eq!(*aux, EpochMessage::Aux(Epoch(4), block()));
+        assert_eq!(*end, EpochMessage::End { epoch: Epoch(4), last: false });
     }
 
     #[test]
     fn many_pages_are_cut_to_messages() {
-        let mut writer = Writer::new(Vec::new());
+        let mut writer = EpochWriter::new(Vec::new());
         let page = [0; PAGE_SIZE];
-        writer.pages(Epoch(1), (0..600).map(|number| (Page(number), &page[..]))).unwrap();
+        writer.write_pages(Epoch(1), (0..600).map(|number| (Page(number), &page[..]))).unwrap();
         let (messages, _) = read(&writer.to);
-        let count = |message: &Message| match message {
-            Message::Pages(_, pages) => pages.numbers.len(),
+        let count = |message: &EpochMessage| match message {
+            EpochMessage::Pages(_, pages) => pages.numbers.len(),
             _ => 0,
         };
         assert_eq!(messages.iter().map(count).collect::<Vec<_>>(), [256, 256, 88]);
@@ -613,46 +637,50 @@ mod tests {
         let regions = RegionMap::lay_out([("ram", 1 << 20)]).unwrap();
         let disks = vec![DiskHello { id: "d".into(), size: 9, head: vec![1] }];
         let meta = serde_json::json!({ "name": "web" });
-        let members = [(Vm(0), Mac([2, 0, 0, 0, 0, 1]))].into();
-        let (cluster, own, generation, layout) = (7, Vm(0), Generation(2), 1);
-        let member = Some(Membership { cluster, own, members, generation, layout });
+        let members = [(VmId(0), MacAddress([2, 0, 0, 0, 0, 1]))].into();
+        let (cluster, own, generation, layout) = (7, VmId(0), Generation(2), 1);
+        let member = Some(ClusterMembership { cluster, own, members, generation, layout });
         let leased = true;
-        let hello = Hello { version: VERSION, regions, disks, leased, member, meta };
-        let progress = Progress { complete: Epoch(3), committed: Epoch(2) };
-        let mut writer = Writer::new(Vec::new());
-        writer.hello(&hello).unwrap();
-        writer.progress(progress).unwrap();
-        let frame = Sent { to: To::Vm(Vm(1)), seq: Seq(3), frame: vec![1, 2, 3].into() };
-        let received = vec![(Vm(1), Seq(9))];
-        let of = OfEpoch { sent: vec![frame], received, ..OfEpoch::default() };
-        writer.card(Epoch(4), &of).unwrap();
-        writer.globally(Epoch(2)).unwrap();
-        writer.gone(Seq(1 << 40)).unwrap();
-        writer.refusal("full").unwrap();
+        let hello = PrimaryHello { version: VERSION, regions, disks, leased, member, meta };
+        let progress = EpochProgress { complete: Epoch(3), committed: Epoch(2) };
+        let mut writer = EpochWriter::new(Vec::new());
+        writer.write_hello(&hello).unwrap();
+        writer.write_progress(progress).unwrap();
+        let frame = SentFrame {
+            to: FrameDestination::Vm(VmId(1)),
+            seq: FrameNumber(3),
+            frame: vec![1, 2, 3].into(),
+        };
+        let received = vec![(VmId(1), FrameNumber(9))];
+        let of = NicEpoch { sent: vec![frame], received, ..NicEpoch::default() };
+        writer.write_card(Epoch(4), &of).unwrap();
+        writer.write_global_epoch(Epoch(2)).unwrap();
+        writer.write_released(FrameNumber(1 << 40)).unwrap();
+        writer.write_refusal("full").unwrap();
         let end = PrimaryEnd::Lost("killed".into());
-        writer.primary_end(&end).unwrap();
-        writer.end_noted().unwrap();
-        writer.decline("stopped").unwrap();
+        writer.write_primary_end(&end).unwrap();
+        writer.write_end_noted().unwrap();
+        writer.write_decline("stopped").unwrap();
         let expected = [
-            Message::Hello(Box::new(hello)),
-            Message::Progress(progress),
-            Message::Card(Epoch(4), of),
-            Message::Globally(Epoch(2)),
-            Message::Gone(Seq(1 << 40)),
-            Message::Refusal("full".into()),
-            Message::PrimaryEnd(end),
-            Message::EndNoted,
-            Message::Decline("stopped".into()),
+            EpochMessage::Hello(Box::new(hello)),
+            EpochMessage::Progress(progress),
+            EpochMessage::Card(Epoch(4), of),
+            EpochMessage::Globally(Epoch(2)),
+            EpochMessage::Gone(FrameNumber(1 << 40)),
+            EpochMessage::Refusal("full".into()),
+            EpochMessage::PrimaryEnd(end),
+            EpochMessage::EndNoted,
+            EpochMessage::Decline("stopped".into()),
         ];
         assert_eq!(read(&writer.to).0, expected);
     }
 
     #[test]
     fn a_length_alone_takes_no_memory() {
-        let head = head(DEVICES, STATE_BYTES_MAX as u32, Epoch(1));
-        assert!(matches!(read(&head).1, WireError::Io(_)));
-        let head = super::head(PAGES, u32::MAX, Epoch(1));
-        assert!(matches!(read(&head).1, WireError::Body { kind: PAGES, .. }));
+        let head = encode_header(DEVICES, STATE_BYTES_MAX as u32, Epoch(1));
+        assert!(matches!(read(&head).1, EpochStreamError::Io(_)));
+        let head = super::encode_header(PAGES, u32::MAX, Epoch(1));
+        assert!(matches!(read(&head).1, EpochStreamError::Body { kind: PAGES, .. }));
     }
 
     #[test]

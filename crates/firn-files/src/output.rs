@@ -86,7 +86,7 @@ pub fn create_output(path: &Path) -> io::Result<File> {
 /// If it cannot be written, or the path names something other than a regular file
 /// ([`OutputError`]).
 pub fn replace_output(path: &Path, bytes: &[u8]) -> io::Result<()> {
-    replace(path, bytes, 0o666)
+    replace_with_mode(path, bytes, 0o666)
 }
 
 /// The same, readable by the owner alone.
@@ -94,10 +94,10 @@ pub fn replace_output(path: &Path, bytes: &[u8]) -> io::Result<()> {
 /// # Errors
 /// As [`replace_output`].
 pub fn replace_private(path: &Path, bytes: &[u8]) -> io::Result<()> {
-    replace(path, bytes, 0o600)
+    replace_with_mode(path, bytes, 0o600)
 }
 
-fn replace(path: &Path, bytes: &[u8], mode: u32) -> io::Result<()> {
+fn replace_with_mode(path: &Path, bytes: &[u8], mode: u32) -> io::Result<()> {
     check_output(path).map_err(|error| io::Error::new(io::ErrorKind::InvalidInput, error))?;
     let new = new_name(path);
     let written = write_new(&new, bytes, mode).and_then(|()| fs::rename(&new, path));

@@ -20,9 +20,9 @@ use clap::{Args, ValueEnum};
 use serde_json::json;
 use zerocopy::IntoBytes as _;
 
-use crate::arena::Arena;
-use crate::pace::Pace;
-use crate::stamp::{self, Stamp, Style, mix};
+use crate::arena::PageArena;
+use crate::rate_limiter::RateLimiter;
+use crate::stamp::{self, PageStamp, StampStyle, mix};
 
 /// Region number of pages on a disk. It differs from those in memory, so that a buffer found in an
 /// image is recognized.
@@ -34,7 +34,7 @@ const PAGE_BYTES: u64 = 4096;
 pub struct DiskDma {
     /// The mode.
     #[arg(value_enum)]
-    mode: Mode,
+    mode: DiskMode,
     /// The disk. All but `read` overwrite it from its beginning.
     #[arg(long, default_value = "/dev/vda")]
     device: PathBuf,
@@ -56,7 +56,7 @@ pub struct DiskDma {
 }
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
-enum Mode {
+enum DiskMode {
     Prepare,
     Read,
     Write,
@@ -64,25 +64,25 @@ enum Mode {
 
 /// Runs to the end. False if a block was wrong.
 pub fn run(args: &DiskDma) -> Result<bool> {
-    let mut disk = Disk::open(args)?;
-    if args.mode == Mode::Prepare {
-        (0..disk.blocks).try_for_each(|block| disk.write(block, 0))?;
+    let mut disk = StampedDisk::open_device(args)?;
+    if args.mode == DiskMode::Prepare {
+        (0..disk.blocks).try_for_each(|block| disk.write_block(block, 0))?;
         println!("{}", json!({"done": true, "requests": disk.blocks, "wrong": 0}));
         return Ok(true);
     }
     println!("{}", json!({"ready": true, "blocks": disk.blocks}));
-    let (start, mut pace) = (Instant::now(), Pace::new(args.rate));
+    let (start, mut pace) = (Instant::now(), RateLimiter::new(args.rate));
     let (mut reported, mut requests) = (start, 0_u64);
     let mut sequences = vec![0; disk.blocks as usize];
     while args.seconds <= 0.0 || start.elapsed().as_secs_f64() < args.seconds {
         let block = mix(args.seed ^ requests) % disk.blocks;
         let sequence = &mut sequences[block as usize];
-        if args.mode == Mode::Write {
+        if args.mode == DiskMode::Write {
             if *sequence > 0 {
                 disk.read_and_check(block, *sequence)?;
             }
             *sequence += 1;
-            disk.write(block, *sequence)?;
+            disk.write_block(block, *sequence)?;
         }
         disk.read_and_check(block, *sequence)?;
         requests += 1;
@@ -90,54 +90,54 @@ pub fn run(args: &DiskDma) -> Result<bool> {
             reported = Instant::now();
             println!("{}", json!({"progress": requests, "wrong": disk.wrong}));
         }
-        pace.wait(1);
+        pace.wait_for(1);
     }
     println!("{}", json!({"done": true, "requests": requests, "wrong": disk.wrong}));
     Ok(disk.wrong == 0)
 }
 
-struct Disk {
+struct StampedDisk {
     file: File,
     blocks: u64,
-    buffer: Arena,
+    buffer: PageArena,
     wrong: u64,
 }
 
-impl Disk {
-    fn open(args: &DiskDma) -> Result<Self> {
+impl StampedDisk {
+    fn open_device(args: &DiskDma) -> Result<Self> {
         let pages = args.block_kib * 1024 / PAGE_BYTES;
         ensure!(pages > 0, "a block has at least one page");
         let blocks = args.mib * 1024 / args.block_kib;
         ensure!(blocks > 0, "the disk's part is smaller than a block");
         let file = OpenOptions::new()
             .read(true)
-            .write(args.mode != Mode::Read)
+            .write(args.mode != DiskMode::Read)
             .custom_flags(rustix::fs::OFlags::DIRECT.bits() as i32)
             .open(&args.device)
             .with_context(|| format!("cannot open {}", args.device.display()))?;
-        Ok(Self { file, blocks, buffer: Arena::new(pages as usize), wrong: 0 })
+        Ok(Self { file, blocks, buffer: PageArena::new(pages as usize), wrong: 0 })
     }
 
-    fn write(&mut self, block: u64, sequence: u64) -> Result<()> {
-        let first = block * self.buffer.pages() as u64;
-        let style = Style::compressing_to(50, false);
-        for (page, index) in self.buffer.all_mut().iter_mut().zip(first..) {
-            stamp::fill(page, Stamp { region: REGION, index, sequence }, style);
+    fn write_block(&mut self, block: u64, sequence: u64) -> Result<()> {
+        let first = block * self.buffer.page_count() as u64;
+        let style = StampStyle::compressing_to(50, false);
+        for (page, index) in self.buffer.all_pages_mut().iter_mut().zip(first..) {
+            stamp::fill_page(page, PageStamp { region: REGION, index, sequence }, style);
         }
         self.file
-            .write_all_at(self.buffer.all().as_bytes(), first * PAGE_BYTES)
+            .write_all_at(self.buffer.all_pages().as_bytes(), first * PAGE_BYTES)
             .with_context(|| format!("cannot write block {block}"))
     }
 
     fn read_and_check(&mut self, block: u64, sequence: u64) -> Result<()> {
-        let first = block * self.buffer.pages() as u64;
-        self.buffer.all_mut().as_mut_bytes().fill(0xee);
+        let first = block * self.buffer.page_count() as u64;
+        self.buffer.all_pages_mut().as_mut_bytes().fill(0xee);
         self.file
-            .read_exact_at(self.buffer.all_mut().as_mut_bytes(), first * PAGE_BYTES)
+            .read_exact_at(self.buffer.all_pages_mut().as_mut_bytes(), first * PAGE_BYTES)
             .with_context(|| format!("cannot read block {block}"))?;
-        for (page, index) in self.buffer.all().iter().zip(first..) {
-            let expected = Stamp { region: REGION, index, sequence };
-            let found = stamp::check(page);
+        for (page, index) in self.buffer.all_pages().iter().zip(first..) {
+            let expected = PageStamp { region: REGION, index, sequence };
+            let found = stamp::check_page(page);
             if found != Ok(expected) {
                 self.wrong += 1;
                 eprintln!("disk-dma: {expected:?} expected, found {found:?}");
@@ -151,7 +151,7 @@ impl Disk {
 mod tests {
     use super::*;
 
-    fn args(mode: Mode, device: PathBuf) -> DiskDma {
+    fn args(mode: DiskMode, device: PathBuf) -> DiskDma {
         DiskDma { mode, device, mib: 1, block_kib: 64, rate: 0.0, seconds: 0.05, seed: 3 }
     }
 
@@ -161,12 +161,12 @@ mod tests {
         let directory = tempfile::tempdir_in(".").unwrap();
         let device = directory.path().join("disk");
         File::create(&device).unwrap().set_len(1 << 20).unwrap();
-        if Disk::open(&args(Mode::Read, device.clone())).is_err() {
+        if StampedDisk::open_device(&args(DiskMode::Read, device.clone())).is_err() {
             return;
         }
-        assert!(run(&args(Mode::Prepare, device.clone())).unwrap());
-        assert!(run(&args(Mode::Read, device.clone())).unwrap());
-        assert!(run(&args(Mode::Write, device.clone())).unwrap());
-        assert!(!run(&args(Mode::Read, device)).unwrap(), "sequence numbers have moved on");
+        assert!(run(&args(DiskMode::Prepare, device.clone())).unwrap());
+        assert!(run(&args(DiskMode::Read, device.clone())).unwrap());
+        assert!(run(&args(DiskMode::Write, device.clone())).unwrap());
+        assert!(!run(&args(DiskMode::Read, device)).unwrap(), "sequence numbers have moved on");
     }
 }

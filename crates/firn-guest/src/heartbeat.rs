@@ -23,16 +23,16 @@ use anyhow::{Context as _, Result};
 use clap::Args;
 use rustix::time::{ClockId, clock_gettime};
 
-use crate::arena::Arena;
-use crate::pace::Pace;
+use crate::arena::PageArena;
 use crate::port;
 use crate::protocol::HEARTBEAT_PORT;
+use crate::rate_limiter::RateLimiter;
 use crate::stamp::mix;
-use crate::threads::{pin, vcpus};
+use crate::threads::{pin_thread, vcpu_count};
 
 /// Sends a line with clock and work count at a fixed rate.
 #[derive(Args, Debug)]
-pub struct Heartbeat {
+pub struct HeartbeatArgs {
     /// Name of the virtio port, or path of a device.
     #[arg(long, default_value = HEARTBEAT_PORT)]
     port: String,
@@ -54,34 +54,34 @@ pub struct Heartbeat {
 }
 
 /// The interval at which a vCPU's watch writes a page.
-const WATCH: Duration = Duration::from_millis(1);
+const WATCH_INTERVAL: Duration = Duration::from_millis(1);
 
-enum Outlet {
+enum BeatOutlet {
     Port(File),
     Udp(UdpSocket),
 }
 
 /// Sends beats for ever.
-pub fn run(args: &Heartbeat) -> Result<()> {
-    let mut outlet = Outlet::open(args)?;
+pub fn run(args: &HeartbeatArgs) -> Result<()> {
+    let mut outlet = BeatOutlet::open_outlet(args)?;
     let work = Arc::new(AtomicU64::new(0));
     start_work(args.work_mib, args.work_rate, Arc::clone(&work))?;
-    let stalls = Stalls::watch(args.stall_mib)?;
-    let mut pace = Pace::new(args.rate);
+    let stalls = StallRecorder::watch_vcpus(args.stall_mib)?;
+    let mut pace = RateLimiter::new(args.rate);
     for sequence in 0_u64.. {
-        let (work, stall) = (work.load(Ordering::Relaxed), stalls.take());
-        if !outlet.send(&format!("{sequence} {} {work} {stall}\n", guest_ns())) {
-            stalls.note(stall);
+        let (work, stall) = (work.load(Ordering::Relaxed), stalls.take_longest());
+        if !outlet.send_beat(&format!("{sequence} {} {work} {stall}\n", guest_clock_ns())) {
+            stalls.record_stall(stall);
         }
-        pace.wait(1);
+        pace.wait_for(1);
     }
     Ok(())
 }
 
-impl Outlet {
-    fn open(args: &Heartbeat) -> Result<Self> {
+impl BeatOutlet {
+    fn open_outlet(args: &HeartbeatArgs) -> Result<Self> {
         let Some(address) = &args.udp else {
-            return Ok(Self::Port(port::open(&args.port, false)?));
+            return Ok(Self::Port(port::open_port(&args.port, false)?));
         };
         let socket = UdpSocket::bind("0.0.0.0:0")?;
         socket.connect(address).with_context(|| format!("cannot send to {address}"))?;
@@ -89,7 +89,7 @@ impl Outlet {
     }
 
     /// Sends a beat, if that is possible now: later it is useless. Returns whether it was sent.
-    fn send(&mut self, line: &str) -> bool {
+    fn send_beat(&mut self, line: &str) -> bool {
         let sent = match self {
             Self::Port(port) => port.write(line.as_bytes()),
             Self::Udp(socket) => socket.send(line.as_bytes()),
@@ -100,45 +100,45 @@ impl Outlet {
 
 /// The longest stall of any vCPU that was not reported yet, in microseconds.
 #[derive(Clone, Debug, Default)]
-struct Stalls(Arc<AtomicU64>);
+struct StallRecorder(Arc<AtomicU64>);
 
-impl Stalls {
+impl StallRecorder {
     /// Watches each vCPU with a thread that writes a page of its own at a fixed interval. Its delay
     /// is the time that it waited for the page, for the vCPU, or for other programs that run there.
-    fn watch(mib: usize) -> Result<Self> {
+    fn watch_vcpus(mib: usize) -> Result<Self> {
         let stalls = Self::default();
-        let watched = if mib == 0 { 0 } else { vcpus() };
+        let watched = if mib == 0 { 0 } else { vcpu_count() };
         for vcpu in 0..watched {
-            let (stalls, mut arena) = (stalls.clone(), Arena::of_mib(mib));
-            arena.all_mut().iter_mut().for_each(|page| page[0] = 1);
+            let (stalls, mut arena) = (stalls.clone(), PageArena::of_mib(mib));
+            arena.all_pages_mut().iter_mut().for_each(|page| page[0] = 1);
             thread::Builder::new().name(format!("watch {vcpu}")).spawn(move || {
                 // A thread that can't be pinned watches some vCPU.
-                let _ = pin(vcpu);
-                stalls.watch_one(&mut arena);
+                let _ = pin_thread(vcpu);
+                stalls.watch_vcpu(&mut arena);
             })?;
         }
         Ok(stalls)
     }
 
-    fn watch_one(&self, arena: &mut Arena) {
+    fn watch_vcpu(&self, arena: &mut PageArena) {
         let mut due = Instant::now();
         for step in 0_u64.. {
-            due += WATCH;
+            due += WATCH_INTERVAL;
             thread::sleep(due.saturating_duration_since(Instant::now()));
             let page = arena.page_mut(mix(step) as usize);
             page[0] = mix(page[0] ^ step);
             let now = Instant::now();
-            self.note(now.saturating_duration_since(due).as_micros() as u64);
+            self.record_stall(now.saturating_duration_since(due).as_micros() as u64);
             // A late write postpones the following ones.
-            due = due.max(now - WATCH);
+            due = due.max(now - WATCH_INTERVAL);
         }
     }
 
-    fn note(&self, us: u64) {
+    fn record_stall(&self, us: u64) {
         self.0.fetch_max(us, Ordering::Relaxed);
     }
 
-    fn take(&self) -> u64 {
+    fn take_longest(&self) -> u64 {
         self.0.swap(0, Ordering::Relaxed)
     }
 }
@@ -148,15 +148,15 @@ fn start_work(mib: usize, rate: f64, count: Arc<AtomicU64>) -> Result<()> {
         return Ok(());
     }
     thread::Builder::new().name("work".into()).spawn(move || {
-        let mut arena = Arena::of_mib(mib);
-        let mut pace = Pace::new(rate);
+        let mut arena = PageArena::of_mib(mib);
+        let mut pace = RateLimiter::new(rate);
         let batch = ((rate / 100.0) as u32).max(1);
         for step in 0_u64.. {
             let page = arena.page_mut(step as usize);
             page[0] = mix(page[0] ^ step);
             count.fetch_add(1, Ordering::Relaxed);
             if step % u64::from(batch) == 0 {
-                pace.wait(batch);
+                pace.wait_for(batch);
             }
         }
     })?;
@@ -164,7 +164,7 @@ fn start_work(mib: usize, rate: f64, count: Arc<AtomicU64>) -> Result<()> {
 }
 
 /// The guest's monotonic clock.
-pub fn guest_ns() -> u64 {
+pub fn guest_clock_ns() -> u64 {
     let now = clock_gettime(ClockId::Monotonic);
     (now.tv_sec * 1_000_000_000 + now.tv_nsec).unsigned_abs()
 }

@@ -10,13 +10,13 @@ use serde::de::DeserializeOwned;
 /// Maximum length of a line, in bytes.
 const LINE_BYTES_MAX: u64 = 4 << 20;
 /// Timeout for the peer's replies, on the side that connects.
-const PATIENCE: Duration = Duration::from_secs(10);
+const PEER_TIMEOUT: Duration = Duration::from_secs(10);
 
 /// A TCP connection with lines of JSON.
 #[derive(Debug)]
-pub struct Lines(BufReader<TcpStream>);
+pub struct JsonLines(BufReader<TcpStream>);
 
-impl Lines {
+impl JsonLines {
     /// Uses an open connection.
     pub fn new(stream: TcpStream) -> io::Result<Self> {
         stream.set_nodelay(true)?;
@@ -25,7 +25,7 @@ impl Lines {
 
     /// Opens a connection.
     pub fn connect(to: SocketAddr) -> io::Result<Self> {
-        Self::connect_within(to, PATIENCE)
+        Self::connect_within(to, PEER_TIMEOUT)
     }
 
     /// The same with another timeout, which also applies to later reads and writes.
@@ -37,14 +37,14 @@ impl Lines {
     }
 
     /// Sends a line.
-    pub fn say(&mut self, what: &impl Serialize) -> io::Result<()> {
+    pub fn send_line(&mut self, what: &impl Serialize) -> io::Result<()> {
         let mut line = serde_json::to_vec(what)?;
         line.push(b'\n');
         self.0.get_mut().write_all(&line)
     }
 
     /// Waits for a line.
-    pub fn hear<T: DeserializeOwned>(&mut self) -> io::Result<T> {
+    pub fn receive_line<T: DeserializeOwned>(&mut self) -> io::Result<T> {
         let mut line = Vec::new();
         self.0.by_ref().take(LINE_BYTES_MAX).read_until(b'\n', &mut line)?;
         if !line.ends_with(b"\n") {

@@ -11,12 +11,12 @@ use serde_json::json;
 pub fn run() -> Result<()> {
     let meminfo = fs::read_to_string("/proc/meminfo").context("cannot read /proc/meminfo")?;
     let buddies = fs::read_to_string("/proc/buddyinfo").unwrap_or_default();
-    let report = json!({ "kib": sizes(&meminfo), "free_blocks": free_blocks(&buddies) });
+    let report = json!({ "kib": parse_sizes(&meminfo), "free_blocks": free_blocks(&buddies) });
     println!("{report}");
     Ok(())
 }
 
-fn sizes(meminfo: &str) -> BTreeMap<&str, u64> {
+fn parse_sizes(meminfo: &str) -> BTreeMap<&str, u64> {
     meminfo
         .lines()
         .filter_map(|line| {
@@ -43,7 +43,7 @@ mod tests {
 
     #[test]
     fn reads_what_the_kernel_writes() {
-        assert_eq!(sizes("MemTotal:  1000 kB\nHugePages_Total: 2\n")["MemTotal"], 1000);
+        assert_eq!(parse_sizes("MemTotal:  1000 kB\nHugePages_Total: 2\n")["MemTotal"], 1000);
         assert_eq!(free_blocks("Node 0, zone    DMA32   3  4  5\n")["DMA32"], [3, 4, 5]);
     }
 }

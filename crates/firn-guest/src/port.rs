@@ -15,10 +15,10 @@ use anyhow::{Context as _, Result, bail};
 
 const SYSFS: &str = "/sys/class/virtio-ports";
 /// Interval between checks for a client at the other end.
-const NOBODY_WAIT: Duration = Duration::from_millis(20);
+const CLIENT_CHECK_INTERVAL: Duration = Duration::from_millis(20);
 
 /// The device of the port that the hypervisor calls `name`, if there is one.
-pub fn find(name: &str) -> Option<PathBuf> {
+pub fn find_port(name: &str) -> Option<PathBuf> {
     let entries = fs::read_dir(SYSFS).ok()?;
     let named = |path: &PathBuf| {
         fs::read_to_string(path.join("name")).is_ok_and(|found| found.trim() == name)
@@ -30,8 +30,8 @@ pub fn find(name: &str) -> Option<PathBuf> {
 /// Opens the port called `name`, or the path itself where it is one. A port can be open only once.
 ///
 /// `blocking`: whether a write waits while there is no client at the other end.
-pub fn open(name: &str, blocking: bool) -> Result<File> {
-    let path = if name.starts_with('/') { Some(PathBuf::from(name)) } else { find(name) };
+pub fn open_port(name: &str, blocking: bool) -> Result<File> {
+    let path = if name.starts_with('/') { Some(PathBuf::from(name)) } else { find_port(name) };
     let Some(path) = path else { bail!("this guest has no virtio port called {name}") };
     let flags = if blocking { 0 } else { rustix::fs::OFlags::NONBLOCK.bits() as i32 };
     OpenOptions::new()
@@ -43,13 +43,13 @@ pub fn open(name: &str, blocking: bool) -> Result<File> {
 }
 
 /// Reads lines from a port for ever: see the module documentation on end of file.
-pub struct Lines {
+pub struct PortLines {
     port: File,
     pending: Vec<u8>,
     bytes_max: usize,
 }
 
-impl Lines {
+impl PortLines {
     /// A reader of lines of at most `bytes_max` bytes; it drops longer ones.
     pub fn new(port: File, bytes_max: usize) -> Self {
         Self { port, pending: Vec::new(), bytes_max }
@@ -63,17 +63,17 @@ impl Lines {
                 line.pop();
                 return Ok(line);
             }
-            self.fill()?;
+            self.fill_pending()?;
         }
     }
 
-    fn fill(&mut self) -> io::Result<()> {
+    fn fill_pending(&mut self) -> io::Result<()> {
         let mut chunk = [0; 4096];
         match self.port.read(&mut chunk) {
             // The next client starts with a new line.
             Ok(0) => {
                 self.pending.clear();
-                sleep(NOBODY_WAIT);
+                sleep(CLIENT_CHECK_INTERVAL);
             }
             Ok(bytes) => self.pending.extend_from_slice(&chunk[..bytes]),
             Err(error) if error.kind() == io::ErrorKind::Interrupted => {}

@@ -10,8 +10,8 @@
 
 use anyhow::{Result, bail};
 use clap::Args;
-use firn_app::{Area, Host, Kind, Options, Precision, Session, Source};
-use firn_programs::{Extent, Variant, run_all};
+use firn_app::{Area, HostTracker, MemorySource, Precision, Session, SessionOptions, TrackerKind};
+use firn_programs::{SessionVariant, TestExtent, run_all};
 use serde_json::json;
 
 /// Sizes that C libraries copy in several ways: by vectors, by one instruction that loads and
@@ -20,7 +20,7 @@ const READ_BYTES: [usize; 6] = [8, 24, 100, 1000, 3000, 64 << 10];
 
 /// Runs random programs with a tracker.
 #[derive(Args, Clone, Debug)]
-pub struct Programs {
+pub struct ProgramsArgs {
     /// pt_host, emul_host, or pt_host_noted (pages, of stores that are recorded).
     #[arg(long)]
     tracker: String,
@@ -35,9 +35,9 @@ pub struct Programs {
     seed: u64,
 }
 
-impl Programs {
-    fn host(&self) -> Result<Host> {
-        let host = Host::open(&self.name, &self.key)?;
+impl ProgramsArgs {
+    fn open_host(&self) -> Result<HostTracker> {
+        let host = HostTracker::open(&self.name, &self.key)?;
         Ok(match self.tracker.as_str() {
             "pt_host" => host,
             "pt_host_noted" => host.noting_stores(Precision::Pages)?,
@@ -46,10 +46,10 @@ impl Programs {
         })
     }
 
-    fn open(&self, precision: Precision, undo: bool) -> Result<Session> {
-        let options = Options::new(&self.name).source(Source::Allocated);
+    fn open_session(&self, precision: Precision, undo: bool) -> Result<Session> {
+        let options = SessionOptions::new(&self.name).source(MemorySource::Allocated);
         let options = options.precision(precision).undo(undo);
-        Ok(Session::open_with(options, Box::new(self.host()?))?)
+        Ok(Session::open_with(options, Box::new(self.open_host()?))?)
     }
 }
 
@@ -60,39 +60,40 @@ impl Programs {
 ///
 /// # Panics
 /// If a change is reported wrongly.
-pub fn run(args: &Programs) -> Result<()> {
+pub fn run(args: &ProgramsArgs) -> Result<()> {
     // Opens one session whose error is returned, before those that must open.
-    let notes_words = args.open(Precision::Pages, true)?.tracker() == Kind::Stores;
+    let notes_words =
+        args.open_session(Precision::Pages, true)?.tracker_kind() == TrackerKind::Stores;
     let without = if notes_words { Precision::Words } else { Precision::Pages };
     #[expect(clippy::expect_used, reason = "documented: it opened before")]
-    let open = |precision, undo| args.open(precision, undo).expect("a session");
+    let open = |precision, undo| args.open_session(precision, undo).expect("a session");
     let (words, pages) = (|| open(Precision::Words, true), || open(Precision::Pages, true));
     let without = || open(without, false);
-    what_is_read_is_not_told(without())?;
+    check_reads_unreported(without())?;
     let variants = [
-        Variant { undo: true, open: &words },
-        Variant { undo: true, open: &pages },
-        Variant { undo: false, open: &without },
+        SessionVariant { undo: true, open: &words },
+        SessionVariant { undo: true, open: &pages },
+        SessionVariant { undo: false, open: &without },
     ];
-    let extent = Extent::new(args.seed);
+    let extent = TestExtent::new(args.seed);
     run_all(&variants, extent);
-    let transactions = extent.transactions();
+    let transactions = extent.transaction_count();
     println!("{}", json!({ "done": true, "tracker": args.tracker, "transactions": transactions }));
     Ok(())
 }
 
 /// Copies parts of an area, and checks that no change is reported.
-fn what_is_read_is_not_told(mut session: Session) -> Result<()> {
+fn check_reads_unreported(mut session: Session) -> Result<()> {
     let area = session.allocate("read", 64 << 10)?;
     let mut transaction = session.begin()?;
     transaction.bytes(&area).fill(1);
     transaction.commit()?;
-    READ_BYTES.iter().try_for_each(|&bytes| is_not_told(&mut session, &area, bytes))
+    READ_BYTES.iter().try_for_each(|&bytes| check_read_unreported(&mut session, &area, bytes))
 }
 
 /// Checks one size. Recorded stores match by address, whichever program made them, so the check is
 /// tried several times.
-fn is_not_told(session: &mut Session, area: &Area, bytes: usize) -> Result<()> {
+fn check_read_unreported(session: &mut Session, area: &Area, bytes: usize) -> Result<()> {
     let mut told = String::new();
     for _ in 0..3 {
         let mut transaction = session.begin()?;

@@ -28,18 +28,18 @@ pub const OUTPUT_BYTES_MAX: usize = 256 << 10;
 
 /// A request line.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
-pub struct Request {
+pub struct AgentRequest {
     /// Chosen by the client; the reply repeats it.
     pub id: u64,
     /// The requested action.
     #[serde(flatten)]
-    pub action: Action,
+    pub action: AgentAction,
 }
 
 /// The action of a request.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(tag = "do", rename_all = "snake_case")]
-pub enum Action {
+pub enum AgentAction {
     /// Replies that the agent is running.
     Ping,
     /// Runs a program to its end.
@@ -85,20 +85,20 @@ pub enum Action {
 
 /// A reply line.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
-pub struct Response {
+pub struct AgentResponse {
     /// The id of the request.
     pub id: u64,
     /// The result of the request.
     #[serde(flatten)]
-    pub outcome: Outcome,
+    pub outcome: AgentOutcome,
 }
 
 /// The result of a request.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(untagged)]
-pub enum Outcome {
+pub enum AgentOutcome {
     /// A program ended.
-    Ended(Ended),
+    Ended(ProgramEnd),
     /// A program still runs (`poll`).
     Running {
         /// Always true.
@@ -127,7 +127,7 @@ pub enum Outcome {
 
 /// The exit code and the output of a program that has ended.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
-pub struct Ended {
+pub struct ProgramEnd {
     /// Its exit code, or 128 + the signal that killed it.
     pub exit: i32,
     /// The last [`OUTPUT_BYTES_MAX`] bytes of its standard output.
@@ -142,29 +142,29 @@ mod tests {
 
     #[test]
     fn reads_what_its_documentation_shows() {
-        let run: Request =
+        let run: AgentRequest =
             serde_json::from_str(r#"{"id":1,"do":"run","argv":["uname","-r"]}"#).unwrap();
         let argv = vec!["uname".to_owned(), "-r".to_owned()];
-        assert_eq!(run.action, Action::Run { argv, stdin: String::new(), timeout_s: 0 });
-        let ended: Response =
+        assert_eq!(run.action, AgentAction::Run { argv, stdin: String::new(), timeout_s: 0 });
+        let ended: AgentResponse =
             serde_json::from_str(r#"{"id":1,"exit":0,"stdout":"x","stderr":""}"#).unwrap();
-        assert!(matches!(ended.outcome, Outcome::Ended(Ended { exit: 0, .. })));
-        let running: Response =
+        assert!(matches!(ended.outcome, AgentOutcome::Ended(ProgramEnd { exit: 0, .. })));
+        let running: AgentResponse =
             serde_json::from_str(r#"{"id":3,"running":true,"stdout":"..","stderr":""}"#).unwrap();
-        assert!(matches!(running.outcome, Outcome::Running { .. }));
+        assert!(matches!(running.outcome, AgentOutcome::Running { .. }));
     }
 
     #[test]
     fn answers_come_back_as_they_were() {
         let outcomes = [
-            Outcome::Started { started: true },
-            Outcome::Pong { uptime_ms: 7 },
-            Outcome::Failed { error: "no".to_owned() },
+            AgentOutcome::Started { started: true },
+            AgentOutcome::Pong { uptime_ms: 7 },
+            AgentOutcome::Failed { error: "no".to_owned() },
         ];
         for outcome in outcomes {
-            let response = Response { id: 4, outcome };
+            let response = AgentResponse { id: 4, outcome };
             let line = serde_json::to_string(&response).unwrap();
-            assert_eq!(serde_json::from_str::<Response>(&line).unwrap(), response);
+            assert_eq!(serde_json::from_str::<AgentResponse>(&line).unwrap(), response);
         }
     }
 }

@@ -6,12 +6,12 @@ use anyhow::{Context as _, Result};
 use rustix::thread::{CpuSet, sched_setaffinity};
 
 /// Default number of threads of a load: one per vCPU.
-pub fn vcpus() -> usize {
+pub fn vcpu_count() -> usize {
     available_parallelism().map_or(1, usize::from)
 }
 
 /// Pins the calling thread to one vCPU. Numbers beyond the last vCPU wrap around.
-pub fn pin(thread: usize) -> Result<()> {
+pub fn pin_thread(thread: usize) -> Result<()> {
     let mut only = CpuSet::new();
     only.set(thread % vcpus_of_machine());
     sched_setaffinity(None, &only).with_context(|| format!("cannot pin thread {thread} to a vCPU"))
@@ -21,5 +21,5 @@ pub fn pin(thread: usize) -> Result<()> {
 fn vcpus_of_machine() -> usize {
     use std::sync::OnceLock;
     static VCPUS: OnceLock<usize> = OnceLock::new();
-    *VCPUS.get_or_init(vcpus)
+    *VCPUS.get_or_init(vcpu_count)
 }

@@ -11,8 +11,8 @@ use std::time::{Duration, Instant};
 
 use anyhow::{Result, bail};
 use firn_image::{
-    Codec, Compressed, Draft, ENTRIES_MAX, Entry, Geometry, Image, LocalityBlock, Organization,
-    Placement, Sections, Writer, checksum, compress,
+    BlockEntry, BlockOrganization, BlockPlacement, Codec, CompressedBlock, ENTRIES_MAX, Geometry,
+    Image, ImageDraft, ImageSections, ImageWriter, LocalityBlock, block_checksum, compress_block,
 };
 use firn_types::{Block, RegionMap};
 
@@ -39,25 +39,26 @@ fn main() -> Result<()> {
 }
 
 fn write(path: &Path, geometry: Geometry) -> Result<u64> {
-    let mut writer = Writer::create(path, &Draft::whole(geometry, Organization::Access))?;
-    let Compressed::Packed(packed) = compress(Codec::Lz4, Block(0), &[1; 8192]) else {
+    let mut writer =
+        ImageWriter::create(path, &ImageDraft::whole_image(geometry, BlockOrganization::Access))?;
+    let CompressedBlock::Packed(packed) = compress_block(Codec::Lz4, Block(0), &[1; 8192]) else {
         bail!("not zero")
     };
-    let (len, blocks) = (packed.stored.len() as u32, geometry.blocks());
+    let (len, blocks) = (packed.stored.len() as u32, geometry.block_count());
     for first in (0..blocks).step_by(ENTRIES_MAX) {
-        let entry = |slot: u32| Entry {
+        let entry = |slot: u32| BlockEntry {
             block: Block(scatter(first + slot, blocks)),
             offset: slot * len,
             stored_len: len,
             stored_as: packed.stored_as,
-            checksum: checksum(&(first + slot).to_le_bytes()),
+            checksum: block_checksum(&(first + slot).to_le_bytes()),
         };
         let entries = (0..ENTRIES_MAX as u32).map(entry).collect();
         let bytes = packed.stored.repeat(ENTRIES_MAX);
         writer.append(LocalityBlock { entries, bytes, ..LocalityBlock::default() })?;
     }
     let regions = RegionMap::lay_out([("ram", geometry.flat_bytes())])?;
-    Ok(writer.finish(Sections { regions, ..Sections::default() })?.overhead_bytes)
+    Ok(writer.finish(ImageSections { regions, ..ImageSections::default() })?.overhead_bytes)
 }
 
 /// A permutation of the numbers below a power of two: each step can be undone.
@@ -77,12 +78,12 @@ fn time_to_open(path: &Path) -> Result<Duration> {
 
 /// The mean over a million scattered look-ups.
 fn time_to_look_up(image: &Image) -> Duration {
-    let blocks = image.geometry().blocks();
+    let blocks = image.geometry().block_count();
     let start = Instant::now();
     let mut stored = 0u32;
     for number in 0..1_000_000u32 {
         let block = Block(number.wrapping_mul(0x85eb_ca6b) % blocks);
-        stored += u32::from(matches!(image.lookup(block), Placement::Stored { .. }));
+        stored += u32::from(matches!(image.placement_of(block), BlockPlacement::Stored { .. }));
     }
     assert_eq!(stored, 1_000_000);
     start.elapsed() / 1_000_000

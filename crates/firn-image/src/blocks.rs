@@ -9,13 +9,13 @@ use std::ops::Range;
 
 use firn_types::Block;
 
-use crate::compress::{checksum, is_zero};
-use crate::decode::{DecodeError, decode};
+use crate::compress::{block_checksum, is_zero};
+use crate::decode::{DecodeError, decode_stored};
 use crate::error::{BlockError, ImageError};
-use crate::locality::{Entry, LocalityBlockId};
-use crate::placement::Placement;
+use crate::locality::{BlockEntry, LocalityBlockId};
+use crate::placement::BlockPlacement;
 use crate::reader::Image;
-use crate::source::Source;
+use crate::source::ImageFile;
 
 /// The order in which an image is going to be read.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
@@ -34,7 +34,7 @@ impl Image {
         id: LocalityBlockId,
         bytes: &mut Vec<u8>,
     ) -> Result<(), ImageError> {
-        let (source, at) = self.place_locality_block(id, bytes)?;
+        let (source, at) = self.prepare_locality_block(id, bytes)?;
         source.read_exact_at(bytes, at)
     }
 
@@ -45,7 +45,7 @@ impl Image {
         id: LocalityBlockId,
         bytes: &mut Vec<u8>,
     ) -> Result<bool, ImageError> {
-        let (source, at) = self.place_locality_block(id, bytes)?;
+        let (source, at) = self.prepare_locality_block(id, bytes)?;
         source.try_read_exact_at(bytes, at)
     }
 
@@ -69,9 +69,9 @@ impl Image {
         self.check_id(LocalityBlockId(last))?;
         let start_of = |id: u32| (id - ids.start.0) as usize * self.locality_block_bytes();
         bytes.resize(start_of(last) + self.used_bytes(LocalityBlockId(last)), 0);
-        for part in self.by_file(ids.start.0..ids.end.0) {
+        for part in self.split_by_file(ids.start.0..ids.end.0) {
             let end = start_of(part.end).min(bytes.len());
-            let (source, at) = self.place(LocalityBlockId(part.start));
+            let (source, at) = self.file_and_offset(LocalityBlockId(part.start));
             let bytes = &mut bytes[start_of(part.start)..end];
             match order {
                 ReadOrder::Random => source.read_exact_at(bytes, at)?,
@@ -89,18 +89,18 @@ impl Image {
     ) -> Result<(), ImageError> {
         self.check_id(id)?;
         bytes.resize(self.locality_block_bytes(), 0);
-        let (source, at) = self.place(id);
+        let (source, at) = self.file_and_offset(id);
         source.read_exact_at(bytes, at)
     }
 
     /// Reads the stored bytes of one memory block with one `pread(2)`.
     pub fn read_entry(
         &self,
-        entry: &Entry,
+        entry: &BlockEntry,
         id: LocalityBlockId,
         bytes: &mut Vec<u8>,
     ) -> Result<(), ImageError> {
-        let (source, at) = self.place_entry(entry, id, bytes)?;
+        let (source, at) = self.prepare_entry(entry, id, bytes)?;
         source.read_exact_at(bytes, at)
     }
 
@@ -108,35 +108,35 @@ impl Image {
     /// kernel begins to read it.
     pub fn try_read_entry(
         &self,
-        entry: &Entry,
+        entry: &BlockEntry,
         id: LocalityBlockId,
         bytes: &mut Vec<u8>,
     ) -> Result<bool, ImageError> {
-        let (source, at) = self.place_entry(entry, id, bytes)?;
+        let (source, at) = self.prepare_entry(entry, id, bytes)?;
         source.try_read_exact_at(bytes, at)
     }
 
     /// Resizes the buffer for a locality block's used bytes, and returns their file and offset.
-    fn place_locality_block(
+    fn prepare_locality_block(
         &self,
         id: LocalityBlockId,
         bytes: &mut Vec<u8>,
-    ) -> Result<(&Source, u64), ImageError> {
+    ) -> Result<(&ImageFile, u64), ImageError> {
         self.check_id(id)?;
         bytes.resize(self.used_bytes(id), 0);
-        Ok(self.place(id))
+        Ok(self.file_and_offset(id))
     }
 
     /// Resizes the buffer for a memory block's stored bytes, and returns their file and offset.
-    fn place_entry(
+    fn prepare_entry(
         &self,
-        entry: &Entry,
+        entry: &BlockEntry,
         id: LocalityBlockId,
         bytes: &mut Vec<u8>,
-    ) -> Result<(&Source, u64), ImageError> {
+    ) -> Result<(&ImageFile, u64), ImageError> {
         self.check_id(id)?;
         bytes.resize(entry.stored_len as usize, 0);
-        let (source, start) = self.place(id);
+        let (source, start) = self.file_and_offset(id);
         Ok((source, start + u64::from(entry.offset)))
     }
 
@@ -155,18 +155,23 @@ impl Image {
     /// Decodes a memory block from its stored bytes, and checks it. `out` has the length of a
     /// memory block; after an error its content is undefined. After a thread's first block nothing
     /// is allocated.
-    pub fn decode(&self, entry: &Entry, stored: &[u8], out: &mut [u8]) -> Result<(), BlockError> {
-        let expected = self.geometry().block_size.bytes();
+    pub fn decode_block(
+        &self,
+        entry: &BlockEntry,
+        stored: &[u8],
+        out: &mut [u8],
+    ) -> Result<(), BlockError> {
+        let expected = self.geometry().block_size.byte_count();
         if out.len() != expected {
             let found = out.len();
             return Err(self.block_error(entry, DecodeError::Length { expected, found }));
         }
-        decode(entry.stored_as, stored, entry.checksum, out)
+        decode_stored(entry.stored_as, stored, entry.checksum, out)
             .map_err(|source| self.block_error(entry, source))
     }
 
-    fn block_error(&self, entry: &Entry, source: DecodeError) -> BlockError {
-        let found = self.entry_of(entry.block).map(|(id, _)| self.place(id));
+    fn block_error(&self, entry: &BlockEntry, source: DecodeError) -> BlockError {
+        let found = self.entry_of(entry.block).map(|(id, _)| self.file_and_offset(id));
         let (path, start) = found.map_or((self.path(), 0), |(source, at)| (&source.path, at));
         BlockError {
             block: entry.block,
@@ -185,15 +190,15 @@ impl Image {
         stored: &mut Vec<u8>,
         out: &mut [u8],
     ) -> Result<bool, ImageError> {
-        match self.lookup(block) {
-            Placement::Zero | Placement::Untouched => {
+        match self.placement_of(block) {
+            BlockPlacement::Zero | BlockPlacement::Untouched => {
                 out.fill(0);
                 Ok(false)
             }
-            Placement::Stored { .. } => {
+            BlockPlacement::Stored { .. } => {
                 let Some((id, entry)) = self.entry_of(block) else { return Ok(false) };
                 self.read_entry(entry, id, stored)?;
-                self.decode(entry, stored, out)?;
+                self.decode_block(entry, stored, out)?;
                 Ok(true)
             }
         }
@@ -201,22 +206,22 @@ impl Image {
 
     /// Whether a memory block has these bytes in this image. The old content of `buffer` does not
     /// matter. False if the block cannot be read.
-    pub fn holds(&self, block: Block, bytes: &[u8], buffer: &mut Vec<u8>) -> bool {
+    pub fn holds_bytes(&self, block: Block, bytes: &[u8], buffer: &mut Vec<u8>) -> bool {
         let Some((id, entry)) = self.entry_of(block) else { return is_zero(bytes) };
-        if entry.checksum != checksum(bytes) || self.read_entry(entry, id, buffer).is_err() {
+        if entry.checksum != block_checksum(bytes) || self.read_entry(entry, id, buffer).is_err() {
             return false;
         }
         let mut found = vec![0; bytes.len()];
-        self.decode(entry, buffer, &mut found).is_ok() && found == bytes
+        self.decode_block(entry, buffer, &mut found).is_ok() && found == bytes
     }
 
     /// Advises the kernel of the order in which the image is going to be read. The bytes that are
     /// read do not depend on it.
-    pub fn advise(&self, order: ReadOrder) {
+    pub fn advise_order(&self, order: ReadOrder) {
         let advice = match order {
             ReadOrder::Random => rustix::fs::Advice::Random,
             ReadOrder::Sequential => rustix::fs::Advice::Sequential,
         };
-        self.layers().iter().for_each(|layer| layer.source.advise(advice));
+        self.layers().iter().for_each(|layer| layer.source.advise_kernel(advice));
     }
 }

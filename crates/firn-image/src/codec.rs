@@ -52,12 +52,12 @@ impl FromStr for Codec {
             Some((name, level)) => (name, Some(level)),
             None => (word, None),
         };
-        Self::named(name, level).ok_or_else(|| CodecError(word.to_owned()))
+        Self::from_name(name, level).ok_or_else(|| CodecError(word.to_owned()))
     }
 }
 
 impl Codec {
-    fn named(name: &str, level: Option<&str>) -> Option<Self> {
+    fn from_name(name: &str, level: Option<&str>) -> Option<Self> {
         match (name, level) {
             ("none", None) => Some(Self::None),
             ("lz4", None) => Some(Self::Lz4),

@@ -128,7 +128,7 @@ pub enum ImageError {
         /// The file.
         path: PathBuf,
         /// The flaw and its offset.
-        flaw: Flaw,
+        flaw: ImageFlaw,
     },
     /// The parent of the image is missing, or damaged.
     #[error(
@@ -160,9 +160,7 @@ pub enum ImageError {
         path: PathBuf,
     },
     /// A parent has a different RAM layout or block size than the image that is to build on it.
-    #[error(
-        "the image can't build on {parent}: its RAM layout or its block sizes differ"
-    )]
+    #[error("the image can't build on {parent}: its RAM layout or its block sizes differ")]
     OtherRam {
         /// The intended parent.
         parent: PathBuf,
@@ -182,14 +180,14 @@ pub enum ImageError {
         /// The image.
         path: PathBuf,
         /// Its block organization.
-        organization: crate::Organization,
+        organization: crate::BlockOrganization,
     },
 }
 
 /// A flaw in the bytes of an image, and its offset.
 #[derive(Clone, Debug, Error, PartialEq, Eq)]
 #[error("{place} at byte {offset}: {problem}")]
-pub struct Flaw {
+pub struct ImageFlaw {
     /// The part of the file.
     pub place: &'static str,
     /// The offset of the part, or of the flaw in it, counted from the start of the file.
@@ -198,18 +196,18 @@ pub struct Flaw {
     pub problem: String,
 }
 
-impl Flaw {
+impl ImageFlaw {
     pub(crate) fn new(place: &'static str, offset: u64, problem: impl Into<String>) -> Self {
         Self { place, offset, problem: problem.into() }
     }
 
     /// The same flaw, with its offset counted from the start of the file, in which the part starts
     /// at `base`.
-    pub(crate) fn shifted(self, base: u64) -> Self {
+    pub(crate) fn shift_by(self, base: u64) -> Self {
         Self { offset: self.offset + base, ..self }
     }
 
-    pub(crate) fn of(self, path: &Path) -> ImageError {
+    pub(crate) fn into_error(self, path: &Path) -> ImageError {
         ImageError::Damaged { path: path.to_owned(), flaw: self }
     }
 }

@@ -72,8 +72,8 @@ impl Geometry {
     }
 
     /// Checks that an image can have these sizes.
-    pub fn check(&self) -> Result<(), GeometryError> {
-        let (block, locality) = (self.block_size.bytes(), self.locality_block_bytes);
+    pub fn check_sizes(&self) -> Result<(), GeometryError> {
+        let (block, locality) = (self.block_size.byte_count(), self.locality_block_bytes);
         let range = LOCALITY_BLOCK_BYTES_MIN..=LOCALITY_BLOCK_BYTES_MAX;
         if !locality.is_power_of_two() || !range.contains(&locality) {
             return Err(GeometryError::LocalityBlock(locality));
@@ -88,7 +88,7 @@ impl Geometry {
     }
 
     /// Memory blocks that cover all of RAM; the last may reach past the last page.
-    pub fn blocks(&self) -> u32 {
+    pub fn block_count(&self) -> u32 {
         self.block_size.blocks_in(self.total_pages)
     }
 
@@ -107,7 +107,7 @@ impl Geometry {
 /// The block organization of an image: the order of its memory blocks (Halite, section 8.1.2).
 #[derive(Clone, Copy, PartialEq, Eq, Debug, Hash, Serialize, Deserialize)]
 #[serde(rename_all = "lowercase")]
-pub enum Organization {
+pub enum BlockOrganization {
     /// In order of first access per vCPU, then in guest-virtual order. A save writes this order.
     /// Also called `locality`.
     #[serde(alias = "locality")]
@@ -118,7 +118,7 @@ pub enum Organization {
     Random,
 }
 
-impl Organization {
+impl BlockOrganization {
     /// Its number in the file header.
     pub(crate) fn code(self) -> u8 {
         match self {
@@ -134,7 +134,7 @@ impl Organization {
     }
 }
 
-impl fmt::Display for Organization {
+impl fmt::Display for BlockOrganization {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         f.write_str(match self {
             Self::Access => "access",
@@ -149,7 +149,7 @@ impl fmt::Display for Organization {
 #[error("{0:?} is no block organization; they are access (or locality), physical and random")]
 pub struct OrganizationError(String);
 
-impl FromStr for Organization {
+impl FromStr for BlockOrganization {
     type Err = OrganizationError;
 
     fn from_str(word: &str) -> Result<Self, OrganizationError> {
@@ -168,8 +168,8 @@ mod tests {
 
     #[test]
     fn the_default_fits() {
-        assert_eq!(Geometry::new(1).check(), Ok(()));
-        assert_eq!(Geometry::new(5).blocks(), 3);
+        assert_eq!(Geometry::new(1).check_sizes(), Ok(()));
+        assert_eq!(Geometry::new(5).block_count(), 3);
     }
 
     #[test]
@@ -179,21 +179,23 @@ mod tests {
             locality_block_bytes,
             total_pages,
         };
-        assert_eq!(of(2, 65_535, 1).check(), Err(GeometryError::LocalityBlock(65_535)));
-        assert_eq!(of(2, 8192, 1).check(), Err(GeometryError::LocalityBlock(8192)));
-        assert_eq!(of(2, 1 << 21, 1).check(), Err(GeometryError::LocalityBlock(1 << 21)));
-        assert_eq!(of(2, 65_536, 0).check(), Err(GeometryError::TotalPages(0)));
+        assert_eq!(of(2, 65_535, 1).check_sizes(), Err(GeometryError::LocalityBlock(65_535)));
+        assert_eq!(of(2, 8192, 1).check_sizes(), Err(GeometryError::LocalityBlock(8192)));
+        assert_eq!(of(2, 1 << 21, 1).check_sizes(), Err(GeometryError::LocalityBlock(1 << 21)));
+        assert_eq!(of(2, 65_536, 0).check_sizes(), Err(GeometryError::TotalPages(0)));
         let error = GeometryError::BlockTooLarge { block: 65_536, locality: 16_384 };
-        assert_eq!(of(16, 16_384, 1).check(), Err(error));
+        assert_eq!(of(16, 16_384, 1).check_sizes(), Err(error));
     }
 
     #[test]
     fn organizations_have_names() {
-        for organization in [Organization::Access, Organization::Physical, Organization::Random] {
+        for organization in
+            [BlockOrganization::Access, BlockOrganization::Physical, BlockOrganization::Random]
+        {
             assert_eq!(organization.to_string().parse(), Ok(organization));
-            assert_eq!(Organization::from_code(organization.code()), Some(organization));
+            assert_eq!(BlockOrganization::from_code(organization.code()), Some(organization));
         }
-        assert_eq!("locality".parse(), Ok(Organization::Access));
-        assert!("spiral".parse::<Organization>().is_err());
+        assert_eq!("locality".parse(), Ok(BlockOrganization::Access));
+        assert!("spiral".parse::<BlockOrganization>().is_err());
     }
 }

@@ -6,13 +6,13 @@ use twox_hash::XxHash3_64;
 use crate::bitmap::Bitmap;
 use crate::geometry::Geometry;
 use crate::index::{HEAD_BYTES, LISTED_MAX, check_entry};
-use crate::locality::{ENTRIES_MAX, Entry, FilledBy, LocalityBlock, LocalityBlockId};
-use crate::runs::Runs;
-use crate::steps::steps;
+use crate::locality::{BlockEntry, ENTRIES_MAX, FilledBy, LocalityBlock, LocalityBlockId};
+use crate::runs::BlockRuns;
+use crate::steps::encode_steps;
 
 /// The rule for listing a memory block again.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
-pub(crate) enum Listing {
+pub(crate) enum ListingRule {
     /// It may not be listed again: version 1.
     Once,
     /// It may, and the last listing counts: version 2.
@@ -22,19 +22,19 @@ pub(crate) enum Listing {
 /// The index of an image that is being written.
 pub(crate) struct IndexBuilder {
     geometry: Geometry,
-    listing: Listing,
+    listing: ListingRule,
     filled_by: Vec<FilledBy>,
     counts: Vec<u16>,
     checksums: Vec<u64>,
-    entries: Vec<Entry>,
+    entries: Vec<BlockEntry>,
     stored: Bitmap,
     zeros: Bitmap,
     /// More zero blocks, none of which is in either set.
-    zero_runs: Runs,
+    zero_runs: BlockRuns,
 }
 
 /// Why a locality block or a zero block cannot be added.
-pub(crate) enum Refusal {
+pub(crate) enum AppendRefusal {
     Entry(String),
     Range(Block),
     Twice(Block),
@@ -42,7 +42,7 @@ pub(crate) enum Refusal {
 }
 
 impl IndexBuilder {
-    pub(crate) fn new(geometry: Geometry, listing: Listing) -> Self {
+    pub(crate) fn new(geometry: Geometry, listing: ListingRule) -> Self {
         Self {
             geometry,
             listing,
@@ -50,9 +50,9 @@ impl IndexBuilder {
             counts: Vec::new(),
             checksums: Vec::new(),
             entries: Vec::new(),
-            stored: Bitmap::new(geometry.blocks()),
-            zeros: Bitmap::new(geometry.blocks()),
-            zero_runs: Runs::default(),
+            stored: Bitmap::new(geometry.block_count()),
+            zeros: Bitmap::new(geometry.block_count()),
+            zero_runs: BlockRuns::default(),
         }
     }
 
@@ -77,16 +77,19 @@ impl IndexBuilder {
     }
 
     /// Records zero blocks. Call this before any other block is added.
-    pub(crate) fn set_zeros(&mut self, zeros: Runs) {
+    pub(crate) fn set_zeros(&mut self, zeros: BlockRuns) {
         self.zero_runs = zeros;
     }
 
     /// Adds the next locality block.
-    pub(crate) fn add(&mut self, filled: &LocalityBlock) -> Result<LocalityBlockId, Refusal> {
+    pub(crate) fn add_locality_block(
+        &mut self,
+        filled: &LocalityBlock,
+    ) -> Result<LocalityBlockId, AppendRefusal> {
         let id = LocalityBlockId(self.locality_blocks());
-        self.check(filled)?;
+        self.check_locality_block(filled)?;
         for entry in &filled.entries {
-            self.claim(entry.block)?;
+            self.claim_block(entry.block)?;
             self.stored.insert(entry.block);
         }
         self.filled_by.push(filled.filled_by);
@@ -96,52 +99,56 @@ impl IndexBuilder {
         Ok(id)
     }
 
-    fn check(&self, filled: &LocalityBlock) -> Result<(), Refusal> {
+    fn check_locality_block(&self, filled: &LocalityBlock) -> Result<(), AppendRefusal> {
         let count = filled.entries.len();
         if count == 0 || count > ENTRIES_MAX {
-            return Err(Refusal::Entry(format!("{count} memory blocks, 1 to {ENTRIES_MAX} fit")));
+            return Err(AppendRefusal::Entry(format!(
+                "{count} memory blocks, 1 to {ENTRIES_MAX} fit"
+            )));
         }
         let mut end = 0;
         for (slot, entry) in filled.entries.iter().enumerate() {
             check_entry(entry, &self.geometry)
-                .map_err(|problem| Refusal::Entry(format!("slot {slot}: {problem}")))?;
+                .map_err(|problem| AppendRefusal::Entry(format!("slot {slot}: {problem}")))?;
             if entry.offset as usize != end {
-                return Err(Refusal::Entry(format!("slot {slot} does not start at byte {end}")));
+                return Err(AppendRefusal::Entry(format!(
+                    "slot {slot} does not start at byte {end}"
+                )));
             }
-            end = entry.end();
+            end = entry.end_offset();
         }
         if filled.bytes.len() != end {
             let len = filled.bytes.len();
-            return Err(Refusal::Entry(format!("{len} bytes, its memory blocks have {end}")));
+            return Err(AppendRefusal::Entry(format!("{len} bytes, its memory blocks have {end}")));
         }
         Ok(())
     }
 
     /// Records a zero block.
-    pub(crate) fn add_zero(&mut self, block: Block) -> Result<(), Refusal> {
-        self.claim(block)?;
+    pub(crate) fn add_zero(&mut self, block: Block) -> Result<(), AppendRefusal> {
+        self.claim_block(block)?;
         self.zeros.insert(block);
         Ok(())
     }
 
     /// Forgets the earlier record of a block, if any: the caller is about to record it anew.
-    fn claim(&mut self, block: Block) -> Result<(), Refusal> {
-        if block.0 >= self.geometry.blocks() {
-            return Err(Refusal::Range(block));
+    fn claim_block(&mut self, block: Block) -> Result<(), AppendRefusal> {
+        if block.0 >= self.geometry.block_count() {
+            return Err(AppendRefusal::Range(block));
         }
         let was_recorded = self.stored.take(block) | self.zeros.take(block);
         if !self.zero_runs.is_empty() && self.zero_runs.contains(block) {
-            return Err(Refusal::Twice(block));
+            return Err(AppendRefusal::Twice(block));
         }
         match self.listing {
-            Listing::Once if was_recorded => Err(Refusal::Twice(block)),
-            Listing::Last if self.is_full() => Err(Refusal::TooOften),
+            ListingRule::Once if was_recorded => Err(AppendRefusal::Twice(block)),
+            ListingRule::Last if self.is_full() => Err(AppendRefusal::TooOften),
             _ => Ok(()),
         }
     }
 
     fn is_full(&self) -> bool {
-        self.entries.len() as u64 >= u64::from(self.geometry.blocks()) * u64::from(LISTED_MAX)
+        self.entries.len() as u64 >= u64::from(self.geometry.block_count()) * u64::from(LISTED_MAX)
     }
 
     /// The index in its stored form.
@@ -156,7 +163,9 @@ impl IndexBuilder {
         out.extend(self.filled_by.iter().flat_map(|by| by.code().to_le_bytes()));
         out.extend(self.counts.iter().flat_map(|count| count.to_le_bytes()));
         out.extend(self.checksums.iter().flat_map(|checksum| checksum.to_le_bytes()));
-        out.extend(steps(entries.iter().map(|entry| entry.block)).flat_map(u32::to_le_bytes));
+        out.extend(
+            encode_steps(entries.iter().map(|entry| entry.block)).flat_map(u32::to_le_bytes),
+        );
         out.extend(
             entries
                 .iter()
@@ -171,8 +180,8 @@ impl IndexBuilder {
 
     /// Zero blocks as runs, each as long as possible: (first, length in blocks).
     fn zero_runs(&self) -> Vec<(u32, u32)> {
-        let noted: Runs = self.zeros.iter().map(|block| block.0..block.0 + 1).collect();
+        let noted: BlockRuns = self.zeros.iter().map(|block| block.0..block.0 + 1).collect();
         let all = noted.union(&self.zero_runs);
-        all.each().map(|run| (run.start, run.end - run.start)).collect()
+        all.iter_runs().map(|run| (run.start, run.end - run.start)).collect()
     }
 }

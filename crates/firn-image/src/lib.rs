@@ -62,22 +62,22 @@ pub use auxiliary::{AUX_BLOCKS_MAX, AuxInfo, AuxPiece};
 pub use blocks::ReadOrder;
 pub use chain::CHAIN_MAX;
 pub use codec::{Codec, CodecError, StoredAs, ZLIB_LEVEL_DEFAULT, ZSTD_LEVEL_DEFAULT};
-pub use compare::{Mismatch, compare};
-pub use compress::{Compressed, PackedBlock, checksum, compress};
+pub use compare::{PageMismatch, compare_with_reference};
+pub use compress::{CompressedBlock, PackedBlock, block_checksum, compress_block};
 pub use decode::DecodeError;
-pub use error::{BlockError, Flaw, ImageError};
+pub use error::{BlockError, ImageError, ImageFlaw};
 pub use footer::{FOOTER_BYTES, JSON_BYTES_MAX, JSON_VALUES_MAX, SECTION_BYTES_MAX};
 pub use geometry::{
-    Geometry, GeometryError, HEADER_BYTES, LOCALITY_BLOCK_BYTES_DEFAULT, LOCALITY_BLOCK_BYTES_MAX,
-    LOCALITY_BLOCK_BYTES_MIN, Organization, OrganizationError,
+    BlockOrganization, Geometry, GeometryError, HEADER_BYTES, LOCALITY_BLOCK_BYTES_DEFAULT,
+    LOCALITY_BLOCK_BYTES_MAX, LOCALITY_BLOCK_BYTES_MIN, OrganizationError,
 };
 pub use header::VERSION;
-pub use locality::{ENTRIES_MAX, Entry, FilledBy, LocalityBlock, LocalityBlockId, Packer};
+pub use locality::{BlockEntry, ENTRIES_MAX, FilledBy, LocalityBlock, LocalityBlockId, Packer};
 pub use partial::{abandon_partial, remove_partial};
-pub use placement::Placement;
+pub use placement::BlockPlacement;
 pub use reader::{ChainFile, Image};
-pub use rebase::{merge, rebase};
-pub use reorder::{ListedWorkingSet, Reorder, reorder};
-pub use sections::{AuxBlock, Sections};
-pub use verify::{PROBLEMS_MAX, Problem, VerifyReport, verify};
-pub use writer::{Draft, Summary, Writer};
+pub use rebase::{merge_chain, rebase_image};
+pub use reorder::{ListedWorkingSet, ReorderOptions, reorder_image};
+pub use sections::{AuxBlock, ImageSections};
+pub use verify::{PROBLEMS_MAX, VerifyProblem, VerifyReport, verify_image};
+pub use writer::{ImageDraft, ImageSummary, ImageWriter};

@@ -51,7 +51,7 @@ impl fmt::Display for LocalityBlockId {
 
 /// The location of one memory block in its locality block.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
-pub struct Entry {
+pub struct BlockEntry {
     /// The memory block.
     pub block: Block,
     /// Its offset in the locality block, in bytes.
@@ -64,13 +64,13 @@ pub struct Entry {
     pub checksum: u64,
 }
 
-impl Entry {
+impl BlockEntry {
     /// The range of its bytes in the locality block.
     pub fn range(&self) -> Range<usize> {
-        self.offset as usize..self.end()
+        self.offset as usize..self.end_offset()
     }
 
-    pub(crate) fn end(&self) -> usize {
+    pub(crate) fn end_offset(&self) -> usize {
         self.offset as usize + self.stored_len as usize
     }
 }
@@ -124,7 +124,7 @@ pub struct LocalityBlock {
     /// The origin of its memory blocks.
     pub filled_by: FilledBy,
     /// Its memory blocks, in order of [`BlockEntry::offset`].
-    pub entries: Vec<Entry>,
+    pub entries: Vec<BlockEntry>,
     /// Their stored bytes, without padding.
     pub bytes: Vec<u8>,
 }
@@ -153,10 +153,10 @@ impl Packer {
     }
 
     /// Adds a block. Returns the locality block before it if this one did not fit any more.
-    pub fn push(&mut self, packed: PackedBlock) -> Option<LocalityBlock> {
+    pub fn push_block(&mut self, packed: PackedBlock) -> Option<LocalityBlock> {
         debug_assert!(packed.stored.len() <= self.capacity, "a memory block fits a locality block");
-        let full = if self.has_room(packed.stored.len()) { None } else { self.finish() };
-        self.open.entries.push(Entry {
+        let full = if self.has_room(packed.stored.len()) { None } else { self.take_filled() };
+        self.open.entries.push(BlockEntry {
             block: packed.block,
             offset: self.open.bytes.len() as u32,
             stored_len: packed.stored.len() as u32,
@@ -175,13 +175,13 @@ impl Packer {
     }
 
     /// Whether it has a memory block that is in no locality block yet.
-    pub fn holds(&self, block: Block) -> bool {
+    pub fn holds_block(&self, block: Block) -> bool {
         self.open.entries.iter().any(|entry| entry.block == block)
     }
 
     /// Returns the locality block that was filled so far, if it has any block. The packer can be
     /// used further.
-    pub fn finish(&mut self) -> Option<LocalityBlock> {
+    pub fn take_filled(&mut self) -> Option<LocalityBlock> {
         let empty = LocalityBlock { filled_by: self.filled_by, ..LocalityBlock::default() };
         let open = std::mem::replace(&mut self.open, empty);
         (!open.entries.is_empty()).then_some(open)
@@ -200,20 +200,21 @@ mod tests {
     #[test]
     fn eight_raw_blocks_fill_a_locality_block_exactly() {
         let mut packer = Packer::new(Geometry::new(100));
-        let full: Vec<_> = (0..17).filter_map(|block| packer.push(packed(block, 8192))).collect();
+        let full: Vec<_> =
+            (0..17).filter_map(|block| packer.push_block(packed(block, 8192))).collect();
         assert_eq!(full.len(), 2);
         assert_eq!(full[0].bytes.len(), 65_536);
         assert_eq!(full[1].entries[0].block, Block(8));
-        assert_eq!(packer.finish().map(|rest| rest.entries.len()), Some(1));
-        assert_eq!(packer.finish(), None);
+        assert_eq!(packer.take_filled().map(|rest| rest.entries.len()), Some(1));
+        assert_eq!(packer.take_filled(), None);
     }
 
     #[test]
     fn blocks_follow_one_another_without_gaps() {
         let mut packer = Packer::filled_by(Geometry::new(100), FilledBy::Sweep);
-        assert_eq!(packer.push(packed(1, 10)), None);
-        assert_eq!(packer.push(packed(2, 20)), None);
-        let filled = packer.finish().unwrap();
+        assert_eq!(packer.push_block(packed(1, 10)), None);
+        assert_eq!(packer.push_block(packed(2, 20)), None);
+        let filled = packer.take_filled().unwrap();
         assert_eq!(filled.entries[1].range(), 10..30);
         assert_eq!(&filled.bytes[filled.entries[1].range()], [2; 20]);
         assert_eq!(filled.filled_by, FilledBy::Sweep);
@@ -222,7 +223,7 @@ mod tests {
     #[test]
     fn tiny_blocks_are_limited_in_number() {
         let mut packer = Packer::new(Geometry::new(100));
-        let full = (0..=ENTRIES_MAX as u32).find_map(|block| packer.push(packed(block, 1)));
+        let full = (0..=ENTRIES_MAX as u32).find_map(|block| packer.push_block(packed(block, 1)));
         assert_eq!(full.map(|full| full.entries.len()), Some(ENTRIES_MAX));
     }
 

@@ -15,19 +15,19 @@ use firn_types::Block;
 
 use crate::error::ImageError;
 use crate::reader::Image;
-use crate::reorder::{Reorder, Target, rewrite};
-use crate::runs::Runs;
-use crate::writer::Summary;
+use crate::reorder::{ReorderOptions, RewriteTarget, rewrite_image};
+use crate::runs::BlockRuns;
+use crate::writer::ImageSummary;
 
 /// Writes the checkpoint in `image` to `out` so that it needs no other image. `out` may be the
 /// image's own path. `progress` is called with (done, total) in memory blocks.
-pub fn merge(
+pub fn merge_chain(
     image: &Image,
     out: &Path,
     threads: usize,
     progress: &dyn Fn(u32, u32),
-) -> Result<Summary, ImageError> {
-    onto(None, image, out, threads, progress)
+) -> Result<ImageSummary, ImageError> {
+    rewrite_onto(None, image, out, threads, progress)
 }
 
 /// Writes the checkpoint in `image` to `out` so that it builds on `parent`: it has only what
@@ -36,13 +36,13 @@ pub fn merge(
 ///
 /// # Errors
 /// If the RAM or the blocks of `parent` have other sizes, or it builds on the image itself.
-pub fn rebase(
+pub fn rebase_image(
     image: &Image,
     parent: &Image,
     out: &Path,
     threads: usize,
     progress: &dyn Fn(u32, u32),
-) -> Result<Summary, ImageError> {
+) -> Result<ImageSummary, ImageError> {
     let own = image.layers()[0].footer.identity;
     if parent.layers().iter().any(|layer| layer.footer.identity == own) {
         return Err(ImageError::WrongParent {
@@ -51,26 +51,30 @@ pub fn rebase(
             problem: "it builds on that image itself".to_owned(),
         });
     }
-    onto(Some(parent), image, out, threads, progress)
+    rewrite_onto(Some(parent), image, out, threads, progress)
 }
 
-fn onto(
+fn rewrite_onto(
     parent: Option<&Image>,
     image: &Image,
     out: &Path,
     threads: usize,
     progress: &dyn Fn(u32, u32),
-) -> Result<Summary, ImageError> {
-    let how = Reorder { threads, ..Reorder::by(image.organization()) };
+) -> Result<ImageSummary, ImageError> {
+    let how = ReorderOptions { threads, ..ReorderOptions::for_organization(image.organization()) };
     let identity = Some(image.layers()[0].footer.identity);
-    rewrite(image, &how, &Target { path: out, parent, identity }, progress)
+    rewrite_image(image, &how, &RewriteTarget { path: out, parent, identity }, progress)
 }
 
 /// The contents of an image on a parent: the stored blocks that differ from the parent's, and the
 /// zero blocks that the parent stores.
-pub(crate) fn leave_to(parent: &Image, image: &Image, stored: &Runs) -> (Runs, Runs) {
-    let mut compare = Comparison::new(image);
-    let parents = parent.placements().stored();
+pub(crate) fn difference_from_parent(
+    parent: &Image,
+    image: &Image,
+    stored: &BlockRuns,
+) -> (BlockRuns, BlockRuns) {
+    let mut compare = BlockComparison::new(image);
+    let parents = parent.placements().stored_runs();
     let zero = parents.without(stored);
     let differs =
         |block: &Block| !parents.contains(*block) || !compare.is_same(*block, image, parent);
@@ -79,14 +83,14 @@ pub(crate) fn leave_to(parent: &Image, image: &Image, stored: &Runs) -> (Runs, R
 }
 
 /// Buffers for comparing stored memory blocks.
-struct Comparison {
+struct BlockComparison {
     stored: Vec<u8>,
     bytes: Vec<u8>,
 }
 
-impl Comparison {
+impl BlockComparison {
     fn new(image: &Image) -> Self {
-        let bytes = vec![0; image.geometry().block_size.bytes()];
+        let bytes = vec![0; image.geometry().block_size.byte_count()];
         Self { stored: Vec::new(), bytes }
     }
 
@@ -101,11 +105,11 @@ impl Comparison {
         if entry.checksum != parents.checksum {
             return false;
         }
-        let (here, there) = (image.place(id), parent.place(parents_id));
+        let (here, there) = (image.file_and_offset(id), parent.file_and_offset(parents_id));
         if here.0.is_same_file(there.0) && here.1 == there.1 && entry.offset == parents.offset {
             return true;
         }
         let read = image.read_block(block, &mut self.stored, &mut self.bytes);
-        read.is_ok() && parent.holds(block, &self.bytes, &mut self.stored)
+        read.is_ok() && parent.holds_bytes(block, &self.bytes, &mut self.stored)
     }
 }

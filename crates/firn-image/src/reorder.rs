@@ -20,16 +20,16 @@ use firn_types::{Block, BlockSize, PAGE_SIZE, Page};
 
 use crate::arrange::{self, blocks_of};
 use crate::codec::{Codec, StoredAs};
-use crate::compress::{Compressed, PackedBlock, compress};
+use crate::compress::{CompressedBlock, PackedBlock, compress_block};
 use crate::error::ImageError;
-use crate::geometry::{Geometry, Organization};
-use crate::header::Identity;
+use crate::geometry::{BlockOrganization, Geometry};
+use crate::header::ImageIdentity;
 use crate::locality::{FilledBy, LocalityBlockId, Packer};
 use crate::reader::Image;
-use crate::rebase::leave_to;
-use crate::runs::Runs;
-use crate::sections::{AccessGroup, Sections};
-use crate::writer::{Draft, Summary, Writer};
+use crate::rebase::difference_from_parent;
+use crate::runs::BlockRuns;
+use crate::sections::{AccessGroup, ImageSections};
+use crate::writer::{ImageDraft, ImageSummary, ImageWriter};
 use crate::{ZLIB_LEVEL_DEFAULT, ZSTD_LEVEL_DEFAULT};
 
 /// The number of memory blocks that one thread packs at once.
@@ -37,9 +37,9 @@ const BATCH: usize = 256;
 
 /// The options for rewriting an image.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
-pub struct Reorder {
+pub struct ReorderOptions {
     /// The new block organization.
-    pub by: Organization,
+    pub by: BlockOrganization,
     /// The codec for compressing again. Without it memory blocks stay in their stored form.
     pub codec: Option<Codec>,
     /// A new size of memory blocks.
@@ -67,15 +67,15 @@ pub enum ListedWorkingSet {
     Wrong,
 }
 
-impl Reorder {
+impl ReorderOptions {
     /// Options that change the block organization and nothing else.
-    pub fn by(by: Organization) -> Self {
+    pub fn for_organization(by: BlockOrganization) -> Self {
         let (codec, block_size, locality_block_bytes) = (None, None, None);
         let working_set = ListedWorkingSet::Kept;
         Self { by, codec, block_size, locality_block_bytes, working_set, seed: 0, threads: 1 }
     }
 
-    fn geometry(&self, source: Geometry) -> Geometry {
+    fn target_geometry(&self, source: Geometry) -> Geometry {
         Geometry {
             block_size: self.block_size.unwrap_or(source.block_size),
             locality_block_bytes: self.locality_block_bytes.unwrap_or(source.locality_block_bytes),
@@ -86,101 +86,108 @@ impl Reorder {
 
 /// Writes the checkpoint in `image` to `out`, with the given options. `out` may be the image's own
 /// path: it is replaced when all is done. `progress` is called with (done, total) in memory blocks.
-pub fn reorder(
+pub fn reorder_image(
     image: &Image,
-    how: &Reorder,
+    how: &ReorderOptions,
     out: &Path,
     progress: &dyn Fn(u32, u32),
-) -> Result<Summary, ImageError> {
-    rewrite(image, how, &Target { path: out, parent: None, identity: None }, progress)
+) -> Result<ImageSummary, ImageError> {
+    rewrite_image(image, how, &RewriteTarget { path: out, parent: None, identity: None }, progress)
 }
 
 /// The target of a rewritten image.
-pub(crate) struct Target<'a> {
+pub(crate) struct RewriteTarget<'a> {
     pub(crate) path: &'a Path,
     /// The image it is to build on. Block sizes must be the same.
     pub(crate) parent: Option<&'a Image>,
     /// The identity it keeps, if other images may build on it.
-    pub(crate) identity: Option<Identity>,
+    pub(crate) identity: Option<ImageIdentity>,
 }
 
-impl Target<'_> {
-    fn writer(&self, geometry: Geometry, organization: Organization) -> Result<Writer, ImageError> {
-        let draft = Draft { parent: self.parent, ..Draft::whole(geometry, organization) };
+impl RewriteTarget<'_> {
+    fn create_writer(
+        &self,
+        geometry: Geometry,
+        organization: BlockOrganization,
+    ) -> Result<ImageWriter, ImageError> {
+        let draft =
+            ImageDraft { parent: self.parent, ..ImageDraft::whole_image(geometry, organization) };
         match self.identity {
-            Some(identity) => Writer::with_identity(self.path, &draft, identity),
-            None => Writer::create(self.path, &draft),
+            Some(identity) => ImageWriter::with_identity(self.path, &draft, identity),
+            None => ImageWriter::create(self.path, &draft),
         }
     }
 }
 
 /// As [`reorder_image`], for any target.
-pub(crate) fn rewrite(
+pub(crate) fn rewrite_image(
     image: &Image,
-    how: &Reorder,
-    target: &Target<'_>,
+    how: &ReorderOptions,
+    target: &RewriteTarget<'_>,
     progress: &dyn Fn(u32, u32),
-) -> Result<Summary, ImageError> {
-    let (from, to) = (image.geometry(), how.geometry(image.geometry()));
-    to.check()?;
-    let access_order = access_order(image)?.map(|it| resized(it, from, to));
-    let mut writer = target.writer(to, how.by)?;
-    let (mut stored, mut zero) = survey(image, to);
+) -> Result<ImageSummary, ImageError> {
+    let (from, to) = (image.geometry(), how.target_geometry(image.geometry()));
+    to.check_sizes()?;
+    let access_order = access_order(image)?.map(|it| resize_to(it, from, to));
+    let mut writer = target.create_writer(to, how.by)?;
+    let (mut stored, mut zero) = survey_blocks(image, to);
     if let Some(parent) = target.parent {
-        (stored, zero) = leave_to(parent, image, &stored);
+        (stored, zero) = difference_from_parent(parent, image, &stored);
     }
     let groups = match (how.by, &access_order) {
-        (Organization::Physical, _) => arrange::physical(&stored),
-        (Organization::Random, _) => arrange::random(&stored, how.seed),
-        (Organization::Access, Some(groups)) => arrange::access(&stored, groups),
-        (Organization::Access, None) => arrange::access(&stored, &working_set_order(image, to)?),
+        (BlockOrganization::Physical, _) => arrange::order_physically(&stored),
+        (BlockOrganization::Random, _) => arrange::order_randomly(&stored, how.seed),
+        (BlockOrganization::Access, Some(groups)) => arrange::order_by_access(&stored, groups),
+        (BlockOrganization::Access, None) => {
+            arrange::order_by_access(&stored, &working_set_order(image, to)?)
+        }
     };
     writer.set_zeros(zero);
     writer.set_stored_aux(image)?;
-    if how.by != Organization::Access
+    if how.by != BlockOrganization::Access
         && let Some(groups) = access_order
     {
         writer.set_access_order(groups);
     }
-    let is_one_file = image.chain().len() == 1 && target.parent.is_none();
+    let is_one_file = image.chain_paths().len() == 1 && target.parent.is_none();
     let keeps_groups =
-        how.by == Organization::Access && how.codec.is_none() && from == to && is_one_file;
-    let mut packing = Packing { writer, open: BTreeMap::new(), keeps_groups };
+        how.by == BlockOrganization::Access && how.codec.is_none() && from == to && is_one_file;
+    let mut packing = RewriteOutput { writer, open: BTreeMap::new(), keeps_groups };
     let recompress_with = how.codec.unwrap_or_else(|| usual_codec(image));
     let source = BlockSource { image, to, codec: how.codec, recompress_with };
     let (mut done, total) = (0, stored.len());
     for group in &groups {
         for batch in group.blocks.chunks(BATCH * how.threads.max(1)) {
-            packing.take(group.filled_by, source.packed(batch, how.threads)?)?;
+            packing.add_blocks(group.filled_by, source.pack_blocks(batch, how.threads)?)?;
             done += batch.len() as u32;
             progress(done, total);
         }
         packing.end_group(group.filled_by)?;
     }
-    let mut sections = sections(image, to);
+    let mut sections = convert_sections(image, to);
     let listed = std::mem::take(&mut sections.working_set);
-    sections.working_set = arrange::listed(how.working_set, listed, &stored, how.seed);
+    sections.working_set = arrange::degrade_working_set(how.working_set, listed, &stored, how.seed);
     packing.finish()?.finish(sections)
 }
 
 /// The blocks of the new size that have stored bytes, and those that are zero.
-fn survey(image: &Image, to: Geometry) -> (Runs, Runs) {
+fn survey_blocks(image: &Image, to: Geometry) -> (BlockRuns, BlockRuns) {
     let from = image.geometry();
     let resize = |run: std::ops::Range<u32>| {
         let (first, last) = (Block(run.start), Block(run.end - 1));
         let start = blocks_of(first, from.block_size, to.block_size).start;
-        start..blocks_of(last, from.block_size, to.block_size).end.min(to.blocks())
+        start..blocks_of(last, from.block_size, to.block_size).end.min(to.block_count())
     };
     let placements = image.placements();
-    let stored: Runs = placements.stored().each().map(resize).collect();
-    let zero: Runs = placements.zeros().each().map(resize).collect();
+    let stored: BlockRuns = placements.stored_runs().iter_runs().map(resize).collect();
+    let zero: BlockRuns = placements.zero_runs().iter_runs().map(resize).collect();
     let zero = zero.without(&stored);
     (stored, zero)
 }
 
 /// The order of first access, if the image has it or records it.
 fn access_order(image: &Image) -> Result<Option<Vec<AccessGroup>>, ImageError> {
-    if image.organization() != Organization::Access {
+    if image.organization() != BlockOrganization::Access {
         return image.access_order();
     }
     let group = |id| AccessGroup {
@@ -190,11 +197,11 @@ fn access_order(image: &Image) -> Result<Option<Vec<AccessGroup>>, ImageError> {
     Ok(Some((0..image.locality_blocks()).map(LocalityBlockId).map(group).collect()))
 }
 
-fn resized(groups: Vec<AccessGroup>, from: Geometry, to: Geometry) -> Vec<AccessGroup> {
+fn resize_to(groups: Vec<AccessGroup>, from: Geometry, to: Geometry) -> Vec<AccessGroup> {
     if from.block_size == to.block_size {
         return groups;
     }
-    arrange::resize(&groups, from.block_size, to.block_size)
+    arrange::resize_groups(&groups, from.block_size, to.block_size)
 }
 
 /// The working set as a single group, the only one whose order is known.
@@ -205,43 +212,43 @@ fn working_set_order(image: &Image, to: Geometry) -> Result<Vec<AccessGroup>, Im
     }
     let blocks = image.working_set().to_vec();
     let group = AccessGroup { filled_by: FilledBy::Unknown, blocks };
-    Ok(resized(vec![group], image.geometry(), to))
+    Ok(resize_to(vec![group], image.geometry(), to))
 }
 
 /// The sections of the image, converted to the new block size.
-fn sections(image: &Image, to: Geometry) -> Sections {
+fn convert_sections(image: &Image, to: Geometry) -> ImageSections {
     let mut sections = image.sections().clone();
     if image.geometry().block_size != to.block_size {
         let blocks = std::mem::take(&mut sections.working_set);
         let group = AccessGroup { filled_by: FilledBy::Unknown, blocks };
-        let groups = resized(vec![group], image.geometry(), to);
-        let inside = |block: &Block| block.0 < to.blocks();
+        let groups = resize_to(vec![group], image.geometry(), to);
+        let inside = |block: &Block| block.0 < to.block_count();
         sections.working_set = groups.into_iter().flat_map(|it| it.blocks).filter(inside).collect();
     }
     sections
 }
 
 /// The output of a rewrite: one packer for each origin of blocks, as in a save.
-struct Packing {
-    writer: Writer,
+struct RewriteOutput {
+    writer: ImageWriter,
     open: BTreeMap<FilledBy, Packer>,
     keeps_groups: bool,
 }
 
-impl Packing {
-    fn take(
+impl RewriteOutput {
+    fn add_blocks(
         &mut self,
         filled_by: FilledBy,
-        blocks: Vec<(Block, Compressed)>,
+        blocks: Vec<(Block, CompressedBlock)>,
     ) -> Result<(), ImageError> {
         let geometry = self.writer.geometry();
         let packer =
             self.open.entry(filled_by).or_insert_with(|| Packer::filled_by(geometry, filled_by));
         for (block, compressed) in blocks {
             match compressed {
-                Compressed::Zero => self.writer.set_zero(block),
-                Compressed::Packed(packed) => {
-                    if let Some(full) = packer.push(packed) {
+                CompressedBlock::Zero => self.writer.set_zero(block),
+                CompressedBlock::Packed(packed) => {
+                    if let Some(full) = packer.push_block(packed) {
                         self.writer.append(full)?;
                     }
                 }
@@ -254,14 +261,14 @@ impl Packing {
     /// it was.
     fn end_group(&mut self, filled_by: FilledBy) -> Result<(), ImageError> {
         let packer = self.open.get_mut(&filled_by).filter(|_| self.keeps_groups);
-        match packer.and_then(Packer::finish) {
+        match packer.and_then(Packer::take_filled) {
             Some(rest) => self.writer.append(rest).map(drop),
             None => Ok(()),
         }
     }
 
-    fn finish(mut self) -> Result<Writer, ImageError> {
-        for rest in self.open.values_mut().filter_map(Packer::finish) {
+    fn finish(mut self) -> Result<ImageWriter, ImageError> {
+        for rest in self.open.values_mut().filter_map(Packer::take_filled) {
             self.writer.append(rest)?;
         }
         Ok(self.writer)
@@ -278,17 +285,17 @@ struct BlockSource<'a> {
 
 impl BlockSource<'_> {
     /// The stored form of some blocks, in their order.
-    fn packed(
+    fn pack_blocks(
         &self,
         blocks: &[Block],
         threads: usize,
-    ) -> Result<Vec<(Block, Compressed)>, ImageError> {
+    ) -> Result<Vec<(Block, CompressedBlock)>, ImageError> {
         if threads <= 1 {
-            return self.packed_here(blocks);
+            return self.pack_on_this_thread(blocks);
         }
         let share = blocks.len().div_ceil(threads).max(1);
         let parts = thread::scope(|scope| {
-            let spawn = |part| scope.spawn(move || self.packed_here(part));
+            let spawn = |part| scope.spawn(move || self.pack_on_this_thread(part));
             let workers: Vec<_> = blocks.chunks(share).map(spawn).collect();
             workers.into_iter().map(|worker| worker.join()).collect::<Vec<_>>()
         });
@@ -299,34 +306,41 @@ impl BlockSource<'_> {
         Ok(packed)
     }
 
-    fn packed_here(&self, blocks: &[Block]) -> Result<Vec<(Block, Compressed)>, ImageError> {
-        let mut buffers = Buffers {
+    fn pack_on_this_thread(
+        &self,
+        blocks: &[Block],
+    ) -> Result<Vec<(Block, CompressedBlock)>, ImageError> {
+        let mut buffers = BlockBuffers {
             stored: Vec::new(),
-            old: vec![0; self.image.geometry().block_size.bytes()],
-            new: vec![0; self.to.block_size.bytes()],
+            old: vec![0; self.image.geometry().block_size.byte_count()],
+            new: vec![0; self.to.block_size.byte_count()],
         };
-        blocks.iter().map(|&block| Ok((block, self.packed_one(block, &mut buffers)?))).collect()
+        blocks.iter().map(|&block| Ok((block, self.pack_block(block, &mut buffers)?))).collect()
     }
 
-    fn packed_one(&self, block: Block, buffers: &mut Buffers) -> Result<Compressed, ImageError> {
+    fn pack_block(
+        &self,
+        block: Block,
+        buffers: &mut BlockBuffers,
+    ) -> Result<CompressedBlock, ImageError> {
         if self.to.block_size != self.image.geometry().block_size {
-            self.assemble(block, buffers)?;
-            return Ok(compress(self.recompress_with, block, &buffers.new));
+            self.assemble_block(block, buffers)?;
+            return Ok(compress_block(self.recompress_with, block, &buffers.new));
         }
         self.image.read_block(block, &mut buffers.stored, &mut buffers.old)?;
         match (self.codec, self.image.entry_of(block)) {
-            (None, Some((_, entry))) => Ok(Compressed::Packed(PackedBlock {
+            (None, Some((_, entry))) => Ok(CompressedBlock::Packed(PackedBlock {
                 block,
                 stored: buffers.stored.clone(),
                 stored_as: entry.stored_as,
                 checksum: entry.checksum,
             })),
-            _ => Ok(compress(self.recompress_with, block, &buffers.old)),
+            _ => Ok(compress_block(self.recompress_with, block, &buffers.old)),
         }
     }
 
     /// Assembles a block of the new size from the old blocks that share pages with it.
-    fn assemble(&self, block: Block, buffers: &mut Buffers) -> Result<(), ImageError> {
+    fn assemble_block(&self, block: Block, buffers: &mut BlockBuffers) -> Result<(), ImageError> {
         let (from, to) = (self.image.geometry().block_size, self.to.block_size);
         let pages = to.pages_of(block);
         for old in blocks_of(block, to, from).map(Block) {
@@ -335,7 +349,7 @@ impl BlockSource<'_> {
             let shared = pages.start.max(old_pages.start)..pages.end.min(old_pages.end);
             let bytes_of = |base: Page| {
                 let start = (shared.start.0 - base.0) as usize * PAGE_SIZE;
-                start..start + Page::count(&shared) * PAGE_SIZE
+                start..start + Page::count_in(&shared) * PAGE_SIZE
             };
             let part = &buffers.old[bytes_of(old_pages.start)];
             buffers.new[bytes_of(pages.start)].copy_from_slice(part);
@@ -360,7 +374,7 @@ fn usual_codec(image: &Image) -> Codec {
 }
 
 /// The buffers of one thread: stored bytes, a block of the old size, one of the new.
-struct Buffers {
+struct BlockBuffers {
     stored: Vec<u8>,
     old: Vec<u8>,
     new: Vec<u8>,

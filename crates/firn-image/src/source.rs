@@ -13,9 +13,9 @@ use rustix::fs::{Advice, OFlags, fadvise, fcntl_setfl, fstatfs};
 use rustix::io::{Errno, ReadWriteFlags, preadv2};
 use twox_hash::XxHash3_64;
 
-use crate::budget::Budget;
-use crate::error::{Flaw, ImageError};
-use crate::footer::{FOOTER_BYTES, Footer, Kind, SectionAt};
+use crate::budget::MemoryBudget;
+use crate::error::{ImageError, ImageFlaw};
+use crate::footer::{FOOTER_BYTES, Footer, SectionKind, SectionLocation};
 use crate::geometry::{Geometry, HEADER_BYTES};
 use crate::header::Header;
 
@@ -30,7 +30,7 @@ const TAIL_BYTES: u64 = 64 << 10;
 const WINDOW_LOG_MAX: u32 = 23;
 
 /// The file of an image.
-pub(crate) struct Source {
+pub(crate) struct ImageFile {
     /// Replaced when the file is opened again.
     open_file: RwLock<Arc<OpenFile>>,
     /// The end of the file, while it is being opened.
@@ -50,7 +50,7 @@ struct OpenFile {
     is_in_memory: bool,
 }
 
-impl Source {
+impl ImageFile {
     pub(crate) fn open(path: &Path) -> Result<Self, ImageError> {
         Self::open_from(path, path)
     }
@@ -92,7 +92,7 @@ impl Source {
 
     /// Advises the kernel of the order in which the file is going to be read. If a file system
     /// ignores it, nothing is lost.
-    pub(crate) fn advise(&self, advice: Advice) {
+    pub(crate) fn advise_kernel(&self, advice: Advice) {
         let _ = fadvise(&self.open_file().file, 0, None, advice);
     }
 
@@ -112,7 +112,7 @@ impl Source {
     }
 
     /// The given bytes, if they were read in advance: all of them, or nothing.
-    fn ahead(&self, offset: u64, len: usize) -> Option<&[u8]> {
+    fn cached_tail(&self, offset: u64, len: usize) -> Option<&[u8]> {
         let at = offset.checked_sub(self.len - self.tail.len() as u64)? as usize;
         self.tail.get(at..at.checked_add(len)?).filter(|_| len > 0)
     }
@@ -121,17 +121,21 @@ impl Source {
         self.open_file().id == other.open_file().id
     }
 
-    pub(crate) fn flaw(&self, flaw: Flaw) -> ImageError {
-        flaw.of(&self.path)
+    pub(crate) fn flaw_error(&self, flaw: ImageFlaw) -> ImageError {
+        flaw.into_error(&self.path)
     }
 
-    pub(crate) fn missing(&self, kind: Kind) -> ImageError {
+    pub(crate) fn missing_section(&self, kind: SectionKind) -> ImageError {
         let offset = self.len.saturating_sub(FOOTER_BYTES);
-        self.flaw(Flaw::new("footer", offset, format!("it lists no {}", kind.place())))
+        self.flaw_error(ImageFlaw::new(
+            "footer",
+            offset,
+            format!("it lists no {}", kind.section_name()),
+        ))
     }
 
     pub(crate) fn read_exact_at(&self, bytes: &mut [u8], offset: u64) -> Result<(), ImageError> {
-        if let Some(ahead) = self.ahead(offset, bytes.len()) {
+        if let Some(ahead) = self.cached_tail(offset, bytes.len()) {
             bytes.copy_from_slice(ahead);
             return Ok(());
         }
@@ -145,7 +149,7 @@ impl Source {
         bytes: &mut [u8],
         offset: u64,
     ) -> Result<(), ImageError> {
-        self.read_exact_of(self.open_file().in_order(), bytes, offset)
+        self.read_exact_of(self.open_file().sequential_file(), bytes, offset)
     }
 
     fn read_exact_of(&self, file: &File, bytes: &mut [u8], offset: u64) -> Result<(), ImageError> {
@@ -189,7 +193,7 @@ impl Source {
         self.check_len()?;
         let mut bytes = vec![0; HEADER_BYTES as usize];
         self.read_exact_at(&mut bytes, 0)?;
-        Header::parse(&bytes).map_err(|flaw| self.flaw(flaw))
+        Header::parse(&bytes).map_err(|flaw| self.flaw_error(flaw))
     }
 
     /// Reads the footer of a file whose blocks have these sizes.
@@ -198,7 +202,7 @@ impl Source {
         let mut bytes = vec![0; FOOTER_BYTES as usize];
         let at = self.len - FOOTER_BYTES;
         self.read_exact_at(&mut bytes, at)?;
-        Footer::parse(&bytes, geometry, self.len).map_err(|flaw| self.flaw(flaw.shifted(at)))
+        Footer::parse(&bytes, geometry, self.len).map_err(|flaw| self.flaw_error(flaw.shift_by(at)))
     }
 
     /// Checks that a footer is of the same image as the header.
@@ -207,7 +211,7 @@ impl Source {
             return Ok(());
         }
         let problem = "it belongs to another image than the header";
-        Err(self.flaw(Flaw::new("footer", self.len - FOOTER_BYTES, problem)))
+        Err(self.flaw_error(ImageFlaw::new("footer", self.len - FOOTER_BYTES, problem)))
     }
 
     fn check_len(&self) -> Result<(), ImageError> {
@@ -215,27 +219,27 @@ impl Source {
             return Ok(());
         }
         let problem = format!("{} bytes are too few for an image", self.len);
-        Err(self.flaw(Flaw::new("file", self.len, problem)))
+        Err(self.flaw_error(ImageFlaw::new("file", self.len, problem)))
     }
 
-    pub(crate) fn parse<T>(
+    pub(crate) fn parse_section<T>(
         &self,
         footer: &Footer,
-        kind: Kind,
-        budget: &mut Budget,
-        parse: impl FnOnce(Vec<u8>, &mut Budget) -> Result<T, Flaw>,
+        kind: SectionKind,
+        budget: &mut MemoryBudget,
+        parse: impl FnOnce(Vec<u8>, &mut MemoryBudget) -> Result<T, ImageFlaw>,
     ) -> Result<Option<T>, ImageError> {
-        let Some(at) = footer.section(kind) else { return Ok(None) };
+        let Some(at) = footer.find_section(kind) else { return Ok(None) };
         let bytes = self.read_section(at, kind.bytes_max(), budget)?;
-        parse(bytes, budget).map(Some).map_err(|flaw| self.flaw(flaw.shifted(at.offset)))
+        parse(bytes, budget).map(Some).map_err(|flaw| self.flaw_error(flaw.shift_by(at.offset)))
     }
 
     /// The decoded bytes of a section. Its checksum was checked, and its memory was charged.
     pub(crate) fn read_section(
         &self,
-        at: &SectionAt,
+        at: &SectionLocation,
         decoded_max: u64,
-        budget: &mut Budget,
+        budget: &mut MemoryBudget,
     ) -> Result<Vec<u8>, ImageError> {
         let stored = self.read_stored(at)?;
         self.check_decoded_len(at, decoded_max)?;
@@ -245,25 +249,25 @@ impl Source {
         if !at.is_zstd {
             return Ok(stored);
         }
-        inflate(&stored, at.decoded_len).ok_or_else(|| {
+        inflate_section(&stored, at.decoded_len).ok_or_else(|| {
             self.section_flaw(at, format!("it does not make {} bytes", at.decoded_len))
         })
     }
 
     /// A reader for a section, to read it piece by piece. Its checksum was checked.
-    pub(crate) fn section_reader(&self, at: &SectionAt) -> Result<Box<dyn Read>, ImageError> {
+    pub(crate) fn section_reader(&self, at: &SectionLocation) -> Result<Box<dyn Read>, ImageError> {
         let stored = io::Cursor::new(self.read_stored(at)?);
         self.check_decoded_len(at, at.kind.bytes_max())?;
         if !at.is_zstd {
             return Ok(Box::new(stored));
         }
-        match decoder(stored) {
+        match zstd_decoder(stored) {
             Ok(decoder) => Ok(Box::new(decoder)),
             Err(error) => Err(self.section_flaw(at, error.to_string())),
         }
     }
 
-    fn check_decoded_len(&self, at: &SectionAt, max: u64) -> Result<(), ImageError> {
+    fn check_decoded_len(&self, at: &SectionLocation, max: u64) -> Result<(), ImageError> {
         match at.decoded_len <= max {
             true => Ok(()),
             false => {
@@ -272,8 +276,8 @@ impl Source {
         }
     }
 
-    pub(crate) fn section_flaw(&self, at: &SectionAt, problem: String) -> ImageError {
-        self.flaw(Flaw::new(at.kind.place(), at.offset, problem))
+    pub(crate) fn section_flaw(&self, at: &SectionLocation, problem: String) -> ImageError {
+        self.flaw_error(ImageFlaw::new(at.kind.section_name(), at.offset, problem))
     }
 
     /// The length of the file.
@@ -281,7 +285,7 @@ impl Source {
         self.len
     }
 
-    pub(crate) fn read_stored(&self, at: &SectionAt) -> Result<Vec<u8>, ImageError> {
+    pub(crate) fn read_stored(&self, at: &SectionLocation) -> Result<Vec<u8>, ImageError> {
         // The footer's own check bounds the length by that of the file.
         let mut stored = vec![0; at.stored_len as usize];
         self.read_exact_at(&mut stored, at.offset)?;
@@ -290,17 +294,21 @@ impl Source {
             return Ok(stored);
         }
         let problem = format!("checksum is {found:#018x} instead of {expected:#018x}");
-        Err(self.flaw(Flaw::new(at.kind.place(), at.offset, problem)))
+        Err(self.flaw_error(ImageFlaw::new(at.kind.section_name(), at.offset, problem)))
     }
 
     /// Checks a section that is not needed yet, if there is one.
-    pub(crate) fn check_section(&self, footer: &Footer, kind: Kind) -> Result<(), ImageError> {
-        footer.section(kind).map_or(Ok(()), |at| self.read_stored(at).map(drop))
+    pub(crate) fn check_section(
+        &self,
+        footer: &Footer,
+        kind: SectionKind,
+    ) -> Result<(), ImageError> {
+        footer.find_section(kind).map_or(Ok(()), |at| self.read_stored(at).map(drop))
     }
 }
 
 impl OpenFile {
-    fn in_order(&self) -> &File {
+    fn sequential_file(&self) -> &File {
         if let Some(file) = self.in_order.get() {
             return file;
         }
@@ -330,14 +338,14 @@ fn is_in_memory(file: &File) -> bool {
 
 /// Decompresses to exactly `len` bytes, which the budget has. The kernel provides memory only for
 /// bytes that are written.
-fn inflate(stored: &[u8], len: u64) -> Option<Vec<u8>> {
+fn inflate_section(stored: &[u8], len: u64) -> Option<Vec<u8>> {
     // One more byte, so that reading finds the end without growing the buffer.
     let mut out = Vec::with_capacity(usize::try_from(len).ok()?.checked_add(1)?);
-    decoder(stored).ok()?.take(len + 1).read_to_end(&mut out).ok()?;
+    zstd_decoder(stored).ok()?.take(len + 1).read_to_end(&mut out).ok()?;
     (out.len() as u64 == len).then_some(out)
 }
 
-fn decoder<R: BufRead>(stored: R) -> io::Result<zstd::stream::read::Decoder<'static, R>> {
+fn zstd_decoder<R: BufRead>(stored: R) -> io::Result<zstd::stream::read::Decoder<'static, R>> {
     let mut decoder = zstd::stream::read::Decoder::with_buffer(stored)?.single_frame();
     decoder.window_log_max(WINDOW_LOG_MAX)?;
     Ok(decoder)

@@ -16,22 +16,22 @@ use std::process::{Child, Command, Stdio};
 use std::time::{Duration, Instant};
 
 use anyhow::{Context as _, Result, bail, ensure};
-use firn_vmm::Qmp;
+use firn_vmm::QmpClient;
 use serde::Serialize;
 use serde_json::{Value, json};
 
-use crate::disk_profile::Throttle;
+use crate::disk_profile::DiskThrottle;
 use crate::guest::QemuArgs;
 use crate::lab::wait_for;
 
 /// How long a save or a restore may take.
-const LIMIT: Duration = Duration::from_secs(300);
+const MIGRATION_TIMEOUT: Duration = Duration::from_secs(300);
 /// A limit that no storage reaches, in bytes per second.
 const BANDWIDTH: u64 = 100 << 30;
 
 /// A method of QEMU to save a VM.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
-pub enum Way {
+pub enum QemuSaveMethod {
     /// Live migration into a file.
     File,
     /// The guest continues to run while its memory is written, write-protected by userfaultfd.
@@ -40,7 +40,7 @@ pub enum Way {
     MappedRam,
 }
 
-impl Way {
+impl QemuSaveMethod {
     /// All methods.
     pub const ALL: [Self; 3] = [Self::File, Self::BackgroundSnapshot, Self::MappedRam];
 
@@ -62,14 +62,14 @@ impl Way {
         }
     }
 
-    fn uri_out(self, file: &Path) -> String {
+    fn outgoing_uri(self, file: &Path) -> String {
         match self {
             Self::MappedRam => format!("file:{}", file.display()),
             _ => format!("exec:cat > '{}'", file.display()),
         }
     }
 
-    fn uri_in(self, file: &Path) -> String {
+    fn incoming_uri(self, file: &Path) -> String {
         match self {
             Self::MappedRam => format!("file:{}", file.display()),
             _ => format!("exec:cat '{}'", file.display()),
@@ -77,14 +77,14 @@ impl Way {
     }
 
     /// Whether this QEMU has the method.
-    pub fn is_known_to(self, qmp: &mut Qmp) -> Result<bool> {
+    pub fn is_supported_by(self, qmp: &mut QmpClient) -> Result<bool> {
         let Some(wanted) = self.capability() else { return Ok(true) };
         let known = qmp.execute("query-migrate-capabilities", Value::Null)?;
         let mut names = known.as_array().into_iter().flatten();
         Ok(names.any(|entry| entry["capability"] == wanted))
     }
 
-    fn set(self, qmp: &mut Qmp, on: bool) -> Result<()> {
+    fn set_capability(self, qmp: &mut QmpClient, on: bool) -> Result<()> {
         let Some(capability) = self.capability() else { return Ok(()) };
         let capabilities = json!({ "capabilities": [{ "capability": capability, "state": on }] });
         qmp.execute("migrate-set-capabilities", capabilities)?;
@@ -92,7 +92,7 @@ impl Way {
     }
 }
 
-impl fmt::Display for Way {
+impl fmt::Display for QemuSaveMethod {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         f.write_str(self.name())
     }
@@ -100,7 +100,7 @@ impl fmt::Display for Way {
 
 /// The result of a save, as QEMU reports it.
 #[derive(Clone, Copy, Debug, Serialize)]
-pub struct Saved {
+pub struct QemuSaveReport {
     /// How long the vCPUs were paused, in milliseconds.
     pub downtime_ms: f64,
     /// From the command to the end, in milliseconds.
@@ -110,23 +110,23 @@ pub struct Saved {
 }
 
 /// Saves the VM of this monitor. The VM continues to run afterwards.
-pub fn save(qmp: &mut Qmp, way: Way, file: &Path) -> Result<Saved> {
-    way.set(qmp, true)?;
+pub fn save_vm(qmp: &mut QmpClient, way: QemuSaveMethod, file: &Path) -> Result<QemuSaveReport> {
+    way.set_capability(qmp, true)?;
     qmp.execute("migrate-set-parameters", json!({ "max-bandwidth": BANDWIDTH }))?;
     let start = Instant::now();
-    qmp.execute("migrate", json!({ "uri": way.uri_out(file) }))?;
-    let end = finished(qmp, way.name())?;
+    qmp.execute("migrate", json!({ "uri": way.outgoing_uri(file) }))?;
+    let end = wait_for_migration(qmp, way.name())?;
     let total_ms = start.elapsed().as_secs_f64() * 1e3;
-    way.set(qmp, false)?;
+    way.set_capability(qmp, false)?;
     qmp.execute("cont", Value::Null)?;
     File::open(file)?.sync_all()?;
     let downtime_ms = end["downtime"].as_f64().unwrap_or(f64::NAN);
-    Ok(Saved { downtime_ms, total_ms, image_bytes: fs::metadata(file)?.len() })
+    Ok(QemuSaveReport { downtime_ms, total_ms, image_bytes: fs::metadata(file)?.len() })
 }
 
 /// Waits for the end of a migration, outgoing or incoming.
-fn finished(qmp: &mut Qmp, what: &str) -> Result<Value> {
-    wait_for(what, LIMIT, || {
+fn wait_for_migration(qmp: &mut QmpClient, what: &str) -> Result<Value> {
+    wait_for(what, MIGRATION_TIMEOUT, || {
         let state = qmp.execute("query-migrate", Value::Null)?;
         match state["status"].as_str() {
             Some("completed") => Ok(Some(state)),
@@ -138,19 +138,19 @@ fn finished(qmp: &mut Qmp, what: &str) -> Result<Value> {
 
 /// A QEMU that restores a VM, or has restored it. Dropping it kills the process.
 #[derive(Debug)]
-pub struct Restored {
+pub struct QemuRestore {
     child: Child,
     log: PathBuf,
 }
 
-impl Restored {
+impl QemuRestore {
     /// Starts a QEMU with the arguments of the saved one. The guest runs once all memory has been
     /// read.
     pub fn start(
         guest: &QemuArgs,
-        way: Way,
+        way: QemuSaveMethod,
         file: &Path,
-        throttle: &Throttle,
+        throttle: &DiskThrottle,
         dir: &Path,
     ) -> Result<Self> {
         let log = dir.join("peer.log");
@@ -159,35 +159,35 @@ impl Restored {
         let mut command = throttle.command(guest.program_name());
         command.args(guest.args()).args(["-qmp", &monitor]);
         match way {
-            Way::MappedRam => command.args(["-incoming", "defer"]),
-            _ => command.args(["-incoming", &way.uri_in(file)]),
+            QemuSaveMethod::MappedRam => command.args(["-incoming", "defer"]),
+            _ => command.args(["-incoming", &way.incoming_uri(file)]),
         };
         command.stdin(Stdio::null()).stdout(Stdio::null()).stderr(File::create(&log)?);
         let mut restored = Self { child: command.spawn().context("cannot start QEMU")?, log };
-        if way == Way::MappedRam {
-            restored.incoming(way, file, &qmp)?;
+        if way == QemuSaveMethod::MappedRam {
+            restored.start_incoming(way, file, &qmp)?;
         }
         Ok(restored)
     }
 
-    fn incoming(&mut self, way: Way, file: &Path, path: &Path) -> Result<()> {
+    fn start_incoming(&mut self, way: QemuSaveMethod, file: &Path, path: &Path) -> Result<()> {
         let mut alive = || matches!(self.child.try_wait(), Ok(None));
-        let mut qmp = Qmp::connect_started(path, Duration::from_secs(20), &mut alive)?;
-        way.set(&mut qmp, true)?;
-        qmp.execute("migrate-incoming", json!({ "uri": way.uri_in(file) }))?;
+        let mut qmp = QmpClient::connect_started(path, Duration::from_secs(20), &mut alive)?;
+        way.set_capability(&mut qmp, true)?;
+        qmp.execute("migrate-incoming", json!({ "uri": way.incoming_uri(file) }))?;
         Ok(())
     }
 
     /// Fails with QEMU's own messages if QEMU has ended.
-    pub fn check(&mut self) -> Result<()> {
+    pub fn check_running(&mut self) -> Result<()> {
         let ended = self.child.try_wait()?;
-        let said = || fs::read_to_string(&self.log).unwrap_or_default();
-        ensure!(ended.is_none(), "QEMU ended while restoring: {}", said().trim());
+        let output = || fs::read_to_string(&self.log).unwrap_or_default();
+        ensure!(ended.is_none(), "QEMU ended while restoring: {}", output().trim());
         Ok(())
     }
 }
 
-impl Drop for Restored {
+impl Drop for QemuRestore {
     fn drop(&mut self) {
         // It may have ended by itself; either way it is reaped.
         let _ = self.child.kill();
@@ -207,12 +207,12 @@ pub struct SharedMemory {
 
 impl SharedMemory {
     /// Boots the guest with its memory in a file, and saves its device state.
-    pub fn save(guest: &QemuArgs, dir: &Path) -> Result<Self> {
+    pub fn boot_and_save(guest: &QemuArgs, dir: &Path) -> Result<Self> {
         let ram = PathBuf::from(format!("/dev/shm/firn-lab-{}.ram", std::process::id()));
         let saved =
             Self { guest: guest.clone(), state: dir.join("start.state"), dir: dir.to_owned(), ram };
-        let mut source = saved.spawn(&[])?;
-        let mut qmp = saved.monitor(&mut source)?;
+        let mut source = saved.spawn_qemu(&[])?;
+        let mut qmp = saved.connect_monitor(&mut source)?;
         std::thread::sleep(Duration::from_secs(3));
         ignore_shared(&mut qmp)?;
         qmp.execute("stop", Value::Null)?;
@@ -220,7 +220,7 @@ impl SharedMemory {
             "migrate",
             json!({ "uri": format!("exec:cat > '{}'", saved.state.display()) }),
         )?;
-        finished(&mut qmp, "saving device state")?;
+        wait_for_migration(&mut qmp, "saving device state")?;
         Ok(saved)
     }
 
@@ -228,38 +228,38 @@ impl SharedMemory {
     /// then, because its memory has changed since the save.
     pub fn start(&self) -> Result<Duration> {
         let since = Instant::now();
-        let mut child = self.spawn(&["-incoming", "defer"])?;
-        let mut qmp = self.monitor(&mut child)?;
+        let mut child = self.spawn_qemu(&["-incoming", "defer"])?;
+        let mut qmp = self.connect_monitor(&mut child)?;
         ignore_shared(&mut qmp)?;
         let uri = format!("exec:cat '{}'", self.state.display());
         qmp.execute("migrate-incoming", json!({ "uri": uri }))?;
-        finished(&mut qmp, "loading device state")?;
+        wait_for_migration(&mut qmp, "loading device state")?;
         qmp.execute("cont", Value::Null)?;
         Ok(since.elapsed())
     }
 
-    fn spawn(&self, more: &[&str]) -> Result<Killed> {
+    fn spawn_qemu(&self, more: &[&str]) -> Result<KillOnDrop> {
         let size = self.guest.memory_bytes();
         let object = format!(
             "memory-backend-file,id=lab.ram,size={size},mem-path={},share=on",
             self.ram.display()
         );
-        let monitor = format!("unix:{},server=on,wait=off", self.qmp().display());
+        let monitor = format!("unix:{},server=on,wait=off", self.qmp_path().display());
         let mut command = Command::new(self.guest.program_name());
         command.args(self.guest.args());
         command.args(["-object", &object, "-machine", "memory-backend=lab.ram", "-qmp", &monitor]);
         command.args(more).stdin(Stdio::null()).stdout(Stdio::null());
         command.stderr(File::create(self.dir.join("start.log"))?);
-        Ok(Killed(command.spawn().context("cannot start QEMU")?))
+        Ok(KillOnDrop(command.spawn().context("cannot start QEMU")?))
     }
 
-    fn qmp(&self) -> PathBuf {
+    fn qmp_path(&self) -> PathBuf {
         self.dir.join("start.qmp")
     }
 
-    fn monitor(&self, child: &mut Killed) -> Result<Qmp> {
+    fn connect_monitor(&self, child: &mut KillOnDrop) -> Result<QmpClient> {
         let mut alive = || matches!(child.0.try_wait(), Ok(None));
-        Ok(Qmp::connect_started(&self.qmp(), Duration::from_secs(20), &mut alive)?)
+        Ok(QmpClient::connect_started(&self.qmp_path(), Duration::from_secs(20), &mut alive)?)
     }
 }
 
@@ -270,7 +270,7 @@ impl Drop for SharedMemory {
     }
 }
 
-fn ignore_shared(qmp: &mut Qmp) -> Result<()> {
+fn ignore_shared(qmp: &mut QmpClient) -> Result<()> {
     let capability = json!({ "capability": "x-ignore-shared", "state": true });
     qmp.execute("migrate-set-capabilities", json!({ "capabilities": [capability] }))?;
     Ok(())
@@ -278,9 +278,9 @@ fn ignore_shared(qmp: &mut Qmp) -> Result<()> {
 
 /// A process that is killed when the value is dropped.
 #[derive(Debug)]
-struct Killed(Child);
+struct KillOnDrop(Child);
 
-impl Drop for Killed {
+impl Drop for KillOnDrop {
     fn drop(&mut self) {
         // It may have ended by itself; either way it is reaped.
         let _ = self.0.kill();
@@ -295,8 +295,11 @@ mod tests {
     #[test]
     fn each_way_reads_what_it_wrote() {
         let file = Path::new("/x/y");
-        assert_eq!(Way::File.uri_out(file), "exec:cat > '/x/y'");
-        assert_eq!(Way::BackgroundSnapshot.uri_in(file), "exec:cat '/x/y'");
-        assert_eq!(Way::MappedRam.uri_out(file), Way::MappedRam.uri_in(file));
+        assert_eq!(QemuSaveMethod::File.outgoing_uri(file), "exec:cat > '/x/y'");
+        assert_eq!(QemuSaveMethod::BackgroundSnapshot.incoming_uri(file), "exec:cat '/x/y'");
+        assert_eq!(
+            QemuSaveMethod::MappedRam.outgoing_uri(file),
+            QemuSaveMethod::MappedRam.incoming_uri(file)
+        );
     }
 }

@@ -19,7 +19,7 @@ use rustix::thread::{CpuSet, Pid, sched_getaffinity, sched_setaffinity};
 
 /// A split of this machine's processors, until this is dropped.
 #[derive(Debug)]
-pub struct Split {
+pub struct ProcessorSplit {
     before: CpuSet,
     guests: CpuSet,
     /// Number of processors for guests.
@@ -28,7 +28,7 @@ pub struct Split {
     pub for_others: usize,
 }
 
-impl Split {
+impl ProcessorSplit {
     /// Leaves half of this thread's processors to guests, `most` at most. This thread, and those
     /// that it starts from now on, run on the others. `None` if the thread has only one processor.
     pub fn new(most: usize) -> io::Result<Option<Self>> {
@@ -39,12 +39,12 @@ impl Split {
             return Ok(None);
         }
         let (guests, others) = all.split_at(for_guests);
-        sched_setaffinity(None, &set(others))?;
-        Ok(Some(Self { before, guests: set(guests), for_guests, for_others: others.len() }))
+        sched_setaffinity(None, &cpu_set(others))?;
+        Ok(Some(Self { before, guests: cpu_set(guests), for_guests, for_others: others.len() }))
     }
 
     /// Moves a hypervisor to the guests' processors.
-    pub fn give(&self, pid: i32) -> io::Result<()> {
+    pub fn move_hypervisor(&self, pid: i32) -> io::Result<()> {
         let threads = Process::new(pid).and_then(|process| process.tasks());
         for thread in threads.map_err(io::Error::other)? {
             let tid = thread.map_err(io::Error::other)?.tid;
@@ -58,14 +58,14 @@ impl Split {
     }
 }
 
-impl Drop for Split {
+impl Drop for ProcessorSplit {
     fn drop(&mut self) {
         // If this fails, later work has fewer processors; there is no remedy.
         sched_setaffinity(None, &self.before).unwrap_or_default();
     }
 }
 
-fn set(cpus: &[usize]) -> CpuSet {
+fn cpu_set(cpus: &[usize]) -> CpuSet {
     let mut set = CpuSet::new();
     cpus.iter().for_each(|&cpu| set.set(cpu));
     set
@@ -79,7 +79,7 @@ mod tests {
     fn guests_and_all_else_share_no_processor() {
         let mine = || sched_getaffinity(None).unwrap();
         let before = mine();
-        let Some(split) = Split::new(1).unwrap() else {
+        let Some(split) = ProcessorSplit::new(1).unwrap() else {
             eprintln!("skipped: this machine has one processor");
             return;
         };
@@ -87,13 +87,13 @@ mod tests {
         let pid = child.id() as i32;
         let of_child = || sched_getaffinity(Pid::from_raw(pid)).unwrap();
         assert_eq!(of_child(), mine(), "it began where the lab runs");
-        split.give(pid).unwrap();
+        split.move_hypervisor(pid).unwrap();
         assert_eq!(of_child().count(), 1);
         assert!((0..CpuSet::MAX_CPU).all(|cpu| !(of_child().is_set(cpu) && mine().is_set(cpu))));
         assert_eq!(mine().count() as usize, split.for_others);
         child.kill().unwrap();
         child.wait().unwrap();
-        assert!(split.give(pid).is_err(), "it is gone");
+        assert!(split.move_hypervisor(pid).is_err(), "it is gone");
         drop(split);
         assert_eq!(mine(), before);
     }

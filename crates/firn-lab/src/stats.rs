@@ -90,9 +90,9 @@ impl Sample {
 impl fmt::Display for Sample {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         match self.count() {
-            1 => f.write_str(&short(self.min())),
+            1 => f.write_str(&format_short(self.min())),
             _ => {
-                let [median, min, max] = [self.median(), self.min(), self.max()].map(short);
+                let [median, min, max] = [self.median(), self.min(), self.max()].map(format_short);
                 write!(f, "{median} ({min} .. {max})")
             }
         }
@@ -100,7 +100,7 @@ impl fmt::Display for Sample {
 }
 
 /// A number with three significant digits, never in scientific notation; whole numbers from 100 on.
-pub fn short(value: f64) -> String {
+pub fn format_short(value: f64) -> String {
     let decimals = match value.abs() {
         magnitude if magnitude >= 100.0 || magnitude == 0.0 => 0,
         magnitude if magnitude >= 10.0 => 1,
@@ -154,7 +154,7 @@ mod tests {
 
     #[test]
     fn numbers_are_short() {
-        let shown = [0.0, 0.01234, 1.234, 12.34, 1234.5, 16.0, -0.5].map(short);
+        let shown = [0.0, 0.01234, 1.234, 12.34, 1234.5, 16.0, -0.5].map(format_short);
         assert_eq!(shown, ["0", "0.012", "1.23", "12.3", "1234", "16", "-0.500"]);
         assert_eq!(sample(&[1.5, 2.5, 9.25]).to_string(), "2.50 (1.50 .. 9.25)");
     }

@@ -16,27 +16,27 @@ use std::time::{Duration, Instant};
 use firn_guest::stamp::mix;
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
 
-use crate::guest::Redis;
-use crate::prober::Source;
+use crate::guest::RedisClient;
+use crate::prober::ReplySource;
 
 /// Zipf exponent.
 const EXPONENT: f64 = 0.99;
 /// How long the client waits for a reply before it repeats the request on a new connection.
-const PATIENCE: Duration = Duration::from_millis(1000);
+const REPLY_TIMEOUT: Duration = Duration::from_millis(1000);
 /// How often a client that has had no reply yet tries one more connection.
-const KNOCK: Duration = Duration::from_millis(15);
+const PROBE_INTERVAL: Duration = Duration::from_millis(15);
 /// Maximum number of simultaneous attempts: more than a few stall in QEMU's user networking.
-const KNOCKS_MAX: usize = 8;
+const PROBES_MAX: usize = 8;
 
 /// Ranks by Zipf's law, from a seed.
 #[derive(Clone, Debug)]
-pub struct Zipf {
+pub struct ZipfRanks {
     /// For each rank, the probability of a rank up to and including it.
     cumulated: Vec<f64>,
     state: u64,
 }
 
-impl Zipf {
+impl ZipfRanks {
     /// Ranks below `count`.
     pub fn new(count: usize, seed: u64) -> Self {
         let weights = (1..=count.max(1)).map(|rank| (rank as f64).powf(-EXPONENT));
@@ -52,7 +52,7 @@ impl Zipf {
     }
 }
 
-impl Iterator for Zipf {
+impl Iterator for ZipfRanks {
     type Item = usize;
 
     fn next(&mut self) -> Option<usize> {
@@ -64,17 +64,17 @@ impl Iterator for Zipf {
 
 /// Connections on which a client has sent a PING and waits for the reply.
 #[derive(Debug, Default)]
-struct Knocks {
+struct ConnectionProbes {
     pending: Vec<TcpStream>,
     last: Option<Instant>,
 }
 
-impl Knocks {
+impl ConnectionProbes {
     /// Whether a server replies within 2 ms. Then all attempts are dropped.
-    fn answered(&mut self, address: SocketAddr) -> bool {
-        if self.last.is_none_or(|last| last.elapsed() >= KNOCK) {
+    fn poll_reply(&mut self, address: SocketAddr) -> bool {
+        if self.last.is_none_or(|last| last.elapsed() >= PROBE_INTERVAL) {
             self.last = Some(Instant::now());
-            self.knock(address);
+            self.open_probe(address);
         }
         let mut waiting: Vec<_> =
             self.pending.iter().map(|stream| PollFd::new(stream, PollFlags::IN)).collect();
@@ -94,11 +94,11 @@ impl Knocks {
         answered
     }
 
-    fn knock(&mut self, address: SocketAddr) {
-        if self.pending.len() >= KNOCKS_MAX {
+    fn open_probe(&mut self, address: SocketAddr) {
+        if self.pending.len() >= PROBES_MAX {
             self.pending.remove(0);
         }
-        let stream = TcpStream::connect_timeout(&address, KNOCK);
+        let stream = TcpStream::connect_timeout(&address, PROBE_INTERVAL);
         self.pending.extend(stream.ok().and_then(|mut stream| {
             stream.write_all(b"PING\r\n").ok()?;
             Some(stream)
@@ -116,48 +116,48 @@ fn is_pong(stream: &mut TcpStream) -> bool {
 #[derive(Debug)]
 pub struct RedisGets {
     address: SocketAddr,
-    redis: Option<Redis>,
-    knocks: Knocks,
+    redis: Option<RedisClient>,
+    knocks: ConnectionProbes,
     keys: u64,
-    ranks: Zipf,
+    ranks: ZipfRanks,
 }
 
 impl RedisGets {
     /// Requests for `keys` keys at this address. The same keys are always popular; the seed
     /// determines the order.
     pub fn new(address: SocketAddr, keys: u64, seed: u64) -> Self {
-        let ranks = Zipf::new(keys as usize, seed);
-        Self { address, redis: None, knocks: Knocks::default(), keys, ranks }
+        let ranks = ZipfRanks::new(keys as usize, seed);
+        Self { address, redis: None, knocks: ConnectionProbes::default(), keys, ranks }
     }
 
     /// Chooses a key. Popular keys are spread over all of memory.
-    fn key(&mut self) -> u64 {
+    fn next_key(&mut self) -> u64 {
         let rank = self.ranks.next().unwrap_or_default() as u64;
         mix(rank) % self.keys.max(1)
     }
 
-    fn get(&mut self) -> Option<()> {
-        let Some(mut redis) = self.redis.take() else { return self.come_in() };
-        let key = self.key();
+    fn get_next(&mut self) -> Option<()> {
+        let Some(mut redis) = self.redis.take() else { return self.try_reconnect() };
+        let key = self.next_key();
         redis.get(&format!("firn:{key}")).ok()?;
         self.redis = Some(redis);
         Some(())
     }
 
-    fn come_in(&mut self) -> Option<()> {
-        if !self.knocks.answered(self.address) {
+    fn try_reconnect(&mut self) -> Option<()> {
+        if !self.knocks.poll_reply(self.address) {
             return None;
         }
-        let mut redis = Redis::try_connect(self.address, PATIENCE).ok()?;
-        redis.set_patience(PATIENCE).ok()?;
+        let mut redis = RedisClient::try_connect(self.address, REPLY_TIMEOUT).ok()?;
+        redis.set_reply_timeout(REPLY_TIMEOUT).ok()?;
         self.redis = Some(redis);
         Some(())
     }
 }
 
-impl Source for RedisGets {
-    fn reply(&mut self) -> bool {
-        self.get().is_some()
+impl ReplySource for RedisGets {
+    fn wait_reply(&mut self) -> bool {
+        self.get_next().is_some()
     }
 }
 
@@ -167,7 +167,7 @@ mod tests {
 
     #[test]
     fn few_ranks_are_asked_for_often_and_every_rank_can_be() {
-        let ranks: Vec<usize> = Zipf::new(1000, 7).take(100_000).collect();
+        let ranks: Vec<usize> = ZipfRanks::new(1000, 7).take(100_000).collect();
         let share = |below| ranks.iter().filter(|&&rank| rank < below).count() as f64 / 1e5;
         assert!((0.10..0.17).contains(&share(1)), "{}", share(1));
         assert!((0.60..0.75).contains(&share(100)), "{}", share(100));
@@ -178,13 +178,13 @@ mod tests {
     fn the_first_answer_ends_the_knocking() {
         let listener = std::net::TcpListener::bind("127.0.0.1:0").unwrap();
         let address = listener.local_addr().unwrap();
-        let mut knocks = Knocks::default();
-        assert!(!knocks.answered(address));
-        std::thread::sleep(KNOCK);
-        assert!(!knocks.answered(address));
+        let mut knocks = ConnectionProbes::default();
+        assert!(!knocks.poll_reply(address));
+        std::thread::sleep(PROBE_INTERVAL);
+        assert!(!knocks.poll_reply(address));
         let (_silent, mut second) = (listener.accept().unwrap(), listener.accept().unwrap().0);
         second.write_all(b"+PONG\r\n").unwrap();
-        let answered = (0..500).any(|_| knocks.answered(address));
+        let answered = (0..500).any(|_| knocks.poll_reply(address));
         assert!(answered && knocks.pending.is_empty());
     }
 
@@ -192,17 +192,17 @@ mod tests {
     fn a_closed_connection_is_no_answer() {
         let listener = std::net::TcpListener::bind("127.0.0.1:0").unwrap();
         let address = listener.local_addr().unwrap();
-        let mut knocks = Knocks::default();
-        assert!(!knocks.answered(address));
+        let mut knocks = ConnectionProbes::default();
+        assert!(!knocks.poll_reply(address));
         drop(listener);
-        assert!((0..20).all(|_| !knocks.answered(address)));
+        assert!((0..20).all(|_| !knocks.poll_reply(address)));
     }
 
     #[test]
     fn a_seed_gives_the_same_ranks_again() {
-        let ranks = |seed| Zipf::new(50, seed).take(20).collect::<Vec<_>>();
+        let ranks = |seed| ZipfRanks::new(50, seed).take(20).collect::<Vec<_>>();
         assert_eq!(ranks(3), ranks(3));
         assert_ne!(ranks(3), ranks(4));
-        assert_eq!(Zipf::new(0, 1).next(), Some(0));
+        assert_eq!(ZipfRanks::new(0, 1).next(), Some(0));
     }
 }

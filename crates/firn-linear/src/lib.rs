@@ -31,8 +31,8 @@ mod history;
 mod model;
 mod search;
 
-pub use bank::{Answer, Bank, Operation};
-pub use check::{Verdict, check};
+pub use bank::{BankAnswer, BankModel, BankOperation};
+pub use check::{Verdict, check_history};
 pub use explain::Explanation;
-pub use history::Call;
-pub use model::{CallOf, Model};
+pub use history::ClientCall;
+pub use model::{ModelCall, SequentialModel};

@@ -2,13 +2,14 @@
 
 use std::hash::Hash;
 
-use crate::history::Call;
+use crate::history::ClientCall;
 
 /// An operation on a model, as a client saw it.
-pub type CallOf<M> = Call<<M as Model>::Operation, <M as Model>::Answer>;
+pub type ModelCall<M> =
+    ClientCall<<M as SequentialModel>::Operation, <M as SequentialModel>::Answer>;
 
 /// A sequential program.
-pub trait Model {
+pub trait SequentialModel {
     /// A request to the program.
     type Operation: Clone;
     /// The program's answer.
@@ -17,14 +18,14 @@ pub trait Model {
     type State: Clone + Eq + Hash;
 
     /// The initial state.
-    fn start(&self) -> Self::State;
+    fn initial_state(&self) -> Self::State;
 
     /// The state of which nothing is known: it permits every answer that some state permits.
-    fn unknown(&self) -> Self::State;
+    fn unknown_state(&self) -> Self::State;
 
     /// The state after the operation, if this answer is possible; without an answer, the state if
     /// the operation was done.
-    fn step(
+    fn apply_operation(
         &self,
         state: &Self::State,
         operation: &Self::Operation,
@@ -32,18 +33,22 @@ pub trait Model {
     ) -> Option<Self::State>;
 
     /// The answer in this state, if the state determines it.
-    fn expected(&self, state: &Self::State, operation: &Self::Operation) -> Option<Self::Answer>;
+    fn expected_answer(
+        &self,
+        state: &Self::State,
+        operation: &Self::Operation,
+    ) -> Option<Self::Answer>;
 
     /// Whether the operation can change the state.
-    fn changes(&self, operation: &Self::Operation) -> bool;
+    fn can_change_state(&self, operation: &Self::Operation) -> bool;
 
     /// Splits a history into independent parts: they are all right if and only if the whole is.
-    fn parts(&self, history: &[CallOf<Self>]) -> Vec<Vec<CallOf<Self>>> {
+    fn independent_parts(&self, history: &[ModelCall<Self>]) -> Vec<Vec<ModelCall<Self>>> {
         vec![history.to_vec()]
     }
 
     /// Simpler histories that are right if the whole is: a wrong one gives a shorter explanation.
-    fn views(&self, history: &[CallOf<Self>]) -> Vec<Vec<CallOf<Self>>> {
+    fn simpler_views(&self, history: &[ModelCall<Self>]) -> Vec<Vec<ModelCall<Self>>> {
         let _ = history;
         Vec::new()
     }

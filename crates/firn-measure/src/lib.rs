@@ -24,6 +24,6 @@ mod replies;
 mod stalls;
 mod ttr;
 
-pub use replies::Replies;
-pub use stalls::{Stall, Stalls};
-pub use ttr::{CurvePoint, minimum_utilization, responsiveness, responsiveness_curve};
+pub use replies::ReplyTimes;
+pub use stalls::{StallInterval, VcpuStalls};
+pub use ttr::{CurvePoint, minimum_utilization, responsiveness_curve, time_to_responsiveness};

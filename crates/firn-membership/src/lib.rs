@@ -32,19 +32,21 @@
 #![forbid(unsafe_code)]
 
 mod clock;
-mod control;
+mod cluster_member;
+mod controller;
 pub mod embedded;
 pub mod etcd;
-mod members;
-mod post;
+mod membership_store;
 mod record;
-mod words;
+mod types;
 
-pub use clock::now;
-pub use control::control;
-pub use embedded::Embedded;
-pub use etcd::Etcd;
-pub use members::{Later, Members};
-pub use post::{Hosts, Post, Start};
-pub use record::{RECORD_BYTES_MAX, Record};
-pub use words::{Changed, Cluster, Known, Leased, Revision, Trouble, View};
+pub use clock::read_boot_clock;
+pub use cluster_member::{ClusterMember, HostActions, StartRequest};
+pub use controller::run_controllers;
+pub use embedded::EmbeddedStore;
+pub use etcd::EtcdStore;
+pub use membership_store::{MembershipFuture, MembershipStore};
+pub use record::{ClusterRecord, RECORD_BYTES_MAX};
+pub use types::{
+    ChangeResult, ClusterName, LeaseResult, MembershipError, RecordView, Revision, VersionedRecord,
+};

@@ -25,10 +25,10 @@ mod source;
 mod users;
 mod window;
 
-use backing::Backing;
+use backing::RegionBacking;
 pub use error::MemoryError;
-pub use users::User;
-use window::Window;
+pub use users::RamUser;
+use window::RamWindow;
 
 /// The address of a region in the hypervisor's address space.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -45,8 +45,8 @@ pub struct GuestMemory {
     process: Arc<Process>,
     map: RegionMap,
     /// One per region of the map, in its order.
-    backings: Vec<Backing>,
-    window: OnceLock<Window>,
+    backings: Vec<RegionBacking>,
+    window: OnceLock<RamWindow>,
 }
 
 impl GuestMemory {
@@ -62,7 +62,7 @@ impl GuestMemory {
     ) -> Result<Self, MemoryError> {
         let memory = Self::open_any(process, map, locations)?;
         match memory.backings.iter().find(|backing| !backing.is_shared()) {
-            Some(private) => Err(MemoryError::Private { id: private.id().to_owned() }),
+            Some(private) => Err(MemoryError::Private { id: private.region_id().to_owned() }),
             None => Ok(memory),
         }
     }
@@ -78,7 +78,7 @@ impl GuestMemory {
         map: RegionMap,
         locations: &[RegionLocation],
     ) -> Result<Self, MemoryError> {
-        let mappings = process.mappings()?;
+        let mappings = process.read_mappings()?;
         if let Some(stray) = locations.iter().find(|place| !map.regions().contains(&place.region)) {
             return Err(MemoryError::Unlocated(stray.region.id.clone()));
         }
@@ -88,7 +88,7 @@ impl GuestMemory {
             .map(|region| {
                 let location = locations.iter().find(|place| place.region == *region);
                 let location = location.ok_or_else(|| MemoryError::Unlocated(region.id.clone()))?;
-                Backing::find(&process, &mappings, location)
+                RegionBacking::from_mappings(&process, &mappings, location)
             })
             .collect::<Result<_, _>>()?;
         Ok(Self { process, map, backings, window: OnceLock::new() })
@@ -96,11 +96,11 @@ impl GuestMemory {
 
     /// Whether all of RAM lies in files that Firn has opened too.
     pub fn is_shared(&self) -> bool {
-        self.backings.iter().all(Backing::is_shared)
+        self.backings.iter().all(RegionBacking::is_shared)
     }
 
     /// The regions, and their guest-physical addresses.
-    pub fn map(&self) -> &RegionMap {
+    pub fn region_map(&self) -> &RegionMap {
         &self.map
     }
 
@@ -130,20 +130,20 @@ impl GuestMemory {
     ///
     /// # Panics
     /// In debug builds, if `out` is not a whole number of pages.
-    pub fn read(&self, first: Page, out: &mut [u8]) -> Result<(), MemoryError> {
+    pub fn read_pages(&self, first: Page, out: &mut [u8]) -> Result<(), MemoryError> {
         debug_assert!(out.len() % PAGE_SIZE == 0, "{} bytes are not pages", out.len());
         let pages = out.len() / PAGE_SIZE;
         let end = Page(first.0.saturating_add(pages as u32));
         let mut at = first;
         for (index, backing) in self.backings.iter().enumerate() {
-            let Some(part) = backing.overlap(&(at..end)) else { continue };
-            let from = Page::count(&(first..part.start)) * PAGE_SIZE;
-            let to = from + Page::count(&part) * PAGE_SIZE;
-            out[Page::count(&(first..at)) * PAGE_SIZE..from].fill(0);
+            let Some(part) = backing.overlap_with(&(at..end)) else { continue };
+            let from = Page::count_in(&(first..part.start)) * PAGE_SIZE;
+            let to = from + Page::count_in(&part) * PAGE_SIZE;
+            out[Page::count_in(&(first..at)) * PAGE_SIZE..from].fill(0);
             self.read_part(index, &part, &mut out[from..to])?;
             at = part.end;
         }
-        out[Page::count(&(first..at)) * PAGE_SIZE..].fill(0);
+        out[Page::count_in(&(first..at)) * PAGE_SIZE..].fill(0);
         Ok(())
     }
 
@@ -155,10 +155,10 @@ impl GuestMemory {
         out: &mut [u8],
     ) -> Result<(), MemoryError> {
         let backing = &self.backings[index];
-        if self.window.get().is_some_and(|window| window.copy(index, backing, part, out)) {
+        if self.window.get().is_some_and(|window| window.copy_pages(index, backing, part, out)) {
             return Ok(());
         }
-        backing.read(part, out)
+        backing.read_pages(part, out)
     }
 
     /// Maps all of RAM in Firn. From now on [`Self::read_pages`] copies the pages that are backed
@@ -175,8 +175,9 @@ impl GuestMemory {
         if self.window.get().is_some() {
             return Ok(());
         }
-        let window = Window::open(&self.backings, &self.backed_runs()?, self.map.total_pages());
-        let window = window.map_err(|error| MemoryError::io("mapping", &self.all(), error))?;
+        let window = RamWindow::open(&self.backings, &self.backed_runs()?, self.map.total_pages());
+        let window =
+            window.map_err(|error| MemoryError::from_io("mapping", &self.all_pages(), error))?;
         // If another thread has just opened one, that one serves as well.
         let _ = self.window.set(window);
         Ok(())
@@ -188,12 +189,12 @@ impl GuestMemory {
     ///
     /// # Errors
     /// If the RAM files cannot be inspected.
-    pub fn other_users(&self) -> Result<Vec<User>, MemoryError> {
-        let files = self.backings.iter().filter_map(|backing| backing.identity().transpose());
+    pub fn other_users(&self) -> Result<Vec<RamUser>, MemoryError> {
+        let files = self.backings.iter().filter_map(|backing| backing.file_id().transpose());
         let files = files.collect::<Result<Vec<_>, _>>()?;
         let is_ours = |pid: i32| pid == self.process.pid() || pid == std::process::id() as i32;
-        let others = users::processes().filter(|&pid| !files.is_empty() && !is_ours(pid));
-        Ok(others.filter_map(|pid| users::User::of(pid, &files)).collect())
+        let others = users::list_processes().filter(|&pid| !files.is_empty() && !is_ours(pid));
+        Ok(others.filter_map(|pid| users::RamUser::from_pid(pid, &files)).collect())
     }
 
     /// Whether any page of the range is backed by memory.
@@ -202,7 +203,7 @@ impl GuestMemory {
     /// If the kernel refuses the query, which it has no reason to.
     pub fn is_backed(&self, range: Range<Page>) -> Result<bool, MemoryError> {
         for backing in &self.backings {
-            let Some(part) = backing.overlap(&range) else { continue };
+            let Some(part) = backing.overlap_with(&range) else { continue };
             if backing.first_run(&part)?.is_some() {
                 return Ok(true);
             }
@@ -218,7 +219,7 @@ impl GuestMemory {
     pub fn backed_runs(&self) -> Result<Vec<Range<Page>>, MemoryError> {
         let mut runs = Vec::new();
         for backing in &self.backings {
-            backing.runs(&mut runs)?;
+            backing.append_backed_runs(&mut runs)?;
         }
         Ok(runs)
     }
@@ -230,9 +231,9 @@ impl GuestMemory {
     /// If the RAM file is sealed, if Firn may not write it, or if there is none (private memory).
     pub fn punch_out(&self, range: Range<Page>) -> Result<(), MemoryError> {
         for backing in &self.backings {
-            let Some(part) = backing.overlap(&range) else { continue };
+            let Some(part) = backing.overlap_with(&range) else { continue };
             if let Some(window) = self.window.get() {
-                window.forget(part.clone());
+                window.forget_pages(part.clone());
             }
             backing.punch_out(&part)?;
         }
@@ -241,19 +242,19 @@ impl GuestMemory {
 
     /// The parts of a range that are RAM, each in one region, with their addresses in the
     /// hypervisor.
-    pub(crate) fn located(
+    pub(crate) fn locate_parts(
         &self,
         range: Range<Page>,
     ) -> impl Iterator<Item = (Range<Page>, HostVirt)> + '_ {
         self.backings.iter().filter_map(move |backing| {
-            let part = backing.overlap(&range)?;
+            let part = backing.overlap_with(&range)?;
             let hva = backing.hva_of(part.start);
             Some((part, hva))
         })
     }
 
     /// All pages, including those between regions.
-    pub fn all(&self) -> Range<Page> {
+    pub fn all_pages(&self) -> Range<Page> {
         Page(0)..Page(self.map.total_pages())
     }
 
@@ -262,12 +263,13 @@ impl GuestMemory {
     /// # Errors
     /// If not, or if they are private memory.
     pub(crate) fn check_shared(&self, range: &Range<Page>) -> Result<(), MemoryError> {
-        let mappings = self.process.mappings()?;
-        let mut touched = self.backings.iter().filter(|backing| backing.overlap(range).is_some());
+        let mappings = self.process.read_mappings()?;
+        let mut touched =
+            self.backings.iter().filter(|backing| backing.overlap_with(range).is_some());
         touched.try_for_each(|backing| backing.check_shared(&self.process, &mappings))
     }
 
-    fn backing_of(&self, page: Page) -> Option<&Backing> {
+    fn backing_of(&self, page: Page) -> Option<&RegionBacking> {
         self.backings.iter().find(|backing| backing.pages().contains(&page))
     }
 }

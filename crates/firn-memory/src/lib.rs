@@ -32,17 +32,17 @@ mod page_scan;
 mod page_tables;
 mod process;
 pub mod process_memory;
+pub mod scheduling;
 mod sys;
 mod tracee;
-pub mod urgency;
 
-pub use guest_memory::{GuestMemory, MemoryError, RegionLocation, User};
+pub use guest_memory::{GuestMemory, MemoryError, RamUser, RegionLocation};
 pub use page_faults::{
-    Attempt, Event, FaultKind, Features, Install, PageFaultError, PageFaults, Trace,
-    UserfaultfdAccess,
+    FaultKind, InstallAttempt, InstallOutcome, KernelFeatures, MemoryEvent, PageFaultError,
+    PageFaults, TraceMode, UserfaultfdAccess,
 };
-pub use page_scan::{PageScan, ScanError, mapped_pages, union};
+pub use page_scan::{PageScan, ScanError, mapped_pages, merge_runs};
 pub use page_tables::{DropError, drop_page_tables};
 pub use process::{Process, ProcessError};
-pub use sys::words::SharedWords;
+pub use sys::shared_words::SharedWords;
 pub use tracee::{TraceError, Tracee};

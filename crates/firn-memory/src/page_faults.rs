@@ -27,7 +27,7 @@ use rustix::io::Errno;
 
 use crate::guest_memory::GuestMemory;
 use crate::process::ProcessError;
-use crate::sys::uffd::{Message, Span, Uffd};
+use crate::sys::uffd::{AddressSpan, Uffd, UffdMessage};
 use crate::tracee::Tracee;
 
 mod access;
@@ -40,11 +40,11 @@ mod features;
 mod make;
 
 pub use access::UserfaultfdAccess;
-pub use answer::Install;
-pub use attempt::Attempt;
+pub use answer::InstallOutcome;
+pub use attempt::InstallAttempt;
 pub use error::PageFaultError;
-pub use event::{Event, FaultKind};
-pub use features::{Features, Trace};
+pub use event::{FaultKind, MemoryEvent};
+pub use features::{KernelFeatures, TraceMode};
 
 /// The maximum number of messages that one read takes.
 const BATCH: usize = 64;
@@ -60,14 +60,14 @@ pub struct PageFaults {
     uffd: Uffd,
     /// The number of the hypervisor's copy in its own table.
     remote: i32,
-    trace: Trace,
-    features: Features,
+    trace: TraceMode,
+    features: KernelFeatures,
     /// The registered ranges. Only these may be unregistered, as another process may have
     /// registered others.
     registered: Mutex<Vec<Range<Page>>>,
     /// Events that were read while answering, for the next [`Self::wait_for_events`].
-    held: Mutex<Vec<Event>>,
-    holds: AtomicBool,
+    pending_events: Mutex<Vec<MemoryEvent>>,
+    has_pending: AtomicBool,
 }
 
 impl PageFaults {
@@ -78,50 +78,50 @@ impl PageFaults {
     pub fn create(
         tracee: &mut Tracee<'_>,
         memory: Arc<GuestMemory>,
-        trace: Trace,
+        trace: TraceMode,
     ) -> Result<Self, PageFaultError> {
-        let features = Features::of_kernel()?;
-        if trace == Trace::Save && !memory.is_shared() {
+        let features = KernelFeatures::of_kernel()?;
+        if trace == TraceMode::Save && !memory.is_shared() {
             return Err(PageFaultError::Private);
         }
-        let remote = make::userfaultfd(tracee)?;
-        let made = Self::take(memory, remote, trace, features);
+        let remote = make::create_userfaultfd(tracee)?;
+        let made = Self::copy_remote(memory, remote, trace, features);
         if made.is_err() {
             // The first error is the one to report.
-            let _ = make::close(tracee, remote);
+            let _ = make::close_descriptor(tracee, remote);
         }
         made
     }
 
-    fn take(
+    fn copy_remote(
         memory: Arc<GuestMemory>,
         remote: i32,
-        trace: Trace,
-        features: Features,
+        trace: TraceMode,
+        features: KernelFeatures,
     ) -> Result<Self, PageFaultError> {
         let uffd = Uffd::new(memory.process().copy_descriptor(remote)?);
-        features::handshake(&uffd, trace, features)?;
-        Ok(Self::with(memory, uffd, remote, trace, features))
+        features::negotiate_features(&uffd, trace, features)?;
+        Ok(Self::from_parts(memory, uffd, remote, trace, features))
     }
 
-    fn with(
+    fn from_parts(
         memory: Arc<GuestMemory>,
         uffd: Uffd,
         remote: i32,
-        trace: Trace,
-        features: Features,
+        trace: TraceMode,
+        features: KernelFeatures,
     ) -> Self {
-        let (registered, held, holds) = Default::default();
-        Self { memory, uffd, remote, trace, features, registered, held, holds }
+        let (registered, pending_events, has_pending) = Default::default();
+        Self { memory, uffd, remote, trace, features, registered, pending_events, has_pending }
     }
 
     /// The mode it was created for.
-    pub fn trace(&self) -> Trace {
+    pub fn trace_mode(&self) -> TraceMode {
         self.trace
     }
 
     /// The features of the kernel.
-    pub fn features(&self) -> Features {
+    pub fn features(&self) -> KernelFeatures {
         self.features
     }
 
@@ -135,22 +135,22 @@ impl PageFaults {
     /// # Errors
     /// If a region is registered with another userfaultfd (QEMU's own postcopy or background
     /// snapshot).
-    pub fn register(&self) -> Result<(), PageFaultError> {
-        let registered = self.register_range(self.memory.all());
+    pub fn register_all(&self) -> Result<(), PageFaultError> {
+        let registered = self.register_range(self.memory.all_pages());
         if registered.is_err() {
             // The first error is the one to report.
-            let _ = self.unregister();
+            let _ = self.unregister_all();
         }
         registered
     }
 
     /// Registers a range, as [`Self::register_all`].
     pub fn register_range(&self, range: Range<Page>) -> Result<(), PageFaultError> {
-        for (part, hva) in self.memory.located(range) {
+        for (part, hva) in self.memory.locate_parts(range) {
             self.uffd
-                .register(span(hva, &part), self.trace.mode())
-                .map_err(|errno| self.error("registering", &part, errno))?;
-            lock(&self.registered).push(part);
+                .register(span_of_part(hva, &part), self.trace.register_mode())
+                .map_err(|errno| self.request_error("registering", &part, errno))?;
+            lock_list(&self.registered).push(part);
         }
         Ok(())
     }
@@ -162,7 +162,7 @@ impl PageFaults {
     ///
     /// # Errors
     /// If the hypervisor is gone. All pieces are unregistered in any case.
-    pub fn unregister(&self) -> Result<(), PageFaultError> {
+    pub fn unregister_all(&self) -> Result<(), PageFaultError> {
         self.unregister_by_pieces(&|| ())
     }
 
@@ -173,19 +173,19 @@ impl PageFaults {
     /// As [`Self::unregister_all`].
     pub fn unregister_by_pieces(&self, between: &dyn Fn()) -> Result<(), PageFaultError> {
         let mut result = Ok(());
-        let registered = std::mem::take(&mut *lock(&self.registered));
-        for piece in registered.into_iter().flat_map(pieces) {
-            for (part, hva) in self.memory.located(piece) {
-                result = result.and(self.unregister_part(&part, span(hva, &part)));
+        let registered = std::mem::take(&mut *lock_list(&self.registered));
+        for piece in registered.into_iter().flat_map(split_into_pieces) {
+            for (part, hva) in self.memory.locate_parts(piece) {
+                result = result.and(self.unregister_part(&part, span_of_part(hva, &part)));
             }
             between();
         }
         result
     }
 
-    fn unregister_part(&self, part: &Range<Page>, span: Span) -> Result<(), PageFaultError> {
-        let failed = |errno| self.error("unregistering", part, errno);
-        if self.trace != Trace::Restore {
+    fn unregister_part(&self, part: &Range<Page>, span: AddressSpan) -> Result<(), PageFaultError> {
+        let failed = |errno| self.request_error("unregistering", part, errno);
+        if self.trace != TraceMode::Restore {
             match self.uffd.write_protect(span, 0) {
                 Ok(()) | Err(Errno::NOENT) => {}
                 Err(errno) => return Err(failed(errno)),
@@ -202,8 +202,8 @@ impl PageFaults {
     /// # Errors
     /// If the hypervisor is gone.
     pub fn close(&self, tracee: &mut Tracee<'_>) -> Result<(), PageFaultError> {
-        let unregistered = self.unregister();
-        make::close(tracee, self.remote)?;
+        let unregistered = self.unregister_all();
+        make::close_descriptor(tracee, self.remote)?;
         unregistered
     }
 
@@ -213,8 +213,12 @@ impl PageFaults {
     ///
     /// # Errors
     /// If the hypervisor has ended.
-    pub fn wait(&self, out: &mut Vec<Event>, timeout: Duration) -> Result<(), PageFaultError> {
-        if self.take_held(out) || self.read(out)? > 0 {
+    pub fn wait_for_events(
+        &self,
+        out: &mut Vec<MemoryEvent>,
+        timeout: Duration,
+    ) -> Result<(), PageFaultError> {
+        if self.take_pending_events(out) || self.read_events(out)? > 0 {
             return Ok(());
         }
         if timeout.is_zero() {
@@ -228,43 +232,51 @@ impl PageFaults {
         match poll(&mut fds, timeout.as_ref()) {
             Ok(0) | Err(Errno::INTR) => return Ok(()),
             Ok(_) => {}
-            Err(errno) => return Err(self.error("waiting for", &self.memory.all(), errno)),
+            Err(errno) => {
+                return Err(self.request_error("waiting for", &self.memory.all_pages(), errno));
+            }
         }
         if !fds[1].revents().is_empty() {
             return Err(ProcessError::Gone { pid: self.memory.process().pid() }.into());
         }
-        self.read(out).map(drop)
+        self.read_events(out).map(drop)
     }
 
     /// Reads one batch of messages. Returns the number of messages.
-    fn read(&self, out: &mut Vec<Event>) -> Result<usize, PageFaultError> {
-        let mut messages: [Message; BATCH] = [[0; 4]; BATCH];
-        let count = self
-            .uffd
-            .read(&mut messages)
-            .map_err(|errno| self.error("reading the faults of", &self.memory.all(), errno))?;
+    fn read_events(&self, out: &mut Vec<MemoryEvent>) -> Result<usize, PageFaultError> {
+        let mut messages: [UffdMessage; BATCH] = [[0; 4]; BATCH];
+        let count = self.uffd.read_messages(&mut messages).map_err(|errno| {
+            self.request_error("reading the faults of", &self.memory.all_pages(), errno)
+        })?;
         out.extend(
-            messages[..count].iter().filter_map(|message| event::decode(message, &self.memory)),
+            messages[..count]
+                .iter()
+                .filter_map(|message| event::decode_message(message, &self.memory)),
         );
         Ok(count)
     }
 
-    fn take_held(&self, out: &mut Vec<Event>) -> bool {
-        if !self.holds.load(Ordering::Acquire) {
+    fn take_pending_events(&self, out: &mut Vec<MemoryEvent>) -> bool {
+        if !self.has_pending.load(Ordering::Acquire) {
             return false;
         }
-        let mut held = lock(&self.held);
-        self.holds.store(false, Ordering::Release);
+        let mut held = lock_list(&self.pending_events);
+        self.has_pending.store(false, Ordering::Release);
         out.append(&mut held);
         true
     }
 
-    fn error(&self, what: &'static str, part: &Range<Page>, errno: Errno) -> PageFaultError {
+    fn request_error(
+        &self,
+        what: &'static str,
+        part: &Range<Page>,
+        errno: Errno,
+    ) -> PageFaultError {
         let process = self.memory.process();
         if errno == Errno::SRCH || process.is_dying() {
             return ProcessError::Gone { pid: process.pid() }.into();
         }
-        PageFaultError::refused(what, part, errno)
+        PageFaultError::from_errno(what, part, errno)
     }
 }
 
@@ -277,7 +289,7 @@ impl AsFd for PageFaults {
 }
 
 /// Locks a list that is consistent after every single push, so a panic elsewhere does not spoil it.
-fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
+fn lock_list<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
     mutex.lock().unwrap_or_else(PoisonError::into_inner)
 }
 
@@ -285,14 +297,14 @@ fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
 /// than a millisecond.
 const PIECE_PAGES: u32 = (64 << 20) / PAGE_SIZE as u32;
 
-fn pieces(range: Range<Page>) -> impl Iterator<Item = Range<Page>> {
+fn split_into_pieces(range: Range<Page>) -> impl Iterator<Item = Range<Page>> {
     let end = range.end.0;
     let starts = (range.start.0..end).step_by(PIECE_PAGES as usize);
     starts.map(move |start| Page(start)..Page(end.min(start.saturating_add(PIECE_PAGES))))
 }
 
-fn span(hva: HostVirt, part: &Range<Page>) -> Span {
-    Span { start: hva.0, len: (Page::count(part) * PAGE_SIZE) as u64 }
+fn span_of_part(hva: HostVirt, part: &Range<Page>) -> AddressSpan {
+    AddressSpan { start: hva.0, len: (Page::count_in(part) * PAGE_SIZE) as u64 }
 }
 
 #[cfg(test)]
@@ -302,11 +314,11 @@ mod tests {
     #[test]
     fn pieces_make_the_whole() {
         let all = Page(5)..Page(5 + 2 * PIECE_PAGES + 7);
-        let found: Vec<_> = pieces(all.clone()).collect();
+        let found: Vec<_> = split_into_pieces(all.clone()).collect();
         assert_eq!(found.len(), 3);
         assert_eq!((found[0].start, found[2].end), (all.start, all.end));
         assert!(found.windows(2).all(|two| two[0].end == two[1].start));
-        assert_eq!(pieces(Page(3)..Page(3)).count(), 0);
-        assert_eq!(pieces(Page(u32::MAX - 1)..Page(u32::MAX)).count(), 1);
+        assert_eq!(split_into_pieces(Page(3)..Page(3)).count(), 0);
+        assert_eq!(split_into_pieces(Page(u32::MAX - 1)..Page(u32::MAX)).count(), 1);
     }
 }

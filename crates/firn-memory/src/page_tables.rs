@@ -42,8 +42,8 @@ pub fn drop_page_tables(
     range: Range<Page>,
 ) -> Result<(), DropError> {
     memory.check_shared(&range)?;
-    for (part, hva) in memory.located(range) {
-        let len = (Page::count(&part) * PAGE_SIZE) as u64;
+    for (part, hva) in memory.locate_parts(range) {
+        let len = (Page::count_in(&part) * PAGE_SIZE) as u64;
         let mut advise = |advice: i32| {
             tracee.syscall(SYS_madvise, [hva.0, len, advice as u64, 0, 0, 0]).map(drop)
         };

@@ -9,7 +9,7 @@ use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 use std::str::FromStr;
 use std::time::Duration;
 
-use firn_types::Tid;
+use firn_types::ThreadId;
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
 use rustix::fs::{AtFlags, Dir, Mode, OFlags, Stat, openat, readlinkat, statat};
 use rustix::io::Errno;
@@ -85,7 +85,7 @@ pub struct Process {
 
 /// A descriptor in the table of a process, and its target.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub(crate) struct Descriptor {
+pub(crate) struct ProcessDescriptor {
     pub(crate) number: i32,
     pub(crate) target: OsString,
 }
@@ -130,24 +130,24 @@ impl Process {
     /// its memory fail with misleading errors (unregistering a userfaultfd with "out of memory",
     /// for one).
     pub(crate) fn is_dying(&self) -> bool {
-        let no_memory = || self.read("statm").is_ok_and(|pages| pages.starts_with("0 "));
+        let no_memory = || self.read_proc_file("statm").is_ok_and(|pages| pages.starts_with("0 "));
         !self.is_alive() || no_memory()
     }
 
     /// Its threads, the first one first.
-    pub fn threads(&self) -> Result<Vec<Tid>, ProcessError> {
-        self.list("task").map(|tids| tids.into_iter().map(Tid).collect())
+    pub fn list_threads(&self) -> Result<Vec<ThreadId>, ProcessError> {
+        self.list_numbers("task").map(|tids| tids.into_iter().map(ThreadId).collect())
     }
 
     /// The processor time of one of its threads (`/proc/PID/task/TID/schedstat`, first field, in
     /// nanoseconds). `None` if there is no such thread.
-    pub fn ran(&self, tid: Tid) -> Option<Duration> {
-        let line = self.read(&format!("task/{}/schedstat", tid.0)).ok()?;
+    pub fn thread_run_time(&self, tid: ThreadId) -> Option<Duration> {
+        let line = self.read_proc_file(&format!("task/{}/schedstat", tid.0)).ok()?;
         line.split(' ').next()?.parse().ok().map(Duration::from_nanos)
     }
 
     /// The entries of a directory of `/proc/PID` that are named by numbers, ascending.
-    fn list(&self, directory: &'static str) -> Result<Vec<i32>, ProcessError> {
+    fn list_numbers(&self, directory: &'static str) -> Result<Vec<i32>, ProcessError> {
         let names = || -> io::Result<Vec<i32>> {
             let flags = OFlags::RDONLY | OFlags::DIRECTORY | OFlags::CLOEXEC;
             let directory = openat(&self.proc, directory, flags, Mode::empty())?;
@@ -159,11 +159,11 @@ impl Process {
             numbers.sort_unstable();
             Ok(numbers)
         };
-        names().map_err(|error| self.error(directory, error))
+        names().map_err(|error| self.operation_error(directory, error))
     }
 
     /// Reads a file of `/proc/PID`.
-    pub(crate) fn read(&self, name: &str) -> io::Result<String> {
+    pub(crate) fn read_proc_file(&self, name: &str) -> io::Result<String> {
         io::read_to_string(std::fs::File::from(self.open_file(name, OFlags::RDONLY)?))
     }
 
@@ -178,22 +178,24 @@ impl Process {
     }
 
     /// The mappings of its address space, by address.
-    pub(crate) fn mappings(&self) -> Result<Vec<maps::Mapping>, ProcessError> {
-        let text = self.read("maps").map_err(|error| self.error("reading the maps", error))?;
-        Ok(maps::parse(&text))
+    pub(crate) fn read_mappings(&self) -> Result<Vec<maps::MemoryMapping>, ProcessError> {
+        let text = self
+            .read_proc_file("maps")
+            .map_err(|error| self.operation_error("reading the maps", error))?;
+        Ok(maps::parse_maps(&text))
     }
 
     /// Its descriptors, ascending.
-    pub(crate) fn descriptors(&self) -> Result<Vec<Descriptor>, ProcessError> {
-        let numbers = self.list("fd")?;
-        Ok(numbers.into_iter().filter_map(|number| self.descriptor(number)).collect())
+    pub(crate) fn list_descriptors(&self) -> Result<Vec<ProcessDescriptor>, ProcessError> {
+        let numbers = self.list_numbers("fd")?;
+        Ok(numbers.into_iter().filter_map(|number| self.read_descriptor(number)).collect())
     }
 
     /// One of its descriptors; `None` if it is not open (any more).
-    fn descriptor(&self, number: i32) -> Option<Descriptor> {
+    fn read_descriptor(&self, number: i32) -> Option<ProcessDescriptor> {
         use std::os::unix::ffi::OsStringExt;
         let target = readlinkat(&self.proc, format!("fd/{number}"), Vec::new()).ok()?;
-        Some(Descriptor { number, target: OsString::from_vec(target.into_bytes()) })
+        Some(ProcessDescriptor { number, target: OsString::from_vec(target.into_bytes()) })
     }
 
     /// Copies one of its descriptors. `number` is its number in that process.
@@ -203,10 +205,14 @@ impl Process {
     /// (`pidfd_getfd(2)`).
     pub fn copy_descriptor(&self, number: i32) -> Result<OwnedFd, ProcessError> {
         pidfd_getfd(&self.pidfd, number, PidfdGetfdFlags::empty())
-            .map_err(|errno| self.error("copying a descriptor (pidfd_getfd)", errno))
+            .map_err(|errno| self.operation_error("copying a descriptor (pidfd_getfd)", errno))
     }
 
-    pub(crate) fn error(&self, what: &'static str, source: impl Into<io::Error>) -> ProcessError {
+    pub(crate) fn operation_error(
+        &self,
+        what: &'static str,
+        source: impl Into<io::Error>,
+    ) -> ProcessError {
         let pid = self.pid();
         let source = source.into();
         if self.is_dying() {
@@ -247,10 +253,10 @@ mod tests {
         let mut child = std::process::Command::new("sleep").arg("60").spawn().unwrap();
         let process = Process::open(child.id() as i32).unwrap();
         assert!(process.is_alive() && !process.is_dying());
-        assert_eq!(process.threads().unwrap(), [Tid(child.id() as i32)]);
+        assert_eq!(process.list_threads().unwrap(), [ThreadId(child.id() as i32)]);
         child.kill().unwrap();
         child.wait().unwrap();
         assert!(!process.is_alive() && process.is_dying());
-        assert!(matches!(process.threads(), Err(ProcessError::Gone { .. })));
+        assert!(matches!(process.list_threads(), Err(ProcessError::Gone { .. })));
     }
 }

@@ -16,8 +16,8 @@ use crate::process::{Process, ProcessError};
 /// # Errors
 /// If any byte of the range is not mapped or not readable (EFAULT), if the process is gone, or if
 /// it may not be traced. Then `out` holds what was copied before the first unmapped byte.
-pub fn read(process: &Process, from: HostVirt, out: &mut [u8]) -> Result<(), ProcessError> {
-    transfer(process, "reading memory", from, out.len(), |remote, done| {
+pub fn read_memory(process: &Process, from: HostVirt, out: &mut [u8]) -> Result<(), ProcessError> {
+    transfer_in_steps(process, "reading memory", from, out.len(), |remote, done| {
         let mut local = [IoSliceMut::new(&mut out[done..])];
         process_vm_readv(pid_of(process), &mut local, &remote)
     })
@@ -28,8 +28,8 @@ pub fn read(process: &Process, from: HostVirt, out: &mut [u8]) -> Result<(), Pro
 ///
 /// # Errors
 /// As [`read_memory`].
-pub fn write(process: &Process, to: HostVirt, bytes: &[u8]) -> Result<(), ProcessError> {
-    transfer(process, "writing memory", to, bytes.len(), |remote, done| {
+pub fn write_memory(process: &Process, to: HostVirt, bytes: &[u8]) -> Result<(), ProcessError> {
+    transfer_in_steps(process, "writing memory", to, bytes.len(), |remote, done| {
         process_vm_writev(pid_of(process), &[IoSlice::new(&bytes[done..])], &remote)
     })
 }
@@ -61,7 +61,7 @@ fn pid_of(process: &Process) -> Pid {
     Pid::from_raw(process.pid())
 }
 
-fn transfer(
+fn transfer_in_steps(
     process: &Process,
     what: &'static str,
     at: HostVirt,
@@ -75,12 +75,12 @@ fn transfer(
         if !process.is_alive() {
             return Err(ProcessError::Gone { pid: process.pid() });
         }
-        let base = at.plus(done as u64).0 as usize;
+        let base = at.offset_by(done as u64).0 as usize;
         match step([RemoteIoVec { base, len: len - done }], done) {
-            Ok(0) => return Err(process.error(what, Errno::EFAULT)),
+            Ok(0) => return Err(process.operation_error(what, Errno::EFAULT)),
             Ok(bytes) => done += bytes,
             Err(Errno::EINTR) => {}
-            Err(errno) => return Err(process.error(what, errno)),
+            Err(errno) => return Err(process.operation_error(what, errno)),
         }
     }
     Ok(())

@@ -22,7 +22,7 @@
 use std::sync::mpsc::{Receiver, SyncSender, sync_channel};
 use std::thread::JoinHandle;
 
-use firn_types::Tid;
+use firn_types::ThreadId;
 use nix::errno::Errno;
 use nix::libc::SYS_userfaultfd;
 use thiserror::Error;
@@ -89,14 +89,14 @@ pub enum TraceError {
     /// There is no room for the instructions.
     #[error(
         "process {pid} has no room behind its code for the few instructions that lead a borrowed thread back: neither its \
-         vDSO nor any library ends with {} unused bytes", stub::code().len()
+         vDSO nor any library ends with {} unused bytes", stub::stub_code().len()
     )]
     NoRoom {
         /// The process.
         pid: i32,
     },
     /// The injected call itself failed.
-    #[error("system call {number} in process {pid} failed{}", hint(*.number, *.source))]
+    #[error("system call {number} in process {pid} failed{}", failure_hint(*.number, *.source))]
     Call {
         /// The process.
         pid: i32,
@@ -111,7 +111,7 @@ pub enum TraceError {
         /// The process.
         pid: i32,
         /// The thread.
-        tid: Tid,
+        tid: ThreadId,
         /// The request.
         what: &'static str,
         /// The error of the kernel.
@@ -120,7 +120,7 @@ pub enum TraceError {
 }
 
 /// Advice for the user if a call is refused to the hypervisor.
-fn hint(number: i64, errno: Errno) -> &'static str {
+fn failure_hint(number: i64, errno: Errno) -> &'static str {
     match (number == SYS_userfaultfd, errno) {
         (true, Errno::EPERM) => {
             ": the hypervisor's own user needs the right to it: run Firn as root (it then passes /dev/userfaultfd on), or \
@@ -141,14 +141,14 @@ fn hint(number: i64, errno: Errno) -> &'static str {
 #[derive(Debug)]
 pub struct Tracee<'p> {
     process: &'p Process,
-    tid: Tid,
-    calls: Option<SyncSender<Call>>,
+    tid: ThreadId,
+    calls: Option<SyncSender<InjectedCall>>,
     results: Receiver<Result<u64, TraceError>>,
     tracer: Option<JoinHandle<()>>,
 }
 
 #[derive(Clone, Copy, Debug)]
-struct Call {
+struct InjectedCall {
     number: i64,
     arguments: [u64; 6],
 }
@@ -159,8 +159,8 @@ impl<'p> Tracee<'p> {
     ///
     /// # Errors
     /// If the process is gone or may not be traced, or no thread can be stopped.
-    pub fn seize(process: &'p Process, avoid: &[Tid]) -> Result<Self, TraceError> {
-        let threads = choose::candidates(process, avoid)?;
+    pub fn seize(process: &'p Process, avoid: &[ThreadId]) -> Result<Self, TraceError> {
+        let threads = choose::rank_threads(process, avoid)?;
         for &tid in &threads {
             if let Some(tracee) = Self::try_seize(process, tid)? {
                 return Ok(tracee);
@@ -173,19 +173,19 @@ impl<'p> Tracee<'p> {
     }
 
     /// Stops this thread; `None` if it cannot be stopped or has just ended.
-    fn try_seize(process: &'p Process, tid: Tid) -> Result<Option<Self>, TraceError> {
+    fn try_seize(process: &'p Process, tid: ThreadId) -> Result<Option<Self>, TraceError> {
         if choose::has_shadow_stack(process, tid) {
             return Err(TraceError::ShadowStack { pid: process.pid() });
         }
         let (ready, readiness) = sync_channel(1);
         let (calls, requests) = sync_channel(1);
         let (answers, results) = sync_channel(1);
-        let filter = filter::of_thread(process, tid);
-        let target = inject::Target { pid: process.pid(), tid, filter };
+        let filter = filter::filter_of_thread(process, tid);
+        let target = inject::TargetThread { pid: process.pid(), tid, filter };
         let tracer = std::thread::Builder::new()
             .name("firn-ptrace".into())
-            .spawn(move || serve(&target, &ready, &requests, &answers))
-            .map_err(|error| process.error("starting a tracer thread", error))?;
+            .spawn(move || serve_calls(&target, &ready, &requests, &answers))
+            .map_err(|error| process.operation_error("starting a tracer thread", error))?;
         let tracee = Self { process, tid, calls: Some(calls), results, tracer: Some(tracer) };
         // A tracer that ends without a message has given up on the thread.
         match readiness.recv() {
@@ -201,7 +201,7 @@ impl<'p> Tracee<'p> {
     }
 
     /// The thread that is stopped.
-    pub fn tid(&self) -> Tid {
+    pub fn tid(&self) -> ThreadId {
         self.tid
     }
 
@@ -214,7 +214,7 @@ impl<'p> Tracee<'p> {
     pub fn syscall(&mut self, number: i64, arguments: [u64; 6]) -> Result<u64, TraceError> {
         let gone = || ProcessError::Gone { pid: self.process.pid() };
         let calls = self.calls.as_ref().ok_or_else(gone)?;
-        calls.send(Call { number, arguments }).map_err(|_| gone())?;
+        calls.send(InjectedCall { number, arguments }).map_err(|_| gone())?;
         self.results.recv().map_err(|_| gone())?
     }
 }
@@ -230,13 +230,13 @@ impl Drop for Tracee<'_> {
 }
 
 /// The main function of a tracer thread.
-fn serve(
-    target: &inject::Target,
+fn serve_calls(
+    target: &inject::TargetThread,
     ready: &SyncSender<Result<(), TraceError>>,
-    requests: &Receiver<Call>,
+    requests: &Receiver<InjectedCall>,
     answers: &SyncSender<Result<u64, TraceError>>,
 ) {
-    let mut stopped = match inject::Stopped::new(target) {
+    let mut stopped = match inject::StoppedThread::new(target) {
         Ok(Some(stopped)) => stopped,
         Ok(None) => return,
         Err(error) => {
@@ -248,7 +248,7 @@ fn serve(
         return stopped.release();
     }
     while let Ok(call) = requests.recv() {
-        if answers.send(stopped.call(&call)).is_err() {
+        if answers.send(stopped.run_call(&call)).is_err() {
             break;
         }
     }

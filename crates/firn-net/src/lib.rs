@@ -46,9 +46,9 @@
 
 #![forbid(unsafe_code)]
 
-pub mod gate;
-pub mod joined;
+pub mod cluster_output;
 pub mod lease;
+pub mod output_buffer;
+mod output_policy;
 pub mod port;
 pub mod uplink;
-mod way;

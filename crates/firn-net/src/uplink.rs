@@ -14,7 +14,7 @@ use std::os::fd::{AsFd, BorrowedFd};
 use std::os::unix::net::UnixStream;
 use std::path::Path;
 
-use firn_cluster::switch::{Decoder, head};
+use firn_cluster::switch::{FrameDecoder, length_prefix};
 use rustix::net::{AddressFamily, SocketAddrUnix, SocketFlags, SocketType, connect, socket_with};
 
 /// The number of bytes read at a time.
@@ -22,9 +22,9 @@ const READ_BYTES: usize = 64 << 10;
 
 /// A connection to the outside.
 #[derive(Debug)]
-pub struct Uplink {
+pub struct UplinkStream {
     stream: UnixStream,
-    decoder: Decoder,
+    decoder: FrameDecoder,
     /// The frame that is being written, behind its length.
     leaving: Vec<u8>,
     /// How many bytes of it are written.
@@ -32,7 +32,7 @@ pub struct Uplink {
     buffer: Vec<u8>,
 }
 
-impl Uplink {
+impl UplinkStream {
     /// Connects to the process that listens at `path`, without waiting.
     ///
     /// # Errors
@@ -43,7 +43,7 @@ impl Uplink {
         connect(&socket, &SocketAddrUnix::new(path)?)?;
         Ok(Self {
             stream: socket.into(),
-            decoder: Decoder::new(),
+            decoder: FrameDecoder::new(),
             leaving: Vec::new(),
             written: 0,
             buffer: vec![0; READ_BYTES],
@@ -56,8 +56,8 @@ impl Uplink {
     }
 
     /// Takes a frame, if it is free. A frame that is too long is dropped.
-    pub fn give(&mut self, frame: &[u8]) {
-        if let (true, Some(head)) = (self.is_free(), head(frame)) {
+    pub fn queue_frame(&mut self, frame: &[u8]) {
+        if let (true, Some(head)) = (self.is_free(), length_prefix(frame)) {
             self.leaving.extend_from_slice(&head);
             self.leaving.extend_from_slice(frame);
         }
@@ -67,7 +67,7 @@ impl Uplink {
     ///
     /// # Errors
     /// If the connection has ended.
-    pub fn write(&mut self) -> io::Result<bool> {
+    pub fn write_pending(&mut self) -> io::Result<bool> {
         while self.written < self.leaving.len() {
             match self.stream.write(&self.leaving[self.written..]) {
                 Ok(0) => return Err(ErrorKind::WriteZero.into()),
@@ -86,12 +86,12 @@ impl Uplink {
     ///
     /// # Errors
     /// If the connection has ended, or the received bytes are invalid.
-    pub fn read(&mut self, frames: &mut VecDeque<Vec<u8>>) -> io::Result<()> {
+    pub fn read_frames(&mut self, frames: &mut VecDeque<Vec<u8>>) -> io::Result<()> {
         match self.stream.read(&mut self.buffer) {
             Ok(0) => Err(ErrorKind::UnexpectedEof.into()),
             Ok(bytes) => self
                 .decoder
-                .push(&self.buffer[..bytes], |frame| frames.push_back(frame.to_vec()))
+                .push_bytes(&self.buffer[..bytes], |frame| frames.push_back(frame.to_vec()))
                 .map_err(io::Error::other),
             Err(error)
                 if matches!(error.kind(), ErrorKind::WouldBlock | ErrorKind::Interrupted) =>
@@ -103,7 +103,7 @@ impl Uplink {
     }
 }
 
-impl AsFd for Uplink {
+impl AsFd for UplinkStream {
     fn as_fd(&self) -> BorrowedFd<'_> {
         self.stream.as_fd()
     }

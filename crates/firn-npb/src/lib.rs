@@ -15,11 +15,11 @@ mod random;
 
 use std::str::FromStr;
 
-pub use peers::{Alone, Peers, PeersError, Talk};
+pub use peers::{Communicator, PeerGroup, PeersError, SingleProcess};
 
 /// The size of a problem.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Class {
+pub enum ProblemClass {
     /// Sample.
     S,
     /// Workstation.
@@ -33,7 +33,7 @@ pub enum Class {
 #[error("no class is called {0:?}; there are S, W and A")]
 pub struct UnknownClass(String);
 
-impl FromStr for Class {
+impl FromStr for ProblemClass {
     type Err = UnknownClass;
 
     fn from_str(name: &str) -> Result<Self, UnknownClass> {
@@ -47,7 +47,7 @@ impl FromStr for Class {
 }
 
 /// The range of `total` items that process `rank` of `size` processes has.
-fn part(total: u64, rank: usize, size: usize) -> std::ops::Range<u64> {
+fn part_of_rank(total: u64, rank: usize, size: usize) -> std::ops::Range<u64> {
     let at = |rank: usize| total * rank as u64 / size as u64;
     at(rank)..at(rank + 1)
 }

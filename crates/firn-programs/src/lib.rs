@@ -23,7 +23,7 @@ pub const STEPS: usize = 50;
 
 /// A variant of sessions: a tracker and its options.
 #[derive(Clone, Copy)]
-pub struct Variant<'a> {
+pub struct SessionVariant<'a> {
     /// Whether its sessions can abort.
     pub undo: bool,
     /// Opens a session.
@@ -32,7 +32,7 @@ pub struct Variant<'a> {
 
 /// The extent of a test run.
 #[derive(Clone, Copy, Debug)]
-pub struct Extent {
+pub struct TestExtent {
     /// The seed of all random choices.
     pub seed: u64,
     /// The count of random programs, of [`STEPS`] transactions each.
@@ -41,14 +41,14 @@ pub struct Extent {
     pub operations: usize,
 }
 
-impl Extent {
+impl TestExtent {
     /// 10,000 transactions in all.
     pub fn new(seed: u64) -> Self {
         Self { seed, programs: 140, operations: 235 }
     }
 
     /// The total count of transactions.
-    pub fn transactions(self) -> usize {
+    pub fn transaction_count(self) -> usize {
         self.programs * STEPS + self.operations * firn_structures::ALL.len()
     }
 }
@@ -58,14 +58,14 @@ impl Extent {
 /// # Panics
 /// If memory or the committed image ever differs from its expected content, or a session does not
 /// work.
-pub fn run_all(variants: &[Variant<'_>], extent: Extent) {
+pub fn run_all(variants: &[SessionVariant<'_>], extent: TestExtent) {
     let mut seed = [7; 32];
     seed[..8].copy_from_slice(&extent.seed.to_le_bytes());
     let rng = TestRng::from_seed(RngAlgorithm::ChaCha, &seed);
     let mut runner = TestRunner::new_with_rng(Config::default(), rng);
     for number in 0..extent.programs {
-        let program = program::programs(STEPS).new_tree(&mut runner).unwrap().current();
-        running::run(variants[number % variants.len()], &program);
+        let program = program::program_strategy(STEPS).new_tree(&mut runner).unwrap().current();
+        running::run_program(variants[number % variants.len()], &program);
     }
-    structures::run(variants, extent.operations);
+    structures::run_structures(variants, extent.operations);
 }

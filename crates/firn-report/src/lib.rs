@@ -13,5 +13,5 @@ mod page;
 pub mod plot;
 mod run;
 
-pub use page::html;
-pub use run::{Facts, Run, RunError, waits};
+pub use page::render_page;
+pub use run::{ReportedRun, RunError, RunFacts, vcpu_waits};

@@ -26,14 +26,14 @@ use serde::{Deserialize, Serialize};
 const VERSION: u32 = 1;
 
 /// The minimum number of restores for which a new block is expected.
-const FIRST: u8 = 2;
+const FIRST_TERM_MIN: u8 = 2;
 
 /// Up to this many more restores, less one: blocks that were learned together are not all left out
 /// together.
-const SPREAD: u8 = 4;
+const FIRST_TERM_SPREAD: u8 = 4;
 
 /// Maximum number of restores for which a block is expected.
-const LONGEST: u8 = 64;
+const TERM_MAX: u8 = 64;
 
 /// Maximum number of blocks that are remembered.
 pub const LEARNED_MAX: usize = 16_384;
@@ -41,7 +41,7 @@ pub const LEARNED_MAX: usize = 16_384;
 /// The state of one block, written `[block, term, left]`.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(into = "(u32, u8, u8)", from = "(u32, u8, u8)")]
-struct Lesson {
+struct LearnedBlock {
     block: Block,
     /// The number of consecutive restores for which it is expected.
     term: u8,
@@ -49,13 +49,13 @@ struct Lesson {
     left: u8,
 }
 
-impl From<Lesson> for (u32, u8, u8) {
-    fn from(Lesson { block, term, left }: Lesson) -> Self {
+impl From<LearnedBlock> for (u32, u8, u8) {
+    fn from(LearnedBlock { block, term, left }: LearnedBlock) -> Self {
         (block.0, term, left)
     }
 }
 
-impl From<(u32, u8, u8)> for Lesson {
+impl From<(u32, u8, u8)> for LearnedBlock {
     fn from((block, term, left): (u32, u8, u8)) -> Self {
         Self { block: Block(block), term, left }
     }
@@ -63,14 +63,14 @@ impl From<(u32, u8, u8)> for Lesson {
 
 /// The learned blocks of one image.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
-pub struct Learned {
+pub struct LearnedBlocks {
     version: u32,
     /// The image's identity: an image that is written to the same file later is another one.
     image: String,
-    blocks: Vec<Lesson>,
+    blocks: Vec<LearnedBlock>,
 }
 
-impl Learned {
+impl LearnedBlocks {
     /// No blocks yet.
     pub fn new(image: &str) -> Self {
         Self { version: VERSION, image: image.to_owned(), blocks: Vec::new() }
@@ -83,7 +83,7 @@ impl Learned {
 
     /// The blocks that the next restore is expected to need, in the order in which they were first
     /// read on demand.
-    pub fn expected(&self) -> Vec<Block> {
+    pub fn expected_blocks(&self) -> Vec<Block> {
         self.blocks.iter().filter(|it| it.left > 0).map(|it| it.block).collect()
     }
 
@@ -99,15 +99,15 @@ impl Learned {
 
     /// Updates the blocks after a restore that used [`Self::expected_blocks`]: `asked` are the
     /// blocks that its guest waited for, beside the image's working set, in order.
-    pub fn renew(&mut self, asked: &[Block]) {
+    pub fn learn_from(&mut self, asked: &[Block]) {
         let mut new: HashSet<Block> = asked.iter().copied().collect();
-        self.blocks.retain_mut(|lesson| lesson.is_kept(new.remove(&lesson.block)));
+        self.blocks.retain_mut(|lesson| lesson.update_term(new.remove(&lesson.block)));
         let first = asked.iter().filter(|block| new.remove(block));
-        self.blocks.extend(first.map(|&block| Lesson::new(block)));
-        self.forget_the_least();
+        self.blocks.extend(first.map(|&block| LearnedBlock::new(block)));
+        self.drop_shortest_terms();
     }
 
-    fn forget_the_least(&mut self) {
+    fn drop_shortest_terms(&mut self) {
         if self.blocks.len() > LEARNED_MAX {
             let mut by_term = self.blocks.clone();
             by_term.sort_by_key(|lesson| std::cmp::Reverse(lesson.term));
@@ -117,17 +117,18 @@ impl Learned {
     }
 }
 
-impl Lesson {
+impl LearnedBlock {
     fn new(block: Block) -> Self {
-        let term = FIRST + (block.0.wrapping_mul(0x9e37_79b1) >> 16) as u8 % SPREAD;
+        let term =
+            FIRST_TERM_MIN + (block.0.wrapping_mul(0x9e37_79b1) >> 16) as u8 % FIRST_TERM_SPREAD;
         Self { block, term, left: term }
     }
 
     /// Updates the block after one more restore. Returns whether it stays.
-    fn is_kept(&mut self, was_asked_for: bool) -> bool {
+    fn update_term(&mut self, was_asked_for: bool) -> bool {
         match (was_asked_for, self.left) {
             (true, 0) => {
-                self.term = self.term.saturating_mul(2).min(LONGEST);
+                self.term = self.term.saturating_mul(2).min(TERM_MAX);
                 self.left = self.term;
             }
             (true, _) => self.left = self.term,
@@ -144,20 +145,20 @@ mod tests {
     use proptest::prelude::*;
 
     /// The blocks that the guest waits for if it uses these and expected blocks are there in time.
-    fn asked(learned: &Learned, used: &[u32]) -> Vec<Block> {
-        let expected = learned.expected();
+    fn asked(learned: &LearnedBlocks, used: &[u32]) -> Vec<Block> {
+        let expected = learned.expected_blocks();
         used.iter().copied().map(Block).filter(|block| !expected.contains(block)).collect()
     }
 
     #[test]
     fn what_is_always_used_is_hardly_ever_missed() {
-        let mut learned = Learned::new("a");
+        let mut learned = LearnedBlocks::new("a");
         let used: Vec<u32> = (100..200).collect();
         let mut missed = 0;
         for restore in 0..1000 {
             let asked = asked(&learned, &used);
             missed += if restore < 300 { 0 } else { asked.len() };
-            learned.renew(&asked);
+            learned.learn_from(&asked);
         }
         assert!(missed <= 100 * 700 / 60, "{missed}");
         assert_eq!(learned.len(), 100);
@@ -165,12 +166,12 @@ mod tests {
 
     #[test]
     fn blocks_learned_together_are_not_left_out_together() {
-        let mut learned = Learned::new("a");
+        let mut learned = LearnedBlocks::new("a");
         let used: Vec<u32> = (0..1000).collect();
-        learned.renew(&asked(&learned, &used));
+        learned.learn_from(&asked(&learned, &used));
         let most = (0..8).map(|_| {
             let asked = asked(&learned, &used);
-            learned.renew(&asked);
+            learned.learn_from(&asked);
             asked.len()
         });
         assert!(most.max().unwrap() < 500);
@@ -178,24 +179,24 @@ mod tests {
 
     #[test]
     fn what_came_too_late_starts_anew() {
-        let mut learned = Learned::new("a");
+        let mut learned = LearnedBlocks::new("a");
         for _ in 0..20 {
-            learned.renew(&[Block(7)]);
-            assert_eq!(learned.expected(), [Block(7)]);
+            learned.learn_from(&[Block(7)]);
+            assert_eq!(learned.expected_blocks(), [Block(7)]);
         }
     }
 
     #[test]
     fn those_that_proved_themselves_stay() {
-        let mut learned = Learned::new("a");
+        let mut learned = LearnedBlocks::new("a");
         let old: Vec<Block> = (0..100).map(Block).collect();
         // Until every one of them has been left out once, and read on demand again.
         (0..12).for_each(|_| {
             let asked = asked(&learned, &(0..100).collect::<Vec<_>>());
-            learned.renew(&asked);
+            learned.learn_from(&asked);
         });
         let many: Vec<Block> = (1000..1000 + LEARNED_MAX as u32).map(Block).collect();
-        learned.renew(&many);
+        learned.learn_from(&many);
         assert_eq!(learned.len(), LEARNED_MAX);
         let known: HashSet<Block> = learned.blocks.iter().map(|it| it.block).collect();
         assert!(old.iter().all(|block| known.contains(block)));
@@ -203,11 +204,11 @@ mod tests {
 
     #[test]
     fn it_is_written_in_few_words() {
-        let mut learned = Learned::new("0f");
-        learned.renew(&[Block(3), Block(9)]);
+        let mut learned = LearnedBlocks::new("0f");
+        learned.learn_from(&[Block(3), Block(9)]);
         let text = serde_json::to_string(&learned).unwrap();
         assert!(text.starts_with(r#"{"version":1,"image":"0f","blocks":[[3,"#), "{text}");
-        assert_eq!(serde_json::from_str::<Learned>(&text).unwrap(), learned);
+        assert_eq!(serde_json::from_str::<LearnedBlocks>(&text).unwrap(), learned);
         assert!(learned.is_about("0f") && !learned.is_about("0e"));
     }
 
@@ -216,12 +217,12 @@ mod tests {
         fn what_is_not_used_any_more_is_forgotten(
             past in prop::collection::vec(prop::collection::vec(0u32..50, 0..20), 0..40),
         ) {
-            let mut learned = Learned::new("a");
+            let mut learned = LearnedBlocks::new("a");
             for used in &past {
                 let asked = asked(&learned, used);
-                learned.renew(&asked);
+                learned.learn_from(&asked);
             }
-            (0..=u32::from(LONGEST)).for_each(|_| learned.renew(&[]));
+            (0..=u32::from(TERM_MAX)).for_each(|_| learned.learn_from(&[]));
             prop_assert!(learned.is_empty());
         }
 
@@ -229,10 +230,10 @@ mod tests {
         fn no_block_is_listed_twice(
             past in prop::collection::vec(prop::collection::vec(0u32..20, 0..30), 0..20),
         ) {
-            let mut learned = Learned::new("a");
+            let mut learned = LearnedBlocks::new("a");
             for asked in past {
                 let asked: Vec<Block> = asked.into_iter().map(Block).collect();
-                learned.renew(&asked);
+                learned.learn_from(&asked);
                 let mut known: Vec<u32> = learned.blocks.iter().map(|it| it.block.0).collect();
                 known.sort_unstable();
                 prop_assert!(known.is_sorted_by(|a, b| a < b));

@@ -37,18 +37,17 @@
 
 #![forbid(unsafe_code)]
 
-mod bytes;
-mod crew;
 mod eager;
 mod error;
 mod failures;
 mod gate;
 mod handler;
-mod hands;
+mod helper_threads;
+mod image_bytes;
 mod inbox;
+mod installer;
 mod learned;
 mod options;
-mod pool;
 mod prefill;
 mod presence;
 mod record;
@@ -57,17 +56,18 @@ pub mod server;
 mod shared;
 mod storage;
 mod storage_reads;
+mod thread_group;
 
 pub use eager::fill_all;
 pub use error::RestoreError;
-pub use failures::Outage;
-pub use learned::{LEARNED_MAX, Learned};
-pub use options::{Fill, Mode, ModeError, OnError, OnErrorError, RestoreOptions};
-pub use prefill::{Prefill, Prefilled};
-pub use presence::Presence;
+pub use failures::MemoryOutage;
+pub use learned::{LEARNED_MAX, LearnedBlocks};
+pub use options::{BackgroundFill, ModeError, OnError, OnErrorError, RestoreMode, RestoreOptions};
+pub use prefill::{PrefillThreads, PrefilledMemory};
+pub use presence::PresenceFile;
 pub use record::{
-    Answered, FAULTS_MAX, FaultRecord, READS_MAX, RUN_RECORD_VERSION, ReadFor, ReadRecord,
+    AnswerKind, FAULTS_MAX, FaultRecord, READS_MAX, RUN_RECORD_VERSION, ReadRecord, RecordedReason,
     RunCounts, RunRecord, VcpuThread,
 };
-pub use restore::{Progress, Restore, Stopped};
+pub use restore::{MemoryProgress, RunningRestore, StoppedRestore};
 pub use shared::OnFatal;

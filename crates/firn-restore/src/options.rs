@@ -5,16 +5,16 @@ use std::str::FromStr;
 use std::time::{Duration, Instant};
 
 use firn_image::Image;
-use firn_types::{Block, Tid, VcpuId};
+use firn_types::{Block, ThreadId, VcpuId};
 use serde::{Deserialize, Serialize};
 use thiserror::Error;
 
-use crate::server::{Rules, is_complete, missed};
+use crate::server::{PageServerRules, expected_misses, is_complete};
 
 /// The order in which memory is restored.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash, Serialize, Deserialize)]
 #[serde(rename_all = "kebab-case")]
-pub enum Mode {
+pub enum RestoreMode {
     /// All of it before the guest runs.
     Eager,
     /// One memory block per fault, the others in the background in physical order: the baseline
@@ -37,7 +37,7 @@ pub enum Mode {
     Auto,
 }
 
-impl Mode {
+impl RestoreMode {
     const NAMES: [(Self, &'static str); 5] = [
         (Self::Auto, "auto"),
         (Self::Eager, "eager"),
@@ -47,7 +47,7 @@ impl Mode {
     ];
 }
 
-impl fmt::Display for Mode {
+impl fmt::Display for RestoreMode {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         let name = Self::NAMES.iter().find(|(mode, _)| mode == self).map_or("", |(_, name)| name);
         f.write_str(name)
@@ -59,7 +59,7 @@ impl fmt::Display for Mode {
 #[error("{0:?} is no restore mode; they are auto, eager, lazy, locality and working-set")]
 pub struct ModeError(String);
 
-impl FromStr for Mode {
+impl FromStr for RestoreMode {
     type Err = ModeError;
 
     fn from_str(word: &str) -> Result<Self, ModeError> {
@@ -71,7 +71,7 @@ impl FromStr for Mode {
 /// What is read without the guest waiting for it.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "kebab-case")]
-pub enum Fill {
+pub enum BackgroundFill {
     /// Everything, when there are no faults.
     #[default]
     Quiet,
@@ -125,7 +125,7 @@ const AWAITED_BYTES_MAX: u64 = 256 << 20;
 #[derive(Clone, Debug)]
 pub struct RestoreOptions {
     /// The order in which memory is restored.
-    pub mode: Mode,
+    pub mode: RestoreMode,
     /// What happens to a VM whose guest may run and whose memory can't be read. Before that, a
     /// restore fails.
     pub on_error: OnError,
@@ -138,12 +138,12 @@ pub struct RestoreOptions {
     pub readers: usize,
     /// The latency of the image's storage that earlier restores found
     /// ([`crate::RunningRestore::found_latency`]), if it is high.
-    pub way: Option<Duration>,
+    pub known_latency: Option<Duration>,
     /// The share of the working set that was found in the last eighth of the time in which the
     /// guest was traced, if it was.
     pub found_late: Option<f64>,
     /// What is read without the guest waiting for it.
-    pub fill: Fill,
+    pub fill: BackgroundFill,
     /// Maximum number of bytes of the image held in memory, besides what is being read.
     pub held_bytes_max: u64,
     /// Count which prefetched pages the guest touches later (Halite, section 8.1.2; Zhang et al.,
@@ -154,20 +154,20 @@ pub struct RestoreOptions {
     /// When the user requested the restore: the zero of all times in the run record.
     pub since: Instant,
     /// Which thread runs which vCPU, for the run record.
-    pub vcpus: Vec<(Tid, VcpuId)>,
+    pub vcpus: Vec<(ThreadId, VcpuId)>,
 }
 
 impl Default for RestoreOptions {
     fn default() -> Self {
         Self {
-            mode: Mode::default(),
+            mode: RestoreMode::default(),
             on_error: OnError::default(),
             also_expected: Vec::new(),
             workers: 2,
             readers: 4,
-            way: None,
+            known_latency: None,
             found_late: None,
-            fill: Fill::default(),
+            fill: BackgroundFill::default(),
             held_bytes_max: 16 << 20,
             account_use: false,
             since: Instant::now(),
@@ -184,61 +184,61 @@ const RUN_BYTES_MAX: u32 = 960 << 10;
 
 impl RestoreOptions {
     /// The options with this mode and defaults otherwise.
-    pub fn new(mode: Mode) -> Self {
+    pub fn new(mode: RestoreMode) -> Self {
         Self { mode, ..Self::default() }
     }
 
     /// Maximum number of read units of `unit_bytes` in one background read.
     pub(crate) fn run_max(&self, unit_bytes: u32) -> u32 {
         match self.mode {
-            Mode::Lazy => 1,
+            RestoreMode::Lazy => 1,
             _ => (RUN_BYTES_MAX / unit_bytes.max(1)).max(1),
         }
     }
 
     /// Whether the restore adapts to the storage.
-    pub(crate) fn adapts(&self) -> bool {
-        matches!(self.mode, Mode::Auto | Mode::WorkingSet)
+    pub(crate) fn adapts_to_storage(&self) -> bool {
+        matches!(self.mode, RestoreMode::Auto | RestoreMode::WorkingSet)
     }
 
     /// Whether prefetching may read everything.
     pub(crate) fn may_read_all(&self) -> bool {
-        self.mode == Mode::Auto && self.fill == Fill::Quiet && !self.account_use
+        self.mode == RestoreMode::Auto && self.fill == BackgroundFill::Quiet && !self.account_use
     }
 
     /// The memory blocks that are expected to be used, in the order in which they are wanted.
-    pub(crate) fn expected(&self, image: &Image) -> Vec<Block> {
+    pub(crate) fn expected_blocks(&self, image: &Image) -> Vec<Block> {
         image.working_set().iter().chain(&self.also_expected).copied().collect()
     }
 
     /// How many units the guest is expected to request beside the working set.
-    pub(crate) fn missed(&self) -> u32 {
-        missed(self.found_late)
+    pub(crate) fn expected_misses(&self) -> u32 {
+        expected_misses(self.found_late)
     }
 
     /// Whether the guest gains if it does not run before its expected `units` units are installed,
     /// though storage has low latency: a guest that uses the same pages again and again would wait
     /// for each of them.
-    pub(crate) fn guest_waits(&self, units: usize, unit_bytes: u32) -> bool {
+    pub(crate) fn must_guest_wait(&self, units: usize, unit_bytes: u32) -> bool {
         let bytes = units as u64 * u64::from(unit_bytes);
-        self.mode == Mode::Auto && is_complete(self.found_late) && bytes <= AWAITED_BYTES_MAX
+        self.mode == RestoreMode::Auto && is_complete(self.found_late) && bytes <= AWAITED_BYTES_MAX
     }
 
     /// The page server's limits, for read units of `unit_bytes`.
-    pub(crate) fn rules(&self, unit_bytes: u32) -> Rules {
+    pub(crate) fn server_rules(&self, unit_bytes: u32) -> PageServerRules {
         let held_max = self.held_bytes_max / u64::from(unit_bytes.max(1));
-        Rules {
+        PageServerRules {
             run_max: self.run_max(unit_bytes),
             held_max: u32::try_from(held_max).unwrap_or(u32::MAX).max(1),
-            fill: self.fill == Fill::Quiet,
+            fill: self.fill == BackgroundFill::Quiet,
             account_use: self.account_use,
             unit_bytes,
-            missed: self.missed(),
-            way: self.way.filter(|_| self.adapts()),
-            adapts: self.adapts(),
-            guest_runs: self.mode == Mode::Auto,
+            expected_misses: self.expected_misses(),
+            known_latency: self.known_latency.filter(|_| self.adapts_to_storage()),
+            adapts: self.adapts_to_storage(),
+            guest_runs: self.mode == RestoreMode::Auto,
             may_read_all: self.may_read_all(),
-            ..Rules::default()
+            ..PageServerRules::default()
         }
     }
 }
@@ -249,18 +249,18 @@ mod tests {
 
     #[test]
     fn modes_have_names() {
-        for (mode, name) in Mode::NAMES {
+        for (mode, name) in RestoreMode::NAMES {
             assert_eq!(mode.to_string(), name);
             assert_eq!(name.parse(), Ok(mode));
             assert_eq!(serde_json::to_value(mode).unwrap(), name);
         }
-        assert!("lazily".parse::<Mode>().is_err());
+        assert!("lazily".parse::<RestoreMode>().is_err());
     }
 
     #[test]
     fn lazy_reads_one_block_at_a_time() {
-        let lazy = RestoreOptions { mode: Mode::Lazy, ..RestoreOptions::default() };
-        assert_eq!(lazy.rules(8192).run_max, 1);
-        assert_eq!(RestoreOptions::default().rules(65_536).run_max, 15);
+        let lazy = RestoreOptions { mode: RestoreMode::Lazy, ..RestoreOptions::default() };
+        assert_eq!(lazy.server_rules(8192).run_max, 1);
+        assert_eq!(RestoreOptions::default().server_rules(65_536).run_max, 15);
     }
 }

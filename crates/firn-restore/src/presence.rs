@@ -33,34 +33,34 @@ use rustix::fs::FallocateFlags;
 use rustix::io::Errno;
 
 use crate::error::RestoreError;
-use crate::server::Settled;
+use crate::server::SettledPages;
 
 const MAGIC: &[u8; 8] = b"firnpres";
 const HEADER_BYTES: u64 = 16;
 
 /// The file from which a successor learns which pages are settled.
 #[derive(Debug)]
-pub struct Presence {
+pub struct PresenceFile {
     path: PathBuf,
     file: File,
     pages: u32,
     words: Vec<u64>,
-    scratch: Mutex<Scratch>,
+    scratch: Mutex<WriteBuffers>,
 }
 
 #[derive(Debug, Default)]
-struct Scratch {
+struct WriteBuffers {
     changed: Vec<(u32, u64)>,
     bytes: Vec<u8>,
 }
 
-impl Presence {
+impl PresenceFile {
     /// A new file for a VM with `pages` pages, with nothing settled. Replaces an existing file.
     ///
     /// # Errors
     /// If it can't be made.
     pub fn create(path: &Path, pages: u32) -> Result<Self, RestoreError> {
-        let failed = |source| failed("create", path, source);
+        let failed = |source| presence_error("create", path, source);
         let mut options = OpenOptions::new();
         options.read(true).write(true).create(true).truncate(true).mode(0o600);
         let file = options.open(path).map_err(failed)?;
@@ -74,7 +74,7 @@ impl Presence {
             Err(errno) => return Err(failed(errno.into())),
         }
         file.write_all_at(&header, 0).map_err(failed)?;
-        Ok(Self::with(path, file, pages, Vec::new()))
+        Ok(Self::from_parts(path, file, pages, Vec::new()))
     }
 
     /// The file that a dead Firn process left.
@@ -82,7 +82,7 @@ impl Presence {
     /// # Errors
     /// If it can't be read, or is not of a VM with `pages` pages.
     pub fn open(path: &Path, pages: u32) -> Result<Self, RestoreError> {
-        let failed = |source| failed("read", path, source);
+        let failed = |source| presence_error("read", path, source);
         let file = OpenOptions::new().read(true).write(true).open(path).map_err(failed)?;
         let mut bytes = vec![0; HEADER_BYTES as usize + words_for(pages) * 8];
         let whole = match file.read_exact_at(&mut bytes, 0) {
@@ -93,16 +93,16 @@ impl Presence {
         if !whole || header[..8] != *MAGIC || header[8..] != u64::from(pages).to_le_bytes() {
             return Err(RestoreError::ForeignPresence { path: path.to_owned(), pages });
         }
-        let words = words.chunks_exact(8).map(word).collect();
-        Ok(Self::with(path, file, pages, words))
+        let words = words.chunks_exact(8).map(parse_word).collect();
+        Ok(Self::from_parts(path, file, pages, words))
     }
 
-    fn with(path: &Path, file: File, pages: u32, words: Vec<u64>) -> Self {
+    fn from_parts(path: &Path, file: File, pages: u32, words: Vec<u64>) -> Self {
         Self { path: path.to_owned(), file, pages, words, scratch: Mutex::default() }
     }
 
     /// The number of pages of the VM.
-    pub fn pages(&self) -> u32 {
+    pub fn page_count(&self) -> u32 {
         self.pages
     }
 
@@ -112,13 +112,13 @@ impl Presence {
     }
 
     /// Writes the words that `take` appends: those that changed since the last call.
-    pub(crate) fn write(
+    pub(crate) fn write_words(
         &self,
         take: impl FnOnce(&mut Vec<(u32, u64)>),
     ) -> Result<(), RestoreError> {
         // Locked while writing: words must reach the file in the order in which they changed.
         let mut scratch = self.scratch.lock().unwrap_or_else(PoisonError::into_inner);
-        let Scratch { changed, bytes } = &mut *scratch;
+        let WriteBuffers { changed, bytes } = &mut *scratch;
         // Words of an attempt that failed may be left: those taken now come after them.
         take(changed);
         for run in changed.chunk_by(|(a, _), (b, _)| a + 1 == *b) {
@@ -126,14 +126,14 @@ impl Presence {
             bytes.extend(run.iter().flat_map(|(_, word)| word.to_le_bytes()));
             let offset = HEADER_BYTES + u64::from(run[0].0) * 8;
             let written = self.file.write_all_at(bytes, offset);
-            written.map_err(|source| failed("write", &self.path, source))?;
+            written.map_err(|source| presence_error("write", &self.path, source))?;
         }
         changed.clear();
         Ok(())
     }
 
     /// Takes the changed words of a settled set, for [`Self::write_words`].
-    pub(crate) fn changes(settled: &mut Settled, out: &mut Vec<(u32, u64)>) {
+    pub(crate) fn take_changes(settled: &mut SettledPages, out: &mut Vec<(u32, u64)>) {
         settled.take_changed(out);
     }
 }
@@ -143,11 +143,11 @@ fn words_for(pages: u32) -> usize {
     (pages as usize).next_multiple_of(16).div_ceil(64)
 }
 
-fn word(bytes: &[u8]) -> u64 {
+fn parse_word(bytes: &[u8]) -> u64 {
     bytes.iter().rev().fold(0, |word, &byte| word << 8 | u64::from(byte))
 }
 
-fn failed(step: &'static str, path: &Path, source: io::Error) -> RestoreError {
+fn presence_error(step: &'static str, path: &Path, source: io::Error) -> RestoreError {
     RestoreError::Presence { step, path: path.to_owned(), source }
 }
 
@@ -156,23 +156,23 @@ mod tests {
     use super::*;
     use firn_types::{BlockSize, Page, RegionMap};
 
-    fn settled(pages: u32) -> Settled {
+    fn settled(pages: u32) -> SettledPages {
         let ram = RegionMap::lay_out([("ram", u64::from(pages) * 4096)]).unwrap();
-        Settled::new(&ram, BlockSize::new(16).unwrap())
+        SettledPages::new(&ram, BlockSize::new(16).unwrap())
     }
 
     #[test]
     fn a_successor_reads_what_was_written() {
         let dir = tempfile::tempdir().unwrap();
         let path = dir.path().join("presence");
-        let presence = Presence::create(&path, 1000).unwrap();
+        let presence = PresenceFile::create(&path, 1000).unwrap();
         let mut mine = settled(1000);
         for page in [0, 63, 64, 500, 999] {
             mine.insert(Page(page));
-            presence.write(|out| Presence::changes(&mut mine, out)).unwrap();
+            presence.write_words(|out| PresenceFile::take_changes(&mut mine, out)).unwrap();
         }
         let mut theirs = settled(1000);
-        theirs.merge(Presence::open(&path, 1000).unwrap().words());
+        theirs.merge_words(PresenceFile::open(&path, 1000).unwrap().words());
         assert_eq!(mine.words(), theirs.words());
     }
 
@@ -180,9 +180,9 @@ mod tests {
     fn what_is_of_another_vm_is_refused() {
         let dir = tempfile::tempdir().unwrap();
         let path = dir.path().join("presence");
-        let error = |pages| Presence::open(&path, pages).unwrap_err().to_string();
+        let error = |pages| PresenceFile::open(&path, pages).unwrap_err().to_string();
         assert!(error(1000).starts_with("cannot read"));
-        drop(Presence::create(&path, 1000).unwrap());
+        drop(PresenceFile::create(&path, 1000).unwrap());
         assert!(error(1001).ends_with("of a VM with 1001 pages"));
         std::fs::write(&path, b"firn").unwrap();
         assert!(error(1000).ends_with("of a VM with 1000 pages"));
@@ -193,7 +193,7 @@ mod tests {
         use std::os::unix::fs::PermissionsExt;
         let dir = tempfile::tempdir().unwrap();
         let path = dir.path().join("presence");
-        drop(Presence::create(&path, 10).unwrap());
+        drop(PresenceFile::create(&path, 10).unwrap());
         assert_eq!(path.metadata().unwrap().permissions().mode() & 0o777, 0o600);
     }
 }

@@ -7,12 +7,12 @@
 
 use std::time::Duration;
 
-use firn_types::{Page, Tid, VcpuId};
+use firn_types::{Page, ThreadId, VcpuId};
 use serde::{Deserialize, Serialize};
 
-use crate::inbox::Fault;
-use crate::options::Mode;
-use crate::server::{Counts, Why};
+use crate::inbox::PendingFault;
+use crate::options::RestoreMode;
+use crate::server::{ReadReason, RestoreCounts};
 
 /// The version of [`RunRecord`] that this crate writes.
 pub const RUN_RECORD_VERSION: u32 = 1;
@@ -27,7 +27,7 @@ pub const READS_MAX: usize = 1 << 17;
 const RESERVED: usize = 1 << 14;
 
 /// For how long after they began to run vCPUs count as new.
-const NEW: Duration = Duration::from_secs(1);
+const NEW_GUEST_TIME: Duration = Duration::from_secs(1);
 
 /// The record of one restore.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
@@ -35,7 +35,7 @@ pub struct RunRecord {
     /// [`RUN_RECORD_VERSION`].
     pub version: u32,
     /// The order in which memory was restored.
-    pub mode: Mode,
+    pub mode: RestoreMode,
     /// Pages of RAM.
     pub ram_pages: u32,
     /// Pages that the image stores; all others are zeros.
@@ -75,7 +75,7 @@ pub struct RunRecord {
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct VcpuThread {
     /// Its id.
-    pub tid: Tid,
+    pub tid: ThreadId,
     /// The vCPU.
     pub vcpu: VcpuId,
 }
@@ -83,7 +83,7 @@ pub struct VcpuThread {
 /// How a page fault was answered.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "kebab-case")]
-pub enum Answered {
+pub enum AnswerKind {
     /// With zeros.
     Zero,
     /// The page was installed before the handler processed the fault.
@@ -105,16 +105,16 @@ pub struct FaultRecord {
     pub page: Page,
     /// The thread that waited: of the hypervisor, or of the kernel (KVM's asynchronous page
     /// faults).
-    pub tid: Tid,
+    pub tid: ThreadId,
     /// The time until the answer, in microseconds.
     pub wait_us: u32,
     /// How the fault was answered.
-    pub answered: Answered,
+    pub answered: AnswerKind,
 }
 
 impl FaultRecord {
-    pub(crate) fn new(fault: Fault, now: Duration, answered: Answered) -> Self {
-        let Fault { page, tid, since, .. } = fault;
+    pub(crate) fn new(fault: PendingFault, now: Duration, answered: AnswerKind) -> Self {
+        let PendingFault { page, tid, since, .. } = fault;
         let wait_us = micros(now.saturating_sub(since)) as u32;
         Self { t_us: micros(since), page, tid, wait_us, answered }
     }
@@ -127,7 +127,7 @@ impl FaultRecord {
 /// Why a unit was read.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "kebab-case")]
-pub enum ReadFor {
+pub enum RecordedReason {
     /// The guest waited for it.
     Demand,
     /// It was prefetched.
@@ -148,7 +148,7 @@ pub struct ReadRecord {
     /// Duration, in microseconds.
     pub us: u32,
     /// Why it was read.
-    pub why: ReadFor,
+    pub why: RecordedReason,
 }
 
 /// Sums over a restore. Each page is counted once, when it is installed.
@@ -192,7 +192,7 @@ pub struct RunCounts {
 }
 
 impl RunCounts {
-    pub(crate) fn new(counts: &Counts, account_use: bool) -> Self {
+    pub(crate) fn new(counts: &RestoreCounts, account_use: bool) -> Self {
         Self {
             faults: counts.faults,
             zero_faults: counts.zero_faults,
@@ -220,34 +220,34 @@ impl RunCounts {
     }
 }
 
-impl From<Why> for ReadFor {
-    fn from(why: Why) -> Self {
+impl From<ReadReason> for RecordedReason {
+    fn from(why: ReadReason) -> Self {
         match why {
-            Why::Demand => Self::Demand,
-            Why::Ahead => Self::Ahead,
-            Why::Fill => Self::Fill,
+            ReadReason::Demand => Self::Demand,
+            ReadReason::Ahead => Self::Ahead,
+            ReadReason::Fill => Self::Fill,
         }
     }
 }
 
 /// Collects the events of a restore.
 #[derive(Debug)]
-pub(crate) struct Recorder {
+pub(crate) struct RunRecorder {
     faults: Vec<FaultRecord>,
     faults_left_out: u64,
     reads: Vec<ReadRecord>,
     reads_left_out: u64,
-    waiting: Vec<Fault>,
-    vcpus: Vec<Tid>,
+    waiting: Vec<PendingFault>,
+    vcpus: Vec<ThreadId>,
     waited: Duration,
     prefilled: Option<Duration>,
     resumed: Option<Duration>,
     finished: Option<Duration>,
 }
 
-impl Recorder {
+impl RunRecorder {
     /// A recorder for a VM with these vCPU threads.
-    pub(crate) fn new(vcpus: Vec<Tid>) -> Self {
+    pub(crate) fn new(vcpus: Vec<ThreadId>) -> Self {
         Self {
             vcpus,
             waited: Duration::ZERO,
@@ -263,7 +263,7 @@ impl Recorder {
     }
 
     /// A fault was answered.
-    pub(crate) fn fault(&mut self, fault: FaultRecord) {
+    pub(crate) fn record_fault(&mut self, fault: FaultRecord) {
         if self.vcpus.contains(&fault.tid) {
             self.waited += Duration::from_micros(fault.wait_us.into());
         }
@@ -274,17 +274,17 @@ impl Recorder {
     }
 
     /// The answer to a fault waits for storage.
-    pub(crate) fn waits(&mut self, fault: Fault) {
+    pub(crate) fn record_waiting(&mut self, fault: PendingFault) {
         self.waiting.push(fault);
     }
 
     /// Records the waiting faults whose pages are settled now (`is_settled`) as answered.
-    pub(crate) fn settle(&mut self, now: Duration, is_settled: impl Fn(Page) -> bool) {
+    pub(crate) fn record_settled(&mut self, now: Duration, is_settled: impl Fn(Page) -> bool) {
         let mut at = 0;
         while at < self.waiting.len() {
             if is_settled(self.waiting[at].page) {
                 let fault = self.waiting.swap_remove(at);
-                self.fault(FaultRecord::new(fault, now, Answered::Storage));
+                self.record_fault(FaultRecord::new(fault, now, AnswerKind::Storage));
             } else {
                 at += 1;
             }
@@ -292,7 +292,7 @@ impl Recorder {
     }
 
     /// The time that vCPUs have waited for pages that they have by now, summed over them.
-    pub(crate) fn waited(&self) -> Duration {
+    pub(crate) fn total_wait(&self) -> Duration {
         self.waited
     }
 
@@ -301,7 +301,13 @@ impl Recorder {
     }
 
     /// A read from storage has ended.
-    pub(crate) fn read(&mut self, began: Duration, now: Duration, place: (u64, u32), why: Why) {
+    pub(crate) fn record_read(
+        &mut self,
+        began: Duration,
+        now: Duration,
+        place: (u64, u32),
+        why: ReadReason,
+    ) {
         if self.reads.len() >= READS_MAX {
             self.reads_left_out += 1;
             return;
@@ -311,25 +317,25 @@ impl Recorder {
         self.reads.push(ReadRecord { t_us: micros(began), offset, len, us, why: why.into() });
     }
 
-    pub(crate) fn prefilled(&mut self, now: Duration) {
+    pub(crate) fn record_prefill(&mut self, now: Duration) {
         self.prefilled = Some(now);
     }
 
-    pub(crate) fn resumed(&mut self, now: Duration) {
+    pub(crate) fn record_resume(&mut self, now: Duration) {
         self.resumed = Some(now);
     }
 
     /// Whether the vCPUs have only just begun to run.
     pub(crate) fn is_new(&self, now: Duration) -> bool {
-        self.resumed.is_some_and(|resumed| now.saturating_sub(resumed) < NEW)
+        self.resumed.is_some_and(|resumed| now.saturating_sub(resumed) < NEW_GUEST_TIME)
     }
 
-    pub(crate) fn finished(&mut self, now: Duration) {
+    pub(crate) fn record_finish(&mut self, now: Duration) {
         self.finished = Some(now);
     }
 
     /// The record until now. `about` has all fields that are not collected here.
-    pub(crate) fn record(&self, about: RunRecord) -> RunRecord {
+    pub(crate) fn make_record(&self, about: RunRecord) -> RunRecord {
         RunRecord {
             prefilled_us: self.prefilled.map(micros),
             resumed_us: self.resumed.map(micros),
@@ -354,33 +360,33 @@ mod tests {
 
     const MS: Duration = Duration::from_millis(1);
 
-    fn fault(page: u32, tid: i32, since: Duration) -> Fault {
-        Fault { page: Page(page), tid: Tid(tid), kind: FaultKind::Missing, since }
+    fn fault(page: u32, tid: i32, since: Duration) -> PendingFault {
+        PendingFault { page: Page(page), tid: ThreadId(tid), kind: FaultKind::Missing, since }
     }
 
     #[test]
     fn a_fault_that_waits_for_storage_is_recorded_when_its_page_is_there() {
-        let mut recorder = Recorder::new(vec![Tid(2)]);
-        recorder.waits(fault(7, 1, MS));
-        recorder.waits(fault(9, 2, 2 * MS));
-        recorder.settle(5 * MS, |page| page == Page(9));
+        let mut recorder = RunRecorder::new(vec![ThreadId(2)]);
+        recorder.record_waiting(fault(7, 1, MS));
+        recorder.record_waiting(fault(9, 2, 2 * MS));
+        recorder.record_settled(5 * MS, |page| page == Page(9));
         let expected = FaultRecord {
             t_us: 2000,
             page: Page(9),
-            tid: Tid(2),
+            tid: ThreadId(2),
             wait_us: 3000,
-            answered: Answered::Storage,
+            answered: AnswerKind::Storage,
         };
         assert_eq!(recorder.faults, [expected]);
         assert!(recorder.has_waiting());
-        assert_eq!(recorder.waited(), 3 * MS);
+        assert_eq!(recorder.total_wait(), 3 * MS);
     }
 
     #[test]
     fn memory_is_bounded() {
-        let mut recorder = Recorder::new(vec![Tid(2)]);
+        let mut recorder = RunRecorder::new(vec![ThreadId(2)]);
         for _ in 0..FAULTS_MAX + 3 {
-            recorder.fault(FaultRecord::new(fault(0, 0, MS), MS, Answered::Zero));
+            recorder.record_fault(FaultRecord::new(fault(0, 0, MS), MS, AnswerKind::Zero));
         }
         assert_eq!((recorder.faults.len(), recorder.faults_left_out), (FAULTS_MAX, 3));
     }

@@ -8,20 +8,20 @@ use firn_image::Image;
 use firn_memory::{GuestMemory, PageFaults};
 use firn_types::{Page, RegionMap};
 
-use crate::crew::Crew;
 use crate::error::RestoreError;
-use crate::failures::Outage;
-use crate::options::{Fill, Mode, RestoreOptions};
-use crate::prefill::Prefilled;
-use crate::presence::Presence;
+use crate::failures::MemoryOutage;
+use crate::options::{BackgroundFill, RestoreMode, RestoreOptions};
+use crate::prefill::PrefilledMemory;
+use crate::presence::PresenceFile;
 use crate::record::{RUN_RECORD_VERSION, RunCounts, RunRecord, VcpuThread};
-use crate::server::{Server, Settled, Stir, Why};
-use crate::shared::{OnFatal, Shared};
-use crate::storage::Storage;
+use crate::server::{PageServer, ReadReason, SettledPages, ThreadWakeups};
+use crate::shared::{OnFatal, SharedRestore};
+use crate::storage::UnitStorage;
+use crate::thread_group::RestoreThreads;
 
 /// The progress of a restore.
 #[derive(Clone, Copy, Debug, Default, PartialEq)]
-pub struct Progress {
+pub struct MemoryProgress {
     /// Pages of RAM whose contents the image stores.
     pub total: u64,
     /// Of these, installed, or given back by the guest.
@@ -41,40 +41,40 @@ pub struct Progress {
 }
 
 /// The state when a restore begins.
-struct Before<'a> {
+struct InitialState<'a> {
     /// Pages that are installed.
-    settled: Settled,
-    prefilled: &'a Prefilled,
+    settled: SettledPages,
+    prefilled: &'a PrefilledMemory,
     /// Of the prefilled pages, the number that were kept.
     kept: u64,
 }
 
 /// The longest time for which a guest is kept from running so that it does not wait for each page.
-const PREFIX: Duration = Duration::from_secs(5);
+const PREFILL_WAIT_MAX: Duration = Duration::from_secs(5);
 
 /// The parts of a restore that remain when its threads have ended.
 #[derive(Debug)]
-pub struct Stopped {
+pub struct StoppedRestore {
     /// The descriptor. If all memory is present nothing is registered any more: close it. Otherwise
     /// the missing pages stay missing, and a guest that touches one waits for another
     /// [`RunningRestore::resume`].
     pub faults: PageFaults,
     /// The settled pages.
-    pub presence: Presence,
+    pub presence: PresenceFile,
     /// The record of the restore.
     pub record: RunRecord,
 }
 
 /// A restore in progress. Dropping it ends its threads; missing pages stay missing.
-pub struct Restore {
+pub struct RunningRestore {
     // Dropped first: the threads hold references to the other fields.
-    crew: Crew,
-    shared: Arc<Shared>,
+    threads: RestoreThreads,
+    shared: Arc<SharedRestore>,
     ram_pages: u32,
     stored_pages: u32,
 }
 
-impl Restore {
+impl RunningRestore {
     /// Begins a restore: registers all of RAM, discards its contents, and answers faults from now
     /// on. The vCPUs must be paused until [`Self::await_prefill`] has returned; the hypervisor
     /// itself may run, and load its device state.
@@ -87,10 +87,10 @@ impl Restore {
         memory: Arc<GuestMemory>,
         faults: PageFaults,
         options: RestoreOptions,
-        presence: Presence,
+        presence: PresenceFile,
         on_fatal: OnFatal,
     ) -> Result<Self, RestoreError> {
-        let nothing = Prefilled::default();
+        let nothing = PrefilledMemory::default();
         Self::begin_prefilled(image, memory, faults, options, presence, &nothing, on_fatal)
     }
 
@@ -103,32 +103,38 @@ impl Restore {
         memory: Arc<GuestMemory>,
         faults: PageFaults,
         options: RestoreOptions,
-        presence: Presence,
-        prefilled: &Prefilled,
+        presence: PresenceFile,
+        prefilled: &PrefilledMemory,
         on_fatal: OnFatal,
     ) -> Result<Self, RestoreError> {
-        check_regions(&image, memory.map())?;
+        check_regions(&image, memory.region_map())?;
         point("restore.begin");
-        faults.register()?;
+        faults.register_all()?;
         point("restore.registered");
-        let mut settled = Settled::new(memory.map(), image.geometry().block_size);
-        let kept = prefilled.keep(&memory, &mut settled)?;
+        let mut settled = SettledPages::new(memory.region_map(), image.geometry().block_size);
+        let kept = prefilled.keep_untouched(&memory, &mut settled)?;
         point("restore.punched");
-        let before = Before { settled, prefilled, kept };
-        let restore = Self::start(image, &memory, faults, options, presence, before, on_fatal)?;
+        let before = InitialState { settled, prefilled, kept };
+        let restore =
+            Self::start_threads(image, &memory, faults, options, presence, before, on_fatal)?;
         restore.record_reads(prefilled);
         // Until the vCPUs run, only the hypervisor itself faults, and it waits for each of these
         // pages.
-        restore.fill(Fill::Off);
+        restore.set_fill(BackgroundFill::Off);
         Ok(restore)
     }
 
     /// Records the reads of the prefill.
-    fn record_reads(&self, prefilled: &Prefilled) {
+    fn record_reads(&self, prefilled: &PrefilledMemory) {
         let since = self.shared.options.since;
-        let mut inner = self.shared.lock();
-        for read in prefilled.reads() {
-            inner.recorder.read(read.began - since, read.ended - since, read.place, Why::Ahead);
+        let mut inner = self.shared.lock_state();
+        for read in prefilled.prefill_reads() {
+            inner.recorder.record_read(
+                read.began - since,
+                read.ended - since,
+                read.place,
+                ReadReason::Ahead,
+            );
         }
     }
 
@@ -143,59 +149,65 @@ impl Restore {
         memory: Arc<GuestMemory>,
         faults: PageFaults,
         options: RestoreOptions,
-        presence: Presence,
+        presence: PresenceFile,
         on_fatal: OnFatal,
     ) -> Result<Self, RestoreError> {
-        check_regions(&image, memory.map())?;
-        let mut settled = Settled::new(memory.map(), image.geometry().block_size);
-        settled.merge(presence.words());
+        check_regions(&image, memory.region_map())?;
+        let mut settled = SettledPages::new(memory.region_map(), image.geometry().block_size);
+        settled.merge_words(presence.words());
         for run in memory.backed_runs()? {
-            Page::each(run).for_each(|page| settled.insert(page));
+            Page::iter_range(run).for_each(|page| settled.insert(page));
         }
-        let before = Before { settled, prefilled: &Prefilled::default(), kept: 0 };
-        let restore = Self::start(image, &memory, faults, options, presence, before, on_fatal)?;
+        let before = InitialState { settled, prefilled: &PrefilledMemory::default(), kept: 0 };
+        let restore =
+            Self::start_threads(image, &memory, faults, options, presence, before, on_fatal)?;
         restore.guest_may_run();
         Ok(restore)
     }
 
-    fn start(
+    fn start_threads(
         image: Arc<Image>,
         memory: &GuestMemory,
         faults: PageFaults,
         options: RestoreOptions,
-        presence: Presence,
-        before: Before<'_>,
+        presence: PresenceFile,
+        before: InitialState<'_>,
         on_fatal: OnFatal,
     ) -> Result<Self, RestoreError> {
-        let storage = Storage::new(image.clone(), options.mode);
-        let rules = options.rules(storage.unit_bytes());
+        let storage = UnitStorage::new(image.clone(), options.mode);
+        let rules = options.server_rules(storage.unit_bytes());
         let now = options.since.elapsed();
         let block_size = image.geometry().block_size;
-        let plan = storage.plan();
-        let stored_pages = plan.pages(&Settled::new(memory.map(), block_size));
-        let mut server = Server::new(block_size, plan, before.settled, rules, now);
-        before.prefilled.tell(&mut server, options.since);
-        server.count_prefilled(before.kept, before.prefilled.blocks());
+        let plan = storage.read_plan();
+        let stored_pages = plan.missing_pages(&SettledPages::new(memory.region_map(), block_size));
+        let mut server = PageServer::new(block_size, plan, before.settled, rules, now);
+        before.prefilled.report_reads(&mut server, options.since);
+        server.count_prefilled(before.kept, before.prefilled.filled_blocks());
         // No thread exists yet that could be woken.
         let _ = match options.mode {
-            Mode::Lazy | Mode::Locality => Stir::default(),
-            Mode::Eager => server.read_all(),
-            Mode::WorkingSet | Mode::Auto => {
-                let units = server.units_of(&options.expected(&image));
-                if options.guest_waits(units.len(), rules.unit_bytes) {
-                    server.await_ahead();
+            RestoreMode::Lazy | RestoreMode::Locality => ThreadWakeups::default(),
+            RestoreMode::Eager => server.prefetch_all(),
+            RestoreMode::WorkingSet | RestoreMode::Auto => {
+                let units = server.units_of(&options.expected_blocks(&image));
+                if options.must_guest_wait(units.len(), rules.unit_bytes) {
+                    server.await_prefetch();
                 }
-                server.read_ahead(units)
+                server.prefetch_units(units)
             }
         };
         let is_finished = server.is_finished();
-        let shared = Shared::new(storage, faults, options, presence, server, on_fatal);
+        let shared = SharedRestore::new(storage, faults, options, presence, server, on_fatal);
         let shared = Arc::new(shared);
-        let crew = Crew::start(shared.clone())?;
+        let crew = RestoreThreads::start_all(shared.clone())?;
         if is_finished {
-            shared.finish();
+            shared.finish_restore();
         }
-        Ok(Self { crew, shared, ram_pages: memory.map().total_pages(), stored_pages })
+        Ok(Self {
+            threads: crew,
+            shared,
+            ram_pages: memory.region_map().total_pages(),
+            stored_pages,
+        })
     }
 
     /// Waits until all that the mode reads before the guest runs is installed. The guest may run
@@ -203,14 +215,14 @@ impl Restore {
     ///
     /// # Errors
     /// The error because of which memory can't be restored.
-    pub fn prefill(&self) -> Result<(), Arc<RestoreError>> {
-        let adapts = self.shared.options.mode == Mode::Auto;
-        if !adapts || self.shared.lock().server.guest_waits() {
-            let deadline = adapts.then(|| Instant::now() + PREFIX);
-            self.shared.wait_until(|inner| inner.server.is_ahead_done(), deadline)?;
+    pub fn await_prefill(&self) -> Result<(), Arc<RestoreError>> {
+        let adapts = self.shared.options.mode == RestoreMode::Auto;
+        if !adapts || self.shared.lock_state().server.must_guest_wait() {
+            let deadline = adapts.then(|| Instant::now() + PREFILL_WAIT_MAX);
+            self.shared.wait_until(|inner| inner.server.is_prefetch_done(), deadline)?;
         }
-        self.shared.lock().recorder.prefilled(self.shared.now());
-        self.fill(self.shared.options.fill);
+        self.shared.lock_state().recorder.record_prefill(self.shared.now());
+        self.set_fill(self.shared.options.fill);
         Ok(())
     }
 
@@ -222,58 +234,58 @@ impl Restore {
 
     /// The outage because of which something can't be read or installed at present, and is tried
     /// again.
-    pub fn outage(&self) -> Option<Outage> {
+    pub fn outage(&self) -> Option<MemoryOutage> {
         self.shared.outage()
     }
 
     /// The vCPUs have begun to run.
-    pub fn resumed(&self) {
-        let mut inner = self.shared.lock();
-        inner.recorder.resumed(self.shared.now());
-        inner.server.resumed(self.shared.options.mode == Mode::Auto);
+    pub fn record_resume(&self) {
+        let mut inner = self.shared.lock_state();
+        inner.recorder.record_resume(self.shared.now());
+        inner.server.record_resume(self.shared.options.mode == RestoreMode::Auto);
     }
 
     /// Turns the background fill on or off.
-    pub fn fill(&self, fill: Fill) {
-        let mut inner = self.shared.lock();
-        let stir = inner.server.set_fill(fill == Fill::Quiet);
-        self.shared.act(inner, stir);
+    pub fn set_fill(&self, fill: BackgroundFill) {
+        let mut inner = self.shared.lock_state();
+        let stir = inner.server.set_fill(fill == BackgroundFill::Quiet);
+        self.shared.wake_threads(inner, stir);
     }
 
     /// The storage latency, if reads of this restore have shown that it is high.
-    pub fn way(&self) -> Option<Duration> {
-        self.shared.lock().server.way()
+    pub fn found_latency(&self) -> Option<Duration> {
+        self.shared.lock_state().server.found_latency()
     }
 
     /// Whether everything was prefetched, expected or not: that the guest did not wait for a page
     /// means nothing then.
     pub fn has_read_all(&self) -> bool {
-        self.shared.lock().server.has_read_all()
+        self.shared.lock_state().server.has_read_all()
     }
 
     /// Whether the restore adapts to the storage, and to what earlier restores have found.
     pub fn adapts(&self) -> bool {
-        self.shared.options.adapts()
+        self.shared.options.adapts_to_storage()
     }
 
     /// The number of virtual CPUs.
-    pub fn vcpus(&self) -> u32 {
+    pub fn vcpu_count(&self) -> u32 {
         self.shared.options.vcpus.len() as u32
     }
 
     /// The progress until now.
-    pub fn progress(&self) -> Progress {
-        let inner = self.shared.lock();
+    pub fn progress(&self) -> MemoryProgress {
+        let inner = self.shared.lock_state();
         let counts = RunCounts::new(inner.server.counts(), self.shared.options.account_use);
         let missing = u64::from(inner.server.missing_pages());
-        Progress {
+        MemoryProgress {
             total: u64::from(self.stored_pages),
             present: u64::from(self.stored_pages).saturating_sub(missing),
             finished: inner.ended,
             demand_faults: counts.faults,
             disk_reads: counts.demand_reads,
             prefetched: counts.beside_pages + counts.ahead_pages,
-            waited: inner.recorder.waited(),
+            waited: inner.recorder.total_wait(),
             prefetched_used: counts.prefetched_used(),
         }
     }
@@ -300,37 +312,37 @@ impl Restore {
 
     /// The record of the restore until now.
     pub fn record(&self) -> RunRecord {
-        record(&self.shared, self.ram_pages, self.stored_pages)
+        make_record(&self.shared, self.ram_pages, self.stored_pages)
     }
 
     /// Ends all threads, at the latest when the reads in progress end.
     ///
     /// # Errors
     /// If the presence file can't be written: without it, this restore could not be resumed.
-    pub fn stop(self) -> Result<Stopped, RestoreError> {
-        let Self { crew, shared, ram_pages, stored_pages } = self;
+    pub fn stop(self) -> Result<StoppedRestore, RestoreError> {
+        let Self { threads: crew, shared, ram_pages, stored_pages } = self;
         drop(crew);
-        let record = record(&shared, ram_pages, stored_pages);
+        let record = make_record(&shared, ram_pages, stored_pages);
         if record.finished_us.is_none() {
             shared.write_presence()?;
         }
         let shared = Arc::try_unwrap(shared).map_err(|_| RestoreError::Stopped)?;
         let (faults, presence) = shared.into_parts();
-        Ok(Stopped { faults, presence, record })
+        Ok(StoppedRestore { faults, presence, record })
     }
 }
 
-impl std::fmt::Debug for Restore {
+impl std::fmt::Debug for RunningRestore {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
         f.debug_struct("RunningRestore").field("progress", &self.progress()).finish_non_exhaustive()
     }
 }
 
-fn record(shared: &Shared, ram_pages: u32, stored_pages: u32) -> RunRecord {
+fn make_record(shared: &SharedRestore, ram_pages: u32, stored_pages: u32) -> RunRecord {
     let options = &shared.options;
     let vcpus = options.vcpus.iter().map(|&(tid, vcpu)| VcpuThread { tid, vcpu }).collect();
-    let inner = shared.lock();
-    inner.recorder.record(RunRecord {
+    let inner = shared.lock_state();
+    inner.recorder.make_record(RunRecord {
         version: RUN_RECORD_VERSION,
         mode: options.mode,
         ram_pages,
@@ -340,8 +352,8 @@ fn record(shared: &Shared, ram_pages: u32, stored_pages: u32) -> RunRecord {
         resumed_us: None,
         finished_us: None,
         recorded_us: shared.now().as_micros() as u64,
-        way_us: inner.server.way().map(|way| way.as_micros() as u64),
-        prefetched: inner.server.prefetched(),
+        way_us: inner.server.found_latency().map(|way| way.as_micros() as u64),
+        prefetched: inner.server.prefetched_runs(),
         counts: RunCounts::new(inner.server.counts(), options.account_use),
         faults: Vec::new(),
         faults_left_out: 0,
@@ -356,11 +368,14 @@ pub(crate) fn check_regions(image: &Image, vm: &RegionMap) -> Result<(), Restore
     if image.regions().regions() == vm.regions() {
         return Ok(());
     }
-    Err(RestoreError::Regions { image: describe(image.regions()), vm: describe(vm) })
+    Err(RestoreError::Regions {
+        image: describe_regions(image.regions()),
+        vm: describe_regions(vm),
+    })
 }
 
-fn describe(map: &RegionMap) -> String {
+fn describe_regions(map: &RegionMap) -> String {
     let regions = map.regions().iter();
-    let words = regions.map(|region| format!("{} ({} KiB)", region.id, region.bytes() >> 10));
+    let words = regions.map(|region| format!("{} ({} KiB)", region.id, region.byte_len() >> 10));
     words.collect::<Vec<_>>().join(", ")
 }

@@ -20,19 +20,19 @@ impl StorageReads {
     pub(crate) fn of_this_thread() -> Self {
         let file = File::open("/proc/thread-self/io").ok();
         let mut reads = Self { file, buffer: [0; 256], seen: None };
-        reads.seen = reads.count();
+        reads.seen = reads.read_count();
         reads
     }
 
     /// Whether the thread has read from storage since the last call. True if the kernel does not
     /// report the count.
-    pub(crate) fn any(&mut self) -> bool {
-        let now = self.count();
+    pub(crate) fn has_read(&mut self) -> bool {
+        let now = self.read_count();
         let seen = std::mem::replace(&mut self.seen, now);
         now.is_none() || now != seen
     }
 
-    fn count(&mut self) -> Option<u64> {
+    fn read_count(&mut self) -> Option<u64> {
         let len = self.file.as_ref()?.read_at(&mut self.buffer, 0).ok()?;
         let text = std::str::from_utf8(&self.buffer[..len]).ok()?;
         let line = text.lines().find_map(|line| line.strip_prefix("read_bytes: "))?;
@@ -52,12 +52,12 @@ mod tests {
         file.as_file().sync_all().unwrap();
         let (mut reads, mut bytes) = (StorageReads::of_this_thread(), [0; 4096]);
         file.as_file().read_exact_at(&mut bytes, 0).unwrap();
-        assert!(!reads.any());
+        assert!(!reads.has_read());
         fadvise(file.as_file(), 0, None, Advice::DontNeed).unwrap();
         file.as_file().read_exact_at(&mut bytes, 0).unwrap();
         // Where nothing can be evicted, on tmpfs say, nothing is read.
         let is_disk = rustix::fs::fstatfs(file.as_file()).unwrap().f_type != 0x0102_1994;
-        assert_eq!(reads.any(), is_disk);
-        assert!(!reads.any());
+        assert_eq!(reads.has_read(), is_disk);
+        assert!(!reads.has_read());
     }
 }

@@ -11,33 +11,33 @@ const PAGE: u64 = 4096;
 /// The maximum size of a store of a processor, in bytes.
 const STORE_MAX: u64 = 64;
 
-pub(crate) struct Filter([AtomicU64; (BITS / 64) as usize]);
+pub(crate) struct StoreFilter([AtomicU64; (BITS / 64) as usize]);
 
-impl Filter {
+impl StoreFilter {
     pub(crate) const fn new() -> Self {
         Self([const { AtomicU64::new(0) }; (BITS / 64) as usize])
     }
 
     /// Whether a store to this address may reach a page in the filter.
     #[inline]
-    pub(crate) fn may_have(&self, at: u64) -> bool {
+    pub(crate) fn may_contain(&self, at: u64) -> bool {
         let page = at / PAGE;
-        self.has(page) || (at % PAGE > PAGE - STORE_MAX && self.has(page + 1))
+        self.contains_page(page) || (at % PAGE > PAGE - STORE_MAX && self.contains_page(page + 1))
     }
 
     #[inline]
-    fn has(&self, page: u64) -> bool {
-        self.word(page).load(Ordering::Relaxed) & 1 << (page % 64) != 0
+    fn contains_page(&self, page: u64) -> bool {
+        self.word_of_page(page).load(Ordering::Relaxed) & 1 << (page % 64) != 0
     }
 
     #[inline]
-    fn word(&self, page: u64) -> &AtomicU64 {
+    fn word_of_page(&self, page: u64) -> &AtomicU64 {
         &self.0[(page % BITS / 64) as usize]
     }
 
     /// Replaces the pages in the filter. A vCPU that reads it before this returns may miss any of
     /// them.
-    pub(crate) fn set(&self, pages: impl Iterator<Item = u64>) {
+    pub(crate) fn replace_pages(&self, pages: impl Iterator<Item = u64>) {
         let mut wanted = vec![0_u64; self.0.len()];
         for page in pages {
             wanted[(page % BITS / 64) as usize] |= 1 << (page % 64);

@@ -9,7 +9,7 @@ use std::sync::PoisonError;
 use std::sync::atomic::{AtomicI32, Ordering};
 
 use crate::noter::{self, FILTER};
-use crate::orders::{self, Places};
+use crate::orders::{self, PluginPaths};
 
 /// `QEMU_PLUGIN_CB_NO_REGS`, `QEMU_PLUGIN_MEM_W`.
 const NO_REGISTERS: c_int = 0;
@@ -17,31 +17,37 @@ const WRITES: c_int = 2;
 
 /// A block of translated code, and one of its instructions.
 #[repr(C)]
-struct Block([u8; 0]);
+struct TranslationBlock([u8; 0]);
 #[repr(C)]
-struct Instruction([u8; 0]);
+struct TranslatedInstruction([u8; 0]);
 
 /// The beginning of QEMU's description of itself.
 #[repr(C)]
-pub struct Info {
+pub struct QemuInfo {
     target: *const c_char,
     /// Versions of the interface: the lowest that QEMU accepts, and its own.
     versions: [c_int; 2],
 }
 
 /// From this version of the interface on, callbacks have other arguments.
-const NEXT: c_int = 7;
+const VERSION_UNSUPPORTED: c_int = 7;
 
-type OnStore = extern "C" fn(c_uint, u32, u64, *mut c_void);
+type StoreCallback = extern "C" fn(c_uint, u32, u64, *mut c_void);
 
 unsafe extern "C" {
     fn qemu_plugin_register_vcpu_init_cb(id: u64, callback: extern "C" fn(u64, c_uint));
-    fn qemu_plugin_register_vcpu_tb_trans_cb(id: u64, callback: extern "C" fn(u64, *mut Block));
-    fn qemu_plugin_tb_n_insns(block: *const Block) -> usize;
-    fn qemu_plugin_tb_get_insn(block: *const Block, number: usize) -> *mut Instruction;
+    fn qemu_plugin_register_vcpu_tb_trans_cb(
+        id: u64,
+        callback: extern "C" fn(u64, *mut TranslationBlock),
+    );
+    fn qemu_plugin_tb_n_insns(block: *const TranslationBlock) -> usize;
+    fn qemu_plugin_tb_get_insn(
+        block: *const TranslationBlock,
+        number: usize,
+    ) -> *mut TranslatedInstruction;
     fn qemu_plugin_register_vcpu_mem_cb(
-        instruction: *mut Instruction,
-        callback: OnStore,
+        instruction: *mut TranslatedInstruction,
+        callback: StoreCallback,
         flags: c_int,
         kinds: c_int,
         data: *mut c_void,
@@ -69,7 +75,7 @@ extern "C" fn choose_version() {
 }
 
 /// The plugin's paths until QEMU makes the first vCPU: only then QEMU is in its final process.
-static PLACES: Mutex<Option<Places>> = Mutex::new(None);
+static PATHS: Mutex<Option<PluginPaths>> = Mutex::new(None);
 
 /// QEMU calls this after it has loaded the plugin. Returns a value other than 0 if the plugin
 /// cannot work.
@@ -80,7 +86,7 @@ static PLACES: Mutex<Option<Places>> = Mutex::new(None);
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn qemu_plugin_install(
     id: u64,
-    info: *const Info,
+    info: *const QemuInfo,
     argc: c_int,
     argv: *const *const c_char,
 ) -> c_int {
@@ -90,47 +96,49 @@ pub unsafe extern "C" fn qemu_plugin_install(
     };
     // SAFETY: as the caller promises.
     let [_, version] = unsafe { (*info).versions };
-    if version >= NEXT {
-        return refused(&format!("version {version} of QEMU's interface for plugins is not supported"));
+    if version >= VERSION_UNSUPPORTED {
+        return print_refusal(&format!(
+            "version {version} of QEMU's interface for plugins is not supported"
+        ));
     }
-    let Some(places) = Places::parse((0..argc).map(argument)) else {
-        return refused("expected window=FILE,orders=SOCKET");
+    let Some(places) = PluginPaths::parse_arguments((0..argc).map(argument)) else {
+        return print_refusal("expected window=FILE,orders=SOCKET");
     };
-    *PLACES.lock().unwrap_or_else(PoisonError::into_inner) = Some(places);
+    *PATHS.lock().unwrap_or_else(PoisonError::into_inner) = Some(places);
     // SAFETY: the id is the one that QEMU gave, and the functions exist for as long as the plugin.
     unsafe {
-        qemu_plugin_register_vcpu_init_cb(id, when_a_vcpu_is_made);
-        qemu_plugin_register_vcpu_tb_trans_cb(id, when_translated);
+        qemu_plugin_register_vcpu_init_cb(id, vcpu_created);
+        qemu_plugin_register_vcpu_tb_trans_cb(id, block_translated);
     }
     0
 }
 
-fn refused(why: &str) -> c_int {
-    say(why);
+fn print_refusal(why: &str) -> c_int {
+    print_message(why);
     1
 }
 
 /// Writes a message to stderr; errors are ignored.
-fn say(what: &str) {
+fn print_message(what: &str) {
     let _ = writeln!(io::stderr(), "firn-stores: {what}");
 }
 
-extern "C" fn when_a_vcpu_is_made(_: u64, _: c_uint) {
-    let places = PLACES.lock().unwrap_or_else(PoisonError::into_inner).take();
-    let listened = places.map(|places| catch_unwind(|| orders::listen(places)));
+extern "C" fn vcpu_created(_: u64, _: c_uint) {
+    let places = PATHS.lock().unwrap_or_else(PoisonError::into_inner).take();
+    let listened = places.map(|places| catch_unwind(|| orders::start_listener(places)));
     if let Some(Ok(Err(error))) = listened {
-        say(&format!("cannot listen for orders: {error}"));
+        print_message(&format!("cannot listen for orders: {error}"));
     }
 }
 
-extern "C" fn when_translated(_: u64, block: *mut Block) {
+extern "C" fn block_translated(_: u64, block: *mut TranslationBlock) {
     // SAFETY: the block is QEMU's, for the duration of this call; each instruction belongs to it.
     unsafe {
         for number in 0..qemu_plugin_tb_n_insns(block) {
             let instruction = qemu_plugin_tb_get_insn(block, number);
             qemu_plugin_register_vcpu_mem_cb(
                 instruction,
-                when_stored,
+                memory_accessed,
                 NO_REGISTERS,
                 WRITES,
                 std::ptr::null_mut(),
@@ -139,14 +147,14 @@ extern "C" fn when_translated(_: u64, block: *mut Block) {
     }
 }
 
-extern "C" fn when_stored(_: c_uint, info: u32, at: u64, _: *mut c_void) {
-    if FILTER.may_have(at) {
-        note(info, at);
+extern "C" fn memory_accessed(_: c_uint, info: u32, at: u64, _: *mut c_void) {
+    if FILTER.may_contain(at) {
+        record_store(info, at);
     }
 }
 
 #[cold]
-fn note(info: u32, at: u64) {
+fn record_store(info: u32, at: u64) {
     // QEMU 7.2 also reports the loads of instructions that store (`rep movs`).
     // SAFETY: as QEMU gave it.
     if !unsafe { qemu_plugin_mem_is_store(info) } {
@@ -154,7 +162,7 @@ fn note(info: u32, at: u64) {
     }
     // SAFETY: as QEMU gave it.
     let bytes = 1 << unsafe { qemu_plugin_mem_size_shift(info) };
-    if catch_unwind(|| noter::note(at, bytes)).is_err() {
-        let _ = catch_unwind(noter::end);
+    if catch_unwind(|| noter::note_store(at, bytes)).is_err() {
+        let _ = catch_unwind(noter::stop_noting);
     }
 }

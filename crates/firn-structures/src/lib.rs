@@ -31,7 +31,7 @@ mod splay;
 mod tree;
 
 /// The memory of a structure.
-pub type Words = [u64];
+pub type WordSlice = [u64];
 
 /// No node.
 const NIL: u64 = 0;
@@ -44,20 +44,20 @@ const FIRST: u64 = 16;
 
 /// The functions of one of the thirteen structures.
 #[derive(Clone, Copy, Debug)]
-pub struct Structure {
+pub struct DataStructure {
     /// The structure's name in the paper.
     pub name: &'static str,
     /// The count of words needed for a count of elements.
     pub words: fn(usize) -> usize,
     /// Makes an empty structure, in memory that is all zeros.
-    pub create: fn(&mut Words),
+    pub create: fn(&mut WordSlice),
     /// Inserts a key; each at most once.
-    pub insert: fn(&mut Words, u64),
+    pub insert: fn(&mut WordSlice, u64),
     /// Deletes a key: the given key, or, from heaps and queues, the next one. Does nothing if there
     /// is none.
-    pub delete: fn(&mut Words, u64),
+    pub delete: fn(&mut WordSlice, u64),
     /// All keys, in the structure's own order.
-    pub keys: fn(&Words) -> Vec<u64>,
+    pub keys: fn(&WordSlice) -> Vec<u64>,
     /// Whether the paper's table includes its deletions.
     pub deletes: bool,
     /// Whether `delete` deletes the given key.
@@ -65,7 +65,7 @@ pub struct Structure {
 }
 
 /// All structures, in the order of the paper's table.
-pub const ALL: [Structure; 13] = [
+pub const ALL: [DataStructure; 13] = [
     aa::STRUCTURE,
     avl::STRUCTURE,
     binomial::STRUCTURE,
@@ -82,13 +82,13 @@ pub const ALL: [Structure; 13] = [
 ];
 
 /// Makes an empty structure that has no words of its own to initialize.
-fn create(words: &mut Words) {
+fn initialize_words(words: &mut WordSlice) {
     words[NEXT] = FIRST;
 }
 
 /// Allocates a node of some words, which the caller must write. All nodes of a structure have the
 /// same size.
-fn allocate(words: &mut Words, size: u64) -> u64 {
+fn allocate_node(words: &mut WordSlice, size: u64) -> u64 {
     let freed = words[FREED];
     if freed != NIL {
         words[FREED] = words[freed as usize];
@@ -100,18 +100,18 @@ fn allocate(words: &mut Words, size: u64) -> u64 {
     node
 }
 
-fn free(words: &mut Words, node: u64) {
+fn free_node(words: &mut WordSlice, node: u64) {
     words[node as usize] = words[FREED];
     words[FREED] = node;
 }
 
 /// The index of a field of a node.
-fn at(node: u64, field: u64) -> usize {
+fn field_index(node: u64, field: u64) -> usize {
     (node + field) as usize
 }
 
 /// Spreads the bits of a number.
-fn mix(key: u64) -> u64 {
+fn mix_bits(key: u64) -> u64 {
     let mut z = key.wrapping_add(0x9e37_79b9_7f4a_7c15);
     z = (z ^ (z >> 30)).wrapping_mul(0xbf58_476d_1ce4_e5b9);
     z = (z ^ (z >> 27)).wrapping_mul(0x94d0_49bb_1331_11eb);
@@ -120,16 +120,16 @@ fn mix(key: u64) -> u64 {
 
 /// The keys of a binary tree, in order. The fields of its nodes for the key, the left and the right
 /// child are given.
-fn in_order(words: &Words, [key, left, right]: [u64; 3]) -> Vec<u64> {
+fn keys_in_order(words: &WordSlice, [key, left, right]: [u64; 3]) -> Vec<u64> {
     let (mut keys, mut path, mut node) = (Vec::new(), Vec::new(), words[ROOT]);
     while node != NIL || !path.is_empty() {
         while node != NIL {
             path.push(node);
-            node = words[at(node, left)];
+            node = words[field_index(node, left)];
         }
         if let Some(top) = path.pop() {
-            keys.push(words[at(top, key)]);
-            node = words[at(top, right)];
+            keys.push(words[field_index(top, key)]);
+            node = words[field_index(top, right)];
         }
     }
     keys

@@ -101,7 +101,7 @@ impl Failure {
     }
 
     /// Adds a hint, unless a function closer to the cause has added one.
-    pub fn hint(mut self, hint: impl Into<String>) -> Self {
+    pub fn with_hint(mut self, hint: impl Into<String>) -> Self {
         self.hint.get_or_insert_with(|| hint.into());
         self
     }
@@ -116,20 +116,20 @@ impl fmt::Display for Failure {
 impl Error for Failure {}
 
 /// Turns the error of a step into a [`Failure`] that names the step.
-pub trait Context<T> {
+pub trait FailureContext<T> {
     /// Names the step; the kind is [`FailureKind::Other`].
-    fn doing(self, what: impl Into<String>) -> Result<T, Failure>;
+    fn while_doing(self, what: impl Into<String>) -> Result<T, Failure>;
 
     /// Names the step and the kind of failure.
-    fn doing_or(self, kind: FailureKind, what: impl Into<String>) -> Result<T, Failure>;
+    fn while_doing_as(self, kind: FailureKind, what: impl Into<String>) -> Result<T, Failure>;
 }
 
-impl<T, E: Error + 'static> Context<T> for Result<T, E> {
-    fn doing(self, what: impl Into<String>) -> Result<T, Failure> {
-        self.doing_or(FailureKind::Other, what)
+impl<T, E: Error + 'static> FailureContext<T> for Result<T, E> {
+    fn while_doing(self, what: impl Into<String>) -> Result<T, Failure> {
+        self.while_doing_as(FailureKind::Other, what)
     }
 
-    fn doing_or(self, kind: FailureKind, what: impl Into<String>) -> Result<T, Failure> {
+    fn while_doing_as(self, kind: FailureKind, what: impl Into<String>) -> Result<T, Failure> {
         self.map_err(|error| Failure::from_error(kind, &error).while_doing(what))
     }
 }
@@ -160,13 +160,13 @@ mod tests {
     #[test]
     fn the_chain_runs_from_what_was_asked_to_the_cause() {
         let io: Result<(), _> = Err(io::Error::from(io::ErrorKind::NotFound));
-        let failure = io.doing("reading web.firn").unwrap_err().while_doing("restoring web");
+        let failure = io.while_doing("reading web.firn").unwrap_err().while_doing("restoring web");
         assert_eq!(failure.to_string(), "restoring web: reading web.firn: entity not found");
     }
 
     #[test]
     fn the_hint_nearest_to_the_cause_wins() {
-        let failure = Failure::new(FailureKind::Host, "x").hint("first").hint("second");
+        let failure = Failure::new(FailureKind::Host, "x").with_hint("first").with_hint("second");
         assert_eq!(failure.hint.as_deref(), Some("first"));
     }
 

@@ -31,19 +31,19 @@ use std::sync::{Mutex, PoisonError};
 use std::time::{SystemTime, UNIX_EPOCH};
 
 use firn_epochs::primary_end::PrimaryEnd;
-use firn_restore::{Mode, OnError};
-use firn_types::{HostVirt, RegionMap, Tid};
+use firn_restore::{OnError, RestoreMode};
+use firn_types::{HostVirt, RegionMap, ThreadId};
 use firn_vmm::DriveCopy;
 use serde::{Deserialize, Serialize};
 use thiserror::Error;
 
-use crate::disks::Kept;
+use crate::disk_snapshots::DriveSnapshot;
 use crate::failure::Failure;
 use crate::identity::ProcessIdentity;
-use crate::meta::Meta;
+use crate::meta::ImageMeta;
 use crate::name::VmName;
-use crate::network::Card;
-use crate::served::ServedDisk;
+use crate::network::NetworkCard;
+use crate::served_disks::ServedDisk;
 
 /// The version of the journal: a journal of another Firn is not interpreted.
 pub const VERSION: u32 = 2;
@@ -90,12 +90,12 @@ pub struct Journal {
     pub name: VmName,
     /// Its hypervisor process, once that answers.
     #[serde(default, skip_serializing_if = "Option::is_none")]
-    pub machine: Option<Machine>,
+    pub machine: Option<HypervisorRecord>,
     /// The operation that runs.
-    pub phase: Phase,
+    pub phase: VmPhase,
     /// The last thing that happened that a user should know of.
     #[serde(default, skip_serializing_if = "Option::is_none")]
-    pub last: Option<Note>,
+    pub last: Option<JournalNote>,
     /// How often a successor has taken over.
     #[serde(default)]
     pub recoveries: u32,
@@ -126,7 +126,7 @@ pub struct Journal {
 
 /// A hypervisor process that runs a VM.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
-pub struct Machine {
+pub struct HypervisorRecord {
     /// The process.
     pub process: ProcessIdentity,
     /// Its monitor socket.
@@ -138,9 +138,9 @@ pub struct Machine {
     /// The address of each region in the hypervisor: region name and first address.
     pub locations: Vec<(String, HostVirt)>,
     /// The threads that run vCPUs; never used to inject system calls.
-    pub vcpus: Vec<Tid>,
+    pub vcpus: Vec<ThreadId>,
     /// The origin of this VM, as an image of it describes it.
-    pub meta: Meta,
+    pub meta: ImageMeta,
     /// When Firn began to manage it, in seconds since 1970.
     pub since: u64,
     /// The rate of the access scan in bytes of RAM per second, if there is one: then a dead
@@ -152,7 +152,7 @@ pub struct Machine {
     pub calls: Option<PathBuf>,
     /// Its network cards whose frames pass through the supervisor.
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
-    pub cards: Vec<Card>,
+    pub cards: Vec<NetworkCard>,
     /// Its disks that the supervisor serves.
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
     pub served: Vec<ServedDisk>,
@@ -165,7 +165,7 @@ pub struct Machine {
 /// The operation that runs on a VM.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 #[serde(tag = "phase", rename_all = "kebab-case")]
-pub enum Phase {
+pub enum VmPhase {
     /// A hypervisor is being started, or examined for the first time.
     Starting {
         /// The monitor socket of the hypervisor that is being started. If it was started and not
@@ -188,7 +188,7 @@ pub enum Phase {
         then_stop: bool,
         /// What is done to the VM's drives.
         #[serde(default, skip_serializing_if = "Vec::is_empty")]
-        drives: Vec<Kept>,
+        drives: Vec<DriveSnapshot>,
     },
     /// Layers of the VM's disks are being merged.
     Merging {
@@ -202,7 +202,7 @@ pub enum Phase {
         /// The identity of that image, in case its name comes to mean another one.
         identity: String,
         /// The restore mode.
-        mode: Mode,
+        mode: RestoreMode,
         /// The device state is in place and the guest may run. Before that there is nothing worth
         /// recovering.
         started: bool,
@@ -235,7 +235,7 @@ pub enum Phase {
     /// The hypervisor has ended.
     Ended {
         /// How it ended.
-        exit: Exit,
+        exit: ProcessExit,
         /// When it ended, in seconds since 1970.
         at: u64,
     },
@@ -246,7 +246,7 @@ pub enum Phase {
 /// How a process ended.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "kebab-case")]
-pub enum Exit {
+pub enum ProcessExit {
     /// It exited with this code.
     Code(i32),
     /// This signal killed it.
@@ -259,7 +259,7 @@ pub enum Exit {
 
 /// Something that happened, with its time.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
-pub struct Note {
+pub struct JournalNote {
     /// When it happened, in seconds since 1970.
     pub at: u64,
     /// Whether it is what the user wanted.
@@ -282,15 +282,15 @@ pub struct FileIdentity {
 
 impl FileIdentity {
     /// The identity of the file that has this name now; `None` if there is none.
-    pub fn at(path: &Path) -> Option<Self> {
+    pub fn from_path(path: &Path) -> Option<Self> {
         let metadata = fs::metadata(path).ok()?;
         Some(Self { dev: metadata.dev(), ino: metadata.ino() })
     }
 }
 
-impl Phase {
+impl VmPhase {
     /// Whether a restore that can't continue leaves the VM to a successor, instead of ending it.
-    pub fn keeps_vm(&self) -> bool {
+    pub fn leaves_vm_to_successor(&self) -> bool {
         matches!(self, Self::Restoring { on_error: OnError::Stop, .. })
     }
 
@@ -308,7 +308,7 @@ impl Phase {
     }
 
     /// The phase as one word, as `firn ls` shows it.
-    pub fn word(&self) -> &'static str {
+    pub fn state_word(&self) -> &'static str {
         match self {
             Self::Starting { .. } => "starting",
             Self::Running => "running",
@@ -327,7 +327,7 @@ impl Phase {
 impl Journal {
     /// The journal of a VM that is about to start.
     pub fn new(name: VmName, launching: Option<PathBuf>) -> Self {
-        let phase = Phase::Starting { launching };
+        let phase = VmPhase::Starting { launching };
         Self {
             version: VERSION,
             name,
@@ -346,10 +346,10 @@ impl Journal {
     }
 
     /// Whether the image that is being saved has its final name already, and so is complete.
-    pub fn image_whole(&self) -> bool {
+    pub fn is_image_complete(&self) -> bool {
         match &self.phase {
-            Phase::Saving { image, replaces, .. } => {
-                let now = FileIdentity::at(image);
+            VmPhase::Saving { image, replaces, .. } => {
+                let now = FileIdentity::from_path(image);
                 now.is_some() && now != *replaces
             }
             _ => false,
@@ -357,19 +357,22 @@ impl Journal {
     }
 
     /// Records that something succeeded.
-    pub fn note_success(&mut self, text: impl Into<String>) {
-        self.last = Some(Note { at: now(), good: true, text: text.into(), failure: None });
+    pub fn record_success(&mut self, text: impl Into<String>) {
+        self.last =
+            Some(JournalNote { at: unix_seconds(), good: true, text: text.into(), failure: None });
     }
 
     /// Records that something failed.
-    pub fn note_failure(&mut self, text: impl Into<String>) {
-        self.last = Some(Note { at: now(), good: false, text: text.into(), failure: None });
+    pub fn record_failure(&mut self, text: impl Into<String>) {
+        self.last =
+            Some(JournalNote { at: unix_seconds(), good: false, text: text.into(), failure: None });
     }
 
     /// Records why Firn ended the VM.
-    pub fn note_end(&mut self, failure: Failure) {
+    pub fn record_end_reason(&mut self, failure: Failure) {
         let text = format!("the restore failed: {failure}");
-        self.last = Some(Note { at: now(), good: false, text, failure: Some(failure) });
+        self.last =
+            Some(JournalNote { at: unix_seconds(), good: false, text, failure: Some(failure) });
     }
 
     /// Reads a journal; `None` if there is none.
@@ -382,16 +385,16 @@ impl Journal {
         };
         let mut text = Vec::new();
         file.take(BYTES_MAX).read_to_end(&mut text).map_err(io)?;
-        Self::parse(path, &text).map(Some)
+        Self::parse_journal(path, &text).map(Some)
     }
 
-    fn parse(path: &Path, text: &[u8]) -> Result<Self, JournalError> {
+    fn parse_journal(path: &Path, text: &[u8]) -> Result<Self, JournalError> {
         #[derive(Deserialize)]
-        struct Versioned {
+        struct VersionedJournal {
             version: u32,
         }
         let malformed = |source| JournalError::Malformed { path: path.to_owned(), source };
-        let Versioned { version } = serde_json::from_slice(text).map_err(malformed)?;
+        let VersionedJournal { version } = serde_json::from_slice(text).map_err(malformed)?;
         if version != VERSION {
             return Err(JournalError::Version { path: path.to_owned(), found: version });
         }
@@ -399,7 +402,7 @@ impl Journal {
     }
 
     /// Replaces the journal at `path` by this one, atomically.
-    pub fn store(&self, path: &Path) -> Result<(), JournalError> {
+    pub fn write_file(&self, path: &Path) -> Result<(), JournalError> {
         let new = path.with_extension("json.new");
         let malformed = |source| JournalError::Malformed { path: path.to_owned(), source };
         let text = serde_json::to_vec_pretty(self).map_err(malformed)?;
@@ -426,7 +429,7 @@ pub struct JournalFile {
 impl JournalFile {
     /// Creates the file at `path` and writes the journal to it.
     pub fn create(path: PathBuf, journal: Journal) -> Result<Self, JournalError> {
-        journal.store(&path)?;
+        journal.write_file(&path)?;
         Ok(Self { path, journal: Mutex::new(journal) })
     }
 
@@ -435,23 +438,23 @@ impl JournalFile {
         let mut journal = self.journal.lock().unwrap_or_else(PoisonError::into_inner);
         let mut changed = journal.clone();
         change(&mut changed);
-        changed.store(&self.path)?;
+        changed.write_file(&self.path)?;
         *journal = changed;
         Ok(())
     }
 
     /// Whether the image that is being saved has its final name already, and so is complete.
-    pub fn image_whole(&self) -> bool {
-        self.read().image_whole()
+    pub fn is_image_complete(&self) -> bool {
+        self.current_journal().is_image_complete()
     }
 
     /// A copy of the current journal.
-    pub fn read(&self) -> Journal {
+    pub fn current_journal(&self) -> Journal {
         self.journal.lock().unwrap_or_else(PoisonError::into_inner).clone()
     }
 }
 
-impl From<ExitStatus> for Exit {
+impl From<ExitStatus> for ProcessExit {
     fn from(status: ExitStatus) -> Self {
         match (status.code(), status.signal()) {
             (Some(code), _) => Self::Code(code),
@@ -461,7 +464,7 @@ impl From<ExitStatus> for Exit {
     }
 }
 
-impl fmt::Display for Exit {
+impl fmt::Display for ProcessExit {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         match self {
             Self::Code(0) => f.write_str("exited"),
@@ -474,7 +477,7 @@ impl fmt::Display for Exit {
 }
 
 /// The current time, in seconds since 1970.
-pub fn now() -> u64 {
+pub fn unix_seconds() -> u64 {
     SystemTime::now().duration_since(UNIX_EPOCH).map_or(0, |since| since.as_secs())
 }
 
@@ -482,7 +485,7 @@ pub fn now() -> u64 {
 mod tests {
     use super::*;
 
-    fn journal(phase: Phase) -> Journal {
+    fn journal(phase: VmPhase) -> Journal {
         Journal { phase, ..Journal::new(VmName::new("web").unwrap(), None) }
     }
 
@@ -492,28 +495,28 @@ mod tests {
         let path = dir.path().join("journal.json");
         assert_eq!(Journal::load(&path).unwrap(), None);
         let phases = [
-            Phase::Starting { launching: Some("/run/firn/web/qmp.sock".into()) },
-            Phase::Saving {
+            VmPhase::Starting { launching: Some("/run/firn/web/qmp.sock".into()) },
+            VmPhase::Saving {
                 image: "/a".into(),
                 replaces: Some(FileIdentity { dev: 1, ino: 2 }),
                 paused_by_us: true,
                 then_stop: false,
-                drives: vec![Kept { chain: vec!["/c".into()], made: None }],
+                drives: vec![DriveSnapshot { chain: vec!["/c".into()], made: None }],
             },
-            Phase::Restoring {
+            VmPhase::Restoring {
                 image: "/a".into(),
                 identity: "1f".into(),
-                mode: Mode::Lazy,
+                mode: RestoreMode::Lazy,
                 started: true,
                 stays_paused: false,
                 on_error: OnError::Kill,
                 paused_by_us: true,
             },
-            Phase::Ended { exit: Exit::Signal(9), at: 12 },
+            VmPhase::Ended { exit: ProcessExit::Signal(9), at: 12 },
         ];
         for phase in phases {
             let written = journal(phase);
-            written.store(&path).unwrap();
+            written.write_file(&path).unwrap();
             assert_eq!(Journal::load(&path).unwrap(), Some(written));
         }
         assert_eq!(fs::read_dir(dir.path()).unwrap().count(), 1, "no file is left behind");
@@ -522,8 +525,8 @@ mod tests {
     /// A journal of a version without the later fields.
     #[test]
     fn a_protection_of_which_nothing_is_said_has_stopped_nothing() {
-        let phase: Phase = serde_json::from_str(r#"{"phase":"protecting"}"#).unwrap();
-        assert_eq!(phase, Phase::Protecting { paused_by_us: false });
+        let phase: VmPhase = serde_json::from_str(r#"{"phase":"protecting"}"#).unwrap();
+        assert_eq!(phase, VmPhase::Protecting { paused_by_us: false });
     }
 
     #[test]
@@ -545,7 +548,7 @@ mod tests {
 
     #[test]
     fn only_ended_and_detached_need_nobody() {
-        assert!(journal(Phase::Detached).phase.is_over());
-        assert!(!journal(Phase::Running).phase.is_over());
+        assert!(journal(VmPhase::Detached).phase.is_over());
+        assert!(!journal(VmPhase::Running).phase.is_over());
     }
 }

@@ -15,8 +15,8 @@ use crate::spawn;
 const VARIABLE: &str = "FIRN_LOG";
 
 /// Writes this process's log, and its panics, to the VM's log file.
-pub(crate) fn open(vm: &VmDir) -> io::Result<()> {
-    let file = spawn::append(&vm.log())?;
+pub(crate) fn open_log(vm: &VmDir) -> io::Result<()> {
+    let file = spawn::open_append(&vm.log_file())?;
     rustix::stdio::dup2_stderr(&file)?;
     let filter = EnvFilter::try_from_env(VARIABLE).unwrap_or_else(|_| EnvFilter::new("info"));
     // A second call in one process keeps the first log.

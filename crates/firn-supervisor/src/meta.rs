@@ -7,7 +7,7 @@
 use std::fmt;
 use std::path::{Path, PathBuf};
 
-use firn_vmm::{Disk, FileIdentity};
+use firn_vmm::{DiskImage, FileIdentity};
 use serde::{Deserialize, Serialize};
 
 use crate::cpu::CpuFacts;
@@ -28,7 +28,7 @@ pub const VERSION_MARKED: u32 = 4;
 
 /// The origin of an image.
 #[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
-pub struct Meta {
+pub struct ImageMeta {
     /// `VERSION`, `VERSION_WITH_DRIVES`, `VERSION_HELD` or `VERSION_MARKED`.
     pub version: u32,
     /// The VM's name.
@@ -40,7 +40,7 @@ pub struct Meta {
     /// The machine type with its version, such as `pc-q35-7.2`.
     pub machine: String,
     /// The hypervisor and how it was started.
-    pub qemu: Qemu,
+    pub qemu: QemuFacts,
     /// Guest RAM, in bytes.
     pub memory_bytes: u64,
     /// Virtual CPUs.
@@ -48,7 +48,7 @@ pub struct Meta {
     /// Disk images that it refers to and that must be unchanged: layers below drives, read-only
     /// disks, and disks of which no snapshot could be made.
     #[serde(default)]
-    pub disks: Vec<Disk>,
+    pub disks: Vec<DiskImage>,
     /// The drives that the guest writes to, at the cut. Their contents are not in the image, but in
     /// files that no process writes to any more.
     #[serde(default)]
@@ -94,7 +94,7 @@ pub struct FrozenDrive {
 
 /// A QEMU and its command line.
 #[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
-pub struct Qemu {
+pub struct QemuFacts {
     /// Its version, such as `7.2.22 (Debian 1:7.2+dfsg-7)`.
     pub version: String,
     /// The accelerator: `kvm` or `tcg`.
@@ -109,7 +109,7 @@ pub struct Qemu {
 
 /// A difference between an image and this host.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub enum Mismatch {
+pub enum HostMismatch {
     /// Another version of QEMU.
     Qemu {
         /// The version in the image.
@@ -123,7 +123,7 @@ pub enum Mismatch {
     DiskChanged(String),
 }
 
-impl fmt::Display for Mismatch {
+impl fmt::Display for HostMismatch {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         match self {
             Self::Qemu { image, host } => {
@@ -137,17 +137,17 @@ impl fmt::Display for Mismatch {
     }
 }
 
-impl Meta {
+impl ImageMeta {
     /// Adds these drives.
-    pub(crate) fn with(self, drives: Vec<FrozenDrive>) -> Self {
-        Self { drives, ..self }.versioned()
+    pub(crate) fn with_drives(self, drives: Vec<FrozenDrive>) -> Self {
+        Self { drives, ..self }.with_version()
     }
 
     /// Adds disks, each file once.
-    pub(crate) fn add_disks(&mut self, disks: Vec<Disk>) {
-        let which = |disk: &Disk| disk.identity.map(|it| (it.dev, it.inode));
+    pub(crate) fn add_disks(&mut self, disks: Vec<DiskImage>) {
+        let which = |disk: &DiskImage| disk.identity.map(|it| (it.dev, it.inode));
         for disk in disks {
-            let is_known = |it: &Disk| which(it).is_some() && which(it) == which(&disk);
+            let is_known = |it: &DiskImage| which(it).is_some() && which(it) == which(&disk);
             if !self.disks.iter().any(is_known) {
                 self.disks.push(disk);
             }
@@ -155,22 +155,22 @@ impl Meta {
     }
 
     /// Sets whether the output of the VM is blocked.
-    pub(crate) fn held(self, held: bool) -> Self {
-        Self { held, ..self }.versioned()
+    pub(crate) fn with_output_blocked(self, held: bool) -> Self {
+        Self { held, ..self }.with_version()
     }
 
     /// Sets the run state of a VM that did not run.
-    pub(crate) fn paused(self, paused: Option<String>) -> Self {
-        Self { paused, ..self }.versioned()
+    pub(crate) fn with_paused_state(self, paused: Option<String>) -> Self {
+        Self { paused, ..self }.with_version()
     }
 
     /// Sets the reasons why the image cannot be restored.
-    pub(crate) fn marked_unrestorable(self, unrestorable: Vec<String>) -> Self {
-        Self { unrestorable, ..self }.versioned()
+    pub(crate) fn with_obstacles(self, unrestorable: Vec<String>) -> Self {
+        Self { unrestorable, ..self }.with_version()
     }
 
     /// Sets the oldest version that can express the contents.
-    fn versioned(self) -> Self {
+    fn with_version(self) -> Self {
         let is_marked = self.paused.is_some() || !self.unrestorable.is_empty();
         let version = match (is_marked, self.held, self.drives.is_empty()) {
             (true, _, _) => VERSION_MARKED,
@@ -187,13 +187,16 @@ impl Meta {
     /// Size and time of the last write decide, so that a copy with the same size and time passes,
     /// wherever it is stored. A disk that was no local file (a network disk) can't be compared and
     /// passes.
-    pub fn disk_mismatches(&self, look: impl Fn(&Disk) -> Option<FileIdentity>) -> Vec<Mismatch> {
-        let changed = |disk: &Disk| {
+    pub fn disk_mismatches(
+        &self,
+        identify: impl Fn(&DiskImage) -> Option<FileIdentity>,
+    ) -> Vec<HostMismatch> {
+        let changed = |disk: &DiskImage| {
             let then = disk.identity?;
-            match look(disk) {
-                None => Some(Mismatch::DiskMissing(disk.file.clone())),
+            match identify(disk) {
+                None => Some(HostMismatch::DiskMissing(disk.file.clone())),
                 Some(now) if same_content(now, then) => None,
-                Some(_) => Some(Mismatch::DiskChanged(disk.file.clone())),
+                Some(_) => Some(HostMismatch::DiskChanged(disk.file.clone())),
             }
         };
         self.disks.iter().filter_map(changed).collect()
@@ -202,35 +205,35 @@ impl Meta {
     /// Compares the drives of which the image has snapshots.
     pub fn drive_mismatches(
         &self,
-        look: impl Fn(&FrozenDrive) -> Option<FileIdentity>,
-    ) -> Vec<Mismatch> {
+        identify: impl Fn(&FrozenDrive) -> Option<FileIdentity>,
+    ) -> Vec<HostMismatch> {
         let changed = |drive: &FrozenDrive| {
             let name = drive.file.display().to_string();
-            match look(drive) {
-                None => Some(Mismatch::DiskMissing(name)),
+            match identify(drive) {
+                None => Some(HostMismatch::DiskMissing(name)),
                 Some(now) if same_content(now, drive.identity) => None,
-                Some(_) => Some(Mismatch::DiskChanged(name)),
+                Some(_) => Some(HostMismatch::DiskChanged(name)),
             }
         };
         self.drives.iter().filter_map(changed).collect()
     }
 
     /// Compares all disk files with those of this host.
-    pub fn file_mismatches(&self) -> Vec<Mismatch> {
+    pub fn file_mismatches(&self) -> Vec<HostMismatch> {
         let mut mismatches =
-            self.disk_mismatches(|disk| restore::look(self, Path::new(&disk.file)));
-        mismatches.extend(self.drive_mismatches(|drive| restore::look(self, &drive.file)));
+            self.disk_mismatches(|disk| restore::disk_identity(self, Path::new(&disk.file)));
+        mismatches.extend(self.drive_mismatches(|drive| restore::disk_identity(self, &drive.file)));
         mismatches
     }
 
     /// Compares QEMU's version: the number, without the distribution's addition.
-    pub fn qemu_mismatch(&self, host: &str) -> Option<Mismatch> {
-        (number(&self.qemu.version) != number(host))
-            .then(|| Mismatch::Qemu { image: self.qemu.version.clone(), host: host.to_owned() })
+    pub fn qemu_mismatch(&self, host: &str) -> Option<HostMismatch> {
+        (version_number(&self.qemu.version) != version_number(host))
+            .then(|| HostMismatch::Qemu { image: self.qemu.version.clone(), host: host.to_owned() })
     }
 }
 
-fn number(version: &str) -> &str {
+fn version_number(version: &str) -> &str {
     version.split_once(' ').map_or(version, |(number, _)| number)
 }
 
@@ -244,8 +247,8 @@ mod tests {
 
     const THEN: FileIdentity = FileIdentity { dev: 1, inode: 2, size: 100, mtime_ns: 5 };
 
-    fn disk(file: &str, identity: Option<FileIdentity>) -> Disk {
-        Disk {
+    fn disk(file: &str, identity: Option<FileIdentity>) -> DiskImage {
+        DiskImage {
             node: "disk0".into(),
             file: file.into(),
             format: "raw".into(),
@@ -255,7 +258,7 @@ mod tests {
         }
     }
 
-    fn meta() -> Meta {
+    fn meta() -> ImageMeta {
         let disks = vec![
             disk("/same", Some(THEN)),
             disk("/copied", Some(THEN)),
@@ -263,8 +266,8 @@ mod tests {
             disk("/gone", Some(THEN)),
             disk("nbd://host", None),
         ];
-        let qemu = Qemu { version: "7.2.22".into(), ..Qemu::default() };
-        Meta { qemu, disks, ..Meta::default() }
+        let qemu = QemuFacts { version: "7.2.22".into(), ..QemuFacts::default() };
+        ImageMeta { qemu, disks, ..ImageMeta::default() }
     }
 
     /// A Firn that does not know blocked output must not restore such an image.
@@ -278,26 +281,46 @@ mod tests {
             identity: FileIdentity { dev: 1, inode: 2, size: 3, mtime_ns: 4 },
             is_clone: false,
         };
-        assert_eq!(Meta::default().with(Vec::new()).version, VERSION);
-        assert_eq!(Meta::default().with(vec![drive.clone()]).version, VERSION_WITH_DRIVES);
-        assert_eq!(Meta::default().held(true).with(vec![drive]).version, VERSION_HELD);
-        assert_eq!(Meta::default().held(true).held(false).version, VERSION);
+        assert_eq!(ImageMeta::default().with_drives(Vec::new()).version, VERSION);
+        assert_eq!(
+            ImageMeta::default().with_drives(vec![drive.clone()]).version,
+            VERSION_WITH_DRIVES
+        );
+        assert_eq!(
+            ImageMeta::default().with_output_blocked(true).with_drives(vec![drive]).version,
+            VERSION_HELD
+        );
+        assert_eq!(
+            ImageMeta::default().with_output_blocked(true).with_output_blocked(false).version,
+            VERSION
+        );
         let reasons = vec!["it has a vfio-pci".to_owned()];
-        assert_eq!(Meta::default().marked_unrestorable(reasons).held(true).version, VERSION_MARKED);
-        assert_eq!(Meta::default().paused(Some("paused".into())).version, VERSION_MARKED);
-        assert_eq!(Meta::default().paused(None).marked_unrestorable(Vec::new()).version, VERSION);
+        assert_eq!(
+            ImageMeta::default().with_obstacles(reasons).with_output_blocked(true).version,
+            VERSION_MARKED
+        );
+        assert_eq!(
+            ImageMeta::default().with_paused_state(Some("paused".into())).version,
+            VERSION_MARKED
+        );
+        assert_eq!(
+            ImageMeta::default().with_paused_state(None).with_obstacles(Vec::new()).version,
+            VERSION
+        );
     }
 
     #[test]
     fn every_disk_that_is_not_the_same_is_named() {
-        let look = |disk: &Disk| match disk.file.as_str() {
+        let look = |disk: &DiskImage| match disk.file.as_str() {
             "/same" => Some(THEN),
             "/copied" => Some(FileIdentity { inode: 9, ..THEN }),
             "/written" => Some(FileIdentity { mtime_ns: 6, ..THEN }),
             _ => None,
         };
-        let expected =
-            [Mismatch::DiskChanged("/written".into()), Mismatch::DiskMissing("/gone".into())];
+        let expected = [
+            HostMismatch::DiskChanged("/written".into()),
+            HostMismatch::DiskMissing("/gone".into()),
+        ];
         assert_eq!(meta().disk_mismatches(look), expected);
     }
 

@@ -39,7 +39,7 @@ impl VmName {
         if name.is_empty() || name.len() > NAME_BYTES_MAX {
             return Err(VmNameError::Length(name));
         }
-        match name.char_indices().find(|&(at, c)| !allowed(at, c)) {
+        match name.char_indices().find(|&(at, c)| !is_allowed(at, c)) {
             Some((_, c)) => Err(VmNameError::Character(name, c)),
             None => Ok(Self(name)),
         }
@@ -51,7 +51,7 @@ impl VmName {
     }
 }
 
-fn allowed(at: usize, c: char) -> bool {
+fn is_allowed(at: usize, c: char) -> bool {
     c.is_ascii_alphanumeric() || (at > 0 && matches!(c, '.' | '_' | '-'))
 }
 

@@ -14,28 +14,28 @@ use std::time::{Duration, Instant};
 
 use rustix::fs::{FlockOperation, flock};
 
-use crate::failure::{Context, Failure, FailureKind};
+use crate::failure::{Failure, FailureContext, FailureKind};
 use crate::identity::ProcessIdentity;
-use crate::processes::{self, Named};
+use crate::processes::{self, ProcessName};
 
 /// The maximum wait for a process that holds the lock briefly: a supervisor that ends, or one that
 /// was about to attach and could not.
-const WAIT: Duration = Duration::from_secs(1);
-const RETRY: Duration = Duration::from_millis(10);
+const LOCK_WAIT: Duration = Duration::from_secs(1);
+const RETRY_INTERVAL: Duration = Duration::from_millis(10);
 
 /// The ownership of a QEMU by this process, until the value is dropped or the process ends.
 #[derive(Debug)]
-pub(crate) struct Ownership {
+pub(crate) struct QemuOwnership {
     _directory: File,
 }
 
-impl Ownership {
+impl QemuOwnership {
     /// Takes the ownership of a process.
     ///
     /// # Errors
     /// If another process holds it, which the error names; or if the process has ended.
-    pub(crate) fn take(process: &ProcessIdentity) -> Result<Self, Failure> {
-        Self::take_within(process, WAIT)
+    pub(crate) fn take_process(process: &ProcessIdentity) -> Result<Self, Failure> {
+        Self::take_within(process, LOCK_WAIT)
     }
 
     /// Takes the ownership of the process of a VM whose supervisor died. A process that holds the
@@ -45,34 +45,34 @@ impl Ownership {
     /// # Errors
     /// As [`Self::take_process`].
     pub(crate) fn take_again(process: &ProcessIdentity) -> Result<Option<Self>, Failure> {
-        match Self::attempt(process, WAIT)? {
+        match Self::try_take(process, LOCK_WAIT)? {
             Ok(owned) => Ok(Some(owned)),
             Err(Some(holder)) if !may_supervise(holder) => {
-                tracing::warn!("{}", taken(process.pid, Some(holder)));
+                tracing::warn!("{}", taken_failure(process.pid, Some(holder)));
                 Ok(None)
             }
-            Err(holder) => Err(taken(process.pid, holder)),
+            Err(holder) => Err(taken_failure(process.pid, holder)),
         }
     }
 
     fn take_within(process: &ProcessIdentity, wait: Duration) -> Result<Self, Failure> {
-        Self::attempt(process, wait)?.map_err(|holder| taken(process.pid, holder))
+        Self::try_take(process, wait)?.map_err(|holder| taken_failure(process.pid, holder))
     }
 
     /// Tries to take it. The error of the inner result is the process that holds it, if that can be
     /// seen.
-    fn attempt(
+    fn try_take(
         process: &ProcessIdentity,
         wait: Duration,
     ) -> Result<Result<Self, Option<i32>>, Failure> {
         const TAKING: &str = "checking that no other supervisor manages this VM";
-        let directory = File::open(format!("/proc/{}", process.pid)).doing(TAKING)?;
+        let directory = File::open(format!("/proc/{}", process.pid)).while_doing(TAKING)?;
         let deadline = Instant::now() + wait;
-        while !try_lock(&directory).doing(TAKING)? {
+        while !try_lock(&directory).while_doing(TAKING)? {
             if Instant::now() >= deadline {
-                return Ok(Err(holder(&directory)));
+                return Ok(Err(lock_holder(&directory)));
             }
-            thread::sleep(RETRY);
+            thread::sleep(RETRY_INTERVAL);
         }
         // The process lived before and still lives, so the directory belongs to no other process.
         match process.is_alive() {
@@ -97,7 +97,7 @@ fn try_lock(directory: &File) -> io::Result<bool> {
 }
 
 /// The process that holds the lock.
-fn holder(directory: &File) -> Option<i32> {
+fn lock_holder(directory: &File) -> Option<i32> {
     let inode = directory.metadata().ok()?.ino();
     parse_holder(&fs::read_to_string("/proc/locks").ok()?, inode)
 }
@@ -113,7 +113,7 @@ fn parse_holder(locks: &str, inode: u64) -> Option<i32> {
     })
 }
 
-fn taken(pid: i32, holder: Option<i32>) -> Failure {
+fn taken_failure(pid: i32, holder: Option<i32>) -> Failure {
     let busy = |text| Failure::new(FailureKind::Busy, text);
     let Some(holder) = holder.filter(|&holder| holder > 0) else {
         return busy(format!("process {pid} is held by a process that cannot be seen from here"));
@@ -123,18 +123,18 @@ fn taken(pid: i32, holder: Option<i32>) -> Failure {
         Some(name) => {
             let text =
                 format!("process {pid} is VM {name}{user} already: supervisor {holder} manages it");
-            busy(text).hint(format!("`firn detach {name}`{} releases it", by(&user)))
+            busy(text).with_hint(format!("`firn detach {name}`{} releases it", as_user(&user)))
         }
         None => {
-            let text = format!("process {pid} is held by {}{user}", Named::with_id(holder));
-            busy(text).hint(format!(
+            let text = format!("process {pid} is held by {}{user}", ProcessName::with_id(holder));
+            busy(text).with_hint(format!(
                 "only a supervisor of Firn needs this lock: end process {holder}"
             ))
         }
     }
 }
 
-fn by(user: &str) -> String {
+fn as_user(user: &str) -> String {
     if user.is_empty() { String::new() } else { format!(", as a command{user},") }
 }
 
@@ -146,24 +146,24 @@ mod tests {
     fn sleeper() -> (Child, ProcessIdentity) {
         let mut command = Command::new("cat");
         let child = command.stdin(Stdio::piped()).stdout(Stdio::null()).spawn().unwrap();
-        let identity = ProcessIdentity::of(child.id() as i32).unwrap();
+        let identity = ProcessIdentity::from_pid(child.id() as i32).unwrap();
         (child, identity)
     }
 
     #[test]
     fn a_process_has_one_owner_who_is_named() {
         let (mut child, identity) = sleeper();
-        let owned = Ownership::take(&identity).unwrap();
-        let refused = Ownership::take_within(&identity, Duration::ZERO).unwrap_err();
+        let owned = QemuOwnership::take_process(&identity).unwrap();
+        let refused = QemuOwnership::take_within(&identity, Duration::ZERO).unwrap_err();
         assert_eq!(refused.kind, FailureKind::Busy);
         let text = refused.to_string();
         assert!(text.contains(&format!("process {} is held", identity.pid)), "{text}");
         assert!(text.contains(&format!("process {} (", std::process::id())), "{text}");
         drop(owned);
-        drop(Ownership::take(&identity).unwrap());
+        drop(QemuOwnership::take_process(&identity).unwrap());
         child.kill().unwrap();
         child.wait().unwrap();
-        assert!(Ownership::take_within(&identity, Duration::ZERO).is_err());
+        assert!(QemuOwnership::take_within(&identity, Duration::ZERO).is_err());
     }
 
     #[test]

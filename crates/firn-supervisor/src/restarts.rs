@@ -13,19 +13,19 @@ const PAUSE_MIN: Duration = Duration::from_secs(1);
 const PAUSE_MAX: Duration = Duration::from_secs(60);
 
 /// A process that lived for this time counts as healthy.
-const LIVED: Duration = Duration::from_secs(120);
+const HEALTHY_AFTER: Duration = Duration::from_secs(120);
 
 /// Counts restarts, and computes the delay before the next one.
 #[derive(Debug, Default)]
-pub(crate) struct Restarts {
+pub(crate) struct RestartBackoff {
     last: Option<Instant>,
     count: u32,
 }
 
-impl Restarts {
+impl RestartBackoff {
     /// The delay before the next restart.
-    pub(crate) fn pause(&mut self, now: Instant) -> Duration {
-        let is_new = |last: Instant| now.saturating_duration_since(last) >= LIVED;
+    pub(crate) fn next_delay(&mut self, now: Instant) -> Duration {
+        let is_new = |last: Instant| now.saturating_duration_since(last) >= HEALTHY_AFTER;
         if self.last.is_none_or(is_new) {
             self.count = 0;
         }
@@ -45,10 +45,10 @@ mod tests {
 
     #[test]
     fn the_first_restarts_are_quick_and_there_is_no_last_one() {
-        let mut restarts = Restarts::default();
+        let mut restarts = RestartBackoff::default();
         let start = Instant::now();
-        let pauses: Vec<u64> = (0..14).map(|_| restarts.pause(start).as_secs()).collect();
+        let pauses: Vec<u64> = (0..14).map(|_| restarts.next_delay(start).as_secs()).collect();
         assert_eq!(pauses, [0, 0, 0, 0, 0, 1, 2, 4, 8, 16, 32, 60, 60, 60]);
-        assert_eq!(restarts.pause(start + PAUSE_MAX + LIVED), Duration::ZERO);
+        assert_eq!(restarts.next_delay(start + PAUSE_MAX + HEALTHY_AFTER), Duration::ZERO);
     }
 }

@@ -15,8 +15,8 @@ use std::os::unix::process::CommandExt;
 use std::path::Path;
 use std::process::{Child, Command, Stdio};
 
-use crate::held;
-use crate::lock::Role;
+use crate::image_files;
+use crate::lock::ProcessRole;
 use crate::runtime::{self, RuntimeDir, VmDir};
 
 /// The hidden verb of a supervisor.
@@ -33,50 +33,54 @@ pub const RECOVER: &str = "--recover";
 
 /// Starts the first supervisor of a VM. It reads a [`crate::SupervisorPlan`] from its standard
 /// input and replies on its standard output.
-pub(crate) fn supervisor(base: &RuntimeDir, vm: &VmDir) -> io::Result<Child> {
-    let mut command = firn(base, SUPERVISE, vm);
+pub(crate) fn spawn_supervisor(base: &RuntimeDir, vm: &VmDir) -> io::Result<Child> {
+    let mut command = firn_command(base, SUPERVISE, vm);
     command.stdin(Stdio::piped()).stdout(Stdio::piped()).stderr(Stdio::null());
     command.spawn()
 }
 
 /// Starts a successor, which receives these open files of the image.
-pub(crate) fn successor(base: &RuntimeDir, vm: &VmDir, files: &[File]) -> io::Result<Child> {
-    let mut command = firn(base, SUPERVISE, vm);
+pub(crate) fn spawn_successor(base: &RuntimeDir, vm: &VmDir, files: &[File]) -> io::Result<Child> {
+    let mut command = firn_command(base, SUPERVISE, vm);
     command.arg(RECOVER).env_remove(firn_fault::VARIABLE);
     if files.is_empty() {
-        return in_background(&mut command, Stdio::null(), &vm.log());
+        return spawn_in_background(&mut command, Stdio::null(), &vm.log_file());
     }
     let (to, from) = UnixStream::pair()?;
-    held::send(&to, files)?;
-    in_background(&mut command, OwnedFd::from(from).into(), &vm.log())
+    image_files::send_files(&to, files)?;
+    spawn_in_background(&mut command, OwnedFd::from(from).into(), &vm.log_file())
 }
 
 /// Starts one of the guards. It keeps open files that it receives by the socket
 /// ([`image_files::send_files`]).
-pub(crate) fn guard(base: &RuntimeDir, vm: &VmDir, role: Role) -> io::Result<(Child, UnixStream)> {
-    let mut command = firn(base, GUARD, vm);
+pub(crate) fn spawn_guard(
+    base: &RuntimeDir,
+    vm: &VmDir,
+    role: ProcessRole,
+) -> io::Result<(Child, UnixStream)> {
+    let mut command = firn_command(base, GUARD, vm);
     command.env_remove(firn_fault::VARIABLE);
-    if role == Role::Watcher {
+    if role == ProcessRole::Watcher {
         command.arg(WATCHER);
     }
     let (to, from) = UnixStream::pair()?;
-    let child = in_background(&mut command, OwnedFd::from(from).into(), &vm.log())?;
+    let child = spawn_in_background(&mut command, OwnedFd::from(from).into(), &vm.log_file())?;
     Ok((child, to))
 }
 
-fn firn(base: &RuntimeDir, verb: &str, vm: &VmDir) -> Command {
+fn firn_command(base: &RuntimeDir, verb: &str, vm: &VmDir) -> Command {
     let mut command = Command::new("/proc/self/exe");
     command.arg0("firn").arg(verb).arg(vm.name().as_str()).env(runtime::VARIABLE, base.path());
     command
 }
 
-fn in_background(command: &mut Command, stdin: Stdio, log: &Path) -> io::Result<Child> {
-    let log = append(log)?;
+fn spawn_in_background(command: &mut Command, stdin: Stdio, log: &Path) -> io::Result<Child> {
+    let log = open_append(log)?;
     command.stdin(stdin).stdout(Stdio::null()).stderr(log).current_dir("/").spawn()
 }
 
 /// Opens a log for appending, with mode 0600.
-pub(crate) fn append(path: &Path) -> io::Result<File> {
+pub(crate) fn open_append(path: &Path) -> io::Result<File> {
     OpenOptions::new().append(true).create(true).mode(0o600).open(path)
 }
 

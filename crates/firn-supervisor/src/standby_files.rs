@@ -12,7 +12,7 @@ use firn_vmm::command_line::DiskPlan;
 use crate::name::VmName;
 
 /// The first name that no file has.
-pub(crate) fn free_file(directory: &Path, vm: &VmName, disk: &DiskPlan) -> PathBuf {
+pub(crate) fn find_free_name(directory: &Path, vm: &VmName, disk: &DiskPlan) -> PathBuf {
     let (stem, format) = (format!("{vm}.{}", disk.id), &disk.format);
     let first = directory.join(format!("{stem}.{format}"));
     let numbered = (2_u32..).map(|number| directory.join(format!("{stem}.{number}.{format}")));
@@ -32,7 +32,7 @@ mod tests {
         let disk = DiskPlan { id, file: "d0.raw".into(), format, size: None };
         let vm = VmName::new("web").unwrap();
         for name in ["web.d0.raw", "web.d0.2.raw", "web.d0.3.raw"] {
-            let free = free_file(dir.path(), &vm, &disk);
+            let free = find_free_name(dir.path(), &vm, &disk);
             assert_eq!(free, dir.path().join(name));
             std::fs::write(&free, name).unwrap();
         }

@@ -5,17 +5,17 @@ use std::path::PathBuf;
 use firn_epochs::primary_end::PrimaryEnd;
 use serde::{Deserialize, Serialize};
 
-use crate::disks::left_behind;
-use crate::journal::{Exit, Journal, Note, Phase};
+use crate::control_protocol::{OperationProgress, RestoreOutage};
+use crate::disk_snapshots::overlays_left;
+use crate::journal::{Journal, JournalNote, ProcessExit, VmPhase};
 use crate::name::VmName;
 use crate::network::CardStatus;
-use crate::protection::Protection;
-use crate::protocol::{Progress, Waiting};
-use crate::standby::Readiness;
+use crate::protection::ProtectionStatus;
+use crate::standby::StandbyStatus;
 
 /// The status of a VM, as a user sees it.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
-pub struct Status {
+pub struct VmStatus {
     /// Its name.
     pub name: VmName,
     /// `starting`, `running`, `paused`, `saving`, `suspending`, `restoring`, `waiting`,
@@ -24,7 +24,7 @@ pub struct Status {
     pub state: String,
     /// How it ended, if it has.
     #[serde(default, skip_serializing_if = "Option::is_none")]
-    pub exit: Option<Exit>,
+    pub exit: Option<ProcessExit>,
     /// The hypervisor's process.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub pid: Option<i32>,
@@ -48,21 +48,21 @@ pub struct Status {
     pub image: Option<PathBuf>,
     /// The progress of that.
     #[serde(default, skip_serializing_if = "Option::is_none")]
-    pub progress: Option<Progress>,
+    pub progress: Option<OperationProgress>,
     /// Files that its drives write to, or are about to write to, and that no image refers to.
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
     pub overlays: Vec<PathBuf>,
     /// The last event.
     #[serde(default, skip_serializing_if = "Option::is_none")]
-    pub last: Option<Note>,
+    pub last: Option<JournalNote>,
     /// How often a successor has taken over from a dead supervisor.
     pub recoveries: u32,
     /// The state of its protection, if it is protected.
     #[serde(default, skip_serializing_if = "Option::is_none")]
-    pub protection: Option<Protection>,
+    pub protection: Option<ProtectionStatus>,
     /// The state of the standby, if it is one.
     #[serde(default, skip_serializing_if = "Option::is_none")]
-    pub standby: Option<Readiness>,
+    pub standby: Option<StandbyStatus>,
     /// How its protection ended, if it was protected.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub protection_end: Option<PrimaryEnd>,
@@ -74,10 +74,10 @@ pub struct Status {
     pub network: Vec<CardStatus>,
     /// The memory that can't be read or installed at present, if the VM is being restored.
     #[serde(default, skip_serializing_if = "Option::is_none")]
-    pub waiting: Option<Waiting>,
+    pub waiting: Option<RestoreOutage>,
     /// The reason why no supervisor answers for it, and what helps.
     #[serde(default, skip_serializing_if = "Option::is_none")]
-    pub unattended: Option<Unattended>,
+    pub unattended: Option<UnattendedVm>,
     /// The supervisor's process id.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub supervisor_pid: Option<i32>,
@@ -91,7 +91,7 @@ pub struct Status {
 
 /// The reason why a VM has no supervisor that answers.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
-pub struct Unattended {
+pub struct UnattendedVm {
     /// What is wrong.
     pub why: String,
     /// The command that helps.
@@ -101,15 +101,15 @@ pub struct Unattended {
     pub supervisor_pid: Option<i32>,
 }
 
-impl Status {
+impl VmStatus {
     /// The status of a VM whose journal can't be read.
-    pub(crate) fn unknown(name: VmName) -> Self {
-        let status = Self::of(&Journal::new(name, None));
+    pub(crate) fn for_unreadable_journal(name: VmName) -> Self {
+        let status = Self::from_journal(&Journal::new(name, None));
         Self { state: "unknown".to_owned(), ..status }
     }
 
     /// Adds the progress of the running operation.
-    pub(crate) fn with_progress(mut self, progress: Option<Progress>) -> Self {
+    pub(crate) fn with_progress(mut self, progress: Option<OperationProgress>) -> Self {
         self.waiting = progress.as_ref().and_then(|progress| progress.waiting.clone());
         if self.waiting.as_ref().is_some_and(|waiting| waiting.guest_waits) {
             self.state = "waiting".to_owned();
@@ -119,19 +119,19 @@ impl Status {
     }
 
     /// The status as the journal alone describes it.
-    pub fn of(journal: &Journal) -> Self {
+    pub fn from_journal(journal: &Journal) -> Self {
         let machine = journal.machine.as_ref();
         let meta = machine.map(|machine| machine.meta.clone()).unwrap_or_default();
         let (image, exit) = match &journal.phase {
-            Phase::Saving { image, .. } | Phase::Restoring { image, .. } => {
+            VmPhase::Saving { image, .. } | VmPhase::Restoring { image, .. } => {
                 (Some(image.clone()), None)
             }
-            Phase::Ended { exit, .. } => (None, Some(*exit)),
+            VmPhase::Ended { exit, .. } => (None, Some(*exit)),
             _ => (None, None),
         };
         Self {
             name: journal.name.clone(),
-            state: journal.phase.word().to_owned(),
+            state: journal.phase.state_word().to_owned(),
             exit,
             pid: machine.map(|machine| machine.process.pid),
             launched: machine.is_none_or(|machine| machine.launched),
@@ -143,7 +143,7 @@ impl Status {
             qmp: machine.map(|machine| machine.qmp.clone()),
             image,
             progress: None,
-            overlays: left_behind(journal),
+            overlays: overlays_left(journal),
             last: journal.last.clone(),
             recoveries: journal.recoveries,
             protection: None,
@@ -169,8 +169,8 @@ mod tests {
     fn an_ended_vm_says_how_it_ended() {
         let mut journal = Journal::new(VmName::new("web").unwrap(), None);
         journal.machine = Some(machine(true));
-        journal.phase = Phase::Ended { exit: Exit::Signal(11), at: 5 };
-        let status = Status::of(&journal);
-        assert_eq!((status.state.as_str(), status.exit), ("ended", Some(Exit::Signal(11))));
+        journal.phase = VmPhase::Ended { exit: ProcessExit::Signal(11), at: 5 };
+        let status = VmStatus::from_journal(&journal);
+        assert_eq!((status.state.as_str(), status.exit), ("ended", Some(ProcessExit::Signal(11))));
     }
 }

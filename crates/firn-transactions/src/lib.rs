@@ -12,6 +12,6 @@ mod shape;
 mod system;
 mod workload;
 
-pub use shape::Shape;
-pub use system::{Calls, System, Taken};
-pub use workload::{ELEMENTS, Workload};
+pub use shape::WriteShape;
+pub use system::{CallIdentity, RunResult, TrackerSystem};
+pub use workload::{ELEMENTS, StructureWorkload};

@@ -4,14 +4,14 @@ use std::str::FromStr;
 
 use anyhow::{Context as _, Result};
 
-use crate::system::{Calls, System, Taken, measure};
+use crate::system::{CallIdentity, RunResult, TrackerSystem, measure_area};
 
 /// Words per page.
 const PAGE: usize = 512;
 
 /// The writes of a transaction.
 #[derive(Clone, Copy, Debug)]
-pub struct Shape {
+pub struct WriteShape {
     /// Pages per transaction.
     pub ppt: usize,
     /// Writes per page.
@@ -20,14 +20,14 @@ pub struct Shape {
     pub pages: usize,
 }
 
-impl Shape {
+impl WriteShape {
     /// The count of words of the area.
-    pub fn words(self) -> usize {
+    pub fn area_words(self) -> usize {
         self.pages * PAGE
     }
 
     /// Writes to distinct pages, chosen by the transaction's number.
-    pub fn write(self, words: &mut [u64], transaction: usize) {
+    pub fn write_words(self, words: &mut [u64], transaction: usize) {
         let first = (transaction as u64 + 1).wrapping_mul(0x9e37_79b9_7f4a_7c15) >> 33;
         for number in 0..self.ppt {
             // Steps of an odd count of pages through a power of two: no page occurs twice.
@@ -43,9 +43,14 @@ impl Shape {
     ///
     /// # Errors
     /// If the tracker does not work here.
-    pub fn measure(self, system: System, calls: &Calls, transactions: usize) -> Result<Taken> {
-        let work = |words: &mut [u64], transaction: usize| self.write(words, transaction);
-        measure(system, calls, self.words(), transactions, |_| {}, work)
+    pub fn measure_tracker(
+        self,
+        system: TrackerSystem,
+        calls: &CallIdentity,
+        transactions: usize,
+    ) -> Result<RunResult> {
+        let work = |words: &mut [u64], transaction: usize| self.write_words(words, transaction);
+        measure_area(system, calls, self.area_words(), transactions, |_| {}, work)
     }
 
     /// The text that [`Self::from_str`] parses.
@@ -55,7 +60,7 @@ impl Shape {
 }
 
 /// Pages per transaction, writes per page, pages of the area.
-impl FromStr for Shape {
+impl FromStr for WriteShape {
     type Err = anyhow::Error;
 
     fn from_str(text: &str) -> Result<Self> {
@@ -73,21 +78,21 @@ mod tests {
 
     #[test]
     fn a_shape_is_read_from_its_name() {
-        let shape: Shape = "2,4,256".parse().unwrap();
+        let shape: WriteShape = "2,4,256".parse().unwrap();
         assert_eq!((shape.ppt, shape.wpp, shape.pages), (2, 4, 256));
         assert_eq!(shape.name(), "2,4,256");
         for wrong in ["", "2,4", "2,4,255", "512,4,256", "2,4,256,1", "2,x,256"] {
-            assert!(wrong.parse::<Shape>().is_err(), "{wrong}");
+            assert!(wrong.parse::<WriteShape>().is_err(), "{wrong}");
         }
     }
 
     #[test]
     fn a_transaction_writes_what_its_shape_says() {
         for (ppt, wpp, pages) in [(1, 4, 256), (32, 4, 256), (2, 16, 256), (4, 4, 16)] {
-            let shape = Shape { ppt, wpp, pages };
+            let shape = WriteShape { ppt, wpp, pages };
             for transaction in 0..50 {
-                let mut words = vec![0; shape.words()];
-                shape.write(&mut words, transaction);
+                let mut words = vec![0; shape.area_words()];
+                shape.write_words(&mut words, transaction);
                 let pages = words.chunks(PAGE).filter(|page| page.iter().any(|&word| word > 0));
                 assert_eq!(pages.count(), ppt);
                 assert_eq!(words.iter().sum::<u64>(), (ppt * wpp) as u64);

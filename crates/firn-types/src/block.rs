@@ -55,13 +55,13 @@ impl BlockSize {
     }
 
     /// The number of pages in a block.
-    pub fn pages(self) -> usize {
+    pub fn page_count(self) -> usize {
         usize::from(self.0)
     }
 
     /// The number of bytes in a block.
-    pub fn bytes(self) -> usize {
-        self.pages() * PAGE_SIZE
+    pub fn byte_count(self) -> usize {
+        self.page_count() * PAGE_SIZE
     }
 
     /// The block that holds a page.

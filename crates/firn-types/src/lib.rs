@@ -20,7 +20,7 @@ mod block;
 mod region;
 mod text;
 
-pub use address::{GuestPhys, HostVirt, PAGE_SIZE, Page, Tid, VcpuId};
+pub use address::{GuestPhys, HostVirt, PAGE_SIZE, Page, ThreadId, VcpuId};
 pub use block::{Block, BlockSize, BlockSizeError};
 pub use region::{GuestSpan, REGION_ALIGN, RamRegion, RegionMap, RegionMapError};
-pub use text::{is_shown, printable, printable_lines};
+pub use text::{is_shown, make_printable, make_printable_lines};

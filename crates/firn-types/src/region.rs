@@ -25,19 +25,19 @@ pub struct RamRegion {
 
 impl RamRegion {
     /// Its pages in the RAM page space.
-    pub fn range(&self) -> Range<Page> {
+    pub fn page_range(&self) -> Range<Page> {
         self.first..Page(self.first.0 + self.pages)
     }
 
     /// Its size in bytes.
-    pub fn bytes(&self) -> u64 {
+    pub fn byte_len(&self) -> u64 {
         u64::from(self.pages) * PAGE_SIZE as u64
     }
 
     /// Byte offset of `page` in this region's backing memory. The page must be in
     /// [`Self::page_range`].
     pub fn offset_of(&self, page: Page) -> u64 {
-        debug_assert!(self.range().contains(&page), "{page} is not in region {}", self.id);
+        debug_assert!(self.page_range().contains(&page), "{page} is not in region {}", self.id);
         u64::from(page.0 - self.first.0) * PAGE_SIZE as u64
     }
 }
@@ -54,8 +54,8 @@ pub struct GuestSpan {
 }
 
 impl GuestSpan {
-    fn end(&self) -> GuestPhys {
-        self.gpa.plus(u64::from(self.pages) * PAGE_SIZE as u64)
+    fn end_gpa(&self) -> GuestPhys {
+        self.gpa.offset_by(u64::from(self.pages) * PAGE_SIZE as u64)
     }
 
     fn page_range(&self) -> Range<Page> {
@@ -107,13 +107,13 @@ impl RegionMap {
     ) -> Result<Self, RegionMapError> {
         let mut map = Self::default();
         for (id, bytes) in sizes {
-            map.push(id, bytes)?;
+            map.append_region(id, bytes)?;
         }
         map.regions.first().ok_or_else(|| RegionMapError::Empty("(none)".into()))?;
         Ok(map)
     }
 
-    fn push(&mut self, id: &str, bytes: u64) -> Result<(), RegionMapError> {
+    fn append_region(&mut self, id: &str, bytes: u64) -> Result<(), RegionMapError> {
         let bad_size = || RegionMapError::Size { id: id.to_owned(), bytes };
         if bytes == 0 {
             return Err(RegionMapError::Empty(id.to_owned()));
@@ -133,7 +133,7 @@ impl RegionMap {
     }
 
     /// Renames a region.
-    pub fn renamed(mut self, from: &str, to: &str) -> Self {
+    pub fn with_region_renamed(mut self, from: &str, to: &str) -> Self {
         let named = self.regions.iter_mut().filter(|region| region.id == from);
         named.for_each(|region| to.clone_into(&mut region.id));
         self
@@ -153,7 +153,8 @@ impl RegionMap {
     fn check_span(&self, span: &GuestSpan) -> Result<(), RegionMapError> {
         let end = span.page.0.checked_add(span.pages).map(Page);
         let region = self.region_of(span.page);
-        let fits = matches!((end, region), (Some(end), Some(region)) if end <= region.range().end);
+        let fits =
+            matches!((end, region), (Some(end), Some(region)) if end <= region.page_range().end);
         let aligned = span.gpa.0 % PAGE_SIZE as u64 == 0 && span.pages > 0;
         if fits && aligned {
             return Ok(());
@@ -163,8 +164,8 @@ impl RegionMap {
 
     /// Checks a map from outside, such as that of an image, as strictly as [`Self::lay_out`] checks
     /// a new one.
-    pub fn check(&self) -> Result<(), RegionMapError> {
-        let sizes = self.regions.iter().map(|region| (region.id.as_str(), region.bytes()));
+    pub fn check_layout(&self) -> Result<(), RegionMapError> {
+        let sizes = self.regions.iter().map(|region| (region.id.as_str(), region.byte_len()));
         let laid_out = Self::lay_out(sizes)?;
         for (mine, theirs) in self.regions.iter().zip(&laid_out.regions) {
             if mine != theirs {
@@ -180,26 +181,26 @@ impl RegionMap {
     }
 
     /// The guest-physical spans, by address.
-    pub fn spans(&self) -> &[GuestSpan] {
+    pub fn guest_spans(&self) -> &[GuestSpan] {
         &self.spans
     }
 
     /// The number after the last RAM page. It counts the alignment pages between regions, which are
     /// never backed.
     pub fn total_pages(&self) -> u32 {
-        self.regions.last().map_or(0, |region| region.range().end.0)
+        self.regions.last().map_or(0, |region| region.page_range().end.0)
     }
 
     /// The size of the guest's RAM in bytes, without alignment.
     pub fn ram_bytes(&self) -> u64 {
-        self.regions.iter().map(RamRegion::bytes).sum()
+        self.regions.iter().map(RamRegion::byte_len).sum()
     }
 
     /// The region that holds a page; `None` for a page between or past the regions.
     pub fn region_of(&self, page: Page) -> Option<&RamRegion> {
         let after = self.regions.partition_point(|region| region.first <= page);
         let region = self.regions.get(after.checked_sub(1)?)?;
-        region.range().contains(&page).then_some(region)
+        region.page_range().contains(&page).then_some(region)
     }
 
     /// The RAM page at a guest-physical address; `None` where the guest has no RAM.
@@ -207,20 +208,20 @@ impl RegionMap {
         let after = self.spans.partition_point(|span| span.gpa <= gpa);
         let span = self.spans.get(after.checked_sub(1)?)?;
         let offset = (gpa.0 - span.gpa.0) / PAGE_SIZE as u64;
-        (gpa < span.end()).then(|| Page(span.page.0 + offset as u32))
+        (gpa < span.end_gpa()).then(|| Page(span.page.0 + offset as u32))
     }
 
     /// The first guest-physical address at which the guest sees a page; `None` if the guest does
     /// not see it.
     pub fn gpa_of(&self, page: Page) -> Option<GuestPhys> {
         let span = self.spans.iter().find(|span| span.page_range().contains(&page))?;
-        Some(span.gpa.plus(u64::from(page.0 - span.page.0) * PAGE_SIZE as u64))
+        Some(span.gpa.offset_by(u64::from(page.0 - span.page.0) * PAGE_SIZE as u64))
     }
 
     /// Clips a range of pages to the regions: returns the parts of it that are RAM, in order.
-    pub fn clip(&self, range: Range<Page>) -> impl Iterator<Item = Range<Page>> + '_ {
+    pub fn clip_to_ram(&self, range: Range<Page>) -> impl Iterator<Item = Range<Page>> + '_ {
         self.regions.iter().filter_map(move |region| {
-            let ram = region.range();
+            let ram = region.page_range();
             let part = ram.start.max(range.start)..ram.end.min(range.end);
             (part.start < part.end).then_some(part)
         })
@@ -260,7 +261,7 @@ mod tests {
     fn a_map_with_a_moved_region_is_refused() {
         let mut map = RegionMap::lay_out([("a", MIB), ("b", MIB)]).unwrap();
         map.regions[1].first = Page(7);
-        assert_eq!(map.check(), Err(RegionMapError::Place("b".into())));
+        assert_eq!(map.check_layout(), Err(RegionMapError::Place("b".into())));
     }
 
     #[test]
@@ -273,7 +274,7 @@ mod tests {
     #[test]
     fn clipping_leaves_out_what_lies_between() {
         let map = RegionMap::lay_out([("a", 3 * 4096), ("b", 4096)]).unwrap();
-        let parts: Vec<_> = map.clip(Page(2)..Page(17)).collect();
+        let parts: Vec<_> = map.clip_to_ram(Page(2)..Page(17)).collect();
         assert_eq!(parts, [Page(2)..Page(3), Page(16)..Page(17)]);
     }
 

@@ -8,16 +8,16 @@ use std::borrow::Cow;
 use std::fmt::Write;
 
 /// Escapes every character that a terminal does not show as itself. The result is one line.
-pub fn printable(text: &str) -> Cow<'_, str> {
-    escaped(text, is_shown)
+pub fn make_printable(text: &str) -> Cow<'_, str> {
+    escape_unless(text, is_shown)
 }
 
 /// The same, but line feeds and tabs stay.
-pub fn printable_lines(text: &str) -> Cow<'_, str> {
-    escaped(text, |it| is_shown(it) || matches!(it, '\n' | '\t'))
+pub fn make_printable_lines(text: &str) -> Cow<'_, str> {
+    escape_unless(text, |it| is_shown(it) || matches!(it, '\n' | '\t'))
 }
 
-fn escaped(text: &str, is_kept: impl Fn(char) -> bool) -> Cow<'_, str> {
+fn escape_unless(text: &str, is_kept: impl Fn(char) -> bool) -> Cow<'_, str> {
     if text.chars().all(&is_kept) {
         return Cow::Borrowed(text);
     }
@@ -51,14 +51,14 @@ mod tests {
     #[test]
     fn what_is_shown_stays() {
         for text in ["", "web-1.firn", "größer 日本 🦀", "a\\u{1b}"] {
-            assert!(matches!(printable(text), Cow::Borrowed(same) if same == text));
+            assert!(matches!(make_printable(text), Cow::Borrowed(same) if same == text));
         }
     }
 
     #[test]
     fn what_a_terminal_obeys_is_escaped() {
-        assert_eq!(printable("a\u{1b}[2Kb\r\n"), "a\\u{1b}[2Kb\\u{d}\\u{a}");
-        assert_eq!(printable("\u{9b}1m \u{7f} \u{202e}x"), "\\u{9b}1m \\u{7f} \\u{202e}x");
-        assert_eq!(printable_lines("a\n\tb\r"), "a\n\tb\\u{d}");
+        assert_eq!(make_printable("a\u{1b}[2Kb\r\n"), "a\\u{1b}[2Kb\\u{d}\\u{a}");
+        assert_eq!(make_printable("\u{9b}1m \u{7f} \u{202e}x"), "\\u{9b}1m \\u{7f} \\u{202e}x");
+        assert_eq!(make_printable_lines("a\n\tb\r"), "a\n\tb\\u{d}");
     }
 }

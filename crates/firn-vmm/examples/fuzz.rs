@@ -15,9 +15,9 @@ use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::process::ExitCode;
 use std::time::{Duration, Instant};
 
-use firn_vmm::command_line::{Paths, plan};
-use firn_vmm::qmp::{Qmp, parse_reply};
-use firn_vmm::{Vm, hmp};
+use firn_vmm::command_line::{AddedPaths, plan_command};
+use firn_vmm::qmp::{QmpClient, parse_reply};
+use firn_vmm::{QemuVm, hmp};
 
 const ROUND_MAX: Duration = Duration::from_secs(1);
 
@@ -167,10 +167,10 @@ fn converse(bytes: &[u8]) {
     let Ok((ours, mut theirs)) = UnixStream::pair() else { return };
     let _ = theirs.write_all(bytes);
     let _ = theirs.shutdown(Shutdown::Write);
-    let Ok(qmp) = Qmp::negotiate(ours, ROUND_MAX / 2) else { return };
-    let Ok(mut vm) = Vm::with_qmp(qmp) else { return };
+    let Ok(qmp) = QmpClient::negotiate(ours, ROUND_MAX / 2) else { return };
+    let Ok(mut vm) = QemuVm::with_qmp(qmp) else { return };
     if let Ok(layout) = vm.layout() {
-        assert!(layout.map.check().is_ok(), "a map that its own check refuses");
+        assert!(layout.map.check_layout().is_ok(), "a map that its own check refuses");
         assert_eq!(layout.map.regions().len(), layout.locations.len());
     }
     let _ = vm.page_table_roots();
@@ -179,8 +179,8 @@ fn converse(bytes: &[u8]) {
 
 fn read_command(bytes: &[u8]) {
     let words: Vec<String> = String::from_utf8_lossy(bytes).split('|').map(str::to_owned).collect();
-    let Ok(plan) = plan(&words) else { return };
-    let paths = Paths {
+    let Ok(plan) = plan_command(&words) else { return };
+    let paths = AddedPaths {
         qmp: "/q".into(),
         ram: vec!["/r".into(); plan.ram().len()],
         calls: "/c".into(),
@@ -206,7 +206,7 @@ fn targets() -> Vec<Target> {
         ("registers", REGISTERS.into(), |bytes| {
             let vcpus = hmp::parse_registers(&String::from_utf8_lossy(bytes));
             for (_, registers) in &vcpus {
-                let _ = (registers.levels(), registers.root());
+                let _ = (registers.table_levels(), registers.table_root());
             }
         }),
         ("hva", HVA.into(), |bytes| {

@@ -11,7 +11,7 @@ use std::os::unix::net::UnixStream;
 use std::path::Path;
 use std::time::{Duration, Instant};
 
-use firn_vmm::Vm;
+use firn_vmm::QemuVm;
 
 /// The lower bound: no parsing beyond the check for a reply, a file on tmpfs, nothing read back.
 struct Bare(BufReader<UnixStream>);
@@ -44,13 +44,13 @@ impl Bare {
     }
 }
 
-fn one_by_one(vm: &mut Vm) -> Result<(), Box<dyn Error>> {
+fn one_by_one(vm: &mut QemuVm) -> Result<(), Box<dyn Error>> {
     vm.stop()?;
     vm.save_device_state()?;
     Ok(vm.cont()?)
 }
 
-fn together(vm: &mut Vm) -> Result<(), Box<dyn Error>> {
+fn together(vm: &mut QemuVm) -> Result<(), Box<dyn Error>> {
     vm.stop_and_save_device_state()?;
     Ok(vm.cont()?)
 }
@@ -74,7 +74,7 @@ fn main() -> Result<(), Box<dyn Error>> {
     let [socket, another, rest @ ..] = &words[..] else { return Err("which two sockets?".into()) };
     let rounds: usize = rest.first().map_or(Ok(40), |rounds| rounds.parse())?;
     let mut bare = Bare::connect(Path::new(socket))?;
-    let mut vm = Vm::connect(Path::new(another))?;
+    let mut vm = QemuVm::connect(Path::new(another))?;
     vm.prepare_save()?;
     let mut times = [Vec::new(), Vec::new(), Vec::new()];
     for _ in 0..rounds {

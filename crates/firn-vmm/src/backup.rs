@@ -34,9 +34,9 @@ use serde::{Deserialize, Serialize};
 use serde_json::{Value, json};
 use thiserror::Error;
 
-use crate::drives::{Below, Drive, DriveError, create, create_overlay, like};
+use crate::drives::{Drive, DriveError, OverlayBase, copy_owner, create_overlay, create_qcow2};
 use crate::qcow2;
-use crate::qmp::{Qmp, QmpError};
+use crate::qmp::{QmpClient, QmpError};
 
 /// The prefix of the names that Firn gives in QEMU's block layer.
 const PREFIX: &str = "firn-";
@@ -145,7 +145,7 @@ struct DirtyBitmap {
 impl DriveCopy {
     /// Makes the file, with the owner and the mode of the drive's own file, and reserves room for
     /// `bytes` of contents.
-    pub fn create(
+    pub fn create_file(
         &self,
         program: &str,
         drive: &Drive,
@@ -154,18 +154,18 @@ impl DriveCopy {
     ) -> Result<(), DriveError> {
         match base {
             Some(BaseFile { file, format }) => {
-                let below = Below { file, named: "", format, bytes: drive.bytes };
+                let below = OverlayBase { file, named: "", format, bytes: drive.bytes };
                 create_overlay(program, &below, &self.path)?;
             }
-            None => create(program, None, &self.path, drive.bytes)?,
+            None => create_qcow2(program, None, &self.path, drive.bytes)?,
         }
-        like(drive.file(), &self.path)
+        copy_owner(drive.top_file(), &self.path)
             .map_err(|source| self.io_error("give its owner to", source))?;
-        self.reserve(add_metadata(bytes.min(drive.bytes)))
+        self.reserve_room(add_metadata(bytes.min(drive.bytes)))
     }
 
     /// Reserves room for the file, where the file system supports that.
-    fn reserve(&self, bytes: u64) -> Result<(), DriveError> {
+    fn reserve_room(&self, bytes: u64) -> Result<(), DriveError> {
         let room = |source| DriveError::Room { bytes, path: self.path.clone(), source };
         let file = OpenOptions::new().write(true).open(&self.path).map_err(room)?;
         match rustix::fs::fallocate(&file, FallocateFlags::KEEP_SIZE, 0, bytes) {
@@ -175,7 +175,7 @@ impl DriveCopy {
     }
 
     /// Frees the reserved room beyond the end of the file, which must be closed.
-    pub fn trim(&self) -> io::Result<()> {
+    pub fn trim_file(&self) -> io::Result<()> {
         let file = OpenOptions::new().write(true).open(&self.path)?;
         file.set_len(file.metadata()?.len())
     }
@@ -234,15 +234,15 @@ pub fn allocated_bytes(file: &Path) -> io::Result<u64> {
 
 /// The backing files of a qcow2 file, the nearest first, with their formats, as each file names the
 /// next.
-pub fn files_below(file: &Path) -> io::Result<Vec<(PathBuf, String)>> {
+pub fn list_backing_files(file: &Path) -> io::Result<Vec<(PathBuf, String)>> {
     let mut below = Vec::new();
-    let mut next = qcow2::head(file)?;
-    while let Some(path) = next.as_ref().and_then(|head| head.below.clone()) {
+    let mut next = qcow2::read_header(file)?;
+    while let Some(path) = next.as_ref().and_then(|head| head.backing_file.clone()) {
         if below.len() >= 2 * crate::CHAIN_MAX {
             return Err(io::Error::other("the files below it have no end"));
         }
-        let head = qcow2::head(&path)?;
-        let named = next.and_then(|head| head.below_format);
+        let head = qcow2::read_header(&path)?;
+        let named = next.and_then(|head| head.backing_format);
         let found = if head.is_some() { "qcow2" } else { "raw" };
         let format = named.unwrap_or_else(|| found.to_owned());
         next = head.filter(|_| format == "qcow2");
@@ -252,7 +252,7 @@ pub fn files_below(file: &Path) -> io::Result<Vec<(PathBuf, String)>> {
 }
 
 /// Opens the file of a copy. The VM may run.
-pub(crate) fn open_copy(qmp: &mut Qmp, copy: &DriveCopy) -> Result<(), QmpError> {
+pub(crate) fn open_copy(qmp: &mut QmpClient, copy: &DriveCopy) -> Result<(), QmpError> {
     // The file is synced when it is closed: a flush of the VM's disks does not wait for it.
     let cache = json!({ "direct": false, "no-flush": true });
     let arguments = json!({
@@ -266,7 +266,7 @@ pub(crate) fn open_copy(qmp: &mut Qmp, copy: &DriveCopy) -> Result<(), QmpError>
 }
 
 /// Removes the speed limit of the jobs after the VM has resumed.
-pub(crate) fn lift_limits(qmp: &mut Qmp, copies: &[DriveCopy]) -> Result<(), QmpError> {
+pub(crate) fn lift_limits(qmp: &mut QmpClient, copies: &[DriveCopy]) -> Result<(), QmpError> {
     for copy in copies {
         let unlimited = json!({ "device": copy.name, "speed": 0 });
         // A job that has already failed has no speed.
@@ -277,7 +277,7 @@ pub(crate) fn lift_limits(qmp: &mut Qmp, copies: &[DriveCopy]) -> Result<(), Qmp
 
 /// Waits until all copies are complete, and closes them.
 pub(crate) fn finish_copies(
-    qmp: &mut Qmp,
+    qmp: &mut QmpClient,
     copies: &[DriveCopy],
     is_cancelled: &dyn Fn() -> bool,
 ) -> Result<(), CopyError> {
@@ -294,7 +294,7 @@ pub(crate) fn finish_copies(
     Ok(())
 }
 
-fn are_complete(qmp: &mut Qmp, copies: &[DriveCopy]) -> Result<bool, CopyError> {
+fn are_complete(qmp: &mut QmpClient, copies: &[DriveCopy]) -> Result<bool, CopyError> {
     if copies.is_empty() {
         return Ok(true);
     }
@@ -325,7 +325,7 @@ impl BlockJob {
 
 /// Cancels the jobs, closes the targets and removes the dirty bitmaps of copies, as far as they
 /// exist. Returns whether a job had not succeeded.
-pub(crate) fn discard_copies(qmp: &mut Qmp, copies: &[DriveCopy]) -> Result<bool, QmpError> {
+pub(crate) fn discard_copies(qmp: &mut QmpClient, copies: &[DriveCopy]) -> Result<bool, QmpError> {
     let mut was_unfinished = false;
     for copy in copies {
         was_unfinished |= end_job(qmp, &copy.name)?;
@@ -339,7 +339,7 @@ pub(crate) fn discard_copies(qmp: &mut Qmp, copies: &[DriveCopy]) -> Result<bool
     Ok(was_unfinished)
 }
 
-fn end_job(qmp: &mut Qmp, id: &str) -> Result<bool, QmpError> {
+fn end_job(qmp: &mut QmpClient, id: &str) -> Result<bool, QmpError> {
     let deadline = Instant::now() + qmp.timeout();
     let mut is_asked = false;
     loop {
@@ -369,11 +369,11 @@ fn ignore_refusal(done: Result<(), QmpError>) -> Result<(), QmpError> {
     }
 }
 
-fn query_nodes(qmp: &mut Qmp) -> Result<Vec<BlockNode>, QmpError> {
+fn query_nodes(qmp: &mut QmpClient) -> Result<Vec<BlockNode>, QmpError> {
     qmp.query("query-named-block-nodes")
 }
 
-fn remove_bitmap(qmp: &mut Qmp, node: &str, name: &str) -> Result<(), QmpError> {
+fn remove_bitmap(qmp: &mut QmpClient, node: &str, name: &str) -> Result<(), QmpError> {
     let of_node = |it: &BlockNode| it.name == node && it.bitmaps.iter().any(|it| it.name == name);
     match query_nodes(qmp)?.iter().any(of_node) {
         true => {
@@ -385,7 +385,7 @@ fn remove_bitmap(qmp: &mut Qmp, node: &str, name: &str) -> Result<(), QmpError> 
 }
 
 /// Removes the dirty bitmaps that Firn added, except those of these copies.
-pub(crate) fn remove_bitmaps(qmp: &mut Qmp, keep: &[DriveCopy]) -> Result<(), QmpError> {
+pub(crate) fn remove_bitmaps(qmp: &mut QmpClient, keep: &[DriveCopy]) -> Result<(), QmpError> {
     for (node, bitmap) in list_unneeded(&query_nodes(qmp)?, keep) {
         let arguments = json!({ "node": node, "name": bitmap });
         qmp.execute("block-dirty-bitmap-remove", arguments)?;
@@ -407,11 +407,14 @@ fn list_unneeded<'n>(nodes: &'n [BlockNode], keep: &[DriveCopy]) -> Vec<(&'n str
 
 /// The number of bytes that a copy of the writes since this copy will take. `None` if they were not
 /// recorded.
-pub(crate) fn changed_bytes(qmp: &mut Qmp, copy: &DriveCopy) -> Result<Option<u64>, QmpError> {
-    Ok(noted_bytes(&query_nodes(qmp)?, copy))
+pub(crate) fn query_changed_bytes(
+    qmp: &mut QmpClient,
+    copy: &DriveCopy,
+) -> Result<Option<u64>, QmpError> {
+    Ok(recorded_bytes(&query_nodes(qmp)?, copy))
 }
 
-fn noted_bytes(nodes: &[BlockNode], copy: &DriveCopy) -> Option<u64> {
+fn recorded_bytes(nodes: &[BlockNode], copy: &DriveCopy) -> Option<u64> {
     let node = nodes.iter().find(|node| node.name == copy.source)?;
     let bitmap = node.bitmaps.iter().find(|bitmap| bitmap.name == copy.name)?;
     let is_sound = bitmap.recording && !bitmap.busy && !bitmap.inconsistent;
@@ -486,9 +489,9 @@ mod tests {
                 "count": 8192, "granularity": granularity, "recording": recording, "busy": false }] }]))
         };
         let since = copy("n", "firn-1", CopyExtent::All);
-        assert_eq!(noted_bytes(&with(65536, true), &since), Some(8192));
-        assert_eq!(noted_bytes(&with(4096, true), &since), Some(8192 * 16));
-        assert_eq!(noted_bytes(&with(65536, false), &since), None);
-        assert_eq!(noted_bytes(&with(65536, true), &copy("m", "firn-1", CopyExtent::All)), None);
+        assert_eq!(recorded_bytes(&with(65536, true), &since), Some(8192));
+        assert_eq!(recorded_bytes(&with(4096, true), &since), Some(8192 * 16));
+        assert_eq!(recorded_bytes(&with(65536, false), &since), None);
+        assert_eq!(recorded_bytes(&with(65536, true), &copy("m", "firn-1", CopyExtent::All)), None);
     }
 }

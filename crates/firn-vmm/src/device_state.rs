@@ -26,8 +26,8 @@ use serde::Deserialize;
 use serde_json::{Value, json};
 use thiserror::Error;
 
-use crate::qmp::{Qmp, QmpError, Sent};
-use crate::wait::writable;
+use crate::qmp::{QmpClient, QmpError, SentCommand};
+use crate::wait::wait_writable;
 
 /// The maximum size of device state that Firn accepts, in bytes. Common VMs have 30 KB to 1 MB.
 pub const STATE_BYTES_MAX: u64 = 1 << 30;
@@ -59,7 +59,9 @@ pub enum DeviceStateError {
         bytes: u64,
     },
     /// QEMU saved so few bytes that it did not wait for Firn.
-    #[error("QEMU saved {bytes} bytes of device state, too few to fill the pipe that keeps the VM paused")]
+    #[error(
+        "QEMU saved {bytes} bytes of device state, too few to fill the pipe that keeps the VM paused"
+    )]
     NotHeld {
         /// The number of bytes that QEMU wrote.
         bytes: usize,
@@ -114,8 +116,8 @@ pub(crate) struct StateFile {
 
 impl StateFile {
     /// Makes the file and hands QEMU its end.
-    pub(crate) fn hand_over(qmp: &mut Qmp) -> Result<Self, DeviceStateError> {
-        take_back_left_behind(qmp)?;
+    pub(crate) fn hand_over(qmp: &mut QmpClient) -> Result<Self, DeviceStateError> {
+        remove_left_fdsets(qmp)?;
         let (file, writer) = memfd_with_writer().map_err(io_error("make a file for"))?;
         let answer = qmp.execute_with_fd("add-fd", json!({ "opaque": NAME }), writer.as_fd())?;
         let fdset = answer.get("fdset-id").and_then(Value::as_u64);
@@ -124,7 +126,7 @@ impl StateFile {
     }
 
     /// Empties the file and asks QEMU to write to it.
-    pub(crate) fn ask(&self, qmp: &mut Qmp) -> Result<Sent, DeviceStateError> {
+    pub(crate) fn send_save(&self, qmp: &mut QmpClient) -> Result<SentCommand, DeviceStateError> {
         self.file.set_len(0).map_err(io_error("make room for"))?;
         rustix::fs::seek(&self.writer, SeekFrom::Start(0)).map_err(io_error("make room for"))?;
         let filename = format!("/dev/fdset/{}", self.fdset);
@@ -133,7 +135,7 @@ impl StateFile {
     }
 
     /// Reads what QEMU has written.
-    pub(crate) fn read(&self) -> Result<Vec<u8>, DeviceStateError> {
+    pub(crate) fn read_state(&self) -> Result<Vec<u8>, DeviceStateError> {
         let bytes = self.file.metadata().map_err(io_error("read"))?.len();
         if bytes == 0 || bytes > STATE_BYTES_MAX {
             return Err(DeviceStateError::Size { bytes });
@@ -145,33 +147,33 @@ impl StateFile {
 
     /// Removes QEMU's copy of the descriptor. QEMU closes it at once while the VM runs, otherwise
     /// with the connection.
-    pub(crate) fn take_back(self, qmp: &mut Qmp) -> Result<(), DeviceStateError> {
+    pub(crate) fn remove_from_qemu(self, qmp: &mut QmpClient) -> Result<(), DeviceStateError> {
         Ok(remove_fdset(qmp, self.fdset)?)
     }
 }
 
 /// Removes descriptors that an earlier Firn process left when it died: QEMU closes a set by itself
 /// only while no monitor is connected.
-pub(crate) fn take_back_left_behind(qmp: &mut Qmp) -> Result<(), QmpError> {
-    let sets: Vec<Fdset> = qmp.query("query-fdsets")?;
+pub(crate) fn remove_left_fdsets(qmp: &mut QmpClient) -> Result<(), QmpError> {
+    let sets: Vec<FdsetInfo> = qmp.query("query-fdsets")?;
     let ours = sets.iter().filter(|set| set.fds.iter().any(|fd| fd.opaque == NAME));
     ours.map(|set| set.id).try_for_each(|id| remove_fdset(qmp, id))
 }
 
 #[derive(Debug, Deserialize)]
-struct Fdset {
+struct FdsetInfo {
     #[serde(rename = "fdset-id")]
     id: u64,
-    fds: Vec<FdsetFd>,
+    fds: Vec<FdsetFdInfo>,
 }
 
 #[derive(Debug, Deserialize)]
-struct FdsetFd {
+struct FdsetFdInfo {
     #[serde(default)]
     opaque: String,
 }
 
-pub(crate) fn remove_fdset(qmp: &mut Qmp, id: u64) -> Result<(), QmpError> {
+pub(crate) fn remove_fdset(qmp: &mut QmpClient, id: u64) -> Result<(), QmpError> {
     qmp.execute("remove-fd", json!({ "fdset-id": id })).map(drop)
 }
 
@@ -187,22 +189,26 @@ fn memfd_with_writer() -> io::Result<(File, OwnedFd)> {
 
 /// Loads device state into a QEMU that was started with `-S -incoming defer`, and waits until it is
 /// loaded.
-pub(crate) fn load(qmp: &mut Qmp, state: &[u8], says_why: bool) -> Result<(), DeviceStateError> {
+pub(crate) fn load_state(
+    qmp: &mut QmpClient,
+    state: &[u8],
+    says_why: bool,
+) -> Result<(), DeviceStateError> {
     let deadline = Instant::now() + qmp.timeout();
     let events = json!({ "capabilities": [{ "capability": "events", "state": true }] });
     qmp.execute("migrate-set-capabilities", events)?;
     let (ours, theirs) = socket_pair().map_err(io_error("make a socket for"))?;
     qmp.send_fd(NAME, theirs.as_fd())?;
     drop(theirs);
-    let sent = ask_to_load(qmp, says_why)?;
-    qmp.answer(sent)?;
-    feed(&ours, state, deadline)?;
+    let sent = send_load(qmp, says_why)?;
+    qmp.wait_reply(sent)?;
+    send_state(&ours, state, deadline)?;
     wait_until_loaded(qmp, state.len(), says_why)
 }
 
 /// Sends `migrate-incoming`. From version 9.1 on, QEMU can stay alive when it cannot load, and
 /// report the reason.
-fn ask_to_load(qmp: &mut Qmp, says_why: bool) -> Result<Sent, QmpError> {
+fn send_load(qmp: &mut QmpClient, says_why: bool) -> Result<SentCommand, QmpError> {
     let mut arguments = json!({ "uri": format!("fd:{NAME}") });
     if says_why {
         arguments["exit-on-error"] = Value::Bool(false);
@@ -215,13 +221,13 @@ fn socket_pair() -> rustix::io::Result<(OwnedFd, OwnedFd)> {
 }
 
 /// Writes the state. A QEMU that fails closes its end; the caller then reads its error.
-fn feed(to: &OwnedFd, state: &[u8], deadline: Instant) -> Result<(), DeviceStateError> {
+fn send_state(to: &OwnedFd, state: &[u8], deadline: Instant) -> Result<(), DeviceStateError> {
     let begun = Instant::now();
     let mut rest = state;
     while !rest.is_empty() {
         match rustix::net::send(to, rest, SendFlags::NOSIGNAL | SendFlags::DONTWAIT) {
             Ok(sent) => rest = &rest[sent..],
-            Err(rustix::io::Errno::AGAIN) => match writable(to, deadline) {
+            Err(rustix::io::Errno::AGAIN) => match wait_writable(to, deadline) {
                 Ok(true) => {}
                 Ok(false) => return Err(timed_out(state.len(), begun.elapsed())),
                 Err(source) => return Err(io_error("send")(source)),
@@ -234,11 +240,15 @@ fn feed(to: &OwnedFd, state: &[u8], deadline: Instant) -> Result<(), DeviceState
     rustix::net::shutdown(to, Shutdown::Write).map_err(io_error("send"))
 }
 
-fn wait_until_loaded(qmp: &mut Qmp, bytes: usize, says_why: bool) -> Result<(), DeviceStateError> {
+fn wait_until_loaded(
+    qmp: &mut QmpClient,
+    bytes: usize,
+    says_why: bool,
+) -> Result<(), DeviceStateError> {
     let timeout = qmp.timeout();
-    let is_end = |data: &Value| matches!(status(data), "completed" | "failed");
+    let is_end = |data: &Value| matches!(migration_status(data), "completed" | "failed");
     match qmp.wait_event("MIGRATION", timeout, is_end) {
-        Ok(Some(event)) if status(&event.data) == "completed" => Ok(()),
+        Ok(Some(event)) if migration_status(&event.data) == "completed" => Ok(()),
         Ok(Some(_)) => Err(why_refused(qmp, bytes, says_why)),
         Ok(None) => Err(timed_out(bytes, timeout)),
         Err(QmpError::Closed { .. }) => Err(DeviceStateError::Died { bytes }),
@@ -250,13 +260,13 @@ fn timed_out(bytes: usize, waited: Duration) -> DeviceStateError {
     DeviceStateError::TimedOut { bytes, waited_ms: waited.as_millis() }
 }
 
-fn status(data: &Value) -> &str {
+fn migration_status(data: &Value) -> &str {
     data.get("status").and_then(Value::as_str).unwrap_or("")
 }
 
 /// The error of a QEMU that refused the state. One that cannot stay alive exits about now, and
 /// leaves its reason in its log.
-fn why_refused(qmp: &mut Qmp, bytes: usize, says_why: bool) -> DeviceStateError {
+fn why_refused(qmp: &mut QmpClient, bytes: usize, says_why: bool) -> DeviceStateError {
     if !says_why {
         return DeviceStateError::Died { bytes };
     }

@@ -7,7 +7,7 @@ use std::fmt;
 use serde::Deserialize;
 use serde_json::{Value, json};
 
-use crate::qmp::{Qmp, QmpError};
+use crate::qmp::{QmpClient, QmpError};
 
 /// The containers in QEMU's object tree: for devices with an id, and for those without one.
 const CONTAINERS: [&str; 2] = ["/machine/peripheral", "/machine/peripheral-anon"];
@@ -30,26 +30,26 @@ impl fmt::Display for DevicePath {
 
 /// A property of an object, as `qom-list` returns it.
 #[derive(Debug, Deserialize)]
-struct Property {
+struct ObjectProperty {
     name: String,
     #[serde(rename = "type")]
     class: String,
 }
 
 /// Lists all devices that a user added.
-pub(crate) fn list(qmp: &mut Qmp) -> Result<BTreeSet<DevicePath>, QmpError> {
+pub(crate) fn list_devices(qmp: &mut QmpClient) -> Result<BTreeSet<DevicePath>, QmpError> {
     let mut devices = BTreeSet::new();
     for container in CONTAINERS {
         let answer = qmp.execute("qom-list", json!({ "path": container }))?;
-        devices.extend(children(container, answer)?);
+        devices.extend(parse_children(container, answer)?);
     }
     Ok(devices)
 }
 
-fn children(container: &str, answer: Value) -> Result<Vec<DevicePath>, QmpError> {
-    let properties: Vec<Property> = Vec::deserialize(answer)
+fn parse_children(container: &str, answer: Value) -> Result<Vec<DevicePath>, QmpError> {
+    let properties: Vec<ObjectProperty> = Vec::deserialize(answer)
         .map_err(|error| QmpError::unexpected("qom-list", error.to_string()))?;
-    let child = |property: Property| {
+    let child = |property: ObjectProperty| {
         let class = property.class.strip_prefix("child<")?.strip_suffix('>')?.to_owned();
         Some(DevicePath { path: format!("{container}/{}", property.name), class })
     };
@@ -64,9 +64,9 @@ mod tests {
     fn children_are_devices_and_nothing_else_is() {
         let answer = json!([{ "name": "type", "type": "string" },
             { "name": "net0", "type": "child<virtio-net-pci>" }]);
-        let devices = children("/machine/peripheral", answer).unwrap();
+        let devices = parse_children("/machine/peripheral", answer).unwrap();
         assert_eq!(devices.len(), 1);
         assert_eq!(devices[0].to_string(), "net0 (virtio-net-pci)");
-        assert!(children("/machine/peripheral", json!(7)).is_err());
+        assert!(parse_children("/machine/peripheral", json!(7)).is_err());
     }
 }

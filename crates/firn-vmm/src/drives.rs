@@ -36,7 +36,7 @@ use crate::device_state::DeviceStateError;
 use crate::disks::{FileIdentity, FileView, plain_file};
 use crate::flush;
 use crate::qcow2;
-use crate::qmp::{Qmp, QmpError};
+use crate::qmp::{QmpClient, QmpError};
 
 /// The maximum number of images in a chain. QEMU holds all of them open, and gets slow long before
 /// it fails.
@@ -73,7 +73,7 @@ pub struct Drive {
 
 /// The properties of a drive that must not have changed when the pause has begun.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub struct Expected {
+pub struct ExpectedDrive {
     /// QEMU's name for its topmost node.
     pub node: String,
     /// QEMU's name for its topmost image.
@@ -103,7 +103,7 @@ pub struct DriveCut {
     /// Files to flush before the pause, which would wait for the flush otherwise.
     pub flushed: Vec<PathBuf>,
     /// The drives for which all of this was planned.
-    pub expected: Vec<Expected>,
+    pub expected: Vec<ExpectedDrive>,
 }
 
 /// The reason why a VM could not be stopped with its disks and devices saved.
@@ -169,16 +169,16 @@ pub enum DriveError {
 
 /// A device in the reply to `query-block`.
 #[derive(Clone, Debug, Deserialize)]
-struct Device {
+struct BlockInfo {
     #[serde(default)]
     device: String,
     #[serde(default)]
     qdev: String,
-    inserted: Option<Inserted>,
+    inserted: Option<BlockDeviceInfo>,
 }
 
 #[derive(Clone, Debug, Deserialize)]
-struct Inserted {
+struct BlockDeviceInfo {
     #[serde(rename = "node-name", default)]
     node: String,
     file: String,
@@ -186,47 +186,47 @@ struct Inserted {
     ro: bool,
     #[serde(default)]
     encrypted: bool,
-    image: Layer,
-    cache: Cache,
+    image: ImageLayer,
+    cache: DriveCacheInfo,
 }
 
 #[derive(Clone, Debug, Deserialize)]
-struct Layer {
+struct ImageLayer {
     filename: String,
     #[serde(default)]
     format: String,
     #[serde(rename = "virtual-size", default)]
     virtual_size: u64,
     #[serde(rename = "backing-image")]
-    backing: Option<Box<Layer>>,
+    backing: Option<Box<ImageLayer>>,
 }
 
 #[derive(Clone, Copy, Debug, Deserialize)]
-struct Cache {
+struct DriveCacheInfo {
     direct: bool,
     #[serde(rename = "no-flush")]
     no_flush: bool,
 }
 
 #[derive(Clone, Debug, Deserialize)]
-struct Job {
+struct BlockJobInfo {
     device: String,
     #[serde(rename = "type")]
     kind: String,
 }
 
 /// Finds the drives that the guest can write to.
-pub(crate) fn find(qmp: &mut Qmp, view: &FileView) -> Result<Vec<Drive>, QmpError> {
-    let devices: Vec<Device> = qmp.query("query-block")?;
-    let jobs: Vec<Job> = qmp.query("query-block-jobs")?;
-    let mut drives: Vec<Drive> = devices.iter().filter_map(|it| drive(it, view)).collect();
-    let shared = shared(&devices, view);
+pub(crate) fn find_drives(qmp: &mut QmpClient, view: &FileView) -> Result<Vec<Drive>, QmpError> {
+    let devices: Vec<BlockInfo> = qmp.query("query-block")?;
+    let jobs: Vec<BlockJobInfo> = qmp.query("query-block-jobs")?;
+    let mut drives: Vec<Drive> = devices.iter().filter_map(|it| describe_drive(it, view)).collect();
+    let shared = shared_files(&devices, view);
     for drive in &mut drives {
-        let is_shared = drive.chain.first().is_some_and(|top| shared.contains(&which(top)));
+        let is_shared = drive.chain.first().is_some_and(|top| shared.contains(&file_id(top)));
         drive.obstacle = match jobs.first() {
             // Firn can't find out which images a job changes. Some jobs hide the drive below a node
             // of their own.
-            Some(Job { device, kind }) => {
+            Some(BlockJobInfo { device, kind }) => {
                 Some(format!("a block job is at work ({kind}, {device})"))
             }
             None => drive
@@ -239,14 +239,14 @@ pub(crate) fn find(qmp: &mut Qmp, view: &FileView) -> Result<Vec<Drive>, QmpErro
 }
 
 /// The device and inode number of a file, whatever its name.
-fn which(path: &Path) -> Option<(u64, u64)> {
-    FileIdentity::of(path).ok().map(|it| (it.dev, it.inode))
+fn file_id(path: &Path) -> Option<(u64, u64)> {
+    FileIdentity::from_path(path).ok().map(|it| (it.dev, it.inode))
 }
 
 /// The files that are in the chains of more than one device.
-fn shared(devices: &[Device], view: &FileView) -> Vec<Option<(u64, u64)>> {
-    let files = |inserted: &Inserted| -> HashSet<(u64, u64)> {
-        chain(inserted, view).iter().filter_map(|path| which(path)).collect()
+fn shared_files(devices: &[BlockInfo], view: &FileView) -> Vec<Option<(u64, u64)>> {
+    let files = |inserted: &BlockDeviceInfo| -> HashSet<(u64, u64)> {
+        chain_paths(inserted, view).iter().filter_map(|path| file_id(path)).collect()
     };
     let inserted = devices.iter().filter_map(|device| device.inserted.as_ref());
     let mut seen = HashMap::new();
@@ -254,15 +254,15 @@ fn shared(devices: &[Device], view: &FileView) -> Vec<Option<(u64, u64)>> {
     seen.into_iter().filter(|&(_, count)| count > 1).map(|(file, _)| Some(file)).collect()
 }
 
-fn drive(device: &Device, view: &FileView) -> Option<Drive> {
+fn describe_drive(device: &BlockInfo, view: &FileView) -> Option<Drive> {
     let inserted = device.inserted.as_ref().filter(|inserted| !inserted.ro)?;
-    let chain = chain(inserted, view);
+    let chain = chain_paths(inserted, view);
     let name = if device.device.is_empty() { &device.qdev } else { &device.device };
     Some(Drive {
         name: name.clone(),
         node: inserted.node.clone(),
-        obstacle: obstacle(inserted, &chain, view).err(),
-        formats: formats(&inserted.image),
+        obstacle: check_drive(inserted, &chain, view).err(),
+        formats: chain_formats(&inserted.image),
         chain,
         named: inserted.file.clone(),
         format: inserted.drv.clone(),
@@ -272,20 +272,20 @@ fn drive(device: &Device, view: &FileView) -> Option<Drive> {
     })
 }
 
-fn chain(inserted: &Inserted, view: &FileView) -> Vec<PathBuf> {
+fn chain_paths(inserted: &BlockDeviceInfo, view: &FileView) -> Vec<PathBuf> {
     let lower =
         std::iter::successors(inserted.image.backing.as_deref(), |layer| layer.backing.as_deref());
     let names = std::iter::once(&inserted.file).chain(lower.map(|layer| &layer.filename));
-    names.map(|name| plain_file(name)).map(|name| view.absolute(&name)).collect()
+    names.map(|name| plain_file(name)).map(|name| view.absolute_path(&name)).collect()
 }
 
-fn formats(image: &Layer) -> Vec<String> {
+fn chain_formats(image: &ImageLayer) -> Vec<String> {
     let layers = std::iter::successors(Some(image), |layer| layer.backing.as_deref());
     layers.map(|layer| plain_format(&layer.format).to_owned()).collect()
 }
 
 /// Returns the reason as an error if a drive's contents can't be preserved.
-fn obstacle(drive: &Inserted, chain: &[PathBuf], view: &FileView) -> Result<(), String> {
+fn check_drive(drive: &BlockDeviceInfo, chain: &[PathBuf], view: &FileView) -> Result<(), String> {
     if !matches!(&*drive.drv, "qcow2" | "raw") {
         return Err(format!("its format is {}; only qcow2 and raw can be preserved", drive.drv));
     }
@@ -297,21 +297,19 @@ fn obstacle(drive: &Inserted, chain: &[PathBuf], view: &FileView) -> Result<(), 
     };
     let metadata = top.metadata().map_err(|error| format!("{}: {error}", top.display()))?;
     if !metadata.is_file() {
-        return Err(format!(
-            "{} is a device, so no file can be created beside it",
-            top.display()
-        ));
+        return Err(format!("{} is a device, so no file can be created beside it", top.display()));
     }
     let layers = std::iter::successors(Some(&drive.image), |layer| layer.backing.as_deref());
-    let layers: Vec<(&Path, &Layer)> = chain.iter().map(PathBuf::as_path).zip(layers).collect();
+    let layers: Vec<(&Path, &ImageLayer)> =
+        chain.iter().map(PathBuf::as_path).zip(layers).collect();
     (0..layers.len()).try_for_each(|at| check_layer(layers[at], layers.get(at + 1).copied()))
 }
 
 /// Checks that a layer, and its backing file, are those that a restore will find, which relies on
 /// the files alone.
 fn check_layer(
-    (file, layer): (&Path, &Layer),
-    below: Option<(&Path, &Layer)>,
+    (file, layer): (&Path, &ImageLayer),
+    below: Option<(&Path, &ImageLayer)>,
 ) -> Result<(), String> {
     let name = file.display();
     if layer.format != "qcow2" {
@@ -319,12 +317,14 @@ fn check_layer(
         let is_whole =
             !metadata.is_file() || metadata.len().next_multiple_of(512) == layer.virtual_size;
         return match below {
-            Some(_) => Err(format!("{name} is {}, and has a backing file all the same", layer.format)),
+            Some(_) => {
+                Err(format!("{name} is {}, and has a backing file all the same", layer.format))
+            }
             None if !is_whole => Err(format!("it is only a part of {name}")),
             None => Ok(()),
         };
     }
-    let head = qcow2::head(file).map_err(|error| format!("{name}: {error}"))?;
+    let head = qcow2::read_header(file).map_err(|error| format!("{name}: {error}"))?;
     let head = head.ok_or_else(|| format!("{name} is no qcow2 file"))?;
     if head.is_encrypted {
         return Err(format!("{name} is encrypted"));
@@ -332,12 +332,12 @@ fn check_layer(
     if head.has_data_file {
         return Err(format!("{name} has its data in another file"));
     }
-    match (&head.below, below) {
+    match (&head.backing_file, below) {
         (None, None) => Ok(()),
         (Some(named), Some((below, layer)))
-            if which(named).is_some_and(|it| which(below) == Some(it)) =>
+            if file_id(named).is_some_and(|it| file_id(below) == Some(it)) =>
         {
-            match head.below_format.as_deref() {
+            match head.backing_format.as_deref() {
                 Some(format) if format == plain_format(&layer.format) => Ok(()),
                 // QEMU would probe the format by itself, from data that a guest may have written.
                 None if layer.format == "qcow2" => Ok(()),
@@ -347,7 +347,9 @@ fn check_layer(
                 )),
             }
         }
-        _ => Err(format!("the backing file that QEMU uses for {name} is not the one that {name} names")),
+        _ => Err(format!(
+            "the backing file that QEMU uses for {name} is not the one that {name} names"
+        )),
     }
 }
 
@@ -361,7 +363,7 @@ fn plain_format(format: &str) -> &str {
 
 /// The image that an overlay is made on.
 #[derive(Clone, Copy, Debug)]
-pub struct Below<'a> {
+pub struct OverlayBase<'a> {
     /// The file, absolute.
     pub file: &'a Path,
     /// The name that a hypervisor uses that has it open.
@@ -372,11 +374,11 @@ pub struct Below<'a> {
     pub bytes: u64,
 }
 
-impl Below<'_> {
+impl OverlayBase<'_> {
     /// The backing file name for the overlay at `path`: the hypervisor's name, if that means the
     /// same file in the overlay. With another name, the hypervisor takes it for another file, and
     /// writes out the whole lower chain in the name of each later overlay.
-    pub(crate) fn name(&self, path: &Path) -> PathBuf {
+    pub(crate) fn backing_name(&self, path: &Path) -> PathBuf {
         let is_beside = path.parent() == self.file.parent();
         // A name with a colon would be a protocol.
         let is_plain = !self.named.contains(':');
@@ -389,24 +391,28 @@ impl Below<'_> {
 
 /// Makes the file of an overlay, with the owner and the mode of its base. `program` is the
 /// hypervisor, whose own tool is preferred.
-pub fn create_overlay(program: &str, below: &Below<'_>, path: &Path) -> Result<(), DriveError> {
-    create(program, Some(below), path, below.bytes)?;
-    like(below.file, path).map_err(io_error("give the owner of its disk to", path))
+pub fn create_overlay(
+    program: &str,
+    below: &OverlayBase<'_>,
+    path: &Path,
+) -> Result<(), DriveError> {
+    create_qcow2(program, Some(below), path, below.bytes)?;
+    copy_owner(below.file, path).map_err(io_error("give the owner of its disk to", path))
 }
 
 /// Makes a qcow2 file for a drive of `bytes` bytes.
-pub(crate) fn create(
+pub(crate) fn create_qcow2(
     program: &str,
-    below: Option<&Below<'_>>,
+    below: Option<&OverlayBase<'_>>,
     path: &Path,
     bytes: u64,
 ) -> Result<(), DriveError> {
-    let mut command = Command::new(tool(program));
+    let mut command = Command::new(find_tool(program));
     command.args(["create", "-q", "-f", "qcow2"]);
     if let Some(below) = below {
-            // `-u` is unsafe only in that the tool does not open the base, which the hypervisor has
-            // locked.
-        command.args(["-u", "-F", below.format, "-b"]).arg(below.name(path));
+        // `-u` is unsafe only in that the tool does not open the base, which the hypervisor has
+        // locked.
+        command.args(["-u", "-F", below.format, "-b"]).arg(below.backing_name(path));
     }
     let output = command.arg(path).arg(bytes.to_string()).output().map_err(DriveError::Tool)?;
     if !output.status.success() {
@@ -419,7 +425,7 @@ pub(crate) fn create(
     Ok(())
 }
 
-fn tool(program: &str) -> PathBuf {
+fn find_tool(program: &str) -> PathBuf {
     let beside = Path::new(program).with_file_name(TOOL);
     if program.contains('/') && beside.exists() { beside } else { TOOL.into() }
 }
@@ -427,7 +433,7 @@ fn tool(program: &str) -> PathBuf {
 /// Gives a file the owner and the mode of another. A user that may not change the owner keeps the
 /// file, and runs the hypervisor then; if the group can't be changed either, the file is for its
 /// owner alone.
-pub(crate) fn like(other: &Path, file: &Path) -> io::Result<()> {
+pub(crate) fn copy_owner(other: &Path, file: &Path) -> io::Result<()> {
     let metadata = other.metadata()?;
     let mine = file.metadata()?;
     if (mine.uid(), mine.gid()) != (metadata.uid(), metadata.gid()) {
@@ -466,7 +472,7 @@ fn clone_file(from: &Path, to: &Path) -> Result<(), DriveError> {
     let source = firn_files::open_disk(from).map_err(io_error("open", from))?;
     let target = File::create_new(to).map_err(io_error("create", to))?;
     let cloned = rustix::fs::ioctl_ficlone(&target, &source).map_err(io::Error::from);
-    cloned.and_then(|()| like(from, to)).map_err(|error| {
+    cloned.and_then(|()| copy_owner(from, to)).map_err(|error| {
         let _ = std::fs::remove_file(to);
         io_error("clone into", to)(error)
     })
@@ -481,7 +487,7 @@ fn io_error<'a>(
 
 /// Opens an overlay that will be put on a drive.
 pub(crate) fn open_overlay(
-    qmp: &mut Qmp,
+    qmp: &mut QmpClient,
     drive: &Drive,
     overlay: &Overlay,
 ) -> Result<(), QmpError> {
@@ -497,8 +503,8 @@ pub(crate) fn open_overlay(
 }
 
 /// Closes an overlay. `false` if it is in use: it has been put on its drive.
-pub(crate) fn close_overlay(qmp: &mut Qmp, overlay: &Overlay) -> Result<bool, QmpError> {
-    if !is_known(qmp, &overlay.node)? {
+pub(crate) fn close_overlay(qmp: &mut QmpClient, overlay: &Overlay) -> Result<bool, QmpError> {
+    if !is_node_open(qmp, &overlay.node)? {
         return Ok(true);
     }
     match qmp.execute("blockdev-del", json!({ "node-name": overlay.node })) {
@@ -508,20 +514,20 @@ pub(crate) fn close_overlay(qmp: &mut Qmp, overlay: &Overlay) -> Result<bool, Qm
     }
 }
 
-fn is_known(qmp: &mut Qmp, node: &str) -> Result<bool, QmpError> {
+fn is_node_open(qmp: &mut QmpClient, node: &str) -> Result<bool, QmpError> {
     #[derive(Deserialize)]
-    struct Node {
+    struct NamedNode {
         #[serde(rename = "node-name", default)]
         name: String,
     }
-    let nodes: Vec<Node> = qmp.query("query-named-block-nodes")?;
+    let nodes: Vec<NamedNode> = qmp.query("query-named-block-nodes")?;
     Ok(nodes.iter().any(|it| it.name == node))
 }
 
 impl DriveCut {
     /// The transaction that puts overlays on drives and begins copies; `None` if there is nothing
     /// to do. `fails_alone` if this QEMU can let a copy fail instead of a guest's write.
-    pub(crate) fn transaction(&self, fails_alone: bool) -> Option<Value> {
+    pub(crate) fn build_transaction(&self, fails_alone: bool) -> Option<Value> {
         let action = |(node, overlay): &(String, Overlay)| json!({ "type": "blockdev-snapshot", "data": { "node": node, "overlay": overlay.node } });
         let copies = backup::build_actions(&self.copies, fails_alone);
         let actions: Vec<_> = self.overlays.iter().map(action).chain(copies).collect();
@@ -549,25 +555,25 @@ impl DriveCut {
     }
 
     /// Checks by the replies to `query-block` and `query-block-jobs` that drives are as expected.
-    pub(crate) fn check(&self, said: Value, jobs: Value) -> Result<(), CutError> {
+    pub(crate) fn check_unchanged(&self, said: Value, jobs: Value) -> Result<(), CutError> {
         let unexpected = |error: serde_json::Error| {
             CutError::Drives(QmpError::unexpected("query-block-jobs", error.to_string()))
         };
-        let jobs: Vec<Job> = serde_json::from_value(jobs).map_err(unexpected)?;
+        let jobs: Vec<BlockJobInfo> = serde_json::from_value(jobs).map_err(unexpected)?;
         if let (Some(job), false) = (jobs.first(), self.expected.is_empty()) {
             return Err(CutError::Busy { kind: job.kind.clone() });
         }
-        match self.changed(said).map_err(CutError::Drives)? {
+        match self.find_changed(said).map_err(CutError::Drives)? {
             Some(drive) => Err(CutError::Changed { node: drive.node.clone() }),
             None => Ok(()),
         }
     }
 
-    fn changed(&self, said: Value) -> Result<Option<&Expected>, QmpError> {
-        let devices: Vec<Device> = serde_json::from_value(said)
+    fn find_changed(&self, said: Value) -> Result<Option<&ExpectedDrive>, QmpError> {
+        let devices: Vec<BlockInfo> = serde_json::from_value(said)
             .map_err(|error| QmpError::unexpected("query-block", error.to_string()))?;
         let inserted: Vec<_> = devices.into_iter().filter_map(|device| device.inserted).collect();
-        let is_there = |expected: &&Expected| {
+        let is_there = |expected: &&ExpectedDrive| {
             inserted.iter().any(|it| {
                 it.node == expected.node
                     && it.file == expected.file
@@ -580,13 +586,13 @@ impl DriveCut {
 
 impl Drive {
     /// The topmost image.
-    pub fn file(&self) -> &Path {
+    pub fn top_file(&self) -> &Path {
         self.chain.first().map_or(Path::new(""), PathBuf::as_path)
     }
 
     /// The properties that it must still have in the pause.
-    pub fn expected(&self) -> Expected {
-        Expected { node: self.node.clone(), file: self.named.clone(), bytes: self.bytes }
+    pub fn to_expected(&self) -> ExpectedDrive {
+        ExpectedDrive { node: self.node.clone(), file: self.named.clone(), bytes: self.bytes }
     }
 }
 
@@ -594,7 +600,7 @@ impl Drive {
 mod tests {
     use super::*;
 
-    fn device(drv: &str, file: &str, bytes: u64) -> Device {
+    fn device(drv: &str, file: &str, bytes: u64) -> BlockInfo {
         let image = json!({
             "filename": file,
             "format": drv,
@@ -607,8 +613,8 @@ mod tests {
         serde_json::from_value(json!({ "device": "disk0", "inserted": inserted })).unwrap()
     }
 
-    fn found(device: &Device) -> Drive {
-        drive(device, &FileView::of(None)).unwrap()
+    fn found(device: &BlockInfo) -> Drive {
+        describe_drive(device, &FileView::of_process(None)).unwrap()
     }
 
     #[test]
@@ -620,12 +626,12 @@ mod tests {
         let mut plain = device("raw", text, 1024);
         plain.inserted.as_mut().unwrap().image.backing = None;
         let drive = found(&plain);
-        assert_eq!((drive.obstacle.as_deref(), drive.file()), (None, &*path));
+        assert_eq!((drive.obstacle.as_deref(), drive.top_file()), (None, &*path));
         assert_eq!(found(&device("raw", text, 1024)).chain, [path.clone(), "/base".into()]);
         plain.inserted.as_mut().unwrap().ro = true;
-        assert!(super::drive(&plain, &FileView::of(None)).is_none());
-        let empty = Device { device: "cd".into(), qdev: String::new(), inserted: None };
-        assert!(super::drive(&empty, &FileView::of(None)).is_none());
+        assert!(super::describe_drive(&plain, &FileView::of_process(None)).is_none());
+        let empty = BlockInfo { device: "cd".into(), qdev: String::new(), inserted: None };
+        assert!(super::describe_drive(&empty, &FileView::of_process(None)).is_none());
     }
 
     #[test]
@@ -634,7 +640,7 @@ mod tests {
         let path = dir.path().join("a");
         std::fs::write(&path, vec![0; 2048]).unwrap();
         let text = path.to_str().unwrap();
-        let why = |device: &Device| found(device).obstacle.unwrap_or_default();
+        let why = |device: &BlockInfo| found(device).obstacle.unwrap_or_default();
         let alone = |drv, file, bytes| {
             let mut device = device(drv, file, bytes);
             device.inserted.as_mut().unwrap().image.backing = None;
@@ -660,41 +666,42 @@ mod tests {
             std::fs::write(path(name), name).unwrap();
         }
         let of = |name: &str| device("raw", path(name).to_str().unwrap(), 512);
-        let view = FileView::of(None);
-        assert!(shared(&[of("a"), of("b")], &view).is_empty());
-        assert_eq!(shared(&[of("a"), of("b"), of("a")], &view), [which(&path("a"))]);
+        let view = FileView::of_process(None);
+        assert!(shared_files(&[of("a"), of("b")], &view).is_empty());
+        assert_eq!(shared_files(&[of("a"), of("b"), of("a")], &view), [file_id(&path("a"))]);
         let mut above = of("b");
         let inserted = above.inserted.as_mut().unwrap();
         inserted.image.backing.as_mut().unwrap().filename = path("a").to_str().unwrap().into();
-        assert_eq!(shared(&[of("a"), above], &view), [which(&path("a"))]);
+        assert_eq!(shared_files(&[of("a"), above], &view), [file_id(&path("a"))]);
     }
 
     #[test]
     fn a_drive_that_has_changed_is_told() {
         let drive = found(&device("raw", "/a", 512));
-        let cut = DriveCut { expected: vec![drive.expected()], ..DriveCut::default() };
+        let cut = DriveCut { expected: vec![drive.to_expected()], ..DriveCut::default() };
         let said = |file: &str, bytes: u64| {
             let image = json!({ "filename": file, "virtual-size": bytes });
             let cache = json!({ "direct": true, "no-flush": false });
             json!([{ "device": "disk0", "inserted": { "node-name": "#block1", "file": file, "drv": "raw",
                 "ro": false, "image": image, "cache": cache } }, { "device": "cd" }])
         };
-        assert_eq!(cut.changed(said("/a", 512)).unwrap(), None);
-        assert_eq!(cut.changed(said("/b", 512)).unwrap(), Some(&cut.expected[0]));
-        assert!(cut.changed(said("/a", 1024)).unwrap().is_some());
-        assert!(cut.changed(json!([])).unwrap().is_some());
-        assert!(cut.changed(json!(7)).is_err());
-        assert!(cut.check(said("/a", 512), json!([])).is_ok());
+        assert_eq!(cut.find_changed(said("/a", 512)).unwrap(), None);
+        assert_eq!(cut.find_changed(said("/b", 512)).unwrap(), Some(&cut.expected[0]));
+        assert!(cut.find_changed(said("/a", 1024)).unwrap().is_some());
+        assert!(cut.find_changed(json!([])).unwrap().is_some());
+        assert!(cut.find_changed(json!(7)).is_err());
+        assert!(cut.check_unchanged(said("/a", 512), json!([])).is_ok());
         let job = json!([{ "device": "j", "type": "commit" }]);
-        assert!(matches!(cut.check(said("/a", 512), job), Err(CutError::Busy { .. })));
+        assert!(matches!(cut.check_unchanged(said("/a", 512), job), Err(CutError::Busy { .. })));
     }
 
     #[test]
     fn all_overlays_are_put_on_at_once() {
         let overlay = |name: &str| Overlay { node: name.to_owned(), path: "/o".into() };
-        assert_eq!(DriveCut::default().transaction(false), None);
+        assert_eq!(DriveCut::default().build_transaction(false), None);
         let overlays = vec![("a".into(), overlay("x")), ("b".into(), overlay("y"))];
-        let actions = DriveCut { overlays, ..DriveCut::default() }.transaction(false).unwrap();
+        let actions =
+            DriveCut { overlays, ..DriveCut::default() }.build_transaction(false).unwrap();
         assert_eq!(actions["actions"].as_array().unwrap().len(), 2);
         assert_eq!(actions["actions"][1]["data"], json!({ "node": "b", "overlay": "y" }));
     }

@@ -44,13 +44,13 @@ fn flush_all(files: &[PathBuf]) {
     thread::scope(|scope| {
         let Some((first, rest)) = files.split_first() else { return };
         for file in rest {
-            scope.spawn(|| flush(file));
+            scope.spawn(|| flush_file(file));
         }
-        flush(first);
+        flush_file(first);
     });
 }
 
-fn flush(file: &Path) {
+fn flush_file(file: &Path) {
     if let Err(error) = File::open(file).and_then(|file| file.sync_data()) {
         tracing::debug!("{} is not flushed before the pause: {error}", file.display());
     }

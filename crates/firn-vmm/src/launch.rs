@@ -66,12 +66,12 @@ pub enum LaunchError {
 
 /// A hypervisor that was started. Dropping this does not end it.
 #[derive(Debug)]
-pub struct Launched {
+pub struct LaunchedProcess {
     child: Child,
     pidfd: OwnedFd,
 }
 
-impl Launched {
+impl LaunchedProcess {
     /// Its process id.
     pub fn pid(&self) -> i32 {
         self.child.id() as i32
@@ -101,24 +101,24 @@ impl Launched {
 
 /// Starts `command`, the program first, with `inherit` open under their own numbers and its output
 /// appended to `log`.
-pub fn launch(
+pub fn launch_hypervisor(
     command: &[String],
     inherit: &[BorrowedFd<'_>],
     log: &Path,
-) -> Result<Launched, LaunchError> {
+) -> Result<LaunchedProcess, LaunchError> {
     let (name, args) = command.split_first().ok_or(LaunchError::Empty)?;
     let program = find_program(name)?;
     let (out, err) =
         open_log(log).map_err(|source| LaunchError::Log { path: log.to_owned(), source })?;
     let mut starter = Command::new(SESSION);
     starter.arg(program).args(args).stdin(Stdio::null()).stdout(out).stderr(err);
-    let child = spawn(&mut starter, inherit, name)?;
+    let child = spawn_inheriting(&mut starter, inherit, name)?;
     let start_error = |source| LaunchError::Start { program: name.clone(), source };
     let pidfd = open_pidfd(&child).map_err(start_error)?;
-    Ok(Launched { child, pidfd })
+    Ok(LaunchedProcess { child, pidfd })
 }
 
-fn spawn(
+fn spawn_inheriting(
     starter: &mut Command,
     inherit: &[BorrowedFd<'_>],
     name: &str,
@@ -171,7 +171,7 @@ fn open_log(path: &Path) -> io::Result<(File, File)> {
 }
 
 /// The last lines of a log, at most `bytes` of it: a QEMU that died has left its reason there.
-pub fn log_tail(path: &Path, bytes: u64) -> io::Result<String> {
+pub fn read_log_tail(path: &Path, bytes: u64) -> io::Result<String> {
     let mut file = File::open(path)?;
     let length = file.metadata()?.len();
     file.seek(SeekFrom::Start(length.saturating_sub(bytes)))?;
@@ -189,9 +189,9 @@ mod tests {
     use super::*;
     use std::os::fd::AsRawFd;
 
-    fn run(script: &str, inherit: &[BorrowedFd<'_>], log: &Path) -> Launched {
+    fn run(script: &str, inherit: &[BorrowedFd<'_>], log: &Path) -> LaunchedProcess {
         let command = ["sh", "-c", script].map(str::to_owned);
-        launch(&command, inherit, log).unwrap()
+        launch_hypervisor(&command, inherit, log).unwrap()
     }
 
     #[test]
@@ -201,8 +201,8 @@ mod tests {
         let mut child = run("cut -d' ' -f1,6 /proc/$$/stat; echo oops >&2", &[], &log);
         let pid = child.pid();
         assert!(child.wait().unwrap().success());
-        assert_eq!(log_tail(&log, 100).unwrap(), format!("{pid} {pid}\noops\n"));
-        assert_eq!(log_tail(&log, 7).unwrap(), "oops\n");
+        assert_eq!(read_log_tail(&log, 100).unwrap(), format!("{pid} {pid}\noops\n"));
+        assert_eq!(read_log_tail(&log, 7).unwrap(), "oops\n");
         assert_eq!(log.metadata().unwrap().permissions().mode() & 0o777, 0o600);
     }
 
@@ -234,7 +234,7 @@ mod tests {
         let log = Path::new("/nonexistent/log");
         let message = |command: &[&str]| {
             let command: Vec<String> = command.iter().map(|word| (*word).to_owned()).collect();
-            launch(&command, &[], log).unwrap_err().to_string()
+            launch_hypervisor(&command, &[], log).unwrap_err().to_string()
         };
         assert_eq!(message(&[]), "the command line is empty");
         assert_eq!(message(&["no-such-qemu"]), "no-such-qemu: no such program in PATH");

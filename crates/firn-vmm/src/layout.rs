@@ -24,24 +24,24 @@ use firn_types::{GuestPhys, GuestSpan, HostVirt, PAGE_SIZE, Page, RegionMap, Reg
 use serde::Deserialize;
 use thiserror::Error;
 
-use crate::command_line::{CALLS_ID, Plan, RAM_ID};
+use crate::command_line::{CALLS_ID, CommandPlan, RAM_ID};
 use crate::hmp::{self, FlatRange, FlatView, RamBlock, RangeKind};
-use crate::qmp::{Qmp, QmpError};
+use crate::qmp::{QmpClient, QmpError};
 
 /// The layout of all memory of a VM.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub struct Layout {
+pub struct MemoryLayout {
     /// Guest RAM: its backends as regions, and the addresses at which the guest sees them.
     pub map: RegionMap,
     /// The address of each region of the map in the hypervisor, in the map's order.
-    pub locations: Vec<Location>,
+    pub locations: Vec<RegionMapping>,
     /// The auxiliary blocks.
     pub aux: Vec<AuxRam>,
 }
 
 /// The mapping of a RAM region in the hypervisor.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub struct Location {
+pub struct RegionMapping {
     /// The region's id in the map.
     pub id: String,
     /// The address of its first byte.
@@ -66,16 +66,16 @@ pub struct AuxRam {
     pub rom: bool,
 }
 
-impl Layout {
+impl MemoryLayout {
     /// Uses the names that a restore with this command line gives to RAM. There, RAM without a name
     /// from the user gets Firn's name.
-    pub fn named_by(mut self, plan: &Plan) -> Self {
+    pub fn named_by(mut self, plan: &CommandPlan) -> Self {
         let is_planned = |id: &str| plan.ram().iter().any(|ram| ram.id == id);
         let ids: Vec<_> = self.locations.iter().map(|location| location.id.clone()).collect();
         let mut unplanned = ids.iter().filter(|id| !is_planned(id));
         let (Some(id), None) = (unplanned.next(), unplanned.next()) else { return self };
         if is_planned(RAM_ID) && !ids.iter().any(|id| id == RAM_ID) {
-            self.map = self.map.renamed(id, RAM_ID);
+            self.map = self.map.with_region_renamed(id, RAM_ID);
             let at = self.locations.iter_mut().filter(|location| location.id == *id);
             at.for_each(|location| RAM_ID.clone_into(&mut location.id));
         }
@@ -113,7 +113,7 @@ pub enum LayoutError {
 
 /// A backend in the reply to `query-memdev`.
 #[derive(Clone, Debug, PartialEq, Eq, Deserialize)]
-struct Backend {
+struct MemdevInfo {
     #[serde(default)]
     id: Option<String>,
     size: u64,
@@ -123,7 +123,7 @@ struct Backend {
 
 /// A range of a backend that the guest sees, in bytes.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-struct Stretch {
+struct VisibleRange {
     gpa: u64,
     offset: u64,
     bytes: u64,
@@ -131,28 +131,28 @@ struct Stretch {
 
 /// A backend, with the ranges of it that the guest sees.
 #[derive(Debug, PartialEq, Eq)]
-struct Ram {
+struct GuestRam {
     id: String,
     bytes: u64,
     shared: bool,
-    stretches: Vec<Stretch>,
+    stretches: Vec<VisibleRange>,
 }
 
 /// Finds the layout of a VM's memory.
-pub(crate) fn find(qmp: &mut Qmp) -> Result<Layout, LayoutError> {
-    let backends = backends(qmp)?;
-    let view = memory_view(&qmp.hmp("info mtree -f")?)?;
-    let blocks = hmp::parse_ramblock(&qmp.hmp("info ramblock")?);
+pub(crate) fn find_layout(qmp: &mut QmpClient) -> Result<MemoryLayout, LayoutError> {
+    let backends = query_backends(qmp)?;
+    let view = memory_view(&qmp.execute_hmp("info mtree -f")?)?;
+    let blocks = hmp::parse_ramblock(&qmp.execute_hmp("info ramblock")?);
     let ram = guest_ram(&backends, &view, &blocks);
     if ram.is_empty() {
         return Err(LayoutError::NoRam { backends: backends.len() });
     }
-    let locations = ram.iter().map(|ram| locate(qmp, ram)).collect::<Result<_, _>>()?;
+    let locations = ram.iter().map(|ram| locate_region(qmp, ram)).collect::<Result<_, _>>()?;
     let aux = aux_ram(qmp, &ram, &view, &blocks)?;
-    Ok(Layout { map: region_map(&ram)?, locations, aux })
+    Ok(MemoryLayout { map: region_map(&ram)?, locations, aux })
 }
 
-fn backends(qmp: &mut Qmp) -> Result<Vec<Backend>, QmpError> {
+fn query_backends(qmp: &mut QmpClient) -> Result<Vec<MemdevInfo>, QmpError> {
     qmp.query("query-memdev")
 }
 
@@ -162,11 +162,11 @@ fn memory_view(printed: &str) -> Result<FlatView, LayoutError> {
 }
 
 /// The backends that are guest RAM, ordered by the lowest address at which the guest sees them.
-fn guest_ram(backends: &[Backend], view: &FlatView, blocks: &[RamBlock]) -> Vec<Ram> {
-    let mut ram: Vec<Ram> = backends
+fn guest_ram(backends: &[MemdevInfo], view: &FlatView, blocks: &[RamBlock]) -> Vec<GuestRam> {
+    let mut ram: Vec<GuestRam> = backends
         .iter()
         .filter_map(|backend| Some((backend.id.clone()?, backend.size, backend.share)))
-        .filter_map(|(id, bytes, shared)| Ram::seen(id, bytes, shared, view))
+        .filter_map(|(id, bytes, shared)| GuestRam::from_view(id, bytes, shared, view))
         .collect();
     if ram.is_empty() {
         ram.extend(unnamed_ram(view, blocks));
@@ -176,16 +176,16 @@ fn guest_ram(backends: &[Backend], view: &FlatView, blocks: &[RamBlock]) -> Vec<
 }
 
 /// RAM without a backend: the block at guest-physical 0.
-fn unnamed_ram(view: &FlatView, blocks: &[RamBlock]) -> Option<Ram> {
+fn unnamed_ram(view: &FlatView, blocks: &[RamBlock]) -> Option<GuestRam> {
     let lowest = view.ranges.iter().find(|range| range.first == 0 && is_ram(range))?;
     let block = blocks.iter().find(|block| block.id == lowest.region)?;
-    Ram::seen(block.id.clone(), block.used_bytes, false, view)
+    GuestRam::from_view(block.id.clone(), block.used_bytes, false, view)
 }
 
-impl Ram {
-    fn seen(id: String, bytes: u64, shared: bool, view: &FlatView) -> Option<Self> {
+impl GuestRam {
+    fn from_view(id: String, bytes: u64, shared: bool, view: &FlatView) -> Option<Self> {
         let ranges = view.ranges.iter().filter(|range| is_ram(range) && is_named(range, &id));
-        let stretches = merged(ranges);
+        let stretches = merge_ranges(ranges);
         (!stretches.is_empty()).then_some(Self { id, bytes, shared, stretches })
     }
 }
@@ -203,20 +203,20 @@ fn is_named(range: &FlatRange, id: &str) -> bool {
 }
 
 /// Joins neighbouring ranges, then clips them to whole pages.
-fn merged<'a>(ranges: impl Iterator<Item = &'a FlatRange>) -> Vec<Stretch> {
-    let mut stretches: Vec<Stretch> = Vec::new();
+fn merge_ranges<'a>(ranges: impl Iterator<Item = &'a FlatRange>) -> Vec<VisibleRange> {
+    let mut stretches: Vec<VisibleRange> = Vec::new();
     for range in ranges {
         let bytes = (range.last - range.first).saturating_add(1);
-        let next = Stretch { gpa: range.first, offset: range.offset, bytes };
+        let next = VisibleRange { gpa: range.first, offset: range.offset, bytes };
         match stretches.last_mut().filter(|last| last.is_continued_by(&next)) {
             Some(last) => last.bytes = last.bytes.saturating_add(bytes),
             None => stretches.push(next),
         }
     }
-    stretches.into_iter().filter_map(Stretch::whole_pages).collect()
+    stretches.into_iter().filter_map(VisibleRange::whole_pages).collect()
 }
 
-impl Stretch {
+impl VisibleRange {
     fn is_continued_by(&self, next: &Self) -> bool {
         let gpa = self.gpa.checked_add(self.bytes);
         let offset = self.offset.checked_add(self.bytes);
@@ -233,17 +233,16 @@ impl Stretch {
     }
 }
 
-fn region_map(ram: &[Ram]) -> Result<RegionMap, RegionMapError> {
+fn region_map(ram: &[GuestRam]) -> Result<RegionMap, RegionMapError> {
     let map = RegionMap::lay_out(ram.iter().map(|ram| (ram.id.as_str(), ram.bytes)))?;
-    let spans = ram
-        .iter()
-        .zip(map.regions())
-        .flat_map(|(ram, region)| ram.stretches.iter().map(|stretch| span(stretch, region.first)));
+    let spans = ram.iter().zip(map.regions()).flat_map(|(ram, region)| {
+        ram.stretches.iter().map(|stretch| guest_span(stretch, region.first))
+    });
     let spans = spans.collect::<Result<_, _>>()?;
     map.with_spans(spans)
 }
 
-fn span(stretch: &Stretch, region_first: Page) -> Result<GuestSpan, RegionMapError> {
+fn guest_span(stretch: &VisibleRange, region_first: Page) -> Result<GuestSpan, RegionMapError> {
     let pages = |bytes: u64| u32::try_from(bytes / PAGE_SIZE as u64).ok();
     let page = pages(stretch.offset).and_then(|offset| region_first.0.checked_add(offset));
     let gpa = GuestPhys(stretch.gpa);
@@ -253,21 +252,21 @@ fn span(stretch: &Stretch, region_first: Page) -> Result<GuestSpan, RegionMapErr
     }
 }
 
-fn locate(qmp: &mut Qmp, ram: &Ram) -> Result<Location, LayoutError> {
+fn locate_region(qmp: &mut QmpClient, ram: &GuestRam) -> Result<RegionMapping, LayoutError> {
     let gpa = GuestPhys(ram.stretches[0].gpa);
     let hva = host_address(qmp, gpa)?
         .and_then(|hva| hva.0.checked_sub(ram.stretches[0].offset))
         .ok_or_else(|| LayoutError::NoHostAddress { id: ram.id.clone(), gpa })?;
-    Ok(Location { id: ram.id.clone(), hva: HostVirt(hva), shared: ram.shared })
+    Ok(RegionMapping { id: ram.id.clone(), hva: HostVirt(hva), shared: ram.shared })
 }
 
-fn host_address(qmp: &mut Qmp, gpa: GuestPhys) -> Result<Option<HostVirt>, QmpError> {
-    Ok(hmp::parse_hva(&qmp.hmp(&format!("gpa2hva {:#x}", gpa.0))?))
+fn host_address(qmp: &mut QmpClient, gpa: GuestPhys) -> Result<Option<HostVirt>, QmpError> {
+    Ok(hmp::parse_hva(&qmp.execute_hmp(&format!("gpa2hva {:#x}", gpa.0))?))
 }
 
 fn aux_ram(
-    qmp: &mut Qmp,
-    ram: &[Ram],
+    qmp: &mut QmpClient,
+    ram: &[GuestRam],
     view: &FlatView,
     blocks: &[RamBlock],
 ) -> Result<Vec<AuxRam>, QmpError> {
@@ -302,7 +301,7 @@ fn ranges_by_block<'a>(
 ) -> BTreeMap<&'a str, Vec<&'a FlatRange>> {
     let mut mapped: BTreeMap<&str, Vec<&FlatRange>> = BTreeMap::new();
     for range in view.ranges.iter().filter(|range| range.kind != RangeKind::Other) {
-        let mut owners = blocks.iter().filter(|block| owns(block, &range.region));
+        let mut owners = blocks.iter().filter(|block| owns_region(block, &range.region));
         if let (Some(owner), None) = (owners.next(), owners.next()) {
             mapped.entry(&owner.id).or_default().push(range);
         }
@@ -310,7 +309,7 @@ fn ranges_by_block<'a>(
     mapped
 }
 
-fn owns(block: &RamBlock, region: &str) -> bool {
+fn owns_region(block: &RamBlock, region: &str) -> bool {
     block.id == region || block.id.strip_suffix(region).is_some_and(|device| device.ends_with('/'))
 }
 

@@ -33,10 +33,10 @@ mod disks;
 mod drives;
 mod flush;
 pub mod hmp;
-mod hold;
 mod launch;
 pub mod layout;
-mod openings;
+mod open_watch;
+mod pause_pipe;
 mod qcow2;
 pub mod qmp;
 pub mod restorable;
@@ -45,20 +45,20 @@ mod vm;
 mod wait;
 
 pub use backup::{
-    BaseFile, COPIES_MAX, CopyError, CopyExtent, DriveCopy, allocated_bytes, files_below,
+    BaseFile, COPIES_MAX, CopyError, CopyExtent, DriveCopy, allocated_bytes, list_backing_files,
 };
-pub use commit::{Commit, JOB_PREFIX, JobState};
+pub use commit::{BlockCommit, JOB_PREFIX, JobState};
 pub use device_state::{DeviceStateError, STATE_BYTES_MAX};
 pub use devices::DevicePath;
-pub use disks::{Disk, FileIdentity};
+pub use disks::{DiskImage, FileIdentity};
 pub use drives::{
-    Below, CHAIN_MAX, CutError, Drive, DriveCut, DriveError, Expected, Overlay, can_clone,
-    create_overlay,
+    CHAIN_MAX, CutError, Drive, DriveCut, DriveError, ExpectedDrive, Overlay, OverlayBase,
+    can_clone, create_overlay,
 };
-pub use hold::{Held, Look, Released};
-pub use launch::{LaunchError, Launched, find_program, launch, log_tail};
-pub use layout::{AuxRam, Layout, LayoutError, Location};
-pub use qcow2::file_below;
-pub use qmp::{Qmp, QmpError};
-pub use version::{Number, Version};
-pub use vm::{Accel, Balloon, PageTableRoot, RunState, TIMEOUT, Vcpu, Vm};
+pub use launch::{LaunchError, LaunchedProcess, find_program, launch_hypervisor, read_log_tail};
+pub use layout::{AuxRam, LayoutError, MemoryLayout, RegionMapping};
+pub use pause_pipe::{PauseOutcome, PausedVm, WaitMode};
+pub use qcow2::read_backing_file;
+pub use qmp::{QmpClient, QmpError};
+pub use version::{QemuVersion, VersionNumber};
+pub use vm::{AcceleratorKind, BalloonInfo, PageTableRoot, QemuVm, RunState, TIMEOUT, Vcpu};

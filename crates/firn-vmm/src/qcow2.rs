@@ -32,11 +32,11 @@ const DATA_FILE: u64 = 1 << 2;
 
 /// The properties of a qcow2 file that its header records.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub(crate) struct Head {
+pub(crate) struct Qcow2Header {
     /// The backing file as the header names it; absolute if that is a path.
-    pub(crate) below: Option<PathBuf>,
+    pub(crate) backing_file: Option<PathBuf>,
     /// The format of the backing file, if the header records it.
-    pub(crate) below_format: Option<String>,
+    pub(crate) backing_format: Option<String>,
     /// Its contents can't be read without a secret.
     pub(crate) is_encrypted: bool,
     /// Its contents are in another file.
@@ -44,7 +44,7 @@ pub(crate) struct Head {
 }
 
 /// Reads the header of a file. `None` if it is not a qcow2 file.
-pub(crate) fn head(path: &Path) -> io::Result<Option<Head>> {
+pub(crate) fn read_header(path: &Path) -> io::Result<Option<Qcow2Header>> {
     let file = firn_files::open_disk(path)?;
     let mut head = [0; HEAD_BYTES];
     match file.read_exact_at(&mut head, 0) {
@@ -71,19 +71,19 @@ pub(crate) fn head(path: &Path) -> io::Result<Option<Head>> {
     };
     let start = if version >= 3 { u64::from(u32_at(&head, 100)) } else { HEAD_BYTES_2 };
     let below_format = match below {
-        Some(_) => below_format(&file, start..u64_at(&head, 8)).or_else(ended)?,
+        Some(_) => read_backing_format(&file, start..u64_at(&head, 8)).or_else(ignore_early_end)?,
         None => None,
     };
-    Ok(Some(Head {
-        below,
-        below_format,
+    Ok(Some(Qcow2Header {
+        backing_file: below,
+        backing_format: below_format,
         is_encrypted: encryption != 0,
         has_data_file: features & DATA_FILE != 0,
     }))
 }
 
 /// A file that ends early has no more extensions.
-fn ended(error: io::Error) -> io::Result<Option<String>> {
+fn ignore_early_end(error: io::Error) -> io::Result<Option<String>> {
     match error.kind() {
         io::ErrorKind::UnexpectedEof => Ok(None),
         _ => Err(error),
@@ -91,7 +91,7 @@ fn ended(error: io::Error) -> io::Result<Option<String>> {
 }
 
 /// Reads the header extension with the backing format, of those in a range.
-fn below_format(file: &File, range: Range<u64>) -> io::Result<Option<String>> {
+fn read_backing_format(file: &File, range: Range<u64>) -> io::Result<Option<String>> {
     let (mut at, mut extension) = (range.start, [0; HEAD_BYTES]);
     for _ in 0..EXTENSIONS_MAX {
         if at + 8 > range.end {
@@ -120,8 +120,8 @@ fn u64_at(bytes: &[u8; HEAD_BYTES], at: usize) -> u64 {
 }
 
 /// The backing file that a qcow2 file names; `None` if it names none, or is not a qcow2 file.
-pub fn file_below(path: &Path) -> io::Result<Option<PathBuf>> {
-    Ok(head(path)?.and_then(|head| head.below))
+pub fn read_backing_file(path: &Path) -> io::Result<Option<PathBuf>> {
+    Ok(read_header(path)?.and_then(|head| head.backing_file))
 }
 
 #[cfg(test)]
@@ -150,8 +150,13 @@ mod tests {
         let path = dir.path().join("a");
         let expected = |below: Option<PathBuf>, is_encrypted, has_data_file| {
             let below_format = below.as_ref().map(|_| "qcow2".to_owned());
-            let expected = Head { below, below_format, is_encrypted, has_data_file };
-            assert_eq!(head(&path).unwrap(), Some(expected));
+            let expected = Qcow2Header {
+                backing_file: below,
+                backing_format: below_format,
+                is_encrypted,
+                has_data_file,
+            };
+            assert_eq!(read_header(&path).unwrap(), Some(expected));
         };
         write(&path, "", 0, 0);
         expected(None, false, false);
@@ -163,8 +168,8 @@ mod tests {
         expected(Some("nbd:b.img".into()), false, false);
         for other in ["", "short", &"x".repeat(500)] {
             std::fs::write(&path, other).unwrap();
-            assert_eq!(head(&path).unwrap(), None);
+            assert_eq!(read_header(&path).unwrap(), None);
         }
-        assert!(head(&dir.path().join("none")).is_err());
+        assert!(read_header(&dir.path().join("none")).is_err());
     }
 }

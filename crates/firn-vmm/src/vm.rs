@@ -4,39 +4,39 @@ use std::collections::BTreeSet;
 use std::path::{Path, PathBuf};
 use std::time::Duration;
 
-use firn_types::{GuestPhys, Tid, VcpuId};
+use firn_types::{GuestPhys, ThreadId, VcpuId};
 use serde::{Deserialize, Serialize};
 use serde_json::Value;
 
 use crate::backup::{self, CopyError, DriveCopy};
-use crate::commit::{self, Commit, JobState};
+use crate::commit::{self, BlockCommit, JobState};
 use crate::device_state::{self, DeviceStateError, StateFile};
 use crate::devices::{self, DevicePath};
-use crate::disks::{self, Disk, FileView};
+use crate::disks::{self, DiskImage, FileView};
 use crate::drives::{self, CutError, Drive, DriveCut, Overlay};
 use crate::hmp;
-use crate::hold::{Held, Holder, Look};
-use crate::layout::{self, Layout, LayoutError};
-use crate::qmp::{Qmp, QmpError};
+use crate::layout::{self, LayoutError, MemoryLayout};
+use crate::pause_pipe::{PausePipe, PausedVm, WaitMode};
+use crate::qmp::{QmpClient, QmpError};
 use crate::restorable::{self, MachineFacts};
-use crate::version::Version;
+use crate::version::QemuVersion;
 
 /// The default timeout of a monitor command. `stop` waits for disks to be flushed.
 pub const TIMEOUT: Duration = Duration::from_secs(30);
 
 /// Five announcements within a second, at growing intervals. In milliseconds, QEMU's own defaults
 /// (`qapi/migration.json`).
-fn announcing() -> Value {
+fn announce_parameters() -> Value {
     serde_json::json!({ "initial": 50, "max": 550, "rounds": 5, "step": 100 })
 }
 
 /// A running QEMU.
 #[derive(Debug)]
-pub struct Vm {
-    qmp: Qmp,
-    version: Version,
+pub struct QemuVm {
+    qmp: QmpClient,
+    version: QemuVersion,
     state_file: Option<StateFile>,
-    holder: Option<Holder>,
+    pause_pipe: Option<PausePipe>,
 }
 
 /// Whether the VM runs, in QEMU's words.
@@ -56,7 +56,7 @@ pub struct Vcpu {
     pub id: VcpuId,
     /// Its thread, in QEMU's PID namespace.
     #[serde(rename = "thread-id")]
-    pub tid: Tid,
+    pub tid: ThreadId,
 }
 
 /// The root of a page table that a vCPU used when Firn read its registers.
@@ -73,7 +73,7 @@ pub struct PageTableRoot {
 /// The accelerator that runs the vCPUs.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "lowercase")]
-pub enum Accel {
+pub enum AcceleratorKind {
     /// KVM, the kernel's virtual machine monitor.
     Kvm,
     /// TCG, QEMU's own translator.
@@ -82,43 +82,43 @@ pub enum Accel {
 
 /// The state of the memory balloon.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Deserialize)]
-pub struct Balloon {
+pub struct BalloonInfo {
     /// RAM that is left to the guest, in bytes.
     #[serde(rename = "actual")]
     pub actual_bytes: u64,
 }
 
 #[derive(Debug, Deserialize)]
-struct Migration {
+struct MigrationInfo {
     #[serde(rename = "blocked-reasons", default)]
     blocked_reasons: Vec<String>,
 }
 
-impl Vm {
+impl QemuVm {
     /// Connects to the monitor at `qmp_path`.
     pub fn connect(qmp_path: &Path) -> Result<Self, QmpError> {
-        Self::with_qmp(Qmp::connect(qmp_path, TIMEOUT)?)
+        Self::with_qmp(QmpClient::connect(qmp_path, TIMEOUT)?)
     }
 
     /// Connects to a QEMU that has just been started and may not have made its socket yet. Fails
     /// early when `alive` is false: QEMU has died then, and its log has the reason.
     pub fn connect_started(qmp_path: &Path, alive: impl FnMut() -> bool) -> Result<Self, QmpError> {
-        Self::with_qmp(Qmp::connect_started(qmp_path, TIMEOUT, alive)?)
+        Self::with_qmp(QmpClient::connect_started(qmp_path, TIMEOUT, alive)?)
     }
 
     /// Uses a monitor connection that is open already.
-    pub fn with_qmp(mut qmp: Qmp) -> Result<Self, QmpError> {
+    pub fn with_qmp(mut qmp: QmpClient) -> Result<Self, QmpError> {
         let version = qmp.query("query-version")?;
-        Ok(Self { qmp, version, state_file: None, holder: None })
+        Ok(Self { qmp, version, state_file: None, pause_pipe: None })
     }
 
     /// The monitor connection, for commands that this type has no method for.
-    pub fn qmp(&mut self) -> &mut Qmp {
+    pub fn qmp(&mut self) -> &mut QmpClient {
         &mut self.qmp
     }
 
     /// QEMU's version.
-    pub fn version(&self) -> &Version {
+    pub fn version(&self) -> &QemuVersion {
         &self.version
     }
 
@@ -139,13 +139,13 @@ impl Vm {
 
     /// Makes the VM's network cards send reverse ARP requests, so that switches learn their
     /// addresses. The VM must run.
-    pub fn announce(&mut self) -> Result<(), QmpError> {
-        self.qmp.execute("announce-self", announcing()).map(drop)
+    pub fn announce_self(&mut self) -> Result<(), QmpError> {
+        self.qmp.execute("announce-self", announce_parameters()).map(drop)
     }
 
     /// The MAC address of the network card with this back end.
-    pub fn address(&mut self, netdev: &str) -> Result<Option<[u8; 6]>, QmpError> {
-        Ok(hmp::parse_address(&self.qmp.hmp("info network")?, netdev))
+    pub fn mac_address(&mut self, netdev: &str) -> Result<Option<[u8; 6]>, QmpError> {
+        Ok(hmp::parse_card_address(&self.qmp.execute_hmp("info network")?, netdev))
     }
 
     /// Ends the VM. A QEMU that dies before it has answered counts as ended.
@@ -162,10 +162,10 @@ impl Vm {
     }
 
     /// The accelerator that runs the vCPUs.
-    pub fn accel(&mut self) -> Result<Accel, QmpError> {
+    pub fn accel(&mut self) -> Result<AcceleratorKind, QmpError> {
         let kvm = self.qmp.execute("query-kvm", Value::Null)?;
         let enabled = kvm.get("enabled").and_then(Value::as_bool).unwrap_or(false);
-        Ok(if enabled { Accel::Kvm } else { Accel::Tcg })
+        Ok(if enabled { AcceleratorKind::Kvm } else { AcceleratorKind::Tcg })
     }
 
     /// The machine type with its version, such as `pc-q35-7.2`.
@@ -177,7 +177,7 @@ impl Vm {
     }
 
     /// The balloon; `None` if the VM has none.
-    pub fn balloon(&mut self) -> Result<Option<Balloon>, QmpError> {
+    pub fn balloon(&mut self) -> Result<Option<BalloonInfo>, QmpError> {
         match self.qmp.query("query-balloon") {
             Ok(balloon) => Ok(Some(balloon)),
             Err(error) if error.has_class("DeviceNotActive") => Ok(None),
@@ -187,7 +187,7 @@ impl Vm {
 
     /// The devices that a user added, on the command line or later.
     pub fn device_paths(&mut self) -> Result<BTreeSet<DevicePath>, QmpError> {
-        devices::list(&mut self.qmp)
+        devices::list_devices(&mut self.qmp)
     }
 
     /// The process at the other end of the monitor socket. `None` if that process has none of the
@@ -202,21 +202,21 @@ impl Vm {
     }
 
     /// The images the VM has open, and what identifies them.
-    pub fn disks(&mut self) -> Result<Vec<Disk>, QmpError> {
-        let process = FileView::of(self.pid()?);
-        disks::find(&mut self.qmp, &process)
+    pub fn disks(&mut self) -> Result<Vec<DiskImage>, QmpError> {
+        let process = FileView::of_process(self.pid()?);
+        disks::find_disks(&mut self.qmp, &process)
     }
 
     /// Whether data of a request may be written into guest memory later without a page fault: by a
     /// disk that is read without the page cache.
     pub fn reads_past_page_cache(&mut self) -> Result<bool, QmpError> {
-        disks::is_read_past_page_cache(&mut self.qmp)
+        disks::is_any_read_past_page_cache(&mut self.qmp)
     }
 
     /// The drives that the guest can write to.
     pub fn drives(&mut self) -> Result<Vec<Drive>, QmpError> {
-        let process = FileView::of(self.pid()?);
-        drives::find(&mut self.qmp, &process)
+        let process = FileView::of_process(self.pid()?);
+        drives::find_drives(&mut self.qmp, &process)
     }
 
     /// Opens an overlay that will be put on a drive. The VM may run.
@@ -257,7 +257,7 @@ impl Vm {
     /// The approximate number of bytes that the guest has written since a copy. `None` if QEMU does
     /// not know.
     pub fn changed_bytes(&mut self, copy: &DriveCopy) -> Result<Option<u64>, QmpError> {
-        backup::changed_bytes(&mut self.qmp, copy)
+        backup::query_changed_bytes(&mut self.qmp, copy)
     }
 
     /// Removes the dirty bitmaps that Firn added, except those that began with these copies.
@@ -266,60 +266,64 @@ impl Vm {
     }
 
     /// Starts a job that merges layers of a drive, and that ends as `concluded`. The VM may run.
-    pub fn begin_commit(&mut self, drive: &Drive, commit: &Commit) -> Result<(), QmpError> {
-        let process = FileView::of(self.pid()?);
-        commit::begin(&mut self.qmp, &process, drive, commit)
+    pub fn begin_commit(&mut self, drive: &Drive, commit: &BlockCommit) -> Result<(), QmpError> {
+        let process = FileView::of_process(self.pid()?);
+        commit::begin_commit(&mut self.qmp, &process, drive, commit)
     }
 
     /// The merges that have begun and have not been dismissed.
     pub fn commit_jobs(&mut self) -> Result<Vec<JobState>, QmpError> {
-        commit::jobs(&mut self.qmp)
+        commit::query_commit_jobs(&mut self.qmp)
     }
 
     /// Makes a merge that is `ready` switch the drive to its lower file.
     pub fn complete_commit(&mut self, job: &str) -> Result<(), QmpError> {
-        commit::complete(&mut self.qmp, job)
+        commit::complete_job(&mut self.qmp, job)
     }
 
     /// Ends a merge early.
     pub fn cancel_commit(&mut self, job: &str) -> Result<(), QmpError> {
-        commit::cancel(&mut self.qmp, job)
+        commit::cancel_job(&mut self.qmp, job)
     }
 
     /// Makes QEMU forget a merge that is `concluded`.
     pub fn dismiss_commit(&mut self, job: &str) -> Result<(), QmpError> {
-        commit::dismiss(&mut self.qmp, job)
+        commit::dismiss_job(&mut self.qmp, job)
     }
 
     /// Closes layers that were merged, the topmost first.
     pub fn close_layers(&mut self, files: &[PathBuf]) -> Result<(), QmpError> {
-        let process = FileView::of(self.pid()?);
-        commit::close(&mut self.qmp, &process, files)
+        let process = FileView::of_process(self.pid()?);
+        commit::close_layers(&mut self.qmp, &process, files)
     }
 
     /// The reasons why QEMU would not migrate this VM: devices whose state it cannot save, CPU
     /// features it must not migrate. Such a VM cannot be checkpointed either, whether or not saving
     /// device state succeeds.
-    pub fn blockers(&mut self) -> Result<Vec<String>, QmpError> {
-        let migration: Migration = self.qmp.query("query-migrate")?;
+    pub fn migration_blockers(&mut self) -> Result<Vec<String>, QmpError> {
+        let migration: MigrationInfo = self.qmp.query("query-migrate")?;
         Ok(migration.blocked_reasons)
     }
 
     /// The properties of the machine that the command line of a restore has to reproduce.
     pub fn machine_facts(&mut self) -> Result<MachineFacts, QmpError> {
-        restorable::collect(&mut self.qmp)
+        restorable::collect_facts(&mut self.qmp)
     }
 
     /// The addresses of all memory of the VM.
-    pub fn layout(&mut self) -> Result<Layout, LayoutError> {
-        layout::find(&mut self.qmp)
+    pub fn layout(&mut self) -> Result<MemoryLayout, LayoutError> {
+        layout::find_layout(&mut self.qmp)
     }
 
     /// The page tables that the vCPUs in long mode use now.
     pub fn page_table_roots(&mut self) -> Result<Vec<PageTableRoot>, QmpError> {
-        let vcpus = hmp::parse_registers(&self.qmp.hmp("info registers -a")?);
+        let vcpus = hmp::parse_registers(&self.qmp.execute_hmp("info registers -a")?);
         let root = |(vcpu, registers): (VcpuId, hmp::VcpuRegisters)| {
-            Some(PageTableRoot { vcpu, gpa: registers.root(), levels: registers.levels()? })
+            Some(PageTableRoot {
+                vcpu,
+                gpa: registers.table_root(),
+                levels: registers.table_levels()?,
+            })
         };
         Ok(vcpus.into_iter().filter_map(root).collect())
     }
@@ -335,19 +339,19 @@ impl Vm {
     }
 
     /// Gives QEMU the pipe by which [`Self::begin_pause`] keeps the VM paused.
-    pub fn prepare_hold(&mut self) -> Result<(), DeviceStateError> {
-        self.prepare_late_hold(0)
+    pub fn prepare_pause(&mut self) -> Result<(), DeviceStateError> {
+        self.prepare_late_pause(0)
     }
 
     /// The same for a VM whose devices are known to take at least `least` bytes: QEMU saves some of
     /// them before it waits for Firn, which shortens the pause. If they suddenly took far less,
     /// [`PausedVm::resume_vm`] would return an error.
-    pub fn prepare_late_hold(&mut self, least: usize) -> Result<(), DeviceStateError> {
-        if self.holder.as_mut().is_some_and(|holder| holder.is_made_ready(least)) {
+    pub fn prepare_late_pause(&mut self, least: usize) -> Result<(), DeviceStateError> {
+        if self.pause_pipe.as_mut().is_some_and(|holder| holder.try_reset(least)) {
             return Ok(());
         }
         self.finish_save()?;
-        self.holder = Some(Holder::hand_over(&mut self.qmp, least)?);
+        self.pause_pipe = Some(PausePipe::hand_over(&mut self.qmp, least)?);
         Ok(())
     }
 
@@ -357,36 +361,36 @@ impl Vm {
     ///
     /// `None` if this QEMU does not support it; the VM runs then. After an error it runs as well,
     /// if it did before.
-    pub fn hold(&mut self) -> Result<Option<Held<'_>>, DeviceStateError> {
-        self.hold_then(&mut || (), Look::Awake)
+    pub fn begin_pause(&mut self) -> Result<Option<PausedVm<'_>>, DeviceStateError> {
+        self.begin_pause_with(&mut || (), WaitMode::Spin)
     }
 
     /// The same. `asked` is called when the command has been sent; QEMU then waits for its disks'
     /// requests.
-    pub fn hold_then(
+    pub fn begin_pause_with(
         &mut self,
         asked: &mut dyn FnMut(),
-        look: Look,
-    ) -> Result<Option<Held<'_>>, DeviceStateError> {
-        if self.holder.is_none() {
-            self.prepare_hold()?;
+        look: WaitMode,
+    ) -> Result<Option<PausedVm<'_>>, DeviceStateError> {
+        if self.pause_pipe.is_none() {
+            self.prepare_pause()?;
         }
-        Held::hold(&mut self.qmp, &mut self.holder, asked, look)
+        PausedVm::pause_vm(&mut self.qmp, &mut self.pause_pipe, asked, look)
     }
 
     /// The length of the last pause by QEMU's own clock: from when its vCPUs had stopped until just
     /// before they started. `None` unless the VM is known to have both stopped and started.
-    pub fn stood_still(&self) -> Option<Duration> {
-        self.qmp.last("RESUME")?.checked_sub(self.qmp.last("STOP")?)
+    pub fn last_pause(&self) -> Option<Duration> {
+        self.qmp.last_event_time("RESUME")?.checked_sub(self.qmp.last_event_time("STOP")?)
     }
 
     /// Saves the state of every device and vCPU, without RAM. The VM must be stopped, and remains
     /// so.
     pub fn save_device_state(&mut self) -> Result<Vec<u8>, DeviceStateError> {
         self.with_state_file(|qmp, file| {
-            let save = file.ask(qmp)?;
-            qmp.answer(save)?;
-            file.read()
+            let save = file.send_save(qmp)?;
+            qmp.wait_reply(save)?;
+            file.read_state()
         })
     }
 
@@ -395,10 +399,10 @@ impl Vm {
     pub fn stop_and_save_device_state(&mut self) -> Result<Vec<u8>, DeviceStateError> {
         self.with_state_file(|qmp, file| {
             let stop = qmp.send("stop", Value::Null)?;
-            let save = file.ask(qmp)?;
-            qmp.answer(stop)?;
-            qmp.answer(save)?;
-            file.read()
+            let save = file.send_save(qmp)?;
+            qmp.wait_reply(stop)?;
+            qmp.wait_reply(save)?;
+            file.read_state()
         })
     }
 
@@ -409,7 +413,7 @@ impl Vm {
     /// Saving devices flushes disks once more, so the copies begin after it.
     ///
     /// Checks the drives again after the stop, when nothing can change them any more.
-    pub fn cut(&mut self, drives: &DriveCut) -> Result<Vec<u8>, CutError> {
+    pub fn stop_and_cut(&mut self, drives: &DriveCut) -> Result<Vec<u8>, CutError> {
         if drives.is_empty() {
             return Ok(self.stop_and_save_device_state()?);
         }
@@ -419,20 +423,20 @@ impl Vm {
             let stop = qmp.send("stop", Value::Null)?;
             let look = qmp.send("query-block", Value::Null)?;
             let jobs = qmp.send("query-block-jobs", Value::Null)?;
-            let save = file.ask(qmp)?;
-            let put = drives.transaction(fails_alone).map(|all| qmp.send("transaction", all));
+            let save = file.send_save(qmp)?;
+            let put = drives.build_transaction(fails_alone).map(|all| qmp.send("transaction", all));
             let put = put.transpose()?;
-            qmp.answer(stop)?;
-            let (look, jobs) = (qmp.answer(look), qmp.answer(jobs));
-            let save = qmp.answer(save);
-            let put = put.map(|put| qmp.answer(put)).transpose();
+            qmp.wait_reply(stop)?;
+            let (look, jobs) = (qmp.wait_reply(look), qmp.wait_reply(jobs));
+            let save = qmp.wait_reply(save);
+            let put = put.map(|put| qmp.wait_reply(put)).transpose();
             problem = look
                 .and_then(|look| Ok((look, jobs?)))
                 .map_err(CutError::Drives)
-                .and_then(|(look, jobs)| drives.check(look, jobs))
+                .and_then(|(look, jobs)| drives.check_unchanged(look, jobs))
                 .and(put.map(drop).map_err(CutError::Drives));
             save?;
-            file.read()
+            file.read_state()
         });
         problem?;
         Ok(saved?)
@@ -440,7 +444,7 @@ impl Vm {
 
     fn with_state_file(
         &mut self,
-        save: impl FnOnce(&mut Qmp, &StateFile) -> Result<Vec<u8>, DeviceStateError>,
+        save: impl FnOnce(&mut QmpClient, &StateFile) -> Result<Vec<u8>, DeviceStateError>,
     ) -> Result<Vec<u8>, DeviceStateError> {
         self.prepare_save()?;
         let Some(file) = self.state_file.take() else {
@@ -456,24 +460,24 @@ impl Vm {
     /// which keeps them otherwise for the next save. Call it while the VM runs; otherwise QEMU
     /// keeps its copy until the connection ends.
     pub fn finish_save(&mut self) -> Result<(), DeviceStateError> {
-        if let Some(holder) = self.holder.take() {
-            holder.take_back(&mut self.qmp)?;
+        if let Some(holder) = self.pause_pipe.take() {
+            holder.remove_from_qemu(&mut self.qmp)?;
         }
         match self.state_file.take() {
-            Some(file) => file.take_back(&mut self.qmp),
+            Some(file) => file.remove_from_qemu(&mut self.qmp),
             None => Ok(()),
         }
     }
 
     /// Closes descriptors that another connection of Firn gave to QEMU and did not remove.
-    pub fn close_left_descriptors(&mut self) -> Result<(), QmpError> {
-        device_state::take_back_left_behind(&mut self.qmp)
+    pub fn remove_left_descriptors(&mut self) -> Result<(), QmpError> {
+        device_state::remove_left_fdsets(&mut self.qmp)
     }
 
     /// Loads device state into a QEMU that was started with `-S -incoming defer` and
     /// `-global migration.send-configuration=off`. On return the VM is loaded and stopped.
     pub fn load_device_state(&mut self, state: &[u8]) -> Result<(), DeviceStateError> {
         let says_why = self.version.at_least(9, 1);
-        device_state::load(&mut self.qmp, state, says_why)
+        device_state::load_state(&mut self.qmp, state, says_why)
     }
 }

@@ -3,10 +3,13 @@
 use std::path::PathBuf;
 
 use clap::Args as ClapArgs;
-use firn_supervisor::{Failure, FailureKind, Plan, RuntimeDir, VmName, absolute, start, status};
+use firn_supervisor::{
+    Failure, FailureKind, RuntimeDir, SupervisorPlan, VmName, absolute_path, query_status,
+    start_supervisor,
+};
 
-use crate::output::Output;
-use crate::run::{notes, summary};
+use crate::output::FactPrinter;
+use crate::run::{summarize_vm, supervisor_notes};
 use crate::working_set::WorkingSetArgs;
 
 /// Manage a VM that runs already.
@@ -26,7 +29,7 @@ use crate::working_set::WorkingSetArgs;
 ///   firn attach web
 #[derive(Debug, ClapArgs)]
 #[command(verbatim_doc_comment)]
-pub struct Args {
+pub struct AttachArgs {
     /// The name to give the VM.
     name: VmName,
     #[command(flatten)]
@@ -43,32 +46,33 @@ pub struct Args {
     qmp: Option<PathBuf>,
 }
 
-impl Args {
+impl AttachArgs {
     /// Runs the verb.
-    pub fn run(&self, out: Output) -> Result<(), Failure> {
+    pub fn run(&self, out: FactPrinter) -> Result<(), Failure> {
         let base = crate::hidden::runtime_dir()?;
-        let (pid, qmp) = self.target(&base)?;
+        let (pid, qmp) = self.find_target(&base)?;
         let (access_bits, old_disk) = (self.working_set.access_bits(), self.old_disk);
-        let plan = Plan::Attach { pid, qmp, access_bits, old_disk };
-        let facts = start(&base, &self.name, &plan, &mut |_| ())
+        let plan = SupervisorPlan::Attach { pid, qmp, access_bits, old_disk };
+        let facts = start_supervisor(&base, &self.name, &plan, &mut |_| ())
             .map_err(|failure| failure.while_doing(format!("can't attach {}", self.name)))?;
-        out.facts(&facts, || {
-            let notes: String = notes(&facts).iter().map(|note| format!("{note}\n")).collect();
-            format!("{notes}{}\n", summary(&facts))
+        out.print_facts(&facts, || {
+            let notes: String =
+                supervisor_notes(&facts).iter().map(|note| format!("{note}\n")).collect();
+            format!("{notes}{}\n", summarize_vm(&facts))
         })
     }
 
-    fn target(&self, base: &RuntimeDir) -> Result<(i32, PathBuf), Failure> {
+    fn find_target(&self, base: &RuntimeDir) -> Result<(i32, PathBuf), Failure> {
         if let (Some(pid), Some(qmp)) = (self.pid, &self.qmp) {
-            return Ok((pid, absolute(qmp)?));
+            return Ok((pid, absolute_path(qmp)?));
         }
-        let known = status(base, &base.vm(&self.name)).ok();
+        let known = query_status(base, &base.vm_dir(&self.name)).ok();
         let detached = known.filter(|status| status.state == "detached");
         let found = detached.and_then(|status| Some((status.pid?, status.qmp?)));
         found.ok_or_else(|| {
             let text = format!("{} is not a VM that Firn has detached from", self.name);
             Failure::new(FailureKind::Usage, text)
-                .hint("give the VM's QEMU: --pid PID --qmp SOCKET")
+                .with_hint("give the VM's QEMU: --pid PID --qmp SOCKET")
         })
     }
 }

@@ -2,17 +2,17 @@
 
 use std::io::IsTerminal;
 
-use firn_supervisor::Progress;
+use firn_supervisor::OperationProgress;
 use indicatif::{ProgressBar, ProgressDrawTarget, ProgressStyle};
 
 const TEMPLATE: &str = "{msg} {bar:30} {bytes} of {total_bytes} ({bytes_per_sec})";
 
 /// A progress bar.
-pub struct Bar {
+pub struct TerminalBar {
     bar: ProgressBar,
 }
 
-impl Bar {
+impl TerminalBar {
     /// A bar on standard error, if that is a terminal. It appears with the first progress.
     pub fn new() -> Self {
         let bar = ProgressBar::with_draw_target(None, ProgressDrawTarget::hidden());
@@ -23,7 +23,7 @@ impl Bar {
     }
 
     /// Shows the progress of the current stage.
-    pub fn show(&mut self, progress: &Progress) {
+    pub fn show_progress(&mut self, progress: &OperationProgress) {
         if self.bar.is_hidden() && std::io::stderr().is_terminal() {
             self.bar.set_draw_target(ProgressDrawTarget::stderr());
         }
@@ -33,7 +33,7 @@ impl Bar {
     }
 }
 
-impl Drop for Bar {
+impl Drop for TerminalBar {
     fn drop(&mut self) {
         self.bar.finish_and_clear();
     }

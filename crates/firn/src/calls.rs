@@ -4,7 +4,7 @@
 use std::path::{Path, PathBuf};
 
 use clap::Args as ClapArgs;
-use firn_supervisor::{Failure, FailureKind, absolute};
+use firn_supervisor::{Failure, FailureKind, absolute_path};
 
 use crate::output::check_input;
 
@@ -37,26 +37,26 @@ pub struct CallsArgs {
 
 impl CallsArgs {
     /// The absolute path of the policy file.
-    pub fn policy(&self) -> Result<Option<PathBuf>, Failure> {
+    pub fn policy_path(&self) -> Result<Option<PathBuf>, Failure> {
         self.calls.as_deref().map_or(Ok(()), check_input)?;
-        self.calls.as_deref().map(absolute).transpose()
+        self.calls.as_deref().map(absolute_path).transpose()
     }
 
     /// The absolute path of the plugin.
-    pub fn plugin(&self) -> Result<Option<PathBuf>, Failure> {
-        self.stores.as_deref().map(plugin).transpose()
+    pub fn plugin_path(&self) -> Result<Option<PathBuf>, Failure> {
+        self.stores.as_deref().map(find_plugin).transpose()
     }
 }
 
-fn plugin(named: &Path) -> Result<PathBuf, Failure> {
+fn find_plugin(named: &Path) -> Result<PathBuf, Failure> {
     let found = match named.as_os_str() == PLUGIN {
         true => std::env::current_exe().map(|program| program.with_file_name(PLUGIN)),
-        false => Ok(absolute(named)?),
+        false => Ok(absolute_path(named)?),
     };
     let found = found.map_err(|error| Failure::from_error(FailureKind::Host, &error))?;
     if found.is_file() {
         return Ok(found);
     }
     let text = format!("there is no plugin {}", found.display());
-    Err(Failure::new(FailureKind::Usage, text).hint("give its path: --stores=PLUGIN"))
+    Err(Failure::new(FailureKind::Usage, text).with_hint("give its path: --stores=PLUGIN"))
 }

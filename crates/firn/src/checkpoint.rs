@@ -4,18 +4,19 @@ use std::path::PathBuf;
 use std::time::Duration;
 
 use clap::Args as ClapArgs;
-use firn_checkpoint::{Estimator, Strategy, StrategyError};
+use firn_checkpoint::{SaveStrategy, StrategyError, WorkingSetEstimator};
 use firn_image::Codec;
 use firn_supervisor::{
-    Failure, Request, RuntimeDir, SaveChoices, SaveDisks, SaveRequest, VmName, absolute, ask,
+    Failure, RuntimeDir, SaveChoices, SaveDisks, SaveRequest, SupervisorRequest, VmName,
+    absolute_path, send_request,
 };
-use firn_types::{BlockSize, printable};
+use firn_types::{BlockSize, make_printable};
 
-use crate::bar::Bar;
-use crate::every::Every;
-use crate::output::{Output, check_directory, check_input, check_output};
+use crate::bar::TerminalBar;
+use crate::every::PeriodicCheckpoints;
+use crate::output::{FactPrinter, check_directory, check_input, check_output};
 use crate::units;
-use crate::working_set::estimator;
+use crate::working_set::parse_estimator;
 
 /// Save a VM to an image; the VM continues to run.
 ///
@@ -67,7 +68,7 @@ use crate::working_set::estimator;
 ///   firn checkpoint web -o web.firn --every 30s --keep 20
 #[derive(Debug, ClapArgs)]
 #[command(verbatim_doc_comment)]
-pub struct Args {
+pub struct CheckpointArgs {
     /// The VM.
     name: VmName,
     #[command(flatten)]
@@ -80,8 +81,8 @@ pub struct Args {
     cancel: bool,
     /// The strategy that keeps memory consistent while it is copied: trace, cow, pre-copy or stop.
     /// By default trace, and cow where memory is private to QEMU.
-    #[arg(long, value_name = "HOW", value_parser = strategy)]
-    strategy: Option<Strategy>,
+    #[arg(long, value_name = "HOW", value_parser = parse_strategy)]
+    strategy: Option<SaveStrategy>,
     /// With --strategy cow: copy first what programs have written, by the N address spaces that
     /// were used last, so that the programs need not wait when they write it again.
     #[arg(long, value_name = "N", requires = "strategy")]
@@ -89,13 +90,13 @@ pub struct Args {
     first_spaces: Option<u16>,
     /// The memory that a restore reads first: `trace`, what the guest touches after the checkpoint
     /// (the default), or `access-bits`, what it used before (the default with --strategy stop).
-    #[arg(long, value_name = "HOW", value_parser = estimator)]
-    working_set: Option<Estimator>,
+    #[arg(long, value_name = "HOW", value_parser = parse_estimator)]
+    working_set: Option<WorkingSetEstimator>,
     /// Make an image even if it cannot be restored; `firn image inspect` shows why.
     #[arg(long)]
     accept_unrestorable: bool,
     /// Make a checkpoint at this interval: 30s, 5m, 2h; 100ms at least.
-    #[arg(long, value_name = "TIME", value_parser = interval)]
+    #[arg(long, value_name = "TIME", value_parser = parse_interval)]
     #[arg(conflicts_with_all = ["parent", "reference"])]
     every: Option<Duration>,
     /// With --every: the number of images to keep.
@@ -120,10 +121,10 @@ pub struct ImageArgs {
     #[arg(long)]
     codec: Option<Codec>,
     /// Pages in a memory block: 1, 2, 4, 8 or 16.
-    #[arg(long, value_name = "PAGES", value_parser = block_size)]
+    #[arg(long, value_name = "PAGES", value_parser = parse_block_size)]
     block_pages: Option<BlockSize>,
     /// Size of a locality block: a power of two from 16K to 1M.
-    #[arg(long, value_name = "SIZE", value_parser = locality_block)]
+    #[arg(long, value_name = "SIZE", value_parser = parse_locality_block)]
     locality_block: Option<u32>,
     /// How to keep the disks that the guest writes to: `copy`, QEMU copies them while the guest
     /// runs; `clone`, their files are cloned; `overlay`, the VM writes to overlays on them from now
@@ -131,7 +132,7 @@ pub struct ImageArgs {
     /// changed. By default they are cloned where the file system supports it. Otherwise a VM that
     /// `firn run` or `firn restore` started gets overlays, and the disks of any other VM are
     /// copied.
-    #[arg(long, value_name = "HOW", value_parser = disks)]
+    #[arg(long, value_name = "HOW", value_parser = parse_disk_method)]
     disks: Option<SaveDisks>,
     /// The directory for disk files; by default that of the disks, and for copies that of the
     /// image.
@@ -148,7 +149,7 @@ pub struct ImageArgs {
 /// The minimum time between two checkpoints of a series: each one pauses the guest.
 const INTERVAL_MIN: Duration = Duration::from_millis(100);
 
-fn interval(text: &str) -> Result<Duration, String> {
+fn parse_interval(text: &str) -> Result<Duration, String> {
     let interval = units::parse_duration(text)?;
     match interval >= INTERVAL_MIN {
         true => Ok(interval),
@@ -158,7 +159,7 @@ fn interval(text: &str) -> Result<Duration, String> {
     }
 }
 
-fn disks(text: &str) -> Result<SaveDisks, String> {
+fn parse_disk_method(text: &str) -> Result<SaveDisks, String> {
     match text {
         "copy" => Ok(SaveDisks::Copy),
         "clone" => Ok(SaveDisks::Clone),
@@ -168,16 +169,16 @@ fn disks(text: &str) -> Result<SaveDisks, String> {
     }
 }
 
-fn strategy(text: &str) -> Result<Strategy, String> {
+fn parse_strategy(text: &str) -> Result<SaveStrategy, String> {
     text.parse().map_err(|error: StrategyError| error.to_string())
 }
 
-fn block_size(text: &str) -> Result<BlockSize, String> {
+fn parse_block_size(text: &str) -> Result<BlockSize, String> {
     let pages: u8 = text.parse().map_err(|_| format!("{text:?} is not a number of pages"))?;
     BlockSize::new(pages).map_err(|error| error.to_string())
 }
 
-fn locality_block(text: &str) -> Result<u32, String> {
+fn parse_locality_block(text: &str) -> Result<u32, String> {
     let bytes = units::parse_bytes(text)?;
     let fits = (16 << 10..=1 << 20).contains(&bytes) && bytes.is_power_of_two();
     match fits {
@@ -191,7 +192,7 @@ impl ImageArgs {
     ///
     /// # Errors
     /// If no image can be written there. Then nothing was sent to the VM's supervisor.
-    pub fn request(&self) -> Result<SaveRequest, Failure> {
+    pub fn save_request(&self) -> Result<SaveRequest, Failure> {
         check_output(&self.output)?;
         self.parent.as_deref().map_or(Ok(()), check_input)?;
         self.disk_dir.as_deref().map_or(Ok(()), check_directory)?;
@@ -200,19 +201,19 @@ impl ImageArgs {
             block_size: self.block_pages,
             locality_block_bytes: self.locality_block,
             compressors: self.threads.map(usize::from),
-            parent: self.parent.as_deref().map(absolute).transpose()?,
+            parent: self.parent.as_deref().map(absolute_path).transpose()?,
             disks: self.disks,
-            disk_dir: self.disk_dir.as_deref().map(absolute).transpose()?,
+            disk_dir: self.disk_dir.as_deref().map(absolute_path).transpose()?,
             ..SaveChoices::default()
         };
-        Ok(SaveRequest { image: absolute(&self.output)?, choices, cancel_with_client: false })
+        Ok(SaveRequest { image: absolute_path(&self.output)?, choices, cancel_with_client: false })
     }
 }
 
-impl Args {
+impl CheckpointArgs {
     /// Runs the verb.
-    pub fn run(&self, out: Output) -> Result<(), Failure> {
-        let mut request = self.image.request()?;
+    pub fn run(&self, out: FactPrinter) -> Result<(), Failure> {
+        let mut request = self.image.save_request()?;
         request.cancel_with_client = self.cancel;
         request.choices.strategy = self.strategy;
         request.choices.first_spaces = self.first_spaces.map(usize::from);
@@ -220,40 +221,44 @@ impl Args {
         request.choices.accept_unrestorable = self.accept_unrestorable;
         request.choices.throttle = self.no_throttle.then_some(false);
         self.reference.as_deref().map_or(Ok(()), check_output)?;
-        request.choices.reference = self.reference.as_deref().map(absolute).transpose()?;
+        request.choices.reference = self.reference.as_deref().map(absolute_path).transpose()?;
         let base = crate::hidden::runtime_dir()?;
         if let Some(interval) = self.every {
-            return self.go_on(request, interval).run(&base, out);
+            return self.periodic_checkpoints(request, interval).run(&base, out);
         }
-        let facts = save(&base, &self.name, &Request::Checkpoint(request))
+        let facts = request_save(&base, &self.name, &SupervisorRequest::Checkpoint(request))
             .map_err(|failure| failure.while_doing(format!("no checkpoint of {}", self.name)))?;
-        out.facts(&facts, || describe(&facts))
+        out.print_facts(&facts, || describe_checkpoint(&facts))
     }
 }
 
-impl Args {
+impl CheckpointArgs {
     /// A series of checkpoints. The first of them has no parent, and is made so that the next one
     /// is fast.
-    fn go_on(&self, mut request: SaveRequest, interval: Duration) -> Every {
-        request.choices.strategy.get_or_insert(Strategy::PreCopy);
+    fn periodic_checkpoints(
+        &self,
+        mut request: SaveRequest,
+        interval: Duration,
+    ) -> PeriodicCheckpoints {
+        request.choices.strategy.get_or_insert(SaveStrategy::PreCopy);
         let (name, keep) = (self.name.clone(), usize::from(self.keep));
-        Every { name, request, interval, keep, times: self.times }
+        PeriodicCheckpoints { name, request, interval, keep, times: self.times }
     }
 }
 
 /// Requests a save, and shows its progress.
-pub fn save(
+pub fn request_save(
     base: &RuntimeDir,
     name: &VmName,
-    request: &Request,
+    request: &SupervisorRequest,
 ) -> Result<serde_json::Value, Failure> {
-    let mut bar = Bar::new();
-    ask(base, name, request, &mut |progress| bar.show(progress))
+    let mut bar = TerminalBar::new();
+    send_request(base, name, request, &mut |progress| bar.show_progress(progress))
 }
 
 /// The outcome of a checkpoint, in a line.
-pub fn describe(facts: &serde_json::Value) -> String {
-    if let Some(news) = recovered(facts) {
+pub fn describe_checkpoint(facts: &serde_json::Value) -> String {
+    if let Some(news) = recovery_notice(facts) {
         return news;
     }
     let report = &facts["report"];
@@ -263,10 +268,10 @@ pub fn describe(facts: &serde_json::Value) -> String {
         facts["drives"].as_array().into_iter().flatten().map(describe_drive).collect();
     format!(
         "{}: {}{what} in {}, pause {}{}\n{drives}",
-        printable(facts["image"].as_str().unwrap_or("?")),
-        units::bytes(report["image_bytes"].as_u64().unwrap_or(0)),
-        units::ms(number(&report["total_ms"])),
-        units::ms(number(&report["pause"]["downtime_ms"])),
+        make_printable(facts["image"].as_str().unwrap_or("?")),
+        units::format_bytes(report["image_bytes"].as_u64().unwrap_or(0)),
+        units::format_ms(number(&report["total_ms"])),
+        units::format_ms(number(&report["pause"]["downtime_ms"])),
         describe_round_pauses(report),
     ) + &describe_obstacles(facts)
 }
@@ -282,7 +287,9 @@ fn describe_round_pauses(report: &serde_json::Value) -> String {
     let pauses = report["round_pauses_ms"].as_array().into_iter().flatten();
     let pauses: Vec<f64> = pauses.filter_map(serde_json::Value::as_f64).collect();
     match pauses.iter().copied().reduce(f64::max) {
-        Some(longest) => format!(", {} before it of up to {}", pauses.len(), units::ms(longest)),
+        Some(longest) => {
+            format!(", {} before it of up to {}", pauses.len(), units::format_ms(longest))
+        }
         None => String::new(),
     }
 }
@@ -302,7 +309,7 @@ fn describe_drive(drive: &serde_json::Value) -> String {
 }
 
 /// The report of the next supervisor, if the supervisor died after its work and before its reply.
-pub fn recovered(facts: &serde_json::Value) -> Option<String> {
+pub fn recovery_notice(facts: &serde_json::Value) -> Option<String> {
     facts["recovered"].as_bool().filter(|&recovered| recovered)?;
     let news = facts["status"]["last"]["text"].as_str().unwrap_or("the VM runs");
     Some(format!("{news} (the supervisor died meanwhile; a new one has recovered the VM)\n"))

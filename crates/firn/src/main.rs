@@ -46,7 +46,7 @@ mod suspend;
 mod units;
 mod working_set;
 
-use output::Output;
+use output::FactPrinter;
 
 /// Checkpoint and restore running virtual machines.
 ///
@@ -75,45 +75,45 @@ use output::Output;
 ///   FIRN_LOG          the log level of supervisors: error, warn, info (the default), debug, trace
 #[derive(Debug, Parser)]
 #[command(name = "firn", version, verbatim_doc_comment, disable_help_subcommand = true)]
-struct Cli {
+struct FirnCli {
     /// Print facts as JSON.
     #[arg(long, global = true)]
     json: bool,
     #[command(subcommand)]
-    verb: Verb,
+    verb: FirnCommand,
 }
 
 #[derive(Debug, Subcommand)]
-enum Verb {
-    Run(run::Args),
-    Attach(attach::Args),
-    Detach(detach::Args),
-    Ls(ls::Args),
-    Status(status::Args),
-    Checkpoint(checkpoint::Args),
-    Suspend(suspend::Args),
-    Restore(restore::Args),
-    Protect(protect::Args),
-    Release(release::Args),
-    Standby(standby::Args),
-    Failover(failover::Args),
-    Agent(agent::Args),
-    Cluster(cluster::Args),
-    Stop(stop::Args),
-    Rm(rm::Args),
-    Image(image::Args),
-    Disk(disk::Args),
-    Report(report::Args),
-    Doctor(doctor::Args),
-    Completions(completions::Args),
+enum FirnCommand {
+    Run(run::RunVmArgs),
+    Attach(attach::AttachArgs),
+    Detach(detach::DetachArgs),
+    Ls(ls::LsArgs),
+    Status(status::StatusArgs),
+    Checkpoint(checkpoint::CheckpointArgs),
+    Suspend(suspend::SuspendArgs),
+    Restore(restore::RestoreArgs),
+    Protect(protect::ProtectArgs),
+    Release(release::ReleaseArgs),
+    Standby(standby::StandbyArgs),
+    Failover(failover::FailoverArgs),
+    Agent(agent::AgentCommandArgs),
+    Cluster(cluster::ClusterCommandArgs),
+    Stop(stop::StopArgs),
+    Rm(rm::RmArgs),
+    Image(image::ImageCommandArgs),
+    Disk(disk::DiskCommandArgs),
+    Report(report::ReportArgs),
+    Doctor(doctor::DoctorArgs),
+    Completions(completions::CompletionsArgs),
     #[command(name = firn_supervisor::SUPERVISE, hide = true)]
-    Supervise(hidden::Supervise),
+    Supervise(hidden::SuperviseVmArgs),
     #[command(name = firn_supervisor::GUARD, hide = true)]
-    Guard(hidden::Guard),
+    Guard(hidden::GuardVmArgs),
 }
 
-impl Verb {
-    fn run(&self, out: Output) -> Result<(), Failure> {
+impl FirnCommand {
+    fn run(&self, out: FactPrinter) -> Result<(), Failure> {
         match self {
             Self::Run(args) => args.run(out),
             Self::Attach(args) => args.run(out),
@@ -143,8 +143,8 @@ impl Verb {
 }
 
 fn main() -> ExitCode {
-    let cli = Cli::parse();
-    match cli.verb.run(Output::new(cli.json)) {
+    let cli = FirnCli::parse();
+    match cli.verb.run(FactPrinter::new(cli.json)) {
         Ok(()) => ExitCode::SUCCESS,
         Err(failure) => {
             output::print_failure(&failure);
@@ -167,7 +167,7 @@ mod tests {
 
     #[test]
     fn the_command_line_contradicts_itself_nowhere() {
-        Cli::command().debug_assert();
+        FirnCli::command().debug_assert();
     }
 
     /// The arguments of a verb, and of its own verbs, that take a path.
@@ -186,7 +186,7 @@ mod tests {
 
     #[test]
     fn every_argument_that_takes_a_path_is_tried_with_hostile_files() {
-        let mut found = path_arguments(&Cli::command(), "");
+        let mut found = path_arguments(&FirnCli::command(), "");
         let mut tried: Vec<String> = path_table::ARGUMENTS
             .iter()
             .map(|argument| argument.name)
@@ -200,7 +200,7 @@ mod tests {
 
     #[test]
     fn every_verb_and_option_has_help() {
-        for verb in Cli::command().get_subcommands().filter(|verb| !verb.is_hide_set()) {
+        for verb in FirnCli::command().get_subcommands().filter(|verb| !verb.is_hide_set()) {
             assert!(verb.get_about().is_some(), "{}", verb.get_name());
             for argument in verb.get_arguments() {
                 assert!(argument.get_help().is_some(), "{} {argument}", verb.get_name());

@@ -3,27 +3,27 @@
 
 use std::path::PathBuf;
 
-use firn_supervisor::{Request, RuntimeDir, VmName, ask, inspect};
+use firn_supervisor::{RuntimeDir, SupervisorRequest, VmName, inspect_vm, send_request};
 use serde::Deserialize;
 
 /// The overlays of a VM, as far as they are known.
-pub fn of(base: &RuntimeDir, name: &VmName) -> Vec<PathBuf> {
-    inspect(base, &base.vm(name)).map(|status| status.overlays).unwrap_or_default()
+pub fn overlays_of(base: &RuntimeDir, name: &VmName) -> Vec<PathBuf> {
+    inspect_vm(base, &base.vm_dir(name)).map(|status| status.overlays).unwrap_or_default()
 }
 
 /// The overlays whose files still exist.
-pub fn left(overlays: Vec<PathBuf>) -> Vec<PathBuf> {
+pub fn existing_overlays(overlays: Vec<PathBuf>) -> Vec<PathBuf> {
     overlays.into_iter().filter(|path| path.exists()).collect()
 }
 
 /// A line for each overlay.
-pub fn lines(overlays: &[PathBuf]) -> String {
+pub fn overlay_lines(overlays: &[PathBuf]) -> String {
     overlays.iter().map(|path| format!("its disk: {}\n", path.display())).collect()
 }
 
 /// A command line that starts a VM on its present disks.
 #[derive(Debug, Deserialize)]
-pub struct Command {
+pub struct RestartCommand {
     /// Its words, the program first.
     #[serde(rename = "command")]
     pub words: Vec<String>,
@@ -33,15 +33,15 @@ pub struct Command {
 
 /// Requests the command line from a VM's supervisor. `None` if the supervisor is busy or does not
 /// answer.
-pub fn command(base: &RuntimeDir, name: &VmName) -> Option<Command> {
-    let facts = ask(base, name, &Request::CommandLine, &mut |_| ()).ok()?;
+pub fn request_restart_command(base: &RuntimeDir, name: &VmName) -> Option<RestartCommand> {
+    let facts = send_request(base, name, &SupervisorRequest::CommandLine, &mut |_| ()).ok()?;
     serde_json::from_value(facts).ok()
 }
 
-impl Command {
+impl RestartCommand {
     /// A line with the command line, if it differs from the one that the VM was started with.
-    pub fn line(&self, what: &str) -> String {
-        let words: Vec<String> = self.words.iter().map(|word| quoted(word)).collect();
+    pub fn describe_change(&self, what: &str) -> String {
+        let words: Vec<String> = self.words.iter().map(|word| shell_quoted(word)).collect();
         match self.replaced.is_empty() {
             true => String::new(),
             false => format!("{what}: {}\n", words.join(" ")),
@@ -50,7 +50,7 @@ impl Command {
 }
 
 /// Quotes a word for a shell.
-fn quoted(word: &str) -> String {
+fn shell_quoted(word: &str) -> String {
     let is_plain = |byte: u8| byte.is_ascii_alphanumeric() || b"-_=./,:+@%".contains(&byte);
     match !word.is_empty() && word.bytes().all(is_plain) {
         true => word.to_owned(),
@@ -71,7 +71,7 @@ mod tests {
             ("a b", "'a b'"),
             ("it's", r"'it'\''s'"),
         ] {
-            assert_eq!(quoted(word), expected);
+            assert_eq!(shell_quoted(word), expected);
         }
     }
 }

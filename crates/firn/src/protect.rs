@@ -3,16 +3,17 @@
 use std::time::Duration;
 
 use clap::{ArgGroup, Args as ClapArgs};
-use firn_agent::api::Protect;
+use firn_agent::api::ProtectVmRequest;
 use firn_agent::{HostName, client};
-use firn_epochs::endpoint::Endpoint;
+use firn_epochs::endpoint::BackupEndpoint;
 use firn_supervisor::{
-    Failure, FailureKind, OnProgress, ProtectRequest, Request, RuntimeDir, VmName, ask,
+    Failure, FailureKind, OnProgress, ProtectRequest, RuntimeDir, SupervisorRequest, VmName,
+    send_request,
 };
 use serde_json::Value;
 
-use crate::bar::Bar;
-use crate::output::Output;
+use crate::bar::TerminalBar;
+use crate::output::FactPrinter;
 
 /// Replicate a VM to a standby, several times a second.
 ///
@@ -46,17 +47,17 @@ use crate::output::Output;
 ///   firn protect web --to unix:/run/web.standby --interval 50ms --json
 #[derive(Debug, ClapArgs)]
 #[command(verbatim_doc_comment, group = ArgGroup::new("where").required(true))]
-pub struct Args {
+pub struct ProtectArgs {
     /// The VM.
     name: VmName,
     /// The address on which the standby listens: unix:PATH.
     #[arg(long, value_name = "ADDRESS", group = "where")]
-    to: Option<Endpoint>,
+    to: Option<BackupEndpoint>,
     /// The host whose agent is to start a standby.
     #[arg(long, value_name = "HOST", group = "where")]
     backup: Option<HostName>,
     /// The time from one cut to the next, 50ms to 500ms.
-    #[arg(long, default_value = "100ms", value_parser = interval)]
+    #[arg(long, default_value = "100ms", value_parser = parse_interval)]
     interval: Duration,
     /// When the standby is lost, release the buffered output and continue without it.
     ///
@@ -69,53 +70,57 @@ pub struct Args {
     no_prediction: bool,
 }
 
-impl Args {
+impl ProtectArgs {
     /// Runs the verb.
-    pub fn run(&self, out: Output) -> Result<(), Failure> {
+    pub fn run(&self, out: FactPrinter) -> Result<(), Failure> {
         let base = crate::hidden::runtime_dir()?;
-        let mut bar = Bar::new();
+        let mut bar = TerminalBar::new();
         let facts = self
-            .begin(&base, &mut |progress| bar.show(progress))
+            .begin_protection(&base, &mut |progress| bar.show_progress(progress))
             .map_err(|failure| failure.while_doing(format!("can't protect {}", self.name)))?;
-        out.facts(&facts, || self.describe(&facts))
+        out.print_facts(&facts, || self.describe_protection(&facts))
     }
 
-    fn describe(&self, facts: &Value) -> String {
+    fn describe_protection(&self, facts: &Value) -> String {
         let (name, ms) = (&self.name, self.interval.as_millis());
         let cards = facts["not_held"].as_array().into_iter().flatten();
         let not_held = cards.filter_map(|card| card.as_str());
         let not_held = not_held.map(|card| format!("output through {card} is not buffered\n"));
         let not_held = not_held.collect::<String>();
-        format!("{name} is protected: every {ms} ms to {}\n{not_held}", self.whither())
+        format!("{name} is protected: every {ms} ms to {}\n{not_held}", self.describe_target())
     }
 
-    fn begin(&self, base: &RuntimeDir, on_progress: OnProgress<'_>) -> Result<Value, Failure> {
+    fn begin_protection(
+        &self,
+        base: &RuntimeDir,
+        on_progress: OnProgress<'_>,
+    ) -> Result<Value, Failure> {
         let interval_ms = self.interval.as_millis() as u64;
         let predicts = !self.no_prediction;
         match (&self.backup, &self.to) {
             (Some(host), _) => {
                 let (vm, backup) = (self.name.clone(), host.clone());
-                let wanted = Protect { vm, backup, interval_ms, predicts };
-                client::protect(base, &wanted, on_progress)
+                let wanted = ProtectVmRequest { vm, backup, interval_ms, predicts };
+                client::protect_vm(base, &wanted, on_progress)
             }
             (None, Some(to)) => {
                 let (to, alone) = (to.clone(), self.go_on_alone);
                 let how = ProtectRequest { to, interval_ms, predicts, alone, lease: None };
-                let request = Request::Protect(how);
-                ask(base, &self.name, &request, on_progress)
+                let request = SupervisorRequest::Protect(how);
+                send_request(base, &self.name, &request, on_progress)
             }
             (None, None) => Err(Failure::new(FailureKind::Usage, "give --backup or --to")),
         }
     }
 
-    fn whither(&self) -> String {
+    fn describe_target(&self) -> String {
         let host = self.backup.as_ref().map(HostName::to_string);
-        host.or_else(|| self.to.as_ref().map(Endpoint::to_string)).unwrap_or_default()
+        host.or_else(|| self.to.as_ref().map(BackupEndpoint::to_string)).unwrap_or_default()
     }
 }
 
 /// Parses milliseconds with their unit.
-pub fn interval(words: &str) -> Result<Duration, String> {
+pub fn parse_interval(words: &str) -> Result<Duration, String> {
     let ms = words.strip_suffix("ms").and_then(|number| number.parse().ok());
     match ms {
         Some(ms @ 50..=500) => Ok(Duration::from_millis(ms)),
@@ -129,9 +134,9 @@ mod tests {
 
     #[test]
     fn intervals_have_a_unit_and_bounds() {
-        assert_eq!(interval("50ms"), Ok(Duration::from_millis(50)));
+        assert_eq!(parse_interval("50ms"), Ok(Duration::from_millis(50)));
         for words in ["49ms", "501ms", "100", "1s", "", "ms"] {
-            assert!(interval(words).is_err(), "{words}");
+            assert!(parse_interval(words).is_err(), "{words}");
         }
     }
 }

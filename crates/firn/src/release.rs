@@ -1,9 +1,9 @@
 //! `firn release`
 
 use clap::Args as ClapArgs;
-use firn_supervisor::{Failure, Request, VmName, ask};
+use firn_supervisor::{Failure, SupervisorRequest, VmName, send_request};
 
-use crate::output::Output;
+use crate::output::FactPrinter;
 
 /// End the protection of a VM; it continues to run.
 ///
@@ -15,17 +15,19 @@ use crate::output::Output;
 ///   firn release web
 #[derive(Debug, ClapArgs)]
 #[command(verbatim_doc_comment)]
-pub struct Args {
+pub struct ReleaseArgs {
     /// The VM.
     name: VmName,
 }
 
-impl Args {
+impl ReleaseArgs {
     /// Runs the verb.
-    pub fn run(&self, out: Output) -> Result<(), Failure> {
+    pub fn run(&self, out: FactPrinter) -> Result<(), Failure> {
         let base = crate::hidden::runtime_dir()?;
-        let facts = ask(&base, &self.name, &Request::Release, &mut |_| ())
+        let facts = send_request(&base, &self.name, &SupervisorRequest::Release, &mut |_| ())
             .map_err(|failure| failure.while_doing(format!("can't release {}", self.name)))?;
-        out.facts(&facts, || format!("{} continues to run, and is not protected any more\n", self.name))
+        out.print_facts(&facts, || {
+            format!("{} continues to run, and is not protected any more\n", self.name)
+        })
     }
 }

@@ -4,20 +4,20 @@ use std::fmt::Write;
 use std::path::{Path, PathBuf};
 
 use clap::Args as ClapArgs;
-use firn_report::Run;
-use firn_restore::{Mode, OnError};
+use firn_report::ReportedRun;
+use firn_restore::{OnError, RestoreMode};
 use firn_supervisor::{
-    Failure, FailureKind, Meta, Plan, Request, RestoreDisks, RuntimeDir, VmName, absolute, ask,
-    start,
+    Failure, FailureKind, ImageMeta, RestoreDisks, RuntimeDir, SupervisorPlan, SupervisorRequest,
+    VmName, absolute_path, send_request, start_supervisor,
 };
 
-use crate::bar::Bar;
+use crate::bar::TerminalBar;
 use crate::calls::CallsArgs;
-use crate::checkpoint::recovered;
-use crate::live::Live;
-use crate::output::{Output, check_directory};
+use crate::checkpoint::recovery_notice;
+use crate::live::RestoreView;
+use crate::output::{FactPrinter, check_directory};
 use crate::overrides::OverrideArgs;
-use crate::run::{notes, summary};
+use crate::run::{summarize_vm, supervisor_notes};
 use crate::units;
 use crate::working_set::WorkingSetArgs;
 
@@ -59,7 +59,7 @@ use crate::working_set::WorkingSetArgs;
 ///   firn restore web.firn --name web2 --netdev net0=user,hostfwd=tcp::2223-:22 --set vnc=:5
 #[derive(Debug, ClapArgs)]
 #[command(verbatim_doc_comment)]
-pub struct Args {
+pub struct RestoreArgs {
     /// The image.
     image: PathBuf,
     /// The name to give the VM; by default that in the image.
@@ -67,11 +67,11 @@ pub struct Args {
     name: Option<VmName>,
     /// How memory is loaded: auto, locality, lazy, working-set or eager.
     #[arg(long, default_value_t)]
-    mode: Mode,
+    mode: RestoreMode,
     /// The files that the VM's disks are written to: `own`, overlays on top of those of the image
     /// (the default), or `in-place`, those of the image: then neither this image nor any that
     /// builds on them can be restored again.
-    #[arg(long, value_name = "HOW", value_parser = disks, default_value = "own")]
+    #[arg(long, value_name = "HOW", value_parser = parse_disks, default_value = "own")]
     disks: RestoreDisks,
     /// The directory for overlays; by default that of the image's disks.
     #[arg(long, value_name = "DIR")]
@@ -109,24 +109,24 @@ pub struct Args {
     account_use: bool,
 }
 
-impl Args {
+impl RestoreArgs {
     /// Runs the verb.
-    pub fn run(&self, out: Output) -> Result<(), Failure> {
+    pub fn run(&self, out: FactPrinter) -> Result<(), Failure> {
         let base = crate::hidden::runtime_dir()?;
-        let facts = self.restore(&base).map_err(|failure| {
+        let facts = self.start_restore(&base).map_err(|failure| {
             failure.while_doing(format!("can't restore {}", self.image.display()))
         })?;
-        out.facts(&facts, || describe(&facts))
+        out.print_facts(&facts, || describe_restore(&facts))
     }
 
-    fn restore(&self, base: &RuntimeDir) -> Result<serde_json::Value, Failure> {
-        let image = absolute(&self.image)?;
+    fn start_restore(&self, base: &RuntimeDir) -> Result<serde_json::Value, Failure> {
+        let image = absolute_path(&self.image)?;
         let name = match &self.name {
             Some(name) => name.clone(),
-            None => name_in(&image)?,
+            None => read_name(&image)?,
         };
         self.disk_dir.as_deref().map_or(Ok(()), check_directory)?;
-        let plan = Plan::Restore {
+        let plan = SupervisorPlan::Restore {
             image,
             mode: self.mode,
             on_error: self.on_error,
@@ -135,31 +135,31 @@ impl Args {
             learn: !self.no_learn,
             run: self.run,
             disks: self.disks,
-            disk_dir: self.disk_dir.as_deref().map(absolute).transpose()?,
+            disk_dir: self.disk_dir.as_deref().map(absolute_path).transpose()?,
             access_bits: self.working_set.access_bits(),
-            calls: self.calls.policy()?,
-            stores: self.calls.plugin()?,
-            overrides: self.overrides.overrides()?,
+            calls: self.calls.policy_path()?,
+            stores: self.calls.plugin_path()?,
+            overrides: self.overrides.to_overrides()?,
         };
         let mut facts = {
-            let mut bar = Bar::new();
-            start(base, &name, &plan, &mut |progress| bar.show(progress))?
+            let mut bar = TerminalBar::new();
+            start_supervisor(base, &name, &plan, &mut |progress| bar.show_progress(progress))?
         };
         match (self.watch, self.wait) {
-            (true, _) => look_on(base, &name)?,
-            (false, true) => follow(base, &name)?,
+            (true, _) => watch_restore(base, &name)?,
+            (false, true) => wait_for_memory(base, &name)?,
             (false, false) => return Ok(facts),
         }
         // If a new supervisor has recovered the restore, its record may be lost.
-        if let Ok(run) = Run::read(&base.vm(&name).run_record()) {
-            let run = Run { name: name.to_string(), ..run };
-            facts["run"] = serde_json::to_value(run.facts()).unwrap_or_default();
+        if let Ok(run) = ReportedRun::read_file(&base.vm_dir(&name).run_record()) {
+            let run = ReportedRun { name: name.to_string(), ..run };
+            facts["run"] = serde_json::to_value(run.compute_facts()).unwrap_or_default();
         }
         Ok(facts)
     }
 }
 
-fn disks(text: &str) -> Result<RestoreDisks, String> {
+fn parse_disks(text: &str) -> Result<RestoreDisks, String> {
     match text {
         "own" => Ok(RestoreDisks::Own),
         "in-place" => Ok(RestoreDisks::InPlace),
@@ -169,54 +169,59 @@ fn disks(text: &str) -> Result<RestoreDisks, String> {
 
 /// Waits until all memory is loaded. A VM that has ended by now was ended because some memory
 /// cannot be read.
-fn follow(base: &RuntimeDir, name: &VmName) -> Result<(), Failure> {
-    let mut bar = Bar::new();
-    ask(base, name, &Request::Watch, &mut |progress| bar.show(progress)).map(drop)
+fn wait_for_memory(base: &RuntimeDir, name: &VmName) -> Result<(), Failure> {
+    let mut bar = TerminalBar::new();
+    send_request(base, name, &SupervisorRequest::Watch, &mut |progress| bar.show_progress(progress))
+        .map(drop)
 }
 
 /// Shows the guest's utilization until all memory is loaded.
-fn look_on(base: &RuntimeDir, name: &VmName) -> Result<(), Failure> {
-    let mut live = Live::new();
-    ask(base, name, &Request::Watch, &mut |progress| live.show(progress)).map(drop)
+fn watch_restore(base: &RuntimeDir, name: &VmName) -> Result<(), Failure> {
+    let mut live = RestoreView::new();
+    send_request(base, name, &SupervisorRequest::Watch, &mut |progress| {
+        live.show_progress(progress)
+    })
+    .map(drop)
 }
 
-fn name_in(image: &Path) -> Result<VmName, Failure> {
-    let image = crate::image::open(image)?;
-    let meta: Option<Meta> = serde_json::from_value(image.meta().clone()).ok();
+fn read_name(image: &Path) -> Result<VmName, Failure> {
+    let image = crate::image::open_image(image)?;
+    let meta: Option<ImageMeta> = serde_json::from_value(image.meta().clone()).ok();
     let name = meta.and_then(|meta| VmName::new(meta.name).ok());
     name.ok_or_else(|| {
         let text = "the image does not record the name of its VM";
-        Failure::new(FailureKind::Usage, text).hint("give a name: --name NAME")
+        Failure::new(FailureKind::Usage, text).with_hint("give a name: --name NAME")
     })
 }
 
-fn describe(facts: &serde_json::Value) -> String {
-    if let Some(news) = recovered(facts) {
+fn describe_restore(facts: &serde_json::Value) -> String {
+    if let Some(news) = recovery_notice(facts) {
         return news;
     }
     let mut text = String::new();
-    for note in notes(facts) {
+    for note in supervisor_notes(facts) {
         let _ = writeln!(text, "{note}");
     }
-    let _ = writeln!(text, "{}", summary(facts));
+    let _ = writeln!(text, "{}", summarize_vm(facts));
     for overlay in facts["overlays"].as_array().into_iter().flatten() {
         let _ = writeln!(text, "it writes to {}", overlay.as_str().unwrap_or("?"));
     }
     let total = facts["timings_ms"]["total"].as_f64().unwrap_or(0.0);
     match facts["paused"].as_str() {
         Some(state) => {
-            let (total, qmp) = (units::ms(total), facts["qmp"].as_str().unwrap_or("?"));
+            let (total, qmp) = (units::format_ms(total), facts["qmp"].as_str().unwrap_or("?"));
             let _ = writeln!(
                 text,
                 "paused after {total}, as it was saved ({state}): `cont` on its monitor {qmp} starts it, or `firn restore --run`"
             );
         }
         None => {
-            let _ = writeln!(text, "running after {}", units::ms(total));
+            let _ = writeln!(text, "running after {}", units::format_ms(total));
         }
     }
     if let Some(run) = facts.get("run") {
-        let ms = |seconds: &serde_json::Value| units::ms(seconds.as_f64().unwrap_or(0.0) * 1e3);
+        let ms =
+            |seconds: &serde_json::Value| units::format_ms(seconds.as_f64().unwrap_or(0.0) * 1e3);
         let ttr = &run["ttr_s"]["1"]["0.9"];
         let (ttr, complete) = (ms(ttr), ms(&run["complete_s"]));
         let _ = writeln!(

@@ -3,10 +3,10 @@
 use std::fmt::Write;
 
 use clap::Args as ClapArgs;
-use firn_supervisor::{Failure, Plan, RuntimeDir, VmName, start};
+use firn_supervisor::{Failure, RuntimeDir, SupervisorPlan, VmName, start_supervisor};
 
 use crate::calls::CallsArgs;
-use crate::output::Output;
+use crate::output::FactPrinter;
 use crate::units;
 use crate::working_set::WorkingSetArgs;
 
@@ -37,7 +37,7 @@ use crate::working_set::WorkingSetArgs;
 ///   firn run --quiet test -- qemu-system-x86_64 -accel kvm -m 512 -kernel vmlinuz -initrd initrd
 #[derive(Debug, ClapArgs)]
 #[command(verbatim_doc_comment)]
-pub struct Args {
+pub struct RunVmArgs {
     /// The name to give the VM.
     name: VmName,
     #[command(flatten)]
@@ -56,51 +56,51 @@ pub struct Args {
     command: Vec<String>,
 }
 
-impl Args {
+impl RunVmArgs {
     /// Runs the verb.
-    pub fn run(&self, out: Output) -> Result<(), Failure> {
+    pub fn run(&self, out: FactPrinter) -> Result<(), Failure> {
         let base = crate::hidden::runtime_dir()?;
-        let facts = self.start(&base)?;
-        out.facts(&facts, || self.describe(&facts))
+        let facts = self.start_vm(&base)?;
+        out.print_facts(&facts, || self.describe_start(&facts))
     }
 
-    fn start(&self, base: &RuntimeDir) -> Result<serde_json::Value, Failure> {
-        let plan = Plan::Run {
+    fn start_vm(&self, base: &RuntimeDir) -> Result<serde_json::Value, Failure> {
+        let plan = SupervisorPlan::Run {
             args: self.command.clone(),
             access_bits: self.working_set.access_bits(),
-            calls: self.calls.policy()?,
-            stores: self.calls.plugin()?,
+            calls: self.calls.policy_path()?,
+            stores: self.calls.plugin_path()?,
             old_disk: self.old_disk,
         };
-        start(base, &self.name, &plan, &mut |_| ())
+        start_supervisor(base, &self.name, &plan, &mut |_| ())
             .map_err(|failure| failure.while_doing(format!("can't run {}", self.name)))
     }
 
-    fn describe(&self, facts: &serde_json::Value) -> String {
+    fn describe_start(&self, facts: &serde_json::Value) -> String {
         let mut text = String::new();
-        for note in notes(facts).into_iter().filter(|_| !self.quiet) {
+        for note in supervisor_notes(facts).into_iter().filter(|_| !self.quiet) {
             let _ = writeln!(text, "{note}");
         }
-        let _ = writeln!(text, "{}", summary(facts));
+        let _ = writeln!(text, "{}", summarize_vm(facts));
         text
     }
 }
 
 /// The notes of the supervisor.
-pub fn notes(facts: &serde_json::Value) -> Vec<&str> {
+pub fn supervisor_notes(facts: &serde_json::Value) -> Vec<&str> {
     let notes = facts["notes"].as_array();
     notes.into_iter().flatten().filter_map(serde_json::Value::as_str).collect()
 }
 
 /// A VM in one line.
-pub fn summary(facts: &serde_json::Value) -> String {
+pub fn summarize_vm(facts: &serde_json::Value) -> String {
     let text = |key: &str| facts[key].as_str().unwrap_or("?").to_owned();
     let number = |key: &str| facts[key].as_u64().unwrap_or(0);
     format!(
         "{} runs: process {}, {}, {} vCPU, {}, QEMU {}",
         text("name"),
         number("pid"),
-        units::bytes(number("memory_bytes")),
+        units::format_bytes(number("memory_bytes")),
         number("vcpus"),
         text("accel"),
         text("qemu"),

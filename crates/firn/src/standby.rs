@@ -3,11 +3,11 @@
 use std::path::PathBuf;
 
 use clap::Args as ClapArgs;
-use firn_epochs::endpoint::Endpoint;
-use firn_supervisor::{Failure, Plan, VmName, start};
+use firn_epochs::endpoint::BackupEndpoint;
+use firn_supervisor::{Failure, SupervisorPlan, VmName, start_supervisor};
 
-use crate::bar::Bar;
-use crate::output::Output;
+use crate::bar::TerminalBar;
+use crate::output::FactPrinter;
 
 /// Receive the epochs of a VM on another host, and be ready to run it.
 ///
@@ -31,39 +31,44 @@ use crate::output::Output;
 ///   ssh -N -L /run/web.standby:/run/web.standby backup     (where the VM runs)
 #[derive(Debug, ClapArgs)]
 #[command(verbatim_doc_comment)]
-pub struct Args {
+pub struct StandbyArgs {
     /// The name to give the VM on this host.
     name: VmName,
     /// The address that its primary connects to: unix:PATH.
     #[arg(long, value_name = "ADDRESS")]
-    listen: Endpoint,
+    listen: BackupEndpoint,
     /// Another uplink for a network card on this host: the socket that its frames go to.
-    #[arg(long = "uplink", value_name = "ID=PATH", value_parser = uplink)]
+    #[arg(long = "uplink", value_name = "ID=PATH", value_parser = parse_uplink)]
     uplinks: Vec<(String, String)>,
     /// The file on this host for a disk that Firn serves. It must not exist yet.
-    #[arg(long = "disk", value_name = "ID=PATH", value_parser = disk)]
+    #[arg(long = "disk", value_name = "ID=PATH", value_parser = parse_disk)]
     disks: Vec<(String, PathBuf)>,
 }
 
-impl Args {
+impl StandbyArgs {
     /// Runs the verb.
-    pub fn run(&self, out: Output) -> Result<(), Failure> {
+    pub fn run(&self, out: FactPrinter) -> Result<(), Failure> {
         let base = crate::hidden::runtime_dir()?;
-        let plan = Plan::Standby {
+        let plan = SupervisorPlan::Standby {
             listen: self.listen.clone(),
             uplinks: self.uplinks.iter().cloned().collect(),
             disks: self.disks.iter().cloned().collect(),
         };
-        let mut bar = Bar::new();
-        let facts = start(&base, &self.name, &plan, &mut |progress| bar.show(progress))
-            .map_err(|failure| failure.while_doing(format!("cannot keep {} ready", self.name)))?;
-        out.facts(&facts, || format!("{} receives epochs, and waits for `firn failover`\n", self.name))
+        let mut bar = TerminalBar::new();
+        let facts =
+            start_supervisor(&base, &self.name, &plan, &mut |progress| bar.show_progress(progress))
+                .map_err(|failure| {
+                    failure.while_doing(format!("cannot keep {} ready", self.name))
+                })?;
+        out.print_facts(&facts, || {
+            format!("{} receives epochs, and waits for `firn failover`\n", self.name)
+        })
     }
 }
 
 /// Parses an ID and a path. The path must be absolute, because the supervisor has another current
 /// directory.
-fn uplink(words: &str) -> Result<(String, String), String> {
+fn parse_uplink(words: &str) -> Result<(String, String), String> {
     match words.split_once('=') {
         Some((id, path)) if !id.is_empty() && path.starts_with('/') => Ok((id.into(), path.into())),
         _ => Err("give ID=PATH, with an absolute path".to_owned()),
@@ -72,7 +77,7 @@ fn uplink(words: &str) -> Result<(String, String), String> {
 
 /// Parses an ID and a path. The path is made absolute, because the supervisor has another current
 /// directory.
-fn disk(words: &str) -> Result<(String, PathBuf), String> {
+fn parse_disk(words: &str) -> Result<(String, PathBuf), String> {
     match words.split_once('=') {
         Some((id, path)) if !id.is_empty() && !path.is_empty() => {
             let path = std::path::absolute(path).map_err(|error| error.to_string())?;
@@ -88,18 +93,18 @@ mod tests {
 
     #[test]
     fn a_disk_has_an_id_and_a_path() {
-        assert_eq!(disk("d=/a=1"), Ok(("d".into(), "/a=1".into())));
-        assert!(disk("d=a").unwrap().1.is_absolute());
+        assert_eq!(parse_disk("d=/a=1"), Ok(("d".into(), "/a=1".into())));
+        assert!(parse_disk("d=a").unwrap().1.is_absolute());
         for words in ["", "d", "d=", "=/a"] {
-            assert!(disk(words).is_err(), "{words}");
+            assert!(parse_disk(words).is_err(), "{words}");
         }
     }
 
     #[test]
     fn an_uplink_has_an_id_and_an_absolute_path() {
-        assert_eq!(uplink("net0=/run/u=1"), Ok(("net0".into(), "/run/u=1".into())));
+        assert_eq!(parse_uplink("net0=/run/u=1"), Ok(("net0".into(), "/run/u=1".into())));
         for words in ["", "net0", "net0=", "=/run/u", "net0=u"] {
-            assert!(uplink(words).is_err(), "{words}");
+            assert!(parse_uplink(words).is_err(), "{words}");
         }
     }
 }

@@ -2,10 +2,11 @@
 
 use clap::Args as ClapArgs;
 use firn_supervisor::{
-    Failure, FailureKind, Request, RuntimeDir, StopRequest, VmName, ask, inspect, stop_by_force,
+    Failure, FailureKind, RuntimeDir, StopRequest, SupervisorRequest, VmName, inspect_vm,
+    send_request, stop_by_force,
 };
 
-use crate::output::Output;
+use crate::output::FactPrinter;
 use crate::overlays;
 
 /// End a VM.
@@ -24,7 +25,7 @@ use crate::overlays;
 ///   firn stop web --discard          drop what it wrote to its disks since the last checkpoint
 #[derive(Debug, ClapArgs)]
 #[command(verbatim_doc_comment)]
-pub struct Args {
+pub struct StopArgs {
     /// The VM.
     name: VmName,
     /// Press the guest's power button and wait this many seconds; the VM continues to run if that
@@ -51,46 +52,46 @@ pub struct Args {
     keep: bool,
 }
 
-impl Args {
+impl StopArgs {
     /// Runs the verb.
-    pub fn run(&self, out: Output) -> Result<(), Failure> {
+    pub fn run(&self, out: FactPrinter) -> Result<(), Failure> {
         let base = crate::hidden::runtime_dir()?;
         // The supervisor does not exist any more afterwards.
-        let overlays = overlays::of(&base, &self.name);
+        let overlays = overlays::overlays_of(&base, &self.name);
         let command = self.next_command(&base);
-        self.stop(&base)
+        self.stop_vm(&base)
             .map_err(|failure| failure.while_doing(format!("can't stop {}", self.name)))?;
-        let overlays = overlays::left(overlays);
+        let overlays = overlays::existing_overlays(overlays);
         let facts = serde_json::json!({
             "name": self.name,
             "stopped": true,
             "overlays": overlays,
             "command": command.as_ref().map(|it| &it.words),
         });
-        out.facts(&facts, || {
-            let go_on = command.map_or(String::new(), |it| it.line("continue with"));
-            format!("{} has ended\n{}{go_on}", self.name, overlays::lines(&overlays))
+        out.print_facts(&facts, || {
+            let go_on = command.map_or(String::new(), |it| it.describe_change("continue with"));
+            format!("{} has ended\n{}{go_on}", self.name, overlays::overlay_lines(&overlays))
         })
     }
 
     /// The command line that starts the VM again on its newest layers. A supervisor that does not
     /// answer is not queried.
-    fn next_command(&self, base: &RuntimeDir) -> Option<overlays::Command> {
-        let inspected = inspect(base, &base.vm(&self.name)).ok()?;
+    fn next_command(&self, base: &RuntimeDir) -> Option<overlays::RestartCommand> {
+        let inspected = inspect_vm(base, &base.vm_dir(&self.name)).ok()?;
         let is_attended = inspected.unattended.is_none() && !self.discard;
-        is_attended.then(|| overlays::command(base, &self.name)).flatten()
+        is_attended.then(|| overlays::request_restart_command(base, &self.name)).flatten()
     }
 
-    fn stop(&self, base: &RuntimeDir) -> Result<(), Failure> {
+    fn stop_vm(&self, base: &RuntimeDir) -> Result<(), Failure> {
         let (powerdown_s, force, discard) = (self.powerdown, self.force, self.discard);
         let request = StopRequest { powerdown_s, force, discard };
         if force {
             return stop_by_force(base, &self.name, request);
         }
         // A supervisor that does not answer would block this command for ever.
-        if let Some(silent) = inspect(base, &base.vm(&self.name))?.unattended {
-            return Err(Failure::new(FailureKind::Busy, silent.why).hint(silent.hint));
+        if let Some(silent) = inspect_vm(base, &base.vm_dir(&self.name))?.unattended {
+            return Err(Failure::new(FailureKind::Busy, silent.why).with_hint(silent.hint));
         }
-        ask(base, &self.name, &Request::Stop(request), &mut |_| ()).map(drop)
+        send_request(base, &self.name, &SupervisorRequest::Stop(request), &mut |_| ()).map(drop)
     }
 }

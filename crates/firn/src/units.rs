@@ -40,7 +40,7 @@ pub fn parse_duration(text: &str) -> Result<Duration, String> {
 }
 
 /// Formats a size: `64 KiB`, `1.5 GiB`.
-pub fn bytes(bytes: u64) -> String {
+pub fn format_bytes(bytes: u64) -> String {
     let units = ["B", "KiB", "MiB", "GiB", "TiB"];
     let mut size = bytes as f64;
     let mut unit = 0;
@@ -55,7 +55,7 @@ pub fn bytes(bytes: u64) -> String {
 }
 
 /// Formats a duration: `12 s`, `5 min`, `3 h`, `2 d`.
-pub fn seconds(seconds: u64) -> String {
+pub fn format_seconds(seconds: u64) -> String {
     match seconds {
         0..=119 => format!("{seconds} s"),
         120..=7199 => format!("{} min", seconds / 60),
@@ -65,7 +65,7 @@ pub fn seconds(seconds: u64) -> String {
 }
 
 /// Formats milliseconds.
-pub fn ms(ms: f64) -> String {
+pub fn format_ms(ms: f64) -> String {
     match ms {
         ms if ms < 10.0 => format!("{ms:.2} ms"),
         ms if ms < 1000.0 => format!("{ms:.0} ms"),
@@ -102,12 +102,12 @@ mod tests {
 
     #[test]
     fn sizes_and_times_are_short() {
-        assert_eq!(bytes(64 << 10), "64 KiB");
-        assert_eq!(bytes(1_610_612_736), "1.5 GiB");
-        assert_eq!(bytes(7), "7 B");
-        assert_eq!(seconds(119), "119 s");
-        assert_eq!(seconds(7200), "2 h");
-        assert_eq!(ms(2.34159), "2.34 ms");
-        assert_eq!(ms(1500.0), "1.50 s");
+        assert_eq!(format_bytes(64 << 10), "64 KiB");
+        assert_eq!(format_bytes(1_610_612_736), "1.5 GiB");
+        assert_eq!(format_bytes(7), "7 B");
+        assert_eq!(format_seconds(119), "119 s");
+        assert_eq!(format_seconds(7200), "2 h");
+        assert_eq!(format_ms(2.34159), "2.34 ms");
+        assert_eq!(format_ms(1500.0), "1.50 s");
     }
 }

@@ -2,7 +2,7 @@
 //! time.
 
 use clap::Args as ClapArgs;
-use firn_checkpoint::{Estimator, EstimatorError};
+use firn_checkpoint::{EstimatorError, WorkingSetEstimator};
 
 use crate::units;
 
@@ -12,10 +12,10 @@ pub struct WorkingSetArgs {
     /// Scan the guest's accesses all the time: access-bits. Without it, a suspend scans them for a
     /// second first.
     #[arg(long, value_name = "HOW", value_parser = while_running)]
-    working_set: Option<Estimator>,
+    working_set: Option<WorkingSetEstimator>,
     /// The speed at which this host restores memory, in bytes a second: the scan covers what the
     /// guest uses in the time of a restore.
-    #[arg(long, value_name = "SIZE", default_value = "100M", requires = "working_set", value_parser = speed)]
+    #[arg(long, value_name = "SIZE", default_value = "100M", requires = "working_set", value_parser = parse_speed)]
     restore_speed: u64,
 }
 
@@ -28,10 +28,10 @@ impl WorkingSetArgs {
 
 /// Parses an estimator that works while the VM runs: a checkpoint traces by itself; only access
 /// bits are scanned all the time.
-fn while_running(text: &str) -> Result<Estimator, String> {
+fn while_running(text: &str) -> Result<WorkingSetEstimator, String> {
     match text.parse() {
-        Ok(Estimator::AccessBits) => Ok(Estimator::AccessBits),
-        Ok(Estimator::Trace) => {
+        Ok(WorkingSetEstimator::AccessBits) => Ok(WorkingSetEstimator::AccessBits),
+        Ok(WorkingSetEstimator::Trace) => {
             Err("a checkpoint traces by itself; the continuous estimator is `access-bits`"
                 .to_owned())
         }
@@ -39,7 +39,7 @@ fn while_running(text: &str) -> Result<Estimator, String> {
     }
 }
 
-fn speed(text: &str) -> Result<u64, String> {
+fn parse_speed(text: &str) -> Result<u64, String> {
     match units::parse_bytes(text)? {
         slow if slow < 1 << 20 => Err("at least 1M".to_owned()),
         bytes_per_s => Ok(bytes_per_s),
@@ -47,6 +47,6 @@ fn speed(text: &str) -> Result<u64, String> {
 }
 
 /// Parses an estimator by its name.
-pub fn estimator(text: &str) -> Result<Estimator, String> {
+pub fn parse_estimator(text: &str) -> Result<WorkingSetEstimator, String> {
     text.parse().map_err(|error: EstimatorError| error.to_string())
 }

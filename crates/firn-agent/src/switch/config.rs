@@ -77,7 +77,7 @@ pub(crate) struct FileNetwork {
 
 impl FileNetwork {
     /// Checks it, and resolves paths against the configuration's directory.
-    pub(crate) fn read(
+    pub(crate) fn into_config(
         self,
         name: &NetworkName,
         directory: &Path,
@@ -85,14 +85,14 @@ impl FileNetwork {
         let uplink = match (self.uplink, self.tap) {
             (Some(_), Some(_)) => return Err(NetworkError::Both(name.clone())),
             (Some(path), None) => Some(Uplink::Socket(directory.join(path))),
-            (None, Some(device)) => Some(Uplink::Tap(checked(name, device)?)),
+            (None, Some(device)) => Some(Uplink::Tap(check_device_name(name, device)?)),
             (None, None) => None,
         };
         Ok(NetworkConfig { uplink })
     }
 }
 
-fn checked(network: &NetworkName, device: String) -> Result<String, NetworkError> {
+fn check_device_name(network: &NetworkName, device: String) -> Result<String, NetworkError> {
     let is_plain = |c: char| !c.is_whitespace() && !c.is_control() && c != '/' && c != '%';
     match (1..=DEVICE_BYTES_MAX).contains(&device.len()) && device.chars().all(is_plain) {
         true => Ok(device),

@@ -34,18 +34,18 @@
 //!
 //! The design is in `docs/design/014-switch.md`.
 
-mod awake;
 mod carry;
 mod config;
-mod lane;
+mod counters;
 mod links;
 mod network;
 mod queue;
+mod suspend_detector;
+mod uplink;
 mod vms;
-mod world;
 
 pub use config::{NetworkConfig, NetworkError, Uplink};
-pub use lane::To;
+pub use counters::LinkTarget;
 
 use std::collections::BTreeMap;
 use std::sync::Arc;
@@ -55,52 +55,55 @@ use tokio::task::JoinSet;
 
 use crate::agent::Agent;
 use crate::api::NetworkView;
-use crate::config::Config;
-use crate::place::{Place, Socket};
+use crate::config::AgentConfig;
+use crate::paths::{AgentPaths, ListeningSocket};
 
 pub(crate) use config::{FileNetwork, NETWORKS_MAX};
-pub(crate) use links::accept;
-use network::Network;
+pub(crate) use links::accept_link;
+use network::NetworkSwitch;
 
 /// The switches of this host.
 #[derive(Debug, Default)]
-pub(crate) struct Networks(BTreeMap<NetworkName, Arc<Network>>);
+pub(crate) struct NetworkSwitches(BTreeMap<NetworkName, Arc<NetworkSwitch>>);
 
-impl Networks {
+impl NetworkSwitches {
     /// Opens a switch for each network of the configuration, and the sockets that VMs connect to.
-    pub(crate) fn open(config: &Config, place: &Place) -> Result<(Self, Vec<Socket>), Failure> {
+    pub(crate) fn open(
+        config: &AgentConfig,
+        place: &AgentPaths,
+    ) -> Result<(Self, Vec<ListeningSocket>), Failure> {
         let mut networks = BTreeMap::new();
         let mut sockets = Vec::new();
         for (name, settings) in &config.networks {
-            let socket = place.network(name)?;
-            let network = Network::new(name.clone(), socket.clone(), config, settings);
-            sockets.push(place.listen(socket)?);
+            let socket = place.network_socket(name)?;
+            let network = NetworkSwitch::new(name.clone(), socket.clone(), config, settings);
+            sockets.push(place.listen_at(socket)?);
             networks.insert(name.clone(), Arc::new(network));
         }
         Ok((Self(networks), sockets))
     }
 
     /// The networks as the agent reports them.
-    pub(crate) fn views(&self) -> Vec<NetworkView> {
-        self.0.values().map(|network| network.view()).collect()
+    pub(crate) fn network_views(&self) -> Vec<NetworkView> {
+        self.0.values().map(|network| network.network_view()).collect()
     }
 
-    fn get(&self, name: &str) -> Option<&Arc<Network>> {
+    fn find_network(&self, name: &str) -> Option<&Arc<NetworkSwitch>> {
         self.0.iter().find(|(it, _)| it.as_str() == name).map(|(_, network)| network)
     }
 }
 
 /// Serves the networks with the sockets that they were opened with. Never returns.
-pub(crate) async fn serve(agent: Arc<Agent>, sockets: Vec<Socket>) {
+pub(crate) async fn serve_networks(agent: Arc<Agent>, sockets: Vec<ListeningSocket>) {
     let mut parts = JoinSet::new();
-    parts.spawn(look(Arc::clone(&agent)));
+    parts.spawn(watch_clock(Arc::clone(&agent)));
     for (network, socket) in agent.networks.0.values().zip(sockets) {
-        parts.spawn(vms::serve(Arc::clone(network), socket));
+        parts.spawn(vms::serve_vms(Arc::clone(network), socket));
         if let Some(uplink) = agent.config.networks[&network.name].uplink.clone() {
-            parts.spawn(world::serve(Arc::clone(network), uplink));
+            parts.spawn(uplink::serve_uplink(Arc::clone(network), uplink));
         }
         for peer in agent.config.peers.keys().filter(|peer| **peer > agent.config.name) {
-            parts.spawn(links::dial(Arc::clone(&agent), Arc::clone(network), peer.clone()));
+            parts.spawn(links::dial_peer(Arc::clone(&agent), Arc::clone(network), peer.clone()));
         }
     }
     // A task ends only by a panic, which is reported already.
@@ -108,11 +111,11 @@ pub(crate) async fn serve(agent: Arc<Agent>, sockets: Vec<Socket>) {
 }
 
 /// Reads the clock again and again, so that a suspend is detected. Never returns.
-async fn look(agent: Arc<Agent>) {
+async fn watch_clock(agent: Arc<Agent>) {
     loop {
         agent.networks.0.values().for_each(|network| {
-            network.awake.sleeps();
+            network.suspend_detector.count_suspends();
         });
-        tokio::time::sleep(awake::LOOK_EVERY).await;
+        tokio::time::sleep(suspend_detector::CLOCK_READ_INTERVAL).await;
     }
 }

@@ -5,8 +5,8 @@ use std::net::{SocketAddr, TcpStream};
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
-use firn_agent::Times;
-use firn_agent::detect::Health;
+use firn_agent::DetectorTiming;
+use firn_agent::detect::HostHealth;
 use rcgen::ExtendedKeyUsagePurpose;
 use rustls::pki_types::pem::PemObject;
 use rustls::pki_types::{CertificateDer, PrivateKeyDer, ServerName};
@@ -66,7 +66,7 @@ fn request(stream: &mut Stream, head: &str) -> io::Result<String> {
 fn lonely() -> (Authority, Host) {
     let authority = Authority::new();
     let peers = [("a", free_address()), ("c", free_address())];
-    let host = Host::start(&authority, "b", free_address(), &peers, Times::default());
+    let host = Host::start(&authority, "b", free_address(), &peers, DetectorTiming::default());
     (authority, host)
 }
 
@@ -143,14 +143,14 @@ fn who_is_called_is_who_is_meant() {
     let stranger = Authority::new();
     let [at_a, at_b, at_c] = [free_address(), free_address(), free_address()];
     let peers = [("b", at_b), ("c", at_c)];
-    let a = Host::start(&authority, "a", at_a, &peers, Times::default());
+    let a = Host::start(&authority, "a", at_a, &peers, DetectorTiming::default());
     // At b's address there is c; at c's a server with a certificate of another authority.
-    let _c = Host::start(&authority, "c", at_b, &[("a", at_a)], Times::default());
-    let _x = Host::start(&stranger, "c", at_c, &[("a", at_a)], Times::default());
+    let _c = Host::start(&authority, "c", at_b, &[("a", at_a)], DetectorTiming::default());
+    let _x = Host::start(&stranger, "c", at_c, &[("a", at_a)], DetectorTiming::default());
     for (peer, why) in [("b", "not valid for name"), ("c", "UnknownIssuer")] {
         let trouble = || a.peer(peer).trouble.unwrap_or_default();
         eventually(why, || trouble().contains(why));
-        assert_ne!(a.peer(peer).health, Health::Alive);
+        assert_ne!(a.peer(peer).health, HostHealth::Alive);
         let failure = a.protect("web", peer).unwrap_err();
         assert!(failure.to_string().contains("greeting by TLS"), "{failure}");
     }
@@ -186,8 +186,8 @@ fn a_host_whose_certificate_is_of_no_use_says_so() {
             free_address(),
             &[],
         );
-        let config = firn_agent::Config::load(&file).unwrap();
-        let error = firn_agent::Identity::load(&config).unwrap_err();
+        let config = firn_agent::AgentConfig::load(&file).unwrap();
+        let error = firn_agent::HostIdentity::load(&config).unwrap_err();
         assert!(error.to_string().contains(why), "{error}");
     }
 }
@@ -211,7 +211,7 @@ fn garbage_is_refused_and_the_peers_stay() {
     // Asked after all those connections.
     let since = Instant::now();
     eventually("it answers", || a.peer("b").heard_s.unwrap() < since.elapsed().as_secs_f64());
-    assert_eq!(a.peer("b").health, Health::Alive);
+    assert_eq!(a.peer("b").health, HostHealth::Alive);
 }
 
 /// A client that sends nothing, or one byte from time to time, is disconnected.

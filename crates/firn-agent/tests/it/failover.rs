@@ -7,13 +7,15 @@ use std::sync::mpsc::channel;
 use std::sync::{Arc, Mutex, MutexGuard};
 use std::time::Duration;
 
-use firn_agent::api::{CLUSTERS, FailOver, Forgotten, MembershipView, PlaceView};
+use firn_agent::api::{
+    CLUSTERS, FailoverVmRequest, ForgottenRecord, MembershipView, PlacementView,
+};
 use firn_agent::client::Method;
-use firn_agent::detect::Health;
+use firn_agent::detect::HostHealth;
 use firn_agent::vms::OnReady;
-use firn_agent::{Config, Times, Vms, client, membership};
+use firn_agent::{AgentConfig, DetectorTiming, LocalVms, client, membership};
 use firn_supervisor::{
-    Failure, FailureKind, OnProgress, ProtectRequest, RuntimeDir, Status, VmName,
+    Failure, FailureKind, OnProgress, ProtectRequest, RuntimeDir, VmName, VmStatus,
 };
 use serde_json::{Value, json};
 
@@ -62,12 +64,12 @@ impl Model {
     }
 }
 
-impl Vms for Model {
-    fn list(&self) -> Result<Vec<Status>, Failure> {
-        Ok(self.status(&VmName::new("web").unwrap()).into_iter().collect())
+impl LocalVms for Model {
+    fn list_vms(&self) -> Result<Vec<VmStatus>, Failure> {
+        Ok(self.vm_status(&VmName::new("web").unwrap()).into_iter().collect())
     }
 
-    fn status(&self, vm: &VmName) -> Result<Status, Failure> {
+    fn vm_status(&self, vm: &VmName) -> Result<VmStatus, Failure> {
         self.is("");
         let web = self.web();
         let none = || Failure::new(FailureKind::NoSuchVm, "no such VM");
@@ -82,14 +84,15 @@ impl Vms for Model {
             status["standby"] = json!({ "complete": 5, "committed": 4, "ended": ended });
         }
         if state == "protected" {
-            let mut now = serde_json::to_value(firn_supervisor::Protection::default()).unwrap();
+            let mut now =
+                serde_json::to_value(firn_supervisor::ProtectionStatus::default()).unwrap();
             now["committed"] = 4.into();
             status["protection"] = now;
         }
         Ok(serde_json::from_value(status).unwrap())
     }
 
-    fn protect(
+    fn protect_vm(
         &self,
         _: &VmName,
         how: ProtectRequest,
@@ -104,14 +107,18 @@ impl Vms for Model {
         Ok(json!({}))
     }
 
-    fn ask(&self, vm: &VmName, request: &firn_supervisor::Request) -> Result<Value, Failure> {
+    fn ask_supervisor(
+        &self,
+        vm: &VmName,
+        request: &firn_supervisor::SupervisorRequest,
+    ) -> Result<Value, Failure> {
         let text = format!("{vm} belongs to no cluster: {request:?}");
         Err(Failure::new(FailureKind::Refused, text))
     }
 
-    fn stand_by(&self, vm: &VmName, _: &Path, ready: OnReady) -> Result<UnixStream, Failure> {
+    fn start_standby(&self, vm: &VmName, _: &Path, ready: OnReady) -> Result<UnixStream, Failure> {
         let (near, end) = UnixStream::pair().unwrap();
-        std::fs::create_dir_all(self.base.vm(vm).path()).unwrap();
+        std::fs::create_dir_all(self.base.vm_dir(vm).path()).unwrap();
         let mut web = self.web();
         assert!(matches!(web.state, None | Some("ended")), "{:?} is there", web.state);
         *web = Web { state: Some("standby"), stream: Some(end), ..Web::default() };
@@ -120,7 +127,7 @@ impl Vms for Model {
         Ok(near)
     }
 
-    fn fail_over(&self, _: &VmName, generation: u32) -> Result<Value, Failure> {
+    fn fail_over_vm(&self, _: &VmName, generation: u32) -> Result<Value, Failure> {
         let mut web = self.web();
         assert_eq!(web.state, Some("standby"));
         assert_eq!(web.granted.last(), Some(&generation), "its lease is not held");
@@ -128,26 +135,26 @@ impl Vms for Model {
         Ok(json!({ "epoch": 4 }))
     }
 
-    fn release(&self, _: &VmName) -> Result<(), Failure> {
+    fn release_vm(&self, _: &VmName) -> Result<(), Failure> {
         let mut web = self.web();
         (web.state, web.lease, web.stream) = (Some("running"), None, None);
         Ok(())
     }
 
-    fn go_on(&self, _: &VmName) -> Result<(), Failure> {
+    fn resume_output(&self, _: &VmName) -> Result<(), Failure> {
         let mut web = self.web();
         assert_eq!(web.state, Some("running"));
         web.is_held = false;
         Ok(())
     }
 
-    fn fence(&self, _: &VmName, why: String) -> Result<(), Failure> {
+    fn fence_vm(&self, _: &VmName, why: String) -> Result<(), Failure> {
         let mut web = self.web();
         (web.state, web.why, web.stream) = (Some("ended"), why, None);
         Ok(())
     }
 
-    fn grant(&self, _: &VmName, lease: Option<(u32, Duration)>) {
+    fn grant_lease(&self, _: &VmName, lease: Option<(u32, Duration)>) {
         let mut web = self.web();
         match lease {
             Some((generation, _)) if web.granted.last() == Some(&generation) => {}
@@ -156,7 +163,7 @@ impl Vms for Model {
         }
     }
 
-    fn stop(&self, _: &VmName) -> Result<(), Failure> {
+    fn stop_standby(&self, _: &VmName) -> Result<(), Failure> {
         let mut web = self.web();
         assert_eq!(web.state, Some("standby"));
         *web = Web::default();
@@ -175,19 +182,19 @@ impl Hosts {
     fn start() -> Self {
         let (mut hosts, mut models, mut files) = (Vec::new(), Vec::new(), Vec::new());
         for (dir, file) in configured() {
-            let config = Config::load(&file).unwrap();
-            membership::found(&config).unwrap();
-            let base = RuntimeDir::at(dir.path().join("run"));
+            let config = AgentConfig::load(&file).unwrap();
+            membership::bootstrap_server(&config).unwrap();
+            let base = RuntimeDir::from_path(dir.path().join("run"));
             let model = Arc::new(Model { base, web: Mutex::default() });
             let (_send, ends) = channel();
-            let vms = Arc::clone(&model) as Arc<dyn Vms>;
-            hosts.push(Host::with_vms(dir, config, Times::default(), vms, ends).unwrap());
+            let vms = Arc::clone(&model) as Arc<dyn LocalVms>;
+            hosts.push(Host::with_vms(dir, config, DetectorTiming::default(), vms, ends).unwrap());
             models.push(model);
             files.push(file);
         }
         models[0].web().state = Some("running");
         for peer in ["b", "c"] {
-            eventually("all are there", || hosts[0].peer(peer).health == Health::Alive);
+            eventually("all are there", || hosts[0].peer(peer).health == HostHealth::Alive);
         }
         Self { hosts, models, files }
     }
@@ -202,8 +209,8 @@ impl Hosts {
     /// A user requests that `b` runs it, and may declare a host dead.
     fn fail_over(&self, dead: Option<&str>) -> Result<Value, Failure> {
         let vm = VmName::new("web").unwrap();
-        let wanted = FailOver { vm, dead: dead.map(name) };
-        client::fail_over(&self.hosts[1].base, &wanted)
+        let wanted = FailoverVmRequest { vm, dead: dead.map(name) };
+        client::fail_over_vm(&self.hosts[1].base, &wanted)
     }
 
     fn is_at(&self, host: usize, state: &str) -> bool {
@@ -212,7 +219,7 @@ impl Hosts {
 }
 
 fn view(host: &Host) -> MembershipView {
-    client::membership(&host.base).unwrap()
+    client::read_membership(&host.base).unwrap()
 }
 
 /// The names of primary and backup in the record.
@@ -220,7 +227,7 @@ fn place(host: &Host) -> Vec<String> {
     let view = view(host);
     let vm = view.clusters.first().and_then(|cluster| cluster.vms.first());
     let name = |it: &str| it.split(' ').next().unwrap_or_default().to_owned();
-    let of = |vm: &PlaceView| {
+    let of = |vm: &PlacementView| {
         let backup = vm.backup.as_deref().map(name).into_iter();
         [name(&vm.primary)].into_iter().chain(backup).collect()
     };
@@ -268,7 +275,7 @@ fn a_vm_whose_backup_is_lost_goes_on_and_is_protected_by_the_third() {
 fn a_vm_that_is_released_is_no_cluster_and_may_be_one_again() {
     let hosts = Hosts::start();
     hosts.protect();
-    hosts.models[0].release(&VmName::new("web").unwrap()).unwrap();
+    hosts.models[0].release_vm(&VmName::new("web").unwrap()).unwrap();
     eventually("it is no cluster", || place(&hosts.hosts[0]).is_empty());
     assert!(hosts.is_at(0, "running"));
     // Its standby agreed never to run it, and is replaced.
@@ -332,7 +339,7 @@ fn a_vm_that_is_lost_with_its_backup_is_forgotten_by_command_and_its_name_is_fre
     hosts.protect();
     let forget = |host: &Host| {
         let path = format!("{CLUSTERS}/web/forget");
-        client::clusters::<Forgotten>(&host.base, Method::POST, &path, None::<&()>)
+        client::ask_clusters::<ForgottenRecord>(&host.base, Method::POST, &path, None::<&()>)
     };
     let refused = forget(&hosts.hosts[2]).unwrap_err();
     assert_eq!(refused.kind, FailureKind::Refused, "{refused}");
@@ -340,11 +347,11 @@ fn a_vm_that_is_lost_with_its_backup_is_forgotten_by_command_and_its_name_is_fre
         hosts.hosts[host].kill();
         *hosts.models[host].web() = Web::default();
     }
-    let vms = Arc::clone(&hosts.models[1]) as Arc<dyn Vms>;
+    let vms = Arc::clone(&hosts.models[1]) as Arc<dyn LocalVms>;
     hosts.hosts[1].start_again(&hosts.files[1], &vms);
     hosts.models[2].web().state = Some("running");
     let c = &hosts.hosts[2];
-    eventually("b is back", || c.peer("b").health == Health::Alive && view(c).leader.is_some());
+    eventually("b is back", || c.peer("b").health == HostHealth::Alive && view(c).leader.is_some());
     let refused = c.protect("web", "b").unwrap_err();
     assert!(refused.to_string().contains("runs at host a"), "{refused}");
     let hint = refused.hint.unwrap();
@@ -354,7 +361,7 @@ fn a_vm_that_is_lost_with_its_backup_is_forgotten_by_command_and_its_name_is_fre
         forgotten = forget(c).ok();
         forgotten.is_some()
     });
-    let Forgotten { vms, hosts: rests, .. } = forgotten.unwrap();
+    let ForgottenRecord { vms, hosts: rests, .. } = forgotten.unwrap();
     assert_eq!(vms, ["web"]);
     let why = |host: &str| rests.iter().find(|(it, _)| it.starts_with(host)).unwrap().1;
     assert!(why("a ").contains("does not answer") && why("a ").contains("s old"), "{rests:?}");

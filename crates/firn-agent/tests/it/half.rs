@@ -7,8 +7,8 @@ use std::sync::{Arc, Mutex};
 use std::thread;
 use std::time::{Duration, Instant};
 
-use firn_agent::Times;
-use firn_agent::api::Protect;
+use firn_agent::DetectorTiming;
+use firn_agent::api::ProtectVmRequest;
 use firn_agent::client;
 use firn_supervisor::{Failure, VmName};
 use rustls::pki_types::pem::PemObject;
@@ -75,16 +75,16 @@ fn head(stream: &mut impl Read) -> Option<Vec<u8>> {
 fn half_an_answer_is_not_waited_for() {
     let authority = Authority::new();
     let at_b = half_a_peer(&authority);
-    let a = Host::start(&authority, "a", free_address(), &[("b", at_b)], Times::default());
+    let a = Host::start(&authority, "a", free_address(), &[("b", at_b)], DetectorTiming::default());
     let protect = |vm: String| {
         let base = a.base.clone();
-        let wanted = Protect {
+        let wanted = ProtectVmRequest {
             vm: VmName::new(vm).unwrap(),
             backup: name("b"),
             interval_ms: 100,
             predicts: true,
         };
-        thread::spawn(move || client::protect(&base, &wanted, &mut |_| ()).unwrap_err())
+        thread::spawn(move || client::protect_vm(&base, &wanted, &mut |_| ()).unwrap_err())
     };
     let since = Instant::now();
     let asked: Vec<_> = (0..HALVES.len()).map(|n| protect(format!("vm{n}"))).collect();

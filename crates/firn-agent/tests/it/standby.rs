@@ -6,8 +6,8 @@ use std::net::SocketAddr;
 use std::path::{Path, PathBuf};
 use std::process::{Child, Stdio};
 
-use firn_agent::client::cluster;
-use firn_agent::detect::Health;
+use firn_agent::client::read_status;
+use firn_agent::detect::HostHealth;
 use firn_supervisor::RuntimeDir;
 
 use crate::command::agent;
@@ -73,8 +73,8 @@ impl Backup {
     /// Waits until `a` counts as lost, for it has no agent. That does not end a standby that begins
     /// afterwards.
     fn has_lost_its_peer(&self) {
-        let base = RuntimeDir::at(self.dir.path().join("run"));
-        let is_lost = || cluster(&base).is_ok_and(|it| it.peers[0].health == Health::Lost);
+        let base = RuntimeDir::from_path(self.dir.path().join("run"));
+        let is_lost = || read_status(&base).is_ok_and(|it| it.peers[0].health == HostHealth::Lost);
         eventually("its peer is lost", is_lost);
     }
 

@@ -8,8 +8,8 @@ use std::os::unix::net::{UnixListener, UnixStream};
 use std::thread;
 use std::time::{Duration, Instant};
 
-use firn_agent::api::LaneView;
-use firn_agent::detect::Health;
+use firn_agent::api::TrafficView;
+use firn_agent::detect::HostHealth;
 use firn_supervisor::NetworkName;
 
 use crate::host::{Authority, Host, PATIENCE, eventually, free_address};
@@ -26,7 +26,7 @@ struct Card {
 
 impl Card {
     fn of(host: &Host, address: u8) -> Self {
-        let path = host.base.network(&NetworkName::new("lan").unwrap());
+        let path = host.base.network_socket(&NetworkName::new("lan").unwrap());
         Self::over(UnixStream::connect(path).unwrap(), address)
     }
 
@@ -80,7 +80,7 @@ fn linked<const N: usize>(names: [&str; N], more: &str) -> [Host; N] {
     hosts
 }
 
-fn lane(host: &Host, to: &str) -> LaneView {
+fn lane(host: &Host, to: &str) -> TrafficView {
     let network = host.cluster().networks.remove(0);
     network.lanes.into_iter().find(|lane| lane.to == to).unwrap()
 }
@@ -105,7 +105,7 @@ fn a_frame_finds_its_way_to_vms_of_both_hosts() {
     assert_eq!(y.hears_text(), "for you alone");
     assert_eq!(y.hears_text(), "for all");
     assert_eq!(z.hears_text(), "for all", "the other frame was not for it");
-    let counts = |lane: LaneView| (lane.frames_in, lane.frames_out, lane.dropped);
+    let counts = |lane: TrafficView| (lane.frames_in, lane.frames_out, lane.dropped);
     eventually("counts", || counts(lane(&a, "host b")) == (1, 3, 0));
     assert_eq!(counts(lane(&b, "host a")), (3, 1, 0));
     assert_eq!(counts(lane(&b, "VMs")), (1, 5, 0));
@@ -287,7 +287,7 @@ fn a_link_over_a_dead_network_ends() {
         }
     }
     eprintln!("15000 frames beside a dead link: {:?}", since.elapsed());
-    eventually("lost", || a.peer("b").health == Health::Lost);
+    eventually("lost", || a.peer("b").health == HostHealth::Lost);
     eventually("no link", || lane(&a, "host b").connected == 0);
     assert!(lane(&a, "host b").dropped > 0);
     for relay in [&to_a, &to_b] {

@@ -78,12 +78,12 @@ pub enum BackupError {
 
 impl BackupError {
     /// Whether a retry could succeed.
-    pub(crate) fn is_passing(&self) -> bool {
+    pub(crate) fn is_transient(&self) -> bool {
         matches!(self, Self::Connection { .. })
     }
 
     /// Whether the disk has no space left.
-    pub(crate) fn is_for_want_of_room(&self) -> bool {
+    pub(crate) fn is_out_of_space(&self) -> bool {
         use io::ErrorKind::{FileTooLarge, QuotaExceeded, StorageFull};
         let Self::File { source, .. } = self else { return false };
         matches!(source.kind(), StorageFull | QuotaExceeded | FileTooLarge)

@@ -1,8 +1,8 @@
 //! Warm standby: receives a session's state and changes, and takes over in one call.
 
 use super::error::BackupError;
-use super::server::{Server, ServerOptions};
-use super::{Acknowledge, Compression, Fsync, Image, Log};
+use super::server::{BackupServer, BackupServerOptions};
+use super::{AcknowledgePolicy, ApplicationLog, ApplicationState, Compression, FsyncPolicy};
 use crate::error::Error;
 use crate::session::Session;
 
@@ -26,19 +26,19 @@ use crate::session::Session;
 /// # }
 /// ```
 #[derive(Debug)]
-pub struct Standby {
-    server: Server,
-    fsync: Fsync,
+pub struct WarmStandby {
+    server: BackupServer,
+    fsync: FsyncPolicy,
 }
 
-impl Standby {
+impl WarmStandby {
     /// Listens for the primary.
     ///
     /// # Errors
     /// If the address or the identity cannot be used.
-    pub fn start(options: ServerOptions) -> Result<Self, Error> {
+    pub fn start(options: BackupServerOptions) -> Result<Self, Error> {
         let fsync = options.fsync;
-        Ok(Self { server: Server::start(options).map_err(Error::backup)?, fsync })
+        Ok(Self { server: BackupServer::start(options).map_err(Error::backup)?, fsync })
     }
 
     /// The address it listens on.
@@ -54,22 +54,23 @@ impl Standby {
     pub fn take_over(self, session: &mut Session) -> Result<u64, Error> {
         let name = session.name().to_owned();
         let owner = self.server.owner();
-        if !owner.is_here() {
+        if !owner.is_this_process() {
             return Err(Error::Forked { name, pid: owner.pid() });
         }
-        let Some(store) = self.server.take(&name) else { return Ok(0) };
-        session.take_up(store.log, store.image, self.fsync)
+        let Some(store) = self.server.take_store(&name) else { return Ok(0) };
+        session.adopt_log(store.log, store.image, self.fsync)
     }
 }
 
 /// Starts the helper of a session that continues a log.
-pub(crate) fn helper(log: Log, image: Image, fsync: Fsync) -> Result<super::Helper, BackupError> {
+pub(crate) fn start_log_helper(
+    log: ApplicationLog,
+    image: ApplicationState,
+    fsync: FsyncPolicy,
+) -> Result<super::BackupHelper, BackupError> {
     let path = log.path().to_owned();
     let sequence = image.sequence();
     let sink = super::file::FileSink::new(log, image, fsync, Compression::None);
-    super::Helper::start(sink, sequence, Acknowledge::Sync).map_err(|source| BackupError::File {
-        what: "cannot start a thread for",
-        path,
-        source,
-    })
+    super::BackupHelper::start(sink, sequence, AcknowledgePolicy::Sync)
+        .map_err(|source| BackupError::File { what: "cannot start a thread for", path, source })
 }

@@ -12,7 +12,7 @@
 use std::io::{self, Read, Write};
 
 use super::error::BackupError;
-use super::record::{HEADER, Header};
+use super::record::{HEADER, RecordHeader};
 
 pub(crate) const VERSION: u16 = 1;
 /// Flag of the greeting: the backup may replace its state by an older one.
@@ -25,38 +25,38 @@ const CHUNK: u64 = 1 << 20;
 
 /// One message.
 #[derive(Debug)]
-pub(crate) enum Message {
+pub(crate) enum BackupMessage {
     Hello { version: u16, flags: u8, name: String },
     Get,
-    Record { header: Header, payload: Vec<u8>, bytes: Vec<u8> },
+    Record { header: RecordHeader, payload: Vec<u8>, bytes: Vec<u8> },
     Flush,
     Acknowledge(u64),
     Error(String),
 }
 
 /// Writes a message.
-pub(crate) fn send(to: &mut impl Write, message: &Message) -> io::Result<()> {
+pub(crate) fn send_message(to: &mut impl Write, message: &BackupMessage) -> io::Result<()> {
     let mut bytes = Vec::new();
     match message {
-        Message::Hello { version, flags, name } => {
+        BackupMessage::Hello { version, flags, name } => {
             bytes.push(b'H');
             bytes.extend(version.to_le_bytes());
             bytes.extend([*flags, name.len() as u8]);
             bytes.extend(name.as_bytes());
         }
-        Message::Get => bytes.push(b'G'),
-        Message::Flush => bytes.push(b'F'),
-        Message::Acknowledge(sequence) => {
+        BackupMessage::Get => bytes.push(b'G'),
+        BackupMessage::Flush => bytes.push(b'F'),
+        BackupMessage::Acknowledge(sequence) => {
             bytes.push(b'A');
             bytes.extend(sequence.to_le_bytes());
         }
-        Message::Error(text) => {
+        BackupMessage::Error(text) => {
             let text = &text.as_bytes()[..text.len().min(1000)];
             bytes.push(b'E');
             bytes.extend((text.len() as u16).to_le_bytes());
             bytes.extend(text);
         }
-        Message::Record { bytes: record, .. } => return send_record(to, record),
+        BackupMessage::Record { bytes: record, .. } => return send_record(to, record),
     }
     to.write_all(&bytes)
 }
@@ -68,38 +68,38 @@ pub(crate) fn send_record(to: &mut impl Write, record: &[u8]) -> io::Result<()> 
 }
 
 /// Reads a message.
-pub(crate) fn receive(from: &mut impl Read) -> io::Result<Message> {
-    Ok(match exactly::<1>(from)?[0] {
+pub(crate) fn receive_message(from: &mut impl Read) -> io::Result<BackupMessage> {
+    Ok(match read_array::<1>(from)?[0] {
         b'H' => {
-            let [low, high, flags, len] = exactly(from)?;
-            let name = text(from, u64::from(len))?;
-            Message::Hello { version: u16::from_le_bytes([low, high]), flags, name }
+            let [low, high, flags, len] = read_array(from)?;
+            let name = read_text(from, u64::from(len))?;
+            BackupMessage::Hello { version: u16::from_le_bytes([low, high]), flags, name }
         }
-        b'G' => Message::Get,
-        b'F' => Message::Flush,
-        b'A' => Message::Acknowledge(u64::from_le_bytes(exactly(from)?)),
+        b'G' => BackupMessage::Get,
+        b'F' => BackupMessage::Flush,
+        b'A' => BackupMessage::Acknowledge(u64::from_le_bytes(read_array(from)?)),
         b'E' => {
-            let len = u16::from_le_bytes(exactly(from)?);
-            Message::Error(text(from, u64::from(len))?)
+            let len = u16::from_le_bytes(read_array(from)?);
+            BackupMessage::Error(read_text(from, u64::from(len))?)
         }
-        b'R' => record(from)?,
-        _ => return Err(nonsense("unknown kind of message")),
+        b'R' => receive_record(from)?,
+        _ => return Err(malformed_message("unknown kind of message")),
     })
 }
 
-fn record(from: &mut impl Read) -> io::Result<Message> {
-    let head: [u8; HEADER] = exactly(from)?;
-    let header = Header::parse(&head).map_err(malformed)?;
+fn receive_record(from: &mut impl Read) -> io::Result<BackupMessage> {
+    let head: [u8; HEADER] = read_array(from)?;
+    let header = RecordHeader::parse_header(&head).map_err(invalid_data)?;
     if header.stored > STORED_MAX {
-        return Err(nonsense("the record is too long"));
+        return Err(malformed_message("the record is too long"));
     }
     let mut bytes = head.to_vec();
-    take(from, header.stored, &mut bytes)?;
-    let payload = header.payload(&head, &bytes[HEADER..]).map_err(malformed)?;
-    Ok(Message::Record { header, payload, bytes })
+    read_bytes(from, header.stored, &mut bytes)?;
+    let payload = header.decode_payload(&head, &bytes[HEADER..]).map_err(invalid_data)?;
+    Ok(BackupMessage::Record { header, payload, bytes })
 }
 
-fn take(from: &mut impl Read, len: u64, to: &mut Vec<u8>) -> io::Result<()> {
+fn read_bytes(from: &mut impl Read, len: u64, to: &mut Vec<u8>) -> io::Result<()> {
     let mut left = len;
     while left > 0 {
         let now = left.min(CHUNK);
@@ -111,21 +111,21 @@ fn take(from: &mut impl Read, len: u64, to: &mut Vec<u8>) -> io::Result<()> {
     Ok(())
 }
 
-fn text(from: &mut impl Read, len: u64) -> io::Result<String> {
+fn read_text(from: &mut impl Read, len: u64) -> io::Result<String> {
     let mut bytes = Vec::new();
-    take(from, len, &mut bytes)?;
-    String::from_utf8(bytes).map_err(|_| nonsense("a text is not UTF-8"))
+    read_bytes(from, len, &mut bytes)?;
+    String::from_utf8(bytes).map_err(|_| malformed_message("a text is not UTF-8"))
 }
 
-fn exactly<const N: usize>(from: &mut impl Read) -> io::Result<[u8; N]> {
+fn read_array<const N: usize>(from: &mut impl Read) -> io::Result<[u8; N]> {
     let mut bytes = [0; N];
     from.read_exact(&mut bytes).map(|()| bytes)
 }
 
-fn malformed(error: BackupError) -> io::Error {
+fn invalid_data(error: BackupError) -> io::Error {
     io::Error::new(io::ErrorKind::InvalidData, error)
 }
 
-fn nonsense(why: &'static str) -> io::Error {
-    malformed(BackupError::Malformed(why))
+fn malformed_message(why: &'static str) -> io::Error {
+    invalid_data(BackupError::Malformed(why))
 }

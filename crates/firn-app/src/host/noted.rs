@@ -12,53 +12,53 @@
 
 use std::time::{Duration, Instant};
 
-use firn_calls::{Reader, Slot, Told, WordRun};
+use firn_calls::{ReportReader, StoreReport, WindowSlot, WordRun};
 
 /// The count of failed attempts in a row after which the application waits.
-const LOST_MAX: u32 = 3;
+const FAILURES_MAX: u32 = 3;
 /// The time it waits then.
-const REST: Duration = Duration::from_secs(5);
+const RETRY_INTERVAL: Duration = Duration::from_secs(5);
 
 #[derive(Debug, Default)]
-pub(super) struct Noted {
-    reader: Option<Reader>,
+pub(super) struct StoreNoting {
+    reader: Option<ReportReader>,
     /// Attempts since an epoch was last reported.
-    lost: u32,
-    tried: Option<Instant>,
+    failures: u32,
+    last_attempt: Option<Instant>,
 }
 
-impl Noted {
+impl StoreNoting {
     /// Records that an attempt is made.
-    pub(super) fn tried(&mut self) {
+    pub(super) fn record_attempt(&mut self) {
         self.reader = None;
-        self.lost += 1;
-        self.tried = Some(Instant::now());
+        self.failures += 1;
+        self.last_attempt = Some(Instant::now());
     }
 
     /// Records that stores are noted from now on.
-    pub(super) fn begin(&mut self, reader: Reader) {
+    pub(super) fn begin_noting(&mut self, reader: ReportReader) {
         self.reader = Some(reader);
     }
 
     /// Records that stores are no longer noted.
-    pub(super) fn lost(&mut self) {
+    pub(super) fn end_noting(&mut self) {
         self.reader = None;
     }
 
     /// Whether to request notes, if there are none.
     pub(super) fn is_due(&self) -> bool {
-        let is_rested = || self.tried.is_none_or(|tried| tried.elapsed() >= REST);
-        self.reader.is_none() && (self.lost < LOST_MAX || is_rested())
+        let is_rested = || self.last_attempt.is_none_or(|tried| tried.elapsed() >= RETRY_INTERVAL);
+        self.reader.is_none() && (self.failures < FAILURES_MAX || is_rested())
     }
 
     /// Ends an epoch, and returns its stores. `None` if they are not reported.
-    pub(super) fn collect(&mut self, slot: Slot<'_>) -> Option<Vec<WordRun>> {
+    pub(super) fn collect_epoch(&mut self, slot: WindowSlot<'_>) -> Option<Vec<WordRun>> {
         let mut reader = self.reader.take()?;
-        let (epoch, token) = reader.end();
-        slot.end(token);
-        match slot.told(epoch).and_then(|told| reader.told(&told)) {
-            Some(Told::Words(runs)) => {
-                self.lost = 0;
+        let (epoch, token) = reader.current_epoch();
+        slot.end_epoch(token);
+        match slot.read_report(epoch).and_then(|told| reader.open_report(&told)) {
+            Some(StoreReport::Words(runs)) => {
+                self.failures = 0;
                 self.reader = Some(reader);
                 Some(runs)
             }

@@ -26,40 +26,40 @@ use rustix::fs::MemfdFlags;
 use rustix::io::Errno;
 
 use super::fault;
-use super::mapping::Mapping;
+use super::mapping::OwnedMapping;
 use crate::claims;
-use crate::span::Span;
+use crate::span::PageSpan;
 
 /// The page that the kernel wipes; null until the first session is opened. A child has the same
 /// pointer.
-static PAGE: AtomicPtr<Mapping> = AtomicPtr::new(null_mut());
+static WIPED_PAGE: AtomicPtr<OwnedMapping> = AtomicPtr::new(null_mut());
 /// The next mark. A child continues its parent's numbers, so no two processes of one line of
 /// descent have the same mark.
-static NEXT: AtomicU64 = AtomicU64::new(1);
+static NEXT_MARK: AtomicU64 = AtomicU64::new(1);
 static HAS_HANDLERS: AtomicBool = AtomicBool::new(false);
 /// Descriptors of open logs.
-static FILES: Mutex<Vec<RawFd>> = Mutex::new(Vec::new());
+static LOG_FILES: Mutex<Vec<RawFd>> = Mutex::new(Vec::new());
 
 /// The process that a session or a thread belongs to.
 #[derive(Clone, Copy, Debug)]
-pub(crate) struct Owner {
+pub(crate) struct OwnerProcess {
     mark: u64,
     pid: u32,
 }
 
-impl Owner {
+impl OwnerProcess {
     /// This process.
     pub(crate) fn this_process() -> Result<Self, Errno> {
         install_handlers();
-        let word = &wiped_page()?.words(0, 1)[0];
-        let new = NEXT.fetch_add(1, Ordering::Relaxed);
+        let word = &wiped_page()?.atomic_words(0, 1)[0];
+        let new = NEXT_MARK.fetch_add(1, Ordering::Relaxed);
         let set = word.compare_exchange(0, new, Ordering::AcqRel, Ordering::Acquire);
         let mark = set.map_or_else(|mark| mark, |_| new);
         Ok(Self { mark, pid: std::process::id() })
     }
 
     /// Whether this process is the owner. One load; the signal handler calls it.
-    pub(crate) fn is_here(self) -> bool {
+    pub(crate) fn is_this_process(self) -> bool {
         current_mark() == self.mark
     }
 
@@ -77,21 +77,21 @@ impl Owner {
 
 fn current_mark() -> u64 {
     // SAFETY: null, or a mapping that was leaked.
-    let page = unsafe { PAGE.load(Ordering::Acquire).as_ref() };
-    page.map_or(0, |page| page.words(0, 1)[0].load(Ordering::Relaxed))
+    let page = unsafe { WIPED_PAGE.load(Ordering::Acquire).as_ref() };
+    page.map_or(0, |page| page.atomic_words(0, 1)[0].load(Ordering::Relaxed))
 }
 
-fn wiped_page() -> Result<&'static Mapping, Errno> {
-    if PAGE.load(Ordering::Acquire).is_null() {
-        let new = Box::into_raw(Box::new(Mapping::wiped_in_children()?));
-        let set = PAGE.compare_exchange(null_mut(), new, Ordering::AcqRel, Ordering::Acquire);
+fn wiped_page() -> Result<&'static OwnedMapping, Errno> {
+    if WIPED_PAGE.load(Ordering::Acquire).is_null() {
+        let new = Box::into_raw(Box::new(OwnedMapping::map_wiped_on_fork()?));
+        let set = WIPED_PAGE.compare_exchange(null_mut(), new, Ordering::AcqRel, Ordering::Acquire);
         if set.is_err() {
             // SAFETY: made above, and not shared: another thread has set the pointer first.
             drop(unsafe { Box::from_raw(new) });
         }
     }
     // SAFETY: not null any more, and the page is never freed.
-    Ok(unsafe { &*PAGE.load(Ordering::Acquire) })
+    Ok(unsafe { &*WIPED_PAGE.load(Ordering::Acquire) })
 }
 
 /// A file whose copy in a child becomes an empty memory file.
@@ -101,7 +101,7 @@ pub(crate) struct ParentOnly(File);
 impl ParentOnly {
     /// Opens a file. No fork happens in between, so that no child keeps the file, or a lock on it.
     pub(crate) fn open(path: &Path, how: &OpenOptions) -> io::Result<Self> {
-        let mut files = files();
+        let mut files = lock_log_files();
         let file = how.open(path)?;
         files.push(file.as_raw_fd());
         Ok(Self(file))
@@ -125,23 +125,23 @@ impl DerefMut for ParentOnly {
 impl Drop for ParentOnly {
     fn drop(&mut self) {
         // Before the file is closed, and its number can be reused for another file.
-        files().retain(|file| *file != self.0.as_raw_fd());
+        lock_log_files().retain(|file| *file != self.0.as_raw_fd());
     }
 }
 
-fn files() -> MutexGuard<'static, Vec<RawFd>> {
-    FILES.lock().unwrap_or_else(PoisonError::into_inner)
+fn lock_log_files() -> MutexGuard<'static, Vec<RawFd>> {
+    LOG_FILES.lock().unwrap_or_else(PoisonError::into_inner)
 }
 
 /// Locks that this process keeps locked while it forks.
-struct Held {
+struct ForkLocks {
     files: MutexGuard<'static, Vec<RawFd>>,
-    _claims: MutexGuard<'static, Vec<Span>>,
+    _claims: MutexGuard<'static, Vec<PageSpan>>,
     table: MutexGuard<'static, ()>,
 }
 
 thread_local! {
-    static HELD: RefCell<Option<Held>> = const { RefCell::new(None) };
+    static FORK_LOCKS: RefCell<Option<ForkLocks>> = const { RefCell::new(None) };
 }
 
 unsafe extern "C" {
@@ -158,23 +158,33 @@ fn install_handlers() {
         // SAFETY: the handlers have the required type, and exist for as long as this library does.
         // Without memory for them the call fails: then forks are still noticed, and only locks may
         // be locked in a child.
-        let _ = unsafe { pthread_atfork(Some(prepare), Some(in_parent), Some(in_child)) };
+        let _ = unsafe {
+            pthread_atfork(
+                Some(prepare_fork),
+                Some(finish_fork_in_parent),
+                Some(finish_fork_in_child),
+            )
+        };
     }
 }
 
-extern "C" fn prepare() {
+extern "C" fn prepare_fork() {
     // Each of these is locked only for a moment, and none is locked while another is.
-    let held = Held { files: files(), _claims: claims::lock(), table: fault::lock() };
+    let held = ForkLocks {
+        files: lock_log_files(),
+        _claims: claims::lock_claims(),
+        table: fault::lock_table(),
+    };
     // A thread that is ending no longer has this variable; it does not fork.
-    let _ = HELD.try_with(|there| there.replace(Some(held)));
+    let _ = FORK_LOCKS.try_with(|there| there.replace(Some(held)));
 }
 
-extern "C" fn in_parent() {
-    drop(HELD.try_with(RefCell::take));
+extern "C" fn finish_fork_in_parent() {
+    drop(FORK_LOCKS.try_with(RefCell::take));
 }
 
-extern "C" fn in_child() {
-    let Ok(Some(mut held)) = HELD.try_with(RefCell::take) else { return };
+extern "C" fn finish_fork_in_child() {
+    let Ok(Some(mut held)) = FORK_LOCKS.try_with(RefCell::take) else { return };
     close_files(&mut held.files);
     fault::stop_sharing(&held.table);
 }

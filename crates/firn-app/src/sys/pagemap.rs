@@ -9,12 +9,12 @@ use linux_raw_sys::general::{self as raw, page_region, pm_scan_arg};
 use rustix::io::Errno;
 use rustix::ioctl::{self, Direction, Ioctl, IoctlOutput, Opcode};
 
-use crate::span::{PAGE, Span};
-use crate::tracker::Found;
+use crate::span::{PAGE, PageSpan};
+use crate::tracker::WrittenRuns;
 
 /// The property of the pages that a scan finds.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(crate) enum Sought {
+pub(crate) enum ScanCriterion {
     /// Written since the last write protection. The scan write-protects these pages again.
     WrittenAndRearm,
     /// A private copy of a page of a file.
@@ -22,29 +22,29 @@ pub(crate) enum Sought {
 }
 
 /// The maximum count of page runs that one call of the kernel reports.
-const REGIONS: usize = 64;
+const REGIONS_MAX: usize = 64;
 /// The count of pages read as words at once.
-const WORDS: usize = 512;
+const WORDS_PER_READ: usize = 512;
 /// Bit of a word: written since `clear_refs`.
 const SOFT_DIRTY: u64 = 1 << 55;
 
 const _: () = {
     assert!(size_of::<page_region>() == 24);
     assert!(size_of::<pm_scan_arg>() == 96);
-    assert!(Scan::OPCODE == 0xc060_6610);
+    assert!(SelfScan::OPCODE == 0xc060_6610);
 };
 
-struct Scan<'a> {
+struct SelfScan<'a> {
     argument: pm_scan_arg,
     /// What `argument.vec` points to.
     _regions: &'a mut [page_region],
 }
 
-impl<'a> Scan<'a> {
+impl<'a> SelfScan<'a> {
     const OPCODE: Opcode =
         ioctl::opcode::from_components(Direction::ReadWrite, b'f', 16, size_of::<pm_scan_arg>());
 
-    fn new(start: u64, end: u64, sought: Sought, regions: &'a mut [page_region]) -> Self {
+    fn new(start: u64, end: u64, sought: ScanCriterion, regions: &'a mut [page_region]) -> Self {
         let mut argument = pm_scan_arg {
             size: size_of::<pm_scan_arg>() as u64,
             flags: 0,
@@ -62,12 +62,12 @@ impl<'a> Scan<'a> {
         match sought {
             // The kernel has a short path for exactly this combination. It skips mappings that are
             // not registered.
-            Sought::WrittenAndRearm => {
+            ScanCriterion::WrittenAndRearm => {
                 argument.flags = u64::from(raw::PM_SCAN_WP_MATCHING);
                 argument.category_mask = u64::from(raw::PAGE_IS_WRITTEN);
                 argument.return_mask = u64::from(raw::PAGE_IS_WRITTEN);
             }
-            Sought::Copied => {
+            ScanCriterion::Copied => {
                 argument.category_mask = u64::from(raw::PAGE_IS_FILE);
                 argument.category_inverted = u64::from(raw::PAGE_IS_FILE);
                 argument.category_anyof_mask =
@@ -83,7 +83,7 @@ impl<'a> Scan<'a> {
 // regions at `vec`, both taken from a slice that is borrowed for as long as `self`, and returns
 // their number. What it may write-protect is a span registered with an asynchronous userfaultfd:
 // writes do not block.
-unsafe impl Ioctl for Scan<'_> {
+unsafe impl Ioctl for SelfScan<'_> {
     /// The count of regions, and the address at which the scan ended.
     type Output = (usize, u64);
     const IS_MUTATING: bool = true;
@@ -109,31 +109,31 @@ unsafe impl Ioctl for Scan<'_> {
 
 /// The page map of this process.
 #[derive(Debug)]
-pub(crate) struct Pagemap {
+pub(crate) struct SelfPagemap {
     file: File,
     regions: Vec<page_region>,
 }
 
-impl Pagemap {
+impl SelfPagemap {
     pub(crate) fn open() -> io::Result<Self> {
         let empty = page_region { start: 0, end: 0, categories: 0 };
-        Ok(Self { file: File::open("/proc/self/pagemap")?, regions: vec![empty; REGIONS] })
+        Ok(Self { file: File::open("/proc/self/pagemap")?, regions: vec![empty; REGIONS_MAX] })
     }
 
     /// Adds each run of pages that meet the criterion, in order.
-    pub(crate) fn scan(
+    pub(crate) fn scan_span(
         &mut self,
-        span: Span,
-        sought: Sought,
-        found: &mut Found,
+        span: PageSpan,
+        sought: ScanCriterion,
+        found: &mut WrittenRuns,
     ) -> Result<(), Errno> {
         let mut start = span.start() as u64;
         while start < span.end() as u64 {
-            let scan = Scan::new(start, span.end() as u64, sought, &mut self.regions);
+            let scan = SelfScan::new(start, span.end() as u64, sought, &mut self.regions);
             // SAFETY: `SelfScan` upholds the contract of `Ioctl`.
             let (count, end) = unsafe { ioctl::ioctl(&self.file, scan) }?;
             for run in &self.regions[..count] {
-                found.push(run.start as usize, (run.end - run.start) as usize);
+                found.push_run(run.start as usize, (run.end - run.start) as usize);
             }
             start = end.max(start + 1);
         }
@@ -141,16 +141,20 @@ impl Pagemap {
     }
 
     /// Adds each page that was written since [`clear_soft_dirty`].
-    pub(crate) fn soft_dirty(&self, span: Span, found: &mut Found) -> io::Result<()> {
-        let mut bytes = [0; WORDS * 8];
-        for first in (0..span.pages()).step_by(WORDS) {
-            let part = span.part(first..first + WORDS);
-            let bytes = &mut bytes[..part.pages() * 8];
+    pub(crate) fn scan_soft_dirty(
+        &self,
+        span: PageSpan,
+        found: &mut WrittenRuns,
+    ) -> io::Result<()> {
+        let mut bytes = [0; WORDS_PER_READ * 8];
+        for first in (0..span.page_count()).step_by(WORDS_PER_READ) {
+            let part = span.sub_span(first..first + WORDS_PER_READ);
+            let bytes = &mut bytes[..part.page_count() * 8];
             self.file.read_exact_at(bytes, (part.start() / PAGE * 8) as u64)?;
             for (page, word) in bytes.chunks_exact(8).enumerate() {
                 let word = u64::from_le_bytes(word.try_into().unwrap_or_default());
                 if word & SOFT_DIRTY != 0 {
-                    found.push(part.start() + page * PAGE, PAGE);
+                    found.push_run(part.start() + page * PAGE, PAGE);
                 }
             }
         }
@@ -159,6 +163,6 @@ impl Pagemap {
 }
 
 /// Clears the soft-dirty bits of the whole process.
-pub(crate) fn forget_writes() -> io::Result<()> {
+pub(crate) fn clear_soft_dirty() -> io::Result<()> {
     OpenOptions::new().write(true).open("/proc/self/clear_refs")?.write_all(b"4")
 }

@@ -4,20 +4,20 @@ use std::ops::Range;
 use std::ptr::NonNull;
 use std::slice;
 
-use crate::memory::Memory;
-use crate::span::Span;
+use crate::memory::AreaMemory;
+use crate::span::PageSpan;
 
 /// Bytes of an application that a session may read at commit, and write at abort and recovery.
 #[derive(Debug)]
-pub(crate) struct Region {
+pub(crate) struct AreaRegion {
     start: NonNull<u8>,
     len: usize,
 }
 
 // SAFETY: an address and a length; the contract of `new` covers all threads.
-unsafe impl Send for Region {}
+unsafe impl Send for AreaRegion {}
 
-impl Region {
+impl AreaRegion {
     /// Takes memory into a session.
     ///
     /// # Safety
@@ -59,15 +59,15 @@ impl Region {
 }
 
 /// Copies pages of an area's memory to its second mapping, if it has one.
-pub(crate) fn copy_to_second(memory: &Memory, span: Span) {
-    let Some(second) = memory.second() else { return };
+pub(crate) fn copy_to_second(memory: &AreaMemory, span: PageSpan) {
+    let Some(second) = memory.second_mapping() else { return };
     let offset = span.start() - memory.span().start();
-    assert!(offset + span.bytes() <= second.len(), "pages outside of a mapping");
+    assert!(offset + span.byte_count() <= second.len(), "pages outside of a mapping");
     // SAFETY: both mappings have that many bytes at that offset (asserted; they are of equal
     // length), do not overlap, and no other code accesses either meanwhile (rule of `Session`; the
     // second one is the library's own).
     unsafe {
         let from = memory.start().as_ptr().add(offset);
-        from.copy_to_nonoverlapping(second.start().as_ptr().add(offset), span.bytes());
+        from.copy_to_nonoverlapping(second.start().as_ptr().add(offset), span.byte_count());
     }
 }

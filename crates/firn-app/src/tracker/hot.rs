@@ -13,18 +13,18 @@
 use std::collections::HashMap;
 use std::hash::{BuildHasherDefault, Hasher};
 
-const RISE: u32 = 2;
-const HOT: u32 = 12;
-const MOST_HEAT: u32 = 20;
+const HEAT_PER_WRITE: u32 = 2;
+const HOT_FROM: u32 = 12;
+const HEAT_MAX: u32 = 20;
 /// The maximum count of hot pages: each costs a commit about a tenth of a microsecond.
 const PAGES_MAX: usize = 32;
 /// The count of transactions for which a page stays hot: the first time, and the maximum.
-const STAY: (u64, u64) = (256, 1 << 16);
+const HOT_TRANSACTIONS: (u64, u64) = (256, 1 << 16);
 /// The heat with which a page that was hot starts again.
-const WARM: u32 = 9;
+const HEAT_AFTER_COOLING: u32 = 9;
 
 #[derive(Clone, Copy, Debug)]
-struct Page {
+struct HeatEntry {
     heat: u32,
     seen: u64,
     /// The count of transactions for which it will be hot next time.
@@ -33,18 +33,18 @@ struct Page {
 
 /// The heat of pages. A page is identified by its address.
 #[derive(Clone, Debug, Default)]
-pub(super) struct Heat {
+pub(super) struct PageHeat {
     now: u64,
-    pages: HashMap<usize, Page, BuildHasherDefault<Address>>,
+    pages: HashMap<usize, HeatEntry, BuildHasherDefault<AddressHasher>>,
     /// Hot pages, and the transaction until which they are hot.
     hot: Vec<(usize, u64)>,
 }
 
 /// A hasher for addresses. No attacker chooses them: a multiplication spreads them well enough.
 #[derive(Clone, Copy, Debug, Default)]
-struct Address(u64);
+struct AddressHasher(u64);
 
-impl Hasher for Address {
+impl Hasher for AddressHasher {
     fn finish(&self) -> u64 {
         self.0
     }
@@ -58,39 +58,39 @@ impl Hasher for Address {
     }
 }
 
-impl Heat {
+impl PageHeat {
     /// The addresses of hot pages.
-    pub(super) fn hot(&self) -> impl Iterator<Item = usize> + '_ {
+    pub(super) fn hot_pages(&self) -> impl Iterator<Item = usize> + '_ {
         self.hot.iter().map(|(page, _)| *page)
     }
 
     /// Counts the end of a transaction.
-    pub(super) fn tick(&mut self) {
+    pub(super) fn end_transaction(&mut self) {
         self.now += 1;
     }
 
     /// Records that the transaction wrote a page that is not hot. True if the page is hot from now
     /// on.
-    pub(super) fn written(&mut self, page: usize) -> bool {
-        let new = Page { heat: 0, seen: self.now, stay: STAY.0 };
+    pub(super) fn record_write(&mut self, page: usize) -> bool {
+        let new = HeatEntry { heat: 0, seen: self.now, stay: HOT_TRANSACTIONS.0 };
         let entry = self.pages.entry(page).or_insert(new);
         let passed = u32::try_from(self.now - entry.seen).unwrap_or(u32::MAX);
-        entry.heat = (entry.heat.saturating_sub(passed) + RISE).min(MOST_HEAT);
+        entry.heat = (entry.heat.saturating_sub(passed) + HEAT_PER_WRITE).min(HEAT_MAX);
         entry.seen = self.now;
-        if entry.heat < HOT || self.hot.len() >= PAGES_MAX {
+        if entry.heat < HOT_FROM || self.hot.len() >= PAGES_MAX {
             return false;
         }
         self.hot.push((page, self.now + entry.stay));
-        entry.stay = (entry.stay * 2).min(STAY.1);
+        entry.stay = (entry.stay * 2).min(HOT_TRANSACTIONS.1);
         true
     }
 
     /// Removes one page whose hot period is over, and returns it.
-    pub(super) fn cooled(&mut self) -> Option<usize> {
+    pub(super) fn cool_page(&mut self) -> Option<usize> {
         let over = self.hot.iter().position(|(_, until)| *until <= self.now)?;
         let (page, _) = self.hot.swap_remove(over);
         if let Some(entry) = self.pages.get_mut(&page) {
-            (entry.heat, entry.seen) = (WARM, self.now);
+            (entry.heat, entry.seen) = (HEAT_AFTER_COOLING, self.now);
         }
         Some(page)
     }
@@ -102,16 +102,16 @@ mod tests {
 
     /// Writes a page in every `every`th transaction, and counts those in which it was hot.
     fn hot_transactions(every: u64, transactions: u64) -> u64 {
-        let mut heat = Heat::default();
+        let mut heat = PageHeat::default();
         let mut count = 0;
         for number in 0..transactions {
-            let is_hot = heat.hot().any(|page| page == 7);
+            let is_hot = heat.hot_pages().any(|page| page == 7);
             count += u64::from(is_hot);
             if !is_hot && number % every == 0 {
-                heat.written(7);
+                heat.record_write(7);
             }
-            heat.tick();
-            heat.cooled();
+            heat.end_transaction();
+            heat.cool_page();
         }
         count
     }
@@ -124,30 +124,30 @@ mod tests {
 
     #[test]
     fn there_are_never_too_many() {
-        let mut heat = Heat::default();
+        let mut heat = PageHeat::default();
         for _ in 0..100 {
             for page in 0..100 {
-                if !heat.hot().any(|hot| hot == page) {
-                    heat.written(page);
+                if !heat.hot_pages().any(|hot| hot == page) {
+                    heat.record_write(page);
                 }
             }
-            heat.tick();
+            heat.end_transaction();
         }
-        assert_eq!(heat.hot().count(), PAGES_MAX);
+        assert_eq!(heat.hot_pages().count(), PAGES_MAX);
     }
 
     #[test]
     fn what_is_no_longer_written_cools() {
-        let mut heat = Heat::default();
-        while !heat.written(3) {
-            heat.tick();
+        let mut heat = PageHeat::default();
+        while !heat.record_write(3) {
+            heat.end_transaction();
         }
         let mut transactions = 0;
-        while heat.cooled().is_none() {
-            heat.tick();
+        while heat.cool_page().is_none() {
+            heat.end_transaction();
             transactions += 1;
         }
-        assert_eq!(transactions, STAY.0);
-        assert_eq!(heat.hot().count(), 0);
+        assert_eq!(transactions, HOT_TRANSACTIONS.0);
+        assert_eq!(heat.hot_pages().count(), 0);
     }
 }

@@ -28,15 +28,15 @@ use std::str::FromStr;
 use std::sync::Arc;
 
 use crate::error::Error;
-use crate::memory::Memory;
-use crate::span::Span;
+use crate::memory::AreaMemory;
+use crate::span::PageSpan;
 
-pub(crate) use auto::choose;
+pub(crate) use auto::choose_tracker;
 
 /// The kind of a tracker.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 #[non_exhaustive]
-pub enum Kind {
+pub enum TrackerKind {
     /// Write-protect, fault, note the page (PT): `mprotect` and SIGSEGV.
     Pages,
     /// Each store is performed through a second mapping, and its words are noted (Emul).
@@ -58,7 +58,7 @@ pub enum Kind {
     External,
 }
 
-impl Kind {
+impl TrackerKind {
     /// All kinds that a session can open by itself.
     pub const ALL: [Self; 5] =
         [Self::Pages, Self::Emulate, Self::Assisted, Self::Scan, Self::Compare];
@@ -78,35 +78,35 @@ impl Kind {
     }
 }
 
-impl fmt::Display for Kind {
+impl fmt::Display for TrackerKind {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         f.write_str(self.name())
     }
 }
 
-impl FromStr for Kind {
-    type Err = UnknownKind;
+impl FromStr for TrackerKind {
+    type Err = UnknownTracker;
 
-    fn from_str(name: &str) -> Result<Self, UnknownKind> {
+    fn from_str(name: &str) -> Result<Self, UnknownTracker> {
         let known = Self::ALL.into_iter().find(|kind| kind.name() == name);
-        known.ok_or_else(|| UnknownKind(name.to_owned()))
+        known.ok_or_else(|| UnknownTracker(name.to_owned()))
     }
 }
 
 /// No tracker has this name.
 #[derive(Debug, thiserror::Error)]
 #[error("no tracker has the name {0:?}: there are pt, emul, pt_assisted, scan, compare (and auto)")]
-pub struct UnknownKind(String);
+pub struct UnknownTracker(String);
 
 /// Runs of addresses that a tracker found to be written.
 #[derive(Clone, Debug, Default)]
-pub struct Found {
+pub struct WrittenRuns {
     runs: Vec<(usize, usize)>,
 }
 
-impl Found {
+impl WrittenRuns {
     /// Adds a run of bytes that may have been written.
-    pub fn push(&mut self, start: usize, len: usize) {
+    pub fn push_run(&mut self, start: usize, len: usize) {
         match self.runs.last_mut() {
             Some((last, last_len)) if *last + *last_len == start => *last_len += len,
             _ => self.runs.push((start, len)),
@@ -123,7 +123,7 @@ impl Found {
     }
 
     /// Sorts the runs by address, and joins them so that each byte occurs once.
-    pub(crate) fn normalize(&mut self) {
+    pub(crate) fn join_runs(&mut self) {
         if self.runs.is_sorted_by(|a, b| a.0 + a.1 < b.0) {
             return;
         }
@@ -140,7 +140,7 @@ impl Found {
 
 /// Counts of a tracker's events.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
-pub struct Counts {
+pub struct TrackerCounts {
     /// Stores performed through a second mapping.
     pub emulated: u64,
     /// Instructions that could not be performed so, whose pages were followed as by PT.
@@ -158,17 +158,17 @@ pub struct Counts {
 /// followed.
 pub trait Tracker: Send {
     /// The kind of this tracker.
-    fn kind(&self) -> Kind;
+    fn kind(&self) -> TrackerKind;
 
     /// Whether it reports words as they were written. Other trackers report pages, and a session
     /// can find the words that differ.
-    fn tells_words(&self) -> bool {
+    fn reports_words(&self) -> bool {
         false
     }
 
     /// Whether the session compares reported runs with the last committed copy: then a tracker may
     /// report more than was written, if that is faster. Called once, before any span is followed.
-    fn compares(&mut self, compares: bool) {
+    fn set_comparing(&mut self, compares: bool) {
         let _ = compares;
     }
 
@@ -177,38 +177,38 @@ pub trait Tracker: Send {
     ///
     /// # Errors
     /// If the kernel refuses, or the tracker needs memory of its own.
-    fn watch(&mut self, span: Span) -> Result<(), Error>;
+    fn watch_span(&mut self, span: PageSpan) -> Result<(), Error>;
 
     /// Allocates memory and begins to follow it.
     ///
     /// # Errors
     /// If the kernel refuses.
-    fn allocate(&mut self, bytes: usize) -> Result<Arc<Memory>, Error> {
-        let memory = Arc::new(Memory::anonymous(bytes)?);
-        self.watch(memory.span()).map(|()| memory)
+    fn allocate_memory(&mut self, bytes: usize) -> Result<Arc<AreaMemory>, Error> {
+        let memory = Arc::new(AreaMemory::anonymous(bytes)?);
+        self.watch_span(memory.span()).map(|()| memory)
     }
 
     /// Adds the runs that may have been written since the last call, and begins a new period.
     ///
     /// # Errors
     /// If the kernel refuses: then what was written is unknown.
-    fn collect(&mut self, found: &mut Found) -> Result<(), Error>;
+    fn collect_writes(&mut self, found: &mut WrittenRuns) -> Result<(), Error>;
 
     /// The counts of events so far.
-    fn counts(&self) -> Counts {
-        Counts::default()
+    fn counts(&self) -> TrackerCounts {
+        TrackerCounts::default()
     }
 }
 
 /// Opens a tracker.
-pub(crate) fn open(kind: Kind) -> Result<Box<dyn Tracker>, Error> {
+pub(crate) fn open_tracker(kind: TrackerKind) -> Result<Box<dyn Tracker>, Error> {
     Ok(match kind {
-        Kind::Pages => Box::new(pages::Pages::default()),
-        Kind::Emulate => Box::new(emulate::Emulate::default()),
-        Kind::Assisted => Box::new(assisted::Assisted::open()?),
-        Kind::Scan => scan::open()?,
-        Kind::Compare => Box::new(compare::Compare::default()),
-        Kind::Host | Kind::Stores | Kind::External => {
+        TrackerKind::Pages => Box::new(pages::PageTracker::default()),
+        TrackerKind::Emulate => Box::new(emulate::EmulationTracker::default()),
+        TrackerKind::Assisted => Box::new(assisted::AssistedTracker::open()?),
+        TrackerKind::Scan => scan::open_scan()?,
+        TrackerKind::Compare => Box::new(compare::CompareTracker::default()),
+        TrackerKind::Host | TrackerKind::Stores | TrackerKind::External => {
             let why = "it is opened by Session::open_with".to_owned();
             return Err(Error::Unavailable { kind, why });
         }
@@ -221,19 +221,19 @@ mod tests {
 
     #[test]
     fn runs_are_joined() {
-        let mut found = Found::default();
+        let mut found = WrittenRuns::default();
         for (start, len) in [(8, 8), (16, 8), (40, 8), (0, 12), (44, 2)] {
-            found.push(start, len);
+            found.push_run(start, len);
         }
-        found.normalize();
+        found.join_runs();
         assert_eq!(found.runs(), [(0, 24), (40, 8)]);
     }
 
     #[test]
     fn names_are_read_back() {
-        for kind in Kind::ALL {
-            assert_eq!(kind.name().parse::<Kind>().unwrap(), kind);
+        for kind in TrackerKind::ALL {
+            assert_eq!(kind.name().parse::<TrackerKind>().unwrap(), kind);
         }
-        assert!("soft".parse::<Kind>().is_err());
+        assert!("soft".parse::<TrackerKind>().is_err());
     }
 }

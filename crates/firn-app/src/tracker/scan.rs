@@ -17,12 +17,12 @@
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
 
-use super::{Found, Kind, Tracker};
+use super::{Tracker, TrackerKind, WrittenRuns};
 use crate::error::Error;
-use crate::memory::Memory;
-use crate::span::Span;
-use crate::sys::fork::Owner;
-use crate::sys::pagemap::{Pagemap, Sought, forget_writes};
+use crate::memory::AreaMemory;
+use crate::span::PageSpan;
+use crate::sys::fork::OwnerProcess;
+use crate::sys::pagemap::{ScanCriterion, SelfPagemap, clear_soft_dirty};
 use crate::sys::{mapping, region};
 
 /// The mark of the process whose soft-dirty bits a session reads; 0 if no session does. A child has
@@ -30,50 +30,51 @@ use crate::sys::{mapping, region};
 static SOFT_DIRTY_OF: AtomicU64 = AtomicU64::new(0);
 
 /// Opens the tracker that this kernel supports.
-pub(super) fn open() -> Result<Box<dyn Tracker>, Error> {
+pub(super) fn open_scan() -> Result<Box<dyn Tracker>, Error> {
     match soft_dirty_works()? {
-        true => Ok(Box::new(SoftDirty::open()?)),
-        false => Ok(Box::new(Copies::open()?)),
+        true => Ok(Box::new(SoftDirtyTracker::open()?)),
+        false => Ok(Box::new(PrivateCopyTracker::open()?)),
     }
 }
 
-fn pagemap() -> Result<Pagemap, Error> {
-    Pagemap::open().map_err(Error::io("opening /proc/self/pagemap"))
+fn open_pagemap() -> Result<SelfPagemap, Error> {
+    SelfPagemap::open().map_err(Error::io("opening /proc/self/pagemap"))
 }
 
 /// A kernel without the bits shows them as 0, also for a page that has just been mapped and
 /// written.
 fn soft_dirty_works() -> Result<bool, Error> {
-    let memory = Memory::anonymous(1)?;
+    let memory = AreaMemory::anonymous(1)?;
     // SAFETY: one byte of memory that no other code knows.
     unsafe { memory.start().write_volatile(1) };
-    let mut found = Found::default();
-    pagemap()?
-        .soft_dirty(memory.span(), &mut found)
+    let mut found = WrittenRuns::default();
+    open_pagemap()?
+        .scan_soft_dirty(memory.span(), &mut found)
         .map_err(Error::io("reading /proc/self/pagemap"))?;
     Ok(!found.runs().is_empty())
 }
 
 /// A tracker by soft-dirty bits.
 #[derive(Debug)]
-struct SoftDirty {
-    pagemap: Pagemap,
-    spans: Vec<Span>,
-    owner: Owner,
+struct SoftDirtyTracker {
+    pagemap: SelfPagemap,
+    spans: Vec<PageSpan>,
+    owner: OwnerProcess,
 }
 
-impl SoftDirty {
+impl SoftDirtyTracker {
     fn open() -> Result<Self, Error> {
-        let owner = Owner::this_process().map_err(Error::system("marking a page for forks"))?;
+        let owner =
+            OwnerProcess::this_process().map_err(Error::system("marking a page for forks"))?;
         if SOFT_DIRTY_OF.swap(owner.mark(), Ordering::AcqRel) == owner.mark() {
             let why = "another session of this process reads the soft-dirty bits".to_owned();
-            return Err(Error::Unavailable { kind: Kind::Scan, why });
+            return Err(Error::Unavailable { kind: TrackerKind::Scan, why });
         }
-        Ok(Self { pagemap: pagemap()?, spans: Vec::new(), owner })
+        Ok(Self { pagemap: open_pagemap()?, spans: Vec::new(), owner })
     }
 }
 
-impl Drop for SoftDirty {
+impl Drop for SoftDirtyTracker {
     fn drop(&mut self) {
         let of = self.owner.mark();
         // If the mark is another one, this process is a child, and the session is its parent's.
@@ -81,71 +82,72 @@ impl Drop for SoftDirty {
     }
 }
 
-impl Tracker for SoftDirty {
-    fn kind(&self) -> Kind {
-        Kind::Scan
+impl Tracker for SoftDirtyTracker {
+    fn kind(&self) -> TrackerKind {
+        TrackerKind::Scan
     }
 
-    fn watch(&mut self, span: Span) -> Result<(), Error> {
+    fn watch_span(&mut self, span: PageSpan) -> Result<(), Error> {
         // Pages of other areas that were written stay marked: they are reported once too often
         // rather than never.
         self.spans.push(span);
         Ok(())
     }
 
-    fn collect(&mut self, found: &mut Found) -> Result<(), Error> {
+    fn collect_writes(&mut self, found: &mut WrittenRuns) -> Result<(), Error> {
         for span in &self.spans {
-            let read = self.pagemap.soft_dirty(*span, found);
+            let read = self.pagemap.scan_soft_dirty(*span, found);
             read.map_err(Error::io("reading /proc/self/pagemap"))?;
         }
-        forget_writes().map_err(Error::io("clearing the soft-dirty bits"))
+        clear_soft_dirty().map_err(Error::io("clearing the soft-dirty bits"))
     }
 }
 
 /// A tracker by private copies.
 #[derive(Debug)]
-struct Copies {
-    pagemap: Pagemap,
-    memories: Vec<Arc<Memory>>,
+struct PrivateCopyTracker {
+    pagemap: SelfPagemap,
+    memories: Vec<Arc<AreaMemory>>,
 }
 
-impl Copies {
+impl PrivateCopyTracker {
     fn open() -> Result<Self, Error> {
-        let mut pagemap = pagemap()?;
-        let memory = Memory::copying(1)?;
-        let scanned = pagemap.scan(memory.span(), Sought::Copied, &mut Found::default());
+        let mut pagemap = open_pagemap()?;
+        let memory = AreaMemory::map_copying(1)?;
+        let scanned =
+            pagemap.scan_span(memory.span(), ScanCriterion::Copied, &mut WrittenRuns::default());
         scanned.map_err(|errno| Error::Unavailable {
-            kind: Kind::Scan,
+            kind: TrackerKind::Scan,
             why: format!("soft-dirty bits or PAGEMAP_SCAN (Linux 6.7) are needed: {errno}"),
         })?;
         Ok(Self { pagemap, memories: Vec::new() })
     }
 }
 
-impl Tracker for Copies {
-    fn kind(&self) -> Kind {
-        Kind::Scan
+impl Tracker for PrivateCopyTracker {
+    fn kind(&self) -> TrackerKind {
+        TrackerKind::Scan
     }
 
-    fn watch(&mut self, _: Span) -> Result<(), Error> {
-        Err(Error::Foreign { kind: Kind::Scan })
+    fn watch_span(&mut self, _: PageSpan) -> Result<(), Error> {
+        Err(Error::Foreign { kind: TrackerKind::Scan })
     }
 
-    fn allocate(&mut self, bytes: usize) -> Result<Arc<Memory>, Error> {
-        let memory = Arc::new(Memory::copying(bytes)?);
+    fn allocate_memory(&mut self, bytes: usize) -> Result<Arc<AreaMemory>, Error> {
+        let memory = Arc::new(AreaMemory::map_copying(bytes)?);
         self.memories.push(memory.clone());
         Ok(memory)
     }
 
-    fn collect(&mut self, found: &mut Found) -> Result<(), Error> {
-        let mut copies = Found::default();
+    fn collect_writes(&mut self, found: &mut WrittenRuns) -> Result<(), Error> {
+        let mut copies = WrittenRuns::default();
         for memory in &self.memories {
             copies.clear();
-            let scanned = self.pagemap.scan(memory.span(), Sought::Copied, &mut copies);
+            let scanned = self.pagemap.scan_span(memory.span(), ScanCriterion::Copied, &mut copies);
             scanned.map_err(Error::system("scanning for copied pages"))?;
             for &(start, len) in copies.runs() {
-                settle(memory, Span::covering(start..start + len))?;
-                found.push(start, len);
+                commit_copies(memory, PageSpan::covering_range(start..start + len))?;
+                found.push_run(start, len);
             }
         }
         Ok(())
@@ -153,7 +155,7 @@ impl Tracker for Copies {
 }
 
 /// Writes copies to the file and discards them.
-fn settle(memory: &Memory, span: Span) -> Result<(), Error> {
+fn commit_copies(memory: &AreaMemory, span: PageSpan) -> Result<(), Error> {
     region::copy_to_second(memory, span);
-    mapping::forget_copies(span).map_err(Error::system("giving up private copies"))
+    mapping::discard_copies(span).map_err(Error::system("giving up private copies"))
 }

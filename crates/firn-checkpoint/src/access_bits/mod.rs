@@ -20,4 +20,4 @@
 mod clock;
 mod scanner;
 
-pub use scanner::{Scanner, watch};
+pub use scanner::{AccessScanner, watch_accesses};

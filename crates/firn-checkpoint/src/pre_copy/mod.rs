@@ -31,5 +31,5 @@ mod copy;
 mod rounds;
 mod tracker;
 
-pub(crate) use copy::{PreCopy, stores};
-pub use tracker::Tracker;
+pub(crate) use copy::{PreCopy, parent_stores};
+pub use tracker::WriteTracker;

@@ -19,7 +19,7 @@ const KEPT_ROUNDS_MAX: u32 = 6;
 
 /// The next step of a save.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(crate) enum Step {
+pub(crate) enum RoundStep {
     /// Copy the written blocks to the image, while the guest runs.
     Copy,
     /// The same, to memory.
@@ -30,7 +30,7 @@ pub(crate) enum Step {
 
 /// The rounds of one save.
 #[derive(Debug)]
-pub(crate) struct Rounds {
+pub(crate) struct CopyRounds {
     /// Whether a round does not pause the guest: then more rounds cost nothing.
     is_smooth: bool,
     done: u32,
@@ -38,14 +38,14 @@ pub(crate) struct Rounds {
     last: usize,
 }
 
-impl Rounds {
+impl CopyRounds {
     /// No rounds yet.
     pub(crate) fn new(is_smooth: bool) -> Self {
         Self { is_smooth, done: 0, kept: 0, last: usize::MAX }
     }
 
     /// The step to take if this many memory blocks were written since they were copied.
-    pub(crate) fn next(&mut self, written: usize) -> Step {
+    pub(crate) fn next_step(&mut self, written: usize) -> RoundStep {
         // While a round copies, the guest writes. If it writes as fast as Firn copies, the number
         // never decreases.
         let gets_less = written < self.last - self.last / 4;
@@ -58,30 +58,30 @@ impl Rounds {
         match (copies, keeps && is_worth_it) {
             (true, _) => {
                 self.done += 1;
-                Step::Copy
+                RoundStep::Copy
             }
             (false, true) => {
                 self.kept += 1;
-                Step::Keep
+                RoundStep::Keep
             }
-            (false, false) => Step::Cut,
+            (false, false) => RoundStep::Cut,
         }
     }
 
     /// The number of rounds until now.
-    pub(crate) fn done(&self) -> u32 {
+    pub(crate) fn rounds_done(&self) -> u32 {
         self.done + self.kept
     }
 }
 
 #[cfg(test)]
 mod tests {
-    use super::Step::{Copy, Cut, Keep};
+    use super::RoundStep::{Copy, Cut, Keep};
     use super::*;
 
-    fn steps(is_smooth: bool, written: &[usize]) -> Vec<Step> {
-        let mut rounds = Rounds::new(is_smooth);
-        written.iter().map(|&written| rounds.next(written)).collect()
+    fn steps(is_smooth: bool, written: &[usize]) -> Vec<RoundStep> {
+        let mut rounds = CopyRounds::new(is_smooth);
+        written.iter().map(|&written| rounds.next_step(written)).collect()
     }
 
     #[test]

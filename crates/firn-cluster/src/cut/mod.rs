@@ -52,14 +52,14 @@
 mod initiator;
 mod marker;
 
-pub use initiator::{Action, Initiator, Pace};
-pub use marker::{Answer, Arriving, Marker, Stamp};
+pub use initiator::{CheckpointInitiator, InitiatorAction, RequestTiming};
+pub use marker::{CutMarker, FrameStamp, MarkAnswer, StampDecision};
 
 use std::collections::BTreeMap;
 
 use serde::{Deserialize, Serialize};
 
-use crate::{Epoch, Generation, RequestNumber, Vm};
+use crate::{Epoch, Generation, RequestNumber, VmId};
 
 /// A global checkpoint: one epoch of each VM, together a consistent state of the cluster.
 #[derive(Clone, Debug, Default, PartialEq, Eq, PartialOrd, Ord, Hash, Serialize, Deserialize)]
@@ -74,7 +74,7 @@ pub struct GlobalCheckpoint {
     /// The request that made it.
     pub request: RequestNumber,
     /// Each VM's epoch.
-    pub marks: BTreeMap<Vm, Epoch>,
+    pub marks: BTreeMap<VmId, Epoch>,
 }
 
 #[cfg(test)]

@@ -18,12 +18,12 @@ use std::collections::{BTreeMap, BTreeSet};
 use serde::{Deserialize, Serialize};
 use thiserror::Error;
 
-use super::Progress;
+use super::EpochProgress;
 use crate::Epoch;
 
 /// The header of one piece of an epoch. The shell has its bytes.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash, Serialize, Deserialize)]
-pub struct Piece {
+pub struct EpochPiece {
     /// The epoch.
     pub epoch: Epoch,
     /// The index of the piece.
@@ -36,7 +36,7 @@ pub struct Piece {
 
 /// How to handle the bytes of a piece.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Arrival {
+pub enum PieceArrival {
     /// Store them: they are new.
     Store,
     /// Drop them: they are stored already, or older than the base.
@@ -47,7 +47,7 @@ pub enum Arrival {
 
 /// How to make the memory of a restored epoch from the stored epochs.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub struct Restore {
+pub struct RestorePlan {
     /// Fold these into the base, in this order.
     pub fold: Vec<Epoch>,
     /// Drop these.
@@ -57,7 +57,7 @@ pub struct Restore {
 /// The error for an epoch that can't be restored.
 #[derive(Debug, Error, PartialEq, Eq)]
 #[error("{wanted} is not among the copies kept here, {base} to {committed}")]
-pub struct RestoreError {
+pub struct EpochRestoreError {
     /// The requested epoch.
     pub wanted: Epoch,
     /// The oldest epoch that can be restored.
@@ -67,12 +67,12 @@ pub struct RestoreError {
 }
 
 #[derive(Clone, Debug, PartialEq, Eq, Hash)]
-struct Kept {
+struct StoredEpoch {
     of: u32,
     have: BTreeSet<u32>,
 }
 
-impl Kept {
+impl StoredEpoch {
     fn is_whole(&self) -> bool {
         self.have.len() == self.of as usize
     }
@@ -80,14 +80,14 @@ impl Kept {
 
 /// The epochs of one VM at its backup.
 #[derive(Clone, Debug, PartialEq, Eq, Hash)]
-pub struct Backup {
+pub struct BackupEpochs {
     base: Epoch,
-    kept: BTreeMap<Epoch, Kept>,
+    kept: BTreeMap<Epoch, StoredEpoch>,
     kept_max: u64,
     last: Option<Epoch>,
 }
 
-impl Backup {
+impl BackupEpochs {
     /// A backup that has the VM's memory at the end of `base`, and stores at most `kept_max` epochs
     /// after it.
     pub fn new(base: Epoch, kept_max: u64) -> Self {
@@ -96,71 +96,72 @@ impl Backup {
 
     /// Handles a piece, which has arrived for the first time or again. Unless it is refused, the
     /// caller acknowledges it with [`BackupEpochs::progress`].
-    pub fn arrived(&mut self, piece: Piece) -> Arrival {
-        let Piece { epoch, index, of, last } = piece;
+    pub fn receive_piece(&mut self, piece: EpochPiece) -> PieceArrival {
+        let EpochPiece { epoch, index, of, last } = piece;
         if epoch <= self.base {
-            return Arrival::Known;
+            return PieceArrival::Known;
         }
         if epoch.0 - self.base.0 > self.kept_max || index >= of {
-            return Arrival::Refused;
+            return PieceArrival::Refused;
         }
-        let kept = self.kept.entry(epoch).or_insert_with(|| Kept { of, have: BTreeSet::new() });
+        let kept =
+            self.kept.entry(epoch).or_insert_with(|| StoredEpoch { of, have: BTreeSet::new() });
         if kept.of != of {
-            return Arrival::Refused;
+            return PieceArrival::Refused;
         }
         if last {
             self.last = Some(epoch);
         }
         match kept.have.insert(index) {
-            true => Arrival::Store,
-            false => Arrival::Known,
+            true => PieceArrival::Store,
+            false => PieceArrival::Known,
         }
     }
 
     /// The progress of this backup.
-    pub fn progress(&self) -> Progress {
-        let complete = self.complete();
+    pub fn progress(&self) -> EpochProgress {
+        let complete = self.complete_epoch();
         let committed = match self.last == Some(complete) {
             true => complete,
-            false => complete.before().max(self.base),
+            false => complete.previous().max(self.base),
         };
-        Progress { complete, committed }
+        EpochProgress { complete, committed }
     }
 
     /// The oldest epoch that can be restored.
-    pub fn base(&self) -> Epoch {
+    pub fn base_epoch(&self) -> Epoch {
         self.base
     }
 
     /// Records a global checkpoint that includes this VM at `epoch`: returns the epochs to fold
     /// into the base, in this order.
-    pub fn globally(&mut self, epoch: Epoch) -> Result<Vec<Epoch>, RestoreError> {
+    pub fn fold_up_to(&mut self, epoch: Epoch) -> Result<Vec<Epoch>, EpochRestoreError> {
         if epoch <= self.base {
             return Ok(Vec::new());
         }
-        self.check(epoch)?;
+        self.check_restorable(epoch)?;
         let later = self.kept.split_off(&epoch.next());
         self.base = epoch;
         Ok(std::mem::replace(&mut self.kept, later).into_keys().collect())
     }
 
     /// Restores the VM at the end of `epoch`. No later epoch is retained.
-    pub fn restore(&mut self, epoch: Epoch) -> Result<Restore, RestoreError> {
-        self.check(epoch)?;
-        let fold = self.globally(epoch)?;
+    pub fn restore_to(&mut self, epoch: Epoch) -> Result<RestorePlan, EpochRestoreError> {
+        self.check_restorable(epoch)?;
+        let fold = self.fold_up_to(epoch)?;
         let discard = std::mem::take(&mut self.kept).into_keys().collect();
-        Ok(Restore { fold, discard })
+        Ok(RestorePlan { fold, discard })
     }
 
-    fn check(&self, wanted: Epoch) -> Result<(), RestoreError> {
+    fn check_restorable(&self, wanted: Epoch) -> Result<(), EpochRestoreError> {
         let (base, committed) = (self.base, self.progress().committed);
         match (base..=committed).contains(&wanted) {
             true => Ok(()),
-            false => Err(RestoreError { wanted, base, committed }),
+            false => Err(EpochRestoreError { wanted, base, committed }),
         }
     }
 
-    fn complete(&self) -> Epoch {
+    fn complete_epoch(&self) -> Epoch {
         let mut complete = self.base;
         for (&epoch, kept) in &self.kept {
             if epoch != complete.next() || !kept.is_whole() {

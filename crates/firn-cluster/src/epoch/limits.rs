@@ -6,7 +6,7 @@ use thiserror::Error;
 
 /// The user's limits for the epochs of one VM.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
-pub struct Limits {
+pub struct EpochLimits {
     /// The shortest interval between cuts.
     pub interval_min: Duration,
     /// The longest interval between cuts while the backup keeps up.
@@ -57,9 +57,9 @@ pub enum LimitsError {
     },
 }
 
-impl Limits {
+impl EpochLimits {
     /// Checks that the limits don't contradict each other.
-    pub fn check(&self) -> Result<(), LimitsError> {
+    pub fn check_limits(&self) -> Result<(), LimitsError> {
         let Self { interval_min: min, interval_max: max, error_latency_max: latency, .. } = *self;
         if min.is_zero() || max < min {
             return Err(LimitsError::Interval { min, max });
@@ -86,18 +86,18 @@ impl Limits {
         transfer: Duration,
     ) -> Duration {
         let by_pages = interval.as_nanos() * u128::from(self.pages_per_epoch);
-        let wanted = nanos(by_pages / u128::from(pages.max(1)));
+        let wanted = duration_from_nanos(by_pages / u128::from(pages.max(1)));
         let wanted = wanted.clamp(interval / 2, interval + interval / 4);
         let by_delay = self.output_delay_max.saturating_sub(transfer) / 2;
         wanted.min(by_delay).clamp(self.interval_min, self.interval_max)
     }
 }
 
-fn nanos(nanos: u128) -> Duration {
+fn duration_from_nanos(nanos: u128) -> Duration {
     Duration::from_nanos(u64::try_from(nanos).unwrap_or(u64::MAX))
 }
 
-impl Default for Limits {
+impl Default for EpochLimits {
     fn default() -> Self {
         Self {
             interval_min: Duration::from_millis(50),
@@ -121,18 +121,18 @@ mod tests {
 
     #[test]
     fn limits_that_cannot_be_kept_are_refused() {
-        let good = Limits::default();
-        assert_eq!(good.check(), Ok(()));
-        let refused = |limits: Limits| limits.check().is_err();
-        assert!(refused(Limits { interval_min: Duration::ZERO, ..good }));
-        assert!(refused(Limits { interval_max: MS, ..good }));
-        assert!(refused(Limits { error_latency_max: 51 * MS, ..good }));
-        assert!(refused(Limits { buffer_pages: 10, ..good }));
+        let good = EpochLimits::default();
+        assert_eq!(good.check_limits(), Ok(()));
+        let refused = |limits: EpochLimits| limits.check_limits().is_err();
+        assert!(refused(EpochLimits { interval_min: Duration::ZERO, ..good }));
+        assert!(refused(EpochLimits { interval_max: MS, ..good }));
+        assert!(refused(EpochLimits { error_latency_max: 51 * MS, ..good }));
+        assert!(refused(EpochLimits { buffer_pages: 10, ..good }));
     }
 
     #[test]
     fn many_pages_shorten_the_interval_and_few_lengthen_it() {
-        let limits = Limits { output_delay_max: 5000 * MS, ..Limits::default() };
+        let limits = EpochLimits { output_delay_max: 5000 * MS, ..EpochLimits::default() };
         assert!(limits.next_interval(100 * MS, 8192, MS) < 100 * MS);
         assert!(limits.next_interval(100 * MS, 100, MS) > 100 * MS);
         assert_eq!(limits.next_interval(50 * MS, 1 << 30, MS), 50 * MS);
@@ -141,7 +141,7 @@ mod tests {
 
     #[test]
     fn a_slow_transfer_shortens_the_interval() {
-        let limits = Limits::default();
+        let limits = EpochLimits::default();
         assert_eq!(limits.next_interval(300 * MS, 1, 300 * MS), 100 * MS);
         assert_eq!(limits.next_interval(300 * MS, 1, 3000 * MS), 50 * MS);
     }
@@ -149,7 +149,7 @@ mod tests {
     proptest! {
         #[test]
         fn it_stays_within_the_limits(interval_ms in 50..=500_u32, pages: u64, transfer_ms in 0..9999_u32) {
-            let limits = Limits::default();
+            let limits = EpochLimits::default();
             let next = limits.next_interval(interval_ms * MS, pages, transfer_ms * MS);
             prop_assert!(limits.interval_min <= next && next <= limits.interval_max);
         }

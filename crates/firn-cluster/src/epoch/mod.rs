@@ -41,9 +41,9 @@ mod backup;
 mod limits;
 mod primary;
 
-pub use backup::{Arrival, Backup, Piece, Restore, RestoreError};
-pub use limits::{Limits, LimitsError};
-pub use primary::{Action, Pace, Primary};
+pub use backup::{BackupEpochs, EpochPiece, EpochRestoreError, PieceArrival, RestorePlan};
+pub use limits::{EpochLimits, LimitsError};
+pub use primary::{GuestSpeed, PrimaryAction, PrimaryEpochs};
 
 use serde::{Deserialize, Serialize};
 
@@ -52,7 +52,7 @@ use crate::Epoch;
 /// The progress of a backup. Acknowledgements are cumulative: a later one includes all earlier
 /// ones.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord, Serialize, Deserialize)]
-pub struct Progress {
+pub struct EpochProgress {
     /// The newest epoch that it has completely, with all epochs before.
     pub complete: Epoch,
     /// The newest epoch in the non-volatile copy.

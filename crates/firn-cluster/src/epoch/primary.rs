@@ -13,12 +13,12 @@
 use std::collections::VecDeque;
 use std::time::Duration;
 
-use super::{Limits, Progress};
+use super::{EpochLimits, EpochProgress};
 use crate::Epoch;
 
 /// How fast the VM may run.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
-pub enum Pace {
+pub enum GuestSpeed {
     /// Without a limit.
     Free,
     /// Its vCPUs run only for a part of the time.
@@ -29,7 +29,7 @@ pub enum Pace {
 
 /// An action for the primary's shell.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
-pub enum Action {
+pub enum PrimaryAction {
     /// Pause the VM, copy the pages that the predictor names and the device state, resume it, and
     /// call [`PrimaryEpochs::finish_cut`]. If the buffer has no room for the pages, send them from
     /// within the pause.
@@ -47,11 +47,11 @@ pub enum Action {
     /// All epochs up to this one are in the non-volatile copy.
     Committed(Epoch),
     /// Run the VM at this speed.
-    Pace(Pace),
+    SetSpeed(GuestSpeed),
 }
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
-enum Phase {
+enum EpochPhase {
     /// `due`: the time of the next cut, if there is room.
     Running {
         since: Duration,
@@ -65,7 +65,7 @@ enum Phase {
 
 /// An epoch that is cut and not yet committed.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
-struct Flight {
+struct InFlightEpoch {
     epoch: Epoch,
     pages: u64,
     cut_at: Duration,
@@ -75,91 +75,91 @@ struct Flight {
 
 /// The epochs of one VM at its primary.
 #[derive(Clone, Debug, PartialEq, Eq, Hash)]
-pub struct Primary {
-    limits: Limits,
+pub struct PrimaryEpochs {
+    limits: EpochLimits,
     interval: Duration,
-    phase: Phase,
+    phase: EpochPhase,
     finishing: bool,
     /// The running epoch, or the one that is being cut.
     epoch: Epoch,
     /// The estimated number of pages written in it so far.
     written: u64,
-    flights: VecDeque<Flight>,
+    flights: VecDeque<InFlightEpoch>,
     committed: Epoch,
     transfer: Duration,
-    pace: Pace,
+    pace: GuestSpeed,
 }
 
-impl Primary {
+impl PrimaryEpochs {
     /// A VM that starts from the state at the end of `base`, which its backup has.
-    pub fn new(limits: Limits, base: Epoch, now: Duration) -> Self {
+    pub fn new(limits: EpochLimits, base: Epoch, now: Duration) -> Self {
         Self {
             limits,
             interval: limits.interval_min,
-            phase: Phase::Running { since: now, due: now + limits.interval_min },
+            phase: EpochPhase::Running { since: now, due: now + limits.interval_min },
             finishing: false,
             epoch: base.next(),
             written: 0,
             flights: VecDeque::new(),
             committed: base,
             transfer: Duration::ZERO,
-            pace: Pace::Free,
+            pace: GuestSpeed::Free,
         }
     }
 
     /// The epoch to which frames that leave the VM now belong.
-    pub fn epoch(&self) -> Epoch {
+    pub fn running_epoch(&self) -> Epoch {
         self.epoch
     }
 
     /// The newest epoch that the backup has reported to be in the non-volatile copy.
-    pub fn committed(&self) -> Epoch {
+    pub fn committed_epoch(&self) -> Epoch {
         self.committed
     }
 
     /// The time between cuts, while there is room.
-    pub fn interval(&self) -> Duration {
+    pub fn cut_interval(&self) -> Duration {
         self.interval
     }
 
     /// The time at which the running epoch is to be cut, if there is room.
-    pub fn due(&self) -> Option<Duration> {
+    pub fn next_cut(&self) -> Option<Duration> {
         match self.phase {
-            Phase::Running { due, .. } => Some(due),
-            Phase::Cutting { .. } | Phase::Finished => None,
+            EpochPhase::Running { due, .. } => Some(due),
+            EpochPhase::Cutting { .. } | EpochPhase::Finished => None,
         }
     }
 
     /// The number of pages that the backup does not have yet.
-    pub fn buffered(&self) -> u64 {
+    pub fn buffered_pages(&self) -> u64 {
         self.flights.iter().filter(|flight| !flight.complete).map(|flight| flight.pages).sum()
     }
 
     /// Advances the time. `written` is the number of pages written in this epoch so far, as a scan
     /// reports it.
-    pub fn tick(&mut self, now: Duration, written: u64) -> Vec<Action> {
+    pub fn advance_time(&mut self, now: Duration, written: u64) -> Vec<PrimaryAction> {
         self.written = written;
-        let mut actions = self.resend(now);
-        if let Phase::Running { since, due } = self.phase {
+        let mut actions = self.resend_late(now);
+        if let EpochPhase::Running { since, due } = self.phase {
             if now >= due && self.has_room() {
                 actions.extend(self.begin_cut(due));
             } else {
-                actions.extend(self.set_pace(self.pace_at(now.saturating_sub(since))));
+                actions.extend(self.set_speed(self.speed_at(now.saturating_sub(since))));
             }
         }
         actions
     }
 
     /// Advances the time, while the running epoch must not be cut.
-    pub fn wait(&mut self, now: Duration) -> Vec<Action> {
-        self.resend(now)
+    pub fn advance_without_cut(&mut self, now: Duration) -> Vec<PrimaryAction> {
+        self.resend_late(now)
     }
 
     /// Cuts now, because a frame or request waits for it. An epoch younger than the error latency
     /// is not cut before its interval ends.
-    pub fn cut_now(&mut self, now: Duration) -> Vec<Action> {
+    pub fn request_cut(&mut self, now: Duration) -> Vec<PrimaryAction> {
         match self.phase {
-            Phase::Running { since, .. }
+            EpochPhase::Running { since, .. }
                 if now >= since + self.limits.error_latency_max && self.has_room() =>
             {
                 self.begin_cut(now)
@@ -170,42 +170,52 @@ impl Primary {
 
     /// Cuts a last time and leaves the VM paused: a planned failover, which assumes that no error
     /// is about to be noticed.
-    pub fn finish(&mut self, now: Duration) -> Vec<Action> {
+    pub fn begin_final_cut(&mut self, now: Duration) -> Vec<PrimaryAction> {
         self.finishing = true;
         match self.phase {
-            Phase::Running { .. } => self.begin_cut(now),
-            Phase::Cutting { .. } | Phase::Finished => Vec::new(),
+            EpochPhase::Running { .. } => self.begin_cut(now),
+            EpochPhase::Cutting { .. } | EpochPhase::Finished => Vec::new(),
         }
     }
 
     /// Ends the cut: `pages` pages are in the buffer. The next epoch has begun.
-    pub fn copied(&mut self, now: Duration, pages: u64) -> Vec<Action> {
-        let Phase::Cutting { due } = self.phase else { return Vec::new() };
+    pub fn finish_cut(&mut self, now: Duration, pages: u64) -> Vec<PrimaryAction> {
+        let EpochPhase::Cutting { due } = self.phase else { return Vec::new() };
         let (epoch, last) = (self.epoch, self.finishing);
-        self.flights.push_back(Flight { epoch, pages, cut_at: due, sent_at: now, complete: false });
+        self.flights.push_back(InFlightEpoch {
+            epoch,
+            pages,
+            cut_at: due,
+            sent_at: now,
+            complete: false,
+        });
         self.interval = self.limits.next_interval(self.interval, pages, self.transfer);
         self.epoch = epoch.next();
         self.written = 0;
         self.phase = match last {
-            true => Phase::Finished,
-            false => Phase::Running { since: now, due: self.next_due(due, now) },
+            true => EpochPhase::Finished,
+            false => EpochPhase::Running { since: now, due: self.next_due(due, now) },
         };
-        vec![Action::Send { epoch, last }]
+        vec![PrimaryAction::Send { epoch, last }]
     }
 
     /// Records the progress that the backup reports.
-    pub fn acknowledged(&mut self, now: Duration, progress: Progress) -> Vec<Action> {
+    pub fn record_progress(
+        &mut self,
+        now: Duration,
+        progress: EpochProgress,
+    ) -> Vec<PrimaryAction> {
         let mut actions = Vec::new();
         for flight in self.flights.iter_mut().filter(|flight| flight.epoch <= progress.complete) {
             if !std::mem::replace(&mut flight.complete, true) {
                 self.transfer = now.saturating_sub(flight.cut_at);
-                actions.push(Action::Free(flight.epoch));
+                actions.push(PrimaryAction::Free(flight.epoch));
             }
         }
         if progress.committed > self.committed {
             self.committed = progress.committed;
             self.flights.retain(|flight| flight.epoch > progress.committed);
-            actions.push(Action::Committed(progress.committed));
+            actions.push(PrimaryAction::Committed(progress.committed));
         }
         actions
     }
@@ -218,38 +228,38 @@ impl Primary {
         (due + self.interval).max(now + least)
     }
 
-    fn begin_cut(&mut self, due: Duration) -> Vec<Action> {
-        self.phase = Phase::Cutting { due };
-        let pace = self.set_pace(Pace::Free);
-        pace.into_iter().chain([Action::Cut(self.epoch)]).collect()
+    fn begin_cut(&mut self, due: Duration) -> Vec<PrimaryAction> {
+        self.phase = EpochPhase::Cutting { due };
+        let pace = self.set_speed(GuestSpeed::Free);
+        pace.into_iter().chain([PrimaryAction::Cut(self.epoch)]).collect()
     }
 
     /// Whether the pages that this epoch wrote fit into the buffer beside the pages that wait. An
     /// empty buffer takes any epoch.
     fn has_room(&self) -> bool {
-        let buffered = self.buffered();
+        let buffered = self.buffered_pages();
         buffered == 0 || buffered.saturating_add(self.written) <= self.limits.buffer_pages
     }
 
-    fn pace_at(&self, age: Duration) -> Pace {
+    fn speed_at(&self, age: Duration) -> GuestSpeed {
         if self.has_room() || age < self.interval {
-            return Pace::Free;
+            return GuestSpeed::Free;
         }
         match (self.written >= self.limits.buffer_pages, age >= self.limits.interval_max) {
-            (true, _) => Pace::Stopped,
-            (false, true) => Pace::Slowed,
-            (false, false) => Pace::Free,
+            (true, _) => GuestSpeed::Stopped,
+            (false, true) => GuestSpeed::Slowed,
+            (false, false) => GuestSpeed::Free,
         }
     }
 
-    fn set_pace(&mut self, pace: Pace) -> Option<Action> {
+    fn set_speed(&mut self, pace: GuestSpeed) -> Option<PrimaryAction> {
         let changed = std::mem::replace(&mut self.pace, pace) != pace;
-        changed.then_some(Action::Pace(pace))
+        changed.then_some(PrimaryAction::SetSpeed(pace))
     }
 
-    fn resend(&mut self, now: Duration) -> Vec<Action> {
-        let (after, newest) = (self.limits.resend_after, self.epoch.before());
-        let last = |epoch| self.phase == Phase::Finished && epoch == newest;
+    fn resend_late(&mut self, now: Duration) -> Vec<PrimaryAction> {
+        let (after, newest) = (self.limits.resend_after, self.epoch.previous());
+        let last = |epoch| self.phase == EpochPhase::Finished && epoch == newest;
         let late = self.flights.iter_mut().filter(|flight| {
             // The last epoch is sent until it is committed. For others the acknowledgement of the
             // next one suffices.
@@ -257,7 +267,7 @@ impl Primary {
         });
         late.map(|flight| {
             flight.sent_at = now;
-            Action::Send { epoch: flight.epoch, last: last(flight.epoch) }
+            PrimaryAction::Send { epoch: flight.epoch, last: last(flight.epoch) }
         })
         .collect()
     }

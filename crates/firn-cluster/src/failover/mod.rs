@@ -49,17 +49,17 @@
 //! stops, and doesn't continue from another state. An agent that was restarted is another
 //! [`HostId`](crate::HostId): standbys in its memory are lost.
 
-mod by_hand;
 mod controller;
 mod guard;
 mod lease;
-mod register;
+mod manual;
+mod record;
 
-pub use by_hand::{HandDecision, HandRefusal, by_hand};
-pub use controller::{Controller, Next};
-pub use guard::{Action, Guard};
-pub use lease::{Grants, Lease, Terms};
-pub use register::{Place, Register};
+pub use controller::{ControllerDecision, FailoverController};
+pub use guard::{GuardAction, HostGuard};
+pub use lease::{GrantedLeases, HeldLease, LeaseTerms};
+pub use manual::{ManualDecision, ManualRefusal, decide_manual_failover};
+pub use record::{FailoverRecord, VmPlacement};
 
 #[cfg(test)]
 mod tests;

@@ -27,25 +27,25 @@
 
 use serde::{Deserialize, Serialize};
 
-use crate::switch::Mac;
-use crate::{Generation, Vm};
+use crate::switch::MacAddress;
+use crate::{Generation, VmId};
 
-mod gate;
-mod kept;
+mod nic;
+mod standby_nic;
 pub mod wire;
 
-pub use gate::{Action, EPOCHS_KEPT_MAX, Frame, Member, Times};
-pub use kept::{Kept, OfEpoch};
+pub use nic::{EPOCHS_KEPT_MAX, MemberAction, MemberNic, MemberTimes, StoredFrame};
+pub use standby_nic::{NicEpoch, StandbyNic};
 
 /// The facts that a VM's card needs to be a member.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
-pub struct Membership {
+pub struct ClusterMembership {
     /// The cluster. A VM of another cluster is outside.
     pub cluster: u32,
     /// The VM's number in it.
-    pub own: Vm,
+    pub own: VmId,
     /// The addresses of all its VMs, this one among them.
-    pub members: Vec<(Vm, Mac)>,
+    pub members: Vec<(VmId, MacAddress)>,
     /// The generation that begins.
     pub generation: Generation,
     /// The layout: where the VMs and their backups are.

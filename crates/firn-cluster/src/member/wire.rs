@@ -13,12 +13,12 @@
 //! | 3 | the expected one | the answer, or the report of a missing frame |
 //! | 4 | the newest that is included | the receiver's global checkpoint has it: may be dropped |
 
-use crate::cut::Stamp;
-use crate::switch::{FRAME_BYTES_MAX, Mac};
-use crate::{Generation, RequestNumber, Seq, Vm};
+use crate::cut::FrameStamp;
+use crate::switch::{FRAME_BYTES_MAX, MacAddress};
+use crate::{FrameNumber, Generation, RequestNumber, VmId};
 
 /// The Ethernet type of such frames: the one for experiments, IEEE 802.
-const KIND: [u8; 2] = [0x88, 0xb5];
+const ETHER_TYPE: [u8; 2] = [0x88, 0xb5];
 const VERSION: u8 = 1;
 
 /// The bytes before the frame that is carried.
@@ -29,58 +29,58 @@ pub const CARRIED_BYTES_MAX: usize = FRAME_BYTES_MAX - HEAD_BYTES;
 
 /// The sender and the receiver of a message.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct Ends {
+pub struct MessageEnds {
     /// The cluster.
     pub cluster: u32,
     /// The sender.
-    pub from: (Vm, Mac),
+    pub from: (VmId, MacAddress),
     /// The receiver.
-    pub to: (Vm, Mac),
+    pub to: (VmId, MacAddress),
 }
 
 /// The content of a message.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Says<'a> {
+pub enum MessageContent<'a> {
     /// A frame of the VM.
-    Frame(Seq, &'a [u8]),
+    Frame(FrameNumber, &'a [u8]),
     /// The newest frame that was released; asks for the newest frame that the receiver has.
-    Newest(Seq),
+    Newest(FrameNumber),
     /// The frame that is expected next.
-    Expects(Seq),
+    Expects(FrameNumber),
     /// The arrival of frames up to this one is in a global checkpoint.
-    Included(Seq),
+    Included(FrameNumber),
 }
 
 /// A message between the cards of two members.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct Message<'a> {
+pub struct MemberMessage<'a> {
     /// The sender and the receiver.
-    pub ends: Ends,
+    pub ends: MessageEnds,
     /// The sender's generation and newest mark.
-    pub stamp: Stamp,
+    pub stamp: FrameStamp,
     /// The content.
-    pub says: Says<'a>,
+    pub content: MessageContent<'a>,
 }
 
 /// Whether a frame has the type of member messages, valid or not.
 pub fn is_wrapped(frame: &[u8]) -> bool {
-    frame.get(12..14) == Some(&KIND[..])
+    frame.get(12..14) == Some(&ETHER_TYPE[..])
 }
 
-impl<'a> Message<'a> {
+impl<'a> MemberMessage<'a> {
     /// Encodes the message as a frame. A carried frame has at most [`CARRIED_BYTES_MAX`] bytes.
     pub fn to_frame(&self) -> Vec<u8> {
-        let (kind, seq, carried) = match self.says {
-            Says::Frame(seq, frame) => (1, seq, frame),
-            Says::Newest(seq) => (2, seq, &[][..]),
-            Says::Expects(seq) => (3, seq, &[][..]),
-            Says::Included(seq) => (4, seq, &[][..]),
+        let (kind, seq, carried) = match self.content {
+            MessageContent::Frame(seq, frame) => (1, seq, frame),
+            MessageContent::Newest(seq) => (2, seq, &[][..]),
+            MessageContent::Expects(seq) => (3, seq, &[][..]),
+            MessageContent::Included(seq) => (4, seq, &[][..]),
         };
-        let Ends { cluster, from, to } = self.ends;
-        let Stamp { generation, mark } = self.stamp;
+        let MessageEnds { cluster, from, to } = self.ends;
+        let FrameStamp { generation, mark } = self.stamp;
         let mut frame = Vec::with_capacity(HEAD_BYTES + carried.len());
         frame.extend([to.1.0, from.1.0].concat());
-        frame.extend(KIND);
+        frame.extend(ETHER_TYPE);
         frame.extend([VERSION, kind]);
         frame.extend(cluster.to_be_bytes());
         frame.extend([from.0.0.to_be_bytes(), to.0.0.to_be_bytes()].concat());
@@ -91,31 +91,35 @@ impl<'a> Message<'a> {
     }
 
     /// Decodes a frame; `None` if it is no such message, or truncated.
-    pub fn of(frame: &'a [u8]) -> Option<Self> {
+    pub fn from_frame(frame: &'a [u8]) -> Option<Self> {
         let (head, carried) = frame.split_at_checked(HEAD_BYTES)?;
         let (macs, head) = head.split_at(12);
         let (to, from) = macs.split_at(6);
         let [kind @ .., version, says] = *head.first_chunk::<4>()?;
-        if (kind, version) != (KIND, VERSION) {
+        if (kind, version) != (ETHER_TYPE, VERSION) {
             return None;
         }
         let short = |at: usize| Some(u16::from_be_bytes(*head.get(at..)?.first_chunk()?));
         let word = |at: usize| Some(u32::from_be_bytes(*head.get(at..)?.first_chunk()?));
-        let seq = Seq(u64::from_be_bytes(*head.get(24..)?.first_chunk()?));
+        let seq = FrameNumber(u64::from_be_bytes(*head.get(24..)?.first_chunk()?));
         let says = match (says, carried.is_empty()) {
-            (1, false) => Says::Frame(seq, carried),
-            (2, true) => Says::Newest(seq),
-            (3, true) => Says::Expects(seq),
-            (4, true) => Says::Included(seq),
+            (1, false) => MessageContent::Frame(seq, carried),
+            (2, true) => MessageContent::Newest(seq),
+            (3, true) => MessageContent::Expects(seq),
+            (4, true) => MessageContent::Included(seq),
             _ => return None,
         };
-        let ends = Ends {
+        let ends = MessageEnds {
             cluster: word(4)?,
-            from: (Vm(short(8)?), Mac(*from.first_chunk()?)),
-            to: (Vm(short(10)?), Mac(*to.first_chunk()?)),
+            from: (VmId(short(8)?), MacAddress(*from.first_chunk()?)),
+            to: (VmId(short(10)?), MacAddress(*to.first_chunk()?)),
         };
         let mark = RequestNumber { term: word(16)?, count: word(20)? };
-        Some(Self { ends, stamp: Stamp { generation: Generation(word(12)?), mark }, says })
+        Some(Self {
+            ends,
+            stamp: FrameStamp { generation: Generation(word(12)?), mark },
+            content: says,
+        })
     }
 }
 
@@ -125,22 +129,22 @@ mod tests {
 
     use super::*;
 
-    fn message(numbers: [u32; 4], seq: u64, says: u8, carried: &[u8]) -> Message<'_> {
+    fn message(numbers: [u32; 4], seq: u64, says: u8, carried: &[u8]) -> MemberMessage<'_> {
         let [cluster, generation, term, count] = numbers;
-        let ends = Ends {
+        let ends = MessageEnds {
             cluster,
-            from: (Vm(1), Mac([2, 0, 0, 0, 0, 1])),
-            to: (Vm(0x102), Mac([2, 0, 0, 0, 0, 2])),
+            from: (VmId(1), MacAddress([2, 0, 0, 0, 0, 1])),
+            to: (VmId(0x102), MacAddress([2, 0, 0, 0, 0, 2])),
         };
         let stamp =
-            Stamp { generation: Generation(generation), mark: RequestNumber { term, count } };
+            FrameStamp { generation: Generation(generation), mark: RequestNumber { term, count } };
         let says = match says {
-            0 => Says::Frame(Seq(seq), carried),
-            1 => Says::Newest(Seq(seq)),
-            2 => Says::Expects(Seq(seq)),
-            _ => Says::Included(Seq(seq)),
+            0 => MessageContent::Frame(FrameNumber(seq), carried),
+            1 => MessageContent::Newest(FrameNumber(seq)),
+            2 => MessageContent::Expects(FrameNumber(seq)),
+            _ => MessageContent::Included(FrameNumber(seq)),
         };
-        Message { ends, stamp, says }
+        MemberMessage { ends, stamp, content: says }
     }
 
     #[test]
@@ -163,9 +167,9 @@ mod tests {
             let message = message(numbers, seq, says, &carried);
             let frame = message.to_frame();
             prop_assert!(is_wrapped(&frame));
-            prop_assert_eq!(Message::of(&frame), Some(message));
+            prop_assert_eq!(MemberMessage::from_frame(&frame), Some(message));
             for cut in 0..HEAD_BYTES {
-                prop_assert_eq!(Message::of(&frame[..cut]), None);
+                prop_assert_eq!(MemberMessage::from_frame(&frame[..cut]), None);
             }
         }
 
@@ -174,7 +178,7 @@ mod tests {
             if frame.len() > 16 {
                 frame[12..15].copy_from_slice(&[0x88, 0xb5, 1]);
             }
-            if let Some(message) = Message::of(&frame) {
+            if let Some(message) = MemberMessage::from_frame(&frame) {
                 prop_assert_eq!(message.to_frame(), frame);
             }
         }

@@ -44,8 +44,8 @@
 mod inbox;
 mod outbox;
 
-pub use inbox::{Accept, Inbox};
-pub use outbox::{Flow, Outbox, Sent, To};
+pub use inbox::{FrameInbox, InboxDecision};
+pub use outbox::{FrameDestination, FrameOutbox, InputFlow, SentFrame};
 
 #[cfg(test)]
 mod tests;

@@ -45,7 +45,7 @@ use std::ops::Range;
 mod busy;
 mod set;
 
-use busy::{Busy, Compared};
+use busy::{BusyDetector, ComparedEpoch};
 
 pub use set::PageSet;
 
@@ -66,14 +66,14 @@ pub struct CutPlan {
 
 impl CutPlan {
     /// The number of pages of this epoch, as far as it is known at the cut.
-    pub fn pages(&self) -> usize {
+    pub fn page_count(&self) -> usize {
         self.copy.len() + self.ahead.len()
     }
 }
 
 /// The results of prediction, in pages.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
-pub struct Counts {
+pub struct PredictionCounts {
     /// Writes to hot pages: page faults saved.
     pub predicted: u64,
     /// Writes to protected pages: page faults taken.
@@ -94,44 +94,45 @@ pub struct Predictor {
     /// Pages protected and copied ahead of the next cut.
     ahead: PageSet,
     /// Determines which of the hot pages are tested next.
-    turn: u32,
-    busy: Busy,
+    trial: u32,
+    busy: BusyDetector,
     /// Hot pages of a busy guest that were unchanged in the last epoch, in the last two, and so on.
-    idle: [PageSet; PATIENCE - 1],
-    counts: Counts,
+    idle: [PageSet; IDLE_EPOCHS_MAX - 1],
+    counts: PredictionCounts,
 }
 
 /// Each hot page is tested once in this number of epochs, unless the guest is busy.
-const TURNS: u32 = 4;
+const TRIALS: u32 = 4;
 /// The number of epochs for which a busy guest, or a hot page of one, may be idle.
-const PATIENCE: usize = 4;
+const IDLE_EPOCHS_MAX: usize = 4;
 
 impl Predictor {
     /// A predictor for a VM whose pages are all write-protected. Without prediction no page is
     /// copied ahead, and every written page is protected again at each cut.
     pub fn new(predicts: bool) -> Self {
         let (hot, cooled, ahead) = (PageSet::new(), PageSet::new(), PageSet::new());
-        let (turn, busy, counts) = (0, Busy::new(usize::MAX..usize::MAX), Counts::default());
+        let (trial, busy, counts) =
+            (0, BusyDetector::new(usize::MAX..usize::MAX), PredictionCounts::default());
         let idle = Default::default();
-        Self { predicts, hot, cooled, ahead, turn, busy, idle, counts }
+        Self { predicts, hot, cooled, ahead, trial, busy, idle, counts }
     }
 
     /// Sets the number of pages per epoch that make a guest busy, and the number of copied pages in
     /// its pause at which it is not busy any more. By default no guest is busy.
     #[must_use]
     pub fn with_busy(self, pages: Range<usize>) -> Self {
-        Self { busy: Busy::new(pages), ..self }
+        Self { busy: BusyDetector::new(pages), ..self }
     }
 
     /// Whether pages are copied ahead of the next cut.
     pub fn copies_ahead(&self) -> bool {
-        self.predicts && !self.busy.is()
+        self.predicts && !self.busy.is_busy()
     }
 
     /// Determines, shortly before a cut, which pages to protect and then to copy while the VM runs.
     /// `scanned` are the pages that a scan found written or not protected. It may be called several
     /// times: the newest copy of a page counts.
-    pub fn ahead(&mut self, scanned: &PageSet) -> PageSet {
+    pub fn plan_ahead(&mut self, scanned: &PageSet) -> PageSet {
         if !self.copies_ahead() {
             return PageSet::new();
         }
@@ -144,31 +145,31 @@ impl Predictor {
 
     /// Removes a part of the hot pages, another part each time.
     fn cool_some(&mut self) {
-        let tried: PageSet = self.hot.iter().filter(|page| page.0 % TURNS == self.turn).collect();
+        let tried: PageSet = self.hot.iter().filter(|page| page.0 % TRIALS == self.trial).collect();
         self.hot.subtract(&tried);
         self.cooled.extend_from(&tried);
-        self.turn = (self.turn + 1) % TURNS;
+        self.trial = (self.trial + 1) % TRIALS;
     }
 
     /// Plans a cut while the VM is paused. `scanned` are the pages that a scan found written or not
     /// protected.
-    pub fn cut(&mut self, scanned: &PageSet) -> CutPlan {
+    pub fn plan_cut(&mut self, scanned: &PageSet) -> CutPlan {
         let mut ahead = std::mem::take(&mut self.ahead);
         let mut again = scanned.clone();
         again.intersect(&ahead);
         ahead.subtract(scanned);
         let written = self.surely_written(scanned, &ahead, &again);
-        self.hot.extend_from(&self.staying(scanned, again, &written));
+        self.hot.extend_from(&self.newly_hot(scanned, again, &written));
         self.cooled = PageSet::new();
-        self.busy.cut();
+        self.busy.record_cut();
         let mut protect = scanned.clone();
         protect.subtract(&self.hot);
         CutPlan { copy: scanned.clone(), ahead, written, protect }
     }
 
     /// The pages that are left writable, besides those that are hot already.
-    fn staying(&self, scanned: &PageSet, again: PageSet, written: &PageSet) -> PageSet {
-        if !self.busy.is() {
+    fn newly_hot(&self, scanned: &PageSet, again: PageSet, written: &PageSet) -> PageSet {
+        if !self.busy.is_busy() {
             return again;
         }
         let mut staying = scanned.clone();
@@ -190,10 +191,10 @@ impl Predictor {
 
     /// Gives up a plan that is too large to be stored and compared: all of its pages are protected,
     /// and nothing is predicted about them.
-    pub fn give_up(&mut self, plan: &mut CutPlan) {
+    pub fn give_up_plan(&mut self, plan: &mut CutPlan) {
         plan.protect.clone_from(&plan.copy);
         self.hot = PageSet::new();
-        self.busy.stop();
+        self.busy.end_busy();
     }
 
     /// Records the comparison of the last cut's copies with those before: the pages `same` are
@@ -201,19 +202,19 @@ impl Predictor {
     ///
     /// It may be called at any time until the next cut. A comparison that comes later, or never,
     /// costs a page sent without need.
-    pub fn unchanged(&mut self, plan: &CutPlan, same: &PageSet) {
+    pub fn record_unchanged(&mut self, plan: &CutPlan, same: &PageSet) {
         let mut cooled = same.clone();
         cooled.intersect(&self.hot);
-        if self.busy.is() {
-            cooled = self.out_of_patience(cooled);
+        if self.busy.is_busy() {
+            cooled = self.expire_idle(cooled);
         }
-        let left_writable = plan.pages() - plan.written.len();
+        let left_writable = plan.page_count() - plan.written.len();
         let spared = left_writable.saturating_sub(same.len());
         self.counts.unchanged += same.len() as u64;
         self.counts.predicted += spared as u64;
-        let (copied, written) = (plan.copy.len(), plan.pages().saturating_sub(same.len()));
-        let epoch = Compared { copied, written, spared, same: same.len() };
-        if self.predicts && self.busy.compared(epoch) {
+        let (copied, written) = (plan.copy.len(), plan.page_count().saturating_sub(same.len()));
+        let epoch = ComparedEpoch { copied, written, spared, same: same.len() };
+        if self.predicts && self.busy.record_comparison(epoch) {
             // The next scan finds pages that stay writable, and they are copied once more.
             cooled = self.hot.clone();
         }
@@ -222,7 +223,7 @@ impl Predictor {
     }
 
     /// Records unchanged hot pages of a busy guest. Returns those that were unchanged often enough.
-    fn out_of_patience(&mut self, same: PageSet) -> PageSet {
+    fn expire_idle(&mut self, same: PageSet) -> PageSet {
         self.idle.rotate_right(1);
         let mut oldest = std::mem::take(&mut self.idle[0]);
         oldest.intersect(&same);
@@ -237,12 +238,12 @@ impl Predictor {
     }
 
     /// Pages that are left writable.
-    pub fn hot(&self) -> &PageSet {
+    pub fn hot_pages(&self) -> &PageSet {
         &self.hot
     }
 
     /// The results of prediction so far.
-    pub fn counts(&self) -> Counts {
+    pub fn counts(&self) -> PredictionCounts {
         self.counts
     }
 }

@@ -75,7 +75,7 @@ impl Host {
     }
 
     fn copy_ahead(&mut self, page: u32, value: u8) {
-        let pages = self.predictor.ahead(&self.writable());
+        let pages = self.predictor.plan_ahead(&self.writable());
         if self.protects == Protects::AfterIt {
             self.copy_to_ahead(&pages);
             self.write(page, value);
@@ -97,11 +97,11 @@ impl Host {
 
     fn cut(&mut self) -> bool {
         self.compare();
-        let plan = self.predictor.cut(&self.writable());
+        let plan = self.predictor.plan_cut(&self.writable());
         let mut copies = std::mem::take(&mut self.ahead);
         copies.retain(|&page, _| plan.ahead.contains(page));
         copies.extend(plan.copy.iter().map(|page| (page, self.memory[page.index()])));
-        assert_eq!(copies.len(), plan.pages());
+        assert_eq!(copies.len(), plan.page_count());
         plan.protect.iter().for_each(|page| self.protected[page.index()] = true);
         self.last = Some((plan, copies));
         let sent = self.sent();
@@ -127,7 +127,7 @@ impl Host {
         let Some((plan, copies)) = self.last.take() else { return };
         let same: PageSet =
             copies.keys().copied().filter(|page| !sent.contains_key(page)).collect();
-        self.predictor.unchanged(&plan, &same);
+        self.predictor.record_unchanged(&plan, &same);
         sent.into_iter().for_each(|(page, value)| self.backup[page.index()] = value);
     }
 }
@@ -188,7 +188,7 @@ fn a_page_written_up_to_each_cut_costs_a_fault_in_four() {
             assert!(host.step(&step));
         }
     }
-    let Counts { faulted, predicted, unchanged } = host.predictor.counts();
+    let PredictionCounts { faulted, predicted, unchanged } = host.predictor.counts();
     assert_eq!((faulted, predicted, unchanged), (3, 6, 0));
 }
 
@@ -203,7 +203,7 @@ fn a_page_written_only_early_in_each_epoch_is_hot_for_four() {
         let (plan, _) = host.last.as_ref().unwrap();
         copied_in_pause += u32::from(plan.copy.contains(Page(3)));
     }
-    assert!(copied_in_pause < TURNS && !host.predictor.hot().contains(Page(3)));
+    assert!(copied_in_pause < TRIALS && !host.predictor.hot_pages().contains(Page(3)));
 }
 
 #[test]
@@ -215,7 +215,7 @@ fn what_is_not_written_at_the_end_of_an_epoch_is_not_copied_in_the_pause() {
     let (plan, _) = host.last.as_ref().unwrap();
     let pages = |set: &PageSet| set.iter().collect::<Vec<_>>();
     assert_eq!((pages(&plan.ahead), pages(&plan.copy)), (vec![Page(3)], vec![Page(4)]));
-    assert!(host.protected[3] && host.protected[4] && host.predictor.hot().is_empty());
+    assert!(host.protected[3] && host.protected[4] && host.predictor.hot_pages().is_empty());
 }
 
 #[test]
@@ -226,7 +226,7 @@ fn a_page_no_longer_written_is_protected_again() {
         assert!(host.step(&step));
     }
     assert!(host.step(&Step::Cut));
-    assert!(host.protected[3] && host.predictor.hot().is_empty());
+    assert!(host.protected[3] && host.predictor.hot_pages().is_empty());
 }
 
 #[test]
@@ -235,7 +235,7 @@ fn without_prediction_nothing_stays_writable() {
     for step in [Step::Write(3, 1), Step::Ahead(3, 2), Step::Cut] {
         assert!(host.step(&step));
     }
-    assert!(host.protected[3] && host.predictor.hot().is_empty());
+    assert!(host.protected[3] && host.predictor.hot_pages().is_empty());
 }
 
 fn take(host: &mut Host, steps: &[Step]) {
@@ -252,7 +252,7 @@ fn epoch(pages: u32, value: u8) -> Vec<Step> {
 fn what_a_busy_guest_writes_again_costs_no_fault() {
     let mut host = Host::busy(4..7);
     (1..=6).for_each(|value| take(&mut host, &epoch(5, value)));
-    let Counts { faulted, predicted, unchanged } = host.predictor.counts();
+    let PredictionCounts { faulted, predicted, unchanged } = host.predictor.counts();
     // One is hot from the first epoch on, the others from the second.
     assert_eq!((faulted, predicted, unchanged), (5 + 4, 1 + 4 * 5, 0));
     assert!(host.protected[5] && !host.protected[4] && !host.predictor.copies_ahead());
@@ -262,7 +262,7 @@ fn what_a_busy_guest_writes_again_costs_no_fault() {
 fn what_a_busy_guest_no_longer_writes_is_protected_again() {
     let mut host = Host::busy(4..7);
     (1..=3).for_each(|value| take(&mut host, &epoch(5, value)));
-    let patience = PATIENCE as u8;
+    let patience = IDLE_EPOCHS_MAX as u8;
     for value in 4..4 + patience {
         assert!(!host.protected[4] && !host.predictor.copies_ahead());
         take(&mut host, &epoch(2, value));
@@ -278,7 +278,7 @@ fn what_a_busy_guest_writes_in_each_round_of_a_loop_costs_no_fault() {
     (1..=3).for_each(|value| take(&mut host, &epoch(5, value)));
     let faulted = host.predictor.counts().faulted;
     for round in 2..6 {
-        for value in 0..PATIENCE as u8 {
+        for value in 0..IDLE_EPOCHS_MAX as u8 {
             let pages = if value == 3 { 5 } else { 1 };
             take(&mut host, &epoch(pages, round * 10 + value));
         }
@@ -302,13 +302,13 @@ fn a_guest_that_goes_through_its_memory_is_seldom_copied_in_pauses() {
     for epoch in 0..200 {
         let new: PageSet = (epoch * 100..(epoch + 1) * 100).map(Page).collect();
         writable.extend_from(&new);
-        writable.subtract(&predictor.ahead(&writable));
-        let plan = predictor.cut(&writable);
+        writable.subtract(&predictor.plan_ahead(&writable));
+        let plan = predictor.plan_cut(&writable);
         writable.subtract(&plan.protect);
         copied.push(plan.copy.len());
         let mut same = plan.copy.clone();
         same.subtract(&new);
-        predictor.unchanged(&plan, &same);
+        predictor.record_unchanged(&plan, &same);
     }
     assert!(copied.iter().all(|&pages| pages <= 600), "{copied:?}");
     assert!(copied.iter().sum::<usize>() < 200 * 50, "{copied:?}");

@@ -36,9 +36,9 @@ mod mac;
 mod stream;
 mod table;
 
-pub use mac::{Mac, announcement};
-pub use stream::{Decoder, FRAME_BYTES_MAX, StreamError, head};
-pub use table::{Port, Rules, Side, Switch};
+pub use mac::{MacAddress, announcement_frame};
+pub use stream::{FRAME_BYTES_MAX, FrameDecoder, FrameStreamError, length_prefix};
+pub use table::{PortSide, Switch, SwitchPort, SwitchRules};
 
 #[cfg(test)]
 mod tests;

@@ -10,68 +10,68 @@
 use std::collections::BTreeMap;
 use std::time::Duration;
 
-use super::Mac;
+use super::MacAddress;
 
 /// A port of the switch.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
-pub struct Port(pub u16);
+pub struct SwitchPort(pub u16);
 
 /// The side of a port: what it connects to.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
-pub enum Side {
+pub enum PortSide {
     /// A VM of this host.
-    Near,
+    LocalVm,
     /// The switch of another host, which is linked to those of all others itself.
     Peer,
     /// An outside network, to which the switches of other hosts may be connected as well.
-    World,
+    Outside,
 }
 
 /// The limits of the table.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct Rules {
+pub struct SwitchRules {
     /// An address is forgotten after this time without a frame from it.
     pub age_max: Duration,
     /// The maximum number of addresses known behind one port.
     pub per_port_max: usize,
     /// For this time after a frame from it, an address of the cluster isn't accepted from outside.
-    pub ours_for: Duration,
+    pub cluster_age_max: Duration,
 }
 
-impl Default for Rules {
+impl Default for SwitchRules {
     fn default() -> Self {
         let seconds = Duration::from_secs;
-        Self { age_max: seconds(300), per_port_max: 1024, ours_for: seconds(10) }
+        Self { age_max: seconds(300), per_port_max: 1024, cluster_age_max: seconds(10) }
     }
 }
 
 #[derive(Clone, Copy, Debug)]
-struct Known {
-    port: Port,
+struct KnownAddress {
+    port: SwitchPort,
     seen: Duration,
 }
 
 /// A learning switch. It decides where frames go, and doesn't store any.
 #[derive(Clone, Debug)]
 pub struct Switch {
-    rules: Rules,
-    ports: BTreeMap<Port, Side>,
-    known: BTreeMap<Mac, Known>,
+    rules: SwitchRules,
+    ports: BTreeMap<SwitchPort, PortSide>,
+    known: BTreeMap<MacAddress, KnownAddress>,
 }
 
 impl Switch {
     /// A switch without ports.
-    pub fn new(rules: Rules) -> Self {
+    pub fn new(rules: SwitchRules) -> Self {
         Self { rules, ports: BTreeMap::new(), known: BTreeMap::new() }
     }
 
     /// Connects a port.
-    pub fn plug(&mut self, port: Port, side: Side) {
+    pub fn connect_port(&mut self, port: SwitchPort, side: PortSide) {
         self.ports.insert(port, side);
     }
 
     /// Disconnects a port, and forgets the addresses behind it.
-    pub fn unplug(&mut self, port: Port) {
+    pub fn disconnect_port(&mut self, port: SwitchPort) {
         self.ports.remove(&port);
         self.known.retain(|_, known| known.port != port);
     }
@@ -79,37 +79,45 @@ impl Switch {
     /// Routes a frame that has arrived at a port: returns the ports to which to send it. Never the
     /// one at which it arrived, and never from a port that is not [`PortSide::LocalVm`] to another
     /// such port.
-    pub fn arrived(&mut self, port: Port, frame: &[u8], now: Duration) -> Vec<Port> {
-        let Some((to, from)) = Mac::ends(frame) else { return Vec::new() };
+    pub fn route_frame(
+        &mut self,
+        port: SwitchPort,
+        frame: &[u8],
+        now: Duration,
+    ) -> Vec<SwitchPort> {
+        let Some((to, from)) = MacAddress::frame_addresses(frame) else { return Vec::new() };
         let Some(&side) = self.ports.get(&port) else { return Vec::new() };
-        if from.is_group() || (side == Side::World && self.is_ours(from, now)) {
+        if from.is_group() || (side == PortSide::Outside && self.is_cluster_address(from, now)) {
             return Vec::new();
         }
-        self.learn(from, port, now);
-        let known = self.behind(to, now);
-        let is_meant = |other: &Port| *other != port && known.is_none_or(|known| known == *other);
-        let may_pass = |other: Side| side == Side::Near || other == Side::Near;
-        let passes =
-            |(other, to): (&Port, &Side)| (is_meant(other) && may_pass(*to)).then_some(*other);
+        self.learn_address(from, port, now);
+        let known = self.port_behind(to, now);
+        let is_meant =
+            |other: &SwitchPort| *other != port && known.is_none_or(|known| known == *other);
+        let may_pass = |other: PortSide| side == PortSide::LocalVm || other == PortSide::LocalVm;
+        let passes = |(other, to): (&SwitchPort, &PortSide)| {
+            (is_meant(other) && may_pass(*to)).then_some(*other)
+        };
         self.ports.iter().filter_map(passes).collect()
     }
 
     /// Whether a frame from an address was seen within the cluster just now.
-    fn is_ours(&self, mac: Mac, now: Duration) -> bool {
+    fn is_cluster_address(&self, mac: MacAddress, now: Duration) -> bool {
         self.known.get(&mac).is_some_and(|known| {
-            let is_inside = self.ports.get(&known.port).is_some_and(|side| *side != Side::World);
-            is_inside && now.saturating_sub(known.seen) <= self.rules.ours_for
+            let is_inside =
+                self.ports.get(&known.port).is_some_and(|side| *side != PortSide::Outside);
+            is_inside && now.saturating_sub(known.seen) <= self.rules.cluster_age_max
         })
     }
 
     /// The port behind which an address is, if it is known.
-    pub fn behind(&self, mac: Mac, now: Duration) -> Option<Port> {
+    pub fn port_behind(&self, mac: MacAddress, now: Duration) -> Option<SwitchPort> {
         let known = self.known.get(&mac)?;
         self.is_fresh(known, now).then_some(known.port)
     }
 
     /// Forgets old entries. Not needed for correctness: an old entry isn't used.
-    pub fn age(&mut self, now: Duration) {
+    pub fn expire_old(&mut self, now: Duration) {
         let age_max = self.rules.age_max;
         self.known.retain(|_, known| now.saturating_sub(known.seen) <= age_max);
     }
@@ -124,19 +132,19 @@ impl Switch {
         self.known.is_empty()
     }
 
-    fn is_fresh(&self, known: &Known, now: Duration) -> bool {
+    fn is_fresh(&self, known: &KnownAddress, now: Duration) -> bool {
         now.saturating_sub(known.seen) <= self.rules.age_max
     }
 
-    fn learn(&mut self, mac: Mac, port: Port, now: Duration) {
-        let before = self.known.insert(mac, Known { port, seen: now });
+    fn learn_address(&mut self, mac: MacAddress, port: SwitchPort, now: Duration) {
+        let before = self.known.insert(mac, KnownAddress { port, seen: now });
         if before.is_none_or(|before| before.port != port) {
             self.make_room(port, mac);
         }
     }
 
     /// Forgets the oldest address behind a port that knows too many.
-    fn make_room(&mut self, port: Port, newest: Mac) {
+    fn make_room(&mut self, port: SwitchPort, newest: MacAddress) {
         let here = || self.known.iter().filter(|(_, known)| known.port == port);
         if here().count() <= self.rules.per_port_max {
             return;

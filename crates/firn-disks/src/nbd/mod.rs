@@ -42,4 +42,4 @@ pub mod handshake;
 pub mod request;
 pub mod server;
 
-pub use server::{Exports, Server, ServerError};
+pub use server::{NbdExports, NbdServer, ServerError};

@@ -139,7 +139,7 @@ fn a_request_that_was_not_carried_out_was_not_answered() {
 fn a_successor_waits_for_the_file_of_a_predecessor_that_lives_and_then_gives_up() {
     let place = Place::raw(BLOCK as u64);
     let _served = place.child(None);
-    let refused = firn_disks::Disk::open(&place.file(), None).err().unwrap();
+    let refused = firn_disks::LoggedDisk::open(&place.file(), None).err().unwrap();
     assert!(refused.to_string().contains("in use"), "{refused}");
     place.io_ok("raw", &["write -P 1 0 4k"]);
 }
@@ -156,7 +156,8 @@ fn a_socket_takes_the_place_of_a_stale_one_and_of_nothing_else() {
     drop(server);
     assert!(!place.socket().exists(), "it goes with the server");
     std::fs::write(place.socket(), "a file of the user").unwrap();
-    let taken = firn_disks::nbd::Server::start(&place.socket(), Default::default()).err().unwrap();
+    let taken =
+        firn_disks::nbd::NbdServer::start(&place.socket(), Default::default()).err().unwrap();
     assert!(taken.to_string().contains("no socket"), "{taken}");
     assert_eq!(std::fs::read(place.socket()).unwrap(), b"a file of the user");
 }

@@ -5,8 +5,8 @@ use std::path::{Path, PathBuf};
 use std::process::{Child, Command, Output, Stdio};
 use std::sync::Arc;
 
-use firn_disks::Disk;
-use firn_disks::nbd::{Exports, Server};
+use firn_disks::LoggedDisk;
+use firn_disks::nbd::{NbdExports, NbdServer};
 use tempfile::TempDir;
 
 /// The environment variable that names the disk that a child serves.
@@ -45,14 +45,14 @@ impl Place {
         self.dir.path().join("nbd")
     }
 
-    pub fn disk(&self) -> Arc<Disk> {
-        Arc::new(Disk::open(&self.file(), self.size).unwrap())
+    pub fn disk(&self) -> Arc<LoggedDisk> {
+        Arc::new(LoggedDisk::open(&self.file(), self.size).unwrap())
     }
 
     /// By this process.
-    pub fn serve(&self, disk: &Arc<Disk>) -> Server {
-        let exports: Exports = [("vda".to_owned(), Arc::clone(disk))].into_iter().collect();
-        Server::start(&self.socket(), exports).unwrap()
+    pub fn serve(&self, disk: &Arc<LoggedDisk>) -> NbdServer {
+        let exports: NbdExports = [("vda".to_owned(), Arc::clone(disk))].into_iter().collect();
+        NbdServer::start(&self.socket(), exports).unwrap()
     }
 
     /// By a child, with a fault armed.
@@ -138,9 +138,9 @@ impl Drop for Served {
 fn child() {
     let Some(dir) = std::env::var_os(CHILD) else { return };
     let dir = Path::new(&dir);
-    let disk = Arc::new(Disk::open(&dir.join("disk"), None).unwrap());
-    let exports: Exports = [("vda".to_owned(), disk)].into_iter().collect();
-    let _server = Server::start(&dir.join("nbd"), exports).unwrap();
+    let disk = Arc::new(LoggedDisk::open(&dir.join("disk"), None).unwrap());
+    let exports: NbdExports = [("vda".to_owned(), disk)].into_iter().collect();
+    let _server = NbdServer::start(&dir.join("nbd"), exports).unwrap();
     println!("\nserving");
     loop {
         std::thread::park();

@@ -6,7 +6,7 @@
 
 use std::collections::BTreeSet;
 
-use firn_vmm::{DevicePath, RunState, Vm};
+use firn_vmm::{DevicePath, QemuVm, RunState};
 use serde::{Deserialize, Serialize};
 
 use super::GuestError;
@@ -41,7 +41,7 @@ impl RunTrouble {
     }
 
     /// A description for the user.
-    pub fn word(self) -> &'static str {
+    pub fn description(self) -> &'static str {
         match self {
             Self::GuestPanicked => "guest panicked",
             Self::InternalError => "internal error of QEMU",
@@ -54,16 +54,16 @@ impl RunTrouble {
 
 /// The last reports of a hypervisor, if there were any.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
-pub struct LastWords {
+pub struct ExitReport {
     /// Why it shuts down, as QEMU names it (`ShutdownCause`).
     pub shutdown: Option<String>,
     /// Whether the guest panicked.
     pub has_panicked: bool,
 }
 
-impl LastWords {
+impl ExitReport {
     /// Reads the remaining events of a connection that may be closed.
-    pub(super) fn read(vm: &mut Vm) -> Self {
+    pub(super) fn read_events(vm: &mut QemuVm) -> Self {
         let qmp = vm.qmp();
         qmp.drain_events();
         let shutdown = qmp.shutdown_cause().map(str::to_owned);
@@ -74,11 +74,11 @@ impl LastWords {
 
 /// The devices of a VM when its protection began.
 #[derive(Debug)]
-pub(super) struct Devices(BTreeSet<DevicePath>);
+pub(super) struct DeviceSet(BTreeSet<DevicePath>);
 
-impl Devices {
+impl DeviceSet {
     /// Lists the devices that the VM has now.
-    pub(super) fn list(vm: &mut Vm) -> Result<Self, GuestError> {
+    pub(super) fn list_devices(vm: &mut QemuVm) -> Result<Self, GuestError> {
         Ok(Self(vm.device_paths()?))
     }
 
@@ -86,8 +86,8 @@ impl Devices {
     ///
     /// # Errors
     /// If a device was added or removed since.
-    pub(super) fn check(&self, vm: &mut Vm) -> Result<(), GuestError> {
-        match change(&self.0, &vm.device_paths()?) {
+    pub(super) fn check_unchanged(&self, vm: &mut QemuVm) -> Result<(), GuestError> {
+        match describe_change(&self.0, &vm.device_paths()?) {
             None => Ok(()),
             Some(change) => Err(GuestError::Devices(change)),
         }
@@ -95,7 +95,7 @@ impl Devices {
 }
 
 /// Describes the difference.
-fn change(before: &BTreeSet<DevicePath>, now: &BTreeSet<DevicePath>) -> Option<String> {
+fn describe_change(before: &BTreeSet<DevicePath>, now: &BTreeSet<DevicePath>) -> Option<String> {
     let list = |devices: Vec<&DevicePath>, verb: &str| {
         let names: Vec<String> = devices.iter().map(ToString::to_string).collect();
         (!names.is_empty()).then(|| format!("{} {verb}", names.join(", ")))
@@ -117,9 +117,12 @@ mod tests {
     #[test]
     fn a_device_that_comes_or_goes_is_named() {
         let before = BTreeSet::from([device("a"), device("b")]);
-        assert_eq!(change(&before, &before), None);
+        assert_eq!(describe_change(&before, &before), None);
         let now = BTreeSet::from([device("b"), device("c")]);
-        assert_eq!(change(&before, &now).unwrap(), "c (edu) was added; a (edu) was removed");
+        assert_eq!(
+            describe_change(&before, &now).unwrap(),
+            "c (edu) was added; a (edu) was removed"
+        );
     }
 
     #[test]

@@ -5,23 +5,27 @@ use std::time::{Duration, Instant};
 use crossbeam_channel::{Receiver, Sender};
 
 use crate::primary_end::PrimaryEnd;
-use crate::sender::{Event, Job};
+use crate::sender::{ConnectionEvent, SendJob};
 
 /// How long the message may take to be sent and acknowledged. A backup that misses it learns of the
 /// end by other means.
-const REPORT_WAIT: Duration = Duration::from_secs(2);
+const REPORT_TIMEOUT: Duration = Duration::from_secs(2);
 
 /// Sends the report, and waits until the backup has acknowledged it, or the connection has ended.
-pub(super) fn report(jobs: &Sender<Job>, events: &Receiver<Event>, end: PrimaryEnd) {
-    let deadline = Instant::now() + REPORT_WAIT;
+pub(super) fn report_end(
+    jobs: &Sender<SendJob>,
+    events: &Receiver<ConnectionEvent>,
+    end: PrimaryEnd,
+) {
+    let deadline = Instant::now() + REPORT_TIMEOUT;
     tracing::info!("the backup is informed: {end}");
-    if jobs.send_deadline(Job::PrimaryEnd(end), deadline).is_err() {
+    if jobs.send_deadline(SendJob::PrimaryEnd(end), deadline).is_err() {
         return tracing::warn!("the sender has stopped: the backup is not informed how this ended");
     }
     while let Ok(event) = events.recv_deadline(deadline) {
         match event {
-            Event::EndNoted => return,
-            Event::Lost(error) => {
+            ConnectionEvent::EndNoted => return,
+            ConnectionEvent::Lost(error) => {
                 return tracing::warn!("the backup has not acknowledged how this ended: {error}");
             }
             _ => {}

@@ -5,26 +5,26 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::Duration;
 
 use crossbeam_channel::Receiver;
-use firn_cluster::epoch::{Limits, LimitsError, Progress};
-use firn_cluster::member::OfEpoch;
-use firn_cluster::predict::Counts;
-use firn_cluster::{Epoch, Seq};
+use firn_cluster::epoch::{EpochLimits, EpochProgress, LimitsError};
+use firn_cluster::member::NicEpoch;
+use firn_cluster::predict::PredictionCounts;
+use firn_cluster::{Epoch, FrameNumber};
 use serde::{Deserialize, Serialize};
 
-use crate::guest::{GuestError, LastWords, RunTrouble};
+use crate::guest::{ExitReport, GuestError, RunTrouble};
 use crate::primary_end::PrimaryEnd;
 
 /// The guest time that a page fault takes which only records a write. Copying the page takes a
 /// fifth of that.
-const FAULT: Duration = Duration::from_micros(2);
+const FAULT_TIME: Duration = Duration::from_micros(2);
 /// Faults are avoided if they would take more than one part in this many of an interval.
-const SPARED: u32 = 50;
+const FAULT_SHARE: u32 = 50;
 /// The maximum number of pages copied in a pause to avoid faults: some three milliseconds.
-const SPARED_MAX: usize = 8192;
+const BUSY_PAGES_MAX: usize = 8192;
 
 /// The options of a protection.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
-pub struct Options {
+pub struct EpochOptions {
     /// The time from one cut to the next.
     pub interval: Duration,
     /// Pages that are not expected to be written before the cut are copied ahead of it; others stay
@@ -34,76 +34,76 @@ pub struct Options {
     pub buffer_pages: u64,
 }
 
-impl Default for Options {
+impl Default for EpochOptions {
     fn default() -> Self {
         Self { interval: Duration::from_millis(100), predicts: true, buffer_pages: 32 << 10 }
     }
 }
 
-impl Options {
+impl EpochOptions {
     /// The numbers of pages written in an interval at which avoiding their faults is cheaper for
     /// the guest.
     pub(super) fn busy_pages(&self) -> Range<usize> {
-        let least = self.interval.as_nanos() / u128::from(SPARED) / FAULT.as_nanos();
-        usize::try_from(least).unwrap_or(usize::MAX)..SPARED_MAX
+        let least = self.interval.as_nanos() / u128::from(FAULT_SHARE) / FAULT_TIME.as_nanos();
+        usize::try_from(least).unwrap_or(usize::MAX)..BUSY_PAGES_MAX
     }
 
     /// The limits of the epochs. A member may be cut after half an interval, because other members
     /// may have been cut just before.
-    pub(super) fn limits(&self, is_member: bool) -> Result<Limits, LimitsError> {
+    pub(super) fn epoch_limits(&self, is_member: bool) -> Result<EpochLimits, LimitsError> {
         let least = if is_member { self.interval / 2 } else { self.interval };
-        let limits = Limits {
+        let limits = EpochLimits {
             interval_min: self.interval,
             interval_max: self.interval,
             pages_per_epoch: self.buffer_pages.min(4096),
             output_delay_max: Duration::MAX,
-            error_latency_max: least.min(Limits::default().error_latency_max),
+            error_latency_max: least.min(EpochLimits::default().error_latency_max),
             buffer_pages: self.buffer_pages,
             // The stream loses no message unless the connection is lost.
             resend_after: Duration::MAX,
         };
-        limits.check().map(|()| limits)
+        limits.check_limits().map(|()| limits)
     }
 }
 
 /// The request to end a protection.
 #[derive(Debug, Default)]
-pub struct Ending {
-    is_asked: AtomicBool,
+pub struct EndRequest {
+    is_requested: AtomicBool,
     is_release: AtomicBool,
     is_stop: AtomicBool,
 }
 
-impl Ending {
+impl EndRequest {
     /// Ends the protection. The backup retains its state, and may run the VM.
-    pub fn leave(&self) {
-        self.is_asked.store(true, Ordering::Release);
+    pub fn request_end(&self) {
+        self.is_requested.store(true, Ordering::Release);
     }
 
     /// Ends the protection because the user stops the VM. The backup is informed.
-    pub fn stop(&self) {
+    pub fn request_stop(&self) {
         self.is_stop.store(true, Ordering::Release);
-        self.leave();
+        self.request_end();
     }
 
     /// Whether the user stops the VM.
-    pub fn is_stop(&self) -> bool {
+    pub fn is_stop_requested(&self) -> bool {
         self.is_stop.load(Ordering::Acquire)
     }
 
     /// Releases the VM, which continues alone. The backup has to confirm first that it never runs
     /// the VM.
-    pub fn release(&self) {
+    pub fn request_release(&self) {
         self.is_release.store(true, Ordering::Release);
-        self.leave();
+        self.request_end();
     }
 
     /// Whether the end was requested.
-    pub fn is_asked(&self) -> bool {
-        self.is_asked.load(Ordering::Acquire)
+    pub fn is_end_requested(&self) -> bool {
+        self.is_requested.load(Ordering::Acquire)
     }
 
-    pub(super) fn is_release(&self) -> bool {
+    pub(super) fn is_release_requested(&self) -> bool {
         self.is_release.load(Ordering::Acquire)
     }
 }
@@ -135,23 +135,23 @@ pub struct CutNumbers {
 
 /// An observer of a protection, which also has the VM's network card. For a VM outside a cluster, a
 /// function that receives events suffices.
-pub trait Watch {
+pub trait ProtectionObserver {
     /// Receives an event.
-    fn told(&self, told: Told);
+    fn on_event(&self, told: ProtectionEvent);
 
     /// The VM is paused at the end of an epoch: frames that it sends from now on are not part of
     /// the epoch. Returns the state of the network card that belongs to the epoch, for a member of
     /// a cluster. The VM remains paused until this returns.
-    fn still(&self, epoch: Epoch) -> Option<OfEpoch>;
+    fn on_paused(&self, epoch: Epoch) -> Option<NicEpoch>;
 
     /// The newest epoch of a member that belongs to a recorded global checkpoint.
-    fn globally(&self) -> Epoch {
+    fn global_epoch(&self) -> Epoch {
         Epoch(0)
     }
 
     /// The newest frame of a member to the outside that has been sent.
-    fn gone(&self) -> Seq {
-        Seq(0)
+    fn released_up_to(&self) -> FrameNumber {
+        FrameNumber(0)
     }
 
     /// Whether a frame of another member waits for the running epoch to be cut.
@@ -160,36 +160,36 @@ pub trait Watch {
     }
 
     /// Whether to press the guest's power button now. Returns `true` once for each press.
-    fn presses_power_button(&self) -> bool {
+    fn take_power_button_press(&self) -> bool {
         false
     }
 
     /// Describes for the backup how the protection ended: by this error, or without one, and with
     /// the last reports of the hypervisor. `None` if there is nothing to report.
-    fn end(&self, _error: Option<&GuestError>, _words: &LastWords) -> Option<PrimaryEnd> {
+    fn describe_end(&self, _error: Option<&GuestError>, _words: &ExitReport) -> Option<PrimaryEnd> {
         None
     }
 
     /// Wakes the thread that cuts epochs when the state of a member may have changed.
-    fn news(&self) -> Receiver<()> {
+    fn member_events(&self) -> Receiver<()> {
         crossbeam_channel::never()
     }
 }
 
-impl<F: Fn(Told)> Watch for F {
-    fn told(&self, told: Told) {
+impl<F: Fn(ProtectionEvent)> ProtectionObserver for F {
+    fn on_event(&self, told: ProtectionEvent) {
         self(told);
     }
 
-    fn still(&self, epoch: Epoch) -> Option<OfEpoch> {
-        self(Told::Still(epoch));
+    fn on_paused(&self, epoch: Epoch) -> Option<NicEpoch> {
+        self(ProtectionEvent::Paused(epoch));
         None
     }
 }
 
 /// An event of a protection.
 #[derive(Clone, Copy, Debug, PartialEq)]
-pub enum Told {
+pub enum ProtectionEvent {
     /// The number of pages of the seed that were sent.
     Seeding(u64),
     /// The number of bytes of the disks' seed that were sent, and of all bytes.
@@ -197,19 +197,19 @@ pub enum Told {
     /// The VM is about to be stopped. The protection waits until the observer returns.
     Stopping,
     /// The VM is paused at the end of an epoch (see [`ProtectionObserver::on_paused`]).
-    Still(Epoch),
+    Paused(Epoch),
     /// The VM runs again, or was not stopped.
-    GoesOn,
+    Resumed,
     /// An epoch was cut.
     Cut(CutNumbers),
     /// An epoch was sent: its pages, and the bytes sent.
     Sent(Epoch, u64, u64),
     /// The progress of the backup.
-    Progress(Progress),
+    Progress(EpochProgress),
     /// An epoch was committed: a failover would not undo it.
     Committed(Epoch),
     /// The counters of dirty-page prediction.
-    Counts(Counts),
+    Counts(PredictionCounts),
     /// Why the VM does not run, as its hypervisor reports it; `None` if it runs, or its user paused
     /// it.
     Trouble(Option<RunTrouble>),

@@ -23,22 +23,22 @@
 //! break.
 
 mod books;
+mod messages;
 mod serve;
-mod words;
 
 use std::net::SocketAddr;
 
 use anyhow::{Result, ensure};
 use clap::Args;
 
-pub use words::{Known, Question, Reply, Said};
+pub use messages::{AnswerBody, BankReply, BankRequest, TransferLog};
 
 /// The port that a VM listens on.
 pub const PORT: u16 = 7010;
 
 /// Serves a part of the accounts of a bank.
 #[derive(Args, Clone, Debug)]
-pub struct Bank {
+pub struct BankArgs {
     /// The number of this VM, from 0.
     #[arg(long)]
     number: usize,
@@ -54,7 +54,7 @@ pub struct Bank {
 }
 
 /// Serves for ever.
-pub fn run(args: &Bank) -> Result<()> {
+pub fn run(args: &BankArgs) -> Result<()> {
     ensure!(args.number < args.vms.len(), "there is no VM {} of {}", args.number, args.vms.len());
-    serve::serve(args)
+    serve::serve_bank(args)
 }

@@ -14,7 +14,7 @@ use anyhow::{Context as _, Result};
 use serde_json::json;
 
 /// Replies for ever.
-pub(super) fn serve(port: u16) -> Result<()> {
+pub(super) fn serve_counts(port: u16) -> Result<()> {
     let socket = UdpSocket::bind((Ipv4Addr::UNSPECIFIED, port))
         .with_context(|| format!("cannot bind UDP port {port}"))?;
     println!("{}", json!({"ready": true, "port": port}));

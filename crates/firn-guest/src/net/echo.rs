@@ -8,7 +8,7 @@ use anyhow::{Context as _, Result};
 use serde_json::json;
 
 /// Echoes for ever.
-pub(super) fn serve(port: u16) -> Result<()> {
+pub(super) fn serve_echoes(port: u16) -> Result<()> {
     let any = (Ipv4Addr::UNSPECIFIED, port);
     let udp = UdpSocket::bind(any).with_context(|| format!("cannot bind UDP port {port}"))?;
     let tcp = TcpListener::bind(any).with_context(|| format!("cannot bind TCP port {port}"))?;

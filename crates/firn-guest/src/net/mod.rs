@@ -27,11 +27,11 @@ pub const COUNT_PORT: u16 = 7008;
 #[derive(Args, Clone, Debug)]
 pub struct NetDma {
     #[command(subcommand)]
-    role: Role,
+    role: NetRole,
 }
 
 #[derive(Subcommand, Clone, Debug)]
-enum Role {
+enum NetRole {
     /// Echoes all messages, UDP and TCP.
     Echo {
         /// Port to listen on.
@@ -86,11 +86,11 @@ enum Role {
 /// Echoes for ever, or sends to the end. False if an echo was wrong.
 pub fn run(args: &NetDma) -> Result<bool> {
     match &args.role {
-        Role::Echo { port } => echo::serve(*port).map(|()| true),
-        Role::Count { port } => count::serve(*port).map(|()| true),
-        Role::Gossip { to, rate } => gossip::gossip(to.port(), *to, *rate).map(|()| true),
-        Role::Talk { to, bytes, rate } => talk::talk(*to, *bytes, *rate),
-        Role::Send { to, udp, bytes, rate, seconds } => {
+        NetRole::Echo { port } => echo::serve_echoes(*port).map(|()| true),
+        NetRole::Count { port } => count::serve_counts(*port).map(|()| true),
+        NetRole::Gossip { to, rate } => gossip::run_gossip(to.port(), *to, *rate).map(|()| true),
+        NetRole::Talk { to, bytes, rate } => talk::run_talk(*to, *bytes, *rate),
+        NetRole::Send { to, udp, bytes, rate, seconds } => {
             let mut load = load::EchoLoad::new(*to, *udp, *bytes);
             let report = load.run_for(Duration::from_secs_f64(*seconds), *rate);
             println!(

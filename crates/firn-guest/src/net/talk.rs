@@ -11,20 +11,20 @@ use std::time::{Duration, Instant};
 use anyhow::{Context as _, Result};
 use serde_json::json;
 
-use super::load::message;
-use crate::pace::Pace;
+use super::load::build_message;
+use crate::rate_limiter::RateLimiter;
 
 /// The interval between progress lines.
-const TELL_EVERY: Duration = Duration::from_millis(200);
+const PROGRESS_INTERVAL: Duration = Duration::from_millis(200);
 
 /// Exchanges messages until the connection breaks. False if an echo was wrong.
-pub(super) fn talk(to: SocketAddr, bytes: usize, rate: f64) -> Result<bool> {
+pub(super) fn run_talk(to: SocketAddr, bytes: usize, rate: f64) -> Result<bool> {
     let mut stream = TcpStream::connect(to).with_context(|| format!("cannot connect to {to}"))?;
     stream.set_nodelay(true)?;
-    let (mut pace, mut echo) = (Pace::new(rate), vec![0; bytes]);
+    let (mut pace, mut echo) = (RateLimiter::new(rate), vec![0; bytes]);
     let (mut told, mut longest) = (Instant::now(), Duration::ZERO);
     for echoed in 0_u64.. {
-        let (message, since) = (message(echoed, bytes), Instant::now());
+        let (message, since) = (build_message(echoed, bytes), Instant::now());
         stream
             .write_all(&message)
             .and_then(|()| stream.read_exact(&mut echo))
@@ -34,11 +34,11 @@ pub(super) fn talk(to: SocketAddr, bytes: usize, rate: f64) -> Result<bool> {
             return Ok(false);
         }
         longest = longest.max(since.elapsed());
-        if told.elapsed() >= TELL_EVERY {
+        if told.elapsed() >= PROGRESS_INTERVAL {
             println!("{}", json!({ "progress": echoed + 1, "longest_ms": longest.as_millis() }));
             told = Instant::now();
         }
-        pace.wait(1);
+        pace.wait_for(1);
     }
     Ok(true)
 }
@@ -75,8 +75,8 @@ mod tests {
             message[50] ^= 1;
             true
         });
-        assert!(!talk(changed, 100, 0.0).unwrap());
-        let broken = talk(echo(3, |_| false), 100, 0.0).unwrap_err();
+        assert!(!run_talk(changed, 100, 0.0).unwrap());
+        let broken = run_talk(echo(3, |_| false), 100, 0.0).unwrap_err();
         assert!(broken.to_string().contains("broke after 3 echoes"), "{broken}");
     }
 }

@@ -22,14 +22,14 @@ use std::net::SocketAddr;
 use anyhow::Result;
 use clap::Args;
 
-pub use token::Passed;
+pub use token::TokenRecord;
 
 /// The port that a VM listens on.
 pub const PORT: u16 = 7011;
 
 /// Passes a token on, for ever.
 #[derive(Args, Clone, Debug)]
-pub struct Ring {
+pub struct RingArgs {
     /// The number of VMs.
     #[arg(long)]
     vms: u64,
@@ -41,6 +41,6 @@ pub struct Ring {
 }
 
 /// Passes tokens on for ever.
-pub fn run(args: &Ring) -> Result<()> {
-    serve::serve(args)
+pub fn run(args: &RingArgs) -> Result<()> {
+    serve::serve_ring(args)
 }

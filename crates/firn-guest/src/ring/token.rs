@@ -4,7 +4,7 @@ use serde::{Deserialize, Serialize};
 
 /// A VM's record of the token, as it reports it.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
-pub struct Passed {
+pub struct TokenRecord {
     /// The highest number received.
     pub last: u64,
     /// How often the VM has passed the token on.
@@ -16,10 +16,10 @@ pub struct Passed {
     pub broken: u64,
 }
 
-impl Passed {
+impl TokenRecord {
     /// Records a received token. Returns whether to pass it on. The first of a connection may
     /// repeat the last one.
-    pub(super) fn see(&mut self, number: u64, vms: u64, is_first: bool) -> bool {
+    pub(super) fn record_token(&mut self, number: u64, vms: u64, is_first: bool) -> bool {
         if is_first && number == self.last {
             return false;
         }
@@ -41,13 +41,21 @@ mod tests {
 
     #[test]
     fn a_token_comes_back_higher_by_the_number_of_vms() {
-        let mut passed = Passed::default();
-        assert!(passed.see(2, 3, true) && passed.see(5, 3, false) && passed.see(8, 3, true));
+        let mut passed = TokenRecord::default();
+        assert!(
+            passed.record_token(2, 3, true)
+                && passed.record_token(5, 3, false)
+                && passed.record_token(8, 3, true)
+        );
         // Sent again.
-        assert!(!passed.see(8, 3, true));
-        assert_eq!(passed, Passed { last: 8, passed: 3, wrong: 0, broken: 0 });
+        assert!(!passed.record_token(8, 3, true));
+        assert_eq!(passed, TokenRecord { last: 8, passed: 3, wrong: 0, broken: 0 });
         // Twice; lower than before; and one that another VM must have passed on twice.
-        assert!(!passed.see(8, 3, false) && !passed.see(5, 3, true) && passed.see(14, 3, false));
-        assert_eq!(passed, Passed { last: 14, passed: 4, wrong: 3, broken: 0 });
+        assert!(
+            !passed.record_token(8, 3, false)
+                && !passed.record_token(5, 3, true)
+                && passed.record_token(14, 3, false)
+        );
+        assert_eq!(passed, TokenRecord { last: 14, passed: 4, wrong: 3, broken: 0 });
     }
 }

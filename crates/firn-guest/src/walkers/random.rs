@@ -5,14 +5,14 @@ use std::time::Duration;
 use anyhow::{Result, ensure};
 use clap::Args;
 
-use super::Walk;
-use super::path::Path;
-use crate::stamp::Style;
+use super::MemoryWalk;
+use super::path::WalkPath;
+use crate::stamp::StampStyle;
 use crate::threads;
 
 /// Visits random pages of a part of its memory.
 #[derive(Args, Clone, Debug)]
-pub struct Random {
+pub struct RandomArgs {
     /// Threads; one per vCPU unless given.
     #[arg(long)]
     threads: Option<usize>,
@@ -40,15 +40,15 @@ pub struct Random {
 }
 
 /// Walks to the end. False if a page was wrong.
-pub fn run(args: &Random) -> Result<bool> {
+pub fn run(args: &RandomArgs) -> Result<bool> {
     ensure!((1..=100).contains(&args.percent), "percent is 1 to 100");
-    let threads = args.threads.unwrap_or_else(threads::vcpus).max(1);
+    let threads = args.threads.unwrap_or_else(threads::vcpu_count).max(1);
     let pages = (args.mib * 256 / threads).max(1);
-    Walk {
+    MemoryWalk {
         threads,
         pages,
-        style: Style::compressing_to(50, false),
-        path: Path::Random { among: (pages * args.percent / 100).max(1), seed: args.seed },
+        style: StampStyle::compressing_to(50, false),
+        path: WalkPath::Random { among: (pages * args.percent / 100).max(1), seed: args.seed },
         visits: if args.count == 0 { u64::MAX } else { args.count.div_ceil(threads as u64) },
         rate: args.rate,
         work: 1,

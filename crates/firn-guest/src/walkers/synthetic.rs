@@ -10,14 +10,14 @@ use std::time::Duration;
 use anyhow::{Result, ensure};
 use clap::Args;
 
-use super::Walk;
-use super::path::Path;
-use crate::stamp::Style;
+use super::MemoryWalk;
+use super::path::WalkPath;
+use crate::stamp::StampStyle;
 use crate::threads;
 
 /// Walks through a working set spread over memory, one thread per vCPU (Halite, section 8.1).
 #[derive(Args, Clone, Debug)]
-pub struct Synthetic {
+pub struct SyntheticArgs {
     /// Threads; one per vCPU unless given.
     #[arg(long)]
     threads: Option<usize>,
@@ -48,18 +48,18 @@ pub struct Synthetic {
 }
 
 /// Walks to the end. False if a page was wrong.
-pub fn run(args: &Synthetic) -> Result<bool> {
+pub fn run(args: &SyntheticArgs) -> Result<bool> {
     ensure!(
         (1..=args.mib).contains(&args.working_set_mib),
         "the working set is part of the memory"
     );
-    let threads = args.threads.unwrap_or_else(threads::vcpus).max(1);
+    let threads = args.threads.unwrap_or_else(threads::vcpu_count).max(1);
     let used = (args.stride * args.working_set_mib / args.mib).max(1);
-    Walk {
+    MemoryWalk {
         threads,
         pages: args.mib * 256 / threads / args.stride * args.stride,
-        style: Style::compressing_to(args.compresses_to, false),
-        path: Path::Stride { stride: args.stride, used },
+        style: StampStyle::compressing_to(args.compresses_to, false),
+        path: WalkPath::Stride { stride: args.stride, used },
         visits: if args.count == 0 { u64::MAX } else { args.count.div_ceil(threads as u64) },
         rate: args.rate,
         work: args.work,

@@ -26,13 +26,13 @@ use std::time::Duration;
 use anyhow::{Context as _, Result};
 use clap::Args;
 
-use crate::stamp::Style;
+use crate::stamp::StampStyle;
 use crate::threads;
-use region::{Order, Region};
+use region::{WriteOrder, WriterRegion};
 
 /// Writes memory from every vCPU, each its own region, and checks it.
 #[derive(Args, Clone, Debug)]
-pub struct Writers {
+pub struct WritersArgs {
     /// Threads; one per vCPU unless given.
     #[arg(long)]
     threads: Option<usize>,
@@ -49,8 +49,8 @@ pub struct Writers {
     #[arg(long)]
     light: bool,
     /// The order in which pages are written.
-    #[arg(long, value_enum, default_value_t = Order::Sequential)]
-    order: Order,
+    #[arg(long, value_enum, default_value_t = WriteOrder::Sequential)]
+    order: WriteOrder,
     /// Don't check a page before overwriting it.
     #[arg(long)]
     no_check: bool,
@@ -64,7 +64,7 @@ pub struct Writers {
 
 /// Requests that running writers check all their memory.
 #[derive(Args, Clone, Debug)]
-pub struct Verify {
+pub struct VerifyArgs {
     /// The request: verify, status (counts only) or stop.
     #[arg(default_value = "verify", value_parser = ["verify", "status", "stop"])]
     question: String,
@@ -74,9 +74,9 @@ pub struct Verify {
 }
 
 /// Runs the writers to their end. False if a wrong page was found.
-pub fn run(args: &Writers) -> Result<bool> {
-    let style = Style::compressing_to(args.compresses_to, args.light);
-    let count = args.threads.unwrap_or_else(threads::vcpus).max(1);
+pub fn run(args: &WritersArgs) -> Result<bool> {
+    let style = StampStyle::compressing_to(args.compresses_to, args.light);
+    let count = args.threads.unwrap_or_else(threads::vcpu_count).max(1);
     let pages = (args.mib * 256 / count).max(1);
     let stop = Arc::new(AtomicBool::new(false));
     let (filled, all_filled) = mpsc::channel();
@@ -87,37 +87,38 @@ pub fn run(args: &Writers) -> Result<bool> {
         questions.push(ask);
         let (stop, filled, args) = (Arc::clone(&stop), filled.clone(), args.clone());
         writers.push(thread::Builder::new().name(format!("writer {number}")).spawn(move || {
-            threads::pin(number)?;
-            let mut region = Region::new(number as u32, pages, style, args.order, !args.no_check);
+            threads::pin_thread(number)?;
+            let mut region =
+                WriterRegion::new(number as u32, pages, style, args.order, !args.no_check);
             filled.send(()).context("the main thread has ended")?;
-            region.serve(args.rate, &asked, &stop);
-            anyhow::Ok(region.verify())
+            region.run_writer(args.rate, &asked, &stop);
+            anyhow::Ok(region.verify_all())
         })?);
     }
     for _ in 0..count {
         all_filled.recv().context("a writer ended before it began")?;
     }
     println!("{}", serde_json::json!({"ready": true, "threads": count, "pages": pages * count}));
-    let server = socket::Server::start(&args.socket, questions, Arc::clone(&stop))?;
-    until(args.seconds, &stop);
+    let server = socket::WritersServer::start_server(&args.socket, questions, Arc::clone(&stop))?;
+    wait_until_stopped(args.seconds, &stop);
     let regions = writers.into_iter().map(|writer| match writer.join() {
         Ok(region) => region,
         Err(_) => Err(anyhow::anyhow!("a writer panicked")),
     });
-    let report = report::Report::of(regions.collect::<Result<_>>()?);
+    let report = report::WritersReport::from_regions(regions.collect::<Result<_>>()?);
     drop(server);
     println!("{}", serde_json::to_string(&report)?);
     Ok(report.wrong == 0)
 }
 
 /// Sends a request to running writers. False if they found a wrong page.
-pub fn verify(args: &Verify) -> Result<bool> {
-    let report = socket::ask(&args.socket, &args.question)?;
+pub fn run_verify(args: &VerifyArgs) -> Result<bool> {
+    let report = socket::send_request(&args.socket, &args.question)?;
     println!("{}", serde_json::to_string(&report)?);
     Ok(report.wrong == 0)
 }
 
-fn until(seconds: f64, stop: &AtomicBool) {
+fn wait_until_stopped(seconds: f64, stop: &AtomicBool) {
     let mut left = if seconds > 0.0 { seconds } else { f64::INFINITY };
     while left > 0.0 && !stop.load(Ordering::Relaxed) {
         thread::sleep(Duration::from_millis(50));

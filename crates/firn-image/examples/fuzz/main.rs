@@ -17,8 +17,8 @@ use std::time::{Duration, Instant};
 
 use anyhow::{Context, Result, bail};
 use firn_image::{
-    AuxBlock, Codec, Compressed, Draft, FilledBy, Geometry, Image, Organization, Packer, Reorder,
-    Sections, Writer, compress, reorder,
+    AuxBlock, BlockOrganization, Codec, CompressedBlock, FilledBy, Geometry, Image, ImageDraft,
+    ImageSections, ImageWriter, Packer, ReorderOptions, compress_block, reorder_image,
 };
 use firn_types::{Block, BlockSize, GuestPhys, RegionMap, VcpuId};
 use rustix::process::{Resource, Rlimit, setrlimit};
@@ -90,7 +90,7 @@ fn cpu_time() -> Result<Duration> {
 /// A changed image, and whether its checksums were corrected.
 fn mutation(from: &Seed, dice: &mut Dice) -> (Vec<u8>, bool) {
     if dice.one_in(2) {
-        let mut parts = Parts::of(&from.bytes);
+        let mut parts = Parts::from_image(&from.bytes);
         parts.mutate(dice);
         return (parts.join(dice), true);
     }
@@ -106,8 +106,8 @@ fn one_case(path: &Path, from: &Seed, is_sealed: bool, rewrite: bool) -> bool {
     }
     if rewrite {
         let out = path.with_extension("rewritten");
-        rearrange(path, &out, Organization::Access);
-        rearrange(path, &out, Organization::Physical);
+        rearrange(path, &out, BlockOrganization::Access);
+        rearrange(path, &out, BlockOrganization::Physical);
     }
     true
 }
@@ -124,19 +124,28 @@ fn seeds(dir: &Path) -> Result<Vec<Seed>> {
     for (codec, pages) in [("none", 1), ("lz4", 2), ("zstd", 1), ("zlib", 4)] {
         let path = dir.join("seed.firn");
         let (codec, block_size) = (codec.parse()?, BlockSize::new(pages)?);
-        write(&path, codec, Draft::whole(geometry(block_size), Organization::Access))?;
+        write(
+            &path,
+            codec,
+            ImageDraft::whole_image(geometry(block_size), BlockOrganization::Access),
+        )?;
         seeds.push(seed(&path)?);
         // It stays at the path at which the mutated images that build on it search for it.
         let parent = dir.join(format!("parent-{pages}.firn"));
         std::fs::rename(&path, &parent)?;
         let parent = Image::open(&parent)?;
         for (parent, again) in [(None, true), (Some(&parent), false), (Some(&parent), true)] {
-            let whole = Draft::whole(geometry(block_size), Organization::Access);
-            write(&path, codec, Draft { parent, again, ..whole })?;
+            let whole = ImageDraft::whole_image(geometry(block_size), BlockOrganization::Access);
+            write(&path, codec, ImageDraft { parent, allows_again: again, ..whole })?;
             seeds.push(seed(&path)?);
         }
         let other = dir.join("other.firn");
-        reorder(&parent, &Reorder::by(Organization::Random), &other, &|_, _| ())?;
+        reorder_image(
+            &parent,
+            &ReorderOptions::for_organization(BlockOrganization::Random),
+            &other,
+            &|_, _| (),
+        )?;
         seeds.push(seed(&other)?);
     }
     Ok(seeds)
@@ -148,13 +157,13 @@ fn seed(path: &Path) -> Result<Seed> {
 }
 
 fn geometry(block_size: BlockSize) -> Geometry {
-    let total_pages = 40 * block_size.pages() as u32;
+    let total_pages = 40 * block_size.page_count() as u32;
     Geometry { block_size, locality_block_bytes: 16 << 10, total_pages }
 }
 
-fn write(path: &Path, codec: Codec, draft: Draft<'_>) -> Result<()> {
+fn write(path: &Path, codec: Codec, draft: ImageDraft<'_>) -> Result<()> {
     let (geometry, block_size) = (draft.geometry, draft.geometry.block_size);
-    let mut writer = Writer::create(path, &draft)?;
+    let mut writer = ImageWriter::create(path, &draft)?;
     let mut packers = [FilledBy::Vcpu(VcpuId(0)), FilledBy::Sweep]
         .map(|filled_by| Packer::filled_by(geometry, filled_by));
     let some = (0..40u32).filter(|number| number % 5 != 0);
@@ -162,23 +171,23 @@ fn write(path: &Path, codec: Codec, draft: Draft<'_>) -> Result<()> {
         None => (some.collect(), vec![4, 6, 2]),
         Some(_) => (vec![3, 5, 8, 13], vec![8, 3]),
     };
-    for number in some.into_iter().chain(again.into_iter().filter(|_| draft.again)) {
+    for number in some.into_iter().chain(again.into_iter().filter(|_| draft.allows_again)) {
         let word = |at: u32| u64::from(number % 3) * u64::from(at % 50).pow(number % 7 + 1);
-        let words = block_size.bytes() as u32 / 8;
+        let words = block_size.byte_count() as u32 / 8;
         let raw: Vec<u8> = (0..words).flat_map(|at| word(at).to_le_bytes()).collect();
-        match compress(codec, Block(number), &raw) {
-            Compressed::Zero => writer.set_zero(Block(number)),
-            Compressed::Packed(packed) => {
-                if let Some(full) = packers[number as usize % 2].push(packed) {
+        match compress_block(codec, Block(number), &raw) {
+            CompressedBlock::Zero => writer.set_zero(Block(number)),
+            CompressedBlock::Packed(packed) => {
+                if let Some(full) = packers[number as usize % 2].push_block(packed) {
                     writer.append(full)?;
                 }
             }
         }
     }
-    for rest in packers.iter_mut().filter_map(Packer::finish) {
+    for rest in packers.iter_mut().filter_map(Packer::take_filled) {
         writer.append(rest)?;
     }
-    let sections = Sections {
+    let sections = ImageSections {
         meta: serde_json::json!({"name": "fuzz", "list": [1, 2, 3]}),
         regions: RegionMap::lay_out([("ram", geometry.flat_bytes())])?,
         device_state: b"state".repeat(20),

@@ -95,7 +95,7 @@ pub struct Parts {
 
 impl Parts {
     /// Splits a good image.
-    pub fn of(image: &[u8]) -> Self {
+    pub fn from_image(image: &[u8]) -> Self {
         let footer = image[image.len() - FOOTER..].to_vec();
         let count = u32_at(&footer, 12) as usize;
         let entry = |i: usize| &footer[48 + i * 40..][..40];

@@ -5,7 +5,7 @@ use std::fs::File;
 use std::os::unix::fs::FileExt;
 use std::path::{Path, PathBuf};
 
-use firn_image::{Codec, Geometry, Image, ImageError, verify};
+use firn_image::{Codec, Geometry, Image, ImageError, verify_image};
 use firn_types::{Block, BlockSize};
 use proptest::prelude::*;
 
@@ -44,14 +44,14 @@ impl Subject {
             Ok(image) => image,
             Err(error) => return Verdict::NotOpened(error),
         };
-        let (mut stored, mut out) = (Vec::new(), vec![0; image.geometry().block_size.bytes()]);
-        for block in (0..self.model.geometry.blocks()).map(Block) {
+        let (mut stored, mut out) = (Vec::new(), vec![0; image.geometry().block_size.byte_count()]);
+        for block in (0..self.model.geometry.block_count()).map(Block) {
             match image.read_block(block, &mut stored, &mut out) {
                 Ok(_) => assert!(out == self.model.block_bytes(block), "{block} is wrong"),
                 Err(error) => assert_names_the_place(&error, path),
             }
         }
-        match verify(&image, 1, &|_, _| ()).problems.into_iter().next() {
+        match verify_image(&image, 1, &|_, _| ()).problems.into_iter().next() {
             None => Verdict::Clean,
             Some(problem) => Verdict::Problem(problem.to_string()),
         }
@@ -184,7 +184,7 @@ fn an_image_cut_while_open_is_an_error() {
     let (id, entry) = (0..40).find_map(|block| image.entry_of(Block(block))).unwrap();
     let error = image.read_entry(entry, id, &mut Vec::new()).unwrap_err();
     assert_names_the_place(&error, &path);
-    assert!(!verify(&image, 2, &|_, _| ()).is_clean());
+    assert!(!verify_image(&image, 2, &|_, _| ()).is_clean());
 }
 
 proptest! {

@@ -4,7 +4,7 @@
 use std::path::Path;
 use std::process::{Command, ExitStatus};
 
-use firn_image::{Codec, Geometry, Image, remove_partial, verify};
+use firn_image::{Codec, Geometry, Image, remove_partial, verify_image};
 
 use crate::model::Model;
 
@@ -54,7 +54,7 @@ fn child_reads() {
     let error = match Image::open(&path) {
         Err(error) => error.to_string(),
         Ok(image) => {
-            let report = verify(&image, 1, &|_, _| ());
+            let report = verify_image(&image, 1, &|_, _| ());
             report.problems.first().unwrap().to_string()
         }
     };

@@ -21,19 +21,19 @@ use anyhow::{Result, ensure};
 use firn_guest::stamp::mix;
 
 use crate::lab::Lab;
-use client::{Client, Lost};
-use server::{Program, Server, System};
+use client::{CacheClient, LostOperations};
+use server::{CacheStorage, MemcachedProgram, MemcachedServer};
 
 /// How many clients work at once.
 const CLIENTS: u64 = 4;
 /// How long clients work before the kill: the minimum, and the range above it.
-const WORK: (Duration, Duration) = (Duration::from_millis(300), Duration::from_millis(500));
+const WORK_TIME: (Duration, Duration) = (Duration::from_millis(300), Duration::from_millis(500));
 
 /// The result of one system.
-struct Row {
-    system: System,
+struct SystemResult {
+    system: CacheStorage,
     acknowledged: u64,
-    lost: Lost,
+    lost: LostOperations,
     work: Duration,
     /// Times from each start after a kill to the first reply.
     back: Vec<Duration>,
@@ -44,49 +44,59 @@ struct Row {
 /// # Errors
 /// If memcached can't be built or started, or if an acknowledged operation is lost where that must
 /// not happen.
-pub fn run(lab: &Lab, kills: u64) -> Result<()> {
-    let program = Program::build()?;
-    let rows = System::ALL.map(|system| row(lab, &program, system, kills));
+pub fn run_demo(lab: &Lab, kills: u64) -> Result<()> {
+    let program = MemcachedProgram::build_example()?;
+    let rows = CacheStorage::ALL.map(|system| measure_system(lab, &program, system, kills));
     let rows = rows.into_iter().collect::<Result<Vec<_>>>()?;
-    print(&rows, kills);
-    let firn = rows.iter().find(|row| row.system == System::Firn);
+    print_table(&rows, kills);
+    let firn = rows.iter().find(|row| row.system == CacheStorage::Firn);
     let lost = firn.map(|row| row.lost).unwrap_or_default();
-    ensure!(lost == Lost::default(), "acknowledged operations were lost: {lost:?}");
+    ensure!(lost == LostOperations::default(), "acknowledged operations were lost: {lost:?}");
     Ok(())
 }
 
-fn row(lab: &Lab, program: &Program, system: System, kills: u64) -> Result<Row> {
-    lab.say(&format!("{}: is killed {kills} times under load", system.name()));
-    let mut clients: Vec<Client> = (0..CLIENTS).map(Client::new).collect();
-    let mut row = Row {
+fn measure_system(
+    lab: &Lab,
+    program: &MemcachedProgram,
+    system: CacheStorage,
+    kills: u64,
+) -> Result<SystemResult> {
+    lab.log_progress(&format!("{}: is killed {kills} times under load", system.name()));
+    let mut clients: Vec<CacheClient> = (0..CLIENTS).map(CacheClient::new).collect();
+    let mut row = SystemResult {
         system,
         acknowledged: 0,
-        lost: Lost::default(),
+        lost: LostOperations::default(),
         work: Duration::ZERO,
         back: Vec::new(),
     };
-    let mut server = program.start(lab, system)?;
-    server.wait()?;
+    let mut server = program.start_server(lab, system)?;
+    server.wait_for_reply()?;
     for kill in 0..kills {
-        let time = WORK.0 + WORK.1.mul_f64(chance(lab.extent.seed + kill));
-        row.work += work(&mut clients, server, time)?;
-        server = program.start(lab, system)?;
-        row.back.push(server.wait()?);
+        let time = WORK_TIME.0 + WORK_TIME.1.mul_f64(random_fraction(lab.extent.seed + kill));
+        row.work += work_and_kill(&mut clients, server, time)?;
+        server = program.start_server(lab, system)?;
+        row.back.push(server.wait_for_reply()?);
         for client in &mut clients {
-            row.lost += client.look(server.address())?;
+            row.lost += client.count_losses(server.address())?;
         }
     }
-    row.acknowledged = clients.iter().map(Client::acknowledged).sum();
+    row.acknowledged = clients.iter().map(CacheClient::acknowledged).sum();
     Ok(row)
 }
 
 /// Lets the clients work for a time, then kills the server under load. Returns how long they
 /// worked.
-fn work(clients: &mut [Client], server: Server, time: Duration) -> Result<Duration> {
+fn work_and_kill(
+    clients: &mut [CacheClient],
+    server: MemcachedServer,
+    time: Duration,
+) -> Result<Duration> {
     let (since, address): (Instant, SocketAddr) = (Instant::now(), server.address());
     let is_over = &AtomicBool::new(false);
     thread::scope(|scope| {
-        let work = |client| scope.spawn(move || Client::work(client, address, is_over));
+        let work =
+            |client| scope.spawn(move || CacheClient::run_until_killed(client, address, is_over));
         let working: Vec<_> = clients.iter_mut().map(work).collect();
         thread::sleep(time);
         is_over.store(true, Ordering::Release);
@@ -100,11 +110,11 @@ fn work(clients: &mut [Client], server: Server, time: Duration) -> Result<Durati
 }
 
 /// A pseudorandom number from 0 to 1.
-fn chance(seed: u64) -> f64 {
+fn random_fraction(seed: u64) -> f64 {
     (mix(seed) >> 11) as f64 / (1_u64 << 53) as f64
 }
 
-fn print(rows: &[Row], kills: u64) {
+fn print_table(rows: &[SystemResult], kills: u64) {
     println!();
     println!(
         "                             acknowledged   kills       lost   per second   replies again after"
@@ -116,7 +126,7 @@ fn print(rows: &[Row], kills: u64) {
             "{:28} {:12}   {kills:5}   {:8}   {:10.0}   {:14.0} ms",
             row.system.name(),
             row.acknowledged,
-            row.lost.all(),
+            row.lost.total(),
             row.acknowledged as f64 / row.work.as_secs_f64(),
             back.get(back.len() / 2).map_or(f64::NAN, |time| time.as_secs_f64() * 1e3),
         );

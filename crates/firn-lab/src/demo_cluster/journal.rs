@@ -11,22 +11,22 @@ use anyhow::{Context as _, Result, ensure};
 
 /// The journal of one client.
 #[derive(Clone, Debug, Default)]
-pub(super) struct Journal {
+pub(super) struct WriteJournal {
     acknowledged: Vec<u64>,
     unanswered: BTreeSet<u64>,
     next: u64,
 }
 
-impl Journal {
+impl WriteJournal {
     /// The next number to write, which counts as unanswered.
-    pub(super) fn ask(&mut self) -> u64 {
+    pub(super) fn next_number(&mut self) -> u64 {
         self.next += 1;
         self.unanswered.insert(self.next);
         self.next
     }
 
     /// Records that a number was acknowledged.
-    pub(super) fn acknowledge(&mut self, number: u64) {
+    pub(super) fn record_acknowledged(&mut self, number: u64) {
         self.unanswered.remove(&number);
         self.acknowledged.push(number);
     }
@@ -36,7 +36,7 @@ impl Journal {
     }
 
     /// The text that the client appends for a number.
-    pub(super) fn entry(number: u64) -> String {
+    pub(super) fn entry_text(number: u64) -> String {
         let mut text = String::new();
         let _ = write!(text, "{number} ");
         text
@@ -46,7 +46,7 @@ impl Journal {
     ///
     /// # Errors
     /// If something is stored that can't be: twice, in another order, or never requested.
-    pub(super) fn lost(&self, there: &str) -> Result<usize> {
+    pub(super) fn count_lost(&self, there: &str) -> Result<usize> {
         let words = there.split_whitespace();
         let number = |word: &str| word.parse().with_context(|| format!("a torn number: {word:?}"));
         let there: Vec<u64> = words.map(number).collect::<Result<_>>()?;
@@ -67,33 +67,33 @@ mod tests {
     use super::*;
 
     /// 1, 2 and 4 were acknowledged, 3 and 5 were not answered.
-    fn journal() -> Journal {
-        let mut journal = Journal::default();
+    fn journal() -> WriteJournal {
+        let mut journal = WriteJournal::default();
         for number in 1..=5 {
-            assert_eq!(journal.ask(), number);
+            assert_eq!(journal.next_number(), number);
         }
-        [1, 2, 4].into_iter().for_each(|it| journal.acknowledge(it));
+        [1, 2, 4].into_iter().for_each(|it| journal.record_acknowledged(it));
         journal
     }
 
     #[test]
     fn what_was_not_answered_may_be_there_or_not() {
         for there in ["1 2 4 ", "1 2 3 4 5 ", "1 2 4 5 3"] {
-            assert_eq!(journal().lost(there).unwrap(), 0, "{there}");
+            assert_eq!(journal().count_lost(there).unwrap(), 0, "{there}");
         }
     }
 
     #[test]
     fn what_was_acknowledged_is_missed() {
-        assert_eq!(journal().lost("1 2 ").unwrap(), 1);
-        assert_eq!(journal().lost("").unwrap(), 3);
-        assert_eq!(journal().lost("2 3 4").unwrap(), 1);
+        assert_eq!(journal().count_lost("1 2 ").unwrap(), 1);
+        assert_eq!(journal().count_lost("").unwrap(), 3);
+        assert_eq!(journal().count_lost("2 3 4").unwrap(), 1);
     }
 
     #[test]
     fn what_can_not_be_is_an_error() {
         for there in ["1 2 4 4", "1 2 3 3 4", "2 1 4", "1 2 4 6", "1 2 x"] {
-            assert!(journal().lost(there).is_err(), "{there}");
+            assert!(journal().count_lost(there).is_err(), "{there}");
         }
     }
 }

@@ -32,10 +32,10 @@ use std::str::FromStr;
 use serde::{Deserialize, Serialize};
 use thiserror::Error;
 
-pub use cold::{make_cold, warm};
+pub use cold::{make_cold, warm_file};
 pub use device::{BlockDevice, device_of};
-pub use group::Throttle;
-pub use probe::{Achieved, check, probe};
+pub use group::DiskThrottle;
+pub use probe::{ProbeResult, measure_throttle, probe_disk};
 pub use ready::make_cold_when_ready;
 
 /// A disk to imitate.
@@ -54,7 +54,7 @@ pub enum DiskProfile {
 
 /// The limits of a disk, for reads and for writes.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct Limits {
+pub struct DiskLimits {
     /// Operations per second.
     pub iops: u64,
     /// Bytes per second.
@@ -81,8 +81,8 @@ impl DiskProfile {
     }
 
     /// The profile's limits; `None` for no limit.
-    pub fn limits(self) -> Option<Limits> {
-        let limits = |iops, megabytes: u64| Limits { iops, bytes_per_s: megabytes * 1_000_000 };
+    pub fn disk_limits(self) -> Option<DiskLimits> {
+        let limits = |iops, megabytes: u64| DiskLimits { iops, bytes_per_s: megabytes * 1_000_000 };
         match self {
             Self::None => None,
             Self::NetSsd => Some(limits(3000, 125)),
@@ -153,7 +153,7 @@ pub enum ThrottleError {
     Probe(String),
 }
 
-pub(crate) fn at(path: impl Into<PathBuf>) -> impl FnOnce(io::Error) -> ThrottleError {
+pub(crate) fn io_error_at(path: impl Into<PathBuf>) -> impl FnOnce(io::Error) -> ThrottleError {
     let path = path.into();
     move |source| ThrottleError::Io { path, source }
 }
@@ -174,7 +174,8 @@ mod tests {
 
     #[test]
     fn profiles_get_slower() {
-        let iops = |profile: DiskProfile| profile.limits().map_or(u64::MAX, |limits| limits.iops);
+        let iops =
+            |profile: DiskProfile| profile.disk_limits().map_or(u64::MAX, |limits| limits.iops);
         assert!(DiskProfile::ALL.map(iops).is_sorted_by(|faster, slower| faster > slower));
     }
 }

@@ -26,15 +26,15 @@ use std::path::{Path, PathBuf};
 use std::time::Duration;
 
 use anyhow::{Context as _, Result, ensure};
-use firn_image::{Codec, Image, Organization, Reorder, reorder};
-use firn_restore::Mode;
+use firn_image::{BlockOrganization, Codec, Image, ReorderOptions, reorder_image};
+use firn_restore::RestoreMode;
 use firn_types::BlockSize;
 use serde_json::{Value, json};
 
-use crate::disk_profile::{DiskProfile, Throttle, make_cold, warm};
+use crate::disk_profile::{DiskProfile, DiskThrottle, make_cold, warm_file};
 use crate::firn::SaveArgs;
-use crate::guest::{Control, GuestImage, QemuArgs, accel};
-use crate::lab::{Lab, interleaved};
+use crate::guest::{GuestControl, GuestImage, QemuArgs, accel};
+use crate::lab::{Lab, run_interleaved};
 use crate::report::Report;
 use firn_report::plot::BarPlot;
 
@@ -50,7 +50,7 @@ const LIMIT: Duration = Duration::from_secs(1800);
 
 /// The application to run.
 #[derive(Clone, Debug)]
-pub(super) struct Application {
+pub(super) struct ApplicationRun {
     /// The experiment's name.
     pub(super) name: &'static str,
     /// Guest memory.
@@ -70,7 +70,7 @@ pub(super) struct Application {
 
 /// An arrangement of the image, and a mode of restoring it.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-enum System {
+enum ApplicationSystem {
     /// All memory is present before the guest runs.
     Baseline,
     Lazy,
@@ -80,10 +80,14 @@ enum System {
 }
 
 /// The systems whose overhead is measured.
-const COMPARED: [System; 4] =
-    [System::Lazy, System::Physical, System::LocalityUncompressed, System::Locality];
+const COMPARED: [ApplicationSystem; 4] = [
+    ApplicationSystem::Lazy,
+    ApplicationSystem::Physical,
+    ApplicationSystem::LocalityUncompressed,
+    ApplicationSystem::Locality,
+];
 
-impl System {
+impl ApplicationSystem {
     const ALL: [Self; 5] =
         [Self::Baseline, Self::Lazy, Self::Physical, Self::LocalityUncompressed, Self::Locality];
 
@@ -97,182 +101,196 @@ impl System {
         }
     }
 
-    fn mode(self) -> Mode {
+    fn mode(self) -> RestoreMode {
         match self {
-            Self::Baseline => Mode::Eager,
-            Self::Lazy => Mode::Lazy,
-            _ => Mode::Locality,
+            Self::Baseline => RestoreMode::Eager,
+            Self::Lazy => RestoreMode::Lazy,
+            _ => RestoreMode::Locality,
         }
     }
 
     /// The reordering that makes its image out of the checkpoint; `None` for the checkpoint itself.
-    fn arrangement(self) -> Result<Option<Reorder>> {
-        let plain = |by| Reorder { codec: Some(Codec::None), ..Reorder::by(by) };
+    fn arrangement(self) -> Result<Option<ReorderOptions>> {
+        let plain = |by| ReorderOptions {
+            codec: Some(Codec::None),
+            ..ReorderOptions::for_organization(by)
+        };
         Ok(match self {
             Self::Baseline | Self::Locality => None,
             Self::Lazy => {
                 let block_size = Some(BlockSize::new(1)?);
-                Some(Reorder { block_size, ..plain(Organization::Physical) })
+                Some(ReorderOptions { block_size, ..plain(BlockOrganization::Physical) })
             }
-            Self::Physical => Some(plain(Organization::Physical)),
-            Self::LocalityUncompressed => Some(plain(Organization::Access)),
+            Self::Physical => Some(plain(BlockOrganization::Physical)),
+            Self::LocalityUncompressed => Some(plain(BlockOrganization::Access)),
         })
     }
 
-    fn image(self, lab: &Lab) -> PathBuf {
+    fn image_path(self, lab: &Lab) -> PathBuf {
         let made = if self == Self::Baseline { Self::Locality } else { self };
         lab.file(&format!("{}.firn", made.name()))
     }
 }
 
-impl Application {
+impl ApplicationRun {
     /// Runs the experiment: a checkpoint, then rounds of restores.
     pub(super) fn run(&self, lab: &Lab) -> Result<Report> {
         let mut report = lab.vm_report(self.name);
-        let Some(throttle) = lab.disk(PROFILE, &mut report) else {
-            missing(&mut report);
+        let Some(throttle) = lab.throttle_disk(PROFILE, &mut report) else {
+            report_missing(&mut report);
             return Ok(report);
         };
         let agent = lab.file("agent");
-        self.boot(lab, &agent)?;
-        checkpoint(lab, &mut report)?;
-        arrange(lab)?;
-        let mut bench = Bench { lab, agent, throttle, report };
+        self.start_work(lab, &agent)?;
+        take_checkpoint(lab, &mut report)?;
+        arrange_images(lab)?;
+        let mut bench = RestoreBench { lab, agent, throttle, report };
         let rounds = lab.extent.runs(self.quick_rounds, 3);
-        interleaved(rounds, &System::ALL, |round, system| bench.round(round, *system))?;
-        bench.figures();
-        let drawing = bench.drawing(self.figure)?;
-        bench.report.drawing(self.drawing, drawing);
+        run_interleaved(rounds, &ApplicationSystem::ALL, |round, system| {
+            bench.run_round(round, *system)
+        })?;
+        bench.add_overheads();
+        let drawing = bench.overhead_plot(self.figure)?;
+        bench.report.add_drawing(self.drawing, drawing);
         Ok(bench.report)
     }
 
     /// Boots the guest and waits until it is in the middle of its work.
-    fn boot(&self, lab: &Lab, agent: &Path) -> Result<()> {
+    fn start_work(&self, lab: &Lab, agent: &Path) -> Result<()> {
         let image = GuestImage::full()?;
-        let args = QemuArgs::new(&image, accel::decide().accel)
+        let args = QemuArgs::new(&image, accel::choose_accel().accel)
             .memory_mib(self.memory_mib)
             .vcpus(2)
-            .append(&format!("firn.services={}", self.services))
+            .append_kernel_arg(&format!("firn.services={}", self.services))
             .root_in_memory(&image)
-            .console(&lab.file("console"))
-            .agent(agent);
-        lab.firn().run(VM, &args)?;
-        let mut control = Control::connect(agent, BOOT)?;
-        control.spawn(JOB, &["bash", "-c", &self.script])?;
+            .with_console(&lab.file("console"))
+            .with_agent_socket(agent);
+        lab.firn().run_vm(VM, &args)?;
+        let mut control = GuestControl::connect(agent, BOOT)?;
+        control.spawn_job(JOB, &["bash", "-c", &self.script])?;
         control.wait_output(JOB, "middle", LIMIT)?;
-        lab.say("the guest is in the middle of its work");
+        lab.log_progress("the guest is in the middle of its work");
         Ok(())
     }
 }
 
-fn missing(report: &mut Report) {
+fn report_missing(report: &mut Report) {
     for system in COMPARED {
         let key = format!("overhead.{}", system.name());
-        report.missing(key, "needs a disk that can be throttled");
+        report.add_missing(key, "needs a disk that can be throttled");
     }
 }
 
-fn checkpoint(lab: &Lab, report: &mut Report) -> Result<()> {
-    let said = lab.firn().checkpoint(VM, &System::Locality.image(lab), &SaveArgs::default())?;
+fn take_checkpoint(lab: &Lab, report: &mut Report) -> Result<()> {
+    let saved = lab.firn().checkpoint(
+        VM,
+        &ApplicationSystem::Locality.image_path(lab),
+        &SaveArgs::default(),
+    )?;
     lab.firn().stop(VM);
-    lab.say(&format!("checkpointed in {:.1} s", said.took.as_secs_f64()));
-    report.repetition(json!({ "system": "save", "facts": said.facts }));
+    lab.log_progress(&format!("checkpointed in {:.1} s", saved.took.as_secs_f64()));
+    report.add_repetition(json!({ "system": "save", "facts": saved.facts }));
     Ok(())
 }
 
 /// Makes the other images out of the checkpoint.
-fn arrange(lab: &Lab) -> Result<()> {
-    let source = Image::open(&System::Locality.image(lab))?;
+fn arrange_images(lab: &Lab) -> Result<()> {
+    let source = Image::open(&ApplicationSystem::Locality.image_path(lab))?;
     for system in COMPARED {
         if let Some(how) = system.arrangement()? {
-            reorder(&source, &how, &system.image(lab), &|_, _| ())?;
+            reorder_image(&source, &how, &system.image_path(lab), &|_, _| ())?;
         }
     }
-    lab.say("images in all arrangements are ready");
+    lab.log_progress("images in all arrangements are ready");
     Ok(())
 }
 
-struct Bench<'a> {
+struct RestoreBench<'a> {
     lab: &'a Lab,
     agent: PathBuf,
-    throttle: Throttle,
+    throttle: DiskThrottle,
     report: Report,
 }
 
-impl Bench<'_> {
-    fn round(&mut self, round: usize, system: System) -> Result<()> {
-        let image = system.image(self.lab);
+impl RestoreBench<'_> {
+    fn run_round(&mut self, round: usize, system: ApplicationSystem) -> Result<()> {
+        let image = system.image_path(self.lab);
         let (clock_s, restore_ms) = match system {
-            System::Baseline => {
-                warm(&image)?;
-                let none = Throttle::new(DiskProfile::None, self.lab.dir())?;
-                self.restore(&image, system.mode(), &none)?
+            ApplicationSystem::Baseline => {
+                warm_file(&image)?;
+                let none = DiskThrottle::new(DiskProfile::None, self.lab.dir())?;
+                self.restore_and_wait(&image, system.mode(), &none)?
             }
             _ => {
                 make_cold([image.as_path()])?;
-                self.restore(&image, system.mode(), &self.throttle)?
+                self.restore_and_wait(&image, system.mode(), &self.throttle)?
             }
         };
-        self.lab.say(&format!("{}: done at {clock_s:.2} s", system.name()));
-        self.report.repetition(json!({ "system": system.name(), "round": round,
+        self.lab.log_progress(&format!("{}: done at {clock_s:.2} s", system.name()));
+        self.report.add_repetition(json!({ "system": system.name(), "round": round,
             "clock_s": clock_s, "restore_ms": restore_ms }));
         Ok(())
     }
 
     /// Restores with `firn` and waits for the end of the work. Returns the guest's clock then, and
     /// the time of each step of the restore.
-    fn restore(&self, image: &Path, mode: Mode, throttle: &Throttle) -> Result<(f64, Value)> {
+    fn restore_and_wait(
+        &self,
+        image: &Path,
+        mode: RestoreMode,
+        throttle: &DiskThrottle,
+    ) -> Result<(f64, Value)> {
         let firn = self.lab.firn();
-        let said = firn.restore(image, VM, &["--mode", &mode.to_string()], throttle)?;
-        let clock_s = self.wait();
+        let restored = firn.restore(image, VM, &["--mode", &mode.to_string()], throttle)?;
+        let clock_s = self.wait_for_clock();
         firn.stop(VM);
-        Ok((clock_s?, said.facts["timings_ms"].clone()))
+        Ok((clock_s?, restored.facts["timings_ms"].clone()))
     }
 
     /// The guest's clock at the end of its work.
-    fn wait(&self) -> Result<f64> {
-        let ended = Control::connect(&self.agent, BOOT)?.wait(JOB, LIMIT)?;
-        let said =
+    fn wait_for_clock(&self) -> Result<f64> {
+        let ended = GuestControl::connect(&self.agent, BOOT)?.wait_job(JOB, LIMIT)?;
+        let describe =
             || format!("the work ended with {}: {} {}", ended.exit, ended.stdout, ended.stderr);
-        ensure!(ended.exit == 0, said());
-        clock_of(&ended.stdout).with_context(said)
+        ensure!(ended.exit == 0, describe());
+        clock_of(&ended.stdout).with_context(describe)
     }
 
-    fn figures(&mut self) {
-        let clocks = |system: System| clocks(&self.report, system);
-        let baseline = clocks(System::Baseline);
+    fn add_overheads(&mut self) {
+        let clocks = |system: ApplicationSystem| clocks_of(&self.report, system);
+        let baseline = clocks(ApplicationSystem::Baseline);
         let overheads = COMPARED.map(|system| (system, clocks(system)));
-        self.report.sample("baseline_clock_s", baseline);
-        let base_s = self.report.value("baseline_clock_s").unwrap_or(f64::NAN);
+        self.report.add_sample("baseline_clock_s", baseline);
+        let base_s = self.report.figure_value("baseline_clock_s").unwrap_or(f64::NAN);
         for (system, clocks) in overheads {
             let overheads = clocks.into_iter().map(|clock_s| clock_s - base_s);
-            self.report.sample(format!("overhead.{}", system.name()), overheads);
+            self.report.add_sample(format!("overhead.{}", system.name()), overheads);
         }
-        for other in [System::Lazy, System::Physical] {
-            let ratio = self.overhead(System::Locality) / self.overhead(other);
-            self.report.number(format!("overhead.locality_to_{}", other.name()), ratio);
+        for other in [ApplicationSystem::Lazy, ApplicationSystem::Physical] {
+            let ratio = self.overhead_of(ApplicationSystem::Locality) / self.overhead_of(other);
+            self.report.add_number(format!("overhead.locality_to_{}", other.name()), ratio);
         }
     }
 
-    fn overhead(&self, system: System) -> f64 {
-        self.report.value(&format!("overhead.{}", system.name())).unwrap_or(f64::NAN)
+    fn overhead_of(&self, system: ApplicationSystem) -> f64 {
+        self.report.figure_value(&format!("overhead.{}", system.name())).unwrap_or(f64::NAN)
     }
 
-    fn drawing(&self, title: &str) -> Result<String> {
+    fn overhead_plot(&self, title: &str) -> Result<String> {
         let plot = BarPlot {
             title: title.to_owned(),
             y: "seconds longer than with all memory present".into(),
             groups: COMPARED.map(|system| system.name().to_owned()).into(),
             series: vec![(
                 PROFILE.to_string(),
-                COMPARED.map(|system| self.overhead(system)).into(),
+                COMPARED.map(|system| self.overhead_of(system)).into(),
             )],
         };
-        plot.svg().context("the figure")
+        plot.to_svg().context("the figure")
     }
 }
 
-fn clocks(report: &Report, system: System) -> Vec<f64> {
+fn clocks_of(report: &Report, system: ApplicationSystem) -> Vec<f64> {
     let runs = report.repetitions().iter().filter(|run| run["system"] == system.name());
     runs.filter_map(|run| run["clock_s"].as_f64()).collect()
 }
@@ -297,8 +315,8 @@ mod tests {
     fn the_baseline_is_restored_from_the_checkpoint_itself() {
         let report = |system, clock_s| json!({ "system": system, "clock_s": clock_s });
         let mut all = Report::new("x", true);
-        all.repetition(report("lazy", 9.0));
-        all.repetition(report("baseline", 5.0));
-        assert_eq!(clocks(&all, System::Baseline), [5.0]);
+        all.add_repetition(report("lazy", 9.0));
+        all.add_repetition(report("baseline", 5.0));
+        assert_eq!(clocks_of(&all, ApplicationSystem::Baseline), [5.0]);
     }
 }

@@ -16,27 +16,27 @@
 
 use anyhow::Result;
 
-use super::application::Application;
+use super::application::ApplicationRun;
 use crate::lab::Lab;
 use crate::report::Report;
 
 /// How often each of the three runs before the checkpoint, and after it.
 #[derive(Clone, Copy, Debug)]
-struct Scale {
+struct DesktopScale {
     before: u32,
     after: u32,
 }
 
-const QUICK: Scale = Scale { before: 2, after: 2 };
-const FULL: Scale = Scale { before: 2, after: 6 };
+const QUICK: DesktopScale = DesktopScale { before: 2, after: 2 };
+const FULL: DesktopScale = DesktopScale { before: 2, after: 6 };
 
 /// Runs the experiment.
 pub fn run(lab: &Lab) -> Result<Report> {
-    let application = Application {
+    let application = ApplicationRun {
         name: "halite-desktop",
         memory_mib: 1024,
         services: "nginx",
-        script: script(lab.extent.pick(QUICK, FULL)),
+        script: guest_script(lab.extent.pick(QUICK, FULL)),
         quick_rounds: 2,
         figure: "Restore overhead of a desktop mix (Halite, Figure 5)",
         drawing: "halite-figure-5",
@@ -44,7 +44,7 @@ pub fn run(lab: &Lab) -> Result<Report> {
     application.run(lab)
 }
 
-fn script(Scale { before, after }: Scale) -> String {
+fn guest_script(DesktopScale { before, after }: DesktopScale) -> String {
     let rounds = before + after;
     format!("before={before} rounds={rounds}\n{}", include_str!("halite_desktop.sh"))
 }

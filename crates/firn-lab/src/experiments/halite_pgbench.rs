@@ -11,7 +11,7 @@
 
 use anyhow::Result;
 
-use super::application::Application;
+use super::application::ApplicationRun;
 use crate::lab::Lab;
 use crate::report::Report;
 
@@ -23,11 +23,11 @@ const FULL: u32 = 3000;
 
 /// Runs the experiment.
 pub fn run(lab: &Lab) -> Result<Report> {
-    let application = Application {
+    let application = ApplicationRun {
         name: "halite-pgbench",
         memory_mib: 1536,
         services: "postgres",
-        script: script(lab.extent.pick(QUICK, FULL)),
+        script: guest_script(lab.extent.pick(QUICK, FULL)),
         quick_rounds: 1,
         figure: "Restore overhead of pgbench (Halite, Figure 6)",
         drawing: "halite-figure-6",
@@ -35,6 +35,6 @@ pub fn run(lab: &Lab) -> Result<Report> {
     application.run(lab)
 }
 
-fn script(after: u32) -> String {
+fn guest_script(after: u32) -> String {
     format!("before={BEFORE} after={after}\n{}", include_str!("halite_pgbench.sh"))
 }

@@ -200,7 +200,7 @@ impl Experiment {
 }
 
 /// The experiments that the user names: one by its name, or `all`.
-pub fn named(name: &str) -> Result<Vec<Experiment>> {
+pub fn find_experiments(name: &str) -> Result<Vec<Experiment>> {
     let found: Vec<_> =
         ALL.iter().filter(|experiment| name == "all" || experiment.name == name).copied().collect();
     if found.is_empty() {
@@ -217,9 +217,9 @@ mod tests {
     #[test]
     fn names_are_unique_and_found() {
         for experiment in ALL {
-            assert_eq!(named(experiment.name).unwrap().len(), 1);
+            assert_eq!(find_experiments(experiment.name).unwrap().len(), 1);
         }
-        assert_eq!(named("all").unwrap().len(), ALL.len());
-        assert!(named("cold-fusion").is_err());
+        assert_eq!(find_experiments("all").unwrap().len(), ALL.len());
+        assert!(find_experiments("cold-fusion").is_err());
     }
 }

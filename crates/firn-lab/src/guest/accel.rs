@@ -11,10 +11,10 @@ use std::str::FromStr;
 use std::sync::OnceLock;
 use std::time::Duration;
 
-use super::{GuestImage, Machine, QemuArgs};
+use super::{GuestImage, PlainGuest, QemuArgs};
 
 /// How long the small guest may take to boot under KVM.
-pub const TRIAL: Duration = Duration::from_secs(20);
+pub const TRIAL_TIMEOUT: Duration = Duration::from_secs(20);
 /// Environment variable that chooses without a trial: `kvm` or `tcg`.
 pub const VARIABLE: &str = "FIRN_ACCEL";
 
@@ -68,7 +68,7 @@ impl FromStr for Accel {
 
 /// The chosen accelerator and the reason.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub struct Decision {
+pub struct AccelChoice {
     /// The accelerator to use.
     pub accel: Accel,
     /// One line that explains it to the user.
@@ -76,39 +76,39 @@ pub struct Decision {
 }
 
 /// Chooses once per process.
-pub fn decide() -> &'static Decision {
-    static DECISION: OnceLock<Decision> = OnceLock::new();
+pub fn choose_accel() -> &'static AccelChoice {
+    static DECISION: OnceLock<AccelChoice> = OnceLock::new();
     DECISION.get_or_init(|| from_environment().unwrap_or_else(from_trial))
 }
 
-fn from_environment() -> Option<Decision> {
+fn from_environment() -> Option<AccelChoice> {
     let accel = std::env::var(VARIABLE).ok()?.parse().ok()?;
-    Some(Decision { accel, why: format!("{VARIABLE} is set") })
+    Some(AccelChoice { accel, why: format!("{VARIABLE} is set") })
 }
 
-fn from_trial() -> Decision {
+fn from_trial() -> AccelChoice {
     if !std::path::Path::new("/dev/kvm").exists() {
-        return tcg("this host has no /dev/kvm".to_owned());
+        return tcg_because("this host has no /dev/kvm".to_owned());
     }
     match try_kvm() {
-        Ok(took) => Decision {
+        Ok(took) => AccelChoice {
             accel: Accel::Kvm,
             why: format!("a guest booted under KVM in {:.1} s", took.as_secs_f64()),
         },
-        Err(problem) => tcg(format!("KVM cannot run a guest here: {problem}")),
+        Err(problem) => tcg_because(format!("KVM cannot run a guest here: {problem}")),
     }
 }
 
-fn tcg(why: String) -> Decision {
-    Decision { accel: Accel::Tcg, why }
+fn tcg_because(why: String) -> AccelChoice {
+    AccelChoice { accel: Accel::Tcg, why }
 }
 
 /// Boots the small guest under KVM until it is ready.
 fn try_kvm() -> Result<Duration, String> {
     let image = GuestImage::small().map_err(|error| error.to_string())?;
     let args = QemuArgs::new(&image, Accel::Kvm).memory_mib(256).vcpus(1);
-    let mut machine = Machine::start(args).map_err(|error| error.to_string())?;
-    machine.wait_ready(TRIAL).map_err(|error| error.to_string())
+    let mut machine = PlainGuest::start(args).map_err(|error| error.to_string())?;
+    machine.wait_ready(TRIAL_TIMEOUT).map_err(|error| error.to_string())
 }
 
 #[cfg(test)]

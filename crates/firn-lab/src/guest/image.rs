@@ -67,28 +67,28 @@ impl GuestImage {
     /// The small guest: busybox, Redis, Firn's guest programs. If it is not cached, building it
     /// takes seconds.
     pub fn small() -> Result<Self, ImageError> {
-        Self::named("small")
+        Self::find_guest("small")
     }
 
     /// The full guest: PostgreSQL, nginx, a JVM, compilers. If it is not cached, building it takes
     /// minutes.
     pub fn full() -> Result<Self, ImageError> {
-        Self::named("full")
+        Self::find_guest("full")
     }
 
     /// The guest of that name. The script runs once per process and guest.
-    pub fn named(guest: &str) -> Result<Self, ImageError> {
+    pub fn find_guest(guest: &str) -> Result<Self, ImageError> {
         let mut known = KNOWN.lock().unwrap_or_else(PoisonError::into_inner);
         if let Some(image) = known.iter().find(|image| image.name == guest) {
             return Ok(image.clone());
         }
-        let image = Self::in_directory(guest, &build(guest)?)?;
+        let image = Self::in_directory(guest, &run_build_script(guest)?)?;
         known.push(image.clone());
         Ok(image)
     }
 
     /// The guests that this process has requested.
-    pub fn known() -> Vec<Self> {
+    pub fn requested_guests() -> Vec<Self> {
         KNOWN.lock().unwrap_or_else(PoisonError::into_inner).clone()
     }
 
@@ -108,7 +108,7 @@ impl GuestImage {
 
     /// Creates an overlay of the guest's disk at `at`: empty at first, it receives the guest's
     /// writes.
-    pub fn overlay(&self, at: &Path) -> Result<PathBuf, ImageError> {
+    pub fn create_overlay(&self, at: &Path) -> Result<PathBuf, ImageError> {
         let problem = |reason: String| ImageError::Overlay { at: at.to_owned(), reason };
         let disk = self.disk.as_ref().ok_or_else(|| problem("the guest has no disk".to_owned()))?;
         let made = Command::new("qemu-img")
@@ -123,8 +123,8 @@ impl GuestImage {
     }
 }
 
-fn build(guest: &str) -> Result<PathBuf, ImageError> {
-    let script = script();
+fn run_build_script(guest: &str) -> Result<PathBuf, ImageError> {
+    let script = build_script_path();
     if !script.exists() {
         return Err(ImageError::NoScript(script));
     }
@@ -142,7 +142,7 @@ fn build(guest: &str) -> Result<PathBuf, ImageError> {
 }
 
 /// The script of the source tree this was compiled from, unless the environment names another.
-fn script() -> PathBuf {
+fn build_script_path() -> PathBuf {
     std::env::var_os(VARIABLE).map_or_else(
         || Path::new(env!("CARGO_MANIFEST_DIR")).join("../../guests/build"),
         PathBuf::from,
@@ -162,6 +162,6 @@ mod tests {
         std::fs::write(directory.path().join("initrd"), "").unwrap();
         let image = GuestImage::in_directory("small", directory.path()).unwrap();
         assert_eq!(image.disk, None);
-        assert!(image.overlay(Path::new("x")).is_err());
+        assert!(image.create_overlay(Path::new("x")).is_err());
     }
 }

@@ -11,10 +11,10 @@ use tempfile::TempDir;
 use thiserror::Error;
 
 use super::qemu_args::QemuArgs;
-use crate::disk_profile::Throttle;
+use crate::disk_profile::DiskThrottle;
 
 /// What a guest prints on its console once its services answer.
-pub const READY: &str = "firn: ready";
+pub const READY_LINE: &str = "firn: ready";
 
 /// A guest did not start.
 #[derive(Debug, Error)]
@@ -45,7 +45,7 @@ pub enum MachineError {
 
 /// A running QEMU without Firn; dropping it kills the process.
 #[derive(Debug)]
-pub struct Machine {
+pub struct PlainGuest {
     child: Child,
     console: PathBuf,
     log: PathBuf,
@@ -53,27 +53,27 @@ pub struct Machine {
     _directory: TempDir,
 }
 
-impl Machine {
+impl PlainGuest {
     /// Starts QEMU. The console goes to a temporary file unless the arguments name one.
     pub fn start(args: QemuArgs) -> Result<Self, MachineError> {
         let command = Command::new(args.program_name());
-        Self::start_by(command, args)
+        Self::start_command(command, args)
     }
 
     /// Starts QEMU under a disk profile.
-    pub fn start_under(args: QemuArgs, throttle: &Throttle) -> Result<Self, MachineError> {
+    pub fn start_throttled(args: QemuArgs, throttle: &DiskThrottle) -> Result<Self, MachineError> {
         let command = throttle.command(args.program_name());
-        Self::start_by(command, args)
+        Self::start_command(command, args)
     }
 
-    fn start_by(mut command: Command, args: QemuArgs) -> Result<Self, MachineError> {
+    fn start_command(mut command: Command, args: QemuArgs) -> Result<Self, MachineError> {
         let directory = tempfile::tempdir().map_err(MachineError::Directory)?;
         let console = args.console_file().map(Path::to_owned);
         let (args, console) = match console {
             Some(console) => (args, console),
             None => {
                 let console = directory.path().join("console");
-                (args.console(&console), console)
+                (args.with_console(&console), console)
             }
         };
         // The output of an earlier guest would look like this one's.
@@ -97,11 +97,15 @@ impl Machine {
 
     /// Waits until the guest prints that its services answer; returns the time since the start.
     pub fn wait_ready(&mut self, limit: Duration) -> Result<Duration, MachineError> {
-        self.wait_for(READY, limit)
+        self.wait_for_output(READY_LINE, limit)
     }
 
     /// Waits until the guest has written `words` to its console; returns the time since the start.
-    pub fn wait_for(&mut self, words: &str, limit: Duration) -> Result<Duration, MachineError> {
+    pub fn wait_for_output(
+        &mut self,
+        words: &str,
+        limit: Duration,
+    ) -> Result<Duration, MachineError> {
         loop {
             let console = self.console();
             let elapsed = self.started.elapsed();
@@ -127,19 +131,19 @@ impl Machine {
 
     /// Ends QEMU at once.
     pub fn kill(mut self) {
-        self.end();
+        self.kill_and_reap();
     }
 
-    fn end(&mut self) {
+    fn kill_and_reap(&mut self) {
         // It may have ended by itself; either way it is reaped.
         let _ = self.child.kill();
         let _ = self.child.wait();
     }
 }
 
-impl Drop for Machine {
+impl Drop for PlainGuest {
     fn drop(&mut self) {
-        self.end();
+        self.kill_and_reap();
     }
 }
 

@@ -19,10 +19,10 @@ mod qemu_args;
 mod redis;
 mod redis_load;
 
-pub use control::{Control, ControlError, JobState};
+pub use control::{ControlError, GuestControl, JobState};
 pub use image::{GuestImage, ImageError};
-pub use machine::{Machine, MachineError};
+pub use machine::{MachineError, PlainGuest};
 pub use port::free_tcp_port;
-pub use qemu_args::{Disk, HostForward, QemuArgs, default_program, lean};
-pub use redis::{Redis, RedisError};
+pub use qemu_args::{HostForward, QemuArgs, VirtioDisk, default_program, lean_virtio_options};
+pub use redis::{RedisClient, RedisError};
 pub use redis_load::{LoadReport, RedisLoad};

@@ -23,7 +23,7 @@ pub const LEAN_MACHINE: &str = "pc-i440fx-7.2";
 ///   queues that it has.
 /// - Without KVM, the vCPU itself notifies a device: otherwise QEMU removes and recreates each
 ///   queue's event descriptor in each pause, which takes 0.15 ms for nine queues and gains nothing.
-pub fn lean(accel: Accel) -> &'static str {
+pub fn lean_virtio_options(accel: Accel) -> &'static str {
     match accel {
         Accel::Kvm => "disable-modern=on",
         Accel::Tcg => "disable-modern=on,ioeventfd=off",
@@ -61,7 +61,7 @@ impl HostForward {
 
 /// A virtio disk.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub struct Disk {
+pub struct VirtioDisk {
     /// The file.
     pub file: PathBuf,
     /// QEMU's name of its format: `raw`, `qcow2`.
@@ -84,7 +84,7 @@ pub struct QemuArgs {
     append: Vec<String>,
     console: Option<PathBuf>,
     ports: Vec<(&'static str, PathBuf)>,
-    disks: Vec<Disk>,
+    disks: Vec<VirtioDisk>,
     network: Option<Vec<HostForward>>,
     more: Vec<String>,
 }
@@ -116,20 +116,20 @@ impl QemuArgs {
     }
 
     /// Uses another QEMU program.
-    pub fn program(mut self, program: impl Into<OsString>) -> Self {
+    pub fn with_program(mut self, program: impl Into<OsString>) -> Self {
         self.program = program.into();
         self
     }
 
     /// Uses another machine type.
-    pub fn machine(mut self, machine: &str) -> Self {
+    pub fn with_machine(mut self, machine: &str) -> Self {
         machine.clone_into(&mut self.machine);
         self
     }
 
     /// Uses a machine type with few devices, whose state is saved fast.
-    pub fn lean(self) -> Self {
-        self.machine(LEAN_MACHINE)
+    pub fn with_lean_machine(self) -> Self {
+        self.with_machine(LEAN_MACHINE)
     }
 
     /// Sets the size of guest memory.
@@ -155,32 +155,32 @@ impl QemuArgs {
     }
 
     /// Adds a word to the kernel's command line.
-    pub fn append(mut self, word: &str) -> Self {
+    pub fn append_kernel_arg(mut self, word: &str) -> Self {
         self.append.push(word.to_owned());
         self
     }
 
     /// Writes the guest's serial console to a file.
-    pub fn console(mut self, file: &Path) -> Self {
+    pub fn with_console(mut self, file: &Path) -> Self {
         self.console = Some(file.to_owned());
         self
     }
 
     /// Connects the agent's port, which [`super::GuestControl`] uses, to a unix socket that QEMU
     /// creates.
-    pub fn agent(mut self, socket: &Path) -> Self {
+    pub fn with_agent_socket(mut self, socket: &Path) -> Self {
         self.ports.push((AGENT_PORT, socket.to_owned()));
         self
     }
 
     /// Connects the heartbeat port, which a prober reads, to a unix socket that QEMU creates.
-    pub fn heartbeat(mut self, socket: &Path) -> Self {
+    pub fn with_heartbeat_socket(mut self, socket: &Path) -> Self {
         self.ports.push((HEARTBEAT_PORT, socket.to_owned()));
         self
     }
 
     /// Adds a virtio disk; the first is `/dev/vda`.
-    pub fn disk(mut self, disk: Disk) -> Self {
+    pub fn add_disk(mut self, disk: VirtioDisk) -> Self {
         self.disks.push(disk);
         self
     }
@@ -189,7 +189,8 @@ impl QemuArgs {
     /// such a guest needs no copy of a disk, and can be restored any number of times.
     pub fn root_in_memory(self, image: &GuestImage) -> Self {
         let Some(file) = image.disk.clone() else { return self };
-        self.disk(Disk { file, format: "qcow2", read_only: true }).append("firn.root=ram")
+        self.add_disk(VirtioDisk { file, format: "qcow2", read_only: true })
+            .append_kernel_arg("firn.root=ram")
     }
 
     /// The same, read through the page cache: if a disk is read past the page cache, no page is
@@ -198,20 +199,20 @@ impl QemuArgs {
         let Some(file) = &image.disk else { return self };
         let drive = format!(
             "if=none,id=root,file={},format=qcow2,readonly=on,cache=writeback",
-            escaped(file)
+            escape_commas(file)
         );
-        let device = format!("virtio-blk-pci,drive=root,{}", lean(self.accel));
-        self.more(&["-drive", &drive, "-device", &device]).append("firn.root=ram")
+        let device = format!("virtio-blk-pci,drive=root,{}", lean_virtio_options(self.accel));
+        self.add_args(&["-drive", &drive, "-device", &device]).append_kernel_arg("firn.root=ram")
     }
 
     /// Adds a virtio network card on QEMU's user networking. Forwards of several calls add up.
-    pub fn network(mut self, forwards: &[HostForward]) -> Self {
+    pub fn add_network(mut self, forwards: &[HostForward]) -> Self {
         self.network.get_or_insert_default().extend_from_slice(forwards);
         self
     }
 
     /// Adds any other arguments.
-    pub fn more(mut self, args: &[&str]) -> Self {
+    pub fn add_args(mut self, args: &[&str]) -> Self {
         self.more.extend(args.iter().map(|&arg| arg.to_owned()));
         self
     }
@@ -228,8 +229,8 @@ impl QemuArgs {
 
     /// All arguments after the program.
     pub fn args(&self) -> Vec<String> {
-        let mut args = self.base();
-        args.extend(self.serial());
+        let mut args = self.base_args();
+        args.extend(self.serial_args());
         for (number, disk) in self.disks.iter().enumerate() {
             args.extend(disk_args(number, disk));
         }
@@ -240,8 +241,8 @@ impl QemuArgs {
         args
     }
 
-    fn base(&self) -> Vec<String> {
-        words(&[
+    fn base_args(&self) -> Vec<String> {
+        to_strings(&[
             "-nodefaults",
             "-no-user-config",
             "-no-reboot",
@@ -254,7 +255,7 @@ impl QemuArgs {
             "-cpu",
             self.accel.cpu(),
             "-m",
-            &size(self.memory_kib),
+            &format_size(self.memory_kib),
             "-smp",
             &self.vcpus.to_string(),
             "-kernel",
@@ -266,45 +267,46 @@ impl QemuArgs {
         ])
     }
 
-    fn serial(&self) -> Vec<String> {
+    fn serial_args(&self) -> Vec<String> {
         let mut args = Vec::new();
         if let Some(console) = &self.console {
-            let file = format!("file,id=console,path={}", escaped(console));
-            args.extend(words(&["-chardev", &file, "-serial", "chardev:console"]));
+            let file = format!("file,id=console,path={}", escape_commas(console));
+            args.extend(to_strings(&["-chardev", &file, "-serial", "chardev:console"]));
         }
         if !self.ports.is_empty() {
             // By default QEMU creates 31 ports: 64 queues, which it stops and starts in each pause.
             // The first port is a console's.
             let most = self.ports.len() + 1;
-            let lean = lean(self.accel);
+            let lean = lean_virtio_options(self.accel);
             let bus = format!("virtio-serial-pci,id=ports,max_ports={most},{lean}");
-            args.extend(words(&["-device", &bus]));
+            args.extend(to_strings(&["-device", &bus]));
         }
         for (name, socket) in &self.ports {
-            let socket = format!("socket,id={name},path={},server=on,wait=off", escaped(socket));
+            let socket =
+                format!("socket,id={name},path={},server=on,wait=off", escape_commas(socket));
             let port = format!("virtserialport,bus=ports.0,chardev={name},name={name}");
-            args.extend(words(&["-chardev", &socket, "-device", &port]));
+            args.extend(to_strings(&["-chardev", &socket, "-device", &port]));
         }
         args
     }
 }
 
 /// A size in QEMU's notation: in MiB where that is exact.
-fn size(kib: u64) -> String {
+fn format_size(kib: u64) -> String {
     match kib % 1024 {
         0 => format!("{}M", kib / 1024),
         _ => format!("{kib}K"),
     }
 }
 
-fn disk_args(number: usize, disk: &Disk) -> Vec<String> {
+fn disk_args(number: usize, disk: &VirtioDisk) -> Vec<String> {
     let read_only = if disk.read_only { "on" } else { "off" };
     let drive = format!(
         "if=none,id=disk{number},file={},format={},readonly={read_only},cache=none,aio=threads",
-        escaped(&disk.file),
+        escape_commas(&disk.file),
         disk.format
     );
-    words(&["-drive", &drive, "-device", &format!("virtio-blk-pci,drive=disk{number}")])
+    to_strings(&["-drive", &drive, "-device", &format!("virtio-blk-pci,drive=disk{number}")])
 }
 
 fn network_args(forwards: &[HostForward], accel: Accel) -> Vec<String> {
@@ -313,16 +315,16 @@ fn network_args(forwards: &[HostForward], accel: Accel) -> Vec<String> {
         let protocol = if *udp { "udp" } else { "tcp" };
         netdev += &format!(",hostfwd={protocol}:127.0.0.1:{host}-:{guest}");
     }
-    let device = format!("virtio-net-pci,netdev=net,romfile=,{}", lean(accel));
-    words(&["-netdev", &netdev, "-device", &device])
+    let device = format!("virtio-net-pci,netdev=net,romfile=,{}", lean_virtio_options(accel));
+    to_strings(&["-netdev", &netdev, "-device", &device])
 }
 
 /// A path for a comma-separated option: commas are doubled.
-fn escaped(path: &Path) -> String {
+fn escape_commas(path: &Path) -> String {
     path.to_string_lossy().replace(',', ",,")
 }
 
-fn words(words: &[&str]) -> Vec<String> {
+fn to_strings(words: &[&str]) -> Vec<String> {
     words.iter().map(|&word| word.to_owned()).collect()
 }
 
@@ -358,13 +360,13 @@ mod tests {
 
     #[test]
     fn ports_disks_and_forwards() {
-        let disk = Disk { file: "/d,1".into(), format: "qcow2", read_only: true };
+        let disk = VirtioDisk { file: "/d,1".into(), format: "qcow2", read_only: true };
         let args = QemuArgs::new(&image(), Accel::Kvm)
-            .agent(Path::new("/a"))
-            .heartbeat(Path::new("/h"))
-            .disk(disk)
-            .network(&[HostForward::tcp(7000, 6379)])
-            .network(&[HostForward::udp(7001, 7)])
+            .with_agent_socket(Path::new("/a"))
+            .with_heartbeat_socket(Path::new("/h"))
+            .add_disk(disk)
+            .add_network(&[HostForward::tcp(7000, 6379)])
+            .add_network(&[HostForward::udp(7001, 7)])
             .args()
             .join(" ");
         assert_eq!(args.matches("virtio-serial-pci").count(), 1, "{args}");

@@ -4,7 +4,7 @@ use std::io;
 use std::path::PathBuf;
 use std::time::Duration;
 
-use super::{KvmHost, KvmHostError, Payload};
+use super::{GuestPayload, KvmHost, KvmHostError};
 use crate::guest::GuestImage;
 
 /// Runs a command in a machine in which KVM works: Linux under QEMU, which emulates AMD's
@@ -16,7 +16,7 @@ use crate::guest::GuestImage;
 /// Example: firn-lab kvm-host --program target/release/firn -- './firn doctor'
 #[derive(clap::Args, Debug)]
 #[command(verbatim_doc_comment)]
-pub struct Command {
+pub struct KvmHostArgs {
     /// A program of this host to copy into the guest, with the libraries it loads.
     #[arg(long = "program", value_name = "PATH")]
     programs: Vec<PathBuf>,
@@ -38,30 +38,30 @@ pub struct Command {
     command: Vec<String>,
 }
 
-impl Command {
+impl KvmHostArgs {
     /// Runs the command; returns its exit code.
     pub fn run(&self) -> Result<i32, KvmHostError> {
-        let payload = self.payload(&GuestImage::small()?);
+        let payload = self.build_payload(&GuestImage::small()?);
         let limit = Duration::from_secs(self.limit_s);
         let host = match self.newer_kernel {
             true => KvmHost::with_newer_kernel()?,
             false => KvmHost::new()?,
         };
-        host.cpus(self.cpus).run(&payload, limit, &mut io::stdout(), &mut io::stderr())
+        host.with_cpus(self.cpus).run_payload(&payload, limit, &mut io::stdout(), &mut io::stderr())
     }
 
-    fn payload(&self, small: &GuestImage) -> Payload {
-        let mut payload = Payload::new(&self.command.join(" ")).small_guest(small);
+    fn build_payload(&self, small: &GuestImage) -> GuestPayload {
+        let mut payload = GuestPayload::new(&self.command.join(" ")).add_small_guest(small);
         for path in &self.programs {
-            payload = payload.program(&name_of(path), path);
+            payload = payload.add_program(&file_name(path), path);
         }
         for path in &self.files {
-            payload = payload.file(&name_of(path), path);
+            payload = payload.add_file(&file_name(path), path);
         }
         payload
     }
 }
 
-fn name_of(path: &std::path::Path) -> String {
+fn file_name(path: &std::path::Path) -> String {
     path.file_name().unwrap_or_default().to_string_lossy().into_owned()
 }

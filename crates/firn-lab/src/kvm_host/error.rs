@@ -53,7 +53,7 @@ pub enum KvmHostError {
 
 impl KvmHostError {
     /// Adds the failed operation to an I/O error.
-    pub(super) fn file(what: impl Into<String>) -> impl FnOnce(io::Error) -> Self {
+    pub(super) fn file_error(what: impl Into<String>) -> impl FnOnce(io::Error) -> Self {
         let what = what.into();
         move |source| Self::File { what, source }
     }

@@ -25,12 +25,12 @@ use std::io::Write;
 use std::path::PathBuf;
 use std::time::Duration;
 
-pub use command::Command;
+pub use command::KvmHostArgs;
 pub use error::KvmHostError;
-pub use payload::Payload;
+pub use payload::GuestPayload;
 
 use crate::guest::GuestImage;
-use boot::Boot;
+use boot::FirstLevelBoot;
 
 /// A first-level guest that can be started.
 #[derive(Clone, Debug)]
@@ -43,17 +43,17 @@ pub struct KvmHost {
 impl KvmHost {
     /// Builds the guest if it is not cached, which takes half a minute.
     pub fn new() -> Result<Self, KvmHostError> {
-        Self::named("kvm-host")
+        Self::from_guest("kvm-host")
     }
 
     /// Like [`Self::new`], with a kernel that can track the pages that a process writes (Linux
     /// 6.7).
     pub fn with_newer_kernel() -> Result<Self, KvmHostError> {
-        Self::named("kvm-host-backports")
+        Self::from_guest("kvm-host-backports")
     }
 
-    fn named(guest: &str) -> Result<Self, KvmHostError> {
-        let image = GuestImage::named(guest)?;
+    fn from_guest(guest: &str) -> Result<Self, KvmHostError> {
+        let image = GuestImage::find_guest(guest)?;
         let disk = image.kernel.with_file_name("disk.img");
         if disk.exists() {
             Ok(Self { image, disk, cpus: 1 })
@@ -64,7 +64,7 @@ impl KvmHost {
 
     /// The same with this number of processors.
     #[must_use]
-    pub fn cpus(self, cpus: u32) -> Self {
+    pub fn with_cpus(self, cpus: u32) -> Self {
         Self { cpus, ..self }
     }
 
@@ -75,17 +75,17 @@ impl KvmHost {
     /// # Errors
     /// If the guest could not be started, or the command had not ended after `limit`. A command
     /// that fails is no error.
-    pub fn run(
+    pub fn run_payload(
         &self,
-        payload: &Payload,
+        payload: &GuestPayload,
         limit: Duration,
         stdout: &mut (dyn Write + Send),
         stderr: &mut (dyn Write + Send),
     ) -> Result<i32, KvmHostError> {
-        let boot = Boot::new(self)?;
-        let tar = payload.pack(&boot.place("payload.tar"))?;
+        let boot = FirstLevelBoot::new(self)?;
+        let tar = payload.write_tar(&boot.file_path("payload.tar"))?;
         let state = boot.saved_state()?;
-        let mut task = boot.restore(&tar.file, &state)?;
-        task.run(tar.bytes, limit, stdout, stderr)
+        let mut task = boot.restore_guest(&tar.file, &state)?;
+        task.run_command(tar.bytes, limit, stdout, stderr)
     }
 }

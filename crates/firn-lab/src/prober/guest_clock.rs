@@ -34,7 +34,7 @@ const BEATS_MIN: usize = 5;
 
 /// A heartbeat.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-struct Beat {
+struct GuestBeat {
     /// When it came, in the host's time since the clock was started.
     host_ns: u64,
     /// When the guest sent it, by its own clock.
@@ -43,9 +43,9 @@ struct Beat {
     stall_us: u64,
 }
 
-impl Beat {
+impl GuestBeat {
     /// Parses a heartbeat line.
-    fn read(host_ns: u64, line: &str) -> Option<Self> {
+    fn from_line(host_ns: u64, line: &str) -> Option<Self> {
         let numbers: Result<Vec<u64>, _> = line.split(' ').map(str::parse).collect();
         match numbers.ok()?[..] {
             [_, guest_ns, _, stall_us] => Some(Self { host_ns, guest_ns, stall_us }),
@@ -62,7 +62,7 @@ impl Beat {
 #[derive(Debug)]
 pub struct GuestClock {
     started: Instant,
-    beats: Arc<Mutex<Vec<Beat>>>,
+    beats: Arc<Mutex<Vec<GuestBeat>>>,
 }
 
 impl GuestClock {
@@ -74,7 +74,7 @@ impl GuestClock {
         thread::Builder::new().name("guest clock".into()).spawn(move || {
             for line in lines.map_while(Result::ok) {
                 let host_ns = started.elapsed().as_nanos() as u64;
-                let beat = Beat::read(host_ns, &line);
+                let beat = GuestBeat::from_line(host_ns, &line);
                 seen.lock().unwrap_or_else(PoisonError::into_inner).extend(beat);
             }
         })?;
@@ -90,7 +90,7 @@ impl GuestClock {
     }
 
     /// The longest pause of the guest since an instant. `None` if there were too few beats.
-    pub fn stood_still_since(&self, since: Instant) -> Option<Duration> {
+    pub fn paused_since(&self, since: Instant) -> Option<Duration> {
         let since_ns = since.saturating_duration_since(self.started).as_nanos() as u64;
         let beats = self.beats.lock().unwrap_or_else(PoisonError::into_inner);
         let first = beats.partition_point(|beat| beat.host_ns < since_ns);
@@ -99,20 +99,20 @@ impl GuestClock {
 }
 
 /// The largest jump between two neighbouring beats, each with its earliest neighbours.
-fn largest_jump(beats: &[Beat]) -> Option<Duration> {
-    let jumps = (1..beats.len()).filter_map(|at| jump(&beats[..at], &beats[at..]));
+fn largest_jump(beats: &[GuestBeat]) -> Option<Duration> {
+    let jumps = (1..beats.len()).filter_map(|at| offset_jump(&beats[..at], &beats[at..]));
     jumps.max().map(|ns| Duration::from_nanos(ns.max(0).unsigned_abs()))
 }
 
-fn jump(before: &[Beat], after: &[Beat]) -> Option<i64> {
+fn offset_jump(before: &[GuestBeat], after: &[GuestBeat]) -> Option<i64> {
     let (last, first) = (before.last()?.guest_ns, after.first()?.guest_ns);
     let near = before.partition_point(|beat| beat.guest_ns + NEAR_NS < last)..;
     let until = after.partition_point(|beat| beat.guest_ns < first + NEAR_NS);
-    Some(earliest(&after[..until])? - earliest(&before[near])?)
+    Some(earliest_offset(&after[..until])? - earliest_offset(&before[near])?)
 }
 
 /// The offset of the most prompt of some beats.
-fn earliest(beats: &[Beat]) -> Option<i64> {
+fn earliest_offset(beats: &[GuestBeat]) -> Option<i64> {
     let enough = beats.len() >= BEATS_MIN;
     beats.iter().map(|beat| beat.offset_ns()).min().filter(|_| enough)
 }
@@ -124,12 +124,12 @@ mod tests {
     const MS: u64 = 1_000_000;
 
     /// A beat every 2 ms for a second, some late, with a pause of 5 ms after half of it.
-    fn beats() -> Vec<Beat> {
+    fn beats() -> Vec<GuestBeat> {
         let beat = |number: u64| {
             let pause = if number >= 250 { 5 * MS } else { 0 };
             let late = if number % 3 == 0 { number % 2 * MS } else { 0 };
             let host_ns = number * 2 * MS + pause + late;
-            Beat { host_ns, guest_ns: 77 * MS + number * 2 * MS, stall_us: 0 }
+            GuestBeat { host_ns, guest_ns: 77 * MS + number * 2 * MS, stall_us: 0 }
         };
         (0..500).map(beat).collect()
     }
@@ -159,10 +159,10 @@ mod tests {
 
     #[test]
     fn lines_that_are_no_beats_are_skipped() {
-        let beat = Beat { host_ns: 5, guest_ns: 123_456, stall_us: 70 };
-        assert_eq!(Beat::read(5, "17 123456 9 70"), Some(beat));
+        let beat = GuestBeat { host_ns: 5, guest_ns: 123_456, stall_us: 70 };
+        assert_eq!(GuestBeat::from_line(5, "17 123456 9 70"), Some(beat));
         for line in ["17", "17 123456 9", "a b c d", "17 123456 9 70 1"] {
-            assert_eq!(Beat::read(5, line), None, "{line}");
+            assert_eq!(GuestBeat::from_line(5, line), None, "{line}");
         }
     }
 }

@@ -15,7 +15,7 @@ mod source;
 mod timeline;
 
 pub use guest_clock::GuestClock;
-pub use source::{Heartbeats, HttpGets, RedisPings, Source};
+pub use source::{Heartbeats, HttpGets, RedisPings, ReplySource};
 pub use timeline::Timeline;
 
 use std::sync::atomic::{AtomicBool, Ordering};
@@ -25,7 +25,7 @@ use std::time::{Duration, Instant};
 
 /// How long to wait after a refusal before the next request: it bounds the accuracy of a first
 /// reply's time.
-const MOMENT: Duration = Duration::from_millis(1);
+const RETRY_INTERVAL: Duration = Duration::from_millis(1);
 
 /// Sends requests to a guest continuously, in its own thread.
 #[derive(Debug)]
@@ -39,19 +39,19 @@ pub struct Prober {
 impl Prober {
     /// Starts requests to `source`, at most `per_second` times per second (0: as fast as replies
     /// arrive).
-    pub fn start(mut source: impl Source + 'static, per_second: f64) -> Self {
+    pub fn start(mut source: impl ReplySource + 'static, per_second: f64) -> Self {
         let started = Instant::now();
         let stop = Arc::new(AtomicBool::new(false));
         let replies = Arc::new(Mutex::new(Vec::new()));
         let (stopped, seen) = (Arc::clone(&stop), Arc::clone(&replies));
         let thread = thread::spawn(move || {
-            let mut pace = Pace::new(per_second);
+            let mut pace = RequestRate::new(per_second);
             while !stopped.load(Ordering::Relaxed) {
-                if source.reply() {
+                if source.wait_reply() {
                     seen.lock().unwrap_or_else(PoisonError::into_inner).push(started.elapsed());
-                    pace.wait();
+                    pace.wait_for_next();
                 } else {
-                    thread::sleep(MOMENT);
+                    thread::sleep(RETRY_INTERVAL);
                 }
             }
         });
@@ -75,11 +75,11 @@ impl Prober {
 
     /// Stops the requests, and returns all replies.
     pub fn finish(mut self) -> Timeline {
-        self.end();
+        self.stop_and_join();
         self.timeline()
     }
 
-    fn end(&mut self) {
+    fn stop_and_join(&mut self) {
         self.stop.store(true, Ordering::Relaxed);
         if let Some(thread) = self.thread.take() {
             // A source that panicked has no more replies.
@@ -90,19 +90,19 @@ impl Prober {
 
 /// A request rate. A request that waited is not made up for: a burst of requests afterwards would
 /// hide the wait.
-struct Pace {
+struct RequestRate {
     interval: Duration,
     next: Instant,
 }
 
-impl Pace {
+impl RequestRate {
     fn new(per_second: f64) -> Self {
         let interval = if per_second > 0.0 { 1.0 / per_second } else { 0.0 };
         Self { interval: Duration::from_secs_f64(interval), next: Instant::now() }
     }
 
     /// Waits until the next request's time.
-    fn wait(&mut self) {
+    fn wait_for_next(&mut self) {
         let now = Instant::now();
         self.next = now.max(self.next + self.interval);
         thread::sleep(self.next - now);
@@ -111,6 +111,6 @@ impl Pace {
 
 impl Drop for Prober {
     fn drop(&mut self) {
-        self.end();
+        self.stop_and_join();
     }
 }

@@ -28,20 +28,20 @@ use std::time::Duration;
 use anyhow::{Context as _, Result};
 use serde_json::Value;
 
-use crate::firn::{Firn, Said};
-use crate::guest::{accel, lean};
+use crate::firn::{CommandOutput, Firn};
+use crate::guest::{accel, lean_virtio_options};
 use crate::lab::{Lab, wait_for};
-use agent::Agent;
-use etcd::Etcd;
-use network::Network;
-pub use network::{Inside, Process};
+use agent::AgentProcess;
+use etcd::EtcdProcess;
+use network::SiteNetwork;
+pub use network::{HostProcess, NetworkNamespace};
 
 /// How long an agent may take to listen, and hosts to connect to each other.
 const PATIENCE: Duration = Duration::from_secs(60);
 
 /// The consensus by which hosts decide which host may run a VM.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Agreement {
+pub enum ConsensusKind {
     /// Raft between the agents.
     Embedded,
     /// An etcd of three servers, one at each of the first three hosts.
@@ -50,11 +50,11 @@ pub enum Agreement {
 
 /// Description of a site.
 #[derive(Clone, Copy, Debug)]
-pub struct Plan<'a> {
+pub struct SitePlan<'a> {
     /// Names of the hosts: a letter each, in the order of their addresses.
     pub hosts: &'a [&'a str],
     /// Their consensus, if any.
-    pub agreement: Option<Agreement>,
+    pub agreement: Option<ConsensusKind>,
     /// Duration of a lease.
     pub lease: Duration,
 }
@@ -62,75 +62,75 @@ pub struct Plan<'a> {
 /// Hosts whose agents know each other. All are removed when it is dropped, or when the program is
 /// interrupted.
 #[derive(Debug)]
-pub struct Site {
-    hosts: Vec<Host>,
-    network: Network,
+pub struct HostSite {
+    hosts: Vec<SiteHost>,
+    network: SiteNetwork,
 }
 
 /// A host of a site.
 #[derive(Debug)]
-pub struct Host {
+pub struct SiteHost {
     name: String,
     dir: PathBuf,
     namespace: String,
     firn: Firn,
-    etcd: Option<Etcd>,
-    agent: Option<Agent>,
+    etcd: Option<EtcdProcess>,
+    agent: Option<AgentProcess>,
 }
 
-impl Site {
+impl HostSite {
     /// Creates the hosts and starts the processes of each. Returns when every host sees all others.
     ///
     /// # Errors
     /// If the machine does not allow network namespaces, or an agent doesn't start.
-    pub fn build(lab: &Lab, plan: &Plan<'_>) -> Result<Self> {
-        let network = Network::lay(lab, plan.hosts)?;
+    pub fn build_site(lab: &Lab, plan: &SitePlan<'_>) -> Result<Self> {
+        let network = SiteNetwork::create_network(lab, plan.hosts)?;
         let base = lab.file(network.name());
-        let authority = certificates::Authority::new()?;
+        let authority = certificates::SiteAuthority::new()?;
         let mut hosts = Vec::new();
         for (number, name) in plan.hosts.iter().enumerate() {
             let dir = base.join(name);
-            config::write(&dir, plan, number, &authority)
+            config::write_config(&dir, plan, number, &authority)
                 .with_context(|| format!("configuring host {name}"))?;
-            hosts.push(Host::new(name, dir, network.namespace(number)));
+            hosts.push(SiteHost::new(name, dir, network.namespace(number)));
         }
         let mut site = Self { hosts, network };
-        site.start(plan)?;
+        site.start_hosts(plan)?;
         Ok(site)
     }
 
-    fn start(&mut self, plan: &Plan<'_>) -> Result<()> {
-        if plan.agreement == Some(Agreement::Etcd) {
-            for (number, host) in self.hosts.iter_mut().enumerate().take(etcd::SERVERS) {
-                host.etcd = Some(Etcd::start(&host.dir, &host.namespace, number, plan)?);
+    fn start_hosts(&mut self, plan: &SitePlan<'_>) -> Result<()> {
+        if plan.agreement == Some(ConsensusKind::Etcd) {
+            for (number, host) in self.hosts.iter_mut().enumerate().take(etcd::SERVER_COUNT) {
+                host.etcd = Some(EtcdProcess::start(&host.dir, &host.namespace, number, plan)?);
             }
         }
-        self.hosts.iter_mut().try_for_each(Host::start)?;
-        self.hosts.iter().try_for_each(Host::sees_all)
+        self.hosts.iter_mut().try_for_each(SiteHost::start_agent)?;
+        self.hosts.iter().try_for_each(SiteHost::wait_for_peers)
     }
 
     /// Restarts hosts that were killed. Returns when every host sees all others.
     ///
     /// # Errors
     /// If an agent doesn't start.
-    pub fn revive(&mut self, numbers: Range<usize>) -> Result<()> {
-        self.hosts[numbers].iter_mut().try_for_each(Host::start)?;
-        self.hosts.iter().try_for_each(Host::sees_all)
+    pub fn restart_hosts(&mut self, numbers: Range<usize>) -> Result<()> {
+        self.hosts[numbers].iter_mut().try_for_each(SiteHost::start_agent)?;
+        self.hosts.iter().try_for_each(SiteHost::wait_for_peers)
     }
 
     /// The hosts.
-    pub fn hosts(&self) -> &[Host] {
+    pub fn hosts(&self) -> &[SiteHost] {
         &self.hosts
     }
 
     /// The host with this index in the plan.
-    pub fn host(&self, number: usize) -> &Host {
+    pub fn host(&self, number: usize) -> &SiteHost {
         &self.hosts[number]
     }
 
     /// The network namespace outside the hosts, for threads of clients.
-    pub fn outside(&self) -> Result<Inside> {
-        Inside::of(self.network.outside())
+    pub fn outside_namespace(&self) -> Result<NetworkNamespace> {
+        NetworkNamespace::open_namespace(self.network.outside())
     }
 
     /// The address of a VM in the network `lan`; see [`vm_network`].
@@ -142,39 +142,39 @@ impl Site {
     ///
     /// # Errors
     /// The errors of `ip`.
-    pub fn connect(&self, number: usize, is_on: bool) -> Result<()> {
-        self.network.connect(number, is_on)
+    pub fn set_connected(&self, number: usize, is_on: bool) -> Result<()> {
+        self.network.set_connected(number, is_on)
     }
 }
 
 /// The card of a VM in the network `lan`, for QEMU's command line, and the kernel argument that
 /// sets its address.
 pub fn vm_network(number: u8) -> ([String; 4], String) {
-    let lean = lean(accel::decide().accel);
+    let lean = lean_virtio_options(accel::choose_accel().accel);
     let device =
         format!("virtio-net-pci,netdev=net,romfile=,{lean},mac=52:54:00:12:34:{number:02x}");
     let card = ["-netdev", "firn,id=net,network=lan", "-device", &device].map(str::to_owned);
     (card, format!("firn.ip={}", network::vm_address(number)))
 }
 
-impl Host {
+impl SiteHost {
     fn new(name: &str, dir: PathBuf, namespace: String) -> Self {
-        let firn = Firn::within(&dir.join("run"), &namespace);
+        let firn = Firn::in_namespace(&dir.join("run"), &namespace);
         Self { name: name.to_owned(), dir, namespace, firn, etcd: None, agent: None }
     }
 
-    fn start(&mut self) -> Result<()> {
+    fn start_agent(&mut self) -> Result<()> {
         let starting = || format!("the agent of host {}", self.name);
-        self.agent = Some(Agent::start(&self.dir, &self.namespace).with_context(starting)?);
+        self.agent = Some(AgentProcess::start(&self.dir, &self.namespace).with_context(starting)?);
         Ok(())
     }
 
-    fn sees_all(&self) -> Result<()> {
+    fn wait_for_peers(&self) -> Result<()> {
         let alive = |peers: &Value| {
             peers.as_array().is_some_and(|all| all.iter().all(|it| it["health"] == "alive"))
         };
         wait_for(&format!("host {} sees all others", self.name), PATIENCE, || {
-            let status = self.firn.call("agent", &["status"])?.facts;
+            let status = self.firn.run_verb("agent", &["status"])?.facts;
             Ok(alive(&status["peers"]).then_some(()))
         })
     }
@@ -185,13 +185,13 @@ impl Host {
     }
 
     /// A file of this host.
-    pub fn file(&self, name: &str) -> PathBuf {
+    pub fn host_file(&self, name: &str) -> PathBuf {
         self.dir.join(name)
     }
 
     /// The log of its agent.
-    pub fn log(&self) -> PathBuf {
-        agent::log(&self.dir)
+    pub fn agent_log(&self) -> PathBuf {
+        agent::log_path(&self.dir)
     }
 
     /// The `firn` of this host.
@@ -201,8 +201,8 @@ impl Host {
 
     /// The record of a cluster, as this host sees it. `None` if there is no cluster of this name,
     /// or this host cannot read the record now.
-    pub fn cluster(&self, name: &str) -> Option<Value> {
-        let Said { facts, .. } = self.firn.call("cluster", &["status"]).ok()?;
+    pub fn cluster_record(&self, name: &str) -> Option<Value> {
+        let CommandOutput { facts, .. } = self.firn.run_verb("cluster", &["status"]).ok()?;
         let mut clusters = facts["clusters"].as_array()?.iter();
         clusters.find(|it| it["name"] == name).cloned()
     }
@@ -211,15 +211,15 @@ impl Host {
     ///
     /// # Errors
     /// The errors of `ip`.
-    pub fn processes(&self) -> Result<Vec<Process>> {
-        network::processes(&self.namespace)
+    pub fn list_processes(&self) -> Result<Vec<HostProcess>> {
+        network::list_processes(&self.namespace)
     }
 
     /// Ends all processes of this host at once (SIGKILL), as if the machine had lost its power.
     ///
     /// # Errors
     /// If a process doesn't end.
-    pub fn kill(&self) -> Result<()> {
+    pub fn kill_all(&self) -> Result<()> {
         network::kill_all(&self.namespace)
     }
 

@@ -16,7 +16,7 @@ pub const BOOT: Duration = Duration::from_secs(180);
 static TURN: Mutex<()> = Mutex::new(());
 
 /// A directory for sockets, and ports of the host that are forwarded to the guest.
-pub struct Place {
+pub struct GuestPlace {
     directory: tempfile::TempDir,
     pub redis: SocketAddr,
     pub echo: SocketAddr,
@@ -24,7 +24,7 @@ pub struct Place {
     _turn: MutexGuard<'static, ()>,
 }
 
-impl Place {
+impl GuestPlace {
     pub fn new() -> Self {
         let _turn = TURN.lock().unwrap_or_else(PoisonError::into_inner);
         let port = || SocketAddr::from(([127, 0, 0, 1], free_tcp_port().unwrap()));
@@ -39,7 +39,7 @@ impl Place {
     /// Adds the agent's port and a monitor.
     pub fn common(&self, args: QemuArgs) -> QemuArgs {
         let monitor = format!("unix:{},server=on,wait=off", self.at("monitor").display());
-        args.agent(&self.at("agent")).more(&["-monitor", &monitor])
+        args.with_agent_socket(&self.at("agent")).add_args(&["-monitor", &monitor])
     }
 
     /// Sends one line to QEMU's monitor; returns the reply.

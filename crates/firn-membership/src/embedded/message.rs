@@ -1,38 +1,41 @@
 //! The messages to servers, of other servers and of clients: one message, one answer, each by
 //! postcard.
 
-use firn_cluster::Host;
+use firn_cluster::HostId;
 use openraft::raft::{AppendEntriesRequest, InstallSnapshotRequest, VoteRequest};
 use serde::de::DeserializeOwned;
 use serde::{Deserialize, Serialize};
 
 use super::Types;
-use super::foundings::Founding;
-use crate::{Changed, Cluster, Known, Leased, Record, Revision, Trouble, View};
+use super::bootstrap_ids::BootstrapId;
+use crate::{
+    ChangeResult, ClusterName, ClusterRecord, LeaseResult, MembershipError, RecordView, Revision,
+    VersionedRecord,
+};
 
 /// A message to a server.
 #[derive(Serialize, Deserialize)]
-pub enum Message {
+pub enum ServerMessage {
     /// From another server; answered by a [`RaftReply`].
-    Raft(Letter),
+    Raft(RaftEnvelope),
     /// From a client; answered by a [`StoreResponse`].
-    Ask(Ask),
+    Ask(StoreRequest),
 }
 
 /// A message between servers, with the identities of their bootstraps (`bootstrap_ids`).
 #[derive(Serialize, Deserialize)]
-pub struct Letter {
+pub struct RaftEnvelope {
     /// The sender.
-    pub from: Founding,
+    pub from: BootstrapId,
     /// The receiver, if the sender knows its identity.
-    pub to: Option<Founding>,
+    pub to: Option<BootstrapId>,
     /// The request.
-    pub rpc: Rpc,
+    pub rpc: RaftRequest,
 }
 
 /// The requests of raft.
 #[derive(Serialize, Deserialize)]
-pub enum Rpc {
+pub enum RaftRequest {
     /// See there.
     Append(AppendEntriesRequest<Types>),
     /// See there.
@@ -43,69 +46,70 @@ pub enum Rpc {
 
 /// The answer of a server to another.
 #[derive(Serialize, Deserialize)]
-pub struct Reply {
+pub struct RaftReply {
     /// The server that answers.
-    pub from: Founding,
+    pub from: BootstrapId,
     /// Raft's own `Result`, encoded by postcard.
     pub answer: Vec<u8>,
 }
 
 /// A request of [`crate::MembershipStore`].
 #[derive(Clone, Debug, Serialize, Deserialize)]
-pub enum Ask {
+pub enum StoreRequest {
     /// See `join_host`.
     Join(String),
     /// See `list_clusters`.
     Clusters,
     /// See `read_record`.
-    Read(Cluster),
+    Read(ClusterName),
     /// See `change_record`.
-    Change(Cluster, Revision, Record),
+    Change(ClusterName, Revision, ClusterRecord),
     /// See `request_lease`.
-    Lease(Cluster, Host),
+    Lease(ClusterName, HostId),
     /// See `read_view`.
-    View(Cluster),
+    View(ClusterName),
     /// See `request_leadership`.
     Lead,
 }
 
 /// The response to a request.
 #[derive(Clone, Debug, Serialize, Deserialize)]
-pub enum Told {
+pub enum StoreResponse {
     /// The host's number.
-    Joined(Host),
+    Joined(HostId),
     /// All clusters.
-    Clusters(Vec<Cluster>),
+    Clusters(Vec<ClusterName>),
     /// The record.
-    Read(Known),
+    Read(VersionedRecord),
     /// The result of the change.
-    Changed(Changed),
+    Changed(ChangeResult),
     /// The result of the request for a lease.
-    Leased(Leased),
+    Leased(LeaseResult),
     /// Record and leases.
-    View(View),
+    View(RecordView),
     /// The name of the leader.
     Leads(String),
     /// This server doesn't lead; perhaps that one does. Nothing was changed.
     Elsewhere(Option<String>),
     /// The request has failed.
-    Trouble(Trouble),
+    Trouble(MembershipError),
 }
 
 /// Encodes a value.
 ///
 /// # Errors
 /// If it can't be encoded.
-pub fn encode(value: &impl Serialize) -> Result<Vec<u8>, Trouble> {
+pub fn encode_message(value: &impl Serialize) -> Result<Vec<u8>, MembershipError> {
     postcard::to_stdvec(value)
-        .map_err(|error| Trouble::Refused(format!("writing a message: {error}")))
+        .map_err(|error| MembershipError::Refused(format!("writing a message: {error}")))
 }
 
 /// Decodes a value.
 ///
 /// # Errors
 /// If the bytes hold something else.
-pub fn decode<T: DeserializeOwned>(bytes: &[u8]) -> Result<T, Trouble> {
-    postcard::from_bytes(bytes)
-        .map_err(|error| Trouble::Refused(format!("a message of {} bytes: {error}", bytes.len())))
+pub fn decode_message<T: DeserializeOwned>(bytes: &[u8]) -> Result<T, MembershipError> {
+    postcard::from_bytes(bytes).map_err(|error| {
+        MembershipError::Refused(format!("a message of {} bytes: {error}", bytes.len()))
+    })
 }

@@ -5,8 +5,8 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::time::Duration;
 
-use firn_cluster::Vm;
-use firn_membership::{Changed, Cluster, Members, Record, Revision};
+use firn_cluster::VmId;
+use firn_membership::{ChangeResult, ClusterName, ClusterRecord, MembershipStore, Revision};
 use rustix::process::Signal;
 use tokio::task::JoinSet;
 use tokio::time::sleep;
@@ -20,22 +20,22 @@ const A_WHILE: Duration = Duration::from_secs(5);
 
 /// The state that writers and readers share.
 struct History {
-    cluster: Cluster,
+    cluster: ClusterName,
     /// The newest revision that any client has received.
     newest: AtomicU64,
     ends: AtomicBool,
 }
 
-fn count(record: &Record, writer: Vm) -> u64 {
+fn count(record: &ClusterRecord, writer: VmId) -> u64 {
     record.vms.get(&writer).map_or(0, |count| count.parse().unwrap())
 }
 
 /// Counts in a field of its own, by changes of the whole record. Returns how often a change was
 /// confirmed, or seen.
-async fn write(history: Arc<History>, members: Arc<dyn Members>, writer: Vm) -> u64 {
+async fn write(history: Arc<History>, members: Arc<dyn MembershipStore>, writer: VmId) -> u64 {
     let mut counted = 0;
     while !history.ends.load(Ordering::Relaxed) {
-        let Ok(known) = members.read(&history.cluster).await else { continue };
+        let Ok(known) = members.read_record(&history.cluster).await else { continue };
         let mut record = known.record.unwrap();
         let there = count(&record, writer);
         // One more than was confirmed: the change whose answer was lost.
@@ -46,18 +46,18 @@ async fn write(history: Arc<History>, members: Arc<dyn Members>, writer: Vm) -> 
         counted = there + 1;
         record.vms.insert(writer, counted.to_string());
         record.register.version += 1;
-        match members.change(&history.cluster, known.revision, &record).await {
-            Ok(Changed::Done(revision)) => {
+        match members.change_record(&history.cluster, known.revision, &record).await {
+            Ok(ChangeResult::Done(revision)) => {
                 history.newest.fetch_max(revision.0, Ordering::SeqCst);
             }
-            Ok(Changed::Other(_)) => counted = there,
+            Ok(ChangeResult::Other(_)) => counted = there,
             // It may have been made, or not.
             Err(_) => counted = there,
         }
         sleep(Duration::from_millis(5)).await;
     }
     let known = loop {
-        if let Ok(known) = members.read(&history.cluster).await {
+        if let Ok(known) = members.read_record(&history.cluster).await {
             break known;
         }
     };
@@ -70,11 +70,11 @@ async fn write(history: Arc<History>, members: Arc<dyn Members>, writer: Vm) -> 
 }
 
 /// Reads; a revision that any client has received before must be there.
-async fn read(history: Arc<History>, members: Arc<dyn Members>) -> u64 {
+async fn read(history: Arc<History>, members: Arc<dyn MembershipStore>) -> u64 {
     let mut reads = 0;
     while !history.ends.load(Ordering::Relaxed) {
         let floor = history.newest.load(Ordering::SeqCst);
-        if let Ok(known) = members.read(&history.cluster).await {
+        if let Ok(known) = members.read_record(&history.cluster).await {
             let Revision(seen) = known.revision;
             assert!(seen >= floor, "revision {seen} is read after {floor} was told");
             history.newest.fetch_max(seen, Ordering::SeqCst);
@@ -95,7 +95,7 @@ async fn while_troubled(mut servers: Servers, trouble: impl AsyncFnOnce(&mut Ser
     });
     let (mut writers, mut readers) = (JoinSet::new(), JoinSet::new());
     for writer in 0..WRITERS {
-        writers.spawn(write(Arc::clone(&history), servers.members().await, Vm(writer)));
+        writers.spawn(write(Arc::clone(&history), servers.members().await, VmId(writer)));
         readers.spawn(read(Arc::clone(&history), servers.members().await));
     }
     trouble(&mut servers).await;
@@ -104,8 +104,10 @@ async fn while_troubled(mut servers: Servers, trouble: impl AsyncFnOnce(&mut Ser
     let counted: u64 = writers.join_all().await.into_iter().sum();
     let reads: u64 = readers.join_all().await.into_iter().sum();
     let members = servers.members().await;
-    let record =
-        eventually("all is over", async || members.read(&cluster).await.ok()).await.record.unwrap();
+    let record = eventually("all is over", async || members.read_record(&cluster).await.ok())
+        .await
+        .record
+        .unwrap();
     // Had two changes been made from one revision, the version would have been counted once for
     // both.
     assert_eq!(record.register.version, counted);

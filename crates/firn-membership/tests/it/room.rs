@@ -2,8 +2,8 @@
 
 use std::time::Duration;
 
-use firn_cluster::Vm;
-use firn_membership::{Changed, Cluster, Members};
+use firn_cluster::VmId;
+use firn_membership::{ChangeResult, ClusterName, MembershipStore};
 use tokio::time::sleep;
 
 use crate::servers::{Kind, Servers, eventually};
@@ -11,25 +11,30 @@ use crate::site::Site;
 
 /// Changes the record until that fails, or a while has passed; returns the number of the newest
 /// change that was acknowledged.
-async fn change_until_it_fails(members: &dyn Members, cluster: &Cluster, from: u64) -> (u64, bool) {
+async fn change_until_it_fails(
+    members: &dyn MembershipStore,
+    cluster: &ClusterName,
+    from: u64,
+) -> (u64, bool) {
     let mut newest = from;
     for number in from + 1..from + 400 {
-        let Ok(known) = members.read(cluster).await else { return (newest, true) };
+        let Ok(known) = members.read_record(cluster).await else { return (newest, true) };
         let mut record = known.record.unwrap();
         // Large enough to fill the disk.
-        record.vms.extend((1..120).map(|vm| (Vm(vm), format!("{number:063}"))));
-        record.vms.insert(Vm(0), number.to_string());
-        match members.change(cluster, known.revision, &record).await {
-            Ok(Changed::Done(_)) => newest = number,
+        record.vms.extend((1..120).map(|vm| (VmId(vm), format!("{number:063}"))));
+        record.vms.insert(VmId(0), number.to_string());
+        match members.change_record(cluster, known.revision, &record).await {
+            Ok(ChangeResult::Done(_)) => newest = number,
             _ => return (newest, true),
         }
     }
     (newest, false)
 }
 
-async fn number(members: &dyn Members, cluster: &Cluster) -> u64 {
-    let known = eventually("it can be read", async || members.read(cluster).await.ok()).await;
-    known.record.unwrap().vms[&Vm(0)].parse().unwrap()
+async fn number(members: &dyn MembershipStore, cluster: &ClusterName) -> u64 {
+    let known =
+        eventually("it can be read", async || members.read_record(cluster).await.ok()).await;
+    known.record.unwrap().vms[&VmId(0)].parse().unwrap()
 }
 
 /// Fills the disks of these hosts.

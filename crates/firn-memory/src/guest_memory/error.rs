@@ -83,8 +83,12 @@ pub enum MemoryError {
 }
 
 impl MemoryError {
-    pub(super) fn io(what: &'static str, part: &Range<Page>, source: impl Into<io::Error>) -> Self {
-        let (first, pages) = (part.start, Page::count(part));
+    pub(super) fn from_io(
+        what: &'static str,
+        part: &Range<Page>,
+        source: impl Into<io::Error>,
+    ) -> Self {
+        let (first, pages) = (part.start, Page::count_in(part));
         Self::Io { what, first, pages, source: source.into() }
     }
 }

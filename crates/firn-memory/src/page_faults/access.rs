@@ -31,11 +31,13 @@ impl UserfaultfdAccess {
         if uffd::own_unrestricted().is_ok() {
             return Ok(Self::SystemCall);
         }
-        by_device().map(|()| Self::Device).map_err(|source| PageFaultError::Unavailable { source })
+        probe_device()
+            .map(|()| Self::Device)
+            .map_err(|source| PageFaultError::Unavailable { source })
     }
 }
 
-fn by_device() -> Result<(), Errno> {
+fn probe_device() -> Result<(), Errno> {
     let device = rustix::fs::open(DEVICE, OFlags::RDWR | OFlags::CLOEXEC, Mode::empty())?;
     uffd::own_by_device(device.as_fd()).map(drop)
 }

@@ -11,7 +11,7 @@
 
 use std::sync::Arc;
 
-use super::{Features, PageFaultError, PageFaults, Trace, make};
+use super::{KernelFeatures, PageFaultError, PageFaults, TraceMode, make};
 use crate::guest_memory::GuestMemory;
 use crate::process::Process;
 use crate::sys::uffd::Uffd;
@@ -33,11 +33,12 @@ impl PageFaults {
         process: &Process,
         memory: Arc<GuestMemory>,
     ) -> Result<Option<Self>, PageFaultError> {
-        for (remote, trace) in left_behind(process)? {
+        for (remote, trace) in stale_descriptors(process)? {
             let uffd = Uffd::new(process.copy_descriptor(remote)?);
-            let found = Self::with(memory.clone(), uffd, remote, trace, Features::of_kernel()?);
+            let found =
+                Self::from_parts(memory.clone(), uffd, remote, trace, KernelFeatures::of_kernel()?);
             if found.holds_memory()? {
-                found.wake(found.memory.all())?;
+                found.wake_waiters(found.memory.all_pages())?;
                 return Ok(Some(found));
             }
         }
@@ -51,9 +52,9 @@ impl PageFaults {
     /// # Errors
     /// If the hypervisor is gone or cannot be accessed.
     pub fn close_stale(tracee: &mut Tracee<'_>) -> Result<usize, PageFaultError> {
-        let stale = left_behind(tracee.process())?;
+        let stale = stale_descriptors(tracee.process())?;
         for &(remote, _) in &stale {
-            make::close(tracee, remote)?;
+            make::close_descriptor(tracee, remote)?;
         }
         Ok(stale.len())
     }
@@ -61,7 +62,7 @@ impl PageFaults {
     /// Whether RAM is registered with this descriptor. If it was registered with none, it is
     /// registered with this one now.
     fn holds_memory(&self) -> Result<bool, PageFaultError> {
-        match self.register_range(self.memory.all()) {
+        match self.register_range(self.memory.all_pages()) {
             Ok(()) => Ok(true),
             Err(PageFaultError::Taken { .. }) => Ok(false),
             Err(error) => Err(error),
@@ -70,19 +71,19 @@ impl PageFaults {
 }
 
 /// The descriptors in the process's table that Firn made.
-fn left_behind(process: &Process) -> Result<Vec<(i32, Trace)>, PageFaultError> {
-    let descriptors = process.descriptors()?;
+fn stale_descriptors(process: &Process) -> Result<Vec<(i32, TraceMode)>, PageFaultError> {
+    let descriptors = process.list_descriptors()?;
     let userfaultfds = descriptors.iter().filter(|descriptor| descriptor.target == USERFAULTFD);
     Ok(userfaultfds
         .filter_map(|descriptor| {
-            let info = process.read(&format!("fdinfo/{}", descriptor.number)).ok()?;
-            Some((descriptor.number, Trace::of_features(features(&info)?)?))
+            let info = process.read_proc_file(&format!("fdinfo/{}", descriptor.number)).ok()?;
+            Some((descriptor.number, TraceMode::of_features(parse_features(&info)?)?))
         })
         .collect())
 }
 
 /// Reads the features of a descriptor from its line `API: aa:FEATURES:...` (hexadecimal).
-fn features(info: &str) -> Option<u64> {
+fn parse_features(info: &str) -> Option<u64> {
     let line = info.lines().find_map(|line| line.strip_prefix("API:"))?;
     u64::from_str_radix(line.trim().split(':').nth(1)?, 16).ok()
 }
@@ -94,8 +95,8 @@ mod tests {
     #[test]
     fn features_are_read_from_the_kernels_line() {
         let info = "pos:\t0\nflags:\t02004002\npending:\t0\ntotal:\t0\nAPI:\taa:80001521:1ffff\n";
-        assert_eq!(features(info), Some(0x8000_1521));
-        assert_eq!(features("pos:\t0\n"), None);
-        assert_eq!(features("API:\taa\n"), None);
+        assert_eq!(parse_features(info), Some(0x8000_1521));
+        assert_eq!(parse_features("pos:\t0\n"), None);
+        assert_eq!(parse_features("API:\taa\n"), None);
     }
 }

@@ -12,12 +12,12 @@ use firn_types::{PAGE_SIZE, Page};
 use rustix::io::Errno;
 
 use super::answer::pages_from;
-use super::{PageFaultError, PageFaults, span};
-use crate::sys::uffd::Span;
+use super::{PageFaultError, PageFaults, span_of_part};
+use crate::sys::uffd::AddressSpan;
 
 /// The outcome of an answer that was tried once.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Attempt {
+pub enum InstallAttempt {
     /// All pages are installed.
     Done,
     /// Some pages were present already, and were kept; the others are installed.
@@ -36,13 +36,13 @@ impl PageFaults {
     ///
     /// # Panics
     /// In debug builds, if `bytes` is not a whole number of pages.
-    pub fn try_install(&self, first: Page, bytes: &[u8]) -> Result<Attempt, PageFaultError> {
+    pub fn try_install(&self, first: Page, bytes: &[u8]) -> Result<InstallAttempt, PageFaultError> {
         debug_assert_eq!(bytes.len() % PAGE_SIZE, 0, "{} bytes are not pages", bytes.len());
         let range = pages_from(first, bytes);
-        self.attempt("installing", range, |part, at| {
-            let from = Page::count(&(first..part.start)) * PAGE_SIZE;
-            let to = Page::count(&(first..part.end)) * PAGE_SIZE;
-            self.uffd.copy(at.start, &bytes[from..to])
+        self.request_once("installing", range, |part, at| {
+            let from = Page::count_in(&(first..part.start)) * PAGE_SIZE;
+            let to = Page::count_in(&(first..part.end)) * PAGE_SIZE;
+            self.uffd.copy_pages(at.start, &bytes[from..to])
         })
     }
 
@@ -50,8 +50,8 @@ impl PageFaults {
     ///
     /// # Errors
     /// As [`Self::try_install`].
-    pub fn try_zero(&self, range: Range<Page>) -> Result<Attempt, PageFaultError> {
-        self.attempt("zeroing", range, |_, at| self.uffd.zero(at))
+    pub fn try_install_zeros(&self, range: Range<Page>) -> Result<InstallAttempt, PageFaultError> {
+        self.request_once("zeroing", range, |_, at| self.uffd.map_zeros(at))
     }
 
     /// Whether the hypervisor is giving pages back at this moment, and waits until that event is
@@ -60,30 +60,30 @@ impl PageFaults {
     pub fn is_giving_back(&self) -> bool {
         // An impossible request: the kernel checks for changes of the address space before it
         // checks the range.
-        self.uffd.zero(Span { start: 0, len: 0 }) == Err(Errno::AGAIN)
+        self.uffd.map_zeros(AddressSpan { start: 0, len: 0 }) == Err(Errno::AGAIN)
     }
 
-    fn attempt(
+    fn request_once(
         &self,
         what: &'static str,
         range: Range<Page>,
-        request: impl Fn(Range<Page>, Span) -> Result<u64, Errno>,
-    ) -> Result<Attempt, PageFaultError> {
-        let mut outcome = Attempt::Done;
-        for (mut part, mut hva) in self.memory.located(range) {
+        request: impl Fn(Range<Page>, AddressSpan) -> Result<u64, Errno>,
+    ) -> Result<InstallAttempt, PageFaultError> {
+        let mut outcome = InstallAttempt::Done;
+        for (mut part, mut hva) in self.memory.locate_parts(range) {
             while part.start < part.end {
-                let bytes = match request(part.clone(), span(hva, &part)) {
+                let bytes = match request(part.clone(), span_of_part(hva, &part)) {
                     Ok(bytes) => bytes,
                     Err(Errno::EXIST) => {
-                        self.wake(part.start..Page(part.start.0 + 1))?;
-                        outcome = Attempt::Present;
+                        self.wake_waiters(part.start..Page(part.start.0 + 1))?;
+                        outcome = InstallAttempt::Present;
                         PAGE_SIZE as u64
                     }
-                    Err(Errno::AGAIN) => return Ok(Attempt::Busy),
-                    Err(errno) => return Err(self.error(what, &part, errno)),
+                    Err(Errno::AGAIN) => return Ok(InstallAttempt::Busy),
+                    Err(errno) => return Err(self.request_error(what, &part, errno)),
                 };
                 part.start.0 += (bytes / PAGE_SIZE as u64) as u32;
-                hva = hva.plus(bytes);
+                hva = hva.offset_by(bytes);
             }
         }
         Ok(outcome)

@@ -108,8 +108,8 @@ pub enum PageFaultError {
 }
 
 impl PageFaultError {
-    pub(super) fn refused(what: &'static str, part: &Range<Page>, source: Errno) -> Self {
-        let (first, pages) = (part.start, Page::count(part));
+    pub(super) fn from_errno(what: &'static str, part: &Range<Page>, source: Errno) -> Self {
+        let (first, pages) = (part.start, Page::count_in(part));
         match source {
             Errno::NOENT => Self::NotRegistered { what, first, pages },
             Errno::BUSY => Self::Taken { first, pages },

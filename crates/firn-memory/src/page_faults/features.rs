@@ -4,11 +4,11 @@ use firn_types::PAGE_SIZE;
 use rustix::io::Errno;
 
 use super::PageFaultError;
-use crate::sys::uffd::{Span, Uffd, flag};
+use crate::sys::uffd::{AddressSpan, Uffd, flag};
 
 /// The purpose for which guest memory is traced.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
-pub enum Trace {
+pub enum TraceMode {
     /// Pages are missing until they are installed.
     Restore,
     /// Pages are present; Firn sees touches and writes.
@@ -22,7 +22,7 @@ pub enum Trace {
 
 /// The optional features of the kernel, beyond those that Firn needs everywhere.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
-pub struct Features {
+pub struct KernelFeatures {
     /// In anonymous memory, pages that are not mapped can be write-protected too (Linux 6.4).
     pub write_protect_unpopulated: bool,
     /// Writes can be remembered instead of reported (Linux 6.7).
@@ -52,12 +52,12 @@ const INITIALIZED: u64 = 1 << 31;
 /// A valid address at which nothing is registered.
 const ANYWHERE: u64 = 1 << 40;
 
-impl Trace {
+impl TraceMode {
     const ALL: [Self; 4] = [Self::Restore, Self::Save, Self::Writes, Self::Scan];
 
     /// The features its descriptor asks for. No two modes ask for the same set, so that the set
     /// identifies the mode of a descriptor.
-    pub(super) fn features(self) -> u64 {
+    pub(super) fn required_features(self) -> u64 {
         let writes = flag::FEATURE_WP | flag::FEATURE_WP_SHMEM;
         let traced = writes | flag::FEATURE_THREAD_ID;
         let touches = traced | flag::FEATURE_MISSING_SHMEM | flag::FEATURE_MINOR_SHMEM;
@@ -70,7 +70,7 @@ impl Trace {
     }
 
     /// The features that it asks for if the kernel has them.
-    fn welcome(self) -> u64 {
+    fn optional_features(self) -> u64 {
         match self {
             Self::Writes => flag::FEATURE_WP_UNPOPULATED,
             Self::Restore | Self::Save | Self::Scan => 0,
@@ -78,7 +78,7 @@ impl Trace {
     }
 
     /// The modes in which it registers memory.
-    pub(super) fn mode(self) -> u64 {
+    pub(super) fn register_mode(self) -> u64 {
         match self {
             Self::Restore => flag::REGISTER_MISSING,
             Self::Save => flag::REGISTER_MINOR | flag::REGISTER_WP,
@@ -89,19 +89,24 @@ impl Trace {
     /// The mode whose descriptor has these features; `None` if the descriptor is not one of Firn's.
     pub(super) fn of_features(features: u64) -> Option<Self> {
         let features = features & !INITIALIZED;
-        Self::ALL.into_iter().find(|trace| trace.features() == features & !trace.welcome())
+        Self::ALL
+            .into_iter()
+            .find(|trace| trace.required_features() == features & !trace.optional_features())
     }
 }
 
-impl Features {
+impl KernelFeatures {
     /// Queries the running kernel.
     ///
     /// # Errors
     /// If it lacks a feature that every trace mode needs.
     pub fn of_kernel() -> Result<Self, PageFaultError> {
-        let Known { features: known, resume_protected } =
-            probe().map_err(|source| PageFaultError::Unavailable { source })?;
-        let missing = missing(Trace::Restore.features() | Trace::Save.features(), known);
+        let ProbedFeatures { features: known, resume_protected } =
+            probe_kernel().map_err(|source| PageFaultError::Unavailable { source })?;
+        let missing = missing_names(
+            TraceMode::Restore.required_features() | TraceMode::Save.required_features(),
+            known,
+        );
         if !missing.is_empty() {
             return Err(PageFaultError::Features { missing });
         }
@@ -116,38 +121,40 @@ impl Features {
 }
 
 /// What a kernel reports about its userfaultfd.
-struct Known {
+struct ProbedFeatures {
     features: u64,
     resume_protected: bool,
 }
 
 /// Queries the kernel, through a descriptor of Firn's own that never has memory registered.
-fn probe() -> Result<Known, Errno> {
+fn probe_kernel() -> Result<ProbedFeatures, Errno> {
     let uffd = crate::sys::uffd::own_for_probing()?;
-    let features = uffd.handshake(0)?;
+    let features = uffd.negotiate_api(0)?;
     // No feature bit reports this mode. A kernel with it answers that nothing is registered there
     // (ENOENT), a kernel without it answers EINVAL.
-    let answer = uffd.resume(Span { start: ANYWHERE, len: PAGE_SIZE as u64 }, flag::CONTINUE_WP);
-    Ok(Known { features, resume_protected: answer == Err(Errno::NOENT) })
+    let answer = uffd
+        .map_existing(AddressSpan { start: ANYWHERE, len: PAGE_SIZE as u64 }, flag::CONTINUE_WP);
+    Ok(ProbedFeatures { features, resume_protected: answer == Err(Errno::NOENT) })
 }
 
 /// The names of the wanted features that the kernel lacks.
-fn missing(wanted: u64, known: u64) -> Vec<&'static str> {
+fn missing_names(wanted: u64, known: u64) -> Vec<&'static str> {
     let lacks = |bit: u64| wanted & bit != 0 && known & bit == 0;
     NAMED.iter().filter(|(bit, _)| lacks(*bit)).map(|(_, name)| *name).collect()
 }
 
 /// Does the handshake of a new descriptor.
-pub(super) fn handshake(
+pub(super) fn negotiate_features(
     uffd: &Uffd,
-    trace: Trace,
-    features: Features,
+    trace: TraceMode,
+    features: KernelFeatures,
 ) -> Result<(), PageFaultError> {
-    let welcome = if features.write_protect_unpopulated { trace.welcome() } else { 0 };
-    uffd.handshake(trace.features() | welcome).map(drop).map_err(|source| match source {
+    let welcome = if features.write_protect_unpopulated { trace.optional_features() } else { 0 };
+    uffd.negotiate_api(trace.required_features() | welcome).map(drop).map_err(|source| match source
+    {
         Errno::INVAL => {
-            let known = probe().map_or(0, |known| known.features);
-            PageFaultError::Features { missing: missing(trace.features(), known) }
+            let known = probe_kernel().map_or(0, |known| known.features);
+            PageFaultError::Features { missing: missing_names(trace.required_features(), known) }
         }
         source => PageFaultError::Unavailable { source },
     })
@@ -159,18 +166,24 @@ mod tests {
 
     #[test]
     fn a_descriptor_tells_what_it_was_made_for() {
-        for trace in Trace::ALL {
-            assert_eq!(Trace::of_features(trace.features() | INITIALIZED), Some(trace));
-            let all = trace.features() | trace.welcome();
-            assert_eq!(Trace::of_features(all | INITIALIZED), Some(trace));
+        for trace in TraceMode::ALL {
+            assert_eq!(
+                TraceMode::of_features(trace.required_features() | INITIALIZED),
+                Some(trace)
+            );
+            let all = trace.required_features() | trace.optional_features();
+            assert_eq!(TraceMode::of_features(all | INITIALIZED), Some(trace));
         }
-        assert_eq!(Trace::of_features(0), None);
-        assert_eq!(Trace::of_features(INITIALIZED | flag::FEATURE_WP), None);
+        assert_eq!(TraceMode::of_features(0), None);
+        assert_eq!(TraceMode::of_features(INITIALIZED | flag::FEATURE_WP), None);
     }
 
     #[test]
     fn what_is_missing_is_named() {
-        let known = Trace::Save.features() & !flag::FEATURE_MINOR_SHMEM;
-        assert_eq!(missing(Trace::Save.features(), known), ["UFFD_FEATURE_MINOR_SHMEM"]);
+        let known = TraceMode::Save.required_features() & !flag::FEATURE_MINOR_SHMEM;
+        assert_eq!(
+            missing_names(TraceMode::Save.required_features(), known),
+            ["UFFD_FEATURE_MINOR_SHMEM"]
+        );
     }
 }

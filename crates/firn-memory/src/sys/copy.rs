@@ -9,7 +9,7 @@ use memmap2::MmapRaw;
 ///
 /// # Panics
 /// If the mapping ends before that.
-pub(crate) fn copy(from: &MmapRaw, offset: usize, out: &mut [u8]) {
+pub(crate) fn copy_from_mapping(from: &MmapRaw, offset: usize, out: &mut [u8]) {
     let end = offset.checked_add(out.len());
     assert!(end.is_some_and(|end| end <= from.len()), "{offset} is past the mapping");
     let source = from.as_ptr().wrapping_add(offset);
@@ -46,7 +46,7 @@ mod tests {
         let mapping = mapping();
         for (offset, len) in [(0, 8192), (4096, 4096), (13, 77), (8192, 0)] {
             let mut out = vec![0; len];
-            copy(&mapping, offset, &mut out);
+            copy_from_mapping(&mapping, offset, &mut out);
             assert!(out.iter().zip(offset..).all(|(&byte, at)| byte == at as u8));
         }
     }
@@ -54,6 +54,6 @@ mod tests {
     #[test]
     #[should_panic(expected = "past the mapping")]
     fn does_not_read_past_the_end() {
-        copy(&mapping(), 4097, &mut [0; 4096]);
+        copy_from_mapping(&mapping(), 4097, &mut [0; 4096]);
     }
 }

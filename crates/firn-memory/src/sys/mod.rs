@@ -8,5 +8,5 @@ pub(crate) mod heap;
 pub(crate) mod pagemap;
 pub(crate) mod ptrace;
 pub(crate) mod sched;
+pub(crate) mod shared_words;
 pub(crate) mod uffd;
-pub(crate) mod words;

@@ -7,7 +7,7 @@ use nix::libc;
 
 /// Makes the calling thread a real-time thread of the lowest priority, which still runs before all
 /// ordinary ones. Threads that it starts are ordinary.
-pub(crate) fn real_time() -> io::Result<()> {
+pub(crate) fn set_real_time() -> io::Result<()> {
     let lowest = libc::sched_param { sched_priority: 1 };
     let policy = libc::SCHED_FIFO | libc::SCHED_RESET_ON_FORK;
     // SAFETY: the third argument points to a struct sched_param that lives throughout the call, and
@@ -17,7 +17,7 @@ pub(crate) fn real_time() -> io::Result<()> {
 }
 
 /// The policy of the calling thread, if it is an ordinary one: round-robin, batch, or idle.
-pub(crate) fn ordinary() -> io::Result<Option<i32>> {
+pub(crate) fn ordinary_policy() -> io::Result<Option<i32>> {
     // SAFETY: takes no pointers; thread 0 is the calling one. No memory is changed.
     let policy =
         Errno::result(unsafe { libc::sched_getscheduler(0) })? & !libc::SCHED_RESET_ON_FORK;

@@ -46,7 +46,7 @@ const ERESTARTNOHAND: u64 = -514i64 as u64;
 const ERESTART_RESTARTBLOCK: u64 = -516i64 as u64;
 
 /// The code, in whole words.
-pub(super) fn code() -> Vec<u8> {
+pub(super) fn stub_code() -> Vec<u8> {
     let mut code = SYSCALL.to_vec();
     for (register, place) in LOADED.into_iter().zip((8u8..).step_by(8)) {
         // mov register, [rsp + place]
@@ -62,34 +62,39 @@ pub(super) fn code() -> Vec<u8> {
 
 /// Finds the code among these executable bytes, or an offset where it may be written: behind all
 /// bytes in use.
-pub(super) fn place(executable: &[u8]) -> Option<Place> {
-    let code = code();
+pub(super) fn find_location(executable: &[u8]) -> Option<StubLocation> {
+    let code = stub_code();
     let there = |offset: &usize| executable[*offset..].starts_with(&code);
     let mut offsets = (0..executable.len()).step_by(WORD);
-    offsets.rfind(there).map(Place::There).or_else(|| {
+    offsets.rfind(there).map(StubLocation::There).or_else(|| {
         let used = executable.iter().rposition(|&byte| byte != 0).map_or(0, |last| last + 1);
         // The first zeros may belong to the bytes in use.
         let free = used.next_multiple_of(WORD) + WORD;
-        (free + code.len() <= executable.len()).then_some(Place::Free(free))
+        (free + code.len() <= executable.len()).then_some(StubLocation::Free(free))
     })
 }
 
 /// An offset at which the code is, or can be written.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(super) enum Place {
+pub(super) enum StubLocation {
     There(usize),
     Free(usize),
 }
 
 /// The data below the stack: the return address and the registers to load, from `registers`.
-pub(super) fn data(registers: &Registers) -> Vec<u8> {
+pub(super) fn return_data(registers: &Registers) -> Vec<u8> {
     let r = registers;
     let loaded = [r.rax, r.rcx, r.r11, r.rdi, r.rsi, r.rdx, r.r10, r.r8, r.r9];
     [r.rip].into_iter().chain(loaded).flat_map(u64::to_le_bytes).collect()
 }
 
 /// The thread's registers, changed to make a call with the code at `stub`.
-pub(super) fn calling(own: &Registers, stub: u64, number: i64, arguments: [u64; 6]) -> Registers {
+pub(super) fn registers_for_call(
+    own: &Registers,
+    stub: u64,
+    number: i64,
+    arguments: [u64; 6],
+) -> Registers {
     let [rdi, rsi, rdx, r10, r8, r9] = arguments;
     let (rax, orig_rax) = (number as u64, NO_CALL);
     let (rip, rsp) = (stub, own.rsp.saturating_sub(DISTANCE));
@@ -98,7 +103,7 @@ pub(super) fn calling(own: &Registers, stub: u64, number: i64, arguments: [u64; 
 
 /// Whether a thread that was stopped at a system call makes the one of `calling`, and not one of a
 /// signal handler.
-pub(super) fn makes(calling: &Registers, stopped: &Registers) -> bool {
+pub(super) fn is_at_call(calling: &Registers, stopped: &Registers) -> bool {
     (stopped.rip, stopped.rsp) == (calling.rip + SYSCALL.len() as u64, calling.rsp)
 }
 
@@ -109,7 +114,7 @@ pub(super) fn is_to_be_repeated(value: u64) -> bool {
 
 /// The registers with which a stopped thread would continue: at the restart of its call, if the
 /// kernel would restart it.
-pub(super) fn resumption(stopped: &Registers) -> Registers {
+pub(super) fn resumption_registers(stopped: &Registers) -> Registers {
     let again = match stopped.rax {
         ERESTARTSYS | ERESTARTNOINTR | ERESTARTNOHAND => stopped.orig_rax,
         ERESTART_RESTARTBLOCK => libc::SYS_restart_syscall as u64,
@@ -129,7 +134,7 @@ pub(super) fn resumption_after_signal(stopped: &Registers) -> Registers {
         ERESTARTNOHAND | ERESTART_RESTARTBLOCK if is_in_call(stopped) => {
             Registers { rax: (-i64::from(libc::EINTR)) as u64, ..*stopped }
         }
-        _ => resumption(stopped),
+        _ => resumption_registers(stopped),
     }
 }
 
@@ -139,7 +144,7 @@ mod tests {
 
     #[test]
     fn the_code_is_what_the_drawing_says() {
-        let code = code();
+        let code = stub_code();
         // The call, 5 bytes for each register, 3 for the return.
         assert_eq!(code.len(), (2 + 9 * 5 + 3_usize).next_multiple_of(8));
         assert_eq!(code[..7], [0x0f, 0x05, 0x48, 0x8b, 0x44, 0x24, 0x08]);
@@ -151,13 +156,13 @@ mod tests {
     fn the_code_goes_behind_what_is_in_use_and_is_found_again() {
         let mut page = vec![0; 4096];
         page[..3001].fill(0xcc);
-        assert_eq!(place(&page), Some(Place::Free(3016)));
-        page[3016..][..code().len()].copy_from_slice(&code());
-        assert_eq!(place(&page), Some(Place::There(3016)));
+        assert_eq!(find_location(&page), Some(StubLocation::Free(3016)));
+        page[3016..][..stub_code().len()].copy_from_slice(&stub_code());
+        assert_eq!(find_location(&page), Some(StubLocation::There(3016)));
         page[4090] = 1;
-        assert_eq!(place(&page), Some(Place::There(3016)));
+        assert_eq!(find_location(&page), Some(StubLocation::There(3016)));
         page[3016] = 0;
-        assert_eq!(place(&page), None);
+        assert_eq!(find_location(&page), None);
     }
 
     /// The registers of a thread.
@@ -200,7 +205,7 @@ mod tests {
     #[test]
     fn an_interrupted_call_is_restarted_on_the_way_back() {
         let back = |rax, orig| {
-            let registers = resumption(&stopped(rax, orig));
+            let registers = resumption_registers(&stopped(rax, orig));
             (registers.rip, registers.rax as i64)
         };
         assert_eq!(back(-512, 202), (0x1000, 202));

@@ -3,7 +3,7 @@
 use std::process::{Command, Stdio};
 
 use firn_memory::{Process, TraceError, Tracee};
-use firn_types::Tid;
+use firn_types::ThreadId;
 use nix::libc::SYS_userfaultfd;
 
 use crate::driver::{Child, Who};
@@ -25,7 +25,7 @@ fn tracer_process() {
         made.map(|_| tid)
     });
     let line = match traced {
-        Ok(Tid(tid)) => format!("thread {tid}"),
+        Ok(ThreadId(tid)) => format!("thread {tid}"),
         Err(TraceError::Filtered { .. }) => "filtered".to_owned(),
         Err(error) => format!("{error:?}"),
     };

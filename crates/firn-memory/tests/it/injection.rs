@@ -5,7 +5,7 @@ use std::process::{Command, Stdio};
 use std::time::Duration;
 
 use firn_memory::{Process, TraceError, Tracee};
-use firn_types::Tid;
+use firn_types::ThreadId;
 use nix::libc::{SYS_close, SYS_getpid, SYS_gettid, SYS_poll};
 use nix::sys::signal::Signal;
 
@@ -35,8 +35,8 @@ fn an_error_there_is_an_error_here() {
 }
 
 /// All threads but this one.
-fn others(process: &Process, tid: Tid) -> Vec<Tid> {
-    process.threads().unwrap().into_iter().filter(|&other| other != tid).collect()
+fn others(process: &Process, tid: ThreadId) -> Vec<ThreadId> {
+    process.list_threads().unwrap().into_iter().filter(|&other| other != tid).collect()
 }
 
 /// Interrupts the first thread repeatedly while it is in one call.
@@ -149,7 +149,8 @@ const TRACER: &str = "FIRN_MEMORY_TEST_TRACER";
 fn tracer_process() {
     let Ok(names) = std::env::var(TRACER) else { return };
     let (pid, tid) = names.split_once(' ').unwrap();
-    let (process, tid) = (Process::open(pid.parse().unwrap()).unwrap(), Tid(tid.parse().unwrap()));
+    let (process, tid) =
+        (Process::open(pid.parse().unwrap()).unwrap(), ThreadId(tid.parse().unwrap()));
     let mut tracee = Tracee::seize(&process, &others(&process, tid)).unwrap();
     assert_eq!(tracee.tid(), tid);
     for _ in 0..3 {

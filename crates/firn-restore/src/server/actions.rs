@@ -5,11 +5,11 @@ use std::time::Duration;
 
 use firn_types::{Block, Page};
 
-use super::{PageMask, Unit};
+use super::{PageMask, ReadUnit};
 
 /// Where the stored bytes of a unit are. `B` is a handle to bytes in memory.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub enum Source<B> {
+pub enum UnitSource<B> {
     /// In memory.
     Held(B),
     /// In the file, and read not long ago: most likely in the page cache, so reading them again
@@ -19,15 +19,15 @@ pub enum Source<B> {
 
 /// A memory block to decode and install.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub struct Install<B> {
+pub struct BlockInstall<B> {
     /// The memory block.
     pub block: Block,
     /// The unit that holds it.
-    pub unit: Unit,
+    pub unit: ReadUnit,
     /// Which of its pages.
     pub pages: PageMask,
     /// Where its stored bytes are.
-    pub source: Source<B>,
+    pub source: UnitSource<B>,
     /// The page that a vCPU waits for, if one does: this page is installed first.
     pub wanted: Option<Page>,
     /// [`super::PageServer::version`] when this was decided. If it has changed, call
@@ -38,69 +38,71 @@ pub struct Install<B> {
 
 /// How to answer a page fault.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub enum Answer<B> {
+pub enum FaultAnswer<B> {
     /// These pages are zeros.
     Zero(Range<Page>),
     /// This page has been settled: it is zeros, unless it is present.
-    Late(Page),
+    AlreadySettled(Page),
     /// Decode and install this block.
-    Install(Install<B>),
+    Install(BlockInstall<B>),
     /// Its unit has not been read: check whether the page cache has it, and report
     /// [`super::PageServer::record_cache_hit`] or [`super::PageServer::record_cache_miss`].
-    Fetch(Install<()>),
+    TryPageCache(BlockInstall<()>),
     /// Its unit has not been read, and the storage has high latency, so that a check of the page
     /// cache would cost an access of its own: report [`super::PageServer::record_cache_miss`].
-    Ask(Install<()>),
+    RequestRead(BlockInstall<()>),
     /// Its unit is being read; the thread that reads it installs the block first.
     Wait,
 }
 
 /// What a thread that installs does next.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub enum Work<B> {
+pub enum InstallWork<B> {
     /// Decode and install this block.
-    Install(Install<B>),
+    Install(BlockInstall<B>),
     /// The guest waits for a page that has been settled: it is zeros, unless it is present.
-    Late(Page),
+    AlreadySettled(Page),
 }
 
-impl<B> Work<B> {
+impl<B> InstallWork<B> {
     /// Whether the guest waits for it.
     pub fn is_wanted(&self) -> bool {
         match self {
             Self::Install(install) => install.wanted.is_some(),
-            Self::Late(_) => true,
+            Self::AlreadySettled(_) => true,
         }
     }
 }
 
 /// Units to read at once, for a thread that may wait for storage.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub struct Read {
+pub struct UnitRead {
     /// Neighbouring units.
     pub units: Range<u32>,
     /// Why they are read.
-    pub why: Why,
+    pub why: ReadReason,
     /// Whether all that follows in the image is read soon as well, in order.
     pub in_order: bool,
 }
 
-impl Read {
+impl UnitRead {
     /// Each unit, and why it is read: in a demand read the guest waits for the first unit, and the
     /// others are fill.
-    pub fn each(&self) -> impl Iterator<Item = (Unit, Why)> + use<> {
+    pub fn units_with_reasons(&self) -> impl Iterator<Item = (ReadUnit, ReadReason)> + use<> {
         let beside = match self.why {
-            Why::Demand => Why::Fill,
+            ReadReason::Demand => ReadReason::Fill,
             why => why,
         };
         let (first, why) = (self.units.start, self.why);
-        self.units.clone().map(move |unit| (Unit(unit), if unit == first { why } else { beside }))
+        self.units
+            .clone()
+            .map(move |unit| (ReadUnit(unit), if unit == first { why } else { beside }))
     }
 }
 
 /// Why a unit is read.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Why {
+pub enum ReadReason {
     /// The guest waits for a page of it.
     Demand,
     /// It is prefetched before the guest touches it: eager and working-set restore.
@@ -111,9 +113,9 @@ pub enum Why {
 
 /// What a reading thread does next.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub enum Take {
+pub enum ReadDecision {
     /// Read these units.
-    Read(Read),
+    Read(UnitRead),
     /// Call again at this time, or when [`ThreadWakeups`] ask for it.
     At(Duration),
     /// Call again when [`ThreadWakeups`] ask for it.
@@ -123,7 +125,7 @@ pub enum Take {
 /// The threads that an event gives something to do.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 #[must_use]
-pub struct Stir {
+pub struct ThreadWakeups {
     /// There is something to read that the guest waits for.
     pub demand: bool,
     /// There may be something to read that the guest does not wait for.
@@ -138,7 +140,7 @@ pub struct Stir {
 
 /// The counts of a restore. Each page is counted once, when it is installed.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
-pub struct Counts {
+pub struct RestoreCounts {
     /// Page faults seen.
     pub faults: u64,
     /// Of these, on pages that hold zeros.

@@ -23,25 +23,25 @@
 const WINDOW: f64 = 16.0;
 
 /// A guest that uses what was expected makes at least this share of them.
-const LEAST: f64 = 0.125;
+const EXPECTED_SHARE_MIN: f64 = 0.125;
 
 /// Decides from the demand reads whether the guest diverges.
 #[derive(Clone, Copy, Debug, Default)]
-pub(super) struct Divergence {
+pub(super) struct DivergenceDetector {
     expected: f64,
     by_chance: f64,
 }
 
-impl Divergence {
+impl DivergenceDetector {
     /// Counts a demand read; `share` is the predicted share of what is not in memory yet. Returns
     /// whether the guest has diverged.
-    pub(super) fn read(&mut self, is_expected: bool, share: f64) -> bool {
+    pub(super) fn record_read(&mut self, is_expected: bool, share: f64) -> bool {
         self.by_chance += share;
         self.expected += f64::from(u8::from(is_expected));
         if self.by_chance < WINDOW {
             return false;
         }
-        let diverged = self.expected < LEAST * self.by_chance;
+        let diverged = self.expected < EXPECTED_SHARE_MIN * self.by_chance;
         *self = Self::default();
         diverged
     }
@@ -52,8 +52,8 @@ mod tests {
     use super::*;
 
     fn diverges(share: f64, reads: impl IntoIterator<Item = bool>) -> bool {
-        let mut divergence = Divergence::default();
-        reads.into_iter().any(|is_expected| divergence.read(is_expected, share))
+        let mut divergence = DivergenceDetector::default();
+        reads.into_iter().any(|is_expected| divergence.record_read(is_expected, share))
     }
 
     #[test]

@@ -3,7 +3,8 @@
 use std::path::Path;
 
 use firn_image::{
-    Codec, Compressed, Draft, Geometry, Image, Organization, Packer, Sections, Writer, compress,
+    BlockOrganization, Codec, CompressedBlock, Geometry, Image, ImageDraft, ImageSections,
+    ImageWriter, Packer, compress_block,
 };
 use firn_types::{Block, BlockSize, PAGE_SIZE, Page, RegionMap};
 
@@ -51,7 +52,7 @@ impl Model {
         let mut bytes = vec![0; map.total_pages() as usize * PAGE_SIZE];
         let mut dice = Dice(seed);
         for region in map.regions() {
-            for page in Page::each(region.range()).filter(|page| page.0 % 8 != 5) {
+            for page in Page::iter_range(region.page_range()).filter(|page| page.0 % 8 != 5) {
                 let start = page.index() * PAGE_SIZE;
                 let random = &mut bytes[start..start + PAGE_SIZE / 2];
                 random.chunks_exact_mut(8).for_each(|word| {
@@ -95,10 +96,10 @@ impl Model {
 
     /// A memory block, filled up with zeros at the end of memory.
     pub fn block(&self, geometry: &Geometry, block: Block) -> Vec<u8> {
-        let start = block.index() * geometry.block_size.bytes();
-        let end = (start + geometry.block_size.bytes()).min(self.bytes.len());
+        let start = block.index() * geometry.block_size.byte_count();
+        let end = (start + geometry.block_size.byte_count()).min(self.bytes.len());
         let mut bytes = self.bytes[start..end].to_vec();
-        bytes.resize(geometry.block_size.bytes(), 0);
+        bytes.resize(geometry.block_size.byte_count(), 0);
         bytes
     }
 
@@ -112,32 +113,36 @@ impl Model {
         order: &[Block],
         working_set: Vec<Block>,
     ) -> Image {
-        let mut writer =
-            Writer::create(path, &Draft::whole(geometry, Organization::Access)).unwrap();
+        let mut writer = ImageWriter::create(
+            path,
+            &ImageDraft::whole_image(geometry, BlockOrganization::Access),
+        )
+        .unwrap();
         let mut packer = Packer::new(geometry);
         let mut zeros = Vec::new();
         for &block in order {
-            match compress(codec, block, &self.block(&geometry, block)) {
-                Compressed::Zero => zeros.push(block),
-                Compressed::Packed(packed) => {
-                    if let Some(full) = packer.push(packed) {
+            match compress_block(codec, block, &self.block(&geometry, block)) {
+                CompressedBlock::Zero => zeros.push(block),
+                CompressedBlock::Packed(packed) => {
+                    if let Some(full) = packer.push_block(packed) {
                         writer.append(full).unwrap();
                     }
                 }
             }
         }
-        if let Some(last) = packer.finish() {
+        if let Some(last) = packer.take_filled() {
             writer.append(last).unwrap();
         }
         zeros[..zeros.len() * 7 / 8].iter().for_each(|&block| writer.set_zero(block));
-        let sections = Sections { regions: self.map.clone(), working_set, ..Sections::default() };
+        let sections =
+            ImageSections { regions: self.map.clone(), working_set, ..ImageSections::default() };
         writer.finish(sections).unwrap();
         Image::open(path).unwrap()
     }
 
     /// All blocks, shuffled.
     pub fn shuffled(&self, geometry: &Geometry, seed: u64) -> Vec<Block> {
-        let mut order: Vec<Block> = (0..geometry.blocks()).map(Block).collect();
+        let mut order: Vec<Block> = (0..geometry.block_count()).map(Block).collect();
         Dice(seed).shuffle(&mut order);
         order
     }

@@ -6,8 +6,8 @@ use std::sync::Arc;
 use std::sync::mpsc::{Receiver, channel};
 use std::time::Duration;
 
-use firn_memory::{GuestMemory, PageFaults, Process, RegionLocation, Trace, Tracee};
-use firn_types::{HostVirt, RegionMap, Tid};
+use firn_memory::{GuestMemory, PageFaults, Process, RegionLocation, TraceMode, Tracee};
+use firn_types::{HostVirt, RegionMap, ThreadId};
 
 use crate::guest::{THREADS, VARIABLE};
 
@@ -21,7 +21,7 @@ pub struct Guest {
     results: Vec<Receiver<String>>,
     pub process: Arc<Process>,
     pub memory: Arc<GuestMemory>,
-    pub tids: Vec<Tid>,
+    pub tids: Vec<ThreadId>,
     pub hvas: Vec<u64>,
 }
 
@@ -43,7 +43,7 @@ impl Guest {
         let (tids, hvas) = numbers.split_at(THREADS);
         let process = Arc::new(Process::open(child.id() as i32).unwrap());
         let memory = Arc::new(open(&process, map, hvas));
-        let tids = tids.iter().map(|&tid| Tid(tid as i32)).collect();
+        let tids = tids.iter().map(|&tid| ThreadId(tid as i32)).collect();
         Self { child, stdin, results, process, memory, tids, hvas: hvas.to_vec() }
     }
 
@@ -71,7 +71,7 @@ impl Guest {
     /// Attaches to it, as a restore does.
     pub fn attach(&self) -> PageFaults {
         let mut tracee = Tracee::seize(&self.process, &self.tids).unwrap();
-        PageFaults::create(&mut tracee, self.memory.clone(), Trace::Restore).unwrap()
+        PageFaults::create(&mut tracee, self.memory.clone(), TraceMode::Restore).unwrap()
     }
 
     /// Closes the remaining descriptor of a restore in it.

@@ -42,19 +42,19 @@ mod store;
 use std::ffi::OsStr;
 use std::path::{Path, PathBuf};
 
-pub(crate) use command::command_line;
-pub(crate) use merge::{Merging, end_merges};
-pub(crate) use newer::{Wanted, check};
-pub(crate) use queries::{covers_partial, needed_by};
+pub(crate) use command::restart_command_line;
+pub(crate) use merge::{LayerMerger, end_merges};
+pub(crate) use newer::{WantedDisk, check_old_disks};
+pub(crate) use queries::{covers_partial, describe_needs};
 pub use register::note_copy;
 pub(crate) use register::{forget_save, note_save};
-pub use remove::{Removed, remove_images};
-pub(crate) use resolve::Held;
-pub use resolve::disks_now;
+pub use remove::{RemovedImage, remove_images};
+pub(crate) use resolve::LockedLayers;
+pub use resolve::resolve_current_disks;
 
 /// The path that identifies a file in records, whatever links lead to it. The file itself may not
 /// exist any more.
-fn key(file: &Path) -> PathBuf {
+fn record_key(file: &Path) -> PathBuf {
     if let Ok(path) = std::fs::canonicalize(file) {
         return path;
     }
@@ -63,6 +63,6 @@ fn key(file: &Path) -> PathBuf {
 }
 
 /// The directory whose record lists a file. The file is given by its [`record_key`].
-fn dir_of(file: &Path) -> &Path {
+fn record_dir(file: &Path) -> &Path {
     file.parent().unwrap_or(Path::new("/"))
 }

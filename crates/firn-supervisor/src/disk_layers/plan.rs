@@ -12,12 +12,12 @@
 
 use std::path::{Path, PathBuf};
 
-use super::dir_of;
-use super::record::Record;
+use super::record::LayerRecord;
+use super::record_dir;
 
 /// The chain of a drive, for planning merges.
 #[derive(Clone, Debug)]
-pub(super) struct Chain<'a> {
+pub(super) struct LayerChain<'a> {
     /// Its files by their keys, the topmost first: the one that the guest writes to.
     pub(super) files: Vec<PathBuf>,
     /// The VM.
@@ -31,18 +31,18 @@ pub(super) struct Chain<'a> {
 /// A possible merge in a chain: `top` and the files down to `base` are merged into `base`. Indices
 /// count from the topmost file.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(super) struct Step {
+pub(super) struct MergeStep {
     pub(super) top: usize,
     pub(super) base: usize,
 }
 
-impl Chain<'_> {
+impl LayerChain<'_> {
     /// The merges that images do not prevent, the lowest first.
-    pub(super) fn steps(&self, record: &Record) -> Vec<Step> {
+    pub(super) fn plan_steps(&self, record: &LayerRecord) -> Vec<MergeStep> {
         let mut steps = Vec::new();
-        let mut base = self.lowest(record);
+        let mut base = self.lowest_base(record);
         while base >= 2 {
-            match self.step(record, base) {
+            match self.plan_step(record, base) {
                 Some(step) => {
                     steps.push(step);
                     base = step.top.saturating_sub(1);
@@ -53,13 +53,13 @@ impl Chain<'_> {
         steps
     }
 
-    fn step(&self, record: &Record, base: usize) -> Option<Step> {
+    fn plan_step(&self, record: &LayerRecord, base: usize) -> Option<MergeStep> {
         if !self.is_own(record, base) || is_needed(record, &self.files[base]) {
             return None;
         }
         let mut top = None;
         for at in (1..base).rev() {
-            if !self.can_go(record, at) {
+            if !self.can_merge_away(record, at) {
                 break;
             }
             top = Some(at);
@@ -67,22 +67,22 @@ impl Chain<'_> {
                 break;
             }
         }
-        top.map(|top| Step { top, base })
+        top.map(|top| MergeStep { top, base })
     }
 
     /// The lowest file that may receive a merge: below it the record does not know the files, or
     /// they are backing files of others.
-    fn lowest(&self, record: &Record) -> usize {
-        let dir = self.files.first().map_or(Path::new("/"), |file| dir_of(file));
+    fn lowest_base(&self, record: &LayerRecord) -> usize {
+        let dir = self.files.first().map_or(Path::new("/"), |file| record_dir(file));
         let mut lowest = 0;
         for at in 0..self.files.len() {
             let file = &self.files[at];
             let over = at.checked_sub(1).map(|at| &self.files[at]);
-            let is_fork = record.on(file).any(|layer| Some(&layer.file) != over);
+            let is_fork = record.layers_over(file).any(|layer| Some(&layer.file) != over);
             let is_known = over.is_none_or(|over| {
-                record.layer(over).is_some_and(|layer| layer.below.as_ref() == Some(file))
+                record.find_layer(over).is_some_and(|layer| layer.below.as_ref() == Some(file))
             });
-            if is_fork || !is_known || dir_of(file) != dir {
+            if is_fork || !is_known || record_dir(file) != dir {
                 break;
             }
             lowest = at;
@@ -90,38 +90,39 @@ impl Chain<'_> {
         lowest
     }
 
-    fn is_own(&self, record: &Record, at: usize) -> bool {
+    fn is_own(&self, record: &LayerRecord, at: usize) -> bool {
         let file = &self.files[at];
-        let is_mine = record.layer(file).is_some_and(|layer| layer.vm == self.vm);
+        let is_mine = record.find_layer(file).is_some_and(|layer| layer.vm == self.vm);
         (is_mine || self.named.as_ref() == Some(file)) && !self.kept.contains(file)
     }
 
-    fn can_go(&self, record: &Record, at: usize) -> bool {
+    fn can_merge_away(&self, record: &LayerRecord, at: usize) -> bool {
         let file = &self.files[at];
-        record.layer(file).is_some_and(|layer| layer.vm == self.vm) && !self.kept.contains(file)
+        record.find_layer(file).is_some_and(|layer| layer.vm == self.vm)
+            && !self.kept.contains(file)
     }
 }
 
-fn is_needed(record: &Record, file: &Path) -> bool {
+fn is_needed(record: &LayerRecord, file: &Path) -> bool {
     record.images_of(file).next().is_some()
 }
 
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::disk_layers::record::{ImageUse, Layer, LayerKind};
+    use crate::disk_layers::record::{DiskLayer, ImageUse, LayerKind};
 
     /// A chain of files `0`, the topmost, to `count - 1`, and images that need some of them.
     struct Case {
         dir: tempfile::TempDir,
-        record: Record,
+        record: LayerRecord,
         count: usize,
     }
 
     impl Case {
         fn new(count: usize, needed: &[usize]) -> Self {
             let dir = tempfile::tempdir().unwrap();
-            let mut case = Self { dir, record: Record::default(), count };
+            let mut case = Self { dir, record: LayerRecord::default(), count };
             for at in 0..count {
                 std::fs::write(case.path(at), "").unwrap();
             }
@@ -144,14 +145,14 @@ mod tests {
             let (file, below, vm) = (self.path(file), Some(self.path(below)), vm.to_owned());
             std::fs::write(&file, "").unwrap();
             let (made, kind, abandoned, restored) = (1, LayerKind::Overlay, false, false);
-            self.record.layers.push(Layer { file, below, vm, made, kind, abandoned, restored });
+            self.record.layers.push(DiskLayer { file, below, vm, made, kind, abandoned, restored });
         }
 
         fn steps(&self, is_named_own: bool, kept: &[PathBuf]) -> Vec<(usize, usize)> {
             let files: Vec<PathBuf> = (0..self.count).map(|at| self.path(at)).collect();
             let named = files.last().cloned().filter(|_| is_named_own);
-            let chain = Chain { files, vm: "web", named, kept };
-            chain.steps(&self.record).iter().map(|step| (step.top, step.base)).collect()
+            let chain = LayerChain { files, vm: "web", named, kept };
+            chain.plan_steps(&self.record).iter().map(|step| (step.top, step.base)).collect()
         }
     }
 

@@ -5,19 +5,19 @@ use std::path::{Path, PathBuf};
 use firn_image::Image;
 use firn_vmm::FileIdentity;
 
-use super::record::{Changed, ImageUse, Layer, LayerKind, Record};
-use super::store::read;
-use super::{dir_of, key};
+use super::record::{ChangedContents, DiskLayer, ImageUse, LayerKind, LayerRecord};
+use super::store::read_record;
+use super::{record_dir, record_key};
 
-impl Record {
+impl LayerRecord {
     /// The existing layers directly on a file.
-    pub(super) fn on<'a>(&'a self, file: &'a Path) -> impl Iterator<Item = &'a Layer> {
-        let is_on = move |layer: &&Layer| layer.below.as_deref() == Some(file);
+    pub(super) fn layers_over<'a>(&'a self, file: &'a Path) -> impl Iterator<Item = &'a DiskLayer> {
+        let is_on = move |layer: &&DiskLayer| layer.below.as_deref() == Some(file);
         self.layers.iter().filter(is_on).filter(|layer| layer.file.exists())
     }
 
     /// The layer with this file, if Firn made it.
-    pub(super) fn layer(&self, file: &Path) -> Option<&Layer> {
+    pub(super) fn find_layer(&self, file: &Path) -> Option<&DiskLayer> {
         self.layers.iter().find(|layer| layer.file == file)
     }
 
@@ -28,12 +28,14 @@ impl Record {
     }
 
     /// The current contents of `file` as an image knows it.
-    pub(super) fn now_of(&self, file: &Path, then: FileIdentity) -> Option<&Changed> {
-        self.changed.iter().find(|changed| changed.file == file && is_same(changed.then, then))
+    pub(super) fn find_changed(&self, file: &Path, then: FileIdentity) -> Option<&ChangedContents> {
+        self.changed
+            .iter()
+            .find(|changed| changed.file == file && is_same_content(changed.then, then))
     }
 
     /// Removes entries that are obsolete. Files that only removed images needed become unused.
-    pub(super) fn prune(&mut self) {
+    pub(super) fn prune_obsolete(&mut self) {
         self.images.retain(|image| !image.is_gone());
         self.unused.retain(|file| file.exists());
         self.drop_clones();
@@ -47,13 +49,13 @@ impl Record {
 
     /// Drops clones that no image needs and that are no backing file of a layer.
     fn drop_clones(&mut self) {
-        let is_needed = |layer: &Layer| {
+        let is_needed = |layer: &DiskLayer| {
             layer.kind != LayerKind::Clone
                 || self.images.iter().any(|image| image.file == layer.file)
                 // A later copy may have it as its backing file, and be listed in the record of
                 // another directory.
                 || self.images.iter().any(|image| image.chain.contains(&layer.file))
-                || self.on(&layer.file).next().is_some()
+                || self.layers_over(&layer.file).next().is_some()
         };
         let unused: Vec<PathBuf> =
             self.layers.iter().filter(|it| !is_needed(it)).map(|it| it.file.clone()).collect();
@@ -76,10 +78,10 @@ impl ImageUse {
 }
 
 /// The images that need files of a chain, in words.
-pub(crate) fn needed_by(chain: &[PathBuf]) -> String {
+pub(crate) fn describe_needs(chain: &[PathBuf]) -> String {
     let mut images = Vec::new();
-    for file in chain.iter().map(|file| key(file)) {
-        let Ok(Some(record)) = read(dir_of(&file)) else { continue };
+    for file in chain.iter().map(|file| record_key(file)) {
+        let Ok(Some(record)) = read_record(record_dir(&file)) else { continue };
         images.extend(record.images_of(&file).map(|image| image.display().to_string()));
     }
     let (count, first) = (images.len(), images.first());
@@ -89,8 +91,8 @@ pub(crate) fn needed_by(chain: &[PathBuf]) -> String {
 /// Whether a file has to stay over one that has a part of its contents, because a merge ended
 /// early.
 pub(crate) fn covers_partial(file: &Path) -> bool {
-    let file = key(file);
-    let record = match read(dir_of(&file)) {
+    let file = record_key(file);
+    let record = match read_record(record_dir(&file)) {
         Ok(Some(record)) => record,
         Ok(None) => return false,
         Err(_) => return true,
@@ -102,11 +104,11 @@ pub(crate) fn covers_partial(file: &Path) -> bool {
 
 /// Whether two identities have the same size and time of the last write, as a restore compares
 /// them.
-pub(super) fn is_same(one: FileIdentity, other: FileIdentity) -> bool {
+pub(super) fn is_same_content(one: FileIdentity, other: FileIdentity) -> bool {
     (one.size, one.mtime_ns) == (other.size, other.mtime_ns)
 }
 
 /// Whether Firn made a file, and the file has no layer over it.
-pub(super) fn is_top(record: &Record, file: &Path) -> bool {
-    record.layer(file).is_some() && record.on(file).next().is_none()
+pub(super) fn is_top(record: &LayerRecord, file: &Path) -> bool {
+    record.find_layer(file).is_some() && record.layers_over(file).next().is_none()
 }

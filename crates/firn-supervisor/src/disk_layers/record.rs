@@ -13,26 +13,26 @@ pub(super) const VERSION: u32 = 1;
 /// The record of a directory. In memory all paths are absolute. In the file, paths in the directory
 /// are bare names, so that the directory may be moved.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
-pub(super) struct Record {
+pub(super) struct LayerRecord {
     /// `VERSION`.
     pub(super) version: u32,
     /// Files whose backing file is in this directory, and clones in it.
     #[serde(default)]
-    pub(super) layers: Vec<Layer>,
+    pub(super) layers: Vec<DiskLayer>,
     /// Images that need files of this directory.
     #[serde(default)]
     pub(super) images: Vec<ImageUse>,
     /// Files whose contents an image knows under another name, or with another time of the last
     /// write.
     #[serde(default)]
-    pub(super) changed: Vec<Changed>,
+    pub(super) changed: Vec<ChangedContents>,
     /// Merges that have begun.
     #[serde(default)]
-    pub(super) merges: Vec<Merge>,
+    pub(super) merges: Vec<PendingMerge>,
     /// Files with a part of the contents of the files over them, because a merge ended early:
     /// usable only under those.
     #[serde(default)]
-    pub(super) partial: Vec<Partial>,
+    pub(super) partial: Vec<PartialMerge>,
     /// Files that are not needed any more, and that will be removed.
     #[serde(default)]
     pub(super) unused: Vec<PathBuf>,
@@ -40,7 +40,7 @@ pub(super) struct Record {
 
 /// A file that was made on another one, or as a clone.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
-pub(super) struct Layer {
+pub(super) struct DiskLayer {
     /// The file.
     pub(super) file: PathBuf,
     /// Its backing file; `None` for the clone of a file without one.
@@ -88,7 +88,7 @@ pub(super) struct ImageUse {
 
 /// Contents that an image knows under another name or identity.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
-pub(super) struct Changed {
+pub(super) struct ChangedContents {
     /// The file that images name.
     pub(super) file: PathBuf,
     /// The identity that they know.
@@ -103,7 +103,7 @@ pub(super) struct Changed {
 
 /// A merge that has begun: `tops` are merged into `base`.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
-pub(super) struct Merge {
+pub(super) struct PendingMerge {
     /// The hypervisor that performs it.
     pub(super) process: ProcessIdentity,
     /// The VM.
@@ -123,14 +123,14 @@ pub(super) struct Merge {
 
 /// A file with a part of the contents of the files over it.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
-pub(super) struct Partial {
+pub(super) struct PartialMerge {
     /// The file.
     pub(super) base: PathBuf,
     /// The files that have to stay over it.
     pub(super) tops: Vec<PathBuf>,
 }
 
-impl Default for Record {
+impl Default for LayerRecord {
     fn default() -> Self {
         Self {
             version: VERSION,
@@ -144,15 +144,15 @@ impl Default for Record {
     }
 }
 
-impl Record {
+impl LayerRecord {
     /// Whether it has no entries.
     pub(super) fn is_empty(&self) -> bool {
         *self == Self::default()
     }
 
     /// Makes paths in `dir` relative to it.
-    pub(super) fn stored(mut self, dir: &Path) -> Self {
-        self.each_path(&mut |path| {
+    pub(super) fn with_relative_paths(mut self, dir: &Path) -> Self {
+        self.for_each_path(&mut |path| {
             if path.parent() == Some(dir) {
                 *path = path.file_name().unwrap_or_default().into();
             }
@@ -161,12 +161,12 @@ impl Record {
     }
 
     /// Makes all paths absolute.
-    pub(super) fn loaded(mut self, dir: &Path) -> Self {
-        self.each_path(&mut |path| *path = dir.join(&path));
+    pub(super) fn with_absolute_paths(mut self, dir: &Path) -> Self {
+        self.for_each_path(&mut |path| *path = dir.join(&path));
         self
     }
 
-    fn each_path(&mut self, change: &mut dyn FnMut(&mut PathBuf)) {
+    fn for_each_path(&mut self, change: &mut dyn FnMut(&mut PathBuf)) {
         for layer in &mut self.layers {
             change(&mut layer.file);
             layer.below.iter_mut().for_each(&mut *change);

@@ -6,8 +6,8 @@
 
 use std::path::Path;
 
-use super::arguments::Argument;
-use super::properties::Properties;
+use super::arguments::CommandArgument;
+use super::properties::OptionProperties;
 
 /// The id of the memory.
 pub const CALLS_ID: &str = "firn.calls";
@@ -28,14 +28,14 @@ pub fn with_calls(command: &[String]) -> Vec<String> {
 }
 
 /// The same memory over a file of the VM's own, if this option is that memory.
-pub(super) fn over(argument: &Argument, path: &Path) -> Option<Argument> {
+pub(super) fn replace_path(argument: &CommandArgument, path: &Path) -> Option<CommandArgument> {
     if argument.name() != "object" {
         return None;
     }
-    let mut properties = Properties::read(argument.value(), "qom-type")?;
+    let mut properties = OptionProperties::parse_value(argument.value(), "qom-type")?;
     if properties.get("id").as_deref() != Some(CALLS_ID) {
         return None;
     }
     properties.set("mem-path", &path.to_string_lossy());
-    Some(Argument::new("object", properties.to_text("qom-type")))
+    Some(CommandArgument::new("object", properties.to_text("qom-type")))
 }

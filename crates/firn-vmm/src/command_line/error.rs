@@ -89,7 +89,7 @@ pub enum CommandLineError {
 }
 
 impl CommandLineError {
-    pub(super) fn refused(option: impl ToString, reason: &'static str) -> Self {
+    pub(super) fn refuse_option(option: impl ToString, reason: &'static str) -> Self {
         Self::Refused { option: option.to_string(), reason }
     }
 
@@ -101,7 +101,7 @@ impl CommandLineError {
         Self::ManyOptions { given: given.to_owned() }
     }
 
-    pub(super) fn unreadable(option: impl ToString, what: &'static str) -> Self {
+    pub(super) fn unreadable_option(option: impl ToString, what: &'static str) -> Self {
         Self::Unreadable { option: option.to_string(), what }
     }
 }

@@ -46,11 +46,14 @@ mod properties;
 mod size;
 
 pub use calls::{CALLS_BYTES, CALLS_ID, with_calls};
-pub use cards::{CardPlan, Uplink, with_uplink};
+pub use cards::{CardPlan, CardUplink, with_uplink};
 pub use disks::{DiskPlan, with_disk};
 pub use drives::DriveFile;
-pub use endpoints::{Beside, Endpoint};
+pub use endpoints::{EndpointRelocation, HostEndpoint};
 pub use error::CommandLineError;
-pub use needs::{CommandNeeds, NamedDevice, SecretFile, needs};
-pub use overrides::Overrides;
-pub use plan::{Augmented, MONITOR_ID, Paths, Plan, Plugin, RAM_ID, RamPlan, plan};
+pub use needs::{CommandNeeds, NamedDevice, SecretFile, find_needs};
+pub use overrides::CommandOverrides;
+pub use plan::{
+    AddedPaths, AugmentedCommand, CommandPlan, MONITOR_ID, RAM_ID, RamPlan, StorePlugin,
+    plan_command,
+};

@@ -15,13 +15,13 @@ mod registers;
 
 pub use hva::parse_hva;
 pub use mtree::{FlatRange, FlatView, RangeKind, parse_mtree};
-pub use network::parse_address;
+pub use network::parse_card_address;
 pub use network_backends::parse_backends;
 pub use ramblock::{RamBlock, parse_ramblock};
 pub use registers::{VcpuRegisters, parse_registers};
 
 /// Parses a hexadecimal number with or without `0x`.
-fn hex(text: &str) -> Option<u64> {
+fn parse_hex(text: &str) -> Option<u64> {
     let digits = text.strip_prefix("0x").unwrap_or(text);
     u64::from_str_radix(digits, 16).ok().filter(|_| !digits.starts_with('+'))
 }

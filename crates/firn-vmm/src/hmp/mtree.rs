@@ -11,7 +11,7 @@
 //!     |first           |last (inclusive)    |kind      |region |offset in it  |accelerator, if it maps it
 //! ```
 
-use super::hex;
+use super::parse_hex;
 
 /// One address space of the machine: its ranges, by address.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
@@ -66,25 +66,25 @@ pub fn parse_mtree(printed: &str) -> Vec<FlatView> {
         if line.starts_with("FlatView #") {
             views.push(FlatView::default());
         } else if let Some(view) = views.last_mut() {
-            view.spaces.extend(space(line));
-            view.ranges.extend(range(line));
+            view.spaces.extend(parse_space(line));
+            view.ranges.extend(parse_range(line));
         }
     }
     views
 }
 
-fn space(line: &str) -> Option<String> {
+fn parse_space(line: &str) -> Option<String> {
     let (name, _) = line.strip_prefix("AS \"")?.split_once("\", root: ")?;
     Some(name.to_owned())
 }
 
-fn range(line: &str) -> Option<FlatRange> {
+fn parse_range(line: &str) -> Option<FlatRange> {
     let (bounds, rest) = line.split_once(" (prio ")?;
     let (first, last) = bounds.split_once('-')?;
     let (priority, rest) = rest.split_once(", ")?;
     let (kind, place) = rest.split_once("): ")?;
     let (region, offset) = region_and_offset(place);
-    let (first, last) = (hex(first)?, hex(last)?);
+    let (first, last) = (parse_hex(first)?, parse_hex(last)?);
     (first <= last).then_some(FlatRange {
         first,
         last,
@@ -100,7 +100,7 @@ fn range(line: &str) -> Option<FlatRange> {
 fn region_and_offset(place: &str) -> (&str, u64) {
     let place = place.strip_suffix(" KVM").unwrap_or(place);
     match place.rsplit_once(" @") {
-        Some((region, offset)) if offset.len() == 16 => match hex(offset) {
+        Some((region, offset)) if offset.len() == 16 => match parse_hex(offset) {
             Some(offset) => (region, offset),
             None => (place, 0),
         },

@@ -8,7 +8,7 @@
 
 use firn_types::HostVirt;
 
-use super::hex;
+use super::parse_hex;
 
 /// A block of guest-visible memory.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -23,10 +23,10 @@ pub struct RamBlock {
 
 /// Parses every block. Skips lines of an unknown form.
 pub fn parse_ramblock(printed: &str) -> Vec<RamBlock> {
-    printed.lines().filter_map(block).collect()
+    printed.lines().filter_map(parse_block).collect()
 }
 
-fn block(line: &str) -> Option<RamBlock> {
+fn parse_block(line: &str) -> Option<RamBlock> {
     let line = line.trim();
     let line = line.strip_suffix("rw").or_else(|| line.strip_suffix("ro")).unwrap_or(line);
     let (rest, numbers) = numbers_at_the_end(line.trim_end());
@@ -43,7 +43,7 @@ fn block(line: &str) -> Option<RamBlock> {
 fn numbers_at_the_end(mut line: &str) -> (&str, Vec<u64>) {
     let mut numbers = Vec::new();
     while let Some((rest, last)) = line.rsplit_once(' ') {
-        let Some(number) = last.strip_prefix("0x").and_then(hex) else { break };
+        let Some(number) = last.strip_prefix("0x").and_then(parse_hex) else { break };
         numbers.insert(0, number);
         line = rest.trim_end();
         if numbers.len() == 4 {

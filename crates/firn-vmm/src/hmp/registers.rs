@@ -10,7 +10,7 @@
 
 use firn_types::{GuestPhys, VcpuId};
 
-use super::hex;
+use super::parse_hex;
 
 /// The registers that determine how a vCPU walks its page tables (Intel SDM volume 3, section 4.1).
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
@@ -30,12 +30,12 @@ const ROOT_ADDRESS: u64 = 0x000f_ffff_ffff_f000;
 
 impl VcpuRegisters {
     /// The address of the top-level page table.
-    pub fn root(&self) -> GuestPhys {
+    pub fn table_root(&self) -> GuestPhys {
         GuestPhys(self.cr3 & ROOT_ADDRESS)
     }
 
     /// Levels of the page table in long mode, 4 or 5; `None` where the vCPU is not in long mode.
-    pub fn levels(&self) -> Option<u8> {
+    pub fn table_levels(&self) -> Option<u8> {
         let long_mode = self.cr0 >> 31 & 1 == 1 && self.efer >> 10 & 1 == 1;
         long_mode.then_some(if self.cr4 >> 12 & 1 == 1 { 5 } else { 4 })
     }
@@ -56,7 +56,7 @@ pub fn parse_registers(printed: &str) -> Vec<(VcpuId, VcpuRegisters)> {
 
 fn read_field(field: &str, registers: &mut VcpuRegisters) {
     let Some((name, value)) = field.split_once('=') else { return };
-    let Some(value) = hex(value) else { return };
+    let Some(value) = parse_hex(value) else { return };
     match name {
         "CR0" => registers.cr0 = value,
         "CR3" => registers.cr3 = value,
@@ -78,8 +78,8 @@ mod tests {
             CPU#1\r\nCR0=00000011 CR2=00000000 CR3=00000000 CR4=00000000\r\n";
         let vcpus = parse_registers(printed);
         assert_eq!(vcpus[0].0, VcpuId(0));
-        assert_eq!((vcpus[0].1.cr3, vcpus[0].1.levels()), (0x3a1c003, Some(5)));
-        assert_eq!((vcpus[1].0, vcpus[1].1.levels()), (VcpuId(1), None));
+        assert_eq!((vcpus[0].1.cr3, vcpus[0].1.table_levels()), (0x3a1c003, Some(5)));
+        assert_eq!((vcpus[1].0, vcpus[1].1.table_levels()), (VcpuId(1), None));
     }
 
     proptest! {

@@ -3,7 +3,7 @@
 use serde_json::{Value, json};
 
 use crate::hmp;
-use crate::qmp::{Qmp, QmpError};
+use crate::qmp::{QmpClient, QmpError};
 
 /// The QOM containers of devices that a command line or a user created.
 const CONTAINERS: [&str; 2] = ["/machine/peripheral", "/machine/peripheral-anon"];
@@ -60,21 +60,23 @@ pub struct MachineFacts {
 }
 
 /// Queries the facts from a running QEMU. The VM may run meanwhile.
-pub(crate) fn collect(qmp: &mut Qmp) -> Result<MachineFacts, QmpError> {
+pub(crate) fn collect_facts(qmp: &mut QmpClient) -> Result<MachineFacts, QmpError> {
     let mut devices = Vec::new();
     for container in CONTAINERS {
         let list = qmp.execute("qom-list", json!({ "path": container }))?;
         devices.extend(parse_devices(container, &list));
     }
     for device in &mut devices {
-        device.is_hotplugged = property(qmp, &device.path, "hotplugged")? == Some(json!(true));
+        device.is_hotplugged =
+            query_property(qmp, &device.path, "hotplugged")? == Some(json!(true));
     }
-    let smp = property(qmp, "/machine", "smp")?.unwrap_or_default();
-    let confidential = property(qmp, "/machine", "confidential-guest-support")?.unwrap_or_default();
+    let smp = query_property(qmp, "/machine", "smp")?.unwrap_or_default();
+    let confidential =
+        query_property(qmp, "/machine", "confidential-guest-support")?.unwrap_or_default();
     let vcpus = qmp.execute("query-cpus-fast", Value::Null)?;
     Ok(MachineFacts {
         devices,
-        backends: backends(&qmp.hmp("info network")?),
+        backends: list_backends(&qmp.execute_hmp("info network")?),
         media: parse_media(&qmp.execute("query-block", Value::Null)?),
         vcpus: vcpus.as_array().map_or(0, |vcpus| vcpus.len() as u64),
         initial_vcpus: smp.get("cpus").and_then(Value::as_u64),
@@ -84,7 +86,11 @@ pub(crate) fn collect(qmp: &mut Qmp) -> Result<MachineFacts, QmpError> {
 
 /// A property of a QOM object; `None` if this QEMU has no such property, or the object no longer
 /// exists.
-fn property(qmp: &mut Qmp, path: &str, property: &str) -> Result<Option<Value>, QmpError> {
+fn query_property(
+    qmp: &mut QmpClient,
+    path: &str,
+    property: &str,
+) -> Result<Option<Value>, QmpError> {
     match qmp.execute("qom-get", json!({ "path": path, "property": property })) {
         Ok(value) => Ok(Some(value)),
         Err(QmpError::Refused { .. }) => Ok(None),
@@ -105,7 +111,7 @@ pub(super) fn parse_devices(container: &str, list: &Value) -> Vec<DeviceFacts> {
     list.as_array().into_iter().flatten().filter_map(device).collect()
 }
 
-fn backends(text: &str) -> Vec<BackendFacts> {
+fn list_backends(text: &str) -> Vec<BackendFacts> {
     let backends = hmp::parse_backends(text).into_iter();
     backends.map(|(name, kind)| BackendFacts { name, kind }).collect()
 }

@@ -21,7 +21,7 @@ pub use facts::{BackendFacts, DeviceFacts, MachineFacts, MediumFacts};
 pub use obstacle::{RestoreObstacle, UnseenKind};
 pub use rules::{CommandLines, find_obstacles};
 
-pub(crate) use facts::collect;
+pub(crate) use facts::collect_facts;
 
 #[cfg(test)]
 #[path = "tests.rs"]

@@ -46,7 +46,7 @@ impl UnseenKind {
         }
     }
 
-    fn reason(self) -> &'static str {
+    fn describe_reason(self) -> &'static str {
         match self {
             Self::Vfio => "is hardware that writes to guest memory unseen and keeps its own state",
             Self::Vdpa => "is hardware (vDPA) that writes to guest memory unseen",
@@ -147,7 +147,7 @@ impl fmt::Display for RestoreObstacle {
             Self::Unseen { device, driver, kind } => write!(
                 f,
                 "{device} ({driver}) {}: remove it, or start the VM without it",
-                kind.reason()
+                kind.describe_reason()
             ),
             Self::Confidential { object } => {
                 write!(f, "guest memory is encrypted ({object}): start the VM without encryption")

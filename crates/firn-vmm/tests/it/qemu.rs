@@ -4,7 +4,7 @@ use std::os::fd::{AsRawFd, OwnedFd};
 use std::path::PathBuf;
 use std::process::{Child, Command, Stdio};
 
-use firn_vmm::Vm;
+use firn_vmm::QemuVm;
 use rustix::fs::MemfdFlags;
 use rustix::io::FdFlags;
 
@@ -69,8 +69,8 @@ impl Qemu {
     }
 
     /// Connects to its monitor.
-    pub fn vm(&self) -> Vm {
-        Vm::connect_started(&self.monitor(), || true).unwrap()
+    pub fn vm(&self) -> QemuVm {
+        QemuVm::connect_started(&self.monitor(), || true).unwrap()
     }
 
     /// Its process id.

@@ -3,12 +3,12 @@
 use std::time::Duration;
 
 use clap::Args as ClapArgs;
-use firn_agent::api::{CLUSTERS, ProtectHere};
-use firn_agent::client::{Method, clusters};
-use firn_agent::together::Record;
+use firn_agent::api::{CLUSTERS, ProtectionOptions};
+use firn_agent::client::{Method, ask_clusters};
+use firn_agent::clusters::StoredCluster;
 use firn_supervisor::{Failure, VmName};
 
-use crate::output::Output;
+use crate::output::FactPrinter;
 
 /// Protect all VMs of a cluster by this host, with common global checkpoints.
 ///
@@ -24,11 +24,11 @@ use crate::output::Output;
 ///   firn cluster protect shop --interval 50ms
 #[derive(Debug, ClapArgs)]
 #[command(verbatim_doc_comment)]
-pub struct Protect {
+pub struct ClusterProtectArgs {
     /// The cluster.
     name: VmName,
     /// The time from one cut to the next, of each VM and of the cluster, 50ms to 500ms.
-    #[arg(long, default_value = "100ms", value_parser = crate::protect::interval)]
+    #[arg(long, default_value = "100ms", value_parser = crate::protect::parse_interval)]
     interval: Duration,
 }
 
@@ -41,7 +41,7 @@ pub struct Protect {
 ///   firn cluster checkpoint shop --json
 #[derive(Debug, ClapArgs)]
 #[command(verbatim_doc_comment)]
-pub struct Checkpoint {
+pub struct ClusterCheckpointArgs {
     /// The cluster.
     name: VmName,
 }
@@ -58,7 +58,7 @@ pub struct Checkpoint {
 ///   firn cluster failover shop
 #[derive(Debug, ClapArgs)]
 #[command(verbatim_doc_comment)]
-pub struct Failover {
+pub struct ClusterFailoverArgs {
     /// The cluster.
     name: VmName,
 }
@@ -71,65 +71,69 @@ pub struct Failover {
 ///   firn cluster release shop
 #[derive(Debug, ClapArgs)]
 #[command(verbatim_doc_comment)]
-pub struct Release {
+pub struct ClusterReleaseArgs {
     /// The cluster.
     name: VmName,
 }
 
-impl Protect {
+impl ClusterProtectArgs {
     /// Runs the verb.
-    pub fn run(&self, out: Output) -> Result<(), Failure> {
+    pub fn run(&self, out: FactPrinter) -> Result<(), Failure> {
         let interval_ms = self.interval.as_millis() as u64;
-        let how = ProtectHere { interval_ms, predicts: true, cluster: None };
-        ask(out, &self.name, "protect", Some(&how), |record| {
-            format!("{} is protected: every {interval_ms} ms\n{}", record.name, marks(record))
+        let how = ProtectionOptions { interval_ms, predicts: true, cluster: None };
+        request_verb(out, &self.name, "protect", Some(&how), |record| {
+            format!(
+                "{} is protected: every {interval_ms} ms\n{}",
+                record.name,
+                describe_global_checkpoint(record)
+            )
         })
     }
 }
 
-impl Checkpoint {
+impl ClusterCheckpointArgs {
     /// Runs the verb.
-    pub fn run(&self, out: Output) -> Result<(), Failure> {
-        ask(out, &self.name, "checkpoint", None, marks)
+    pub fn run(&self, out: FactPrinter) -> Result<(), Failure> {
+        request_verb(out, &self.name, "checkpoint", None, describe_global_checkpoint)
     }
 }
 
-impl Failover {
+impl ClusterFailoverArgs {
     /// Runs the verb.
-    pub fn run(&self, out: Output) -> Result<(), Failure> {
-        ask(out, &self.name, "failover", None, |record| {
-            format!("{} runs here\n{}", record.name, marks(record))
+    pub fn run(&self, out: FactPrinter) -> Result<(), Failure> {
+        request_verb(out, &self.name, "failover", None, |record| {
+            format!("{} runs here\n{}", record.name, describe_global_checkpoint(record))
         })
     }
 }
 
-impl Release {
+impl ClusterReleaseArgs {
     /// Runs the verb.
-    pub fn run(&self, out: Output) -> Result<(), Failure> {
-        ask(out, &self.name, "release", None, |record| {
+    pub fn run(&self, out: FactPrinter) -> Result<(), Failure> {
+        request_verb(out, &self.name, "release", None, |record| {
             format!("the VMs of {} continue to run, and are not protected any more\n", record.name)
         })
     }
 }
 
-fn ask(
-    out: Output,
+fn request_verb(
+    out: FactPrinter,
     name: &VmName,
     verb: &str,
-    body: Option<&ProtectHere>,
-    describe: impl FnOnce(&Record) -> String,
+    body: Option<&ProtectionOptions>,
+    describe: impl FnOnce(&StoredCluster) -> String,
 ) -> Result<(), Failure> {
     let base = crate::hidden::runtime_dir()?;
     let path = format!("{CLUSTERS}/{name}/{verb}");
-    let record: Record = clusters(&base, Method::POST, &path, body)
+    let record: StoredCluster = ask_clusters(&base, Method::POST, &path, body)
         .map_err(|failure| failure.while_doing(format!("can't {verb} cluster {name}")))?;
-    out.facts(&record, || describe(&record))
+    out.print_facts(&record, || describe(&record))
 }
 
 /// The newest global checkpoint: its number, and the epoch of each VM.
-pub fn marks(record: &Record) -> String {
+pub fn describe_global_checkpoint(record: &StoredCluster) -> String {
     let Some(checkpoint) = &record.checkpoint else { return String::new() };
-    let marks = record.marks().map(|(placed, epoch)| format!("{} at {epoch}", placed.vm));
+    let marks = record.marked_vms().map(|(placed, epoch)| format!("{} at {epoch}", placed.vm));
     let marks: Vec<String> = marks.collect();
     format!("global checkpoint {}: {}\n", checkpoint.number, marks.join(", "))
 }

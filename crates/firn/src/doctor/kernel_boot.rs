@@ -36,17 +36,17 @@ pub enum KernelBoot {
 }
 
 /// Boots `kernel`, or the host's own.
-pub fn probe(qemu: &str, kernel: Option<&Path>) -> KernelBoot {
+pub fn probe_boot(qemu: &str, kernel: Option<&Path>) -> KernelBoot {
     let Some(kernel) = kernel.map(Path::to_owned).or_else(host_kernel) else {
         return KernelBoot::NotChecked("no kernel in /boot can be read".to_owned());
     };
-    match boot(qemu, &kernel) {
+    match boot_kernel(qemu, &kernel) {
         Ok(boot) => boot,
         Err(error) => KernelBoot::NotChecked(format!("{}: {error}", kernel.display())),
     }
 }
 
-fn boot(qemu: &str, kernel: &Path) -> io::Result<KernelBoot> {
+fn boot_kernel(qemu: &str, kernel: &Path) -> io::Result<KernelBoot> {
     if writes_first_line(qemu, "kvm", kernel, KVM_WAIT)? {
         return Ok(KernelBoot::Boots(kernel.to_owned()));
     }
@@ -78,15 +78,15 @@ fn writes_first_line(qemu: &str, accel: &str, kernel: &Path, wait: Duration) -> 
     command.args(["-display", "none", "-no-reboot", "-serial", "stdio", "-append", APPEND]);
     command.arg("-kernel").arg(kernel);
     command.stdin(Stdio::null()).stdout(Stdio::piped()).stderr(Stdio::null());
-    let mut child = Killed(command.spawn()?);
-    let output = child.0.stdout.take().map(forward);
+    let mut child = KilledOnDrop(command.spawn()?);
+    let output = child.0.stdout.take().map(forward_output);
     Ok(output.is_some_and(|output| has_first_line(&output, wait)))
 }
 
 /// A process that is killed on drop.
-struct Killed(Child);
+struct KilledOnDrop(Child);
 
-impl Drop for Killed {
+impl Drop for KilledOnDrop {
     fn drop(&mut self) {
         // A process that has ended by itself needs only the wait.
         let _ = self.0.kill();
@@ -95,7 +95,7 @@ impl Drop for Killed {
 }
 
 /// Reads the output in a thread of its own, which ends with the output.
-fn forward(mut output: ChildStdout) -> Receiver<Vec<u8>> {
+fn forward_output(mut output: ChildStdout) -> Receiver<Vec<u8>> {
     let (sender, receiver) = channel();
     std::thread::spawn(move || {
         let mut buffer = [0; 1024];
@@ -140,7 +140,7 @@ mod tests {
 
     #[test]
     fn a_kernel_that_is_not_there_is_not_checked() {
-        let boot = probe("qemu-system-x86_64", Some(Path::new("/no/such/kernel")));
+        let boot = probe_boot("qemu-system-x86_64", Some(Path::new("/no/such/kernel")));
         assert!(matches!(boot, KernelBoot::NotChecked(_)), "{boot:?}");
     }
 }

@@ -20,7 +20,7 @@ use std::path::Path;
 use std::process::{Command, Stdio};
 use std::time::Duration;
 
-use firn_supervisor::{Exit, ProcessIdentity};
+use firn_supervisor::{ProcessExit, ProcessIdentity};
 use tempfile::NamedTempFile;
 
 use super::kernel_boot::{self, KernelBoot};
@@ -56,7 +56,7 @@ const WAIT: Duration = Duration::from_secs(4);
 
 /// Whether KVM can be used.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub enum Kvm {
+pub enum KvmState {
     /// It runs firmware; the value holds whether it boots a kernel.
     RunsFirmware(KernelBoot),
     /// There is no `/dev/kvm`.
@@ -68,27 +68,27 @@ pub enum Kvm {
 }
 
 /// Tries KVM, with this kernel or the host's own.
-pub fn probe(qemu: &str, kernel: Option<&Path>) -> Kvm {
+pub fn probe_kvm(qemu: &str, kernel: Option<&Path>) -> KvmState {
     if !Path::new("/dev/kvm").exists() {
-        return Kvm::NoDevice;
+        return KvmState::NoDevice;
     }
-    match run(qemu, "kvm") {
-        Ok(None) => Kvm::RunsFirmware(kernel_boot::probe(qemu, kernel)),
-        Ok(Some(why)) => Kvm::Fails(why),
-        Err(error) => Kvm::Unknown(format!("{qemu}: {error}")),
+    match run_firmware(qemu, "kvm") {
+        Ok(None) => KvmState::RunsFirmware(kernel_boot::probe_boot(qemu, kernel)),
+        Ok(Some(why)) => KvmState::Fails(why),
+        Err(error) => KvmState::Unknown(format!("{qemu}: {error}")),
     }
 }
 
 /// Runs the guest; returns the reason if it did not run.
-fn run(qemu: &str, accel: &str) -> io::Result<Option<String>> {
+fn run_firmware(qemu: &str, accel: &str) -> io::Result<Option<String>> {
     let mut firmware = NamedTempFile::new()?;
-    firmware.write_all(&image())?;
+    firmware.write_all(&firmware_image())?;
     let mut command = Command::new(qemu);
     command.args(["-accel", accel, "-M", "pc", "-m", "16", "-nodefaults", "-no-user-config"]);
     command.args(["-display", "none", "-device", "isa-debug-exit,iobase=0xf4,iosize=4", "-bios"]);
     command.arg(firmware.path()).stdin(Stdio::null()).stdout(Stdio::null()).stderr(Stdio::piped());
     let mut child = command.spawn()?;
-    let Some(handle) = ProcessIdentity::of(child.id() as i32)?.open()? else {
+    let Some(handle) = ProcessIdentity::from_pid(child.id() as i32)?.open_handle()? else {
         return Ok(Some("QEMU ended at once".to_owned()));
     };
     if !handle.wait_gone(WAIT)? {
@@ -99,12 +99,14 @@ fn run(qemu: &str, accel: &str) -> io::Result<Option<String>> {
     let output = child.wait_with_output()?;
     match output.status.code() {
         Some(EXIT_CODE) => Ok(None),
-        Some(code) => Ok(Some(last_line(&output.stderr).unwrap_or(Exit::Code(code).to_string()))),
+        Some(code) => {
+            Ok(Some(last_line(&output.stderr).unwrap_or(ProcessExit::Code(code).to_string())))
+        }
         None => Ok(Some(last_line(&output.stderr).unwrap_or("QEMU was killed".to_owned()))),
     }
 }
 
-fn image() -> Vec<u8> {
+fn firmware_image() -> Vec<u8> {
     const PRESENT_WRITABLE_ACCESSED: u64 = 0x23;
     const PRESENT_WRITABLE_ACCESSED_DIRTY_LARGE: u64 = 0xe3;
     const CODE_64: u64 = 0x0020_9b00_0000_0000;
@@ -134,7 +136,7 @@ mod tests {
 
     #[test]
     fn the_smallest_guest_runs_without_kvm() {
-        match run("qemu-system-x86_64", "tcg") {
+        match run_firmware("qemu-system-x86_64", "tcg") {
             Ok(why) => assert_eq!(why, None),
             Err(error) => eprintln!("skipped: no QEMU here ({error})"),
         }
@@ -142,6 +144,6 @@ mod tests {
 
     #[test]
     fn a_qemu_that_is_not_there_is_not_the_same_as_no_kvm() {
-        assert!(run("no-such-qemu", "kvm").is_err());
+        assert!(run_firmware("no-such-qemu", "kvm").is_err());
     }
 }

@@ -5,14 +5,14 @@ use std::path::PathBuf;
 use clap::Args as ClapArgs;
 use firn_supervisor::{Failure, FailureKind};
 
-use crate::output::{Output, check_input, table};
+use crate::output::{FactPrinter, check_input, format_table};
 
 mod facts;
 mod findings;
 mod kernel_boot;
 mod kvm;
 
-use findings::{Finding, Grade, judge};
+use findings::{FindingGrade, HostFinding, judge_host};
 
 /// Show what this host lacks, and what therefore does not work or is slower.
 ///
@@ -27,7 +27,7 @@ use findings::{Finding, Grade, judge};
 ///   firn doctor --kernel /srv/guest/vmlinuz
 #[derive(Debug, ClapArgs)]
 #[command(verbatim_doc_comment)]
-pub struct Args {
+pub struct DoctorArgs {
     /// The QEMU to check.
     #[arg(long, default_value = "qemu-system-x86_64", value_name = "PROGRAM")]
     qemu: String,
@@ -36,13 +36,13 @@ pub struct Args {
     kernel: Option<PathBuf>,
 }
 
-impl Args {
+impl DoctorArgs {
     /// Runs the verb.
-    pub fn run(&self, out: Output) -> Result<(), Failure> {
+    pub fn run(&self, out: FactPrinter) -> Result<(), Failure> {
         self.kernel.as_deref().map_or(Ok(()), check_input)?;
-        let findings = judge(&facts::collect(&self.qemu, self.kernel.as_deref()));
-        out.facts(&findings, || describe(&findings))?;
-        match findings.iter().filter(|finding| finding.grade == Grade::Missing).count() {
+        let findings = judge_host(&facts::collect_facts(&self.qemu, self.kernel.as_deref()));
+        out.print_facts(&findings, || describe_findings(&findings))?;
+        match findings.iter().filter(|finding| finding.grade == FindingGrade::Missing).count() {
             0 => Ok(()),
             count => {
                 let text = format!("{count} things are missing that Firn needs");
@@ -52,12 +52,12 @@ impl Args {
     }
 }
 
-fn describe(findings: &[Finding]) -> String {
-    let row = |finding: &Finding| {
+fn describe_findings(findings: &[HostFinding]) -> String {
+    let row = |finding: &HostFinding| {
         let grade = match finding.grade {
-            Grade::Good => "ok",
-            Grade::Lesser => "LESS",
-            Grade::Missing => "MISSING",
+            FindingGrade::Good => "ok",
+            FindingGrade::Lesser => "LESS",
+            FindingGrade::Missing => "MISSING",
         };
         let text = match finding.consequence.is_empty() {
             true => finding.found.clone(),
@@ -65,5 +65,5 @@ fn describe(findings: &[Finding]) -> String {
         };
         vec![grade.to_owned(), finding.what.to_owned(), text]
     };
-    table(&findings.iter().map(row).collect::<Vec<_>>())
+    format_table(&findings.iter().map(row).collect::<Vec<_>>())
 }

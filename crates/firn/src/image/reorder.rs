@@ -3,11 +3,11 @@
 use std::path::PathBuf;
 
 use clap::Args as ClapArgs;
-use firn_image::{Codec, Image, Organization, Reorder, Summary};
+use firn_image::{BlockOrganization, Codec, Image, ImageSummary, ReorderOptions};
 use firn_supervisor::{Failure, note_copy};
 
-use super::rewrite::{Rewriting, describe, facts};
-use crate::output::{Output, check_output};
+use super::rewrite::{RewriteProgress, describe_rewrite, rewrite_facts};
+use crate::output::{FactPrinter, check_output};
 
 /// Rewrite an image with its memory blocks in another order.
 ///
@@ -23,12 +23,12 @@ use crate::output::{Output, check_output};
 ///   firn image reorder web.firn --by physical -o web-physical.firn
 #[derive(Debug, ClapArgs)]
 #[command(verbatim_doc_comment)]
-pub struct Args {
+pub struct ImageReorderArgs {
     /// The image.
     image: PathBuf,
     /// The order: locality, physical or random.
     #[arg(long)]
-    by: Organization,
+    by: BlockOrganization,
     /// The image to write.
     #[arg(long, short, value_name = "IMAGE")]
     output: PathBuf,
@@ -41,28 +41,28 @@ pub struct Args {
     seed: u64,
 }
 
-impl Args {
+impl ImageReorderArgs {
     /// Runs the verb.
-    pub fn run(&self, out: Output) -> Result<(), Failure> {
+    pub fn run(&self, out: FactPrinter) -> Result<(), Failure> {
         check_output(&self.output)?;
-        let image = super::open(&self.image)?;
-        let summary = self.reorder(&image).map_err(|failure| {
+        let image = super::open_image(&self.image)?;
+        let summary = self.write_reordered(&image).map_err(|failure| {
             failure.while_doing(format!("can't reorder {}", self.image.display()))
         })?;
-        out.facts(&facts(&summary, None), || describe(&summary))
+        out.print_facts(&rewrite_facts(&summary, None), || describe_rewrite(&summary))
     }
 
-    fn reorder(&self, image: &Image) -> Result<Summary, Failure> {
-        let how = Reorder {
+    fn write_reordered(&self, image: &Image) -> Result<ImageSummary, Failure> {
+        let how = ReorderOptions {
             codec: self.codec,
             seed: self.seed,
-            threads: super::threads(),
-            ..Reorder::by(self.by)
+            threads: super::thread_count(),
+            ..ReorderOptions::for_organization(self.by)
         };
         note_copy(&self.image, &self.output)?;
-        let rewriting = Rewriting::new("reordering", image);
-        let show = |done, total| rewriting.show(done, total);
-        firn_image::reorder(image, &how, &self.output, &show)
-            .map_err(|error| super::failure(&error))
+        let rewriting = RewriteProgress::new("reordering", image);
+        let show = |done, total| rewriting.show_progress(done, total);
+        firn_image::reorder_image(image, &how, &self.output, &show)
+            .map_err(|error| super::to_failure(&error))
     }
 }

@@ -3,9 +3,9 @@
 use std::path::PathBuf;
 
 use clap::Args as ClapArgs;
-use firn_supervisor::{Failure, Removed, absolute, remove_images};
+use firn_supervisor::{Failure, RemovedImage, absolute_path, remove_images};
 
-use crate::output::Output;
+use crate::output::FactPrinter;
 
 /// Remove images, with the files that only they need.
 ///
@@ -21,7 +21,7 @@ use crate::output::Output;
 ///   firn image rm web-1.firn web-2.firn
 #[derive(Debug, ClapArgs)]
 #[command(verbatim_doc_comment)]
-pub struct Args {
+pub struct ImageRmArgs {
     /// The images.
     #[arg(required = true)]
     images: Vec<PathBuf>,
@@ -30,18 +30,18 @@ pub struct Args {
     disks: bool,
 }
 
-impl Args {
+impl ImageRmArgs {
     /// Runs the verb.
-    pub fn run(&self, out: Output) -> Result<(), Failure> {
+    pub fn run(&self, out: FactPrinter) -> Result<(), Failure> {
         let base = crate::hidden::runtime_dir()?;
-        let images = self.images.iter().map(|image| absolute(image));
+        let images = self.images.iter().map(|image| absolute_path(image));
         let images = images.collect::<Result<Vec<_>, _>>()?;
         let removed = remove_images(&base, &images, self.disks)?;
-        out.facts(&removed, || removed.iter().map(describe).collect())
+        out.print_facts(&removed, || removed.iter().map(describe_removed).collect())
     }
 }
 
-fn describe(removed: &Removed) -> String {
+fn describe_removed(removed: &RemovedImage) -> String {
     let mut text = format!("{} is removed\n", removed.image.display());
     for file in &removed.removed {
         text += &format!("its disk {} is removed\n", file.display());

@@ -30,7 +30,7 @@ fn booted(vm: Vm) -> Vm {
     for (number, device) in ["/dev/vda", "/dev/vdb"].iter().enumerate() {
         let write = ["firn-guest", "disk-dma", "write", "--rate", "60", "--device", device];
         let job = format!("disk{number}");
-        control.spawn(&job, &write).unwrap();
+        control.spawn_job(&job, &write).unwrap();
         control.wait_output(&job, "progress", PATIENCE).unwrap();
     }
     vm
@@ -134,8 +134,8 @@ fn a_supervisor_that_dies_under_protection_is_succeeded_by_one_that_serves_the_d
     eventually("a successor", PATIENCE, || session.status("web")["state"] == "running");
     let last = session.status("web")["last"]["text"].to_string();
     assert!(last.contains("not protected any more"), "{last}");
-    let progress = |control: &mut firn_lab::guest::Control, number: usize| {
-        let state = control.poll(&format!("disk{number}")).unwrap();
+    let progress = |control: &mut firn_lab::guest::GuestControl, number: usize| {
+        let state = control.poll_job(&format!("disk{number}")).unwrap();
         let firn_lab::guest::JobState::Running { stdout, .. } = state else {
             unreachable!("{state:?}")
         };

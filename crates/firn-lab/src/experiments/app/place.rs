@@ -1,10 +1,10 @@
 //! Environments in which transactions run.
 
-use firn_transactions::System;
+use firn_transactions::TrackerSystem;
 
 /// The lab's host, or a guest.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(super) enum Place {
+pub(super) enum TestEnvironment {
     Native,
     /// A guest whose stores are noted, by a plugin that makes all of it slower.
     Guest,
@@ -12,7 +12,7 @@ pub(super) enum Place {
     Plain,
 }
 
-impl Place {
+impl TestEnvironment {
     pub(super) const ALL: [Self; 3] = [Self::Native, Self::Guest, Self::Plain];
 
     /// The name in keys.
@@ -25,11 +25,11 @@ impl Place {
     }
 
     /// The systems of interest in this environment.
-    pub(super) fn systems(self) -> &'static [System] {
+    pub(super) fn systems(self) -> &'static [TrackerSystem] {
         match self {
-            Self::Native => &System::NATIVE,
-            Self::Guest => &System::NOTED,
-            Self::Plain => &System::GUEST,
+            Self::Native => &TrackerSystem::NATIVE,
+            Self::Guest => &TrackerSystem::NOTED,
+            Self::Plain => &TrackerSystem::GUEST,
         }
     }
 }

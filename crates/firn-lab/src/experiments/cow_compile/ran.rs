@@ -3,11 +3,11 @@
 use std::time::Instant;
 
 use anyhow::{Context as _, Result};
-use firn_vmm::Vm;
+use firn_vmm::QemuVm;
 use procfs::process::{Process, Task};
 
 /// The threads and processes whose processor time is measured.
-pub(super) struct Threads {
+pub(super) struct CpuTimeSources {
     vcpus: Vec<Task>,
     hypervisor: Process,
     supervisor: Process,
@@ -16,8 +16,8 @@ pub(super) struct Threads {
     fault_s: f64,
 }
 
-impl Threads {
-    pub(super) fn of(vm: &mut Vm, pids: (i32, i32), fault_s: f64) -> Result<Self> {
+impl CpuTimeSources {
+    pub(super) fn from_vm(vm: &mut QemuVm, pids: (i32, i32), fault_s: f64) -> Result<Self> {
         let (hypervisor, supervisor) = (Process::new(pids.0)?, Process::new(pids.1)?);
         let threads = vm.vcpus()?.into_iter().map(|vcpu| hypervisor.task_from_tid(vcpu.tid.0));
         let vcpus = threads.collect::<Result<Vec<_>, _>>()?;
@@ -26,13 +26,14 @@ impl Threads {
     }
 
     /// Number of vCPUs.
-    pub(super) fn vcpus(&self) -> usize {
+    pub(super) fn vcpu_count(&self) -> usize {
         self.vcpus.len()
     }
 
     /// The times until now.
-    pub(super) fn ran(&self) -> Result<Ran> {
-        let mut all = Ran { seconds: self.since.elapsed().as_secs_f64(), ..Ran::default() };
+    pub(super) fn read_times(&self) -> Result<CpuTimes> {
+        let mut all =
+            CpuTimes { seconds: self.since.elapsed().as_secs_f64(), ..CpuTimes::default() };
         let share = |nanoseconds: u64| nanoseconds as f64 / 1e9 / self.vcpus.len() as f64;
         for vcpu in &self.vcpus {
             let (stat, times) = (vcpu.stat()?, vcpu.schedstat()?);
@@ -66,7 +67,7 @@ pub(super) fn children_seconds() -> Result<f64> {
 
 /// Seconds of each vCPU, on average.
 #[derive(Clone, Copy, Debug, Default)]
-pub(super) struct Ran {
+pub(super) struct CpuTimes {
     pub(super) seconds: f64,
     /// It ran in the kernel.
     pub(super) kernel_s: f64,
@@ -80,12 +81,12 @@ pub(super) struct Ran {
     pub(super) saver_s: f64,
 }
 
-impl Ran {
-    pub(super) fn until(self, then: Self) -> Self {
-        then.plus(self, -1.0)
+impl CpuTimes {
+    pub(super) fn difference_until(self, then: Self) -> Self {
+        then.add_scaled(self, -1.0)
     }
 
-    pub(super) fn plus(self, other: Self, factor: f64) -> Self {
+    pub(super) fn add_scaled(self, other: Self, factor: f64) -> Self {
         Self {
             seconds: self.seconds + factor * other.seconds,
             kernel_s: self.kernel_s + factor * other.kernel_s,

@@ -29,7 +29,7 @@ use crate::report::Report;
 /// Runs the experiment.
 pub fn run(lab: &Lab) -> Result<Report> {
     let mut report = lab.vm_report("halite-save");
-    downtime::run(lab, &mut report)?;
-    overhead::run(lab, &mut report)?;
+    downtime::run_downtime(lab, &mut report)?;
+    overhead::run_overhead(lab, &mut report)?;
     Ok(report)
 }

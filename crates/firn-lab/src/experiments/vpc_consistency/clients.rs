@@ -12,24 +12,24 @@ use std::thread::{self, JoinHandle};
 use std::time::{Duration, Instant};
 
 use anyhow::{Context as _, Result, anyhow};
-use firn_guest::bank::{Question, Reply, Said};
-use firn_guest::lines::Lines;
+use firn_guest::bank::{AnswerBody, BankReply, BankRequest};
+use firn_guest::lines::JsonLines;
 use firn_guest::stamp::mix;
-use firn_linear::{Answer, Bank, Call, CallOf, Operation};
+use firn_linear::{BankAnswer, BankModel, BankOperation, ClientCall, ModelCall};
 
-use crate::site::Inside;
+use crate::site::NetworkNamespace;
 
 /// The number of clients.
 pub(super) const COUNT: u64 = 6;
 /// How long impatient clients wait until they close a connection.
-const IMPATIENT: Duration = Duration::from_secs(1);
+const IMPATIENT_WAIT: Duration = Duration::from_secs(1);
 /// How long until they retry.
-const AGAIN: Duration = Duration::from_millis(50);
+const RETRY_INTERVAL: Duration = Duration::from_millis(50);
 /// The maximum amount of a transfer: some transfers are refused.
 const AMOUNT_MAX: u64 = 700;
 
 /// The state that the clients share.
-pub(super) struct Shared {
+pub(super) struct ClientsState {
     pub(super) vms: Vec<SocketAddr>,
     pub(super) accounts: usize,
     /// The origin of times.
@@ -44,7 +44,7 @@ pub(super) struct Shared {
     answers: Mutex<Vec<u64>>,
 }
 
-impl Shared {
+impl ClientsState {
     pub(super) fn new(vms: Vec<SocketAddr>, accounts: usize, give_up: Duration) -> Arc<Self> {
         Arc::new(Self {
             vms,
@@ -58,22 +58,22 @@ impl Shared {
         })
     }
 
-    pub(super) fn now(&self) -> u64 {
+    pub(super) fn elapsed_ns(&self) -> u64 {
         self.since.elapsed().as_nanos() as u64
     }
 
     /// The number of answers to all clients.
-    pub(super) fn answered(&self) -> u64 {
+    pub(super) fn answer_count(&self) -> u64 {
         self.answered.load(Ordering::Relaxed)
     }
 
-    fn note(&self, at: u64) {
+    fn note_answer(&self, at: u64) {
         self.answered.fetch_add(1, Ordering::Relaxed);
         self.answers.lock().unwrap_or_else(PoisonError::into_inner).push(at);
     }
 
     /// The longest time without an answer that ends later than `at`.
-    pub(super) fn gap(&self, at: u64) -> Option<Duration> {
+    pub(super) fn longest_gap(&self, at: u64) -> Option<Duration> {
         let mut answers = self.answers.lock().unwrap_or_else(PoisonError::into_inner).clone();
         answers.sort_unstable();
         let pairs = answers.windows(2).filter(|pair| pair[1] > at);
@@ -83,8 +83,8 @@ impl Shared {
 
 /// The observations of a client.
 #[derive(Default)]
-pub(super) struct Seen {
-    pub(super) history: Vec<CallOf<Bank>>,
+pub(super) struct ClientObservations {
+    pub(super) history: Vec<ModelCall<BankModel>>,
     /// Transfers that were acknowledged.
     pub(super) acknowledged: Vec<u64>,
     /// Connections that broke, though the client would have waited.
@@ -92,27 +92,31 @@ pub(super) struct Seen {
 }
 
 /// All clients at work.
-pub(super) struct Clients {
-    pub(super) shared: Arc<Shared>,
-    threads: Vec<JoinHandle<Result<Seen>>>,
+pub(super) struct ClientThreads {
+    pub(super) shared: Arc<ClientsState>,
+    threads: Vec<JoinHandle<Result<ClientObservations>>>,
 }
 
-impl Clients {
-    pub(super) fn start(shared: &Arc<Shared>, outside: &Inside, seed: u64) -> Self {
+impl ClientThreads {
+    pub(super) fn start_clients(
+        shared: &Arc<ClientsState>,
+        outside: &NetworkNamespace,
+        seed: u64,
+    ) -> Self {
         let start = |number| {
             let (shared, outside) = (Arc::clone(shared), outside.clone());
             thread::spawn(move || {
                 outside.enter()?;
-                Ok(Client::new(shared, number, seed).work())
+                Ok(BankClient::new(shared, number, seed).run_operations())
             })
         };
         Self { shared: Arc::clone(shared), threads: (0..COUNT).map(start).collect() }
     }
 
     /// Ends the clients: each ends when its request is answered.
-    pub(super) fn end(mut self) -> Result<Seen> {
+    pub(super) fn end_clients(mut self) -> Result<ClientObservations> {
         self.shared.ends.store(true, Ordering::Relaxed);
-        let mut all = Seen::default();
+        let mut all = ClientObservations::default();
         for thread in self.threads.drain(..) {
             let seen = thread.join().map_err(|_| anyhow!("a client panicked"))??;
             all.history.extend(seen.history);
@@ -123,7 +127,7 @@ impl Clients {
     }
 }
 
-impl Drop for Clients {
+impl Drop for ClientThreads {
     /// Clients of a trial that failed must not send requests to the VMs of the next trial.
     fn drop(&mut self) {
         self.shared.ends.store(true, Ordering::Relaxed);
@@ -132,122 +136,122 @@ impl Drop for Clients {
 }
 
 /// One client.
-pub(super) struct Client {
-    pub(super) shared: Arc<Shared>,
+pub(super) struct BankClient {
+    pub(super) shared: Arc<ClientsState>,
     number: u64,
     state: u64,
     asked: u64,
     patience: Duration,
-    links: Vec<Option<Lines>>,
-    seen: Seen,
+    links: Vec<Option<JsonLines>>,
+    seen: ClientObservations,
 }
 
-impl Client {
-    pub(super) fn new(shared: Arc<Shared>, number: u64, seed: u64) -> Self {
+impl BankClient {
+    pub(super) fn new(shared: Arc<ClientsState>, number: u64, seed: u64) -> Self {
         let is_patient = number % 2 == 0;
-        let patience = if is_patient { shared.give_up } else { IMPATIENT };
+        let patience = if is_patient { shared.give_up } else { IMPATIENT_WAIT };
         let links = shared.vms.iter().map(|_| None).collect();
-        let (state, asked, seen) = (mix(seed ^ mix(number)), 0, Seen::default());
+        let (state, asked, seen) = (mix(seed ^ mix(number)), 0, ClientObservations::default());
         Self { shared, number, state, asked, patience, links, seen }
     }
 
-    fn work(mut self) -> Seen {
+    fn run_operations(mut self) -> ClientObservations {
         while !self.shared.ends.load(Ordering::Relaxed) {
-            let operation = self.draw();
-            self.perform(operation);
+            let operation = self.draw_operation();
+            self.perform_operation(operation);
         }
         self.seen
     }
 
-    fn any(&mut self, below: u64) -> u64 {
+    fn draw_below(&mut self, below: u64) -> u64 {
         self.state = mix(self.state);
         self.state % below
     }
 
-    fn draw(&mut self) -> Operation {
+    fn draw_operation(&mut self) -> BankOperation {
         let accounts = self.shared.accounts as u64;
-        let from = self.any(accounts) as usize;
-        if self.any(2) == 0 {
-            return Operation::Balance(from);
+        let from = self.draw_below(accounts) as usize;
+        if self.draw_below(2) == 0 {
+            return BankOperation::Balance(from);
         }
-        let to = (from + 1 + self.any(accounts - 1) as usize) % self.shared.accounts;
-        Operation::transfer(from, to, 1 + self.any(AMOUNT_MAX) as i64)
+        let to = (from + 1 + self.draw_below(accounts - 1) as usize) % self.shared.accounts;
+        BankOperation::transfer(from, to, 1 + self.draw_below(AMOUNT_MAX) as i64)
     }
 
     /// Repeats a request until it is answered, and notes the observation.
-    pub(super) fn perform(&mut self, operation: Operation) -> Option<Answer> {
+    pub(super) fn perform_operation(&mut self, operation: BankOperation) -> Option<BankAnswer> {
         self.asked += 1;
         let id = self.number << 32 | self.asked;
-        let (account, question) = question(id, operation)?;
-        let called = self.shared.now();
-        let said = self.ask(account % self.shared.vms.len(), &question);
-        let answer = said.as_ref().and_then(answer);
-        let at = self.shared.now();
+        let (account, question) = to_question(id, operation)?;
+        let called = self.shared.elapsed_ns();
+        let said = self.ask_vm(account % self.shared.vms.len(), &question);
+        let answer = said.as_ref().and_then(to_answer);
+        let at = self.shared.elapsed_ns();
         if answer.is_some() {
-            self.shared.note(at);
+            self.shared.note_answer(at);
         }
-        if said == Some(Said::Done) {
+        if said == Some(AnswerBody::Done) {
             self.seen.acknowledged.push(id);
         }
         let answered = answer.map(|answer| (at, answer));
         let client = self.number as u32;
-        self.seen.history.push(Call { client, called, operation, answer: answered });
+        self.seen.history.push(ClientCall { client, called, operation, answer: answered });
         answer
     }
 
     /// Sends a request; `None` if there is no answer in time.
-    pub(super) fn ask(&mut self, vm: usize, question: &Question) -> Option<Said> {
+    pub(super) fn ask_vm(&mut self, vm: usize, question: &BankRequest) -> Option<AnswerBody> {
         let since = Instant::now();
         let shared = Arc::clone(&self.shared);
         let is_given_up = || shared.is_given_up.load(Ordering::Relaxed);
         while since.elapsed() < shared.give_up && !is_given_up() {
-            match self.try_ask(vm, question) {
+            match self.try_ask_once(vm, question) {
                 Ok(said) => return Some(said),
                 Err(_) => {
-                    if self.links[vm].take().is_some() && self.patience > IMPATIENT {
+                    if self.links[vm].take().is_some() && self.patience > IMPATIENT_WAIT {
                         self.seen.broken += 1;
                     }
-                    thread::sleep(AGAIN);
+                    thread::sleep(RETRY_INTERVAL);
                 }
             }
         }
         None
     }
 
-    fn try_ask(&mut self, vm: usize, question: &Question) -> Result<Said> {
+    fn try_ask_once(&mut self, vm: usize, question: &BankRequest) -> Result<AnswerBody> {
         let link = match self.links[vm].take() {
             Some(link) => link,
-            None => Lines::connect_within(self.shared.vms[vm], self.patience)?,
+            None => JsonLines::connect_within(self.shared.vms[vm], self.patience)?,
         };
         let link = self.links[vm].insert(link);
-        link.say(question)?;
-        let reply: Reply = link.hear()?;
+        link.send_line(question)?;
+        let reply: BankReply = link.receive_line()?;
         (reply.id == question.id()).then_some(reply.said).context("the answer to another request")
     }
 
-    pub(super) fn seen(self) -> Seen {
+    pub(super) fn into_observations(self) -> ClientObservations {
         self.seen
     }
 }
 
 /// The request that an operation is, and the account whose VM it is for.
-fn question(id: u64, operation: Operation) -> Option<(usize, Question)> {
+fn to_question(id: u64, operation: BankOperation) -> Option<(usize, BankRequest)> {
     match operation {
-        Operation::Transfer { from, to, amount } => {
-            Some((from?, Question::Transfer { id, from: from?, to: to?, amount }))
+        BankOperation::Transfer { from, to, amount } => {
+            Some((from?, BankRequest::Transfer { id, from: from?, to: to?, amount }))
         }
-        Operation::Balance(account) => Some((account, Question::Balance { id, account })),
+        BankOperation::Balance(account) => Some((account, BankRequest::Balance { id, account })),
         // No VM can answer that.
-        Operation::Total => None,
+        BankOperation::Total => None,
     }
 }
 
-fn answer(said: &Said) -> Option<Answer> {
+fn to_answer(said: &AnswerBody) -> Option<BankAnswer> {
     match said {
-        Said::Done => Some(Answer::Done),
-        Said::Refused => Some(Answer::Refused),
-        Said::Holds { held } => Some(Answer::Holds(*held)),
-        Said::Elsewhere | Said::Known(_) => None,
+        AnswerBody::Done => Some(BankAnswer::Done),
+        AnswerBody::Refused => Some(BankAnswer::Refused),
+        AnswerBody::Holds { held } => Some(BankAnswer::Holds(*held)),
+        AnswerBody::Elsewhere | AnswerBody::Known(_) => None,
     }
 }
 
@@ -257,26 +261,26 @@ mod tests {
 
     #[test]
     fn a_gap_ends_after_the_fault() {
-        let shared = Shared::new(Vec::new(), 1, Duration::ZERO);
+        let shared = ClientsState::new(Vec::new(), 1, Duration::ZERO);
         let second = 1_000_000_000;
         for at in [1, 9, 2, 10, 15, 16] {
-            shared.note(at * second);
+            shared.note_answer(at * second);
         }
-        assert_eq!(shared.gap(10 * second), Some(Duration::from_secs(5)));
-        assert_eq!(shared.gap(8 * second), Some(Duration::from_secs(7)));
-        assert_eq!((shared.gap(20 * second), shared.answered()), (None, 6));
+        assert_eq!(shared.longest_gap(10 * second), Some(Duration::from_secs(5)));
+        assert_eq!(shared.longest_gap(8 * second), Some(Duration::from_secs(7)));
+        assert_eq!((shared.longest_gap(20 * second), shared.answer_count()), (None, 6));
     }
 
     #[test]
     fn what_is_drawn_is_of_the_bank() {
-        let shared = Shared::new(Vec::new(), 5, Duration::ZERO);
-        let mut client = Client::new(shared, 3, 7);
+        let shared = ClientsState::new(Vec::new(), 5, Duration::ZERO);
+        let mut client = BankClient::new(shared, 3, 7);
         for _ in 0..100 {
-            match client.draw() {
-                Operation::Transfer { from: Some(from), to: Some(to), amount } => {
+            match client.draw_operation() {
+                BankOperation::Transfer { from: Some(from), to: Some(to), amount } => {
                     assert!(from < 5 && to < 5 && from != to && (1..=700).contains(&amount));
                 }
-                Operation::Balance(account) => assert!(account < 5),
+                BankOperation::Balance(account) => assert!(account < 5),
                 other => panic!("{other:?}"),
             }
         }

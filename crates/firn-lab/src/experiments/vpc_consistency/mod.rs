@@ -50,8 +50,8 @@
 mod audit;
 mod clients;
 mod fault;
-mod life;
 mod ring;
+mod trial;
 mod vms;
 
 use std::time::Duration;
@@ -59,13 +59,13 @@ use std::time::Duration;
 use anyhow::Result;
 use serde_json::{Value, json};
 
-use crate::experiments::pauses::percentiles;
+use crate::experiments::pauses::add_percentiles;
 use crate::lab::Lab;
 use crate::report::Report;
-use crate::site::{Agreement, Plan, Site};
-use fault::{Kind, Plan as Fault};
-use life::Life;
-use vms::Vms;
+use crate::site::{ConsensusKind, HostSite, SitePlan};
+use fault::{FaultPlan as Fault, LossKind};
+use trial::FaultTrial;
+use vms::SavedVms;
 
 const PERCENTILES: [(&str, f64); 2] = [("p50", 50.0), ("p95", 95.0)];
 const HOSTS: [&str; 3] = ["a", "b", "c"];
@@ -96,13 +96,13 @@ const WRONG: [&str; 7] = [
 
 /// How the VMs are recovered, and whether output commit is on.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-enum Way {
+enum ConsistencyVariant {
     Holding,
     ByRecord,
     WithoutHolding,
 }
 
-impl Way {
+impl ConsistencyVariant {
     const ALL: [Self; 3] = [Self::Holding, Self::ByRecord, Self::WithoutHolding];
 
     fn name(self) -> &'static str {
@@ -114,7 +114,7 @@ impl Way {
     }
 
     /// The number of faults in quick and in full runs.
-    fn faults(self) -> (usize, usize) {
+    fn fault_counts(self) -> (usize, usize) {
         match self {
             Self::Holding => (7, 400),
             Self::ByRecord => (7, 100),
@@ -122,20 +122,20 @@ impl Way {
         }
     }
 
-    fn plan(self) -> Plan<'static> {
-        let agreement = (self == Self::ByRecord).then_some(Agreement::Embedded);
-        Plan { hosts: &HOSTS, agreement, lease: LEASE }
+    fn site_plan(self) -> SitePlan<'static> {
+        let agreement = (self == Self::ByRecord).then_some(ConsensusKind::Embedded);
+        SitePlan { hosts: &HOSTS, agreement, lease: LEASE }
     }
 
     /// The fault that is armed in the supervisors of the primaries.
-    fn fault(self) -> Option<&'static str> {
+    fn armed_fault(self) -> Option<&'static str> {
         match self {
             Self::Holding | Self::ByRecord => None,
             Self::WithoutHolding => Some("net.hold=EIO"),
         }
     }
 
-    fn key(self, key: &str) -> String {
+    fn report_key(self, key: &str) -> String {
         match self {
             Self::Holding => key.to_owned(),
             Self::ByRecord => format!("by_record.{key}"),
@@ -147,75 +147,85 @@ impl Way {
 /// Runs the experiment.
 pub fn run(lab: &Lab) -> Result<Report> {
     let mut report = lab.vm_report("vpc-consistency");
-    let vms = Vms::prepare(lab, &Site::build(lab, &Way::Holding.plan())?)?;
-    for way in lab.extent.wanted(&Way::ALL, |way| way.name().to_owned()) {
-        let mut site = Site::build(lab, &way.plan())?;
-        let (quick, full) = way.faults();
+    let vms = SavedVms::prepare_images(
+        lab,
+        &HostSite::build_site(lab, &ConsistencyVariant::Holding.site_plan())?,
+    )?;
+    for way in lab.extent.select_wanted(&ConsistencyVariant::ALL, |way| way.name().to_owned()) {
+        let mut site = HostSite::build_site(lab, &way.site_plan())?;
+        let (quick, full) = way.fault_counts();
         let faults = lab.extent.runs(quick, full);
         for number in 0..faults {
             let seed = lab.extent.seed + number as u64;
-            let told = one(lab, &mut site, &vms, way, seed);
-            lab.say(&format!("{}, {} of {faults}: {told}", way.name(), number + 1));
-            report.repetition(told);
+            let told = run_trial(lab, &mut site, &vms, way, seed);
+            lab.log_progress(&format!("{}, {} of {faults}: {told}", way.name(), number + 1));
+            report.add_repetition(told);
         }
-        figures(way, &mut report);
+        add_figures(way, &mut report);
     }
     Ok(report)
 }
 
 /// Runs the trial of one fault.
-fn one(lab: &Lab, site: &mut Site, vms: &Vms, way: Way, seed: u64) -> Value {
-    let plan = Fault::draw(seed);
+fn run_trial(
+    lab: &Lab,
+    site: &mut HostSite,
+    vms: &SavedVms,
+    way: ConsistencyVariant,
+    seed: u64,
+) -> Value {
+    let plan = Fault::draw_plan(seed);
     let mut told = json!({ "way": way.name(), "seed": seed, "kind": plan.kind.name() });
-    let life = Life::begin(lab, site, vms, way, seed);
-    match life.and_then(|life| life.suffer(&plan)) {
-        Ok(found) => merge(&mut told, found),
-        Err(error) => merge(&mut told, json!({ "failed": 1, "why": [format!("{error:#}")] })),
+    let life = FaultTrial::begin_trial(lab, site, vms, way, seed);
+    match life.and_then(|life| life.run_to_end(&plan)) {
+        Ok(found) => merge_facts(&mut told, found),
+        Err(error) => merge_facts(&mut told, json!({ "failed": 1, "why": [format!("{error:#}")] })),
     }
     told
 }
 
-fn merge(told: &mut Value, more: Value) {
+fn merge_facts(told: &mut Value, more: Value) {
     if let (Some(told), Value::Object(more)) = (told.as_object_mut(), more) {
         told.extend(more);
     }
 }
 
-fn figures(way: Way, report: &mut Report) {
+fn add_figures(way: ConsistencyVariant, report: &mut Report) {
     let of_way = |fault: &&Value| fault["way"] == way.name();
     let faults: Vec<Value> = report.repetitions().iter().filter(of_way).cloned().collect();
-    report.number(way.key("faults"), faults.len() as f64);
-    for kind in Kind::ALL {
+    report.add_number(way.report_key("faults"), faults.len() as f64);
+    for kind in LossKind::ALL {
         let count = faults.iter().filter(|fault| fault["kind"] == kind.name()).count();
-        report.number(way.key(&format!("faults.{}", kind.name())), count as f64);
+        report.add_number(way.report_key(&format!("faults.{}", kind.name())), count as f64);
     }
     let sum = |key: &str| faults.iter().filter_map(|fault| fault[key].as_f64()).sum::<f64>();
     for key in ["failovers", "operations", "transfers"] {
-        report.number(way.key(key), sum(key));
+        report.add_number(way.report_key(key), sum(key));
     }
     for key in COUNTS {
-        report.number(way.key(key), sum(key));
+        report.add_number(way.report_key(key), sum(key));
     }
     let is_wrong = |fault: &&Value| WRONG.iter().any(|&key| fault[key].as_u64() > Some(0));
     let wrong: Vec<&Value> = faults.iter().filter(is_wrong).collect();
-    report.number(way.key("wrong"), wrong.len() as f64);
+    report.add_number(way.report_key("wrong"), wrong.len() as f64);
     for fault in &wrong {
-        report.note(format!("{}, seed {}: {}", way.name(), fault["seed"], why(fault)));
+        report.add_note(format!("{}, seed {}: {}", way.name(), fault["seed"], error_text(fault)));
     }
     let gaps = faults.iter().filter_map(|fault| fault["gap_s"].as_f64()).collect();
-    percentiles(&way.key("gap_s"), gaps, &PERCENTILES, report);
+    add_percentiles(&way.report_key("gap_s"), gaps, &PERCENTILES, report);
     match (way, wrong.len()) {
-        (Way::Holding | Way::ByRecord, 1..) => {
-            report.fail("clients observed errors, see above")
+        (ConsistencyVariant::Holding | ConsistencyVariant::ByRecord, 1..) => {
+            report.mark_failed("clients observed errors, see above")
         }
-        (Way::WithoutHolding, 0) => {
-            report.fail("without output commit there was no error: the test can't detect any");
+        (ConsistencyVariant::WithoutHolding, 0) => {
+            report
+                .mark_failed("without output commit there was no error: the test can't detect any");
         }
         _ => (),
     }
 }
 
-fn why(fault: &Value) -> String {
+fn error_text(fault: &Value) -> String {
     let lines = fault["why"].as_array().into_iter().flatten().filter_map(Value::as_str);
     format!(
         "{}: {}",
@@ -228,26 +238,29 @@ fn why(fault: &Value) -> String {
 mod tests {
     use super::*;
 
-    fn report(way: Way, lost: u64) -> Report {
+    fn report(way: ConsistencyVariant, lost: u64) -> Report {
         let mut report = Report::new("vpc-consistency", true);
         for (seed, lost) in [(1, 0), (2, lost)] {
-            report
-                .repetition(json!({ "way": way.name(), "seed": seed, "kind": "host", "gap_s": 1.5,
-                "lost_transfers": lost, "why": ["transfer 7 is lost"] }));
+            report.add_repetition(
+                json!({ "way": way.name(), "seed": seed, "kind": "host", "gap_s": 1.5,
+                "lost_transfers": lost, "why": ["transfer 7 is lost"] }),
+            );
         }
-        figures(way, &mut report);
+        add_figures(way, &mut report);
         report
     }
 
     #[test]
     fn a_lost_transfer_fails_it_and_is_what_the_control_is_for() {
-        assert!(report(Way::Holding, 0).is_complete());
-        let wrong = report(Way::Holding, 1);
-        assert!(!wrong.is_complete() && wrong.table().contains("seed 2: host: transfer 7 is lost"));
-        assert_eq!(wrong.value("lost_transfers"), Some(1.0));
-        assert_eq!(wrong.value("faults.host"), Some(2.0));
-        assert!(!report(Way::ByRecord, 1).is_complete());
-        assert!(report(Way::WithoutHolding, 1).is_complete());
-        assert!(!report(Way::WithoutHolding, 0).is_complete());
+        assert!(report(ConsistencyVariant::Holding, 0).is_complete());
+        let wrong = report(ConsistencyVariant::Holding, 1);
+        assert!(
+            !wrong.is_complete() && wrong.to_table().contains("seed 2: host: transfer 7 is lost")
+        );
+        assert_eq!(wrong.figure_value("lost_transfers"), Some(1.0));
+        assert_eq!(wrong.figure_value("faults.host"), Some(2.0));
+        assert!(!report(ConsistencyVariant::ByRecord, 1).is_complete());
+        assert!(report(ConsistencyVariant::WithoutHolding, 1).is_complete());
+        assert!(!report(ConsistencyVariant::WithoutHolding, 0).is_complete());
     }
 }

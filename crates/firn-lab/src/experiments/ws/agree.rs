@@ -21,24 +21,25 @@ use std::path::Path;
 use std::time::Duration;
 
 use anyhow::{Context as _, Result};
-use firn_measure::Replies;
-use firn_restore::Mode;
+use firn_measure::ReplyTimes;
+use firn_restore::RestoreMode;
 use serde_json::{Value, json};
 
-use super::beats::{Beats, EVENTS_PER_S};
-use super::restored::{How, Restored, WINDOW_US};
-use super::subject::{Subject, Work};
-use crate::disk_profile::{DiskProfile, Throttle};
+use super::beats::{EVENTS_PER_S, StepReceiver};
+use super::restored::{ObservedRestore, RestoreSettings, WINDOW_US};
+use super::subject::{SubjectGuest, SubjectWork};
+use crate::disk_profile::{DiskProfile, DiskThrottle};
 use crate::firn::SaveArgs;
-use crate::lab::{Lab, interleaved};
+use crate::lab::{Lab, run_interleaved};
 use crate::report::Report;
 
 const DISK: DiskProfile = DiskProfile::Hdd7200;
-const MODES: [Mode; 4] = [Mode::Auto, Mode::Eager, Mode::Locality, Mode::WorkingSet];
+const MODES: [RestoreMode; 4] =
+    [RestoreMode::Auto, RestoreMode::Eager, RestoreMode::Locality, RestoreMode::WorkingSet];
 /// Utilizations, in percent.
 const LEVELS: [u32; 2] = [50, 80];
 /// How long a restored guest is observed once it has all its memory, to measure its steady rate.
-const AFTERWARDS: Duration = Duration::from_secs(8);
+const OBSERVATION_TIME: Duration = Duration::from_secs(8);
 /// The part of this time, in microseconds, in which the rate still counts as the restore's: for
 /// windows that begin in the restore.
 const OBSERVED_US: u64 = 2_000_000;
@@ -47,64 +48,73 @@ const ROUNDS: (usize, usize) = (1, 5);
 /// Runs the experiment.
 pub fn run(lab: &Lab) -> Result<Report> {
     let mut report = lab.vm_report("ws-agree");
-    if let Some(disk) = lab.disk(DISK, &mut report) {
+    if let Some(disk) = lab.throttle_disk(DISK, &mut report) {
         let image = lab.file("walker.firn");
-        report.number("steps_per_s_before", save(lab, &image)?);
-        interleaved(lab.extent.runs(ROUNDS.0, ROUNDS.1), &MODES, |round, &mode| {
-            one(lab, &image, (mode, &disk, round), &mut report)
+        report.add_number("steps_per_s_before", save_walker(lab, &image)?);
+        run_interleaved(lab.extent.runs(ROUNDS.0, ROUNDS.1), &MODES, |round, &mode| {
+            measure_restore(lab, &image, (mode, &disk, round), &mut report)
         })?;
     }
-    figures(&mut report);
+    add_figures(&mut report);
     Ok(report)
 }
 
 /// Makes the checkpoint; returns the guest's rate before it.
-fn save(lab: &Lab, image: &Path) -> Result<f64> {
-    let subject = Subject::start(lab, Work::Walk, 0)?;
-    let beats = Beats::listen(&Subject::heartbeats_of(lab));
-    subject.settle();
-    let before = beats.all().steady_pace(0, WINDOW_US);
-    subject.checkpoint(image, &SaveArgs::default().with("--codec", "none"))?;
+fn save_walker(lab: &Lab, image: &Path) -> Result<f64> {
+    let subject = SubjectGuest::boot_and_start(lab, SubjectWork::Walk, 0)?;
+    let beats = StepReceiver::start_receiving(&SubjectGuest::heartbeats_of(lab));
+    subject.let_settle();
+    let before = beats.all_steps().steady_rate(0, WINDOW_US);
+    subject.checkpoint(image, &SaveArgs::default().with_option("--codec", "none"))?;
     before.context("the guest reports no progress")
 }
 
-fn one(
+fn measure_restore(
     lab: &Lab,
     image: &Path,
-    (mode, disk, round): (Mode, &Throttle, usize),
+    (mode, disk, round): (RestoreMode, &DiskThrottle, usize),
     report: &mut Report,
 ) -> Result<()> {
-    let beats = Beats::listen(&Subject::heartbeats_of(lab));
-    let restored =
-        Restored::of(lab, image, How { afterwards: AFTERWARDS, ..How::new(mode, disk) })?;
+    let beats = StepReceiver::start_receiving(&SubjectGuest::heartbeats_of(lab));
+    let restored = ObservedRestore::run_restore(
+        lab,
+        image,
+        RestoreSettings { afterwards: OBSERVATION_TIME, ..RestoreSettings::new(mode, disk) },
+    )?;
     let Some(complete_us) = restored.run.record.finished_us else {
-        report.note(format!("{mode}, round {round}: not all memory was present in time"));
+        report.add_note(format!("{mode}, round {round}: not all memory was present in time"));
         return Ok(());
     };
-    let steps = beats.steps(restored.since);
-    let steady = steps.steady_pace(complete_us, WINDOW_US).context("the guest reports nothing")?;
-    let outside = Replies::new(steps.times_us(steady), complete_us + OBSERVED_US, EVENTS_PER_S);
+    let steps = beats.steps_since(restored.since);
+    let steady = steps.steady_rate(complete_us, WINDOW_US).context("the guest reports nothing")?;
+    let outside = ReplyTimes::new(steps.times_us(steady), complete_us + OBSERVED_US, EVENTS_PER_S);
     for level in LEVELS {
         let utilization = f64::from(level) / 100.0;
-        let inside_s = firn_measure::responsiveness(&restored.run.stalls(), WINDOW_US, utilization);
-        let outside_s = outside.responsiveness(WINDOW_US, utilization);
-        lab.say(&format!("{mode}, {level} %: inside {inside_s:.2} s, outside {outside_s:.2?} s"));
-        report.repetition(json!({ "mode": mode, "level": level, "round": round,
+        let inside_s = firn_measure::time_to_responsiveness(
+            &restored.run.vcpu_stalls(),
+            WINDOW_US,
+            utilization,
+        );
+        let outside_s = outside.time_to_responsiveness(WINDOW_US, utilization);
+        lab.log_progress(&format!(
+            "{mode}, {level} %: inside {inside_s:.2} s, outside {outside_s:.2?} s"
+        ));
+        report.add_repetition(json!({ "mode": mode, "level": level, "round": round,
             "inside_s": inside_s, "outside_s": outside_s, "steady_steps_per_s": steady,
             "outside_to_inside": outside_s.map(|outside_s| outside_s / inside_s),
-            "facts": restored.run.facts() }));
+            "facts": restored.run.compute_facts() }));
     }
     Ok(())
 }
 
-fn figures(report: &mut Report) {
+fn add_figures(report: &mut Report) {
     for mode in MODES {
         for level in LEVELS {
             let is_it = |run: &&Value| run["mode"] == json!(mode) && run["level"] == level;
             let runs = report.repetitions().iter().filter(is_it);
             let ratios: Vec<f64> =
                 runs.filter_map(|run| run["outside_to_inside"].as_f64()).collect();
-            report.sample(format!("outside_to_inside.{mode}.{level}"), ratios);
+            report.add_sample(format!("outside_to_inside.{mode}.{level}"), ratios);
         }
     }
 }

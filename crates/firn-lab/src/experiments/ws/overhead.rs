@@ -46,8 +46,8 @@ use procfs::process::Process;
 use serde::Serialize;
 use serde_json::json;
 
-use crate::experiments::workload::{self, Progress, Workload};
-use crate::guest::{Control, GuestImage, QemuArgs, accel};
+use crate::experiments::workload::{self, GuestWorkload, WorkloadProgress};
+use crate::guest::{GuestControl, GuestImage, QemuArgs, accel};
 use crate::lab::{Lab, wait_for};
 use crate::report::Report;
 use crate::stats::Sample;
@@ -57,9 +57,9 @@ const JOB: &str = "work";
 /// How long a guest may take to boot, and to fill memory.
 const BOOT: Duration = Duration::from_secs(120);
 /// How long after attaching and detaching a sample begins.
-const SETTLED: Duration = Duration::from_millis(300);
+const SETTLE_TIME: Duration = Duration::from_millis(300);
 /// Duration of a sample.
-const TURN: (Duration, Duration) = (Duration::from_secs(2), Duration::from_secs(8));
+const SAMPLE_TIME: (Duration, Duration) = (Duration::from_secs(2), Duration::from_secs(8));
 /// Maximum memory that the work uses, in MiB.
 const MIB: (u32, u32) = (256, 1024);
 /// Samples with a scan; there is one more without.
@@ -68,107 +68,117 @@ const ROUNDS: (usize, usize) = (4, 24);
 /// Runs the experiment.
 pub fn run(lab: &Lab) -> Result<Report> {
     let mut report = lab.vm_report("ws-overhead");
-    let bench = Bench::boot(lab)?;
+    let bench = ScanBench::boot_detached(lab)?;
     let rounds = lab.extent.runs(ROUNDS.0, ROUNDS.1);
-    for workload in lab.extent.wanted(&Workload::ALL, |workload| workload.name().to_owned()) {
-        bench.begin(workload)?;
-        bench.in_turns(workload, rounds, &mut report)?;
-        bench.end()?;
+    for workload in
+        lab.extent.select_wanted(&GuestWorkload::ALL, |workload| workload.name().to_owned())
+    {
+        bench.start_work(workload)?;
+        bench.measure_alternately(workload, rounds, &mut report)?;
+        bench.stop_work()?;
     }
     Ok(report)
 }
 
 /// One sample of the guest's work.
 #[derive(Clone, Copy, Debug, Serialize)]
-struct Turn {
+struct WorkSample {
     /// The rate of the guest's work, in units of the workload per second.
     rate: f64,
     /// The share of the time in which the guest's code ran: 2 if two vCPUs ran all the time.
     running: f64,
 }
 
-struct Bench<'a> {
+struct ScanBench<'a> {
     lab: &'a Lab,
     hypervisor: Process,
     agent: PathBuf,
     mib: u32,
 }
 
-impl<'a> Bench<'a> {
+impl<'a> ScanBench<'a> {
     /// Boots the guest, and detaches from it.
-    fn boot(lab: &'a Lab) -> Result<Self> {
+    fn boot_detached(lab: &'a Lab) -> Result<Self> {
         let (agent, mib) = (lab.file("agent"), lab.extent.pick(MIB.0, MIB.1));
-        let args = QemuArgs::new(&GuestImage::small()?, accel::decide().accel)
+        let args = QemuArgs::new(&GuestImage::small()?, accel::choose_accel().accel)
             .memory_mib(mib + 384)
             .vcpus(workload::VCPUS)
-            .console(&lab.file("console"))
-            .agent(&agent);
-        lab.firn().run(VM, &args)?;
-        Control::connect(&agent, BOOT)?;
-        let hypervisor = process(lab, "pid")?;
+            .with_console(&lab.file("console"))
+            .with_agent_socket(&agent);
+        lab.firn().run_vm(VM, &args)?;
+        GuestControl::connect(&agent, BOOT)?;
+        let hypervisor = status_process(lab, "pid")?;
         lab.firn().detach(VM)?;
         Ok(Self { lab, hypervisor, agent, mib })
     }
 
-    fn control(&self) -> Result<Control> {
-        Ok(Control::connect(&self.agent, BOOT)?)
+    fn connect_control(&self) -> Result<GuestControl> {
+        Ok(GuestControl::connect(&self.agent, BOOT)?)
     }
 
     /// Starts the guest's work, and waits until it runs.
-    fn begin(&self, workload: Workload) -> Result<()> {
-        let mut control = self.control()?;
+    fn start_work(&self, workload: GuestWorkload) -> Result<()> {
+        let mut control = self.connect_control()?;
         // The output of earlier work must not be taken for this one's.
-        control.run(&["rm", "-f", workload::SAID])?;
-        let command = workload.endless(self.mib);
-        control.spawn(JOB, &argv(&command))?;
-        let mut works = || Ok(how_far(&mut control, workload).ok());
+        control.run_program(&["rm", "-f", workload::SAID])?;
+        let command = workload.endless_command(self.mib);
+        control.spawn_job(JOB, &as_argv(&command))?;
+        let mut works = || Ok(read_progress(&mut control, workload).ok());
         wait_for(workload.name(), BOOT, &mut works)?;
         // The work behaves differently at its start.
-        sleep(SETTLED);
+        sleep(SETTLE_TIME);
         Ok(())
     }
 
-    fn end(&self) -> Result<()> {
-        let mut control = self.control()?;
-        control.signal(JOB, rustix::process::Signal::KILL.as_raw())?;
-        control.wait(JOB, BOOT)?;
+    fn stop_work(&self) -> Result<()> {
+        let mut control = self.connect_control()?;
+        control.signal_job(JOB, rustix::process::Signal::KILL.as_raw())?;
+        control.wait_job(JOB, BOOT)?;
         Ok(())
     }
 
     /// Measures alternately without and with scans, first and last without.
-    fn in_turns(&self, workload: Workload, rounds: usize, report: &mut Report) -> Result<()> {
-        let (mut alone, mut scanned, mut firn) = (vec![self.turn(workload)?], vec![], vec![]);
+    fn measure_alternately(
+        &self,
+        workload: GuestWorkload,
+        rounds: usize,
+        report: &mut Report,
+    ) -> Result<()> {
+        let (mut alone, mut scanned, mut firn) =
+            (vec![self.measure_sample(workload)?], vec![], vec![]);
         for round in 0..rounds {
             self.lab.firn().attach(VM, &["--working-set", "access-bits"])?;
-            let supervisor = process(self.lab, "supervisor_pid")?;
+            let supervisor = status_process(self.lab, "supervisor_pid")?;
             let (since, before) = (Instant::now(), cpu_seconds(&supervisor)?);
-            scanned.push(self.turn(workload)?);
+            scanned.push(self.measure_sample(workload)?);
             firn.push(100.0 * (cpu_seconds(&supervisor)? - before) / since.elapsed().as_secs_f64());
             self.lab.firn().detach(VM)?;
-            alone.push(self.turn(workload)?);
-            let lost = |of: fn(&Turn) -> f64| lost_percent(&alone[round..], &scanned[round], of);
+            alone.push(self.measure_sample(workload)?);
+            let lost =
+                |of: fn(&WorkSample) -> f64| lost_percent(&alone[round..], &scanned[round], of);
             let (running, rate) = (lost(|turn| turn.running), lost(|turn| turn.rate));
-            self.lab.say(&format!("{}: {running:.2} %, rate {rate:.2} %", workload.name()));
-            report.repetition(json!({ "workload": workload.name(), "round": round,
+            self.lab
+                .log_progress(&format!("{}: {running:.2} %, rate {rate:.2} %", workload.name()));
+            report.add_repetition(json!({ "workload": workload.name(), "round": round,
                 "alone": alone[round..], "scanned": scanned[round],
                 "firn_cpu_percent": firn[round] }));
         }
         let key = |figure: &str| format!("{figure}.access_bits.{}", workload.name());
-        figure(&key("overhead_percent"), &alone, &scanned, |turn| turn.running, report);
-        figure(&key("rate_percent"), &alone, &scanned, |turn| turn.rate, report);
-        report.sample(key("firn_cpu_percent"), firn);
+        add_figure(&key("overhead_percent"), &alone, &scanned, |turn| turn.running, report);
+        add_figure(&key("rate_percent"), &alone, &scanned, |turn| turn.rate, report);
+        report.add_sample(key("firn_cpu_percent"), firn);
         Ok(())
     }
 
     /// Measures the guest's work in the next few seconds.
-    fn turn(&self, workload: Workload) -> Result<Turn> {
-        let mut control = self.control()?;
-        sleep(SETTLED);
-        let from = how_far(&mut control, workload)?;
+    fn measure_sample(&self, workload: GuestWorkload) -> Result<WorkSample> {
+        let mut control = self.connect_control()?;
+        sleep(SETTLE_TIME);
+        let from = read_progress(&mut control, workload)?;
         let (since, before) = (Instant::now(), self.user_seconds()?);
-        sleep(self.lab.extent.pick(TURN.0, TURN.1));
+        sleep(self.lab.extent.pick(SAMPLE_TIME.0, SAMPLE_TIME.1));
         let running = (self.user_seconds()? - before) / since.elapsed().as_secs_f64();
-        Ok(Turn { rate: how_far(&mut control, workload)?.rate_since(from), running })
+        Ok(WorkSample { rate: read_progress(&mut control, workload)?.rate_since(from), running })
     }
 
     /// User time of the hypervisor so far. Under KVM a guest's own time counts as such
@@ -178,7 +188,7 @@ impl<'a> Bench<'a> {
     }
 }
 
-impl Drop for Bench<'_> {
+impl Drop for ScanBench<'_> {
     /// Attaches first, because no supervisor can stop a detached VM.
     fn drop(&mut self) {
         let _ = self.lab.firn().attach(VM, &[]);
@@ -187,18 +197,18 @@ impl Drop for Bench<'_> {
 }
 
 /// A process of the VM's status.
-fn process(lab: &Lab, which: &str) -> Result<Process> {
+fn status_process(lab: &Lab, which: &str) -> Result<Process> {
     let pid = lab.firn().status(VM)?[which].as_i64().with_context(|| format!("no {which}"))?;
     Ok(Process::new(i32::try_from(pid)?)?)
 }
 
-fn argv(command: &[String]) -> Vec<&str> {
+fn as_argv(command: &[String]) -> Vec<&str> {
     command.iter().map(String::as_str).collect()
 }
 
-fn how_far(control: &mut Control, workload: Workload) -> Result<Progress> {
-    let said = control.run(&argv(&workload.how_far()))?;
-    let progress = Progress::parse(&said);
+fn read_progress(control: &mut GuestControl, workload: GuestWorkload) -> Result<WorkloadProgress> {
+    let said = control.run_program(&as_argv(&workload.progress_command()))?;
+    let progress = WorkloadProgress::from_output(&said);
     let progress = progress.with_context(|| format!("{}: {said:?}", workload.name()))?;
     ensure!(!progress.is_wrong(), "{}: wrong memory: {said}", workload.name());
     Ok(progress)
@@ -211,19 +221,25 @@ fn cpu_seconds(process: &Process) -> Result<f64> {
 }
 
 /// The loss in a sample with a scan, in percent, against the two beside it.
-fn lost_percent(alone: &[Turn], scanned: &Turn, of: fn(&Turn) -> f64) -> f64 {
+fn lost_percent(alone: &[WorkSample], scanned: &WorkSample, of: fn(&WorkSample) -> f64) -> f64 {
     100.0 * (1.0 - of(scanned) / f64::midpoint(of(&alone[0]), of(&alone[1])))
 }
 
-fn figure(key: &str, alone: &[Turn], scanned: &[Turn], of: fn(&Turn) -> f64, report: &mut Report) {
+fn add_figure(
+    key: &str,
+    alone: &[WorkSample],
+    scanned: &[WorkSample],
+    of: fn(&WorkSample) -> f64,
+    report: &mut Report,
+) {
     let pairs = alone.windows(2).zip(scanned);
     let lost: Vec<f64> = pairs.map(|(alone, scanned)| lost_percent(alone, scanned, of)).collect();
     let sample = Sample::new(lost.iter().copied());
     if let Some((low, high)) = sample.and_then(|sample| sample.median_interval()) {
-        report.number(format!("{key}.low"), low);
-        report.number(format!("{key}.high"), high);
+        report.add_number(format!("{key}.low"), low);
+        report.add_number(format!("{key}.high"), high);
     }
-    report.sample(key, lost);
+    report.add_sample(key, lost);
 }
 
 #[cfg(test)]
@@ -232,7 +248,7 @@ mod tests {
 
     #[test]
     fn a_machine_that_gets_slower_all_the_time_is_no_overhead() {
-        let turn = |rate| Turn { rate, running: 2.0 };
+        let turn = |rate| WorkSample { rate, running: 2.0 };
         let lost = |before, scanned, after| {
             lost_percent(&[turn(before), turn(after)], &turn(scanned), |turn| turn.rate)
         };

@@ -28,19 +28,19 @@ use std::collections::BTreeSet;
 use std::fmt;
 use std::path::{Path, PathBuf};
 
-use super::arguments::Argument;
+use super::arguments::CommandArgument;
 use super::error::CommandLineError;
-use super::properties::Properties;
+use super::properties::OptionProperties;
 
 /// The maximum length of a unix socket's path in bytes: `sun_path` of unix(7), less its final zero.
 const SOCKET_PATH_BYTES_MAX: usize = 107;
 
 /// The prefix of the name of a file that replaces one of the user's.
-const BEGINNING: &str = "user-";
+const NAME_PREFIX: &str = "user-";
 
 /// A resource of a host that only one QEMU can have.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub enum Endpoint {
+pub enum HostEndpoint {
     /// A socket file that QEMU listens on, as the command line names it.
     Socket(PathBuf),
     /// A port that QEMU listens on.
@@ -56,7 +56,7 @@ pub enum Endpoint {
     File(PathBuf),
 }
 
-impl fmt::Display for Endpoint {
+impl fmt::Display for HostEndpoint {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         match self {
             Self::Socket(path) | Self::File(path) => path.display().fmt(f),
@@ -69,29 +69,29 @@ impl fmt::Display for Endpoint {
     }
 }
 
-impl Endpoint {
-    fn tcp(host: &str, port: u16) -> Self {
+impl HostEndpoint {
+    fn tcp_port(host: &str, port: u16) -> Self {
         Self::Port { udp: false, host: host.to_owned(), port }
     }
 }
 
 /// The replacements for a VM whose endpoints may be in use.
-pub struct Beside<'a> {
+pub struct EndpointRelocation<'a> {
     /// A directory of its own.
     pub directory: &'a Path,
     /// Names the process that has an endpoint, if one has.
-    pub holder: &'a dyn Fn(&Endpoint) -> Option<String>,
+    pub holder: &'a dyn Fn(&HostEndpoint) -> Option<String>,
 }
 
 /// Replaces endpoints of arguments that are in use; returns a note for each.
-pub(super) fn put_beside(
-    arguments: &mut [Argument],
-    beside: &Beside<'_>,
+pub(super) fn relocate_endpoints(
+    arguments: &mut [CommandArgument],
+    beside: &EndpointRelocation<'_>,
 ) -> Result<Vec<String>, CommandLineError> {
-    let mut places = Places { beside, used: BTreeSet::new() };
+    let mut places = EndpointPaths { beside, used: BTreeSet::new() };
     let mut notes = Vec::new();
     for argument in arguments {
-        let Some((new, held)) = moved(argument, &mut places)? else { continue };
+        let Some((new, held)) = relocate_argument(argument, &mut places)? else { continue };
         notes.push(format!("{argument} is now {new}: {held}"));
         *argument = new;
     }
@@ -99,95 +99,100 @@ pub(super) fn put_beside(
 }
 
 /// The argument with other endpoints, and the reason; `None` if it can stay.
-fn moved(
-    argument: &Argument,
-    places: &mut Places<'_>,
-) -> Result<Option<(Argument, String)>, CommandLineError> {
+fn relocate_argument(
+    argument: &CommandArgument,
+    places: &mut EndpointPaths<'_>,
+) -> Result<Option<(CommandArgument, String)>, CommandLineError> {
     let (name, value) = (argument.name(), argument.value());
     let new = match name {
         "qmp" | "qmp-pretty" | "monitor" | "serial" | "parallel" | "debugcon" | "qtest" => {
-            chardev::short(value, false, places)
+            chardev::relocate_short(value, false, places)
         }
-        "gdb" => chardev::short(value, true, places),
-        "s" => return Ok(gdb(places)),
-        "chardev" => chardev::long(value, places),
-        "vnc" => displays::vnc(value, places),
-        "display" => displays::display(value, places),
-        "spice" => displays::spice(value, places),
-        "pidfile" | "D" => file(value, places),
+        "gdb" => chardev::relocate_short(value, true, places),
+        "s" => return Ok(relocate_gdb(places)),
+        "chardev" => chardev::relocate_chardev(value, places),
+        "vnc" => displays::relocate_vnc(value, places),
+        "display" => displays::relocate_display(value, places),
+        "spice" => displays::relocate_spice(value, places),
+        "pidfile" | "D" => relocate_file(value, places),
         "trace" => file_property(value, "enable", "file", places),
         "audiodev" => file_property(value, "driver", "path", places),
         "object" => file_property(value, "qom-type", "file", places),
         "netdev" | "nic" | "net" => {
-            network::check(argument, places)?;
+            network::check_netdev(argument, places)?;
             None
         }
         _ => None,
     };
-    Ok(new.map(|Moved { value, held }| (Argument::new(name, value), held)))
+    Ok(new.map(|MovedValue { value, held }| (CommandArgument::new(name, value), held)))
 }
 
 /// A new value of an option, and the reason.
-struct Moved {
+struct MovedValue {
     value: String,
     held: String,
 }
 
 /// `-s` is `-gdb tcp::1234`.
-fn gdb(places: &mut Places<'_>) -> Option<(Argument, String)> {
-    let Moved { value, held } = chardev::short("tcp::1234", true, places)?;
-    Some((Argument::new("gdb", value), held))
+fn relocate_gdb(places: &mut EndpointPaths<'_>) -> Option<(CommandArgument, String)> {
+    let MovedValue { value, held } = chardev::relocate_short("tcp::1234", true, places)?;
+    Some((CommandArgument::new("gdb", value), held))
 }
 
 /// An option whose value is a file.
-fn file(value: &str, places: &mut Places<'_>) -> Option<Moved> {
-    let held = places.held(&Endpoint::File(value.into()))?;
-    Some(Moved { value: places.file(value), held })
+fn relocate_file(value: &str, places: &mut EndpointPaths<'_>) -> Option<MovedValue> {
+    let held = places.find_holder(&HostEndpoint::File(value.into()))?;
+    Some(MovedValue { value: places.file_path(value), held })
 }
 
 /// An option that has a file among its properties. Of `-object`, only a `filter-dump` writes to its
 /// file.
-fn file_property(value: &str, implied: &str, key: &str, places: &mut Places<'_>) -> Option<Moved> {
-    let mut properties = Properties::read(value, implied)?;
+fn file_property(
+    value: &str,
+    implied: &str,
+    key: &str,
+    places: &mut EndpointPaths<'_>,
+) -> Option<MovedValue> {
+    let mut properties = OptionProperties::parse_value(value, implied)?;
     let kind = properties.get("qom-type").map(String::from);
     if kind.is_some_and(|kind| kind != "filter-dump") {
         return None;
     }
     let path = properties.get(key)?.into_owned();
-    let held = places.held(&Endpoint::File(path.clone().into()))?;
-    properties.set(key, &places.file(&path));
-    Some(Moved { value: properties.to_text(implied), held })
+    let held = places.find_holder(&HostEndpoint::File(path.clone().into()))?;
+    properties.set(key, &places.file_path(&path));
+    Some(MovedValue { value: properties.to_text(implied), held })
 }
 
 /// Assigns unique paths in the VM's directory.
-struct Places<'a> {
-    beside: &'a Beside<'a>,
+struct EndpointPaths<'a> {
+    beside: &'a EndpointRelocation<'a>,
     used: BTreeSet<String>,
 }
 
-impl Places<'_> {
+impl EndpointPaths<'_> {
     /// The reason why an endpoint is unavailable; `None` if it is available.
-    fn held(&self, endpoint: &Endpoint) -> Option<String> {
+    fn find_holder(&self, endpoint: &HostEndpoint) -> Option<String> {
         let holder = (self.beside.holder)(endpoint)?;
         Some(format!("{endpoint} is in use by {holder}"))
     }
 
     /// A path for a socket.
-    fn socket(&mut self, name: &str) -> String {
-        let path = self.file(name);
+    fn socket_path(&mut self, name: &str) -> String {
+        let path = self.file_path(name);
         match path.len() > SOCKET_PATH_BYTES_MAX {
-            true => self.file(&self.used.len().to_string()),
+            true => self.file_path(&self.used.len().to_string()),
             false => path,
         }
     }
 
     /// A path for a file, with the name of the file it replaces, or a given word.
-    fn file(&mut self, path: &str) -> String {
+    fn file_path(&mut self, path: &str) -> String {
         let name = Path::new(path).file_name().unwrap_or_default().to_string_lossy().into_owned();
         let numbered = (2..).map(|number| format!("{name}-{number}"));
         let mut names = std::iter::once(name.clone()).chain(numbered);
         let free = names.find(|name| !self.used.contains(name)).unwrap_or_default();
-        let path = self.beside.directory.join(format!("{BEGINNING}{free}"));
+        let path = self.beside.directory.join(format!("{NAME_PREFIX}{free}"));
         self.used.insert(free);
         path.to_string_lossy().into_owned()
     }
