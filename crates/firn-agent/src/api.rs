@@ -1,131 +1,143 @@
-//! What agents and commands say to each other: JSON, over HTTP/1.1.
+//! The protocol of agents and commands: JSON over HTTP/1.1.
 //!
 //! ```text
-//!   at the agent's socket, for the owner of this host's VMs          between hosts, by TLS with certificates of both
-//!     GET  /v1/status     -> Cluster                                   GET  /v1/heartbeat       -> Heartbeat
-//!     POST /v1/protect    Protect -> replies, a line of JSON each      GET  /v1/vms             -> [VmView]
-//!     POST /v1/failover   FailOver -> facts
-//!     GET  /metrics       -> text for Prometheus                       POST /v1/standbys/NAME   Upgrade: firn-epochs
-//!                                                                      POST /v1/networks/NAME   Upgrade: firn-frames
-//!     GET  /v1/clusters             -> [Record]                        POST /v1/vms/NAME/member   Request -> facts
-//!     POST /v1/clusters             Create -> Record                   POST /v1/vms/NAME/protect  ProtectHere -> facts
-//!     POST /v1/clusters/NAME/VERB   -> Record                         POST /v1/keep/NAME         ProtectHere -> Record
-//!     POST /v1/clusters/NAME/forget -> Forgotten
-//!     GET  /v1/members    -> MembershipView                            POST /v1/members         bytes -> bytes (firn-membership)
+//!   at the agent's socket, for the owner of this host's VMs
+//!     GET  /v1/status               -> AgentStatus
+//!     POST /v1/protect              ProtectVmRequest -> replies, a line of JSON each
+//!     POST /v1/failover             FailoverVmRequest -> facts
+//!     GET  /metrics                 -> text for Prometheus
+//!     GET  /v1/clusters             -> [StoredCluster]
+//!     POST /v1/clusters             CreateCluster -> StoredCluster
+//!     POST /v1/clusters/NAME/VERB   -> StoredCluster
+//!     POST /v1/clusters/NAME/forget -> ForgottenRecord
+//!     GET  /v1/members              -> MembershipView
+//!
+//!   between hosts, by TLS with certificates of both
+//!     GET  /v1/heartbeat            -> HeartbeatAnswer
+//!     GET  /v1/vms                  -> [VmView]
+//!     POST /v1/standbys/NAME        Upgrade: firn-epochs
+//!     POST /v1/networks/NAME        Upgrade: firn-frames
+//!     POST /v1/vms/NAME/member      Request -> facts
+//!     POST /v1/vms/NAME/protect     ProtectionOptions -> facts
+//!     POST /v1/keep/NAME            ProtectionOptions -> StoredCluster
+//!     POST /v1/members              bytes -> bytes (firn-membership)
 //! ```
 //!
-//! Whatever fails is answered by a status of 400 or more and a [`Failure`] as JSON. `protect` takes long: it answers 200 at once,
-//! and then as a supervisor does, by any number of [`Reply::Progress`] and one [`Reply::Done`] or [`Reply::Failed`].
+//! A failure is answered by a status of 400 or more and a [`Failure`] as JSON. `protect` takes
+//! long: it answers 200 at once, and then as a supervisor does, by any number of
+//! [`SupervisorReply::Progress`] and one [`SupervisorReply::Done`] or [`SupervisorReply::Failed`].
 //!
-//! `standbys` starts a standby of that name. It answers 101 once that waits for its primary; from then on the connection is the
-//! stream of epochs (`firn-epochs`, `wire`), and nothing of the standby is left if it ends before the primary has introduced itself.
+//! `standbys` starts a standby of that name. The agent answers 101 once the standby waits for its
+//! primary; from then on the connection is the stream of epochs (`firn-epochs`, `wire`). Nothing of
+//! the standby is left if the stream ends before the primary has introduced itself.
 //!
-//! `networks` links the networks of that name of the two hosts. It answers 101, and then frames go both ways, each behind its length (u32, big
-//! endian).
+//! `networks` links the networks of that name of the two hosts. The agent answers 101, and then
+//! frames go in both directions, each after its length (u32, big endian).
 //!
-//! [`Reply::Progress`]: firn_supervisor::Reply::Progress
-//! [`Reply::Done`]: firn_supervisor::Reply::Done
-//! [`Reply::Failed`]: firn_supervisor::Reply::Failed
+//! [`SupervisorReply::Progress`]: firn_supervisor::SupervisorReply::Progress
+//! [`SupervisorReply::Done`]: firn_supervisor::SupervisorReply::Done
+//! [`SupervisorReply::Failed`]: firn_supervisor::SupervisorReply::Failed
 //! [`Failure`]: firn_supervisor::Failure
 
 use std::collections::BTreeMap;
 use std::net::SocketAddr;
 use std::path::PathBuf;
 
-use firn_supervisor::{NetworkName, Protection, VmName};
+use firn_supervisor::{NetworkName, ProtectionStatus, VmName};
 use serde::{Deserialize, Serialize};
 
-use crate::detect::Health;
+use crate::detect::HostHealth;
 use crate::host::HostName;
 
-/// What a connection becomes that carries epochs.
+/// The protocol of a connection that carries epochs.
 pub const EPOCHS: &str = "firn-epochs";
 
-/// What a connection becomes that carries frames.
+/// The protocol of a connection that carries frames.
 pub const FRAMES: &str = "firn-frames";
 
-/// Where the status can be had.
+/// Path of the status.
 pub const STATUS: &str = "/v1/status";
-/// Where protection is asked for.
+/// Path of requests to protect a VM.
 pub const PROTECT: &str = "/v1/protect";
-/// Where a failover by the record is asked for.
+/// Path of requests for a failover by the record.
 pub const FAILOVER: &str = "/v1/failover";
-/// Where metrics can be had.
+/// Path of the metrics.
 pub const METRICS: &str = "/metrics";
-/// Where peers are asked whether they are there.
+/// Path of heartbeats of peers.
 pub const HEARTBEAT: &str = "/v1/heartbeat";
-/// Where what hosts agree on can be had, and where its servers are asked.
+/// Path of the membership's state for commands, and of messages to its servers for peers.
 pub const MEMBERS: &str = "/v1/members";
-/// Where a peer's VMs can be had.
+/// Path of a peer's VMs.
 pub const VMS: &str = "/v1/vms";
-/// What is asked of a VM of a peer's; its name is before that, after [`VMS`].
+/// Path of requests to a VM of a peer's; after [`VMS`] and the VM's name.
 pub const MEMBER: &str = "member";
-/// That it is to be protected by who asks; likewise.
+/// Path of requests that a VM of a peer's be protected by the caller; likewise.
 pub const PROTECTED: &str = "protect";
-/// Clusters that this host keeps the copies of; a name and a verb may follow.
+/// Path of the clusters that this host is the backup of; a name and a verb may follow.
 pub const CLUSTERS: &str = "/v1/clusters";
 
-/// Where a peer is asked to protect a cluster that it runs no VM of; the name follows.
+/// Path of requests that the peer protect a cluster that it runs no VM of; the name follows.
 pub const KEEP: &str = "/v1/keep/";
 
-/// Where standbys are started; the name follows.
+/// Path of requests to start a standby; the name follows.
 pub const STANDBYS: &str = "/v1/standbys/";
 
-/// Where networks are linked; the name follows.
+/// Path of requests to link networks; the name follows.
 pub const NETWORKS: &str = "/v1/networks/";
 
-/// A VM is to be protected.
+/// The request to protect a VM.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
-pub struct Protect {
+pub struct ProtectVmRequest {
     /// The VM.
     pub vm: VmName,
-    /// The host that it is to be protected by.
+    /// The host that is to be its backup.
     pub backup: HostName,
     /// Milliseconds from one cut to the next.
     pub interval_ms: u64,
-    /// What was written in one epoch starts the next writable.
+    /// Whether pages written in one epoch stay writable at the start of the next.
     pub predicts: bool,
 }
 
-/// A standby's VM is to run here, by the record of the hosts.
+/// The request to run a standby's VM on this host, by its record.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
-pub struct FailOver {
+pub struct FailoverVmRequest {
     /// The VM.
     pub vm: VmName,
-    /// The host that a person declares dead: it is fenced though it holds a lease.
+    /// The host that the user declares dead: it is fenced although it may hold a lease.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub dead: Option<HostName>,
 }
 
-/// A VM is to be protected by who asks.
+/// The options of a protection: of a VM by the caller, or of a cluster by the peer.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
-pub struct ProtectHere {
+pub struct ProtectionOptions {
     /// Milliseconds from one cut to the next.
     pub interval_ms: u64,
-    /// What was written in one epoch starts the next writable.
+    /// Whether pages written in one epoch stay writable at the start of the next.
     pub predicts: bool,
-    /// The cluster that it is a part of, if hosts have agreed on that: what it sends obeys the lease.
+    /// The cluster that the VM is a member of, if the cluster has a record: the VM's output obeys
+    /// its lease.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub cluster: Option<VmName>,
 }
 
-/// VMs are to fail over together.
+/// The request to create a cluster: VMs that are to fail over as one.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
-pub struct Create {
-    /// What they are called together.
+pub struct CreateCluster {
+    /// The name of the cluster.
     pub name: VmName,
-    /// They, and where they run, if that is said.
+    /// Its VMs, and the hosts that run them, as far as these are given.
     pub vms: Vec<(VmName, Option<HostName>)>,
 }
 
 /// A record that was ended because all its hosts are gone.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
-pub struct Forgotten {
-    /// Its name, which is free.
+pub struct ForgottenRecord {
+    /// Its name, which is free now.
     pub name: VmName,
     /// The VMs that it named.
     pub vms: Vec<String>,
@@ -133,28 +145,28 @@ pub struct Forgotten {
     pub hosts: BTreeMap<String, String>,
 }
 
-/// The answer of a host that is there.
+/// The answer to a heartbeat.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
-pub struct Heartbeat {
+pub struct HeartbeatAnswer {
     /// Its name.
     pub host: HostName,
 }
 
-/// A host's view of all.
+/// All hosts and VMs, as one agent sees them.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
-pub struct Cluster {
-    /// The host that tells it.
+pub struct AgentStatus {
+    /// The host of that agent.
     pub host: HostName,
-    /// Where it listens.
+    /// The address at which it listens.
     pub listen: SocketAddr,
-    /// The others.
+    /// The other hosts.
     pub peers: Vec<PeerView>,
     /// The VMs of all hosts that answer.
     pub vms: Vec<VmView>,
-    /// The networks of the host that tells it.
+    /// The networks of that host.
     #[serde(default)]
     pub networks: Vec<NetworkView>,
-    /// Connections that were refused since the agent began, by why.
+    /// Connections that were refused since the agent began, by reason.
     pub refused: BTreeMap<String, u64>,
 }
 
@@ -163,11 +175,11 @@ pub struct Cluster {
 pub struct PeerView {
     /// Its name.
     pub name: HostName,
-    /// Where it is connected to.
+    /// Its address.
     pub address: String,
-    /// What is believed of it.
-    pub health: Health,
-    /// Since how many seconds.
+    /// Its health, as this host judges it.
+    pub health: HostHealth,
+    /// For how many seconds it has had that health.
     pub since_s: f64,
     /// How many seconds ago it answered last, if it ever did.
     #[serde(default, skip_serializing_if = "Option::is_none")]
@@ -180,22 +192,22 @@ pub struct PeerView {
     pub trouble: Option<String>,
 }
 
-/// A VM, or what stands by for one.
+/// A VM, or a standby.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 pub struct VmView {
-    /// Where it is.
+    /// The host that it is on.
     pub host: HostName,
     /// Its name.
     pub name: VmName,
-    /// As in `firn ls`.
+    /// Its state, as in `firn ls`.
     pub state: String,
-    /// The host that it is protected by, if that was asked of the agent.
+    /// The host that is its backup, if the agent protects it.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub backup: Option<HostName>,
-    /// How it is protected, if it is.
+    /// The state of its protection, if it is protected.
     #[serde(default, skip_serializing_if = "Option::is_none")]
-    pub protection: Option<Protection>,
-    /// The timeline whose lease its frames obey, if they obey one.
+    pub protection: Option<ProtectionStatus>,
+    /// The generation whose lease its frames obey, if they obey one.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub lease: Option<u32>,
     /// Of a standby: the host that its primary runs on, if the agent has started it.
@@ -204,7 +216,7 @@ pub struct VmView {
     /// Of a standby: the newest epoch that a failover would run.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub committed: Option<u64>,
-    /// What its owner should know.
+    /// Advice to its owner.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub advice: Option<String>,
 }
@@ -214,81 +226,82 @@ pub struct VmView {
 pub struct NetworkView {
     /// Its name, the same on all hosts.
     pub name: NetworkName,
-    /// Where VMs connect.
+    /// The socket that VMs connect to.
     pub socket: PathBuf,
-    /// The way out, if there is one.
+    /// Its uplink, if it has one.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub uplink: Option<String>,
     /// Ethernet addresses that are known.
     pub addresses: usize,
-    /// Where frames come from and go to: VMs of this host, each other host, the uplink.
-    pub lanes: Vec<LaneView>,
+    /// Counters of frames: for all VMs of this host, each other host, and the uplink.
+    pub lanes: Vec<TrafficView>,
 }
 
-/// One of those; counted since the agent began.
+/// Counters of one target of a network, since the agent began.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
-pub struct LaneView {
+pub struct TrafficView {
     /// `VMs`, `host NAME` or `uplink`.
     pub to: String,
-    /// How many are connected now.
+    /// How many ports are connected now.
     pub connected: u64,
-    /// Frames that have come from there.
+    /// Frames that were received from there.
     pub frames_in: u64,
-    /// Frames that have gone there.
+    /// Frames that were sent there.
     pub frames_out: u64,
-    /// Frames that were to go there and had no room, or were still waiting when the connection ended.
+    /// Frames that found no room, or still waited when the connection ended.
     pub dropped: u64,
-    /// Why nobody is connected, where somebody should be.
+    /// Why no port is connected, if one should be.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub trouble: Option<String>,
 }
 
-/// What hosts agree on, and how.
+/// The records that hosts agree on, and how they agree.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 pub struct MembershipView {
-    /// The host that tells it.
+    /// The host that reports this.
     pub host: HostName,
     /// `embedded` or `etcd`.
     pub kind: String,
-    /// The hosts that are servers, or where etcd is asked.
+    /// The hosts that are servers, or the addresses of etcd.
     pub servers: Vec<String>,
     /// The host that leads, if there is one.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub leader: Option<String>,
     /// Milliseconds that a lease lasts.
     pub lease_ms: u64,
-    /// What was agreed on.
+    /// The clusters with records.
     pub clusters: Vec<ClusterView>,
-    /// Why that is not known, if it is not.
+    /// Why those are not known, if they are not.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub trouble: Option<String>,
 }
 
-/// VMs that fail over together. Hosts are told by their name and number, as `b (2)`: each start of an agent has another number.
+/// The record of a cluster. A host is given by its name and number, as `b (2)`: each start of an
+/// agent has another number.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 pub struct ClusterView {
     /// Its name.
     pub name: String,
-    /// Counts the timelines: each failover begins another one.
+    /// The generation: each failover begins another one.
     pub generation: u32,
-    /// The number of the newest checkpoint that all its VMs can go back to.
+    /// The number of the newest checkpoint that all its VMs can be run from.
     pub checkpoint: u64,
-    /// Where its VMs are.
-    pub vms: Vec<PlaceView>,
+    /// Its VMs, and their hosts.
+    pub vms: Vec<PlacementView>,
     /// Hosts that hold a lease, or may believe so.
     pub leases: Vec<String>,
-    /// Hosts that may still send in an older timeline. While there are any, no VM runs.
+    /// Hosts that may still send in an older generation. While there are any, no VM runs.
     pub fence: Vec<String>,
 }
 
-/// Where a VM is.
+/// A VM, with its hosts.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
-pub struct PlaceView {
+pub struct PlacementView {
     /// The VM.
     pub vm: String,
-    /// Where it runs.
+    /// The host that runs it.
     pub primary: String,
-    /// Where its copies go, if there is a host for it.
+    /// The host that is its backup, if it has one.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub backup: Option<String>,
 }

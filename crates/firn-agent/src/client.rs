@@ -1,11 +1,13 @@
-//! How `firn` commands reach the agent of their host.
+//! Requests of `firn` commands to the agent of their host.
 
 use std::future::Future;
 use std::path::Path;
 use std::time::Duration;
 
 use bytes::Bytes;
-use firn_supervisor::{Context as _, Failure, FailureKind, OnProgress, Reply, RuntimeDir};
+use firn_supervisor::{
+    Failure, FailureContext as _, FailureKind, OnProgress, RuntimeDir, SupervisorReply,
+};
 use http_body_util::{BodyExt as _, Full};
 pub use hyper::Method;
 use hyper::body::Incoming;
@@ -18,113 +20,124 @@ use serde_json::Value;
 use tokio::net::UnixStream;
 use tokio::time::timeout;
 
-use crate::api::{Cluster, FAILOVER, FailOver, MEMBERS, MembershipView, PROTECT, Protect, STATUS};
+use crate::api::{
+    AgentStatus, FAILOVER, FailoverVmRequest, MEMBERS, MembershipView, PROTECT, ProtectVmRequest,
+    STATUS,
+};
 use crate::http;
-use crate::place::Place;
+use crate::paths::AgentPaths;
 
-/// How long an agent may take to begin its answer. Asking its peers takes it some seconds.
+/// How long an agent may take to begin its answer. It needs some seconds to ask its peers.
 const ANSWER_WAIT: Duration = Duration::from_secs(15);
 
-/// The longest reply, in bytes.
+/// Maximum length of a reply, in bytes.
 const LINE_BYTES_MAX: usize = 1 << 20;
 
-/// All hosts and VMs, as this host's agent sees them.
+/// Reads the status of all hosts and VMs, as this host's agent sees them.
 ///
 /// # Errors
-/// If there is none, or what it says.
-pub fn cluster(base: &RuntimeDir) -> Result<Cluster, Failure> {
-    run(async {
-        let asked = ask(base, Method::GET, STATUS, None::<&()>);
-        let answer = timeout(ANSWER_WAIT, async { http::told(asked.await?).await });
-        answer.await.map_err(|_| silent())?
+/// If there is no agent, or the failure that it reports.
+pub fn read_status(base: &RuntimeDir) -> Result<AgentStatus, Failure> {
+    block_on(async {
+        let asked = send_request(base, Method::GET, STATUS, None::<&()>);
+        let answer = timeout(ANSWER_WAIT, async { http::read_answer(asked.await?).await });
+        answer.await.map_err(|_| silent_agent())?
     })
 }
 
-/// What hosts agree on, as this host's agent is told.
+/// Reads the records that hosts agree on, from this host's agent.
 ///
 /// # Errors
-/// If there is no agent, or it is in no cluster.
-pub fn membership(base: &RuntimeDir) -> Result<MembershipView, Failure> {
-    run(async {
-        let asked = ask(base, Method::GET, MEMBERS, None::<&()>);
-        let answer = timeout(ANSWER_WAIT, async { http::told(asked.await?).await });
-        answer.await.map_err(|_| silent())?
+/// If there is no agent, or it has no membership.
+pub fn read_membership(base: &RuntimeDir) -> Result<MembershipView, Failure> {
+    block_on(async {
+        let asked = send_request(base, Method::GET, MEMBERS, None::<&()>);
+        let answer = timeout(ANSWER_WAIT, async { http::read_answer(asked.await?).await });
+        answer.await.map_err(|_| silent_agent())?
     })
 }
 
-/// Protects a VM; returns when there is something to fail over to. It goes on when the caller goes away.
+/// Protects a VM; returns when a failover is possible. The protection continues when the caller
+/// ends.
 ///
 /// # Errors
 /// Why it is not protected.
-pub fn protect(
+pub fn protect_vm(
     base: &RuntimeDir,
-    wanted: &Protect,
+    wanted: &ProtectVmRequest,
     on_progress: OnProgress<'_>,
 ) -> Result<Value, Failure> {
-    run(async {
-        let asked = timeout(ANSWER_WAIT, ask(base, Method::POST, PROTECT, Some(wanted)));
-        let answer = asked.await.map_err(|_| silent())??;
+    block_on(async {
+        let asked = timeout(ANSWER_WAIT, send_request(base, Method::POST, PROTECT, Some(wanted)));
+        let answer = asked.await.map_err(|_| silent_agent())??;
         match answer.status().is_success() {
-            true => last(answer, on_progress).await,
-            false => Err(http::told_failure(answer).await),
+            true => read_replies(answer, on_progress).await,
+            false => Err(http::read_failure(answer).await),
         }
     })
 }
 
-/// Has a standby's VM run here by the record of the hosts; returns when it runs. That may take some leases.
+/// Runs a standby's VM on this host, by its record; returns when it runs. That may take the time of
+/// some leases.
 ///
 /// # Errors
 /// Why it does not run, or that there is no agent.
-pub fn fail_over(base: &RuntimeDir, wanted: &FailOver) -> Result<Value, Failure> {
-    run(async { http::told(ask(base, Method::POST, FAILOVER, Some(wanted)).await?).await })
+pub fn fail_over_vm(base: &RuntimeDir, wanted: &FailoverVmRequest) -> Result<Value, Failure> {
+    block_on(async {
+        http::read_answer(send_request(base, Method::POST, FAILOVER, Some(wanted)).await?).await
+    })
 }
 
-/// Asks about clusters that this host keeps the copies of. A failover or a protection takes as long as it takes.
+/// Sends a request about clusters that this host is the backup of. A failover or a protection has
+/// no timeout.
 ///
 /// # Errors
-/// What the agent says.
-pub fn clusters<T: DeserializeOwned>(
+/// The failure that the agent reports.
+pub fn ask_clusters<T: DeserializeOwned>(
     base: &RuntimeDir,
     method: Method,
     path: &str,
     body: Option<&impl Serialize>,
 ) -> Result<T, Failure> {
-    run(async { http::told(ask(base, method, path, body).await?).await })
+    block_on(async { http::read_answer(send_request(base, method, path, body).await?).await })
 }
 
-fn run<T>(work: impl Future<Output = Result<T, Failure>>) -> Result<T, Failure> {
+fn block_on<T>(work: impl Future<Output = Result<T, Failure>>) -> Result<T, Failure> {
     let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build();
-    runtime.doing("preparing to ask the agent")?.block_on(work)
+    runtime.while_doing("preparing to ask the agent")?.block_on(work)
 }
 
-async fn ask(
+async fn send_request(
     base: &RuntimeDir,
     method: Method,
     path: &str,
     body: Option<&impl Serialize>,
 ) -> Result<Response<Incoming>, Failure> {
-    let request: Request<Full<Bytes>> = http::request(method, "firn-agent", path, body)?;
-    let socket = Place::new(base.clone()).control();
+    let request: Request<Full<Bytes>> = http::build_request(method, "firn-agent", path, body)?;
+    let socket = AgentPaths::new(base.clone()).control_socket();
     let stream = UnixStream::connect(&socket).await.map_err(|_| no_agent(&socket))?;
     let (mut sender, connection) =
-        handshake(TokioIo::new(stream)).await.doing("asking the agent")?;
+        handshake(TokioIo::new(stream)).await.while_doing("asking the agent")?;
     tokio::spawn(connection);
-    sender.send_request(request).await.doing("asking the agent")
+    sender.send_request(request).await.while_doing("asking the agent")
 }
 
-/// Replies up to the last, a line each.
-async fn last(answer: Response<Incoming>, on_progress: OnProgress<'_>) -> Result<Value, Failure> {
+/// Reads replies up to the last one, a line each.
+async fn read_replies(
+    answer: Response<Incoming>,
+    on_progress: OnProgress<'_>,
+) -> Result<Value, Failure> {
     let mut body = answer.into_body();
     let mut rest = Vec::new();
     while let Some(frame) = body.frame().await {
-        let frame = frame.doing("hearing the agent")?;
+        let frame = frame.while_doing("reading the agent's reply")?;
         rest.extend_from_slice(&frame.into_data().unwrap_or_default());
         while let Some(end) = rest.iter().position(|&byte| byte == b'\n') {
             let line: Vec<u8> = rest.drain(..=end).collect();
-            match serde_json::from_slice(&line).doing("hearing the agent")? {
-                Reply::Progress(progress) => on_progress(&progress),
-                Reply::Done { facts } => return Ok(facts),
-                Reply::Failed(failure) => return Err(failure),
+            match serde_json::from_slice(&line).while_doing("reading the agent's reply")? {
+                SupervisorReply::Progress(progress) => on_progress(&progress),
+                SupervisorReply::Done { facts } => return Ok(facts),
+                SupervisorReply::Failed(failure) => return Err(failure),
             }
         }
         if rest.len() > LINE_BYTES_MAX {
@@ -132,14 +145,14 @@ async fn last(answer: Response<Incoming>, on_progress: OnProgress<'_>) -> Result
         }
     }
     Err(Failure::new(FailureKind::Interrupted, "the agent ended before it had answered")
-        .hint("`firn status` says what became of the VM"))
+        .with_hint("`firn status` shows the state of the VM"))
 }
 
 fn no_agent(socket: &Path) -> Failure {
-    let text = format!("no agent runs here: nobody answers at {}", socket.display());
-    Failure::new(FailureKind::Host, text).hint("start one: `firn-agent run FILE`")
+    let text = format!("no agent runs here: no process answers at {}", socket.display());
+    Failure::new(FailureKind::Host, text).with_hint("start one: `firn-agent run FILE`")
 }
 
-fn silent() -> Failure {
-    Failure::new(FailureKind::Other, "the agent does not answer").hint("its log says why")
+fn silent_agent() -> Failure {
+    Failure::new(FailureKind::Other, "the agent does not answer").with_hint("its log shows why")
 }

@@ -1,27 +1,27 @@
-//! The configuration file: who this host is, where it listens, and who its peers are.
+//! The configuration file: this host, where it listens, and its peers.
 //!
 //! ```toml
 //! name = "a"                       # this host; its certificate is for this name
 //! listen = "10.0.0.1:7415"         # for the peers
-//! certificate = "a.pem"            # files are looked for beside this one
+//! certificate = "a.pem"            # paths are relative to this file
 //! key = "a.key"                    # for the owner alone
-//! authority = "ca.pem"             # who has issued the certificates of all hosts
-//! metrics = "127.0.0.1:9415"       # may be left out; of this host alone
-//! runtime-dir = "/run/firn"        # may be left out: as for firn(1)
+//! authority = "ca.pem"             # the authority that has issued all certificates
+//! metrics = "127.0.0.1:9415"       # optional; reachable from this host only
+//! runtime-dir = "/run/firn"        # optional: as for firn(1)
 //!
 //! [peers]
-//! b = "10.0.0.2:7415"              # its certificate has to be for "b", whatever its address
+//! b = "10.0.0.2:7415"              # its certificate must be for "b", whatever its address
 //!
-//! [networks.lan]                   # may be left out: a network between VMs of all hosts that have one of this name
-//! uplink = "/run/passt.sock"       # may be left out: a way out, by a socket with QEMU's stream framing, or tap = "tap0"
+//! [networks.lan]                   # optional: a network between VMs, on all hosts that name it
+//! uplink = "/run/passt.sock"       # a socket with QEMU's stream framing, or tap = "tap0"
 //!
-//! [membership]                     # may be left out; see `membership`
+//! [membership]                     # optional; see `membership`
 //! servers = ["a", "b", "c"]
 //! state-dir = "/var/lib/firn"
 //! ```
 //!
-//! There is no other state: what an agent knows is found out anew when it starts, and who stands by for whom is kept with the VM
-//! ([`crate::place`]).
+//! An agent has no other state: at its start it observes the VMs of its host. Which host a
+//! standby's primary runs on is stored with the VM ([`crate::paths`]).
 
 use std::collections::BTreeMap;
 use std::fs;
@@ -38,24 +38,24 @@ use crate::host::{HostName, HostNameError};
 use crate::membership;
 use crate::switch::{FileNetwork, NETWORKS_MAX, NetworkConfig, NetworkError};
 
-/// Most peers: each is asked twice a second.
+/// Maximum number of peers: each is asked twice a second.
 const PEERS_MAX: usize = 64;
 
-/// The longest file, in bytes.
+/// Maximum size of the file, in bytes.
 const FILE_BYTES_MAX: u64 = 1 << 20;
 
 /// What is wrong with a configuration.
 #[derive(Debug, Error)]
 pub enum ConfigError {
-    /// It, or a file that it names, can't be read.
+    /// The file, or a file that it names, can't be read.
     #[error("can't read {path}", path = .path.display())]
     Read {
         /// The file.
         path: PathBuf,
-        /// What the system said.
+        /// The system's error.
         source: io::Error,
     },
-    /// It is no TOML, or says something that it should not, or does not say what it should.
+    /// It is no TOML, or has an unknown or a missing field.
     #[error("{path}, line {line}: {reason}", path = .path.display())]
     Toml {
         /// The file.
@@ -65,25 +65,25 @@ pub enum ConfigError {
         /// What is wrong there.
         reason: String,
     },
-    /// A name is none.
+    /// A name is not valid.
     #[error("{field}")]
     Name {
-        /// What it is the name of.
+        /// The field with the name.
         field: &'static str,
-        /// Why not.
+        /// Why the name is not valid.
         source: HostNameError,
     },
-    /// An address is none.
+    /// An address is not valid.
     #[error("{field}: {address:?} is no address: give {form}")]
     Address {
-        /// What it is the address of.
+        /// The field with the address.
         field: String,
-        /// What there is.
+        /// The value of the field.
         address: String,
-        /// What there should be.
+        /// The expected form.
         form: &'static str,
     },
-    /// Metrics are for this host.
+    /// The address for metrics can be reached from other hosts.
     #[error(
         "metrics: {0} can be reached from elsewhere: give an address of this host alone, such as 127.0.0.1:9415"
     )]
@@ -91,16 +91,16 @@ pub enum ConfigError {
     /// A host is no peer of itself.
     #[error("peers: {0} is this host")]
     Oneself(HostName),
-    /// A network is none.
+    /// A network is not valid.
     #[error(transparent)]
     Network(#[from] NetworkError),
-    /// Too many.
+    /// There are too many peers.
     #[error("peers: there are {0}, of at most {PEERS_MAX}")]
     Many(usize),
-    /// Hosts could not agree by that.
+    /// The section on membership is not valid.
     #[error("membership: {0}")]
     Membership(String),
-    /// Others could take the host's place.
+    /// Other users can read the key, and so impersonate this host.
     #[error("key: others can read {path}, which has mode {mode:04o}: `chmod 600 {path}`", path = .path.display())]
     OpenKey {
         /// The file.
@@ -110,34 +110,34 @@ pub enum ConfigError {
     },
 }
 
-/// What an agent needs to know.
+/// The configuration of an agent.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub struct Config {
+pub struct AgentConfig {
     /// This host.
     pub name: HostName,
-    /// Where it listens for its peers.
+    /// The address at which it listens for its peers.
     pub listen: SocketAddr,
-    /// This host's certificate, with those between it and the authority's, in PEM format.
+    /// This host's certificate, with the intermediate ones up to the authority's, in PEM format.
     pub certificate: PathBuf,
     /// Its private key, in PEM format.
     pub key: PathBuf,
     /// The authority that has issued the certificates of all hosts, in PEM format.
     pub authority: PathBuf,
-    /// Where metrics can be had, besides the agent's own socket.
+    /// The address at which metrics are served, besides the agent's own socket.
     pub metrics: Option<SocketAddr>,
-    /// Where VMs are kept track of, if not where the environment says.
+    /// The runtime directory of the VMs, if not the one that the environment names.
     pub runtime_dir: Option<PathBuf>,
     /// The other hosts, with their addresses.
     pub peers: BTreeMap<HostName, String>,
     /// The networks that VMs of this host can be connected to.
     pub networks: BTreeMap<NetworkName, NetworkConfig>,
-    /// How hosts agree, if they do.
-    pub membership: Option<membership::Options>,
+    /// The section on membership, if there is one.
+    pub membership: Option<membership::MembershipOptions>,
 }
 
 #[derive(Deserialize)]
 #[serde(deny_unknown_fields, rename_all = "kebab-case")]
-struct File {
+struct ConfigFile {
     name: String,
     listen: String,
     certificate: PathBuf,
@@ -149,10 +149,10 @@ struct File {
     peers: BTreeMap<String, String>,
     #[serde(default)]
     networks: BTreeMap<NetworkName, FileNetwork>,
-    membership: Option<membership::Section>,
+    membership: Option<membership::MembershipSection>,
 }
 
-impl Config {
+impl AgentConfig {
     /// Reads a file.
     ///
     /// # Errors
@@ -160,16 +160,17 @@ impl Config {
     pub fn load(path: &Path) -> Result<Self, ConfigError> {
         let read = |source| ConfigError::Read { path: path.to_owned(), source };
         let text = firn_files::read_text(path, FILE_BYTES_MAX).map_err(read)?;
-        let file = toml::from_str(&text).map_err(|error| explain(path, &text, &error))?;
+        let file = toml::from_str(&text).map_err(|error| toml_error(path, &text, &error))?;
         let directory = std::path::absolute(path).map_err(read)?;
-        let config = Self::of(file, directory.parent().unwrap_or(Path::new("/")))?;
+        let config = Self::from_file(file, directory.parent().unwrap_or(Path::new("/")))?;
         check_key(&config.key)?;
         Ok(config)
     }
 
-    fn of(file: File, directory: &Path) -> Result<Self, ConfigError> {
-        let name = host("name", file.name)?;
-        let peers: BTreeMap<_, _> = file.peers.into_iter().map(peer).collect::<Result<_, _>>()?;
+    fn from_file(file: ConfigFile, directory: &Path) -> Result<Self, ConfigError> {
+        let name = parse_host_name("name", file.name)?;
+        let peers: BTreeMap<_, _> =
+            file.peers.into_iter().map(parse_peer).collect::<Result<_, _>>()?;
         if peers.contains_key(&name) {
             return Err(ConfigError::Oneself(name));
         }
@@ -180,17 +181,17 @@ impl Config {
             return Err(NetworkError::Many(file.networks.len()).into());
         }
         let network = |(name, network): (NetworkName, FileNetwork)| {
-            network.read(&name, directory).map(|network| (name, network))
+            network.into_config(&name, directory).map(|network| (name, network))
         };
-        let membership = file.membership.map(|it| it.checked(&name, &peers, directory));
+        let membership = file.membership.map(|it| it.check_section(&name, &peers, directory));
         Ok(Self {
             membership: membership.transpose().map_err(ConfigError::Membership)?,
             name,
-            listen: socket("listen", &file.listen)?,
+            listen: parse_socket_address("listen", &file.listen)?,
             certificate: directory.join(file.certificate),
             key: directory.join(file.key),
             authority: directory.join(file.authority),
-            metrics: file.metrics.as_deref().map(loopback).transpose()?,
+            metrics: file.metrics.as_deref().map(parse_loopback).transpose()?,
             runtime_dir: file.runtime_dir.map(|path| directory.join(path)),
             peers,
             networks: file.networks.into_iter().map(network).collect::<Result<_, _>>()?,
@@ -198,18 +199,18 @@ impl Config {
     }
 }
 
-fn explain(path: &Path, text: &str, error: &toml::de::Error) -> ConfigError {
+fn toml_error(path: &Path, text: &str, error: &toml::de::Error) -> ConfigError {
     let before = error.span().and_then(|span| text.get(..span.start)).unwrap_or_default();
     let line = before.matches('\n').count() + 1;
     ConfigError::Toml { path: path.to_owned(), line, reason: error.message().to_owned() }
 }
 
-fn host(field: &'static str, name: String) -> Result<HostName, ConfigError> {
+fn parse_host_name(field: &'static str, name: String) -> Result<HostName, ConfigError> {
     HostName::new(name).map_err(|source| ConfigError::Name { field, source })
 }
 
-fn peer((name, address): (String, String)) -> Result<(HostName, String), ConfigError> {
-    let name = host("peers", name)?;
+fn parse_peer((name, address): (String, String)) -> Result<(HostName, String), ConfigError> {
+    let name = parse_host_name("peers", name)?;
     let parts = address.rsplit_once(':').filter(|(host, _)| !host.is_empty());
     let is_address = parts.is_some_and(|(_, port)| port.parse::<u16>().is_ok_and(|port| port > 0));
     match is_address {
@@ -221,7 +222,7 @@ fn peer((name, address): (String, String)) -> Result<(HostName, String), ConfigE
     }
 }
 
-fn socket(field: &str, address: &str) -> Result<SocketAddr, ConfigError> {
+fn parse_socket_address(field: &str, address: &str) -> Result<SocketAddr, ConfigError> {
     address.parse().map_err(|_| ConfigError::Address {
         field: field.to_owned(),
         address: address.to_owned(),
@@ -229,8 +230,8 @@ fn socket(field: &str, address: &str) -> Result<SocketAddr, ConfigError> {
     })
 }
 
-fn loopback(address: &str) -> Result<SocketAddr, ConfigError> {
-    let address = socket("metrics", address)?;
+fn parse_loopback(address: &str) -> Result<SocketAddr, ConfigError> {
+    let address = parse_socket_address("metrics", address)?;
     match address.ip().is_loopback() {
         true => Ok(address),
         false => Err(ConfigError::Exposed(address)),
@@ -257,13 +258,13 @@ mod tests {
     const GOOD: &str = "name = \"a\"\nlisten = \"10.0.0.1:7415\"\ncertificate = \"a.pem\"\n\
         key = \"a.key\"\nauthority = \"/etc/ca.pem\"\n[peers]\nb = \"10.0.0.2:7415\"\n";
 
-    fn load(text: &str, key_mode: u32) -> Result<Config, ConfigError> {
+    fn load(text: &str, key_mode: u32) -> Result<AgentConfig, ConfigError> {
         let dir = tempfile::tempdir().unwrap();
         fs::write(dir.path().join("a.toml"), text).unwrap();
         fs::write(dir.path().join("a.key"), "").unwrap();
         fs::set_permissions(dir.path().join("a.key"), fs::Permissions::from_mode(key_mode))
             .unwrap();
-        let mut config = Config::load(&dir.path().join("a.toml"))?;
+        let mut config = AgentConfig::load(&dir.path().join("a.toml"))?;
         assert_eq!(config.key, dir.path().join("a.key"));
         config.key = "a.key".into();
         Ok(config)
@@ -336,6 +337,6 @@ mod tests {
 
     #[test]
     fn a_missing_file_is_an_error() {
-        assert!(matches!(Config::load(Path::new("/none")), Err(ConfigError::Read { .. })));
+        assert!(matches!(AgentConfig::load(Path::new("/none")), Err(ConfigError::Read { .. })));
     }
 }

@@ -1,4 +1,5 @@
-//! Which hosts are there: a pure core. What happens comes in, with its time; what is to be done comes out.
+//! Failure detection: the health of each peer. A pure core: events with their times are its input,
+//! actions its output.
 //!
 //! ```text
 //!                     an answer
@@ -9,13 +10,14 @@
 //!         '------------------------------ an answer ---------------------'
 //! ```
 //!
-//! Every peer is asked twice a second, one question at a time. A peer is silent since the moment at which the newest question
-//! that it answered was *asked*: an answer proves no more than that the peer was there after that. Who has never answered is
-//! silent since the agent began, and suspected from then on.
+//! Every peer is asked twice a second, one question at a time. A peer is silent since the moment at
+//! which the newest question that it answered was *asked*: an answer proves only that the peer was
+//! alive after that. A peer that has never answered is silent since the agent began, and suspected
+//! from then on.
 //!
-//! Times are those of `CLOCK_BOOTTIME` (clock_gettime(2)), which goes on while the host sleeps. So an agent that was suspended,
-//! stopped, or starved for long finds that out by itself: nobody was asked meanwhile, so nobody's silence means anything, and it
-//! is counted anew from then on.
+//! Times are those of `CLOCK_BOOTTIME` (clock_gettime(2)), which advances while the host sleeps. So
+//! an agent that was suspended, stopped, or starved for long detects that: it asked no peer
+//! meanwhile, so the silence of peers means nothing, and is counted anew from then on.
 
 use std::collections::BTreeMap;
 use std::time::Duration;
@@ -24,24 +26,24 @@ use serde::{Deserialize, Serialize};
 
 use crate::host::HostName;
 
-/// A moment: how long after the host's boot.
-pub type Moment = Duration;
+/// A moment: the time since the host's boot.
+pub type BootTime = Duration;
 
-/// What is believed of a host.
+/// The health of a host, as this agent judges it.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "kebab-case")]
-pub enum Health {
+pub enum HostHealth {
     /// It answers.
     Alive,
     /// It has not answered for a while.
     Suspected,
-    /// It has not answered for so long that it is taken for gone. It may come back.
+    /// It has not answered for so long that the agent acts as if it were gone. It may answer again.
     Lost,
 }
 
-impl Health {
-    /// One word for it.
-    pub fn word(self) -> &'static str {
+impl HostHealth {
+    /// The state as one word.
+    pub fn as_word(self) -> &'static str {
         match self {
             Self::Alive => "alive",
             Self::Suspected => "suspected",
@@ -50,91 +52,102 @@ impl Health {
     }
 }
 
-/// How long things take.
+/// Intervals and limits of failure detection.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct Times {
-    /// From one question to a peer to the next.
-    pub every: Duration,
-    /// How long an alive peer may be silent.
-    pub suspect: Duration,
-    /// How long a suspected one may be.
-    pub lose: Duration,
-    /// This agent is awake if it looks at the clock at least so often.
-    pub awake: Duration,
+pub struct DetectorTiming {
+    /// Time from one question to a peer to the next.
+    pub ask_interval: Duration,
+    /// How long an alive peer may be silent until it is suspected.
+    pub suspect_after: Duration,
+    /// How long a peer may be silent until it is lost.
+    pub lose_after: Duration,
+    /// Longest time between two ticks of an agent that was running all the time.
+    pub tick_gap_max: Duration,
 }
 
-impl Default for Times {
+impl Default for DetectorTiming {
     fn default() -> Self {
         let ms = Duration::from_millis;
-        Self { every: ms(500), suspect: ms(2000), lose: ms(5000), awake: ms(1000) }
+        Self {
+            ask_interval: ms(500),
+            suspect_after: ms(2000),
+            lose_after: ms(5000),
+            tick_gap_max: ms(1000),
+        }
     }
 }
 
-/// What has happened.
+/// An event that the detector handles.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub enum Event {
+pub enum DetectorEvent {
     /// Time has passed.
     Tick,
-    /// A peer has answered what it was asked then.
-    Answered(HostName, Moment),
-    /// A question will not be answered.
+    /// A peer has answered the question that was asked at that time.
+    Answered(HostName, BootTime),
+    /// A question to a peer has failed.
     Failed(HostName),
 }
 
-/// What is to be done.
+/// An action that the detector requests.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub enum Action {
-    /// Ask a peer. An [`Event::Answered`] or [`Event::Failed`] has to follow.
+pub enum DetectorAction {
+    /// Ask a peer. An [`DetectorEvent::Answered`] or [`DetectorEvent::Failed`] has to follow.
     Ask(HostName),
-    /// Something else is believed of it from now on.
-    Changed(HostName, Health),
+    /// Publish the new health of a peer.
+    Changed(HostName, HostHealth),
 }
 
-/// What is known of a peer.
+/// The state of a peer.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct Known {
-    /// What is believed.
-    pub health: Health,
-    /// Since when.
-    pub since: Moment,
-    /// When the newest answer came.
-    pub heard: Option<Moment>,
+pub struct PeerState {
+    /// Its health.
+    pub health: HostHealth,
+    /// Since when it has that health.
+    pub since: BootTime,
+    /// When its newest answer arrived.
+    pub heard: Option<BootTime>,
     /// How long the newest answer took.
     pub round_trip: Option<Duration>,
 }
 
 #[derive(Debug)]
-struct Peer {
-    known: Known,
-    /// Since when it is silent.
-    silent_since: Moment,
-    /// The newest question, and whether it is still open.
-    asked: Option<Moment>,
+struct WatchedPeer {
+    known: PeerState,
+    /// Since when it has been silent.
+    silent_since: BootTime,
+    /// When the newest question was asked, and whether it is still open.
+    asked: Option<BootTime>,
     is_open: bool,
 }
 
-/// What is known of all peers.
+/// The failure detector: the state of all peers.
 #[derive(Debug)]
-pub struct Detector {
-    times: Times,
-    peers: BTreeMap<HostName, Peer>,
-    ticked: Moment,
+pub struct FailureDetector {
+    times: DetectorTiming,
+    peers: BTreeMap<HostName, WatchedPeer>,
+    ticked: BootTime,
 }
 
-impl Detector {
-    /// Begins now, with nothing known.
-    pub fn new(times: Times, peers: impl IntoIterator<Item = HostName>, now: Moment) -> Self {
-        let known = Known { health: Health::Suspected, since: now, heard: None, round_trip: None };
-        let peer = |name| (name, Peer { known, silent_since: now, asked: None, is_open: false });
+impl FailureDetector {
+    /// A detector that begins now, and has no answers yet.
+    pub fn new(
+        times: DetectorTiming,
+        peers: impl IntoIterator<Item = HostName>,
+        now: BootTime,
+    ) -> Self {
+        let known =
+            PeerState { health: HostHealth::Suspected, since: now, heard: None, round_trip: None };
+        let peer =
+            |name| (name, WatchedPeer { known, silent_since: now, asked: None, is_open: false });
         Self { times, peers: peers.into_iter().map(peer).collect(), ticked: now }
     }
 
-    /// What is to be done about what has happened.
-    pub fn on(&mut self, now: Moment, event: Event) -> Vec<Action> {
+    /// Handles an event, and returns the actions that follow.
+    pub fn handle_event(&mut self, now: BootTime, event: DetectorEvent) -> Vec<DetectorAction> {
         match event {
-            Event::Tick => self.tick(now),
-            Event::Answered(name, asked) => self.answered(now, &name, asked),
-            Event::Failed(name) => {
+            DetectorEvent::Tick => self.handle_tick(now),
+            DetectorEvent::Answered(name, asked) => self.handle_answer(now, &name, asked),
+            DetectorEvent::Failed(name) => {
                 if let Some(peer) = self.peers.get_mut(&name) {
                     peer.is_open = false;
                 }
@@ -143,13 +156,13 @@ impl Detector {
         }
     }
 
-    /// What is known of each.
-    pub fn known(&self) -> impl Iterator<Item = (&HostName, Known)> {
+    /// The state of each peer.
+    pub fn peer_states(&self) -> impl Iterator<Item = (&HostName, PeerState)> {
         self.peers.iter().map(|(name, peer)| (name, peer.known))
     }
 
-    fn tick(&mut self, now: Moment) -> Vec<Action> {
-        let was_away = now.saturating_sub(self.ticked) > self.times.awake;
+    fn handle_tick(&mut self, now: BootTime) -> Vec<DetectorAction> {
+        let was_away = now.saturating_sub(self.ticked) > self.times.tick_gap_max;
         self.ticked = now;
         let mut actions = Vec::new();
         for (name, peer) in &mut self.peers {
@@ -157,54 +170,59 @@ impl Detector {
                 peer.silent_since = now;
             }
             let silence = now.saturating_sub(peer.silent_since);
-            let worse = peer.fear(&self.times, silence);
-            let changed = peer.believe(worse, now);
-            actions.extend(changed.map(|health| Action::Changed(name.clone(), health)));
-            if peer.is_due(self.times.every, now) {
+            let worse = peer.health_after_silence(&self.times, silence);
+            let changed = peer.update_health(worse, now);
+            actions.extend(changed.map(|health| DetectorAction::Changed(name.clone(), health)));
+            if peer.is_due(self.times.ask_interval, now) {
                 (peer.asked, peer.is_open) = (Some(now), true);
-                actions.push(Action::Ask(name.clone()));
+                actions.push(DetectorAction::Ask(name.clone()));
             }
         }
         actions
     }
 
-    fn answered(&mut self, now: Moment, name: &HostName, asked: Moment) -> Vec<Action> {
+    fn handle_answer(
+        &mut self,
+        now: BootTime,
+        name: &HostName,
+        asked: BootTime,
+    ) -> Vec<DetectorAction> {
         let Some(peer) = self.peers.get_mut(name) else { return Vec::new() };
         let took = now.saturating_sub(asked);
         peer.is_open = false;
         peer.silent_since = peer.silent_since.max(asked);
         (peer.known.heard, peer.known.round_trip) = (Some(now), Some(took));
-        let better = peer.trust(&self.times, took);
-        let changed = peer.believe(better, now);
-        changed.map(|health| Action::Changed(name.clone(), health)).into_iter().collect()
+        let better = peer.health_after_answer(&self.times, took);
+        let changed = peer.update_health(better, now);
+        changed.map(|health| DetectorAction::Changed(name.clone(), health)).into_iter().collect()
     }
 }
 
-impl Peer {
-    fn is_due(&self, every: Duration, now: Moment) -> bool {
+impl WatchedPeer {
+    fn is_due(&self, every: Duration, now: BootTime) -> bool {
         !self.is_open && self.asked.is_none_or(|asked| now.saturating_sub(asked) >= every)
     }
 
-    /// What its silence makes of it. A lost peer stays so.
-    fn fear(&self, times: &Times, silence: Duration) -> Health {
+    /// The health after a silence. A lost peer stays lost.
+    fn health_after_silence(&self, times: &DetectorTiming, silence: Duration) -> HostHealth {
         match self.known.health {
-            _ if silence >= times.lose => Health::Lost,
-            Health::Alive if silence >= times.suspect => Health::Suspected,
+            _ if silence >= times.lose_after => HostHealth::Lost,
+            HostHealth::Alive if silence >= times.suspect_after => HostHealth::Suspected,
             health => health,
         }
     }
 
-    /// What an answer makes of it that took so long: it may be gone since.
-    fn trust(&self, times: &Times, took: Duration) -> Health {
+    /// The health after an answer that took so long: the peer may be gone since.
+    fn health_after_answer(&self, times: &DetectorTiming, took: Duration) -> HostHealth {
         match self.known.health {
-            _ if took < times.suspect => Health::Alive,
-            Health::Lost if took < times.lose => Health::Suspected,
+            _ if took < times.suspect_after => HostHealth::Alive,
+            HostHealth::Lost if took < times.lose_after => HostHealth::Suspected,
             health => health,
         }
     }
 
-    /// Gives it back if that is something else than before.
-    fn believe(&mut self, health: Health, now: Moment) -> Option<Health> {
+    /// Sets the health; returns it if it has changed.
+    fn update_health(&mut self, health: HostHealth, now: BootTime) -> Option<HostHealth> {
         let is_new = health != self.known.health;
         if is_new {
             (self.known.health, self.known.since) = (health, now);

@@ -1,7 +1,7 @@
-//! Asking peers whether they are there: the shell around `detect`.
+//! Heartbeats: the shell around `detect`.
 //!
-//! Each peer has a connection of its own for that, and a task that asks on it. What is carried between hosts is on other
-//! connections, so that it keeps no answer waiting.
+//! Each peer has a connection of its own for heartbeats, and a task that asks on it. Streams
+//! between hosts use other connections, so that they delay no answer.
 
 use std::collections::BTreeMap;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
@@ -13,62 +13,64 @@ use tokio::sync::{mpsc, watch};
 use tokio::time::{MissedTickBehavior, interval, timeout};
 
 use crate::agent::Agent;
-use crate::api::{HEARTBEAT, Heartbeat, PeerView};
-use crate::detect::{Action, Detector, Event, Health, Moment, Times};
+use crate::api::{HEARTBEAT, HeartbeatAnswer, PeerView};
+use crate::detect::{
+    BootTime, DetectorAction, DetectorEvent, DetectorTiming, FailureDetector, HostHealth,
+};
 use crate::host::HostName;
-use crate::link::Link;
+use crate::peer_connection::PeerConnection;
 
-/// How often the clock is looked at.
-const TICK: Duration = Duration::from_millis(100);
+/// Time between two ticks of the detector.
+const TICK_INTERVAL: Duration = Duration::from_millis(100);
 
-/// Events that may wait. Each peer has one question open at most.
+/// Maximum number of events that wait. Each peer has at most one open question.
 const EVENTS_MAX: usize = 64;
 
-/// Now, by the clock that goes on while the host sleeps.
-pub fn now() -> Moment {
+/// Reads the clock that advances while the host sleeps.
+pub fn read_boot_clock() -> BootTime {
     let now = clock_gettime(ClockId::Boottime);
     Duration::new(now.tv_sec.unsigned_abs(), now.tv_nsec.unsigned_abs() as u32)
 }
 
 #[derive(Debug)]
-struct Peer {
+struct MonitoredPeer {
     address: String,
-    health: watch::Sender<Health>,
+    health: watch::Sender<HostHealth>,
     trouble: Mutex<Option<String>>,
 }
 
-/// What is known of the peers.
+/// The peers of this host, with their health.
 #[derive(Debug)]
-pub struct Peers {
-    times: Times,
-    detector: Mutex<Detector>,
-    peers: BTreeMap<HostName, Peer>,
+pub struct PeerMonitor {
+    times: DetectorTiming,
+    detector: Mutex<FailureDetector>,
+    peers: BTreeMap<HostName, MonitoredPeer>,
 }
 
-impl Peers {
-    /// Of these, with their addresses, nothing is known yet.
-    pub fn new(times: Times, peers: BTreeMap<HostName, String>) -> Self {
-        let detector = Detector::new(times, peers.keys().cloned(), now());
-        let peer = |address| Peer {
+impl PeerMonitor {
+    /// A monitor of these peers, given with their addresses. None has answered yet.
+    pub fn new(times: DetectorTiming, peers: BTreeMap<HostName, String>) -> Self {
+        let detector = FailureDetector::new(times, peers.keys().cloned(), read_boot_clock());
+        let peer = |address| MonitoredPeer {
             address,
-            health: watch::Sender::new(Health::Suspected),
+            health: watch::Sender::new(HostHealth::Suspected),
             trouble: Mutex::default(),
         };
         let peers = peers.into_iter().map(|(name, address)| (name, peer(address))).collect();
         Self { times, detector: Mutex::new(detector), peers }
     }
 
-    /// What is believed of a peer, as it changes.
-    pub fn health(&self, name: &HostName) -> Option<watch::Receiver<Health>> {
+    /// The health of a peer, and its changes.
+    pub fn health(&self, name: &HostName) -> Option<watch::Receiver<HostHealth>> {
         self.peers.get(name).map(|peer| peer.health.subscribe())
     }
 
-    /// What is known of each.
-    pub fn views(&self) -> Vec<PeerView> {
-        let (detector, now) = (self.detector(), now());
-        let ago = |moment: Moment| now.saturating_sub(moment).as_secs_f64();
-        let view = |(name, peer): (&HostName, &Peer)| {
-            let (_, known) = detector.known().find(|(it, _)| *it == name)?;
+    /// The state of each peer.
+    pub fn peer_views(&self) -> Vec<PeerView> {
+        let (detector, now) = (self.lock_detector(), read_boot_clock());
+        let ago = |moment: BootTime| now.saturating_sub(moment).as_secs_f64();
+        let view = |(name, peer): (&HostName, &MonitoredPeer)| {
+            let (_, known) = detector.peer_states().find(|(it, _)| *it == name)?;
             Some(PeerView {
                 name: name.clone(),
                 address: peer.address.clone(),
@@ -82,32 +84,32 @@ impl Peers {
         self.peers.iter().filter_map(view).collect()
     }
 
-    fn detector(&self) -> MutexGuard<'_, Detector> {
+    fn lock_detector(&self) -> MutexGuard<'_, FailureDetector> {
         self.detector.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// Gives back who is to be asked.
-    fn on(&self, event: Event) -> Vec<HostName> {
-        let actions = self.detector().on(now(), event);
+    /// Handles an event, and returns the peers that are to be asked.
+    fn handle_event(&self, event: DetectorEvent) -> Vec<HostName> {
+        let actions = self.lock_detector().handle_event(read_boot_clock(), event);
         let mut asked = Vec::new();
         for action in actions {
             match action {
-                Action::Ask(name) => asked.push(name),
-                Action::Changed(name, health) => self.changed(&name, health),
+                DetectorAction::Ask(name) => asked.push(name),
+                DetectorAction::Changed(name, health) => self.publish_health(&name, health),
             }
         }
         asked
     }
 
-    fn changed(&self, name: &HostName, health: Health) {
-        tracing::info!("host {name} is {}", health.word());
+    fn publish_health(&self, name: &HostName, health: HostHealth) {
+        tracing::info!("host {name} is {}", health.as_word());
         if let Some(peer) = self.peers.get(name) {
             peer.health.send_replace(health);
         }
     }
 
-    /// Notes why a peer does not answer, or that it does.
-    fn note(&self, name: &HostName, answer: &Result<(), Failure>) {
+    /// Stores and logs why a peer does not answer, or clears that.
+    fn note_answer(&self, name: &HostName, answer: &Result<(), Failure>) {
         let Some(peer) = self.peers.get(name) else { return };
         let mut trouble = peer.trouble.lock().unwrap_or_else(PoisonError::into_inner);
         let now = answer.as_ref().err().map(ToString::to_string);
@@ -118,24 +120,24 @@ impl Peers {
     }
 }
 
-/// Asks for ever.
-pub(crate) async fn run(agent: Arc<Agent>) {
+/// Asks all peers. Never returns.
+pub(crate) async fn run_heartbeats(agent: Arc<Agent>) {
     let (tell, mut events) = mpsc::channel(EVENTS_MAX);
     let mut askers = BTreeMap::new();
     for name in agent.config.peers.keys() {
         let (ask, questions) = mpsc::channel(1);
-        tokio::spawn(answer(Arc::clone(&agent), name.clone(), questions, tell.clone()));
+        tokio::spawn(ask_repeatedly(Arc::clone(&agent), name.clone(), questions, tell.clone()));
         askers.insert(name.clone(), ask);
     }
-    let mut ticks = interval(TICK);
+    let mut ticks = interval(TICK_INTERVAL);
     ticks.set_missed_tick_behavior(MissedTickBehavior::Delay);
     loop {
         let event = tokio::select! {
-            _ = ticks.tick() => Event::Tick,
+            _ = ticks.tick() => DetectorEvent::Tick,
             Some(event) = events.recv() => event,
         };
-        for name in agent.peers.on(event) {
-            // One question is open at a time, so there is room for it.
+        for name in agent.peers.handle_event(event) {
+            // Each peer has at most one open question, so its channel has room.
             if let Some(ask) = askers.get(&name) {
                 let _ = ask.try_send(());
             }
@@ -143,25 +145,25 @@ pub(crate) async fn run(agent: Arc<Agent>) {
     }
 }
 
-/// Puts questions to one peer.
-async fn answer(
+/// Sends the questions to one peer, and reports its answers.
+async fn ask_repeatedly(
     agent: Arc<Agent>,
     name: HostName,
     mut questions: mpsc::Receiver<()>,
-    events: mpsc::Sender<Event>,
+    events: mpsc::Sender<DetectorEvent>,
 ) {
     let mut link = None;
     while questions.recv().await.is_some() {
-        let asked = now();
-        let patience = agent.peers.times.suspect;
-        let answer = timeout(patience, ask(&agent, &name, &mut link)).await;
-        let answer = answer.unwrap_or_else(|_| Err(late(patience)));
-        agent.peers.note(&name, &answer);
+        let asked = read_boot_clock();
+        let patience = agent.peers.times.suspect_after;
+        let answer = timeout(patience, ask_once(&agent, &name, &mut link)).await;
+        let answer = answer.unwrap_or_else(|_| Err(late_failure(patience)));
+        agent.peers.note_answer(&name, &answer);
         let event = match answer {
-            Ok(()) => Event::Answered(name.clone(), asked),
+            Ok(()) => DetectorEvent::Answered(name.clone(), asked),
             Err(_) => {
                 link = None;
-                Event::Failed(name.clone())
+                DetectorEvent::Failed(name.clone())
             }
         };
         if events.send(event).await.is_err() {
@@ -170,18 +172,23 @@ async fn answer(
     }
 }
 
-async fn ask(agent: &Agent, name: &HostName, link: &mut Option<Link>) -> Result<(), Failure> {
+async fn ask_once(
+    agent: &Agent,
+    name: &HostName,
+    link: &mut Option<PeerConnection>,
+) -> Result<(), Failure> {
     let open = match link {
         Some(open) => open,
-        None => link.insert(Link::open(&agent.identity, name, agent.address(name)?).await?),
+        None => link
+            .insert(PeerConnection::open(&agent.identity, name, agent.peer_address(name)?).await?),
     };
-    let Heartbeat { host } = open.get(HEARTBEAT).await?;
+    let HeartbeatAnswer { host } = open.get_json(HEARTBEAT).await?;
     match host == *name {
         true => Ok(()),
         false => Err(Failure::new(FailureKind::Other, format!("it calls itself {host}"))),
     }
 }
 
-fn late(patience: Duration) -> Failure {
+fn late_failure(patience: Duration) -> Failure {
     Failure::new(FailureKind::Other, format!("no answer within {} ms", patience.as_millis()))
 }

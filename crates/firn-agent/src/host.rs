@@ -1,4 +1,4 @@
-//! Names of hosts: what a configuration calls one, and what its certificate must be for.
+//! Names of hosts: as in configurations, and as in the hosts' certificates.
 
 use std::cmp::Ordering;
 use std::fmt;
@@ -8,17 +8,17 @@ use rustls::pki_types::{DnsName, ServerName};
 use serde::{Deserialize, Serialize};
 use thiserror::Error;
 
-/// The longest name, in bytes: a label of RFC 1035, 2.3.4. Sockets in the file system have it in their paths.
+/// Maximum length of a name, in bytes: a label of RFC 1035, 2.3.4. Paths of sockets contain it.
 const NAME_BYTES_MAX: usize = 63;
 
 /// A host's name: lower-case letters, digits, `-` and `.`, as in a DNS name of a certificate.
 ///
-/// It has one spelling only, so that two names are the same host exactly if they are equal.
+/// A host has one spelling only, so that two names are the same host exactly if they are equal.
 #[derive(Clone, Debug, PartialEq, Eq, Hash, Serialize, Deserialize)]
 #[serde(try_from = "String", into = "String")]
 pub struct HostName(DnsName<'static>);
 
-/// A name that is not one.
+/// The error for a text that is no name of a host.
 #[derive(Debug, Error, PartialEq, Eq)]
 #[error(
     "{0:?} is no name of a host: give lower-case letters, digits, '-' and '.', at most {NAME_BYTES_MAX}"
@@ -29,7 +29,7 @@ impl HostName {
     /// Checks a name.
     ///
     /// # Errors
-    /// If it could not be in a certificate, or could be spelled in another way.
+    /// If a certificate can't contain it, or another spelling could mean the same host.
     pub fn new(name: impl Into<String>) -> Result<Self, HostNameError> {
         let name = name.into();
         let is_plain = |c: char| c.is_ascii_lowercase() || c.is_ascii_digit() || "-.".contains(c);
@@ -45,7 +45,7 @@ impl HostName {
         self.0.as_ref()
     }
 
-    /// The name as certificates have it.
+    /// The name in the form that certificates use.
     pub fn server_name(&self) -> ServerName<'static> {
         ServerName::DnsName(self.0.clone())
     }

@@ -1,17 +1,17 @@
-//! HTTP as agents speak it: small messages, with bounds on everything that comes in.
+//! HTTP between agents: small messages, with a limit on everything that is received.
 //!
 //! | what | at most |
 //! |---|---|
 //! | the head of a message | 16 KiB, 32 fields, 5 s |
 //! | the body of a request | 64 KiB, 5 s |
-//! | the body of an answer | 4 MiB |
+//! | the body of a response | 4 MiB |
 
 use std::convert::Infallible;
 use std::future::Future;
 use std::time::Duration;
 
 use bytes::Bytes;
-use firn_supervisor::{Context as _, Failure, FailureKind};
+use firn_supervisor::{Failure, FailureContext as _, FailureKind};
 use http_body_util::combinators::BoxBody;
 use http_body_util::{BodyExt as _, Full, Limited};
 use hyper::body::{Body as HttpBody, Incoming};
@@ -24,7 +24,7 @@ use serde::de::DeserializeOwned;
 use tokio::io::{AsyncRead, AsyncWrite};
 use tokio::time::timeout;
 
-/// How long a request may take to come in: its head, and then its body.
+/// Maximum time in which the head of a request arrives, and then its body.
 pub const REQUEST_WAIT: Duration = Duration::from_secs(5);
 
 const HEAD_BYTES_MAX: usize = 16 << 10;
@@ -32,21 +32,21 @@ const FIELDS_MAX: usize = 32;
 const REQUEST_BYTES_MAX: usize = 64 << 10;
 const ANSWER_BYTES_MAX: usize = 4 << 20;
 
-/// What is sent.
-pub type Body = BoxBody<Bytes, Infallible>;
+/// The body of a message that is sent.
+pub type ResponseBody = BoxBody<Bytes, Infallible>;
 
-/// An answer.
-pub type Answer = Response<Body>;
+/// The response to a request.
+pub type HttpResponse = Response<ResponseBody>;
 
 /// Serves one connection until it ends.
 ///
 /// # Errors
-/// If it ends otherwise than between two requests, or what comes is no request within the bounds.
-pub async fn serve<I, H, F>(io: I, handle: H) -> Result<(), hyper::Error>
+/// If it ends otherwise than between two requests, or a request exceeds the limits.
+pub async fn serve_connection<I, H, F>(io: I, handle: H) -> Result<(), hyper::Error>
 where
     I: AsyncRead + AsyncWrite + Unpin + Send + 'static,
     H: Fn(Request<Incoming>) -> F,
-    F: Future<Output = Answer>,
+    F: Future<Output = HttpResponse>,
 {
     let service = service_fn(|request| {
         let answer = handle(request);
@@ -62,20 +62,20 @@ where
         .await
 }
 
-/// What a request holds.
+/// Reads the body of a request as JSON.
 ///
 /// # Errors
-/// If it is not that, too long, or too slow.
-pub async fn read<T: DeserializeOwned>(request: Request<Incoming>) -> Result<T, Failure> {
-    let bytes = read_bytes(request).await?;
-    serde_json::from_slice(&bytes).doing_or(FailureKind::Usage, "reading the request")
+/// If it has another form, is too long, or arrives too slowly.
+pub async fn read_json<T: DeserializeOwned>(request: Request<Incoming>) -> Result<T, Failure> {
+    let bytes = read_body(request).await?;
+    serde_json::from_slice(&bytes).while_doing_as(FailureKind::Usage, "reading the request")
 }
 
-/// What a request holds, whatever it is.
+/// Reads the body of a request as bytes.
 ///
 /// # Errors
-/// If it is too long, or too slow.
-pub async fn read_bytes(request: Request<Incoming>) -> Result<Bytes, Failure> {
+/// If it is too long, or arrives too slowly.
+pub async fn read_body(request: Request<Incoming>) -> Result<Bytes, Failure> {
     let body = Limited::new(request.into_body(), REQUEST_BYTES_MAX).collect();
     let slow = |_| Failure::new(FailureKind::Usage, "the request does not come to its end");
     let body = timeout(REQUEST_WAIT, body).await.map_err(slow)?;
@@ -85,53 +85,53 @@ pub async fn read_bytes(request: Request<Incoming>) -> Result<Bytes, Failure> {
     Ok(body.map_err(long)?.to_bytes())
 }
 
-/// A request, with JSON if there is anything to say.
+/// Builds a request, with a JSON body if there is one.
 ///
 /// # Errors
-/// If the path is none.
-pub fn request(
+/// If the path is not valid.
+pub fn build_request(
     method: Method,
     host: &str,
     path: &str,
     body: Option<&impl Serialize>,
 ) -> Result<Request<Full<Bytes>>, Failure> {
-    let bytes = body.map(serde_json::to_vec).transpose().doing("writing a request")?;
+    let bytes = body.map(serde_json::to_vec).transpose().while_doing("writing a request")?;
     let body = Full::new(Bytes::from(bytes.unwrap_or_default()));
     let request = Request::builder().method(method).uri(path).header(HOST, host);
-    request.header(CONTENT_TYPE, "application/json").body(body).doing("writing a request")
+    request.header(CONTENT_TYPE, "application/json").body(body).while_doing("writing a request")
 }
 
-/// What a good answer holds; else the failure that it tells.
+/// Reads the JSON body of a successful response.
 ///
 /// # Errors
-/// That, or that it is neither.
-pub async fn told<T: DeserializeOwned>(answer: Response<Incoming>) -> Result<T, Failure> {
-    serde_json::from_slice(&told_bytes(answer).await?).doing("reading the answer")
+/// The failure that the peer reports, or a decoding error.
+pub async fn read_answer<T: DeserializeOwned>(answer: Response<Incoming>) -> Result<T, Failure> {
+    serde_json::from_slice(&read_answer_bytes(answer).await?).while_doing("reading the answer")
 }
 
-/// What a good answer holds, whatever it is; else the failure that it tells.
+/// Reads the body of a successful response as bytes.
 ///
 /// # Errors
-/// That.
-pub async fn told_bytes(answer: Response<Incoming>) -> Result<Bytes, Failure> {
+/// The failure that the peer reports.
+pub async fn read_answer_bytes(answer: Response<Incoming>) -> Result<Bytes, Failure> {
     let status = answer.status();
-    let bytes = whole(answer).await?;
+    let bytes = collect_body(answer).await?;
     match status.is_success() {
         true => Ok(bytes),
-        false => Err(failure(status, &bytes)),
+        false => Err(decode_failure(status, &bytes)),
     }
 }
 
-/// The failure that an answer tells.
-pub async fn told_failure(answer: Response<Incoming>) -> Failure {
+/// Reads the failure that a response reports.
+pub async fn read_failure(answer: Response<Incoming>) -> Failure {
     let status = answer.status();
-    match whole(answer).await {
-        Ok(bytes) => failure(status, &bytes),
+    match collect_body(answer).await {
+        Ok(bytes) => decode_failure(status, &bytes),
         Err(failure) => failure,
     }
 }
 
-async fn whole(answer: Response<Incoming>) -> Result<Bytes, Failure> {
+async fn collect_body(answer: Response<Incoming>) -> Result<Bytes, Failure> {
     let body = Limited::new(answer.into_body(), ANSWER_BYTES_MAX).collect().await;
     let broken = |error: Box<dyn std::error::Error + Send + Sync>| {
         Failure::new(FailureKind::Other, error.to_string()).while_doing("reading the answer")
@@ -139,55 +139,55 @@ async fn whole(answer: Response<Incoming>) -> Result<Bytes, Failure> {
     Ok(body.map_err(broken)?.to_bytes())
 }
 
-/// Somebody else's server has another form.
-fn failure(status: StatusCode, bytes: &[u8]) -> Failure {
+/// Decodes a failure. A server that is no agent reports failures in another form.
+fn decode_failure(status: StatusCode, bytes: &[u8]) -> Failure {
     serde_json::from_slice(bytes)
         .unwrap_or_else(|_| Failure::new(FailureKind::Other, format!("it answers {status}")))
 }
 
-/// An answer that holds JSON.
-pub fn json(value: &impl Serialize) -> Answer {
-    match serde_json::to_vec(value).doing("writing an answer") {
-        Ok(bytes) => answer(StatusCode::OK, "application/json", bytes),
-        Err(failure) => refusal(&failure),
+/// A response with a JSON body.
+pub fn json_response(value: &impl Serialize) -> HttpResponse {
+    match serde_json::to_vec(value).while_doing("writing an answer") {
+        Ok(bytes) => bytes_response(StatusCode::OK, "application/json", bytes),
+        Err(failure) => failure_response(&failure),
     }
 }
 
-/// An answer that tells a failure.
-pub fn refusal(failure: &Failure) -> Answer {
+/// A response that reports a failure.
+pub fn failure_response(failure: &Failure) -> HttpResponse {
     let status = match failure.kind {
         FailureKind::Usage => StatusCode::BAD_REQUEST,
         FailureKind::NoSuchVm => StatusCode::NOT_FOUND,
         FailureKind::Busy => StatusCode::CONFLICT,
         _ => StatusCode::INTERNAL_SERVER_ERROR,
     };
-    // It is made of strings: nothing in it can fail to serialize.
-    answer(status, "application/json", serde_json::to_vec(failure).unwrap_or_default())
+    // It consists of strings, so nothing in it can fail to serialize.
+    bytes_response(status, "application/json", serde_json::to_vec(failure).unwrap_or_default())
 }
 
-/// An answer after which the connection is a stream of something else.
-pub fn switching(protocol: &'static str) -> Answer {
+/// A response after which the connection carries another protocol.
+pub fn upgrade_response(protocol: &'static str) -> HttpResponse {
     let kind = "application/octet-stream";
-    let mut answer = answer(StatusCode::SWITCHING_PROTOCOLS, kind, Vec::new());
+    let mut answer = bytes_response(StatusCode::SWITCHING_PROTOCOLS, kind, Vec::new());
     let headers = answer.headers_mut();
     headers.insert(CONNECTION, HeaderValue::from_static("upgrade"));
     headers.insert(UPGRADE, HeaderValue::from_static(protocol));
     answer
 }
 
-/// An answer to what nobody knows.
-pub fn unknown(request: &Request<Incoming>) -> Answer {
+/// The response to a request for an unknown path.
+pub fn not_found_response(request: &Request<Incoming>) -> HttpResponse {
     let text = format!("there is no {} {}", request.method(), request.uri().path());
-    refusal(&Failure::new(FailureKind::Usage, text))
+    failure_response(&Failure::new(FailureKind::Usage, text))
 }
 
-/// Any answer with a body that is there.
-pub fn answer(status: StatusCode, kind: &'static str, bytes: Vec<u8>) -> Answer {
-    answer_with(status, kind, Full::new(Bytes::from(bytes)))
+/// A response with a complete body.
+pub fn bytes_response(status: StatusCode, kind: &'static str, bytes: Vec<u8>) -> HttpResponse {
+    response_with_body(status, kind, Full::new(Bytes::from(bytes)))
 }
 
-/// Any answer.
-pub fn answer_with<B>(status: StatusCode, kind: &'static str, body: B) -> Answer
+/// A response with a body of any kind.
+pub fn response_with_body<B>(status: StatusCode, kind: &'static str, body: B) -> HttpResponse
 where
     B: HttpBody<Data = Bytes, Error = Infallible> + Send + Sync + 'static,
 {

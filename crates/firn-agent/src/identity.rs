@@ -1,8 +1,9 @@
-//! Who is who: this host's certificate and key, and whom it lets in.
+//! The identity of this host: its certificate and key, and the peers that it accepts.
 //!
-//! Both sides of a connection show a certificate that the authority has issued. A name in it is a host's, not an address: whoever
-//! connects is the peer that the certificate names, and whoever is connected to must be the peer that was meant. A certificate that
-//! names no peer, or more than one, lets nobody in. TLS 1.3 only.
+//! Both sides of a connection show a certificate that the authority has issued. A name in it is a
+//! host's, not an address. A client is the peer that its certificate names, and a server must be
+//! the peer that the client intended. A certificate that names no peer, or more than one, is
+//! refused. TLS 1.3 only.
 
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
@@ -21,10 +22,10 @@ use rustls::{
 };
 use thiserror::Error;
 
-use crate::config::Config;
+use crate::config::AgentConfig;
 use crate::host::HostName;
 
-/// The longest file of certificates, or with a key, in bytes.
+/// Maximum size of a file of certificates, or with a key, in bytes.
 const FILE_BYTES_MAX: u64 = 1 << 20;
 
 /// Why a host has no identity.
@@ -33,7 +34,7 @@ pub enum IdentityError {
     /// A file holds no certificate or no key.
     #[error("{field}: {path} can't be used: {reason}", path = .path.display())]
     File {
-        /// What it should be.
+        /// The field that names it.
         field: &'static str,
         /// The file.
         path: PathBuf,
@@ -43,7 +44,7 @@ pub enum IdentityError {
     /// The certificate and the key don't belong together.
     #[error("certificate: {path} does not belong to the key", path = .0.display())]
     Key(PathBuf),
-    /// No peer would let this host in.
+    /// Every peer would refuse this host's certificate.
     #[error("certificate: peers would refuse {path}: {reason}; it has to be issued by the authority, for the name {name}, to serve and to connect", path = .path.display())]
     Certificate {
         /// The file.
@@ -53,44 +54,44 @@ pub enum IdentityError {
         /// Why.
         reason: Error,
     },
-    /// The library refuses.
+    /// The TLS library reports an error.
     #[error("TLS can't be used")]
     Tls(#[source] Error),
 }
 
-/// What a host shows, and whom it believes.
+/// The certificate that a host shows, and the certificates that it accepts.
 #[derive(Clone, Debug)]
-pub struct Identity {
+pub struct HostIdentity {
     /// For connections to peers.
     pub client: Arc<ClientConfig>,
     /// For connections from peers.
     pub server: Arc<ServerConfig>,
 }
 
-impl Identity {
-    /// Reads the files of a configuration, and checks that peers would take them.
+impl HostIdentity {
+    /// Reads the files of a configuration, and checks that peers would accept them.
     ///
     /// # Errors
-    /// If not.
-    pub fn load(config: &Config) -> Result<Self, IdentityError> {
-        let chain = certificates("certificate", &config.certificate)?;
-        let roots = Arc::new(roots(&config.authority)?);
+    /// If a file can't be used, or peers would refuse the certificate.
+    pub fn load(config: &AgentConfig) -> Result<Self, IdentityError> {
+        let chain = load_certificates("certificate", &config.certificate)?;
+        let roots = Arc::new(load_roots(&config.authority)?);
         let peers = config.peers.keys().cloned().collect();
-        let admission = Arc::new(Admission::new(&roots, peers)?);
-        would_be_believed(config, &chain, &roots, &admission)?;
-        let mut server = ServerConfig::builder_with_provider(provider())
+        let admission = Arc::new(PeerVerifier::new(&roots, peers)?);
+        check_own_certificate(config, &chain, &roots, &admission)?;
+        let mut server = ServerConfig::builder_with_provider(crypto_provider())
             .with_protocol_versions(&[&TLS13])
             .map_err(IdentityError::Tls)?
             .with_client_cert_verifier(admission)
-            .with_single_cert(chain.clone(), key(&config.key)?)
-            .map_err(|error| unfit(config, error))?;
-        let mut client = ClientConfig::builder_with_provider(provider())
+            .with_single_cert(chain.clone(), load_key(&config.key)?)
+            .map_err(|error| credential_error(config, error))?;
+        let mut client = ClientConfig::builder_with_provider(crypto_provider())
             .with_protocol_versions(&[&TLS13])
             .map_err(IdentityError::Tls)?
             .with_root_certificates(roots)
-            .with_client_auth_cert(chain, key(&config.key)?)
-            .map_err(|error| unfit(config, error))?;
-        // Each connection is judged by what is true now, not by one that was let in before.
+            .with_client_auth_cert(chain, load_key(&config.key)?)
+            .map_err(|error| credential_error(config, error))?;
+        // Each connection is judged by what is valid now, not by an earlier connection.
         server.session_storage = Arc::new(NoServerSessionStorage {});
         server.send_tls13_tickets = 0;
         client.resumption = Resumption::disabled();
@@ -98,26 +99,27 @@ impl Identity {
     }
 }
 
-fn unfit(config: &Config, error: Error) -> IdentityError {
+fn credential_error(config: &AgentConfig, error: Error) -> IdentityError {
     match error {
         Error::InconsistentKeys(_) => IdentityError::Key(config.certificate.clone()),
         error => IdentityError::Tls(error),
     }
 }
 
-/// Looks at this host's certificate as its peers will.
-fn would_be_believed(
-    config: &Config,
+/// Verifies this host's certificate as its peers will.
+fn check_own_certificate(
+    config: &AgentConfig,
     chain: &[CertificateDer<'_>],
     roots: &Arc<RootCertStore>,
-    admission: &Admission,
+    admission: &PeerVerifier,
 ) -> Result<(), IdentityError> {
     let (path, name) = (config.certificate.clone(), config.name.clone());
     let refused = |reason| IdentityError::Certificate { path, name, reason };
     let [own, between @ ..] = chain else { return Err(refused(Error::NoCertificatesPresented)) };
-    let as_server = WebPkiServerVerifier::builder_with_provider(Arc::clone(roots), provider())
-        .build()
-        .map_err(|error| IdentityError::Tls(Error::General(error.to_string())))?;
+    let as_server =
+        WebPkiServerVerifier::builder_with_provider(Arc::clone(roots), crypto_provider())
+            .build()
+            .map_err(|error| IdentityError::Tls(Error::General(error.to_string())))?;
     let (server_name, now) = (config.name.server_name(), UnixTime::now());
     as_server
         .verify_server_cert(own, between, &server_name, &[], now)
@@ -140,23 +142,24 @@ pub fn peer_of(certificate: &CertificateDer<'_>, peers: &[HostName]) -> Result<H
     }
 }
 
-/// Lets those in whose certificate the authority has issued to one of the peers.
+/// Accepts clients whose certificates the authority has issued to one of the peers.
 #[derive(Debug)]
-struct Admission {
+struct PeerVerifier {
     authority: Arc<dyn ClientCertVerifier>,
     peers: Vec<HostName>,
 }
 
-impl Admission {
+impl PeerVerifier {
     fn new(roots: &Arc<RootCertStore>, peers: Vec<HostName>) -> Result<Self, IdentityError> {
-        let authority = WebPkiClientVerifier::builder_with_provider(Arc::clone(roots), provider())
-            .build()
-            .map_err(|error| IdentityError::Tls(Error::General(error.to_string())))?;
+        let authority =
+            WebPkiClientVerifier::builder_with_provider(Arc::clone(roots), crypto_provider())
+                .build()
+                .map_err(|error| IdentityError::Tls(Error::General(error.to_string())))?;
         Ok(Self { authority, peers })
     }
 }
 
-impl ClientCertVerifier for Admission {
+impl ClientCertVerifier for PeerVerifier {
     fn root_hint_subjects(&self) -> &[DistinguishedName] {
         self.authority.root_hint_subjects()
     }
@@ -194,41 +197,45 @@ impl ClientCertVerifier for Admission {
     }
 }
 
-fn provider() -> Arc<CryptoProvider> {
+fn crypto_provider() -> Arc<CryptoProvider> {
     Arc::new(rustls::crypto::ring::default_provider())
 }
 
-fn roots(path: &Path) -> Result<RootCertStore, IdentityError> {
+fn load_roots(path: &Path) -> Result<RootCertStore, IdentityError> {
     let mut roots = RootCertStore::empty();
-    for certificate in certificates("authority", path)? {
-        roots.add(certificate).map_err(|error| unusable("authority", path, &error))?;
+    for certificate in load_certificates("authority", path)? {
+        roots.add(certificate).map_err(|error| unusable_file("authority", path, &error))?;
     }
     Ok(roots)
 }
 
-fn certificates(
+fn load_certificates(
     field: &'static str,
     path: &Path,
 ) -> Result<Vec<CertificateDer<'static>>, IdentityError> {
-    let text = read(field, path)?;
+    let text = read_file(field, path)?;
     let certificates = CertificateDer::pem_slice_iter(&text)
         .collect::<Result<Vec<_>, _>>()
-        .map_err(|error| unusable(field, path, &error))?;
+        .map_err(|error| unusable_file(field, path, &error))?;
     match certificates.is_empty() {
-        true => Err(unusable(field, path, &"it holds no certificate in PEM format")),
+        true => Err(unusable_file(field, path, &"it holds no certificate in PEM format")),
         false => Ok(certificates),
     }
 }
 
-fn key(path: &Path) -> Result<PrivateKeyDer<'static>, IdentityError> {
-    let text = read("key", path)?;
-    PrivateKeyDer::from_pem_slice(&text).map_err(|error| unusable("key", path, &error))
+fn load_key(path: &Path) -> Result<PrivateKeyDer<'static>, IdentityError> {
+    let text = read_file("key", path)?;
+    PrivateKeyDer::from_pem_slice(&text).map_err(|error| unusable_file("key", path, &error))
 }
 
-fn read(field: &'static str, path: &Path) -> Result<Vec<u8>, IdentityError> {
-    firn_files::read_input(path, FILE_BYTES_MAX).map_err(|error| unusable(field, path, &error))
+fn read_file(field: &'static str, path: &Path) -> Result<Vec<u8>, IdentityError> {
+    firn_files::read_input(path, FILE_BYTES_MAX).map_err(|error| unusable_file(field, path, &error))
 }
 
-fn unusable(field: &'static str, path: &Path, reason: &dyn std::fmt::Display) -> IdentityError {
+fn unusable_file(
+    field: &'static str,
+    path: &Path,
+    reason: &dyn std::fmt::Display,
+) -> IdentityError {
     IdentityError::File { field, path: path.to_owned(), reason: reason.to_string() }
 }

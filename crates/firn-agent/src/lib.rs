@@ -1,4 +1,5 @@
-//! One process per host that knows which other hosts are there, and carries the epochs of protected VMs between them.
+//! The agent: one process per host, which detects failed hosts and carries the epochs of protected
+//! VMs between hosts.
 //!
 //! ```text
 //!   host a                                                                 host b
@@ -6,63 +7,65 @@
 //!       | agent.sock
 //!       v
 //!     agent "a" <================ TLS, both sides show a certificate ================> agent "b"
-//!       |           heartbeats; "stand by for web", then its epochs                      |
+//!       |           heartbeats; "start a standby of web", then its epochs                  |
 //!       v                                                                                v
-//!     supervisor of web --- epochs, by a unix socket                  supervisor of the standby web
+//!     supervisor of web --- epochs, by a unix socket                 supervisor of the standby web
 //! ```
 //!
-//! An agent holds no memory of a VM and decides nothing about one: it may be killed at any moment. The VMs run on, unprotected from
-//! then on, and a standby keeps what it has, for whoever fails over to it.
+//! An agent holds no memory of a VM and decides nothing about one: it may be killed at any moment.
+//! The VMs continue, unprotected from then on, and a standby keeps its state, for a later failover.
 //!
-//! | module | what it decides or does |
+//! | module | task |
 //! |---|---|
 //! | [`config`] | the configuration file |
-//! | [`detect`] | which hosts are there (pure) |
-//! | [`metrics`] | numbers for Prometheus (pure) |
-//! | [`identity`] | certificates: who is let in |
-//! | [`membership`] | what hosts agree on: this host's part of it |
-//! | [`api`] | what agents and commands say to each other |
-//! | [`client`] | how commands reach the agent |
-//! | [`tunnel`] | carrying a stream of epochs |
+//! | [`detect`] | which hosts are alive (pure) |
+//! | [`metrics`] | metrics for Prometheus (pure) |
+//! | [`identity`] | certificates: which hosts may connect |
+//! | [`membership`] | this host's part in membership: records and leases |
+//! | [`api`] | the protocol of agents and commands |
+//! | [`client`] | requests of commands to the agent |
+//! | [`tunnel`] | carries a stream of epochs |
 //! | [`switch`] | the network between VMs |
-//! | [`together`] | clusters: VMs that are marked and fail over together |
+//! | [`clusters`] | VMs that are checkpointed and fail over as one |
 //! | [`vms`] | the VMs of this host |
-//! | [`place`] | where the sockets are |
+//! | [`paths`] | the paths of sockets and files |
 //!
-//! `failover` has the VMs of this host obey what hosts agree on. The rest serves: `door` the peers, `local` the commands; `protect` and `standbys` are the two ends of a tunnel, `heartbeat` is the
-//! shell around [`detect`]. The design is in `docs/design/012-agent.md`.
+//! `failover` reconciles the VMs of this host with their records. The other modules serve:
+//! `peer_server` the peers, `command_server` the commands. `protect` and `standbys` are the two
+//! ends of a tunnel, and `heartbeat` is the shell around [`detect`]. The design is in
+//! `docs/design/012-agent.md`.
 
 #![forbid(unsafe_code)]
 
 mod agent;
 pub mod api;
 pub mod client;
-mod cluster;
+pub mod clusters;
+mod command_server;
 pub mod config;
 pub mod detect;
-mod door;
 mod failover;
 mod heartbeat;
 pub mod host;
 mod http;
 pub mod identity;
-mod link;
-mod local;
 pub mod membership;
 pub mod metrics;
-pub mod place;
+pub mod paths;
+mod peer_connection;
+mod peer_server;
 mod protect;
-mod refused;
+mod rejections;
 mod standbys;
+mod status;
 pub mod switch;
-pub mod together;
 pub mod tunnel;
 pub mod vms;
 
-pub use agent::{Agent, Ready};
-pub use config::Config;
-pub use detect::Times;
+pub use agent::{Agent, PreparedAgent};
+pub use config::AgentConfig;
+pub use detect::DetectorTiming;
 pub use host::HostName;
-pub use identity::Identity;
-pub use place::Place;
-pub use vms::{Supervised, Vms};
+pub use identity::HostIdentity;
+pub use paths::AgentPaths;
+pub use vms::{LocalVms, SupervisedVms};

@@ -1,7 +1,7 @@
 //! The `firn-agent` program: one per host.
 //!
-//! It starts supervisors (of standbys), and is their parent until they or it end; those that have ended are reaped here. They
-//! outlive it.
+//! It starts the supervisors of standbys, and is their parent until they or it end. It reaps those
+//! that have ended. They continue to run after it.
 
 #![forbid(unsafe_code)]
 #![allow(rustdoc::broken_intra_doc_links, reason = "doc comments of options are the help")]
@@ -14,87 +14,91 @@ use std::time::Duration;
 
 use clap::{CommandFactory, Parser, Subcommand};
 use clap_complete::Shell;
-use firn_agent::{Config, Identity, Place, Ready, Supervised, Times};
-use firn_supervisor::{Context as _, Failure, FailureKind, RuntimeDir, revive};
-use firn_types::printable;
+use firn_agent::{
+    AgentConfig, AgentPaths, DetectorTiming, HostIdentity, PreparedAgent, SupervisedVms,
+};
+use firn_supervisor::{Failure, FailureContext as _, FailureKind, RuntimeDir, restart_supervisors};
+use firn_types::make_printable;
 use rustix::process::{WaitOptions, wait};
 use tokio::signal::unix::{SignalKind, signal};
 use tracing_subscriber::EnvFilter;
 
-mod hidden;
+mod internal_commands;
 
-/// The environment variable that says how much is logged, as for supervisors.
-const LOG: &str = "FIRN_LOG";
+/// The environment variable that sets the log level, as for supervisors.
+const LOG_VARIABLE: &str = "FIRN_LOG";
 
-/// How much, if that does not say it. Raft has ten lines a second to say of a server that is lost; what matters of it is told here.
+/// The default log level. Raft logs ten lines a second about a server that is lost; the agent logs
+/// the important part of that itself.
 const LOG_DEFAULT: &str = "info,openraft=off";
 
-/// How often it is looked whether a VM has lost its supervisor and all of its guards.
-const REVIVE_EVERY: Duration = Duration::from_secs(2);
+/// Time between two checks whether a VM has lost its supervisor and all of its guards.
+const REVIVE_INTERVAL: Duration = Duration::from_secs(2);
 
 /// Watch other hosts, and carry the epochs of protected VMs to them and from them.
 ///
-/// One runs on each host, as the user whose VMs it is for. It is asked by `firn protect NAME --backup HOST` and
-/// `firn agent status`. Its peers prove by certificates who they are; a peer can have programs run here, so only hosts that
-/// may do that belong into the configuration.
+/// One runs on each host, as the user whose VMs it is for. `firn protect NAME --backup HOST` and
+/// `firn agent status` send their requests to it. Its peers identify themselves by certificates. A
+/// peer can have programs run here, so only hosts that may do that belong into the configuration.
 ///
 ///   name = "a"                       # this host; its certificate is for this name
 ///   listen = "10.0.0.1:7415"         # for the peers
-///   certificate = "a.pem"            # files are looked for beside the configuration
+///   certificate = "a.pem"            # paths are relative to the configuration
 ///   key = "a.key"                    # for the owner alone
-///   authority = "ca.pem"             # who has issued the certificates of all hosts
-///   metrics = "127.0.0.1:9415"       # may be left out; for Prometheus, at this host alone
-///   runtime-dir = "/run/firn"        # may be left out: as for firn(1)
+///   authority = "ca.pem"             # the authority that has issued the certificates of all hosts
+///   metrics = "127.0.0.1:9415"       # optional; for Prometheus, on this host only
+///   runtime-dir = "/run/firn"        # optional: as for firn(1)
 ///
 ///   [peers]
-///   b = "10.0.0.2:7415"              # its certificate has to be for "b"
+///   b = "10.0.0.2:7415"              # its certificate must be for "b"
 ///
-///   [networks.lan]                   # may be left out: a network between VMs, of all hosts that have one of this name
-///   uplink = "/run/passt.sock"       # may be left out: a way out of it, by a socket such as passt's, or tap = "tap0"
+///   [networks.lan]                   # optional: a network between VMs, on all hosts that name it
+///   uplink = "/run/passt.sock"       # optional: a socket such as passt's, or tap = "tap0"
 ///
-///   [membership]                     # may be left out; how hosts agree who may run what
-///   servers = ["a", "b", "c"]        # three hosts or more, this one or peers; `firn-agent found` on each, once
-///   state-dir = "/var/lib/firn"      # what a server must not forget
-///   lease-ms = 5000                  # may be left out
+///   [membership]                     # optional; how hosts agree which one may run which VM
+///   servers = ["a", "b", "c"]        # this host or peers, three or more; once on each: firn-agent found
+///   state-dir = "/var/lib/firn"      # the state that a server must not lose
+///   lease-ms = 5000                  # optional
 ///
 /// or, where there is an etcd:
 ///
 ///   [membership]
 ///   etcd = ["https://10.0.0.9:2379"]
-///   prefix = "firn"                  # may be left out; what keys begin with
-///   authority = "etcd-ca.pem"        # for https; who has issued the servers' certificates
-///   certificate = "etcd.pem"         # may be left out, with key; what this host shows
+///   prefix = "firn"                  # optional; the prefix of all keys
+///   authority = "etcd-ca.pem"        # for https; the authority that has issued the servers' certificates
+///   certificate = "etcd.pem"         # optional, with key; the certificate of this host
 ///   key = "etcd.key"
 ///
-/// Exit codes are those of firn(1). It ends by SIGTERM or SIGINT with 0; VMs that are protected run on unprotected then, and
-/// standbys wait.
+/// Exit codes are those of firn(1). It ends by SIGTERM or SIGINT with 0; protected VMs then
+/// continue unprotected, and standbys wait.
 ///
 /// Environment:
-///   FIRN_RUNTIME_DIR  where running VMs are kept track of, if the configuration does not say; as for firn(1)
-///   FIRN_LOG          how much is logged to standard error: error, warn, info (the default), debug, trace
+///   FIRN_RUNTIME_DIR  runtime directory of VMs, if the configuration names none; as for firn(1)
+///   FIRN_LOG          log level on standard error: error, warn, info (the default), debug, trace
 #[derive(Debug, Parser)]
 #[command(name = "firn-agent", version, verbatim_doc_comment, disable_help_subcommand = true)]
 struct Cli {
     #[command(subcommand)]
-    verb: Verb,
+    verb: AgentVerb,
 }
 
 #[derive(Debug, Subcommand)]
-enum Verb {
-    /// Be this host's agent until a signal ends it.
+enum AgentVerb {
+    /// Run this host's agent until a signal ends it.
     Run {
         /// The configuration.
         file: PathBuf,
     },
-    /// Say what is wrong with a configuration and its certificates, if anything is.
+    /// Check a configuration and its certificates.
     Check {
         /// The configuration.
         file: PathBuf,
     },
     /// Make this host a server of a new cluster.
     ///
-    /// Once on each host that `servers` of `[membership]` names, before its agent is run. What is agreed on is kept in `state-dir` from then
-    /// on. A host that has lost it may not come back under the same name: it could forget what it has acknowledged.
+    /// Run it once on each host that `servers` of `[membership]` names, before its agent runs. From
+    /// then on records are stored in `state-dir`. A host that has lost that directory may not
+    /// return under the same name: it could forget what it has acknowledged.
     #[command(verbatim_doc_comment)]
     Found {
         /// The configuration.
@@ -106,105 +110,108 @@ enum Verb {
         shell: Shell,
     },
     #[command(name = firn_supervisor::SUPERVISE, hide = true)]
-    Supervise(hidden::Supervise),
+    Supervise(internal_commands::SuperviseArgs),
     #[command(name = firn_supervisor::GUARD, hide = true)]
-    Guard(hidden::Guard),
+    Guard(internal_commands::GuardArgs),
 }
 
 fn main() -> ExitCode {
     let done = match Cli::parse().verb {
-        Verb::Run { file } => run(&file),
-        Verb::Check { file } => check(&file),
-        Verb::Found { file } => found(&file),
-        Verb::Completions { shell } => {
+        AgentVerb::Run { file } => run(&file),
+        AgentVerb::Check { file } => check_config(&file),
+        AgentVerb::Found { file } => bootstrap_server(&file),
+        AgentVerb::Completions { shell } => {
             let mut script = Vec::new();
             clap_complete::generate(shell, &mut Cli::command(), "firn-agent", &mut script);
-            say(&String::from_utf8_lossy(&script))
+            print_text(&String::from_utf8_lossy(&script))
         }
-        Verb::Supervise(args) => args.run(),
-        Verb::Guard(args) => args.run(),
+        AgentVerb::Supervise(args) => args.run(),
+        AgentVerb::Guard(args) => args.run(),
     };
     match done {
         Ok(()) => ExitCode::SUCCESS,
         Err(failure) => {
-            print(&failure);
+            print_failure(&failure);
             ExitCode::from(failure.kind.exit_code())
         }
     }
 }
 
-fn print(failure: &Failure) {
+fn print_failure(failure: &Failure) {
     let mut err = io::stderr().lock();
     for (depth, message) in failure.chain.iter().enumerate() {
         let lead = if depth == 0 { "firn-agent: " } else { "  because: " };
-        let _ = writeln!(err, "{lead}{}", printable(message));
+        let _ = writeln!(err, "{lead}{}", make_printable(message));
     }
     if let Some(hint) = &failure.hint {
-        let _ = writeln!(err, "  try: {}", printable(hint));
+        let _ = writeln!(err, "  try: {}", make_printable(hint));
     }
 }
 
-/// Prints to standard output. A reader that has seen enough is no error.
-fn say(text: &str) -> Result<(), Failure> {
+/// Prints to standard output. A reader that has closed the pipe is no error.
+fn print_text(text: &str) -> Result<(), Failure> {
     let mut out = io::stdout().lock();
     match out.write_all(text.as_bytes()).and_then(|()| out.flush()) {
         Err(error) if error.kind() != io::ErrorKind::BrokenPipe => {
-            Err(error).doing("writing to standard output")
+            Err(error).while_doing("writing to standard output")
         }
         _ => Ok(()),
     }
 }
 
-fn load(file: &Path) -> Result<Config, Failure> {
-    Config::load(file).doing_or(FailureKind::Usage, format!("can't use {}", file.display()))
+fn load_config(file: &Path) -> Result<AgentConfig, Failure> {
+    AgentConfig::load(file)
+        .while_doing_as(FailureKind::Usage, format!("can't use {}", file.display()))
 }
 
-fn check(file: &Path) -> Result<(), Failure> {
-    let config = load(file)?;
-    Identity::load(&config)
-        .doing_or(FailureKind::Usage, format!("can't use {}", file.display()))?;
+fn check_config(file: &Path) -> Result<(), Failure> {
+    let config = load_config(file)?;
+    HostIdentity::load(&config)
+        .while_doing_as(FailureKind::Usage, format!("can't use {}", file.display()))?;
     let peers = config.peers.len();
-    say(&format!("host {} with {peers} peers, at {}\n", config.name, config.listen))
+    print_text(&format!("host {} with {peers} peers, at {}\n", config.name, config.listen))
 }
 
-fn found(file: &Path) -> Result<(), Failure> {
-    let config = load(file)?;
-    let servers = firn_agent::membership::found(&config)?;
-    say(&format!("host {} is one of the servers {}\n", config.name, servers.join(", ")))
+fn bootstrap_server(file: &Path) -> Result<(), Failure> {
+    let config = load_config(file)?;
+    let servers = firn_agent::membership::bootstrap_server(&config)?;
+    print_text(&format!("host {} is one of the servers {}\n", config.name, servers.join(", ")))
 }
 
 fn run(file: &Path) -> Result<(), Failure> {
-    log();
-    let config = load(file)?;
+    start_logging();
+    let config = load_config(file)?;
     let base = match &config.runtime_dir {
-        Some(path) => RuntimeDir::at(path),
+        Some(path) => RuntimeDir::from_path(path),
         None => RuntimeDir::from_env()
-            .doing_or(FailureKind::Host, "there is no place to keep track of VMs")
-            .map_err(|failure| failure.hint("set runtime-dir in the configuration"))?,
+            .while_doing_as(FailureKind::Host, "there is no runtime directory")
+            .map_err(|failure| failure.with_hint("set runtime-dir in the configuration"))?,
     };
     let runtime = tokio::runtime::Builder::new_multi_thread().enable_all().build();
-    let runtime = runtime.doing_or(FailureKind::Host, "starting threads")?;
-    let done = runtime.block_on(serve(config, base));
-    // Threads that wait for a supervisor don't keep it from ending.
+    let runtime = runtime.while_doing_as(FailureKind::Host, "starting threads")?;
+    let done = runtime.block_on(serve_agent(config, base));
+    // Threads that wait for a supervisor do not delay the end of the process.
     runtime.shutdown_background();
     done
 }
 
-async fn serve(config: Config, base: RuntimeDir) -> Result<(), Failure> {
+async fn serve_agent(config: AgentConfig, base: RuntimeDir) -> Result<(), Failure> {
     let mut end = [SignalKind::terminate(), SignalKind::interrupt()].map(signal);
     let [Ok(terminate), Ok(interrupt)] = &mut end else {
         return Err(Failure::new(FailureKind::Host, "signals can't be waited for"));
     };
-    let children = signal(SignalKind::child()).doing("waiting for children")?;
-    let vms = Arc::new(Supervised(base.clone()));
-    let ready = Ready::new(config, Place::new(base.clone()), vms, Times::default()).await?;
+    let children = signal(SignalKind::child()).while_doing("waiting for children")?;
+    let vms = Arc::new(SupervisedVms(base.clone()));
+    let ready =
+        PreparedAgent::new(config, AgentPaths::new(base.clone()), vms, DetectorTiming::default())
+            .await?;
     revive_for_ever(base)?;
     let agent = ready.agent();
-    // For whoever started it with port 0.
-    say(&format!("host {} listens at {}\n", agent.config.name, agent.listen))?;
-    tokio::spawn(reap(children));
+    // For a caller that has configured port 0.
+    print_text(&format!("host {} listens at {}\n", agent.config.name, agent.listen))?;
+    tokio::spawn(reap_children(children));
     tokio::select! {
-        () = ready.serve() => Err(Failure::new(FailureKind::Other, "a part of the agent has ended")),
+        () = ready.serve_forever() => Err(Failure::new(FailureKind::Other, "a part of the agent has ended")),
         _ = terminate.recv() => Ok(()),
         _ = interrupt.recv() => Ok(()),
     }
@@ -215,22 +222,23 @@ fn revive_for_ever(base: RuntimeDir) -> Result<(), Failure> {
     let thread = std::thread::Builder::new().name("revive".into());
     let revived = thread.spawn(move || {
         loop {
-            std::thread::sleep(REVIVE_EVERY);
-            revive(&base);
+            std::thread::sleep(REVIVE_INTERVAL);
+            restart_supervisors(&base);
         }
     });
-    revived.map(drop).doing_or(FailureKind::Host, "starting threads")
+    revived.map(drop).while_doing_as(FailureKind::Host, "starting threads")
 }
 
-/// Supervisors are children that nobody waits for.
-async fn reap(mut children: tokio::signal::unix::Signal) {
+/// Reaps supervisors: they are children that no other code waits for.
+async fn reap_children(mut children: tokio::signal::unix::Signal) {
     while children.recv().await.is_some() {
         while let Ok(Some(_)) = wait(WaitOptions::NOHANG) {}
     }
 }
 
-fn log() {
-    let filter = EnvFilter::try_from_env(LOG).unwrap_or_else(|_| EnvFilter::new(LOG_DEFAULT));
+fn start_logging() {
+    let filter =
+        EnvFilter::try_from_env(LOG_VARIABLE).unwrap_or_else(|_| EnvFilter::new(LOG_DEFAULT));
     let _ = tracing_subscriber::fmt()
         .with_env_filter(filter)
         .with_ansi(false)

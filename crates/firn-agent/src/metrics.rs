@@ -1,4 +1,4 @@
-//! Numbers for Prometheus, made of what is known at the moment of asking. Pure.
+//! Metrics for Prometheus, made from the state at the time of the request. Pure.
 //!
 //! | metric | labels | unit |
 //! |---|---|---|
@@ -23,31 +23,31 @@ use prometheus_client::metrics::gauge::Gauge;
 use prometheus_client::registry::Registry;
 
 use crate::api::{NetworkView, PeerView, VmView};
-use crate::detect::Health;
+use crate::detect::HostHealth;
 
-/// The kind of text that [`text`] gives.
-pub const KIND: &str = "application/openmetrics-text; version=1.0.0; charset=utf-8";
+/// The content type of the text that [`render_metrics`] returns.
+pub const CONTENT_TYPE: &str = "application/openmetrics-text; version=1.0.0; charset=utf-8";
 
-type Labels = Vec<(&'static str, String)>;
-type Numbers = Family<Labels, Gauge<f64, AtomicU64>>;
-type Counts = Family<Labels, Counter>;
+type MetricLabels = Vec<(&'static str, String)>;
+type GaugeFamily = Family<MetricLabels, Gauge<f64, AtomicU64>>;
+type CounterFamily = Family<MetricLabels, Counter>;
 
-/// What is known, as OpenMetrics text.
+/// Renders the metrics as OpenMetrics text.
 ///
 /// # Errors
 /// None in practice: it is written to memory.
-pub fn text<'a>(
+pub fn render_metrics<'a>(
     vms: &[VmView],
     peers: &[PeerView],
     networks: &[NetworkView],
     refused: impl Iterator<Item = (&'a String, &'a u64)>,
 ) -> Result<String, fmt::Error> {
     let mut registry = Registry::with_prefix("firn");
-    of_vms(&mut registry, vms);
-    of_peers(&mut registry, peers);
-    of_networks(&mut registry, networks);
-    let counts = Counts::default();
-    registry.register("refused", "Connections that were not let in", counts.clone());
+    add_vm_metrics(&mut registry, vms);
+    add_peer_metrics(&mut registry, peers);
+    add_network_metrics(&mut registry, networks);
+    let counts = CounterFamily::default();
+    registry.register("refused", "Connections that were refused", counts.clone());
     for (reason, count) in refused {
         counts.get_or_create(&vec![("reason", reason.clone())]).inc_by(*count);
     }
@@ -56,67 +56,74 @@ pub fn text<'a>(
     Ok(text)
 }
 
-fn numbers(registry: &mut Registry, name: &str, help: &str) -> Numbers {
-    let numbers = Numbers::default();
+fn register_gauges(registry: &mut Registry, name: &str, help: &str) -> GaugeFamily {
+    let numbers = GaugeFamily::default();
     registry.register(name, help, numbers.clone());
     numbers
 }
 
-fn set(numbers: &Numbers, labels: Labels, value: f64) {
+fn set_gauge(numbers: &GaugeFamily, labels: MetricLabels, value: f64) {
     numbers.get_or_create(&labels).set(value);
 }
 
-fn of_vms(registry: &mut Registry, vms: &[VmView]) {
-    let epoch = numbers(registry, "epoch", "The newest epoch that was cut");
-    let committed = numbers(registry, "epoch_committed", "The newest that a failover would run");
-    let downtime =
-        numbers(registry, "epoch_downtime_seconds", "How long the VM stood still for an epoch");
-    let standby =
-        numbers(registry, "standby_committed", "The newest epoch that this standby would run");
-    let sent = Counts::default();
+fn add_vm_metrics(registry: &mut Registry, vms: &[VmView]) {
+    let epoch = register_gauges(registry, "epoch", "The newest epoch that was cut");
+    let committed =
+        register_gauges(registry, "epoch_committed", "The newest that a failover would run");
+    let downtime = register_gauges(
+        registry,
+        "epoch_downtime_seconds",
+        "How long the VM was paused for an epoch",
+    );
+    let standby = register_gauges(
+        registry,
+        "standby_committed",
+        "The newest epoch that this standby would run",
+    );
+    let sent = CounterFamily::default();
     registry.register("sent_bytes", "Bytes sent for all epochs", sent.clone());
     for vm in vms {
         let label = || vec![("vm", vm.name.to_string())];
         if let Some(newest) = vm.committed {
-            set(&standby, label(), newest as f64);
+            set_gauge(&standby, label(), newest as f64);
         }
         let Some(protection) = &vm.protection else { continue };
-        set(&epoch, label(), protection.epoch as f64);
-        set(&committed, label(), protection.committed as f64);
+        set_gauge(&epoch, label(), protection.epoch as f64);
+        set_gauge(&committed, label(), protection.committed as f64);
         let quantiles = [("0.5", protection.downtime_ms.p50), ("0.95", protection.downtime_ms.p95)];
         for (quantile, ms) in quantiles {
             let labels = [label(), vec![("quantile", quantile.to_owned())]].concat();
-            set(&downtime, labels, ms / 1e3);
+            set_gauge(&downtime, labels, ms / 1e3);
         }
         sent.get_or_create(&label()).inc_by(protection.sent_bytes);
     }
 }
 
-fn of_peers(registry: &mut Registry, peers: &[PeerView]) {
-    let up = numbers(registry, "peer_up", "1 if the host answers");
-    let lost = numbers(registry, "peer_lost", "1 if the host is taken for gone");
+fn add_peer_metrics(registry: &mut Registry, peers: &[PeerView]) {
+    let up = register_gauges(registry, "peer_up", "1 if the host answers");
+    let lost = register_gauges(registry, "peer_lost", "1 if the host counts as lost");
     let round_trip =
-        numbers(registry, "peer_round_trip_seconds", "How long its newest answer took");
+        register_gauges(registry, "peer_round_trip_seconds", "How long its newest answer took");
     let one_if = |is_so: bool| f64::from(u8::from(is_so));
     for peer in peers {
         let label = || vec![("peer", peer.name.to_string())];
-        set(&up, label(), one_if(peer.health == Health::Alive));
-        set(&lost, label(), one_if(peer.health == Health::Lost));
+        set_gauge(&up, label(), one_if(peer.health == HostHealth::Alive));
+        set_gauge(&lost, label(), one_if(peer.health == HostHealth::Lost));
         if let Some(ms) = peer.round_trip_ms {
-            set(&round_trip, label(), ms / 1e3);
+            set_gauge(&round_trip, label(), ms / 1e3);
         }
     }
 }
 
-fn of_networks(registry: &mut Registry, networks: &[NetworkView]) {
-    let ports = numbers(registry, "network_ports", "Who is connected to a network");
-    let (frames, dropped) = (Counts::default(), Counts::default());
+fn add_network_metrics(registry: &mut Registry, networks: &[NetworkView]) {
+    let ports = register_gauges(registry, "network_ports", "Ports that are connected to a network");
+    let (frames, dropped) = (CounterFamily::default(), CounterFamily::default());
     registry.register("network_frames", "Frames of a network", frames.clone());
     registry.register("network_dropped", "Frames that had no room", dropped.clone());
     for network in networks {
         for lane in &network.lanes {
             let labels = vec![("network", network.name.to_string()), ("to", lane.to.clone())];
-            set(&ports, labels.clone(), lane.connected as f64);
+            set_gauge(&ports, labels.clone(), lane.connected as f64);
             dropped.get_or_create(&labels).inc_by(lane.dropped);
             for (direction, count) in [("in", lane.frames_in), ("out", lane.frames_out)] {
                 let labels = [&labels[..], &[("direction", direction.to_owned())]].concat();
@@ -157,7 +164,7 @@ mod tests {
             { "to": "host b", "connected": 1, "frames_in": 7, "frames_out": 8, "dropped": 9 },
         ] }]);
         let networks: Vec<NetworkView> = serde_json::from_value(lanes).unwrap();
-        let text = text(&vms, &peers, &networks, refused.iter()).unwrap();
+        let text = render_metrics(&vms, &peers, &networks, refused.iter()).unwrap();
         let lines = [
             "firn_epoch{vm=\"web\"} 12.0",
             "firn_epoch_committed{vm=\"web\"} 10.0",

@@ -1,10 +1,11 @@
-//! Protecting a VM of this host by a peer: a standby there, a tunnel to it, and the VM's supervisor at the near end.
+//! Protection of a VM of this host by a peer: a standby there, a tunnel to it, and the VM's
+//! supervisor at the end of the tunnel here.
 
 use std::sync::Arc;
 use std::time::Duration;
 
 use firn_supervisor::{
-    Context as _, Failure, FailureKind, Progress, ProtectRequest, Status, VmName,
+    Failure, FailureContext as _, FailureKind, OperationProgress, ProtectRequest, VmName, VmStatus,
 };
 use hyper::upgrade::Upgraded;
 use hyper_util::rt::TokioIo;
@@ -13,190 +14,195 @@ use tokio::sync::{oneshot, watch};
 use tokio::time::timeout;
 
 use crate::agent::Agent;
-use crate::api::Protect;
-use crate::detect::Health;
+use crate::api::ProtectVmRequest;
+use crate::clusters;
+use crate::detect::HostHealth;
 use crate::failover;
 use crate::host::HostName;
-use crate::link::Link;
-use crate::place::Socket;
-use crate::standbys::tell;
-use crate::together;
+use crate::paths::ListeningSocket;
+use crate::peer_connection::PeerConnection;
+use crate::standbys::log_tunnel_end;
 use crate::tunnel;
-use crate::vms::Vms;
+use crate::vms::LocalVms;
 
-/// How long the VM's supervisor may take to connect. It looks at all of the VM's memory before.
+/// How long the VM's supervisor may take to connect. It scans all of the VM's memory before.
 const SUPERVISOR_WAIT: Duration = Duration::from_secs(60);
 
-/// Returns when there is something to fail over to.
-pub(crate) async fn protect(
+/// Protects a VM; returns when a failover is possible.
+pub(crate) async fn protect_vm(
     agent: &Arc<Agent>,
-    wanted: Protect,
-    on_progress: impl FnMut(&Progress) + Send + 'static,
+    wanted: ProtectVmRequest,
+    on_progress: impl FnMut(&OperationProgress) + Send + 'static,
 ) -> Result<Value, Failure> {
-    if let Some(cluster) = agent.place.cluster_of(&wanted.vm) {
+    if let Some(cluster) = agent.paths.cluster_of(&wanted.vm) {
         let text =
             format!("{} belongs to cluster {cluster}, and is protected with all of it", wanted.vm);
-        let hint =
-            format!("`firn cluster protect {cluster}` on the host that is to keep the copies");
-        return Err(Failure::new(FailureKind::Refused, text).hint(hint));
+        let hint = format!("`firn cluster protect {cluster}` on the host that is to be the backup");
+        return Err(Failure::new(FailureKind::Refused, text).with_hint(hint));
     }
-    begin(agent, wanted, As::Itself, on_progress).await
+    begin_protection(agent, wanted, ProtectionScope::Itself, on_progress).await
 }
 
-/// The same of a member of a cluster, which doesn't fail over by itself, but with all of it if hosts have agreed on that.
+/// Protects a member of a cluster. It does not fail over by itself, but with the whole cluster, if
+/// that has a record.
 pub(crate) async fn protect_member(
     agent: &Arc<Agent>,
-    wanted: Protect,
+    wanted: ProtectVmRequest,
     cluster: Option<VmName>,
 ) -> Result<Value, Failure> {
-    begin(agent, wanted, As::Member(cluster), |_| ()).await
+    begin_protection(agent, wanted, ProtectionScope::Member(cluster), |_| ()).await
 }
 
-/// What a VM is protected as.
-enum As {
+/// Whether a VM is protected by itself or as a member of a cluster.
+enum ProtectionScope {
     Itself,
-    /// Of a cluster; of which, if hosts have agreed on it.
+    /// As a member of a cluster; the cluster's name is given if it has a record.
     Member(Option<VmName>),
 }
 
-async fn begin(
+async fn begin_protection(
     agent: &Arc<Agent>,
-    wanted: Protect,
-    of: As,
-    mut on_progress: impl FnMut(&Progress) + Send + 'static,
+    wanted: ProtectVmRequest,
+    of: ProtectionScope,
+    mut on_progress: impl FnMut(&OperationProgress) + Send + 'static,
 ) -> Result<Value, Failure> {
-    let Protect { vm, backup, interval_ms, predicts } = wanted.clone();
-    let address = agent.address(&backup)?;
-    let _claim = agent.claim(&vm)?;
-    let was_leased = is_free(agent, &vm).await?.lease.is_some();
-    // Before anybody else could run it.
-    let lease = lease_as(agent, &of, &wanted, was_leased).await?;
-    let path = agent.place.epochs(&backup, &vm);
+    let ProtectVmRequest { vm, backup, interval_ms, predicts } = wanted.clone();
+    let address = agent.peer_address(&backup)?;
+    let _claim = agent.claim_vm(&vm)?;
+    let was_leased = check_protectable(agent, &vm).await?.lease.is_some();
+    // Before any other host could run it.
+    let lease = acquire_lease(agent, &of, &wanted, was_leased).await?;
+    let path = agent.paths.epochs_socket(&backup, &vm);
     let to = format!("unix:{}", path.display());
-    let to = to.parse().doing_or(FailureKind::Usage, "naming the VM's socket")?;
-    let socket = agent.place.listen(path)?;
-    // From here on: what is set up with a host that is lost meanwhile comes to nothing.
-    let health = agent.health(&backup)?;
-    let far = standing_by(agent, &backup, address, &vm, health.clone()).await?;
+    let to = to.parse().while_doing_as(FailureKind::Usage, "naming the VM's socket")?;
+    let socket = agent.paths.listen_at(path)?;
+    // Subscribed from here on: a protection by a host that is lost meanwhile fails.
+    let health = agent.peer_health(&backup)?;
+    let remote = request_standby(agent, &backup, address, &vm, health.clone()).await?;
     let (tell, connected) = oneshot::channel();
     let (name, to_host) = (vm.clone(), backup.clone());
-    let stream = Stream { agent: Arc::clone(agent), backup, vm: vm.clone(), socket, far, health };
-    let sending = tokio::spawn(stream.send(tell));
+    let stream =
+        StandbyStream { agent: Arc::clone(agent), backup, vm: vm.clone(), socket, remote, health };
+    let sending = tokio::spawn(stream.carry_epochs(tell));
     let how = ProtectRequest { to, interval_ms, predicts, alone: false, lease };
     let begun = tokio::select! {
-        begun = agent.blocking(move |vms| vms.protect(&vm, how, &mut on_progress)) => begun,
-        () = too_late(connected) => Err(silent()),
+        begun = agent.run_blocking(move |vms| vms.protect_vm(&vm, how, &mut on_progress)) => begun,
+        () = connection_timeout(connected) => Err(silent_supervisor()),
     };
     match &begun {
-        Ok(_) if lease.is_some() && matches!(of, As::Itself) => {
-            failover::backed(agent, &name, &to_host).await
+        Ok(_) if lease.is_some() && matches!(of, ProtectionScope::Itself) => {
+            failover::record_committed_backup(agent, &name, &to_host).await
         }
         Ok(_) => {}
         Err(_) => {
             sending.abort();
             if lease.is_some() && !was_leased {
-                let _ = agent.blocking(move |vms| leave_as_it_was(vms, &name)).await;
+                let _ = agent.run_blocking(move |vms| release_unprotected(vms, &name)).await;
             }
         }
     }
     begun
 }
 
-/// The timeline whose lease a VM is to obey, and holds by then, if hosts agree on it.
-async fn lease_as(
+/// Acquires the lease that is to cover a VM's output, if there is membership; returns its
+/// generation.
+async fn acquire_lease(
     agent: &Arc<Agent>,
-    of: &As,
-    wanted: &Protect,
+    of: &ProtectionScope,
+    wanted: &ProtectVmRequest,
     was_leased: bool,
 ) -> Result<Option<u32>, Failure> {
     let vm = &wanted.vm;
     match of {
-        As::Itself => failover::lease_for(agent, wanted).await,
-        As::Member(None) => Ok(None),
-        As::Member(Some(cluster)) => {
-            let belongs = agent.place.cluster_of(vm).as_ref() == Some(cluster);
+        ProtectionScope::Itself => failover::acquire_lease(agent, wanted).await,
+        ProtectionScope::Member(None) => Ok(None),
+        ProtectionScope::Member(Some(cluster)) => {
+            let belongs = agent.paths.cluster_of(vm).as_ref() == Some(cluster);
             if was_leased && !belongs {
                 let text = format!("{vm} is under a record of its own, or of another cluster");
                 let failure = Failure::new(FailureKind::Busy, text);
-                return Err(failure.hint(format!("`firn release {vm}` ends that")));
+                return Err(failure.with_hint(format!("`firn release {vm}` ends that")));
             }
-            together::lease_for(agent, cluster, vm).await.map(Some)
+            clusters::acquire_lease(agent, cluster, vm).await.map(Some)
         }
     }
 }
 
-/// A connection to a standby that waits for its primary.
-async fn standing_by(
+/// Has the backup start a standby, and returns the connection to it.
+async fn request_standby(
     agent: &Agent,
     backup: &HostName,
     address: &str,
     vm: &VmName,
-    health: watch::Receiver<Health>,
+    health: watch::Receiver<HostHealth>,
 ) -> Result<TokioIo<Upgraded>, Failure> {
-    let asked = async { Link::open(&agent.identity, backup, address).await?.stand_by(vm).await };
+    let asked = async {
+        PeerConnection::open(&agent.identity, backup, address).await?.request_standby(vm).await
+    };
     tokio::select! {
         answer = asked => answer,
-        () = tunnel::loss(health) => {
-            let text = format!("host {backup} was lost before it stood by");
+        () = tunnel::wait_for_loss(health) => {
+            let text = format!("host {backup} was lost before its standby was ready");
             Err(Failure::new(FailureKind::Other, text))
         }
     }
 }
 
 /// Returns if the supervisor has not connected in time.
-async fn too_late(connected: oneshot::Receiver<()>) {
+async fn connection_timeout(connected: oneshot::Receiver<()>) {
     if timeout(SUPERVISOR_WAIT, connected).await.is_ok() {
         std::future::pending().await
     }
 }
 
-fn silent() -> Failure {
+fn silent_supervisor() -> Failure {
     let text =
         format!("the VM's supervisor has not begun to send within {} s", SUPERVISOR_WAIT.as_secs());
-    Failure::new(FailureKind::Other, text).hint("the VM's log may say what it is doing")
+    Failure::new(FailureKind::Other, text).with_hint("the VM's log may say what it is doing")
 }
 
-/// A VM of which nothing was cut needs no lease: nobody can run it but here.
-fn leave_as_it_was(vms: &dyn Vms, vm: &VmName) -> Result<(), Failure> {
-    let status = vms.status(vm)?;
+/// Releases a VM of which no epoch was cut: it needs no lease, for no other host can run it.
+fn release_unprotected(vms: &dyn LocalVms, vm: &VmName) -> Result<(), Failure> {
+    let status = vms.vm_status(vm)?;
     match status.lease.is_some() && status.network.iter().all(|card| card.open) {
-        true => vms.release(vm),
+        true => vms.release_vm(vm),
         false => Ok(()),
     }
 }
 
-/// Nobody is asked to stand by for a VM that can't be protected now. Its supervisor looks again.
-async fn is_free(agent: &Agent, vm: &VmName) -> Result<Status, Failure> {
+/// Checks that the VM can be protected now, before a standby is requested. Its supervisor checks
+/// again.
+async fn check_protectable(agent: &Agent, vm: &VmName) -> Result<VmStatus, Failure> {
     let name = vm.clone();
-    let status = agent.blocking(move |vms| vms.status(&name)).await?;
+    let status = agent.run_blocking(move |vms| vms.vm_status(&name)).await?;
     match status.state.as_str() {
         "running" | "paused" => Ok(status),
         state => {
             let text = format!("VM {vm} is {state}: only one that runs can be protected");
-            Err(Failure::new(FailureKind::Busy, text).hint("`firn status` says more"))
+            Err(Failure::new(FailureKind::Busy, text).with_hint("`firn status` shows more"))
         }
     }
 }
 
-/// A standby's stream that nobody sends to yet.
-struct Stream {
+/// The connection to a standby, before the supervisor sends to it.
+struct StandbyStream {
     agent: Arc<Agent>,
     backup: HostName,
     vm: VmName,
-    socket: Socket,
-    far: TokioIo<Upgraded>,
-    health: watch::Receiver<Health>,
+    socket: ListeningSocket,
+    remote: TokioIo<Upgraded>,
+    health: watch::Receiver<HostHealth>,
 }
 
-impl Stream {
-    /// Carries what the supervisor sends, from when it connects; `connected` hears that.
-    async fn send(self, connected: oneshot::Sender<()>) {
-        let Self { agent, backup, vm, socket, far, health } = self;
+impl StandbyStream {
+    /// Carries the supervisor's stream, from when it connects; `connected` is notified then.
+    async fn carry_epochs(self, connected: oneshot::Sender<()>) {
+        let Self { agent, backup, vm, socket, remote: far, health } = self;
         let Ok((near, _)) = socket.listener.accept().await else { return };
-        // Nobody waits any more if it has come too late.
+        // The receiver is gone if the supervisor has connected too late.
         let _ = connected.send(());
         drop(socket);
         let _noted = agent.note_carried(&vm, &backup);
-        tell(&vm, &backup, &tunnel::carry(near, far, health).await);
+        log_tunnel_end(&vm, &backup, &tunnel::carry_stream(near, far, health).await);
     }
 }

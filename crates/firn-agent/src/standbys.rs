@@ -1,11 +1,12 @@
-//! Standing by for a peer's VM: a standby is started here, and gets the epochs that come in.
+//! Standbys of peers' VMs: this agent starts a standby, and carries the epochs that arrive to it.
 //!
-//! Who holds a peer's certificate says how a QEMU is to be started here, and so may do here what this agent's user may.
+//! A host with a peer's certificate determines how a QEMU is started here, and so may do here what
+//! this agent's user may.
 
 use std::sync::Arc;
 use std::time::Duration;
 
-use firn_supervisor::{Context as _, Failure, FailureKind, Readiness, VmName};
+use firn_supervisor::{Failure, FailureContext as _, FailureKind, StandbyStatus, VmName};
 use hyper::Request;
 use hyper::body::Incoming;
 use hyper::header::UPGRADE;
@@ -14,168 +15,174 @@ use tokio::net::UnixStream;
 use tokio::sync::watch;
 use tokio::time::{Instant, sleep, timeout};
 
-use crate::agent::{Agent, Claim};
+use crate::agent::{Agent, VmClaim};
 use crate::api::EPOCHS;
-use crate::detect::Health;
+use crate::detect::HostHealth;
 use crate::host::HostName;
-use crate::http::{self, Answer};
-use crate::place;
-use crate::tunnel::{self, End};
+use crate::http::{self, HttpResponse};
+use crate::paths;
+use crate::tunnel::{self, TunnelEnd};
 
-/// How long the name of a standby may take to be free. Less than until a host counts as lost: a peer that asks twice is refused.
+/// How long the name of a standby may take to become free. It is shorter than the time until a host
+/// counts as lost: a peer that asks twice is refused.
 const CLAIM_WAIT: Duration = Duration::from_secs(2);
 
-/// How long the end of a stream may take to be noted by the standby.
+/// How long the standby may take to notice the end of a stream.
 const END_WAIT: Duration = Duration::from_secs(5);
 
-/// How often that is looked at.
-const LOOK: Duration = Duration::from_millis(50);
+/// Time between two polls of that.
+const POLL_INTERVAL: Duration = Duration::from_millis(50);
 
-/// Answers a peer that wants a standby.
-pub(crate) async fn start(
+/// Answers a peer that requests a standby.
+pub(crate) async fn answer_standby(
     agent: &Arc<Agent>,
     peer: HostName,
     vm: &str,
     request: Request<Incoming>,
-) -> Answer {
-    // From here on: a standby that is set up for a host which is lost meanwhile is for nobody.
-    let begun = match (wanted(vm, &request), agent.health(&peer)) {
-        (Ok(vm), Ok(health)) => begin(agent, &peer, vm).await.map(|begun| (begun, health)),
+) -> HttpResponse {
+    // Subscribed from here on: a standby that starts for a host that is lost meanwhile is of no
+    // use.
+    let begun = match (parse_request(vm, &request), agent.peer_health(&peer)) {
+        (Ok(vm), Ok(health)) => begin_standby(agent, &peer, vm).await.map(|begun| (begun, health)),
         (Err(failure), _) | (_, Err(failure)) => Err(failure),
     };
     match begun {
         Ok(((vm, near), health)) => {
-            tokio::spawn(receive(Arc::clone(agent), peer, vm, near, request, health));
-            http::switching(EPOCHS)
+            tokio::spawn(receive_epochs(Arc::clone(agent), peer, vm, near, request, health));
+            http::upgrade_response(EPOCHS)
         }
         Err(failure) => {
             tracing::warn!("no standby of {vm} for host {peer}: {failure}");
-            http::refusal(&failure)
+            http::failure_response(&failure)
         }
     }
 }
 
-fn wanted(vm: &str, request: &Request<Incoming>) -> Result<VmName, Failure> {
+fn parse_request(vm: &str, request: &Request<Incoming>) -> Result<VmName, Failure> {
     let is_stream = request.headers().get(UPGRADE).is_some_and(|it| it == EPOCHS);
     if !is_stream {
         let text = format!("a standby needs a connection that can become {EPOCHS}");
         return Err(Failure::new(FailureKind::Usage, text));
     }
-    VmName::new(vm).doing_or(FailureKind::Usage, "naming a standby")
+    VmName::new(vm).while_doing_as(FailureKind::Usage, "naming a standby")
 }
 
-/// A standby that waits for its primary to introduce itself.
-async fn begin(
+/// Starts a standby, which waits for its primary to introduce itself.
+async fn begin_standby(
     agent: &Arc<Agent>,
     peer: &HostName,
     vm: VmName,
 ) -> Result<(VmName, UnixStream), Failure> {
-    let claim = claim_soon(agent, &vm).await?;
-    let path = agent.place.epochs(peer, &vm);
-    place::check_length(&path)?;
-    place::clear(&path).doing("clearing the standby's socket")?;
+    let claim = claim_within_wait(agent, &vm).await?;
+    let path = agent.paths.epochs_socket(peer, &vm);
+    paths::check_length(&path)?;
+    paths::remove_if_present(&path).while_doing("clearing the standby's socket")?;
     let (shared, peer, name) = (Arc::clone(agent), peer.clone(), vm.clone());
-    let near = agent.blocking(move |vms| {
+    let near = agent.run_blocking(move |vms| {
         make_room(&shared, &peer, &name)?;
-        let (place, vm) = (shared.place.clone(), name.clone());
+        let (place, vm) = (shared.paths.clone(), name.clone());
         let on_ready = move |result: Result<_, Failure>| {
             drop(claim);
             match result {
-                Ok(_) => note_origin(&place, &vm, &peer),
+                Ok(_) => store_primary_host(&place, &vm, &peer),
                 Err(failure) => tracing::warn!("{vm} for host {peer}: {failure}"),
             }
         };
-        vms.stand_by(&name, &path, Box::new(on_ready))
+        vms.start_standby(&name, &path, Box::new(on_ready))
     });
     let near = near.await?;
-    near.set_nonblocking(true).doing("preparing the standby's connection")?;
-    let near = UnixStream::from_std(near).doing("preparing the standby's connection")?;
+    near.set_nonblocking(true).while_doing("preparing the standby's connection")?;
+    let near = UnixStream::from_std(near).while_doing("preparing the standby's connection")?;
     Ok((vm, near))
 }
 
-/// One that is over may just be being removed.
-async fn claim_soon(agent: &Arc<Agent>, vm: &VmName) -> Result<Claim, Failure> {
+/// Claims a VM, and waits for a short time if a standby of that name is just being removed.
+async fn claim_within_wait(agent: &Arc<Agent>, vm: &VmName) -> Result<VmClaim, Failure> {
     let deadline = Instant::now() + CLAIM_WAIT;
     loop {
-        match agent.claim(vm) {
-            Err(_) if Instant::now() < deadline => sleep(LOOK).await,
+        match agent.claim_vm(vm) {
+            Err(_) if Instant::now() < deadline => sleep(POLL_INTERVAL).await,
             claimed => return claimed,
         }
     }
 }
 
-/// A standby of the same peer's VM that was released or stopped, or that has nothing to run, gives way. One that may be all that is left of a
-/// VM, or that is just made to run, is not for a peer to end.
+/// Ends an older standby of the same peer's VM if it was released or stopped, or has nothing to
+/// run. A peer may not end a standby that may be the last copy of a VM, or that is about to run.
 fn make_room(agent: &Agent, peer: &HostName, vm: &VmName) -> Result<(), Failure> {
-    let standby = agent.vms.status(vm).ok().and_then(|status| status.standby);
+    let standby = agent.vms.vm_status(vm).ok().and_then(|status| status.standby);
     let Some(standby) = standby else { return Ok(()) };
     if !is_useless(&standby) {
         let text = format!("{vm} has a standby already, which may be made to run");
         let failure = Failure::new(FailureKind::Busy, text);
-        return Err(failure.hint(format!("`firn stop {vm}` there ends it, if it is not needed")));
+        return Err(
+            failure.with_hint(format!("`firn stop {vm}` there ends it, if it is not needed"))
+        );
     }
-    match agent.place.origin(vm).as_ref() == Some(peer) {
-        true => {
-            agent.vms.stop(vm).map_err(|failure| failure.while_doing("ending the last standby"))
-        }
+    match agent.paths.primary_host(vm).as_ref() == Some(peer) {
+        true => agent
+            .vms
+            .stop_standby(vm)
+            .map_err(|failure| failure.while_doing("ending the last standby")),
         false => Ok(()),
     }
 }
 
-fn note_origin(place: &place::Place, vm: &VmName, peer: &HostName) {
-    tracing::info!("{vm} stands by for host {peer}");
-    if let Err(error) = place.set_origin(vm, peer) {
-        tracing::warn!("it will not be known whom {vm} stands by for: {error}");
+fn store_primary_host(place: &paths::AgentPaths, vm: &VmName, peer: &HostName) {
+    tracing::info!("{vm} is a standby for host {peer}");
+    if let Err(error) = place.set_primary_host(vm, peer) {
+        tracing::warn!("the host of {vm}'s primary is not stored: {error}");
     }
 }
 
-/// A connection that does not become a stream is dropped, and the standby with it.
-async fn receive(
+/// Carries the epochs. A connection that does not become a stream is dropped, and the standby with
+/// it.
+async fn receive_epochs(
     agent: Arc<Agent>,
     peer: HostName,
     vm: VmName,
     near: UnixStream,
     request: Request<Incoming>,
-    health: watch::Receiver<Health>,
+    health: watch::Receiver<HostHealth>,
 ) {
     let upgraded = timeout(http::REQUEST_WAIT, hyper::upgrade::on(request)).await;
     if let Ok(Ok(far)) = upgraded {
-        tell(&vm, &peer, &tunnel::carry(near, TokioIo::new(far), health).await);
+        log_tunnel_end(&vm, &peer, &tunnel::carry_stream(near, TokioIo::new(far), health).await);
         remove_if_over(&agent, &vm).await;
     }
 }
 
-/// Removes a standby whose primary has reported that it was stopped or released, or shut down. Where hosts agree it goes when their record
-/// has ended.
+/// Removes a standby whose primary has reported that it was stopped or released, or shut down. If
+/// it has a record, it is removed when the record has ended.
 async fn remove_if_over(agent: &Arc<Agent>, vm: &VmName) {
     let deadline = Instant::now() + END_WAIT;
     while Instant::now() < deadline {
         let name = vm.clone();
-        let status = agent.blocking(move |vms| vms.status(&name)).await;
+        let status = agent.run_blocking(move |vms| vms.vm_status(&name)).await;
         let Some(standby) = status.ok().and_then(|status| status.standby) else { return };
         if standby.ended.is_some() {
             if !standby.member && !standby.leased && is_useless(&standby) {
-                remove(agent, vm).await;
+                remove_standby(agent, vm).await;
             }
             return;
         }
-        sleep(LOOK).await;
+        sleep(POLL_INTERVAL).await;
     }
 }
 
-/// Whether it is never run: nothing is lost with it.
-fn is_useless(standby: &Readiness) -> bool {
+/// Whether the standby is never run, so that nothing is lost with it.
+fn is_useless(standby: &StandbyStatus) -> bool {
     standby.is_over() || (standby.ended.is_some() && standby.committed == 0)
 }
 
-async fn remove(agent: &Arc<Agent>, vm: &VmName) {
-    // Else another standby of that name is being set up, which makes room for itself.
-    let Ok(_claim) = agent.claim(vm) else { return };
+async fn remove_standby(agent: &Arc<Agent>, vm: &VmName) {
+    // Otherwise another standby of that name is about to start, which removes this one.
+    let Ok(_claim) = agent.claim_vm(vm) else { return };
     let name = vm.clone();
-    let removed = agent.blocking(move |vms| {
-        let standby = vms.status(&name)?.standby;
+    let removed = agent.run_blocking(move |vms| {
+        let standby = vms.vm_status(&name)?.standby;
         match standby.is_some_and(|standby| is_useless(&standby)) {
-            true => vms.stop(&name),
+            true => vms.stop_standby(&name),
             false => Ok(()),
         }
     });
@@ -185,13 +192,15 @@ async fn remove(agent: &Arc<Agent>, vm: &VmName) {
     }
 }
 
-/// Tells how a stream of epochs ended.
-pub(crate) fn tell(vm: &VmName, peer: &HostName, end: &End) {
+/// Logs how a stream of epochs ended.
+pub(crate) fn log_tunnel_end(vm: &VmName, peer: &HostName, end: &TunnelEnd) {
     match end {
-        End::Said => tracing::info!("epochs of {vm}, with host {peer}: the stream has ended"),
-        End::Broken(error) => {
+        TunnelEnd::Finished => {
+            tracing::info!("epochs of {vm}, with host {peer}: the stream has ended")
+        }
+        TunnelEnd::Broken(error) => {
             tracing::warn!("epochs of {vm}, with host {peer}: the stream broke: {error}");
         }
-        End::Lost => tracing::warn!("epochs of {vm}, with host {peer}: the host is lost"),
+        TunnelEnd::Lost => tracing::warn!("epochs of {vm}, with host {peer}: the host is lost"),
     }
 }

@@ -1,4 +1,4 @@
-//! The VMs of this host, as the agent reaches them: by their supervisors. Everything here may wait; callers are on threads of
+//! The VMs of this host, through their supervisors. Every call may block, so callers use threads of
 //! their own.
 
 use std::os::unix::net::UnixStream;
@@ -7,124 +7,126 @@ use std::thread;
 use std::time::{Duration, Instant};
 
 use firn_supervisor::{
-    Context as _, FailoverRequest, Failure, FailureKind, OnProgress, Plan, ProtectRequest, Request,
-    RuntimeDir, Starting, Status, StopRequest, VmName, ask, glance, glances,
+    FailoverRequest, Failure, FailureContext as _, FailureKind, OnProgress, ProtectRequest,
+    RuntimeDir, StopRequest, SupervisorPlan, SupervisorRequest, SupervisorStart, VmName, VmStatus,
+    quick_status, quick_statuses, send_request,
 };
 use serde_json::Value;
 
-/// How often a standby is tried to be connected to until it listens.
-const RETRY: Duration = Duration::from_millis(5);
+/// Time between two tries to connect to a standby, until it listens.
+const CONNECT_RETRY_INTERVAL: Duration = Duration::from_millis(5);
 
-/// How long it may take until it does: a process has to start.
+/// How long a standby may take until it listens: a process has to start.
 const LISTEN_WAIT: Duration = Duration::from_secs(20);
 
-/// What becomes of a standby that was started: its hypervisor waits, or why not.
+/// Receives the result of starting a standby: its hypervisor waits, or why it does not.
 pub type OnReady = Box<dyn FnOnce(Result<Value, Failure>) + Send>;
 
-/// What an agent asks of the VMs of its host.
-pub trait Vms: Send + Sync + 'static {
-    /// All of them.
+/// The requests of an agent to the VMs of its host.
+pub trait LocalVms: Send + Sync + 'static {
+    /// Lists all VMs.
     ///
     /// # Errors
-    /// If they can't be looked for.
-    fn list(&self) -> Result<Vec<Status>, Failure>;
+    /// If they can't be listed.
+    fn list_vms(&self) -> Result<Vec<VmStatus>, Failure>;
 
-    /// One of them.
+    /// The status of one VM.
     ///
     /// # Errors
-    /// If there is none of that name.
-    fn status(&self, vm: &VmName) -> Result<Status, Failure>;
+    /// If there is no VM of that name.
+    fn vm_status(&self, vm: &VmName) -> Result<VmStatus, Failure>;
 
-    /// Protects it; returns when there is something to fail over to.
+    /// Protects a VM; returns when a failover is possible.
     ///
     /// # Errors
     /// Why it is not protected.
-    fn protect(
+    fn protect_vm(
         &self,
         vm: &VmName,
         how: ProtectRequest,
         on_progress: OnProgress<'_>,
     ) -> Result<Value, Failure>;
 
-    /// Asks its supervisor something.
+    /// Sends a request to the VM's supervisor.
     ///
     /// # Errors
-    /// What that says.
-    fn ask(&self, vm: &VmName, request: &Request) -> Result<Value, Failure>;
+    /// The failure that the supervisor reports.
+    fn ask_supervisor(&self, vm: &VmName, request: &SupervisorRequest) -> Result<Value, Failure>;
 
-    /// Starts a standby that listens there, and connects to it. It ends with that connection if no primary introduces itself;
-    /// `on_ready` hears what becomes of it; it is dropped if nothing does.
+    /// Starts a standby that listens at `listen`, and connects to it. The standby ends with that
+    /// connection if no primary introduces itself. `on_ready` receives the result of the start; it
+    /// is dropped if there is none.
     ///
     /// # Errors
     /// Why it was not started.
-    fn stand_by(
+    fn start_standby(
         &self,
         vm: &VmName,
         listen: &Path,
         on_ready: OnReady,
     ) -> Result<UnixStream, Failure>;
 
-    /// Runs a standby's VM, whose frames leave while the lease of this timeline is held.
+    /// Runs a standby's VM. Its frames leave while the lease of this generation is held.
     ///
     /// # Errors
     /// Why it does not run.
-    fn fail_over(&self, vm: &VmName, generation: u32) -> Result<Value, Failure>;
+    fn fail_over_vm(&self, vm: &VmName, generation: u32) -> Result<Value, Failure>;
 
-    /// Protects it no longer, and has it need no lease.
+    /// Ends the protection of a VM, which then obeys no lease.
     ///
     /// # Errors
-    /// If it can't be told.
-    fn release(&self, vm: &VmName) -> Result<(), Failure>;
+    /// If the supervisor does not do so.
+    fn release_vm(&self, vm: &VmName) -> Result<(), Failure>;
 
-    /// Lets out what it holds, while its lease is held: nobody else can run it.
+    /// Releases the VM's buffered output while its lease is held: no other host can run the VM.
     ///
     /// # Errors
-    /// If it can't be told.
-    fn go_on(&self, vm: &VmName) -> Result<(), Failure>;
+    /// If the supervisor does not do so.
+    fn resume_output(&self, vm: &VmName) -> Result<(), Failure>;
 
-    /// Ends one that runs elsewhere.
+    /// Ends a VM that runs elsewhere.
     ///
     /// # Errors
-    /// If it goes on.
-    fn fence(&self, vm: &VmName, why: String) -> Result<(), Failure>;
+    /// If it continues to run.
+    fn fence_vm(&self, vm: &VmName, why: String) -> Result<(), Failure>;
 
-    /// Says until when frames of which timeline may leave.
-    fn grant(&self, vm: &VmName, lease: Option<(u32, Duration)>);
+    /// Publishes until when frames may leave, and in which generation.
+    fn grant_lease(&self, vm: &VmName, lease: Option<(u32, Duration)>);
 
     /// Ends a standby that is never run.
     ///
     /// # Errors
-    /// If it goes on.
-    fn stop(&self, vm: &VmName) -> Result<(), Failure>;
+    /// If it continues to run.
+    fn stop_standby(&self, vm: &VmName) -> Result<(), Failure>;
 }
 
-/// Those that supervisors look after.
+/// VMs that are managed by supervisors.
 #[derive(Clone, Debug)]
-pub struct Supervised(pub RuntimeDir);
+pub struct SupervisedVms(pub RuntimeDir);
 
-impl Vms for Supervised {
-    fn list(&self) -> Result<Vec<Status>, Failure> {
-        Ok(glances(&self.0.vms().doing("looking for VMs")?))
+impl LocalVms for SupervisedVms {
+    fn list_vms(&self) -> Result<Vec<VmStatus>, Failure> {
+        Ok(quick_statuses(&self.0.list_vms().while_doing("looking for VMs")?))
     }
 
-    fn status(&self, vm: &VmName) -> Result<Status, Failure> {
-        glance(&self.0.vm(vm))
+    fn vm_status(&self, vm: &VmName) -> Result<VmStatus, Failure> {
+        quick_status(&self.0.vm_dir(vm))
     }
 
-    fn protect(
+    fn protect_vm(
         &self,
         vm: &VmName,
         how: ProtectRequest,
         on_progress: OnProgress<'_>,
     ) -> Result<Value, Failure> {
-        ask(&self.0, vm, &Request::Protect(how), on_progress)
+        send_request(&self.0, vm, &SupervisorRequest::Protect(how), on_progress)
     }
 
-    fn ask(&self, vm: &VmName, request: &Request) -> Result<Value, Failure> {
-        ask(&self.0, vm, request, &mut |_| ())
+    fn ask_supervisor(&self, vm: &VmName, request: &SupervisorRequest) -> Result<Value, Failure> {
+        send_request(&self.0, vm, request, &mut |_| ())
     }
 
-    fn stand_by(
+    fn start_standby(
         &self,
         vm: &VmName,
         listen: &Path,
@@ -132,56 +134,61 @@ impl Vms for Supervised {
     ) -> Result<UnixStream, Failure> {
         let address = format!("unix:{}", listen.display());
         let listens =
-            address.parse().doing_or(FailureKind::Usage, "naming the standby's socket")?;
+            address.parse().while_doing_as(FailureKind::Usage, "naming the standby's socket")?;
         let (uplinks, disks) = Default::default();
-        let plan = Plan::Standby { listen: listens, uplinks, disks };
-        let starting = Starting::begin(&self.0, vm, &plan)?;
-        match connect(listen, &starting) {
+        let plan = SupervisorPlan::Standby { listen: listens, uplinks, disks };
+        let starting = SupervisorStart::begin_start(&self.0, vm, &plan)?;
+        match connect_standby(listen, &starting) {
             Ok(Some(stream)) => {
-                let finish = move || on_ready(starting.finish(&mut |_| ()));
+                let finish = move || on_ready(starting.wait_until_started(&mut |_| ()));
                 let builder = thread::Builder::new().name("standby".into());
-                builder.spawn(finish).doing("starting a standby")?;
+                builder.spawn(finish).while_doing("starting a standby")?;
                 Ok(stream)
             }
-            // It has said why.
-            Ok(None) => Err(starting.finish(&mut |_| ()).err().unwrap_or_else(silent)),
-            // Nobody waits for it any more: it ends by that.
+            // Its failure is the reason why the standby ended.
+            Ok(None) => {
+                Err(starting.wait_until_started(&mut |_| ()).err().unwrap_or_else(silent_standby))
+            }
+            // No connection is open any more, and so the standby ends.
             Err(failure) => Err(failure),
         }
     }
 
-    fn fail_over(&self, vm: &VmName, generation: u32) -> Result<Value, Failure> {
+    fn fail_over_vm(&self, vm: &VmName, generation: u32) -> Result<Value, Failure> {
         let how = FailoverRequest { lease: Some(generation), ..FailoverRequest::default() };
-        ask(&self.0, vm, &Request::Failover(how), &mut |_| ())
+        send_request(&self.0, vm, &SupervisorRequest::Failover(how), &mut |_| ())
     }
 
-    fn release(&self, vm: &VmName) -> Result<(), Failure> {
-        ask(&self.0, vm, &Request::Release, &mut |_| ()).map(drop)
+    fn release_vm(&self, vm: &VmName) -> Result<(), Failure> {
+        send_request(&self.0, vm, &SupervisorRequest::Release, &mut |_| ()).map(drop)
     }
 
-    fn go_on(&self, vm: &VmName) -> Result<(), Failure> {
-        ask(&self.0, vm, &Request::GoOn, &mut |_| ()).map(drop)
+    fn resume_output(&self, vm: &VmName) -> Result<(), Failure> {
+        send_request(&self.0, vm, &SupervisorRequest::GoOn, &mut |_| ()).map(drop)
     }
 
-    fn fence(&self, vm: &VmName, why: String) -> Result<(), Failure> {
-        ask(&self.0, vm, &Request::Fence { why }, &mut |_| ()).map(drop)
+    fn fence_vm(&self, vm: &VmName, why: String) -> Result<(), Failure> {
+        send_request(&self.0, vm, &SupervisorRequest::Fence { why }, &mut |_| ()).map(drop)
     }
 
-    fn grant(&self, vm: &VmName, lease: Option<(u32, Duration)>) {
-        if let Err(error) = self.0.vm(vm).grant(lease) {
+    fn grant_lease(&self, vm: &VmName, lease: Option<(u32, Duration)>) {
+        if let Err(error) = self.0.vm_dir(vm).write_lease(lease) {
             tracing::debug!("the lease of {vm} is not written: {error}");
         }
     }
 
-    fn stop(&self, vm: &VmName) -> Result<(), Failure> {
-        // Its copies of disks are of no use to anybody, and have the names of those to come.
+    fn stop_standby(&self, vm: &VmName) -> Result<(), Failure> {
+        // Its disk files are of no use, and have the names that the next standby's files will have.
         let stop = StopRequest { discard: true, ..StopRequest::default() };
-        ask(&self.0, vm, &Request::Stop(stop), &mut |_| ()).map(drop)
+        send_request(&self.0, vm, &SupervisorRequest::Stop(stop), &mut |_| ()).map(drop)
     }
 }
 
-/// Connects as soon as somebody listens. `None` if the standby has ended.
-fn connect(listen: &Path, starting: &Starting) -> Result<Option<UnixStream>, Failure> {
+/// Connects as soon as the standby listens. `None` if the standby has ended.
+fn connect_standby(
+    listen: &Path,
+    starting: &SupervisorStart,
+) -> Result<Option<UnixStream>, Failure> {
     let deadline = Instant::now() + LISTEN_WAIT;
     while Instant::now() < deadline {
         if let Ok(stream) = UnixStream::connect(listen) {
@@ -190,11 +197,11 @@ fn connect(listen: &Path, starting: &Starting) -> Result<Option<UnixStream>, Fai
         if starting.is_over() {
             return Ok(None);
         }
-        thread::sleep(RETRY);
+        thread::sleep(CONNECT_RETRY_INTERVAL);
     }
-    Err(silent())
+    Err(silent_standby())
 }
 
-fn silent() -> Failure {
-    Failure::new(FailureKind::Other, "the standby does not listen").hint("its log says why")
+fn silent_standby() -> Failure {
+    Failure::new(FailureKind::Other, "the standby does not listen").with_hint("its log shows why")
 }

@@ -1,4 +1,4 @@
-//! `firn-app-backup`: keeps the logs of applications that run on other hosts.
+//! `firn-app-backup`: stores the logs of applications that run on other hosts.
 //!
 //! Exit code: 0 ended by SIGTERM or SIGINT, 1 it could not start.
 
@@ -11,50 +11,50 @@ use std::time::Duration;
 
 use anyhow::{Context as _, Result};
 use clap::Parser;
-use firn_app::{Fsync, Identity, Server, ServerOptions};
+use firn_app::{BackupServer, BackupServerOptions, FsyncPolicy, TlsIdentity};
 use signal_hook::consts::{SIGINT, SIGTERM};
 use signal_hook::iterator::Signals;
 
-/// Receives committed transactions of applications and keeps them, one log for each session.
+/// Receives committed transactions of applications and stores them, one log for each session.
 ///
-/// An application whose host is gone is started here, with a session that has the log NAME.log as its target: end this
-/// program first, which holds the logs.
+/// After the loss of an application's host, start the application here, with a session that has the
+/// log NAME.log as its target. End this program first, because it locks the logs.
 #[derive(Parser)]
 #[command(version)]
-struct Cli {
-    /// Where to listen: HOST:PORT.
+struct BackupCommand {
+    /// The address to listen on: HOST:PORT.
     #[arg(long)]
     listen: String,
-    /// Where the logs go.
+    /// The directory of the logs.
     #[arg(long)]
     directory: PathBuf,
     /// This host's certificate (PEM).
     #[arg(long)]
     certificate: PathBuf,
-    /// Its private key (PEM).
+    /// The certificate's private key (PEM).
     #[arg(long)]
     key: PathBuf,
     /// The authority that signed the applications' certificates (PEM).
     #[arg(long)]
     authority: PathBuf,
     /// When logs are forced to disk: commit, never, or a number of milliseconds.
-    #[arg(long, default_value = "commit", value_parser = fsync)]
-    fsync: Fsync,
+    #[arg(long, default_value = "commit", value_parser = parse_fsync)]
+    fsync: FsyncPolicy,
 }
 
-fn fsync(text: &str) -> Result<Fsync, String> {
+fn parse_fsync(text: &str) -> Result<FsyncPolicy, String> {
     match text {
-        "commit" => Ok(Fsync::EveryCommit),
-        "never" => Ok(Fsync::Never),
+        "commit" => Ok(FsyncPolicy::EveryCommit),
+        "never" => Ok(FsyncPolicy::Never),
         number => number
             .parse()
-            .map(|ms| Fsync::Interval(Duration::from_millis(ms)))
+            .map(|ms| FsyncPolicy::Interval(Duration::from_millis(ms)))
             .map_err(|_| "commit, never, or a number of milliseconds".to_owned()),
     }
 }
 
 fn main() -> ExitCode {
-    match run(Cli::parse()) {
+    match run(BackupCommand::parse()) {
         Ok(()) => ExitCode::SUCCESS,
         Err(error) => {
             eprintln!("firn-app-backup: {error:#}");
@@ -63,15 +63,15 @@ fn main() -> ExitCode {
     }
 }
 
-fn run(cli: Cli) -> Result<()> {
+fn run(cli: BackupCommand) -> Result<()> {
     let mut signals = Signals::new([SIGINT, SIGTERM]).context("cannot wait for signals")?;
-    let Cli { certificate, key, authority, .. } = cli;
-    let identity = Identity { certificate, key, authority };
+    let BackupCommand { certificate, key, authority, .. } = cli;
+    let identity = TlsIdentity { certificate, key, authority };
     let (listen, directory, fsync) = (cli.listen, cli.directory, cli.fsync);
-    let server = Server::start(ServerOptions { listen, identity, directory, fsync })?;
-    // For whoever started it with port 0.
+    let server = BackupServer::start(BackupServerOptions { listen, identity, directory, fsync })?;
+    // The user needs the port if port 0 was given.
     println!("listening on {}", server.address());
-    std::io::stdout().flush().context("cannot say where")?;
+    std::io::stdout().flush().context("cannot print the address")?;
     signals.forever().next();
     drop(server);
     Ok(())

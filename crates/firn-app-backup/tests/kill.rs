@@ -1,8 +1,10 @@
-//! kill -9 at random instants: what comes back is a committed state, and never older than the last acknowledged.
+//! kill -9 at random instants: the recovered state is a committed one, and never older than the
+//! last acknowledged one.
 //!
-//! An application (this test program, started anew as a child) commits transaction after transaction, each of which fills its
-//! areas with words that all follow from the transaction's number, and says on standard output what it has begun and what was
-//! acknowledged. It, or the backup process, or both, are killed. Then somebody recovers, and looks.
+//! An application (this test program, started as a child) commits transaction after transaction,
+//! each of which fills its areas with words that all follow from the transaction's number, and
+//! prints which it has begun and which were acknowledged. The test kills it, or the backup process,
+//! or both. Then the test recovers the state and checks it.
 
 #![cfg(test)]
 #![allow(clippy::unwrap_used, clippy::expect_used, clippy::panic, reason = "tests may fail so")]
@@ -16,7 +18,8 @@ use std::thread;
 use std::time::Duration;
 
 use firn_app::{
-    Acknowledge, Area, Compression, Error, Fsync, Identity, Kind, Options, Session, Target,
+    AcknowledgePolicy, Area, BackupTarget, Compression, Error, FsyncPolicy, Session,
+    SessionOptions, TlsIdentity, TrackerKind,
 };
 use rcgen::{BasicConstraints, CertificateParams, CertifiedIssuer, IsCa, KeyPair};
 
@@ -29,33 +32,34 @@ const CHILD: &str = "FIRN_APP_TEST_CHILD";
 const LENGTHS: [usize; 2] = [3000, 70_001];
 const LAG: u64 = 5;
 
-/// What a child is told by its environment: `tracker target acknowledge path-or-address directory-of-keys`.
+/// A child's instructions, in its environment: `tracker target acknowledge path-or-address
+/// directory-of-keys`.
 struct Orders {
-    kind: Kind,
-    target: Target,
+    kind: TrackerKind,
+    target: BackupTarget,
 }
 
 fn orders(text: &str) -> Orders {
     let words: Vec<&str> = text.split(' ').collect();
     let target = match words[1] {
-        "file" => Target::file(words[3]).fsync(Fsync::Never),
-        _ => Target::remote(words[3], identity(Path::new(words[4]))),
+        "file" => BackupTarget::file(words[3]).fsync(FsyncPolicy::Never),
+        _ => BackupTarget::remote(words[3], identity(Path::new(words[4]))),
     };
     let acknowledge = match words[2] {
-        "sync" => Acknowledge::Sync,
-        _ => Acknowledge::Async { lag_max: LAG },
+        "sync" => AcknowledgePolicy::Sync,
+        _ => AcknowledgePolicy::Async { lag_max: LAG },
     };
-    let target = target.acknowledge(acknowledge).patience(Duration::from_secs(60));
+    let target = target.acknowledge(acknowledge).reconnect_timeout(Duration::from_secs(60));
     let compression = if words[0].len() % 2 == 0 { Compression::Lz4 } else { Compression::None };
     Orders { kind: words[0].parse().unwrap(), target: target.compression(compression) }
 }
 
-fn identity(dir: &Path) -> Identity {
-    Identity { certificate: dir.join("cert"), key: dir.join("key"), authority: dir.join("ca") }
+fn identity(dir: &Path) -> TlsIdentity {
+    TlsIdentity { certificate: dir.join("cert"), key: dir.join("key"), authority: dir.join("ca") }
 }
 
-fn open(kind: Kind, target: Target) -> Result<(Session, [Area; 2], u64), Error> {
-    let options = Options::new("victim").tracker(kind).backup(target);
+fn open(kind: TrackerKind, target: BackupTarget) -> Result<(Session, [Area; 2], u64), Error> {
+    let options = SessionOptions::new("victim").tracker(kind).backup(target);
     let mut session = Session::open(options)?;
     let areas = LENGTHS.map(|len| session.allocate(&format!("{len}"), len).unwrap());
     let sequence = session.recover()?;
@@ -142,7 +146,8 @@ impl Application {
         })
     }
 
-    /// Lets it work for a while that is counted in lines, then kills it within the next transaction or so.
+    /// Lets it work for a while that is counted in lines, then kills it within the next transaction
+    /// or so.
     fn kill(mut self, lines: u64, micros: u64) -> (u64, u64) {
         for _ in 0..lines {
             self.line();
@@ -163,11 +168,13 @@ fn draw(round: u64, most: u64) -> u64 {
     (z ^ (z >> 29)) % most
 }
 
-fn kind(round: u64) -> Kind {
-    [Kind::Assisted, Kind::Pages, Kind::Compare, Kind::Scan][round as usize % 4]
+fn kind(round: u64) -> TrackerKind {
+    [TrackerKind::Assisted, TrackerKind::Pages, TrackerKind::Compare, TrackerKind::Scan]
+        [round as usize % 4]
 }
 
-/// What must come back after a kill: at least what was acknowledged, less the lag, and nothing that was not begun.
+/// What must come back after a kill: at least what was acknowledged, less the lag, and nothing that
+/// was not begun.
 fn verify(sequence: u64, (begun, done): (u64, u64), lag: u64) {
     assert!(sequence + lag >= done, "transaction {done} was acknowledged, {sequence} came back");
     assert!(sequence <= begun, "transaction {begun} was the last, {sequence} came back");
@@ -182,7 +189,7 @@ fn an_application_with_a_log() {
         for round in 0..rounds() {
             let orders = format!("{} file {acknowledge} {} -", kind(round), log.display());
             let ended = Application::start(&orders).kill(draw(round, 40), draw(round + 1000, 3000));
-            let target = Target::file(&log).fsync(Fsync::Never);
+            let target = BackupTarget::file(&log).fsync(FsyncPolicy::Never);
             let (session, areas, sequence) = open(kind(round + 1), target).unwrap();
             check(&session, &areas, sequence);
             verify(sequence, ended, lag);
@@ -258,8 +265,8 @@ fn make_keys(dir: &Path) {
     }
 }
 
-fn remote(backup: &Backup) -> Target {
-    Target::remote(backup.address.clone(), identity(&backup.keys()))
+fn remote(backup: &Backup) -> BackupTarget {
+    BackupTarget::remote(backup.address.clone(), identity(&backup.keys()))
 }
 
 #[test]
@@ -275,7 +282,7 @@ fn an_application_with_a_backup_process() {
         let orders =
             format!("{kind_now} remote {acknowledge} {} {}", backup.address, keys.display());
         let mut application = Application::start(&orders);
-        // The backup dies and comes back while the application goes on, every other time.
+        // In every other round the backup dies and restarts while the application continues.
         if round % 3 > 0 {
             for _ in 0..draw(round, 20) {
                 application.line();
@@ -300,7 +307,8 @@ fn an_application_with_a_backup_process() {
     // The log that the backup keeps is one like any other.
     backup.kill();
     let (session, areas, sequence) =
-        open(Kind::Assisted, Target::file(dir.path().join("logs/victim.log"))).unwrap();
+        open(TrackerKind::Assisted, BackupTarget::file(dir.path().join("logs/victim.log")))
+            .unwrap();
     check(&session, &areas, sequence);
     assert_eq!(sequence, last);
 }
@@ -313,15 +321,18 @@ fn strangers_are_refused() {
     let backup = Backup::start(dir.path(), "127.0.0.1:0");
     let soon = Duration::ZERO;
     let stranger = identity(&other.path().join("application"));
-    let target = Target::remote(backup.address.clone(), stranger).patience(soon);
-    assert!(matches!(Session::open(Options::new("victim").backup(target)), Err(Error::Backup(_))));
-    // Somebody who does not speak TLS at all.
+    let target = BackupTarget::remote(backup.address.clone(), stranger).reconnect_timeout(soon);
+    assert!(matches!(
+        Session::open(SessionOptions::new("victim").backup(target)),
+        Err(Error::Backup(_))
+    ));
+    // A client that does not speak TLS at all.
     let mut stream = std::net::TcpStream::connect(&backup.address).unwrap();
     stream.write_all(b"GET / HTTP/1.0\r\n\r\n").unwrap();
     let mut answer = Vec::new();
     let _ = stream.read_to_end(&mut answer);
     // Those who are known are served as before.
-    open(Kind::Assisted, remote(&backup)).unwrap();
-    let options = Options::new("../victim").backup(remote(&backup));
+    open(TrackerKind::Assisted, remote(&backup)).unwrap();
+    let options = SessionOptions::new("../victim").backup(remote(&backup));
     assert!(matches!(Session::open(options), Err(Error::Backup(_))));
 }

@@ -1,9 +1,11 @@
-//! libfirnapp: [`firn_app`] for C. The header `include/firnapp.h` documents every function; this file only translates.
+//! libfirnapp: [`firn_app`] for C. The header `include/firnapp.h` documents every function; this
+//! file only translates.
 //!
 //! # Unsafe code
 //!
-//! Pointers come from C: every function here that takes one is unsafe, and its contract is the header's. Null pointers and
-//! strings that are no text are refused. A panic does not cross into C: it becomes `FIRN_APP_EINTERNAL`.
+//! Pointers come from C: every function here that has a pointer argument is unsafe, and its
+//! contract is the header's. Null pointers and strings that are not UTF-8 are refused. A panic does
+//! not cross into C: it becomes `FIRN_APP_EINTERNAL`.
 
 use std::cell::RefCell;
 use std::ffi::{CStr, CString, c_char, c_int, c_void};
@@ -12,8 +14,8 @@ use std::ptr::{NonNull, null};
 use std::time::Duration;
 
 use firn_app::{
-    Acknowledge, Area, AreaId, Compression, Error, Fsync, Host, HostError, Identity, Kind, Options,
-    Precision, Session, Target,
+    AcknowledgePolicy, Area, AreaId, BackupTarget, Compression, Error, FsyncPolicy, HostError,
+    HostTracker, Precision, Session, SessionOptions, TlsIdentity, TrackerKind,
 };
 
 const EINVAL: i64 = -1;
@@ -60,19 +62,19 @@ pub struct FirnAppOptions {
 }
 
 thread_local! {
-    static LAST: RefCell<CString> = RefCell::default();
+    static LAST_ERROR: RefCell<CString> = RefCell::default();
 }
 
-/// What went wrong: a number for C, and words.
-struct Failure(i64, String);
+/// An error: its number for C, and its message.
+struct FirnAppFailure(i64, String);
 
-impl Failure {
-    fn invalid(what: &str) -> Self {
+impl FirnAppFailure {
+    fn invalid_argument(what: &str) -> Self {
         Self(EINVAL, what.to_owned())
     }
 }
 
-impl From<Error> for Failure {
+impl From<Error> for FirnAppFailure {
     fn from(error: Error) -> Self {
         let number = match error {
             Error::State { .. } => ESTATE,
@@ -82,12 +84,12 @@ impl From<Error> for Failure {
             Error::Forked { .. } => EFORKED,
             _ => EINVAL,
         };
-        Self(number, words(&error))
+        Self(number, describe_error(&error))
     }
 }
 
-/// An error and all its causes.
-fn words(error: &dyn std::error::Error) -> String {
+/// The message of an error and of all its causes.
+fn describe_error(error: &dyn std::error::Error) -> String {
     let mut words = error.to_string();
     let mut cause = error.source();
     while let Some(error) = cause {
@@ -97,114 +99,121 @@ fn words(error: &dyn std::error::Error) -> String {
     words
 }
 
-/// Runs something for C.
-fn answer(work: impl FnOnce() -> Result<i64, Failure>) -> i64 {
+/// Runs `work` for C: stores the message of an error, and returns a result or the number of the
+/// error.
+fn run_for_c(work: impl FnOnce() -> Result<i64, FirnAppFailure>) -> i64 {
     let result = catch_unwind(AssertUnwindSafe(work));
-    let Failure(number, words) = match result {
+    let FirnAppFailure(number, words) = match result {
         Ok(Ok(number)) => return number,
         Ok(Err(failure)) => failure,
-        Err(_) => Failure(EINTERNAL, "a defect of the library".to_owned()),
+        Err(_) => FirnAppFailure(EINTERNAL, "a defect of the library".to_owned()),
     };
     let words = CString::new(words.replace('\0', " ")).unwrap_or_default();
-    LAST.with(|last| *last.borrow_mut() = words);
+    LAST_ERROR.with(|last| *last.borrow_mut() = words);
     number
 }
 
-fn small(number: i64) -> c_int {
+fn clamp_to_int(number: i64) -> c_int {
     c_int::try_from(number).unwrap_or(c_int::MAX)
 }
 
-/// Text from C; `None` for null.
+/// A string from C; `None` for null.
 ///
 /// # Safety
 ///
 /// Null, or a string that ends with a zero and lives as long as `'a`.
-unsafe fn text<'a>(pointer: *const c_char) -> Result<Option<&'a str>, Failure> {
+unsafe fn read_string<'a>(pointer: *const c_char) -> Result<Option<&'a str>, FirnAppFailure> {
     if pointer.is_null() {
         return Ok(None);
     }
     // SAFETY: not null, and as the caller promises.
     let text = unsafe { CStr::from_ptr(pointer) };
-    text.to_str().map(Some).map_err(|_| Failure::invalid("a string is not UTF-8"))
+    text.to_str().map(Some).map_err(|_| FirnAppFailure::invalid_argument("a string is not UTF-8"))
 }
 
 /// # Safety
 ///
-/// Null, or a session that `firn_app_open` gave and nobody closed or uses at the moment.
-unsafe fn session<'a>(pointer: *mut FirnApp) -> Result<&'a mut FirnApp, Failure> {
+/// Null, or a session that `firn_app_open` returned, and that no other code closes or uses at the
+/// moment.
+unsafe fn session_from_pointer<'a>(
+    pointer: *mut FirnApp,
+) -> Result<&'a mut FirnApp, FirnAppFailure> {
     // SAFETY: as the caller promises.
-    unsafe { pointer.as_mut() }.ok_or_else(|| Failure::invalid("no session"))
+    unsafe { pointer.as_mut() }.ok_or_else(|| FirnAppFailure::invalid_argument("no session"))
 }
 
 /// # Safety
 ///
-/// The strings of the options are as [`text`] needs them.
-unsafe fn options(given: &FirnAppOptions) -> Result<Options, Failure> {
-    let missing = |what: &'static str| move || Failure::invalid(what);
+/// The strings of the options are as [`read_string`] needs them.
+unsafe fn session_options(given: &FirnAppOptions) -> Result<SessionOptions, FirnAppFailure> {
+    let missing = |what: &'static str| move || FirnAppFailure::invalid_argument(what);
     // SAFETY: the caller's promise.
-    let text = |pointer| unsafe { text(pointer) };
-    let mut options = Options::new(text(given.name)?.ok_or_else(missing("no name"))?);
-    if let Some(name) = text(given.tracker)?.filter(|name| !is_below(name)) {
-        let kind = name.parse::<Kind>().map_err(|error| Failure(EINVAL, error.to_string()))?;
+    let text = |pointer| unsafe { read_string(pointer) };
+    let mut options = SessionOptions::new(text(given.name)?.ok_or_else(missing("no name"))?);
+    if let Some(name) = text(given.tracker)?.filter(|name| !is_host_tracker(name)) {
+        let kind = name
+            .parse::<TrackerKind>()
+            .map_err(|error| FirnAppFailure(EINVAL, error.to_string()))?;
         options = options.tracker(kind);
     }
     if let Some(path) = text(given.file)? {
-        options = options.backup(target(given, Target::file(path)));
+        options = options.backup(with_backup_options(given, BackupTarget::file(path)));
     }
     if let Some(address) = text(given.remote)? {
         let path = |pointer| text(pointer)?.map(Into::into).ok_or_else(missing("no certificate"));
-        let identity = Identity {
+        let identity = TlsIdentity {
             certificate: path(given.certificate)?,
             key: path(given.key)?,
             authority: path(given.authority)?,
         };
-        options = options.backup(target(given, Target::remote(address, identity)));
+        options =
+            options.backup(with_backup_options(given, BackupTarget::remote(address, identity)));
     }
     Ok(options.discard(given.discard != 0))
 }
 
 /// # Safety
 ///
-/// The strings of the options are as [`text`] needs them.
-unsafe fn opened(given: &FirnAppOptions) -> Result<Session, Failure> {
+/// The strings of the options are as [`read_string`] needs them.
+unsafe fn open_session(given: &FirnAppOptions) -> Result<Session, FirnAppFailure> {
     // SAFETY: the caller's promise, here and below.
-    let options = unsafe { options(given) }?;
+    let options = unsafe { session_options(given) }?;
     // SAFETY: as above.
-    let text = |pointer| unsafe { text(pointer) };
-    let Some(tracker) = text(given.tracker)?.filter(|name| is_below(name)) else {
+    let text = |pointer| unsafe { read_string(pointer) };
+    let Some(tracker) = text(given.tracker)?.filter(|name| is_host_tracker(name)) else {
         return Ok(Session::open(options)?);
     };
     let name = text(given.name)?.unwrap_or_default();
     let key = text(given.host_key)?.ok_or_else(|| {
         let needs = "needs host_key: the key of this name in the policy of firn run --calls";
-        Failure(EINVAL, format!("{tracker} {needs}"))
+        FirnAppFailure(EINVAL, format!("{tracker} {needs}"))
     })?;
-    let notes = tracker == Kind::Stores.name();
-    let host = Host::open(name, key).and_then(|host| match notes {
+    let notes = tracker == TrackerKind::Stores.name();
+    let host = HostTracker::open(name, key).and_then(|host| match notes {
         true => host.noting_stores(Precision::Words),
         false => Ok(host),
     });
     let host = host.map_err(|error| {
         let number = if matches!(error, HostError::Key(_)) { EINVAL } else { ETRACKER };
-        Failure(number, words(&error))
+        FirnAppFailure(number, describe_error(&error))
     })?;
     Ok(Session::open_with(options, Box::new(host))?)
 }
 
-/// Whether this tracker is Firn below the guest.
-fn is_below(name: &str) -> bool {
-    [Kind::Host, Kind::Stores].iter().any(|kind| kind.name() == name)
+/// Whether this tracker is Firn's, below the guest.
+fn is_host_tracker(name: &str) -> bool {
+    [TrackerKind::Host, TrackerKind::Stores].iter().any(|kind| kind.name() == name)
 }
 
-fn target(given: &FirnAppOptions, target: Target) -> Target {
+fn with_backup_options(given: &FirnAppOptions, target: BackupTarget) -> BackupTarget {
     let acknowledge = match given.lag_max {
-        0 => Acknowledge::Sync,
-        lag_max => Acknowledge::Async { lag_max },
+        0 => AcknowledgePolicy::Sync,
+        lag_max => AcknowledgePolicy::Async { lag_max },
     };
     let fsync = match u64::try_from(given.fsync_ms) {
-        Ok(0) => Fsync::EveryCommit,
-        Ok(ms) => Fsync::Interval(Duration::from_millis(ms)),
-        Err(_) => Fsync::Never,
+        Ok(0) => FsyncPolicy::EveryCommit,
+        Ok(ms) => FsyncPolicy::Interval(Duration::from_millis(ms)),
+        Err(_) => FsyncPolicy::Never,
     };
     let compression = if given.compress != 0 { Compression::Lz4 } else { Compression::None };
     target.acknowledge(acknowledge).fsync(fsync).compression(compression)
@@ -220,21 +229,23 @@ pub unsafe extern "C" fn firn_app_open(
     given: *const FirnAppOptions,
     to: *mut *mut FirnApp,
 ) -> c_int {
-    small(answer(|| {
+    clamp_to_int(run_for_c(|| {
         // SAFETY: the caller's promise.
-        let given = unsafe { given.as_ref() }.ok_or_else(|| Failure::invalid("no options"))?;
+        let given = unsafe { given.as_ref() }
+            .ok_or_else(|| FirnAppFailure::invalid_argument("no options"))?;
         // SAFETY: the caller's promise.
-        let to =
-            unsafe { to.as_mut() }.ok_or_else(|| Failure::invalid("nowhere to put a session"))?;
+        let to = unsafe { to.as_mut() }.ok_or_else(|| {
+            FirnAppFailure::invalid_argument("the pointer for the session is null")
+        })?;
         // SAFETY: the caller's promise.
-        let session = unsafe { opened(given) }?;
-        let tracker = CString::new(session.tracker().name()).unwrap_or_default();
+        let session = unsafe { open_session(given) }?;
+        let tracker = CString::new(session.tracker_kind().name()).unwrap_or_default();
         *to = Box::into_raw(Box::new(FirnApp { session, areas: Vec::new(), tracker }));
         Ok(0)
     }))
 }
 
-fn number(session: &Session, area: AreaId) -> i64 {
+fn area_number(session: &Session, area: AreaId) -> i64 {
     session.areas().position(|(id, _)| id == area).map_or(EINTERNAL, |number| number as i64)
 }
 
@@ -242,7 +253,8 @@ fn number(session: &Session, area: AreaId) -> i64 {
 ///
 /// # Safety
 ///
-/// `app` is a session that nobody else uses at the moment, `name` a string; `start` is null or can be written.
+/// `app` is a session that no other code uses at the moment, `name` a string; `start` is null or
+/// can be written.
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn firn_app_allocate(
     app: *mut FirnApp,
@@ -250,17 +262,18 @@ pub unsafe extern "C" fn firn_app_allocate(
     length: usize,
     start: *mut *mut c_void,
 ) -> c_int {
-    small(answer(|| {
+    clamp_to_int(run_for_c(|| {
         // SAFETY: the caller's promise, here and below.
-        let app = unsafe { session(app) }?;
+        let app = unsafe { session_from_pointer(app) }?;
         // SAFETY: as above.
-        let name = unsafe { text(name) }?.ok_or_else(|| Failure::invalid("no name"))?;
+        let name = unsafe { read_string(name) }?
+            .ok_or_else(|| FirnAppFailure::invalid_argument("no name"))?;
         // SAFETY: as above.
         let start = unsafe { start.as_mut() }
-            .ok_or_else(|| Failure::invalid("nowhere to put the start"))?;
+            .ok_or_else(|| FirnAppFailure::invalid_argument("the pointer for the start is null"))?;
         let area = app.session.allocate(name, length)?;
         *start = area.as_ptr().cast();
-        let number = number(&app.session, area.id());
+        let number = area_number(&app.session, area.id());
         app.areas.push(area);
         Ok(number)
     }))
@@ -270,7 +283,8 @@ pub unsafe extern "C" fn firn_app_allocate(
 ///
 /// # Safety
 ///
-/// `app` is a session that nobody else uses at the moment, `name` a string; the memory is as `Session::register` needs it.
+/// `app` is a session that no other code uses at the moment, `name` a string; the memory is as
+/// `Session::register` needs it.
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn firn_app_register(
     app: *mut FirnApp,
@@ -278,15 +292,17 @@ pub unsafe extern "C" fn firn_app_register(
     start: *mut c_void,
     length: usize,
 ) -> c_int {
-    small(answer(|| {
+    clamp_to_int(run_for_c(|| {
         // SAFETY: the caller's promise, here and below.
-        let app = unsafe { session(app) }?;
+        let app = unsafe { session_from_pointer(app) }?;
         // SAFETY: as above.
-        let name = unsafe { text(name) }?.ok_or_else(|| Failure::invalid("no name"))?;
-        let start = NonNull::new(start.cast()).ok_or_else(|| Failure::invalid("no memory"))?;
+        let name = unsafe { read_string(name) }?
+            .ok_or_else(|| FirnAppFailure::invalid_argument("no name"))?;
+        let start = NonNull::new(start.cast())
+            .ok_or_else(|| FirnAppFailure::invalid_argument("no memory"))?;
         // SAFETY: as above.
         let area = unsafe { app.session.register(name, start, length) }?;
-        Ok(number(&app.session, area))
+        Ok(area_number(&app.session, area))
     }))
 }
 
@@ -294,23 +310,23 @@ pub unsafe extern "C" fn firn_app_register(
 ///
 /// # Safety
 ///
-/// `app` is a session that nobody else uses at the moment.
+/// `app` is a session that no other code uses at the moment.
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn firn_app_recover(app: *mut FirnApp) -> i64 {
     // SAFETY: the caller's promise.
-    answer(|| Ok(unsafe { session(app) }?.session.recover()? as i64))
+    run_for_c(|| Ok(unsafe { session_from_pointer(app) }?.session.recover()? as i64))
 }
 
 /// See the header.
 ///
 /// # Safety
 ///
-/// `app` is a session that nobody else uses at the moment.
+/// `app` is a session that no other code uses at the moment.
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn firn_app_begin(app: *mut FirnApp) -> c_int {
-    small(answer(|| {
+    clamp_to_int(run_for_c(|| {
         // SAFETY: the caller's promise.
-        unsafe { session(app) }?.session.begin()?.detach();
+        unsafe { session_from_pointer(app) }?.session.begin()?.detach();
         Ok(0)
     }))
 }
@@ -319,23 +335,25 @@ pub unsafe extern "C" fn firn_app_begin(app: *mut FirnApp) -> c_int {
 ///
 /// # Safety
 ///
-/// `app` is a session that nobody else uses at the moment, and no thread writes its areas.
+/// `app` is a session that no other code uses at the moment, and no thread writes its areas.
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn firn_app_commit(app: *mut FirnApp) -> i64 {
     // SAFETY: the caller's promise.
-    answer(|| Ok(unsafe { session(app) }?.session.transaction()?.commit()? as i64))
+    run_for_c(|| {
+        Ok(unsafe { session_from_pointer(app) }?.session.open_transaction()?.commit()? as i64)
+    })
 }
 
 /// See the header.
 ///
 /// # Safety
 ///
-/// `app` is a session that nobody else uses at the moment, and no thread uses its areas.
+/// `app` is a session that no other code uses at the moment, and no thread uses its areas.
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn firn_app_abort(app: *mut FirnApp) -> c_int {
-    small(answer(|| {
+    clamp_to_int(run_for_c(|| {
         // SAFETY: the caller's promise.
-        unsafe { session(app) }?.session.transaction()?.abort()?;
+        unsafe { session_from_pointer(app) }?.session.open_transaction()?.abort()?;
         Ok(0)
     }))
 }
@@ -344,22 +362,23 @@ pub unsafe extern "C" fn firn_app_abort(app: *mut FirnApp) -> c_int {
 ///
 /// # Safety
 ///
-/// `app` is a session that nobody else changes at the moment; `changes` has room for `count`, or `count` is 0.
+/// `app` is a session that no other code changes at the moment; `changes` has room for `count`, or
+/// `count` is 0.
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn firn_app_changes(
     app: *mut FirnApp,
     changes: *mut FirnAppChange,
     count: usize,
 ) -> i64 {
-    answer(|| {
+    run_for_c(|| {
         // SAFETY: the caller's promise.
-        let session = &unsafe { session(app) }?.session;
+        let session = &unsafe { session_from_pointer(app) }?.session;
         if changes.is_null() && count > 0 {
-            return Err(Failure::invalid("nowhere to put changes"));
+            return Err(FirnAppFailure::invalid_argument("the pointer for the changes is null"));
         }
         for (at, change) in session.changes().iter().take(count).enumerate() {
             let (offset, length) = (change.bytes.start, change.bytes.len());
-            let area = number(session, change.area) as u32;
+            let area = area_number(session, change.area) as u32;
             // SAFETY: `at` is below `count`, for which there is room.
             unsafe { changes.add(at).write(FirnAppChange { area, offset, length }) };
         }
@@ -371,12 +390,12 @@ pub unsafe extern "C" fn firn_app_changes(
 ///
 /// # Safety
 ///
-/// `app` is a session that nobody else uses at the moment.
+/// `app` is a session that no other code uses at the moment.
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn firn_app_flush(app: *mut FirnApp) -> c_int {
-    small(answer(|| {
+    clamp_to_int(run_for_c(|| {
         // SAFETY: the caller's promise.
-        unsafe { session(app) }?.session.flush()?;
+        unsafe { session_from_pointer(app) }?.session.flush_backups()?;
         Ok(0)
     }))
 }
@@ -385,11 +404,11 @@ pub unsafe extern "C" fn firn_app_flush(app: *mut FirnApp) -> c_int {
 ///
 /// # Safety
 ///
-/// `app` is null or a session that nobody else changes at the moment.
+/// `app` is null or a session that no other code changes at the moment.
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn firn_app_acknowledged(app: *const FirnApp) -> u64 {
     // SAFETY: the caller's promise.
-    unsafe { app.as_ref() }.map_or(0, |app| app.session.acknowledged())
+    unsafe { app.as_ref() }.map_or(0, |app| app.session.acknowledged_sequence())
 }
 
 /// See the header.
@@ -411,12 +430,12 @@ pub unsafe extern "C" fn firn_app_tracker(app: *const FirnApp) -> *const c_char 
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn firn_app_close(app: *mut FirnApp) {
     if !app.is_null() {
-        // SAFETY: `firn_app_open` made it with `Box::into_raw`, and the caller gives it back once.
+        // SAFETY: `firn_app_open` made it with `Box::into_raw`, and the caller passes it here once.
         let app = unsafe { Box::from_raw(app) };
-        answer(|| {
+        run_for_c(|| {
             let mut app = app;
-            // None may be open; and an abort that fails leaves nothing to be done.
-            if let Ok(transaction) = app.session.transaction() {
+            // A transaction may be open. An abort that fails leaves nothing else to do.
+            if let Ok(transaction) = app.session.open_transaction() {
                 drop(transaction);
             }
             Ok(0)
@@ -427,5 +446,5 @@ pub unsafe extern "C" fn firn_app_close(app: *mut FirnApp) {
 /// See the header.
 #[unsafe(no_mangle)]
 pub extern "C" fn firn_app_error() -> *const c_char {
-    LAST.with(|last| last.borrow().as_ptr())
+    LAST_ERROR.with(|last| last.borrow().as_ptr())
 }

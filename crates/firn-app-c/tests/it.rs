@@ -68,7 +68,7 @@ fn the_examples_count_on_in_each_others_logs() {
     assert_eq!(run(&c, [&log]), "start 1\n");
     assert_eq!(run(&c, [&log]), "start 2\n");
     assert_eq!(python(&log), "start 3\n");
-    assert_eq!(counter::start(&log).unwrap(), 4);
+    assert_eq!(counter::count_start(&log).unwrap(), 4);
     assert_eq!(run(&c, [&log]), "start 5\n");
     // An error has words.
     let failed = Command::new(&c).arg("/nowhere/log").output().unwrap();

@@ -1,16 +1,17 @@
-//! Counts its own starts, and survives being killed at any instant: `counter counter.log`.
+//! Counts its own starts, also when it is killed at any instant: `counter counter.log`.
 
-use firn_app::{Error, Options, Session, Target};
+use firn_app::{BackupTarget, Error, Session, SessionOptions};
 
 fn main() -> Result<(), Error> {
     let log = std::env::args().nth(1).unwrap_or_else(|| "counter.log".into());
-    println!("start {}", start(log.as_ref())?);
+    println!("start {}", count_start(log.as_ref())?);
     Ok(())
 }
 
-/// One start; gives its number.
-pub fn start(log: &std::path::Path) -> Result<u64, Error> {
-    let mut session = Session::open(Options::new("counter").backup(Target::file(log)))?;
+/// Performs one start; returns its number.
+pub fn count_start(log: &std::path::Path) -> Result<u64, Error> {
+    let mut session =
+        Session::open(SessionOptions::new("counter").backup(BackupTarget::file(log)))?;
     let state = session.allocate("state", 5 * 8)?;
     session.recover()?;
 

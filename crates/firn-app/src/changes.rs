@@ -1,33 +1,33 @@
-//! What a transaction changed.
+//! The changes of a transaction, as ranges of bytes of areas.
 
 use std::ops::Range;
 
-/// An area of a session, by the order in which they came.
+/// The number of an area in its session, in the order in which the areas were added.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
 pub struct AreaId(pub(crate) u32);
 
-/// Bytes of an area that changed.
+/// A range of bytes of an area that changed.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub struct Change {
-    /// Which area.
+pub struct AreaChange {
+    /// The area.
     pub area: AreaId,
-    /// Which of its bytes.
+    /// The range within the area.
     pub bytes: Range<usize>,
 }
 
 /// The changes of the last committed transaction, by area and offset.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
-pub struct Changes {
-    pub(crate) list: Vec<Change>,
+pub struct ChangeSet {
+    pub(crate) list: Vec<AreaChange>,
 }
 
-impl Changes {
-    /// One after the other.
-    pub fn iter(&self) -> impl Iterator<Item = &Change> {
+impl ChangeSet {
+    /// The changes, in order.
+    pub fn iter(&self) -> impl Iterator<Item = &AreaChange> {
         self.list.iter()
     }
 
-    /// How many runs of bytes.
+    /// The count of ranges.
     pub fn len(&self) -> usize {
         self.list.len()
     }
@@ -37,7 +37,7 @@ impl Changes {
         self.list.is_empty()
     }
 
-    /// How many bytes.
+    /// The sum of all ranges in bytes.
     pub fn bytes(&self) -> usize {
         self.list.iter().map(|change| change.bytes.len()).sum()
     }
@@ -46,13 +46,13 @@ impl Changes {
         self.list.clear();
     }
 
-    /// Adds bytes; what follows directly on the last ones joins them.
+    /// Adds a range of bytes; a range that follows directly on the last one extends it.
     pub(crate) fn push(&mut self, area: AreaId, bytes: Range<usize>) {
         match self.list.last_mut() {
             Some(last) if last.area == area && last.bytes.end == bytes.start => {
                 last.bytes.end = bytes.end;
             }
-            _ => self.list.push(Change { area, bytes }),
+            _ => self.list.push(AreaChange { area, bytes }),
         }
     }
 }

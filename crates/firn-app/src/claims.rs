@@ -1,24 +1,26 @@
-//! Which pages of the process some session follows: two may not follow the same.
+//! Page claims: the pages of this process that a session follows. Two sessions may not follow the
+//! same page.
 
 use std::sync::{Mutex, MutexGuard, PoisonError};
 
-use crate::span::Span;
+use crate::span::PageSpan;
 
-static CLAIMED: Mutex<Vec<Span>> = Mutex::new(Vec::new());
+static CLAIMED: Mutex<Vec<PageSpan>> = Mutex::new(Vec::new());
 
-pub(crate) fn lock() -> MutexGuard<'static, Vec<Span>> {
+pub(crate) fn lock_claims() -> MutexGuard<'static, Vec<PageSpan>> {
     CLAIMED.lock().unwrap_or_else(PoisonError::into_inner)
 }
 
-/// Pages claimed; dropping it gives them back.
+/// The pages that one session has claimed. Dropping this value releases them.
 #[derive(Debug, Default)]
-pub(crate) struct Claims(Vec<Span>);
+pub(crate) struct PageClaims(Vec<PageSpan>);
 
-impl Claims {
-    /// Claims what this session has not claimed yet of a span, and gives that. `None` if another has claimed any of it.
-    pub(crate) fn claim(&mut self, span: Span) -> Option<Vec<Span>> {
-        let new = span.without(&self.0);
-        let mut claimed = lock();
+impl PageClaims {
+    /// Claims the pages of a span that this session has not claimed yet, and returns them. `None`
+    /// if another session has claimed any of them.
+    pub(crate) fn claim_span(&mut self, span: PageSpan) -> Option<Vec<PageSpan>> {
+        let new = span.without_spans(&self.0);
+        let mut claimed = lock_claims();
         if new.iter().any(|new| claimed.iter().any(|taken| taken.overlaps(*new))) {
             return None;
         }
@@ -27,18 +29,18 @@ impl Claims {
         Some(new)
     }
 
-    /// Gives some back.
-    pub(crate) fn release(&mut self, spans: &[Span]) {
-        let mut claimed = lock();
+    /// Releases some of the claimed spans.
+    pub(crate) fn release_spans(&mut self, spans: &[PageSpan]) {
+        let mut claimed = lock_claims();
         claimed.retain(|span| !spans.contains(span));
         self.0.retain(|span| !spans.contains(span));
     }
 }
 
-impl Drop for Claims {
+impl Drop for PageClaims {
     fn drop(&mut self) {
         let all = std::mem::take(&mut self.0);
-        self.release(&all);
+        self.release_spans(&all);
     }
 }
 
@@ -49,13 +51,13 @@ mod tests {
 
     #[test]
     fn pages_belong_to_one_session_at_a_time() {
-        // No memory is touched: these are numbers.
-        let pages = |first: usize, last: usize| Span::covering(first * PAGE..last * PAGE);
-        let (mut one, mut two) = (Claims::default(), Claims::default());
-        assert_eq!(one.claim(pages(10, 20)), Some(vec![pages(10, 20)]));
-        assert_eq!(one.claim(pages(15, 22)), Some(vec![pages(20, 22)]));
-        assert_eq!(two.claim(pages(21, 23)), None);
+        // No memory is touched: these are only numbers.
+        let pages = |first: usize, last: usize| PageSpan::covering_range(first * PAGE..last * PAGE);
+        let (mut one, mut two) = (PageClaims::default(), PageClaims::default());
+        assert_eq!(one.claim_span(pages(10, 20)), Some(vec![pages(10, 20)]));
+        assert_eq!(one.claim_span(pages(15, 22)), Some(vec![pages(20, 22)]));
+        assert_eq!(two.claim_span(pages(21, 23)), None);
         drop(one);
-        assert_eq!(two.claim(pages(21, 23)), Some(vec![pages(21, 23)]));
+        assert_eq!(two.claim_span(pages(21, 23)), Some(vec![pages(21, 23)]));
     }
 }

@@ -1,15 +1,15 @@
-//! Which words of some bytes differ from an older copy.
+//! Comparison of bytes with an older copy, by words.
 
 use std::ops::Range;
 
-/// Bytes of a word, counted from the start of the area.
+/// Bytes per word; words are counted from the start of the area.
 pub(crate) const WORD: usize = 8;
-/// Bytes compared in one go before looking closer, twice.
+/// Bytes compared at once before a finer comparison; there are two steps.
 const BLOCKS: [usize; 2] = [1024, 64];
 
-/// Calls `each` with every run of words that differ in a range of two equally long slices. Ranges are widened to whole
-/// words and cut at the end of the slices.
-pub(crate) fn words(
+/// Calls `each` with every run of words that differ in a range of two slices of equal length.
+/// Ranges are widened to whole words and clipped at the end of the slices.
+pub(crate) fn find_changed_words(
     now: &[u8],
     before: &[u8],
     range: Range<usize>,
@@ -17,36 +17,36 @@ pub(crate) fn words(
 ) {
     let end = range.end.next_multiple_of(WORD).min(now.len());
     let mut run = 0..0;
-    for outer in pieces(range.start / WORD * WORD..end, BLOCKS[0]) {
+    for outer in split_range(range.start / WORD * WORD..end, BLOCKS[0]) {
         if now[outer.clone()] == before[outer.clone()] {
             continue;
         }
-        for inner in pieces(outer, BLOCKS[1]) {
+        for inner in split_range(outer, BLOCKS[1]) {
             if now[inner.clone()] == before[inner.clone()] {
                 continue;
             }
-            for word in pieces(inner, WORD) {
+            for word in split_range(inner, WORD) {
                 if now[word.clone()] == before[word.clone()] {
                     continue;
                 }
                 if run.end != word.start {
-                    hand_over(&run, &mut each);
+                    report_run(&run, &mut each);
                     run.start = word.start;
                 }
                 run.end = word.end;
             }
         }
     }
-    hand_over(&run, &mut each);
+    report_run(&run, &mut each);
 }
 
-/// A range in pieces of a size; the last may be shorter.
-fn pieces(range: Range<usize>, size: usize) -> impl Iterator<Item = Range<usize>> {
+/// Splits a range into pieces of a size; the last one may be shorter.
+fn split_range(range: Range<usize>, size: usize) -> impl Iterator<Item = Range<usize>> {
     let end = range.end;
     range.step_by(size).map(move |start| start..(start + size).min(end))
 }
 
-fn hand_over(run: &Range<usize>, each: &mut impl FnMut(Range<usize>)) {
+fn report_run(run: &Range<usize>, each: &mut impl FnMut(Range<usize>)) {
     if !run.is_empty() {
         each(run.clone());
     }
@@ -59,7 +59,7 @@ mod tests {
 
     fn found(now: &[u8], before: &[u8], range: Range<usize>) -> Vec<Range<usize>> {
         let mut runs = Vec::new();
-        words(now, before, range, |run| runs.push(run));
+        find_changed_words(now, before, range, |run| runs.push(run));
         runs
     }
 

@@ -1,4 +1,4 @@
-//! What can go wrong in a session.
+//! Errors of a session.
 
 use std::io;
 use std::sync::Arc;
@@ -7,37 +7,37 @@ use rustix::io::Errno;
 use thiserror::Error;
 
 use crate::backup::BackupError;
-use crate::tracker::Kind;
+use crate::tracker::TrackerKind;
 
-/// Why a session could not do what it was asked.
+/// Why a session could not do what its caller requested.
 #[derive(Debug, Error)]
 #[non_exhaustive]
 pub enum Error {
-    /// The kernel refused something.
+    /// A system call failed.
     #[error("{what} failed")]
     System {
-        /// What was tried.
+        /// The operation that failed.
         what: &'static str,
-        /// What the kernel said.
+        /// The kernel's error.
         source: io::Error,
     },
     /// The tracker does not work on this kernel.
     #[error("the tracker {kind} does not work here: {why}")]
     Unavailable {
-        /// Which.
-        kind: Kind,
-        /// What it lacks.
+        /// The tracker.
+        kind: TrackerKind,
+        /// What the kernel lacks.
         why: String,
     },
-    /// The tracker follows memory that the library allocated, and nothing else.
+    /// The tracker follows only memory that the library allocated.
     #[error(
         "the tracker {kind} cannot follow memory that the application has already: allocate the area"
     )]
     Foreign {
-        /// Which.
-        kind: Kind,
+        /// The tracker.
+        kind: TrackerKind,
     },
-    /// Some page of the area is followed by another session already.
+    /// Another session already follows some page of the area.
     #[error(
         "a page of the area {name:?} (addresses {start:#x} to {end:#x}) belongs to another session"
     )]
@@ -52,9 +52,9 @@ pub enum Error {
     /// Two areas of a session have a byte or a name in common.
     #[error("the area {name:?} overlaps with the area {other:?}, or has its name")]
     Overlap {
-        /// The new one.
+        /// The new area.
         name: String,
-        /// The old one.
+        /// The existing area.
         other: String,
     },
     /// An area is empty, or has too long a name.
@@ -65,10 +65,10 @@ pub enum Error {
         /// Its length.
         len: usize,
     },
-    /// An area that the session does not have.
+    /// The session does not have this area.
     #[error("the session has no such area")]
     NoArea,
-    /// A stored area has another size than the one that has its name.
+    /// A stored area has another size than the area of the same name.
     #[error("the area {name:?} has {len} bytes, and {stored} in the backup")]
     OtherSize {
         /// The area.
@@ -78,8 +78,8 @@ pub enum Error {
         /// Its length in the backup.
         stored: usize,
     },
-    /// A backup does not take what was committed, or gives nothing back. A transaction that fails so is committed here, and
-    /// not acknowledged.
+    /// A backup does not store what was committed, or returns no state. A transaction that fails
+    /// with this error is committed in the areas, but not acknowledged.
     #[error("the backup failed")]
     Backup(#[source] Arc<BackupError>),
     /// The session belongs to the process that this one was forked from.
@@ -92,12 +92,13 @@ pub enum Error {
         /// The process that opened it.
         pid: u32,
     },
-    /// Not in this state: begin inside of a transaction, or commit and abort outside of one.
+    /// The call does not fit the session's state: begin inside of a transaction, or commit and
+    /// abort outside of one.
     #[error("{what}: {why}")]
     State {
-        /// What was asked.
+        /// The call.
         what: &'static str,
-        /// Why not now.
+        /// Why the session refuses it now.
         why: &'static str,
     },
 }

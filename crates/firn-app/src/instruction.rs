@@ -1,11 +1,13 @@
-//! What one x86-64 instruction stores to memory: decoded by iced-x86, evaluated here, performed elsewhere.
+//! Evaluation of one x86-64 instruction that stores to memory: decoded by iced-x86, evaluated here,
+//! performed elsewhere.
 //!
-//! Evaluating touches no memory, allocates nothing and takes no lock (once [`prepare`] has run), so that a signal handler
-//! may do it, and a test may do it without one.
+//! Evaluation touches no memory, allocates nothing and takes no lock (once [`prepare_decoder`] has
+//! run), so that a signal handler may do it, and a test may do it without a signal handler.
 //!
-//! Known are the instructions that compilers and `memcpy` use to store: moves of all widths from registers and immediates,
-//! vector moves up to 256 bits, `stos` and `movs` with and without `rep`, and arithmetic on memory with its atomic forms.
-//! Anything else is `None`.
+//! Supported are the instructions that compilers and `memcpy` use to store: moves of all widths
+//! from registers and immediates, vector moves up to 256 bits, `stos` and `movs` with and without
+//! `rep`, and arithmetic on memory with its atomic forms. Any other instruction is an
+//! [`EvaluationError`].
 
 mod arithmetic;
 
@@ -13,15 +15,15 @@ use iced_x86::{
     Code, Decoder, DecoderError, DecoderOptions, Instruction, Mnemonic, OpKind, Register,
 };
 
-pub(crate) use arithmetic::{FLAGS, Operation};
+pub(crate) use arithmetic::{ArithmeticOperation, FLAGS};
 
-/// The longest instruction.
-pub(crate) const LONGEST: usize = 15;
+/// The maximum length of an instruction in bytes.
+pub(crate) const INSTRUCTION_BYTES_MAX: usize = 15;
 const DIRECTION_FLAG: u64 = 1 << 10;
 
-/// The state that an instruction reads.
+/// The processor state that an instruction reads.
 #[derive(Clone, Debug)]
-pub(crate) struct Registers<'a> {
+pub(crate) struct ProcessorState<'a> {
     /// In the order of the architecture: rax, rcx, rdx, rbx, rsp, rbp, rsi, rdi, r8 to r15.
     pub(crate) general: [u64; 16],
     pub(crate) ip: u64,
@@ -32,76 +34,80 @@ pub(crate) struct Registers<'a> {
     pub(crate) ymm_high: Option<&'a [[u8; 16]; 16]>,
 }
 
-/// What an instruction does to memory.
+/// The effect of an instruction on memory.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub(crate) struct Store {
+pub(crate) struct DecodedStore {
     pub(crate) address: u64,
     /// Bytes per element.
     pub(crate) size: usize,
-    pub(crate) action: Action,
-    /// The instruction after this one.
+    pub(crate) action: StoreAction,
+    /// The address of the next instruction.
     pub(crate) next: u64,
 }
 
-/// How the bytes come about.
+/// The source of the bytes that are stored.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub(crate) enum Action {
-    /// The first `size` of these.
+pub(crate) enum StoreAction {
+    /// The first `size` of these bytes.
     Bytes([u8; 32]),
-    /// From what was there.
-    Modify(Operation),
-    /// `stos`: this word, over and over if it repeats.
+    /// The result of an operation on the bytes in memory.
+    Modify(ArithmeticOperation),
+    /// `stos`: this word, repeatedly if it repeats.
     Fill { value: u64, repeats: bool },
     /// `movs`: from this address, element by element if it repeats.
     Copy { from: u64, repeats: bool },
 }
 
-/// Why there is nothing to perform.
+/// Why an instruction cannot be evaluated.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(crate) enum Unknown {
+pub(crate) enum EvaluationError {
     /// The bytes end before the instruction does.
     Incomplete,
-    /// It is not one of those known.
+    /// The instruction is not supported.
     Unsupported,
 }
 
-/// Builds the decoder's tables, which it does at first use otherwise: not a thing to do in a signal handler.
-pub(crate) fn prepare() {
+/// Builds the decoder's tables. Otherwise the decoder builds them at its first use, which must not
+/// be in a signal handler.
+pub(crate) fn prepare_decoder() {
     let _ = Decoder::with_ip(64, &[0x48, 0x89, 0x07], 0, DecoderOptions::NONE).decode();
 }
 
-/// What the instruction at the start of `code` stores.
-pub(crate) fn evaluate(code: &[u8], registers: &Registers<'_>) -> Result<Store, Unknown> {
+/// Evaluates the store of the instruction at the start of `code`.
+pub(crate) fn evaluate_store(
+    code: &[u8],
+    registers: &ProcessorState<'_>,
+) -> Result<DecodedStore, EvaluationError> {
     let mut decoder = Decoder::with_ip(64, code, registers.ip, DecoderOptions::NONE);
     let instruction = decoder.decode();
     match decoder.last_error() {
         DecoderError::None => {}
-        DecoderError::NoMoreBytes => return Err(Unknown::Incomplete),
-        _ => return Err(Unknown::Unsupported),
+        DecoderError::NoMoreBytes => return Err(EvaluationError::Incomplete),
+        _ => return Err(EvaluationError::Unsupported),
     }
-    store_of(&instruction, registers).ok_or(Unknown::Unsupported)
+    store_of(&instruction, registers).ok_or(EvaluationError::Unsupported)
 }
 
-fn store_of(instruction: &Instruction, registers: &Registers<'_>) -> Option<Store> {
+fn store_of(instruction: &Instruction, registers: &ProcessorState<'_>) -> Option<DecodedStore> {
     let next = instruction.next_ip();
-    if let Some((size, copies)) = string(instruction.code()) {
-        let action = registers.string(instruction, size, copies)?;
-        return Some(Store { address: registers.general[7], size, action, next });
+    if let Some((size, copies)) = string_store(instruction.code()) {
+        let action = registers.string_action(instruction, size, copies)?;
+        return Some(DecodedStore { address: registers.general[7], size, action, next });
     }
     if instruction.op0_kind() != OpKind::Memory || instruction.op_count() > 3 {
         return None;
     }
-    let address = registers.address(instruction)?;
+    let address = registers.operand_address(instruction)?;
     let size = instruction.memory_size().size();
     let action = match vector_half(instruction.mnemonic()) {
-        Some(half) => Action::Bytes(registers.vector(instruction.op1_register(), half)?),
-        None => registers.scalar(instruction, size)?,
+        Some(half) => StoreAction::Bytes(registers.vector_bytes(instruction.op1_register(), half)?),
+        None => registers.scalar_action(instruction, size)?,
     };
-    (1..=32).contains(&size).then_some(Store { address, size, action, next })
+    (1..=32).contains(&size).then_some(DecodedStore { address, size, action, next })
 }
 
 /// Element size of a string store, and whether it copies.
-fn string(code: Code) -> Option<(usize, bool)> {
+fn string_store(code: Code) -> Option<(usize, bool)> {
     Some(match code {
         Code::Stosb_m8_AL => (1, false),
         Code::Stosw_m16_AX => (2, false),
@@ -128,8 +134,8 @@ fn vector_half(mnemonic: Mnemonic) -> Option<bool> {
     })
 }
 
-impl Registers<'_> {
-    fn address(&self, instruction: &Instruction) -> Option<u64> {
+impl ProcessorState<'_> {
+    fn operand_address(&self, instruction: &Instruction) -> Option<u64> {
         if matches!(instruction.segment_prefix(), Register::FS | Register::GS) {
             return None;
         }
@@ -148,7 +154,12 @@ impl Registers<'_> {
         Some(base.wrapping_add(scaled).wrapping_add(instruction.memory_displacement64()))
     }
 
-    fn string(&self, instruction: &Instruction, size: usize, copies: bool) -> Option<Action> {
+    fn string_action(
+        &self,
+        instruction: &Instruction,
+        size: usize,
+        copies: bool,
+    ) -> Option<StoreAction> {
         let segment = instruction.segment_prefix();
         let narrow = match copies {
             true => instruction.op1_kind() != OpKind::MemorySegRSI,
@@ -159,12 +170,12 @@ impl Registers<'_> {
         }
         let repeats = instruction.has_rep_prefix() || instruction.has_repne_prefix();
         Some(match copies {
-            true => Action::Copy { from: self.general[6], repeats },
-            false => Action::Fill { value: self.general[0] & mask(size), repeats },
+            true => StoreAction::Copy { from: self.general[6], repeats },
+            false => StoreAction::Fill { value: self.general[0] & byte_mask(size), repeats },
         })
     }
 
-    fn vector(&self, register: Register, upper: bool) -> Option<[u8; 32]> {
+    fn vector_bytes(&self, register: Register, upper: bool) -> Option<[u8; 32]> {
         let mut bytes = [0; 32];
         if register.is_mm() || register.is_gpr() {
             return None;
@@ -180,12 +191,12 @@ impl Registers<'_> {
         Some(bytes)
     }
 
-    fn scalar(&self, instruction: &Instruction, size: usize) -> Option<Action> {
+    fn scalar_action(&self, instruction: &Instruction, size: usize) -> Option<StoreAction> {
         if size > 8 {
             return None;
         }
         let value = || match instruction.op1_kind() {
-            OpKind::Register => self.general(instruction.op1_register()),
+            OpKind::Register => self.register_value(instruction.op1_register()),
             OpKind::Immediate8
             | OpKind::Immediate16
             | OpKind::Immediate32
@@ -198,21 +209,21 @@ impl Registers<'_> {
         if matches!(instruction.mnemonic(), Mnemonic::Mov | Mnemonic::Movnti) {
             let mut bytes = [0; 32];
             bytes[..8].copy_from_slice(&value()?.to_le_bytes());
-            return Some(Action::Bytes(bytes));
+            return Some(StoreAction::Bytes(bytes));
         }
         let operand = if instruction.op_count() > 1 { value()? } else { 0 };
-        Operation::of(instruction, operand).map(Action::Modify)
+        ArithmeticOperation::from_instruction(instruction, operand).map(StoreAction::Modify)
     }
 
     /// The value of a general register of any width.
-    pub(crate) fn general(&self, register: Register) -> Option<u64> {
-        let (number, shift, size) = place(register)?;
-        Some(self.general[number] >> shift & mask(size))
+    pub(crate) fn register_value(&self, register: Register) -> Option<u64> {
+        let (number, shift, size) = register_position(register)?;
+        Some(self.general[number] >> shift & byte_mask(size))
     }
 }
 
-/// Where a general register lies: number, first bit, bytes.
-fn place(register: Register) -> Option<(usize, u32, usize)> {
+/// The position of a general register: number, first bit, bytes.
+fn register_position(register: Register) -> Option<(usize, u32, usize)> {
     Some(match register {
         Register::AH | Register::CH | Register::DH | Register::BH => {
             (register.full_register().number(), 8, 1)
@@ -222,18 +233,19 @@ fn place(register: Register) -> Option<(usize, u32, usize)> {
     })
 }
 
-/// Sets a general register as the architecture does: 32 bits clear the upper half, fewer leave the rest.
+/// Sets a general register as the architecture does: a write of 32 bits clears the upper half, a
+/// narrower one keeps the other bits.
 pub(crate) fn set_general(general: &mut [u64; 16], register: Register, value: u64) {
-    let Some((number, shift, size)) = place(register) else { return };
+    let Some((number, shift, size)) = register_position(register) else { return };
     let kept = match size {
         4 | 8 => 0,
-        _ => general[number] & !(mask(size) << shift),
+        _ => general[number] & !(byte_mask(size) << shift),
     };
-    general[number] = kept | (value & mask(size)) << shift;
+    general[number] = kept | (value & byte_mask(size)) << shift;
 }
 
-/// The bits of that many bytes.
-pub(crate) fn mask(size: usize) -> u64 {
+/// A mask of the lowest `size` bytes.
+pub(crate) fn byte_mask(size: usize) -> u64 {
     match size {
         8.. => u64::MAX,
         _ => (1 << (size * 8)) - 1,

@@ -1,18 +1,18 @@
-//! Application checkpointing: an application declares the memory that matters, marks its transactions, and comes back at
-//! its last committed one.
+//! Application checkpointing: an application declares its critical memory and marks its
+//! transactions. After a crash it recovers the state of its last committed transaction.
 //!
 //! ```
-//! use firn_app::{Options, Session};
+//! use firn_app::{Session, SessionOptions};
 //!
 //! # fn main() -> Result<(), firn_app::Error> {
-//! let mut session = Session::open(Options::new("ledger"))?;
+//! let mut session = Session::open(SessionOptions::new("ledger"))?;
 //! let accounts = session.allocate("accounts", 1 << 20)?;
 //!
 //! let mut transfer = session.begin()?;
 //! transfer.words(&accounts)[7] += 100;
 //! transfer.words(&accounts)[9] += 50;
 //! transfer.commit()?;
-//! assert_eq!(session.changes().bytes(), 1 << 20); // the first commit of an area tells all of it
+//! assert_eq!(session.changes().bytes(), 1 << 20); // the first commit of an area reports all of it
 //!
 //! let mut transfer = session.begin()?;
 //! transfer.words(&accounts)[7] -= 30;
@@ -27,15 +27,17 @@
 //! # }
 //! ```
 //!
-//! A *critical data area* is any run of bytes: allocated here, or memory that the application has already (a vector, a
-//! static). Page tables know pages, so a session follows the pages that an area touches, and cuts what it finds to the area.
-//! *Trackers* ([`Kind`]) are ways to know what was written; a session chooses by measurement unless told.
+//! A *critical data area* is any run of bytes: allocated here, or memory that the application has
+//! already (a vector, a static). Page tables know pages, so a session follows the pages that an
+//! area touches, and clips what it finds to the area. *Trackers* ([`TrackerKind`]) are methods to
+//! find what was written. A session chooses one by measurement unless the options name one.
 //!
 //! # Unsafe code
 //!
-//! Unsafe code is in the module `sys` (mappings, page protection, the signal handler), and where the session takes memory
-//! from outside. Memory enters as a `Region`, by a promise of the application ([`Session::register`]) or from a mapping of
-//! the library's own; pages as a [`Span`], which only a session makes.
+//! Unsafe code is in the module `sys` (mappings, page protection, the signal handler), and where
+//! the session receives memory from outside. Memory enters as an `AreaRegion`, by a promise of the
+//! application ([`Session::register`]) or from a mapping of the library's own. Pages enter as a
+//! [`PageSpan`], which only a session makes.
 
 mod backup;
 mod changes;
@@ -52,13 +54,14 @@ mod sys;
 mod tracker;
 
 pub use backup::{
-    Acknowledge, BackupError, Compression, Fsync, Identity, Server, ServerOptions, Standby, Target,
+    AcknowledgePolicy, BackupError, BackupServer, BackupServerOptions, BackupTarget, Compression,
+    FsyncPolicy, TlsIdentity, WarmStandby,
 };
-pub use changes::{AreaId, Change, Changes};
+pub use changes::{AreaChange, AreaId, ChangeSet};
 pub use error::Error;
-pub use host::{Host, HostError};
-pub use memory::Memory;
-pub use options::{Options, Precision, Source};
+pub use host::{HostError, HostTracker};
+pub use memory::AreaMemory;
+pub use options::{MemorySource, Precision, SessionOptions};
 pub use session::{Area, Session, Transaction};
-pub use span::{PAGE, Span};
-pub use tracker::{Counts, Found, Kind, Tracker, UnknownKind};
+pub use span::{PAGE, PageSpan};
+pub use tracker::{Tracker, TrackerCounts, TrackerKind, UnknownTracker, WrittenRuns};

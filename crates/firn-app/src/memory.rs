@@ -7,42 +7,44 @@ use std::ptr::NonNull;
 use rustix::fs::MemfdFlags;
 
 use crate::error::Error;
-use crate::span::{PAGE, Span};
-use crate::sys::mapping::Mapping;
+use crate::span::{PAGE, PageSpan};
+use crate::sys::mapping::OwnedMapping;
 
-/// Pages that the application uses, and, for some trackers, a second way to them.
+/// Pages that the application uses. Some trackers need a second mapping of them.
 ///
-/// They stay mapped until the last owner is gone: an [`crate::Area`] outlives its session.
+/// The pages stay mapped until the last owner is dropped: an [`crate::Area`] can outlive its
+/// session.
 #[derive(Debug)]
-pub struct Memory {
-    main: Mapping,
-    second: Option<Mapping>,
+pub struct AreaMemory {
+    main: OwnedMapping,
+    second: Option<OwnedMapping>,
 }
 
-impl Memory {
-    /// Private memory.
+impl AreaMemory {
+    /// Maps private memory.
     ///
     /// # Errors
-    /// If there is not enough.
+    /// If there is not enough memory.
     pub fn anonymous(bytes: usize) -> Result<Self, Error> {
-        let main =
-            Mapping::anonymous(bytes).map_err(Error::system("mapping memory for an area"))?;
+        let main = OwnedMapping::map_anonymous(bytes)
+            .map_err(Error::system("mapping memory for an area"))?;
         Ok(Self { main, second: None })
     }
 
-    /// A memory file that is mapped twice, both writable.
-    pub(crate) fn twice(bytes: usize) -> Result<Self, Error> {
-        Self::from_file(bytes, Mapping::shared)
+    /// Maps a memory file twice, both times writable.
+    pub(crate) fn map_twice(bytes: usize) -> Result<Self, Error> {
+        Self::from_file(bytes, OwnedMapping::map_shared)
     }
 
-    /// A memory file whose first mapping copies each page that is written; the second is the file.
-    pub(crate) fn copying(bytes: usize) -> Result<Self, Error> {
-        Self::from_file(bytes, Mapping::private)
+    /// Maps a memory file twice: the first mapping copies each page that is written; the second is
+    /// the file.
+    pub(crate) fn map_copying(bytes: usize) -> Result<Self, Error> {
+        Self::from_file(bytes, OwnedMapping::map_private)
     }
 
     fn from_file(
         bytes: usize,
-        map: impl Fn(std::os::fd::BorrowedFd<'_>, usize) -> Result<Mapping, rustix::io::Errno>,
+        map: impl Fn(std::os::fd::BorrowedFd<'_>, usize) -> Result<OwnedMapping, rustix::io::Errno>,
     ) -> Result<Self, Error> {
         let len = bytes.max(1).next_multiple_of(PAGE);
         let file = rustix::fs::memfd_create("firn-app", MemfdFlags::CLOEXEC)
@@ -50,13 +52,13 @@ impl Memory {
             .map_err(Error::system("memfd_create"))?;
         file.set_len(len as u64).map_err(Error::io("giving a memory file its size"))?;
         let main = map(file.as_fd(), len).map_err(Error::system("mapping an area"))?;
-        let second =
-            Mapping::shared(file.as_fd(), len).map_err(Error::system("mapping an area twice"))?;
+        let second = OwnedMapping::map_shared(file.as_fd(), len)
+            .map_err(Error::system("mapping an area twice"))?;
         Ok(Self { main, second: Some(second) })
     }
 
-    /// All of it.
-    pub fn span(&self) -> Span {
+    /// All its pages.
+    pub fn span(&self) -> PageSpan {
         self.main.span()
     }
 
@@ -65,12 +67,12 @@ impl Memory {
     }
 
     /// The second mapping's address.
-    pub(crate) fn alias(&self) -> Option<usize> {
+    pub(crate) fn alias_address(&self) -> Option<usize> {
         self.second.as_ref().map(|second| second.start().as_ptr().expose_provenance())
     }
 
     /// The second mapping.
-    pub(crate) fn second(&self) -> Option<&Mapping> {
+    pub(crate) fn second_mapping(&self) -> Option<&OwnedMapping> {
         self.second.as_ref()
     }
 }

@@ -1,9 +1,9 @@
-//! How a session is to be.
+//! Options of a session.
 
-use crate::backup::Target;
-use crate::tracker::Kind;
+use crate::backup::BackupTarget;
+use crate::tracker::TrackerKind;
 
-/// How changes are told and carried.
+/// The unit in which changes are reported and transferred.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub enum Precision {
     /// Whole pages, cut to the area.
@@ -13,9 +13,9 @@ pub enum Precision {
     Words,
 }
 
-/// Which memory will become areas.
+/// Which memory areas may consist of.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
-pub enum Source {
+pub enum MemorySource {
     /// Also memory that the application has already.
     #[default]
     Any,
@@ -23,70 +23,74 @@ pub enum Source {
     Allocated,
 }
 
-/// How to open a session.
+/// The options to open a session with.
 ///
 /// ```
-/// use firn_app::{Kind, Options, Precision};
+/// use firn_app::{Precision, SessionOptions, TrackerKind};
 ///
-/// let options = Options::new("ledger").tracker(Kind::Pages).precision(Precision::Pages);
+/// let options = SessionOptions::new("ledger")
+///     .tracker(TrackerKind::Pages)
+///     .precision(Precision::Pages);
 /// ```
 #[derive(Clone, Debug)]
-pub struct Options {
+pub struct SessionOptions {
     pub(crate) name: String,
-    pub(crate) tracker: Option<Kind>,
+    pub(crate) tracker: Option<TrackerKind>,
     pub(crate) precision: Precision,
-    pub(crate) source: Source,
+    pub(crate) source: MemorySource,
     pub(crate) undo: bool,
-    pub(crate) backups: Vec<Target>,
+    pub(crate) backups: Vec<BackupTarget>,
     pub(crate) discard: bool,
 }
 
-impl Options {
-    /// A session with a name. Without more, it chooses its tracker by measurement, can abort, and tells words.
+impl SessionOptions {
+    /// Options of a session with this name. By default it chooses its tracker by measurement, can
+    /// abort, and reports words.
     pub fn new(name: impl Into<String>) -> Self {
         Self {
             name: name.into(),
             tracker: None,
             precision: Precision::default(),
-            source: Source::default(),
+            source: MemorySource::default(),
             undo: true,
             backups: Vec::new(),
             discard: false,
         }
     }
 
-    /// This tracker, not the one that measures best.
-    pub fn tracker(mut self, kind: Kind) -> Self {
+    /// Uses this tracker, not the one that is fastest in a measurement.
+    pub fn tracker(mut self, kind: TrackerKind) -> Self {
         self.tracker = Some(kind);
         self
     }
 
-    /// How changes are told and carried.
+    /// Sets the unit in which changes are reported and transferred.
     pub fn precision(mut self, precision: Precision) -> Self {
         self.precision = precision;
         self
     }
 
-    /// Which memory will become areas: it decides which trackers can be chosen by measurement.
-    pub fn source(mut self, source: Source) -> Self {
+    /// Sets which memory areas may consist of: it decides which trackers can be chosen by
+    /// measurement.
+    pub fn source(mut self, source: MemorySource) -> Self {
         self.source = source;
         self
     }
 
-    /// Whether to keep a copy of the last committed state, without which nothing can be aborted, and words are told only
-    /// by trackers that note words. On by default.
+    /// Whether to keep a copy of the last committed state. Without it no transaction can be
+    /// aborted, and only trackers that note words report words. On by default.
     pub fn undo(mut self, keep: bool) -> Self {
         self.undo = keep;
         self
     }
 
-    /// Adds a place for committed changes.
-    pub fn backup(mut self, target: Target) -> Self {
+    /// Adds a target that committed changes are written to.
+    pub fn backup(mut self, target: BackupTarget) -> Self {
         self.backups.push(target);
         self
     }
 
-    /// Begins anew: a state that a backup has is not recovered but thrown away.
+    /// Starts with an empty state: a state that a backup has is discarded instead of recovered.
     pub fn discard(mut self, discard: bool) -> Self {
         self.discard = discard;
         self

@@ -1,4 +1,4 @@
-//! A session: areas, transactions, what they changed.
+//! A session: its areas, its transactions, and the changes of each transaction.
 //!
 //! ```text
 //!             register, allocate                begin
@@ -6,7 +6,7 @@
 //!              ^                                            |   |
 //!              |                                    abort   |   |  commit
 //!              +--- areas as last committed <---------------+   |
-//!              +--- areas as they are, told, copied <-----------+
+//!              +--- areas as they are, reported, copied <-------+
 //! ```
 
 use std::fmt;
@@ -14,91 +14,98 @@ use std::ops::Range;
 use std::ptr::NonNull;
 use std::sync::Arc;
 
-use crate::backup::{self, BackupError, Fsync, Helper, Image, Job, Log, Payload};
-use crate::changes::{AreaId, Changes};
-use crate::claims::Claims;
+use crate::backup::{
+    self, ApplicationLog, ApplicationState, BackupError, BackupHelper, BackupJob, FsyncPolicy,
+    PayloadBuilder,
+};
+use crate::changes::{AreaId, ChangeSet};
+use crate::claims::PageClaims;
 use crate::difference;
 use crate::error::Error;
-use crate::memory::Memory;
-use crate::options::{Options, Precision};
-use crate::span::Span;
-use crate::sys::fork::Owner;
-use crate::sys::region::Region;
-use crate::tracker::{self, Counts, Found, Kind, Tracker};
+use crate::memory::AreaMemory;
+use crate::options::{Precision, SessionOptions};
+use crate::span::PageSpan;
+use crate::sys::fork::OwnerProcess;
+use crate::sys::region::AreaRegion;
+use crate::tracker::{self, Tracker, TrackerCounts, TrackerKind, WrittenRuns};
 
 /// Critical data areas, and the transactions on them.
 ///
 /// # Threads
 ///
-/// Any number of threads may write areas between begin and commit. While a method of the session runs, none may. For
-/// areas from [`Session::allocate`] the compiler sees to that: their bytes are borrowed from the session or from a
-/// [`Transaction`]. For memory given by [`Session::register`] the application promises it. What is written outside of
-/// transactions belongs to the next one.
+/// Any number of threads may write areas between begin and commit. While a method of the session
+/// runs, no thread may. For areas from [`Session::allocate`] the compiler enforces that: their
+/// bytes are borrowed from the session or from a [`Transaction`]. For memory given by
+/// [`Session::register`] the application promises it. A write outside of transactions belongs to
+/// the next transaction.
 ///
 /// # Forks
 ///
-/// A process that forks continues as if it had not. In its child every method of the session that can fail gives
-/// [`Error::Forked`], and dropping the session releases what the child has and nothing of the parent's. The child may read and write
-/// the areas: what it writes is its own, and no transaction has it. With the trackers Emul and Scan a page shows what the
+/// A process that forks continues as if it had not. In its child every method of the session that
+/// can fail returns [`Error::Forked`]. Dropping the session there releases what the child has and
+/// nothing of the parent's. The child may read and write the areas: what it writes is private to
+/// the child, and belongs to no transaction. With the trackers Emul and Scan a page shows what the
 /// parent writes until the child writes the area. A child may open sessions of its own.
 pub struct Session {
-    // Dropped in this order: protection ends, and pages are given back, before memory is. Otherwise another session could be
-    // given memory at an address that is still claimed.
-    owner: Owner,
+    // Dropped in this order: protection ends, and pages are released, before memory is unmapped.
+    // Otherwise another session could be given memory at an address that is still claimed.
+    owner: OwnerProcess,
     tracker: Box<dyn Tracker>,
-    claims: Claims,
-    areas: Vec<State>,
-    options: Options,
-    found: Found,
-    changes: Changes,
+    claims: PageClaims,
+    areas: Vec<AreaState>,
+    options: SessionOptions,
+    found: WrittenRuns,
+    changes: ChangeSet,
     sequence: u64,
     open: bool,
-    helpers: Vec<Helper>,
-    /// Names of the areas that backups know, by their numbers there.
+    helpers: Vec<BackupHelper>,
+    /// Names of the areas that backups have, by their numbers there.
     stored: Vec<String>,
-    /// What a backup has, until the first transaction.
-    pending: Option<Image>,
+    /// The state that a backup has, until the first transaction.
+    pending: Option<ApplicationState>,
 }
 
-/// An area as the session sees it.
-struct State {
+/// The session's own data of an area.
+struct AreaState {
     name: String,
-    region: Region,
-    /// The last committed bytes, if they are kept.
+    region: AreaRegion,
+    /// The last committed bytes, if a copy is kept.
     copy: Option<Vec<u8>>,
-    /// Nothing of it has been committed yet.
+    /// No transaction has committed any of it yet.
     fresh: bool,
     /// Its number in backups.
     number: u32,
-    /// What the library allocated.
-    memory: Option<Arc<Memory>>,
+    /// The memory, if the library allocated it.
+    memory: Option<Arc<AreaMemory>>,
 }
 
-/// An area whose memory the library allocated. The memory stays for as long as this or the session does.
+/// An area whose memory the library allocated. The memory stays mapped for as long as this value or
+/// the session exists.
 #[derive(Clone, Debug)]
 pub struct Area {
     id: AreaId,
     len: usize,
-    memory: Arc<Memory>,
+    memory: Arc<AreaMemory>,
 }
 
 impl Area {
-    /// Its number.
+    /// The area's number.
     pub fn id(&self) -> AreaId {
         self.id
     }
 
-    /// How many bytes.
+    /// The area's length in bytes.
     pub fn len(&self) -> usize {
         self.len
     }
 
-    /// Never: an area has a byte at least.
+    /// Always false: an area has at least one byte.
     pub fn is_empty(&self) -> bool {
         self.len == 0
     }
 
-    /// Where it starts, for code that follows the rule of threads by itself. Aligned to a page.
+    /// The address of the first byte, for code that follows the rule of threads by itself. Aligned
+    /// to a page.
     pub fn as_ptr(&self) -> *mut u8 {
         self.memory.start().as_ptr()
     }
@@ -109,52 +116,57 @@ impl Session {
     ///
     /// # Errors
     /// If the tracker does not work on this kernel.
-    pub fn open(options: Options) -> Result<Self, Error> {
+    pub fn open(options: SessionOptions) -> Result<Self, Error> {
         let tracker = match options.tracker {
-            Some(kind) => tracker::open(kind)?,
-            None => tracker::choose(options.source)?,
+            Some(kind) => tracker::open_tracker(kind)?,
+            None => tracker::choose_tracker(options.source)?,
         };
         Self::open_with(options, tracker)
     }
 
-    /// Opens a session with a tracker of somebody else's.
+    /// Opens a session with a tracker that the caller provides.
     ///
     /// # Errors
-    /// If the options ask for what this tracker cannot do.
-    pub fn open_with(mut options: Options, mut tracker: Box<dyn Tracker>) -> Result<Self, Error> {
-        let words = options.precision == Precision::Words && !tracker.tells_words();
-        if tracker.kind() == Kind::Compare {
+    /// If the options ask for something that this tracker cannot do.
+    pub fn open_with(
+        mut options: SessionOptions,
+        mut tracker: Box<dyn Tracker>,
+    ) -> Result<Self, Error> {
+        let words = options.precision == Precision::Words && !tracker.reports_words();
+        if tracker.kind() == TrackerKind::Compare {
             options.precision = Precision::Words;
         }
-        if !options.undo && (words || tracker.kind() == Kind::Compare) {
-            let why =
-                "it finds words by comparing with the committed copy (Options::undo)".to_owned();
+        if !options.undo && (words || tracker.kind() == TrackerKind::Compare) {
+            let why = "it finds words by comparing with the committed copy (SessionOptions::undo)"
+                .to_owned();
             return Err(Error::Unavailable { kind: tracker.kind(), why });
         }
-        tracker.compares(options.undo && options.precision == Precision::Words);
-        let owner = Owner::this_process().map_err(Error::system("marking a page for forks"))?;
-        let (helpers, image) = backup::open(&options.name, &options.backups, options.discard)
-            .map_err(Error::backup)?;
+        tracker.set_comparing(options.undo && options.precision == Precision::Words);
+        let owner =
+            OwnerProcess::this_process().map_err(Error::system("marking a page for forks"))?;
+        let (helpers, image) =
+            backup::open_targets(&options.name, &options.backups, options.discard)
+                .map_err(Error::backup)?;
         let mut session = Self {
             owner,
             tracker,
             areas: Vec::new(),
-            claims: Claims::default(),
+            claims: PageClaims::default(),
             options,
-            found: Found::default(),
-            changes: Changes::default(),
+            found: WrittenRuns::default(),
+            changes: ChangeSet::default(),
             sequence: 0,
             open: false,
             helpers,
             stored: Vec::new(),
             pending: None,
         };
-        session.expect(image);
+        session.set_recoverable_state(image);
         Ok(session)
     }
 
-    /// There is a state to recover.
-    fn expect(&mut self, image: Image) {
+    /// Stores the state that a backup has: the session can recover it until its first transaction.
+    fn set_recoverable_state(&mut self, image: ApplicationState) {
         self.sequence = image.sequence();
         self.stored = image.areas().iter().map(|area| area.name.clone()).collect();
         self.pending = (image.sequence() > 0).then_some(image);
@@ -165,13 +177,13 @@ impl Session {
         &self.options.name
     }
 
-    /// The tracker in use.
-    pub fn tracker(&self) -> Kind {
+    /// The kind of the tracker in use.
+    pub fn tracker_kind(&self) -> TrackerKind {
         self.tracker.kind()
     }
 
-    /// What the tracker did besides.
-    pub fn counts(&self) -> Counts {
+    /// The tracker's own counts of events.
+    pub fn tracker_counts(&self) -> TrackerCounts {
         self.tracker.counts()
     }
 
@@ -180,34 +192,38 @@ impl Session {
         self.sequence
     }
 
-    /// A new area of zeros.
+    /// Allocates a new area of zeros.
     ///
     /// # Errors
-    /// If there is no memory, the name is taken, or a transaction is open.
+    /// If there is not enough memory, the name is in use, or a transaction is open.
     pub fn allocate(&mut self, name: &str, len: usize) -> Result<Area, Error> {
         self.check_new(name, len, None)?;
-        let memory = self.tracker.allocate(len)?;
-        self.claims.claim(memory.span()).ok_or_else(|| taken(name, memory.span()))?;
-        // SAFETY: the memory was mapped for this area, `len` fits it, and it lives as long as the state beside it. Its
-        // bytes are lent by methods that borrow the session or its transaction, or used by those who keep the rule.
-        let region = unsafe { Region::new(memory.start(), len) };
-        let id = self.add(name, region, Some(memory.clone()));
+        let memory = self.tracker.allocate_memory(len)?;
+        self.claims.claim_span(memory.span()).ok_or_else(|| taken_error(name, memory.span()))?;
+        // SAFETY: the memory was mapped for this area, `len` fits it, and it lives as long as the
+        // state beside it. Its bytes are lent by methods that borrow the session or its
+        // transaction, or used by callers that keep the rule.
+        let region = unsafe { AreaRegion::new(memory.start(), len) };
+        let id = self.add_area(name, region, Some(memory.clone()));
         Ok(Area { id, len, memory })
     }
 
-    /// Makes memory that the application has already an area. It may start and end anywhere; other data on its first and
-    /// last page is not affected, nor told.
+    /// Makes an area of memory that the application has already. The area may start and end at any
+    /// address. Other data on its first and last page is not affected, and not reported.
     ///
     /// # Safety
     ///
-    /// Until the session is dropped, `len` bytes at `start` are allocated, readable and writable, and the pages they touch
-    /// are not unmapped, remapped or protected by anybody else; they are no thread's stack. While a method of the session
-    /// runs, no thread writes the area, nor anything reads it while [`Transaction::abort`] or a recovery writes it.
+    /// Until the session is dropped, `len` bytes at `start` are allocated, readable and writable.
+    /// No other code unmaps, remaps or protects the pages they touch, and these pages are no
+    /// thread's stack. While a method of the session runs, no thread writes the area. While
+    /// [`Transaction::abort`] or a recovery writes it, no thread reads it.
     ///
-    /// With the trackers PT and Emul, a system call that writes the area (read(2), for one) may fail with EFAULT.
+    /// With the trackers PT and Emul, a system call that writes the area (read(2), for one) may
+    /// fail with EFAULT.
     ///
     /// # Errors
-    /// If the tracker cannot follow it, it overlaps with another area, or a transaction is open.
+    /// If the tracker cannot follow this memory, it overlaps with another area, or a transaction is
+    /// open.
     pub unsafe fn register(
         &mut self,
         name: &str,
@@ -215,18 +231,18 @@ impl Session {
         len: usize,
     ) -> Result<AreaId, Error> {
         // SAFETY: as the caller promises.
-        let region = unsafe { Region::new(start, len) };
+        let region = unsafe { AreaRegion::new(start, len) };
         self.check_new(name, len, Some(region.addresses()))?;
-        let span = Span::covering(region.addresses());
-        let new = self.claims.claim(span).ok_or_else(|| taken(name, span))?;
+        let span = PageSpan::covering_range(region.addresses());
+        let new = self.claims.claim_span(span).ok_or_else(|| taken_error(name, span))?;
         for (number, span) in new.iter().enumerate() {
-            if let Err(error) = self.tracker.watch(*span) {
-                // Pages that are claimed count as followed.
-                self.claims.release(&new[number..]);
+            if let Err(error) = self.tracker.watch_span(*span) {
+                // The session would count claimed pages as followed.
+                self.claims.release_spans(&new[number..]);
                 return Err(error);
             }
         }
-        Ok(self.add(name, region, None))
+        Ok(self.add_area(name, region, None))
     }
 
     fn check_new(
@@ -239,7 +255,7 @@ impl Session {
         if len == 0 || name.len() > 255 {
             return Err(Error::Size { name: name.to_owned(), len });
         }
-        let meets = |state: &&State| {
+        let meets = |state: &&AreaState| {
             let there = state.region.addresses();
             let overlaps = |new: &Range<usize>| new.start < there.end && there.start < new.end;
             state.name == name || addresses.as_ref().is_some_and(overlaps)
@@ -250,15 +266,27 @@ impl Session {
         }
     }
 
-    fn add(&mut self, name: &str, region: Region, memory: Option<Arc<Memory>>) -> AreaId {
+    fn add_area(
+        &mut self,
+        name: &str,
+        region: AreaRegion,
+        memory: Option<Arc<AreaMemory>>,
+    ) -> AreaId {
         let copy = self.options.undo.then(|| region.bytes().to_vec());
-        let number = self.number(name);
-        self.areas.push(State { name: name.to_owned(), region, copy, fresh: true, number, memory });
+        let number = self.backup_number(name);
+        self.areas.push(AreaState {
+            name: name.to_owned(),
+            region,
+            copy,
+            fresh: true,
+            number,
+            memory,
+        });
         AreaId(self.areas.len() as u32 - 1)
     }
 
-    /// The number of an area in backups.
-    fn number(&mut self, name: &str) -> u32 {
+    /// The number of an area in backups; a new one for a name that backups do not have.
+    fn backup_number(&mut self, name: &str) -> u32 {
         let known = self.stored.iter().position(|stored| stored == name);
         let number = known.unwrap_or_else(|| {
             self.stored.push(name.to_owned());
@@ -267,21 +295,23 @@ impl Session {
         number as u32
     }
 
-    /// Gives the areas their last committed bytes, from the backup that has the latest. Areas it does not know stay as they
-    /// are. Gives the number of that transaction; 0 if there is none.
+    /// Fills the areas with their last committed bytes, from the backup that has the latest state.
+    /// Areas that the backup does not have stay as they are. Returns the number of that
+    /// transaction; 0 if there is none.
     ///
     /// # Errors
     /// If an area has another size, or a transaction is open.
     pub fn recover(&mut self) -> Result<u64, Error> {
         self.check_state("recover", false)?;
         let Some(image) = self.pending.take() else { return Ok(self.sequence) };
-        let recovered = self.load(&image);
+        let recovered = self.load_state(&image);
         self.pending = Some(image);
         recovered.map(|()| self.sequence)
     }
 
-    fn load(&mut self, image: &Image) -> Result<(), Error> {
-        let stored = |state: &State| image.areas().get(image.find(&state.name)? as usize);
+    fn load_state(&mut self, image: &ApplicationState) -> Result<(), Error> {
+        let stored =
+            |state: &AreaState| image.areas().get(image.area_number(&state.name)? as usize);
         for state in &self.areas {
             let Some(stored) = stored(state) else { continue };
             let (len, stored) = (state.region.len(), stored.bytes.len());
@@ -297,22 +327,27 @@ impl Session {
                 copy.copy_from_slice(&stored.bytes);
             }
         }
-        // What was written here is not news.
-        self.collect()
+        // Discards what was written here: it is not a change of the application.
+        self.collect_writes()
     }
 
-    /// Goes on with a log that somebody else wrote until now.
-    pub(crate) fn take_up(&mut self, log: Log, image: Image, fsync: Fsync) -> Result<u64, Error> {
+    /// Continues a log that another process wrote until now.
+    pub(crate) fn adopt_log(
+        &mut self,
+        log: ApplicationLog,
+        image: ApplicationState,
+        fsync: FsyncPolicy,
+    ) -> Result<u64, Error> {
         if !self.helpers.is_empty() || self.sequence > 0 {
             let why = "the session has a backup, or has committed";
             return Err(Error::State { what: "take over", why });
         }
         self.check_state("take over", false)?;
-        // Areas registered before get the numbers that the log has for their names.
-        self.expect(image.clone());
+        // Areas registered before this call get the numbers that the log has for their names.
+        self.set_recoverable_state(image.clone());
         for n in 0..self.areas.len() {
             let name = self.areas[n].name.clone();
-            self.areas[n].number = self.number(&name);
+            self.areas[n].number = self.backup_number(&name);
         }
         self.recover()?;
         self.helpers.push(backup::log_helper(log, image, fsync).map_err(Error::backup)?);
@@ -321,9 +356,8 @@ impl Session {
 
     fn check_recovered(&mut self) -> Result<(), Error> {
         let Some(image) = &self.pending else { return Ok(()) };
-        if self.areas.iter().any(|state| state.fresh && image.find(&state.name).is_some()) {
-            let why =
-                "the backup has a committed state: recover it, or discard it (Options::discard)";
+        if self.areas.iter().any(|state| state.fresh && image.area_number(&state.name).is_some()) {
+            let why = "the backup has a committed state: recover it, or discard it (SessionOptions::discard)";
             return Err(Error::State { what: "begin", why });
         }
         self.pending = None;
@@ -331,7 +365,7 @@ impl Session {
     }
 
     fn check_process(&self) -> Result<(), Error> {
-        match self.owner.is_here() {
+        match self.owner.is_this_process() {
             true => Ok(()),
             false => Err(Error::Forked { name: self.options.name.clone(), pid: self.owner.pid() }),
         }
@@ -346,10 +380,10 @@ impl Session {
         if self.open == open { Ok(()) } else { Err(Error::State { what, why }) }
     }
 
-    /// Begins a transaction. It costs nothing.
+    /// Begins a transaction. This does no work.
     ///
     /// # Errors
-    /// If one is open.
+    /// If a transaction is open.
     pub fn begin(&mut self) -> Result<Transaction<'_>, Error> {
         self.check_state("begin", false)?;
         self.check_recovered()?;
@@ -357,17 +391,17 @@ impl Session {
         Ok(Transaction { session: self })
     }
 
-    /// The transaction that was left open by [`Transaction::detach`].
+    /// Returns the transaction that [`Transaction::detach`] left open.
     ///
     /// # Errors
-    /// If none is open.
-    pub fn transaction(&mut self) -> Result<Transaction<'_>, Error> {
+    /// If no transaction is open.
+    pub fn open_transaction(&mut self) -> Result<Transaction<'_>, Error> {
         self.check_state("transaction", true)?;
         Ok(Transaction { session: self })
     }
 
-    /// What the last committed transaction changed.
-    pub fn changes(&self) -> &Changes {
+    /// The changes of the last committed transaction.
+    pub fn changes(&self) -> &ChangeSet {
         &self.changes
     }
 
@@ -376,14 +410,15 @@ impl Session {
     /// # Panics
     /// If the area belongs to another session.
     pub fn bytes(&self, area: &Area) -> &[u8] {
-        self.own(area).region.bytes()
+        self.area_state(area).region.bytes()
     }
 
-    /// The bytes of any area, also of one that was registered. Nobody may write them while they are borrowed.
+    /// The bytes of any area, also of a registered one. No thread may write them while they are
+    /// borrowed.
     ///
     /// # Errors
     /// If there is no such area.
-    pub fn bytes_of(&self, area: AreaId) -> Result<&[u8], Error> {
+    pub fn area_bytes(&self, area: AreaId) -> Result<&[u8], Error> {
         self.areas.get(area.0 as usize).map(|state| state.region.bytes()).ok_or(Error::NoArea)
     }
 
@@ -392,8 +427,8 @@ impl Session {
         self.areas.iter().enumerate().map(|(id, state)| (AreaId(id as u32), state.name.as_str()))
     }
 
-    fn own(&self, area: &Area) -> &State {
-        let state = self.areas.get(area.id.0 as usize).filter(|state| state.has(area));
+    fn area_state(&self, area: &Area) -> &AreaState {
+        let state = self.areas.get(area.id.0 as usize).filter(|state| state.is_state_of(area));
         #[expect(
             clippy::expect_used,
             reason = "documented: the area is the caller's to keep apart"
@@ -401,7 +436,7 @@ impl Session {
         state.expect("the area belongs to another session")
     }
 
-    /// Appends the bytes of the last transaction's changes, in order.
+    /// Appends the bytes of the last transaction's changes to `to`, in order.
     pub fn copy_changes(&self, to: &mut Vec<u8>) {
         for change in self.changes.iter() {
             to.extend_from_slice(
@@ -410,11 +445,11 @@ impl Session {
         }
     }
 
-    fn commit(&mut self) -> Result<u64, Error> {
+    fn commit_transaction(&mut self) -> Result<u64, Error> {
         self.check_process()?;
-        self.collect()?;
-        let defined = self.tell();
-        self.keep();
+        self.collect_writes()?;
+        let defined = self.record_changes();
+        self.update_copies();
         self.open = false;
         self.sequence += 1;
         if !self.helpers.is_empty() {
@@ -423,57 +458,62 @@ impl Session {
         Ok(self.sequence)
     }
 
-    /// Hands the changes to all backups, then waits for all.
+    /// Passes the changes to all backup helpers, then waits for all of them.
     fn back_up(&self, defined: &[AreaId]) -> Result<(), Arc<BackupError>> {
-        let payload = Arc::new(self.payload(defined).finish());
+        let payload = Arc::new(self.encode_changes(defined).into_bytes());
         for helper in &self.helpers {
-            helper.put(Job { sequence: self.sequence, payload: payload.clone() })?;
+            helper.queue_transaction(BackupJob {
+                sequence: self.sequence,
+                payload: payload.clone(),
+            })?;
         }
-        self.helpers.iter().try_for_each(|helper| helper.wait(self.sequence))
+        self.helpers.iter().try_for_each(|helper| helper.wait_for_commit(self.sequence))
     }
 
-    fn payload(&self, defined: &[AreaId]) -> Payload {
-        let mut payload = Payload::default();
+    fn encode_changes(&self, defined: &[AreaId]) -> PayloadBuilder {
+        let mut payload = PayloadBuilder::default();
         for area in defined {
             let state = &self.areas[area.0 as usize];
-            payload.define(state.number, state.region.len() as u64, &state.name);
+            payload.add_area(state.number, state.region.len() as u64, &state.name);
         }
         for change in self.changes.iter() {
             let state = &self.areas[change.area.0 as usize];
             let bytes = &state.region.bytes()[change.bytes.clone()];
-            payload.change(state.number, change.bytes.start as u64, bytes);
+            payload.add_change(state.number, change.bytes.start as u64, bytes);
         }
         payload
     }
 
-    /// The last transaction that every backup has; the last committed one if there is no backup. 0 in a child of the process that
-    /// opened the session.
-    pub fn acknowledged(&self) -> u64 {
-        if !self.owner.is_here() {
+    /// The last transaction that every backup has; the last committed one if there is no backup. 0
+    /// in a child of the process that opened the session.
+    pub fn acknowledged_sequence(&self) -> u64 {
+        if !self.owner.is_this_process() {
             return 0;
         }
-        self.helpers.iter().map(Helper::acknowledged).min().unwrap_or(self.sequence)
+        self.helpers.iter().map(BackupHelper::acknowledged_sequence).min().unwrap_or(self.sequence)
     }
 
-    /// Waits until every backup has everything that was committed.
+    /// Waits until every backup has all committed transactions.
     ///
     /// # Errors
-    /// If one cannot have it.
-    pub fn flush(&self) -> Result<(), Error> {
+    /// If a backup cannot store one of them.
+    pub fn flush_backups(&self) -> Result<(), Error> {
         self.check_process()?;
-        let flushed = self.helpers.iter().try_for_each(|helper| helper.wait_all(self.sequence));
+        let flushed =
+            self.helpers.iter().try_for_each(|helper| helper.wait_until_stored(self.sequence));
         flushed.map_err(Error::Backup)
     }
 
-    fn collect(&mut self) -> Result<(), Error> {
+    fn collect_writes(&mut self) -> Result<(), Error> {
         self.found.clear();
-        self.tracker.collect(&mut self.found)?;
-        self.found.normalize();
+        self.tracker.collect_writes(&mut self.found)?;
+        self.found.join_runs();
         Ok(())
     }
 
-    /// Turns what was found into changes of areas. Gives the areas that are told for the first time.
-    fn tell(&mut self) -> Vec<AreaId> {
+    /// Turns the written runs into changes of areas. Returns the areas that are reported for the
+    /// first time.
+    fn record_changes(&mut self) -> Vec<AreaId> {
         let mut first = Vec::new();
         self.changes.clear();
         for (id, state) in self.areas.iter_mut().enumerate() {
@@ -485,11 +525,16 @@ impl Session {
             }
             let words = self.options.precision == Precision::Words;
             let copy = state.copy.as_deref().filter(|_| words);
-            for bytes in state.found_in(self.found.runs()) {
+            for bytes in state.clip_runs(self.found.runs()) {
                 match copy {
                     Some(copy) => {
-                        let told = |run| self.changes.push(id, run);
-                        difference::words(state.region.bytes(), copy, bytes, told);
+                        let push_change = |run| self.changes.push(id, run);
+                        difference::find_changed_words(
+                            state.region.bytes(),
+                            copy,
+                            bytes,
+                            push_change,
+                        );
                     }
                     None => self.changes.push(id, bytes),
                 }
@@ -498,44 +543,44 @@ impl Session {
         first
     }
 
-    /// Brings the copies up to date.
-    fn keep(&mut self) {
+    /// Copies the changes into the committed copies.
+    fn update_copies(&mut self) {
         for change in &self.changes.list {
-            let State { region, copy, .. } = &mut self.areas[change.area.0 as usize];
+            let AreaState { region, copy, .. } = &mut self.areas[change.area.0 as usize];
             if let Some(copy) = copy {
                 copy[change.bytes.clone()].copy_from_slice(&region.bytes()[change.bytes.clone()]);
             }
         }
     }
 
-    fn abort(&mut self) -> Result<(), Error> {
+    fn roll_back(&mut self) -> Result<(), Error> {
         self.check_process()?;
         if !self.options.undo {
-            let why = "no copy is kept (Options::undo)";
+            let why = "no copy is kept (SessionOptions::undo)";
             return Err(Error::State { what: "abort", why });
         }
-        self.collect()?;
+        self.collect_writes()?;
         for state in &mut self.areas {
-            let runs: Vec<_> = state.found_in(self.found.runs()).collect();
-            let State { region, copy: Some(copy), .. } = state else { continue };
+            let runs: Vec<_> = state.clip_runs(self.found.runs()).collect();
+            let AreaState { region, copy: Some(copy), .. } = state else { continue };
             for bytes in runs {
                 region.bytes_mut()[bytes.clone()].copy_from_slice(&copy[bytes]);
             }
         }
-        // What was written back is not news.
-        self.collect()?;
+        // Discards what was written back: it is not a change of the application.
+        self.collect_writes()?;
         self.open = false;
         Ok(())
     }
 }
 
-impl State {
-    fn has(&self, area: &Area) -> bool {
+impl AreaState {
+    fn is_state_of(&self, area: &Area) -> bool {
         self.memory.as_ref().is_some_and(|memory| Arc::ptr_eq(memory, &area.memory))
     }
 
     /// The parts of sorted runs of addresses that lie in the area, as offsets.
-    fn found_in(&self, runs: &[(usize, usize)]) -> impl Iterator<Item = Range<usize>> {
+    fn clip_runs(&self, runs: &[(usize, usize)]) -> impl Iterator<Item = Range<usize>> {
         let area = self.region.addresses();
         let first = runs.partition_point(|(start, len)| start + len <= area.start);
         let inside = runs[first..].iter().take_while({
@@ -548,7 +593,7 @@ impl State {
     }
 }
 
-fn taken(name: &str, span: Span) -> Error {
+fn taken_error(name: &str, span: PageSpan) -> Error {
     Error::Taken { name: name.to_owned(), start: span.start(), end: span.end() }
 }
 
@@ -564,50 +609,57 @@ impl fmt::Debug for Session {
     }
 }
 
-/// A transaction that is open. Dropping it aborts, if the session can.
+/// An open transaction. Dropping it aborts it, if the session can.
 #[derive(Debug)]
 pub struct Transaction<'a> {
     session: &'a mut Session,
 }
 
 impl Transaction<'_> {
-    /// The bytes of an area, to be changed.
+    /// The bytes of an area, to be changed by the caller.
     ///
     /// # Panics
     /// If the area belongs to another session.
     pub fn bytes(&mut self, area: &Area) -> &mut [u8] {
-        assert!(self.session.own(area).has(area), "the area belongs to another session");
+        assert!(
+            self.session.area_state(area).is_state_of(area),
+            "the area belongs to another session"
+        );
         self.session.areas[area.id.0 as usize].region.bytes_mut()
     }
 
-    /// As words; what is left over at the end of the area is not among them.
+    /// The area as words. Bytes after the last whole word are not included.
     ///
     /// # Panics
     /// If the area belongs to another session.
     pub fn words(&mut self, area: &Area) -> &mut [u64] {
-        assert!(self.session.own(area).has(area), "the area belongs to another session");
+        assert!(
+            self.session.area_state(area).is_state_of(area),
+            "the area belongs to another session"
+        );
         self.session.areas[area.id.0 as usize].region.words_mut()
     }
 
-    /// Makes the changes the committed state, and gives its number.
+    /// Commits the changes, and returns the transaction's number.
     ///
     /// # Errors
-    /// If the kernel cannot say what was written: the transaction stays open, and what it changed is unknown.
+    /// If the kernel cannot report what was written: the transaction stays open, and its changes
+    /// are unknown.
     pub fn commit(self) -> Result<u64, Error> {
         let mut this = std::mem::ManuallyDrop::new(self);
-        this.session.commit()
+        this.session.commit_transaction()
     }
 
-    /// Brings the areas back to the last committed state.
+    /// Restores the last committed state of the areas.
     ///
     /// # Errors
-    /// If no copy is kept, or the kernel cannot say what was written.
+    /// If no copy is kept, or the kernel cannot report what was written.
     pub fn abort(self) -> Result<(), Error> {
         let mut this = std::mem::ManuallyDrop::new(self);
-        this.session.abort()
+        this.session.roll_back()
     }
 
-    /// Leaves it open, to be taken up by [`Session::transaction`].
+    /// Leaves the transaction open. [`Session::open_transaction`] returns it later.
     pub fn detach(self) {
         std::mem::forget(self);
     }
@@ -615,7 +667,8 @@ impl Transaction<'_> {
 
 impl Drop for Transaction<'_> {
     fn drop(&mut self) {
-        // Where nothing can be undone the transaction stays open, and the next call on the session says so.
-        let _ = self.session.abort();
+        // If the session cannot abort, the transaction stays open, and the next call on the session
+        // reports that.
+        let _ = self.session.roll_back();
     }
 }

@@ -1,22 +1,23 @@
-//! Addresses in whole pages.
+//! Page spans: address ranges of whole pages.
 
 use std::ops::Range;
 
-/// Bytes of a page.
+/// Bytes per page.
 pub const PAGE: usize = 4096;
 
 /// Whole pages of this process that a session follows.
 ///
-/// Only a session makes one, out of memory that it was given: whoever holds a span may protect its pages.
+/// Only a session makes a span, out of memory that it was given: code that has a span may protect
+/// its pages.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
-pub struct Span {
+pub struct PageSpan {
     start: usize,
     end: usize,
 }
 
-impl Span {
-    /// The pages that a range of addresses touches.
-    pub(crate) fn covering(range: Range<usize>) -> Self {
+impl PageSpan {
+    /// The pages that contain a range of addresses.
+    pub(crate) fn covering_range(range: Range<usize>) -> Self {
         let end = range.end.max(range.start + 1).next_multiple_of(PAGE);
         Self { start: range.start / PAGE * PAGE, end }
     }
@@ -31,19 +32,19 @@ impl Span {
         self.end
     }
 
-    /// How many pages.
-    pub fn pages(self) -> usize {
+    /// The count of pages.
+    pub fn page_count(self) -> usize {
         (self.end - self.start) / PAGE
     }
 
-    /// How many bytes.
-    pub(crate) fn bytes(self) -> usize {
+    /// The count of bytes.
+    pub(crate) fn byte_count(self) -> usize {
         self.end - self.start
     }
 
-    /// Some of its pages, by number.
-    pub(crate) fn part(self, pages: Range<usize>) -> Self {
-        let end = self.start + pages.end.min(self.pages()) * PAGE;
+    /// The sub-span of some of its pages, by number.
+    pub(crate) fn sub_span(self, pages: Range<usize>) -> Self {
+        let end = self.start + pages.end.min(self.page_count()) * PAGE;
         Self { start: (self.start + pages.start * PAGE).min(end), end }
     }
 
@@ -51,14 +52,15 @@ impl Span {
         self.start < other.end && other.start < self.end
     }
 
-    /// What is left of it without pages that are `taken`.
-    pub(crate) fn without(self, taken: &[Self]) -> Vec<Self> {
-        let cut =
-            |pieces: Vec<Self>, hole: &Self| pieces.iter().flat_map(|p| p.minus(*hole)).collect();
+    /// The span without the pages that are `taken`.
+    pub(crate) fn without_spans(self, taken: &[Self]) -> Vec<Self> {
+        let cut = |pieces: Vec<Self>, hole: &Self| {
+            pieces.iter().flat_map(|p| p.without_span(*hole)).collect()
+        };
         taken.iter().fold(vec![self], cut)
     }
 
-    fn minus(self, hole: Self) -> impl Iterator<Item = Self> {
+    fn without_span(self, hole: Self) -> impl Iterator<Item = Self> {
         let before = Self { start: self.start, end: self.end.min(hole.start) };
         let after = Self { start: self.start.max(hole.end), end: self.end };
         [before, after].into_iter().filter(|piece| piece.start < piece.end)
@@ -71,16 +73,17 @@ mod tests {
 
     #[test]
     fn a_span_covers_its_bytes() {
-        let span = Span::covering(4095..4097);
-        assert_eq!((span.start(), span.end(), span.pages()), (0, 8192, 2));
-        assert_eq!(Span::covering(8192..8192).pages(), 1);
+        let span = PageSpan::covering_range(4095..4097);
+        assert_eq!((span.start(), span.end(), span.page_count()), (0, 8192, 2));
+        assert_eq!(PageSpan::covering_range(8192..8192).page_count(), 1);
     }
 
     #[test]
     fn holes_are_cut_out() {
-        let pages = |range: Range<usize>| Span::covering(range.start * PAGE..range.end * PAGE);
-        let left = pages(0..10).without(&[pages(2..3), pages(5..20)]);
+        let pages =
+            |range: Range<usize>| PageSpan::covering_range(range.start * PAGE..range.end * PAGE);
+        let left = pages(0..10).without_spans(&[pages(2..3), pages(5..20)]);
         assert_eq!(left, [pages(0..2), pages(3..5)]);
-        assert_eq!(pages(3..4).without(&[pages(0..9)]), []);
+        assert_eq!(pages(3..4).without_spans(&[pages(0..9)]), []);
     }
 }

@@ -1,159 +1,165 @@
-//! The application's side: makes requests, and opens answers.
+//! The application's side of calls: makes requests, and opens replies.
 //!
-//! What comes out of the window may have been written by anybody. Until a session is open an answer is taken as it is: a
-//! wrong one leads to a proof that nobody looks for. From then on only what the host has sealed counts.
+//! Any program of the guest may have written the bytes in the window. Until a session is open the
+//! application accepts a reply unchecked: a forged one leads to a proof that no host searches for.
+//! From then on it accepts only replies that the host has sealed.
 
 use thiserror::Error;
 
-use crate::key::{Key, Nonce, Proof, SealKey, Speaker};
-use crate::message::{self, Answer, AreaId, Refusal, Request, Run};
-use crate::noting::Reader;
+use crate::key::{ApplicationKey, MessageSender, Nonce, Proof, SealKey};
+use crate::message::{self, CallRefusal, CallReply, CallRequest, FollowedAreaId, PageRun};
+use crate::noting::ReportReader;
 
-/// A call did not do what it was to.
+/// Why a call did not succeed.
 #[derive(Debug, Error, PartialEq, Eq)]
 pub enum CallError {
     /// The host refuses.
     #[error("the host refuses")]
-    Refused(#[from] Refusal),
-    /// What lies in the window is not the host's answer: other programs wrote there, or the host has lost the session (it was
-    /// started anew, or the VM was restored).
+    Refused(#[from] CallRefusal),
+    /// The bytes in the window are not the host's reply: other programs wrote there, or the host
+    /// has lost the session (Firn was restarted, or the VM was restored).
     #[error(
-        "the answer is not the host's: the session is over, or somebody else writes to the window"
+        "the reply is not the host's: the session has ended, or another program writes to the window"
     )]
     NotTheHosts,
-    /// An answer that does not belong to the request.
-    #[error("the host's answer does not belong to what was asked")]
+    /// A reply that does not belong to the request.
+    #[error("the host's reply does not belong to the request")]
     Confused,
 }
 
-/// A session, from the application's side.
+/// A call session on the application's side.
 pub struct Caller {
     name: String,
-    key: Key,
+    key: ApplicationKey,
     slot: u32,
     own: Nonce,
     sequence: u64,
     seal: Option<SealKey>,
-    /// The last `Collect` whose answer came.
+    /// The number of the last `Collect` whose reply arrived.
     known: u64,
 }
 
-/// What changed, as the host tells it.
+/// The pages that were written, as the host reports them.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub enum Changed {
-    /// These pages may have been, and no others.
-    Runs(Vec<Run>),
-    /// Anything may have been.
+pub enum WrittenPages {
+    /// These pages may have been written, and no others.
+    Runs(Vec<PageRun>),
+    /// Any page may have been written.
     Anything,
 }
 
 impl Caller {
-    /// Speaks as an application of this name and key, in a slot of the window. `own` is a number that nobody can guess.
-    pub fn new(name: &str, key: Key, slot: u32, own: Nonce) -> Self {
+    /// A caller for an application of this name and key, in a slot of the window. `own` is a number
+    /// that no other process can guess.
+    pub fn new(name: &str, key: ApplicationKey, slot: u32, own: Nonce) -> Self {
         let name = name.to_owned();
-        // Of who had the slot before, answers may lie there still.
+        // Replies to the previous owner of the slot may still lie there: the numbers must differ.
         let [a, b, c, d, ..] = own;
         let sequence = u64::from(u32::from_le_bytes([a, b, c, d]) >> 1);
         Self { name, key, slot, own, sequence, seal: None, known: 0 }
     }
 
-    /// The number of the request that was made last, as the window has it.
-    pub fn asked(&self) -> u32 {
+    /// The number of the last request, as stored in the window.
+    pub fn request_number(&self) -> u32 {
         self.sequence as u32
     }
 
-    /// The first request.
-    pub fn hello(&mut self) -> Vec<u8> {
+    /// Makes the first request.
+    pub fn hello_request(&mut self) -> Vec<u8> {
         self.sequence += 1;
-        message::bytes(&Request::Hello { name: self.name.clone(), number: self.own })
+        message::encode_message(&CallRequest::Hello { name: self.name.clone(), number: self.own })
     }
 
-    /// Takes the answer to it. Gives the proof that has to lie in memory.
+    /// Opens the reply to it. Returns the proof that the application must store in its memory.
     ///
     /// # Errors
     /// If the host does not know the application.
-    pub fn challenged(&mut self, answer: &[u8]) -> Result<Proof, CallError> {
-        match message::parse(answer) {
-            Some(Answer::Challenge(hosts)) => {
+    pub fn accept_challenge(&mut self, answer: &[u8]) -> Result<Proof, CallError> {
+        match message::decode_message(answer) {
+            Some(CallReply::Challenge(hosts)) => {
                 let numbers = [self.own, hosts];
                 self.seal = Some(self.key.seal_key(&numbers, self.slot));
-                Ok(self.key.proof(&numbers))
+                Ok(self.key.compute_proof(&numbers))
             }
-            Some(Answer::Refused(refusal)) => Err(refusal.into()),
+            Some(CallReply::Refused(refusal)) => Err(refusal.into()),
             _ => Err(CallError::NotTheHosts),
         }
     }
 
-    /// Any further request, sealed.
-    pub fn request(&mut self, request: &Request) -> Vec<u8> {
+    /// Makes any further request, sealed.
+    pub fn seal_request(&mut self, request: &CallRequest) -> Vec<u8> {
         self.sequence += 1;
-        let bytes = message::bytes(request);
+        let bytes = message::encode_message(request);
         match &self.seal {
-            Some(seal) => seal.seal(Speaker::Application, self.sequence, &bytes),
+            Some(seal) => seal.seal_message(MessageSender::Application, self.sequence, &bytes),
             None => bytes,
         }
     }
 
-    /// Opens the answer to `Note`: what reads the epochs from now on.
+    /// Opens the reply to `Note`. Returns the reader of the epochs from now on.
     ///
     /// # Errors
-    /// As [`Self::answered`].
-    pub fn noting(&self, sealed: &[u8]) -> Result<Reader, CallError> {
-        match (self.answered(sealed)?, &self.seal) {
-            (Answer::Noting, Some(seal)) => Ok(Reader::new(&seal.noting(self.sequence))),
+    /// As [`Self::open_reply`].
+    pub fn accept_noting(&self, sealed: &[u8]) -> Result<ReportReader, CallError> {
+        match (self.open_reply(sealed)?, &self.seal) {
+            (CallReply::Noting, Some(seal)) => {
+                Ok(ReportReader::new(&seal.noting_key(self.sequence)))
+            }
             _ => Err(CallError::Confused),
         }
     }
 
-    /// `Collect`, with what has come so far.
-    pub fn collect(&mut self) -> Vec<u8> {
+    /// Makes a `Collect` request, which acknowledges the last reply that arrived.
+    pub fn collect_request(&mut self) -> Vec<u8> {
         let known = self.known;
-        self.request(&Request::Collect { known })
+        self.seal_request(&CallRequest::Collect { known })
     }
 
-    /// Opens the answer to the last request.
+    /// Opens the reply to the last request.
     ///
     /// # Errors
     /// If it is not the host's, or the host refuses.
-    pub fn answered(&self, sealed: &[u8]) -> Result<Answer, CallError> {
+    pub fn open_reply(&self, sealed: &[u8]) -> Result<CallReply, CallError> {
         let seal = self.seal.as_ref().ok_or(CallError::NotTheHosts)?;
-        let opened = seal.open(Speaker::Host, self.sequence, sealed).and_then(message::parse);
+        let opened = seal
+            .open_message(MessageSender::Host, self.sequence, sealed)
+            .and_then(message::decode_message);
         match opened.ok_or(CallError::NotTheHosts)? {
-            Answer::Refused(refusal) => Err(refusal.into()),
+            CallReply::Refused(refusal) => Err(refusal.into()),
             answer => Ok(answer),
         }
     }
 
-    /// Opens the answer to something that is only done or not.
+    /// Opens the reply to a request that has no result.
     ///
     /// # Errors
-    /// As [`Self::answered`].
-    pub fn done(&self, sealed: &[u8]) -> Result<(), CallError> {
-        match self.answered(sealed)? {
-            Answer::Done => Ok(()),
+    /// As [`Self::open_reply`].
+    pub fn accept_done(&self, sealed: &[u8]) -> Result<(), CallError> {
+        match self.open_reply(sealed)? {
+            CallReply::Done => Ok(()),
             _ => Err(CallError::Confused),
         }
     }
 
-    /// Opens the answer to `Follow`.
+    /// Opens the reply to `Follow`.
     ///
     /// # Errors
-    /// As [`Self::answered`].
-    pub fn following(&self, sealed: &[u8]) -> Result<AreaId, CallError> {
-        match self.answered(sealed)? {
-            Answer::Following(id) => Ok(id),
+    /// As [`Self::open_reply`].
+    pub fn accept_following(&self, sealed: &[u8]) -> Result<FollowedAreaId, CallError> {
+        match self.open_reply(sealed)? {
+            CallReply::Following(id) => Ok(id),
             _ => Err(CallError::Confused),
         }
     }
 
-    /// Opens the answer to `Collect`: from now on the host need not tell this again.
+    /// Opens the reply to `Collect`: from now on the host need not report these pages again.
     ///
     /// # Errors
-    /// As [`Self::answered`].
-    pub fn collected(&mut self, sealed: &[u8]) -> Result<Changed, CallError> {
-        let changed = match self.answered(sealed)? {
-            Answer::Written(runs) => Changed::Runs(runs),
-            Answer::Anything => Changed::Anything,
+    /// As [`Self::open_reply`].
+    pub fn accept_written(&mut self, sealed: &[u8]) -> Result<WrittenPages, CallError> {
+        let changed = match self.open_reply(sealed)? {
+            CallReply::Written(runs) => WrittenPages::Runs(runs),
+            CallReply::Anything => WrittenPages::Anything,
             _ => return Err(CallError::Confused),
         };
         self.known = self.sequence;

@@ -1,28 +1,33 @@
-//! Calls from an application in a guest to Firn on its host, through memory that both see, around the guest's kernel.
+//! Calls from an application in a guest to Firn on its host, through memory that both share, around
+//! the guest's kernel.
 //!
-//! After Lee, Krishnakumar, Krishnan, Singh, Yajnik, "Hypervisor-Assisted Application Checkpointing in Virtualized
-//! Environments", sections III.B to III.D: there the application executes `vmcall`; here it writes to the memory of a
-//! device that the hypervisor has already (ivshmem), and the host looks there.
+//! After Lee, Krishnakumar, Krishnan, Singh, Yajnik, "Hypervisor-Assisted Application Checkpointing
+//! in Virtualized Environments", sections III.B to III.D: there the application executes `vmcall`;
+//! here it writes to the memory of a device that the hypervisor has already (ivshmem), and the host
+//! polls it.
 //!
 //! ```text
 //!   application                                    host
-//!     hello: name, number of its own   ------>       is it in the policy?
-//!                                      <------     challenge: number of the host's
+//!     hello: name, a random number     ------>       is the name in the policy?
+//!                                      <------     challenge: a random number of the host
 //!     writes a proof into its own memory
-//!     prove: where                     ------>       which address space has the proof there? exactly one: it is that process
+//!     prove: address of the proof      ------>       which address space has the proof there? exactly one: it is that process
 //!                                      <------     open
-//!     follow: an area                  ------>       is each page there the process's own, for programs, and writable?
-//!     collect                          ------>       which pages were written since?
+//!     follow: an area                  ------>       is each page the process's own, accessible to programs, and writable?
+//!     collect                          ------>       which pages were written since the last time?
 //! ```
 //!
-//! Where a plugin in the hypervisor sees stores, [`Notes`] are kept from below, and a commit needs no call.
+//! If a plugin in the hypervisor observes stores, it keeps [`StoreNotes`], and a commit needs no
+//! call.
 //!
-//! A key never crosses the channel, nor does the proof: it is computed by both sides from the key and the two numbers, and
-//! only who has the key can have it in memory. What follows is sealed with a key of the session, in both directions:
-//! other programs of the guest may write anything anywhere in the window, but can't speak for others.
+//! A key never crosses the channel, and neither does the proof: both sides compute the proof from
+//! the key and the two numbers, so only a process with the key can have it in memory. All further
+//! messages are sealed with a key of the session, in both directions: other programs of the guest
+//! can write anything anywhere in the window, but cannot forge messages.
 //!
-//! Everything here is pure: [`Server`] is told what was asked and looks at the guest by [`Below`]; [`Caller`] makes requests and
-//! opens answers. Neither does I/O, and the host's side takes any bytes.
+//! This crate is pure: [`SessionServer`] receives requests and accesses the guest by
+//! [`GuestAccess`]; [`Caller`] makes requests and opens replies. Neither does I/O, and the host's
+//! side accepts any bytes.
 
 mod caller;
 mod key;
@@ -32,12 +37,13 @@ mod policy;
 mod server;
 mod window;
 
-pub use caller::{CallError, Caller, Changed};
-pub use key::{Key, KeyError, Nonce, Proof};
-pub use message::{Answer, AreaId, Refusal, Request, Run};
+pub use caller::{CallError, Caller, WrittenPages};
+pub use key::{ApplicationKey, KeyError, Nonce, Proof};
+pub use message::{CallRefusal, CallReply, CallRequest, FollowedAreaId, PageRun};
 pub use noting::{
-    Ended, NoteOrder, NotedArea, Notes, NotingKey, Order, Reader, Told, WORD, WordRun,
+    EndedEpoch, NoteOrder, NotedArea, NotingKey, PluginOrder, ReportReader, StoreNotes,
+    StoreReport, WORD, WordRun,
 };
-pub use policy::{Policy, PolicyError};
-pub use server::{Answered, Below, Noted, Server};
-pub use window::{Place, SLOT_BYTES, Slot, Window, WindowError};
+pub use policy::{CallPolicy, PolicyError};
+pub use server::{CallEvent, GuestAccess, ServedCall, SessionServer};
+pub use window::{CallWindow, SLOT_BYTES, SlotRange, WindowError, WindowSlot};

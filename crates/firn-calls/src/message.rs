@@ -1,116 +1,117 @@
-//! What is said.
+//! Messages: requests of an application, and replies of the host.
 
 use serde::{Deserialize, Serialize};
 use thiserror::Error;
 
 use crate::key::Nonce;
 
-/// An area that is followed, by a number within its session.
+/// The number of a followed area within its session.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash, Serialize, Deserialize)]
-pub struct AreaId(pub u16);
+pub struct FollowedAreaId(pub u16);
 
-/// What an application asks. All but `Hello` are sealed.
+/// A request of an application. All but `Hello` are sealed.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
-pub enum Request {
-    /// Who it is. Ends what was open in this slot.
+pub enum CallRequest {
+    /// Introduces the application. Ends an unproven session in this slot.
     Hello {
         /// Its name in the policy.
         name: String,
-        /// A number of its own.
+        /// A random number of the application.
         number: Nonce,
     },
-    /// The proof lies at this address of its memory, and stays there.
+    /// The proof lies at this address of the application's memory, and stays there.
     Prove {
         /// A multiple of 32.
         at: u64,
     },
-    /// Follow these pages of its memory. Nothing of them counts as written so far.
+    /// Follow these pages of the application's memory. No page of them counts as written at first.
     Follow {
-        /// Address of the first.
+        /// The address of the first page.
         start: u64,
-        /// How many.
+        /// The count of pages.
         pages: u32,
     },
-    /// Follow these no longer.
-    Forget(AreaId),
-    /// Which pages were written since they were followed, or since the answer that has come?
+    /// Follow this area no longer.
+    Forget(FollowedAreaId),
+    /// Which pages were written since they were followed, or since the last reply that arrived?
     Collect {
-        /// The number of the last `Collect` whose answer came and was right; 0 before. What was told in answers that never
-        /// came is told again.
+        /// The number of the last `Collect` whose reply arrived and was valid; 0 before. Pages that
+        /// were reported in replies that never arrived are reported again.
         known: u64,
     },
-    /// That is all.
+    /// End the session.
     Bye,
-    /// Note its stores to what is followed now, from below: an epoch of them ends at each store of a token to this address,
-    /// that of the slot's end word. Until the next `Follow` or `Forget`.
+    /// Have the plugin note the application's stores to the areas followed now. An epoch of notes
+    /// ends at each store of a token to this address, that of the slot's end word. Valid until the
+    /// next `Follow` or `Forget`.
     Note {
         /// A multiple of 8.
         end: u64,
     },
 }
 
-/// Pages of an area, one after another.
+/// Consecutive pages of an area.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
-pub struct Run {
-    /// Which area.
-    pub area: AreaId,
-    /// Its first page that is meant, counted from the start of the area.
+pub struct PageRun {
+    /// The area.
+    pub area: FollowedAreaId,
+    /// The first page, counted from the start of the area.
     pub first: u32,
-    /// How many.
+    /// The count of pages.
     pub pages: u32,
 }
 
-/// What the host answers.
+/// A reply of the host.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
-pub enum Answer {
-    /// To `Hello`: the host's number.
+pub enum CallReply {
+    /// To `Hello`: the host's random number.
     Challenge(Nonce),
-    /// It is done.
+    /// The request was carried out.
     Done,
     /// To `Follow`.
-    Following(AreaId),
-    /// To `Collect`: these may have been written, and no others.
-    Written(Vec<Run>),
-    /// To `Collect`, when the host can't tell: anything may have been written.
+    Following(FollowedAreaId),
+    /// To `Collect`: these pages may have been written, and no others.
+    Written(Vec<PageRun>),
+    /// To `Collect`, when the host does not know: any page may have been written.
     Anything,
-    /// It is not done.
-    Refused(Refusal),
+    /// The request was not carried out.
+    Refused(CallRefusal),
     /// To `Note`: the first epoch has begun.
     Noting,
 }
 
-/// Why something is not done.
+/// Why a request is not carried out.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize, Error)]
 #[non_exhaustive]
-pub enum Refusal {
+pub enum CallRefusal {
     /// The bytes are no request.
     #[error("this is no request")]
     Garbled,
-    /// The name, or the key that the seal was made with, is not that of an application that may call.
+    /// The name, or the key of the seal, is not that of an application that may call.
     #[error("no application of this name and key may call (see the policy file of the host)")]
     Unknown,
-    /// The proof is not there in any address space, or not in exactly one.
+    /// No address space has the proof at this address, or more than one has.
     #[error("the proof at {0:#x} was not found in the memory of exactly one process")]
     NotProven(u64),
     /// The process that the proof was found in is gone.
     #[error("the process that may call is gone, or its proof at {0:#x} is")]
     Gone(u64),
-    /// Not within the part of the address space that belongs to programs.
+    /// The address is not within the part of the address space that belongs to programs.
     #[error("{0:#x} is not memory of a program")]
     Kernel(u64),
-    /// Nothing is there.
+    /// The page is not mapped, or not in memory.
     #[error("nothing is mapped at {0:#x}, or it is not in memory")]
     Unmapped(u64),
-    /// It may not be written.
+    /// The page is not writable.
     #[error("the page at {0:#x} is not writable")]
     ReadOnly(u64),
-    /// Not RAM of the guest.
+    /// The page is not RAM of the guest.
     #[error("the page at {0:#x} is not RAM")]
     NotRam(u64),
-    /// Not a multiple of what it should be, or it reaches beyond the end.
+    /// The address is not aligned, or the area extends beyond the end of the address space.
     #[error("{0:#x} is not where an area can start, or it is too long")]
     Misplaced(u64),
-    /// More than the policy allows.
+    /// More pages than the policy allows.
     #[error("more than the {0} pages that the policy allows")]
     TooMuch(u32),
     /// More areas than a session may have.
@@ -119,25 +120,25 @@ pub enum Refusal {
     /// There is no such area.
     #[error("no such area")]
     NoArea,
-    /// First something else has to be asked.
+    /// Another request must come first.
     #[error("not in this state: first hello, then prove")]
     Early,
-    /// The host can't follow writes: the reason is in its log.
+    /// The host cannot follow writes: the reason is in its log.
     #[error("the host can't follow writes to this VM's memory now")]
     Unavailable,
-    /// No hypervisor that emulates, or one without Firn's plugin.
-    #[error("nobody below sees this VM's stores")]
+    /// The hypervisor does not emulate the processor, or it has no plugin of Firn.
+    #[error("no plugin observes the stores of this VM")]
     NoStores,
 }
 
-/// As bytes.
-pub(crate) fn bytes(message: &impl Serialize) -> Vec<u8> {
-    // Into a vector, and these types have nothing that can fail.
+/// Encodes a message.
+pub(crate) fn encode_message(message: &impl Serialize) -> Vec<u8> {
+    // Serialization into a vector cannot fail for these types.
     postcard::to_stdvec(message).unwrap_or_default()
 }
 
-/// From bytes, all of them.
-pub(crate) fn parse<'b, T: Deserialize<'b>>(bytes: &'b [u8]) -> Option<T> {
+/// Decodes a message. `None` if the bytes are malformed, or bytes are left over.
+pub(crate) fn decode_message<'b, T: Deserialize<'b>>(bytes: &'b [u8]) -> Option<T> {
     let (message, rest) = postcard::take_from_bytes(bytes).ok()?;
     rest.is_empty().then_some(message)
 }
@@ -149,20 +150,20 @@ mod tests {
 
     #[test]
     fn messages_come_back_as_they_were() {
-        let request = Request::Hello { name: "kv".to_owned(), number: [3; 32] };
-        assert_eq!(parse(&bytes(&request)), Some(request.clone()));
-        let run = Run { area: AreaId(1), first: 70_000, pages: 2 };
-        let answer = Answer::Written(vec![run; 3]);
-        assert_eq!(parse(&bytes(&answer)), Some(answer));
-        let longer = [bytes(&request), vec![0]].concat();
-        assert_eq!(parse::<Request>(&longer), None);
+        let request = CallRequest::Hello { name: "kv".to_owned(), number: [3; 32] };
+        assert_eq!(decode_message(&encode_message(&request)), Some(request.clone()));
+        let run = PageRun { area: FollowedAreaId(1), first: 70_000, pages: 2 };
+        let answer = CallReply::Written(vec![run; 3]);
+        assert_eq!(decode_message(&encode_message(&answer)), Some(answer));
+        let longer = [encode_message(&request), vec![0]].concat();
+        assert_eq!(decode_message::<CallRequest>(&longer), None);
     }
 
     proptest! {
         #[test]
         fn any_bytes_are_a_message_or_none(garbage in prop::collection::vec(any::<u8>(), 0..200)) {
-            let _ = parse::<Request>(&garbage);
-            let _ = parse::<Answer>(&garbage);
+            let _ = decode_message::<CallRequest>(&garbage);
+            let _ = decode_message::<CallReply>(&garbage);
         }
     }
 }

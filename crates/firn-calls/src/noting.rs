@@ -1,73 +1,78 @@
-//! Words that an application has written, noted by who sees its stores: a plugin in a hypervisor that emulates.
+//! Store noting: words that an application has written, noted by a plugin in a hypervisor that
+//! emulates the processor.
 //!
 //! ```text
 //!   application                      plugin                                        supervisor
-//!     note: where epochs end  ------------------------------------------------>     where are the areas' pages?
+//!     note: address of end word  --------------------------------------------->     where are the areas' pages?
 //!                                      begins epoch 1       <------------------     order
 //!                             <------------------------------------------------     noting
 //!     stores                           notes each word once, by its address
 //!     commit: stores the epoch's
-//!       token to the end word          seals what it noted, begins the next epoch
+//!       token to the end word          seals its notes, begins the next epoch
 //!     reads the list: no call
 //! ```
 //!
-//! A store is known by its virtual address: other processes may store at the same addresses, which notes too much. That is harmless,
-//! for what is told is read from the application's own memory. Too little is not noted, wherever the kernel moves pages, for no
-//! store at an area's address is passed over.
+//! A store is identified by its virtual address. Other processes may store at the same addresses,
+//! which notes too many words. That is harmless: the application reads the bytes of noted words
+//! from its own memory. No word is missed, wherever the kernel moves pages, because no store at an
+//! area's address is ignored.
 //!
-//! A store is noted just after it is done, by the processor that did it. Before it ends an epoch, the application makes sure that
-//! its other threads are past that (membarrier(2)).
+//! A store is noted just after it is done, by the processor that did it. Before the application
+//! ends an epoch, it makes sure that its other threads have passed that point (membarrier(2)).
 //!
-//! An epoch ends by a token that only the application and the plugin can compute, so that nobody else ends one between two
-//! of its stores. Keys are of one noting: nothing that was told before can be told again.
+//! An epoch ends by a token that only the application and the plugin can compute, so that no other
+//! program ends one between two of its stores. Each noting has its own key, so that no earlier
+//! report can be replayed.
 //!
-//! What is not seen: writes that are not stores of a processor (a device that reads into an area directly), stores at other addresses
-//! of the same memory (a second mapping, another process that shares it; the kernel's own for ptrace(2), `process_vm_writev(2)`,
-//! fixed buffers of io_uring, `O_DIRECT`), and content that changes without any (`MADV_DONTNEED`).
+//! Not observed are: writes that are not stores of a processor (a device that writes into an area
+//! directly), stores at other addresses of the same memory (a second mapping, another process that
+//! shares it; the kernel's own for ptrace(2), `process_vm_writev(2)`, fixed buffers of io_uring,
+//! `O_DIRECT`), and content that changes without any store (`MADV_DONTNEED`).
 
 use serde::{Deserialize, Serialize};
 
-use crate::key::{SealKey, Speaker};
-use crate::message::{self, AreaId};
-use crate::window::Place;
+use crate::key::{MessageSender, SealKey};
+use crate::message::{self, FollowedAreaId};
+use crate::window::SlotRange;
 
-/// Bytes of a word, the unit in which stores are noted.
+/// The unit in which stores are noted, in bytes.
 pub const WORD: u64 = 8;
 const PAGE: u64 = 4096;
-/// Words that are noted in one epoch at most.
+/// The maximum count of words noted in one epoch.
 const NOTED_MAX: usize = 1 << 14;
 
-/// What the supervisor has the plugin do. They talk by a socket: the length of an order (4 bytes), the order; and a byte when it
-/// is carried out. Where the connection ends, so does all noting.
+/// An order of the supervisor to the plugin. They use a socket: the supervisor sends the length of
+/// an order (4 bytes) and the order; the plugin sends a byte when it has carried it out. When the
+/// connection ends, all noting ends.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
-pub enum Order {
-    /// Note stores; what was noted for this slot before is forgotten.
+pub enum PluginOrder {
+    /// Note stores; earlier notes for this slot are discarded.
     Note(NoteOrder),
-    /// Note nothing for this slot any more.
+    /// Stop noting for this slot.
     End {
-        /// Which.
+        /// The slot.
         slot: u32,
     },
 }
 
-impl Order {
-    /// As bytes.
+impl PluginOrder {
+    /// Encodes the order.
     pub fn to_bytes(&self) -> Vec<u8> {
-        message::bytes(self)
+        message::encode_message(self)
     }
 
-    /// From bytes, all of them.
+    /// Decodes an order. `None` if the bytes are malformed, or bytes are left over.
     pub fn from_bytes(bytes: &[u8]) -> Option<Self> {
-        message::parse(bytes)
+        message::decode_message(bytes)
     }
 }
 
-/// Whose stores are to be noted.
+/// The application whose stores are to be noted.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct NoteOrder {
-    /// Where what is noted is told.
+    /// The slot that reports are written to.
     pub slot: u32,
-    /// What it is sealed with.
+    /// The key of the reports' seals.
     pub key: NotingKey,
     /// Address of the end word, in the application's address space.
     pub end: u64,
@@ -75,7 +80,7 @@ pub struct NoteOrder {
     pub areas: Vec<NotedArea>,
 }
 
-/// The key of one noting. It does not get into logs.
+/// The key of one noting. `Debug` does not print it, so it does not get into logs.
 #[derive(Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub struct NotingKey([u8; 16]);
 
@@ -85,105 +90,105 @@ impl std::fmt::Debug for NotingKey {
     }
 }
 
-/// An area.
+/// An area whose stores are noted.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct NotedArea {
     /// Its number.
-    pub id: AreaId,
+    pub id: FollowedAreaId,
     /// Address of its first page.
     pub start: u64,
-    /// How many pages, [`NotedArea::PAGES_MAX`] at most.
+    /// The count of pages, [`NotedArea::PAGES_MAX`] at most.
     pub pages: u32,
 }
 
 impl NotedArea {
-    /// Its words have numbers of 32 bits.
+    /// The maximum count of pages: the words of an area have numbers of 32 bits.
     pub const PAGES_MAX: u32 = u32::MAX / (PAGE / WORD) as u32;
 
-    fn end(self) -> u64 {
+    fn end_address(self) -> u64 {
         self.start.saturating_add(u64::from(self.pages) * PAGE)
     }
 }
 
-/// Words of an area, one after another.
+/// Consecutive words of an area.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct WordRun {
-    /// Which area.
-    pub area: AreaId,
+    /// The area.
+    pub area: FollowedAreaId,
     /// The first word, counted from the start of the area.
     pub first: u32,
-    /// How many.
+    /// The count of words.
     pub words: u32,
 }
 
-/// What an epoch's stores were.
+/// The report of an epoch's stores.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
-pub enum Told {
-    /// These words, and no others.
+pub enum StoreReport {
+    /// The stores wrote these words, and no others.
     Words(Vec<WordRun>),
-    /// That is not known: a call tells.
+    /// The words are not known: the application must call the host.
     Unknown,
 }
 
 /// An epoch that has ended.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub struct Ended {
-    /// Its number.
+pub struct EndedEpoch {
+    /// The epoch's number.
     pub epoch: u32,
-    /// What is told of it, sealed.
-    pub told: Vec<u8>,
+    /// The sealed report.
+    pub report: Vec<u8>,
 }
 
-/// Key and count, as both sides have them.
-struct Epochs {
+/// The seal key and the number of the current epoch, as both sides have them.
+struct EpochCounter {
     seal: SealKey,
-    /// The one that is going on, from 1.
+    /// The current epoch, from 1.
     number: u64,
 }
 
-impl Epochs {
+impl EpochCounter {
     fn new(key: &NotingKey) -> Self {
         Self { seal: SealKey::new(key.0), number: 1 }
     }
 
-    /// What ends it.
-    fn token(&self) -> u64 {
-        self.seal.token(self.number)
+    /// The token that ends the current epoch.
+    fn current_token(&self) -> u64 {
+        self.seal.epoch_token(self.number)
     }
 }
 
-/// What is noted of one application.
-pub struct Notes {
-    epochs: Epochs,
+/// The notes of one application.
+pub struct StoreNotes {
+    epochs: EpochCounter,
     end: u64,
-    areas: Vec<Area>,
-    /// Area by place in `areas`, and word.
+    areas: Vec<AreaNotes>,
+    /// Noted words: index of the area in `areas`, and word.
     noted: Vec<(u16, u32)>,
     is_unknown: bool,
 }
 
-struct Area {
+struct AreaNotes {
     noted: NotedArea,
     /// A bit for each word: whether it was noted in this epoch.
     words: Vec<u64>,
 }
 
-impl Area {
+impl AreaNotes {
     fn new(noted: NotedArea) -> Self {
         let words = vec![0; noted.pages as usize * (PAGE / WORD / 64) as usize];
         Self { noted, words }
     }
 
-    /// The part of a store that lies in the area, as words.
-    fn hit(&self, at: u64, bytes: u64) -> Option<std::ops::RangeInclusive<u64>> {
-        let end = at.saturating_add(bytes).min(self.noted.end());
+    /// The words of the area that a store covers.
+    fn covered_words(&self, at: u64, bytes: u64) -> Option<std::ops::RangeInclusive<u64>> {
+        let end = at.saturating_add(bytes).min(self.noted.end_address());
         let first = at.max(self.noted.start);
         (first < end)
             .then(|| (first - self.noted.start) / WORD..=(end - 1 - self.noted.start) / WORD)
     }
 
-    /// True if it was not noted yet.
-    fn note(&mut self, word: u64) -> bool {
+    /// Notes a word. True if it was not noted yet.
+    fn note_word(&mut self, word: u64) -> bool {
         let bit = 1 << (word % 64);
         let Some(bits) = self.words.get_mut((word / 64) as usize) else { return false };
         let is_new = *bits & bit == 0;
@@ -191,77 +196,78 @@ impl Area {
         is_new
     }
 
-    fn forget(&mut self, word: u32) {
+    fn forget_word(&mut self, word: u32) {
         if let Some(bits) = self.words.get_mut((word / 64) as usize) {
             *bits &= !(1 << (word % 64));
         }
     }
 }
 
-impl Notes {
+impl StoreNotes {
     /// Begins to note.
     pub fn new(order: NoteOrder) -> Self {
         Self {
-            epochs: Epochs::new(&order.key),
+            epochs: EpochCounter::new(&order.key),
             end: order.end,
-            areas: order.areas.into_iter().map(Area::new).collect(),
+            areas: order.areas.into_iter().map(AreaNotes::new).collect(),
             noted: Vec::new(),
             is_unknown: false,
         }
     }
 
-    /// The virtual pages, by number, that stores are looked at on.
-    pub fn pages(&self) -> impl Iterator<Item = u64> + '_ {
-        let pages = |area: &Area| area.noted.start / PAGE..area.noted.end() / PAGE;
+    /// The numbers of the virtual pages whose stores must be checked.
+    pub fn watched_pages(&self) -> impl Iterator<Item = u64> + '_ {
+        let pages = |area: &AreaNotes| area.noted.start / PAGE..area.noted.end_address() / PAGE;
         self.areas.iter().flat_map(pages).chain([self.end / PAGE])
     }
 
     /// Whether a store is to the end word.
-    pub fn is_end(&self, at: u64) -> bool {
+    pub fn is_end_word(&self, at: u64) -> bool {
         at.wrapping_sub(self.end) < 8
     }
 
-    /// A store of so many bytes: areas may be neighbours, and it may reach into several.
-    pub fn store(&mut self, at: u64, bytes: u64) {
+    /// Notes a store of `bytes` bytes. Areas may be adjacent, and the store may extend into
+    /// several.
+    pub fn note_store(&mut self, at: u64, bytes: u64) {
         for number in 0..self.areas.len() {
-            if let Some(words) = self.areas[number].hit(at, bytes) {
-                words.for_each(|word| self.note(number, word));
+            if let Some(words) = self.areas[number].covered_words(at, bytes) {
+                words.for_each(|word| self.note_area_word(number, word));
             }
         }
     }
 
-    fn note(&mut self, area: usize, word: u64) {
-        if !self.areas[area].note(word) {
+    fn note_area_word(&mut self, area: usize, word: u64) {
+        if !self.areas[area].note_word(word) {
             return;
         }
         match self.noted.len() < NOTED_MAX {
             true => self.noted.push((area as u16, word as u32)),
             false => {
-                self.areas[area].forget(word as u32);
+                self.areas[area].forget_word(word as u32);
                 self.is_unknown = true;
             }
         }
     }
 
-    /// The end word has this value: if it is the epoch's token, the epoch has ended.
-    pub fn end(&mut self, token: u64) -> Option<Ended> {
-        if token != self.epochs.token() {
+    /// Reads the value of the end word: if it is the epoch's token, the epoch has ended.
+    pub fn end_epoch(&mut self, token: u64) -> Option<EndedEpoch> {
+        if token != self.epochs.current_token() {
             return None;
         }
-        let told = self.told();
-        let told = self.epochs.seal.seal(Speaker::Plugin, self.epochs.number, &told);
+        let told = self.take_report();
+        let told = self.epochs.seal.seal_message(MessageSender::Plugin, self.epochs.number, &told);
         let epoch = self.epochs.number as u32;
         self.epochs.number += 1;
-        Some(Ended { epoch, told })
+        Some(EndedEpoch { epoch, report: told })
     }
 
-    /// What was noted, and starts anew.
-    fn told(&mut self) -> Vec<u8> {
+    /// Encodes the report of the epoch, and clears the notes.
+    fn take_report(&mut self) -> Vec<u8> {
         self.noted.sort_unstable();
         let mut runs: Vec<WordRun> = Vec::new();
         for &(area, word) in &self.noted {
             let area = &mut self.areas[usize::from(area)];
-            area.forget(word);
+            area.forget_word(word);
             let id = area.noted.id;
             match runs.last_mut() {
                 Some(run) if run.area == id && run.first + run.words == word => run.words += 1,
@@ -269,40 +275,43 @@ impl Notes {
             }
         }
         self.noted.clear();
-        let told = message::bytes(&Told::Words(runs));
-        let fits = told.len() + crate::key::SEAL_BYTES <= Place::ANSWER_BYTES;
+        let told = message::encode_message(&StoreReport::Words(runs));
+        let fits = told.len() + crate::key::SEAL_BYTES <= SlotRange::ANSWER_BYTES;
         match std::mem::take(&mut self.is_unknown) || !fits {
-            true => message::bytes(&Told::Unknown),
+            true => message::encode_message(&StoreReport::Unknown),
             false => told,
         }
     }
 }
 
-/// What an application reads of its own stores.
-pub struct Reader {
-    epochs: Epochs,
+/// Reads the reports of an application's own stores.
+pub struct ReportReader {
+    epochs: EpochCounter,
 }
 
-impl std::fmt::Debug for Reader {
+impl std::fmt::Debug for ReportReader {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
-        f.debug_struct("Reader").field("epoch", &self.epochs.number).finish_non_exhaustive()
+        f.debug_struct("ReportReader").field("epoch", &self.epochs.number).finish_non_exhaustive()
     }
 }
 
-impl Reader {
+impl ReportReader {
     pub(crate) fn new(key: &NotingKey) -> Self {
-        Self { epochs: Epochs::new(key) }
+        Self { epochs: EpochCounter::new(key) }
     }
 
-    /// The epoch that is going on: its number as the window has it, and the token that ends it.
-    pub fn end(&self) -> (u32, u64) {
-        (self.epochs.number as u32, self.epochs.token())
+    /// The current epoch: its number as stored in the window, and the token that ends it.
+    pub fn current_epoch(&self) -> (u32, u64) {
+        (self.epochs.number as u32, self.epochs.current_token())
     }
 
-    /// Opens what was told of that epoch, and expects the next. `None` if it is not the plugin's.
-    pub fn told(&mut self, sealed: &[u8]) -> Option<Told> {
-        let Epochs { seal, number } = &mut self.epochs;
-        let told = seal.open(Speaker::Plugin, *number, sealed).and_then(message::parse)?;
+    /// Opens the report of the current epoch, and moves to the next. `None` if the report is not
+    /// the plugin's.
+    pub fn open_report(&mut self, sealed: &[u8]) -> Option<StoreReport> {
+        let EpochCounter { seal, number } = &mut self.epochs;
+        let told = seal
+            .open_message(MessageSender::Plugin, *number, sealed)
+            .and_then(message::decode_message)?;
         *number += 1;
         Some(told)
     }
@@ -310,8 +319,8 @@ impl Reader {
 
 impl SealKey {
     /// The key of the noting that this request began.
-    pub(crate) fn noting(&self, sequence: u64) -> NotingKey {
-        NotingKey(self.derive(sequence))
+    pub(crate) fn noting_key(&self, sequence: u64) -> NotingKey {
+        NotingKey(self.derive_key(sequence))
     }
 }
 
@@ -324,78 +333,83 @@ mod tests {
     const END: u64 = 0x9_0000_0018;
 
     fn order(starts: &[(u64, u32)]) -> NoteOrder {
-        let area =
-            |(id, &(start, pages)): (u16, &(u64, u32))| NotedArea { id: AreaId(id), start, pages };
+        let area = |(id, &(start, pages)): (u16, &(u64, u32))| NotedArea {
+            id: FollowedAreaId(id),
+            start,
+            pages,
+        };
         let areas = (0..).zip(starts).map(area).collect();
         NoteOrder { slot: 0, key: NotingKey([7; 16]), end: END, areas }
     }
 
-    fn both(starts: &[(u64, u32)]) -> (Notes, Reader) {
+    fn both(starts: &[(u64, u32)]) -> (StoreNotes, ReportReader) {
         let order = order(starts);
-        (Notes::new(order.clone()), Reader::new(&order.key))
+        (StoreNotes::new(order.clone()), ReportReader::new(&order.key))
     }
 
-    fn commit(notes: &mut Notes, reader: &mut Reader) -> Told {
-        let (epoch, token) = reader.end();
-        let ended = notes.end(token).unwrap();
+    fn commit(notes: &mut StoreNotes, reader: &mut ReportReader) -> StoreReport {
+        let (epoch, token) = reader.current_epoch();
+        let ended = notes.end_epoch(token).unwrap();
         assert_eq!(ended.epoch, epoch);
-        reader.told(&ended.told).unwrap()
+        reader.open_report(&ended.report).unwrap()
     }
 
     fn run(area: u16, first: u32, words: u32) -> WordRun {
-        WordRun { area: AreaId(area), first, words }
+        WordRun { area: FollowedAreaId(area), first, words }
     }
 
     #[test]
     fn words_are_told_once_and_in_order() {
         let (mut notes, mut reader) = both(&[(0x10000, 2), (0x40000, 1)]);
         for (at, bytes) in [(0x40008, 4), (0x1100c, 8), (0x10000, 1), (0x10001, 1)] {
-            notes.store(at, bytes);
+            notes.note_store(at, bytes);
         }
-        notes.store(0xfff8, 8);
-        notes.store(0x12000, 8);
+        notes.note_store(0xfff8, 8);
+        notes.note_store(0x12000, 8);
         let told = commit(&mut notes, &mut reader);
-        assert_eq!(told, Told::Words(vec![run(0, 0, 1), run(0, 513, 2), run(1, 1, 1)]));
-        notes.store(0x10000, 1);
-        assert_eq!(commit(&mut notes, &mut reader), Told::Words(vec![run(0, 0, 1)]));
-        assert_eq!(commit(&mut notes, &mut reader), Told::Words(vec![]));
+        assert_eq!(told, StoreReport::Words(vec![run(0, 0, 1), run(0, 513, 2), run(1, 1, 1)]));
+        notes.note_store(0x10000, 1);
+        assert_eq!(commit(&mut notes, &mut reader), StoreReport::Words(vec![run(0, 0, 1)]));
+        assert_eq!(commit(&mut notes, &mut reader), StoreReport::Words(vec![]));
     }
 
     #[test]
     fn stores_reach_into_areas_and_out_of_them() {
         let (mut notes, mut reader) = both(&[(0x10000, 1), (0x11000, 1)]);
-        notes.store(0xfff0, 32);
-        notes.store(0x10ffc, 8);
+        notes.note_store(0xfff0, 32);
+        notes.note_store(0x10ffc, 8);
         let told = commit(&mut notes, &mut reader);
-        assert_eq!(told, Told::Words(vec![run(0, 0, 2), run(0, 511, 1), run(1, 0, 1)]));
-        let pages: Vec<u64> = notes.pages().collect();
+        assert_eq!(told, StoreReport::Words(vec![run(0, 0, 2), run(0, 511, 1), run(1, 0, 1)]));
+        let pages: Vec<u64> = notes.watched_pages().collect();
         assert_eq!(pages, [0x10, 0x11, END / PAGE]);
     }
 
     #[test]
     fn an_epoch_ends_by_its_token_and_is_told_once() {
         let (mut notes, mut reader) = both(&[(0x10000, 1)]);
-        assert!(notes.is_end(END) && notes.is_end(END + 4) && !notes.is_end(END + 8));
-        assert!(!notes.is_end(END - 1));
-        let (_, token) = reader.end();
-        assert_eq!((notes.end(token ^ 1), notes.end(0)), (None, None));
-        let first = notes.end(token).unwrap();
-        assert_eq!(notes.end(token), None, "it has ended");
-        assert!(reader.told(&first.told[1..]).is_none());
-        assert!(reader.told(&first.told).is_some());
-        assert!(reader.told(&first.told).is_none(), "an old one is no answer");
+        assert!(
+            notes.is_end_word(END) && notes.is_end_word(END + 4) && !notes.is_end_word(END + 8)
+        );
+        assert!(!notes.is_end_word(END - 1));
+        let (_, token) = reader.current_epoch();
+        assert_eq!((notes.end_epoch(token ^ 1), notes.end_epoch(0)), (None, None));
+        let first = notes.end_epoch(token).unwrap();
+        assert_eq!(notes.end_epoch(token), None, "it has ended");
+        assert!(reader.open_report(&first.report[1..]).is_none());
+        assert!(reader.open_report(&first.report).is_some());
+        assert!(reader.open_report(&first.report).is_none(), "an old one is no answer");
     }
 
     #[test]
     fn too_much_is_unknown_and_the_next_epoch_is_told() {
         let (mut notes, mut reader) = both(&[(0x10000, 200)]);
         let mut stores = |bytes: u64, step: usize| {
-            (0..bytes).step_by(step).for_each(|at| notes.store(0x10000 + at, 8));
+            (0..bytes).step_by(step).for_each(|at| notes.note_store(0x10000 + at, 8));
             commit(&mut notes, &mut reader)
         };
-        assert_eq!(stores(200 * PAGE, 8), Told::Unknown);
-        assert_eq!(stores(150 * PAGE, 64), Told::Unknown, "as it does not fit");
-        assert_eq!(stores(16 * PAGE, 8), Told::Words(vec![run(0, 0, 16 * 512)]));
+        assert_eq!(stores(200 * PAGE, 8), StoreReport::Unknown);
+        assert_eq!(stores(150 * PAGE, 64), StoreReport::Unknown, "as it does not fit");
+        assert_eq!(stores(16 * PAGE, 8), StoreReport::Words(vec![run(0, 0, 16 * 512)]));
     }
 
     proptest! {
@@ -413,10 +427,10 @@ mod tests {
             for epoch in stores.chunks(every) {
                 let mut written = BTreeSet::new();
                 for &(at, bytes) in epoch {
-                    notes.store(at, bytes);
+                    notes.note_store(at, bytes);
                     written.extend((at..at + bytes).filter(is_inside).map(|byte| byte / WORD));
                 }
-                let Told::Words(runs) = commit(&mut notes, &mut reader) else {
+                let StoreReport::Words(runs) = commit(&mut notes, &mut reader) else {
                     return Err(TestCaseError::fail("unknown"));
                 };
                 let words = |run: &WordRun| {

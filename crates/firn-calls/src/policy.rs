@@ -1,9 +1,9 @@
-//! Who may call: the host's policy file.
+//! Policy file of the host: the applications that may call.
 //!
 //! ```toml
 //! [applications.ledger]
 //! key = "6f1d...64 hexadecimal digits"
-//! pages = 16384            # how many pages it may have followed; 4096 if not said
+//! pages = 16384            # the maximum count of pages to follow; 4096 by default
 //! ```
 
 use std::collections::BTreeMap;
@@ -11,77 +11,79 @@ use std::collections::BTreeMap;
 use serde::Deserialize;
 use thiserror::Error;
 
-use crate::key::{Key, KeyError};
+use crate::key::{ApplicationKey, KeyError};
 
-/// Pages of an application for which the policy says nothing: 16 MiB.
-const PAGES: u32 = 4096;
+/// The maximum count of pages of an application for which the policy has no value: 16 MiB.
+const PAGES_DEFAULT: u32 = 4096;
 
-/// The policy file says something else than it should.
+/// The policy file is malformed.
 #[derive(Debug, Error)]
 pub enum PolicyError {
-    /// It is not such a file.
+    /// The file is not valid TOML, or has unexpected entries.
     #[error("line {line}: {reason}")]
     Toml {
-        /// Where.
+        /// The line of the error.
         line: usize,
-        /// What is wrong, without the line itself: that may have a key.
+        /// The error, without the line itself, which may contain a key.
         reason: String,
     },
-    /// A key is none.
+    /// A key is malformed.
     #[error("application {name:?}")]
     Key {
-        /// Whose.
+        /// The application that it belongs to.
         name: String,
-        /// What is wrong.
+        /// The error.
         source: KeyError,
     },
 }
 
-/// What one application may do.
+/// The permissions of one application.
 #[derive(Clone, Debug)]
-pub(crate) struct Application {
-    pub(crate) key: Key,
+pub(crate) struct ApplicationPolicy {
+    pub(crate) key: ApplicationKey,
     pub(crate) pages: u32,
 }
 
-/// Which applications may call. None by default.
+/// The applications that may call. None by default.
 #[derive(Clone, Debug, Default)]
-pub struct Policy(BTreeMap<String, Application>);
+pub struct CallPolicy(BTreeMap<String, ApplicationPolicy>);
 
 #[derive(Deserialize)]
 #[serde(deny_unknown_fields)]
-struct File {
+struct PolicyFile {
     #[serde(default)]
-    applications: BTreeMap<String, Entry>,
+    applications: BTreeMap<String, PolicyEntry>,
 }
 
 #[derive(Deserialize)]
 #[serde(deny_unknown_fields)]
-struct Entry {
+struct PolicyEntry {
     key: String,
     pages: Option<u32>,
 }
 
-impl Policy {
+impl CallPolicy {
     /// Reads a policy file.
     ///
     /// # Errors
-    /// If it says something else than it should; where.
+    /// If it is malformed; the error has the line.
     pub fn parse(text: &str) -> Result<Self, PolicyError> {
-        let file: File = toml::from_str(text).map_err(|error| explain(text, &error))?;
-        let read = |(name, entry): (String, Entry)| match entry.key.parse() {
-            Ok(key) => Ok((name, Application { key, pages: entry.pages.unwrap_or(PAGES) })),
+        let file: PolicyFile = toml::from_str(text).map_err(|error| toml_error(text, &error))?;
+        let read = |(name, entry): (String, PolicyEntry)| match entry.key.parse() {
+            Ok(key) => {
+                Ok((name, ApplicationPolicy { key, pages: entry.pages.unwrap_or(PAGES_DEFAULT) }))
+            }
             Err(source) => Err(PolicyError::Key { name, source }),
         };
         Ok(Self(file.applications.into_iter().map(read).collect::<Result<_, _>>()?))
     }
 
-    pub(crate) fn find(&self, name: &str) -> Option<&Application> {
+    pub(crate) fn find_application(&self, name: &str) -> Option<&ApplicationPolicy> {
         self.0.get(name)
     }
 }
 
-fn explain(text: &str, error: &toml::de::Error) -> PolicyError {
+fn toml_error(text: &str, error: &toml::de::Error) -> PolicyError {
     let before = error.span().and_then(|span| text.get(..span.start)).unwrap_or_default();
     PolicyError::Toml { line: before.matches('\n').count() + 1, reason: error.message().to_owned() }
 }
@@ -96,17 +98,17 @@ mod tests {
         let text = format!(
             "[applications.a]\nkey = \"{key}\"\n[applications.b]\nkey = \"{key}\"\npages = 7"
         );
-        let policy = Policy::parse(&text).unwrap();
-        assert_eq!(policy.find("a").unwrap().pages, PAGES);
-        assert_eq!(policy.find("b").unwrap().pages, 7);
-        assert!(policy.find("c").is_none());
-        assert!(Policy::parse("").unwrap().find("").is_none());
+        let policy = CallPolicy::parse(&text).unwrap();
+        assert_eq!(policy.find_application("a").unwrap().pages, PAGES_DEFAULT);
+        assert_eq!(policy.find_application("b").unwrap().pages, 7);
+        assert!(policy.find_application("c").is_none());
+        assert!(CallPolicy::parse("").unwrap().find_application("").is_none());
     }
 
     #[test]
     fn what_is_wrong_is_named() {
         let said = |text: &str| {
-            let error = Policy::parse(text).unwrap_err();
+            let error = CallPolicy::parse(text).unwrap_err();
             std::error::Error::source(&error)
                 .map_or(error.to_string(), |it| format!("{error}: {it}"))
         };

@@ -1,12 +1,13 @@
-//! The server against a guest that is known: what it tells is what was written, whoever disturbs.
+//! Tests of the server against a model guest: it must report exactly what was written, whatever
+//! other programs do.
 
 #![expect(clippy::unwrap_used, clippy::panic, reason = "a test that cannot go on fails")]
 
 use std::collections::BTreeSet;
 
 use firn_calls::{
-    Answer, Answered, AreaId, CallError, Caller, Changed, Key, Noted, Policy, Reader, Refusal,
-    Request, Server, Told, WordRun,
+    ApplicationKey, CallError, CallEvent, CallPolicy, CallRefusal, CallReply, CallRequest, Caller,
+    FollowedAreaId, ReportReader, ServedCall, SessionServer, StoreReport, WordRun, WrittenPages,
 };
 use firn_types::{GuestPhys, Page};
 use proptest::prelude::*;
@@ -21,73 +22,75 @@ const OWN: GuestPhys = GuestPhys(0x1000);
 const OTHER: GuestPhys = GuestPhys(0x2000);
 const PROOF_AT: u64 = 0x10_0000;
 
-fn server() -> Server {
+fn server() -> SessionServer {
     let key = "07".repeat(32);
     let text = format!(
         "[applications.ledger]\nkey = \"{key}\"\npages = 64\n[applications.other]\nkey = \"{key}\""
     );
-    Server::new(Policy::parse(&text).unwrap())
+    SessionServer::new(CallPolicy::parse(&text).unwrap())
 }
 
 fn caller(slot: u32) -> Caller {
-    Caller::new("ledger", Key::new(KEY), slot, [slot as u8 + 100; 32])
+    Caller::new("ledger", ApplicationKey::new(KEY), slot, [slot as u8 + 100; 32])
 }
 
 /// Asks, with the answer as it is.
 fn ask(
-    server: &mut Server,
+    server: &mut SessionServer,
     guest: &mut Guest,
     slot: u32,
     caller: &Caller,
     bytes: &[u8],
 ) -> Vec<u8> {
-    server.answer(slot, caller.asked(), Some(bytes), guest).bytes
+    server.answer_request(slot, caller.request_number(), Some(bytes), guest).bytes
 }
 
 /// Opens a session, with the proof in `space`.
 fn open(
-    server: &mut Server,
+    server: &mut SessionServer,
     guest: &mut Guest,
     slot: u32,
     space: GuestPhys,
 ) -> Result<Caller, CallError> {
     let mut caller = caller(slot);
-    let hello = caller.hello();
-    let proof = caller.challenged(&ask(server, guest, slot, &caller, &hello))?;
+    let hello = caller.hello_request();
+    let proof = caller.accept_challenge(&ask(server, guest, slot, &caller, &hello))?;
     let at = PROOF_AT + u64::from(slot) * PAGE;
     guest.proofs.insert((space, at), proof);
-    let prove = caller.request(&Request::Prove { at });
-    caller.done(&ask(server, guest, slot, &caller, &prove))?;
+    let prove = caller.seal_request(&CallRequest::Prove { at });
+    caller.accept_done(&ask(server, guest, slot, &caller, &prove))?;
     Ok(caller)
 }
 
 fn follow(
-    server: &mut Server,
+    server: &mut SessionServer,
     guest: &mut Guest,
     slot: u32,
     caller: &mut Caller,
     start: u64,
     pages: u32,
-) -> Result<AreaId, CallError> {
-    let request = caller.request(&Request::Follow { start, pages });
-    caller.following(&ask(server, guest, slot, caller, &request))
+) -> Result<FollowedAreaId, CallError> {
+    let request = caller.seal_request(&CallRequest::Follow { start, pages });
+    caller.accept_following(&ask(server, guest, slot, caller, &request))
 }
 
 fn collect(
-    server: &mut Server,
+    server: &mut SessionServer,
     guest: &mut Guest,
     slot: u32,
     caller: &mut Caller,
-) -> Result<Changed, CallError> {
-    let request = caller.collect();
+) -> Result<WrittenPages, CallError> {
+    let request = caller.collect_request();
     let answer = ask(server, guest, slot, caller, &request);
-    caller.collected(&answer)
+    caller.accept_written(&answer)
 }
 
-fn runs(changed: &Changed) -> Vec<(u16, u32, u32)> {
+fn runs(changed: &WrittenPages) -> Vec<(u16, u32, u32)> {
     match changed {
-        Changed::Runs(runs) => runs.iter().map(|run| (run.area.0, run.first, run.pages)).collect(),
-        Changed::Anything => panic!("anything"),
+        WrittenPages::Runs(runs) => {
+            runs.iter().map(|run| (run.area.0, run.first, run.pages)).collect()
+        }
+        WrittenPages::Anything => panic!("anything"),
     }
 }
 
@@ -107,33 +110,33 @@ fn an_application_is_told_what_it_wrote() {
     let changed = collect(&mut server, &mut guest, 0, &mut caller).unwrap();
     assert_eq!(runs(&changed), [(0, 1, 2), (1, 1, 1)]);
     assert_eq!(runs(&collect(&mut server, &mut guest, 0, &mut caller).unwrap()), []);
-    let forget = caller.request(&Request::Forget(AreaId(0)));
-    caller.done(&ask(&mut server, &mut guest, 0, &caller, &forget)).unwrap();
+    let forget = caller.seal_request(&CallRequest::Forget(FollowedAreaId(0)));
+    caller.accept_done(&ask(&mut server, &mut guest, 0, &caller, &forget)).unwrap();
     guest.write(OWN, 0x40_1000);
     assert_eq!(runs(&collect(&mut server, &mut guest, 0, &mut caller).unwrap()), []);
-    let bye = caller.request(&Request::Bye);
-    let Answered { bytes: answer, noted, .. } =
-        server.answer(0, caller.asked(), Some(&bye), &mut guest);
-    assert_eq!(caller.done(&answer), Ok(()));
-    assert_eq!(noted, Some(Noted::Closed { name: "ledger".into() }));
+    let bye = caller.seal_request(&CallRequest::Bye);
+    let ServedCall { bytes: answer, event: noted, .. } =
+        server.answer_request(0, caller.request_number(), Some(&bye), &mut guest);
+    assert_eq!(caller.accept_done(&answer), Ok(()));
+    assert_eq!(noted, Some(CallEvent::Closed { name: "ledger".into() }));
     assert!(collect(&mut server, &mut guest, 0, &mut caller).is_err());
 }
 
 #[test]
 fn nobody_calls_without_the_key() {
     let (mut server, mut guest) = (server(), Guest::new());
-    let mut unknown = Caller::new("nobody", Key::new(KEY), 0, [1; 32]);
-    let hello = unknown.hello();
+    let mut unknown = Caller::new("nobody", ApplicationKey::new(KEY), 0, [1; 32]);
+    let hello = unknown.hello_request();
     let answer = ask(&mut server, &mut guest, 0, &unknown, &hello);
-    assert_eq!(unknown.challenged(&answer), Err(Refusal::Unknown.into()));
+    assert_eq!(unknown.accept_challenge(&answer), Err(CallRefusal::Unknown.into()));
 
-    let mut wrong = Caller::new("ledger", Key::new([8; 32]), 0, [1; 32]);
-    let hello = wrong.hello();
-    let proof = wrong.challenged(&ask(&mut server, &mut guest, 0, &wrong, &hello)).unwrap();
+    let mut wrong = Caller::new("ledger", ApplicationKey::new([8; 32]), 0, [1; 32]);
+    let hello = wrong.hello_request();
+    let proof = wrong.accept_challenge(&ask(&mut server, &mut guest, 0, &wrong, &hello)).unwrap();
     guest.proofs.insert((OWN, PROOF_AT), proof);
-    let prove = wrong.request(&Request::Prove { at: PROOF_AT });
+    let prove = wrong.seal_request(&CallRequest::Prove { at: PROOF_AT });
     let answer = ask(&mut server, &mut guest, 0, &wrong, &prove);
-    assert_eq!(wrong.done(&answer), Err(CallError::NotTheHosts));
+    assert_eq!(wrong.accept_done(&answer), Err(CallError::NotTheHosts));
     assert_eq!(guest.searches, 0, "who has no key costs the host nothing");
 }
 
@@ -141,14 +144,14 @@ fn nobody_calls_without_the_key() {
 fn the_proof_must_be_in_one_address_space() {
     let (mut server, mut guest) = (server(), Guest::new());
     let mut caller = caller(0);
-    let hello = caller.hello();
-    let proof = caller.challenged(&ask(&mut server, &mut guest, 0, &caller, &hello)).unwrap();
+    let hello = caller.hello_request();
+    let proof = caller.accept_challenge(&ask(&mut server, &mut guest, 0, &caller, &hello)).unwrap();
     for space in [OWN, OTHER] {
         guest.proofs.insert((space, PROOF_AT), proof);
     }
-    let prove = caller.request(&Request::Prove { at: PROOF_AT });
+    let prove = caller.seal_request(&CallRequest::Prove { at: PROOF_AT });
     let answer = ask(&mut server, &mut guest, 0, &caller, &prove);
-    assert_eq!(caller.done(&answer), Err(Refusal::NotProven(PROOF_AT).into()));
+    assert_eq!(caller.accept_done(&answer), Err(CallRefusal::NotProven(PROOF_AT).into()));
 }
 
 #[test]
@@ -156,22 +159,22 @@ fn an_area_is_the_applications_own() {
     let (mut server, mut guest) = (server(), Guest::new());
     guest.map(OWN, 0x40_0000, 10, 65);
     guest.map(OTHER, 0x90_0000, 90, 1);
-    guest.maps.insert((OWN, 0x50_0000), Err(Refusal::ReadOnly(0x50_0000)));
+    guest.maps.insert((OWN, 0x50_0000), Err(CallRefusal::ReadOnly(0x50_0000)));
     let mut caller = open(&mut server, &mut guest, 0, OWN).unwrap();
     let mut refused =
         |start, pages| match follow(&mut server, &mut guest, 0, &mut caller, start, pages) {
             Err(CallError::Refused(refusal)) => refusal,
             other => panic!("{other:?}"),
         };
-    assert_eq!(refused(0x90_0000, 1), Refusal::Unmapped(0x90_0000), "another process has it");
-    assert_eq!(refused(0x50_0000, 1), Refusal::ReadOnly(0x50_0000));
-    assert_eq!(refused(0xffff_8880_0000_0000, 1), Refusal::Kernel(0xffff_8880_0000_0000));
-    assert_eq!(refused((1 << 47) - PAGE, 2), Refusal::Kernel((1 << 47) - PAGE));
-    assert_eq!(refused(u64::MAX - PAGE + 1, 2), Refusal::Misplaced(u64::MAX - PAGE + 1));
-    assert_eq!(refused(0x40_0001, 1), Refusal::Misplaced(0x40_0001));
-    assert_eq!(refused(0x40_0000, 0), Refusal::Misplaced(0x40_0000));
-    assert_eq!(refused(0x40_0000, 65), Refusal::TooMuch(64));
-    assert_eq!(refused(0x40_0000, u32::MAX), Refusal::TooMuch(64));
+    assert_eq!(refused(0x90_0000, 1), CallRefusal::Unmapped(0x90_0000), "another process has it");
+    assert_eq!(refused(0x50_0000, 1), CallRefusal::ReadOnly(0x50_0000));
+    assert_eq!(refused(0xffff_8880_0000_0000, 1), CallRefusal::Kernel(0xffff_8880_0000_0000));
+    assert_eq!(refused((1 << 47) - PAGE, 2), CallRefusal::Kernel((1 << 47) - PAGE));
+    assert_eq!(refused(u64::MAX - PAGE + 1, 2), CallRefusal::Misplaced(u64::MAX - PAGE + 1));
+    assert_eq!(refused(0x40_0001, 1), CallRefusal::Misplaced(0x40_0001));
+    assert_eq!(refused(0x40_0000, 0), CallRefusal::Misplaced(0x40_0000));
+    assert_eq!(refused(0x40_0000, 65), CallRefusal::TooMuch(64));
+    assert_eq!(refused(0x40_0000, u32::MAX), CallRefusal::TooMuch(64));
 }
 
 #[test]
@@ -182,7 +185,7 @@ fn a_process_that_is_gone_is_not_followed() {
     follow(&mut server, &mut guest, 0, &mut caller, 0x40_0000, 1).unwrap();
     guest.proofs.clear();
     let gone = collect(&mut server, &mut guest, 0, &mut caller);
-    assert_eq!(gone, Err(Refusal::Gone(PROOF_AT).into()));
+    assert_eq!(gone, Err(CallRefusal::Gone(PROOF_AT).into()));
 }
 
 #[test]
@@ -192,20 +195,21 @@ fn old_requests_and_lost_answers_lose_nothing() {
     let mut caller = open(&mut server, &mut guest, 0, OWN).unwrap();
     follow(&mut server, &mut guest, 0, &mut caller, 0x40_0000, 4).unwrap();
     guest.write(OWN, 0x40_1000);
-    let first = caller.collect();
-    let number = caller.asked();
+    let first = caller.collect_request();
+    let number = caller.request_number();
     let lost = ask(&mut server, &mut guest, 0, &caller, &first);
-    // Somebody asks the same again, and overwrites the answer.
-    let again = server.answer(0, number, Some(&first), &mut guest).bytes;
+    // Another program repeats the request, and overwrites the reply.
+    let again = server.answer_request(0, number, Some(&first), &mut guest).bytes;
     assert_ne!(again, lost);
-    assert_eq!(caller.collected(&again), Err(CallError::NotTheHosts));
+    assert_eq!(caller.accept_written(&again), Err(CallError::NotTheHosts));
     guest.write(OWN, 0x40_3000);
     let changed = collect(&mut server, &mut guest, 0, &mut caller).unwrap();
     assert_eq!(runs(&changed), [(0, 1, 1), (0, 3, 1)], "the first is told again");
     // A request of long ago.
-    let Answered { bytes: answer, noted, .. } = server.answer(0, number, Some(&first), &mut guest);
-    assert!(caller.collected(&answer).is_err());
-    assert!(matches!(noted, Some(Noted::Refused { refusal: Refusal::Garbled, .. })));
+    let ServedCall { bytes: answer, event: noted, .. } =
+        server.answer_request(0, number, Some(&first), &mut guest);
+    assert!(caller.accept_written(&answer).is_err());
+    assert!(matches!(noted, Some(CallEvent::Refused { refusal: CallRefusal::Garbled, .. })));
     assert_eq!(runs(&collect(&mut server, &mut guest, 0, &mut caller).unwrap()), []);
 }
 
@@ -215,10 +219,10 @@ fn a_hello_of_somebody_else_ends_nothing() {
     guest.map(OWN, 0x40_0000, 10, 4);
     let mut own = open(&mut server, &mut guest, 0, OWN).unwrap();
     follow(&mut server, &mut guest, 0, &mut own, 0x40_0000, 4).unwrap();
-    let mut other = Caller::new("other", Key::new([9; 32]), 0, [1; 32]);
-    let hello = other.hello();
+    let mut other = Caller::new("other", ApplicationKey::new([9; 32]), 0, [1; 32]);
+    let hello = other.hello_request();
     ask(&mut server, &mut guest, 0, &other, &hello);
-    let prove = other.request(&Request::Prove { at: PROOF_AT });
+    let prove = other.seal_request(&CallRequest::Prove { at: PROOF_AT });
     ask(&mut server, &mut guest, 0, &other, &prove);
     guest.write(OWN, 0x40_1000);
     assert_eq!(runs(&collect(&mut server, &mut guest, 0, &mut own).unwrap()), [(0, 1, 1)]);
@@ -240,7 +244,7 @@ fn two_that_share_a_page_are_both_told() {
     assert_eq!(runs(&collect(&mut server, &mut guest, 1, &mut two).unwrap()), [(0, 0, 1)]);
 }
 
-/// The host tells pages between those that it is asked for, and tells them once.
+/// The host also reports pages between the requested ones, and reports each write once.
 #[test]
 fn two_whose_pages_are_between_each_others_are_both_told() {
     let (mut server, mut guest) = (server(), Guest::new());
@@ -272,15 +276,15 @@ fn what_the_host_did_not_see_may_be_anything() {
     follow(&mut server, &mut guest, 0, &mut caller, 0x40_0000, 2).unwrap();
     for era in [None, Some(2)] {
         guest.era = era;
-        assert_eq!(collect(&mut server, &mut guest, 0, &mut caller), Ok(Changed::Anything));
+        assert_eq!(collect(&mut server, &mut guest, 0, &mut caller), Ok(WrittenPages::Anything));
     }
     assert_eq!(runs(&collect(&mut server, &mut guest, 0, &mut caller).unwrap()), []);
     guest.era = Some(3);
-    let lost = caller.collect();
+    let lost = caller.collect_request();
     ask(&mut server, &mut guest, 0, &caller, &lost);
     assert_eq!(
         collect(&mut server, &mut guest, 0, &mut caller),
-        Ok(Changed::Anything),
+        Ok(WrittenPages::Anything),
         "told again"
     );
     assert_eq!(runs(&collect(&mut server, &mut guest, 0, &mut caller).unwrap()), []);
@@ -290,14 +294,15 @@ fn what_the_host_did_not_see_may_be_anything() {
 fn more_than_fits_is_anything() {
     let key = "07".repeat(32);
     let text = format!("[applications.ledger]\nkey = \"{key}\"\npages = 40000");
-    let (mut server, mut guest) = (Server::new(Policy::parse(&text).unwrap()), Guest::new());
+    let (mut server, mut guest) =
+        (SessionServer::new(CallPolicy::parse(&text).unwrap()), Guest::new());
     guest.map(OWN, 0x40_0000, 10, 40_000);
     let mut caller = open(&mut server, &mut guest, 0, OWN).unwrap();
     follow(&mut server, &mut guest, 0, &mut caller, 0x40_0000, 40_000).unwrap();
     for n in (0..40_000).step_by(2) {
         guest.write(OWN, 0x40_0000 + n * PAGE);
     }
-    assert_eq!(collect(&mut server, &mut guest, 0, &mut caller), Ok(Changed::Anything));
+    assert_eq!(collect(&mut server, &mut guest, 0, &mut caller), Ok(WrittenPages::Anything));
     assert_eq!(runs(&collect(&mut server, &mut guest, 0, &mut caller).unwrap()), []);
 }
 
@@ -330,7 +335,8 @@ fn event() -> impl Strategy<Value = Event> {
 }
 
 proptest! {
-    /// Whatever other programs write into the slot: each page that was written is told by the next answer that comes.
+    /// Whatever other programs write into the slot: the next reply that arrives reports each page
+    /// that was written.
     #[test]
     fn nothing_that_was_written_is_missed(events in prop::collection::vec(event(), 1..80)) {
         let (mut server, mut guest) = (server(), Guest::new());
@@ -350,17 +356,17 @@ proptest! {
                     guest.maps.insert((OWN, 0x40_0000 + page * PAGE), Ok(Page(places)));
                 }
                 Event::Collect { lost } => {
-                    let request = caller.collect();
-                    let asked = caller.asked();
-                    let answer = server.answer(0, asked, Some(&request), &mut guest).bytes;
+                    let request = caller.collect_request();
+                    let asked = caller.request_number();
+                    let answer = server.answer_request(0, asked, Some(&request), &mut guest).bytes;
                     sent.push((asked, request));
                     if lost {
                         continue;
                     }
-                    let told: BTreeSet<u32> = match caller.collected(&answer).unwrap() {
-                        Changed::Anything => (0..8).collect(),
-                        Changed::Runs(runs) => {
-                            let first = runs.iter().filter(|run| run.area == AreaId(0));
+                    let told: BTreeSet<u32> = match caller.accept_written(&answer).unwrap() {
+                        WrittenPages::Anything => (0..8).collect(),
+                        WrittenPages::Runs(runs) => {
+                            let first = runs.iter().filter(|run| run.area == FollowedAreaId(0));
                             first.flat_map(|run| run.first..run.first + run.pages).collect()
                         }
                     };
@@ -369,20 +375,21 @@ proptest! {
                 }
                 Event::Replay { back } => {
                     if let Some((asked, request)) = sent.iter().rev().nth(back) {
-                        let answer = server.answer(0, *asked, Some(request), &mut guest).bytes;
-                        prop_assert!(caller.answered(&answer).is_err());
+                        let answer = server.answer_request(0, *asked, Some(request), &mut guest).bytes;
+                        prop_assert!(caller.open_reply(&answer).is_err());
                     }
                 }
                 Event::Garbage { bytes, asked } => {
-                    let answer = server.answer(0, asked, Some(&bytes), &mut guest).bytes;
-                    prop_assert!(caller.answered(&answer).is_err());
+                    let answer = server.answer_request(0, asked, Some(&bytes), &mut guest).bytes;
+                    prop_assert!(caller.open_reply(&answer).is_err());
                 }
                 Event::Hello => {
-                    let hello = Caller::new("other", Key::new([1; 32]), 0, [1; 32]).hello();
-                    let answer = server.answer(0, 1, Some(&hello), &mut guest).bytes;
-                    prop_assert!(caller.answered(&answer).is_err());
+                    let hello = Caller::new("other", ApplicationKey::new([1; 32]), 0, [1; 32]).hello_request();
+                    let answer = server.answer_request(0, 1, Some(&hello), &mut guest).bytes;
+                    prop_assert!(caller.open_reply(&answer).is_err());
                 }
-                // A save takes what was written, and is over, or begins: nobody is told meanwhile.
+                // A save takes the written pages, and ends, or begins: no session gets a report
+                // meanwhile.
                 Event::Blind => {
                     eras += 1;
                     guest.written.clear();
@@ -396,7 +403,7 @@ proptest! {
                     places += 1;
                     let start = 0x100_0000 + u64::from(places) * PAGE;
                     guest.map(OWN, start, places, 1);
-                    // It is refused while a save goes on, and when there are too many.
+                    // The host refuses it while a save runs, and when there are too many.
                     let _ = follow(&mut server, &mut guest, 0, &mut caller, start, 1);
                 }
             }
@@ -410,7 +417,7 @@ proptest! {
     ) {
         let (mut server, mut guest) = (server(), Guest::new());
         for (slot, asked, bytes) in requests {
-            let answer = server.answer(slot, asked, Some(&bytes), &mut guest).bytes;
+            let answer = server.answer_request(slot, asked, Some(&bytes), &mut guest).bytes;
             prop_assert!(!answer.is_empty());
         }
         prop_assert_eq!(guest.searches, 0);
@@ -419,36 +426,36 @@ proptest! {
 
 #[test]
 fn a_request_that_is_too_long_is_refused() {
-    let answer = server().answer(0, 1, None, &mut Guest::new()).bytes;
+    let answer = server().answer_request(0, 1, None, &mut Guest::new()).bytes;
     let mut caller = caller(0);
-    assert_eq!(caller.challenged(&answer), Err(Refusal::Early.into()));
-    let _ = Answer::Done;
+    assert_eq!(caller.accept_challenge(&answer), Err(CallRefusal::Early.into()));
+    let _ = CallReply::Done;
 }
 
-/// The next application in a slot does not take what the last one was told for its own.
+/// The next application in a slot does not accept replies to the previous one as its own.
 #[test]
 fn two_that_follow_one_another_do_not_count_alike() {
-    let first = Caller::new("ledger", Key::new(KEY), 0, [1; 32]);
-    let second = Caller::new("ledger", Key::new(KEY), 0, [2; 32]);
-    assert_ne!(first.asked(), second.asked());
+    let first = Caller::new("ledger", ApplicationKey::new(KEY), 0, [1; 32]);
+    let second = Caller::new("ledger", ApplicationKey::new(KEY), 0, [2; 32]);
+    assert_ne!(first.request_number(), second.request_number());
 }
 
 fn note(
-    server: &mut Server,
+    server: &mut SessionServer,
     guest: &mut Guest,
     slot: u32,
     caller: &mut Caller,
     end: u64,
-) -> Result<Reader, CallError> {
-    let request = caller.request(&Request::Note { end });
-    caller.noting(&ask(server, guest, slot, caller, &request))
+) -> Result<ReportReader, CallError> {
+    let request = caller.seal_request(&CallRequest::Note { end });
+    caller.accept_noting(&ask(server, guest, slot, caller, &request))
 }
 
 /// Ends an epoch as the application and the plugin do, if anything is noted.
-fn end(guest: &mut Guest, slot: u32, reader: &mut Reader) -> Option<Told> {
-    let (_, token) = reader.end();
-    let ended = guest.notes.as_mut().unwrap().get_mut(&slot)?.end(token)?;
-    reader.told(&ended.told)
+fn end(guest: &mut Guest, slot: u32, reader: &mut ReportReader) -> Option<StoreReport> {
+    let (_, token) = reader.current_epoch();
+    let ended = guest.notes.as_mut().unwrap().get_mut(&slot)?.end_epoch(token)?;
+    reader.open_report(&ended.report)
 }
 
 #[test]
@@ -459,38 +466,39 @@ fn stores_are_noted_where_they_are_seen() {
     let mut own = open(&mut server, &mut guest, 0, OWN).unwrap();
     let area = follow(&mut server, &mut guest, 0, &mut own, 0x40_0000, 2).unwrap();
     let none = note(&mut server, &mut guest, 0, &mut own, END).unwrap_err();
-    assert_eq!(none, CallError::Refused(Refusal::NoStores));
+    assert_eq!(none, CallError::Refused(CallRefusal::NoStores));
 
     guest.notes = Some(Default::default());
     for (at, refusal) in
-        [(END + 1, Refusal::Misplaced(END + 1)), (1 << 63, Refusal::Kernel(1 << 63))]
+        [(END + 1, CallRefusal::Misplaced(END + 1)), (1 << 63, CallRefusal::Kernel(1 << 63))]
     {
         let refused = note(&mut server, &mut guest, 0, &mut own, at).unwrap_err();
         assert_eq!(refused, CallError::Refused(refusal));
     }
     let mut reader = note(&mut server, &mut guest, 0, &mut own, END).unwrap();
-    guest.notes.as_mut().unwrap().get_mut(&0).unwrap().store(0x40_1008, 8);
+    guest.notes.as_mut().unwrap().get_mut(&0).unwrap().note_store(0x40_1008, 8);
     let word = WordRun { area, first: 513, words: 1 };
-    assert_eq!(end(&mut guest, 0, &mut reader), Some(Told::Words(vec![word])));
+    assert_eq!(end(&mut guest, 0, &mut reader), Some(StoreReport::Words(vec![word])));
 
-    // Another noting: what was told in the first is none of its.
+    // Another noting: it does not accept reports of the first.
     let mut second = note(&mut server, &mut guest, 0, &mut own, END).unwrap();
-    let (_, token) = reader.end();
-    assert_eq!(guest.notes.as_mut().unwrap().get_mut(&0).unwrap().end(token), None);
-    assert_eq!(end(&mut guest, 0, &mut second), Some(Told::Words(vec![])));
+    let (_, token) = reader.current_epoch();
+    assert_eq!(guest.notes.as_mut().unwrap().get_mut(&0).unwrap().end_epoch(token), None);
+    assert_eq!(end(&mut guest, 0, &mut second), Some(StoreReport::Words(vec![])));
 
-    // What is followed changes: who is told of the areas of before asks again.
+    // The followed areas change: an application with notes of the earlier areas must request notes
+    // again.
     follow(&mut server, &mut guest, 0, &mut own, 0x40_0000, 1).unwrap();
     assert_eq!(end(&mut guest, 0, &mut second), None);
     let mut third = note(&mut server, &mut guest, 0, &mut own, END).unwrap();
-    assert_eq!(end(&mut guest, 0, &mut third), Some(Told::Words(vec![])));
+    assert_eq!(end(&mut guest, 0, &mut third), Some(StoreReport::Words(vec![])));
 
     // A session of another process in the slot, or none any more.
     let mut other = open(&mut server, &mut guest, 0, OTHER).unwrap();
     assert_eq!(end(&mut guest, 0, &mut third), None);
     let mut reader = note(&mut server, &mut guest, 0, &mut other, END).unwrap();
-    assert_eq!(end(&mut guest, 0, &mut reader), Some(Told::Words(vec![])));
-    let bye = other.request(&Request::Bye);
-    other.done(&ask(&mut server, &mut guest, 0, &other, &bye)).unwrap();
+    assert_eq!(end(&mut guest, 0, &mut reader), Some(StoreReport::Words(vec![])));
+    let bye = other.seal_request(&CallRequest::Bye);
+    other.accept_done(&ask(&mut server, &mut guest, 0, &other, &bye)).unwrap();
     assert_eq!(end(&mut guest, 0, &mut reader), None);
 }

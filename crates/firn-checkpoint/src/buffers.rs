@@ -1,50 +1,53 @@
-//! Empty buffers for memory blocks. Their number is the limit of a save's memory.
+//! Block buffers: empty buffers for memory blocks. Their number is the limit of a save's memory.
 //!
-//! Some are there from the beginning, so that the first faults need not wait for memory; the others are made when they are needed, for a
-//! small save needs few. Whoever finds none sleeps until one is given back: the fault handler runs before everybody else, and would wait
-//! for ever by spinning.
+//! Some exist from the beginning, so that the first faults need not wait for memory; the others are
+//! allocated when they are needed, because a small save needs few. A thread that finds none sleeps
+//! until one is returned: the fault handler has real-time priority, and would wait for ever by
+//! spinning.
 
 use std::sync::{Condvar, Mutex, MutexGuard, PoisonError};
 
-/// Buffers that are there from the beginning.
+/// Buffers that exist from the beginning.
 const READY: usize = 256;
 
-/// What is empty, and may be made.
+/// The buffers of a save: empty ones, and those that may still be allocated.
 #[derive(Debug)]
-pub(crate) struct Buffers {
+pub(crate) struct SaveBuffers {
     block_bytes: usize,
-    most: usize,
-    stock: Mutex<Stock>,
+    count_max: usize,
+    stock: Mutex<BufferStock>,
     changed: Condvar,
 }
 
 #[derive(Debug)]
-struct Stock {
+struct BufferStock {
     empty: Vec<Box<[u8]>>,
     unmade: usize,
-    /// Nobody gives any back.
+    /// No thread returns any more buffers.
     is_closed: bool,
 }
 
-impl Buffers {
-    /// At most so many, of one memory block each.
-    pub(crate) fn new(most: usize, block_bytes: usize) -> Self {
-        let ready = most.min(READY);
-        let mut empty = Vec::with_capacity(most);
+impl SaveBuffers {
+    /// At most `most` buffers, of one memory block each.
+    pub(crate) fn new(count_max: usize, block_bytes: usize) -> Self {
+        let ready = count_max.min(READY);
+        let mut empty = Vec::with_capacity(count_max);
         empty.extend((0..ready).map(|_| empty_buffer(block_bytes)));
-        let stock = Stock { empty, unmade: most - ready, is_closed: false };
-        Self { block_bytes, most, stock: Mutex::new(stock), changed: Condvar::new() }
+        let stock = BufferStock { empty, unmade: count_max - ready, is_closed: false };
+        Self { block_bytes, count_max, stock: Mutex::new(stock), changed: Condvar::new() }
     }
 
-    fn stock(&self) -> MutexGuard<'_, Stock> {
+    fn lock_stock(&self) -> MutexGuard<'_, BufferStock> {
         self.stock.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// An empty buffer, waiting for one if need be. `None` once nobody gives any back.
-    pub(crate) fn take(&self) -> Option<Box<[u8]>> {
-        let none =
-            |stock: &mut Stock| stock.empty.is_empty() && stock.unmade == 0 && !stock.is_closed;
-        let waited = self.changed.wait_while(self.stock(), none);
+    /// An empty buffer, waiting for one if necessary. `None` once no more buffers are returned and
+    /// none is left.
+    pub(crate) fn take_buffer(&self) -> Option<Box<[u8]>> {
+        let none = |stock: &mut BufferStock| {
+            stock.empty.is_empty() && stock.unmade == 0 && !stock.is_closed
+        };
+        let waited = self.changed.wait_while(self.lock_stock(), none);
         let mut stock = waited.unwrap_or_else(PoisonError::into_inner);
         if let Some(buffer) = stock.empty.pop() {
             return Some(buffer);
@@ -54,26 +57,26 @@ impl Buffers {
         Some(empty_buffer(self.block_bytes))
     }
 
-    /// Gives one back.
-    pub(crate) fn give(&self, buffer: Box<[u8]>) {
-        self.stock().empty.push(buffer);
+    /// Returns a buffer.
+    pub(crate) fn return_buffer(&self, buffer: Box<[u8]>) {
+        self.lock_stock().empty.push(buffer);
         self.changed.notify_one();
     }
 
-    /// Nobody gives any back from now on.
-    pub(crate) fn close(&self) {
-        self.stock().is_closed = true;
+    /// No buffer is returned from now on.
+    pub(crate) fn close_stock(&self) {
+        self.lock_stock().is_closed = true;
         self.changed.notify_all();
     }
 
-    /// How many there may be.
-    pub(crate) fn most(&self) -> usize {
-        self.most
+    /// The maximum number of buffers.
+    pub(crate) fn count_max(&self) -> usize {
+        self.count_max
     }
 
-    /// How many can be taken without waiting.
-    pub(crate) fn free(&self) -> usize {
-        let stock = self.stock();
+    /// The number of buffers that can be taken without waiting.
+    pub(crate) fn free_count(&self) -> usize {
+        let stock = self.lock_stock();
         stock.empty.len() + stock.unmade
     }
 }
@@ -91,26 +94,26 @@ mod tests {
 
     #[test]
     fn there_are_no_more_than_were_allowed() {
-        let buffers = Buffers::new(READY + 2, 8);
-        let mut taken: Vec<_> = (0..READY + 2).map(|_| buffers.take().unwrap()).collect();
-        assert_eq!(buffers.free(), 0);
-        buffers.give(taken.pop().unwrap());
-        assert_eq!((buffers.free(), buffers.most()), (1, READY + 2));
+        let buffers = SaveBuffers::new(READY + 2, 8);
+        let mut taken: Vec<_> = (0..READY + 2).map(|_| buffers.take_buffer().unwrap()).collect();
+        assert_eq!(buffers.free_count(), 0);
+        buffers.return_buffer(taken.pop().unwrap());
+        assert_eq!((buffers.free_count(), buffers.count_max()), (1, READY + 2));
     }
 
     #[test]
     fn who_finds_none_sleeps_until_one_is_given_back_or_nobody_does() {
-        let buffers = Arc::new(Buffers::new(1, 8));
-        let only = buffers.take().unwrap();
+        let buffers = Arc::new(SaveBuffers::new(1, 8));
+        let only = buffers.take_buffer().unwrap();
         let waiting = {
             let buffers = Arc::clone(&buffers);
-            thread::spawn(move || (buffers.take(), buffers.take()))
+            thread::spawn(move || (buffers.take_buffer(), buffers.take_buffer()))
         };
-        buffers.give(only);
-        while buffers.free() > 0 {
+        buffers.return_buffer(only);
+        while buffers.free_count() > 0 {
             thread::yield_now();
         }
-        buffers.close();
+        buffers.close_stock();
         let (first, second) = waiting.join().unwrap();
         assert!(first.is_some() && second.is_none());
     }

@@ -1,87 +1,89 @@
-//! Which locality blocks a memory block goes into: one lane per vCPU, one for devices, one for the sweep.
+//! Packing lanes: in which locality blocks a memory block is packed. There is one lane per vCPU,
+//! one for devices, one for the sweep.
 //!
-//! Two vCPUs run two programs; that one touched page X just before the other touched page Y says nothing about X and Y
-//! (Halite, section 5.1). Each vCPU therefore fills locality blocks of its own. First touches by other threads of the
-//! hypervisor are emulated devices doing DMA, or, under KVM, kernel workers that bring a page in for a vCPU which has
-//! meanwhile gone on (asynchronous page faults). A worker's fault is given to the vCPU it works for, where that can be
-//! told (see [`crate::worker`]), else to the vCPU that touched a neighbouring block before it; otherwise it goes to the
-//! device lane.
+//! Two vCPUs run two programs: if one touched page X just before the other touched page Y, X and Y
+//! need not be related (Halite, section 5.1). Each vCPU therefore fills locality blocks of its own.
+//! First touches by other threads of the hypervisor are emulated devices doing DMA, or, under KVM,
+//! kernel workers that bring a page in for a vCPU which has continued in the meantime (asynchronous
+//! page faults). A worker's fault is attributed to the vCPU it works for, where that can be
+//! determined (see [`crate::worker`]), else to the vCPU that touched a neighbouring block before
+//! it; otherwise it goes to the device lane.
 
 use std::collections::{HashMap, HashSet};
 
-use firn_types::{Block, Tid, VcpuId};
+use firn_types::{Block, ThreadId, VcpuId};
 
-/// Where a memory block is packed.
+/// The lane in which a memory block is packed.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
-pub(crate) enum Lane {
+pub(crate) enum PackingLane {
     /// First touched by this vCPU.
     Vcpu(VcpuId),
     /// First touched by a thread that is no vCPU.
     Device,
-    /// Not touched by the guest before the sweep came.
+    /// Not touched by the guest before the sweep copied it.
     Sweep,
 }
 
-/// How a fault found its lane.
+/// How the lane of a fault was found.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(crate) enum Attribution {
+pub(crate) enum FaultAttribution {
     /// The faulting thread is that vCPU's.
     Thread,
     /// A kernel worker faulted, on the processor where only that vCPU ran.
     Worker,
     /// By the lane of a neighbouring block.
     Neighbour,
-    /// Not to a vCPU.
+    /// Not attributed to a vCPU.
     None,
 }
 
 /// Attributes faults to lanes.
 #[derive(Debug)]
-pub(crate) struct Lanes {
-    vcpus: HashMap<Tid, VcpuId>,
-    threads: HashSet<Tid>,
+pub(crate) struct LaneAttributor {
+    vcpus: HashMap<ThreadId, VcpuId>,
+    threads: HashSet<ThreadId>,
     owners: HashMap<Block, VcpuId>,
 }
 
-impl Lanes {
-    /// Lanes for a hypervisor with these vCPU threads, and these threads in all.
+impl LaneAttributor {
+    /// For a hypervisor with these vCPU threads, and these threads in total.
     pub(crate) fn new(
-        vcpus: impl IntoIterator<Item = (Tid, VcpuId)>,
-        threads: impl IntoIterator<Item = Tid>,
+        vcpus: impl IntoIterator<Item = (ThreadId, VcpuId)>,
+        threads: impl IntoIterator<Item = ThreadId>,
     ) -> Self {
         let (vcpus, threads) = (vcpus.into_iter().collect(), threads.into_iter().collect());
         Self { vcpus, threads, owners: HashMap::new() }
     }
 
-    /// The lane of a fault by a thread on a block, and how it was found. `works_for` says for which vCPU a kernel worker
-    /// works; threads of the hypervisor are none.
-    pub(crate) fn attribute(
+    /// The lane of a fault by a thread on a block, and how it was found. `works_for` returns the
+    /// vCPU for which a kernel worker works; it is not called for threads of the hypervisor.
+    pub(crate) fn attribute_fault(
         &mut self,
-        tid: Tid,
+        tid: ThreadId,
         block: Block,
-        works_for: impl FnOnce(Tid) -> Option<VcpuId>,
-    ) -> (Lane, Attribution) {
-        let by_thread = self.vcpus.get(&tid).map(|&vcpu| (vcpu, Attribution::Thread));
-        let found = by_thread.or_else(|| self.worker(tid, block, works_for));
-        let Some((vcpu, how)) = found else { return (Lane::Device, Attribution::None) };
+        works_for: impl FnOnce(ThreadId) -> Option<VcpuId>,
+    ) -> (PackingLane, FaultAttribution) {
+        let by_thread = self.vcpus.get(&tid).map(|&vcpu| (vcpu, FaultAttribution::Thread));
+        let found = by_thread.or_else(|| self.attribute_worker(tid, block, works_for));
+        let Some((vcpu, how)) = found else { return (PackingLane::Device, FaultAttribution::None) };
         self.owners.insert(block, vcpu);
-        (Lane::Vcpu(vcpu), how)
+        (PackingLane::Vcpu(vcpu), how)
     }
 
-    fn worker(
+    fn attribute_worker(
         &self,
-        tid: Tid,
+        tid: ThreadId,
         block: Block,
-        works_for: impl FnOnce(Tid) -> Option<VcpuId>,
-    ) -> Option<(VcpuId, Attribution)> {
+        works_for: impl FnOnce(ThreadId) -> Option<VcpuId>,
+    ) -> Option<(VcpuId, FaultAttribution)> {
         if self.threads.contains(&tid) {
             return None;
         }
-        let by_processor = works_for(tid).map(|vcpu| (vcpu, Attribution::Worker));
-        by_processor.or_else(|| Some((self.neighbour(block)?, Attribution::Neighbour)))
+        let by_processor = works_for(tid).map(|vcpu| (vcpu, FaultAttribution::Worker));
+        by_processor.or_else(|| Some((self.neighbour_owner(block)?, FaultAttribution::Neighbour)))
     }
 
-    fn neighbour(&self, block: Block) -> Option<VcpuId> {
+    fn neighbour_owner(&self, block: Block) -> Option<VcpuId> {
         let near = [block.0.wrapping_sub(1), block.0.wrapping_add(1)];
         near.iter().find_map(|&near| self.owners.get(&Block(near))).copied()
     }
@@ -91,48 +93,52 @@ impl Lanes {
 mod tests {
     use super::*;
 
-    fn lanes() -> Lanes {
-        let vcpus = [(Tid(10), VcpuId(0)), (Tid(11), VcpuId(1))];
-        Lanes::new(vcpus, [Tid(1), Tid(10), Tid(11)])
+    fn lanes() -> LaneAttributor {
+        let vcpus = [(ThreadId(10), VcpuId(0)), (ThreadId(11), VcpuId(1))];
+        LaneAttributor::new(vcpus, [ThreadId(1), ThreadId(10), ThreadId(11)])
     }
 
-    fn nobody(_: Tid) -> Option<VcpuId> {
+    fn nobody(_: ThreadId) -> Option<VcpuId> {
         None
     }
 
     #[test]
     fn a_vcpu_thread_is_its_vcpu() {
         assert_eq!(
-            lanes().attribute(Tid(11), Block(5), |_| Some(VcpuId(0))),
-            (Lane::Vcpu(VcpuId(1)), Attribution::Thread)
+            lanes().attribute_fault(ThreadId(11), Block(5), |_| Some(VcpuId(0))),
+            (PackingLane::Vcpu(VcpuId(1)), FaultAttribution::Thread)
         );
     }
 
     #[test]
     fn a_device_thread_is_no_vcpu_whatever_lies_beside() {
         let mut lanes = lanes();
-        lanes.attribute(Tid(10), Block(5), nobody);
-        let device = lanes.attribute(Tid(1), Block(6), |_| Some(VcpuId(0)));
-        assert_eq!(device, (Lane::Device, Attribution::None));
+        lanes.attribute_fault(ThreadId(10), Block(5), nobody);
+        let device = lanes.attribute_fault(ThreadId(1), Block(6), |_| Some(VcpuId(0)));
+        assert_eq!(device, (PackingLane::Device, FaultAttribution::None));
     }
 
     #[test]
     fn a_worker_works_for_a_vcpu() {
         let mut lanes = lanes();
-        lanes.attribute(Tid(10), Block(5), nobody);
-        let worker =
-            lanes.attribute(Tid(99), Block(6), |tid| (tid == Tid(99)).then_some(VcpuId(1)));
-        assert_eq!(worker, (Lane::Vcpu(VcpuId(1)), Attribution::Worker));
+        lanes.attribute_fault(ThreadId(10), Block(5), nobody);
+        let worker = lanes.attribute_fault(ThreadId(99), Block(6), |tid| {
+            (tid == ThreadId(99)).then_some(VcpuId(1))
+        });
+        assert_eq!(worker, (PackingLane::Vcpu(VcpuId(1)), FaultAttribution::Worker));
     }
 
     #[test]
     fn a_worker_follows_its_neighbour() {
         let mut lanes = lanes();
-        assert_eq!(lanes.attribute(Tid(99), Block(6), nobody), (Lane::Device, Attribution::None));
-        lanes.attribute(Tid(10), Block(5), nobody);
+        assert_eq!(
+            lanes.attribute_fault(ThreadId(99), Block(6), nobody),
+            (PackingLane::Device, FaultAttribution::None)
+        );
+        lanes.attribute_fault(ThreadId(10), Block(5), nobody);
         for block in [Block(6), Block(7)] {
-            let followed = (Lane::Vcpu(VcpuId(0)), Attribution::Neighbour);
-            assert_eq!(lanes.attribute(Tid(99), block, nobody), followed);
+            let followed = (PackingLane::Vcpu(VcpuId(0)), FaultAttribution::Neighbour);
+            assert_eq!(lanes.attribute_fault(ThreadId(99), block, nobody), followed);
         }
     }
 }

@@ -1,4 +1,5 @@
-//! Who has copied which memory block: the one thing that the fault handler and the sweep share.
+//! Copy ledger: which memory blocks are copied. It is the only state that the fault handler and the
+//! sweep both change.
 //!
 //! ```text
 //!   Unsaved --claim--> Copying --copied--> Saved
@@ -6,87 +7,89 @@
 //!              +-- a second claimer waits ---+        (a copy takes about a microsecond)
 //! ```
 //!
-//! Exactness rests on this table. A block may be released to the guest only when it is `Saved`: if the sweep is in the
-//! middle of copying a block that the guest now wants to write, the fault handler waits for that copy to end. That is
-//! why "taken" and "saved" are two states and not one.
+//! The exactness of the image depends on this table. A block may be released to the guest only when
+//! it is `Saved`: if the sweep is copying a block that the guest now wants to write, the fault
+//! handler waits for that copy to end. That is why `Copying` and `Saved` are two states and not
+//! one.
 
 use std::sync::atomic::{AtomicU8, AtomicU32, Ordering};
 use std::time::Duration;
 
 use firn_types::Block;
 
-/// How often a copy that is under way is looked at before sleeping, and how long a sleep is.
-const SPINS: u32 = 1000;
-const LOOK: Duration = Duration::from_micros(50);
+/// How often a running copy is checked before the thread sleeps, and how long a sleep is.
+const SPINS_MAX: u32 = 1000;
+const POLL_INTERVAL: Duration = Duration::from_micros(50);
 
 const UNSAVED: u8 = 0;
 const COPYING: u8 = 1;
 const SAVED: u8 = 2;
 
-/// What a claim found.
+/// The result of a claim.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(crate) enum Claim {
-    /// The caller must copy the block now, then call [`Ledger::copied`].
+pub(crate) enum BlockClaim {
+    /// The caller must copy the block now, then call [`CopyLedger::mark_saved`].
     Mine,
-    /// The block's copy is complete, made by somebody else.
+    /// The block's copy, made by another thread, is complete.
     Saved,
 }
 
 /// The state of every memory block of one save.
 #[derive(Debug)]
-pub(crate) struct Ledger {
+pub(crate) struct CopyLedger {
     states: Vec<AtomicU8>,
     unsaved: AtomicU32,
 }
 
-impl Ledger {
+impl CopyLedger {
     /// A ledger of `blocks` blocks, none saved.
     pub(crate) fn new(blocks: u32) -> Self {
         let states = (0..blocks).map(|_| AtomicU8::new(UNSAVED)).collect();
         Self { states, unsaved: AtomicU32::new(blocks) }
     }
 
-    /// Claims a block for copying, or waits until whoever is copying it has done so.
-    pub(crate) fn claim(&self, block: Block) -> Claim {
+    /// Claims a block for copying, or waits until the thread that copies it has done so.
+    pub(crate) fn claim_block(&self, block: Block) -> BlockClaim {
         match self.try_claim(block) {
-            true => Claim::Mine,
+            true => BlockClaim::Mine,
             false => self.wait_saved(block),
         }
     }
 
-    /// Claims a block if nobody has; never waits.
+    /// Claims a block if no thread has; never waits.
     pub(crate) fn try_claim(&self, block: Block) -> bool {
         let state = &self.states[block.index()];
         state.compare_exchange(UNSAVED, COPYING, Ordering::Acquire, Ordering::Relaxed).is_ok()
     }
 
-    /// Sleeps if it takes long: who copies may be waiting for a processor, and for this one.
-    fn wait_saved(&self, block: Block) -> Claim {
+    /// Sleeps if it takes long: the copying thread may be waiting for a processor, and for this
+    /// one.
+    fn wait_saved(&self, block: Block) -> BlockClaim {
         let is_saved = || self.states[block.index()].load(Ordering::Acquire) == SAVED;
-        let mut looks = 0..SPINS;
+        let mut looks = 0..SPINS_MAX;
         while !is_saved() {
             match looks.next() {
                 Some(_) => std::hint::spin_loop(),
-                None => std::thread::sleep(LOOK),
+                None => std::thread::sleep(POLL_INTERVAL),
             }
         }
-        Claim::Saved
+        BlockClaim::Saved
     }
 
     /// Ends a claim: the block's copy is complete.
-    pub(crate) fn copied(&self, block: Block) {
+    pub(crate) fn mark_saved(&self, block: Block) {
         let before = self.states[block.index()].swap(SAVED, Ordering::Release);
         debug_assert_eq!(before, COPYING, "{block} was not claimed");
         self.unsaved.fetch_sub(1, Ordering::AcqRel);
     }
 
-    /// Blocks in all.
-    pub(crate) fn blocks(&self) -> u32 {
+    /// The total number of blocks.
+    pub(crate) fn block_count(&self) -> u32 {
         self.states.len() as u32
     }
 
-    /// Blocks whose copy is not complete.
-    pub(crate) fn unsaved(&self) -> u32 {
+    /// The number of blocks whose copy is not complete.
+    pub(crate) fn unsaved_count(&self) -> u32 {
         self.unsaved.load(Ordering::Acquire)
     }
 }
@@ -99,17 +102,17 @@ mod tests {
 
     #[test]
     fn a_block_is_claimed_once() {
-        let ledger = Ledger::new(2);
-        assert_eq!(ledger.claim(Block(0)), Claim::Mine);
+        let ledger = CopyLedger::new(2);
+        assert_eq!(ledger.claim_block(Block(0)), BlockClaim::Mine);
         assert!(!ledger.try_claim(Block(0)));
-        ledger.copied(Block(0));
-        assert_eq!(ledger.claim(Block(0)), Claim::Saved);
-        assert_eq!(ledger.unsaved(), 1);
+        ledger.mark_saved(Block(0));
+        assert_eq!(ledger.claim_block(Block(0)), BlockClaim::Saved);
+        assert_eq!(ledger.unsaved_count(), 1);
     }
 
     #[test]
     fn whoever_comes_second_sees_a_finished_copy() {
-        let ledger = Arc::new(Ledger::new(1000));
+        let ledger = Arc::new(CopyLedger::new(1000));
         let copies: Arc<Vec<AtomicU64>> = Arc::new((0..1000).map(|_| AtomicU64::new(0)).collect());
         let workers: Vec<_> = (0..4)
             .map(|_| {
@@ -118,14 +121,14 @@ mod tests {
             })
             .collect();
         workers.into_iter().for_each(|worker| worker.join().unwrap());
-        assert_eq!(ledger.unsaved(), 0);
+        assert_eq!(ledger.unsaved_count(), 0);
     }
 
-    fn claim_all(ledger: &Ledger, copies: &[AtomicU64]) {
+    fn claim_all(ledger: &CopyLedger, copies: &[AtomicU64]) {
         for block in (0..1000).map(Block) {
-            if ledger.claim(block) == Claim::Mine {
+            if ledger.claim_block(block) == BlockClaim::Mine {
                 copies[block.index()].fetch_add(1, Ordering::Relaxed);
-                ledger.copied(block);
+                ledger.mark_saved(block);
             }
             assert_eq!(copies[block.index()].load(Ordering::Relaxed), 1);
         }

@@ -1,53 +1,54 @@
-//! Saving a running VM to an image.
+//! Checkpoint: saves a running VM to an image.
 //!
-//! The default strategy is copy-on-access (*lazy save*; Halite, section 7.1): the vCPUs stand still for the moment
-//! that device state takes, and memory is copied while the guest runs on. Each memory block is copied once, by
-//! whoever comes first: the fault handler, when the guest touches it, or the background sweep. The image equals guest
-//! memory at the instant of the pause, exactly.
+//! The default strategy is copy-on-access (Halite, section 7.1, where it is called *lazy save*):
+//! the vCPUs are paused for the time that saving device state takes, and memory is copied while the
+//! guest runs. Each memory block is copied once, either by the fault handler, when the guest
+//! touches the block, or by the background sweep, whichever is first. The image equals guest memory
+//! at the instant of the pause, exactly.
 //!
-//! | module | what it decides or does |
+//! | module | its task |
 //! |---|---|
 //! | `save` | the order of events, and what is undone when one fails |
 //! | `cut` | the pause |
-//! | `armed`, `trace` | protecting, unmapping, answering faults (system calls by `firn-memory`) |
-//! | `ledger` | who copies a block, and when it may be released |
+//! | `traced_memory`, `trace` | protecting, unmapping, answering faults (system calls by `firn-memory`) |
+//! | `ledger` | which thread copies a block, and when it may be released |
 //! | `written` | what to protect again, and when that is little enough to pause |
 //! | `lane`, `worker` | which vCPU a first touch belongs to |
-//! | `order`, `spaces`, `pace`, `sweep`, `still` | what the sweep copies, in which order, how fast |
+//! | `order`, `spaces`, `sweep_throttle`, `sweep`, `stop_and_copy` | what the sweep copies, in which order, how fast |
 //! | `pre_copy` | copying in rounds, and what was written since the last checkpoint |
-//! | `access_bits` | what the guest used before the pause, for when nothing runs after it |
+//! | `access_bits` | which pages the guest used before a suspend, after which nothing runs that could be traced |
 //! | `pipeline` | compressing, packing, writing |
-//! | `turns`, `demand` | when all of that rests, by what vCPUs have to do |
+//! | `duty_cycle`, `vcpu_load` | when background work pauses, according to the load of the vCPUs |
 
 #![forbid(unsafe_code)]
 
 mod access_bits;
-mod armed;
 mod buffers;
 mod cut;
-mod demand;
+mod duty_cycle;
 mod lane;
 mod ledger;
 mod options;
 mod order;
-mod pace;
 mod pipeline;
 mod pre_copy;
 mod reference;
 mod report;
 mod save;
 mod spaces;
-mod still;
+mod stop_and_copy;
 mod sweep;
+mod sweep_throttle;
 mod touches;
 mod trace;
-mod turns;
+mod traced_memory;
+mod vcpu_load;
 mod worker;
 mod written;
 
-pub use access_bits::{Scanner, watch};
-pub use cut::{NoSteps, Steps};
-pub use options::{Estimator, EstimatorError, SaveOptions, Strategy, StrategyError};
-pub use pre_copy::Tracker;
-pub use report::{FaultCounts, Pause, Progress, SaveReport};
-pub use save::{Describe, SaveContext, SaveError, save};
+pub use access_bits::{AccessScanner, watch_accesses};
+pub use cut::{NoSteps, SaveSteps};
+pub use options::{EstimatorError, SaveOptions, SaveStrategy, StrategyError, WorkingSetEstimator};
+pub use pre_copy::WriteTracker;
+pub use report::{FaultCounts, PauseReport, SaveProgress, SaveReport};
+pub use save::{DescribeVm, SaveContext, SaveError, save_vm};

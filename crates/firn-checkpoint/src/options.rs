@@ -1,4 +1,4 @@
-//! What a user may choose about a save.
+//! Options of a save.
 
 use std::path::PathBuf;
 use std::str::FromStr;
@@ -9,31 +9,33 @@ use firn_types::BlockSize;
 use serde::{Deserialize, Serialize};
 use thiserror::Error;
 
-/// How guest memory is kept as it was at the cut while it is being written out.
+/// How the contents of guest memory at the cut are kept while they are written to the image.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Default, Serialize, Deserialize)]
 #[serde(rename_all = "kebab-case")]
-pub enum Strategy {
-    /// Copy-on-access: the guest runs on, and each memory block is copied at its first touch or by the sweep,
-    /// whichever comes first (Halite, section 7.1).
+pub enum SaveStrategy {
+    /// Copy-on-access: the guest runs, and each memory block is copied at its first touch or by the
+    /// sweep, whichever is first (Halite, section 7.1).
     #[default]
     Trace,
-    /// Copy-on-write: as [`Self::Trace`], but only writes are followed. The guest's reads cost nothing, and its memory may be
-    /// private to the hypervisor; what the guest uses is not learned (Sun, Blough, section 4.3).
+    /// Copy-on-write: as [`Self::Trace`], but only writes are traced. The guest's reads cost
+    /// nothing, and its memory may be private to the hypervisor; the working set is not learned
+    /// (Sun, Blough, section 4.3).
     Cow,
-    /// Pre-copy: copied while the guest runs, and what it writes meanwhile again, until little is left for the pause. The
-    /// guest waits for nothing but the pause, which is as long as it writes much. Its writes are followed on afterwards,
-    /// so that the next checkpoint can be of what changed.
+    /// Pre-copy: memory is copied while the guest runs, and pages that it writes in that time
+    /// again, until little is left for the pause. The guest waits only in the pause, which is the
+    /// longer the more it writes. Its writes are tracked afterwards too, so that the next
+    /// checkpoint can consist of the dirty pages.
     PreCopy,
-    /// The guest stands still until everything is copied.
+    /// The guest is paused until everything is copied.
     Stop,
 }
 
-/// A strategy's name that is not one.
+/// A word that is not the name of a strategy.
 #[derive(Debug, Error)]
 #[error("no save strategy is called {0:?}; there are `trace`, `cow`, `pre-copy` and `stop`")]
 pub struct StrategyError(String);
 
-impl FromStr for Strategy {
+impl FromStr for SaveStrategy {
     type Err = StrategyError;
 
     fn from_str(name: &str) -> Result<Self, StrategyError> {
@@ -47,23 +49,25 @@ impl FromStr for Strategy {
     }
 }
 
-/// How it is found out which memory a restore should bring in first.
+/// The method that finds the memory that a restore should read first.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Default, Serialize, Deserialize)]
 #[serde(rename_all = "kebab-case")]
-pub enum Estimator {
-    /// By what the guest touches after the cut, in that order (Zhang et al., VEE 2011, section 4.1.2).
+pub enum WorkingSetEstimator {
+    /// By the touches of the guest after the cut, in their order (Zhang et al., VEE 2011, section
+    /// 4.1.2).
     #[default]
     Trace,
-    /// By what it used before the cut (section 4.1.1 there): all there is to go by if it does not run afterwards.
+    /// By the pages that it used before the cut (section 4.1.1 there): the only method if it does
+    /// not run afterwards.
     AccessBits,
 }
 
-/// An estimator's name that is not one.
+/// A word that is not the name of an estimator.
 #[derive(Debug, Error)]
 #[error("no working set estimator is called {0:?}; there are `trace` and `access-bits`")]
 pub struct EstimatorError(String);
 
-impl FromStr for Estimator {
+impl FromStr for WorkingSetEstimator {
     type Err = EstimatorError;
 
     fn from_str(name: &str) -> Result<Self, EstimatorError> {
@@ -78,8 +82,8 @@ impl FromStr for Estimator {
 /// Options of one save.
 #[derive(Clone, Debug, Serialize, Deserialize)]
 pub struct SaveOptions {
-    /// How memory is kept as it was.
-    pub strategy: Strategy,
+    /// How the contents of memory at the cut are kept.
+    pub strategy: SaveStrategy,
     /// How memory blocks are compressed.
     pub codec: Codec,
     /// Pages in a memory block.
@@ -90,28 +94,31 @@ pub struct SaveOptions {
     pub compressors: usize,
     /// Whether the sweep yields to the guest.
     pub throttle: bool,
-    /// How long the guest is watched after the cut at least, though everything may be copied sooner: what it touches
-    /// is what a restore brings in first ([`Estimator::Trace`], and no other).
+    /// The minimum time for which the guest is watched after the cut, though everything may be
+    /// copied sooner: a restore reads first what it touches in this time
+    /// ([`WorkingSetEstimator::Trace`], and no other).
     pub watch: Duration,
-    /// How long it is watched at most, while it touches more and more.
+    /// The maximum time for which it is watched, while it touches more and more.
     pub watch_max: Duration,
-    /// Bytes of copied, not yet compressed memory blocks held at most. A guest that touches memory faster than it can
-    /// be written waits for a buffer.
+    /// Maximum number of bytes of copied memory blocks that are not compressed yet. A guest that
+    /// touches memory faster than it can be written waits for a buffer.
     pub buffer_bytes_max: usize,
-    /// Of so many address spaces, those that vCPUs used last, what was written is copied first, and may be written again without a
-    /// fault ([`Strategy::Cow`]; Sun, Blough, section 4.4).
+    /// The number of address spaces, of those that vCPUs used last, whose written pages are copied
+    /// first, and may then be written again without a fault ([`SaveStrategy::Cow`]; Sun, Blough,
+    /// section 4.4).
     pub first_spaces: usize,
-    /// Leaves the VM stopped at the cut: a suspend rather than a checkpoint. Needs [`Strategy::Stop`].
+    /// Leaves the VM stopped at the cut: a suspend rather than a checkpoint. Needs
+    /// [`SaveStrategy::Stop`].
     pub leave_stopped: bool,
-    /// For tests: while paused, also copy all of RAM to this file, flat, in the order of the RAM page space. The
-    /// image must equal it.
+    /// For tests: while paused, also copy all of RAM to this file, flat, in the order of the RAM
+    /// page space. The image must equal it.
     pub reference: Option<PathBuf>,
 }
 
 impl Default for SaveOptions {
     fn default() -> Self {
         Self {
-            strategy: Strategy::default(),
+            strategy: SaveStrategy::default(),
             codec: Codec::default(),
             block_size: BlockSize::default(),
             locality_block_bytes: 64 << 10,

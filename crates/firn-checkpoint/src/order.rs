@@ -1,42 +1,43 @@
-//! The order in which the sweep copies what the guest did not touch.
+//! Sweep order: the order in which the sweep copies the blocks that the guest did not touch.
 //!
-//! Pages that are neighbours in a virtual address space are likely to be used together, more so than neighbours in
-//! physical memory (Halite, section 5.2). So every address space found is walked in virtual order, user half first;
-//! a block that several of them map is taken the first time. The kernel's half comes once, and what no page table
-//! names follows in physical order.
+//! Pages that are neighbours in a virtual address space are likely to be used together, more so
+//! than neighbours in physical memory (Halite, section 5.2). So every address space found is walked
+//! in virtual order, user half first; a block that several of them map is taken the first time. The
+//! kernel's half is walked once, and blocks that no page table maps follow in physical order.
 
 use std::collections::HashSet;
 use std::ops::Range;
 
 use firn_memory::GuestMemory;
-use firn_memory::guest_pages::{GuestPhysRead, Half, Walker, kernel_half_roots};
+use firn_memory::guest_pages::{AddressHalf, GuestPhysRead, PageTableWalker, kernel_half_roots};
 use firn_types::{Block, BlockSize, GuestPhys, Page, RegionMap};
-use firn_vmm::Vm;
+use firn_vmm::QemuVm;
 
+use crate::duty_cycle::DutyCycle;
 use crate::save::SaveError;
-use crate::turns::Turns;
 
 /// Blocks in sweep order, and those that need no copy.
 #[derive(Debug, Default)]
-pub(crate) struct Order {
+pub(crate) struct SweepOrder {
     /// Every backed block, once.
     pub(crate) blocks: Vec<Block>,
     /// Every block without backing: zeros.
     pub(crate) unbacked: Vec<Block>,
-    /// So many of `blocks`, from the first, are let go of once they are copied.
-    pub(crate) let_go: usize,
+    /// The number of `blocks`, from the first, that are released once they are copied.
+    pub(crate) release_count: usize,
 }
 
-impl Order {
-    /// Has blocks without backing copied all the same (they read as zeros) where that is wanted.
+impl SweepOrder {
+    /// Moves unbacked blocks for which `wanted` is true to the blocks that are copied (they read as
+    /// zeros).
     pub(crate) fn add_unbacked(&mut self, wanted: impl Fn(Block) -> bool) {
         let (add, leave) = self.unbacked.drain(..).partition(|&block| wanted(block));
         self.unbacked = leave;
         self.blocks.extend::<Vec<Block>>(add);
     }
 
-    /// Puts the blocks that hold any of these pages in front, and leaves the order among them, and among the others, as
-    /// it is. Gives those in front.
+    /// Moves the blocks that hold any of these pages to the front, and does not change the order
+    /// among them, or among the others. Returns the moved blocks.
     pub(crate) fn bring_forward(&mut self, used: &[Range<Page>], size: BlockSize) -> Vec<Block> {
         if used.is_empty() {
             return Vec::new();
@@ -52,31 +53,31 @@ impl Order {
     }
 }
 
-/// Guest RAM, read by somebody who rests in between: looking through all of it takes a while.
-pub(crate) struct Resting<'a> {
+/// Guest RAM, read with pauses: reading all page tables takes a while.
+pub(crate) struct ThrottledReader<'a> {
     pub(crate) memory: &'a GuestMemory,
-    pub(crate) turns: &'a Turns,
+    pub(crate) duty_cycle: &'a DutyCycle,
 }
 
-impl GuestPhysRead for Resting<'_> {
-    fn map(&self) -> &RegionMap {
-        self.memory.map()
+impl GuestPhysRead for ThrottledReader<'_> {
+    fn region_map(&self) -> &RegionMap {
+        self.memory.region_map()
     }
 
-    fn read(&self, first: Page, out: &mut [u8]) -> bool {
-        self.turns.rest();
-        GuestPhysRead::read(self.memory, first, out)
+    fn read_pages(&self, first: Page, out: &mut [u8]) -> bool {
+        self.duty_cycle.pause_if_due();
+        GuestPhysRead::read_pages(self.memory, first, out)
     }
 
-    fn backed(&self) -> Vec<Range<Page>> {
-        self.memory.backed()
+    fn backed_pages(&self) -> Vec<Range<Page>> {
+        self.memory.backed_pages()
     }
 }
 
 /// The address spaces of the guest that were found.
 #[derive(Clone, Debug, Default)]
 pub(crate) struct AddressSpaces {
-    /// Their top-level page tables; those that vCPUs are using come first.
+    /// Their top-level page tables; those that vCPUs are using are first.
     pub(crate) roots: Vec<GuestPhys>,
     /// Levels of their page tables: 4 or 5.
     levels: u8,
@@ -84,11 +85,15 @@ pub(crate) struct AddressSpaces {
 
 impl AddressSpaces {
     /// The pages that programs have written, by the page tables of these `roots`.
-    pub(crate) fn written(&self, memory: &Resting<'_>, roots: &[GuestPhys]) -> Vec<Range<Page>> {
+    pub(crate) fn written_pages(
+        &self,
+        memory: &ThrottledReader<'_>,
+        roots: &[GuestPhys],
+    ) -> Vec<Range<Page>> {
         let mut written = Vec::new();
-        let mut walker = Walker::new(memory, self.levels);
+        let mut walker = PageTableWalker::new(memory, self.levels);
         for &root in roots {
-            walker.walk(root, Half::User, &mut |_, first, pages, flags| {
+            walker.walk_half(root, AddressHalf::User, &mut |_, first, pages, flags| {
                 if flags.dirty {
                     written.push(first..Page(first.0 + pages));
                 }
@@ -98,10 +103,11 @@ impl AddressSpaces {
     }
 }
 
-/// Finds the address spaces that vCPUs are using, then every other one that shares their kernel half.
-pub(crate) fn address_spaces(
-    vm: &mut Vm,
-    memory: &Resting<'_>,
+/// Finds the address spaces that vCPUs are using, then every other one that shares their kernel
+/// half.
+pub(crate) fn find_address_spaces(
+    vm: &mut QemuVm,
+    memory: &ThrottledReader<'_>,
 ) -> Result<AddressSpaces, SaveError> {
     let current = vm.page_table_roots()?;
     let Some(first) = current.first() else { return Ok(AddressSpaces::default()) };
@@ -115,38 +121,39 @@ pub(crate) fn address_spaces(
 }
 
 /// Orders all blocks of guest RAM.
-pub(crate) fn blocks(
-    memory: &Resting<'_>,
+pub(crate) fn plan_blocks(
+    memory: &ThrottledReader<'_>,
     spaces: &AddressSpaces,
     size: BlockSize,
-) -> Result<Order, SaveError> {
-    let mut planner = Planner::new(memory.map().total_pages(), &memory.memory.backed_runs()?, size);
+) -> Result<SweepOrder, SaveError> {
+    let mut planner =
+        SweepPlanner::new(memory.region_map().total_pages(), &memory.memory.backed_runs()?, size);
     let mut take = |_, first: Page, pages: u32, _| planner.take_pages(first..Page(first.0 + pages));
-    let mut walker = Walker::new(memory, spaces.levels);
+    let mut walker = PageTableWalker::new(memory, spaces.levels);
     for &root in &spaces.roots {
-        walker.walk(root, Half::User, &mut take);
+        walker.walk_half(root, AddressHalf::User, &mut take);
     }
     if let Some(&root) = spaces.roots.first() {
-        walker.walk(root, Half::Kernel, &mut take);
+        walker.walk_half(root, AddressHalf::Kernel, &mut take);
     }
-    Ok(planner.finish())
+    Ok(planner.finish_order())
 }
 
-struct Planner {
+struct SweepPlanner {
     size: BlockSize,
     backed: Vec<bool>,
     taken: Vec<bool>,
-    order: Order,
+    order: SweepOrder,
 }
 
-impl Planner {
+impl SweepPlanner {
     fn new(total_pages: u32, backed: &[Range<Page>], size: BlockSize) -> Self {
         let blocks = size.blocks_in(total_pages) as usize;
         let mut planner = Self {
             size,
             backed: vec![false; blocks],
             taken: vec![false; blocks],
-            order: Order::default(),
+            order: SweepOrder::default(),
         };
         backed.iter().cloned().for_each(|run| planner.mark_backed(run));
         planner
@@ -160,20 +167,20 @@ impl Planner {
 
     fn take_pages(&mut self, pages: Range<Page>) {
         for block in blocks_of(self.size, pages) {
-            self.take(block);
+            self.take_block(block);
         }
     }
 
-    fn take(&mut self, block: Block) {
+    fn take_block(&mut self, block: Block) {
         if self.backed[block.index()] && !std::mem::replace(&mut self.taken[block.index()], true) {
             self.order.blocks.push(block);
         }
     }
 
-    fn finish(mut self) -> Order {
+    fn finish_order(mut self) -> SweepOrder {
         for block in (0..self.backed.len() as u32).map(Block) {
             if self.backed[block.index()] {
-                self.take(block);
+                self.take_block(block);
             } else {
                 self.order.unbacked.push(block);
             }
@@ -193,8 +200,8 @@ mod tests {
     use super::*;
     use proptest::prelude::*;
 
-    fn planner(backed: &[Range<Page>]) -> Planner {
-        Planner::new(64, backed, BlockSize::default())
+    fn planner(backed: &[Range<Page>]) -> SweepPlanner {
+        SweepPlanner::new(64, backed, BlockSize::default())
     }
 
     #[test]
@@ -202,7 +209,7 @@ mod tests {
         let mut planner = planner(&[Page(0)..Page(16)]);
         planner.take_pages(Page(9)..Page(11));
         planner.take_pages(Page(2)..Page(3));
-        let order = planner.finish();
+        let order = planner.finish_order();
         let first: Vec<_> = order.blocks.iter().take(4).map(|block| block.0).collect();
         assert_eq!(first, [4, 5, 1, 0]);
     }
@@ -211,7 +218,7 @@ mod tests {
     fn what_was_used_comes_forward() {
         let mut planner = planner(&[Page(0)..Page(12)]);
         planner.take_pages(Page(8)..Page(10));
-        let mut order = planner.finish();
+        let mut order = planner.finish_order();
         let used = [Page(1)..Page(3), Page(8)..Page(9), Page(40)..Page(41)];
         let in_front = order.bring_forward(&used, BlockSize::default());
         assert_eq!(in_front, [4, 0, 1].map(Block));
@@ -230,7 +237,7 @@ mod tests {
             for (start, len) in walks {
                 planner.take_pages(Page(start)..Page((start + len).min(64)));
             }
-            let order = planner.finish();
+            let order = planner.finish_order();
             let mut all: Vec<_> = order.blocks.iter().chain(&order.unbacked).map(|block| block.0).collect();
             all.sort_unstable();
             prop_assert_eq!(all, (0..32).collect::<Vec<_>>());

@@ -1,4 +1,4 @@
-//! From a copied memory block to the image file, off the fault path.
+//! Image pipeline: brings copied memory blocks to the image file, off the fault path.
 //!
 //! ```text
 //!   fault handler --+                +-- compressor --+              packer vCPU 0 --+
@@ -8,10 +8,11 @@
 //!        +------- empty buffers ------------+
 //! ```
 //!
-//! The buffers are limited in number ([`Buffers`]): whoever copies a block first takes an empty one, and waits if there is none. That
-//! is the stated limit of a save's memory, and what slows a guest that touches memory faster than it can be written.
-//! When the file can't be written the pipeline keeps taking blocks and drops them, so that nobody waits for a buffer
-//! that never comes; the error is returned at the end.
+//! The number of buffers is limited ([`SaveBuffers`]): a thread that copies a block first takes an
+//! empty buffer, and waits if there is none. This is the limit of a save's memory, and it slows a
+//! guest that touches memory faster than it can be written. When the file can't be written the
+//! pipeline continues to take blocks and drops them, so that no thread waits for a buffer that is
+//! never returned; the error is returned at the end.
 
 use std::collections::BTreeMap;
 use std::sync::Arc;
@@ -21,62 +22,65 @@ use std::time::Duration;
 
 use crossbeam_channel::{Receiver, Sender, bounded};
 use firn_image::{
-    Codec, Compressed, FilledBy, Geometry, Image, ImageError, PackedBlock, Packer, Writer, compress,
+    Codec, CompressedBlock, FilledBy, Geometry, Image, ImageError, ImageWriter, PackedBlock,
+    Packer, compress_block,
 };
-use firn_memory::urgency;
+use firn_memory::scheduling;
 use firn_types::Block;
 
-use crate::buffers::Buffers;
-use crate::lane::Lane;
-use crate::turns::Turns;
+use crate::buffers::SaveBuffers;
+use crate::duty_cycle::DutyCycle;
+use crate::lane::PackingLane;
 
-/// How often a thread that waits for the pipeline looks at it.
-const SETTLE_LOOK: Duration = Duration::from_micros(200);
+/// How often a thread that waits for the pipeline checks it.
+const DONE_POLL_INTERVAL: Duration = Duration::from_micros(200);
 
 /// A memory block as it was at the cut.
 pub(crate) struct RawBlock {
-    pub(crate) lane: Lane,
+    pub(crate) lane: PackingLane,
     pub(crate) block: Block,
     pub(crate) bytes: Box<[u8]>,
-    /// Whether the block was submitted before, with other content. That must be through: see [`Intake::settle`].
+    /// Whether the block was submitted before, with other content. That must be done: see
+    /// [`PipelineIntake::wait_until_done`].
     pub(crate) again: bool,
 }
 
-enum Finished {
-    /// The parent has it so.
+enum FinishedBlock {
+    /// The parent image has the same content.
     Inherited,
     Zero(ZeroBlock),
-    Packed(Lane, PackedBlock),
+    Packed(PackingLane, PackedBlock),
 }
 
-/// A block of zeros, and whether it was something else before.
+/// A block of zeros, and whether it was submitted before with other content.
 struct ZeroBlock {
     block: Block,
     again: bool,
 }
 
-/// The sending end: what the fault handler and the sweep hold.
+/// The sending end: used by the fault handler and the sweep.
 #[derive(Clone)]
-pub(crate) struct Intake {
+pub(crate) struct PipelineIntake {
     blocks: Sender<RawBlock>,
-    buffers: Arc<Buffers>,
+    buffers: Arc<SaveBuffers>,
     state: Arc<PipelineState>,
-    turns: Arc<Turns>,
+    duty_cycle: Arc<DutyCycle>,
 }
 
 #[derive(Default)]
 struct PipelineState {
     failed: AtomicBool,
     written: AtomicU64,
-    /// Blocks that went in, and that came out at the end.
+    /// The numbers of blocks that entered the pipeline, and that left it.
     submitted: AtomicU64,
     done: AtomicU64,
 }
 
-/// Tells, should its thread panic, that blocks it had taken will never come out.
-struct Alarm(Arc<PipelineState>);
+/// Marks the pipeline as failed if its thread panics: blocks that the thread had taken will never
+/// leave the pipeline.
+struct PipelineAlarm(Arc<PipelineState>);
 
-impl Drop for Alarm {
+impl Drop for PipelineAlarm {
     fn drop(&mut self) {
         if thread::panicking() {
             self.0.failed.store(true, Ordering::Release);
@@ -84,108 +88,116 @@ impl Drop for Alarm {
     }
 }
 
-impl Intake {
-    /// An empty buffer of one memory block, waiting for one if need be. `None` once the pipeline is gone.
-    pub(crate) fn buffer(&self) -> Option<Box<[u8]>> {
-        self.buffers.take()
+impl PipelineIntake {
+    /// An empty buffer of one memory block, waiting for one if necessary. `None` once the pipeline
+    /// is gone.
+    pub(crate) fn take_buffer(&self) -> Option<Box<[u8]>> {
+        self.buffers.take_buffer()
     }
 
-    /// When background work rests.
-    pub(crate) fn turns(&self) -> &Arc<Turns> {
-        &self.turns
+    /// The pauses of background work.
+    pub(crate) fn duty_cycle(&self) -> &Arc<DutyCycle> {
+        &self.duty_cycle
     }
 
-    /// How many buffers there may be.
-    pub(crate) fn buffers(&self) -> usize {
-        self.buffers.most()
+    /// The maximum number of buffers.
+    pub(crate) fn buffer_count_max(&self) -> usize {
+        self.buffers.count_max()
     }
 
-    /// Hands a filled buffer on. Never waits: there are no more blocks than buffers.
-    pub(crate) fn submit(&self, block: RawBlock) {
+    /// Submits a filled buffer. Never waits: there are no more blocks than buffers.
+    pub(crate) fn submit_block(&self, block: RawBlock) {
         self.state.submitted.fetch_add(1, Ordering::AcqRel);
-        // The receivers outlive every sender unless a compressor panicked; then the save fails at its end.
+        // The receivers outlive every sender unless a compressor panicked; then the save fails at
+        // its end.
         if self.blocks.send(block).is_err() {
             self.state.failed.store(true, Ordering::Release);
         }
     }
 
-    /// Waits until all that was submitted is through, or the image can't be written, or `cancelled` says so: a block that
-    /// is submitted again comes after what was submitted of it before.
-    pub(crate) fn settle(&self, cancelled: &dyn Fn() -> bool) {
+    /// Waits until all submitted blocks are done, or the image can't be written, or `cancelled`
+    /// returns true: a block that is submitted again must come after what was submitted of it
+    /// before.
+    pub(crate) fn wait_until_done(&self, cancelled: &dyn Fn() -> bool) {
         let count = |number: &AtomicU64| number.load(Ordering::Acquire);
         while count(&self.state.done) < count(&self.state.submitted)
-            && !self.failed()
+            && !self.has_failed()
             && !cancelled()
         {
-            thread::sleep(SETTLE_LOOK);
+            thread::sleep(DONE_POLL_INTERVAL);
         }
     }
 
-    /// Whether enough buffers are empty that taking one leaves some for the fault handler.
+    /// Whether enough buffers are free that the fault handler still finds some when one is taken.
     pub(crate) fn has_room(&self) -> bool {
-        self.buffers.free() * 4 > self.buffers.most()
+        self.buffers.free_count() * 4 > self.buffers.count_max()
     }
 
     /// Whether the image can no longer be written.
-    pub(crate) fn failed(&self) -> bool {
+    pub(crate) fn has_failed(&self) -> bool {
         self.state.failed.load(Ordering::Acquire)
     }
 
     /// Bytes written to the image so far.
-    pub(crate) fn written(&self) -> u64 {
+    pub(crate) fn written_bytes(&self) -> u64 {
         self.state.written.load(Ordering::Relaxed)
     }
 }
 
-/// The threads between [`Intake`] and the image file.
-pub(crate) struct Pipeline {
+/// The threads between [`PipelineIntake`] and the image file.
+pub(crate) struct ImagePipeline {
     compressors: Vec<JoinHandle<()>>,
-    writer: JoinHandle<Result<Writer, ImageError>>,
+    writer: JoinHandle<Result<ImageWriter, ImageError>>,
 }
 
-impl Pipeline {
-    /// Starts the threads around a new image file.
-    /// `parent` is the image that the new one builds on: what it has already is not written again.
-    pub(crate) fn start(
-        writer: Writer,
+impl ImagePipeline {
+    /// Starts the threads around a new image file. `parent` is the image that the new one builds
+    /// on: blocks with the same content are not written again.
+    pub(crate) fn start_threads(
+        writer: ImageWriter,
         codec: Codec,
         parent: Option<Arc<Image>>,
-        limits: Limits,
-    ) -> (Self, Intake) {
+        limits: PipelineLimits,
+    ) -> (Self, PipelineIntake) {
         let geometry = writer.geometry();
-        let block_bytes = geometry.block_size.bytes();
+        let block_bytes = geometry.block_size.byte_count();
         let buffers = (limits.buffer_bytes / block_bytes).max(16);
-        // Twice as many places: whoever puts one in never comes to a place that somebody is just taking one out of.
+        // Twice as many slots as buffers: a sender never reaches a slot from which a receiver is
+        // just taking a block.
         let (blocks, raw) = bounded(2 * buffers);
-        let buffers = Arc::new(Buffers::new(buffers, block_bytes));
+        let buffers = Arc::new(SaveBuffers::new(buffers, block_bytes));
         let (finished, packed) = bounded(1024);
         let state: Arc<PipelineState> = Arc::default();
-        let giver = Arc::new(Giver(Arc::clone(&buffers)));
-        let turns = Arc::new(Turns::new());
+        let giver = Arc::new(BufferReturn(Arc::clone(&buffers)));
+        let turns = Arc::new(DutyCycle::new());
         let compressors = (0..limits.compressors.max(1))
-            .map(|_| Compressor {
+            .map(|_| CompressorThread {
                 codec,
                 parent: parent.clone(),
                 raw: raw.clone(),
-                giver: Arc::clone(&giver),
+                buffer_return: Arc::clone(&giver),
                 finished: finished.clone(),
-                alarm: Alarm(Arc::clone(&state)),
-                turns: Arc::clone(&turns),
+                alarm: PipelineAlarm(Arc::clone(&state)),
+                duty_cycle: Arc::clone(&turns),
             })
-            .map(|compressor| thread::spawn(move || compressor.run()))
+            .map(|compressor| thread::spawn(move || compressor.run_thread()))
             .collect();
-        let intake =
-            Intake { blocks, buffers, state: Arc::clone(&state), turns: Arc::clone(&turns) };
+        let intake = PipelineIntake {
+            blocks,
+            buffers,
+            state: Arc::clone(&state),
+            duty_cycle: Arc::clone(&turns),
+        };
         let writer = thread::spawn(move || {
-            let _alarm = Alarm(Arc::clone(&state));
-            urgency::step_back();
+            let _alarm = PipelineAlarm(Arc::clone(&state));
+            scheduling::set_background();
             write_all(writer, geometry, &packed, &state, &turns)
         });
         (Self { compressors, writer }, intake)
     }
 
     /// Waits until everything submitted is in the file. All intakes must have been dropped.
-    pub(crate) fn finish(self) -> Result<Writer, ImageError> {
+    pub(crate) fn finish_image(self) -> Result<ImageWriter, ImageError> {
         self.compressors.into_iter().for_each(propagate_panic);
         match self.writer.join() {
             Ok(result) => result,
@@ -194,9 +206,9 @@ impl Pipeline {
     }
 }
 
-/// What a pipeline may use.
+/// The resources that a pipeline may use.
 #[derive(Clone, Copy, Debug)]
-pub(crate) struct Limits {
+pub(crate) struct PipelineLimits {
     pub(crate) compressors: usize,
     pub(crate) buffer_bytes: usize,
 }
@@ -207,44 +219,45 @@ fn propagate_panic(thread: JoinHandle<()>) {
     }
 }
 
-/// What gives buffers back: shared by all compressors, and closed with the last of them.
-struct Giver(Arc<Buffers>);
+/// Returns buffers: shared by all compressors, and closed with the last of them.
+struct BufferReturn(Arc<SaveBuffers>);
 
-impl Drop for Giver {
+impl Drop for BufferReturn {
     fn drop(&mut self) {
-        self.0.close();
+        self.0.close_stock();
     }
 }
 
 /// One of the threads that compress.
-struct Compressor {
+struct CompressorThread {
     codec: Codec,
     parent: Option<Arc<Image>>,
     raw: Receiver<RawBlock>,
-    giver: Arc<Giver>,
-    finished: Sender<Finished>,
-    alarm: Alarm,
-    turns: Arc<Turns>,
+    buffer_return: Arc<BufferReturn>,
+    finished: Sender<FinishedBlock>,
+    alarm: PipelineAlarm,
+    duty_cycle: Arc<DutyCycle>,
 }
 
-impl Compressor {
-    fn run(self) {
-        let Self { codec, parent, raw, giver, finished, alarm, turns } = self;
+impl CompressorThread {
+    fn run_thread(self) {
+        let Self { codec, parent, raw, buffer_return: giver, finished, alarm, duty_cycle: turns } =
+            self;
         let mut buffer = Vec::new();
-        urgency::step_back();
+        scheduling::set_background();
         for RawBlock { lane, block, bytes, again } in raw {
             let parent = parent.as_ref().filter(|_| !again);
-            let done = match parent.is_some_and(|it| it.holds(block, &bytes, &mut buffer)) {
-                true => Finished::Inherited,
-                false => match compress(codec, block, &bytes) {
-                    Compressed::Zero => Finished::Zero(ZeroBlock { block, again }),
-                    Compressed::Packed(packed) => Finished::Packed(lane, packed),
+            let done = match parent.is_some_and(|it| it.holds_bytes(block, &bytes, &mut buffer)) {
+                true => FinishedBlock::Inherited,
+                false => match compress_block(codec, block, &bytes) {
+                    CompressedBlock::Zero => FinishedBlock::Zero(ZeroBlock { block, again }),
+                    CompressedBlock::Packed(packed) => FinishedBlock::Packed(lane, packed),
                 },
             };
-            giver.0.give(bytes);
+            giver.0.return_buffer(bytes);
             // A guest that waits for a buffer waits for this thread.
-            if giver.0.free() > 1 {
-                turns.rest();
+            if giver.0.free_count() > 1 {
+                turns.pause_if_due();
             }
             if finished.send(done).is_err() {
                 break;
@@ -254,69 +267,75 @@ impl Compressor {
     }
 }
 
-/// The writing thread. On an error it goes on receiving, so that compressors and copiers never hang.
+/// The writing thread. After an error it continues to receive, so that compressors and copying
+/// threads never hang.
 fn write_all(
-    mut writer: Writer,
+    mut writer: ImageWriter,
     geometry: Geometry,
-    packed: &Receiver<Finished>,
+    packed: &Receiver<FinishedBlock>,
     state: &PipelineState,
-    turns: &Turns,
-) -> Result<Writer, ImageError> {
-    let mut packers = Packers { geometry, open: BTreeMap::new() };
+    turns: &DutyCycle,
+) -> Result<ImageWriter, ImageError> {
+    let mut packers = LanePackers { geometry, open: BTreeMap::new() };
     let mut result = Ok(());
     for done in packed {
         if result.is_ok() {
-            result = packers.take(done, &mut writer);
+            result = packers.pack_block(done, &mut writer);
             state.failed.fetch_or(result.is_err(), Ordering::AcqRel);
             state.written.store(writer.bytes_written(), Ordering::Relaxed);
         }
         state.done.fetch_add(1, Ordering::AcqRel);
-        turns.rest();
+        turns.pause_if_due();
     }
     result?;
-    packers.finish(&mut writer)?;
+    packers.finish_lanes(&mut writer)?;
     Ok(writer)
 }
 
 /// One open locality block per lane.
-struct Packers {
+struct LanePackers {
     geometry: Geometry,
-    open: BTreeMap<Lane, Packer>,
+    open: BTreeMap<PackingLane, Packer>,
 }
 
-impl Packers {
-    fn take(&mut self, done: Finished, writer: &mut Writer) -> Result<(), ImageError> {
+impl LanePackers {
+    fn pack_block(
+        &mut self,
+        done: FinishedBlock,
+        writer: &mut ImageWriter,
+    ) -> Result<(), ImageError> {
         let (lane, packed) = match done {
-            Finished::Inherited => return Ok(()),
-            Finished::Zero(ZeroBlock { block, again }) => {
+            FinishedBlock::Inherited => return Ok(()),
+            FinishedBlock::Zero(ZeroBlock { block, again }) => {
                 if again {
                     self.write_out(block, writer)?;
                 }
                 writer.set_zero(block);
                 return Ok(());
             }
-            Finished::Packed(lane, packed) => (lane, packed),
+            FinishedBlock::Packed(lane, packed) => (lane, packed),
         };
         let packer =
             self.open.entry(lane).or_insert_with(|| Packer::filled_by(self.geometry, lane.into()));
-        match packer.push(packed) {
+        match packer.push_block(packed) {
             Some(full) => writer.append(full).map(drop),
             None => Ok(()),
         }
     }
 
-    /// What counts is what is given to the writer last. What a block was before may still wait here.
-    fn write_out(&mut self, block: Block, writer: &mut Writer) -> Result<(), ImageError> {
-        let mut holding = self.open.values_mut().filter(|packer| packer.holds(block));
-        holding.try_for_each(|packer| match packer.finish() {
+    /// The content that the writer receives last counts. Earlier content of the block may still be
+    /// in a packer here, so it is written first.
+    fn write_out(&mut self, block: Block, writer: &mut ImageWriter) -> Result<(), ImageError> {
+        let mut holding = self.open.values_mut().filter(|packer| packer.holds_block(block));
+        holding.try_for_each(|packer| match packer.take_filled() {
             Some(part) => writer.append(part).map(drop),
             None => Ok(()),
         })
     }
 
-    fn finish(self, writer: &mut Writer) -> Result<(), ImageError> {
+    fn finish_lanes(self, writer: &mut ImageWriter) -> Result<(), ImageError> {
         for mut packer in self.open.into_values() {
-            if let Some(rest) = packer.finish() {
+            if let Some(rest) = packer.take_filled() {
                 writer.append(rest)?;
             }
         }
@@ -324,12 +343,12 @@ impl Packers {
     }
 }
 
-impl From<Lane> for FilledBy {
-    fn from(lane: Lane) -> Self {
+impl From<PackingLane> for FilledBy {
+    fn from(lane: PackingLane) -> Self {
         match lane {
-            Lane::Vcpu(vcpu) => Self::Vcpu(vcpu),
-            Lane::Device => Self::Device,
-            Lane::Sweep => Self::Sweep,
+            PackingLane::Vcpu(vcpu) => Self::Vcpu(vcpu),
+            PackingLane::Device => Self::Device,
+            PackingLane::Sweep => Self::Sweep,
         }
     }
 }
@@ -337,36 +356,46 @@ impl From<Lane> for FilledBy {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use firn_image::{Draft, Organization, Sections};
+    use firn_image::{BlockOrganization, ImageDraft, ImageSections};
     use firn_types::RegionMap;
 
     const PAGES: u32 = 64;
 
-    fn submit(intake: &Intake, block: u32, byte: u8, again: bool) {
-        let mut bytes = intake.buffer().unwrap();
+    fn submit(intake: &PipelineIntake, block: u32, byte: u8, again: bool) {
+        let mut bytes = intake.take_buffer().unwrap();
         bytes.fill(byte);
-        intake.submit(RawBlock { lane: Lane::Sweep, block: Block(block), bytes, again });
+        intake.submit_block(RawBlock {
+            lane: PackingLane::Sweep,
+            block: Block(block),
+            bytes,
+            again,
+        });
     }
 
-    /// Every memory block in turn as one thing, then as another.
+    /// Every memory block is submitted with one content, then with another.
     #[test]
     fn what_a_block_was_last_counts() {
         let dir = tempfile::tempdir().unwrap();
         let path = dir.path().join("a.firn");
-        let whole = Draft::whole(Geometry::new(PAGES), Organization::Access);
-        let writer = Writer::create(&path, &Draft { again: true, ..whole }).unwrap();
-        let limits = Limits { compressors: 2, buffer_bytes: 1 << 20 };
-        let (pipeline, intake) = Pipeline::start(writer, Codec::Lz4, None, limits);
+        let whole = ImageDraft::whole_image(Geometry::new(PAGES), BlockOrganization::Access);
+        let writer =
+            ImageWriter::create(&path, &ImageDraft { allows_again: true, ..whole }).unwrap();
+        let limits = PipelineLimits { compressors: 2, buffer_bytes: 1 << 20 };
+        let (pipeline, intake) = ImagePipeline::start_threads(writer, Codec::Lz4, None, limits);
         let rounds = [[7, 0, 7, 0], [0, 7, 8, 0]];
         for (number, contents) in rounds.iter().enumerate() {
             for block in 0..PAGES / 2 {
                 submit(&intake, block, contents[block as usize % 4], number > 0);
             }
-            intake.settle(&|| false);
+            intake.wait_until_done(&|| false);
         }
         drop(intake);
         let regions = RegionMap::lay_out([("ram", u64::from(PAGES) * 4096)]).unwrap();
-        pipeline.finish().unwrap().finish(Sections { regions, ..Sections::default() }).unwrap();
+        pipeline
+            .finish_image()
+            .unwrap()
+            .finish(ImageSections { regions, ..ImageSections::default() })
+            .unwrap();
         let image = Image::open(&path).unwrap();
         let (mut stored, mut bytes) = (Vec::new(), vec![0; 8192]);
         for block in 0..PAGES / 2 {

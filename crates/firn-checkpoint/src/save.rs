@@ -3,65 +3,70 @@
 //! ```text
 //!   create image file -> attach, register -> write-protect all of RAM                guest runs
 //!                     -> make ready for the pause -> rounds: protect what was written
-//!                     -> stop, device state, protect what was written last, cont     guest stands still (see `cut`)
+//!                     -> stop, device state, protect what was written last, cont     guest is paused (see `cut`)
 //!                     -> drop page-table entries                                     guest runs, first touches fault
-//!                     -> sweep until every block is copied -> unregister, close      guest runs free
+//!                     -> sweep until every block is copied -> unregister, close      guest runs without faults
 //!                     -> sections, index, footer, fsync, rename
 //! ```
 //!
-//! Whatever fails, the range is unregistered (which lets every waiting thread go), the descriptor in the hypervisor is
-//! closed, a VM that was stopped here goes on, and the unfinished image file is removed.
+//! Whatever fails, the range is unregistered (which resumes every waiting thread), the descriptor
+//! in the hypervisor is closed, a VM that was stopped here continues, and the unfinished image file
+//! is removed.
 
 use std::ops::Range;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
-use firn_image::{Draft, Geometry, Image, ImageError, Organization, Sections, Writer};
+use firn_image::{
+    BlockOrganization, Geometry, Image, ImageDraft, ImageError, ImageSections, ImageWriter,
+};
 use firn_memory::{
     DropError, GuestMemory, MemoryError, PageFaultError, Process, ProcessError, ScanError,
-    TraceError, urgency,
+    TraceError, scheduling,
 };
-use firn_types::{Block, GuestPhys, Page, Tid};
-use firn_vmm::{AuxRam, CopyError, CutError, DeviceStateError, DriveCut, DriveError, QmpError, Vm};
+use firn_types::{Block, GuestPhys, Page, ThreadId};
+use firn_vmm::{
+    AuxRam, CopyError, CutError, DeviceStateError, DriveCut, DriveError, QemuVm, QmpError,
+};
 use thiserror::Error;
 
-use crate::armed::Armed;
-use crate::cut::{Cut, Ready, Steps};
-use crate::demand::Demand;
-use crate::lane::Lanes;
-use crate::options::{SaveOptions, Strategy};
-use crate::order::{self, Order, Resting};
-use crate::pace::Pace;
-use crate::pipeline::{Intake, Limits, Pipeline};
-use crate::pre_copy::{PreCopy, Tracker, stores};
-use crate::report::{Progress, SaveReport, ms};
+use crate::cut::{CutState, PauseMethod, SaveSteps};
+use crate::lane::LaneAttributor;
+use crate::options::{SaveOptions, SaveStrategy};
+use crate::order::{self, SweepOrder, ThrottledReader};
+use crate::pipeline::{ImagePipeline, PipelineIntake, PipelineLimits};
+use crate::pre_copy::{PreCopy, WriteTracker, parent_stores};
+use crate::report::{SaveProgress, SaveReport, to_ms};
 use crate::spaces;
-use crate::still::Still;
-use crate::sweep::{Sweep, Watch};
+use crate::stop_and_copy::StopCopy;
+use crate::sweep::{BackgroundSweep, WatchPeriod};
+use crate::sweep_throttle::SweepThrottle;
 use crate::trace::FaultLog;
-use crate::worker::Workers;
+use crate::traced_memory::TracedMemory;
+use crate::vcpu_load::VcpuLoad;
+use crate::worker::KernelWorkers;
 
-/// Why there is no checkpoint. The VM runs on (or, for a suspend, runs again).
+/// Why there is no checkpoint. The VM continues to run (or, for a suspend, runs again).
 #[derive(Debug, Error)]
 pub enum SaveError {
-    /// Attaching to the hypervisor failed, or letting go of it.
+    /// Attaching to the hypervisor failed, or detaching from it.
     #[error("the hypervisor could not be attached to")]
     Attach(#[from] TraceError),
-    /// The hypervisor is gone, or can't be looked at.
-    #[error("the hypervisor is out of reach")]
+    /// The hypervisor is gone, or can't be accessed.
+    #[error("the hypervisor process cannot be accessed")]
     Process(#[from] ProcessError),
     /// Guest RAM could not be read.
     #[error("guest memory could not be read")]
     Memory(#[from] MemoryError),
     /// A page fault could not be answered, or a page protected.
-    #[error("the guest's memory could not be followed")]
+    #[error("accesses to the guest's memory could not be traced")]
     Fault(#[from] PageFaultError),
-    /// What the guest writes could not be followed.
-    #[error("what the guest writes could not be followed")]
+    /// The guest's writes could not be tracked.
+    #[error("the guest's writes could not be tracked")]
     Scan(#[from] ScanError),
     /// Page-table entries could not be dropped.
-    #[error("reads of the guest's memory could not be followed")]
+    #[error("reads of the guest's memory could not be traced")]
     Drop(#[from] DropError),
     /// The hypervisor refused a command.
     #[error("the hypervisor refused a command")]
@@ -69,11 +74,11 @@ pub enum SaveError {
     /// The hypervisor could not save its devices.
     #[error("the VM's devices could not be saved")]
     DeviceState(#[from] DeviceStateError),
-    /// The hypervisor could not save its devices, or keep its disks as they are.
-    #[error("the VM could not be fixed at one instant")]
+    /// The hypervisor could not save its devices, or cut its disks.
+    #[error("the VM's state could not be cut at one instant")]
     Cut(#[from] CutError),
     /// A disk could not be cloned.
-    #[error("the VM's disks could not be kept as they are")]
+    #[error("the VM's disks could not be cloned")]
     Drives(#[from] DriveError),
     /// A disk could not be copied.
     #[error("the VM's disks could not be copied")]
@@ -84,36 +89,36 @@ pub enum SaveError {
     /// The reference copy of a test could not be written.
     #[error("the reference copy {path} could not be written")]
     Reference {
-        /// Where it was to be.
+        /// The path of the copy.
         path: PathBuf,
-        /// What the system said.
+        /// The error of the system.
         source: std::io::Error,
     },
-    /// A step of the caller's failed (its journal, for example).
-    #[error("a step around the save failed")]
+    /// A step of the caller failed (its journal, for example).
+    #[error("a step of the supervisor before or after the pause failed")]
     Step(#[source] std::io::Error),
     /// The kernel can't protect private memory that was never written.
     #[error(
         "the guest's memory is private to the hypervisor, and this kernel can't protect all of it (before Linux 6.4): save it \
-         standing still (firn checkpoint --strategy stop), or start it with shared memory (firn run does)"
+         while it is paused (firn checkpoint --strategy stop), or start it with shared memory (firn run does)"
     )]
     PrivateUnpopulated,
-    /// Another process writes to the guest's memory, and its writes can't be followed.
+    /// Another process writes to the guest's memory, and its writes can't be tracked.
     #[error(
-        "the guest's memory is also mapped by {0}, whose writes to it can't be followed: save it standing still \
+        "the guest's memory is also mapped by {0}, whose writes to it can't be tracked: save it while it is paused \
          (firn checkpoint --strategy stop), or start it without vhost-user devices"
     )]
     Foreign(String),
     /// The VM may give memory back while it is being copied.
     #[error(
         "the VM has a balloon device: memory that the guest gives back during the save could not be saved any more. \
-         Save it standing still (firn checkpoint --strategy stop), or start it without the device"
+         Save it while it is paused (firn checkpoint --strategy stop), or start it without the device"
     )]
     Balloon,
     /// Memory and devices are not of one instant.
-    #[error("a device wrote to the guest's memory while the VM stood still; save it again")]
+    #[error("a device wrote to the guest's memory while the VM was paused; save it again")]
     Touched,
-    /// The caller gave it up.
+    /// The caller cancelled the save.
     #[error("the save was cancelled")]
     Cancelled,
     /// The options contradict each other.
@@ -121,96 +126,103 @@ pub enum SaveError {
     Options(&'static str),
 }
 
-/// What a save works on.
+/// The VM to save, and what its save needs.
 pub struct SaveContext<'a> {
     /// The VM's control channel.
-    pub vm: &'a mut Vm,
+    pub vm: &'a mut QemuVm,
     /// The hypervisor process.
     pub process: Arc<Process>,
     /// Its guest RAM.
     pub memory: Arc<GuestMemory>,
     /// Small RAM blocks beside guest RAM.
     pub aux: &'a [AuxRam],
-    /// What the guest has used lately, if that is to be its working set ([`crate::Scanner`], [`crate::watch`]); else
-    /// it is what the guest touches after the cut.
+    /// The pages that the guest has used lately, if they are to be its working set
+    /// ([`crate::AccessScanner`], [`crate::watch_accesses`]); otherwise the working set is what the
+    /// guest touches after the cut.
     pub used: Option<Vec<Range<Page>>>,
     /// The image that the new one is to build on.
     pub parent: Option<Arc<Image>>,
-    /// What follows the guest's writes since the last checkpoint, for [`Strategy::PreCopy`]: taken if it is there, and left
-    /// there for the next one. No other strategy works while there is one.
-    pub tracker: Option<Tracker>,
-    /// What becomes of the VM's disks in the pause.
+    /// Tracks the guest's writes since the last checkpoint, for [`SaveStrategy::PreCopy`]: a save
+    /// uses the tracker that is here, and leaves one here for the next save. No other strategy
+    /// works while there is one.
+    pub tracker: Option<WriteTracker>,
+    /// What is done with the VM's disks in the pause.
     pub drives: DriveCut,
-    /// What the caller wants told before and after the pause.
-    pub steps: &'a dyn Steps,
+    /// The caller's steps before and after the pause.
+    pub steps: &'a dyn SaveSteps,
 }
 
-/// What there is to say of a VM, asked for once its memory and disks are fixed.
+/// Describes the VM. Called once its memory and disks are fixed.
 ///
-/// It is told which share of the working set was found in the last eighth of the time in which the guest was traced, if
-/// that is where the working set is from: the more, the more was missed.
-pub type Describe<'a> = dyn Fn(Option<f64>) -> std::io::Result<serde_json::Value> + 'a;
+/// The argument is the share of the working set that was found in the last eighth of the time in
+/// which the guest was traced, if the working set was found that way: the larger the share, the
+/// more was missed.
+pub type DescribeVm<'a> = dyn Fn(Option<f64>) -> std::io::Result<serde_json::Value> + 'a;
 
-/// Saves a VM to an image at `out`. What `describe` gives is stored as it is.
-pub fn save(
+/// Saves a VM to an image at `out`. The result of `describe` is stored unchanged.
+pub fn save_vm(
     context: &mut SaveContext<'_>,
     out: &Path,
-    describe: &Describe<'_>,
+    describe: &DescribeVm<'_>,
     options: &SaveOptions,
-    progress: &dyn Fn(Progress),
+    progress: &dyn Fn(SaveProgress),
 ) -> Result<SaveReport, SaveError> {
     firn_fault::point("save.begin");
     let started = Instant::now();
-    if options.leave_stopped && options.strategy != Strategy::Stop {
+    if options.leave_stopped && options.strategy != SaveStrategy::Stop {
         return Err(SaveError::Options("a VM can be left stopped only by the strategy `stop`"));
     }
-    if options.first_spaces > 0 && options.strategy != Strategy::Cow {
-        return Err(SaveError::Options("address spaces come first only with the strategy `cow`"));
+    if options.first_spaces > 0 && options.strategy != SaveStrategy::Cow {
+        return Err(SaveError::Options(
+            "address spaces can be copied first only with the strategy `cow`",
+        ));
     }
-    let writer = writer(context, out, options)?;
+    let writer = create_writer(context, out, options)?;
     let identity = writer.identity();
     let limits =
-        Limits { compressors: options.compressors, buffer_bytes: options.buffer_bytes_max };
-    let (pipeline, intake) = Pipeline::start(writer, options.codec, context.parent.clone(), limits);
-    let copied =
-        Copying { context: &mut *context, options, intake: &intake, progress, started }.run();
+        PipelineLimits { compressors: options.compressors, buffer_bytes: options.buffer_bytes_max };
+    let (pipeline, intake) =
+        ImagePipeline::start_threads(writer, options.codec, context.parent.clone(), limits);
+    let copied = MemoryCopy { context: &mut *context, options, intake: &intake, progress, started }
+        .copy_memory();
     drop(intake);
-    let report = finish(context, pipeline.finish(), copied, describe);
+    let report = finish_image(context, pipeline.finish_image(), copied, describe);
     if let (Ok(_), Some(tracker)) = (&report, &mut context.tracker) {
-        tracker.accept(identity);
+        tracker.accept_image(identity);
     }
-    Ok(SaveReport { total_ms: ms(started.elapsed()), ..report? })
+    Ok(SaveReport { total_ms: to_ms(started.elapsed()), ..report? })
 }
 
-fn finish(
+fn finish_image(
     context: &mut SaveContext<'_>,
-    writer: Result<Writer, ImageError>,
-    copied: Result<Copied, SaveError>,
-    describe: &Describe<'_>,
+    writer: Result<ImageWriter, ImageError>,
+    copied: Result<CopiedMemory, SaveError>,
+    describe: &DescribeVm<'_>,
 ) -> Result<SaveReport, SaveError> {
-    // An image that can't be written makes everything after it fail as well: its error is the one that says why.
+    // An image that can't be written makes everything after it fail as well: its error is the
+    // cause, so it is returned.
     let writer = writer?;
     let mut copied = copied?;
-    if context.steps.cancelled() {
+    if context.steps.is_cancelled() {
         return Err(SaveError::Cancelled);
     }
     finish_copies(context)?;
     firn_fault::point("save.sections");
     let meta = describe(copied.report.found_late).map_err(SaveError::Step)?;
-    let summary = writer.finish(sections(context, meta, &mut copied))?;
+    let summary = writer.finish(image_sections(context, meta, &mut copied))?;
     firn_fault::point("save.finished");
     let (image_bytes, blocks_inherited) = (summary.file_bytes, summary.inherited_blocks);
     Ok(SaveReport { image_bytes, blocks_inherited, ..copied.report })
 }
 
-/// The image is whole only when the copies of its disks are.
+/// The image is complete only when the copies of its disks are.
 fn finish_copies(context: &mut SaveContext<'_>) -> Result<(), SaveError> {
     let SaveContext { vm, drives, steps, .. } = context;
     if drives.copies.is_empty() {
         return Ok(());
     }
     firn_fault::point("copies.begun");
-    let finished = vm.finish_copies(&drives.copies, &|| steps.cancelled());
+    let finished = vm.finish_copies(&drives.copies, &|| steps.is_cancelled());
     firn_fault::point("copies.finished");
     finished.map_err(|error| match error {
         CopyError::Cancelled => SaveError::Cancelled,
@@ -218,31 +230,35 @@ fn finish_copies(context: &mut SaveContext<'_>) -> Result<(), SaveError> {
     })
 }
 
-fn writer(
+fn create_writer(
     context: &SaveContext<'_>,
     out: &Path,
     options: &SaveOptions,
-) -> Result<Writer, SaveError> {
-    let draft = Draft {
+) -> Result<ImageWriter, SaveError> {
+    let draft = ImageDraft {
         parent: context.parent.as_deref(),
-        again: options.strategy == Strategy::PreCopy,
-        ..Draft::whole(geometry(context, options), Organization::Access)
+        allows_again: options.strategy == SaveStrategy::PreCopy,
+        ..ImageDraft::whole_image(image_geometry(context, options), BlockOrganization::Access)
     };
-    Ok(Writer::create(out, &draft)?)
+    Ok(ImageWriter::create(out, &draft)?)
 }
 
-fn geometry(context: &SaveContext<'_>, options: &SaveOptions) -> Geometry {
+fn image_geometry(context: &SaveContext<'_>, options: &SaveOptions) -> Geometry {
     Geometry {
         block_size: options.block_size,
         locality_block_bytes: options.locality_block_bytes,
-        total_pages: context.memory.map().total_pages(),
+        total_pages: context.memory.region_map().total_pages(),
     }
 }
 
-fn sections(context: &SaveContext<'_>, meta: serde_json::Value, copied: &mut Copied) -> Sections {
-    Sections {
+fn image_sections(
+    context: &SaveContext<'_>,
+    meta: serde_json::Value,
+    copied: &mut CopiedMemory,
+) -> ImageSections {
+    ImageSections {
         meta,
-        regions: context.memory.map().clone(),
+        regions: context.memory.region_map().clone(),
         device_state: std::mem::take(&mut copied.cut.device_state),
         aux_blocks: std::mem::take(&mut copied.cut.aux),
         working_set: std::mem::take(&mut copied.working_set),
@@ -250,41 +266,44 @@ fn sections(context: &SaveContext<'_>, meta: serde_json::Value, copied: &mut Cop
     }
 }
 
-/// All memory is with the pipeline; the guest runs free.
-pub(crate) struct Copied {
-    pub(crate) cut: Cut,
+/// All memory has been given to the pipeline, and the guest runs without faults.
+pub(crate) struct CopiedMemory {
+    pub(crate) cut: CutState,
     pub(crate) working_set: Vec<Block>,
     pub(crate) roots: Vec<GuestPhys>,
     pub(crate) report: SaveReport,
 }
 
 /// The part of a save in which guest memory is being copied.
-struct Copying<'c, 'a> {
+struct MemoryCopy<'c, 'a> {
     context: &'c mut SaveContext<'a>,
     options: &'c SaveOptions,
-    intake: &'c Intake,
-    progress: &'c dyn Fn(Progress),
+    intake: &'c PipelineIntake,
+    progress: &'c dyn Fn(SaveProgress),
     started: Instant,
 }
 
-impl Copying<'_, '_> {
-    fn run(mut self) -> Result<Copied, SaveError> {
-        let vcpus: Vec<Tid> = self.context.vm.vcpus()?.iter().map(|vcpu| vcpu.tid).collect();
-        self.intake.turns().watch(Demand::of(self.context.process.pid(), &vcpus));
-        if self.options.strategy == Strategy::PreCopy {
+impl MemoryCopy<'_, '_> {
+    fn copy_memory(mut self) -> Result<CopiedMemory, SaveError> {
+        let vcpus: Vec<ThreadId> = self.context.vm.vcpus()?.iter().map(|vcpu| vcpu.tid).collect();
+        self.intake
+            .duty_cycle()
+            .watch_load(VcpuLoad::from_threads(self.context.process.pid(), &vcpus));
+        if self.options.strategy == SaveStrategy::PreCopy {
             let Self { context, options, intake, progress, started } = self;
-            return PreCopy { context, options, intake, progress, started }.run();
+            return PreCopy { context, options, intake, progress, started }.run_save();
         }
         self.context.memory.open_window()?;
         match self.options.strategy {
-            Strategy::Stop => self.stop(),
-            _ => self.follow(),
+            SaveStrategy::Stop => self.stop_and_copy(),
+            _ => self.copy_traced(),
         }
     }
 
     /// Copy-on-access, or copy-on-write.
-    fn follow(&mut self) -> Result<Copied, SaveError> {
-        // The hypervisor punches such pages out of the RAM file; no page fault tells of it beforehand.
+    fn copy_traced(&mut self) -> Result<CopiedMemory, SaveError> {
+        // The hypervisor punches such pages out of the RAM file; no page fault reports it
+        // beforehand.
         if self.context.vm.balloon()?.is_some() {
             return Err(SaveError::Balloon);
         }
@@ -293,14 +312,21 @@ impl Copying<'_, '_> {
         }
         let first = spaces::used_last(self.context.vm, self.options.first_spaces)?;
         let vcpus = self.context.vm.vcpus()?;
-        let tids: Vec<Tid> = vcpus.iter().map(|vcpu| vcpu.tid).collect();
+        let tids: Vec<ThreadId> = vcpus.iter().map(|vcpu| vcpu.tid).collect();
         let threads = vcpus.iter().map(|vcpu| (vcpu.tid, vcpu.id));
-        let workers = Workers::of(self.context.process.pid(), threads.clone());
-        let lanes = Lanes::new(threads, self.context.process.threads()?);
+        let workers = KernelWorkers::for_vcpus(self.context.process.pid(), threads.clone());
+        let lanes = LaneAttributor::new(threads, self.context.process.list_threads()?);
         let intake = self.intake.clone();
-        let armed = Armed::attach(self.context, self.options, tids, lanes, workers, intake)?;
-        let copied = self.follow_armed(&armed, &first);
-        let log = armed.disarm();
+        let armed = TracedMemory::attach_to_hypervisor(
+            self.context,
+            self.options,
+            tids,
+            lanes,
+            workers,
+            intake,
+        )?;
+        let copied = self.copy_after_attach(&armed, &first);
+        let log = armed.detach_from_hypervisor();
         firn_fault::point("save.disarmed");
         let (mut copied, FaultLog { touches, counts }) = (copied?, log?);
         copied.report.faults = counts;
@@ -311,92 +337,110 @@ impl Copying<'_, '_> {
         Ok(copied)
     }
 
-    /// What the address spaces in `first` have written comes first.
-    fn follow_armed(&mut self, armed: &Armed, first: &[GuestPhys]) -> Result<Copied, SaveError> {
-        armed.arm()?;
-        let ready = Ready::make(self.context, true)?;
-        let rounds = armed.settle()?;
-        let arm_ms = ms(self.started.elapsed());
-        let cut = Cut::make(self.context, self.options, ready, &mut || armed.cut())?;
+    /// Copies what the address spaces in `first` have written before anything else.
+    fn copy_after_attach(
+        &mut self,
+        armed: &TracedMemory,
+        first: &[GuestPhys],
+    ) -> Result<CopiedMemory, SaveError> {
+        armed.protect_all()?;
+        let ready = PauseMethod::prepare_pause(self.context, true)?;
+        let rounds = armed.protect_written()?;
+        let arm_ms = to_ms(self.started.elapsed());
+        let cut = CutState::make_cut(self.context, self.options, ready, &mut || armed.make_cut())?;
         firn_fault::point("save.resumed");
-        if cut.untouched_until.is_some_and(|resumed| armed.trace.was_touched_before(resumed)) {
+        if cut.untouched_until.is_some_and(|resumed| armed.trace.was_written_before(resumed)) {
             return Err(SaveError::Touched);
         }
-        let watch = self.watch(armed.trace.now());
-        if self.options.strategy == Strategy::Trace {
-            armed.retrace()?;
+        let watch = self.watch_period(armed.trace.now());
+        if self.options.strategy == SaveStrategy::Trace {
+            armed.drop_mappings()?;
         }
         firn_fault::point("save.retraced");
-        urgency::step_back();
-        let (roots, order, working_set) = self.plan(first)?;
-        armed.skip(&order.unbacked);
-        let pace = Pace::new(self.options.throttle, armed.trace.now());
+        scheduling::set_background();
+        let (roots, order, working_set) = self.plan_sweep(first)?;
+        armed.mark_unbacked_saved(&order.unbacked);
+        let pace = SweepThrottle::new(self.options.throttle, armed.trace.now());
         let (intake, progress, steps) = (self.intake, self.progress, self.context.steps);
         let (let_go, reported) = (0, Duration::ZERO);
         let trace = &armed.trace;
-        let mut sweep = Sweep { trace, intake, pace, progress, steps, watch, let_go, reported };
-        let watched = sweep.run(order.blocks, order.let_go)?;
-        let blocks_let_go = sweep.let_go;
+        let mut sweep = BackgroundSweep {
+            trace,
+            intake,
+            throttle: pace,
+            progress,
+            steps,
+            watch,
+            released_blocks: let_go,
+            reported,
+        };
+        let watched = sweep.run_sweep(order.blocks, order.release_count)?;
+        let blocks_let_go = sweep.released_blocks;
         firn_fault::point("save.swept");
-        let found_late = armed.trace.touches().found_late(watched).filter(|_| self.is_watched());
-        let report = SaveReport { rounds, arm_ms, found_late, blocks_let_go, ..self.report(&cut) };
-        Ok(Copied { cut, working_set, roots, report })
+        let found_late =
+            armed.trace.lock_touches().found_late(watched).filter(|_| self.is_watched());
+        let report =
+            SaveReport { rounds, arm_ms, found_late, blocks_let_go, ..self.base_report(&cut) };
+        Ok(CopiedMemory { cut, working_set, roots, report })
     }
 
-    /// Whether what the guest touches tells what it uses: only [`Strategy::Trace`] sees what it reads.
+    /// Whether the guest's touches show its working set: only [`SaveStrategy::Trace`] sees what it
+    /// reads.
     fn is_watched(&self) -> bool {
-        self.options.strategy == Strategy::Trace && self.context.used.is_none()
+        self.options.strategy == SaveStrategy::Trace && self.context.used.is_none()
     }
 
-    /// How long the guest is watched from now on.
-    fn watch(&self, now: Duration) -> Watch {
+    /// The period for which the guest is watched from now on.
+    fn watch_period(&self, now: Duration) -> WatchPeriod {
         let (at_least, at_most) = match self.is_watched() {
             true => (self.options.watch, self.options.watch_max),
             false => Default::default(),
         };
-        Watch { until: now + at_least, at_most_until: now + at_most }
+        WatchPeriod { until: now + at_least, at_most_until: now + at_most }
     }
 
-    /// What to sweep, in which order, the page-table roots that say so, and the working set as far as it is known.
-    fn plan(
+    /// The roots of the guest's page tables, the order of the sweep that they give, and the working
+    /// set as far as it is known.
+    fn plan_sweep(
         &mut self,
         first: &[GuestPhys],
-    ) -> Result<(Vec<GuestPhys>, Order, Vec<Block>), SaveError> {
-        let memory = &Resting { memory: &self.context.memory, turns: self.intake.turns() };
-        let spaces = order::address_spaces(self.context.vm, memory)?;
-        let mut order = order::blocks(memory, &spaces, self.options.block_size)?;
-        order.add_unbacked(|block| stores(self.context.parent.as_deref(), block));
+    ) -> Result<(Vec<GuestPhys>, SweepOrder, Vec<Block>), SaveError> {
+        let memory =
+            &ThrottledReader { memory: &self.context.memory, duty_cycle: self.intake.duty_cycle() };
+        let spaces = order::find_address_spaces(self.context.vm, memory)?;
+        let mut order = order::plan_blocks(memory, &spaces, self.options.block_size)?;
+        order.add_unbacked(|block| parent_stores(self.context.parent.as_deref(), block));
         let used = self.context.used.as_deref().unwrap_or_default();
         let working_set = order.bring_forward(used, self.options.block_size);
-        let written = spaces.written(memory, first);
-        order.let_go = order.bring_forward(&written, self.options.block_size).len();
+        let written = spaces.written_pages(memory, first);
+        order.release_count = order.bring_forward(&written, self.options.block_size).len();
         Ok((spaces.roots, order, working_set))
     }
 
-    /// Stop, copy everything, go on.
-    fn stop(&mut self) -> Result<Copied, SaveError> {
+    /// Stops the VM, copies everything, continues the VM.
+    fn stop_and_copy(&mut self) -> Result<CopiedMemory, SaveError> {
         let memory = Arc::clone(&self.context.memory);
-        let resting = Resting { memory: &memory, turns: self.intake.turns() };
-        let spaces = order::address_spaces(self.context.vm, &resting)?;
+        let resting = ThrottledReader { memory: &memory, duty_cycle: self.intake.duty_cycle() };
+        let spaces = order::find_address_spaces(self.context.vm, &resting)?;
         let Self { options, intake, progress, .. } = *self;
         let used = self.context.used.take().unwrap_or_default();
         let parent = self.context.parent.clone();
         let still =
-            Still { memory: &memory, spaces: &spaces, used, parent, options, intake, progress };
-        let ready = Ready::make(self.context, false)?;
+            StopCopy { memory: &memory, spaces: &spaces, used, parent, options, intake, progress };
+        let ready = PauseMethod::prepare_pause(self.context, false)?;
         let mut working_set = Vec::new();
-        let cut = Cut::make(self.context, options, ready, &mut || {
-            working_set = intake.turns().while_still(|| still.copy_all())?;
+        let cut = CutState::make_cut(self.context, options, ready, &mut || {
+            working_set = intake.duty_cycle().without_pauses(|| still.copy_all())?;
             Ok(0)
         })?;
-        let report = self.report(&cut);
+        let report = self.base_report(&cut);
         let roots = spaces.roots;
-        Ok(Copied { cut, working_set, roots, report })
+        Ok(CopiedMemory { cut, working_set, roots, report })
     }
 
-    fn report(&self, cut: &Cut) -> SaveReport {
+    fn base_report(&self, cut: &CutState) -> SaveReport {
         let blocks_total =
-            self.options.block_size.blocks_in(self.context.memory.map().total_pages());
+            self.options.block_size.blocks_in(self.context.memory.region_map().total_pages());
         SaveReport { pause: cut.pause, blocks_total, ..SaveReport::default() }
     }
 }

@@ -1,45 +1,46 @@
-//! Which address spaces of the guest were used last.
+//! Recent address spaces: which address spaces of the guest were used last.
 //!
-//! What a program has written it will most likely write again. If it is copied first, and let go of, it need not fault
-//! (Sun, Blough, "Fast, Lightweight Virtual Machine Checkpointing", section 4.4: "last n address spaces"). A vCPU tells only
-//! which address space it is in now, so it is asked again and again for a while.
+//! A program will most likely write again the pages that it has written. If they are copied first,
+//! and released, they need not fault (Sun, Blough, "Fast, Lightweight Virtual Machine
+//! Checkpointing", section 4.4: "last n address spaces"). A vCPU shows only which address space it
+//! is in now, so it is polled repeatedly for a while.
 
 use std::thread;
 use std::time::{Duration, Instant};
 
 use firn_types::GuestPhys;
-use firn_vmm::{QmpError, Vm};
+use firn_vmm::{QemuVm, QmpError};
 
-/// How long vCPUs are looked at.
-const LOOK_FOR: Duration = Duration::from_millis(200);
-/// How often. Each look costs the hypervisor's main thread about a millisecond.
-const LOOK_EVERY: Duration = Duration::from_millis(10);
+/// How long vCPUs are polled.
+const POLL_TIME: Duration = Duration::from_millis(200);
+/// How often. Each poll costs the hypervisor's main thread about a millisecond.
+const POLL_INTERVAL: Duration = Duration::from_millis(10);
 
-/// Address spaces, that seen last in front.
+/// Address spaces, the most recent one first.
 #[derive(Debug, Default, PartialEq, Eq)]
-struct Seen(Vec<GuestPhys>);
+struct RecentSpaces(Vec<GuestPhys>);
 
-impl Seen {
-    fn note(&mut self, root: GuestPhys) {
+impl RecentSpaces {
+    fn record_use(&mut self, root: GuestPhys) {
         self.0.retain(|known| *known != root);
         self.0.insert(0, root);
     }
 
-    fn last(mut self, count: usize) -> Vec<GuestPhys> {
+    fn take_first(mut self, count: usize) -> Vec<GuestPhys> {
         self.0.truncate(count);
         self.0
     }
 }
 
-/// The top-level page tables of so many address spaces, at most, that vCPUs used last.
-pub(crate) fn used_last(vm: &mut Vm, count: usize) -> Result<Vec<GuestPhys>, QmpError> {
-    let mut seen = Seen::default();
-    let until = Instant::now() + LOOK_FOR;
+/// The top-level page tables of the address spaces that vCPUs used last, at most `count`.
+pub(crate) fn used_last(vm: &mut QemuVm, count: usize) -> Result<Vec<GuestPhys>, QmpError> {
+    let mut seen = RecentSpaces::default();
+    let until = Instant::now() + POLL_TIME;
     while count > 0 && Instant::now() < until {
-        vm.page_table_roots()?.into_iter().for_each(|root| seen.note(root.gpa));
-        thread::sleep(LOOK_EVERY);
+        vm.page_table_roots()?.into_iter().for_each(|root| seen.record_use(root.gpa));
+        thread::sleep(POLL_INTERVAL);
     }
-    Ok(seen.last(count))
+    Ok(seen.take_first(count))
 }
 
 #[cfg(test)]
@@ -48,8 +49,8 @@ mod tests {
 
     #[test]
     fn the_last_ones_come_first_and_once() {
-        let mut seen = Seen::default();
-        [7, 8, 7, 9, 8, 8].into_iter().for_each(|root| seen.note(GuestPhys(root)));
-        assert_eq!(seen.last(2), [GuestPhys(8), GuestPhys(9)]);
+        let mut seen = RecentSpaces::default();
+        [7, 8, 7, 9, 8, 8].into_iter().for_each(|root| seen.record_use(GuestPhys(root)));
+        assert_eq!(seen.take_first(2), [GuestPhys(8), GuestPhys(9)]);
     }
 }

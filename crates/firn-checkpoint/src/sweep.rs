@@ -1,8 +1,8 @@
-//! The background sweep: copies what the guest did not touch, so that a save ends.
+//! Background sweep: copies the blocks that the guest did not touch, so that a save ends.
 //!
-//! Blocks are taken in the order of [`crate::order`]. The sweep takes no trace off: a page that the guest touches later
-//! still faults once, cheaply, and so still says that it belongs to the working set. Only those that are to be let go of may
-//! be written again without a fault.
+//! Blocks are taken in the order of [`crate::order`]. The sweep leaves the pages traced: a page
+//! that the guest touches later still faults once, cheaply, and so shows that it belongs to the
+//! working set. Only the blocks that are to be released may be written again without a fault.
 
 use std::sync::Arc;
 use std::thread;
@@ -10,87 +10,93 @@ use std::time::Duration;
 
 use firn_types::Block;
 
-use crate::cut::Steps;
-use crate::lane::Lane;
-use crate::pace::{Pace, Step};
-use crate::pipeline::Intake;
-use crate::report::Progress;
+use crate::cut::SaveSteps;
+use crate::lane::PackingLane;
+use crate::pipeline::PipelineIntake;
+use crate::report::SaveProgress;
 use crate::save::SaveError;
-use crate::trace::Trace;
+use crate::sweep_throttle::{SweepStep, SweepThrottle};
+use crate::trace::SaveTrace;
 
 /// How long the sweep waits for compressors to catch up.
-const WAIT_FOR_ROOM: Duration = Duration::from_millis(1);
+const ROOM_POLL_INTERVAL: Duration = Duration::from_millis(1);
 
-/// How often it tells how far it is.
-const REPORT_EVERY: Duration = Duration::from_millis(50);
+/// How often the sweep reports its progress.
+const REPORT_INTERVAL: Duration = Duration::from_millis(50);
 
-/// How often it looks whether the save was cancelled once everything is copied.
-const LOOK: Duration = Duration::from_millis(10);
+/// How often the sweep checks for a cancelled save once everything is copied.
+const CANCEL_POLL_INTERVAL: Duration = Duration::from_millis(10);
 
-/// How long a guest is watched, on the clock of [`Trace::now`]: at least, and at most if it finds more and more to touch.
+/// The end of the time for which a guest is watched, on the clock of [`SaveTrace::now`]: the
+/// earliest, and the latest if it touches more and more blocks.
 #[derive(Clone, Copy, Debug)]
-pub(crate) struct Watch {
+pub(crate) struct WatchPeriod {
     pub(crate) until: Duration,
     pub(crate) at_most_until: Duration,
 }
 
 /// A sweep over the blocks of one save.
-pub(crate) struct Sweep<'a> {
-    pub(crate) trace: &'a Arc<Trace>,
-    pub(crate) intake: &'a Intake,
-    pub(crate) pace: Pace,
-    pub(crate) progress: &'a dyn Fn(Progress),
-    pub(crate) steps: &'a dyn Steps,
-    /// How long the guest is watched.
-    pub(crate) watch: Watch,
-    /// How many blocks were copied and let go of.
-    pub(crate) let_go: u32,
-    /// When it told how far it is, on the clock of [`Trace::now`].
+pub(crate) struct BackgroundSweep<'a> {
+    pub(crate) trace: &'a Arc<SaveTrace>,
+    pub(crate) intake: &'a PipelineIntake,
+    pub(crate) throttle: SweepThrottle,
+    pub(crate) progress: &'a dyn Fn(SaveProgress),
+    pub(crate) steps: &'a dyn SaveSteps,
+    /// The time for which the guest is watched.
+    pub(crate) watch: WatchPeriod,
+    /// The number of blocks that were copied and released.
+    pub(crate) released_blocks: u32,
+    /// When it last reported its progress, on the clock of [`SaveTrace::now`].
     pub(crate) reported: Duration,
 }
 
-impl Sweep<'_> {
-    /// Copies every block of `order` that nobody has copied yet, and lets go of the first `let_go` of them. Ends early if the
-    /// image can't be written. Tells when all was copied, and the guest watched for as long as it must be.
-    pub(crate) fn run(&mut self, order: Vec<Block>, let_go: usize) -> Result<Duration, SaveError> {
+impl BackgroundSweep<'_> {
+    /// Copies every block of `order` that is not copied yet, and releases the first `let_go` of
+    /// them. Ends early if the image can't be written. Returns when all was copied, and the minimum
+    /// watch time was over.
+    pub(crate) fn run_sweep(
+        &mut self,
+        order: Vec<Block>,
+        let_go: usize,
+    ) -> Result<Duration, SaveError> {
         let numbered = order.into_iter().enumerate();
         let mut order = numbered.map(|(number, block)| (block, number < let_go));
         loop {
-            if self.steps.cancelled() {
+            if self.steps.is_cancelled() {
                 return Err(SaveError::Cancelled);
             }
-            match self.pace.step(self.trace.now(), self.trace.turns().last_fault()) {
-                Step::Wait(wait) => thread::sleep(wait),
-                Step::Copy(blocks) => {
-                    if !self.copy_some(&mut order, blocks)? || self.intake.failed() {
-                        return self.watch();
+            match self.throttle.next_step(self.trace.now(), self.trace.duty_cycle().last_fault()) {
+                SweepStep::Wait(wait) => thread::sleep(wait),
+                SweepStep::Copy(blocks) => {
+                    if !self.copy_some(&mut order, blocks)? || self.intake.has_failed() {
+                        return self.watch_guest();
                     }
                 }
             }
         }
     }
 
-    /// Leaves the traces in place for a while: the fault handler notes what the guest touches.
-    fn watch(&self) -> Result<Duration, SaveError> {
-        let Watch { until, at_most_until } = self.watch;
+    /// Leaves the pages traced for a while: the fault handler records what the guest touches.
+    fn watch_guest(&self) -> Result<Duration, SaveError> {
+        let WatchPeriod { until, at_most_until } = self.watch;
         self.wait_while(|now| now < until)?;
         let watched = self.trace.now();
-        let is_settled = |now| self.trace.touches().is_settled(now);
+        let is_settled = |now| self.trace.lock_touches().is_settled(now);
         self.wait_while(|now| now < at_most_until && !is_settled(now))?;
         Ok(watched)
     }
 
     fn wait_while(&self, is_early: impl Fn(Duration) -> bool) -> Result<(), SaveError> {
-        while is_early(self.trace.now()) && !self.intake.failed() {
-            if self.steps.cancelled() {
+        while is_early(self.trace.now()) && !self.intake.has_failed() {
+            if self.steps.is_cancelled() {
                 return Err(SaveError::Cancelled);
             }
-            thread::sleep(LOOK);
+            thread::sleep(CANCEL_POLL_INTERVAL);
         }
         Ok(())
     }
 
-    /// Copies up to `blocks` blocks; `false` when the order is at its end.
+    /// Copies up to `blocks` blocks; `false` at the end of the order.
     fn copy_some(
         &mut self,
         order: &mut impl Iterator<Item = (Block, bool)>,
@@ -100,13 +106,13 @@ impl Sweep<'_> {
         let mut left = blocks;
         while left > 0 {
             let Some((block, lets_go)) = order.next() else {
-                self.report();
+                self.report_progress();
                 return Ok(false);
             };
-            let is_copied = self.copy(block)?;
+            let is_copied = self.copy_block(block)?;
             if is_copied && lets_go {
-                self.trace.faults.unprotect(self.trace.block_size.pages_of(block))?;
-                self.let_go += 1;
+                self.trace.faults.unprotect_pages(self.trace.block_size.pages_of(block))?;
+                self.released_blocks += 1;
             }
             left -= u32::from(is_copied);
         }
@@ -114,34 +120,34 @@ impl Sweep<'_> {
         Ok(true)
     }
 
-    fn copy(&self, block: Block) -> Result<bool, SaveError> {
-        while !self.intake.has_room() && !self.intake.failed() {
-            thread::sleep(WAIT_FOR_ROOM);
+    fn copy_block(&self, block: Block) -> Result<bool, SaveError> {
+        while !self.intake.has_room() && !self.intake.has_failed() {
+            thread::sleep(ROOM_POLL_INTERVAL);
         }
-        self.trace.turns().rest();
+        self.trace.duty_cycle().pause_if_due();
         let mine = self.trace.ledger.try_claim(block);
         if mine {
-            self.trace.copy_claimed(block, Lane::Sweep, self.intake)?;
+            self.trace.copy_claimed(block, PackingLane::Sweep, self.intake)?;
         }
         Ok(mine)
     }
 
     fn report_at_times(&mut self) {
         let now = self.trace.now();
-        if now.saturating_sub(self.reported) >= REPORT_EVERY {
+        if now.saturating_sub(self.reported) >= REPORT_INTERVAL {
             self.reported = now;
-            self.report();
+            self.report_progress();
         }
     }
 
-    /// Tells the caller how far the save has come.
-    fn report(&self) {
-        let total = self.trace.ledger.blocks();
-        let done = total - self.trace.ledger.unsaved();
-        let progress = Progress {
+    /// Reports the progress of the save to the caller.
+    fn report_progress(&self) {
+        let total = self.trace.ledger.block_count();
+        let done = total - self.trace.ledger.unsaved_count();
+        let progress = SaveProgress {
             blocks_done: done,
             blocks_total: total,
-            bytes_written: self.intake.written(),
+            bytes_written: self.intake.written_bytes(),
         };
         (self.progress)(progress);
     }

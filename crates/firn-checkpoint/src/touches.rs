@@ -1,8 +1,10 @@
-//! What the guest touches first after the cut, in order, and whether that came to an end. Pure.
+//! First touches: the blocks that the guest touches first after the cut, in order, and whether it
+//! has touched all that it uses. No I/O.
 //!
-//! A guest is traced for a second, or for up to four while it finds more, and never has touched all that it will. How much
-//! is missing shows in how it was found: one that goes round in the same pages touches hardly a new one at the end of that
-//! time, and has named them all; one that touches as many as at its beginning goes on like that.
+//! A guest is traced for a second, or for up to four while it touches new blocks, and never has
+//! touched all that it will. The times of the touches show how much is missing: a guest that uses
+//! the same pages again and again touches hardly a new one at the end of that time, and has touched
+//! them all; a guest that touches as many new pages as at its beginning will touch more.
 //!
 //! ```text
 //!   found           _________                           ___--
@@ -16,61 +18,64 @@ use std::time::Duration;
 
 use firn_types::Block;
 
-/// The last part of the time in which a guest is traced: long enough for a guest that goes on to show it, and short
-/// enough for one that goes round to have come round before, though at first each touch costs it a fault.
-const LATE: f64 = 0.125;
+/// The last part of the time in which a guest is traced: long enough for a guest that touches new
+/// pages to do so in it, and short enough for a guest that repeats its work to have repeated it
+/// before, though at first each touch costs it a fault.
+const LATE_SHARE: f64 = 0.125;
 
-/// Of a guest that has touched all that it will, so little is found late: less than what a restore takes for complete
-/// (`firn-restore`, `far`).
-const SETTLED: f64 = 0.002;
+/// The maximum share that is found late of a guest that has touched all that it will: less than the
+/// share up to which a restore considers a working set complete (`firn-restore`, `high_latency`).
+const SETTLED_SHARE_MAX: f64 = 0.002;
 
-/// And it must not have found more for so long: one that waits for something for a moment finds nothing either.
-const LULL: Duration = Duration::from_millis(500);
+/// The guest must also have touched nothing new for this long: one that waits for a moment touches
+/// nothing either.
+const QUIET_TIME_MIN: Duration = Duration::from_millis(500);
 
-/// So many touches tell something.
-const ENOUGH: usize = 100;
+/// The minimum number of touches for a result.
+const TOUCHES_MIN: usize = 100;
 
 /// The first touches of a save.
 #[derive(Debug, Default)]
-pub(crate) struct Touches {
+pub(crate) struct FirstTouches {
     is_touched: Vec<bool>,
     blocks: Vec<Block>,
     /// When each was touched.
     times: Vec<Duration>,
 }
 
-impl Touches {
-    /// None, of so many blocks.
+impl FirstTouches {
+    /// No touches, of this number of blocks.
     pub(crate) fn new(blocks: u32) -> Self {
         Self { is_touched: vec![false; blocks as usize], ..Self::default() }
     }
 
     /// The guest touches a block, for the first time or not.
-    pub(crate) fn note(&mut self, block: Block, now: Duration) {
+    pub(crate) fn record_touch(&mut self, block: Block, now: Duration) {
         if !std::mem::replace(&mut self.is_touched[block.index()], true) {
             self.blocks.push(block);
             self.times.push(now);
         }
     }
 
-    /// How many blocks there are.
+    /// The number of touched blocks.
     pub(crate) fn len(&self) -> u32 {
         self.blocks.len() as u32
     }
 
-    /// Of the blocks that were found by `end`, the share that was in the last eighth of the time from the first of them;
-    /// none if there are too few to tell.
+    /// Of the blocks that were touched by `end`, the share in the last eighth of the time from the
+    /// first of them; none if there are too few for a result.
     pub(crate) fn found_late(&self, end: Duration) -> Option<f64> {
-        Some(self.found_within(self.late(end)?, end))
+        Some(self.found_within(self.late_period(end)?, end))
     }
 
-    /// The last part of the time from the first touch to `end`; none if there are too few touches to tell.
-    fn late(&self, end: Duration) -> Option<Duration> {
-        let (first, enough) = (self.times.first()?, self.times.get(ENOUGH - 1)?);
-        (*enough <= end).then(|| end.saturating_sub(*first).mul_f64(LATE))
+    /// The last part of the time from the first touch to `end`; none if there are too few touches
+    /// for a result.
+    fn late_period(&self, end: Duration) -> Option<Duration> {
+        let (first, enough) = (self.times.first()?, self.times.get(TOUCHES_MIN - 1)?);
+        (*enough <= end).then(|| end.saturating_sub(*first).mul_f64(LATE_SHARE))
     }
 
-    /// The share of the blocks that was found in the time of such a length before `end`.
+    /// The share of the blocks that was touched in the time of this length before `end`.
     fn found_within(&self, length: Duration, end: Duration) -> f64 {
         let since = end.saturating_sub(length);
         let by = |when: Duration| self.times.partition_point(|time| *time <= when);
@@ -78,9 +83,12 @@ impl Touches {
         (all - by(since)) as f64 / all.max(1) as f64
     }
 
-    /// Whether it pays to go on watching: the guest goes round, or has only just begun to.
+    /// Whether watching the guest further is not worth it: it touches hardly any new blocks, or
+    /// there are too few touches for a result.
     pub(crate) fn is_settled(&self, now: Duration) -> bool {
-        self.late(now).is_none_or(|late| self.found_within(late.max(LULL), now) <= SETTLED)
+        self.late_period(now).is_none_or(|late| {
+            self.found_within(late.max(QUIET_TIME_MIN), now) <= SETTLED_SHARE_MAX
+        })
     }
 
     /// The blocks, in order.
@@ -98,10 +106,13 @@ mod tests {
     }
 
     /// A guest that touches these blocks, one each millisecond from the thousandth on.
-    fn touching(blocks: impl IntoIterator<Item = u32>) -> Touches {
-        let mut touches = Touches::new(1000);
+    fn touching(blocks: impl IntoIterator<Item = u32>) -> FirstTouches {
+        let mut touches = FirstTouches::new(1000);
         let times = 1000..;
-        blocks.into_iter().zip(times).for_each(|(block, at)| touches.note(Block(block), ms(at)));
+        blocks
+            .into_iter()
+            .zip(times)
+            .for_each(|(block, at)| touches.record_touch(Block(block), ms(at)));
         touches
     }
 
@@ -126,7 +137,7 @@ mod tests {
 
     #[test]
     fn a_guest_is_watched_until_it_goes_round() {
-        // 400 blocks, one each millisecond, then the same again.
+        // 400 blocks, one each millisecond, then the same blocks again.
         let touches = touching((0..800).map(|at| at % 400));
         assert!(!touches.is_settled(ms(1300)), "it goes on");
         assert!(!touches.is_settled(ms(1500)), "for a moment it found nothing");

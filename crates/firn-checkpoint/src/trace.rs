@@ -1,134 +1,139 @@
-//! The fault handler of a save: lets the guest run on without losing what its memory was at the cut.
+//! Save trace: the fault handler of a save, which lets the guest run without losing the contents of
+//! memory at the cut.
 //!
 //! ```text
 //!            Arming                     |  Tracing
 //!   guest    runs ...................... pause .. runs ................................
 //!   RAM      being write-protected       |  protected, then unmapped as well
-//!   a fault  note the page as written,   |  copy the memory block to a buffer (once), let the vCPU go,
-//!            let the vCPU go             |  queue (lane, block)
+//!   a fault  note the page as written,   |  copy the memory block to a buffer (once), resume the vCPU,
+//!            resume the vCPU             |  queue (lane, block)
 //! ```
 //!
-//! While arming, noting a page and making it writable are one step under a lock, and so is the emptying of the written
-//! set; protecting is not, or vCPUs would wait for it. Of the two possible orders both are right:
+//! While arming, noting a page and making it writable are one step under a lock, and so is the
+//! emptying of the written set; protecting is not, or vCPUs would wait for it. Both of the two
+//! possible orders are correct:
 //!
 //! ```text
 //!   note P, make it writable | empty the set | protect P       P is protected
 //!   empty the set | note P, make it writable | protect P       P is protected, and in the set: protected once more
 //! ```
 //!
-//! The cut, too, is made under that lock: no page can become writable between the last protecting and the cut.
+//! The cut, too, is made under that lock: no page can become writable between the last protection
+//! and the cut.
 
 use std::sync::atomic::{AtomicBool, AtomicU8, AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::thread::{self, JoinHandle};
 use std::time::{Duration, SystemTime};
 
-use firn_memory::{Event, FaultKind, GuestMemory, PageFaults, urgency};
-use firn_types::{Block, BlockSize, Page, Tid};
+use firn_memory::{FaultKind, GuestMemory, MemoryEvent, PageFaults, scheduling};
+use firn_types::{Block, BlockSize, Page, ThreadId};
 
-use crate::lane::{Attribution, Lane, Lanes};
-use crate::ledger::{Claim, Ledger};
-use crate::pipeline::{Intake, RawBlock};
+use crate::duty_cycle::DutyCycle;
+use crate::lane::{FaultAttribution, LaneAttributor, PackingLane};
+use crate::ledger::{BlockClaim, CopyLedger};
+use crate::pipeline::{PipelineIntake, RawBlock};
 use crate::report::FaultCounts;
 use crate::save::SaveError;
-use crate::touches::Touches;
-use crate::turns::Turns;
-use crate::worker::{Workers, is_worker};
+use crate::touches::FirstTouches;
+use crate::worker::{KernelWorkers, is_worker};
 use crate::written::WrittenSet;
 
-/// How long the handler sleeps when there are no faults before it looks whether it should end.
-const WAIT: Duration = Duration::from_millis(20);
+/// How long the handler sleeps when there are no faults before it checks whether it should end.
+const POLL_INTERVAL: Duration = Duration::from_millis(20);
 
 const ARMING: u8 = 0;
 const TRACING: u8 = 1;
 
-/// What the fault handler shares with the thread that steers the save.
-pub(crate) struct Trace {
+/// The state that the fault handler shares with the thread that controls the save.
+pub(crate) struct SaveTrace {
     pub(crate) memory: Arc<GuestMemory>,
     pub(crate) faults: PageFaults,
-    pub(crate) ledger: Ledger,
+    pub(crate) ledger: CopyLedger,
     pub(crate) block_size: BlockSize,
     written: Mutex<WrittenSet>,
-    touches: Mutex<Touches>,
+    touches: Mutex<FirstTouches>,
     phase: AtomicU8,
     ended: AtomicBool,
-    letting_go: AtomicBool,
-    turns: Arc<Turns>,
-    /// When a thread of the hypervisor that is no vCPU first wrote to memory after the cut, since 1970.
-    touched_us: AtomicU64,
+    releasing: AtomicBool,
+    duty_cycle: Arc<DutyCycle>,
+    /// When a thread of the hypervisor that is no vCPU first wrote to memory after the cut, since
+    /// 1970.
+    written_us: AtomicU64,
 }
 
-impl Trace {
+impl SaveTrace {
     /// Shared state over a registered range. Nothing is protected yet.
     pub(crate) fn new(
         memory: Arc<GuestMemory>,
         faults: PageFaults,
         block_size: BlockSize,
-        turns: Arc<Turns>,
+        duty_cycle: Arc<DutyCycle>,
     ) -> Self {
-        let blocks = block_size.blocks_in(memory.map().total_pages());
+        let blocks = block_size.blocks_in(memory.region_map().total_pages());
         Self {
             memory,
             faults,
-            ledger: Ledger::new(blocks),
+            ledger: CopyLedger::new(blocks),
             block_size,
             written: Mutex::default(),
-            touches: Mutex::new(Touches::new(blocks)),
+            touches: Mutex::new(FirstTouches::new(blocks)),
             phase: AtomicU8::new(ARMING),
             ended: AtomicBool::new(false),
-            letting_go: AtomicBool::new(false),
-            turns,
-            touched_us: AtomicU64::new(u64::MAX),
+            releasing: AtomicBool::new(false),
+            duty_cycle,
+            written_us: AtomicU64::new(u64::MAX),
         }
     }
 
     /// Locks the written set: while arming, no page becomes writable while the guard lives.
-    pub(crate) fn written(&self) -> MutexGuard<'_, WrittenSet> {
+    pub(crate) fn lock_written(&self) -> MutexGuard<'_, WrittenSet> {
         self.written.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// What the guest touches first after the cut.
-    pub(crate) fn touches(&self) -> MutexGuard<'_, Touches> {
+    /// The blocks that the guest touches first after the cut.
+    pub(crate) fn lock_touches(&self) -> MutexGuard<'_, FirstTouches> {
         self.touches.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// From here on first touches are copied. The vCPUs must be stopped, and everything protected.
-    pub(crate) fn cut(&self) {
+    /// From here on first touches are copied. The vCPUs must be stopped, and all RAM protected.
+    pub(crate) fn begin_tracing(&self) {
         self.phase.store(TRACING, Ordering::Release);
     }
 
-    /// Every block is saved, or the save has failed, and the range is about to be unregistered: a thread that still
-    /// waits is let go by that, and answering it may fail.
-    pub(crate) fn let_go(&self) {
-        self.letting_go.store(true, Ordering::Release);
+    /// Every block is saved, or the save has failed, and the range is about to be unregistered.
+    /// That resumes a thread that still waits, and answering it may fail.
+    pub(crate) fn begin_release(&self) {
+        self.releasing.store(true, Ordering::Release);
     }
 
-    fn is_letting_go(&self) -> bool {
-        self.letting_go.load(Ordering::Acquire)
+    fn is_releasing(&self) -> bool {
+        self.releasing.load(Ordering::Acquire)
     }
 
     /// Time since the save began.
     pub(crate) fn now(&self) -> Duration {
-        self.turns.now()
+        self.duty_cycle.now()
     }
 
-    /// When the guest faulted last, and when background work rests.
-    pub(crate) fn turns(&self) -> &Turns {
-        &self.turns
+    /// The clock of the save, and the pauses of background work.
+    pub(crate) fn duty_cycle(&self) -> &DutyCycle {
+        &self.duty_cycle
     }
 
-    /// Whether a thread that is no vCPU wrote to memory after the cut and before then, since 1970. It waited until that was seen: of
-    /// the hypervisor's main thread, which saves devices and starts the vCPUs after that, nothing is missed.
-    pub(crate) fn was_touched_before(&self, then: Duration) -> bool {
-        u128::from(self.touched_us.load(Ordering::Acquire)) < then.as_micros()
+    /// Whether a thread that is no vCPU wrote to memory after the cut and before `then` (since
+    /// 1970). Such a thread waits until the handler has seen its fault. So no write of the
+    /// hypervisor's main thread is missed, which saves devices and starts the vCPUs after that.
+    pub(crate) fn was_written_before(&self, then: Duration) -> bool {
+        u128::from(self.written_us.load(Ordering::Acquire)) < then.as_micros()
     }
 
-    /// A thread wrote to memory after the cut. vCPUs can't before they are started; nor does a kernel worker, which brings in a page
-    /// for one of them, however late.
-    fn touched(&self, by: Tid) {
-        if self.touched_us.load(Ordering::Relaxed) == u64::MAX && !is_worker(by) {
+    /// A thread wrote to memory after the cut. vCPUs can't write before they are started. A kernel
+    /// worker does not write either: it brings in a page for a vCPU, however late.
+    fn record_write(&self, by: ThreadId) {
+        if self.written_us.load(Ordering::Relaxed) == u64::MAX && !is_worker(by) {
             let now = SystemTime::now().duration_since(SystemTime::UNIX_EPOCH).unwrap_or_default();
-            self.touched_us.store(now.as_micros() as u64, Ordering::Release);
+            self.written_us.store(now.as_micros() as u64, Ordering::Release);
         }
     }
 
@@ -136,58 +141,67 @@ impl Trace {
         self.phase.load(Ordering::Acquire) == ARMING
     }
 
-    /// Copies a block that the caller has claimed, and marks it saved. After an error there is no image to be had, so
-    /// the block counts as saved all the same: nobody may wait for it.
+    /// Copies a block that the caller has claimed, and marks it saved. After an error there will be
+    /// no image, so the block counts as saved all the same: no thread may wait for it.
     pub(crate) fn copy_claimed(
         &self,
         block: Block,
-        lane: Lane,
-        intake: &Intake,
+        lane: PackingLane,
+        intake: &PipelineIntake,
     ) -> Result<(), SaveError> {
-        let copied = self.copy(block, intake);
-        self.ledger.copied(block);
+        let copied = self.copy_block(block, intake);
+        self.ledger.mark_saved(block);
         if let Some(bytes) = copied? {
-            intake.submit(RawBlock { lane, block, bytes, again: false });
+            intake.submit_block(RawBlock { lane, block, bytes, again: false });
         }
         Ok(())
     }
 
-    fn copy(&self, block: Block, intake: &Intake) -> Result<Option<Box<[u8]>>, SaveError> {
-        let Some(mut bytes) = intake.buffer() else { return Ok(None) };
-        self.memory.read(self.block_size.first_page(block), &mut bytes)?;
+    fn copy_block(
+        &self,
+        block: Block,
+        intake: &PipelineIntake,
+    ) -> Result<Option<Box<[u8]>>, SaveError> {
+        let Some(mut bytes) = intake.take_buffer() else { return Ok(None) };
+        self.memory.read_pages(self.block_size.first_page(block), &mut bytes)?;
         Ok(Some(bytes))
     }
 }
 
-/// What was seen of the guest.
+/// The faults of the guest in a save.
 #[derive(Debug, Default)]
 pub(crate) struct FaultLog {
-    /// What the guest first touched after the cut.
-    pub(crate) touches: Touches,
+    /// The blocks that the guest first touched after the cut.
+    pub(crate) touches: FirstTouches,
     pub(crate) counts: FaultCounts,
 }
 
 /// The fault-handling thread.
-pub(crate) struct Handler {
-    trace: Arc<Trace>,
+pub(crate) struct TraceHandler {
+    trace: Arc<SaveTrace>,
     thread: JoinHandle<Result<FaultCounts, SaveError>>,
 }
 
-impl Handler {
+impl TraceHandler {
     /// Starts answering faults. Must run before the range is registered.
-    pub(crate) fn start(trace: Arc<Trace>, lanes: Lanes, workers: Workers, intake: Intake) -> Self {
-        let worker = Worker {
+    pub(crate) fn start_thread(
+        trace: Arc<SaveTrace>,
+        lanes: LaneAttributor,
+        workers: KernelWorkers,
+        intake: PipelineIntake,
+    ) -> Self {
+        let worker = TraceFaultLoop {
             trace: Arc::clone(&trace),
             lanes,
             workers,
             intake,
             counts: FaultCounts::default(),
         };
-        Self { trace, thread: thread::spawn(move || die_loudly(|| worker.run())) }
+        Self { trace, thread: thread::spawn(move || abort_on_panic(|| worker.answer_faults())) }
     }
 
     /// Ends the thread once nothing can fault any more (the range is unregistered).
-    pub(crate) fn finish(self) -> Result<FaultCounts, SaveError> {
+    pub(crate) fn join_thread(self) -> Result<FaultCounts, SaveError> {
         self.trace.ended.store(true, Ordering::Release);
         match self.thread.join() {
             Ok(counts) => counts,
@@ -196,58 +210,60 @@ impl Handler {
     }
 }
 
-/// Runs the handler; should it panic, takes the process down at once. vCPUs must never wait for a thread that is gone:
-/// whoever restarts this process takes the descriptor back and lets them go.
-fn die_loudly<T>(run: impl FnOnce() -> T) -> T {
+/// Runs the handler; if it panics, ends the process at once. vCPUs must never wait for a thread
+/// that is gone: the process that restarts this one takes the descriptor back and resumes them.
+fn abort_on_panic<T>(run: impl FnOnce() -> T) -> T {
     match std::panic::catch_unwind(std::panic::AssertUnwindSafe(run)) {
         Ok(result) => result,
         Err(_) => std::process::abort(),
     }
 }
 
-struct Worker {
-    trace: Arc<Trace>,
-    lanes: Lanes,
-    workers: Workers,
-    intake: Intake,
+struct TraceFaultLoop {
+    trace: Arc<SaveTrace>,
+    lanes: LaneAttributor,
+    workers: KernelWorkers,
+    intake: PipelineIntake,
     counts: FaultCounts,
 }
 
-impl Worker {
-    fn run(mut self) -> Result<FaultCounts, SaveError> {
+impl TraceFaultLoop {
+    fn answer_faults(mut self) -> Result<FaultCounts, SaveError> {
         let mut events = Vec::with_capacity(64);
-        // Where it may not, vCPUs wait a little longer.
-        let _ = urgency::come_first();
+        // Where the process may not use real-time priority, vCPUs wait a little longer.
+        let _ = scheduling::set_realtime();
         while !self.trace.ended.load(Ordering::Acquire) {
             events.clear();
-            self.trace.faults.wait(&mut events, WAIT)?;
-            // Those who waited when these were read may have been let go since, along with others.
+            self.trace.faults.wait_for_events(&mut events, POLL_INTERVAL)?;
+            // Threads that waited when these events were read may have been resumed since, along
+            // with others.
             let was_arming = self.trace.is_arming();
             for event in &events {
-                self.handle(event, was_arming)?;
+                self.handle_event(event, was_arming)?;
             }
         }
         Ok(self.counts)
     }
 
-    fn handle(&mut self, event: &Event, was_arming: bool) -> Result<(), SaveError> {
-        let &Event::Fault { page, tid, kind, write } = event else { return Ok(()) };
-        self.trace.turns().fault();
+    fn handle_event(&mut self, event: &MemoryEvent, was_arming: bool) -> Result<(), SaveError> {
+        let &MemoryEvent::Fault { page, tid, kind, write } = event else { return Ok(()) };
+        self.trace.duty_cycle().record_fault();
         if self.trace.is_arming() && self.note_written(page, kind, write)? {
             return Ok(());
         }
-        let how = self.attribute(page, tid);
-        if how.1 == Attribution::None && write && !was_arming {
-            self.trace.touched(tid);
+        let how = self.attribute_fault(page, tid);
+        if how.1 == FaultAttribution::None && write && !was_arming {
+            self.trace.record_write(tid);
         }
-        let saved = self.save_first(page, how);
-        match self.release(page, kind) {
-            Err(_) if self.trace.is_letting_go() => saved,
+        let saved = self.save_block(page, how);
+        match self.release_block(page, kind) {
+            Err(_) if self.trace.is_releasing() => saved,
             released => released.and(saved),
         }
     }
 
-    /// While arming: lets the access through, noting it if it writes. `false` if the cut was made meanwhile.
+    /// While arming: allows the access, and notes the page if it is written. `false` if the cut was
+    /// made in the meantime.
     fn note_written(
         &mut self,
         page: Page,
@@ -255,63 +271,65 @@ impl Worker {
         write: bool,
     ) -> Result<bool, SaveError> {
         let trace = Arc::clone(&self.trace);
-        let mut written = trace.written();
+        let mut written = trace.lock_written();
         if !trace.is_arming() {
             return Ok(false);
         }
         self.counts.while_arming += 1;
-        // A kernel that can't map a page protected (before 6.4) makes it writable: then it counts as written.
+        // A kernel that can't map a page protected (before 6.4) makes it writable: then it counts
+        // as written.
         let stays_protected = trace.faults.features().resume_protected;
         if write || kind == FaultKind::WriteProtect || !stays_protected {
-            written.note(trace.block_size.pages_of(trace.block_size.block_of(page)));
-            self.release(page, kind)?;
+            written.add_pages(trace.block_size.pages_of(trace.block_size.block_of(page)));
+            self.release_block(page, kind)?;
         } else {
             trace.faults.resume_minor(page..Page(page.0 + 1), true)?;
         }
         Ok(true)
     }
 
-    /// Who touched a page.
-    fn attribute(&mut self, page: Page, tid: Tid) -> (Lane, Attribution) {
+    /// The lane of a touch, and how it was attributed.
+    fn attribute_fault(&mut self, page: Page, tid: ThreadId) -> (PackingLane, FaultAttribution) {
         let block = self.trace.block_size.block_of(page);
         let workers = &mut self.workers;
-        self.lanes.attribute(tid, block, |worker| workers.vcpu_of(worker))
+        self.lanes.attribute_fault(tid, block, |worker| workers.vcpu_of(worker))
     }
 
-    /// After the cut: sees to it that the block is copied before anybody changes it.
-    fn save_first(
+    /// After the cut: ensures that the block is copied before it can change.
+    fn save_block(
         &mut self,
         page: Page,
-        (lane, how): (Lane, Attribution),
+        (lane, how): (PackingLane, FaultAttribution),
     ) -> Result<(), SaveError> {
         let block = self.trace.block_size.block_of(page);
         firn_fault::point("save.fault");
-        self.counts.count(how);
-        self.trace.touches().note(block, self.trace.now());
-        match self.trace.ledger.claim(block) {
-            Claim::Mine if self.intake.failed() => self.trace.ledger.copied(block),
-            Claim::Mine => self.trace.copy_claimed(block, lane, &self.intake)?,
-            Claim::Saved => {}
+        self.counts.count_fault(how);
+        self.trace.lock_touches().record_touch(block, self.trace.now());
+        match self.trace.ledger.claim_block(block) {
+            BlockClaim::Mine if self.intake.has_failed() => self.trace.ledger.mark_saved(block),
+            BlockClaim::Mine => self.trace.copy_claimed(block, lane, &self.intake)?,
+            BlockClaim::Saved => {}
         }
         Ok(())
     }
 
-    /// Lets the faulting thread go, and takes the traces off the whole block.
-    fn release(&self, page: Page, kind: FaultKind) -> Result<(), SaveError> {
+    /// Resumes the faulting thread, and ends the trace of the whole block.
+    fn release_block(&self, page: Page, kind: FaultKind) -> Result<(), SaveError> {
         let block = self.trace.block_size.block_of(page);
         let pages = self.trace.block_size.pages_of(block);
         match kind {
-            FaultKind::WriteProtect => self.trace.faults.unprotect(pages)?,
+            FaultKind::WriteProtect => self.trace.faults.unprotect_pages(pages)?,
             FaultKind::Minor | FaultKind::Missing => self.map_block(page, pages)?,
         }
         Ok(())
     }
 
-    /// Maps the faulting page, and its neighbours in the block where they are backed (a hole can't be mapped).
+    /// Maps the faulting page, and its neighbours in the block where they are backed (a hole can't
+    /// be mapped).
     fn map_block(&self, page: Page, pages: std::ops::Range<Page>) -> Result<(), SaveError> {
         let faults = &self.trace.faults;
         faults.resume_minor(page..Page(page.0 + 1), false)?;
-        for near in Page::each(pages).filter(|&near| near != page) {
+        for near in Page::iter_range(pages).filter(|&near| near != page) {
             drop(faults.resume_minor(near..Page(near.0 + 1), false));
         }
         Ok(())

@@ -1,46 +1,51 @@
-//! For which vCPU a kernel worker took a fault.
+//! Kernel workers: finds the vCPU for which a kernel worker took a fault.
 //!
-//! KVM does not let a vCPU wait for a page: it queues the work of bringing it in and lets the guest do something else
-//! (asynchronous page faults). Nearly all faults of user-mode code in the guest come that way, and carry the worker's
-//! thread id. But the work is queued on the processor the vCPU runs on, for one of the workers bound to it:
+//! KVM does not let a vCPU wait for a page: it queues the work of reading it and lets the guest do
+//! something else (asynchronous page faults). Nearly all faults of user-mode code in the guest
+//! happen that way, and carry the worker's thread id. But the work is queued on the processor the
+//! vCPU runs on, for one of the workers bound to it:
 //!
 //! ```text
 //!   vCPU thread on processor 3 --- fault ---> work queue of processor 3 ---> kworker/3:1+events --- userfaultfd
 //! ```
 //!
-//! So the vCPU is the one that ran last on the worker's processor, which the kernel tells of every thread (proc(5),
-//! `/proc/PID/task/TID/stat`, field 39). Where none or several did (they move), nobody is named.
+//! So the vCPU is the one that ran last on the worker's processor, which the kernel reports for
+//! every thread (proc(5), `/proc/PID/task/TID/stat`, field 39). Where none or several did (they
+//! move), the fault is attributed to none.
 
 use std::collections::HashMap;
 use std::fs::{self, File};
 use std::os::unix::fs::FileExt as _;
 use std::path::Path;
 
-use firn_types::{Tid, VcpuId};
+use firn_types::{ThreadId, VcpuId};
 
-/// More than any `stat` line needs.
+/// More bytes than any `stat` line needs.
 const STAT_BYTES: usize = 1024;
-/// Fields between the thread's state (field 3, the first after its name) and its last processor (field 39).
+/// Fields between the thread's state (field 3, the first after its name) and its last processor
+/// (field 39).
 const STATE_TO_PROCESSOR: usize = 36;
 
-/// Knows where the vCPUs run.
-pub(crate) struct Workers {
+/// The vCPU threads, and the processors of kernel workers.
+pub(crate) struct KernelWorkers {
     vcpus: Vec<(VcpuId, File)>,
-    bound: HashMap<Tid, Option<u32>>,
+    bound: HashMap<ThreadId, Option<u32>>,
 }
 
-impl Workers {
-    /// For a hypervisor with these vCPU threads. One whose `stat` can't be read is left out.
-    pub(crate) fn of(pid: i32, vcpus: impl IntoIterator<Item = (Tid, VcpuId)>) -> Self {
-        let stat = |tid: Tid| File::open(format!("/proc/{pid}/task/{}/stat", tid.0)).ok();
+impl KernelWorkers {
+    /// The workers of a hypervisor with these vCPU threads. A vCPU whose `stat` can't be read is
+    /// left out.
+    pub(crate) fn for_vcpus(pid: i32, vcpus: impl IntoIterator<Item = (ThreadId, VcpuId)>) -> Self {
+        let stat = |tid: ThreadId| File::open(format!("/proc/{pid}/task/{}/stat", tid.0)).ok();
         let vcpus = vcpus.into_iter().filter_map(|(tid, vcpu)| Some((vcpu, stat(tid)?))).collect();
         Self { vcpus, bound: HashMap::new() }
     }
 
-    /// The vCPU for which this thread works, if it is a kernel worker bound to a processor. Must be asked at once: vCPUs
-    /// move.
-    pub(crate) fn vcpu_of(&mut self, worker: Tid) -> Option<VcpuId> {
-        let processor = (*self.bound.entry(worker).or_insert_with(|| bound_to(worker)))?;
+    /// The vCPU for which this thread works, if it is a kernel worker bound to a processor. Must be
+    /// called at once, because vCPUs move.
+    pub(crate) fn vcpu_of(&mut self, worker: ThreadId) -> Option<VcpuId> {
+        let processor =
+            (*self.bound.entry(worker).or_insert_with(|| find_bound_processor(worker)))?;
         let mut there =
             self.vcpus.iter().filter(|(_, stat)| last_processor(stat) == Some(processor));
         let (vcpu, _) = there.next()?;
@@ -49,18 +54,18 @@ impl Workers {
 }
 
 /// Whether a thread is a kernel worker, of whatever kind.
-pub(crate) fn is_worker(tid: Tid) -> bool {
+pub(crate) fn is_worker(tid: ThreadId) -> bool {
     let name = stat_of(tid).and_then(|stat| name_in(&stat).map(str::to_owned));
     name.is_some_and(|name| name.starts_with("kworker/"))
 }
 
-fn stat_of(tid: Tid) -> Option<Vec<u8>> {
+fn stat_of(tid: ThreadId) -> Option<Vec<u8>> {
     fs::read(Path::new("/proc").join(tid.0.to_string()).join("stat")).ok()
 }
 
-/// The processor a kernel worker is bound to. The kernel names workers `kworker/PROCESSOR:NUMBER`, unbound ones
-/// `kworker/uPOOL:NUMBER` (`kernel/workqueue.c`), and binds each for life.
-fn bound_to(worker: Tid) -> Option<u32> {
+/// The processor a kernel worker is bound to. The kernel names workers `kworker/PROCESSOR:NUMBER`,
+/// unbound ones `kworker/uPOOL:NUMBER` (`kernel/workqueue.c`), and binds each for life.
+fn find_bound_processor(worker: ThreadId) -> Option<u32> {
     processor_in_name(name_in(&stat_of(worker)?)?)
 }
 
@@ -112,9 +117,9 @@ mod tests {
 
     #[test]
     fn this_thread_ran_on_some_processor() {
-        let tid = Tid(rustix::thread::gettid().as_raw_nonzero().get());
+        let tid = ThreadId(rustix::thread::gettid().as_raw_nonzero().get());
         let pid = std::process::id() as i32;
-        let mut workers = Workers::of(pid, [(tid, VcpuId(0))]);
+        let mut workers = KernelWorkers::for_vcpus(pid, [(tid, VcpuId(0))]);
         assert!(last_processor(&workers.vcpus[0].1).is_some());
         assert_eq!(workers.vcpu_of(tid), None, "no kernel worker");
         assert!(!is_worker(tid));
@@ -123,13 +128,13 @@ mod tests {
     #[test]
     fn one_vcpu_on_the_processor_is_it_two_are_none() {
         let pid = std::process::id() as i32;
-        let worker = Tid(i32::MAX);
-        let processor = |workers: &Workers| last_processor(&workers.vcpus[0].1);
-        let tid = Tid(rustix::thread::gettid().as_raw_nonzero().get());
+        let worker = ThreadId(i32::MAX);
+        let processor = |workers: &KernelWorkers| last_processor(&workers.vcpus[0].1);
+        let tid = ThreadId(rustix::thread::gettid().as_raw_nonzero().get());
         for (vcpus, expected) in [(1, Some(VcpuId(0))), (2, None)] {
             let all = (0..vcpus).map(|number| (tid, VcpuId(number)));
-            let mut workers = Workers::of(pid, all);
-            // A thread may be moved between two looks at it.
+            let mut workers = KernelWorkers::for_vcpus(pid, all);
+            // A thread may be moved between two reads of its processor.
             let found = (0..100).any(|_| {
                 let bound = processor(&workers);
                 workers.bound.insert(worker, bound);

@@ -1,16 +1,18 @@
-//! Pages written since they were last write-protected: what the pause has to protect again.
+//! Written pages: those written since they were last write-protected, which the pause has to
+//! protect again.
 //!
-//! The whole of RAM is write-protected while the guest runs, which takes as long as it takes. Whatever the guest
-//! writes meanwhile is noted here and made writable. A few rounds protect those pages again, still with the guest
-//! running; each round is shorter than the one before, so fewer pages are written during it. What is left when the
-//! vCPUs stop is a few hundred pages, whatever the size of RAM: the pause does not grow with it.
+//! The whole of RAM is write-protected while the guest runs, however long that takes. Pages that
+//! the guest writes in that time are noted here and made writable. A few rounds protect those pages
+//! again, still with the guest running; each round is shorter than the one before, so fewer pages
+//! are written during it. A few hundred pages are left when the vCPUs stop, whatever the size of
+//! RAM: the pause does not grow with it.
 
 use std::ops::Range;
 
 use firn_types::Page;
 
-/// Pages between two written runs that are protected along with them: one call over a small gap costs less than two
-/// calls, and protecting a protected page changes nothing.
+/// Pages between two written runs that are protected along with them: one call over a small gap
+/// costs less than two calls, and protecting a protected page changes nothing.
 const GAP_PAGES: u32 = 32;
 
 /// A set of written pages.
@@ -21,11 +23,11 @@ pub(crate) struct WrittenSet {
 
 impl WrittenSet {
     /// Notes that a run of pages is writable from now on.
-    pub(crate) fn note(&mut self, pages: Range<Page>) {
-        self.pages.extend(Page::each(pages));
+    pub(crate) fn add_pages(&mut self, pages: Range<Page>) {
+        self.pages.extend(Page::iter_range(pages));
     }
 
-    /// How many pages were noted; a page noted twice counts twice.
+    /// The number of noted pages; a page noted twice counts twice.
     pub(crate) fn len(&self) -> usize {
         self.pages.len()
     }
@@ -51,26 +53,26 @@ fn runs_of(sorted: &[Page]) -> Vec<Range<Page>> {
     runs
 }
 
-/// When to stop re-protecting and pause.
+/// Decides when to stop re-protecting and pause.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(crate) struct Rounds {
+pub(crate) struct ProtectRounds {
     done: u32,
     fewest: usize,
 }
 
-/// Rounds after which the pause comes whatever the guest does.
+/// Rounds after which the pause begins whatever the guest does.
 const ROUNDS_MAX: u32 = 12;
-/// So few written pages that another round would not make the pause shorter.
+/// The number of written pages up to which another round would not make the pause shorter.
 const SETTLED_PAGES: usize = 64;
 
-impl Rounds {
+impl ProtectRounds {
     /// No round run yet.
     pub(crate) fn new() -> Self {
         Self { done: 0, fewest: usize::MAX }
     }
 
-    /// Whether another round would help, given how many pages were written since the last one.
-    pub(crate) fn another(&mut self, written: usize) -> bool {
+    /// Whether another round would help, given the number of pages written since the last one.
+    pub(crate) fn needs_another(&mut self, written: usize) -> bool {
         let helps = written > SETTLED_PAGES && self.done < ROUNDS_MAX;
         let stuck = self.done >= 3 && written >= self.fewest;
         self.fewest = self.fewest.min(written);
@@ -78,8 +80,8 @@ impl Rounds {
         helps && !stuck
     }
 
-    /// Rounds asked about so far.
-    pub(crate) fn done(&self) -> u32 {
+    /// The number of calls of [`Self::needs_another`] until now.
+    pub(crate) fn rounds_done(&self) -> u32 {
         self.done
     }
 }
@@ -91,21 +93,21 @@ mod tests {
 
     #[test]
     fn an_idle_guest_needs_no_round() {
-        assert!(!Rounds::new().another(0));
+        assert!(!ProtectRounds::new().needs_another(0));
     }
 
     #[test]
     fn rounds_end_when_the_guest_writes_as_fast_as_they_protect() {
-        let mut rounds = Rounds::new();
-        let ran = (0..100).take_while(|_| rounds.another(5000)).count();
+        let mut rounds = ProtectRounds::new();
+        let ran = (0..100).take_while(|_| rounds.needs_another(5000)).count();
         assert!(ran < 5, "{ran} rounds");
     }
 
     #[test]
     fn rounds_go_on_while_the_set_shrinks() {
-        let mut rounds = Rounds::new();
+        let mut rounds = ProtectRounds::new();
         let sizes = [50_000, 5_000, 900, 300, 90, 10];
-        let ran = sizes.iter().take_while(|&&size| rounds.another(size)).count();
+        let ran = sizes.iter().take_while(|&&size| rounds.needs_another(size)).count();
         assert_eq!(ran, 5);
     }
 
@@ -113,7 +115,7 @@ mod tests {
         #[test]
         fn runs_cover_every_noted_page_in_order(pages in prop::collection::vec(0u32..5000, 0..300)) {
             let mut set = WrittenSet::default();
-            pages.iter().for_each(|&page| set.note(Page(page)..Page(page + 2)));
+            pages.iter().for_each(|&page| set.add_pages(Page(page)..Page(page + 2)));
             let runs = set.drain();
             for page in pages {
                 prop_assert!(runs.iter().any(|run| run.contains(&Page(page)) && run.contains(&Page(page + 1))));

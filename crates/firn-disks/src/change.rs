@@ -1,43 +1,44 @@
 //! One change of a disk's bytes.
 //!
-//! What a trim leaves behind is for the server to say (NBD, `NBD_CMD_TRIM`). Here it becomes zeros, or nothing is done; so there
-//! are only two changes, and both come out the same on any file system.
+//! The server decides what a trimmed range contains (NBD, `NBD_CMD_TRIM`). Firn fills it with
+//! zeros, or leaves it as it is. So there are only two kinds of changes, and both have the same
+//! result on every file system.
 
 use std::io;
 use std::mem::size_of;
 
-use crate::store::Store;
+use crate::store::DiskStore;
 
-/// A change, in bytes from the beginning of the disk.
+/// A change of a disk. Offsets count bytes from the beginning of the disk.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub enum Change {
-    /// These bytes are there now.
+pub enum DiskChange {
+    /// Writes bytes.
     Write {
-        /// Where they begin.
+        /// The offset of the first byte.
         at: u64,
-        /// What they are.
+        /// The new bytes.
         bytes: Vec<u8>,
     },
-    /// Zeros are there now.
+    /// Writes zeros.
     Zero {
-        /// Where they begin.
+        /// The offset of the first byte.
         at: u64,
-        /// How many.
+        /// The number of bytes.
         length: u64,
-        /// They need not take room.
+        /// The zeros may be a hole, which takes no space.
         hole: bool,
     },
 }
 
-impl Change {
-    /// Its first byte.
-    pub fn at(&self) -> u64 {
+impl DiskChange {
+    /// The offset of its first byte.
+    pub fn start_offset(&self) -> u64 {
         match self {
             Self::Write { at, .. } | Self::Zero { at, .. } => *at,
         }
     }
 
-    /// How many bytes it changes.
+    /// The number of bytes that it changes.
     pub fn length(&self) -> u64 {
         match self {
             Self::Write { bytes, .. } => bytes.len() as u64,
@@ -46,12 +47,12 @@ impl Change {
     }
 
     /// Whether it lies within a disk of `size` bytes.
-    pub fn fits(&self, size: u64) -> bool {
-        self.at().checked_add(self.length()).is_some_and(|end| end <= size)
+    pub fn fits_within(&self, size: u64) -> bool {
+        self.start_offset().checked_add(self.length()).is_some_and(|end| end <= size)
     }
 
-    /// Bytes of memory that keeping it takes.
-    pub fn cost(&self) -> usize {
+    /// The number of bytes of memory that it occupies.
+    pub fn memory_bytes(&self) -> usize {
         size_of::<Self>()
             + match self {
                 Self::Write { bytes, .. } => bytes.len(),
@@ -60,8 +61,8 @@ impl Change {
     }
 
     /// The part of it that lies before `end`.
-    pub fn before(self, end: u64) -> Option<Self> {
-        let left = end.checked_sub(self.at()).filter(|&left| left > 0)?;
+    pub fn truncated_at(self, end: u64) -> Option<Self> {
+        let left = end.checked_sub(self.start_offset()).filter(|&left| left > 0)?;
         Some(match self {
             Self::Write { at, mut bytes } => {
                 bytes.truncate(usize::try_from(left).unwrap_or(usize::MAX));
@@ -71,14 +72,14 @@ impl Change {
         })
     }
 
-    /// Makes it.
+    /// Makes the change in a store.
     ///
     /// # Errors
-    /// If the store can't. Some of it may have been made.
-    pub fn apply(&self, store: &dyn Store) -> io::Result<()> {
+    /// If the store fails. A part of the change may have been made.
+    pub fn apply_to(&self, store: &dyn DiskStore) -> io::Result<()> {
         match self {
-            Self::Write { at, bytes } => store.write(*at, bytes),
-            Self::Zero { at, length, hole } => store.zero(*at, *length, *hole),
+            Self::Write { at, bytes } => store.write_at(*at, bytes),
+            Self::Zero { at, length, hole } => store.zero_range(*at, *length, *hole),
         }
     }
 }
@@ -89,21 +90,25 @@ mod tests {
 
     #[test]
     fn the_part_before_a_place() {
-        let write = |bytes: &[u8]| Change::Write { at: 4, bytes: bytes.to_vec() };
-        let zero = |length| Change::Zero { at: 4, length, hole: true };
+        let write = |bytes: &[u8]| DiskChange::Write { at: 4, bytes: bytes.to_vec() };
+        let zero = |length| DiskChange::Zero { at: 4, length, hole: true };
         for (end, length) in [(5, 1), (6, 2), (7, 3), (9, 3)] {
-            assert_eq!(write(b"abc").before(end), Some(write(&b"abc"[..length])));
-            assert_eq!(zero(3).before(end), Some(zero(length as u64)));
+            assert_eq!(write(b"abc").truncated_at(end), Some(write(&b"abc"[..length])));
+            assert_eq!(zero(3).truncated_at(end), Some(zero(length as u64)));
         }
         for end in [0, 3, 4] {
-            assert_eq!(write(b"abc").before(end), None);
-            assert_eq!(zero(3).before(end), None);
+            assert_eq!(write(b"abc").truncated_at(end), None);
+            assert_eq!(zero(3).truncated_at(end), None);
         }
     }
 
     #[test]
     fn what_reaches_beyond_the_disk_does_not_fit() {
-        let zero = |at, length| Change::Zero { at, length, hole: false };
-        assert!(zero(4, 4).fits(8) && !zero(4, 5).fits(8) && !zero(u64::MAX, 2).fits(u64::MAX));
+        let zero = |at, length| DiskChange::Zero { at, length, hole: false };
+        assert!(
+            zero(4, 4).fits_within(8)
+                && !zero(4, 5).fits_within(8)
+                && !zero(u64::MAX, 2).fits_within(u64::MAX)
+        );
     }
 }

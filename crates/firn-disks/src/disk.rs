@@ -1,11 +1,13 @@
-//! A file and the log of its changes, changed together.
+//! Logged disk: a file and the log of its changes, which are changed together.
 //!
-//! One lock is held while a change is made to the file and noted: so the log has the order in which the file got them, also where the
-//! guest writes to one place twice at once. It costs little, for a file system takes writes to one file one after another
-//! anyway. Reading and flushing take no lock.
+//! One lock is held while a change is made to the file and recorded. So the log has the order in
+//! which the file received the changes, even if the guest has two writes to the same bytes in
+//! flight. The lock costs little, because a file system serializes writes to one file anyway. Reads
+//! and flushes take no lock.
 //!
-//! A change that fails may be made in part, and the guest is told. What is there then is read back and noted: the standby gets
-//! what the guest may have seen. If that can't be read, nobody knows what the standby should get: protection ends.
+//! A change that fails may have been made in part, and the guest gets the error. The disk then
+//! reads the range back and logs its contents, so the standby gets what the guest may have read. If
+//! the range can't be read, the right contents for the standby are unknown, and protection ends.
 
 use std::io;
 use std::path::{Path, PathBuf};
@@ -16,34 +18,34 @@ use thiserror::Error;
 
 mod changing;
 
-pub use changing::Changing;
+pub use changing::DiskWriter;
 
-use crate::change::Change;
-use crate::primary::{Log, Primary, PrimaryError};
-use crate::store::{FileId, FileStore, Store, StoreError};
+use crate::change::DiskChange;
+use crate::primary::{EpochLog, PrimaryDisk, PrimaryDiskError};
+use crate::store::{DiskFileId, DiskStore, FileStore, StoreError};
 
-/// The most bytes that are copied at a time.
+/// The maximum number of bytes that one step of the seed copies.
 const PIECE_BYTES: u64 = 1 << 20;
 
-/// Why a disk can't be served, or copied.
+/// Why a disk can't be served or copied.
 #[derive(Debug, Error)]
 pub enum DiskError {
-    /// There is no file for it.
+    /// The file can't be used.
     #[error(transparent)]
     Store(#[from] StoreError),
-    /// The file does not fit.
+    /// The file is larger than the disk.
     #[error(
         "{path} has {length} bytes, which is more than the {size} of its disk: give a larger size"
     )]
     Size {
         /// The file.
         path: PathBuf,
-        /// How long it is.
+        /// The length of the file in bytes.
         length: u64,
-        /// How large the disk is to be.
+        /// The wanted size of the disk in bytes.
         size: u64,
     },
-    /// Its name is now that of another one.
+    /// The path names another file than before.
     #[error(
         "{path} is another file than it was: give the VM's disk its name again, or stop the VM"
     )]
@@ -51,79 +53,80 @@ pub enum DiskError {
         /// The file.
         path: PathBuf,
     },
-    /// It can't be read.
+    /// The disk can't be read.
     #[error("the disk can't be read at {at}")]
     Read {
-        /// Where.
+        /// The offset.
         at: u64,
-        /// What the system said.
+        /// The error of the system.
         source: io::Error,
     },
-    /// It is not the time for it.
+    /// The state of the replication does not allow the operation.
     #[error(transparent)]
-    Primary(#[from] PrimaryError),
+    Primary(#[from] PrimaryDiskError),
 }
 
-/// A step of the copy for the standby: changes of epoch 0.
+/// The result of one seed step: changes of epoch 0 for the standby.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub struct Seed {
-    /// To be made there in this order.
-    pub changes: Vec<Change>,
-    /// All has been read. More steps bring what has changed since.
+pub struct SeedChunk {
+    /// The standby must make them in this order.
+    pub changes: Vec<DiskChange>,
+    /// The whole disk has been read. Further steps return what has changed since.
     pub is_whole: bool,
 }
 
-/// How full a log is.
+/// The fill level of a log.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct Pressure {
-    /// Bytes of memory that it takes.
+pub struct LogPressure {
+    /// The bytes of memory that the log occupies.
     pub bytes: usize,
-    /// How many it may take before changes have to wait; 0 if the disk is not protected.
+    /// The size in bytes at which changes have to wait; 0 if the disk is not protected.
     pub bound: usize,
-    /// How many changes wait for the cut.
+    /// The number of changes that wait for the cut.
     pub waiting: usize,
 }
 
-struct State {
-    primary: Primary,
+struct DiskState {
+    primary: PrimaryDisk,
     waiting: usize,
     is_closed: bool,
 }
 
-/// A disk that is served.
-pub struct Disk {
-    store: Box<dyn Store>,
+/// A disk whose changes are logged while its VM is protected.
+pub struct LoggedDisk {
+    store: Box<dyn DiskStore>,
     size: u64,
-    /// The most bytes that are copied at a time.
+    /// The maximum number of bytes that one step of the seed copies.
     piece_bytes: u64,
-    state: Mutex<State>,
+    state: Mutex<DiskState>,
     room: Condvar,
-    /// Storage has lost something that it was to keep. The kernel says so once.
+    /// The storage lost data that it had acknowledged. The kernel reports this only once.
     is_broken: AtomicBool,
 }
 
-impl Disk {
-    /// A file, raw or what a hypervisor makes of it. `size` is that of the disk in bytes; without one it is the file's length. A qcow2
-    /// file grows, so its disk has to be as large as it may ever be.
+impl LoggedDisk {
+    /// Opens a file as a disk of `size` bytes, or of the file's length. The file is raw, or has a
+    /// format that QEMU interprets. A qcow2 file grows, so its disk has to have the maximum size of
+    /// the file.
     ///
     /// # Errors
-    /// If the file can't be had for ourselves, or is larger.
+    /// If the file can't be opened and locked, or is larger than `size`.
     pub fn open(path: &Path, size: Option<u64>) -> Result<Self, DiskError> {
-        Ok(Self::open_if(path, size, None)?.0)
+        Ok(Self::open_known(path, size, None)?.0)
     }
 
-    /// The same, only if it is `known`; and which it is.
+    /// Opens a file only if it is the file `known`. Also returns the identity of the file.
     ///
     /// # Errors
-    /// If it is another file, too.
-    pub fn open_if(
+    /// As [`Self::open`], and if it is another file.
+    pub fn open_known(
         path: &Path,
         size: Option<u64>,
-        known: Option<FileId>,
-    ) -> Result<(Self, FileId), DiskError> {
+        known: Option<DiskFileId>,
+    ) -> Result<(Self, DiskFileId), DiskError> {
         let store = FileStore::open(path)?;
         let opened = |source| StoreError::Open { path: path.to_owned(), source };
-        let (length, id) = (store.length().map_err(opened)?, store.id().map_err(opened)?);
+        let (length, id) = (store.length().map_err(opened)?, store.file_id().map_err(opened)?);
         if known.is_some_and(|known| known != id) {
             return Err(DiskError::Replaced { path: path.to_owned() });
         }
@@ -135,169 +138,178 @@ impl Disk {
         }
     }
 
-    /// A disk of `size` bytes in a store. Nobody else may change what is there.
-    pub fn new(store: Box<dyn Store>, size: u64) -> Self {
-        let state = State { primary: Primary::new(size), waiting: 0, is_closed: false };
+    /// A disk of `size` bytes in a store. No other user of the store may change it.
+    pub fn new(store: Box<dyn DiskStore>, size: u64) -> Self {
+        let state = DiskState { primary: PrimaryDisk::new(size), waiting: 0, is_closed: false };
         let (state, room) = (Mutex::new(state), Condvar::new());
         let is_broken = AtomicBool::new(false);
         Self { store, size, piece_bytes: PIECE_BYTES, state, room, is_broken }
     }
 
-    /// The same, copied in smaller pieces, so that a test's disk has many of them.
+    /// The same disk, seeded in smaller steps, so that the disk of a test has many of them.
     #[cfg(test)]
-    pub(crate) fn in_pieces_of(self, piece_bytes: u64) -> Self {
+    pub(crate) fn with_piece_bytes(self, piece_bytes: u64) -> Self {
         Self { piece_bytes, ..self }
     }
 
-    /// Its bytes.
+    /// Its size in bytes.
     pub fn size(&self) -> u64 {
         self.size
     }
 
-    /// Reads.
+    /// Reads bytes at an offset.
     ///
     /// # Errors
-    /// What the system says.
-    pub fn read(&self, at: u64, into: &mut [u8]) -> io::Result<()> {
-        self.store.read(at, into)
+    /// The error of the system.
+    pub fn read_at(&self, at: u64, into: &mut [u8]) -> io::Result<()> {
+        self.store.read_at(at, into)
     }
 
-    /// Writes, when there is room for it in the log.
+    /// Writes bytes at an offset, after waiting for room in the log.
     ///
     /// # Errors
-    /// What the system says.
-    pub fn write(&self, at: u64, bytes: Vec<u8>) -> io::Result<()> {
-        self.by(&|| true).write(at, bytes)
+    /// The error of the system.
+    pub fn write_at(&self, at: u64, bytes: Vec<u8>) -> io::Result<()> {
+        self.for_client(&|| true).write_at(at, bytes)
     }
 
-    /// Makes zeros, which take no room if they may be a `hole`, when there is room in the log.
+    /// Writes zeros, after waiting for room in the log. If they may be a `hole`, they take no
+    /// space.
     ///
     /// # Errors
-    /// What the system says.
-    pub fn zero(&self, at: u64, length: u64, hole: bool) -> io::Result<()> {
-        self.by(&|| true).zero(at, length, hole)
+    /// The error of the system.
+    pub fn zero_range(&self, at: u64, length: u64, hole: bool) -> io::Result<()> {
+        self.for_client(&|| true).zero_range(at, length, hole)
     }
 
-    /// The guest does not need what is there: zeros that take no room, or nothing happens if the file can't have holes.
+    /// Discards bytes that the guest does not need: they become a hole, or stay as they are if the
+    /// file can't have holes.
     ///
     /// # Errors
-    /// What the system says.
-    pub fn trim(&self, at: u64, length: u64) -> io::Result<()> {
-        self.by(&|| true).trim(at, length)
+    /// The error of the system.
+    pub fn trim_range(&self, at: u64, length: u64) -> io::Result<()> {
+        self.for_client(&|| true).trim_range(at, length)
     }
 
-    /// Changes by a client of whom `is_there` says whether he still waits for the answer.
-    pub fn by<'a>(&'a self, is_there: &'a dyn Fn() -> bool) -> Changing<'a> {
-        Changing { disk: self, is_there }
+    /// Changes made for a client. `is_there` returns whether the client still waits for the reply.
+    pub fn for_client<'a>(&'a self, is_there: &'a dyn Fn() -> bool) -> DiskWriter<'a> {
+        DiskWriter { disk: self, is_connected: is_there }
     }
 
-    /// What was answered before survives a loss of power.
+    /// Makes all acknowledged changes durable: they survive a loss of power.
     ///
     /// # Errors
-    /// What the system says. From then on it is an error each time: nobody knows what was lost.
+    /// The error of the system. After one error each further flush fails, because it is unknown
+    /// which data was lost.
     pub fn flush(&self) -> io::Result<()> {
         if self.is_broken.load(Ordering::Acquire) {
             return Err(rustix::io::Errno::IO.into());
         }
-        let synced = self.store.sync();
+        let synced = self.store.sync_data();
         self.is_broken.fetch_or(synced.is_err(), Ordering::AcqRel);
         synced
     }
 
-    /// The VM is protected from here on, with logs of about `bound` bytes of memory each. [`Disk::seed`] is next.
-    pub fn protect(&self, bound: usize) {
-        self.with(|primary| primary.protect(bound));
+    /// Begins a protection, with logs of about `bound` bytes of memory each.
+    /// [`LoggedDisk::seed_step`] follows.
+    pub fn begin_protection(&self, bound: usize) {
+        self.update_primary(|primary| primary.begin_protection(bound));
     }
 
-    /// A step of the copy for a standby whose disk is all zeros; to be called until it is whole, and from then on until the first cut.
-    /// What it gives is to be sent in this order.
+    /// Takes one step of the copy for a standby, whose disk is all zeros. The caller repeats it
+    /// until the copy is whole, and from then on until the first cut. It sends the results in this
+    /// order.
     ///
     /// # Errors
-    /// If the disk can't be read, or isn't being copied. A copy that lacks a piece is none: the disk is not protected any more.
-    pub fn seed(&self) -> Result<Seed, DiskError> {
-        let seed = self.try_seed();
+    /// If the disk can't be read, or is not being seeded. A copy that lacks a piece is useless: a
+    /// read error ends the protection.
+    pub fn seed_step(&self) -> Result<SeedChunk, DiskError> {
+        let seed = self.try_seed_step();
         if let Err(DiskError::Read { .. }) = &seed {
-            self.release();
+            self.end_protection();
         }
         seed
     }
 
-    fn try_seed(&self) -> Result<Seed, DiskError> {
+    fn try_seed_step(&self) -> Result<SeedChunk, DiskError> {
         let step = {
-            let mut state = self.lock();
-            let at = state.primary.copied()?;
-            let data = if at < self.size { self.store.data(at) } else { Ok(None) };
+            let mut state = self.lock_state();
+            let at = state.primary.seeded_bytes()?;
+            let data = if at < self.size { self.store.next_data_range(at) } else { Ok(None) };
             let data = data.map_err(|source| DiskError::Read { at, source })?;
-            state.primary.step(data, self.piece_bytes)?
+            state.primary.advance_seed(data, self.piece_bytes)?
         };
         self.room.notify_all();
         let mut changes = step.changes;
         if let Some(piece) = step.piece {
             let (at, mut bytes) = (piece.start, vec![0; (piece.end - piece.start) as usize]);
-            self.store.read(at, &mut bytes).map_err(|source| DiskError::Read { at, source })?;
+            self.store.read_at(at, &mut bytes).map_err(|source| DiskError::Read { at, source })?;
             if bytes.iter().any(|&byte| byte != 0) {
-                changes.push(Change::Write { at, bytes });
+                changes.push(DiskChange::Write { at, bytes });
             }
         }
-        Ok(Seed { changes, is_whole: step.is_whole })
+        Ok(SeedChunk { changes, is_whole: step.is_whole })
     }
 
-    /// The VM is about to be stopped: nothing waits for room until the cut.
-    pub fn drain(&self) {
-        self.with(|primary| primary.set_draining(true));
+    /// Lifts the bound of the log until the cut, because QEMU is about to stop the VM.
+    pub fn begin_drain(&self) {
+        self.update_primary(|primary| primary.set_draining(true));
     }
 
-    /// There is no cut after all.
-    pub fn go_on(&self) {
-        self.with(|primary| primary.set_draining(false));
+    /// Restores the bound, because there is no cut.
+    pub fn cancel_drain(&self) {
+        self.update_primary(|primary| primary.set_draining(false));
     }
 
-    /// The running epoch ends: its log. The VM stands still, and no request is on its way.
+    /// Ends the running epoch and returns its log. The VM is paused, and no request is in flight.
     ///
     /// # Errors
-    /// If the disk is not protected, or not copied yet.
-    pub fn cut(&self) -> Result<Log, DiskError> {
-        Ok(self.with(Primary::cut)?)
+    /// If the disk is not protected, or its seed is not whole.
+    pub fn cut_log(&self) -> Result<EpochLog, DiskError> {
+        Ok(self.update_primary(PrimaryDisk::cut_log)?)
     }
 
-    /// The VM is not protected any more.
-    pub fn release(&self) {
-        self.with(Primary::release);
+    /// Ends the protection.
+    pub fn end_protection(&self) {
+        self.update_primary(PrimaryDisk::end_protection);
     }
 
-    /// How far the copy for the standby has come; `None` if there is none under way.
-    pub fn copied(&self) -> Option<u64> {
-        self.lock().primary.copied().ok()
+    /// The offset that the seed has reached; `None` if no seed is in progress.
+    pub fn seeded_bytes(&self) -> Option<u64> {
+        self.lock_state().primary.seeded_bytes().ok()
     }
 
-    /// How full the log is. Where changes wait, the cut should come early.
-    pub fn pressure(&self) -> Pressure {
-        let state = self.lock();
-        let (bytes, bound) = state.primary.bytes();
-        Pressure { bytes, bound, waiting: state.waiting }
+    /// The fill level of the log. If changes wait, the cut should come early.
+    pub fn log_pressure(&self) -> LogPressure {
+        let state = self.lock_state();
+        let (bytes, bound) = state.primary.log_usage();
+        LogPressure { bytes, bound, waiting: state.waiting }
     }
 
-    /// Nothing is changed any more: who waits for room gets an error.
+    /// Refuses further changes. A change that waits for room fails.
     pub(crate) fn close(&self) {
-        self.lock().is_closed = true;
+        self.lock_state().is_closed = true;
         self.room.notify_all();
     }
 
-    fn with<T>(&self, change: impl FnOnce(&mut Primary) -> T) -> T {
-        let result = change(&mut self.lock().primary);
+    fn update_primary<T>(&self, change: impl FnOnce(&mut PrimaryDisk) -> T) -> T {
+        let result = change(&mut self.lock_state().primary);
         self.room.notify_all();
         result
     }
 
-    fn lock(&self) -> MutexGuard<'_, State> {
-        self.state.lock().unwrap_or_else(|it| recovered(it.into_inner(), self))
+    fn lock_state(&self) -> MutexGuard<'_, DiskState> {
+        self.state.lock().unwrap_or_else(|it| recover_poisoned(it.into_inner(), self))
     }
 }
 
-/// A thread has died in the middle of a change, which may be missing in the log. So the log is given up: the next cut says that the
-/// disk isn't protected, and the guest goes on.
-fn recovered<'a>(mut state: MutexGuard<'a, State>, disk: &Disk) -> MutexGuard<'a, State> {
+/// Gives up the log after a thread panicked in the middle of a change, which the log may lack. The
+/// next cut reports that the disk is not protected, and the guest continues.
+fn recover_poisoned<'a>(
+    mut state: MutexGuard<'a, DiskState>,
+    disk: &LoggedDisk,
+) -> MutexGuard<'a, DiskState> {
     disk.state.clear_poison();
-    state.primary.release();
+    state.primary.end_protection();
     state
 }

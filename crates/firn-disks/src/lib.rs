@@ -1,45 +1,50 @@
-//! The writable disks of a VM that is protected: they go back with its memory.
+//! Replicated disks: the writable disks of a protected VM, which fail over together with its
+//! memory.
 //!
 //! ```text
-//!   primary                                                                 standby
-//!     QEMU  -- NBD, Unix socket -->  server                                   Standby
-//!                                      | each change: to the file, and         |  epochs kept apart until they are committed,
-//!                                      v noted, under one lock                 v  then folded
-//!                                    Disk ---- the log of an epoch ------->  its own copy of the file
-//!                                      |        (wire)
-//!                                      v
+//!   primary                                                  standby
+//!     QEMU  -- NBD, Unix socket -->  NbdServer                 StandbyDisk
+//!                                      | each change: made      |  keeps epochs apart until they
+//!                                      v and logged under       v  are committed, then folds them
+//!                                    LoggedDisk                its own copy of the file
+//!                                      |  \                     ^
+//!                                      |   '-- log of an epoch -'
+//!                                      v           (wire)
 //!                                    the user's file
 //! ```
 //!
-//! The guest writes to the user's file at once. While the VM is protected the same changes are noted in the *log* of the running
-//! epoch. At the cut, with the VM standing still and nothing on its way, the log is closed and travels with the epoch's pages. The
-//! standby's file is always that of its newest folded epoch; logs of later epochs are kept beside it, and dropped at a failover.
+//! The guest writes to the user's file at once. While the VM is protected, the same changes are
+//! recorded in the *log* of the running epoch. At the cut, while the VM is paused and no request is
+//! in flight, the log is closed. It is sent together with the pages of the epoch. The standby's
+//! file always has the state of its newest folded epoch. Logs of later epochs are stored beside it,
+//! and are dropped at a failover.
 //!
 //! | module | what it decides or does |
 //! |---|---|
 //! | [`change`] | one change of a disk's bytes (pure) |
-//! | [`primary`] | what is noted, and when there is room for more (pure) |
-//! | [`standby`] | what is kept, folded, dropped (pure) |
-//! | [`wire`] | changes as bytes (pure) |
-//! | [`store`] | where the bytes are: a file |
+//! | [`primary`] | which changes are logged, and when the log has room for more (pure) |
+//! | [`standby`] | which epochs are stored, folded and dropped (pure) |
+//! | [`wire`] | encodes changes as bytes (pure) |
+//! | [`store`] | stores the bytes of a disk in a file |
 //! | [`disk`] | a file and its log, changed together |
-//! | [`nbd`] | serving disks to QEMU |
+//! | [`nbd`] | serves disks to QEMU |
 //!
-//! # What a caller does
+//! # The order of calls
 //!
 //! ```text
-//!   protect(bound)
-//!   seed(), until it is whole and memory is too     copied while the VM runs: each result goes out as epoch 0
-//!   drain()                                         when the VM has been told to stop
-//!     (the VM stands still)
-//!   cut()                                           the log of epoch 1; then 2, 3 ...
+//!   begin_protection(bound)
+//!   seed_step(), until it is whole and memory is too   the copy, while the VM runs: epoch 0
+//!   begin_drain()                                      when QEMU has been ordered to stop the VM
+//!     (the VM is paused)
+//!   cut_log()                                          the log of epoch 1; then 2, 3 ...
 //!     (the VM runs)
-//!   release()                                       the standby is gone: nothing is noted any more
+//!   end_protection()                                   the standby is lost: logging ends
 //! ```
 //!
-//! Why `drain`: a log is bounded, and a change for which there is no room waits. But a hypervisor that is told to stop first waits
-//! for the requests on their way. Without the bound being lifted they would wait for each other. What a log may then have beyond
-//! its bound is what the guest's queues hold.
+//! `begin_drain` is needed because a log is bounded, and a change for which there is no room waits.
+//! QEMU, when it is ordered to stop the VM, first waits for the requests in flight. If the bound
+//! were not lifted, QEMU and these requests would wait for each other. A log can then exceed its
+//! bound by what the guest's queues contain.
 
 #![forbid(unsafe_code)]
 
@@ -54,8 +59,8 @@ pub mod wire;
 #[cfg(test)]
 mod tests;
 
-pub use change::Change;
-pub use disk::{Disk, DiskError, Pressure, Seed};
-pub use primary::Log;
-pub use standby::Standby;
-pub use store::{FileId, FileStore, Store};
+pub use change::DiskChange;
+pub use disk::{DiskError, LogPressure, LoggedDisk, SeedChunk};
+pub use primary::EpochLog;
+pub use standby::StandbyDisk;
+pub use store::{DiskFileId, DiskStore, FileStore};

@@ -1,188 +1,204 @@
-//! What a primary notes of a disk that changes. Pure: changes in, logs out.
+//! Primary disk: records the changes of a disk in a log for each epoch. Pure: changes in, logs out.
 //!
 //! ```text
-//!                 protect              the copy is whole, cut          cut
+//!              begin_protection           whole, cut_log            cut_log
 //!   unprotected ----------> seeding -------------------------> epoch 2 -----> epoch 3 ...
 //!        ^                     |                                  |
-//!        '---------------------+-------------- release -----------'
+//!        '---------------------+---------- end_protection --------'
 //! ```
 //!
-//! While the disk is copied to the standby (*seeding*, epoch 0), a change matters as far as it lies where the copy has been
-//! already: the rest will be read later.
+//! While the disk is copied to the standby (*seeding*, epoch 0), a change is logged only as far as
+//! it lies in the range that was copied already. The rest will be read later.
 //!
 //! ```text
-//!   0              copied         size
+//!   0            seeded          size
 //!   |###############|..............|
-//!        [ note ]
-//!              [ note |   no  ]         of a change across the place, the first part
+//!        [ log  ]
+//!              [ log |   no   ]         of a change across the boundary, the first part
 //! ```
 //!
-//! The place moves on *before* a piece is read, so what is written while it is read is noted. What is noted goes out after the
-//! pieces before it, so the standby ends up with the newest of both.
+//! The boundary is advanced *before* a piece is read, so a write during the read is logged. The
+//! logged changes are sent after the pieces that were read before them, so the standby ends up with
+//! the newer data.
 
 use std::ops::Range;
 
 use firn_cluster::Epoch;
 use thiserror::Error;
 
-use crate::change::Change;
+use crate::change::DiskChange;
 
-/// Why there is no log to be had.
+/// Why a log can't be returned.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Error)]
-pub enum PrimaryError {
-    /// Nothing is noted.
+pub enum PrimaryDiskError {
+    /// The disk is not protected, and no changes are logged.
     #[error("the disk is not protected any more: protect the VM anew")]
     Unprotected,
-    /// The standby has no whole copy to put a log on.
+    /// The standby has no whole copy to which a log could be applied.
     #[error(
         "the standby has {copied} of the disk's {size} bytes: an epoch can't end before it has all"
     )]
     Seeding {
-        /// How far the copy is.
+        /// The number of bytes that were copied.
         copied: u64,
-        /// How far it has to come.
+        /// The size of the disk.
         size: u64,
     },
-    /// The copy belongs to epoch 0.
+    /// The disk is seeded only in epoch 0.
     #[error("the disk is not copied any more: {0} has begun")]
     Seeded(Epoch),
 }
 
 /// All changes of one epoch, in order.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub struct Log {
-    /// Which one.
+pub struct EpochLog {
+    /// The epoch.
     pub epoch: Epoch,
-    /// What was changed.
-    pub changes: Vec<Change>,
+    /// The changes.
+    pub changes: Vec<DiskChange>,
 }
 
-/// How far a log goes beyond its bound while the VM is being stopped, in bytes. Without an end, a VM that is stopped again and again to
-/// be slowed would fill all memory.
-const OVER_MAX: usize = 512 << 20;
+/// The maximum number of bytes by which a log exceeds its bound while the VM is being stopped.
+/// Without a limit, a VM that is stopped repeatedly to slow it down would fill all memory.
+const OVERSHOOT_BYTES_MAX: usize = 512 << 20;
 
-/// A step of the copy.
+/// A step of the seed.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub struct Step {
-    /// What changed since the step before, where the copy had been. To be sent before the piece.
-    pub changes: Vec<Change>,
-    /// What to read now.
+pub struct SeedStep {
+    /// Changes since the last step, in the range already copied. To be sent before the piece.
+    pub changes: Vec<DiskChange>,
+    /// The range to read now.
     pub piece: Option<Range<u64>>,
-    /// There is nothing left to read.
+    /// There is no data left to read.
     pub is_whole: bool,
 }
 
 #[derive(Debug)]
-struct Protected {
-    /// The running one; 0 until the first cut.
+struct ProtectionState {
+    /// The running epoch; 0 until the first cut.
     epoch: Epoch,
-    /// Everything before it has been read, or is being read.
+    /// The end of the range that has been read, or is being read.
     copied: u64,
-    log: Vec<Change>,
-    /// Bytes of memory of the log.
-    cost: usize,
+    log: Vec<DiskChange>,
+    /// The bytes of memory that the log occupies.
+    log_bytes: usize,
     bound: usize,
     is_draining: bool,
 }
 
-/// One disk.
+/// The log of one disk at the primary.
 #[derive(Debug)]
-pub struct Primary {
+pub struct PrimaryDisk {
     size: u64,
-    protected: Option<Protected>,
+    protected: Option<ProtectionState>,
 }
 
-impl Primary {
-    /// A disk of so many bytes, unprotected.
+impl PrimaryDisk {
+    /// An unprotected disk of `size` bytes.
     pub fn new(size: u64) -> Self {
         Self { size, protected: None }
     }
 
-    /// Begins anew: whatever changes where the standby has a copy is noted from now on, in logs of about `bound` bytes of memory.
-    pub fn protect(&mut self, bound: usize) {
+    /// Begins a protection with an empty seed and log. From now on changes in the range that was
+    /// copied to the standby are logged, in logs of about `bound` bytes of memory.
+    pub fn begin_protection(&mut self, bound: usize) {
         let (log, cost) = (Vec::new(), 0);
         let epoch = Epoch(0);
-        self.protected = Some(Protected { epoch, copied: 0, log, cost, bound, is_draining: false });
+        self.protected = Some(ProtectionState {
+            epoch,
+            copied: 0,
+            log,
+            log_bytes: cost,
+            bound,
+            is_draining: false,
+        });
     }
 
-    /// Nothing is noted any more.
-    pub fn release(&mut self) {
+    /// Ends the protection, and logging with it.
+    pub fn end_protection(&mut self) {
         self.protected = None;
     }
 
-    /// Whether a change may be made now. One that is larger than what is left may too.
+    /// Whether a change may be made now. The change may be larger than the remaining room.
     pub fn has_room(&self) -> bool {
-        self.protected.as_ref().is_none_or(|it| it.is_draining || it.cost < it.bound)
+        self.protected.as_ref().is_none_or(|it| it.is_draining || it.log_bytes < it.bound)
     }
 
-    /// Bytes of memory of the running log, and their bound.
-    pub fn bytes(&self) -> (usize, usize) {
-        self.protected.as_ref().map_or((0, 0), |it| (it.cost, it.bound))
+    /// The bytes of memory of the running log, and its bound.
+    pub fn log_usage(&self) -> (usize, usize) {
+        self.protected.as_ref().map_or((0, 0), |it| (it.log_bytes, it.bound))
     }
 
-    /// The VM is about to be stopped, which takes the end of all that is on its way: there is room for it. Until the next cut, or
-    /// `false`.
+    /// Sets whether the VM is about to be stopped. QEMU then waits for all requests in flight, so
+    /// the log has room for them. It is reset by the next cut.
     pub fn set_draining(&mut self, is_draining: bool) {
         if let Some(protected) = &mut self.protected {
             protected.is_draining = is_draining;
         }
     }
 
-    /// Something has changed. A log that is far beyond its bound, because nobody cuts, is given up: the next cut is an error.
-    pub fn note(&mut self, change: Change) {
+    /// Records a change. A log that is far beyond its bound, because no cut comes, is given up: the
+    /// next cut is an error.
+    pub fn record_change(&mut self, change: DiskChange) {
         let Some(protected) = &mut self.protected else { return };
-        if let Some(change) = change.before(protected.copied) {
-            protected.cost += change.cost();
+        if let Some(change) = change.truncated_at(protected.copied) {
+            protected.log_bytes += change.memory_bytes();
             protected.log.push(change);
         }
-        if protected.cost > protected.bound.saturating_add(OVER_MAX) {
+        if protected.log_bytes > protected.bound.saturating_add(OVERSHOOT_BYTES_MAX) {
             self.protected = None;
         }
     }
 
-    /// Where the copy goes on.
+    /// The offset at which the next seed step continues.
     ///
     /// # Errors
-    /// If there is none.
-    pub fn copied(&self) -> Result<u64, PrimaryError> {
-        let protected = self.protected.as_ref().ok_or(PrimaryError::Unprotected)?;
+    /// If the disk is not being seeded.
+    pub fn seeded_bytes(&self) -> Result<u64, PrimaryDiskError> {
+        let protected = self.protected.as_ref().ok_or(PrimaryDiskError::Unprotected)?;
         match protected.epoch == Epoch(0) {
             true => Ok(protected.copied),
-            false => Err(PrimaryError::Seeded(protected.epoch)),
+            false => Err(PrimaryDiskError::Seeded(protected.epoch)),
         }
     }
 
-    /// The copy takes a step of at most `most` bytes. `data` are the first bytes from [`Primary::copied`] on that may be other than
-    /// zeros, and nothing has changed since that was found out.
+    /// Advances the seed by a piece of at most `most` bytes. `data` is the first range at or after
+    /// [`PrimaryDisk::seeded_bytes`] that may contain other bytes than zeros. The disk must not
+    /// have changed since the caller determined it.
     ///
     /// # Errors
-    /// If there is no copy.
-    pub fn step(&mut self, data: Option<Range<u64>>, most: u64) -> Result<Step, PrimaryError> {
-        let from = self.copied()?;
-        let protected = self.protected.as_mut().ok_or(PrimaryError::Unprotected)?;
+    /// If the disk is not being seeded.
+    pub fn advance_seed(
+        &mut self,
+        data: Option<Range<u64>>,
+        most: u64,
+    ) -> Result<SeedStep, PrimaryDiskError> {
+        let from = self.seeded_bytes()?;
+        let protected = self.protected.as_mut().ok_or(PrimaryDiskError::Unprotected)?;
         let piece = data.map(|data| data.start.max(from)..data.end.min(self.size));
         let piece = piece.map(|piece| piece.start..piece.end.min(piece.start.saturating_add(most)));
         let piece = piece.filter(|piece| !piece.is_empty());
         protected.copied = piece.as_ref().map_or(self.size, |piece| piece.end);
-        protected.cost = 0;
+        protected.log_bytes = 0;
         let is_whole = protected.copied == self.size;
-        Ok(Step { changes: std::mem::take(&mut protected.log), piece, is_whole })
+        Ok(SeedStep { changes: std::mem::take(&mut protected.log), piece, is_whole })
     }
 
-    /// The running epoch ends here: its log. The first is epoch 1, with what changed since the last step of the copy.
+    /// Ends the running epoch and returns its log. The first log is that of epoch 1, and has what
+    /// changed since the last seed step.
     ///
     /// # Errors
-    /// If the copy is not whole.
-    pub fn cut(&mut self) -> Result<Log, PrimaryError> {
-        let protected = self.protected.as_mut().ok_or(PrimaryError::Unprotected)?;
+    /// If the disk is not protected, or its seed is not whole.
+    pub fn cut_log(&mut self) -> Result<EpochLog, PrimaryDiskError> {
+        let protected = self.protected.as_mut().ok_or(PrimaryDiskError::Unprotected)?;
         if protected.copied < self.size {
-            return Err(PrimaryError::Seeding { copied: protected.copied, size: self.size });
+            return Err(PrimaryDiskError::Seeding { copied: protected.copied, size: self.size });
         }
         let epoch = protected.epoch.max(Epoch(1));
         protected.epoch = epoch.next();
-        protected.cost = 0;
+        protected.log_bytes = 0;
         protected.is_draining = false;
-        Ok(Log { epoch, changes: std::mem::take(&mut protected.log) })
+        Ok(EpochLog { epoch, changes: std::mem::take(&mut protected.log) })
     }
 }
 
@@ -190,85 +206,86 @@ impl Primary {
 mod tests {
     use super::*;
 
-    fn zero(at: u64, length: u64) -> Change {
-        Change::Zero { at, length, hole: false }
+    fn zero(at: u64, length: u64) -> DiskChange {
+        DiskChange::Zero { at, length, hole: false }
     }
 
-    fn seeded(bound: usize) -> Primary {
-        let mut primary = Primary::new(100);
-        primary.protect(bound);
-        assert!(primary.step(None, 10).unwrap().is_whole);
+    fn seeded(bound: usize) -> PrimaryDisk {
+        let mut primary = PrimaryDisk::new(100);
+        primary.begin_protection(bound);
+        assert!(primary.advance_seed(None, 10).unwrap().is_whole);
         primary
     }
 
     #[test]
     fn a_change_is_noted_as_far_as_the_copy_has_been() {
-        let mut primary = Primary::new(100);
-        primary.note(zero(0, 1));
-        primary.protect(1000);
-        primary.note(zero(0, 5));
-        let step = primary.step(Some(20..90), 10).unwrap();
-        assert_eq!(step, Step { changes: vec![], piece: Some(20..30), is_whole: false });
+        let mut primary = PrimaryDisk::new(100);
+        primary.record_change(zero(0, 1));
+        primary.begin_protection(1000);
+        primary.record_change(zero(0, 5));
+        let step = primary.advance_seed(Some(20..90), 10).unwrap();
+        assert_eq!(step, SeedStep { changes: vec![], piece: Some(20..30), is_whole: false });
         for change in [zero(0, 5), zero(25, 20), zero(30, 5)] {
-            primary.note(change);
+            primary.record_change(change);
         }
-        let seeding = Err(PrimaryError::Seeding { copied: 30, size: 100 });
-        assert_eq!(primary.cut(), seeding);
-        let step = primary.step(Some(30..90), 100).unwrap();
+        let seeding = Err(PrimaryDiskError::Seeding { copied: 30, size: 100 });
+        assert_eq!(primary.cut_log(), seeding);
+        let step = primary.advance_seed(Some(30..90), 100).unwrap();
         assert_eq!(step.changes, [zero(0, 5), zero(25, 5)]);
         assert_eq!((step.piece, step.is_whole), (Some(30..90), false));
-        assert!(primary.step(None, 100).unwrap().is_whole);
-        primary.note(zero(90, 10));
+        assert!(primary.advance_seed(None, 100).unwrap().is_whole);
+        primary.record_change(zero(90, 10));
         assert_eq!(
-            primary.step(None, 100).unwrap().changes,
+            primary.advance_seed(None, 100).unwrap().changes,
             [zero(90, 10)],
             "while memory is copied"
         );
-        primary.note(zero(90, 9));
-        assert_eq!(primary.cut(), Ok(Log { epoch: Epoch(1), changes: vec![zero(90, 9)] }));
-        assert_eq!(primary.step(None, 100), Err(PrimaryError::Seeded(Epoch(2))));
+        primary.record_change(zero(90, 9));
+        assert_eq!(primary.cut_log(), Ok(EpochLog { epoch: Epoch(1), changes: vec![zero(90, 9)] }));
+        assert_eq!(primary.advance_seed(None, 100), Err(PrimaryDiskError::Seeded(Epoch(2))));
     }
 
     #[test]
     fn epochs_are_counted_and_their_logs_apart() {
         let mut primary = seeded(1000);
         for epoch in 1..4 {
-            primary.note(zero(epoch, 1));
-            let log = Log { epoch: Epoch(epoch), changes: vec![zero(epoch, 1)] };
-            assert_eq!(primary.cut(), Ok(log));
+            primary.record_change(zero(epoch, 1));
+            let log = EpochLog { epoch: Epoch(epoch), changes: vec![zero(epoch, 1)] };
+            assert_eq!(primary.cut_log(), Ok(log));
         }
-        primary.release();
-        primary.note(zero(0, 1));
-        assert_eq!(primary.cut(), Err(PrimaryError::Unprotected));
+        primary.end_protection();
+        primary.record_change(zero(0, 1));
+        assert_eq!(primary.cut_log(), Err(PrimaryDiskError::Unprotected));
     }
 
     #[test]
     fn a_full_log_has_room_for_what_a_stop_waits_for() {
         let mut primary = seeded(100);
-        primary.note(Change::Write { at: 0, bytes: vec![1; 100] });
+        primary.record_change(DiskChange::Write { at: 0, bytes: vec![1; 100] });
         assert!(!primary.has_room());
         primary.set_draining(true);
         assert!(primary.has_room());
         primary.set_draining(false);
         assert!(!primary.has_room());
         primary.set_draining(true);
-        primary.cut().unwrap();
-        primary.note(Change::Write { at: 0, bytes: vec![1; 100] });
+        primary.cut_log().unwrap();
+        primary.record_change(DiskChange::Write { at: 0, bytes: vec![1; 100] });
         assert!(!primary.has_room(), "draining ends with the epoch");
-        primary.release();
+        primary.end_protection();
         assert!(primary.has_room());
     }
 
     #[test]
     fn a_log_that_nobody_cuts_is_given_up() {
-        let mut primary = Primary::new(1 << 40);
-        primary.protect(100);
-        assert!(primary.step(None, 10).unwrap().is_whole);
+        let mut primary = PrimaryDisk::new(1 << 40);
+        primary.begin_protection(100);
+        assert!(primary.advance_seed(None, 10).unwrap().is_whole);
         primary.set_draining(true);
-        primary.note(Change::Write { at: 0, bytes: vec![0; OVER_MAX - 1000] });
-        assert!(primary.bytes().0 > OVER_MAX - 1000);
-        primary.note(Change::Write { at: 0, bytes: vec![0; 2000] });
-        assert_eq!(primary.cut(), Err(PrimaryError::Unprotected));
+        primary
+            .record_change(DiskChange::Write { at: 0, bytes: vec![0; OVERSHOOT_BYTES_MAX - 1000] });
+        assert!(primary.log_usage().0 > OVERSHOOT_BYTES_MAX - 1000);
+        primary.record_change(DiskChange::Write { at: 0, bytes: vec![0; 2000] });
+        assert_eq!(primary.cut_log(), Err(PrimaryDiskError::Unprotected));
         assert!(primary.has_room());
     }
 }

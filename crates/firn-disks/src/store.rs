@@ -1,10 +1,12 @@
-//! Where a disk's bytes are: a regular file, locked against everybody else.
+//! Disk store: the bytes of a disk in a regular file, which is locked against other processes.
 //!
-//! What lies between the file's end and the disk's reads as zeros, and a write there lengthens the file. That is how a qcow2 file
-//! grows under QEMU's own driver, for which the disk is larger than the file.
+//! The range between the end of the file and the end of the disk reads as zeros. A write there
+//! extends the file. A qcow2 file grows in this way under QEMU's own driver, for which the disk is
+//! larger than the file.
 //!
-//! The lock is an exclusive one of the open file description (fcntl(2), `F_OFD_SETLK`), over all of it. QEMU locks bytes of its
-//! images in the same way, so neither opens what the other has. It goes with the process, however that ends.
+//! The lock is an exclusive lock of the open file description (fcntl(2), `F_OFD_SETLK`) over the
+//! whole file. QEMU locks bytes of its images in the same way, so neither opens a file that the
+//! other has open. The kernel releases the lock when the process ends, however it ends.
 
 use std::fmt::Debug;
 use std::fs::{File, OpenOptions};
@@ -23,96 +25,98 @@ use rustix::fs::{FallocateFlags, SeekFrom, fallocate, seek};
 use serde::{Deserialize, Serialize};
 use thiserror::Error;
 
-/// How long to wait for a lock: whoever was killed may take a moment to be gone.
+/// How long to wait for a lock: the kernel may take a moment to remove a killed owner.
 const LOCK_WAIT: Duration = Duration::from_secs(5);
-/// How often to try meanwhile.
-const LOCK_EVERY: Duration = Duration::from_millis(5);
-/// Zeros written at a time where the file system can't make them by itself.
-const ZEROS_AT_A_TIME: usize = 64 << 10;
+/// The interval between attempts to take the lock.
+const LOCK_RETRY_INTERVAL: Duration = Duration::from_millis(5);
+/// The number of zeros written at a time if the file system can't make them by itself.
+const ZERO_BUFFER_BYTES: usize = 64 << 10;
 
 /// The bytes of a disk.
-pub trait Store: Debug + Send + Sync {
-    /// Reads. What was never written is zeros.
+pub trait DiskStore: Debug + Send + Sync {
+    /// Reads bytes. Bytes that were never written are zeros.
     ///
     /// # Errors
-    /// What the system says.
-    fn read(&self, at: u64, into: &mut [u8]) -> io::Result<()>;
+    /// The error of the system.
+    fn read_at(&self, at: u64, into: &mut [u8]) -> io::Result<()>;
 
-    /// Writes.
+    /// Writes bytes.
     ///
     /// # Errors
-    /// What the system says. Some of it may be written.
-    fn write(&self, at: u64, bytes: &[u8]) -> io::Result<()>;
+    /// The error of the system. A part may have been written.
+    fn write_at(&self, at: u64, bytes: &[u8]) -> io::Result<()>;
 
-    /// Makes zeros, which take no room if they may be a `hole` and it can be had.
+    /// Writes zeros. If they may be a `hole` and holes are supported, they take no space.
     ///
     /// # Errors
-    /// What the system says. Some of them may be there.
-    fn zero(&self, at: u64, length: u64, hole: bool) -> io::Result<()>;
+    /// The error of the system. A part of the zeros may have been written.
+    fn zero_range(&self, at: u64, length: u64, hole: bool) -> io::Result<()>;
 
-    /// Makes a hole, which reads as zeros. Says `false`, with nothing done, if holes can't be had.
+    /// Makes a hole, which reads as zeros. Returns `false`, and changes nothing, if holes are not
+    /// supported.
     ///
     /// # Errors
-    /// What the system says. Some of it may be there.
-    fn discard(&self, at: u64, length: u64) -> io::Result<bool>;
+    /// The error of the system. A part of the hole may have been made.
+    fn punch_hole(&self, at: u64, length: u64) -> io::Result<bool>;
 
-    /// What was written before survives a loss of power.
+    /// Makes all earlier writes durable: they survive a loss of power.
     ///
     /// # Errors
-    /// What the system says.
-    fn sync(&self) -> io::Result<()>;
+    /// The error of the system.
+    fn sync_data(&self) -> io::Result<()>;
 
-    /// The first bytes, from there on, that may be other than zeros. `None` if there are none.
+    /// The first range at or after `from` that may contain other bytes than zeros. `None` if there
+    /// is none.
     ///
     /// # Errors
-    /// What the system says.
-    fn data(&self, from: u64) -> io::Result<Option<Range<u64>>>;
+    /// The error of the system.
+    fn next_data_range(&self, from: u64) -> io::Result<Option<Range<u64>>>;
 }
 
-impl<S: Store + ?Sized> Store for Arc<S> {
-    fn read(&self, at: u64, into: &mut [u8]) -> io::Result<()> {
-        (**self).read(at, into)
+impl<S: DiskStore + ?Sized> DiskStore for Arc<S> {
+    fn read_at(&self, at: u64, into: &mut [u8]) -> io::Result<()> {
+        (**self).read_at(at, into)
     }
 
-    fn write(&self, at: u64, bytes: &[u8]) -> io::Result<()> {
-        (**self).write(at, bytes)
+    fn write_at(&self, at: u64, bytes: &[u8]) -> io::Result<()> {
+        (**self).write_at(at, bytes)
     }
 
-    fn zero(&self, at: u64, length: u64, hole: bool) -> io::Result<()> {
-        (**self).zero(at, length, hole)
+    fn zero_range(&self, at: u64, length: u64, hole: bool) -> io::Result<()> {
+        (**self).zero_range(at, length, hole)
     }
 
-    fn discard(&self, at: u64, length: u64) -> io::Result<bool> {
-        (**self).discard(at, length)
+    fn punch_hole(&self, at: u64, length: u64) -> io::Result<bool> {
+        (**self).punch_hole(at, length)
     }
 
-    fn sync(&self) -> io::Result<()> {
-        (**self).sync()
+    fn sync_data(&self) -> io::Result<()> {
+        (**self).sync_data()
     }
 
-    fn data(&self, from: u64) -> io::Result<Option<Range<u64>>> {
-        (**self).data(from)
+    fn next_data_range(&self, from: u64) -> io::Result<Option<Range<u64>>> {
+        (**self).next_data_range(from)
     }
 }
 
-/// Why a file can't be a disk.
+/// Why a file can't be used as a disk.
 #[derive(Debug, Error)]
 pub enum StoreError {
-    /// It can't be opened or made.
+    /// The file can't be opened or created.
     #[error("{path} can't be opened for reading and writing")]
     Open {
         /// The file.
         path: PathBuf,
-        /// What the system said.
+        /// The error of the system.
         source: io::Error,
     },
-    /// A directory, a device.
+    /// The path names a directory or a device.
     #[error("{path} is no regular file: give the disk as a file, raw or qcow2")]
     Kind {
-        /// What it is instead.
+        /// The path.
         path: PathBuf,
     },
-    /// Somebody has it open.
+    /// Another process has the file open.
     #[error("{path} is in use by another process: stop the VM, or the Firn, that has it open")]
     InUse {
         /// The file.
@@ -120,16 +124,16 @@ pub enum StoreError {
     },
 }
 
-/// Which file it is, whatever it is called (stat(2), `st_dev` and `st_ino`).
+/// The identity of a file, independent of its path (stat(2), `st_dev` and `st_ino`).
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
-pub struct FileId {
-    /// The file system.
+pub struct DiskFileId {
+    /// The device number of the file system.
     pub device: u64,
-    /// Its number there.
+    /// The inode number.
     pub inode: u64,
 }
 
-/// A file.
+/// A disk store in a file.
 #[derive(Debug)]
 pub struct FileStore {
     file: File,
@@ -139,66 +143,67 @@ impl FileStore {
     /// Opens a disk's file and locks it.
     ///
     /// # Errors
-    /// If it is no regular file, can't be had, or is in use.
+    /// If it is no regular file, can't be opened, or is in use.
     pub fn open(path: &Path) -> Result<Self, StoreError> {
-        Self::with(OpenOptions::new().read(true).write(true), path)
+        Self::open_with(OpenOptions::new().read(true).write(true), path)
     }
 
-    /// Makes a file of `length` bytes, all of it a hole, for its owner alone: where a standby begins.
+    /// Creates a sparse file of `length` bytes, accessible only by its owner. A standby begins with
+    /// it.
     ///
     /// # Errors
-    /// If there is one already, or it can't be made.
+    /// If the file exists already, or can't be created.
     pub fn create(path: &Path, length: u64) -> Result<Self, StoreError> {
         let mut options = OpenOptions::new();
         options.read(true).write(true).create_new(true).mode(0o600);
-        let store = Self::with(&options, path)?;
+        let store = Self::open_with(&options, path)?;
         let opened = |source| StoreError::Open { path: path.to_owned(), source };
         store.file.set_len(length).map_err(opened)?;
         Ok(store)
     }
 
-    /// Which file it is.
+    /// The identity of the file.
     ///
     /// # Errors
-    /// What the system says.
-    pub fn id(&self) -> io::Result<FileId> {
+    /// The error of the system.
+    pub fn file_id(&self) -> io::Result<DiskFileId> {
         let found = self.file.metadata()?;
-        Ok(FileId { device: found.dev(), inode: found.ino() })
+        Ok(DiskFileId { device: found.dev(), inode: found.ino() })
     }
 
     /// The length of the file in bytes.
     ///
     /// # Errors
-    /// What the system says.
+    /// The error of the system.
     pub fn length(&self) -> io::Result<u64> {
         Ok(self.file.metadata()?.len())
     }
 
-    fn with(options: &OpenOptions, path: &Path) -> Result<Self, StoreError> {
+    fn open_with(options: &OpenOptions, path: &Path) -> Result<Self, StoreError> {
         let opened = |source| StoreError::Open { path: path.to_owned(), source };
-        // What is no file may make opening wait, or do something.
+        // Opening a device or a FIFO could block or have side effects.
         if path.exists() && !path.metadata().map_err(opened)?.is_file() {
             return Err(StoreError::Kind { path: path.to_owned() });
         }
         let file = options.open(path).map_err(opened)?;
-        match lock(&file).map_err(opened)? {
+        match lock_file(&file).map_err(opened)? {
             true => Ok(Self { file }),
             false => Err(StoreError::InUse { path: path.to_owned() }),
         }
     }
 
     fn write_zeros(&self, at: u64, length: u64) -> io::Result<()> {
-        let zeros = [0; ZEROS_AT_A_TIME];
-        for from in (at..at + length).step_by(ZEROS_AT_A_TIME) {
-            let count = (at + length - from).min(ZEROS_AT_A_TIME as u64);
+        let zeros = [0; ZERO_BUFFER_BYTES];
+        for from in (at..at + length).step_by(ZERO_BUFFER_BYTES) {
+            let count = (at + length - from).min(ZERO_BUFFER_BYTES as u64);
             self.file.write_all_at(&zeros[..count as usize], from)?;
         }
         Ok(())
     }
 }
 
-impl Store for FileStore {
-    fn read(&self, at: u64, into: &mut [u8]) -> io::Result<()> {
+impl DiskStore for FileStore {
+    fn read_at(&self, at: u64, into: &mut [u8]) -> io::Result<()> {
         firn_fault::io("disk.read")?;
         let mut done = 0;
         while done < into.len() {
@@ -213,33 +218,33 @@ impl Store for FileStore {
         Ok(())
     }
 
-    fn write(&self, at: u64, bytes: &[u8]) -> io::Result<()> {
+    fn write_at(&self, at: u64, bytes: &[u8]) -> io::Result<()> {
         firn_fault::io("disk.write")?;
         self.file.write_all_at(bytes, at)
     }
 
-    fn zero(&self, at: u64, length: u64, hole: bool) -> io::Result<()> {
-        if hole && self.discard(at, length)? {
+    fn zero_range(&self, at: u64, length: u64, hole: bool) -> io::Result<()> {
+        if hole && self.punch_hole(at, length)? {
             return Ok(());
         }
-        match supported(fallocate(&self.file, FallocateFlags::ZERO_RANGE, at, length))? {
+        match is_supported(fallocate(&self.file, FallocateFlags::ZERO_RANGE, at, length))? {
             true => Ok(()),
             false => self.write_zeros(at, length),
         }
     }
 
-    fn discard(&self, at: u64, length: u64) -> io::Result<bool> {
+    fn punch_hole(&self, at: u64, length: u64) -> io::Result<bool> {
         let hole = FallocateFlags::PUNCH_HOLE | FallocateFlags::KEEP_SIZE;
-        supported(fallocate(&self.file, hole, at, length))
+        is_supported(fallocate(&self.file, hole, at, length))
     }
 
-    fn sync(&self) -> io::Result<()> {
+    fn sync_data(&self) -> io::Result<()> {
         firn_fault::io("disk.sync")?;
         self.file.sync_data()
     }
 
-    fn data(&self, from: u64) -> io::Result<Option<Range<u64>>> {
-        // Nothing else goes by the position in the file, which this moves.
+    fn next_data_range(&self, from: u64) -> io::Result<Option<Range<u64>>> {
+        // No other code uses the file position, which this call changes.
         match seek(&self.file, SeekFrom::Data(from)) {
             Ok(start) => Ok(Some(start..seek(&self.file, SeekFrom::Hole(start))?)),
             Err(rustix::io::Errno::NXIO) => Ok(None),
@@ -248,8 +253,8 @@ impl Store for FileStore {
     }
 }
 
-/// Whether the file system knows how to do it at all.
-fn supported(done: rustix::io::Result<()>) -> io::Result<bool> {
+/// Whether the file system supports an operation, which was tried.
+fn is_supported(done: rustix::io::Result<()>) -> io::Result<bool> {
     match done {
         Ok(()) => Ok(true),
         Err(rustix::io::Errno::OPNOTSUPP) => Ok(false),
@@ -257,7 +262,7 @@ fn supported(done: rustix::io::Result<()>) -> io::Result<bool> {
     }
 }
 
-fn lock(file: &File) -> io::Result<bool> {
+fn lock_file(file: &File) -> io::Result<bool> {
     let all = libc::flock {
         l_type: libc::F_WRLCK as libc::c_short,
         l_whence: libc::SEEK_SET as libc::c_short,
@@ -270,7 +275,7 @@ fn lock(file: &File) -> io::Result<bool> {
         match fcntl(file, FcntlArg::F_OFD_SETLK(&all)) {
             Ok(_) => return Ok(true),
             Err(Errno::EAGAIN | Errno::EACCES) if since.elapsed() < LOCK_WAIT => {
-                thread::sleep(LOCK_EVERY);
+                thread::sleep(LOCK_RETRY_INTERVAL);
             }
             Err(Errno::EAGAIN | Errno::EACCES) => return Ok(false),
             Err(errno) => return Err(errno.into()),
@@ -287,16 +292,16 @@ mod tests {
         let dir = tempfile::tempdir().unwrap();
         let store = FileStore::create(&dir.path().join("disk"), 10).unwrap();
         let mut bytes = [7; 8];
-        store.read(6, &mut bytes).unwrap();
+        store.read_at(6, &mut bytes).unwrap();
         assert_eq!(bytes, [0; 8]);
-        store.write(100, b"abc").unwrap();
-        store.read(98, &mut bytes).unwrap();
+        store.write_at(100, b"abc").unwrap();
+        store.read_at(98, &mut bytes).unwrap();
         assert_eq!(&bytes, b"\0\0abc\0\0\0");
         assert_eq!(store.length().unwrap(), 103);
-        store.zero(100, 50, true).unwrap();
+        store.zero_range(100, 50, true).unwrap();
         assert_eq!(store.length().unwrap(), 103);
-        store.zero(100, 50, false).unwrap();
-        store.read(98, &mut bytes).unwrap();
+        store.zero_range(100, 50, false).unwrap();
+        store.read_at(98, &mut bytes).unwrap();
         assert_eq!(bytes, [0; 8]);
     }
 
@@ -304,15 +309,18 @@ mod tests {
     fn holes_are_known_and_made() {
         let dir = tempfile::tempdir().unwrap();
         let store = FileStore::create(&dir.path().join("disk"), 4 << 20).unwrap();
-        assert_eq!(store.data(0).unwrap(), None);
-        store.write(1 << 20, &[1; 1 << 20]).unwrap();
-        assert_eq!(store.data(0).unwrap(), Some(1 << 20..2 << 20));
-        assert_eq!(store.data((1 << 20) + 4096).unwrap(), Some((1 << 20) + 4096..2 << 20));
-        assert!(store.discard(1 << 20, 1 << 19).unwrap());
-        assert_eq!(store.data(0).unwrap(), Some((1 << 20) + (1 << 19)..2 << 20));
+        assert_eq!(store.next_data_range(0).unwrap(), None);
+        store.write_at(1 << 20, &[1; 1 << 20]).unwrap();
+        assert_eq!(store.next_data_range(0).unwrap(), Some(1 << 20..2 << 20));
+        assert_eq!(
+            store.next_data_range((1 << 20) + 4096).unwrap(),
+            Some((1 << 20) + 4096..2 << 20)
+        );
+        assert!(store.punch_hole(1 << 20, 1 << 19).unwrap());
+        assert_eq!(store.next_data_range(0).unwrap(), Some((1 << 20) + (1 << 19)..2 << 20));
         store.write_zeros(1 << 20, 100_000).unwrap();
         let mut bytes = vec![1; 1 << 19];
-        store.read(1 << 20, &mut bytes).unwrap();
+        store.read_at(1 << 20, &mut bytes).unwrap();
         assert!(bytes.iter().all(|&byte| byte == 0));
     }
 

@@ -1,4 +1,4 @@
-//! Random histories of a disk, against a model that keeps what it was at each cut.
+//! Random histories of a disk, compared with a model that stores its contents at each cut.
 
 use std::collections::BTreeMap;
 use std::io;
@@ -9,31 +9,31 @@ use std::sync::{Arc, Mutex, RwLock};
 use firn_cluster::Epoch;
 use proptest::prelude::*;
 
-use crate::change::Change;
-use crate::disk::{Disk, DiskError};
-use crate::primary::PrimaryError;
-use crate::standby::Standby;
-use crate::store::Store;
+use crate::change::DiskChange;
+use crate::disk::{DiskError, LoggedDisk};
+use crate::primary::PrimaryDiskError;
+use crate::standby::StandbyDisk;
+use crate::store::DiskStore;
 use crate::wire;
 
 const SIZE: u64 = 5 << 10;
-/// Of the copy.
+/// The step size of the seed.
 const PIECE_BYTES: u64 = 1 << 10;
 const PLENTY: usize = usize::MAX;
 
-/// A disk in memory, which can fail half-way. Clones are the same one.
+/// A disk in memory, which can fail in the middle of a change. Clones share their contents.
 #[derive(Clone, Debug, Default)]
 pub struct Memory {
     bytes: Arc<Mutex<Vec<u8>>>,
-    /// How many changes are made before they fail, having been made by half.
+    /// How many changes succeed before one fails, half of it being made.
     changes_left: Arc<AtomicUsize>,
     fails: Arc<Mutex<bool>>,
-    /// Reading fails too, and one flush.
+    /// Reads fail too, and so does one flush.
     is_bad: Arc<AtomicBool>,
 }
 
 impl Memory {
-    /// What is there, with the zeros that nobody wrote.
+    /// The contents, with zeros for bytes that were never written.
     pub fn bytes(&self, size: usize) -> Vec<u8> {
         let mut bytes = self.bytes.lock().unwrap().clone();
         assert!(bytes.len() <= size);
@@ -41,7 +41,7 @@ impl Memory {
         bytes
     }
 
-    /// The change after so many fails half-way, as do all later ones.
+    /// Makes every change after `changes` more ones fail half-way.
     pub fn fail_from(&self, changes: usize) {
         self.changes_left.store(changes, Ordering::Relaxed);
         *self.fails.lock().unwrap() = changes < usize::MAX;
@@ -66,8 +66,8 @@ impl Memory {
     }
 }
 
-impl Store for Memory {
-    fn read(&self, at: u64, into: &mut [u8]) -> io::Result<()> {
+impl DiskStore for Memory {
+    fn read_at(&self, at: u64, into: &mut [u8]) -> io::Result<()> {
         if self.is_bad.load(Ordering::Relaxed) {
             return Err(io::Error::other("bad"));
         }
@@ -79,31 +79,31 @@ impl Store for Memory {
         Ok(())
     }
 
-    fn write(&self, at: u64, bytes: &[u8]) -> io::Result<()> {
+    fn write_at(&self, at: u64, bytes: &[u8]) -> io::Result<()> {
         self.put(at, &mut bytes.iter().copied(), bytes.len())
     }
 
-    fn zero(&self, at: u64, length: u64, _: bool) -> io::Result<()> {
+    fn zero_range(&self, at: u64, length: u64, _: bool) -> io::Result<()> {
         self.put(at, &mut std::iter::repeat(0), length as usize)
     }
 
-    fn discard(&self, at: u64, length: u64) -> io::Result<bool> {
-        // As a file system does that has holes of whole blocks only here and there.
+    fn punch_hole(&self, at: u64, length: u64) -> io::Result<bool> {
+        // Like a file system that has holes only of whole blocks, and not everywhere.
         match at % 3 == 0 {
-            true => self.zero(at, length, true).map(|()| true),
+            true => self.zero_range(at, length, true).map(|()| true),
             false => Ok(false),
         }
     }
 
-    fn sync(&self) -> io::Result<()> {
-        // As the kernel: it is told once.
+    fn sync_data(&self) -> io::Result<()> {
+        // Like the kernel, which reports a lost write once.
         match self.is_bad.swap(false, Ordering::Relaxed) {
             true => Err(io::Error::other("bad")),
             false => Ok(()),
         }
     }
 
-    fn data(&self, from: u64) -> io::Result<Option<Range<u64>>> {
+    fn next_data_range(&self, from: u64) -> io::Result<Option<Range<u64>>> {
         let bytes = self.bytes.lock().unwrap();
         let there = bytes.get(from as usize..).unwrap_or_default();
         let first = there.iter().position(|&byte| byte != 0);
@@ -111,7 +111,7 @@ impl Store for Memory {
     }
 }
 
-/// What happens to a disk that is protected.
+/// An event in the life of a protected disk.
 #[derive(Clone, Debug)]
 enum Event {
     Write {
@@ -152,11 +152,11 @@ fn event() -> impl Strategy<Value = Event> {
     ]
 }
 
-/// A primary, its standby, and what the disk was at each cut.
+/// A primary, its standby, and the disk's contents at each cut.
 struct World {
     file: Memory,
-    disk: Disk,
-    standby: Standby<Memory>,
+    disk: LoggedDisk,
+    standby: StandbyDisk<Memory>,
     at_cut: BTreeMap<Epoch, Vec<u8>>,
     is_seeded: bool,
     complete: Epoch,
@@ -165,25 +165,25 @@ struct World {
 impl World {
     fn new(before: &[Event]) -> Self {
         let file = Memory::default();
-        let disk = Disk::new(Box::new(file.clone()), SIZE).in_pieces_of(PIECE_BYTES);
-        let standby = Standby::new(SIZE, Memory::default(), 1 << 10);
+        let disk = LoggedDisk::new(Box::new(file.clone()), SIZE).with_piece_bytes(PIECE_BYTES);
+        let standby = StandbyDisk::new(SIZE, Memory::default(), 1 << 10);
         let (at_cut, complete) = (BTreeMap::new(), Epoch(0));
         let mut world = Self { file, disk, standby, at_cut, is_seeded: false, complete };
         before.iter().for_each(|event| world.change(event));
-        world.disk.protect(PLENTY);
+        world.disk.begin_protection(PLENTY);
         world
     }
 
-    /// What the guest does. An error is the guest's affair.
+    /// Applies a change of the guest. An error is reported to the guest only.
     fn change(&mut self, event: &Event) {
         let done = match event {
             Event::Write { at, length, fill } => {
-                // No two bytes in a row are alike, so that misplaced ones show.
+                // No two consecutive bytes are equal, so that misplaced ones are found.
                 let bytes = (0..*length).map(|index| fill.wrapping_add(index as u8)).collect();
-                self.disk.write(*at, bytes)
+                self.disk.write_at(*at, bytes)
             }
-            Event::Zero { at, length, hole } => self.disk.zero(*at, *length, *hole),
-            Event::Trim { at, length } => self.disk.trim(*at, *length),
+            Event::Zero { at, length, hole } => self.disk.zero_range(*at, *length, *hole),
+            Event::Trim { at, length } => self.disk.trim_range(*at, *length),
             Event::Fault => return self.file.fail_from(0),
             _ => return,
         };
@@ -192,33 +192,33 @@ impl World {
         }
     }
 
-    /// By way of the wire.
-    fn send(&mut self, epoch: Epoch, changes: &[Change]) {
-        for message in wire::encode(0, changes) {
-            self.standby.receive(epoch, wire::decode(&message).unwrap().1).unwrap();
+    /// Sends changes through the wire format.
+    fn send(&mut self, epoch: Epoch, changes: &[DiskChange]) {
+        for message in wire::encode_changes(0, changes) {
+            self.standby.receive_changes(epoch, wire::decode_changes(&message).unwrap().1).unwrap();
         }
     }
 
     fn seed(&mut self) {
-        let Ok(seed) = self.disk.seed() else { return };
+        let Ok(seed) = self.disk.seed_step() else { return };
         self.send(Epoch(0), &seed.changes);
         self.is_seeded = seed.is_whole;
     }
 
     fn cut(&mut self) {
-        self.disk.drain();
-        let log = match self.disk.cut() {
+        self.disk.begin_drain();
+        let log = match self.disk.cut_log() {
             Ok(log) => log,
             Err(DiskError::Primary(_)) if !self.is_seeded => return,
             Err(error) => panic!("{error}"),
         };
         assert!(self.is_seeded);
         if log.epoch == Epoch(1) {
-            self.standby.complete(Epoch(0)).unwrap();
+            self.standby.complete_epoch(Epoch(0)).unwrap();
         }
         self.at_cut.insert(log.epoch, self.file.bytes(SIZE as usize));
         self.send(log.epoch, &log.changes);
-        self.standby.complete(log.epoch).unwrap();
+        self.standby.complete_epoch(log.epoch).unwrap();
         self.complete = log.epoch;
     }
 
@@ -226,16 +226,18 @@ impl World {
         match event {
             Event::Seed => self.seed(),
             Event::Cut => self.cut(),
-            Event::Commit => self.standby.commit(Epoch(self.complete.0.saturating_sub(1))).unwrap(),
-            Event::Fold => drop(self.standby.fold().unwrap()),
+            Event::Commit => {
+                self.standby.commit_epoch(Epoch(self.complete.0.saturating_sub(1))).unwrap()
+            }
+            Event::Fold => drop(self.standby.fold_epoch().unwrap()),
             change => self.change(change),
         }
     }
 
-    /// The primary is lost here.
+    /// Fails over, as if the primary were lost here.
     fn fail_over(self) {
-        let committed = self.standby.progress().1;
-        match self.standby.take_up() {
+        let committed = self.standby.epoch_progress().1;
+        match self.standby.promote_disk() {
             Ok((epoch, copy)) => {
                 assert_eq!(epoch, committed);
                 let differs = self.at_cut[&epoch]
@@ -276,7 +278,7 @@ proptest! {
             world.happen(&Event::Cut);
             world.happen(&Event::Commit);
         }
-        prop_assert!(events.len() < 2 || world.standby.progress().1 > Epoch(0));
+        prop_assert!(events.len() < 2 || world.standby.epoch_progress().1 > Epoch(0));
         world.fail_over();
     }
 }
@@ -286,57 +288,63 @@ fn a_change_that_failed_by_half_is_on_both_sides_by_half() {
     let mut world = World::new(&[]);
     world.seed();
     world.file.fail_from(0);
-    world.disk.write(0, vec![1; 100]).unwrap_err();
+    world.disk.write_at(0, vec![1; 100]).unwrap_err();
     world.file.fail_from(usize::MAX);
     world.cut();
     world.cut();
-    world.standby.commit(Epoch(1)).unwrap();
-    let (_, copy) = world.standby.take_up().unwrap();
+    world.standby.commit_epoch(Epoch(1)).unwrap();
+    let (_, copy) = world.standby.promote_disk().unwrap();
     let bytes = copy.bytes(SIZE as usize);
     assert!(bytes[..50] == [1; 50] && bytes[50..100] == [0; 50]);
 }
 
-/// Whatever the standby were sent then, it might be wrong.
+/// After such a failure, any contents sent to the standby might be wrong.
 #[test]
 fn a_change_that_failed_and_cannot_be_read_back_ends_protection() {
     let mut world = World::new(&[]);
     world.seed();
     world.file.fail_from(0);
     world.file.is_bad.store(true, Ordering::Relaxed);
-    world.disk.write(0, vec![1; 100]).unwrap_err();
-    assert!(matches!(world.disk.cut(), Err(DiskError::Primary(PrimaryError::Unprotected))));
+    world.disk.write_at(0, vec![1; 100]).unwrap_err();
+    assert!(matches!(world.disk.cut_log(), Err(DiskError::Primary(PrimaryDiskError::Unprotected))));
 }
 
 #[test]
 fn a_piece_that_cannot_be_read_ends_protection() {
     let world = World::new(&[Event::Write { at: 0, length: 2000, fill: 1 }]);
     world.file.is_bad.store(true, Ordering::Relaxed);
-    assert!(matches!(world.disk.seed(), Err(DiskError::Read { at: 0, .. })));
+    assert!(matches!(world.disk.seed_step(), Err(DiskError::Read { at: 0, .. })));
     world.file.is_bad.store(false, Ordering::Relaxed);
     for _ in 0..9 {
-        assert!(matches!(world.disk.seed(), Err(DiskError::Primary(PrimaryError::Unprotected))));
+        assert!(matches!(
+            world.disk.seed_step(),
+            Err(DiskError::Primary(PrimaryDiskError::Unprotected))
+        ));
     }
-    assert!(matches!(world.disk.cut(), Err(DiskError::Primary(PrimaryError::Unprotected))));
+    assert!(matches!(world.disk.cut_log(), Err(DiskError::Primary(PrimaryDiskError::Unprotected))));
 }
 
 #[test]
 fn after_a_flush_that_failed_none_succeeds() {
     let memory = Memory::default();
-    let disk = Disk::new(Box::new(memory.clone()), SIZE);
+    let disk = LoggedDisk::new(Box::new(memory.clone()), SIZE);
     disk.flush().unwrap();
     memory.is_bad.store(true, Ordering::Relaxed);
     disk.flush().unwrap_err();
-    memory.sync().unwrap();
+    memory.sync_data().unwrap();
     disk.flush().unwrap_err();
 }
 
-/// Many threads write to the same few places while the disk is copied and cut. At a cut they stand still, as a VM does.
+/// Many threads write to the same few ranges while the disk is seeded and cut. At a cut they are
+/// blocked, as in a paused VM.
 #[test]
 fn threads_that_write_to_one_place_leave_the_same_on_both_sides() {
     let mut world = World::new(&[]);
-    world.disk.protect(1 << 10);
-    let disk =
-        Arc::new(std::mem::replace(&mut world.disk, Disk::new(Box::new(Memory::default()), 0)));
+    world.disk.begin_protection(1 << 10);
+    let disk = Arc::new(std::mem::replace(
+        &mut world.disk,
+        LoggedDisk::new(Box::new(Memory::default()), 0),
+    ));
     let (running, is_over) = (RwLock::new(()), AtomicUsize::new(0));
     std::thread::scope(|scope| {
         for thread in 0..4_u8 {
@@ -347,93 +355,93 @@ fn threads_that_write_to_one_place_leave_the_same_on_both_sides() {
                         return;
                     }
                     let _running = running.read().unwrap();
-                    // Each overlaps all others.
+                    // Each range overlaps all others.
                     let at = round % 3 * 100;
-                    disk.write(at, vec![thread * 60 + (round % 60) as u8; 500]).unwrap();
+                    disk.write_at(at, vec![thread * 60 + (round % 60) as u8; 500]).unwrap();
                 }
             });
         }
-        // As long as they are there, somebody always waits for room or writes.
+        // While the threads run, one of them always waits for room or writes.
         for _ in 0..30 {
-            let seed = disk.seed().unwrap();
+            let seed = disk.seed_step().unwrap();
             world.send(Epoch(0), &seed.changes);
         }
-        world.standby.complete(Epoch(0)).unwrap();
+        world.standby.complete_epoch(Epoch(0)).unwrap();
         for _ in 0..200 {
-            while disk.pressure().waiting == 0 {
+            while disk.log_pressure().waiting == 0 {
                 std::thread::yield_now();
             }
-            disk.drain();
+            disk.begin_drain();
             let stopped = running.write().unwrap();
-            let log = disk.cut().unwrap();
+            let log = disk.cut_log().unwrap();
             world.at_cut.insert(log.epoch, world.file.bytes(SIZE as usize));
             drop(stopped);
             world.send(log.epoch, &log.changes);
-            world.standby.complete(log.epoch).unwrap();
-            world.standby.commit(log.epoch).unwrap();
+            world.standby.complete_epoch(log.epoch).unwrap();
+            world.standby.commit_epoch(log.epoch).unwrap();
         }
         is_over.store(1, Ordering::Relaxed);
-        disk.release();
+        disk.end_protection();
     });
     world.fail_over();
 }
 
-/// A disk that somebody writes to just when the copy has read a piece of it.
+/// A store that writes to its disk just after the seed has read a piece of it.
 #[derive(Debug)]
 struct Meddling {
     memory: Memory,
-    disk: std::sync::OnceLock<std::sync::Weak<Disk>>,
+    disk: std::sync::OnceLock<std::sync::Weak<LoggedDisk>>,
 }
 
-impl Store for Meddling {
-    fn read(&self, at: u64, into: &mut [u8]) -> io::Result<()> {
-        self.memory.read(at, into)?;
+impl DiskStore for Meddling {
+    fn read_at(&self, at: u64, into: &mut [u8]) -> io::Result<()> {
+        self.memory.read_at(at, into)?;
         let disk = self.disk.get().and_then(std::sync::Weak::upgrade);
-        disk.map_or(Ok(()), |disk| disk.write(at + 10, vec![2; 10]))
+        disk.map_or(Ok(()), |disk| disk.write_at(at + 10, vec![2; 10]))
     }
 
-    fn write(&self, at: u64, bytes: &[u8]) -> io::Result<()> {
-        self.memory.write(at, bytes)
+    fn write_at(&self, at: u64, bytes: &[u8]) -> io::Result<()> {
+        self.memory.write_at(at, bytes)
     }
 
-    fn zero(&self, at: u64, length: u64, hole: bool) -> io::Result<()> {
-        self.memory.zero(at, length, hole)
+    fn zero_range(&self, at: u64, length: u64, hole: bool) -> io::Result<()> {
+        self.memory.zero_range(at, length, hole)
     }
 
-    fn discard(&self, at: u64, length: u64) -> io::Result<bool> {
-        self.memory.discard(at, length)
+    fn punch_hole(&self, at: u64, length: u64) -> io::Result<bool> {
+        self.memory.punch_hole(at, length)
     }
 
-    fn sync(&self) -> io::Result<()> {
+    fn sync_data(&self) -> io::Result<()> {
         Ok(())
     }
 
-    fn data(&self, from: u64) -> io::Result<Option<Range<u64>>> {
-        self.memory.data(from)
+    fn next_data_range(&self, from: u64) -> io::Result<Option<Range<u64>>> {
+        self.memory.next_data_range(from)
     }
 }
 
 #[test]
 fn what_is_written_while_a_piece_is_read_is_not_missed() {
     let memory = Memory::default();
-    memory.write(0, &[1; SIZE as usize]).unwrap();
+    memory.write_at(0, &[1; SIZE as usize]).unwrap();
     let store = Arc::new(Meddling { memory: memory.clone(), disk: Default::default() });
-    let disk = Disk::new(Box::new(Arc::clone(&store)), SIZE).in_pieces_of(PIECE_BYTES);
+    let disk = LoggedDisk::new(Box::new(Arc::clone(&store)), SIZE).with_piece_bytes(PIECE_BYTES);
     let disk = Arc::new(disk);
     store.disk.set(Arc::downgrade(&disk)).unwrap();
-    disk.protect(PLENTY);
-    let mut standby = Standby::new(SIZE, Memory::default(), PLENTY);
+    disk.begin_protection(PLENTY);
+    let mut standby = StandbyDisk::new(SIZE, Memory::default(), PLENTY);
     let mut is_whole = false;
     while !is_whole {
-        let seed = disk.seed().unwrap();
-        standby.receive(Epoch(0), seed.changes).unwrap();
+        let seed = disk.seed_step().unwrap();
+        standby.receive_changes(Epoch(0), seed.changes).unwrap();
         is_whole = seed.is_whole;
     }
-    standby.complete(Epoch(0)).unwrap();
-    standby.receive(Epoch(1), disk.cut().unwrap().changes).unwrap();
-    standby.complete(Epoch(1)).unwrap();
-    standby.commit(Epoch(1)).unwrap();
-    let copy = standby.take_up().unwrap().1.bytes(SIZE as usize);
+    standby.complete_epoch(Epoch(0)).unwrap();
+    standby.receive_changes(Epoch(1), disk.cut_log().unwrap().changes).unwrap();
+    standby.complete_epoch(Epoch(1)).unwrap();
+    standby.commit_epoch(Epoch(1)).unwrap();
+    let copy = standby.promote_disk().unwrap().1.bytes(SIZE as usize);
     assert_eq!(copy.iter().filter(|&&byte| byte == 2).count(), 50, "ten bytes of each piece");
     assert!(copy == memory.bytes(SIZE as usize));
 }

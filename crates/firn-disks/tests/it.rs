@@ -1,4 +1,4 @@
-//! Real clients (qemu-img, qemu-io), hostile ones, and servers that are killed.
+//! Tests with real clients (qemu-img, qemu-io), hostile ones, and servers that are killed.
 
 #![allow(clippy::unwrap_used, clippy::expect_used, clippy::panic)]
 

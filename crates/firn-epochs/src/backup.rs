@@ -1,4 +1,4 @@
-//! Receiving a VM's epochs, into memory that a hypervisor can map.
+//! Backup: receives a VM's epochs into memory that a hypervisor can map.
 
 use std::collections::BTreeMap;
 use std::fs::File;
@@ -6,42 +6,42 @@ use std::io::{self, BufReader, BufWriter};
 use std::os::unix::fs::FileExt;
 use std::time::Duration;
 
-use firn_cluster::epoch::Progress;
+use firn_cluster::epoch::EpochProgress;
 use firn_types::{Page, RamRegion, RegionMap};
 use rustix::fs::{MemfdFlags, ftruncate, memfd_create};
 use thiserror::Error;
 
-use crate::endpoint::Stream;
+use crate::endpoint::EpochStream;
 use crate::primary_end::PrimaryEnd;
-use crate::standby::{Ram, Standby, StandbyError};
-use crate::wire::{Hello, Message, Reader, WireError, Writer};
+use crate::standby::{StandbyRam, StandbyVm, StandbyVmError};
+use crate::wire::{EpochMessage, EpochReader, EpochStreamError, EpochWriter, PrimaryHello};
 
-/// How much is read from the connection at once.
+/// The number of bytes read from the connection at a time.
 const READ_BYTES: usize = 1 << 20;
 
-/// How long who has connected may take to say who it is.
-const HELLO_MAX: Duration = Duration::from_secs(10);
+/// How long a peer may take after connecting to send its hello.
+const HELLO_TIMEOUT: Duration = Duration::from_secs(10);
 
-/// Why no more epochs come.
+/// Why no more epochs are received.
 #[derive(Debug, Error)]
-pub enum BackupError {
-    /// The connection ended, or what came is damaged.
+pub enum BackupReceiveError {
+    /// The connection ended, or a message is damaged.
     #[error(transparent)]
-    Wire(#[from] WireError),
-    /// What came can't be kept.
+    Wire(#[from] EpochStreamError),
+    /// The standby can't store a message.
     #[error(transparent)]
-    Standby(#[from] StandbyError),
-    /// The first message is not an introduction.
-    #[error("whoever connected is no primary: it does not introduce itself")]
+    Standby(#[from] StandbyVmError),
+    /// The first message is not a hello.
+    #[error("protocol error: the peer sent no hello first, so it is no primary")]
     NoHello,
-    /// The primary goes on alone, and was told that nobody runs the VM here.
-    #[error("its primary has released it, and goes on alone")]
+    /// The primary continues alone, and the backup confirmed that the VM does not run here.
+    #[error("its primary has released it, and continues alone")]
     Released,
-    /// The primary reported how its side ended.
+    /// The primary reported how the protection ended.
     #[error("{0}")]
     Ended(PrimaryEnd),
-    /// The primary would go on alone, and was told nothing: the VM runs here.
-    #[error("its primary would go on alone, but the VM is about to run here")]
+    /// The primary requested to continue alone, and got no confirmation: the VM runs here.
+    #[error("its primary requested to continue alone, but the VM is about to run here")]
     TakenUp,
 }
 
@@ -52,21 +52,21 @@ pub struct RamFiles {
 }
 
 impl RamFiles {
-    /// New files without a name, all zeros.
+    /// Creates files without a name, all zeros.
     ///
     /// # Errors
-    /// If the system refuses.
+    /// If the system can't create them.
     pub fn create(regions: &RegionMap) -> io::Result<Self> {
         let file = |region: &RamRegion| {
             let file = memfd_create("firn-ram", MemfdFlags::CLOEXEC)?;
-            ftruncate(&file, region.bytes())?;
+            ftruncate(&file, region.byte_len())?;
             Ok((region.clone(), File::from(file)))
         };
         Ok(Self { files: regions.regions().iter().map(file).collect::<io::Result<_>>()? })
     }
 
-    /// These files, each with the name of the region that it is for. `None` if a region has none.
-    pub fn named(regions: &RegionMap, mut files: BTreeMap<&str, File>) -> Option<Self> {
+    /// Uses these files, each with the name of its region. `None` if a region has none.
+    pub fn from_named_files(regions: &RegionMap, mut files: BTreeMap<&str, File>) -> Option<Self> {
         let file = |region: &RamRegion| Some((region.clone(), files.remove(region.id.as_str())?));
         Some(Self { files: regions.regions().iter().map(file).collect::<Option<_>>()? })
     }
@@ -77,104 +77,113 @@ impl RamFiles {
     }
 }
 
-impl Ram for RamFiles {
-    fn write(&mut self, page: Page, at: usize, bytes: &[u8]) -> io::Result<()> {
-        let found = self.files.iter().find(|(region, _)| region.range().contains(&page));
+impl StandbyRam for RamFiles {
+    fn write_bytes(&mut self, page: Page, at: usize, bytes: &[u8]) -> io::Result<()> {
+        let found = self.files.iter().find(|(region, _)| region.page_range().contains(&page));
         let (region, file) = found.ok_or(io::ErrorKind::NotFound)?;
         file.write_all_at(bytes, region.offset_of(page) + at as u64)
     }
 }
 
-/// A connection from a primary.
-pub struct Receiver {
-    reader: Reader<BufReader<Stream>>,
-    writer: Writer<BufWriter<Stream>>,
+/// The receiving end of a connection from a primary.
+pub struct BackupReceiver {
+    reader: EpochReader<BufReader<EpochStream>>,
+    writer: EpochWriter<BufWriter<EpochStream>>,
 }
 
-impl Receiver {
-    /// Hears who is there.
+impl BackupReceiver {
+    /// Waits for the hello of a primary.
     ///
     /// # Errors
-    /// If nobody, or no primary.
-    pub fn meet(stream: &Stream) -> Result<(Self, Hello), BackupError> {
-        let from = BufReader::with_capacity(READ_BYTES, stream.try_clone().map_err(WireError::Io)?);
-        let to = BufWriter::new(stream.try_clone().map_err(WireError::Io)?);
-        let mut receiver = Self { reader: Reader::new(from), writer: Writer::new(to) };
-        stream.set_patience(Some(HELLO_MAX)).map_err(WireError::Io)?;
-        let first = receiver.reader.receive()?;
-        stream.set_patience(None).map_err(WireError::Io)?;
+    /// If the peer sends no hello in time.
+    pub fn accept_hello(stream: &EpochStream) -> Result<(Self, PrimaryHello), BackupReceiveError> {
+        let from =
+            BufReader::with_capacity(READ_BYTES, stream.try_clone().map_err(EpochStreamError::Io)?);
+        let to = BufWriter::new(stream.try_clone().map_err(EpochStreamError::Io)?);
+        let mut receiver = Self { reader: EpochReader::new(from), writer: EpochWriter::new(to) };
+        stream.set_read_timeout(Some(HELLO_TIMEOUT)).map_err(EpochStreamError::Io)?;
+        let first = receiver.reader.read_message()?;
+        stream.set_read_timeout(None).map_err(EpochStreamError::Io)?;
         match first {
-            Message::Hello(hello) => Ok((receiver, *hello)),
-            _ => Err(BackupError::NoHello),
+            EpochMessage::Hello(hello) => Ok((receiver, *hello)),
+            _ => Err(BackupReceiveError::NoHello),
         }
     }
 
-    /// Receives epochs until the connection ends, which is always an error. What is committed then stays so.
+    /// Receives epochs until the connection ends, which is always an error. Committed epochs remain
+    /// committed.
     ///
-    /// `told` hears of each. `ends` is asked about the end that the primary reports: whether it is noted. Of a release, and of any other wanted
-    /// end, what is here must never be run then.
-    pub fn receive<R: Ram>(
+    /// `report_progress` is called with the progress after each epoch. `record_end` is called with
+    /// the end that the primary reports, and returns whether it is recorded. After a release, or
+    /// any other intended end, the standby must never be run.
+    pub fn receive_epochs<R: StandbyRam>(
         &mut self,
-        standby: &mut Standby<R>,
-        told: &mut dyn FnMut(Progress),
-        ends: &mut dyn FnMut(&PrimaryEnd) -> bool,
-    ) -> BackupError {
+        standby: &mut StandbyVm<R>,
+        report_progress: &mut dyn FnMut(EpochProgress),
+        record_end: &mut dyn FnMut(&PrimaryEnd) -> bool,
+    ) -> BackupReceiveError {
         loop {
-            if let Err(error) = self.receive_one(standby, told, ends) {
-                if let BackupError::Standby(refusal) = &error {
-                    // It may have gone.
-                    let _ = self.writer.refusal(&refusal.to_string());
+            if let Err(error) = self.receive_message(standby, report_progress, record_end) {
+                if let BackupReceiveError::Standby(refusal) = &error {
+                    // The primary may have disconnected.
+                    let _ = self.writer.write_refusal(&refusal.to_string());
                 }
                 return error;
             }
         }
     }
 
-    /// That what is here is never run has been seen to before it is said.
-    fn agree(&mut self, agrees: bool) -> BackupError {
+    /// Confirms a release. The caller has recorded before that the standby is never run.
+    fn confirm_release(&mut self, agrees: bool) -> BackupReceiveError {
         match agrees {
-            false => BackupError::TakenUp,
-            true => self.writer.release().map_or_else(Into::into, |()| BackupError::Released),
+            false => BackupReceiveError::TakenUp,
+            true => self
+                .writer
+                .write_release()
+                .map_or_else(Into::into, |()| BackupReceiveError::Released),
         }
     }
 
-    /// How the primary's side ended has been noted before it is answered.
-    fn note(&mut self, end: PrimaryEnd, is_noted: bool) -> BackupError {
+    /// Confirms the primary's end. The caller has recorded it before.
+    fn confirm_end(&mut self, end: PrimaryEnd, is_noted: bool) -> BackupReceiveError {
         match is_noted {
-            false => BackupError::TakenUp,
-            true => self.writer.end_noted().map_or_else(Into::into, |()| BackupError::Ended(end)),
+            false => BackupReceiveError::TakenUp,
+            true => self
+                .writer
+                .write_end_noted()
+                .map_or_else(Into::into, |()| BackupReceiveError::Ended(end)),
         }
     }
 
     /// Reports to a primary why the VM is never run here.
-    pub fn decline(&mut self, why: &str) {
-        // It may have gone.
-        let _ = self.writer.decline(why);
+    pub fn send_decline(&mut self, why: &str) {
+        // The primary may have disconnected.
+        let _ = self.writer.write_decline(why);
     }
 
-    /// Tells a primary why nothing more is taken from it.
-    pub fn refuse(&mut self, why: &str) {
-        // It may have gone.
-        let _ = self.writer.refusal(why);
+    /// Reports to a primary why its epochs are refused.
+    pub fn send_refusal(&mut self, why: &str) {
+        // The primary may have disconnected.
+        let _ = self.writer.write_refusal(why);
     }
 
-    fn receive_one<R: Ram>(
+    fn receive_message<R: StandbyRam>(
         &mut self,
-        standby: &mut Standby<R>,
-        told: &mut dyn FnMut(Progress),
+        standby: &mut StandbyVm<R>,
+        told: &mut dyn FnMut(EpochProgress),
         ends: &mut dyn FnMut(&PrimaryEnd) -> bool,
-    ) -> Result<(), BackupError> {
-        let message = self.reader.receive()?;
+    ) -> Result<(), BackupReceiveError> {
+        let message = self.reader.read_message()?;
         let message = match message {
-            Message::Release => return Err(self.agree(ends(&PrimaryEnd::Released))),
-            Message::PrimaryEnd(end) => {
+            EpochMessage::Release => return Err(self.confirm_release(ends(&PrimaryEnd::Released))),
+            EpochMessage::PrimaryEnd(end) => {
                 let is_noted = ends(&end);
-                return Err(self.note(end, is_noted));
+                return Err(self.confirm_end(end, is_noted));
             }
             message => message,
         };
-        if let Some(progress) = standby.receive(message)? {
-            self.writer.progress(progress)?;
+        if let Some(progress) = standby.handle_message(message)? {
+            self.writer.write_progress(progress)?;
             told(progress);
         }
         Ok(())

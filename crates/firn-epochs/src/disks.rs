@@ -1,91 +1,94 @@
-//! The disks of a VM that belong to its epochs, where the VM runs (`firn-disks`).
+//! Epoch disks: the disks of a VM that are replicated with its epochs, at the primary
+//! (`firn-disks`).
 //!
 //! ```text
-//!   seed    each disk copied while the VM runs, then what it changed while memory is copied      epoch 0
-//!   pause   the hypervisor is told to stop: drain ... it stands still: cut                       the log of an epoch
+//!   seed    each disk is copied while the VM runs, then its changes while memory is copied
+//!   pause   the hypervisor is ordered to stop: begin_drain ... VM paused: cut_logs
 //! ```
 //!
-//! A hypervisor that is told to stop waits for its disks first, so their logs have no bound from that moment until the cut. It is lifted
-//! after the hypervisor was told, and also where the VM is to stand still without a cut.
+//! A hypervisor that is ordered to stop waits for its disks first, so their logs have no bound from
+//! that moment until the cut. The bound is lifted after the hypervisor got the order, and also if
+//! the VM is paused without a cut.
 
 use std::sync::Arc;
 
 use firn_cluster::Epoch;
-use firn_disks::{Change, Disk, DiskError};
+use firn_disks::{DiskChange, DiskError, LoggedDisk};
 
-/// Bytes of memory that the log of a disk takes in an epoch before its changes wait.
+/// The bytes of memory that the log of a disk may take in an epoch before changes have to wait.
 const LOG_BYTES: usize = 32 << 20;
 
-/// All disks of a VM that Firn serves, with their ids. Nothing is noted any more when it is dropped.
+/// All disks of a VM that Firn serves, with their ids. Dropping it ends the logging.
 #[derive(Default)]
-pub struct Disks(Vec<(String, Arc<Disk>)>);
+pub struct EpochDisks(Vec<(String, Arc<LoggedDisk>)>);
 
-impl Disks {
-    /// These, in the order in which the backup knows them.
-    pub fn new(disks: Vec<(String, Arc<Disk>)>) -> Self {
+impl EpochDisks {
+    /// These disks, in the order in which the backup numbers them.
+    pub fn new(disks: Vec<(String, Arc<LoggedDisk>)>) -> Self {
         Self(disks)
     }
 
-    /// Whether this is one of them.
-    pub fn has(&self, id: &str) -> bool {
+    /// Whether a disk of this id is among them.
+    pub fn contains_disk(&self, id: &str) -> bool {
         self.0.iter().any(|(it, _)| it == id)
     }
 
-    /// Their numbers.
-    pub(crate) fn numbers(&self) -> std::ops::Range<u32> {
+    /// The numbers of the disks.
+    pub(crate) fn disk_numbers(&self) -> std::ops::Range<u32> {
         0..self.0.len() as u32
     }
 
-    /// The backup has nothing of them.
-    pub(crate) fn begin(&self) {
-        self.0.iter().for_each(|(_, disk)| disk.protect(LOG_BYTES));
+    /// Begins a protection, for a backup that has no copy of them.
+    pub(crate) fn begin_protection(&self) {
+        self.0.iter().for_each(|(_, disk)| disk.begin_protection(LOG_BYTES));
     }
 
-    /// The next step of copying one, and whether all of it has been read.
-    pub(crate) fn seed(&self, number: u32) -> Result<(Vec<Change>, bool), DiskError> {
+    /// Takes the next seed step of one disk. Also returns whether all of it has been read.
+    pub(crate) fn seed_step(&self, number: u32) -> Result<(Vec<DiskChange>, bool), DiskError> {
         let Some((_, disk)) = self.0.get(number as usize) else { return Ok((Vec::new(), true)) };
-        disk.seed().map(|seed| (seed.changes, seed.is_whole))
+        disk.seed_step().map(|seed| (seed.changes, seed.is_whole))
     }
 
-    /// Bytes that have been read of all, and how many there are.
-    pub(crate) fn seeded(&self) -> (u64, u64) {
-        let copied = |disk: &Arc<Disk>| disk.copied().unwrap_or_default();
+    /// The number of bytes that have been read of all disks, and of all bytes.
+    pub(crate) fn seeded_bytes(&self) -> (u64, u64) {
+        let copied = |disk: &Arc<LoggedDisk>| disk.seeded_bytes().unwrap_or_default();
         self.0.iter().fold((0, 0), |(done, all), (_, it)| (done + copied(it), all + it.size()))
     }
 
-    /// The hypervisor has been told to stop the VM.
-    pub(crate) fn drain(&self) {
-        self.0.iter().for_each(|(_, disk)| disk.drain());
+    /// Lifts the bounds: the hypervisor has been ordered to stop the VM.
+    pub(crate) fn begin_drain(&self) {
+        self.0.iter().for_each(|(_, disk)| disk.begin_drain());
     }
 
-    /// The VM goes on, and nothing was cut.
-    pub(crate) fn go_on(&self) {
-        self.0.iter().for_each(|(_, disk)| disk.go_on());
+    /// Restores the bounds: the VM runs again, and there was no cut.
+    pub(crate) fn cancel_drain(&self) {
+        self.0.iter().for_each(|(_, disk)| disk.cancel_drain());
     }
 
-    /// The VM stands still at the end of an epoch: what it changed.
-    pub(crate) fn cut(&self, epoch: Epoch) -> Result<Vec<Vec<Change>>, DiskError> {
-        let cut = |(_, disk): &(String, Arc<Disk>)| {
-            let log = disk.cut()?;
+    /// Cuts the logs at the end of an epoch, while the VM is paused, and returns the changes of
+    /// each disk.
+    pub(crate) fn cut_logs(&self, epoch: Epoch) -> Result<Vec<Vec<DiskChange>>, DiskError> {
+        let cut = |(_, disk): &(String, Arc<LoggedDisk>)| {
+            let log = disk.cut_log()?;
             debug_assert_eq!(log.epoch, epoch, "disks and memory are cut together");
             Ok(log.changes)
         };
         self.0.iter().map(cut).collect()
     }
 
-    /// Nothing is noted any more.
-    pub(crate) fn release(&self) {
-        self.0.iter().for_each(|(_, disk)| disk.release());
+    /// Ends the protection, and logging with it.
+    pub(crate) fn end_protection(&self) {
+        self.0.iter().for_each(|(_, disk)| disk.end_protection());
     }
 }
 
-impl Drop for Disks {
+impl Drop for EpochDisks {
     fn drop(&mut self) {
-        self.release();
+        self.end_protection();
     }
 }
 
-impl std::fmt::Debug for Disks {
+impl std::fmt::Debug for EpochDisks {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
         f.debug_list().entries(self.0.iter().map(|(id, _)| id)).finish()
     }

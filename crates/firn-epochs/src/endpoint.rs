@@ -1,7 +1,8 @@
-//! Where a backup listens: `unix:PATH`, a socket for its owner alone.
+//! Backup endpoint: the address of a backup, `unix:PATH`, a socket that only its owner can use.
 //!
-//! Nothing is encrypted, and whoever connects says how a hypervisor is to be started: between hosts the socket has to be carried
-//! by something that knows who is there, such as ssh(1) with `-L PATH:PATH`.
+//! The stream is not encrypted, and the peer that connects determines how a hypervisor is started.
+//! So between hosts the socket has to be forwarded by a program that authenticates its peers, such
+//! as ssh(1) with `-L PATH:PATH`.
 
 use std::fmt;
 use std::io::{self, Read, Write};
@@ -16,20 +17,20 @@ use std::time::Duration;
 use serde::{Deserialize, Serialize};
 use thiserror::Error;
 
-/// How long a write may wait for the other side before the connection counts as lost.
-const WRITE_WAIT: Duration = Duration::from_secs(10);
+/// How long a write may wait for the peer before the connection counts as lost.
+const WRITE_TIMEOUT: Duration = Duration::from_secs(10);
 
-/// An address: a socket in the file system.
+/// The address of a backup: a socket in the file system.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(try_from = "String", into = "String")]
-pub struct Endpoint(PathBuf);
+pub struct BackupEndpoint(PathBuf);
 
-/// Words that are no address.
+/// A text that is no address.
 #[derive(Debug, Error)]
 #[error("{0:?} is no address: give unix:PATH")]
 pub struct EndpointError(String);
 
-impl FromStr for Endpoint {
+impl FromStr for BackupEndpoint {
     type Err = EndpointError;
 
     fn from_str(words: &str) -> Result<Self, EndpointError> {
@@ -40,7 +41,7 @@ impl FromStr for Endpoint {
     }
 }
 
-impl TryFrom<String> for Endpoint {
+impl TryFrom<String> for BackupEndpoint {
     type Error = EndpointError;
 
     fn try_from(words: String) -> Result<Self, EndpointError> {
@@ -48,131 +49,131 @@ impl TryFrom<String> for Endpoint {
     }
 }
 
-impl From<Endpoint> for String {
-    fn from(endpoint: Endpoint) -> Self {
+impl From<BackupEndpoint> for String {
+    fn from(endpoint: BackupEndpoint) -> Self {
         endpoint.to_string()
     }
 }
 
-impl fmt::Display for Endpoint {
+impl fmt::Display for BackupEndpoint {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         write!(f, "unix:{}", self.0.display())
     }
 }
 
-impl Endpoint {
-    /// Connects to a backup that listens there.
+impl BackupEndpoint {
+    /// Connects to a backup that listens at this address.
     ///
     /// # Errors
-    /// If nobody does.
-    pub fn connect(&self) -> io::Result<Stream> {
-        Stream::ready(UnixStream::connect(&self.0)?)
+    /// If no process listens there.
+    pub fn connect(&self) -> io::Result<EpochStream> {
+        EpochStream::from_socket(UnixStream::connect(&self.0)?)
     }
 
-    /// Listens there. The socket is for its owner alone.
+    /// Listens at this address. Only the owner can use the socket.
     ///
     /// # Errors
-    /// If the address can't be had.
-    pub fn listen(&self) -> io::Result<Listener> {
+    /// If the socket can't be created.
+    pub fn listen(&self) -> io::Result<BackupListener> {
         let listener = UnixListener::bind(&self.0)?;
         std::fs::set_permissions(&self.0, std::fs::Permissions::from_mode(0o600))?;
-        Ok(Listener { listener, path: self.0.clone() })
+        Ok(BackupListener { listener, path: self.0.clone() })
     }
 }
 
-/// Where a backup waits for its primary. The socket goes with it.
+/// The socket at which a backup waits for its primary. Dropping it removes the socket.
 #[derive(Debug)]
-pub struct Listener {
+pub struct BackupListener {
     listener: UnixListener,
     path: PathBuf,
 }
 
-impl Listener {
+impl BackupListener {
     /// Waits for a connection.
     ///
     /// # Errors
-    /// If the system refuses.
-    pub fn accept(&self) -> io::Result<Stream> {
-        Stream::ready(self.listener.accept()?.0)
+    /// If the system reports an error.
+    pub fn accept(&self) -> io::Result<EpochStream> {
+        EpochStream::from_socket(self.listener.accept()?.0)
     }
 }
 
-impl AsFd for Listener {
+impl AsFd for BackupListener {
     fn as_fd(&self) -> BorrowedFd<'_> {
         self.listener.as_fd()
     }
 }
 
-impl Drop for Listener {
+impl Drop for BackupListener {
     fn drop(&mut self) {
-        // Somebody else may have removed it.
+        // Another process may have removed it.
         let _ = std::fs::remove_file(&self.path);
     }
 }
 
 /// A connection between a primary and its backup.
 #[derive(Debug)]
-pub struct Stream(UnixStream);
+pub struct EpochStream(UnixStream);
 
-impl Stream {
-    fn ready(stream: UnixStream) -> io::Result<Self> {
-        stream.set_write_timeout(Some(WRITE_WAIT))?;
+impl EpochStream {
+    fn from_socket(stream: UnixStream) -> io::Result<Self> {
+        stream.set_write_timeout(Some(WRITE_TIMEOUT))?;
         Ok(Self(stream))
     }
 
-    /// A pair that is connected.
+    /// A pair of connected streams.
     ///
     /// # Errors
-    /// If the system refuses.
-    pub fn pair() -> io::Result<(Self, Self)> {
+    /// If the system reports an error.
+    pub fn connected_pair() -> io::Result<(Self, Self)> {
         let (one, other) = UnixStream::pair()?;
-        Ok((Self::ready(one)?, Self::ready(other)?))
+        Ok((Self::from_socket(one)?, Self::from_socket(other)?))
     }
 
     /// Another handle of the same connection.
     ///
     /// # Errors
-    /// If the system refuses.
+    /// If the system reports an error.
     pub fn try_clone(&self) -> io::Result<Self> {
         self.0.try_clone().map(Self)
     }
 
-    /// How long reading may wait; `None` is for ever.
+    /// Sets how long a read may wait; `None` for no limit.
     ///
     /// # Errors
-    /// If the system refuses.
-    pub fn set_patience(&self, patience: Option<Duration>) -> io::Result<()> {
+    /// If the system reports an error.
+    pub fn set_read_timeout(&self, patience: Option<Duration>) -> io::Result<()> {
         self.0.set_read_timeout(patience)
     }
 
-    /// Nothing more is read from it, by any of its handles, but for what has come.
-    pub fn hear_no_more(&self) {
-        // The other side may have ended it.
+    /// Ends reading for all handles. Bytes that have arrived can still be read.
+    pub fn stop_reading(&self) {
+        // The peer may have closed the connection.
         let _ = self.0.shutdown(Shutdown::Read);
     }
 
-    /// How long writing may wait, from now on.
+    /// Sets how long each further write may wait.
     ///
     /// # Errors
-    /// If the system refuses.
-    pub fn set_write_patience(&self, patience: Duration) -> io::Result<()> {
+    /// If the system reports an error.
+    pub fn set_write_timeout(&self, patience: Duration) -> io::Result<()> {
         self.0.set_write_timeout(Some(patience))
     }
 
-    /// Ends the connection, for all of its handles. Whoever waits for it goes on.
+    /// Closes the connection, for all of its handles. Threads that wait for it wake up.
     pub fn close(&self) {
-        // The other side may have done so.
+        // The peer may have closed it.
         let _ = self.0.shutdown(Shutdown::Both);
     }
 }
 
-impl Read for Stream {
+impl Read for EpochStream {
     fn read(&mut self, into: &mut [u8]) -> io::Result<usize> {
         self.0.read(into)
     }
 }
 
-impl Write for Stream {
+impl Write for EpochStream {
     fn write(&mut self, from: &[u8]) -> io::Result<usize> {
         self.0.write(from)
     }
@@ -189,9 +190,9 @@ mod tests {
     #[test]
     fn addresses_are_read_and_printed() {
         let words = "unix:/run/x.sock";
-        assert_eq!(words.parse::<Endpoint>().unwrap().to_string(), words);
+        assert_eq!(words.parse::<BackupEndpoint>().unwrap().to_string(), words);
         for words in ["", "unix:", "tcp:backup:7000", "http://x", "/run/x.sock"] {
-            assert!(words.parse::<Endpoint>().is_err(), "{words}");
+            assert!(words.parse::<BackupEndpoint>().is_err(), "{words}");
         }
     }
 
@@ -199,7 +200,7 @@ mod tests {
     fn a_socket_goes_with_its_listener() {
         let dir = tempfile::tempdir().unwrap();
         let path = dir.path().join("standby");
-        let endpoint = Endpoint(path.clone());
+        let endpoint = BackupEndpoint(path.clone());
         let listener = endpoint.listen().unwrap();
         let mut primary = endpoint.connect().unwrap();
         let mut backup = listener.accept().unwrap();

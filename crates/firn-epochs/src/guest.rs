@@ -1,23 +1,28 @@
-//! A running VM whose writes are followed, and that is paused again and again.
+//! Protected guest: a running VM whose dirty pages are tracked, and that is paused again and again.
 //!
 //! ```text
-//!   attach:  arm all ............ from now on the kernel remembers each first write
-//!   pause:   hypervisor stops ... Still: written, protect, copy ... hypervisor saves devices, goes on
-//!   detach:  nothing is left in the hypervisor
+//!   attach:  arm all ............ from now on the kernel records each first write
+//!   pause:   hypervisor stops ... PausedGuest: scan, protect, copy ... hypervisor saves devices
+//!   detach:  nothing of Firn is left in the hypervisor
 //! ```
 //!
-//! **Memory before devices.** Memory is copied while the hypervisor saves devices, and before it has saved the last of them: there it waits for
-//! the copy. A device that wrote to guest memory while it is saved would be newer than memory. QEMU's own migration copies memory first
-//! (`qemu_savevm_state_complete_precopy`: RAM, then devices), so no device may.
+//! **Memory before devices.** Memory is copied while the hypervisor saves devices, and before it
+//! has saved the last of them: at that point it waits for the copy. If a device wrote to guest
+//! memory while it is saved, its state would be newer than memory. QEMU's own migration copies
+//! memory first (`qemu_savevm_state_complete_precopy`: RAM, then devices), so no device may do
+//! this.
 //!
-//! **What the kernel writes for a device model** (a read from disk past the page cache) is told when it begins, and changes memory
-//! when it ends. Pages are protected only while the VM stands still, and a hypervisor that stops a VM lets all requests end first.
-//! Only the very first protection comes while the VM runs; the VM then stands still for a moment before anything is copied.
+//! **Writes of the kernel for a device model** (a read from disk past the page cache) are recorded
+//! when they begin, and change memory when they end. Pages are protected only while the VM is
+//! paused, and a hypervisor that stops a VM lets all requests end first. Only the very first
+//! protection happens while the VM runs; the VM is then paused for a moment before any page is
+//! copied.
 //!
-//! **Who stopped it.** Its user may stop the VM at any time, and it then stays stopped. So Firn has it stand still by one command that
-//! the hypervisor begins and ends by itself: nobody else's `stop` comes in between, and one that came before is respected. A
-//! hypervisor that can't do that is stopped and started by two commands, if it ran before; a `stop` between them is lost. Whoever comes
-//! after a death between them is told by what a [`Witness`] wrote down.
+//! **The user's own stop.** The user may stop the VM at any time, and it then stays stopped. So
+//! Firn pauses it by one command that the hypervisor begins and ends by itself: no `stop` of
+//! another client comes in between, and one that came before is respected. A hypervisor that lacks
+//! this command is stopped and started by two commands, if the VM ran before; a `stop` between them
+//! is lost. If Firn dies between them, its successor reads what a [`PauseWitness`] recorded.
 
 use std::fmt;
 use std::io;
@@ -27,74 +32,75 @@ use std::time::{Duration, Instant};
 
 use firn_cluster::Epoch;
 use firn_cluster::predict::PageSet;
-use firn_disks::{Change, DiskError};
+use firn_disks::{DiskChange, DiskError};
 use firn_image::AuxBlock;
-use firn_memory::urgency::First;
+use firn_memory::scheduling::RealtimeGuard;
 use firn_memory::{
-    Features, GuestMemory, MemoryError, PageScan, Process, ProcessError, ScanError, TraceError,
-    Tracee, process_memory,
+    GuestMemory, KernelFeatures, MemoryError, PageScan, Process, ProcessError, ScanError,
+    TraceError, Tracee, process_memory,
 };
-use firn_types::{PAGE_SIZE, Page, Tid};
-use firn_vmm::{AuxRam, DeviceStateError, Look, QmpError, Vm};
+use firn_types::{PAGE_SIZE, Page, ThreadId};
+use firn_vmm::{AuxRam, DeviceStateError, QemuVm, QmpError, WaitMode};
 use serde_json::Value;
 use thiserror::Error;
 
-use crate::disks::Disks;
+use crate::disks::EpochDisks;
 
 mod health;
 mod state_sizes;
 
-use health::Devices;
-pub use health::{LastWords, RunTrouble};
+use health::DeviceSet;
+pub use health::{ExitReport, RunTrouble};
 use state_sizes::StateSizes;
 
-/// How long a hypervisor may take to answer: one that takes longer counts as hung.
-const HANG: Duration = Duration::from_secs(10);
+/// How long a hypervisor may take to answer before it counts as hung.
+const HANG_TIMEOUT: Duration = Duration::from_secs(10);
 
-/// Why a VM can't be followed or paused.
+/// Why a VM can't be tracked or paused.
 #[derive(Debug, Error)]
 pub enum GuestError {
-    /// What the VM has can't be in an epoch.
+    /// The VM has a part that an epoch can't contain.
     #[error("the VM can't be protected: {0}")]
     Refused(String),
-    /// The hypervisor refused a command, or is gone.
+    /// The hypervisor refused a command, or has ended.
     #[error("the hypervisor refused a command")]
     Qmp(#[from] QmpError),
     /// The devices could not be saved.
     #[error("the VM's devices could not be saved")]
     DeviceState(#[from] DeviceStateError),
-    /// What the guest writes could not be followed.
-    #[error("what the guest writes could not be followed")]
+    /// Dirty tracking failed.
+    #[error("the guest's writes could not be tracked")]
     Scan(#[from] ScanError),
     /// Guest RAM could not be read.
     #[error("guest memory could not be read")]
     Memory(#[from] MemoryError),
-    /// The hypervisor could not be attached to.
-    #[error("the hypervisor could not be attached to")]
+    /// Firn could not attach to the hypervisor.
+    #[error("could not attach to the hypervisor")]
     Attach(#[from] TraceError),
-    /// The hypervisor is out of reach.
-    #[error("the hypervisor is out of reach")]
+    /// The hypervisor process is not accessible.
+    #[error("the hypervisor process is not accessible")]
     Process(#[from] ProcessError),
-    /// A VM is not stopped by a command without somebody knowing that it has to be started again.
-    #[error("that the VM is to stand still could not be written down")]
+    /// The pause could not be recorded. A VM is stopped by a command only if a successor would know
+    /// to start it again.
+    #[error("the pause of the VM could not be recorded")]
     Witness(#[source] io::Error),
-    /// What the VM writes to a disk can't be followed.
-    #[error("a disk of the VM is not followed any more")]
+    /// The changes of a disk can't be logged any more.
+    #[error("the changes of a disk of the VM are not logged any more")]
     Disk(#[from] DiskError),
     /// Pages may have been written without a fault since they were protected.
     #[error(
-        "a disk has come that is read past the page cache, which no page fault tells of while the VM runs: protect it once more, or \
-         have its disks in the page cache"
+        "a disk was added that is read past the page cache, and such reads cause no page fault while the VM runs: protect it once \
+         more, or have its disks in the page cache"
     )]
     PastPageCache,
-    /// A device came or went: the standby has those of the beginning.
+    /// A device was added or removed: the standby has the devices of the beginning.
     #[error(
         "a device changed, and the standby has those of the beginning ({0}): give devices on the command line of a VM that is to be protected"
     )]
     Devices(String),
-    /// Whoever was to have what was copied has gone.
-    #[error("nobody takes what is copied any more")]
-    NobodyTakes,
+    /// The thread that sends epochs has ended.
+    #[error("the replication sender has stopped")]
+    SenderStopped,
 }
 
 impl GuestError {
@@ -107,112 +113,120 @@ impl GuestError {
     }
 }
 
-/// Somebody who outlives this process, and lets a VM go on that it left standing still.
-pub trait Witness: fmt::Debug + Send {
-    /// The VM is about to be stopped by a command, or goes on again.
+/// A record that outlives this process, so that a successor resumes a VM that was left paused.
+pub trait PauseWitness: fmt::Debug + Send {
+    /// Records that the VM is about to be stopped by a command, or runs again.
     ///
     /// # Errors
-    /// If that is not known now to whoever comes after. Then the VM is not stopped.
-    fn note(&mut self, is_stopped: bool) -> io::Result<()>;
+    /// If a successor would not know it. Then the VM is not stopped.
+    fn record_stop(&mut self, is_stopped: bool) -> io::Result<()>;
 }
 
-/// Nobody comes after.
-impl Witness for () {
-    fn note(&mut self, _: bool) -> io::Result<()> {
+/// A witness for a process without a successor.
+impl PauseWitness for () {
+    fn record_stop(&mut self, _: bool) -> io::Result<()> {
         Ok(())
     }
 }
 
-/// What a pause gave beside memory.
+/// The result of a pause, besides memory.
 #[derive(Clone, Debug, Default)]
-pub struct Pause {
-    /// Devices and vCPUs.
+pub struct PauseResult {
+    /// The state of devices and vCPUs.
     pub devices: Vec<u8>,
-    /// Small RAM blocks beside guest RAM.
+    /// The auxiliary blocks.
     pub aux: Vec<AuxBlock>,
-    /// How long the VM stood still: by the hypervisor's own events, or else from asking it to stop until it said that it goes on.
+    /// The length of the pause: by the hypervisor's own events, or else from the command to stop
+    /// until its report that the VM runs.
     pub downtime: Duration,
 }
 
-/// A VM that stands still.
-pub struct Still<'a> {
+/// A VM that is paused.
+pub struct PausedGuest<'a> {
     scan: &'a PageScan,
     memory: &'a GuestMemory,
-    disks: &'a Disks,
+    disks: &'a EpochDisks,
 }
 
-impl Still<'_> {
+impl PausedGuest<'_> {
     /// The pages that were written since they were protected.
-    pub fn written(&self) -> Result<PageSet, GuestError> {
-        pages(|out| self.scan.written(self.memory.all(), out))
+    pub fn written_pages(&self) -> Result<PageSet, GuestError> {
+        collect_pages(|out| self.scan.collect_written(self.memory.all_pages(), out))
     }
 
-    /// As [`Self::written`], and protects them again.
-    pub fn written_and_protect(&self) -> Result<PageSet, GuestError> {
-        pages(|out| self.scan.written_and_rearm(self.memory.all(), out))
+    /// As [`Self::written_pages`], and protects them again.
+    pub fn reprotect_written(&self) -> Result<PageSet, GuestError> {
+        collect_pages(|out| self.scan.collect_written_and_rearm(self.memory.all_pages(), out))
     }
 
     /// Protects these pages.
-    pub fn protect(&self, pages: &PageSet) -> Result<(), GuestError> {
-        protect(self.scan, pages)
+    pub fn protect_pages(&self, pages: &PageSet) -> Result<(), GuestError> {
+        protect_pages(self.scan, pages)
     }
 
     /// Protects all pages.
     pub fn protect_all(&self) -> Result<(), GuestError> {
-        Ok(self.scan.arm()?)
+        Ok(self.scan.arm_all()?)
     }
 
-    /// What was changed on each disk in the epoch that ends here.
-    pub fn cut_disks(&self, epoch: Epoch) -> Result<Vec<Vec<Change>>, GuestError> {
-        Ok(self.disks.cut(epoch)?)
+    /// The changes of each disk in the epoch that ends here.
+    pub fn cut_disks(&self, epoch: Epoch) -> Result<Vec<Vec<DiskChange>>, GuestError> {
+        Ok(self.disks.cut_logs(epoch)?)
     }
 
-    /// Copies pages one after another, behind the first `at` pages of `out`, which grows if it must.
-    pub fn copy(&self, pages: &PageSet, at: usize, out: &mut Vec<u8>) -> Result<(), GuestError> {
-        copy(self.memory, pages, at, out)
+    /// Copies pages one after another, behind the first `at` pages of `out`, which grows if
+    /// necessary.
+    pub fn copy_pages(
+        &self,
+        pages: &PageSet,
+        at: usize,
+        out: &mut Vec<u8>,
+    ) -> Result<(), GuestError> {
+        copy_pages(self.memory, pages, at, out)
     }
 }
 
-/// A VM that runs.
+/// A protected VM.
 #[derive(Debug)]
-pub struct Guest {
-    vm: Vm,
+pub struct ProtectedGuest {
+    vm: QemuVm,
     process: Arc<Process>,
     memory: Arc<GuestMemory>,
     aux: Vec<AuxRam>,
-    vcpus: Vec<Tid>,
+    vcpus: Vec<ThreadId>,
     scan: PageScan,
-    witness: Box<dyn Witness>,
-    disks: Disks,
-    devices: Devices,
+    witness: Box<dyn PauseWitness>,
+    disks: EpochDisks,
+    devices: DeviceSet,
     state_sizes: StateSizes,
-    /// Nothing is left in the hypervisor.
-    is_let_go: bool,
+    /// Nothing of Firn is left in the hypervisor.
+    is_detached: bool,
 }
 
-impl Guest {
-    /// Begins to follow its writes, if it can be protected at all.
+impl ProtectedGuest {
+    /// Begins to track the VM's writes, if it can be protected.
     ///
     /// # Errors
-    /// If it can't, with the reason; if the hypervisor can't be attached to, or something else follows its memory.
+    /// If it can't be protected, with the reason; if attaching fails, or another program tracks its
+    /// memory.
     pub fn attach(
-        mut vm: Vm,
+        mut vm: QemuVm,
         process: Arc<Process>,
         memory: Arc<GuestMemory>,
         aux: Vec<AuxRam>,
-        disks: Disks,
-        witness: Box<dyn Witness>,
+        disks: EpochDisks,
+        witness: Box<dyn PauseWitness>,
     ) -> Result<Self, GuestError> {
-        check(&mut vm, &memory, &disks)?;
-        let devices = Devices::list(&mut vm)?;
+        check_protectable(&mut vm, &memory, &disks)?;
+        let devices = DeviceSet::list_devices(&mut vm)?;
         let aux: Vec<AuxRam> = aux.into_iter().filter(|aux| !aux.rom).collect();
-        let vcpus: Vec<Tid> = vm.vcpus()?.iter().map(|vcpu| vcpu.tid).collect();
+        let vcpus: Vec<ThreadId> = vm.vcpus()?.iter().map(|vcpu| vcpu.tid).collect();
         let mut tracee = Tracee::seize(&process, &vcpus)?;
-        // `check` has refused what gives memory back.
+        // `check_protectable` has refused VMs that return memory to the kernel.
         let scan = PageScan::create(&mut tracee, Arc::clone(&memory))?.with_lasting_tables();
         drop(tracee);
         let (state_sizes, is_let_go) = (StateSizes::default(), false);
-        vm.qmp().set_timeout(HANG);
+        vm.qmp().set_timeout(HANG_TIMEOUT);
         let mut guest = Self {
             vm,
             process,
@@ -224,94 +238,99 @@ impl Guest {
             disks,
             devices,
             state_sizes,
-            is_let_go,
+            is_detached: is_let_go,
         };
-        guest.begin()?;
+        guest.begin_tracking()?;
         Ok(guest)
     }
 
-    fn begin(&mut self) -> Result<(), GuestError> {
-        self.scan.arm()?;
+    fn begin_tracking(&mut self) -> Result<(), GuestError> {
+        self.scan.arm_all()?;
         self.memory.open_window()?;
-        self.stand_still(Duration::ZERO)?;
+        self.pause_for(Duration::ZERO)?;
         firn_fault::io("protect.armed").map_err(|error| GuestError::Refused(error.to_string()))
     }
 
-    /// Its RAM.
+    /// The RAM of the VM.
     pub fn memory(&self) -> &GuestMemory {
         &self.memory
     }
 
-    /// Its disks that belong to its epochs.
-    pub fn disks(&self) -> &Disks {
+    /// The disks that are replicated with its epochs.
+    pub fn disks(&self) -> &EpochDisks {
         &self.disks
     }
 
-    /// Its control channel.
-    pub fn vm(&mut self) -> &mut Vm {
+    /// The control channel of the VM.
+    pub fn vm(&mut self) -> &mut QemuVm {
         &mut self.vm
     }
 
-    /// The pages that were written since they were protected. The VM runs on.
-    pub fn glance(&self) -> Result<PageSet, GuestError> {
-        pages(|out| self.scan.written(self.memory.all(), out))
+    /// The pages that were written since they were protected. The VM continues to run.
+    pub fn scan_written(&self) -> Result<PageSet, GuestError> {
+        collect_pages(|out| self.scan.collect_written(self.memory.all_pages(), out))
     }
 
-    /// Protects pages while the VM runs, of which all writes are told from then on.
+    /// Protects pages while the VM runs. From then on each write to them is recorded.
     ///
     /// # Errors
-    /// If that isn't so: the VM [can't be copied ahead](Self::can_be_copied_ahead). A disk that comes after it was asked asks the kernel to
-    /// write after that, too.
+    /// If that can't be guaranteed: the VM [can't be copied ahead](Self::can_be_copied_ahead). This
+    /// is checked after the protection. A disk that is added later asks the kernel for reads after
+    /// the protection, too.
     pub fn protect_running(&mut self, pages: &PageSet) -> Result<(), GuestError> {
-        protect(&self.scan, pages)?;
+        protect_pages(&self.scan, pages)?;
         match self.can_be_copied_ahead()? {
             true => Ok(()),
             false => Err(GuestError::PastPageCache),
         }
     }
 
-    /// Whether all that is written to its memory is told from the moment that it is protected, also while it runs. Not so where a
-    /// device model reads a disk past the page cache: the kernel was told where to write before that moment, and may write after it.
+    /// Whether each write to the VM's memory is recorded from the moment of its protection, also
+    /// while it runs. This is not so if a device model reads a disk past the page cache: it gave
+    /// the kernel the address before that moment, and the kernel may write after it.
     pub fn can_be_copied_ahead(&mut self) -> Result<bool, GuestError> {
         Ok(!self.vm.reads_past_page_cache()?)
     }
 
-    /// Pages that were written since they were protected, and are protected again while the VM runs. After that it has stood
-    /// still for a moment, so that requests of its devices have ended.
-    pub fn newly_written(&mut self) -> Result<PageSet, GuestError> {
-        let written = pages(|out| self.scan.written_and_rearm(self.memory.all(), out))?;
-        self.stand_still(Duration::ZERO)?;
+    /// The pages that were written since they were protected; they are protected again while the VM
+    /// runs. Then the VM is paused for a moment, so that requests of its devices have ended.
+    pub fn reprotect_running(&mut self) -> Result<PageSet, GuestError> {
+        let written =
+            collect_pages(|out| self.scan.collect_written_and_rearm(self.memory.all_pages(), out))?;
+        self.pause_for(Duration::ZERO)?;
         Ok(written)
     }
 
-    /// Protects everything again while the VM runs, as if it had just been attached to.
-    pub fn forget_writes(&mut self) -> Result<(), GuestError> {
-        self.scan.arm()?;
-        self.stand_still(Duration::ZERO)
+    /// Protects all pages again while the VM runs, as after attaching.
+    pub fn reset_tracking(&mut self) -> Result<(), GuestError> {
+        self.scan.arm_all()?;
+        self.pause_for(Duration::ZERO)
     }
 
-    /// Copies pages while the VM runs: what it writes meanwhile may be in the copy, or a part of it.
+    /// Copies pages while the VM runs. Concurrent writes may be in the copy, also in part.
     pub fn copy_running(&self, pages: &PageSet, out: &mut Vec<u8>) -> Result<(), GuestError> {
-        copy(&self.memory, pages, 0, out)
+        copy_pages(&self.memory, pages, 0, out)
     }
 
-    /// Has it stand still for so long. One that its user has stopped stays so.
-    pub fn stand_still(&mut self, time: Duration) -> Result<(), GuestError> {
-        let stood_still = self.stand_still_drained(time);
-        self.disks.go_on();
+    /// Pauses the VM for a time. A VM that its user has stopped stays stopped.
+    pub fn pause_for(&mut self, time: Duration) -> Result<(), GuestError> {
+        let stood_still = self.pause_for_drained(time);
+        self.disks.cancel_drain();
         stood_still
     }
 
-    fn stand_still_drained(&mut self, time: Duration) -> Result<(), GuestError> {
-        // A hypervisor that waits for a full log, in a reset of the guest's, would not answer.
-        self.disks.drain();
-        if let Some(held) = self.vm.hold_then(&mut || self.disks.drain(), Look::Awake)? {
+    fn pause_for_drained(&mut self, time: Duration) -> Result<(), GuestError> {
+        // A hypervisor that waits for a full log, while it resets the guest, would not answer.
+        self.disks.begin_drain();
+        if let Some(held) =
+            self.vm.begin_pause_with(&mut || self.disks.begin_drain(), WaitMode::Spin)?
+        {
             thread::sleep(time);
-            held.release()?;
+            held.resume_vm()?;
             return Ok(());
         }
         match self.vm.status()?.running {
-            true => self.until_cont(|guest| {
+            true => self.with_stopped(|guest| {
                 guest.vm.stop()?;
                 thread::sleep(time);
                 Ok(())
@@ -320,148 +339,153 @@ impl Guest {
         }
     }
 
-    /// Does what stops a VM that runs, and starts it, whatever came of that.
-    fn until_cont<T>(
+    /// Runs `work`, which stops the running VM, and starts the VM again in every case.
+    fn with_stopped<T>(
         &mut self,
         work: impl FnOnce(&mut Self) -> Result<T, GuestError>,
     ) -> Result<T, GuestError> {
-        self.witness.note(true).map_err(GuestError::Witness)?;
+        self.witness.record_stop(true).map_err(GuestError::Witness)?;
         let done = work(self);
         self.vm.cont()?;
-        if let Err(error) = self.witness.note(false) {
-            tracing::warn!("that the VM goes on could not be written down: {error}");
+        if let Err(error) = self.witness.record_stop(false) {
+            tracing::warn!("it could not be recorded that the VM runs again: {error}");
         }
         done
     }
 
-    /// What has to be so before each cut; why the VM does not run, if it is in trouble.
+    /// Checks the conditions of a cut. Returns why the VM does not run, if it is in trouble.
     ///
     /// # Errors
-    /// If a device came or went since the VM was attached to.
-    pub fn check(&mut self) -> Result<Option<RunTrouble>, GuestError> {
-        self.devices.check(&mut self.vm)?;
+    /// If a device was added or removed since Firn attached.
+    pub fn check_before_cut(&mut self) -> Result<Option<RunTrouble>, GuestError> {
+        self.devices.check_unchanged(&mut self.vm)?;
         Ok(RunTrouble::from_state(&self.vm.status()?))
     }
 
-    /// Presses its power button. Its monitor serves one client, which is this one.
+    /// Presses the VM's power button. The monitor serves one client, which is this one.
     pub fn press_power_button(&mut self) -> Result<(), GuestError> {
         self.vm.qmp().execute("system_powerdown", Value::Null)?;
         Ok(())
     }
 
-    /// What the hypervisor reported last, also if it is gone.
-    pub fn last_words(&mut self) -> LastWords {
-        LastWords::read(&mut self.vm)
+    /// The last reports of the hypervisor, also if it has ended.
+    pub fn exit_report(&mut self) -> ExitReport {
+        ExitReport::read_events(&mut self.vm)
     }
 
-    /// Leaves a hypervisor that does not answer as it is: asking it for anything would wait as long again.
+    /// Leaves a hypervisor that does not answer as it is: another command would wait as long again.
     pub fn abandon(mut self) {
-        self.is_let_go = true;
-        self.disks.release();
+        self.is_detached = true;
+        self.disks.end_protection();
     }
 
-    /// Makes the hypervisor ready for [`Self::pause`], which is shorter for it.
-    pub fn prepare(&mut self) -> Result<(), GuestError> {
-        self.disks.drain();
-        Ok(self.vm.prepare_late_hold(self.state_sizes.least())?)
+    /// Prepares the hypervisor for [`Self::pause_and_save`], which makes the pause shorter.
+    pub fn prepare_pause(&mut self) -> Result<(), GuestError> {
+        self.disks.begin_drain();
+        Ok(self.vm.prepare_late_pause(self.state_sizes.expected_minimum())?)
     }
 
-    /// Pauses it, does `inside`, saves its devices, and has it run on, also if anything fails.
-    pub fn pause<T>(
+    /// Pauses the VM, runs `inside`, saves the devices, and resumes the VM, also after a failure.
+    pub fn pause_and_save<T>(
         &mut self,
-        mut inside: impl FnMut(&Still<'_>) -> Result<T, GuestError>,
-    ) -> Result<(T, Pause), GuestError> {
-        match self.pause_held(&mut inside)? {
+        mut inside: impl FnMut(&PausedGuest<'_>) -> Result<T, GuestError>,
+    ) -> Result<(T, PauseResult), GuestError> {
+        match self.pause_by_hold(&mut inside)? {
             Some(done) => Ok(done),
             None => self.pause_by_commands(inside),
         }
     }
 
-    /// The hypervisor stops and starts the VM by itself. `None` if it can't.
-    fn pause_held<T>(
+    /// Pauses by one command: the hypervisor stops and starts the VM by itself. `None` if it can't.
+    fn pause_by_hold<T>(
         &mut self,
-        inside: &mut impl FnMut(&Still<'_>) -> Result<T, GuestError>,
-    ) -> Result<Option<(T, Pause)>, GuestError> {
+        inside: &mut impl FnMut(&PausedGuest<'_>) -> Result<T, GuestError>,
+    ) -> Result<Option<(T, PauseResult)>, GuestError> {
         let started = Instant::now();
-        let drain = &mut || self.disks.drain();
-        let first = First::now();
-        let look = if first.is_some() { Look::Asleep } else { Look::Awake };
-        let Some(held) = self.vm.hold_then(drain, look)? else { return Ok(None) };
+        let drain = &mut || self.disks.begin_drain();
+        let first = RealtimeGuard::enter();
+        let look = if first.is_some() { WaitMode::Sleep } else { WaitMode::Spin };
+        let Some(held) = self.vm.begin_pause_with(drain, look)? else { return Ok(None) };
         let aux = read_aux(&self.process, &self.aux)?;
         let (scan, memory, disks) = (&self.scan, &*self.memory, &self.disks);
-        let value = inside(&Still { scan, memory, disks })?;
-        let released = held.release()?;
-        self.state_sizes.add(released.device_state.len());
-        let downtime = released.still.unwrap_or_else(|| started.elapsed());
-        Ok(Some((value, Pause { devices: released.device_state, aux, downtime })))
+        let value = inside(&PausedGuest { scan, memory, disks })?;
+        let released = held.resume_vm()?;
+        self.state_sizes.add_save(released.device_state.len());
+        let downtime = released.paused_for.unwrap_or_else(|| started.elapsed());
+        Ok(Some((value, PauseResult { devices: released.device_state, aux, downtime })))
     }
 
-    /// The VM is stopped and started by commands, as QEMU's own migration does.
+    /// Pauses by two commands, which stop and start the VM, as QEMU's own migration does.
     pub fn pause_by_commands<T>(
         &mut self,
-        mut inside: impl FnMut(&Still<'_>) -> Result<T, GuestError>,
-    ) -> Result<(T, Pause), GuestError> {
+        mut inside: impl FnMut(&PausedGuest<'_>) -> Result<T, GuestError>,
+    ) -> Result<(T, PauseResult), GuestError> {
         self.vm.prepare_save()?;
         let is_to_run = self.vm.status()?.running;
         let started = Instant::now();
         let (value, pause) = match is_to_run {
-            true => self.until_cont(|guest| guest.stopped(&mut inside))?,
-            false => self.stopped(&mut inside)?,
+            true => self.with_stopped(|guest| guest.save_stopped(&mut inside))?,
+            false => self.save_stopped(&mut inside)?,
         };
-        let downtime = self.vm.stood_still().unwrap_or_else(|| started.elapsed());
-        Ok((value, Pause { downtime, ..pause }))
+        let downtime = self.vm.last_pause().unwrap_or_else(|| started.elapsed());
+        Ok((value, PauseResult { downtime, ..pause }))
     }
 
-    fn stopped<T>(
+    fn save_stopped<T>(
         &mut self,
-        inside: &mut impl FnMut(&Still<'_>) -> Result<T, GuestError>,
-    ) -> Result<(T, Pause), GuestError> {
-        self.disks.drain();
+        inside: &mut impl FnMut(&PausedGuest<'_>) -> Result<T, GuestError>,
+    ) -> Result<(T, PauseResult), GuestError> {
+        self.disks.begin_drain();
         let devices = self.vm.stop_and_save_device_state()?;
         let aux = read_aux(&self.process, &self.aux)?;
         let (scan, memory, disks) = (&self.scan, &*self.memory, &self.disks);
-        let value = inside(&Still { scan, memory, disks })?;
-        Ok((value, Pause { devices, aux, ..Pause::default() }))
+        let value = inside(&PausedGuest { scan, memory, disks })?;
+        Ok((value, PauseResult { devices, aux, ..PauseResult::default() }))
     }
 
-    /// Lets go of it; it runs on.
+    /// Detaches from the VM, which continues to run.
     pub fn detach(mut self) -> Result<(), GuestError> {
-        self.let_go()
+        self.detach_all()
     }
 
-    fn let_go(&mut self) -> Result<(), GuestError> {
-        self.is_let_go = true;
-        self.disks.release();
+    fn detach_all(&mut self) -> Result<(), GuestError> {
+        self.is_detached = true;
+        self.disks.end_protection();
         let gave_back = self.vm.finish_save();
-        let unregistered = self.scan.unregister();
+        let unregistered = self.scan.unregister_all();
         self.scan.close(&mut Tracee::seize(&self.process, &self.vcpus)?)?;
         gave_back?;
         Ok(unregistered?)
     }
 }
 
-impl Drop for Guest {
+impl Drop for ProtectedGuest {
     fn drop(&mut self) {
-        if self.is_let_go {
+        if self.is_detached {
             return;
         }
-        // Whoever drops it has another error to report. A hypervisor that is gone has nothing left in it.
-        if let Err(error) = self.let_go() {
-            tracing::warn!("a VM that was followed was not let go of: {error}");
+        // The caller that drops it reports another error. A hypervisor that has ended has nothing
+        // of Firn left.
+        if let Err(error) = self.detach_all() {
+            tracing::warn!("could not detach from a protected VM: {error}");
         }
     }
 }
 
-/// Whether all that an epoch needs can be had of this VM.
-fn check(vm: &mut Vm, memory: &GuestMemory, disks: &Disks) -> Result<(), GuestError> {
+/// Checks that an epoch can contain all parts of this VM.
+fn check_protectable(
+    vm: &mut QemuVm,
+    memory: &GuestMemory,
+    disks: &EpochDisks,
+) -> Result<(), GuestError> {
     let refused = |why: String| Err(GuestError::Refused(why));
     if !vm.status()?.running {
-        return refused("it stands still".into());
+        return refused("it is paused".into());
     }
-    if let Some(blocker) = vm.blockers()?.first() {
+    if let Some(blocker) = vm.migration_blockers()?.first() {
         return refused(format!("its state can't be saved ({blocker})"));
     }
-    if let Some(drive) = vm.drives()?.iter().find(|drive| !disks.has(&drive.name)) {
+    if let Some(drive) = vm.drives()?.iter().find(|drive| !disks.contains_disk(&drive.name)) {
         let name = &drive.name;
         return refused(format!(
             "the guest can write to its disk {name}, which Firn does not serve; start the VM with -drive \
@@ -469,19 +493,23 @@ fn check(vm: &mut Vm, memory: &GuestMemory, disks: &Disks) -> Result<(), GuestEr
         ));
     }
     if vm.balloon()?.is_some() {
-        return refused("it has a balloon, and what a balloon gives back isn't told".into());
+        return refused(
+            "it has a balloon, and pages that a balloon returns are not tracked".into(),
+        );
     }
     if let Some(other) = memory.other_users()?.first() {
-        return refused(format!("its memory is also mapped by {other}, whose writes aren't told"));
+        return refused(format!(
+            "its memory is also mapped by {other}, whose writes are not tracked"
+        ));
     }
-    let features = Features::of_kernel().map_err(ScanError::from)?;
+    let features = KernelFeatures::of_kernel().map_err(ScanError::from)?;
     match features.write_protect_async && features.pagemap_scan {
         true => Ok(()),
         false => Err(ScanError::Unsupported.into()),
     }
 }
 
-fn pages(
+fn collect_pages(
     scan: impl FnOnce(&mut Vec<std::ops::Range<Page>>) -> Result<(), ScanError>,
 ) -> Result<PageSet, GuestError> {
     let (mut runs, mut pages) = (Vec::new(), PageSet::new());
@@ -490,11 +518,11 @@ fn pages(
     Ok(pages)
 }
 
-fn protect(scan: &PageScan, pages: &PageSet) -> Result<(), GuestError> {
-    Ok(pages.runs().into_iter().try_for_each(|run| scan.arm_only(run))?)
+fn protect_pages(scan: &PageScan, pages: &PageSet) -> Result<(), GuestError> {
+    Ok(pages.page_runs().into_iter().try_for_each(|run| scan.arm_range(run))?)
 }
 
-fn copy(
+fn copy_pages(
     memory: &GuestMemory,
     pages: &PageSet,
     at: usize,
@@ -505,9 +533,9 @@ fn copy(
         out.resize(until, 0);
     }
     let mut rest = &mut out[from..until];
-    for run in pages.runs() {
-        let (part, after) = rest.split_at_mut(Page::count(&run) * PAGE_SIZE);
-        memory.read(run.start, part)?;
+    for run in pages.page_runs() {
+        let (part, after) = rest.split_at_mut(Page::count_in(&run) * PAGE_SIZE);
+        memory.read_pages(run.start, part)?;
         rest = after;
     }
     Ok(())
@@ -517,7 +545,7 @@ fn read_aux(process: &Process, aux: &[AuxRam]) -> Result<Vec<AuxBlock>, GuestErr
     let read = |aux: &AuxRam| {
         let nowhere = || GuestError::Refused(format!("{} is mapped nowhere", aux.id));
         let mut bytes = vec![0; aux.bytes as usize];
-        process_memory::read(process, aux.hva.ok_or_else(nowhere)?, &mut bytes)?;
+        process_memory::read_memory(process, aux.hva.ok_or_else(nowhere)?, &mut bytes)?;
         Ok(AuxBlock { id: aux.id.clone(), bytes })
     };
     aux.iter().map(read).collect()

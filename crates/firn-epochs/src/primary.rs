@@ -1,4 +1,4 @@
-//! A VM's epochs, from the seed until it is released or lost.
+//! Primary: runs a VM's epochs, from the seed until the VM is released or lost.
 //!
 //! ```text
 //!   seed ---> every interval: Cut ---> sender's thread ---> backup ---> Progress
@@ -6,109 +6,114 @@
 //!              '--- Compared, spare buffers-'<-----------------------------'
 //! ```
 //!
-//! One thread has the VM. It asks `epoch::Primary` what to do at each turn and does it; comparing and sending, and hearing the
-//! backup, are two more threads. They end with the connection, and the VM runs on without protection.
+//! One thread controls the VM. In each step it asks `PrimaryEpochs` for actions and carries them
+//! out. Two more threads compare and send epochs, and read the replies of the backup. They end with
+//! the connection, and the VM continues without protection.
 
 use std::io::{self, BufWriter};
 use std::thread;
 use std::time::{Duration, Instant};
 
 use crossbeam_channel::{Receiver, RecvTimeoutError, Sender, select};
-use firn_cluster::epoch::{Action, LimitsError, Pace, Primary};
+use firn_cluster::epoch::{GuestSpeed, LimitsError, PrimaryAction, PrimaryEpochs};
 use firn_cluster::member::EPOCHS_KEPT_MAX;
 use firn_cluster::predict::Predictor;
-use firn_cluster::{Epoch, Seq};
+use firn_cluster::{Epoch, FrameNumber};
 use firn_memory::heap;
 use firn_types::PAGE_SIZE;
 use thiserror::Error;
 
 use crate::copy::EpochCopy;
-use crate::endpoint::Stream;
-use crate::guest::{Guest, GuestError};
+use crate::endpoint::EpochStream;
+use crate::guest::{GuestError, ProtectedGuest};
 use crate::primary_end::PrimaryEnd;
-use crate::sender::{Event, Job, Sending, hear, writer};
-use crate::wire::{Hello, WireError, Writer};
+use crate::sender::{ConnectionEvent, EpochSender, SendJob, buffered_writer, read_messages};
+use crate::wire::{EpochStreamError, EpochWriter, PrimaryHello};
 
 mod end;
 mod options;
 mod pause;
 mod seed;
 
-pub use options::{CutNumbers, Ending, Options, Told, Watch};
-use pause::{Found, Inside, Stopping};
-use seed::Seed;
+pub use options::{CutNumbers, EndRequest, EpochOptions, ProtectionEvent, ProtectionObserver};
+use pause::{CutResult, PauseWork, StopNotice};
+use seed::SeedSender;
 
-/// Jobs that wait for the sender: parts of a large epoch among them.
+/// The maximum number of jobs that wait for the sender. Parts of a large epoch are jobs as well.
 const JOBS_MAX: usize = 16;
-/// Pages that a buffer has room for at least. It is made a little larger than the last epoch needed ahead of the pause, for growing
-/// takes page faults. One that is far too large is made smaller: an epoch may have been out of the ordinary.
-const ROOM_MIN: usize = 1024;
-const ROOM_TOO_LARGE: usize = 3;
-/// Buffers that are kept for later epochs. Two are in use where the sender keeps up: one is filled while the other is what the next is compared
-/// with. A third is needed now and then.
+/// The minimum room of a buffer, in pages. A buffer is made a little larger than the last epoch
+/// needed ahead of the pause, because growing takes page faults. A buffer that is far too large is
+/// made smaller: the epoch that needed it may have been an exception.
+const ROOM_PAGES_MIN: usize = 1024;
+const ROOM_EXCESS_FACTOR: usize = 3;
+/// The maximum number of buffers retained for later epochs. Two are in use if the sender keeps up:
+/// one is filled while the next epoch is compared with the other. A third is needed now and then.
 const SPARES_MAX: usize = 1;
-/// How often whoever asked is looked at.
-const LOOK: Duration = Duration::from_millis(20);
-/// The same while what another member has sent waits for a cut.
-const LOOK_OF_WANTED: Duration = Duration::from_millis(1);
-/// How often room is looked for when there is none; a VM that is slowed stands still for as long in each turn.
-const NO_ROOM: Duration = Duration::from_millis(5);
-/// How long a VM that is stopped stands still in each turn. Between two turns it runs for a moment: whoever else wants to stop it, or
-/// to ask it something, is heard then.
-const STOPPED: Duration = Duration::from_millis(50);
-/// How long the backup's last words may take after nothing more can be sent to it.
-const LAST_WORDS: Duration = Duration::from_secs(1);
+/// The interval at which an end request is checked.
+const POLL_INTERVAL: Duration = Duration::from_millis(20);
+/// The same while a frame of another member waits for a cut.
+const WANTED_CUT_POLL_INTERVAL: Duration = Duration::from_millis(1);
+/// The interval at which room is checked when there is none. A VM that is slowed is paused for as
+/// long in each step.
+const SLOWED_PAUSE: Duration = Duration::from_millis(5);
+/// The length of each pause of a VM that is stopped. Between two pauses it runs for a moment, so
+/// that other requests to stop or to query it are served.
+const STOPPED_PAUSE: Duration = Duration::from_millis(50);
+/// How long to wait for the backup's last message after sending has failed.
+const LAST_MESSAGE_TIMEOUT: Duration = Duration::from_secs(1);
 
-/// How long a backup may take to say that it has an epoch.
-const ANSWER_MAX: Duration = Duration::from_secs(10);
+/// How long a backup may take to acknowledge an epoch.
+const ACKNOWLEDGE_TIMEOUT: Duration = Duration::from_secs(10);
 
-/// Why a VM is not protected any more.
+/// Why the protection of a VM ended.
 #[derive(Debug, Error)]
-pub enum PrimaryError {
-    /// The interval or the buffer.
+pub enum ProtectionError {
+    /// The interval or the buffer size is invalid.
     #[error(transparent)]
     Limits(#[from] LimitsError),
-    /// The VM.
+    /// The VM can't be tracked or paused.
     #[error(transparent)]
     Guest(#[from] GuestError),
-    /// The connection to the backup.
+    /// The connection to the backup ended.
     #[error("the connection to the backup ended")]
-    Wire(#[from] WireError),
+    Wire(#[from] EpochStreamError),
     /// The connection could not be used.
     #[error("the connection to the backup can't be used")]
     Io(#[from] io::Error),
-    /// The system starts no more threads.
+    /// The system can't start a thread.
     #[error("a thread for the connection to the backup can't be started")]
     Thread(#[source] io::Error),
-    /// The backup's own words.
+    /// The backup refuses further epochs, with its reason.
     #[error("the backup takes nothing more: {0}")]
     Refused(String),
-    /// The backup never runs the VM, and says why.
+    /// The backup reports that it never runs the VM, and why.
     #[error("the backup never runs the VM: {0}")]
     Declined(String),
-    /// The backup does not say that it has what was sent.
-    #[error("the backup has not answered for {} s", ANSWER_MAX.as_secs())]
+    /// The backup does not acknowledge what was sent.
+    #[error("the backup has not answered for {} s", ACKNOWLEDGE_TIMEOUT.as_secs())]
     Silent,
-    /// The backup said something that only a primary says.
-    #[error("whoever listens there is no backup")]
+    /// The peer sent a message that only a primary may send, or one that was not expected.
+    #[error("protocol error: the peer sent a message that no backup may send here")]
     Confused,
 }
 
-/// Protects a VM until `ending` says so, which is no error, or until it can't be any more. The VM runs on then, if it lives.
+/// Protects a VM until `ending` requests the end, which is no error, or until an error prevents it.
+/// The VM then continues, if it still exists.
 ///
 /// # Errors
 /// If the connection ends, the backup refuses, or the VM can't be paused.
-pub fn protect(
-    mut guest: Guest,
-    stream: &Stream,
-    hello: &Hello,
-    options: Options,
-    ending: &Ending,
-    told: &dyn Watch,
-) -> Result<(), PrimaryError> {
-    let ended = Connection { stream, hello, options, ending, told }.protect(&mut guest);
+pub fn protect_vm(
+    mut guest: ProtectedGuest,
+    stream: &EpochStream,
+    hello: &PrimaryHello,
+    options: EpochOptions,
+    ending: &EndRequest,
+    observer: &dyn ProtectionObserver,
+) -> Result<(), ProtectionError> {
+    let ended =
+        BackupConnection { stream, hello, options, ending, observer }.run_protection(&mut guest);
     let detached = match &ended {
-        Err(PrimaryError::Guest(error)) if error.is_hang() => {
+        Err(ProtectionError::Guest(error)) if error.is_hang() => {
             guest.abandon();
             Ok(())
         }
@@ -119,66 +124,67 @@ pub fn protect(
     Ok(detached?)
 }
 
-/// A connection to a backup, and what is to be done with it.
-struct Connection<'a> {
-    stream: &'a Stream,
-    hello: &'a Hello,
-    options: Options,
-    ending: &'a Ending,
-    told: &'a dyn Watch,
+/// A connection to a backup, and the parameters of the protection.
+struct BackupConnection<'a> {
+    stream: &'a EpochStream,
+    hello: &'a PrimaryHello,
+    options: EpochOptions,
+    ending: &'a EndRequest,
+    observer: &'a dyn ProtectionObserver,
 }
 
-impl<'a> Connection<'a> {
-    /// Threads that hear and send end with the connection.
-    fn protect(&self, guest: &mut Guest) -> Result<(), PrimaryError> {
-        let epochs = Primary::new(
-            self.options.limits(self.hello.member.is_some())?,
+impl<'a> BackupConnection<'a> {
+    /// Runs the protection. The threads that read and send end with the connection.
+    fn run_protection(&self, guest: &mut ProtectedGuest) -> Result<(), ProtectionError> {
+        let epochs = PrimaryEpochs::new(
+            self.options.epoch_limits(self.hello.member.is_some())?,
             Epoch(0),
             Duration::ZERO,
         );
         let (tell, events) = crossbeam_channel::unbounded();
-        let (reading, writer) = (self.stream.try_clone()?, writer(self.stream.try_clone()?));
+        let (reading, writer) =
+            (self.stream.try_clone()?, buffered_writer(self.stream.try_clone()?));
         thread::scope(|scope| {
-            let _closing = Closing(self.stream);
+            let _closing = ConnectionCloser(self.stream);
             let heard = tell.clone();
-            let seeded = begin(scope, "hear", move || hear(reading, &heard))
-                .and_then(|()| self.seeded(guest, writer, &events));
+            let seeded = spawn_thread(scope, "hear", move || read_messages(reading, &heard))
+                .and_then(|()| self.send_seed(guest, writer, &events));
             let ended = seeded.and_then(|writer| {
                 firn_fault::point("protect.seeded");
                 let (jobs, taken) = crossbeam_channel::bounded(JOBS_MAX);
-                let sending = Sending::new(writer, tell);
-                begin(scope, "send", move || sending.run(&taken))?;
-                self.protection(guest, epochs, jobs, events.clone())?.run()
+                let sending = EpochSender::new(writer, tell);
+                spawn_thread(scope, "send", move || sending.run(&taken))?;
+                self.start_loop(guest, epochs, jobs, events.clone())?.run()
             });
-            ended.map_err(|error| said_by_backup(error, &events))
+            ended.map_err(|error| prefer_backup_reason(error, &events))
         })
     }
 
-    fn seeded(
+    fn send_seed(
         &self,
-        guest: &mut Guest,
-        mut writer: Writer<BufWriter<Stream>>,
-        events: &Receiver<Event>,
-    ) -> Result<Writer<BufWriter<Stream>>, PrimaryError> {
-        writer.hello(self.hello)?;
-        let (ending, told) = (self.ending, self.told);
-        Seed { guest, writer: &mut writer, events, ending, told }.run()?;
+        guest: &mut ProtectedGuest,
+        mut writer: EpochWriter<BufWriter<EpochStream>>,
+        events: &Receiver<ConnectionEvent>,
+    ) -> Result<EpochWriter<BufWriter<EpochStream>>, ProtectionError> {
+        writer.write_hello(self.hello)?;
+        let (ending, told) = (self.ending, self.observer);
+        SeedSender { guest, writer: &mut writer, events, ending, observer: told }.run()?;
         Ok(writer)
     }
 
-    fn protection<'g>(
+    fn start_loop<'g>(
         &self,
-        guest: &'g mut Guest,
-        epochs: Primary,
-        jobs: Sender<Job>,
-        events: Receiver<Event>,
-    ) -> Result<Protection<'g>, PrimaryError>
+        guest: &'g mut ProtectedGuest,
+        epochs: PrimaryEpochs,
+        jobs: Sender<SendJob>,
+        events: Receiver<ConnectionEvent>,
+    ) -> Result<ProtectionLoop<'g>, ProtectionError>
     where
         'a: 'g,
     {
         let predicts = self.options.predicts && guest.can_be_copied_ahead()?;
-        let options = Options { predicts, ..self.options };
-        Ok(Protection {
+        let options = EpochOptions { predicts, ..self.options };
+        Ok(ProtectionLoop {
             guest,
             epochs,
             predictor: Predictor::new(predicts).with_busy(options.busy_pages()),
@@ -186,285 +192,301 @@ impl<'a> Connection<'a> {
             jobs,
             events,
             ending: self.ending,
-            told: self.told,
+            observer: self.observer,
             started: Instant::now(),
             spares: Vec::new(),
             copied: 0,
-            heard: Duration::ZERO,
+            last_heard: Duration::ZERO,
             cut: None,
-            pace: Pace::Free,
-            told_backup: self.hello.member.as_ref().map(|_| Default::default()),
+            pace: GuestSpeed::Free,
+            reported_to_backup: self.hello.member.as_ref().map(|_| Default::default()),
         })
     }
 }
 
-/// Ends the connection, whatever happens: threads wait for that.
-struct Closing<'a>(&'a Stream);
+/// Closes the connection in every case, because threads wait for that.
+struct ConnectionCloser<'a>(&'a EpochStream);
 
-impl Drop for Closing<'_> {
+impl Drop for ConnectionCloser<'_> {
     fn drop(&mut self) {
         self.0.close();
     }
 }
 
 /// Starts a thread that ends with the connection.
-fn begin<'scope>(
+fn spawn_thread<'scope>(
     scope: &'scope thread::Scope<'scope, '_>,
     name: &str,
     run: impl FnOnce() + Send + 'scope,
-) -> Result<(), PrimaryError> {
-    firn_fault::io("protect.thread").map_err(PrimaryError::Thread)?;
+) -> Result<(), ProtectionError> {
+    firn_fault::io("protect.thread").map_err(ProtectionError::Thread)?;
     let builder = thread::Builder::new().name(name.into());
-    builder.spawn_scoped(scope, run).map(drop).map_err(PrimaryError::Thread)
+    builder.spawn_scoped(scope, run).map(drop).map_err(ProtectionError::Thread)
 }
 
-/// A backup that takes nothing more says why, and closes the connection: that it can't be written to may be seen first.
-pub(crate) fn said_by_backup(error: PrimaryError, events: &Receiver<Event>) -> PrimaryError {
-    use PrimaryError::{Confused, Declined, Guest, Io, Refused, Wire};
-    if !matches!(error, Wire(_) | Io(_) | Guest(GuestError::NobodyTakes)) {
+/// Replaces a connection error by the reason that the backup reported. A backup that refuses
+/// further epochs sends the reason and closes the connection, and the primary may notice the failed
+/// write first.
+pub(crate) fn prefer_backup_reason(
+    error: ProtectionError,
+    events: &Receiver<ConnectionEvent>,
+) -> ProtectionError {
+    use ProtectionError::{Confused, Declined, Guest, Io, Refused, Wire};
+    if !matches!(error, Wire(_) | Io(_) | Guest(GuestError::SenderStopped)) {
         return error;
     }
-    let deadline = Instant::now() + LAST_WORDS;
+    let deadline = Instant::now() + LAST_MESSAGE_TIMEOUT;
     while let Ok(event) = events.recv_deadline(deadline) {
-        if let Event::Lost(said @ (Refused(_) | Declined(_) | Confused)) = event {
+        if let ConnectionEvent::Lost(said @ (Refused(_) | Declined(_) | Confused)) = event {
             return said;
         }
     }
     error
 }
 
-/// A VM that is being protected.
-struct Protection<'a> {
-    guest: &'a mut Guest,
-    epochs: Primary,
+/// The loop that protects a VM.
+struct ProtectionLoop<'a> {
+    guest: &'a mut ProtectedGuest,
+    epochs: PrimaryEpochs,
     predictor: Predictor,
-    options: Options,
-    jobs: Sender<Job>,
-    events: Receiver<Event>,
-    ending: &'a Ending,
-    told: &'a dyn Watch,
+    options: EpochOptions,
+    jobs: Sender<SendJob>,
+    events: Receiver<ConnectionEvent>,
+    ending: &'a EndRequest,
+    observer: &'a dyn ProtectionObserver,
     started: Instant,
     spares: Vec<Vec<u8>>,
-    /// Pages that the last cut copied.
+    /// The number of pages that the last cut copied.
     copied: usize,
-    /// When the backup was heard last, or had nothing to say.
-    heard: Duration,
-    /// The epoch that was cut last, until it is sent.
+    /// The time at which the backup last sent a message, or had nothing to acknowledge.
+    last_heard: Duration,
+    /// The newest epoch that was cut, until it is sent.
     cut: Option<Box<EpochCopy>>,
-    pace: Pace,
-    /// Of a member: the newest epoch that the backup was told to fold, and the newest frame that it knows to have left.
-    told_backup: Option<(Epoch, Seq)>,
+    pace: GuestSpeed,
+    /// For a member of a cluster: the newest epoch that the backup was ordered to fold, and the
+    /// newest frame that it knows to have been sent.
+    reported_to_backup: Option<(Epoch, FrameNumber)>,
 }
 
-impl Protection<'_> {
-    fn run(mut self) -> Result<(), PrimaryError> {
-        let ended = self.keep();
-        if let Some(end) = self.end_of(&ended) {
-            end::report(&self.jobs, &self.events, end);
+impl ProtectionLoop<'_> {
+    fn run(mut self) -> Result<(), ProtectionError> {
+        let ended = self.run_loop();
+        if let Some(end) = self.end_to_report(&ended) {
+            end::report_end(&self.jobs, &self.events, end);
         }
         ended
     }
 
-    /// How this side ended, if the backup can and should be informed.
-    fn end_of(&mut self, ended: &Result<(), PrimaryError>) -> Option<PrimaryEnd> {
+    /// How the protection ended, if the backup can and should be informed.
+    fn end_to_report(&mut self, ended: &Result<(), ProtectionError>) -> Option<PrimaryEnd> {
         let error = match ended {
-            Ok(()) if self.ending.is_release() => return None,
+            Ok(()) if self.ending.is_release_requested() => return None,
             Ok(()) => None,
-            Err(PrimaryError::Guest(GuestError::NobodyTakes)) => return None,
-            Err(PrimaryError::Guest(error)) => Some(error),
+            Err(ProtectionError::Guest(GuestError::SenderStopped)) => return None,
+            Err(ProtectionError::Guest(error)) => Some(error),
             Err(_) => return None,
         };
-        let words = self.guest.last_words();
-        self.told.end(error, &words)
+        let words = self.guest.exit_report();
+        self.observer.describe_end(error, &words)
     }
 
-    fn keep(&mut self) -> Result<(), PrimaryError> {
-        let news = self.told.news();
-        while !self.ending.is_asked() {
+    fn run_loop(&mut self) -> Result<(), ProtectionError> {
+        let news = self.observer.member_events();
+        while !self.ending.is_end_requested() {
             select! {
-                recv(self.events) -> event => self.on(event.map_err(|_| GuestError::NobodyTakes)?)?,
+                recv(self.events) -> event => self.handle_event(event.map_err(|_| GuestError::SenderStopped)?)?,
                 recv(news) -> _ => {}
-                default(self.until_next_look()) => {}
+                default(self.poll_timeout()) => {}
             }
-            self.turn()?;
+            self.run_step()?;
         }
-        match self.ending.is_release() {
-            true => self.released(),
+        match self.ending.is_release_requested() {
+            true => self.wait_for_release(),
             false => Ok(()),
         }
     }
 
-    /// Waits until the backup has said that it never runs the VM.
-    fn released(&self) -> Result<(), PrimaryError> {
-        self.jobs.send(Job::Release).map_err(|_| GuestError::NobodyTakes)?;
-        let deadline = Instant::now() + ANSWER_MAX;
+    /// Waits until the backup has confirmed that it never runs the VM.
+    fn wait_for_release(&self) -> Result<(), ProtectionError> {
+        self.jobs.send(SendJob::Release).map_err(|_| GuestError::SenderStopped)?;
+        let deadline = Instant::now() + ACKNOWLEDGE_TIMEOUT;
         loop {
             match self.events.recv_deadline(deadline) {
-                Ok(Event::Released) => return Ok(()),
-                Ok(Event::Lost(error)) => return Err(error),
+                Ok(ConnectionEvent::Released) => return Ok(()),
+                Ok(ConnectionEvent::Lost(error)) => return Err(error),
                 Ok(_) => {}
-                Err(RecvTimeoutError::Timeout) => return Err(PrimaryError::Silent),
-                Err(RecvTimeoutError::Disconnected) => return Err(GuestError::NobodyTakes.into()),
+                Err(RecvTimeoutError::Timeout) => return Err(ProtectionError::Silent),
+                Err(RecvTimeoutError::Disconnected) => return Err(GuestError::SenderStopped.into()),
             }
         }
     }
 
-    fn now(&self) -> Duration {
+    fn elapsed_time(&self) -> Duration {
         self.started.elapsed()
     }
 
-    fn due(&self) -> Duration {
-        self.epochs.due().unwrap_or_default()
+    fn next_due(&self) -> Duration {
+        self.epochs.next_cut().unwrap_or_default()
     }
 
-    fn until_next_look(&self) -> Duration {
-        match self.due().saturating_sub(self.now()) {
-            Duration::ZERO => NO_ROOM,
-            until_due if self.told.wants_cut() => until_due.min(LOOK_OF_WANTED),
-            until_due => until_due.min(LOOK),
+    fn poll_timeout(&self) -> Duration {
+        match self.next_due().saturating_sub(self.elapsed_time()) {
+            Duration::ZERO => SLOWED_PAUSE,
+            until_due if self.observer.wants_cut() => until_due.min(WANTED_CUT_POLL_INTERVAL),
+            until_due => until_due.min(POLL_INTERVAL),
         }
     }
 
-    fn on(&mut self, event: Event) -> Result<(), PrimaryError> {
+    fn handle_event(&mut self, event: ConnectionEvent) -> Result<(), ProtectionError> {
         match event {
-            // One that comes after the next cut is about pages that may have changed since.
-            Event::Compared { epoch, plan, same } if epoch.next() == self.epochs.epoch() => {
-                self.predictor.unchanged(&plan, &same);
-                self.told.told(Told::Counts(self.predictor.counts()));
+            // A comparison that ends after the next cut is about pages that may have changed since.
+            ConnectionEvent::Compared { epoch, plan, same }
+                if epoch.next() == self.epochs.running_epoch() =>
+            {
+                self.predictor.record_unchanged(&plan, &same);
+                self.observer.on_event(ProtectionEvent::Counts(self.predictor.counts()));
             }
-            Event::Compared { .. } => {}
-            Event::Sent { epoch, pages, bytes } => {
+            ConnectionEvent::Compared { .. } => {}
+            ConnectionEvent::Sent { epoch, pages, bytes } => {
                 tracing::trace!("{epoch} is sent: {pages} pages, {bytes} bytes");
-                self.told.told(Told::Sent(epoch, pages, bytes));
+                self.observer.on_event(ProtectionEvent::Sent(epoch, pages, bytes));
             }
-            Event::Spare(bytes) if self.spares.len() < SPARES_MAX => self.spares.push(bytes),
-            Event::Spare(_) => {}
-            Event::Progress(progress) => {
-                // What is believed here lets out what the VM has sent.
-                let is_cut = progress.complete < self.epochs.epoch();
+            ConnectionEvent::Spare(bytes) if self.spares.len() < SPARES_MAX => {
+                self.spares.push(bytes)
+            }
+            ConnectionEvent::Spare(_) => {}
+            ConnectionEvent::Progress(progress) => {
+                // This progress releases output of the VM, so it is checked first.
+                let is_cut = progress.complete < self.epochs.running_epoch();
                 if !is_cut || progress.committed > progress.complete {
-                    return Err(PrimaryError::Confused);
+                    return Err(ProtectionError::Confused);
                 }
                 tracing::trace!(
                     "{} is complete, {} committed",
                     progress.complete,
                     progress.committed
                 );
-                self.told.told(Told::Progress(progress));
-                self.heard = self.now();
-                let actions = self.epochs.acknowledged(self.now(), progress);
-                self.perform(actions)?;
+                self.observer.on_event(ProtectionEvent::Progress(progress));
+                self.last_heard = self.elapsed_time();
+                let actions = self.epochs.record_progress(self.elapsed_time(), progress);
+                self.perform_actions(actions)?;
             }
-            // Nobody has asked for that yet.
-            Event::Released | Event::EndNoted => return Err(PrimaryError::Confused),
-            Event::Lost(error) => return Err(error),
+            // Not requested yet.
+            ConnectionEvent::Released | ConnectionEvent::EndNoted => {
+                return Err(ProtectionError::Confused);
+            }
+            ConnectionEvent::Lost(error) => return Err(error),
         }
         Ok(())
     }
 
-    fn turn(&mut self) -> Result<(), PrimaryError> {
-        if self.told.presses_power_button() {
+    fn run_step(&mut self) -> Result<(), ProtectionError> {
+        if self.observer.take_power_button_press() {
             self.guest.press_power_button()?;
         }
-        match self.epochs.buffered() {
-            0 => self.heard = self.now(),
-            _ if self.now().saturating_sub(self.heard) > ANSWER_MAX => {
-                return Err(PrimaryError::Silent);
+        match self.epochs.buffered_pages() {
+            0 => self.last_heard = self.elapsed_time(),
+            _ if self.elapsed_time().saturating_sub(self.last_heard) > ACKNOWLEDGE_TIMEOUT => {
+                return Err(ProtectionError::Silent);
             }
             _ => {}
         }
-        if self.is_far_ahead()? {
+        if self.report_to_member_backup()? {
             return Ok(());
         }
-        // How much is written counts only where room is scarce.
-        let is_scarce = self.now() >= self.due() && self.epochs.buffered() > 0;
-        let written = if is_scarce { self.guest.glance()?.len() as u64 } else { 0 };
-        let mut actions = self.epochs.tick(self.now(), written);
-        if self.told.wants_cut() {
-            actions.extend(self.epochs.cut_now(self.now()));
+        // The number of written pages matters only if room is scarce.
+        let is_scarce = self.elapsed_time() >= self.next_due() && self.epochs.buffered_pages() > 0;
+        let written = if is_scarce { self.guest.scan_written()?.len() as u64 } else { 0 };
+        let mut actions = self.epochs.advance_time(self.elapsed_time(), written);
+        if self.observer.wants_cut() {
+            actions.extend(self.epochs.request_cut(self.elapsed_time()));
         }
-        self.perform(actions)?;
+        self.perform_actions(actions)?;
         match self.pace {
-            Pace::Free => Ok(()),
-            Pace::Slowed => self.stand_still(NO_ROOM),
-            Pace::Stopped => self.stand_still(STOPPED),
+            GuestSpeed::Free => Ok(()),
+            GuestSpeed::Slowed => self.pause_guest(SLOWED_PAUSE),
+            GuestSpeed::Stopped => self.pause_guest(STOPPED_PAUSE),
         }
     }
 
-    /// Tells the backup of a member what can't be undone any more. It keeps what is newer than the newest global checkpoint, so many
-    /// epochs and no more: until there is another, the epoch that runs is not cut.
-    fn is_far_ahead(&mut self) -> Result<bool, PrimaryError> {
-        let Some((global, gone)) = &mut self.told_backup else { return Ok(false) };
-        let newest = self.told.globally();
+    /// Reports to the backup of a member which epochs and frames can't be undone any more. The
+    /// backup stores the epochs after the newest global checkpoint, up to a maximum number. Returns
+    /// whether that is reached: then the running epoch is not cut until there is another global
+    /// checkpoint.
+    fn report_to_member_backup(&mut self) -> Result<bool, ProtectionError> {
+        let Some((global, gone)) = &mut self.reported_to_backup else { return Ok(false) };
+        let newest = self.observer.global_epoch();
         if newest > *global {
             *global = newest;
-            self.jobs.send(Job::Globally(newest)).map_err(|_| GuestError::NobodyTakes)?;
+            self.jobs.send(SendJob::Globally(newest)).map_err(|_| GuestError::SenderStopped)?;
         }
-        let newest = self.told.gone();
+        let newest = self.observer.released_up_to();
         if newest > *gone {
             *gone = newest;
-            self.jobs.send(Job::Gone(newest)).map_err(|_| GuestError::NobodyTakes)?;
+            self.jobs.send(SendJob::Gone(newest)).map_err(|_| GuestError::SenderStopped)?;
         }
-        Ok(self.epochs.epoch().0 - global.0 > EPOCHS_KEPT_MAX)
+        Ok(self.epochs.running_epoch().0 - global.0 > EPOCHS_KEPT_MAX)
     }
 
-    fn stand_still(&mut self, time: Duration) -> Result<(), PrimaryError> {
-        let _stopping = Stopping::tell(self.told);
-        Ok(self.guest.stand_still(time)?)
+    fn pause_guest(&mut self, time: Duration) -> Result<(), ProtectionError> {
+        let _stopping = StopNotice::announce_stop(self.observer);
+        Ok(self.guest.pause_for(time)?)
     }
 
-    fn perform(&mut self, actions: Vec<Action>) -> Result<(), PrimaryError> {
+    fn perform_actions(&mut self, actions: Vec<PrimaryAction>) -> Result<(), ProtectionError> {
         for action in actions {
             match action {
-                Action::Cut(epoch) => self.cut(epoch)?,
-                Action::Send { .. } => self.send()?,
-                Action::Free(_) => {}
-                Action::Committed(epoch) => self.told.told(Told::Committed(epoch)),
-                Action::Pace(pace) => self.pace = pace,
+                PrimaryAction::Cut(epoch) => self.cut_epoch(epoch)?,
+                PrimaryAction::Send { .. } => self.send_epoch()?,
+                PrimaryAction::Free(_) => {}
+                PrimaryAction::Committed(epoch) => {
+                    self.observer.on_event(ProtectionEvent::Committed(epoch))
+                }
+                PrimaryAction::SetSpeed(pace) => self.pace = pace,
             }
         }
         Ok(())
     }
 
-    /// For the copies of an epoch that is likely to be as large as the last.
-    fn buffer(&mut self) -> Vec<u8> {
+    /// A buffer for the copies of an epoch that is likely to be as large as the last one.
+    fn take_buffer(&mut self) -> Vec<u8> {
         let mut bytes = self.spares.pop().unwrap_or_default();
         let most = usize::try_from(self.options.buffer_pages).unwrap_or(usize::MAX);
         let pages = self.copied + self.copied / 32;
-        let room = pages.max(ROOM_MIN).min(most) * PAGE_SIZE;
-        if bytes.len() < room || bytes.len() > ROOM_TOO_LARGE * room {
+        let room = pages.max(ROOM_PAGES_MIN).min(most) * PAGE_SIZE;
+        if bytes.len() < room || bytes.len() > ROOM_EXCESS_FACTOR * room {
             bytes.resize(room, 0);
             bytes.shrink_to_fit();
         }
         bytes
     }
 
-    fn cut(&mut self, epoch: Epoch) -> Result<(), PrimaryError> {
-        let mut bytes = self.buffer();
+    fn cut_epoch(&mut self, epoch: Epoch) -> Result<(), ProtectionError> {
+        let mut bytes = self.take_buffer();
         tracing::trace!("{epoch} is to be cut");
-        let trouble = self.guest.check()?;
-        self.told.told(Told::Trouble(trouble));
-        self.guest.prepare()?;
-        let ahead = pause::ahead(self.guest, &mut self.predictor, &self.options, &mut bytes)?;
+        let trouble = self.guest.check_before_cut()?;
+        self.observer.on_event(ProtectionEvent::Trouble(trouble));
+        self.guest.prepare_pause()?;
+        let ahead = pause::copy_ahead(self.guest, &mut self.predictor, &self.options, &mut bytes)?;
         tracing::trace!("{epoch} is being cut, {} pages are copied", ahead.len());
-        let stopping = Stopping::tell(self.told);
-        let mut inside = Inside {
+        let stopping = StopNotice::announce_stop(self.observer);
+        let mut inside = PauseWork {
             epoch,
             predictor: &mut self.predictor,
             options: &self.options,
             jobs: &self.jobs,
             ending: self.ending,
-            told: self.told,
+            observer: self.observer,
             bytes: &mut bytes,
             ahead: ahead.len(),
             numbers: CutNumbers { epoch, ..CutNumbers::default() },
         };
-        let (found, pause) = self.guest.pause(|still| inside.run(still))?;
+        let (found, pause) = self.guest.pause_and_save(|still| inside.cut_guest(still))?;
         drop(stopping);
-        let Found { plan, pages, disks, card, numbers } = found;
+        let CutResult { plan, pages, disks, card, numbers } = found;
         firn_fault::point("protect.cut");
         let numbers = CutNumbers {
-            downtime_ms: ms(pause.downtime),
+            downtime_ms: as_millis(pause.downtime),
             device_bytes: pause.devices.len() as u64,
             ..numbers
         };
@@ -473,19 +495,19 @@ impl Protection<'_> {
         let (devices, aux) = (pause.devices, pause.aux);
         let last = false;
         let copy = EpochCopy { epoch, plan, ahead, pages, bytes, devices, aux, disks, card, last };
-        let copied = copy.plan.pages() as u64 + copy.disk_pages();
+        let copied = copy.plan.page_count() as u64 + copy.disk_pages();
         self.cut = Some(Box::new(copy));
-        self.told.told(Told::Cut(numbers));
-        let actions = self.epochs.copied(self.now(), copied);
-        self.perform(actions)
+        self.observer.on_event(ProtectionEvent::Cut(numbers));
+        let actions = self.epochs.finish_cut(self.elapsed_time(), copied);
+        self.perform_actions(actions)
     }
 
-    fn send(&mut self) -> Result<(), PrimaryError> {
+    fn send_epoch(&mut self) -> Result<(), ProtectionError> {
         let Some(copy) = self.cut.take() else { return Ok(()) };
-        self.jobs.send(Job::Epoch(copy)).map_err(|_| GuestError::NobodyTakes.into())
+        self.jobs.send(SendJob::Epoch(copy)).map_err(|_| GuestError::SenderStopped.into())
     }
 }
 
-fn ms(duration: Duration) -> f64 {
+fn as_millis(duration: Duration) -> f64 {
     duration.as_secs_f64() * 1e3
 }

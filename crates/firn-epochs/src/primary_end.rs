@@ -1,4 +1,4 @@
-//! How the primary's side of a stream ended: its last message.
+//! Primary end: how the protection ended at the primary, which is the last message of the stream.
 
 use std::fmt;
 
@@ -10,21 +10,21 @@ use serde::{Deserialize, Serialize};
 pub enum PrimaryEnd {
     /// The user stopped the VM.
     Stopped,
-    /// The user released the VM, which runs on alone.
+    /// The user released the VM, which continues alone.
     Released,
     /// The guest shut down, or the hypervisor was asked to quit.
     ShutDown,
     /// The guest panicked, and the hypervisor ended with it.
     Panicked,
-    /// The VM runs on at the primary, which sends no more epochs; with the reason.
+    /// The VM continues at the primary, which sends no more epochs; with the reason.
     Unprotected(String),
-    /// The hypervisor is gone, or does not answer; with the reason.
+    /// The hypervisor has ended, or does not answer; with the reason.
     Lost(String),
 }
 
 impl PrimaryEnd {
-    /// Whether the user or the guest wanted it, so that the standby has no purpose any more.
-    pub fn is_wanted(&self) -> bool {
+    /// Whether the user or the guest intended the end, so that the standby has no purpose any more.
+    pub fn is_intended(&self) -> bool {
         matches!(self, Self::Stopped | Self::Released | Self::ShutDown)
     }
 
@@ -33,8 +33,8 @@ impl PrimaryEnd {
         matches!(self, Self::Lost(_))
     }
 
-    /// One word or two for a table.
-    pub fn word(&self) -> &'static str {
+    /// A short name for a table.
+    pub fn short_name(&self) -> &'static str {
         match self {
             Self::Stopped => "stopped",
             Self::Released => "released",
@@ -50,7 +50,7 @@ impl fmt::Display for PrimaryEnd {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         match self {
             Self::Stopped => f.write_str("its user stopped the VM"),
-            Self::Released => f.write_str("its primary has released it, and goes on alone"),
+            Self::Released => f.write_str("its primary has released it, and continues alone"),
             Self::ShutDown => f.write_str("the guest shut down"),
             Self::Panicked => f.write_str("the guest panicked"),
             Self::Unprotected(why) => {
@@ -68,12 +68,12 @@ mod tests {
     #[test]
     fn only_a_loss_advises_a_failover_and_only_a_wanted_end_removes_a_standby() {
         let lost = PrimaryEnd::Lost("killed by signal 9".into());
-        assert!(lost.is_loss() && !lost.is_wanted());
+        assert!(lost.is_loss() && !lost.is_intended());
         for end in [PrimaryEnd::Stopped, PrimaryEnd::Released, PrimaryEnd::ShutDown] {
-            assert!(end.is_wanted() && !end.is_loss(), "{end}");
+            assert!(end.is_intended() && !end.is_loss(), "{end}");
         }
         for end in [PrimaryEnd::Panicked, PrimaryEnd::Unprotected("x".into())] {
-            assert!(!end.is_wanted() && !end.is_loss(), "{end}");
+            assert!(!end.is_intended() && !end.is_loss(), "{end}");
         }
     }
 

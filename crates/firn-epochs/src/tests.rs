@@ -1,5 +1,6 @@
-//! A VM's memory that is written at random, its epochs through the sender and the wire, and the backup at the other end: its
-//! memory must be that of the primary at the cut of the committed epoch, byte for byte.
+//! Writes a VM's memory at random, and passes its epochs through the sender and the wire to a
+//! backup. The memory of the backup must be that of the primary at the cut of the committed epoch,
+//! byte for byte.
 
 use std::cell::RefCell;
 use std::collections::VecDeque;
@@ -14,25 +15,26 @@ use firn_cluster::predict::{PageSet, Predictor};
 use firn_types::{PAGE_SIZE, Page, RegionMap};
 use proptest::prelude::*;
 
-use crate::backup::{BackupError, Receiver as Backup};
+use crate::backup::{BackupReceiveError, BackupReceiver as Backup};
 use crate::copy::EpochCopy;
-use crate::endpoint::Stream;
-use crate::primary::{PrimaryError, said_by_backup};
+use crate::endpoint::EpochStream;
+use crate::primary::{ProtectionError, prefer_backup_reason};
 use crate::primary_end::PrimaryEnd;
-use crate::sender::{Event, Job, Sending, hear};
-use crate::standby::{Ram, Standby};
-use crate::wire::{Hello, Pages, Reader, VERSION, WireError, Writer};
+use crate::sender::{ConnectionEvent, EpochSender, SendJob, read_messages};
+use crate::standby::{StandbyRam, StandbyVm};
+use crate::wire::{EpochReader, EpochStreamError, EpochWriter, PageBatch, PrimaryHello, VERSION};
 
 const PAGES: u32 = 8;
-/// So many pages of them make a busy guest.
+/// The number of written pages that makes a guest busy.
 const BUSY: Range<usize> = 2..PAGES as usize;
 /// An epoch with more pages is sent from within its pause.
 const BUFFER_PAGES: usize = 5;
 
-/// What was written last to each page.
+/// The value that was last written to each page.
 type Bytes = [u8; PAGES as usize];
 
-/// What a page holds then: of 0 and 1 a few bytes differ, of 2 nearly all.
+/// The contents of a page with a value: values 0 and 1 differ in a few bytes, value 2 in nearly
+/// all.
 fn held(value: u8) -> Vec<u8> {
     let mut bytes = vec![value / 2; PAGE_SIZE];
     [9, 2000, 2001].into_iter().for_each(|at| bytes[at] = value);
@@ -44,15 +46,15 @@ fn all(values: &Bytes) -> Vec<u8> {
     values.iter().flat_map(|&value| held(value)).collect()
 }
 
-impl Ram for Vec<u8> {
-    fn write(&mut self, page: Page, at: usize, bytes: &[u8]) -> io::Result<()> {
+impl StandbyRam for Vec<u8> {
+    fn write_bytes(&mut self, page: Page, at: usize, bytes: &[u8]) -> io::Result<()> {
         let from = page.index() * PAGE_SIZE + at;
         self[from..from + bytes.len()].copy_from_slice(bytes);
         Ok(())
     }
 }
 
-/// Both ends of a connection, and where it is cut.
+/// Both ends of a connection, and the position at which it is cut.
 #[derive(Clone, Default)]
 struct Link(Rc<RefCell<VecDeque<u8>>>);
 
@@ -74,12 +76,12 @@ impl Write for Link {
 
 #[derive(Clone, Debug)]
 enum Step {
-    /// The guest writes a value, perhaps the one that is there.
+    /// The guest writes a value, perhaps the one that the page has already.
     Write(u32, u8),
     /// Pages are protected and copied ahead of the next cut.
     Ahead,
     Cut,
-    /// What comparing found reaches the predictor.
+    /// The predictor receives the result of a comparison.
     Hear,
 }
 
@@ -89,11 +91,11 @@ struct World {
     predictor: Predictor,
     /// Pages copied ahead, with their contents.
     ahead: (Vec<Page>, Vec<u8>),
-    sending: Sending<Link>,
-    events: Receiver<Event>,
+    sending: EpochSender<Link>,
+    events: Receiver<ConnectionEvent>,
     link: Link,
-    reader: Reader<Link>,
-    standby: Standby<Vec<u8>>,
+    reader: EpochReader<Link>,
+    standby: StandbyVm<Vec<u8>>,
     /// Memory at each cut.
     cuts: Vec<Bytes>,
 }
@@ -102,19 +104,19 @@ impl World {
     fn new(predicts: bool) -> Self {
         let (tell, events) = crossbeam_channel::unbounded();
         let link = Link::default();
-        let mut writer = Writer::new(link.clone());
-        writer.end(Epoch(0), &[], &[], false).unwrap();
+        let mut writer = EpochWriter::new(link.clone());
+        writer.write_end(Epoch(0), &[], &[], false).unwrap();
         let regions = RegionMap::lay_out([("ram", u64::from(PAGES) * PAGE_SIZE as u64)]).unwrap();
         Self {
             memory: [0; PAGES as usize],
             protected: [true; PAGES as usize],
             predictor: Predictor::new(predicts).with_busy(BUSY),
             ahead: (Vec::new(), Vec::new()),
-            sending: Sending::new(writer, tell),
+            sending: EpochSender::new(writer, tell),
             events,
-            reader: Reader::new(link.clone()),
+            reader: EpochReader::new(link.clone()),
             link,
-            standby: Standby::new(regions, all(&[0; PAGES as usize])),
+            standby: StandbyVm::new(regions, all(&[0; PAGES as usize])),
             cuts: Vec::new(),
         }
     }
@@ -145,10 +147,10 @@ impl World {
         (pages, bytes)
     }
 
-    /// Once for each cut.
+    /// Executed once for each cut.
     fn copy_ahead(&mut self) {
         if self.ahead.0.is_empty() {
-            let pages = self.predictor.ahead(&self.writable());
+            let pages = self.predictor.plan_ahead(&self.writable());
             pages.iter().for_each(|page| self.protected[page.index()] = true);
             self.ahead = self.copies(&pages);
         }
@@ -156,16 +158,16 @@ impl World {
 
     fn cut(&mut self) {
         let epoch = self.newest().next();
-        let mut plan = self.predictor.cut(&self.writable());
+        let mut plan = self.predictor.plan_cut(&self.writable());
         if plan.copy.len() > BUFFER_PAGES {
-            self.predictor.give_up(&mut plan);
+            self.predictor.give_up_plan(&mut plan);
         }
         plan.protect.iter().for_each(|page| self.protected[page.index()] = true);
         let (mut pages, mut copied) = self.copies(&plan.copy);
         let (ahead, mut bytes) = std::mem::take(&mut self.ahead);
         if pages.len() > BUFFER_PAGES {
             let (numbers, bytes) = (std::mem::take(&mut pages), std::mem::take(&mut copied));
-            self.sending.send(Job::Part(epoch, Pages { numbers, bytes })).unwrap();
+            self.sending.send_job(SendJob::Part(epoch, PageBatch { numbers, bytes })).unwrap();
         }
         bytes.extend(copied);
         let (devices, aux, last) = (vec![1], Vec::new(), false);
@@ -173,33 +175,35 @@ impl World {
         let card = None;
         let copy = EpochCopy { epoch, plan, ahead, pages, bytes, devices, aux, disks, card, last };
         self.cuts.push(self.memory);
-        self.sending.send(Job::Epoch(Box::new(copy))).unwrap();
+        self.sending.send_job(SendJob::Epoch(Box::new(copy))).unwrap();
     }
 
     fn hear(&mut self) {
         for event in self.events.try_iter() {
             match event {
-                Event::Compared { epoch, plan, same } if epoch == Epoch(self.cuts.len() as u64) => {
-                    self.predictor.unchanged(&plan, &same);
+                ConnectionEvent::Compared { epoch, plan, same }
+                    if epoch == Epoch(self.cuts.len() as u64) =>
+                {
+                    self.predictor.record_unchanged(&plan, &same);
                 }
                 _ => {}
             }
         }
     }
 
-    /// The backup takes all that has come.
+    /// The backup handles all messages that have arrived.
     fn arrive(&mut self) -> Result<(), Box<dyn Error>> {
         while !self.link.0.borrow().is_empty() {
-            let message = self.reader.receive()?;
-            self.standby.receive(message)?;
+            let message = self.reader.read_message()?;
+            self.standby.handle_message(message)?;
         }
         Ok(())
     }
 
-    /// Whether what a failover would run is what the primary was.
+    /// Whether the state that a failover would run is that of the primary.
     fn ends_well(self) -> bool {
         let expected = self.standby.progress().committed;
-        match self.standby.take_up(None) {
+        match self.standby.promote_at(None) {
             Ok(committed) => {
                 let at_cut = self.cuts[committed.epoch.0 as usize - 1];
                 committed.epoch == expected && committed.ram == all(&at_cut)
@@ -212,88 +216,94 @@ impl World {
 /// The backup refuses, and closes its end while the primary still sends.
 #[test]
 fn why_a_backup_refuses_is_heard_also_when_sending_fails_first() {
-    let (primary, backup) = Stream::pair().unwrap();
+    let (primary, backup) = EpochStream::connected_pair().unwrap();
     let mut sent = primary.try_clone().unwrap();
     sent.write_all(&[0; 4096]).unwrap();
-    Writer::new(backup).refusal("there is no room").unwrap();
+    EpochWriter::new(backup).write_refusal("there is no room").unwrap();
     let broken = sent.write_all(&[0; 4096]).unwrap_err();
     let (tell, events) = crossbeam_channel::unbounded();
-    std::thread::spawn(move || hear(primary, &tell));
-    let said = said_by_backup(WireError::Io(broken).into(), &events);
-    assert!(matches!(&said, PrimaryError::Refused(why) if why == "there is no room"), "{said:?}");
+    std::thread::spawn(move || read_messages(primary, &tell));
+    let said = prefer_backup_reason(EpochStreamError::Io(broken).into(), &events);
+    assert!(
+        matches!(&said, ProtectionError::Refused(why) if why == "there is no room"),
+        "{said:?}"
+    );
 }
 
-/// A primary that wants to go on alone is answered only if nobody ever runs the VM here.
+/// A primary that requests to continue alone gets a confirmation only if the VM is never run here.
 #[test]
 fn a_release_is_agreed_to_or_not_answered() {
     for agrees in [true, false] {
-        let (primary, backup) = Stream::pair().unwrap();
+        let (primary, backup) = EpochStream::connected_pair().unwrap();
         let regions = RegionMap::lay_out([("ram", u64::from(PAGES) * PAGE_SIZE as u64)]).unwrap();
         let (disks, meta) = (Vec::new(), serde_json::Value::Null);
-        let hello = Hello { version: VERSION, regions, disks, leased: false, member: None, meta };
-        let mut writer = Writer::new(primary.try_clone().unwrap());
-        writer.hello(&hello).unwrap();
-        writer.release().unwrap();
-        let (mut receiver, hello) = Backup::meet(&backup).unwrap();
-        let mut standby = Standby::new(hello.regions, all(&[0; PAGES as usize]));
-        let ended = receiver.receive(&mut standby, &mut |_| (), &mut |_| agrees);
-        assert_eq!(matches!(ended, BackupError::Released), agrees, "{ended:?}");
+        let hello =
+            PrimaryHello { version: VERSION, regions, disks, leased: false, member: None, meta };
+        let mut writer = EpochWriter::new(primary.try_clone().unwrap());
+        writer.write_hello(&hello).unwrap();
+        writer.write_release().unwrap();
+        let (mut receiver, hello) = Backup::accept_hello(&backup).unwrap();
+        let mut standby = StandbyVm::new(hello.regions, all(&[0; PAGES as usize]));
+        let ended = receiver.receive_epochs(&mut standby, &mut |_| (), &mut |_| agrees);
+        assert_eq!(matches!(ended, BackupReceiveError::Released), agrees, "{ended:?}");
         drop((receiver, backup));
         let (tell, events) = crossbeam_channel::unbounded();
-        hear(primary, &tell);
+        read_messages(primary, &tell);
         let heard = events.try_recv().unwrap();
-        assert_eq!(matches!(heard, Event::Released), agrees, "{heard:?}");
+        assert_eq!(matches!(heard, ConnectionEvent::Released), agrees, "{heard:?}");
     }
 }
 
-/// How the primary's side ended is noted by the backup, and the primary learns that; a backup that is about to run the VM notes nothing.
+/// The backup records how the protection ended at the primary, and the primary is informed of that.
+/// A backup that is about to run the VM records nothing.
 #[test]
 fn how_the_primary_ended_is_noted_or_not_answered() {
     for notes in [true, false] {
-        let (primary, backup) = Stream::pair().unwrap();
+        let (primary, backup) = EpochStream::connected_pair().unwrap();
         let regions = RegionMap::lay_out([("ram", u64::from(PAGES) * PAGE_SIZE as u64)]).unwrap();
         let (disks, meta) = (Vec::new(), serde_json::Value::Null);
-        let hello = Hello { version: VERSION, regions, disks, leased: false, member: None, meta };
-        let mut writer = Writer::new(primary.try_clone().unwrap());
-        writer.hello(&hello).unwrap();
-        writer.primary_end(&PrimaryEnd::Stopped).unwrap();
-        let (mut receiver, hello) = Backup::meet(&backup).unwrap();
-        let mut standby = Standby::new(hello.regions, all(&[0; PAGES as usize]));
-        let ended = receiver.receive(&mut standby, &mut |_| (), &mut |end| {
+        let hello =
+            PrimaryHello { version: VERSION, regions, disks, leased: false, member: None, meta };
+        let mut writer = EpochWriter::new(primary.try_clone().unwrap());
+        writer.write_hello(&hello).unwrap();
+        writer.write_primary_end(&PrimaryEnd::Stopped).unwrap();
+        let (mut receiver, hello) = Backup::accept_hello(&backup).unwrap();
+        let mut standby = StandbyVm::new(hello.regions, all(&[0; PAGES as usize]));
+        let ended = receiver.receive_epochs(&mut standby, &mut |_| (), &mut |end| {
             assert_eq!(*end, PrimaryEnd::Stopped);
             notes
         });
-        let is_noted = matches!(ended, BackupError::Ended(PrimaryEnd::Stopped));
+        let is_noted = matches!(ended, BackupReceiveError::Ended(PrimaryEnd::Stopped));
         assert_eq!(is_noted, notes, "{ended:?}");
         drop((receiver, backup));
         let (tell, events) = crossbeam_channel::unbounded();
-        hear(primary, &tell);
+        read_messages(primary, &tell);
         let heard = events.try_recv().unwrap();
-        assert_eq!(matches!(heard, Event::EndNoted), notes, "{heard:?}");
+        assert_eq!(matches!(heard, ConnectionEvent::EndNoted), notes, "{heard:?}");
     }
 }
 
 /// A standby that its user stops reports that it never runs the VM.
 #[test]
 fn a_backup_that_declines_is_understood() {
-    let (primary, backup) = Stream::pair().unwrap();
-    Writer::new(backup).decline("its user stopped the standby").unwrap();
+    let (primary, backup) = EpochStream::connected_pair().unwrap();
+    EpochWriter::new(backup).write_decline("its user stopped the standby").unwrap();
     let (tell, events) = crossbeam_channel::unbounded();
-    hear(primary, &tell);
+    read_messages(primary, &tell);
     let heard = events.try_recv().unwrap();
-    let Event::Lost(PrimaryError::Declined(why)) = heard else { panic!("{heard:?}") };
+    let ConnectionEvent::Lost(ProtectionError::Declined(why)) = heard else { panic!("{heard:?}") };
     assert_eq!(why, "its user stopped the standby");
 }
 
 #[test]
 fn a_backup_that_dies_without_a_word_has_said_nothing() {
-    let (primary, backup) = Stream::pair().unwrap();
+    let (primary, backup) = EpochStream::connected_pair().unwrap();
     drop(backup);
     let broken = primary.try_clone().unwrap().write_all(&[0]).unwrap_err();
     let (tell, events) = crossbeam_channel::unbounded();
-    std::thread::spawn(move || hear(primary, &tell));
-    let said = said_by_backup(WireError::Io(broken).into(), &events);
-    assert!(matches!(said, PrimaryError::Wire(_)), "{said:?}");
+    std::thread::spawn(move || read_messages(primary, &tell));
+    let said = prefer_backup_reason(EpochStreamError::Io(broken).into(), &events);
+    assert!(matches!(said, ProtectionError::Wire(_)), "{said:?}");
 }
 
 fn steps() -> impl Strategy<Value = Vec<Step>> {
@@ -315,7 +325,7 @@ proptest! {
         }
         world.arrive().unwrap();
         let (newest, committed) = (world.newest(), world.standby.progress().committed);
-        prop_assert_eq!(committed, newest.before(), "one behind");
+        prop_assert_eq!(committed, newest.previous(), "one behind");
         prop_assert!(world.ends_well());
     }
 
@@ -325,7 +335,7 @@ proptest! {
         steps.iter().for_each(|step| world.step(step));
         let length = world.link.0.borrow().len();
         world.link.0.borrow_mut().truncate(at.index(length));
-        // It may have been cut between two messages.
+        // The connection may have been cut between two messages.
         let _ = world.arrive();
         prop_assert!(world.ends_well());
     }

@@ -1,4 +1,4 @@
-//! Files that are read.
+//! Opening and reading of input files.
 
 use std::fs::{self, File, FileType, OpenOptions};
 use std::io::{self, Read};
@@ -10,12 +10,12 @@ use thiserror::Error;
 
 use crate::kind::NotRegular;
 
-/// A file is longer than what it is read for can be.
+/// A file is longer than its use allows.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Error)]
 #[error("it has more than {0} bytes")]
 pub struct TooLong(pub u64);
 
-/// Opens a regular file for reading, and never waits.
+/// Opens a regular file for reading, without waiting.
 ///
 /// # Errors
 /// If it cannot be opened, or is not a regular file ([`NotRegular`]).
@@ -23,7 +23,8 @@ pub fn open_input(path: &Path) -> io::Result<File> {
     open_checked(path, |found| Ok(NotRegular::check(found)?))
 }
 
-/// Opens a file with the contents of a disk, a regular file or a block device, for reading, and never waits.
+/// Opens a file with the contents of a disk (a regular file or a block device) for reading, without
+/// waiting.
 ///
 /// # Errors
 /// If it cannot be opened, or is of another kind ([`NotRegular`]).

@@ -7,7 +7,7 @@ use std::os::unix::fs::FileTypeExt;
 
 use thiserror::Error;
 
-/// What a path names, where it is not a regular file.
+/// The kind of a file that is not regular.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum FileKind {
     /// A directory.
@@ -56,7 +56,7 @@ impl fmt::Display for FileKind {
     }
 }
 
-/// A path names something else than a regular file.
+/// A path names something other than a regular file.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Error)]
 #[error("it is {0}, not a regular file")]
 pub struct NotRegular(pub FileKind);
@@ -70,7 +70,7 @@ impl NotRegular {
         FileKind::unless_regular(found).map_or(Ok(()), |kind| Err(Self(kind)))
     }
 
-    /// The kind of file that an error of this crate complains of, if it complains of one.
+    /// The [`NotRegular`] inside an error of this crate, if there is one.
     pub fn find_in(error: &io::Error) -> Option<Self> {
         error.get_ref()?.downcast_ref().copied()
     }

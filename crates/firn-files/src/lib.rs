@@ -1,4 +1,4 @@
-//! Files that a user, an image or a configuration names: which of them Firn reads and writes.
+//! The rules by which Firn opens files that a user, an image or a configuration names.
 //!
 //! ```text
 //!                     input                   disk             output
@@ -9,9 +9,10 @@
 //!   anything else     error, without a wait   the same         error, before anything is written
 //! ```
 //!
-//! A path names what its owner put there: a FIFO makes `open(2)` wait for a writer, `rename(2)` replaces a device by a
-//! regular file, and opening some devices has effects of its own. So the kind of file is checked before it is opened, and
-//! once more afterwards, when no other file can have taken its place.
+//! The owner of a path decides what it names. A FIFO makes `open(2)` wait for a writer, `rename(2)`
+//! replaces a device with a regular file, and opening some devices has side effects. So this crate
+//! checks the kind of a file before it opens it, and once more on the open descriptor, when no
+//! other file can replace it.
 
 #![forbid(unsafe_code)]
 

@@ -1,4 +1,4 @@
-//! Files that are written.
+//! Creation and replacement of output files.
 
 use std::ffi::OsString;
 use std::fs::{self, File, OpenOptions};
@@ -12,21 +12,21 @@ use thiserror::Error;
 
 use crate::kind::{FileKind, NotRegular};
 
-/// Why a path is not one to write a file to.
+/// The reason why Firn does not write a file at a path.
 #[derive(Debug, Error)]
 pub enum OutputError {
-    /// Something is there that a file must not replace.
+    /// The path names something that a file must not replace.
     #[error("{path} is {kind}: a file is written to a regular file or a new name only", path = .path.display())]
     Kind {
         /// The path.
         path: PathBuf,
-        /// What is there.
+        /// The kind of the existing file.
         kind: FileKind,
     },
     /// It ends in a slash, or has no last part.
     #[error("{path} is not a file name", path = .0.display())]
     Name(PathBuf),
-    /// The system refuses to say what is there.
+    /// The system does not report what the path names.
     #[error("cannot check {path}", path = .path.display())]
     Io {
         /// The path.
@@ -36,10 +36,11 @@ pub enum OutputError {
     },
 }
 
-/// Checks that a file may be created or replaced at a path: there is nothing, a regular file, or a link to one or to nothing.
+/// Checks that a file may be created or replaced at a path: it names nothing, a regular file, or a
+/// link to one or to nothing.
 ///
 /// # Errors
-/// If something else is there, or the path names no file.
+/// If the path names something else, or no file.
 pub fn check_output(path: &Path) -> Result<(), OutputError> {
     if path.file_name().is_none() || path.as_os_str().as_bytes().ends_with(b"/") {
         return Err(match path.is_dir() {
@@ -57,7 +58,8 @@ pub fn check_output(path: &Path) -> Result<(), OutputError> {
     }
 }
 
-/// Opens a regular file for writing from its start, and creates it if there is none. What it had is gone.
+/// Opens a regular file for writing from its start, and creates it if there is none. Earlier
+/// contents are lost.
 ///
 /// # Errors
 /// If it cannot be opened, or is not a regular file ([`NotRegular`]).
@@ -78,28 +80,29 @@ pub fn create_output(path: &Path) -> io::Result<File> {
     Ok(file)
 }
 
-/// Writes a file that has all of these bytes or, after an error, is as it was before.
+/// Replaces a file by one with these bytes. After an error the old file is unchanged.
 ///
 /// # Errors
-/// If it cannot be written, or something else than a regular file is there ([`OutputError`]).
+/// If it cannot be written, or the path names something other than a regular file
+/// ([`OutputError`]).
 pub fn replace_output(path: &Path, bytes: &[u8]) -> io::Result<()> {
-    replace(path, bytes, 0o666)
+    replace_with_mode(path, bytes, 0o666)
 }
 
-/// The same, for its owner alone.
+/// The same, readable by the owner alone.
 ///
 /// # Errors
 /// As [`replace_output`].
 pub fn replace_private(path: &Path, bytes: &[u8]) -> io::Result<()> {
-    replace(path, bytes, 0o600)
+    replace_with_mode(path, bytes, 0o600)
 }
 
-fn replace(path: &Path, bytes: &[u8], mode: u32) -> io::Result<()> {
+fn replace_with_mode(path: &Path, bytes: &[u8], mode: u32) -> io::Result<()> {
     check_output(path).map_err(|error| io::Error::new(io::ErrorKind::InvalidInput, error))?;
     let new = new_name(path);
     let written = write_new(&new, bytes, mode).and_then(|()| fs::rename(&new, path));
     if written.is_err() {
-        // The error that counts is the first one.
+        // The caller needs the first error.
         drop(fs::remove_file(&new));
     }
     written
@@ -110,7 +113,7 @@ fn write_new(path: &Path, bytes: &[u8], mode: u32) -> io::Result<()> {
     options.write(true).create_new(true).mode(mode).open(path)?.write_all(bytes)
 }
 
-/// A hidden name beside a path, which no other process uses.
+/// A hidden name in the same directory, which no other process uses.
 fn new_name(path: &Path) -> PathBuf {
     let mut name = OsString::from(".");
     name.push(path.file_name().unwrap_or_default());

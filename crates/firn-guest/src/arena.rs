@@ -4,8 +4,9 @@ use zerocopy::{FromBytes as _, IntoBytes as _};
 
 use crate::stamp::{PageWords, WORDS};
 
-/// Pages of this process, aligned to 4096 bytes, zero and not yet backed by memory until they are touched.
-pub struct Arena {
+/// Pages of this process, aligned to 4096 bytes, zero, and not backed by memory until the first
+/// access.
+pub struct PageArena {
     words: Vec<u64>,
     first_word: usize,
     pages: usize,
@@ -14,19 +15,19 @@ pub struct Arena {
 /// Pages in a huge page of 2 MiB.
 const HUGE: usize = 512;
 
-impl Arena {
-    /// `pages` pages.
+impl PageArena {
+    /// An arena of `pages` pages.
     pub fn new(pages: usize) -> Self {
-        Self::aligned(pages, 1)
+        Self::with_alignment(pages, 1)
     }
 
-    /// `pages` pages, the first at a multiple of 2 MiB: the kernel may back them with huge pages, and pages that are
-    /// neighbours here are then neighbours in guest-physical memory.
-    pub fn huge(pages: usize) -> Self {
-        Self::aligned(pages, HUGE)
+    /// An arena of `pages` pages, the first at a multiple of 2 MiB: the kernel may back them with
+    /// huge pages, and pages that are neighbours here are then neighbours in guest-physical memory.
+    pub fn with_huge_pages(pages: usize) -> Self {
+        Self::with_alignment(pages, HUGE)
     }
 
-    fn aligned(pages: usize, align_pages: usize) -> Self {
+    fn with_alignment(pages: usize, align_pages: usize) -> Self {
         let unit = align_pages * WORDS;
         let words = vec![0_u64; pages * WORDS + unit];
         let misaligned = words.as_ptr().addr() / 8 % unit;
@@ -38,31 +39,31 @@ impl Arena {
         Self::new(mib * 256)
     }
 
-    /// How many pages.
-    pub fn pages(&self) -> usize {
+    /// The number of pages.
+    pub fn page_count(&self) -> usize {
         self.pages
     }
 
-    /// A page to read. `index` is taken modulo the number of pages.
+    /// A page, for reading. `index` is taken modulo the number of pages.
     pub fn page(&self, index: usize) -> &PageWords {
-        &self.all()[index % self.pages]
+        &self.all_pages()[index % self.pages]
     }
 
-    /// A page to write. `index` is taken modulo the number of pages.
+    /// A page, for writing. `index` is taken modulo the number of pages.
     pub fn page_mut(&mut self, index: usize) -> &mut PageWords {
         let pages = self.pages;
-        &mut self.all_mut()[index % pages]
+        &mut self.all_pages_mut()[index % pages]
     }
 
     /// All pages.
-    pub fn all(&self) -> &[PageWords] {
+    pub fn all_pages(&self) -> &[PageWords] {
         let words = &self.words[self.first_word..][..self.pages * WORDS];
-        // Whole pages, aligned as words are: nothing is left for this to fail on.
+        // These are whole pages, aligned as words are, so this cannot fail.
         <[PageWords]>::ref_from_bytes(words.as_bytes()).unwrap_or_default()
     }
 
-    /// All pages, to write.
-    pub fn all_mut(&mut self) -> &mut [PageWords] {
+    /// All pages, for writing.
+    pub fn all_pages_mut(&mut self) -> &mut [PageWords] {
         let words = &mut self.words[self.first_word..][..self.pages * WORDS];
         <[PageWords]>::mut_from_bytes(words.as_mut_bytes()).unwrap_or_default()
     }
@@ -74,16 +75,16 @@ mod tests {
 
     #[test]
     fn pages_are_aligned() {
-        let arena = Arena::new(3);
+        let arena = PageArena::new(3);
         assert_eq!(arena.page(0).as_ptr().addr() % 4096, 0);
-        assert_eq!(arena.all().len(), 3);
+        assert_eq!(arena.all_pages().len(), 3);
     }
 
     #[test]
     fn huge_arenas_begin_at_a_huge_page() {
-        let mut arena = Arena::huge(3);
+        let mut arena = PageArena::with_huge_pages(3);
         assert_eq!(arena.page(0).as_ptr().addr() % (2 << 20), 0);
-        arena.all_mut()[2][511] = 1;
+        arena.all_pages_mut()[2][511] = 1;
         assert_eq!(arena.page(5)[511], 1, "numbers wrap around");
     }
 }

@@ -1,7 +1,9 @@
-//! `firn-guest ledger`: an application with transactions, which knows itself what each of them changed.
+//! `firn-guest ledger`: an application with transactions, which knows itself what each of them
+//! changed.
 //!
-//! It writes random words on random pages of a critical data area, commits, and compares what `firn_app` says has changed
-//! with what it did: a change that is not told is what a tracker must never do. Output is JSON lines:
+//! It writes random words on random pages of a critical data area, commits, and compares the
+//! changes that `firn_app` reports with its own: a tracker must never fail to report a change.
+//! Output is JSON lines:
 //!
 //! ```text
 //!   {"ready":true,"tracker":"pt_host"}
@@ -16,7 +18,7 @@ use std::time::{Duration, Instant};
 
 use anyhow::{Result, ensure};
 use clap::Args;
-use firn_app::{Area, Host, Kind, Options, PAGE, Precision, Session};
+use firn_app::{Area, HostTracker, PAGE, Precision, Session, SessionOptions, TrackerKind};
 use serde_json::{Value, json};
 
 use crate::stamp::mix;
@@ -24,14 +26,14 @@ use crate::stamp::mix;
 /// Words of a page.
 const WORDS: u64 = PAGE as u64 / 8;
 
-/// Commits transactions, and checks what it is told of them.
+/// Commits transactions, and checks the changes that are reported for them.
 #[derive(Args, Clone, Debug)]
-pub struct Ledger {
-    /// How it is known what was written: pt, emul, pt_assisted, scan, compare, pt_host (Firn on the host tells), or emul_host
-    /// (its plugin there notes stores).
+pub struct LedgerArgs {
+    /// The tracker that finds the writes: pt, emul, pt_assisted, scan, compare, pt_host (Firn on
+    /// the host tracks), or emul_host (its plugin there records stores).
     #[arg(long, default_value = "pt_host")]
     tracker: String,
-    /// With pt_host and emul_host: as which application.
+    /// With pt_host and emul_host: the application's name.
     #[arg(long, default_value = "ledger")]
     name: String,
     /// With pt_host and emul_host: its key, 64 hexadecimal digits.
@@ -40,68 +42,71 @@ pub struct Ledger {
     /// Pages of its area.
     #[arg(long, default_value_t = 80)]
     pages: u64,
-    /// Words that a transaction writes, each on a page drawn anew.
+    /// Words that a transaction writes, each on a page drawn at random.
     #[arg(long, default_value_t = 4)]
     writes: u64,
-    /// Transactions; 0 goes on for ever.
+    /// Transactions; 0 runs for ever.
     #[arg(long, default_value_t = 10_000)]
     transactions: u64,
     /// Count whole pages as changed, without comparing.
     #[arg(long)]
     whole_pages: bool,
-    /// With emul_host: keep no copy of what was committed, so that what is noted is told as it is.
+    /// With emul_host: keep no copy of committed data, so that recorded stores are reported without
+    /// a comparison.
     #[arg(long)]
     no_undo: bool,
     /// Milliseconds between progress lines.
     #[arg(long, default_value_t = 200)]
     progress_ms: u64,
-    /// Chooses what is written.
+    /// Chooses the words that are written.
     #[arg(long, default_value_t = 1)]
     seed: u64,
 }
 
-/// Runs to the end. False if something was not told.
-pub fn run(args: &Ledger) -> Result<bool> {
-    let (mut session, area) = open(args)?;
-    println!("{}", json!({ "ready": true, "tracker": session.tracker().name() }));
-    let mut tally = Tally { since: Instant::now(), count: 0, wrong: 0, busy: Duration::ZERO };
+/// Runs to the end. False if a change was not reported.
+pub fn run(args: &LedgerArgs) -> Result<bool> {
+    let (mut session, area) = open_session(args)?;
+    println!("{}", json!({ "ready": true, "tracker": session.tracker_kind().name() }));
+    let mut tally = LedgerTally { since: Instant::now(), count: 0, wrong: 0, busy: Duration::ZERO };
     let mut told = Duration::ZERO;
     while args.transactions == 0 || tally.count < args.transactions {
-        let expected = transaction(&mut session, &area, args, &mut tally)?;
-        tally.wrong += u64::from(!is_told(&session, args.whole_pages, &expected));
+        let expected = run_transaction(&mut session, &area, args, &mut tally)?;
+        tally.wrong += u64::from(!is_reported(&session, args.whole_pages, &expected));
         if tally.since.elapsed() >= told + Duration::from_millis(args.progress_ms) {
             told = tally.since.elapsed();
-            println!("{}", tally.progress(&session));
+            println!("{}", tally.progress_line(&session));
         }
     }
-    println!("{}", tally.done(&session));
+    println!("{}", tally.done_line(&session));
     Ok(tally.wrong == 0)
 }
 
-fn open(args: &Ledger) -> Result<(Session, Area)> {
+fn open_session(args: &LedgerArgs) -> Result<(Session, Area)> {
     ensure!(args.pages > 0, "an area has a page at least");
     let precision = if args.whole_pages { Precision::Pages } else { Precision::Words };
-    let options = Options::new(&args.name).precision(precision);
+    let options = SessionOptions::new(&args.name).precision(precision);
     let mut session = match args.tracker.as_str() {
-        "pt_host" => Session::open_with(options, Box::new(Host::open(&args.name, &args.key)?))?,
+        "pt_host" => {
+            Session::open_with(options, Box::new(HostTracker::open(&args.name, &args.key)?))?
+        }
         "emul_host" => {
-            let host = Host::open(&args.name, &args.key)?.noting_stores(Precision::Words)?;
+            let host = HostTracker::open(&args.name, &args.key)?.noting_stores(Precision::Words)?;
             Session::open_with(options.undo(!args.no_undo), Box::new(host))?
         }
-        other => Session::open(options.tracker(other.parse::<Kind>()?))?,
+        other => Session::open(options.tracker(other.parse::<TrackerKind>()?))?,
     };
     let area = session.allocate("accounts", args.pages as usize * PAGE)?;
-    // The first commit of an area tells all of it.
+    // The first commit of an area reports all of it.
     session.begin()?.commit()?;
     Ok((session, area))
 }
 
-/// One transaction; the words that it changed.
-fn transaction(
+/// Runs one transaction; returns the words that it changed.
+fn run_transaction(
     session: &mut Session,
     area: &Area,
-    args: &Ledger,
-    tally: &mut Tally,
+    args: &LedgerArgs,
+    tally: &mut LedgerTally,
 ) -> Result<BTreeSet<usize>> {
     tally.count += 1;
     let draw = |n: u64| mix(args.seed ^ tally.count << 20 ^ n);
@@ -110,7 +115,7 @@ fn transaction(
     let mut open = session.begin()?;
     let words = open.words(area);
     for n in 0..args.writes {
-        // Never what is there already.
+        // The count makes each value differ from the word's old one.
         words[at(n)] = tally.count << 8 | n & 0xff;
     }
     open.commit()?;
@@ -118,8 +123,8 @@ fn transaction(
     Ok((0..args.writes).map(at).collect())
 }
 
-/// Whether each of these words was told, and, where words are told, no other.
-fn is_told(session: &Session, whole_pages: bool, expected: &BTreeSet<usize>) -> bool {
+/// Whether each of these words was reported, and, where the tracker reports words, no other.
+fn is_reported(session: &Session, whole_pages: bool, expected: &BTreeSet<usize>) -> bool {
     let told: BTreeSet<usize> = session
         .changes()
         .iter()
@@ -128,23 +133,23 @@ fn is_told(session: &Session, whole_pages: bool, expected: &BTreeSet<usize>) -> 
     if whole_pages { expected.is_subset(&told) } else { *expected == told }
 }
 
-struct Tally {
+struct LedgerTally {
     since: Instant,
     count: u64,
     wrong: u64,
     busy: Duration,
 }
 
-impl Tally {
-    fn progress(&self, session: &Session) -> Value {
+impl LedgerTally {
+    fn progress_line(&self, session: &Session) -> Value {
         json!({ "progress": self.count, "seconds": self.since.elapsed().as_secs_f64(),
-            "wrong": self.wrong, "blind": session.counts().blind,
-            "called": session.counts().called })
+            "wrong": self.wrong, "blind": session.tracker_counts().blind,
+            "called": session.tracker_counts().called })
     }
 
-    fn done(&self, session: &Session) -> Value {
+    fn done_line(&self, session: &Session) -> Value {
         json!({ "done": true, "transactions": self.count, "wrong": self.wrong,
-            "blind": session.counts().blind, "called": session.counts().called,
+            "blind": session.tracker_counts().blind, "called": session.tracker_counts().called,
             "us_per_transaction": self.busy.as_secs_f64() * 1e6 / self.count.max(1) as f64 })
     }
 }
@@ -157,10 +162,10 @@ mod tests {
     #[derive(Parser)]
     struct Cli {
         #[command(flatten)]
-        ledger: Ledger,
+        ledger: LedgerArgs,
     }
 
-    fn ledger(words: &[&str]) -> Ledger {
+    fn ledger(words: &[&str]) -> LedgerArgs {
         Cli::parse_from([&["ledger"], words].concat()).ledger
     }
 
@@ -176,13 +181,14 @@ mod tests {
     #[test]
     fn a_change_that_is_not_told_is_seen() {
         let args = ledger(&["--tracker", "compare", "--pages", "2"]);
-        let (mut session, area) = open(&args).unwrap();
-        let mut tally = Tally { since: Instant::now(), count: 0, wrong: 0, busy: Duration::ZERO };
-        let mut expected = transaction(&mut session, &area, &args, &mut tally).unwrap();
-        assert!(is_told(&session, false, &expected));
+        let (mut session, area) = open_session(&args).unwrap();
+        let mut tally =
+            LedgerTally { since: Instant::now(), count: 0, wrong: 0, busy: Duration::ZERO };
+        let mut expected = run_transaction(&mut session, &area, &args, &mut tally).unwrap();
+        assert!(is_reported(&session, false, &expected));
         expected.insert(2 * PAGE / 8 - 1);
-        assert!(!is_told(&session, false, &expected));
-        assert!(!is_told(&session, true, &expected));
+        assert!(!is_reported(&session, false, &expected));
+        assert!(!is_reported(&session, true, &expected));
     }
 
     #[test]

@@ -1,9 +1,9 @@
-//! What Firn's test guests run, and what the outside must know to talk to them.
+//! The programs of Firn's test guests, and the formats that the host side shares with them.
 //!
-//! A checkpoint is exact when the guest itself cannot tell that it was restored. The programs here make a guest that
-//! would tell: every page and every disk sector they write says what it is, so that one that is torn, old or lost is
-//! found by looking at it, from inside the guest ([`writers`], [`disk`]) and from outside, in an image or in a copy of
-//! guest memory ([`stamp`]).
+//! A checkpoint is exact when the guest itself cannot detect that it was restored. The programs
+//! here make a guest that would detect it: every page and every disk sector they write describes
+//! itself, so that a torn, old or lost one is found by a check, from inside the guest ([`writers`],
+//! [`disk`]) and from outside, in an image or in a copy of guest memory ([`stamp`]).
 //!
 //! ```text
 //!   host                                        guest
@@ -12,8 +12,8 @@
 //!   Prober  --- unix socket === virtio port --- firn-guest heartbeat
 //! ```
 //!
-//! The library part holds the formats both sides share: [`stamp`] and [`protocol`]. Everything is one static binary,
-//! `firn-guest VERB`, with one module per verb.
+//! The library part has the formats that both sides share: [`stamp`] and [`protocol`]. Everything
+//! is one static binary, `firn-guest VERB`, with one module per verb.
 
 #![forbid(unsafe_code)]
 
@@ -27,10 +27,10 @@ pub mod lines;
 pub mod mem_report;
 pub mod net;
 pub mod npb;
-pub mod pace;
 pub mod port;
 pub mod programs;
 pub mod protocol;
+pub mod rate_limiter;
 pub mod ring;
 pub mod sha;
 pub mod stamp;

@@ -1,4 +1,4 @@
-//! A TCP connection by which lines of JSON go both ways.
+//! A TCP connection that transfers lines of JSON in both directions.
 
 use std::io::{self, BufRead as _, BufReader, Read as _, Write as _};
 use std::net::{SocketAddr, TcpStream};
@@ -7,28 +7,28 @@ use std::time::Duration;
 use serde::Serialize;
 use serde::de::DeserializeOwned;
 
-/// Longest line, in bytes.
+/// Maximum length of a line, in bytes.
 const LINE_BYTES_MAX: u64 = 4 << 20;
-/// How long the other end may take, if this end connects.
-const PATIENCE: Duration = Duration::from_secs(10);
+/// Timeout for the peer's replies, on the side that connects.
+const PEER_TIMEOUT: Duration = Duration::from_secs(10);
 
-/// The connection.
+/// A TCP connection with lines of JSON.
 #[derive(Debug)]
-pub struct Lines(BufReader<TcpStream>);
+pub struct JsonLines(BufReader<TcpStream>);
 
-impl Lines {
-    /// By a connection that there is.
+impl JsonLines {
+    /// Uses an open connection.
     pub fn new(stream: TcpStream) -> io::Result<Self> {
         stream.set_nodelay(true)?;
         Ok(Self(BufReader::new(stream)))
     }
 
-    /// By a new one.
+    /// Opens a connection.
     pub fn connect(to: SocketAddr) -> io::Result<Self> {
-        Self::connect_within(to, PATIENCE)
+        Self::connect_within(to, PEER_TIMEOUT)
     }
 
-    /// The same, with another patience from then on.
+    /// The same with another timeout, which also applies to later reads and writes.
     pub fn connect_within(to: SocketAddr, patience: Duration) -> io::Result<Self> {
         let stream = TcpStream::connect_timeout(&to, patience)?;
         stream.set_read_timeout(Some(patience))?;
@@ -37,14 +37,14 @@ impl Lines {
     }
 
     /// Sends a line.
-    pub fn say(&mut self, what: &impl Serialize) -> io::Result<()> {
+    pub fn send_line(&mut self, what: &impl Serialize) -> io::Result<()> {
         let mut line = serde_json::to_vec(what)?;
         line.push(b'\n');
         self.0.get_mut().write_all(&line)
     }
 
     /// Waits for a line.
-    pub fn hear<T: DeserializeOwned>(&mut self) -> io::Result<T> {
+    pub fn receive_line<T: DeserializeOwned>(&mut self) -> io::Result<T> {
         let mut line = Vec::new();
         self.0.by_ref().take(LINE_BYTES_MAX).read_until(b'\n', &mut line)?;
         if !line.ends_with(b"\n") {

@@ -1,6 +1,6 @@
 //! `firn-guest VERB`: see the library's documentation.
 //!
-//! Exit code: 0 done and right, 1 done and something was wrong (a page, a sector, an echo), 2 could not be done.
+//! Exit code: 0 success, 1 a check failed (a page, a sector, an echo), 2 an error.
 
 #![forbid(unsafe_code)]
 
@@ -19,33 +19,33 @@ use firn_guest::{
 #[command(version)]
 struct Cli {
     #[command(subcommand)]
-    verb: Verb,
+    verb: GuestVerb,
 }
 
 #[derive(Subcommand)]
-enum Verb {
-    Agent(agent::Agent),
-    Bank(bank::Bank),
-    Writers(writers::Writers),
-    Verify(writers::Verify),
-    Synthetic(synthetic::Synthetic),
-    Toucher(toucher::Toucher),
-    Random(random::Random),
+enum GuestVerb {
+    Agent(agent::AgentArgs),
+    Bank(bank::BankArgs),
+    Writers(writers::WritersArgs),
+    Verify(writers::VerifyArgs),
+    Synthetic(synthetic::SyntheticArgs),
+    Toucher(toucher::ToucherArgs),
+    Random(random::RandomArgs),
     DiskDma(disk::DiskDma),
     NetDma(net::NetDma),
-    Heartbeat(heartbeat::Heartbeat),
-    Ring(ring::Ring),
-    Sha(sha::Sha),
-    Ledger(ledger::Ledger),
-    Npb(npb::Npb),
-    Programs(programs::Programs),
-    Transactions(transactions::Transactions),
-    /// Prints what the kernel says about memory.
+    Heartbeat(heartbeat::HeartbeatArgs),
+    Ring(ring::RingArgs),
+    Sha(sha::ShaArgs),
+    Ledger(ledger::LedgerArgs),
+    Npb(npb::NpbArgs),
+    Programs(programs::ProgramsArgs),
+    Transactions(transactions::TransactionsArgs),
+    /// Prints the kernel's report on memory.
     MemReport,
 }
 
 fn main() -> ExitCode {
-    match run(Cli::parse().verb) {
+    match run_verb(Cli::parse().verb) {
         Ok(true) => ExitCode::SUCCESS,
         Ok(false) => ExitCode::from(1),
         Err(error) => {
@@ -55,24 +55,24 @@ fn main() -> ExitCode {
     }
 }
 
-fn run(verb: Verb) -> Result<bool> {
+fn run_verb(verb: GuestVerb) -> Result<bool> {
     match verb {
-        Verb::Agent(args) => agent::run(&args).map(|()| true),
-        Verb::Bank(args) => bank::run(&args).map(|()| true),
-        Verb::Writers(args) => writers::run(&args),
-        Verb::Verify(args) => writers::verify(&args),
-        Verb::Synthetic(args) => synthetic::run(&args),
-        Verb::Toucher(args) => toucher::run(&args),
-        Verb::Random(args) => random::run(&args),
-        Verb::DiskDma(args) => disk::run(&args),
-        Verb::NetDma(args) => net::run(&args),
-        Verb::Heartbeat(args) => heartbeat::run(&args).map(|()| true),
-        Verb::Ring(args) => ring::run(&args).map(|()| true),
-        Verb::Sha(args) => sha::run(&args).map(|()| true),
-        Verb::Ledger(args) => ledger::run(&args),
-        Verb::Npb(args) => npb::run(&args),
-        Verb::Programs(args) => programs::run(&args).map(|()| true),
-        Verb::Transactions(args) => transactions::run(&args).map(|()| true),
-        Verb::MemReport => mem_report::run().map(|()| true),
+        GuestVerb::Agent(args) => agent::run(&args).map(|()| true),
+        GuestVerb::Bank(args) => bank::run(&args).map(|()| true),
+        GuestVerb::Writers(args) => writers::run(&args),
+        GuestVerb::Verify(args) => writers::run_verify(&args),
+        GuestVerb::Synthetic(args) => synthetic::run(&args),
+        GuestVerb::Toucher(args) => toucher::run(&args),
+        GuestVerb::Random(args) => random::run(&args),
+        GuestVerb::DiskDma(args) => disk::run(&args),
+        GuestVerb::NetDma(args) => net::run(&args),
+        GuestVerb::Heartbeat(args) => heartbeat::run(&args).map(|()| true),
+        GuestVerb::Ring(args) => ring::run(&args).map(|()| true),
+        GuestVerb::Sha(args) => sha::run(&args).map(|()| true),
+        GuestVerb::Ledger(args) => ledger::run(&args),
+        GuestVerb::Npb(args) => npb::run(&args),
+        GuestVerb::Programs(args) => programs::run(&args).map(|()| true),
+        GuestVerb::Transactions(args) => transactions::run(&args).map(|()| true),
+        GuestVerb::MemReport => mem_report::run().map(|()| true),
     }
 }

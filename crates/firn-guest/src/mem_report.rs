@@ -1,4 +1,4 @@
-//! `firn-guest mem-report`: what the guest's kernel says about its memory, as one JSON line.
+//! `firn-guest mem-report`: the guest kernel's report on its memory, as one JSON line.
 
 use std::collections::BTreeMap;
 use std::fs;
@@ -6,16 +6,17 @@ use std::fs;
 use anyhow::{Context as _, Result};
 use serde_json::json;
 
-/// Prints the report. Sizes in KiB, as /proc/meminfo(5) has them; free blocks per zone and order from /proc/buddyinfo.
+/// Prints the report. Sizes in KiB, as in /proc/meminfo(5); free blocks per zone and order from
+/// /proc/buddyinfo.
 pub fn run() -> Result<()> {
     let meminfo = fs::read_to_string("/proc/meminfo").context("cannot read /proc/meminfo")?;
     let buddies = fs::read_to_string("/proc/buddyinfo").unwrap_or_default();
-    let report = json!({ "kib": sizes(&meminfo), "free_blocks": free_blocks(&buddies) });
+    let report = json!({ "kib": parse_sizes(&meminfo), "free_blocks": free_blocks(&buddies) });
     println!("{report}");
     Ok(())
 }
 
-fn sizes(meminfo: &str) -> BTreeMap<&str, u64> {
+fn parse_sizes(meminfo: &str) -> BTreeMap<&str, u64> {
     meminfo
         .lines()
         .filter_map(|line| {
@@ -42,7 +43,7 @@ mod tests {
 
     #[test]
     fn reads_what_the_kernel_writes() {
-        assert_eq!(sizes("MemTotal:  1000 kB\nHugePages_Total: 2\n")["MemTotal"], 1000);
+        assert_eq!(parse_sizes("MemTotal:  1000 kB\nHugePages_Total: 2\n")["MemTotal"], 1000);
         assert_eq!(free_blocks("Node 0, zone    DMA32   3  4  5\n")["DMA32"], [3, 4, 5]);
     }
 }

@@ -1,4 +1,5 @@
-//! `firn-guest npb`: EP or IS of the NAS Parallel Benchmarks, alone or among several guests (see `firn_npb`).
+//! `firn-guest npb`: EP or IS of the NAS Parallel Benchmarks, alone or among several guests (see
+//! `firn_npb`).
 //!
 //! ```text
 //!   {"begun":true,"rank":0}
@@ -10,33 +11,33 @@ use std::time::Instant;
 
 use anyhow::{Result, bail};
 use clap::{Args, ValueEnum};
-use firn_npb::{Alone, Class, Peers, Talk, ep, is};
+use firn_npb::{Communicator, PeerGroup, ProblemClass, SingleProcess, ep, is};
 use serde_json::json;
 
 /// Runs a benchmark. Exit code 1 if its result is not the specified one.
 #[derive(Args, Clone, Debug)]
-pub struct Npb {
-    /// Which.
-    program: Program,
+pub struct NpbArgs {
+    /// The benchmark.
+    program: NpbProgram,
     /// S, W or A.
     #[arg(long, default_value = "S")]
-    class: Class,
-    /// Addresses of all processes, by rank; without any it runs alone.
+    class: ProblemClass,
+    /// Addresses of all processes, by rank; without any, the benchmark runs alone.
     #[arg(long, value_delimiter = ',')]
     peers: Vec<SocketAddr>,
-    /// Which of them this is.
+    /// The rank of this process.
     #[arg(long, default_value_t = 0)]
     rank: usize,
 }
 
 /// A benchmark.
 #[derive(Clone, Copy, Debug, ValueEnum)]
-enum Program {
+enum NpbProgram {
     Ep,
     Is,
 }
 
-impl Program {
+impl NpbProgram {
     fn name(self) -> &'static str {
         match self {
             Self::Ep => "ep",
@@ -44,7 +45,7 @@ impl Program {
         }
     }
 
-    fn run(self, class: Class, talk: &mut impl Talk) -> Result<bool> {
+    fn run_benchmark(self, class: ProblemClass, talk: &mut impl Communicator) -> Result<bool> {
         Ok(match self {
             Self::Ep => ep::run(class, talk)?.is_right,
             Self::Is => is::run(class, talk)?.is_right,
@@ -55,19 +56,19 @@ impl Program {
 /// Runs to the end. False if the result is wrong.
 ///
 /// # Errors
-/// If another process can't be reached, or is gone.
-pub fn run(args: &Npb) -> Result<bool> {
+/// If another process can't be reached, or has ended.
+pub fn run(args: &NpbArgs) -> Result<bool> {
     let mut peers = match args.peers.len() {
         0 if args.rank > 0 => bail!("there is no rank {} without --peers", args.rank),
         0 => None,
-        _ => Some(Peers::meet(args.rank, &args.peers)?),
+        _ => Some(PeerGroup::connect_all(args.rank, &args.peers)?),
     };
-    // They are all there: starting them is no part of it.
+    // All processes are connected: the time to start them does not count.
     println!("{}", json!({ "begun": true, "rank": args.rank }));
     let since = Instant::now();
     let right = match &mut peers {
-        None => args.program.run(args.class, &mut Alone)?,
-        Some(peers) => args.program.run(args.class, peers)?,
+        None => args.program.run_benchmark(args.class, &mut SingleProcess)?,
+        Some(peers) => args.program.run_benchmark(args.class, peers)?,
     };
     println!(
         "{}",

@@ -1,8 +1,8 @@
 //! Virtio serial ports: the guest's end of a unix socket on the host.
 //!
-//! A port outlives what is connected to it. While nobody is, reading gives end of file and poll gives a hang-up; after
-//! a restore the hypervisor's socket is a new one and the next client finds the same open port. So end of file means
-//! "nobody there now", never "the end".
+//! A port outlives its clients. While there is none, reading returns end of file and poll a
+//! hang-up; after a restore the hypervisor's socket is a new one and the next client uses the same
+//! open port. So end of file means "no client now", never "the end".
 
 use std::fs::{self, File, OpenOptions};
 use std::io::{self, Read as _};
@@ -14,11 +14,11 @@ use std::time::Duration;
 use anyhow::{Context as _, Result, bail};
 
 const SYSFS: &str = "/sys/class/virtio-ports";
-/// How long to wait before looking again for somebody at the other end.
-const NOBODY_WAIT: Duration = Duration::from_millis(20);
+/// Interval between checks for a client at the other end.
+const CLIENT_CHECK_INTERVAL: Duration = Duration::from_millis(20);
 
-/// The device of the port the hypervisor calls `name`, if there is one.
-pub fn find(name: &str) -> Option<PathBuf> {
+/// The device of the port that the hypervisor calls `name`, if there is one.
+pub fn find_port(name: &str) -> Option<PathBuf> {
     let entries = fs::read_dir(SYSFS).ok()?;
     let named = |path: &PathBuf| {
         fs::read_to_string(path.join("name")).is_ok_and(|found| found.trim() == name)
@@ -27,11 +27,11 @@ pub fn find(name: &str) -> Option<PathBuf> {
     Some(PathBuf::from("/dev").join(port.file_name()?))
 }
 
-/// Opens the port called `name`, or the path itself where it is one. A port can be open once only.
+/// Opens the port called `name`, or the path itself where it is one. A port can be open only once.
 ///
-/// `blocking`: whether a write waits while nobody is at the other end.
-pub fn open(name: &str, blocking: bool) -> Result<File> {
-    let path = if name.starts_with('/') { Some(PathBuf::from(name)) } else { find(name) };
+/// `blocking`: whether a write waits while there is no client at the other end.
+pub fn open_port(name: &str, blocking: bool) -> Result<File> {
+    let path = if name.starts_with('/') { Some(PathBuf::from(name)) } else { find_port(name) };
     let Some(path) = path else { bail!("this guest has no virtio port called {name}") };
     let flags = if blocking { 0 } else { rustix::fs::OFlags::NONBLOCK.bits() as i32 };
     OpenOptions::new()
@@ -42,20 +42,20 @@ pub fn open(name: &str, blocking: bool) -> Result<File> {
         .with_context(|| format!("cannot open {}", path.display()))
 }
 
-/// Reads lines from a port for ever: see the module's words on end of file.
-pub struct Lines {
+/// Reads lines from a port for ever: see the module documentation on end of file.
+pub struct PortLines {
     port: File,
     pending: Vec<u8>,
     bytes_max: usize,
 }
 
-impl Lines {
-    /// Lines of at most `bytes_max` bytes; longer ones are dropped.
+impl PortLines {
+    /// A reader of lines of at most `bytes_max` bytes; it drops longer ones.
     pub fn new(port: File, bytes_max: usize) -> Self {
         Self { port, pending: Vec::new(), bytes_max }
     }
 
-    /// The next line, without its end. Waits as long as it takes.
+    /// The next line, without its end. Waits without a limit.
     pub fn next_line(&mut self) -> io::Result<Vec<u8>> {
         loop {
             if let Some(end) = self.pending.iter().position(|&byte| byte == b'\n') {
@@ -63,17 +63,17 @@ impl Lines {
                 line.pop();
                 return Ok(line);
             }
-            self.fill()?;
+            self.fill_pending()?;
         }
     }
 
-    fn fill(&mut self) -> io::Result<()> {
+    fn fill_pending(&mut self) -> io::Result<()> {
         let mut chunk = [0; 4096];
         match self.port.read(&mut chunk) {
-            // Whoever comes next starts a line of their own.
+            // The next client starts with a new line.
             Ok(0) => {
                 self.pending.clear();
-                sleep(NOBODY_WAIT);
+                sleep(CLIENT_CHECK_INTERVAL);
             }
             Ok(bytes) => self.pending.extend_from_slice(&chunk[..bytes]),
             Err(error) if error.kind() == io::ErrorKind::Interrupted => {}

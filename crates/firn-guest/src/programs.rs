@@ -1,41 +1,43 @@
-//! `firn-guest programs`: random programs on critical data areas, with a tracker that needs a host below (see `firn_programs`).
+//! `firn-guest programs`: random programs on critical data areas, with a tracker that needs Firn on
+//! the host (see `firn_programs`).
 //!
 //! ```text
 //!   {"done":true,"tracker":"emul_host","transactions":10055}
 //! ```
 //!
-//! A change that is not told, or told otherwise than it was, ends it with what differs and where; so does what was only read and
-//! is told as written.
+//! The program ends with the difference and its position if a change is not reported, or is
+//! reported wrongly, or if data that was only read is reported as written.
 
 use anyhow::{Result, bail};
 use clap::Args;
-use firn_app::{Area, Host, Kind, Options, Precision, Session, Source};
-use firn_programs::{Extent, Variant, run_all};
+use firn_app::{Area, HostTracker, MemorySource, Precision, Session, SessionOptions, TrackerKind};
+use firn_programs::{SessionVariant, TestExtent, run_all};
 use serde_json::json;
 
-/// Copied in several ways, by C libraries: by vectors, by one instruction that loads and stores.
+/// Sizes that C libraries copy in several ways: by vectors, by one instruction that loads and
+/// stores.
 const READ_BYTES: [usize; 6] = [8, 24, 100, 1000, 3000, 64 << 10];
 
 /// Runs random programs with a tracker.
 #[derive(Args, Clone, Debug)]
-pub struct Programs {
-    /// pt_host, emul_host, or pt_host_noted (pages, of stores that are noted).
+pub struct ProgramsArgs {
+    /// pt_host, emul_host, or pt_host_noted (pages, of stores that are recorded).
     #[arg(long)]
     tracker: String,
-    /// As which application.
+    /// The application's name.
     #[arg(long, default_value = "ledger")]
     name: String,
-    /// Its key, 64 hexadecimal digits.
+    /// The application's key, 64 hexadecimal digits.
     #[arg(long)]
     key: String,
-    /// Where randomness starts.
+    /// Chooses the programs.
     #[arg(long, default_value_t = 1)]
     seed: u64,
 }
 
-impl Programs {
-    fn host(&self) -> Result<Host> {
-        let host = Host::open(&self.name, &self.key)?;
+impl ProgramsArgs {
+    fn open_host(&self) -> Result<HostTracker> {
+        let host = HostTracker::open(&self.name, &self.key)?;
         Ok(match self.tracker.as_str() {
             "pt_host" => host,
             "pt_host_noted" => host.noting_stores(Precision::Pages)?,
@@ -44,10 +46,10 @@ impl Programs {
         })
     }
 
-    fn open(&self, precision: Precision, undo: bool) -> Result<Session> {
-        let options = Options::new(&self.name).source(Source::Allocated);
+    fn open_session(&self, precision: Precision, undo: bool) -> Result<Session> {
+        let options = SessionOptions::new(&self.name).source(MemorySource::Allocated);
         let options = options.precision(precision).undo(undo);
-        Ok(Session::open_with(options, Box::new(self.host()?))?)
+        Ok(Session::open_with(options, Box::new(self.open_host()?))?)
     }
 }
 
@@ -57,39 +59,41 @@ impl Programs {
 /// If the tracker does not work here.
 ///
 /// # Panics
-/// If something is wrong.
-pub fn run(args: &Programs) -> Result<()> {
-    // Once with an error that is one, before sessions that must open.
-    let notes_words = args.open(Precision::Pages, true)?.tracker() == Kind::Stores;
+/// If a change is reported wrongly.
+pub fn run(args: &ProgramsArgs) -> Result<()> {
+    // Opens one session whose error is returned, before those that must open.
+    let notes_words =
+        args.open_session(Precision::Pages, true)?.tracker_kind() == TrackerKind::Stores;
     let without = if notes_words { Precision::Words } else { Precision::Pages };
     #[expect(clippy::expect_used, reason = "documented: it opened before")]
-    let open = |precision, undo| args.open(precision, undo).expect("a session");
+    let open = |precision, undo| args.open_session(precision, undo).expect("a session");
     let (words, pages) = (|| open(Precision::Words, true), || open(Precision::Pages, true));
     let without = || open(without, false);
-    what_is_read_is_not_told(without())?;
+    check_reads_unreported(without())?;
     let variants = [
-        Variant { undo: true, open: &words },
-        Variant { undo: true, open: &pages },
-        Variant { undo: false, open: &without },
+        SessionVariant { undo: true, open: &words },
+        SessionVariant { undo: true, open: &pages },
+        SessionVariant { undo: false, open: &without },
     ];
-    let extent = Extent::new(args.seed);
+    let extent = TestExtent::new(args.seed);
     run_all(&variants, extent);
-    let transactions = extent.transactions();
+    let transactions = extent.transaction_count();
     println!("{}", json!({ "done": true, "tracker": args.tracker, "transactions": transactions }));
     Ok(())
 }
 
-/// Copies parts of an area out and looks at what is told.
-fn what_is_read_is_not_told(mut session: Session) -> Result<()> {
+/// Copies parts of an area, and checks that no change is reported.
+fn check_reads_unreported(mut session: Session) -> Result<()> {
     let area = session.allocate("read", 64 << 10)?;
     let mut transaction = session.begin()?;
     transaction.bytes(&area).fill(1);
     transaction.commit()?;
-    READ_BYTES.iter().try_for_each(|&bytes| is_not_told(&mut session, &area, bytes))
+    READ_BYTES.iter().try_for_each(|&bytes| check_read_unreported(&mut session, &area, bytes))
 }
 
-/// Noted stores are those to the same addresses, by whomever: it is tried more than once.
-fn is_not_told(session: &mut Session, area: &Area, bytes: usize) -> Result<()> {
+/// Checks one size. Recorded stores match by address, whichever program made them, so the check is
+/// tried several times.
+fn check_read_unreported(session: &mut Session, area: &Area, bytes: usize) -> Result<()> {
     let mut told = String::new();
     for _ in 0..3 {
         let mut transaction = session.begin()?;
@@ -100,5 +104,5 @@ fn is_not_told(session: &mut Session, area: &Area, bytes: usize) -> Result<()> {
         }
         told = format!("{:?}", session.changes());
     }
-    bail!("{bytes} bytes were read, nothing was written, and told is {told}")
+    bail!("{bytes} bytes were read and nothing was written, but the reported changes are {told}")
 }

@@ -1,4 +1,4 @@
-//! What the agent in a guest understands: one JSON object per line, one answer line per request.
+//! The protocol of the agent in a guest: one JSON object per line, one reply line per request.
 //!
 //! ```text
 //!   -> {"id":1,"do":"run","argv":["uname","-r"]}
@@ -9,37 +9,38 @@
 //!   <- {"id":3,"running":true,"stdout":"...","stderr":""}
 //! ```
 //!
-//! Requests run side by side: an answer comes when it is ready, so answers may change places. A `run` whose client has
-//! gone when it ends (the guest was checkpointed and restored meanwhile) has nobody to answer to: what must span a
-//! restore is a `spawn`, and polled. Clients start with an empty line, which ends whatever a former client left half
-//! said, and skip answers to ids they did not use.
+//! Requests run concurrently: a reply is sent when it is ready, so replies may come in another
+//! order. A `run` whose client has disconnected when it ends (the guest was checkpointed and
+//! restored meanwhile) cannot deliver its reply: a program that spans a restore is started by
+//! `spawn`, and polled. Clients start with an empty line, which ends the incomplete line of a
+//! former client, and skip replies to ids that they did not use.
 
 use serde::{Deserialize, Serialize};
 
-/// Name of the virtio port the agent listens on.
+/// Name of the virtio port on which the agent listens.
 pub const AGENT_PORT: &str = "firn.agent";
-/// Name of the virtio port heartbeats are written to.
+/// Name of the virtio port to which heartbeats are written.
 pub const HEARTBEAT_PORT: &str = "firn.heartbeat";
-/// Longest request or answer line, in bytes.
+/// Maximum length of a request or reply line, in bytes.
 pub const LINE_BYTES_MAX: usize = 4 << 20;
 /// How much of a program's output is kept, in bytes: the last part of it.
 pub const OUTPUT_BYTES_MAX: usize = 256 << 10;
 
 /// A request line.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
-pub struct Request {
-    /// Chosen by the client; the answer carries it.
+pub struct AgentRequest {
+    /// Chosen by the client; the reply repeats it.
     pub id: u64,
-    /// What to do.
+    /// The requested action.
     #[serde(flatten)]
-    pub action: Action,
+    pub action: AgentAction,
 }
 
-/// What a request asks for.
+/// The action of a request.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(tag = "do", rename_all = "snake_case")]
-pub enum Action {
-    /// Says that the agent is there.
+pub enum AgentAction {
+    /// Replies that the agent is running.
     Ping,
     /// Runs a program to its end.
     Run {
@@ -48,55 +49,56 @@ pub enum Action {
         /// Given to the program as standard input.
         #[serde(default)]
         stdin: String,
-        /// After so many seconds it is killed and the answer is an error; 0 waits for ever.
+        /// After this many seconds the program is killed and the reply is an error; 0 waits for
+        /// ever.
         #[serde(default)]
         timeout_s: u64,
     },
-    /// Starts a program and answers at once.
+    /// Starts a program and replies at once.
     Spawn {
         /// Name for later requests; a name can be used again once its program has ended.
         job: String,
         /// The program and its arguments.
         argv: Vec<String>,
     },
-    /// How a spawned program is doing, and its output so far.
+    /// Returns the state of a spawned program, and its output so far.
     Poll {
-        /// The name it was given.
+        /// Its name from the `spawn`.
         job: String,
     },
-    /// Waits for a spawned program to end; answered like `run`.
+    /// Waits for a spawned program to end; the reply is that of `run`.
     Wait {
-        /// The name it was given.
+        /// Its name from the `spawn`.
         job: String,
-        /// After so many seconds the answer is an error; 0 waits for ever.
+        /// After this many seconds the reply is an error; 0 waits for ever.
         #[serde(default)]
         timeout_s: u64,
     },
     /// Sends a signal to a spawned program and its children.
     Signal {
-        /// The name it was given.
+        /// Its name from the `spawn`.
         job: String,
         /// The signal's number.
         signal: i32,
     },
 }
 
-/// An answer line.
+/// A reply line.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
-pub struct Response {
+pub struct AgentResponse {
     /// The id of the request.
     pub id: u64,
-    /// What came of it.
+    /// The result of the request.
     #[serde(flatten)]
-    pub outcome: Outcome,
+    pub outcome: AgentOutcome,
 }
 
-/// What came of a request.
+/// The result of a request.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(untagged)]
-pub enum Outcome {
+pub enum AgentOutcome {
     /// A program ended.
-    Ended(Ended),
+    Ended(ProgramEnd),
     /// A program still runs (`poll`).
     Running {
         /// Always true.
@@ -111,21 +113,21 @@ pub enum Outcome {
         /// Always true.
         started: bool,
     },
-    /// The agent is there (`ping`).
+    /// The agent is running (`ping`).
     Pong {
         /// Milliseconds since the guest booted, by its own clock.
         uptime_ms: u64,
     },
-    /// It could not be done.
+    /// The request failed.
     Failed {
-        /// Why.
+        /// The reason.
         error: String,
     },
 }
 
-/// How a program ended.
+/// The exit code and the output of a program that has ended.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
-pub struct Ended {
+pub struct ProgramEnd {
     /// Its exit code, or 128 + the signal that killed it.
     pub exit: i32,
     /// The last [`OUTPUT_BYTES_MAX`] bytes of its standard output.
@@ -140,29 +142,29 @@ mod tests {
 
     #[test]
     fn reads_what_its_documentation_shows() {
-        let run: Request =
+        let run: AgentRequest =
             serde_json::from_str(r#"{"id":1,"do":"run","argv":["uname","-r"]}"#).unwrap();
         let argv = vec!["uname".to_owned(), "-r".to_owned()];
-        assert_eq!(run.action, Action::Run { argv, stdin: String::new(), timeout_s: 0 });
-        let ended: Response =
+        assert_eq!(run.action, AgentAction::Run { argv, stdin: String::new(), timeout_s: 0 });
+        let ended: AgentResponse =
             serde_json::from_str(r#"{"id":1,"exit":0,"stdout":"x","stderr":""}"#).unwrap();
-        assert!(matches!(ended.outcome, Outcome::Ended(Ended { exit: 0, .. })));
-        let running: Response =
+        assert!(matches!(ended.outcome, AgentOutcome::Ended(ProgramEnd { exit: 0, .. })));
+        let running: AgentResponse =
             serde_json::from_str(r#"{"id":3,"running":true,"stdout":"..","stderr":""}"#).unwrap();
-        assert!(matches!(running.outcome, Outcome::Running { .. }));
+        assert!(matches!(running.outcome, AgentOutcome::Running { .. }));
     }
 
     #[test]
     fn answers_come_back_as_they_were() {
         let outcomes = [
-            Outcome::Started { started: true },
-            Outcome::Pong { uptime_ms: 7 },
-            Outcome::Failed { error: "no".to_owned() },
+            AgentOutcome::Started { started: true },
+            AgentOutcome::Pong { uptime_ms: 7 },
+            AgentOutcome::Failed { error: "no".to_owned() },
         ];
         for outcome in outcomes {
-            let response = Response { id: 4, outcome };
+            let response = AgentResponse { id: 4, outcome };
             let line = serde_json::to_string(&response).unwrap();
-            assert_eq!(serde_json::from_str::<Response>(&line).unwrap(), response);
+            assert_eq!(serde_json::from_str::<AgentResponse>(&line).unwrap(), response);
         }
     }
 }

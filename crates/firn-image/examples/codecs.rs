@@ -1,12 +1,14 @@
-//! Measures what each codec makes of real memory: how small, how long to compress, how long a fault waits for it.
+//! Measures each codec on real memory: the compressed size, the time to compress, and the time that
+//! a fault waits for it.
 //!
 //! ```text
 //!   codecs [--blocks N] [--pages P] SOURCE...       SOURCE: a flat file (a guest's RAM file), or the pid of a process
 //! ```
 //!
-//! Of all blocks that are not zero, N (20,000) are taken evenly. Compression is measured in CPU time of this thread;
-//! decoding, block by block in shuffled order, as the time that passes: its median is what a fault waits for, checksum
-//! included. The numbers behind the default codec are in `docs/design/001-codec.md`.
+//! Of all blocks that are not zero, N (20,000) are taken evenly. Compression is measured in CPU
+//! time of this thread; decoding, block by block in shuffled order, as the time that passes: its
+//! median is what a fault waits for, checksum included. The numbers behind the default codec are in
+//! `docs/design/001-codec.md`.
 
 use std::fs::File;
 use std::io::{BufRead, BufReader};
@@ -16,8 +18,8 @@ use std::time::{Duration, Instant};
 
 use anyhow::{Context, Result, ensure};
 use firn_image::{
-    Codec, Compressed, Draft, Entry, Geometry, Image, LocalityBlockId, Organization, Packer,
-    Sections, StoredAs, Writer, compress,
+    BlockEntry, BlockOrganization, Codec, CompressedBlock, Geometry, Image, ImageDraft,
+    ImageSections, ImageWriter, LocalityBlockId, Packer, StoredAs, compress_block,
 };
 use firn_types::{Block, BlockSize, RegionMap};
 use rustix::time::{ClockId, clock_gettime};
@@ -43,7 +45,7 @@ fn main() -> Result<()> {
         let (total, sample) = thin_out(read_source(&source, size)?, blocks);
         println!(
             "\n{source}: {total} blocks of {} bytes are not zero; {} taken",
-            size.bytes(),
+            size.byte_count(),
             sample.len()
         );
         println!(
@@ -80,8 +82,8 @@ fn read_source(source: &str, size: BlockSize) -> Result<Vec<Vec<u8>>> {
 
 fn read_range(file: &File, range: std::ops::Range<u64>, size: BlockSize) -> Result<Vec<Vec<u8>>> {
     let mut blocks = Vec::new();
-    let mut block = vec![0; size.bytes()];
-    for offset in range.step_by(size.bytes()) {
+    let mut block = vec![0; size.byte_count()];
+    for offset in range.step_by(size.byte_count()) {
         if file.read_exact_at(&mut block, offset).is_ok() && block.iter().any(|&byte| byte != 0) {
             blocks.push(block.clone());
         }
@@ -98,7 +100,7 @@ fn thin_out(blocks: Vec<Vec<u8>>, wanted: usize) -> (usize, Vec<Vec<u8>>) {
 fn measure(name: &str, sample: &[Vec<u8>], size: BlockSize) -> Result<()> {
     let codec: Codec = name.parse()?;
     let geometry =
-        Geometry { block_size: size, ..Geometry::new((sample.len() * size.pages()) as u32) };
+        Geometry { block_size: size, ..Geometry::new((sample.len() * size.page_count()) as u32) };
     let dir = tempfile::tempdir_in("/dev/shm")?;
     let path = dir.path().join("codecs.firn");
     let cpu = pack(codec, sample, geometry, &path)?;
@@ -111,7 +113,7 @@ fn measure(name: &str, sample: &[Vec<u8>], size: BlockSize) -> Result<()> {
     let summary = image.summary();
     println!(
         "{name:8} {:6.1} {:6.1} {:9.2} | {:7.2} {:7.2} {:7.2} {:7.1}",
-        100.0 * summary.stored_bytes as f64 / (sample.len() * size.bytes()) as f64,
+        100.0 * summary.stored_bytes as f64 / (sample.len() * size.byte_count()) as f64,
         100.0 * raw as f64 / sample.len() as f64,
         us(cpu) / sample.len() as f64,
         at(50),
@@ -128,23 +130,24 @@ fn us(time: Duration) -> f64 {
 
 /// Writes an image of the sample. Returns the CPU time that compressing took.
 fn pack(codec: Codec, sample: &[Vec<u8>], geometry: Geometry, path: &Path) -> Result<Duration> {
-    let mut writer = Writer::create(path, &Draft::whole(geometry, Organization::Access))?;
+    let mut writer =
+        ImageWriter::create(path, &ImageDraft::whole_image(geometry, BlockOrganization::Access))?;
     let mut packer = Packer::new(geometry);
     let mut cpu = Duration::ZERO;
     for (number, raw) in sample.iter().enumerate() {
         let start = cpu_time()?;
-        let compressed = compress(codec, Block(number as u32), raw);
+        let compressed = compress_block(codec, Block(number as u32), raw);
         cpu += cpu_time()? - start;
-        let Compressed::Packed(packed) = compressed else { continue };
-        if let Some(full) = packer.push(packed) {
+        let CompressedBlock::Packed(packed) = compressed else { continue };
+        if let Some(full) = packer.push_block(packed) {
             writer.append(full)?;
         }
     }
-    if let Some(rest) = packer.finish() {
+    if let Some(rest) = packer.take_filled() {
         writer.append(rest)?;
     }
     let regions = RegionMap::lay_out([("ram", geometry.flat_bytes())])?;
-    writer.finish(Sections { regions, ..Sections::default() })?;
+    writer.finish(ImageSections { regions, ..ImageSections::default() })?;
     Ok(cpu)
 }
 
@@ -152,9 +155,10 @@ fn cpu_time() -> Result<Duration> {
     Ok(clock_gettime(ClockId::ThreadCPUTime).try_into()?)
 }
 
-/// The time each block takes from stored bytes in memory to a checked memory block, in shuffled order.
+/// The time each block takes from stored bytes in memory to a checked memory block, in shuffled
+/// order.
 fn decode_all(image: &Image) -> Result<Vec<Duration>> {
-    let mut out = vec![0; image.geometry().block_size.bytes()];
+    let mut out = vec![0; image.geometry().block_size.byte_count()];
     let mut units = Vec::new();
     for id in (0..image.locality_blocks()).map(LocalityBlockId) {
         let mut bytes = Vec::new();
@@ -164,12 +168,12 @@ fn decode_all(image: &Image) -> Result<Vec<Duration>> {
     let slots = || {
         units.iter().flat_map(|(entries, bytes)| entries.iter().map(move |entry| (entry, bytes)))
     };
-    let mut order: Vec<(&Entry, &Vec<u8>)> = slots().collect();
+    let mut order: Vec<(&BlockEntry, &Vec<u8>)> = slots().collect();
     order.sort_by_key(|(entry, _)| entry.checksum);
     let mut times = Vec::with_capacity(order.len());
     for (entry, bytes) in order {
         let start = Instant::now();
-        image.decode(entry, &bytes[entry.range()], &mut out)?;
+        image.decode_block(entry, &bytes[entry.range()], &mut out)?;
         times.push(start.elapsed());
     }
     Ok(times)

@@ -1,18 +1,18 @@
-//! Measures how long an image takes to open, by size of the guest, and what a look-up costs.
+//! Measures the time to open an image, by the size of the guest, and the time of a look-up.
 //!
 //! ```text
 //!   cargo run --release -p firn-image --example open -- [GIB...]        (1 and 8 unless given)
 //! ```
 //!
-//! The worst index there can be: every memory block stored, in an order without neighbours.
+//! The index is the worst possible: every memory block is stored, in an order without neighbours.
 
 use std::path::Path;
 use std::time::{Duration, Instant};
 
 use anyhow::{Result, bail};
 use firn_image::{
-    Codec, Compressed, Draft, ENTRIES_MAX, Entry, Geometry, Image, LocalityBlock, Organization,
-    Placement, Sections, Writer, checksum, compress,
+    BlockEntry, BlockOrganization, BlockPlacement, Codec, CompressedBlock, ENTRIES_MAX, Geometry,
+    Image, ImageDraft, ImageSections, ImageWriter, LocalityBlock, block_checksum, compress_block,
 };
 use firn_types::{Block, RegionMap};
 
@@ -39,25 +39,26 @@ fn main() -> Result<()> {
 }
 
 fn write(path: &Path, geometry: Geometry) -> Result<u64> {
-    let mut writer = Writer::create(path, &Draft::whole(geometry, Organization::Access))?;
-    let Compressed::Packed(packed) = compress(Codec::Lz4, Block(0), &[1; 8192]) else {
+    let mut writer =
+        ImageWriter::create(path, &ImageDraft::whole_image(geometry, BlockOrganization::Access))?;
+    let CompressedBlock::Packed(packed) = compress_block(Codec::Lz4, Block(0), &[1; 8192]) else {
         bail!("not zero")
     };
-    let (len, blocks) = (packed.stored.len() as u32, geometry.blocks());
+    let (len, blocks) = (packed.stored.len() as u32, geometry.block_count());
     for first in (0..blocks).step_by(ENTRIES_MAX) {
-        let entry = |slot: u32| Entry {
+        let entry = |slot: u32| BlockEntry {
             block: Block(scatter(first + slot, blocks)),
             offset: slot * len,
             stored_len: len,
             stored_as: packed.stored_as,
-            checksum: checksum(&(first + slot).to_le_bytes()),
+            checksum: block_checksum(&(first + slot).to_le_bytes()),
         };
         let entries = (0..ENTRIES_MAX as u32).map(entry).collect();
         let bytes = packed.stored.repeat(ENTRIES_MAX);
         writer.append(LocalityBlock { entries, bytes, ..LocalityBlock::default() })?;
     }
     let regions = RegionMap::lay_out([("ram", geometry.flat_bytes())])?;
-    Ok(writer.finish(Sections { regions, ..Sections::default() })?.overhead_bytes)
+    Ok(writer.finish(ImageSections { regions, ..ImageSections::default() })?.overhead_bytes)
 }
 
 /// A permutation of the numbers below a power of two: each step can be undone.
@@ -75,14 +76,14 @@ fn time_to_open(path: &Path) -> Result<Duration> {
     Ok(opened)
 }
 
-/// The mean over a million look-ups, here and there.
+/// The mean over a million scattered look-ups.
 fn time_to_look_up(image: &Image) -> Duration {
-    let blocks = image.geometry().blocks();
+    let blocks = image.geometry().block_count();
     let start = Instant::now();
     let mut stored = 0u32;
     for number in 0..1_000_000u32 {
         let block = Block(number.wrapping_mul(0x85eb_ca6b) % blocks);
-        stored += u32::from(matches!(image.lookup(block), Placement::Stored { .. }));
+        stored += u32::from(matches!(image.placement_of(block), BlockPlacement::Stored { .. }));
     }
     assert_eq!(stored, 1_000_000);
     start.elapsed() / 1_000_000

@@ -1,4 +1,4 @@
-//! In which order memory blocks go into an image: access, physical or random. Pure.
+//! The order of memory blocks in an image: by access, physical or random. Pure.
 
 use std::collections::{HashMap, HashSet};
 
@@ -6,45 +6,50 @@ use firn_types::{Block, BlockSize};
 
 use crate::locality::FilledBy;
 use crate::reorder::ListedWorkingSet;
-use crate::runs::{Runs, Untaken};
+use crate::runs::{BlockRuns, UntakenBlocks};
 use crate::sections::AccessGroup;
 
-/// Memory blocks by number.
-pub(crate) fn physical(stored: &Runs) -> Vec<AccessGroup> {
+/// Orders memory blocks by number.
+pub(crate) fn order_physically(stored: &BlockRuns) -> Vec<AccessGroup> {
     vec![AccessGroup { filled_by: FilledBy::Unknown, blocks: stored.blocks().collect() }]
 }
 
-/// Memory blocks shuffled: the same seed and blocks give the same order.
-pub(crate) fn random(stored: &Runs, seed: u64) -> Vec<AccessGroup> {
+/// Shuffles memory blocks: the same seed and blocks give the same order.
+pub(crate) fn order_randomly(stored: &BlockRuns, seed: u64) -> Vec<AccessGroup> {
     let mut blocks: Vec<Block> = stored.blocks().collect();
-    shuffle(&mut blocks, seed);
+    shuffle_blocks(&mut blocks, seed);
     vec![AccessGroup { filled_by: FilledBy::Unknown, blocks }]
 }
 
-/// Memory blocks as the groups list them; what none lists follows by number, as if swept.
-pub(crate) fn access(stored: &Runs, groups: &[AccessGroup]) -> Vec<AccessGroup> {
-    let mut left = Untaken::new(stored);
+/// Orders memory blocks as the groups list them; blocks that no group lists follow by number, as if
+/// swept.
+pub(crate) fn order_by_access(stored: &BlockRuns, groups: &[AccessGroup]) -> Vec<AccessGroup> {
+    let mut left = UntakenBlocks::new(stored);
     let mut out: Vec<_> = groups
         .iter()
         .map(|group| {
-            let blocks = group.blocks.iter().copied().filter(|&block| left.take(block)).collect();
+            let blocks =
+                group.blocks.iter().copied().filter(|&block| left.take_block(block)).collect();
             AccessGroup { filled_by: group.filled_by, blocks }
         })
         .collect();
-    out.push(AccessGroup { filled_by: FilledBy::Sweep, blocks: left.left().blocks().collect() });
+    out.push(AccessGroup {
+        filled_by: FilledBy::Sweep,
+        blocks: left.remaining_blocks().blocks().collect(),
+    });
     out.retain(|group| !group.blocks.is_empty());
     out
 }
 
-/// A working set after it was made worse. What is left of it stays in its order.
-pub(crate) fn listed(
+/// Makes a listed working set worse. The blocks that it keeps stay in their order.
+pub(crate) fn degrade_working_set(
     change: ListedWorkingSet,
     working_set: Vec<Block>,
-    stored: &Runs,
+    stored: &BlockRuns,
     seed: u64,
 ) -> Vec<Block> {
     let some = |mut blocks: Vec<Block>, count: usize| {
-        shuffle(&mut blocks, seed);
+        shuffle_blocks(&mut blocks, seed);
         blocks.truncate(count);
         blocks
     };
@@ -57,18 +62,23 @@ pub(crate) fn listed(
             working_set.into_iter().filter(|block| !dropped.contains(block)).collect()
         }
         ListedWorkingSet::Wrong => {
-            let mut others = Untaken::new(stored);
+            let mut others = UntakenBlocks::new(stored);
             for &block in &working_set {
-                others.take(block);
+                others.take_block(block);
             }
-            some(others.left().blocks().collect(), listed)
+            some(others.remaining_blocks().blocks().collect(), listed)
         }
     }
 }
 
-/// Groups of memory blocks of one size as groups of another. A block that falls together with an earlier one is left
-/// out; one that falls apart is listed part by part.
-pub(crate) fn resize(groups: &[AccessGroup], from: BlockSize, to: BlockSize) -> Vec<AccessGroup> {
+/// Converts groups of memory blocks of one size to another size. If several old blocks fall into
+/// one new block, it is listed once, at the first of them. If an old block falls into several new
+/// ones, each is listed.
+pub(crate) fn resize_groups(
+    groups: &[AccessGroup],
+    from: BlockSize,
+    to: BlockSize,
+) -> Vec<AccessGroup> {
     let mut seen = HashMap::new();
     let mut first_time = |block: &Block| seen.insert(*block, ()).is_none();
     let resized = |group: &AccessGroup| AccessGroup {
@@ -78,7 +88,8 @@ pub(crate) fn resize(groups: &[AccessGroup], from: BlockSize, to: BlockSize) -> 
     groups.iter().map(resized).collect()
 }
 
-/// Blocks of one size as blocks of another, one after another; neighbours that fall together are listed twice.
+/// Converts blocks of one size to another size, one after another. A new block is listed once for
+/// each old block that falls into it.
 pub(crate) fn resize_blocks(
     blocks: &[Block],
     from: BlockSize,
@@ -87,18 +98,19 @@ pub(crate) fn resize_blocks(
     blocks.iter().flat_map(move |&block| blocks_of(block, from, to)).map(Block)
 }
 
-/// The blocks of another size that have pages of a block.
+/// The blocks of another size that share pages with a block.
 pub(crate) fn blocks_of(block: Block, from: BlockSize, to: BlockSize) -> std::ops::Range<u32> {
     let pages = from.pages_of(block);
     to.block_of(pages.start).0..to.blocks_in(pages.end.0)
 }
 
-/// Fisher and Yates, with SplitMix64 for numbers.
-fn shuffle(blocks: &mut [Block], seed: u64) {
+/// The shuffle of Fisher and Yates, with SplitMix64 for random numbers.
+fn shuffle_blocks(blocks: &mut [Block], seed: u64) {
     let mut state = seed;
     for end in (1..blocks.len()).rev() {
         let below = end as u64 + 1;
-        // The high half of the product: uniform to within 2^-32 for any number of blocks there can be.
+        // The high half of the product: uniform to within 2^-32 for any number of blocks there can
+        // be.
         let other = (u128::from(split_mix(&mut state)) * u128::from(below)) >> 64;
         blocks.swap(end, other as usize);
     }
@@ -117,7 +129,7 @@ mod tests {
     use super::*;
     use proptest::prelude::*;
 
-    fn set(blocks: &[u32]) -> Runs {
+    fn set(blocks: &[u32]) -> BlockRuns {
         blocks.iter().map(|&block| block..block + 1).collect()
     }
 
@@ -128,7 +140,7 @@ mod tests {
     #[test]
     fn what_no_group_lists_comes_last() {
         let groups = [group(FilledBy::Device, &[9, 3, 9, 77]), group(FilledBy::Unknown, &[500])];
-        let arranged = access(&set(&[1, 2, 3, 9]), &groups);
+        let arranged = order_by_access(&set(&[1, 2, 3, 9]), &groups);
         let expected = [group(FilledBy::Device, &[9, 3]), group(FilledBy::Sweep, &[1, 2])];
         assert_eq!(arranged, expected);
     }
@@ -137,7 +149,7 @@ mod tests {
     fn a_working_set_is_made_worse_by_as_much_as_was_asked_for() {
         let stored = set(&(0..900).collect::<Vec<_>>());
         let working_set: Vec<Block> = (0..200).rev().map(Block).collect();
-        let made = |change, seed| listed(change, working_set.clone(), &stored, seed);
+        let made = |change, seed| degrade_working_set(change, working_set.clone(), &stored, seed);
         assert_eq!(made(ListedWorkingSet::Kept, 1), working_set);
         let most = made(ListedWorkingSet::Dropped(10), 1);
         assert_eq!(most.len(), 180);
@@ -152,18 +164,18 @@ mod tests {
     #[test]
     fn a_seed_is_an_order() {
         let all = set(&(0..1000).collect::<Vec<_>>());
-        assert_eq!(random(&all, 1), random(&all, 1));
-        assert_ne!(random(&all, 1), random(&all, 2));
-        assert_ne!(random(&all, 1), physical(&all));
+        assert_eq!(order_randomly(&all, 1), order_randomly(&all, 1));
+        assert_ne!(order_randomly(&all, 1), order_randomly(&all, 2));
+        assert_ne!(order_randomly(&all, 1), order_physically(&all));
     }
 
     #[test]
     fn blocks_fall_together_and_apart() {
         let size = |pages| BlockSize::new(pages).unwrap();
         let groups = [group(FilledBy::Sweep, &[5, 4, 0])];
-        assert_eq!(resize(&groups, size(2), size(4)), [group(FilledBy::Sweep, &[2, 0])]);
+        assert_eq!(resize_groups(&groups, size(2), size(4)), [group(FilledBy::Sweep, &[2, 0])]);
         assert_eq!(
-            resize(&groups, size(2), size(1)),
+            resize_groups(&groups, size(2), size(1)),
             [group(FilledBy::Sweep, &[10, 11, 8, 9, 0, 1])]
         );
     }
@@ -172,7 +184,7 @@ mod tests {
         #[test]
         fn shuffling_loses_nothing(blocks in proptest::collection::btree_set(0u32..1000, 0..200), seed: u64) {
             let blocks: Vec<_> = blocks.into_iter().collect();
-            let mut shuffled: Vec<u32> = random(&set(&blocks), seed)[0].blocks.iter().map(|it| it.0).collect();
+            let mut shuffled: Vec<u32> = order_randomly(&set(&blocks), seed)[0].blocks.iter().map(|it| it.0).collect();
             shuffled.sort_unstable();
             prop_assert_eq!(shuffled, blocks);
         }

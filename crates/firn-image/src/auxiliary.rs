@@ -1,19 +1,19 @@
-//! Auxiliary RAM, read piece by piece: a few bytes of a file can stand for a gigabyte of it.
+//! Auxiliary blocks, read piece by piece: a few bytes of a file can stand for a gigabyte of them.
 
 use std::io::{self, Read};
 
 use crate::error::ImageError;
-use crate::footer::Kind;
+use crate::footer::SectionKind;
 use crate::reader::Image;
 use crate::sections::AuxBlock;
 
-/// Auxiliary blocks in an image at most.
+/// The maximum number of auxiliary blocks in an image.
 pub const AUX_BLOCKS_MAX: u32 = 1024;
 
-/// Bytes of their ids at most, all together.
+/// The maximum length of their ids, all together, in bytes.
 pub const AUX_ID_BYTES_MAX: usize = 1 << 20;
 
-/// Bytes in a piece at most.
+/// The maximum length of a piece in bytes.
 const PIECE: usize = 64 << 10;
 
 /// A piece of an auxiliary block.
@@ -21,46 +21,49 @@ const PIECE: usize = 64 << 10;
 pub struct AuxPiece<'a> {
     /// The hypervisor's name for the block.
     pub id: &'a str,
-    /// How many bytes the block has.
+    /// The length of the block in bytes.
     pub block_bytes: u64,
-    /// Where in the block the piece lies.
+    /// The offset of the piece in the block.
     pub offset: u64,
-    /// What it holds. A block without bytes has one piece, an empty one.
+    /// The bytes of the piece. A block without bytes has one piece, an empty one.
     pub bytes: &'a [u8],
 }
 
-/// What an image says of an auxiliary block.
+/// The name and length of an auxiliary block.
 #[derive(Clone, PartialEq, Eq, Debug)]
 pub struct AuxInfo {
     /// The hypervisor's name for it.
     pub id: String,
-    /// How many bytes it has.
+    /// Its length in bytes.
     pub bytes: u64,
 }
 
 impl Image {
-    /// Reads all auxiliary blocks, piece by piece, in their order. No more than one piece is in memory at a time.
+    /// Reads all auxiliary blocks, piece by piece, in their order. No more than one piece is in
+    /// memory at a time.
     ///
     /// # Errors
-    /// What is wrong with the section, or what `take` returned.
+    /// If the section is damaged, or the error that `take` returned.
     pub fn each_aux_piece<E: From<ImageError>>(
         &self,
         mut take: impl FnMut(AuxPiece<'_>) -> Result<(), E>,
     ) -> Result<(), E> {
-        let Some((reader, at)) = self.section_reader(Kind::AuxBlocks)? else { return Ok(()) };
-        let mut parts = Parts { reader, left: at.decoded_len };
+        let Some((reader, at)) = self.section_reader(SectionKind::AuxBlocks)? else {
+            return Ok(());
+        };
+        let mut parts = AuxReader { reader, left: at.decoded_len };
         let damaged = |error: io::Error| self.section_flaw(&at, error.to_string());
         if at.decoded_len == 0 {
             return Ok(());
         }
-        let count = parts.count().map_err(damaged)?;
+        let count = parts.read_count().map_err(damaged)?;
         let (mut ids, mut piece) = (0, vec![0; PIECE]);
         for _ in 0..count {
-            let (id, block_bytes) = parts.head(&mut ids).map_err(damaged)?;
+            let (id, block_bytes) = parts.read_head(&mut ids).map_err(damaged)?;
             let mut offset = 0;
             loop {
                 let len = (block_bytes - offset).min(PIECE as u64) as usize;
-                parts.read(&mut piece[..len]).map_err(damaged)?;
+                parts.read_bytes(&mut piece[..len]).map_err(damaged)?;
                 take(AuxPiece { id: &id, block_bytes, offset, bytes: &piece[..len] })?;
                 offset += len as u64;
                 if offset >= block_bytes {
@@ -68,14 +71,14 @@ impl Image {
                 }
             }
         }
-        parts.end().map_err(damaged)?;
+        parts.expect_end().map_err(damaged)?;
         Ok(())
     }
 
-    /// The auxiliary blocks without what they hold.
+    /// The names and lengths of the auxiliary blocks, without their bytes.
     ///
     /// # Errors
-    /// What is wrong with the section.
+    /// If the section is damaged.
     pub fn aux_list(&self) -> Result<Vec<AuxInfo>, ImageError> {
         let mut list = Vec::new();
         self.each_aux_piece(|piece| {
@@ -90,7 +93,7 @@ impl Image {
     /// The auxiliary blocks, whole: up to 1 GiB.
     ///
     /// # Errors
-    /// What is wrong with the section.
+    /// If the section is damaged.
     pub fn aux_blocks(&self) -> Result<Vec<AuxBlock>, ImageError> {
         let mut blocks: Vec<AuxBlock> = Vec::new();
         self.each_aux_piece(|piece| {
@@ -106,58 +109,60 @@ impl Image {
     }
 }
 
-/// The decoded section, as far as it has not been read.
-struct Parts<R> {
+/// The part of the decoded section that has not been read yet.
+struct AuxReader<R> {
     reader: R,
     left: u64,
 }
 
-impl<R: Read> Parts<R> {
-    fn read(&mut self, bytes: &mut [u8]) -> io::Result<()> {
+impl<R: Read> AuxReader<R> {
+    fn read_bytes(&mut self, bytes: &mut [u8]) -> io::Result<()> {
         let left = self.left.checked_sub(bytes.len() as u64);
-        self.left = left.ok_or_else(|| other(format!("{} bytes should follow", bytes.len())))?;
+        self.left =
+            left.ok_or_else(|| other_error(format!("{} bytes should follow", bytes.len())))?;
         self.reader.read_exact(bytes)
     }
 
-    fn array<const N: usize>(&mut self) -> io::Result<[u8; N]> {
+    fn read_array<const N: usize>(&mut self) -> io::Result<[u8; N]> {
         let mut array = [0; N];
-        self.read(&mut array)?;
+        self.read_bytes(&mut array)?;
         Ok(array)
     }
 
-    fn count(&mut self) -> io::Result<u32> {
-        match u32::from_le_bytes(self.array()?) {
+    fn read_count(&mut self) -> io::Result<u32> {
+        match u32::from_le_bytes(self.read_array()?) {
             count if count <= AUX_BLOCKS_MAX => Ok(count),
-            count => Err(other(format!("{count} blocks, at most {AUX_BLOCKS_MAX}"))),
+            count => Err(other_error(format!("{count} blocks, at most {AUX_BLOCKS_MAX}"))),
         }
     }
 
-    /// The id and the length of the next block. `ids` is how many bytes the ids so far have.
-    fn head(&mut self, ids: &mut usize) -> io::Result<(String, u64)> {
-        let id_len = usize::from(u16::from_le_bytes(self.array()?));
+    /// Reads the id and the length of the next block. `ids` is the total length of the ids so far,
+    /// in bytes.
+    fn read_head(&mut self, ids: &mut usize) -> io::Result<(String, u64)> {
+        let id_len = usize::from(u16::from_le_bytes(self.read_array()?));
         *ids += id_len;
         if *ids > AUX_ID_BYTES_MAX {
-            return Err(other(format!("ids have at most {AUX_ID_BYTES_MAX} bytes")));
+            return Err(other_error(format!("ids have at most {AUX_ID_BYTES_MAX} bytes")));
         }
         let mut id = vec![0; id_len];
-        self.read(&mut id)?;
-        let id = String::from_utf8(id).map_err(|_| other("an id is not UTF-8"))?;
-        let bytes = u64::from_le_bytes(self.array()?);
+        self.read_bytes(&mut id)?;
+        let id = String::from_utf8(id).map_err(|_| other_error("an id is not UTF-8"))?;
+        let bytes = u64::from_le_bytes(self.read_array()?);
         match bytes <= self.left {
             true => Ok((id, bytes)),
-            false => Err(other(format!("{bytes} bytes should follow, and {} do", self.left))),
+            false => Err(other_error(format!("{bytes} bytes should follow, and {} do", self.left))),
         }
     }
 
-    /// What is left, which must be nothing.
-    fn end(mut self) -> io::Result<()> {
+    /// Checks that nothing is left.
+    fn expect_end(mut self) -> io::Result<()> {
         match self.left {
             0 if self.reader.read(&mut [0])? == 0 => Ok(()),
-            left => Err(other(format!("{left} bytes too many"))),
+            left => Err(other_error(format!("{left} bytes too many"))),
         }
     }
 }
 
-fn other(problem: impl Into<String>) -> io::Error {
+fn other_error(problem: impl Into<String>) -> io::Error {
     io::Error::other(problem.into())
 }

@@ -1,4 +1,4 @@
-//! A set of memory blocks that changes: a bit for each, where there are any.
+//! A set of memory blocks that changes: a bitmap, allocated only where blocks were added.
 
 use firn_types::Block;
 
@@ -6,12 +6,12 @@ use firn_types::Block;
 const PART: usize = 1024;
 
 /// The bits of a part.
-type Words = [u64; PART / 64];
+type PartWords = [u64; PART / 64];
 
 /// A set of memory blocks. Parts of it that were always empty take no memory.
 #[derive(Clone)]
 pub(crate) struct Bitmap {
-    parts: Vec<Option<Box<Words>>>,
+    parts: Vec<Option<Box<PartWords>>>,
     blocks: u32,
 }
 
@@ -20,20 +20,20 @@ impl Bitmap {
         Self { parts: vec![None; (blocks as usize).div_ceil(PART)], blocks }
     }
 
-    /// Adds a block. One past the last is left out.
+    /// Adds a block. A block past the last one is ignored.
     pub(crate) fn insert(&mut self, block: Block) {
         if block.0 >= self.blocks {
             return;
         }
-        let (word, bit) = place(block);
+        let (word, bit) = bit_position(block);
         if let Some(part) = self.parts.get_mut(block.index() / PART) {
             part.get_or_insert_default()[word] |= bit;
         }
     }
 
-    /// Removes a block, and says whether it was there.
+    /// Removes a block, and returns whether the set had it.
     pub(crate) fn take(&mut self, block: Block) -> bool {
-        let (word, bit) = place(block);
+        let (word, bit) = bit_position(block);
         let Some(Some(part)) = self.parts.get_mut(block.index() / PART) else { return false };
         let was_there = part[word] & bit != 0;
         part[word] &= !bit;
@@ -47,7 +47,7 @@ impl Bitmap {
             let first = (at * PART) as u32;
             let blocks = (0..PART as u32).map(move |at| Block(first + at));
             blocks.filter(|&block| {
-                let (word, bit) = place(block);
+                let (word, bit) = bit_position(block);
                 part[word] & bit != 0
             })
         })
@@ -59,8 +59,8 @@ impl Bitmap {
     }
 }
 
-/// Where a block is in its part.
-fn place(block: Block) -> (usize, u64) {
+/// The word and the bit of a block in its part.
+fn bit_position(block: Block) -> (usize, u64) {
     (block.index() % PART / 64, 1 << (block.0 % 64))
 }
 

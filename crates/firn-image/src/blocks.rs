@@ -1,56 +1,61 @@
-//! Memory blocks out of an image.
+//! Reads of memory blocks from an image.
 //!
-//! Three ways to the stored bytes: a locality block with one `pread(2)` of its used bytes, several that lie side by side
-//! with one, or a single memory block with one. Each has, or can be given, a form that takes what the page cache has and
-//! never waits for storage. All of them reuse the caller's buffer.
+//! There are three methods to read the stored bytes: a locality block with one `pread(2)` of its
+//! used bytes, several neighbouring ones with one, or a single memory block with one. Each has, or
+//! can get, a variant that reads from the page cache only and never waits for storage. All of them
+//! reuse the caller's buffer.
 
 use std::ops::Range;
 
 use firn_types::Block;
 
-use crate::compress::{checksum, is_zero};
-use crate::decode::{DecodeError, decode};
+use crate::compress::{block_checksum, is_zero};
+use crate::decode::{DecodeError, decode_stored};
 use crate::error::{BlockError, ImageError};
-use crate::locality::{Entry, LocalityBlockId};
-use crate::placement::Placement;
+use crate::locality::{BlockEntry, LocalityBlockId};
+use crate::placement::BlockPlacement;
 use crate::reader::Image;
-use crate::source::Source;
+use crate::source::ImageFile;
 
 /// The order in which an image is going to be read.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub enum ReadOrder {
-    /// Here and there: the kernel reads what is asked for and no more.
+    /// Scattered reads: the kernel reads the requested bytes and no more.
     Random,
     /// From front to back: the kernel reads ahead.
     Sequential,
 }
 
 impl Image {
-    /// Reads the used bytes of a locality block: one `pread(2)`. [`Entry::range`] is a memory block's place in them.
+    /// Reads the used bytes of a locality block: one `pread(2)`. [`BlockEntry::range`] is the range
+    /// of a memory block in them.
     pub fn read_locality_block(
         &self,
         id: LocalityBlockId,
         bytes: &mut Vec<u8>,
     ) -> Result<(), ImageError> {
-        let (source, at) = self.place_locality_block(id, bytes)?;
+        let (source, at) = self.prepare_locality_block(id, bytes)?;
         source.read_exact_at(bytes, at)
     }
 
-    /// The same, from the page cache alone: false if it is not there, and then the kernel goes on to read it.
+    /// As [`Self::read_locality_block`], from the page cache alone: false if it is not there, and
+    /// then the kernel begins to read it.
     pub fn try_read_locality_block(
         &self,
         id: LocalityBlockId,
         bytes: &mut Vec<u8>,
     ) -> Result<bool, ImageError> {
-        let (source, at) = self.place_locality_block(id, bytes)?;
+        let (source, at) = self.prepare_locality_block(id, bytes)?;
         source.try_read_exact_at(bytes, at)
     }
 
-    /// Reads neighbouring locality blocks: one `pread(2)` in each file, up to the last one's used bytes. The first starts
-    /// at byte 0, each of the others [`crate::Geometry::locality_block_bytes`] further on.
+    /// Reads neighbouring locality blocks: one `pread(2)` in each file, up to the last one's used
+    /// bytes. The first starts at byte 0, each of the others
+    /// [`crate::Geometry::locality_block_bytes`] later.
     ///
-    /// Who reads in order, and wants what follows too, gets more of most storage: the kernel reads ahead of it, with
-    /// longer requests than one such read is cut into.
+    /// With [`ReadOrder::Sequential`], for a caller that also needs the blocks that follow, most
+    /// storage is faster: the kernel reads ahead, with longer requests than one such read is split
+    /// into.
     pub fn read_locality_blocks(
         &self,
         ids: Range<LocalityBlockId>,
@@ -64,9 +69,9 @@ impl Image {
         self.check_id(LocalityBlockId(last))?;
         let start_of = |id: u32| (id - ids.start.0) as usize * self.locality_block_bytes();
         bytes.resize(start_of(last) + self.used_bytes(LocalityBlockId(last)), 0);
-        for part in self.by_file(ids.start.0..ids.end.0) {
+        for part in self.split_by_file(ids.start.0..ids.end.0) {
             let end = start_of(part.end).min(bytes.len());
-            let (source, at) = self.place(LocalityBlockId(part.start));
+            let (source, at) = self.file_and_offset(LocalityBlockId(part.start));
             let bytes = &mut bytes[start_of(part.start)..end];
             match order {
                 ReadOrder::Random => source.read_exact_at(bytes, at)?,
@@ -84,53 +89,54 @@ impl Image {
     ) -> Result<(), ImageError> {
         self.check_id(id)?;
         bytes.resize(self.locality_block_bytes(), 0);
-        let (source, at) = self.place(id);
+        let (source, at) = self.file_and_offset(id);
         source.read_exact_at(bytes, at)
     }
 
-    /// Reads the stored bytes of one memory block: one `pread(2)`, no more.
+    /// Reads the stored bytes of one memory block with one `pread(2)`.
     pub fn read_entry(
         &self,
-        entry: &Entry,
+        entry: &BlockEntry,
         id: LocalityBlockId,
         bytes: &mut Vec<u8>,
     ) -> Result<(), ImageError> {
-        let (source, at) = self.place_entry(entry, id, bytes)?;
+        let (source, at) = self.prepare_entry(entry, id, bytes)?;
         source.read_exact_at(bytes, at)
     }
 
-    /// The same, from the page cache alone: false if it is not there, and then the kernel goes on to read it.
+    /// As [`Self::read_entry`], from the page cache alone: false if it is not there, and then the
+    /// kernel begins to read it.
     pub fn try_read_entry(
         &self,
-        entry: &Entry,
+        entry: &BlockEntry,
         id: LocalityBlockId,
         bytes: &mut Vec<u8>,
     ) -> Result<bool, ImageError> {
-        let (source, at) = self.place_entry(entry, id, bytes)?;
+        let (source, at) = self.prepare_entry(entry, id, bytes)?;
         source.try_read_exact_at(bytes, at)
     }
 
-    /// Makes room for a locality block's used bytes, and says where in the file they are.
-    fn place_locality_block(
+    /// Resizes the buffer for a locality block's used bytes, and returns their file and offset.
+    fn prepare_locality_block(
         &self,
         id: LocalityBlockId,
         bytes: &mut Vec<u8>,
-    ) -> Result<(&Source, u64), ImageError> {
+    ) -> Result<(&ImageFile, u64), ImageError> {
         self.check_id(id)?;
         bytes.resize(self.used_bytes(id), 0);
-        Ok(self.place(id))
+        Ok(self.file_and_offset(id))
     }
 
-    /// Makes room for a memory block's stored bytes, and says where in the file they are.
-    fn place_entry(
+    /// Resizes the buffer for a memory block's stored bytes, and returns their file and offset.
+    fn prepare_entry(
         &self,
-        entry: &Entry,
+        entry: &BlockEntry,
         id: LocalityBlockId,
         bytes: &mut Vec<u8>,
-    ) -> Result<(&Source, u64), ImageError> {
+    ) -> Result<(&ImageFile, u64), ImageError> {
         self.check_id(id)?;
         bytes.resize(entry.stored_len as usize, 0);
-        let (source, start) = self.place(id);
+        let (source, start) = self.file_and_offset(id);
         Ok((source, start + u64::from(entry.offset)))
     }
 
@@ -146,20 +152,26 @@ impl Image {
         Err(ImageError::NoLocalityBlock { path: self.path().to_owned(), id, count })
     }
 
-    /// Makes a memory block whole again from its stored bytes, and checks it. `out` has the length of a memory block;
-    /// after an error its content is undefined. After a thread's first block nothing is allocated.
-    pub fn decode(&self, entry: &Entry, stored: &[u8], out: &mut [u8]) -> Result<(), BlockError> {
-        let expected = self.geometry().block_size.bytes();
+    /// Decodes a memory block from its stored bytes, and checks it. `out` has the length of a
+    /// memory block; after an error its content is undefined. After a thread's first block nothing
+    /// is allocated.
+    pub fn decode_block(
+        &self,
+        entry: &BlockEntry,
+        stored: &[u8],
+        out: &mut [u8],
+    ) -> Result<(), BlockError> {
+        let expected = self.geometry().block_size.byte_count();
         if out.len() != expected {
             let found = out.len();
             return Err(self.block_error(entry, DecodeError::Length { expected, found }));
         }
-        decode(entry.stored_as, stored, entry.checksum, out)
+        decode_stored(entry.stored_as, stored, entry.checksum, out)
             .map_err(|source| self.block_error(entry, source))
     }
 
-    fn block_error(&self, entry: &Entry, source: DecodeError) -> BlockError {
-        let found = self.entry_of(entry.block).map(|(id, _)| self.place(id));
+    fn block_error(&self, entry: &BlockEntry, source: DecodeError) -> BlockError {
+        let found = self.entry_of(entry.block).map(|(id, _)| self.file_and_offset(id));
         let (path, start) = found.map_or((self.path(), 0), |(source, at)| (&source.path, at));
         BlockError {
             block: entry.block,
@@ -170,44 +182,46 @@ impl Image {
         }
     }
 
-    /// Reads one memory block whole, zeros where nothing is stored; says whether it is stored. For work that is not in
-    /// a hurry: one read per memory block.
+    /// Reads one memory block, zeros where nothing is stored; returns whether it is stored. For
+    /// work without urgency: one read per memory block.
     pub fn read_block(
         &self,
         block: Block,
         stored: &mut Vec<u8>,
         out: &mut [u8],
     ) -> Result<bool, ImageError> {
-        match self.lookup(block) {
-            Placement::Zero | Placement::Untouched => {
+        match self.placement_of(block) {
+            BlockPlacement::Zero | BlockPlacement::Untouched => {
                 out.fill(0);
                 Ok(false)
             }
-            Placement::Stored { .. } => {
+            BlockPlacement::Stored { .. } => {
                 let Some((id, entry)) = self.entry_of(block) else { return Ok(false) };
                 self.read_entry(entry, id, stored)?;
-                self.decode(entry, stored, out)?;
+                self.decode_block(entry, stored, out)?;
                 Ok(true)
             }
         }
     }
 
-    /// Whether a memory block has these bytes here. `buffer` may hold anything. No, if that can't be read.
-    pub fn holds(&self, block: Block, bytes: &[u8], buffer: &mut Vec<u8>) -> bool {
+    /// Whether a memory block has these bytes in this image. The old content of `buffer` does not
+    /// matter. False if the block cannot be read.
+    pub fn holds_bytes(&self, block: Block, bytes: &[u8], buffer: &mut Vec<u8>) -> bool {
         let Some((id, entry)) = self.entry_of(block) else { return is_zero(bytes) };
-        if entry.checksum != checksum(bytes) || self.read_entry(entry, id, buffer).is_err() {
+        if entry.checksum != block_checksum(bytes) || self.read_entry(entry, id, buffer).is_err() {
             return false;
         }
         let mut found = vec![0; bytes.len()];
-        self.decode(entry, buffer, &mut found).is_ok() && found == bytes
+        self.decode_block(entry, buffer, &mut found).is_ok() && found == bytes
     }
 
-    /// Tells the kernel how the image is going to be read. Without effect on what is read.
-    pub fn advise(&self, order: ReadOrder) {
+    /// Advises the kernel of the order in which the image is going to be read. The bytes that are
+    /// read do not depend on it.
+    pub fn advise_order(&self, order: ReadOrder) {
         let advice = match order {
             ReadOrder::Random => rustix::fs::Advice::Random,
             ReadOrder::Sequential => rustix::fs::Advice::Sequential,
         };
-        self.layers().iter().for_each(|layer| layer.source.advise(advice));
+        self.layers().iter().for_each(|layer| layer.source.advise_kernel(advice));
     }
 }

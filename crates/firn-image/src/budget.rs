@@ -1,4 +1,4 @@
-//! How much memory an image may take: no more than the length of its files explains.
+//! The limit on the memory of an open image: no more than the length of its files justifies.
 //!
 //! ```text
 //!   memory of an open chain  <=  32 MiB + 32 x bytes of its files        budget: sections and index, decoded and parsed
@@ -6,32 +6,35 @@
 //!                              + 16 MiB                                  directory of placements
 //! ```
 //!
-//! A few kilobytes of Zstandard can stand for a gigabyte, so the length of a section says little about what it takes. Each
-//! kind of section has a factor: bytes of memory for each decoded byte, at most. It is charged before anything is
-//! allocated. A writer stores a section as it is where a reader would refuse it compressed: then the file explains it.
+//! A few kilobytes of Zstandard can stand for a gigabyte, so the length of a section does not limit
+//! its memory. Each kind of section has a factor: the maximum number of bytes of memory for each
+//! decoded byte. The memory is charged before anything is allocated. A writer stores a section
+//! uncompressed where a reader would refuse it compressed: then the length of the file justifies
+//! it.
 
-use crate::footer::Kind;
+use crate::footer::SectionKind;
 
-/// What an image of any length may take.
+/// The memory that an image of any length may take.
 const FLOOR: u64 = 32 << 20;
 
-/// What each byte of a file adds.
+/// The memory that each byte of a file adds.
 const PER_FILE_BYTE: u64 = 32;
 
-/// What a writer uses of the floor for one section at most: seven kinds are charged together, and values of JSON besides.
+/// The part of the floor that a writer uses for one section at most: seven kinds are charged
+/// together, and values of JSON besides.
 const FLOOR_PER_SECTION: u64 = FLOOR / 16;
 
-/// The same for tables of placements.
+/// As [`FLOOR`] and [`PER_FILE_BYTE`], for tables of placements.
 const TABLES_FLOOR: u64 = 16 << 20;
 const TABLES_PER_FILE_BYTE: u64 = 16;
 
-/// What is left of the memory that an image may take.
-pub(crate) struct Budget {
+/// The memory that an image may still take.
+pub(crate) struct MemoryBudget {
     left: u64,
     file_bytes: u64,
 }
 
-impl Budget {
+impl MemoryBudget {
     /// The budget of an image whose own file has this length.
     pub(crate) fn of_file(file_bytes: u64) -> Self {
         let mut budget = Self { left: FLOOR, file_bytes: 0 };
@@ -46,12 +49,16 @@ impl Budget {
     }
 
     /// Charges a section before it is decoded.
-    pub(crate) fn charge_section(&mut self, kind: Kind, decoded_len: u64) -> Result<(), String> {
-        self.charge(decoded_len.saturating_mul(memory_factor(kind)))
+    pub(crate) fn charge_section(
+        &mut self,
+        kind: SectionKind,
+        decoded_len: u64,
+    ) -> Result<(), String> {
+        self.charge_bytes(decoded_len.saturating_mul(memory_factor(kind)))
     }
 
     /// Charges memory.
-    pub(crate) fn charge(&mut self, bytes: u64) -> Result<(), String> {
+    pub(crate) fn charge_bytes(&mut self, bytes: u64) -> Result<(), String> {
         match self.left.checked_sub(bytes) {
             Some(left) => {
                 self.left = left;
@@ -65,31 +72,32 @@ impl Budget {
     }
 }
 
-/// Bytes of tables of placements that a file of this length may have.
+/// The maximum size of the placement tables of a file of this length, in bytes.
 pub(crate) fn table_bytes_max(file_bytes: u64, is_first: bool) -> u64 {
     let floor = if is_first { TABLES_FLOOR } else { 0 };
     file_bytes.saturating_mul(TABLES_PER_FILE_BYTE).saturating_add(floor)
 }
 
 /// Whether a reader of any image accepts a section of this kind with these lengths.
-pub(crate) fn explains(kind: Kind, stored_len: usize, decoded_len: usize) -> bool {
+pub(crate) fn is_explained(kind: SectionKind, stored_len: usize, decoded_len: usize) -> bool {
     let cost = (decoded_len as u64).saturating_mul(memory_factor(kind));
     cost <= FLOOR_PER_SECTION || cost <= (stored_len as u64).saturating_mul(PER_FILE_BYTE)
 }
 
-/// Bytes of memory for each decoded byte of a section, at most.
-fn memory_factor(kind: Kind) -> u64 {
+/// The maximum number of bytes of memory for each decoded byte of a section.
+fn memory_factor(kind: SectionKind) -> u64 {
     match kind {
-        // Strings, twice, and what is printed of them. Other values are charged by number.
-        Kind::Meta | Kind::Regions => 4,
-        Kind::DeviceState | Kind::Parent => 1,
+        // Strings, twice, and their printed form. Other values are charged by number.
+        SectionKind::Meta | SectionKind::Regions => 4,
+        SectionKind::DeviceState | SectionKind::Parent => 1,
         // Read piece by piece, and never kept.
-        Kind::AuxBlocks => 0,
-        Kind::WorkingSet | Kind::PageTableRoots => 2,
-        // An entry has 15 bytes here, and 24 in memory; a run of zeros 8, and 8 and a node of a tree.
-        Kind::Index => 8,
+        SectionKind::AuxBlocks => 0,
+        SectionKind::WorkingSet | SectionKind::PageTableRoots => 2,
+        // An entry has 15 bytes in the section and 24 in memory; a run of zeros has 8, and 8 and a
+        // node of a tree.
+        SectionKind::Index => 8,
         // A group of one memory block has 10 bytes, and 64 in memory.
-        Kind::AccessOrder => 8,
+        SectionKind::AccessOrder => 8,
     }
 }
 
@@ -99,22 +107,25 @@ mod tests {
 
     #[test]
     fn a_file_explains_so_much() {
-        let mut budget = Budget::of_file(1 << 20);
-        assert!(budget.charge_section(Kind::WorkingSet, 16 << 20).is_ok());
-        assert!(budget.charge_section(Kind::Index, 4 << 20).is_ok());
-        let problem = budget.charge(1).unwrap_err();
+        let mut budget = MemoryBudget::of_file(1 << 20);
+        assert!(budget.charge_section(SectionKind::WorkingSet, 16 << 20).is_ok());
+        assert!(budget.charge_section(SectionKind::Index, 4 << 20).is_ok());
+        let problem = budget.charge_bytes(1).unwrap_err();
         assert!(problem.ends_with("which 1048576 bytes of file do not explain"), "{problem}");
         budget.add_file(1);
-        assert!(budget.charge(PER_FILE_BYTE).is_ok());
-        assert!(budget.charge_section(Kind::Meta, u64::MAX).is_err());
-        assert!(budget.charge_section(Kind::AuxBlocks, u64::MAX).is_ok());
+        assert!(budget.charge_bytes(PER_FILE_BYTE).is_ok());
+        assert!(budget.charge_section(SectionKind::Meta, u64::MAX).is_err());
+        assert!(budget.charge_section(SectionKind::AuxBlocks, u64::MAX).is_ok());
     }
 
     #[test]
     fn what_is_stored_as_it_is_is_always_explained() {
-        for kind in Kind::ALL {
-            assert!(explains(kind, 1 << 30, 1 << 30), "{kind:?}");
-            assert!(kind == Kind::AuxBlocks || !explains(kind, 1000, 1 << 30), "{kind:?}");
+        for kind in SectionKind::ALL {
+            assert!(is_explained(kind, 1 << 30, 1 << 30), "{kind:?}");
+            assert!(
+                kind == SectionKind::AuxBlocks || !is_explained(kind, 1000, 1 << 30),
+                "{kind:?}"
+            );
         }
     }
 }

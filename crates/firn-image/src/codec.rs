@@ -1,9 +1,9 @@
-//! Codecs: the ways to make one memory block smaller.
+//! Codecs: the compression methods for memory blocks.
 //!
-//! Every memory block is compressed on its own (Halite, section 6), so that a fault decompresses one block and not a
-//! locality block of them. What does not shrink is stored as it is; what is all zeros is not stored at all. The codec
-//! that was used is recorded per block, so an image may mix them. `docs/design/001-codec.md` has the measurements
-//! behind the default.
+//! Every memory block is compressed on its own (Halite, section 6), so that a fault decompresses
+//! one block and not a whole locality block. A block that does not shrink is stored uncompressed; a
+//! block of zeros is not stored at all. The codec that was used is recorded per block, so an image
+//! may mix them. `docs/design/001-codec.md` has the measurements behind the default.
 
 use std::fmt;
 use std::str::FromStr;
@@ -17,11 +17,12 @@ pub const ZSTD_LEVEL_DEFAULT: i8 = 1;
 /// The level of zlib unless one is given.
 pub const ZLIB_LEVEL_DEFAULT: u8 = 1;
 
-/// How memory blocks are compressed. Written `none`, `lz4`, `zstd`, `zstd:3`, `zlib`, `zlib:6`.
+/// The compression method of memory blocks. Written `none`, `lz4`, `zstd`, `zstd:3`, `zlib`,
+/// `zlib:6`.
 #[derive(Clone, Copy, PartialEq, Eq, Debug, Default, Serialize, Deserialize)]
 #[serde(try_from = "String", into = "String")]
 pub enum Codec {
-    /// Not at all.
+    /// No compression.
     None,
     /// LZ4, one block format stream per memory block.
     #[default]
@@ -51,12 +52,12 @@ impl FromStr for Codec {
             Some((name, level)) => (name, Some(level)),
             None => (word, None),
         };
-        Self::named(name, level).ok_or_else(|| CodecError(word.to_owned()))
+        Self::from_name(name, level).ok_or_else(|| CodecError(word.to_owned()))
     }
 }
 
 impl Codec {
-    fn named(name: &str, level: Option<&str>) -> Option<Self> {
+    fn from_name(name: &str, level: Option<&str>) -> Option<Self> {
         match (name, level) {
             ("none", None) => Some(Self::None),
             ("lz4", None) => Some(Self::Lz4),
@@ -100,12 +101,12 @@ impl From<Codec> for String {
     }
 }
 
-/// How one memory block is stored in the image.
+/// The form in which one memory block is stored in the image.
 #[derive(Clone, Copy, PartialEq, Eq, Debug, Hash, Serialize, Deserialize)]
 #[serde(rename_all = "lowercase")]
 #[repr(u8)]
 pub enum StoredAs {
-    /// As it is.
+    /// Uncompressed.
     Raw = 0,
     /// In LZ4's block format.
     Lz4 = 1,

@@ -1,6 +1,6 @@
-//! From a memory block to what is stored of it.
+//! Compression of memory blocks.
 //!
-//! Compressors are kept per thread, so that none is made for every block.
+//! Each thread keeps its compressors, so that none is made for every block.
 
 use std::cell::RefCell;
 
@@ -14,46 +14,49 @@ use crate::codec::{Codec, StoredAs};
 /// The stored form of one memory block.
 #[derive(Clone, PartialEq, Eq, Debug)]
 pub struct PackedBlock {
-    /// Which memory block.
+    /// The memory block.
     pub block: Block,
-    /// Its stored bytes: no more than the memory block has.
+    /// Its stored bytes: at most as many as the memory block has.
     pub stored: Vec<u8>,
-    /// How they are stored.
+    /// The form in which they are stored.
     pub stored_as: StoredAs,
     /// xxh3 (64 bits) of the uncompressed bytes.
     pub checksum: u64,
 }
 
-/// What became of a memory block.
+/// The result of compressing a memory block.
 #[derive(Clone, PartialEq, Eq, Debug)]
-pub enum Compressed {
+pub enum CompressedBlock {
     /// It is all zeros, and takes no space.
     Zero,
     /// It is to be stored.
     Packed(PackedBlock),
 }
 
-/// Makes the stored form of a memory block.
-pub fn compress(codec: Codec, block: Block, raw: &[u8]) -> Compressed {
+/// Compresses a memory block into its stored form.
+pub fn compress_block(codec: Codec, block: Block, raw: &[u8]) -> CompressedBlock {
     if is_zero(raw) {
-        return Compressed::Zero;
+        return CompressedBlock::Zero;
     }
-    let checksum = checksum(raw);
+    let checksum = block_checksum(raw);
     let (stored_as, stored) = COMPRESSORS.with_borrow_mut(|compressors| {
-        match compressors.squeeze(codec, raw).filter(|(_, stored)| stored.len() < raw.len()) {
+        match compressors
+            .compress_into_buffer(codec, raw)
+            .filter(|(_, stored)| stored.len() < raw.len())
+        {
             Some((stored_as, stored)) => (stored_as, stored.to_vec()),
             None => (StoredAs::Raw, raw.to_vec()),
         }
     });
-    Compressed::Packed(PackedBlock { block, stored, stored_as, checksum })
+    CompressedBlock::Packed(PackedBlock { block, stored, stored_as, checksum })
 }
 
 /// The checksum under which a memory block is stored: xxh3, 64 bits, of its uncompressed bytes.
-pub fn checksum(raw: &[u8]) -> u64 {
+pub fn block_checksum(raw: &[u8]) -> u64 {
     XxHash3_64::oneshot(raw)
 }
 
-/// Whether all bytes are zero. Stops at the first 64 that are not.
+/// Whether all bytes are zero. Stops at the first 64 bytes that are not.
 pub(crate) fn is_zero(bytes: &[u8]) -> bool {
     let lines = bytes.chunks_exact(64);
     let rest = lines.remainder();
@@ -62,37 +65,37 @@ pub(crate) fn is_zero(bytes: &[u8]) -> bool {
 }
 
 thread_local! {
-    static COMPRESSORS: RefCell<Compressors> = RefCell::new(Compressors::default());
+    static COMPRESSORS: RefCell<CompressorSet> = RefCell::new(CompressorSet::default());
 }
 
-/// One thread's compressors. Each is made when first used, and again when another level is asked for.
+/// The compressors of one thread. Each is made at its first use, and again when the level changes.
 #[derive(Default)]
-struct Compressors {
+struct CompressorSet {
     out: Vec<u8>,
     lz4: Option<CompressTable>,
     zstd: Option<(i8, zstd::bulk::Compressor<'static>)>,
     deflate: Option<(u8, Compress)>,
 }
 
-impl Compressors {
-    /// Compresses. `None` if the codec is `none`, or the result would be longer than it may be.
-    fn squeeze(&mut self, codec: Codec, raw: &[u8]) -> Option<(StoredAs, &[u8])> {
+impl CompressorSet {
+    /// Compresses. `None` if the codec is `none`, or the result would be longer than allowed.
+    fn compress_into_buffer(&mut self, codec: Codec, raw: &[u8]) -> Option<(StoredAs, &[u8])> {
         let (stored_as, len) = match codec {
             Codec::None => return None,
-            Codec::Lz4 => (StoredAs::Lz4, self.lz4(raw)?),
-            Codec::Zstd { level } => (StoredAs::Zstd, self.zstd(level, raw)?),
-            Codec::Zlib { level } => (StoredAs::Deflate, self.deflate(level, raw)?),
+            Codec::Lz4 => (StoredAs::Lz4, self.compress_lz4(raw)?),
+            Codec::Zstd { level } => (StoredAs::Zstd, self.compress_zstd(level, raw)?),
+            Codec::Zlib { level } => (StoredAs::Deflate, self.compress_deflate(level, raw)?),
         };
         Some((stored_as, self.out.get(..len)?))
     }
 
-    fn lz4(&mut self, raw: &[u8]) -> Option<usize> {
+    fn compress_lz4(&mut self, raw: &[u8]) -> Option<usize> {
         self.out.resize(lz4_flex::block::get_maximum_output_size(raw.len()), 0);
         let table = self.lz4.get_or_insert_default();
         lz4_flex::block::compress_into_with_table(raw, &mut self.out, table).ok()
     }
 
-    fn zstd(&mut self, level: i8, raw: &[u8]) -> Option<usize> {
+    fn compress_zstd(&mut self, level: i8, raw: &[u8]) -> Option<usize> {
         if self.zstd.as_ref().is_none_or(|(made_for, _)| *made_for != level) {
             self.zstd = Some((level, zstd::bulk::Compressor::new(level.into()).ok()?));
         }
@@ -101,7 +104,7 @@ impl Compressors {
         compressor.compress_to_buffer(raw, self.out.as_mut_slice()).ok()
     }
 
-    fn deflate(&mut self, level: u8, raw: &[u8]) -> Option<usize> {
+    fn compress_deflate(&mut self, level: u8, raw: &[u8]) -> Option<usize> {
         if self.deflate.as_ref().is_none_or(|(made_for, _)| *made_for != level) {
             let compressor = Compress::new(Compression::new(level.into()), false);
             self.deflate = Some((level, compressor));
@@ -120,7 +123,7 @@ mod tests {
 
     #[test]
     fn zeros_take_no_space() {
-        assert_eq!(compress(Codec::Lz4, Block(1), &[0; 8192]), Compressed::Zero);
+        assert_eq!(compress_block(Codec::Lz4, Block(1), &[0; 8192]), CompressedBlock::Zero);
         assert!(!is_zero(&[[0; 64], [1; 64]].concat()));
         assert!(!is_zero(&[0, 0, 1]));
     }
@@ -132,7 +135,8 @@ mod tests {
             .collect();
         for codec in ["none", "lz4", "zstd", "zlib", "zlib:9"] {
             let codec = codec.parse().unwrap();
-            let Compressed::Packed(packed) = compress(codec, Block(0), &noise[..8192]) else {
+            let CompressedBlock::Packed(packed) = compress_block(codec, Block(0), &noise[..8192])
+            else {
                 panic!("noise is not zero")
             };
             assert_eq!((packed.stored_as, packed.stored.len()), (StoredAs::Raw, 8192));

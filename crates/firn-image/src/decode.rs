@@ -1,7 +1,7 @@
-//! From what is stored of a memory block back to its bytes.
+//! Decompression of memory blocks.
 //!
-//! This is what a fault waits for. Decompressors that have state keep it per thread: after its first block, a thread
-//! decodes without allocating.
+//! A faulting vCPU waits for this. Each thread keeps the state of its decompressors: after its
+//! first block, a thread decodes without allocating.
 
 use std::cell::RefCell;
 
@@ -9,67 +9,72 @@ use flate2::{Decompress, FlushDecompress, Status};
 use thiserror::Error;
 
 use crate::codec::StoredAs;
-use crate::compress::checksum;
+use crate::compress::block_checksum;
 
 thread_local! {
-    static DECOMPRESSORS: RefCell<Decompressors> = RefCell::new(Decompressors::default());
+    static DECOMPRESSORS: RefCell<DecompressorSet> = RefCell::new(DecompressorSet::default());
 }
 
-/// One thread's decompressors that have state worth keeping.
+/// The decompressors of one thread that have state worth keeping.
 #[derive(Default)]
-struct Decompressors {
+struct DecompressorSet {
     zstd: Option<zstd::bulk::Decompressor<'static>>,
     deflate: Option<Decompress>,
 }
 
-/// Why stored bytes did not become a memory block again.
+/// Why stored bytes could not be decoded to a memory block.
 #[derive(Debug, Error, PartialEq, Eq)]
 pub enum DecodeError {
-    /// The stored bytes are not what the codec writes.
+    /// The stored bytes are not valid data of the codec.
     #[error("its {stored_len} stored bytes are not valid {stored_as:?} data")]
     Codec {
-        /// How it should be stored.
+        /// The form in which they should be stored.
         stored_as: StoredAs,
-        /// How many bytes are stored.
+        /// The number of stored bytes.
         stored_len: usize,
     },
-    /// They are, but not of a memory block's length.
+    /// The stored bytes are valid, but decode to another length than a memory block's.
     #[error("its stored bytes make {found} bytes instead of {expected}")]
     Length {
         /// Bytes of a memory block.
         expected: usize,
-        /// Bytes that came out.
+        /// Bytes that were decoded.
         found: usize,
     },
-    /// The bytes that came out are not those that went in.
+    /// The decoded bytes differ from those that were compressed.
     #[error("its checksum is {found:#018x} instead of {expected:#018x}")]
     Checksum {
         /// As recorded in the index.
         expected: u64,
-        /// Of the bytes that came out.
+        /// Of the decoded bytes.
         found: u64,
     },
 }
 
-/// Makes a memory block whole again, into `out`, which has its length. What is in `out` after an error is undefined.
-pub(crate) fn decode(
+/// Decodes a memory block into `out`, which has its length. After an error the content of `out` is
+/// undefined.
+pub(crate) fn decode_stored(
     stored_as: StoredAs,
     stored: &[u8],
     expected: u64,
     out: &mut [u8],
 ) -> Result<(), DecodeError> {
-    expand(stored_as, stored, out)?;
-    let found = checksum(out);
+    decompress_stored(stored_as, stored, out)?;
+    let found = block_checksum(out);
     if found == expected { Ok(()) } else { Err(DecodeError::Checksum { expected, found }) }
 }
 
-fn expand(stored_as: StoredAs, stored: &[u8], out: &mut [u8]) -> Result<(), DecodeError> {
+fn decompress_stored(
+    stored_as: StoredAs,
+    stored: &[u8],
+    out: &mut [u8],
+) -> Result<(), DecodeError> {
     let expected = out.len();
     let len = match stored_as {
-        StoredAs::Raw => copy(stored, out),
+        StoredAs::Raw => copy_raw(stored, out),
         StoredAs::Lz4 => lz4_flex::block::decompress_into(stored, out).ok(),
-        StoredAs::Zstd => DECOMPRESSORS.with_borrow_mut(|it| it.zstd(stored, out)),
-        StoredAs::Deflate => DECOMPRESSORS.with_borrow_mut(|it| it.deflate(stored, out)),
+        StoredAs::Zstd => DECOMPRESSORS.with_borrow_mut(|it| it.decompress_zstd(stored, out)),
+        StoredAs::Deflate => DECOMPRESSORS.with_borrow_mut(|it| it.decompress_deflate(stored, out)),
     };
     match len {
         None => Err(DecodeError::Codec { stored_as, stored_len: stored.len() }),
@@ -78,22 +83,22 @@ fn expand(stored_as: StoredAs, stored: &[u8], out: &mut [u8]) -> Result<(), Deco
     }
 }
 
-fn copy(stored: &[u8], out: &mut [u8]) -> Option<usize> {
+fn copy_raw(stored: &[u8], out: &mut [u8]) -> Option<usize> {
     if stored.len() == out.len() {
         out.copy_from_slice(stored);
     }
     Some(stored.len())
 }
 
-impl Decompressors {
-    fn zstd(&mut self, stored: &[u8], out: &mut [u8]) -> Option<usize> {
+impl DecompressorSet {
+    fn decompress_zstd(&mut self, stored: &[u8], out: &mut [u8]) -> Option<usize> {
         if self.zstd.is_none() {
             self.zstd = Some(zstd::bulk::Decompressor::new().ok()?);
         }
         self.zstd.as_mut()?.decompress_to_buffer(stored, out).ok()
     }
 
-    fn deflate(&mut self, stored: &[u8], out: &mut [u8]) -> Option<usize> {
+    fn decompress_deflate(&mut self, stored: &[u8], out: &mut [u8]) -> Option<usize> {
         let decompressor = self.deflate.get_or_insert_with(|| Decompress::new(false));
         decompressor.reset(false);
         let status = decompressor.decompress(stored, out, FlushDecompress::Finish).ok()?;
@@ -106,7 +111,7 @@ impl Decompressors {
 mod tests {
     use super::*;
     use crate::codec::Codec;
-    use crate::compress::{Compressed, compress, is_zero};
+    use crate::compress::{CompressedBlock, compress_block, is_zero};
     use firn_types::Block;
     use proptest::prelude::*;
 
@@ -120,23 +125,24 @@ mod tests {
     ];
 
     fn round_trip(codec: Codec, raw: &[u8]) {
-        let Compressed::Packed(packed) = compress(codec, Block(7), raw) else {
+        let CompressedBlock::Packed(packed) = compress_block(codec, Block(7), raw) else {
             assert!(is_zero(raw));
             return;
         };
         assert!(packed.stored.len() <= raw.len());
         let mut out = vec![0xa5; raw.len()];
-        decode(packed.stored_as, &packed.stored, packed.checksum, &mut out).unwrap();
+        decode_stored(packed.stored_as, &packed.stored, packed.checksum, &mut out).unwrap();
         assert_eq!(out, raw);
     }
 
     #[test]
     fn a_wrong_length_is_told() {
-        let Compressed::Packed(packed) = compress(Codec::Lz4, Block(0), &[1; 4096]) else {
+        let CompressedBlock::Packed(packed) = compress_block(Codec::Lz4, Block(0), &[1; 4096])
+        else {
             panic!("not zero")
         };
         let mut out = vec![0; 8192];
-        let error = decode(packed.stored_as, &packed.stored, packed.checksum, &mut out);
+        let error = decode_stored(packed.stored_as, &packed.stored, packed.checksum, &mut out);
         assert_eq!(error, Err(DecodeError::Length { expected: 8192, found: 4096 }));
     }
 
@@ -156,7 +162,7 @@ mod tests {
         fn garbage_is_an_error(stored in proptest::collection::vec(any::<u8>(), 0..300)) {
             let mut out = vec![0; 4096];
             for stored_as in [StoredAs::Raw, StoredAs::Lz4, StoredAs::Zstd, StoredAs::Deflate] {
-                prop_assert!(decode(stored_as, &stored, 1, &mut out).is_err());
+                prop_assert!(decode_stored(stored_as, &stored, 1, &mut out).is_err());
             }
         }
     }

@@ -1,4 +1,4 @@
-//! What can go wrong with an image file.
+//! Errors of image files.
 
 use std::io;
 use std::path::{Path, PathBuf};
@@ -14,14 +14,14 @@ use crate::locality::LocalityBlockId;
 /// Why an image could not be written or read.
 #[derive(Debug, Error)]
 pub enum ImageError {
-    /// The system refused a step around the file.
+    /// The system refused an operation on the file.
     #[error("cannot {step} {path}")]
     Io {
-        /// What was being done.
+        /// The operation.
         step: &'static str,
         /// The file or directory.
         path: PathBuf,
-        /// What the system said.
+        /// The error of the system.
         source: io::Error,
     },
     /// Bytes could not be written.
@@ -29,11 +29,11 @@ pub enum ImageError {
     Write {
         /// The unfinished file.
         path: PathBuf,
-        /// Where in the file.
+        /// The offset in the file.
         offset: u64,
-        /// How many bytes.
+        /// The number of bytes.
         len: usize,
-        /// What the system said.
+        /// The error of the system.
         source: io::Error,
     },
     /// Bytes could not be read.
@@ -41,25 +41,25 @@ pub enum ImageError {
     Read {
         /// The image.
         path: PathBuf,
-        /// Where in the file.
+        /// The offset in the file.
         offset: u64,
-        /// How many bytes.
+        /// The number of bytes.
         len: usize,
-        /// What the system said.
+        /// The error of the system.
         source: io::Error,
     },
-    /// Somebody else is writing an image of that name at this moment.
+    /// Another process or thread is writing an image of that name at this moment.
     #[error("another checkpoint is being written to {path}")]
     Busy {
         /// The image.
         path: PathBuf,
     },
-    /// It is no image: not even a regular file.
+    /// The file is not an image: not even a regular file.
     #[error("{path} is no image")]
     NotRegular {
-        /// What was given.
+        /// The path that was given.
         path: PathBuf,
-        /// What it is.
+        /// The kind of file.
         source: NotRegular,
     },
     /// No image can be written there.
@@ -68,10 +68,10 @@ pub enum ImageError {
     /// The path names no file in a directory.
     #[error("{path} is not a file name")]
     Path {
-        /// What was given.
+        /// The path that was given.
         path: PathBuf,
     },
-    /// The sizes asked for are impossible.
+    /// The requested sizes are impossible.
     #[error("no image can have this geometry")]
     Geometry(#[from] GeometryError),
     /// The region map given at the end does not fit the geometry given at the start.
@@ -88,9 +88,9 @@ pub enum ImageError {
     /// A section can't be stored.
     #[error("the {place} can't be stored: {problem}")]
     Section {
-        /// Which.
+        /// The section.
         place: &'static str,
-        /// Why.
+        /// The reason.
         problem: String,
     },
     /// A memory block past the end of RAM was given.
@@ -98,7 +98,7 @@ pub enum ImageError {
     BlockRange {
         /// The memory block.
         block: Block,
-        /// How many the image has.
+        /// The number of memory blocks in the image.
         blocks: u32,
     },
     /// A memory block was given twice.
@@ -107,9 +107,9 @@ pub enum ImageError {
     /// A locality block's entries do not fit its bytes, or the geometry.
     #[error("{id}: {problem}")]
     LocalityBlock {
-        /// Its number, had it been written.
+        /// The number that it would have had.
         id: LocalityBlockId,
-        /// What is wrong with it.
+        /// The reason.
         problem: String,
     },
     /// The image has fewer locality blocks.
@@ -117,60 +117,58 @@ pub enum ImageError {
     NoLocalityBlock {
         /// The image.
         path: PathBuf,
-        /// What was asked for.
+        /// The requested locality block.
         id: LocalityBlockId,
-        /// How many it has.
+        /// The number of locality blocks.
         count: u32,
     },
-    /// The file is not an image, or not whole, or not as it was written.
+    /// The file is not an image, is incomplete, or was damaged.
     #[error("{path}: {flaw}")]
     Damaged {
         /// The file.
         path: PathBuf,
-        /// What is wrong, and where.
-        flaw: Flaw,
+        /// The flaw and its offset.
+        flaw: ImageFlaw,
     },
-    /// The image that it builds on is missing, or damaged.
+    /// The parent of the image is missing, or damaged.
     #[error(
-        "{path} has only what changed since {parent}, which can't be used (if it was moved: \
-         firn image rebase tells where it is now)"
+        "{path} has only what changed since {parent}, which can't be used (if the parent was moved, give its new path to \
+         `firn image rebase`)"
     )]
     Parent {
         /// The image.
         path: PathBuf,
-        /// The one it builds on, where it should be.
+        /// The expected path of its parent.
         parent: PathBuf,
-        /// What is wrong with that one.
+        /// The error of the parent.
         source: Box<ImageError>,
     },
-    /// The file where its parent should be is another image.
+    /// The file at the path of the parent is another image.
     #[error("{parent} is not the parent of {path}: {problem}")]
     WrongParent {
         /// The image.
         path: PathBuf,
-        /// What was taken for its parent.
+        /// The file that should be the parent.
         parent: PathBuf,
-        /// How it is known.
+        /// The difference that shows it.
         problem: String,
     },
-    /// There are more images below this one than can be opened together.
+    /// The chain of this image has more images than can be opened together.
     #[error("{path} builds on a chain of more than {max} images: merge some of them", max = crate::CHAIN_MAX)]
     ChainTooLong {
         /// The image.
         path: PathBuf,
     },
-    /// A parent has other RAM than the image that is to build on it, or other blocks.
-    #[error(
-        "the image can't build on {parent}: its RAM lies otherwise, or its blocks have other sizes"
-    )]
+    /// A parent has a different RAM layout or block size than the image that is to build on it.
+    #[error("the image can't build on {parent}: its RAM layout or its block sizes differ")]
     OtherRam {
-        /// The one it was to build on.
+        /// The intended parent.
         parent: PathBuf,
     },
-    /// Memory blocks were given again and again.
+    /// Memory blocks were added too often.
     #[error("memory blocks were copied too often before the cut")]
     TooOften,
-    /// A memory block could not be taken over from another image.
+    /// A memory block could not be copied from another image.
     #[error("a memory block cannot be copied")]
     Block(#[from] BlockError),
     /// The first-access order is not known.
@@ -182,33 +180,34 @@ pub enum ImageError {
         /// The image.
         path: PathBuf,
         /// Its block organization.
-        organization: crate::Organization,
+        organization: crate::BlockOrganization,
     },
 }
 
-/// What is wrong with the bytes of an image, and where.
+/// A flaw in the bytes of an image, and its offset.
 #[derive(Clone, Debug, Error, PartialEq, Eq)]
 #[error("{place} at byte {offset}: {problem}")]
-pub struct Flaw {
+pub struct ImageFlaw {
     /// The part of the file.
     pub place: &'static str,
-    /// Where it starts, or where in it the flaw is, counted from the start of the file.
+    /// The offset of the part, or of the flaw in it, counted from the start of the file.
     pub offset: u64,
-    /// What is wrong.
+    /// The description of the flaw.
     pub problem: String,
 }
 
-impl Flaw {
+impl ImageFlaw {
     pub(crate) fn new(place: &'static str, offset: u64, problem: impl Into<String>) -> Self {
         Self { place, offset, problem: problem.into() }
     }
 
-    /// The same flaw, in a part that starts at `base` of the file.
-    pub(crate) fn shifted(self, base: u64) -> Self {
+    /// The same flaw, with its offset counted from the start of the file, in which the part starts
+    /// at `base`.
+    pub(crate) fn shift_by(self, base: u64) -> Self {
         Self { offset: self.offset + base, ..self }
     }
 
-    pub(crate) fn of(self, path: &Path) -> ImageError {
+    pub(crate) fn into_error(self, path: &Path) -> ImageError {
         ImageError::Damaged { path: path.to_owned(), flaw: self }
     }
 }
@@ -221,10 +220,10 @@ pub struct BlockError {
     pub block: Block,
     /// The image.
     pub path: PathBuf,
-    /// Where its stored bytes start in the file.
+    /// The offset of its stored bytes in the file.
     pub offset: u64,
-    /// How many there are.
+    /// The number of stored bytes.
     pub stored_len: u32,
-    /// What is wrong with them.
+    /// The error of decoding.
     pub source: DecodeError,
 }

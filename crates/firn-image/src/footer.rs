@@ -1,4 +1,4 @@
-//! The last 1 KiB of an image: written last, it is what makes the file an image.
+//! The last 1 KiB of an image. It is written last, and makes the file an image.
 //!
 //! ```text
 //!      0  8  magic: "FIRN-END"
@@ -14,42 +14,43 @@
 //!   1016  8  xxh3 of the bytes before
 //! ```
 //!
-//! Sections lie behind the last locality block without gaps, in the order of the table, up to the footer: every byte of
-//! the file belongs to something that is checked.
+//! Sections lie behind the last locality block without gaps, in the order of the table, up to the
+//! footer: every byte of the file belongs to a part that is checked.
 
-use crate::bytes::Bytes;
+use crate::bytes::ByteReader;
 use crate::chain::PATH_BYTES_MAX;
-use crate::error::Flaw;
+use crate::error::ImageFlaw;
 use crate::geometry::Geometry;
-use crate::header::{Identity, check_seal, parse_version, seal};
+use crate::header::{ImageIdentity, append_seal, check_seal, parse_version};
 use crate::locality::LocalityBlockId;
 
 /// Bytes of the footer.
 pub const FOOTER_BYTES: u64 = 1024;
 
-/// What the table of sections has room for.
+/// The capacity of the table of sections.
 pub(crate) const SECTIONS_MAX: usize = 16;
 
-/// Bytes of a decoded section at most, the index excepted.
+/// The maximum length of a decoded section in bytes, except for the index.
 pub const SECTION_BYTES_MAX: u64 = 1 << 30;
 
-/// Bytes of the metadata and of the region map at most, both JSON.
+/// The maximum length of the metadata and of the region map in bytes, both JSON.
 pub const JSON_BYTES_MAX: u64 = 16 << 20;
 
-/// Values in the metadata or the region map at most: each takes hundreds of bytes of memory.
+/// The maximum number of values in the metadata or the region map: each takes hundreds of bytes of
+/// memory.
 pub const JSON_VALUES_MAX: usize = 32_768;
 
-/// Bytes of the parent section at most: an identity and a path.
+/// The maximum length of the parent section in bytes: an identity and a path.
 const PARENT_BYTES_MAX: u64 = 16 + PATH_BYTES_MAX as u64;
 
 const MAGIC: [u8; 8] = *b"FIRN-END";
 const PLACE: &str = "footer";
 const LEN: usize = FOOTER_BYTES as usize;
 
-/// What a section holds.
+/// The content of a section.
 #[derive(Clone, Copy, PartialEq, Eq, Debug, PartialOrd, Ord)]
 #[repr(u32)]
-pub(crate) enum Kind {
+pub(crate) enum SectionKind {
     Meta = 1,
     Regions = 2,
     DeviceState = 3,
@@ -61,7 +62,7 @@ pub(crate) enum Kind {
     Parent = 9,
 }
 
-impl Kind {
+impl SectionKind {
     pub(crate) const ALL: [Self; 9] = [
         Self::Meta,
         Self::Regions,
@@ -74,8 +75,8 @@ impl Kind {
         Self::Parent,
     ];
 
-    /// What errors call it.
-    pub(crate) fn place(self) -> &'static str {
+    /// Its name in errors.
+    pub(crate) fn section_name(self) -> &'static str {
         match self {
             Self::Meta => "metadata section",
             Self::Regions => "region map section",
@@ -89,8 +90,9 @@ impl Kind {
         }
     }
 
-    /// Bytes it has at most when decoded, however long the file is: see `budget` for what its length explains. The index
-    /// has a limit of its own, which follows from the geometry.
+    /// Its maximum decoded length in bytes, however long the file is: see `budget` for the memory
+    /// that the length of a file justifies. The index has a limit of its own, which follows from
+    /// the geometry.
     pub(crate) fn bytes_max(self) -> u64 {
         match self {
             Self::Meta | Self::Regions => JSON_BYTES_MAX,
@@ -104,10 +106,10 @@ impl Kind {
     }
 }
 
-/// Where a section lies.
+/// The location of a section in the file.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
-pub(crate) struct SectionAt {
-    pub(crate) kind: Kind,
+pub(crate) struct SectionLocation {
+    pub(crate) kind: SectionKind,
     pub(crate) is_zstd: bool,
     pub(crate) offset: u64,
     pub(crate) stored_len: u64,
@@ -115,28 +117,28 @@ pub(crate) struct SectionAt {
     pub(crate) checksum: u64,
 }
 
-/// What the footer says.
+/// The contents of the footer.
 #[derive(Clone, PartialEq, Eq, Debug)]
 pub(crate) struct Footer {
     pub(crate) version: u32,
-    pub(crate) identity: Identity,
+    pub(crate) identity: ImageIdentity,
     pub(crate) locality_blocks: u32,
-    pub(crate) sections: Vec<SectionAt>,
+    pub(crate) sections: Vec<SectionLocation>,
 }
 
 impl Footer {
-    /// Where the sections so far end: where the footer goes after the last of them.
-    pub(crate) fn end(&self, geometry: &Geometry) -> u64 {
+    /// The end of the sections so far: after the last of them, the offset of the footer.
+    pub(crate) fn end_offset(&self, geometry: &Geometry) -> u64 {
         let sections: u64 = self.sections.iter().map(|section| section.stored_len).sum();
         geometry.offset_of(LocalityBlockId(self.locality_blocks)) + sections
     }
 
     /// Length of the whole file in bytes.
     pub(crate) fn file_bytes(&self, geometry: &Geometry) -> u64 {
-        self.end(geometry) + FOOTER_BYTES
+        self.end_offset(geometry) + FOOTER_BYTES
     }
 
-    pub(crate) fn section(&self, kind: Kind) -> Option<&SectionAt> {
+    pub(crate) fn find_section(&self, kind: SectionKind) -> Option<&SectionLocation> {
         self.sections.iter().find(|section| section.kind == kind)
     }
 
@@ -150,48 +152,53 @@ impl Footer {
         bytes.extend(self.locality_blocks.to_le_bytes());
         bytes.extend([0; 4]);
         self.sections.iter().for_each(|section| section.encode(&mut bytes));
-        seal(bytes, LEN)
+        append_seal(bytes, LEN)
     }
 
-    /// Takes a footer apart that was found at the end of a file of `file_bytes` bytes.
-    pub(crate) fn parse(bytes: &[u8], geometry: &Geometry, file_bytes: u64) -> Result<Self, Flaw> {
-        let mut foot = Bytes::new(PLACE, bytes);
-        if foot.array()? != MAGIC {
+    /// Parses a footer that was found at the end of a file of `file_bytes` bytes.
+    pub(crate) fn parse(
+        bytes: &[u8],
+        geometry: &Geometry,
+        file_bytes: u64,
+    ) -> Result<Self, ImageFlaw> {
+        let mut foot = ByteReader::new(PLACE, bytes);
+        if foot.read_array()? != MAGIC {
             let problem = "there is none: the image was never finished, or is cut off";
-            return Err(Flaw::new(PLACE, 0, problem));
+            return Err(ImageFlaw::new(PLACE, 0, problem));
         }
         let version = parse_version(PLACE, &mut foot)?;
         check_seal(PLACE, bytes, LEN)?;
-        let count = foot.u32()? as usize;
+        let count = foot.read_u32()? as usize;
         if count > SECTIONS_MAX {
-            return Err(foot.flaw(format!("{count} sections, at most {SECTIONS_MAX}")));
+            return Err(foot.flaw_here(format!("{count} sections, at most {SECTIONS_MAX}")));
         }
-        let identity = Identity(foot.array()?);
-        let expected_bytes = foot.u64()?;
+        let identity = ImageIdentity(foot.read_array()?);
+        let expected_bytes = foot.read_u64()?;
         if expected_bytes != file_bytes {
             let problem = format!("the file has {file_bytes} bytes instead of {expected_bytes}");
-            return Err(foot.flaw(problem));
+            return Err(foot.flaw_here(problem));
         }
-        let locality_blocks = foot.u32()?;
-        let reserved = foot.u32()?;
+        let locality_blocks = foot.read_u32()?;
+        let reserved = foot.read_u32()?;
         let sections: Vec<_> =
-            (0..count).map(|_| SectionAt::parse(&mut foot)).collect::<Result<_, _>>()?;
+            (0..count).map(|_| SectionLocation::parse(&mut foot)).collect::<Result<_, _>>()?;
         if reserved != 0 {
-            return Err(Flaw::new(PLACE, 44, "a reserved byte is not zero"));
+            return Err(ImageFlaw::new(PLACE, 44, "a reserved byte is not zero"));
         }
-        let reserved = foot.clone().take(LEN - 8 - (48 + count * 40))?;
-        Bytes::new(PLACE, reserved).zeros_to_the_end()?;
+        let reserved = foot.clone().take_bytes(LEN - 8 - (48 + count * 40))?;
+        ByteReader::new(PLACE, reserved).expect_zeros()?;
         let footer = Self { version, identity, locality_blocks, sections };
-        footer.check_places(geometry, file_bytes)?;
+        footer.check_offsets(geometry, file_bytes)?;
         Ok(footer)
     }
 
-    /// Sections follow one another and the locality blocks without gaps, each kind once at most.
-    fn check_places(&self, geometry: &Geometry, file_bytes: u64) -> Result<(), Flaw> {
+    /// Checks that sections follow one another and the locality blocks without gaps, each kind at
+    /// most once.
+    fn check_offsets(&self, geometry: &Geometry, file_bytes: u64) -> Result<(), ImageFlaw> {
         let mut end = geometry.offset_of(LocalityBlockId(self.locality_blocks));
         for (number, section) in self.sections.iter().enumerate() {
-            let place = section.kind.place();
-            let flaw = |problem| Flaw::new(PLACE, 48 + number as u64 * 40, problem);
+            let place = section.kind.section_name();
+            let flaw = |problem| ImageFlaw::new(PLACE, 48 + number as u64 * 40, problem);
             if section.offset != end {
                 let offset = section.offset;
                 return Err(flaw(format!("the {place} is at {offset} instead of {end}")));
@@ -206,13 +213,13 @@ impl Footer {
         }
         if end + FOOTER_BYTES != file_bytes {
             let problem = format!("the last section ends at {end}, not where the footer starts");
-            return Err(Flaw::new(PLACE, 0, problem));
+            return Err(ImageFlaw::new(PLACE, 0, problem));
         }
         Ok(())
     }
 }
 
-impl SectionAt {
+impl SectionLocation {
     fn encode(&self, bytes: &mut Vec<u8>) {
         bytes.extend((self.kind as u32).to_le_bytes());
         bytes.extend(u32::from(self.is_zstd).to_le_bytes());
@@ -222,21 +229,24 @@ impl SectionAt {
         bytes.extend(self.checksum.to_le_bytes());
     }
 
-    fn parse(foot: &mut Bytes<'_>) -> Result<Self, Flaw> {
-        let kind = foot.u32()?;
-        let kind = Kind::from_code(kind)
-            .ok_or_else(|| foot.flaw(format!("section kind {kind} is not known to this Firn")))?;
-        let is_zstd = match foot.u32()? {
+    fn parse(foot: &mut ByteReader<'_>) -> Result<Self, ImageFlaw> {
+        let kind = foot.read_u32()?;
+        let kind = SectionKind::from_code(kind).ok_or_else(|| {
+            foot.flaw_here(format!("section kind {kind} is not known to this Firn"))
+        })?;
+        let is_zstd = match foot.read_u32()? {
             0 => false,
             1 => true,
-            other => return Err(foot.flaw(format!("encoding {other} is not known to this Firn"))),
+            other => {
+                return Err(foot.flaw_here(format!("encoding {other} is not known to this Firn")));
+            }
         };
-        let (offset, stored_len) = (foot.u64()?, foot.u64()?);
-        let (decoded_len, checksum) = (foot.u64()?, foot.u64()?);
+        let (offset, stored_len) = (foot.read_u64()?, foot.read_u64()?);
+        let (decoded_len, checksum) = (foot.read_u64()?, foot.read_u64()?);
         if !is_zstd && decoded_len != stored_len {
-            let place = kind.place();
+            let place = kind.section_name();
             let problem = format!("the {place} has {stored_len} bytes instead of {decoded_len}");
-            return Err(foot.flaw(problem));
+            return Err(foot.flaw_here(problem));
         }
         Ok(Self { kind, is_zstd, offset, stored_len, decoded_len, checksum })
     }
@@ -246,15 +256,16 @@ impl SectionAt {
 mod tests {
     use super::*;
 
-    fn section(kind: Kind, offset: u64, stored_len: u64) -> SectionAt {
-        SectionAt { kind, is_zstd: true, offset, stored_len, decoded_len: 9999, checksum: 5 }
+    fn section(kind: SectionKind, offset: u64, stored_len: u64) -> SectionLocation {
+        SectionLocation { kind, is_zstd: true, offset, stored_len, decoded_len: 9999, checksum: 5 }
     }
 
     fn footer() -> (Footer, Geometry) {
         let geometry = Geometry::new(1234);
         let at = geometry.offset_of(LocalityBlockId(3));
-        let sections = vec![section(Kind::Meta, at, 100), section(Kind::Index, at + 100, 7)];
-        let identity = Identity([7; 16]);
+        let sections =
+            vec![section(SectionKind::Meta, at, 100), section(SectionKind::Index, at + 100, 7)];
+        let identity = ImageIdentity([7; 16]);
         (Footer { version: 2, identity, locality_blocks: 3, sections }, geometry)
     }
 
@@ -287,7 +298,7 @@ mod tests {
         gap.sections[1].offset += 1;
         assert!(parse(&gap).is_err());
         let mut twice = good.clone();
-        twice.sections[1].kind = Kind::Meta;
+        twice.sections[1].kind = SectionKind::Meta;
         assert!(parse(&twice).is_err());
         let bytes = good.encode(&geometry);
         assert!(Footer::parse(&bytes, &geometry, len + 1).is_err());

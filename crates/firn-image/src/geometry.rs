@@ -1,4 +1,4 @@
-//! The sizes an image is built on, and how its blocks are arranged.
+//! The sizes of an image's blocks, and its block organization.
 
 use std::fmt;
 use std::str::FromStr;
@@ -18,24 +18,26 @@ pub const LOCALITY_BLOCK_BYTES_MIN: u32 = 16 << 10;
 /// Largest locality block, in bytes.
 pub const LOCALITY_BLOCK_BYTES_MAX: u32 = 1 << 20;
 
-/// Default locality block, in bytes: a good trade-off between disk efficiency and latency (Halite, section 4.2).
+/// Default locality block, in bytes: a good trade-off between disk efficiency and latency (Halite,
+/// section 4.2).
 pub const LOCALITY_BLOCK_BYTES_DEFAULT: u32 = 64 << 10;
 
-/// Largest RAM page space: what a region map can have at most (16 TiB less alignment).
+/// Largest RAM page space: the maximum of a region map (16 TiB less alignment).
 const TOTAL_PAGES_MAX: u32 = u32::MAX - 2 * firn_types::REGION_ALIGN;
 
-/// The sizes an image is built on.
+/// The sizes of an image.
 #[derive(Clone, Copy, PartialEq, Eq, Debug, Serialize, Deserialize)]
 pub struct Geometry {
     /// Pages in a memory block.
     pub block_size: BlockSize,
-    /// Bytes in a locality block: a power of two from 16 KiB to 1 MiB, and no smaller than a memory block.
+    /// Bytes in a locality block: a power of two from 16 KiB to 1 MiB, and no smaller than a memory
+    /// block.
     pub locality_block_bytes: u32,
     /// Pages of the RAM page space, those between regions included.
     pub total_pages: u32,
 }
 
-/// Sizes an image can't be built on.
+/// Sizes that an image cannot have.
 #[derive(Debug, Error, PartialEq, Eq)]
 pub enum GeometryError {
     /// Not a power of two in range.
@@ -44,7 +46,7 @@ pub enum GeometryError {
          {LOCALITY_BLOCK_BYTES_MAX}, not {0}"
     )]
     LocalityBlock(u32),
-    /// A memory block stored as it is would not fit.
+    /// An uncompressed memory block would not fit.
     #[error(
         "a memory block of {block} bytes does not fit into a locality block of {locality} bytes"
     )]
@@ -54,7 +56,7 @@ pub enum GeometryError {
         /// Bytes of a locality block.
         locality: u32,
     },
-    /// No RAM, or more than the page space holds.
+    /// No RAM, or more than fits into the page space.
     #[error("an image holds 1 to {TOTAL_PAGES_MAX} pages, not {0}")]
     TotalPages(u32),
 }
@@ -69,9 +71,9 @@ impl Geometry {
         }
     }
 
-    /// Whether an image can be built on these sizes.
-    pub fn check(&self) -> Result<(), GeometryError> {
-        let (block, locality) = (self.block_size.bytes(), self.locality_block_bytes);
+    /// Checks that an image can have these sizes.
+    pub fn check_sizes(&self) -> Result<(), GeometryError> {
+        let (block, locality) = (self.block_size.byte_count(), self.locality_block_bytes);
         let range = LOCALITY_BLOCK_BYTES_MIN..=LOCALITY_BLOCK_BYTES_MAX;
         if !locality.is_power_of_two() || !range.contains(&locality) {
             return Err(GeometryError::LocalityBlock(locality));
@@ -86,7 +88,7 @@ impl Geometry {
     }
 
     /// Memory blocks that cover all of RAM; the last may reach past the last page.
-    pub fn blocks(&self) -> u32 {
+    pub fn block_count(&self) -> u32 {
         self.block_size.blocks_in(self.total_pages)
     }
 
@@ -95,26 +97,28 @@ impl Geometry {
         u64::from(self.total_pages) * PAGE_SIZE as u64
     }
 
-    /// Where a locality block starts in the file, in bytes. Also where the `id`-th would, were there one.
+    /// The offset of a locality block in the file, in bytes. For the number after the last one: the
+    /// offset it would have.
     pub fn offset_of(&self, id: LocalityBlockId) -> u64 {
         HEADER_BYTES + u64::from(id.0) * u64::from(self.locality_block_bytes)
     }
 }
 
-/// How memory blocks are arranged in an image (Halite, section 8.1.2).
+/// The block organization of an image: the order of its memory blocks (Halite, section 8.1.2).
 #[derive(Clone, Copy, PartialEq, Eq, Debug, Hash, Serialize, Deserialize)]
 #[serde(rename_all = "lowercase")]
-pub enum Organization {
-    /// In order of first access per vCPU, then in guest-virtual order: what a save writes. Also called `locality`.
+pub enum BlockOrganization {
+    /// In order of first access per vCPU, then in guest-virtual order. A save writes this order.
+    /// Also called `locality`.
     #[serde(alias = "locality")]
     Access,
     /// By memory block number.
     Physical,
-    /// Shuffled: memory blocks that share a locality block have nothing to do with one another.
+    /// Shuffled: memory blocks that share a locality block are unrelated.
     Random,
 }
 
-impl Organization {
+impl BlockOrganization {
     /// Its number in the file header.
     pub(crate) fn code(self) -> u8 {
         match self {
@@ -130,7 +134,7 @@ impl Organization {
     }
 }
 
-impl fmt::Display for Organization {
+impl fmt::Display for BlockOrganization {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         f.write_str(match self {
             Self::Access => "access",
@@ -145,7 +149,7 @@ impl fmt::Display for Organization {
 #[error("{0:?} is no block organization; they are access (or locality), physical and random")]
 pub struct OrganizationError(String);
 
-impl FromStr for Organization {
+impl FromStr for BlockOrganization {
     type Err = OrganizationError;
 
     fn from_str(word: &str) -> Result<Self, OrganizationError> {
@@ -164,8 +168,8 @@ mod tests {
 
     #[test]
     fn the_default_fits() {
-        assert_eq!(Geometry::new(1).check(), Ok(()));
-        assert_eq!(Geometry::new(5).blocks(), 3);
+        assert_eq!(Geometry::new(1).check_sizes(), Ok(()));
+        assert_eq!(Geometry::new(5).block_count(), 3);
     }
 
     #[test]
@@ -175,21 +179,23 @@ mod tests {
             locality_block_bytes,
             total_pages,
         };
-        assert_eq!(of(2, 65_535, 1).check(), Err(GeometryError::LocalityBlock(65_535)));
-        assert_eq!(of(2, 8192, 1).check(), Err(GeometryError::LocalityBlock(8192)));
-        assert_eq!(of(2, 1 << 21, 1).check(), Err(GeometryError::LocalityBlock(1 << 21)));
-        assert_eq!(of(2, 65_536, 0).check(), Err(GeometryError::TotalPages(0)));
+        assert_eq!(of(2, 65_535, 1).check_sizes(), Err(GeometryError::LocalityBlock(65_535)));
+        assert_eq!(of(2, 8192, 1).check_sizes(), Err(GeometryError::LocalityBlock(8192)));
+        assert_eq!(of(2, 1 << 21, 1).check_sizes(), Err(GeometryError::LocalityBlock(1 << 21)));
+        assert_eq!(of(2, 65_536, 0).check_sizes(), Err(GeometryError::TotalPages(0)));
         let error = GeometryError::BlockTooLarge { block: 65_536, locality: 16_384 };
-        assert_eq!(of(16, 16_384, 1).check(), Err(error));
+        assert_eq!(of(16, 16_384, 1).check_sizes(), Err(error));
     }
 
     #[test]
     fn organizations_have_names() {
-        for organization in [Organization::Access, Organization::Physical, Organization::Random] {
+        for organization in
+            [BlockOrganization::Access, BlockOrganization::Physical, BlockOrganization::Random]
+        {
             assert_eq!(organization.to_string().parse(), Ok(organization));
-            assert_eq!(Organization::from_code(organization.code()), Some(organization));
+            assert_eq!(BlockOrganization::from_code(organization.code()), Some(organization));
         }
-        assert_eq!("locality".parse(), Ok(Organization::Access));
-        assert!("spiral".parse::<Organization>().is_err());
+        assert_eq!("locality".parse(), Ok(BlockOrganization::Access));
+        assert!("spiral".parse::<BlockOrganization>().is_err());
     }
 }

@@ -13,22 +13,23 @@
 //!   4088  8  xxh3 of the bytes before
 //! ```
 //!
-//! Numbers are little-endian, reserved bytes are zero. The magic number shows, as PNG's does, what a transfer in text
-//! mode breaks: the eighth bit, line endings, and what follows an end-of-file character.
+//! Numbers are little-endian, reserved bytes are zero. As in PNG, the magic number shows the damage
+//! of a transfer in text mode: to the eighth bit, to line endings, and to the bytes after an
+//! end-of-file character.
 
 use std::fmt;
 
 use firn_types::BlockSize;
 use twox_hash::XxHash3_64;
 
-use crate::bytes::Bytes;
-use crate::error::Flaw;
-use crate::geometry::{Geometry, HEADER_BYTES, Organization};
+use crate::bytes::ByteReader;
+use crate::error::ImageFlaw;
+use crate::geometry::{BlockOrganization, Geometry, HEADER_BYTES};
 
 /// The newest version that this Firn reads, and writes where an image needs it.
 pub const VERSION: u32 = 2;
 
-/// What an image is written as that holds all of memory, and each memory block once.
+/// The version of an image that holds all of memory, and each memory block once.
 pub(crate) const VERSION_WHOLE: u32 = 1;
 
 const MAGIC: [u8; 8] = *b"\x89FIRN\r\n\x1a";
@@ -36,23 +37,23 @@ const PLACE: &str = "header";
 const LEN: usize = HEADER_BYTES as usize;
 const CHECKED: usize = LEN - 8;
 
-/// A random number that says which header and which footer belong together.
+/// A random number that shows which header and which footer belong together.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
-pub(crate) struct Identity(pub(crate) [u8; 16]);
+pub(crate) struct ImageIdentity(pub(crate) [u8; 16]);
 
-impl fmt::Display for Identity {
+impl fmt::Display for ImageIdentity {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         self.0.iter().try_for_each(|byte| write!(f, "{byte:02x}"))
     }
 }
 
-/// What the header says.
+/// The contents of the header.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub(crate) struct Header {
     pub(crate) version: u32,
     pub(crate) geometry: Geometry,
-    pub(crate) organization: Organization,
-    pub(crate) identity: Identity,
+    pub(crate) organization: BlockOrganization,
+    pub(crate) identity: ImageIdentity,
 }
 
 impl Header {
@@ -64,69 +65,72 @@ impl Header {
         bytes.extend(self.geometry.locality_block_bytes.to_le_bytes());
         bytes.extend(self.geometry.total_pages.to_le_bytes());
         bytes.extend(self.identity.0);
-        seal(bytes, LEN)
+        append_seal(bytes, LEN)
     }
 
-    pub(crate) fn parse(bytes: &[u8]) -> Result<Self, Flaw> {
-        let mut head = Bytes::new(PLACE, bytes);
-        if head.array()? != MAGIC {
-            return Err(Flaw::new(PLACE, 0, "not Firn's magic number: this is no image"));
+    pub(crate) fn parse(bytes: &[u8]) -> Result<Self, ImageFlaw> {
+        let mut head = ByteReader::new(PLACE, bytes);
+        if head.read_array()? != MAGIC {
+            return Err(ImageFlaw::new(PLACE, 0, "not Firn's magic number: this is no image"));
         }
         let version = parse_version(PLACE, &mut head)?;
         check_seal(PLACE, bytes, LEN)?;
-        let organization = head.u8()?;
-        let organization = Organization::from_code(organization)
-            .ok_or_else(|| head.flaw(format!("no block organization {organization}")))?;
+        let organization = head.read_u8()?;
+        let organization = BlockOrganization::from_code(organization)
+            .ok_or_else(|| head.flaw_here(format!("no block organization {organization}")))?;
         let block_size =
-            BlockSize::new(head.u8()?).map_err(|error| head.flaw(error.to_string()))?;
-        let reserved = head.u16()?;
-        let (locality_block_bytes, total_pages) = (head.u32()?, head.u32()?);
+            BlockSize::new(head.read_u8()?).map_err(|error| head.flaw_here(error.to_string()))?;
+        let reserved = head.read_u16()?;
+        let (locality_block_bytes, total_pages) = (head.read_u32()?, head.read_u32()?);
         let geometry = Geometry { block_size, locality_block_bytes, total_pages };
-        geometry.check().map_err(|error| head.flaw(error.to_string()))?;
-        let identity = Identity(head.array()?);
-        let rest = Bytes::new(PLACE, bytes.get(..CHECKED).unwrap_or_default());
+        geometry.check_sizes().map_err(|error| head.flaw_here(error.to_string()))?;
+        let identity = ImageIdentity(head.read_array()?);
+        let rest = ByteReader::new(PLACE, bytes.get(..CHECKED).unwrap_or_default());
         check_reserved(reserved, rest)?;
         Ok(Self { version, geometry, organization, identity })
     }
 }
 
-fn check_reserved(reserved: u16, mut rest: Bytes<'_>) -> Result<(), Flaw> {
+fn check_reserved(reserved: u16, mut rest: ByteReader<'_>) -> Result<(), ImageFlaw> {
     if reserved != 0 {
-        return Err(Flaw::new(PLACE, 14, "a reserved byte is not zero"));
+        return Err(ImageFlaw::new(PLACE, 14, "a reserved byte is not zero"));
     }
-    rest.take(40)?;
-    rest.zeros_to_the_end()
+    rest.take_bytes(40)?;
+    rest.expect_zeros()
 }
 
-/// Fills up with zeros to `len` bytes, the last 8 being the checksum of those before.
-pub(crate) fn seal(mut bytes: Vec<u8>, len: usize) -> Vec<u8> {
+/// Appends zeros up to `len` bytes, of which the last 8 are the checksum of the others.
+pub(crate) fn append_seal(mut bytes: Vec<u8>, len: usize) -> Vec<u8> {
     bytes.resize(len - 8, 0);
     let checksum = XxHash3_64::oneshot(&bytes);
     bytes.extend(checksum.to_le_bytes());
     bytes
 }
 
-/// Checks what [`seal`] made.
-pub(crate) fn check_seal(place: &'static str, bytes: &[u8], len: usize) -> Result<(), Flaw> {
-    let mut all = Bytes::new(place, bytes);
-    let found = XxHash3_64::oneshot(all.take(len - 8)?);
-    let expected = all.u64()?;
-    all.end()?;
+/// Checks the checksum that [`append_seal`] wrote.
+pub(crate) fn check_seal(place: &'static str, bytes: &[u8], len: usize) -> Result<(), ImageFlaw> {
+    let mut all = ByteReader::new(place, bytes);
+    let found = XxHash3_64::oneshot(all.take_bytes(len - 8)?);
+    let expected = all.read_u64()?;
+    all.expect_end()?;
     if found == expected {
         return Ok(());
     }
     let problem = format!("checksum is {found:#018x} instead of {expected:#018x}");
-    Err(Flaw::new(place, 0, problem))
+    Err(ImageFlaw::new(place, 0, problem))
 }
 
-/// The next number, if it is a version this Firn reads.
-pub(crate) fn parse_version(place: &'static str, bytes: &mut Bytes<'_>) -> Result<u32, Flaw> {
-    match bytes.u32()? {
+/// Reads the next number, which must be a version that this Firn reads.
+pub(crate) fn parse_version(
+    place: &'static str,
+    bytes: &mut ByteReader<'_>,
+) -> Result<u32, ImageFlaw> {
+    match bytes.read_u32()? {
         version @ VERSION_WHOLE..=VERSION => Ok(version),
         other => {
             let problem =
                 format!("format version {other}, and this Firn reads versions 1 to {VERSION}");
-            Err(Flaw::new(place, 8, problem))
+            Err(ImageFlaw::new(place, 8, problem))
         }
     }
 }
@@ -139,8 +143,8 @@ mod tests {
         Header {
             version: VERSION,
             geometry: Geometry::new(1234),
-            organization: Organization::Physical,
-            identity: Identity([7; 16]),
+            organization: BlockOrganization::Physical,
+            identity: ImageIdentity([7; 16]),
         }
     }
 
@@ -166,7 +170,7 @@ mod tests {
             let mut bytes = header().encode();
             bytes[at] = value;
             bytes.truncate(CHECKED);
-            assert!(Header::parse(&seal(bytes, LEN)).is_err(), "byte {at}");
+            assert!(Header::parse(&append_seal(bytes, LEN)).is_err(), "byte {at}");
         }
     }
 }

@@ -1,4 +1,4 @@
-//! The index of an image while it is written. What a reader would refuse is refused here.
+//! The index of an image while it is written. It refuses everything that a reader would refuse.
 
 use firn_types::Block;
 use twox_hash::XxHash3_64;
@@ -6,35 +6,35 @@ use twox_hash::XxHash3_64;
 use crate::bitmap::Bitmap;
 use crate::geometry::Geometry;
 use crate::index::{HEAD_BYTES, LISTED_MAX, check_entry};
-use crate::locality::{ENTRIES_MAX, Entry, FilledBy, LocalityBlock, LocalityBlockId};
-use crate::runs::Runs;
-use crate::steps::steps;
+use crate::locality::{BlockEntry, ENTRIES_MAX, FilledBy, LocalityBlock, LocalityBlockId};
+use crate::runs::BlockRuns;
+use crate::steps::encode_steps;
 
-/// Whether a memory block may be listed again.
+/// The rule for listing a memory block again.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
-pub(crate) enum Listing {
-    /// No: version 1.
+pub(crate) enum ListingRule {
+    /// It may not be listed again: version 1.
     Once,
-    /// Yes, and the last time counts: version 2.
+    /// It may, and the last listing counts: version 2.
     Last,
 }
 
 /// The index of an image that is being written.
 pub(crate) struct IndexBuilder {
     geometry: Geometry,
-    listing: Listing,
+    listing: ListingRule,
     filled_by: Vec<FilledBy>,
     counts: Vec<u16>,
     checksums: Vec<u64>,
-    entries: Vec<Entry>,
+    entries: Vec<BlockEntry>,
     stored: Bitmap,
     zeros: Bitmap,
     /// More zero blocks, none of which is in either set.
-    zero_runs: Runs,
+    zero_runs: BlockRuns,
 }
 
-/// Why a locality block can't be added.
-pub(crate) enum Refusal {
+/// Why a locality block or a zero block cannot be added.
+pub(crate) enum AppendRefusal {
     Entry(String),
     Range(Block),
     Twice(Block),
@@ -42,7 +42,7 @@ pub(crate) enum Refusal {
 }
 
 impl IndexBuilder {
-    pub(crate) fn new(geometry: Geometry, listing: Listing) -> Self {
+    pub(crate) fn new(geometry: Geometry, listing: ListingRule) -> Self {
         Self {
             geometry,
             listing,
@@ -50,13 +50,13 @@ impl IndexBuilder {
             counts: Vec::new(),
             checksums: Vec::new(),
             entries: Vec::new(),
-            stored: Bitmap::new(geometry.blocks()),
-            zeros: Bitmap::new(geometry.blocks()),
-            zero_runs: Runs::default(),
+            stored: Bitmap::new(geometry.block_count()),
+            zeros: Bitmap::new(geometry.block_count()),
+            zero_runs: BlockRuns::default(),
         }
     }
 
-    /// How many locality blocks were added.
+    /// The number of locality blocks that were added.
     pub(crate) fn locality_blocks(&self) -> u32 {
         self.counts.len() as u32
     }
@@ -65,7 +65,7 @@ impl IndexBuilder {
         self.stored.len()
     }
 
-    /// Stored bytes of the memory blocks, each as it was listed last.
+    /// Stored bytes of the memory blocks, each by its last listing.
     pub(crate) fn stored_bytes(&self) -> u64 {
         let mut left = self.stored.clone();
         let last = self.entries.iter().rev().filter(|entry| left.take(entry.block));
@@ -76,17 +76,20 @@ impl IndexBuilder {
         self.zeros.len() + self.zero_runs.len()
     }
 
-    /// Records zero blocks, before anything else is.
-    pub(crate) fn set_zeros(&mut self, zeros: Runs) {
+    /// Records zero blocks. Call this before any other block is added.
+    pub(crate) fn set_zeros(&mut self, zeros: BlockRuns) {
         self.zero_runs = zeros;
     }
 
     /// Adds the next locality block.
-    pub(crate) fn add(&mut self, filled: &LocalityBlock) -> Result<LocalityBlockId, Refusal> {
+    pub(crate) fn add_locality_block(
+        &mut self,
+        filled: &LocalityBlock,
+    ) -> Result<LocalityBlockId, AppendRefusal> {
         let id = LocalityBlockId(self.locality_blocks());
-        self.check(filled)?;
+        self.check_locality_block(filled)?;
         for entry in &filled.entries {
-            self.claim(entry.block)?;
+            self.claim_block(entry.block)?;
             self.stored.insert(entry.block);
         }
         self.filled_by.push(filled.filled_by);
@@ -96,55 +99,59 @@ impl IndexBuilder {
         Ok(id)
     }
 
-    fn check(&self, filled: &LocalityBlock) -> Result<(), Refusal> {
+    fn check_locality_block(&self, filled: &LocalityBlock) -> Result<(), AppendRefusal> {
         let count = filled.entries.len();
         if count == 0 || count > ENTRIES_MAX {
-            return Err(Refusal::Entry(format!("{count} memory blocks, 1 to {ENTRIES_MAX} fit")));
+            return Err(AppendRefusal::Entry(format!(
+                "{count} memory blocks, 1 to {ENTRIES_MAX} fit"
+            )));
         }
         let mut end = 0;
         for (slot, entry) in filled.entries.iter().enumerate() {
             check_entry(entry, &self.geometry)
-                .map_err(|problem| Refusal::Entry(format!("slot {slot}: {problem}")))?;
+                .map_err(|problem| AppendRefusal::Entry(format!("slot {slot}: {problem}")))?;
             if entry.offset as usize != end {
-                return Err(Refusal::Entry(format!("slot {slot} does not start at byte {end}")));
+                return Err(AppendRefusal::Entry(format!(
+                    "slot {slot} does not start at byte {end}"
+                )));
             }
-            end = entry.end();
+            end = entry.end_offset();
         }
         if filled.bytes.len() != end {
             let len = filled.bytes.len();
-            return Err(Refusal::Entry(format!("{len} bytes, its memory blocks have {end}")));
+            return Err(AppendRefusal::Entry(format!("{len} bytes, its memory blocks have {end}")));
         }
         Ok(())
     }
 
     /// Records a zero block.
-    pub(crate) fn add_zero(&mut self, block: Block) -> Result<(), Refusal> {
-        self.claim(block)?;
+    pub(crate) fn add_zero(&mut self, block: Block) -> Result<(), AppendRefusal> {
+        self.claim_block(block)?;
         self.zeros.insert(block);
         Ok(())
     }
 
-    /// Forgets what was recorded of a block, if anything: something else is going to be.
-    fn claim(&mut self, block: Block) -> Result<(), Refusal> {
-        if block.0 >= self.geometry.blocks() {
-            return Err(Refusal::Range(block));
+    /// Forgets the earlier record of a block, if any: the caller is about to record it anew.
+    fn claim_block(&mut self, block: Block) -> Result<(), AppendRefusal> {
+        if block.0 >= self.geometry.block_count() {
+            return Err(AppendRefusal::Range(block));
         }
         let was_recorded = self.stored.take(block) | self.zeros.take(block);
         if !self.zero_runs.is_empty() && self.zero_runs.contains(block) {
-            return Err(Refusal::Twice(block));
+            return Err(AppendRefusal::Twice(block));
         }
         match self.listing {
-            Listing::Once if was_recorded => Err(Refusal::Twice(block)),
-            Listing::Last if self.is_full() => Err(Refusal::TooOften),
+            ListingRule::Once if was_recorded => Err(AppendRefusal::Twice(block)),
+            ListingRule::Last if self.is_full() => Err(AppendRefusal::TooOften),
             _ => Ok(()),
         }
     }
 
     fn is_full(&self) -> bool {
-        self.entries.len() as u64 >= u64::from(self.geometry.blocks()) * u64::from(LISTED_MAX)
+        self.entries.len() as u64 >= u64::from(self.geometry.block_count()) * u64::from(LISTED_MAX)
     }
 
-    /// The index as it is stored.
+    /// The index in its stored form.
     pub(crate) fn encode(self) -> Vec<u8> {
         let runs = self.zero_runs();
         let entries = &self.entries;
@@ -156,7 +163,9 @@ impl IndexBuilder {
         out.extend(self.filled_by.iter().flat_map(|by| by.code().to_le_bytes()));
         out.extend(self.counts.iter().flat_map(|count| count.to_le_bytes()));
         out.extend(self.checksums.iter().flat_map(|checksum| checksum.to_le_bytes()));
-        out.extend(steps(entries.iter().map(|entry| entry.block)).flat_map(u32::to_le_bytes));
+        out.extend(
+            encode_steps(entries.iter().map(|entry| entry.block)).flat_map(u32::to_le_bytes),
+        );
         out.extend(
             entries
                 .iter()
@@ -169,10 +178,10 @@ impl IndexBuilder {
         out
     }
 
-    /// Zero blocks as runs, each as long as can be: (first, length in blocks).
+    /// Zero blocks as runs, each as long as possible: (first, length in blocks).
     fn zero_runs(&self) -> Vec<(u32, u32)> {
-        let noted: Runs = self.zeros.iter().map(|block| block.0..block.0 + 1).collect();
+        let noted: BlockRuns = self.zeros.iter().map(|block| block.0..block.0 + 1).collect();
         let all = noted.union(&self.zero_runs);
-        all.each().map(|run| (run.start, run.end - run.start)).collect()
+        all.iter_runs().map(|run| (run.start, run.end - run.start)).collect()
     }
 }

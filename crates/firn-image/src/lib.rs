@@ -8,17 +8,21 @@
 //!     4 KiB     64 KiB each, memory blocks compressed                               1 KiB
 //! ```
 //!
-//! The file is written from front to back and valid only once its footer is. `docs/format.md` in the repository tells
-//! the format in words; the bytes are drawn in the module that writes and reads them. What is promised:
+//! The file is written from front to back and valid only once its footer is written.
+//! `docs/format.md` in the repository describes the format in words; the module that writes and
+//! reads a part has a drawing of its bytes. This crate promises:
 //!
-//! - Every byte is covered by a checksum or must be zero. [`Image::open`] checks everything but the memory blocks;
-//!   [`Image::decode`] checks a memory block when it is asked for; [`verify()`] checks all of it.
-//! - A damaged, truncated or hostile file gives an error that names the place: never a wrong page, a panic, a hang, or
-//!   more memory than its own size explains.
-//! - [`Writer`] leaves the whole image at the target path, or nothing new at all.
+//! - Every byte is covered by a checksum or must be zero. [`Image::open`] checks everything but the
+//!   memory blocks; [`Image::decode_block`] checks a memory block when it is needed;
+//!   [`verify_image()`] checks all of it.
+//! - A damaged, truncated or hostile file gives an error that names the part: never a wrong page, a
+//!   panic, a hang, or more memory than its own size justifies.
+//! - [`ImageWriter`] leaves the whole image at the target path, or nothing new at all.
 //!
-//! An image may build on another one and hold only what changed since. The two, and however many more there are, are
-//! opened and read as one; [`merge()`] and [`rebase()`] make one file of several.
+//!
+//! An image may build on another one and hold only what differs from it. The files of such a chain
+//! are opened and read as one image; [`merge_chain()`] and [`rebase_image()`] make one file of
+//! several.
 //!
 //! [`Packer`] is pure: memory blocks in, locality blocks out.
 
@@ -58,22 +62,22 @@ pub use auxiliary::{AUX_BLOCKS_MAX, AuxInfo, AuxPiece};
 pub use blocks::ReadOrder;
 pub use chain::CHAIN_MAX;
 pub use codec::{Codec, CodecError, StoredAs, ZLIB_LEVEL_DEFAULT, ZSTD_LEVEL_DEFAULT};
-pub use compare::{Mismatch, compare};
-pub use compress::{Compressed, PackedBlock, checksum, compress};
+pub use compare::{PageMismatch, compare_with_reference};
+pub use compress::{CompressedBlock, PackedBlock, block_checksum, compress_block};
 pub use decode::DecodeError;
-pub use error::{BlockError, Flaw, ImageError};
+pub use error::{BlockError, ImageError, ImageFlaw};
 pub use footer::{FOOTER_BYTES, JSON_BYTES_MAX, JSON_VALUES_MAX, SECTION_BYTES_MAX};
 pub use geometry::{
-    Geometry, GeometryError, HEADER_BYTES, LOCALITY_BLOCK_BYTES_DEFAULT, LOCALITY_BLOCK_BYTES_MAX,
-    LOCALITY_BLOCK_BYTES_MIN, Organization, OrganizationError,
+    BlockOrganization, Geometry, GeometryError, HEADER_BYTES, LOCALITY_BLOCK_BYTES_DEFAULT,
+    LOCALITY_BLOCK_BYTES_MAX, LOCALITY_BLOCK_BYTES_MIN, OrganizationError,
 };
 pub use header::VERSION;
-pub use locality::{ENTRIES_MAX, Entry, FilledBy, LocalityBlock, LocalityBlockId, Packer};
+pub use locality::{BlockEntry, ENTRIES_MAX, FilledBy, LocalityBlock, LocalityBlockId, Packer};
 pub use partial::{abandon_partial, remove_partial};
-pub use placement::Placement;
+pub use placement::BlockPlacement;
 pub use reader::{ChainFile, Image};
-pub use rebase::{merge, rebase};
-pub use reorder::{ListedWorkingSet, Reorder, reorder};
-pub use sections::{AuxBlock, Sections};
-pub use verify::{PROBLEMS_MAX, Problem, VerifyReport, verify};
-pub use writer::{Draft, Summary, Writer};
+pub use rebase::{merge_chain, rebase_image};
+pub use reorder::{ListedWorkingSet, ReorderOptions, reorder_image};
+pub use sections::{AuxBlock, ImageSections};
+pub use verify::{PROBLEMS_MAX, VerifyProblem, VerifyReport, verify_image};
+pub use writer::{ImageDraft, ImageSummary, ImageWriter};

@@ -1,9 +1,10 @@
-//! The file an image grows in until it is whole.
+//! The partial file in which an image grows until it is complete.
 //!
-//! `dir/web.firn` grows as `dir/.web.firn.partial`: for its owner alone (0600), and locked (`flock(2)`) while somebody
-//! writes it. Only when everything is on disk is it renamed, so that a name always stands for a whole image: the old
-//! one or the new one. Dropped before, it is removed. What a killed writer left behind is not locked, and the next
-//! writer of the same image clears it away.
+//! `dir/web.firn` grows as `dir/.web.firn.partial`: for its owner alone (0600), and locked
+//! (`flock(2)`) while a process writes it. It is renamed only when everything is on disk, so that a
+//! name always stands for a whole image: the old one or the new one. If it is dropped before, it is
+//! removed. A partial file that a killed writer left behind is not locked, and the next writer of
+//! the same image removes it.
 
 use std::fs::{File, OpenOptions};
 use std::io;
@@ -17,27 +18,27 @@ use rustix::io::Errno;
 use crate::error::ImageError;
 
 /// An unfinished image file.
-pub(crate) struct Partial {
+pub(crate) struct PartialFile {
     file: File,
     path: PathBuf,
     target: PathBuf,
     is_renamed: bool,
 }
 
-impl Partial {
+impl PartialFile {
     pub(crate) fn create(target: &Path) -> Result<Self, ImageError> {
         check_output(target)?;
         let path = partial_path(target)?;
         remove_stale(&path, target)?;
-        let file = fault("image.create", || create_locked(&path)).map_err(|error| {
+        let file = with_fault("image.create", || create_locked(&path)).map_err(|error| {
             let is_taken = [Some(Errno::EXIST), Some(Errno::WOULDBLOCK)]
                 .contains(&Errno::from_io_error(&error));
-            if is_taken { busy(target) } else { io_error("create", &path)(error) }
+            if is_taken { busy_error(target) } else { io_error("create", &path)(error) }
         })?;
         Ok(Self { file, path, target: target.to_owned(), is_renamed: false })
     }
 
-    /// Where it will be once it is whole.
+    /// Its path once it is complete.
     pub(crate) fn target(&self) -> &Path {
         &self.target
     }
@@ -48,44 +49,43 @@ impl Partial {
         bytes: &[u8],
         offset: u64,
     ) -> Result<(), ImageError> {
-        fault(point, || self.file.write_all_at(bytes, offset)).map_err(|source| ImageError::Write {
-            path: self.path.clone(),
-            offset,
-            len: bytes.len(),
-            source,
+        with_fault(point, || self.file.write_all_at(bytes, offset)).map_err(|source| {
+            ImageError::Write { path: self.path.clone(), offset, len: bytes.len(), source }
         })
     }
 
-    /// Brings everything to disk and gives the file its name.
+    /// Syncs everything to disk and gives the file its name.
     pub(crate) fn publish(mut self) -> Result<(), ImageError> {
-        let dir = dir_of(&self.target);
+        let dir = directory_of(&self.target);
         let names = File::open(dir).map_err(io_error("open", dir))?;
-        // Writing took its time.
+        // Check again: the writing took time.
         check_output(&self.target)?;
-        fault("image.sync", || self.file.sync_all()).map_err(io_error("sync", &self.path))?;
-        fault("image.rename", || std::fs::rename(&self.path, &self.target))
+        with_fault("image.sync", || self.file.sync_all()).map_err(io_error("sync", &self.path))?;
+        with_fault("image.rename", || std::fs::rename(&self.path, &self.target))
             .map_err(io_error("rename", &self.path))?;
         self.is_renamed = true;
         names.sync_all().map_err(io_error("sync", dir))
     }
 }
 
-impl Drop for Partial {
+impl Drop for PartialFile {
     fn drop(&mut self) {
         if !self.is_renamed {
-            // Nothing more can be done about a file that can't be removed; the next writer tries again.
+            // There is no remedy for a file that can't be removed; the next writer tries again.
             drop(std::fs::remove_file(&self.path));
         }
     }
 }
 
-/// Removes what a killed writer left of an image, unless one is at work. Returns whether there was anything.
+/// Removes the partial file that a killed writer left, unless a writer holds its lock. Returns
+/// whether there was one.
 pub fn remove_partial(target: &Path) -> Result<bool, ImageError> {
     remove_stale(&partial_path(target)?, target)
 }
 
-/// Removes what this very process has written of an image, though a thread of it may be stuck in writing more: for a
-/// process that is about to end. An image that has its name already stays.
+/// Removes the partial file that this very process has written, although one of its threads may be
+/// blocked in a write to it: for a process that is about to end. An image that has its name already
+/// stays.
 pub fn abandon_partial(target: &Path) -> Result<(), ImageError> {
     let path = partial_path(target)?;
     match std::fs::remove_file(&path) {
@@ -103,10 +103,10 @@ fn remove_stale(path: &Path, target: &Path) -> Result<bool, ImageError> {
         Err(error) if error.kind() == io::ErrorKind::NotFound => return Ok(false),
         Err(error) => return Err(failed(error)),
     };
-    match lock(&file) {
+    match try_lock(&file) {
         Ok(()) if file.metadata().is_ok_and(|it| it.nlink() == 0) => Ok(false),
         Ok(()) => std::fs::remove_file(path).map(|()| true).map_err(failed),
-        Err(_) => Err(busy(target)),
+        Err(_) => Err(busy_error(target)),
     }
 }
 
@@ -119,11 +119,11 @@ fn open_stale(path: &Path) -> io::Result<File> {
 
 fn create_locked(path: &Path) -> io::Result<File> {
     let file = OpenOptions::new().write(true).create_new(true).mode(0o600).open(path)?;
-    lock(&file)?;
+    try_lock(&file)?;
     Ok(file)
 }
 
-fn lock(file: &File) -> io::Result<()> {
+fn try_lock(file: &File) -> io::Result<()> {
     Ok(flock(file, FlockOperation::NonBlockingLockExclusive)?)
 }
 
@@ -137,18 +137,18 @@ fn partial_path(target: &Path) -> Result<PathBuf, ImageError> {
     Ok(target.with_file_name(hidden))
 }
 
-fn dir_of(target: &Path) -> &Path {
+fn directory_of(target: &Path) -> &Path {
     match target.parent() {
         Some(dir) if !dir.as_os_str().is_empty() => dir,
         _ => Path::new("."),
     }
 }
 
-fn busy(target: &Path) -> ImageError {
+fn busy_error(target: &Path) -> ImageError {
     ImageError::Busy { path: target.to_owned() }
 }
 
-fn fault<T>(point: &'static str, step: impl FnOnce() -> io::Result<T>) -> io::Result<T> {
+fn with_fault<T>(point: &'static str, step: impl FnOnce() -> io::Result<T>) -> io::Result<T> {
     firn_fault::io(point).and_then(|()| step())
 }
 
@@ -166,7 +166,7 @@ mod tests {
         let dir = tempfile::tempdir().unwrap();
         let target = dir.path().join("a.firn");
         abandon_partial(&target).unwrap();
-        let _stuck = Partial::create(&target).unwrap();
+        let _stuck = PartialFile::create(&target).unwrap();
         assert!(remove_partial(&target).is_err());
         abandon_partial(&target).unwrap();
         assert!(names(dir.path()).is_empty());
@@ -180,7 +180,7 @@ mod tests {
     #[test]
     fn it_is_for_its_owner_and_goes_when_dropped() {
         let dir = tempfile::tempdir().unwrap();
-        let partial = Partial::create(&dir.path().join("a.firn")).unwrap();
+        let partial = PartialFile::create(&dir.path().join("a.firn")).unwrap();
         assert_eq!(names(dir.path()), [".a.firn.partial"]);
         let mode = partial.file.metadata().unwrap().permissions().mode();
         assert_eq!(mode & 0o777, 0o600);
@@ -193,7 +193,7 @@ mod tests {
         let dir = tempfile::tempdir().unwrap();
         let target = dir.path().join("a.firn");
         std::fs::write(&target, "old").unwrap();
-        let partial = Partial::create(&target).unwrap();
+        let partial = PartialFile::create(&target).unwrap();
         partial.write_at("image.write", b"new", 0).unwrap();
         assert_eq!(std::fs::read(&target).unwrap(), b"old");
         partial.publish().unwrap();
@@ -205,8 +205,8 @@ mod tests {
     fn two_writers_of_one_image_are_one_too_many() {
         let dir = tempfile::tempdir().unwrap();
         let target = dir.path().join("a.firn");
-        let first = Partial::create(&target).unwrap();
-        assert!(matches!(Partial::create(&target), Err(ImageError::Busy { .. })));
+        let first = PartialFile::create(&target).unwrap();
+        assert!(matches!(PartialFile::create(&target), Err(ImageError::Busy { .. })));
         assert!(matches!(remove_partial(&target), Err(ImageError::Busy { .. })));
         first.write_at("image.write", b"x", 0).unwrap();
         first.publish().unwrap();
@@ -221,13 +221,13 @@ mod tests {
         assert!(remove_partial(&target).unwrap());
         assert!(!remove_partial(&target).unwrap());
         std::fs::write(dir.path().join(".a.firn.partial"), "left by a killed writer").unwrap();
-        drop(Partial::create(&target).unwrap());
+        drop(PartialFile::create(&target).unwrap());
         assert!(names(dir.path()).is_empty());
     }
 
     #[test]
     fn a_directory_is_no_file_name() {
-        assert!(matches!(Partial::create(Path::new("/")), Err(ImageError::Output(_))));
-        assert_eq!(dir_of(Path::new("a.firn")), Path::new("."));
+        assert!(matches!(PartialFile::create(Path::new("/")), Err(ImageError::Output(_))));
+        assert_eq!(directory_of(Path::new("a.firn")), Path::new("."));
     }
 }

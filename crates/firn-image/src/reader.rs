@@ -1,11 +1,12 @@
-//! Reading an image.
+//! An open image: look-ups, reads, and its sections.
 //!
-//! Opening reads and checks everything but the locality blocks: header, footer, sections, index. From then on a
-//! look-up is two loads, a locality block is one `pread(2)` of its used bytes, and every memory block is checked
-//! against its checksum when it is decoded: what does not match is an error that names it, never a wrong page.
+//! Opening reads and checks everything but the locality blocks: header, footer, sections, index.
+//! From then on a look-up is two loads, a locality block is one `pread(2)` of its used bytes, and
+//! every memory block is checked against its checksum when it is decoded: a mismatch is an error
+//! that names the block, never a wrong page.
 //!
-//! An incremental image is opened with all that it builds on, and read as if it were one file: its locality blocks come
-//! first, then its parent's, and so on (see `chain`).
+//! An incremental image is opened with all that it builds on, and read as if it were one file: its
+//! locality blocks come first, then its parent's, and so on (see `chain`).
 
 use std::fs::File;
 use std::io::Read;
@@ -16,29 +17,29 @@ use firn_types::{Block, GuestPhys, RegionMap};
 use twox_hash::XxHash3_64;
 
 use crate::blocks::ReadOrder;
-use crate::budget::Budget;
-use crate::chain::{Chain, Layer, Own};
+use crate::budget::MemoryBudget;
+use crate::chain::{ChainLayer, ImageChain, LayerCounts};
 use crate::error::ImageError;
-use crate::footer::{Footer, Kind, SectionAt};
-use crate::geometry::{Geometry, Organization};
-use crate::index::Index;
-use crate::locality::{Entry, FilledBy, LocalityBlockId};
-use crate::placement::{Placement, Placements};
-use crate::sections::{self, AccessGroup, Sections};
-use crate::source::Source;
-use crate::writer::{Summary, overhead_bytes};
+use crate::footer::{Footer, SectionKind, SectionLocation};
+use crate::geometry::{BlockOrganization, Geometry};
+use crate::index::ImageIndex;
+use crate::locality::{BlockEntry, FilledBy, LocalityBlockId};
+use crate::placement::{BlockPlacement, PlacementMap};
+use crate::sections::{self, AccessGroup, ImageSections};
+use crate::source::ImageFile;
+use crate::writer::{ImageSummary, overhead_bytes};
 
 /// An open image. Any number of threads may read it at once.
 pub struct Image {
-    /// Its own file, then the one it builds on, and so on.
-    layers: Vec<Layer>,
-    sections: Sections,
-    /// Over all of them.
-    index: Index,
-    organization: Organization,
+    /// Its own file, then its parent, and so on.
+    layers: Vec<ChainLayer>,
+    sections: ImageSections,
+    /// The index over all files.
+    index: ImageIndex,
+    organization: BlockOrganization,
 }
 
-/// One file of a chain, in numbers.
+/// The numbers of one file of a chain.
 #[derive(Clone, PartialEq, Eq, Debug)]
 pub struct ChainFile {
     /// The file.
@@ -47,31 +48,31 @@ pub struct ChainFile {
     pub identity: String,
     /// Length of the file in bytes.
     pub file_bytes: u64,
-    /// Memory blocks that it stores or says are zero.
+    /// The number of memory blocks that it stores or lists as zero.
     pub mentioned_blocks: u32,
 }
 
-/// A section that is read piece by piece, and where it lies.
-type OpenSection = (Box<dyn Read>, SectionAt);
+/// A section that is read piece by piece, and its location.
+type OpenSection = (Box<dyn Read>, SectionLocation);
 
 impl Image {
     /// Opens an image and checks all of it but the memory blocks themselves.
     pub fn open(path: &Path) -> Result<Self, ImageError> {
-        Self::of(Chain::open(path, None)?)
+        Self::from_chain(ImageChain::open(path, None)?)
     }
 
-    /// Opens an image whose parent is not where it was: at `parent`, where the very same image is.
+    /// Opens an image whose parent was moved to `parent`, where the very same image must be.
     pub fn open_with_parent(path: &Path, parent: &Path) -> Result<Self, ImageError> {
-        Self::of(Chain::open(path, Some(parent))?)
+        Self::from_chain(ImageChain::open(path, Some(parent))?)
     }
 
-    /// Opens an image from descriptors of its file and of those it builds on, the newest first, as [`Self::try_clone_files`] gives
-    /// them: whatever has their names now.
+    /// Opens an image from descriptors of its file and of those it builds on, the newest first, as
+    /// [`Self::try_clone_files`] returns them, whichever files have their names now.
     ///
     /// # Errors
     /// As [`Self::open`].
     pub fn open_from(path: &Path, files: &[File]) -> Result<Self, ImageError> {
-        Self::of(Chain::open_from(path, files)?)
+        Self::from_chain(ImageChain::open_from(path, files)?)
     }
 
     /// Descriptors of its file and of those it builds on, the newest first.
@@ -82,79 +83,85 @@ impl Image {
         self.layers.iter().map(|layer| layer.source.try_clone()).collect()
     }
 
-    /// Opens its files again by their names, and reads them by that from now on, if they are the same image. A descriptor may be
-    /// of no use after its storage was away, and the file may have been taken away and put back.
+    /// Opens its files again by their names, and reads those from now on, if they are the same
+    /// image. A descriptor may be useless after its storage was disconnected, and the file may have
+    /// been removed and put back.
     ///
     /// # Errors
     /// The first file that can't be opened again; it is read as before.
     pub fn reopen(&self) -> Result<(), ImageError> {
-        let reopened: Vec<_> = self.layers.iter().map(Layer::reopen).collect();
+        let reopened: Vec<_> = self.layers.iter().map(ChainLayer::reopen).collect();
         reopened.into_iter().collect()
     }
 
-    fn of(chain: Chain) -> Result<Self, ImageError> {
-        let Chain { mut layers, index, organization, mut budget } = chain;
-        let Layer { source, geometry, footer, .. } = &layers[0];
+    fn from_chain(chain: ImageChain) -> Result<Self, ImageError> {
+        let ImageChain { mut layers, index, organization, mut budget } = chain;
+        let ChainLayer { source, geometry, footer, .. } = &layers[0];
         let sections = read_sections(source, footer, geometry, &mut budget)?;
-        // Decoded when asked for; but opening says whether they are damaged.
-        source.check_section(footer, Kind::AuxBlocks)?;
-        source.check_section(footer, Kind::AccessOrder)?;
+        // These sections are decoded when they are needed, but opening reports whether they are
+        // damaged.
+        source.check_section(footer, SectionKind::AuxBlocks)?;
+        source.check_section(footer, SectionKind::AccessOrder)?;
         layers.iter_mut().for_each(|layer| layer.source.forget_tail());
         let image = Self { layers, sections, index, organization };
-        image.advise(ReadOrder::Sequential);
+        image.advise_order(ReadOrder::Sequential);
         Ok(image)
     }
 
-    fn layer(&self) -> &Layer {
+    fn own_layer(&self) -> &ChainLayer {
         &self.layers[0]
     }
 
     /// The file.
     pub fn path(&self) -> &Path {
-        self.layer().path()
+        self.own_layer().path()
     }
 
     /// Its own file, and those it builds on, the newest first.
-    pub fn chain(&self) -> impl ExactSizeIterator<Item = &Path> {
-        self.layers.iter().map(Layer::path)
+    pub fn chain_paths(&self) -> impl ExactSizeIterator<Item = &Path> {
+        self.layers.iter().map(ChainLayer::path)
     }
 
-    /// The files of its chain in numbers, the newest first.
+    /// The numbers of the files of its chain, the newest first.
     pub fn chain_files(&self) -> impl ExactSizeIterator<Item = ChainFile> {
         self.layers.iter().map(|layer| ChainFile {
             path: layer.path().to_owned(),
             identity: layer.footer.identity.to_string(),
             file_bytes: layer.footer.file_bytes(&layer.geometry),
-            mentioned_blocks: layer.own.stored_blocks.saturating_add(layer.own.zero_blocks),
+            mentioned_blocks: layer
+                .own_counts
+                .stored_blocks
+                .saturating_add(layer.own_counts.zero_blocks),
         })
     }
 
-    /// A random number that tells it from every other image, in hexadecimal. A copy of the file has the same.
+    /// A random number that distinguishes it from every other image, in hexadecimal. A copy of the
+    /// file has the same.
     pub fn identity(&self) -> String {
-        self.layer().footer.identity.to_string()
+        self.own_layer().footer.identity.to_string()
     }
 
-    /// The sizes it is built on.
+    /// Its sizes.
     pub fn geometry(&self) -> Geometry {
-        self.layer().geometry
+        self.own_layer().geometry
     }
 
-    /// How its blocks are arranged.
-    pub fn organization(&self) -> Organization {
+    /// Its block organization.
+    pub fn organization(&self) -> BlockOrganization {
         self.organization
     }
 
-    /// Where RAM lies.
+    /// The layout of RAM.
     pub fn regions(&self) -> &RegionMap {
         &self.sections.regions
     }
 
-    /// What the writer stored about the VM.
+    /// The metadata that the writer stored about the VM.
     pub fn meta(&self) -> &serde_json::Value {
         &self.sections.meta
     }
 
-    /// Devices and vCPUs, as the hypervisor saved them.
+    /// The state of devices and vCPUs, as the hypervisor saved it.
     pub fn device_state(&self) -> &[u8] {
         &self.sections.device_state
     }
@@ -169,45 +176,48 @@ impl Image {
         &self.sections.page_table_roots
     }
 
-    /// What it holds beside memory blocks, but for auxiliary RAM.
-    pub(crate) fn sections(&self) -> &Sections {
+    /// Its contents beside memory blocks, except for auxiliary blocks.
+    pub(crate) fn sections(&self) -> &ImageSections {
         &self.sections
     }
 
-    /// A section to be read piece by piece, if there is one, and where it lies.
-    pub(crate) fn section_reader(&self, kind: Kind) -> Result<Option<OpenSection>, ImageError> {
-        let Layer { source, footer, .. } = self.layer();
-        let Some(at) = footer.section(kind) else { return Ok(None) };
+    /// A reader for a section, if it exists, to read it piece by piece; and its location.
+    pub(crate) fn section_reader(
+        &self,
+        kind: SectionKind,
+    ) -> Result<Option<OpenSection>, ImageError> {
+        let ChainLayer { source, footer, .. } = self.own_layer();
+        let Some(at) = footer.find_section(kind) else { return Ok(None) };
         Ok(Some((source.section_reader(at)?, *at)))
     }
 
-    /// A section as it is stored, if there is one. Its checksum was found right.
+    /// A section in its stored form, if it exists. Its checksum was checked.
     pub(crate) fn stored_section(
         &self,
-        kind: Kind,
-    ) -> Result<Option<(SectionAt, Vec<u8>)>, ImageError> {
-        let Layer { source, footer, .. } = self.layer();
-        let Some(at) = footer.section(kind) else { return Ok(None) };
+        kind: SectionKind,
+    ) -> Result<Option<(SectionLocation, Vec<u8>)>, ImageError> {
+        let ChainLayer { source, footer, .. } = self.own_layer();
+        let Some(at) = footer.find_section(kind) else { return Ok(None) };
         Ok(Some((*at, source.read_stored(at)?)))
     }
 
-    pub(crate) fn section_flaw(&self, at: &SectionAt, problem: String) -> ImageError {
-        self.layer().source.section_flaw(at, problem)
+    pub(crate) fn section_flaw(&self, at: &SectionLocation, problem: String) -> ImageError {
+        self.own_layer().source.section_flaw(at, problem)
     }
 
-    /// Where all memory blocks are.
-    pub(crate) fn placements(&self) -> &Placements {
+    /// The placements of all memory blocks.
+    pub(crate) fn placements(&self) -> &PlacementMap {
         &self.index.placements
     }
 
-    /// The image's own file in numbers.
-    pub fn summary(&self) -> Summary {
+    /// The numbers of the image's own file.
+    pub fn summary(&self) -> ImageSummary {
         let geometry = self.geometry();
-        let Own { stored_blocks, stored_bytes, zero_blocks } = self.layer().own;
-        let footer = &self.layer().footer;
-        let unmentioned_blocks = geometry.blocks() - stored_blocks - zero_blocks;
+        let LayerCounts { stored_blocks, stored_bytes, zero_blocks } = self.own_layer().own_counts;
+        let footer = &self.own_layer().footer;
+        let unmentioned_blocks = geometry.block_count() - stored_blocks - zero_blocks;
         let builds_on_another = self.layers.len() > 1;
-        Summary {
+        ImageSummary {
             path: self.path().to_owned(),
             geometry,
             organization: self.organization(),
@@ -222,48 +232,50 @@ impl Image {
         }
     }
 
-    /// Where a memory block is. Untouched if it is past the last. Allocates nothing.
-    pub fn lookup(&self, block: Block) -> Placement {
+    /// The placement of a memory block. Untouched if it is past the last. Allocates nothing.
+    pub fn placement_of(&self, block: Block) -> BlockPlacement {
         self.index.placements.get(block)
     }
 
     /// A stored memory block's locality block and entry; `None` if it is zero or untouched.
-    pub fn entry_of(&self, block: Block) -> Option<(LocalityBlockId, &Entry)> {
-        match self.lookup(block) {
-            Placement::Stored { locality_block, slot } => {
+    pub fn entry_of(&self, block: Block) -> Option<(LocalityBlockId, &BlockEntry)> {
+        match self.placement_of(block) {
+            BlockPlacement::Stored { locality_block, slot } => {
                 Some((locality_block, self.entries(locality_block).get(usize::from(slot))?))
             }
-            Placement::Zero | Placement::Untouched => None,
+            BlockPlacement::Zero | BlockPlacement::Untouched => None,
         }
     }
 
-    /// How many locality blocks there are, with those of the images it builds on.
+    /// The number of locality blocks, including those of the images it builds on.
     pub fn locality_blocks(&self) -> u32 {
         self.index.locality_blocks()
     }
 
-    /// The file in which a locality block is, and where. Past the last one: where it would be.
-    pub(crate) fn place(&self, id: LocalityBlockId) -> (&Source, u64) {
+    /// The file and the offset of a locality block. Past the last one: the offset that it would
+    /// have.
+    pub(crate) fn file_and_offset(&self, id: LocalityBlockId) -> (&ImageFile, u64) {
         let layer = self.layer_of(id);
         let own = LocalityBlockId(id.0 - layer.first);
         (&layer.source, layer.geometry.offset_of(own))
     }
 
-    fn layer_of(&self, id: LocalityBlockId) -> &Layer {
+    fn layer_of(&self, id: LocalityBlockId) -> &ChainLayer {
         let after = self.layers.partition_point(|layer| layer.first <= id.0);
         // An empty layer starts where the next one does; the last that starts there has the block.
         &self.layers[after.saturating_sub(1)]
     }
 
-    /// Where a locality block starts, in bytes, as if the files of the chain lay one behind another, its own first.
+    /// The offset of a locality block in bytes, as if the files of the chain lay one behind
+    /// another, its own first.
     pub fn offset_of(&self, id: LocalityBlockId) -> u64 {
         let layer = self.layer_of(id);
         let own = LocalityBlockId(id.0 - layer.first);
         layer.start + layer.geometry.offset_of(own)
     }
 
-    /// Cuts a range of locality blocks into parts that are in one file each.
-    pub(crate) fn by_file(&self, ids: Range<u32>) -> impl Iterator<Item = Range<u32>> + '_ {
+    /// Splits a range of locality blocks into parts that are in one file each.
+    pub(crate) fn split_by_file(&self, ids: Range<u32>) -> impl Iterator<Item = Range<u32>> + '_ {
         let ends = self.layers.iter().skip(1).map(|layer| layer.first).chain([u32::MAX]);
         let starts = self.layers.iter().map(|layer| layer.first);
         let parts =
@@ -271,39 +283,40 @@ impl Image {
         parts.filter(|part| !part.is_empty())
     }
 
-    /// The memory blocks of a locality block, as they lie in it. Empty past the last locality block, and where newer
-    /// images of the chain have others instead of all of them.
-    pub fn entries(&self, id: LocalityBlockId) -> &[Entry] {
+    /// The memory blocks of a locality block, in their order in it. Empty past the last locality
+    /// block, and where newer images of the chain replace all of them.
+    pub fn entries(&self, id: LocalityBlockId) -> &[BlockEntry] {
         self.index.entries_of(id).unwrap_or_default()
     }
 
-    /// Who filled a locality block.
+    /// The origin of a locality block's memory blocks.
     pub fn filled_by(&self, id: LocalityBlockId) -> FilledBy {
         self.index.filled_by(id).unwrap_or_default()
     }
 
-    /// Whether these are the used bytes of a locality block, by its checksum. Stricter than [`Image::decode`], which lets
-    /// stored bytes pass that make the right memory block in another way.
+    /// Whether these are the used bytes of a locality block, by its checksum. Stricter than
+    /// [`Image::decode_block`], which accepts stored bytes that encode the right memory block in
+    /// another form.
     pub fn has_checksum(&self, id: LocalityBlockId, used_bytes: &[u8]) -> bool {
         self.index.checksum_of(id) == Some(XxHash3_64::oneshot(used_bytes))
     }
 
-    /// How many bytes of a locality block are used.
+    /// The number of used bytes of a locality block.
     pub fn used_bytes(&self, id: LocalityBlockId) -> usize {
         self.index.used_bytes(id).unwrap_or_default() as usize
     }
 
-    /// The groups in which blocks lay when the image was organized by access, if that is recorded.
+    /// The groups of blocks from when the image was organized by access, if they are recorded.
     pub(crate) fn access_order(&self) -> Result<Option<Vec<AccessGroup>>, ImageError> {
-        let Layer { source, footer, .. } = self.layer();
-        let Some(at) = footer.section(Kind::AccessOrder) else { return Ok(None) };
-        let mut budget = Budget::of_file(source.file_bytes());
+        let ChainLayer { source, footer, .. } = self.own_layer();
+        let Some(at) = footer.find_section(SectionKind::AccessOrder) else { return Ok(None) };
+        let mut budget = MemoryBudget::of_file(source.file_bytes());
         let bytes = source.read_section(at, at.kind.bytes_max(), &mut budget)?;
         let groups = sections::parse_access_order(&bytes, &self.geometry());
-        groups.map(Some).map_err(|flaw| source.flaw(flaw.shifted(at.offset)))
+        groups.map(Some).map_err(|flaw| source.flaw_error(flaw.shift_by(at.offset)))
     }
 
-    pub(crate) fn layers(&self) -> &[Layer] {
+    pub(crate) fn layers(&self) -> &[ChainLayer] {
         &self.layers
     }
 }
@@ -315,33 +328,35 @@ impl std::fmt::Debug for Image {
 }
 
 fn read_sections(
-    source: &Source,
+    source: &ImageFile,
     footer: &Footer,
     geometry: &Geometry,
-    budget: &mut Budget,
-) -> Result<Sections, ImageError> {
-    Ok(Sections {
+    budget: &mut MemoryBudget,
+) -> Result<ImageSections, ImageError> {
+    Ok(ImageSections {
         meta: source
-            .parse(footer, Kind::Meta, budget, |bytes, budget| {
+            .parse_section(footer, SectionKind::Meta, budget, |bytes, budget| {
                 sections::parse_meta(&bytes, budget)
             })?
             .unwrap_or_default(),
         regions: source
-            .parse(footer, Kind::Regions, budget, |bytes, budget| {
+            .parse_section(footer, SectionKind::Regions, budget, |bytes, budget| {
                 sections::parse_regions(&bytes, geometry, budget)
             })?
-            .ok_or_else(|| source.missing(Kind::Regions))?,
+            .ok_or_else(|| source.missing_section(SectionKind::Regions))?,
         device_state: source
-            .parse(footer, Kind::DeviceState, budget, |bytes, _| Ok(bytes))?
+            .parse_section(footer, SectionKind::DeviceState, budget, |bytes, _| Ok(bytes))?
             .unwrap_or_default(),
         aux_blocks: Vec::new(),
         working_set: source
-            .parse(footer, Kind::WorkingSet, budget, |bytes, _| {
+            .parse_section(footer, SectionKind::WorkingSet, budget, |bytes, _| {
                 sections::parse_working_set(&bytes, geometry)
             })?
             .unwrap_or_default(),
         page_table_roots: source
-            .parse(footer, Kind::PageTableRoots, budget, |bytes, _| sections::parse_roots(&bytes))?
+            .parse_section(footer, SectionKind::PageTableRoots, budget, |bytes, _| {
+                sections::parse_roots(&bytes)
+            })?
             .unwrap_or_default(),
     })
 }

@@ -1,13 +1,13 @@
-//! The same checkpoint on another image, or on none.
+//! Rewriting a checkpoint so that it builds on another image, or on none.
 //!
 //! ```text
-//!   base <- d1 <- d2 <- d3        merge(d3)          d3, whole
-//!                                 rebase(d3, d1)     base <- d1 <- d3      d3 has what was in d2 as well
-//!                                 rebase(d3, other)  other <- d3           d3 has what differs from other
+//!   base <- d1 <- d2 <- d3        merge_chain(d3)          d3, whole
+//!                                 rebase_image(d3, d1)     base <- d1 <- d3      d3 has what was in d2 as well
+//!                                 rebase_image(d3, other)  other <- d3           d3 has what differs from other
 //! ```
 //!
-//! The rewritten image is the same checkpoint, and keeps its identity: images that build on it go on doing so, whether
-//! it takes its old place or another one.
+//! The rewritten image is the same checkpoint, and keeps its identity: images that build on it
+//! continue to do so, whether it replaces the old file or has another path.
 
 use std::path::Path;
 
@@ -15,33 +15,34 @@ use firn_types::Block;
 
 use crate::error::ImageError;
 use crate::reader::Image;
-use crate::reorder::{Reorder, Target, rewrite};
-use crate::runs::Runs;
-use crate::writer::Summary;
+use crate::reorder::{ReorderOptions, RewriteTarget, rewrite_image};
+use crate::runs::BlockRuns;
+use crate::writer::ImageSummary;
 
-/// Writes the checkpoint in `image` to `out` so that it needs no other image. `out` may be the image's own path.
-/// `progress` is told (done, total) in memory blocks.
-pub fn merge(
+/// Writes the checkpoint in `image` to `out` so that it needs no other image. `out` may be the
+/// image's own path. `progress` is called with (done, total) in memory blocks.
+pub fn merge_chain(
     image: &Image,
     out: &Path,
     threads: usize,
     progress: &dyn Fn(u32, u32),
-) -> Result<Summary, ImageError> {
-    onto(None, image, out, threads, progress)
+) -> Result<ImageSummary, ImageError> {
+    rewrite_onto(None, image, out, threads, progress)
 }
 
-/// Writes the checkpoint in `image` to `out` so that it builds on `parent`: it has what differs from there. `out` may be
-/// the image's own path. `progress` is told (done, total) in memory blocks.
+/// Writes the checkpoint in `image` to `out` so that it builds on `parent`: it has only what
+/// differs from `parent`. `out` may be the image's own path. `progress` is called with (done,
+/// total) in memory blocks.
 ///
 /// # Errors
 /// If the RAM or the blocks of `parent` have other sizes, or it builds on the image itself.
-pub fn rebase(
+pub fn rebase_image(
     image: &Image,
     parent: &Image,
     out: &Path,
     threads: usize,
     progress: &dyn Fn(u32, u32),
-) -> Result<Summary, ImageError> {
+) -> Result<ImageSummary, ImageError> {
     let own = image.layers()[0].footer.identity;
     if parent.layers().iter().any(|layer| layer.footer.identity == own) {
         return Err(ImageError::WrongParent {
@@ -50,26 +51,30 @@ pub fn rebase(
             problem: "it builds on that image itself".to_owned(),
         });
     }
-    onto(Some(parent), image, out, threads, progress)
+    rewrite_onto(Some(parent), image, out, threads, progress)
 }
 
-fn onto(
+fn rewrite_onto(
     parent: Option<&Image>,
     image: &Image,
     out: &Path,
     threads: usize,
     progress: &dyn Fn(u32, u32),
-) -> Result<Summary, ImageError> {
-    let how = Reorder { threads, ..Reorder::by(image.organization()) };
+) -> Result<ImageSummary, ImageError> {
+    let how = ReorderOptions { threads, ..ReorderOptions::for_organization(image.organization()) };
     let identity = Some(image.layers()[0].footer.identity);
-    rewrite(image, &how, &Target { path: out, parent, identity }, progress)
+    rewrite_image(image, &how, &RewriteTarget { path: out, parent, identity }, progress)
 }
 
-/// What an image on a parent has: which of the stored blocks are not there as they are in the parent, and which blocks are
-/// zero that the parent stores.
-pub(crate) fn leave_to(parent: &Image, image: &Image, stored: &Runs) -> (Runs, Runs) {
-    let mut compare = Comparison::new(image);
-    let parents = parent.placements().stored();
+/// The contents of an image on a parent: the stored blocks that differ from the parent's, and the
+/// zero blocks that the parent stores.
+pub(crate) fn difference_from_parent(
+    parent: &Image,
+    image: &Image,
+    stored: &BlockRuns,
+) -> (BlockRuns, BlockRuns) {
+    let mut compare = BlockComparison::new(image);
+    let parents = parent.placements().stored_runs();
     let zero = parents.without(stored);
     let differs =
         |block: &Block| !parents.contains(*block) || !compare.is_same(*block, image, parent);
@@ -77,19 +82,20 @@ pub(crate) fn leave_to(parent: &Image, image: &Image, stored: &Runs) -> (Runs, R
     (differing.map(|block| block.0..block.0 + 1).collect(), zero)
 }
 
-/// Buffers to compare stored memory blocks with.
-struct Comparison {
+/// Buffers for comparing stored memory blocks.
+struct BlockComparison {
     stored: Vec<u8>,
     bytes: Vec<u8>,
 }
 
-impl Comparison {
+impl BlockComparison {
     fn new(image: &Image) -> Self {
-        let bytes = vec![0; image.geometry().block_size.bytes()];
+        let bytes = vec![0; image.geometry().block_size.byte_count()];
         Self { stored: Vec::new(), bytes }
     }
 
-    /// Whether two images that store a block have the same there. What can't be read is not the same.
+    /// Whether a block that both images store has the same bytes in both. False if it cannot be
+    /// read.
     fn is_same(&mut self, block: Block, image: &Image, parent: &Image) -> bool {
         let (Some((id, entry)), Some((parents_id, parents))) =
             (image.entry_of(block), parent.entry_of(block))
@@ -99,11 +105,11 @@ impl Comparison {
         if entry.checksum != parents.checksum {
             return false;
         }
-        let (here, there) = (image.place(id), parent.place(parents_id));
+        let (here, there) = (image.file_and_offset(id), parent.file_and_offset(parents_id));
         if here.0.is_same_file(there.0) && here.1 == there.1 && entry.offset == parents.offset {
             return true;
         }
         let read = image.read_block(block, &mut self.stored, &mut self.bytes);
-        read.is_ok() && parent.holds(block, &self.bytes, &mut self.stored)
+        read.is_ok() && parent.holds_bytes(block, &self.bytes, &mut self.stored)
     }
 }

@@ -1,4 +1,5 @@
-//! The same checkpoint with its blocks arranged otherwise, so that a comparison varies one thing.
+//! Rewriting of a checkpoint with another block organization, so that a comparison varies one
+//! thing.
 //!
 //! ```text
 //!   by access   -->  random:    shuffled; the access order is kept in a section of its own
@@ -7,9 +8,9 @@
 //!   anything    -->  physical:  by memory block number
 //! ```
 //!
-//! On the way, memory blocks may be recompressed, both block sizes changed, and the listed working set made worse, to see
-//! what a restore makes of a bad one. What is not recompressed is copied as
-//! it is stored, after it was decoded and found right: damage is never copied.
+//! At the same time, memory blocks may be recompressed, both block sizes changed, and the listed
+//! working set made worse, to measure a restore with a bad one. Blocks that are not recompressed
+//! are copied in their stored form, after they were decoded and checked: damage is never copied.
 
 use std::collections::BTreeMap;
 use std::path::Path;
@@ -19,61 +20,62 @@ use firn_types::{Block, BlockSize, PAGE_SIZE, Page};
 
 use crate::arrange::{self, blocks_of};
 use crate::codec::{Codec, StoredAs};
-use crate::compress::{Compressed, PackedBlock, compress};
+use crate::compress::{CompressedBlock, PackedBlock, compress_block};
 use crate::error::ImageError;
-use crate::geometry::{Geometry, Organization};
-use crate::header::Identity;
+use crate::geometry::{BlockOrganization, Geometry};
+use crate::header::ImageIdentity;
 use crate::locality::{FilledBy, LocalityBlockId, Packer};
 use crate::reader::Image;
-use crate::rebase::leave_to;
-use crate::runs::Runs;
-use crate::sections::{AccessGroup, Sections};
-use crate::writer::{Draft, Summary, Writer};
+use crate::rebase::difference_from_parent;
+use crate::runs::BlockRuns;
+use crate::sections::{AccessGroup, ImageSections};
+use crate::writer::{ImageDraft, ImageSummary, ImageWriter};
 use crate::{ZLIB_LEVEL_DEFAULT, ZSTD_LEVEL_DEFAULT};
 
-/// Memory blocks that one thread packs in one go.
+/// The number of memory blocks that one thread packs at once.
 const BATCH: usize = 256;
 
-/// How an image is to be rewritten.
+/// The options for rewriting an image.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
-pub struct Reorder {
+pub struct ReorderOptions {
     /// The new block organization.
-    pub by: Organization,
-    /// Compress again, with this codec. Otherwise memory blocks stay as they are stored.
+    pub by: BlockOrganization,
+    /// The codec for compressing again. Without it memory blocks stay in their stored form.
     pub codec: Option<Codec>,
-    /// Another size of memory blocks.
+    /// A new size of memory blocks.
     pub block_size: Option<BlockSize>,
-    /// Another size of locality blocks, in bytes.
+    /// A new size of locality blocks, in bytes.
     pub locality_block_bytes: Option<u32>,
-    /// What becomes of the working set that the image lists.
+    /// The change of the working set that the image lists.
     pub working_set: ListedWorkingSet,
-    /// For whatever is drawn by lot: the same seed gives the same order.
+    /// The seed for random choices: the same seed gives the same order.
     pub seed: u64,
     /// Threads that compress.
     pub threads: usize,
 }
 
-/// What becomes of a working set. The blocks themselves, and where they lie, do not depend on it.
+/// The change of a working set. The blocks themselves, and their locations, do not depend on it.
 #[derive(Clone, Copy, PartialEq, Eq, Debug, Default)]
 pub enum ListedWorkingSet {
-    /// It stays.
+    /// It stays unchanged.
     #[default]
     Kept,
-    /// So many percent of its blocks, drawn by lot, are no longer listed (Zhang et al., VEE 2011, Figure 8).
+    /// This percentage of its blocks, chosen at random, is no longer listed (Zhang et al., VEE
+    /// 2011, Figure 8).
     Dropped(u8),
-    /// As many stored blocks are listed instead that were not: a list for which the guest has no use.
+    /// The list has as many other stored blocks instead: a list that is useless for the guest.
     Wrong,
 }
 
-impl Reorder {
-    /// Rearranges and changes nothing else.
-    pub fn by(by: Organization) -> Self {
+impl ReorderOptions {
+    /// Options that change the block organization and nothing else.
+    pub fn for_organization(by: BlockOrganization) -> Self {
         let (codec, block_size, locality_block_bytes) = (None, None, None);
         let working_set = ListedWorkingSet::Kept;
         Self { by, codec, block_size, locality_block_bytes, working_set, seed: 0, threads: 1 }
     }
 
-    fn geometry(&self, source: Geometry) -> Geometry {
+    fn target_geometry(&self, source: Geometry) -> Geometry {
         Geometry {
             block_size: self.block_size.unwrap_or(source.block_size),
             locality_block_bytes: self.locality_block_bytes.unwrap_or(source.locality_block_bytes),
@@ -82,103 +84,110 @@ impl Reorder {
     }
 }
 
-/// Writes the checkpoint in `image` to `out`, arranged as `how` says. `out` may be the image's own path: it is replaced
-/// when all is done. `progress` is told (done, total) in memory blocks.
-pub fn reorder(
+/// Writes the checkpoint in `image` to `out`, with the given options. `out` may be the image's own
+/// path: it is replaced when all is done. `progress` is called with (done, total) in memory blocks.
+pub fn reorder_image(
     image: &Image,
-    how: &Reorder,
+    how: &ReorderOptions,
     out: &Path,
     progress: &dyn Fn(u32, u32),
-) -> Result<Summary, ImageError> {
-    rewrite(image, how, &Target { path: out, parent: None, identity: None }, progress)
+) -> Result<ImageSummary, ImageError> {
+    rewrite_image(image, how, &RewriteTarget { path: out, parent: None, identity: None }, progress)
 }
 
-/// Where a rewritten image goes.
-pub(crate) struct Target<'a> {
+/// The target of a rewritten image.
+pub(crate) struct RewriteTarget<'a> {
     pub(crate) path: &'a Path,
-    /// What it is to build on. Block sizes must be its.
+    /// The image it is to build on. Block sizes must be the same.
     pub(crate) parent: Option<&'a Image>,
-    /// The identity it keeps, if others may build on it.
-    pub(crate) identity: Option<Identity>,
+    /// The identity it keeps, if other images may build on it.
+    pub(crate) identity: Option<ImageIdentity>,
 }
 
-impl Target<'_> {
-    fn writer(&self, geometry: Geometry, organization: Organization) -> Result<Writer, ImageError> {
-        let draft = Draft { parent: self.parent, ..Draft::whole(geometry, organization) };
+impl RewriteTarget<'_> {
+    fn create_writer(
+        &self,
+        geometry: Geometry,
+        organization: BlockOrganization,
+    ) -> Result<ImageWriter, ImageError> {
+        let draft =
+            ImageDraft { parent: self.parent, ..ImageDraft::whole_image(geometry, organization) };
         match self.identity {
-            Some(identity) => Writer::with_identity(self.path, &draft, identity),
-            None => Writer::create(self.path, &draft),
+            Some(identity) => ImageWriter::with_identity(self.path, &draft, identity),
+            None => ImageWriter::create(self.path, &draft),
         }
     }
 }
 
-/// What [`reorder`] does, for any target.
-pub(crate) fn rewrite(
+/// As [`reorder_image`], for any target.
+pub(crate) fn rewrite_image(
     image: &Image,
-    how: &Reorder,
-    target: &Target<'_>,
+    how: &ReorderOptions,
+    target: &RewriteTarget<'_>,
     progress: &dyn Fn(u32, u32),
-) -> Result<Summary, ImageError> {
-    let (from, to) = (image.geometry(), how.geometry(image.geometry()));
-    to.check()?;
-    let access_order = access_order(image)?.map(|it| resized(it, from, to));
-    let mut writer = target.writer(to, how.by)?;
-    let (mut stored, mut zero) = survey(image, to);
+) -> Result<ImageSummary, ImageError> {
+    let (from, to) = (image.geometry(), how.target_geometry(image.geometry()));
+    to.check_sizes()?;
+    let access_order = access_order(image)?.map(|it| resize_to(it, from, to));
+    let mut writer = target.create_writer(to, how.by)?;
+    let (mut stored, mut zero) = survey_blocks(image, to);
     if let Some(parent) = target.parent {
-        (stored, zero) = leave_to(parent, image, &stored);
+        (stored, zero) = difference_from_parent(parent, image, &stored);
     }
     let groups = match (how.by, &access_order) {
-        (Organization::Physical, _) => arrange::physical(&stored),
-        (Organization::Random, _) => arrange::random(&stored, how.seed),
-        (Organization::Access, Some(groups)) => arrange::access(&stored, groups),
-        (Organization::Access, None) => arrange::access(&stored, &working_set_order(image, to)?),
+        (BlockOrganization::Physical, _) => arrange::order_physically(&stored),
+        (BlockOrganization::Random, _) => arrange::order_randomly(&stored, how.seed),
+        (BlockOrganization::Access, Some(groups)) => arrange::order_by_access(&stored, groups),
+        (BlockOrganization::Access, None) => {
+            arrange::order_by_access(&stored, &working_set_order(image, to)?)
+        }
     };
     writer.set_zeros(zero);
     writer.set_stored_aux(image)?;
-    if how.by != Organization::Access
+    if how.by != BlockOrganization::Access
         && let Some(groups) = access_order
     {
         writer.set_access_order(groups);
     }
-    let is_one_file = image.chain().len() == 1 && target.parent.is_none();
+    let is_one_file = image.chain_paths().len() == 1 && target.parent.is_none();
     let keeps_groups =
-        how.by == Organization::Access && how.codec.is_none() && from == to && is_one_file;
-    let mut packing = Packing { writer, open: BTreeMap::new(), keeps_groups };
+        how.by == BlockOrganization::Access && how.codec.is_none() && from == to && is_one_file;
+    let mut packing = RewriteOutput { writer, open: BTreeMap::new(), keeps_groups };
     let recompress_with = how.codec.unwrap_or_else(|| usual_codec(image));
     let source = BlockSource { image, to, codec: how.codec, recompress_with };
     let (mut done, total) = (0, stored.len());
     for group in &groups {
         for batch in group.blocks.chunks(BATCH * how.threads.max(1)) {
-            packing.take(group.filled_by, source.packed(batch, how.threads)?)?;
+            packing.add_blocks(group.filled_by, source.pack_blocks(batch, how.threads)?)?;
             done += batch.len() as u32;
             progress(done, total);
         }
         packing.end_group(group.filled_by)?;
     }
-    let mut sections = sections(image, to);
+    let mut sections = convert_sections(image, to);
     let listed = std::mem::take(&mut sections.working_set);
-    sections.working_set = arrange::listed(how.working_set, listed, &stored, how.seed);
+    sections.working_set = arrange::degrade_working_set(how.working_set, listed, &stored, how.seed);
     packing.finish()?.finish(sections)
 }
 
-/// Which blocks of the new size have something stored, and which are zero.
-fn survey(image: &Image, to: Geometry) -> (Runs, Runs) {
+/// The blocks of the new size that have stored bytes, and those that are zero.
+fn survey_blocks(image: &Image, to: Geometry) -> (BlockRuns, BlockRuns) {
     let from = image.geometry();
     let resize = |run: std::ops::Range<u32>| {
         let (first, last) = (Block(run.start), Block(run.end - 1));
         let start = blocks_of(first, from.block_size, to.block_size).start;
-        start..blocks_of(last, from.block_size, to.block_size).end.min(to.blocks())
+        start..blocks_of(last, from.block_size, to.block_size).end.min(to.block_count())
     };
     let placements = image.placements();
-    let stored: Runs = placements.stored().each().map(resize).collect();
-    let zero: Runs = placements.zeros().each().map(resize).collect();
+    let stored: BlockRuns = placements.stored_runs().iter_runs().map(resize).collect();
+    let zero: BlockRuns = placements.zero_runs().iter_runs().map(resize).collect();
     let zero = zero.without(&stored);
     (stored, zero)
 }
 
 /// The order of first access, if the image has it or records it.
 fn access_order(image: &Image) -> Result<Option<Vec<AccessGroup>>, ImageError> {
-    if image.organization() != Organization::Access {
+    if image.organization() != BlockOrganization::Access {
         return image.access_order();
     }
     let group = |id| AccessGroup {
@@ -188,14 +197,14 @@ fn access_order(image: &Image) -> Result<Option<Vec<AccessGroup>>, ImageError> {
     Ok(Some((0..image.locality_blocks()).map(LocalityBlockId).map(group).collect()))
 }
 
-fn resized(groups: Vec<AccessGroup>, from: Geometry, to: Geometry) -> Vec<AccessGroup> {
+fn resize_to(groups: Vec<AccessGroup>, from: Geometry, to: Geometry) -> Vec<AccessGroup> {
     if from.block_size == to.block_size {
         return groups;
     }
-    arrange::resize(&groups, from.block_size, to.block_size)
+    arrange::resize_groups(&groups, from.block_size, to.block_size)
 }
 
-/// The working set as the one group of which the order is known.
+/// The working set as a single group, the only one whose order is known.
 fn working_set_order(image: &Image, to: Geometry) -> Result<Vec<AccessGroup>, ImageError> {
     if image.working_set().is_empty() {
         let (path, organization) = (image.path().to_owned(), image.organization());
@@ -203,43 +212,43 @@ fn working_set_order(image: &Image, to: Geometry) -> Result<Vec<AccessGroup>, Im
     }
     let blocks = image.working_set().to_vec();
     let group = AccessGroup { filled_by: FilledBy::Unknown, blocks };
-    Ok(resized(vec![group], image.geometry(), to))
+    Ok(resize_to(vec![group], image.geometry(), to))
 }
 
-/// The sections of the image, in terms of the new block size.
-fn sections(image: &Image, to: Geometry) -> Sections {
+/// The sections of the image, converted to the new block size.
+fn convert_sections(image: &Image, to: Geometry) -> ImageSections {
     let mut sections = image.sections().clone();
     if image.geometry().block_size != to.block_size {
         let blocks = std::mem::take(&mut sections.working_set);
         let group = AccessGroup { filled_by: FilledBy::Unknown, blocks };
-        let groups = resized(vec![group], image.geometry(), to);
-        let inside = |block: &Block| block.0 < to.blocks();
+        let groups = resize_to(vec![group], image.geometry(), to);
+        let inside = |block: &Block| block.0 < to.block_count();
         sections.working_set = groups.into_iter().flat_map(|it| it.blocks).filter(inside).collect();
     }
     sections
 }
 
-/// One packer for each that filled locality blocks, as in a save.
-struct Packing {
-    writer: Writer,
+/// The output of a rewrite: one packer for each origin of blocks, as in a save.
+struct RewriteOutput {
+    writer: ImageWriter,
     open: BTreeMap<FilledBy, Packer>,
     keeps_groups: bool,
 }
 
-impl Packing {
-    fn take(
+impl RewriteOutput {
+    fn add_blocks(
         &mut self,
         filled_by: FilledBy,
-        blocks: Vec<(Block, Compressed)>,
+        blocks: Vec<(Block, CompressedBlock)>,
     ) -> Result<(), ImageError> {
         let geometry = self.writer.geometry();
         let packer =
             self.open.entry(filled_by).or_insert_with(|| Packer::filled_by(geometry, filled_by));
         for (block, compressed) in blocks {
             match compressed {
-                Compressed::Zero => self.writer.set_zero(block),
-                Compressed::Packed(packed) => {
-                    if let Some(full) = packer.push(packed) {
+                CompressedBlock::Zero => self.writer.set_zero(block),
+                CompressedBlock::Packed(packed) => {
+                    if let Some(full) = packer.push_block(packed) {
                         self.writer.append(full)?;
                     }
                 }
@@ -248,24 +257,25 @@ impl Packing {
         Ok(())
     }
 
-    /// Where nothing but the order changes, a group becomes the locality block that it was.
+    /// Ends a group. Where nothing but the order changes, a group becomes the locality block that
+    /// it was.
     fn end_group(&mut self, filled_by: FilledBy) -> Result<(), ImageError> {
         let packer = self.open.get_mut(&filled_by).filter(|_| self.keeps_groups);
-        match packer.and_then(Packer::finish) {
+        match packer.and_then(Packer::take_filled) {
             Some(rest) => self.writer.append(rest).map(drop),
             None => Ok(()),
         }
     }
 
-    fn finish(mut self) -> Result<Writer, ImageError> {
-        for rest in self.open.values_mut().filter_map(Packer::finish) {
+    fn finish(mut self) -> Result<ImageWriter, ImageError> {
+        for rest in self.open.values_mut().filter_map(Packer::take_filled) {
             self.writer.append(rest)?;
         }
         Ok(self.writer)
     }
 }
 
-/// Where memory blocks of the new size come from.
+/// The source of memory blocks of the new size.
 struct BlockSource<'a> {
     image: &'a Image,
     to: Geometry,
@@ -275,17 +285,17 @@ struct BlockSource<'a> {
 
 impl BlockSource<'_> {
     /// The stored form of some blocks, in their order.
-    fn packed(
+    fn pack_blocks(
         &self,
         blocks: &[Block],
         threads: usize,
-    ) -> Result<Vec<(Block, Compressed)>, ImageError> {
+    ) -> Result<Vec<(Block, CompressedBlock)>, ImageError> {
         if threads <= 1 {
-            return self.packed_here(blocks);
+            return self.pack_on_this_thread(blocks);
         }
         let share = blocks.len().div_ceil(threads).max(1);
         let parts = thread::scope(|scope| {
-            let spawn = |part| scope.spawn(move || self.packed_here(part));
+            let spawn = |part| scope.spawn(move || self.pack_on_this_thread(part));
             let workers: Vec<_> = blocks.chunks(share).map(spawn).collect();
             workers.into_iter().map(|worker| worker.join()).collect::<Vec<_>>()
         });
@@ -296,34 +306,41 @@ impl BlockSource<'_> {
         Ok(packed)
     }
 
-    fn packed_here(&self, blocks: &[Block]) -> Result<Vec<(Block, Compressed)>, ImageError> {
-        let mut buffers = Buffers {
+    fn pack_on_this_thread(
+        &self,
+        blocks: &[Block],
+    ) -> Result<Vec<(Block, CompressedBlock)>, ImageError> {
+        let mut buffers = BlockBuffers {
             stored: Vec::new(),
-            old: vec![0; self.image.geometry().block_size.bytes()],
-            new: vec![0; self.to.block_size.bytes()],
+            old: vec![0; self.image.geometry().block_size.byte_count()],
+            new: vec![0; self.to.block_size.byte_count()],
         };
-        blocks.iter().map(|&block| Ok((block, self.packed_one(block, &mut buffers)?))).collect()
+        blocks.iter().map(|&block| Ok((block, self.pack_block(block, &mut buffers)?))).collect()
     }
 
-    fn packed_one(&self, block: Block, buffers: &mut Buffers) -> Result<Compressed, ImageError> {
+    fn pack_block(
+        &self,
+        block: Block,
+        buffers: &mut BlockBuffers,
+    ) -> Result<CompressedBlock, ImageError> {
         if self.to.block_size != self.image.geometry().block_size {
-            self.assemble(block, buffers)?;
-            return Ok(compress(self.recompress_with, block, &buffers.new));
+            self.assemble_block(block, buffers)?;
+            return Ok(compress_block(self.recompress_with, block, &buffers.new));
         }
         self.image.read_block(block, &mut buffers.stored, &mut buffers.old)?;
         match (self.codec, self.image.entry_of(block)) {
-            (None, Some((_, entry))) => Ok(Compressed::Packed(PackedBlock {
+            (None, Some((_, entry))) => Ok(CompressedBlock::Packed(PackedBlock {
                 block,
                 stored: buffers.stored.clone(),
                 stored_as: entry.stored_as,
                 checksum: entry.checksum,
             })),
-            _ => Ok(compress(self.recompress_with, block, &buffers.old)),
+            _ => Ok(compress_block(self.recompress_with, block, &buffers.old)),
         }
     }
 
-    /// Puts a block of the new size together from the old blocks that share pages with it.
-    fn assemble(&self, block: Block, buffers: &mut Buffers) -> Result<(), ImageError> {
+    /// Assembles a block of the new size from the old blocks that share pages with it.
+    fn assemble_block(&self, block: Block, buffers: &mut BlockBuffers) -> Result<(), ImageError> {
         let (from, to) = (self.image.geometry().block_size, self.to.block_size);
         let pages = to.pages_of(block);
         for old in blocks_of(block, to, from).map(Block) {
@@ -332,7 +349,7 @@ impl BlockSource<'_> {
             let shared = pages.start.max(old_pages.start)..pages.end.min(old_pages.end);
             let bytes_of = |base: Page| {
                 let start = (shared.start.0 - base.0) as usize * PAGE_SIZE;
-                start..start + Page::count(&shared) * PAGE_SIZE
+                start..start + Page::count_in(&shared) * PAGE_SIZE
             };
             let part = &buffers.old[bytes_of(old_pages.start)];
             buffers.new[bytes_of(pages.start)].copy_from_slice(part);
@@ -356,8 +373,8 @@ fn usual_codec(image: &Image) -> Codec {
     }
 }
 
-/// One thread's buffers: stored bytes, a block of the old size, one of the new.
-struct Buffers {
+/// The buffers of one thread: stored bytes, a block of the old size, one of the new.
+struct BlockBuffers {
     stored: Vec<u8>,
     old: Vec<u8>,
     new: Vec<u8>,

@@ -1,4 +1,5 @@
-//! Sets of memory blocks as runs: what they take depends on what is in them, not on how much RAM there could be.
+//! Sets of memory blocks as runs: their memory depends on their contents, not on the possible size
+//! of RAM.
 
 use std::ops::Range;
 
@@ -6,11 +7,11 @@ use firn_types::Block;
 
 /// A set of memory blocks: runs in ascending order that do not touch.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
-pub(crate) struct Runs(Vec<Range<u32>>);
+pub(crate) struct BlockRuns(Vec<Range<u32>>);
 
-impl Runs {
+impl BlockRuns {
     /// Adds a run that begins no earlier than any before it.
-    pub(crate) fn push(&mut self, run: Range<u32>) {
+    pub(crate) fn push_run(&mut self, run: Range<u32>) {
         match self.0.last_mut() {
             _ if run.is_empty() => {}
             Some(last) if run.start <= last.end => last.end = last.end.max(run.end),
@@ -22,76 +23,76 @@ impl Runs {
         self.0.is_empty()
     }
 
-    /// How many memory blocks are in it.
+    /// The number of memory blocks in it.
     pub(crate) fn len(&self) -> u32 {
         self.0.iter().map(|run| run.end - run.start).sum()
     }
 
-    pub(crate) fn each(&self) -> impl Iterator<Item = Range<u32>> + '_ {
+    pub(crate) fn iter_runs(&self) -> impl Iterator<Item = Range<u32>> + '_ {
         self.0.iter().cloned()
     }
 
     pub(crate) fn blocks(&self) -> impl Iterator<Item = Block> + '_ {
-        self.each().flatten().map(Block)
+        self.iter_runs().flatten().map(Block)
     }
 
-    /// Which run has a block.
-    fn position(&self, block: Block) -> Option<usize> {
+    /// The index of the run that has a block.
+    fn run_index(&self, block: Block) -> Option<usize> {
         let after = self.0.partition_point(|run| run.start <= block.0);
         let at = after.checked_sub(1)?;
         (block.0 < self.0.get(at)?.end).then_some(at)
     }
 
     pub(crate) fn contains(&self, block: Block) -> bool {
-        self.position(block).is_some()
+        self.run_index(block).is_some()
     }
 
-    /// What is in this set and not in the other.
+    /// The blocks that are in this set and not in the other.
     pub(crate) fn without(&self, other: &Self) -> Self {
         let (mut left, mut others) = (Self::default(), other.0.iter().peekable());
-        for run in self.each() {
+        for run in self.iter_runs() {
             let mut start = run.start;
             while let Some(other) = others.peek().filter(|other| other.start < run.end) {
-                left.push(start..other.start.max(start));
+                left.push_run(start..other.start.max(start));
                 start = start.max(other.end);
                 if other.end > run.end {
                     break;
                 }
                 others.next();
             }
-            left.push(start..run.end.max(start));
+            left.push_run(start..run.end.max(start));
         }
         left
     }
 
-    /// What is in one of the sets.
+    /// The blocks that are in either set.
     pub(crate) fn union(&self, other: &Self) -> Self {
-        let mut all: Vec<_> = self.each().chain(other.each()).collect();
+        let mut all: Vec<_> = self.iter_runs().chain(other.iter_runs()).collect();
         all.sort_unstable_by_key(|run| run.start);
         all.into_iter().collect()
     }
 }
 
-impl FromIterator<Range<u32>> for Runs {
+impl FromIterator<Range<u32>> for BlockRuns {
     fn from_iter<T: IntoIterator<Item = Range<u32>>>(runs: T) -> Self {
         let mut set = Self::default();
-        runs.into_iter().for_each(|run| set.push(run));
+        runs.into_iter().for_each(|run| set.push_run(run));
         set
     }
 }
 
 /// The blocks of a set that have not been taken yet.
-pub(crate) struct Untaken<'a> {
-    all: &'a Runs,
-    /// How many blocks are in the runs before each.
+pub(crate) struct UntakenBlocks<'a> {
+    all: &'a BlockRuns,
+    /// The number of blocks in the runs before each.
     before: Vec<u32>,
     /// A bit for each block, in their order.
     taken: Vec<u64>,
 }
 
-impl<'a> Untaken<'a> {
-    pub(crate) fn new(all: &'a Runs) -> Self {
-        let before = all.each().scan(0, |sum, run| {
+impl<'a> UntakenBlocks<'a> {
+    pub(crate) fn new(all: &'a BlockRuns) -> Self {
+        let before = all.iter_runs().scan(0, |sum, run| {
             let before = *sum;
             *sum += run.end - run.start;
             Some(before)
@@ -100,9 +101,9 @@ impl<'a> Untaken<'a> {
         Self { all, before, taken: vec![0; all.len().div_ceil(64) as usize] }
     }
 
-    /// Takes a block. False if it is not there, or was taken before.
-    pub(crate) fn take(&mut self, block: Block) -> bool {
-        let Some(at) = self.all.position(block) else { return false };
+    /// Takes a block. False if it is not in the set, or was taken before.
+    pub(crate) fn take_block(&mut self, block: Block) -> bool {
+        let Some(at) = self.all.run_index(block) else { return false };
         let (Some(run), Some(before)) = (self.all.0.get(at), self.before.get(at)) else {
             return false;
         };
@@ -114,8 +115,8 @@ impl<'a> Untaken<'a> {
         is_free
     }
 
-    /// Those that are left.
-    pub(crate) fn left(&self) -> Runs {
+    /// The blocks that were not taken.
+    pub(crate) fn remaining_blocks(&self) -> BlockRuns {
         let is_left = |rank: usize| {
             self.taken.get(rank / 64).is_some_and(|word| word & (1 << (rank % 64)) == 0)
         };
@@ -130,7 +131,7 @@ mod tests {
     use proptest::prelude::*;
     use std::collections::BTreeSet;
 
-    fn runs(blocks: &BTreeSet<u32>) -> Runs {
+    fn runs(blocks: &BTreeSet<u32>) -> BlockRuns {
         blocks.iter().map(|&block| block..block + 1).collect()
     }
 
@@ -141,26 +142,26 @@ mod tests {
             other in proptest::collection::btree_set(0u32..200, 0..100),
         ) {
             let (a, b) = (runs(&one), runs(&other));
-            let listed = |set: &Runs| set.blocks().map(|it| it.0).collect::<BTreeSet<u32>>();
+            let listed = |set: &BlockRuns| set.blocks().map(|it| it.0).collect::<BTreeSet<u32>>();
             prop_assert_eq!(listed(&a), one.clone());
             prop_assert_eq!(a.len() as usize, one.len());
             prop_assert_eq!(a.without(&b), runs(&(&one - &other)));
             prop_assert_eq!(a.union(&b), runs(&(&one | &other)));
             prop_assert!((0..200).all(|it| a.contains(Block(it)) == one.contains(&it)));
-            let mut untaken = Untaken::new(&a);
+            let mut untaken = UntakenBlocks::new(&a);
             for &block in &other {
-                prop_assert_eq!(untaken.take(Block(block)), one.contains(&block));
-                prop_assert!(!untaken.take(Block(block)));
+                prop_assert_eq!(untaken.take_block(Block(block)), one.contains(&block));
+                prop_assert!(!untaken.take_block(Block(block)));
             }
-            prop_assert_eq!(untaken.left(), a.without(&b));
+            prop_assert_eq!(untaken.remaining_blocks(), a.without(&b));
         }
     }
 
     #[test]
     fn long_runs_cost_nothing() {
-        let all: Runs = std::iter::once(0..u32::MAX).collect();
-        let some: Runs = [5..6, 9..12].into_iter().collect();
-        assert_eq!(all.without(&some).each().collect::<Vec<_>>(), [0..5, 6..9, 12..u32::MAX]);
+        let all: BlockRuns = std::iter::once(0..u32::MAX).collect();
+        let some: BlockRuns = [5..6, 9..12].into_iter().collect();
+        assert_eq!(all.without(&some).iter_runs().collect::<Vec<_>>(), [0..5, 6..9, 12..u32::MAX]);
         assert!(some.without(&all).is_empty());
     }
 }

@@ -1,4 +1,4 @@
-//! What an image holds beside memory blocks.
+//! The sections of an image: its contents beside memory blocks.
 //!
 //! ```text
 //!   metadata         JSON, opaque here
@@ -10,29 +10,30 @@
 //!   access order     4 groups (g), 4 memory blocks (n), g x 2 filled by, g x 4 how many, n x 4 memory blocks
 //! ```
 //!
-//! The access order is there only in an image that is not organized by it: it says how to get back.
+//! The access order is only in an image that is not organized by it: it allows a return to that
+//! order.
 
 use firn_types::{Block, GuestPhys, RegionMap};
 
 use crate::auxiliary::{AUX_BLOCKS_MAX, AUX_ID_BYTES_MAX};
-use crate::budget::Budget;
-use crate::bytes::Bytes;
-use crate::error::Flaw;
-use crate::footer::{JSON_VALUES_MAX, Kind};
+use crate::budget::MemoryBudget;
+use crate::bytes::ByteReader;
+use crate::error::ImageFlaw;
+use crate::footer::{JSON_VALUES_MAX, SectionKind};
 use crate::geometry::Geometry;
 use crate::locality::FilledBy;
-use crate::steps::{blocks_of_steps, steps};
+use crate::steps::{decode_steps, encode_steps};
 
-/// What an image holds beside memory blocks.
+/// The contents of an image beside memory blocks.
 #[derive(Clone, PartialEq, Eq, Debug, Default)]
-pub struct Sections {
-    /// Facts about the VM that this crate does not look into: hypervisor version, arguments, disks.
+pub struct ImageSections {
+    /// Facts about the VM that this crate does not interpret: hypervisor version, arguments, disks.
     pub meta: serde_json::Value,
-    /// Where RAM lies.
+    /// The layout of RAM.
     pub regions: RegionMap,
-    /// Devices and vCPUs, as the hypervisor saved them.
+    /// The state of devices and vCPUs, as the hypervisor saved it.
     pub device_state: Vec<u8>,
-    /// RAM beside guest RAM that the device state does not carry.
+    /// Auxiliary blocks: RAM beside guest RAM that the device state does not carry.
     pub aux_blocks: Vec<AuxBlock>,
     /// Memory blocks the guest touched after the cut, in order of first access.
     pub working_set: Vec<Block>,
@@ -45,7 +46,7 @@ pub struct Sections {
 pub struct AuxBlock {
     /// The hypervisor's name for it: at most 1024 bytes.
     pub id: String,
-    /// What it held.
+    /// Its contents.
     pub bytes: Vec<u8>,
 }
 
@@ -56,37 +57,40 @@ pub(crate) struct AccessGroup {
     pub(crate) blocks: Vec<Block>,
 }
 
-impl Sections {
-    /// Each section's bytes. Those without content are left out.
-    pub(crate) fn encode(&self) -> serde_json::Result<Vec<(Kind, Vec<u8>)>> {
+impl ImageSections {
+    /// The bytes of each section. Sections without content are left out.
+    pub(crate) fn encode(&self) -> serde_json::Result<Vec<(SectionKind, Vec<u8>)>> {
         let all = [
-            (Kind::Meta, serde_json::to_vec(&self.meta)?),
-            (Kind::Regions, serde_json::to_vec(&self.regions)?),
-            (Kind::DeviceState, self.device_state.clone()),
-            (Kind::AuxBlocks, encode_aux(&self.aux_blocks)),
-            (Kind::WorkingSet, encode_working_set(&self.working_set)),
-            (Kind::PageTableRoots, encode_roots(&self.page_table_roots)),
+            (SectionKind::Meta, serde_json::to_vec(&self.meta)?),
+            (SectionKind::Regions, serde_json::to_vec(&self.regions)?),
+            (SectionKind::DeviceState, self.device_state.clone()),
+            (SectionKind::AuxBlocks, encode_aux(&self.aux_blocks)),
+            (SectionKind::WorkingSet, encode_working_set(&self.working_set)),
+            (SectionKind::PageTableRoots, encode_roots(&self.page_table_roots)),
         ];
         Ok(all.into_iter().filter(|(_, bytes)| !bytes.is_empty()).collect())
     }
 }
 
-pub(crate) fn parse_meta(bytes: &[u8], budget: &mut Budget) -> Result<serde_json::Value, Flaw> {
-    charge_values(Kind::Meta, bytes, budget)?;
-    serde_json::from_slice(bytes).map_err(|error| not_json(Kind::Meta, &error))
+pub(crate) fn parse_meta(
+    bytes: &[u8],
+    budget: &mut MemoryBudget,
+) -> Result<serde_json::Value, ImageFlaw> {
+    charge_values(SectionKind::Meta, bytes, budget)?;
+    serde_json::from_slice(bytes).map_err(|error| not_json(SectionKind::Meta, &error))
 }
 
 pub(crate) fn parse_regions(
     bytes: &[u8],
     geometry: &Geometry,
-    budget: &mut Budget,
-) -> Result<RegionMap, Flaw> {
-    charge_values(Kind::Regions, bytes, budget)?;
-    let flaw = |problem: String| Flaw::new(Kind::Regions.place(), 0, problem);
+    budget: &mut MemoryBudget,
+) -> Result<RegionMap, ImageFlaw> {
+    charge_values(SectionKind::Regions, bytes, budget)?;
+    let flaw = |problem: String| ImageFlaw::new(SectionKind::Regions.section_name(), 0, problem);
     let map: RegionMap =
-        serde_json::from_slice(bytes).map_err(|error| not_json(Kind::Regions, &error))?;
-    map.check().map_err(|error| flaw(error.to_string()))?;
-    if map.spans().windows(2).any(|pair| pair[0].gpa >= pair[1].gpa) {
+        serde_json::from_slice(bytes).map_err(|error| not_json(SectionKind::Regions, &error))?;
+    map.check_layout().map_err(|error| flaw(error.to_string()))?;
+    if map.guest_spans().windows(2).any(|pair| pair[0].gpa >= pair[1].gpa) {
         return Err(flaw("guest-physical spans are not in order of address".into()));
     }
     if map.total_pages() != geometry.total_pages {
@@ -96,20 +100,24 @@ pub(crate) fn parse_regions(
     Ok(map)
 }
 
-/// Bytes of memory for a value of JSON, or a key, at most.
+/// The maximum number of bytes of memory for a value of JSON, or a key.
 const VALUE_BYTES: u64 = 256;
 
-fn charge_values(kind: Kind, json: &[u8], budget: &mut Budget) -> Result<(), Flaw> {
-    let flaw = |problem| Flaw::new(kind.place(), 0, problem);
+fn charge_values(
+    kind: SectionKind,
+    json: &[u8],
+    budget: &mut MemoryBudget,
+) -> Result<(), ImageFlaw> {
+    let flaw = |problem| ImageFlaw::new(kind.section_name(), 0, problem);
     match count_values(json) {
         count if count <= JSON_VALUES_MAX => {
-            budget.charge(count as u64 * VALUE_BYTES).map_err(flaw)
+            budget.charge_bytes(count as u64 * VALUE_BYTES).map_err(flaw)
         }
         count => Err(flaw(format!("{count} values, at most {JSON_VALUES_MAX} fit"))),
     }
 }
 
-/// How many values JSON has at most: keys count, too.
+/// The maximum number of values in this JSON: keys count, too.
 pub(crate) fn count_values(json: &[u8]) -> usize {
     let (mut count, mut in_string, mut is_escaped) = (1, false, false);
     for &byte in json {
@@ -124,14 +132,14 @@ pub(crate) fn count_values(json: &[u8]) -> usize {
     count
 }
 
-fn not_json(kind: Kind, error: &serde_json::Error) -> Flaw {
-    Flaw::new(kind.place(), 0, format!("not the JSON it should be: {error}"))
+fn not_json(kind: SectionKind, error: &serde_json::Error) -> ImageFlaw {
+    ImageFlaw::new(kind.section_name(), 0, format!("not the JSON it should be: {error}"))
 }
 
-/// Bytes of an id that is written at most, so that all of them fit.
+/// The maximum length of an id that is written, in bytes, so that all of them fit.
 const AUX_ID_BYTES: usize = AUX_ID_BYTES_MAX / AUX_BLOCKS_MAX as usize;
 
-/// What can't be written down, if anything.
+/// The reason why auxiliary blocks cannot be stored, if there is one.
 pub(crate) fn unstorable_aux(blocks: &[AuxBlock]) -> Option<String> {
     if blocks.len() > AUX_BLOCKS_MAX as usize {
         return Some(format!("{} blocks, at most {AUX_BLOCKS_MAX} fit", blocks.len()));
@@ -156,25 +164,28 @@ fn encode_aux(blocks: &[AuxBlock]) -> Vec<u8> {
 }
 
 fn encode_working_set(blocks: &[Block]) -> Vec<u8> {
-    steps(blocks.iter().copied()).flat_map(u32::to_le_bytes).collect()
+    encode_steps(blocks.iter().copied()).flat_map(u32::to_le_bytes).collect()
 }
 
-pub(crate) fn parse_working_set(bytes: &[u8], geometry: &Geometry) -> Result<Vec<Block>, Flaw> {
-    let kind = Kind::WorkingSet;
-    let mut all = Bytes::new(kind.place(), bytes);
-    let steps = all.column::<4>(bytes.len() / 4)?;
-    all.end()?;
-    let blocks: Vec<_> = blocks_of_steps(steps.numbers()).collect();
+pub(crate) fn parse_working_set(
+    bytes: &[u8],
+    geometry: &Geometry,
+) -> Result<Vec<Block>, ImageFlaw> {
+    let kind = SectionKind::WorkingSet;
+    let mut all = ByteReader::new(kind.section_name(), bytes);
+    let steps = all.read_column::<4>(bytes.len() / 4)?;
+    all.expect_end()?;
+    let blocks: Vec<_> = decode_steps(steps.numbers()).collect();
     check_blocks(kind, &blocks, geometry)?;
     Ok(blocks)
 }
 
-fn check_blocks(kind: Kind, blocks: &[Block], geometry: &Geometry) -> Result<(), Flaw> {
-    match blocks.iter().find(|block| block.0 >= geometry.blocks()) {
+fn check_blocks(kind: SectionKind, blocks: &[Block], geometry: &Geometry) -> Result<(), ImageFlaw> {
+    match blocks.iter().find(|block| block.0 >= geometry.block_count()) {
         None => Ok(()),
         Some(block) => {
-            let problem = format!("{block} is past the last of {}", geometry.blocks());
-            Err(Flaw::new(kind.place(), 0, problem))
+            let problem = format!("{block} is past the last of {}", geometry.block_count());
+            Err(ImageFlaw::new(kind.section_name(), 0, problem))
         }
     }
 }
@@ -183,10 +194,10 @@ fn encode_roots(roots: &[GuestPhys]) -> Vec<u8> {
     roots.iter().flat_map(|root| root.0.to_le_bytes()).collect()
 }
 
-pub(crate) fn parse_roots(bytes: &[u8]) -> Result<Vec<GuestPhys>, Flaw> {
-    let mut all = Bytes::new(Kind::PageTableRoots.place(), bytes);
-    let roots = all.column::<8>(bytes.len() / 8)?;
-    all.end()?;
+pub(crate) fn parse_roots(bytes: &[u8]) -> Result<Vec<GuestPhys>, ImageFlaw> {
+    let mut all = ByteReader::new(SectionKind::PageTableRoots.section_name(), bytes);
+    let roots = all.read_column::<8>(bytes.len() / 8)?;
+    all.expect_end()?;
     Ok(roots.numbers().map(GuestPhys).collect())
 }
 
@@ -197,32 +208,32 @@ pub(crate) fn encode_access_order(groups: &[AccessGroup]) -> Vec<u8> {
     out.extend((blocks().count() as u32).to_le_bytes());
     out.extend(groups.iter().flat_map(|group| group.filled_by.code().to_le_bytes()));
     out.extend(groups.iter().flat_map(|group| (group.blocks.len() as u32).to_le_bytes()));
-    out.extend(steps(blocks()).flat_map(u32::to_le_bytes));
+    out.extend(encode_steps(blocks()).flat_map(u32::to_le_bytes));
     out
 }
 
 pub(crate) fn parse_access_order(
     bytes: &[u8],
     geometry: &Geometry,
-) -> Result<Vec<AccessGroup>, Flaw> {
-    let kind = Kind::AccessOrder;
-    let mut bytes = Bytes::new(kind.place(), bytes);
-    let (g, n) = (bytes.u32()? as usize, bytes.u32()? as usize);
-    let filled_by = bytes.column::<2>(g)?.numbers().map(FilledBy::from_code);
-    let counts = bytes.column::<4>(g)?.numbers();
-    let mut blocks = blocks_of_steps(bytes.column::<4>(n)?.numbers());
-    bytes.clone().end()?;
+) -> Result<Vec<AccessGroup>, ImageFlaw> {
+    let kind = SectionKind::AccessOrder;
+    let mut bytes = ByteReader::new(kind.section_name(), bytes);
+    let (g, n) = (bytes.read_u32()? as usize, bytes.read_u32()? as usize);
+    let filled_by = bytes.read_column::<2>(g)?.numbers().map(FilledBy::from_code);
+    let counts = bytes.read_column::<4>(g)?.numbers();
+    let mut blocks = decode_steps(bytes.read_column::<4>(n)?.numbers());
+    bytes.clone().expect_end()?;
     let groups: Vec<_> = filled_by
         .zip(counts)
         .map(|(filled_by, count)| {
             let blocks = blocks.by_ref().take(count as usize).collect();
             AccessGroup { filled_by, blocks }
         })
-        // Empty ones say nothing, and there may be any number of them.
+        // Empty groups carry no information, and there may be any number of them.
         .filter(|group| !group.blocks.is_empty())
         .collect();
     if groups.iter().map(|group| group.blocks.len()).sum::<usize>() != n {
-        return Err(bytes.flaw(format!("groups do not add up to {n} memory blocks")));
+        return Err(bytes.flaw_here(format!("groups do not add up to {n} memory blocks")));
     }
     groups.iter().try_for_each(|group| check_blocks(kind, &group.blocks, geometry))?;
     Ok(groups)
@@ -240,7 +251,7 @@ mod tests {
             assert_eq!(count_values(json.as_bytes()), count, "{json}");
         }
         let many = format!("[{}0]", "0,".repeat(JSON_VALUES_MAX));
-        let flaw = parse_meta(many.as_bytes(), &mut Budget::of_file(1 << 30)).unwrap_err();
+        let flaw = parse_meta(many.as_bytes(), &mut MemoryBudget::of_file(1 << 30)).unwrap_err();
         assert_eq!(flaw.problem, "32770 values, at most 32768 fit");
     }
 
@@ -270,8 +281,11 @@ mod tests {
     fn regions_must_fit_the_header() {
         let map = RegionMap::lay_out([("ram", 8 * 4096)]).unwrap();
         let bytes = serde_json::to_vec(&map).unwrap();
-        assert_eq!(parse_regions(&bytes, &Geometry::new(8), &mut Budget::of_file(0)), Ok(map));
-        assert!(parse_regions(&bytes, &Geometry::new(9), &mut Budget::of_file(0)).is_err());
-        assert!(parse_regions(b"{}", &Geometry::new(8), &mut Budget::of_file(0)).is_err());
+        assert_eq!(
+            parse_regions(&bytes, &Geometry::new(8), &mut MemoryBudget::of_file(0)),
+            Ok(map)
+        );
+        assert!(parse_regions(&bytes, &Geometry::new(9), &mut MemoryBudget::of_file(0)).is_err());
+        assert!(parse_regions(b"{}", &Geometry::new(8), &mut MemoryBudget::of_file(0)).is_err());
     }
 }

@@ -1,4 +1,4 @@
-//! The file behind an image, and the parts of it that are read whole.
+//! The file of an image, and reads of its parts.
 
 use std::fs::File;
 use std::io::{self, BufRead, IoSliceMut, Read};
@@ -13,22 +13,24 @@ use rustix::fs::{Advice, OFlags, fadvise, fcntl_setfl, fstatfs};
 use rustix::io::{Errno, ReadWriteFlags, preadv2};
 use twox_hash::XxHash3_64;
 
-use crate::budget::Budget;
-use crate::error::{Flaw, ImageError};
-use crate::footer::{FOOTER_BYTES, Footer, Kind, SectionAt};
+use crate::budget::MemoryBudget;
+use crate::error::{ImageError, ImageFlaw};
+use crate::footer::{FOOTER_BYTES, Footer, SectionKind, SectionLocation};
 use crate::geometry::{Geometry, HEADER_BYTES};
 use crate::header::Header;
 
-/// What is read of the end of a file at once when it is opened: its footer, and, if they are not larger than usual for an
-/// increment, its index and what lies before that. Where a disk has to seek this costs as much as the footer alone.
+/// The bytes at the end of a file that are read at once when it is opened: its footer, and, if they
+/// are not larger than usual for an increment, its index and the sections before it. On a disk that
+/// has to seek this costs as much as the footer alone.
 const TAIL_BYTES: u64 = 64 << 10;
 
-/// A frame whose window is larger than 8 MiB is refused: a decoder allocates a window before it decodes. A window is no
-/// larger than half a mebibyte at the level at which sections are compressed.
+/// A frame whose window is larger than 8 MiB is refused: a decoder allocates a window before it
+/// decodes. At the level at which sections are compressed, a window is no larger than half a
+/// mebibyte.
 const WINDOW_LOG_MAX: u32 = 23;
 
-/// The file behind an image.
-pub(crate) struct Source {
+/// The file of an image.
+pub(crate) struct ImageFile {
     /// Replaced when the file is opened again.
     open_file: RwLock<Arc<OpenFile>>,
     /// The end of the file, while it is being opened.
@@ -40,14 +42,15 @@ pub(crate) struct Source {
 /// The descriptors of a file.
 struct OpenFile {
     file: File,
-    /// The same file for who reads from front to back: the kernel keeps its readahead with the descriptor.
+    /// The same file for callers that read from front to back: the kernel keeps its readahead state
+    /// with the descriptor.
     in_order: OnceLock<File>,
-    /// Device and inode: which file it is, whatever its name.
+    /// Device and inode, which identify the file, whatever its name.
     id: (u64, u64),
     is_in_memory: bool,
 }
 
-impl Source {
+impl ImageFile {
     pub(crate) fn open(path: &Path) -> Result<Self, ImageError> {
         Self::open_from(path, path)
     }
@@ -61,7 +64,8 @@ impl Source {
             None => failed(error),
         })?;
         let metadata = file.metadata().map_err(failed)?;
-        // The kernel reads mebibytes ahead of a few sequential reads, and goes on from there whatever it is told later.
+        // The kernel reads mebibytes ahead of a few sequential reads, and continues from there
+        // despite later advice.
         let _ = fadvise(&file, 0, None, Advice::Random);
         let is_in_memory = is_in_memory(&file);
         let id = (metadata.dev(), metadata.ino());
@@ -86,13 +90,14 @@ impl Source {
         self.open_file().file.try_clone().map_err(failed)
     }
 
-    /// Advises the kernel how the file is going to be read. That a file system takes no advice is no loss.
-    pub(crate) fn advise(&self, advice: Advice) {
+    /// Advises the kernel of the order in which the file is going to be read. If a file system
+    /// ignores it, nothing is lost.
+    pub(crate) fn advise_kernel(&self, advice: Advice) {
         let _ = fadvise(&self.open_file().file, 0, None, advice);
     }
 
-    /// Reads the end of the file ahead, until [`Self::forget_tail`]. What can't be read so may not be needed: who needs it is
-    /// told then.
+    /// Reads the end of the file in advance, until [`Self::forget_tail`]. An error is ignored:
+    /// these bytes may not be needed, and a later read of them reports it.
     pub(crate) fn read_tail(&mut self) {
         let mut tail = vec![0; self.len.min(TAIL_BYTES) as usize];
         let at = self.len - tail.len() as u64;
@@ -101,13 +106,13 @@ impl Source {
         }
     }
 
-    /// It is open.
+    /// Drops the end of the file that was read in advance.
     pub(crate) fn forget_tail(&mut self) {
         self.tail = Vec::new();
     }
 
-    /// What was read ahead of these bytes: all of them, or nothing.
-    fn ahead(&self, offset: u64, len: usize) -> Option<&[u8]> {
+    /// The given bytes, if they were read in advance: all of them, or nothing.
+    fn cached_tail(&self, offset: u64, len: usize) -> Option<&[u8]> {
         let at = offset.checked_sub(self.len - self.tail.len() as u64)? as usize;
         self.tail.get(at..at.checked_add(len)?).filter(|_| len > 0)
     }
@@ -116,30 +121,35 @@ impl Source {
         self.open_file().id == other.open_file().id
     }
 
-    pub(crate) fn flaw(&self, flaw: Flaw) -> ImageError {
-        flaw.of(&self.path)
+    pub(crate) fn flaw_error(&self, flaw: ImageFlaw) -> ImageError {
+        flaw.into_error(&self.path)
     }
 
-    pub(crate) fn missing(&self, kind: Kind) -> ImageError {
+    pub(crate) fn missing_section(&self, kind: SectionKind) -> ImageError {
         let offset = self.len.saturating_sub(FOOTER_BYTES);
-        self.flaw(Flaw::new("footer", offset, format!("it lists no {}", kind.place())))
+        self.flaw_error(ImageFlaw::new(
+            "footer",
+            offset,
+            format!("it lists no {}", kind.section_name()),
+        ))
     }
 
     pub(crate) fn read_exact_at(&self, bytes: &mut [u8], offset: u64) -> Result<(), ImageError> {
-        if let Some(ahead) = self.ahead(offset, bytes.len()) {
+        if let Some(ahead) = self.cached_tail(offset, bytes.len()) {
             bytes.copy_from_slice(ahead);
             return Ok(());
         }
         self.read_exact_of(&self.open_file().file, bytes, offset)
     }
 
-    /// The same, and what follows is wanted too: the kernel reads ahead.
+    /// As [`Self::read_exact_at`], for a caller that also needs the bytes that follow: the kernel
+    /// reads ahead.
     pub(crate) fn read_exact_in_order(
         &self,
         bytes: &mut [u8],
         offset: u64,
     ) -> Result<(), ImageError> {
-        self.read_exact_of(self.open_file().in_order(), bytes, offset)
+        self.read_exact_of(self.open_file().sequential_file(), bytes, offset)
     }
 
     fn read_exact_of(&self, file: &File, bytes: &mut [u8], offset: u64) -> Result<(), ImageError> {
@@ -152,9 +162,9 @@ impl Source {
         })
     }
 
-    /// Reads what is in the page cache and never waits. False if some of it is not there: the kernel is told that it
-    /// will be needed. File systems that can't read that way (`RWF_NOWAIT`, preadv2(2)) never have anything, except
-    /// those that have everything in memory.
+    /// Reads from the page cache and never waits. False if some of the bytes are not there: then
+    /// the kernel is advised that they will be needed. File systems that do not support such reads
+    /// (`RWF_NOWAIT`, preadv2(2)) never have anything, except those that have everything in memory.
     pub(crate) fn try_read_exact_at(
         &self,
         bytes: &mut [u8],
@@ -183,25 +193,25 @@ impl Source {
         self.check_len()?;
         let mut bytes = vec![0; HEADER_BYTES as usize];
         self.read_exact_at(&mut bytes, 0)?;
-        Header::parse(&bytes).map_err(|flaw| self.flaw(flaw))
+        Header::parse(&bytes).map_err(|flaw| self.flaw_error(flaw))
     }
 
-    /// The footer of a file whose blocks have these sizes.
+    /// Reads the footer of a file whose blocks have these sizes.
     pub(crate) fn read_footer(&self, geometry: &Geometry) -> Result<Footer, ImageError> {
         self.check_len()?;
         let mut bytes = vec![0; FOOTER_BYTES as usize];
         let at = self.len - FOOTER_BYTES;
         self.read_exact_at(&mut bytes, at)?;
-        Footer::parse(&bytes, geometry, self.len).map_err(|flaw| self.flaw(flaw.shifted(at)))
+        Footer::parse(&bytes, geometry, self.len).map_err(|flaw| self.flaw_error(flaw.shift_by(at)))
     }
 
-    /// That a footer is of the same image as the header.
+    /// Checks that a footer is of the same image as the header.
     pub(crate) fn check_pair(&self, header: &Header, footer: &Footer) -> Result<(), ImageError> {
         if (footer.identity, footer.version) == (header.identity, header.version) {
             return Ok(());
         }
         let problem = "it belongs to another image than the header";
-        Err(self.flaw(Flaw::new("footer", self.len - FOOTER_BYTES, problem)))
+        Err(self.flaw_error(ImageFlaw::new("footer", self.len - FOOTER_BYTES, problem)))
     }
 
     fn check_len(&self) -> Result<(), ImageError> {
@@ -209,27 +219,27 @@ impl Source {
             return Ok(());
         }
         let problem = format!("{} bytes are too few for an image", self.len);
-        Err(self.flaw(Flaw::new("file", self.len, problem)))
+        Err(self.flaw_error(ImageFlaw::new("file", self.len, problem)))
     }
 
-    pub(crate) fn parse<T>(
+    pub(crate) fn parse_section<T>(
         &self,
         footer: &Footer,
-        kind: Kind,
-        budget: &mut Budget,
-        parse: impl FnOnce(Vec<u8>, &mut Budget) -> Result<T, Flaw>,
+        kind: SectionKind,
+        budget: &mut MemoryBudget,
+        parse: impl FnOnce(Vec<u8>, &mut MemoryBudget) -> Result<T, ImageFlaw>,
     ) -> Result<Option<T>, ImageError> {
-        let Some(at) = footer.section(kind) else { return Ok(None) };
+        let Some(at) = footer.find_section(kind) else { return Ok(None) };
         let bytes = self.read_section(at, kind.bytes_max(), budget)?;
-        parse(bytes, budget).map(Some).map_err(|flaw| self.flaw(flaw.shifted(at.offset)))
+        parse(bytes, budget).map(Some).map_err(|flaw| self.flaw_error(flaw.shift_by(at.offset)))
     }
 
-    /// The decoded bytes of a section, after its checksum was found right, and what it takes was charged.
+    /// The decoded bytes of a section. Its checksum was checked, and its memory was charged.
     pub(crate) fn read_section(
         &self,
-        at: &SectionAt,
+        at: &SectionLocation,
         decoded_max: u64,
-        budget: &mut Budget,
+        budget: &mut MemoryBudget,
     ) -> Result<Vec<u8>, ImageError> {
         let stored = self.read_stored(at)?;
         self.check_decoded_len(at, decoded_max)?;
@@ -239,25 +249,25 @@ impl Source {
         if !at.is_zstd {
             return Ok(stored);
         }
-        inflate(&stored, at.decoded_len).ok_or_else(|| {
+        inflate_section(&stored, at.decoded_len).ok_or_else(|| {
             self.section_flaw(at, format!("it does not make {} bytes", at.decoded_len))
         })
     }
 
-    /// A section to be read piece by piece. Its checksum was found right.
-    pub(crate) fn section_reader(&self, at: &SectionAt) -> Result<Box<dyn Read>, ImageError> {
+    /// A reader for a section, to read it piece by piece. Its checksum was checked.
+    pub(crate) fn section_reader(&self, at: &SectionLocation) -> Result<Box<dyn Read>, ImageError> {
         let stored = io::Cursor::new(self.read_stored(at)?);
         self.check_decoded_len(at, at.kind.bytes_max())?;
         if !at.is_zstd {
             return Ok(Box::new(stored));
         }
-        match decoder(stored) {
+        match zstd_decoder(stored) {
             Ok(decoder) => Ok(Box::new(decoder)),
             Err(error) => Err(self.section_flaw(at, error.to_string())),
         }
     }
 
-    fn check_decoded_len(&self, at: &SectionAt, max: u64) -> Result<(), ImageError> {
+    fn check_decoded_len(&self, at: &SectionLocation, max: u64) -> Result<(), ImageError> {
         match at.decoded_len <= max {
             true => Ok(()),
             false => {
@@ -266,8 +276,8 @@ impl Source {
         }
     }
 
-    pub(crate) fn section_flaw(&self, at: &SectionAt, problem: String) -> ImageError {
-        self.flaw(Flaw::new(at.kind.place(), at.offset, problem))
+    pub(crate) fn section_flaw(&self, at: &SectionLocation, problem: String) -> ImageError {
+        self.flaw_error(ImageFlaw::new(at.kind.section_name(), at.offset, problem))
     }
 
     /// The length of the file.
@@ -275,7 +285,7 @@ impl Source {
         self.len
     }
 
-    pub(crate) fn read_stored(&self, at: &SectionAt) -> Result<Vec<u8>, ImageError> {
+    pub(crate) fn read_stored(&self, at: &SectionLocation) -> Result<Vec<u8>, ImageError> {
         // The footer's own check bounds the length by that of the file.
         let mut stored = vec![0; at.stored_len as usize];
         self.read_exact_at(&mut stored, at.offset)?;
@@ -284,17 +294,21 @@ impl Source {
             return Ok(stored);
         }
         let problem = format!("checksum is {found:#018x} instead of {expected:#018x}");
-        Err(self.flaw(Flaw::new(at.kind.place(), at.offset, problem)))
+        Err(self.flaw_error(ImageFlaw::new(at.kind.section_name(), at.offset, problem)))
     }
 
     /// Checks a section that is not needed yet, if there is one.
-    pub(crate) fn check_section(&self, footer: &Footer, kind: Kind) -> Result<(), ImageError> {
-        footer.section(kind).map_or(Ok(()), |at| self.read_stored(at).map(drop))
+    pub(crate) fn check_section(
+        &self,
+        footer: &Footer,
+        kind: SectionKind,
+    ) -> Result<(), ImageError> {
+        footer.find_section(kind).map_or(Ok(()), |at| self.read_stored(at).map(drop))
     }
 }
 
 impl OpenFile {
-    fn in_order(&self) -> &File {
+    fn sequential_file(&self) -> &File {
         if let Some(file) = self.in_order.get() {
             return file;
         }
@@ -307,8 +321,8 @@ impl OpenFile {
     }
 }
 
-/// Opens a regular file, and has the kernel not record its access time, which costs each read. Only the file's owner may
-/// do that (open(2)); for others it is recorded.
+/// Opens a regular file, and makes the kernel not record its access time, which costs each read.
+/// Only the file's owner may do that (open(2)); for other users it is recorded.
 fn open_for_reading(path: &Path) -> io::Result<File> {
     let file = firn_files::open_input(path)?;
     let _ = fcntl_setfl(&file, OFlags::NOATIME);
@@ -322,15 +336,16 @@ fn is_in_memory(file: &File) -> bool {
     fstatfs(file).is_ok_and(|it| [TMPFS_MAGIC, RAMFS_MAGIC].contains(&(it.f_type as u64)))
 }
 
-/// Decompresses to exactly `len` bytes, which the budget has. The kernel provides memory for what comes out only.
-fn inflate(stored: &[u8], len: u64) -> Option<Vec<u8>> {
-    // One more, so that reading finds the end without making room for it.
+/// Decompresses to exactly `len` bytes, which the budget has. The kernel provides memory only for
+/// bytes that are written.
+fn inflate_section(stored: &[u8], len: u64) -> Option<Vec<u8>> {
+    // One more byte, so that reading finds the end without growing the buffer.
     let mut out = Vec::with_capacity(usize::try_from(len).ok()?.checked_add(1)?);
-    decoder(stored).ok()?.take(len + 1).read_to_end(&mut out).ok()?;
+    zstd_decoder(stored).ok()?.take(len + 1).read_to_end(&mut out).ok()?;
     (out.len() as u64 == len).then_some(out)
 }
 
-fn decoder<R: BufRead>(stored: R) -> io::Result<zstd::stream::read::Decoder<'static, R>> {
+fn zstd_decoder<R: BufRead>(stored: R) -> io::Result<zstd::stream::read::Decoder<'static, R>> {
     let mut decoder = zstd::stream::read::Decoder::with_buffer(stored)?.single_frame();
     decoder.window_log_max(WINDOW_LOG_MAX)?;
     Ok(decoder)

@@ -1,4 +1,5 @@
-//! Checking all of an image: the headers of what it builds on, every memory block and every locality block against its checksum, padding against zero.
+//! Verification of a whole image: the headers of the images it builds on, every memory block and
+//! every locality block against its checksum, padding against zero.
 
 use std::path::PathBuf;
 use std::sync::atomic::{AtomicU32, Ordering};
@@ -12,48 +13,48 @@ use crate::error::{BlockError, ImageError};
 use crate::locality::LocalityBlockId;
 use crate::reader::Image;
 
-/// Problems of one locality block that are kept at most.
+/// The maximum number of problems that are kept of one locality block.
 const PER_LOCALITY_BLOCK_MAX: usize = 256;
 
-/// Threads that verify one image at most.
+/// The maximum number of threads that verify one image.
 const THREADS_MAX: usize = 64;
 
-/// Problems that are listed at most; the others are counted.
+/// The maximum number of problems that are listed; the others are counted.
 pub const PROBLEMS_MAX: usize = 1000;
 
-/// What verifying an image found.
+/// The result of verifying an image.
 #[derive(Debug, Default, Serialize)]
 pub struct VerifyReport {
     /// Locality blocks read.
     pub locality_blocks: u32,
-    /// Memory blocks that are as they were written.
+    /// Memory blocks that are intact.
     pub good_blocks: u32,
-    /// What is not, in the order of the file: the first [`PROBLEMS_MAX`].
-    pub problems: Vec<Problem>,
-    /// How many problems there are.
+    /// The problems, in the order of the file: the first [`PROBLEMS_MAX`].
+    pub problems: Vec<VerifyProblem>,
+    /// The number of all problems.
     pub problem_count: usize,
 }
 
 impl VerifyReport {
-    /// Whether nothing is wrong.
+    /// Whether there is no problem.
     pub fn is_clean(&self) -> bool {
         self.problem_count == 0
     }
 }
 
-/// Something in an image that is not as it was written.
+/// A part of an image that differs from what was written.
 #[derive(Debug, Error)]
-pub enum Problem {
+pub enum VerifyProblem {
     /// A memory block is damaged.
     #[error(transparent)]
     Block(BlockError),
-    /// Stored bytes have changed, and yet every memory block in them is as it was: codecs have several ways to say the
-    /// same thing.
+    /// Stored bytes have changed, but every memory block in them is intact: codecs can encode the
+    /// same bytes in several forms.
     #[error("the stored bytes of {id} have changed (from byte {offset} of {path} on)")]
     Stored {
         /// The locality block.
         id: LocalityBlockId,
-        /// Where it starts in the file.
+        /// Its offset in the file.
         offset: u64,
         /// The image.
         path: PathBuf,
@@ -63,38 +64,39 @@ pub enum Problem {
     Padding {
         /// The locality block.
         id: LocalityBlockId,
-        /// Where in the file.
+        /// The offset in the file.
         offset: u64,
         /// The image.
         path: PathBuf,
     },
-    /// An image that this one builds on has a header that is not its own, or none.
+    /// An image that this one builds on has a wrong header, or none.
     #[error(transparent)]
     Header(ImageError),
-    /// A section that opening does not take apart is damaged.
+    /// A section that opening does not parse is damaged.
     #[error(transparent)]
     Section(ImageError),
-    /// A locality block can't be read at all.
+    /// A locality block cannot be read at all.
     #[error("{id} can't be read")]
     Unreadable {
         /// The locality block.
         id: LocalityBlockId,
-        /// Why.
+        /// The error of the read.
         source: ImageError,
     },
 }
 
-impl Serialize for Problem {
+impl Serialize for VerifyProblem {
     fn serialize<S: Serializer>(&self, serializer: S) -> Result<S::Ok, S::Error> {
         serializer.collect_str(self)
     }
 }
 
-/// Reads and checks every locality block, those of the images it builds on included. `progress` is told (done, total) in locality blocks, on this thread.
-pub fn verify(image: &Image, threads: usize, progress: &dyn Fn(u32, u32)) -> VerifyReport {
+/// Reads and checks every locality block, including those of the images it builds on. `progress` is
+/// called with (done, total) in locality blocks, on this thread.
+pub fn verify_image(image: &Image, threads: usize, progress: &dyn Fn(u32, u32)) -> VerifyReport {
     let total = image.locality_blocks();
     let next = AtomicU32::new(0);
-    let mut checked: Vec<Checked> = thread::scope(|scope| {
+    let mut checked: Vec<LocalityBlockCheck> = thread::scope(|scope| {
         let (sender, receiver) = channel();
         for _ in 0..threads.clamp(1, THREADS_MAX) {
             let (sender, next) = (sender.clone(), &next);
@@ -110,41 +112,41 @@ pub fn verify(image: &Image, threads: usize, progress: &dyn Fn(u32, u32)) -> Ver
         good_blocks: checked.iter().map(|checked| checked.good_blocks).sum(),
         ..VerifyReport::default()
     };
-    report.add(wrong_headers(image).collect());
-    report.add(image.aux_list().err().map(Problem::Section).into_iter().collect());
+    report.add_problems(wrong_headers(image).collect());
+    report.add_problems(image.aux_list().err().map(VerifyProblem::Section).into_iter().collect());
     for found in checked {
         report.problem_count += found.left_out;
-        report.add(found.problems);
+        report.add_problems(found.problems);
     }
     report
 }
 
 impl VerifyReport {
-    fn add(&mut self, problems: Vec<Problem>) {
+    fn add_problems(&mut self, problems: Vec<VerifyProblem>) {
         self.problem_count += problems.len();
         let room = PROBLEMS_MAX - self.problems.len();
         self.problems.extend(problems.into_iter().take(room));
     }
 }
 
-/// Opening a chain looks at the first header only.
-fn wrong_headers(image: &Image) -> impl Iterator<Item = Problem> + '_ {
+/// Checks the headers of parents: opening a chain reads the first header only.
+fn wrong_headers(image: &Image) -> impl Iterator<Item = VerifyProblem> + '_ {
     let builds_on = image.layers().iter().skip(1);
-    builds_on.filter_map(|layer| layer.check_header().err()).map(Problem::Header)
+    builds_on.filter_map(|layer| layer.check_header().err()).map(VerifyProblem::Header)
 }
 
-/// What became of one locality block.
-struct Checked {
+/// The result of checking one locality block.
+struct LocalityBlockCheck {
     id: LocalityBlockId,
     good_blocks: u32,
-    problems: Vec<Problem>,
-    /// How many more there are.
+    problems: Vec<VerifyProblem>,
+    /// The number of further problems.
     left_out: usize,
 }
 
-impl Checked {
-    fn add(&mut self, problem: Problem) {
-        // Those of one locality block are enough.
+impl LocalityBlockCheck {
+    fn add_problem(&mut self, problem: VerifyProblem) {
+        // These problems of one locality block are enough.
         match self.problems.len() < PER_LOCALITY_BLOCK_MAX {
             true => self.problems.push(problem),
             false => self.left_out += 1,
@@ -152,10 +154,10 @@ impl Checked {
     }
 }
 
-/// Takes locality blocks until there are no more, or nobody wants to know.
-fn check_some(image: &Image, next: &AtomicU32, results: &Sender<Checked>) {
+/// Checks locality blocks until there are no more, or the receiver is gone.
+fn check_some(image: &Image, next: &AtomicU32, results: &Sender<LocalityBlockCheck>) {
     let mut stored = Vec::new();
-    let mut out = vec![0; image.geometry().block_size.bytes()];
+    let mut out = vec![0; image.geometry().block_size.byte_count()];
     loop {
         let id = LocalityBlockId(next.fetch_add(1, Ordering::Relaxed));
         if id.0 >= image.locality_blocks() {
@@ -167,44 +169,49 @@ fn check_some(image: &Image, next: &AtomicU32, results: &Sender<Checked>) {
     }
 }
 
-fn check_one(image: &Image, id: LocalityBlockId, stored: &mut Vec<u8>, out: &mut [u8]) -> Checked {
-    let mut checked = Checked { id, good_blocks: 0, problems: Vec::new(), left_out: 0 };
+fn check_one(
+    image: &Image,
+    id: LocalityBlockId,
+    stored: &mut Vec<u8>,
+    out: &mut [u8],
+) -> LocalityBlockCheck {
+    let mut checked = LocalityBlockCheck { id, good_blocks: 0, problems: Vec::new(), left_out: 0 };
     if let Err(source) = image.read_whole_locality_block(id, stored) {
-        checked.add(Problem::Unreadable { id, source });
+        checked.add_problem(VerifyProblem::Unreadable { id, source });
         return checked;
     }
     for entry in image.entries(id) {
         let bytes = stored.get(entry.range()).unwrap_or_default();
-        match image.decode(entry, bytes, out) {
+        match image.decode_block(entry, bytes, out) {
             Ok(()) => checked.good_blocks += 1,
-            Err(error) => checked.add(Problem::Block(error)),
+            Err(error) => checked.add_problem(VerifyProblem::Block(error)),
         }
     }
     if checked.problems.is_empty()
         && let Some(problem) = changed_bytes(image, id, stored)
     {
-        checked.add(problem);
+        checked.add_problem(problem);
     }
     if let Some(problem) = dirty_padding(image, id, stored) {
-        checked.add(problem);
+        checked.add_problem(problem);
     }
     checked
 }
 
-/// What no memory block's own checksum shows.
-fn changed_bytes(image: &Image, id: LocalityBlockId, stored: &[u8]) -> Option<Problem> {
+/// Finds a change of stored bytes that no memory block's own checksum shows.
+fn changed_bytes(image: &Image, id: LocalityBlockId, stored: &[u8]) -> Option<VerifyProblem> {
     if image.has_checksum(id, stored.get(..image.used_bytes(id))?) {
         return None;
     }
-    let (source, offset) = image.place(id);
-    Some(Problem::Stored { id, offset, path: source.path.clone() })
+    let (source, offset) = image.file_and_offset(id);
+    Some(VerifyProblem::Stored { id, offset, path: source.path.clone() })
 }
 
-/// The first byte behind the memory blocks that is not zero, if any.
-fn dirty_padding(image: &Image, id: LocalityBlockId, stored: &[u8]) -> Option<Problem> {
+/// Finds the first byte behind the memory blocks that is not zero, if any.
+fn dirty_padding(image: &Image, id: LocalityBlockId, stored: &[u8]) -> Option<VerifyProblem> {
     let used = image.used_bytes(id);
     let at = stored.get(used..)?.iter().position(|&byte| byte != 0)?;
-    let (source, start) = image.place(id);
+    let (source, start) = image.file_and_offset(id);
     let offset = start + (used + at) as u64;
-    Some(Problem::Padding { id, offset, path: source.path.clone() })
+    Some(VerifyProblem::Padding { id, offset, path: source.path.clone() })
 }

@@ -1,4 +1,4 @@
-//! Writing an image: one file, from front to back, valid only once its footer is.
+//! Writing an image: one file, from front to back, valid only once its footer is written.
 //!
 //! ```text
 //!   create --> header --> append locality blocks ... --> finish: sections, index, footer --> fsync --> rename
@@ -15,52 +15,54 @@ use firn_types::{Block, RegionMap};
 use serde::Serialize;
 use twox_hash::XxHash3_64;
 
-use crate::budget::explains;
-use crate::chain::{CHAIN_MAX, Parent};
+use crate::budget::is_explained;
+use crate::chain::{CHAIN_MAX, ParentLink};
 use crate::error::ImageError;
-use crate::footer::{Footer, JSON_VALUES_MAX, Kind, SectionAt};
-use crate::geometry::{Geometry, HEADER_BYTES, Organization};
-use crate::header::{Header, Identity, VERSION, VERSION_WHOLE};
-use crate::index_builder::{IndexBuilder, Listing, Refusal};
+use crate::footer::{Footer, JSON_VALUES_MAX, SectionKind, SectionLocation};
+use crate::geometry::{BlockOrganization, Geometry, HEADER_BYTES};
+use crate::header::{Header, ImageIdentity, VERSION, VERSION_WHOLE};
+use crate::index_builder::{AppendRefusal, IndexBuilder, ListingRule};
 use crate::locality::{LocalityBlock, LocalityBlockId};
-use crate::partial::Partial;
+use crate::partial::PartialFile;
 use crate::reader::Image;
-use crate::runs::Runs;
-use crate::sections::{AccessGroup, Sections, count_values, encode_access_order, unstorable_aux};
+use crate::runs::BlockRuns;
+use crate::sections::{
+    AccessGroup, ImageSections, count_values, encode_access_order, unstorable_aux,
+};
 
 /// The level at which sections and the index are compressed.
 const ZSTD_LEVEL: i32 = 1;
 
-/// What is settled about an image before its first byte is written.
+/// The properties of an image that are fixed before its first byte is written.
 #[derive(Clone, Copy, Debug)]
-pub struct Draft<'a> {
-    /// The sizes it is built on: its parent's, if it has one.
+pub struct ImageDraft<'a> {
+    /// Its sizes: those of its parent, if it has one.
     pub geometry: Geometry,
-    /// How its blocks are arranged.
-    pub organization: Organization,
-    /// The image it builds on. What is not given to the writer is as it is there.
+    /// Its block organization.
+    pub organization: BlockOrganization,
+    /// The image it builds on. Memory blocks that the writer does not get are as in the parent.
     pub parent: Option<&'a Image>,
     /// Whether a memory block may be given again: the last time counts.
-    pub again: bool,
+    pub allows_again: bool,
 }
 
-impl Draft<'_> {
-    /// An image that holds all there is, and each memory block once.
-    pub fn whole(geometry: Geometry, organization: Organization) -> Self {
-        Self { geometry, organization, parent: None, again: false }
+impl ImageDraft<'_> {
+    /// An image that holds all of memory, and each memory block once.
+    pub fn whole_image(geometry: Geometry, organization: BlockOrganization) -> Self {
+        Self { geometry, organization, parent: None, allows_again: false }
     }
 
-    fn version(&self) -> u32 {
-        if self.parent.is_some() || self.again { VERSION } else { VERSION_WHOLE }
+    fn format_version(&self) -> u32 {
+        if self.parent.is_some() || self.allows_again { VERSION } else { VERSION_WHOLE }
     }
 
-    fn listing(&self) -> Listing {
-        if self.again { Listing::Last } else { Listing::Once }
+    fn listing_rule(&self) -> ListingRule {
+        if self.allows_again { ListingRule::Last } else { ListingRule::Once }
     }
 
-    fn link(&self, path: &Path) -> Result<Option<(Parent, RegionMap)>, ImageError> {
+    fn link_to_parent(&self, path: &Path) -> Result<Option<(ParentLink, RegionMap)>, ImageError> {
         let Some(parent) = self.parent else { return Ok(None) };
-        if parent.chain().any(|file| is_same_file(file, path)) {
+        if parent.chain_paths().any(|file| is_same_file(file, path)) {
             return Err(ImageError::WrongParent {
                 path: path.to_owned(),
                 parent: parent.path().to_owned(),
@@ -68,8 +70,8 @@ impl Draft<'_> {
             });
         }
         let identity = parent.layers()[0].footer.identity;
-        let link = Parent::of(path, parent.path(), identity)?;
-        match parent.geometry() == self.geometry && parent.chain().len() < CHAIN_MAX {
+        let link = ParentLink::from_paths(path, parent.path(), identity)?;
+        match parent.geometry() == self.geometry && parent.chain_paths().len() < CHAIN_MAX {
             true => Ok(Some((link, parent.regions().clone()))),
             false if parent.geometry() == self.geometry => {
                 Err(ImageError::ChainTooLong { path: parent.path().to_owned() })
@@ -85,64 +87,66 @@ fn is_same_file(one: &Path, other: &Path) -> bool {
 }
 
 /// An image that is being written.
-pub struct Writer {
-    partial: Partial,
+pub struct ImageWriter {
+    partial: PartialFile,
     header: Header,
-    /// The image it builds on, and how RAM lies there.
-    parent: Option<(Parent, RegionMap)>,
+    /// The image it builds on, and the layout of its RAM.
+    parent: Option<(ParentLink, RegionMap)>,
     index: IndexBuilder,
     access_order: Option<Vec<AccessGroup>>,
-    /// Auxiliary RAM as another image stores it: encoded, compressed or not.
-    stored_aux: Option<(SectionAt, Vec<u8>)>,
+    /// Auxiliary blocks in the stored form of another image: encoded, compressed or not.
+    stored_aux: Option<(SectionLocation, Vec<u8>)>,
     refused: Option<ImageError>,
 }
 
-/// An image in numbers.
+/// The numbers of an image.
 #[derive(Clone, PartialEq, Eq, Debug, Serialize)]
-pub struct Summary {
+pub struct ImageSummary {
     /// The image.
     pub path: PathBuf,
-    /// The sizes it is built on.
+    /// Its sizes.
     pub geometry: Geometry,
-    /// How its blocks are arranged.
-    pub organization: Organization,
+    /// Its block organization.
+    pub organization: BlockOrganization,
     /// Length of the file in bytes.
     pub file_bytes: u64,
-    /// How many locality blocks it has.
+    /// The number of locality blocks.
     pub locality_blocks: u32,
-    /// How many memory blocks are stored.
+    /// The number of stored memory blocks.
     pub stored_blocks: u32,
     /// Their stored bytes, compressed.
     pub stored_bytes: u64,
-    /// How many memory blocks are zero.
+    /// The number of zero memory blocks.
     pub zero_blocks: u32,
-    /// How many memory blocks are untouched.
+    /// The number of untouched memory blocks.
     pub untouched_blocks: u32,
-    /// How many memory blocks are as in the image it builds on.
+    /// The number of memory blocks that are as in the image it builds on.
     pub inherited_blocks: u32,
     /// Bytes of everything that is not a locality block: header, sections, index, footer.
     pub overhead_bytes: u64,
 }
 
-impl Writer {
-    /// Begins an image that will be at `path`. Until [`Self::finish`], only a hidden file beside it is written.
-    pub fn create(path: &Path, draft: &Draft<'_>) -> Result<Self, ImageError> {
+impl ImageWriter {
+    /// Begins an image that will be at `path`. Until [`Self::finish`], only a hidden file beside it
+    /// is written.
+    pub fn create(path: &Path, draft: &ImageDraft<'_>) -> Result<Self, ImageError> {
         Self::with_identity(path, draft, random_identity()?)
     }
 
-    /// The same for the same checkpoint in another form, on which others may build already.
+    /// As [`Self::create`], for another form of an existing checkpoint, on which other images may
+    /// build already.
     pub(crate) fn with_identity(
         path: &Path,
-        draft: &Draft<'_>,
-        identity: Identity,
+        draft: &ImageDraft<'_>,
+        identity: ImageIdentity,
     ) -> Result<Self, ImageError> {
-        let Draft { geometry, organization, .. } = *draft;
-        geometry.check()?;
-        let parent = draft.link(path)?;
-        let partial = Partial::create(path)?;
-        let header = Header { version: draft.version(), geometry, organization, identity };
+        let ImageDraft { geometry, organization, .. } = *draft;
+        geometry.check_sizes()?;
+        let parent = draft.link_to_parent(path)?;
+        let partial = PartialFile::create(path)?;
+        let header = Header { version: draft.format_version(), geometry, organization, identity };
         partial.write_at("image.write", &header.encode(), 0)?;
-        let index = IndexBuilder::new(geometry, draft.listing());
+        let index = IndexBuilder::new(geometry, draft.listing_rule());
         Ok(Self {
             partial,
             header,
@@ -154,12 +158,12 @@ impl Writer {
         })
     }
 
-    /// The random number by which the image will be known, in hexadecimal.
+    /// The random number that will identify the image, in hexadecimal.
     pub fn identity(&self) -> String {
         self.header.identity.to_string()
     }
 
-    /// The sizes the image is built on.
+    /// The sizes of the image.
     pub fn geometry(&self) -> Geometry {
         self.header.geometry
     }
@@ -171,7 +175,10 @@ impl Writer {
 
     /// Writes the next locality block. After an error the image can't be finished any more.
     pub fn append(&mut self, filled: LocalityBlock) -> Result<LocalityBlockId, ImageError> {
-        let id = self.index.add(&filled).map_err(|refusal| self.refusal(refusal))?;
+        let id = self
+            .index
+            .add_locality_block(&filled)
+            .map_err(|refusal| self.refusal_error(refusal))?;
         let mut bytes = filled.bytes;
         bytes.resize(self.geometry().locality_block_bytes as usize, 0);
         let offset = self.geometry().offset_of(id);
@@ -185,53 +192,55 @@ impl Writer {
         written.map(|()| id)
     }
 
-    /// Records a memory block that was all zeros. A mistake (past the end, given twice) is told by [`Self::finish`].
+    /// Records a memory block of zeros. [`Self::finish`] reports a mistake (a block past the end,
+    /// or given twice).
     pub fn set_zero(&mut self, block: Block) {
         if let Err(refusal) = self.index.add_zero(block) {
-            self.refused = Some(self.refusal(refusal));
+            self.refused = Some(self.refusal_error(refusal));
         }
     }
 
-    /// Records zero blocks, before anything else is. A mistake is told by [`Self::finish`].
-    pub(crate) fn set_zeros(&mut self, zeros: Runs) {
+    /// Records zero blocks, before any other block is. [`Self::finish`] reports a mistake.
+    pub(crate) fn set_zeros(&mut self, zeros: BlockRuns) {
         self.index.set_zeros(zeros);
     }
 
-    /// Adopts the auxiliary RAM of another image as it is stored there, after it was checked.
+    /// Takes the auxiliary blocks of another image in their stored form, after checking them.
     pub(crate) fn set_stored_aux(&mut self, image: &Image) -> Result<(), ImageError> {
         image.aux_list()?;
-        self.stored_aux = image.stored_section(Kind::AuxBlocks)?;
+        self.stored_aux = image.stored_section(SectionKind::AuxBlocks)?;
         Ok(())
     }
 
-    /// Records how to get back to the access order, in an image that is not organized by it.
+    /// Records the access order, in an image that is not organized by it.
     pub(crate) fn set_access_order(&mut self, groups: Vec<AccessGroup>) {
         self.access_order = Some(groups);
     }
 
-    fn refusal(&self, refusal: Refusal) -> ImageError {
+    fn refusal_error(&self, refusal: AppendRefusal) -> ImageError {
         let (id, blocks) =
-            (LocalityBlockId(self.index.locality_blocks()), self.geometry().blocks());
+            (LocalityBlockId(self.index.locality_blocks()), self.geometry().block_count());
         match refusal {
-            Refusal::Entry(problem) => ImageError::LocalityBlock { id, problem },
-            Refusal::Range(block) => ImageError::BlockRange { block, blocks },
-            Refusal::Twice(block) => ImageError::BlockTwice(block),
-            Refusal::TooOften => ImageError::TooOften,
+            AppendRefusal::Entry(problem) => ImageError::LocalityBlock { id, problem },
+            AppendRefusal::Range(block) => ImageError::BlockRange { block, blocks },
+            AppendRefusal::Twice(block) => ImageError::BlockTwice(block),
+            AppendRefusal::TooOften => ImageError::TooOften,
         }
     }
 
-    /// Writes the rest, brings it to disk, and gives the file its name. Memory blocks never mentioned are untouched, or as
-    /// in the image it builds on.
-    pub fn finish(mut self, sections: Sections) -> Result<Summary, ImageError> {
+    /// Writes the sections, the index and the footer, syncs everything to disk, and gives the file
+    /// its name. Memory blocks that were never mentioned are untouched, or as in the image it
+    /// builds on.
+    pub fn finish(mut self, sections: ImageSections) -> Result<ImageSummary, ImageError> {
         if let Some(refused) = self.refused.take() {
             return Err(refused);
         }
-        self.check(&sections)?;
+        self.check_sections(&sections)?;
         let mut summary = self.summary();
         let geometry = self.geometry();
         let mut encoded = self.encode_sections(&sections)?;
         let stored_aux = self.stored_aux.take();
-        encoded.push((Kind::Index, self.index.encode()));
+        encoded.push((SectionKind::Index, self.index.encode()));
         let mut footer = Footer {
             version: self.header.version,
             identity: self.header.identity,
@@ -239,15 +248,15 @@ impl Writer {
             sections: Vec::new(),
         };
         if let Some((at, bytes)) = stored_aux {
-            let offset = footer.end(&geometry);
+            let offset = footer.end_offset(&geometry);
             self.partial.write_at("image.index", &bytes, offset)?;
-            footer.sections.push(SectionAt { offset, ..at });
+            footer.sections.push(SectionLocation { offset, ..at });
         }
         for (kind, bytes) in encoded {
-            let at = footer.end(&geometry);
+            let at = footer.end_offset(&geometry);
             footer.sections.push(write_section(&self.partial, kind, &bytes, at)?);
         }
-        let at = footer.end(&geometry);
+        let at = footer.end_offset(&geometry);
         self.partial.write_at("image.footer", &footer.encode(&geometry), at)?;
         self.partial.publish()?;
         summary.file_bytes = footer.file_bytes(&geometry);
@@ -255,28 +264,35 @@ impl Writer {
         Ok(summary)
     }
 
-    fn check(&self, sections: &Sections) -> Result<(), ImageError> {
-        sections.regions.check()?;
+    fn check_sections(&self, sections: &ImageSections) -> Result<(), ImageError> {
+        sections.regions.check_layout()?;
         let (regions, image) = (sections.regions.total_pages(), self.geometry().total_pages);
         if regions != image {
             return Err(ImageError::Pages { regions, image });
         }
-        // Where the guest sees a region is its own affair, and changes while it boots.
+        // The guest-physical address of a region does not matter: the guest changes it while it
+        // boots.
         let is_other = |ram: &RegionMap| ram.regions() != sections.regions.regions();
         if let Some((parent, _)) = self.parent.as_ref().filter(|(_, ram)| is_other(ram)) {
             return Err(ImageError::OtherRam { parent: parent.path.clone() });
         }
         if let Some(problem) = unstorable_aux(&sections.aux_blocks) {
-            return Err(ImageError::Section { place: Kind::AuxBlocks.place(), problem });
+            return Err(ImageError::Section {
+                place: SectionKind::AuxBlocks.section_name(),
+                problem,
+            });
         }
-        let blocks = self.geometry().blocks();
+        let blocks = self.geometry().block_count();
         match sections.working_set.iter().find(|block| block.0 >= blocks) {
             Some(&block) => Err(ImageError::BlockRange { block, blocks }),
             None => Ok(()),
         }
     }
 
-    fn encode_sections(&self, sections: &Sections) -> Result<Vec<(Kind, Vec<u8>)>, ImageError> {
+    fn encode_sections(
+        &self,
+        sections: &ImageSections,
+    ) -> Result<Vec<(SectionKind, Vec<u8>)>, ImageError> {
         let path = self.partial.target();
         let mut encoded = sections.encode().map_err(|error| ImageError::Io {
             step: "put into JSON what belongs to",
@@ -284,20 +300,20 @@ impl Writer {
             source: error.into(),
         })?;
         if let Some((parent, _)) = &self.parent {
-            encoded.push((Kind::Parent, parent.encode()));
+            encoded.push((SectionKind::Parent, parent.encode()));
         }
         if let Some(groups) = &self.access_order {
-            encoded.push((Kind::AccessOrder, encode_access_order(groups)));
+            encoded.push((SectionKind::AccessOrder, encode_access_order(groups)));
         }
         encoded.iter().try_for_each(|(kind, bytes)| check_length(*kind, bytes))?;
         Ok(encoded)
     }
 
-    fn summary(&self) -> Summary {
+    fn summary(&self) -> ImageSummary {
         let (stored_blocks, zero_blocks) = (self.index.stored_blocks(), self.index.zero_blocks());
-        let unmentioned_blocks = self.geometry().blocks() - stored_blocks - zero_blocks;
+        let unmentioned_blocks = self.geometry().block_count() - stored_blocks - zero_blocks;
         let is_whole = self.parent.is_none();
-        Summary {
+        ImageSummary {
             path: self.partial.target().to_owned(),
             geometry: self.geometry(),
             organization: self.header.organization,
@@ -319,13 +335,13 @@ pub(crate) fn overhead_bytes(footer: &Footer, geometry: &Geometry) -> u64 {
     footer.file_bytes(geometry) - blocks_end + HEADER_BYTES
 }
 
-/// What a reader would refuse is not written.
-fn check_length(kind: Kind, bytes: &[u8]) -> Result<(), ImageError> {
-    let refused = |problem| Err(ImageError::Section { place: kind.place(), problem });
+/// Refuses a section that a reader would refuse.
+fn check_length(kind: SectionKind, bytes: &[u8]) -> Result<(), ImageError> {
+    let refused = |problem| Err(ImageError::Section { place: kind.section_name(), problem });
     if bytes.len() as u64 > kind.bytes_max() {
         return refused(format!("{} bytes, at most {} fit", bytes.len(), kind.bytes_max()));
     }
-    let is_json = matches!(kind, Kind::Meta | Kind::Regions);
+    let is_json = matches!(kind, SectionKind::Meta | SectionKind::Regions);
     match is_json.then(|| count_values(bytes)) {
         Some(count) if count > JSON_VALUES_MAX => {
             refused(format!("{count} values, at most {JSON_VALUES_MAX} fit"))
@@ -335,19 +351,19 @@ fn check_length(kind: Kind, bytes: &[u8]) -> Result<(), ImageError> {
 }
 
 fn write_section(
-    partial: &Partial,
-    kind: Kind,
+    partial: &PartialFile,
+    kind: SectionKind,
     decoded: &[u8],
     offset: u64,
-) -> Result<SectionAt, ImageError> {
+) -> Result<SectionLocation, ImageError> {
     let compressed = zstd::bulk::compress(decoded, ZSTD_LEVEL).ok();
     let is_fit = |compressed: &Vec<u8>| {
-        compressed.len() < decoded.len() && explains(kind, compressed.len(), decoded.len())
+        compressed.len() < decoded.len() && is_explained(kind, compressed.len(), decoded.len())
     };
     let compressed = compressed.filter(is_fit);
     let stored = compressed.as_deref().unwrap_or(decoded);
     partial.write_at("image.index", stored, offset)?;
-    Ok(SectionAt {
+    Ok(SectionLocation {
         kind,
         is_zstd: compressed.is_some(),
         offset,
@@ -357,11 +373,11 @@ fn write_section(
     })
 }
 
-fn random_identity() -> Result<Identity, ImageError> {
+fn random_identity() -> Result<ImageIdentity, ImageError> {
     let path = Path::new("/dev/urandom");
     let mut identity = [0; 16];
     File::open(path)
         .and_then(|mut file| file.read_exact(&mut identity))
         .map_err(|source| ImageError::Io { step: "read", path: path.to_owned(), source })?;
-    Ok(Identity(identity))
+    Ok(ImageIdentity(identity))
 }

@@ -1,4 +1,4 @@
-//! The image crate from outside.
+//! Tests of the image crate through its public interface.
 
 #![expect(clippy::unwrap_used, clippy::panic, reason = "a test says what went wrong by panicking")]
 

@@ -1,7 +1,8 @@
-//! The `firn` program, used as a user uses it.
+//! Client of the `firn` program: runs its commands as a user does.
 //!
-//! Experiments start, checkpoint and restore VMs by these commands only, so that what is measured is what is shipped.
-//! Each has a runtime directory of its own: VMs of experiments and of the person at the machine never meet.
+//! Experiments start, checkpoint and restore VMs by these commands only, so that they measure what
+//! is shipped. Each experiment has its own runtime directory, so its VMs never meet those of the
+//! machine's user.
 
 use std::ffi::{OsStr, OsString};
 use std::io;
@@ -15,70 +16,71 @@ use serde::de::DeserializeOwned;
 use serde_json::Value;
 use thiserror::Error;
 
-use crate::disk_profile::{DiskProfile, Throttle};
+use crate::disk_profile::{DiskProfile, DiskThrottle};
 use crate::guest::{QemuArgs, default_program};
 
 /// Environment variable that names another `firn`.
 pub const VARIABLE: &str = "FIRN";
 
-/// Environment variable that lists programs which `firn` may restore a VM with: the hypervisor of an experiment may be anywhere.
+/// Environment variable that lists the hypervisors that `firn` may restore a VM with: an
+/// experiment's hypervisor may be anywhere.
 pub const QEMU_ALLOW_VARIABLE: &str = "FIRN_QEMU_ALLOW";
 
-/// `firn` did not do it.
+/// A `firn` command failed.
 #[derive(Debug, Error)]
 pub enum FirnError {
-    /// The program is not there.
+    /// The program does not exist or cannot be started.
     #[error("cannot start {}; set {VARIABLE} to the path of firn", .0.display())]
     Start(PathBuf, #[source] io::Error),
-    /// It failed, and said why.
+    /// The command failed and printed why.
     #[error("firn {verb} failed ({status}): {said}")]
     Failed {
-        /// Which command.
+        /// The command.
         verb: String,
-        /// How it ended.
+        /// Its exit status.
         status: String,
-        /// What it said.
+        /// Its output.
         said: String,
     },
-    /// It did not say what was expected.
-    #[error("firn {verb} gave facts that make no sense: {said}")]
+    /// The command printed something unexpected.
+    #[error("firn {verb} printed unexpected output: {said}")]
     Facts {
-        /// Which command.
+        /// The command.
         verb: String,
-        /// What it said.
+        /// Its output.
         said: String,
-        /// What is wrong with it.
+        /// Why the output could not be parsed.
         source: serde_json::Error,
     },
 }
 
-/// A `firn` with a runtime directory.
+/// A `firn` program with a runtime directory.
 #[derive(Clone, Debug)]
 pub struct Firn {
     program: PathBuf,
     runtime: PathBuf,
-    /// The network namespace that it is run in, if not this program's.
+    /// The network namespace it runs in, if not this program's.
     namespace: Option<String>,
-    /// What is broken on purpose in it, and in what it starts.
+    /// The fault point that is armed in it and in the processes it starts.
     fault: Option<String>,
-    /// The disk that the last restore was from.
+    /// The disk profile of the last restore.
     disk: Arc<Mutex<Option<DiskProfile>>>,
 }
 
-/// What a command said, and how long it took.
+/// The output of a command, and its duration.
 #[derive(Clone, Debug)]
-pub struct Said {
-    /// Its facts.
+pub struct CommandOutput {
+    /// The JSON that it printed.
     pub facts: Value,
-    /// When it was started.
+    /// When it started.
     pub started: Instant,
     /// How long it ran.
     pub took: Duration,
 }
 
-impl Said {
-    /// The facts as a type.
-    pub fn to<T: DeserializeOwned>(&self, verb: &str) -> Result<T, FirnError> {
+impl CommandOutput {
+    /// Parses the facts as a type.
+    pub fn parse_as<T: DeserializeOwned>(&self, verb: &str) -> Result<T, FirnError> {
         serde_json::from_value(self.facts.clone()).map_err(|source| FirnError::Facts {
             verb: verb.to_owned(),
             said: self.facts.to_string(),
@@ -92,7 +94,7 @@ impl Said {
     }
 }
 
-/// How to save.
+/// Options of `firn checkpoint`.
 #[derive(Clone, Debug, Default)]
 pub struct SaveArgs {
     words: Vec<OsString>,
@@ -100,13 +102,13 @@ pub struct SaveArgs {
 
 impl SaveArgs {
     /// Adds an option and its value.
-    pub fn with(mut self, option: &str, value: impl AsRef<OsStr>) -> Self {
+    pub fn with_option(mut self, option: &str, value: impl AsRef<OsStr>) -> Self {
         self.words.extend([option.into(), value.as_ref().to_owned()]);
         self
     }
 
-    /// Adds a bare option.
-    pub fn flag(mut self, option: &str) -> Self {
+    /// Adds an option without a value.
+    pub fn with_flag(mut self, option: &str) -> Self {
         self.words.push(option.into());
         self
     }
@@ -127,30 +129,31 @@ impl Firn {
         }
     }
 
-    /// The same, run in a network namespace: its VMs are there.
-    pub fn within(runtime: &Path, namespace: &str) -> Self {
+    /// The same, in a network namespace, in which its VMs run too.
+    pub fn in_namespace(runtime: &Path, namespace: &str) -> Self {
         Self { namespace: Some(namespace.to_owned()), ..Self::new(runtime) }
     }
 
     /// The same with a fault point armed, also in the supervisors that it starts.
-    pub fn armed(&self, fault: Option<&str>) -> Self {
+    pub fn with_fault(&self, fault: Option<&str>) -> Self {
         Self { fault: fault.map(str::to_owned), ..self.clone() }
     }
 
-    /// Whether the program was built with fault points. Without them an experiment would break nothing, and show nothing.
+    /// Whether the program was built with fault points. Without them an experiment would break
+    /// nothing, and show nothing.
     pub fn has_fault_points(&self) -> io::Result<bool> {
         let mut command = Command::new(&self.program);
         let status = command.arg("--version").env("FIRN_FAULT", "command.started").output()?.status;
         Ok(status.signal() == Some(9))
     }
 
-    /// The program.
+    /// The path of the program.
     pub fn program(&self) -> &Path {
         &self.program
     }
 
     /// `firn run`: starts a guest.
-    pub fn run(&self, name: &str, guest: &QemuArgs) -> Result<Said, FirnError> {
+    pub fn run_vm(&self, name: &str, guest: &QemuArgs) -> Result<CommandOutput, FirnError> {
         self.run_with(name, &[], guest)
     }
 
@@ -160,47 +163,54 @@ impl Firn {
         name: &str,
         how: &[&OsStr],
         guest: &QemuArgs,
-    ) -> Result<Said, FirnError> {
-        let mut command = self.command("run");
+    ) -> Result<CommandOutput, FirnError> {
+        let mut command = self.new_command("run");
         command.args(how).args([name, "--"]).arg(guest.program_name()).args(guest.args());
-        self.finish("run", command)
+        self.run_command("run", command)
     }
 
-    /// `firn checkpoint`: saves a guest that goes on.
-    pub fn checkpoint(&self, name: &str, image: &Path, how: &SaveArgs) -> Result<Said, FirnError> {
-        let mut command = self.command("checkpoint");
+    /// `firn checkpoint`: saves a guest that continues to run.
+    pub fn checkpoint(
+        &self,
+        name: &str,
+        image: &Path,
+        how: &SaveArgs,
+    ) -> Result<CommandOutput, FirnError> {
+        let mut command = self.new_command("checkpoint");
         command.arg(name).arg("-o").arg(image).args(&how.words);
-        self.finish("checkpoint", command)
+        self.run_command("checkpoint", command)
     }
 
-    /// `firn restore`, under a disk profile: the supervisor that reads the image is its child. It neither goes by
-    /// restores of the image before it nor leaves anything to those after it; but it knows the disk if they have got to know it.
+    /// `firn restore` under a disk profile, which applies to the supervisor that reads the image
+    /// because it is a child of the command. The restore neither uses what earlier restores of the
+    /// image learned nor leaves anything to later ones. It does use the storage profile that
+    /// earlier restores measured.
     pub fn restore(
         &self,
         image: &Path,
         name: &str,
         how: &[&str],
-        throttle: &Throttle,
-    ) -> Result<Said, FirnError> {
+        throttle: &DiskThrottle,
+    ) -> Result<CommandOutput, FirnError> {
         self.restore_and_learn(image, name, &[how, &["--no-learn"]].concat(), throttle)
     }
 
-    /// As [`Self::restore`], but it learns.
+    /// Like [`Self::restore`], but learns blocks for later restores.
     pub fn restore_and_learn(
         &self,
         image: &Path,
         name: &str,
         how: &[&str],
-        throttle: &Throttle,
-    ) -> Result<Said, FirnError> {
-        self.meet_disk(throttle.profile());
-        let mut command = self.under(throttle, "restore");
+        throttle: &DiskThrottle,
+    ) -> Result<CommandOutput, FirnError> {
+        self.note_disk_change(throttle.profile());
+        let mut command = self.throttled_command(throttle, "restore");
         command.arg(image).args(["--name", name]).args(how);
-        self.finish("restore", command)
+        self.run_command("restore", command)
     }
 
-    /// What restores have found storage to be like was of another disk, if this is another.
-    fn meet_disk(&self, profile: DiskProfile) {
+    /// Forgets what restores have measured about storage when the disk profile changes.
+    fn note_disk_change(&self, profile: DiskProfile) {
         let mut disk = self.disk.lock().unwrap_or_else(PoisonError::into_inner);
         if disk.replace(profile) != Some(profile) {
             // There may be nothing to forget.
@@ -208,80 +218,83 @@ impl Firn {
         }
     }
 
-    /// `firn detach`: lets go of a guest, which goes on.
-    pub fn detach(&self, name: &str) -> Result<Said, FirnError> {
-        let mut command = self.command("detach");
+    /// `firn detach`: stops managing a guest, which continues to run.
+    pub fn detach(&self, name: &str) -> Result<CommandOutput, FirnError> {
+        let mut command = self.new_command("detach");
         command.arg(name);
-        self.finish("detach", command)
+        self.run_command("detach", command)
     }
 
-    /// `firn attach`: takes a guest up again that was let go of.
-    pub fn attach(&self, name: &str, how: &[&str]) -> Result<Said, FirnError> {
-        let mut command = self.command("attach");
+    /// `firn attach`: manages a detached guest again.
+    pub fn attach(&self, name: &str, how: &[&str]) -> Result<CommandOutput, FirnError> {
+        let mut command = self.new_command("attach");
         command.arg(name).args(how);
-        self.finish("attach", command)
+        self.run_command("attach", command)
     }
 
-    /// `firn stop --force`: ends a guest at once. That there is none is fine.
+    /// `firn stop --force`: ends a guest at once. A missing guest is no error.
     pub fn stop(&self, name: &str) {
-        let mut command = self.command("stop");
+        let mut command = self.new_command("stop");
         command.args([name, "--force"]);
-        // Used to clean up; what is left behind shows when its name is used again.
-        let _ = self.finish("stop", command);
+        // Used to clean up: whatever is left behind shows up when its name is used again.
+        let _ = self.run_command("stop", command);
     }
 
     /// Ends every VM of this runtime directory at once.
     pub fn stop_all(&self) {
-        let vms = self.finish("ls", self.command("ls")).map(|said| said.facts).unwrap_or_default();
+        let vms = self
+            .run_command("ls", self.new_command("ls"))
+            .map(|said| said.facts)
+            .unwrap_or_default();
         for vm in vms.as_array().into_iter().flatten() {
             let Some(name) = vm["name"].as_str() else { continue };
             if vm["state"] == "detached" {
-                // Nobody's to stop otherwise.
+                // No supervisor could stop it otherwise.
                 let _ = self.attach(name, &[]);
             }
             self.stop(name);
         }
     }
 
-    /// `firn status`: what is known about a VM.
+    /// `firn status`: the facts about a VM.
     pub fn status(&self, name: &str) -> Result<Value, FirnError> {
-        let mut command = self.command("status");
+        let mut command = self.new_command("status");
         command.arg(name);
-        Ok(self.finish("status", command)?.facts)
+        Ok(self.run_command("status", command)?.facts)
     }
 
-    /// Where a VM's run record is.
+    /// The path of a VM's run record.
     pub fn run_record(&self, name: &str) -> PathBuf {
         self.runtime.join(name).join("restore.json")
     }
 
-    /// Any other command.
-    pub fn call(&self, verb: &str, words: &[&str]) -> Result<Said, FirnError> {
-        let mut command = self.command(verb);
+    /// Runs any other command.
+    pub fn run_verb(&self, verb: &str, words: &[&str]) -> Result<CommandOutput, FirnError> {
+        let mut command = self.new_command(verb);
         command.args(words);
-        self.finish(verb, command)
+        self.run_command(verb, command)
     }
 
     /// `firn image VERB`.
-    pub fn image(&self, verb: &str, words: &[&OsStr]) -> Result<Said, FirnError> {
-        let mut command = self.command("image");
+    pub fn run_image_verb(&self, verb: &str, words: &[&OsStr]) -> Result<CommandOutput, FirnError> {
+        let mut command = self.new_command("image");
         command.arg(verb).args(words);
-        self.finish(&format!("image {verb}"), command)
+        self.run_command(&format!("image {verb}"), command)
     }
 
-    /// `firn image compare`: what it found, also if that is differences.
-    pub fn compare(&self, image: &Path, reference: &Path) -> Result<Value, FirnError> {
-        let mut command = self.command("image");
+    /// `firn image compare`: the result, also when the images differ.
+    pub fn compare_images(&self, image: &Path, reference: &Path) -> Result<Value, FirnError> {
+        let mut command = self.new_command("image");
         command.arg("compare").args([image, reference]);
-        let output = self.output(command)?;
-        // Which fails in any other way prints no facts.
+        let output = self.capture_output(command)?;
+        // Any other failure prints no facts.
         match serde_json::from_slice(&output.stdout) {
             Ok(facts) => Ok(facts),
-            Err(_) => facts_of("image compare", &output),
+            Err(_) => parse_facts("image compare", &output),
         }
     }
 
-    fn command(&self, verb: &str) -> Command {
+    fn new_command(&self, verb: &str) -> Command {
         let command = match &self.namespace {
             None => Command::new(&self.program),
             Some(namespace) => {
@@ -290,14 +303,14 @@ impl Firn {
                 command
             }
         };
-        self.prepared(command, verb)
+        self.add_common_args(command, verb)
     }
 
-    fn under(&self, throttle: &Throttle, verb: &str) -> Command {
-        self.prepared(throttle.command(&self.program), verb)
+    fn throttled_command(&self, throttle: &DiskThrottle, verb: &str) -> Command {
+        self.add_common_args(throttle.command(&self.program), verb)
     }
 
-    fn prepared(&self, mut command: Command, verb: &str) -> Command {
+    fn add_common_args(&self, mut command: Command, verb: &str) -> Command {
         command.arg(verb).arg("--json").env("FIRN_RUNTIME_DIR", &self.runtime);
         command.env(QEMU_ALLOW_VARIABLE, default_program());
         command.envs(self.fault.as_ref().map(|fault| ("FIRN_FAULT", fault)));
@@ -305,20 +318,20 @@ impl Firn {
         command
     }
 
-    fn output(&self, mut command: Command) -> Result<Output, FirnError> {
+    fn capture_output(&self, mut command: Command) -> Result<Output, FirnError> {
         command.output().map_err(|error| FirnError::Start(self.program.clone(), error))
     }
 
-    fn finish(&self, verb: &str, command: Command) -> Result<Said, FirnError> {
+    fn run_command(&self, verb: &str, command: Command) -> Result<CommandOutput, FirnError> {
         let started = Instant::now();
-        let output = self.output(command)?;
+        let output = self.capture_output(command)?;
         let took = started.elapsed();
-        let facts = facts_of(verb, &output)?;
-        Ok(Said { facts, started, took })
+        let facts = parse_facts(verb, &output)?;
+        Ok(CommandOutput { facts, started, took })
     }
 }
 
-fn facts_of(verb: &str, output: &Output) -> Result<Value, FirnError> {
+fn parse_facts(verb: &str, output: &Output) -> Result<Value, FirnError> {
     let verb = verb.to_owned();
     let text = |bytes: &[u8]| String::from_utf8_lossy(bytes).trim().to_owned();
     if !output.status.success() {
@@ -344,22 +357,22 @@ mod tests {
 
     #[test]
     fn facts_are_the_standard_output() {
-        let facts = facts_of("ls", &output(0, "{\"a\":1}\n", "progress")).unwrap();
+        let facts = parse_facts("ls", &output(0, "{\"a\":1}\n", "progress")).unwrap();
         assert_eq!(facts["a"], 1);
-        assert_eq!(facts_of("stop", &output(0, "", "")).unwrap(), Value::Null);
+        assert_eq!(parse_facts("stop", &output(0, "", "")).unwrap(), Value::Null);
     }
 
     #[test]
     fn a_failure_says_what_firn_said() {
-        let error = facts_of("restore", &output(3, "", "no such image")).unwrap_err();
+        let error = parse_facts("restore", &output(3, "", "no such image")).unwrap_err();
         assert!(error.to_string().contains("restore") && error.to_string().contains("no such"));
-        assert!(matches!(facts_of("ls", &output(0, "{", "")), Err(FirnError::Facts { .. })));
+        assert!(matches!(parse_facts("ls", &output(0, "{", "")), Err(FirnError::Facts { .. })));
     }
 
     #[test]
     fn numbers_are_found_by_pointer() {
         let facts = serde_json::json!({ "pause": { "downtime_ms": 2.5 } });
-        let said = Said { facts, started: Instant::now(), took: Duration::ZERO };
+        let said = CommandOutput { facts, started: Instant::now(), took: Duration::ZERO };
         assert_eq!(said.number("/pause/downtime_ms"), Some(2.5));
         assert_eq!(said.number("/pause/none"), None);
     }

@@ -1,28 +1,31 @@
-//! How much of each second a restored guest could run (Halite, Figure 3).
+//! Guest time: the share of each second in which a restored guest could run (Halite, Figure 3).
 //!
-//! A vCPU that waits for a page does not run. The run record has every wait; the share of a second in which no page was
-//! waited for, averaged over all vCPUs, is the guest's time in that second.
+//! A vCPU that waits for a page does not run. The run record contains every wait. The guest's time
+//! in a second is the share of that second in which no page was awaited, averaged over all vCPUs.
 
-use firn_measure::{Stall, Stalls};
+use firn_measure::{StallInterval, VcpuStalls};
 use firn_restore::RunRecord;
 
 /// A second, in microseconds.
 const SECOND_US: u64 = 1_000_000;
 
-/// Percent of each second, from the moment the guest ran, in which its vCPUs did not wait for pages.
+/// Percent of each second, from the first recorded fault on, in which the guest's vCPUs did not
+/// wait for pages.
 ///
-/// Waits of threads that are no vCPUs (devices, and kernel workers under KVM) hold up no vCPU as far as the record
-/// tells, and do not count.
+/// Waits of threads that are not vCPUs (devices, and kernel workers under KVM) do not count:
+/// according to the record they block no vCPU.
 pub fn percent_per_second(record: &RunRecord, seconds: usize) -> Vec<f64> {
-    let stalls = stalls(record);
+    let stalls = recorded_stalls(record);
     let start = record.faults.iter().map(|fault| fault.t_us).min().unwrap_or(0);
     let second = |number| start + number as u64 * SECOND_US;
-    (0..seconds).map(|number| 100.0 * stalls.utilization(second(number), SECOND_US)).collect()
+    (0..seconds)
+        .map(|number| 100.0 * stalls.window_utilization(second(number), SECOND_US))
+        .collect()
 }
 
-fn stalls(record: &RunRecord) -> Stalls {
-    let waits: Vec<Stall> = firn_report::waits(record).collect();
-    Stalls::new(record.vcpus.len() as u16, &waits)
+fn recorded_stalls(record: &RunRecord) -> VcpuStalls {
+    let waits: Vec<StallInterval> = firn_report::vcpu_waits(record).collect();
+    VcpuStalls::new(record.vcpus.len() as u16, &waits)
 }
 
 #[cfg(test)]

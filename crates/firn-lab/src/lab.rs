@@ -1,4 +1,5 @@
-//! What every experiment needs: a directory on a real disk, a `firn`, a choice of how much to do.
+//! The lab that every experiment runs in: a directory on a real disk, a `firn`, options that say
+//! how much to do.
 
 use std::fs;
 use std::io;
@@ -15,92 +16,96 @@ use signal_hook::iterator::Signals;
 use tempfile::TempDir;
 
 use crate::disk_profile::{
-    DiskProfile, Throttle, ThrottleError, check, make_cold_when_ready, warm,
+    DiskProfile, DiskThrottle, ThrottleError, make_cold_when_ready, measure_throttle, warm_file,
 };
 use crate::firn::Firn;
 use crate::guest::{GuestImage, accel, default_program};
 use crate::report::Report;
 
-/// Environment variable that names the directory for images; it should be on a disk that can be throttled.
+/// Environment variable that names the directory for images. It should be on a disk that can be
+/// throttled.
 pub const VARIABLE: &str = "FIRN_LAB_DIR";
 
-/// A start of the hypervisor, with its firmware and a device that has a ROM.
-const STANDING: [&str; 9] =
+/// Arguments that start the hypervisor paused, with its firmware and a device that has a ROM.
+const IDLE_QEMU_ARGS: [&str; 9] =
     ["-S", "-display", "none", "-serial", "none", "-monitor", "stdio", "-device", "virtio-net-pci"];
 
-/// How much to do.
+/// How much an experiment does.
 #[derive(Clone, Debug, Default)]
-pub struct Extent {
-    /// Every key, at most five minutes.
+pub struct ExperimentOptions {
+    /// Produce all figures, in at most five minutes.
     pub quick: bool,
-    /// Where randomness starts.
+    /// Seed of the random numbers.
     pub seed: u64,
-    /// How many repetitions; `None` lets the experiment choose.
+    /// Number of repetitions; `None` lets the experiment choose.
     pub runs: Option<usize>,
-    /// Words that choose among the experiment's guests and disks, where it has several; none chooses all.
+    /// Words that select among the experiment's guests and disks, where it has several. An empty
+    /// list selects all.
     pub only: Vec<String>,
 }
 
-impl Extent {
-    /// Of several things of a kind those that are wanted. Words that name none of them choose among something else.
-    pub fn wanted<T: Copy>(&self, kind: &[T], name: impl Fn(T) -> String) -> Vec<T> {
+impl ExperimentOptions {
+    /// Returns the values whose names the user gave. When the words name none of them, the words
+    /// select something else, and all values are returned.
+    pub fn select_wanted<T: Copy>(&self, kind: &[T], name: impl Fn(T) -> String) -> Vec<T> {
         let is_named = |&&one: &&T| self.only.contains(&name(one));
         let named: Vec<T> = kind.iter().filter(is_named).copied().collect();
         if named.is_empty() { kind.to_vec() } else { named }
     }
 
-    /// Repetitions: what the user asked for, or one of two defaults.
+    /// Number of repetitions: the user's, or one of two defaults.
     pub fn runs(&self, quick: usize, full: usize) -> usize {
         self.runs.unwrap_or(if self.quick { quick } else { full }).max(1)
     }
 
-    /// One of two values.
+    /// One of two values, by `quick`.
     pub fn pick<T>(&self, quick: T, full: T) -> T {
         if self.quick { quick } else { full }
     }
 }
 
-/// The place where experiments run. Everything in it goes when it is dropped, its VMs first; also when the program is
-/// interrupted.
+/// The directory, VMs and `firn` of a run. Dropping it stops the VMs, then removes the directory.
+/// The same happens when the program is interrupted.
 pub struct Lab {
     /// How much to do.
-    pub extent: Extent,
+    pub extent: ExperimentOptions,
     firn: Firn,
     dir: TempDir,
     since: Instant,
-    ends: Ends,
+    ends: CleanupActions,
 }
 
-/// What else is to be done when the program is interrupted.
-type Ends = Arc<Mutex<Vec<Box<dyn Fn() + Send>>>>;
+/// Further cleanup that runs when the program is interrupted.
+type CleanupActions = Arc<Mutex<Vec<Box<dyn Fn() + Send>>>>;
 
 impl Lab {
     /// Makes a directory for images and runtime files.
-    pub fn new(extent: Extent) -> Result<Self> {
+    pub fn new(extent: ExperimentOptions) -> Result<Self> {
         let base = std::env::var_os(VARIABLE).map_or_else(|| "/var/tmp".into(), PathBuf::from);
         let dir = tempfile::Builder::new()
             .prefix("firn-lab-")
             .tempdir_in(&base)
             .with_context(|| format!("cannot make a directory in {}", base.display()))?;
         let runtime = dir.path().join("run");
-        private_dir(&runtime)?;
+        create_private_dir(&runtime)?;
         let firn = Firn::new(&runtime);
-        let ends = Ends::default();
+        let ends = CleanupActions::default();
         clean_up_when_interrupted(firn.clone(), dir.path().to_owned(), Arc::clone(&ends))?;
         Ok(Self { extent, firn, dir, since: Instant::now(), ends })
     }
 
-    /// Has something done as well when the program is interrupted: what an experiment leaves beside the lab's directory and VMs.
+    /// Registers cleanup for an interrupt: an experiment that leaves something outside the lab's
+    /// directory and VMs removes it there.
     pub fn when_interrupted(&self, end: impl Fn() + Send + 'static) {
         self.ends.lock().unwrap_or_else(PoisonError::into_inner).push(Box::new(end));
     }
 
-    /// Where images go.
+    /// The directory for images.
     pub fn dir(&self) -> &Path {
         self.dir.path()
     }
 
-    /// A file of the lab.
+    /// The path of a file in the lab's directory.
     pub fn file(&self, name: &str) -> PathBuf {
         self.dir.path().join(name)
     }
@@ -110,83 +115,89 @@ impl Lab {
         &self.firn
     }
 
-    /// Says on standard error what is going on, with the time since the start.
-    pub fn say(&self, text: &str) {
+    /// Prints progress to standard error, with the time since the start.
+    pub fn log_progress(&self, text: &str) {
         let seconds = self.since.elapsed().as_secs_f64();
         eprintln!("[{seconds:6.1} s] {text}");
     }
 
-    /// An empty report that knows the machine, and what runs guests on it.
+    /// An empty report that describes this machine and the accelerator of its guests.
     pub fn vm_report(&self, experiment: &str) -> Report {
         let mut report = self.report(experiment);
-        let accel = accel::decide();
-        report.host("accel", accel.accel.to_string());
-        report.host("accel_why", accel.why.clone());
+        let accel = accel::choose_accel();
+        report.set_host_fact("accel", accel.accel.to_string());
+        report.set_host_fact("accel_why", accel.why.clone());
         report
     }
 
-    /// An empty report that knows the machine.
+    /// An empty report that describes this machine.
     pub fn report(&self, experiment: &str) -> Report {
         let mut report = Report::new(experiment, self.extent.quick);
-        report.host("kernel", kernel());
-        report.host("cores", std::thread::available_parallelism().map_or(0, usize::from));
-        report.host("seed", self.extent.seed);
+        report.set_host_fact("kernel", kernel_release());
+        report.set_host_fact("cores", std::thread::available_parallelism().map_or(0, usize::from));
+        report.set_host_fact("seed", self.extent.seed);
         report
     }
 
-    /// Evicts an image from the page cache, when the disk is as quick as this profile asks for; what a hypervisor reads
-    /// beside it stays or comes back. Says so if the disk is not as quick in time.
+    /// Evicts an image from the page cache once the disk is as fast as this profile requires. What
+    /// a hypervisor reads beside the image stays cached or is read again. Logs it if the disk did
+    /// not become fast enough in time.
     pub fn make_cold(&self, image: &Path, profile: DiskProfile) -> Result<(), ThrottleError> {
         if !make_cold_when_ready(image, profile)? {
-            self.say(&format!("the disk is slower than {profile} now"));
+            self.log_progress(&format!("the disk is slower than {profile} now"));
         }
-        // Evicting it may have taken dropping all caches.
-        let guests = GuestImage::known();
+        // Evicting the image may have dropped all caches.
+        let guests = GuestImage::requested_guests();
         guests
             .iter()
             .flat_map(|guest| [&guest.kernel, &guest.initrd])
-            .try_for_each(|it| warm(it))?;
+            .try_for_each(|it| warm_file(it))?;
         if let Err(error) = start_and_quit() {
-            self.say(&format!("the hypervisor may have to be read from the disk: {error}"));
+            self.log_progress(&format!(
+                "the hypervisor may have to be read from the disk: {error}"
+            ));
         }
         Ok(())
     }
 
-    /// A disk profile for files of this lab, measured; what it achieves goes into the report.
+    /// Throttles the disk of this lab's directory as a profile requires, measures the result, and
+    /// adds it to the report.
     ///
-    /// `None` where the disk can't be imitated here: the report says so, and the caller leaves its figures missing.
-    pub fn disk(&self, profile: DiskProfile, report: &mut Report) -> Option<Throttle> {
-        match self.try_disk(profile) {
+    /// `None` where this machine can't imitate the disk: the report says so, and the caller leaves
+    /// its figures missing.
+    pub fn throttle_disk(&self, profile: DiskProfile, report: &mut Report) -> Option<DiskThrottle> {
+        match self.try_throttle_disk(profile) {
             Ok((throttle, facts)) => {
-                report.host(&format!("disk.{profile}"), facts);
+                report.set_host_fact(&format!("disk.{profile}"), facts);
                 Some(throttle)
             }
             Err(error) => {
                 let why = format!("disk profile {profile} is not available: {error:#}");
-                self.say(&why);
-                report.note(why);
+                self.log_progress(&why);
+                report.add_note(why);
                 None
             }
         }
     }
 
-    fn try_disk(&self, profile: DiskProfile) -> Result<(Throttle, Value)> {
-        let throttle = Throttle::new(profile, self.dir())?;
-        let achieved = check(&throttle, self.dir(), &std::env::current_exe()?)?;
+    fn try_throttle_disk(&self, profile: DiskProfile) -> Result<(DiskThrottle, Value)> {
+        let throttle = DiskThrottle::new(profile, self.dir())?;
+        let achieved = measure_throttle(&throttle, self.dir(), &std::env::current_exe()?)?;
         let facts = json!({ "random_4k_iops": achieved.iops.round(), "read_ms": achieved.read_ms });
         Ok((throttle, facts))
     }
 }
 
 impl Drop for Lab {
-    /// An experiment that fails leaves no VM behind: the directory that goes next is theirs.
+    /// Stops every VM, so that an experiment that fails leaves none: the VMs use the directory that
+    /// is removed next.
     fn drop(&mut self) {
         self.firn.stop_all();
     }
 }
 
-/// A guest must not outlive the experiment it was for.
-fn clean_up_when_interrupted(firn: Firn, dir: PathBuf, ends: Ends) -> io::Result<()> {
+/// On SIGINT or SIGTERM, cleans up and ends the program. A guest must not outlive its experiment.
+fn clean_up_when_interrupted(firn: Firn, dir: PathBuf, ends: CleanupActions) -> io::Result<()> {
     let mut signals = Signals::new([SIGINT, SIGTERM])?;
     std::thread::Builder::new().name("signals".into()).spawn(move || {
         if let Some(signal) = signals.forever().next() {
@@ -199,18 +210,19 @@ fn clean_up_when_interrupted(firn: Firn, dir: PathBuf, ends: Ends) -> io::Result
     Ok(())
 }
 
-fn kernel() -> String {
+fn kernel_release() -> String {
     let release = fs::read_to_string("/proc/sys/kernel/osrelease").unwrap_or_default();
     release.trim().to_owned()
 }
 
-fn private_dir(path: &Path) -> io::Result<()> {
+fn create_private_dir(path: &Path) -> io::Result<()> {
     use std::os::unix::fs::DirBuilderExt;
     fs::DirBuilder::new().mode(0o700).create(path)
 }
 
-/// Rounds of systems in turn, A B C A B C: what drifts on the machine meanwhile meets all of them alike.
-pub fn interleaved<S>(
+/// Runs rounds of all systems alternately, A B C A B C: drift of the machine affects all of them
+/// alike.
+pub fn run_interleaved<S>(
     rounds: usize,
     systems: &[S],
     mut run: impl FnMut(usize, &S) -> Result<()>,
@@ -218,7 +230,7 @@ pub fn interleaved<S>(
     (0..rounds).try_for_each(|round| systems.iter().try_for_each(|system| run(round, system)))
 }
 
-/// Asks again and again until there is an answer, or too much time has passed.
+/// Polls until there is an answer, or the limit has passed.
 pub fn wait_for<T>(
     what: &str,
     limit: Duration,
@@ -234,17 +246,19 @@ pub fn wait_for<T>(
     }
 }
 
-/// Starts a hypervisor that does nothing, so that what every one reads is in memory.
+/// Starts and ends an idle hypervisor, so that the files every hypervisor reads are in the page
+/// cache.
 fn start_and_quit() -> io::Result<()> {
     let mut command = Command::new(default_program());
-    command.args(STANDING).stdin(Stdio::piped()).stdout(Stdio::null()).stderr(Stdio::null());
+    command.args(IDLE_QEMU_ARGS).stdin(Stdio::piped()).stdout(Stdio::null()).stderr(Stdio::null());
     let mut hypervisor = command.spawn()?;
-    let told = hypervisor.stdin.take().map_or(Ok(()), |mut monitor| monitor.write_all(b"quit\n"));
-    if told.is_err() {
+    let write_result =
+        hypervisor.stdin.take().map_or(Ok(()), |mut monitor| monitor.write_all(b"quit\n"));
+    if write_result.is_err() {
         hypervisor.kill()?;
     }
     hypervisor.wait()?;
-    told
+    write_result
 }
 
 #[cfg(test)]
@@ -258,7 +272,7 @@ mod tests {
             seen.push((round, *system));
             Ok(())
         };
-        interleaved(2, &['a', 'b'], note).unwrap();
+        run_interleaved(2, &['a', 'b'], note).unwrap();
         assert_eq!(seen, [(0, 'a'), (0, 'b'), (1, 'a'), (1, 'b')]);
     }
 
@@ -269,7 +283,7 @@ mod tests {
             runs += 1;
             anyhow::bail!("no")
         };
-        assert!(interleaved(3, &['a', 'b'], fail).is_err());
+        assert!(run_interleaved(3, &['a', 'b'], fail).is_err());
         assert_eq!(runs, 1);
     }
 
@@ -288,16 +302,17 @@ mod tests {
     #[test]
     fn words_choose_among_the_kind_they_name() {
         let only = vec!["jvm".to_owned(), "netssd".to_owned()];
-        let extent = Extent { only, ..Extent::default() };
+        let extent = ExperimentOptions { only, ..ExperimentOptions::default() };
         let name = |name: &str| name.to_owned();
-        assert_eq!(extent.wanted(&["idle", "jvm"], name), ["jvm"]);
-        assert_eq!(extent.wanted(&["hdd7200", "netssd"], name), ["netssd"]);
-        assert_eq!(extent.wanted(&["eager", "lazy"], name), ["eager", "lazy"]);
+        assert_eq!(extent.select_wanted(&["idle", "jvm"], name), ["jvm"]);
+        assert_eq!(extent.select_wanted(&["hdd7200", "netssd"], name), ["netssd"]);
+        assert_eq!(extent.select_wanted(&["eager", "lazy"], name), ["eager", "lazy"]);
     }
 
     #[test]
     fn what_the_user_asks_for_goes_first() {
-        let extent = |quick, runs| Extent { quick, runs, ..Extent::default() };
+        let extent =
+            |quick, runs| ExperimentOptions { quick, runs, ..ExperimentOptions::default() };
         assert_eq!(extent(true, None).runs(2, 10), 2);
         assert_eq!(extent(false, None).runs(2, 10), 10);
         assert_eq!(extent(true, Some(5)).runs(2, 10), 5);

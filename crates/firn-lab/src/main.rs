@@ -1,6 +1,7 @@
 //! `firn-lab`: runs Firn's experiments.
 //!
-//! Exit code: 0 all figures were measured, 1 something could not be measured or came out wrong, 2 it could not be run.
+//! Exit code: 0 all figures were measured, 1 something could not be measured or came out wrong, 2
+//! the experiment could not run.
 
 #![forbid(unsafe_code)]
 
@@ -10,9 +11,9 @@ use std::process::ExitCode;
 use anyhow::{Context as _, Result};
 use clap::{Parser, Subcommand};
 use firn_lab::experiments::{self, Experiment};
-use firn_lab::lab::{Extent, Lab};
+use firn_lab::lab::{ExperimentOptions, Lab};
 use firn_lab::report::Report;
-use firn_lab::site::Agreement;
+use firn_lab::site::ConsensusKind;
 use firn_lab::{demo, demo_app, demo_cluster, disk_profile, recorder, toucher};
 
 /// Reproduces tables and figures, and measures Firn against its floors and its peers.
@@ -20,42 +21,43 @@ use firn_lab::{demo, demo_app, demo_cluster, disk_profile, recorder, toucher};
 #[command(version)]
 struct Cli {
     #[command(subcommand)]
-    verb: Verb,
+    verb: LabVerb,
 }
 
 #[derive(Subcommand)]
-enum Verb {
+enum LabVerb {
     /// Lists the experiments.
     List,
-    /// Runs an experiment, or all.
-    Run(Run),
+    /// Runs one experiment, or all of them.
+    Run(RunArgs),
     /// Boots a VM, checkpoints it, kills it, restores it in each mode.
     Demo,
-    /// Kills an application under load, which comes back with all it acknowledged: a memcached with its cache in a critical
-    /// data area, beside one as it is.
+    /// Kills memcached under load and restarts it. With its cache in a critical data area it
+    /// recovers every acknowledged write; stock memcached runs beside it for comparison.
     DemoApp {
-        /// How often each is killed.
+        /// How often each memcached is killed.
         #[arg(long, default_value_t = 20)]
         kills: u64,
     },
-    /// Loses a host of three: a VM with Redis under load goes on at another, by itself, and is protected again.
+    /// Kills one host of three: a VM with Redis under load fails over to another host
+    /// automatically, and is protected again.
     DemoCluster {
-        /// What hosts agree by.
+        /// Which consensus the hosts use.
         #[arg(long, value_enum, default_value_t = Membership::Both)]
         membership: Membership,
     },
-    KvmHost(firn_lab::kvm_host::Command),
-    /// Reads randomly from a file and says how fast that went.
+    KvmHost(firn_lab::kvm_host::KvmHostArgs),
+    /// Reads randomly from a file and prints how fast that was.
     #[command(hide = true)]
     ProbeDisk {
         file: PathBuf,
     },
-    /// Touches memory as told on standard input.
+    /// Touches the memory pages that are named on standard input.
     #[command(hide = true)]
     TouchMemory {
         pages: u32,
     },
-    /// Restores a guest as told on standard input, and says what happened.
+    /// Restores the guest that is described on standard input, and prints a run record.
     #[command(hide = true)]
     RestoreRecorded,
 }
@@ -68,17 +70,17 @@ enum Membership {
 }
 
 impl Membership {
-    fn agreements(self) -> &'static [Agreement] {
+    fn consensus_kinds(self) -> &'static [ConsensusKind] {
         match self {
-            Self::Embedded => &[Agreement::Embedded],
-            Self::Etcd => &[Agreement::Etcd],
-            Self::Both => &[Agreement::Embedded, Agreement::Etcd],
+            Self::Embedded => &[ConsensusKind::Embedded],
+            Self::Etcd => &[ConsensusKind::Etcd],
+            Self::Both => &[ConsensusKind::Embedded, ConsensusKind::Etcd],
         }
     }
 }
 
 #[derive(clap::Args)]
-struct Run {
+struct RunArgs {
     /// The experiment's name, or all.
     name: String,
     /// Fewer repetitions, smaller guests: every figure, in at most five minutes per experiment.
@@ -87,23 +89,23 @@ struct Run {
     /// Print one JSON object per experiment rather than a table.
     #[arg(long)]
     json: bool,
-    /// Where NAME.json and figures go.
+    /// Directory for NAME.json and the drawings.
     #[arg(long, default_value = "target/lab")]
     out: PathBuf,
-    /// Repetitions, or randomized runs.
+    /// Number of repetitions, or of randomized runs.
     #[arg(long)]
     runs: Option<usize>,
-    /// Where randomness starts.
+    /// Seed of the random numbers.
     #[arg(long, default_value_t = 1)]
     seed: u64,
-    /// Only these guests and disks, where an experiment has several: words such as jvm, or hdd7200. Figures of the
-    /// others are missing.
+    /// Only these guests and disks, where an experiment has several: words such as jvm, or hdd7200.
+    /// Figures of the others are missing.
     #[arg(long, value_delimiter = ',')]
     only: Vec<String>,
 }
 
 fn main() -> ExitCode {
-    match run(Cli::parse().verb) {
+    match run_verb(Cli::parse().verb) {
         Ok(true) => ExitCode::SUCCESS,
         Ok(false) => ExitCode::from(1),
         Err(error) => {
@@ -113,26 +115,26 @@ fn main() -> ExitCode {
     }
 }
 
-fn run(verb: Verb) -> Result<bool> {
+fn run_verb(verb: LabVerb) -> Result<bool> {
     match verb {
-        Verb::List => list(),
-        Verb::Run(args) => run_experiments(&args),
-        Verb::Demo => show_demo(),
-        Verb::DemoApp { kills } => demo_app::run(&quick_lab()?, kills).map(|()| true),
-        Verb::DemoCluster { membership } => {
-            demo_cluster::run(&quick_lab()?, membership.agreements()).map(|()| true)
+        LabVerb::List => list_experiments(),
+        LabVerb::Run(args) => run_experiments(&args),
+        LabVerb::Demo => show_demo(),
+        LabVerb::DemoApp { kills } => demo_app::run_demo(&quick_lab()?, kills).map(|()| true),
+        LabVerb::DemoCluster { membership } => {
+            demo_cluster::run_demo(&quick_lab()?, membership.consensus_kinds()).map(|()| true)
         }
-        Verb::KvmHost(command) => Ok(command.run()? == 0),
-        Verb::ProbeDisk { file } => {
-            println!("{}", serde_json::to_string(&disk_profile::probe(&file)?)?);
+        LabVerb::KvmHost(command) => Ok(command.run()? == 0),
+        LabVerb::ProbeDisk { file } => {
+            println!("{}", serde_json::to_string(&disk_profile::probe_disk(&file)?)?);
             Ok(true)
         }
-        Verb::TouchMemory { pages } => toucher::serve(pages).map(|()| true),
-        Verb::RestoreRecorded => recorder::serve().map(|()| true),
+        LabVerb::TouchMemory { pages } => toucher::serve_touches(pages).map(|()| true),
+        LabVerb::RestoreRecorded => recorder::serve_restore().map(|()| true),
     }
 }
 
-fn list() -> Result<bool> {
+fn list_experiments() -> Result<bool> {
     for Experiment { name, about, .. } in experiments::ALL {
         println!("{name:22} {about}");
     }
@@ -140,33 +142,33 @@ fn list() -> Result<bool> {
 }
 
 fn show_demo() -> Result<bool> {
-    demo::run(&quick_lab()?).map(|()| true)
+    demo::run_demo(&quick_lab()?).map(|()| true)
 }
 
 fn quick_lab() -> Result<Lab> {
-    Lab::new(Extent { quick: true, seed: 1, ..Extent::default() })
+    Lab::new(ExperimentOptions { quick: true, seed: 1, ..ExperimentOptions::default() })
 }
 
-fn run_experiments(args: &Run) -> Result<bool> {
-    let Run { quick, seed, runs, .. } = *args;
-    let extent = Extent { quick, seed, runs, only: args.only.clone() };
+fn run_experiments(args: &RunArgs) -> Result<bool> {
+    let RunArgs { quick, seed, runs, .. } = *args;
+    let extent = ExperimentOptions { quick, seed, runs, only: args.only.clone() };
     let mut complete = true;
-    for experiment in experiments::named(&args.name)? {
+    for experiment in experiments::find_experiments(&args.name)? {
         let lab = Lab::new(extent.clone())?;
-        lab.say(experiment.name);
+        lab.log_progress(experiment.name);
         let report = experiment.run(&lab).with_context(|| experiment.name)?;
-        show(&report, args)?;
+        print_report(&report, args)?;
         complete &= report.is_complete();
     }
     Ok(complete)
 }
 
-fn show(report: &Report, args: &Run) -> Result<()> {
+fn print_report(report: &Report, args: &RunArgs) -> Result<()> {
     match args.json {
-        true => println!("{}", report.json()),
-        false => println!("{}", report.table()),
+        true => println!("{}", report.to_json()),
+        false => println!("{}", report.to_table()),
     }
-    for path in report.write(&args.out).context("cannot write the report")? {
+    for path in report.write_files(&args.out).context("cannot write the report")? {
         eprintln!("wrote {}", path.display());
     }
     Ok(())

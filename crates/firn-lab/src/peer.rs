@@ -1,13 +1,13 @@
-//! QEMU's own ways to save and restore a VM, used as its documentation says.
+//! QEMU's own methods to save and restore a VM, used as QEMU's documentation describes.
 //!
 //! ```text
 //!   file                  migrate to exec:cat > FILE, pre-copy          -incoming exec:cat FILE
 //!   background-snapshot   the same with the capability of that name     the same
-//!   mapped-ram            migrate to file:FILE, pages at fixed places   migrate-incoming file:FILE (QEMU 9.0)
+//!   mapped-ram            migrate to file:FILE, pages at fixed offsets  migrate-incoming file:FILE (QEMU 9.0)
 //! ```
 //!
-//! Bandwidth is unlimited: QEMU's default limit would measure itself. Each of them restores all memory before the
-//! guest runs.
+//! Bandwidth is unlimited: otherwise the measurement would be of QEMU's default limit. Each method
+//! restores all memory before the guest runs.
 
 use std::fmt;
 use std::fs::{self, File};
@@ -16,35 +16,35 @@ use std::process::{Child, Command, Stdio};
 use std::time::{Duration, Instant};
 
 use anyhow::{Context as _, Result, bail, ensure};
-use firn_vmm::Qmp;
+use firn_vmm::QmpClient;
 use serde::Serialize;
 use serde_json::{Value, json};
 
-use crate::disk_profile::Throttle;
+use crate::disk_profile::DiskThrottle;
 use crate::guest::QemuArgs;
 use crate::lab::wait_for;
 
 /// How long a save or a restore may take.
-const LIMIT: Duration = Duration::from_secs(300);
-/// As good as unlimited, in bytes per second.
+const MIGRATION_TIMEOUT: Duration = Duration::from_secs(300);
+/// A limit that no storage reaches, in bytes per second.
 const BANDWIDTH: u64 = 100 << 30;
 
-/// A way of QEMU's to save.
+/// A method of QEMU to save a VM.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
-pub enum Way {
+pub enum QemuSaveMethod {
     /// Live migration into a file.
     File,
-    /// The guest runs on while its memory is written, write-protected by userfaultfd.
+    /// The guest continues to run while its memory is written, write-protected by userfaultfd.
     BackgroundSnapshot,
-    /// Migration with pages at fixed places in the file.
+    /// Migration with each page at a fixed offset in the file.
     MappedRam,
 }
 
-impl Way {
-    /// All of them.
+impl QemuSaveMethod {
+    /// All methods.
     pub const ALL: [Self; 3] = [Self::File, Self::BackgroundSnapshot, Self::MappedRam];
 
-    /// What it is called, here and in QEMU where it has a name.
+    /// The method's name here, which is also QEMU's where QEMU has one.
     pub fn name(self) -> &'static str {
         match self {
             Self::File => "qemu-file",
@@ -53,7 +53,7 @@ impl Way {
         }
     }
 
-    /// The migration capability it needs.
+    /// The migration capability that the method needs.
     fn capability(self) -> Option<&'static str> {
         match self {
             Self::File => None,
@@ -62,29 +62,29 @@ impl Way {
         }
     }
 
-    fn uri_out(self, file: &Path) -> String {
+    fn outgoing_uri(self, file: &Path) -> String {
         match self {
             Self::MappedRam => format!("file:{}", file.display()),
             _ => format!("exec:cat > '{}'", file.display()),
         }
     }
 
-    fn uri_in(self, file: &Path) -> String {
+    fn incoming_uri(self, file: &Path) -> String {
         match self {
             Self::MappedRam => format!("file:{}", file.display()),
             _ => format!("exec:cat '{}'", file.display()),
         }
     }
 
-    /// Whether this QEMU has it.
-    pub fn is_known_to(self, qmp: &mut Qmp) -> Result<bool> {
+    /// Whether this QEMU has the method.
+    pub fn is_supported_by(self, qmp: &mut QmpClient) -> Result<bool> {
         let Some(wanted) = self.capability() else { return Ok(true) };
         let known = qmp.execute("query-migrate-capabilities", Value::Null)?;
         let mut names = known.as_array().into_iter().flatten();
         Ok(names.any(|entry| entry["capability"] == wanted))
     }
 
-    fn set(self, qmp: &mut Qmp, on: bool) -> Result<()> {
+    fn set_capability(self, qmp: &mut QmpClient, on: bool) -> Result<()> {
         let Some(capability) = self.capability() else { return Ok(()) };
         let capabilities = json!({ "capabilities": [{ "capability": capability, "state": on }] });
         qmp.execute("migrate-set-capabilities", capabilities)?;
@@ -92,16 +92,16 @@ impl Way {
     }
 }
 
-impl fmt::Display for Way {
+impl fmt::Display for QemuSaveMethod {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         f.write_str(self.name())
     }
 }
 
-/// A save, as QEMU tells it.
+/// The result of a save, as QEMU reports it.
 #[derive(Clone, Copy, Debug, Serialize)]
-pub struct Saved {
-    /// How long the vCPUs stood still, in milliseconds.
+pub struct QemuSaveReport {
+    /// How long the vCPUs were paused, in milliseconds.
     pub downtime_ms: f64,
     /// From the command to the end, in milliseconds.
     pub total_ms: f64,
@@ -109,24 +109,24 @@ pub struct Saved {
     pub image_bytes: u64,
 }
 
-/// Saves the VM whose monitor this is; it goes on afterwards.
-pub fn save(qmp: &mut Qmp, way: Way, file: &Path) -> Result<Saved> {
-    way.set(qmp, true)?;
+/// Saves the VM of this monitor. The VM continues to run afterwards.
+pub fn save_vm(qmp: &mut QmpClient, way: QemuSaveMethod, file: &Path) -> Result<QemuSaveReport> {
+    way.set_capability(qmp, true)?;
     qmp.execute("migrate-set-parameters", json!({ "max-bandwidth": BANDWIDTH }))?;
     let start = Instant::now();
-    qmp.execute("migrate", json!({ "uri": way.uri_out(file) }))?;
-    let end = finished(qmp, way.name())?;
+    qmp.execute("migrate", json!({ "uri": way.outgoing_uri(file) }))?;
+    let end = wait_for_migration(qmp, way.name())?;
     let total_ms = start.elapsed().as_secs_f64() * 1e3;
-    way.set(qmp, false)?;
+    way.set_capability(qmp, false)?;
     qmp.execute("cont", Value::Null)?;
     File::open(file)?.sync_all()?;
     let downtime_ms = end["downtime"].as_f64().unwrap_or(f64::NAN);
-    Ok(Saved { downtime_ms, total_ms, image_bytes: fs::metadata(file)?.len() })
+    Ok(QemuSaveReport { downtime_ms, total_ms, image_bytes: fs::metadata(file)?.len() })
 }
 
-/// Waits for the end of a migration, out or in.
-fn finished(qmp: &mut Qmp, what: &str) -> Result<Value> {
-    wait_for(what, LIMIT, || {
+/// Waits for the end of a migration, outgoing or incoming.
+fn wait_for_migration(qmp: &mut QmpClient, what: &str) -> Result<Value> {
+    wait_for(what, MIGRATION_TIMEOUT, || {
         let state = qmp.execute("query-migrate", Value::Null)?;
         match state["status"].as_str() {
             Some("completed") => Ok(Some(state)),
@@ -136,20 +136,21 @@ fn finished(qmp: &mut Qmp, what: &str) -> Result<Value> {
     })
 }
 
-/// A QEMU that restores, or has restored. Dropped, it is killed.
+/// A QEMU that restores a VM, or has restored it. Dropping it kills the process.
 #[derive(Debug)]
-pub struct Restored {
+pub struct QemuRestore {
     child: Child,
     log: PathBuf,
 }
 
-impl Restored {
-    /// Starts a QEMU with the arguments of the saved one. The guest runs once all memory is read.
+impl QemuRestore {
+    /// Starts a QEMU with the arguments of the saved one. The guest runs once all memory has been
+    /// read.
     pub fn start(
         guest: &QemuArgs,
-        way: Way,
+        way: QemuSaveMethod,
         file: &Path,
-        throttle: &Throttle,
+        throttle: &DiskThrottle,
         dir: &Path,
     ) -> Result<Self> {
         let log = dir.join("peer.log");
@@ -158,35 +159,35 @@ impl Restored {
         let mut command = throttle.command(guest.program_name());
         command.args(guest.args()).args(["-qmp", &monitor]);
         match way {
-            Way::MappedRam => command.args(["-incoming", "defer"]),
-            _ => command.args(["-incoming", &way.uri_in(file)]),
+            QemuSaveMethod::MappedRam => command.args(["-incoming", "defer"]),
+            _ => command.args(["-incoming", &way.incoming_uri(file)]),
         };
         command.stdin(Stdio::null()).stdout(Stdio::null()).stderr(File::create(&log)?);
         let mut restored = Self { child: command.spawn().context("cannot start QEMU")?, log };
-        if way == Way::MappedRam {
-            restored.incoming(way, file, &qmp)?;
+        if way == QemuSaveMethod::MappedRam {
+            restored.start_incoming(way, file, &qmp)?;
         }
         Ok(restored)
     }
 
-    fn incoming(&mut self, way: Way, file: &Path, path: &Path) -> Result<()> {
+    fn start_incoming(&mut self, way: QemuSaveMethod, file: &Path, path: &Path) -> Result<()> {
         let mut alive = || matches!(self.child.try_wait(), Ok(None));
-        let mut qmp = Qmp::connect_started(path, Duration::from_secs(20), &mut alive)?;
-        way.set(&mut qmp, true)?;
-        qmp.execute("migrate-incoming", json!({ "uri": way.uri_in(file) }))?;
+        let mut qmp = QmpClient::connect_started(path, Duration::from_secs(20), &mut alive)?;
+        way.set_capability(&mut qmp, true)?;
+        qmp.execute("migrate-incoming", json!({ "uri": way.incoming_uri(file) }))?;
         Ok(())
     }
 
-    /// An error with QEMU's own words if it has ended.
-    pub fn check(&mut self) -> Result<()> {
+    /// Fails with QEMU's own messages if QEMU has ended.
+    pub fn check_running(&mut self) -> Result<()> {
         let ended = self.child.try_wait()?;
-        let said = || fs::read_to_string(&self.log).unwrap_or_default();
-        ensure!(ended.is_none(), "QEMU ended while restoring: {}", said().trim());
+        let output = || fs::read_to_string(&self.log).unwrap_or_default();
+        ensure!(ended.is_none(), "QEMU ended while restoring: {}", output().trim());
         Ok(())
     }
 }
 
-impl Drop for Restored {
+impl Drop for QemuRestore {
     fn drop(&mut self) {
         // It may have ended by itself; either way it is reaped.
         let _ = self.child.kill();
@@ -194,8 +195,8 @@ impl Drop for Restored {
     }
 }
 
-/// A guest whose memory stays where it is, in a shared file, and whose device state alone was saved: what QEMU needs to start
-/// it is the least that anybody needs.
+/// A guest whose memory stays in a shared file, and of which only the device state was saved. The
+/// time in which QEMU starts it is a lower bound for every restore.
 #[derive(Debug)]
 pub struct SharedMemory {
     guest: QemuArgs,
@@ -206,12 +207,12 @@ pub struct SharedMemory {
 
 impl SharedMemory {
     /// Boots the guest with its memory in a file, and saves its device state.
-    pub fn save(guest: &QemuArgs, dir: &Path) -> Result<Self> {
+    pub fn boot_and_save(guest: &QemuArgs, dir: &Path) -> Result<Self> {
         let ram = PathBuf::from(format!("/dev/shm/firn-lab-{}.ram", std::process::id()));
         let saved =
             Self { guest: guest.clone(), state: dir.join("start.state"), dir: dir.to_owned(), ram };
-        let mut source = saved.spawn(&[])?;
-        let mut qmp = saved.monitor(&mut source)?;
+        let mut source = saved.spawn_qemu(&[])?;
+        let mut qmp = saved.connect_monitor(&mut source)?;
         std::thread::sleep(Duration::from_secs(3));
         ignore_shared(&mut qmp)?;
         qmp.execute("stop", Value::Null)?;
@@ -219,66 +220,67 @@ impl SharedMemory {
             "migrate",
             json!({ "uri": format!("exec:cat > '{}'", saved.state.display()) }),
         )?;
-        finished(&mut qmp, "saving device state")?;
+        wait_for_migration(&mut qmp, "saving device state")?;
         Ok(saved)
     }
 
-    /// From starting QEMU until it says that the vCPUs run. The guest is ended then: its memory has gone on since.
+    /// Measures the time from starting QEMU until QEMU reports that the vCPUs run. Ends the guest
+    /// then, because its memory has changed since the save.
     pub fn start(&self) -> Result<Duration> {
         let since = Instant::now();
-        let mut child = self.spawn(&["-incoming", "defer"])?;
-        let mut qmp = self.monitor(&mut child)?;
+        let mut child = self.spawn_qemu(&["-incoming", "defer"])?;
+        let mut qmp = self.connect_monitor(&mut child)?;
         ignore_shared(&mut qmp)?;
         let uri = format!("exec:cat '{}'", self.state.display());
         qmp.execute("migrate-incoming", json!({ "uri": uri }))?;
-        finished(&mut qmp, "loading device state")?;
+        wait_for_migration(&mut qmp, "loading device state")?;
         qmp.execute("cont", Value::Null)?;
         Ok(since.elapsed())
     }
 
-    fn spawn(&self, more: &[&str]) -> Result<Killed> {
+    fn spawn_qemu(&self, more: &[&str]) -> Result<KillOnDrop> {
         let size = self.guest.memory_bytes();
         let object = format!(
             "memory-backend-file,id=lab.ram,size={size},mem-path={},share=on",
             self.ram.display()
         );
-        let monitor = format!("unix:{},server=on,wait=off", self.qmp().display());
+        let monitor = format!("unix:{},server=on,wait=off", self.qmp_path().display());
         let mut command = Command::new(self.guest.program_name());
         command.args(self.guest.args());
         command.args(["-object", &object, "-machine", "memory-backend=lab.ram", "-qmp", &monitor]);
         command.args(more).stdin(Stdio::null()).stdout(Stdio::null());
         command.stderr(File::create(self.dir.join("start.log"))?);
-        Ok(Killed(command.spawn().context("cannot start QEMU")?))
+        Ok(KillOnDrop(command.spawn().context("cannot start QEMU")?))
     }
 
-    fn qmp(&self) -> PathBuf {
+    fn qmp_path(&self) -> PathBuf {
         self.dir.join("start.qmp")
     }
 
-    fn monitor(&self, child: &mut Killed) -> Result<Qmp> {
+    fn connect_monitor(&self, child: &mut KillOnDrop) -> Result<QmpClient> {
         let mut alive = || matches!(child.0.try_wait(), Ok(None));
-        Ok(Qmp::connect_started(&self.qmp(), Duration::from_secs(20), &mut alive)?)
+        Ok(QmpClient::connect_started(&self.qmp_path(), Duration::from_secs(20), &mut alive)?)
     }
 }
 
 impl Drop for SharedMemory {
     fn drop(&mut self) {
-        // What is left of it is only memory of this machine.
+        // Only memory of this machine is lost with the file.
         let _ = fs::remove_file(&self.ram);
     }
 }
 
-fn ignore_shared(qmp: &mut Qmp) -> Result<()> {
+fn ignore_shared(qmp: &mut QmpClient) -> Result<()> {
     let capability = json!({ "capability": "x-ignore-shared", "state": true });
     qmp.execute("migrate-set-capabilities", json!({ "capabilities": [capability] }))?;
     Ok(())
 }
 
-/// A process that ends when dropped.
+/// A process that is killed when the value is dropped.
 #[derive(Debug)]
-struct Killed(Child);
+struct KillOnDrop(Child);
 
-impl Drop for Killed {
+impl Drop for KillOnDrop {
     fn drop(&mut self) {
         // It may have ended by itself; either way it is reaped.
         let _ = self.0.kill();
@@ -293,8 +295,11 @@ mod tests {
     #[test]
     fn each_way_reads_what_it_wrote() {
         let file = Path::new("/x/y");
-        assert_eq!(Way::File.uri_out(file), "exec:cat > '/x/y'");
-        assert_eq!(Way::BackgroundSnapshot.uri_in(file), "exec:cat '/x/y'");
-        assert_eq!(Way::MappedRam.uri_out(file), Way::MappedRam.uri_in(file));
+        assert_eq!(QemuSaveMethod::File.outgoing_uri(file), "exec:cat > '/x/y'");
+        assert_eq!(QemuSaveMethod::BackgroundSnapshot.incoming_uri(file), "exec:cat '/x/y'");
+        assert_eq!(
+            QemuSaveMethod::MappedRam.outgoing_uri(file),
+            QemuSaveMethod::MappedRam.incoming_uri(file)
+        );
     }
 }

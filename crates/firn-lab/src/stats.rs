@@ -1,8 +1,8 @@
-//! Medians, percentiles and spreads of repeated measurements.
+//! Sample statistics: medians, percentiles and spreads of repeated measurements.
 //!
-//! One run says little on a shared machine, so everything that is measured is measured several times and printed with
-//! its spread. Percentiles are by *nearest rank*: the smallest value that at least so many percent of the values do
-//! not exceed. It is always a value that was measured, also for few values.
+//! One run proves little on a shared machine, so everything is measured several times and printed
+//! with its spread. Percentiles are by *nearest rank*: the smallest value that at least this
+//! percentage of the values does not exceed. It is always a measured value, also for few values.
 //!
 //! ```text
 //!   values     3   5   8   9   40            5 values
@@ -17,14 +17,14 @@ use std::fmt;
 pub struct Sample(Vec<f64>);
 
 impl Sample {
-    /// The finite ones of some values; `None` if there are none.
+    /// A sample of the finite values; `None` if there are none.
     pub fn new(values: impl IntoIterator<Item = f64>) -> Option<Self> {
         let mut values: Vec<f64> = values.into_iter().filter(|value| value.is_finite()).collect();
         values.sort_by(f64::total_cmp);
         (!values.is_empty()).then_some(Self(values))
     }
 
-    /// How many values there are.
+    /// Number of values.
     pub fn count(&self) -> usize {
         self.0.len()
     }
@@ -46,8 +46,9 @@ impl Sample {
         f64::midpoint(self.0[lower], self.0[upper])
     }
 
-    /// What the median lies between with 95 % confidence, whatever the distribution: two order statistics (Conover,
-    /// "Practical Nonparametric Statistics", 3rd edition, section 3.2). `None` for fewer than six values.
+    /// The 95 % confidence interval of the median, for any distribution: two order statistics
+    /// (Conover, "Practical Nonparametric Statistics", 3rd edition, section 3.2). `None` for fewer
+    /// than six values.
     pub fn median_interval(&self) -> Option<(f64, f64)> {
         let n = self.count() as f64;
         let low = (n / 2.0 - 0.98 * n.sqrt()).floor().max(1.0) as usize;
@@ -85,13 +86,13 @@ impl Sample {
     }
 }
 
-/// Median, and in parentheses smallest and largest value where there is more than one.
+/// The median, followed in parentheses by the smallest and largest value if there are several.
 impl fmt::Display for Sample {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         match self.count() {
-            1 => f.write_str(&short(self.min())),
+            1 => f.write_str(&format_short(self.min())),
             _ => {
-                let [median, min, max] = [self.median(), self.min(), self.max()].map(short);
+                let [median, min, max] = [self.median(), self.min(), self.max()].map(format_short);
                 write!(f, "{median} ({min} .. {max})")
             }
         }
@@ -99,7 +100,7 @@ impl fmt::Display for Sample {
 }
 
 /// A number with three significant digits, never in scientific notation; whole numbers from 100 on.
-pub fn short(value: f64) -> String {
+pub fn format_short(value: f64) -> String {
     let decimals = match value.abs() {
         magnitude if magnitude >= 100.0 || magnitude == 0.0 => 0,
         magnitude if magnitude >= 10.0 => 1,
@@ -153,7 +154,7 @@ mod tests {
 
     #[test]
     fn numbers_are_short() {
-        let shown = [0.0, 0.01234, 1.234, 12.34, 1234.5, 16.0, -0.5].map(short);
+        let shown = [0.0, 0.01234, 1.234, 12.34, 1234.5, 16.0, -0.5].map(format_short);
         assert_eq!(shown, ["0", "0.012", "1.23", "12.3", "1234", "16", "-0.500"]);
         assert_eq!(sample(&[1.5, 2.5, 9.25]).to_string(), "2.50 (1.50 .. 9.25)");
     }

@@ -1,13 +1,13 @@
-//! Clients of a guest's Redis: what they ask for, and how often.
+//! Redis clients: the keys that they request, and the rate.
 //!
-//! Keys are chosen by Zipf's law with the exponent 0.99 that key-value stores are usually measured with: a few keys are
-//! asked for all the time, and each has its chance. The client asks a fixed number of times per second and falls
-//! behind if the guest does, as a front end would.
+//! Clients choose keys by Zipf's law with the exponent 0.99 that key-value stores are usually
+//! measured with: they request a few keys very often, and every key sometimes. A client sends a
+//! fixed number of requests per second and falls behind if the guest does, as a front end would.
 
-//!
-//! While the guest is not there yet, a connection attempt may be lost and its repetition be seconds away. So the client
-//! *knocks*: it opens one more connection every 15 ms and takes the first that is answered. When a first reply came is
-//! then known to some milliseconds, whatever became of the attempts before it.
+//! Before the guest runs, a connection attempt may be lost, and TCP may repeat it only seconds
+//! later. So the client opens one more connection every 15 ms and uses the first one on which a
+//! reply arrives. This determines the time of the first reply to some milliseconds, whatever
+//! happened to the attempts before it.
 
 use std::io::{Read as _, Write as _};
 use std::net::{SocketAddr, TcpStream};
@@ -16,27 +16,27 @@ use std::time::{Duration, Instant};
 use firn_guest::stamp::mix;
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
 
-use crate::guest::Redis;
-use crate::prober::Source;
+use crate::guest::RedisClient;
+use crate::prober::ReplySource;
 
 /// Zipf exponent.
 const EXPONENT: f64 = 0.99;
-/// How long one question may remain unanswered before it is asked anew on a new connection.
-const PATIENCE: Duration = Duration::from_millis(1000);
-/// How often a client that has no answer yet tries one more connection.
-const KNOCK: Duration = Duration::from_millis(15);
-/// How many connections it tries at once: more than a few stall in QEMU's user networking.
-const KNOCKS_MAX: usize = 8;
+/// How long the client waits for a reply before it repeats the request on a new connection.
+const REPLY_TIMEOUT: Duration = Duration::from_millis(1000);
+/// How often a client that has had no reply yet tries one more connection.
+const PROBE_INTERVAL: Duration = Duration::from_millis(15);
+/// Maximum number of simultaneous attempts: more than a few stall in QEMU's user networking.
+const PROBES_MAX: usize = 8;
 
 /// Ranks by Zipf's law, from a seed.
 #[derive(Clone, Debug)]
-pub struct Zipf {
-    /// Probability of a rank up to and including each.
+pub struct ZipfRanks {
+    /// For each rank, the probability of a rank up to and including it.
     cumulated: Vec<f64>,
     state: u64,
 }
 
-impl Zipf {
+impl ZipfRanks {
     /// Ranks below `count`.
     pub fn new(count: usize, seed: u64) -> Self {
         let weights = (1..=count.max(1)).map(|rank| (rank as f64).powf(-EXPONENT));
@@ -52,7 +52,7 @@ impl Zipf {
     }
 }
 
-impl Iterator for Zipf {
+impl Iterator for ZipfRanks {
     type Item = usize;
 
     fn next(&mut self) -> Option<usize> {
@@ -62,19 +62,19 @@ impl Iterator for Zipf {
     }
 }
 
-/// Connections that ask for a sign of life, and wait.
+/// Connections on which a client has sent a PING and waits for the reply.
 #[derive(Debug, Default)]
-struct Knocks {
+struct ConnectionProbes {
     pending: Vec<TcpStream>,
     last: Option<Instant>,
 }
 
-impl Knocks {
-    /// Whether somebody answers within a moment. All attempts are forgotten then.
-    fn answered(&mut self, address: SocketAddr) -> bool {
-        if self.last.is_none_or(|last| last.elapsed() >= KNOCK) {
+impl ConnectionProbes {
+    /// Whether a server replies within 2 ms. Then all attempts are dropped.
+    fn poll_reply(&mut self, address: SocketAddr) -> bool {
+        if self.last.is_none_or(|last| last.elapsed() >= PROBE_INTERVAL) {
             self.last = Some(Instant::now());
-            self.knock(address);
+            self.open_probe(address);
         }
         let mut waiting: Vec<_> =
             self.pending.iter().map(|stream| PollFd::new(stream, PollFlags::IN)).collect();
@@ -94,11 +94,11 @@ impl Knocks {
         answered
     }
 
-    fn knock(&mut self, address: SocketAddr) {
-        if self.pending.len() >= KNOCKS_MAX {
+    fn open_probe(&mut self, address: SocketAddr) {
+        if self.pending.len() >= PROBES_MAX {
             self.pending.remove(0);
         }
-        let stream = TcpStream::connect_timeout(&address, KNOCK);
+        let stream = TcpStream::connect_timeout(&address, PROBE_INTERVAL);
         self.pending.extend(stream.ok().and_then(|mut stream| {
             stream.write_all(b"PING\r\n").ok()?;
             Some(stream)
@@ -106,7 +106,7 @@ impl Knocks {
     }
 }
 
-/// What a stream with something to read says. A closed one says nothing.
+/// Whether a readable stream contains a PONG. A closed stream contains nothing.
 fn is_pong(stream: &mut TcpStream) -> bool {
     let mut answer = [0; 5];
     stream.read_exact(&mut answer).is_ok() && answer == *b"+PONG"
@@ -116,47 +116,48 @@ fn is_pong(stream: &mut TcpStream) -> bool {
 #[derive(Debug)]
 pub struct RedisGets {
     address: SocketAddr,
-    redis: Option<Redis>,
-    knocks: Knocks,
+    redis: Option<RedisClient>,
+    knocks: ConnectionProbes,
     keys: u64,
-    ranks: Zipf,
+    ranks: ZipfRanks,
 }
 
 impl RedisGets {
-    /// Of `keys` keys at this address. Which of them are popular is always the same, the order is the seed's.
+    /// Requests for `keys` keys at this address. The same keys are always popular; the seed
+    /// determines the order.
     pub fn new(address: SocketAddr, keys: u64, seed: u64) -> Self {
-        let ranks = Zipf::new(keys as usize, seed);
-        Self { address, redis: None, knocks: Knocks::default(), keys, ranks }
+        let ranks = ZipfRanks::new(keys as usize, seed);
+        Self { address, redis: None, knocks: ConnectionProbes::default(), keys, ranks }
     }
 
-    /// Popular keys are spread over all of memory.
-    fn key(&mut self) -> u64 {
+    /// Chooses a key. Popular keys are spread over all of memory.
+    fn next_key(&mut self) -> u64 {
         let rank = self.ranks.next().unwrap_or_default() as u64;
         mix(rank) % self.keys.max(1)
     }
 
-    fn get(&mut self) -> Option<()> {
-        let Some(mut redis) = self.redis.take() else { return self.come_in() };
-        let key = self.key();
+    fn get_next(&mut self) -> Option<()> {
+        let Some(mut redis) = self.redis.take() else { return self.try_reconnect() };
+        let key = self.next_key();
         redis.get(&format!("firn:{key}")).ok()?;
         self.redis = Some(redis);
         Some(())
     }
 
-    fn come_in(&mut self) -> Option<()> {
-        if !self.knocks.answered(self.address) {
+    fn try_reconnect(&mut self) -> Option<()> {
+        if !self.knocks.poll_reply(self.address) {
             return None;
         }
-        let mut redis = Redis::try_connect(self.address, PATIENCE).ok()?;
-        redis.set_patience(PATIENCE).ok()?;
+        let mut redis = RedisClient::try_connect(self.address, REPLY_TIMEOUT).ok()?;
+        redis.set_reply_timeout(REPLY_TIMEOUT).ok()?;
         self.redis = Some(redis);
         Some(())
     }
 }
 
-impl Source for RedisGets {
-    fn reply(&mut self) -> bool {
-        self.get().is_some()
+impl ReplySource for RedisGets {
+    fn wait_reply(&mut self) -> bool {
+        self.get_next().is_some()
     }
 }
 
@@ -166,7 +167,7 @@ mod tests {
 
     #[test]
     fn few_ranks_are_asked_for_often_and_every_rank_can_be() {
-        let ranks: Vec<usize> = Zipf::new(1000, 7).take(100_000).collect();
+        let ranks: Vec<usize> = ZipfRanks::new(1000, 7).take(100_000).collect();
         let share = |below| ranks.iter().filter(|&&rank| rank < below).count() as f64 / 1e5;
         assert!((0.10..0.17).contains(&share(1)), "{}", share(1));
         assert!((0.60..0.75).contains(&share(100)), "{}", share(100));
@@ -177,13 +178,13 @@ mod tests {
     fn the_first_answer_ends_the_knocking() {
         let listener = std::net::TcpListener::bind("127.0.0.1:0").unwrap();
         let address = listener.local_addr().unwrap();
-        let mut knocks = Knocks::default();
-        assert!(!knocks.answered(address));
-        std::thread::sleep(KNOCK);
-        assert!(!knocks.answered(address));
+        let mut knocks = ConnectionProbes::default();
+        assert!(!knocks.poll_reply(address));
+        std::thread::sleep(PROBE_INTERVAL);
+        assert!(!knocks.poll_reply(address));
         let (_silent, mut second) = (listener.accept().unwrap(), listener.accept().unwrap().0);
         second.write_all(b"+PONG\r\n").unwrap();
-        let answered = (0..500).any(|_| knocks.answered(address));
+        let answered = (0..500).any(|_| knocks.poll_reply(address));
         assert!(answered && knocks.pending.is_empty());
     }
 
@@ -191,17 +192,17 @@ mod tests {
     fn a_closed_connection_is_no_answer() {
         let listener = std::net::TcpListener::bind("127.0.0.1:0").unwrap();
         let address = listener.local_addr().unwrap();
-        let mut knocks = Knocks::default();
-        assert!(!knocks.answered(address));
+        let mut knocks = ConnectionProbes::default();
+        assert!(!knocks.poll_reply(address));
         drop(listener);
-        assert!((0..20).all(|_| !knocks.answered(address)));
+        assert!((0..20).all(|_| !knocks.poll_reply(address)));
     }
 
     #[test]
     fn a_seed_gives_the_same_ranks_again() {
-        let ranks = |seed| Zipf::new(50, seed).take(20).collect::<Vec<_>>();
+        let ranks = |seed| ZipfRanks::new(50, seed).take(20).collect::<Vec<_>>();
         assert_eq!(ranks(3), ranks(3));
         assert_ne!(ranks(3), ranks(4));
-        assert_eq!(Zipf::new(0, 1).next(), Some(0));
+        assert_eq!(ZipfRanks::new(0, 1).next(), Some(0));
     }
 }

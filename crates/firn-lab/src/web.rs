@@ -1,7 +1,8 @@
 //! Clients of the full guest's web server.
 //!
-//! Pages are chosen as in Halite, section 8.2.3: at random with a Gaussian distribution, so that pages in the middle are
-//! asked for often and those at the ends hardly ever. A connection is kept for the next page, as browsers do.
+//! Clients choose pages as in Halite, section 8.2.3: at random with a Gaussian distribution, so
+//! that they often request pages in the middle, and hardly ever those at the ends. A client keeps
+//! its connection for the next page, as browsers do.
 
 use std::io::{self, BufRead as _, BufReader, Read as _, Write as _};
 use std::net::{SocketAddr, TcpStream};
@@ -13,37 +14,37 @@ use std::time::{Duration, Instant};
 
 use firn_guest::stamp::mix;
 
-/// Pages of the full guest: `/page/N.html` for N below it.
+/// Pages of the full guest: `/page/N.html` for each N below this number.
 pub const PAGES: u32 = 5000;
 /// Standard deviations from the middle to either end.
 const DEVIATIONS: f64 = 5.0;
-/// How long to wait before asking again where nobody listens yet.
-const MOMENT: Duration = Duration::from_millis(1);
+/// How long a client waits before it tries again where no server listens yet.
+const RETRY_INTERVAL: Duration = Duration::from_millis(1);
 
 /// Page numbers with a Gaussian distribution around the middle, from a seed.
 #[derive(Clone, Debug)]
-pub struct Gaussian {
+pub struct GaussianPages {
     state: u64,
 }
 
-impl Gaussian {
+impl GaussianPages {
     /// The same seed gives the same pages.
     pub fn new(seed: u64) -> Self {
         Self { state: mix(seed) }
     }
 
-    fn uniform(&mut self) -> f64 {
+    fn next_uniform(&mut self) -> f64 {
         self.state = self.state.wrapping_add(1);
         (mix(self.state) >> 11) as f64 / (1_u64 << 53) as f64
     }
 }
 
-impl Iterator for Gaussian {
+impl Iterator for GaussianPages {
     type Item = u32;
 
     /// The sum of twelve uniform numbers is close to a normal one, with a variance of 1.
     fn next(&mut self) -> Option<u32> {
-        let normal = (0..12).map(|_| self.uniform()).sum::<f64>() - 6.0;
+        let normal = (0..12).map(|_| self.next_uniform()).sum::<f64>() - 6.0;
         let middle = f64::from(PAGES) / 2.0;
         let page = middle + normal * middle / DEVIATIONS;
         Some(page.clamp(0.0, f64::from(PAGES - 1)) as u32)
@@ -58,28 +59,28 @@ pub struct WebClient {
     stream: Option<BufReader<TcpStream>>,
 }
 
-/// What the head of an answer says.
+/// The head of a response.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-struct Head {
+struct ResponseHead {
     length: u64,
     closes: bool,
 }
 
 impl WebClient {
-    /// Nothing may take longer than `patience`.
+    /// Creates a client of which no operation takes longer than `patience`.
     pub fn new(address: SocketAddr, patience: Duration) -> Self {
         Self { address, patience, stream: None }
     }
 
-    /// Asks for a page and reads all of it. Connects first where there is no connection.
-    pub fn get(&mut self, page: u32) -> io::Result<()> {
+    /// Requests a page and reads all of it. Connects first if there is no connection.
+    pub fn get_page(&mut self, page: u32) -> io::Result<()> {
         let mut stream = match self.stream.take() {
             Some(stream) => stream,
-            None => self.connect()?,
+            None => self.open_connection()?,
         };
         let request = format!("GET /page/{page}.html HTTP/1.1\r\nHost: guest\r\n\r\n");
         stream.get_mut().write_all(request.as_bytes())?;
-        let head = head(&mut stream)?;
+        let head = read_head(&mut stream)?;
         let read = io::copy(&mut (&mut stream).take(head.length), &mut io::sink())?;
         if read != head.length {
             return Err(io::ErrorKind::UnexpectedEof.into());
@@ -88,7 +89,7 @@ impl WebClient {
         Ok(())
     }
 
-    fn connect(&self) -> io::Result<BufReader<TcpStream>> {
+    fn open_connection(&self) -> io::Result<BufReader<TcpStream>> {
         let stream = TcpStream::connect_timeout(&self.address, self.patience)?;
         stream.set_nodelay(true)?;
         stream.set_read_timeout(Some(self.patience))?;
@@ -97,24 +98,24 @@ impl WebClient {
     }
 }
 
-/// The head of an answer that must be a page.
-fn head(stream: &mut BufReader<TcpStream>) -> io::Result<Head> {
-    if !line(stream)?.starts_with("http/1.1 200") {
+/// Reads the head of a response, which must have status 200.
+fn read_head(stream: &mut BufReader<TcpStream>) -> io::Result<ResponseHead> {
+    if !read_line(stream)?.starts_with("http/1.1 200") {
         return Err(io::ErrorKind::InvalidData.into());
     }
     let (mut length, mut closes) = (None, false);
     loop {
-        let line = line(stream)?;
+        let line = read_line(stream)?;
         if line.trim().is_empty() {
             let length = length.ok_or(io::ErrorKind::InvalidData)?;
-            return Ok(Head { length, closes });
+            return Ok(ResponseHead { length, closes });
         }
         length = line.strip_prefix("content-length:").map_or(length, |n| n.trim().parse().ok());
         closes |= line.starts_with("connection: close");
     }
 }
 
-fn line(stream: &mut BufReader<TcpStream>) -> io::Result<String> {
+fn read_line(stream: &mut BufReader<TcpStream>) -> io::Result<String> {
     let mut line = String::new();
     match stream.read_line(&mut line)? {
         0 => Err(io::ErrorKind::UnexpectedEof.into()),
@@ -122,12 +123,12 @@ fn line(stream: &mut BufReader<TcpStream>) -> io::Result<String> {
     }
 }
 
-/// Asks until a page is answered: on one more connection each time that `again` is over, while the others go on. The
-/// first answer counts.
+/// Requests a page until a response arrives. Each time `again` has passed, it opens one more
+/// connection, while earlier ones continue. The first response counts.
 ///
 /// # Errors
 /// The last one, if no page was answered within `limit`.
-pub fn first_page(
+pub fn wait_for_page(
     address: SocketAddr,
     page: u32,
     again: Duration,
@@ -137,12 +138,13 @@ pub fn first_page(
     let (sender, answers) = mpsc::channel();
     loop {
         let left = deadline.saturating_duration_since(Instant::now());
-        let (sender, mut client) = (sender.clone(), WebClient::new(address, left.max(MOMENT)));
-        thread::spawn(move || drop(sender.send(client.get(page))));
+        let (sender, mut client) =
+            (sender.clone(), WebClient::new(address, left.max(RETRY_INTERVAL)));
+        thread::spawn(move || drop(sender.send(client.get_page(page))));
         let error = match answers.recv_timeout(again) {
             Ok(Ok(())) => return Ok(()),
             Ok(Err(error)) => {
-                thread::sleep(MOMENT);
+                thread::sleep(RETRY_INTERVAL);
                 error
             }
             Err(_) => io::ErrorKind::TimedOut.into(),
@@ -153,7 +155,7 @@ pub fn first_page(
     }
 }
 
-/// Clients that ask as fast as they are answered. Dropped, they stop.
+/// Clients that request pages as fast as the server responds. Dropping them stops them.
 #[derive(Debug)]
 pub struct WebLoad {
     stop: Arc<AtomicBool>,
@@ -161,23 +163,23 @@ pub struct WebLoad {
 }
 
 impl WebLoad {
-    /// Starts `clients` of them; more than two stall in QEMU's user networking.
+    /// Starts `clients` clients; more than two stall in QEMU's user networking.
     pub fn start(address: SocketAddr, clients: u64, seed: u64, patience: Duration) -> Self {
         let stop = Arc::new(AtomicBool::new(false));
         let start = |number| {
-            let (stop, pages) = (Arc::clone(&stop), Gaussian::new(seed + number));
-            thread::spawn(move || ask(address, pages, patience, &stop))
+            let (stop, pages) = (Arc::clone(&stop), GaussianPages::new(seed + number));
+            thread::spawn(move || request_pages(address, pages, patience, &stop))
         };
         let clients = (0..clients).map(start).collect();
         Self { stop, clients }
     }
 }
 
-fn ask(address: SocketAddr, pages: Gaussian, patience: Duration, stop: &AtomicBool) {
+fn request_pages(address: SocketAddr, pages: GaussianPages, patience: Duration, stop: &AtomicBool) {
     let mut client = WebClient::new(address, patience);
     for page in pages.take_while(|_| !stop.load(Ordering::Relaxed)) {
-        if client.get(page).is_err() {
-            thread::sleep(MOMENT);
+        if client.get_page(page).is_err() {
+            thread::sleep(RETRY_INTERVAL);
         }
     }
 }
@@ -185,7 +187,7 @@ fn ask(address: SocketAddr, pages: Gaussian, patience: Duration, stop: &AtomicBo
 impl Drop for WebLoad {
     fn drop(&mut self) {
         self.stop.store(true, Ordering::Relaxed);
-        // A client that panicked asks no more.
+        // A client that panicked requests nothing any more.
         self.clients.drain(..).for_each(|client| drop(client.join()));
     }
 }
@@ -197,7 +199,7 @@ mod tests {
 
     const SOON: Duration = Duration::from_secs(5);
 
-    /// Answers one connection with these bytes, whatever it asks.
+    /// Answers one connection with these bytes, whatever it requests.
     fn server(answer: &'static str) -> (SocketAddr, JoinHandle<()>) {
         let listener = TcpListener::bind("127.0.0.1:0").unwrap();
         let address = listener.local_addr().unwrap();
@@ -212,19 +214,19 @@ mod tests {
 
     #[test]
     fn pages_crowd_in_the_middle() {
-        let pages: Vec<u32> = Gaussian::new(3).take(20_000).collect();
+        let pages: Vec<u32> = GaussianPages::new(3).take(20_000).collect();
         let near = pages.iter().filter(|&&page| page.abs_diff(PAGES / 2) < PAGES / 10).count();
         assert!((12_000..15_500).contains(&near), "{near} within a standard deviation");
         assert!(pages.iter().all(|&page| page < PAGES));
-        assert_eq!(Gaussian::new(3).next(), Some(pages[0]));
-        assert_ne!(Gaussian::new(4).take(5).collect::<Vec<_>>(), pages[..5]);
+        assert_eq!(GaussianPages::new(3).next(), Some(pages[0]));
+        assert_ne!(GaussianPages::new(4).take(5).collect::<Vec<_>>(), pages[..5]);
     }
 
     #[test]
     fn a_page_is_read_to_its_end() {
         let (address, thread) = server("HTTP/1.1 200 OK\r\nContent-Length: 5\r\n\r\nhello");
         let mut client = WebClient::new(address, SOON);
-        client.get(1).unwrap();
+        client.get_page(1).unwrap();
         assert!(client.stream.is_some(), "the connection is kept");
         thread.join().unwrap();
     }
@@ -234,7 +236,7 @@ mod tests {
         let close = "HTTP/1.1 200 OK\r\nConnection: close\r\nContent-Length: 2\r\n\r\nhi";
         let (address, thread) = server(close);
         let mut client = WebClient::new(address, SOON);
-        client.get(1).unwrap();
+        client.get_page(1).unwrap();
         assert!(client.stream.is_none());
         thread.join().unwrap();
     }
@@ -245,7 +247,7 @@ mod tests {
             ["HTTP/1.1 404 Not Found\r\n\r\n", "HTTP/1.1 200 OK\r\nContent-Length: 9\r\n\r\nx"]
         {
             let (address, thread) = server(answer);
-            assert!(WebClient::new(address, SOON).get(1).is_err());
+            assert!(WebClient::new(address, SOON).get_page(1).is_err());
             thread.join().unwrap();
         }
     }
@@ -255,6 +257,6 @@ mod tests {
         let listener = TcpListener::bind("127.0.0.1:0").unwrap();
         let address = listener.local_addr().unwrap();
         drop(listener);
-        assert!(first_page(address, 1, SOON, Duration::from_millis(20)).is_err());
+        assert!(wait_for_page(address, 1, SOON, Duration::from_millis(20)).is_err());
     }
 }

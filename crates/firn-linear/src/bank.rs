@@ -1,70 +1,72 @@
-//! A bank: accounts, and money that goes from one to another.
+//! Model of a bank: accounts, and transfers between them.
 //!
-//! A state is what each account holds, or that this isn't known. Accounts that no transfer connects have nothing to do with each other
-//! (a part); of a single one, money comes from elsewhere and goes elsewhere (a view).
+//! A state is the balance of each account, or that it is unknown. Accounts that no transfer
+//! connects are independent (a part); in the view of a single account, money comes from elsewhere
+//! and goes elsewhere.
 
-use crate::history::Call;
-use crate::model::{CallOf, Model};
+use crate::history::ClientCall;
+use crate::model::{ModelCall, SequentialModel};
 
-/// A bank, by what each account holds in the beginning.
+/// A bank, by the initial balance of each account.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub struct Bank(pub Vec<i64>);
+pub struct BankModel(pub Vec<i64>);
 
-/// What a client asks for.
+/// A request of a client.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
-pub enum Operation {
-    /// So much from one account to another, if the one holds it. `None` is an account that isn't looked at, and holds enough.
+pub enum BankOperation {
+    /// Transfers an amount from one account to another, if the balance suffices. `None` is an
+    /// account outside of the view, whose balance always suffices.
     Transfer {
-        /// From which.
+        /// The account to debit.
         from: Option<usize>,
-        /// To which.
+        /// The account to credit.
         to: Option<usize>,
-        /// How much.
+        /// The amount.
         amount: i64,
     },
-    /// What an account holds.
+    /// The balance of an account.
     Balance(usize),
-    /// What all hold together.
+    /// The sum of all balances.
     Total,
 }
 
-/// What the bank says.
+/// An answer of the bank.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
-pub enum Answer {
-    /// It is done.
+pub enum BankAnswer {
+    /// The transfer is done.
     Done,
-    /// The account holds too little, nothing is done.
+    /// The balance is too low, and nothing was done.
     Refused,
-    /// So much.
+    /// The balance or the sum.
     Holds(i64),
 }
 
-/// What is known of the accounts.
-type Holdings = Vec<Option<i64>>;
+/// The known balances of the accounts.
+type KnownBalances = Vec<Option<i64>>;
 
-impl Operation {
-    /// From one account to another.
+impl BankOperation {
+    /// A transfer from one account to another.
     pub fn transfer(from: usize, to: usize, amount: i64) -> Self {
         Self::Transfer { from: Some(from), to: Some(to), amount }
     }
 }
 
-fn transferred(
-    state: &Holdings,
+fn apply_transfer(
+    state: &KnownBalances,
     [from, to]: [Option<usize>; 2],
     amount: i64,
-    answer: Option<&Answer>,
-) -> Option<Holdings> {
+    answer: Option<&BankAnswer>,
+) -> Option<KnownBalances> {
     let held = match from {
         Some(account) => *state.get(account)?,
         None => None,
     };
     let is_enough = held.is_none_or(|held| held >= amount);
     match answer {
-        Some(Answer::Refused) => {
+        Some(BankAnswer::Refused) => {
             (from.is_some() && held.is_none_or(|held| held < amount)).then(|| state.clone())
         }
-        Some(Answer::Done) | None if is_enough => {
+        Some(BankAnswer::Done) | None if is_enough => {
             let mut state = state.clone();
             if let Some(account) = from {
                 state[account] = held.map(|held| held - amount);
@@ -75,17 +77,21 @@ fn transferred(
             }
             Some(state)
         }
-        // Without an answer, it is refused.
+        // A transfer without an answer that the balance does not permit was refused.
         None => Some(state.clone()),
         Some(_) => None,
     }
 }
 
-fn read(state: &Holdings, account: usize, answer: Option<&Answer>) -> Option<Holdings> {
+fn apply_read(
+    state: &KnownBalances,
+    account: usize,
+    answer: Option<&BankAnswer>,
+) -> Option<KnownBalances> {
     let held = *state.get(account)?;
     match answer {
         None => Some(state.clone()),
-        Some(&Answer::Holds(told)) if held.is_none_or(|held| held == told) => {
+        Some(&BankAnswer::Holds(told)) if held.is_none_or(|held| held == told) => {
             let mut state = state.clone();
             state[account] = Some(told);
             Some(state)
@@ -94,71 +100,75 @@ fn read(state: &Holdings, account: usize, answer: Option<&Answer>) -> Option<Hol
     }
 }
 
-fn total(state: &Holdings) -> Option<i64> {
+fn sum_balances(state: &KnownBalances) -> Option<i64> {
     state.iter().copied().sum()
 }
 
-impl Model for Bank {
-    type Operation = Operation;
-    type Answer = Answer;
-    type State = Holdings;
+impl SequentialModel for BankModel {
+    type Operation = BankOperation;
+    type Answer = BankAnswer;
+    type State = KnownBalances;
 
-    fn start(&self) -> Holdings {
+    fn initial_state(&self) -> KnownBalances {
         self.0.iter().copied().map(Some).collect()
     }
 
-    fn unknown(&self) -> Holdings {
+    fn unknown_state(&self) -> KnownBalances {
         vec![None; self.0.len()]
     }
 
-    fn step(
+    fn apply_operation(
         &self,
-        state: &Holdings,
-        operation: &Operation,
-        answer: Option<&Answer>,
-    ) -> Option<Holdings> {
+        state: &KnownBalances,
+        operation: &BankOperation,
+        answer: Option<&BankAnswer>,
+    ) -> Option<KnownBalances> {
         match *operation {
-            Operation::Transfer { from, to, amount } => {
-                transferred(state, [from, to], amount, answer)
+            BankOperation::Transfer { from, to, amount } => {
+                apply_transfer(state, [from, to], amount, answer)
             }
-            Operation::Balance(account) => read(state, account, answer),
-            Operation::Total => match (answer, total(state)) {
-                (None, _) | (Some(Answer::Holds(_)), None) => Some(state.clone()),
-                (Some(Answer::Holds(told)), Some(held)) if *told == held => Some(state.clone()),
+            BankOperation::Balance(account) => apply_read(state, account, answer),
+            BankOperation::Total => match (answer, sum_balances(state)) {
+                (None, _) | (Some(BankAnswer::Holds(_)), None) => Some(state.clone()),
+                (Some(BankAnswer::Holds(told)), Some(held)) if *told == held => Some(state.clone()),
                 _ => None,
             },
         }
     }
 
-    fn expected(&self, state: &Holdings, operation: &Operation) -> Option<Answer> {
+    fn expected_answer(
+        &self,
+        state: &KnownBalances,
+        operation: &BankOperation,
+    ) -> Option<BankAnswer> {
         match *operation {
-            Operation::Transfer { from, amount, .. } => {
+            BankOperation::Transfer { from, amount, .. } => {
                 let held = (*state.get(from?)?)?;
-                Some(if held >= amount { Answer::Done } else { Answer::Refused })
+                Some(if held >= amount { BankAnswer::Done } else { BankAnswer::Refused })
             }
-            Operation::Balance(account) => (*state.get(account)?).map(Answer::Holds),
-            Operation::Total => total(state).map(Answer::Holds),
+            BankOperation::Balance(account) => (*state.get(account)?).map(BankAnswer::Holds),
+            BankOperation::Total => sum_balances(state).map(BankAnswer::Holds),
         }
     }
 
-    fn changes(&self, operation: &Operation) -> bool {
-        matches!(operation, Operation::Transfer { .. })
+    fn can_change_state(&self, operation: &BankOperation) -> bool {
+        matches!(operation, BankOperation::Transfer { .. })
     }
 
-    /// By accounts that transfers connect, if nobody has asked for the total.
-    fn parts(&self, history: &[CallOf<Self>]) -> Vec<Vec<CallOf<Self>>> {
-        if history.iter().any(|call| call.operation == Operation::Total) {
+    /// Parts by accounts that transfers connect, if no client has requested the total.
+    fn independent_parts(&self, history: &[ModelCall<Self>]) -> Vec<Vec<ModelCall<Self>>> {
+        if history.iter().any(|call| call.operation == BankOperation::Total) {
             return vec![history.to_vec()];
         }
         let mut groups: Vec<usize> = (0..self.0.len()).collect();
         for call in history {
             if let [Some(one), Some(other)] = accounts(&call.operation) {
-                join(&mut groups, one, other);
+                join_groups(&mut groups, one, other);
             }
         }
-        let group = |call: &CallOf<Self>| {
+        let group = |call: &ModelCall<Self>| {
             let [one, other] = accounts(&call.operation);
-            // An account that there isn't is a part by itself, and wrong.
+            // An account that does not exist is a part by itself, and wrong.
             one.or(other).map(|account| *groups.get(account).unwrap_or(&account))
         };
         let mut kinds: Vec<Option<usize>> = history.iter().map(group).collect();
@@ -168,108 +178,127 @@ impl Model for Bank {
         kinds.into_iter().map(of).collect()
     }
 
-    /// One account each.
-    fn views(&self, history: &[CallOf<Self>]) -> Vec<Vec<CallOf<Self>>> {
-        let of = |account| history.iter().filter_map(|call| seen_by(account, call)).collect();
+    /// One view for each account.
+    fn simpler_views(&self, history: &[ModelCall<Self>]) -> Vec<Vec<ModelCall<Self>>> {
+        let of =
+            |account| history.iter().filter_map(|call| view_of_account(account, call)).collect();
         (0..self.0.len()).map(of).collect()
     }
 }
 
-/// The accounts that an operation names.
-fn accounts(operation: &Operation) -> [Option<usize>; 2] {
+/// The accounts that an operation accesses.
+fn accounts(operation: &BankOperation) -> [Option<usize>; 2] {
     match *operation {
-        Operation::Transfer { from, to, .. } => [from, to],
-        Operation::Balance(account) => [Some(account), None],
-        Operation::Total => [None, None],
+        BankOperation::Transfer { from, to, .. } => [from, to],
+        BankOperation::Balance(account) => [Some(account), None],
+        BankOperation::Total => [None, None],
     }
 }
 
-/// Gives both the lower number of their groups.
-fn join(groups: &mut [usize], one: usize, other: usize) {
+/// Gives both groups the lower of their numbers.
+fn join_groups(groups: &mut [usize], one: usize, other: usize) {
     let (Some(&one), Some(&other)) = (groups.get(one), groups.get(other)) else { return };
     let (low, high) = (one.min(other), one.max(other));
     groups.iter_mut().filter(|group| **group == high).for_each(|group| *group = low);
 }
 
-/// What an operation is to one account, if anything.
-fn seen_by(account: usize, call: &CallOf<Bank>) -> Option<CallOf<Bank>> {
+/// The operation as seen by one account, if it affects the account.
+fn view_of_account(account: usize, call: &ModelCall<BankModel>) -> Option<ModelCall<BankModel>> {
     let its = |side: Option<usize>| side.filter(|&it| it == account);
     let operation = match call.operation {
-        Operation::Transfer { from, to, amount } => {
-            // Refused elsewhere is nothing here.
-            let is_refused = matches!(call.answer, Some((_, Answer::Refused)));
+        BankOperation::Transfer { from, to, amount } => {
+            // A transfer that another account refused is nothing to this account.
+            let is_refused = matches!(call.answer, Some((_, BankAnswer::Refused)));
             let (from, to) = (its(from), its(to).filter(|_| !is_refused));
-            (from.is_some() || to.is_some()).then_some(Operation::Transfer { from, to, amount })?
+            (from.is_some() || to.is_some()).then_some(BankOperation::Transfer {
+                from,
+                to,
+                amount,
+            })?
         }
-        Operation::Balance(of) => Operation::Balance(its(Some(of))?),
-        Operation::Total => return None,
+        BankOperation::Balance(of) => BankOperation::Balance(its(Some(of))?),
+        BankOperation::Total => return None,
     };
-    Some(Call { operation, ..call.clone() })
+    Some(ClientCall { operation, ..call.clone() })
 }
 
 #[cfg(test)]
 mod tests {
     use super::*;
 
-    fn call(operation: Operation, answer: Answer) -> CallOf<Bank> {
-        Call { client: 0, called: 0, operation, answer: Some((1, answer)) }
+    fn call(operation: BankOperation, answer: BankAnswer) -> ModelCall<BankModel> {
+        ClientCall { client: 0, called: 0, operation, answer: Some((1, answer)) }
     }
 
     #[test]
     fn money_goes_where_it_is_sent() {
-        let bank = Bank(vec![10, 0]);
-        let transfer = Operation::transfer(0, 1, 7);
-        let state = bank.step(&bank.start(), &transfer, Some(&Answer::Done)).unwrap();
+        let bank = BankModel(vec![10, 0]);
+        let transfer = BankOperation::transfer(0, 1, 7);
+        let state = bank
+            .apply_operation(&bank.initial_state(), &transfer, Some(&BankAnswer::Done))
+            .unwrap();
         assert_eq!(state, [Some(3), Some(7)]);
-        assert!(bank.step(&state, &transfer, Some(&Answer::Done)).is_none());
-        assert_eq!(bank.step(&state, &transfer, Some(&Answer::Refused)), Some(state.clone()));
-        assert_eq!(bank.step(&state, &transfer, None), Some(state.clone()));
-        assert_eq!(bank.expected(&state, &Operation::Total), Some(Answer::Holds(10)));
-        let own = Operation::transfer(1, 1, 7);
-        assert_eq!(bank.step(&state, &own, Some(&Answer::Done)), Some(state.clone()));
-        assert!(bank.step(&state, &Operation::Balance(1), Some(&Answer::Holds(8))).is_none());
+        assert!(bank.apply_operation(&state, &transfer, Some(&BankAnswer::Done)).is_none());
+        assert_eq!(
+            bank.apply_operation(&state, &transfer, Some(&BankAnswer::Refused)),
+            Some(state.clone())
+        );
+        assert_eq!(bank.apply_operation(&state, &transfer, None), Some(state.clone()));
+        assert_eq!(
+            bank.expected_answer(&state, &BankOperation::Total),
+            Some(BankAnswer::Holds(10))
+        );
+        let own = BankOperation::transfer(1, 1, 7);
+        assert_eq!(
+            bank.apply_operation(&state, &own, Some(&BankAnswer::Done)),
+            Some(state.clone())
+        );
+        assert!(
+            bank.apply_operation(&state, &BankOperation::Balance(1), Some(&BankAnswer::Holds(8)))
+                .is_none()
+        );
     }
 
     #[test]
     fn of_an_unknown_account_the_first_look_tells() {
-        let bank = Bank(vec![10, 0]);
-        let look = |state: &Holdings, told| {
-            bank.step(state, &Operation::Balance(1), Some(&Answer::Holds(told)))
+        let bank = BankModel(vec![10, 0]);
+        let look = |state: &KnownBalances, told| {
+            bank.apply_operation(state, &BankOperation::Balance(1), Some(&BankAnswer::Holds(told)))
         };
-        let state = look(&bank.unknown(), 5).unwrap();
+        let state = look(&bank.unknown_state(), 5).unwrap();
         assert_eq!(state, [None, Some(5)]);
-        let transfer = Operation::transfer(0, 1, 7);
-        let state = bank.step(&state, &transfer, Some(&Answer::Done)).unwrap();
+        let transfer = BankOperation::transfer(0, 1, 7);
+        let state = bank.apply_operation(&state, &transfer, Some(&BankAnswer::Done)).unwrap();
         assert!(look(&state, 5).is_none() && look(&state, 12).is_some());
-        assert_eq!(bank.expected(&state, &Operation::Total), None);
+        assert_eq!(bank.expected_answer(&state, &BankOperation::Total), None);
     }
 
     #[test]
     fn what_no_transfer_connects_is_apart() {
-        let bank = Bank(vec![9; 5]);
+        let bank = BankModel(vec![9; 5]);
         let history = [
-            call(Operation::transfer(0, 1, 1), Answer::Done),
-            call(Operation::transfer(3, 2, 1), Answer::Done),
-            call(Operation::transfer(1, 2, 1), Answer::Done),
-            call(Operation::Balance(4), Answer::Holds(9)),
+            call(BankOperation::transfer(0, 1, 1), BankAnswer::Done),
+            call(BankOperation::transfer(3, 2, 1), BankAnswer::Done),
+            call(BankOperation::transfer(1, 2, 1), BankAnswer::Done),
+            call(BankOperation::Balance(4), BankAnswer::Holds(9)),
         ];
-        let parts = bank.parts(&history);
+        let parts = bank.independent_parts(&history);
         assert_eq!(parts.iter().map(Vec::len).collect::<Vec<_>>(), [3, 1]);
-        let total = [&history[..], &[call(Operation::Total, Answer::Holds(45))]].concat();
-        assert_eq!(bank.parts(&total).len(), 1);
+        let total = [&history[..], &[call(BankOperation::Total, BankAnswer::Holds(45))]].concat();
+        assert_eq!(bank.independent_parts(&total).len(), 1);
     }
 
     #[test]
     fn one_account_sees_its_own() {
-        let bank = Bank(vec![9; 3]);
+        let bank = BankModel(vec![9; 3]);
         let history = [
-            call(Operation::transfer(0, 1, 1), Answer::Done),
-            call(Operation::transfer(2, 1, 99), Answer::Refused),
-            call(Operation::Balance(1), Answer::Holds(10)),
+            call(BankOperation::transfer(0, 1, 1), BankAnswer::Done),
+            call(BankOperation::transfer(2, 1, 99), BankAnswer::Refused),
+            call(BankOperation::Balance(1), BankAnswer::Holds(10)),
         ];
-        let views = bank.views(&history);
+        let views = bank.simpler_views(&history);
         assert_eq!(views.iter().map(Vec::len).collect::<Vec<_>>(), [1, 2, 1]);
-        let into = Operation::Transfer { from: None, to: Some(1), amount: 1 };
+        let into = BankOperation::Transfer { from: None, to: Some(1), amount: 1 };
         assert_eq!(views[1][0].operation, into);
     }
 }

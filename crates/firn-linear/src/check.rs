@@ -1,34 +1,35 @@
-//! Whether a history is right.
+//! The check of a history.
 
-use crate::explain::{Explanation, explain};
-use crate::model::{CallOf, Model};
-use crate::search::{Outcome, search};
+use crate::explain::{Explanation, explain_history};
+use crate::model::{ModelCall, SequentialModel};
+use crate::search::{SearchOutcome, search_order};
 
-/// What a check found.
+/// The result of a check.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum Verdict<O, A> {
-    /// There is an order.
+    /// There is an order of the operations.
     Linearizable,
     /// There is none.
     Wrong(Box<Explanation<O, A>>),
-    /// It would take too long to know.
+    /// The search needs too many tries.
     Undecided,
 }
 
-/// Looks for an order of the whole history, trying at most so many times to put an operation into its place: a thousand times as many as
-/// there are operations is plenty for clients that are few.
-pub fn check<M: Model>(
+/// Searches for an order of the whole history, with at most `tries_max` attempts to put an
+/// operation into the order. If there are few clients, a thousand times the count of operations is
+/// plenty.
+pub fn check_history<M: SequentialModel>(
     model: &M,
-    history: &[CallOf<M>],
+    history: &[ModelCall<M>],
     tries_max: u64,
 ) -> Verdict<M::Operation, M::Answer> {
     let mut verdict = Verdict::Linearizable;
-    for part in model.parts(history) {
-        match search(model, model.start(), &part, &[], tries_max) {
-            Outcome::Possible => (),
-            Outcome::Undecided => verdict = Verdict::Undecided,
-            Outcome::Impossible { call, possible } => {
-                return Verdict::Wrong(Box::new(explain(model, &part, call, possible)));
+    for part in model.independent_parts(history) {
+        match search_order(model, model.initial_state(), &part, &[], tries_max) {
+            SearchOutcome::Possible => (),
+            SearchOutcome::Undecided => verdict = Verdict::Undecided,
+            SearchOutcome::Impossible { call, possible } => {
+                return Verdict::Wrong(Box::new(explain_history(model, &part, call, possible)));
             }
         }
     }

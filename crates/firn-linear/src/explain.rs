@@ -1,45 +1,48 @@
-//! Few operations that contradict each other.
+//! Explanation of a wrong history: few operations that contradict each other.
 //!
-//! A history of thousands that is wrong says nothing to a reader. What is left out here, step by step, is only what makes more
-//! possible: what remains has no order either, so the whole hasn't.
+//! A reader cannot understand a wrong history of thousands of operations. Each step here leaves out
+//! only what makes more orders possible: the remaining history has no order either, so the whole
+//! has none.
 //!
-//! 1. A view, where one is wrong: of a bank, one account.
+//! 1. A view, if one is wrong: of a bank, one account.
 //! 2. The end: nothing is needed after the answer before which there is an order.
-//! 3. The beginning: the state at some moment may have been any, and what was under way may have been done before.
-//! 4. Of the rest as many as possible may have been done or not.
+//! 3. The beginning: the state at some moment may have been any, and operations in progress may
+//!    have been done before.
+//! 4. Of the remaining operations as many as possible become optional.
 
 use std::fmt;
 use std::ops::Range;
 
-use crate::history::Call;
-use crate::model::{CallOf, Model};
-use crate::search::{Outcome, search};
+use crate::history::ClientCall;
+use crate::model::{ModelCall, SequentialModel};
+use crate::search::{SearchOutcome, search_order};
 
-/// How often a shorter explanation is tried: what isn't decided by then stays as it is.
+/// The maximum count of tries for a shorter explanation: a step that is not decided by then is not
+/// taken.
 const TRIES_MAX: u64 = 50_000;
 
-/// How many answers that were possible are told.
-const POSSIBLE_TOLD: usize = 6;
+/// The maximum count of possible answers to print.
+const POSSIBLE_PRINTED_MAX: usize = 6;
 
 /// Answers that can't all be true.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Explanation<O, A> {
-    /// The last of them.
-    pub answer: Call<O, A>,
-    /// What it could have been instead.
+    /// The last of these answers.
+    pub answer: ClientCall<O, A>,
+    /// The answers that would have been possible instead.
     pub possible: Vec<A>,
-    /// The others, by the time of their questions.
-    pub against: Vec<Call<O, A>>,
-    /// What may have been done within its time or not: it makes no difference.
-    pub whatever: Vec<Call<O, A>>,
-    /// Whether nothing needs to be known of the state before them.
+    /// The other answers, by the time of their requests.
+    pub against: Vec<ClientCall<O, A>>,
+    /// Operations that may have been done within their time or not: it makes no difference.
+    pub whatever: Vec<ClientCall<O, A>>,
+    /// Whether nothing needs to be known of the state before these operations.
     pub from_any_state: bool,
 }
 
 impl<O: fmt::Debug, A: fmt::Debug> fmt::Display for Explanation<O, A> {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        write!(f, "{}", Line(&self.answer))?;
-        let (few, more) = self.possible.split_at(self.possible.len().min(POSSIBLE_TOLD));
+        write!(f, "{}", CallLine(&self.answer))?;
+        let (few, more) = self.possible.split_at(self.possible.len().min(POSSIBLE_PRINTED_MAX));
         write!(f, ", but it could have been {few:?}")?;
         match more.len() {
             0 => writeln!(f, " only")?,
@@ -47,20 +50,20 @@ impl<O: fmt::Debug, A: fmt::Debug> fmt::Display for Explanation<O, A> {
         }
         let before = if self.from_any_state { "any state" } else { "the beginning" };
         writeln!(f, "from {before}, given")?;
-        self.against.iter().try_for_each(|call| writeln!(f, "  {}", Line(call)))?;
+        self.against.iter().try_for_each(|call| writeln!(f, "  {}", CallLine(call)))?;
         match self.whatever.len() {
             0 => Ok(()),
-            others => writeln!(f, "  whatever became of {others} others"),
+            others => writeln!(f, "  regardless of {others} other calls"),
         }
     }
 }
 
 /// A call on one line.
-struct Line<'a, O, A>(&'a Call<O, A>);
+struct CallLine<'a, O, A>(&'a ClientCall<O, A>);
 
-impl<O: fmt::Debug, A: fmt::Debug> fmt::Display for Line<'_, O, A> {
+impl<O: fmt::Debug, A: fmt::Debug> fmt::Display for CallLine<'_, O, A> {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        let Call { client, called, operation, answer } = self.0;
+        let ClientCall { client, called, operation, answer } = self.0;
         write!(f, "client {client}, {called}: {operation:?}")?;
         match answer {
             Some((at, answer)) => write!(f, " -> {at}: {answer:?}"),
@@ -70,55 +73,60 @@ impl<O: fmt::Debug, A: fmt::Debug> fmt::Display for Line<'_, O, A> {
 }
 
 /// A part of a history that has no order.
-struct Wrong<M: Model> {
-    history: Vec<CallOf<M>>,
-    /// Which of them may have been done or not.
+struct WrongHistory<M: SequentialModel> {
+    history: Vec<ModelCall<M>>,
+    /// Which of the calls are optional.
     optional: Vec<bool>,
-    /// Which answer it is about, and what it could have been.
+    /// The impossible answer's call, and the answers that would have been possible.
     call: usize,
     possible: Vec<M::Answer>,
     from_any_state: bool,
 }
 
-/// Of a history that has no order, because of the answer of this operation.
-pub(crate) fn explain<M: Model>(
+/// Explains a history that has no order because of the answer of this operation.
+pub(crate) fn explain_history<M: SequentialModel>(
     model: &M,
-    history: &[CallOf<M>],
+    history: &[ModelCall<M>],
     call: usize,
     possible: Vec<M::Answer>,
 ) -> Explanation<M::Operation, M::Answer> {
-    let mut wrong =
-        view(model, history).unwrap_or_else(|| Wrong::new(history.to_vec(), call, possible));
-    wrong.end();
-    wrong.begin_later(model);
-    wrong.weaken(model);
-    wrong.told(model)
+    let mut wrong = earliest_wrong_view(model, history)
+        .unwrap_or_else(|| WrongHistory::new(history.to_vec(), call, possible));
+    wrong.cut_end();
+    wrong.cut_beginning(model);
+    wrong.make_optional(model);
+    wrong.into_explanation(model)
 }
 
-/// The view that is wrong soonest.
-fn view<M: Model>(model: &M, history: &[CallOf<M>]) -> Option<Wrong<M>> {
-    let views = model.views(history).into_iter().filter_map(|history| {
-        match search(model, model.start(), &history, &[], TRIES_MAX) {
-            Outcome::Impossible { call, possible } => Some(Wrong::new(history, call, possible)),
-            Outcome::Possible | Outcome::Undecided => None,
+/// The view that is wrong at the earliest answer.
+fn earliest_wrong_view<M: SequentialModel>(
+    model: &M,
+    history: &[ModelCall<M>],
+) -> Option<WrongHistory<M>> {
+    let views = model.simpler_views(history).into_iter().filter_map(|history| {
+        match search_order(model, model.initial_state(), &history, &[], TRIES_MAX) {
+            SearchOutcome::Impossible { call, possible } => {
+                Some(WrongHistory::new(history, call, possible))
+            }
+            SearchOutcome::Possible | SearchOutcome::Undecided => None,
         }
     });
-    views.min_by_key(Wrong::until)
+    views.min_by_key(WrongHistory::answer_time)
 }
 
-impl<M: Model> Wrong<M> {
-    fn new(history: Vec<CallOf<M>>, call: usize, possible: Vec<M::Answer>) -> Self {
+impl<M: SequentialModel> WrongHistory<M> {
+    fn new(history: Vec<ModelCall<M>>, call: usize, possible: Vec<M::Answer>) -> Self {
         let optional = vec![false; history.len()];
         Self { history, optional, call, possible, from_any_state: false }
     }
 
-    /// When the answer came.
-    fn until(&self) -> u64 {
-        self.history[self.call].answered().unwrap_or(u64::MAX)
+    /// The time of the answer.
+    fn answer_time(&self) -> u64 {
+        self.history[self.call].answer_time().unwrap_or(u64::MAX)
     }
 
-    /// Leaves out all that isn't wanted. Nothing is said of the others yet.
-    fn keep(&mut self, is_wanted: impl Fn(&CallOf<M>) -> bool) {
+    /// Leaves out all calls that are not wanted. The wanted ones stay as they are.
+    fn retain_calls(&mut self, is_wanted: impl Fn(&ModelCall<M>) -> bool) {
         let wanted = |number: &usize| is_wanted(&self.history[*number]);
         let kept: Vec<usize> = (0..self.history.len()).filter(wanted).collect();
         self.call = kept.iter().position(|&number| number == self.call).unwrap_or_default();
@@ -126,34 +134,35 @@ impl<M: Model> Wrong<M> {
         self.history = kept.into_iter().map(|number| self.history[number].clone()).collect();
     }
 
-    /// What was called later is nothing to it.
-    fn end(&mut self) {
-        let until = self.until();
-        self.keep(|call| call.called <= until);
+    /// Leaves out calls after the answer: they cannot affect it.
+    fn cut_end(&mut self) {
+        let until = self.answer_time();
+        self.retain_calls(|call| call.called <= until);
     }
 
-    /// The latest moment from which on it is wrong, whatever the state was then; not after the operation itself may have been done.
-    fn begin_later(&mut self, model: &M) {
+    /// Begins at the latest moment from which on the history is wrong, whatever the state was then.
+    /// This moment is not after the request of the operation itself.
+    fn cut_beginning(&mut self, model: &M) {
         let called = self.history[self.call].called;
         let times = self.history.iter().map(|call| call.called);
         let mut times: Vec<u64> = times.filter(|&time| time <= called).collect();
         times.sort_unstable();
         times.dedup();
-        // Whoever begins earlier knows more.
-        let later = times.partition_point(|&time| self.since(time).is_wrong(model));
+        // An earlier beginning includes more knowledge.
+        let later = times.partition_point(|&time| self.since_time(time).is_wrong(model));
         let last = later.checked_sub(1).and_then(|last| times.get(last));
-        if let Some(since) = last.map(|&time| self.since(time)) {
+        if let Some(since) = last.map(|&time| self.since_time(time)) {
             *self = since;
         }
     }
 
-    /// What was not over at this time. What was under way may have been done before.
-    fn since(&self, time: u64) -> Self {
+    /// The calls that were not finished at this time. Those in progress may have been done before.
+    fn since_time(&self, time: u64) -> Self {
         let Self { history, optional, possible, .. } = self;
         let (history, optional) = (history.clone(), optional.clone());
         let mut since =
             Self { history, optional, possible: possible.clone(), from_any_state: true, ..*self };
-        since.keep(|call| call.answered().is_none_or(|at| at >= time));
+        since.retain_calls(|call| call.answer_time().is_none_or(|at| at >= time));
         let (history, call) = (&since.history, since.call);
         let is_under_way = |number: usize| number != call && history[number].called < time;
         since.optional = (0..history.len()).map(is_under_way).collect();
@@ -161,36 +170,37 @@ impl<M: Model> Wrong<M> {
     }
 
     fn is_wrong(&self, model: &M) -> bool {
-        self.search(model, &self.optional).is_impossible()
+        self.search_order(model, &self.optional).is_impossible()
     }
 
-    fn search(&self, model: &M, optional: &[bool]) -> Outcome<M::Answer> {
-        let start = if self.from_any_state { model.unknown() } else { model.start() };
-        search(model, start, &self.history, optional, TRIES_MAX)
+    fn search_order(&self, model: &M, optional: &[bool]) -> SearchOutcome<M::Answer> {
+        let start = if self.from_any_state { model.unknown_state() } else { model.initial_state() };
+        search_order(model, start, &self.history, optional, TRIES_MAX)
     }
 
-    /// Makes operations optional, many at a time at first.
-    fn weaken(&mut self, model: &M) {
+    /// Makes operations optional, many at once at first.
+    fn make_optional(&mut self, model: &M) {
         let mut many = self.history.len().next_power_of_two();
         while many > 0 {
             for first in (0..self.history.len()).step_by(many) {
-                self.let_be(model, first..(first + many).min(self.history.len()));
+                self.try_optional(model, first..(first + many).min(self.history.len()));
             }
             many /= 2;
         }
     }
 
-    fn let_be(&mut self, model: &M, which: Range<usize>) {
+    fn try_optional(&mut self, model: &M, which: Range<usize>) {
         let mut optional = self.optional.clone();
         which.filter(|&number| number != self.call).for_each(|number| optional[number] = true);
-        if optional != self.optional && self.search(model, &optional).is_impossible() {
+        if optional != self.optional && self.search_order(model, &optional).is_impossible() {
             self.optional = optional;
         }
     }
 
-    fn told(mut self, model: &M) -> Explanation<M::Operation, M::Answer> {
-        // With less known there may be more that it could have been.
-        if let Outcome::Impossible { possible, .. } = self.search(model, &self.optional) {
+    fn into_explanation(mut self, model: &M) -> Explanation<M::Operation, M::Answer> {
+        // With less knowledge more answers may be possible.
+        if let SearchOutcome::Impossible { possible, .. } = self.search_order(model, &self.optional)
+        {
             self.possible = possible;
         }
         let Self { call, possible, from_any_state, .. } = self;
@@ -201,7 +211,7 @@ impl<M: Model> Wrong<M> {
                 continue;
             } else if other.answer.is_some() && !optional {
                 against.push(other);
-            } else if model.changes(&other.operation) {
+            } else if model.can_change_state(&other.operation) {
                 whatever.push(other);
             }
         }

@@ -1,8 +1,10 @@
-//! Could this have happened one after another?
+//! Linearizability checker for histories of client operations.
 //!
-//! Clients ask a system that keeps a state: who asked what, when, what came back, and when. The system is right if there is an order of
-//! all operations, each at one moment between its question and its answer, in which a plain sequential program gives the same answers
-//! (Herlihy and Wing: linearizable). Nothing else is asked of it, and nothing is known of it but what was seen from outside.
+//! Clients use a system that has a state. A history has each operation: the client, the request and
+//! its time, the answer and its time. The system is right if there is an order of all operations,
+//! each at one moment between its request and its answer, in which a plain sequential program gives
+//! the same answers (Herlihy and Wing: linearizable). Nothing else is required of the system, and
+//! the checker knows only what its clients observed.
 //!
 //! ```text
 //!   client 0   |--- transfer 3 -> 7, 10 ---| done
@@ -11,13 +13,15 @@
 //!   client 3     |--- transfer 1 -> 2, 5 ---- ?             no answer: at any later moment, or never
 //! ```
 //!
-//! The search is Lowe's ("Testing for linearizability", 2017) after Wing and Gong: events are gone through as they came, and an operation
-//! is put in its place no earlier than when an answer needs it. What was tried is remembered, so that each set of operations
-//! still open, with a state, is looked at once. An operation without an answer is used only where another answer can't be without it.
+//! The search is Lowe's ("Testing for linearizability", 2017) after Wing and Gong: it processes
+//! events in the order of their times, and puts an operation into the order no earlier than when an
+//! answer needs it. It remembers what it has tried, so that it examines each set of open
+//! operations, with a state, only once. It uses an operation without an answer only if another
+//! answer is impossible without it.
 //!
-//! - [`Model`]: the sequential program. [`Bank`] is the one that there is.
-//! - [`check`]: a [`Verdict`], with an [`Explanation`] where it is wrong: few operations that contradict each other, whatever else happened.
-
+//! - [`SequentialModel`]: the sequential program. [`BankModel`] is the only one here.
+//! - [`check_history`]: a [`Verdict`], with an [`Explanation`] of a wrong history: few operations
+//!   that contradict each other, whatever else happened.
 #![forbid(unsafe_code)]
 
 mod bank;
@@ -27,8 +31,8 @@ mod history;
 mod model;
 mod search;
 
-pub use bank::{Answer, Bank, Operation};
-pub use check::{Verdict, check};
+pub use bank::{BankAnswer, BankModel, BankOperation};
+pub use check::{Verdict, check_history};
 pub use explain::Explanation;
-pub use history::Call;
-pub use model::{CallOf, Model};
+pub use history::ClientCall;
+pub use model::{ModelCall, SequentialModel};

@@ -1,48 +1,54 @@
-//! What the system would be if it did one thing after another.
+//! Sequential model: the behavior of the system if it performed one operation after another.
 
 use std::hash::Hash;
 
-use crate::history::Call;
+use crate::history::ClientCall;
 
 /// An operation on a model, as a client saw it.
-pub type CallOf<M> = Call<<M as Model>::Operation, <M as Model>::Answer>;
+pub type ModelCall<M> =
+    ClientCall<<M as SequentialModel>::Operation, <M as SequentialModel>::Answer>;
 
 /// A sequential program.
-pub trait Model {
-    /// What it can be asked for.
+pub trait SequentialModel {
+    /// A request to the program.
     type Operation: Clone;
-    /// What it says.
+    /// The program's answer.
     type Answer: Clone + PartialEq;
-    /// What it keeps.
+    /// The program's state.
     type State: Clone + Eq + Hash;
 
-    /// In the beginning.
-    fn start(&self) -> Self::State;
+    /// The initial state.
+    fn initial_state(&self) -> Self::State;
 
-    /// When nothing is known of it: every answer is possible that can be possible in some state.
-    fn unknown(&self) -> Self::State;
+    /// The state of which nothing is known: it permits every answer that some state permits.
+    fn unknown_state(&self) -> Self::State;
 
-    /// What it keeps afterwards, if it can have given this answer; without one, if it has done it.
-    fn step(
+    /// The state after the operation, if this answer is possible; without an answer, the state if
+    /// the operation was done.
+    fn apply_operation(
         &self,
         state: &Self::State,
         operation: &Self::Operation,
         answer: Option<&Self::Answer>,
     ) -> Option<Self::State>;
 
-    /// What it says in a state of which that is known.
-    fn expected(&self, state: &Self::State, operation: &Self::Operation) -> Option<Self::Answer>;
+    /// The answer in this state, if the state determines it.
+    fn expected_answer(
+        &self,
+        state: &Self::State,
+        operation: &Self::Operation,
+    ) -> Option<Self::Answer>;
 
-    /// Whether the operation can leave anything behind.
-    fn changes(&self, operation: &Self::Operation) -> bool;
+    /// Whether the operation can change the state.
+    fn can_change_state(&self, operation: &Self::Operation) -> bool;
 
-    /// Histories that are right if and only if the whole is: of things that have nothing to do with each other.
-    fn parts(&self, history: &[CallOf<Self>]) -> Vec<Vec<CallOf<Self>>> {
+    /// Splits a history into independent parts: they are all right if and only if the whole is.
+    fn independent_parts(&self, history: &[ModelCall<Self>]) -> Vec<Vec<ModelCall<Self>>> {
         vec![history.to_vec()]
     }
 
-    /// Histories that are right if the whole is, and that less has to do with: where one is wrong, it says more shortly why.
-    fn views(&self, history: &[CallOf<Self>]) -> Vec<Vec<CallOf<Self>>> {
+    /// Simpler histories that are right if the whole is: a wrong one gives a shorter explanation.
+    fn simpler_views(&self, history: &[ModelCall<Self>]) -> Vec<Vec<ModelCall<Self>>> {
         let _ = history;
         Vec::new()
     }

@@ -1,18 +1,20 @@
-//! When is a restored VM back to normal?
+//! Responsiveness: when is a restored VM back to normal?
 //!
-//! Not when it starts, and not when its last page is there, but when waiting for pages no longer shows: Zhang et al.,
-//! "Fast Restore of Checkpointed Memory using Working Set Estimation" (VEE 2011), section 2.
+//! Not when it starts, and not when its last page is there, but when it no longer waits noticeably
+//! for pages: Zhang et al., "Fast Restore of Checkpointed Memory using Working Set Estimation" (VEE
+//! 2011), section 2.
 //!
 //! ```text
 //!   vCPU 0   ######__##_#___#______________#______        # waits for a page, or not started yet
 //!            |command given
-//!   utilization of a window [t, t + w): the share of it in which no page was waited for, over all vCPUs
+//!   utilization of a window [t, t + w): the share of it in which vCPUs waited for no page, over all vCPUs
 //!   MMU(t, w): the lowest utilization of any window that begins at t or later
 //!   TTR(w, u): the earliest t with MMU(t, w) >= u
 //! ```
 //!
-//! Two sources tell of it: from inside, the waits of vCPUs ([`Stalls`]); from outside, the replies of a guest that is asked all
-//! the time ([`Replies`]), whoever restored it.
+//! There are two measures: from inside, the waits of vCPUs ([`VcpuStalls`]); from outside, the
+//! replies of a guest that gets requests all the time ([`ReplyTimes`]), whatever program restored
+//! it.
 //!
 //! Times are microseconds since the restore command was given.
 
@@ -22,6 +24,6 @@ mod replies;
 mod stalls;
 mod ttr;
 
-pub use replies::Replies;
-pub use stalls::{Stall, Stalls};
-pub use ttr::{CurvePoint, minimum_utilization, responsiveness, responsiveness_curve};
+pub use replies::ReplyTimes;
+pub use stalls::{StallInterval, VcpuStalls};
+pub use ttr::{CurvePoint, minimum_utilization, responsiveness_curve, time_to_responsiveness};

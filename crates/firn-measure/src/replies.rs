@@ -1,23 +1,24 @@
-//! The same question asked from outside, of any hypervisor's guest: somebody who gets replies from it all the time.
+//! Reply times: responsiveness measured from outside, for the guest of any hypervisor, by a client
+//! that gets replies from it all the time.
 //!
 //! ```text
-//!   replies   | | | | | | | |          |     |  | | | | | | | | | |       steady: so many per second before the save
+//!   replies   | | | | | | | |          |     |  | | | | | | | | | |       steady: replies per second before the save
 //!             -- before ----X command ------------------------------> observed until here
-//!   utilization of a window [t, t + w): replies in it, as a share of what comes in w when nothing is in the way
-//!   TTR(w, u): the earliest t from which on every window that was observed whole has a utilization of at least u
+//!   utilization of a window [t, t + w): replies in it, as a share of those that come in w when the guest does not wait
+//!   TTR(w, u): the earliest t from which on every completely observed window has a utilization of at least u
 //! ```
 
-/// Replies after the command to restore was given.
+/// The times of the replies after the restore command.
 #[derive(Clone, Debug, PartialEq)]
-pub struct Replies {
+pub struct ReplyTimes {
     times_us: Vec<u64>,
     observed_us: u64,
     steady_per_s: f64,
 }
 
-impl Replies {
-    /// Replies at these times, in microseconds since the command; observed until `observed_us`; `steady_per_s` come per
-    /// second when nothing is in the way: before the save, say.
+impl ReplyTimes {
+    /// Replies at these times, in microseconds since the command; observed until `observed_us`;
+    /// `steady_per_s` come per second when the guest does not wait: before the save, for example.
     pub fn new(mut times_us: Vec<u64>, observed_us: u64, steady_per_s: f64) -> Self {
         times_us.retain(|&time| time < observed_us);
         times_us.sort_unstable();
@@ -25,14 +26,15 @@ impl Replies {
     }
 
     /// The share of the steady replies that came in `[start, start + window)`; 1 at most.
-    pub fn utilization(&self, start_us: u64, window_us: u64) -> f64 {
-        let count = self.before(start_us + window_us) - self.before(start_us);
+    pub fn window_utilization(&self, start_us: u64, window_us: u64) -> f64 {
+        let count = self.replies_before(start_us + window_us) - self.replies_before(start_us);
         let steady = self.steady_per_s * window_us as f64 / 1e6;
         if steady > 0.0 { (count as f64 / steady).min(1.0) } else { 1.0 }
     }
 
-    /// TTR(w, u), in seconds since the command. `None` if the guest was not back in any window that was observed whole.
-    pub fn responsiveness(&self, window_us: u64, utilization: f64) -> Option<f64> {
+    /// TTR(w, u), in seconds since the command. `None` if no completely observed window had this
+    /// utilization.
+    pub fn time_to_responsiveness(&self, window_us: u64, utilization: f64) -> Option<f64> {
         let last_start = self.observed_us.checked_sub(window_us)?;
         let wanted = utilization * self.steady_per_s * window_us as f64 / 1e6;
         let wanted = (wanted - 1e-9).ceil().max(0.0) as usize;
@@ -42,8 +44,9 @@ impl Replies {
 
     /// The last start of a window with fewer replies than wanted.
     ///
-    /// Among the starts after one reply, up to and with the next, the number of replies in the window only grows. So the last
-    /// short one among them is where the window just ends before the reply that would be enough.
+    /// Among the starts after one reply, up to and with the next, the number of replies in the
+    /// window only grows. So the last short one among them is where the window just ends before the
+    /// reply that would be enough.
     fn last_short(&self, window_us: u64, wanted: usize, last_start: u64) -> Option<u64> {
         if wanted == 0 {
             return None;
@@ -57,7 +60,7 @@ impl Replies {
         })
     }
 
-    fn before(&self, time_us: u64) -> usize {
+    fn replies_before(&self, time_us: u64) -> usize {
         self.times_us.partition_point(|&reply| reply < time_us)
     }
 }
@@ -69,31 +72,32 @@ mod tests {
 
     #[test]
     fn a_guest_that_answers_as_before_is_back_at_once() {
-        let steady = Replies::new((0..500).map(|n| n * 10_000).collect(), 5_000_000, 100.0);
-        assert_eq!(steady.responsiveness(1_000_000, 0.9), Some(0.0));
+        let steady = ReplyTimes::new((0..500).map(|n| n * 10_000).collect(), 5_000_000, 100.0);
+        assert_eq!(steady.time_to_responsiveness(1_000_000, 0.9), Some(0.0));
     }
 
     #[test]
     fn silence_ends_when_enough_of_the_window_is_steady() {
-        let late = Replies::new((200..500).map(|n| n * 10_000).collect(), 5_000_000, 100.0);
-        let back = late.responsiveness(1_000_000, 0.9).unwrap();
+        let late = ReplyTimes::new((200..500).map(|n| n * 10_000).collect(), 5_000_000, 100.0);
+        let back = late.time_to_responsiveness(1_000_000, 0.9).unwrap();
         assert!((1.88..=1.9).contains(&back), "{back}");
     }
 
     #[test]
     fn a_guest_that_never_comes_back_has_no_ttr() {
-        let hesitant = Replies::new((0..50).map(|n| n * 100_000).collect(), 5_000_000, 100.0);
-        assert_eq!(hesitant.responsiveness(1_000_000, 0.9), None);
-        assert_eq!(hesitant.responsiveness(1_000_000, 0.0), Some(0.0));
-        assert_eq!(Replies::new(Vec::new(), 10, 1.0).responsiveness(20, 0.5), None);
+        let hesitant = ReplyTimes::new((0..50).map(|n| n * 100_000).collect(), 5_000_000, 100.0);
+        assert_eq!(hesitant.time_to_responsiveness(1_000_000, 0.9), None);
+        assert_eq!(hesitant.time_to_responsiveness(1_000_000, 0.0), Some(0.0));
+        assert_eq!(ReplyTimes::new(Vec::new(), 10, 1.0).time_to_responsiveness(20, 0.5), None);
     }
 
     /// The definition taken literally, by trying every microsecond.
-    fn slow(replies: &Replies, window_us: u64, utilization: f64) -> Option<f64> {
+    fn slow(replies: &ReplyTimes, window_us: u64, utilization: f64) -> Option<f64> {
         let last_start = replies.observed_us.checked_sub(window_us)?;
         let is_short = |at: &u64| {
             let steady = replies.steady_per_s * window_us as f64 / 1e6;
-            let count = (replies.before(at + window_us) - replies.before(*at)) as f64;
+            let count =
+                (replies.replies_before(at + window_us) - replies.replies_before(*at)) as f64;
             count < utilization * steady - 1e-9
         };
         let back = (0..=last_start).rev().find(is_short).map_or(0, |last| last + 1);
@@ -110,9 +114,9 @@ mod tests {
             percent in 0u32..=100,
         ) {
             let steady = f64::from(per_window) * 1e6 / window as f64;
-            let replies = Replies::new(times, observed, steady);
+            let replies = ReplyTimes::new(times, observed, steady);
             let utilization = f64::from(percent) / 100.0;
-            prop_assert_eq!(replies.responsiveness(window, utilization), slow(&replies, window, utilization));
+            prop_assert_eq!(replies.time_to_responsiveness(window, utilization), slow(&replies, window, utilization));
         }
     }
 }

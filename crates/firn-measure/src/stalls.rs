@@ -1,52 +1,53 @@
-//! The intervals in which vCPUs waited.
+//! Stalls: the intervals in which vCPUs waited.
 
 use serde::{Deserialize, Serialize};
 
 /// An interval in which one vCPU waited for a page, or had not been started.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
-pub struct Stall {
-    /// Which vCPU, from 0.
+pub struct StallInterval {
+    /// The vCPU, from 0.
     pub vcpu: u16,
     /// When it began to wait, in microseconds since the command.
     pub start_us: u64,
-    /// When it went on. A stall that does not end after it began lasts no time.
+    /// When it continued. A stall that does not end after it began has no length.
     pub end_us: u64,
 }
 
-/// All waiting of one restore, as a function that can be asked for the waiting time before any instant.
+/// All stalls of one restore, as a function: the waiting time before any instant.
 #[derive(Clone, Debug, PartialEq)]
-pub struct Stalls {
+pub struct VcpuStalls {
     vcpus: u16,
-    /// Where the number of waiting vCPUs changes: the instant, the waiting time of all vCPUs before it, and how many
-    /// wait from it on. Sorted by instant; the last one has nobody waiting.
-    steps: Vec<Step>,
+    /// The instants at which the number of waiting vCPUs changes: the instant, the waiting time of
+    /// all vCPUs before it, and the number that wait from it on. Sorted by instant; after the last
+    /// one no vCPU waits.
+    steps: Vec<StallStep>,
 }
 
 #[derive(Clone, Copy, Debug, PartialEq)]
-struct Step {
+struct StallStep {
     at: u64,
     waited: u64,
     waiting: u64,
 }
 
-impl Stalls {
-    /// The stalls of a VM with `vcpus` vCPUs (at least one). Overlapping stalls of one vCPU count once; stalls of
-    /// vCPUs that it does not have are left out.
-    pub fn new(vcpus: u16, stalls: &[Stall]) -> Self {
+impl VcpuStalls {
+    /// The stalls of a VM with `vcpus` vCPUs (at least one). Overlapping stalls of one vCPU count
+    /// once; stalls of vCPUs that it does not have are left out.
+    pub fn new(vcpus: u16, stalls: &[StallInterval]) -> Self {
         let vcpus = vcpus.max(1);
         let mut changes: Vec<(u64, i64)> = Vec::with_capacity(stalls.len() * 2);
         for vcpu in 0..vcpus {
-            for (start, end) in merged(stalls.iter().filter(|stall| stall.vcpu == vcpu)) {
+            for (start, end) in merge_intervals(stalls.iter().filter(|stall| stall.vcpu == vcpu)) {
                 changes.push((start, 1));
                 changes.push((end, -1));
             }
         }
         changes.sort_unstable();
-        Self { vcpus, steps: accumulate(&changes) }
+        Self { vcpus, steps: accumulate_steps(&changes) }
     }
 
     /// The share of `[start, start + window)` in which vCPUs did not wait; `window` above 0.
-    pub fn utilization(&self, start_us: u64, window_us: u64) -> f64 {
+    pub fn window_utilization(&self, start_us: u64, window_us: u64) -> f64 {
         let waited = self.waited_before(start_us + window_us) - self.waited_before(start_us);
         1.0 - waited as f64 / (window_us as f64 * f64::from(self.vcpus))
     }
@@ -56,16 +57,16 @@ impl Stalls {
         self.steps.last().map_or(0, |step| step.at)
     }
 
-    pub(crate) fn vcpus(&self) -> u16 {
+    pub(crate) fn vcpu_count(&self) -> u16 {
         self.vcpus
     }
 
     /// Instants at which the number of waiting vCPUs changes.
-    pub(crate) fn instants(&self) -> impl Iterator<Item = u64> + '_ {
+    pub(crate) fn change_instants(&self) -> impl Iterator<Item = u64> + '_ {
         self.steps.iter().map(|step| step.at)
     }
 
-    /// Waiting time of all vCPUs together before an instant.
+    /// The summed waiting time of all vCPUs before an instant.
     pub(crate) fn waited_before(&self, at: u64) -> u64 {
         let after = self.steps.partition_point(|step| step.at <= at);
         let Some(step) = after.checked_sub(1).and_then(|index| self.steps.get(index)) else {
@@ -76,7 +77,7 @@ impl Stalls {
 }
 
 /// One vCPU's stalls without overlap, by time.
-fn merged<'a>(stalls: impl Iterator<Item = &'a Stall>) -> Vec<(u64, u64)> {
+fn merge_intervals<'a>(stalls: impl Iterator<Item = &'a StallInterval>) -> Vec<(u64, u64)> {
     let lasting = stalls.filter(|stall| stall.start_us < stall.end_us);
     let mut intervals: Vec<_> = lasting.map(|stall| (stall.start_us, stall.end_us)).collect();
     intervals.sort_unstable();
@@ -90,12 +91,12 @@ fn merged<'a>(stalls: impl Iterator<Item = &'a Stall>) -> Vec<(u64, u64)> {
     merged
 }
 
-fn accumulate(changes: &[(u64, i64)]) -> Vec<Step> {
-    let mut steps: Vec<Step> = Vec::with_capacity(changes.len());
-    let mut now = Step { at: 0, waited: 0, waiting: 0 };
+fn accumulate_steps(changes: &[(u64, i64)]) -> Vec<StallStep> {
+    let mut steps: Vec<StallStep> = Vec::with_capacity(changes.len());
+    let mut now = StallStep { at: 0, waited: 0, waiting: 0 };
     for &(at, change) in changes {
         let waited = now.waited + (at - now.at) * now.waiting;
-        now = Step { at, waited, waiting: now.waiting.saturating_add_signed(change) };
+        now = StallStep { at, waited, waiting: now.waiting.saturating_add_signed(change) };
         match steps.last_mut() {
             Some(last) if last.at == at => *last = now,
             _ => steps.push(now),
@@ -108,26 +109,26 @@ fn accumulate(changes: &[(u64, i64)]) -> Vec<Step> {
 mod tests {
     use super::*;
 
-    fn stall(vcpu: u16, start_us: u64, end_us: u64) -> Stall {
-        Stall { vcpu, start_us, end_us }
+    fn stall(vcpu: u16, start_us: u64, end_us: u64) -> StallInterval {
+        StallInterval { vcpu, start_us, end_us }
     }
 
     #[test]
     fn half_a_window_of_waiting_is_half_utilization() {
-        let stalls = Stalls::new(1, &[stall(0, 10, 15)]);
-        assert_eq!(stalls.utilization(10, 10), 0.5);
-        assert_eq!(stalls.utilization(15, 10), 1.0);
+        let stalls = VcpuStalls::new(1, &[stall(0, 10, 15)]);
+        assert_eq!(stalls.window_utilization(10, 10), 0.5);
+        assert_eq!(stalls.window_utilization(15, 10), 1.0);
     }
 
     #[test]
     fn one_of_two_vcpus_waiting_is_half_utilization() {
-        let stalls = Stalls::new(2, &[stall(1, 0, 100)]);
-        assert_eq!(stalls.utilization(0, 100), 0.5);
+        let stalls = VcpuStalls::new(2, &[stall(1, 0, 100)]);
+        assert_eq!(stalls.window_utilization(0, 100), 0.5);
     }
 
     #[test]
     fn overlapping_stalls_of_a_vcpu_count_once() {
-        let stalls = Stalls::new(1, &[stall(0, 0, 10), stall(0, 5, 12), stall(0, 12, 14)]);
+        let stalls = VcpuStalls::new(1, &[stall(0, 0, 10), stall(0, 5, 12), stall(0, 12, 14)]);
         assert_eq!(stalls.waited_before(100), 14);
         assert_eq!(stalls.end_us(), 14);
     }

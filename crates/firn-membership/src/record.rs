@@ -1,69 +1,72 @@
-//! What the hosts of a cluster agree on, and what it has to be like. It comes from whoever has a certificate, so it is checked when
-//! it is written and when it is read: nobody obeys one that makes no sense.
+//! The record of a cluster, and its rules. Any peer with a certificate may have written it, so it
+//! is checked when it is written and when it is read: no host obeys a record that breaks the rules.
 
 use std::collections::{BTreeMap, BTreeSet};
 
-use firn_cluster::failover::Register;
-use firn_cluster::{Host, Vm};
+use firn_cluster::failover::FailoverRecord;
+use firn_cluster::{HostId, VmId};
 use serde::{Deserialize, Serialize};
 
-use crate::Trouble;
-use crate::words::is_plain;
+use crate::MembershipError;
+use crate::types::is_plain;
 
-/// The longest record, in bytes of JSON. It is some hundred bytes for each VM.
+/// Maximum size of a record, in bytes of JSON. A VM takes some hundred bytes.
 pub const RECORD_BYTES_MAX: usize = 16 << 10;
 
-/// What the hosts of a cluster agree on.
+/// What the hosts agree on about a cluster.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
-pub struct Record {
-    /// Who may run what.
-    pub register: Register,
-    /// What the VMs are called at their hosts.
-    pub vms: BTreeMap<Vm, String>,
+pub struct ClusterRecord {
+    /// Which hosts may run which VMs.
+    pub register: FailoverRecord,
+    /// The names of the VMs at their hosts.
+    pub vms: BTreeMap<VmId, String>,
 }
 
-impl Record {
-    /// As it is kept.
+impl ClusterRecord {
+    /// Encodes it as it is stored.
     ///
     /// # Errors
-    /// If it is too long, or makes no sense.
-    pub fn to_json(&self) -> Result<Vec<u8>, Trouble> {
-        let json = serde_json::to_vec(self).map_err(|error| Trouble::Refused(error.to_string()))?;
+    /// If it is too long, or breaks the rules.
+    pub fn to_json(&self) -> Result<Vec<u8>, MembershipError> {
+        let json = serde_json::to_vec(self)
+            .map_err(|error| MembershipError::Refused(error.to_string()))?;
         match json.len() {
-            len if len > RECORD_BYTES_MAX => Err(Trouble::Refused(format!(
+            len if len > RECORD_BYTES_MAX => Err(MembershipError::Refused(format!(
                 "the record of a cluster would have {len} bytes, of at most {RECORD_BYTES_MAX}: make smaller clusters"
             ))),
-            _ => self.check().map(|()| json),
+            _ => self.check_rules().map(|()| json),
         }
     }
 
-    /// As it was kept.
+    /// Decodes a stored record.
     ///
     /// # Errors
-    /// If it is no record, or makes no sense.
-    pub fn from_json(json: &[u8]) -> Result<Self, Trouble> {
+    /// If it is no record, or breaks the rules.
+    pub fn from_json(json: &[u8]) -> Result<Self, MembershipError> {
         let record: Self = serde_json::from_slice(json)
-            .map_err(|error| Trouble::Refused(format!("this is no record: {error}")))?;
-        record.check().map(|()| record)
+            .map_err(|error| MembershipError::Refused(format!("this is no record: {error}")))?;
+        record.check_rules().map(|()| record)
     }
 
-    /// The end of the cluster; see [`Register::ended`].
-    pub fn ended(&self) -> Self {
-        Self { register: self.register.ended(), vms: BTreeMap::new() }
+    /// The record after the end of the cluster; see [`FailoverRecord::with_end`].
+    pub fn to_ended(&self) -> Self {
+        Self { register: self.register.with_end(), vms: BTreeMap::new() }
     }
 
     /// Every host that the register names.
-    pub fn hosts(&self) -> BTreeSet<Host> {
+    pub fn named_hosts(&self) -> BTreeSet<HostId> {
         let backups = self.register.places.values().filter_map(|place| place.backup);
         let named = self.register.primaries().into_iter().chain(backups);
         named.chain(self.register.fence.iter().copied()).collect()
     }
 
+    /// Checks the rules.
+    ///
     /// # Errors
-    /// What makes no sense in it.
-    pub fn check(&self) -> Result<(), Trouble> {
-        let Register { places, checkpoint, generation, layout, .. } = &self.register;
-        let name = |vm: &Vm| self.vms.get(vm).is_some_and(|name| is_plain(name));
+    /// The rule that it breaks.
+    pub fn check_rules(&self) -> Result<(), MembershipError> {
+        let FailoverRecord { places, checkpoint, generation, layout, .. } = &self.register;
+        let name = |vm: &VmId| self.vms.get(vm).is_some_and(|name| is_plain(name));
         let rules = [
             (places.keys().all(name), "a VM in it has no name that a VM can have"),
             (self.vms.values().all(|name| is_plain(name)), "a name in it is none of a VM"),
@@ -73,7 +76,9 @@ impl Record {
             (checkpoint.layout <= *layout, "its checkpoint is of a layout to come"),
         ];
         match rules.iter().find(|(holds, _)| !holds) {
-            Some((_, why)) => Err(Trouble::Refused(format!("the record makes no sense: {why}"))),
+            Some((_, why)) => {
+                Err(MembershipError::Refused(format!("the record makes no sense: {why}")))
+            }
             None => Ok(()),
         }
     }
@@ -81,45 +86,50 @@ impl Record {
 
 #[cfg(test)]
 mod tests {
-    use firn_cluster::failover::Place;
+    use firn_cluster::failover::VmPlacement;
     use firn_cluster::{Epoch, Generation};
 
     use super::*;
 
-    fn record() -> Record {
-        let place = Place { primary: Host(1), backup: Some(Host(2)) };
-        let register = Register::new(BTreeMap::from([(Vm(7), place)]));
-        Record { register, vms: BTreeMap::from([(Vm(7), "web".to_owned())]) }
+    fn record() -> ClusterRecord {
+        let place = VmPlacement { primary: HostId(1), backup: Some(HostId(2)) };
+        let register = FailoverRecord::new(BTreeMap::from([(VmId(7), place)]));
+        ClusterRecord { register, vms: BTreeMap::from([(VmId(7), "web".to_owned())]) }
     }
 
     #[test]
     fn a_record_has_a_bound_and_comes_back() {
         let short = record();
-        assert_eq!(Record::from_json(&short.to_json().unwrap()).unwrap(), short);
-        assert!(short.ended().to_json().is_ok());
-        let vms = (0..400).map(|vm| (Vm(vm), "x".repeat(63))).collect();
-        let long = Record { vms, ..short };
-        assert!(matches!(long.to_json(), Err(Trouble::Refused(why)) if why.contains("smaller")));
+        assert_eq!(ClusterRecord::from_json(&short.to_json().unwrap()).unwrap(), short);
+        assert!(short.to_ended().to_json().is_ok());
+        let vms = (0..400).map(|vm| (VmId(vm), "x".repeat(63))).collect();
+        let long = ClusterRecord { vms, ..short };
+        assert!(
+            matches!(long.to_json(), Err(MembershipError::Refused(why)) if why.contains("smaller"))
+        );
     }
 
     #[test]
     fn what_makes_no_sense_is_refused_both_ways() {
-        type Change = fn(&mut Record);
+        type Change = fn(&mut ClusterRecord);
         let mistakes: [(Change, &str); 6] = [
             (|it| it.vms.clear(), "has no name"),
-            (|it| drop(it.vms.insert(Vm(8), "a/b".to_owned())), "none of a VM"),
+            (|it| drop(it.vms.insert(VmId(8), "a/b".to_owned())), "none of a VM"),
             (|it| it.register.checkpoint.marks.clear(), "of other VMs"),
-            (|it| it.register.checkpoint.marks.extend([(Vm(8), Epoch(1))]), "of other VMs"),
+            (|it| it.register.checkpoint.marks.extend([(VmId(8), Epoch(1))]), "of other VMs"),
             (|it| it.register.checkpoint.generation = Generation(1), "a timeline to come"),
-            (|it| it.register.places.get_mut(&Vm(7)).unwrap().primary = Host(2), "both primary"),
+            (
+                |it| it.register.places.get_mut(&VmId(7)).unwrap().primary = HostId(2),
+                "both primary",
+            ),
         ];
         for (change, why) in mistakes {
             let mut bad = record();
             change(&mut bad);
             let written = bad.to_json().unwrap_err().to_string();
-            let read = Record::from_json(&serde_json::to_vec(&bad).unwrap()).unwrap_err();
+            let read = ClusterRecord::from_json(&serde_json::to_vec(&bad).unwrap()).unwrap_err();
             assert!(written.contains(why) && read.to_string() == written, "{written}");
         }
-        assert!(Record::from_json(b"{}").unwrap_err().to_string().contains("no record"));
+        assert!(ClusterRecord::from_json(b"{}").unwrap_err().to_string().contains("no record"));
     }
 }

@@ -1,9 +1,9 @@
-//! What the calls on the path of a page fault cost on this machine.
+//! Measures the cost of the calls on the path of a page fault on this machine.
 //!
 //! `cargo run --release -p firn-memory --example fault_latency [PAGES]`
 //!
-//! The example runs itself again as the process whose pages are missing. That process touches them one after another and
-//! takes the time of each touch; this one answers.
+//! The example runs itself again as the process whose pages are missing. That process touches them
+//! one after another and takes the time of each touch; this one answers.
 
 use std::fs::File;
 use std::io::{BufRead, BufReader, Read, Write};
@@ -13,7 +13,8 @@ use std::time::{Duration, Instant};
 
 use anyhow::{Context, Result, bail};
 use firn_memory::{
-    Event, GuestMemory, PageFaults, Process, RegionLocation, Trace, Tracee, drop_page_tables,
+    GuestMemory, MemoryEvent, PageFaults, Process, RegionLocation, TraceMode, Tracee,
+    drop_page_tables,
 };
 use firn_types::{HostVirt, Page, RegionMap};
 use memmap2::MmapRaw;
@@ -34,7 +35,8 @@ fn main() -> Result<()> {
     }
 }
 
-/// The traced process: for each line on its standard input, touches one page of each block and prints the nanoseconds.
+/// The traced process: for each line on its standard input, touches one page of each block and
+/// prints the nanoseconds.
 fn touch(pages: usize) -> Result<()> {
     let file = File::from(memfd_create("ram", MemfdFlags::CLOEXEC)?);
     ftruncate(&file, (pages * PAGE) as u64)?;
@@ -44,7 +46,8 @@ fn touch(pages: usize) -> Result<()> {
         let mut out = Vec::new();
         for page in (0..pages).step_by(BLOCK) {
             let start = Instant::now();
-            // SAFETY: the address lies in a live mapping; the access is volatile as another process fills the page.
+            // SAFETY: the address lies in a live mapping; the access is volatile as another process
+            // fills the page.
             unsafe { map.as_ptr().wrapping_add(page * PAGE).read_volatile() };
             out.extend((start.elapsed().as_nanos() as u64).to_le_bytes());
         }
@@ -91,7 +94,7 @@ impl Touching {
         Ok(Self { child, output, memory, pages })
     }
 
-    /// Lets it touch all blocks while `answer` serves the faults. Prints what a touch took.
+    /// Lets it touch all blocks while `answer` serves the faults. Prints the time of a touch.
     fn run(
         &mut self,
         what: &str,
@@ -102,9 +105,9 @@ impl Touching {
         let mut events = Vec::with_capacity(64);
         let mut answers = Vec::with_capacity(self.pages / BLOCK);
         while answers.len() < self.pages / BLOCK {
-            faults.wait(&mut events, Duration::from_secs(5))?;
+            faults.wait_for_events(&mut events, Duration::from_secs(5))?;
             for event in events.drain(..) {
-                let Event::Fault { page, .. } = event else { continue };
+                let MemoryEvent::Fault { page, .. } = event else { continue };
                 let start = Instant::now();
                 answer(page)?;
                 answers.push(start.elapsed().as_nanos() as u64);
@@ -136,12 +139,12 @@ fn tracee(memory: &GuestMemory) -> Result<Tracee<'_>> {
 fn missing(touching: &mut Touching) -> Result<()> {
     let memory = touching.memory.clone();
     let start = Instant::now();
-    let faults = PageFaults::create(&mut tracee(&memory)?, memory.clone(), Trace::Restore)?;
-    faults.register()?;
+    let faults = PageFaults::create(&mut tracee(&memory)?, memory.clone(), TraceMode::Restore)?;
+    faults.register_all()?;
     println!("attached and registered in {:.2} ms", start.elapsed().as_secs_f64() * 1e3);
     let block = [0x5a; BLOCK * PAGE];
     touching.run("missing, installed by block", &faults, |page| {
-        faults.install(page, &block)?;
+        faults.install_pages(page, &block)?;
         Ok(())
     })?;
     faults.close(&mut tracee(&memory)?)?;
@@ -153,7 +156,7 @@ fn reading(what: &str, memory: &GuestMemory, pages: usize) -> Result<()> {
     let mut times = Vec::new();
     for page in (0..pages).step_by(BLOCK) {
         let start = Instant::now();
-        memory.read(Page(page as u32), &mut block)?;
+        memory.read_pages(Page(page as u32), &mut block)?;
         times.push(start.elapsed().as_nanos() as u64);
     }
     println!("{what}: {}", percentiles(times));
@@ -163,18 +166,18 @@ fn reading(what: &str, memory: &GuestMemory, pages: usize) -> Result<()> {
 fn touched(touching: &mut Touching) -> Result<()> {
     let memory = touching.memory.clone();
     let all = Page(0)..Page(touching.pages as u32);
-    let faults = PageFaults::create(&mut tracee(&memory)?, memory.clone(), Trace::Save)?;
-    faults.register()?;
+    let faults = PageFaults::create(&mut tracee(&memory)?, memory.clone(), TraceMode::Save)?;
+    faults.register_all()?;
     let gib = (touching.pages * PAGE) as f64 / f64::from(1 << 30);
     let start = Instant::now();
-    faults.protect(all.clone())?;
+    faults.protect_pages(all.clone())?;
     println!("write-protecting: {:.2} ms per GiB", start.elapsed().as_secs_f64() * 1e3 / gib);
     let start = Instant::now();
     drop_page_tables(&mut tracee(&memory)?, &memory, all)?;
     println!("dropping page tables: {:.2} ms per GiB", start.elapsed().as_secs_f64() * 1e3 / gib);
     touching.run("not mapped, copied, then resumed", &faults, |page| {
         let mut block = [0; BLOCK * PAGE];
-        memory.read(page, &mut block)?;
+        memory.read_pages(page, &mut block)?;
         faults.resume_minor(page..Page(page.0 + BLOCK as u32), true)?;
         Ok(())
     })?;

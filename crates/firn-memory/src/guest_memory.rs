@@ -1,4 +1,4 @@
-//! The guest's RAM as files: read it, ask what is backed, punch holes.
+//! Guest RAM through the files that back it: read pages, find the backed ones, punch holes.
 //!
 //! ```text
 //!   RAM pages   0 .............. 524287 | 524288 ....        firn_types::RegionMap
@@ -7,9 +7,10 @@
 //!   mappings    hva 0x7f1c40000000 ...   hva 0x7f1d...       in the hypervisor: where the guest's accesses go
 //! ```
 //!
-//! Pages are copied by `pread(2)`: it reads holes as zeros without filling them, costs no page fault of Firn's own, and
-//! says so if the file ends. A page that is known to be backed can be copied through a mapping instead, in half the time
-//! (1.2 against 2.6 us for 8 KiB that no cache holds): [`GuestMemory::open_window`], for a save.
+//! Pages are copied by `pread(2)`: it reads holes as zeros without filling them, causes no page
+//! fault in Firn, and fails if the file ends early. A page that is known to be backed can be copied
+//! through a mapping instead, in half the time (1.2 against 2.6 us for 8 KiB that no cache holds):
+//! [`GuestMemory::open_window`], for a save.
 
 use std::ops::Range;
 use std::sync::{Arc, OnceLock};
@@ -24,12 +25,12 @@ mod source;
 mod users;
 mod window;
 
-use backing::Backing;
+use backing::RegionBacking;
 pub use error::MemoryError;
-pub use users::User;
-use window::Window;
+pub use users::RamUser;
+use window::RamWindow;
 
-/// Where a region lies in the hypervisor's address space.
+/// The address of a region in the hypervisor's address space.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct RegionLocation {
     /// The region, as in the map.
@@ -44,15 +45,16 @@ pub struct GuestMemory {
     process: Arc<Process>,
     map: RegionMap,
     /// One per region of the map, in its order.
-    backings: Vec<Backing>,
-    window: OnceLock<Window>,
+    backings: Vec<RegionBacking>,
+    window: OnceLock<RamWindow>,
 }
 
 impl GuestMemory {
     /// Finds and opens the file behind each region.
     ///
     /// # Errors
-    /// If a region is not mapped where its location says, or not as shared memory in tmpfs or a memfd.
+    /// If a region is not mapped where its location says, or not as shared memory in tmpfs or a
+    /// memfd.
     pub fn open(
         process: Arc<Process>,
         map: RegionMap,
@@ -60,13 +62,14 @@ impl GuestMemory {
     ) -> Result<Self, MemoryError> {
         let memory = Self::open_any(process, map, locations)?;
         match memory.backings.iter().find(|backing| !backing.is_shared()) {
-            Some(private) => Err(MemoryError::Private { id: private.id().to_owned() }),
+            Some(private) => Err(MemoryError::Private { id: private.region_id().to_owned() }),
             None => Ok(memory),
         }
     }
 
-    /// As [`Self::open`], but takes private anonymous memory too (QEMU's default). That can only be traced for writes
-    /// ([`crate::Trace::Writes`], [`crate::PageScan`]), and costs more to read.
+    /// As [`Self::open`], but accepts private anonymous memory too (QEMU's default). Private memory
+    /// can only be traced for writes ([`crate::TraceMode::Writes`], [`crate::PageScan`]), and costs
+    /// more to read.
     ///
     /// # Errors
     /// As [`Self::open`].
@@ -75,7 +78,7 @@ impl GuestMemory {
         map: RegionMap,
         locations: &[RegionLocation],
     ) -> Result<Self, MemoryError> {
-        let mappings = process.mappings()?;
+        let mappings = process.read_mappings()?;
         if let Some(stray) = locations.iter().find(|place| !map.regions().contains(&place.region)) {
             return Err(MemoryError::Unlocated(stray.region.id.clone()));
         }
@@ -85,19 +88,19 @@ impl GuestMemory {
             .map(|region| {
                 let location = locations.iter().find(|place| place.region == *region);
                 let location = location.ok_or_else(|| MemoryError::Unlocated(region.id.clone()))?;
-                Backing::find(&process, &mappings, location)
+                RegionBacking::from_mappings(&process, &mappings, location)
             })
             .collect::<Result<_, _>>()?;
         Ok(Self { process, map, backings, window: OnceLock::new() })
     }
 
-    /// Whether all of RAM lies in files that Firn sees too.
+    /// Whether all of RAM lies in files that Firn has opened too.
     pub fn is_shared(&self) -> bool {
-        self.backings.iter().all(Backing::is_shared)
+        self.backings.iter().all(RegionBacking::is_shared)
     }
 
-    /// The regions, and where the guest sees them.
-    pub fn map(&self) -> &RegionMap {
+    /// The regions, and their guest-physical addresses.
+    pub fn region_map(&self) -> &RegionMap {
         &self.map
     }
 
@@ -106,7 +109,7 @@ impl GuestMemory {
         &self.process
     }
 
-    /// Where a page lies in the hypervisor; `None` for a page between regions.
+    /// The address of a page in the hypervisor; `None` for a page between regions.
     pub fn hva_of(&self, page: Page) -> Option<HostVirt> {
         self.backing_of(page).map(|backing| backing.hva_of(page))
     }
@@ -116,31 +119,31 @@ impl GuestMemory {
         self.backings.iter().find_map(|backing| backing.page_at(hva))
     }
 
-    /// Copies whole pages from the running guest. Pages that were never backed, and pages between regions, read as
-    /// zeros, and stay as they are.
+    /// Copies whole pages from the running guest. Pages that were never backed, and pages between
+    /// regions, read as zeros, and stay unbacked.
     ///
-    /// A page that the guest writes meanwhile is copied as a mixture of old and new bytes: protect it first where that
-    /// matters.
+    /// A page that the guest writes during the copy is copied as a mixture of old and new bytes:
+    /// protect it first where that matters.
     ///
     /// # Errors
     /// If the RAM file ends before the range does.
     ///
     /// # Panics
     /// In debug builds, if `out` is not a whole number of pages.
-    pub fn read(&self, first: Page, out: &mut [u8]) -> Result<(), MemoryError> {
+    pub fn read_pages(&self, first: Page, out: &mut [u8]) -> Result<(), MemoryError> {
         debug_assert!(out.len() % PAGE_SIZE == 0, "{} bytes are not pages", out.len());
         let pages = out.len() / PAGE_SIZE;
         let end = Page(first.0.saturating_add(pages as u32));
         let mut at = first;
         for (index, backing) in self.backings.iter().enumerate() {
-            let Some(part) = backing.overlap(&(at..end)) else { continue };
-            let from = Page::count(&(first..part.start)) * PAGE_SIZE;
-            let to = from + Page::count(&part) * PAGE_SIZE;
-            out[Page::count(&(first..at)) * PAGE_SIZE..from].fill(0);
+            let Some(part) = backing.overlap_with(&(at..end)) else { continue };
+            let from = Page::count_in(&(first..part.start)) * PAGE_SIZE;
+            let to = from + Page::count_in(&part) * PAGE_SIZE;
+            out[Page::count_in(&(first..at)) * PAGE_SIZE..from].fill(0);
             self.read_part(index, &part, &mut out[from..to])?;
             at = part.end;
         }
-        out[Page::count(&(first..at)) * PAGE_SIZE..].fill(0);
+        out[Page::count_in(&(first..at)) * PAGE_SIZE..].fill(0);
         Ok(())
     }
 
@@ -152,17 +155,19 @@ impl GuestMemory {
         out: &mut [u8],
     ) -> Result<(), MemoryError> {
         let backing = &self.backings[index];
-        if self.window.get().is_some_and(|window| window.copy(index, backing, part, out)) {
+        if self.window.get().is_some_and(|window| window.copy_pages(index, backing, part, out)) {
             return Ok(());
         }
-        backing.read(part, out)
+        backing.read_pages(part, out)
     }
 
-    /// Maps all of RAM in Firn, and reads the pages that are backed now through that mapping from now on, in half the
-    /// time. Costs 2 MiB of page tables per GiB that is read.
+    /// Maps all of RAM in Firn. From now on [`Self::read_pages`] copies the pages that are backed
+    /// at this moment through that mapping, in half the time. Costs 2 MiB of page tables per GiB
+    /// that is read.
     ///
-    /// Private memory is not mapped. For a save only: if the hypervisor gives a page back and it is read afterwards, the RAM file gets a page of zeros
-    /// there, which a restore must not have. And a hypervisor that cuts its RAM file short kills Firn by SIGBUS.
+    /// Private memory is not mapped. For a save only: if the hypervisor gives a page back and Firn
+    /// reads it afterwards, the RAM file gets a page of zeros there, which a restore must not have.
+    /// And a hypervisor that truncates its RAM file kills Firn by SIGBUS.
     ///
     /// # Errors
     /// If there is no room for the mapping.
@@ -170,33 +175,35 @@ impl GuestMemory {
         if self.window.get().is_some() {
             return Ok(());
         }
-        let window = Window::open(&self.backings, &self.backed_runs()?, self.map.total_pages());
-        let window = window.map_err(|error| MemoryError::io("mapping", &self.all(), error))?;
-        // If somebody else has just opened one, that is as good.
+        let window = RamWindow::open(&self.backings, &self.backed_runs()?, self.map.total_pages());
+        let window =
+            window.map_err(|error| MemoryError::from_io("mapping", &self.all_pages(), error))?;
+        // If another thread has just opened one, that one serves as well.
         let _ = self.window.set(window);
         Ok(())
     }
 
-    /// Other processes that map the guest's RAM files: back ends of its devices (vhost-user). What they write is seen by
-    /// no page-fault handler of the hypervisor's. Firn itself does not count, nor do processes that may not be looked at.
+    /// Other processes that map the guest's RAM files: back ends of its devices (vhost-user). No
+    /// page-fault handler of the hypervisor sees what they write. Firn itself does not count, nor
+    /// do processes that Firn may not inspect.
     ///
     /// # Errors
-    /// If the RAM files can't be looked at.
-    pub fn other_users(&self) -> Result<Vec<User>, MemoryError> {
-        let files = self.backings.iter().filter_map(|backing| backing.identity().transpose());
+    /// If the RAM files cannot be inspected.
+    pub fn other_users(&self) -> Result<Vec<RamUser>, MemoryError> {
+        let files = self.backings.iter().filter_map(|backing| backing.file_id().transpose());
         let files = files.collect::<Result<Vec<_>, _>>()?;
         let is_ours = |pid: i32| pid == self.process.pid() || pid == std::process::id() as i32;
-        let others = users::processes().filter(|&pid| !files.is_empty() && !is_ours(pid));
-        Ok(others.filter_map(|pid| users::User::of(pid, &files)).collect())
+        let others = users::list_processes().filter(|&pid| !files.is_empty() && !is_ours(pid));
+        Ok(others.filter_map(|pid| users::RamUser::from_pid(pid, &files)).collect())
     }
 
-    /// Whether any page of the range has memory behind it.
+    /// Whether any page of the range is backed by memory.
     ///
     /// # Errors
-    /// If the kernel refuses the question, which it has no reason to.
+    /// If the kernel refuses the query, which it has no reason to.
     pub fn is_backed(&self, range: Range<Page>) -> Result<bool, MemoryError> {
         for backing in &self.backings {
-            let Some(part) = backing.overlap(&range) else { continue };
+            let Some(part) = backing.overlap_with(&range) else { continue };
             if backing.first_run(&part)?.is_some() {
                 return Ok(true);
             }
@@ -204,47 +211,50 @@ impl GuestMemory {
         Ok(false)
     }
 
-    /// The pages that have memory behind them, in runs, in order. All others are zeros: never written, or given back.
+    /// The pages that are backed by memory, in runs, in order. All others are zeros: never written,
+    /// or given back.
     ///
     /// # Errors
-    /// If the kernel refuses the question, which it has no reason to.
+    /// If the kernel refuses the query, which it has no reason to.
     pub fn backed_runs(&self) -> Result<Vec<Range<Page>>, MemoryError> {
         let mut runs = Vec::new();
         for backing in &self.backings {
-            backing.runs(&mut runs)?;
+            backing.append_backed_runs(&mut runs)?;
         }
         Ok(runs)
     }
 
-    /// Gives the memory behind these pages back to the host: they are zeros afterwards, in the hypervisor too.
+    /// Gives the memory of these pages back to the host: they are zeros afterwards, in the
+    /// hypervisor too.
     ///
     /// # Errors
-    /// If the RAM file is sealed or not writable for us, or there is none (private memory).
+    /// If the RAM file is sealed, if Firn may not write it, or if there is none (private memory).
     pub fn punch_out(&self, range: Range<Page>) -> Result<(), MemoryError> {
         for backing in &self.backings {
-            let Some(part) = backing.overlap(&range) else { continue };
+            let Some(part) = backing.overlap_with(&range) else { continue };
             if let Some(window) = self.window.get() {
-                window.forget(part.clone());
+                window.forget_pages(part.clone());
             }
             backing.punch_out(&part)?;
         }
         Ok(())
     }
 
-    /// The parts of a range that are RAM, each in one region, with their addresses in the hypervisor.
-    pub(crate) fn located(
+    /// The parts of a range that are RAM, each in one region, with their addresses in the
+    /// hypervisor.
+    pub(crate) fn locate_parts(
         &self,
         range: Range<Page>,
     ) -> impl Iterator<Item = (Range<Page>, HostVirt)> + '_ {
         self.backings.iter().filter_map(move |backing| {
-            let part = backing.overlap(&range)?;
+            let part = backing.overlap_with(&range)?;
             let hva = backing.hva_of(part.start);
             Some((part, hva))
         })
     }
 
-    /// All pages, with those between regions.
-    pub fn all(&self) -> Range<Page> {
+    /// All pages, including those between regions.
+    pub fn all_pages(&self) -> Range<Page> {
         Page(0)..Page(self.map.total_pages())
     }
 
@@ -253,12 +263,13 @@ impl GuestMemory {
     /// # Errors
     /// If not, or if they are private memory.
     pub(crate) fn check_shared(&self, range: &Range<Page>) -> Result<(), MemoryError> {
-        let mappings = self.process.mappings()?;
-        let mut touched = self.backings.iter().filter(|backing| backing.overlap(range).is_some());
+        let mappings = self.process.read_mappings()?;
+        let mut touched =
+            self.backings.iter().filter(|backing| backing.overlap_with(range).is_some());
         touched.try_for_each(|backing| backing.check_shared(&self.process, &mappings))
     }
 
-    fn backing_of(&self, page: Page) -> Option<&Backing> {
+    fn backing_of(&self, page: Page) -> Option<&RegionBacking> {
         self.backings.iter().find(|backing| backing.pages().contains(&page))
     }
 }

@@ -1,24 +1,28 @@
-//! What this process keeps of the memory that it no longer needs.
+//! The memory that this process keeps after it was freed: limits for the C library's allocator.
 //!
-//! An allocator expects that what was freed is soon needed again, and glibc's learns to: once a block of 20 MiB was freed, blocks of that size
-//! come from heaps that each thread has of its own, and stay there. Copies of guest memory are such blocks, made and freed by
-//! threads that come and go: a process that protects a VM would grow with each time it begins to.
+//! An allocator expects freed memory to be needed again soon, and glibc adapts to that: once a
+//! block of 20 MiB was freed, blocks of that size come from heaps that each thread has of its own,
+//! and stay there. Copies of guest memory are such blocks, which short-lived threads allocate and
+//! free: a process that protects a VM would grow with each new protection.
 
 use crate::sys::heap;
 
-/// From this size on a block of memory is the kernel's again as soon as it is freed.
+/// Blocks of this size and larger are returned to the kernel as soon as they are freed.
 pub const LARGE_BYTES: i32 = 1 << 20;
 
-/// What a heap of small blocks keeps when they are freed: what is needed again and again, in a pause for example, takes no page faults.
+/// The bytes that a heap of small blocks keeps when they are freed: memory that is needed
+/// repeatedly, in a pause for example, then causes no page faults.
 const KEPT_BYTES: i32 = 4 << 20;
 
-/// From now on large blocks that are freed are given back (`M_MMAP_THRESHOLD`, `M_TRIM_THRESHOLD`, mallopt(3)). Getting one takes a
-/// system call, and a page fault for each page of it. `false` if this C library can't be told.
+/// From now on freed large blocks are returned to the kernel (`M_MMAP_THRESHOLD`,
+/// `M_TRIM_THRESHOLD`, mallopt(3)). Allocating one takes a system call, and a page fault for each
+/// page of it. `false` if this C library has no such setting.
 pub fn give_back_large_blocks() -> bool {
     heap::map_blocks_from(LARGE_BYTES, KEPT_BYTES)
 }
 
-/// Gives back what is free of small blocks as well (malloc_trim(3)): after work that needed many, milliseconds.
+/// Returns the free memory of small blocks as well (malloc_trim(3)). After work that needed many of
+/// them this takes milliseconds.
 pub fn give_back() {
     heap::trim();
 }

@@ -1,5 +1,5 @@
-//! Guest memory that belongs to another process: attach to a hypervisor that runs already, follow what its guest
-//! touches, protect, install and read pages.
+//! Guest memory of another process: attach to a running hypervisor, trace what its guest touches,
+//! and protect, install and read pages.
 //!
 //! ```text
 //!        Firn                                      hypervisor (unmodified)
@@ -9,17 +9,18 @@
 //!   PageFaults   read, UFFDIO_* -----> [ userfaultfd of the hypervisor's address space ] <---- page faults
 //! ```
 //!
-//! `userfaultfd(2)` belongs to the address space that calls it. [`Tracee`] makes the hypervisor call it, and
-//! `pidfd_getfd(2)` copies the descriptor here; from then on every request works from Firn. The hypervisor's own copy
-//! keeps missing pages missing if Firn dies: the guest waits, and a new Firn takes the descriptor up again
-//! ([`PageFaults::adopt`]).
+//! A userfaultfd (`userfaultfd(2)`) belongs to the address space that creates it. [`Tracee`] makes
+//! the hypervisor create one, and `pidfd_getfd(2)` copies the descriptor to Firn; from then on
+//! every request works from Firn. If Firn dies, the hypervisor's own copy keeps missing pages
+//! missing: the guest waits, and a new Firn adopts the descriptor ([`PageFaults::adopt`]).
 //!
 //! # Unsafe code
 //!
-//! All unsafe code of this crate is in the module `sys`. Three rules keep it small: guest memory is copied by system
-//! calls, or by one instruction that the compiler cannot look into, so that there is no reference to memory that
-//! somebody else writes; addresses of the hypervisor are numbers ([`firn_types::HostVirt`]) and never become pointers; and
-//! a [`Process`] is never Firn itself, so no request can change Firn's own address space.
+//! All unsafe code of this crate is in the module `sys`. Three rules keep it small. Guest memory is
+//! copied by system calls, or by one instruction that the compiler cannot analyze, so that no
+//! reference to memory exists that another process writes. Addresses of the hypervisor are numbers
+//! ([`firn_types::HostVirt`]) and never become pointers. A [`Process`] is never Firn itself, so no
+//! request can change Firn's own address space.
 
 #![deny(unsafe_code)]
 
@@ -31,17 +32,17 @@ mod page_scan;
 mod page_tables;
 mod process;
 pub mod process_memory;
+pub mod scheduling;
 mod sys;
 mod tracee;
-pub mod urgency;
 
-pub use guest_memory::{GuestMemory, MemoryError, RegionLocation, User};
+pub use guest_memory::{GuestMemory, MemoryError, RamUser, RegionLocation};
 pub use page_faults::{
-    Attempt, Event, FaultKind, Features, Install, PageFaultError, PageFaults, Trace,
-    UserfaultfdAccess,
+    FaultKind, InstallAttempt, InstallOutcome, KernelFeatures, MemoryEvent, PageFaultError,
+    PageFaults, TraceMode, UserfaultfdAccess,
 };
-pub use page_scan::{PageScan, ScanError, mapped_pages, union};
+pub use page_scan::{PageScan, ScanError, mapped_pages, merge_runs};
 pub use page_tables::{DropError, drop_page_tables};
 pub use process::{Process, ProcessError};
-pub use sys::words::SharedWords;
+pub use sys::shared_words::SharedWords;
 pub use tracee::{TraceError, Tracee};

@@ -1,19 +1,19 @@
 //! The page faults of a running guest: wait for them, and answer them.
 //!
 //! ```text
-//!                 Trace::Restore                        Trace::Save                                   Trace::Writes
+//!                 TraceMode::Restore                    TraceMode::Save                               TraceMode::Writes
 //!   registered    MISSING                               MINOR | WP                                    WP
 //!   fault kinds   Missing: page not in the RAM file     Minor: in the file, not in the page tables    -
 //!                                                       WriteProtect: a write to a protected page     WriteProtect
-//!   answers       install, zero                         resume_minor, unprotect                       unprotect
-//!   told too      Removed: the guest gave pages back    -                                             -
+//!   answers       install_pages, install_zeros          resume_minor, unprotect_pages                 unprotect_pages
+//!   other events  Removed: the guest gave pages back    -                                             -
 //! ```
 //!
-//! A fault stops one thread of the hypervisor until it is answered; the others run on. A page installed by
-//! [`PageFaults::install`] appears whole or not at all, so a page that the RAM file has is always right, whatever
-//! happens to Firn in between.
+//! A fault blocks one thread of the hypervisor until it is answered; the others continue. A page
+//! installed by [`PageFaults::install_pages`] appears whole or not at all, so a page that the RAM
+//! file has is always right, whatever happens to Firn in between.
 //!
-//! Everything takes `&self`: one thread may wait while others install.
+//! All functions take `&self`: one thread may wait while others install.
 
 use std::ops::Range;
 use std::os::fd::AsFd;
@@ -27,7 +27,7 @@ use rustix::io::Errno;
 
 use crate::guest_memory::GuestMemory;
 use crate::process::ProcessError;
-use crate::sys::uffd::{Message, Span, Uffd};
+use crate::sys::uffd::{AddressSpan, Uffd, UffdMessage};
 use crate::tracee::Tracee;
 
 mod access;
@@ -40,86 +40,88 @@ mod features;
 mod make;
 
 pub use access::UserfaultfdAccess;
-pub use answer::Install;
-pub use attempt::Attempt;
+pub use answer::InstallOutcome;
+pub use attempt::InstallAttempt;
 pub use error::PageFaultError;
-pub use event::{Event, FaultKind};
-pub use features::{Features, Trace};
+pub use event::{FaultKind, MemoryEvent};
+pub use features::{KernelFeatures, TraceMode};
 
-/// Messages taken by one read.
+/// The maximum number of messages that one read takes.
 const BATCH: usize = 64;
 
 /// Firn's copy of a userfaultfd of the hypervisor.
 ///
-/// Dropping it leaves the hypervisor's own copy, and with it all that is registered: a guest that touches a missing
-/// page waits for the next Firn to [`PageFaults::adopt`] it. [`PageFaults::close`] is the clean end.
+/// Dropping it leaves the hypervisor's own copy, and with it all registrations: a guest that
+/// touches a missing page waits for the next Firn to [`PageFaults::adopt`] it.
+/// [`PageFaults::close`] ends it completely.
 #[derive(Debug)]
 pub struct PageFaults {
     memory: Arc<GuestMemory>,
     uffd: Uffd,
     /// The number of the hypervisor's copy in its own table.
     remote: i32,
-    trace: Trace,
-    features: Features,
-    /// What is registered: only that may be unregistered, as somebody else may have the rest.
+    trace: TraceMode,
+    features: KernelFeatures,
+    /// The registered ranges. Only these may be unregistered, as another process may have
+    /// registered others.
     registered: Mutex<Vec<Range<Page>>>,
-    /// Events that were read while answering, for the next [`Self::wait`].
-    held: Mutex<Vec<Event>>,
-    holds: AtomicBool,
+    /// Events that were read while answering, for the next [`Self::wait_for_events`].
+    pending_events: Mutex<Vec<MemoryEvent>>,
+    has_pending: AtomicBool,
 }
 
 impl PageFaults {
-    /// Makes a userfaultfd in the hypervisor, and takes a copy. Nothing is registered yet.
+    /// Makes a userfaultfd in the hypervisor, and copies the descriptor. Nothing is registered yet.
     ///
     /// # Errors
     /// If the hypervisor's user may not have one, or the kernel lacks a feature that `trace` needs.
     pub fn create(
         tracee: &mut Tracee<'_>,
         memory: Arc<GuestMemory>,
-        trace: Trace,
+        trace: TraceMode,
     ) -> Result<Self, PageFaultError> {
-        let features = Features::of_kernel()?;
-        if trace == Trace::Save && !memory.is_shared() {
+        let features = KernelFeatures::of_kernel()?;
+        if trace == TraceMode::Save && !memory.is_shared() {
             return Err(PageFaultError::Private);
         }
-        let remote = make::userfaultfd(tracee)?;
-        let made = Self::take(memory, remote, trace, features);
+        let remote = make::create_userfaultfd(tracee)?;
+        let made = Self::copy_remote(memory, remote, trace, features);
         if made.is_err() {
             // The first error is the one to report.
-            let _ = make::close(tracee, remote);
+            let _ = make::close_descriptor(tracee, remote);
         }
         made
     }
 
-    fn take(
+    fn copy_remote(
         memory: Arc<GuestMemory>,
         remote: i32,
-        trace: Trace,
-        features: Features,
+        trace: TraceMode,
+        features: KernelFeatures,
     ) -> Result<Self, PageFaultError> {
         let uffd = Uffd::new(memory.process().copy_descriptor(remote)?);
-        features::handshake(&uffd, trace, features)?;
-        Ok(Self::with(memory, uffd, remote, trace, features))
+        features::negotiate_features(&uffd, trace, features)?;
+        Ok(Self::from_parts(memory, uffd, remote, trace, features))
     }
 
-    fn with(
+    fn from_parts(
         memory: Arc<GuestMemory>,
         uffd: Uffd,
         remote: i32,
-        trace: Trace,
-        features: Features,
+        trace: TraceMode,
+        features: KernelFeatures,
     ) -> Self {
-        let (registered, held, holds) = Default::default();
-        Self { memory, uffd, remote, trace, features, registered, held, holds }
+        let (registered, pending_events, has_pending) = Default::default();
+        Self { memory, uffd, remote, trace, features, registered, pending_events, has_pending }
     }
 
-    /// What it was made for.
-    pub fn trace(&self) -> Trace {
+    /// The mode it was created for.
+    pub fn trace_mode(&self) -> TraceMode {
         self.trace
     }
 
-    /// What the kernel can do.
-    pub fn features(&self) -> Features {
+    /// The features of the kernel.
+    pub fn features(&self) -> KernelFeatures {
         self.features
     }
 
@@ -128,87 +130,95 @@ impl PageFaults {
         &self.memory
     }
 
-    /// Registers all of RAM. Nothing happens to pages that are mapped already.
+    /// Registers all of RAM. Pages that are mapped already are not affected.
     ///
     /// # Errors
-    /// If a region is registered with somebody else's userfaultfd (QEMU's own postcopy or background snapshot).
-    pub fn register(&self) -> Result<(), PageFaultError> {
-        let registered = self.register_range(self.memory.all());
+    /// If a region is registered with another userfaultfd (QEMU's own postcopy or background
+    /// snapshot).
+    pub fn register_all(&self) -> Result<(), PageFaultError> {
+        let registered = self.register_range(self.memory.all_pages());
         if registered.is_err() {
             // The first error is the one to report.
-            let _ = self.unregister();
+            let _ = self.unregister_all();
         }
         registered
     }
 
-    /// Registers a range, as [`Self::register`].
+    /// Registers a range, as [`Self::register_all`].
     pub fn register_range(&self, range: Range<Page>) -> Result<(), PageFaultError> {
-        for (part, hva) in self.memory.located(range) {
+        for (part, hva) in self.memory.locate_parts(range) {
             self.uffd
-                .register(span(hva, &part), self.trace.mode())
-                .map_err(|errno| self.error("registering", &part, errno))?;
-            lock(&self.registered).push(part);
+                .register(span_of_part(hva, &part), self.trace.register_mode())
+                .map_err(|errno| self.request_error("registering", &part, errno))?;
+            lock_list(&self.registered).push(part);
         }
         Ok(())
     }
 
-    /// Unregisters whatever is registered, piece by piece, because nothing of the hypervisor can map or fault memory
-    /// while the kernel goes through the page tables of a piece: drops write protection, and wakes every thread that waits. Missing pages read
-    /// as zeros from now on, so a restore unregisters only when all of RAM is present.
+    /// Unregisters all registered ranges: drops write protection, and wakes every thread that
+    /// waits. It does so piece by piece, because no thread of the hypervisor can map or fault
+    /// memory while the kernel goes through the page tables of a piece. Missing pages read as zeros
+    /// from now on, so a restore unregisters only when all of RAM is present.
     ///
     /// # Errors
-    /// If the hypervisor is gone. It goes on to the end in any case.
-    pub fn unregister(&self) -> Result<(), PageFaultError> {
+    /// If the hypervisor is gone. All pieces are unregistered in any case.
+    pub fn unregister_all(&self) -> Result<(), PageFaultError> {
         self.unregister_by_pieces(&|| ())
     }
 
-    /// The same, with something to do after each piece: there are many, and who is in no hurry lets others go first.
+    /// As [`Self::unregister_all`], but calls `between` after each piece. There are many pieces, so
+    /// a caller without urgency lets other threads run first.
     ///
     /// # Errors
-    /// Those of [`Self::unregister`].
+    /// As [`Self::unregister_all`].
     pub fn unregister_by_pieces(&self, between: &dyn Fn()) -> Result<(), PageFaultError> {
         let mut result = Ok(());
-        let registered = std::mem::take(&mut *lock(&self.registered));
-        for piece in registered.into_iter().flat_map(pieces) {
-            for (part, hva) in self.memory.located(piece) {
-                result = result.and(self.unregister_part(&part, span(hva, &part)));
+        let registered = std::mem::take(&mut *lock_list(&self.registered));
+        for piece in registered.into_iter().flat_map(split_into_pieces) {
+            for (part, hva) in self.memory.locate_parts(piece) {
+                result = result.and(self.unregister_part(&part, span_of_part(hva, &part)));
             }
             between();
         }
         result
     }
 
-    fn unregister_part(&self, part: &Range<Page>, span: Span) -> Result<(), PageFaultError> {
-        let failed = |errno| self.error("unregistering", part, errno);
-        if self.trace != Trace::Restore {
+    fn unregister_part(&self, part: &Range<Page>, span: AddressSpan) -> Result<(), PageFaultError> {
+        let failed = |errno| self.request_error("unregistering", part, errno);
+        if self.trace != TraceMode::Restore {
             match self.uffd.write_protect(span, 0) {
                 Ok(()) | Err(Errno::NOENT) => {}
                 Err(errno) => return Err(failed(errno)),
             }
         }
         self.uffd.unregister(span).map_err(failed)?;
-        // The kernel wakes only who waits for missing pages.
+        // The kernel itself wakes only the threads that wait for missing pages.
         self.uffd.wake(span).map_err(failed)
     }
 
-    /// Unregisters, and closes the hypervisor's copy of the descriptor; ours goes with this. Once only: the number may mean another
-    /// file afterwards.
+    /// Unregisters, and closes the hypervisor's copy of the descriptor; Firn's copy is closed when
+    /// this is dropped. Call it once only: the number may name another file afterwards.
     ///
     /// # Errors
     /// If the hypervisor is gone.
     pub fn close(&self, tracee: &mut Tracee<'_>) -> Result<(), PageFaultError> {
-        let unregistered = self.unregister();
-        make::close(tracee, self.remote)?;
+        let unregistered = self.unregister_all();
+        make::close_descriptor(tracee, self.remote)?;
         unregistered
     }
 
-    /// Waits until there is something, at most `timeout`, and adds it to `out`: up to some dozens of events at once, none
-    /// if the time is over. With a timeout of zero it only looks, in one system call, and does not notice an end.
+    /// Waits for events, at most `timeout`, and appends them to `out`: up to some dozens at once,
+    /// none if the time is over. With a timeout of zero it only polls, in one system call, and does
+    /// not notice the hypervisor's end.
     ///
     /// # Errors
     /// If the hypervisor has ended.
-    pub fn wait(&self, out: &mut Vec<Event>, timeout: Duration) -> Result<(), PageFaultError> {
-        if self.take_held(out) || self.read(out)? > 0 {
+    pub fn wait_for_events(
+        &self,
+        out: &mut Vec<MemoryEvent>,
+        timeout: Duration,
+    ) -> Result<(), PageFaultError> {
+        if self.take_pending_events(out) || self.read_events(out)? > 0 {
             return Ok(());
         }
         if timeout.is_zero() {
@@ -222,69 +232,79 @@ impl PageFaults {
         match poll(&mut fds, timeout.as_ref()) {
             Ok(0) | Err(Errno::INTR) => return Ok(()),
             Ok(_) => {}
-            Err(errno) => return Err(self.error("waiting for", &self.memory.all(), errno)),
+            Err(errno) => {
+                return Err(self.request_error("waiting for", &self.memory.all_pages(), errno));
+            }
         }
         if !fds[1].revents().is_empty() {
             return Err(ProcessError::Gone { pid: self.memory.process().pid() }.into());
         }
-        self.read(out).map(drop)
+        self.read_events(out).map(drop)
     }
 
-    /// Reads one batch of messages. Gives the number of messages.
-    fn read(&self, out: &mut Vec<Event>) -> Result<usize, PageFaultError> {
-        let mut messages: [Message; BATCH] = [[0; 4]; BATCH];
-        let count = self
-            .uffd
-            .read(&mut messages)
-            .map_err(|errno| self.error("reading the faults of", &self.memory.all(), errno))?;
+    /// Reads one batch of messages. Returns the number of messages.
+    fn read_events(&self, out: &mut Vec<MemoryEvent>) -> Result<usize, PageFaultError> {
+        let mut messages: [UffdMessage; BATCH] = [[0; 4]; BATCH];
+        let count = self.uffd.read_messages(&mut messages).map_err(|errno| {
+            self.request_error("reading the faults of", &self.memory.all_pages(), errno)
+        })?;
         out.extend(
-            messages[..count].iter().filter_map(|message| event::decode(message, &self.memory)),
+            messages[..count]
+                .iter()
+                .filter_map(|message| event::decode_message(message, &self.memory)),
         );
         Ok(count)
     }
 
-    fn take_held(&self, out: &mut Vec<Event>) -> bool {
-        if !self.holds.load(Ordering::Acquire) {
+    fn take_pending_events(&self, out: &mut Vec<MemoryEvent>) -> bool {
+        if !self.has_pending.load(Ordering::Acquire) {
             return false;
         }
-        let mut held = lock(&self.held);
-        self.holds.store(false, Ordering::Release);
+        let mut held = lock_list(&self.pending_events);
+        self.has_pending.store(false, Ordering::Release);
         out.append(&mut held);
         true
     }
 
-    fn error(&self, what: &'static str, part: &Range<Page>, errno: Errno) -> PageFaultError {
+    fn request_error(
+        &self,
+        what: &'static str,
+        part: &Range<Page>,
+        errno: Errno,
+    ) -> PageFaultError {
         let process = self.memory.process();
         if errno == Errno::SRCH || process.is_dying() {
             return ProcessError::Gone { pid: process.pid() }.into();
         }
-        PageFaultError::refused(what, part, errno)
+        PageFaultError::from_errno(what, part, errno)
     }
 }
 
 impl AsFd for PageFaults {
-    /// Readable when [`PageFaults::wait`] has something to give, except for what answering has set aside.
+    /// Readable when [`PageFaults::wait_for_events`] has events to return, except for those that
+    /// were read while answering.
     fn as_fd(&self) -> std::os::fd::BorrowedFd<'_> {
         self.uffd.as_fd()
     }
 }
 
-/// What these locks guard is a list that is right after every single push, so a panic elsewhere does not spoil it.
-fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
+/// Locks a list that is consistent after every single push, so a panic elsewhere does not spoil it.
+fn lock_list<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
     mutex.lock().unwrap_or_else(PoisonError::into_inner)
 }
 
-/// Pages that are unregistered in one go: the kernel goes through their page tables in less than a millisecond.
+/// Pages that are unregistered in one request: the kernel goes through their page tables in less
+/// than a millisecond.
 const PIECE_PAGES: u32 = (64 << 20) / PAGE_SIZE as u32;
 
-fn pieces(range: Range<Page>) -> impl Iterator<Item = Range<Page>> {
+fn split_into_pieces(range: Range<Page>) -> impl Iterator<Item = Range<Page>> {
     let end = range.end.0;
     let starts = (range.start.0..end).step_by(PIECE_PAGES as usize);
     starts.map(move |start| Page(start)..Page(end.min(start.saturating_add(PIECE_PAGES))))
 }
 
-fn span(hva: HostVirt, part: &Range<Page>) -> Span {
-    Span { start: hva.0, len: (Page::count(part) * PAGE_SIZE) as u64 }
+fn span_of_part(hva: HostVirt, part: &Range<Page>) -> AddressSpan {
+    AddressSpan { start: hva.0, len: (Page::count_in(part) * PAGE_SIZE) as u64 }
 }
 
 #[cfg(test)]
@@ -294,11 +314,11 @@ mod tests {
     #[test]
     fn pieces_make_the_whole() {
         let all = Page(5)..Page(5 + 2 * PIECE_PAGES + 7);
-        let found: Vec<_> = pieces(all.clone()).collect();
+        let found: Vec<_> = split_into_pieces(all.clone()).collect();
         assert_eq!(found.len(), 3);
         assert_eq!((found[0].start, found[2].end), (all.start, all.end));
         assert!(found.windows(2).all(|two| two[0].end == two[1].start));
-        assert_eq!(pieces(Page(3)..Page(3)).count(), 0);
-        assert_eq!(pieces(Page(u32::MAX - 1)..Page(u32::MAX)).count(), 1);
+        assert_eq!(split_into_pieces(Page(3)..Page(3)).count(), 0);
+        assert_eq!(split_into_pieces(Page(u32::MAX - 1)..Page(u32::MAX)).count(), 1);
     }
 }

@@ -1,21 +1,22 @@
-//! Which pages were written or touched since somebody last asked, without a fault handler.
+//! Scans for pages that were written or touched since the last scan, without a fault handler.
 //!
 //! ```text
-//!   arm ........... all pages write-protected; the kernel lets each first write through, and remembers it
-//!   written ....... the pages without protection                            (scan of the page tables)
-//!   written_and_rearm                 ... and protects them again, in the same pass
+//!   arm_all ........... all pages write-protected; the kernel lets each first write through, and remembers it
+//!   collect_written ... the pages without protection                        (scan of the page tables)
+//!   collect_written_and_rearm                 ... and protects them again, in the same pass
 //!
-//!   forget_touches  all page-table entries dropped (protection stays)       (injected madvise)
-//!   touched ....... the pages with an entry again
+//!   forget_touches .... all page-table entries dropped (protection stays)   (injected madvise)
+//!   collect_touched ... the pages that have an entry again
 //! ```
 //!
-//! The guest never waits for Firn here: a first write costs it a short fault inside the kernel, and a first touch one
-//! like any other. Registering for write protection also keeps the kernel from mapping neighbours of a touched page
-//! (fault-around), which would count as touched.
+//! The guest never waits for Firn here: a first write costs it a short fault inside the kernel, and
+//! a first touch an ordinary fault. Registering for write protection also keeps the kernel from
+//! mapping neighbours of a touched page (fault-around), which would count as touched.
 //!
-//! A written page may lose its page-table entry before it is told: when the kernel takes its memory back for a while, or
-//! [`PageScan::forget_touches`] drops it. A page that is armed keeps a mark in such a case, so one without entry and mark is
-//! told as written too. In a region that was never armed that is every page without an entry.
+//! A written page may lose its page-table entry before it is reported: when the kernel swaps it
+//! out, or when [`PageScan::forget_touches`] drops the entry. An armed page keeps a mark in such a
+//! case, so a page with neither entry nor mark is reported as written too. In a region that was
+//! never armed that is every page without an entry.
 //!
 //! A page that the hypervisor gives back (balloon) becomes zeros without being written: compare
 //! [`GuestMemory::backed_runs`] where that matters.
@@ -30,24 +31,24 @@ use rustix::fs::OFlags;
 use thiserror::Error;
 
 use crate::guest_memory::GuestMemory;
-use crate::page_faults::{Features, PageFaultError, PageFaults, Trace};
+use crate::page_faults::{KernelFeatures, PageFaultError, PageFaults, TraceMode};
 use crate::page_tables::{DropError, drop_page_tables};
 use crate::process::ProcessError;
-use crate::sys::pagemap::{Pagemap, Sought};
-use crate::sys::uffd::Span;
+use crate::sys::pagemap::{PageQuery, Pagemap};
+use crate::sys::uffd::AddressSpan;
 use crate::tracee::Tracee;
 
-mod looks;
+mod passes;
 
-use looks::{Look, Unmapped, looks};
+use passes::{ScanPass, UnmappedReporting, plan_passes};
 
-/// Runs of pages that one call of the kernel tells.
+/// The maximum number of page runs that one call of the kernel reports.
 const REGIONS: usize = 1024;
 
-/// What kept us from scanning.
+/// Why a scan failed or is not possible.
 #[derive(Debug, Error)]
 pub enum ScanError {
-    /// The hypervisor is gone or out of reach.
+    /// The hypervisor is gone or cannot be accessed.
     #[error(transparent)]
     Process(#[from] ProcessError),
     /// The memory cannot be registered or protected.
@@ -66,41 +67,42 @@ pub enum ScanError {
     Failed {
         /// The first page.
         first: Page,
-        /// How many pages.
+        /// The number of pages.
         pages: usize,
-        /// What the kernel said.
+        /// The error of the kernel.
         source: io::Error,
     },
 }
 
-/// All RAM of a guest, registered to be scanned.
+/// All RAM of a guest, registered for scans.
 ///
-/// Dropping it leaves the registration, which costs the guest a little and stops nothing; [`PageScan::close`] is the clean
-/// end.
+/// Dropping it leaves the registration, which costs the guest a little and stops nothing;
+/// [`PageScan::close`] ends it completely.
 #[derive(Debug)]
 pub struct PageScan {
     faults: PageFaults,
     pagemap: Pagemap,
-    unmapped: Unmapped,
-    /// Where the kernel puts what it finds.
+    unmapped: UnmappedReporting,
+    /// The buffer into which the kernel writes its results.
     regions: Mutex<Vec<page_region>>,
 }
 
 impl PageScan {
-    /// Registers all of RAM. Nothing is protected yet. On kernels that cannot remember writes, only touches can be asked
-    /// for.
+    /// Registers all of RAM. Nothing is protected yet. On kernels that cannot remember writes, only
+    /// touches can be collected.
     ///
     /// # Errors
-    /// If the hypervisor's user may not have a userfaultfd, or somebody else has RAM registered.
+    /// If the hypervisor's user may not have a userfaultfd, or RAM is registered with another one.
     pub fn create(tracee: &mut Tracee<'_>, memory: Arc<GuestMemory>) -> Result<Self, ScanError> {
-        let trace = match Features::of_kernel()?.write_protect_async {
-            true => Trace::Scan,
-            false => Trace::Writes,
+        let trace = match KernelFeatures::of_kernel()?.write_protect_async {
+            true => TraceMode::Scan,
+            false => TraceMode::Writes,
         };
         let faults = PageFaults::create(tracee, memory, trace)?;
-        let scan = faults.register().map_err(ScanError::from).and_then(|()| pagemap_of(&faults));
+        let scan =
+            faults.register_all().map_err(ScanError::from).and_then(|()| pagemap_of(&faults));
         match scan {
-            Ok(pagemap) => Ok(Self::with(faults, pagemap)),
+            Ok(pagemap) => Ok(Self::from_faults(faults, pagemap)),
             Err(error) => {
                 // The first error is the one to report.
                 let _ = faults.close(tracee);
@@ -109,31 +111,36 @@ impl PageScan {
         }
     }
 
-    /// Takes up what a dead Firn registered for scanning. What was written and touched since is known. `None` if nothing was
-    /// left, or it was registered for something else.
+    /// Adopts what a dead Firn registered for scanning. The writes and touches since then are
+    /// known. `None` if nothing was left, or it was registered for another purpose.
     ///
     /// # Errors
-    /// If the hypervisor is gone or out of reach.
+    /// If the hypervisor is gone or cannot be accessed.
     pub fn adopt(memory: Arc<GuestMemory>) -> Result<Option<Self>, ScanError> {
         let process = memory.process().clone();
         let found = PageFaults::adopt(&process, memory)?;
-        let Some(faults) = found.filter(|faults| faults.trace() == Trace::Scan) else {
+        let Some(faults) = found.filter(|faults| faults.trace_mode() == TraceMode::Scan) else {
             return Ok(None);
         };
         let pagemap = pagemap_of(&faults)?;
-        Ok(Some(Self::with(faults, pagemap)))
+        Ok(Some(Self::from_faults(faults, pagemap)))
     }
 
-    fn with(faults: PageFaults, pagemap: Pagemap) -> Self {
-        let unmapped = Unmapped { is_told: looks::counts_unmapped(), has_table: false };
-        Self { faults, pagemap, unmapped, regions: Mutex::new(Pagemap::regions(REGIONS)) }
+    fn from_faults(faults: PageFaults, pagemap: Pagemap) -> Self {
+        let unmapped = UnmappedReporting {
+            is_reported: passes::kernel_reports_unmapped(),
+            keeps_tables: false,
+        };
+        Self { faults, pagemap, unmapped, regions: Mutex::new(Pagemap::region_buffer(REGIONS)) }
     }
 
-    /// Believes that no page table goes once all of RAM is armed, which makes scans faster: [`Self::forget_touches`] is not used, and
-    /// the hypervisor gives nothing back (no balloon). If one did, what was written there before would not be told.
+    /// Assumes that no page table disappears once all of RAM is armed, which makes scans faster.
+    /// The caller does not use [`Self::forget_touches`], and the hypervisor gives no memory back
+    /// (no balloon). If a page table did disappear, earlier writes to its pages would not be
+    /// reported.
     #[must_use]
     pub fn with_lasting_tables(self) -> Self {
-        let unmapped = Unmapped { has_table: true, ..self.unmapped };
+        let unmapped = UnmappedReporting { keeps_tables: true, ..self.unmapped };
         Self { unmapped, ..self }
     }
 
@@ -142,46 +149,53 @@ impl PageScan {
         self.faults.memory()
     }
 
-    /// Forgets all writes: from now on those that follow are remembered. Costs 3-8 ms per GiB.
+    /// Forgets all writes: from now on the kernel remembers those that follow. Costs 3-8 ms per
+    /// GiB.
     ///
     /// # Errors
     /// If the kernel cannot remember writes, or the hypervisor is gone.
-    pub fn arm(&self) -> Result<(), ScanError> {
-        self.arm_only(self.memory().all())
+    pub fn arm_all(&self) -> Result<(), ScanError> {
+        self.arm_range(self.memory().all_pages())
     }
 
-    /// Forgets the writes to these pages, and no others.
+    /// Forgets the writes to these pages only.
     ///
     /// # Errors
-    /// As [`Self::arm`].
-    pub fn arm_only(&self, range: Range<Page>) -> Result<(), ScanError> {
+    /// As [`Self::arm_all`].
+    pub fn arm_range(&self, range: Range<Page>) -> Result<(), ScanError> {
         self.check_async()?;
-        Ok(self.faults.protect(range)?)
+        Ok(self.faults.protect_pages(range)?)
     }
 
-    /// Adds the pages that were written since they were armed to `out`, in runs, in order.
+    /// Appends the pages that were written since they were armed to `out`, in runs, in order.
     ///
     /// # Errors
     /// If the kernel cannot remember writes, or the hypervisor is gone.
-    pub fn written(&self, range: Range<Page>, out: &mut Vec<Range<Page>>) -> Result<(), ScanError> {
-        self.check_async()?;
-        self.look(range, looks(self.unmapped, false), out)
-    }
-
-    /// As [`Self::written`], and arms these pages again: each write is told once, and none is lost. About 1 ms per GiB.
-    ///
-    /// # Errors
-    /// As [`Self::written`].
-    pub fn written_and_rearm(
+    pub fn collect_written(
         &self,
         range: Range<Page>,
         out: &mut Vec<Range<Page>>,
     ) -> Result<(), ScanError> {
         self.check_async()?;
-        self.look(range, looks(self.unmapped, true), out)
+        self.run_passes(range, plan_passes(self.unmapped, false), out)
     }
 
-    /// Forgets all touches: from now on those that follow are told. What was written is still known.
+    /// As [`Self::collect_written`], and arms these pages again: each write is reported once, and
+    /// none is lost. About 1 ms per GiB.
+    ///
+    /// # Errors
+    /// As [`Self::collect_written`].
+    pub fn collect_written_and_rearm(
+        &self,
+        range: Range<Page>,
+        out: &mut Vec<Range<Page>>,
+    ) -> Result<(), ScanError> {
+        self.check_async()?;
+        self.run_passes(range, plan_passes(self.unmapped, true), out)
+    }
+
+    /// Forgets all touches: from now on those that follow are reported. The writes so far remain
+    /// known.
     ///
     /// # Errors
     /// As [`drop_page_tables`].
@@ -193,33 +207,39 @@ impl PageScan {
         Ok(drop_page_tables(tracee, self.memory(), range)?)
     }
 
-    /// Adds the pages that were touched (read or written) since then to `out`, in runs, in order.
+    /// Appends the pages that were touched (read or written) since [`Self::forget_touches`] to
+    /// `out`, in runs, in order.
     ///
     /// # Errors
     /// If the hypervisor is gone.
-    pub fn touched(&self, range: Range<Page>, out: &mut Vec<Range<Page>>) -> Result<(), ScanError> {
+    pub fn collect_touched(
+        &self,
+        range: Range<Page>,
+        out: &mut Vec<Range<Page>>,
+    ) -> Result<(), ScanError> {
         if self.faults.features().write_protect_async {
-            return self.scan(range, Sought::Present, out);
+            return self.scan_range(range, PageQuery::Present, out);
         }
-        for (part, hva) in self.memory().located(range) {
-            let present = self.pagemap.present(span(hva, &part), false, |start, end| {
-                push(out, pages(&part, hva, start, end));
-                ControlFlow::Continue(())
-            });
-            present.map_err(|error| self.error(&part, error))?;
+        for (part, hva) in self.memory().locate_parts(range) {
+            let present =
+                self.pagemap.scan_present(span_of_part(hva, &part), false, |start, end| {
+                    push_run(out, pages_between(&part, hva, start, end));
+                    ControlFlow::Continue(())
+                });
+            present.map_err(|error| self.scan_error(&part, error))?;
         }
         Ok(())
     }
 
-    /// Unregisters all of RAM. What is left is a descriptor that does nothing.
+    /// Unregisters all of RAM. A descriptor remains, which does nothing.
     ///
     /// # Errors
     /// If the hypervisor is gone.
-    pub fn unregister(&self) -> Result<(), ScanError> {
-        Ok(self.faults.unregister()?)
+    pub fn unregister_all(&self) -> Result<(), ScanError> {
+        Ok(self.faults.unregister_all()?)
     }
 
-    /// Unregisters, and closes the hypervisor's descriptor: nothing is left. Once only.
+    /// Unregisters, and closes the hypervisor's descriptor: nothing remains. Call it once only.
     ///
     /// # Errors
     /// If the hypervisor is gone.
@@ -228,107 +248,111 @@ impl PageScan {
     }
 
     fn check_async(&self) -> Result<(), ScanError> {
-        match self.faults.trace() {
-            Trace::Scan => Ok(()),
+        match self.faults.trace_mode() {
+            TraceMode::Scan => Ok(()),
             _ => Err(ScanError::Unsupported),
         }
     }
 
-    fn look(
+    fn run_passes(
         &self,
         range: Range<Page>,
-        looks: &[Look],
+        looks: &[ScanPass],
         out: &mut Vec<Range<Page>>,
     ) -> Result<(), ScanError> {
         let mut found = Vec::new();
         for &look in looks {
             match look {
-                Look::All(sought) => self.scan(range.clone(), sought, &mut found)?,
-                Look::Missing(sought) => self.scan_missing(range.clone(), sought, &mut found)?,
+                ScanPass::All(sought) => self.scan_range(range.clone(), sought, &mut found)?,
+                ScanPass::Missing(sought) => {
+                    self.scan_missing(range.clone(), sought, &mut found)?
+                }
             }
         }
-        out.extend(union(found));
+        out.extend(merge_runs(found));
         Ok(())
     }
 
-    /// Scans what the tables map whose first page has no entry.
+    /// Scans the pages of those page tables whose first page has no entry.
     fn scan_missing(
         &self,
         range: Range<Page>,
-        sought: Sought,
+        sought: PageQuery,
         out: &mut Vec<Range<Page>>,
     ) -> Result<(), ScanError> {
-        for (part, hva) in self.memory().located(range) {
-            for table in looks::tables(span(hva, &part)) {
+        for (part, hva) in self.memory().locate_parts(range) {
+            for table in passes::split_by_table(span_of_part(hva, &part)) {
                 let mut has_no_entry = false;
-                self.scan_span(&part, hva, looks::first_page(table), Sought::Unknown, |_| {
+                self.scan_span(&part, hva, passes::first_page(table), PageQuery::Unknown, |_| {
                     has_no_entry = true;
                 })?;
                 if has_no_entry {
-                    self.scan_span(&part, hva, table, sought, |run| push(out, run))?;
+                    self.scan_span(&part, hva, table, sought, |run| push_run(out, run))?;
                 }
             }
         }
         Ok(())
     }
 
-    fn scan(
+    fn scan_range(
         &self,
         range: Range<Page>,
-        sought: Sought,
+        sought: PageQuery,
         out: &mut Vec<Range<Page>>,
     ) -> Result<(), ScanError> {
-        for (part, hva) in self.memory().located(range) {
-            self.scan_span(&part, hva, span(hva, &part), sought, |run| push(out, run))?;
+        for (part, hva) in self.memory().locate_parts(range) {
+            self.scan_span(&part, hva, span_of_part(hva, &part), sought, |run| push_run(out, run))?;
         }
         Ok(())
     }
 
-    /// Scans some of a part that starts at `hva`.
+    /// Scans a span of a part that starts at `hva`.
     fn scan_span(
         &self,
         part: &Range<Page>,
         hva: HostVirt,
-        span: Span,
-        sought: Sought,
+        span: AddressSpan,
+        sought: PageQuery,
         mut found: impl FnMut(Range<Page>),
     ) -> Result<(), ScanError> {
-        // The regions are overwritten by each scan, so it does not matter how the last one ended.
+        // Each scan overwrites the regions, so it does not matter how the last one ended.
         let mut regions = self.regions.lock().unwrap_or_else(PoisonError::into_inner);
-        // The kernel takes memory for as many as it may tell.
+        // The kernel allocates memory for as many regions as it may report.
         let most = REGIONS.min((span.len / PAGE_SIZE as u64) as usize);
-        let found = |start, end| found(pages(part, hva, start, end));
-        let scanned = self.pagemap.scan(span, sought, &mut regions[..most], found);
-        scanned.map_err(|errno| self.error(part, errno))
+        let found = |start, end| found(pages_between(part, hva, start, end));
+        let scanned = self.pagemap.scan_pages(span, sought, &mut regions[..most], found);
+        scanned.map_err(|errno| self.scan_error(part, errno))
     }
 
-    fn error(&self, part: &Range<Page>, source: impl Into<io::Error>) -> ScanError {
+    fn scan_error(&self, part: &Range<Page>, source: impl Into<io::Error>) -> ScanError {
         let process = self.memory().process();
         if !process.is_alive() {
             return ProcessError::Gone { pid: process.pid() }.into();
         }
-        let (first, pages) = (part.start, Page::count(part));
+        let (first, pages) = (part.start, Page::count_in(part));
         ScanError::Failed { first, pages, source: source.into() }
     }
 }
 
-/// The pages that the hypervisor's page tables map, in runs, in order: all that it may have written to since its memory
-/// was mapped, unless the kernel has taken some back for want of memory. Nothing needs to be registered.
+/// The pages that the hypervisor's page tables map, in runs, in order: all that it may have written
+/// to since its memory was mapped, unless the kernel has reclaimed some for want of memory. Nothing
+/// needs to be registered.
 ///
 /// # Errors
-/// If the hypervisor is gone or out of reach.
+/// If the hypervisor is gone or cannot be accessed.
 pub fn mapped_pages(memory: &GuestMemory) -> Result<Vec<Range<Page>>, ScanError> {
     let process = memory.process();
     let opened = process.open_file("pagemap", OFlags::RDONLY);
-    let pagemap =
-        opened.map(Pagemap::new).map_err(|error| process.error("opening the pagemap", error))?;
+    let pagemap = opened
+        .map(Pagemap::new)
+        .map_err(|error| process.operation_error("opening the pagemap", error))?;
     let mut out = Vec::new();
-    for (part, hva) in memory.located(memory.all()) {
-        let present = pagemap.present(span(hva, &part), true, |start, end| {
-            push(&mut out, pages(&part, hva, start, end));
+    for (part, hva) in memory.locate_parts(memory.all_pages()) {
+        let present = pagemap.scan_present(span_of_part(hva, &part), true, |start, end| {
+            push_run(&mut out, pages_between(&part, hva, start, end));
             ControlFlow::Continue(())
         });
-        let (first, pages) = (part.start, Page::count(&part));
+        let (first, pages) = (part.start, Page::count_in(&part));
         present.map_err(|source| ScanError::Failed { first, pages, source })?;
     }
     Ok(out)
@@ -337,21 +361,23 @@ pub fn mapped_pages(memory: &GuestMemory) -> Result<Vec<Range<Page>>, ScanError>
 fn pagemap_of(faults: &PageFaults) -> Result<Pagemap, ScanError> {
     let process = faults.memory().process();
     let pagemap = process.open_file("pagemap", OFlags::RDONLY);
-    Ok(pagemap.map(Pagemap::new).map_err(|error| process.error("opening the pagemap", error))?)
+    Ok(pagemap
+        .map(Pagemap::new)
+        .map_err(|error| process.operation_error("opening the pagemap", error))?)
 }
 
-fn span(hva: HostVirt, part: &Range<Page>) -> Span {
-    Span { start: hva.0, len: (Page::count(part) * PAGE_SIZE) as u64 }
+fn span_of_part(hva: HostVirt, part: &Range<Page>) -> AddressSpan {
+    AddressSpan { start: hva.0, len: (Page::count_in(part) * PAGE_SIZE) as u64 }
 }
 
 /// The pages between two addresses of a part that starts at `hva`.
-fn pages(part: &Range<Page>, hva: HostVirt, start: u64, end: u64) -> Range<Page> {
+fn pages_between(part: &Range<Page>, hva: HostVirt, start: u64, end: u64) -> Range<Page> {
     let page = |address: u64| Page(part.start.0 + ((address - hva.0) / PAGE_SIZE as u64) as u32);
     page(start)..page(end)
 }
 
-/// The pages of all runs, in order, each once.
-pub fn union(mut runs: Vec<Range<Page>>) -> Vec<Range<Page>> {
+/// Merges runs: the pages of all of them, in order, each once.
+pub fn merge_runs(mut runs: Vec<Range<Page>>) -> Vec<Range<Page>> {
     runs.sort_unstable_by_key(|run| run.start);
     let mut out: Vec<Range<Page>> = Vec::with_capacity(runs.len());
     for run in runs {
@@ -363,8 +389,8 @@ pub fn union(mut runs: Vec<Range<Page>>) -> Vec<Range<Page>> {
     out
 }
 
-/// Adds a run, or makes the last one longer.
-fn push(out: &mut Vec<Range<Page>>, run: Range<Page>) {
+/// Appends a run, or extends the last one.
+fn push_run(out: &mut Vec<Range<Page>>, run: Range<Page>) {
     match out.last_mut() {
         Some(last) if last.end == run.start => last.end = run.end,
         _ => out.push(run),
@@ -379,6 +405,6 @@ mod tests {
     fn runs_are_put_in_order_and_joined() {
         let page = |range: Range<u32>| Page(range.start)..Page(range.end);
         let runs = [5..6, 0..2, 1..3, 3..4, 9..10, 9..12].map(page).to_vec();
-        assert_eq!(union(runs), [0..4, 5..6, 9..12].map(page));
+        assert_eq!(merge_runs(runs), [0..4, 5..6, 9..12].map(page));
     }
 }

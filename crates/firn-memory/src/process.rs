@@ -1,7 +1,7 @@
-//! Another process, held so that its number cannot come to mean a different one.
+//! Another process, referenced so that its number cannot come to mean a different one.
 //!
-//! A process id may be reused as soon as its process is gone. A [`Process`] holds a pidfd and the directory
-//! `/proc/PID`, which both stay with the process they were opened for.
+//! The kernel may reuse a process id as soon as its process is gone. A [`Process`] holds a pidfd
+//! and the directory `/proc/PID`, which both stay with the process they were opened for.
 
 use std::ffi::OsString;
 use std::io;
@@ -9,7 +9,7 @@ use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 use std::str::FromStr;
 use std::time::Duration;
 
-use firn_types::Tid;
+use firn_types::ThreadId;
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
 use rustix::fs::{AtFlags, Dir, Mode, OFlags, Stat, openat, readlinkat, statat};
 use rustix::io::Errno;
@@ -18,10 +18,10 @@ use thiserror::Error;
 
 pub(crate) mod maps;
 
-/// What kept us from another process.
+/// Why another process could not be used.
 #[derive(Debug, Error)]
 pub enum ProcessError {
-    /// There is no such process, or no more.
+    /// The process does not exist, or not any more.
     #[error("process {pid} does not exist (any more)")]
     Gone {
         /// Its process id.
@@ -39,7 +39,7 @@ pub enum ProcessError {
         /// The number.
         pid: i32,
     },
-    /// The kernel does not let us look into it.
+    /// The kernel does not allow access to it.
     #[error(
         "may not access process {pid} ({what}): run as root, with CAP_SYS_PTRACE, or as the user the process runs as \
          (then with kernel.yama.ptrace_scope=0); a sandbox or container may also forbid it"
@@ -47,9 +47,9 @@ pub enum ProcessError {
     Forbidden {
         /// Its process id.
         pid: i32,
-        /// What was tried.
+        /// The operation that failed.
         what: &'static str,
-        /// What the kernel said.
+        /// The error of the kernel.
         source: io::Error,
     },
     /// Anything else.
@@ -57,9 +57,9 @@ pub enum ProcessError {
     Failed {
         /// Its process id.
         pid: i32,
-        /// What was tried.
+        /// The operation that failed.
         what: &'static str,
-        /// What the kernel said.
+        /// The error of the kernel.
         source: io::Error,
     },
 }
@@ -83,15 +83,15 @@ pub struct Process {
     proc: OwnedFd,
 }
 
-/// A descriptor in the table of a process, and what it points to.
+/// A descriptor in the table of a process, and its target.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub(crate) struct Descriptor {
+pub(crate) struct ProcessDescriptor {
     pub(crate) number: i32,
     pub(crate) target: OsString,
 }
 
 impl Process {
-    /// Takes hold of process `pid`.
+    /// Opens process `pid`.
     ///
     /// # Errors
     /// If there is none, if `pid` is a thread of another process, or if it is Firn itself.
@@ -105,7 +105,7 @@ impl Process {
             _ => ProcessError::new(pid, "pidfd_open", errno),
         })?;
         let process = Self { pid: wanted, pidfd, proc: open_proc(pid)? };
-        // Alive after both were opened: both belong to the same process.
+        // Alive after both were opened: both refer to the same process.
         process.is_alive().then_some(process).ok_or(ProcessError::Gone { pid })
     }
 
@@ -119,34 +119,35 @@ impl Process {
         self.pidfd.as_fd()
     }
 
-    /// Whether it still runs: it has not ended, even if nobody has waited for it yet.
+    /// Whether it has not ended. A zombie has ended, even if its parent has not yet waited for it.
     pub fn is_alive(&self) -> bool {
         let mut fds = [PollFd::new(&self.pidfd, PollFlags::IN)];
         let now = Timespec { tv_sec: 0, tv_nsec: 0 };
         matches!(poll(&mut fds, Some(&now)), Ok(0))
     }
 
-    /// Whether it has ended or is about to: it has given up its memory, and what is asked of that fails in odd ways
-    /// (unregistering a userfaultfd with "out of memory", for one).
+    /// Whether it has ended or is about to: it has given up its memory, and requests that concern
+    /// its memory fail with misleading errors (unregistering a userfaultfd with "out of memory",
+    /// for one).
     pub(crate) fn is_dying(&self) -> bool {
-        let no_memory = || self.read("statm").is_ok_and(|pages| pages.starts_with("0 "));
+        let no_memory = || self.read_proc_file("statm").is_ok_and(|pages| pages.starts_with("0 "));
         !self.is_alive() || no_memory()
     }
 
     /// Its threads, the first one first.
-    pub fn threads(&self) -> Result<Vec<Tid>, ProcessError> {
-        self.list("task").map(|tids| tids.into_iter().map(Tid).collect())
+    pub fn list_threads(&self) -> Result<Vec<ThreadId>, ProcessError> {
+        self.list_numbers("task").map(|tids| tids.into_iter().map(ThreadId).collect())
     }
 
-    /// How long one of its threads has run on a processor (`/proc/PID/task/TID/schedstat`, first field, in nanoseconds).
-    /// `None` if there is no such thread.
-    pub fn ran(&self, tid: Tid) -> Option<Duration> {
-        let line = self.read(&format!("task/{}/schedstat", tid.0)).ok()?;
+    /// The processor time of one of its threads (`/proc/PID/task/TID/schedstat`, first field, in
+    /// nanoseconds). `None` if there is no such thread.
+    pub fn thread_run_time(&self, tid: ThreadId) -> Option<Duration> {
+        let line = self.read_proc_file(&format!("task/{}/schedstat", tid.0)).ok()?;
         line.split(' ').next()?.parse().ok().map(Duration::from_nanos)
     }
 
-    /// The numbers that name the entries of a directory of `/proc/PID`, ascending.
-    fn list(&self, directory: &'static str) -> Result<Vec<i32>, ProcessError> {
+    /// The entries of a directory of `/proc/PID` that are named by numbers, ascending.
+    fn list_numbers(&self, directory: &'static str) -> Result<Vec<i32>, ProcessError> {
         let names = || -> io::Result<Vec<i32>> {
             let flags = OFlags::RDONLY | OFlags::DIRECTORY | OFlags::CLOEXEC;
             let directory = openat(&self.proc, directory, flags, Mode::empty())?;
@@ -158,11 +159,11 @@ impl Process {
             numbers.sort_unstable();
             Ok(numbers)
         };
-        names().map_err(|error| self.error(directory, error))
+        names().map_err(|error| self.operation_error(directory, error))
     }
 
     /// Reads a file of `/proc/PID`.
-    pub(crate) fn read(&self, name: &str) -> io::Result<String> {
+    pub(crate) fn read_proc_file(&self, name: &str) -> io::Result<String> {
         io::read_to_string(std::fs::File::from(self.open_file(name, OFlags::RDONLY)?))
     }
 
@@ -171,40 +172,47 @@ impl Process {
         Ok(openat(&self.proc, name, flags | OFlags::CLOEXEC, Mode::empty())?)
     }
 
-    /// What a link of `/proc/PID` leads to.
+    /// The status (stat(2)) of the target of a link in `/proc/PID`.
     pub(crate) fn status_of(&self, name: &str) -> io::Result<Stat> {
         Ok(statat(&self.proc, name, AtFlags::empty())?)
     }
 
     /// The mappings of its address space, by address.
-    pub(crate) fn mappings(&self) -> Result<Vec<maps::Mapping>, ProcessError> {
-        let text = self.read("maps").map_err(|error| self.error("reading the maps", error))?;
-        Ok(maps::parse(&text))
+    pub(crate) fn read_mappings(&self) -> Result<Vec<maps::MemoryMapping>, ProcessError> {
+        let text = self
+            .read_proc_file("maps")
+            .map_err(|error| self.operation_error("reading the maps", error))?;
+        Ok(maps::parse_maps(&text))
     }
 
     /// Its descriptors, ascending.
-    pub(crate) fn descriptors(&self) -> Result<Vec<Descriptor>, ProcessError> {
-        let numbers = self.list("fd")?;
-        Ok(numbers.into_iter().filter_map(|number| self.descriptor(number)).collect())
+    pub(crate) fn list_descriptors(&self) -> Result<Vec<ProcessDescriptor>, ProcessError> {
+        let numbers = self.list_numbers("fd")?;
+        Ok(numbers.into_iter().filter_map(|number| self.read_descriptor(number)).collect())
     }
 
     /// One of its descriptors; `None` if it is not open (any more).
-    fn descriptor(&self, number: i32) -> Option<Descriptor> {
+    fn read_descriptor(&self, number: i32) -> Option<ProcessDescriptor> {
         use std::os::unix::ffi::OsStringExt;
         let target = readlinkat(&self.proc, format!("fd/{number}"), Vec::new()).ok()?;
-        Some(Descriptor { number, target: OsString::from_vec(target.into_bytes()) })
+        Some(ProcessDescriptor { number, target: OsString::from_vec(target.into_bytes()) })
     }
 
-    /// A copy of one of its descriptors, by its number there.
+    /// Copies one of its descriptors. `number` is its number in that process.
     ///
     /// # Errors
-    /// If it has none of that number, or is gone; if this user may not trace it (`pidfd_getfd(2)`).
+    /// If the process has no such descriptor or is gone, or if this user may not trace it
+    /// (`pidfd_getfd(2)`).
     pub fn copy_descriptor(&self, number: i32) -> Result<OwnedFd, ProcessError> {
         pidfd_getfd(&self.pidfd, number, PidfdGetfdFlags::empty())
-            .map_err(|errno| self.error("copying a descriptor (pidfd_getfd)", errno))
+            .map_err(|errno| self.operation_error("copying a descriptor (pidfd_getfd)", errno))
     }
 
-    pub(crate) fn error(&self, what: &'static str, source: impl Into<io::Error>) -> ProcessError {
+    pub(crate) fn operation_error(
+        &self,
+        what: &'static str,
+        source: impl Into<io::Error>,
+    ) -> ProcessError {
         let pid = self.pid();
         let source = source.into();
         if self.is_dying() {
@@ -245,10 +253,10 @@ mod tests {
         let mut child = std::process::Command::new("sleep").arg("60").spawn().unwrap();
         let process = Process::open(child.id() as i32).unwrap();
         assert!(process.is_alive() && !process.is_dying());
-        assert_eq!(process.threads().unwrap(), [Tid(child.id() as i32)]);
+        assert_eq!(process.list_threads().unwrap(), [ThreadId(child.id() as i32)]);
         child.kill().unwrap();
         child.wait().unwrap();
         assert!(!process.is_alive() && process.is_dying());
-        assert!(matches!(process.threads(), Err(ProcessError::Gone { .. })));
+        assert!(matches!(process.list_threads(), Err(ProcessError::Gone { .. })));
     }
 }

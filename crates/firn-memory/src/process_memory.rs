@@ -1,5 +1,6 @@
-//! Private memory of another process, copied by `process_vm_readv(2)` and `process_vm_writev(2)`: for the small RAM
-//! blocks that lie beside guest RAM (ROMs, ACPI tables, video memory), which have no file that Firn could open.
+//! Private memory of another process, copied by `process_vm_readv(2)` and `process_vm_writev(2)`.
+//! For the auxiliary blocks beside guest RAM (ROMs, ACPI tables, video memory), which have no file
+//! that Firn could open.
 
 use std::io::{IoSlice, IoSliceMut};
 
@@ -10,29 +11,30 @@ use nix::unistd::Pid;
 
 use crate::process::{Process, ProcessError};
 
-/// Fills `out` from `from` on.
+/// Fills `out` with the bytes at `from`.
 ///
 /// # Errors
-/// If any byte of the range is not mapped or not readable (EFAULT), if the process is gone, or if it may not be
-/// traced. What was copied before the first unmapped byte is in `out` then.
-pub fn read(process: &Process, from: HostVirt, out: &mut [u8]) -> Result<(), ProcessError> {
-    transfer(process, "reading memory", from, out.len(), |remote, done| {
+/// If any byte of the range is not mapped or not readable (EFAULT), if the process is gone, or if
+/// it may not be traced. Then `out` holds what was copied before the first unmapped byte.
+pub fn read_memory(process: &Process, from: HostVirt, out: &mut [u8]) -> Result<(), ProcessError> {
+    transfer_in_steps(process, "reading memory", from, out.len(), |remote, done| {
         let mut local = [IoSliceMut::new(&mut out[done..])];
         process_vm_readv(pid_of(process), &mut local, &remote)
     })
 }
 
-/// Writes `bytes` to `to` on. Write-protected pages (of the process's own page tables) are not written.
+/// Writes `bytes` to the address `to`. Pages that are write-protected in the process's own page
+/// tables are not written.
 ///
 /// # Errors
-/// As [`read`].
-pub fn write(process: &Process, to: HostVirt, bytes: &[u8]) -> Result<(), ProcessError> {
-    transfer(process, "writing memory", to, bytes.len(), |remote, done| {
+/// As [`read_memory`].
+pub fn write_memory(process: &Process, to: HostVirt, bytes: &[u8]) -> Result<(), ProcessError> {
+    transfer_in_steps(process, "writing memory", to, bytes.len(), |remote, done| {
         process_vm_writev(pid_of(process), &[IoSlice::new(&bytes[done..])], &remote)
     })
 }
 
-/// Fills `out` from the memory of a process that is traced, whose number cannot be reused for that reason.
+/// Fills `out` from the memory of a traced process. Its number cannot be reused while it is traced.
 pub(crate) fn read_traced(pid: i32, from: HostVirt, out: &mut [u8]) -> Result<(), ProcessError> {
     let remote = [RemoteIoVec { base: from.0 as usize, len: out.len() }];
     let len = out.len();
@@ -44,7 +46,7 @@ pub(crate) fn read_traced(pid: i32, from: HostVirt, out: &mut [u8]) -> Result<()
     }
 }
 
-/// Writes to the memory of a process that is traced, as [`read_traced`].
+/// Writes to the memory of a traced process, as [`read_traced`].
 pub(crate) fn write_traced(pid: i32, to: HostVirt, bytes: &[u8]) -> Result<(), ProcessError> {
     let remote = [RemoteIoVec { base: to.0 as usize, len: bytes.len() }];
     let what = "writing memory";
@@ -59,7 +61,7 @@ fn pid_of(process: &Process) -> Pid {
     Pid::from_raw(process.pid())
 }
 
-fn transfer(
+fn transfer_in_steps(
     process: &Process,
     what: &'static str,
     at: HostVirt,
@@ -68,17 +70,17 @@ fn transfer(
 ) -> Result<(), ProcessError> {
     let mut done = 0;
     while done < len {
-        // Alive before each step: the number cannot have come to mean another process since it was opened, but for the
-        // instant of the call itself.
+        // The process is alive before each step: the number cannot have come to mean another
+        // process since it was opened, but for the instant of the call itself.
         if !process.is_alive() {
             return Err(ProcessError::Gone { pid: process.pid() });
         }
-        let base = at.plus(done as u64).0 as usize;
+        let base = at.offset_by(done as u64).0 as usize;
         match step([RemoteIoVec { base, len: len - done }], done) {
-            Ok(0) => return Err(process.error(what, Errno::EFAULT)),
+            Ok(0) => return Err(process.operation_error(what, Errno::EFAULT)),
             Ok(bytes) => done += bytes,
             Err(Errno::EINTR) => {}
-            Err(errno) => return Err(process.error(what, errno)),
+            Err(errno) => return Err(process.operation_error(what, errno)),
         }
     }
     Ok(())

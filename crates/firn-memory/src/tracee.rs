@@ -1,26 +1,28 @@
-//! Making a thread of another process run one system call, without its noticing.
+//! System calls that a thread of another process runs for Firn, without noticing it.
 //!
-//! Two things must happen inside the hypervisor: `userfaultfd(2)`, which gives the descriptor for the caller's address
-//! space, and `madvise(2)`, which drops page-table entries of the caller. Both are *injected*: a thread is stopped by
-//! ptrace, and its registers are pointed at a few instructions that make the call and lead it back (`inject`, `stub`).
+//! Two calls must be made inside the hypervisor: `userfaultfd(2)`, which returns the descriptor for
+//! the caller's address space, and `madvise(2)`, which drops page-table entries of the caller. Both
+//! are *injected*: ptrace stops a thread, and Firn points its registers at a few instructions that
+//! make the call and lead the thread back (`inject`, `stub`).
 //!
 //! ```text
 //!   Tracee::seize                        Tracee::syscall                drop
 //!   choose a thread -> seize, stop it -> inject, any number of times -> detach
 //! ```
 //!
-//! The thread stays stopped as long as the [`Tracee`] lives: hold it for one purpose and drop it. The other threads
-//! run on.
+//! The thread stays stopped as long as the [`Tracee`] exists: keep it for one purpose and drop it.
+//! The other threads continue.
 //!
-//! Should Firn be killed at any moment, the thread goes back to its own work.
+//! If Firn is killed at any moment, the thread returns to its own work.
 //!
-//! ptrace belongs to one thread of the tracer, so each tracee has a thread here that does nothing else. When that
-//! thread ends, for whatever reason, the kernel lets the hypervisor's thread go.
+//! ptrace belongs to one thread of the tracer, so each tracee has a thread in Firn that does
+//! nothing else. When that thread ends, for whatever reason, the kernel releases the hypervisor's
+//! thread.
 
 use std::sync::mpsc::{Receiver, SyncSender, sync_channel};
 use std::thread::JoinHandle;
 
-use firn_types::Tid;
+use firn_types::ThreadId;
 use nix::errno::Errno;
 use nix::libc::SYS_userfaultfd;
 use thiserror::Error;
@@ -32,10 +34,10 @@ mod filter;
 mod inject;
 mod stub;
 
-/// What kept us from injecting a system call.
+/// Why a system call could not be injected.
 #[derive(Debug, Error)]
 pub enum TraceError {
-    /// The process cannot be looked at.
+    /// The process cannot be inspected.
     #[error(transparent)]
     Process(#[from] ProcessError),
     /// The kernel refuses ptrace.
@@ -46,7 +48,7 @@ pub enum TraceError {
     Forbidden {
         /// The process.
         pid: i32,
-        /// What the kernel said.
+        /// The error of the kernel.
         source: Errno,
     },
     /// No thread could be stopped.
@@ -57,7 +59,7 @@ pub enum TraceError {
     Unstoppable {
         /// The process.
         pid: i32,
-        /// How many threads were tried.
+        /// The number of threads that were tried.
         threads: usize,
     },
     /// The process is not a 64-bit one.
@@ -66,7 +68,7 @@ pub enum TraceError {
         /// The process.
         pid: i32,
     },
-    /// The thread's returns are checked, and Firn's is none that the thread made.
+    /// The processor checks the thread's returns, and Firn's return matches no call of the thread.
     #[error(
         "the threads of process {pid} have shadow stacks, which keep Firn from borrowing one: start it without \
          (GLIBC_TUNABLES=glibc.cpu.x86_shstk=off)"
@@ -84,23 +86,23 @@ pub enum TraceError {
         /// The process.
         pid: i32,
     },
-    /// There is no room for code.
+    /// There is no room for the instructions.
     #[error(
         "process {pid} has no room behind its code for the few instructions that lead a borrowed thread back: neither its \
-         vDSO nor any library ends with {} unused bytes", stub::code().len()
+         vDSO nor any library ends with {} unused bytes", stub::stub_code().len()
     )]
     NoRoom {
         /// The process.
         pid: i32,
     },
     /// The injected call itself failed.
-    #[error("system call {number} in process {pid} failed{}", hint(*.number, *.source))]
+    #[error("system call {number} in process {pid} failed{}", failure_hint(*.number, *.source))]
     Call {
         /// The process.
         pid: i32,
         /// The number of the system call (`asm/unistd_64.h`).
         number: i64,
-        /// What the kernel said there.
+        /// The error of the kernel.
         source: Errno,
     },
     /// A ptrace request failed.
@@ -109,16 +111,16 @@ pub enum TraceError {
         /// The process.
         pid: i32,
         /// The thread.
-        tid: Tid,
+        tid: ThreadId,
         /// The request.
         what: &'static str,
-        /// What the kernel said.
+        /// The error of the kernel.
         source: Errno,
     },
 }
 
-/// What to try if a call is refused to the hypervisor.
-fn hint(number: i64, errno: Errno) -> &'static str {
+/// Advice for the user if a call is refused to the hypervisor.
+fn failure_hint(number: i64, errno: Errno) -> &'static str {
     match (number == SYS_userfaultfd, errno) {
         (true, Errno::EPERM) => {
             ": the hypervisor's own user needs the right to it: run Firn as root (it then passes /dev/userfaultfd on), or \
@@ -134,31 +136,31 @@ fn hint(number: i64, errno: Errno) -> &'static str {
     }
 }
 
-/// A thread of the hypervisor, stopped to run system calls for us. Dropping it lets the thread go on as if nothing
-/// had happened.
+/// A thread of the hypervisor, stopped to run system calls for Firn. Dropping it lets the thread
+/// continue as if nothing had happened.
 #[derive(Debug)]
 pub struct Tracee<'p> {
     process: &'p Process,
-    tid: Tid,
-    calls: Option<SyncSender<Call>>,
+    tid: ThreadId,
+    calls: Option<SyncSender<InjectedCall>>,
     results: Receiver<Result<u64, TraceError>>,
     tracer: Option<JoinHandle<()>>,
 }
 
 #[derive(Clone, Copy, Debug)]
-struct Call {
+struct InjectedCall {
     number: i64,
     arguments: [u64; 6],
 }
 
 impl<'p> Tracee<'p> {
-    /// Stops one thread of `process`, if possible none of `avoid` (the vCPUs) and not the main thread, but one that
-    /// sleeps.
+    /// Stops one thread of `process`. It prefers a sleeping thread, avoids those in `avoid` (the
+    /// vCPUs) and the main thread if possible.
     ///
     /// # Errors
     /// If the process is gone or may not be traced, or no thread can be stopped.
-    pub fn seize(process: &'p Process, avoid: &[Tid]) -> Result<Self, TraceError> {
-        let threads = choose::candidates(process, avoid)?;
+    pub fn seize(process: &'p Process, avoid: &[ThreadId]) -> Result<Self, TraceError> {
+        let threads = choose::rank_threads(process, avoid)?;
         for &tid in &threads {
             if let Some(tracee) = Self::try_seize(process, tid)? {
                 return Ok(tracee);
@@ -171,21 +173,21 @@ impl<'p> Tracee<'p> {
     }
 
     /// Stops this thread; `None` if it cannot be stopped or has just ended.
-    fn try_seize(process: &'p Process, tid: Tid) -> Result<Option<Self>, TraceError> {
+    fn try_seize(process: &'p Process, tid: ThreadId) -> Result<Option<Self>, TraceError> {
         if choose::has_shadow_stack(process, tid) {
             return Err(TraceError::ShadowStack { pid: process.pid() });
         }
         let (ready, readiness) = sync_channel(1);
         let (calls, requests) = sync_channel(1);
         let (answers, results) = sync_channel(1);
-        let filter = filter::of_thread(process, tid);
-        let target = inject::Target { pid: process.pid(), tid, filter };
+        let filter = filter::filter_of_thread(process, tid);
+        let target = inject::TargetThread { pid: process.pid(), tid, filter };
         let tracer = std::thread::Builder::new()
             .name("firn-ptrace".into())
-            .spawn(move || serve(&target, &ready, &requests, &answers))
-            .map_err(|error| process.error("starting a tracer thread", error))?;
+            .spawn(move || serve_calls(&target, &ready, &requests, &answers))
+            .map_err(|error| process.operation_error("starting a tracer thread", error))?;
         let tracee = Self { process, tid, calls: Some(calls), results, tracer: Some(tracer) };
-        // A tracer that ends without a word has given up on the thread.
+        // A tracer that ends without a message has given up on the thread.
         match readiness.recv() {
             Ok(Ok(())) => Ok(Some(tracee)),
             Ok(Err(error)) => Err(error),
@@ -199,19 +201,20 @@ impl<'p> Tracee<'p> {
     }
 
     /// The thread that is stopped.
-    pub fn tid(&self) -> Tid {
+    pub fn tid(&self) -> ThreadId {
         self.tid
     }
 
-    /// Makes the thread run system call `number` of `asm/unistd_64.h` with these arguments, as far as the hypervisor's
-    /// own rights go, and gives its result. If Firn is killed meanwhile, the thread finishes the call and goes back to its own work.
+    /// Makes the thread run system call `number` of `asm/unistd_64.h` with these arguments, within
+    /// the hypervisor's own rights, and returns its result. If Firn is killed meanwhile, the thread
+    /// finishes the call and returns to its own work.
     ///
     /// # Errors
     /// If the call fails there, or the process ends.
     pub fn syscall(&mut self, number: i64, arguments: [u64; 6]) -> Result<u64, TraceError> {
         let gone = || ProcessError::Gone { pid: self.process.pid() };
         let calls = self.calls.as_ref().ok_or_else(gone)?;
-        calls.send(Call { number, arguments }).map_err(|_| gone())?;
+        calls.send(InjectedCall { number, arguments }).map_err(|_| gone())?;
         self.results.recv().map_err(|_| gone())?
     }
 }
@@ -220,20 +223,20 @@ impl Drop for Tracee<'_> {
     fn drop(&mut self) {
         drop(self.calls.take());
         if let Some(tracer) = self.tracer.take() {
-            // A tracer that panicked has let its thread go by ending.
+            // A tracer that panicked has released its thread by ending.
             let _ = tracer.join();
         }
     }
 }
 
-/// The life of a tracer thread.
-fn serve(
-    target: &inject::Target,
+/// The main function of a tracer thread.
+fn serve_calls(
+    target: &inject::TargetThread,
     ready: &SyncSender<Result<(), TraceError>>,
-    requests: &Receiver<Call>,
+    requests: &Receiver<InjectedCall>,
     answers: &SyncSender<Result<u64, TraceError>>,
 ) {
-    let mut stopped = match inject::Stopped::new(target) {
+    let mut stopped = match inject::StoppedThread::new(target) {
         Ok(Some(stopped)) => stopped,
         Ok(None) => return,
         Err(error) => {
@@ -245,7 +248,7 @@ fn serve(
         return stopped.release();
     }
     while let Ok(call) = requests.recv() {
-        if answers.send(stopped.call(&call)).is_err() {
+        if answers.send(stopped.run_call(&call)).is_err() {
             break;
         }
     }

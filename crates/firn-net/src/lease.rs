@@ -1,16 +1,19 @@
-//! Until when frames may leave: a page in a file, written by whoever asks for the VM's lease, and looked at for each frame.
+//! Output lease: the time until which frames may leave. The process that requests the VM's lease
+//! writes it to a page in a file; the card reads the page for each frame.
 //!
 //! ```text
-//!   agent: the lease is granted --- write ---> | magic | generation | until | check |     8 bytes each, little endian
-//!                                                               ^
-//!   gate: before each frame ------ read ----------------------- ' of my timeline, and not over?
+//!   agent: lease is granted -- write --> | magic | generation | until | check |  8 bytes each,
+//!                                                        ^                       little endian
+//!   card: before each frame -- read ---------------------' of my generation, and not over?
 //! ```
 //!
-//! `until` is `CLOCK_BOOTTIME`, which goes on while processes are stopped and hosts asleep. So whoever wakes finds the lease over, and
-//! nobody has to be alive to end it: not the agent, not the supervisor.
+//! `until` is a time of `CLOCK_BOOTTIME`, which continues while processes are stopped and hosts are
+//! asleep. So a process that wakes up finds that the lease is over. No process, neither the agent
+//! nor the supervisor, has to be alive to end it.
 //!
-//! It is read by pread(2), some hundred nanoseconds beside the write of the frame. A mapping would be quicker, but a file
-//! that is cut off would kill the reader. What is being written while it is read has another `check`, and is no lease.
+//! The card reads it by pread(2), which costs some hundred nanoseconds beside the write of the
+//! frame. A mapping would be quicker, but the reader would be killed if the file were truncated. A
+//! page that is read while it is written has a wrong `check`, and counts as no lease.
 
 use std::fs::{File, OpenOptions};
 use std::io;
@@ -23,22 +26,22 @@ use rustix::time::{ClockId, clock_gettime};
 
 const MAGIC: u64 = u64::from_le_bytes(*b"FIRNlea1");
 const BYTES: usize = 32;
-/// How often a page is read that is just being written.
+/// How many times a page is read if it is being written at that moment.
 const READS_MAX: u32 = 3;
 
-/// Says in the page until when frames of a timeline may leave.
+/// Writes to the page until when frames of a generation may leave.
 ///
 /// # Errors
-/// If the file can't be written; then it says what it said.
-pub fn write(path: &Path, generation: u32, until: Duration) -> io::Result<()> {
+/// If the file can't be written; the page then has its old contents.
+pub fn write_lease(path: &Path, generation: u32, until: Duration) -> io::Result<()> {
     let mut options = OpenOptions::new();
     let file = options.write(true).create(true).truncate(false).mode(0o600).open(path)?;
-    file.write_all_at(&encode(generation, until), 0)
+    file.write_all_at(&encode_page(generation, until), 0)
 }
 
-fn encode(generation: u32, until: Duration) -> [u8; BYTES] {
+fn encode_page(generation: u32, until: Duration) -> [u8; BYTES] {
     let until = u64::try_from(until.as_nanos()).unwrap_or(u64::MAX);
-    let words = [MAGIC, generation.into(), until, check(generation.into(), until)];
+    let words = [MAGIC, generation.into(), until, page_checksum(generation.into(), until)];
     let mut page = [0; BYTES];
     page.chunks_exact_mut(8).zip(words).for_each(|(at, word)| {
         at.copy_from_slice(&word.to_le_bytes());
@@ -46,46 +49,47 @@ fn encode(generation: u32, until: Duration) -> [u8; BYTES] {
     page
 }
 
-fn decode(page: &[u8; BYTES]) -> Option<(u64, Duration)> {
+fn decode_page(page: &[u8; BYTES]) -> Option<(u64, Duration)> {
     let mut words = page.chunks_exact(8).map(|word| {
         let mut bytes = [0; 8];
         bytes.copy_from_slice(word);
         u64::from_le_bytes(bytes)
     });
     let (magic, generation, until) = (words.next()?, words.next()?, words.next()?);
-    let is_whole = magic == MAGIC && words.next()? == check(generation, until);
+    let is_whole = magic == MAGIC && words.next()? == page_checksum(generation, until);
     is_whole.then_some((generation, Duration::from_nanos(until)))
 }
 
-fn check(generation: u64, until: u64) -> u64 {
+fn page_checksum(generation: u64, until: u64) -> u64 {
     !(MAGIC ^ generation.rotate_left(32) ^ until)
 }
 
 /// The lease that a VM's frames need.
 #[derive(Debug)]
-pub struct Lease {
+pub struct OutputLease {
     path: PathBuf,
     generation: u64,
-    /// Once it is there.
+    /// Opened once the file exists.
     page: Mutex<Option<File>>,
 }
 
-impl Lease {
-    /// For frames of this timeline, by the page at `path`, which need not be there yet.
+impl OutputLease {
+    /// The lease for frames of this generation, by the page at `path`, which need not exist yet.
     pub fn new(path: &Path, generation: u32) -> Self {
         Self { path: path.to_owned(), generation: generation.into(), page: Mutex::default() }
     }
 
-    /// Whether a frame may leave. To be asked for every frame, right before it is sent.
+    /// Whether a frame may leave. The caller checks this for every frame, right before it sends it.
     pub fn is_held(&self) -> bool {
-        self.is_held_at(now())
+        self.is_held_at(boottime_now())
     }
 
     fn is_held_at(&self, now: Duration) -> bool {
-        self.read().is_some_and(|(generation, until)| generation == self.generation && now < until)
+        self.read_page()
+            .is_some_and(|(generation, until)| generation == self.generation && now < until)
     }
 
-    fn read(&self) -> Option<(u64, Duration)> {
+    fn read_page(&self) -> Option<(u64, Duration)> {
         let mut page = self.page.lock().unwrap_or_else(PoisonError::into_inner);
         if page.is_none() {
             *page = File::open(&self.path).ok();
@@ -94,13 +98,13 @@ impl Lease {
         let mut bytes = [0; BYTES];
         (0..READS_MAX).find_map(|_| {
             file.read_exact_at(&mut bytes, 0).ok()?;
-            decode(&bytes)
+            decode_page(&bytes)
         })
     }
 }
 
-/// Now, by the clock that leases are counted by.
-fn now() -> Duration {
+/// The current time of the clock that leases use.
+fn boottime_now() -> Duration {
     let now = clock_gettime(ClockId::Boottime);
     Duration::new(now.tv_sec.unsigned_abs(), now.tv_nsec.unsigned_abs() as u32)
 }
@@ -117,18 +121,18 @@ mod tests {
     fn a_lease_is_held_until_it_is_over_and_in_its_own_timeline() {
         let dir = tempfile::tempdir().unwrap();
         let path = dir.path().join("lease");
-        let lease = Lease::new(&path, 2);
+        let lease = OutputLease::new(&path, 2);
         assert!(!lease.is_held_at(S), "there is no page");
-        write(&path, 2, 5 * S).unwrap();
+        write_lease(&path, 2, 5 * S).unwrap();
         assert!(lease.is_held_at(4 * S));
         assert!(!lease.is_held_at(5 * S) && !lease.is_held_at(6 * S));
-        write(&path, 2, 8 * S).unwrap();
+        write_lease(&path, 2, 8 * S).unwrap();
         assert!(lease.is_held_at(6 * S));
         for other in [1, 3] {
-            write(&path, other, 8 * S).unwrap();
+            write_lease(&path, other, 8 * S).unwrap();
             assert!(!lease.is_held_at(6 * S), "of timeline {other}");
         }
-        write(&path, 2, Duration::ZERO).unwrap();
+        write_lease(&path, 2, Duration::ZERO).unwrap();
         assert!(!lease.is_held_at(Duration::ZERO), "it was given up");
     }
 
@@ -136,23 +140,23 @@ mod tests {
     fn what_is_no_page_is_no_lease() {
         let dir = tempfile::tempdir().unwrap();
         let path = dir.path().join("lease");
-        for bytes in [&b""[..], &[0; BYTES], &[0xff; BYTES], &encode(2, 9 * S)[..31]] {
+        for bytes in [&b""[..], &[0; BYTES], &[0xff; BYTES], &encode_page(2, 9 * S)[..31]] {
             std::fs::write(&path, bytes).unwrap();
-            assert!(!Lease::new(&path, 2).is_held_at(S), "{bytes:?}");
+            assert!(!OutputLease::new(&path, 2).is_held_at(S), "{bytes:?}");
         }
     }
 
     proptest! {
-        /// Whatever of a newer page has been written over an older one: what is read is one of them, or nothing.
+        /// A page that is partly overwritten by a newer one is read as one of the two, or as none.
         #[test]
         fn a_page_that_is_half_written_is_none(
             old in (0..4_u32, 0..u64::MAX), new in (0..4_u32, 0..u64::MAX), words in 0..5_usize,
         ) {
-            let of = |(generation, until)| encode(generation, Duration::from_nanos(until));
+            let of = |(generation, until)| encode_page(generation, Duration::from_nanos(until));
             let mut page = of(old);
             page[..8 * words.min(4)].copy_from_slice(&of(new)[..8 * words.min(4)]);
             let is = |it: (u32, u64)| Some((u64::from(it.0), Duration::from_nanos(it.1)));
-            let read = decode(&page);
+            let read = decode_page(&page);
             prop_assert!(read.is_none() || read == is(old) || read == is(new), "{read:?}");
         }
     }

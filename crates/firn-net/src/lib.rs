@@ -1,49 +1,54 @@
-//! A VM's network card in user space, whose output can be held back (Lu, Ravindran, Kim, "VPC: Scalable, Low Downtime Checkpointing for
-//! Virtual Clusters", IV: output commit).
+//! Network card backend: a VM's network card in user space, whose output can be buffered (Lu,
+//! Ravindran, Kim, "VPC: Scalable, Low Downtime Checkpointing for Virtual Clusters", IV: output
+//! commit).
 //!
 //! ```text
-//!   QEMU                        supervisor                                           outside
-//!     virtio-net                  Port                                                 passt, a switch, ...
-//!       |  -netdev dgram            |                                                    |
-//!       |===== pair of sockets =====|---- Gate: open, or held until committed ---------->|   stream: length, frame
-//!       |  a datagram is a frame    |<---------------------------------------------------|
-//!       |
-//!       '-- has the other end open too: a successor copies it from there
+//!   QEMU                      supervisor                                   outside
+//!     virtio-net                NicPort                                      passt, a switch, ...
+//!      |  -netdev dgram           |                                            |
+//!      |==== pair of sockets =====|-- OutputBuffer: open, or until committed ->| stream: length,
+//!      |  a datagram is a frame   |<-------------------------------------------| frame
+//!      |
+//!      '-- has the other end open too: a successor copies it from there
 //! ```
 //!
-//! What is held, and until when, is the outbox of `firn-cluster` (`output`); the stream's framing is that of its `switch`. Here is
-//! one VM's use of them, and the sockets.
+//! The outbox of `firn-cluster` (`output`) decides what is buffered, and until when. The framing of
+//! the stream is that of its `switch`. This crate applies them to one VM, and has the sockets.
 //!
 //! | module | what it decides or does |
 //! |---|---|
-//! | [`gate`] | which frames may leave, and when (pure) |
-//! | [`lease`] | until when anything may leave |
-//! | [`joined`] | the same of a VM that belongs to a cluster (pure) |
-//! | [`port`] | a card, its gate and its uplink: a thread |
-//! | [`uplink`] | the connection to where frames go |
+//! | [`output_buffer`] | decides which frames may leave, and when (pure) |
+//! | [`lease`] | the time until which any frame may leave |
+//! | [`cluster_output`] | the same as `output_buffer`, for a VM that belongs to a cluster (pure) |
+//! | [`port`] | a card, its output buffer and its uplink: a thread |
+//! | [`uplink`] | the connection to the outside |
 //!
-//! # Why a pair of sockets that QEMU has both ends of
+//! # Why QEMU has both ends of a pair of sockets
 //!
-//! A socket with a name would do as well, but QEMU does not connect to it (`net/dgram.c`, 7.2 to 10): while the other side has no room,
-//! it is told that it can write, tries, and is told again, with its main loop spinning. Over a pair it waits. And the pair is there as
-//! long as QEMU is: without a supervisor the guest's frames wait, and its successor reads on where it ended.
+//! A socket with a name would do as well, but QEMU does not connect to it (`net/dgram.c`, 7.2 to
+//! 10): while the receiver has no room, poll reports to QEMU that the socket is writable, QEMU
+//! tries to write, and its main loop spins. With a pair of sockets, QEMU waits. And the pair exists
+//! as long as QEMU does: without a supervisor the guest's frames wait in it, and the next
+//! supervisor continues to read at the same frame.
 //!
 //! # The bound
 //!
-//! What is held takes no more than [`port::BYTES_MAX`] and one frame. At the bound the card's socket isn't read until half of it is
-//! free: QEMU waits, then the guest's ring fills, and the guest sees a slow network. Nothing is dropped for it. A VM that is about to be
-//! stopped may send a little more, for QEMU drops what still waits for room then.
+//! Buffered frames take at most [`port::BYTES_MAX`] and one frame. At the bound the card's socket
+//! isn't read until half of the buffer is free: QEMU waits, then the guest's ring fills, and the
+//! guest sees a slow network. No frame is dropped for this reason. A VM that is about to be stopped
+//! may send a little more, because QEMU then drops frames that still wait for room.
 //!
-//! # What is lost
+//! # Lost frames
 //!
-//! Frames that leave while nobody is at the uplink, as with a cable that is unplugged; what is held when the supervisor dies. Frames
-//! may be lost in any network, and who needs them sends them again.
+//! Frames are lost that leave while no process listens at the uplink, as with a cable that is
+//! unplugged, and so are buffered frames when the supervisor dies. Any network may lose frames, and
+//! protocols that need them send them again.
 
 #![forbid(unsafe_code)]
 
-pub mod gate;
-pub mod joined;
+pub mod cluster_output;
 pub mod lease;
+pub mod output_buffer;
+mod output_policy;
 pub mod port;
 pub mod uplink;
-mod way;

@@ -1,14 +1,16 @@
-//! A card, its gate and its uplink, and the thread that carries frames between them.
+//! Card port: a card, its output buffer and its uplink, and the thread that carries frames between
+//! them.
 //!
 //! ```text
 //!                      .----------------------- poll -----------------------.
-//!   card's socket -----+--> Gate --(leaving)--> uplink      no uplink: lost  |
+//!   card's socket -----+--> OutputPolicy --> uplink     no uplink: dropped   |
 //!                 <----+------- frames <------- uplink                       |
-//!   eventfd -----------'    cut, committed, open: from other threads         |
+//!   eventfd -----------'    cut, commit, open: from other threads            |
 //! ```
 //!
-//! Whoever reads the card's socket has the gate locked until what was read is in it: so frames keep their order, and each is in the
-//! epoch in which it was read. A cut reads the socket by itself, while the VM stands still.
+//! The thread that reads the card's socket holds the lock of the output until the frames that it
+//! read are in the output. So frames keep their order, and each belongs to the epoch in which it
+//! was read. A cut reads the socket by itself, while the VM is paused.
 
 use std::collections::VecDeque;
 use std::io::{self, ErrorKind};
@@ -21,33 +23,37 @@ use std::thread::{self, JoinHandle};
 use std::time::{Duration, Instant};
 
 use crossbeam_channel::{Receiver, Sender};
-use firn_cluster::cut::Answer;
-use firn_cluster::member::{Kept, Membership, OfEpoch};
-use firn_cluster::output::Flow;
+use firn_cluster::cut::MarkAnswer;
+use firn_cluster::member::{ClusterMembership, NicEpoch, StandbyNic};
+use firn_cluster::output::InputFlow;
 use firn_cluster::switch::FRAME_BYTES_MAX;
-use firn_cluster::{Epoch, Generation, RequestNumber, Seq};
+use firn_cluster::{Epoch, FrameNumber, Generation, RequestNumber};
 use rustix::event::{EventfdFlags, PollFd, PollFlags, Timespec, eventfd, poll};
 
-use crate::gate::{Gate, Held};
-use crate::joined::Joined;
-use crate::lease::Lease;
-use crate::uplink::Uplink;
-use crate::way::Way;
+use crate::cluster_output::ClusterOutput;
+use crate::lease::OutputLease;
+use crate::output_buffer::{BufferUsage, OutputBuffer};
+use crate::output_policy::OutputPolicy;
+use crate::uplink::UplinkStream;
 
-/// Most bytes of frames that a card's gate holds: a quarter of a second at a gigabit a second.
+/// The maximum number of bytes that a card's output buffers: a quarter of a second at a gigabit per
+/// second.
 pub const BYTES_MAX: usize = 32 << 20;
-/// Frames read from the card while the gate is locked.
+/// The number of frames read from the card while the output is locked.
 const BATCH: usize = 32;
-/// How often an uplink that is not there is tried, and a lease that is over looked at.
-const RETRY: Duration = Duration::from_millis(100);
-/// How often a member is to look whether others have what it sent.
-const TICK: Duration = Duration::from_millis(50);
-/// How long a member that is about to be stopped may take to read what it was given, and how often that is looked at. One that does not
-/// is as one whose card has no room: what it does not take is lost.
-const READ_WAIT: Duration = Duration::from_millis(20);
-const READ_LOOK: Duration = Duration::from_micros(200);
+/// The interval at which a missing uplink is tried, and a lease that is over is checked.
+const RETRY_INTERVAL: Duration = Duration::from_millis(100);
+/// The interval at which a member checks whether others have received its frames.
+const TICK_INTERVAL: Duration = Duration::from_millis(50);
+/// The time that a member's card gets, before the VM is stopped, to read the frames that it was
+/// given. A card that does not read them in time is treated as one that has no room: its frames are
+/// lost.
+const READ_TIMEOUT: Duration = Duration::from_millis(20);
+/// The interval at which the port checks whether the card has read its frames.
+const READ_POLL_INTERVAL: Duration = Duration::from_micros(200);
 
-/// From nobody to nobody: a card drops it. Once it is read, what was given before is in the guest's memory, and not in a queue of QEMU's.
+/// A frame with unused addresses, which a card drops. Once it is read, the frames that were given
+/// before it are in the guest's memory, and not in a queue of QEMU.
 const PROBE: [u8; 60] = {
     let mut frame = [0; 60];
     frame[0] = 2;
@@ -57,44 +63,48 @@ const PROBE: [u8; 60] = {
     frame
 };
 
-/// What there is to say about a card.
+/// The state of a card.
 #[derive(Clone, Debug, Default, PartialEq)]
-pub struct Now {
-    /// Somebody is at the uplink.
+pub struct PortStatus {
+    /// The port is connected to the uplink.
     pub is_connected: bool,
-    /// Frames leave as they come.
+    /// Frames are released as they come.
     pub is_open: bool,
-    /// It needs a lease, and that is over: nothing leaves.
+    /// The card needs a lease, and the lease is over: no frame leaves.
     pub waits_for_lease: bool,
-    /// What is held.
-    pub held: Held,
-    /// How many frames have left.
+    /// The buffered frames.
+    pub held: BufferUsage,
+    /// The number of frames that were sent.
     pub left: u64,
-    /// How many have come.
+    /// The number of frames that the VM was given.
     pub came: u64,
-    /// From the VM to the uplink, of the newest thousand frames since it was opened or closed.
+    /// The delays from the VM to the uplink, of the newest thousand frames since the output was
+    /// opened or closed.
     pub delays: Vec<Duration>,
 }
 
-/// A pair of sockets: the first is for QEMU, the second is read here. QEMU is to have both open.
+/// Creates a pair of sockets: the first is for QEMU, the second is read by a port. QEMU must have
+/// both open.
 ///
 /// # Errors
-/// If the system has no more.
-pub fn pair() -> io::Result<(OwnedFd, OwnedFd)> {
+/// If the system has no more descriptors.
+pub fn create_socket_pair() -> io::Result<(OwnedFd, OwnedFd)> {
     let (theirs, ours) = UnixDatagram::pair()?;
     Ok((theirs.into(), ours.into()))
 }
 
-/// A card that frames pass through. Ends when it is dropped.
+/// A card's port, which passes frames until it is dropped.
 #[derive(Debug)]
-pub struct Port {
-    shared: Arc<Shared>,
+pub struct NicPort {
+    shared: Arc<PortState>,
     relay: Option<JoinHandle<()>>,
 }
 
-impl Port {
-    /// Begins to carry frames between a card and its uplink, which need not be there yet. `first` is a connection to it. Frames leave
-    /// only once the port is [plugged in](Self::plug). `theirs` is QEMU's end, to see what it has not read.
+impl NicPort {
+    /// Begins to carry frames between a card and its uplink, which need not exist yet. `first` is a
+    /// connection to it. Frames leave only once the uplink is [connected](Self::connect_uplink).
+    /// `theirs` is QEMU's end of the socket pair; the port uses it to determine what QEMU has not
+    /// read.
     ///
     /// # Errors
     /// If the system has no more descriptors or threads.
@@ -102,15 +112,15 @@ impl Port {
         card: OwnedFd,
         theirs: Option<OwnedFd>,
         uplink: &Path,
-        first: Option<Uplink>,
+        first: Option<UplinkStream>,
         is_open: bool,
     ) -> io::Result<Self> {
         let card = UnixDatagram::from(card);
         card.set_nonblocking(true)?;
-        let way = Way::Alone(Gate::new(BYTES_MAX, is_open), None);
+        let way = OutputPolicy::Single(OutputBuffer::new(BYTES_MAX, is_open), None);
         let (is_frozen, buffer) = (false, vec![0; FRAME_BYTES_MAX]);
-        let output = Output { way, is_frozen, is_stuck: false, buffer };
-        let shared = Arc::new(Shared {
+        let output = PortOutput { policy: way, is_frozen, is_stuck: false, buffer };
+        let shared = Arc::new(PortState {
             card,
             theirs,
             uplink: uplink.to_owned(),
@@ -125,239 +135,262 @@ impl Port {
             since: Instant::now(),
         });
         let (tried, inward, ticked) = (None, VecDeque::new(), Duration::ZERO);
-        let relay = Relay { shared: Arc::clone(&shared), uplink: first, tried, inward, ticked };
+        let relay = FrameRelay {
+            shared: Arc::clone(&shared),
+            uplink: first,
+            last_attempt: tried,
+            inward,
+            last_tick: ticked,
+        };
         let relay = thread::Builder::new().name("card".into()).spawn(move || relay.run())?;
         Ok(Self { shared, relay: Some(relay) })
     }
 
-    /// Connects to the uplink, now or when somebody is there.
-    pub fn plug(&self) {
+    /// Connects to the uplink, now or when a process listens there.
+    pub fn connect_uplink(&self) {
         self.shared.is_plugged.store(true, Ordering::Relaxed);
-        self.shared.wake();
+        self.shared.wake_relay();
     }
 
-    /// A protection begins: see [`Gate::begin`].
-    pub fn begin(&self) {
-        self.shared.output().way.begin();
+    /// Begins a protection: see [`OutputBuffer::begin_protection`].
+    pub fn begin_protection(&self) {
+        self.shared.lock_output().policy.begin_protection();
     }
 
-    /// The VM is about to be stopped: its socket is empty when this returns, and kept so, until it goes on. See [`Gate::flow`]. A member
-    /// is given nothing from now on, and has read what it was given.
-    pub fn stopping(&self) {
-        let mut output = self.shared.output();
-        output.way.stopping(true);
-        output.is_frozen = output.way.joined().is_some();
-        while self.shared.take(&mut output) {}
+    /// Prepares for a stop of the VM. When this returns, the card's socket is empty, and it is kept
+    /// empty until [`Self::finish_stop`]; see [`OutputBuffer::input_flow`]. A member is given no
+    /// frames from now on, and has read the frames that it was given.
+    pub fn prepare_stop(&self) {
+        let mut output = self.shared.lock_output();
+        output.policy.set_stopping(true);
+        output.is_frozen = output.policy.cluster_output().is_some();
+        while self.shared.read_card(&mut output) {}
         let is_member = output.is_frozen;
         drop(output);
-        self.shared.wake();
+        self.shared.wake_relay();
         if is_member {
             self.shared.wait_until_read();
         }
     }
 
-    /// The VM was not stopped, or goes on.
-    pub fn goes_on(&self) {
-        let mut output = self.shared.output();
-        output.way.stopping(false);
+    /// Ends the preparation, because the VM was not stopped, or runs again.
+    pub fn finish_stop(&self) {
+        let mut output = self.shared.lock_output();
+        output.policy.set_stopping(false);
         output.is_frozen = false;
         drop(output);
-        self.shared.wake();
+        self.shared.wake_relay();
     }
 
-    /// The VM stands still at the end of an epoch: see [`Gate::cut`]. What goes with it, of a member.
-    pub fn cut(&self, epoch: Epoch) -> Option<OfEpoch> {
-        let mut output = self.shared.output();
-        while self.shared.take(&mut output) {}
-        let of = output.way.cut(epoch);
+    /// Ends an epoch while the VM is paused: see [`OutputBuffer::cut_epoch`]. Of a member, returns
+    /// the state that belongs to the epoch.
+    pub fn cut_epoch(&self, epoch: Epoch) -> Option<NicEpoch> {
+        let mut output = self.shared.lock_output();
+        while self.shared.read_card(&mut output) {}
+        let of = output.policy.cut_epoch(epoch);
         drop(output);
-        // What was read just now may leave at once, if the gate was open until now.
-        self.shared.wake();
+        // The frames that were just read may leave at once, if the output was open until now.
+        self.shared.wake_relay();
         of
     }
 
-    /// Nothing undoes an epoch any more: see [`Gate::committed`].
-    pub fn committed(&self, epoch: Epoch) {
-        self.shared.output().way.committed(epoch);
-        self.shared.wake();
+    /// Commits an epoch: see [`OutputBuffer::commit_epoch`].
+    pub fn commit_epoch(&self, epoch: Epoch) {
+        self.shared.lock_output().policy.commit_epoch(epoch);
+        self.shared.wake_relay();
     }
 
-    /// Lets out what is held, and what comes: see [`Gate::open`].
-    pub fn let_out(&self) {
-        self.shared.output().way.open();
-        self.shared.wake();
+    /// Releases buffered frames, and later frames as they come: see [`OutputBuffer::open_output`].
+    pub fn release_output(&self) {
+        self.shared.lock_output().policy.open_output();
+        self.shared.wake_relay();
     }
 
-    /// From now on frames leave only while that lease is held, or need none.
-    pub fn obey(&self, lease: Option<Lease>) {
-        *self.shared.lease() = lease;
-        self.shared.wake();
+    /// Sets the lease during which frames may leave. `None`: they need no lease.
+    pub fn set_lease(&self, lease: Option<OutputLease>) {
+        *self.shared.lock_lease() = lease;
+        self.shared.wake_relay();
     }
 
-    /// The VM becomes a member of a cluster, or one of a new timeline. `false` if what it sends is being held.
-    pub fn join(&self, of: Membership) -> bool {
-        let mut output = self.shared.output();
-        let is_open = output.way.is_open();
+    /// Makes the VM a member of a cluster, or of a new generation. `false` if its output is
+    /// buffered.
+    pub fn join_cluster(&self, of: ClusterMembership) -> bool {
+        let mut output = self.shared.lock_output();
+        let is_open = output.policy.is_open();
         if is_open {
-            output.way.become_member(Joined::open(of));
+            output.policy.become_member(ClusterOutput::without_backup(of));
         }
         drop(output);
-        self.shared.wake();
+        self.shared.wake_relay();
         is_open
     }
 
-    /// The VM is about to run as a member, from the end of `base`: what was under way is sent again.
-    pub fn go_on(&self, of: Membership, base: Epoch, kept: Kept) {
-        self.shared.output().way.become_member(Joined::going_on(of, base, kept));
-        self.shared.wake();
+    /// Makes the VM a member that is about to run from the end of `base`. It sends frames that were
+    /// in flight again.
+    pub fn resume_member(&self, of: ClusterMembership, base: Epoch, kept: StandbyNic) {
+        self.shared.lock_output().policy.become_member(ClusterOutput::resume_from(of, base, kept));
+        self.shared.wake_relay();
     }
 
-    /// The VM is no member any more. `false` if what it sends is being held.
-    pub fn leave(&self) -> bool {
-        let mut output = self.shared.output();
-        let is_open = output.way.is_open();
+    /// Ends the VM's membership. `false` if its output is buffered.
+    pub fn leave_cluster(&self) -> bool {
+        let mut output = self.shared.lock_output();
+        let is_open = output.policy.is_open();
         if is_open {
-            output.way.become_alone(BYTES_MAX, self.shared.since.elapsed());
+            output.policy.become_single(BYTES_MAX, self.shared.since.elapsed());
         }
         drop(output);
-        self.shared.wake();
+        self.shared.wake_relay();
         is_open
     }
 
-    /// The VM's mark, for the one who makes global checkpoints, if there is one to give.
-    pub fn requested(&self, of: Generation, request: RequestNumber) -> Option<Answer> {
-        self.shared.output().way.joined_mut()?.requested(of, request)
+    /// The VM's mark for the initiator of global checkpoints, if there is one.
+    pub fn request_mark(&self, of: Generation, request: RequestNumber) -> Option<MarkAnswer> {
+        self.shared.lock_output().policy.cluster_output_mut()?.request_mark(of, request)
     }
 
-    /// Whether what another member has sent waits for the epoch that runs to be cut.
+    /// Whether a frame of another member waits for the running epoch to be cut.
     pub fn wants_cut(&self) -> bool {
-        self.shared.output().way.joined().is_some_and(Joined::wants_cut)
+        self.shared.lock_output().policy.cluster_output().is_some_and(ClusterOutput::wants_cut)
     }
 
-    /// Wakes whoever cuts epochs of a member: [`Self::wants_cut`], [`Self::globally`] or [`Self::gone`] has something new to say.
-    pub fn news(&self) -> Receiver<()> {
+    /// Wakes the thread that cuts a member's epochs: [`Self::wants_cut`], [`Self::global_epoch`] or
+    /// [`Self::released_up_to`] has changed.
+    pub fn member_events(&self) -> Receiver<()> {
         self.shared.news.1.clone()
     }
 
-    /// A global checkpoint that has this VM at that epoch is on record. `false` if the VM is in no such timeline.
-    pub fn globally(&self, of: Generation, epoch: Epoch) -> bool {
-        let mut output = self.shared.output();
-        let joined = output.way.joined_mut().filter(|it| it.membership().generation == of);
-        let is_heard = joined.map(|joined| joined.globally(epoch)).is_some();
+    /// Records a global checkpoint, which includes this VM at that epoch. `false` if the VM is in
+    /// no such generation.
+    pub fn record_global_checkpoint(&self, of: Generation, epoch: Epoch) -> bool {
+        let mut output = self.shared.lock_output();
+        let joined =
+            output.policy.cluster_output_mut().filter(|it| it.membership().generation == of);
+        let is_heard = joined.map(|joined| joined.record_global_checkpoint(epoch)).is_some();
         drop(output);
-        self.shared.wake();
-        self.shared.tell();
+        self.shared.wake_relay();
+        self.shared.notify_member_events();
         is_heard
     }
 
-    /// The newest epoch of a member that a global checkpoint has.
-    pub fn global(&self) -> Epoch {
-        self.shared.output().way.joined().map_or(Epoch(0), Joined::global)
+    /// The newest epoch of a member that belongs to a global checkpoint.
+    pub fn global_epoch(&self) -> Epoch {
+        self.shared
+            .lock_output()
+            .policy
+            .cluster_output()
+            .map_or(Epoch(0), ClusterOutput::global_epoch)
     }
 
-    /// The newest frame of a member to the outside that has left.
-    pub fn gone(&self) -> Seq {
-        self.shared.gone()
+    /// The newest frame of a member to the outside that has been sent.
+    pub fn released_up_to(&self) -> FrameNumber {
+        self.shared.released_up_to()
     }
 
-    /// What it was told, if the VM is a member.
-    pub fn membership(&self) -> Option<Membership> {
-        self.shared.output().way.joined().map(|joined| joined.membership().clone())
+    /// The membership of the VM, if it is a member.
+    pub fn membership(&self) -> Option<ClusterMembership> {
+        self.shared.lock_output().policy.cluster_output().map(|joined| joined.membership().clone())
     }
 
-    /// Whether a protection can begin: a member has to have joined since the last.
+    /// Whether a protection can begin: a member must have joined since the last one.
     pub fn is_new(&self) -> bool {
-        self.shared.output().way.joined().is_none_or(Joined::is_new)
+        self.shared.lock_output().policy.cluster_output().is_none_or(ClusterOutput::is_new)
     }
 
-    /// Whether others have what was let out when a member's gate was opened, as far as it knows.
-    pub fn is_settled(&self) -> bool {
-        self.shared.output().way.joined().is_none_or(Joined::is_settled)
+    /// Whether the receivers have the frames that were released when a member's output was opened,
+    /// as far as it knows.
+    pub fn is_output_received(&self) -> bool {
+        self.shared
+            .lock_output()
+            .policy
+            .cluster_output()
+            .is_none_or(ClusterOutput::is_output_received)
     }
 
-    /// Whether frames leave as they come.
+    /// Whether frames are released as they come.
     pub fn is_open(&self) -> bool {
-        self.shared.output().way.is_open()
+        self.shared.lock_output().policy.is_open()
     }
 
-    /// What there is to say about it now.
-    pub fn now(&self) -> Now {
-        let gate = &self.shared.output().way;
-        Now {
+    /// The current state of the card.
+    pub fn port_status(&self) -> PortStatus {
+        let gate = &self.shared.lock_output().policy;
+        PortStatus {
             is_connected: self.shared.is_connected.load(Ordering::Relaxed),
             is_open: gate.is_open(),
             waits_for_lease: !self.shared.may_send(),
-            held: gate.held(),
-            left: gate.left(),
+            held: gate.buffer_usage(),
+            left: gate.sent_count(),
             came: self.shared.came.load(Ordering::Relaxed),
-            delays: gate.delays(),
+            delays: gate.release_delays(),
         }
     }
 }
 
-impl Drop for Port {
+impl Drop for NicPort {
     fn drop(&mut self) {
         self.shared.is_over.store(true, Ordering::Relaxed);
-        self.shared.wake();
+        self.shared.wake_relay();
         if let Some(relay) = self.relay.take() {
-            // One that panicked has said so.
+            // A relay thread that panicked has reported it.
             let _ = relay.join();
         }
     }
 }
 
 #[derive(Debug)]
-struct Output {
-    way: Way,
-    /// The VM is given nothing.
+struct PortOutput {
+    policy: OutputPolicy,
+    /// The VM is given no frames.
     is_frozen: bool,
-    /// It has not read what it was given, when that was waited for last.
+    /// The VM had not read its frames when the port last waited for it.
     is_stuck: bool,
     buffer: Vec<u8>,
 }
 
-/// What other threads reach.
+/// The state that other threads share with the relay thread.
 #[derive(Debug)]
-struct Shared {
+struct PortState {
     card: UnixDatagram,
     /// QEMU's end.
     theirs: Option<OwnedFd>,
     uplink: PathBuf,
-    output: Mutex<Output>,
-    lease: Mutex<Option<Lease>>,
+    output: Mutex<PortOutput>,
+    lease: Mutex<Option<OutputLease>>,
     wake: OwnedFd,
     is_plugged: AtomicBool,
     is_connected: AtomicBool,
     is_over: AtomicBool,
-    /// Somebody who cuts epochs has to hear something.
+    /// Wakes the thread that cuts epochs.
     news: (Sender<()>, Receiver<()>),
     came: AtomicU64,
     since: Instant,
 }
 
-impl Shared {
-    fn output(&self) -> MutexGuard<'_, Output> {
+impl PortState {
+    fn lock_output(&self) -> MutexGuard<'_, PortOutput> {
         self.output.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    fn lease(&self) -> MutexGuard<'_, Option<Lease>> {
+    fn lock_lease(&self) -> MutexGuard<'_, Option<OutputLease>> {
         self.lease.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// Whether a frame may leave now, as far as the lease is concerned.
+    /// Whether the lease allows a frame to leave now.
     fn may_send(&self) -> bool {
-        self.lease().as_ref().is_none_or(Lease::is_held)
+        self.lock_lease().as_ref().is_none_or(OutputLease::is_held)
     }
 
-    /// Whether frames were read from the card's socket, of which there may be more. None are at the bound.
-    fn take(&self, output: &mut Output) -> bool {
-        let Output { way, buffer, .. } = output;
+    /// Reads a batch of frames from the card's socket. Returns whether there may be more. At the
+    /// bound none are read.
+    fn read_card(&self, output: &mut PortOutput) -> bool {
+        let PortOutput { policy: way, buffer, .. } = output;
         for _ in 0..BATCH {
-            if way.flow() == Flow::Stop {
+            if way.input_flow() == InputFlow::Stop {
                 return false;
             }
             match self.card.recv(buffer) {
-                Ok(bytes) => way.sent(&buffer[..bytes], self.since.elapsed()),
+                Ok(bytes) => way.push_frame(&buffer[..bytes], self.since.elapsed()),
                 Err(error) if error.kind() == ErrorKind::Interrupted => {}
                 Err(_) => return false,
             }
@@ -365,45 +398,49 @@ impl Shared {
         true
     }
 
-    /// Returns when QEMU has given the guest what it was given, or doesn't.
+    /// Waits until QEMU has given the guest the frames that it was given, or until the time limit.
     fn wait_until_read(&self) {
-        if self.output().is_stuck && !self.is_read() {
+        if self.lock_output().is_stuck && !self.is_card_queue_empty() {
             return;
         }
-        // What has no room is not read by who does not read.
+        // If there is no room for it, the card does not read, and the wait below times out.
         let _ = self.card.send(&PROBE);
         let since = Instant::now();
-        while !self.is_read() && since.elapsed() < READ_WAIT {
-            thread::sleep(READ_LOOK);
+        while !self.is_card_queue_empty() && since.elapsed() < READ_TIMEOUT {
+            thread::sleep(READ_POLL_INTERVAL);
         }
-        let is_stuck = !self.is_read();
-        self.output().is_stuck = is_stuck;
+        let is_stuck = !self.is_card_queue_empty();
+        self.lock_output().is_stuck = is_stuck;
         if is_stuck {
             tracing::debug!("the VM does not take the frames that it is given");
         }
     }
 
-    /// What of a frame from the uplink, and of what came before it, the VM is given now.
-    fn arrived(&self, way: &mut Way, frame: Vec<u8>, now: Duration) -> Vec<Vec<u8>> {
-        let given = way.arrived(frame, now);
-        if way.joined().is_some_and(Joined::wants_cut) {
-            self.tell();
+    /// Receives a frame from the uplink, and returns the frames that the VM is to be given now.
+    /// These include frames that came earlier.
+    fn receive_frame(&self, way: &mut OutputPolicy, frame: Vec<u8>, now: Duration) -> Vec<Vec<u8>> {
+        let given = way.receive_frame(frame, now);
+        if way.cluster_output().is_some_and(ClusterOutput::wants_cut) {
+            self.notify_member_events();
         }
         given
     }
 
-    /// The newest frame of a member to the outside that has left.
-    fn gone(&self) -> Seq {
-        self.output().way.joined().map_or(Seq(0), Joined::gone)
+    /// The newest frame of a member to the outside that has been sent.
+    fn released_up_to(&self) -> FrameNumber {
+        self.lock_output()
+            .policy
+            .cluster_output()
+            .map_or(FrameNumber(0), ClusterOutput::released_up_to)
     }
 
-    /// Wakes who cuts epochs. One who was told and has not looked yet need not be told again.
-    fn tell(&self) {
+    /// Wakes the thread that cuts epochs, unless a wakeup is pending.
+    fn notify_member_events(&self) {
         let _ = self.news.0.try_send(());
     }
 
-    /// Whether nothing waits at QEMU's end.
-    fn is_read(&self) -> bool {
+    /// Whether QEMU's end of the socket pair is empty.
+    fn is_card_queue_empty(&self) -> bool {
         let theirs = self.theirs.as_ref();
         theirs.is_none_or(|theirs| rustix::io::ioctl_fionread(theirs).is_ok_and(|bytes| bytes == 0))
     }
@@ -416,40 +453,45 @@ impl Shared {
         polled.is_ok() && !all[0].revents().is_empty()
     }
 
-    /// Has the thread look at everything anew. A counter that is full wakes as well.
-    fn wake(&self) {
+    /// Wakes the relay thread, which checks everything again. A counter that is full wakes it as
+    /// well.
+    fn wake_relay(&self) {
         let _ = rustix::io::write(&self.wake, &1_u64.to_ne_bytes());
     }
 }
 
-/// The thread.
-struct Relay {
-    shared: Arc<Shared>,
-    uplink: Option<Uplink>,
-    /// When it was tried to connect last.
-    tried: Option<Instant>,
+/// The relay thread: it carries frames between the card and the uplink.
+struct FrameRelay {
+    shared: Arc<PortState>,
+    uplink: Option<UplinkStream>,
+    /// The time of the last attempt to connect.
+    last_attempt: Option<Instant>,
     /// Frames for the VM.
     inward: VecDeque<Vec<u8>>,
-    /// When a member was last told what time it is.
-    ticked: Duration,
+    /// The time at which a member's time was last advanced.
+    last_tick: Duration,
 }
 
-impl Relay {
+impl FrameRelay {
     fn run(mut self) {
         while !self.shared.is_over.load(Ordering::Relaxed) {
-            self.connect();
-            if let Err(error) = self.wait() {
+            self.try_connect();
+            if let Err(error) = self.wait_for_event() {
                 tracing::warn!("waiting for frames: {error}");
-                thread::sleep(RETRY);
+                thread::sleep(RETRY_INTERVAL);
             }
-            let mut output = self.shared.output();
-            self.shared.take(&mut output);
-            self.ticked = tick(&mut output.way, self.ticked, self.shared.since.elapsed());
+            let mut output = self.shared.lock_output();
+            self.shared.read_card(&mut output);
+            self.last_tick = advance_member_time(
+                &mut output.policy,
+                self.last_tick,
+                self.shared.since.elapsed(),
+            );
             drop(output);
-            let gone = self.shared.gone();
-            let carried = self.outward().and_then(|()| self.inward());
-            if self.shared.gone() > gone {
-                self.shared.tell();
+            let gone = self.shared.released_up_to();
+            let carried = self.send_outward().and_then(|()| self.send_inward());
+            if self.shared.released_up_to() > gone {
+                self.shared.notify_member_events();
             }
             if let Err(error) = carried {
                 tracing::warn!("the uplink {} is lost: {error}", self.shared.uplink.display());
@@ -458,12 +500,12 @@ impl Relay {
         }
     }
 
-    fn connect(&mut self) {
+    fn try_connect(&mut self) {
         let is_plugged = self.shared.is_plugged.load(Ordering::Relaxed);
-        let is_due = self.tried.is_none_or(|tried| tried.elapsed() >= RETRY);
+        let is_due = self.last_attempt.is_none_or(|tried| tried.elapsed() >= RETRY_INTERVAL);
         if self.uplink.is_none() && is_plugged && is_due {
-            self.tried = Some(Instant::now());
-            self.uplink = Uplink::connect(&self.shared.uplink).ok();
+            self.last_attempt = Some(Instant::now());
+            self.uplink = UplinkStream::connect(&self.shared.uplink).ok();
         }
         let is_connected = self.uplink.is_some() && is_plugged;
         let was_connected = self.shared.is_connected.swap(is_connected, Ordering::Relaxed);
@@ -472,30 +514,32 @@ impl Relay {
         }
     }
 
-    /// What is waited for at the card and at the uplink. What nothing can be done about now isn't looked at.
-    fn awaited(&self) -> (PollFlags, PollFlags) {
-        let output = self.shared.output();
-        let gate = &output.way;
+    /// The events to poll for at the card and at the uplink. Events that can't be handled now are
+    /// left out.
+    fn poll_flags(&self) -> (PollFlags, PollFlags) {
+        let output = self.shared.lock_output();
+        let gate = &output.policy;
         let mut card = PollFlags::empty();
-        card.set(PollFlags::IN, gate.flow() == Flow::Go);
-        let is_let_in = gate.joined().is_some_and(Joined::may_let_in);
+        card.set(PollFlags::IN, gate.input_flow() == InputFlow::Go);
+        let is_let_in = gate.cluster_output().is_some_and(ClusterOutput::has_deliverable);
         card.set(PollFlags::OUT, (is_let_in || !self.inward.is_empty()) && !output.is_frozen);
         let mut outside = PollFlags::empty();
         outside.set(PollFlags::IN, self.inward.is_empty());
-        outside.set(PollFlags::OUT, gate.next().is_some() && self.shared.may_send());
+        outside.set(PollFlags::OUT, gate.next_frame().is_some() && self.shared.may_send());
         (card, outside)
     }
 
-    /// Nobody says when a lease is held again.
-    fn looks_again(&self, is_plugged: bool) -> bool {
-        let waits = || self.shared.output().way.next().is_some() && !self.shared.may_send();
+    /// Whether to poll with a timeout: no event signals that a lease is held again.
+    fn needs_retry(&self, is_plugged: bool) -> bool {
+        let waits =
+            || self.shared.lock_output().policy.next_frame().is_some() && !self.shared.may_send();
         is_plugged && (self.uplink.is_none() || waits())
     }
 
-    /// Waits until there is something to do.
-    fn wait(&self) -> io::Result<()> {
+    /// Waits for an event or a timeout.
+    fn wait_for_event(&self) -> io::Result<()> {
         let is_plugged = self.shared.is_plugged.load(Ordering::Relaxed);
-        let (card, outside) = self.awaited();
+        let (card, outside) = self.poll_flags();
         let mut all = vec![PollFd::new(&self.shared.wake, PollFlags::IN)];
         if !card.is_empty() {
             all.push(PollFd::new(&self.shared.card, card));
@@ -503,59 +547,61 @@ impl Relay {
         if let Some(uplink) = self.uplink.as_ref().filter(|_| is_plugged && !outside.is_empty()) {
             all.push(PollFd::from_borrowed_fd(uplink.as_fd(), outside));
         }
-        let is_member = self.shared.output().way.joined().is_some();
-        let retries = self.looks_again(is_plugged).then_some(RETRY);
-        let timeout = retries.into_iter().chain(is_member.then_some(TICK)).min();
+        let is_member = self.shared.lock_output().policy.cluster_output().is_some();
+        let retries = self.needs_retry(is_plugged).then_some(RETRY_INTERVAL);
+        let timeout = retries.into_iter().chain(is_member.then_some(TICK_INTERVAL)).min();
         let timeout = timeout.map(|it| Timespec { tv_sec: 0, tv_nsec: it.subsec_nanos().into() });
         rustix::io::retry_on_intr(|| poll(&mut all, timeout.as_ref()))?;
-        // Nothing there is no error.
+        // An empty counter is no error.
         let _ = rustix::io::read(&self.shared.wake, &mut [0; 8]);
         Ok(())
     }
 
-    /// From the gate to the uplink.
-    fn outward(&mut self) -> io::Result<()> {
+    /// Carries frames from the output to the uplink.
+    fn send_outward(&mut self) -> io::Result<()> {
         let is_plugged = self.shared.is_plugged.load(Ordering::Relaxed);
         let Some(uplink) = self.uplink.as_mut().filter(|_| is_plugged) else {
-            self.shared.output().way.lose();
+            self.shared.lock_output().policy.drop_released();
             return Ok(());
         };
         while self.shared.may_send() {
-            let Some(frame) = self.shared.output().way.next() else { return Ok(()) };
-            uplink.give(&frame);
-            match uplink.write()? {
-                true => self.shared.output().way.has_left(self.shared.since.elapsed()),
+            let Some(frame) = self.shared.lock_output().policy.next_frame() else { return Ok(()) };
+            uplink.queue_frame(&frame);
+            match uplink.write_pending()? {
+                true => self.shared.lock_output().policy.confirm_sent(self.shared.since.elapsed()),
                 false => return Ok(()),
             }
         }
         Ok(())
     }
 
-    /// From the uplink to the card. One that has no room is waited for.
-    fn inward(&mut self) -> io::Result<()> {
+    /// Carries frames from the uplink to the card, as far as the card has room.
+    fn send_inward(&mut self) -> io::Result<()> {
         let is_plugged = self.shared.is_plugged.load(Ordering::Relaxed);
         let read = match self.uplink.as_mut().filter(|_| is_plugged && self.inward.is_empty()) {
-            Some(uplink) => uplink.read(&mut self.inward),
+            Some(uplink) => uplink.read_frames(&mut self.inward),
             None => Ok(()),
         };
         loop {
-            // Locked until it is given: what counts as received at a cut, the VM has.
-            let mut output = self.shared.output();
+            // Locked until the frame is given: at a cut the VM has all frames that count as
+            // received.
+            let mut output = self.shared.lock_output();
             if output.is_frozen || !self.shared.has_room() {
                 break;
             }
             let now = self.shared.since.elapsed();
-            // What has waited for a cut came before.
-            let waited = output.way.joined_mut().filter(|joined| joined.may_let_in());
-            let given = match waited.map(|joined| joined.let_in(now)) {
+            // Frames that have waited for a cut came earlier.
+            let waited =
+                output.policy.cluster_output_mut().filter(|joined| joined.has_deliverable());
+            let given = match waited.map(|joined| joined.deliver_waiting(now)) {
                 Some(given) => given,
                 None => match self.inward.pop_front() {
-                    Some(frame) => self.shared.arrived(&mut output.way, frame, now),
+                    Some(frame) => self.shared.receive_frame(&mut output.policy, frame, now),
                     None => break,
                 },
             };
             for frame in given {
-                // One that the socket does not take, or a VM that is gone, is no trouble.
+                // A frame that the socket does not take, or a VM that has ended, is no error.
                 if self.shared.card.send(&frame).is_ok() {
                     self.shared.came.fetch_add(1, Ordering::Relaxed);
                 }
@@ -565,12 +611,14 @@ impl Relay {
     }
 }
 
-/// Tells a member what time it is, not too often; when it was told last.
-fn tick(way: &mut Way, before: Duration, now: Duration) -> Duration {
-    let Some(joined) = way.joined_mut().filter(|_| now.saturating_sub(before) >= TICK) else {
+/// Advances a member's time, at most once per interval. Returns when it was last advanced.
+fn advance_member_time(way: &mut OutputPolicy, before: Duration, now: Duration) -> Duration {
+    let Some(joined) =
+        way.cluster_output_mut().filter(|_| now.saturating_sub(before) >= TICK_INTERVAL)
+    else {
         return before;
     };
-    joined.tick(now);
+    joined.advance_time(now);
     now
 }
 

@@ -1,31 +1,32 @@
-//! EP, "embarrassingly parallel": pairs of Gaussian deviates, counted by square annuli (section 2.3.1).
+//! EP, "embarrassingly parallel": pairs of Gaussian deviates, counted by square annuli (section
+//! 2.3.1).
 //!
-//! A batch of numbers is drawn into memory before it is used, as in the reference implementation (NPB 1 and later): what EP writes
-//! is a MiB for each process, over and over.
+//! A batch of numbers is generated into memory before it is used, as in the reference
+//! implementation (NPB 1 and later): EP writes the same MiB in each process again and again.
 
-use crate::peers::{PeersError, Talk};
-use crate::random::Random;
-use crate::{Class, part};
+use crate::peers::{Communicator, PeersError};
+use crate::random::NpbRandom;
+use crate::{ProblemClass, part_of_rank};
 
 const SEED: u64 = 271_828_183;
-/// Pairs that are drawn in a go; each process has whole ones.
-const BATCH: usize = 1 << 16;
-/// How far a sum may be from the specified one, of that.
+/// Pairs that are generated at once; each process has whole batches.
+const BATCH_PAIRS: usize = 1 << 16;
+/// The maximum relative difference between a sum and the specified one.
 const TOLERANCE: f64 = 1e-8;
 
-/// What a run gave.
+/// The result of a run.
 #[derive(Clone, Copy, Debug, PartialEq)]
-pub struct Result {
-    /// Sums of both deviates.
+pub struct EpResult {
+    /// The sums of both deviates.
     pub sums: [f64; 2],
-    /// Pairs by annulus.
+    /// The count of pairs by annulus.
     pub counts: [u64; 10],
     /// Whether the sums are the specified ones.
     pub is_right: bool,
 }
 
-impl Class {
-    fn pairs(self) -> u64 {
+impl ProblemClass {
+    fn pair_count(self) -> u64 {
         match self {
             Self::S => 1 << 24,
             Self::W => 1 << 25,
@@ -33,7 +34,7 @@ impl Class {
         }
     }
 
-    fn sums(self) -> [f64; 2] {
+    fn specified_sums(self) -> [f64; 2] {
         match self {
             Self::S => [-3.247_834_652_034_74e3, -6.958_407_078_382_297e3],
             Self::W => [-2.863_319_731_645_753e3, -6.320_053_679_109_499e3],
@@ -42,26 +43,29 @@ impl Class {
     }
 }
 
-/// Runs this process's part, and puts all parts together.
+/// Runs this process's part, and combines all parts.
 ///
 /// # Errors
-/// If another process is gone.
-pub fn run(class: Class, talk: &mut impl Talk) -> std::result::Result<Result, PeersError> {
+/// If the connection to another process is lost.
+pub fn run(
+    class: ProblemClass,
+    talk: &mut impl Communicator,
+) -> std::result::Result<EpResult, PeersError> {
     let (mut sums, mut counts) = ([0.0; 2], [0; 10]);
-    let mut numbers = vec![0.0; 2 * BATCH];
-    for batch in part(class.pairs() / BATCH as u64, talk.rank(), talk.size()) {
-        let mut random = Random::after(SEED, batch * numbers.len() as u64);
+    let mut numbers = vec![0.0; 2 * BATCH_PAIRS];
+    for batch in part_of_rank(class.pair_count() / BATCH_PAIRS as u64, talk.rank(), talk.size()) {
+        let mut random = NpbRandom::skip_ahead(SEED, batch * numbers.len() as u64);
         numbers.fill_with(|| random.next());
-        tally(&numbers, &mut sums, &mut counts);
+        tally_pairs(&numbers, &mut sums, &mut counts);
     }
     talk.sum_both(&mut sums, &mut counts)?;
     let is_near =
         |(sum, specified): (&f64, f64)| ((sum - specified) / specified).abs() <= TOLERANCE;
-    let is_right = sums.iter().zip(class.sums()).all(is_near);
-    Ok(Result { sums, counts, is_right })
+    let is_right = sums.iter().zip(class.specified_sums()).all(is_near);
+    Ok(EpResult { sums, counts, is_right })
 }
 
-fn tally(numbers: &[f64], sums: &mut [f64; 2], counts: &mut [u64; 10]) {
+fn tally_pairs(numbers: &[f64], sums: &mut [f64; 2], counts: &mut [u64; 10]) {
     for pair in numbers.chunks_exact(2) {
         let (x, y) = (2.0 * pair[0] - 1.0, 2.0 * pair[1] - 1.0);
         let square = x * x + y * y;
@@ -79,14 +83,14 @@ fn tally(numbers: &[f64], sums: &mut [f64; 2], counts: &mut [u64; 10]) {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::peers::{Alone, tests::among};
+    use crate::peers::{SingleProcess, tests::among};
 
     #[test]
     fn alone_or_not_the_sums_are_the_specified_ones() {
-        let alone = run(Class::S, &mut Alone).unwrap();
+        let alone = run(ProblemClass::S, &mut SingleProcess).unwrap();
         assert!(alone.is_right, "{alone:?}");
         assert_eq!(alone.counts.iter().sum::<u64>(), 13_176_389);
-        let together = among(3, |mut peers| run(Class::S, &mut peers).unwrap());
+        let together = among(3, |mut peers| run(ProblemClass::S, &mut peers).unwrap());
         for one in together {
             assert!(one.is_right && one.counts == alone.counts, "{one:?}");
         }

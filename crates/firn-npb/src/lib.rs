@@ -1,9 +1,10 @@
-//! Two of the NAS Parallel Benchmarks, as loads for clusters of VMs: [`ep`] computes and hardly talks, [`is`] sorts and sends most of
-//! its keys to others in every iteration.
+//! Two of the NAS Parallel Benchmarks, as loads for clusters of VMs: [`ep`] computes and hardly
+//! communicates, [`is`] sorts and sends most of its keys to other processes in every iteration.
 //!
-//! Written from the specification (Bailey et al., "The NAS Parallel Benchmarks", RNR-94-007, sections 2.3.1 and 2.3.5), with its
-//! problem sizes and verification values; a run says whether its result is the specified one. Processes talk by [`Peers`]: TCP
-//! connections between each two, which is what MPI would use between such VMs.
+//! Written from the specification (Bailey et al., "The NAS Parallel Benchmarks", RNR-94-007,
+//! sections 2.3.1 and 2.3.5), with its problem sizes and verification values; a run reports whether
+//! its result is the specified one. Processes communicate by [`PeerGroup`]: a TCP connection
+//! between each two, which is what MPI would use between such VMs.
 
 #![forbid(unsafe_code)]
 
@@ -14,25 +15,25 @@ mod random;
 
 use std::str::FromStr;
 
-pub use peers::{Alone, Peers, PeersError, Talk};
+pub use peers::{Communicator, PeerGroup, PeersError, SingleProcess};
 
-/// How large a problem is.
+/// The size of a problem.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Class {
+pub enum ProblemClass {
     /// Sample.
     S,
     /// Workstation.
     W,
-    /// The smallest that is one.
+    /// The smallest full-sized class.
     A,
 }
 
-/// No class is called so.
+/// No class has this name.
 #[derive(Debug, thiserror::Error)]
 #[error("no class is called {0:?}; there are S, W and A")]
 pub struct UnknownClass(String);
 
-impl FromStr for Class {
+impl FromStr for ProblemClass {
     type Err = UnknownClass;
 
     fn from_str(name: &str) -> Result<Self, UnknownClass> {
@@ -45,8 +46,8 @@ impl FromStr for Class {
     }
 }
 
-/// The part of `total` things, by number, that process `rank` of `size` has.
-fn part(total: u64, rank: usize, size: usize) -> std::ops::Range<u64> {
+/// The range of `total` items that process `rank` of `size` processes has.
+fn part_of_rank(total: u64, rank: usize, size: usize) -> std::ops::Range<u64> {
     let at = |rank: usize| total * rank as u64 / size as u64;
     at(rank)..at(rank + 1)
 }

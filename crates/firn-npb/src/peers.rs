@@ -1,12 +1,13 @@
-//! Processes that compute together, and talk: each two have a TCP connection.
+//! Peer group: processes that compute together. Each two have a TCP connection.
 //!
 //! ```text
-//!   rank r listens at its own address, connects to all lower ranks, and says its rank (4 bytes)
-//!   a message: length (4 bytes), then so many bytes: words of 8 in sums, of 4 in parcels; little-endian
+//!   rank r listens at its own address, connects to all lower ranks, and sends its rank (4 bytes)
+//!   a message: length (4 bytes), then this count of bytes: words of 8 in sums, of 4 in parcels; little-endian
 //! ```
 //!
-//! Sums are made at rank 0 and told to all, always in the order of ranks: floats give the same result each time. Exchanges go round:
-//! in step s each process sends to the one s further and receives from the one s back.
+//! Rank 0 computes sums and sends them to all, always in the order of ranks: floats give the same
+//! result each time. An exchange has steps: in step s each process sends to the process s ranks
+//! higher and receives from the process s ranks lower (modulo the count of processes).
 
 use std::io::{self, Read as _, Write as _};
 use std::net::{SocketAddr, TcpListener, TcpStream};
@@ -15,68 +16,68 @@ use std::time::{Duration, Instant};
 
 use thiserror::Error;
 
-/// How long others may take to start.
-const START: Duration = Duration::from_secs(120);
+/// The maximum time that other processes may take to start.
+const START_TIMEOUT: Duration = Duration::from_secs(120);
 
-/// Another process can't be talked to.
+/// Why the group of processes cannot communicate.
 #[derive(Debug, Error)]
 pub enum PeersError {
-    /// It can't be reached, or is gone.
-    #[error("process {rank} can't be talked to")]
+    /// Another process cannot be reached, or its connection is lost.
+    #[error("cannot communicate with process {rank}")]
     Gone {
-        /// Which.
+        /// The process.
         rank: usize,
-        /// Why.
+        /// The cause.
         #[source]
         source: io::Error,
     },
-    /// This process's own address is of no use.
-    #[error("can't listen at {address}")]
+    /// This process cannot listen at its own address.
+    #[error("cannot listen at {address}")]
     Listen {
-        /// Where.
+        /// The address.
         address: SocketAddr,
-        /// Why.
+        /// The cause.
         #[source]
         source: io::Error,
     },
     /// There is no such process.
     #[error("there are {size} processes, and none of rank {rank}")]
     Rank {
-        /// Which.
+        /// The rank.
         rank: usize,
-        /// How many.
+        /// The count of processes.
         size: usize,
     },
 }
 
-/// What the benchmarks need of each other's processes.
-pub trait Talk {
-    /// This process's number, from 0.
+/// The communication that the benchmarks need.
+pub trait Communicator {
+    /// This process's rank, from 0.
     fn rank(&self) -> usize;
-    /// How many there are.
+    /// The count of processes.
     fn size(&self) -> usize;
     /// Replaces numbers by their sums over all processes.
     ///
     /// # Errors
-    /// If one is gone.
-    fn sum(&mut self, numbers: &mut [u64]) -> Result<(), PeersError>;
+    /// If the connection to one is lost.
+    fn sum_numbers(&mut self, numbers: &mut [u64]) -> Result<(), PeersError>;
     /// The same with floats as well, in the same messages.
     ///
     /// # Errors
-    /// If one is gone.
+    /// If the connection to one is lost.
     fn sum_both(&mut self, floats: &mut [f64], numbers: &mut [u64]) -> Result<(), PeersError>;
-    /// Sends a parcel to each, and gives those that came, by rank.
+    /// Sends a parcel to each process, and returns the received ones, by rank.
     ///
     /// # Errors
-    /// If one is gone.
-    fn exchange(&mut self, parcels: Vec<Vec<u32>>) -> Result<Vec<Vec<u32>>, PeersError>;
+    /// If the connection to one is lost.
+    fn exchange_parcels(&mut self, parcels: Vec<Vec<u32>>) -> Result<Vec<Vec<u32>>, PeersError>;
 }
 
-/// Nobody else.
+/// A group of one process.
 #[derive(Clone, Copy, Debug)]
-pub struct Alone;
+pub struct SingleProcess;
 
-impl Talk for Alone {
+impl Communicator for SingleProcess {
     fn rank(&self) -> usize {
         0
     }
@@ -85,7 +86,7 @@ impl Talk for Alone {
         1
     }
 
-    fn sum(&mut self, _: &mut [u64]) -> Result<(), PeersError> {
+    fn sum_numbers(&mut self, _: &mut [u64]) -> Result<(), PeersError> {
         Ok(())
     }
 
@@ -93,37 +94,37 @@ impl Talk for Alone {
         Ok(())
     }
 
-    fn exchange(&mut self, parcels: Vec<Vec<u32>>) -> Result<Vec<Vec<u32>>, PeersError> {
+    fn exchange_parcels(&mut self, parcels: Vec<Vec<u32>>) -> Result<Vec<Vec<u32>>, PeersError> {
         Ok(parcels)
     }
 }
 
-/// Processes at addresses.
+/// A group of processes at addresses.
 #[derive(Debug)]
-pub struct Peers {
+pub struct PeerGroup {
     rank: usize,
-    /// By rank; none to itself.
-    lines: Vec<Option<TcpStream>>,
+    /// Connections by rank; none to itself.
+    connections: Vec<Option<TcpStream>>,
 }
 
-impl Peers {
-    /// Comes together with the processes at these addresses, one for each rank.
+impl PeerGroup {
+    /// Connects to the processes at these addresses, one for each rank.
     ///
     /// # Errors
-    /// If one of them does not come within two minutes.
-    pub fn meet(rank: usize, addresses: &[SocketAddr]) -> Result<Self, PeersError> {
+    /// If one of them does not start within two minutes.
+    pub fn connect_all(rank: usize, addresses: &[SocketAddr]) -> Result<Self, PeersError> {
         let size = addresses.len();
         let own = *addresses.get(rank).ok_or(PeersError::Rank { rank, size })?;
         let listen = |source| PeersError::Listen { address: own, source };
         let listener = TcpListener::bind(own).map_err(listen)?;
-        let mut peers = Self { rank, lines: addresses.iter().map(|_| None).collect() };
+        let mut peers = Self { rank, connections: addresses.iter().map(|_| None).collect() };
         for (lower, address) in addresses[..rank].iter().enumerate() {
-            let line = connect(*address, rank).map_err(gone(lower))?;
-            peers.lines[lower] = Some(line);
+            let line = connect_to(*address, rank).map_err(connection_lost(lower))?;
+            peers.connections[lower] = Some(line);
         }
         for _ in rank + 1..size {
-            let (higher, line) = accept(&listener).map_err(listen)?;
-            match peers.lines.get_mut(higher).filter(|_| higher > rank) {
+            let (higher, line) = accept_peer(&listener).map_err(listen)?;
+            match peers.connections.get_mut(higher).filter(|_| higher > rank) {
                 Some(place) => *place = Some(line),
                 None => return Err(PeersError::Rank { rank: higher, size }),
             }
@@ -131,43 +132,47 @@ impl Peers {
         Ok(peers)
     }
 
-    fn line(&self, rank: usize) -> Result<&TcpStream, PeersError> {
-        let none = || gone(rank)(io::ErrorKind::NotConnected.into());
-        self.lines.get(rank).and_then(Option::as_ref).ok_or_else(none)
+    fn connection(&self, rank: usize) -> Result<&TcpStream, PeersError> {
+        let none = || connection_lost(rank)(io::ErrorKind::NotConnected.into());
+        self.connections.get(rank).and_then(Option::as_ref).ok_or_else(none)
     }
 
-    fn send(&self, to: usize, words: impl Iterator<Item: AsRef<[u8]>>) -> Result<(), PeersError> {
+    fn send_words(
+        &self,
+        to: usize,
+        words: impl Iterator<Item: AsRef<[u8]>>,
+    ) -> Result<(), PeersError> {
         let mut message = vec![0; 4];
         words.for_each(|word| message.extend_from_slice(word.as_ref()));
         let length = (message.len() - 4) as u32;
         message[..4].copy_from_slice(&length.to_le_bytes());
-        self.line(to)?.write_all(&message).map_err(gone(to))
+        self.connection(to)?.write_all(&message).map_err(connection_lost(to))
     }
 
-    fn receive<T, const BYTES: usize>(
+    fn receive_words<T, const BYTES: usize>(
         &self,
         from: usize,
         word: fn([u8; BYTES]) -> T,
     ) -> Result<Vec<T>, PeersError> {
-        let mut line = self.line(from)?;
+        let mut line = self.connection(from)?;
         let mut length = [0; 4];
-        line.read_exact(&mut length).map_err(gone(from))?;
+        line.read_exact(&mut length).map_err(connection_lost(from))?;
         let mut bytes = vec![0; u32::from_le_bytes(length) as usize];
-        line.read_exact(&mut bytes).map_err(gone(from))?;
+        line.read_exact(&mut bytes).map_err(connection_lost(from))?;
         let words = bytes.chunks_exact(BYTES).filter_map(|bytes| bytes.try_into().ok());
         Ok(words.map(word).collect())
     }
 
     fn send_numbers(&self, to: usize, numbers: &[u64]) -> Result<(), PeersError> {
-        self.send(to, numbers.iter().map(|number| number.to_le_bytes()))
+        self.send_words(to, numbers.iter().map(|number| number.to_le_bytes()))
     }
 
     fn receive_numbers(&self, from: usize) -> Result<Vec<u64>, PeersError> {
-        self.receive(from, u64::from_le_bytes)
+        self.receive_words(from, u64::from_le_bytes)
     }
 
-    /// Puts together what all have, at rank 0, and tells all.
-    fn reduce(
+    /// Combines the values of all processes at rank 0, and sends the result to all.
+    fn reduce_all(
         &self,
         own: Vec<u64>,
         mut add: impl FnMut(&mut [u64], &[u64]),
@@ -185,16 +190,16 @@ impl Peers {
     }
 }
 
-fn gone(rank: usize) -> impl Fn(io::Error) -> PeersError {
+fn connection_lost(rank: usize) -> impl Fn(io::Error) -> PeersError {
     move |source| PeersError::Gone { rank, source }
 }
 
-fn connect(address: SocketAddr, rank: usize) -> io::Result<TcpStream> {
+fn connect_to(address: SocketAddr, rank: usize) -> io::Result<TcpStream> {
     let since = Instant::now();
     let mut line = loop {
         match TcpStream::connect(address) {
             Ok(line) => break line,
-            Err(error) if since.elapsed() > START => return Err(error),
+            Err(error) if since.elapsed() > START_TIMEOUT => return Err(error),
             Err(_) => thread::sleep(Duration::from_millis(100)),
         }
     };
@@ -203,7 +208,7 @@ fn connect(address: SocketAddr, rank: usize) -> io::Result<TcpStream> {
     Ok(line)
 }
 
-fn accept(listener: &TcpListener) -> io::Result<(usize, TcpStream)> {
+fn accept_peer(listener: &TcpListener) -> io::Result<(usize, TcpStream)> {
     let (mut line, _) = listener.accept()?;
     line.set_nodelay(true)?;
     let mut rank = [0; 4];
@@ -211,16 +216,16 @@ fn accept(listener: &TcpListener) -> io::Result<(usize, TcpStream)> {
     Ok((u32::from_le_bytes(rank) as usize, line))
 }
 
-impl Talk for Peers {
+impl Communicator for PeerGroup {
     fn rank(&self) -> usize {
         self.rank
     }
 
     fn size(&self) -> usize {
-        self.lines.len()
+        self.connections.len()
     }
 
-    fn sum(&mut self, numbers: &mut [u64]) -> Result<(), PeersError> {
+    fn sum_numbers(&mut self, numbers: &mut [u64]) -> Result<(), PeersError> {
         self.sum_both(&mut [], numbers)
     }
 
@@ -235,13 +240,16 @@ impl Talk for Peers {
                 };
             }
         };
-        let all = self.reduce(own.collect(), add)?;
+        let all = self.reduce_all(own.collect(), add)?;
         floats.iter_mut().zip(&all).for_each(|(float, all)| *float = f64::from_bits(*all));
         numbers.iter_mut().zip(all.iter().skip(split)).for_each(|(number, all)| *number = *all);
         Ok(())
     }
 
-    fn exchange(&mut self, mut parcels: Vec<Vec<u32>>) -> Result<Vec<Vec<u32>>, PeersError> {
+    fn exchange_parcels(
+        &mut self,
+        mut parcels: Vec<Vec<u32>>,
+    ) -> Result<Vec<Vec<u32>>, PeersError> {
         let (rank, size) = (self.rank, self.size());
         let mut come = vec![Vec::new(); size];
         come[rank] = std::mem::take(&mut parcels[rank]);
@@ -250,11 +258,11 @@ impl Talk for Peers {
             let (this, parcel) = (&*self, &parcels[to]);
             let (sent, received) = thread::scope(|scope| {
                 let words = parcel.iter().map(|word| word.to_le_bytes());
-                let sent = scope.spawn(move || this.send(to, words));
-                let received = this.receive(from, u32::from_le_bytes);
+                let sent = scope.spawn(move || this.send_words(to, words));
+                let received = this.receive_words(from, u32::from_le_bytes);
                 (sent.join(), received)
             });
-            sent.unwrap_or_else(|_| Err(gone(to)(io::ErrorKind::Other.into())))?;
+            sent.unwrap_or_else(|_| Err(connection_lost(to)(io::ErrorKind::Other.into())))?;
             come[from] = received?;
         }
         Ok(come)
@@ -266,7 +274,7 @@ pub(crate) mod tests {
     use super::*;
 
     /// Runs work among so many processes, here threads, and gives what each gave.
-    pub(crate) fn among<T: Send>(size: usize, work: impl Fn(Peers) -> T + Sync) -> Vec<T> {
+    pub(crate) fn among<T: Send>(size: usize, work: impl Fn(PeerGroup) -> T + Sync) -> Vec<T> {
         // Ports that are free now.
         let listeners: Vec<_> =
             (0..size).map(|_| TcpListener::bind("127.0.0.1:0").unwrap()).collect();
@@ -274,7 +282,8 @@ pub(crate) mod tests {
         drop(listeners);
         let (work, addresses) = (&work, &addresses);
         thread::scope(|scope| {
-            let run = |rank| scope.spawn(move || work(Peers::meet(rank, addresses).unwrap()));
+            let run =
+                |rank| scope.spawn(move || work(PeerGroup::connect_all(rank, addresses).unwrap()));
             let running: Vec<_> = (0..size).map(run).collect();
             running.into_iter().map(|thread| thread.join().unwrap()).collect()
         })
@@ -287,10 +296,10 @@ pub(crate) mod tests {
             let (mut numbers, mut floats) = ([rank, 10], [0.5 * rank as f64]);
             peers.sum_both(&mut floats, &mut numbers).unwrap();
             assert_eq!((numbers, floats), ([6, 40], [3.0]));
-            peers.sum(&mut numbers).unwrap();
+            peers.sum_numbers(&mut numbers).unwrap();
             assert_eq!(numbers, [24, 160]);
             let parcels = (0..4).map(|to| vec![rank as u32 * 10 + to; 100_000]).collect();
-            peers.exchange(parcels).unwrap()
+            peers.exchange_parcels(parcels).unwrap()
         });
         for (rank, came) in came.into_iter().enumerate() {
             for (from, parcel) in came.into_iter().enumerate() {
@@ -302,11 +311,14 @@ pub(crate) mod tests {
     #[test]
     fn a_process_that_is_gone_is_an_error() {
         let gone = among(2, |mut peers| match peers.rank() {
-            0 => Some(peers.sum(&mut [1]).unwrap_err().to_string()),
+            0 => Some(peers.sum_numbers(&mut [1]).unwrap_err().to_string()),
             _ => None,
         });
-        assert_eq!(gone[0].as_deref(), Some("process 1 can't be talked to"));
+        assert_eq!(gone[0].as_deref(), Some("cannot communicate with process 1"));
         let own = "127.0.0.1:1".parse().unwrap();
-        assert!(matches!(Peers::meet(3, &[own]), Err(PeersError::Rank { rank: 3, size: 1 })));
+        assert!(matches!(
+            PeerGroup::connect_all(3, &[own]),
+            Err(PeersError::Rank { rank: 3, size: 1 })
+        ));
     }
 }

@@ -1,37 +1,37 @@
-//! The generator of all these benchmarks: x <- a x mod 2^46, a = 5^13 (section 2.3).
+//! The random number generator of all these benchmarks: x <- a x mod 2^46, a = 5^13 (section 2.3).
 
 const MASK: u64 = (1 << 46) - 1;
 const A: u64 = 1_220_703_125;
 
-/// Numbers between 0 and 1.
+/// A generator of numbers between 0 and 1.
 #[derive(Clone, Debug)]
-pub(crate) struct Random(u64);
+pub(crate) struct NpbRandom(u64);
 
-impl Random {
-    /// What comes after `skipped` numbers from this seed.
-    pub(crate) fn after(seed: u64, skipped: u64) -> Self {
-        Self(times(seed, power(A, skipped)))
+impl NpbRandom {
+    /// The generator with this seed, after `skipped` numbers.
+    pub(crate) fn skip_ahead(seed: u64, skipped: u64) -> Self {
+        Self(multiply(seed, raise_to_power(A, skipped)))
     }
 
     pub(crate) fn next(&mut self) -> f64 {
-        self.0 = times(self.0, A);
+        self.0 = multiply(self.0, A);
         // 46 bits: exact.
         self.0 as f64 / (1_u64 << 46) as f64
     }
 }
 
-/// 2^46 divides 2^64, so that what is lost on the left does not matter.
-fn times(one: u64, other: u64) -> u64 {
+/// The product modulo 2^46. 2^46 divides 2^64, so the overflow does not matter.
+fn multiply(one: u64, other: u64) -> u64 {
     one.wrapping_mul(other) & MASK
 }
 
-fn power(mut base: u64, mut exponent: u64) -> u64 {
+fn raise_to_power(mut base: u64, mut exponent: u64) -> u64 {
     let mut product = 1;
     while exponent > 0 {
         if exponent % 2 == 1 {
-            product = times(product, base);
+            product = multiply(product, base);
         }
-        base = times(base, base);
+        base = multiply(base, base);
         exponent /= 2;
     }
     product
@@ -43,11 +43,11 @@ mod tests {
 
     #[test]
     fn a_leap_is_as_many_steps() {
-        let mut steps = Random::after(271_828_183, 0);
+        let mut steps = NpbRandom::skip_ahead(271_828_183, 0);
         (0..1000).for_each(|_| {
             steps.next();
         });
-        let mut leap = Random::after(271_828_183, 1000);
+        let mut leap = NpbRandom::skip_ahead(271_828_183, 1000);
         assert_eq!(steps.next(), leap.next());
     }
 }

@@ -1,11 +1,12 @@
-//! Random programs on critical data areas: whatever they do, the committed image that a tracker's changes add up to is that of
-//! the same program on plain memory.
+//! Random programs on critical data areas: the sum of a tracker's changes must be the committed
+//! image that the same program produces on plain memory.
 //!
-//! Areas of all sizes and alignments, stores of every kind (strings, vectors, atomics), several threads, aborted transactions;
-//! and operations on thirteen data structures. It is a library for two: `firn-app` tests its trackers with it, and
-//! `firn-guest programs` those that need a host below.
+//! Areas of all sizes and alignments, stores of every kind (strings, vectors, atomics), several
+//! threads, aborted transactions; and operations on thirteen data structures. Two programs use this
+//! library: `firn-app` tests its trackers with it, and `firn-guest programs` those that need Firn
+//! on a host.
 //!
-//! What is wrong ends the program at once, with what differs and where: it panics.
+//! A difference ends the program at once: it panics with the position and the bytes that differ.
 
 #![allow(clippy::unwrap_used, clippy::panic, reason = "documented: what is wrong ends the program")]
 
@@ -17,53 +18,54 @@ use firn_app::Session;
 use proptest::strategy::{Strategy as _, ValueTree as _};
 use proptest::test_runner::{Config, RngAlgorithm, TestRng, TestRunner};
 
-/// Transactions of one program.
+/// The count of transactions of one program.
 pub const STEPS: usize = 50;
 
-/// A way to open sessions.
+/// A variant of sessions: a tracker and its options.
 #[derive(Clone, Copy)]
-pub struct Variant<'a> {
+pub struct SessionVariant<'a> {
     /// Whether its sessions can abort.
     pub undo: bool,
-    /// Opens one.
+    /// Opens a session.
     pub open: &'a dyn Fn() -> Session,
 }
 
-/// How much is done.
+/// The extent of a test run.
 #[derive(Clone, Copy, Debug)]
-pub struct Extent {
-    /// Where randomness starts.
+pub struct TestExtent {
+    /// The seed of all random choices.
     pub seed: u64,
-    /// Random programs, of [`STEPS`] transactions each.
+    /// The count of random programs, of [`STEPS`] transactions each.
     pub programs: usize,
-    /// Transactions on each structure.
+    /// The count of transactions on each structure.
     pub operations: usize,
 }
 
-impl Extent {
+impl TestExtent {
     /// 10,000 transactions in all.
     pub fn new(seed: u64) -> Self {
         Self { seed, programs: 140, operations: 235 }
     }
 
-    /// How many transactions that is.
-    pub fn transactions(self) -> usize {
+    /// The total count of transactions.
+    pub fn transaction_count(self) -> usize {
         self.programs * STEPS + self.operations * firn_structures::ALL.len()
     }
 }
 
-/// Random programs, with one variant after the other; then the structures.
+/// Runs random programs, with the variants in turn; then the structures.
 ///
 /// # Panics
-/// If memory or the committed image is ever another than it should be, or a session does not work.
-pub fn run_all(variants: &[Variant<'_>], extent: Extent) {
+/// If memory or the committed image ever differs from its expected content, or a session does not
+/// work.
+pub fn run_all(variants: &[SessionVariant<'_>], extent: TestExtent) {
     let mut seed = [7; 32];
     seed[..8].copy_from_slice(&extent.seed.to_le_bytes());
     let rng = TestRng::from_seed(RngAlgorithm::ChaCha, &seed);
     let mut runner = TestRunner::new_with_rng(Config::default(), rng);
     for number in 0..extent.programs {
-        let program = program::programs(STEPS).new_tree(&mut runner).unwrap().current();
-        running::run(variants[number % variants.len()], &program);
+        let program = program::program_strategy(STEPS).new_tree(&mut runner).unwrap().current();
+        running::run_program(variants[number % variants.len()], &program);
     }
-    structures::run(variants, extent.operations);
+    structures::run_structures(variants, extent.operations);
 }

@@ -1,24 +1,24 @@
-//! A random program under way, beside the same on plain memory.
+//! A running random program on areas, compared with the same on plain memory.
 
 use std::ptr::NonNull;
 use std::thread;
 
 use firn_app::{Area, AreaId, Error, Session};
 
-use crate::Variant;
-use crate::program::{AreaPlan, Program, Step, perform, stripe};
+use crate::SessionVariant;
+use crate::program::{AreaPlan, ProgramStep, RandomProgram, perform_write, thread_range};
 
-/// Memory of the program's own that starts somewhere in a page, with other data around it.
-struct Own {
+/// Memory of the program that starts anywhere in a page, with other data around it.
+struct ProgramMemory {
     bytes: Vec<u8>,
     start: usize,
     len: usize,
 }
 
-impl Own {
+impl ProgramMemory {
     fn new(plan: &AreaPlan) -> Self {
         let bytes = vec![0; plan.len + 3 * 4096];
-        // Not the first page: there is to be something before the area.
+        // Not the first page: there must be data before the area.
         let to_page = bytes.as_ptr().align_offset(4096) + 4096;
         Self { bytes, start: to_page + plan.misaligned, len: plan.len }
     }
@@ -31,26 +31,27 @@ impl Own {
         &self.bytes[self.start..][..self.len]
     }
 
-    /// Writes next to the area, on its pages.
-    fn disturb(&mut self, value: u8) {
+    /// Writes next to the area, on its first and last page.
+    fn write_neighbors(&mut self, value: u8) {
         self.bytes[self.start - 1] = value;
         let end = self.start + self.len;
         self.bytes[end] = value;
     }
 }
 
-/// An area of either kind.
-enum Tested {
+/// An area of either kind: allocated by the library, or memory of the program.
+enum TestedArea {
     Allocated(Area),
-    Own(AreaId, Own),
+    Own(AreaId, ProgramMemory),
 }
 
-impl Tested {
+impl TestedArea {
     fn new(session: &mut Session, name: &str, plan: &AreaPlan) -> Self {
         if plan.misaligned % 2 == 0 {
-            let mut own = Own::new(plan);
+            let mut own = ProgramMemory::new(plan);
             let start = NonNull::new(own.start()).unwrap();
-            // SAFETY: the vector lives until the session is gone (see `run`), and is touched by `perform` only.
+            // SAFETY: the vector lives until the session is dropped (see `run_program`), and only
+            // `perform_write` accesses it.
             match unsafe { session.register(name, start, plan.len) } {
                 Ok(id) => return Self::Own(id, own),
                 Err(Error::Foreign { .. }) => {}
@@ -75,44 +76,46 @@ impl Tested {
     }
 }
 
-/// A program under way: areas, the same program on plain memory, and what was committed.
-struct Running {
+/// A running program: areas, the same program on plain memory, and the committed state.
+struct RunningProgram {
     session: Session,
-    areas: Vec<Tested>,
-    /// What the areas should hold.
-    plain: Vec<Own>,
-    /// What the session's changes add up to.
+    areas: Vec<TestedArea>,
+    /// The expected content of the areas.
+    plain: Vec<ProgramMemory>,
+    /// The sum of the session's changes.
     image: Vec<Vec<u8>>,
-    /// What was committed.
+    /// The content at the last commit.
     committed: Vec<Vec<u8>>,
 }
 
-impl Running {
+impl RunningProgram {
     fn new(mut session: Session, plans: &[AreaPlan]) -> Self {
-        let area = |(n, plan)| Tested::new(&mut session, &format!("area {n}"), plan);
+        let area = |(n, plan)| TestedArea::new(&mut session, &format!("area {n}"), plan);
         let areas: Vec<_> = plans.iter().enumerate().map(area).collect();
-        let misaligned = |(plan, area): (&AreaPlan, &Tested)| match area {
-            Tested::Allocated(_) => Own::new(&AreaPlan { misaligned: 0, ..plan.clone() }),
-            Tested::Own(..) => Own::new(plan),
+        let misaligned = |(plan, area): (&AreaPlan, &TestedArea)| match area {
+            TestedArea::Allocated(_) => {
+                ProgramMemory::new(&AreaPlan { misaligned: 0, ..plan.clone() })
+            }
+            TestedArea::Own(..) => ProgramMemory::new(plan),
         };
         let plain = plans.iter().zip(&areas).map(misaligned).collect();
         let zeros: Vec<_> = plans.iter().map(|plan| vec![0; plan.len]).collect();
         Self { session, areas, plain, image: zeros.clone(), committed: zeros }
     }
 
-    fn step(&mut self, step: &Step, undo: bool) {
+    fn run_step(&mut self, step: &ProgramStep, undo: bool) {
         self.session.begin().unwrap().detach();
-        self.write(step);
+        self.write_areas(step);
         for area in &mut self.areas {
-            if let Tested::Own(_, own) = area {
-                own.disturb(step.writes.len() as u8);
+            if let TestedArea::Own(_, own) = area {
+                own.write_neighbors(step.writes.len() as u8);
             }
         }
-        let transaction = self.session.transaction().unwrap();
+        let transaction = self.session.open_transaction().unwrap();
         if step.commits || !undo {
             transaction.commit().unwrap();
             self.committed = self.plain.iter().map(|plain| plain.content().to_vec()).collect();
-            self.apply();
+            self.apply_changes();
         } else {
             transaction.abort().unwrap();
             for (plain, committed) in self.plain.iter_mut().zip(&self.committed) {
@@ -122,15 +125,15 @@ impl Running {
         }
     }
 
-    fn write(&mut self, step: &Step) {
+    fn write_areas(&mut self, step: &ProgramStep) {
         let threads = step.threads;
         thread::scope(|scope| {
             for thread in 0..threads {
                 let mine = step.writes.iter().skip(thread).step_by(threads);
-                let places: Vec<_> = mine
+                let targets: Vec<_> = mine
                     .map(|write| {
                         let n = write.area.index(self.areas.len());
-                        let part = stripe(self.plain[n].len, thread, threads);
+                        let part = thread_range(self.plain[n].len, thread, threads);
                         let starts = [self.areas[n].start(), self.plain[n].start()];
                         (
                             write.clone(),
@@ -140,11 +143,16 @@ impl Running {
                     })
                     .collect();
                 let work = move || {
-                    for (write, starts, len) in places {
+                    for (write, starts, len) in targets {
                         for start in starts {
-                            // SAFETY: part of an area or of plain memory that no other thread has a part in.
+                            // SAFETY: part of an area or of plain memory that no other thread
+                            // accesses.
                             unsafe {
-                                perform(&write, std::ptr::with_exposed_provenance_mut(start), len)
+                                perform_write(
+                                    &write,
+                                    std::ptr::with_exposed_provenance_mut(start),
+                                    len,
+                                )
                             };
                         }
                     }
@@ -158,7 +166,7 @@ impl Running {
     }
 
     /// Applies the changes as a backup would.
-    fn apply(&mut self) {
+    fn apply_changes(&mut self) {
         let mut bytes = Vec::new();
         self.session.copy_changes(&mut bytes);
         let mut rest = bytes.as_slice();
@@ -171,16 +179,16 @@ impl Running {
         assert_eq!(rest, b"");
     }
 
-    fn check(&mut self, what: &dyn std::fmt::Debug) {
+    fn check_memory(&mut self, what: &dyn std::fmt::Debug) {
         for (n, area) in self.areas.iter().enumerate() {
-            let now = self.session.bytes_of(area.id()).unwrap();
-            same(now, self.plain[n].content(), "memory", n, what);
-            same(&self.image[n], &self.committed[n], "committed image", n, what);
+            let now = self.session.area_bytes(area.id()).unwrap();
+            assert_same(now, self.plain[n].content(), "memory", n, what);
+            assert_same(&self.image[n], &self.committed[n], "committed image", n, what);
         }
     }
 }
 
-fn same(got: &[u8], expected: &[u8], which: &str, area: usize, what: &dyn std::fmt::Debug) {
+fn assert_same(got: &[u8], expected: &[u8], which: &str, area: usize, what: &dyn std::fmt::Debug) {
     if got == expected {
         return;
     }
@@ -194,18 +202,18 @@ fn same(got: &[u8], expected: &[u8], which: &str, area: usize, what: &dyn std::f
     }
 }
 
-/// Runs a program, and looks at memory and image after each transaction.
-pub(crate) fn run(variant: Variant<'_>, program: &Program) {
-    let mut running = Running::new((variant.open)(), &program.areas);
+/// Runs a program, and checks memory and image after each transaction.
+pub(crate) fn run_program(variant: SessionVariant<'_>, program: &RandomProgram) {
+    let mut running = RunningProgram::new((variant.open)(), &program.areas);
     for step in &program.steps {
-        running.step(step, variant.undo);
-        running.check(step);
+        running.run_step(step, variant.undo);
+        running.check_memory(step);
     }
-    let Running { session, mut areas, .. } = running;
+    let RunningProgram { session, mut areas, .. } = running;
     drop(session);
-    // What was followed can be written as ever.
+    // After the session, the memory that it followed can be written as before.
     for area in &mut areas {
-        // SAFETY: an area has a byte at least, and nobody else uses it.
+        // SAFETY: an area has at least one byte, and no other code uses it.
         unsafe { area.start().write_volatile(1) };
     }
 }

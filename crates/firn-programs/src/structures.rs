@@ -1,11 +1,11 @@
-//! Operations on data structures, beside the same on plain memory.
+//! Operations on data structures in areas, compared with the same operations on plain memory.
 
 use firn_app::Session;
 
-use crate::Variant;
+use crate::SessionVariant;
 
-/// The structures, with one and with five operations in a transaction.
-pub(crate) fn run(variants: &[Variant<'_>], operations: usize) {
+/// Tests all structures, with one and with five operations in a transaction.
+pub(crate) fn run_structures(variants: &[SessionVariant<'_>], operations: usize) {
     for (number, structure) in firn_structures::ALL.iter().enumerate() {
         let per_transaction = if number % 2 == 0 { 1 } else { 5 };
         let len = (structure.words)(operations * per_transaction) * 8;
@@ -19,11 +19,11 @@ pub(crate) fn run(variants: &[Variant<'_>], operations: usize) {
         for transaction in 0..operations {
             for number in 0..per_transaction {
                 let operation = (transaction * per_transaction + number) as u64;
-                operate(structure, begun.words(&area), operation);
-                operate(structure, &mut plain, operation);
+                run_operation(structure, begun.words(&area), operation);
+                run_operation(structure, &mut plain, operation);
             }
             begun.commit().unwrap();
-            apply(&session, &mut image);
+            apply_changes(&session, &mut image);
             let expected: Vec<u8> = plain.iter().flat_map(|word| word.to_le_bytes()).collect();
             assert!(image == expected, "{} after {transaction} transactions", structure.name);
             begun = session.begin().unwrap();
@@ -31,8 +31,8 @@ pub(crate) fn run(variants: &[Variant<'_>], operations: usize) {
     }
 }
 
-/// Two insertions, then a deletion of a key put in before.
-fn operate(structure: &firn_structures::Structure, words: &mut [u64], operation: u64) {
+/// Two insertions, then a deletion of a key inserted before.
+fn run_operation(structure: &firn_structures::DataStructure, words: &mut [u64], operation: u64) {
     let key = |number: u64| number.wrapping_mul(0x9e37_79b9_7f4a_7c15) >> 20;
     match operation % 3 {
         2 => (structure.delete)(words, key(operation / 2)),
@@ -40,7 +40,7 @@ fn operate(structure: &firn_structures::Structure, words: &mut [u64], operation:
     }
 }
 
-fn apply(session: &Session, image: &mut [u8]) {
+fn apply_changes(session: &Session, image: &mut [u8]) {
     let mut bytes = Vec::new();
     session.copy_changes(&mut bytes);
     let mut rest = bytes.as_slice();

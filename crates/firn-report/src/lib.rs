@@ -1,11 +1,11 @@
-//! What restores were like, for people: figures and numbers computed from run records.
+//! Reports on restores for people: figures and numbers computed from run records.
 //!
 //! ```text
-//!   restore.json (RunRecord) -> Run: waits of vCPUs, sums, TTR -> page: one HTML file, nothing loaded from elsewhere
+//!   restore.json (RunRecord) -> ReportedRun: waits of vCPUs, sums, TTR -> page: one HTML file that loads nothing
 //! ```
 //!
-//! Nothing is measured here, and nothing rounded before it is computed with. The page holds the numbers it shows a second
-//! time, as JSON, so that a program finds what a person reads.
+//! Nothing is measured here, and nothing is rounded before it is used in a computation. The page
+//! contains its numbers a second time, as JSON, so that a program finds what a person reads.
 
 #![forbid(unsafe_code)]
 
@@ -13,5 +13,5 @@ mod page;
 pub mod plot;
 mod run;
 
-pub use page::html;
-pub use run::{Facts, Run, RunError, waits};
+pub use page::render_page;
+pub use run::{ReportedRun, RunError, RunFacts, vcpu_waits};

@@ -1,17 +1,18 @@
-//! The page: one HTML file with its figures, readable on light and on dark screens, that loads nothing.
+//! Report page: one HTML file with its figures, readable on light and on dark screens, that loads
+//! nothing.
 
-use firn_measure::{Stalls, responsiveness_curve};
+use firn_measure::{VcpuStalls, responsiveness_curve};
 use firn_restore::RunRecord;
 use maud::{DOCTYPE, Markup, PreEscaped, html as markup};
 
 use crate::plot::{DotPlot, LinePlot, PlotError};
-use crate::run::{Facts, Run, WINDOWS_US, seconds, window_name};
+use crate::run::{ReportedRun, RunFacts, WINDOWS_US, to_seconds, window_name};
 
 /// The window over which utilization is drawn.
 const WINDOW_US: u64 = 100_000;
-/// Points of a line at most.
+/// Maximum number of points of a line.
 const POINTS: u64 = 300;
-/// Dots of a series at most.
+/// Maximum number of dots of a series.
 const DOTS: usize = 4000;
 const PAGES_PER_MIB: f64 = 256.0;
 const STYLE: &str = "\
@@ -24,12 +25,12 @@ th,td{padding:.3rem .8rem;text-align:right;border-bottom:1px solid #8884}\
 th:first-child,td:first-child{text-align:left}td{font-variant-numeric:tabular-nums}\
 p{max-width:70ch}";
 
-/// The page about these runs.
+/// The report page about these runs.
 ///
 /// # Errors
 /// If a figure can't be drawn.
-pub fn html(runs: &[Run]) -> Result<String, PlotError> {
-    let facts: Vec<Facts> = runs.iter().map(Run::facts).collect();
+pub fn render_page(runs: &[ReportedRun]) -> Result<String, PlotError> {
+    let facts: Vec<RunFacts> = runs.iter().map(ReportedRun::compute_facts).collect();
     let page = markup! {
         (DOCTYPE)
         html lang="en" {
@@ -45,13 +46,13 @@ pub fn html(runs: &[Run]) -> Result<String, PlotError> {
                     "Times are seconds since the command to restore. TTR(w, u) is the time from which on the guest's vCPUs get at "
                     "least the share u of every window of w seconds: from then on it is as responsive as that."
                 }
-                div class="table" { (table(&facts)) }
-                (section("Utilization", [utilization(runs).svg()?]))
-                (section("Time to responsiveness", curves(runs)?))
-                (section("Where in memory", maps(runs)?))
-                (section("Reads from storage", [reads(runs).svg()?]))
-                // In a script element nothing is markup but its end.
-                script id="facts" type="application/json" { (PreEscaped(json(&facts))) }
+                div class="table" { (render_table(&facts)) }
+                (render_section("Utilization", [utilization_plot(runs).to_svg()?]))
+                (render_section("Time to responsiveness", ttr_plots(runs)?))
+                (render_section("Where in memory", memory_plots(runs)?))
+                (render_section("Reads from storage", [reads_plot(runs).to_svg()?]))
+                // In a script element only its end tag is markup.
+                script id="facts" type="application/json" { (PreEscaped(facts_json(&facts))) }
             }
         }
     };
@@ -59,18 +60,18 @@ pub fn html(runs: &[Run]) -> Result<String, PlotError> {
 }
 
 /// The numbers as JSON that can stand in a script element.
-fn json(facts: &[Facts]) -> String {
+fn facts_json(facts: &[RunFacts]) -> String {
     serde_json::to_string(facts).unwrap_or_default().replace('<', "\\u003c")
 }
 
-fn section(title: &str, figures: impl IntoIterator<Item = String>) -> Markup {
+fn render_section(title: &str, figures: impl IntoIterator<Item = String>) -> Markup {
     markup! {
         h2 { (title) }
         div class="figures" { @for figure in figures { (PreEscaped(figure)) } }
     }
 }
 
-fn table(facts: &[Facts]) -> Markup {
+fn render_table(facts: &[RunFacts]) -> Markup {
     markup! {
         table {
             thead { tr {
@@ -79,44 +80,46 @@ fn table(facts: &[Facts]) -> Markup {
             } }
             tbody { @for run in facts { tr {
                 td { (run.name) } td { (run.mode) }
-                td { (time(run.running_s)) }
-                td { (time(ttr(run, "0.1", "0.9"))) }
-                td { (time(ttr(run, "1", "0.8"))) }
-                td { (time(ttr(run, "1", "0.9"))) }
-                td { (time(run.complete_s)) }
-                td { (time(Some(run.waited_s))) }
+                td { (format_seconds(run.running_s)) }
+                td { (format_seconds(ttr_value(run, "0.1", "0.9"))) }
+                td { (format_seconds(ttr_value(run, "1", "0.8"))) }
+                td { (format_seconds(ttr_value(run, "1", "0.9"))) }
+                td { (format_seconds(run.complete_s)) }
+                td { (format_seconds(Some(run.waited_s))) }
                 td { (run.on_demand_pages) } td { (run.prefetched_pages) } td { (run.background_pages) }
-                td { (run.reads) } td { (format!("{:.1}", mib(run.read_bytes))) }
+                td { (run.reads) } td { (format!("{:.1}", to_mib(run.read_bytes))) }
             } } }
         }
     }
 }
 
-fn ttr(run: &Facts, window: &str, utilization: &str) -> Option<f64> {
+fn ttr_value(run: &RunFacts, window: &str, utilization: &str) -> Option<f64> {
     run.ttr_s.get(window)?.get(utilization).copied()
 }
 
-fn time(seconds: Option<f64>) -> String {
+fn format_seconds(seconds: Option<f64>) -> String {
     seconds.map_or_else(|| "-".to_owned(), |seconds| format!("{seconds:.3}"))
 }
 
-fn mib(bytes: u64) -> f64 {
+fn to_mib(bytes: u64) -> f64 {
     bytes as f64 / f64::from(1 << 20)
 }
 
-/// Until when something happens in any of these restores.
-fn end_us(runs: &[(&Run, Stalls)]) -> u64 {
+/// The last instant at which a vCPU of these restores resumed or a stall ended, and some time more.
+fn end_us(runs: &[(&ReportedRun, VcpuStalls)]) -> u64 {
     let ends =
         runs.iter().map(|(run, stalls)| stalls.end_us().max(run.record.resumed_us.unwrap_or(0)));
     ends.max().unwrap_or(0) + 10 * WINDOW_US
 }
 
-fn utilization(runs: &[Run]) -> LinePlot {
-    let runs: Vec<(&Run, Stalls)> = runs.iter().map(|run| (run, run.stalls())).collect();
+fn utilization_plot(runs: &[ReportedRun]) -> LinePlot {
+    let runs: Vec<(&ReportedRun, VcpuStalls)> =
+        runs.iter().map(|run| (run, run.vcpu_stalls())).collect();
     let step = (end_us(&runs) / POINTS).max(1);
-    let points = |stalls: &Stalls| {
-        let at =
-            |number| (seconds(number * step), 100.0 * stalls.utilization(number * step, WINDOW_US));
+    let points = |stalls: &VcpuStalls| {
+        let at = |number| {
+            (to_seconds(number * step), 100.0 * stalls.window_utilization(number * step, WINDOW_US))
+        };
         (0..=POINTS).map(at).collect()
     };
     LinePlot {
@@ -127,9 +130,9 @@ fn utilization(runs: &[Run]) -> LinePlot {
     }
 }
 
-fn curves(runs: &[Run]) -> Result<Vec<String>, PlotError> {
-    let curve = |run: &Run, window| {
-        let points = responsiveness_curve(&run.stalls(), window);
+fn ttr_plots(runs: &[ReportedRun]) -> Result<Vec<String>, PlotError> {
+    let curve = |run: &ReportedRun, window| {
+        let points = responsiveness_curve(&run.vcpu_stalls(), window);
         let points = points.iter().map(|point| (100.0 * point.utilization, point.ttr_s));
         (run.name.clone(), points.collect())
     };
@@ -140,54 +143,54 @@ fn curves(runs: &[Run]) -> Result<Vec<String>, PlotError> {
             y: "seconds since the command".into(),
             lines: runs.iter().map(|run| curve(run, window)).collect(),
         };
-        plot.svg()
+        plot.to_svg()
     };
     WINDOWS_US.iter().map(figure).collect()
 }
 
-fn maps(runs: &[Run]) -> Result<Vec<String>, PlotError> {
-    let figure = |run: &Run| {
+fn memory_plots(runs: &[ReportedRun]) -> Result<Vec<String>, PlotError> {
+    let figure = |run: &ReportedRun| {
         let plot = DotPlot {
             title: format!("{}: pages, and when they came", run.name),
             x: "seconds since the command (prefetched: at 0)".into(),
             y: "guest memory, MiB".into(),
             top: f64::from(run.record.ram_pages) / PAGES_PER_MIB,
             series: vec![
-                ("prefetched".into(), prefetched(&run.record)),
-                ("on demand".into(), demanded(&run.record)),
+                ("prefetched".into(), prefetched_dots(&run.record)),
+                ("on demand".into(), demanded_dots(&run.record)),
             ],
         };
-        plot.svg()
+        plot.to_svg()
     };
     runs.iter().map(figure).collect()
 }
 
-fn prefetched(record: &RunRecord) -> Vec<(f64, f64)> {
+fn prefetched_dots(record: &RunRecord) -> Vec<(f64, f64)> {
     let pages: Vec<u32> =
         record.prefetched.iter().flat_map(|&(page, pages)| page..page + pages).collect();
-    thinned(&pages).map(|&page| (0.0, f64::from(page) / PAGES_PER_MIB)).collect()
+    thin_out(&pages).map(|&page| (0.0, f64::from(page) / PAGES_PER_MIB)).collect()
 }
 
-fn demanded(record: &RunRecord) -> Vec<(f64, f64)> {
+fn demanded_dots(record: &RunRecord) -> Vec<(f64, f64)> {
     let dot = |fault: &firn_restore::FaultRecord| {
-        (seconds(fault.t_us), f64::from(fault.page.0) / PAGES_PER_MIB)
+        (to_seconds(fault.t_us), f64::from(fault.page.0) / PAGES_PER_MIB)
     };
-    thinned(&record.faults).map(dot).collect()
+    thin_out(&record.faults).map(dot).collect()
 }
 
 /// Evenly chosen elements, [`DOTS`] at most.
-fn thinned<T>(all: &[T]) -> impl Iterator<Item = &T> {
+fn thin_out<T>(all: &[T]) -> impl Iterator<Item = &T> {
     all.iter().step_by(all.len().div_ceil(DOTS).max(1))
 }
 
-fn reads(runs: &[Run]) -> LinePlot {
-    let line = |run: &Run| {
+fn reads_plot(runs: &[ReportedRun]) -> LinePlot {
+    let line = |run: &ReportedRun| {
         let mut done: Vec<(u64, u64)> = Vec::new();
         for read in &run.record.reads {
             let before = done.last().map_or(0, |last| last.1);
             done.push((read.t_us + u64::from(read.us), before + u64::from(read.len)));
         }
-        let points = thinned(&done).map(|&(us, bytes)| (seconds(us), mib(bytes)));
+        let points = thin_out(&done).map(|&(us, bytes)| (to_seconds(us), to_mib(bytes)));
         (run.name.clone(), points.collect())
     };
     LinePlot {
@@ -207,11 +210,11 @@ mod tests {
     fn the_page_holds_the_numbers_it_shows() {
         let mut odd = run();
         odd.name = "a<b>&</script>".into();
-        let page = html(&[run(), odd]).unwrap();
+        let page = render_page(&[run(), odd]).unwrap();
         let start = page.find("application/json\">").unwrap() + "application/json\">".len();
         let end = start + page[start..].find("</script>").unwrap();
         let facts: serde_json::Value = serde_json::from_str(&page[start..end]).unwrap();
-        assert_eq!(facts[0], serde_json::to_value(run().facts()).unwrap());
+        assert_eq!(facts[0], serde_json::to_value(run().compute_facts()).unwrap());
         assert_eq!(facts[1]["name"], "a<b>&</script>");
         assert!(page.contains("a&lt;b&gt;"), "names are text");
         assert!(page.contains(">0.900<"), "all memory was there after 0.9 s");
@@ -219,7 +222,7 @@ mod tests {
 
     #[test]
     fn the_page_loads_nothing() {
-        let page = html(&[run()]).unwrap();
+        let page = render_page(&[run()]).unwrap();
         assert!(!page.contains("src=") && !page.contains("href="));
         assert_eq!(page.matches("<svg").count(), 6);
     }
@@ -227,7 +230,7 @@ mod tests {
     #[test]
     fn few_dots_are_drawn_of_many_pages() {
         let many: Vec<u32> = (0..100_000).collect();
-        assert!(thinned(&many).count() <= DOTS);
-        assert_eq!(thinned(&many[..10]).count(), 10);
+        assert!(thin_out(&many).count() <= DOTS);
+        assert_eq!(thin_out(&many[..10]).count(), 10);
     }
 }

@@ -1,20 +1,20 @@
-//! A run record, and the numbers that are told about it.
+//! Reported run: a run record, and the numbers computed from it.
 
 use std::collections::BTreeMap;
 use std::io;
 use std::path::{Path, PathBuf};
 
-use firn_measure::{Stall, Stalls, responsiveness};
-use firn_restore::{FaultRecord, Mode, RUN_RECORD_VERSION, RunRecord};
+use firn_measure::{StallInterval, VcpuStalls, time_to_responsiveness};
+use firn_restore::{FaultRecord, RUN_RECORD_VERSION, RestoreMode, RunRecord};
 use serde::Serialize;
 use thiserror::Error;
 
 /// The windows of TTR(w, u), in microseconds.
 pub(crate) const WINDOWS_US: [u64; 3] = [100_000, 1_000_000, 10_000_000];
-/// The utilizations for which TTR is told as a number.
+/// The utilizations for which TTR is reported as a number.
 const UTILIZATIONS: [f64; 4] = [0.5, 0.8, 0.9, 0.99];
 
-/// Why a file can't be reported about.
+/// Why a file can't be reported on.
 #[derive(Debug, Error)]
 pub enum RunError {
     /// It can't be read.
@@ -22,10 +22,10 @@ pub enum RunError {
     Read {
         /// The file.
         path: PathBuf,
-        /// What the system said.
+        /// The error of the system.
         source: io::Error,
     },
-    /// It is something else.
+    /// It is not a run record.
     #[error("{path} is no run record", path = .path.display())]
     Format {
         /// The file.
@@ -33,7 +33,7 @@ pub enum RunError {
         /// Where it differs.
         source: serde_json::Error,
     },
-    /// It is from another Firn.
+    /// It is of another version.
     #[error("{path} is a run record of version {found}, not {RUN_RECORD_VERSION}", path = .path.display())]
     Version {
         /// The file.
@@ -45,53 +45,55 @@ pub enum RunError {
 
 /// One restore.
 #[derive(Clone, Debug)]
-pub struct Run {
-    /// What it is called in the report.
+pub struct ReportedRun {
+    /// Its name in the report.
     pub name: String,
-    /// What happened.
+    /// The record of the restore.
     pub record: RunRecord,
 }
 
 /// The numbers about one restore. Times are seconds since the command.
 #[derive(Clone, Debug, PartialEq, Serialize)]
-pub struct Facts {
-    /// What it is called.
+pub struct RunFacts {
+    /// Its name in the report.
     pub name: String,
-    /// In which order memory came back.
-    pub mode: Mode,
+    /// The order in which memory was restored.
+    pub mode: RestoreMode,
     /// When the vCPUs began to run.
     pub running_s: Option<f64>,
     /// When all memory was there.
     pub complete_s: Option<f64>,
     /// TTR(w, u) by window in seconds, by utilization.
     pub ttr_s: BTreeMap<String, BTreeMap<String, f64>>,
-    /// How long the vCPUs waited for pages, all together.
+    /// The time that the vCPUs waited for pages, summed over them.
     pub waited_s: f64,
     /// Page faults.
     pub faults: u64,
-    /// Pages for which the guest waited.
+    /// Pages that the guest waited for.
     pub on_demand_pages: u64,
-    /// Pages that were there before the guest asked: working set, and neighbours of what it asked for.
+    /// Pages that were installed before the guest touched them: the working set, and neighbours of
+    /// requested pages.
     pub prefetched_pages: u64,
-    /// Pages that came in the background.
+    /// Pages that were installed in the background.
     pub background_pages: u64,
     /// Reads from storage.
     pub reads: u64,
-    /// Bytes they brought.
+    /// Bytes read from storage.
     pub read_bytes: u64,
-    /// Whether reading ahead was given up because the guest went elsewhere.
+    /// Whether prefetching ended because the guest used other pages than predicted.
     pub diverged: bool,
 }
 
-/// The longest run record, in bytes: one with as many faults and reads as are recorded has a fifth of it.
+/// The maximum size of a run record, in bytes: one with the maximum number of faults and reads has
+/// a fifth of it.
 const BYTES_MAX: u64 = 256 << 20;
 
-impl Run {
+impl ReportedRun {
     /// Reads a run record; its file's name, without the extension, becomes its name.
     ///
     /// # Errors
-    /// If it can't be read, or is something else.
-    pub fn read(path: &Path) -> Result<Self, RunError> {
+    /// If it can't be read, or is not a run record.
+    pub fn read_file(path: &Path) -> Result<Self, RunError> {
         let text = firn_files::read_input(path, BYTES_MAX)
             .map_err(|source| RunError::Read { path: path.to_owned(), source })?;
         let record: RunRecord = serde_json::from_slice(&text)
@@ -104,30 +106,33 @@ impl Run {
     }
 
     /// When vCPUs did not run: before they were started, and while they waited for pages.
-    pub fn stalls(&self) -> Stalls {
+    pub fn vcpu_stalls(&self) -> VcpuStalls {
         let record = &self.record;
         let start = record.resumed_us.unwrap_or_default();
-        let before =
-            record.vcpus.iter().map(|it| Stall { vcpu: it.vcpu.0, start_us: 0, end_us: start });
-        let all: Vec<Stall> = before.chain(waits(record)).collect();
-        Stalls::new(record.vcpus.len().max(1) as u16, &all)
+        let before = record.vcpus.iter().map(|it| StallInterval {
+            vcpu: it.vcpu.0,
+            start_us: 0,
+            end_us: start,
+        });
+        let all: Vec<StallInterval> = before.chain(vcpu_waits(record)).collect();
+        VcpuStalls::new(record.vcpus.len().max(1) as u16, &all)
     }
 
     /// The numbers.
-    pub fn facts(&self) -> Facts {
-        let (record, stalls) = (&self.record, self.stalls());
+    pub fn compute_facts(&self) -> RunFacts {
+        let (record, stalls) = (&self.record, self.vcpu_stalls());
         let counts = &record.counts;
-        let waited_us: u64 = waits(record).map(|wait| wait.end_us - wait.start_us).sum();
-        Facts {
+        let waited_us: u64 = vcpu_waits(record).map(|wait| wait.end_us - wait.start_us).sum();
+        RunFacts {
             name: self.name.clone(),
             mode: record.mode,
-            running_s: record.resumed_us.map(seconds),
-            complete_s: record.finished_us.map(seconds),
+            running_s: record.resumed_us.map(to_seconds),
+            complete_s: record.finished_us.map(to_seconds),
             ttr_s: WINDOWS_US
                 .iter()
-                .map(|&window| (window_name(window), ttr(&stalls, window)))
+                .map(|&window| (window_name(window), ttr_by_utilization(&stalls, window)))
                 .collect(),
-            waited_s: seconds(waited_us),
+            waited_s: to_seconds(waited_us),
             faults: counts.faults,
             on_demand_pages: counts.on_demand_pages,
             prefetched_pages: counts.beside_pages + counts.ahead_pages,
@@ -139,29 +144,33 @@ impl Run {
     }
 }
 
-/// The waits of vCPUs for pages. Waits of threads that are no vCPUs (devices, and kernel workers under KVM) hold up no
-/// vCPU as far as the record tells, and do not count.
-pub fn waits(record: &RunRecord) -> impl Iterator<Item = Stall> + '_ {
+/// The waits of vCPUs for pages. Waits of threads that are no vCPUs (devices, and kernel workers
+/// under KVM) delay no vCPU as far as the record shows, and do not count.
+pub fn vcpu_waits(record: &RunRecord) -> impl Iterator<Item = StallInterval> + '_ {
     let vcpu_of = |tid| record.vcpus.iter().find(|thread| thread.tid == tid);
     record.faults.iter().filter_map(move |fault: &FaultRecord| {
         let end_us = fault.t_us + u64::from(fault.wait_us);
-        vcpu_of(fault.tid).map(|thread| Stall { vcpu: thread.vcpu.0, start_us: fault.t_us, end_us })
+        vcpu_of(fault.tid).map(|thread| StallInterval {
+            vcpu: thread.vcpu.0,
+            start_us: fault.t_us,
+            end_us,
+        })
     })
 }
 
-fn ttr(stalls: &Stalls, window_us: u64) -> BTreeMap<String, f64> {
+fn ttr_by_utilization(stalls: &VcpuStalls, window_us: u64) -> BTreeMap<String, f64> {
     let at = |&utilization: &f64| {
-        (utilization.to_string(), responsiveness(stalls, window_us, utilization))
+        (utilization.to_string(), time_to_responsiveness(stalls, window_us, utilization))
     };
     UTILIZATIONS.iter().map(at).collect()
 }
 
 /// A window in seconds, as it is written.
 pub(crate) fn window_name(window_us: u64) -> String {
-    seconds(window_us).to_string()
+    to_seconds(window_us).to_string()
 }
 
-pub(crate) fn seconds(us: u64) -> f64 {
+pub(crate) fn to_seconds(us: u64) -> f64 {
     us as f64 / 1e6
 }
 
@@ -172,7 +181,7 @@ pub(crate) mod tests {
     use std::fs;
 
     /// Two vCPUs, threads 10 and 11, that start after 0.1 s; one waits from 0.2 to 0.7 s.
-    pub(crate) fn run() -> Run {
+    pub(crate) fn run() -> ReportedRun {
         let record = json!({
             "version": RUN_RECORD_VERSION, "mode": "lazy", "ram_pages": 1024, "stored_pages": 512,
             "vcpus": [{ "tid": 10, "vcpu": 0 }, { "tid": 11, "vcpu": 1 }],
@@ -186,21 +195,21 @@ pub(crate) mod tests {
             "reads": [{ "t_us": 200_000, "offset": 4096, "len": 65_536, "us": 499_000, "why": "demand" }],
             "reads_left_out": 0, "prefetched": [[16, 8]],
         });
-        Run { name: "web".into(), record: serde_json::from_value(record).unwrap() }
+        ReportedRun { name: "web".into(), record: serde_json::from_value(record).unwrap() }
     }
 
     #[test]
     fn a_vcpu_that_has_not_been_started_or_waits_does_not_run() {
-        let stalls = run().stalls();
-        assert_eq!(stalls.utilization(0, 100_000), 0.0);
-        assert_eq!(stalls.utilization(100_000, 100_000), 1.0);
-        assert_eq!(stalls.utilization(200_000, 500_000), 0.5);
-        assert_eq!(stalls.utilization(700_000, 500_000), 1.0);
+        let stalls = run().vcpu_stalls();
+        assert_eq!(stalls.window_utilization(0, 100_000), 0.0);
+        assert_eq!(stalls.window_utilization(100_000, 100_000), 1.0);
+        assert_eq!(stalls.window_utilization(200_000, 500_000), 0.5);
+        assert_eq!(stalls.window_utilization(700_000, 500_000), 1.0);
     }
 
     #[test]
     fn facts_are_those_of_the_record() {
-        let facts = run().facts();
+        let facts = run().compute_facts();
         assert_eq!((facts.running_s, facts.complete_s), (Some(0.1), Some(0.9)));
         assert_eq!((facts.waited_s, facts.reads, facts.read_bytes), (0.5, 1, 65_536));
         assert!((0.6..=0.7).contains(&facts.ttr_s["0.1"]["0.9"]), "{facts:?}");
@@ -211,14 +220,14 @@ pub(crate) mod tests {
     fn what_is_no_run_record_is_named() {
         let directory = tempfile::tempdir().unwrap();
         let path = directory.path().join("web.json");
-        assert!(matches!(Run::read(&path), Err(RunError::Read { .. })));
+        assert!(matches!(ReportedRun::read_file(&path), Err(RunError::Read { .. })));
         fs::write(&path, "{}").unwrap();
-        assert!(matches!(Run::read(&path), Err(RunError::Format { .. })));
+        assert!(matches!(ReportedRun::read_file(&path), Err(RunError::Format { .. })));
         let mut record = serde_json::to_value(run().record).unwrap();
         fs::write(&path, record.to_string()).unwrap();
-        assert_eq!(Run::read(&path).unwrap().name, "web");
+        assert_eq!(ReportedRun::read_file(&path).unwrap().name, "web");
         record["version"] = json!(99);
         fs::write(&path, record.to_string()).unwrap();
-        assert!(matches!(Run::read(&path), Err(RunError::Version { found: 99, .. })));
+        assert!(matches!(ReportedRun::read_file(&path), Err(RunError::Version { found: 99, .. })));
     }
 }

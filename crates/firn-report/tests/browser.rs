@@ -1,4 +1,4 @@
-//! The page as a browser shows it: `scripts/test-report` brings one and runs this.
+//! The report page in a browser: `scripts/test-report` installs a browser and runs this.
 
 #![allow(clippy::unwrap_used, clippy::panic, reason = "a test that fails says where")]
 
@@ -6,10 +6,10 @@ use std::collections::BTreeSet;
 use std::path::Path;
 use std::process::Command;
 
-use firn_report::{Run, html};
+use firn_report::{ReportedRun, render_page};
 use serde_json::{Value, json};
 
-/// What a script in a copy of the page finds out once everything is laid out.
+/// The measurements that a script in a copy of the page makes once everything is laid out.
 const PROBE: &str = r#"
 <script>
   const box = (it) => { const r = it.getBoundingClientRect(); return [r.left, r.right, r.width, r.height]; };
@@ -36,7 +36,7 @@ const PROBE: &str = r#"
 </script>
 "#;
 
-fn run(name: &str, mode: &str, waits: u64) -> Run {
+fn run(name: &str, mode: &str, waits: u64) -> ReportedRun {
     let fault = |number: u64| {
         json!({ "t_us": 200_000 + number * 9_000, "page": number * 37 % 4096, "tid": 10 + number % 2,
             "wait_us": 7_000, "answered": "storage" })
@@ -53,10 +53,10 @@ fn run(name: &str, mode: &str, waits: u64) -> Run {
         "faults": (0..waits).map(fault).collect::<Vec<_>>(), "faults_left_out": 0,
         "reads": (0..waits).map(read).collect::<Vec<_>>(), "reads_left_out": 0, "prefetched": [[16, 800]],
     });
-    Run { name: name.into(), record: serde_json::from_value(record).unwrap() }
+    ReportedRun { name: name.into(), record: serde_json::from_value(record).unwrap() }
 }
 
-/// What the browser found out about a page.
+/// The measurements of the browser.
 fn shown(browser: &str, dir: &Path, page: &str, is_dark: bool) -> Value {
     let file = dir.join("probed.html");
     std::fs::write(&file, page.replace("</body>", &format!("{PROBE}</body>"))).unwrap();
@@ -105,7 +105,7 @@ fn plain(value: &Value) -> Value {
     }
 }
 
-/// Everything has a place and a size, nothing hangs over the edge, and text can be read.
+/// Everything has a position and a size, nothing exceeds the edge, and text can be read.
 fn is_laid_out(found: &Value) {
     let page = numbers(&found["page"]);
     assert!(page[1] <= page[0], "the page is wider than the window: {page:?}");
@@ -129,7 +129,7 @@ fn the_page_shows_what_the_records_say() {
     let browser = std::env::var("CHROMIUM").unwrap_or_else(|_| "chromium".to_owned());
     let runs = [run("lazy", "lazy", 200), run("auto", "auto", 12)];
     let dir = tempfile::tempdir().unwrap();
-    let page = html(&runs).unwrap();
+    let page = render_page(&runs).unwrap();
     let schemes = [false, true].map(|is_dark| shown(&browser, dir.path(), &page, is_dark));
     assert_eq!(schemes.each_ref().map(|found| &found["dark"]), [false, true]);
     assert_ne!(schemes[0]["canvas"], schemes[1]["canvas"]);
@@ -142,15 +142,15 @@ fn the_page_shows_what_the_records_say() {
             .iter()
             .zip(found["rows"].as_array().unwrap().iter().zip(found["facts"].as_array().unwrap()))
         {
-            assert_eq!(plain(facts), plain(&serde_json::to_value(run.facts()).unwrap()));
+            assert_eq!(plain(facts), plain(&serde_json::to_value(run.compute_facts()).unwrap()));
             is_in_the_table(run, &found["head"], row);
         }
     }
 }
 
 /// Each column of the table has its number of the run, as it is written there.
-fn is_in_the_table(run: &Run, head: &Value, row: &Value) {
-    let facts = run.facts();
+fn is_in_the_table(run: &ReportedRun, head: &Value, row: &Value) {
+    let facts = run.compute_facts();
     let cell = |name: &str| {
         let at = head.as_array().unwrap().iter().position(|it| it == name).unwrap();
         row[at].as_str().unwrap().to_owned()

@@ -1,4 +1,5 @@
-//! How long a page fault takes with a cached image, against a bare loop that answers the same faults from memory.
+//! How long a page fault takes with a cached image, against a bare loop that answers the same
+//! faults from memory.
 //!
 //! `cargo run --release -p firn-restore --example fault_latency -- [CODEC] [PAUSE_US]`
 #![allow(clippy::unwrap_used, clippy::panic, missing_docs, reason = "a measurement, not a product")]
@@ -18,8 +19,10 @@ use std::time::Duration;
 use content::Model;
 use driver::Guest;
 use firn_image::{Codec, Image};
-use firn_memory::{Event, PageFaults};
-use firn_restore::{Fill, Mode, Presence, Restore, RestoreOptions, RunRecord};
+use firn_memory::{MemoryEvent, PageFaults};
+use firn_restore::{
+    BackgroundFill, PresenceFile, RestoreMode, RestoreOptions, RunRecord, RunningRestore,
+};
 use firn_types::{Block, Page};
 
 const PAGES: u64 = 16 << 10;
@@ -41,10 +44,12 @@ fn main() {
     let mut rounds = Rounds::default();
     for round in 0..ROUNDS {
         rounds.floor.push(at(&floor(&model, &touches, pause), 0.5));
-        for (mode, to) in [(Mode::Locality, &mut rounds.locality), (Mode::Lazy, &mut rounds.lazy)] {
+        for (mode, to) in
+            [(RestoreMode::Locality, &mut rounds.locality), (RestoreMode::Lazy, &mut rounds.lazy)]
+        {
             let options = RestoreOptions {
                 mode,
-                fill: Fill::Off,
+                fill: BackgroundFill::Off,
                 workers: std::env::var("W").map_or(2, |w| w.parse().unwrap()),
                 ..RestoreOptions::default()
             };
@@ -83,7 +88,8 @@ fn middle(values: &[f64]) -> f64 {
     values[values.len() / 2]
 }
 
-/// One page of each locality block, in stored order: each touch is a fault that nothing has prepared.
+/// One page of each locality block, in stored order: each touch is a fault that nothing has
+/// prepared.
 fn first_of_each(image: &Image) -> Vec<u32> {
     let ids = (0..image.locality_blocks()).map(firn_image::LocalityBlockId);
     ids.map(|id| image.entries(id)[0].block.0 * 2).collect()
@@ -117,7 +123,7 @@ fn report(what: &str, times: &[u64], record: &RunRecord) {
 fn floor(model: &Model, touches: &[u32], pause: u64) -> Vec<u64> {
     let mut guest = Guest::spawn(&model.map, &[]);
     let faults = guest.attach();
-    faults.register().unwrap();
+    faults.register_all().unwrap();
     let stop = AtomicBool::new(false);
     let result = std::thread::scope(|scope| {
         scope.spawn(|| answer(model, &faults, &stop));
@@ -134,13 +140,13 @@ fn answer(model: &Model, faults: &PageFaults, stop: &AtomicBool) {
     let geometry = model.geometry(2);
     let mut events = Vec::with_capacity(64);
     while !stop.load(Ordering::Relaxed) {
-        faults.wait(&mut events, Duration::from_millis(50)).unwrap();
+        faults.wait_for_events(&mut events, Duration::from_millis(50)).unwrap();
         for event in events.drain(..) {
-            let Event::Fault { page, .. } = event else { continue };
+            let MemoryEvent::Fault { page, .. } = event else { continue };
             let block = Block(page.0 / 2);
-            let start = block.index() * geometry.block_size.bytes();
-            let bytes = &model.bytes[start..start + geometry.block_size.bytes()];
-            faults.install(Page(block.0 * 2), bytes).unwrap();
+            let start = block.index() * geometry.block_size.byte_count();
+            let bytes = &model.bytes[start..start + geometry.block_size.byte_count()];
+            faults.install_pages(Page(block.0 * 2), bytes).unwrap();
         }
     }
 }
@@ -154,15 +160,16 @@ fn restore(
 ) -> (Vec<u64>, RunRecord) {
     let mut guest = Guest::spawn(&model.map, &[]);
     let dir = tempfile::tempdir().unwrap();
-    let presence = Presence::create(&dir.path().join("presence"), model.map.total_pages()).unwrap();
+    let presence =
+        PresenceFile::create(&dir.path().join("presence"), model.map.total_pages()).unwrap();
     let on_fatal = Box::new(|error: &firn_restore::RestoreError| panic!("{error}"));
     let memory = guest.memory.clone();
     let faults = guest.attach();
     let restore =
-        Restore::begin(image.clone(), memory, faults, options, presence, on_fatal).unwrap();
+        RunningRestore::begin(image.clone(), memory, faults, options, presence, on_fatal).unwrap();
     guest.send(0, &command(touches, pause));
     let result = guest.result(0);
-    restore.fill(Fill::Quiet);
+    restore.set_fill(BackgroundFill::Quiet);
     restore.wait().unwrap();
     let stopped = restore.stop().unwrap();
     assert_eq!(guest.ask(0, &format!("sum 0 {PAGES}")), model.sum(0..PAGES as u32));

@@ -1,4 +1,4 @@
-//! What can go wrong with a restore.
+//! Errors of a restore.
 
 use std::io;
 use std::path::PathBuf;
@@ -8,13 +8,13 @@ use firn_memory::{MemoryError, PageFaultError, ProcessError};
 use firn_types::Block;
 use thiserror::Error;
 
-/// Why memory can't be brought back.
+/// Why memory can't be restored.
 #[derive(Debug, Error)]
 pub enum RestoreError {
     /// The image is of a VM with other RAM.
     #[error("the image has RAM regions {image}, the VM has {vm}")]
     Regions {
-        /// By name and size in MiB, those of the image.
+        /// The regions of the image, by name and size in KiB.
         image: String,
         /// Those of the VM.
         vm: String,
@@ -22,7 +22,8 @@ pub enum RestoreError {
     /// The image can't be read.
     #[error(transparent)]
     Image(#[from] ImageError),
-    /// A memory block in the image is damaged. Its pages stay missing: the guest waits rather than see wrong memory.
+    /// A memory block in the image is damaged. Its pages stay missing: the guest waits, and never
+    /// sees wrong memory.
     #[error(transparent)]
     Block(#[from] BlockError),
     /// The image's index and its plan contradict each other.
@@ -39,26 +40,26 @@ pub enum RestoreError {
     /// Faults can't be waited for.
     #[error("cannot wait for page faults")]
     Poll {
-        /// What the system said.
+        /// The error of the system.
         source: io::Error,
     },
     /// The RAM file can't be handled.
     #[error(transparent)]
     Memory(#[from] MemoryError),
-    /// What the hypervisor has written can't be found out.
+    /// The pages that the hypervisor has written can't be determined.
     #[error(transparent)]
     Scan(#[from] firn_memory::ScanError),
     /// The presence file can't be handled.
     #[error("cannot {step} the presence file {path}")]
     Presence {
-        /// What was being done.
+        /// The step that failed.
         step: &'static str,
         /// The file.
         path: PathBuf,
-        /// What the system said.
+        /// The error of the system.
         source: io::Error,
     },
-    /// The presence file is of another restore, or not one at all.
+    /// The presence file belongs to another restore, or is not a presence file.
     #[error("{path} is no presence file of a VM with {pages} pages")]
     ForeignPresence {
         /// The file.
@@ -71,7 +72,7 @@ pub enum RestoreError {
     Spawn {
         /// The thread.
         name: &'static str,
-        /// What the system said.
+        /// The error of the system.
         source: io::Error,
     },
     /// A thread of the page server has died: a bug.
@@ -86,7 +87,8 @@ pub enum RestoreError {
 }
 
 impl RestoreError {
-    /// Whether it may pass: storage may come back, a file be repaired, memory be freed. Everything else ends the restore.
+    /// Whether the cause may disappear: storage may return, a file be repaired, memory be freed.
+    /// Every other error ends the restore.
     pub fn may_pass(&self) -> bool {
         match self {
             Self::Image(_) | Self::Block(_) | Self::NoEntry { .. } | Self::Presence { .. } => true,
@@ -100,7 +102,7 @@ impl RestoreError {
         matches!(self, Self::PageFaults(PageFaultError::NoMemory { .. }))
     }
 
-    /// Whether it only says that the hypervisor has ended: there is no memory any more to be brought back.
+    /// Whether the error only means that the hypervisor has ended: no memory is left to restore.
     pub fn is_hypervisor_gone(&self) -> bool {
         let process = match self {
             Self::PageFaults(PageFaultError::Process(process))

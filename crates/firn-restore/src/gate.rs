@@ -1,49 +1,51 @@
-//! Keeps reading events apart from installing pages.
+//! Install gate: keeps reads of events apart from installs of pages.
 //!
-//! When the guest gives a page back, the kernel holds the thread that does so until the event is *read*, and lets it go
-//! on at once then: the page disappears. A worker that decided to install the page before, and does so after, would
-//! bring its old contents back, where there must be zeros. So a worker decides and installs within the gate, and the
-//! handler reads with the gate closed:
+//! When the guest gives a page back, the kernel blocks the thread that does so until the event is
+//! *read*, and resumes it at once then: the page disappears. A worker that decided to install the
+//! page before, and does so after, would restore its old contents, where there must be zeros. So a
+//! worker decides and installs inside the gate, and the handler reads with the gate closed:
 //!
 //! ```text
 //!   worker    enter [ still missing? -> UFFDIO_COPY ] leave
 //!   handler                                                close [ read -> settle what was given back ] open
 //! ```
 //!
-//! Waiting for workers would cost every fault some microseconds. But while a page is being given back and the event is
-//! not read, every install fails (`EAGAIN`), and asking for that takes a tenth of a microsecond. So if workers are at it
-//! and no event waits, the handler reads with the gate open. What remains is an event that comes between asking and
-//! reading, if in the same moment a worker is held up between deciding and installing, and for longer than it takes to
-//! give a page back. The guest then finds the page's old contents, which it must expect of a page it gave back anyway.
+//! Waiting for workers would cost every fault some microseconds. But while a page is being given
+//! back and the event is not read, every install fails (`EAGAIN`), and checking for that takes a
+//! tenth of a microsecond. So if workers are inside and no event waits, the handler reads with the
+//! gate open. One case remains: an event comes between the check and the read, and in the same
+//! moment a worker is delayed between its decision and its install, for longer than it takes to
+//! give a page back. The guest then finds the page's old contents, which it must expect of a page
+//! it gave back anyway.
 
 use std::sync::atomic::{AtomicBool, AtomicU32, Ordering};
 use std::time::Duration;
 
-/// How often the handler looks whether workers have left before it sleeps in between.
-const LOOKS: u32 = 100;
+/// How often the handler checks for workers inside before it sleeps between checks.
+const SPIN_CHECKS: u32 = 100;
 
-/// Pause between looks after that.
+/// Pause between checks after that.
 const PAUSE: Duration = Duration::from_micros(20);
 
-/// The gate.
+/// The gate between installs and reads of events.
 #[derive(Debug, Default)]
-pub(crate) struct Gate {
+pub(crate) struct InstallGate {
     inside: AtomicU32,
     closed: AtomicBool,
 }
 
-/// Being inside.
-pub(crate) struct Inside<'a>(&'a Gate);
+/// A thread that holds this is inside the gate.
+pub(crate) struct InstallPermit<'a>(&'a InstallGate);
 
-/// The gate is closed and nobody is inside.
-pub(crate) struct Closed<'a>(&'a Gate);
+/// The gate is closed and no thread is inside.
+pub(crate) struct ClosedGate<'a>(&'a InstallGate);
 
-impl Gate {
+impl InstallGate {
     /// Enters, as soon as the gate is open.
-    pub(crate) fn enter(&self) -> Inside<'_> {
+    pub(crate) fn enter_gate(&self) -> InstallPermit<'_> {
         loop {
             self.inside.fetch_add(1, Ordering::SeqCst);
-            let inside = Inside(self);
+            let inside = InstallPermit(self);
             if !self.closed.load(Ordering::SeqCst) {
                 return inside;
             }
@@ -52,11 +54,11 @@ impl Gate {
         }
     }
 
-    /// Closes the gate and waits until nobody is inside; or leaves it open, and gives `None`, if somebody is inside and
-    /// `is_urgent` says that there is no need. Only one thread may close it.
-    pub(crate) fn close(&self, is_urgent: impl FnOnce() -> bool) -> Option<Closed<'_>> {
+    /// Closes the gate and waits until no thread is inside. Leaves it open, and returns `None`, if
+    /// a thread is inside and `is_urgent` returns false. Only one thread may close it.
+    pub(crate) fn close_gate(&self, is_urgent: impl FnOnce() -> bool) -> Option<ClosedGate<'_>> {
         self.closed.store(true, Ordering::SeqCst);
-        let closed = Closed(self);
+        let closed = ClosedGate(self);
         let is_inside = |gate: &Self| gate.inside.load(Ordering::SeqCst) > 0;
         if is_inside(self) {
             if !is_urgent() {
@@ -72,20 +74,20 @@ impl Gate {
         while condition(self) {
             looks += 1;
             match looks {
-                ..LOOKS => std::hint::spin_loop(),
+                ..SPIN_CHECKS => std::hint::spin_loop(),
                 _ => std::thread::sleep(PAUSE),
             }
         }
     }
 }
 
-impl Drop for Inside<'_> {
+impl Drop for InstallPermit<'_> {
     fn drop(&mut self) {
         self.0.inside.fetch_sub(1, Ordering::SeqCst);
     }
 }
 
-impl Drop for Closed<'_> {
+impl Drop for ClosedGate<'_> {
     fn drop(&mut self) {
         self.0.closed.store(false, Ordering::SeqCst);
     }
@@ -97,19 +99,19 @@ mod tests {
 
     #[test]
     fn nobody_is_inside_while_it_is_closed() {
-        let gate = Gate::default();
+        let gate = InstallGate::default();
         let (value, stop) = (AtomicU32::new(0), AtomicBool::new(false));
         std::thread::scope(|scope| {
             for _ in 0..3 {
                 scope.spawn(|| {
                     while !stop.load(Ordering::Relaxed) {
-                        let _inside = gate.enter();
+                        let _inside = gate.enter_gate();
                         value.fetch_add(1, Ordering::SeqCst);
                     }
                 });
             }
             for _ in 0..2000 {
-                let closed = gate.close(|| true).unwrap();
+                let closed = gate.close_gate(|| true).unwrap();
                 let before = value.load(Ordering::SeqCst);
                 std::hint::spin_loop();
                 assert_eq!(value.load(Ordering::SeqCst), before);
@@ -121,10 +123,10 @@ mod tests {
 
     #[test]
     fn it_stays_open_if_there_is_no_need() {
-        let gate = Gate::default();
-        let inside = gate.enter();
-        assert!(gate.close(|| false).is_none());
-        drop((inside, gate.enter()));
-        assert!(gate.close(|| false).is_some());
+        let gate = InstallGate::default();
+        let inside = gate.enter_gate();
+        assert!(gate.close_gate(|| false).is_none());
+        drop((inside, gate.enter_gate()));
+        assert!(gate.close_gate(|| false).is_some());
     }
 }

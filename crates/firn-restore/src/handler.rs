@@ -1,18 +1,20 @@
 //! The fault handler: one thread that reads page faults and answers them.
 //!
-//! It never waits for storage. What is in memory or in the page cache it decodes and installs itself, because a hand-over
-//! to another thread costs more than the work; for the rest it leaves the kernel reading and a reader thread waiting.
+//! It never waits for storage. It decodes and installs blocks in memory or in the page cache
+//! itself, because handing them to another thread costs more than the work. For all others it
+//! starts a read in the kernel and lets a reader thread wait.
 //!
 //! ```text
 //!   read events -> page server -> in memory:      decode, install
-//!                              -> not read yet:   look in the page cache: there? decode, install : ask a reader
+//!                              -> not read yet:   check the page cache: there? decode, install : ask a reader
 //!                              -> being read:     nothing; the reader installs it first of all
 //!                              -> zero:           zeros
 //! ```
 //!
-//! Looking in the page cache is asking for the bytes without waiting. As long as the image turns out to be cached, only
-//! the bytes of the faulting memory block are asked for, which is fastest; else those of its whole locality block, so
-//! that the kernel starts one read of the right size at once.
+//! To check the page cache, the handler requests the bytes without waiting. As long as the image
+//! turns out to be cached, it requests only the bytes of the faulting memory block, which is
+//! fastest; otherwise those of its whole locality block, so that the kernel starts one read of the
+//! right size at once.
 
 use std::ops::Range;
 use std::time::Duration;
@@ -21,56 +23,61 @@ use firn_fault::point;
 use firn_memory::FaultKind;
 use firn_types::Page;
 
-use crate::bytes::Bytes;
 use crate::error::RestoreError;
-use crate::hands::{Hands, Role};
-use crate::inbox::{Fault, Inbox};
-use crate::record::{Answered, FaultRecord};
-use crate::server::{Answer, Install, LULL, Server, Source, Stir};
-use crate::shared::{Shared, WakeWorker};
+use crate::image_bytes::UnitBytes;
+use crate::inbox::{EventInbox, PendingFault};
+use crate::installer::{BlockInstaller, InstallerRole};
+use crate::record::{AnswerKind, FaultRecord};
+use crate::server::{
+    BlockInstall, FAULT_PAUSE_MIN, FaultAnswer, PageServer, ThreadWakeups, UnitSource,
+};
+use crate::shared::{SharedRestore, WakeWorker};
 
-/// Longest sleep without looking whether it is over.
+/// The longest sleep without a check whether the restore is over.
 const SLEEP_MAX: Duration = Duration::from_millis(50);
 
-/// Units found in the page cache one after another that make the handler expect the next one there.
-const WARM_AFTER: u32 = 4;
+/// The number of consecutive units in the page cache after which the handler expects the next one
+/// there.
+const CACHED_UNITS_MIN: u32 = 4;
 
 /// The state of the fault handler.
-pub(crate) struct Handler<'a> {
-    shared: &'a Shared,
-    hands: Hands<'a>,
+pub(crate) struct FaultHandler<'a> {
+    shared: &'a SharedRestore,
+    installer: BlockInstaller<'a>,
     /// Units found in the page cache since the last that was not.
     warm: u32,
-    /// Whether a worker is to be woken. That costs about as much as decoding a block, so it waits until nobody waits.
+    /// Whether a worker is to be woken. That costs about as much as decoding a block, so it is done
+    /// when no fault waits.
     wake_worker: WakeWorker,
 }
 
-impl<'a> Handler<'a> {
-    pub(crate) fn new(shared: &'a Shared) -> Self {
-        let hands = Hands::new(shared, Role::Handler(Inbox::new(shared)));
-        Self { shared, hands, warm: 0, wake_worker: WakeWorker::No }
+impl<'a> FaultHandler<'a> {
+    pub(crate) fn new(shared: &'a SharedRestore) -> Self {
+        let installer =
+            BlockInstaller::new(shared, InstallerRole::Handler(EventInbox::new(shared)));
+        Self { shared, installer, warm: 0, wake_worker: WakeWorker::No }
     }
 
-    /// Answers faults until it is over.
-    pub(crate) fn run(&mut self) -> Result<(), RestoreError> {
+    /// Answers faults until the restore is over.
+    pub(crate) fn run_until_over(&mut self) -> Result<(), RestoreError> {
         while !self.shared.is_over() {
-            self.read()?;
-            while let Some(fault) = self.hands.inbox().and_then(Inbox::next) {
-                self.fault(fault)?;
+            self.read_events()?;
+            while let Some(fault) = self.installer.event_inbox().and_then(EventInbox::next_fault) {
+                self.handle_fault(fault)?;
             }
         }
-        self.read_the_last()
+        self.drain_events()
     }
 
-    /// Reads events; if there are none, sleeps first. Sleeping at once is best: looking for the next fault for some
-    /// microseconds made faults 20 to 30 % slower on two processors, because the guest that was just woken had to run
-    /// elsewhere.
-    fn read(&mut self) -> Result<(), RestoreError> {
-        let Some(inbox) = self.hands.inbox() else { return Ok(()) };
-        inbox.read()?;
-        if inbox.is_empty() && self.wake_worker == WakeWorker::InALull {
-            inbox.sleep(LULL)?;
-            inbox.read()?;
+    /// Reads events; if there are none, sleeps first. Sleeping at once is best: polling for the
+    /// next fault for some microseconds made faults 20 to 30 % slower on two processors, because
+    /// the guest that was just woken had to run on the other one.
+    fn read_events(&mut self) -> Result<(), RestoreError> {
+        let Some(inbox) = self.installer.event_inbox() else { return Ok(()) };
+        inbox.read_events()?;
+        if inbox.is_empty() && self.wake_worker == WakeWorker::AfterPause {
+            inbox.wait_for_events(FAULT_PAUSE_MIN)?;
+            inbox.read_events()?;
         }
         if !inbox.is_empty() {
             return Ok(());
@@ -78,135 +85,154 @@ impl<'a> Handler<'a> {
         if std::mem::take(&mut self.wake_worker) != WakeWorker::No {
             self.shared.wake_worker();
         }
-        inbox.sleep(SLEEP_MAX)?;
-        inbox.read()
+        inbox.wait_for_events(SLEEP_MAX)?;
+        inbox.read_events()
     }
 
-    fn fault(&mut self, fault: Fault) -> Result<(), RestoreError> {
+    fn handle_fault(&mut self, fault: PendingFault) -> Result<(), RestoreError> {
         point("restore.fault");
         if fault.kind != FaultKind::Missing {
-            return self.let_go(fault);
+            return self.resume_thread(fault);
         }
-        let mut inner = self.shared.lock();
-        let answer = inner.server.fault(fault.since, fault.page);
-        if matches!(answer, Answer::Wait) {
-            inner.recorder.waits(fault);
+        let mut inner = self.shared.lock_state();
+        let answer = inner.server.answer_fault(fault.since, fault.page);
+        if matches!(answer, FaultAnswer::Wait) {
+            inner.recorder.record_waiting(fault);
         }
         drop(inner);
         match answer {
-            Answer::Zero(range) => self.zero(fault, range, Answered::Zero)?,
-            Answer::Late(page) => self.zero(fault, page..Page(page.0 + 1), Answered::Late)?,
-            Answer::Install(install) => self.install(fault, &install),
-            Answer::Fetch(install) => self.fetch(fault, &install),
-            Answer::Ask(install) => self.ask(fault, |server| server.missed(&install)),
-            Answer::Wait => self.wait(),
+            FaultAnswer::Zero(range) => self.install_zeros(fault, range, AnswerKind::Zero)?,
+            FaultAnswer::AlreadySettled(page) => {
+                self.install_zeros(fault, page..Page(page.0 + 1), AnswerKind::Late)?
+            }
+            FaultAnswer::Install(install) => self.install_from_memory(fault, &install),
+            FaultAnswer::TryPageCache(install) => self.install_from_cache(fault, &install),
+            FaultAnswer::RequestRead(install) => {
+                self.leave_to_reader(fault, |server| server.record_cache_miss(&install))
+            }
+            FaultAnswer::Wait => self.await_read(),
         }
         Ok(())
     }
 
-    /// Whoever brings the page in does so by itself; if that has failed, it is tried again sooner now.
-    fn wait(&self) {
-        let inner = self.shared.lock();
+    /// The thread that reads the page also installs it. If its read has failed, it is tried again
+    /// sooner now.
+    fn await_read(&self) {
+        let inner = self.shared.lock_state();
         let demand = inner.server.has_failed();
-        self.shared.act(inner, Stir { demand, ..Stir::default() });
+        self.shared.wake_threads(inner, ThreadWakeups { demand, ..ThreadWakeups::default() });
     }
 
-    /// Lets a thread go on that waits for something else than a missing page. Nothing is registered for that, so this
-    /// is only for a descriptor that was used otherwise before.
-    fn let_go(&self, fault: Fault) -> Result<(), RestoreError> {
+    /// Resumes a thread that waits for something else than a missing page. Firn registers nothing
+    /// that causes this, so it happens only with a descriptor that was used otherwise before.
+    fn resume_thread(&self, fault: PendingFault) -> Result<(), RestoreError> {
         let range = fault.page..Page(fault.page.0 + 1);
         match fault.kind {
-            FaultKind::WriteProtect => Ok(self.shared.faults.unprotect(range)?),
+            FaultKind::WriteProtect => Ok(self.shared.faults.unprotect_pages(range)?),
             FaultKind::Minor | FaultKind::Missing => {
                 Ok(self.shared.faults.resume_minor(range, false)?)
             }
         }
     }
 
-    fn zero(
+    fn install_zeros(
         &mut self,
-        fault: Fault,
+        fault: PendingFault,
         range: Range<Page>,
-        answered: Answered,
+        answered: AnswerKind,
     ) -> Result<(), RestoreError> {
-        self.hands.zero(range)?;
-        let record = FaultRecord::new(fault, self.hands.answered(), answered);
-        self.shared.lock().recorder.fault(record);
+        self.installer.install_zeros(range)?;
+        let record = FaultRecord::new(fault, self.installer.answered_at(), answered);
+        self.shared.lock_state().recorder.record_fault(record);
         Ok(())
     }
 
     /// Answers from a unit in memory.
-    fn install(&mut self, fault: Fault, install: &Install<Bytes>) {
-        let place = self.shared.storage.entry(install.block);
+    fn install_from_memory(&mut self, fault: PendingFault, install: &BlockInstall<UnitBytes>) {
+        let place = self.shared.storage.locate_block(install.block);
         let installed = place.and_then(|place| match &install.source {
-            Source::Held(bytes) => self.hands.install_held(install, bytes, place).map(|()| true),
-            Source::PageCache => self.hands.install_cached(install, place),
+            UnitSource::Held(bytes) => {
+                self.installer.install_held(install, bytes, place).map(|()| true)
+            }
+            UnitSource::PageCache => self.installer.install_cached(install, place),
         });
         match installed {
-            Ok(true) => self.answered(fault, install, None, Answered::from(&install.source)),
-            Ok(false) => self.ask(fault, |server| server.lost(install)),
-            Err(error) => self.hands.give_up(install, error),
+            Ok(true) => {
+                self.record_answer(fault, install, None, AnswerKind::from_source(&install.source))
+            }
+            Ok(false) => self.leave_to_reader(fault, |server| server.record_cache_loss(install)),
+            Err(error) => self.installer.give_up(install, error),
         }
     }
 
-    /// Answers from a unit that nobody has read yet.
-    fn fetch(&mut self, fault: Fault, install: &Install<()>) {
+    /// Answers from a unit that has not been read yet.
+    fn install_from_cache(&mut self, fault: PendingFault, install: &BlockInstall<()>) {
         match self.try_fetch(install) {
             Ok(Some(source)) => {
                 self.warm = self.warm.saturating_add(1);
-                self.answered(fault, install, Some(source), Answered::PageCache);
+                self.record_answer(fault, install, Some(source), AnswerKind::PageCache);
             }
             Ok(None) => {
                 self.warm = 0;
-                self.ask(fault, |server| server.missed(install));
+                self.leave_to_reader(fault, |server| server.record_cache_miss(install));
             }
-            Err(error) => self.hands.give_up(install, error),
+            Err(error) => self.installer.give_up(install, error),
         }
     }
 
-    fn answered<S>(
+    fn record_answer<S>(
         &mut self,
-        fault: Fault,
-        install: &Install<S>,
-        fetched: Option<Source<Bytes>>,
-        answered: Answered,
+        fault: PendingFault,
+        install: &BlockInstall<S>,
+        fetched: Option<UnitSource<UnitBytes>>,
+        answered: AnswerKind,
     ) {
-        let now = self.hands.answered();
+        let now = self.installer.answered_at();
         let record = FaultRecord::new(fault, now, answered);
-        self.wake_worker = self.shared.answered(install, fetched, record);
+        self.wake_worker = self.shared.record_answer(install, fetched, record);
     }
 
-    /// Installs the block if the page cache has its unit. Gives where the rest of the unit is to be taken from.
-    fn try_fetch(&mut self, install: &Install<()>) -> Result<Option<Source<Bytes>>, RestoreError> {
+    /// Installs the block if the page cache has its unit. Returns the source of the other blocks of
+    /// the unit.
+    fn try_fetch(
+        &mut self,
+        install: &BlockInstall<()>,
+    ) -> Result<Option<UnitSource<UnitBytes>>, RestoreError> {
         let storage = &self.shared.storage;
-        let place = storage.entry(install.block)?;
-        if self.warm >= WARM_AFTER {
-            let cached = self.hands.install_cached(install, place)?;
-            return Ok(cached.then_some(Source::PageCache));
+        let place = storage.locate_block(install.block)?;
+        if self.warm >= CACHED_UNITS_MIN {
+            let cached = self.installer.install_cached(install, place)?;
+            return Ok(cached.then_some(UnitSource::PageCache));
         }
-        // An error here is told by the reader, which has more patience.
-        let Some(bytes) = storage.try_unit(install.unit).unwrap_or(None) else { return Ok(None) };
-        self.hands.install_held(install, &bytes, place)?;
-        Ok(Some(self.shared.source(bytes)))
+        // The reader reports an error, after more attempts.
+        let Some(bytes) = storage.try_read_unit(install.unit).unwrap_or(None) else {
+            return Ok(None);
+        };
+        self.installer.install_held(install, &bytes, place)?;
+        Ok(Some(self.shared.unit_source(bytes)))
     }
 
-    /// Leaves a fault to a reader.
-    fn ask(&self, fault: Fault, ask: impl FnOnce(&mut Server<Bytes>) -> Stir) {
-        let mut inner = self.shared.lock();
+    /// Leaves a fault to a reader thread.
+    fn leave_to_reader(
+        &self,
+        fault: PendingFault,
+        ask: impl FnOnce(&mut PageServer<UnitBytes>) -> ThreadWakeups,
+    ) {
+        let mut inner = self.shared.lock_state();
         let stir = ask(&mut inner.server);
-        inner.recorder.waits(fault);
-        self.shared.act(inner, stir);
+        inner.recorder.record_waiting(fault);
+        self.shared.wake_threads(inner, stir);
     }
 
-    /// After the end: who gave pages back waits until that is read.
-    fn read_the_last(&mut self) -> Result<(), RestoreError> {
-        let Some(inbox) = self.hands.inbox() else { return Ok(()) };
+    /// After the end: a thread that gave pages back waits until the event is read.
+    fn drain_events(&mut self) -> Result<(), RestoreError> {
+        let Some(inbox) = self.installer.event_inbox() else { return Ok(()) };
         while self.shared.is_finishing() {
-            inbox.read()?;
-            if inbox.next().is_none() {
+            inbox.read_events()?;
+            if inbox.next_fault().is_none() {
                 break;
             }
-            while inbox.next().is_some() {}
+            while inbox.next_fault().is_some() {}
         }
         Ok(())
     }

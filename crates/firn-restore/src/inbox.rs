@@ -1,42 +1,43 @@
-//! The events of the guest, in the order in which they are to be dealt with.
+//! Event inbox: the events of the guest, in the order in which they are processed.
 //!
-//! Pages given back are settled the moment the event is read, with the gate closed; faults wait for their turn.
+//! Pages given back are settled the moment the event is read, with the gate closed; faults are
+//! queued.
 
 use std::collections::VecDeque;
 use std::time::Duration;
 
-use firn_memory::{Event, FaultKind, ProcessError};
-use firn_types::{Page, Tid};
+use firn_memory::{FaultKind, MemoryEvent, ProcessError};
+use firn_types::{Page, ThreadId};
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
 use rustix::io::Errno;
 
 use crate::error::RestoreError;
-use crate::shared::Shared;
+use crate::shared::SharedRestore;
 
 /// A page fault that was read.
 #[derive(Clone, Copy, Debug)]
-pub(crate) struct Fault {
+pub(crate) struct PendingFault {
     pub(crate) page: Page,
-    pub(crate) tid: Tid,
+    pub(crate) tid: ThreadId,
     pub(crate) kind: FaultKind,
     /// When it was read.
     pub(crate) since: Duration,
 }
 
-/// What has been read and not been dealt with.
-pub(crate) struct Inbox<'a> {
-    shared: &'a Shared,
-    events: Vec<Event>,
-    faults: VecDeque<Fault>,
+/// The events that were read and are not processed yet.
+pub(crate) struct EventInbox<'a> {
+    shared: &'a SharedRestore,
+    events: Vec<MemoryEvent>,
+    faults: VecDeque<PendingFault>,
 }
 
-impl<'a> Inbox<'a> {
-    pub(crate) fn new(shared: &'a Shared) -> Self {
+impl<'a> EventInbox<'a> {
+    pub(crate) fn new(shared: &'a SharedRestore) -> Self {
         Self { shared, events: Vec::with_capacity(64), faults: VecDeque::with_capacity(256) }
     }
 
     /// The next fault, if one has been read.
-    pub(crate) fn next(&mut self) -> Option<Fault> {
+    pub(crate) fn next_fault(&mut self) -> Option<PendingFault> {
         self.faults.pop_front()
     }
 
@@ -44,20 +45,20 @@ impl<'a> Inbox<'a> {
         self.faults.is_empty()
     }
 
-    /// Reads what there is, without waiting.
-    pub(crate) fn read(&mut self) -> Result<(), RestoreError> {
+    /// Reads all pending events, without waiting.
+    pub(crate) fn read_events(&mut self) -> Result<(), RestoreError> {
         let shared = self.shared;
-        let _closed = shared.gate.close(|| shared.faults.is_giving_back());
-        shared.faults.wait(&mut self.events, Duration::ZERO)?;
+        let _closed = shared.gate.close_gate(|| shared.faults.is_giving_back());
+        shared.faults.wait_for_events(&mut self.events, Duration::ZERO)?;
         if self.events.is_empty() {
             return Ok(());
         }
         let since = shared.now();
         for event in self.events.drain(..) {
             match event {
-                Event::Removed { pages } => shared.removed(pages)?,
-                Event::Fault { page, tid, kind, .. } => {
-                    self.faults.push_back(Fault { page, tid, kind, since });
+                MemoryEvent::Removed { pages } => shared.record_removal(pages)?,
+                MemoryEvent::Fault { page, tid, kind, .. } => {
+                    self.faults.push_back(PendingFault { page, tid, kind, since });
                 }
             }
         }
@@ -65,7 +66,7 @@ impl<'a> Inbox<'a> {
     }
 
     /// Sleeps until there is something to read, at most `timeout`.
-    pub(crate) fn sleep(&self, timeout: Duration) -> Result<(), RestoreError> {
+    pub(crate) fn wait_for_events(&self, timeout: Duration) -> Result<(), RestoreError> {
         let process = self.shared.faults.memory().process();
         let timeout = Timespec::try_from(timeout).ok();
         let mut fds = [

@@ -1,18 +1,21 @@
-//! What earlier restores of an image had to ask for: the part of the working set that its estimator missed. Pure.
+//! Learned blocks: memory blocks that earlier restores of an image had to read on demand, because
+//! the estimator of its working set missed them. No I/O.
 //!
-//! A restore in which a page is already there can't see whether it is used, and a restore that looks makes the guest pay. So
-//! nobody looks: a memory block that the guest had to wait for is expected for some restores, then left out of one. If
-//! the guest waits for it again, it is expected for twice as long; if not, it is forgotten.
+//! A restore in which a page is already there can't see whether it is used, and a restore that
+//! checks makes the guest pay. So no restore checks. A memory block that the guest had to wait for
+//! is expected for some restores, then left out of one. If the guest waits for it again, it is
+//! expected for twice as long; if not, it is forgotten.
 //!
 //! ```text
-//!   asked for --> expected for 2-5 restores --> left out of one --> asked for again: expected for 2n restores, 64 at most
-//!                        |                           |
-//!                        | asked for before          '--> not asked for: forgotten
-//!                        | it came: starts anew
+//!   read on demand --> expected for 2-5 restores --> left out of one --> read on demand: expected for 2n restores, max. 64
+//!                        |                                |
+//!                        | read on demand before          '--> not read on demand: forgotten
+//!                        | it was prefetched: starts anew
 //! ```
 //!
-//! So a block that is always used is missed in one restore of 65 in the end, and one that is no longer used costs a few
-//! more reads. How many there are is limited: those that have proved themselves longest stay.
+//! So in the long run a block that is always used is missed in one restore of 65, and one that is
+//! no longer used costs a few more reads. The number of blocks is limited: those with the longest
+//! terms stay.
 
 use std::collections::HashSet;
 
@@ -22,87 +25,89 @@ use serde::{Deserialize, Serialize};
 /// The version of the format.
 const VERSION: u32 = 1;
 
-/// Restores for which a block is expected at first, at least.
-const FIRST: u8 = 2;
+/// The minimum number of restores for which a new block is expected.
+const FIRST_TERM_MIN: u8 = 2;
 
-/// And by how many more, at most: blocks that were learned together are not all left out together.
-const SPREAD: u8 = 4;
+/// Up to this many more restores, less one: blocks that were learned together are not all left out
+/// together.
+const FIRST_TERM_SPREAD: u8 = 4;
 
-/// Restores for which a block is expected at most.
-const LONGEST: u8 = 64;
+/// Maximum number of restores for which a block is expected.
+const TERM_MAX: u8 = 64;
 
-/// Blocks that are remembered at most.
+/// Maximum number of blocks that are remembered.
 pub const LEARNED_MAX: usize = 16_384;
 
-/// What is known of one block, written `[block, term, left]`.
+/// The state of one block, written `[block, term, left]`.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(into = "(u32, u8, u8)", from = "(u32, u8, u8)")]
-struct Lesson {
+struct LearnedBlock {
     block: Block,
-    /// For how many restores it is expected in a row.
+    /// The number of consecutive restores for which it is expected.
     term: u8,
-    /// How many of them are left; with none it is left out of the next.
+    /// The number of them that are left; with none it is left out of the next.
     left: u8,
 }
 
-impl From<Lesson> for (u32, u8, u8) {
-    fn from(Lesson { block, term, left }: Lesson) -> Self {
+impl From<LearnedBlock> for (u32, u8, u8) {
+    fn from(LearnedBlock { block, term, left }: LearnedBlock) -> Self {
         (block.0, term, left)
     }
 }
 
-impl From<(u32, u8, u8)> for Lesson {
+impl From<(u32, u8, u8)> for LearnedBlock {
     fn from((block, term, left): (u32, u8, u8)) -> Self {
         Self { block: Block(block), term, left }
     }
 }
 
-/// What has been learned about one image.
+/// The learned blocks of one image.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
-pub struct Learned {
+pub struct LearnedBlocks {
     version: u32,
-    /// The image's identity: what is written over it, under the same name, is another one.
+    /// The image's identity: an image that is written to the same file later is another one.
     image: String,
-    blocks: Vec<Lesson>,
+    blocks: Vec<LearnedBlock>,
 }
 
-impl Learned {
-    /// Nothing yet.
+impl LearnedBlocks {
+    /// No blocks yet.
     pub fn new(image: &str) -> Self {
         Self { version: VERSION, image: image.to_owned(), blocks: Vec::new() }
     }
 
-    /// Whether it is about this image, and of this version of Firn.
+    /// Whether it belongs to this image, and to this version of the format.
     pub fn is_about(&self, image: &str) -> bool {
         self.version == VERSION && self.image == image
     }
 
-    /// The blocks that the next restore is expected to need, in the order in which they were first asked for.
-    pub fn expected(&self) -> Vec<Block> {
+    /// The blocks that the next restore is expected to need, in the order in which they were first
+    /// read on demand.
+    pub fn expected_blocks(&self) -> Vec<Block> {
         self.blocks.iter().filter(|it| it.left > 0).map(|it| it.block).collect()
     }
 
-    /// How many blocks are remembered.
+    /// The number of blocks that are remembered.
     pub fn len(&self) -> usize {
         self.blocks.len()
     }
 
-    /// Whether nothing is.
+    /// Whether no blocks are remembered.
     pub fn is_empty(&self) -> bool {
         self.blocks.is_empty()
     }
 
-    /// A restore that went by [`Self::expected`] is over: these are the blocks that its guest waited for, beside the image's
-    /// working set, in order.
-    pub fn renew(&mut self, asked: &[Block]) {
+    /// Updates the blocks after a restore that used [`Self::expected_blocks`]: `asked` are the
+    /// blocks that its guest waited for, beside the image's working set, in order.
+    pub fn learn_from(&mut self, asked: &[Block]) {
         let mut new: HashSet<Block> = asked.iter().copied().collect();
-        self.blocks.retain_mut(|lesson| lesson.is_kept(new.remove(&lesson.block)));
+        self.blocks.retain_mut(|lesson| lesson.update_term(new.remove(&lesson.block)));
         let first = asked.iter().filter(|block| new.remove(block));
-        self.blocks.extend(first.map(|&block| Lesson::new(block)));
-        self.forget_the_least();
+        self.blocks.extend(first.map(|&block| LearnedBlock::new(block)));
+        self.drop_shortest_terms();
     }
 
-    fn forget_the_least(&mut self) {
+    fn drop_shortest_terms(&mut self) {
         if self.blocks.len() > LEARNED_MAX {
             let mut by_term = self.blocks.clone();
             by_term.sort_by_key(|lesson| std::cmp::Reverse(lesson.term));
@@ -112,17 +117,18 @@ impl Learned {
     }
 }
 
-impl Lesson {
+impl LearnedBlock {
     fn new(block: Block) -> Self {
-        let term = FIRST + (block.0.wrapping_mul(0x9e37_79b1) >> 16) as u8 % SPREAD;
+        let term =
+            FIRST_TERM_MIN + (block.0.wrapping_mul(0x9e37_79b1) >> 16) as u8 % FIRST_TERM_SPREAD;
         Self { block, term, left: term }
     }
 
-    /// After one more restore.
-    fn is_kept(&mut self, was_asked_for: bool) -> bool {
+    /// Updates the block after one more restore. Returns whether it stays.
+    fn update_term(&mut self, was_asked_for: bool) -> bool {
         match (was_asked_for, self.left) {
             (true, 0) => {
-                self.term = self.term.saturating_mul(2).min(LONGEST);
+                self.term = self.term.saturating_mul(2).min(TERM_MAX);
                 self.left = self.term;
             }
             (true, _) => self.left = self.term,
@@ -138,21 +144,21 @@ mod tests {
     use super::*;
     use proptest::prelude::*;
 
-    /// What the guest waits for if it uses these and what is expected comes in time.
-    fn asked(learned: &Learned, used: &[u32]) -> Vec<Block> {
-        let expected = learned.expected();
+    /// The blocks that the guest waits for if it uses these and expected blocks are there in time.
+    fn asked(learned: &LearnedBlocks, used: &[u32]) -> Vec<Block> {
+        let expected = learned.expected_blocks();
         used.iter().copied().map(Block).filter(|block| !expected.contains(block)).collect()
     }
 
     #[test]
     fn what_is_always_used_is_hardly_ever_missed() {
-        let mut learned = Learned::new("a");
+        let mut learned = LearnedBlocks::new("a");
         let used: Vec<u32> = (100..200).collect();
         let mut missed = 0;
         for restore in 0..1000 {
             let asked = asked(&learned, &used);
             missed += if restore < 300 { 0 } else { asked.len() };
-            learned.renew(&asked);
+            learned.learn_from(&asked);
         }
         assert!(missed <= 100 * 700 / 60, "{missed}");
         assert_eq!(learned.len(), 100);
@@ -160,12 +166,12 @@ mod tests {
 
     #[test]
     fn blocks_learned_together_are_not_left_out_together() {
-        let mut learned = Learned::new("a");
+        let mut learned = LearnedBlocks::new("a");
         let used: Vec<u32> = (0..1000).collect();
-        learned.renew(&asked(&learned, &used));
+        learned.learn_from(&asked(&learned, &used));
         let most = (0..8).map(|_| {
             let asked = asked(&learned, &used);
-            learned.renew(&asked);
+            learned.learn_from(&asked);
             asked.len()
         });
         assert!(most.max().unwrap() < 500);
@@ -173,24 +179,24 @@ mod tests {
 
     #[test]
     fn what_came_too_late_starts_anew() {
-        let mut learned = Learned::new("a");
+        let mut learned = LearnedBlocks::new("a");
         for _ in 0..20 {
-            learned.renew(&[Block(7)]);
-            assert_eq!(learned.expected(), [Block(7)]);
+            learned.learn_from(&[Block(7)]);
+            assert_eq!(learned.expected_blocks(), [Block(7)]);
         }
     }
 
     #[test]
     fn those_that_proved_themselves_stay() {
-        let mut learned = Learned::new("a");
+        let mut learned = LearnedBlocks::new("a");
         let old: Vec<Block> = (0..100).map(Block).collect();
-        // Until every one of them has been left out once, and asked for again.
+        // Until every one of them has been left out once, and read on demand again.
         (0..12).for_each(|_| {
             let asked = asked(&learned, &(0..100).collect::<Vec<_>>());
-            learned.renew(&asked);
+            learned.learn_from(&asked);
         });
         let many: Vec<Block> = (1000..1000 + LEARNED_MAX as u32).map(Block).collect();
-        learned.renew(&many);
+        learned.learn_from(&many);
         assert_eq!(learned.len(), LEARNED_MAX);
         let known: HashSet<Block> = learned.blocks.iter().map(|it| it.block).collect();
         assert!(old.iter().all(|block| known.contains(block)));
@@ -198,11 +204,11 @@ mod tests {
 
     #[test]
     fn it_is_written_in_few_words() {
-        let mut learned = Learned::new("0f");
-        learned.renew(&[Block(3), Block(9)]);
+        let mut learned = LearnedBlocks::new("0f");
+        learned.learn_from(&[Block(3), Block(9)]);
         let text = serde_json::to_string(&learned).unwrap();
         assert!(text.starts_with(r#"{"version":1,"image":"0f","blocks":[[3,"#), "{text}");
-        assert_eq!(serde_json::from_str::<Learned>(&text).unwrap(), learned);
+        assert_eq!(serde_json::from_str::<LearnedBlocks>(&text).unwrap(), learned);
         assert!(learned.is_about("0f") && !learned.is_about("0e"));
     }
 
@@ -211,12 +217,12 @@ mod tests {
         fn what_is_not_used_any_more_is_forgotten(
             past in prop::collection::vec(prop::collection::vec(0u32..50, 0..20), 0..40),
         ) {
-            let mut learned = Learned::new("a");
+            let mut learned = LearnedBlocks::new("a");
             for used in &past {
                 let asked = asked(&learned, used);
-                learned.renew(&asked);
+                learned.learn_from(&asked);
             }
-            (0..=u32::from(LONGEST)).for_each(|_| learned.renew(&[]));
+            (0..=u32::from(TERM_MAX)).for_each(|_| learned.learn_from(&[]));
             prop_assert!(learned.is_empty());
         }
 
@@ -224,10 +230,10 @@ mod tests {
         fn no_block_is_listed_twice(
             past in prop::collection::vec(prop::collection::vec(0u32..20, 0..30), 0..20),
         ) {
-            let mut learned = Learned::new("a");
+            let mut learned = LearnedBlocks::new("a");
             for asked in past {
                 let asked: Vec<Block> = asked.into_iter().map(Block).collect();
-                learned.renew(&asked);
+                learned.learn_from(&asked);
                 let mut known: Vec<u32> = learned.blocks.iter().map(|it| it.block.0).collect();
                 known.sort_unstable();
                 prop_assert!(known.is_sorted_by(|a, b| a < b));

@@ -1,40 +1,43 @@
-//! What can be chosen about a restore.
+//! Options of a restore.
 
 use std::fmt;
 use std::str::FromStr;
 use std::time::{Duration, Instant};
 
 use firn_image::Image;
-use firn_types::{Block, Tid, VcpuId};
+use firn_types::{Block, ThreadId, VcpuId};
 use serde::{Deserialize, Serialize};
 use thiserror::Error;
 
-use crate::server::{Rules, is_complete, missed};
+use crate::server::{PageServerRules, expected_misses, is_complete};
 
-/// In which order memory comes back.
+/// The order in which memory is restored.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash, Serialize, Deserialize)]
 #[serde(rename_all = "kebab-case")]
-pub enum Mode {
+pub enum RestoreMode {
     /// All of it before the guest runs.
     Eager,
-    /// One memory block per fault, the rest in the background in physical order: the baseline that Halite is compared
-    /// with (section 3 there). For one page per fault, as ESXi did, take an image with memory blocks of one page.
+    /// One memory block per fault, the others in the background in physical order: the baseline
+    /// that Halite is compared with (section 3 there). For one page per fault, as ESXi did, take an
+    /// image with memory blocks of one page.
     Lazy,
-    /// One locality block per fault, the memory block that faulted first, the rest in the background in stored order
-    /// (Halite, section 7.1).
+    /// One locality block per fault, the memory block that faulted first, the others in the
+    /// background in stored order (Halite, section 7.1).
     Locality,
-    /// The working set that the image lists before the guest runs (Zhang et al., VEE 2011, section 4.2), the rest on demand
-    /// and in the background, as suits the storage.
+    /// The working set that the image lists before the guest runs (Zhang et al., VEE 2011, section
+    /// 4.2), all other blocks on demand and in the background, as suits the storage.
     WorkingSet,
-    /// As [`Mode::Locality`], and meanwhile the working set as fast as storage and the guest allow, in the order in which
-    /// it was touched, beginning before the hypervisor runs. The guest waits for none of it, unless it could do nothing
-    /// else without it and all of it will be there soon: because storage is far, or because the working set is complete and the
-    /// guest goes round in it. If it turns out to need other memory, that stops.
+    /// As [`RestoreMode::Locality`], and at the same time the working set as fast as storage and
+    /// the guest allow, in the order in which it was touched, beginning before the hypervisor runs.
+    /// The guest waits for it only if it could do nothing else without it and all of it will be
+    /// there soon: because storage has high latency, or because the working set is complete and the
+    /// guest uses the same pages again and again. If the guest turns out to need other memory,
+    /// prefetching ends.
     #[default]
     Auto,
 }
 
-impl Mode {
+impl RestoreMode {
     const NAMES: [(Self, &'static str); 5] = [
         (Self::Auto, "auto"),
         (Self::Eager, "eager"),
@@ -44,19 +47,19 @@ impl Mode {
     ];
 }
 
-impl fmt::Display for Mode {
+impl fmt::Display for RestoreMode {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         let name = Self::NAMES.iter().find(|(mode, _)| mode == self).map_or("", |(_, name)| name);
         f.write_str(name)
     }
 }
 
-/// A word that names no restore mode.
+/// A word that is not the name of a restore mode.
 #[derive(Debug, Error, PartialEq, Eq)]
 #[error("{0:?} is no restore mode; they are auto, eager, lazy, locality and working-set")]
 pub struct ModeError(String);
 
-impl FromStr for Mode {
+impl FromStr for RestoreMode {
     type Err = ModeError;
 
     fn from_str(word: &str) -> Result<Self, ModeError> {
@@ -65,23 +68,23 @@ impl FromStr for Mode {
     }
 }
 
-/// What is read without anybody waiting for it.
+/// What is read without the guest waiting for it.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "kebab-case")]
-pub enum Fill {
-    /// Everything, when faults are quiet.
+pub enum BackgroundFill {
+    /// Everything, when there are no faults.
     #[default]
     Quiet,
-    /// Nothing: memory that the guest does not touch is never read, and the restore does not end by itself. For
-    /// experiments; [`crate::Restore::fill`] ends it.
+    /// Nothing: memory that the guest does not touch is never read, and the restore does not end by
+    /// itself. For experiments; [`crate::RunningRestore::set_fill`] ends it.
     Off,
 }
 
-/// What becomes of a VM whose guest needs a page that can't be read or installed.
+/// What happens to a VM whose guest needs a page that can't be read or installed.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash, Serialize, Deserialize)]
 #[serde(rename_all = "kebab-case")]
 pub enum OnError {
-    /// It waits: the page is tried again until it is there.
+    /// The guest waits: the page is tried again until it is installed.
     #[default]
     Stop,
     /// The restore fails after a few attempts.
@@ -100,7 +103,7 @@ impl fmt::Display for OnError {
     }
 }
 
-/// A word that is no [`OnError`].
+/// A word that is not the name of an [`OnError`].
 #[derive(Debug, Error, PartialEq, Eq)]
 #[error("{0:?} is neither stop nor kill")]
 pub struct OnErrorError(String);
@@ -114,51 +117,57 @@ impl FromStr for OnError {
     }
 }
 
-/// The most that a guest waits for, of storage that is near: one or two seconds' worth.
+/// Maximum number of bytes that a guest waits for, from low-latency storage: one or two seconds'
+/// worth.
 const AWAITED_BYTES_MAX: u64 = 256 << 20;
 
 /// How to restore.
 #[derive(Clone, Debug)]
 pub struct RestoreOptions {
-    /// In which order memory comes back.
-    pub mode: Mode,
-    /// What becomes of a VM whose guest may run and whose memory can't be read. Before that, a restore fails.
+    /// The order in which memory is restored.
+    pub mode: RestoreMode,
+    /// What happens to a VM whose guest may run and whose memory can't be read. Before that, a
+    /// restore fails.
     pub on_error: OnError,
-    /// Memory blocks that are expected to be used beside the working set of the image; see [`crate::Learned`].
+    /// Memory blocks that are expected to be used beside the working set of the image; see
+    /// [`crate::LearnedBlocks`].
     pub also_expected: Vec<Block>,
     /// Threads that decode and install what the guest does not wait for; at least one.
     pub workers: usize,
     /// Threads that wait for storage; at least two, one of which does the background fill.
     pub readers: usize,
-    /// What getting to the image's storage has cost earlier restores ([`crate::Restore::way`]), if it is far.
-    pub way: Option<Duration>,
-    /// Which share of the working set was found in the last eighth of the time in which the guest was traced, if it was.
+    /// The latency of the image's storage that earlier restores found
+    /// ([`crate::RunningRestore::found_latency`]), if it is high.
+    pub known_latency: Option<Duration>,
+    /// The share of the working set that was found in the last eighth of the time in which the
+    /// guest was traced, if it was.
     pub found_late: Option<f64>,
-    /// What is read without anybody waiting for it.
-    pub fill: Fill,
-    /// Bytes of the image held in memory at most, besides what is being read.
+    /// What is read without the guest waiting for it.
+    pub fill: BackgroundFill,
+    /// Maximum number of bytes of the image held in memory, besides what is being read.
     pub held_bytes_max: u64,
-    /// Count which prefetched pages the guest touches later (Halite, section 8.1.2; Zhang et al., section 5.4.1). Until
-    /// everything else is read, prefetched pages stay out of its reach, and each first touch is a fault answered from
-    /// the page cache. For experiments: it costs the guest time.
+    /// Count which prefetched pages the guest touches later (Halite, section 8.1.2; Zhang et al.,
+    /// section 5.4.1). Until everything else is read, prefetched pages are not installed, and each
+    /// first touch is a fault answered from the page cache. For experiments: it costs the guest
+    /// time.
     pub account_use: bool,
-    /// When the restore was asked for: the zero of all times in the run record.
+    /// When the user requested the restore: the zero of all times in the run record.
     pub since: Instant,
     /// Which thread runs which vCPU, for the run record.
-    pub vcpus: Vec<(Tid, VcpuId)>,
+    pub vcpus: Vec<(ThreadId, VcpuId)>,
 }
 
 impl Default for RestoreOptions {
     fn default() -> Self {
         Self {
-            mode: Mode::default(),
+            mode: RestoreMode::default(),
             on_error: OnError::default(),
             also_expected: Vec::new(),
             workers: 2,
             readers: 4,
-            way: None,
+            known_latency: None,
             found_late: None,
-            fill: Fill::default(),
+            fill: BackgroundFill::default(),
             held_bytes_max: 16 << 20,
             account_use: false,
             since: Instant::now(),
@@ -167,67 +176,69 @@ impl Default for RestoreOptions {
     }
 }
 
-/// Bytes of one background read at most: enough that a disk spends its time reading, not seeking. And few enough for one
-/// request: a virtio disk takes 254 pages that do not lie together (`/sys/block/*/queue/max_segments`), and who counts
-/// requests would count a mebibyte twice.
+/// Maximum number of bytes of one background read: enough that a disk spends its time reading, not
+/// seeking. And few enough for one request: a virtio disk takes 254 pages that are not contiguous
+/// (`/sys/block/*/queue/max_segments`), and storage with a limit on requests would count a mebibyte
+/// twice.
 const RUN_BYTES_MAX: u32 = 960 << 10;
 
 impl RestoreOptions {
-    /// In this mode, the rest as by default.
-    pub fn new(mode: Mode) -> Self {
+    /// The options with this mode and defaults otherwise.
+    pub fn new(mode: RestoreMode) -> Self {
         Self { mode, ..Self::default() }
     }
 
-    /// Read units of `unit_bytes` in one background read at most.
+    /// Maximum number of read units of `unit_bytes` in one background read.
     pub(crate) fn run_max(&self, unit_bytes: u32) -> u32 {
         match self.mode {
-            Mode::Lazy => 1,
+            RestoreMode::Lazy => 1,
             _ => (RUN_BYTES_MAX / unit_bytes.max(1)).max(1),
         }
     }
 
-    /// Whether it goes by what storage is like.
-    pub(crate) fn adapts(&self) -> bool {
-        matches!(self.mode, Mode::Auto | Mode::WorkingSet)
+    /// Whether the restore adapts to the storage.
+    pub(crate) fn adapts_to_storage(&self) -> bool {
+        matches!(self.mode, RestoreMode::Auto | RestoreMode::WorkingSet)
     }
 
-    /// Whether reading ahead may bring in everything.
+    /// Whether prefetching may read everything.
     pub(crate) fn may_read_all(&self) -> bool {
-        self.mode == Mode::Auto && self.fill == Fill::Quiet && !self.account_use
+        self.mode == RestoreMode::Auto && self.fill == BackgroundFill::Quiet && !self.account_use
     }
 
     /// The memory blocks that are expected to be used, in the order in which they are wanted.
-    pub(crate) fn expected(&self, image: &Image) -> Vec<Block> {
+    pub(crate) fn expected_blocks(&self, image: &Image) -> Vec<Block> {
         image.working_set().iter().chain(&self.also_expected).copied().collect()
     }
 
-    /// How many units the guest is expected to ask for beside the working set.
-    pub(crate) fn missed(&self) -> u32 {
-        missed(self.found_late)
+    /// How many units the guest is expected to request beside the working set.
+    pub(crate) fn expected_misses(&self) -> u32 {
+        expected_misses(self.found_late)
     }
 
-    /// Whether the guest is better off if it does not run before what is expected, so many units, is there, though storage is
-    /// near: one that goes round in the same pages would wait for each of them.
-    pub(crate) fn guest_waits(&self, units: usize, unit_bytes: u32) -> bool {
+    /// Whether the guest gains if it does not run before its expected `units` units are installed,
+    /// though storage has low latency: a guest that uses the same pages again and again would wait
+    /// for each of them.
+    pub(crate) fn must_guest_wait(&self, units: usize, unit_bytes: u32) -> bool {
         let bytes = units as u64 * u64::from(unit_bytes);
-        self.mode == Mode::Auto && is_complete(self.found_late) && bytes <= AWAITED_BYTES_MAX
+        self.mode == RestoreMode::Auto && is_complete(self.found_late) && bytes <= AWAITED_BYTES_MAX
     }
 
     /// The page server's limits, for read units of `unit_bytes`.
-    pub(crate) fn rules(&self, unit_bytes: u32) -> Rules {
+    pub(crate) fn server_rules(&self, unit_bytes: u32) -> PageServerRules {
         let held_max = self.held_bytes_max / u64::from(unit_bytes.max(1));
-        Rules {
+        PageServerRules {
             run_max: self.run_max(unit_bytes),
             held_max: u32::try_from(held_max).unwrap_or(u32::MAX).max(1),
-            fill: self.fill == Fill::Quiet,
+            fill: self.fill == BackgroundFill::Quiet,
             account_use: self.account_use,
             unit_bytes,
-            missed: self.missed(),
-            way: self.way.filter(|_| self.adapts()),
-            adapts: self.adapts(),
-            guest_runs: self.mode == Mode::Auto,
+            expected_misses: self.expected_misses(),
+            known_latency: self.known_latency.filter(|_| self.adapts_to_storage()),
+            adapts: self.adapts_to_storage(),
+            guest_runs: self.mode == RestoreMode::Auto,
             may_read_all: self.may_read_all(),
-            ..Rules::default()
+            ..PageServerRules::default()
         }
     }
 }
@@ -238,18 +249,18 @@ mod tests {
 
     #[test]
     fn modes_have_names() {
-        for (mode, name) in Mode::NAMES {
+        for (mode, name) in RestoreMode::NAMES {
             assert_eq!(mode.to_string(), name);
             assert_eq!(name.parse(), Ok(mode));
             assert_eq!(serde_json::to_value(mode).unwrap(), name);
         }
-        assert!("lazily".parse::<Mode>().is_err());
+        assert!("lazily".parse::<RestoreMode>().is_err());
     }
 
     #[test]
     fn lazy_reads_one_block_at_a_time() {
-        let lazy = RestoreOptions { mode: Mode::Lazy, ..RestoreOptions::default() };
-        assert_eq!(lazy.rules(8192).run_max, 1);
-        assert_eq!(RestoreOptions::default().rules(65_536).run_max, 15);
+        let lazy = RestoreOptions { mode: RestoreMode::Lazy, ..RestoreOptions::default() };
+        assert_eq!(lazy.server_rules(8192).run_max, 1);
+        assert_eq!(RestoreOptions::default().server_rules(65_536).run_max, 15);
     }
 }

@@ -1,9 +1,10 @@
-//! Which pages are settled, written down for a successor.
+//! Presence file: the settled pages, recorded for a successor.
 //!
-//! If Firn is killed, the next one must know which pages no longer come from the image. The RAM file tells of most: a
-//! page with memory behind it was installed, whole. It does not tell of pages that the guest gave back: they are holes
-//! like those that were never installed, but must come back as zeros. So the settled set is kept in a small file in the
-//! runtime directory (tmpfs), which outlives the process:
+//! If Firn is killed, its successor must know which pages no longer come from the image. The RAM
+//! file shows most of them: a page with memory behind it was installed completely. It does not show
+//! the pages that the guest gave back: they are holes like those that were never installed, but
+//! must read as zeros. So the settled set is kept in a small file in the runtime directory (tmpfs),
+//! which outlives the process:
 //!
 //! ```text
 //!   0            8         16          24
@@ -16,10 +17,11 @@
 //! | set | no | given back: zeros |
 //! | clear | no | still in the image |
 //!
-//! A bit is set after its page is installed, never before: a page that was decided on but not installed when Firn died
-//! comes from the image again. Pages given back are written down before anything else is answered. The kernel lets the
-//! hypervisor go on as soon as the message is *read*, so dying in the microseconds between leaves a page that the
-//! guest gave back, and may not read again without initializing it, with its old contents.
+//! A bit is set after its page is installed, never before: a page that was decided on but not
+//! installed when Firn died comes from the image again. Pages given back are recorded before
+//! anything else is answered. The kernel resumes the hypervisor as soon as the event is *read*. So
+//! if Firn dies in the microseconds between, a page that the guest gave back has its old contents
+//! again; the guest may not read it again without initializing it.
 
 use std::fs::{File, OpenOptions};
 use std::io;
@@ -31,34 +33,34 @@ use rustix::fs::FallocateFlags;
 use rustix::io::Errno;
 
 use crate::error::RestoreError;
-use crate::server::Settled;
+use crate::server::SettledPages;
 
 const MAGIC: &[u8; 8] = b"firnpres";
 const HEADER_BYTES: u64 = 16;
 
-/// The file that tells a successor which pages are settled.
+/// The file from which a successor learns which pages are settled.
 #[derive(Debug)]
-pub struct Presence {
+pub struct PresenceFile {
     path: PathBuf,
     file: File,
     pages: u32,
     words: Vec<u64>,
-    scratch: Mutex<Scratch>,
+    scratch: Mutex<WriteBuffers>,
 }
 
 #[derive(Debug, Default)]
-struct Scratch {
+struct WriteBuffers {
     changed: Vec<(u32, u64)>,
     bytes: Vec<u8>,
 }
 
-impl Presence {
-    /// A new file for a VM with `pages` pages, with nothing settled. Replaces what is there.
+impl PresenceFile {
+    /// A new file for a VM with `pages` pages, with nothing settled. Replaces an existing file.
     ///
     /// # Errors
     /// If it can't be made.
     pub fn create(path: &Path, pages: u32) -> Result<Self, RestoreError> {
-        let failed = |source| failed("create", path, source);
+        let failed = |source| presence_error("create", path, source);
         let mut options = OpenOptions::new();
         options.read(true).write(true).create(true).truncate(true).mode(0o600);
         let file = options.open(path).map_err(failed)?;
@@ -66,21 +68,21 @@ impl Presence {
         header.extend(u64::from(pages).to_le_bytes());
         let bytes = HEADER_BYTES + words_for(pages) as u64 * 8;
         file.set_len(bytes).map_err(failed)?;
-        // What is written later must not fail for want of room.
+        // Later writes must not fail for want of space.
         match rustix::fs::fallocate(&file, FallocateFlags::empty(), 0, bytes) {
             Ok(()) | Err(Errno::OPNOTSUPP) => {}
             Err(errno) => return Err(failed(errno.into())),
         }
         file.write_all_at(&header, 0).map_err(failed)?;
-        Ok(Self::with(path, file, pages, Vec::new()))
+        Ok(Self::from_parts(path, file, pages, Vec::new()))
     }
 
-    /// What a dead Firn left.
+    /// The file that a dead Firn process left.
     ///
     /// # Errors
     /// If it can't be read, or is not of a VM with `pages` pages.
     pub fn open(path: &Path, pages: u32) -> Result<Self, RestoreError> {
-        let failed = |source| failed("read", path, source);
+        let failed = |source| presence_error("read", path, source);
         let file = OpenOptions::new().read(true).write(true).open(path).map_err(failed)?;
         let mut bytes = vec![0; HEADER_BYTES as usize + words_for(pages) * 8];
         let whole = match file.read_exact_at(&mut bytes, 0) {
@@ -91,47 +93,47 @@ impl Presence {
         if !whole || header[..8] != *MAGIC || header[8..] != u64::from(pages).to_le_bytes() {
             return Err(RestoreError::ForeignPresence { path: path.to_owned(), pages });
         }
-        let words = words.chunks_exact(8).map(word).collect();
-        Ok(Self::with(path, file, pages, words))
+        let words = words.chunks_exact(8).map(parse_word).collect();
+        Ok(Self::from_parts(path, file, pages, words))
     }
 
-    fn with(path: &Path, file: File, pages: u32, words: Vec<u64>) -> Self {
+    fn from_parts(path: &Path, file: File, pages: u32, words: Vec<u64>) -> Self {
         Self { path: path.to_owned(), file, pages, words, scratch: Mutex::default() }
     }
 
-    /// Pages of the VM.
-    pub fn pages(&self) -> u32 {
+    /// The number of pages of the VM.
+    pub fn page_count(&self) -> u32 {
         self.pages
     }
 
-    /// What was written down when it was opened; empty for a new file.
+    /// The words that the file contained when it was opened; empty for a new file.
     pub(crate) fn words(&self) -> &[u64] {
         &self.words
     }
 
-    /// Writes down what `take` gives as changed since the last time.
-    pub(crate) fn write(
+    /// Writes the words that `take` appends: those that changed since the last call.
+    pub(crate) fn write_words(
         &self,
         take: impl FnOnce(&mut Vec<(u32, u64)>),
     ) -> Result<(), RestoreError> {
-        // Held while writing: words must reach the file in the order in which they changed.
+        // Locked while writing: words must reach the file in the order in which they changed.
         let mut scratch = self.scratch.lock().unwrap_or_else(PoisonError::into_inner);
-        let Scratch { changed, bytes } = &mut *scratch;
-        // Of an attempt that failed some may be left: what was taken since comes after it.
+        let WriteBuffers { changed, bytes } = &mut *scratch;
+        // Words of an attempt that failed may be left: those taken now come after them.
         take(changed);
         for run in changed.chunk_by(|(a, _), (b, _)| a + 1 == *b) {
             bytes.clear();
             bytes.extend(run.iter().flat_map(|(_, word)| word.to_le_bytes()));
             let offset = HEADER_BYTES + u64::from(run[0].0) * 8;
             let written = self.file.write_all_at(bytes, offset);
-            written.map_err(|source| failed("write", &self.path, source))?;
+            written.map_err(|source| presence_error("write", &self.path, source))?;
         }
         changed.clear();
         Ok(())
     }
 
-    /// Takes the changed words of a settled set, for [`Self::write`].
-    pub(crate) fn changes(settled: &mut Settled, out: &mut Vec<(u32, u64)>) {
+    /// Takes the changed words of a settled set, for [`Self::write_words`].
+    pub(crate) fn take_changes(settled: &mut SettledPages, out: &mut Vec<(u32, u64)>) {
         settled.take_changed(out);
     }
 }
@@ -141,11 +143,11 @@ fn words_for(pages: u32) -> usize {
     (pages as usize).next_multiple_of(16).div_ceil(64)
 }
 
-fn word(bytes: &[u8]) -> u64 {
+fn parse_word(bytes: &[u8]) -> u64 {
     bytes.iter().rev().fold(0, |word, &byte| word << 8 | u64::from(byte))
 }
 
-fn failed(step: &'static str, path: &Path, source: io::Error) -> RestoreError {
+fn presence_error(step: &'static str, path: &Path, source: io::Error) -> RestoreError {
     RestoreError::Presence { step, path: path.to_owned(), source }
 }
 
@@ -154,23 +156,23 @@ mod tests {
     use super::*;
     use firn_types::{BlockSize, Page, RegionMap};
 
-    fn settled(pages: u32) -> Settled {
+    fn settled(pages: u32) -> SettledPages {
         let ram = RegionMap::lay_out([("ram", u64::from(pages) * 4096)]).unwrap();
-        Settled::new(&ram, BlockSize::new(16).unwrap())
+        SettledPages::new(&ram, BlockSize::new(16).unwrap())
     }
 
     #[test]
     fn a_successor_reads_what_was_written() {
         let dir = tempfile::tempdir().unwrap();
         let path = dir.path().join("presence");
-        let presence = Presence::create(&path, 1000).unwrap();
+        let presence = PresenceFile::create(&path, 1000).unwrap();
         let mut mine = settled(1000);
         for page in [0, 63, 64, 500, 999] {
             mine.insert(Page(page));
-            presence.write(|out| Presence::changes(&mut mine, out)).unwrap();
+            presence.write_words(|out| PresenceFile::take_changes(&mut mine, out)).unwrap();
         }
         let mut theirs = settled(1000);
-        theirs.merge(Presence::open(&path, 1000).unwrap().words());
+        theirs.merge_words(PresenceFile::open(&path, 1000).unwrap().words());
         assert_eq!(mine.words(), theirs.words());
     }
 
@@ -178,9 +180,9 @@ mod tests {
     fn what_is_of_another_vm_is_refused() {
         let dir = tempfile::tempdir().unwrap();
         let path = dir.path().join("presence");
-        let error = |pages| Presence::open(&path, pages).unwrap_err().to_string();
+        let error = |pages| PresenceFile::open(&path, pages).unwrap_err().to_string();
         assert!(error(1000).starts_with("cannot read"));
-        drop(Presence::create(&path, 1000).unwrap());
+        drop(PresenceFile::create(&path, 1000).unwrap());
         assert!(error(1001).ends_with("of a VM with 1001 pages"));
         std::fs::write(&path, b"firn").unwrap();
         assert!(error(1000).ends_with("of a VM with 1000 pages"));
@@ -191,7 +193,7 @@ mod tests {
         use std::os::unix::fs::PermissionsExt;
         let dir = tempfile::tempdir().unwrap();
         let path = dir.path().join("presence");
-        drop(Presence::create(&path, 10).unwrap());
+        drop(PresenceFile::create(&path, 10).unwrap());
         assert_eq!(path.metadata().unwrap().permissions().mode() & 0o777, 0o600);
     }
 }

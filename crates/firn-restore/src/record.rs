@@ -1,70 +1,71 @@
-//! What happened during a restore: the run record.
+//! Run record: the events of one restore.
 //!
-//! Figures about restores (time to responsiveness, prefetched and demanded pages, reads from storage) are computed from
-//! this, not measured beside it. It is a serde value with a version; times are microseconds since the restore was asked
-//! for. Its size is bounded: past [`FAULTS_MAX`] faults and [`READS_MAX`] reads the rest is only counted.
+//! Figures about restores (time to responsiveness, prefetched and demanded pages, reads from
+//! storage) are computed from this record, not measured beside it. It is a serde value with a
+//! version; times are microseconds since the user requested the restore. Its size is bounded: past
+//! [`FAULTS_MAX`] faults and [`READS_MAX`] reads, events are only counted.
 
 use std::time::Duration;
 
-use firn_types::{Page, Tid, VcpuId};
+use firn_types::{Page, ThreadId, VcpuId};
 use serde::{Deserialize, Serialize};
 
-use crate::inbox::Fault;
-use crate::options::Mode;
-use crate::server::{Counts, Why};
+use crate::inbox::PendingFault;
+use crate::options::RestoreMode;
+use crate::server::{ReadReason, RestoreCounts};
 
 /// The version of [`RunRecord`] that this crate writes.
 pub const RUN_RECORD_VERSION: u32 = 1;
 
-/// Faults recorded one by one at most.
+/// Maximum number of faults recorded one by one.
 pub const FAULTS_MAX: usize = 1 << 18;
 
-/// Reads recorded one by one at most.
+/// Maximum number of reads recorded one by one.
 pub const READS_MAX: usize = 1 << 17;
 
-/// Room for faults and reads made in advance, so that few faults wait for memory.
+/// Capacity for faults and reads that is allocated in advance, so that few faults wait for memory.
 const RESERVED: usize = 1 << 14;
 
-/// For how long vCPUs have only just begun to run.
-const NEW: Duration = Duration::from_secs(1);
+/// For how long after they began to run vCPUs count as new.
+const NEW_GUEST_TIME: Duration = Duration::from_secs(1);
 
-/// All that is known about one restore.
+/// The record of one restore.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 pub struct RunRecord {
     /// [`RUN_RECORD_VERSION`].
     pub version: u32,
-    /// In which order memory came back.
-    pub mode: Mode,
+    /// The order in which memory was restored.
+    pub mode: RestoreMode,
     /// Pages of RAM.
     pub ram_pages: u32,
     /// Pages that the image stores; all others are zeros.
     pub stored_pages: u32,
-    /// Which thread runs which vCPU.
+    /// The threads that run vCPUs.
     pub vcpus: Vec<VcpuThread>,
-    /// When everything to be read before the guest runs was in place.
+    /// When everything to be read before the guest runs was installed.
     pub prefilled_us: Option<u64>,
     /// When the vCPUs began to run.
     #[serde(default)]
     pub resumed_us: Option<u64>,
     /// When all memory was present.
     pub finished_us: Option<u64>,
-    /// When this was written down. Of what comes later it says nothing.
+    /// When this record was made. It does not describe later events.
     #[serde(default)]
     pub recorded_us: u64,
-    /// What getting to storage cost, if reads have shown that it is far.
+    /// The storage latency, if reads have shown that it is high.
     #[serde(default)]
     pub way_us: Option<u64>,
-    /// Pages installed because the guest was expected to ask for them: runs in the order of addresses, each as its first
-    /// page and its length.
+    /// Pages installed because the guest was expected to touch them: runs in the order of
+    /// addresses, each as its first page and its length.
     #[serde(default)]
     pub prefetched: Vec<(u32, u32)>,
     /// Sums.
     pub counts: RunCounts,
-    /// Each page fault, by the time it was answered.
+    /// Each page fault, in the order in which they were answered.
     pub faults: Vec<FaultRecord>,
     /// Faults that are only counted.
     pub faults_left_out: u64,
-    /// Each read from storage, by the time it ended.
+    /// Each read from storage, in the order in which they ended.
     pub reads: Vec<ReadRecord>,
     /// Reads that are only counted.
     pub reads_left_out: u64,
@@ -74,7 +75,7 @@ pub struct RunRecord {
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct VcpuThread {
     /// Its id.
-    pub tid: Tid,
+    pub tid: ThreadId,
     /// The vCPU.
     pub vcpu: VcpuId,
 }
@@ -82,10 +83,10 @@ pub struct VcpuThread {
 /// How a page fault was answered.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "kebab-case")]
-pub enum Answered {
+pub enum AnswerKind {
     /// With zeros.
     Zero,
-    /// It was installed by the time the fault was looked at.
+    /// The page was installed before the handler processed the fault.
     Late,
     /// From bytes in memory.
     Memory,
@@ -102,17 +103,18 @@ pub struct FaultRecord {
     pub t_us: u64,
     /// The page.
     pub page: Page,
-    /// The thread that waited: of the hypervisor, or of the kernel (KVM's asynchronous page faults).
-    pub tid: Tid,
-    /// How long until the answer, in microseconds.
+    /// The thread that waited: of the hypervisor, or of the kernel (KVM's asynchronous page
+    /// faults).
+    pub tid: ThreadId,
+    /// The time until the answer, in microseconds.
     pub wait_us: u32,
-    /// How.
-    pub answered: Answered,
+    /// How the fault was answered.
+    pub answered: AnswerKind,
 }
 
 impl FaultRecord {
-    pub(crate) fn new(fault: Fault, now: Duration, answered: Answered) -> Self {
-        let Fault { page, tid, since, .. } = fault;
+    pub(crate) fn new(fault: PendingFault, now: Duration, answered: AnswerKind) -> Self {
+        let PendingFault { page, tid, since, .. } = fault;
         let wait_us = micros(now.saturating_sub(since)) as u32;
         Self { t_us: micros(since), page, tid, wait_us, answered }
     }
@@ -122,13 +124,13 @@ impl FaultRecord {
     }
 }
 
-/// Why something was read.
+/// Why a unit was read.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "kebab-case")]
-pub enum ReadFor {
-    /// The guest waited.
+pub enum RecordedReason {
+    /// The guest waited for it.
     Demand,
-    /// It was to be in place before the guest ran.
+    /// It was prefetched.
     Ahead,
     /// Background fill.
     Fill,
@@ -139,56 +141,58 @@ pub enum ReadFor {
 pub struct ReadRecord {
     /// When it began.
     pub t_us: u64,
-    /// Where in the image, in bytes.
+    /// Offset in the image, in bytes.
     pub offset: u64,
-    /// How many bytes.
+    /// Number of bytes.
     pub len: u32,
-    /// How long it took, in microseconds.
+    /// Duration, in microseconds.
     pub us: u32,
-    /// Why.
-    pub why: ReadFor,
+    /// Why it was read.
+    pub why: RecordedReason,
 }
 
-/// Sums over a restore. Pages are counted when they are installed, each once.
+/// Sums over a restore. Each page is counted once, when it is installed.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 pub struct RunCounts {
     /// Page faults.
     pub faults: u64,
     /// Of these, on pages that hold zeros.
     pub zero_faults: u64,
-    /// Of these, on pages that were installed by the time the fault was looked at.
+    /// Of these, on pages that were installed before the handler processed the fault.
     pub late_faults: u64,
-    /// Of these, on something that was being read already.
+    /// Of these, on a unit that was being read already.
     pub joined_faults: u64,
-    /// Locality blocks (in a lazy restore: memory blocks) brought in because of a fault.
+    /// Locality blocks (in a lazy restore: memory blocks) read because of a fault.
     pub demand_units: u64,
     /// Of these, read from storage; the others were in the page cache.
     pub demand_reads: u64,
-    /// Those read before the guest asked, because it was expected to.
+    /// Those prefetched because the guest was expected to touch them.
     pub ahead_units: u64,
     /// Those read in the background.
     pub fill_units: u64,
-    /// Pages for which the guest waited.
+    /// Pages that the guest waited for.
     pub on_demand_pages: u64,
     /// Other pages of the same locality blocks.
     pub beside_pages: u64,
-    /// Pages installed because the guest was expected to ask, also before the hypervisor ran.
+    /// Pages prefetched because the guest was expected to touch them, also before the hypervisor
+    /// ran.
     pub ahead_pages: u64,
     /// Pages installed in the background.
     pub fill_pages: u64,
     /// Pages the guest gave back before they were installed.
     pub removed_pages: u64,
-    /// Whether reading ahead ended because the guest went elsewhere.
+    /// Whether prefetching ended because the guest used other pages than predicted.
     #[serde(default)]
     pub diverged: bool,
-    /// Pages read without the guest waiting for them, but not by the background fill. Only if use was accounted for.
+    /// Pages read without the guest waiting for them, but not by the background fill. Only if use
+    /// was counted.
     pub prefetched_pages: Option<u64>,
-    /// Of these, touched by the guest later: avoided faults. Only if use was accounted for.
+    /// Of these, touched by the guest later: avoided faults. Only if use was counted.
     pub prefetched_used_pages: Option<u64>,
 }
 
 impl RunCounts {
-    pub(crate) fn new(counts: &Counts, account_use: bool) -> Self {
+    pub(crate) fn new(counts: &RestoreCounts, account_use: bool) -> Self {
         Self {
             faults: counts.faults,
             zero_faults: counts.zero_faults,
@@ -209,41 +213,41 @@ impl RunCounts {
         }
     }
 
-    /// Share of prefetched pages that the guest used; only if use was accounted for.
+    /// Share of prefetched pages that the guest used; only if use was counted.
     pub fn prefetched_used(&self) -> Option<f64> {
         let (used, all) = (self.prefetched_used_pages?, self.prefetched_pages?);
         (all > 0).then(|| used as f64 / all as f64)
     }
 }
 
-impl From<Why> for ReadFor {
-    fn from(why: Why) -> Self {
+impl From<ReadReason> for RecordedReason {
+    fn from(why: ReadReason) -> Self {
         match why {
-            Why::Demand => Self::Demand,
-            Why::Ahead => Self::Ahead,
-            Why::Fill => Self::Fill,
+            ReadReason::Demand => Self::Demand,
+            ReadReason::Ahead => Self::Ahead,
+            ReadReason::Fill => Self::Fill,
         }
     }
 }
 
-/// Collects what happens.
+/// Collects the events of a restore.
 #[derive(Debug)]
-pub(crate) struct Recorder {
+pub(crate) struct RunRecorder {
     faults: Vec<FaultRecord>,
     faults_left_out: u64,
     reads: Vec<ReadRecord>,
     reads_left_out: u64,
-    waiting: Vec<Fault>,
-    vcpus: Vec<Tid>,
+    waiting: Vec<PendingFault>,
+    vcpus: Vec<ThreadId>,
     waited: Duration,
     prefilled: Option<Duration>,
     resumed: Option<Duration>,
     finished: Option<Duration>,
 }
 
-impl Recorder {
-    /// A recorder of what happens to a VM with these vCPU threads.
-    pub(crate) fn new(vcpus: Vec<Tid>) -> Self {
+impl RunRecorder {
+    /// A recorder for a VM with these vCPU threads.
+    pub(crate) fn new(vcpus: Vec<ThreadId>) -> Self {
         Self {
             vcpus,
             waited: Duration::ZERO,
@@ -259,7 +263,7 @@ impl Recorder {
     }
 
     /// A fault was answered.
-    pub(crate) fn fault(&mut self, fault: FaultRecord) {
+    pub(crate) fn record_fault(&mut self, fault: FaultRecord) {
         if self.vcpus.contains(&fault.tid) {
             self.waited += Duration::from_micros(fault.wait_us.into());
         }
@@ -270,25 +274,25 @@ impl Recorder {
     }
 
     /// The answer to a fault waits for storage.
-    pub(crate) fn waits(&mut self, fault: Fault) {
+    pub(crate) fn record_waiting(&mut self, fault: PendingFault) {
         self.waiting.push(fault);
     }
 
-    /// Faults whose pages are there now (as `is_settled` says) have been answered.
-    pub(crate) fn settle(&mut self, now: Duration, is_settled: impl Fn(Page) -> bool) {
+    /// Records the waiting faults whose pages are settled now (`is_settled`) as answered.
+    pub(crate) fn record_settled(&mut self, now: Duration, is_settled: impl Fn(Page) -> bool) {
         let mut at = 0;
         while at < self.waiting.len() {
             if is_settled(self.waiting[at].page) {
                 let fault = self.waiting.swap_remove(at);
-                self.fault(FaultRecord::new(fault, now, Answered::Storage));
+                self.record_fault(FaultRecord::new(fault, now, AnswerKind::Storage));
             } else {
                 at += 1;
             }
         }
     }
 
-    /// How long vCPUs have waited, all together, for what they have by now.
-    pub(crate) fn waited(&self) -> Duration {
+    /// The time that vCPUs have waited for pages that they have by now, summed over them.
+    pub(crate) fn total_wait(&self) -> Duration {
         self.waited
     }
 
@@ -296,8 +300,14 @@ impl Recorder {
         !self.waiting.is_empty()
     }
 
-    /// Something was read.
-    pub(crate) fn read(&mut self, began: Duration, now: Duration, place: (u64, u32), why: Why) {
+    /// A read from storage has ended.
+    pub(crate) fn record_read(
+        &mut self,
+        began: Duration,
+        now: Duration,
+        place: (u64, u32),
+        why: ReadReason,
+    ) {
         if self.reads.len() >= READS_MAX {
             self.reads_left_out += 1;
             return;
@@ -307,25 +317,25 @@ impl Recorder {
         self.reads.push(ReadRecord { t_us: micros(began), offset, len, us, why: why.into() });
     }
 
-    pub(crate) fn prefilled(&mut self, now: Duration) {
+    pub(crate) fn record_prefill(&mut self, now: Duration) {
         self.prefilled = Some(now);
     }
 
-    pub(crate) fn resumed(&mut self, now: Duration) {
+    pub(crate) fn record_resume(&mut self, now: Duration) {
         self.resumed = Some(now);
     }
 
     /// Whether the vCPUs have only just begun to run.
     pub(crate) fn is_new(&self, now: Duration) -> bool {
-        self.resumed.is_some_and(|resumed| now.saturating_sub(resumed) < NEW)
+        self.resumed.is_some_and(|resumed| now.saturating_sub(resumed) < NEW_GUEST_TIME)
     }
 
-    pub(crate) fn finished(&mut self, now: Duration) {
+    pub(crate) fn record_finish(&mut self, now: Duration) {
         self.finished = Some(now);
     }
 
-    /// The record so far. `about` has everything that is not collected here.
-    pub(crate) fn record(&self, about: RunRecord) -> RunRecord {
+    /// The record until now. `about` has all fields that are not collected here.
+    pub(crate) fn make_record(&self, about: RunRecord) -> RunRecord {
         RunRecord {
             prefilled_us: self.prefilled.map(micros),
             resumed_us: self.resumed.map(micros),
@@ -350,33 +360,33 @@ mod tests {
 
     const MS: Duration = Duration::from_millis(1);
 
-    fn fault(page: u32, tid: i32, since: Duration) -> Fault {
-        Fault { page: Page(page), tid: Tid(tid), kind: FaultKind::Missing, since }
+    fn fault(page: u32, tid: i32, since: Duration) -> PendingFault {
+        PendingFault { page: Page(page), tid: ThreadId(tid), kind: FaultKind::Missing, since }
     }
 
     #[test]
     fn a_fault_that_waits_for_storage_is_recorded_when_its_page_is_there() {
-        let mut recorder = Recorder::new(vec![Tid(2)]);
-        recorder.waits(fault(7, 1, MS));
-        recorder.waits(fault(9, 2, 2 * MS));
-        recorder.settle(5 * MS, |page| page == Page(9));
+        let mut recorder = RunRecorder::new(vec![ThreadId(2)]);
+        recorder.record_waiting(fault(7, 1, MS));
+        recorder.record_waiting(fault(9, 2, 2 * MS));
+        recorder.record_settled(5 * MS, |page| page == Page(9));
         let expected = FaultRecord {
             t_us: 2000,
             page: Page(9),
-            tid: Tid(2),
+            tid: ThreadId(2),
             wait_us: 3000,
-            answered: Answered::Storage,
+            answered: AnswerKind::Storage,
         };
         assert_eq!(recorder.faults, [expected]);
         assert!(recorder.has_waiting());
-        assert_eq!(recorder.waited(), 3 * MS);
+        assert_eq!(recorder.total_wait(), 3 * MS);
     }
 
     #[test]
     fn memory_is_bounded() {
-        let mut recorder = Recorder::new(vec![Tid(2)]);
+        let mut recorder = RunRecorder::new(vec![ThreadId(2)]);
         for _ in 0..FAULTS_MAX + 3 {
-            recorder.fault(FaultRecord::new(fault(0, 0, MS), MS, Answered::Zero));
+            recorder.record_fault(FaultRecord::new(fault(0, 0, MS), MS, AnswerKind::Zero));
         }
         assert_eq!((recorder.faults.len(), recorder.faults_left_out), (FAULTS_MAX, 3));
     }

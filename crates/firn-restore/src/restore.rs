@@ -8,23 +8,23 @@ use firn_image::Image;
 use firn_memory::{GuestMemory, PageFaults};
 use firn_types::{Page, RegionMap};
 
-use crate::crew::Crew;
 use crate::error::RestoreError;
-use crate::failures::Outage;
-use crate::options::{Fill, Mode, RestoreOptions};
-use crate::prefill::Prefilled;
-use crate::presence::Presence;
+use crate::failures::MemoryOutage;
+use crate::options::{BackgroundFill, RestoreMode, RestoreOptions};
+use crate::prefill::PrefilledMemory;
+use crate::presence::PresenceFile;
 use crate::record::{RUN_RECORD_VERSION, RunCounts, RunRecord, VcpuThread};
-use crate::server::{Server, Settled, Stir, Why};
-use crate::shared::{OnFatal, Shared};
-use crate::storage::Storage;
+use crate::server::{PageServer, ReadReason, SettledPages, ThreadWakeups};
+use crate::shared::{OnFatal, SharedRestore};
+use crate::storage::UnitStorage;
+use crate::thread_group::RestoreThreads;
 
-/// How far a restore is.
+/// The progress of a restore.
 #[derive(Clone, Copy, Debug, Default, PartialEq)]
-pub struct Progress {
+pub struct MemoryProgress {
     /// Pages of RAM whose contents the image stores.
     pub total: u64,
-    /// Of these, in place, or given back by the guest.
+    /// Of these, installed, or given back by the guest.
     pub present: u64,
     /// Whether all are.
     pub finished: bool,
@@ -34,66 +34,67 @@ pub struct Progress {
     pub disk_reads: u64,
     /// Pages installed without the guest waiting for them, but not by the background fill.
     pub prefetched: u64,
-    /// How long the vCPUs waited for pages, all together.
+    /// The time that the vCPUs waited for pages, summed over them.
     pub waited: Duration,
-    /// Share of prefetched pages that the guest used later, if use is accounted for.
+    /// Share of prefetched pages that the guest used later, if use is counted.
     pub prefetched_used: Option<f64>,
 }
 
-/// What was done before a restore begins.
-struct Before<'a> {
-    /// Pages that are in place.
-    settled: Settled,
-    prefilled: &'a Prefilled,
-    /// Of these, how many were kept.
+/// The state when a restore begins.
+struct InitialState<'a> {
+    /// Pages that are installed.
+    settled: SettledPages,
+    prefilled: &'a PrefilledMemory,
+    /// Of the prefilled pages, the number that were kept.
     kept: u64,
 }
 
-/// The longest that a guest is kept from running so that it need not wait for each page.
-const PREFIX: Duration = Duration::from_secs(5);
+/// The longest time for which a guest is kept from running so that it does not wait for each page.
+const PREFILL_WAIT_MAX: Duration = Duration::from_secs(5);
 
-/// What is left of a restore when its threads have ended.
+/// The parts of a restore that remain when its threads have ended.
 #[derive(Debug)]
-pub struct Stopped {
-    /// The descriptor. If all memory is present nothing is registered any more: close it. Else whatever is missing stays
-    /// missing, and a guest that touches it waits for another [`Restore::resume`].
+pub struct StoppedRestore {
+    /// The descriptor. If all memory is present nothing is registered any more: close it. Otherwise
+    /// the missing pages stay missing, and a guest that touches one waits for another
+    /// [`RunningRestore::resume`].
     pub faults: PageFaults,
     /// The settled pages.
-    pub presence: Presence,
-    /// What happened.
+    pub presence: PresenceFile,
+    /// The record of the restore.
     pub record: RunRecord,
 }
 
-/// A restore at work. Dropping it ends its threads and leaves what is missing missing.
-pub struct Restore {
-    // Dropped first: the threads have the others' copies.
-    crew: Crew,
-    shared: Arc<Shared>,
+/// A restore in progress. Dropping it ends its threads; missing pages stay missing.
+pub struct RunningRestore {
+    // Dropped first: the threads hold references to the other fields.
+    threads: RestoreThreads,
+    shared: Arc<SharedRestore>,
     ram_pages: u32,
     stored_pages: u32,
 }
 
-impl Restore {
-    /// Begins to bring memory back: registers all of RAM, throws away what it holds, and answers faults from now on.
-    /// The vCPUs must stand still until [`Self::prefill`] has returned; the hypervisor itself may run, and load its
-    /// device state.
+impl RunningRestore {
+    /// Begins a restore: registers all of RAM, discards its contents, and answers faults from now
+    /// on. The vCPUs must be paused until [`Self::await_prefill`] has returned; the hypervisor
+    /// itself may run, and load its device state.
     ///
     /// # Errors
-    /// If the image is of a VM with other RAM, RAM can't be registered or emptied, or threads can't be started. Nothing
-    /// is left to be done with the hypervisor then but to end it.
+    /// If the image is of a VM with other RAM, RAM can't be registered or emptied, or threads can't
+    /// be started. The only thing left to do is then to end the hypervisor.
     pub fn begin(
         image: Arc<Image>,
         memory: Arc<GuestMemory>,
         faults: PageFaults,
         options: RestoreOptions,
-        presence: Presence,
+        presence: PresenceFile,
         on_fatal: OnFatal,
     ) -> Result<Self, RestoreError> {
-        let nothing = Prefilled::default();
+        let nothing = PrefilledMemory::default();
         Self::begin_prefilled(image, memory, faults, options, presence, &nothing, on_fatal)
     }
 
-    /// As [`Self::begin`], but keeps what is there already.
+    /// As [`Self::begin`], but keeps pages that are there already.
     ///
     /// # Errors
     /// As [`Self::begin`].
@@ -102,36 +103,44 @@ impl Restore {
         memory: Arc<GuestMemory>,
         faults: PageFaults,
         options: RestoreOptions,
-        presence: Presence,
-        prefilled: &Prefilled,
+        presence: PresenceFile,
+        prefilled: &PrefilledMemory,
         on_fatal: OnFatal,
     ) -> Result<Self, RestoreError> {
-        check_regions(&image, memory.map())?;
+        check_regions(&image, memory.region_map())?;
         point("restore.begin");
-        faults.register()?;
+        faults.register_all()?;
         point("restore.registered");
-        let mut settled = Settled::new(memory.map(), image.geometry().block_size);
-        let kept = prefilled.keep(&memory, &mut settled)?;
+        let mut settled = SettledPages::new(memory.region_map(), image.geometry().block_size);
+        let kept = prefilled.keep_untouched(&memory, &mut settled)?;
         point("restore.punched");
-        let before = Before { settled, prefilled, kept };
-        let restore = Self::start(image, &memory, faults, options, presence, before, on_fatal)?;
+        let before = InitialState { settled, prefilled, kept };
+        let restore =
+            Self::start_threads(image, &memory, faults, options, presence, before, on_fatal)?;
         restore.record_reads(prefilled);
-        // Until the vCPUs run nothing but the hypervisor's own work faults, and all of it is waited for.
-        restore.fill(Fill::Off);
+        // Until the vCPUs run, only the hypervisor itself faults, and it waits for each of these
+        // pages.
+        restore.set_fill(BackgroundFill::Off);
         Ok(restore)
     }
 
-    /// Records what was read before it began.
-    fn record_reads(&self, prefilled: &Prefilled) {
+    /// Records the reads of the prefill.
+    fn record_reads(&self, prefilled: &PrefilledMemory) {
         let since = self.shared.options.since;
-        let mut inner = self.shared.lock();
-        for read in prefilled.reads() {
-            inner.recorder.read(read.began - since, read.ended - since, read.place, Why::Ahead);
+        let mut inner = self.shared.lock_state();
+        for read in prefilled.prefill_reads() {
+            inner.recorder.record_read(
+                read.began - since,
+                read.ended - since,
+                read.place,
+                ReadReason::Ahead,
+            );
         }
     }
 
-    /// Goes on where another Firn was killed: with the descriptor it left ([`PageFaults::adopt`]), and the presence file
-    /// it wrote. Only for a restore whose [`Self::begin`] had returned; before, there is nothing worth saving.
+    /// Continues where another Firn process was killed: with the descriptor it left
+    /// ([`PageFaults::adopt`]), and the presence file it wrote. Only for a restore whose
+    /// [`Self::begin`] had returned; before, there is nothing to save.
     ///
     /// # Errors
     /// As [`Self::begin`].
@@ -140,134 +149,143 @@ impl Restore {
         memory: Arc<GuestMemory>,
         faults: PageFaults,
         options: RestoreOptions,
-        presence: Presence,
+        presence: PresenceFile,
         on_fatal: OnFatal,
     ) -> Result<Self, RestoreError> {
-        check_regions(&image, memory.map())?;
-        let mut settled = Settled::new(memory.map(), image.geometry().block_size);
-        settled.merge(presence.words());
+        check_regions(&image, memory.region_map())?;
+        let mut settled = SettledPages::new(memory.region_map(), image.geometry().block_size);
+        settled.merge_words(presence.words());
         for run in memory.backed_runs()? {
-            Page::each(run).for_each(|page| settled.insert(page));
+            Page::iter_range(run).for_each(|page| settled.insert(page));
         }
-        let before = Before { settled, prefilled: &Prefilled::default(), kept: 0 };
-        let restore = Self::start(image, &memory, faults, options, presence, before, on_fatal)?;
+        let before = InitialState { settled, prefilled: &PrefilledMemory::default(), kept: 0 };
+        let restore =
+            Self::start_threads(image, &memory, faults, options, presence, before, on_fatal)?;
         restore.guest_may_run();
         Ok(restore)
     }
 
-    fn start(
+    fn start_threads(
         image: Arc<Image>,
         memory: &GuestMemory,
         faults: PageFaults,
         options: RestoreOptions,
-        presence: Presence,
-        before: Before<'_>,
+        presence: PresenceFile,
+        before: InitialState<'_>,
         on_fatal: OnFatal,
     ) -> Result<Self, RestoreError> {
-        let storage = Storage::new(image.clone(), options.mode);
-        let rules = options.rules(storage.unit_bytes());
+        let storage = UnitStorage::new(image.clone(), options.mode);
+        let rules = options.server_rules(storage.unit_bytes());
         let now = options.since.elapsed();
         let block_size = image.geometry().block_size;
-        let plan = storage.plan();
-        let stored_pages = plan.pages(&Settled::new(memory.map(), block_size));
-        let mut server = Server::new(block_size, plan, before.settled, rules, now);
-        before.prefilled.tell(&mut server, options.since);
-        server.count_prefilled(before.kept, before.prefilled.blocks());
-        // Nobody is there yet to be told what there is to do.
+        let plan = storage.read_plan();
+        let stored_pages = plan.missing_pages(&SettledPages::new(memory.region_map(), block_size));
+        let mut server = PageServer::new(block_size, plan, before.settled, rules, now);
+        before.prefilled.report_reads(&mut server, options.since);
+        server.count_prefilled(before.kept, before.prefilled.filled_blocks());
+        // No thread exists yet that could be woken.
         let _ = match options.mode {
-            Mode::Lazy | Mode::Locality => Stir::default(),
-            Mode::Eager => server.read_all(),
-            Mode::WorkingSet | Mode::Auto => {
-                let units = server.units_of(&options.expected(&image));
-                if options.guest_waits(units.len(), rules.unit_bytes) {
-                    server.await_ahead();
+            RestoreMode::Lazy | RestoreMode::Locality => ThreadWakeups::default(),
+            RestoreMode::Eager => server.prefetch_all(),
+            RestoreMode::WorkingSet | RestoreMode::Auto => {
+                let units = server.units_of(&options.expected_blocks(&image));
+                if options.must_guest_wait(units.len(), rules.unit_bytes) {
+                    server.await_prefetch();
                 }
-                server.read_ahead(units)
+                server.prefetch_units(units)
             }
         };
         let is_finished = server.is_finished();
-        let shared = Shared::new(storage, faults, options, presence, server, on_fatal);
+        let shared = SharedRestore::new(storage, faults, options, presence, server, on_fatal);
         let shared = Arc::new(shared);
-        let crew = Crew::start(shared.clone())?;
+        let crew = RestoreThreads::start_all(shared.clone())?;
         if is_finished {
-            shared.finish();
+            shared.finish_restore();
         }
-        Ok(Self { crew, shared, ram_pages: memory.map().total_pages(), stored_pages })
+        Ok(Self {
+            threads: crew,
+            shared,
+            ram_pages: memory.region_map().total_pages(),
+            stored_pages,
+        })
     }
 
-    /// Waits until what the mode wants in place before the guest runs is there: the guest may run then, and what it does
-    /// not ask for follows in the background.
+    /// Waits until all that the mode reads before the guest runs is installed. The guest may run
+    /// then, and the background fill reads what it does not request.
     ///
     /// # Errors
-    /// The error because of which memory can't be brought back.
-    pub fn prefill(&self) -> Result<(), Arc<RestoreError>> {
-        let adapts = self.shared.options.mode == Mode::Auto;
-        if !adapts || self.shared.lock().server.guest_waits() {
-            let deadline = adapts.then(|| Instant::now() + PREFIX);
-            self.shared.wait_until(|inner| inner.server.is_ahead_done(), deadline)?;
+    /// The error because of which memory can't be restored.
+    pub fn await_prefill(&self) -> Result<(), Arc<RestoreError>> {
+        let adapts = self.shared.options.mode == RestoreMode::Auto;
+        if !adapts || self.shared.lock_state().server.must_guest_wait() {
+            let deadline = adapts.then(|| Instant::now() + PREFILL_WAIT_MAX);
+            self.shared.wait_until(|inner| inner.server.is_prefetch_done(), deadline)?;
         }
-        self.shared.lock().recorder.prefilled(self.shared.now());
-        self.fill(self.shared.options.fill);
+        self.shared.lock_state().recorder.record_prefill(self.shared.now());
+        self.set_fill(self.shared.options.fill);
         Ok(())
     }
 
-    /// The vCPUs are about to run: from now on a failure makes the guest wait, unless the options say otherwise.
+    /// The vCPUs are about to run: from now on a failure makes the guest wait, unless the options
+    /// say otherwise.
     pub fn guest_may_run(&self) {
         self.shared.guest_may_run();
     }
 
-    /// What can't be read or installed at present, and is tried again.
-    pub fn outage(&self) -> Option<Outage> {
+    /// The outage because of which something can't be read or installed at present, and is tried
+    /// again.
+    pub fn outage(&self) -> Option<MemoryOutage> {
         self.shared.outage()
     }
 
-    /// The vCPUs run, since just now.
-    pub fn resumed(&self) {
-        let mut inner = self.shared.lock();
-        inner.recorder.resumed(self.shared.now());
-        inner.server.resumed(self.shared.options.mode == Mode::Auto);
+    /// The vCPUs have begun to run.
+    pub fn record_resume(&self) {
+        let mut inner = self.shared.lock_state();
+        inner.recorder.record_resume(self.shared.now());
+        inner.server.record_resume(self.shared.options.mode == RestoreMode::Auto);
     }
 
     /// Turns the background fill on or off.
-    pub fn fill(&self, fill: Fill) {
-        let mut inner = self.shared.lock();
-        let stir = inner.server.set_fill(fill == Fill::Quiet);
-        self.shared.act(inner, stir);
+    pub fn set_fill(&self, fill: BackgroundFill) {
+        let mut inner = self.shared.lock_state();
+        let stir = inner.server.set_fill(fill == BackgroundFill::Quiet);
+        self.shared.wake_threads(inner, stir);
     }
 
-    /// What getting to storage costs, if reads of this restore have shown that it is far.
-    pub fn way(&self) -> Option<Duration> {
-        self.shared.lock().server.way()
+    /// The storage latency, if reads of this restore have shown that it is high.
+    pub fn found_latency(&self) -> Option<Duration> {
+        self.shared.lock_state().server.found_latency()
     }
 
-    /// Whether everything was read ahead, expected or not: what the guest did not wait for says nothing then.
+    /// Whether everything was prefetched, expected or not: that the guest did not wait for a page
+    /// means nothing then.
     pub fn has_read_all(&self) -> bool {
-        self.shared.lock().server.has_read_all()
+        self.shared.lock_state().server.has_read_all()
     }
 
-    /// Whether it goes by what storage is like, and by what earlier restores have found.
+    /// Whether the restore adapts to the storage, and to what earlier restores have found.
     pub fn adapts(&self) -> bool {
-        self.shared.options.adapts()
+        self.shared.options.adapts_to_storage()
     }
 
-    /// Virtual CPUs.
-    pub fn vcpus(&self) -> u32 {
+    /// The number of virtual CPUs.
+    pub fn vcpu_count(&self) -> u32 {
         self.shared.options.vcpus.len() as u32
     }
 
-    /// How far it is.
-    pub fn progress(&self) -> Progress {
-        let inner = self.shared.lock();
+    /// The progress until now.
+    pub fn progress(&self) -> MemoryProgress {
+        let inner = self.shared.lock_state();
         let counts = RunCounts::new(inner.server.counts(), self.shared.options.account_use);
         let missing = u64::from(inner.server.missing_pages());
-        Progress {
+        MemoryProgress {
             total: u64::from(self.stored_pages),
             present: u64::from(self.stored_pages).saturating_sub(missing),
             finished: inner.ended,
             demand_faults: counts.faults,
             disk_reads: counts.demand_reads,
             prefetched: counts.beside_pages + counts.ahead_pages,
-            waited: inner.recorder.waited(),
+            waited: inner.recorder.total_wait(),
             prefetched_used: counts.prefetched_used(),
         }
     }
@@ -275,15 +293,15 @@ impl Restore {
     /// Waits until all memory is present and nothing is registered any more.
     ///
     /// # Errors
-    /// The error because of which memory can't be brought back.
+    /// The error because of which memory can't be restored.
     pub fn wait(&self) -> Result<(), Arc<RestoreError>> {
         self.wait_until(None).map(drop)
     }
 
-    /// As [`Self::wait`], but not longer than this. `false` if it is not over yet.
+    /// As [`Self::wait`], but not longer than `timeout`. `false` if the restore is not over yet.
     ///
     /// # Errors
-    /// The error because of which memory can't be brought back.
+    /// The error because of which memory can't be restored.
     pub fn wait_timeout(&self, timeout: Duration) -> Result<bool, Arc<RestoreError>> {
         self.wait_until(Some(Instant::now() + timeout))
     }
@@ -292,39 +310,39 @@ impl Restore {
         self.shared.wait_until(|inner| inner.ended, deadline)
     }
 
-    /// What happened so far.
+    /// The record of the restore until now.
     pub fn record(&self) -> RunRecord {
-        record(&self.shared, self.ram_pages, self.stored_pages)
+        make_record(&self.shared, self.ram_pages, self.stored_pages)
     }
 
     /// Ends all threads, at the latest when the reads in progress end.
     ///
     /// # Errors
-    /// If presence can't be written down: nobody could resume this restore.
-    pub fn stop(self) -> Result<Stopped, RestoreError> {
-        let Self { crew, shared, ram_pages, stored_pages } = self;
+    /// If the presence file can't be written: without it, this restore could not be resumed.
+    pub fn stop(self) -> Result<StoppedRestore, RestoreError> {
+        let Self { threads: crew, shared, ram_pages, stored_pages } = self;
         drop(crew);
-        let record = record(&shared, ram_pages, stored_pages);
+        let record = make_record(&shared, ram_pages, stored_pages);
         if record.finished_us.is_none() {
             shared.write_presence()?;
         }
         let shared = Arc::try_unwrap(shared).map_err(|_| RestoreError::Stopped)?;
         let (faults, presence) = shared.into_parts();
-        Ok(Stopped { faults, presence, record })
+        Ok(StoppedRestore { faults, presence, record })
     }
 }
 
-impl std::fmt::Debug for Restore {
+impl std::fmt::Debug for RunningRestore {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
-        f.debug_struct("Restore").field("progress", &self.progress()).finish_non_exhaustive()
+        f.debug_struct("RunningRestore").field("progress", &self.progress()).finish_non_exhaustive()
     }
 }
 
-fn record(shared: &Shared, ram_pages: u32, stored_pages: u32) -> RunRecord {
+fn make_record(shared: &SharedRestore, ram_pages: u32, stored_pages: u32) -> RunRecord {
     let options = &shared.options;
     let vcpus = options.vcpus.iter().map(|&(tid, vcpu)| VcpuThread { tid, vcpu }).collect();
-    let inner = shared.lock();
-    inner.recorder.record(RunRecord {
+    let inner = shared.lock_state();
+    inner.recorder.make_record(RunRecord {
         version: RUN_RECORD_VERSION,
         mode: options.mode,
         ram_pages,
@@ -334,8 +352,8 @@ fn record(shared: &Shared, ram_pages: u32, stored_pages: u32) -> RunRecord {
         resumed_us: None,
         finished_us: None,
         recorded_us: shared.now().as_micros() as u64,
-        way_us: inner.server.way().map(|way| way.as_micros() as u64),
-        prefetched: inner.server.prefetched(),
+        way_us: inner.server.found_latency().map(|way| way.as_micros() as u64),
+        prefetched: inner.server.prefetched_runs(),
         counts: RunCounts::new(inner.server.counts(), options.account_use),
         faults: Vec::new(),
         faults_left_out: 0,
@@ -344,16 +362,20 @@ fn record(shared: &Shared, ram_pages: u32, stored_pages: u32) -> RunRecord {
     })
 }
 
-/// Spans may differ: where the guest sees its RAM is part of the device state. Pages may not.
+/// Guest-physical addresses may differ, because the device state determines where the guest sees
+/// its RAM. Pages may not.
 pub(crate) fn check_regions(image: &Image, vm: &RegionMap) -> Result<(), RestoreError> {
     if image.regions().regions() == vm.regions() {
         return Ok(());
     }
-    Err(RestoreError::Regions { image: describe(image.regions()), vm: describe(vm) })
+    Err(RestoreError::Regions {
+        image: describe_regions(image.regions()),
+        vm: describe_regions(vm),
+    })
 }
 
-fn describe(map: &RegionMap) -> String {
+fn describe_regions(map: &RegionMap) -> String {
     let regions = map.regions().iter();
-    let words = regions.map(|region| format!("{} ({} KiB)", region.id, region.bytes() >> 10));
+    let words = regions.map(|region| format!("{} ({} KiB)", region.id, region.byte_len() >> 10));
     words.collect::<Vec<_>>().join(", ")
 }

@@ -1,10 +1,10 @@
-//! What the threads of a restore share, and the steps that several of them take.
+//! Shared state of the threads of a restore, and the steps that several of them take.
 //!
 //! ```text
 //!               +--------------------------- Shared --------------------------+
 //!   handler --->|  Mutex: page server + recorder (never held in a system call)|---> userfaultfd
 //!   readers --->|  Storage: the image                                         |---> image file
-//!   workers --->|  Presence: settled pages, for a successor                   |---> presence file
+//!   workers --->|  PresenceFile: settled pages, for a successor               |---> presence file
 //!               +-------------------------------------------------------------+
 //! ```
 
@@ -17,29 +17,29 @@ use firn_fault::point;
 use firn_memory::PageFaults;
 use firn_types::{Block, Page};
 
-use crate::bytes::Bytes;
 use crate::error::RestoreError;
-use crate::failures::{Failures, Outage};
-use crate::gate::Gate;
+use crate::failures::{CurrentFailures, MemoryOutage};
+use crate::gate::InstallGate;
+use crate::image_bytes::UnitBytes;
 use crate::options::{OnError, RestoreOptions};
-use crate::presence::Presence;
-use crate::record::{FaultRecord, Recorder};
-use crate::server::{Install, PageMask, Server, Source, Stir};
-use crate::storage::Storage;
+use crate::presence::PresenceFile;
+use crate::record::{FaultRecord, RunRecorder};
+use crate::server::{BlockInstall, PageMask, PageServer, ThreadWakeups, UnitSource};
+use crate::storage::UnitStorage;
 
 /// The pause before a presence file that can't be written is tried again.
 const PRESENCE_PAUSE: Duration = Duration::from_millis(100);
 
-/// Called once, from a thread of its own, when memory can't be brought back: stop the VM.
+/// Called once, on a thread of its own, when memory can't be restored: stop the VM.
 pub type OnFatal = Box<dyn Fn(&RestoreError) + Send + Sync>;
 
-pub(crate) struct Shared {
-    pub(crate) storage: Storage,
+pub(crate) struct SharedRestore {
+    pub(crate) storage: UnitStorage,
     pub(crate) faults: PageFaults,
     pub(crate) options: RestoreOptions,
-    pub(crate) gate: Gate,
-    presence: Presence,
-    inner: Mutex<Inner>,
+    pub(crate) gate: InstallGate,
+    presence: PresenceFile,
+    inner: Mutex<LockedState>,
     demand: Condvar,
     fill: Condvar,
     work: Condvar,
@@ -53,11 +53,11 @@ pub(crate) struct Shared {
     on_fatal: Arc<OnFatal>,
 }
 
-/// What the lock protects.
-pub(crate) struct Inner {
-    pub(crate) server: Server<Bytes>,
-    pub(crate) recorder: Recorder,
-    pub(crate) failures: Failures,
+/// The state that the lock protects.
+pub(crate) struct LockedState {
+    pub(crate) server: PageServer<UnitBytes>,
+    pub(crate) recorder: RunRecorder,
+    pub(crate) failures: CurrentFailures,
     pub(crate) ended: bool,
     idle_workers: u32,
     idle_readers: u32,
@@ -66,41 +66,47 @@ pub(crate) struct Inner {
 /// Whether a worker should be woken.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub(crate) enum WakeWorker {
-    /// There is nothing to do, or somebody is at it.
+    /// There is nothing to do, or a worker is awake.
     #[default]
     No,
     /// As soon as the guest has run for a moment without a fault.
-    InALull,
+    AfterPause,
     /// At once.
     Now,
 }
 
-/// What a thread waits for.
+/// The thread that waits.
 #[derive(Clone, Copy, PartialEq, Eq)]
-pub(crate) enum Waiter {
+pub(crate) enum ThreadRole {
     Reader,
     Filler,
     Worker,
 }
 
-impl Shared {
+impl SharedRestore {
     pub(crate) fn new(
-        storage: Storage,
+        storage: UnitStorage,
         faults: PageFaults,
         options: RestoreOptions,
-        presence: Presence,
-        server: Server<Bytes>,
+        presence: PresenceFile,
+        server: PageServer<UnitBytes>,
         on_fatal: OnFatal,
     ) -> Self {
-        let recorder = Recorder::new(options.vcpus.iter().map(|&(tid, _)| tid).collect());
-        let failures = Failures::default();
-        let inner =
-            Inner { server, recorder, failures, ended: false, idle_workers: 0, idle_readers: 0 };
+        let recorder = RunRecorder::new(options.vcpus.iter().map(|&(tid, _)| tid).collect());
+        let failures = CurrentFailures::default();
+        let inner = LockedState {
+            server,
+            recorder,
+            failures,
+            ended: false,
+            idle_workers: 0,
+            idle_readers: 0,
+        };
         Self {
             storage,
             faults,
             options,
-            gate: Gate::default(),
+            gate: InstallGate::default(),
             presence,
             inner: Mutex::new(inner),
             demand: Condvar::new(),
@@ -116,46 +122,47 @@ impl Shared {
         }
     }
 
-    /// Time since the restore was asked for.
+    /// Time since the user requested the restore.
     pub(crate) fn now(&self) -> Duration {
         self.options.since.elapsed()
     }
 
-    pub(crate) fn lock(&self) -> MutexGuard<'_, Inner> {
+    pub(crate) fn lock_state(&self) -> MutexGuard<'_, LockedState> {
         self.inner.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// Whether threads are to end: all memory is present, or somebody said so.
+    /// Whether threads are to end: all memory is present, or the restore was stopped.
     pub(crate) fn is_over(&self) -> bool {
         self.stop.load(Ordering::Acquire)
     }
 
     /// Ends all threads.
-    pub(crate) fn stop(&self) {
+    pub(crate) fn stop_threads(&self) {
         self.stop.store(true, Ordering::Release);
-        // Whoever holds the lock has not looked yet, or is going to wait and must be woken.
-        drop(self.lock());
+        // A thread that holds the lock has not checked `stop` yet, or is about to wait and must be
+        // woken.
+        drop(self.lock_state());
         for bell in [&self.demand, &self.fill, &self.work, &self.progress] {
             bell.notify_all();
         }
     }
 
     /// Waits until there may be something to do, or until `then`.
-    pub(crate) fn sleep<'a>(
+    pub(crate) fn wait_for_work<'a>(
         &self,
-        mut inner: MutexGuard<'a, Inner>,
-        who: Waiter,
+        mut inner: MutexGuard<'a, LockedState>,
+        who: ThreadRole,
         then: Option<Duration>,
-    ) -> MutexGuard<'a, Inner> {
+    ) -> MutexGuard<'a, LockedState> {
         if self.is_over() {
             return inner;
         }
         inner.count_idle(who, 1);
         let wait = then.map(|then| then.saturating_sub(self.now()));
         let bell = match who {
-            Waiter::Reader => &self.demand,
-            Waiter::Filler => &self.fill,
-            Waiter::Worker => &self.work,
+            ThreadRole::Reader => &self.demand,
+            ThreadRole::Filler => &self.fill,
+            ThreadRole::Worker => &self.work,
         };
         let mut inner = match wait {
             None => bell.wait(inner).unwrap_or_else(PoisonError::into_inner),
@@ -165,8 +172,8 @@ impl Shared {
         inner
     }
 
-    /// Wakes whom an event gives something to do.
-    pub(crate) fn act(&self, inner: MutexGuard<'_, Inner>, stir: Stir) {
+    /// Wakes the threads that an event gives something to do.
+    pub(crate) fn wake_threads(&self, inner: MutexGuard<'_, LockedState>, stir: ThreadWakeups) {
         let readers = inner.idle_readers;
         drop(inner);
         if stir.demand {
@@ -186,27 +193,28 @@ impl Shared {
             self.progress.notify_all();
         }
         if stir.finished {
-            self.finish();
+            self.finish_restore();
         }
     }
 
-    /// All memory is present: lets go of it.
-    pub(crate) fn finish(&self) {
+    /// All memory is present: unregisters it.
+    pub(crate) fn finish_restore(&self) {
         if self.finishing.swap(true, Ordering::AcqRel) {
             return;
         }
         point("restore.filled");
-        let let_go = self.write_presence_in_time().and_then(|()| Ok(self.faults.unregister()?));
+        let let_go =
+            self.write_presence_in_time().and_then(|()| Ok(self.faults.unregister_all()?));
         match let_go {
-            Err(error) => self.fail(error),
+            Err(error) => self.fail_restore(error),
             Ok(()) => {
                 point("restore.unregistered");
                 let now = self.now();
-                let mut inner = self.lock();
-                inner.recorder.finished(now);
+                let mut inner = self.lock_state();
+                inner.recorder.record_finish(now);
                 inner.ended = true;
                 drop(inner);
-                self.stop();
+                self.stop_threads();
             }
         }
     }
@@ -221,37 +229,38 @@ impl Shared {
         self.may_run.store(true, Ordering::Release);
     }
 
-    /// Whether what failed is tried again, for as long as it takes.
-    pub(crate) fn retries(&self, error: &RestoreError) -> bool {
+    /// Whether what failed with this error is tried again, for as long as it takes.
+    pub(crate) fn can_retry(&self, error: &RestoreError) -> bool {
         let waits = self.options.on_error == OnError::Stop;
         waits && self.may_run.load(Ordering::Acquire) && error.may_pass()
     }
 
-    /// What can't be read or installed at present.
-    pub(crate) fn outage(&self) -> Option<Outage> {
-        let inner = &mut *self.lock();
-        inner.failures.outage(&inner.server)
+    /// The outage because of which something can't be read or installed at present.
+    pub(crate) fn outage(&self) -> Option<MemoryOutage> {
+        let inner = &mut *self.lock_state();
+        inner.failures.current_outage(&inner.server)
     }
 
-    /// Memory can't be brought back. The first error counts; the guest keeps waiting for what is missing.
-    pub(crate) fn fail(&self, error: RestoreError) {
+    /// Memory can't be restored. The first error counts; the guest keeps waiting for missing pages.
+    pub(crate) fn fail_restore(&self, error: RestoreError) {
         let error = Arc::new(error);
         if self.fatal.set(error.clone()).is_err() {
             return;
         }
         tracing::error!(error = &*error as &dyn std::error::Error, "restore failed");
-        // What the guest asks for is still brought in as far as possible: it takes answers to stop a VM.
-        self.lock().server.stop_background();
+        // Demand reads continue as far as possible: to be stopped, a VM must answer.
+        self.lock_state().server.stop_background();
         self.progress.notify_all();
-        // On a thread of its own: stopping the VM may need answers from the thread that found the error.
+        // On a thread of its own: stopping the VM may need answers from the thread that found the
+        // error.
         let on_fatal = self.on_fatal.clone();
         let call = std::thread::Builder::new().name("firn-fatal".into());
         if call.spawn(move || on_fatal(&error)).is_err() {
-            tracing::error!("no thread left to stop the VM with");
+            tracing::error!("cannot start a thread to stop the VM");
         }
     }
 
-    /// The error because of which memory can't be brought back.
+    /// The error because of which memory can't be restored.
     pub(crate) fn fatal(&self) -> Option<Arc<RestoreError>> {
         self.fatal.get().cloned()
     }
@@ -259,10 +268,10 @@ impl Shared {
     /// Waits until `is_done`, an error, or the end.
     pub(crate) fn wait_until(
         &self,
-        is_done: impl Fn(&mut Inner) -> bool,
+        is_done: impl Fn(&mut LockedState) -> bool,
         deadline: Option<Instant>,
     ) -> Result<bool, Arc<RestoreError>> {
-        let mut inner = self.lock();
+        let mut inner = self.lock_state();
         loop {
             if let Some(error) = self.fatal() {
                 return Err(error);
@@ -285,56 +294,56 @@ impl Shared {
         }
     }
 
-    /// The guest gave pages back: writes that down before anything else happens.
-    pub(crate) fn removed(&self, pages: Range<Page>) -> Result<(), RestoreError> {
-        let mut inner = self.lock();
-        let stir = inner.server.removed(pages);
+    /// The guest gave pages back: records that in the presence file before anything else happens.
+    pub(crate) fn record_removal(&self, pages: Range<Page>) -> Result<(), RestoreError> {
+        let mut inner = self.lock_state();
+        let stir = inner.server.record_removal(pages);
         self.version.store(inner.server.version(), Ordering::Release);
         inner.settle_waiting(self.now());
         drop(inner);
         self.write_presence_in_time()?;
-        self.act(self.lock(), stir);
+        self.wake_threads(self.lock_state(), stir);
         Ok(())
     }
 
-    /// A block was installed that nobody is known to have waited for.
-    pub(crate) fn installed<B>(&self, install: &Install<B>) {
+    /// A block was installed that no vCPU is known to have waited for.
+    pub(crate) fn record_install<B>(&self, install: &BlockInstall<B>) {
         let now = self.now();
-        let mut inner = self.lock();
-        let stir = inner.server.installed(install);
+        let mut inner = self.lock_state();
+        let stir = inner.server.record_install(install);
         inner.settle_waiting(now);
-        self.act(inner, stir);
+        self.wake_threads(inner, stir);
     }
 
-    /// A block was installed by the handler, in answer to a fault. If its unit was found in the page cache for that,
-    /// `fetched` says where the rest of the unit is to be taken from.
-    pub(crate) fn answered<B>(
+    /// The handler installed a block in answer to a fault. If its unit was found in the page cache
+    /// for that, `fetched` is the source of the other blocks of the unit.
+    pub(crate) fn record_answer<B>(
         &self,
-        install: &Install<B>,
-        fetched: Option<Source<Bytes>>,
+        install: &BlockInstall<B>,
+        fetched: Option<UnitSource<UnitBytes>>,
         fault: FaultRecord,
     ) -> WakeWorker {
         let now = fault.answered_at();
-        let mut inner = self.lock();
-        let mut stir = Stir::default();
+        let mut inner = self.lock_state();
+        let mut stir = ThreadWakeups::default();
         if let Some(source) = fetched {
-            stir = inner.server.fetched(now, install.unit, source);
+            stir = inner.server.record_cache_hit(now, install.unit, source);
         }
-        stir = stir.or(inner.server.installed(install));
-        inner.server.answered(now);
-        inner.recorder.fault(fault);
+        stir = stir.merge_with(inner.server.record_install(install));
+        inner.server.record_answer(now);
+        inner.recorder.record_fault(fault);
         inner.settle_waiting(now);
         let wanted = self.wants_worker(&inner, now);
-        self.act(inner, Stir { workers: false, ..stir });
+        self.wake_threads(inner, ThreadWakeups { workers: false, ..stir });
         wanted
     }
 
-    /// Whether a worker should be woken, if there is something to do and all sleep.
-    fn wants_worker(&self, inner: &Inner, now: Duration) -> WakeWorker {
+    /// Whether a worker should be woken: there is something to do and all workers sleep.
+    fn wants_worker(&self, inner: &LockedState, now: Duration) -> WakeWorker {
         let all_sleep = inner.idle_workers >= self.options.workers.max(1) as u32;
         match inner.server.has_installs() && all_sleep {
             true if inner.server.may_install(now) => WakeWorker::Now,
-            true => WakeWorker::InALull,
+            true => WakeWorker::AfterPause,
             false => WakeWorker::No,
         }
     }
@@ -344,12 +353,12 @@ impl Shared {
         self.work.notify_one();
     }
 
-    /// Where installs take their bytes from, once they have been read. While use is accounted for, units stay for long,
-    /// and not in memory.
-    pub(crate) fn source(&self, bytes: Bytes) -> Source<Bytes> {
+    /// The source from which installs take the bytes of a unit that was read. If use is counted,
+    /// units wait for long before they are installed, and do not stay in memory.
+    pub(crate) fn unit_source(&self, bytes: UnitBytes) -> UnitSource<UnitBytes> {
         match self.options.account_use {
-            true => Source::PageCache,
-            false => Source::Held(bytes),
+            true => UnitSource::PageCache,
+            false => UnitSource::Held(bytes),
         }
     }
 
@@ -358,20 +367,22 @@ impl Shared {
         self.storage.image().geometry().block_size.first_page(block)
     }
 
-    /// Which pages of an install may still be installed: all, unless the guest gave some back since it was decided.
-    pub(crate) fn still_missing<B>(&self, install: &Install<B>) -> PageMask {
+    /// The pages of an install that may still be installed: all, unless the guest gave some back
+    /// since it was decided.
+    pub(crate) fn still_missing<B>(&self, install: &BlockInstall<B>) -> PageMask {
         if self.version.load(Ordering::Acquire) == install.version {
             return install.pages;
         }
-        install.pages.and(self.lock().server.missing(install.block))
+        install.pages.and(self.lock_state().server.missing_in(install.block))
     }
 
-    /// Writes down which pages are settled, before anything else happens: however long a full disk delays that.
+    /// Writes the settled pages to the presence file before anything else happens, however long a
+    /// full disk delays that.
     fn write_presence_in_time(&self) -> Result<(), RestoreError> {
         loop {
             match self.write_presence() {
-                Err(error) if self.retries(&error) && !self.is_over() => {
-                    tracing::debug!("{error}, tried again");
+                Err(error) if self.can_retry(&error) && !self.is_over() => {
+                    tracing::debug!("{error}, trying again");
                     std::thread::sleep(PRESENCE_PAUSE);
                 }
                 written => return written,
@@ -379,23 +390,25 @@ impl Shared {
         }
     }
 
-    /// Writes down which pages are settled.
+    /// Writes the settled pages to the presence file.
     pub(crate) fn write_presence(&self) -> Result<(), RestoreError> {
-        self.presence.write(|out| Presence::changes(self.lock().server.settled(), out))
+        self.presence.write_words(|out| {
+            PresenceFile::take_changes(self.lock_state().server.settled_pages(), out)
+        })
     }
 
-    /// What outlives it, when all threads have ended.
-    pub(crate) fn into_parts(self) -> (PageFaults, Presence) {
+    /// The parts that remain when all threads have ended.
+    pub(crate) fn into_parts(self) -> (PageFaults, PresenceFile) {
         (self.faults, self.presence)
     }
 }
 
-impl Inner {
-    fn count_idle(&mut self, who: Waiter, change: i32) {
+impl LockedState {
+    fn count_idle(&mut self, who: ThreadRole, change: i32) {
         let count = match who {
-            Waiter::Worker => &mut self.idle_workers,
-            Waiter::Reader => &mut self.idle_readers,
-            Waiter::Filler => return,
+            ThreadRole::Worker => &mut self.idle_workers,
+            ThreadRole::Reader => &mut self.idle_readers,
+            ThreadRole::Filler => return,
         };
         *count = count.saturating_add_signed(change);
     }
@@ -403,8 +416,8 @@ impl Inner {
     /// Records the faults that have been answered by now.
     pub(crate) fn settle_waiting(&mut self, now: Duration) {
         if self.recorder.has_waiting() {
-            let settled = self.server.settled();
-            self.recorder.settle(now, |page| settled.contains(page));
+            let settled = self.server.settled_pages();
+            self.recorder.record_settled(now, |page| settled.contains(page));
         }
     }
 }

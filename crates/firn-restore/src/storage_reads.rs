@@ -1,12 +1,13 @@
-//! Whether a read went to storage, or the page cache had it.
+//! Storage reads: whether a read went to storage, or the page cache had the data.
 //!
-//! Times of the one say nothing about the other. The kernel counts for each thread the bytes that it had fetched from
-//! storage (`read_bytes` of `/proc/thread-self/io`, proc_pid_io(5)): if the count has not changed, nothing was.
+//! The time of a read from the page cache does not show the storage latency. The kernel counts for
+//! each thread the bytes that it caused to be fetched from storage (`read_bytes` of
+//! `/proc/thread-self/io`, proc_pid_io(5)): if the count has not changed, nothing was.
 
 use std::fs::File;
 use std::os::unix::fs::FileExt;
 
-/// The count of the thread that made it.
+/// The count for the thread that created this value.
 #[derive(Debug)]
 pub(crate) struct StorageReads {
     file: Option<File>,
@@ -15,22 +16,23 @@ pub(crate) struct StorageReads {
 }
 
 impl StorageReads {
-    /// Of the calling thread, from now on.
+    /// The count for the calling thread, from now on.
     pub(crate) fn of_this_thread() -> Self {
         let file = File::open("/proc/thread-self/io").ok();
         let mut reads = Self { file, buffer: [0; 256], seen: None };
-        reads.seen = reads.count();
+        reads.seen = reads.read_count();
         reads
     }
 
-    /// Whether the thread has read from storage since it was last asked. If the kernel does not tell: yes.
-    pub(crate) fn any(&mut self) -> bool {
-        let now = self.count();
+    /// Whether the thread has read from storage since the last call. True if the kernel does not
+    /// report the count.
+    pub(crate) fn has_read(&mut self) -> bool {
+        let now = self.read_count();
         let seen = std::mem::replace(&mut self.seen, now);
         now.is_none() || now != seen
     }
 
-    fn count(&mut self) -> Option<u64> {
+    fn read_count(&mut self) -> Option<u64> {
         let len = self.file.as_ref()?.read_at(&mut self.buffer, 0).ok()?;
         let text = std::str::from_utf8(&self.buffer[..len]).ok()?;
         let line = text.lines().find_map(|line| line.strip_prefix("read_bytes: "))?;
@@ -50,12 +52,12 @@ mod tests {
         file.as_file().sync_all().unwrap();
         let (mut reads, mut bytes) = (StorageReads::of_this_thread(), [0; 4096]);
         file.as_file().read_exact_at(&mut bytes, 0).unwrap();
-        assert!(!reads.any());
+        assert!(!reads.has_read());
         fadvise(file.as_file(), 0, None, Advice::DontNeed).unwrap();
         file.as_file().read_exact_at(&mut bytes, 0).unwrap();
         // Where nothing can be evicted, on tmpfs say, nothing is read.
         let is_disk = rustix::fs::fstatfs(file.as_file()).unwrap().f_type != 0x0102_1994;
-        assert_eq!(reads.any(), is_disk);
-        assert!(!reads.any());
+        assert_eq!(reads.has_read(), is_disk);
+        assert!(!reads.has_read());
     }
 }

@@ -1,4 +1,4 @@
-//! What is noted of all applications, and where it is told.
+//! Noter: the notes of all applications, and the window that their reports are written to.
 
 use std::collections::BTreeMap;
 use std::fs::File;
@@ -6,68 +6,70 @@ use std::io;
 use std::path::Path;
 use std::sync::{Mutex, PoisonError};
 
-use firn_calls::{Notes, Order, Window};
+use firn_calls::{CallWindow, PluginOrder, StoreNotes};
 use firn_memory::SharedWords;
 
-use crate::filter::Filter;
+use crate::filter::StoreFilter;
 
-/// The pages that are looked at.
-pub(crate) static FILTER: Filter = Filter::new();
+/// The pages whose stores are checked.
+pub(crate) static FILTER: StoreFilter = StoreFilter::new();
 
-static NOTER: Mutex<Option<Noter>> = Mutex::new(None);
+static NOTER: Mutex<Option<StoreNoter>> = Mutex::new(None);
 
-struct Noter {
+struct StoreNoter {
     window: SharedWords,
-    slots: BTreeMap<u32, Notes>,
+    slots: BTreeMap<u32, StoreNotes>,
 }
 
-/// Tells in this file from now on.
-pub(crate) fn begin(window: &Path) -> io::Result<()> {
-    let window = SharedWords::map(&File::options().read(true).write(true).open(window)?)?;
-    *lock() = Some(Noter { window, slots: BTreeMap::new() });
+/// Maps the window, which reports are written to from now on.
+pub(crate) fn open_window(window: &Path) -> io::Result<()> {
+    let window = SharedWords::map_file(&File::options().read(true).write(true).open(window)?)?;
+    *lock_noter() = Some(StoreNoter { window, slots: BTreeMap::new() });
     Ok(())
 }
 
-/// Notes nothing any more.
-pub(crate) fn end() {
-    let mut noter = lock();
+/// Stops all noting.
+pub(crate) fn stop_noting() {
+    let mut noter = lock_noter();
     *noter = None;
-    // Only then, and before anybody begins again: an epoch whose stores are passed over must not end as if they were not.
-    FILTER.set([].into_iter());
+    // After the noter is gone, and before noting can begin again: an epoch whose stores the filter
+    // ignores must not end as if they had been noted.
+    FILTER.replace_pages([].into_iter());
 }
 
-/// Does as the supervisor says. When this returns every store that is to be noted is; false if none is noted any more.
-pub(crate) fn carry_out(order: Order) -> bool {
-    let mut noter = lock();
+/// Carries out an order of the supervisor. When this returns, every store to the ordered areas is
+/// noted. False if noting has stopped.
+pub(crate) fn carry_out_order(order: PluginOrder) -> bool {
+    let mut noter = lock_noter();
     let Some(noter) = noter.as_mut() else { return false };
     match order {
-        Order::Note(order) => noter.slots.insert(order.slot, Notes::new(order)),
-        Order::End { slot } => noter.slots.remove(&slot),
+        PluginOrder::Note(order) => noter.slots.insert(order.slot, StoreNotes::new(order)),
+        PluginOrder::End { slot } => noter.slots.remove(&slot),
     };
-    FILTER.set(noter.slots.values().flat_map(Notes::pages));
+    FILTER.replace_pages(noter.slots.values().flat_map(StoreNotes::watched_pages));
     true
 }
 
-/// A store of so many bytes to a page that is in the filter.
-pub(crate) fn note(at: u64, bytes: u64) {
-    let mut noter = lock();
-    let Some(Noter { window, slots }) = noter.as_mut() else { return };
+/// Notes a store of `bytes` bytes to a page that is in the filter.
+pub(crate) fn note_store(at: u64, bytes: u64) {
+    let mut noter = lock_noter();
+    let Some(StoreNoter { window, slots }) = noter.as_mut() else { return };
     for (number, notes) in slots {
-        match notes.is_end(at) {
+        match notes.is_end_word(at) {
             true => end_epoch(window, *number, notes),
-            false => notes.store(at, bytes),
+            false => notes.note_store(at, bytes),
         }
     }
 }
 
-fn end_epoch(window: &SharedWords, number: u32, notes: &mut Notes) {
-    let slot = Window::new(window.words()).ok().and_then(|window| window.slot(number as usize));
+fn end_epoch(window: &SharedWords, number: u32, notes: &mut StoreNotes) {
+    let slot = CallWindow::new(window.words()).ok().and_then(|window| window.slot(number as usize));
     let Some(slot) = slot else { return };
-    if let Some(ended) = notes.end(slot.ended()) {
-        slot.tell(ended.epoch, &ended.told);
+    if let Some(ended) = notes.end_epoch(slot.read_end_word()) {
+        slot.write_report(ended.epoch, &ended.report);
     }
 }
 
-fn lock() -> std::sync::MutexGuard<'static, Option<Noter>> {
+fn lock_noter() -> std::sync::MutexGuard<'static, Option<StoreNoter>> {
     NOTER.lock().unwrap_or_else(PoisonError::into_inner)
 }

@@ -1,84 +1,92 @@
 //! Binomial queue: a forest of heaps of 1, 2, 4 ... elements. Node: key, first child, next sibling.
 
-use crate::{COUNT, NIL, Structure, Words, allocate, at, create, free};
+use crate::{
+    COUNT, DataStructure, NIL, WordSlice, allocate_node, field_index, free_node, initialize_words,
+};
 
 const SIZE: u64 = 3;
 const KEY: u64 = 0;
 const CHILD: u64 = 1;
 const SIBLING: u64 = 2;
-/// Trees of the forest, in the words after the nodes' common ones: 4 to 15, then more before the first node.
+/// Trees of the forest, in the words after the nodes' common ones: 4 to 15, then more before the
+/// first node.
 const TREES: usize = 16;
 const MOST: usize = 32;
 
-pub(crate) const STRUCTURE: Structure = Structure {
+pub(crate) const STRUCTURE: DataStructure = DataStructure {
     name: "bin",
     words: |elements| TREES + MOST + elements * SIZE as usize,
     create: |words| {
-        create(words);
+        initialize_words(words);
         words[crate::NEXT] = (TREES + MOST) as u64;
     },
-    insert,
-    delete,
-    keys,
+    insert: insert_key,
+    delete: delete_next,
+    keys: collect_keys,
     deletes: false,
     by_key: false,
 };
 
 /// Makes one tree of two equal ones.
-fn link(words: &mut Words, one: u64, two: u64) -> u64 {
-    let (top, below) =
-        if words[at(one, KEY)] < words[at(two, KEY)] { (one, two) } else { (two, one) };
-    words[at(below, SIBLING)] = words[at(top, CHILD)];
-    words[at(top, CHILD)] = below;
+fn link_trees(words: &mut WordSlice, one: u64, two: u64) -> u64 {
+    let (top, below) = if words[field_index(one, KEY)] < words[field_index(two, KEY)] {
+        (one, two)
+    } else {
+        (two, one)
+    };
+    words[field_index(below, SIBLING)] = words[field_index(top, CHILD)];
+    words[field_index(top, CHILD)] = below;
     top
 }
 
 /// Adds a tree of 2^rank elements, carrying as in binary addition.
-fn add(words: &mut Words, tree: u64, rank: usize) {
+fn add_tree(words: &mut WordSlice, tree: u64, rank: usize) {
     let (mut tree, mut rank) = (tree, rank);
     while words[TREES + rank] != NIL {
-        tree = link(words, words[TREES + rank], tree);
+        tree = link_trees(words, words[TREES + rank], tree);
         words[TREES + rank] = NIL;
         rank += 1;
     }
     words[TREES + rank] = tree;
 }
 
-fn insert(words: &mut Words, key: u64) {
-    let node = allocate(words, SIZE);
-    words[at(node, KEY)] = key;
-    words[at(node, CHILD)] = NIL;
-    words[at(node, SIBLING)] = NIL;
-    add(words, node, 0);
+fn insert_key(words: &mut WordSlice, key: u64) {
+    let node = allocate_node(words, SIZE);
+    words[field_index(node, KEY)] = key;
+    words[field_index(node, CHILD)] = NIL;
+    words[field_index(node, SIBLING)] = NIL;
+    add_tree(words, node, 0);
     words[COUNT] += 1;
 }
 
-fn delete(words: &mut Words, _: u64) {
+fn delete_next(words: &mut WordSlice, _: u64) {
     let trees = (0..MOST).filter(|rank| words[TREES + rank] != NIL);
-    let Some(rank) = trees.min_by_key(|rank| words[at(words[TREES + rank], KEY)]) else { return };
+    let Some(rank) = trees.min_by_key(|rank| words[field_index(words[TREES + rank], KEY)]) else {
+        return;
+    };
     let top = words[TREES + rank];
     words[TREES + rank] = NIL;
     words[COUNT] -= 1;
-    let (mut child, mut rank) = (words[at(top, CHILD)], rank);
-    free(words, top);
+    let (mut child, mut rank) = (words[field_index(top, CHILD)], rank);
+    free_node(words, top);
     while child != NIL {
-        let next = words[at(child, SIBLING)];
+        let next = words[field_index(child, SIBLING)];
         rank -= 1;
-        add(words, child, rank);
+        add_tree(words, child, rank);
         child = next;
     }
 }
 
-fn keys(words: &Words) -> Vec<u64> {
+fn collect_keys(words: &WordSlice) -> Vec<u64> {
     let mut left: Vec<u64> = words[TREES..TREES + MOST].to_vec();
     let mut keys = Vec::new();
     while let Some(node) = left.pop() {
         if node != NIL {
-            keys.push(words[at(node, KEY)]);
-            left.push(words[at(node, CHILD)]);
+            keys.push(words[field_index(node, KEY)]);
+            left.push(words[field_index(node, CHILD)]);
             // A root's sibling is stale.
             if !words[TREES..TREES + MOST].contains(&node) {
-                left.push(words[at(node, SIBLING)]);
+                left.push(words[field_index(node, SIBLING)]);
             }
         }
     }

@@ -1,16 +1,18 @@
 //! Thirteen data structures whose every bit lives in a slice of words.
 //!
-//! They are those of Table 2 of Lee et al., "Hypervisor-Assisted Application Checkpointing in Virtualized Environments":
-//! workloads to test and measure application checkpointing with. Pointers are indexes into the slice, so that a copy of
-//! the words, at any address, is a copy of the structure.
+//! They are those of Table 2 of Lee et al., "Hypervisor-Assisted Application Checkpointing in
+//! Virtualized Environments": workloads to test and measure application checkpointing with.
+//! Pointers are indexes into the slice, so that a copy of the words, at any address, is a copy of
+//! the structure.
 //!
 //! ```text
-//!   word 0  next word never used     2  root, or whatever the structure starts from
+//!   word 0  next word never used     2  root, or the structure's own starting value
 //!        1  list of freed nodes      3  elements             4 ..  the structure's own, then nodes
 //! ```
 //!
-//! Insertions and deletions write as textbook code does: recursive ones write each child pointer on their way back, changed
-//! or not. That makes the number of writes, and of pages, those of real programs rather than the least possible.
+//! Insertions and deletions write as textbook code does: recursive functions write each child
+//! pointer as they return, changed or not. That makes the count of writes, and of pages, that of
+//! real programs rather than the minimum.
 
 #![forbid(unsafe_code)]
 
@@ -28,8 +30,8 @@ mod skip_list;
 mod splay;
 mod tree;
 
-/// A structure's memory.
-pub type Words = [u64];
+/// The memory of a structure.
+pub type WordSlice = [u64];
 
 /// No node.
 const NIL: u64 = 0;
@@ -40,29 +42,30 @@ const COUNT: usize = 3;
 /// Words before the first node.
 const FIRST: u64 = 16;
 
-/// One of the thirteen.
+/// The functions of one of the thirteen structures.
 #[derive(Clone, Copy, Debug)]
-pub struct Structure {
-    /// The name that the paper gives it.
+pub struct DataStructure {
+    /// The structure's name in the paper.
     pub name: &'static str,
-    /// Words needed for some elements.
+    /// The count of words needed for a count of elements.
     pub words: fn(usize) -> usize,
-    /// Makes an empty one, in memory that is all zeros.
-    pub create: fn(&mut Words),
-    /// Puts a key in; each at most once.
-    pub insert: fn(&mut Words, u64),
-    /// Takes a key out: this one, or, from heaps and queues, the one that is next. Nothing if there is none.
-    pub delete: fn(&mut Words, u64),
-    /// All keys, in an order of the structure's own.
-    pub keys: fn(&Words) -> Vec<u64>,
-    /// Whether the paper's table has its deletions.
+    /// Makes an empty structure, in memory that is all zeros.
+    pub create: fn(&mut WordSlice),
+    /// Inserts a key; each at most once.
+    pub insert: fn(&mut WordSlice, u64),
+    /// Deletes a key: the given key, or, from heaps and queues, the next one. Does nothing if there
+    /// is none.
+    pub delete: fn(&mut WordSlice, u64),
+    /// All keys, in the structure's own order.
+    pub keys: fn(&WordSlice) -> Vec<u64>,
+    /// Whether the paper's table includes its deletions.
     pub deletes: bool,
-    /// Whether `delete` takes the key it is given.
+    /// Whether `delete` deletes the given key.
     pub by_key: bool,
 }
 
-/// All of them, in the order of the paper's table.
-pub const ALL: [Structure; 13] = [
+/// All structures, in the order of the paper's table.
+pub const ALL: [DataStructure; 13] = [
     aa::STRUCTURE,
     avl::STRUCTURE,
     binomial::STRUCTURE,
@@ -78,13 +81,14 @@ pub const ALL: [Structure; 13] = [
     tree::STRUCTURE,
 ];
 
-/// Makes an empty structure without anything of its own.
-fn create(words: &mut Words) {
+/// Makes an empty structure that has no words of its own to initialize.
+fn initialize_words(words: &mut WordSlice) {
     words[NEXT] = FIRST;
 }
 
-/// A node of some words, all to be written by the caller. All nodes of a structure are equally large.
-fn allocate(words: &mut Words, size: u64) -> u64 {
+/// Allocates a node of some words, which the caller must write. All nodes of a structure have the
+/// same size.
+fn allocate_node(words: &mut WordSlice, size: u64) -> u64 {
     let freed = words[FREED];
     if freed != NIL {
         words[FREED] = words[freed as usize];
@@ -96,35 +100,36 @@ fn allocate(words: &mut Words, size: u64) -> u64 {
     node
 }
 
-fn free(words: &mut Words, node: u64) {
+fn free_node(words: &mut WordSlice, node: u64) {
     words[node as usize] = words[FREED];
     words[FREED] = node;
 }
 
-/// A field of a node.
-fn at(node: u64, field: u64) -> usize {
+/// The index of a field of a node.
+fn field_index(node: u64, field: u64) -> usize {
     (node + field) as usize
 }
 
 /// Spreads the bits of a number.
-fn mix(key: u64) -> u64 {
+fn mix_bits(key: u64) -> u64 {
     let mut z = key.wrapping_add(0x9e37_79b9_7f4a_7c15);
     z = (z ^ (z >> 30)).wrapping_mul(0xbf58_476d_1ce4_e5b9);
     z = (z ^ (z >> 27)).wrapping_mul(0x94d0_49bb_1331_11eb);
     z ^ (z >> 31)
 }
 
-/// Keys of a binary tree whose nodes have the key, the left and the right child in these fields.
-fn in_order(words: &Words, [key, left, right]: [u64; 3]) -> Vec<u64> {
+/// The keys of a binary tree, in order. The fields of its nodes for the key, the left and the right
+/// child are given.
+fn keys_in_order(words: &WordSlice, [key, left, right]: [u64; 3]) -> Vec<u64> {
     let (mut keys, mut path, mut node) = (Vec::new(), Vec::new(), words[ROOT]);
     while node != NIL || !path.is_empty() {
         while node != NIL {
             path.push(node);
-            node = words[at(node, left)];
+            node = words[field_index(node, left)];
         }
         if let Some(top) = path.pop() {
-            keys.push(words[at(top, key)]);
-            node = words[at(top, right)];
+            keys.push(words[field_index(top, key)]);
+            node = words[field_index(top, right)];
         }
     }
     keys

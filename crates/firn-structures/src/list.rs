@@ -1,47 +1,47 @@
 //! Linked list, new elements at the head. Node: key, next.
 
-use crate::{NIL, ROOT, Structure, Words, allocate, at, create};
+use crate::{DataStructure, NIL, ROOT, WordSlice, allocate_node, field_index, initialize_words};
 
 const SIZE: u64 = 2;
 const KEY: u64 = 0;
 const LINK: u64 = 1;
 
-pub(crate) const STRUCTURE: Structure = Structure {
+pub(crate) const STRUCTURE: DataStructure = DataStructure {
     name: "list",
     words: |elements| 16 + elements * SIZE as usize,
-    create,
-    insert,
-    delete,
-    keys,
+    create: initialize_words,
+    insert: insert_key,
+    delete: delete_key,
+    keys: collect_keys,
     deletes: true,
     by_key: true,
 };
 
-fn insert(words: &mut Words, key: u64) {
-    let node = allocate(words, SIZE);
-    words[at(node, KEY)] = key;
-    words[at(node, LINK)] = words[ROOT];
+fn insert_key(words: &mut WordSlice, key: u64) {
+    let node = allocate_node(words, SIZE);
+    words[field_index(node, KEY)] = key;
+    words[field_index(node, LINK)] = words[ROOT];
     words[ROOT] = node;
 }
 
 /// Unlinks the element, and leaves it: one write, as in the paper's table.
-fn delete(words: &mut Words, key: u64) {
+fn delete_key(words: &mut WordSlice, key: u64) {
     let mut link = ROOT;
     while words[link] != NIL {
         let node = words[link];
-        if words[at(node, KEY)] == key {
-            words[link] = words[at(node, LINK)];
+        if words[field_index(node, KEY)] == key {
+            words[link] = words[field_index(node, LINK)];
             return;
         }
-        link = at(node, LINK);
+        link = field_index(node, LINK);
     }
 }
 
-fn keys(words: &Words) -> Vec<u64> {
+fn collect_keys(words: &WordSlice) -> Vec<u64> {
     let (mut keys, mut node) = (Vec::new(), words[ROOT]);
     while node != NIL {
-        keys.push(words[at(node, KEY)]);
-        node = words[at(node, LINK)];
+        keys.push(words[field_index(node, KEY)]);
+        node = words[field_index(node, LINK)];
     }
     keys
 }

@@ -24,7 +24,7 @@ fn sorted(mut keys: Vec<u64>) -> Vec<u64> {
     keys
 }
 
-fn run(structure: &Structure, steps: &[Step]) -> Result<(), TestCaseError> {
+fn run(structure: &DataStructure, steps: &[Step]) -> Result<(), TestCaseError> {
     let mut words = vec![0; (structure.words)(steps.len())];
     (structure.create)(&mut words);
     let mut expected = BTreeSet::new();
@@ -68,7 +68,7 @@ fn heaps_give_the_least_key_first() {
     for structure in ALL.iter().filter(|s| ["leftheap", "heap", "bin"].contains(&s.name)) {
         let mut words = vec![0; (structure.words)(500)];
         (structure.create)(&mut words);
-        (1..=500).for_each(|number| (structure.insert)(&mut words, mix(number)));
+        (1..=500).for_each(|number| (structure.insert)(&mut words, mix_bits(number)));
         let mut left = sorted((structure.keys)(&words));
         while !left.is_empty() {
             (structure.delete)(&mut words, 0);
@@ -87,7 +87,7 @@ fn trees_stay_balanced() {
         // A path has the right children on it at least; 4096 in a row would be a list.
         let (mut node, mut depth) = (words[ROOT], 0);
         while node != NIL {
-            node = words[at(node, 2)];
+            node = words[field_index(node, 2)];
             depth += 1;
         }
         assert!(depth <= 26, "{} is {depth} deep", structure.name);

@@ -1,69 +1,72 @@
 //! Binary search tree, not balanced. Node: key, left, right.
 
-use crate::{COUNT, NIL, ROOT, Structure, Words, allocate, at, create, free, in_order};
+use crate::{
+    COUNT, DataStructure, NIL, ROOT, WordSlice, allocate_node, field_index, free_node,
+    initialize_words, keys_in_order,
+};
 
 const SIZE: u64 = 3;
 const KEY: u64 = 0;
 const LEFT: u64 = 1;
 const RIGHT: u64 = 2;
 
-pub(crate) const STRUCTURE: Structure = Structure {
+pub(crate) const STRUCTURE: DataStructure = DataStructure {
     name: "tree",
     words: |elements| 16 + elements * SIZE as usize,
-    create,
-    insert,
-    delete,
-    keys: |words| in_order(words, [KEY, LEFT, RIGHT]),
+    create: initialize_words,
+    insert: insert_key,
+    delete: delete_key,
+    keys: |words| keys_in_order(words, [KEY, LEFT, RIGHT]),
     deletes: true,
     by_key: true,
 };
 
-fn insert(words: &mut Words, key: u64) {
+fn insert_key(words: &mut WordSlice, key: u64) {
     words[ROOT] = insert_below(words, words[ROOT], key);
     words[COUNT] += 1;
 }
 
-fn insert_below(words: &mut Words, node: u64, key: u64) -> u64 {
+fn insert_below(words: &mut WordSlice, node: u64, key: u64) -> u64 {
     if node == NIL {
-        let node = allocate(words, SIZE);
-        words[at(node, KEY)] = key;
-        words[at(node, LEFT)] = NIL;
-        words[at(node, RIGHT)] = NIL;
+        let node = allocate_node(words, SIZE);
+        words[field_index(node, KEY)] = key;
+        words[field_index(node, LEFT)] = NIL;
+        words[field_index(node, RIGHT)] = NIL;
         return node;
     }
-    let side = if key < words[at(node, KEY)] { LEFT } else { RIGHT };
-    let child = insert_below(words, words[at(node, side)], key);
-    words[at(node, side)] = child;
+    let side = if key < words[field_index(node, KEY)] { LEFT } else { RIGHT };
+    let child = insert_below(words, words[field_index(node, side)], key);
+    words[field_index(node, side)] = child;
     node
 }
 
-/// Finds the place without writing, then writes there.
-fn delete(words: &mut Words, key: u64) {
+/// Finds the node without a write, then writes there.
+fn delete_key(words: &mut WordSlice, key: u64) {
     let mut link = ROOT;
     while words[link] != NIL {
         let node = words[link];
-        let found = words[at(node, KEY)];
+        let found = words[field_index(node, KEY)];
         if key == found {
-            return unlink(words, link);
+            return unlink_node(words, link);
         }
-        link = at(node, if key < found { LEFT } else { RIGHT });
+        link = field_index(node, if key < found { LEFT } else { RIGHT });
     }
 }
 
-fn unlink(words: &mut Words, link: usize) {
+fn unlink_node(words: &mut WordSlice, link: usize) {
     let node = words[link];
-    let (left, right) = (words[at(node, LEFT)], words[at(node, RIGHT)]);
+    let (left, right) = (words[field_index(node, LEFT)], words[field_index(node, RIGHT)]);
     words[COUNT] -= 1;
     if left == NIL || right == NIL {
         words[link] = if left == NIL { right } else { left };
-        return free(words, node);
+        return free_node(words, node);
     }
-    let mut least = at(node, RIGHT);
-    while words[at(words[least], LEFT)] != NIL {
-        least = at(words[least], LEFT);
+    let mut least = field_index(node, RIGHT);
+    while words[field_index(words[least], LEFT)] != NIL {
+        least = field_index(words[least], LEFT);
     }
     let successor = words[least];
-    words[at(node, KEY)] = words[at(successor, KEY)];
-    words[least] = words[at(successor, RIGHT)];
-    free(words, successor);
+    words[field_index(node, KEY)] = words[field_index(successor, KEY)];
+    words[least] = words[field_index(successor, RIGHT)];
+    free_node(words, successor);
 }

@@ -1,43 +1,43 @@
-//! Auxiliary RAM of an image: firmware, ACPI tables, video memory.
+//! The auxiliary blocks of an image: firmware, ACPI tables, video memory.
 
 use firn_image::{AuxPiece, Image, ImageError};
 use firn_memory::{Process, process_memory};
 use firn_types::HostVirt;
-use firn_vmm::{AuxRam, Vm};
+use firn_vmm::{AuxRam, QemuVm};
 
-use crate::failure::{Context, Failure, FailureKind, image_failure};
+use crate::failure::{Failure, FailureContext, FailureKind, image_failure};
 
-/// Writes the auxiliary blocks of an image into a hypervisor that has not run yet, piece by piece: no more than one piece
-/// is in memory at a time.
+/// Writes the auxiliary blocks of an image into a hypervisor that has not run yet, piece by piece,
+/// so that no more than one piece is in memory at a time.
 pub(crate) fn write_image_aux(
-    vm: &mut Vm,
+    vm: &mut QemuVm,
     process: &Process,
     image: &Image,
 ) -> Result<(), Failure> {
     if image.aux_list().map_err(|error| image_failure(&error))?.is_empty() {
         return Ok(());
     }
-    let places = vm.layout().doing("finding video memory")?.aux;
+    let locations = vm.layout().while_doing("finding video memory")?.aux;
     let written = image.each_aux_piece(|piece: AuxPiece<'_>| {
         let of = |place: &&AuxRam| place.id == piece.id && place.bytes == piece.block_bytes;
-        let Some(hva) = places.iter().find(of).and_then(|place| place.hva) else {
-            return Err(no_place(piece.id, piece.block_bytes).into());
+        let Some(hva) = locations.iter().find(of).and_then(|place| place.hva) else {
+            return Err(no_location(piece.id, piece.block_bytes).into());
         };
         if piece.bytes.is_empty() {
             return Ok(());
         }
         let at = HostVirt(hva.0 + piece.offset);
-        let written = process_memory::write(process, at, piece.bytes);
-        Ok(written.doing(format!("writing {}", piece.id))?)
+        let written = process_memory::write_memory(process, at, piece.bytes);
+        Ok(written.while_doing(format!("writing {}", piece.id))?)
     });
     written.map_err(|AuxFailure(failure)| failure)
 }
 
-fn no_place(id: &str, bytes: u64) -> Failure {
-    Failure::new(FailureKind::Other, format!("QEMU has no place for {bytes} bytes of {id}"))
+fn no_location(id: &str, bytes: u64) -> Failure {
+    Failure::new(FailureKind::Other, format!("QEMU has no block of {bytes} bytes for {id}"))
 }
 
-/// Why auxiliary blocks were not written: an error of the image, or of a step.
+/// The reason why auxiliary blocks were not written: an error of the image, or of a step.
 struct AuxFailure(Failure);
 
 impl From<ImageError> for AuxFailure {

@@ -1,7 +1,7 @@
-//! The other end of the control socket: what `firn` commands do to reach a VM's supervisor.
+//! The client side of the control socket: how `firn` commands reach a VM's supervisor.
 //!
-//! A command that finds nobody looking after a VM that needs it starts a successor first, so that any command brings
-//! a VM back whose supervisor and guard were both killed.
+//! A command that finds no supervisor for a VM that needs one starts a successor first. So any
+//! command recovers a VM whose supervisor and guard were both killed.
 
 use std::io::{self, BufReader, Read, Write};
 use std::os::unix::net::UnixStream;
@@ -13,71 +13,78 @@ use std::time::{Duration, Instant};
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
 use rustix::net::{AddressFamily, SocketAddrUnix, SocketFlags, SocketType, socket_with};
 
-use crate::failure::{Context, Failure, FailureKind};
+use crate::control_protocol::{
+    self, LINE_BYTES_MAX, OperationProgress, SupervisorPlan, SupervisorReply, SupervisorRequest,
+};
+use crate::failure::{Failure, FailureContext, FailureKind};
 use crate::guard;
 use crate::identity::is_stopped;
-use crate::journal::{Journal, Note, Phase};
-use crate::lock::{self, Role};
+use crate::journal::{Journal, JournalNote, VmPhase};
+use crate::lock::{self, ProcessRole};
 use crate::name::VmName;
-use crate::protocol::{self, LINE_BYTES_MAX, Plan, Progress, Reply, Request};
 use crate::runtime::{RuntimeDir, VmDir};
 use crate::spawn;
-use crate::status::Status;
-use crate::survey;
+use crate::status::VmStatus;
+use crate::vm_survey;
 
-/// How long a supervisor that has just been started may take to open its control socket. Recovery takes some
-/// milliseconds; a machine that is out of memory or disk may take longer.
+/// The maximum time that a new supervisor may take to open its control socket. Recovery takes some
+/// milliseconds; a host that is out of memory or disk may take longer.
 const SOCKET_WAIT: Duration = Duration::from_secs(10);
 
-/// How often the control socket is tried.
-const RETRY: Duration = Duration::from_millis(1);
+/// The interval between attempts to connect to the control socket.
+const RETRY_INTERVAL: Duration = Duration::from_millis(1);
 
-/// How long a supervisor may take to answer a request that takes no time.
+/// The maximum time that a supervisor may take to answer a request that needs no work.
 const ANSWER_WAIT: Duration = Duration::from_secs(30);
 
-/// How long one may take that is asked only because somebody looks.
-const GLANCE_WAIT: Duration = Duration::from_secs(2);
+/// The maximum time that a supervisor may take to answer a status query for a list.
+const QUICK_STATUS_WAIT: Duration = Duration::from_secs(2);
 
-/// How often a supervisor that dies is replaced before a command gives up.
-const TRIES: usize = 5;
+/// The number of times that a supervisor that dies is replaced before a command gives up.
+const ATTEMPTS_MAX: usize = 5;
 
-/// What is told of progress.
-pub type OnProgress<'a> = &'a mut dyn FnMut(&Progress);
+/// A callback for progress reports.
+pub type OnProgress<'a> = &'a mut dyn FnMut(&OperationProgress);
 
-/// Starts looking after a VM; returns what the supervisor says once the VM runs.
-pub fn start(
+/// Starts a supervisor for a VM; returns the facts that it reports once the VM runs.
+pub fn start_supervisor(
     base: &RuntimeDir,
     name: &VmName,
-    plan: &Plan,
+    plan: &SupervisorPlan,
     on_progress: OnProgress<'_>,
 ) -> Result<serde_json::Value, Failure> {
-    Starting::begin(base, name, plan)?.finish(on_progress)
+    SupervisorStart::begin_start(base, name, plan)?.wait_until_started(on_progress)
 }
 
-/// A supervisor that has been told what to do and has not said yet that it is done.
+/// A supervisor that has received its plan and has not sent its last reply yet.
 #[derive(Debug)]
-pub struct Starting {
+pub struct SupervisorStart {
     base: RuntimeDir,
     vm: VmDir,
     from: Option<ChildStdout>,
 }
 
-impl Starting {
-    /// Starts it. A standby that still waits for its primary gives up when this value is dropped.
-    pub fn begin(base: &RuntimeDir, name: &VmName, plan: &Plan) -> Result<Self, Failure> {
-        let vm = base.vm(name);
-        if exists(&vm) {
-            look_after(base, &vm)?;
+impl SupervisorStart {
+    /// Starts it. A standby that still waits for its primary ends when this value is dropped.
+    pub fn begin_start(
+        base: &RuntimeDir,
+        name: &VmName,
+        plan: &SupervisorPlan,
+    ) -> Result<Self, Failure> {
+        let vm = base.vm_dir(name);
+        if has_journal(&vm) {
+            ensure_supervisor(base, &vm)?;
         }
-        let mut child = spawn::supervisor(base, &vm).doing("starting a supervisor")?;
+        let mut child = spawn::spawn_supervisor(base, &vm).while_doing("starting a supervisor")?;
         if let Some(mut to) = child.stdin.take() {
-            // A supervisor that ends before it has read the plan says why in its reply.
-            let _ = protocol::write(&mut to, plan);
+            // A supervisor that ends before it has read the plan sends the reason in its reply.
+            let _ = control_protocol::write_message(&mut to, plan);
         }
         Ok(Self { base: base.clone(), vm, from: child.stdout.take() })
     }
 
-    /// Whether it has said all, and [`Self::finish`] does not wait: the other end of its pipe is closed.
+    /// Whether the supervisor has sent all replies, so that [`Self::wait_until_started`] does not
+    /// wait: the other end of its pipe is closed.
     pub fn is_over(&self) -> bool {
         let Some(from) = &self.from else { return true };
         let now = Timespec { tv_sec: 0, tv_nsec: 0 };
@@ -85,8 +92,11 @@ impl Starting {
         poll(&mut polled, Some(&now)).is_ok() && polled[0].revents().contains(PollFlags::HUP)
     }
 
-    /// Returns what the supervisor says once the VM runs.
-    pub fn finish(self, on_progress: OnProgress<'_>) -> Result<serde_json::Value, Failure> {
+    /// Returns the facts that the supervisor reports once the VM runs.
+    pub fn wait_until_started(
+        self,
+        on_progress: OnProgress<'_>,
+    ) -> Result<serde_json::Value, Failure> {
         let replied = match self.from {
             Some(from) => read_replies(&mut BufReader::new(from), on_progress)?,
             None => None,
@@ -94,240 +104,251 @@ impl Starting {
         match replied {
             Some(result) => result,
             None => {
-                settle(&self.vm);
-                after_start(&self.base, &self.vm)
+                wait_for_successor(&self.vm);
+                result_after_start(&self.base, &self.vm)
             }
         }
     }
 }
 
-/// What became of a VM whose first supervisor died.
-fn after_start(base: &RuntimeDir, vm: &VmDir) -> Result<serde_json::Value, Failure> {
+/// The result of a start whose supervisor died.
+fn result_after_start(base: &RuntimeDir, vm: &VmDir) -> Result<serde_json::Value, Failure> {
     let status = status_after(base, vm, "the VM was not started, and nothing is left of it")?;
     match (&status.last, status.state.as_str()) {
-        (Some(note), _) => told(&status, note),
-        (None, "running" | "restoring" | "paused") => Ok(recovered(&status)),
-        (None, state) => died(format!("the VM is {state}")),
+        (Some(note), _) => result_of_note(&status, note),
+        (None, "running" | "restoring" | "paused") => Ok(recovered_facts(&status)),
+        (None, state) => supervisor_died(format!("the VM is {state}")),
     }
 }
 
-/// What became of a save whose supervisor died. `before` is what had happened last; if that is so still, the save was
-/// never begun: `None`.
-fn after_save(
+/// The result of a save whose supervisor died. `before` is the last event before the save; if there
+/// is no later one, the save never began: `None`.
+fn result_after_save(
     base: &RuntimeDir,
     vm: &VmDir,
-    before: Option<&Note>,
+    before: Option<&JournalNote>,
 ) -> Option<Result<serde_json::Value, Failure>> {
     match status_after(base, vm, "the VM is gone") {
         Ok(status) => match &status.last {
-            Some(note) if Some(note) != before => Some(told(&status, note)),
+            Some(note) if Some(note) != before => Some(result_of_note(&status, note)),
             _ => None,
         },
         Err(failure) => Some(Err(failure)),
     }
 }
 
-/// What became of a standby whose supervisor died.
-fn after_failover(base: &RuntimeDir, vm: &VmDir) -> Result<serde_json::Value, Failure> {
-    let lost = "the copy of the VM is lost: it can't be continued here";
+/// The result of a failover whose supervisor died.
+fn result_after_failover(base: &RuntimeDir, vm: &VmDir) -> Result<serde_json::Value, Failure> {
+    let lost = "the standby is lost: the VM can't be continued here";
     let status = status_after(base, vm, lost)?;
     match status.state.as_str() {
-        "running" | "paused" => Ok(recovered(&status)),
-        state => died(format!("the VM is {state}")),
+        "running" | "paused" => Ok(recovered_facts(&status)),
+        state => supervisor_died(format!("the VM is {state}")),
     }
 }
 
-/// The status of a VM whose supervisor died. `gone` is what it means if there is no such VM.
-fn status_after(base: &RuntimeDir, vm: &VmDir, gone: &str) -> Result<Status, Failure> {
-    match status(base, vm) {
-        Err(failure) if failure.kind == FailureKind::NoSuchVm => died(gone.to_owned()),
+/// The status of a VM whose supervisor died. `gone` is the error text if there is no such VM.
+fn status_after(base: &RuntimeDir, vm: &VmDir, gone: &str) -> Result<VmStatus, Failure> {
+    match query_status(base, vm) {
+        Err(failure) if failure.kind == FailureKind::NoSuchVm => supervisor_died(gone.to_owned()),
         found => found.map_err(|failure| failure.while_doing("the supervisor died")),
     }
 }
 
-fn told(status: &Status, note: &Note) -> Result<serde_json::Value, Failure> {
-    if note.good { Ok(recovered(status)) } else { died(note.text.clone()) }
+fn result_of_note(status: &VmStatus, note: &JournalNote) -> Result<serde_json::Value, Failure> {
+    if note.good { Ok(recovered_facts(status)) } else { supervisor_died(note.text.clone()) }
 }
 
-fn died<T>(text: String) -> Result<T, Failure> {
+fn supervisor_died<T>(text: String) -> Result<T, Failure> {
     Err(Failure::new(FailureKind::Interrupted, "the supervisor died").while_doing(text))
 }
 
-fn recovered(status: &Status) -> serde_json::Value {
+fn recovered_facts(status: &VmStatus) -> serde_json::Value {
     serde_json::json!({ "recovered": true, "status": status })
 }
 
 /// Waits until the guard, if there is one, has started a successor.
-fn settle(vm: &VmDir) {
+fn wait_for_successor(vm: &VmDir) {
     let deadline = Instant::now() + SOCKET_WAIT;
     while Instant::now() < deadline
-        && exists(vm)
-        && matches!(lock::holder(vm.path(), Role::Supervisor), Ok(None))
-        && matches!(lock::holder(vm.path(), Role::Guard), Ok(Some(_)))
+        && has_journal(vm)
+        && matches!(lock::role_holder(vm.path(), ProcessRole::Supervisor), Ok(None))
+        && matches!(lock::role_holder(vm.path(), ProcessRole::Guard), Ok(Some(_)))
     {
-        thread::sleep(RETRY);
+        thread::sleep(RETRY_INTERVAL);
     }
 }
 
-/// Asks a supervisor and waits for its last reply.
+/// Sends a request to a supervisor and waits for its last reply.
 ///
-/// One that dies meanwhile is replaced, and asked again where that makes no difference.
-pub fn ask(
+/// A supervisor that dies meanwhile is replaced, and gets the request again where that is harmless.
+pub fn send_request(
     base: &RuntimeDir,
     name: &VmName,
-    request: &Request,
+    request: &SupervisorRequest,
     on_progress: OnProgress<'_>,
 ) -> Result<serde_json::Value, Failure> {
-    let vm = base.vm(name);
-    let before = load(&vm)?.and_then(|journal| journal.last);
-    refuse_mute(base, &vm)?;
-    for _ in 0..TRIES {
-        let answer = ask_once(base, &vm, request, on_progress);
-        if let Some(result) = answer.map_err(|failure| what_ended(&vm, request, failure))? {
+    let vm = base.vm_dir(name);
+    let before = load_journal(&vm)?.and_then(|journal| journal.last);
+    refuse_stopped_supervisor(base, &vm)?;
+    for _ in 0..ATTEMPTS_MAX {
+        let answer = send_request_once(base, &vm, request, on_progress);
+        if let Some(result) = answer.map_err(|failure| explain_late_watch(&vm, request, failure))? {
             return result;
         }
-        settle(&vm);
+        wait_for_successor(&vm);
         match request {
-            Request::Status | Request::Watch | Request::CommandLine => {}
-            Request::Protect(_)
-            | Request::Release
-            | Request::ReleaseMember
-            | Request::Member(_)
-            | Request::Fence { .. } => return died_while_asked(),
-            // A successor has ended the merge; what is left of it can be done.
-            Request::GoOn | Request::MergeDisks | Request::CommitDisks => {}
-            Request::Failover(_) => return after_failover(base, &vm),
-            Request::Detach if !is_detached(&vm)? => {}
-            Request::Detach => return Ok(serde_json::Value::Null),
-            Request::Stop(_) => return after_stop(base, &vm),
-            Request::Checkpoint(_) | Request::Suspend(_) => {
-                if let Some(result) = after_save(base, &vm, before.as_ref()) {
+            SupervisorRequest::Status
+            | SupervisorRequest::Watch
+            | SupervisorRequest::CommandLine => {}
+            SupervisorRequest::Protect(_)
+            | SupervisorRequest::Release
+            | SupervisorRequest::ReleaseMember
+            | SupervisorRequest::Member(_)
+            | SupervisorRequest::Fence { .. } => return died_during_request(),
+            // A successor has ended the merge; the remaining part can be done.
+            SupervisorRequest::GoOn
+            | SupervisorRequest::MergeDisks
+            | SupervisorRequest::CommitDisks => {}
+            SupervisorRequest::Failover(_) => return result_after_failover(base, &vm),
+            SupervisorRequest::Detach if !is_detached(&vm)? => {}
+            SupervisorRequest::Detach => return Ok(serde_json::Value::Null),
+            SupervisorRequest::Stop(_) => return result_after_stop(base, &vm),
+            SupervisorRequest::Checkpoint(_) | SupervisorRequest::Suspend(_) => {
+                if let Some(result) = result_after_save(base, &vm, before.as_ref()) {
                     return result;
                 }
             }
         }
     }
-    Err(Failure::new(FailureKind::Other, format!("the supervisor of {name} dies again and again"))
-        .hint("its log says why"))
+    Err(Failure::new(FailureKind::Other, format!("the supervisor of {name} dies repeatedly"))
+        .with_hint("its log has the reason"))
 }
 
-/// A supervisor that is stopped by a signal would not answer for ever.
-fn refuse_mute(base: &RuntimeDir, vm: &VmDir) -> Result<(), Failure> {
-    let holder = lock::holder(vm.path(), Role::Supervisor).doing("looking for the supervisor")?;
+/// Refuses a supervisor that is stopped by a signal, because it would never answer.
+fn refuse_stopped_supervisor(base: &RuntimeDir, vm: &VmDir) -> Result<(), Failure> {
+    let holder = lock::role_holder(vm.path(), ProcessRole::Supervisor)
+        .while_doing("finding the supervisor")?;
     match holder.filter(|&pid| is_stopped(pid)) {
-        Some(_) => survey::examine(base, vm)?.refusal().map_or(Ok(()), Err),
+        Some(_) => vm_survey::examine_vm(base, vm)?.unattended_failure().map_or(Ok(()), Err),
         None => Ok(()),
     }
 }
 
-fn died_while_asked() -> Result<serde_json::Value, Failure> {
+fn died_during_request() -> Result<serde_json::Value, Failure> {
     let died = Failure::new(FailureKind::Interrupted, "the supervisor died");
-    Err(died.hint("`firn status` says what became of the VM"))
+    Err(died.with_hint("`firn status` shows the state of the VM"))
 }
 
-/// Who comes too late to watch is told what one who came in time was told.
-fn what_ended(vm: &VmDir, request: &Request, failure: Failure) -> Failure {
-    let is_late = *request == Request::Watch && failure.kind == FailureKind::NoSuchVm;
-    let journal = load(vm).ok().flatten().filter(|_| is_late);
+/// A command that watches too late gets the failure that one in time would have got.
+fn explain_late_watch(vm: &VmDir, request: &SupervisorRequest, failure: Failure) -> Failure {
+    let is_late = *request == SupervisorRequest::Watch && failure.kind == FailureKind::NoSuchVm;
+    let journal = load_journal(vm).ok().flatten().filter(|_| is_late);
     journal.and_then(|journal| journal.last?.failure).unwrap_or(failure)
 }
 
-/// `None` if the supervisor ends without an answer.
-fn ask_once(
+/// `None` if the supervisor ends without a last reply.
+fn send_request_once(
     base: &RuntimeDir,
     vm: &VmDir,
-    request: &Request,
+    request: &SupervisorRequest,
     on_progress: OnProgress<'_>,
 ) -> Result<Option<Result<serde_json::Value, Failure>>, Failure> {
-    let stream = connect(base, vm)?;
+    let stream = connect_to_supervisor(base, vm)?;
     // When `firn stop` returns, the VM's disks and its name are free.
     let supervisor = match request {
-        Request::Stop(_) => guard::running(vm).doing("looking for the supervisor")?,
+        SupervisorRequest::Stop(_) => {
+            guard::find_supervisor(vm).while_doing("finding the supervisor")?
+        }
         _ => None,
     };
     let quick = matches!(
         request,
-        Request::Status | Request::CommandLine | Request::Detach | Request::Member(_)
+        SupervisorRequest::Status
+            | SupervisorRequest::CommandLine
+            | SupervisorRequest::Detach
+            | SupervisorRequest::Member(_)
     );
-    stream.set_read_timeout(quick.then_some(ANSWER_WAIT)).doing("preparing to wait")?;
-    if protocol::write(&mut &stream, request).is_err() {
+    stream.set_read_timeout(quick.then_some(ANSWER_WAIT)).while_doing("preparing to wait")?;
+    if control_protocol::write_message(&mut &stream, request).is_err() {
         return Ok(None);
     }
     let replied = read_replies(&mut BufReader::new(&stream), on_progress)?;
     if let (Some(supervisor), Some(Ok(_))) = (supervisor, &replied) {
-        supervisor.wait_gone(SOCKET_WAIT).doing("waiting for the supervisor to exit")?;
+        supervisor.wait_gone(SOCKET_WAIT).while_doing("waiting for the supervisor to exit")?;
     }
     Ok(replied)
 }
 
 fn is_detached(vm: &VmDir) -> Result<bool, Failure> {
-    Ok(load(vm)?.is_none_or(|journal| journal.phase == Phase::Detached))
+    Ok(load_journal(vm)?.is_none_or(|journal| journal.phase == VmPhase::Detached))
 }
 
-/// A supervisor that dies while it stops a VM leaves it to its successor, or to nobody if the VM has ended.
-fn after_stop(base: &RuntimeDir, vm: &VmDir) -> Result<serde_json::Value, Failure> {
-    match status(base, vm) {
+/// The result of a stop whose supervisor died: if the VM has not ended, a successor manages it.
+fn result_after_stop(base: &RuntimeDir, vm: &VmDir) -> Result<serde_json::Value, Failure> {
+    match query_status(base, vm) {
         Err(failure) if failure.kind == FailureKind::NoSuchVm => Ok(serde_json::Value::Null),
         Ok(status) if status.state == "ended" => Ok(serde_json::Value::Null),
         Ok(_) => Err(Failure::new(FailureKind::Interrupted, "the supervisor died")
             .while_doing("the VM was not stopped")
-            .hint("ask again")),
+            .with_hint("run the command again")),
         Err(failure) => Err(failure),
     }
 }
 
-/// A VM's status: from its supervisor, or from the journal of one that is over.
-pub fn status(base: &RuntimeDir, vm: &VmDir) -> Result<Status, Failure> {
-    look_after(base, vm)?;
-    let journal = load(vm)?.ok_or_else(|| no_such_vm(vm))?;
+/// A VM's status: from its supervisor, or from the journal if the VM is over.
+pub fn query_status(base: &RuntimeDir, vm: &VmDir) -> Result<VmStatus, Failure> {
+    ensure_supervisor(base, vm)?;
+    let journal = load_journal(vm)?.ok_or_else(|| no_such_vm(vm))?;
     if !needs_supervisor(&journal) {
-        return Ok(Status::of(&journal));
+        return Ok(VmStatus::from_journal(&journal));
     }
-    match ask(base, vm.name(), &Request::Status, &mut |_| ()) {
-        Ok(facts) => serde_json::from_value(facts).doing("reading the supervisor's answer"),
-        // It may have ended meanwhile.
-        Err(failure) => match load(vm)?.filter(|journal| !needs_supervisor(journal)) {
-            Some(journal) => Ok(Status::of(&journal)),
+    match send_request(base, vm.name(), &SupervisorRequest::Status, &mut |_| ()) {
+        Ok(facts) => serde_json::from_value(facts).while_doing("decoding the supervisor's reply"),
+        // The VM may have ended meanwhile.
+        Err(failure) => match load_journal(vm)?.filter(|journal| !needs_supervisor(journal)) {
+            Some(journal) => Ok(VmStatus::from_journal(&journal)),
             None => Err(failure),
         },
     }
 }
 
-/// A VM's status as it is now, for whoever looks often: nobody is brought back, and nobody is waited for. Where no supervisor
-/// answers, it is what the journal tells.
-pub fn glance(vm: &VmDir) -> Result<Status, Failure> {
-    let journal = load(vm)?.ok_or_else(|| no_such_vm(vm))?;
-    Ok(told_at_once(vm).unwrap_or_else(|| Status::of(&journal)))
+/// A VM's current status, for frequent polling: no supervisor is restarted, and the wait is short.
+/// If no supervisor answers, the status comes from the journal.
+pub fn quick_status(vm: &VmDir) -> Result<VmStatus, Failure> {
+    let journal = load_journal(vm)?.ok_or_else(|| no_such_vm(vm))?;
+    Ok(poll_status(vm).unwrap_or_else(|| VmStatus::from_journal(&journal)))
 }
 
-/// The status of each, as [`glance`] has it. All are asked at once, so that those that don't answer keep nobody waiting for the others.
-/// One that goes away meanwhile is left out.
-pub fn glances(vms: &[VmDir]) -> Vec<Status> {
+/// The [`quick_status`] of each VM. All supervisors are queried at once, so that those that don't
+/// answer delay none of the others. A VM that ends meanwhile is left out.
+pub fn quick_statuses(vms: &[VmDir]) -> Vec<VmStatus> {
     thread::scope(|scope| {
         let ask = |vm| {
             let asked = thread::Builder::new().name("glance".into());
-            asked.spawn_scoped(scope, move || glance(vm).ok()).ok()
+            asked.spawn_scoped(scope, move || quick_status(vm).ok()).ok()
         };
         let asked: Vec<_> = vms.iter().map(ask).collect();
         asked.into_iter().flatten().filter_map(|told| told.join().ok().flatten()).collect()
     })
 }
 
-fn told_at_once(vm: &VmDir) -> Option<Status> {
-    told_within(vm, GLANCE_WAIT)
+fn poll_status(vm: &VmDir) -> Option<VmStatus> {
+    poll_status_within(vm, QUICK_STATUS_WAIT)
 }
 
-/// What a supervisor says of its VM, if it does so within this time.
-pub(crate) fn told_within(vm: &VmDir, time: Duration) -> Option<Status> {
-    let stream = connect_at_once(&vm.control()).ok()?;
+/// The supervisor's status of its VM, if it answers within this time.
+pub(crate) fn poll_status_within(vm: &VmDir, time: Duration) -> Option<VmStatus> {
+    let stream = connect_without_waiting(&vm.control_socket()).ok()?;
     stream.set_read_timeout(Some(time)).ok()?;
-    protocol::write(&mut &stream, &Request::Status).ok()?;
+    control_protocol::write_message(&mut &stream, &SupervisorRequest::Status).ok()?;
     let facts = read_replies(&mut BufReader::new(&stream), &mut |_| ()).ok()??.ok()?;
     serde_json::from_value(facts).ok()
 }
 
-/// A supervisor that stands still takes no more connections some time, and connecting to it would wait for ever.
-fn connect_at_once(path: &Path) -> io::Result<UnixStream> {
+/// Connects without waiting: a supervisor that is stopped by a signal accepts no connections once
+/// its queue is full, and a connection to it would block for ever.
+fn connect_without_waiting(path: &Path) -> io::Result<UnixStream> {
     let flags = SocketFlags::CLOEXEC | SocketFlags::NONBLOCK;
     let socket = socket_with(AddressFamily::UNIX, SocketType::STREAM, flags, None)?;
     rustix::net::connect(&socket, &SocketAddrUnix::new(path)?)?;
@@ -337,96 +358,98 @@ fn connect_at_once(path: &Path) -> io::Result<UnixStream> {
 }
 
 /// Forgets a VM that is over.
-pub fn forget(base: &RuntimeDir, name: &VmName) -> Result<(), Failure> {
-    let vm = base.vm(name);
-    let sight = survey::examine(base, &vm)?;
-    if sight.journal.as_ref().is_none_or(needs_supervisor) {
-        return Err(sight.refusal().unwrap_or_else(|| {
+pub fn forget_vm(base: &RuntimeDir, name: &VmName) -> Result<(), Failure> {
+    let vm = base.vm_dir(name);
+    let observed = vm_survey::examine_vm(base, &vm)?;
+    if observed.journal.as_ref().is_none_or(needs_supervisor) {
+        return Err(observed.unattended_failure().unwrap_or_else(|| {
             let hint = format!("stop it first: `firn stop {name}`");
-            Failure::new(FailureKind::Busy, format!("VM {name} runs")).hint(hint)
+            Failure::new(FailureKind::Busy, format!("VM {name} runs")).with_hint(hint)
         }));
     }
-    vm.remove().doing("forgetting the VM")
+    vm.remove_dir().while_doing("removing the VM's directory")
 }
 
-/// Starts a successor if a VM needs a supervisor and has none. It is an error if the VM is not known.
-pub fn look_after(base: &RuntimeDir, vm: &VmDir) -> Result<(), Failure> {
-    let Some(journal) = load(vm)? else {
-        return match holder(vm)? {
+/// Starts a successor if a VM needs a supervisor and has none. It is an error if there is no such
+/// VM.
+pub fn ensure_supervisor(base: &RuntimeDir, vm: &VmDir) -> Result<(), Failure> {
+    let Some(journal) = load_journal(vm)? else {
+        return match find_supervisor(vm)? {
             Some(_) => Ok(()),
             None => Err(no_such_vm(vm)),
         };
     };
-    if !needs_supervisor(&journal) || holder(vm)?.is_some() {
+    if !needs_supervisor(&journal) || find_supervisor(vm)?.is_some() {
         return Ok(());
     }
-    match spawn::successor(base, vm, &[]) {
+    match spawn::spawn_successor(base, vm, &[]) {
         Ok(mut child) => wait_for_socket(vm, &mut || matches!(child.try_wait(), Ok(None))),
-        // Somebody else was faster, and found that nothing was left to look after.
-        Err(_) if !exists(vm) => Err(no_such_vm(vm)),
-        Err(error) => Err(error).doing("starting a supervisor"),
+        // Another process was faster, and found that nothing was left to manage.
+        Err(_) if !has_journal(vm) => Err(no_such_vm(vm)),
+        Err(error) => Err(error).while_doing("starting a supervisor"),
     }
 }
 
-/// Ends when the control socket is served, or the successor has decided that there is nothing to serve.
+/// Waits until the control socket accepts a connection, or the successor has ended.
 fn wait_for_socket(vm: &VmDir, alive: &mut dyn FnMut() -> bool) -> Result<(), Failure> {
     let deadline = Instant::now() + SOCKET_WAIT;
     while alive() && Instant::now() < deadline {
-        if UnixStream::connect(vm.control()).is_ok() {
+        if UnixStream::connect(vm.control_socket()).is_ok() {
             break;
         }
-        thread::sleep(RETRY);
+        thread::sleep(RETRY_INTERVAL);
     }
     Ok(())
 }
 
-fn connect(base: &RuntimeDir, vm: &VmDir) -> Result<UnixStream, Failure> {
+fn connect_to_supervisor(base: &RuntimeDir, vm: &VmDir) -> Result<UnixStream, Failure> {
     let deadline = Instant::now() + SOCKET_WAIT;
     loop {
-        // Each time: the one that was there may have been dying.
-        look_after(base, vm)?;
-        match UnixStream::connect(vm.control()) {
+        // Each time, because the supervisor that was there may have been dying.
+        ensure_supervisor(base, vm)?;
+        match UnixStream::connect(vm.control_socket()) {
             Ok(stream) => return Ok(stream),
-            Err(error) if !is_not_there(&error) => {
-                return Err(error).doing_or(FailureKind::Host, "connecting to the supervisor");
+            Err(error) if !is_socket_missing(&error) => {
+                return Err(error)
+                    .while_doing_as(FailureKind::Host, "connecting to the supervisor");
             }
             Err(_) => {}
         }
-        is_coming(vm)?;
+        check_supervisor_expected(vm)?;
         if Instant::now() >= deadline {
             let silent = format!("the supervisor of {} does not open its socket", vm.name());
-            let hint = format!("its log says why; `firn stop --force {}` ends the VM", vm.name());
-            return Err(Failure::new(FailureKind::Other, silent).hint(hint));
+            let hint = format!("see its log; `firn stop --force {}` ends the VM", vm.name());
+            return Err(Failure::new(FailureKind::Other, silent).with_hint(hint));
         }
-        thread::sleep(RETRY);
+        thread::sleep(RETRY_INTERVAL);
     }
 }
 
-fn is_not_there(error: &io::Error) -> bool {
+fn is_socket_missing(error: &io::Error) -> bool {
     matches!(error.kind(), io::ErrorKind::NotFound | io::ErrorKind::ConnectionRefused)
 }
 
-/// Whether there will be a control socket, or why not.
-fn is_coming(vm: &VmDir) -> Result<(), Failure> {
-    match load(vm)?.map(|journal| journal.phase) {
+/// Checks whether there will be a control socket; the failure is the reason why not.
+fn check_supervisor_expected(vm: &VmDir) -> Result<(), Failure> {
+    match load_journal(vm)?.map(|journal| journal.phase) {
         None => Err(no_such_vm(vm)),
-        Some(phase) if phase.is_over() => Err(is_over(vm, &phase)),
+        Some(phase) if phase.is_over() => Err(over_failure(vm, &phase)),
         Some(_) => Ok(()),
     }
 }
 
-fn is_over(vm: &VmDir, phase: &Phase) -> Failure {
+fn over_failure(vm: &VmDir, phase: &VmPhase) -> Failure {
     match phase {
-        Phase::Detached => {
+        VmPhase::Detached => {
             let text =
-                format!("VM {} is not looked after any more: Firn has let go of it", vm.name());
-            let hint = format!("take it up again: `firn attach {}`", vm.name());
-            Failure::new(FailureKind::NoSuchVm, text).hint(hint)
+                format!("VM {} is not managed any more: Firn is detached from it", vm.name());
+            let hint = format!("attach to it again: `firn attach {}`", vm.name());
+            Failure::new(FailureKind::NoSuchVm, text).with_hint(hint)
         }
-        Phase::Ended { exit, .. } => {
+        VmPhase::Ended { exit, .. } => {
             let text = format!("VM {} does not run: {exit}", vm.name());
             let hint = format!("`firn rm {}` forgets it", vm.name());
-            Failure::new(FailureKind::NoSuchVm, text).hint(hint)
+            Failure::new(FailureKind::NoSuchVm, text).with_hint(hint)
         }
         _ => no_such_vm(vm),
     }
@@ -434,45 +457,46 @@ fn is_over(vm: &VmDir, phase: &Phase) -> Failure {
 
 pub(crate) fn no_such_vm(vm: &VmDir) -> Failure {
     let text = format!("there is no VM called {}", vm.name());
-    Failure::new(FailureKind::NoSuchVm, text).hint("`firn ls` shows which VMs there are")
+    Failure::new(FailureKind::NoSuchVm, text).with_hint("`firn ls` lists the VMs")
 }
 
 fn needs_supervisor(journal: &Journal) -> bool {
     !journal.phase.is_over()
 }
 
-fn exists(vm: &VmDir) -> bool {
-    vm.journal().exists()
+fn has_journal(vm: &VmDir) -> bool {
+    vm.journal_file().exists()
 }
 
-fn load(vm: &VmDir) -> Result<Option<Journal>, Failure> {
-    Journal::load(&vm.journal()).doing(format!("looking at VM {}", vm.name()))
+fn load_journal(vm: &VmDir) -> Result<Option<Journal>, Failure> {
+    Journal::load(&vm.journal_file())
+        .while_doing(format!("reading the journal of VM {}", vm.name()))
 }
 
-fn holder(vm: &VmDir) -> Result<Option<()>, Failure> {
-    Ok(guard::running(vm).doing("looking for the supervisor")?.map(drop))
+fn find_supervisor(vm: &VmDir) -> Result<Option<()>, Failure> {
+    Ok(guard::find_supervisor(vm).while_doing("finding the supervisor")?.map(drop))
 }
 
-/// Reads replies up to the last one; `None` if the supervisor ends without.
+/// Reads replies up to the last one; `None` if the supervisor ends without one.
 fn read_replies(
     from: &mut BufReader<impl Read>,
     on_progress: OnProgress<'_>,
 ) -> Result<Option<Result<serde_json::Value, Failure>>, Failure> {
     loop {
-        let line = match protocol::read_line(from, LINE_BYTES_MAX) {
+        let line = match control_protocol::read_line(from, LINE_BYTES_MAX) {
             Ok(Some(line)) => line,
             Ok(None) => return Ok(None),
-            Err(protocol::MessageError::Io(error)) if is_timeout(&error) => {
+            Err(control_protocol::MessageError::Io(error)) if is_timeout(&error) => {
                 let silent = Failure::new(FailureKind::Other, "the supervisor does not answer");
-                return Err(silent.hint("`firn ls` says what helps"));
+                return Err(silent.with_hint("`firn ls` shows what helps"));
             }
-            Err(protocol::MessageError::Io(_)) => return Ok(None),
+            Err(control_protocol::MessageError::Io(_)) => return Ok(None),
             Err(error) => return Err(error.into()),
         };
-        match protocol::decode(&line)? {
-            Reply::Progress(progress) => on_progress(&progress),
-            Reply::Done { facts } => return Ok(Some(Ok(facts))),
-            Reply::Failed(failure) => return Ok(Some(Err(failure))),
+        match control_protocol::decode_message(&line)? {
+            SupervisorReply::Progress(progress) => on_progress(&progress),
+            SupervisorReply::Done { facts } => return Ok(Some(Ok(facts))),
+            SupervisorReply::Failed(failure) => return Ok(Some(Err(failure))),
         }
     }
 }
@@ -481,33 +505,34 @@ fn is_timeout(error: &io::Error) -> bool {
     matches!(error.kind(), io::ErrorKind::WouldBlock | io::ErrorKind::TimedOut)
 }
 
-/// An absolute form of a path that a user gave: the supervisor has another working directory.
-pub fn absolute(path: &Path) -> Result<std::path::PathBuf, Failure> {
-    let absolute =
-        std::path::absolute(path).doing_or(FailureKind::Usage, format!("{}", path.display()))?;
+/// The absolute form of a path that a user gave: the supervisor has another working directory.
+pub fn absolute_path(path: &Path) -> Result<std::path::PathBuf, Failure> {
+    let absolute = std::path::absolute(path)
+        .while_doing_as(FailureKind::Usage, format!("{}", path.display()))?;
     match absolute.to_str() {
         Some(_) => Ok(absolute),
         None => {
             let text = format!("{} is not UTF-8, as paths of a VM have to be", absolute.display());
             Err(Failure::new(FailureKind::Usage, text)
-                .hint("rename it, or name a link to it that is UTF-8"))
+                .with_hint("rename it, or name a link to it that is UTF-8"))
         }
     }
 }
 
-/// The replying side of [`start`]: a supervisor's standard output.
-pub(crate) struct Starter<W: Write> {
+/// The replying side of [`start_supervisor`]: a supervisor's standard output.
+pub(crate) struct StartReplyWriter<W: Write> {
     to: W,
 }
 
-impl<W: Write> Starter<W> {
+impl<W: Write> StartReplyWriter<W> {
     pub(crate) fn new(to: W) -> Self {
         Self { to }
     }
 
-    /// Tells whoever started this supervisor. That it has gone away is no reason to stop.
-    pub(crate) fn tell(&mut self, reply: &Reply) {
-        let _ = protocol::write(&mut self.to, reply);
+    /// Sends a reply to the command that started this supervisor. A failure is ignored: the
+    /// supervisor continues even if the command has exited.
+    pub(crate) fn send_reply(&mut self, reply: &SupervisorReply) {
+        let _ = control_protocol::write_message(&mut self.to, reply);
     }
 }
 
@@ -517,15 +542,16 @@ mod tests {
 
     fn dir() -> (tempfile::TempDir, RuntimeDir, VmDir) {
         let dir = tempfile::tempdir().unwrap();
-        let base = RuntimeDir::at(dir.path().join("firn"));
-        let vm = base.vm(&VmName::new("web").unwrap());
+        let base = RuntimeDir::from_path(dir.path().join("firn"));
+        let vm = base.vm_dir(&VmName::new("web").unwrap());
         (dir, base, vm)
     }
 
     #[test]
     fn asking_for_a_vm_that_is_not_there_names_it() {
         let (_dir, base, vm) = dir();
-        let failure = ask(&base, vm.name(), &Request::Status, &mut |_| ()).unwrap_err();
+        let failure =
+            send_request(&base, vm.name(), &SupervisorRequest::Status, &mut |_| ()).unwrap_err();
         assert_eq!(failure.kind, FailureKind::NoSuchVm);
         assert!(failure.to_string().contains("web"));
     }
@@ -533,52 +559,54 @@ mod tests {
     #[test]
     fn a_vm_that_has_ended_is_shown_refuses_requests_and_can_be_forgotten() {
         let (_dir, base, vm) = dir();
-        vm.create().unwrap();
+        vm.create_private().unwrap();
         let mut journal = Journal::new(vm.name().clone(), None);
-        journal.phase = Phase::Ended { exit: crate::journal::Exit::Signal(6), at: 1 };
-        journal.store(&vm.journal()).unwrap();
-        assert_eq!(status(&base, &vm).unwrap().state, "ended");
-        let failure = ask(&base, vm.name(), &Request::Detach, &mut |_| ()).unwrap_err();
+        journal.phase = VmPhase::Ended { exit: crate::journal::ProcessExit::Signal(6), at: 1 };
+        journal.write_file(&vm.journal_file()).unwrap();
+        assert_eq!(query_status(&base, &vm).unwrap().state, "ended");
+        let failure =
+            send_request(&base, vm.name(), &SupervisorRequest::Detach, &mut |_| ()).unwrap_err();
         assert_eq!(failure.to_string(), "VM web does not run: killed by signal 6");
-        forget(&base, vm.name()).unwrap();
-        assert_eq!(forget(&base, vm.name()).unwrap_err().kind, FailureKind::NoSuchVm);
+        forget_vm(&base, vm.name()).unwrap();
+        assert_eq!(forget_vm(&base, vm.name()).unwrap_err().kind, FailureKind::NoSuchVm);
     }
 
     #[test]
     fn who_watches_too_late_learns_why_the_vm_was_ended() {
         let (_dir, base, vm) = dir();
-        vm.create().unwrap();
+        vm.create_private().unwrap();
         let damaged = Failure::new(FailureKind::Damaged, "memory block 7 is damaged");
         let mut journal = Journal::new(vm.name().clone(), None);
-        journal.phase = Phase::Ended { exit: crate::journal::Exit::Signal(9), at: 1 };
-        journal.note_end(damaged.clone());
-        journal.store(&vm.journal()).unwrap();
-        let asked = |request| ask(&base, vm.name(), &request, &mut |_| ()).unwrap_err();
-        assert_eq!(asked(Request::Watch), damaged);
-        assert_eq!(asked(Request::Detach).kind, FailureKind::NoSuchVm);
+        journal.phase = VmPhase::Ended { exit: crate::journal::ProcessExit::Signal(9), at: 1 };
+        journal.record_end_reason(damaged.clone());
+        journal.write_file(&vm.journal_file()).unwrap();
+        let asked = |request| send_request(&base, vm.name(), &request, &mut |_| ()).unwrap_err();
+        assert_eq!(asked(SupervisorRequest::Watch), damaged);
+        assert_eq!(asked(SupervisorRequest::Detach).kind, FailureKind::NoSuchVm);
     }
 
-    /// Some don't answer, and one does not even take connections any more: they are told of all the same, from their journals.
+    /// Some supervisors don't answer, and one does not even accept connections any more: all of
+    /// them are listed, from their journals.
     #[test]
     fn supervisors_that_stand_still_hide_nobody() {
         let (_dir, base, _) = dir();
         let vms: Vec<VmDir> =
-            (0..8).map(|n| base.vm(&VmName::new(format!("vm{n}")).unwrap())).collect();
+            (0..8).map(|n| base.vm_dir(&VmName::new(format!("vm{n}")).unwrap())).collect();
         let stands_still = |vm: &VmDir| {
-            vm.create().unwrap();
+            vm.create_private().unwrap();
             let mut journal = Journal::new(vm.name().clone(), None);
-            journal.phase = Phase::Running;
-            journal.store(&vm.journal()).unwrap();
-            crate::server::bind(&vm.control()).unwrap()
+            journal.phase = VmPhase::Running;
+            journal.write_file(&vm.journal_file()).unwrap();
+            crate::control_server::bind_private(&vm.control_socket()).unwrap()
         };
         let sockets: Vec<_> = vms.iter().map(stands_still).collect();
         let mut crowd = Vec::new();
-        while let Ok(stream) = connect_at_once(&vms[0].control()) {
+        while let Ok(stream) = connect_without_waiting(&vms[0].control_socket()) {
             crowd.push(stream);
         }
         let since = Instant::now();
-        let told = glances(&vms);
-        assert!(since.elapsed() < 2 * GLANCE_WAIT, "{:?}", since.elapsed());
+        let told = quick_statuses(&vms);
+        assert!(since.elapsed() < 2 * QUICK_STATUS_WAIT, "{:?}", since.elapsed());
         let names: Vec<&str> = told.iter().map(|status| status.name.as_str()).collect();
         assert_eq!(names, ["vm0", "vm1", "vm2", "vm3", "vm4", "vm5", "vm6", "vm7"]);
         drop((crowd, sockets));
@@ -587,9 +615,14 @@ mod tests {
     #[test]
     fn replies_are_read_up_to_the_last() {
         let mut lines = Vec::new();
-        let now = Progress::new("saving", 1, 2);
-        protocol::write(&mut lines, &Reply::Progress(now.clone())).unwrap();
-        protocol::write(&mut lines, &Reply::Done { facts: serde_json::json!(1) }).unwrap();
+        let now = OperationProgress::new("saving", 1, 2);
+        control_protocol::write_message(&mut lines, &SupervisorReply::Progress(now.clone()))
+            .unwrap();
+        control_protocol::write_message(
+            &mut lines,
+            &SupervisorReply::Done { facts: serde_json::json!(1) },
+        )
+        .unwrap();
         let mut heard = Vec::new();
         let mut from = BufReader::new(io::Cursor::new(lines));
         let result = read_replies(&mut from, &mut |progress| heard.push(progress.clone())).unwrap();

@@ -14,10 +14,11 @@ pub struct CpuFacts {
 impl CpuFacts {
     /// The first processor of this host.
     pub fn of_host() -> Self {
-        parse(&std::fs::read_to_string("/proc/cpuinfo").unwrap_or_default())
+        parse_cpuinfo(&std::fs::read_to_string("/proc/cpuinfo").unwrap_or_default())
     }
 
-    /// That of a VM whose guest sees the host's processor: under KVM, with `-cpu host` or `max`.
+    /// The processor that the guest sees, if it is the host's: under KVM, with `-cpu host` or
+    /// `max`.
     pub(crate) fn seen_by_guest(accel: &str, args: &[String]) -> Option<Self> {
         let is_host = |pair: &[String]| {
             let model = pair[1].split(',').next().unwrap_or_default();
@@ -32,7 +33,7 @@ impl CpuFacts {
     }
 }
 
-fn parse(cpuinfo: &str) -> CpuFacts {
+fn parse_cpuinfo(cpuinfo: &str) -> CpuFacts {
     let value = |key: &str| {
         let mut pairs = cpuinfo.lines().filter_map(|line| line.split_once(':'));
         let found = pairs.find(|(name, _)| name.trim() == key);
@@ -48,8 +49,8 @@ mod tests {
 
     #[test]
     fn features_that_are_missing_are_named() {
-        let then = parse("processor\t: 0\nmodel name\t: A\nflags\t\t: fpu avx2 sse\n");
-        let now = parse("processor\t: 0\nmodel name\t: B\nflags\t\t: sse fpu\n");
+        let then = parse_cpuinfo("processor\t: 0\nmodel name\t: A\nflags\t\t: fpu avx2 sse\n");
+        let now = parse_cpuinfo("processor\t: 0\nmodel name\t: B\nflags\t\t: sse fpu\n");
         assert_eq!((then.model.as_str(), then.missing_in(&now)), ("A", vec!["avx2".to_owned()]));
         assert!(now.missing_in(&then).is_empty());
     }

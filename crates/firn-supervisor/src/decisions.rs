@@ -1,156 +1,166 @@
-//! What a supervisor does about what happens: a pure state machine, events in, actions out.
+//! The state machine of a supervisor, a pure core: events in, actions out.
 //!
 //! ```text
 //!                     checkpoint, suspend                     started by a restore
 //!            idle --------------------------> saving                |
 //!             ^  <-----------------------------' |                  v
 //!             |     save ended (a suspend        |              restoring
-//!             |     goes on to stop)             | cancel           |
+//!             |     continues to stop)           | cancel           |
 //!             +----------------------------------+------------------+  restore ended
 //!
-//!     merging: from idle, until the layers are merged, or a stop ends it.
+//!     merging: from idle, until the layers are merged, or a stop ends the merge.
 //!
-//!     protecting: from idle, by `protect`, until `release`, a stop or its connection ends it. Standby: started as one, until a
-//!     failover makes it idle.
+//!     protecting: from idle, by `protect`, until `release`, a stop or the loss of its connection
+//!     ends it. Standby: started as one, until a failover makes it idle.
 //!
-//!     stop: from idle and restoring, from saving only by force.    hypervisor gone: from anywhere, and it is over.
-//!     detach, SIGTERM: at once when idle, else when what is going on has ended (SIGTERM cancels a save).
+//!     stop: from idle and restoring, from saving only by force.
+//!     end of the hypervisor: from anywhere, and the supervisor ends.
+//!     detach, SIGTERM: at once when idle, else when the operation has ended (SIGTERM cancels a
+//!     save).
 //! ```
 //!
-//! The shell around it (`supervise.rs`) does what it says and reports back. Whatever takes long, a save, a restore, a
-//! stop, runs on a thread of its own and comes back as an event: nothing here waits.
+//! The event loop around it performs the actions and reports back. Every slow operation, such as a
+//! save, a restore or a stop, runs on a thread of its own, and its end is an event: nothing here
+//! waits.
 
 use std::collections::BTreeSet;
 
-use crate::failure::{Failure, FailureKind};
-use crate::journal::Exit;
-use crate::lock::Role;
-use crate::protocol::{
-    FailoverRequest, MemberRequest, Progress, ProtectRequest, Reply, Request, SaveRequest,
-    StopRequest,
+use crate::control_protocol::{
+    FailoverRequest, MemberRequest, OperationProgress, ProtectRequest, SaveRequest, StopRequest,
+    SupervisorReply, SupervisorRequest,
 };
+use crate::failure::{Failure, FailureKind};
+use crate::journal::ProcessExit;
+use crate::lock::ProcessRole;
 
 /// A connection of a `firn` command.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
 pub struct ClientId(pub u64);
 
-/// Something that happened.
+/// Something that happened to a supervisor.
 #[derive(Clone, Debug, PartialEq)]
-pub enum Event {
-    /// A command asks.
-    Request(ClientId, Request),
+pub enum SupervisorEvent {
+    /// A command sent a request.
+    Request(ClientId, SupervisorRequest),
     /// A command sent a line that is no request.
     Garbled(ClientId, Failure),
-    /// A command has gone away.
+    /// A command has disconnected.
     ClientGone(ClientId),
-    /// A save or restore has come further.
-    Progress(Progress),
+    /// A save or restore has made progress.
+    Progress(OperationProgress),
     /// A merge of disk layers has ended.
     MergeEnded(Result<serde_json::Value, Failure>),
     /// A save has ended; with its report, if there is an image.
     SaveEnded(Result<serde_json::Value, Failure>),
-    /// A restore has ended: all memory is there, or it never will be.
+    /// A restore has ended: all memory is in place, or never will be.
     RestoreEnded(Result<serde_json::Value, Failure>),
-    /// A standby can't be run now.
-    TakeUpRefused(ClientId, Failure),
+    /// A standby can't become the VM now.
+    FailoverRefused(ClientId, Failure),
     /// The first epoch is committed.
     Protected(serde_json::Value),
-    /// The VM is protected no longer: it was released, or could not be any more.
+    /// The protection has ended: it was released, or could not continue.
     ProtectionEnded(Result<serde_json::Value, Failure>),
-    /// The hypervisor did not end as asked (a guest that ignores its power button).
+    /// The hypervisor did not end as requested (for example, the guest ignores its power button).
     StopFailed(Failure),
-    /// The hypervisor process is gone.
-    HypervisorGone(Exit),
-    /// A save or restore that lost its hypervisor had time enough to end.
+    /// The hypervisor process has ended.
+    HypervisorGone(ProcessExit),
+    /// A save or restore that lost its hypervisor had enough time to end.
     GraceOver,
-    /// One of the guards is gone.
-    GuardGone(Role),
-    /// A guard that keeps dying may be started again.
-    GuardDue(Role),
+    /// One of the guards has ended.
+    GuardGone(ProcessRole),
+    /// A guard that dies repeatedly may be started again.
+    GuardDue(ProcessRole),
     /// SIGTERM.
     Terminate,
 }
 
-/// Something to do about it.
+/// A response of the supervisor to an event.
 #[derive(Clone, Debug, PartialEq)]
-pub enum Action {
+pub enum SupervisorAction {
     /// Answer a command.
-    Reply(ClientId, Reply),
+    Reply(ClientId, SupervisorReply),
     /// Answer a command with the VM's status.
     ReplyStatus(ClientId),
-    /// Answer a command with the command line of the VM as it is now.
+    /// Answer a command with the current command line of the VM.
     CommandLine(ClientId),
-    /// Start a save; it reports by [`Event::Progress`] and [`Event::SaveEnded`].
+    /// Start a save; it reports by [`SupervisorEvent::Progress`] and
+    /// [`SupervisorEvent::SaveEnded`].
     BeginSave {
-        /// What was asked.
+        /// The command's request.
         request: SaveRequest,
         /// Leave the VM stopped.
         then_stop: bool,
     },
-    /// Merge layers of the VM's disks; reports by [`Event::Progress`] and [`Event::MergeEnded`].
+    /// Merge layers of the VM's disks; reports by [`SupervisorEvent::Progress`] and
+    /// [`SupervisorEvent::MergeEnded`].
     BeginMerge {
-        /// All of them, into the files that the command line names.
+        /// Merge all layers, into the files that the command line names.
         all: bool,
     },
-    /// Tell the running save, merge, or the protection, to end.
+    /// Cancel the running save, merge or protection.
     CancelSave,
-    /// Have the protection end once the backup has agreed never to run the VM.
+    /// End the protection once the backup has agreed never to run the VM.
     Release,
-    /// Have the protection end because the user stops the VM; the backup is informed.
+    /// End the protection because the user stops the VM; the backup is informed.
     StopProtection,
-    /// Begin to protect; reports by [`Event::Protected`] and [`Event::ProtectionEnded`].
+    /// Begin to protect; reports by [`SupervisorEvent::Protected`] and
+    /// [`SupervisorEvent::ProtectionEnded`].
     BeginProtection(ProtectRequest),
-    /// Run the standby's VM; reports by [`Event::RestoreEnded`], or [`Event::TakeUpRefused`].
-    TakeUp(ClientId, FailoverRequest),
-    /// Answer who makes a cluster's global checkpoints.
+    /// Run the standby's VM; reports by [`SupervisorEvent::RestoreEnded`], or
+    /// [`SupervisorEvent::FailoverRefused`].
+    BeginFailover(ClientId, FailoverRequest),
+    /// Answer the coordinator of a cluster's global checkpoints.
     Member(ClientId, MemberRequest),
-    /// Let out what the VM's network cards hold, and tell this command whether they held anything.
-    LetOut(Option<ClientId>),
-    /// Let out what they hold while the lease is held, and tell this command.
-    GoOn(ClientId),
-    /// End the hypervisor; reports by [`Event::HypervisorGone`], or [`Event::StopFailed`].
+    /// Release the output that the VM's network cards buffer, and report to this command whether
+    /// there was any.
+    ReleaseOutput(Option<ClientId>),
+    /// Release the buffered output while the lease is held, and report to this command.
+    ResumeOutput(ClientId),
+    /// End the hypervisor; reports by [`SupervisorEvent::HypervisorGone`], or
+    /// [`SupervisorEvent::StopFailed`].
     EndHypervisor(StopRequest),
-    /// End the hypervisor at once, whatever it does.
+    /// End the hypervisor at once, whatever operation runs.
     KillHypervisor {
-        /// What it writes to goes with it.
+        /// Remove the files that the VM writes to.
         discard: bool,
     },
-    /// Report [`Event::GraceOver`] in a while.
+    /// Report [`SupervisorEvent::GraceOver`] after the grace period.
     StartGrace,
-    /// Start a new guard, at once or after a pause.
-    RestartGuard(Role),
+    /// Start a new guard, at once or after a delay.
+    RestartGuard(ProcessRole),
     /// Start a new guard now.
-    StartGuard(Role),
+    StartGuard(ProcessRole),
     /// Exit, and leave the VM as it is to a successor: this process can't serve it.
     Resign(Failure),
-    /// Let go of the VM, and exit.
-    LetGo,
-    /// Write down how the VM ended, and exit.
+    /// Detach from the VM, and exit.
+    DetachVm,
+    /// Record how the VM ended, and exit.
     RecordEnd {
         /// How it ended.
-        exit: Exit,
-        /// Why, if Firn knows more.
+        exit: ProcessExit,
+        /// The reason, if Firn knows one.
         reason: Option<Failure>,
     },
 }
 
-/// What is going on, besides the guest.
+/// The operation that runs beside the guest.
 #[derive(Clone, Debug, PartialEq)]
-enum Activity {
+enum VmActivity {
     Idle,
     Saving {
         client: ClientId,
         cancel_with_client: bool,
         then_stop: bool,
     },
-    /// Layers of disks are being merged; then the VM may be to end.
+    /// Layers of disks are being merged; afterwards the VM may have to end.
     Merging {
         client: ClientId,
         then_stop: Option<StopRequest>,
     },
     Restoring,
-    /// `asked` is told when the first epoch is committed, `releasing` when it is over; then the VM may be to end. `alone`: what was
-    /// held leaves when the backup is lost.
+    /// `asked` gets a reply when the first epoch is committed, `releasing` when the protection is
+    /// over; afterwards the VM may have to end. `alone`: buffered output is released when the
+    /// backup is lost.
     Protecting {
         alone: bool,
         asked: Option<ClientId>,
@@ -159,564 +169,631 @@ enum Activity {
     },
     /// The VM runs elsewhere; `taken_up`: it is about to run here.
     Standby {
-        taken_up: bool,
+        is_failing_over: bool,
     },
 }
 
 /// The state machine.
 #[derive(Debug)]
-pub struct Core {
-    activity: Activity,
-    /// How far the activity has come.
-    progress: Option<Progress>,
+pub struct SupervisorCore {
+    activity: VmActivity,
+    /// The progress of the activity.
+    progress: Option<OperationProgress>,
     watchers: BTreeSet<ClientId>,
-    /// Commands that wait for the hypervisor's end. `Some` once it was asked to end.
+    /// Commands that wait for the hypervisor's end. `Some` once it was requested to end.
     stopping: Option<Vec<(ClientId, serde_json::Value)>>,
-    /// The hypervisor ended while a save or restore still has to be wound up.
-    gone: Option<Exit>,
-    /// A save or restore has ended because the hypervisor has; how that ended is still to be known before that is told.
-    lost: Option<Failure>,
-    /// Let go once idle.
-    leaving: bool,
-    /// The VM's disks are served here: without that it stands still.
-    serves: bool,
-    /// The VM belongs to a cluster: what concerns all of it is not done to it alone.
+    /// The hypervisor has ended while a save or restore is still to be finished.
+    hypervisor_exit: Option<ProcessExit>,
+    /// The failure of a save or restore because the hypervisor ended. It is reported only when the
+    /// supervisor knows how the hypervisor ended.
+    unreported_failure: Option<Failure>,
+    /// Detach once idle.
+    detaches_when_idle: bool,
+    /// The VM's disks are served by this supervisor, without which the guest would block.
+    serves_disks: bool,
+    /// The VM belongs to a cluster: requests that concern all of the cluster are refused for it
+    /// alone.
     is_member: bool,
-    /// Why the hypervisor is being killed.
+    /// The reason why the hypervisor is being killed.
     reason: Option<Failure>,
-    /// A restore that can't go on here does not end the VM.
-    keeps_vm: bool,
+    /// A restore that can't continue here does not end the VM.
+    leaves_vm_to_successor: bool,
 }
 
-impl Core {
-    /// A supervisor of a VM that runs, with or without a restore still going on.
+impl SupervisorCore {
+    /// The core of a supervisor whose VM runs, with or without a restore that still runs.
     pub fn new(restoring: bool) -> Self {
-        Self::with(if restoring { Activity::Restoring } else { Activity::Idle })
+        Self::with_activity(if restoring { VmActivity::Restoring } else { VmActivity::Idle })
     }
 
-    /// A supervisor of a VM that does not run yet.
-    pub fn standby() -> Self {
-        Self::with(Activity::Standby { taken_up: false })
+    /// The core of a supervisor whose VM does not run yet.
+    pub fn new_standby() -> Self {
+        Self::with_activity(VmActivity::Standby { is_failing_over: false })
     }
 
-    fn with(activity: Activity) -> Self {
+    fn with_activity(activity: VmActivity) -> Self {
         Self {
             activity,
             progress: None,
             watchers: BTreeSet::new(),
             stopping: None,
-            gone: None,
-            lost: None,
-            leaving: false,
-            serves: false,
+            hypervisor_exit: None,
+            unreported_failure: None,
+            detaches_when_idle: false,
+            serves_disks: false,
             is_member: false,
             reason: None,
-            keeps_vm: false,
+            leaves_vm_to_successor: false,
         }
     }
 
-    /// The same, of a restore that does not end the VM where it can't go on.
-    pub fn keeping_vm(self, keeps_vm: bool) -> Self {
-        Self { keeps_vm, ..self }
+    /// Sets whether a restore that can't continue leaves the VM to a successor, instead of ending
+    /// it.
+    pub fn with_vm_left_to_successor(self, leaves_vm_to_successor: bool) -> Self {
+        Self { leaves_vm_to_successor, ..self }
     }
 
-    /// The same, that serves the VM's disks, or not.
-    pub fn serving(self, serves: bool) -> Self {
-        Self { serves, ..self }
+    /// Sets whether the supervisor serves the VM's disks.
+    pub fn with_served_disks(self, serves_disks: bool) -> Self {
+        Self { serves_disks, ..self }
     }
 
-    /// Whether the VM belongs to a cluster.
-    pub fn belongs(&mut self, is_member: bool) {
+    /// Sets whether the VM belongs to a cluster.
+    pub fn set_member(&mut self, is_member: bool) {
         self.is_member = is_member;
     }
 
-    /// How far what is going on has come.
-    pub fn progress(&self) -> Option<&Progress> {
+    /// The progress of the operation that runs.
+    pub fn progress(&self) -> Option<&OperationProgress> {
         self.progress.as_ref()
     }
 
-    /// Whether nothing is going on but the guest, nor about to.
+    /// Whether no operation runs, and none is about to.
     pub fn is_idle(&self) -> bool {
-        let ends = self.stopping.is_some() || self.gone.is_some() || self.leaving;
-        self.activity == Activity::Idle && !ends
+        let ends =
+            self.stopping.is_some() || self.hypervisor_exit.is_some() || self.detaches_when_idle;
+        self.activity == VmActivity::Idle && !ends
     }
 
-    /// Takes an event; returns what to do, in order.
-    pub fn on(&mut self, event: Event) -> Vec<Action> {
+    /// Handles an event; returns the actions to perform, in order.
+    pub fn handle_event(&mut self, event: SupervisorEvent) -> Vec<SupervisorAction> {
         match event {
-            Event::Request(client, request) => self.request(client, request),
-            Event::Garbled(client, failure) => vec![failed(client, failure)],
-            Event::ClientGone(client) => self.client_gone(client),
-            Event::Progress(progress) => self.progressed(progress),
-            Event::SaveEnded(result) => self.save_ended(result),
-            Event::MergeEnded(result) => self.merge_ended(result),
-            Event::RestoreEnded(result) => self.restore_ended(result),
-            Event::TakeUpRefused(client, failure) => self.take_up_refused(client, failure),
-            Event::Protected(facts) => self.protected(facts),
-            Event::ProtectionEnded(result) => self.protection_ended(result),
-            Event::StopFailed(failure) => self.stop_failed(failure),
-            Event::HypervisorGone(exit) => self.hypervisor_gone(exit),
-            Event::GraceOver => self.grace_over(),
-            Event::GuardGone(role) => vec![Action::RestartGuard(role)],
-            Event::GuardDue(role) => vec![Action::StartGuard(role)],
-            Event::Terminate => self.terminate(),
+            SupervisorEvent::Request(client, request) => self.handle_request(client, request),
+            SupervisorEvent::Garbled(client, failure) => vec![failure_reply(client, failure)],
+            SupervisorEvent::ClientGone(client) => self.client_disconnected(client),
+            SupervisorEvent::Progress(progress) => self.report_progress(progress),
+            SupervisorEvent::SaveEnded(result) => self.save_ended(result),
+            SupervisorEvent::MergeEnded(result) => self.merge_ended(result),
+            SupervisorEvent::RestoreEnded(result) => self.restore_ended(result),
+            SupervisorEvent::FailoverRefused(client, failure) => {
+                self.failover_refused(client, failure)
+            }
+            SupervisorEvent::Protected(facts) => self.first_epoch_committed(facts),
+            SupervisorEvent::ProtectionEnded(result) => self.protection_ended(result),
+            SupervisorEvent::StopFailed(failure) => self.stop_failed(failure),
+            SupervisorEvent::HypervisorGone(exit) => self.hypervisor_gone(exit),
+            SupervisorEvent::GraceOver => self.grace_over(),
+            SupervisorEvent::GuardGone(role) => vec![SupervisorAction::RestartGuard(role)],
+            SupervisorEvent::GuardDue(role) => vec![SupervisorAction::StartGuard(role)],
+            SupervisorEvent::Terminate => self.handle_sigterm(),
         }
     }
 
-    fn request(&mut self, client: ClientId, request: Request) -> Vec<Action> {
+    fn handle_request(
+        &mut self,
+        client: ClientId,
+        request: SupervisorRequest,
+    ) -> Vec<SupervisorAction> {
         match request {
-            Request::Status => vec![Action::ReplyStatus(client)],
-            Request::Watch => self.watch(client),
-            Request::CommandLine if self.is_idle() => vec![Action::CommandLine(client)],
-            Request::CommandLine => vec![done(client, serde_json::Value::Null)],
-            Request::Checkpoint(request) => self.save(client, request, false),
-            Request::Suspend(request) => self.save(client, request, true),
-            Request::MergeDisks => self.merge(client, false),
-            Request::CommitDisks => self.merge(client, true),
-            Request::Stop(request) => self.stop(client, request),
-            Request::Detach => self.detach(client),
-            Request::Protect(request) => self.protect(client, request),
-            Request::Release => match (self.is_member, &self.activity) {
-                (true, Activity::Protecting { .. }) => vec![failed(client, of_a_cluster())],
-                _ => self.release(client),
+            SupervisorRequest::Status => vec![SupervisorAction::ReplyStatus(client)],
+            SupervisorRequest::Watch => self.add_watcher(client),
+            SupervisorRequest::CommandLine if self.is_idle() => {
+                vec![SupervisorAction::CommandLine(client)]
+            }
+            SupervisorRequest::CommandLine => vec![done_reply(client, serde_json::Value::Null)],
+            SupervisorRequest::Checkpoint(request) => self.begin_save(client, request, false),
+            SupervisorRequest::Suspend(request) => self.begin_save(client, request, true),
+            SupervisorRequest::MergeDisks => self.begin_merge(client, false),
+            SupervisorRequest::CommitDisks => self.begin_merge(client, true),
+            SupervisorRequest::Stop(request) => self.stop_vm(client, request),
+            SupervisorRequest::Detach => self.detach_vm(client),
+            SupervisorRequest::Protect(request) => self.begin_protection(client, request),
+            SupervisorRequest::Release => match (self.is_member, &self.activity) {
+                (true, VmActivity::Protecting { .. }) => {
+                    vec![failure_reply(client, cluster_refusal())]
+                }
+                _ => self.release_protection(client),
             },
-            Request::ReleaseMember => self.release(client),
-            Request::GoOn => self.go_on(client),
-            Request::Failover(how) => self.failover(client, how),
-            Request::Member(request) => self.member(client, request),
-            Request::Fence { why } => self.fence(client, why),
+            SupervisorRequest::ReleaseMember => self.release_protection(client),
+            SupervisorRequest::GoOn => self.resume_output(client),
+            SupervisorRequest::Failover(how) => self.begin_failover(client, how),
+            SupervisorRequest::Member(request) => self.forward_member_request(client, request),
+            SupervisorRequest::Fence { why } => self.fence_vm(client, why),
         }
     }
 
-    fn watch(&mut self, client: ClientId) -> Vec<Action> {
-        if self.activity == Activity::Idle {
-            return vec![Action::ReplyStatus(client)];
+    fn add_watcher(&mut self, client: ClientId) -> Vec<SupervisorAction> {
+        if self.activity == VmActivity::Idle {
+            return vec![SupervisorAction::ReplyStatus(client)];
         }
         self.watchers.insert(client);
-        self.progress.iter().map(|now| progress(client, now)).collect()
+        self.progress.iter().map(|now| progress_reply(client, now)).collect()
     }
 
-    fn save(&mut self, client: ClientId, request: SaveRequest, then_stop: bool) -> Vec<Action> {
-        if let Some(busy) = self.busy() {
-            return vec![failed(client, busy)];
+    fn begin_save(
+        &mut self,
+        client: ClientId,
+        request: SaveRequest,
+        then_stop: bool,
+    ) -> Vec<SupervisorAction> {
+        if let Some(busy) = self.busy_failure() {
+            return vec![failure_reply(client, busy)];
         }
         let cancel_with_client = request.cancel_with_client;
-        self.activity = Activity::Saving { client, cancel_with_client, then_stop };
-        vec![Action::BeginSave { request, then_stop }]
+        self.activity = VmActivity::Saving { client, cancel_with_client, then_stop };
+        vec![SupervisorAction::BeginSave { request, then_stop }]
     }
 
-    fn merge(&mut self, client: ClientId, all: bool) -> Vec<Action> {
-        if let Some(busy) = self.busy() {
-            return vec![failed(client, busy)];
+    fn begin_merge(&mut self, client: ClientId, all: bool) -> Vec<SupervisorAction> {
+        if let Some(busy) = self.busy_failure() {
+            return vec![failure_reply(client, busy)];
         }
-        self.activity = Activity::Merging { client, then_stop: None };
-        vec![Action::BeginMerge { all }]
+        self.activity = VmActivity::Merging { client, then_stop: None };
+        vec![SupervisorAction::BeginMerge { all }]
     }
 
-    fn merge_ended(&mut self, result: Result<serde_json::Value, Failure>) -> Vec<Action> {
-        let Activity::Merging { then_stop, .. } = &mut self.activity else { return Vec::new() };
+    fn merge_ended(&mut self, result: Result<serde_json::Value, Failure>) -> Vec<SupervisorAction> {
+        let VmActivity::Merging { then_stop, .. } = &mut self.activity else { return Vec::new() };
         let then_stop = then_stop.take();
         let mut actions = match result {
-            Err(failure) => self.failed(failure),
-            result => self.over(result),
+            Err(failure) => self.activity_failed(failure),
+            result => self.finish_activity(result),
         };
-        if self.gone.is_none() {
-            actions.extend(then_stop.map(Action::EndHypervisor));
+        if self.hypervisor_exit.is_none() {
+            actions.extend(then_stop.map(SupervisorAction::EndHypervisor));
         }
         actions
     }
 
-    /// Why nothing new can be started, if so.
-    fn busy(&self) -> Option<Failure> {
-        let busy = |what, hint| Some(Failure::new(FailureKind::Busy, what).hint(hint));
+    /// The reason why no new operation can begin, if there is one.
+    fn busy_failure(&self) -> Option<Failure> {
+        let busy = |what, hint| Some(Failure::new(FailureKind::Busy, what).with_hint(hint));
         match (&self.activity, &self.stopping) {
             (_, Some(_)) => busy("the VM is being stopped", "wait for it to end"),
-            (Activity::Saving { .. }, _) => {
+            (VmActivity::Saving { .. }, _) => {
                 busy("a checkpoint is being written", "wait for it: `firn status --watch` shows it")
             }
-            (Activity::Merging { .. }, _) => busy(
+            (VmActivity::Merging { .. }, _) => busy(
                 "layers of the VM's disks are being merged",
                 "wait for it: `firn status --watch` shows it",
             ),
-            (Activity::Restoring, _) => busy(
+            (VmActivity::Restoring, _) => busy(
                 "the VM is still being restored: part of its memory is only in the image",
                 "wait for it: `firn status --watch` shows it",
             ),
-            (Activity::Protecting { .. }, _) => {
+            (VmActivity::Protecting { .. }, _) => {
                 busy("the VM is being protected", "`firn release` ends that; the VM runs on")
             }
-            (Activity::Standby { .. }, _) => {
+            (VmActivity::Standby { .. }, _) => {
                 busy("the VM is a standby and does not run here", "`firn failover` runs it")
             }
-            (Activity::Idle, None) if self.leaving => {
-                busy("the supervisor is leaving", "run `firn attach`")
+            (VmActivity::Idle, None) if self.detaches_when_idle => {
+                busy("the supervisor is detaching from the VM", "run `firn attach`")
             }
-            (Activity::Idle, None) => None,
+            (VmActivity::Idle, None) => None,
         }
     }
 
-    fn stop(&mut self, client: ClientId, request: StopRequest) -> Vec<Action> {
+    fn stop_vm(&mut self, client: ClientId, request: StopRequest) -> Vec<SupervisorAction> {
         if let Some(waiting) = &mut self.stopping {
             waiting.push((client, serde_json::Value::Null));
             return Vec::new();
         }
-        let saving = matches!(self.activity, Activity::Saving { .. });
+        let saving = matches!(self.activity, VmActivity::Saving { .. });
         if saving && !request.force {
             let busy = Failure::new(FailureKind::Busy, "a checkpoint is being written");
-            return vec![failed(client, busy.hint("wait for it, or give it up with --force"))];
+            return vec![failure_reply(
+                client,
+                busy.with_hint("wait for it, or give it up with --force"),
+            )];
         }
         self.stopping = Some(vec![(client, serde_json::Value::Null)]);
-        if let Activity::Protecting { then_stop, .. } = &mut self.activity {
+        if let VmActivity::Protecting { then_stop, .. } = &mut self.activity {
             if request.powerdown_s.is_some() {
-                // The guest may take its time, or ignore it: it is protected until it ends.
-                return vec![Action::EndHypervisor(request)];
+                // The guest may be slow, or ignore the button: it stays protected until it ends.
+                return vec![SupervisorAction::EndHypervisor(request)];
             }
             *then_stop = Some(request);
-            return vec![Action::StopProtection];
+            return vec![SupervisorAction::StopProtection];
         }
-        // The monitor answers the merge until that has ended.
-        if let Activity::Merging { then_stop, .. } = &mut self.activity {
+        // The monitor belongs to the merge until that has ended.
+        if let VmActivity::Merging { then_stop, .. } = &mut self.activity {
             *then_stop = Some(request);
-            return vec![Action::CancelSave];
+            return vec![SupervisorAction::CancelSave];
         }
-        let kill = Action::KillHypervisor { discard: request.discard };
+        let kill = SupervisorAction::KillHypervisor { discard: request.discard };
         match self.activity {
-            Activity::Saving { .. } => vec![Action::CancelSave, kill],
-            // Nothing of it ran.
-            Activity::Standby { taken_up: false } => vec![kill],
-            _ => vec![Action::EndHypervisor(request)],
+            VmActivity::Saving { .. } => vec![SupervisorAction::CancelSave, kill],
+            // The standby's VM has never run.
+            VmActivity::Standby { is_failing_over: false } => vec![kill],
+            _ => vec![SupervisorAction::EndHypervisor(request)],
         }
     }
 
-    fn protect(&mut self, client: ClientId, request: ProtectRequest) -> Vec<Action> {
-        if let Some(busy) = self.busy() {
-            return vec![failed(client, busy)];
+    fn begin_protection(
+        &mut self,
+        client: ClientId,
+        request: ProtectRequest,
+    ) -> Vec<SupervisorAction> {
+        if let Some(busy) = self.busy_failure() {
+            return vec![failure_reply(client, busy)];
         }
         let (releasing, then_stop, alone) = (Vec::new(), None, request.alone);
-        self.activity = Activity::Protecting { alone, asked: Some(client), releasing, then_stop };
-        vec![Action::BeginProtection(request)]
+        self.activity = VmActivity::Protecting { alone, asked: Some(client), releasing, then_stop };
+        vec![SupervisorAction::BeginProtection(request)]
     }
 
-    fn protected(&mut self, facts: serde_json::Value) -> Vec<Action> {
-        let Activity::Protecting { asked, .. } = &mut self.activity else { return Vec::new() };
+    fn first_epoch_committed(&mut self, facts: serde_json::Value) -> Vec<SupervisorAction> {
+        let VmActivity::Protecting { asked, .. } = &mut self.activity else { return Vec::new() };
         self.progress = None;
-        asked.take().into_iter().map(|client| done(client, facts.clone())).collect()
+        asked.take().into_iter().map(|client| done_reply(client, facts.clone())).collect()
     }
 
-    /// A VM that is protected no longer may still hold what it sends.
-    fn release(&mut self, client: ClientId) -> Vec<Action> {
+    /// Ends the protection. A VM that is not protected any more may still buffer output.
+    fn release_protection(&mut self, client: ClientId) -> Vec<SupervisorAction> {
         match &mut self.activity {
-            Activity::Protecting { releasing, .. } => {
+            VmActivity::Protecting { releasing, .. } => {
                 releasing.push(client);
-                vec![Action::Release]
+                vec![SupervisorAction::Release]
             }
-            Activity::Standby { .. } => {
+            VmActivity::Standby { .. } => {
                 let standby = Failure::new(FailureKind::Usage, "the VM is a standby");
-                vec![failed(client, standby.hint("`firn release` is for its primary"))]
+                vec![failure_reply(client, standby.with_hint("`firn release` is for its primary"))]
             }
-            _ => vec![Action::LetOut(Some(client))],
+            _ => vec![SupervisorAction::ReleaseOutput(Some(client))],
         }
     }
 
-    fn protection_ended(&mut self, result: Result<serde_json::Value, Failure>) -> Vec<Action> {
-        let Activity::Protecting { alone, asked, releasing, then_stop } = &mut self.activity else {
+    fn protection_ended(
+        &mut self,
+        result: Result<serde_json::Value, Failure>,
+    ) -> Vec<SupervisorAction> {
+        let VmActivity::Protecting { alone, asked, releasing, then_stop } = &mut self.activity
+        else {
             return Vec::new();
         };
         let then_stop = then_stop.take();
-        // A VM that ends may be gone on with by its standby. Who said that it goes on alone meant a backup that is lost: not one that
-        // ends the connection for a reason, and not what fails here.
-        let lets_out = match &result {
-            Ok(_) => !releasing.is_empty() && then_stop.is_none() && !self.leaving,
+        // The standby of a VM that ends may continue it. With `alone` the user released the output
+        // for the case that the backup is lost: not for a backup that ends the connection for a
+        // reason, and not for a failure on this host.
+        let releases_output = match &result {
+            Ok(_) => !releasing.is_empty() && then_stop.is_none() && !self.detaches_when_idle,
             Err(failure) => *alone && asked.is_none() && failure.kind == FailureKind::Lost,
         };
         let mut actions = Vec::new();
-        actions.extend((lets_out && self.gone.is_none()).then_some(Action::LetOut(None)));
+        actions.extend(
+            (releases_output && self.hypervisor_exit.is_none())
+                .then_some(SupervisorAction::ReleaseOutput(None)),
+        );
         actions.extend(match result {
-            Err(failure) => self.failed(failure),
-            Ok(facts) => self.over(Ok(facts)),
+            Err(failure) => self.activity_failed(failure),
+            Ok(facts) => self.finish_activity(Ok(facts)),
         });
-        if self.gone.is_none() {
-            actions.extend(then_stop.map(Action::EndHypervisor));
+        if self.hypervisor_exit.is_none() {
+            actions.extend(then_stop.map(SupervisorAction::EndHypervisor));
         }
         actions
     }
 
-    fn go_on(&self, client: ClientId) -> Vec<Action> {
+    fn resume_output(&self, client: ClientId) -> Vec<SupervisorAction> {
         match &self.activity {
-            Activity::Protecting { .. } | Activity::Standby { .. } => {
-                let text = "the VM is protected, or a standby: nothing of it can be let out";
-                vec![failed(client, Failure::new(FailureKind::Busy, text))]
+            VmActivity::Protecting { .. } | VmActivity::Standby { .. } => {
+                let text = "the VM is protected, or a standby: its output can't be released";
+                vec![failure_reply(client, Failure::new(FailureKind::Busy, text))]
             }
-            _ => vec![Action::GoOn(client)],
+            _ => vec![SupervisorAction::ResumeOutput(client)],
         }
     }
 
-    /// Whatever goes on comes to nothing with the hypervisor. A standby has never run.
-    fn fence(&mut self, client: ClientId, why: String) -> Vec<Action> {
-        if self.activity == (Activity::Standby { taken_up: false }) {
+    /// Kills the hypervisor; the operation that runs fails by that. A standby has never run.
+    fn fence_vm(&mut self, client: ClientId, why: String) -> Vec<SupervisorAction> {
+        if self.activity == (VmActivity::Standby { is_failing_over: false }) {
             let text = "the VM is a standby and does not run here";
-            return vec![failed(client, Failure::new(FailureKind::Usage, text))];
+            return vec![failure_reply(client, Failure::new(FailureKind::Usage, text))];
         }
         self.reason = Some(Failure::new(FailureKind::Lost, why));
-        vec![Action::KillHypervisor { discard: false }, done(client, serde_json::Value::Null)]
+        vec![
+            SupervisorAction::KillHypervisor { discard: false },
+            done_reply(client, serde_json::Value::Null),
+        ]
     }
 
-    /// Only a VM with which nothing else goes on becomes a member, or is one no more.
-    fn member(&mut self, client: ClientId, request: MemberRequest) -> Vec<Action> {
-        let waits = match request {
+    /// Forwards a request. A VM joins or leaves a cluster only while no operation runs on it.
+    fn forward_member_request(
+        &mut self,
+        client: ClientId,
+        request: MemberRequest,
+    ) -> Vec<SupervisorAction> {
+        let needs_idle = match request {
             MemberRequest::Join(_) | MemberRequest::Leave => true,
-            // QEMU would have to be asked, which is busy then.
+            // QEMU would have to be queried, and it is busy during an operation.
             MemberRequest::Card => !self.is_member,
             MemberRequest::Mark { .. } | MemberRequest::Globally { .. } => false,
         };
-        match self.busy().filter(|_| waits) {
-            Some(busy) => vec![failed(client, busy)],
-            None => vec![Action::Member(client, request)],
+        match self.busy_failure().filter(|_| needs_idle) {
+            Some(busy) => vec![failure_reply(client, busy)],
+            None => vec![SupervisorAction::Member(client, request)],
         }
     }
 
-    fn failover(&mut self, client: ClientId, how: FailoverRequest) -> Vec<Action> {
+    fn begin_failover(&mut self, client: ClientId, how: FailoverRequest) -> Vec<SupervisorAction> {
         match &mut self.activity {
-            Activity::Standby { taken_up } if self.stopping.is_none() => {
+            VmActivity::Standby { is_failing_over: taken_up } if self.stopping.is_none() => {
                 *taken_up = true;
                 self.watchers.insert(client);
-                vec![Action::TakeUp(client, how)]
+                vec![SupervisorAction::BeginFailover(client, how)]
             }
             _ => {
                 let no_standby = Failure::new(FailureKind::Usage, "the VM is no standby");
-                vec![failed(client, no_standby.hint("`firn standby` makes one"))]
+                vec![failure_reply(client, no_standby.with_hint("`firn standby` makes one"))]
             }
         }
     }
 
-    fn take_up_refused(&mut self, client: ClientId, failure: Failure) -> Vec<Action> {
-        if let Activity::Standby { taken_up } = &mut self.activity {
+    fn failover_refused(&mut self, client: ClientId, failure: Failure) -> Vec<SupervisorAction> {
+        if let VmActivity::Standby { is_failing_over: taken_up } = &mut self.activity {
             *taken_up = false;
         }
         let is_waiting = self.watchers.remove(&client);
-        is_waiting.then(|| failed(client, failure)).into_iter().collect()
+        is_waiting.then(|| failure_reply(client, failure)).into_iter().collect()
     }
 
-    fn detach(&mut self, client: ClientId) -> Vec<Action> {
-        match self.busy() {
-            Some(busy) => vec![failed(client, busy)],
-            None if self.serves => {
-                let text = "the VM's disks are served here: without Firn it would stand still";
+    fn detach_vm(&mut self, client: ClientId) -> Vec<SupervisorAction> {
+        match self.busy_failure() {
+            Some(busy) => vec![failure_reply(client, busy)],
+            None if self.serves_disks => {
+                let text = "Firn serves the VM's disks: without Firn the VM would block";
                 let failure = Failure::new(FailureKind::Refused, text);
-                vec![failed(client, failure.hint("`firn stop` ends the VM"))]
+                vec![failure_reply(client, failure.with_hint("`firn stop` ends the VM"))]
             }
-            None => vec![Action::LetGo, done(client, serde_json::Value::Null)],
+            None => vec![SupervisorAction::DetachVm, done_reply(client, serde_json::Value::Null)],
         }
     }
 
-    fn client_gone(&mut self, gone: ClientId) -> Vec<Action> {
+    fn client_disconnected(&mut self, gone: ClientId) -> Vec<SupervisorAction> {
         self.watchers.remove(&gone);
         match self.activity {
-            Activity::Saving { client, cancel_with_client: true, .. } if client == gone => {
-                vec![Action::CancelSave]
+            VmActivity::Saving { client, cancel_with_client: true, .. } if client == gone => {
+                vec![SupervisorAction::CancelSave]
             }
             _ => Vec::new(),
         }
     }
 
-    fn progressed(&mut self, now: Progress) -> Vec<Action> {
-        let actions = self.listeners().into_iter().map(|client| progress(client, &now)).collect();
+    fn report_progress(&mut self, now: OperationProgress) -> Vec<SupervisorAction> {
+        let actions =
+            self.listeners().into_iter().map(|client| progress_reply(client, &now)).collect();
         self.progress = Some(now);
         actions
     }
 
-    /// Who wants to hear of the activity: whoever asked for it, and whoever watches.
+    /// The clients that get reports on the activity: those that requested it, and the watchers.
     fn listeners(&self) -> BTreeSet<ClientId> {
         let mut listeners = self.watchers.clone();
         match &self.activity {
-            Activity::Saving { client, .. } | Activity::Merging { client, .. } => {
+            VmActivity::Saving { client, .. } | VmActivity::Merging { client, .. } => {
                 listeners.insert(*client);
             }
-            Activity::Protecting { asked, releasing, .. } => {
+            VmActivity::Protecting { asked, releasing, .. } => {
                 listeners.extend(asked.iter().chain(releasing));
             }
-            Activity::Idle | Activity::Restoring | Activity::Standby { .. } => {}
+            VmActivity::Idle | VmActivity::Restoring | VmActivity::Standby { .. } => {}
         }
         listeners
     }
 
-    fn save_ended(&mut self, result: Result<serde_json::Value, Failure>) -> Vec<Action> {
+    fn save_ended(&mut self, result: Result<serde_json::Value, Failure>) -> Vec<SupervisorAction> {
         match (self.activity.clone(), result) {
-            (Activity::Saving { .. }, Err(failure)) => self.failed(failure),
-            (Activity::Saving { then_stop: true, .. }, Ok(facts)) if self.gone.is_none() => {
-                self.suspended(&facts)
+            (VmActivity::Saving { .. }, Err(failure)) => self.activity_failed(failure),
+            (VmActivity::Saving { then_stop: true, .. }, Ok(facts))
+                if self.hypervisor_exit.is_none() =>
+            {
+                self.end_suspended_vm(&facts)
             }
-            (Activity::Saving { .. }, Ok(facts)) => self.over(Ok(facts)),
+            (VmActivity::Saving { .. }, Ok(facts)) => self.finish_activity(Ok(facts)),
             _ => Vec::new(),
         }
     }
 
-    fn suspended(&mut self, facts: &serde_json::Value) -> Vec<Action> {
+    fn end_suspended_vm(&mut self, facts: &serde_json::Value) -> Vec<SupervisorAction> {
         let waiting = self.listeners().into_iter().map(|client| (client, facts.clone()));
         self.stopping.get_or_insert_default().extend(waiting);
-        self.idle();
-        // It is paused, its disks are flushed, and the image has the rest: killing it loses nothing.
-        vec![Action::EndHypervisor(StopRequest { force: true, ..StopRequest::default() })]
+        self.become_idle();
+        // It is paused, its disks are flushed, and the image has the rest: killing QEMU loses
+        // nothing.
+        vec![SupervisorAction::EndHypervisor(StopRequest { force: true, ..StopRequest::default() })]
     }
 
-    fn restore_ended(&mut self, result: Result<serde_json::Value, Failure>) -> Vec<Action> {
+    fn restore_ended(
+        &mut self,
+        result: Result<serde_json::Value, Failure>,
+    ) -> Vec<SupervisorAction> {
         match result {
-            _ if !matches!(self.activity, Activity::Restoring | Activity::Standby { .. }) => {
+            _ if !matches!(self.activity, VmActivity::Restoring | VmActivity::Standby { .. }) => {
                 Vec::new()
             }
-            Ok(facts) => self.over(Ok(facts)),
-            Err(failure) if failure.kind.is_cut_short() => self.failed(failure),
+            Ok(facts) => self.finish_activity(Ok(facts)),
+            Err(failure) if failure.kind.is_cut_short() => self.activity_failed(failure),
             Err(failure) => {
-                if self.gone.is_none() && self.keeps_vm {
-                    return vec![Action::Resign(failure)];
+                if self.hypervisor_exit.is_none() && self.leaves_vm_to_successor {
+                    return vec![SupervisorAction::Resign(failure)];
                 }
                 self.reason = Some(failure.clone());
-                if self.gone.is_some() {
-                    return self.over(Err(failure));
+                if self.hypervisor_exit.is_some() {
+                    return self.finish_activity(Err(failure));
                 }
-                // vCPUs wait for pages that nobody will bring: better no VM than one that hangs.
-                self.lost = Some(failure);
-                vec![Action::KillHypervisor { discard: false }]
+                // vCPUs wait for pages that no process will install: ending the VM is better than a
+                // hang.
+                self.unreported_failure = Some(failure);
+                vec![SupervisorAction::KillHypervisor { discard: false }]
             }
         }
     }
 
-    /// What was going on has failed: by itself, or because the hypervisor has ended. That is told with how it ended, which
-    /// may be known only later.
-    fn failed(&mut self, failure: Failure) -> Vec<Action> {
-        match self.gone {
+    /// Handles the failure of the activity, by itself or because the hypervisor has ended. In the
+    /// latter case the reply includes how the hypervisor ended, which may be known only later.
+    fn activity_failed(&mut self, failure: Failure) -> Vec<SupervisorAction> {
+        match self.hypervisor_exit {
             Some(exit) if failure.kind.is_cut_short() => self.ended_during(exit),
             None if failure.kind == FailureKind::Ended => {
-                self.lost = Some(failure);
+                self.unreported_failure = Some(failure);
                 Vec::new()
             }
-            _ => self.over(Err(failure)),
+            _ => self.finish_activity(Err(failure)),
         }
     }
 
-    /// Nothing is going on any more.
-    fn over(&mut self, result: Result<serde_json::Value, Failure>) -> Vec<Action> {
-        let told = self.tell_listeners(result);
-        self.idle();
-        self.after_activity(told)
+    /// Ends the activity: replies to its listeners and becomes idle.
+    fn finish_activity(
+        &mut self,
+        result: Result<serde_json::Value, Failure>,
+    ) -> Vec<SupervisorAction> {
+        let replies = self.reply_to_listeners(result);
+        self.become_idle();
+        self.after_activity(replies)
     }
 
-    fn tell_listeners(&mut self, result: Result<serde_json::Value, Failure>) -> Vec<Action> {
+    fn reply_to_listeners(
+        &mut self,
+        result: Result<serde_json::Value, Failure>,
+    ) -> Vec<SupervisorAction> {
         let reply = match result {
-            Ok(facts) => Reply::Done { facts },
-            Err(failure) => Reply::Failed(failure),
+            Ok(facts) => SupervisorReply::Done { facts },
+            Err(failure) => SupervisorReply::Failed(failure),
         };
-        self.listeners().into_iter().map(|client| Action::Reply(client, reply.clone())).collect()
+        self.listeners()
+            .into_iter()
+            .map(|client| SupervisorAction::Reply(client, reply.clone()))
+            .collect()
     }
 
-    fn idle(&mut self) {
-        self.activity = Activity::Idle;
+    fn become_idle(&mut self) {
+        self.activity = VmActivity::Idle;
         self.progress = None;
         self.watchers.clear();
     }
 
-    /// What follows once nothing is going on any more, and these have been told so.
-    fn after_activity(&mut self, mut told: Vec<Action>) -> Vec<Action> {
-        match self.gone {
-            Some(exit) => return self.end(exit, told),
-            None if self.leaving && self.stopping.is_none() => told.push(Action::LetGo),
+    /// The actions that follow the end of an activity, after these replies.
+    fn after_activity(&mut self, mut actions: Vec<SupervisorAction>) -> Vec<SupervisorAction> {
+        match self.hypervisor_exit {
+            Some(exit) => return self.record_end(exit, actions),
+            None if self.detaches_when_idle && self.stopping.is_none() => {
+                actions.push(SupervisorAction::DetachVm)
+            }
             None => {}
         }
-        told
+        actions
     }
 
-    fn stop_failed(&mut self, failure: Failure) -> Vec<Action> {
+    fn stop_failed(&mut self, failure: Failure) -> Vec<SupervisorAction> {
         let waiting = self.stopping.take().unwrap_or_default();
-        let told: Vec<_> =
-            waiting.into_iter().map(|(client, _)| failed(client, failure.clone())).collect();
+        let replies: Vec<_> =
+            waiting.into_iter().map(|(client, _)| failure_reply(client, failure.clone())).collect();
         match self.activity {
-            Activity::Idle => self.after_activity(told),
-            _ => told,
+            VmActivity::Idle => self.after_activity(replies),
+            _ => replies,
         }
     }
 
-    /// What is going on notices by itself, and says whether there is more to it.
-    fn hypervisor_gone(&mut self, exit: Exit) -> Vec<Action> {
-        self.gone = Some(exit);
-        match (&self.activity, self.lost.take()) {
-            (Activity::Idle, _) => self.end(exit, Vec::new()),
-            (_, Some(failure)) => self.failed(failure),
-            // Nobody has begun to run it, who would notice.
-            (Activity::Standby { taken_up: false }, None) => self.ended_during(exit),
-            (_, None) => vec![Action::CancelSave, Action::StartGrace],
+    /// Handles the end of the hypervisor. The activity notices it by itself and reports a result of
+    /// its own, if it has one.
+    fn hypervisor_gone(&mut self, exit: ProcessExit) -> Vec<SupervisorAction> {
+        self.hypervisor_exit = Some(exit);
+        match (&self.activity, self.unreported_failure.take()) {
+            (VmActivity::Idle, _) => self.record_end(exit, Vec::new()),
+            (_, Some(failure)) => self.activity_failed(failure),
+            // No failover has begun that would notice it.
+            (VmActivity::Standby { is_failing_over: false }, None) => self.ended_during(exit),
+            (_, None) => vec![SupervisorAction::CancelSave, SupervisorAction::StartGrace],
         }
     }
 
-    fn grace_over(&mut self) -> Vec<Action> {
-        let Some(exit) = self.gone else { return Vec::new() };
+    fn grace_over(&mut self) -> Vec<SupervisorAction> {
+        let Some(exit) = self.hypervisor_exit else { return Vec::new() };
         self.ended_during(exit)
     }
 
-    /// What the VM was being, in a sentence.
-    fn verb(&self) -> &'static str {
+    /// What the VM was being, as a participle for a sentence.
+    fn activity_participle(&self) -> &'static str {
         match self.activity {
-            Activity::Restoring => "restored",
-            Activity::Merging { .. } => "merged",
-            Activity::Protecting { .. } => "protected",
-            Activity::Standby { .. } => "kept ready",
+            VmActivity::Restoring => "restored",
+            VmActivity::Merging { .. } => "merged",
+            VmActivity::Protecting { .. } => "protected",
+            VmActivity::Standby { .. } => "kept ready",
             _ => "saved",
         }
     }
 
-    /// The VM ended while something was going on, which has come to nothing by that.
-    fn ended_during(&mut self, exit: Exit) -> Vec<Action> {
-        let what = self.verb();
-        let shown = if self.stopping.is_some() { Exit::Stopped } else { exit };
+    /// The VM ended during an activity, which has failed by that.
+    fn ended_during(&mut self, exit: ProcessExit) -> Vec<SupervisorAction> {
+        let what = self.activity_participle();
+        let shown = if self.stopping.is_some() { ProcessExit::Stopped } else { exit };
         let ended = format!("the VM ended while it was being {what} ({shown})");
-        let told = self.tell_listeners(Err(Failure::new(FailureKind::Ended, ended)));
-        self.end(exit, told)
+        let replies = self.reply_to_listeners(Err(Failure::new(FailureKind::Ended, ended)));
+        self.record_end(exit, replies)
     }
 
-    fn end(&mut self, exit: Exit, told: Vec<Action>) -> Vec<Action> {
-        let asked = self.stopping.is_some();
+    fn record_end(
+        &mut self,
+        exit: ProcessExit,
+        replies: Vec<SupervisorAction>,
+    ) -> Vec<SupervisorAction> {
+        let was_requested = self.stopping.is_some();
         let waiting = self.stopping.take().unwrap_or_default();
-        let exit = if asked { Exit::Stopped } else { exit };
-        // Written down first: whoever is told finds it so.
-        let record = Action::RecordEnd { exit, reason: self.reason.take() };
-        let waiting = waiting.into_iter().map(|(client, facts)| done(client, facts));
-        std::iter::once(record).chain(told).chain(waiting).collect()
+        let exit = if was_requested { ProcessExit::Stopped } else { exit };
+        // The end is recorded first, so that a client that gets a reply finds it recorded.
+        let record = SupervisorAction::RecordEnd { exit, reason: self.reason.take() };
+        let waiting = waiting.into_iter().map(|(client, facts)| done_reply(client, facts));
+        std::iter::once(record).chain(replies).chain(waiting).collect()
     }
 
-    fn terminate(&mut self) -> Vec<Action> {
-        let runs = !matches!(self.activity, Activity::Standby { taken_up: false });
-        if self.stopping.is_some() || self.leaving || (self.serves && runs) {
+    fn handle_sigterm(&mut self) -> Vec<SupervisorAction> {
+        let runs = !matches!(self.activity, VmActivity::Standby { is_failing_over: false });
+        if self.stopping.is_some() || self.detaches_when_idle || (self.serves_disks && runs) {
             return Vec::new();
         }
-        self.leaving = true;
+        self.detaches_when_idle = true;
         match self.activity {
-            Activity::Idle => vec![Action::LetGo],
-            Activity::Saving { .. } | Activity::Merging { .. } | Activity::Protecting { .. } => {
-                vec![Action::CancelSave]
+            VmActivity::Idle => vec![SupervisorAction::DetachVm],
+            VmActivity::Saving { .. }
+            | VmActivity::Merging { .. }
+            | VmActivity::Protecting { .. } => {
+                vec![SupervisorAction::CancelSave]
             }
-            Activity::Restoring | Activity::Standby { taken_up: true } => Vec::new(),
-            Activity::Standby { taken_up: false } => {
-                vec![Action::KillHypervisor { discard: false }]
+            VmActivity::Restoring | VmActivity::Standby { is_failing_over: true } => Vec::new(),
+            VmActivity::Standby { is_failing_over: false } => {
+                vec![SupervisorAction::KillHypervisor { discard: false }]
             }
         }
     }
 }
 
-fn of_a_cluster() -> Failure {
+fn cluster_refusal() -> Failure {
     let text = "the VM is protected with the cluster that it belongs to";
-    let hint = "`firn cluster release` where the cluster was made";
-    Failure::new(FailureKind::Refused, text).hint(hint)
+    let hint = "run `firn cluster release` on the host where the cluster was made";
+    Failure::new(FailureKind::Refused, text).with_hint(hint)
 }
 
-fn failed(client: ClientId, failure: Failure) -> Action {
-    Action::Reply(client, Reply::Failed(failure))
+fn failure_reply(client: ClientId, failure: Failure) -> SupervisorAction {
+    SupervisorAction::Reply(client, SupervisorReply::Failed(failure))
 }
 
-fn done(client: ClientId, facts: serde_json::Value) -> Action {
-    Action::Reply(client, Reply::Done { facts })
+fn done_reply(client: ClientId, facts: serde_json::Value) -> SupervisorAction {
+    SupervisorAction::Reply(client, SupervisorReply::Done { facts })
 }
 
-fn progress(client: ClientId, now: &Progress) -> Action {
-    Action::Reply(client, Reply::Progress(now.clone()))
+fn progress_reply(client: ClientId, now: &OperationProgress) -> SupervisorAction {
+    SupervisorAction::Reply(client, SupervisorReply::Progress(now.clone()))
 }
 
 #[cfg(test)]

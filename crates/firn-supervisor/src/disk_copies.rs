@@ -1,33 +1,36 @@
-//! How a save keeps each drive: a clone, an overlay or a copy. Here are the choice, and all that copies need.
+//! The choice of the snapshot method for each drive (clone, overlay or copy), and the handling of
+//! copies.
 //!
-//! | `--disks` | Firn started the VM | another started it |
+//! | `--disks` | Firn started the VM | Firn attached to it |
 //! |---|---|---|
 //! | (not given) | clone, or else overlay | clone, or else copy |
-//! | `copy`, `clone`, `overlay` | as asked | as asked |
+//! | `copy`, `clone`, `overlay` | as chosen | as chosen |
 //!
-//! An overlay changes the block graph: the VM writes to another file than its command line names. Of a VM that Firn did not
-//! start the graph stays as it is: its user starts it again by that command line.
+//! An overlay changes the block graph: the VM writes to another file than its command line names.
+//! The graph of a VM that Firn did not start stays as it is, because its user starts it again by
+//! that command line.
 //!
-//! A copy of an image with a parent holds what changed since the parent's copy, if three things agree: the parent image names
-//! a file, the journal names the dirty bitmap that began with this file, and QEMU has that bitmap. Else all is copied.
+//! A copy for an image with a parent holds what changed since the parent's copy, if three things
+//! agree: the parent image names a file, the journal names the dirty bitmap that began with this
+//! file, and QEMU has that bitmap. Otherwise everything is copied.
 
 use std::io;
 use std::path::{Path, PathBuf};
 
 use firn_image::Image;
 use firn_vmm::{
-    BaseFile, COPIES_MAX, CopyExtent, Disk, Drive, DriveCopy, FileIdentity, Overlay, Vm,
-    allocated_bytes, can_clone, files_below,
+    BaseFile, COPIES_MAX, CopyExtent, DiskImage, Drive, DriveCopy, FileIdentity, Overlay, QemuVm,
+    allocated_bytes, can_clone, list_backing_files,
 };
 
-use crate::disks::{DISK_DIR, Kept, Made, new_file};
-use crate::failure::{Context, Failure, FailureKind};
-use crate::journal::{Journal, JournalFile, Machine};
-use crate::meta::{FrozenDrive, Meta};
-use crate::protocol::{SaveDisks, SaveRequest};
+use crate::control_protocol::{SaveDisks, SaveRequest};
+use crate::disk_snapshots::{DISK_DIR_HINT, DriveSnapshot, SnapshotFile, new_file};
+use crate::failure::{Failure, FailureContext, FailureKind};
+use crate::journal::{HypervisorRecord, Journal, JournalFile};
+use crate::meta::{FrozenDrive, ImageMeta};
 use crate::qemu;
 
-/// How drives are kept, and what is known of their copies.
+/// The method of snapshots, and what is known of earlier copies.
 pub(crate) struct DiskPolicy<'a> {
     how: Option<SaveDisks>,
     is_launched: bool,
@@ -36,29 +39,29 @@ pub(crate) struct DiskPolicy<'a> {
     image_dir: &'a Path,
     /// The drives of the image that the new one builds on.
     parents: Vec<FrozenDrive>,
-    /// The copies with which dirty bitmaps began.
-    known: Vec<DriveCopy>,
+    /// The copies with which the dirty bitmaps began.
+    bitmap_copies: Vec<DriveCopy>,
 }
 
-/// What is made for a drive.
+/// The snapshot that is made of a drive.
 pub(crate) struct DiskChoice {
-    pub(crate) made: Made,
+    pub(crate) made: SnapshotFile,
     /// For a copy.
     pub(crate) copy_file: Option<CopyFile>,
 }
 
-/// How the file of a copy is made.
+/// The parameters of the file of a copy.
 #[derive(Default)]
 pub(crate) struct CopyFile {
-    /// The files below it with their formats, the nearest first.
+    /// The files below it with their formats, topmost first.
     below: Vec<(PathBuf, String)>,
-    /// How many bytes it will hold, about.
+    /// The approximate number of bytes that it will hold.
     bytes: u64,
 }
 
 impl CopyFile {
     /// The files that an image with this copy depends on.
-    pub(crate) fn chain(&self) -> Vec<PathBuf> {
+    pub(crate) fn base_chain(&self) -> Vec<PathBuf> {
         self.below.iter().map(|(file, _)| file.clone()).collect()
     }
 }
@@ -72,12 +75,13 @@ enum DiskMethod {
 
 impl<'a> DiskPolicy<'a> {
     pub(crate) fn new(
-        machine: &'a Machine,
+        machine: &'a HypervisorRecord,
         journal: &Journal,
         request: &'a SaveRequest,
         parent: Option<&Image>,
     ) -> Self {
-        let parent = parent.and_then(|it| serde_json::from_value::<Meta>(it.meta().clone()).ok());
+        let parent =
+            parent.and_then(|it| serde_json::from_value::<ImageMeta>(it.meta().clone()).ok());
         Self {
             how: request.choices.disks,
             is_launched: machine.launched,
@@ -85,12 +89,12 @@ impl<'a> DiskPolicy<'a> {
             disk_dir: request.choices.disk_dir.as_deref(),
             image_dir: request.image.parent().unwrap_or(Path::new("/")),
             parents: parent.map(|meta| meta.drives).unwrap_or_default(),
-            known: journal.copies.clone(),
+            bitmap_copies: journal.copies.clone(),
         }
     }
 
-    /// Whether drives are only named.
-    pub(crate) fn refers(&self) -> bool {
+    /// Whether the image only refers to the drives.
+    pub(crate) fn refers_only(&self) -> bool {
         self.how == Some(SaveDisks::Reference)
     }
 
@@ -102,18 +106,18 @@ impl<'a> DiskPolicy<'a> {
         }
     }
 
-    /// Decides what is made for a drive.
+    /// Chooses the snapshot of a drive.
     pub(crate) fn choose_method(
         &self,
-        vm: &mut Vm,
+        vm: &mut QemuVm,
         drive: &Drive,
         named: &str,
     ) -> Result<DiskChoice, Failure> {
-        let (suffix, path) = new_file(self.disk_dir, drive.file(), named, self.vm_name);
+        let (suffix, path) = new_file(self.disk_dir, drive.top_file(), named, self.vm_name);
         let name = format!("firn-{suffix}");
         let made = match self.check_method(self.can_clone(drive, &path)?, drive)? {
-            DiskMethod::Clone => Made::Clone(path),
-            DiskMethod::Overlay => Made::Overlay(Overlay { node: name, path }),
+            DiskMethod::Clone => SnapshotFile::Clone(path),
+            DiskMethod::Overlay => SnapshotFile::Overlay(Overlay { node: name, path }),
             DiskMethod::Copy => return self.plan_copy(vm, drive, named, name),
         };
         Ok(DiskChoice { made, copy_file: None })
@@ -124,57 +128,57 @@ impl<'a> DiskPolicy<'a> {
             return Ok(false);
         }
         let dir = path.parent().unwrap_or(Path::new("/"));
-        // What lies below may be named as seen from where it is.
-        let is_at_home = drive.chain.len() == 1 || drive.file().parent() == Some(dir);
-        let can = can_clone(drive.file(), dir).doing("finding out whether it can be cloned");
+        // The path of a lower layer may be relative to the directory of the layer above.
+        let is_at_home = drive.chain.len() == 1 || drive.top_file().parent() == Some(dir);
+        let can = can_clone(drive.top_file(), dir).while_doing("checking whether it can be cloned");
         match can.map(|can| can && is_at_home) {
             // A copy may be made in another directory.
             Err(_) if self.how.is_none() && !self.is_launched => Ok(false),
-            can => can.map_err(|failure| failure.hint(DISK_DIR)),
+            can => can.map_err(|failure| failure.with_hint(DISK_DIR_HINT)),
         }
     }
 
     fn check_method(&self, can_clone: bool, drive: &Drive) -> Result<DiskMethod, Failure> {
-        match (choose_method(self.how, self.is_launched, can_clone), drive.file().display()) {
+        match (choose_method(self.how, self.is_launched, can_clone), drive.top_file().display()) {
             (Some(method), _) => Ok(method),
             (None, file) => {
                 let text = format!("{}: the file system of {file} can't clone it", drive.name);
                 let failure = Failure::new(FailureKind::Refused, text);
-                Err(failure.hint("--disks copy copies it"))
+                Err(failure.with_hint("--disks copy copies it"))
             }
         }
     }
 
     fn plan_copy(
         &self,
-        vm: &mut Vm,
+        vm: &mut QemuVm,
         drive: &Drive,
         named: &str,
         name: String,
     ) -> Result<DiskChoice, Failure> {
         let dir = self.disk_dir.unwrap_or(self.image_dir);
-        let (_, path) = new_file(Some(dir), drive.file(), named, self.vm_name);
+        let (_, path) = new_file(Some(dir), drive.top_file(), named, self.vm_name);
         let (extent, copy_file) = match self.plan_changes(vm, drive, named)? {
             Some(changes) => changes,
-            None => plan_full_copy(drive).doing("reading the files of the VM's disks")?,
+            None => plan_full_copy(drive).while_doing("reading the files of the VM's disks")?,
         };
         let copy = DriveCopy { source: drive.node.clone(), name, path, extent };
-        Ok(DiskChoice { made: Made::Copy(copy), copy_file: Some(copy_file) })
+        Ok(DiskChoice { made: SnapshotFile::Copy(copy), copy_file: Some(copy_file) })
     }
 
-    /// What changed since the parent's copy; `None` if that is not known.
+    /// Plans a copy of what changed since the parent's copy; `None` if that is not known.
     fn plan_changes(
         &self,
-        vm: &mut Vm,
+        vm: &mut QemuVm,
         drive: &Drive,
         named: &str,
     ) -> Result<Option<(CopyExtent, CopyFile)>, Failure> {
         let Some((parent, copy)) = self.find_parent(drive, named) else { return Ok(None) };
-        let Ok(below) = files_below(&parent.file) else { return Ok(None) };
+        let Ok(below) = list_backing_files(&parent.file) else { return Ok(None) };
         if below.len() + 1 >= COPIES_MAX || !is_unchanged(parent) {
             return Ok(None);
         }
-        let bytes = vm.changed_bytes(copy).doing("reading dirty bitmaps")?;
+        let bytes = vm.changed_bytes(copy).while_doing("reading dirty bitmaps")?;
         Ok(bytes.map(|bytes| {
             let parent = (parent.file.clone(), parent.format.clone());
             let below = std::iter::once(parent).chain(below).collect();
@@ -186,11 +190,11 @@ impl<'a> DiskPolicy<'a> {
         let is_parent = |it: &&FrozenDrive| it.named == named && it.bytes == drive.bytes;
         let parent = self.parents.iter().find(is_parent)?;
         let began = |it: &&DriveCopy| it.path == parent.file && it.source == drive.node;
-        Some((parent, self.known.iter().find(began)?))
+        Some((parent, self.bitmap_copies.iter().find(began)?))
     }
 }
 
-/// `None` if a clone was asked for and can't be had.
+/// `None` if a clone was requested and is impossible.
 fn choose_method(how: Option<SaveDisks>, is_launched: bool, can_clone: bool) -> Option<DiskMethod> {
     match (how, can_clone) {
         (Some(SaveDisks::Copy), _) => Some(DiskMethod::Copy),
@@ -202,14 +206,15 @@ fn choose_method(how: Option<SaveDisks>, is_launched: bool, can_clone: bool) -> 
     }
 }
 
-/// All of a drive, or all of its topmost image.
+/// Plans a copy of a whole drive, or of all of its topmost layer.
 fn plan_full_copy(drive: &Drive) -> io::Result<(CopyExtent, CopyFile)> {
-    let bytes = allocated_bytes(drive.file())?;
-    // Each file of the chain says what is below it: drives of which this is not so are refused.
+    let bytes = allocated_bytes(drive.top_file())?;
+    // Each file of the chain names the one below it: drives for which this is not true are refused.
     let below: Vec<_> = match drive.chain.get(1..) {
         None | Some([]) => Vec::new(),
         Some(lower) => {
-            let formats = files_below(drive.file())?.into_iter().map(|(_, format)| format);
+            let formats =
+                list_backing_files(drive.top_file())?.into_iter().map(|(_, format)| format);
             lower.iter().cloned().zip(formats).collect()
         }
     };
@@ -218,52 +223,53 @@ fn plan_full_copy(drive: &Drive) -> io::Result<(CopyExtent, CopyFile)> {
 }
 
 fn is_unchanged(drive: &FrozenDrive) -> bool {
-    FileIdentity::of(&drive.file)
+    FileIdentity::from_path(&drive.file)
         .is_ok_and(|now| (now.size, now.mtime_ns) == (drive.identity.size, drive.identity.mtime_ns))
 }
 
-/// Makes the file of a copy, and has the hypervisor open it.
+/// Creates the file of a copy, and has the hypervisor open it.
 pub(crate) fn create_copy(
-    vm: &mut Vm,
+    vm: &mut QemuVm,
     program: &str,
     drive: &Drive,
     copy: &DriveCopy,
     copy_file: &CopyFile,
 ) -> Result<(), Failure> {
     let base = copy_file.below.first().map(|(file, format)| BaseFile { file, format });
-    copy.create(program, drive, base, copy_file.bytes)
-        .doing("making a file for the copy of a disk")
-        .map_err(|failure| failure.hint(DISK_DIR))?;
-    vm.open_copy(copy).doing("opening a file for the copy of a disk")
+    copy.create_file(program, drive, base, copy_file.bytes)
+        .while_doing("creating a file for the copy of a disk")
+        .map_err(|failure| failure.with_hint(DISK_DIR_HINT))?;
+    vm.open_copy(copy).while_doing("opening a file for the copy of a disk")
 }
 
-/// The files below copies: an image needs them unchanged.
+/// The files below copies, which an image needs unchanged.
 pub(crate) fn find_layers<'c>(
     copies: impl Iterator<Item = &'c DriveCopy>,
     bytes: u64,
-) -> io::Result<Vec<Disk>> {
+) -> io::Result<Vec<DiskImage>> {
     let mut layers = Vec::new();
     for copy in copies {
-        for (file, format) in files_below(&copy.path)? {
-            let identity = FileIdentity::of(&file).ok();
+        for (file, format) in list_backing_files(&copy.path)? {
+            let identity = FileIdentity::from_path(&file).ok();
             let file = file.to_string_lossy().into_owned();
             let node = String::new();
-            layers.push(Disk { node, file, format, read_only: true, size: bytes, identity });
+            layers.push(DiskImage { node, file, format, read_only: true, size: bytes, identity });
         }
     }
     Ok(layers)
 }
 
-fn list_copies(drives: &[Kept]) -> Vec<DriveCopy> {
-    let copy = |kept: &Kept| match &kept.made {
-        Some(Made::Copy(copy)) => Some(copy.clone()),
+fn list_copies(drives: &[DriveSnapshot]) -> Vec<DriveCopy> {
+    let copy = |kept: &DriveSnapshot| match &kept.made {
+        Some(SnapshotFile::Copy(copy)) => Some(copy.clone()),
         _ => None,
     };
     drives.iter().filter_map(copy).collect()
 }
 
-/// Ends the jobs of copies that come to nothing, and closes their files. A VM that stopped because such a file was full runs on.
-pub(crate) fn discard_copies(vm: &mut Vm, drives: &[Kept]) {
+/// Ends the jobs of copies of a failed save, and closes their files. A VM that QEMU stopped because
+/// such a file was full is resumed.
+pub(crate) fn discard_copies(vm: &mut QemuVm, drives: &[DriveSnapshot]) {
     let copies = list_copies(drives);
     if copies.is_empty() {
         return;
@@ -278,33 +284,34 @@ pub(crate) fn discard_copies(vm: &mut Vm, drives: &[Kept]) {
     }
 }
 
-/// The image is whole: its copies are what the next ones build on.
-pub(crate) fn record_copies(known: &mut Vec<DriveCopy>, drives: &[Kept]) {
+/// Records the copies of a complete image, on which the next ones build.
+pub(crate) fn record_copies(known: &mut Vec<DriveCopy>, drives: &[DriveSnapshot]) {
     let new = list_copies(drives);
     known.retain(|copy| new.iter().all(|it| it.source != copy.source));
     known.extend(new);
 }
 
 /// Removes the dirty bitmaps that no copy needs any more.
-pub(crate) fn remove_old_bitmaps(vm: &mut Vm, journal: &Journal) {
+pub(crate) fn remove_old_bitmaps(vm: &mut QemuVm, journal: &Journal) {
     if journal.copies.is_empty() {
         return;
     }
     if let Err(error) = vm.remove_bitmaps(&journal.copies) {
-        // Else the worst is that QEMU notes what is never read.
+        // If this fails, the worst outcome is that QEMU tracks writes for no use.
         tracing::warn!("{}", Failure::from_error(FailureKind::Other, &error));
     }
 }
 
-/// Firn leaves the VM: none of its dirty bitmaps stays.
+/// Removes all dirty bitmaps of Firn's, before Firn detaches from the VM.
 pub(crate) fn remove_all_bitmaps(journal: &JournalFile) {
-    let Journal { machine, copies, .. } = journal.read();
+    let Journal { machine, copies, .. } = journal.current_journal();
     let Some(machine) = machine.filter(|_| !copies.is_empty()) else { return };
     const LEAVING: &str = "removing dirty bitmaps from the VM's disks";
-    let left =
-        qemu::connect(&machine).and_then(|mut vm| vm.remove_bitmaps(&[]).doing(LEAVING)).and_then(
-            |()| journal.update(|journal| journal.copies.clear()).doing("writing the journal"),
-        );
+    let left = qemu::connect_monitor(&machine)
+        .and_then(|mut vm| vm.remove_bitmaps(&[]).while_doing(LEAVING))
+        .and_then(|()| {
+            journal.update(|journal| journal.copies.clear()).while_doing("writing the journal")
+        });
     if let Err(failure) = left {
         tracing::warn!("{failure}");
     }

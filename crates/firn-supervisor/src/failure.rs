@@ -1,7 +1,7 @@
-//! An error that crosses a process boundary: from the supervisor to the command that asked.
+//! A failure: an error that is sent from the supervisor to the command that made the request.
 //!
-//! The command prints the chain once, from what was asked down to the cause, then the hint, and exits with the code
-//! of the [`FailureKind`]. The codes are a promise to scripts:
+//! The command prints the chain once, from the requested operation down to the cause, then the
+//! hint, and exits with the code of the [`FailureKind`]. The codes are a promise to scripts:
 //!
 //! ```text
 //!   0  done
@@ -9,7 +9,7 @@
 //!   2  the command line is wrong
 //!   3  there is no such VM, or it does not run
 //!   4  the VM is busy, or the name is taken
-//!   5  refused: QEMU's version or a disk is not what the image says (--force goes on)
+//!   5  refused: QEMU's version or a disk is not as the image requires (--force continues)
 //!   6  the image is damaged or is no image
 //!   7  the host or the permissions lack something (see firn doctor)
 //!   8  the operation was cut short: the VM ended, or a checkpoint was cancelled or aborted
@@ -21,17 +21,17 @@ use std::fmt;
 use firn_image::ImageError;
 use serde::{Deserialize, Serialize};
 
-/// What sort of failure it is: what a script may want to tell apart.
+/// The kind of a failure, as far as a script may have to distinguish it.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "kebab-case")]
 pub enum FailureKind {
-    /// None of the others.
+    /// None of the other kinds.
     Other,
     /// The command line is wrong.
     Usage,
-    /// No VM of that name, or it does not run.
+    /// There is no VM of that name, or it does not run.
     NoSuchVm,
-    /// The VM does something that excludes this, or the name is taken.
+    /// The VM's current operation excludes this one, or the name is taken.
     Busy,
     /// The image does not fit this host's QEMU or disks.
     Refused,
@@ -39,16 +39,16 @@ pub enum FailureKind {
     Damaged,
     /// The host, or this user's permissions, lack something.
     Host,
-    /// It was cancelled, or its supervisor died, before it was done.
+    /// The operation was cancelled, or its supervisor died, before it was done.
     Interrupted,
-    /// The VM ended before it was done.
+    /// The VM ended before the operation was done.
     Ended,
-    /// The connection to a VM's backup ended, and nobody said why.
+    /// The connection to a VM's backup ended, without a message about the reason.
     Lost,
 }
 
 impl FailureKind {
-    /// Whether nothing else was wrong than that it could not go on.
+    /// Whether the only problem was that the operation could not continue.
     pub fn is_cut_short(self) -> bool {
         matches!(self, Self::Interrupted | Self::Ended)
     }
@@ -68,14 +68,14 @@ impl FailureKind {
     }
 }
 
-/// An error with everything a user gets to see of it.
+/// An error, with everything that a user sees of it.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Failure {
-    /// What sort of failure it is.
+    /// The kind of the failure.
     pub kind: FailureKind,
-    /// What went wrong, outermost first; never empty.
+    /// The messages, outermost first; never empty.
     pub chain: Vec<String>,
-    /// What to try.
+    /// What the user can try.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub hint: Option<String>,
 }
@@ -94,14 +94,14 @@ impl Failure {
         Self { kind, chain, hint: None }
     }
 
-    /// Puts what was being done in front of the chain.
+    /// Puts the operation that failed in front of the chain.
     pub fn while_doing(mut self, what: impl Into<String>) -> Self {
         self.chain.insert(0, what.into());
         self
     }
 
-    /// Adds what to try, unless something nearer to the cause already has.
-    pub fn hint(mut self, hint: impl Into<String>) -> Self {
+    /// Adds a hint, unless a function closer to the cause has added one.
+    pub fn with_hint(mut self, hint: impl Into<String>) -> Self {
         self.hint.get_or_insert_with(|| hint.into());
         self
     }
@@ -115,26 +115,27 @@ impl fmt::Display for Failure {
 
 impl Error for Failure {}
 
-/// Turns the error of a step into a [`Failure`] that says which step it was.
-pub trait Context<T> {
+/// Turns the error of a step into a [`Failure`] that names the step.
+pub trait FailureContext<T> {
     /// Names the step; the kind is [`FailureKind::Other`].
-    fn doing(self, what: impl Into<String>) -> Result<T, Failure>;
+    fn while_doing(self, what: impl Into<String>) -> Result<T, Failure>;
 
     /// Names the step and the kind of failure.
-    fn doing_or(self, kind: FailureKind, what: impl Into<String>) -> Result<T, Failure>;
+    fn while_doing_as(self, kind: FailureKind, what: impl Into<String>) -> Result<T, Failure>;
 }
 
-impl<T, E: Error + 'static> Context<T> for Result<T, E> {
-    fn doing(self, what: impl Into<String>) -> Result<T, Failure> {
-        self.doing_or(FailureKind::Other, what)
+impl<T, E: Error + 'static> FailureContext<T> for Result<T, E> {
+    fn while_doing(self, what: impl Into<String>) -> Result<T, Failure> {
+        self.while_doing_as(FailureKind::Other, what)
     }
 
-    fn doing_or(self, kind: FailureKind, what: impl Into<String>) -> Result<T, Failure> {
+    fn while_doing_as(self, kind: FailureKind, what: impl Into<String>) -> Result<T, Failure> {
         self.map_err(|error| Failure::from_error(kind, &error).while_doing(what))
     }
 }
 
-/// What is wrong with an image. A file that can't be opened or written is no damaged image.
+/// The failure for an error of an image. A file that can't be opened or written is not a damaged
+/// image.
 pub fn image_failure(error: &ImageError) -> Failure {
     let kind = match error {
         ImageError::Io { .. } | ImageError::Read { .. } | ImageError::Write { .. } => {
@@ -159,13 +160,13 @@ mod tests {
     #[test]
     fn the_chain_runs_from_what_was_asked_to_the_cause() {
         let io: Result<(), _> = Err(io::Error::from(io::ErrorKind::NotFound));
-        let failure = io.doing("reading web.firn").unwrap_err().while_doing("restoring web");
+        let failure = io.while_doing("reading web.firn").unwrap_err().while_doing("restoring web");
         assert_eq!(failure.to_string(), "restoring web: reading web.firn: entity not found");
     }
 
     #[test]
     fn the_hint_nearest_to_the_cause_wins() {
-        let failure = Failure::new(FailureKind::Host, "x").hint("first").hint("second");
+        let failure = Failure::new(FailureKind::Host, "x").with_hint("first").with_hint("second");
         assert_eq!(failure.hint.as_deref(), Some("first"));
     }
 

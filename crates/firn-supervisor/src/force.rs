@@ -1,137 +1,148 @@
-//! `firn stop --force`: ends a VM whose supervisor is gone or does not answer, by the identity of its processes.
+//! The forced stop of a VM, `firn stop --force`: it ends a VM whose supervisor is dead or does not
+//! answer, by the identity of its processes.
 
 use std::thread;
 use std::time::{Duration, Instant};
 
 use crate::client;
-use crate::disks;
-use crate::failure::{Context, Failure, FailureKind};
+use crate::control_protocol::{StopRequest, SupervisorRequest};
+use crate::disk_snapshots;
+use crate::failure::{Failure, FailureContext, FailureKind};
 use crate::guard;
 use crate::identity::{self, ProcessHandle, ProcessIdentity};
-use crate::journal::{Journal, Machine, Phase};
+use crate::journal::{HypervisorRecord, Journal, VmPhase};
 use crate::name::VmName;
-use crate::protocol::{Request, StopRequest};
 use crate::qemu;
 use crate::runtime::{RuntimeDir, VmDir};
-use crate::survey;
-use crate::ways::{Deed, forced_end};
+use crate::suggested_command::{ForcedStopStep, forced_stop_steps};
+use crate::vm_survey;
 
-/// How long a killed process may take to be gone, and a successor to write down that the VM has ended.
-const SETTLE_WAIT: Duration = Duration::from_secs(30);
+/// The maximum time for a killed process to end, and for a successor to record that the VM has
+/// ended.
+const END_WAIT: Duration = Duration::from_secs(30);
 
-/// How often it is looked.
-const STEP: Duration = Duration::from_millis(10);
+/// The polling interval.
+const POLL_INTERVAL: Duration = Duration::from_millis(10);
 
-/// Ends a VM, with the help of its supervisor if that answers, else without, and forgets it.
+/// Ends a VM and forgets it, with the help of its supervisor if that answers, else without.
 pub fn stop_by_force(
     base: &RuntimeDir,
     name: &VmName,
     request: StopRequest,
 ) -> Result<(), Failure> {
-    let vm = base.vm(name);
-    let sight = survey::examine(base, &vm)?;
-    let force = Force { base, vm: &vm, journal: sight.journal.clone(), request };
-    for deed in forced_end(sight.remnant()) {
+    let vm = base.vm_dir(name);
+    let sight = vm_survey::examine_vm(base, &vm)?;
+    let force = ForcedStop { base, vm: &vm, journal: sight.journal.clone(), request };
+    for deed in forced_stop_steps(sight.vm_remnant()) {
         match deed {
-            Deed::Ask => match client::ask(base, name, &Request::Stop(request), &mut |_| ()) {
+            ForcedStopStep::Ask => match client::send_request(
+                base,
+                name,
+                &SupervisorRequest::Stop(request),
+                &mut |_| (),
+            ) {
                 Ok(_) => return Ok(()),
                 Err(failure) if failure.kind == FailureKind::NoSuchVm => return Err(failure),
                 Err(failure) => tracing::debug!("{failure}"),
             },
-            Deed::EndHypervisor => force.end_hypervisor()?,
-            Deed::EndSupervisor => force.end_supervisor()?,
-            Deed::Settle => force.settle()?,
-            Deed::Forget => force.forget()?,
+            ForcedStopStep::EndHypervisor => force.end_hypervisor()?,
+            ForcedStopStep::EndSupervisor => force.end_supervisor()?,
+            ForcedStopStep::Settle => force.wait_until_over()?,
+            ForcedStopStep::Forget => force.forget_vm()?,
         }
     }
     Ok(())
 }
 
-struct Force<'a> {
+struct ForcedStop<'a> {
     base: &'a RuntimeDir,
     vm: &'a VmDir,
-    /// `None` if it can't be read.
+    /// `None` if the journal can't be read.
     journal: Option<Journal>,
     request: StopRequest,
 }
 
-impl Force<'_> {
+impl ForcedStop<'_> {
     fn end_hypervisor(&self) -> Result<(), Failure> {
         const ENDING: &str = "ending QEMU";
-        let Some(hypervisor) = self.hypervisor()? else { return Ok(()) };
-        let quits = self.machine().is_some_and(|machine| {
-            qemu::end(&machine, &hypervisor, StopRequest { force: true, ..self.request }).is_ok()
+        let Some(hypervisor) = self.find_hypervisor()? else { return Ok(()) };
+        let quits = self.quittable_hypervisor().is_some_and(|machine| {
+            qemu::end_hypervisor(&machine, &hypervisor, StopRequest { force: true, ..self.request })
+                .is_ok()
         });
         if !quits {
-            hypervisor.kill().doing(ENDING)?;
+            hypervisor.send_kill().while_doing(ENDING)?;
         }
-        match hypervisor.wait_gone(SETTLE_WAIT).doing(ENDING)? {
+        match hypervisor.wait_gone(END_WAIT).while_doing(ENDING)? {
             true => Ok(()),
-            false => {
-                Err(Failure::new(FailureKind::Other, "QEMU does not end, though it was killed")
-                    .hint(
-                        "a process that waits for a disk that does not answer ends when that does",
-                    ))
-            }
+            false => Err(Failure::new(FailureKind::Other, "QEMU was killed and does not end")
+                .with_hint("a process that is blocked on a disk ends when the disk answers")),
         }
     }
 
-    /// What is known of the VM, unless its disks wait for a supervisor that does not serve them: then QEMU can't quit.
-    fn machine(&self) -> Option<Machine> {
+    /// The record of the hypervisor, unless its disks wait for a supervisor that does not serve
+    /// them: then QEMU can't quit.
+    fn quittable_hypervisor(&self) -> Option<HypervisorRecord> {
         let machine = self.journal.as_ref()?.machine.clone()?;
         machine.served.is_empty().then_some(machine)
     }
 
-    fn hypervisor(&self) -> Result<Option<ProcessHandle>, Failure> {
-        const LOOKING: &str = "looking for the hypervisor";
+    fn find_hypervisor(&self) -> Result<Option<ProcessHandle>, Failure> {
+        const FINDING: &str = "finding the hypervisor";
         if let Some(machine) = self.journal.as_ref().and_then(|journal| journal.machine.as_ref()) {
-            return machine.process.open().doing(LOOKING);
+            return machine.process.open_handle().while_doing(FINDING);
         }
-        let socket = self.vm.qmp();
-        let found = identity::find_by_argument(&socket.to_string_lossy()).doing(LOOKING)?;
-        found.first().map_or(Ok(None), ProcessIdentity::open).doing(LOOKING)
+        let socket = self.vm.qmp_socket();
+        let found = identity::find_by_argument(&socket.to_string_lossy()).while_doing(FINDING)?;
+        found.first().map_or(Ok(None), ProcessIdentity::open_handle).while_doing(FINDING)
     }
 
     fn end_supervisor(&self) -> Result<(), Failure> {
         const ENDING: &str = "ending the supervisor";
-        let Some(supervisor) = guard::running(self.vm).doing(ENDING)? else { return Ok(()) };
-        // One that answers again by now ends by itself, since its hypervisor is gone.
-        if !supervisor.wait_gone(STEP * 100).doing(ENDING)? {
-            supervisor.kill().doing(ENDING)?;
-            supervisor.wait_gone(SETTLE_WAIT).doing(ENDING)?;
+        let Some(supervisor) = guard::find_supervisor(self.vm).while_doing(ENDING)? else {
+            return Ok(());
+        };
+        // A supervisor that answers again by now ends by itself, because its hypervisor has ended.
+        if !supervisor.wait_gone(POLL_INTERVAL * 100).while_doing(ENDING)? {
+            supervisor.send_kill().while_doing(ENDING)?;
+            supervisor.wait_gone(END_WAIT).while_doing(ENDING)?;
         }
         Ok(())
     }
 
-    /// The guards start a successor, or this does. What it finds is a VM that has ended.
-    fn settle(&self) -> Result<(), Failure> {
-        let deadline = Instant::now() + SETTLE_WAIT;
+    /// Waits until the VM is over. The guards start a successor, or this function does, which finds
+    /// that the VM has ended.
+    fn wait_until_over(&self) -> Result<(), Failure> {
+        let deadline = Instant::now() + END_WAIT;
         while Instant::now() < deadline {
-            match Journal::load(&self.vm.journal()) {
+            match Journal::load(&self.vm.journal_file()) {
                 Ok(Some(journal)) if !journal.phase.is_over() => {}
                 // No successor can read it either.
                 Err(_) => return Ok(()),
-                _ if guard::running(self.vm).doing("looking for the supervisor")?.is_none() => {
+                _ if guard::find_supervisor(self.vm)
+                    .while_doing("finding the supervisor")?
+                    .is_none() =>
+                {
                     return Ok(());
                 }
                 _ => {}
             }
-            // A successor that dies is no trouble: there is nothing left to manage.
-            let _ = client::look_after(self.base, self.vm);
-            thread::sleep(STEP);
+            // It does not matter if a successor dies: there is nothing left to manage.
+            let _ = client::ensure_supervisor(self.base, self.vm);
+            thread::sleep(POLL_INTERVAL);
         }
         Ok(())
     }
 
-    fn forget(&self) -> Result<(), Failure> {
+    fn forget_vm(&self) -> Result<(), Failure> {
         if let (true, Some(journal)) = (self.request.discard, self.last_journal()) {
-            disks::discard(&journal);
+            disk_snapshots::discard_overlays(&journal);
         }
-        self.vm.remove().doing("forgetting the VM")
+        self.vm.remove_dir().while_doing("removing the VM's directory")
     }
 
     fn last_journal(&self) -> Option<Journal> {
-        let now = Journal::load(&self.vm.journal()).ok().flatten();
+        let now = Journal::load(&self.vm.journal_file()).ok().flatten();
         now.or_else(|| self.journal.clone())
     }
 }
@@ -139,13 +150,13 @@ impl Force<'_> {
 /// Whether the hypervisor process of a VM lives.
 pub(crate) fn hypervisor_lives(vm: &VmDir, journal: Option<&Journal>) -> bool {
     let by_socket = || {
-        let socket = vm.qmp();
+        let socket = vm.qmp_socket();
         let found = identity::find_by_argument(&socket.to_string_lossy());
         found.is_ok_and(|found| !found.is_empty())
     };
     match journal {
         Some(Journal { machine: Some(machine), .. }) => machine.process.is_alive(),
-        Some(Journal { phase: Phase::Starting { launching: None }, .. }) => false,
+        Some(Journal { phase: VmPhase::Starting { launching: None }, .. }) => false,
         _ => by_socket(),
     }
 }

@@ -1,59 +1,60 @@
-//! Whether this host could restore an image: what the restore would need, checked without starting the VM.
+//! The check whether this host could restore an image, without starting the VM.
 
 use std::fs::File;
 use std::process::{Command, Stdio};
 
-use firn_memory::{Features, UserfaultfdAccess};
+use firn_memory::{KernelFeatures, UserfaultfdAccess};
 use firn_vmm::command_line;
 use serde::Serialize;
 
 use crate::cpu::CpuFacts;
 use crate::failure::Failure;
 use crate::failure::FailureKind::Host;
-use crate::meta::Meta;
+use crate::meta::ImageMeta;
 
-/// One thing that a restore needs.
+/// One requirement of a restore.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize)]
 pub struct HostCheck {
-    /// The thing, in a word or two.
+    /// The requirement, in a word or two.
     pub what: &'static str,
-    /// Whether this host has it.
+    /// Whether this host meets it.
     pub passed: bool,
-    /// What was found.
+    /// What was found on this host.
     pub found: String,
 }
 
 /// A check's result: what was found, or what is wrong.
-type Found = Result<String, String>;
+type CheckResult = Result<String, String>;
 
-/// Checks all that a restore of this image needs.
-pub fn check_host(meta: &Meta) -> Vec<HostCheck> {
-    let check = |what, found: Found| {
+/// Checks all requirements of a restore of this image.
+pub fn check_host(meta: &ImageMeta) -> Vec<HostCheck> {
+    let check = |what, found: CheckResult| {
         let (passed, found) = found.map_or_else(|wrong| (false, wrong), |found| (true, found));
         HostCheck { what, passed, found }
     };
     vec![
-        check("image", image(meta)),
-        check("command line", command_line(meta)),
-        check("QEMU", qemu_version(meta)),
-        check("machine", machine_type(meta)),
-        check("accelerator", accelerator(meta)),
-        check("CPU", processor(meta)),
-        check("disks", disks(meta)),
-        check("memory", memory(meta)),
-        check("userfaultfd", userfaultfd()),
+        check("image", check_mark(meta)),
+        check("command line", check_command_line(meta)),
+        check("QEMU", check_qemu_version(meta)),
+        check("machine", check_machine_type(meta)),
+        check("accelerator", check_accelerator(meta)),
+        check("CPU", check_processor(meta)),
+        check("disks", check_disks(meta)),
+        check("memory", check_memory(meta)),
+        check("userfaultfd", check_userfaultfd()),
     ]
 }
 
-fn image(meta: &Meta) -> Found {
+fn check_mark(meta: &ImageMeta) -> CheckResult {
     match &meta.unrestorable[..] {
         [] => Ok("not marked as one that cannot be restored".to_owned()),
         reasons => Err(format!("made with --accept-unrestorable: {}", reasons.join("; "))),
     }
 }
 
-fn command_line(meta: &Meta) -> Found {
-    let plan = command_line::plan(&meta.qemu.user_args).map_err(|error| error.to_string())?;
+fn check_command_line(meta: &ImageMeta) -> CheckResult {
+    let plan =
+        command_line::plan_command(&meta.qemu.user_args).map_err(|error| error.to_string())?;
     let files = plan.boot_files();
     let is_gone = |file: &&String| !meta.qemu.directory.join(file).exists();
     match files.iter().find(is_gone) {
@@ -62,8 +63,8 @@ fn command_line(meta: &Meta) -> Found {
     }
 }
 
-/// Runs the QEMU of the image and gives its output.
-fn output_of_qemu(meta: &Meta, args: &[&str]) -> Found {
+/// Runs the QEMU of the image and returns its output.
+fn output_of_qemu(meta: &ImageMeta, args: &[&str]) -> CheckResult {
     let program = meta.qemu.user_args.first().map_or("qemu-system-x86_64", String::as_str);
     let mut command = Command::new(program);
     if meta.qemu.directory.is_dir() {
@@ -77,7 +78,7 @@ fn output_of_qemu(meta: &Meta, args: &[&str]) -> Found {
     }
 }
 
-fn qemu_version(meta: &Meta) -> Found {
+fn check_qemu_version(meta: &ImageMeta) -> CheckResult {
     let output = output_of_qemu(meta, &["--version"])?;
     let line = output.lines().next().unwrap_or_default();
     let version = line.split_once("version ").map_or(line, |(_, version)| version);
@@ -87,7 +88,7 @@ fn qemu_version(meta: &Meta) -> Found {
     }
 }
 
-fn machine_type(meta: &Meta) -> Found {
+fn check_machine_type(meta: &ImageMeta) -> CheckResult {
     let output = output_of_qemu(meta, &["-machine", "help"])?;
     let mut known = output.lines().filter_map(|line| line.split_whitespace().next());
     match known.any(|machine| machine == meta.machine) {
@@ -96,7 +97,7 @@ fn machine_type(meta: &Meta) -> Found {
     }
 }
 
-fn accelerator(meta: &Meta) -> Found {
+fn check_accelerator(meta: &ImageMeta) -> CheckResult {
     let accel = &meta.qemu.accel;
     if accel == "kvm" {
         let device = File::options().read(true).write(true).open("/dev/kvm");
@@ -109,7 +110,7 @@ fn accelerator(meta: &Meta) -> Found {
     }
 }
 
-fn processor(meta: &Meta) -> Found {
+fn check_processor(meta: &ImageMeta) -> CheckResult {
     let Some(then) = &meta.cpu else {
         return Ok("emulated, or a model that QEMU checks".to_owned());
     };
@@ -120,7 +121,7 @@ fn processor(meta: &Meta) -> Found {
     }
 }
 
-fn disks(meta: &Meta) -> Found {
+fn check_disks(meta: &ImageMeta) -> CheckResult {
     let mismatches: Vec<String> = meta.file_mismatches().iter().map(ToString::to_string).collect();
     match mismatches.is_empty() {
         true => Ok(format!("{} there and unchanged", meta.disks.len() + meta.drives.len())),
@@ -128,7 +129,7 @@ fn disks(meta: &Meta) -> Found {
     }
 }
 
-fn memory(meta: &Meta) -> Found {
+fn check_memory(meta: &ImageMeta) -> CheckResult {
     let text = std::fs::read_to_string("/proc/meminfo").unwrap_or_default();
     let available = available_bytes(&text).ok_or("/proc/meminfo does not report MemAvailable")?;
     let (needed, available) = (meta.memory_bytes >> 20, available >> 20);
@@ -143,9 +144,9 @@ fn available_bytes(meminfo: &str) -> Option<u64> {
     Some(line.trim().strip_suffix("kB")?.trim().parse::<u64>().ok()? << 10)
 }
 
-/// An eager restore needs none.
-fn userfaultfd() -> Found {
-    let usable = Features::of_kernel().and_then(|_| UserfaultfdAccess::of_this_user());
+/// Checks userfaultfd, which an eager restore does not need.
+fn check_userfaultfd() -> CheckResult {
+    let usable = KernelFeatures::of_kernel().and_then(|_| UserfaultfdAccess::of_this_user());
     Ok(match usable {
         Ok(_) => "usable".to_owned(),
         Err(error) => {
@@ -167,7 +168,7 @@ mod tests {
 
     #[test]
     fn an_image_that_is_marked_does_not_pass() {
-        let meta = Meta { unrestorable: vec!["nic1".into()], ..Meta::default() };
+        let meta = ImageMeta { unrestorable: vec!["nic1".into()], ..ImageMeta::default() };
         let checks = check_host(&meta);
         let image = checks.iter().find(|check| check.what == "image").unwrap();
         assert!(!image.passed && image.found.contains("nic1"), "{image:?}");

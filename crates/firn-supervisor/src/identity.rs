@@ -1,8 +1,9 @@
-//! Which process, for certain: a pid alone may be somebody else's by now.
+//! The identity of a process: a pid alone may belong to another process by now.
 //!
-//! A pid is reused once its process has been reaped. The pair (pid, start time) is not, within one boot, so that is
-//! what the journal holds, with the boot it belongs to. Everything that sends a signal or attaches goes through a
-//! pidfd that was checked against the pair *after* it was opened: from then on it can't come to mean another process.
+//! A pid is reused once its process has been reaped. The pair (pid, start time) is not reused
+//! within one boot, so that is what the journal contains, with the id of the boot. All code that
+//! sends a signal or attaches uses a pidfd that was checked against the pair *after* it was opened:
+//! from then on it can't come to mean another process.
 
 use std::fs;
 use std::io;
@@ -18,8 +19,8 @@ use rustix::process::{
 };
 use serde::{Deserialize, Serialize};
 
-use crate::journal::Exit;
-use crate::ownership::Ownership;
+use crate::journal::ProcessExit;
+use crate::ownership::QemuOwnership;
 
 /// A process that can't be mistaken for a later one with the same pid.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
@@ -33,19 +34,19 @@ pub struct ProcessIdentity {
 }
 
 impl ProcessIdentity {
-    /// The identity of a process that runs now. A zombie counts as gone (`NotFound`).
-    pub fn of(pid: i32) -> io::Result<Self> {
+    /// The identity of a running process. A zombie counts as ended (`NotFound`).
+    pub fn from_pid(pid: i32) -> io::Result<Self> {
         let start_time = start_time(pid)?;
         Ok(Self { pid, start_time, boot_id: boot_id()? })
     }
 
     /// Whether the process still runs.
     pub fn is_alive(&self) -> bool {
-        Self::of(self.pid).is_ok_and(|now| now == *self)
+        Self::from_pid(self.pid).is_ok_and(|now| now == *self)
     }
 
-    /// A handle on the process, or `None` if it is gone.
-    pub fn open(&self) -> io::Result<Option<ProcessHandle>> {
+    /// A handle on the process, or `None` if it has ended.
+    pub fn open_handle(&self) -> io::Result<Option<ProcessHandle>> {
         let Some(pid) = Pid::from_raw(self.pid) else { return Ok(None) };
         let pidfd = match pidfd_open(pid, PidfdFlags::empty()) {
             Ok(pidfd) => pidfd,
@@ -60,31 +61,32 @@ impl ProcessIdentity {
     }
 }
 
-/// A pidfd: one process, for as long as the handle lives.
+/// A pidfd: it means one process, for as long as the handle lives.
 #[derive(Debug)]
 pub struct ProcessHandle {
     pidfd: OwnedFd,
-    ownership: Mutex<Option<Ownership>>,
+    ownership: Mutex<Option<QemuOwnership>>,
     /// How it ended, once that is known. The kernel reports it to one caller only (waitid(2)).
-    known_exit: Mutex<Option<Exit>>,
+    known_exit: Mutex<Option<ProcessExit>>,
 }
 
 impl ProcessHandle {
-    /// No other Firn may have the process for as long as the handle lives.
-    pub(crate) fn keep_ownership(&self, ownership: Ownership) {
+    /// Keeps the ownership: no other supervisor may manage the process for as long as the handle
+    /// lives.
+    pub(crate) fn keep_ownership(&self, ownership: QemuOwnership) {
         self.set_ownership(Some(ownership));
     }
 
-    /// Another Firn may have the process from now on.
+    /// Releases the ownership: another supervisor may manage the process from now on.
     pub(crate) fn release_ownership(&self) {
         self.set_ownership(None);
     }
 
-    fn set_ownership(&self, ownership: Option<Ownership>) {
+    fn set_ownership(&self, ownership: Option<QemuOwnership>) {
         *self.ownership.lock().unwrap_or_else(PoisonError::into_inner) = ownership;
     }
 
-    /// Waits until the process has ended; `false` if the time ran out first.
+    /// Waits until the process has ended; `false` if the time is over first.
     pub fn wait_gone(&self, timeout: Duration) -> io::Result<bool> {
         let timeout =
             Timespec { tv_sec: timeout.as_secs() as i64, tv_nsec: timeout.subsec_nanos().into() };
@@ -106,43 +108,44 @@ impl ProcessHandle {
         }
     }
 
-    /// Sends SIGKILL. A process that has ended already is no error.
-    pub fn kill(&self) -> io::Result<()> {
+    /// Sends SIGKILL. It is no error if the process has ended already.
+    pub fn send_kill(&self) -> io::Result<()> {
         match pidfd_send_signal(&self.pidfd, Signal::KILL) {
             Ok(()) | Err(rustix::io::Errno::SRCH) => Ok(()),
             Err(errno) => Err(errno.into()),
         }
     }
 
-    /// The same without reaping: how it ended can be asked once more.
-    pub fn peek_exit(&self) -> Exit {
+    /// How the process ended, without reaping it, so that it can be queried once more.
+    pub fn peek_exit(&self) -> ProcessExit {
         self.exit_with(WaitIdOptions::EXITED | WaitIdOptions::NOHANG | WaitIdOptions::NOWAIT)
     }
 
-    /// How the process ended: only its parent is told, everybody else gets [`Exit::Unknown`]. Reaps a child.
-    pub fn exit(&self) -> Exit {
+    /// How the process ended. The kernel reports that only to the parent; every other process gets
+    /// [`ProcessExit::Unknown`]. Reaps a child.
+    pub fn reap_exit(&self) -> ProcessExit {
         self.exit_with(WaitIdOptions::EXITED | WaitIdOptions::NOHANG)
     }
 
-    fn exit_with(&self, options: WaitIdOptions) -> Exit {
+    fn exit_with(&self, options: WaitIdOptions) -> ProcessExit {
         let mut known = self.known_exit.lock().unwrap_or_else(PoisonError::into_inner);
-        // Asked each time, for that reaps a child whose end is known already.
+        // Queried each time, because that reaps a child whose end is known already.
         *known = self.wait_for_exit(options).or(*known);
-        known.unwrap_or(Exit::Unknown)
+        known.unwrap_or(ProcessExit::Unknown)
     }
 
-    fn wait_for_exit(&self, options: WaitIdOptions) -> Option<Exit> {
+    fn wait_for_exit(&self, options: WaitIdOptions) -> Option<ProcessExit> {
         let status = waitid(WaitId::PidFd(self.pidfd.as_fd()), options).ok()??;
         match (status.exit_status(), status.terminating_signal()) {
-            (Some(code), _) => Some(Exit::Code(code)),
-            (None, Some(signal)) => Some(Exit::Signal(signal)),
+            (Some(code), _) => Some(ProcessExit::Code(code)),
+            (None, Some(signal)) => Some(ProcessExit::Signal(signal)),
             (None, None) => None,
         }
     }
 }
 
-/// The processes of this user that have `text` somewhere in their command line: how a hypervisor is found again that
-/// was started by a supervisor which died before it could write down its pid.
+/// The processes of this user that have `text` in their command line. This finds a hypervisor whose
+/// supervisor died before it could record the pid.
 pub fn find_by_argument(text: &str) -> io::Result<Vec<ProcessIdentity>> {
     let user = rustix::process::geteuid().as_raw();
     let mut found = Vec::new();
@@ -153,7 +156,7 @@ pub fn find_by_argument(text: &str) -> io::Result<Vec<ProcessIdentity>> {
         };
         let ours = entry.metadata().is_ok_and(|metadata| metadata.uid() == user);
         if ours && has_argument(&entry.path(), text) {
-            found.extend(ProcessIdentity::of(pid));
+            found.extend(ProcessIdentity::from_pid(pid));
         }
     }
     Ok(found)
@@ -161,20 +164,21 @@ pub fn find_by_argument(text: &str) -> io::Result<Vec<ProcessIdentity>> {
 
 fn has_argument(process: &Path, text: &str) -> bool {
     let line = fs::read(process.join("cmdline")).unwrap_or_default();
-    line.split(|&byte| byte == 0).any(|argument| contains(argument, text.as_bytes()))
+    line.split(|&byte| byte == 0).any(|argument| contains_part(argument, text.as_bytes()))
 }
 
-fn contains(bytes: &[u8], part: &[u8]) -> bool {
+fn contains_part(bytes: &[u8], part: &[u8]) -> bool {
     bytes.windows(part.len().max(1)).any(|window| window == part)
 }
 
-/// Field 22 of `/proc/PID/stat`. `NotFound` for a process that is gone or a zombie.
+/// Field 22 of `/proc/PID/stat`. `NotFound` for a process that has ended or is a zombie.
 fn start_time(pid: i32) -> io::Result<u64> {
     let stat = fs::read_to_string(format!("/proc/{pid}/stat"))?;
     parse_start_time(&stat).ok_or_else(|| io::ErrorKind::NotFound.into())
 }
 
-/// The command name (field 2) may hold blanks and parentheses: fields are counted after its last `)`.
+/// Parses the field. The command name (field 2) may contain blanks and parentheses, so fields are
+/// counted after its last `)`.
 fn parse_start_time(stat: &str) -> Option<u64> {
     let (_, after_name) = stat.rsplit_once(')')?;
     let mut fields = after_name.split_ascii_whitespace();
@@ -211,11 +215,11 @@ mod tests {
 
     #[test]
     fn a_recycled_pid_is_another_process() {
-        let me = ProcessIdentity::of(std::process::id() as i32).unwrap();
+        let me = ProcessIdentity::from_pid(std::process::id() as i32).unwrap();
         assert!(me.is_alive());
         let before_me = ProcessIdentity { start_time: me.start_time - 1, ..me };
         assert!(!before_me.is_alive());
-        assert!(before_me.open().unwrap().is_none());
+        assert!(before_me.open_handle().unwrap().is_none());
     }
 
     #[test]
@@ -224,7 +228,7 @@ mod tests {
         let mut command = Command::new("sh");
         command.args(["-c", "read x", &format!("path=/x/{token}/qmp.sock")]).stdin(Stdio::piped());
         let mut child = command.spawn().unwrap();
-        // The kernel lets a parent run on just before the child's new command line is in place.
+        // The kernel resumes a parent just before the child's new command line is in place.
         let text = format!("/x/{token}/qmp.sock");
         let mut tries = (0..1000).map(|_| find_by_argument(&text).unwrap());
         let found = tries.find(|found| !found.is_empty()).unwrap();
@@ -243,12 +247,13 @@ mod tests {
         let mut command = Command::new("sh");
         command.args(["-c", "read x; exit 3"]).stdin(Stdio::piped());
         let mut child = command.spawn().unwrap();
-        let handle = ProcessIdentity::of(child.id() as i32).unwrap().open().unwrap().unwrap();
+        let handle =
+            ProcessIdentity::from_pid(child.id() as i32).unwrap().open_handle().unwrap().unwrap();
         assert!(!handle.wait_gone(Duration::from_millis(1)).unwrap());
         drop(child.stdin.take());
         assert!(handle.wait_gone(Duration::from_secs(10)).unwrap());
-        assert_eq!(handle.exit(), Exit::Code(3));
-        assert_eq!(handle.exit(), Exit::Code(3), "it is remembered");
-        handle.kill().unwrap();
+        assert_eq!(handle.reap_exit(), ProcessExit::Code(3));
+        assert_eq!(handle.reap_exit(), ProcessExit::Code(3), "it is remembered");
+        handle.send_kill().unwrap();
     }
 }

@@ -1,21 +1,24 @@
-//! The journal: what is going on with a VM, for whoever comes after the supervisor has died.
+//! The journal: the file in which a supervisor records each step before it does it, for the
+//! successor that recovers the VM after the supervisor has died.
 //!
-//! It is written before each step whose half-way death matters, as a whole, to a new file that is then renamed over
-//! the old one; a reader sees one state or the other. It isn't synced to disk: it must outlive the supervisor, not the
-//! machine, for the VM does not outlive that either.
+//! The supervisor writes it before each step that must not be lost half done. It writes the whole
+//! journal to a new file and renames that over the old one, so that a reader sees one state or the
+//! other. It doesn't sync the file to disk: the journal must outlive the supervisor, not the host,
+//! because the VM does not outlive the host either.
 //!
 //! ```text
-//!                  QEMU answers                    image asked for
+//!                  QEMU answers                    save requested
 //!     starting ------------------> running <-----------------------> saving
 //!         |                         |   ^        finished, failed       |
 //!         |                  detach |   | all pages present             |
 //!         v                         v   |                               v
-//!       ended <---------------- detached restoring ----------------> ended        (QEMU is gone, from anywhere)
+//!       ended <---------------- detached restoring ----------------> ended        (QEMU has ended, from anywhere)
 //! ```
 //!
-//! `protecting` is entered from running and left to it, as saving; `standby` becomes running by a failover.
+//! `protecting` is entered from running and returns to it, like saving; `standby` becomes running
+//! by a failover.
 //!
-//! Nothing of the guest's memory is in it. It does hold QEMU's command line.
+//! The journal holds none of the guest's memory. It does hold QEMU's command line.
 
 use std::fmt;
 use std::fs::{self, File, OpenOptions};
@@ -28,24 +31,25 @@ use std::sync::{Mutex, PoisonError};
 use std::time::{SystemTime, UNIX_EPOCH};
 
 use firn_epochs::primary_end::PrimaryEnd;
-use firn_restore::{Mode, OnError};
-use firn_types::{HostVirt, RegionMap, Tid};
+use firn_restore::{OnError, RestoreMode};
+use firn_types::{HostVirt, RegionMap, ThreadId};
 use firn_vmm::DriveCopy;
 use serde::{Deserialize, Serialize};
 use thiserror::Error;
 
-use crate::disks::Kept;
+use crate::disk_snapshots::DriveSnapshot;
 use crate::failure::Failure;
 use crate::identity::ProcessIdentity;
-use crate::meta::Meta;
+use crate::meta::ImageMeta;
 use crate::name::VmName;
-use crate::network::Card;
-use crate::served::ServedDisk;
+use crate::network::NetworkCard;
+use crate::served_disks::ServedDisk;
 
-/// The journal's own version: another Firn's journal is not guessed at.
+/// The version of the journal: a journal of another Firn is not interpreted.
 pub const VERSION: u32 = 2;
 
-/// The largest journal that is read, in bytes: a command line (at most 2 MiB in Linux) and some hundred regions.
+/// The largest journal that is read, in bytes: a command line (at most 2 MiB in Linux) and some
+/// hundred regions.
 const BYTES_MAX: u64 = 8 << 20;
 
 /// Why a journal can't be used.
@@ -56,7 +60,7 @@ pub enum JournalError {
     Io {
         /// The journal.
         path: PathBuf,
-        /// What the file system said.
+        /// The error of the file system.
         source: io::Error,
     },
     /// It is not a journal.
@@ -64,7 +68,7 @@ pub enum JournalError {
     Malformed {
         /// The journal.
         path: PathBuf,
-        /// Where it stops making sense.
+        /// Where and why parsing failed.
         source: serde_json::Error,
     },
     /// Another version of Firn wrote it.
@@ -77,7 +81,7 @@ pub enum JournalError {
     },
 }
 
-/// Everything a successor needs to know.
+/// Everything that a successor needs to know.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 pub struct Journal {
     /// `VERSION`.
@@ -86,41 +90,43 @@ pub struct Journal {
     pub name: VmName,
     /// Its hypervisor process, once that answers.
     #[serde(default, skip_serializing_if = "Option::is_none")]
-    pub machine: Option<Machine>,
-    /// What is going on.
-    pub phase: Phase,
-    /// What happened last that a user should hear of.
+    pub machine: Option<HypervisorRecord>,
+    /// The operation that runs.
+    pub phase: VmPhase,
+    /// The last thing that happened that a user should know of.
     #[serde(default, skip_serializing_if = "Option::is_none")]
-    pub last: Option<Note>,
+    pub last: Option<JournalNote>,
     /// How often a successor has taken over.
     #[serde(default)]
     pub recoveries: u32,
-    /// Files that the VM's drives are written to and no image refers to.
+    /// Files that the VM's drives write to and that no image refers to.
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
     pub overlays: Vec<PathBuf>,
-    /// They are to go with the VM.
+    /// These files are to be removed when the VM ends.
     #[serde(default)]
     pub discard: bool,
-    /// The last copies of its drives that an image has: the hypervisor notes in dirty bitmaps what was written since.
+    /// The last copies of its drives that an image has. The hypervisor tracks in dirty bitmaps what
+    /// has been written since.
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
     pub copies: Vec<DriveCopy>,
-    /// Its network cards let nothing out until it is released: a standby may run.
+    /// Its network cards buffer all output until a release, because a standby may run.
     #[serde(default)]
     pub shut: bool,
-    /// They let something out only while the lease of this timeline is held.
+    /// Its output leaves only while the lease of this generation is held.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub lease: Option<u32>,
-    /// How its protection ended, if it was protected: the reason why its standby is or is not needed.
+    /// How its protection ended, if it was protected: the reason why its standby is or is not
+    /// needed.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub protection_end: Option<PrimaryEnd>,
-    /// Its hypervisor did not answer when it was last asked.
+    /// Its hypervisor did not answer the last query.
     #[serde(default, skip_serializing_if = "std::ops::Not::not")]
     pub hung: bool,
 }
 
 /// A hypervisor process that runs a VM.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
-pub struct Machine {
+pub struct HypervisorRecord {
     /// The process.
     pub process: ProcessIdentity,
     /// Its monitor socket.
@@ -129,57 +135,60 @@ pub struct Machine {
     pub launched: bool,
     /// Guest RAM: its regions and where the guest sees them.
     pub map: RegionMap,
-    /// Where each region lies in the hypervisor: region name and first address.
+    /// The address of each region in the hypervisor: region name and first address.
     pub locations: Vec<(String, HostVirt)>,
     /// The threads that run vCPUs; never used to inject system calls.
-    pub vcpus: Vec<Tid>,
-    /// What an image of this VM has to say about where it comes from.
-    pub meta: Meta,
-    /// When Firn took charge of it, in seconds since 1970.
+    pub vcpus: Vec<ThreadId>,
+    /// The origin of this VM, as an image of it describes it.
+    pub meta: ImageMeta,
+    /// When Firn began to manage it, in seconds since 1970.
     pub since: u64,
-    /// At how many bytes a second its RAM is scanned for what the guest uses, if it is: then a dead supervisor may have left
-    /// it registered.
+    /// The rate of the access scan in bytes of RAM per second, if there is one: then a dead
+    /// supervisor may have left the RAM registered.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub access_bits: Option<u64>,
-    /// The file that names the applications that may call, if any may.
+    /// The file that names the applications that may make guest calls, if any may.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub calls: Option<PathBuf>,
     /// Its network cards whose frames pass through the supervisor.
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
-    pub cards: Vec<Card>,
+    pub cards: Vec<NetworkCard>,
     /// Its disks that the supervisor serves.
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
     pub served: Vec<ServedDisk>,
-    /// Whether its writes are followed between checkpoints: then, too, a dead supervisor has left it registered.
+    /// Whether dirty pages are tracked between checkpoints: then, too, a dead supervisor has left
+    /// the RAM registered.
     #[serde(default)]
     pub followed: bool,
 }
 
-/// What is going on.
+/// The operation that runs on a VM.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 #[serde(tag = "phase", rename_all = "kebab-case")]
-pub enum Phase {
-    /// A hypervisor is being started, or looked at for the first time.
+pub enum VmPhase {
+    /// A hypervisor is being started, or examined for the first time.
     Starting {
-        /// The hypervisor to be: found by this socket in its command line if it was started and not yet journaled.
-        /// `None` for a VM that ran before Firn came.
+        /// The monitor socket of the hypervisor that is being started. If it was started and not
+        /// yet journaled, a successor finds it by this socket in its command line. `None` for a VM
+        /// that ran before Firn attached to it.
         launching: Option<PathBuf>,
     },
-    /// Nothing but the guest.
+    /// The guest runs, and no operation does.
     Running,
     /// A checkpoint or suspend is being written.
     Saving {
-        /// The file it will be.
+        /// The image file that it becomes.
         image: PathBuf,
-        /// The file that had its name before, if one had. Another one there now is the new image, and whole.
+        /// The file that had this name before, if there was one. If another file has the name now,
+        /// it is the new image, and complete.
         replaces: Option<FileIdentity>,
-        /// The guest stands still by Firn's doing, or is about to.
+        /// Firn has paused the guest, or is about to.
         paused_by_us: bool,
-        /// A suspend: the VM is to end once the image is whole.
+        /// A suspend: the VM is to end once the image is complete.
         then_stop: bool,
-        /// What is being done about the VM's drives.
+        /// What is done to the VM's drives.
         #[serde(default, skip_serializing_if = "Vec::is_empty")]
-        drives: Vec<Kept>,
+        drives: Vec<DriveSnapshot>,
     },
     /// Layers of the VM's disks are being merged.
     Merging {
@@ -188,56 +197,61 @@ pub enum Phase {
     },
     /// The guest runs, or is about to, and misses pages that the image holds.
     Restoring {
-        /// The file they come from.
+        /// The image that the pages come from.
         image: PathBuf,
-        /// Which image that is, should its name come to mean another.
+        /// The identity of that image, in case its name comes to mean another one.
         identity: String,
-        /// How they come.
-        mode: Mode,
-        /// The device state is in place and the guest may run. Before that there is nothing worth keeping.
+        /// The restore mode.
+        mode: RestoreMode,
+        /// The device state is in place and the guest may run. Before that there is nothing worth
+        /// recovering.
         started: bool,
-        /// The guest was paused when it was saved, and is to stay so.
+        /// The guest was paused when it was saved, and is to stay paused.
         #[serde(default)]
         stays_paused: bool,
-        /// What becomes of the VM where its memory can't be read.
+        /// What happens to the VM when its memory can't be read.
         #[serde(default)]
         on_error: OnError,
         /// The guest waits for storage, and Firn has paused it by a command, or is about to.
         #[serde(default)]
         paused_by_us: bool,
     },
-    /// The VM's epochs go to a backup; it may be held for a moment, which ends by itself whoever dies.
+    /// The VM's epochs are sent to a backup. A pause within the hypervisor ends by itself,
+    /// whichever process dies.
     Protecting {
-        /// Its hypervisor can't be held: it has been stopped by a command, or is about to be, and has to be started by another.
+        /// The hypervisor can't pause while it saves devices: a command has stopped the VM, or is
+        /// about to, and another command has to start it.
         #[serde(default)]
         paused_by_us: bool,
     },
-    /// A hypervisor waits for the VM of a primary, whose epochs come here. What came is in the supervisor and lost with it.
+    /// A hypervisor waits for the VM of a primary, whose epochs the supervisor receives. They are
+    /// in the supervisor's memory and are lost with it.
     Standby {
-        /// A failover has put the VM's whole state in place: it runs, or is about to. It needs nothing of this supervisor any more.
+        /// A failover has put the VM's whole state in place: the VM runs, or is about to. It needs
+        /// nothing of this supervisor any more.
         #[serde(default)]
         started: bool,
     },
-    /// The hypervisor is gone.
+    /// The hypervisor has ended.
     Ended {
-        /// How it went.
-        exit: Exit,
-        /// When, in seconds since 1970.
+        /// How it ended.
+        exit: ProcessExit,
+        /// When it ended, in seconds since 1970.
         at: u64,
     },
-    /// Firn has let go of the VM, which runs on.
+    /// Firn has detached from the VM, which continues to run.
     Detached,
 }
 
 /// How a process ended.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "kebab-case")]
-pub enum Exit {
+pub enum ProcessExit {
     /// It exited with this code.
     Code(i32),
     /// This signal killed it.
     Signal(i32),
-    /// Firn wasn't its parent and was not told.
+    /// Firn wasn't its parent, and so the kernel did not report how it ended.
     Unknown,
     /// `firn stop` or `firn suspend` ended it.
     Stopped,
@@ -245,19 +259,19 @@ pub enum Exit {
 
 /// Something that happened, with its time.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
-pub struct Note {
-    /// When, in seconds since 1970.
+pub struct JournalNote {
+    /// When it happened, in seconds since 1970.
     pub at: u64,
-    /// Whether it is what was asked for.
+    /// Whether it is what the user wanted.
     pub good: bool,
-    /// What.
+    /// A description.
     pub text: String,
-    /// The failure behind it, if somebody may still ask for it: by that the VM was ended.
+    /// The failure that ended the VM, if a client may still request it.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub failure: Option<Failure>,
 }
 
-/// Which file, whatever its name.
+/// The identity of a file, independent of its name.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct FileIdentity {
     /// The device that holds it.
@@ -267,16 +281,16 @@ pub struct FileIdentity {
 }
 
 impl FileIdentity {
-    /// The file that has a name now; `None` if none has.
-    pub fn at(path: &Path) -> Option<Self> {
+    /// The identity of the file that has this name now; `None` if there is none.
+    pub fn from_path(path: &Path) -> Option<Self> {
         let metadata = fs::metadata(path).ok()?;
         Some(Self { dev: metadata.dev(), ino: metadata.ino() })
     }
 }
 
-impl Phase {
-    /// Whether a restore that can't go on leaves the VM to a successor, rather than end it.
-    pub fn keeps_vm(&self) -> bool {
+impl VmPhase {
+    /// Whether a restore that can't continue leaves the VM to a successor, instead of ending it.
+    pub fn leaves_vm_to_successor(&self) -> bool {
         matches!(self, Self::Restoring { on_error: OnError::Stop, .. })
     }
 
@@ -288,13 +302,13 @@ impl Phase {
         )
     }
 
-    /// Whether there is nothing left to look after.
+    /// Whether there is nothing left to manage.
     pub fn is_over(&self) -> bool {
         matches!(self, Self::Ended { .. } | Self::Detached)
     }
 
-    /// One word for it, as `firn ls` shows it.
-    pub fn word(&self) -> &'static str {
+    /// The phase as one word, as `firn ls` shows it.
+    pub fn state_word(&self) -> &'static str {
         match self {
             Self::Starting { .. } => "starting",
             Self::Running => "running",
@@ -311,9 +325,9 @@ impl Phase {
 }
 
 impl Journal {
-    /// The journal of a VM that is about to be.
+    /// The journal of a VM that is about to start.
     pub fn new(name: VmName, launching: Option<PathBuf>) -> Self {
-        let phase = Phase::Starting { launching };
+        let phase = VmPhase::Starting { launching };
         Self {
             version: VERSION,
             name,
@@ -331,31 +345,34 @@ impl Journal {
         }
     }
 
-    /// Whether the image that is being saved has its name already, and so is whole.
-    pub fn image_whole(&self) -> bool {
+    /// Whether the image that is being saved has its final name already, and so is complete.
+    pub fn is_image_complete(&self) -> bool {
         match &self.phase {
-            Phase::Saving { image, replaces, .. } => {
-                let now = FileIdentity::at(image);
+            VmPhase::Saving { image, replaces, .. } => {
+                let now = FileIdentity::from_path(image);
                 now.is_some() && now != *replaces
             }
             _ => false,
         }
     }
 
-    /// Notes that something went as it should.
-    pub fn note_success(&mut self, text: impl Into<String>) {
-        self.last = Some(Note { at: now(), good: true, text: text.into(), failure: None });
+    /// Records that something succeeded.
+    pub fn record_success(&mut self, text: impl Into<String>) {
+        self.last =
+            Some(JournalNote { at: unix_seconds(), good: true, text: text.into(), failure: None });
     }
 
-    /// Notes that something went wrong.
-    pub fn note_failure(&mut self, text: impl Into<String>) {
-        self.last = Some(Note { at: now(), good: false, text: text.into(), failure: None });
+    /// Records that something failed.
+    pub fn record_failure(&mut self, text: impl Into<String>) {
+        self.last =
+            Some(JournalNote { at: unix_seconds(), good: false, text: text.into(), failure: None });
     }
 
-    /// Notes why the VM was ended.
-    pub fn note_end(&mut self, failure: Failure) {
+    /// Records why Firn ended the VM.
+    pub fn record_end_reason(&mut self, failure: Failure) {
         let text = format!("the restore failed: {failure}");
-        self.last = Some(Note { at: now(), good: false, text, failure: Some(failure) });
+        self.last =
+            Some(JournalNote { at: unix_seconds(), good: false, text, failure: Some(failure) });
     }
 
     /// Reads a journal; `None` if there is none.
@@ -368,16 +385,16 @@ impl Journal {
         };
         let mut text = Vec::new();
         file.take(BYTES_MAX).read_to_end(&mut text).map_err(io)?;
-        Self::parse(path, &text).map(Some)
+        Self::parse_journal(path, &text).map(Some)
     }
 
-    fn parse(path: &Path, text: &[u8]) -> Result<Self, JournalError> {
+    fn parse_journal(path: &Path, text: &[u8]) -> Result<Self, JournalError> {
         #[derive(Deserialize)]
-        struct Versioned {
+        struct VersionedJournal {
             version: u32,
         }
         let malformed = |source| JournalError::Malformed { path: path.to_owned(), source };
-        let Versioned { version } = serde_json::from_slice(text).map_err(malformed)?;
+        let VersionedJournal { version } = serde_json::from_slice(text).map_err(malformed)?;
         if version != VERSION {
             return Err(JournalError::Version { path: path.to_owned(), found: version });
         }
@@ -385,7 +402,7 @@ impl Journal {
     }
 
     /// Replaces the journal at `path` by this one, atomically.
-    pub fn store(&self, path: &Path) -> Result<(), JournalError> {
+    pub fn write_file(&self, path: &Path) -> Result<(), JournalError> {
         let new = path.with_extension("json.new");
         let malformed = |source| JournalError::Malformed { path: path.to_owned(), source };
         let text = serde_json::to_vec_pretty(self).map_err(malformed)?;
@@ -395,14 +412,14 @@ impl Journal {
     }
 }
 
-/// Writes a file for its owner alone.
+/// Writes a file with mode 0600.
 pub(crate) fn write_private(path: &Path, bytes: &[u8]) -> io::Result<()> {
     let mut options = OpenOptions::new();
     let mut file = options.write(true).create(true).truncate(true).mode(0o600).open(path)?;
     file.write_all(bytes)
 }
 
-/// A journal and the file it is kept in. Several threads may change it: each change is on file when it returns.
+/// A journal and its file. Several threads may change it: when a change returns, it is in the file.
 #[derive(Debug)]
 pub struct JournalFile {
     path: PathBuf,
@@ -410,34 +427,34 @@ pub struct JournalFile {
 }
 
 impl JournalFile {
-    /// Keeps a journal at `path`; writes it there.
+    /// Creates the file at `path` and writes the journal to it.
     pub fn create(path: PathBuf, journal: Journal) -> Result<Self, JournalError> {
-        journal.store(&path)?;
+        journal.write_file(&path)?;
         Ok(Self { path, journal: Mutex::new(journal) })
     }
 
-    /// Changes the journal, unless that can't be written down.
+    /// Changes the journal, unless the file can't be written.
     pub fn update(&self, change: impl FnOnce(&mut Journal)) -> Result<(), JournalError> {
         let mut journal = self.journal.lock().unwrap_or_else(PoisonError::into_inner);
         let mut changed = journal.clone();
         change(&mut changed);
-        changed.store(&self.path)?;
+        changed.write_file(&self.path)?;
         *journal = changed;
         Ok(())
     }
 
-    /// Whether the image that is being saved has its name already, and so is whole.
-    pub fn image_whole(&self) -> bool {
-        self.read().image_whole()
+    /// Whether the image that is being saved has its final name already, and so is complete.
+    pub fn is_image_complete(&self) -> bool {
+        self.current_journal().is_image_complete()
     }
 
-    /// The journal as it is now.
-    pub fn read(&self) -> Journal {
+    /// A copy of the current journal.
+    pub fn current_journal(&self) -> Journal {
         self.journal.lock().unwrap_or_else(PoisonError::into_inner).clone()
     }
 }
 
-impl From<ExitStatus> for Exit {
+impl From<ExitStatus> for ProcessExit {
     fn from(status: ExitStatus) -> Self {
         match (status.code(), status.signal()) {
             (Some(code), _) => Self::Code(code),
@@ -447,7 +464,7 @@ impl From<ExitStatus> for Exit {
     }
 }
 
-impl fmt::Display for Exit {
+impl fmt::Display for ProcessExit {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         match self {
             Self::Code(0) => f.write_str("exited"),
@@ -459,8 +476,8 @@ impl fmt::Display for Exit {
     }
 }
 
-/// Seconds since 1970.
-pub fn now() -> u64 {
+/// The current time, in seconds since 1970.
+pub fn unix_seconds() -> u64 {
     SystemTime::now().duration_since(UNIX_EPOCH).map_or(0, |since| since.as_secs())
 }
 
@@ -468,7 +485,7 @@ pub fn now() -> u64 {
 mod tests {
     use super::*;
 
-    fn journal(phase: Phase) -> Journal {
+    fn journal(phase: VmPhase) -> Journal {
         Journal { phase, ..Journal::new(VmName::new("web").unwrap(), None) }
     }
 
@@ -478,38 +495,38 @@ mod tests {
         let path = dir.path().join("journal.json");
         assert_eq!(Journal::load(&path).unwrap(), None);
         let phases = [
-            Phase::Starting { launching: Some("/run/firn/web/qmp.sock".into()) },
-            Phase::Saving {
+            VmPhase::Starting { launching: Some("/run/firn/web/qmp.sock".into()) },
+            VmPhase::Saving {
                 image: "/a".into(),
                 replaces: Some(FileIdentity { dev: 1, ino: 2 }),
                 paused_by_us: true,
                 then_stop: false,
-                drives: vec![Kept { chain: vec!["/c".into()], made: None }],
+                drives: vec![DriveSnapshot { chain: vec!["/c".into()], made: None }],
             },
-            Phase::Restoring {
+            VmPhase::Restoring {
                 image: "/a".into(),
                 identity: "1f".into(),
-                mode: Mode::Lazy,
+                mode: RestoreMode::Lazy,
                 started: true,
                 stays_paused: false,
                 on_error: OnError::Kill,
                 paused_by_us: true,
             },
-            Phase::Ended { exit: Exit::Signal(9), at: 12 },
+            VmPhase::Ended { exit: ProcessExit::Signal(9), at: 12 },
         ];
         for phase in phases {
             let written = journal(phase);
-            written.store(&path).unwrap();
+            written.write_file(&path).unwrap();
             assert_eq!(Journal::load(&path).unwrap(), Some(written));
         }
         assert_eq!(fs::read_dir(dir.path()).unwrap().count(), 1, "no file is left behind");
     }
 
-    /// As it was written before there was more to say.
+    /// A journal of a version without the later fields.
     #[test]
     fn a_protection_of_which_nothing_is_said_has_stopped_nothing() {
-        let phase: Phase = serde_json::from_str(r#"{"phase":"protecting"}"#).unwrap();
-        assert_eq!(phase, Phase::Protecting { paused_by_us: false });
+        let phase: VmPhase = serde_json::from_str(r#"{"phase":"protecting"}"#).unwrap();
+        assert_eq!(phase, VmPhase::Protecting { paused_by_us: false });
     }
 
     #[test]
@@ -531,7 +548,7 @@ mod tests {
 
     #[test]
     fn only_ended_and_detached_need_nobody() {
-        assert!(journal(Phase::Detached).phase.is_over());
-        assert!(!journal(Phase::Running).phase.is_over());
+        assert!(journal(VmPhase::Detached).phase.is_over());
+        assert!(!journal(VmPhase::Running).phase.is_over());
     }
 }

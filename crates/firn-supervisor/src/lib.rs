@@ -1,4 +1,4 @@
-//! One small process per VM, and two that restart it.
+//! The supervisor: one small process for each VM, and two that restart it.
 //!
 //! ```text
 //!    firn checkpoint web -o web.firn                     firn ls, firn status, firn stop, ...
@@ -11,43 +11,48 @@
 //!    qemu-system-x86_64 ...
 //! ```
 //!
-//! A supervisor starts a hypervisor (or is pointed at one), saves and restores its VM, serves the page faults of a
-//! restore, and notices when it ends. It may be killed at any moment: what matters is in the journal before it is
-//! done, the hypervisor keeps the userfaultfd, and a successor takes both up, within milliseconds. What a successor
-//! does is decided in `recovery`, what a living supervisor does in `decisions`; both are pure. The rest is
-//! threads, sockets and files.
+//! A supervisor starts a hypervisor (or attaches to one), saves and restores its VM, serves the
+//! page faults of a restore, and notices when the hypervisor ends. It may be killed at any moment:
+//! the journal records each important step before it is done, the hypervisor keeps the userfaultfd,
+//! and a successor reads the one and adopts the other, within milliseconds. `recovery_plan` decides
+//! what a successor does, `decisions` what a living supervisor does; both are pure cores. The other
+//! modules are threads, sockets and files.
 //!
-//! Everything here is for one user: directories are 0700, sockets and files 0600, and logs hold nothing of a guest.
+//! Everything here is for one user: directories are 0700, sockets and files 0600, and logs contain
+//! nothing of a guest.
 
 #![forbid(unsafe_code)]
 
+mod access_scan;
 mod auxiliary;
 mod calls;
-mod changes;
 mod client;
+mod control_protocol;
+mod control_server;
 mod cpu;
 mod decisions;
+mod dirty_tracking;
 mod disk_copies;
 mod disk_layers;
-mod disks;
+mod disk_snapshots;
 mod endpoints;
+mod event_loop;
+mod event_sources;
 mod failure;
 mod force;
 mod guard;
-mod held;
 mod host_check;
 mod identity;
+mod image_files;
 mod inspection;
 mod journal;
-mod keep;
-mod learned;
+mod learned_blocks;
 mod lock;
 mod log;
 mod meta;
 mod monitor;
 mod name;
 mod network;
-mod operations;
 mod outage;
 mod ownership;
 mod percentiles;
@@ -55,61 +60,61 @@ mod processes;
 mod programs;
 mod protection;
 mod protection_end;
-mod protocol;
 mod qemu;
-mod recover;
-mod recovery;
+mod recovery_plan;
+mod recovery_run;
 mod relocation;
 mod restarts;
 mod restore;
+mod restore_work;
 mod runtime;
-mod served;
-mod server;
-mod serving;
+mod served_disks;
 mod spawn;
 mod standby;
 mod standby_files;
-mod start;
 mod status;
-mod storage;
-mod stores;
-mod supervise;
-mod survey;
+mod storage_latency;
+mod store_plugin;
+mod suggested_command;
+mod supervisor_process;
 #[cfg(test)]
 mod testing;
 mod unix_sockets;
-mod usage;
-mod watch;
-mod ways;
+mod vm_operations;
+mod vm_start;
+mod vm_survey;
 
 pub use client::{
-    OnProgress, Starting, absolute, ask, forget, glance, glances, look_after, start, status,
+    OnProgress, SupervisorStart, absolute_path, ensure_supervisor, forget_vm, query_status,
+    quick_status, quick_statuses, send_request, start_supervisor,
+};
+pub use control_protocol::{
+    FailoverMember, FailoverRequest, MemberCard, MemberRequest, OperationProgress, ProtectRequest,
+    RestoreDisks, RestoreOutage, RestoreProgress, SaveChoices, SaveDisks, SaveRequest, StopRequest,
+    SupervisorPlan, SupervisorReply, SupervisorRequest,
 };
 pub use cpu::CpuFacts;
-pub use disk_layers::{Removed, disks_now, note_copy, remove_images};
-pub use failure::{Context, Failure, FailureKind, image_failure};
+pub use disk_layers::{RemovedImage, note_copy, remove_images, resolve_current_disks};
+pub use failure::{Failure, FailureContext, FailureKind, image_failure};
 pub use firn_epochs::primary_end::PrimaryEnd;
-pub use firn_vmm::command_line::Overrides;
+pub use firn_vmm::command_line::CommandOverrides;
 pub use force::stop_by_force;
-pub use guard::{guard, watcher};
+pub use guard::{run_guard, run_watcher};
 pub use host_check::{HostCheck, check_host};
 pub use identity::{ProcessHandle, ProcessIdentity};
-pub use journal::{Exit, Journal, JournalError, Note, Phase};
-pub use meta::{FrozenDrive, Meta, Mismatch, Qemu};
+pub use journal::{Journal, JournalError, JournalNote, ProcessExit, VmPhase};
+pub use meta::{FrozenDrive, HostMismatch, ImageMeta, QemuFacts};
 pub use name::{NAME_BYTES_MAX, NetworkName, NetworkNameError, VmName, VmNameError};
-pub use network::{Card, CardStatus};
+pub use network::{CardStatus, NetworkCard};
 pub use percentiles::Percentiles;
-pub use protection::Protection;
-pub use protocol::{
-    FailoverMember, FailoverRequest, MemberCard, MemberRequest, Plan, Progress, ProtectRequest,
-    Reply, Request, RestoreDisks, RestoreNow, SaveChoices, SaveDisks, SaveRequest, StopRequest,
-    Waiting,
-};
-pub use restore::Timings;
+pub use protection::ProtectionStatus;
+pub use restore::RestoreTimings;
 pub use runtime::{RuntimeDir, RuntimeError, VmDir, make_private};
 pub use spawn::{GUARD, RECOVER, SUPERVISE, WATCHER};
-pub use standby::Readiness;
-pub use status::{Status, Unattended};
-pub use supervise::{recover, supervise};
-pub use survey::{inspect, revive, survey};
-pub use ways::{Command, Remnant, Supervision, way_out, way_out_after};
+pub use standby::StandbyStatus;
+pub use status::{UnattendedVm, VmStatus};
+pub use suggested_command::{
+    SuggestedCommand, SupervisorState, VmRemnant, suggest_command, suggest_command_after,
+};
+pub use supervisor_process::{run_successor, run_supervisor};
+pub use vm_survey::{inspect_vm, list_statuses, restart_supervisors};

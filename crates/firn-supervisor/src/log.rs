@@ -1,6 +1,6 @@
-//! The supervisor's log: what it did, in the VM's runtime directory, for its owner alone.
+//! The supervisor's log: a file in the VM's runtime directory, accessible to its owner only.
 //!
-//! Nothing of the guest is ever written to it: no memory, no console, no command line.
+//! It never contains anything of the guest: no memory, no console, no command line.
 
 use std::io;
 use std::sync::Mutex;
@@ -10,12 +10,13 @@ use tracing_subscriber::EnvFilter;
 use crate::runtime::VmDir;
 use crate::spawn;
 
-/// The environment variable that says how much is logged, as `tracing-subscriber` reads it: `debug`, `firn=trace`, ...
+/// The environment variable for the log level, as `tracing-subscriber` reads it: `debug`,
+/// `firn=trace`, ...
 const VARIABLE: &str = "FIRN_LOG";
 
-/// Sends this process's log, and its panics, to the VM's log file.
-pub(crate) fn open(vm: &VmDir) -> io::Result<()> {
-    let file = spawn::append(&vm.log())?;
+/// Writes this process's log, and its panics, to the VM's log file.
+pub(crate) fn open_log(vm: &VmDir) -> io::Result<()> {
+    let file = spawn::open_append(&vm.log_file())?;
     rustix::stdio::dup2_stderr(&file)?;
     let filter = EnvFilter::try_from_env(VARIABLE).unwrap_or_else(|_| EnvFilter::new("info"));
     // A second call in one process keeps the first log.

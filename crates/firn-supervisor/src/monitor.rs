@@ -1,67 +1,74 @@
-//! Connecting to a VM's monitor: is the socket the VM's own, and is it free.
+//! The connection to a VM's monitor, after a check that the socket belongs to the VM and is free.
 //!
 //! ```text
 //!   connect --> is the peer the VM's process? -- no --> an error that names both; nothing was sent
 //!                 | yes
-//!               a greeting within 1.5 s? -- no --> has another process the monitor? -- yes --> an error that names it
+//!               a greeting within 1.5 s? -- no --> is another process connected? -- yes --> an error that names it
 //!                 | yes                              | no: QEMU is slow
 //!               negotiate <--------------------------'
 //! ```
 //!
-//! A path may come to lead to another QEMU: one that is started with the same command line removes the socket file and makes
-//! its own. What is meant for one VM must not reach another.
+//! A path may come to lead to another QEMU: a QEMU that is started with the same command line
+//! removes the socket file and creates its own. Commands for one VM must not reach another.
 //!
-//! The peer, by `SO_PEERCRED`, is the process that called listen(2) on the socket last. QEMU does so itself: after `-daemonize`
-//! has forked, and also on a descriptor that listens already when it is given to QEMU (`-chardev socket,fd=N`, as libvirt does;
-//! `socket_listen` in QEMU `util/qemu-sockets.c`). A program that stands between, such as socat, is another process, and may
-//! lead anywhere: it is refused.
+//! The peer, by `SO_PEERCRED`, is the process that called listen(2) on the socket last. QEMU calls
+//! it itself: after `-daemonize` has forked, and also on a descriptor that already listens when
+//! QEMU receives it (`-chardev socket,fd=N`, as libvirt does; `socket_listen` in QEMU
+//! `util/qemu-sockets.c`). A program in between, such as socat, is another process, and may lead to
+//! any QEMU, so it is refused.
 
 use std::io;
 use std::os::unix::net::UnixStream;
 use std::path::Path;
 use std::time::{Duration, Instant};
 
-use firn_vmm::{Qmp, QmpError, Vm};
+use firn_vmm::{QemuVm, QmpClient, QmpError};
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
 
-use crate::failure::{Context, Failure, FailureKind};
-use crate::processes::{self, Named};
+use crate::failure::{Failure, FailureContext, FailureKind};
+use crate::processes::{self, ProcessName};
 use crate::unix_sockets;
 
-/// How long a monitor may be busy before it is an error.
+/// The time after which a busy monitor is an error.
 const BUSY_WAIT: Duration = Duration::from_millis(1500);
 
 pub(crate) const CONNECTING: &str = "connecting to QEMU's monitor";
 
-/// Connects to the monitor of the VM that this process runs. `timeout` bounds this and, later, each command.
-pub(crate) fn connect(process: i32, socket: &Path, timeout: Duration) -> Result<Vm, Failure> {
-    let stream = open(socket, timeout).map_err(|failure| failure.while_doing(CONNECTING))?;
+/// Connects to the monitor of the VM that this process runs. `timeout` limits this and, later, each
+/// command.
+pub(crate) fn connect_checked(
+    process: i32,
+    socket: &Path,
+    timeout: Duration,
+) -> Result<QemuVm, Failure> {
+    let stream = open_socket(socket, timeout).map_err(|failure| failure.while_doing(CONNECTING))?;
     check_peer(&stream, process, socket)?;
-    if !has_greeting(&stream, timeout).doing(CONNECTING)? {
+    if !has_greeting(&stream, timeout).while_doing(CONNECTING)? {
         refuse_busy(socket).map_err(|failure| failure.while_doing(CONNECTING))?;
     }
-    negotiate(stream, timeout).doing(CONNECTING).map_err(|failure| {
-        failure.hint("a monitor serves one client at a time: is another one connected?")
+    negotiate_qmp(stream, timeout).while_doing(CONNECTING).map_err(|failure| {
+        failure.with_hint("a monitor serves one client at a time: is another one connected?")
     })
 }
 
-pub(crate) fn negotiate(stream: UnixStream, timeout: Duration) -> Result<Vm, QmpError> {
-    Qmp::negotiate(stream, timeout).and_then(Vm::with_qmp)
+pub(crate) fn negotiate_qmp(stream: UnixStream, timeout: Duration) -> Result<QemuVm, QmpError> {
+    QmpClient::negotiate(stream, timeout).and_then(QemuVm::with_qmp)
 }
 
-/// A socket that takes no more connections has clients that wait, and one that is served.
-fn open(socket: &Path, timeout: Duration) -> Result<UnixStream, Failure> {
+/// Opens the socket. A socket that accepts no more connections has clients that wait, and one that
+/// is served.
+fn open_socket(socket: &Path, timeout: Duration) -> Result<UnixStream, Failure> {
     let deadline = Instant::now() + timeout;
-    match Qmp::open(socket, timeout.min(BUSY_WAIT)) {
+    match QmpClient::open_stream(socket, timeout.min(BUSY_WAIT)) {
         Err(error) if is_full(&error) => {
             refuse_busy(socket)?;
-            Qmp::open(socket, deadline.saturating_duration_since(Instant::now()))
+            QmpClient::open_stream(socket, deadline.saturating_duration_since(Instant::now()))
         }
         opened => opened,
     }
     .map_err(|error| {
-        Failure::from_error(FailureKind::Other, &error).hint(
-            "is that the socket of QEMU's monitor (-qmp unix:PATH,server=on,wait=off), and QEMU up?",
+        Failure::from_error(FailureKind::Other, &error).with_hint(
+            "is that QEMU's monitor socket (-qmp unix:PATH,server=on,wait=off), and does QEMU run?",
         )
     })
 }
@@ -70,23 +77,24 @@ fn is_full(error: &QmpError) -> bool {
     matches!(error, QmpError::Connect { source, .. } if source.kind() == io::ErrorKind::WouldBlock)
 }
 
-/// Refuses a socket at which another process listens.
+/// Refuses a socket on which another process listens.
 pub(crate) fn check_peer(stream: &UnixStream, pid: i32, socket: &Path) -> Result<(), Failure> {
-    let peer = rustix::net::sockopt::socket_peercred(stream).doing(CONNECTING)?;
+    let peer = rustix::net::sockopt::socket_peercred(stream).while_doing(CONNECTING)?;
     match peer.pid.as_raw_nonzero().get() {
         peer if peer == pid => Ok(()),
-        peer => Err(another(peer, pid, socket)),
+        peer => Err(wrong_peer(peer, pid, socket)),
     }
 }
 
-fn another(peer: i32, pid: i32, socket: &Path) -> Failure {
+fn wrong_peer(peer: i32, pid: i32, socket: &Path) -> Failure {
     let socket = socket.display();
-    let text = format!("{socket} is the monitor of {}, not of process {pid}", Named::with_id(peer));
+    let text =
+        format!("{socket} is the monitor of {}, not of process {pid}", ProcessName::with_id(peer));
     let hint = format!(
-        "nothing was sent to it. If you mean that process: `firn attach --pid {peer}`; if it took the socket of process {pid} away, \
+        "nothing was sent to it. If you mean that process: `firn attach --pid {peer}`; if it replaced the socket of process {pid}, \
          end it, and give each QEMU a monitor socket of its own"
     );
-    Failure::new(FailureKind::Usage, text).hint(hint)
+    Failure::new(FailureKind::Usage, text).with_hint(hint)
 }
 
 fn has_greeting(stream: &UnixStream, timeout: Duration) -> io::Result<bool> {
@@ -100,27 +108,28 @@ fn has_greeting(stream: &UnixStream, timeout: Duration) -> io::Result<bool> {
     }
 }
 
-/// Refuses a monitor that another process is connected to. One that this process has is free soon.
+/// Refuses a monitor that another process is connected to. A monitor that this process uses is free
+/// soon.
 fn refuse_busy(socket: &Path) -> Result<(), Failure> {
-    let clients = match unix_sockets::users(socket) {
+    let clients = match unix_sockets::find_users(socket) {
         Ok(users) => users.clients,
         Err(error) => {
-            tracing::warn!("which process has {} cannot be found: {error}", socket.display());
+            tracing::warn!("can't find the process that uses {}: {error}", socket.display());
             return Ok(());
         }
     };
     if clients.is_empty() {
         return Ok(());
     }
-    let holder = match processes::with_socket(&clients) {
+    let holder = match processes::find_socket_user(&clients) {
         Some(pid) if pid == std::process::id() as i32 => return Ok(()),
-        Some(pid) => Named::with_id(pid).to_string(),
+        Some(pid) => ProcessName::with_id(pid).to_string(),
         None => "a process that this user cannot see".to_owned(),
     };
     let text = format!("{} is in use by {holder}", socket.display());
     let hint = "a monitor serves one client at a time: end that connection, or start QEMU with a second monitor for Firn \
         (-qmp unix:PATH,server=on,wait=off)";
-    Err(Failure::new(FailureKind::Busy, text).hint(hint))
+    Err(Failure::new(FailureKind::Busy, text).with_hint(hint))
 }
 
 #[cfg(test)]
@@ -141,7 +150,7 @@ mod tests {
             stream.read_to_end(&mut all).unwrap();
             all
         });
-        let refused = connect(1, &socket, Duration::from_secs(5)).unwrap_err();
+        let refused = connect_checked(1, &socket, Duration::from_secs(5)).unwrap_err();
         let me = std::process::id();
         assert_eq!(refused.kind, FailureKind::Usage);
         let text = refused.to_string();
@@ -150,15 +159,17 @@ mod tests {
         assert_eq!(heard.join().unwrap(), b"");
     }
 
-    /// Its backlog is full, and no other process has it: it is waited for.
+    /// Its backlog is full, and no other process uses it, so the client waits.
     #[test]
     fn a_slow_monitor_is_waited_for_until_the_time_is_over() {
         let dir = tempfile::tempdir().unwrap();
         let socket = dir.path().join("qmp");
         let _listener = UnixListener::bind(&socket).unwrap();
-        let refused = connect(std::process::id() as i32, &socket, Duration::from_millis(50));
+        let refused =
+            connect_checked(std::process::id() as i32, &socket, Duration::from_millis(50));
         assert_eq!(refused.unwrap_err().kind, FailureKind::Other);
-        let none = connect(1, &dir.path().join("none"), Duration::from_millis(50)).unwrap_err();
+        let none =
+            connect_checked(1, &dir.path().join("none"), Duration::from_millis(50)).unwrap_err();
         assert!(none.hint.unwrap().contains("-qmp unix:PATH"));
     }
 }

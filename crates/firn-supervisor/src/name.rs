@@ -1,4 +1,5 @@
-//! Names of VMs: what a user calls one, and the name of its runtime directory. Names of networks between them.
+//! The names of VMs, which are also the names of their runtime directories, and of networks between
+//! them.
 
 use std::fmt;
 use std::str::FromStr;
@@ -6,23 +7,25 @@ use std::str::FromStr;
 use serde::{Deserialize, Serialize};
 use thiserror::Error;
 
-/// The longest name, in bytes: a socket path has 107 and the runtime directory needs its share.
+/// The maximum length of a name, in bytes: a socket path has 107, and the runtime directory needs a
+/// part.
 pub const NAME_BYTES_MAX: usize = 48;
 
 /// A VM's name: a letter or digit, then letters, digits, `.`, `_` and `-`.
 ///
-/// It becomes a directory name, so nothing that a path or a shell reads in a special way is let in.
+/// It becomes a directory name, so no character with a special meaning in a path or a shell is
+/// allowed.
 #[derive(Clone, Debug, PartialEq, Eq, PartialOrd, Ord, Hash, Serialize, Deserialize)]
 #[serde(try_from = "String", into = "String")]
 pub struct VmName(String);
 
-/// A name that is not one.
+/// The reason why a text is no VM name.
 #[derive(Debug, Error, PartialEq, Eq)]
 pub enum VmNameError {
-    /// No characters at all, or more than [`NAME_BYTES_MAX`].
+    /// It is empty, or longer than [`NAME_BYTES_MAX`].
     #[error("a VM name has 1 to {NAME_BYTES_MAX} characters, {0:?} has {len}", len = .0.len())]
     Length(String),
-    /// A character that is not allowed at its place.
+    /// It contains a character that is not allowed at its position.
     #[error(
         "a VM name is a letter or digit, then letters, digits, '.', '_' and '-': {0:?} has {1:?}"
     )]
@@ -36,7 +39,7 @@ impl VmName {
         if name.is_empty() || name.len() > NAME_BYTES_MAX {
             return Err(VmNameError::Length(name));
         }
-        match name.char_indices().find(|&(at, c)| !allowed(at, c)) {
+        match name.char_indices().find(|&(at, c)| !is_allowed(at, c)) {
             Some((_, c)) => Err(VmNameError::Character(name, c)),
             None => Ok(Self(name)),
         }
@@ -48,7 +51,7 @@ impl VmName {
     }
 }
 
-fn allowed(at: usize, c: char) -> bool {
+fn is_allowed(at: usize, c: char) -> bool {
     c.is_ascii_alphanumeric() || (at > 0 && matches!(c, '.' | '_' | '-'))
 }
 
@@ -80,12 +83,13 @@ impl fmt::Display for VmName {
     }
 }
 
-/// A network's name, with the characters of a VM's. It is the same on all hosts, and becomes the name of a socket.
+/// A network's name, with the characters of a VM's. It is the same on all hosts, and becomes the
+/// name of a socket.
 #[derive(Clone, Debug, PartialEq, Eq, PartialOrd, Ord, Hash, Serialize, Deserialize)]
 #[serde(try_from = "String", into = "String")]
 pub struct NetworkName(String);
 
-/// A network's name that is not one.
+/// The reason why a text is no network name.
 #[derive(Debug, Error, PartialEq, Eq)]
 #[error(
     "{0:?} is no name of a network: give a letter or digit, then letters, digits, '.', '_' and '-', at most {NAME_BYTES_MAX}"
@@ -96,7 +100,7 @@ impl NetworkName {
     /// Checks a name.
     ///
     /// # Errors
-    /// If it could not be a file's, or is too long.
+    /// If it could not be a file name, or is too long.
     pub fn new(name: impl Into<String>) -> Result<Self, NetworkNameError> {
         match VmName::new(name) {
             Ok(VmName(name)) => Ok(Self(name)),

@@ -6,14 +6,16 @@
 //!   successor:  the same
 //! ```
 //!
-//! The first supervisor gets its end in the same way as each successor, so there is one way.
+//! The first supervisor gets its end in the same way as each successor, so there is only one way.
 //!
-//! **Shut.** Once a protection has held anything, its standby may run the VM, and nobody here can know: that the connection is lost
-//! is what both a dead standby and one that was failed over to look like. So nothing leaves any more until somebody says that this
-//! VM is the one that goes on. The journal says so too, for a successor.
+//! **Shut.** Once a protection has buffered output, the VM's standby may run it, and no process on
+//! this host can know whether it does: a lost connection looks the same if the standby is dead and
+//! if it has failed over. So no frame leaves any more until a release states that this VM is the
+//! one that continues. The journal records that too, for a successor.
 //!
-//! **Leased.** Where hosts agree who may run what (`firn-membership`), frames leave only while this host's lease is held, by a page that
-//! the agent writes (`firn_net::lease`). The journal has the timeline that it has to be of.
+//! **Leased.** Where hosts agree which of them may run a VM (`firn-membership`), frames leave only
+//! while this host's lease is held, as a page states that the agent writes (`firn_net::lease`). The
+//! journal has the generation that the lease must belong to.
 
 use std::os::fd::{AsFd, AsRawFd, BorrowedFd, OwnedFd};
 use std::path::{Path, PathBuf};
@@ -21,217 +23,227 @@ use std::thread;
 use std::time::{Duration, Instant};
 
 use crossbeam_channel::Receiver;
-use firn_cluster::cut::Answer;
-use firn_cluster::member::{Kept, Membership, OfEpoch};
-use firn_cluster::switch::Mac;
-use firn_cluster::{Epoch, Seq};
+use firn_cluster::cut::MarkAnswer;
+use firn_cluster::member::{ClusterMembership, NicEpoch, StandbyNic};
+use firn_cluster::switch::MacAddress;
+use firn_cluster::{Epoch, FrameNumber};
 use firn_memory::{Process, heap};
-use firn_net::lease::Lease;
-use firn_net::port::{self, Port};
-use firn_net::uplink::Uplink;
-use firn_vmm::command_line::{self, CardPlan, Uplink as Named};
+use firn_net::lease::OutputLease;
+use firn_net::port::{self, NicPort};
+use firn_net::uplink::UplinkStream;
+use firn_vmm::command_line::{self, CardPlan, CardUplink as Named};
 use serde::{Deserialize, Serialize};
 use serde_json::Value;
 
-use crate::failure::{Context, Failure, FailureKind};
-use crate::journal::Machine;
+use crate::control_protocol::{MemberCard, MemberRequest};
+use crate::failure::{Failure, FailureContext, FailureKind};
+use crate::journal::HypervisorRecord;
 use crate::name::NetworkName;
 use crate::percentiles::Percentiles;
-use crate::protocol::{MemberCard, MemberRequest};
 use crate::qemu;
 use crate::runtime::VmDir;
 
-/// How long it is waited for a mark, and how often it is looked for.
+/// The maximum wait for a mark, and the interval at which it is polled.
 const MARK_WAIT: Duration = Duration::from_secs(5);
-const MARK_LOOK: Duration = Duration::from_millis(2);
+const MARK_POLL_INTERVAL: Duration = Duration::from_millis(2);
 
-/// What a user is told of a VM whose cards let nothing out.
-pub(crate) const HELD: &str =
-    "; what it sends is held, for its standby may run: `firn release` lets it out";
+/// The note to the user of a VM whose output is blocked.
+pub(crate) const OUTPUT_BLOCKED: &str =
+    "; its output is blocked, because its standby may run: `firn release` releases it";
 
 /// A network card whose frames pass through Firn.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
-pub struct Card {
+pub struct NetworkCard {
     /// Its back end's id on QEMU's command line.
     pub id: String,
     /// The socket that its frames go to; absolute.
     pub uplink: PathBuf,
-    /// QEMU's number for the end that is read here.
+    /// The number in QEMU of the supervisor's end of the socket pair.
     pub descriptor: i32,
-    /// That socket's inode: the number may come to mean another file.
+    /// The inode of that socket, because the number may come to mean another file.
     pub inode: u64,
-    /// The same of the end that QEMU uses.
+    /// The number and inode of QEMU's end.
     #[serde(default)]
     pub theirs: Option<(i32, u64)>,
 }
 
-/// What `firn status` says of a network card.
+/// The part of `firn status` about a network card.
 #[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
 pub struct CardStatus {
     /// Its back end's id on QEMU's command line.
     pub id: String,
     /// The socket that its frames go to.
     pub uplink: PathBuf,
-    /// Somebody is there.
+    /// A process at the uplink is connected.
     pub connected: bool,
-    /// Frames leave as they come. If not, they wait until their epoch is committed.
+    /// Frames leave at once. Otherwise they wait until their epoch is committed.
     pub open: bool,
-    /// Nothing leaves: the lease that its frames need is over.
+    /// No frame leaves, because the required lease has expired.
     #[serde(default)]
     pub waits_for_lease: bool,
-    /// Frames that wait.
+    /// The frames that wait.
     pub held_frames: usize,
     /// Their bytes.
     pub held_bytes: usize,
-    /// From the VM to the uplink, in milliseconds: of the newest thousand frames since they have been held, or have not been.
+    /// The delay from the VM to the uplink, in milliseconds, of the newest thousand frames since
+    /// output has been buffered, or has not been.
     pub delay_ms: Percentiles,
     /// Frames that have left the VM.
     pub frames_out: u64,
-    /// Frames that have come to it.
+    /// Frames that have been delivered to the VM.
     pub frames_in: u64,
 }
 
-/// Sockets for the cards of a VM that is being started.
+/// The sockets for the cards of a VM that is being started.
 #[derive(Debug, Default)]
-pub(crate) struct Sockets(Vec<Pair>);
+pub(crate) struct CardSockets(Vec<CardSocketPair>);
 
 #[derive(Debug)]
-struct Pair {
+struct CardSocketPair {
     id: String,
     uplink: PathBuf,
     theirs: OwnedFd,
     ours: OwnedFd,
-    /// A connection that was made to see whether that can be done.
-    first: Option<Uplink>,
+    /// A connection that was made to check whether the uplink accepts one.
+    first: Option<UplinkStream>,
 }
 
-impl Sockets {
-    /// A pair for each card of a VM. Sockets are named from `directory` on.
-    pub(crate) fn make(plans: &[CardPlan], directory: &Path, vm: &VmDir) -> Result<Self, Failure> {
+impl CardSockets {
+    /// Creates a pair for each card of a VM. Relative paths of sockets start in `directory`.
+    pub(crate) fn create_pairs(
+        plans: &[CardPlan],
+        directory: &Path,
+        vm: &VmDir,
+    ) -> Result<Self, Failure> {
         let pair = |plan: &CardPlan| {
-            let (theirs, ours) = port::pair().doing("making sockets for a network card")?;
-            let (id, uplink) = (plan.id.clone(), path(&plan.uplink, directory, vm)?);
-            Ok(Pair { id, uplink, theirs, ours, first: None })
+            let (theirs, ours) =
+                port::create_socket_pair().while_doing("making sockets for a network card")?;
+            let (id, uplink) = (plan.id.clone(), uplink_path(&plan.uplink, directory, vm)?);
+            Ok(CardSocketPair { id, uplink, theirs, ours, first: None })
         };
         Ok(Self(plans.iter().map(pair).collect::<Result<_, Failure>>()?))
     }
 
-    /// Connects to each uplink. What a user has just written may be wrong.
-    pub(crate) fn connect(&mut self) -> Result<(), Failure> {
-        for Pair { id, uplink, first, .. } in &mut self.0 {
-            let connected = Uplink::connect(uplink)
-                .doing_or(FailureKind::Usage, format!("connecting {id} to {}", uplink.display()));
-            let hint = "who takes the VM's frames listens there first, as `passt --socket PATH` does, and `firn-agent` for \
+    /// Connects to each uplink, because a user's new command line may be wrong.
+    pub(crate) fn connect_uplinks(&mut self) -> Result<(), Failure> {
+        for CardSocketPair { id, uplink, first, .. } in &mut self.0 {
+            let connected = UplinkStream::connect(uplink).while_doing_as(
+                FailureKind::Usage,
+                format!("connecting {id} to {}", uplink.display()),
+            );
+            let hint = "start the process that takes the VM's frames first, such as `passt --socket PATH`, or `firn-agent` for \
                 its networks";
-            *first = Some(connected.map_err(|failure| failure.hint(hint))?);
+            *first = Some(connected.map_err(|failure| failure.with_hint(hint))?);
         }
         Ok(())
     }
 
-    /// QEMU's numbers for the ends that it uses.
-    pub(crate) fn numbers(&self) -> Vec<i32> {
+    /// QEMU's descriptor numbers for the ends that it uses.
+    pub(crate) fn descriptor_numbers(&self) -> Vec<i32> {
         self.0.iter().map(|pair| pair.theirs.as_raw_fd()).collect()
     }
 
-    /// What QEMU has to inherit.
-    pub(crate) fn all(&self) -> impl Iterator<Item = BorrowedFd<'_>> {
+    /// The descriptors that QEMU has to inherit.
+    pub(crate) fn descriptors(&self) -> impl Iterator<Item = BorrowedFd<'_>> {
         self.0.iter().flat_map(|pair| [pair.theirs.as_fd(), pair.ours.as_fd()])
     }
 
-    /// What a successor has to know.
-    pub(crate) fn cards(&self) -> Result<Vec<Card>, Failure> {
-        let card = |pair: &Pair| {
+    /// The cards, as the journal records them for a successor.
+    pub(crate) fn card_records(&self) -> Result<Vec<NetworkCard>, Failure> {
+        let card = |pair: &CardSocketPair| {
             let (id, uplink) = (pair.id.clone(), pair.uplink.clone());
-            let theirs = Some((pair.theirs.as_raw_fd(), inode(&pair.theirs)?));
-            let (descriptor, inode) = (pair.ours.as_raw_fd(), inode(&pair.ours)?);
-            Ok(Card { id, uplink, descriptor, inode, theirs })
+            let theirs = Some((pair.theirs.as_raw_fd(), socket_inode(&pair.theirs)?));
+            let (descriptor, inode) = (pair.ours.as_raw_fd(), socket_inode(&pair.ours)?);
+            Ok(NetworkCard { id, uplink, descriptor, inode, theirs })
         };
         self.0.iter().map(card).collect()
     }
 
-    /// Connections that were made.
-    pub(crate) fn connections(self) -> Vec<Option<Uplink>> {
+    /// The connections to uplinks that were made.
+    pub(crate) fn uplink_connections(self) -> Vec<Option<UplinkStream>> {
         self.0.into_iter().map(|pair| pair.first).collect()
     }
 }
 
-/// The socket that leads to where a card's frames go.
-fn path(uplink: &Named, directory: &Path, vm: &VmDir) -> Result<PathBuf, Failure> {
+/// The socket that leads to the destination of a card's frames.
+fn uplink_path(uplink: &Named, directory: &Path, vm: &VmDir) -> Result<PathBuf, Failure> {
     match uplink {
         Named::Socket(path) => Ok(directory.join(path)),
         Named::Network(name) => {
-            let name = NetworkName::new(name).doing_or(FailureKind::Usage, "naming a network")?;
-            Ok(vm.base().network(&name))
+            let name =
+                NetworkName::new(name).while_doing_as(FailureKind::Usage, "naming a network")?;
+            Ok(vm.runtime_dir().network_socket(&name))
         }
     }
 }
 
-fn inode(socket: &OwnedFd) -> Result<u64, Failure> {
-    Ok(rustix::fs::fstat(socket).doing("looking at a network card's socket")?.st_ino)
+fn socket_inode(socket: &OwnedFd) -> Result<u64, Failure> {
+    Ok(rustix::fs::fstat(socket).while_doing("examining a network card's socket")?.st_ino)
 }
 
-/// All cards of a VM.
+/// All network cards of a VM.
 #[derive(Debug, Default)]
-pub(crate) struct Network(Vec<(Card, Port)>);
+pub(crate) struct VmNetwork(Vec<(NetworkCard, NicPort)>);
 
-impl Network {
-    /// Takes the sockets from the hypervisor. `connections` are those that there are; `is_open`: frames leave as they come.
-    pub(crate) fn open(
+impl VmNetwork {
+    /// Copies the sockets from the hypervisor. `connections` are the existing ones; with `is_open`,
+    /// frames leave at once.
+    pub(crate) fn open_cards(
         pid: i32,
-        cards: &[Card],
-        connections: Vec<Option<Uplink>>,
+        cards: &[NetworkCard],
+        connections: Vec<Option<UplinkStream>>,
         is_open: bool,
     ) -> Result<Self, Failure> {
         if cards.is_empty() {
             return Ok(Self::default());
         }
-        let process = Process::open(pid).doing("reaching the hypervisor process")?;
+        let process = Process::open(pid).while_doing("reaching the hypervisor process")?;
         let connections = connections.into_iter().chain(std::iter::repeat_with(|| None));
-        let open = |(card, first): (&Card, Option<Uplink>)| {
+        let open = |(card, first): (&NetworkCard, Option<UplinkStream>)| {
             let socket = socket_of(&process, card, (card.descriptor, card.inode))?;
             let theirs = card.theirs.map(|it| socket_of(&process, card, it)).transpose()?;
-            let port = Port::open(socket, theirs, &card.uplink, first, is_open)
-                .doing(format!("opening the network card {}", card.id))?;
+            let port = NicPort::open(socket, theirs, &card.uplink, first, is_open)
+                .while_doing(format!("opening the network card {}", card.id))?;
             Ok((card.clone(), port))
         };
         Ok(Self(cards.iter().zip(connections).map(open).collect::<Result<_, Failure>>()?))
     }
 
     /// Connects each card to its uplink.
-    pub(crate) fn plug(&self) {
-        self.ports().for_each(Port::plug);
+    pub(crate) fn plug_uplinks(&self) {
+        self.ports().for_each(NicPort::connect_uplink);
     }
 
-    /// A protection begins.
-    pub(crate) fn begin(&self) {
-        self.ports().for_each(Port::begin);
+    /// Begins to buffer output, for a protection.
+    pub(crate) fn begin_protection(&self) {
+        self.ports().for_each(NicPort::begin_protection);
     }
 
-    /// The VM is about to be stopped: what it sends has room.
-    pub(crate) fn stopping(&self) {
-        self.ports().for_each(Port::stopping);
+    /// Makes room for the VM's frames, because it is about to be stopped.
+    pub(crate) fn prepare_stop(&self) {
+        self.ports().for_each(NicPort::prepare_stop);
     }
 
-    /// It was not, or goes on.
-    pub(crate) fn goes_on(&self) {
-        self.ports().for_each(Port::goes_on);
+    /// Ends what [`Self::prepare_stop`] began: the VM was not stopped, or it continues.
+    pub(crate) fn end_stop(&self) {
+        self.ports().for_each(NicPort::finish_stop);
     }
 
-    /// The VM stands still at the end of an epoch.
-    pub(crate) fn cut(&self, epoch: Epoch) -> Option<OfEpoch> {
-        self.ports().fold(None, |of, port| port.cut(epoch).or(of))
+    /// Ends an epoch while the VM is paused.
+    pub(crate) fn cut_epoch(&self, epoch: Epoch) -> Option<NicEpoch> {
+        self.ports().fold(None, |of, port| port.cut_epoch(epoch).or(of))
     }
 
-    /// Nothing undoes an epoch any more.
-    pub(crate) fn committed(&self, epoch: Epoch) {
-        self.ports().for_each(|port| port.committed(epoch));
+    /// Releases the output of an epoch that is committed.
+    pub(crate) fn commit_epoch(&self, epoch: Epoch) {
+        self.ports().for_each(|port| port.commit_epoch(epoch));
     }
 
-    /// Answers who makes a cluster's global checkpoints.
-    pub(crate) fn member(
+    /// Answers a request of the coordinator of a cluster's global checkpoints.
+    pub(crate) fn answer_member_request(
         &self,
         request: &MemberRequest,
-        machine: &Machine,
+        machine: &HypervisorRecord,
     ) -> Result<Value, Failure> {
         let [(card, port)] = &self.0[..] else { return Err(no_card()) };
         let done = |is_done: bool| is_done.then_some(Value::Null);
@@ -239,138 +251,147 @@ impl Network {
             MemberRequest::Card => {
                 let mac = match port.membership() {
                     Some(of) => of.members.iter().find(|(vm, _)| *vm == of.own).map(|it| it.1),
-                    None => address(card, machine)?,
+                    None => card_address(card, machine)?,
                 };
                 let mac = mac.ok_or_else(no_card)?;
-                let facts = MemberCard { mac, is_settled: port.is_settled() };
-                serde_json::to_value(facts).doing("describing the card")
+                let facts = MemberCard { mac, is_settled: port.is_output_received() };
+                serde_json::to_value(facts).while_doing("describing the card")
             }
-            MemberRequest::Join(of) => done(port.join(of.clone())).ok_or_else(held),
+            MemberRequest::Join(of) => {
+                done(port.join_cluster(of.clone())).ok_or_else(buffered_output)
+            }
             MemberRequest::Mark { generation, number } => {
                 let of = port.membership().filter(|of| of.generation == *generation);
-                let answer = of.and_then(|_| marked(|| port.requested(*generation, *number)));
+                let answer =
+                    of.and_then(|_| wait_for_mark(|| port.request_mark(*generation, *number)));
                 let answer = answer.ok_or_else(no_mark)?;
-                serde_json::to_value(answer).doing("describing the mark")
+                serde_json::to_value(answer).while_doing("describing the mark")
             }
             MemberRequest::Globally { generation, epoch } => {
-                done(port.globally(*generation, *epoch)).ok_or_else(no_mark)
+                done(port.record_global_checkpoint(*generation, *epoch)).ok_or_else(no_mark)
             }
             MemberRequest::Leave => {
-                let left = done(port.leave()).ok_or_else(held);
-                // Frames that were kept are many small blocks.
+                let left = done(port.leave_cluster()).ok_or_else(buffered_output);
+                // The frames that were kept are many small blocks.
                 heap::give_back();
                 left
             }
         }
     }
 
-    /// The VM is about to run as a member of a cluster.
-    pub(crate) fn go_on(&self, of: &Membership, base: Epoch, kept: &Kept) {
-        self.ports().for_each(|port| port.go_on(of.clone(), base, kept.clone()));
+    /// Prepares the cards of a VM that is about to run as a member of a cluster.
+    pub(crate) fn resume_as_member(&self, of: &ClusterMembership, base: Epoch, kept: &StandbyNic) {
+        self.ports().for_each(|port| port.resume_member(of.clone(), base, kept.clone()));
     }
 
-    /// What the VM's card was told, if the VM belongs to a cluster.
-    pub(crate) fn membership(&self) -> Option<Membership> {
-        self.ports().find_map(Port::membership)
+    /// The membership of the VM's card, if the VM belongs to a cluster.
+    pub(crate) fn membership(&self) -> Option<ClusterMembership> {
+        self.ports().find_map(NicPort::membership)
     }
 
     /// Whether a protection can begin.
     pub(crate) fn is_new(&self) -> bool {
-        self.ports().all(Port::is_new)
+        self.ports().all(NicPort::is_new)
     }
 
-    /// The newest epoch of a member that a global checkpoint has.
-    pub(crate) fn global(&self) -> Epoch {
-        self.ports().map(Port::global).max().unwrap_or_default()
+    /// The newest epoch of a member that a global checkpoint includes.
+    pub(crate) fn global_epoch(&self) -> Epoch {
+        self.ports().map(NicPort::global_epoch).max().unwrap_or_default()
     }
 
-    /// Whether what another member has sent waits for the epoch that runs to be cut.
+    /// Whether a frame of another member waits until the running epoch is cut.
     pub(crate) fn wants_cut(&self) -> bool {
-        self.ports().any(Port::wants_cut)
+        self.ports().any(NicPort::wants_cut)
     }
 
-    /// Wakes whoever cuts epochs of a member, which has one card.
-    pub(crate) fn news(&self) -> Receiver<()> {
-        self.ports().next().map_or_else(crossbeam_channel::never, Port::news)
+    /// Wakes the thread that cuts the epochs of a member, which has one card.
+    pub(crate) fn wakeups(&self) -> Receiver<()> {
+        self.ports().next().map_or_else(crossbeam_channel::never, NicPort::member_events)
     }
 
     /// The newest frame of a member to the outside that has left.
-    pub(crate) fn gone(&self) -> Seq {
-        self.ports().map(Port::gone).max().unwrap_or_default()
+    pub(crate) fn last_released_frame(&self) -> FrameNumber {
+        self.ports().map(NicPort::released_up_to).max().unwrap_or_default()
     }
 
-    /// Nothing undoes anything any more.
-    pub(crate) fn let_out(&self) {
-        self.ports().for_each(Port::let_out);
+    /// Releases all output: no failover can undo what sent it any more.
+    pub(crate) fn release_output(&self) {
+        self.ports().for_each(NicPort::release_output);
     }
 
-    /// From now on frames leave only while the lease of this timeline is held by the page there, or need none.
-    pub(crate) fn obey(&self, page: &Path, lease: Option<u32>) {
-        self.ports()
-            .for_each(|port| port.obey(lease.map(|generation| Lease::new(page, generation))));
+    /// Sets the lease that frames need from now on, by the page that holds it; with `None` they
+    /// need none.
+    pub(crate) fn set_lease(&self, page: &Path, lease: Option<u32>) {
+        self.ports().for_each(|port| {
+            port.set_lease(lease.map(|generation| OutputLease::new(page, generation)))
+        });
     }
 
-    /// Whether there are cards, and what they send is held.
-    pub(crate) fn is_shut(&self) -> bool {
+    /// Whether there are cards whose output is buffered.
+    pub(crate) fn is_output_blocked(&self) -> bool {
         self.ports().any(|port| !port.is_open())
     }
 
-    /// What there is to say about each.
-    pub(crate) fn now(&self) -> Vec<CardStatus> {
-        self.0.iter().map(|(card, port)| status(card, &port.now())).collect()
+    /// The status of each card.
+    pub(crate) fn card_statuses(&self) -> Vec<CardStatus> {
+        self.0.iter().map(|(card, port)| card_status(card, &port.port_status())).collect()
     }
 
-    fn ports(&self) -> impl Iterator<Item = &Port> {
+    fn ports(&self) -> impl Iterator<Item = &NicPort> {
         self.0.iter().map(|(_, port)| port)
     }
 }
 
-/// QEMU is asked, which gives addresses to cards that have none on its command line.
-fn address(card: &Card, machine: &Machine) -> Result<Option<Mac>, Failure> {
-    let plan =
-        command_line::plan(&machine.meta.qemu.user_args).doing("reading the VM's command line")?;
+/// The MAC address of a card. QEMU is queried, because it assigns addresses to cards that have none
+/// on its command line.
+fn card_address(
+    card: &NetworkCard,
+    machine: &HypervisorRecord,
+) -> Result<Option<MacAddress>, Failure> {
+    let plan = command_line::plan_command(&machine.meta.qemu.user_args)
+        .while_doing("reading the VM's command line")?;
     if !plan.other_cards().is_empty() {
         return Ok(None);
     }
-    let address = qemu::connect(machine)?.address(&card.id);
-    Ok(address.doing("asking QEMU for the card's address")?.map(Mac))
+    let address = qemu::connect_monitor(machine)?.mac_address(&card.id);
+    Ok(address.while_doing("querying the card's address from QEMU")?.map(MacAddress))
 }
 
 fn no_card() -> Failure {
-    let text = "a VM of a cluster has one network card of Firn's, `-netdev firn`, and no other";
+    let text = "a VM of a cluster has one network card of type `-netdev firn`, and no other";
     Failure::new(FailureKind::Refused, text)
 }
 
-fn held() -> Failure {
-    let text = "what the VM sends is held, for it can still be gone back to";
+fn buffered_output() -> Failure {
+    let text = "the VM's output is buffered, because the cluster can still be rolled back";
     Failure::new(FailureKind::Refused, text)
-        .hint("`firn cluster release`, or `firn release` if its backup never runs it")
+        .with_hint("`firn cluster release`, or `firn release` if its backup never runs it")
 }
 
-/// An epoch that ends with a mark has to end, and to be copied.
-fn marked(mut ask: impl FnMut() -> Option<Answer>) -> Option<Answer> {
+/// Waits for a mark: the epoch that ends with it has to end, and to be copied.
+fn wait_for_mark(mut ask: impl FnMut() -> Option<MarkAnswer>) -> Option<MarkAnswer> {
     let since = Instant::now();
     loop {
         let answer = ask();
         if answer.is_some() || since.elapsed() > MARK_WAIT {
             return answer;
         }
-        thread::sleep(MARK_LOOK);
+        thread::sleep(MARK_POLL_INTERVAL);
     }
 }
 
 fn no_mark() -> Failure {
-    let text = "the VM has no mark to give: it is not protected in that timeline of its cluster";
-    Failure::new(FailureKind::Refused, text).hint("`firn cluster protect` begins another")
+    let text = "the VM has no mark: it is not protected in that generation of its cluster";
+    Failure::new(FailureKind::Refused, text).with_hint("`firn cluster protect` begins a new one")
 }
 
 fn socket_of(
     process: &Process,
-    card: &Card,
+    card: &NetworkCard,
     (number, expected): (i32, u64),
 ) -> Result<OwnedFd, Failure> {
-    let socket = process.copy_descriptor(number).doing("taking a network card's socket")?;
-    match inode(&socket)? == expected {
+    let socket = process.copy_descriptor(number).while_doing("copying a network card's socket")?;
+    match socket_inode(&socket)? == expected {
         true => Ok(socket),
         false => {
             let text = format!("QEMU has closed the socket of its network card {}", card.id);
@@ -379,7 +400,7 @@ fn socket_of(
     }
 }
 
-fn status(card: &Card, now: &port::Now) -> CardStatus {
+fn card_status(card: &NetworkCard, now: &port::PortStatus) -> CardStatus {
     CardStatus {
         id: card.id.clone(),
         uplink: card.uplink.clone(),
@@ -388,7 +409,9 @@ fn status(card: &Card, now: &port::Now) -> CardStatus {
         waits_for_lease: now.waits_for_lease,
         held_frames: now.held.frames,
         held_bytes: now.held.bytes,
-        delay_ms: Percentiles::of(now.delays.iter().map(|delay| delay.as_secs_f64() * 1e3)),
+        delay_ms: Percentiles::from_values(
+            now.delays.iter().map(|delay| delay.as_secs_f64() * 1e3),
+        ),
         frames_out: now.left,
         frames_in: now.came,
     }

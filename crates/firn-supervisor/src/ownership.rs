@@ -1,9 +1,10 @@
-//! One QEMU has one owner, over all users of the host.
+//! The ownership of a QEMU: it has one owner, over all users of the host.
 //!
-//! The supervisor of a VM holds flock(2) on the directory `/proc/PID` of its QEMU. That directory is the same for all users of
-//! the host, belongs to exactly this process and goes away with it: no file stays behind, and a later process of that pid is
-//! not meant. The kernel releases the lock when the supervisor ends, however it ends. `/proc/locks` names the process that
-//! holds the lock, so a process that holds it for no reason is named too.
+//! The supervisor of a VM holds flock(2) on the directory `/proc/PID` of its QEMU. That directory
+//! is the same for all users of the host, belongs to exactly this process and ends with it: no file
+//! is left behind, and the lock never applies to a later process with the same pid. The kernel
+//! releases the lock when the supervisor ends, however it ends. `/proc/locks` names the process
+//! that holds the lock, so that an error can name also a process that holds it without reason.
 
 use std::fs::{self, File};
 use std::io;
@@ -13,64 +14,67 @@ use std::time::{Duration, Instant};
 
 use rustix::fs::{FlockOperation, flock};
 
-use crate::failure::{Context, Failure, FailureKind};
+use crate::failure::{Failure, FailureContext, FailureKind};
 use crate::identity::ProcessIdentity;
-use crate::processes::{self, Named};
+use crate::processes::{self, ProcessName};
 
-/// How long another may hold it for a moment: a supervisor that ends, or one that was about to attach and could not.
-const WAIT: Duration = Duration::from_secs(1);
-const RETRY: Duration = Duration::from_millis(10);
+/// The maximum wait for a process that holds the lock briefly: a supervisor that ends, or one that
+/// was about to attach and could not.
+const LOCK_WAIT: Duration = Duration::from_secs(1);
+const RETRY_INTERVAL: Duration = Duration::from_millis(10);
 
-/// A QEMU is this process's own until the value is dropped or the process ends.
+/// The ownership of a QEMU by this process, until the value is dropped or the process ends.
 #[derive(Debug)]
-pub(crate) struct Ownership {
+pub(crate) struct QemuOwnership {
     _directory: File,
 }
 
-impl Ownership {
-    /// Takes a process.
+impl QemuOwnership {
+    /// Takes the ownership of a process.
     ///
     /// # Errors
     /// If another process holds it, which the error names; or if the process has ended.
-    pub(crate) fn take(process: &ProcessIdentity) -> Result<Self, Failure> {
-        Self::take_within(process, WAIT)
+    pub(crate) fn take_process(process: &ProcessIdentity) -> Result<Self, Failure> {
+        Self::take_within(process, LOCK_WAIT)
     }
 
-    /// Takes the process of a VM whose supervisor died. A process that cannot be a supervisor of that VM does not keep the VM
-    /// from getting a new one: then there is no ownership.
+    /// Takes the ownership of the process of a VM whose supervisor died. A process that holds the
+    /// lock but cannot be a supervisor of that VM does not prevent a new supervisor: then there is
+    /// no ownership.
     ///
     /// # Errors
-    /// As [`Self::take`].
+    /// As [`Self::take_process`].
     pub(crate) fn take_again(process: &ProcessIdentity) -> Result<Option<Self>, Failure> {
-        match Self::attempt(process, WAIT)? {
+        match Self::try_take(process, LOCK_WAIT)? {
             Ok(owned) => Ok(Some(owned)),
             Err(Some(holder)) if !may_supervise(holder) => {
-                tracing::warn!("{}", taken(process.pid, Some(holder)));
+                tracing::warn!("{}", taken_failure(process.pid, Some(holder)));
                 Ok(None)
             }
-            Err(holder) => Err(taken(process.pid, holder)),
+            Err(holder) => Err(taken_failure(process.pid, holder)),
         }
     }
 
     fn take_within(process: &ProcessIdentity, wait: Duration) -> Result<Self, Failure> {
-        Self::attempt(process, wait)?.map_err(|holder| taken(process.pid, holder))
+        Self::try_take(process, wait)?.map_err(|holder| taken_failure(process.pid, holder))
     }
 
-    /// The error of the inner result is the process that holds it, if that can be seen.
-    fn attempt(
+    /// Tries to take it. The error of the inner result is the process that holds it, if that can be
+    /// seen.
+    fn try_take(
         process: &ProcessIdentity,
         wait: Duration,
     ) -> Result<Result<Self, Option<i32>>, Failure> {
-        const TAKING: &str = "making sure that no other Firn has this VM";
-        let directory = File::open(format!("/proc/{}", process.pid)).doing(TAKING)?;
+        const TAKING: &str = "checking that no other supervisor manages this VM";
+        let directory = File::open(format!("/proc/{}", process.pid)).while_doing(TAKING)?;
         let deadline = Instant::now() + wait;
-        while !try_lock(&directory).doing(TAKING)? {
+        while !try_lock(&directory).while_doing(TAKING)? {
             if Instant::now() >= deadline {
-                return Ok(Err(holder(&directory)));
+                return Ok(Err(lock_holder(&directory)));
             }
-            thread::sleep(RETRY);
+            thread::sleep(RETRY_INTERVAL);
         }
-        // The process lived before and does now: the directory is that of no other.
+        // The process lived before and still lives, so the directory belongs to no other process.
         match process.is_alive() {
             true => Ok(Ok(Self { _directory: directory })),
             false => Err(Failure::new(FailureKind::Ended, "QEMU has ended")),
@@ -78,7 +82,7 @@ impl Ownership {
     }
 }
 
-/// A supervisor of a VM of this user is a process of this user or of root.
+/// Whether a process can be a supervisor of a VM of this user: it must run as this user or as root.
 fn may_supervise(holder: i32) -> bool {
     let own = rustix::process::geteuid().as_raw();
     processes::user_of(holder).is_none_or(|user| user == 0 || user == own)
@@ -93,13 +97,13 @@ fn try_lock(directory: &File) -> io::Result<bool> {
 }
 
 /// The process that holds the lock.
-fn holder(directory: &File) -> Option<i32> {
+fn lock_holder(directory: &File) -> Option<i32> {
     let inode = directory.metadata().ok()?.ino();
     parse_holder(&fs::read_to_string("/proc/locks").ok()?, inode)
 }
 
-/// Lines such as `1: FLOCK  ADVISORY  WRITE 24910 00:15:22101 0 EOF`; the inode ends the sixth word. Of one that waits for a lock the
-/// second word is an arrow.
+/// Parses lines such as `1: FLOCK  ADVISORY  WRITE 24910 00:15:22101 0 EOF`; the inode ends the
+/// sixth word. In the line of a process that waits for a lock the second word is an arrow.
 fn parse_holder(locks: &str, inode: u64) -> Option<i32> {
     locks.lines().find_map(|line| {
         let words: Vec<&str> = line.split_ascii_whitespace().collect();
@@ -109,7 +113,7 @@ fn parse_holder(locks: &str, inode: u64) -> Option<i32> {
     })
 }
 
-fn taken(pid: i32, holder: Option<i32>) -> Failure {
+fn taken_failure(pid: i32, holder: Option<i32>) -> Failure {
     let busy = |text| Failure::new(FailureKind::Busy, text);
     let Some(holder) = holder.filter(|&holder| holder > 0) else {
         return busy(format!("process {pid} is held by a process that cannot be seen from here"));
@@ -118,19 +122,19 @@ fn taken(pid: i32, holder: Option<i32>) -> Failure {
     match processes::supervised_by(holder) {
         Some(name) => {
             let text =
-                format!("process {pid} is VM {name}{user} already: supervisor {holder} has it");
-            busy(text).hint(format!("`firn detach {name}`{} releases it", by(&user)))
+                format!("process {pid} is VM {name}{user} already: supervisor {holder} manages it");
+            busy(text).with_hint(format!("`firn detach {name}`{} releases it", as_user(&user)))
         }
         None => {
-            let text = format!("process {pid} is held by {}{user}", Named::with_id(holder));
-            busy(text).hint(format!(
-                "only a supervisor of Firn has a reason for that: end process {holder}"
+            let text = format!("process {pid} is held by {}{user}", ProcessName::with_id(holder));
+            busy(text).with_hint(format!(
+                "only a supervisor of Firn needs this lock: end process {holder}"
             ))
         }
     }
 }
 
-fn by(user: &str) -> String {
+fn as_user(user: &str) -> String {
     if user.is_empty() { String::new() } else { format!(", as a command{user},") }
 }
 
@@ -142,24 +146,24 @@ mod tests {
     fn sleeper() -> (Child, ProcessIdentity) {
         let mut command = Command::new("cat");
         let child = command.stdin(Stdio::piped()).stdout(Stdio::null()).spawn().unwrap();
-        let identity = ProcessIdentity::of(child.id() as i32).unwrap();
+        let identity = ProcessIdentity::from_pid(child.id() as i32).unwrap();
         (child, identity)
     }
 
     #[test]
     fn a_process_has_one_owner_who_is_named() {
         let (mut child, identity) = sleeper();
-        let owned = Ownership::take(&identity).unwrap();
-        let refused = Ownership::take_within(&identity, Duration::ZERO).unwrap_err();
+        let owned = QemuOwnership::take_process(&identity).unwrap();
+        let refused = QemuOwnership::take_within(&identity, Duration::ZERO).unwrap_err();
         assert_eq!(refused.kind, FailureKind::Busy);
         let text = refused.to_string();
         assert!(text.contains(&format!("process {} is held", identity.pid)), "{text}");
         assert!(text.contains(&format!("process {} (", std::process::id())), "{text}");
         drop(owned);
-        drop(Ownership::take(&identity).unwrap());
+        drop(QemuOwnership::take_process(&identity).unwrap());
         child.kill().unwrap();
         child.wait().unwrap();
-        assert!(Ownership::take_within(&identity, Duration::ZERO).is_err());
+        assert!(QemuOwnership::take_within(&identity, Duration::ZERO).is_err());
     }
 
     #[test]

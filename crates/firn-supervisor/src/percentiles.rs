@@ -1,24 +1,24 @@
-//! What `firn status` says of numbers that there are many of.
+//! Percentiles of the newest values of a series, for `firn status`.
 
 use std::collections::VecDeque;
 
 use serde::{Deserialize, Serialize};
 
-/// Values that percentiles are taken over: the newest.
-const KEPT: usize = 1000;
+/// The number of newest values that percentiles are computed from.
+const VALUES_MAX: usize = 1000;
 
-/// Of the newest thousand, by nearest rank.
+/// Percentiles of the newest thousand values, by nearest rank.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Serialize, Deserialize)]
 pub struct Percentiles {
-    /// Half are not above it.
+    /// Half of the values are not above it.
     pub p50: f64,
-    /// 95 of 100 are not above it.
+    /// 95 of 100 values are not above it.
     pub p95: f64,
 }
 
 impl Percentiles {
-    /// Of these values; zeros if there are none.
-    pub(crate) fn of(values: impl Iterator<Item = f64>) -> Self {
+    /// The percentiles of these values; zeros if there are none.
+    pub(crate) fn from_values(values: impl Iterator<Item = f64>) -> Self {
         let mut sorted: Vec<f64> = values.collect();
         sorted.sort_by(f64::total_cmp);
         let rank = |percent: usize| (sorted.len() * percent).div_ceil(100).saturating_sub(1);
@@ -27,20 +27,20 @@ impl Percentiles {
     }
 }
 
-/// The newest values of something.
+/// The newest values of a series.
 #[derive(Debug, Default)]
-pub(crate) struct Newest(VecDeque<f64>);
+pub(crate) struct NewestValues(VecDeque<f64>);
 
-impl Newest {
-    pub(crate) fn push(&mut self, value: f64) {
-        if self.0.len() == KEPT {
+impl NewestValues {
+    pub(crate) fn push_value(&mut self, value: f64) {
+        if self.0.len() == VALUES_MAX {
             self.0.pop_front();
         }
         self.0.push_back(value);
     }
 
     pub(crate) fn percentiles(&self) -> Percentiles {
-        Percentiles::of(self.0.iter().copied())
+        Percentiles::from_values(self.0.iter().copied())
     }
 }
 
@@ -50,9 +50,9 @@ mod tests {
 
     #[test]
     fn percentiles_are_of_the_newest() {
-        let mut newest = Newest::default();
+        let mut newest = NewestValues::default();
         assert_eq!(newest.percentiles(), Percentiles::default());
-        (0..1100).for_each(|value| newest.push(f64::from(value)));
+        (0..1100).for_each(|value| newest.push_value(f64::from(value)));
         assert_eq!(newest.percentiles(), Percentiles { p50: 599.0, p95: 1049.0 });
     }
 }

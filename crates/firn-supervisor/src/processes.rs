@@ -1,31 +1,31 @@
-//! Processes as errors and notes name them, and which of them has a socket or a file open.
+//! The names of processes in errors and notes, and the processes that have a socket or a file open.
 
 use std::fmt;
 use std::fs;
 use std::os::unix::fs::MetadataExt;
 use std::path::{Path, PathBuf};
 
-/// How the programs are called that run VMs.
+/// The beginnings of the names of programs that run VMs.
 const HYPERVISORS: &[&str] = &["qemu", "kvm"];
 
-/// A process, for a message: its id, and its name as far as this user can see it.
+/// A process, for a message: its id, and its name if this user can see it.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub(crate) struct Named {
+pub(crate) struct ProcessName {
     pub(crate) pid: i32,
     name: Option<String>,
 }
 
-impl Named {
+impl ProcessName {
     /// The process of this id, whether it runs or not.
     pub(crate) fn with_id(pid: i32) -> Self {
         let name = fs::read_to_string(format!("/proc/{pid}/comm")).ok();
-        // A process chooses its own name: nothing of it but text reaches a terminal.
+        // A process chooses its own name, so only printable text of it may reach a terminal.
         let name = name.map(|name| name.trim_end().escape_debug().to_string());
         Self { pid, name }
     }
 }
 
-impl fmt::Display for Named {
+impl fmt::Display for ProcessName {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         match &self.name {
             Some(name) => write!(f, "process {} ({name})", self.pid),
@@ -39,17 +39,17 @@ pub(crate) fn user_of(pid: i32) -> Option<u32> {
     fs::metadata(format!("/proc/{pid}")).ok().map(|process| process.uid())
 }
 
-/// The process that has one of these sockets open. `None` if this user can see none that has.
-pub(crate) fn with_socket(inodes: &[u32]) -> Option<i32> {
+/// The process that has one of these sockets open. `None` if this user can see none.
+pub(crate) fn find_socket_user(inodes: &[u32]) -> Option<i32> {
     let links: Vec<PathBuf> =
         inodes.iter().map(|inode| PathBuf::from(format!("socket:[{inode}]"))).collect();
-    pids().find(|&pid| open_files(pid).iter().any(|file| links.contains(file)))
+    list_pids().find(|&pid| open_files(pid).iter().any(|file| links.contains(file)))
 }
 
 /// The hypervisor, of any user, that has this file open.
 pub(crate) fn hypervisor_with_file(path: &Path) -> Option<i32> {
     let path = path.canonicalize().ok()?;
-    pids().filter(|&pid| is_hypervisor(pid)).find(|&pid| open_files(pid).contains(&path))
+    list_pids().filter(|&pid| is_hypervisor(pid)).find(|&pid| open_files(pid).contains(&path))
 }
 
 fn is_hypervisor(pid: i32) -> bool {
@@ -58,12 +58,12 @@ fn is_hypervisor(pid: i32) -> bool {
     HYPERVISORS.iter().any(|beginning| name.starts_with(beginning))
 }
 
-fn pids() -> impl Iterator<Item = i32> {
+fn list_pids() -> impl Iterator<Item = i32> {
     let entries = fs::read_dir("/proc").into_iter().flatten().flatten();
     entries.filter_map(|entry| entry.file_name().to_str()?.parse().ok())
 }
 
-/// What the descriptors of a process lead to; none if this user cannot see that.
+/// The targets of a process's descriptors; none if this user cannot see them.
 fn open_files(pid: i32) -> Vec<PathBuf> {
     let fds = fs::read_dir(format!("/proc/{pid}/fd")).into_iter().flatten().flatten();
     fds.filter_map(|fd| fs::read_link(fd.path()).ok()).collect()
@@ -88,10 +88,10 @@ mod tests {
         let me = std::process::id() as i32;
         let (socket, _other) = UnixStream::pair().unwrap();
         let inode = rustix::fs::fstat(socket.as_fd()).unwrap().st_ino as u32;
-        assert_eq!(with_socket(&[0, inode]), Some(me));
-        assert_eq!(with_socket(&[]), None);
-        assert!(Named::with_id(me).to_string().starts_with(&format!("process {me} (")));
-        assert_eq!(Named::with_id(i32::MAX).to_string(), format!("process {}", i32::MAX));
+        assert_eq!(find_socket_user(&[0, inode]), Some(me));
+        assert_eq!(find_socket_user(&[]), None);
+        assert!(ProcessName::with_id(me).to_string().starts_with(&format!("process {me} (")));
+        assert_eq!(ProcessName::with_id(i32::MAX).to_string(), format!("process {}", i32::MAX));
         assert_eq!(user_of(me), Some(rustix::process::geteuid().as_raw()));
         assert_eq!(supervised_by(me), None);
     }

@@ -1,17 +1,20 @@
-//! Which programs a restore may start: an image names one, and an image may come from anywhere.
+//! The programs that a restore may start: an image names one, and an image may come from any
+//! source.
 //!
-//! Allowed is a program of the system's that is called as QEMU is, and that only root can change; what the host's administrator
-//! lists in `/etc/firn/qemu.allow`, one path or pattern a line; and what the user lists in the environment variable
-//! `FIRN_QEMU_ALLOW`, with colons between. `firn restore --qemu PATH` starts that program, and asks no policy.
+//! Three kinds of programs are allowed: a program of the system that has a name of QEMU and that
+//! only root can change; programs that the host's administrator lists in `/etc/firn/qemu.allow`,
+//! one path or pattern per line; and programs that the user lists in the environment variable
+//! `FIRN_QEMU_ALLOW`, separated by colons. `firn restore --qemu PATH` starts that program, without
+//! these checks.
 //!
-//! In a pattern `*` stands for anything but a slash, `?` for one such character.
+//! In a pattern `*` stands for any characters except a slash, `?` for one such character.
 
 use std::fs;
 use std::io;
 use std::os::unix::fs::MetadataExt;
 use std::path::{Path, PathBuf};
 
-use crate::failure::{Context, Failure, FailureKind};
+use crate::failure::{Failure, FailureContext, FailureKind};
 
 /// The administrator's list.
 const POLICY: &str = "/etc/firn/qemu.allow";
@@ -19,7 +22,7 @@ const POLICY: &str = "/etc/firn/qemu.allow";
 /// The user's list.
 const VARIABLE: &str = "FIRN_QEMU_ALLOW";
 
-/// Where systems have QEMU.
+/// The directories in which systems have QEMU.
 const SYSTEM: &[&str] = &[
     "/usr/bin/*",
     "/usr/libexec/*",
@@ -29,102 +32,104 @@ const SYSTEM: &[&str] = &[
     "/opt/*/bin/*",
 ];
 
-/// How it is called.
+/// The names of QEMU.
 const NAMES: &[&str] = &["qemu-system-*", "qemu-kvm*", "kvm"];
 
-/// The path of the program that a command line names, if it may be started. A relative path starts in `directory`.
-pub(crate) fn allowed(program: &str, directory: &Path) -> Result<PathBuf, Failure> {
-    let (path, resolved) = find(program, directory)?;
-    let listed =
-        lists()?.iter().any(|pattern| matches(pattern, &path) || matches(pattern, &resolved));
-    match listed || is_qemu_of_system(&resolved).doing("looking at the program of the image")? {
+/// The path of the program that a command line names, if it may be started. A relative path starts
+/// in `directory`.
+pub(crate) fn allowed_program(program: &str, directory: &Path) -> Result<PathBuf, Failure> {
+    let (path, resolved) = resolve_program(program, directory)?;
+    let listed = read_allow_lists()?
+        .iter()
+        .any(|pattern| matches_pattern(pattern, &path) || matches_pattern(pattern, &resolved));
+    match listed || is_qemu_of_system(&resolved).while_doing("checking the program of the image")? {
         true => Ok(path),
-        false => Err(refused(&path, &resolved)),
+        false => Err(refuse_program(&path, &resolved)),
     }
 }
 
-/// The path of a program that the user names.
-pub(crate) fn chosen(program: &str, directory: &Path) -> Result<PathBuf, Failure> {
-    find(program, directory).map(|(path, _)| path)
+/// The path of a program that the user chooses.
+pub(crate) fn chosen_program(program: &str, directory: &Path) -> Result<PathBuf, Failure> {
+    resolve_program(program, directory).map(|(path, _)| path)
 }
 
-/// The path as it is named, and without links.
-fn find(program: &str, directory: &Path) -> Result<(PathBuf, PathBuf), Failure> {
-    let looking = || format!("looking for {}", program.escape_debug());
+/// The path of a program as it is named, and without links.
+fn resolve_program(program: &str, directory: &Path) -> Result<(PathBuf, PathBuf), Failure> {
+    let finding = || format!("finding {}", program.escape_debug());
     let path = match program.contains('/') {
         true => directory.join(program),
-        false => firn_vmm::find_program(program).doing(looking())?,
+        false => firn_vmm::find_program(program).while_doing(finding())?,
     };
-    let resolved = path.canonicalize().doing(looking())?;
+    let resolved = path.canonicalize().while_doing(finding())?;
     Ok((path, resolved))
 }
 
-fn refused(path: &Path, resolved: &Path) -> Failure {
+fn refuse_program(path: &Path, resolved: &Path) -> Failure {
     let shown = |path: &Path| path.to_string_lossy().escape_debug().to_string();
     let link = match path == resolved {
         true => String::new(),
         false => format!(", which is {}", shown(resolved)),
     };
     let text = format!(
-        "the image's command line starts {}{link}: that is no QEMU that this host allows",
+        "the image's command line starts {}{link}, which is no QEMU that this host allows",
         shown(path)
     );
     let hint = format!(
-        "--qemu PATH starts another program; {POLICY} lists programs that may be started beside the system's QEMU, a path or pattern a line"
+        "--qemu PATH starts another program; {POLICY} lists programs that may be started beside the system's QEMU, one path or pattern per line"
     );
-    Failure::new(FailureKind::Refused, text).hint(hint)
+    Failure::new(FailureKind::Refused, text).with_hint(hint)
 }
 
 fn is_qemu_of_system(program: &Path) -> io::Result<bool> {
     let name = program.file_name().unwrap_or_default();
-    let is_called_so = NAMES.iter().any(|pattern| matches(pattern, Path::new(name)));
-    if !is_called_so || !SYSTEM.iter().any(|pattern| matches(pattern, program)) {
+    let is_called_so = NAMES.iter().any(|pattern| matches_pattern(pattern, Path::new(name)));
+    if !is_called_so || !SYSTEM.iter().any(|pattern| matches_pattern(pattern, program)) {
         return Ok(false);
     }
     let directory = program.parent().unwrap_or(Path::new("/"));
     Ok(is_roots(program, 0o022)? && is_roots(directory, 0o002)?)
 }
 
-/// Whether it is root's, and none of these may write to it.
+/// Whether a file belongs to root, and the classes in `writers` can't write to it.
 fn is_roots(path: &Path, writers: u32) -> io::Result<bool> {
     let metadata = path.metadata()?;
     Ok(metadata.uid() == 0 && metadata.mode() & writers == 0)
 }
 
-/// Patterns of the administrator and of the user.
-fn lists() -> Result<Vec<String>, Failure> {
+/// The patterns of the administrator and of the user.
+fn read_allow_lists() -> Result<Vec<String>, Failure> {
     let own = std::env::var(VARIABLE).unwrap_or_default();
     let own = own.split(':').filter(|pattern| !pattern.is_empty()).map(str::to_owned);
-    Ok(policy(Path::new(POLICY))?.into_iter().chain(own).collect())
+    Ok(read_policy(Path::new(POLICY))?.into_iter().chain(own).collect())
 }
 
-fn policy(path: &Path) -> Result<Vec<String>, Failure> {
+fn read_policy(path: &Path) -> Result<Vec<String>, Failure> {
     let reading = format!("reading {}", path.display());
     let text = match fs::read_to_string(path) {
         Err(error) if error.kind() == io::ErrorKind::NotFound => return Ok(Vec::new()),
-        read => read.doing_or(FailureKind::Host, &*reading)?,
+        read => read.while_doing_as(FailureKind::Host, &*reading)?,
     };
-    if !is_roots(path, 0o022).doing(reading)? {
-        let text = format!("{} can be written by others than root", path.display());
+    if !is_roots(path, 0o022).while_doing(reading)? {
+        let text = format!("users other than root can write to {}", path.display());
         let hint = format!("chown root {0} && chmod go-w {0}", path.display());
-        return Err(Failure::new(FailureKind::Host, text).hint(hint));
+        return Err(Failure::new(FailureKind::Host, text).with_hint(hint));
     }
     let lines = text.lines().map(str::trim);
     Ok(lines.filter(|line| !line.is_empty() && !line.starts_with('#')).map(str::to_owned).collect())
 }
 
-fn matches(pattern: &str, path: &Path) -> bool {
-    path.to_str().is_some_and(|path| fits(pattern.as_bytes(), path.as_bytes()))
+fn matches_pattern(pattern: &str, path: &Path) -> bool {
+    path.to_str().is_some_and(|path| fits_pattern(pattern.as_bytes(), path.as_bytes()))
 }
 
-fn fits(pattern: &[u8], text: &[u8]) -> bool {
+fn fits_pattern(pattern: &[u8], text: &[u8]) -> bool {
     match (pattern, text) {
         ([b'*', rest @ ..], _) => {
             let end = text.iter().position(|&byte| byte == b'/').unwrap_or(text.len());
-            (0..=end).any(|len| fits(rest, &text[len..]))
+            (0..=end).any(|len| fits_pattern(rest, &text[len..]))
         }
-        ([b'?', rest @ ..], [byte, others @ ..]) => *byte != b'/' && fits(rest, others),
-        ([wanted, rest @ ..], [byte, others @ ..]) => wanted == byte && fits(rest, others),
+        ([b'?', rest @ ..], [byte, others @ ..]) => *byte != b'/' && fits_pattern(rest, others),
+        ([wanted, rest @ ..], [byte, others @ ..]) => wanted == byte && fits_pattern(rest, others),
         ([], []) => true,
         _ => false,
     }
@@ -136,7 +141,7 @@ mod tests {
 
     #[test]
     fn patterns_match_within_a_name() {
-        let fits = |pattern: &str, path: &str| matches(pattern, Path::new(path));
+        let fits = |pattern: &str, path: &str| matches_pattern(pattern, Path::new(path));
         assert!(fits("/opt/*/bin/qemu-system-*", "/opt/qemu10/bin/qemu-system-x86_64"));
         assert!(!fits("/opt/*/bin/*", "/opt/a/b/bin/qemu"));
         assert!(fits("/a/b?", "/a/bc") && !fits("/a/b?", "/a/b/") && !fits("/a", "/ab"));
@@ -149,12 +154,12 @@ mod tests {
         let link = dir.path().join("qemu-system-x86_64");
         std::os::unix::fs::symlink("/bin/sh", &link).unwrap();
         for program in ["/bin/sh", "sh", link.to_str().unwrap(), "./qemu-system-x86_64"] {
-            let failure = allowed(program, dir.path()).unwrap_err();
+            let failure = allowed_program(program, dir.path()).unwrap_err();
             assert_eq!(failure.kind, FailureKind::Refused, "{failure}");
             assert!(failure.hint.unwrap().contains("--qemu"));
         }
-        assert_eq!(chosen("/bin/sh", dir.path()).unwrap(), Path::new("/bin/sh"));
-        assert!(chosen("/no/such\u{1b}[2J", dir.path()).is_err());
+        assert_eq!(chosen_program("/bin/sh", dir.path()).unwrap(), Path::new("/bin/sh"));
+        assert!(chosen_program("/no/such\u{1b}[2J", dir.path()).is_err());
     }
 
     #[test]
@@ -170,13 +175,13 @@ mod tests {
         use std::os::unix::fs::PermissionsExt;
         let dir = tempfile::tempdir().unwrap();
         let list = dir.path().join("qemu.allow");
-        assert_eq!(policy(&list).unwrap(), Vec::<String>::new());
+        assert_eq!(read_policy(&list).unwrap(), Vec::<String>::new());
         fs::write(&list, "# ours\n\n /opt/q/*\n").unwrap();
         fs::set_permissions(&list, fs::Permissions::from_mode(0o666)).unwrap();
-        assert_eq!(policy(&list).unwrap_err().kind, FailureKind::Host);
+        assert_eq!(read_policy(&list).unwrap_err().kind, FailureKind::Host);
         fs::set_permissions(&list, fs::Permissions::from_mode(0o644)).unwrap();
         if rustix::process::geteuid().is_root() {
-            assert_eq!(policy(&list).unwrap(), ["/opt/q/*"]);
+            assert_eq!(read_policy(&list).unwrap(), ["/opt/q/*"]);
         }
     }
 }

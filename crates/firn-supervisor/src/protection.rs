@@ -1,4 +1,4 @@
-//! Protecting a VM: its epochs to a backup, and what there is to say about them.
+//! The protection of a VM: its epochs are sent to a backup, and `firn status` reports on them.
 
 use std::io;
 use std::sync::atomic::{AtomicBool, Ordering};
@@ -6,43 +6,46 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::Duration;
 
 use crossbeam_channel::Receiver;
-use firn_cluster::member::OfEpoch;
-use firn_cluster::{Epoch, Seq};
-use firn_epochs::guest::{Guest, GuestError, LastWords, RunTrouble, Witness};
-use firn_epochs::primary::{self, CutNumbers, Ending, Options, PrimaryError, Told, Watch};
+use firn_cluster::member::NicEpoch;
+use firn_cluster::{Epoch, FrameNumber};
+use firn_epochs::guest::{ExitReport, GuestError, PauseWitness, ProtectedGuest, RunTrouble};
+use firn_epochs::primary::{
+    self, CutNumbers, EndRequest, EpochOptions, ProtectionError, ProtectionEvent,
+    ProtectionObserver,
+};
 use firn_epochs::primary_end::PrimaryEnd;
-use firn_epochs::wire::{self, Hello};
+use firn_epochs::wire::{self, PrimaryHello};
 use firn_vmm::command_line;
 use serde::{Deserialize, Serialize};
 
-use crate::failure::{Context, Failure, FailureKind};
+use crate::control_protocol::{OperationProgress, ProtectRequest};
+use crate::failure::{Failure, FailureContext, FailureKind};
 use crate::identity::ProcessHandle;
 use crate::inspection;
-use crate::journal::{Exit, Journal, JournalFile, Machine, Phase};
-use crate::network::Network;
-use crate::percentiles::{Newest, Percentiles};
-use crate::protection_end::{Known, decide};
-use crate::protocol::{Progress, ProtectRequest};
+use crate::journal::{HypervisorRecord, Journal, JournalFile, ProcessExit, VmPhase};
+use crate::network::VmNetwork;
+use crate::percentiles::{NewestValues, Percentiles};
+use crate::protection_end::{EndEvidence, decide_end};
 use crate::qemu;
-use crate::served::Served;
+use crate::served_disks::ServedDisks;
 
-/// What `firn status` says of a VM's epochs, where it runs.
+/// The part of `firn status` about the epochs of a protected VM.
 #[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
-pub struct Protection {
+pub struct ProtectionStatus {
     /// The backup.
     pub to: String,
     /// Milliseconds between cuts.
     pub interval_ms: u64,
-    /// Network cards by which the VM sends what is not held, as its command line has them.
+    /// Network cards whose output is not buffered, as the VM's command line has them.
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
     pub not_held: Vec<String>,
     /// The newest epoch that was cut.
     pub epoch: u64,
-    /// The newest that the backup has.
+    /// The newest epoch that the backup has completely.
     pub complete: u64,
-    /// The newest that a failover would run.
+    /// The newest epoch that a failover would run.
     pub committed: u64,
-    /// How long the VM stood still for an epoch, in milliseconds.
+    /// The length of the pause for an epoch, in milliseconds.
     pub downtime_ms: Percentiles,
     /// Pages copied in a pause.
     pub copied_pages: Percentiles,
@@ -50,49 +53,50 @@ pub struct Protection {
     pub sent_pages: Percentiles,
     /// Bytes sent for all epochs.
     pub sent_bytes: u64,
-    /// Writes that cost no fault, because they were predicted (hot pages).
+    /// Writes that cost no page fault, because they were predicted (hot pages).
     pub predicted: u64,
-    /// Writes that cost one.
+    /// Writes that cost a page fault.
     pub faulted: u64,
-    /// Pages copied for nothing.
+    /// Pages that were copied although their contents had not changed.
     pub unchanged: u64,
-    /// Why the VM does not run, if its hypervisor reports trouble. That is replicated: a failover would not undo it.
+    /// The reason why the VM does not run, if its hypervisor reports one. That state is replicated:
+    /// a failover would not undo it.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub trouble: Option<RunTrouble>,
 }
 
 #[derive(Debug, Default)]
-struct Tally {
-    now: Protection,
-    downtime_ms: Newest,
-    copied: Newest,
-    sent: Newest,
+struct ProtectionTally {
+    now: ProtectionStatus,
+    downtime_ms: NewestValues,
+    copied: NewestValues,
+    sent: NewestValues,
 }
 
-impl Tally {
-    fn hear(&mut self, told: Told) {
-        match told {
-            Told::Seeding(_)
-            | Told::SeedingDisks(..)
-            | Told::Stopping
-            | Told::Still(_)
-            | Told::GoesOn
-            | Told::Committed(_) => {}
-            Told::Cut(CutNumbers { epoch, downtime_ms, copied, .. }) => {
+impl ProtectionTally {
+    fn record_report(&mut self, report: ProtectionEvent) {
+        match report {
+            ProtectionEvent::Seeding(_)
+            | ProtectionEvent::SeedingDisks(..)
+            | ProtectionEvent::Stopping
+            | ProtectionEvent::Paused(_)
+            | ProtectionEvent::Resumed
+            | ProtectionEvent::Committed(_) => {}
+            ProtectionEvent::Cut(CutNumbers { epoch, downtime_ms, copied, .. }) => {
                 self.now.epoch = epoch.0;
-                self.downtime_ms.push(downtime_ms);
-                self.copied.push(copied as f64);
+                self.downtime_ms.push_value(downtime_ms);
+                self.copied.push_value(copied as f64);
             }
-            Told::Sent(_, pages, bytes) => {
-                self.sent.push(pages as f64);
+            ProtectionEvent::Sent(_, pages, bytes) => {
+                self.sent.push_value(pages as f64);
                 self.now.sent_bytes += bytes;
             }
-            Told::Progress(progress) => {
+            ProtectionEvent::Progress(progress) => {
                 self.now.complete = progress.complete.0;
                 self.now.committed = progress.committed.0;
             }
-            Told::Trouble(trouble) => self.now.trouble = trouble,
-            Told::Counts(counts) => {
+            ProtectionEvent::Trouble(trouble) => self.now.trouble = trouble,
+            ProtectionEvent::Counts(counts) => {
                 (self.now.predicted, self.now.faulted) = (counts.predicted, counts.faulted);
                 self.now.unchanged = counts.unchanged;
             }
@@ -100,57 +104,58 @@ impl Tally {
     }
 }
 
-/// The VM's network cards go along with its protection.
-struct Watching<'a> {
-    told: &'a dyn Fn(Told),
-    network: &'a Network,
+/// The callbacks of a protection, which involve the VM's network cards and its power button.
+struct ProtectionWatch<'a> {
+    told: &'a dyn Fn(ProtectionEvent),
+    network: &'a VmNetwork,
     hypervisor: &'a ProcessHandle,
-    ending: &'a Ending,
+    ending: &'a EndRequest,
     powerdown: &'a AtomicBool,
-    /// How this side ended, once that is known.
+    /// How the protection ended on this side, once that is known.
     end: &'a Mutex<Option<PrimaryEnd>>,
 }
 
-impl Watch for Watching<'_> {
-    fn told(&self, told: Told) {
+impl ProtectionObserver for ProtectionWatch<'_> {
+    fn on_event(&self, told: ProtectionEvent) {
         (self.told)(told);
     }
 
-    fn still(&self, epoch: Epoch) -> Option<OfEpoch> {
-        self.network.cut(epoch)
+    fn on_paused(&self, epoch: Epoch) -> Option<NicEpoch> {
+        self.network.cut_epoch(epoch)
     }
 
-    fn globally(&self) -> Epoch {
-        self.network.global()
+    fn global_epoch(&self) -> Epoch {
+        self.network.global_epoch()
     }
 
-    fn gone(&self) -> Seq {
-        self.network.gone()
+    fn released_up_to(&self) -> FrameNumber {
+        self.network.last_released_frame()
     }
 
     fn wants_cut(&self) -> bool {
         self.network.wants_cut()
     }
 
-    fn news(&self) -> Receiver<()> {
-        self.network.news()
+    fn member_events(&self) -> Receiver<()> {
+        self.network.wakeups()
     }
 
-    fn presses_power_button(&self) -> bool {
+    fn take_power_button_press(&self) -> bool {
         self.powerdown.swap(false, Ordering::AcqRel)
     }
 
-    fn end(&self, error: Option<&GuestError>, words: &LastWords) -> Option<PrimaryEnd> {
-        let is_stop = self.ending.is_stop();
-        let end = decide(&Known { is_stop, exit: self.exit(error), words, error });
+    fn describe_end(&self, error: Option<&GuestError>, words: &ExitReport) -> Option<PrimaryEnd> {
+        let is_stop = self.ending.is_stop_requested();
+        let end =
+            decide_end(&EndEvidence { is_stop, exit: self.hypervisor_exit(error), words, error });
         *self.end.lock().unwrap_or_else(PoisonError::into_inner) = Some(end.clone());
         Some(end)
     }
 }
 
-impl Watching<'_> {
-    /// How the hypervisor ended, if it has. One that closes its monitor is about to.
-    fn exit(&self, error: Option<&GuestError>) -> Option<Exit> {
+impl ProtectionWatch<'_> {
+    /// How the hypervisor ended, if it has. A hypervisor that closes its monitor is about to end.
+    fn hypervisor_exit(&self, error: Option<&GuestError>) -> Option<ProcessExit> {
         let wait = match error {
             Some(GuestError::Devices(_) | GuestError::PastPageCache) | None => Duration::ZERO,
             Some(error) if error.is_hang() => Duration::ZERO,
@@ -161,50 +166,50 @@ impl Watching<'_> {
     }
 }
 
-/// Why a VM is not protected any more, though it was to be.
-pub(crate) struct Unprotected {
-    /// For its user.
+/// The reason why a VM is not protected any more, although it should be.
+pub(crate) struct ProtectionFailure {
+    /// The failure that the user gets.
     pub(crate) failure: Failure,
-    /// The standby has reported that it never runs the VM.
+    /// The standby has reported that it will never run the VM.
     pub(crate) is_declined: bool,
     /// The hypervisor does not answer.
     pub(crate) is_hung: bool,
 }
 
-impl From<Failure> for Unprotected {
+impl From<Failure> for ProtectionFailure {
     fn from(failure: Failure) -> Self {
         Self { failure, is_declined: false, is_hung: false }
     }
 }
 
-impl From<&PrimaryError> for Unprotected {
-    fn from(error: &PrimaryError) -> Self {
-        let is_declined = matches!(error, PrimaryError::Declined(_));
-        let is_hung = matches!(error, PrimaryError::Guest(error) if error.is_hang());
-        Self { failure: failure(error), is_declined, is_hung }
+impl From<&ProtectionError> for ProtectionFailure {
+    fn from(error: &ProtectionError) -> Self {
+        let is_declined = matches!(error, ProtectionError::Declined(_));
+        let is_hung = matches!(error, ProtectionError::Guest(error) if error.is_hang());
+        Self { failure: primary_failure(error), is_declined, is_hung }
     }
 }
 
-/// What of a VM belongs to its epochs beside memory.
-pub(crate) struct With<'a> {
+/// The parts of a VM, beside memory, that belong to its epochs.
+pub(crate) struct ProtectedParts<'a> {
     pub(crate) hypervisor: &'a ProcessHandle,
-    pub(crate) network: &'a Network,
-    pub(crate) served: &'a Served,
+    pub(crate) network: &'a VmNetwork,
+    pub(crate) served: &'a ServedDisks,
 }
 
 /// The protection of a VM, if it is protected.
 #[derive(Debug, Default)]
-pub(crate) struct Protecting {
-    tally: Mutex<Option<Tally>>,
+pub(crate) struct VmProtection {
+    tally: Mutex<Option<ProtectionTally>>,
     /// The guest's power button is to be pressed.
     powerdown: AtomicBool,
 }
 
-impl Protecting {
-    /// What there is to say about it now.
-    pub(crate) fn now(&self) -> Option<Protection> {
-        let tally = self.tally();
-        tally.as_ref().map(|tally| Protection {
+impl VmProtection {
+    /// The current status.
+    pub(crate) fn current_status(&self) -> Option<ProtectionStatus> {
+        let tally = self.lock_tally();
+        tally.as_ref().map(|tally| ProtectionStatus {
             downtime_ms: tally.downtime_ms.percentiles(),
             copied_pages: tally.copied.percentiles(),
             sent_pages: tally.sent.percentiles(),
@@ -212,23 +217,26 @@ impl Protecting {
         })
     }
 
-    /// Has the guest's power button pressed by who has the monitor. `false` if the VM is not protected.
+    /// Requests that the thread with the monitor presses the guest's power button. `false` if the
+    /// VM is not protected.
     pub(crate) fn press_power_button(&self) -> bool {
-        let is_protected = self.tally().is_some();
+        let is_protected = self.lock_tally().is_some();
         self.powerdown.store(is_protected, Ordering::Release);
         is_protected
     }
 
-    /// Protects until `ending` says so; gives how this side ended, as far as the backup was informed. `begun` hears once that there is something to fail over to.
-    pub(crate) fn run(
+    /// Protects the VM until `ending` requests an end. Returns how the protection ended on this
+    /// side, if the backup was informed of it. `begun` is called once, when the first epoch is
+    /// committed.
+    pub(crate) fn run_protection(
         &self,
-        (machine, journal): (&Machine, &Arc<JournalFile>),
+        (machine, journal): (&HypervisorRecord, &Arc<JournalFile>),
         request: &ProtectRequest,
-        with: &With<'_>,
-        ending: &Ending,
+        with: &ProtectedParts<'_>,
+        ending: &EndRequest,
         begun: &dyn Fn(),
-        progress: &dyn Fn(Progress),
-    ) -> (Option<PrimaryEnd>, Result<(), Unprotected>) {
+        progress: &dyn Fn(OperationProgress),
+    ) -> (Option<PrimaryEnd>, Result<(), ProtectionFailure>) {
         let end = Mutex::default();
         let ended =
             self.run_until((machine, journal), request, with, ending, (begun, progress), &end);
@@ -237,88 +245,90 @@ impl Protecting {
 
     fn run_until(
         &self,
-        (machine, journal): (&Machine, &Arc<JournalFile>),
+        (machine, journal): (&HypervisorRecord, &Arc<JournalFile>),
         request: &ProtectRequest,
-        with: &With<'_>,
-        ending: &Ending,
-        (begun, progress): (&dyn Fn(), &dyn Fn(Progress)),
+        with: &ProtectedParts<'_>,
+        ending: &EndRequest,
+        (begun, progress): (&dyn Fn(), &dyn Fn(OperationProgress)),
         end: &Mutex<Option<PrimaryEnd>>,
-    ) -> Result<(), Unprotected> {
-        let With { hypervisor, network, served } = *with;
+    ) -> Result<(), ProtectionFailure> {
+        let ProtectedParts { hypervisor, network, served } = *with;
         let to = request.to.to_string();
-        let meta = serde_json::to_value(&machine.meta).doing("describing the VM")?;
-        // A VM that is refused leaves the backup waiting for another.
-        let guest = attach(machine, served, Stopped(Arc::clone(journal)))?;
-        let connected = request.to.connect().doing(format!("connecting to the backup at {to}"));
+        let meta = serde_json::to_value(&machine.meta).while_doing("describing the VM")?;
+        // The VM is checked first: a VM that is refused leaves the backup waiting for another.
+        let guest = attach_guest(machine, served, StopRecorder(Arc::clone(journal)))?;
+        let connected =
+            request.to.connect().while_doing(format!("connecting to the backup at {to}"));
         let (guest, stream) = match connected {
             Ok(stream) => (guest, stream),
             Err(failure) => {
-                guest.detach().map_err(|error| self::failure(&error.into()))?;
-                return Err(failure.hint("`firn standby` listens there first").into());
+                guest.detach().map_err(|error| self::primary_failure(&error.into()))?;
+                return Err(failure.with_hint("start `firn standby` there first").into());
             }
         };
-        let regions = guest.memory().map().clone();
-        let disks = served.hello()?;
+        let regions = guest.memory().region_map().clone();
+        let disks = served.disk_hellos()?;
         let member = network.membership();
         let (version, leased) = (wire::VERSION, request.lease.is_some());
-        let hello = Hello { version, regions, disks, leased, member, meta };
+        let hello = PrimaryHello { version, regions, disks, leased, member, meta };
         let interval_ms = request.interval_ms;
-        let not_held = command_line::plan(&machine.meta.qemu.user_args)
+        let not_held = command_line::plan_command(&machine.meta.qemu.user_args)
             .map(|plan| plan.other_cards())
             .unwrap_or_default();
-        let now = Protection { to, interval_ms, not_held, ..Protection::default() };
-        *self.tally() = Some(Tally { now, ..Tally::default() });
+        let now = ProtectionStatus { to, interval_ms, not_held, ..ProtectionStatus::default() };
+        *self.lock_tally() = Some(ProtectionTally { now, ..ProtectionTally::default() });
         let total = machine.meta.memory_bytes;
-        let told = |told: Told| {
+        let told = |told: ProtectionEvent| {
             match told {
-                Told::Seeding(pages) => {
+                ProtectionEvent::Seeding(pages) => {
                     let bytes = pages * firn_types::PAGE_SIZE as u64;
-                    progress(Progress::new("copying all memory", bytes, total));
+                    progress(OperationProgress::new("copying all memory", bytes, total));
                 }
-                Told::SeedingDisks(done, all) => {
-                    progress(Progress::new("copying its disks", done, all));
+                ProtectionEvent::SeedingDisks(done, all) => {
+                    progress(OperationProgress::new("copying its disks", done, all));
                 }
-                Told::Stopping => network.stopping(),
-                Told::GoesOn => network.goes_on(),
-                Told::Committed(epoch) => network.committed(epoch),
+                ProtectionEvent::Stopping => network.prepare_stop(),
+                ProtectionEvent::Resumed => network.end_stop(),
+                ProtectionEvent::Committed(epoch) => network.commit_epoch(epoch),
                 _ => {}
             }
-            if self.hear(told) {
+            if self.record_report(told) {
                 begun();
             }
         };
         let interval = Duration::from_millis(interval_ms);
-        let options = Options { interval, predicts: request.predicts, ..Options::default() };
-        network.begin();
+        let options =
+            EpochOptions { interval, predicts: request.predicts, ..EpochOptions::default() };
+        network.begin_protection();
         let powerdown = &self.powerdown;
-        let watch = Watching { told: &told, network, hypervisor, ending, powerdown, end };
-        let ended = primary::protect(guest, &stream, &hello, options, ending, &watch);
-        *self.tally() = None;
-        ended.map_err(|error| Unprotected::from(&error))
+        let watch = ProtectionWatch { told: &told, network, hypervisor, ending, powerdown, end };
+        let ended = primary::protect_vm(guest, &stream, &hello, options, ending, &watch);
+        *self.lock_tally() = None;
+        ended.map_err(|error| ProtectionFailure::from(&error))
     }
 
-    /// Whether this was the first epoch to be committed.
-    fn hear(&self, told: Told) -> bool {
-        let mut tally = self.tally();
+    /// Adds a report to the tally; returns whether the first epoch has been committed by it.
+    fn record_report(&self, told: ProtectionEvent) -> bool {
+        let mut tally = self.lock_tally();
         let Some(tally) = tally.as_mut() else { return false };
         let before = tally.now.committed;
-        tally.hear(told);
+        tally.record_report(told);
         Epoch(before) == Epoch(0) && tally.now.committed > 0
     }
 
-    fn tally(&self) -> MutexGuard<'_, Option<Tally>> {
+    fn lock_tally(&self) -> MutexGuard<'_, Option<ProtectionTally>> {
         self.tally.lock().unwrap_or_else(PoisonError::into_inner)
     }
 }
 
-/// A successor learns from the journal that the VM stands still by Firn's doing.
+/// Records in the journal that Firn has paused the VM, for a successor.
 #[derive(Debug)]
-struct Stopped(Arc<JournalFile>);
+struct StopRecorder(Arc<JournalFile>);
 
-impl Witness for Stopped {
-    fn note(&mut self, is_stopped: bool) -> io::Result<()> {
+impl PauseWitness for StopRecorder {
+    fn record_stop(&mut self, is_stopped: bool) -> io::Result<()> {
         let change = |journal: &mut Journal| {
-            if let Phase::Protecting { paused_by_us } = &mut journal.phase {
+            if let VmPhase::Protecting { paused_by_us } = &mut journal.phase {
                 *paused_by_us = is_stopped;
             }
         };
@@ -326,28 +336,39 @@ impl Witness for Stopped {
     }
 }
 
-fn attach(machine: &Machine, served: &Served, witness: Stopped) -> Result<Guest, Failure> {
-    let mut vm = qemu::connect(machine)?;
+fn attach_guest(
+    machine: &HypervisorRecord,
+    served: &ServedDisks,
+    witness: StopRecorder,
+) -> Result<ProtectedGuest, Failure> {
+    let mut vm = qemu::connect_monitor(machine)?;
     inspection::check_protectable(&mut vm, machine)?;
-    let is_running = vm.status().doing("asking whether the VM runs")?.running;
+    let is_running = vm.status().while_doing("querying whether the VM runs")?.running;
     let layout = inspection::mapped_layout(&mut vm, machine, is_running, &AtomicBool::new(false))?;
     let memory = qemu::open_memory(machine.process.pid, &layout)?;
-    Guest::attach(vm, memory.process, memory.guest, layout.aux, served.disks(), Box::new(witness))
-        .map_err(|error| failure(&error.into()))
+    ProtectedGuest::attach(
+        vm,
+        memory.process,
+        memory.guest,
+        layout.aux,
+        served.epoch_disks(),
+        Box::new(witness),
+    )
+    .map_err(|error| primary_failure(&error.into()))
 }
 
-fn failure(error: &PrimaryError) -> Failure {
+fn primary_failure(error: &ProtectionError) -> Failure {
     let kind = match error {
-        PrimaryError::Guest(
+        ProtectionError::Guest(
             GuestError::Refused(_) | GuestError::PastPageCache | GuestError::Devices(_),
         )
-        | PrimaryError::Refused(_)
-        | PrimaryError::Declined(_) => FailureKind::Refused,
-        PrimaryError::Guest(GuestError::Attach(_)) => FailureKind::Host,
-        PrimaryError::Limits(_) => FailureKind::Usage,
-        PrimaryError::Wire(_)
-        | PrimaryError::Silent
-        | PrimaryError::Guest(GuestError::NobodyTakes) => FailureKind::Lost,
+        | ProtectionError::Refused(_)
+        | ProtectionError::Declined(_) => FailureKind::Refused,
+        ProtectionError::Guest(GuestError::Attach(_)) => FailureKind::Host,
+        ProtectionError::Limits(_) => FailureKind::Usage,
+        ProtectionError::Wire(_)
+        | ProtectionError::Silent
+        | ProtectionError::Guest(GuestError::SenderStopped) => FailureKind::Lost,
         _ => FailureKind::Other,
     };
     Failure::from_error(kind, error)

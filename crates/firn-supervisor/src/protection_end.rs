@@ -1,45 +1,45 @@
-//! How a VM's protection ended, by what is known of its hypervisor. Pure.
+//! The end of a VM's protection, determined from what is known of its hypervisor. A pure core.
 //!
 //! ```text
 //!   `firn stop`                                         stopped
-//!   hypervisor gone   the guest panicked                panicked
+//!   hypervisor ended  the guest panicked                panicked
 //!                     it reported why it shuts down     shut down; lost if a signal or an error of the host did it
 //!                     exit code 0                       shut down
 //!                     anything else                     lost
-//!   it lives          it does not answer                lost
-//!                     anything else                     unprotected: the VM runs on here
+//!   hypervisor lives  it does not answer                lost
+//!                     anything else                     unprotected: the VM continues to run here
 //! ```
 //!
-//! A signal is what a host sends all its processes when it shuts down: the VM then continues at its backup.
+//! A host that shuts down sends a signal to all its processes: the VM then continues at its backup.
 
-use firn_epochs::guest::{GuestError, LastWords};
+use firn_epochs::guest::{ExitReport, GuestError};
 use firn_epochs::primary_end::PrimaryEnd;
 
 use crate::failure::{Failure, FailureKind};
-use crate::journal::Exit;
+use crate::journal::ProcessExit;
 
-/// What is known.
-pub(crate) struct Known<'a> {
+/// The evidence for how a protection ended.
+pub(crate) struct EndEvidence<'a> {
     /// The user stops the VM.
     pub(crate) is_stop: bool,
     /// How the hypervisor ended, if it has.
-    pub(crate) exit: Option<Exit>,
-    /// What it reported last.
-    pub(crate) words: &'a LastWords,
-    /// What ended the protection, if it was an error.
+    pub(crate) exit: Option<ProcessExit>,
+    /// The last events that it reported.
+    pub(crate) words: &'a ExitReport,
+    /// The error that ended the protection, if there was one.
     pub(crate) error: Option<&'a GuestError>,
 }
 
-/// Decides.
-pub(crate) fn decide(known: &Known<'_>) -> PrimaryEnd {
+/// Decides how the protection ended.
+pub(crate) fn decide_end(known: &EndEvidence<'_>) -> PrimaryEnd {
     match (known.is_stop, known.exit) {
         (true, _) => PrimaryEnd::Stopped,
-        (false, Some(exit)) => of_gone(exit, known.words),
-        (false, None) => of_living(known.error),
+        (false, Some(exit)) => end_of_dead(exit, known.words),
+        (false, None) => end_of_live(known.error),
     }
 }
 
-fn of_gone(exit: Exit, words: &LastWords) -> PrimaryEnd {
+fn end_of_dead(exit: ProcessExit, words: &ExitReport) -> PrimaryEnd {
     if words.has_panicked {
         return PrimaryEnd::Panicked;
     }
@@ -48,22 +48,22 @@ fn of_gone(exit: Exit, words: &LastWords) -> PrimaryEnd {
             PrimaryEnd::Lost(format!("QEMU ended ({exit}; it reported {cause})"))
         }
         Some(_) => PrimaryEnd::ShutDown,
-        None if exit == Exit::Code(0) => PrimaryEnd::ShutDown,
+        None if exit == ProcessExit::Code(0) => PrimaryEnd::ShutDown,
         None => PrimaryEnd::Lost(format!("QEMU ended ({exit})")),
     }
 }
 
-fn of_living(error: Option<&GuestError>) -> PrimaryEnd {
+fn end_of_live(error: Option<&GuestError>) -> PrimaryEnd {
     match error {
         Some(error) if error.is_hang() => {
-            PrimaryEnd::Lost(format!("QEMU does not answer ({})", text(error)))
+            PrimaryEnd::Lost(format!("QEMU does not answer ({})", error_text(error)))
         }
-        Some(error) => PrimaryEnd::Unprotected(text(error)),
-        None => PrimaryEnd::Unprotected("its supervisor was asked to end".to_owned()),
+        Some(error) => PrimaryEnd::Unprotected(error_text(error)),
+        None => PrimaryEnd::Unprotected("its supervisor was terminated".to_owned()),
     }
 }
 
-fn text(error: &GuestError) -> String {
+fn error_text(error: &GuestError) -> String {
     Failure::from_error(FailureKind::Other, error).to_string()
 }
 
@@ -73,30 +73,43 @@ mod tests {
 
     use super::*;
 
-    fn end(exit: Option<Exit>, cause: Option<&str>, error: Option<&GuestError>) -> PrimaryEnd {
-        let words = LastWords { shutdown: cause.map(str::to_owned), has_panicked: false };
-        decide(&Known { is_stop: false, exit, words: &words, error })
+    fn end(
+        exit: Option<ProcessExit>,
+        cause: Option<&str>,
+        error: Option<&GuestError>,
+    ) -> PrimaryEnd {
+        let words = ExitReport { shutdown: cause.map(str::to_owned), has_panicked: false };
+        decide_end(&EndEvidence { is_stop: false, exit, words: &words, error })
     }
 
     #[test]
     fn a_stop_by_the_user_is_one_whatever_else_is_known() {
-        let words = LastWords::default();
-        let known =
-            Known { is_stop: true, exit: Some(Exit::Signal(9)), words: &words, error: None };
-        assert_eq!(decide(&known), PrimaryEnd::Stopped);
+        let words = ExitReport::default();
+        let known = EndEvidence {
+            is_stop: true,
+            exit: Some(ProcessExit::Signal(9)),
+            words: &words,
+            error: None,
+        };
+        assert_eq!(decide_end(&known), PrimaryEnd::Stopped);
     }
 
     #[test]
     fn a_hypervisor_that_is_gone_was_lost_unless_it_reported_a_shutdown() {
         for cause in ["guest-shutdown", "host-qmp-quit", "guest-reset"] {
-            assert_eq!(end(Some(Exit::Unknown), Some(cause), None), PrimaryEnd::ShutDown);
+            assert_eq!(end(Some(ProcessExit::Unknown), Some(cause), None), PrimaryEnd::ShutDown);
         }
-        assert_eq!(end(Some(Exit::Code(0)), None, None), PrimaryEnd::ShutDown);
-        assert!(end(Some(Exit::Signal(9)), None, None).is_loss());
-        assert!(end(Some(Exit::Code(0)), Some("host-signal"), None).is_loss());
-        let words = LastWords { shutdown: Some("guest-panic".into()), has_panicked: true };
-        let known = Known { is_stop: false, exit: Some(Exit::Code(0)), words: &words, error: None };
-        assert_eq!(decide(&known), PrimaryEnd::Panicked);
+        assert_eq!(end(Some(ProcessExit::Code(0)), None, None), PrimaryEnd::ShutDown);
+        assert!(end(Some(ProcessExit::Signal(9)), None, None).is_loss());
+        assert!(end(Some(ProcessExit::Code(0)), Some("host-signal"), None).is_loss());
+        let words = ExitReport { shutdown: Some("guest-panic".into()), has_panicked: true };
+        let known = EndEvidence {
+            is_stop: false,
+            exit: Some(ProcessExit::Code(0)),
+            words: &words,
+            error: None,
+        };
+        assert_eq!(decide_end(&known), PrimaryEnd::Panicked);
     }
 
     #[test]
@@ -106,6 +119,6 @@ mod tests {
         let change = GuestError::Devices("a (edu) was added".into());
         let unprotected = end(None, None, Some(&change));
         assert!(matches!(&unprotected, PrimaryEnd::Unprotected(why) if why.contains("a (edu)")));
-        assert!(!unprotected.is_loss() && !unprotected.is_wanted());
+        assert!(!unprotected.is_loss() && !unprotected.is_intended());
     }
 }

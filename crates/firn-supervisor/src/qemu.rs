@@ -1,7 +1,7 @@
-//! A QEMU that is being looked after: found out about once, then ended, paused or saved on demand.
+//! A QEMU that a supervisor manages: it is described once, then ended, paused or saved on request.
 //!
-//! The monitor is connected for each operation and let go of again: it serves one client at a time, and that of a VM
-//! that was attached to belongs to its user.
+//! The monitor is connected for each operation and released afterwards, because it serves one
+//! client at a time, and that of a VM that Firn attached to belongs to its user.
 
 use std::io;
 use std::os::unix::net::UnixStream;
@@ -10,134 +10,141 @@ use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use firn_memory::{GuestMemory, Process, RegionLocation};
-use firn_types::Tid;
-use firn_vmm::{Accel, Layout, QmpError, Vm, command_line};
+use firn_types::ThreadId;
+use firn_vmm::{AcceleratorKind, MemoryLayout, QemuVm, QmpError, command_line};
 use serde_json::Value;
 
+use crate::control_protocol::StopRequest;
 use crate::cpu::CpuFacts;
-use crate::failure::{Context, Failure, FailureKind};
+use crate::failure::{Failure, FailureContext, FailureKind};
 use crate::identity::{ProcessHandle, ProcessIdentity};
-use crate::journal::{Exit, Machine, now};
-use crate::meta::{self, FrozenDrive, Meta, Qemu};
+use crate::journal::{HypervisorRecord, ProcessExit, unix_seconds};
+use crate::meta::{self, FrozenDrive, ImageMeta, QemuFacts};
 use crate::monitor;
-use crate::network::Card;
-use crate::protocol::StopRequest;
-use crate::served::ServedDisk;
+use crate::network::NetworkCard;
+use crate::served_disks::ServedDisk;
 
-/// How long QEMU may take to answer a monitor command.
+/// The maximum time that QEMU may take to answer a monitor command.
 pub(crate) const ANSWER_WAIT: Duration = Duration::from_secs(30);
 
-/// How long QEMU may take to answer when the answer is wanted at once, or when it is about to be killed anyway.
+/// The maximum time that QEMU may take to answer if an answer is needed at once, or if QEMU is
+/// about to be killed anyway.
 pub(crate) const SHORT_WAIT: Duration = Duration::from_secs(2);
 
-/// How long a QEMU that is known to hang is given to answer.
-const HUNG_LOOK: Duration = Duration::from_millis(200);
+/// The maximum time that a QEMU that is known to hang may take to answer.
+const HUNG_WAIT: Duration = Duration::from_millis(200);
 
-/// How long a QEMU that was told to quit may take to do so: it flushes its disks.
+/// The maximum time that QEMU may take to end after `quit`: it flushes its disks.
 const QUIT_WAIT: Duration = Duration::from_secs(20);
 
-/// How often a monitor that is not there yet is tried.
-const RETRY: Duration = Duration::from_millis(1);
+/// The interval between attempts to connect to a monitor that does not exist yet.
+const RETRY_INTERVAL: Duration = Duration::from_millis(1);
 
-/// The memory of a VM, reachable.
-pub(crate) struct Memory {
+/// The memory of a VM, opened.
+pub(crate) struct VmMemory {
     pub(crate) process: Arc<Process>,
     pub(crate) guest: Arc<GuestMemory>,
 }
 
-/// Connects to the monitor of a QEMU that has just been started: waits for it, but not for one that has died.
+/// Connects to the monitor of a QEMU that has just been started. Waits for the monitor as long as
+/// QEMU lives.
 pub(crate) fn connect_new(
     (pid, hypervisor): (i32, &ProcessHandle),
     qmp: &Path,
-) -> Result<Vm, Failure> {
+) -> Result<QemuVm, Failure> {
     let deadline = Instant::now() + ANSWER_WAIT;
     let stream = loop {
         match UnixStream::connect(qmp) {
             Ok(stream) => break stream,
             Err(error) if Instant::now() >= deadline => {
-                return Err(error).doing("waiting for QEMU's monitor");
+                return Err(error).while_doing("waiting for QEMU's monitor");
             }
             Err(_) => {}
         }
-        if hypervisor.wait_gone(RETRY).doing("waiting for QEMU")? {
-            return Err(died(hypervisor.exit()));
+        if hypervisor.wait_gone(RETRY_INTERVAL).while_doing("waiting for QEMU")? {
+            return Err(end_during_start(hypervisor.reap_exit()));
         }
     };
     monitor::check_peer(&stream, pid, qmp)?;
-    match monitor::negotiate(stream, ANSWER_WAIT) {
+    match monitor::negotiate_qmp(stream, ANSWER_WAIT) {
         Err(QmpError::Closed { .. }) => {
-            hypervisor.wait_gone(SHORT_WAIT).doing("waiting for QEMU")?;
-            Err(died(hypervisor.exit()))
+            hypervisor.wait_gone(SHORT_WAIT).while_doing("waiting for QEMU")?;
+            Err(end_during_start(hypervisor.reap_exit()))
         }
-        connected => connected.doing(monitor::CONNECTING),
+        connected => connected.while_doing(monitor::CONNECTING),
     }
 }
 
-pub(crate) fn died(exit: Exit) -> Failure {
+pub(crate) fn end_during_start(exit: ProcessExit) -> Failure {
     Failure::new(FailureKind::Ended, format!("QEMU ended while it was starting ({exit})"))
 }
 
-/// Connects to the monitor of a VM that runs.
-pub(crate) fn connect(machine: &Machine) -> Result<Vm, Failure> {
+/// Connects to the monitor of a running VM.
+pub(crate) fn connect_monitor(machine: &HypervisorRecord) -> Result<QemuVm, Failure> {
     connect_within(machine, ANSWER_WAIT)
 }
 
-pub(crate) fn connect_within(machine: &Machine, timeout: Duration) -> Result<Vm, Failure> {
-    monitor::connect(machine.process.pid, &machine.qmp, timeout)
+pub(crate) fn connect_within(
+    machine: &HypervisorRecord,
+    timeout: Duration,
+) -> Result<QemuVm, Failure> {
+    monitor::connect_checked(machine.process.pid, &machine.qmp, timeout)
 }
 
-/// Where a VM's memory is, by the names it would have after a restore.
-pub(crate) fn layout(vm: &mut Vm, user_args: &[String]) -> Result<Layout, Failure> {
-    let layout = vm.layout().doing("finding the guest's memory")?;
-    // A command line that can't be restored has names of its own.
-    Ok(match command_line::plan(user_args) {
+/// Finds a VM's memory, with the names that its regions would have after a restore.
+pub(crate) fn find_layout(vm: &mut QemuVm, user_args: &[String]) -> Result<MemoryLayout, Failure> {
+    let layout = vm.layout().while_doing("finding the guest's memory")?;
+    // A command line that can't be restored has other names.
+    Ok(match command_line::plan_command(user_args) {
         Ok(plan) => layout.named_by(&plan),
         Err(_) => layout,
     })
 }
 
-/// Opens a VM's memory where the layout says it is.
-pub(crate) fn open_memory(pid: i32, layout: &Layout) -> Result<Memory, Failure> {
+/// Opens a VM's memory at the addresses in the layout.
+pub(crate) fn open_memory(pid: i32, layout: &MemoryLayout) -> Result<VmMemory, Failure> {
     let process = Process::open(pid)
-        .doing_or(FailureKind::Host, "reaching the hypervisor process")
-        .map_err(with_doctor)?;
+        .while_doing_as(FailureKind::Host, "opening the hypervisor process")
+        .map_err(with_doctor_hint)?;
     let process = Arc::new(process);
-    let places = layout.locations.iter().map(|location| (location.id.clone(), location.hva));
-    let locations = locate(layout.map.regions(), &places.collect::<Vec<_>>());
+    let addresses = layout.locations.iter().map(|location| (location.id.clone(), location.hva));
+    let locations = locate_regions(layout.map.regions(), &addresses.collect::<Vec<_>>());
     let guest = GuestMemory::open_any(Arc::clone(&process), layout.map.clone(), &locations)
-        .doing_or(FailureKind::Host, "opening the guest's memory")?;
-    Ok(Memory { process, guest: Arc::new(guest) })
+        .while_doing_as(FailureKind::Host, "opening the guest's memory")?;
+    Ok(VmMemory { process, guest: Arc::new(guest) })
 }
 
-/// Opens a VM's memory where the journal says it is, without asking a hypervisor that may not be able to answer.
+/// Opens a VM's memory at the addresses in the journal, without a query to a hypervisor that may
+/// not be able to answer.
 pub(crate) fn open_journaled(
-    machine: &Machine,
+    machine: &HypervisorRecord,
 ) -> Result<(Arc<Process>, Arc<GuestMemory>), Failure> {
-    let process = Process::open(machine.process.pid).doing("reaching the hypervisor process")?;
+    let process =
+        Process::open(machine.process.pid).while_doing("opening the hypervisor process")?;
     let process = Arc::new(process);
-    let locations = locate(machine.map.regions(), &machine.locations);
+    let locations = locate_regions(machine.map.regions(), &machine.locations);
     let memory = GuestMemory::open_any(Arc::clone(&process), machine.map.clone(), &locations)
-        .doing("opening the guest's memory")?;
+        .while_doing("opening the guest's memory")?;
     Ok((process, Arc::new(memory)))
 }
 
-fn locate(
+fn locate_regions(
     regions: &[firn_types::RamRegion],
     places: &[(String, firn_types::HostVirt)],
 ) -> Vec<RegionLocation> {
-    let place = |region: &firn_types::RamRegion| {
+    let location = |region: &firn_types::RamRegion| {
         let (_, hva) = places.iter().find(|(id, _)| *id == region.id)?;
         Some(RegionLocation { region: region.clone(), hva: *hva })
     };
-    regions.iter().filter_map(place).collect()
+    regions.iter().filter_map(location).collect()
 }
 
-fn with_doctor(failure: Failure) -> Failure {
-    failure.hint("`firn doctor` says what this host and user lack")
+fn with_doctor_hint(failure: Failure) -> Failure {
+    failure.with_hint("`firn doctor` lists what this host and user lack")
 }
 
-/// What is known of a QEMU before it is asked.
-pub(crate) struct Known {
+/// What is known of a QEMU before it is queried.
+pub(crate) struct KnownHypervisor {
     pub(crate) process: ProcessIdentity,
     pub(crate) qmp: PathBuf,
     pub(crate) launched: bool,
@@ -147,32 +154,33 @@ pub(crate) struct Known {
     /// The drives of the image that it was restored from.
     pub(crate) drives: Vec<FrozenDrive>,
     /// Its network cards whose frames pass through the supervisor.
-    pub(crate) cards: Vec<Card>,
+    pub(crate) cards: Vec<NetworkCard>,
     /// Its disks that the supervisor serves.
     pub(crate) served: Vec<ServedDisk>,
 }
 
-/// Asks a QEMU what the journal, and later an image, has to say of it.
-pub(crate) fn describe(
-    vm: &mut Vm,
-    known: Known,
-    layout: &Layout,
+/// Queries a QEMU for the facts that the journal, and later an image, contain about it.
+pub(crate) fn describe_hypervisor(
+    vm: &mut QemuVm,
+    known: KnownHypervisor,
+    layout: &MemoryLayout,
     name: &str,
-) -> Result<Machine, Failure> {
-    const ASKING: &str = "asking QEMU about the VM";
-    let vcpus: Vec<Tid> = vm.vcpus().doing(ASKING)?.iter().map(|vcpu| vcpu.tid).collect();
-    let accel = match vm.accel().doing(ASKING)? {
-        Accel::Kvm => "kvm",
-        Accel::Tcg => "tcg",
+) -> Result<HypervisorRecord, Failure> {
+    const QUERYING: &str = "querying QEMU about the VM";
+    let vcpus: Vec<ThreadId> =
+        vm.vcpus().while_doing(QUERYING)?.iter().map(|vcpu| vcpu.tid).collect();
+    let accel = match vm.accel().while_doing(QUERYING)? {
+        AcceleratorKind::Kvm => "kvm",
+        AcceleratorKind::Tcg => "tcg",
     };
     let cpu = CpuFacts::seen_by_guest(accel, &known.args);
-    let meta = Meta {
+    let meta = ImageMeta {
         version: meta::VERSION,
         name: name.to_owned(),
-        created: now(),
+        created: unix_seconds(),
         firn: env!("CARGO_PKG_VERSION").to_owned(),
-        machine: vm.machine_type().doing(ASKING)?,
-        qemu: Qemu {
+        machine: vm.machine_type().while_doing(QUERYING)?,
+        qemu: QemuFacts {
             version: vm.version().to_string(),
             accel: accel.to_owned(),
             user_args: known.user_args,
@@ -181,7 +189,7 @@ pub(crate) fn describe(
         },
         memory_bytes: layout.map.ram_bytes(),
         vcpus: vcpus.len() as u32,
-        disks: vm.disks().doing(ASKING)?,
+        disks: vm.disks().while_doing(QUERYING)?,
         drives: known.drives,
         found_late: None,
         held: false,
@@ -189,7 +197,7 @@ pub(crate) fn describe(
         cpu,
         unrestorable: Vec::new(),
     };
-    Ok(Machine {
+    Ok(HypervisorRecord {
         process: known.process,
         qmp: known.qmp,
         launched: known.launched,
@@ -197,7 +205,7 @@ pub(crate) fn describe(
         locations: layout.locations.iter().map(|place| (place.id.clone(), place.hva)).collect(),
         vcpus,
         meta,
-        since: now(),
+        since: unix_seconds(),
         access_bits: None,
         calls: None,
         cards: known.cards,
@@ -206,84 +214,91 @@ pub(crate) fn describe(
     })
 }
 
-/// Ends a QEMU. One that does not quit when asked to is killed only by force; one whose guest ignores its power button is not.
-pub(crate) fn end(
-    machine: &Machine,
+/// Ends a QEMU. If QEMU does not quit on request it is killed only by force; if its guest ignores
+/// the power button, it is not killed.
+pub(crate) fn end_hypervisor(
+    machine: &HypervisorRecord,
     hypervisor: &ProcessHandle,
     request: StopRequest,
 ) -> Result<(), Failure> {
     match request.powerdown_s {
         Some(seconds) => power_down(machine, hypervisor, Duration::from_secs(seconds)),
-        None => quit(machine, hypervisor, request.force),
+        None => quit_qemu(machine, hypervisor, request.force),
     }
 }
 
 fn power_down(
-    machine: &Machine,
+    machine: &HypervisorRecord,
     hypervisor: &ProcessHandle,
     wait: Duration,
 ) -> Result<(), Failure> {
-    let mut vm = connect(machine)?;
-    vm.qmp().execute("system_powerdown", Value::Null).doing("pressing the power button")?;
+    let mut vm = connect_monitor(machine)?;
+    vm.qmp().execute("system_powerdown", Value::Null).while_doing("pressing the power button")?;
     drop(vm);
     wait_powerdown(hypervisor, wait)
 }
 
 /// Waits until a guest whose power button was pressed has shut down.
 pub(crate) fn wait_powerdown(hypervisor: &ProcessHandle, wait: Duration) -> Result<(), Failure> {
-    if hypervisor.wait_gone(wait).doing("waiting for the VM to end")? {
+    if hypervisor.wait_gone(wait).while_doing("waiting for the VM to end")? {
         return Ok(());
     }
     let text = format!("the guest did not power down within {} s", wait.as_secs());
     let failure = Failure::new(FailureKind::Interrupted, text);
-    Err(failure.hint("`firn stop` without --powerdown pulls the plug"))
+    Err(failure.with_hint("`firn stop` without --powerdown ends the VM without its guest"))
 }
 
-fn quit(machine: &Machine, hypervisor: &ProcessHandle, force: bool) -> Result<(), Failure> {
+fn quit_qemu(
+    machine: &HypervisorRecord,
+    hypervisor: &ProcessHandle,
+    force: bool,
+) -> Result<(), Failure> {
     let wait = if force { SHORT_WAIT } else { QUIT_WAIT };
-    let asked =
-        connect_within(machine, wait).and_then(|mut vm| vm.quit().doing("telling QEMU to quit"));
+    let asked = connect_within(machine, wait)
+        .and_then(|mut vm| vm.quit().while_doing("sending `quit` to QEMU"));
     let quits = match &asked {
-        Ok(()) => hypervisor.wait_gone(QUIT_WAIT).doing("waiting for QEMU to end")?,
+        Ok(()) => hypervisor.wait_gone(QUIT_WAIT).while_doing("waiting for QEMU to end")?,
         // It may have ended already.
         Err(failure) => {
             tracing::warn!("{failure}");
-            hypervisor.wait_gone(Duration::ZERO).doing("waiting for QEMU to end")?
+            hypervisor.wait_gone(Duration::ZERO).while_doing("waiting for QEMU to end")?
         }
     };
     match (quits, asked) {
         (true, _) => Ok(()),
-        (false, _) if force => hypervisor.kill().doing("killing QEMU"),
-        (false, Ok(())) => Err(goes_on(machine, "did not end")),
+        (false, _) if force => hypervisor.send_kill().while_doing("killing QEMU"),
+        (false, Ok(())) => Err(still_running(machine, "did not end")),
         (false, Err(failure)) => Err(Failure {
-            chain: [goes_on(machine, "can't be asked to end").chain, failure.chain].concat(),
-            ..goes_on(machine, "")
+            chain: [still_running(machine, "can't be asked to end").chain, failure.chain].concat(),
+            ..still_running(machine, "")
         }),
     }
 }
 
-/// The process stays as it is: what it has not written to its disks would be lost.
-fn goes_on(machine: &Machine, how: &str) -> Failure {
+/// The failure for a QEMU that continues to run: it is not killed, because data that it has not
+/// written to its disks would be lost.
+fn still_running(machine: &HypervisorRecord, how: &str) -> Failure {
     let text = format!("QEMU (process {}) {how}", machine.process.pid);
     let hint = format!(
-        "ask again, or `firn stop --force {}` kills it: what it has not written to its disks is lost",
+        "run the command again, or `firn stop --force {}` kills it: what it has not written to its disks is lost",
         machine.meta.name
     );
-    Failure::new(FailureKind::Interrupted, text).hint(hint)
+    Failure::new(FailureKind::Interrupted, text).with_hint(hint)
 }
 
-/// Whether vCPUs stand still; `None` if QEMU does not say so at once.
-pub(crate) fn is_paused(machine: &Machine) -> Option<bool> {
+/// Whether the vCPUs are paused; `None` if QEMU does not report that at once.
+pub(crate) fn is_paused(machine: &HypervisorRecord) -> Option<bool> {
     let mut vm = connect_within(machine, SHORT_WAIT).ok()?;
     Some(!vm.status().ok()?.running)
 }
 
-/// Whether a QEMU that did not answer before does so now.
-pub(crate) fn answers(machine: &Machine) -> bool {
-    connect_within(machine, HUNG_LOOK).is_ok()
+/// Whether a QEMU that did not answer before answers now.
+pub(crate) fn is_answering(machine: &HypervisorRecord) -> bool {
+    connect_within(machine, HUNG_WAIT).is_ok()
 }
 
-/// The command line and working directory of a process: what a VM was started with that Firn attached to.
+/// The command line and working directory of a process, with which a VM was started that Firn
+/// attaches to.
 pub(crate) fn command_line(pid: i32) -> io::Result<(Vec<String>, PathBuf)> {
     let line = std::fs::read(format!("/proc/{pid}/cmdline"))?;
     let words = line.strip_suffix(b"\0").unwrap_or(&line).split(|&byte| byte == 0);

@@ -1,25 +1,28 @@
-//! What `firn restore` is to do otherwise than the image says.
+//! The overrides of a restore: changes of `firn restore` to the command line and disks of the
+//! image.
 
 use std::path::Path;
 
-use firn_vmm::command_line::Overrides;
+use firn_vmm::command_line::CommandOverrides;
 
 use crate::failure::{Failure, FailureKind};
-use crate::meta::{Meta, Qemu};
-use crate::start;
+use crate::meta::{ImageMeta, QemuFacts};
+use crate::vm_start;
 
-impl Meta {
+impl ImageMeta {
     /// The same VM with another command line and with disks that have moved.
-    pub(crate) fn with_overrides(mut self, overrides: &Overrides) -> Result<Self, Failure> {
+    pub(crate) fn with_overrides(mut self, overrides: &CommandOverrides) -> Result<Self, Failure> {
         for (old, new) in &overrides.disks {
             self.move_disk(old, new)?;
         }
-        let Qemu { user_args, directory, .. } = &self.qemu;
-        self.qemu.user_args = overrides.apply(user_args, directory).map_err(start::refused)?;
+        let QemuFacts { user_args, directory, .. } = &self.qemu;
+        self.qemu.user_args =
+            overrides.apply_to(user_args, directory).map_err(vm_start::command_line_failure)?;
         Ok(self)
     }
 
-    /// A disk's file is named as the image has it, or as the command line does. Its contents are compared as always.
+    /// Moves a disk, which is named as the image or as the command line names it. Its contents are
+    /// compared as always.
     fn move_disk(&mut self, old: &str, new: &str) -> Result<(), Failure> {
         let directory = self.qemu.directory.clone();
         let is_old = |file: &Path| directory.join(file) == directory.join(old);
@@ -29,9 +32,9 @@ impl Meta {
             let is_kept = is_old(&drive.file);
             if is_named && !is_kept && directory.join(&drive.named) != drive.file {
                 let kept = drive.file.display();
-                let text = format!("what the image has of {old} is in {kept}");
-                let hint = format!("--disk {kept}=NEW says where that is now");
-                return Err(Failure::new(FailureKind::Usage, text).hint(hint));
+                let text = format!("the image has the contents of {old} in {kept}");
+                let hint = format!("--disk {kept}=NEW gives the new path of that file");
+                return Err(Failure::new(FailureKind::Usage, text).with_hint(hint));
             }
             if is_kept {
                 drive.file = directory.join(new);
@@ -52,7 +55,7 @@ impl Meta {
     }
 }
 
-fn no_disk(meta: &Meta, old: &str) -> Failure {
+fn no_disk(meta: &ImageMeta, old: &str) -> Failure {
     let text = format!("--disk: the image has no disk {old}");
     let kept = meta.drives.iter().map(|drive| drive.file.display().to_string());
     let others = meta.disks.iter().map(|disk| disk.file.clone());
@@ -60,7 +63,7 @@ fn no_disk(meta: &Meta, old: &str) -> Failure {
     let failure = Failure::new(FailureKind::Usage, text);
     match names.is_empty() {
         true => failure,
-        false => failure.hint(format!("its disks are {}", names.join(", "))),
+        false => failure.with_hint(format!("its disks are {}", names.join(", "))),
     }
 }
 
@@ -70,9 +73,13 @@ mod tests {
     use crate::meta::FrozenDrive;
     use firn_vmm::FileIdentity;
 
-    fn meta(file: &str) -> Meta {
+    fn meta(file: &str) -> ImageMeta {
         let words = "qemu -drive file=a.qcow2,id=d".split(' ').map(str::to_owned);
-        let qemu = Qemu { user_args: words.collect(), directory: "/vms".into(), ..Qemu::default() };
+        let qemu = QemuFacts {
+            user_args: words.collect(),
+            directory: "/vms".into(),
+            ..QemuFacts::default()
+        };
         let drive = FrozenDrive {
             named: "a.qcow2".into(),
             file: file.into(),
@@ -81,12 +88,12 @@ mod tests {
             identity: FileIdentity { dev: 1, inode: 2, size: 3, mtime_ns: 4 },
             is_clone: false,
         };
-        Meta { qemu, drives: vec![drive], ..Meta::default() }
+        ImageMeta { qemu, drives: vec![drive], ..ImageMeta::default() }
     }
 
-    fn moved(file: &str, old: &str) -> Result<Meta, Failure> {
+    fn moved(file: &str, old: &str) -> Result<ImageMeta, Failure> {
         let disks = vec![(old.to_owned(), "/mnt/b".to_owned())];
-        meta(file).with_overrides(&Overrides { disks, ..Overrides::default() })
+        meta(file).with_overrides(&CommandOverrides { disks, ..CommandOverrides::default() })
     }
 
     #[test]

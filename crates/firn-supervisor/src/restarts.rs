@@ -1,31 +1,31 @@
-//! How soon a process that keeps dying is started again.
+//! The delay before a process that dies repeatedly is restarted.
 //!
-//! The first few times at once, then after pauses that grow: what kills it may pass, and a process that can't live must not
-//! take the machine's time.
+//! The first few restarts follow at once, later ones after growing delays: the cause may pass, and
+//! a process that can't live must not use much of the host's processor time.
 
 use std::time::{Duration, Instant};
 
-/// Restarts that are made at once.
+/// The number of restarts without a delay.
 const QUICK_MAX: u32 = 5;
 
-/// The first pause, and the longest.
+/// The first delay, and the longest.
 const PAUSE_MIN: Duration = Duration::from_secs(1);
 const PAUSE_MAX: Duration = Duration::from_secs(60);
 
-/// A process that lived so long was in order.
-const LIVED: Duration = Duration::from_secs(120);
+/// A process that lived for this time counts as healthy.
+const HEALTHY_AFTER: Duration = Duration::from_secs(120);
 
-/// Counts restarts.
+/// Counts restarts, and computes the delay before the next one.
 #[derive(Debug, Default)]
-pub(crate) struct Restarts {
+pub(crate) struct RestartBackoff {
     last: Option<Instant>,
     count: u32,
 }
 
-impl Restarts {
-    /// How long to wait before the restart that is due now.
-    pub(crate) fn pause(&mut self, now: Instant) -> Duration {
-        let is_new = |last: Instant| now.saturating_duration_since(last) >= LIVED;
+impl RestartBackoff {
+    /// The delay before the next restart.
+    pub(crate) fn next_delay(&mut self, now: Instant) -> Duration {
+        let is_new = |last: Instant| now.saturating_duration_since(last) >= HEALTHY_AFTER;
         if self.last.is_none_or(is_new) {
             self.count = 0;
         }
@@ -45,10 +45,10 @@ mod tests {
 
     #[test]
     fn the_first_restarts_are_quick_and_there_is_no_last_one() {
-        let mut restarts = Restarts::default();
+        let mut restarts = RestartBackoff::default();
         let start = Instant::now();
-        let pauses: Vec<u64> = (0..14).map(|_| restarts.pause(start).as_secs()).collect();
+        let pauses: Vec<u64> = (0..14).map(|_| restarts.next_delay(start).as_secs()).collect();
         assert_eq!(pauses, [0, 0, 0, 0, 0, 1, 2, 4, 8, 16, 32, 60, 60, 60]);
-        assert_eq!(restarts.pause(start + PAUSE_MAX + LIVED), Duration::ZERO);
+        assert_eq!(restarts.next_delay(start + PAUSE_MAX + HEALTHY_AFTER), Duration::ZERO);
     }
 }

@@ -1,4 +1,4 @@
-//! From an image to a running VM, and on until all of its memory is back.
+//! The restore of a VM: from an image to a running VM, and until all of its memory is installed.
 //!
 //! ```text
 //!    image ---- meta --> launch QEMU -S -incoming defer ---> monitor ---> attach, register, punch out RAM
@@ -8,8 +8,8 @@
 //!         '-> (eager: all memory) -> cont -> the guest runs; memory follows
 //! ```
 //!
-//! Until the journal says `started`, a successor throws everything away: there is nothing that the image does not
-//! have. From then on it goes on serving.
+//! Until the journal has `started`, a successor discards everything: nothing exists yet that the
+//! image does not have. From then on a successor continues to serve page faults.
 
 use std::fs::File;
 use std::path::{Path, PathBuf};
@@ -19,154 +19,169 @@ use std::thread;
 use std::time::{Duration, Instant};
 
 use firn_image::{AuxBlock, Image};
-use firn_memory::{GuestMemory, PageFaults, Process, Trace, Tracee, process_memory};
+use firn_memory::{GuestMemory, PageFaults, Process, TraceMode, Tracee, process_memory};
 use firn_restore::{
-    Mode, OnError, OnFatal, Prefill, Prefilled, Presence, Restore, RestoreError, RestoreOptions,
-    RunCounts,
+    OnError, OnFatal, PrefillThreads, PrefilledMemory, PresenceFile, RestoreError, RestoreMode,
+    RestoreOptions, RunCounts, RunningRestore,
 };
-use firn_types::{PAGE_SIZE, RamRegion, Tid, VcpuId};
-use firn_vmm::command_line::{self, Beside, Endpoint, Overrides, Plan, RamPlan};
-use firn_vmm::{FileIdentity as DiskIdentity, Layout, Vm};
+use firn_types::{PAGE_SIZE, RamRegion, ThreadId, VcpuId};
+use firn_vmm::command_line::{
+    self, CommandOverrides, CommandPlan, EndpointRelocation, HostEndpoint, RamPlan,
+};
+use firn_vmm::{FileIdentity as DiskIdentity, MemoryLayout, QemuVm};
 use serde::{Deserialize, Serialize};
 use serde_json::json;
 
 use crate::auxiliary;
 use crate::calls;
-use crate::disk_layers::Held;
-use crate::disks::Own;
+use crate::control_protocol::{OperationProgress, RestoreDisks};
+use crate::disk_layers::LockedLayers;
+use crate::disk_snapshots::RestoredDisks;
 use crate::endpoints;
-use crate::failure::{Context, Failure, FailureKind, image_failure};
+use crate::event_loop::RestoreTask;
+use crate::failure::{Failure, FailureContext, FailureKind, image_failure};
 use crate::identity::ProcessHandle;
-use crate::journal::{Journal, JournalFile, Machine, Phase};
-use crate::keep::Restoring;
-use crate::learned::Learning;
-use crate::meta::{self, Meta, Mismatch};
-use crate::network::{HELD, Sockets};
-use crate::outage::Pauser;
+use crate::journal::{HypervisorRecord, Journal, JournalFile, VmPhase};
+use crate::learned_blocks::LearnedBlocksFile;
+use crate::meta::{self, HostMismatch, ImageMeta};
+use crate::network::{CardSockets, OUTPUT_BLOCKED};
+use crate::outage::OutagePauser;
 use crate::programs;
-use crate::protocol::{Progress, RestoreDisks};
-use crate::qemu::{self, Known, Memory};
-use crate::serving::{PROGRESS_EVERY, Work, progress};
-use crate::start::{self, Child, Place, Started};
-use crate::storage::Storage;
+use crate::qemu::{self, KnownHypervisor, VmMemory};
+use crate::restore_work::{PROGRESS_INTERVAL, RestoreWork, restore_progress};
+use crate::storage_latency::ImageStorage;
+use crate::vm_start::{self, HypervisorChild, StartContext, StartedVm};
 
-/// What fails when memory can't be brought back.
-pub(crate) const RESTORING: &str = "bringing memory back";
+/// What a failure to restore memory was doing.
+pub(crate) const RESTORING: &str = "restoring memory";
 
-/// What to try where page faults cannot be followed.
+/// A hint for hosts on which page faults cannot be handled.
 const NEEDS_NO_USERFAULTFD: &str = "`firn restore --mode eager` needs no userfaultfd; `firn doctor` names what is missing for the other modes";
 
-/// What `firn restore` asks for.
-pub(crate) struct Wanted<'a> {
+/// The choices of `firn restore`.
+pub(crate) struct RestoreChoices<'a> {
     pub(crate) image: &'a Path,
-    pub(crate) mode: Mode,
-    /// What becomes of the VM where its memory can't be read.
+    pub(crate) mode: RestoreMode,
+    /// What happens to the VM when its memory can't be read.
     pub(crate) on_error: OnError,
-    /// Go on where QEMU's version or a disk differs.
+    /// Continue when QEMU's version or a disk differs.
     pub(crate) force: bool,
     /// Count which prefetched pages the guest uses.
     pub(crate) account_use: bool,
-    /// Go by earlier restores, and keep what there is to learn from this one.
+    /// Use the learned blocks of earlier restores, and record those of this one.
     pub(crate) learn: bool,
     /// Start the vCPUs of a VM that was paused when it was saved.
     pub(crate) run: bool,
-    /// What the VM's drives are written to, and where files for them are made.
+    /// The files that the VM's drives write to, and the directory in which they are made.
     pub(crate) disks: RestoreDisks,
     pub(crate) disk_dir: Option<&'a Path>,
-    /// The file that names the applications that may call.
+    /// The file that names the applications that may make guest calls.
     pub(crate) calls: Option<&'a Path>,
-    /// What is to be otherwise than the image says.
-    pub(crate) overrides: &'a Overrides,
+    /// Changes to the command line that the image holds.
+    pub(crate) overrides: &'a CommandOverrides,
 }
 
-/// How long each step took, in milliseconds.
+/// The duration of each step of a restore, in milliseconds.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Serialize, Deserialize)]
-pub struct Timings {
+pub struct RestoreTimings {
     /// Opening the image and checking its index.
     pub image_open: f64,
     /// Starting the QEMU process.
     pub spawn: f64,
     /// Until QEMU's monitor answered.
     pub qmp: f64,
-    /// Finding memory, attaching, registering and emptying it.
+    /// Finding memory; attaching, registering and emptying it.
     pub attach: f64,
-    /// Loading device state and what lies beside RAM.
+    /// Loading the device state and auxiliary blocks.
     pub device_state: f64,
-    /// Bringing memory in before the guest runs (eager and working-set restore).
+    /// Reading memory before the guest runs (eager and working-set restore).
     pub prefill: f64,
-    /// Letting the vCPUs run.
+    /// Starting the vCPUs.
     pub cont: f64,
-    /// All of it, from the supervisor's first instruction.
+    /// The whole restore, from the supervisor's first instruction.
     pub total: f64,
 }
 
 /// A stopwatch with laps.
-struct Watch {
+struct LapTimer {
     since: Instant,
     lap: Instant,
 }
 
-impl Watch {
-    fn lap(&mut self) -> f64 {
+impl LapTimer {
+    fn take_lap(&mut self) -> f64 {
         let now = Instant::now();
         let lap = now - std::mem::replace(&mut self.lap, now);
-        milliseconds(lap)
+        to_milliseconds(lap)
     }
 }
 
-fn milliseconds(time: Duration) -> f64 {
+fn to_milliseconds(time: Duration) -> f64 {
     (time.as_secs_f64() * 1e6).round() / 1e3
 }
 
-/// `firn restore`.
-pub(crate) fn restore(
-    place: &Place<'_>,
-    wanted: &Wanted<'_>,
+/// Restores a VM: `firn restore`.
+pub(crate) fn restore_vm(
+    place: &StartContext<'_>,
+    wanted: &RestoreChoices<'_>,
     since: Instant,
-    tell: &mut dyn FnMut(Progress),
-) -> Result<Started, Failure> {
-    let mut watch = Watch { since, lap: Instant::now() };
-    let mut timings = Timings::default();
-    let (image, meta) = open(wanted.image)?;
+    report: &mut dyn FnMut(OperationProgress),
+) -> Result<StartedVm, Failure> {
+    let mut watch = LapTimer { since, lap: Instant::now() };
+    let mut timings = RestoreTimings::default();
+    let (image, meta) = open_image(wanted.image)?;
     refuse_unrestorable(&meta, wanted.force)?;
     let meta = meta.with_overrides(wanted.overrides)?;
-    let program = program(&meta, wanted.overrides)?;
-    let held = Held::lock(&meta)?;
-    let meta = held.resolve(meta);
+    let program = choose_program(&meta, wanted.overrides)?;
+    let held = LockedLayers::lock(&meta)?;
+    let meta = held.resolve_disks(meta);
     wanted.calls.map(|policy| check_calls(&meta, policy)).transpose()?;
-    place.stores.map(|_| start::check_stores(&meta)).transpose()?;
+    place.stores.map(|_| vm_start::check_stores(&meta)).transpose()?;
     let mismatches = meta.file_mismatches();
-    timings.image_open = watch.lap();
-    refuse(&mismatches, wanted.force)?;
-    keep_held(place, meta.held)?;
+    timings.image_open = watch.take_lap();
+    refuse_mismatches(&mismatches, wanted.force)?;
+    keep_output_blocked(place, meta.held)?;
     let stays_paused = stays_paused(&meta, wanted);
-    // A guest that does not run asks for nothing.
+    // A guest that does not run causes no page faults.
     let learns = wanted.learn && !stays_paused;
-    let learning = Learning::about(&image, wanted.mode).filter(|_| learns);
-    let storage = place.vm.path().parent().and_then(|runtime| Storage::of(image.chain(), runtime));
+    let learning = LearnedBlocksFile::for_image(&image, wanted.mode).filter(|_| learns);
+    let storage = place
+        .vm
+        .path()
+        .parent()
+        .and_then(|runtime| ImageStorage::from_files(image.chain_paths(), runtime));
     let options = RestoreOptions {
         mode: wanted.mode,
         on_error: wanted.on_error,
-        way: storage.as_ref().and_then(Storage::way),
+        known_latency: storage.as_ref().and_then(ImageStorage::recorded_latency),
         found_late: meta.found_late,
-        also_expected: learning.as_ref().map(Learning::expected).unwrap_or_default(),
+        also_expected: learning
+            .as_ref()
+            .map(LearnedBlocksFile::expected_blocks)
+            .unwrap_or_default(),
         account_use: wanted.account_use,
         since,
         ..RestoreOptions::default()
     };
     let disks = (wanted.disks, wanted.disk_dir);
-    let own = Own::make(&meta, place.vm.name().as_str(), disks, place.journal, held)?;
-    let plan = command_line::plan(&meta.qemu.user_args)
+    let own = RestoredDisks::create_for_restore(
+        &meta,
+        place.vm.name().as_str(),
+        disks,
+        place.journal,
+        held,
+    )?;
+    let plan = command_line::plan_command(&meta.qemu.user_args)
         .and_then(|plan| plan.with_program(&program).with_drives(own.files()))
-        .map_err(start::refused)?;
-    let (plan, notes) = beside(place, &meta, plan)?;
-    let (child, args, early) = launch(place, &meta, &image, &options, &plan)?;
+        .map_err(vm_start::command_line_failure)?;
+    let (plan, notes) = avoid_used_endpoints(place, &meta, plan)?;
+    let (child, args, early) = launch_qemu(place, &meta, &image, &options, &plan)?;
     firn_fault::point("restore.spawned");
-    timings.spawn = watch.lap();
+    timings.spawn = watch.take_lap();
     let files = image.try_clone_files().map_err(|error| image_failure(&error))?;
     let lives = Arc::new(AtomicBool::new(false));
     let child_ref = &child;
-    let load = Load {
+    let load = RestoreRun {
         place,
         wanted,
         image,
@@ -178,25 +193,25 @@ pub(crate) fn restore(
         notes,
         lives,
     };
-    let loaded = load.run(args, early, mismatches, (&mut watch, &mut timings), tell);
+    let loaded = load.load_vm(args, early, mismatches, (&mut watch, &mut timings), report);
     let (restoring, mut facts) = loaded?;
     facts["timings_ms"] = json!(timings);
-    facts["overlays"] = json!(place.journal.read().overlays);
+    facts["overlays"] = json!(place.journal.current_journal().overlays);
     let restoring = Some(restoring);
-    let hypervisor = child.keep()?;
-    own.keep();
+    let hypervisor = child.keep_running()?;
+    own.keep_files();
     let (standby, network, served) = (None, None, None);
     let guards = Vec::new();
-    Ok(Started { hypervisor, restoring, standby, network, served, facts, guards, files })
+    Ok(StartedVm { hypervisor, restoring, standby, network, served, facts, guards, files })
 }
 
 /// Whether the VM is paused after the restore, as it was when it was saved.
-fn stays_paused(meta: &Meta, wanted: &Wanted<'_>) -> bool {
+fn stays_paused(meta: &ImageMeta, wanted: &RestoreChoices<'_>) -> bool {
     meta.paused.is_some() && !wanted.run
 }
 
-/// Refuses an image that was made although it could not be restored.
-fn refuse_unrestorable(meta: &Meta, force: bool) -> Result<(), Failure> {
+/// Refuses an image that was made although it can't be restored.
+fn refuse_unrestorable(meta: &ImageMeta, force: bool) -> Result<(), Failure> {
     if meta.unrestorable.is_empty() || force {
         return Ok(());
     }
@@ -204,100 +219,107 @@ fn refuse_unrestorable(meta: &Meta, force: bool) -> Result<(), Failure> {
     let failure = Failure { kind, chain, hint: None };
     Err(failure
         .while_doing("the image was made with --accept-unrestorable")
-        .hint("--force tries all the same, at your own risk"))
+        .with_hint("--force tries it anyway, at your own risk"))
 }
 
-/// What a VM said when it was saved waits still for `firn release`, wherever it goes on.
-fn keep_held(place: &Place<'_>, held: bool) -> Result<(), Failure> {
+/// Keeps output that was buffered at the save blocked until `firn release`, on whatever host the VM
+/// continues.
+fn keep_output_blocked(place: &StartContext<'_>, held: bool) -> Result<(), Failure> {
     let change = |journal: &mut Journal| {
         journal.shut = true;
-        journal.note_success(format!("restored{HELD}"));
+        journal.record_success(format!("restored{OUTPUT_BLOCKED}"));
     };
     match held {
-        true => place.journal.update(change).doing("writing the journal"),
+        true => place.journal.update(change).while_doing("writing the journal"),
         false => Ok(()),
     }
 }
 
-/// Whether applications of this VM can call, and who may.
-fn check_calls(meta: &Meta, policy: &Path) -> Result<(), Failure> {
-    calls::policy(policy)?;
+/// Checks whether applications of this VM can make guest calls, and which of them may.
+fn check_calls(meta: &ImageMeta, policy: &Path) -> Result<(), Failure> {
+    calls::read_policy(policy)?;
     let mut words = meta.qemu.user_args.iter();
     if words.any(|word| word.contains(command_line::CALLS_ID)) {
         return Ok(());
     }
-    let text = "the VM of this image has no device for calls";
-    let hint = "it gets one when it is started: `firn run --calls POLICY`";
-    Err(Failure::new(FailureKind::Usage, text).hint(hint))
+    let text = "the VM of this image has no device for guest calls";
+    let hint = "start a VM with one: `firn run --calls POLICY`";
+    Err(Failure::new(FailureKind::Usage, text).with_hint(hint))
 }
 
-/// What goes into a QEMU that has been started, up to its first instruction.
-struct Load<'a> {
-    place: &'a Place<'a>,
-    wanted: &'a Wanted<'a>,
+/// A restore into a QEMU that has been started, up to the guest's first instruction.
+struct RestoreRun<'a> {
+    place: &'a StartContext<'a>,
+    wanted: &'a RestoreChoices<'a>,
     image: Arc<Image>,
-    meta: Meta,
-    child: &'a Child,
+    meta: ImageMeta,
+    child: &'a HypervisorChild,
     options: RestoreOptions,
-    learning: Option<Learning>,
-    storage: Option<Storage>,
-    /// What was changed about the command line.
+    learning: Option<LearnedBlocksFile>,
+    storage: Option<ImageStorage>,
+    /// The changes to the command line.
     notes: Vec<String>,
-    /// The guest may run, and is not ended by what fails.
+    /// The guest may run, and failures do not end it.
     lives: Arc<AtomicBool>,
 }
 
-impl Load<'_> {
-    fn run(
+impl RestoreRun<'_> {
+    fn load_vm(
         self,
         args: Vec<String>,
-        early: Option<Prefill>,
-        mut mismatches: Vec<Mismatch>,
-        (watch, timings): (&mut Watch, &mut Timings),
-        tell: &mut dyn FnMut(Progress),
-    ) -> Result<(Restoring, serde_json::Value), Failure> {
+        early: Option<PrefillThreads>,
+        mut mismatches: Vec<HostMismatch>,
+        (watch, timings): (&mut LapTimer, &mut RestoreTimings),
+        report: &mut dyn FnMut(OperationProgress),
+    ) -> Result<(RestoreTask, serde_json::Value), Failure> {
         let Self { place, wanted, child, .. } = self;
-        let mut vm =
-            child.connect(place.vm).map_err(|failure| start::with_output(failure, place.vm))?;
-        timings.qmp = watch.lap();
+        let mut vm = child
+            .connect_monitor(place.vm)
+            .map_err(|failure| vm_start::with_output(failure, place.vm))?;
+        timings.qmp = watch.take_lap();
         let differs = self.meta.qemu_mismatch(&vm.version().to_string());
-        refuse(differs.as_slice(), wanted.force)?;
+        refuse_mismatches(differs.as_slice(), wanted.force)?;
         mismatches.extend(differs);
-        let explain = |failure| child.explain(failure, place.vm);
-        let (machine, memory) = self.get_to_know(args, &mut vm).map_err(explain)?;
+        let explain = |failure| child.explain_failure(failure, place.vm);
+        let (machine, memory) = self.record_hypervisor(args, &mut vm).map_err(explain)?;
         let process = Arc::clone(&memory.process);
-        let prefilled = early.map(Prefill::finish).unwrap_or_default();
-        let faults = match attach(&process, &memory.guest, &machine.vcpus) {
+        let prefilled = early.map(PrefillThreads::finish_fill).unwrap_or_default();
+        let faults = match attach_page_faults(&process, &memory.guest, &machine.vcpus) {
             Ok(faults) => faults,
-            Err(failure) if failure.kind == FailureKind::Host && wanted.mode == Mode::Eager => {
+            Err(failure)
+                if failure.kind == FailureKind::Host && wanted.mode == RestoreMode::Eager =>
+            {
                 let loading = (&mut vm, machine, memory, mismatches);
-                return self.run_filled(loading, &failure, (watch, timings), tell).map_err(explain);
+                return self
+                    .load_vm_eagerly(loading, &failure, (watch, timings), report)
+                    .map_err(explain);
             }
-            Err(failure) => return Err(explain(failure.hint(NEEDS_NO_USERFAULTFD))),
+            Err(failure) => return Err(explain(failure.with_hint(NEEDS_NO_USERFAULTFD))),
         };
-        let restore = self.begin(memory, faults, &prefilled, &machine).map_err(explain)?;
-        timings.attach = watch.lap();
-        let why = |failure| self.why(&restore, failure);
-        self.devices(&mut vm, &process).map_err(why)?;
-        timings.device_state = watch.lap();
-        prefill(&restore, tell).map_err(why)?;
-        timings.prefill = watch.lap();
+        let restore =
+            self.begin_page_server(memory, faults, &prefilled, &machine).map_err(explain)?;
+        timings.attach = watch.take_lap();
+        let why = |failure| self.explain_failure(&restore, failure);
+        self.load_devices(&mut vm, &process).map_err(why)?;
+        timings.device_state = watch.take_lap();
+        prefill_memory(&restore, report).map_err(why)?;
+        timings.prefill = watch.take_lap();
         self.mark_started()?;
         self.lives.store(wanted.on_error == OnError::Stop, Ordering::Release);
         restore.guest_may_run();
-        // What failed before ends it all the same: the guest has not run.
+        // An earlier failure still ends the VM: the guest has not run.
         restore.wait_timeout(Duration::ZERO).map_err(|error| why(restore_failure(&error)))?;
         self.start_vcpus(&mut vm).map_err(why)?;
-        restore.resumed();
-        self.note_start((watch, timings));
-        let notes = [self.notes.clone(), warnings(&mismatches)].concat();
-        let facts = self.facts(&machine, notes);
-        let (hypervisor, journal) = (Arc::clone(child.handle()?), place.journal_handle());
+        restore.record_resume();
+        self.record_start_time((watch, timings));
+        let notes = [self.notes.clone(), mismatch_warnings(&mismatches)].concat();
+        let facts = self.restore_facts(&machine, notes);
+        let (hypervisor, journal) = (Arc::clone(child.process_handle()?), place.clone_journal());
         let (vcpus, run_record) = (machine.vcpus, place.vm.run_record());
         let (learning, storage, map) = (self.learning, self.storage, machine.map);
         let image = wanted.image.to_owned();
-        let pauser = Pauser::new(Arc::clone(&journal), Arc::clone(&hypervisor));
-        let work = Work {
+        let pauser = OutagePauser::new(Arc::clone(&journal), Arc::clone(&hypervisor));
+        let work = RestoreWork {
             restore,
             process,
             vcpus,
@@ -310,59 +332,64 @@ impl Load<'_> {
             map,
             pauser,
         };
-        Ok((work.boxed(), facts))
+        Ok((work.into_task(), facts))
     }
 
-    /// An eager restore where there is no userfaultfd: memory is written before the vCPUs run.
-    fn run_filled(
+    /// Restores eagerly without userfaultfd: all memory is written before the vCPUs run.
+    fn load_vm_eagerly(
         &self,
-        (vm, machine, memory, mismatches): (&mut Vm, Machine, Memory, Vec<Mismatch>),
+        (vm, machine, memory, mismatches): (
+            &mut QemuVm,
+            HypervisorRecord,
+            VmMemory,
+            Vec<HostMismatch>,
+        ),
         reason: &Failure,
-        (watch, timings): (&mut Watch, &mut Timings),
-        tell: &mut dyn FnMut(Progress),
-    ) -> Result<(Restoring, serde_json::Value), Failure> {
+        (watch, timings): (&mut LapTimer, &mut RestoreTimings),
+        report: &mut dyn FnMut(OperationProgress),
+    ) -> Result<(RestoreTask, serde_json::Value), Failure> {
         tracing::warn!("an eager restore without userfaultfd: {reason}");
-        timings.attach = watch.lap();
-        fill(&self.image, &memory.guest, &self.options, tell)?;
-        timings.prefill = watch.lap();
-        self.devices(vm, &memory.process)?;
-        timings.device_state = watch.lap();
+        timings.attach = watch.take_lap();
+        fill_memory(&self.image, &memory.guest, &self.options, report)?;
+        timings.prefill = watch.take_lap();
+        self.load_devices(vm, &memory.process)?;
+        timings.device_state = watch.take_lap();
         self.mark_started()?;
         self.start_vcpus(vm)?;
-        self.note_start((watch, timings));
-        let mut notes = warnings(&mismatches);
+        self.record_start_time((watch, timings));
+        let mut notes = mismatch_warnings(&mismatches);
         notes.push(format!(
-            "without userfaultfd ({reason}): memory came back before the VM started"
+            "without userfaultfd ({reason}): memory was restored before the VM started"
         ));
-        let journal_file = self.place.journal_handle();
-        let finish = move |_: &dyn Fn(Progress)| {
-            journal(&journal_file, |journal| journal.phase = Phase::Running)?;
+        let journal_file = self.place.clone_journal();
+        let finish = move |_: &dyn Fn(OperationProgress)| {
+            update_journal(&journal_file, |journal| journal.phase = VmPhase::Running)?;
             Ok(json!({ "restored": RunCounts::default() }))
         };
-        Ok((Box::new(finish), self.facts(&machine, notes)))
+        Ok((Box::new(finish), self.restore_facts(&machine, notes)))
     }
 
-    /// From here on a successor lets the VM run.
+    /// Records that a successor is to keep the VM, from here on.
     fn mark_started(&self) -> Result<(), Failure> {
         firn_fault::point("restore.device-state");
-        journal(self.place.journal, started)
+        update_journal(self.place.journal, set_started)
     }
 
-    fn start_vcpus(&self, vm: &mut Vm) -> Result<(), Failure> {
+    fn start_vcpus(&self, vm: &mut QemuVm) -> Result<(), Failure> {
         match stays_paused(&self.meta, self.wanted) {
             true => Ok(()),
-            false => vm.cont().doing("letting the VM run"),
+            false => vm.cont().while_doing("starting the vCPUs"),
         }
     }
 
-    fn note_start(&self, (watch, timings): (&mut Watch, &mut Timings)) {
-        timings.cont = watch.lap();
-        timings.total = milliseconds(watch.since.elapsed());
+    fn record_start_time(&self, (watch, timings): (&mut LapTimer, &mut RestoreTimings)) {
+        timings.cont = watch.take_lap();
+        timings.total = to_milliseconds(watch.since.elapsed());
         firn_fault::point("restore.resumed");
     }
 
-    fn facts(&self, machine: &Machine, notes: Vec<String>) -> serde_json::Value {
-        let mut facts = start::facts(machine, &notes);
+    fn restore_facts(&self, machine: &HypervisorRecord, notes: Vec<String>) -> serde_json::Value {
+        let mut facts = vm_start::start_facts(machine, &notes);
         facts["mode"] = json!(self.wanted.mode);
         facts["image"] = json!(self.wanted.image);
         let is_paused = stays_paused(&self.meta, self.wanted);
@@ -370,21 +397,25 @@ impl Load<'_> {
         facts
     }
 
-    /// From here on a successor knows the QEMU.
-    fn get_to_know(&self, args: Vec<String>, vm: &mut Vm) -> Result<(Machine, Memory), Failure> {
-        let layout = vm.layout().doing("finding the guest's memory")?;
-        let machine = describe(self.place, &self.meta, self.child, args, vm, &layout)?;
-        journal(self.place.journal, |journal| {
+    /// Examines the QEMU and records it in the journal, so that a successor finds it from here on.
+    fn record_hypervisor(
+        &self,
+        args: Vec<String>,
+        vm: &mut QemuVm,
+    ) -> Result<(HypervisorRecord, VmMemory), Failure> {
+        let layout = vm.layout().while_doing("finding the guest's memory")?;
+        let machine = describe_hypervisor(self.place, &self.meta, self.child, args, vm, &layout)?;
+        update_journal(self.place.journal, |journal| {
             journal.machine = Some(machine.clone());
-            journal.phase = self.phase();
+            journal.phase = self.restoring_phase();
         })?;
         firn_fault::point("restore.journaled");
         let memory = qemu::open_memory(machine.process.pid, &layout)?;
         Ok((machine, memory))
     }
 
-    fn phase(&self) -> Phase {
-        Phase::Restoring {
+    fn restoring_phase(&self) -> VmPhase {
+        VmPhase::Restoring {
             image: self.wanted.image.to_owned(),
             identity: self.image.identity(),
             mode: self.wanted.mode,
@@ -395,39 +426,42 @@ impl Load<'_> {
         }
     }
 
-    /// From here on page faults are answered.
-    fn begin(
+    /// Starts the page server, which answers page faults from here on.
+    fn begin_page_server(
         &self,
-        memory: Memory,
+        memory: VmMemory,
         faults: PageFaults,
-        prefilled: &Prefilled,
-        machine: &Machine,
-    ) -> Result<Restore, Failure> {
+        prefilled: &PrefilledMemory,
+        machine: &HypervisorRecord,
+    ) -> Result<RunningRestore, Failure> {
         let Self { place, child, .. } = self;
-        let options = RestoreOptions { vcpus: vcpus(machine), ..self.options.clone() };
-        let pages = memory.guest.map().total_pages();
-        let presence =
-            Presence::create(&place.vm.presence(), pages).doing("making the presence file")?;
+        let options = RestoreOptions { vcpus: numbered_vcpus(machine), ..self.options.clone() };
+        let pages = memory.guest.region_map().total_pages();
+        let presence = PresenceFile::create(&place.vm.presence_file(), pages)
+            .while_doing("making the presence file")?;
         firn_fault::point("restore.attached");
         let lives = Arc::clone(&self.lives);
-        let on_fatal = on_fatal(place.journal_handle(), child.handle()?, lives);
+        let on_fatal = fatal_error_handler(place.clone_journal(), child.process_handle()?, lives);
         let (image, guest) = (Arc::clone(&self.image), memory.guest);
-        Restore::begin_prefilled(image, guest, faults, options, presence, prefilled, on_fatal)
-            .map_err(|error| restore_failure(&error))
+        RunningRestore::begin_prefilled(
+            image, guest, faults, options, presence, prefilled, on_fatal,
+        )
+        .map_err(|error| restore_failure(&error))
     }
 
-    fn devices(&self, vm: &mut Vm, process: &Process) -> Result<(), Failure> {
+    fn load_devices(&self, vm: &mut QemuVm, process: &Process) -> Result<(), Failure> {
         vm.load_device_state(self.image.device_state())
-            .doing("loading the VM's devices")
-            .map_err(|failure| start::with_output(failure, self.place.vm))?;
+            .while_doing("loading the VM's devices")
+            .map_err(|failure| vm_start::with_output(failure, self.place.vm))?;
         auxiliary::write_image_aux(vm, process, &self.image)
     }
 
-    /// Why a step failed. Memory that can't be brought back makes everything else fail, and QEMU end.
-    fn why(&self, restore: &Restore, failure: Failure) -> Failure {
+    /// Explains why a step failed. If memory can't be restored, everything else fails, and QEMU
+    /// ends.
+    fn explain_failure(&self, restore: &RunningRestore, failure: Failure) -> Failure {
         match restore.wait_timeout(Duration::ZERO) {
             Err(error) if !error.is_hypervisor_gone() => restore_failure(&error),
-            _ => self.child.explain(failure, self.place.vm),
+            _ => self.child.explain_failure(failure, self.place.vm),
         }
     }
 }
@@ -443,15 +477,15 @@ pub(crate) fn restore_failure(error: &RestoreError) -> Failure {
     Failure::from_error(kind, error).while_doing(RESTORING)
 }
 
-pub(crate) fn open(path: &Path) -> Result<(Arc<Image>, Meta), Failure> {
+pub(crate) fn open_image(path: &Path) -> Result<(Arc<Image>, ImageMeta), Failure> {
     let opening = format!("opening {}", path.display());
     let image = Image::open(path).map_err(|error| image_failure(&error).while_doing(&*opening))?;
     with_meta(image)
 }
 
-pub(crate) fn with_meta(image: Image) -> Result<(Arc<Image>, Meta), Failure> {
-    let meta: Meta = serde_json::from_value(image.meta().clone())
-        .doing_or(FailureKind::Damaged, "reading what the image says of its VM")?;
+pub(crate) fn with_meta(image: Image) -> Result<(Arc<Image>, ImageMeta), Failure> {
+    let meta: ImageMeta = serde_json::from_value(image.meta().clone())
+        .while_doing_as(FailureKind::Damaged, "reading the image's description of its VM")?;
     match meta.version {
         meta::VERSION..=meta::VERSION_MARKED => Ok((Arc::new(image), meta)),
         other => {
@@ -459,131 +493,139 @@ pub(crate) fn with_meta(image: Image) -> Result<(Arc<Image>, Meta), Failure> {
                 "the image describes its VM in version {other}, not {}",
                 meta::VERSION_MARKED
             );
-            Err(Failure::new(FailureKind::Refused, text).hint("use the Firn that wrote it"))
+            Err(Failure::new(FailureKind::Refused, text).with_hint("use the Firn that wrote it"))
         }
     }
 }
 
-/// What a disk is now; relative paths start where QEMU was started.
-pub(crate) fn look(meta: &Meta, file: &Path) -> Option<DiskIdentity> {
-    DiskIdentity::of(&meta.qemu.directory.join(file)).ok()
+/// The current identity of a disk; relative paths start in QEMU's working directory.
+pub(crate) fn disk_identity(meta: &ImageMeta, file: &Path) -> Option<DiskIdentity> {
+    DiskIdentity::from_path(&meta.qemu.directory.join(file)).ok()
 }
 
-pub(crate) fn refuse(mismatches: &[Mismatch], force: bool) -> Result<(), Failure> {
+pub(crate) fn refuse_mismatches(mismatches: &[HostMismatch], force: bool) -> Result<(), Failure> {
     if mismatches.is_empty() || force {
         return Ok(());
     }
     let chain = mismatches.iter().map(ToString::to_string).collect();
     let failure = Failure { kind: FailureKind::Refused, chain, hint: None };
     Err(failure
-        .while_doing("the guest would not find what it remembers")
-        .hint("bring back what is named here, or go on at your own risk with --force"))
+        .while_doing("the restored guest would find another QEMU or other disks than it had")
+        .with_hint("provide what is named here, or continue at your own risk with --force"))
 }
 
-fn warnings(mismatches: &[Mismatch]) -> Vec<String> {
+fn mismatch_warnings(mismatches: &[HostMismatch]) -> Vec<String> {
     mismatches.iter().map(|mismatch| format!("forced: {mismatch}")).collect()
 }
 
-/// The program of the image, if it may be started; or the one that the user names.
-fn program(meta: &Meta, overrides: &Overrides) -> Result<PathBuf, Failure> {
+/// The program that the image names, if it may be started; or the one that the user names.
+fn choose_program(meta: &ImageMeta, overrides: &CommandOverrides) -> Result<PathBuf, Failure> {
     let name = meta.qemu.user_args.first().map_or("", String::as_str);
     match overrides.program {
-        Some(_) => programs::chosen(name, &meta.qemu.directory),
-        None => programs::allowed(name, &meta.qemu.directory),
+        Some(_) => programs::chosen_program(name, &meta.qemu.directory),
+        None => programs::allowed_program(name, &meta.qemu.directory),
     }
 }
 
-/// Takes nothing away from another process: a VM of the same command line may run here.
-fn beside(place: &Place<'_>, meta: &Meta, plan: Plan) -> Result<(Plan, Vec<String>), Failure> {
-    let holder = |endpoint: &Endpoint| endpoints::holder(endpoint, &meta.qemu.directory);
-    let beside = Beside { directory: place.vm.path(), holder: &holder };
-    plan.beside(&beside).map_err(|error| {
+/// Changes endpoints that another process uses: a VM with the same command line may run here.
+fn avoid_used_endpoints(
+    place: &StartContext<'_>,
+    meta: &ImageMeta,
+    plan: CommandPlan,
+) -> Result<(CommandPlan, Vec<String>), Failure> {
+    let holder =
+        |endpoint: &HostEndpoint| endpoints::endpoint_holder(endpoint, &meta.qemu.directory);
+    let beside = EndpointRelocation { directory: place.vm.path(), holder: &holder };
+    plan.relocate_endpoints(&beside).map_err(|error| {
         let failure = Failure::from_error(FailureKind::Busy, &error);
-        failure.hint("--netdev ID=user,hostfwd=... gives the restored VM other ports")
+        failure.with_hint("--netdev ID=user,hostfwd=... gives the restored VM other ports")
     })
 }
 
-/// Starts QEMU where it ran before, if that directory is still there, and begins to fill its memory.
-fn launch(
-    place: &Place<'_>,
-    meta: &Meta,
+/// Starts QEMU in its former working directory, if that still exists, and begins to fill its
+/// memory.
+fn launch_qemu(
+    place: &StartContext<'_>,
+    meta: &ImageMeta,
     image: &Arc<Image>,
     options: &RestoreOptions,
-    plan: &Plan,
-) -> Result<(Child, Vec<String>, Option<Prefill>), Failure> {
-    let ram = start::ram_files(plan.ram()).doing("making the VM's memory")?;
-    let sockets = Sockets::make(plan.cards(), &meta.qemu.directory, place.vm)?;
-    let paths = start::paths(place, &ram, &sockets);
-    let augmented = plan.for_restore(&paths).map_err(start::refused)?;
-    start::enter(&meta.qemu.directory);
-    let prefill = prefill_of(image, options, plan.ram(), &ram);
-    let child = start::launch(place.vm, &augmented, ram, &sockets)?;
+    plan: &CommandPlan,
+) -> Result<(HypervisorChild, Vec<String>, Option<PrefillThreads>), Failure> {
+    let ram = vm_start::create_ram_files(plan.ram()).while_doing("making the VM's memory")?;
+    let sockets = CardSockets::create_pairs(plan.cards(), &meta.qemu.directory, place.vm)?;
+    let paths = vm_start::qemu_paths(place, &ram, &sockets);
+    let augmented = plan.for_restore(&paths).map_err(vm_start::command_line_failure)?;
+    vm_start::enter_directory(&meta.qemu.directory);
+    let prefill = start_prefill(image, options, plan.ram(), &ram);
+    let child = vm_start::launch_qemu(place.vm, &augmented, ram, &sockets)?;
     Ok((child, augmented.args, prefill))
 }
 
-/// `None` where the files are not those of the image: the restore will be refused, and says why. And if use is accounted
-/// for: what is there from the beginning is used unseen.
-fn prefill_of(
+/// Starts to prefill RAM. `None` where the files are not those of the image: the restore will be
+/// refused, with the reason. Also `None` if the use of pages is counted, because the use of pages
+/// that are present from the start can't be seen.
+fn start_prefill(
     image: &Arc<Image>,
     options: &RestoreOptions,
     plans: &[RamPlan],
     ram: &[File],
-) -> Option<Prefill> {
+) -> Option<PrefillThreads> {
     let regions = image.regions().regions();
     let is_same = |(region, plan): (&RamRegion, &RamPlan)| {
-        region.id == plan.id && region.bytes() == plan.bytes.next_multiple_of(PAGE_SIZE as u64)
+        region.id == plan.id && region.byte_len() == plan.bytes.next_multiple_of(PAGE_SIZE as u64)
     };
     let are_same = regions.len() == plans.len() && regions.iter().zip(plans).all(is_same);
     if options.account_use || !are_same {
         return None;
     }
     let files = ram.iter().map(File::try_clone).collect::<Result<_, _>>().ok()?;
-    Some(Prefill::start(Arc::clone(image), options, files))
+    Some(PrefillThreads::start_fill(Arc::clone(image), options, files))
 }
 
-fn describe(
-    place: &Place<'_>,
-    meta: &Meta,
-    child: &Child,
+fn describe_hypervisor(
+    place: &StartContext<'_>,
+    meta: &ImageMeta,
+    child: &HypervisorChild,
     args: Vec<String>,
-    vm: &mut Vm,
-    layout: &Layout,
-) -> Result<Machine, Failure> {
-    let known = Known {
+    vm: &mut QemuVm,
+    layout: &MemoryLayout,
+) -> Result<HypervisorRecord, Failure> {
+    let known = KnownHypervisor {
         process: child.identity.clone(),
-        qmp: place.vm.qmp(),
+        qmp: place.vm.qmp_socket(),
         launched: true,
         user_args: meta.qemu.user_args.clone(),
         args,
         directory: meta.qemu.directory.clone(),
         drives: meta.drives.clone(),
         cards: child.cards.clone(),
-        // No image has any.
+        // No image has served disks.
         served: Vec::new(),
     };
-    qemu::describe(vm, known, layout, place.vm.name().as_str())
+    qemu::describe_hypervisor(vm, known, layout, place.vm.name().as_str())
 }
 
-pub(crate) fn vcpus(machine: &Machine) -> Vec<(Tid, VcpuId)> {
+pub(crate) fn numbered_vcpus(machine: &HypervisorRecord) -> Vec<(ThreadId, VcpuId)> {
     machine.vcpus.iter().zip(0..).map(|(&tid, id)| (tid, VcpuId(id))).collect()
 }
 
-fn attach(
+fn attach_page_faults(
     process: &Process,
     memory: &Arc<GuestMemory>,
-    vcpus: &[Tid],
+    vcpus: &[ThreadId],
 ) -> Result<PageFaults, Failure> {
     const ATTACHING: &str = "attaching to QEMU";
-    firn_fault::io("restore.userfaultfd").doing_or(FailureKind::Host, ATTACHING)?;
-    let mut tracee = Tracee::seize(process, vcpus).doing_or(FailureKind::Host, ATTACHING)?;
-    PageFaults::create(&mut tracee, Arc::clone(memory), Trace::Restore)
-        .doing_or(FailureKind::Host, ATTACHING)
-        .map_err(|failure| failure.hint("`firn doctor` says what this host and user lack"))
+    firn_fault::io("restore.userfaultfd").while_doing_as(FailureKind::Host, ATTACHING)?;
+    let mut tracee = Tracee::seize(process, vcpus).while_doing_as(FailureKind::Host, ATTACHING)?;
+    PageFaults::create(&mut tracee, Arc::clone(memory), TraceMode::Restore)
+        .while_doing_as(FailureKind::Host, ATTACHING)
+        .map_err(|failure| failure.with_hint("`firn doctor` lists what this host and user lack"))
 }
 
-/// A page that can't be brought back leaves QEMU waiting for ever. A VM that has not run, or is to be ended by that, ends, and why
-/// has to be known. Of one that `lives` the supervisor exits instead, and its successor tries again.
-pub(crate) fn on_fatal(
+/// What to do when a page can't be restored, because QEMU would wait for it for ever. A VM that has
+/// not run, or that such a failure is to end, is ended, and the reason is recorded. If the VM
+/// `lives`, the supervisor exits instead, and its successor tries again.
+pub(crate) fn fatal_error_handler(
     journal: Arc<JournalFile>,
     hypervisor: &Arc<ProcessHandle>,
     lives: Arc<AtomicBool>,
@@ -595,65 +637,72 @@ pub(crate) fn on_fatal(
         }
         let failure = restore_failure(error);
         tracing::error!("{failure}");
-        let _ = journal.update(|journal| journal.note_end(failure));
-        let _ = hypervisor.kill();
+        let _ = journal.update(|journal| journal.record_end_reason(failure));
+        let _ = hypervisor.send_kill();
     })
 }
 
-/// Writes what lies beside RAM and is not in the device state. Only now does QEMU have all of it mapped.
-pub(crate) fn write_aux(
-    vm: &mut Vm,
+/// Writes the auxiliary blocks that are not in the device state. QEMU has mapped all of them only
+/// now.
+pub(crate) fn write_aux_blocks(
+    vm: &mut QemuVm,
     process: &Process,
     blocks: &[AuxBlock],
 ) -> Result<(), Failure> {
     if blocks.is_empty() {
         return Ok(());
     }
-    let places = vm.layout().doing("finding video memory")?.aux;
+    let locations = vm.layout().while_doing("finding video memory")?.aux;
     for block in blocks {
-        let place = places
+        let location = locations
             .iter()
             .find(|place| place.id == block.id && place.bytes == block.bytes.len() as u64);
-        let Some(hva) = place.and_then(|place| place.hva) else {
-            let text = format!("QEMU has no place for {} bytes of {}", block.bytes.len(), block.id);
+        let Some(hva) = location.and_then(|place| place.hva) else {
+            let text = format!("QEMU has no block of {} bytes for {}", block.bytes.len(), block.id);
             return Err(Failure::new(FailureKind::Other, text));
         };
-        process_memory::write(process, hva, &block.bytes).doing(format!("writing {}", block.id))?;
+        process_memory::write_memory(process, hva, &block.bytes)
+            .while_doing(format!("writing {}", block.id))?;
     }
     Ok(())
 }
 
-/// Brings in what has to be there before the guest runs, telling how far that is.
-fn prefill(restore: &Restore, tell: &mut dyn FnMut(Progress)) -> Result<(), Failure> {
+/// Installs the memory that has to be present before the guest runs, and reports progress.
+fn prefill_memory(
+    restore: &RunningRestore,
+    report: &mut dyn FnMut(OperationProgress),
+) -> Result<(), Failure> {
     let is_over = AtomicBool::new(false);
     let filled = thread::scope(|scope| {
         let filling = scope.spawn(|| {
-            let filled = restore.prefill();
+            let filled = restore.await_prefill();
             is_over.store(true, Ordering::Release);
             filled
         });
-        let mut told = Instant::now();
+        let mut reported_at = Instant::now();
         while !is_over.load(Ordering::Acquire) && !filling.is_finished() {
             thread::park_timeout(Duration::from_millis(1));
-            if told.elapsed() >= PROGRESS_EVERY {
-                told = Instant::now();
-                tell(progress(restore, None));
+            if reported_at.elapsed() >= PROGRESS_INTERVAL {
+                reported_at = Instant::now();
+                report(restore_progress(restore, None));
             }
         }
         filling.join()
     });
     match filled {
         Ok(filled) => filled.map_err(|error| restore_failure(&error)),
-        Err(_) => Err(Failure::new(FailureKind::Other, "bringing memory back failed by a bug")),
+        Err(_) => {
+            Err(Failure::new(FailureKind::Other, "a bug in Firn ended the restore of memory"))
+        }
     }
 }
 
-/// Writes all memory before the vCPUs run, and reports how far that is.
-fn fill(
+/// Writes all memory before the vCPUs run, and reports progress.
+fn fill_memory(
     image: &Arc<Image>,
     memory: &GuestMemory,
     options: &RestoreOptions,
-    tell: &mut dyn FnMut(Progress),
+    report: &mut dyn FnMut(OperationProgress),
 ) -> Result<(), Failure> {
     let (done, total) = (AtomicU64::new(0), AtomicU64::new(0));
     let note = |written: u64, all: u64| {
@@ -663,27 +712,29 @@ fn fill(
     let filled = thread::scope(|scope| {
         let filling = scope.spawn(|| firn_restore::fill_all(image, memory, options, &note));
         while !filling.is_finished() {
-            thread::park_timeout(PROGRESS_EVERY);
+            thread::park_timeout(PROGRESS_INTERVAL);
             let (done, total) = (done.load(Ordering::Relaxed), total.load(Ordering::Relaxed));
-            tell(Progress::new("restoring", done, total));
+            report(OperationProgress::new("restoring", done, total));
         }
         filling.join()
     });
     match filled {
         Ok(filled) => filled.map_err(|error| restore_failure(&error)),
-        Err(_) => Err(Failure::new(FailureKind::Other, "bringing memory back failed by a bug")),
+        Err(_) => {
+            Err(Failure::new(FailureKind::Other, "a bug in Firn ended the restore of memory"))
+        }
     }
 }
 
-fn started(journal: &mut Journal) {
-    if let Phase::Restoring { started, .. } = &mut journal.phase {
+fn set_started(journal: &mut Journal) {
+    if let VmPhase::Restoring { started, .. } = &mut journal.phase {
         *started = true;
     }
 }
 
-pub(crate) fn journal(
+pub(crate) fn update_journal(
     file: &JournalFile,
     change: impl FnOnce(&mut Journal),
 ) -> Result<(), Failure> {
-    file.update(change).doing("writing the journal")
+    file.update(change).while_doing("writing the journal")
 }

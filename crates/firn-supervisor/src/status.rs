@@ -1,33 +1,34 @@
-//! What there is to say about a VM: for `firn ls` and `firn status`.
+//! The status of a VM, for `firn ls` and `firn status`.
 
 use std::path::PathBuf;
 
 use firn_epochs::primary_end::PrimaryEnd;
 use serde::{Deserialize, Serialize};
 
-use crate::disks::left_behind;
-use crate::journal::{Exit, Journal, Note, Phase};
+use crate::control_protocol::{OperationProgress, RestoreOutage};
+use crate::disk_snapshots::overlays_left;
+use crate::journal::{Journal, JournalNote, ProcessExit, VmPhase};
 use crate::name::VmName;
 use crate::network::CardStatus;
-use crate::protection::Protection;
-use crate::protocol::{Progress, Waiting};
-use crate::standby::Readiness;
+use crate::protection::ProtectionStatus;
+use crate::standby::StandbyStatus;
 
-/// A VM, as a user sees it.
+/// The status of a VM, as a user sees it.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
-pub struct Status {
+pub struct VmStatus {
     /// Its name.
     pub name: VmName,
-    /// `starting`, `running`, `paused`, `saving`, `suspending`, `restoring`, `waiting`, `protected`, `standby`, `hung`, `ended`, `detached` or,
-    /// if its journal can't be read, `unknown`.
+    /// `starting`, `running`, `paused`, `saving`, `suspending`, `restoring`, `waiting`,
+    /// `protected`, `standby`, `hung`, `ended`, `detached` or, if its journal can't be read,
+    /// `unknown`.
     pub state: String,
     /// How it ended, if it has.
     #[serde(default, skip_serializing_if = "Option::is_none")]
-    pub exit: Option<Exit>,
+    pub exit: Option<ProcessExit>,
     /// The hypervisor's process.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub pid: Option<i32>,
-    /// Whether Firn started the hypervisor (`false`: it was attached to).
+    /// Whether Firn started the hypervisor (`false`: Firn attached to it).
     pub launched: bool,
     /// Guest RAM, in bytes.
     pub memory_bytes: u64,
@@ -37,7 +38,7 @@ pub struct Status {
     pub qemu: String,
     /// `kvm` or `tcg`.
     pub accel: String,
-    /// When Firn took charge of it, in seconds since 1970.
+    /// When Firn began to manage it, in seconds since 1970.
     pub since: u64,
     /// The hypervisor's monitor socket.
     #[serde(default, skip_serializing_if = "Option::is_none")]
@@ -45,39 +46,39 @@ pub struct Status {
     /// The image that is being written or restored from.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub image: Option<PathBuf>,
-    /// How far that has come.
+    /// The progress of that.
     #[serde(default, skip_serializing_if = "Option::is_none")]
-    pub progress: Option<Progress>,
-    /// Files that its drives are written to, or are about to, and no image stands on.
+    pub progress: Option<OperationProgress>,
+    /// Files that its drives write to, or are about to write to, and that no image refers to.
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
     pub overlays: Vec<PathBuf>,
-    /// What happened last.
+    /// The last event.
     #[serde(default, skip_serializing_if = "Option::is_none")]
-    pub last: Option<Note>,
+    pub last: Option<JournalNote>,
     /// How often a successor has taken over from a dead supervisor.
     pub recoveries: u32,
-    /// What is known of its epochs while it is protected.
+    /// The state of its protection, if it is protected.
     #[serde(default, skip_serializing_if = "Option::is_none")]
-    pub protection: Option<Protection>,
-    /// Of a standby: what it has.
+    pub protection: Option<ProtectionStatus>,
+    /// The state of the standby, if it is one.
     #[serde(default, skip_serializing_if = "Option::is_none")]
-    pub standby: Option<Readiness>,
+    pub standby: Option<StandbyStatus>,
     /// How its protection ended, if it was protected.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub protection_end: Option<PrimaryEnd>,
-    /// The timeline whose lease its network cards need, if they need one.
+    /// The generation whose lease its output needs, if it needs one.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub lease: Option<u32>,
     /// Its network cards whose frames pass through Firn.
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
     pub network: Vec<CardStatus>,
-    /// What can't be read or installed at present, of a VM that is being restored.
+    /// The memory that can't be read or installed at present, if the VM is being restored.
     #[serde(default, skip_serializing_if = "Option::is_none")]
-    pub waiting: Option<Waiting>,
-    /// Why nobody answers for it, and what helps.
+    pub waiting: Option<RestoreOutage>,
+    /// The reason why no supervisor answers for it, and what helps.
     #[serde(default, skip_serializing_if = "Option::is_none")]
-    pub unattended: Option<Unattended>,
-    /// Process ids of the supervisor and the guards.
+    pub unattended: Option<UnattendedVm>,
+    /// The supervisor's process id.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub supervisor_pid: Option<i32>,
     /// The guard's process id.
@@ -88,27 +89,27 @@ pub struct Status {
     pub watcher_pid: Option<i32>,
 }
 
-/// A VM whose supervisor is gone or does not answer.
+/// The reason why a VM has no supervisor that answers.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
-pub struct Unattended {
+pub struct UnattendedVm {
     /// What is wrong.
     pub why: String,
-    /// Which command helps.
+    /// The command that helps.
     pub hint: String,
     /// The supervisor, if there is one.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub supervisor_pid: Option<i32>,
 }
 
-impl Status {
-    /// Of a VM whose journal can't be read.
-    pub(crate) fn unknown(name: VmName) -> Self {
-        let status = Self::of(&Journal::new(name, None));
+impl VmStatus {
+    /// The status of a VM whose journal can't be read.
+    pub(crate) fn for_unreadable_journal(name: VmName) -> Self {
+        let status = Self::from_journal(&Journal::new(name, None));
         Self { state: "unknown".to_owned(), ..status }
     }
 
-    /// The same, of a VM that has come so far with what is going on.
-    pub(crate) fn with_progress(mut self, progress: Option<Progress>) -> Self {
+    /// Adds the progress of the running operation.
+    pub(crate) fn with_progress(mut self, progress: Option<OperationProgress>) -> Self {
         self.waiting = progress.as_ref().and_then(|progress| progress.waiting.clone());
         if self.waiting.as_ref().is_some_and(|waiting| waiting.guest_waits) {
             self.state = "waiting".to_owned();
@@ -117,20 +118,20 @@ impl Status {
         self
     }
 
-    /// What the journal alone tells.
-    pub fn of(journal: &Journal) -> Self {
+    /// The status as the journal alone describes it.
+    pub fn from_journal(journal: &Journal) -> Self {
         let machine = journal.machine.as_ref();
         let meta = machine.map(|machine| machine.meta.clone()).unwrap_or_default();
         let (image, exit) = match &journal.phase {
-            Phase::Saving { image, .. } | Phase::Restoring { image, .. } => {
+            VmPhase::Saving { image, .. } | VmPhase::Restoring { image, .. } => {
                 (Some(image.clone()), None)
             }
-            Phase::Ended { exit, .. } => (None, Some(*exit)),
+            VmPhase::Ended { exit, .. } => (None, Some(*exit)),
             _ => (None, None),
         };
         Self {
             name: journal.name.clone(),
-            state: journal.phase.word().to_owned(),
+            state: journal.phase.state_word().to_owned(),
             exit,
             pid: machine.map(|machine| machine.process.pid),
             launched: machine.is_none_or(|machine| machine.launched),
@@ -142,7 +143,7 @@ impl Status {
             qmp: machine.map(|machine| machine.qmp.clone()),
             image,
             progress: None,
-            overlays: left_behind(journal),
+            overlays: overlays_left(journal),
             last: journal.last.clone(),
             recoveries: journal.recoveries,
             protection: None,
@@ -168,8 +169,8 @@ mod tests {
     fn an_ended_vm_says_how_it_ended() {
         let mut journal = Journal::new(VmName::new("web").unwrap(), None);
         journal.machine = Some(machine(true));
-        journal.phase = Phase::Ended { exit: Exit::Signal(11), at: 5 };
-        let status = Status::of(&journal);
-        assert_eq!((status.state.as_str(), status.exit), ("ended", Some(Exit::Signal(11))));
+        journal.phase = VmPhase::Ended { exit: ProcessExit::Signal(11), at: 5 };
+        let status = VmStatus::from_journal(&journal);
+        assert_eq!((status.state.as_str(), status.exit), ("ended", Some(ProcessExit::Signal(11))));
     }
 }

@@ -1,21 +1,21 @@
 //! Values for unit tests.
 
-use firn_types::{HostVirt, RegionMap, Tid};
+use firn_types::{HostVirt, RegionMap, ThreadId};
 
 use crate::identity::ProcessIdentity;
-use crate::journal::Machine;
-use crate::meta::Meta;
+use crate::journal::HypervisorRecord;
+use crate::meta::ImageMeta;
 
-/// A machine of one 1 MiB region, run by this very process.
-pub fn machine(launched: bool) -> Machine {
-    Machine {
-        process: ProcessIdentity::of(std::process::id() as i32).unwrap(),
+/// A hypervisor with one region of 1 MiB, run by this process.
+pub fn machine(launched: bool) -> HypervisorRecord {
+    HypervisorRecord {
+        process: ProcessIdentity::from_pid(std::process::id() as i32).unwrap(),
         qmp: "/run/firn/web/qmp.sock".into(),
         launched,
         map: RegionMap::lay_out([("ram", 1 << 20)]).unwrap(),
         locations: vec![("ram".into(), HostVirt(0x7f00_0000_0000))],
-        vcpus: vec![Tid(1)],
-        meta: Meta::default(),
+        vcpus: vec![ThreadId(1)],
+        meta: ImageMeta::default(),
         since: 0,
         access_bits: None,
         calls: None,

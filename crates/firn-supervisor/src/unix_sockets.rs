@@ -1,4 +1,5 @@
-//! The unix sockets of this host, as the kernel lists them (sock_diag(7)): which socket file, in which state, connected to which.
+//! The unix sockets of this host, as the kernel lists them (sock_diag(7)): the file, state and peer
+//! of each.
 //!
 //! ```text
 //!   listener     /run/web.qmp  LISTEN       inode 11
@@ -6,7 +7,8 @@
 //!   its client                 ESTABLISHED  inode 13  peer 12      in the process that is connected
 //! ```
 //!
-//! A connection that is not accepted yet is not listed. The list is that of this process's network namespace.
+//! A connection that is not accepted yet is not listed. The list contains the sockets of this
+//! process's network namespace.
 //!
 //! Source: Linux `include/uapi/linux/unix_diag.h`, `include/uapi/linux/netlink.h`.
 
@@ -35,10 +37,10 @@ const ESTABLISHED: u8 = 1;
 const HEADER: usize = 16;
 /// Bytes of the header of an attribute.
 const ATTRIBUTE: usize = 4;
-/// More than the kernel puts into one answer.
+/// More than the size of one answer of the kernel.
 const ANSWER_BYTES: usize = 64 << 10;
 
-/// A unix socket that a process has.
+/// A unix socket of a process.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub(crate) struct UnixSocket {
     /// Its inode, as in `/proc/PID/fd`: `socket:[INODE]`.
@@ -46,21 +48,22 @@ pub(crate) struct UnixSocket {
     /// The inode of the socket that it is connected to.
     pub(crate) peer: Option<u32>,
     state: u8,
-    /// The path that it was bound to, as it was given.
+    /// The path that it was bound to, as the process gave it.
     path: Option<PathBuf>,
-    /// The device and the inode of its file, as the kernel has them, the inode shortened.
+    /// The device and the inode of its file in the kernel, the inode shortened.
     file: Option<(u32, u32)>,
 }
 
 impl UnixSocket {
-    /// Whether it waits for connections.
+    /// Whether it accepts connections.
     pub(crate) fn is_listening(&self) -> bool {
         self.state == LISTENING
     }
 
-    /// Whether this file is its own, or that of the socket that has accepted it.
+    /// Whether the file at this path is the socket's own, or that of the socket that has accepted
+    /// it.
     ///
-    /// File systems with subvolumes show another device than the kernel has: the name decides there.
+    /// File systems with subvolumes report another device than the kernel: there the name decides.
     fn has_file(&self, path: &Path, (device, inode): (u32, u32)) -> bool {
         let Some(file) = self.file.filter(|file| file.1 == inode) else { return false };
         let named = |own: &PathBuf| own.file_name() == path.file_name();
@@ -70,34 +73,34 @@ impl UnixSocket {
 
 /// The listening sockets of a socket file, and the inodes of the clients that are connected to it.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
-pub(crate) struct Users {
+pub(crate) struct SocketUsers {
     pub(crate) listeners: Vec<u32>,
     pub(crate) clients: Vec<u32>,
 }
 
-/// The processes' sockets at a socket file. None are found for a file that is not there.
-pub(crate) fn users(path: &Path) -> io::Result<Users> {
-    let Ok(file) = path.metadata() else { return Ok(Users::default()) };
+/// Finds the sockets at a socket file. There are none for a file that does not exist.
+pub(crate) fn find_users(path: &Path) -> io::Result<SocketUsers> {
+    let Ok(file) = path.metadata() else { return Ok(SocketUsers::default()) };
     let device = rustix::fs::major(file.dev()) << 20 | rustix::fs::minor(file.dev());
     let file = (device, file.ino() as u32);
-    let found: Vec<_> = list()?.into_iter().filter(|it| it.has_file(path, file)).collect();
+    let found: Vec<_> = list_sockets()?.into_iter().filter(|it| it.has_file(path, file)).collect();
     let listeners = found.iter().filter(|it| it.is_listening()).map(|it| it.inode);
     let accepted = found.iter().filter(|it| it.state == ESTABLISHED);
     let clients = accepted.filter_map(|it| it.peer).filter(|&peer| peer != 0);
-    Ok(Users { listeners: listeners.collect(), clients: clients.collect() })
+    Ok(SocketUsers { listeners: listeners.collect(), clients: clients.collect() })
 }
 
-/// All unix sockets of this network namespace.
-pub(crate) fn list() -> io::Result<Vec<UnixSocket>> {
+/// Lists all unix sockets of this network namespace.
+pub(crate) fn list_sockets() -> io::Result<Vec<UnixSocket>> {
     let (family, kind) = (AddressFamily::NETLINK, SocketType::RAW);
     let netlink = rustix::net::socket_with(family, kind, SocketFlags::CLOEXEC, Some(SOCK_DIAG))?;
     let kernel = SocketAddrNetlink::new(0, 0);
-    rustix::net::sendto(&netlink, &request(), SendFlags::empty(), &kernel)?;
-    answers(&netlink)
+    rustix::net::sendto(&netlink, &dump_request(), SendFlags::empty(), &kernel)?;
+    read_sockets(&netlink)
 }
 
-/// A `nlmsghdr`, then a `unix_diag_req` for all states.
-fn request() -> Vec<u8> {
+/// The dump request: a `nlmsghdr`, then a `unix_diag_req` for all states.
+fn dump_request() -> Vec<u8> {
     let wanted = [u32::from(AddressFamily::UNIX.as_raw()), u32::MAX, 0, SHOW, 0, 0];
     let len = (HEADER + size_of_val(&wanted)) as u32;
     let mut bytes = len.to_ne_bytes().to_vec();
@@ -108,7 +111,7 @@ fn request() -> Vec<u8> {
     bytes
 }
 
-fn answers(netlink: &OwnedFd) -> io::Result<Vec<UnixSocket>> {
+fn read_sockets(netlink: &OwnedFd) -> io::Result<Vec<UnixSocket>> {
     let mut sockets = Vec::new();
     let mut room = vec![0; ANSWER_BYTES];
     loop {
@@ -116,52 +119,53 @@ fn answers(netlink: &OwnedFd) -> io::Result<Vec<UnixSocket>> {
         if len == 0 {
             return Err(io::ErrorKind::UnexpectedEof.into());
         }
-        for (kind, body) in messages(&room[..len]) {
+        for (kind, body) in parse_messages(&room[..len]) {
             match kind {
                 DONE => return Ok(sockets),
-                ERROR => return Err(refusal(body)),
-                _ => sockets.extend(socket(body)),
+                ERROR => return Err(kernel_error(body)),
+                _ => sockets.extend(parse_socket(body)),
             }
         }
     }
 }
 
-/// The kernel says a negative number.
-fn refusal(body: &[u8]) -> io::Error {
-    let code = word(body, 0).map_or(0, |code| (code as i32).saturating_neg());
+/// The error in an answer, where the kernel has its negated number.
+fn kernel_error(body: &[u8]) -> io::Error {
+    let code = read_u32(body, 0).map_or(0, |code| (code as i32).saturating_neg());
     io::Error::from_raw_os_error(code)
 }
 
-/// Types and bodies of the messages of an answer.
-fn messages(bytes: &[u8]) -> Vec<(u16, &[u8])> {
-    parts(bytes, HEADER, |rest| Some((word(rest, 0)? as usize, half(rest, 4)?)))
+/// The types and bodies of the messages of an answer.
+fn parse_messages(bytes: &[u8]) -> Vec<(u16, &[u8])> {
+    split_records(bytes, HEADER, |rest| Some((read_u32(rest, 0)? as usize, read_u16(rest, 4)?)))
 }
 
-/// A `unix_diag_msg` and its attributes.
-fn socket(body: &[u8]) -> Option<UnixSocket> {
-    let (state, inode) = (*body.get(2)?, word(body, 4)?);
+/// Parses a `unix_diag_msg` and its attributes.
+fn parse_socket(body: &[u8]) -> Option<UnixSocket> {
+    let (state, inode) = (*body.get(2)?, read_u32(body, 4)?);
     let mut socket = UnixSocket { state, inode, ..UnixSocket::default() };
-    let length = |rest: &[u8]| Some((usize::from(half(rest, 0)?), half(rest, 2)?));
-    for (kind, value) in parts(body.get(HEADER..)?, ATTRIBUTE, length) {
+    let length = |rest: &[u8]| Some((usize::from(read_u16(rest, 0)?), read_u16(rest, 2)?));
+    for (kind, value) in split_records(body.get(HEADER..)?, ATTRIBUTE, length) {
         match kind {
-            NAME => socket.path = path(value),
-            FILE => socket.file = Some((word(value, 4)?, word(value, 0)?)),
-            PEER => socket.peer = word(value, 0),
+            NAME => socket.path = parse_path(value),
+            FILE => socket.file = Some((read_u32(value, 4)?, read_u32(value, 0)?)),
+            PEER => socket.peer = read_u32(value, 0),
             _ => {}
         }
     }
     Some(socket)
 }
 
-/// `None` for a name that is no file's.
-fn path(name: &[u8]) -> Option<PathBuf> {
+/// Parses a name; `None` if it is not that of a file.
+fn parse_path(name: &[u8]) -> Option<PathBuf> {
     use std::os::unix::ffi::OsStrExt as _;
     let name = name.split(|&byte| byte == 0).next().filter(|name| !name.is_empty())?;
     Some(PathBuf::from(std::ffi::OsStr::from_bytes(name)))
 }
 
-/// Takes apart what begins with its own length, header included, and is padded to four bytes. `read` gives length and type.
-fn parts(
+/// Splits records, each of which begins with its length, header included, and is padded to four
+/// bytes. `read` returns length and type.
+fn split_records(
     mut rest: &[u8],
     header: usize,
     read: impl Fn(&[u8]) -> Option<(usize, u16)>,
@@ -175,11 +179,11 @@ fn parts(
     found
 }
 
-fn word(bytes: &[u8], at: usize) -> Option<u32> {
+fn read_u32(bytes: &[u8], at: usize) -> Option<u32> {
     Some(u32::from_ne_bytes(bytes.get(at..at + 4)?.try_into().ok()?))
 }
 
-fn half(bytes: &[u8], at: usize) -> Option<u16> {
+fn read_u16(bytes: &[u8], at: usize) -> Option<u16> {
     Some(u16::from_ne_bytes(bytes.get(at..at + 2)?.try_into().ok()?))
 }
 
@@ -196,13 +200,16 @@ mod tests {
     fn a_socket_file_has_its_listener_and_its_clients() {
         let dir = tempfile::tempdir().unwrap();
         let path = dir.path().join("monitor");
-        assert_eq!(users(&path).unwrap(), Users::default());
+        assert_eq!(find_users(&path).unwrap(), SocketUsers::default());
         let listener = UnixListener::bind(&path).unwrap();
         let waiting = UnixStream::connect(&path).unwrap();
-        let only = Users { listeners: vec![inode(&listener)], clients: Vec::new() };
-        assert_eq!(users(&path).unwrap(), only);
+        let only = SocketUsers { listeners: vec![inode(&listener)], clients: Vec::new() };
+        assert_eq!(find_users(&path).unwrap(), only);
         let (_accepted, _) = listener.accept().unwrap();
-        assert_eq!(users(&path).unwrap(), Users { clients: vec![inode(&waiting)], ..only });
+        assert_eq!(
+            find_users(&path).unwrap(),
+            SocketUsers { clients: vec![inode(&waiting)], ..only }
+        );
     }
 
     #[test]
@@ -212,14 +219,14 @@ mod tests {
         let _first = UnixListener::bind(&path).unwrap();
         std::fs::remove_file(&path).unwrap();
         let second = UnixListener::bind(&path).unwrap();
-        assert_eq!(users(&path).unwrap().listeners, [inode(&second)]);
+        assert_eq!(find_users(&path).unwrap().listeners, [inode(&second)]);
     }
 
     #[test]
     fn answers_that_are_cut_short_are_read_as_far_as_they_go() {
-        assert_eq!(messages(&[]), []);
-        assert_eq!(messages(&[200, 0, 0, 0, 20, 0, 0, 0]), []);
-        assert_eq!(socket(&[0; 7]), None);
-        assert_eq!(messages(&[0; 64]), []);
+        assert_eq!(parse_messages(&[]), []);
+        assert_eq!(parse_messages(&[200, 0, 0, 0, 20, 0, 0, 0]), []);
+        assert_eq!(parse_socket(&[0; 7]), None);
+        assert_eq!(parse_messages(&[0; 64]), []);
     }
 }

@@ -1,8 +1,10 @@
-//! Transactions that application checkpointing is measured with, and the trackers under measurement.
+//! Transactions for measurements of application checkpointing, and the trackers that are measured.
 //!
-//! They are those of Lee et al., "Hypervisor-Assisted Application Checkpointing in Virtualized Environments": so many writes on
-//! so many pages (section V, [`Shape`]), and operations on thirteen data structures (section VI, Table 2, [`Workload`]). The
-//! lab runs them natively, `firn-guest transactions` in a guest, where Firn on the host can be a tracker too.
+//! They are those of Lee et al., "Hypervisor-Assisted Application Checkpointing in Virtualized
+//! Environments": a count of writes to each of a count of pages (section V, [`WriteShape`]), and
+//! operations on thirteen data structures (section VI, Table 2, [`StructureWorkload`]). The lab
+//! runs them natively, and `firn-guest transactions` runs them in a guest, where Firn on the host
+//! can be a tracker too.
 
 #![forbid(unsafe_code)]
 
@@ -10,6 +12,6 @@ mod shape;
 mod system;
 mod workload;
 
-pub use shape::Shape;
-pub use system::{Calls, System, Taken};
-pub use workload::{ELEMENTS, Workload};
+pub use shape::WriteShape;
+pub use system::{CallIdentity, RunResult, TrackerSystem};
+pub use workload::{ELEMENTS, StructureWorkload};

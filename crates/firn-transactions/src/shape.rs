@@ -1,36 +1,36 @@
-//! So many words of so many pages.
+//! Write shapes: transactions that write a count of words in a count of pages.
 
 use std::str::FromStr;
 
 use anyhow::{Context as _, Result};
 
-use crate::system::{Calls, System, Taken, measure};
+use crate::system::{CallIdentity, RunResult, TrackerSystem, measure_area};
 
-/// Words of a page.
+/// Words per page.
 const PAGE: usize = 512;
 
-/// What a transaction does.
+/// The writes of a transaction.
 #[derive(Clone, Copy, Debug)]
-pub struct Shape {
+pub struct WriteShape {
     /// Pages per transaction.
     pub ppt: usize,
     /// Writes per page.
     pub wpp: usize,
-    /// Pages of the area: a power of two, and no fewer than `ppt`.
+    /// Pages of the area: a power of two, and at least `ppt`.
     pub pages: usize,
 }
 
-impl Shape {
-    /// Words of the area.
-    pub fn words(self) -> usize {
+impl WriteShape {
+    /// The count of words of the area.
+    pub fn area_words(self) -> usize {
         self.pages * PAGE
     }
 
-    /// Writes to distinct pages, drawn by the transaction's number.
-    pub fn write(self, words: &mut [u64], transaction: usize) {
+    /// Writes to distinct pages, chosen by the transaction's number.
+    pub fn write_words(self, words: &mut [u64], transaction: usize) {
         let first = (transaction as u64 + 1).wrapping_mul(0x9e37_79b9_7f4a_7c15) >> 33;
         for number in 0..self.ppt {
-            // Steps of an odd number of pages through a power of two: none is met twice.
+            // Steps of an odd count of pages through a power of two: no page occurs twice.
             let page = (first as usize + number * 37) % self.pages;
             for write in 0..self.wpp {
                 let word = &mut words[page * PAGE + (write * 61 + transaction) % PAGE];
@@ -39,23 +39,28 @@ impl Shape {
         }
     }
 
-    /// Measures so many transactions.
+    /// Measures this count of transactions.
     ///
     /// # Errors
     /// If the tracker does not work here.
-    pub fn measure(self, system: System, calls: &Calls, transactions: usize) -> Result<Taken> {
-        let work = |words: &mut [u64], transaction: usize| self.write(words, transaction);
-        measure(system, calls, self.words(), transactions, |_| {}, work)
+    pub fn measure_tracker(
+        self,
+        system: TrackerSystem,
+        calls: &CallIdentity,
+        transactions: usize,
+    ) -> Result<RunResult> {
+        let work = |words: &mut [u64], transaction: usize| self.write_words(words, transaction);
+        measure_area(system, calls, self.area_words(), transactions, |_| {}, work)
     }
 
-    /// As [`Self::from_str`] reads it.
+    /// The text that [`Self::from_str`] parses.
     pub fn name(self) -> String {
         format!("{},{},{}", self.ppt, self.wpp, self.pages)
     }
 }
 
 /// Pages per transaction, writes per page, pages of the area.
-impl FromStr for Shape {
+impl FromStr for WriteShape {
     type Err = anyhow::Error;
 
     fn from_str(text: &str) -> Result<Self> {
@@ -73,21 +78,21 @@ mod tests {
 
     #[test]
     fn a_shape_is_read_from_its_name() {
-        let shape: Shape = "2,4,256".parse().unwrap();
+        let shape: WriteShape = "2,4,256".parse().unwrap();
         assert_eq!((shape.ppt, shape.wpp, shape.pages), (2, 4, 256));
         assert_eq!(shape.name(), "2,4,256");
         for wrong in ["", "2,4", "2,4,255", "512,4,256", "2,4,256,1", "2,x,256"] {
-            assert!(wrong.parse::<Shape>().is_err(), "{wrong}");
+            assert!(wrong.parse::<WriteShape>().is_err(), "{wrong}");
         }
     }
 
     #[test]
     fn a_transaction_writes_what_its_shape_says() {
         for (ppt, wpp, pages) in [(1, 4, 256), (32, 4, 256), (2, 16, 256), (4, 4, 16)] {
-            let shape = Shape { ppt, wpp, pages };
+            let shape = WriteShape { ppt, wpp, pages };
             for transaction in 0..50 {
-                let mut words = vec![0; shape.words()];
-                shape.write(&mut words, transaction);
+                let mut words = vec![0; shape.area_words()];
+                shape.write_words(&mut words, transaction);
                 let pages = words.chunks(PAGE).filter(|page| page.iter().any(|&word| word > 0));
                 assert_eq!(pages.count(), ppt);
                 assert_eq!(words.iter().sum::<u64>(), (ppt * wpp) as u64);

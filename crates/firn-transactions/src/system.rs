@@ -1,18 +1,19 @@
-//! One system under measurement: a tracker, and what becomes of what it finds.
+//! A system under measurement: a tracker, and the use of its results.
 
 use std::str::FromStr;
 use std::time::Instant;
 
 use anyhow::{Result, anyhow};
-use firn_app::{Area, Host, Kind, Options, Precision, Session, Source};
+use firn_app::{Area, HostTracker, MemorySource, Precision, Session, SessionOptions, TrackerKind};
 use serde::{Deserialize, Serialize};
 
-/// A tracker as it is measured.
+/// A tracker in a configuration that is measured.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum System {
-    /// A tracker alone: pages where it knows pages, words where it knows words.
-    Plain(Kind),
-    /// PT by the kernel as sessions use it by default: words, by comparing pages with the last committed copy.
+pub enum TrackerSystem {
+    /// A tracker alone: it reports pages or words, as it can.
+    Plain(TrackerKind),
+    /// PT by the kernel as sessions use it by default: words, by comparing pages with the last
+    /// committed copy.
     Assisted,
     /// PT by Firn on the host, in the same way.
     AssistedByHost,
@@ -20,55 +21,55 @@ pub enum System {
     PagesNoted,
 }
 
-/// As whom Firn on the host is called, where it is the tracker.
+/// The name and key with which Firn on the host is called, if it is the tracker.
 #[derive(Clone, Debug, Default)]
-pub struct Calls {
+pub struct CallIdentity {
     /// The application's name.
     pub name: String,
-    /// Its key.
+    /// The application's key.
     pub key: String,
 }
 
-impl Calls {
-    fn host(&self) -> Result<Host> {
-        Ok(Host::open(&self.name, &self.key)?)
+impl CallIdentity {
+    fn open_host(&self) -> Result<HostTracker> {
+        Ok(HostTracker::open(&self.name, &self.key)?)
     }
 }
 
-impl System {
-    /// What needs no host below; PT first.
+impl TrackerSystem {
+    /// The systems that need no Firn on the host; PT first.
     pub const NATIVE: [Self; 6] = [
-        Self::Plain(Kind::Pages),
-        Self::Plain(Kind::Emulate),
+        Self::Plain(TrackerKind::Pages),
+        Self::Plain(TrackerKind::Emulate),
         Self::Assisted,
-        Self::Plain(Kind::Assisted),
-        Self::Plain(Kind::Scan),
-        Self::Plain(Kind::Compare),
+        Self::Plain(TrackerKind::Assisted),
+        Self::Plain(TrackerKind::Scan),
+        Self::Plain(TrackerKind::Compare),
     ];
 
-    /// What is of interest in a guest.
+    /// The systems of interest in a guest.
     pub const GUEST: [Self; 4] = [
-        Self::Plain(Kind::Pages),
-        Self::Plain(Kind::Emulate),
+        Self::Plain(TrackerKind::Pages),
+        Self::Plain(TrackerKind::Emulate),
         Self::AssistedByHost,
-        Self::Plain(Kind::Host),
+        Self::Plain(TrackerKind::Host),
     ];
 
-    /// The same in a guest whose stores are noted.
+    /// The systems of interest in a guest whose stores are noted.
     pub const NOTED: [Self; 6] = [
-        Self::Plain(Kind::Pages),
-        Self::Plain(Kind::Emulate),
+        Self::Plain(TrackerKind::Pages),
+        Self::Plain(TrackerKind::Emulate),
         Self::AssistedByHost,
-        Self::Plain(Kind::Host),
+        Self::Plain(TrackerKind::Host),
         Self::PagesNoted,
-        Self::Plain(Kind::Stores),
+        Self::Plain(TrackerKind::Stores),
     ];
 
-    /// Its name in figures.
+    /// The name in figures.
     pub fn name(self) -> &'static str {
         match self {
-            Self::Plain(Kind::Assisted) => "pt_assisted_pages",
-            Self::Plain(Kind::Host) => "pt_host_pages",
+            Self::Plain(TrackerKind::Assisted) => "pt_assisted_pages",
+            Self::Plain(TrackerKind::Host) => "pt_host_pages",
             Self::Plain(kind) => kind.name(),
             Self::Assisted => "pt_assisted",
             Self::AssistedByHost => "pt_host",
@@ -76,74 +77,79 @@ impl System {
         }
     }
 
-    fn open(self, calls: &Calls) -> Result<Session> {
-        let options = Options::new("lab").source(Source::Allocated);
+    fn open_session(self, calls: &CallIdentity) -> Result<Session> {
+        let options = SessionOptions::new("lab").source(MemorySource::Allocated);
         let session = match self {
-            Self::Plain(Kind::Compare) => Session::open(options.tracker(Kind::Compare)),
-            Self::Plain(Kind::Emulate) => Session::open(options.tracker(Kind::Emulate).undo(false)),
-            Self::Plain(Kind::Host) => {
-                let options = options.precision(Precision::Pages).undo(false);
-                Session::open_with(options, Box::new(calls.host()?))
+            Self::Plain(TrackerKind::Compare) => {
+                Session::open(options.tracker(TrackerKind::Compare))
             }
-            Self::Plain(Kind::Stores) => {
-                let host = calls.host()?.noting_stores(Precision::Words)?;
+            Self::Plain(TrackerKind::Emulate) => {
+                Session::open(options.tracker(TrackerKind::Emulate).undo(false))
+            }
+            Self::Plain(TrackerKind::Host) => {
+                let options = options.precision(Precision::Pages).undo(false);
+                Session::open_with(options, Box::new(calls.open_host()?))
+            }
+            Self::Plain(TrackerKind::Stores) => {
+                let host = calls.open_host()?.noting_stores(Precision::Words)?;
                 Session::open_with(options.undo(false), Box::new(host))
             }
             Self::PagesNoted => {
-                let host = calls.host()?.noting_stores(Precision::Pages)?;
+                let host = calls.open_host()?.noting_stores(Precision::Pages)?;
                 let options = options.precision(Precision::Pages).undo(false);
                 Session::open_with(options, Box::new(host))
             }
             Self::Plain(kind) => {
                 Session::open(options.tracker(kind).precision(Precision::Pages).undo(false))
             }
-            Self::Assisted => Session::open(options.tracker(Kind::Assisted)),
-            Self::AssistedByHost => Session::open_with(options, Box::new(calls.host()?)),
+            Self::Assisted => Session::open(options.tracker(TrackerKind::Assisted)),
+            Self::AssistedByHost => Session::open_with(options, Box::new(calls.open_host()?)),
         };
         Ok(session?)
     }
 }
 
-impl FromStr for System {
+impl FromStr for TrackerSystem {
     type Err = anyhow::Error;
 
     fn from_str(name: &str) -> Result<Self> {
         let known = Self::NATIVE.into_iter().chain(Self::NOTED);
         let found = known.into_iter().find(|system| system.name() == name);
-        found.ok_or_else(|| anyhow!("no system is called {name:?}"))
+        found.ok_or_else(|| anyhow!("no system has the name {name:?}"))
     }
 }
 
-/// What a run took.
+/// The results of a run.
 #[derive(Clone, Copy, Debug, Default, Serialize, Deserialize)]
-pub struct Taken {
-    /// For each transaction, in microseconds: operations, and knowing what they wrote.
+pub struct RunResult {
+    /// Microseconds per transaction, for its operations and for finding what they wrote.
     pub us: f64,
-    /// The same, and copying what was written to where a helper thread would take it.
+    /// The same, and for copying the changes to a buffer as for a helper thread.
     pub us_with_copy: f64,
-    /// Bytes that were copied, in all.
+    /// Bytes copied, in total.
     pub bytes: f64,
-    /// Runs of bytes told, in all.
+    /// Reported runs of bytes, in total.
     pub runs: f64,
-    /// Transactions of which the host could not tell what they wrote.
+    /// Transactions for which the host could not report what they wrote.
     pub blind: u64,
     /// Transactions for which the host was called though stores are noted.
     pub called: u64,
 }
 
-/// An area under transactions.
-struct Tracked {
+/// A session with one area, on which transactions run.
+struct TrackedArea {
     session: Session,
     area: Area,
     buffer: Vec<u8>,
 }
 
-impl Tracked {
-    /// An area of that many words, filled by `fill` in a first transaction.
+impl TrackedArea {
+    /// An area of this count of words, filled by `fill` in a first transaction.
     fn new(mut session: Session, words: usize, fill: impl FnOnce(&mut [u64])) -> Result<Self> {
         let area = session.allocate("area", words * 8)?;
         let mut tracked = Self { session, area, buffer: Vec::with_capacity(words * 8) };
-        // Every page is touched, so that none is met for the first time later on.
+        // Every page is touched here, so that no page is touched for the first time during the
+        // measurement.
         for round in 0..2 {
             let mut transaction = tracked.session.begin()?;
             let bytes = transaction.words(&tracked.area);
@@ -153,7 +159,8 @@ impl Tracked {
             }
             transaction.commit()?;
         }
-        // In one go: where each store is a signal, filling by hand would take longer than what is measured.
+        // In one copy: if each store is a signal, filling word by word would take longer than the
+        // measurement.
         let mut filled = vec![0; words];
         fill(&mut filled);
         let mut transaction = tracked.session.begin()?;
@@ -163,14 +170,14 @@ impl Tracked {
     }
 
     /// Runs transactions, timed as a whole, with or without copying.
-    fn run(
+    fn run_transactions(
         &mut self,
         transactions: usize,
         copies: bool,
         mut work: impl FnMut(&mut [u64], usize),
-    ) -> Result<Taken> {
-        let mut taken = Taken::default();
-        let before = self.session.counts();
+    ) -> Result<RunResult> {
+        let mut taken = RunResult::default();
+        let before = self.session.tracker_counts();
         let start = Instant::now();
         for number in 0..transactions {
             let mut transaction = self.session.begin()?;
@@ -184,28 +191,34 @@ impl Tracked {
             }
         }
         taken.us = start.elapsed().as_secs_f64() * 1e6 / transactions as f64;
-        let after = self.session.counts();
+        let after = self.session.tracker_counts();
         taken.blind = after.blind - before.blind;
         taken.called = after.called - before.called;
         Ok(taken)
     }
 }
 
-/// Runs a workload on a new area twice: to time it, and, on another, to time it with copies and count bytes.
+/// Runs a workload on a new area twice: to time it, and, on another, to time it with copies and
+/// count bytes.
 ///
 /// # Errors
 /// If the tracker does not work here.
-pub fn measure(
-    system: System,
-    calls: &Calls,
+pub fn measure_area(
+    system: TrackerSystem,
+    calls: &CallIdentity,
     words: usize,
     transactions: usize,
     fill: impl Fn(&mut [u64]),
     work: impl Fn(&mut [u64], usize),
-) -> Result<Taken> {
-    let run =
-        |copies| Tracked::new(system.open(calls)?, words, &fill)?.run(transactions, copies, &work);
+) -> Result<RunResult> {
+    let run = |copies| {
+        TrackedArea::new(system.open_session(calls)?, words, &fill)?.run_transactions(
+            transactions,
+            copies,
+            &work,
+        )
+    };
     let (alone, copied) = (run(false)?, run(true)?);
     let (blind, called) = (alone.blind + copied.blind, alone.called + copied.called);
-    Ok(Taken { us: alone.us, us_with_copy: copied.us, blind, called, ..copied })
+    Ok(RunResult { us: alone.us, us_with_copy: copied.us, blind, called, ..copied })
 }

@@ -1,24 +1,24 @@
-//! Operations on data structures.
+//! Workloads of operations on data structures.
 
 use anyhow::Result;
-use firn_structures::Structure;
+use firn_structures::DataStructure;
 
-use crate::system::{Calls, System, Taken, measure};
+use crate::system::{CallIdentity, RunResult, TrackerSystem, measure_area};
 
-/// Areas have room for so many elements.
+/// The count of elements that areas have space for.
 pub const ELEMENTS: usize = 10_000;
 
-/// A structure and an operation on it.
+/// A structure, and an operation on it.
 #[derive(Clone, Copy, Debug)]
-pub struct Workload {
-    structure: Structure,
+pub struct StructureWorkload {
+    structure: DataStructure,
     deletes: bool,
 }
 
-impl Workload {
-    /// The pairs of Table 2.
-    pub fn all() -> Vec<Self> {
-        let both = |structure: Structure| {
+impl StructureWorkload {
+    /// All pairs of structure and operation in Table 2.
+    pub fn all_pairs() -> Vec<Self> {
+        let both = |structure: DataStructure| {
             let deletions = structure.deletes.then_some(true);
             [Some(false), deletions]
                 .into_iter()
@@ -28,76 +28,84 @@ impl Workload {
         firn_structures::ALL.into_iter().flat_map(both).collect()
     }
 
-    /// The one of that name.
-    pub fn named(name: &str) -> Option<Self> {
-        Self::all().into_iter().find(|workload| workload.name() == name)
+    /// The workload of that name.
+    pub fn find_by_name(name: &str) -> Option<Self> {
+        Self::all_pairs().into_iter().find(|workload| workload.name() == name)
     }
 
-    /// Structure and operation.
+    /// The names of structure and operation.
     pub fn name(self) -> String {
         let operation = if self.deletes { "delete" } else { "insert" };
         format!("{}-{operation}", self.structure.name)
     }
 
-    fn fill(self, words: &mut [u64]) {
+    fn fill_structure(self, words: &mut [u64]) {
         (self.structure.create)(words);
         if self.deletes {
-            (0..ELEMENTS).for_each(|number| (self.structure.insert)(words, key(number)));
+            (0..ELEMENTS).for_each(|number| (self.structure.insert)(words, scattered_key(number)));
         }
     }
 
-    fn operate(self, words: &mut [u64], number: usize) {
+    fn run_operation(self, words: &mut [u64], number: usize) {
         match self.deletes {
-            true => (self.structure.delete)(words, key(ELEMENTS - 1 - number)),
-            false => (self.structure.insert)(words, key(number)),
+            true => (self.structure.delete)(words, scattered_key(ELEMENTS - 1 - number)),
+            false => (self.structure.insert)(words, scattered_key(number)),
         }
     }
 
-    /// Measures so many operations, of which `opt` are a transaction.
+    /// Measures this count of operations, of which `opt` form a transaction.
     ///
     /// # Errors
     /// If the tracker does not work here.
-    pub fn measure(
+    pub fn measure_tracker(
         self,
-        system: System,
-        calls: &Calls,
+        system: TrackerSystem,
+        calls: &CallIdentity,
         operations: usize,
         opt: usize,
-    ) -> Result<Taken> {
+    ) -> Result<RunResult> {
         let words = (self.structure.words)(ELEMENTS);
         let work = |words: &mut [u64], transaction: usize| {
-            (0..opt).for_each(|number| self.operate(words, transaction * opt + number));
+            (0..opt).for_each(|number| self.run_operation(words, transaction * opt + number));
         };
-        measure(system, calls, words, operations / opt, |words| self.fill(words), work)
+        measure_area(
+            system,
+            calls,
+            words,
+            operations / opt,
+            |words| self.fill_structure(words),
+            work,
+        )
     }
 }
 
-/// Distinct, in no order.
-fn key(number: usize) -> u64 {
+/// Distinct keys, in no order.
+fn scattered_key(number: usize) -> u64 {
     (number as u64 + 1).wrapping_mul(0x9e37_79b9_7f4a_7c15) >> 1
 }
 
 #[cfg(test)]
 #[allow(clippy::unwrap_used, reason = "tests may fail so")]
 mod tests {
-    use firn_app::Kind;
+    use firn_app::TrackerKind;
 
     use super::*;
 
     #[test]
     fn the_papers_pairs_are_measured() {
-        let names: Vec<_> = Workload::all().into_iter().map(Workload::name).collect();
+        let names: Vec<_> =
+            StructureWorkload::all_pairs().into_iter().map(StructureWorkload::name).collect();
         assert_eq!(names.len(), 20);
         assert!(names.contains(&"leftheap-delete".to_owned()));
         assert!(!names.contains(&"avl-delete".to_owned()));
-        assert!(names.iter().all(|name| Workload::named(name).is_some()));
+        assert!(names.iter().all(|name| StructureWorkload::find_by_name(name).is_some()));
     }
 
     #[test]
     fn every_workload_changes_something_in_every_transaction() {
-        for workload in Workload::all() {
-            let compare = System::Plain(Kind::Compare);
-            let taken = workload.measure(compare, &Calls::default(), 20, 5).unwrap();
+        for workload in StructureWorkload::all_pairs() {
+            let compare = TrackerSystem::Plain(TrackerKind::Compare);
+            let taken = workload.measure_tracker(compare, &CallIdentity::default(), 20, 5).unwrap();
             assert!(taken.bytes >= 4.0 * 8.0, "{}", workload.name());
         }
     }

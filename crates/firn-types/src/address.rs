@@ -18,7 +18,8 @@ pub struct Page(pub u32);
 #[serde(transparent)]
 pub struct GuestPhys(pub u64);
 
-/// A virtual address in the hypervisor process, in bytes. Never dereferenced: it belongs to another address space.
+/// A virtual address in the hypervisor process, in bytes. Never dereferenced: it belongs to another
+/// address space.
 #[derive(Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash, Serialize, Deserialize)]
 #[serde(transparent)]
 pub struct HostVirt(pub u64);
@@ -26,7 +27,7 @@ pub struct HostVirt(pub u64);
 /// A Linux thread id, as the hypervisor's own PID namespace counts it.
 #[derive(Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash, Serialize, Deserialize)]
 #[serde(transparent)]
-pub struct Tid(pub i32);
+pub struct ThreadId(pub i32);
 
 /// The number of a virtual CPU.
 #[derive(Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash, Serialize, Deserialize)]
@@ -40,26 +41,28 @@ impl Page {
     }
 
     /// The pages of a half-open range, one by one.
-    pub fn each(range: Range<Page>) -> impl DoubleEndedIterator<Item = Page> + ExactSizeIterator {
+    pub fn iter_range(
+        range: Range<Page>,
+    ) -> impl DoubleEndedIterator<Item = Page> + ExactSizeIterator {
         (range.start.0..range.end.0).map(Page)
     }
 
-    /// How many pages a half-open range has.
-    pub fn count(range: &Range<Page>) -> usize {
+    /// The number of pages in a half-open range.
+    pub fn count_in(range: &Range<Page>) -> usize {
         range.end.0.saturating_sub(range.start.0) as usize
     }
 }
 
 impl GuestPhys {
-    /// The address `bytes` further on.
-    pub fn plus(self, bytes: u64) -> Self {
+    /// The address that is `bytes` higher.
+    pub fn offset_by(self, bytes: u64) -> Self {
         Self(self.0.wrapping_add(bytes))
     }
 }
 
 impl HostVirt {
-    /// The address `bytes` further on.
-    pub fn plus(self, bytes: u64) -> Self {
+    /// The address that is `bytes` higher.
+    pub fn offset_by(self, bytes: u64) -> Self {
         Self(self.0.wrapping_add(bytes))
     }
 }
@@ -100,7 +103,7 @@ impl fmt::Display for HostVirt {
     }
 }
 
-impl fmt::Debug for Tid {
+impl fmt::Debug for ThreadId {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         write!(f, "thread {}", self.0)
     }

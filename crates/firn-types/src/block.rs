@@ -8,7 +8,7 @@ use thiserror::Error;
 
 use crate::address::{PAGE_SIZE, Page};
 
-/// A memory block: `BlockSize::pages` neighbouring pages, counted from RAM page 0.
+/// A memory block: [`BlockSize::page_count`] neighbouring pages, counted from RAM page 0.
 #[derive(Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash, Serialize, Deserialize)]
 #[serde(transparent)]
 pub struct Block(pub u32);
@@ -32,10 +32,10 @@ impl fmt::Display for Block {
     }
 }
 
-/// How many pages a memory block has: 1, 2, 4, 8 or 16.
+/// The number of pages in a memory block: 1, 2, 4, 8 or 16.
 ///
-/// Two is the default: it halves the metadata of single pages and stays small enough for guests with poor locality
-/// in physical memory (Halite, section 4.1).
+/// Two is the default: it halves the metadata of single pages and stays small enough for guests
+/// with poor locality in physical memory (Halite, section 4.1).
 #[derive(Clone, Copy, PartialEq, Eq, Debug, Serialize, Deserialize)]
 #[serde(try_from = "u8", into = "u8")]
 pub struct BlockSize(u8);
@@ -54,14 +54,14 @@ impl BlockSize {
         }
     }
 
-    /// Pages in a block.
-    pub fn pages(self) -> usize {
+    /// The number of pages in a block.
+    pub fn page_count(self) -> usize {
         usize::from(self.0)
     }
 
-    /// Bytes in a block.
-    pub fn bytes(self) -> usize {
-        self.pages() * PAGE_SIZE
+    /// The number of bytes in a block.
+    pub fn byte_count(self) -> usize {
+        self.page_count() * PAGE_SIZE
     }
 
     /// The block that holds a page.
@@ -80,7 +80,7 @@ impl BlockSize {
         first..Page(first.0 + u32::from(self.0))
     }
 
-    /// How many blocks cover `pages` pages.
+    /// The number of blocks that cover `pages` pages.
     pub fn blocks_in(self, pages: u32) -> u32 {
         pages.div_ceil(u32::from(self.0))
     }

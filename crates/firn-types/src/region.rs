@@ -1,4 +1,5 @@
-//! Where RAM regions lie: in the dense RAM page space, and in the guest's physical address space.
+//! The map of RAM regions: their positions in the dense RAM page space, and in the guest's physical
+//! address space.
 
 use std::ops::Range;
 
@@ -7,7 +8,8 @@ use thiserror::Error;
 
 use crate::address::{GuestPhys, PAGE_SIZE, Page};
 
-/// Pages to which the start of each RAM region is aligned: the largest memory block, so that none spans two regions.
+/// Pages to which the start of each RAM region is aligned: the largest memory block, so that none
+/// spans two regions.
 pub const REGION_ALIGN: u32 = 16;
 
 /// One backend of guest RAM.
@@ -23,26 +25,27 @@ pub struct RamRegion {
 
 impl RamRegion {
     /// Its pages in the RAM page space.
-    pub fn range(&self) -> Range<Page> {
+    pub fn page_range(&self) -> Range<Page> {
         self.first..Page(self.first.0 + self.pages)
     }
 
     /// Its size in bytes.
-    pub fn bytes(&self) -> u64 {
+    pub fn byte_len(&self) -> u64 {
         u64::from(self.pages) * PAGE_SIZE as u64
     }
 
-    /// Byte offset of `page` in this region's backing memory. The page must be in [`Self::range`].
+    /// Byte offset of `page` in this region's backing memory. The page must be in
+    /// [`Self::page_range`].
     pub fn offset_of(&self, page: Page) -> u64 {
-        debug_assert!(self.range().contains(&page), "{page} is not in region {}", self.id);
+        debug_assert!(self.page_range().contains(&page), "{page} is not in region {}", self.id);
         u64::from(page.0 - self.first.0) * PAGE_SIZE as u64
     }
 }
 
-/// A stretch of guest-physical addresses that is backed by RAM.
+/// A range of guest-physical addresses that is backed by RAM.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct GuestSpan {
-    /// Where it starts in the guest's physical address space; page-aligned.
+    /// Its start in the guest's physical address space; page-aligned.
     pub gpa: GuestPhys,
     /// The RAM page at its start.
     pub page: Page,
@@ -51,8 +54,8 @@ pub struct GuestSpan {
 }
 
 impl GuestSpan {
-    fn end(&self) -> GuestPhys {
-        self.gpa.plus(u64::from(self.pages) * PAGE_SIZE as u64)
+    fn end_gpa(&self) -> GuestPhys {
+        self.gpa.offset_by(u64::from(self.pages) * PAGE_SIZE as u64)
     }
 
     fn page_range(&self) -> Range<Page> {
@@ -60,14 +63,14 @@ impl GuestSpan {
     }
 }
 
-/// All RAM of a VM: its regions, and where the guest sees them.
+/// All RAM of a VM: its regions, and the guest-physical addresses at which the guest sees them.
 #[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 pub struct RegionMap {
     regions: Vec<RamRegion>,
     spans: Vec<GuestSpan>,
 }
 
-/// Why a region map was refused.
+/// The reason why a region map was refused.
 #[derive(Debug, Error, PartialEq, Eq)]
 pub enum RegionMapError {
     /// The VM has no RAM at all, or a region without pages.
@@ -86,30 +89,31 @@ pub enum RegionMapError {
     /// A span names pages that no region has, or is not page-aligned.
     #[error("guest-physical span at {gpa} of {pages} pages lies outside every RAM region")]
     Span {
-        /// Where the span starts.
+        /// The start of the span.
         gpa: GuestPhys,
         /// Its length in pages.
         pages: u32,
     },
-    /// A region's place in the RAM page space is not where the ones before it put it.
+    /// The region does not start in the RAM page space where the regions before it end.
     #[error("RAM region {0:?} is not where the regions before it end")]
     Place(String),
 }
 
 impl RegionMap {
-    /// Lays out regions of the given names and byte sizes one after another. Spans are added by [`Self::with_spans`].
+    /// Lays out regions of the given names and byte sizes one after another. [`Self::with_spans`]
+    /// adds the spans.
     pub fn lay_out<'a>(
         sizes: impl IntoIterator<Item = (&'a str, u64)>,
     ) -> Result<Self, RegionMapError> {
         let mut map = Self::default();
         for (id, bytes) in sizes {
-            map.push(id, bytes)?;
+            map.append_region(id, bytes)?;
         }
         map.regions.first().ok_or_else(|| RegionMapError::Empty("(none)".into()))?;
         Ok(map)
     }
 
-    fn push(&mut self, id: &str, bytes: u64) -> Result<(), RegionMapError> {
+    fn append_region(&mut self, id: &str, bytes: u64) -> Result<(), RegionMapError> {
         let bad_size = || RegionMapError::Size { id: id.to_owned(), bytes };
         if bytes == 0 {
             return Err(RegionMapError::Empty(id.to_owned()));
@@ -128,14 +132,15 @@ impl RegionMap {
         Ok(())
     }
 
-    /// The same map with another name for a region.
-    pub fn renamed(mut self, from: &str, to: &str) -> Self {
+    /// Renames a region.
+    pub fn with_region_renamed(mut self, from: &str, to: &str) -> Self {
         let named = self.regions.iter_mut().filter(|region| region.id == from);
         named.for_each(|region| to.clone_into(&mut region.id));
         self
     }
 
-    /// Adds what the guest sees where. Spans may overlap in RAM pages (the same RAM visible twice), not in addresses.
+    /// Adds the guest-physical spans. Spans may overlap in RAM pages (the guest sees the same RAM
+    /// twice), not in addresses.
     pub fn with_spans(mut self, mut spans: Vec<GuestSpan>) -> Result<Self, RegionMapError> {
         spans.sort_by_key(|span| span.gpa);
         for span in &spans {
@@ -148,7 +153,8 @@ impl RegionMap {
     fn check_span(&self, span: &GuestSpan) -> Result<(), RegionMapError> {
         let end = span.page.0.checked_add(span.pages).map(Page);
         let region = self.region_of(span.page);
-        let fits = matches!((end, region), (Some(end), Some(region)) if end <= region.range().end);
+        let fits =
+            matches!((end, region), (Some(end), Some(region)) if end <= region.page_range().end);
         let aligned = span.gpa.0 % PAGE_SIZE as u64 == 0 && span.pages > 0;
         if fits && aligned {
             return Ok(());
@@ -156,9 +162,10 @@ impl RegionMap {
         Err(RegionMapError::Span { gpa: span.gpa, pages: span.pages })
     }
 
-    /// Checks a map that came from outside, such as an image, as strictly as one that was laid out here.
-    pub fn check(&self) -> Result<(), RegionMapError> {
-        let sizes = self.regions.iter().map(|region| (region.id.as_str(), region.bytes()));
+    /// Checks a map from outside, such as that of an image, as strictly as [`Self::lay_out`] checks
+    /// a new one.
+    pub fn check_layout(&self) -> Result<(), RegionMapError> {
+        let sizes = self.regions.iter().map(|region| (region.id.as_str(), region.byte_len()));
         let laid_out = Self::lay_out(sizes)?;
         for (mine, theirs) in self.regions.iter().zip(&laid_out.regions) {
             if mine != theirs {
@@ -174,25 +181,26 @@ impl RegionMap {
     }
 
     /// The guest-physical spans, by address.
-    pub fn spans(&self) -> &[GuestSpan] {
+    pub fn guest_spans(&self) -> &[GuestSpan] {
         &self.spans
     }
 
-    /// One past the last RAM page. Pages between regions (alignment) count, and are never backed.
+    /// The number after the last RAM page. It counts the alignment pages between regions, which are
+    /// never backed.
     pub fn total_pages(&self) -> u32 {
-        self.regions.last().map_or(0, |region| region.range().end.0)
+        self.regions.last().map_or(0, |region| region.page_range().end.0)
     }
 
-    /// Bytes of RAM the guest has, without alignment.
+    /// The size of the guest's RAM in bytes, without alignment.
     pub fn ram_bytes(&self) -> u64 {
-        self.regions.iter().map(RamRegion::bytes).sum()
+        self.regions.iter().map(RamRegion::byte_len).sum()
     }
 
     /// The region that holds a page; `None` for a page between or past the regions.
     pub fn region_of(&self, page: Page) -> Option<&RamRegion> {
         let after = self.regions.partition_point(|region| region.first <= page);
         let region = self.regions.get(after.checked_sub(1)?)?;
-        region.range().contains(&page).then_some(region)
+        region.page_range().contains(&page).then_some(region)
     }
 
     /// The RAM page at a guest-physical address; `None` where the guest has no RAM.
@@ -200,19 +208,20 @@ impl RegionMap {
         let after = self.spans.partition_point(|span| span.gpa <= gpa);
         let span = self.spans.get(after.checked_sub(1)?)?;
         let offset = (gpa.0 - span.gpa.0) / PAGE_SIZE as u64;
-        (gpa < span.end()).then(|| Page(span.page.0 + offset as u32))
+        (gpa < span.end_gpa()).then(|| Page(span.page.0 + offset as u32))
     }
 
-    /// The first guest-physical address at which the guest sees a page; `None` if it sees it nowhere.
+    /// The first guest-physical address at which the guest sees a page; `None` if the guest does
+    /// not see it.
     pub fn gpa_of(&self, page: Page) -> Option<GuestPhys> {
         let span = self.spans.iter().find(|span| span.page_range().contains(&page))?;
-        Some(span.gpa.plus(u64::from(page.0 - span.page.0) * PAGE_SIZE as u64))
+        Some(span.gpa.offset_by(u64::from(page.0 - span.page.0) * PAGE_SIZE as u64))
     }
 
-    /// Clips a range of pages to the regions: the parts of it that are RAM, in order.
-    pub fn clip(&self, range: Range<Page>) -> impl Iterator<Item = Range<Page>> + '_ {
+    /// Clips a range of pages to the regions: returns the parts of it that are RAM, in order.
+    pub fn clip_to_ram(&self, range: Range<Page>) -> impl Iterator<Item = Range<Page>> + '_ {
         self.regions.iter().filter_map(move |region| {
-            let ram = region.range();
+            let ram = region.page_range();
             let part = ram.start.max(range.start)..ram.end.min(range.end);
             (part.start < part.end).then_some(part)
         })
@@ -252,7 +261,7 @@ mod tests {
     fn a_map_with_a_moved_region_is_refused() {
         let mut map = RegionMap::lay_out([("a", MIB), ("b", MIB)]).unwrap();
         map.regions[1].first = Page(7);
-        assert_eq!(map.check(), Err(RegionMapError::Place("b".into())));
+        assert_eq!(map.check_layout(), Err(RegionMapError::Place("b".into())));
     }
 
     #[test]
@@ -265,7 +274,7 @@ mod tests {
     #[test]
     fn clipping_leaves_out_what_lies_between() {
         let map = RegionMap::lay_out([("a", 3 * 4096), ("b", 4096)]).unwrap();
-        let parts: Vec<_> = map.clip(Page(2)..Page(17)).collect();
+        let parts: Vec<_> = map.clip_to_ram(Page(2)..Page(17)).collect();
         assert_eq!(parts, [Page(2)..Page(3), Page(16)..Page(17)]);
     }
 

@@ -1,23 +1,23 @@
-//! Text that a terminal shows and does not obey.
+//! Escaping of untrusted text, so that a terminal shows it and does not obey it.
 //!
-//! Names and messages of images, guests, hypervisors and other hosts are written by others. A control character in them
-//! moves the cursor or erases what was printed before; a bidirectional override shows a line in another order. Such
-//! characters are shown as `\u{1b}`.
+//! Images, guests, hypervisors and other hosts supply names and messages that Firn prints. A
+//! control character in them moves the cursor or erases earlier output; a bidirectional override
+//! shows a line in another order. Firn prints such characters as `\u{1b}`.
 
 use std::borrow::Cow;
 use std::fmt::Write;
 
-/// The text with every character escaped that is not shown as itself. The result is one line.
-pub fn printable(text: &str) -> Cow<'_, str> {
-    escaped(text, is_shown)
+/// Escapes every character that a terminal does not show as itself. The result is one line.
+pub fn make_printable(text: &str) -> Cow<'_, str> {
+    escape_unless(text, is_shown)
 }
 
-/// The same, but lines stay lines, and tabs stay.
-pub fn printable_lines(text: &str) -> Cow<'_, str> {
-    escaped(text, |it| is_shown(it) || matches!(it, '\n' | '\t'))
+/// The same, but line feeds and tabs stay.
+pub fn make_printable_lines(text: &str) -> Cow<'_, str> {
+    escape_unless(text, |it| is_shown(it) || matches!(it, '\n' | '\t'))
 }
 
-fn escaped(text: &str, is_kept: impl Fn(char) -> bool) -> Cow<'_, str> {
+fn escape_unless(text: &str, is_kept: impl Fn(char) -> bool) -> Cow<'_, str> {
     if text.chars().all(&is_kept) {
         return Cow::Borrowed(text);
     }
@@ -32,12 +32,12 @@ fn escaped(text: &str, is_kept: impl Fn(char) -> bool) -> Cow<'_, str> {
     Cow::Owned(out)
 }
 
-/// Whether a terminal shows a character as itself, where it stands.
+/// Whether a terminal shows a character as itself, at its position in the text.
 pub fn is_shown(it: char) -> bool {
     !it.is_control() && !is_invisible(it)
 }
 
-/// Characters without a shape of their own: directions, line separators, joiners, tags.
+/// Whether a character has no shape of its own: directions, line separators, joiners, tags.
 fn is_invisible(it: char) -> bool {
     matches!(it,
         '\u{ad}' | '\u{61c}' | '\u{180e}' | '\u{200b}'..='\u{200f}' | '\u{2028}'..='\u{202e}'
@@ -51,14 +51,14 @@ mod tests {
     #[test]
     fn what_is_shown_stays() {
         for text in ["", "web-1.firn", "größer 日本 🦀", "a\\u{1b}"] {
-            assert!(matches!(printable(text), Cow::Borrowed(same) if same == text));
+            assert!(matches!(make_printable(text), Cow::Borrowed(same) if same == text));
         }
     }
 
     #[test]
     fn what_a_terminal_obeys_is_escaped() {
-        assert_eq!(printable("a\u{1b}[2Kb\r\n"), "a\\u{1b}[2Kb\\u{d}\\u{a}");
-        assert_eq!(printable("\u{9b}1m \u{7f} \u{202e}x"), "\\u{9b}1m \\u{7f} \\u{202e}x");
-        assert_eq!(printable_lines("a\n\tb\r"), "a\n\tb\\u{d}");
+        assert_eq!(make_printable("a\u{1b}[2Kb\r\n"), "a\\u{1b}[2Kb\\u{d}\\u{a}");
+        assert_eq!(make_printable("\u{9b}1m \u{7f} \u{202e}x"), "\\u{9b}1m \\u{7f} \\u{202e}x");
+        assert_eq!(make_printable_lines("a\n\tb\r"), "a\n\tb\\u{d}");
     }
 }

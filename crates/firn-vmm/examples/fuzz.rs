@@ -1,11 +1,12 @@
-//! Feeds damaged input to everything that reads what QEMU says, or what a user writes.
+//! A fuzzer of all parsers of QEMU's output and of users' command lines.
 //!
 //! ```text
 //!   cargo run --release -p firn-vmm --example fuzz -- --seconds 600 [--seed N]
 //! ```
 //!
-//! Each round takes a true sample, damages it in a few places and hands it to its reader. A reader may refuse; it must
-//! not panic, and must not take longer than a second. Rounds follow from the seed alone, so a finding can be repeated.
+//! Each round damages a real sample in a few positions and gives it to its parser. A parser may
+//! refuse it; it must not panic, and must not take longer than a second. Rounds depend on the
+//! seed alone, so a finding can be reproduced.
 
 use std::io::Write;
 use std::net::Shutdown;
@@ -14,9 +15,9 @@ use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::process::ExitCode;
 use std::time::{Duration, Instant};
 
-use firn_vmm::command_line::{Paths, plan};
-use firn_vmm::qmp::{Qmp, parse_reply};
-use firn_vmm::{Vm, hmp};
+use firn_vmm::command_line::{AddedPaths, plan_command};
+use firn_vmm::qmp::{QmpClient, parse_reply};
+use firn_vmm::{QemuVm, hmp};
 
 const ROUND_MAX: Duration = Duration::from_secs(1);
 
@@ -77,14 +78,14 @@ impl Random {
         (self.next() % limit.max(1) as u64) as usize
     }
 
-    /// A place to cut, and another one at or after it.
+    /// A random range to cut, of at most 39 bytes.
     fn range(&mut self, length: usize) -> std::ops::Range<usize> {
         let start = self.below(length + 1);
         start..start + self.below((length - start + 1).min(40))
     }
 }
 
-/// What a parser is most likely to get wrong.
+/// Tokens that a parser is likely to get wrong.
 const TOKENS: &[&[u8]] = &[
     b"0x",
     b"-",
@@ -139,7 +140,8 @@ fn damage(sample: &[u8], random: &mut Random) -> Vec<u8> {
     bytes
 }
 
-/// A whole conversation as QEMU's side of it, answered in the order in which Firn asks.
+/// Runs a whole QMP conversation: the damaged bytes are QEMU's side of it, in the order of Firn's
+/// commands.
 fn conversation() -> String {
     let text = |text: &str| serde_json::Value::from(text).to_string();
     let answers = [
@@ -165,10 +167,10 @@ fn converse(bytes: &[u8]) {
     let Ok((ours, mut theirs)) = UnixStream::pair() else { return };
     let _ = theirs.write_all(bytes);
     let _ = theirs.shutdown(Shutdown::Write);
-    let Ok(qmp) = Qmp::negotiate(ours, ROUND_MAX / 2) else { return };
-    let Ok(mut vm) = Vm::with_qmp(qmp) else { return };
+    let Ok(qmp) = QmpClient::negotiate(ours, ROUND_MAX / 2) else { return };
+    let Ok(mut vm) = QemuVm::with_qmp(qmp) else { return };
     if let Ok(layout) = vm.layout() {
-        assert!(layout.map.check().is_ok(), "a map that its own check refuses");
+        assert!(layout.map.check_layout().is_ok(), "a map that its own check refuses");
         assert_eq!(layout.map.regions().len(), layout.locations.len());
     }
     let _ = vm.page_table_roots();
@@ -177,8 +179,8 @@ fn converse(bytes: &[u8]) {
 
 fn read_command(bytes: &[u8]) {
     let words: Vec<String> = String::from_utf8_lossy(bytes).split('|').map(str::to_owned).collect();
-    let Ok(plan) = plan(&words) else { return };
-    let paths = Paths {
+    let Ok(plan) = plan_command(&words) else { return };
+    let paths = AddedPaths {
         qmp: "/q".into(),
         ram: vec!["/r".into(); plan.ram().len()],
         calls: "/c".into(),
@@ -189,7 +191,7 @@ fn read_command(bytes: &[u8]) {
     let _ = plan.for_restore(&paths);
 }
 
-/// A sample and what reads it.
+/// A sample and its parser.
 type Target = (&'static str, Vec<u8>, fn(&[u8]));
 
 fn targets() -> Vec<Target> {
@@ -204,7 +206,7 @@ fn targets() -> Vec<Target> {
         ("registers", REGISTERS.into(), |bytes| {
             let vcpus = hmp::parse_registers(&String::from_utf8_lossy(bytes));
             for (_, registers) in &vcpus {
-                let _ = (registers.levels(), registers.root());
+                let _ = (registers.table_levels(), registers.table_root());
             }
         }),
         ("hva", HVA.into(), |bytes| {
@@ -215,7 +217,7 @@ fn targets() -> Vec<Target> {
     ]
 }
 
-/// One round; `Err` says what went wrong.
+/// Runs one round; `Err` describes the failure.
 fn round(target: &Target, random: &mut Random) -> Result<(), String> {
     let input = damage(&target.1, random);
     let begun = Instant::now();

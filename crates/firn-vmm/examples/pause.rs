@@ -1,5 +1,5 @@
-//! How long a VM stands still for a save of its device state: Firn's calls beside the same three commands in a bare
-//! loop over a socket, in turns, so that a busy host slows all of them alike.
+//! Measurement of the pause for a save of device state: Firn's calls, and the same three commands
+//! in a bare loop over a socket, alternately, so that a busy host slows all of them equally.
 //!
 //! ```text
 //!   cargo run --release -p firn-vmm --example pause -- QMP_SOCKET ANOTHER_QMP_SOCKET [ROUNDS]
@@ -11,9 +11,9 @@ use std::os::unix::net::UnixStream;
 use std::path::Path;
 use std::time::{Duration, Instant};
 
-use firn_vmm::Vm;
+use firn_vmm::QemuVm;
 
-/// The floor: no parsing beyond "is this a reply", a file on tmpfs, nothing read back.
+/// The lower bound: no parsing beyond the check for a reply, a file on tmpfs, nothing read back.
 struct Bare(BufReader<UnixStream>);
 
 impl Bare {
@@ -44,13 +44,13 @@ impl Bare {
     }
 }
 
-fn one_by_one(vm: &mut Vm) -> Result<(), Box<dyn Error>> {
+fn one_by_one(vm: &mut QemuVm) -> Result<(), Box<dyn Error>> {
     vm.stop()?;
     vm.save_device_state()?;
     Ok(vm.cont()?)
 }
 
-fn together(vm: &mut Vm) -> Result<(), Box<dyn Error>> {
+fn together(vm: &mut QemuVm) -> Result<(), Box<dyn Error>> {
     vm.stop_and_save_device_state()?;
     Ok(vm.cont()?)
 }
@@ -74,7 +74,7 @@ fn main() -> Result<(), Box<dyn Error>> {
     let [socket, another, rest @ ..] = &words[..] else { return Err("which two sockets?".into()) };
     let rounds: usize = rest.first().map_or(Ok(40), |rounds| rounds.parse())?;
     let mut bare = Bare::connect(Path::new(socket))?;
-    let mut vm = Vm::connect(Path::new(another))?;
+    let mut vm = QemuVm::connect(Path::new(another))?;
     vm.prepare_save()?;
     let mut times = [Vec::new(), Vec::new(), Vec::new()];
     for _ in 0..rounds {

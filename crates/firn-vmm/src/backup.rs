@@ -1,24 +1,26 @@
-//! Point-in-time copies of drives, made by jobs of the hypervisor. The block graph is afterwards what it was before.
+//! Point-in-time copies of drives, made by jobs of the hypervisor, which leave the block graph as
+//! it was.
 //!
 //! ```text
 //!   before the pause            in the pause, one transaction            afterwards
-//!   target file, opened,        block-dirty-bitmap-add                   the job copies; what the guest overwrites
+//!   target file, opened,        block-dirty-bitmap-add                   the job copies; data that the guest overwrites
 //!   not attached to anything    blockdev-backup to the target            is copied first (copy-before-write)
 //!                                                                        the job ends, the target is closed
 //! ```
 //!
-//! The dirty bitmap notes what the guest writes from the copy on. The next copy reads only that, and has this copy
-//! below it:
+//! The dirty bitmap records the guest's writes from the copy on. The next copy reads only those,
+//! and has this copy as its backing file:
 //!
 //! ```text
 //!   copy 1 (all)  <---  copy 2 (changes since 1)  <---  copy 3 (changes since 2)        qcow2 backing files
 //! ```
 //!
-//! Until version 10.1 QEMU fails a guest's write if the old contents can't be copied first. So the file of a copy has its
-//! room reserved before the pause, and the job that runs out of room all the same ends at once, which removes
-//! that condition.
+//! Before version 10.1 QEMU fails a guest's write if the old contents can't be copied first. So
+//! Firn reserves room for the file of a copy before the pause. A job that runs out of room all the
+//! same ends at once, and then guest writes succeed again.
 //!
-//! Source: QEMU `docs/interop/live-block-operations.rst`, `docs/interop/bitmaps.rst`, `qapi/block-core.json`.
+//! Source: QEMU `docs/interop/live-block-operations.rst`, `docs/interop/bitmaps.rst`,
+//! `qapi/block-core.json`.
 
 use std::fs::OpenOptions;
 use std::io;
@@ -32,20 +34,20 @@ use serde::{Deserialize, Serialize};
 use serde_json::{Value, json};
 use thiserror::Error;
 
-use crate::drives::{Below, Drive, DriveError, create, create_overlay, like};
+use crate::drives::{Drive, DriveError, OverlayBase, copy_owner, create_overlay, create_qcow2};
 use crate::qcow2;
-use crate::qmp::{Qmp, QmpError};
+use crate::qmp::{QmpClient, QmpError};
 
-/// The beginning of the names that Firn gives in QEMU's block layer.
+/// The prefix of the names that Firn gives in QEMU's block layer.
 const PREFIX: &str = "firn-";
-/// The most files that a copy may consist of: above that all of a drive is copied again.
+/// The maximum number of files of a copy: above that the whole drive is copied again.
 pub const COPIES_MAX: usize = 32;
-/// What a job copies at once at least, in bytes.
+/// The minimum that a job copies at once, in bytes.
 const CLUSTER_BYTES: u64 = 64 << 10;
-/// The limit of a job that begins in a pause, in bytes per second: it copies one cluster. Without it QEMU would be busy with
-/// copying, and resume the VM late.
+/// The speed limit of a job that begins in a pause, in bytes per second: it copies one cluster.
+/// Without it QEMU would copy at full speed, and resume the VM late.
 const PAUSED_SPEED: u64 = 1;
-/// How long to wait for news of a job before its state is read again.
+/// How long Firn waits for an event of a job before it reads the job's state again.
 const POLL: Duration = Duration::from_millis(100);
 
 /// A copy of a drive's contents at one instant.
@@ -53,38 +55,40 @@ const POLL: Duration = Duration::from_millis(100);
 pub struct DriveCopy {
     /// QEMU's name for the drive's topmost node.
     pub source: String,
-    /// QEMU's name for the copy's node, for the job that fills it, and for the dirty bitmap that begins with it.
+    /// QEMU's name for the copy's node, for the job that fills it, and for the dirty bitmap that
+    /// begins with it.
     pub name: String,
     /// The copy's file, absolute: qcow2.
     pub path: PathBuf,
-    /// What is copied.
+    /// The part of the drive that is copied.
     pub extent: CopyExtent,
 }
 
-/// What a copy holds itself.
+/// The data in a copy's own file.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "kebab-case")]
 pub enum CopyExtent {
     /// The whole drive.
     All,
-    /// The drive's topmost image. The copy has the same file below it.
+    /// The drive's topmost image. The copy has the same backing file.
     Top,
-    /// What a dirty bitmap of this name has noted. The copy has the one below it with which that bitmap began.
+    /// The writes that a dirty bitmap of this name has recorded. The copy with which that bitmap
+    /// began is its backing file.
     Changes(String),
 }
 
-/// Why there is no copy of a drive.
+/// The reason why a drive could not be copied.
 #[derive(Debug, Error)]
 pub enum CopyError {
     /// QEMU refused a command.
-    #[error("the copies of the VM's disks could not be followed")]
+    #[error("the copies of the VM's disks could not be monitored")]
     Qmp(#[from] QmpError),
     /// The job failed.
     #[error("the copy of a disk to {path} failed: {reason}", path = .path.display())]
     Failed {
         /// The copy's file.
         path: PathBuf,
-        /// QEMU's own words.
+        /// QEMU's error message.
         reason: String,
     },
     /// Another client of the monitor removed the job.
@@ -93,12 +97,12 @@ pub enum CopyError {
         /// The copy's file.
         path: PathBuf,
     },
-    /// The caller gave it up.
+    /// The caller cancelled it.
     #[error("the copies of the VM's disks were cancelled")]
     Cancelled,
 }
 
-/// What is below the file of a copy.
+/// The backing file of a copy's file.
 #[derive(Clone, Copy, Debug)]
 pub struct BaseFile<'a> {
     /// The file, absolute.
@@ -139,8 +143,9 @@ struct DirtyBitmap {
 }
 
 impl DriveCopy {
-    /// Makes the file, with the owner and the mode of the drive's own, and reserves room for `bytes` of contents.
-    pub fn create(
+    /// Makes the file, with the owner and the mode of the drive's own file, and reserves room for
+    /// `bytes` of contents.
+    pub fn create_file(
         &self,
         program: &str,
         drive: &Drive,
@@ -149,18 +154,18 @@ impl DriveCopy {
     ) -> Result<(), DriveError> {
         match base {
             Some(BaseFile { file, format }) => {
-                let below = Below { file, named: "", format, bytes: drive.bytes };
+                let below = OverlayBase { file, named: "", format, bytes: drive.bytes };
                 create_overlay(program, &below, &self.path)?;
             }
-            None => create(program, None, &self.path, drive.bytes)?,
+            None => create_qcow2(program, None, &self.path, drive.bytes)?,
         }
-        like(drive.file(), &self.path)
+        copy_owner(drive.top_file(), &self.path)
             .map_err(|source| self.io_error("give its owner to", source))?;
-        self.reserve(add_metadata(bytes.min(drive.bytes)))
+        self.reserve_room(add_metadata(bytes.min(drive.bytes)))
     }
 
-    /// A file system that can't reserve room does without.
-    fn reserve(&self, bytes: u64) -> Result<(), DriveError> {
+    /// Reserves room for the file, where the file system supports that.
+    fn reserve_room(&self, bytes: u64) -> Result<(), DriveError> {
         let room = |source| DriveError::Room { bytes, path: self.path.clone(), source };
         let file = OpenOptions::new().write(true).open(&self.path).map_err(room)?;
         match rustix::fs::fallocate(&file, FallocateFlags::KEEP_SIZE, 0, bytes) {
@@ -169,8 +174,8 @@ impl DriveCopy {
         }
     }
 
-    /// Gives back what was reserved beyond the end of the file, which is closed.
-    pub fn trim(&self) -> io::Result<()> {
+    /// Frees the reserved room beyond the end of the file, which must be closed.
+    pub fn trim_file(&self) -> io::Result<()> {
         let file = OpenOptions::new().write(true).open(&self.path)?;
         file.set_len(file.metadata()?.len())
     }
@@ -179,7 +184,7 @@ impl DriveCopy {
         DriveError::Io { doing, path: self.path.clone(), source }
     }
 
-    /// The commands of a transaction that begin it.
+    /// The actions of a transaction that begin the copy.
     fn build_actions(&self, fails_alone: bool) -> [Value; 2] {
         let Self { source, name, .. } = self;
         let bitmap = json!({ "node": source, "name": name });
@@ -196,7 +201,8 @@ impl DriveCopy {
             CopyExtent::Changes(since) => {
                 job["sync"] = "bitmap".into();
                 job["bitmap"] = since.clone().into();
-                // The image that the copy is for may still fail: then the next copy needs these changes too.
+                // The image with this copy may still fail: then the next copy needs these changes
+                // too.
                 job["bitmap-mode"] = "never".into();
             }
         }
@@ -210,31 +216,33 @@ impl DriveCopy {
     }
 }
 
-/// The actions that begin all copies. `fails_alone` if this QEMU can let a copy fail instead of a guest's write.
+/// The actions that begin all copies. `fails_alone` if this QEMU can let a copy fail instead of a
+/// guest's write.
 pub(crate) fn build_actions(copies: &[DriveCopy], fails_alone: bool) -> Vec<Value> {
     copies.iter().flat_map(|copy| copy.build_actions(fails_alone)).collect()
 }
 
-/// Room for contents and for the tables of a qcow2 file, and for what the guest allocates until the pause.
+/// Adds room for the tables of a qcow2 file, and for the guest's allocations until the pause.
 fn add_metadata(bytes: u64) -> u64 {
     bytes + bytes / 512 + (1 << 20)
 }
 
-/// How many bytes of its file system a file takes.
+/// The number of bytes that a file takes in its file system.
 pub fn allocated_bytes(file: &Path) -> io::Result<u64> {
     Ok(file.metadata()?.blocks() * 512)
 }
 
-/// The files below a qcow2 file, by what each says of itself, the nearest first; with their formats.
-pub fn files_below(file: &Path) -> io::Result<Vec<(PathBuf, String)>> {
+/// The backing files of a qcow2 file, the nearest first, with their formats, as each file names the
+/// next.
+pub fn list_backing_files(file: &Path) -> io::Result<Vec<(PathBuf, String)>> {
     let mut below = Vec::new();
-    let mut next = qcow2::head(file)?;
-    while let Some(path) = next.as_ref().and_then(|head| head.below.clone()) {
+    let mut next = qcow2::read_header(file)?;
+    while let Some(path) = next.as_ref().and_then(|head| head.backing_file.clone()) {
         if below.len() >= 2 * crate::CHAIN_MAX {
             return Err(io::Error::other("the files below it have no end"));
         }
-        let head = qcow2::head(&path)?;
-        let named = next.and_then(|head| head.below_format);
+        let head = qcow2::read_header(&path)?;
+        let named = next.and_then(|head| head.backing_format);
         let found = if head.is_some() { "qcow2" } else { "raw" };
         let format = named.unwrap_or_else(|| found.to_owned());
         next = head.filter(|_| format == "qcow2");
@@ -244,8 +252,8 @@ pub fn files_below(file: &Path) -> io::Result<Vec<(PathBuf, String)>> {
 }
 
 /// Opens the file of a copy. The VM may run.
-pub(crate) fn open_copy(qmp: &mut Qmp, copy: &DriveCopy) -> Result<(), QmpError> {
-    // The file is synced when it is closed: a flush of the VM's disks need not wait for it.
+pub(crate) fn open_copy(qmp: &mut QmpClient, copy: &DriveCopy) -> Result<(), QmpError> {
+    // The file is synced when it is closed: a flush of the VM's disks does not wait for it.
     let cache = json!({ "direct": false, "no-flush": true });
     let arguments = json!({
         "driver": "qcow2",
@@ -257,11 +265,11 @@ pub(crate) fn open_copy(qmp: &mut Qmp, copy: &DriveCopy) -> Result<(), QmpError>
     qmp.execute("blockdev-add", arguments).map(drop)
 }
 
-/// Removes the limit of the jobs' speed: the VM runs again.
-pub(crate) fn lift_limits(qmp: &mut Qmp, copies: &[DriveCopy]) -> Result<(), QmpError> {
+/// Removes the speed limit of the jobs after the VM has resumed.
+pub(crate) fn lift_limits(qmp: &mut QmpClient, copies: &[DriveCopy]) -> Result<(), QmpError> {
     for copy in copies {
         let unlimited = json!({ "device": copy.name, "speed": 0 });
-        // A job that has failed already has no speed.
+        // A job that has already failed has no speed.
         ignore_refusal(qmp.execute("block-job-set-speed", unlimited).map(drop))?;
     }
     Ok(())
@@ -269,7 +277,7 @@ pub(crate) fn lift_limits(qmp: &mut Qmp, copies: &[DriveCopy]) -> Result<(), Qmp
 
 /// Waits until all copies are complete, and closes them.
 pub(crate) fn finish_copies(
-    qmp: &mut Qmp,
+    qmp: &mut QmpClient,
     copies: &[DriveCopy],
     is_cancelled: &dyn Fn() -> bool,
 ) -> Result<(), CopyError> {
@@ -286,7 +294,7 @@ pub(crate) fn finish_copies(
     Ok(())
 }
 
-fn are_complete(qmp: &mut Qmp, copies: &[DriveCopy]) -> Result<bool, CopyError> {
+fn are_complete(qmp: &mut QmpClient, copies: &[DriveCopy]) -> Result<bool, CopyError> {
     if copies.is_empty() {
         return Ok(true);
     }
@@ -315,9 +323,9 @@ impl BlockJob {
     }
 }
 
-/// Cancels the jobs, closes the targets and removes the dirty bitmaps of copies, as far as they are there. Returns whether
-/// there was a job that had not succeeded.
-pub(crate) fn discard_copies(qmp: &mut Qmp, copies: &[DriveCopy]) -> Result<bool, QmpError> {
+/// Cancels the jobs, closes the targets and removes the dirty bitmaps of copies, as far as they
+/// exist. Returns whether a job had not succeeded.
+pub(crate) fn discard_copies(qmp: &mut QmpClient, copies: &[DriveCopy]) -> Result<bool, QmpError> {
     let mut was_unfinished = false;
     for copy in copies {
         was_unfinished |= end_job(qmp, &copy.name)?;
@@ -331,7 +339,7 @@ pub(crate) fn discard_copies(qmp: &mut Qmp, copies: &[DriveCopy]) -> Result<bool
     Ok(was_unfinished)
 }
 
-fn end_job(qmp: &mut Qmp, id: &str) -> Result<bool, QmpError> {
+fn end_job(qmp: &mut QmpClient, id: &str) -> Result<bool, QmpError> {
     let deadline = Instant::now() + qmp.timeout();
     let mut is_asked = false;
     loop {
@@ -343,7 +351,7 @@ fn end_job(qmp: &mut Qmp, id: &str) -> Result<bool, QmpError> {
         }
         if !is_asked {
             is_asked = true;
-            // It may have ended just now.
+            // The job may have ended just now.
             ignore_refusal(qmp.execute("job-cancel", json!({ "id": id })).map(drop))?;
         }
         if Instant::now() >= deadline {
@@ -361,11 +369,11 @@ fn ignore_refusal(done: Result<(), QmpError>) -> Result<(), QmpError> {
     }
 }
 
-fn query_nodes(qmp: &mut Qmp) -> Result<Vec<BlockNode>, QmpError> {
+fn query_nodes(qmp: &mut QmpClient) -> Result<Vec<BlockNode>, QmpError> {
     qmp.query("query-named-block-nodes")
 }
 
-fn remove_bitmap(qmp: &mut Qmp, node: &str, name: &str) -> Result<(), QmpError> {
+fn remove_bitmap(qmp: &mut QmpClient, node: &str, name: &str) -> Result<(), QmpError> {
     let of_node = |it: &BlockNode| it.name == node && it.bitmaps.iter().any(|it| it.name == name);
     match query_nodes(qmp)?.iter().any(of_node) {
         true => {
@@ -377,7 +385,7 @@ fn remove_bitmap(qmp: &mut Qmp, node: &str, name: &str) -> Result<(), QmpError> 
 }
 
 /// Removes the dirty bitmaps that Firn added, except those of these copies.
-pub(crate) fn remove_bitmaps(qmp: &mut Qmp, keep: &[DriveCopy]) -> Result<(), QmpError> {
+pub(crate) fn remove_bitmaps(qmp: &mut QmpClient, keep: &[DriveCopy]) -> Result<(), QmpError> {
     for (node, bitmap) in list_unneeded(&query_nodes(qmp)?, keep) {
         let arguments = json!({ "node": node, "name": bitmap });
         qmp.execute("block-dirty-bitmap-remove", arguments)?;
@@ -397,12 +405,16 @@ fn list_unneeded<'n>(nodes: &'n [BlockNode], keep: &[DriveCopy]) -> Vec<(&'n str
     nodes.iter().flat_map(of_node).collect()
 }
 
-/// How many bytes a copy of what was written since this one will take. `None` if that was not noted.
-pub(crate) fn changed_bytes(qmp: &mut Qmp, copy: &DriveCopy) -> Result<Option<u64>, QmpError> {
-    Ok(noted_bytes(&query_nodes(qmp)?, copy))
+/// The number of bytes that a copy of the writes since this copy will take. `None` if they were not
+/// recorded.
+pub(crate) fn query_changed_bytes(
+    qmp: &mut QmpClient,
+    copy: &DriveCopy,
+) -> Result<Option<u64>, QmpError> {
+    Ok(recorded_bytes(&query_nodes(qmp)?, copy))
 }
 
-fn noted_bytes(nodes: &[BlockNode], copy: &DriveCopy) -> Option<u64> {
+fn recorded_bytes(nodes: &[BlockNode], copy: &DriveCopy) -> Option<u64> {
     let node = nodes.iter().find(|node| node.name == copy.source)?;
     let bitmap = node.bitmaps.iter().find(|bitmap| bitmap.name == copy.name)?;
     let is_sound = bitmap.recording && !bitmap.busy && !bitmap.inconsistent;
@@ -477,9 +489,9 @@ mod tests {
                 "count": 8192, "granularity": granularity, "recording": recording, "busy": false }] }]))
         };
         let since = copy("n", "firn-1", CopyExtent::All);
-        assert_eq!(noted_bytes(&with(65536, true), &since), Some(8192));
-        assert_eq!(noted_bytes(&with(4096, true), &since), Some(8192 * 16));
-        assert_eq!(noted_bytes(&with(65536, false), &since), None);
-        assert_eq!(noted_bytes(&with(65536, true), &copy("m", "firn-1", CopyExtent::All)), None);
+        assert_eq!(recorded_bytes(&with(65536, true), &since), Some(8192));
+        assert_eq!(recorded_bytes(&with(4096, true), &since), Some(8192 * 16));
+        assert_eq!(recorded_bytes(&with(65536, false), &since), None);
+        assert_eq!(recorded_bytes(&with(65536, true), &copy("m", "firn-1", CopyExtent::All)), None);
     }
 }

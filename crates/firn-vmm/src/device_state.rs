@@ -1,17 +1,18 @@
-//! Device and vCPU state: out of a running QEMU, into a fresh one.
+//! Device and vCPU state: saved from a running QEMU, loaded into a new one.
 //!
-//! `xen-save-devices-state` works on any QEMU, Xen or not. It writes every device and vCPU but no RAM, which is what
-//! a pause wants: the RAM is Firn's.
+//! `xen-save-devices-state` works on any QEMU, Xen or not. It writes every device and vCPU but no
+//! RAM, as a pause requires: Firn saves the RAM.
 //!
 //! ```text
 //!   save    memfd <--- /dev/fdset/N <--- QEMU        the file is Firn's and has no name: nothing to clean up,
-//!                                                    nothing for another user to open
+//!                                                    nothing that another user can open
 //!   load    bytes ---> socket pair ---> fd:firn.state ---> QEMU -S -incoming defer
 //! ```
 //!
-//! The descriptor is handed over once, before the pause; a save then costs QEMU's own work and one round trip. See
-//! [`crate::hold`] for a VM that runs and of which nothing but devices and memory is to be saved.
-//! Loading over a descriptor needs no shell, unlike `exec:`, so it works under `-sandbox on,spawn=deny`.
+//! Firn hands the descriptor over once, before the pause; a save then costs QEMU's own work and one
+//! round trip. See [`crate::pause_pipe`] for a running VM of which only devices and memory are
+//! saved. Loading over a descriptor needs no shell, unlike `exec:`, so it works under `-sandbox
+//! on,spawn=deny`.
 
 use std::fs::File;
 use std::io;
@@ -25,16 +26,16 @@ use serde::Deserialize;
 use serde_json::{Value, json};
 use thiserror::Error;
 
-use crate::qmp::{Qmp, QmpError, Sent};
-use crate::wait::writable;
+use crate::qmp::{QmpClient, QmpError, SentCommand};
+use crate::wait::wait_writable;
 
-/// The largest device state Firn takes, in bytes. Common machines have 30 KB to 1 MB.
+/// The maximum size of device state that Firn accepts, in bytes. Common VMs have 30 KB to 1 MB.
 pub const STATE_BYTES_MAX: u64 = 1 << 30;
 
-/// What Firn's descriptors are called in QEMU.
+/// The name of Firn's descriptors in QEMU.
 pub(crate) const NAME: &str = "firn.state";
 
-/// Why device state could not be saved or loaded.
+/// The reason why device state could not be saved or loaded.
 #[derive(Debug, Error)]
 pub enum DeviceStateError {
     /// A monitor command failed.
@@ -43,49 +44,52 @@ pub enum DeviceStateError {
     /// The file or socket between Firn and QEMU failed.
     #[error("cannot {doing} device state")]
     Io {
-        /// What was being done.
+        /// The operation that failed.
         doing: &'static str,
-        /// What the kernel said.
+        /// The kernel's error.
         #[source]
         source: io::Error,
     },
-    /// QEMU reported success and wrote nothing, or too much.
+    /// QEMU reported success and wrote no bytes, or too many.
     #[error(
         "QEMU saved {bytes} bytes of device state; between 1 and {STATE_BYTES_MAX} were expected"
     )]
     Size {
-        /// How many it wrote.
+        /// The number of bytes that QEMU wrote.
         bytes: u64,
     },
-    /// QEMU saved so little that it did not wait for Firn.
-    #[error("QEMU saved {bytes} bytes of device state, too few to keep the VM stopped by")]
+    /// QEMU saved so few bytes that it did not wait for Firn.
+    #[error(
+        "QEMU saved {bytes} bytes of device state, too few to fill the pipe that keeps the VM paused"
+    )]
     NotHeld {
-        /// How many it wrote.
+        /// The number of bytes that QEMU wrote.
         bytes: usize,
     },
-    /// Somebody else opened what only QEMU opens, so it is not known when the VM stood still.
+    /// Another process opened the pipe that only QEMU opens, so the time at which the VM was paused
+    /// is unknown.
     #[error(
-        "somebody opened the pipe that QEMU saves its devices to, by its name in /proc: the VM may have run meanwhile"
+        "another process opened the pipe to which QEMU saves its devices, by its path in /proc: the VM may have run meanwhile"
     )]
     OpenedTwice,
-    /// QEMU died while loading; its log says why.
-    #[error("QEMU exited while loading {bytes} bytes of device state; its log says why")]
+    /// QEMU died while loading; its log has the reason.
+    #[error("QEMU exited while loading {bytes} bytes of device state; its log has the reason")]
     Died {
-        /// How many bytes it was given.
+        /// The number of bytes that QEMU was sent.
         bytes: usize,
     },
     /// QEMU refused the state.
     #[error("QEMU refused {bytes} bytes of device state: {reason}")]
     Refused {
-        /// How many bytes it was given.
+        /// The number of bytes that QEMU was sent.
         bytes: usize,
-        /// QEMU's own words.
+        /// QEMU's error message.
         reason: String,
     },
     /// QEMU did not finish in time.
     #[error("QEMU did not finish loading {bytes} bytes of device state within {waited_ms} ms")]
     TimedOut {
-        /// How many bytes it was given.
+        /// The number of bytes that QEMU was sent.
         bytes: usize,
         /// How long Firn waited, in milliseconds.
         waited_ms: u128,
@@ -98,21 +102,22 @@ pub(crate) fn io_error<E: Into<io::Error>>(
     move |source| DeviceStateError::Io { doing, source: source.into() }
 }
 
-/// A file without a name that QEMU writes its device state to, over and over.
+/// An unnamed file that QEMU writes its device state to, save after save.
 #[derive(Debug)]
 pub(crate) struct StateFile {
-    /// What Firn reads from.
+    /// Firn's descriptor, for reading.
     file: File,
-    /// What QEMU writes to. The two share their position, so that Firn can rewind it.
+    /// QEMU's descriptor, for writing. Firn and QEMU share its position, so that Firn can rewind
+    /// it.
     writer: OwnedFd,
-    /// QEMU's name for its copy of the writer.
+    /// QEMU's number for the set with its copy of the writer.
     fdset: u64,
 }
 
 impl StateFile {
     /// Makes the file and hands QEMU its end.
-    pub(crate) fn hand_over(qmp: &mut Qmp) -> Result<Self, DeviceStateError> {
-        take_back_left_behind(qmp)?;
+    pub(crate) fn hand_over(qmp: &mut QmpClient) -> Result<Self, DeviceStateError> {
+        remove_left_fdsets(qmp)?;
         let (file, writer) = memfd_with_writer().map_err(io_error("make a file for"))?;
         let answer = qmp.execute_with_fd("add-fd", json!({ "opaque": NAME }), writer.as_fd())?;
         let fdset = answer.get("fdset-id").and_then(Value::as_u64);
@@ -121,7 +126,7 @@ impl StateFile {
     }
 
     /// Empties the file and asks QEMU to write to it.
-    pub(crate) fn ask(&self, qmp: &mut Qmp) -> Result<Sent, DeviceStateError> {
+    pub(crate) fn send_save(&self, qmp: &mut QmpClient) -> Result<SentCommand, DeviceStateError> {
         self.file.set_len(0).map_err(io_error("make room for"))?;
         rustix::fs::seek(&self.writer, SeekFrom::Start(0)).map_err(io_error("make room for"))?;
         let filename = format!("/dev/fdset/{}", self.fdset);
@@ -129,8 +134,8 @@ impl StateFile {
         Ok(qmp.send("xen-save-devices-state", arguments)?)
     }
 
-    /// What QEMU wrote.
-    pub(crate) fn read(&self) -> Result<Vec<u8>, DeviceStateError> {
+    /// Reads what QEMU has written.
+    pub(crate) fn read_state(&self) -> Result<Vec<u8>, DeviceStateError> {
         let bytes = self.file.metadata().map_err(io_error("read"))?.len();
         if bytes == 0 || bytes > STATE_BYTES_MAX {
             return Err(DeviceStateError::Size { bytes });
@@ -140,37 +145,40 @@ impl StateFile {
         Ok(state)
     }
 
-    /// Takes QEMU's copy of the descriptor back. QEMU closes it while the VM runs, or else with the connection.
-    pub(crate) fn take_back(self, qmp: &mut Qmp) -> Result<(), DeviceStateError> {
+    /// Removes QEMU's copy of the descriptor. QEMU closes it at once while the VM runs, otherwise
+    /// with the connection.
+    pub(crate) fn remove_from_qemu(self, qmp: &mut QmpClient) -> Result<(), DeviceStateError> {
         Ok(remove_fdset(qmp, self.fdset)?)
     }
 }
 
-/// Takes back what a Firn that died has left: QEMU closes a set by itself only if no monitor at all is connected.
-pub(crate) fn take_back_left_behind(qmp: &mut Qmp) -> Result<(), QmpError> {
-    let sets: Vec<Fdset> = qmp.query("query-fdsets")?;
+/// Removes descriptors that an earlier Firn process left when it died: QEMU closes a set by itself
+/// only while no monitor is connected.
+pub(crate) fn remove_left_fdsets(qmp: &mut QmpClient) -> Result<(), QmpError> {
+    let sets: Vec<FdsetInfo> = qmp.query("query-fdsets")?;
     let ours = sets.iter().filter(|set| set.fds.iter().any(|fd| fd.opaque == NAME));
     ours.map(|set| set.id).try_for_each(|id| remove_fdset(qmp, id))
 }
 
 #[derive(Debug, Deserialize)]
-struct Fdset {
+struct FdsetInfo {
     #[serde(rename = "fdset-id")]
     id: u64,
-    fds: Vec<FdsetFd>,
+    fds: Vec<FdsetFdInfo>,
 }
 
 #[derive(Debug, Deserialize)]
-struct FdsetFd {
+struct FdsetFdInfo {
     #[serde(default)]
     opaque: String,
 }
 
-pub(crate) fn remove_fdset(qmp: &mut Qmp, id: u64) -> Result<(), QmpError> {
+pub(crate) fn remove_fdset(qmp: &mut QmpClient, id: u64) -> Result<(), QmpError> {
     qmp.execute("remove-fd", json!({ "fdset-id": id })).map(drop)
 }
 
-/// QEMU matches the access mode of a descriptor in a set with what it wants to do, so the writer is opened write-only.
+/// Makes a memfd and a write-only descriptor of it: QEMU accepts a descriptor in a set only if its
+/// access mode is the requested one.
 fn memfd_with_writer() -> io::Result<(File, OwnedFd)> {
     use std::os::fd::AsRawFd;
     let file = rustix::fs::memfd_create(NAME, MemfdFlags::CLOEXEC)?;
@@ -179,22 +187,28 @@ fn memfd_with_writer() -> io::Result<(File, OwnedFd)> {
     Ok((File::from(file), writer))
 }
 
-/// Loads device state into a QEMU that was started with `-S -incoming defer`, and waits until it is in.
-pub(crate) fn load(qmp: &mut Qmp, state: &[u8], says_why: bool) -> Result<(), DeviceStateError> {
+/// Loads device state into a QEMU that was started with `-S -incoming defer`, and waits until it is
+/// loaded.
+pub(crate) fn load_state(
+    qmp: &mut QmpClient,
+    state: &[u8],
+    says_why: bool,
+) -> Result<(), DeviceStateError> {
     let deadline = Instant::now() + qmp.timeout();
     let events = json!({ "capabilities": [{ "capability": "events", "state": true }] });
     qmp.execute("migrate-set-capabilities", events)?;
     let (ours, theirs) = socket_pair().map_err(io_error("make a socket for"))?;
     qmp.send_fd(NAME, theirs.as_fd())?;
     drop(theirs);
-    let sent = ask_to_load(qmp, says_why)?;
-    qmp.answer(sent)?;
-    feed(&ours, state, deadline)?;
+    let sent = send_load(qmp, says_why)?;
+    qmp.wait_reply(sent)?;
+    send_state(&ours, state, deadline)?;
     wait_until_loaded(qmp, state.len(), says_why)
 }
 
-/// From 9.1 on QEMU can be told to stay alive when it cannot load, and to say why.
-fn ask_to_load(qmp: &mut Qmp, says_why: bool) -> Result<Sent, QmpError> {
+/// Sends `migrate-incoming`. From version 9.1 on, QEMU can stay alive when it cannot load, and
+/// report the reason.
+fn send_load(qmp: &mut QmpClient, says_why: bool) -> Result<SentCommand, QmpError> {
     let mut arguments = json!({ "uri": format!("fd:{NAME}") });
     if says_why {
         arguments["exit-on-error"] = Value::Bool(false);
@@ -206,14 +220,14 @@ fn socket_pair() -> rustix::io::Result<(OwnedFd, OwnedFd)> {
     rustix::net::socketpair(AddressFamily::UNIX, SocketType::STREAM, SocketFlags::CLOEXEC, None)
 }
 
-/// Writes the state. A QEMU that gives up closes its end; what it says then is found by the caller.
-fn feed(to: &OwnedFd, state: &[u8], deadline: Instant) -> Result<(), DeviceStateError> {
+/// Writes the state. A QEMU that fails closes its end; the caller then reads its error.
+fn send_state(to: &OwnedFd, state: &[u8], deadline: Instant) -> Result<(), DeviceStateError> {
     let begun = Instant::now();
     let mut rest = state;
     while !rest.is_empty() {
         match rustix::net::send(to, rest, SendFlags::NOSIGNAL | SendFlags::DONTWAIT) {
             Ok(sent) => rest = &rest[sent..],
-            Err(rustix::io::Errno::AGAIN) => match writable(to, deadline) {
+            Err(rustix::io::Errno::AGAIN) => match wait_writable(to, deadline) {
                 Ok(true) => {}
                 Ok(false) => return Err(timed_out(state.len(), begun.elapsed())),
                 Err(source) => return Err(io_error("send")(source)),
@@ -226,11 +240,15 @@ fn feed(to: &OwnedFd, state: &[u8], deadline: Instant) -> Result<(), DeviceState
     rustix::net::shutdown(to, Shutdown::Write).map_err(io_error("send"))
 }
 
-fn wait_until_loaded(qmp: &mut Qmp, bytes: usize, says_why: bool) -> Result<(), DeviceStateError> {
+fn wait_until_loaded(
+    qmp: &mut QmpClient,
+    bytes: usize,
+    says_why: bool,
+) -> Result<(), DeviceStateError> {
     let timeout = qmp.timeout();
-    let is_end = |data: &Value| matches!(status(data), "completed" | "failed");
+    let is_end = |data: &Value| matches!(migration_status(data), "completed" | "failed");
     match qmp.wait_event("MIGRATION", timeout, is_end) {
-        Ok(Some(event)) if status(&event.data) == "completed" => Ok(()),
+        Ok(Some(event)) if migration_status(&event.data) == "completed" => Ok(()),
         Ok(Some(_)) => Err(why_refused(qmp, bytes, says_why)),
         Ok(None) => Err(timed_out(bytes, timeout)),
         Err(QmpError::Closed { .. }) => Err(DeviceStateError::Died { bytes }),
@@ -242,16 +260,17 @@ fn timed_out(bytes: usize, waited: Duration) -> DeviceStateError {
     DeviceStateError::TimedOut { bytes, waited_ms: waited.as_millis() }
 }
 
-fn status(data: &Value) -> &str {
+fn migration_status(data: &Value) -> &str {
     data.get("status").and_then(Value::as_str).unwrap_or("")
 }
 
-/// A QEMU that cannot be told to stay exits about now, and leaves its reason in its log.
-fn why_refused(qmp: &mut Qmp, bytes: usize, says_why: bool) -> DeviceStateError {
+/// The error of a QEMU that refused the state. One that cannot stay alive exits about now, and
+/// leaves its reason in its log.
+fn why_refused(qmp: &mut QmpClient, bytes: usize, says_why: bool) -> DeviceStateError {
     if !says_why {
         return DeviceStateError::Died { bytes };
     }
     let answer = qmp.execute("query-migrate", Value::Null).unwrap_or_default();
-    let reason = answer.get("error-desc").and_then(Value::as_str).unwrap_or("it did not say why");
+    let reason = answer.get("error-desc").and_then(Value::as_str).unwrap_or("it gave no reason");
     DeviceStateError::Refused { bytes, reason: reason.to_owned() }
 }

@@ -1,4 +1,5 @@
-//! The devices that a user gave a VM, on the command line or later (`device_add`), as QEMU's object tree names them.
+//! The devices that a user added to a VM, on the command line or later (`device_add`), as paths in
+//! QEMU's object tree.
 
 use std::collections::BTreeSet;
 use std::fmt;
@@ -6,17 +7,17 @@ use std::fmt;
 use serde::Deserialize;
 use serde_json::{Value, json};
 
-use crate::qmp::{Qmp, QmpError};
+use crate::qmp::{QmpClient, QmpError};
 
-/// Where QEMU keeps devices with an id, and those without one.
+/// The containers in QEMU's object tree: for devices with an id, and for those without one.
 const CONTAINERS: [&str; 2] = ["/machine/peripheral", "/machine/peripheral-anon"];
 
 /// A device of a VM.
 #[derive(Clone, Debug, PartialEq, Eq, PartialOrd, Ord)]
 pub struct DevicePath {
-    /// Its place in the object tree: no two devices ever have the same.
+    /// Its path in the object tree, unique for all time.
     pub path: String,
-    /// What it is, such as `virtio-net-pci`.
+    /// Its class, such as `virtio-net-pci`.
     pub class: String,
 }
 
@@ -27,28 +28,28 @@ impl fmt::Display for DevicePath {
     }
 }
 
-/// A property of an object, as `qom-list` has it.
+/// A property of an object, as `qom-list` returns it.
 #[derive(Debug, Deserialize)]
-struct Property {
+struct ObjectProperty {
     name: String,
     #[serde(rename = "type")]
     class: String,
 }
 
-/// All of them.
-pub(crate) fn list(qmp: &mut Qmp) -> Result<BTreeSet<DevicePath>, QmpError> {
+/// Lists all devices that a user added.
+pub(crate) fn list_devices(qmp: &mut QmpClient) -> Result<BTreeSet<DevicePath>, QmpError> {
     let mut devices = BTreeSet::new();
     for container in CONTAINERS {
         let answer = qmp.execute("qom-list", json!({ "path": container }))?;
-        devices.extend(children(container, answer)?);
+        devices.extend(parse_children(container, answer)?);
     }
     Ok(devices)
 }
 
-fn children(container: &str, answer: Value) -> Result<Vec<DevicePath>, QmpError> {
-    let properties: Vec<Property> = Vec::deserialize(answer)
+fn parse_children(container: &str, answer: Value) -> Result<Vec<DevicePath>, QmpError> {
+    let properties: Vec<ObjectProperty> = Vec::deserialize(answer)
         .map_err(|error| QmpError::unexpected("qom-list", error.to_string()))?;
-    let child = |property: Property| {
+    let child = |property: ObjectProperty| {
         let class = property.class.strip_prefix("child<")?.strip_suffix('>')?.to_owned();
         Some(DevicePath { path: format!("{container}/{}", property.name), class })
     };
@@ -63,9 +64,9 @@ mod tests {
     fn children_are_devices_and_nothing_else_is() {
         let answer = json!([{ "name": "type", "type": "string" },
             { "name": "net0", "type": "child<virtio-net-pci>" }]);
-        let devices = children("/machine/peripheral", answer).unwrap();
+        let devices = parse_children("/machine/peripheral", answer).unwrap();
         assert_eq!(devices.len(), 1);
         assert_eq!(devices[0].to_string(), "net0 (virtio-net-pci)");
-        assert!(children("/machine/peripheral", json!(7)).is_err());
+        assert!(parse_children("/machine/peripheral", json!(7)).is_err());
     }
 }

@@ -1,12 +1,13 @@
-//! The VM's disks: which files they are, and how to tell later whether they still are the same.
+//! Identification of a VM's disks: the files it has open, and a check later whether they are still
+//! the same.
 //!
-//! A checkpoint refers to disks, it does not hold them. A restore that finds another file, or the same file written to
-//! in between, would give the guest a disk that contradicts its memory: so each file is remembered by what identifies
-//! it and its content.
+//! A checkpoint refers to disks, it does not contain them. If a restore used another file, or one
+//! that was written to after the checkpoint, the guest would get a disk that contradicts its
+//! memory. So Firn records for each file what identifies it and its contents.
 //!
 //! ```text
-//!   query-named-block-nodes    #block123  qcow2  a.qcow2   backing b.raw      one Disk per image file that is open,
-//!                              #block045  file   a.qcow2                      also those below others
+//!   query-named-block-nodes    #block123  qcow2  a.qcow2   backing b.raw      one DiskImage per open image file,
+//!                              #block045  file   a.qcow2                      backing files included
 //!   stat                       a.qcow2    device, inode, size, mtime
 //! ```
 
@@ -17,32 +18,35 @@ use std::path::{Path, PathBuf};
 use serde::{Deserialize, Serialize};
 use serde_json::Value;
 
-use crate::qmp::{Qmp, QmpError};
+use crate::qmp::{QmpClient, QmpError};
 
-/// Block drivers that hold a local file or device; a format driver may stand above them.
+/// Block drivers of a local file or device. A format driver may be on top of them.
 const FILE_DRIVERS: &[&str] = &["file", "host_device", "host_cdrom"];
 
-/// Drivers whose reads are copied into guest memory by the processor, if they use the page cache.
+/// Drivers for which the processor copies the data of a read into guest memory, if they use the
+/// page cache.
 const COPYING_DRIVERS: [&str; 4] = ["file", "raw", "qcow2", "nbd"];
 
 /// An image that the VM has open.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
-pub struct Disk {
-    /// QEMU's name for the block node; `#block...` if the user gave none, and then another in every run.
+pub struct DiskImage {
+    /// QEMU's name for the block node; `#block...` if the user gave none, and then another in every
+    /// run.
     pub node: String,
-    /// The image, as QEMU names it: a path, or the address of something on a network.
+    /// The image, as QEMU names it: a path, or a network address.
     pub file: String,
     /// Its format, such as `qcow2` or `raw`.
     pub format: String,
-    /// Whether QEMU has it open for reading only.
+    /// Whether QEMU has opened it read-only.
     pub read_only: bool,
     /// The size of the disk that the guest sees, in bytes.
     pub size: u64,
-    /// The local file; `None` if it is not a file that Firn can see, or is one no more (`-snapshot`).
+    /// The local file; `None` if it is not a file that Firn can access, or was deleted
+    /// (`-snapshot`).
     pub identity: Option<FileIdentity>,
 }
 
-/// What tells one file, with one content, from another.
+/// The properties that distinguish one file, with its contents, from another.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct FileIdentity {
     /// The device it is on.
@@ -57,69 +61,73 @@ pub struct FileIdentity {
 
 impl FileIdentity {
     /// The identity of the file at `path`.
-    pub fn of(path: &Path) -> std::io::Result<Self> {
+    pub fn from_path(path: &Path) -> std::io::Result<Self> {
         let file = path.metadata()?;
         let mtime_ns = i128::from(file.mtime()) * 1_000_000_000 + i128::from(file.mtime_nsec());
         Ok(Self { dev: file.dev(), inode: file.ino(), size: file.len(), mtime_ns })
     }
 }
 
-/// What `query-named-block-nodes` says of a node.
+/// A node in the reply to `query-named-block-nodes`.
 #[derive(Clone, Debug, Deserialize)]
-struct Node {
+struct DiskNode {
     #[serde(rename = "node-name", default)]
     name: String,
     file: String,
     drv: String,
     ro: bool,
-    image: Image,
+    image: DiskNodeImage,
 }
 
 #[derive(Clone, Debug, Deserialize)]
-struct Image {
+struct DiskNodeImage {
     #[serde(rename = "virtual-size", default)]
     virtual_size: u64,
 }
 
-/// Finds the disks of a VM whose process sees files under `root`, and relative paths under `cwd`.
-pub(crate) fn find(qmp: &mut Qmp, process: &FileView) -> Result<Vec<Disk>, QmpError> {
+/// Finds the disks of a VM, and identifies their files as `process` sees them.
+pub(crate) fn find_disks(
+    qmp: &mut QmpClient,
+    process: &FileView,
+) -> Result<Vec<DiskImage>, QmpError> {
     let nodes = qmp.query("query-named-block-nodes")?;
-    let mut disks = images(nodes);
-    disks.iter_mut().for_each(|disk| disk.identity = process.identity(&disk.file));
+    let mut disks = group_by_image(nodes);
+    disks.iter_mut().for_each(|disk| disk.identity = process.identify_file(&disk.file));
     Ok(disks)
 }
 
-/// Whether a disk may be read past the page cache: the kernel, or the storage itself, then writes into guest memory without a page
-/// fault when the read ends. Drivers that aren't known count as such.
-pub(crate) fn is_read_past_page_cache(qmp: &mut Qmp) -> Result<bool, QmpError> {
-    let nodes: Vec<Way> = qmp.query("query-named-block-nodes")?;
-    Ok(nodes.iter().any(Way::is_past_page_cache))
+/// Whether a disk may be read without the page cache: the kernel, or the storage itself, then
+/// writes into guest memory without a page fault when the read ends. Unknown drivers count as such.
+pub(crate) fn is_any_read_past_page_cache(qmp: &mut QmpClient) -> Result<bool, QmpError> {
+    let nodes: Vec<NodeAccess> = qmp.query("query-named-block-nodes")?;
+    Ok(nodes.iter().any(NodeAccess::is_past_page_cache))
 }
 
-/// How QEMU gets at what a node has.
+/// The driver and the cache mode by which QEMU accesses a node.
 #[derive(Clone, Debug, Deserialize)]
-struct Way {
+struct NodeAccess {
     drv: String,
-    cache: Cache,
+    cache: NodeCacheInfo,
 }
 
 #[derive(Clone, Copy, Debug, Deserialize)]
-struct Cache {
+struct NodeCacheInfo {
     direct: bool,
 }
 
-impl Way {
+impl NodeAccess {
     fn is_past_page_cache(&self) -> bool {
         self.cache.direct || !COPYING_DRIVERS.contains(&self.drv.as_str())
     }
 }
 
-/// One disk per image: the node of its format, or that of its file where no format stands above it. An image that is
-/// open twice counts once, and as writable if it is so once.
-fn images(nodes: Vec<Node>) -> Vec<Disk> {
-    let mut by_file: BTreeMap<String, Node> = BTreeMap::new();
+/// Makes one disk of each image: of the node of its format, or of the node of its file where no
+/// format is on top. An image that is open twice counts once, and as writable if one of the nodes
+/// is.
+fn group_by_image(nodes: Vec<DiskNode>) -> Vec<DiskImage> {
+    let mut by_file: BTreeMap<String, DiskNode> = BTreeMap::new();
     for mut node in
-        nodes.into_iter().map(Node::with_plain_file).filter(|node| !node.file.is_empty())
+        nodes.into_iter().map(DiskNode::with_plain_file).filter(|node| !node.file.is_empty())
     {
         match by_file.get_mut(&node.file) {
             Some(known) if is_file(&node.drv) || !is_file(&known.drv) => known.ro &= node.ro,
@@ -129,18 +137,19 @@ fn images(nodes: Vec<Node>) -> Vec<Disk> {
             }
         }
     }
-    by_file.into_values().map(disk).collect()
+    by_file.into_values().map(disk_from_node).collect()
 }
 
-impl Node {
+impl DiskNode {
     fn with_plain_file(mut self) -> Self {
         self.file = plain_file(&self.file);
         self
     }
 }
 
-/// Where options keep QEMU from naming an image by its path, it writes them out: `json:{"driver": "qcow2", "file":
-/// {"driver": "file", "filename": "a.qcow2"}, ...}`. The path is in there.
+/// Extracts the path of an image. Where options keep QEMU from naming an image by its path, QEMU
+/// prints them: `json:{"driver": "qcow2", "file": {"driver": "file", "filename": "a.qcow2"}, ...}`.
+/// They contain the path.
 pub(crate) fn plain_file(name: &str) -> String {
     let options = name.strip_prefix("json:");
     let options: Option<Value> = options.and_then(|json| serde_json::from_str(json).ok());
@@ -155,10 +164,10 @@ fn is_file(driver: &str) -> bool {
     FILE_DRIVERS.contains(&driver)
 }
 
-fn disk(node: Node) -> Disk {
+fn disk_from_node(node: DiskNode) -> DiskImage {
     let format = if is_file(&node.drv) { "raw".to_owned() } else { node.drv };
     let (node, file, read_only, size) = (node.name, node.file, node.ro, node.image.virtual_size);
-    Disk { node, file, format, read_only, size, identity: None }
+    DiskImage { node, file, format, read_only, size, identity: None }
 }
 
 /// Files as the hypervisor sees them: it may have another root or working directory than Firn.
@@ -166,13 +175,13 @@ fn disk(node: Node) -> Disk {
 pub(crate) struct FileView {
     root: PathBuf,
     cwd: PathBuf,
-    /// Where what it has open is seen.
+    /// The directory with its open descriptors.
     fds: Option<PathBuf>,
 }
 
 impl FileView {
-    /// The files of a process; those of Firn itself where the process is not known.
-    pub(crate) fn of(pid: Option<i32>) -> Self {
+    /// The files of a process; those of Firn itself where the process is unknown.
+    pub(crate) fn of_process(pid: Option<i32>) -> Self {
         match pid {
             Some(pid) => {
                 let proc = PathBuf::from(format!("/proc/{pid}"));
@@ -182,16 +191,16 @@ impl FileView {
         }
     }
 
-    fn identity(&self, file: &str) -> Option<FileIdentity> {
+    fn identify_file(&self, file: &str) -> Option<FileIdentity> {
         let path = match file.strip_prefix('/') {
             Some(inside) => self.root.join(inside),
             None => self.cwd.join(file),
         };
-        FileIdentity::of(&path).ok()
+        FileIdentity::from_path(&path).ok()
     }
 
-    /// The absolute path by which the process knows a file; what is no file stays as it is.
-    pub(crate) fn absolute(&self, name: &str) -> PathBuf {
+    /// The absolute path by which the process knows a file. A name that is no file stays as it is.
+    pub(crate) fn absolute_path(&self, name: &str) -> PathBuf {
         let file = Path::new(name);
         let cwd = std::fs::canonicalize(&self.cwd).ok().filter(|_| !file.is_absolute());
         cwd.map(|cwd| cwd.join(file))
@@ -199,9 +208,9 @@ impl FileView {
             .unwrap_or_else(|| file.to_owned())
     }
 
-    /// Whether an absolute path means to Firn a file that the process has open.
+    /// Whether an absolute path names, for Firn, a file that the process has open.
     pub(crate) fn has_open(&self, file: &Path) -> bool {
-        let which = |path: &Path| FileIdentity::of(path).ok().map(|it| (it.dev, it.inode));
+        let which = |path: &Path| FileIdentity::from_path(path).ok().map(|it| (it.dev, it.inode));
         let Some(mine) = which(file) else { return false };
         match &self.fds {
             None => true,
@@ -217,7 +226,7 @@ impl FileView {
 mod tests {
     use super::*;
 
-    fn nodes(json: serde_json::Value) -> Vec<Node> {
+    fn nodes(json: serde_json::Value) -> Vec<DiskNode> {
         serde_json::from_value(json).unwrap()
     }
 
@@ -231,7 +240,7 @@ mod tests {
         let is_past = |drv: &str, direct: bool| {
             let way =
                 serde_json::json!({ "drv": drv, "cache": { "direct": direct, "writeback": true } });
-            serde_json::from_value::<Way>(way).unwrap().is_past_page_cache()
+            serde_json::from_value::<NodeAccess>(way).unwrap().is_past_page_cache()
         };
         assert!(!is_past("file", false) && !is_past("qcow2", false) && !is_past("nbd", false));
         assert!(is_past("file", true) && is_past("host_device", false) && is_past("nvme", false));
@@ -247,7 +256,7 @@ mod tests {
             node("#block4", "file", "z"),
             node("#block5", "qcow2", r#"json:{"driver": "qcow2", "file": {"filename": "z"}}"#),
         ];
-        let disks = images(nodes(all.into()));
+        let disks = group_by_image(nodes(all.into()));
         let seen: Vec<_> = disks.iter().map(|disk| (&*disk.node, &*disk.format)).collect();
         let expected =
             [("#block2", "qcow2"), ("#block3", "raw"), ("n", "nbd"), ("#block5", "qcow2")];
@@ -261,7 +270,7 @@ mod tests {
         let mut all = vec![node("#block1", "file", "a"), writable];
         all[0]["ro"] = true.into();
         for _ in 0..2 {
-            let disks = images(nodes(all.clone().into()));
+            let disks = group_by_image(nodes(all.clone().into()));
             assert_eq!((disks.len(), disks[0].read_only), (1, false));
             all.reverse();
         }
@@ -272,17 +281,17 @@ mod tests {
         let dir = tempfile::tempdir().unwrap();
         let path = dir.path().join("disk");
         std::fs::write(&path, "one").unwrap();
-        let before = FileIdentity::of(&path).unwrap();
-        assert_eq!(FileIdentity::of(&path).unwrap(), before);
+        let before = FileIdentity::from_path(&path).unwrap();
+        assert_eq!(FileIdentity::from_path(&path).unwrap(), before);
         std::fs::write(&path, "three").unwrap();
-        assert_ne!(FileIdentity::of(&path).unwrap(), before);
+        assert_ne!(FileIdentity::from_path(&path).unwrap(), before);
     }
 
     #[test]
     fn files_are_looked_up_where_the_process_sees_them() {
-        let me = FileView::of(Some(std::process::id() as i32));
-        assert!(me.identity("Cargo.toml").is_some(), "relative to the working directory");
-        assert!(me.identity("/proc/self/exe").is_some());
-        assert!(me.identity("nbd://host/x").is_none());
+        let me = FileView::of_process(Some(std::process::id() as i32));
+        assert!(me.identify_file("Cargo.toml").is_some(), "relative to the working directory");
+        assert!(me.identify_file("/proc/self/exe").is_some());
+        assert!(me.identify_file("nbd://host/x").is_none());
     }
 }

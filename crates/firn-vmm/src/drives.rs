@@ -1,18 +1,20 @@
-//! The guest's writable drives, and how their contents are kept as they are at one moment.
+//! The guest's writable drives, and the preservation of their contents as of one instant.
 //!
-//! A *drive* is a device of the guest with an image behind it, and images below that (its *chain*). From the cut on the
-//! guest writes to another file, an *overlay*, and what was its image stays as it is:
+//! A *drive* is a device of the guest with an image, which may have backing images (its *chain*).
+//! From the cut on the guest writes to another file, an *overlay*, and the earlier image is not
+//! written any more:
 //!
 //! ```text
-//!   before                 ahead of the pause            in the pause              afterwards
+//!   before                 before the pause              in the pause              afterwards
 //!   device -> a.qcow2      device -> a.qcow2             blockdev-snapshot:        device -> overlay -> a.qcow2
 //!                          overlay, open, unused         graph changes only                            never written again
 //! ```
 //!
-//! The overlay is opened ahead of the pause (`blockdev-add` with `backing: null`), so that what can fail fails there, and
-//! the pause pays for no file to be opened. All drives change in one `transaction`: all or none. On a file system that can
-//! share blocks (`FICLONE`, ioctl_ficlone(2)) a clone of the file is taken in the pause instead, and the guest goes on
-//! with its own.
+//! The overlay is opened before the pause (`blockdev-add` with `backing: null`), so that errors
+//! occur there, and the pause opens no file. All drives change in one `transaction`: all or none.
+//! On a file system that can share blocks (`FICLONE`, ioctl_ficlone(2)) Firn clones the file in the
+//! pause instead, and the guest continues with its own.
+//!
 //!
 //! Source: QEMU `docs/interop/live-block-operations.rst`, `qapi/block-core.json`.
 
@@ -34,9 +36,10 @@ use crate::device_state::DeviceStateError;
 use crate::disks::{FileIdentity, FileView, plain_file};
 use crate::flush;
 use crate::qcow2;
-use crate::qmp::{Qmp, QmpError};
+use crate::qmp::{QmpClient, QmpError};
 
-/// The most images that may lie upon each other. QEMU holds all of them open, and gets slow long before it gives up.
+/// The maximum number of images in a chain. QEMU holds all of them open, and gets slow long before
+/// it fails.
 pub const CHAIN_MAX: usize = 64;
 
 /// QEMU's tool for image files.
@@ -45,41 +48,41 @@ const TOOL: &str = "qemu-img";
 /// A drive that the guest can write to.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Drive {
-    /// What the user calls it: its id, or else its device's path in QEMU.
+    /// The user's name for it: its id, or else its device's path in QEMU.
     pub name: String,
     /// QEMU's name for its topmost node.
     pub node: String,
-    /// The images that it consists of, the topmost first: the only one that is written to. Absolute paths, except of what
-    /// is no file.
+    /// The images that it consists of, the topmost first, which is the only one that is written to.
+    /// Absolute paths, except where an image is not a file.
     pub chain: Vec<PathBuf>,
     /// The formats of these images.
     pub formats: Vec<String>,
-    /// How QEMU names the topmost.
+    /// QEMU's name for the topmost image.
     pub named: String,
     /// Its format: `qcow2` or `raw`, or another that can't be cut.
     pub format: String,
     /// The size of the drive that the guest sees, in bytes.
     pub bytes: u64,
-    /// Whether QEMU goes past the page cache.
+    /// Whether QEMU bypasses the page cache.
     direct: bool,
     /// Whether QEMU ignores the guest's flushes.
     no_flush: bool,
-    /// Why its contents can't be kept, if so.
+    /// The reason why its contents can't be preserved, if there is one.
     pub obstacle: Option<String>,
 }
 
-/// A drive as it has to be still when the pause has begun.
+/// The properties of a drive that must not have changed when the pause has begun.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub struct Expected {
+pub struct ExpectedDrive {
     /// QEMU's name for its topmost node.
     pub node: String,
-    /// How QEMU names its topmost image.
+    /// QEMU's name for its topmost image.
     pub file: String,
     /// The size of the drive that the guest sees, in bytes.
     pub bytes: u64,
 }
 
-/// A file that takes what a guest writes from some moment on.
+/// A file that takes the guest's writes from some instant on.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Overlay {
     /// QEMU's name for its node.
@@ -88,48 +91,48 @@ pub struct Overlay {
     pub path: PathBuf,
 }
 
-/// What is to be done to drives in a pause.
+/// The changes to drives in a pause.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct DriveCut {
     /// The node of a drive, and the overlay to be put on it.
     pub overlays: Vec<(String, Overlay)>,
-    /// A file, and the one to become a clone of it.
+    /// A file, and the path of its clone.
     pub clones: Vec<(PathBuf, PathBuf)>,
     /// The copies to begin.
     pub copies: Vec<DriveCopy>,
-    /// Files to be flushed before the pause, which would wait for that otherwise.
+    /// Files to flush before the pause, which would wait for the flush otherwise.
     pub flushed: Vec<PathBuf>,
-    /// What all of this was decided for.
-    pub expected: Vec<Expected>,
+    /// The drives for which all of this was planned.
+    pub expected: Vec<ExpectedDrive>,
 }
 
-/// Why a VM could not be stopped with its disks and devices saved.
+/// The reason why a VM could not be stopped with its disks and devices saved.
 #[derive(Debug, Error)]
 pub enum CutError {
-    /// Its devices.
+    /// Its devices could not be saved.
     #[error("the VM's devices could not be saved")]
     DeviceState(#[from] DeviceStateError),
-    /// Its disks.
-    #[error("the VM's disks could not be kept as they are")]
+    /// Its disks could not be preserved.
+    #[error("the state of the VM's disks could not be preserved")]
     Drives(#[source] QmpError),
-    /// A disk is not what it was when the save began.
-    #[error("disk {node} was changed, or taken away, while the VM was being saved; save it again")]
+    /// A disk changed after the save began.
+    #[error("disk {node} was changed or removed while the VM was being saved; save it again")]
     Changed {
         /// QEMU's name for the node that was its topmost.
         node: String,
     },
-    /// Something changes disks from within the hypervisor.
-    #[error("a block job began to work on the VM's disks ({kind}) while it was being saved")]
+    /// A job changes disks from within the hypervisor.
+    #[error("a block job ({kind}) began on the VM's disks while the VM was being saved")]
     Busy {
-        /// What sort of job.
+        /// The type of the job.
         kind: String,
     },
 }
 
-/// Why an overlay or a clone could not be made.
+/// The reason why an overlay or a clone could not be made.
 #[derive(Debug, Error)]
 pub enum DriveError {
-    /// The tool is not there, or can't be run.
+    /// The tool is missing, or can't be run.
     #[error("cannot run {TOOL}, which makes overlays (Debian: qemu-utils)")]
     Tool(#[source] io::Error),
     /// The tool refused.
@@ -137,45 +140,45 @@ pub enum DriveError {
     Create {
         /// The overlay.
         path: PathBuf,
-        /// What the tool said.
+        /// The tool's error message.
         said: String,
     },
     /// The file system has too little room for a copy.
     #[error("cannot reserve {bytes} bytes for {path}", path = .path.display())]
     Room {
-        /// How many.
+        /// The number of bytes.
         bytes: u64,
         /// The copy.
         path: PathBuf,
-        /// The error of the kernel.
+        /// The kernel's error.
         #[source]
         source: io::Error,
     },
     /// A file could not be cloned, or given to its owner.
     #[error("cannot {doing} {path}", path = .path.display())]
     Io {
-        /// What was being done.
+        /// The operation that failed.
         doing: &'static str,
         /// The file.
         path: PathBuf,
-        /// What the kernel said.
+        /// The kernel's error.
         #[source]
         source: io::Error,
     },
 }
 
-/// What `query-block` says of a device.
+/// A device in the reply to `query-block`.
 #[derive(Clone, Debug, Deserialize)]
-struct Device {
+struct BlockInfo {
     #[serde(default)]
     device: String,
     #[serde(default)]
     qdev: String,
-    inserted: Option<Inserted>,
+    inserted: Option<BlockDeviceInfo>,
 }
 
 #[derive(Clone, Debug, Deserialize)]
-struct Inserted {
+struct BlockDeviceInfo {
     #[serde(rename = "node-name", default)]
     node: String,
     file: String,
@@ -183,46 +186,47 @@ struct Inserted {
     ro: bool,
     #[serde(default)]
     encrypted: bool,
-    image: Layer,
-    cache: Cache,
+    image: ImageLayer,
+    cache: DriveCacheInfo,
 }
 
 #[derive(Clone, Debug, Deserialize)]
-struct Layer {
+struct ImageLayer {
     filename: String,
     #[serde(default)]
     format: String,
     #[serde(rename = "virtual-size", default)]
     virtual_size: u64,
     #[serde(rename = "backing-image")]
-    backing: Option<Box<Layer>>,
+    backing: Option<Box<ImageLayer>>,
 }
 
 #[derive(Clone, Copy, Debug, Deserialize)]
-struct Cache {
+struct DriveCacheInfo {
     direct: bool,
     #[serde(rename = "no-flush")]
     no_flush: bool,
 }
 
 #[derive(Clone, Debug, Deserialize)]
-struct Job {
+struct BlockJobInfo {
     device: String,
     #[serde(rename = "type")]
     kind: String,
 }
 
-/// The drives that the guest can write to.
-pub(crate) fn find(qmp: &mut Qmp, view: &FileView) -> Result<Vec<Drive>, QmpError> {
-    let devices: Vec<Device> = qmp.query("query-block")?;
-    let jobs: Vec<Job> = qmp.query("query-block-jobs")?;
-    let mut drives: Vec<Drive> = devices.iter().filter_map(|it| drive(it, view)).collect();
-    let shared = shared(&devices, view);
+/// Finds the drives that the guest can write to.
+pub(crate) fn find_drives(qmp: &mut QmpClient, view: &FileView) -> Result<Vec<Drive>, QmpError> {
+    let devices: Vec<BlockInfo> = qmp.query("query-block")?;
+    let jobs: Vec<BlockJobInfo> = qmp.query("query-block-jobs")?;
+    let mut drives: Vec<Drive> = devices.iter().filter_map(|it| describe_drive(it, view)).collect();
+    let shared = shared_files(&devices, view);
     for drive in &mut drives {
-        let is_shared = drive.chain.first().is_some_and(|top| shared.contains(&which(top)));
+        let is_shared = drive.chain.first().is_some_and(|top| shared.contains(&file_id(top)));
         drive.obstacle = match jobs.first() {
-            // Which images a job changes can't be seen from outside. Some jobs hide the drive below a node of their own.
-            Some(Job { device, kind }) => {
+            // Firn can't find out which images a job changes. Some jobs hide the drive below a node
+            // of their own.
+            Some(BlockJobInfo { device, kind }) => {
                 Some(format!("a block job is at work ({kind}, {device})"))
             }
             None => drive
@@ -234,15 +238,15 @@ pub(crate) fn find(qmp: &mut Qmp, view: &FileView) -> Result<Vec<Drive>, QmpErro
     Ok(drives)
 }
 
-/// Which file, whatever its name.
-fn which(path: &Path) -> Option<(u64, u64)> {
-    FileIdentity::of(path).ok().map(|it| (it.dev, it.inode))
+/// The device and inode number of a file, whatever its name.
+fn file_id(path: &Path) -> Option<(u64, u64)> {
+    FileIdentity::from_path(path).ok().map(|it| (it.dev, it.inode))
 }
 
-/// The files that lie somewhere in the chains of more than one device.
-fn shared(devices: &[Device], view: &FileView) -> Vec<Option<(u64, u64)>> {
-    let files = |inserted: &Inserted| -> HashSet<(u64, u64)> {
-        chain(inserted, view).iter().filter_map(|path| which(path)).collect()
+/// The files that are in the chains of more than one device.
+fn shared_files(devices: &[BlockInfo], view: &FileView) -> Vec<Option<(u64, u64)>> {
+    let files = |inserted: &BlockDeviceInfo| -> HashSet<(u64, u64)> {
+        chain_paths(inserted, view).iter().filter_map(|path| file_id(path)).collect()
     };
     let inserted = devices.iter().filter_map(|device| device.inserted.as_ref());
     let mut seen = HashMap::new();
@@ -250,15 +254,15 @@ fn shared(devices: &[Device], view: &FileView) -> Vec<Option<(u64, u64)>> {
     seen.into_iter().filter(|&(_, count)| count > 1).map(|(file, _)| Some(file)).collect()
 }
 
-fn drive(device: &Device, view: &FileView) -> Option<Drive> {
+fn describe_drive(device: &BlockInfo, view: &FileView) -> Option<Drive> {
     let inserted = device.inserted.as_ref().filter(|inserted| !inserted.ro)?;
-    let chain = chain(inserted, view);
+    let chain = chain_paths(inserted, view);
     let name = if device.device.is_empty() { &device.qdev } else { &device.device };
     Some(Drive {
         name: name.clone(),
         node: inserted.node.clone(),
-        obstacle: obstacle(inserted, &chain, view).err(),
-        formats: formats(&inserted.image),
+        obstacle: check_drive(inserted, &chain, view).err(),
+        formats: chain_formats(&inserted.image),
         chain,
         named: inserted.file.clone(),
         format: inserted.drv.clone(),
@@ -268,45 +272,44 @@ fn drive(device: &Device, view: &FileView) -> Option<Drive> {
     })
 }
 
-fn chain(inserted: &Inserted, view: &FileView) -> Vec<PathBuf> {
+fn chain_paths(inserted: &BlockDeviceInfo, view: &FileView) -> Vec<PathBuf> {
     let lower =
         std::iter::successors(inserted.image.backing.as_deref(), |layer| layer.backing.as_deref());
     let names = std::iter::once(&inserted.file).chain(lower.map(|layer| &layer.filename));
-    names.map(|name| plain_file(name)).map(|name| view.absolute(&name)).collect()
+    names.map(|name| plain_file(name)).map(|name| view.absolute_path(&name)).collect()
 }
 
-fn formats(image: &Layer) -> Vec<String> {
+fn chain_formats(image: &ImageLayer) -> Vec<String> {
     let layers = std::iter::successors(Some(image), |layer| layer.backing.as_deref());
     layers.map(|layer| plain_format(&layer.format).to_owned()).collect()
 }
 
-/// Says why a drive's contents can't be kept, if so.
-fn obstacle(drive: &Inserted, chain: &[PathBuf], view: &FileView) -> Result<(), String> {
+/// Returns the reason as an error if a drive's contents can't be preserved.
+fn check_drive(drive: &BlockDeviceInfo, chain: &[PathBuf], view: &FileView) -> Result<(), String> {
     if !matches!(&*drive.drv, "qcow2" | "raw") {
-        return Err(format!("its format is {}; only qcow2 and raw can be kept", drive.drv));
+        return Err(format!("its format is {}; only qcow2 and raw can be preserved", drive.drv));
     }
     if drive.encrypted {
         return Err("it is encrypted".to_owned());
     }
     let Some(top) = chain.first().filter(|top| view.has_open(top)) else {
-        return Err(format!("{} is no file that Firn can see", drive.file));
+        return Err(format!("{} is not a file that Firn can access", drive.file));
     };
     let metadata = top.metadata().map_err(|error| format!("{}: {error}", top.display()))?;
     if !metadata.is_file() {
-        return Err(format!(
-            "{} is a device, which has no place for files beside it",
-            top.display()
-        ));
+        return Err(format!("{} is a device, so no file can be created beside it", top.display()));
     }
     let layers = std::iter::successors(Some(&drive.image), |layer| layer.backing.as_deref());
-    let layers: Vec<(&Path, &Layer)> = chain.iter().map(PathBuf::as_path).zip(layers).collect();
+    let layers: Vec<(&Path, &ImageLayer)> =
+        chain.iter().map(PathBuf::as_path).zip(layers).collect();
     (0..layers.len()).try_for_each(|at| check_layer(layers[at], layers.get(at + 1).copied()))
 }
 
-/// What a layer is, and what lies below it, must be what a restore will find, which goes by the files alone.
+/// Checks that a layer, and its backing file, are those that a restore will find, which relies on
+/// the files alone.
 fn check_layer(
-    (file, layer): (&Path, &Layer),
-    below: Option<(&Path, &Layer)>,
+    (file, layer): (&Path, &ImageLayer),
+    below: Option<(&Path, &ImageLayer)>,
 ) -> Result<(), String> {
     let name = file.display();
     if layer.format != "qcow2" {
@@ -314,12 +317,14 @@ fn check_layer(
         let is_whole =
             !metadata.is_file() || metadata.len().next_multiple_of(512) == layer.virtual_size;
         return match below {
-            Some(_) => Err(format!("{name} is {}, and something lies below it", layer.format)),
+            Some(_) => {
+                Err(format!("{name} is {}, and has a backing file all the same", layer.format))
+            }
             None if !is_whole => Err(format!("it is only a part of {name}")),
             None => Ok(()),
         };
     }
-    let head = qcow2::head(file).map_err(|error| format!("{name}: {error}"))?;
+    let head = qcow2::read_header(file).map_err(|error| format!("{name}: {error}"))?;
     let head = head.ok_or_else(|| format!("{name} is no qcow2 file"))?;
     if head.is_encrypted {
         return Err(format!("{name} is encrypted"));
@@ -327,26 +332,28 @@ fn check_layer(
     if head.has_data_file {
         return Err(format!("{name} has its data in another file"));
     }
-    match (&head.below, below) {
+    match (&head.backing_file, below) {
         (None, None) => Ok(()),
         (Some(named), Some((below, layer)))
-            if which(named).is_some_and(|it| which(below) == Some(it)) =>
+            if file_id(named).is_some_and(|it| file_id(below) == Some(it)) =>
         {
-            match head.below_format.as_deref() {
+            match head.backing_format.as_deref() {
                 Some(format) if format == plain_format(&layer.format) => Ok(()),
-                // QEMU finds out by itself, and from what a guest may have written there.
+                // QEMU would probe the format by itself, from data that a guest may have written.
                 None if layer.format == "qcow2" => Ok(()),
                 _ => Err(format!(
-                    "{name} does not say that what lies below it is {} (qemu-img rebase -u -F)",
+                    "{name} does not record that its backing file is {} (qemu-img rebase -u -F)",
                     plain_format(&layer.format)
                 )),
             }
         }
-        _ => Err(format!("what lies below {name} is not what it says")),
+        _ => Err(format!(
+            "the backing file that QEMU uses for {name} is not the one that {name} names"
+        )),
     }
 }
 
-/// Without a format of its own, a file or a device is raw.
+/// The format of a node; a file or a device without a format driver is raw.
 fn plain_format(format: &str) -> &str {
     match format {
         "file" | "host_device" => "raw",
@@ -354,12 +361,12 @@ fn plain_format(format: &str) -> &str {
     }
 }
 
-/// What an overlay is made on.
+/// The image that an overlay is made on.
 #[derive(Clone, Copy, Debug)]
-pub struct Below<'a> {
+pub struct OverlayBase<'a> {
     /// The file, absolute.
     pub file: &'a Path,
-    /// How a hypervisor that has it open names it.
+    /// The name that a hypervisor uses that has it open.
     pub named: &'a str,
     /// Its format: `qcow2` or `raw`.
     pub format: &'a str,
@@ -367,12 +374,13 @@ pub struct Below<'a> {
     pub bytes: u64,
 }
 
-impl Below<'_> {
-    /// What the overlay calls it: as the hypervisor does if that means the same file to the overlay. Else the hypervisor
-    /// takes it for another one, and writes out all that lies below in the name of each overlay that follows.
-    pub(crate) fn name(&self, path: &Path) -> PathBuf {
+impl OverlayBase<'_> {
+    /// The backing file name for the overlay at `path`: the hypervisor's name, if that means the
+    /// same file in the overlay. With another name, the hypervisor takes it for another file, and
+    /// writes out the whole lower chain in the name of each later overlay.
+    pub(crate) fn backing_name(&self, path: &Path) -> PathBuf {
         let is_beside = path.parent() == self.file.parent();
-        // With a colon it would be a protocol.
+        // A name with a colon would be a protocol.
         let is_plain = !self.named.contains(':');
         match is_beside && is_plain && self.file.file_name() == Some(self.named.as_ref()) {
             true => self.named.into(),
@@ -381,30 +389,35 @@ impl Below<'_> {
     }
 }
 
-/// Makes the file of an overlay, with the owner and the mode of what lies below. `program` is the hypervisor, whose own tool
-/// is preferred.
-pub fn create_overlay(program: &str, below: &Below<'_>, path: &Path) -> Result<(), DriveError> {
-    create(program, Some(below), path, below.bytes)?;
-    like(below.file, path).map_err(io_error("give the owner of its disk to", path))
+/// Makes the file of an overlay, with the owner and the mode of its base. `program` is the
+/// hypervisor, whose own tool is preferred.
+pub fn create_overlay(
+    program: &str,
+    below: &OverlayBase<'_>,
+    path: &Path,
+) -> Result<(), DriveError> {
+    create_qcow2(program, Some(below), path, below.bytes)?;
+    copy_owner(below.file, path).map_err(io_error("give the owner of its disk to", path))
 }
 
-/// Makes a qcow2 file for a drive of so many bytes.
-pub(crate) fn create(
+/// Makes a qcow2 file for a drive of `bytes` bytes.
+pub(crate) fn create_qcow2(
     program: &str,
-    below: Option<&Below<'_>>,
+    below: Option<&OverlayBase<'_>>,
     path: &Path,
     bytes: u64,
 ) -> Result<(), DriveError> {
-    let mut command = Command::new(tool(program));
+    let mut command = Command::new(find_tool(program));
     command.args(["create", "-q", "-f", "qcow2"]);
     if let Some(below) = below {
-        // Unsafe only in that it does not look at what is below, which the hypervisor has locked.
-        command.args(["-u", "-F", below.format, "-b"]).arg(below.name(path));
+        // `-u` is unsafe only in that the tool does not open the base, which the hypervisor has
+        // locked.
+        command.args(["-u", "-F", below.format, "-b"]).arg(below.backing_name(path));
     }
     let output = command.arg(path).arg(bytes.to_string()).output().map_err(DriveError::Tool)?;
     if !output.status.success() {
         let said = String::from_utf8_lossy(&output.stderr);
-        // It begins with its own name and the file's.
+        // The message begins with the names of the tool and the file.
         let said =
             said.trim().trim_start_matches(&format!("{TOOL}: {}: ", path.display())).to_owned();
         return Err(DriveError::Create { path: path.to_owned(), said });
@@ -412,14 +425,15 @@ pub(crate) fn create(
     Ok(())
 }
 
-fn tool(program: &str) -> PathBuf {
+fn find_tool(program: &str) -> PathBuf {
     let beside = Path::new(program).with_file_name(TOOL);
     if program.contains('/') && beside.exists() { beside } else { TOOL.into() }
 }
 
-/// Gives a file the owner and the mode of another. Who may not give it away keeps it, and runs the hypervisor then; if it is
-/// not of the same group either it is for nobody else.
-pub(crate) fn like(other: &Path, file: &Path) -> io::Result<()> {
+/// Gives a file the owner and the mode of another. A user that may not change the owner keeps the
+/// file, and runs the hypervisor then; if the group can't be changed either, the file is for its
+/// owner alone.
+pub(crate) fn copy_owner(other: &Path, file: &Path) -> io::Result<()> {
     let metadata = other.metadata()?;
     let mine = file.metadata()?;
     if (mine.uid(), mine.gid()) != (metadata.uid(), metadata.gid()) {
@@ -429,17 +443,17 @@ pub(crate) fn like(other: &Path, file: &Path) -> io::Result<()> {
             return std::fs::set_permissions(file, std::fs::Permissions::from_mode(0o600));
         }
     }
-    // Whoever may only read the disk may not read what is written to it from now on.
+    // A user that may only read the disk must not read what is written to it from now on.
     std::fs::set_permissions(file, std::fs::Permissions::from_mode(metadata.mode() & 0o660 | 0o600))
 }
 
-/// Whether files in `dir` can be clones of `from`. Leaves nothing behind.
+/// Whether files in `dir` can be clones of `from`. Leaves no file behind.
 pub fn can_clone(from: &Path, dir: &Path) -> Result<bool, DriveError> {
     let source = firn_files::open_disk(from).map_err(io_error("open", from))?;
     let flags = OFlags::TMPFILE | OFlags::WRONLY | OFlags::CLOEXEC;
     let probe = match rustix::fs::open(dir, flags, Mode::from_raw_mode(0o600)) {
         Ok(probe) => probe,
-        // A file system without files that have no name is none that can clone.
+        // A file system without unnamed files cannot clone either.
         Err(Errno::OPNOTSUPP | Errno::ISDIR) => return Ok(false),
         Err(errno) => return Err(io_error("make files in", dir)(errno.into())),
     };
@@ -452,12 +466,13 @@ pub fn can_clone(from: &Path, dir: &Path) -> Result<bool, DriveError> {
     }
 }
 
-/// Makes `to`, which must not be there, a clone of `from`: both share their blocks until one of them is written to.
+/// Makes `to`, which must not exist, a clone of `from`: both share their blocks until one of them
+/// is written to.
 fn clone_file(from: &Path, to: &Path) -> Result<(), DriveError> {
     let source = firn_files::open_disk(from).map_err(io_error("open", from))?;
     let target = File::create_new(to).map_err(io_error("create", to))?;
     let cloned = rustix::fs::ioctl_ficlone(&target, &source).map_err(io::Error::from);
-    cloned.and_then(|()| like(from, to)).map_err(|error| {
+    cloned.and_then(|()| copy_owner(from, to)).map_err(|error| {
         let _ = std::fs::remove_file(to);
         io_error("clone into", to)(error)
     })
@@ -470,9 +485,9 @@ fn io_error<'a>(
     move |source| DriveError::Io { doing, path: path.to_owned(), source }
 }
 
-/// Opens an overlay that is to be put on a drive.
+/// Opens an overlay that will be put on a drive.
 pub(crate) fn open_overlay(
-    qmp: &mut Qmp,
+    qmp: &mut QmpClient,
     drive: &Drive,
     overlay: &Overlay,
 ) -> Result<(), QmpError> {
@@ -488,8 +503,8 @@ pub(crate) fn open_overlay(
 }
 
 /// Closes an overlay. `false` if it is in use: it has been put on its drive.
-pub(crate) fn close_overlay(qmp: &mut Qmp, overlay: &Overlay) -> Result<bool, QmpError> {
-    if !is_known(qmp, &overlay.node)? {
+pub(crate) fn close_overlay(qmp: &mut QmpClient, overlay: &Overlay) -> Result<bool, QmpError> {
+    if !is_node_open(qmp, &overlay.node)? {
         return Ok(true);
     }
     match qmp.execute("blockdev-del", json!({ "node-name": overlay.node })) {
@@ -499,39 +514,39 @@ pub(crate) fn close_overlay(qmp: &mut Qmp, overlay: &Overlay) -> Result<bool, Qm
     }
 }
 
-fn is_known(qmp: &mut Qmp, node: &str) -> Result<bool, QmpError> {
+fn is_node_open(qmp: &mut QmpClient, node: &str) -> Result<bool, QmpError> {
     #[derive(Deserialize)]
-    struct Node {
+    struct NamedNode {
         #[serde(rename = "node-name", default)]
         name: String,
     }
-    let nodes: Vec<Node> = qmp.query("query-named-block-nodes")?;
+    let nodes: Vec<NamedNode> = qmp.query("query-named-block-nodes")?;
     Ok(nodes.iter().any(|it| it.name == node))
 }
 
 impl DriveCut {
-    /// The transaction that puts overlays on drives and begins copies; `None` if there is nothing to do. `fails_alone` if
-    /// this QEMU can let a copy fail instead of a guest's write.
-    pub(crate) fn transaction(&self, fails_alone: bool) -> Option<Value> {
+    /// The transaction that puts overlays on drives and begins copies; `None` if there is nothing
+    /// to do. `fails_alone` if this QEMU can let a copy fail instead of a guest's write.
+    pub(crate) fn build_transaction(&self, fails_alone: bool) -> Option<Value> {
         let action = |(node, overlay): &(String, Overlay)| json!({ "type": "blockdev-snapshot", "data": { "node": node, "overlay": overlay.node } });
         let copies = backup::build_actions(&self.copies, fails_alone);
         let actions: Vec<_> = self.overlays.iter().map(action).chain(copies).collect();
         (!actions.is_empty()).then(|| json!({ "actions": actions }))
     }
 
-    /// Clones files, whose VM stands still.
+    /// Clones files. Their VM is paused.
     pub fn clone_files(&self) -> Result<(), DriveError> {
         self.clones.iter().try_for_each(|(from, to)| clone_file(from, to))
     }
 
-    /// Writes back what the page cache has of the files, while the VM runs.
+    /// Flushes the files from the page cache, while the VM runs.
     pub fn flush_files(&self) {
         flush::flush_files(&self.flushed);
     }
 }
 
 impl DriveCut {
-    /// Whether there is anything to be done.
+    /// Whether there is nothing to do.
     pub fn is_empty(&self) -> bool {
         self.overlays.is_empty()
             && self.clones.is_empty()
@@ -539,26 +554,26 @@ impl DriveCut {
             && self.expected.is_empty()
     }
 
-    /// Why drives are not as they were expected to be, by what `query-block` and `query-block-jobs` say.
-    pub(crate) fn check(&self, said: Value, jobs: Value) -> Result<(), CutError> {
+    /// Checks by the replies to `query-block` and `query-block-jobs` that drives are as expected.
+    pub(crate) fn check_unchanged(&self, said: Value, jobs: Value) -> Result<(), CutError> {
         let unexpected = |error: serde_json::Error| {
             CutError::Drives(QmpError::unexpected("query-block-jobs", error.to_string()))
         };
-        let jobs: Vec<Job> = serde_json::from_value(jobs).map_err(unexpected)?;
+        let jobs: Vec<BlockJobInfo> = serde_json::from_value(jobs).map_err(unexpected)?;
         if let (Some(job), false) = (jobs.first(), self.expected.is_empty()) {
             return Err(CutError::Busy { kind: job.kind.clone() });
         }
-        match self.changed(said).map_err(CutError::Drives)? {
+        match self.find_changed(said).map_err(CutError::Drives)? {
             Some(drive) => Err(CutError::Changed { node: drive.node.clone() }),
             None => Ok(()),
         }
     }
 
-    fn changed(&self, said: Value) -> Result<Option<&Expected>, QmpError> {
-        let devices: Vec<Device> = serde_json::from_value(said)
+    fn find_changed(&self, said: Value) -> Result<Option<&ExpectedDrive>, QmpError> {
+        let devices: Vec<BlockInfo> = serde_json::from_value(said)
             .map_err(|error| QmpError::unexpected("query-block", error.to_string()))?;
         let inserted: Vec<_> = devices.into_iter().filter_map(|device| device.inserted).collect();
-        let is_there = |expected: &&Expected| {
+        let is_there = |expected: &&ExpectedDrive| {
             inserted.iter().any(|it| {
                 it.node == expected.node
                     && it.file == expected.file
@@ -571,13 +586,13 @@ impl DriveCut {
 
 impl Drive {
     /// The topmost image.
-    pub fn file(&self) -> &Path {
+    pub fn top_file(&self) -> &Path {
         self.chain.first().map_or(Path::new(""), PathBuf::as_path)
     }
 
-    /// What it has to be still in the pause.
-    pub fn expected(&self) -> Expected {
-        Expected { node: self.node.clone(), file: self.named.clone(), bytes: self.bytes }
+    /// The properties that it must still have in the pause.
+    pub fn to_expected(&self) -> ExpectedDrive {
+        ExpectedDrive { node: self.node.clone(), file: self.named.clone(), bytes: self.bytes }
     }
 }
 
@@ -585,7 +600,7 @@ impl Drive {
 mod tests {
     use super::*;
 
-    fn device(drv: &str, file: &str, bytes: u64) -> Device {
+    fn device(drv: &str, file: &str, bytes: u64) -> BlockInfo {
         let image = json!({
             "filename": file,
             "format": drv,
@@ -598,8 +613,8 @@ mod tests {
         serde_json::from_value(json!({ "device": "disk0", "inserted": inserted })).unwrap()
     }
 
-    fn found(device: &Device) -> Drive {
-        drive(device, &FileView::of(None)).unwrap()
+    fn found(device: &BlockInfo) -> Drive {
+        describe_drive(device, &FileView::of_process(None)).unwrap()
     }
 
     #[test]
@@ -611,12 +626,12 @@ mod tests {
         let mut plain = device("raw", text, 1024);
         plain.inserted.as_mut().unwrap().image.backing = None;
         let drive = found(&plain);
-        assert_eq!((drive.obstacle.as_deref(), drive.file()), (None, &*path));
+        assert_eq!((drive.obstacle.as_deref(), drive.top_file()), (None, &*path));
         assert_eq!(found(&device("raw", text, 1024)).chain, [path.clone(), "/base".into()]);
         plain.inserted.as_mut().unwrap().ro = true;
-        assert!(super::drive(&plain, &FileView::of(None)).is_none());
-        let empty = Device { device: "cd".into(), qdev: String::new(), inserted: None };
-        assert!(super::drive(&empty, &FileView::of(None)).is_none());
+        assert!(super::describe_drive(&plain, &FileView::of_process(None)).is_none());
+        let empty = BlockInfo { device: "cd".into(), qdev: String::new(), inserted: None };
+        assert!(super::describe_drive(&empty, &FileView::of_process(None)).is_none());
     }
 
     #[test]
@@ -625,7 +640,7 @@ mod tests {
         let path = dir.path().join("a");
         std::fs::write(&path, vec![0; 2048]).unwrap();
         let text = path.to_str().unwrap();
-        let why = |device: &Device| found(device).obstacle.unwrap_or_default();
+        let why = |device: &BlockInfo| found(device).obstacle.unwrap_or_default();
         let alone = |drv, file, bytes| {
             let mut device = device(drv, file, bytes);
             device.inserted.as_mut().unwrap().image.backing = None;
@@ -633,11 +648,11 @@ mod tests {
         };
         assert!(why(&alone("vmdk", text, 2048)).contains("vmdk"));
         assert!(why(&alone("raw", text, 1024)).contains("only a part of"));
-        assert!(why(&alone("raw", "/nowhere/b", 1024)).contains("/nowhere/b is no file"));
+        assert!(why(&alone("raw", "/nowhere/b", 1024)).contains("/nowhere/b is not a file"));
         assert!(why(&alone("raw", "/dev", 1024)).contains("is a device"));
         assert!(why(&alone("qcow2", text, 2048)).contains("is no qcow2 file"));
         assert_eq!(why(&alone("raw", text, 2048)), "");
-        assert!(why(&device("raw", text, 2048)).contains("something lies below it"));
+        assert!(why(&device("raw", text, 2048)).contains("has a backing file all the same"));
         let mut secret = device("qcow2", text, 2048);
         secret.inserted.as_mut().unwrap().encrypted = true;
         assert!(why(&secret).contains("encrypted"));
@@ -651,41 +666,42 @@ mod tests {
             std::fs::write(path(name), name).unwrap();
         }
         let of = |name: &str| device("raw", path(name).to_str().unwrap(), 512);
-        let view = FileView::of(None);
-        assert!(shared(&[of("a"), of("b")], &view).is_empty());
-        assert_eq!(shared(&[of("a"), of("b"), of("a")], &view), [which(&path("a"))]);
+        let view = FileView::of_process(None);
+        assert!(shared_files(&[of("a"), of("b")], &view).is_empty());
+        assert_eq!(shared_files(&[of("a"), of("b"), of("a")], &view), [file_id(&path("a"))]);
         let mut above = of("b");
         let inserted = above.inserted.as_mut().unwrap();
         inserted.image.backing.as_mut().unwrap().filename = path("a").to_str().unwrap().into();
-        assert_eq!(shared(&[of("a"), above], &view), [which(&path("a"))]);
+        assert_eq!(shared_files(&[of("a"), above], &view), [file_id(&path("a"))]);
     }
 
     #[test]
     fn a_drive_that_has_changed_is_told() {
         let drive = found(&device("raw", "/a", 512));
-        let cut = DriveCut { expected: vec![drive.expected()], ..DriveCut::default() };
+        let cut = DriveCut { expected: vec![drive.to_expected()], ..DriveCut::default() };
         let said = |file: &str, bytes: u64| {
             let image = json!({ "filename": file, "virtual-size": bytes });
             let cache = json!({ "direct": true, "no-flush": false });
             json!([{ "device": "disk0", "inserted": { "node-name": "#block1", "file": file, "drv": "raw",
                 "ro": false, "image": image, "cache": cache } }, { "device": "cd" }])
         };
-        assert_eq!(cut.changed(said("/a", 512)).unwrap(), None);
-        assert_eq!(cut.changed(said("/b", 512)).unwrap(), Some(&cut.expected[0]));
-        assert!(cut.changed(said("/a", 1024)).unwrap().is_some());
-        assert!(cut.changed(json!([])).unwrap().is_some());
-        assert!(cut.changed(json!(7)).is_err());
-        assert!(cut.check(said("/a", 512), json!([])).is_ok());
+        assert_eq!(cut.find_changed(said("/a", 512)).unwrap(), None);
+        assert_eq!(cut.find_changed(said("/b", 512)).unwrap(), Some(&cut.expected[0]));
+        assert!(cut.find_changed(said("/a", 1024)).unwrap().is_some());
+        assert!(cut.find_changed(json!([])).unwrap().is_some());
+        assert!(cut.find_changed(json!(7)).is_err());
+        assert!(cut.check_unchanged(said("/a", 512), json!([])).is_ok());
         let job = json!([{ "device": "j", "type": "commit" }]);
-        assert!(matches!(cut.check(said("/a", 512), job), Err(CutError::Busy { .. })));
+        assert!(matches!(cut.check_unchanged(said("/a", 512), job), Err(CutError::Busy { .. })));
     }
 
     #[test]
     fn all_overlays_are_put_on_at_once() {
         let overlay = |name: &str| Overlay { node: name.to_owned(), path: "/o".into() };
-        assert_eq!(DriveCut::default().transaction(false), None);
+        assert_eq!(DriveCut::default().build_transaction(false), None);
         let overlays = vec![("a".into(), overlay("x")), ("b".into(), overlay("y"))];
-        let actions = DriveCut { overlays, ..DriveCut::default() }.transaction(false).unwrap();
+        let actions =
+            DriveCut { overlays, ..DriveCut::default() }.build_transaction(false).unwrap();
         assert_eq!(actions["actions"].as_array().unwrap().len(), 2);
         assert_eq!(actions["actions"][1]["data"], json!({ "node": "b", "overlay": "y" }));
     }

@@ -1,13 +1,14 @@
-//! Writing back what the page cache has of files, before a pause that would wait for it.
+//! Flushing of disk files before a pause, so that the pause does not wait for it.
 //!
-//! A hypervisor that stops a VM flushes its disks. What the guest has written since the last flush may be gigabytes, and
-//! the pause lasts until they are on storage. So they are written back from outside, while the guest runs:
+//! A hypervisor that stops a VM flushes its disks. The guest may have written gigabytes since the
+//! last flush, and the pause lasts until they are on storage. So Firn flushes the files from
+//! outside, while the guest runs:
 //!
 //! ```text
-//!   round 1   all there is        seconds, maybe
-//!   round 2   what came meanwhile
-//!   ...       until a round is short, or no longer gets shorter
-//!   pause     what came since
+//!   round 1   all dirty data                                    may take seconds
+//!   round 2   the data written during round 1
+//!   ...       until a round is short, or no shorter than the one before
+//!   pause     the data written since
 //! ```
 
 use std::fs::File;
@@ -15,12 +16,12 @@ use std::path::{Path, PathBuf};
 use std::thread;
 use std::time::{Duration, Instant};
 
-/// Rounds at most.
+/// Maximum number of rounds.
 const ROUNDS_MAX: u32 = 4;
-/// A round that took no longer is the last.
+/// A round of at most this duration is the last.
 const SHORT: Duration = Duration::from_millis(3);
 
-/// Flushes files. One that can't be flushed is left to the hypervisor.
+/// Flushes files. The hypervisor flushes those for which this fails.
 pub fn flush_files(files: &[PathBuf]) {
     let mut last = Duration::MAX;
     for _ in 0..ROUNDS_MAX {
@@ -38,18 +39,18 @@ fn is_worth_another(took: Duration, last: Duration) -> bool {
     took > SHORT && took < last
 }
 
-/// All at once: while one is being flushed, the guest writes to the others.
+/// Flushes all files at once: while one is flushed, the guest writes to the others.
 fn flush_all(files: &[PathBuf]) {
     thread::scope(|scope| {
         let Some((first, rest)) = files.split_first() else { return };
         for file in rest {
-            scope.spawn(|| flush(file));
+            scope.spawn(|| flush_file(file));
         }
-        flush(first);
+        flush_file(first);
     });
 }
 
-fn flush(file: &Path) {
+fn flush_file(file: &Path) {
     if let Err(error) = File::open(file).and_then(|file| file.sync_data()) {
         tracing::debug!("{} is not flushed before the pause: {error}", file.display());
     }

@@ -1,8 +1,8 @@
-//! Starting a hypervisor so that it outlives whoever started it.
+//! Starting a hypervisor that outlives the process that starts it.
 //!
-//! It gets a session of its own (no terminal, no signal meant for its starter), its output goes to a log file that only
-//! its owner reads, and it inherits exactly the descriptors it is given, under their own numbers: that is how QEMU
-//! finds Firn's RAM files as `/proc/self/fd/N`.
+//! It gets a session of its own (no terminal, no signal meant for its starter), its output goes to
+//! a log file that only its owner can read, and it inherits exactly the given descriptors, under
+//! their own numbers: so QEMU finds Firn's RAM files as `/proc/self/fd/N`.
 
 use std::fs::{File, OpenOptions};
 use std::io::{self, Read, Seek, SeekFrom};
@@ -17,19 +17,19 @@ use rustix::io::FdFlags;
 use rustix::process::{Pid, PidfdFlags};
 use thiserror::Error;
 
-/// Makes a session and becomes the program it is given, in the same process. Part of util-linux.
+/// Makes a session and executes a program in the same process. Part of util-linux.
 const SESSION: &str = "setsid";
 
-/// Descriptors are inheritable only while this is held, so that launches do not leak into one another.
+/// Locked while descriptors are inheritable, so that a concurrent launch does not inherit them.
 static INHERITING: Mutex<()> = Mutex::new(());
 
-/// Why a hypervisor could not be started.
+/// The reason why a hypervisor could not be started.
 #[derive(Debug, Error)]
 pub enum LaunchError {
-    /// There is nothing to run.
+    /// There is no program in the command line.
     #[error("the command line is empty")]
     Empty,
-    /// The program is not there.
+    /// The program does not exist.
     #[error("{program}: no such program in PATH")]
     NoProgram {
         /// Its name.
@@ -40,7 +40,7 @@ pub enum LaunchError {
     Log {
         /// The file.
         path: PathBuf,
-        /// What the kernel said.
+        /// The kernel's error.
         #[source]
         source: io::Error,
     },
@@ -49,7 +49,7 @@ pub enum LaunchError {
     Inherit {
         /// The program.
         program: String,
-        /// What the kernel said.
+        /// The kernel's error.
         #[source]
         source: io::Error,
     },
@@ -58,7 +58,7 @@ pub enum LaunchError {
     Start {
         /// The program.
         program: String,
-        /// What the kernel said.
+        /// The kernel's error.
         #[source]
         source: io::Error,
     },
@@ -66,12 +66,12 @@ pub enum LaunchError {
 
 /// A hypervisor that was started. Dropping this does not end it.
 #[derive(Debug)]
-pub struct Launched {
+pub struct LaunchedProcess {
     child: Child,
     pidfd: OwnedFd,
 }
 
-impl Launched {
+impl LaunchedProcess {
     /// Its process id.
     pub fn pid(&self) -> i32 {
         self.child.id() as i32
@@ -82,7 +82,7 @@ impl Launched {
         self.pidfd.as_fd()
     }
 
-    /// How it ended; `None` while it runs. Only its starter can ask.
+    /// Its exit status; `None` while it runs. Only the process that started it can read it.
     pub fn try_wait(&mut self) -> io::Result<Option<ExitStatus>> {
         self.child.try_wait()
     }
@@ -92,32 +92,33 @@ impl Launched {
         self.child.wait()
     }
 
-    /// Ends it by SIGKILL, and waits.
+    /// Kills it with SIGKILL, and waits until it has ended.
     pub fn kill(&mut self) -> io::Result<ExitStatus> {
         self.child.kill()?;
         self.child.wait()
     }
 }
 
-/// Starts `command`, the program first, with `inherit` open under their own numbers and its output appended to `log`.
-pub fn launch(
+/// Starts `command`, the program first, with `inherit` open under their own numbers and its output
+/// appended to `log`.
+pub fn launch_hypervisor(
     command: &[String],
     inherit: &[BorrowedFd<'_>],
     log: &Path,
-) -> Result<Launched, LaunchError> {
+) -> Result<LaunchedProcess, LaunchError> {
     let (name, args) = command.split_first().ok_or(LaunchError::Empty)?;
     let program = find_program(name)?;
     let (out, err) =
         open_log(log).map_err(|source| LaunchError::Log { path: log.to_owned(), source })?;
     let mut starter = Command::new(SESSION);
     starter.arg(program).args(args).stdin(Stdio::null()).stdout(out).stderr(err);
-    let child = spawn(&mut starter, inherit, name)?;
+    let child = spawn_inheriting(&mut starter, inherit, name)?;
     let start_error = |source| LaunchError::Start { program: name.clone(), source };
     let pidfd = open_pidfd(&child).map_err(start_error)?;
-    Ok(Launched { child, pidfd })
+    Ok(LaunchedProcess { child, pidfd })
 }
 
-fn spawn(
+fn spawn_inheriting(
     starter: &mut Command,
     inherit: &[BorrowedFd<'_>],
     name: &str,
@@ -142,7 +143,8 @@ fn open_pidfd(child: &Child) -> io::Result<OwnedFd> {
     Ok(rustix::process::pidfd_open(pid, PidfdFlags::empty())?)
 }
 
-/// The file that a program name stands for: itself if it has a slash, else the first of that name in PATH.
+/// The file of a program name: the name itself if it has a slash, else the first of that name in
+/// PATH.
 ///
 /// # Errors
 /// If there is no such program.
@@ -168,8 +170,8 @@ fn open_log(path: &Path) -> io::Result<(File, File)> {
     Ok((file.try_clone()?, file))
 }
 
-/// The last lines of a log, at most `bytes` of it: where a QEMU that died has left its reason.
-pub fn log_tail(path: &Path, bytes: u64) -> io::Result<String> {
+/// The last lines of a log, at most `bytes` of it: a QEMU that died has left its reason there.
+pub fn read_log_tail(path: &Path, bytes: u64) -> io::Result<String> {
     let mut file = File::open(path)?;
     let length = file.metadata()?.len();
     file.seek(SeekFrom::Start(length.saturating_sub(bytes)))?;
@@ -187,9 +189,9 @@ mod tests {
     use super::*;
     use std::os::fd::AsRawFd;
 
-    fn run(script: &str, inherit: &[BorrowedFd<'_>], log: &Path) -> Launched {
+    fn run(script: &str, inherit: &[BorrowedFd<'_>], log: &Path) -> LaunchedProcess {
         let command = ["sh", "-c", script].map(str::to_owned);
-        launch(&command, inherit, log).unwrap()
+        launch_hypervisor(&command, inherit, log).unwrap()
     }
 
     #[test]
@@ -199,8 +201,8 @@ mod tests {
         let mut child = run("cut -d' ' -f1,6 /proc/$$/stat; echo oops >&2", &[], &log);
         let pid = child.pid();
         assert!(child.wait().unwrap().success());
-        assert_eq!(log_tail(&log, 100).unwrap(), format!("{pid} {pid}\noops\n"));
-        assert_eq!(log_tail(&log, 7).unwrap(), "oops\n");
+        assert_eq!(read_log_tail(&log, 100).unwrap(), format!("{pid} {pid}\noops\n"));
+        assert_eq!(read_log_tail(&log, 7).unwrap(), "oops\n");
         assert_eq!(log.metadata().unwrap().permissions().mode() & 0o777, 0o600);
     }
 
@@ -232,7 +234,7 @@ mod tests {
         let log = Path::new("/nonexistent/log");
         let message = |command: &[&str]| {
             let command: Vec<String> = command.iter().map(|word| (*word).to_owned()).collect();
-            launch(&command, &[], log).unwrap_err().to_string()
+            launch_hypervisor(&command, &[], log).unwrap_err().to_string()
         };
         assert_eq!(message(&[]), "the command line is empty");
         assert_eq!(message(&["no-such-qemu"]), "no-such-qemu: no such program in PATH");

@@ -1,10 +1,11 @@
-//! Where guest RAM lies: in the guest's physical address space, and in the hypervisor's own.
+//! The layout of guest RAM: its addresses in the guest's physical address space, and in the
+//! hypervisor's own.
 //!
 //! ```text
-//!   query-memdev      which backends there are, how large, shared or private
-//!   info mtree -f     which part of which backend the guest sees where          FlatView "memory"
-//!   info ramblock     every other block of memory: firmware, video, ACPI
-//!   gpa2hva           where each of them is mapped in the hypervisor
+//!   query-memdev      the backends, their sizes, shared or private
+//!   info mtree -f     which part of which backend the guest sees at which address          FlatView "memory"
+//!   info ramblock     every other memory block: firmware, video, ACPI
+//!   gpa2hva           the address of each of them in the hypervisor
 //!
 //!   FlatView                                   RegionMap
 //!   0        - 0xc2fff     ram                 region ram   4.5 GiB
@@ -13,8 +14,9 @@
 //!   0x1'00000000 - ...     ram @0x80000000
 //! ```
 //!
-//! The chipset shows parts of low RAM write-protected (PAM) and hides others behind devices (the VGA window, SMRAM).
-//! They are RAM of the same backend all the same: the region holds all of it, the spans only what the guest sees now.
+//! The chipset makes parts of low RAM read-only (PAM) and hides others behind devices (the VGA
+//! window, SMRAM). They are RAM of the same backend all the same: the region has all of it, the
+//! spans only what the guest sees now.
 
 use std::collections::BTreeMap;
 
@@ -22,24 +24,24 @@ use firn_types::{GuestPhys, GuestSpan, HostVirt, PAGE_SIZE, Page, RegionMap, Reg
 use serde::Deserialize;
 use thiserror::Error;
 
-use crate::command_line::{CALLS_ID, Plan, RAM_ID};
+use crate::command_line::{CALLS_ID, CommandPlan, RAM_ID};
 use crate::hmp::{self, FlatRange, FlatView, RamBlock, RangeKind};
-use crate::qmp::{Qmp, QmpError};
+use crate::qmp::{QmpClient, QmpError};
 
-/// All memory of a VM.
+/// The layout of all memory of a VM.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub struct Layout {
-    /// Guest RAM: its backends as regions, and what the guest sees where.
+pub struct MemoryLayout {
+    /// Guest RAM: its backends as regions, and the addresses at which the guest sees them.
     pub map: RegionMap,
-    /// Where each region of the map is mapped in the hypervisor, in the map's order.
-    pub locations: Vec<Location>,
-    /// Memory beside guest RAM.
+    /// The address of each region of the map in the hypervisor, in the map's order.
+    pub locations: Vec<RegionMapping>,
+    /// The auxiliary blocks.
     pub aux: Vec<AuxRam>,
 }
 
-/// Where a RAM region is mapped in the hypervisor.
+/// The mapping of a RAM region in the hypervisor.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub struct Location {
+pub struct RegionMapping {
     /// The region's id in the map.
     pub id: String,
     /// The address of its first byte.
@@ -48,29 +50,32 @@ pub struct Location {
     pub shared: bool,
 }
 
-/// A block of memory that is not guest RAM: firmware, option ROMs, ACPI tables, video memory.
+/// An auxiliary block: memory that is not guest RAM, such as firmware, option ROMs, ACPI tables,
+/// video memory.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct AuxRam {
     /// QEMU's name for the block.
     pub id: String,
     /// Its size in bytes.
     pub bytes: u64,
-    /// Where it is mapped in the hypervisor. QEMU 7.2 tells only while the guest has it mapped.
+    /// Its address in the hypervisor. QEMU 7.2 reports it only while the guest has the block
+    /// mapped.
     pub hva: Option<HostVirt>,
-    /// Whether QEMU fills it by itself when it starts and the guest cannot change it, so that no checkpoint needs it.
+    /// Whether QEMU fills it at the start and the guest cannot change it, so that no checkpoint
+    /// needs it.
     pub rom: bool,
 }
 
-impl Layout {
-    /// With the names that a restore of this command line gives to RAM: there, RAM that the user left to QEMU has a name of
-    /// Firn's.
-    pub fn named_by(mut self, plan: &Plan) -> Self {
+impl MemoryLayout {
+    /// Uses the names that a restore with this command line gives to RAM. There, RAM without a name
+    /// from the user gets Firn's name.
+    pub fn named_by(mut self, plan: &CommandPlan) -> Self {
         let is_planned = |id: &str| plan.ram().iter().any(|ram| ram.id == id);
         let ids: Vec<_> = self.locations.iter().map(|location| location.id.clone()).collect();
         let mut unplanned = ids.iter().filter(|id| !is_planned(id));
         let (Some(id), None) = (unplanned.next(), unplanned.next()) else { return self };
         if is_planned(RAM_ID) && !ids.iter().any(|id| id == RAM_ID) {
-            self.map = self.map.renamed(id, RAM_ID);
+            self.map = self.map.with_region_renamed(id, RAM_ID);
             let at = self.locations.iter_mut().filter(|location| location.id == *id);
             at.for_each(|location| RAM_ID.clone_into(&mut location.id));
         }
@@ -78,11 +83,11 @@ impl Layout {
     }
 }
 
-/// Why the layout of guest RAM could not be found.
+/// The reason why the layout of guest RAM could not be found.
 #[derive(Debug, Error)]
 pub enum LayoutError {
     /// A monitor command failed.
-    #[error("cannot ask QEMU where guest RAM lies")]
+    #[error("cannot query the layout of guest RAM from QEMU")]
     Qmp(#[from] QmpError),
     /// `info mtree -f` shows no view named `memory`.
     #[error("QEMU shows no address space named \"memory\"")]
@@ -90,25 +95,25 @@ pub enum LayoutError {
     /// No backend is visible to the guest.
     #[error("none of QEMU's {backends} memory backends is mapped as guest RAM")]
     NoRam {
-        /// How many there are.
+        /// The number of backends.
         backends: usize,
     },
-    /// QEMU tells no host address for a backend.
-    #[error("QEMU tells no host address for memory backend {id:?} (guest-physical {gpa})")]
+    /// QEMU reports no host address for a backend.
+    #[error("QEMU reports no host address for memory backend {id:?} (guest-physical {gpa})")]
     NoHostAddress {
         /// The backend.
         id: String,
-        /// The address that was asked for.
+        /// The guest-physical address that Firn asked for.
         gpa: GuestPhys,
     },
-    /// The parts do not make a map.
+    /// The backends and the address space contradict each other.
     #[error("QEMU's memory backends and its address space do not fit together")]
     Map(#[from] RegionMapError),
 }
 
-/// What `query-memdev` says of a backend.
+/// A backend in the reply to `query-memdev`.
 #[derive(Clone, Debug, PartialEq, Eq, Deserialize)]
-struct Backend {
+struct MemdevInfo {
     #[serde(default)]
     id: Option<String>,
     size: u64,
@@ -116,38 +121,38 @@ struct Backend {
     share: bool,
 }
 
-/// A stretch of a backend that the guest sees, in bytes.
+/// A range of a backend that the guest sees, in bytes.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-struct Stretch {
+struct VisibleRange {
     gpa: u64,
     offset: u64,
     bytes: u64,
 }
 
-/// A backend with what the guest sees of it.
+/// A backend, with the ranges of it that the guest sees.
 #[derive(Debug, PartialEq, Eq)]
-struct Ram {
+struct GuestRam {
     id: String,
     bytes: u64,
     shared: bool,
-    stretches: Vec<Stretch>,
+    stretches: Vec<VisibleRange>,
 }
 
 /// Finds the layout of a VM's memory.
-pub(crate) fn find(qmp: &mut Qmp) -> Result<Layout, LayoutError> {
-    let backends = backends(qmp)?;
-    let view = memory_view(&qmp.hmp("info mtree -f")?)?;
-    let blocks = hmp::parse_ramblock(&qmp.hmp("info ramblock")?);
+pub(crate) fn find_layout(qmp: &mut QmpClient) -> Result<MemoryLayout, LayoutError> {
+    let backends = query_backends(qmp)?;
+    let view = memory_view(&qmp.execute_hmp("info mtree -f")?)?;
+    let blocks = hmp::parse_ramblock(&qmp.execute_hmp("info ramblock")?);
     let ram = guest_ram(&backends, &view, &blocks);
     if ram.is_empty() {
         return Err(LayoutError::NoRam { backends: backends.len() });
     }
-    let locations = ram.iter().map(|ram| locate(qmp, ram)).collect::<Result<_, _>>()?;
+    let locations = ram.iter().map(|ram| locate_region(qmp, ram)).collect::<Result<_, _>>()?;
     let aux = aux_ram(qmp, &ram, &view, &blocks)?;
-    Ok(Layout { map: region_map(&ram)?, locations, aux })
+    Ok(MemoryLayout { map: region_map(&ram)?, locations, aux })
 }
 
-fn backends(qmp: &mut Qmp) -> Result<Vec<Backend>, QmpError> {
+fn query_backends(qmp: &mut QmpClient) -> Result<Vec<MemdevInfo>, QmpError> {
     qmp.query("query-memdev")
 }
 
@@ -156,12 +161,12 @@ fn memory_view(printed: &str) -> Result<FlatView, LayoutError> {
     views.into_iter().find(|view| view.is_of("memory")).ok_or(LayoutError::NoView)
 }
 
-/// The backends that are guest RAM, by the lowest address at which the guest sees them.
-fn guest_ram(backends: &[Backend], view: &FlatView, blocks: &[RamBlock]) -> Vec<Ram> {
-    let mut ram: Vec<Ram> = backends
+/// The backends that are guest RAM, ordered by the lowest address at which the guest sees them.
+fn guest_ram(backends: &[MemdevInfo], view: &FlatView, blocks: &[RamBlock]) -> Vec<GuestRam> {
+    let mut ram: Vec<GuestRam> = backends
         .iter()
         .filter_map(|backend| Some((backend.id.clone()?, backend.size, backend.share)))
-        .filter_map(|(id, bytes, shared)| Ram::seen(id, bytes, shared, view))
+        .filter_map(|(id, bytes, shared)| GuestRam::from_view(id, bytes, shared, view))
         .collect();
     if ram.is_empty() {
         ram.extend(unnamed_ram(view, blocks));
@@ -170,46 +175,48 @@ fn guest_ram(backends: &[Backend], view: &FlatView, blocks: &[RamBlock]) -> Vec<
     ram
 }
 
-/// RAM that no backend owns: the block at guest-physical 0.
-fn unnamed_ram(view: &FlatView, blocks: &[RamBlock]) -> Option<Ram> {
+/// RAM without a backend: the block at guest-physical 0.
+fn unnamed_ram(view: &FlatView, blocks: &[RamBlock]) -> Option<GuestRam> {
     let lowest = view.ranges.iter().find(|range| range.first == 0 && is_ram(range))?;
     let block = blocks.iter().find(|block| block.id == lowest.region)?;
-    Ram::seen(block.id.clone(), block.used_bytes, false, view)
+    GuestRam::from_view(block.id.clone(), block.used_bytes, false, view)
 }
 
-impl Ram {
-    fn seen(id: String, bytes: u64, shared: bool, view: &FlatView) -> Option<Self> {
+impl GuestRam {
+    fn from_view(id: String, bytes: u64, shared: bool, view: &FlatView) -> Option<Self> {
         let ranges = view.ranges.iter().filter(|range| is_ram(range) && is_named(range, &id));
-        let stretches = merged(ranges);
+        let stretches = merge_ranges(ranges);
         (!stretches.is_empty()).then_some(Self { id, bytes, shared, stretches })
     }
 }
 
-/// Guest RAM has priority 0; memory that a PCI device shows (`ivshmem`) has priority 1.
+/// Whether a range is guest RAM: that has priority 0, memory of a PCI device (`ivshmem`) has
+/// priority 1.
 fn is_ram(range: &FlatRange) -> bool {
     range.priority == 0 && matches!(range.kind, RangeKind::Ram | RangeKind::Rom)
 }
 
-/// Machine types before 4.0 name a backend's memory by its full object path.
+/// Whether a range belongs to a backend. Machine types before 4.0 name a backend's memory by its
+/// full object path.
 fn is_named(range: &FlatRange, id: &str) -> bool {
     range.region.strip_prefix("/objects/").unwrap_or(&range.region) == id
 }
 
-/// Neighbouring ranges joined, then cut down to whole pages.
-fn merged<'a>(ranges: impl Iterator<Item = &'a FlatRange>) -> Vec<Stretch> {
-    let mut stretches: Vec<Stretch> = Vec::new();
+/// Joins neighbouring ranges, then clips them to whole pages.
+fn merge_ranges<'a>(ranges: impl Iterator<Item = &'a FlatRange>) -> Vec<VisibleRange> {
+    let mut stretches: Vec<VisibleRange> = Vec::new();
     for range in ranges {
         let bytes = (range.last - range.first).saturating_add(1);
-        let next = Stretch { gpa: range.first, offset: range.offset, bytes };
+        let next = VisibleRange { gpa: range.first, offset: range.offset, bytes };
         match stretches.last_mut().filter(|last| last.is_continued_by(&next)) {
             Some(last) => last.bytes = last.bytes.saturating_add(bytes),
             None => stretches.push(next),
         }
     }
-    stretches.into_iter().filter_map(Stretch::whole_pages).collect()
+    stretches.into_iter().filter_map(VisibleRange::whole_pages).collect()
 }
 
-impl Stretch {
+impl VisibleRange {
     fn is_continued_by(&self, next: &Self) -> bool {
         let gpa = self.gpa.checked_add(self.bytes);
         let offset = self.offset.checked_add(self.bytes);
@@ -226,17 +233,16 @@ impl Stretch {
     }
 }
 
-fn region_map(ram: &[Ram]) -> Result<RegionMap, RegionMapError> {
+fn region_map(ram: &[GuestRam]) -> Result<RegionMap, RegionMapError> {
     let map = RegionMap::lay_out(ram.iter().map(|ram| (ram.id.as_str(), ram.bytes)))?;
-    let spans = ram
-        .iter()
-        .zip(map.regions())
-        .flat_map(|(ram, region)| ram.stretches.iter().map(|stretch| span(stretch, region.first)));
+    let spans = ram.iter().zip(map.regions()).flat_map(|(ram, region)| {
+        ram.stretches.iter().map(|stretch| guest_span(stretch, region.first))
+    });
     let spans = spans.collect::<Result<_, _>>()?;
     map.with_spans(spans)
 }
 
-fn span(stretch: &Stretch, region_first: Page) -> Result<GuestSpan, RegionMapError> {
+fn guest_span(stretch: &VisibleRange, region_first: Page) -> Result<GuestSpan, RegionMapError> {
     let pages = |bytes: u64| u32::try_from(bytes / PAGE_SIZE as u64).ok();
     let page = pages(stretch.offset).and_then(|offset| region_first.0.checked_add(offset));
     let gpa = GuestPhys(stretch.gpa);
@@ -246,21 +252,21 @@ fn span(stretch: &Stretch, region_first: Page) -> Result<GuestSpan, RegionMapErr
     }
 }
 
-fn locate(qmp: &mut Qmp, ram: &Ram) -> Result<Location, LayoutError> {
+fn locate_region(qmp: &mut QmpClient, ram: &GuestRam) -> Result<RegionMapping, LayoutError> {
     let gpa = GuestPhys(ram.stretches[0].gpa);
     let hva = host_address(qmp, gpa)?
         .and_then(|hva| hva.0.checked_sub(ram.stretches[0].offset))
         .ok_or_else(|| LayoutError::NoHostAddress { id: ram.id.clone(), gpa })?;
-    Ok(Location { id: ram.id.clone(), hva: HostVirt(hva), shared: ram.shared })
+    Ok(RegionMapping { id: ram.id.clone(), hva: HostVirt(hva), shared: ram.shared })
 }
 
-fn host_address(qmp: &mut Qmp, gpa: GuestPhys) -> Result<Option<HostVirt>, QmpError> {
-    Ok(hmp::parse_hva(&qmp.hmp(&format!("gpa2hva {:#x}", gpa.0))?))
+fn host_address(qmp: &mut QmpClient, gpa: GuestPhys) -> Result<Option<HostVirt>, QmpError> {
+    Ok(hmp::parse_hva(&qmp.execute_hmp(&format!("gpa2hva {:#x}", gpa.0))?))
 }
 
 fn aux_ram(
-    qmp: &mut Qmp,
-    ram: &[Ram],
+    qmp: &mut QmpClient,
+    ram: &[GuestRam],
     view: &FlatView,
     blocks: &[RamBlock],
 ) -> Result<Vec<AuxRam>, QmpError> {
@@ -268,7 +274,8 @@ fn aux_ram(
         let id = block.id.strip_prefix("/objects/").unwrap_or(&block.id);
         ram.iter().any(|ram| ram.id == id)
     };
-    // What lies in the memory for calls is between this VM's applications and whoever serves it.
+    // The memory for guest calls belongs to this VM's applications and the supervisor that serves
+    // it.
     let is_for_calls = |block: &RamBlock| block.id.ends_with(CALLS_ID);
     let aux = blocks.iter().filter(|block| !is_guest_ram(block) && !is_for_calls(block));
     let mapped = ranges_by_block(view, blocks);
@@ -286,15 +293,15 @@ fn aux_ram(
     .collect()
 }
 
-/// The ranges at which the guest sees each block. A block is named `DEVICE/REGION`, or `REGION` where no device owns
-/// it; a region name that fits several blocks fits none.
+/// The ranges at which the guest sees each block. A range is named `DEVICE/REGION`, or `REGION`
+/// where no device owns it; a region name that matches several blocks belongs to none.
 fn ranges_by_block<'a>(
     view: &'a FlatView,
     blocks: &'a [RamBlock],
 ) -> BTreeMap<&'a str, Vec<&'a FlatRange>> {
     let mut mapped: BTreeMap<&str, Vec<&FlatRange>> = BTreeMap::new();
     for range in view.ranges.iter().filter(|range| range.kind != RangeKind::Other) {
-        let mut owners = blocks.iter().filter(|block| owns(block, &range.region));
+        let mut owners = blocks.iter().filter(|block| owns_region(block, &range.region));
         if let (Some(owner), None) = (owners.next(), owners.next()) {
             mapped.entry(&owner.id).or_default().push(range);
         }
@@ -302,12 +309,12 @@ fn ranges_by_block<'a>(
     mapped
 }
 
-fn owns(block: &RamBlock, region: &str) -> bool {
+fn owns_region(block: &RamBlock, region: &str) -> bool {
     block.id == region || block.id.strip_suffix(region).is_some_and(|device| device.ends_with('/'))
 }
 
-/// Whether QEMU fills a block of this name from files or tables of its own when it starts: firmware, option ROMs,
-/// tables handed over by `fw_cfg`, and flash, which lives on a drive.
+/// Whether QEMU fills a block of this name from its own files or tables at the start: firmware,
+/// option ROMs, tables from `fw_cfg`, and flash, which is stored on a drive.
 fn is_rebuilt(id: &str) -> bool {
     let name = id.rsplit('/').next().unwrap_or(id);
     id.starts_with("/rom@")

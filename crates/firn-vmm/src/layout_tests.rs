@@ -15,15 +15,15 @@ fn view(ranges: Vec<FlatRange>) -> FlatView {
     FlatView { spaces: vec!["memory".into()], ranges }
 }
 
-fn backend(id: &str, size: u64) -> Backend {
-    Backend { id: Some(id.into()), size, share: true }
+fn backend(id: &str, size: u64) -> MemdevInfo {
+    MemdevInfo { id: Some(id.into()), size, share: true }
 }
 
 fn block(id: &str) -> RamBlock {
     RamBlock { id: id.into(), used_bytes: MIB, hva: Some(HostVirt(0x1000)) }
 }
 
-fn map(backends: &[Backend], view: &FlatView) -> RegionMap {
+fn map(backends: &[MemdevInfo], view: &FlatView) -> RegionMap {
     region_map(&guest_ram(backends, view, &[])).unwrap()
 }
 
@@ -37,7 +37,7 @@ fn write_protected_parts_join_their_neighbours_and_windows_do_not() {
         ram(0x100000, MIB, 0x100000),
     ]);
     let map = map(&[backend("ram", 2 * MIB)], &view);
-    let spans: Vec<_> = map.spans().iter().map(|span| (span.gpa.0, span.pages)).collect();
+    let spans: Vec<_> = map.guest_spans().iter().map(|span| (span.gpa.0, span.pages)).collect();
     assert_eq!(spans, [(0, 0xa0), (0xc0000, 0x140)]);
     assert_eq!(map.page_at(GuestPhys(0xa0000)), None, "behind the window, and yet in the region");
     assert_eq!(map.regions()[0].pages, 0x200);
@@ -55,7 +55,7 @@ fn neighbours_in_the_guest_that_are_not_so_in_the_backend_stay_apart() {
 fn parts_of_pages_are_left_out() {
     let view = view(vec![ram(0x800, 0x3000, 0x800), ram(0x10000, 0x800, 0x10000)]);
     let map = map(&[backend("ram", MIB)], &view);
-    let spans: Vec<_> = map.spans().iter().map(|span| (span.gpa.0, span.pages)).collect();
+    let spans: Vec<_> = map.guest_spans().iter().map(|span| (span.gpa.0, span.pages)).collect();
     assert_eq!(spans, [(0x1000, 2)]);
 }
 
@@ -104,7 +104,7 @@ fn what_qemu_rebuilds_at_start() {
 }
 
 proptest! {
-    /// Every address that a view says is RAM leads to the page of its offset.
+    /// Every address in a RAM range of the view maps to the page at its offset.
     #[test]
     fn spans_lead_where_the_view_says(
         parts in proptest::collection::vec((0u64..3, 1u64..5, 0u64..60, any::<bool>()), 1..12),

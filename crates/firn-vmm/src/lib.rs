@@ -1,25 +1,26 @@
-//! The hypervisor, controlled from outside: QEMU, unmodified, over its monitor.
+//! Control of an unmodified QEMU over its monitor.
 //!
 //! ```text
-//!   command_line   a user's own QEMU arguments, plus shared RAM and a monitor
-//!   launch         starts it, in a session of its own
-//!   qmp            talks to it          hmp   reads what only the human monitor prints
-//!   layout         where guest RAM lies: guest-physical, and in QEMU's address space
-//!   device_state   devices and vCPUs, out of one QEMU and into another
-//!   hold           the shortest pause in which devices are saved
-//!   openings       when the hypervisor opens the pipe it is held by
-//!   disks          which files its disks are, and whether they still are the same
-//!   devices        the devices that a user gave it, and when
-//!   drives         which of them the guest writes to, and how they are kept as they are
+//!   command_line   the user's QEMU arguments, plus shared RAM and a monitor
+//!   launch         starts QEMU, in a session of its own
+//!   qmp            the QMP client       hmp   parsers of output that only the human monitor prints
+//!   layout         the addresses of guest RAM: guest-physical, and in QEMU's address space
+//!   device_state   saves devices and vCPUs from one QEMU, loads them into another
+//!   pause_pipe     the shortest pause in which devices are saved
+//!   open_watch     reports when QEMU opens the pipe that blocks it
+//!   disks          the files of the VM's disks, and whether they are still the same
+//!   devices        the devices that a user added, at the start or later
+//!   drives         the disks that the guest writes to, and how their contents are preserved
 //!   restorable     whether the command line still describes the VM, so that it can be restored
-//!   backup         copies of their contents at one instant, by jobs of the hypervisor
-//!   flush          writing their files back before a pause
-//!   commit         layers of drives merged into those below them
-//!   vm             all of it as one VM
+//!   backup         point-in-time copies of disks, by jobs of the hypervisor
+//!   flush          writes files back before a pause
+//!   commit         merges layers of drives into those below them
+//!   vm             all of it for one VM
 //! ```
 //!
-//! Whatever QEMU says is input from outside: lines have a longest length, waits have an end, numbers are checked, and
-//! an error names the command it belongs to. Page faults and guest memory itself are other crates' concern.
+//! QEMU's output is untrusted input: lines have a maximum length, waits have a deadline, numbers
+//! are checked, and an error names the command that it belongs to. Page faults and guest memory are
+//! handled by other crates.
 
 #![forbid(unsafe_code)]
 
@@ -32,10 +33,10 @@ mod disks;
 mod drives;
 mod flush;
 pub mod hmp;
-mod hold;
 mod launch;
 pub mod layout;
-mod openings;
+mod open_watch;
+mod pause_pipe;
 mod qcow2;
 pub mod qmp;
 pub mod restorable;
@@ -44,20 +45,20 @@ mod vm;
 mod wait;
 
 pub use backup::{
-    BaseFile, COPIES_MAX, CopyError, CopyExtent, DriveCopy, allocated_bytes, files_below,
+    BaseFile, COPIES_MAX, CopyError, CopyExtent, DriveCopy, allocated_bytes, list_backing_files,
 };
-pub use commit::{Commit, JOB_PREFIX, JobState};
+pub use commit::{BlockCommit, JOB_PREFIX, JobState};
 pub use device_state::{DeviceStateError, STATE_BYTES_MAX};
 pub use devices::DevicePath;
-pub use disks::{Disk, FileIdentity};
+pub use disks::{DiskImage, FileIdentity};
 pub use drives::{
-    Below, CHAIN_MAX, CutError, Drive, DriveCut, DriveError, Expected, Overlay, can_clone,
-    create_overlay,
+    CHAIN_MAX, CutError, Drive, DriveCut, DriveError, ExpectedDrive, Overlay, OverlayBase,
+    can_clone, create_overlay,
 };
-pub use hold::{Held, Look, Released};
-pub use launch::{LaunchError, Launched, find_program, launch, log_tail};
-pub use layout::{AuxRam, Layout, LayoutError, Location};
-pub use qcow2::file_below;
-pub use qmp::{Qmp, QmpError};
-pub use version::{Number, Version};
-pub use vm::{Accel, Balloon, PageTableRoot, RunState, TIMEOUT, Vcpu, Vm};
+pub use launch::{LaunchError, LaunchedProcess, find_program, launch_hypervisor, read_log_tail};
+pub use layout::{AuxRam, LayoutError, MemoryLayout, RegionMapping};
+pub use pause_pipe::{PauseOutcome, PausedVm, WaitMode};
+pub use qcow2::read_backing_file;
+pub use qmp::{QmpClient, QmpError};
+pub use version::{QemuVersion, VersionNumber};
+pub use vm::{AcceleratorKind, BalloonInfo, PageTableRoot, QemuVm, RunState, TIMEOUT, Vcpu};

@@ -1,11 +1,12 @@
-//! What a qcow2 file says of itself, as far as Firn has to know before it builds on one.
+//! Reading of qcow2 headers, as far as Firn needs them before it builds on a file.
 //!
 //! ```text
-//!    0  "QFI\xfb"                       16  length of that name         u32      32  encryption  u32, 0: none
-//!    4  version  u32                    72  incompatible features       u64, version 3; bit 2: data in another file
-//!    8  where the name of what lies below it is   u64, 0: nothing      100  bytes of the header u32, version 3; else 72
+//!    0  "QFI\xfb"                             16  length of that name         u32
+//!    4  version  u32                          32  encryption                  u32, 0: none
+//!    8  offset of the backing file name       72  incompatible features       u64, version 3; bit 2: data in another file
+//!       u64, 0: no backing file              100  bytes of the header         u32, version 3; else 72
 //!
-//!   after the header: { kind u32, length u32, data, padded to 8 }, until kind 0; 0xE2792ACA is the format of what lies below
+//!   after the header: { kind u32, length u32, data, padded to 8 }, until kind 0; 0xE2792ACA is the backing file's format
 //! ```
 //!
 //! All numbers are big-endian.
@@ -20,30 +21,30 @@ use std::path::{Path, PathBuf};
 
 const MAGIC: &[u8; 4] = b"QFI\xfb";
 const HEAD_BYTES: usize = 104;
-/// The header of version 2.
+/// The length of the header in version 2.
 const HEAD_BYTES_2: u64 = 72;
 const BELOW_FORMAT: u32 = 0xE279_2ACA;
-/// Header extensions looked at.
+/// Maximum number of header extensions that are read.
 const EXTENSIONS_MAX: usize = 32;
-/// The longest name of what lies below.
+/// The maximum length of a backing file name.
 const NAME_BYTES_MAX: u32 = 1023;
 const DATA_FILE: u64 = 1 << 2;
 
-/// What a qcow2 file says of itself.
+/// The properties of a qcow2 file that its header records.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub(crate) struct Head {
-    /// The image below it, as it is named there, absolute if that is a path.
-    pub(crate) below: Option<PathBuf>,
-    /// The format of that, if it is said.
-    pub(crate) below_format: Option<String>,
+pub(crate) struct Qcow2Header {
+    /// The backing file as the header names it; absolute if that is a path.
+    pub(crate) backing_file: Option<PathBuf>,
+    /// The format of the backing file, if the header records it.
+    pub(crate) backing_format: Option<String>,
     /// Its contents can't be read without a secret.
     pub(crate) is_encrypted: bool,
     /// Its contents are in another file.
     pub(crate) has_data_file: bool,
 }
 
-/// Reads the head of a file. `None` if it is no qcow2 file.
-pub(crate) fn head(path: &Path) -> io::Result<Option<Head>> {
+/// Reads the header of a file. `None` if it is not a qcow2 file.
+pub(crate) fn read_header(path: &Path) -> io::Result<Option<Qcow2Header>> {
     let file = firn_files::open_disk(path)?;
     let mut head = [0; HEAD_BYTES];
     match file.read_exact_at(&mut head, 0) {
@@ -70,27 +71,27 @@ pub(crate) fn head(path: &Path) -> io::Result<Option<Head>> {
     };
     let start = if version >= 3 { u64::from(u32_at(&head, 100)) } else { HEAD_BYTES_2 };
     let below_format = match below {
-        Some(_) => below_format(&file, start..u64_at(&head, 8)).or_else(ended)?,
+        Some(_) => read_backing_format(&file, start..u64_at(&head, 8)).or_else(ignore_early_end)?,
         None => None,
     };
-    Ok(Some(Head {
-        below,
-        below_format,
+    Ok(Some(Qcow2Header {
+        backing_file: below,
+        backing_format: below_format,
         is_encrypted: encryption != 0,
         has_data_file: features & DATA_FILE != 0,
     }))
 }
 
 /// A file that ends early has no more extensions.
-fn ended(error: io::Error) -> io::Result<Option<String>> {
+fn ignore_early_end(error: io::Error) -> io::Result<Option<String>> {
     match error.kind() {
         io::ErrorKind::UnexpectedEof => Ok(None),
         _ => Err(error),
     }
 }
 
-/// The header extension that says it, of those in a range.
-fn below_format(file: &File, range: Range<u64>) -> io::Result<Option<String>> {
+/// Reads the header extension with the backing format, of those in a range.
+fn read_backing_format(file: &File, range: Range<u64>) -> io::Result<Option<String>> {
     let (mut at, mut extension) = (range.start, [0; HEAD_BYTES]);
     for _ in 0..EXTENSIONS_MAX {
         if at + 8 > range.end {
@@ -118,9 +119,9 @@ fn u64_at(bytes: &[u8; HEAD_BYTES], at: usize) -> u64 {
     u64::from(u32_at(bytes, at)) << 32 | u64::from(u32_at(bytes, at + 4))
 }
 
-/// The file that a qcow2 file says lies below it; `None` if it says none, or is no qcow2 file.
-pub fn file_below(path: &Path) -> io::Result<Option<PathBuf>> {
-    Ok(head(path)?.and_then(|head| head.below))
+/// The backing file that a qcow2 file names; `None` if it names none, or is not a qcow2 file.
+pub fn read_backing_file(path: &Path) -> io::Result<Option<PathBuf>> {
+    Ok(read_header(path)?.and_then(|head| head.backing_file))
 }
 
 #[cfg(test)]
@@ -131,7 +132,7 @@ mod tests {
         let mut bytes = vec![0; 300];
         bytes[..4].copy_from_slice(MAGIC);
         (bytes[7], bytes[103]) = (3, 104);
-        // One of another kind, of 3 bytes, before that of 5.
+        // An extension of another kind, of 3 bytes, before the one of 5.
         bytes[104..115].copy_from_slice(b"\x01\x02\x03\x04\0\0\0\x03abc");
         bytes[120..133].copy_from_slice(b"\xe2\x79\x2a\xca\0\0\0\x05qcow2");
         bytes[35] = encryption;
@@ -149,8 +150,13 @@ mod tests {
         let path = dir.path().join("a");
         let expected = |below: Option<PathBuf>, is_encrypted, has_data_file| {
             let below_format = below.as_ref().map(|_| "qcow2".to_owned());
-            let expected = Head { below, below_format, is_encrypted, has_data_file };
-            assert_eq!(head(&path).unwrap(), Some(expected));
+            let expected = Qcow2Header {
+                backing_file: below,
+                backing_format: below_format,
+                is_encrypted,
+                has_data_file,
+            };
+            assert_eq!(read_header(&path).unwrap(), Some(expected));
         };
         write(&path, "", 0, 0);
         expected(None, false, false);
@@ -162,8 +168,8 @@ mod tests {
         expected(Some("nbd:b.img".into()), false, false);
         for other in ["", "short", &"x".repeat(500)] {
             std::fs::write(&path, other).unwrap();
-            assert_eq!(head(&path).unwrap(), None);
+            assert_eq!(read_header(&path).unwrap(), None);
         }
-        assert!(head(&dir.path().join("none")).is_err());
+        assert!(read_header(&dir.path().join("none")).is_err());
     }
 }

@@ -1,14 +1,14 @@
-//! QEMU's version.
+//! QEMU's version number.
 
 use std::fmt;
 
 use serde::{Deserialize, Serialize};
 
-/// QEMU's version, as `query-version` tells it.
+/// QEMU's version, as `query-version` reports it.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
-pub struct Version {
+pub struct QemuVersion {
     /// The number.
-    pub qemu: Number,
+    pub qemu: VersionNumber,
     /// The distribution's own version; empty for a plain build.
     #[serde(default)]
     pub package: String,
@@ -16,7 +16,7 @@ pub struct Version {
 
 /// The number of a QEMU release. Ordered.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Serialize, Deserialize)]
-pub struct Number {
+pub struct VersionNumber {
     /// Such as 7.
     pub major: u32,
     /// Such as 2.
@@ -25,16 +25,16 @@ pub struct Number {
     pub micro: u32,
 }
 
-impl Version {
+impl QemuVersion {
     /// Whether this is release `major.minor` or later.
     pub fn at_least(&self, major: u32, minor: u32) -> bool {
         (self.qemu.major, self.qemu.minor) >= (major, minor)
     }
 }
 
-impl fmt::Display for Version {
+impl fmt::Display for QemuVersion {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        let Number { major, minor, micro } = self.qemu;
+        let VersionNumber { major, minor, micro } = self.qemu;
         write!(f, "{major}.{minor}.{micro}")?;
         if self.package.is_empty() { Ok(()) } else { write!(f, " ({})", self.package) }
     }
@@ -47,7 +47,7 @@ mod tests {
     #[test]
     fn reads_and_prints_what_qemu_says() {
         let said = r#"{"qemu": {"micro": 22, "minor": 2, "major": 7}, "package": "Debian 1:7.2"}"#;
-        let version: Version = serde_json::from_str(said).unwrap();
+        let version: QemuVersion = serde_json::from_str(said).unwrap();
         assert_eq!(version.to_string(), "7.2.22 (Debian 1:7.2)");
         assert!(version.at_least(7, 2) && version.at_least(6, 9) && !version.at_least(9, 1));
     }

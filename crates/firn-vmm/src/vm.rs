@@ -1,41 +1,42 @@
-//! One VM, controlled over its monitor.
+//! Control of one VM over its monitor.
 
 use std::collections::BTreeSet;
 use std::path::{Path, PathBuf};
 use std::time::Duration;
 
-use firn_types::{GuestPhys, Tid, VcpuId};
+use firn_types::{GuestPhys, ThreadId, VcpuId};
 use serde::{Deserialize, Serialize};
 use serde_json::Value;
 
 use crate::backup::{self, CopyError, DriveCopy};
-use crate::commit::{self, Commit, JobState};
+use crate::commit::{self, BlockCommit, JobState};
 use crate::device_state::{self, DeviceStateError, StateFile};
 use crate::devices::{self, DevicePath};
-use crate::disks::{self, Disk, FileView};
+use crate::disks::{self, DiskImage, FileView};
 use crate::drives::{self, CutError, Drive, DriveCut, Overlay};
 use crate::hmp;
-use crate::hold::{Held, Holder, Look};
-use crate::layout::{self, Layout, LayoutError};
-use crate::qmp::{Qmp, QmpError};
+use crate::layout::{self, LayoutError, MemoryLayout};
+use crate::pause_pipe::{PausePipe, PausedVm, WaitMode};
+use crate::qmp::{QmpClient, QmpError};
 use crate::restorable::{self, MachineFacts};
-use crate::version::Version;
+use crate::version::QemuVersion;
 
-/// How long a monitor command may take unless told otherwise. `stop` waits for disks to be flushed.
+/// The default timeout of a monitor command. `stop` waits for disks to be flushed.
 pub const TIMEOUT: Duration = Duration::from_secs(30);
 
-/// Five times within a second: at once, and then later and later. In milliseconds, QEMU's own numbers (`qapi/migration.json`).
-fn announcing() -> Value {
+/// Five announcements within a second, at growing intervals. In milliseconds, QEMU's own defaults
+/// (`qapi/migration.json`).
+fn announce_parameters() -> Value {
     serde_json::json!({ "initial": 50, "max": 550, "rounds": 5, "step": 100 })
 }
 
 /// A running QEMU.
 #[derive(Debug)]
-pub struct Vm {
-    qmp: Qmp,
-    version: Version,
+pub struct QemuVm {
+    qmp: QmpClient,
+    version: QemuVersion,
     state_file: Option<StateFile>,
-    holder: Option<Holder>,
+    pause_pipe: Option<PausePipe>,
 }
 
 /// Whether the VM runs, in QEMU's words.
@@ -55,69 +56,69 @@ pub struct Vcpu {
     pub id: VcpuId,
     /// Its thread, in QEMU's PID namespace.
     #[serde(rename = "thread-id")]
-    pub tid: Tid,
+    pub tid: ThreadId,
 }
 
-/// The root of a page table that a vCPU used when it was asked.
+/// The root of a page table that a vCPU used when Firn read its registers.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct PageTableRoot {
     /// The vCPU.
     pub vcpu: VcpuId,
-    /// Where the top-level table lies.
+    /// The address of the top-level table.
     pub gpa: GuestPhys,
-    /// 4 or 5.
+    /// The number of levels, 4 or 5.
     pub levels: u8,
 }
 
-/// What runs the vCPUs.
+/// The accelerator that runs the vCPUs.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "lowercase")]
-pub enum Accel {
-    /// The kernel's virtual machine monitor.
+pub enum AcceleratorKind {
+    /// KVM, the kernel's virtual machine monitor.
     Kvm,
-    /// QEMU's own translator.
+    /// TCG, QEMU's own translator.
     Tcg,
 }
 
-/// The memory balloon.
+/// The state of the memory balloon.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Deserialize)]
-pub struct Balloon {
+pub struct BalloonInfo {
     /// RAM that is left to the guest, in bytes.
     #[serde(rename = "actual")]
     pub actual_bytes: u64,
 }
 
 #[derive(Debug, Deserialize)]
-struct Migration {
+struct MigrationInfo {
     #[serde(rename = "blocked-reasons", default)]
     blocked_reasons: Vec<String>,
 }
 
-impl Vm {
+impl QemuVm {
     /// Connects to the monitor at `qmp_path`.
     pub fn connect(qmp_path: &Path) -> Result<Self, QmpError> {
-        Self::with_qmp(Qmp::connect(qmp_path, TIMEOUT)?)
+        Self::with_qmp(QmpClient::connect(qmp_path, TIMEOUT)?)
     }
 
-    /// Connects to a QEMU that has just been started and may still have to make its socket. Gives up early once
-    /// `alive` is false: it has died then, and its log says why.
+    /// Connects to a QEMU that has just been started and may not have made its socket yet. Fails
+    /// early when `alive` is false: QEMU has died then, and its log has the reason.
     pub fn connect_started(qmp_path: &Path, alive: impl FnMut() -> bool) -> Result<Self, QmpError> {
-        Self::with_qmp(Qmp::connect_started(qmp_path, TIMEOUT, alive)?)
+        Self::with_qmp(QmpClient::connect_started(qmp_path, TIMEOUT, alive)?)
     }
 
-    /// Takes a monitor connection.
-    pub fn with_qmp(mut qmp: Qmp) -> Result<Self, QmpError> {
+    /// Uses a monitor connection that is open already.
+    pub fn with_qmp(mut qmp: QmpClient) -> Result<Self, QmpError> {
         let version = qmp.query("query-version")?;
-        Ok(Self { qmp, version, state_file: None, holder: None })
+        Ok(Self { qmp, version, state_file: None, pause_pipe: None })
     }
 
-    /// The monitor connection, for what this type has no method for.
-    pub fn qmp(&mut self) -> &mut Qmp {
+    /// The monitor connection, for commands that this type has no method for.
+    pub fn qmp(&mut self) -> &mut QmpClient {
         &mut self.qmp
     }
 
     /// QEMU's version.
-    pub fn version(&self) -> &Version {
+    pub fn version(&self) -> &QemuVersion {
         &self.version
     }
 
@@ -131,19 +132,20 @@ impl Vm {
         self.qmp.execute("stop", Value::Null).map(drop)
     }
 
-    /// Lets the vCPUs run.
+    /// Starts the vCPUs.
     pub fn cont(&mut self) -> Result<(), QmpError> {
         self.qmp.execute("cont", Value::Null).map(drop)
     }
 
-    /// Has its network cards send reverse ARP requests, so that switches learn where their addresses are. The VM must run.
-    pub fn announce(&mut self) -> Result<(), QmpError> {
-        self.qmp.execute("announce-self", announcing()).map(drop)
+    /// Makes the VM's network cards send reverse ARP requests, so that switches learn their
+    /// addresses. The VM must run.
+    pub fn announce_self(&mut self) -> Result<(), QmpError> {
+        self.qmp.execute("announce-self", announce_parameters()).map(drop)
     }
 
-    /// The Ethernet address of the network card that has this back end.
-    pub fn address(&mut self, netdev: &str) -> Result<Option<[u8; 6]>, QmpError> {
-        Ok(hmp::parse_address(&self.qmp.hmp("info network")?, netdev))
+    /// The MAC address of the network card with this back end.
+    pub fn mac_address(&mut self, netdev: &str) -> Result<Option<[u8; 6]>, QmpError> {
+        Ok(hmp::parse_card_address(&self.qmp.execute_hmp("info network")?, netdev))
     }
 
     /// Ends the VM. A QEMU that dies before it has answered counts as ended.
@@ -159,11 +161,11 @@ impl Vm {
         self.qmp.query("query-cpus-fast")
     }
 
-    /// What runs the vCPUs.
-    pub fn accel(&mut self) -> Result<Accel, QmpError> {
+    /// The accelerator that runs the vCPUs.
+    pub fn accel(&mut self) -> Result<AcceleratorKind, QmpError> {
         let kvm = self.qmp.execute("query-kvm", Value::Null)?;
         let enabled = kvm.get("enabled").and_then(Value::as_bool).unwrap_or(false);
-        Ok(if enabled { Accel::Kvm } else { Accel::Tcg })
+        Ok(if enabled { AcceleratorKind::Kvm } else { AcceleratorKind::Tcg })
     }
 
     /// The machine type with its version, such as `pc-q35-7.2`.
@@ -175,7 +177,7 @@ impl Vm {
     }
 
     /// The balloon; `None` if the VM has none.
-    pub fn balloon(&mut self) -> Result<Option<Balloon>, QmpError> {
+    pub fn balloon(&mut self) -> Result<Option<BalloonInfo>, QmpError> {
         match self.qmp.query("query-balloon") {
             Ok(balloon) => Ok(Some(balloon)),
             Err(error) if error.has_class("DeviceNotActive") => Ok(None),
@@ -183,13 +185,13 @@ impl Vm {
         }
     }
 
-    /// The devices that a user gave it, on the command line or later.
+    /// The devices that a user added, on the command line or later.
     pub fn device_paths(&mut self) -> Result<BTreeSet<DevicePath>, QmpError> {
-        devices::list(&mut self.qmp)
+        devices::list_devices(&mut self.qmp)
     }
 
-    /// The process at the other end of the monitor socket. `None` if it has a vCPU thread of no such process: then
-    /// somebody else made the socket and handed it over.
+    /// The process at the other end of the monitor socket. `None` if that process has none of the
+    /// vCPU threads: then another process made the socket and handed it over.
     pub fn pid(&mut self) -> Result<Option<i32>, QmpError> {
         let peer = rustix::net::sockopt::socket_peercred(self.qmp.socket());
         let Ok(pid) = peer.map(|peer| peer.pid.as_raw_nonzero().get()) else { return Ok(None) };
@@ -200,24 +202,24 @@ impl Vm {
     }
 
     /// The images the VM has open, and what identifies them.
-    pub fn disks(&mut self) -> Result<Vec<Disk>, QmpError> {
-        let process = FileView::of(self.pid()?);
-        disks::find(&mut self.qmp, &process)
+    pub fn disks(&mut self) -> Result<Vec<DiskImage>, QmpError> {
+        let process = FileView::of_process(self.pid()?);
+        disks::find_disks(&mut self.qmp, &process)
     }
 
-    /// Whether something may be written into guest memory that was asked for before, without a page fault: by a disk that is read
-    /// past the page cache.
+    /// Whether data of a request may be written into guest memory later without a page fault: by a
+    /// disk that is read without the page cache.
     pub fn reads_past_page_cache(&mut self) -> Result<bool, QmpError> {
-        disks::is_read_past_page_cache(&mut self.qmp)
+        disks::is_any_read_past_page_cache(&mut self.qmp)
     }
 
     /// The drives that the guest can write to.
     pub fn drives(&mut self) -> Result<Vec<Drive>, QmpError> {
-        let process = FileView::of(self.pid()?);
-        drives::find(&mut self.qmp, &process)
+        let process = FileView::of_process(self.pid()?);
+        drives::find_drives(&mut self.qmp, &process)
     }
 
-    /// Opens an overlay that is to be put on a drive. The VM may run.
+    /// Opens an overlay that will be put on a drive. The VM may run.
     pub fn open_overlay(&mut self, drive: &Drive, overlay: &Overlay) -> Result<(), QmpError> {
         drives::open_overlay(&mut self.qmp, drive, overlay)
     }
@@ -232,7 +234,7 @@ impl Vm {
         backup::open_copy(&mut self.qmp, copy)
     }
 
-    /// Removes the limit of speed that copies have in the pause in which they begin.
+    /// Removes the speed limit that copies have in the pause in which they begin.
     pub fn lift_copy_limits(&mut self, copies: &[DriveCopy]) -> Result<(), QmpError> {
         backup::lift_limits(&mut self.qmp, copies)
     }
@@ -246,14 +248,16 @@ impl Vm {
         backup::finish_copies(&mut self.qmp, copies, is_cancelled)
     }
 
-    /// Ends copies, complete or not, closes their files and removes their dirty bitmaps. Returns whether any was not complete.
+    /// Ends copies, complete or not, closes their files and removes their dirty bitmaps. Returns
+    /// whether any was not complete.
     pub fn discard_copies(&mut self, copies: &[DriveCopy]) -> Result<bool, QmpError> {
         backup::discard_copies(&mut self.qmp, copies)
     }
 
-    /// How many bytes the guest has written since a copy, about. `None` if QEMU does not know.
+    /// The approximate number of bytes that the guest has written since a copy. `None` if QEMU does
+    /// not know.
     pub fn changed_bytes(&mut self, copy: &DriveCopy) -> Result<Option<u64>, QmpError> {
-        backup::changed_bytes(&mut self.qmp, copy)
+        backup::query_changed_bytes(&mut self.qmp, copy)
     }
 
     /// Removes the dirty bitmaps that Firn added, except those that began with these copies.
@@ -261,66 +265,71 @@ impl Vm {
         backup::remove_bitmaps(&mut self.qmp, keep)
     }
 
-    /// Starts to merge layers of a drive; that is a job, which ends as `concluded`. The VM may run.
-    pub fn begin_commit(&mut self, drive: &Drive, commit: &Commit) -> Result<(), QmpError> {
-        let process = FileView::of(self.pid()?);
-        commit::begin(&mut self.qmp, &process, drive, commit)
+    /// Starts a job that merges layers of a drive, and that ends as `concluded`. The VM may run.
+    pub fn begin_commit(&mut self, drive: &Drive, commit: &BlockCommit) -> Result<(), QmpError> {
+        let process = FileView::of_process(self.pid()?);
+        commit::begin_commit(&mut self.qmp, &process, drive, commit)
     }
 
-    /// The merges that have begun and are not dismissed.
+    /// The merges that have begun and have not been dismissed.
     pub fn commit_jobs(&mut self) -> Result<Vec<JobState>, QmpError> {
-        commit::jobs(&mut self.qmp)
+        commit::query_commit_jobs(&mut self.qmp)
     }
 
-    /// Has a merge that is `ready` change the drive to its lower file.
+    /// Makes a merge that is `ready` switch the drive to its lower file.
     pub fn complete_commit(&mut self, job: &str) -> Result<(), QmpError> {
-        commit::complete(&mut self.qmp, job)
+        commit::complete_job(&mut self.qmp, job)
     }
 
     /// Ends a merge early.
     pub fn cancel_commit(&mut self, job: &str) -> Result<(), QmpError> {
-        commit::cancel(&mut self.qmp, job)
+        commit::cancel_job(&mut self.qmp, job)
     }
 
-    /// Has QEMU forget a merge that is `concluded`.
+    /// Makes QEMU forget a merge that is `concluded`.
     pub fn dismiss_commit(&mut self, job: &str) -> Result<(), QmpError> {
-        commit::dismiss(&mut self.qmp, job)
+        commit::dismiss_job(&mut self.qmp, job)
     }
 
-    /// Closes layers that have been merged, the topmost first.
+    /// Closes layers that were merged, the topmost first.
     pub fn close_layers(&mut self, files: &[PathBuf]) -> Result<(), QmpError> {
-        let process = FileView::of(self.pid()?);
-        commit::close(&mut self.qmp, &process, files)
+        let process = FileView::of_process(self.pid()?);
+        commit::close_layers(&mut self.qmp, &process, files)
     }
 
-    /// Why QEMU would not migrate this VM: devices whose state it cannot carry, CPU features it must not. What is
-    /// named here cannot be checkpointed either, whether or not saving device state succeeds.
-    pub fn blockers(&mut self) -> Result<Vec<String>, QmpError> {
-        let migration: Migration = self.qmp.query("query-migrate")?;
+    /// The reasons why QEMU would not migrate this VM: devices whose state it cannot save, CPU
+    /// features it must not migrate. Such a VM cannot be checkpointed either, whether or not saving
+    /// device state succeeds.
+    pub fn migration_blockers(&mut self) -> Result<Vec<String>, QmpError> {
+        let migration: MigrationInfo = self.qmp.query("query-migrate")?;
         Ok(migration.blocked_reasons)
     }
 
-    /// What a restore would have to reproduce by the command line.
+    /// The properties of the machine that the command line of a restore has to reproduce.
     pub fn machine_facts(&mut self) -> Result<MachineFacts, QmpError> {
-        restorable::collect(&mut self.qmp)
+        restorable::collect_facts(&mut self.qmp)
     }
 
-    /// Where all memory of the VM lies.
-    pub fn layout(&mut self) -> Result<Layout, LayoutError> {
-        layout::find(&mut self.qmp)
+    /// The addresses of all memory of the VM.
+    pub fn layout(&mut self) -> Result<MemoryLayout, LayoutError> {
+        layout::find_layout(&mut self.qmp)
     }
 
-    /// The page tables the vCPUs use now, of those in long mode.
+    /// The page tables that the vCPUs in long mode use now.
     pub fn page_table_roots(&mut self) -> Result<Vec<PageTableRoot>, QmpError> {
-        let vcpus = hmp::parse_registers(&self.qmp.hmp("info registers -a")?);
+        let vcpus = hmp::parse_registers(&self.qmp.execute_hmp("info registers -a")?);
         let root = |(vcpu, registers): (VcpuId, hmp::VcpuRegisters)| {
-            Some(PageTableRoot { vcpu, gpa: registers.root(), levels: registers.levels()? })
+            Some(PageTableRoot {
+                vcpu,
+                gpa: registers.table_root(),
+                levels: registers.table_levels()?,
+            })
         };
         Ok(vcpus.into_iter().filter_map(root).collect())
     }
 
-    /// Gives QEMU the file it will save device state to, so that [`Self::save_device_state`] has less to do while the
-    /// VM is paused. Calling it twice does nothing.
+    /// Gives QEMU the file to which it will save device state, so that [`Self::save_device_state`]
+    /// has less to do while the VM is paused. A second call does nothing.
     pub fn prepare_save(&mut self) -> Result<(), DeviceStateError> {
         if self.state_file.is_none() {
             self.finish_save()?;
@@ -329,75 +338,82 @@ impl Vm {
         Ok(())
     }
 
-    /// Gives QEMU the pipe by which [`Self::hold`] keeps the VM stopped.
-    pub fn prepare_hold(&mut self) -> Result<(), DeviceStateError> {
-        self.prepare_late_hold(0)
+    /// Gives QEMU the pipe by which [`Self::begin_pause`] keeps the VM paused.
+    pub fn prepare_pause(&mut self) -> Result<(), DeviceStateError> {
+        self.prepare_late_pause(0)
     }
 
-    /// The same for a VM whose devices take `least` bytes at least, as far as is known: QEMU saves some of them while it is held, which
-    /// makes that shorter. If they took far less all of a sudden, [`Held::release`] would say that the VM was not held.
-    pub fn prepare_late_hold(&mut self, least: usize) -> Result<(), DeviceStateError> {
-        if self.holder.as_mut().is_some_and(|holder| holder.is_made_ready(least)) {
+    /// The same for a VM whose devices are known to take at least `least` bytes: QEMU saves some of
+    /// them before it waits for Firn, which shortens the pause. If they suddenly took far less,
+    /// [`PausedVm::resume_vm`] would return an error.
+    pub fn prepare_late_pause(&mut self, least: usize) -> Result<(), DeviceStateError> {
+        if self.pause_pipe.as_mut().is_some_and(|holder| holder.try_reset(least)) {
             return Ok(());
         }
         self.finish_save()?;
-        self.holder = Some(Holder::hand_over(&mut self.qmp, least)?);
+        self.pause_pipe = Some(PausePipe::hand_over(&mut self.qmp, least)?);
         Ok(())
     }
 
-    /// Stops a VM that runs, its disks drained and flushed, until what is returned is released: that gives its device state. The
-    /// guest stands still for less long than with [`Self::stop`] and [`Self::cont`]. The monitor answers nothing meanwhile.
+    /// Pauses a VM that runs, its disks drained and flushed, until the [`PausedVm`] is resumed,
+    /// which returns the device state. The pause is shorter than with [`Self::stop`] and
+    /// [`Self::cont`]. The monitor does not reply meanwhile.
     ///
-    /// `None` if this QEMU can't; the VM runs then. It does as well after an error, if it did before.
-    pub fn hold(&mut self) -> Result<Option<Held<'_>>, DeviceStateError> {
-        self.hold_then(&mut || (), Look::Awake)
+    /// `None` if this QEMU does not support it; the VM runs then. After an error it runs as well,
+    /// if it did before.
+    pub fn begin_pause(&mut self) -> Result<Option<PausedVm<'_>>, DeviceStateError> {
+        self.begin_pause_with(&mut || (), WaitMode::Spin)
     }
 
-    /// The same. `asked` is called when QEMU has been told to stop, which waits for requests of its disks.
-    pub fn hold_then(
+    /// The same. `asked` is called when the command has been sent; QEMU then waits for its disks'
+    /// requests.
+    pub fn begin_pause_with(
         &mut self,
         asked: &mut dyn FnMut(),
-        look: Look,
-    ) -> Result<Option<Held<'_>>, DeviceStateError> {
-        if self.holder.is_none() {
-            self.prepare_hold()?;
+        look: WaitMode,
+    ) -> Result<Option<PausedVm<'_>>, DeviceStateError> {
+        if self.pause_pipe.is_none() {
+            self.prepare_pause()?;
         }
-        Held::hold(&mut self.qmp, &mut self.holder, asked, look)
+        PausedVm::pause_vm(&mut self.qmp, &mut self.pause_pipe, asked, look)
     }
 
-    /// How long the VM stood still when it did last, by QEMU's own clock: from when its vCPUs had stopped until they were
-    /// about to be started. None if it has not been both stopped and started, as far as is known.
-    pub fn stood_still(&self) -> Option<Duration> {
-        self.qmp.last("RESUME")?.checked_sub(self.qmp.last("STOP")?)
+    /// The length of the last pause by QEMU's own clock: from when its vCPUs had stopped until just
+    /// before they started. `None` unless the VM is known to have both stopped and started.
+    pub fn last_pause(&self) -> Option<Duration> {
+        self.qmp.last_event_time("RESUME")?.checked_sub(self.qmp.last_event_time("STOP")?)
     }
 
-    /// Saves the state of every device and vCPU, without RAM. The VM must be stopped and stays so.
+    /// Saves the state of every device and vCPU, without RAM. The VM must be stopped, and remains
+    /// so.
     pub fn save_device_state(&mut self) -> Result<Vec<u8>, DeviceStateError> {
         self.with_state_file(|qmp, file| {
-            let save = file.ask(qmp)?;
-            qmp.answer(save)?;
-            file.read()
+            let save = file.send_save(qmp)?;
+            qmp.wait_reply(save)?;
+            file.read_state()
         })
     }
 
-    /// [`Self::stop`] and [`Self::save_device_state`] in one round trip. On an error the VM may be stopped.
+    /// [`Self::stop`] and [`Self::save_device_state`] in one round trip. On an error the VM may be
+    /// stopped.
     pub fn stop_and_save_device_state(&mut self) -> Result<Vec<u8>, DeviceStateError> {
         self.with_state_file(|qmp, file| {
             let stop = qmp.send("stop", Value::Null)?;
-            let save = file.ask(qmp)?;
-            qmp.answer(stop)?;
-            qmp.answer(save)?;
-            file.read()
+            let save = file.send_save(qmp)?;
+            qmp.wait_reply(stop)?;
+            qmp.wait_reply(save)?;
+            file.read_state()
         })
     }
 
-    /// [`Self::stop`], [`Self::save_device_state`], and the overlays and copies of `drives`, in one round trip. On an error
-    /// the VM may be stopped, the overlays may have been put on, and the copies begun.
+    /// [`Self::stop`], [`Self::save_device_state`], and the overlays and copies of `drives`, in one
+    /// round trip. After an error the VM may be stopped, the overlays may have been put on, and the
+    /// copies begun.
     ///
     /// Saving devices flushes disks once more, so the copies begin after it.
     ///
-    /// What the drives are is looked at once more when nothing can change it any longer.
-    pub fn cut(&mut self, drives: &DriveCut) -> Result<Vec<u8>, CutError> {
+    /// Checks the drives again after the stop, when nothing can change them any more.
+    pub fn stop_and_cut(&mut self, drives: &DriveCut) -> Result<Vec<u8>, CutError> {
         if drives.is_empty() {
             return Ok(self.stop_and_save_device_state()?);
         }
@@ -407,20 +423,20 @@ impl Vm {
             let stop = qmp.send("stop", Value::Null)?;
             let look = qmp.send("query-block", Value::Null)?;
             let jobs = qmp.send("query-block-jobs", Value::Null)?;
-            let save = file.ask(qmp)?;
-            let put = drives.transaction(fails_alone).map(|all| qmp.send("transaction", all));
+            let save = file.send_save(qmp)?;
+            let put = drives.build_transaction(fails_alone).map(|all| qmp.send("transaction", all));
             let put = put.transpose()?;
-            qmp.answer(stop)?;
-            let (look, jobs) = (qmp.answer(look), qmp.answer(jobs));
-            let save = qmp.answer(save);
-            let put = put.map(|put| qmp.answer(put)).transpose();
+            qmp.wait_reply(stop)?;
+            let (look, jobs) = (qmp.wait_reply(look), qmp.wait_reply(jobs));
+            let save = qmp.wait_reply(save);
+            let put = put.map(|put| qmp.wait_reply(put)).transpose();
             problem = look
                 .and_then(|look| Ok((look, jobs?)))
                 .map_err(CutError::Drives)
-                .and_then(|(look, jobs)| drives.check(look, jobs))
+                .and_then(|(look, jobs)| drives.check_unchanged(look, jobs))
                 .and(put.map(drop).map_err(CutError::Drives));
             save?;
-            file.read()
+            file.read_state()
         });
         problem?;
         Ok(saved?)
@@ -428,7 +444,7 @@ impl Vm {
 
     fn with_state_file(
         &mut self,
-        save: impl FnOnce(&mut Qmp, &StateFile) -> Result<Vec<u8>, DeviceStateError>,
+        save: impl FnOnce(&mut QmpClient, &StateFile) -> Result<Vec<u8>, DeviceStateError>,
     ) -> Result<Vec<u8>, DeviceStateError> {
         self.prepare_save()?;
         let Some(file) = self.state_file.take() else {
@@ -440,27 +456,28 @@ impl Vm {
         state
     }
 
-    /// Takes back what [`Self::prepare_save`] and [`Self::prepare_hold`] gave, which QEMU keeps otherwise for the next time. Call it while the VM runs; otherwise QEMU keeps
-    /// its copy of the descriptor until the connection ends.
+    /// Removes the descriptors that [`Self::prepare_save`] and [`Self::prepare_pause`] gave QEMU,
+    /// which keeps them otherwise for the next save. Call it while the VM runs; otherwise QEMU
+    /// keeps its copy until the connection ends.
     pub fn finish_save(&mut self) -> Result<(), DeviceStateError> {
-        if let Some(holder) = self.holder.take() {
-            holder.take_back(&mut self.qmp)?;
+        if let Some(holder) = self.pause_pipe.take() {
+            holder.remove_from_qemu(&mut self.qmp)?;
         }
         match self.state_file.take() {
-            Some(file) => file.take_back(&mut self.qmp),
+            Some(file) => file.remove_from_qemu(&mut self.qmp),
             None => Ok(()),
         }
     }
 
-    /// Closes descriptors that another connection of Firn's gave to QEMU and did not take back.
-    pub fn close_left_descriptors(&mut self) -> Result<(), QmpError> {
-        device_state::take_back_left_behind(&mut self.qmp)
+    /// Closes descriptors that another connection of Firn gave to QEMU and did not remove.
+    pub fn remove_left_descriptors(&mut self) -> Result<(), QmpError> {
+        device_state::remove_left_fdsets(&mut self.qmp)
     }
 
     /// Loads device state into a QEMU that was started with `-S -incoming defer` and
     /// `-global migration.send-configuration=off`. On return the VM is loaded and stopped.
     pub fn load_device_state(&mut self, state: &[u8]) -> Result<(), DeviceStateError> {
         let says_why = self.version.at_least(9, 1);
-        device_state::load(&mut self.qmp, state, says_why)
+        device_state::load_state(&mut self.qmp, state, says_why)
     }
 }

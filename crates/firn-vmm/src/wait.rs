@@ -1,4 +1,4 @@
-//! Waiting for a descriptor, never longer than until a deadline.
+//! Waiting for file descriptors until a deadline.
 
 use std::io;
 use std::os::fd::AsFd;
@@ -6,26 +6,31 @@ use std::time::Instant;
 
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
 
-/// Waits until there is something to read. `false` when the deadline has passed.
-pub(crate) fn readable(fd: impl AsFd, deadline: Instant) -> io::Result<bool> {
-    ready(fd, PollFlags::IN, deadline)
+/// Waits until `fd` is readable. `false` when the deadline has passed.
+pub(crate) fn wait_readable(fd: impl AsFd, deadline: Instant) -> io::Result<bool> {
+    wait_ready(fd, PollFlags::IN, deadline)
 }
 
-/// Waits until there is room to write. `false` when the deadline has passed.
-pub(crate) fn writable(fd: impl AsFd, deadline: Instant) -> io::Result<bool> {
-    ready(fd, PollFlags::OUT, deadline)
+/// Waits until `fd` is writable. `false` when the deadline has passed.
+pub(crate) fn wait_writable(fd: impl AsFd, deadline: Instant) -> io::Result<bool> {
+    wait_ready(fd, PollFlags::OUT, deadline)
 }
 
-/// Waits until one of the two can be read, or was closed by its other side. `false` when the deadline has passed before.
-pub(crate) fn either(fd: impl AsFd, other: impl AsFd, deadline: Instant) -> io::Result<bool> {
-    any(&mut [PollFd::new(&fd, PollFlags::IN), PollFd::new(&other, PollFlags::IN)], deadline)
+/// Waits until one of the two is readable, or its peer has closed it. `false` when the deadline has
+/// passed before.
+pub(crate) fn wait_either_readable(
+    fd: impl AsFd,
+    other: impl AsFd,
+    deadline: Instant,
+) -> io::Result<bool> {
+    poll_until(&mut [PollFd::new(&fd, PollFlags::IN), PollFd::new(&other, PollFlags::IN)], deadline)
 }
 
-fn ready(fd: impl AsFd, what: PollFlags, deadline: Instant) -> io::Result<bool> {
-    any(&mut [PollFd::new(&fd, what)], deadline)
+fn wait_ready(fd: impl AsFd, what: PollFlags, deadline: Instant) -> io::Result<bool> {
+    poll_until(&mut [PollFd::new(&fd, what)], deadline)
 }
 
-fn any(fds: &mut [PollFd<'_>], deadline: Instant) -> io::Result<bool> {
+fn poll_until(fds: &mut [PollFd<'_>], deadline: Instant) -> io::Result<bool> {
     loop {
         let left = deadline.saturating_duration_since(Instant::now());
         let left = Timespec { tv_sec: left.as_secs() as i64, tv_nsec: left.subsec_nanos().into() };

@@ -1,4 +1,4 @@
-//! Against a real QEMU, and against a false one that misbehaves.
+//! Tests with a real QEMU, and with a false one that misbehaves.
 
 #![allow(clippy::unwrap_used, clippy::expect_used, clippy::panic)]
 

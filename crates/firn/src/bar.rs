@@ -1,19 +1,19 @@
-//! Progress on a terminal; nothing anywhere else.
+//! A progress bar on a terminal; without a terminal, nothing.
 
 use std::io::IsTerminal;
 
-use firn_supervisor::Progress;
+use firn_supervisor::OperationProgress;
 use indicatif::{ProgressBar, ProgressDrawTarget, ProgressStyle};
 
 const TEMPLATE: &str = "{msg} {bar:30} {bytes} of {total_bytes} ({bytes_per_sec})";
 
-/// A progress bar that shows what it is told of.
-pub struct Bar {
+/// A progress bar.
+pub struct TerminalBar {
     bar: ProgressBar,
 }
 
-impl Bar {
-    /// A bar on standard error if that is a terminal. Appears with the first progress.
+impl TerminalBar {
+    /// A bar on standard error, if that is a terminal. It appears with the first progress.
     pub fn new() -> Self {
         let bar = ProgressBar::with_draw_target(None, ProgressDrawTarget::hidden());
         if let Ok(style) = ProgressStyle::with_template(TEMPLATE) {
@@ -22,8 +22,8 @@ impl Bar {
         Self { bar }
     }
 
-    /// Shows how far something has come.
-    pub fn show(&mut self, progress: &Progress) {
+    /// Shows the progress of the current stage.
+    pub fn show_progress(&mut self, progress: &OperationProgress) {
         if self.bar.is_hidden() && std::io::stderr().is_terminal() {
             self.bar.set_draw_target(ProgressDrawTarget::stderr());
         }
@@ -33,7 +33,7 @@ impl Bar {
     }
 }
 
-impl Drop for Bar {
+impl Drop for TerminalBar {
     fn drop(&mut self) {
         self.bar.finish_and_clear();
     }

@@ -1,26 +1,29 @@
-//! Options of the verbs that start a VM: whether its applications may call, and how closely they are followed.
+//! Options of the verbs that start a VM: whether its applications may make guest calls, and whether
+//! their stores are noted.
 
 use std::path::{Path, PathBuf};
 
 use clap::Args as ClapArgs;
-use firn_supervisor::{Failure, FailureKind, absolute};
+use firn_supervisor::{Failure, FailureKind, absolute_path};
 
 use crate::output::check_input;
 
-/// The plugin that notes stores, as it is called beside this program.
+/// The file name of the plugin that notes stores, in the directory of this program.
 const PLUGIN: &str = "libfirn_stores.so";
 
-/// Which applications may call.
+/// The applications that may make guest calls.
 #[derive(Debug, ClapArgs)]
 pub struct CallsArgs {
-    /// Answer calls of the guest's applications: of those that this file lists with their keys (TOML:
-    /// [applications.NAME], key = "64 hexadecimal digits", pages = N). The VM gets a device for it (ivshmem). Not together with
-    /// --working-set: the guest's memory is followed by one or the other.
+    /// Answer guest calls of the applications that this file lists with their keys (TOML:
+    /// [applications.NAME], key = "64 hexadecimal digits", pages = N). The VM gets a device for
+    /// that (ivshmem). Not together with --working-set: Firn can trace the guest's memory for only
+    /// one of them.
     #[arg(long, value_name = "POLICY", conflicts_with = "working_set")]
     calls: Option<PathBuf>,
-    /// Note each store of these applications to what they have followed, from below: their commits then need no call, and are
-    /// told words. QEMU gets a plugin for it (libfirn_stores.so, beside this program if no other is named) and must emulate the
-    /// guest (TCG), which gets slower: each of its stores is looked at.
+    /// Note each store of these applications to their tracked memory, from outside the guest. Their
+    /// commits then need no call, and learn of written words instead of pages. QEMU gets a plugin
+    /// for that (libfirn_stores.so, in the directory of this program unless another is named) and
+    /// must emulate the guest (TCG), which makes it slower: the plugin checks each of its stores.
     #[arg(
         long,
         value_name = "PLUGIN",
@@ -33,27 +36,27 @@ pub struct CallsArgs {
 }
 
 impl CallsArgs {
-    /// The file, absolute.
-    pub fn policy(&self) -> Result<Option<PathBuf>, Failure> {
+    /// The absolute path of the policy file.
+    pub fn policy_path(&self) -> Result<Option<PathBuf>, Failure> {
         self.calls.as_deref().map_or(Ok(()), check_input)?;
-        self.calls.as_deref().map(absolute).transpose()
+        self.calls.as_deref().map(absolute_path).transpose()
     }
 
-    /// The plugin, absolute.
-    pub fn plugin(&self) -> Result<Option<PathBuf>, Failure> {
-        self.stores.as_deref().map(plugin).transpose()
+    /// The absolute path of the plugin.
+    pub fn plugin_path(&self) -> Result<Option<PathBuf>, Failure> {
+        self.stores.as_deref().map(find_plugin).transpose()
     }
 }
 
-fn plugin(named: &Path) -> Result<PathBuf, Failure> {
+fn find_plugin(named: &Path) -> Result<PathBuf, Failure> {
     let found = match named.as_os_str() == PLUGIN {
         true => std::env::current_exe().map(|program| program.with_file_name(PLUGIN)),
-        false => Ok(absolute(named)?),
+        false => Ok(absolute_path(named)?),
     };
     let found = found.map_err(|error| Failure::from_error(FailureKind::Host, &error))?;
     if found.is_file() {
         return Ok(found);
     }
     let text = format!("there is no plugin {}", found.display());
-    Err(Failure::new(FailureKind::Usage, text).hint("say where it is: --stores=PLUGIN"))
+    Err(Failure::new(FailureKind::Usage, text).with_hint("give its path: --stores=PLUGIN"))
 }

@@ -4,54 +4,61 @@ use std::path::PathBuf;
 use std::time::Duration;
 
 use clap::Args as ClapArgs;
-use firn_checkpoint::{Estimator, Strategy, StrategyError};
+use firn_checkpoint::{SaveStrategy, StrategyError, WorkingSetEstimator};
 use firn_image::Codec;
 use firn_supervisor::{
-    Failure, Request, RuntimeDir, SaveChoices, SaveDisks, SaveRequest, VmName, absolute, ask,
+    Failure, RuntimeDir, SaveChoices, SaveDisks, SaveRequest, SupervisorRequest, VmName,
+    absolute_path, send_request,
 };
-use firn_types::{BlockSize, printable};
+use firn_types::{BlockSize, make_printable};
 
-use crate::bar::Bar;
-use crate::every::Every;
-use crate::output::{Output, check_directory, check_input, check_output};
+use crate::bar::TerminalBar;
+use crate::every::PeriodicCheckpoints;
+use crate::output::{FactPrinter, check_directory, check_input, check_output};
 use crate::units;
-use crate::working_set::estimator;
+use crate::working_set::parse_estimator;
 
-/// Save a VM to an image; the VM goes on.
+/// Save a VM to an image; the VM continues to run.
 ///
-/// The guest stands still for some milliseconds, whatever its size; what it touches while the rest is being written
-/// is copied first. The image is for you alone (mode 0600: it is a copy of somebody's memory) and holds all that
-/// `firn restore` needs except the disks. It appears under its name when it is whole; an image that had the name
-/// before is there until then.
+/// The guest is paused for some milliseconds, whatever its size. What it touches while the
+/// remaining memory is being written is copied first. Only you can read the image (mode 0600: it is
+/// a copy of a VM's memory). It holds all that `firn restore` needs except the disks. It appears
+/// under its name when it is complete; until then an older image of that name stays.
 ///
 /// Strategies:
-///   trace  copy-on-access: what the guest touches is copied first, and noted: a restore brings it in first (the default)
-///   cow    copy-on-write: only what it writes is copied first. Costs it less, and works with memory that is private to
-///          QEMU; a restore does not know what to bring in first
+///   trace  copy-on-access: memory that the guest touches is copied first, and recorded: a restore
+///          reads it first (the default)
+///   cow    copy-on-write: only memory that the guest writes is copied first. Slows the guest less,
+///          and works with memory that is private to QEMU; a restore does not know what to read first
 ///   pre-copy
-///          copied while it runs, and what it writes meanwhile again, until little is left. Costs it nothing but a pause,
-///          which is longer the more it writes. Its writes are followed on, so that the next checkpoint can be quick
-///   stop   the guest stands still until all of its memory is copied
+///          memory is copied while the guest runs, and what it writes meanwhile is copied again, until
+///          little is left. Slows the guest only by a pause, which is longer the more it writes. Its
+///          writes are tracked afterwards, so that the next checkpoint can be fast
+///   stop   the guest is paused until all of its memory is copied
 ///
-/// With --parent the image holds what changed since another one was made, and needs that one from then on. The first such
-/// checkpoint compares all of memory with its parent; the next ones, each on the one before, take what was written since
-/// (their strategy is pre-copy, unless another one is chosen). See `firn image chain`, `merge` and `rebase`.
+/// With --parent the image holds only what changed since another image was made, and needs that one
+/// from then on. The first such checkpoint compares all of memory with its parent. The next ones,
+/// each on the one before, save what was written since (their strategy is pre-copy, unless another
+/// one is chosen). See `firn image chain`, `merge` and `rebase`.
 ///
-/// With --every it goes on making such checkpoints, each on the one before, until it is ended: --output web.firn names
-/// web-000001.firn and so on. Each can be restored. Of those that are more than --keep asks for, the oldest that stays is
-/// made whole and the others go, now and then.
+/// With --every it continues to make such checkpoints, each on the one before, until it is ended:
+/// --output web.firn names web-000001.firn and so on. Each can be restored. When there are more
+/// than --keep, the command now and then makes the oldest image that stays independent of the
+/// others, and removes the older ones.
 ///
-/// The contents of disks that the guest writes to are kept as they are at the same moment (--disks). Where the file system can
-/// share blocks, their files are cloned. Else a VM that Firn started writes to overlays upon them (qcow2) from then on, and
-/// the files below stay as they are. The disks of a VM that Firn did not start are copied beside the image, and the VM keeps its
-/// files: with --parent or --every only what was written since the parent is copied. A disk that can't be kept is named
-/// before anything is done.
+/// The disks that the guest writes to are kept as they are at the same moment (--disks). Where the
+/// file system can share blocks, their files are cloned. Otherwise a VM that Firn started writes to
+/// overlays on top of them (qcow2) from then on, and the files below are not written any more. The
+/// disks of a VM that Firn did not start are copied to files beside the image, and the VM keeps its
+/// files: with --parent or --every only what was written since the parent is copied. If a disk
+/// cannot be kept, the command names it before it does anything.
 ///
-/// A VM is inspected first. If it has devices that its command line does not describe (hot-plugged ones, or ones with open
-/// descriptors), or devices that write to memory unseen (VFIO, vhost-user), no restore could succeed: the checkpoint is refused with
-/// every reason. --accept-unrestorable makes it all the same, and the image says so.
+/// Firn inspects the VM first. If it has devices that its command line does not describe
+/// (hot-plugged ones, or ones with open descriptors), or devices that write to memory untraced
+/// (VFIO, vhost-user), no restore could succeed: the checkpoint is refused, with all reasons.
+/// --accept-unrestorable makes it nevertheless, and the image records the reasons.
 ///
-/// If this command is interrupted the checkpoint goes on; `firn status` shows it.
+/// If this command is interrupted the checkpoint continues; `firn status` shows it.
 ///
 /// Examples:
 ///   firn checkpoint web -o web.firn
@@ -61,85 +68,88 @@ use crate::working_set::estimator;
 ///   firn checkpoint web -o web.firn --every 30s --keep 20
 #[derive(Debug, ClapArgs)]
 #[command(verbatim_doc_comment)]
-pub struct Args {
+pub struct CheckpointArgs {
     /// The VM.
     name: VmName,
     #[command(flatten)]
     image: ImageArgs,
-    /// Do not yield to the guest: end sooner, and slow it more.
+    /// Do not throttle for the guest: end sooner, and slow it more.
     #[arg(long)]
     no_throttle: bool,
     /// Abort the checkpoint if this command is interrupted.
     #[arg(long)]
     cancel: bool,
-    /// How memory is kept as it was while it is copied: trace, cow, pre-copy or stop. By default trace, and cow where memory is
-    /// private to QEMU.
-    #[arg(long, value_name = "HOW", value_parser = strategy)]
-    strategy: Option<Strategy>,
-    /// With --strategy cow: copy first what programs have written, by the N address spaces that were used last, so that they need
-    /// not wait for it when they write it again.
+    /// The strategy that keeps memory consistent while it is copied: trace, cow, pre-copy or stop.
+    /// By default trace, and cow where memory is private to QEMU.
+    #[arg(long, value_name = "HOW", value_parser = parse_strategy)]
+    strategy: Option<SaveStrategy>,
+    /// With --strategy cow: copy first what programs have written, by the N address spaces that
+    /// were used last, so that the programs need not wait when they write it again.
     #[arg(long, value_name = "N", requires = "strategy")]
     #[arg(value_parser = clap::value_parser!(u16).range(1..=1024))]
     first_spaces: Option<u16>,
-    /// What a restore is to bring in first: `trace`, what the guest touches after the checkpoint (the default), or
-    /// `access-bits`, what it used before (the default with --strategy stop).
-    #[arg(long, value_name = "HOW", value_parser = estimator)]
-    working_set: Option<Estimator>,
+    /// The memory that a restore reads first: `trace`, what the guest touches after the checkpoint
+    /// (the default), or `access-bits`, what it used before (the default with --strategy stop).
+    #[arg(long, value_name = "HOW", value_parser = parse_estimator)]
+    working_set: Option<WorkingSetEstimator>,
     /// Make an image even if it cannot be restored; `firn image inspect` shows why.
     #[arg(long)]
     accept_unrestorable: bool,
-    /// Make one at such intervals: 30s, 5m, 2h; 100ms at least.
-    #[arg(long, value_name = "TIME", value_parser = interval)]
+    /// Make a checkpoint at this interval: 30s, 5m, 2h; 100ms at least.
+    #[arg(long, value_name = "TIME", value_parser = parse_interval)]
     #[arg(conflicts_with_all = ["parent", "reference"])]
     every: Option<Duration>,
-    /// With --every: how many are kept.
+    /// With --every: the number of images to keep.
     #[arg(long, value_name = "N", requires = "every", default_value_t = 20)]
     #[arg(value_parser = clap::value_parser!(u16).range(1..=128))]
     keep: u16,
-    /// With --every: end after so many.
+    /// With --every: end after this number of checkpoints.
     #[arg(long, value_name = "N", requires = "every")]
     times: Option<u32>,
-    /// For tests: while the guest stands still, also copy its memory to this file.
+    /// For tests: while the guest is paused, also copy its memory to this file.
     #[arg(long, value_name = "FILE", hide = true)]
     reference: Option<PathBuf>,
 }
 
-/// What `checkpoint` and `suspend` have in common.
+/// The options of both `checkpoint` and `suspend`.
 #[derive(Debug, ClapArgs)]
 pub struct ImageArgs {
     /// The image to write.
     #[arg(long, short, value_name = "IMAGE")]
     output: PathBuf,
-    /// How memory is compressed: none, lz4, zstd[:LEVEL] or zlib[:LEVEL].
+    /// The compression of memory: none, lz4, zstd[:LEVEL] or zlib[:LEVEL].
     #[arg(long)]
     codec: Option<Codec>,
     /// Pages in a memory block: 1, 2, 4, 8 or 16.
-    #[arg(long, value_name = "PAGES", value_parser = block_size)]
+    #[arg(long, value_name = "PAGES", value_parser = parse_block_size)]
     block_pages: Option<BlockSize>,
     /// Size of a locality block: a power of two from 16K to 1M.
-    #[arg(long, value_name = "SIZE", value_parser = locality_block)]
+    #[arg(long, value_name = "SIZE", value_parser = parse_locality_block)]
     locality_block: Option<u32>,
-    /// How the contents of disks that the guest writes to are kept: `copy`, QEMU copies them while the guest runs; `clone`, their
-    /// files are cloned; `overlay`, the VM writes to overlays on them from now on; `reference`, they are only named: a restore
-    /// works as long as they have not changed. By default they are cloned where the file system can do that; else a VM that
-    /// `firn run` or `firn restore` started gets overlays, and the disks of another are copied.
-    #[arg(long, value_name = "HOW", value_parser = disks)]
+    /// How to keep the disks that the guest writes to: `copy`, QEMU copies them while the guest
+    /// runs; `clone`, their files are cloned; `overlay`, the VM writes to overlays on them from now
+    /// on; `reference`, the image only names them, and a restore works as long as they have not
+    /// changed. By default they are cloned where the file system supports it. Otherwise a VM that
+    /// `firn run` or `firn restore` started gets overlays, and the disks of any other VM are
+    /// copied.
+    #[arg(long, value_name = "HOW", value_parser = parse_disk_method)]
     disks: Option<SaveDisks>,
-    /// Where files for disks are made; by default beside the disks, and copies beside the image.
+    /// The directory for disk files; by default that of the disks, and for copies that of the
+    /// image.
     #[arg(long, value_name = "DIR")]
     disk_dir: Option<PathBuf>,
-    /// Save only what changed since this image was made, and build on it. It must stay where it is.
+    /// Save only what changed since this image was made, and build on it. It must stay at its path.
     #[arg(long, value_name = "IMAGE")]
     parent: Option<PathBuf>,
-    /// Threads that compress.
+    /// The number of threads that compress.
     #[arg(long, value_name = "N", value_parser = clap::value_parser!(u16).range(1..=256))]
     threads: Option<u16>,
 }
 
-/// The least time between two checkpoints of a series: each one pauses the guest.
+/// The minimum time between two checkpoints of a series: each one pauses the guest.
 const INTERVAL_MIN: Duration = Duration::from_millis(100);
 
-fn interval(text: &str) -> Result<Duration, String> {
+fn parse_interval(text: &str) -> Result<Duration, String> {
     let interval = units::parse_duration(text)?;
     match interval >= INTERVAL_MIN {
         true => Ok(interval),
@@ -149,26 +159,26 @@ fn interval(text: &str) -> Result<Duration, String> {
     }
 }
 
-fn disks(text: &str) -> Result<SaveDisks, String> {
+fn parse_disk_method(text: &str) -> Result<SaveDisks, String> {
     match text {
         "copy" => Ok(SaveDisks::Copy),
         "clone" => Ok(SaveDisks::Clone),
         "overlay" => Ok(SaveDisks::Overlay),
         "reference" => Ok(SaveDisks::Reference),
-        other => Err(format!("{other:?} is none of copy, clone, overlay and reference")),
+        other => Err(format!("{other:?} is not one of copy, clone, overlay and reference")),
     }
 }
 
-fn strategy(text: &str) -> Result<Strategy, String> {
+fn parse_strategy(text: &str) -> Result<SaveStrategy, String> {
     text.parse().map_err(|error: StrategyError| error.to_string())
 }
 
-fn block_size(text: &str) -> Result<BlockSize, String> {
-    let pages: u8 = text.parse().map_err(|_| format!("{text:?} is no number of pages"))?;
+fn parse_block_size(text: &str) -> Result<BlockSize, String> {
+    let pages: u8 = text.parse().map_err(|_| format!("{text:?} is not a number of pages"))?;
     BlockSize::new(pages).map_err(|error| error.to_string())
 }
 
-fn locality_block(text: &str) -> Result<u32, String> {
+fn parse_locality_block(text: &str) -> Result<u32, String> {
     let bytes = units::parse_bytes(text)?;
     let fits = (16 << 10..=1 << 20).contains(&bytes) && bytes.is_power_of_two();
     match fits {
@@ -178,11 +188,11 @@ fn locality_block(text: &str) -> Result<u32, String> {
 }
 
 impl ImageArgs {
-    /// The request they make.
+    /// The request with these options.
     ///
     /// # Errors
-    /// If no image can be written there: the VM is not asked then.
-    pub fn request(&self) -> Result<SaveRequest, Failure> {
+    /// If no image can be written there. Then nothing was sent to the VM's supervisor.
+    pub fn save_request(&self) -> Result<SaveRequest, Failure> {
         check_output(&self.output)?;
         self.parent.as_deref().map_or(Ok(()), check_input)?;
         self.disk_dir.as_deref().map_or(Ok(()), check_directory)?;
@@ -191,19 +201,19 @@ impl ImageArgs {
             block_size: self.block_pages,
             locality_block_bytes: self.locality_block,
             compressors: self.threads.map(usize::from),
-            parent: self.parent.as_deref().map(absolute).transpose()?,
+            parent: self.parent.as_deref().map(absolute_path).transpose()?,
             disks: self.disks,
-            disk_dir: self.disk_dir.as_deref().map(absolute).transpose()?,
+            disk_dir: self.disk_dir.as_deref().map(absolute_path).transpose()?,
             ..SaveChoices::default()
         };
-        Ok(SaveRequest { image: absolute(&self.output)?, choices, cancel_with_client: false })
+        Ok(SaveRequest { image: absolute_path(&self.output)?, choices, cancel_with_client: false })
     }
 }
 
-impl Args {
+impl CheckpointArgs {
     /// Runs the verb.
-    pub fn run(&self, out: Output) -> Result<(), Failure> {
-        let mut request = self.image.request()?;
+    pub fn run(&self, out: FactPrinter) -> Result<(), Failure> {
+        let mut request = self.image.save_request()?;
         request.cancel_with_client = self.cancel;
         request.choices.strategy = self.strategy;
         request.choices.first_spaces = self.first_spaces.map(usize::from);
@@ -211,39 +221,44 @@ impl Args {
         request.choices.accept_unrestorable = self.accept_unrestorable;
         request.choices.throttle = self.no_throttle.then_some(false);
         self.reference.as_deref().map_or(Ok(()), check_output)?;
-        request.choices.reference = self.reference.as_deref().map(absolute).transpose()?;
+        request.choices.reference = self.reference.as_deref().map(absolute_path).transpose()?;
         let base = crate::hidden::runtime_dir()?;
         if let Some(interval) = self.every {
-            return self.go_on(request, interval).run(&base, out);
+            return self.periodic_checkpoints(request, interval).run(&base, out);
         }
-        let facts = save(&base, &self.name, &Request::Checkpoint(request))
+        let facts = request_save(&base, &self.name, &SupervisorRequest::Checkpoint(request))
             .map_err(|failure| failure.while_doing(format!("no checkpoint of {}", self.name)))?;
-        out.facts(&facts, || describe(&facts))
+        out.print_facts(&facts, || describe_checkpoint(&facts))
     }
 }
 
-impl Args {
-    /// The first of a series has no parent, and is made so that the next one is quick.
-    fn go_on(&self, mut request: SaveRequest, interval: Duration) -> Every {
-        request.choices.strategy.get_or_insert(Strategy::PreCopy);
+impl CheckpointArgs {
+    /// A series of checkpoints. The first of them has no parent, and is made so that the next one
+    /// is fast.
+    fn periodic_checkpoints(
+        &self,
+        mut request: SaveRequest,
+        interval: Duration,
+    ) -> PeriodicCheckpoints {
+        request.choices.strategy.get_or_insert(SaveStrategy::PreCopy);
         let (name, keep) = (self.name.clone(), usize::from(self.keep));
-        Every { name, request, interval, keep, times: self.times }
+        PeriodicCheckpoints { name, request, interval, keep, times: self.times }
     }
 }
 
-/// Asks for a save, showing progress.
-pub fn save(
+/// Requests a save, and shows its progress.
+pub fn request_save(
     base: &RuntimeDir,
     name: &VmName,
-    request: &Request,
+    request: &SupervisorRequest,
 ) -> Result<serde_json::Value, Failure> {
-    let mut bar = Bar::new();
-    ask(base, name, request, &mut |progress| bar.show(progress))
+    let mut bar = TerminalBar::new();
+    send_request(base, name, request, &mut |progress| bar.show_progress(progress))
 }
 
-/// What came of a checkpoint, in a line.
-pub fn describe(facts: &serde_json::Value) -> String {
-    if let Some(news) = recovered(facts) {
+/// The outcome of a checkpoint, in a line.
+pub fn describe_checkpoint(facts: &serde_json::Value) -> String {
+    if let Some(news) = recovery_notice(facts) {
         return news;
     }
     let report = &facts["report"];
@@ -253,10 +268,10 @@ pub fn describe(facts: &serde_json::Value) -> String {
         facts["drives"].as_array().into_iter().flatten().map(describe_drive).collect();
     format!(
         "{}: {}{what} in {}, pause {}{}\n{drives}",
-        printable(facts["image"].as_str().unwrap_or("?")),
-        units::bytes(report["image_bytes"].as_u64().unwrap_or(0)),
-        units::ms(number(&report["total_ms"])),
-        units::ms(number(&report["pause"]["downtime_ms"])),
+        make_printable(facts["image"].as_str().unwrap_or("?")),
+        units::format_bytes(report["image_bytes"].as_u64().unwrap_or(0)),
+        units::format_ms(number(&report["total_ms"])),
+        units::format_ms(number(&report["pause"]["downtime_ms"])),
         describe_round_pauses(report),
     ) + &describe_obstacles(facts)
 }
@@ -267,12 +282,14 @@ fn describe_obstacles(facts: &serde_json::Value) -> String {
     reasons.map(|reason| format!("cannot be restored: {reason}\n")).collect()
 }
 
-/// The pauses of pre-copy's rounds, if there were any.
+/// The pauses of the pre-copy rounds before the cut, if there were any.
 fn describe_round_pauses(report: &serde_json::Value) -> String {
     let pauses = report["round_pauses_ms"].as_array().into_iter().flatten();
     let pauses: Vec<f64> = pauses.filter_map(serde_json::Value::as_f64).collect();
     match pauses.iter().copied().reduce(f64::max) {
-        Some(longest) => format!(", {} before it of up to {}", pauses.len(), units::ms(longest)),
+        Some(longest) => {
+            format!(", {} before it of up to {}", pauses.len(), units::format_ms(longest))
+        }
         None => String::new(),
     }
 }
@@ -284,16 +301,16 @@ fn describe_drive(drive: &serde_json::Value) -> String {
         return format!("disk {name}: {kept} is a {} of {file}\n", text("how"));
     }
     format!(
-        "disk {}: {} is kept as it is; the VM goes on with {}\n",
+        "disk {}: {} is kept unchanged; the VM continues with {}\n",
         text("drive"),
         text("kept"),
         text("goes_on_with")
     )
 }
 
-/// What a successor said, if the supervisor died when all was done but for saying so.
-pub fn recovered(facts: &serde_json::Value) -> Option<String> {
+/// The report of the next supervisor, if the supervisor died after its work and before its reply.
+pub fn recovery_notice(facts: &serde_json::Value) -> Option<String> {
     facts["recovered"].as_bool().filter(|&recovered| recovered)?;
     let news = facts["status"]["last"]["text"].as_str().unwrap_or("the VM runs");
-    Some(format!("{news} (the supervisor died meanwhile; another has taken over)\n"))
+    Some(format!("{news} (the supervisor died meanwhile; a new one has recovered the VM)\n"))
 }

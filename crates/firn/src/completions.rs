@@ -4,7 +4,7 @@ use clap::{Args as ClapArgs, CommandFactory};
 use clap_complete::Shell;
 use firn_supervisor::Failure;
 
-use crate::output::{self, Output};
+use crate::output::{self, FactPrinter};
 
 /// Print a shell's completion script.
 ///
@@ -13,16 +13,16 @@ use crate::output::{self, Output};
 ///   firn completions zsh > ~/.zfunc/_firn
 #[derive(Debug, ClapArgs)]
 #[command(verbatim_doc_comment)]
-pub struct Args {
+pub struct CompletionsArgs {
     /// The shell.
     shell: Shell,
 }
 
-impl Args {
+impl CompletionsArgs {
     /// Runs the verb.
-    pub fn run(&self, _out: Output) -> Result<(), Failure> {
+    pub fn run(&self, _out: FactPrinter) -> Result<(), Failure> {
         let mut script = Vec::new();
-        clap_complete::generate(self.shell, &mut crate::Cli::command(), "firn", &mut script);
-        output::print(&String::from_utf8_lossy(&script))
+        clap_complete::generate(self.shell, &mut crate::FirnCli::command(), "firn", &mut script);
+        output::print_text(&String::from_utf8_lossy(&script))
     }
 }

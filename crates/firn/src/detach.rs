@@ -1,37 +1,37 @@
 //! `firn detach`
 
 use clap::Args as ClapArgs;
-use firn_supervisor::{Failure, Request, VmName, ask};
+use firn_supervisor::{Failure, SupervisorRequest, VmName, send_request};
 
-use crate::output::Output;
+use crate::output::FactPrinter;
 use crate::overlays;
 
-/// Let go of a VM; it runs on without Firn.
+/// Detach from a VM; it continues to run without Firn.
 ///
-/// Nothing of Firn stays in the hypervisor: no descriptor, no registered memory. A VM whose memory is still being
-/// restored can't be let go of; `firn status --watch` waits for that. One that Firn started itself keeps its name and
-/// its monitor socket, so that `firn attach NAME` finds it again. Until then nothing passes through a network card of Firn's (`firn run
-/// --help`).
+/// Nothing of Firn stays in the hypervisor: no descriptor, no registered memory. Firn cannot detach
+/// from a VM whose memory is still being restored; `firn status --watch` waits for that. A VM that
+/// Firn started itself keeps its name and its monitor socket, so that `firn attach NAME` finds it
+/// again. Until then no frame passes through a network card of Firn's (`firn run --help`).
 ///
 /// Example:
 ///   firn detach web
 #[derive(Debug, ClapArgs)]
 #[command(verbatim_doc_comment)]
-pub struct Args {
+pub struct DetachArgs {
     /// The VM.
     name: VmName,
 }
 
-impl Args {
+impl DetachArgs {
     /// Runs the verb.
-    pub fn run(&self, out: Output) -> Result<(), Failure> {
+    pub fn run(&self, out: FactPrinter) -> Result<(), Failure> {
         let base = crate::hidden::runtime_dir()?;
-        let overlays = overlays::of(&base, &self.name);
-        ask(&base, &self.name, &Request::Detach, &mut |_| ())
+        let overlays = overlays::overlays_of(&base, &self.name);
+        send_request(&base, &self.name, &SupervisorRequest::Detach, &mut |_| ())
             .map_err(|failure| failure.while_doing(format!("can't detach {}", self.name)))?;
         let facts =
             serde_json::json!({ "name": self.name, "detached": true, "overlays": overlays });
-        let lines = overlays::lines(&overlays);
-        out.facts(&facts, || format!("{} runs on without Firn\n{lines}", self.name))
+        let lines = overlays::overlay_lines(&overlays);
+        out.print_facts(&facts, || format!("{} continues to run without Firn\n{lines}", self.name))
     }
 }

@@ -1,42 +1,42 @@
-//! `firn checkpoint --every`: checkpoints until somebody ends it.
+//! `firn checkpoint --every`: periodic checkpoints until the user ends the command.
 
 use std::path::{Path, PathBuf};
 use std::time::{Duration, Instant};
 
 use firn_image::Image;
 use firn_supervisor::{
-    Failure, FailureKind, Request, RuntimeDir, SaveRequest, VmName, ask, image_failure,
-    remove_images,
+    Failure, FailureKind, RuntimeDir, SaveRequest, SupervisorRequest, VmName, image_failure,
+    remove_images, send_request,
 };
 
-use crate::checkpoint::{describe, save};
-use crate::output::{Output, print_failure};
-use crate::series::Series;
+use crate::checkpoint::{describe_checkpoint, request_save};
+use crate::output::{FactPrinter, print_failure};
+use crate::series::ImageSeries;
 
-/// Checkpoints that fail one after another before this ends.
+/// The number of consecutive failures after which the series ends.
 const FAILURES_MAX: u32 = 3;
 
-/// A series that goes on.
-pub struct Every {
+/// Periodic checkpoints of a VM.
+pub struct PeriodicCheckpoints {
     /// The VM.
     pub name: VmName,
-    /// How each checkpoint is made; its image names the series.
+    /// The request for each checkpoint; its image names the series.
     pub request: SaveRequest,
-    /// From the beginning of one to the beginning of the next.
+    /// The time from the beginning of one checkpoint to the beginning of the next.
     pub interval: Duration,
-    /// How many are kept.
+    /// The number of images to keep.
     pub keep: usize,
-    /// How many are made; `None` if it goes on and on.
+    /// The number of checkpoints to make; `None` for no end.
     pub times: Option<u32>,
 }
 
-impl Every {
-    /// Makes them.
-    pub fn run(&self, base: &RuntimeDir, out: Output) -> Result<(), Failure> {
-        let series = Series::of(&self.request.image)?;
+impl PeriodicCheckpoints {
+    /// Makes the checkpoints.
+    pub fn run(&self, base: &RuntimeDir, out: FactPrinter) -> Result<(), Failure> {
+        let series = ImageSeries::from_output(&self.request.image)?;
         let (mut next, mut failures) = (Instant::now(), 0);
         for made in 1.. {
-            match self.one(base, &series, out) {
+            match self.make_checkpoint(base, &series, out) {
                 Ok(()) => failures = 0,
                 Err(failure) if failures + 1 == FAILURES_MAX || is_final(&failure) => {
                     return Err(failure);
@@ -55,48 +55,66 @@ impl Every {
         Ok(())
     }
 
-    fn one(&self, base: &RuntimeDir, series: &Series, out: Output) -> Result<(), Failure> {
-        let mut members = series.members()?;
+    fn make_checkpoint(
+        &self,
+        base: &RuntimeDir,
+        series: &ImageSeries,
+        out: FactPrinter,
+    ) -> Result<(), Failure> {
+        let mut members = series.list_members()?;
         let number = members.last().map_or(1, |last| last + 1);
         let mut request = self.request.clone();
-        request.image = series.path(number);
-        request.choices.parent =
-            members.last().map(|&last| series.path(last)).filter(|it| Image::open(it).is_ok());
-        let facts = save(base, &self.name, &Request::Checkpoint(request))
+        request.image = series.image_path(number);
+        request.choices.parent = members
+            .last()
+            .map(|&last| series.image_path(last))
+            .filter(|it| Image::open(it).is_ok());
+        let facts = request_save(base, &self.name, &SupervisorRequest::Checkpoint(request))
             .map_err(|failure| failure.while_doing(format!("no checkpoint of {}", self.name)))?;
-        out.line(&facts, || describe(&facts))?;
+        out.print_line(&facts, || describe_checkpoint(&facts))?;
         members.push(number);
-        // The checkpoint is there all the same; it is tried again with the next one.
-        if let Err(failure) = self.rotate(base, series, &members) {
+        // The checkpoint exists nevertheless; the next one tries this again.
+        if let Err(failure) = self.rotate_images(base, series, &members) {
             print_failure(&failure);
         }
-        self.merge(base);
+        self.merge_layers(base);
         Ok(())
     }
 
-    /// Merges layers of disks that only images needed which are gone. What is not merged now is merged the next time.
-    fn merge(&self, base: &RuntimeDir) {
-        if let Err(failure) = ask(base, &self.name, &Request::MergeDisks, &mut |_| ()) {
-            print_failure(&failure.while_doing("layers of disks are not merged"));
+    /// Merges disk layers that were needed only by images that are removed. Layers that are not
+    /// merged now are merged the next time.
+    fn merge_layers(&self, base: &RuntimeDir) {
+        if let Err(failure) =
+            send_request(base, &self.name, &SupervisorRequest::MergeDisks, &mut |_| ())
+        {
+            print_failure(&failure.while_doing("disk layers are not merged"));
         }
     }
 
-    fn rotate(&self, base: &RuntimeDir, series: &Series, members: &[u32]) -> Result<(), Failure> {
-        let Some(surplus) = series.surplus(members, self.keep) else { return Ok(()) };
+    fn rotate_images(
+        &self,
+        base: &RuntimeDir,
+        series: &ImageSeries,
+        members: &[u32],
+    ) -> Result<(), Failure> {
+        let Some(surplus) = series.plan_surplus(members, self.keep) else { return Ok(()) };
         let whole = &surplus.whole;
-        let merged = Image::open(whole).and_then(|image| match image.chain().len() {
+        let merged = Image::open(whole).and_then(|image| match image.chain_paths().len() {
             1 => Ok(()),
-            _ => firn_image::merge(&image, whole, crate::image::threads(), &|_, _| ()).map(drop),
+            _ => firn_image::merge_chain(&image, whole, crate::image::thread_count(), &|_, _| ())
+                .map(drop),
         });
         merged.map_err(|error| {
-            image_failure(&error).while_doing(format!("making {} whole", whole.display()))
+            image_failure(&error)
+                .while_doing(format!("merging {} with its parents", whole.display()))
         })?;
-        let needed = needed(series, members, &surplus.remove);
+        let needed = needed_files(series, members, &surplus.remove);
         let free: Vec<&PathBuf> =
-            surplus.remove.iter().filter(|it| !needed.contains(&canonical(it))).collect();
+            surplus.remove.iter().filter(|it| !needed.contains(&canonical_path(it))).collect();
         for image in free {
             match remove_images(base, std::slice::from_ref(image), false) {
-                // A VM that was restored from it stands on its disks: it stays until that is over.
+                // A VM that was restored from the image uses its disks: the image stays until the
+                // VM has ended.
                 Err(failure) if failure.kind == FailureKind::Refused => {}
                 removed => drop(removed?),
             }
@@ -105,19 +123,19 @@ impl Every {
     }
 }
 
-/// The files on which images build that stay: somebody may have rebased one.
-fn needed(series: &Series, members: &[u32], remove: &[PathBuf]) -> Vec<PathBuf> {
-    let chain = |image: Image| image.chain().skip(1).map(canonical).collect::<Vec<_>>();
-    let paths = members.iter().map(|&number| series.path(number));
+/// The files on which the staying images build: the user may have rebased one.
+fn needed_files(series: &ImageSeries, members: &[u32], remove: &[PathBuf]) -> Vec<PathBuf> {
+    let chain = |image: Image| image.chain_paths().skip(1).map(canonical_path).collect::<Vec<_>>();
+    let paths = members.iter().map(|&number| series.image_path(number));
     let staying = paths.filter(|path| !remove.contains(path));
     staying.filter_map(|path| Image::open(&path).ok()).flat_map(chain).collect()
 }
 
-fn canonical(path: &Path) -> PathBuf {
+fn canonical_path(path: &Path) -> PathBuf {
     std::fs::canonicalize(path).unwrap_or_else(|_| path.to_owned())
 }
 
-/// Whether there is no VM any more, or the request will never do.
+/// Whether the VM does not exist any more, or the request can never succeed.
 fn is_final(failure: &Failure) -> bool {
     use FailureKind::{Ended, NoSuchVm, Refused, Usage};
     matches!(failure.kind, Ended | NoSuchVm | Refused | Usage)

@@ -1,36 +1,39 @@
 //! `firn failover`
 
 use clap::Args as ClapArgs;
-use firn_agent::api::FailOver;
-use firn_agent::{HostName, Place, client};
+use firn_agent::api::FailoverVmRequest;
+use firn_agent::{AgentPaths, HostName, client};
 use firn_supervisor::{
-    FailoverRequest, Failure, FailureKind, Request, RuntimeDir, VmName, ask, status,
+    FailoverRequest, Failure, FailureKind, RuntimeDir, SupervisorRequest, VmName, query_status,
+    send_request,
 };
 use serde_json::Value;
 
-use crate::output::Output;
+use crate::output::FactPrinter;
 
 /// Run a standby's VM, whose primary is lost.
 ///
-/// It goes on from its newest committed epoch, the last but one that arrived.
+/// The VM continues from its newest committed epoch, the last but one that arrived.
 ///
-/// Where hosts agree who may run what (`firn cluster status`), this goes by their record: it waits until the old primary's lease is over,
-/// or is refused while that host holds it. A host that still holds it, though the VM is dead there, is declared dead by its name: the record
-/// then fences it, and nothing that it still sends is ever released.
+/// Where hosts have consensus (`firn cluster status`), the failover follows their record: it waits
+/// until the old primary's lease is over, and is refused while that host holds it. If a host still
+/// holds it although the VM is dead there, declare it dead by its name: the record then fences it,
+/// and nothing that it still sends is ever released.
 ///
-/// Where hosts do not agree, it rests on your word: make sure first that the VM runs nowhere else.
+/// Where hosts have no consensus, Firn relies on you: make sure first that the VM runs on no other
+/// host.
 ///
-/// A VM that was stopped, or whose guest shut down, was not lost: that is refused.
+/// A VM that was stopped, or whose guest shut down, was not lost: its failover is refused.
 ///
 /// Examples:
 ///   firn failover web
 ///   firn failover web --i-know-it-is-dead host1
 #[derive(Debug, ClapArgs)]
 #[command(verbatim_doc_comment)]
-pub struct Args {
+pub struct FailoverArgs {
     /// The standby.
     name: VmName,
-    /// The host of the old primary, which runs the VM no more.
+    /// The host of the old primary, which does not run the VM any more.
     #[arg(long, value_name = "HOST")]
     i_know_it_is_dead: Option<HostName>,
     /// Run it also if its primary was stopped or its guest shut down.
@@ -38,50 +41,51 @@ pub struct Args {
     accept_stopped: bool,
 }
 
-impl Args {
+impl FailoverArgs {
     /// Runs the verb.
-    pub fn run(&self, out: Output) -> Result<(), Failure> {
+    pub fn run(&self, out: FactPrinter) -> Result<(), Failure> {
         let base = crate::hidden::runtime_dir()?;
         let is_leased = is_leased(&base, &self.name)?;
         let facts = self
             .fail_over(&base, is_leased)
             .map_err(|failure| failure.while_doing(format!("can't run {}", self.name)))?;
-        out.facts(&facts, || self.describe(&base, &facts, is_leased))
+        out.print_facts(&facts, || self.describe_failover(&base, &facts, is_leased))
     }
 
     fn fail_over(&self, base: &RuntimeDir, is_leased: bool) -> Result<Value, Failure> {
         if is_leased {
             let (vm, dead) = (self.name.clone(), self.i_know_it_is_dead.clone());
-            return client::fail_over(base, &FailOver { vm, dead });
+            return client::fail_over_vm(base, &FailoverVmRequest { vm, dead });
         }
         self.check_host(base)?;
         let how =
             FailoverRequest { accept_stopped: self.accept_stopped, ..FailoverRequest::default() };
-        ask(base, &self.name, &Request::Failover(how), &mut |_| ())
+        send_request(base, &self.name, &SupervisorRequest::Failover(how), &mut |_| ())
     }
 
-    /// A person who names another host than the VM ran on may have another VM in mind.
+    /// Refuses another host than the VM ran on: the user may mean another VM.
     fn check_host(&self, base: &RuntimeDir) -> Result<(), Failure> {
-        let origin = Place::new(base.clone()).origin(&self.name);
+        let origin = AgentPaths::new(base.clone()).primary_host(&self.name);
         match (origin, &self.i_know_it_is_dead) {
             (Some(origin), Some(host)) if origin != *host => {
                 let text = format!("its primary runs on host {origin}, not on {host}");
-                Err(Failure::new(FailureKind::Refused, text).hint("`firn agent status` shows both"))
+                Err(Failure::new(FailureKind::Refused, text)
+                    .with_hint("`firn agent status` shows both"))
             }
             _ => Ok(()),
         }
     }
 
-    fn describe(&self, base: &RuntimeDir, facts: &Value, is_leased: bool) -> String {
+    fn describe_failover(&self, base: &RuntimeDir, facts: &Value, is_leased: bool) -> String {
         let name = &self.name;
         let ran = match facts["took_ms"].as_f64() {
             Some(ms) => {
                 format!("{name} runs from the end of epoch {}, after {ms:.1} ms\n", facts["epoch"])
             }
-            // A successor has finished what a dead supervisor began.
+            // A new supervisor has finished the failover that a dead one began.
             None => format!("{name} runs\n"),
         };
-        let rests = match (is_leased, Place::new(base.clone()).origin(name)) {
+        let rests = match (is_leased, AgentPaths::new(base.clone()).primary_host(name)) {
             (true, _) => {
                 format!("by the record of the hosts, generation {}\n", facts["generation"])
             }
@@ -91,7 +95,7 @@ impl Args {
                 )
             }
             (false, None) => {
-                "this rests on your word that its primary does not run: no record says so\n"
+                "this rests on your word that its primary does not run: no record confirms it\n"
                     .to_owned()
             }
         };
@@ -99,8 +103,9 @@ impl Args {
     }
 }
 
-/// Whether hosts agree who runs it. What is no standby is refused by its supervisor.
+/// Whether the hosts' consensus decides who runs it. The supervisor refuses a VM that is no
+/// standby.
 fn is_leased(base: &RuntimeDir, name: &VmName) -> Result<bool, Failure> {
-    let standby = status(base, &base.vm(name))?.standby;
+    let standby = query_status(base, &base.vm_dir(name))?.standby;
     Ok(standby.is_some_and(|standby| standby.leased))
 }

@@ -2,22 +2,23 @@
 
 use clap::Args as ClapArgs;
 use firn_supervisor::{
-    Context, Failure, FailureKind, RuntimeDir, VmName, guard, recover, supervise, watcher,
+    Failure, FailureContext, FailureKind, RuntimeDir, VmName, run_guard, run_successor,
+    run_supervisor, run_watcher,
 };
 
-/// Looks after a VM.
+/// Manages a VM.
 #[derive(Debug, ClapArgs)]
-pub struct Supervise {
+pub struct SuperviseVmArgs {
     /// The VM.
     name: VmName,
-    /// Take over from a dead supervisor.
+    /// Recover after a supervisor that died.
     #[arg(long)]
     recover: bool,
 }
 
 /// Restarts a VM's supervisor.
 #[derive(Debug, ClapArgs)]
-pub struct Guard {
+pub struct GuardVmArgs {
     /// The VM.
     name: VmName,
     /// Act only where the guard does not.
@@ -25,33 +26,33 @@ pub struct Guard {
     watcher: bool,
 }
 
-impl Supervise {
+impl SuperviseVmArgs {
     /// Runs the verb.
     pub fn run(&self) -> Result<(), Failure> {
         let base = runtime_dir()?;
         let done = match self.recover {
-            true => recover(&base, &self.name),
-            false => supervise(&base, &self.name),
+            true => run_successor(&base, &self.name),
+            false => run_supervisor(&base, &self.name),
         };
-        done.doing("looking after the VM")
+        done.while_doing("supervising the VM")
     }
 }
 
-impl Guard {
+impl GuardVmArgs {
     /// Runs the verb.
     pub fn run(&self) -> Result<(), Failure> {
         let base = runtime_dir()?;
         let done = match self.watcher {
-            true => watcher(&base, &self.name),
-            false => guard(&base, &self.name),
+            true => run_watcher(&base, &self.name),
+            false => run_guard(&base, &self.name),
         };
-        done.doing("guarding the supervisor")
+        done.while_doing("guarding the supervisor")
     }
 }
 
 /// The runtime directory that the environment names.
 pub fn runtime_dir() -> Result<RuntimeDir, Failure> {
     RuntimeDir::from_env()
-        .doing_or(FailureKind::Host, "there is no place to keep track of VMs")
-        .map_err(|failure| failure.hint("set FIRN_RUNTIME_DIR to a directory of your own"))
+        .while_doing_as(FailureKind::Host, "there is no runtime directory for VMs")
+        .map_err(|failure| failure.with_hint("set FIRN_RUNTIME_DIR to a directory of your own"))
 }

@@ -3,75 +3,76 @@
 use std::time::{SystemTime, UNIX_EPOCH};
 
 use clap::Args as ClapArgs;
-use firn_supervisor::{Failure, Status, Waiting, survey};
+use firn_supervisor::{Failure, RestoreOutage, VmStatus, list_statuses};
 
-use crate::output::{Output, table};
+use crate::output::{FactPrinter, format_table};
 use crate::units;
 
-/// List the VMs that Firn looks after.
+/// List the VMs that Firn manages.
 ///
-/// VMs that have ended by themselves are shown, with how they ended, until `firn rm` or until their name is used again. For one whose
-/// supervisor does not answer, and for one that waits for storage, the list shows why, and which command helps.
+/// VMs that have ended by themselves are listed, with how they ended, until `firn rm` or until
+/// their name is used again. If a VM's supervisor does not answer, or the VM waits for storage, the
+/// list shows the reason, and which command helps.
 ///
 /// Examples:
 ///   firn ls
 ///   firn ls --json | jq -r '.[] | select(.state == "running") | .name'
 #[derive(Debug, ClapArgs)]
 #[command(verbatim_doc_comment)]
-pub struct Args {}
+pub struct LsArgs {}
 
-impl Args {
+impl LsArgs {
     /// Runs the verb.
-    pub fn run(&self, out: Output) -> Result<(), Failure> {
-        let statuses = survey(&crate::hidden::runtime_dir()?)?;
-        out.facts(&statuses, || describe(&statuses))
+    pub fn run(&self, out: FactPrinter) -> Result<(), Failure> {
+        let statuses = list_statuses(&crate::hidden::runtime_dir()?)?;
+        out.print_facts(&statuses, || describe_vms(&statuses))
     }
 }
 
-fn describe(statuses: &[Status]) -> String {
+fn describe_vms(statuses: &[VmStatus]) -> String {
     if statuses.is_empty() {
         return "no VMs\n".to_owned();
     }
     let heading = ["NAME", "STATE", "PID", "MEMORY", "VCPUS", "ACCEL", "SINCE"];
     let mut rows = vec![heading.map(str::to_owned).to_vec()];
-    rows.extend(statuses.iter().map(row));
-    table(&rows) + &statuses.iter().filter_map(remark).collect::<String>()
+    rows.extend(statuses.iter().map(vm_row));
+    format_table(&rows) + &statuses.iter().filter_map(describe_trouble).collect::<String>()
 }
 
-fn row(status: &Status) -> Vec<String> {
+fn vm_row(status: &VmStatus) -> Vec<String> {
     vec![
         status.name.to_string(),
-        state(status),
+        describe_state(status),
         status.pid.map_or_else(|| "-".into(), |pid| pid.to_string()),
-        units::bytes(status.memory_bytes),
+        units::format_bytes(status.memory_bytes),
         status.vcpus.to_string(),
         status.accel.clone(),
-        since(status.since),
+        format_since(status.since),
     ]
 }
 
-/// What is wrong with a VM, and what helps.
-fn remark(status: &Status) -> Option<String> {
+/// The trouble of a VM, and the remedy.
+fn describe_trouble(status: &VmStatus) -> Option<String> {
     if let Some(unattended) = &status.unattended {
         return Some(format!("{}: {}\n  try: {}\n", status.name, unattended.why, unattended.hint));
     }
     let waiting = status.waiting.as_ref()?;
-    Some(format!("{}: {}\n", status.name, outage(waiting)))
+    Some(format!("{}: {}\n", status.name, describe_outage(waiting)))
 }
 
-/// What memory that can't be read means for the guest.
-pub fn outage(waiting: &Waiting) -> String {
+/// The effect of unreadable memory on the guest.
+pub fn describe_outage(waiting: &RestoreOutage) -> String {
     let who = match (&waiting.address, waiting.guest_waits) {
         (Some(address), _) => format!("the guest waits for memory at {address}"),
         (None, true) => "the guest waits for memory".to_owned(),
         (None, false) => "the guest runs, but some of its memory is missing".to_owned(),
     };
-    let since = units::seconds(age(waiting.since));
+    let since = units::format_seconds(seconds_since(waiting.since));
     format!("{who} since {since}: {} (tried again until it succeeds)", waiting.error)
 }
 
-/// What a VM is doing, in a few words.
-pub fn state(status: &Status) -> String {
+/// The state of a VM, in a few words.
+pub fn describe_state(status: &VmStatus) -> String {
     if status.unattended.is_some() {
         return format!("{}, not answering", status.state);
     }
@@ -83,28 +84,29 @@ pub fn state(status: &Status) -> String {
         (None, Some(progress)) if progress.total > 0 => {
             format!("{} {} %", status.state, progress.done * 100 / progress.total)
         }
-        _ => match detail(status) {
+        _ => match state_detail(status) {
             Some(detail) => format!("{}, {detail}", status.state),
             None => status.state.clone(),
         },
     }
 }
 
-/// What its user should see at once: how the primary of a standby ended, or why a protected VM does not run.
-fn detail(status: &Status) -> Option<String> {
+/// The detail that its user needs at once: how the primary of a standby ended, or why a protected
+/// VM does not run.
+fn state_detail(status: &VmStatus) -> Option<String> {
     let end = status.standby.as_ref().and_then(|standby| standby.end.as_ref());
     let trouble = status.protection.as_ref().and_then(|protection| protection.trouble);
-    let of_primary = end.map(|end| format!("its VM {}", end.word()));
-    of_primary.or_else(|| trouble.map(|trouble| trouble.word().to_owned()))
+    let of_primary = end.map(|end| format!("its VM {}", end.short_name()));
+    of_primary.or_else(|| trouble.map(|trouble| trouble.description().to_owned()))
 }
 
-/// How long ago something was; a dash if it is not known.
-fn since(time: u64) -> String {
-    if time == 0 { "-".to_owned() } else { units::seconds(age(time)) }
+/// The time since a moment; a dash if the moment is unknown.
+fn format_since(time: u64) -> String {
+    if time == 0 { "-".to_owned() } else { units::format_seconds(seconds_since(time)) }
 }
 
-/// Seconds since a time.
-pub fn age(since: u64) -> u64 {
+/// The number of seconds since a moment.
+pub fn seconds_since(since: u64) -> u64 {
     let now = SystemTime::now().duration_since(UNIX_EPOCH).map_or(0, |now| now.as_secs());
     now.saturating_sub(since)
 }

@@ -1,9 +1,9 @@
 //! The `firn` command.
 //!
-//! One file per verb; the doc comment of its arguments is its help. All of them end in a [`Failure`] or not at all:
-//! it is printed once, as a chain from what was asked down to the cause, then what to try, and its kind is the exit
-//! code. Facts go to standard output, by `--json` as one JSON value; progress goes to standard error, and only to a
-//! terminal.
+//! One file per verb; the doc comment of its arguments is its help. Every verb succeeds or ends
+//! with a [`Failure`]. The failure is printed once, as a chain from the request down to the cause,
+//! followed by advice, and its kind is the exit code. Facts go to standard output, with `--json` as
+//! one JSON value. Progress goes to standard error, and only to a terminal.
 
 #![forbid(unsafe_code)]
 #![allow(rustdoc::broken_intra_doc_links, reason = "doc comments of options are the help")]
@@ -46,17 +46,18 @@ mod suspend;
 mod units;
 mod working_set;
 
-use output::Output;
+use output::FactPrinter;
 
 /// Checkpoint and restore running virtual machines.
 ///
-/// A checkpoint is taken while the guest works, with a pause of milliseconds, and restored so that the guest works at
-/// once while its memory follows. Guests, hypervisor and host kernel are unmodified.
+/// A checkpoint is taken while the guest works, with a pause of milliseconds. After a restore the
+/// guest works at once, while its memory is loaded. Guests, hypervisor and host kernel are
+/// unmodified.
 ///
 ///   firn run web -- qemu-system-x86_64 -m 1G ...   start a VM
-///   firn checkpoint web -o web.firn                save it; it goes on
+///   firn checkpoint web -o web.firn                save it; it continues to run
 ///   firn stop web
-///   firn restore web.firn                          have it back
+///   firn restore web.firn                          start it from the checkpoint
 ///
 /// Exit codes:
 ///   0  done
@@ -64,55 +65,55 @@ use output::Output;
 ///   2  the command line is wrong
 ///   3  there is no such VM, or it does not run
 ///   4  the VM is busy, or the name is taken
-///   5  refused: the QEMU or a disk is not what the image says
-///   6  the image is damaged, or is no image
+///   5  refused: the QEMU or a disk is not the one that the image records
+///   6  the image is damaged, or the file is not an image
 ///   7  the host or your permissions lack something: see `firn doctor`
-///   8  cut short: the VM ended, or a checkpoint was cancelled
+///   8  ended early: the VM ended, or a checkpoint was cancelled
 ///
 /// Environment:
-///   FIRN_RUNTIME_DIR  where running VMs are kept track of; /run/firn for root, else $XDG_RUNTIME_DIR/firn
-///   FIRN_LOG          how much supervisors log: error, warn, info (the default), debug, trace
+///   FIRN_RUNTIME_DIR  the directory for running VMs; /run/firn for root, else $XDG_RUNTIME_DIR/firn
+///   FIRN_LOG          the log level of supervisors: error, warn, info (the default), debug, trace
 #[derive(Debug, Parser)]
 #[command(name = "firn", version, verbatim_doc_comment, disable_help_subcommand = true)]
-struct Cli {
+struct FirnCli {
     /// Print facts as JSON.
     #[arg(long, global = true)]
     json: bool,
     #[command(subcommand)]
-    verb: Verb,
+    verb: FirnCommand,
 }
 
 #[derive(Debug, Subcommand)]
-enum Verb {
-    Run(run::Args),
-    Attach(attach::Args),
-    Detach(detach::Args),
-    Ls(ls::Args),
-    Status(status::Args),
-    Checkpoint(checkpoint::Args),
-    Suspend(suspend::Args),
-    Restore(restore::Args),
-    Protect(protect::Args),
-    Release(release::Args),
-    Standby(standby::Args),
-    Failover(failover::Args),
-    Agent(agent::Args),
-    Cluster(cluster::Args),
-    Stop(stop::Args),
-    Rm(rm::Args),
-    Image(image::Args),
-    Disk(disk::Args),
-    Report(report::Args),
-    Doctor(doctor::Args),
-    Completions(completions::Args),
+enum FirnCommand {
+    Run(run::RunVmArgs),
+    Attach(attach::AttachArgs),
+    Detach(detach::DetachArgs),
+    Ls(ls::LsArgs),
+    Status(status::StatusArgs),
+    Checkpoint(checkpoint::CheckpointArgs),
+    Suspend(suspend::SuspendArgs),
+    Restore(restore::RestoreArgs),
+    Protect(protect::ProtectArgs),
+    Release(release::ReleaseArgs),
+    Standby(standby::StandbyArgs),
+    Failover(failover::FailoverArgs),
+    Agent(agent::AgentCommandArgs),
+    Cluster(cluster::ClusterCommandArgs),
+    Stop(stop::StopArgs),
+    Rm(rm::RmArgs),
+    Image(image::ImageCommandArgs),
+    Disk(disk::DiskCommandArgs),
+    Report(report::ReportArgs),
+    Doctor(doctor::DoctorArgs),
+    Completions(completions::CompletionsArgs),
     #[command(name = firn_supervisor::SUPERVISE, hide = true)]
-    Supervise(hidden::Supervise),
+    Supervise(hidden::SuperviseVmArgs),
     #[command(name = firn_supervisor::GUARD, hide = true)]
-    Guard(hidden::Guard),
+    Guard(hidden::GuardVmArgs),
 }
 
-impl Verb {
-    fn run(&self, out: Output) -> Result<(), Failure> {
+impl FirnCommand {
+    fn run(&self, out: FactPrinter) -> Result<(), Failure> {
         match self {
             Self::Run(args) => args.run(out),
             Self::Attach(args) => args.run(out),
@@ -143,8 +144,8 @@ impl Verb {
 
 fn main() -> ExitCode {
     firn_fault::point("command.started");
-    let cli = Cli::parse();
-    match cli.verb.run(Output::new(cli.json)) {
+    let cli = FirnCli::parse();
+    match cli.verb.run(FactPrinter::new(cli.json)) {
         Ok(()) => ExitCode::SUCCESS,
         Err(failure) => {
             output::print_failure(&failure);
@@ -167,10 +168,10 @@ mod tests {
 
     #[test]
     fn the_command_line_contradicts_itself_nowhere() {
-        Cli::command().debug_assert();
+        FirnCli::command().debug_assert();
     }
 
-    /// The arguments of a verb and of its own verbs that take a path.
+    /// The arguments of a verb, and of its own verbs, that take a path.
     fn path_arguments(verb: &clap::Command, name: &str) -> Vec<String> {
         let takes_path = |argument: &&clap::Arg| {
             let kind = argument.get_value_parser().type_id();
@@ -186,7 +187,7 @@ mod tests {
 
     #[test]
     fn every_argument_that_takes_a_path_is_tried_with_hostile_files() {
-        let mut found = path_arguments(&Cli::command(), "");
+        let mut found = path_arguments(&FirnCli::command(), "");
         let mut tried: Vec<String> = path_table::ARGUMENTS
             .iter()
             .map(|argument| argument.name)
@@ -200,7 +201,7 @@ mod tests {
 
     #[test]
     fn every_verb_and_option_has_help() {
-        for verb in Cli::command().get_subcommands().filter(|verb| !verb.is_hide_set()) {
+        for verb in FirnCli::command().get_subcommands().filter(|verb| !verb.is_hide_set()) {
             assert!(verb.get_about().is_some(), "{}", verb.get_name());
             for argument in verb.get_arguments() {
                 assert!(argument.get_help().is_some(), "{} {argument}", verb.get_name());

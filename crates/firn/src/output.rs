@@ -1,58 +1,59 @@
-//! What commands print.
+//! Printing of facts and failures.
 
 use std::borrow::Cow;
 use std::fmt::Write as _;
 use std::io::{self, Write};
 use std::path::Path;
 
-use firn_supervisor::{Context, Failure, FailureKind};
-use firn_types::{is_shown, printable, printable_lines};
+use firn_supervisor::{Failure, FailureContext, FailureKind};
+use firn_types::{is_shown, make_printable, make_printable_lines};
 use serde::Serialize;
 
-/// Where facts go, and in which form.
+/// Prints facts to standard output, as JSON or as text.
 #[derive(Clone, Copy, Debug)]
-pub struct Output {
+pub struct FactPrinter {
     json: bool,
 }
 
-impl Output {
-    /// Facts as JSON, or for people.
+impl FactPrinter {
+    /// Prints JSON if `json`, otherwise text for people.
     pub fn new(json: bool) -> Self {
         Self { json }
     }
 
-    /// Prints facts: as they are, or as `for_people` tells them.
-    pub fn facts(
+    /// Prints facts: as JSON, or as the text of `for_people`.
+    pub fn print_facts(
         self,
         facts: &impl Serialize,
         for_people: impl FnOnce() -> String,
     ) -> Result<(), Failure> {
         match self.json {
             true => {
-                let json = serde_json::to_string_pretty(facts).doing("writing JSON")?;
-                print(&format!("{}\n", printable_json(&json)))
+                let json = serde_json::to_string_pretty(facts).while_doing("writing JSON")?;
+                print_text(&format!("{}\n", printable_json(&json)))
             }
-            false => print(&printable_lines(&for_people())),
+            false => print_text(&make_printable_lines(&for_people())),
         }
     }
 
-    /// Prints facts of which there will be more: a line of JSON each, or as `for_people` tells them.
-    pub fn line(
+    /// Prints facts in a sequence: as one line of JSON, or as the text of `for_people`.
+    pub fn print_line(
         self,
         facts: &impl Serialize,
         for_people: impl FnOnce() -> String,
     ) -> Result<(), Failure> {
         match self.json {
             true => {
-                let json = serde_json::to_string(facts).doing("writing JSON")?;
-                print(&format!("{}\n", printable_json(&json)))
+                let json = serde_json::to_string(facts).while_doing("writing JSON")?;
+                print_text(&format!("{}\n", printable_json(&json)))
             }
-            false => print(&printable_lines(&for_people())),
+            false => print_text(&make_printable_lines(&for_people())),
         }
     }
 }
 
-/// JSON that says the same, in which a terminal finds nothing to obey: only strings can have such characters.
+/// Escapes characters in JSON that a terminal might interpret, without a change of meaning: only
+/// strings can have such characters.
 fn printable_json(json: &str) -> Cow<'_, str> {
     let is_kept = |it: char| is_shown(it) || it == '\n';
     if json.chars().all(is_kept) {
@@ -71,62 +72,63 @@ fn printable_json(json: &str) -> Cow<'_, str> {
     Cow::Owned(text)
 }
 
-/// Prints to standard output. A reader that has seen enough is no error.
-pub fn print(text: &str) -> Result<(), Failure> {
+/// Prints to standard output. It is no error if the reader closes the pipe early.
+pub fn print_text(text: &str) -> Result<(), Failure> {
     let mut out = io::stdout().lock();
     match out.write_all(text.as_bytes()).and_then(|()| out.flush()) {
         Err(error) if error.kind() != io::ErrorKind::BrokenPipe => {
-            Err(error).doing("writing to standard output")
+            Err(error).while_doing("writing to standard output")
         }
         _ => Ok(()),
     }
 }
 
-/// Prints a failure to standard error: once, as a chain, and what to try.
+/// Prints a failure to standard error: once, as a chain, with its advice.
 pub fn print_failure(failure: &Failure) {
     let mut text = String::new();
     for (depth, message) in failure.chain.iter().enumerate() {
         let lead = if depth == 0 { "firn: " } else { "  because: " };
-        let _ = writeln!(text, "{lead}{}", printable(message));
+        let _ = writeln!(text, "{lead}{}", make_printable(message));
     }
     if let Some(hint) = &failure.hint {
-        let _ = writeln!(text, "  try: {}", printable(hint));
+        let _ = writeln!(text, "  try: {}", make_printable(hint));
     }
     let _ = io::stderr().lock().write_all(text.as_bytes());
 }
 
-/// Checks, before anything is done, that an image or a page can be written at a path.
+/// Checks in advance that an image or a page can be written at a path.
 pub fn check_output(path: &Path) -> Result<(), Failure> {
     if path.as_os_str() == "-" {
         let failure = Failure::new(FailureKind::Usage, "it cannot be written to standard output");
-        return Err(failure.hint("name a file; `./-` is one, too"));
+        return Err(failure.with_hint("name a file; `./-` is one, too"));
     }
-    firn_files::check_output(path).doing_or(FailureKind::Usage, "nothing is written there")
+    firn_files::check_output(path).while_doing_as(FailureKind::Usage, "nothing is written there")
 }
 
-/// Checks, before anything is done, that a path names a regular file that can be read.
+/// Checks in advance that a path names a regular file that can be read.
 pub fn check_input(path: &Path) -> Result<(), Failure> {
     let opened = firn_files::open_input(path).map(drop);
-    opened.doing_or(FailureKind::Usage, format!("cannot read {}", path.display()))
+    opened.while_doing_as(FailureKind::Usage, format!("cannot read {}", path.display()))
 }
 
-/// Checks, before anything is done, that a path names a directory.
+/// Checks in advance that a path names a directory.
 pub fn check_directory(path: &Path) -> Result<(), Failure> {
     let found = std::fs::metadata(path);
-    let found = found.doing_or(FailureKind::Usage, format!("cannot use {}", path.display()))?;
+    let found =
+        found.while_doing_as(FailureKind::Usage, format!("cannot use {}", path.display()))?;
     match found.is_dir() {
         true => Ok(()),
         false => {
             let text = format!("{} is not a directory", path.display());
-            Err(Failure::new(FailureKind::Usage, text).hint("give a directory that exists"))
+            Err(Failure::new(FailureKind::Usage, text).with_hint("give a directory that exists"))
         }
     }
 }
 
-/// Lines up the cells of rows; the first row is the heading. Each row becomes one line.
-pub fn table(rows: &[Vec<String>]) -> String {
+/// Aligns the cells of rows; the first row is the heading. Each row becomes one line.
+pub fn format_table(rows: &[Vec<String>]) -> String {
     let rows: Vec<Vec<_>> =
-        rows.iter().map(|row| row.iter().map(|cell| printable(cell)).collect()).collect();
+        rows.iter().map(|row| row.iter().map(|cell| make_printable(cell)).collect()).collect();
     let columns = rows.iter().map(Vec::len).max().unwrap_or(0);
     let width = |column: usize| {
         let cells = rows.iter().filter_map(|row| row.get(column));
@@ -159,14 +161,14 @@ mod tests {
 
     #[test]
     fn a_cell_is_no_line_of_its_own() {
-        assert_eq!(table(&[vec!["a\nb\u{1b}".to_owned()]]), "a\\u{a}b\\u{1b}\n");
+        assert_eq!(format_table(&[vec!["a\nb\u{1b}".to_owned()]]), "a\\u{a}b\\u{1b}\n");
     }
 
     #[test]
     fn cells_line_up() {
         let rows = [["NAME", "STATE"], ["web", "running"], ["longer", "ended"]]
             .map(|row| row.map(str::to_owned).to_vec());
-        assert_eq!(table(&rows), "NAME    STATE\nweb     running\nlonger  ended\n");
-        assert_eq!(table(&[]), "");
+        assert_eq!(format_table(&rows), "NAME    STATE\nweb     running\nlonger  ended\n");
+        assert_eq!(format_table(&[]), "");
     }
 }

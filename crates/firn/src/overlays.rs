@@ -1,45 +1,47 @@
-//! The files that a VM's disks are written to and no image stands on: whoever ends or forgets a VM is told where they are.
+//! The overlays that a VM writes to and no image uses: commands that end or forget a VM show their
+//! paths.
 
 use std::path::PathBuf;
 
-use firn_supervisor::{Request, RuntimeDir, VmName, ask, inspect};
+use firn_supervisor::{RuntimeDir, SupervisorRequest, VmName, inspect_vm, send_request};
 use serde::Deserialize;
 
-/// Those of a VM, as far as anything is known of it.
-pub fn of(base: &RuntimeDir, name: &VmName) -> Vec<PathBuf> {
-    inspect(base, &base.vm(name)).map(|status| status.overlays).unwrap_or_default()
+/// The overlays of a VM, as far as they are known.
+pub fn overlays_of(base: &RuntimeDir, name: &VmName) -> Vec<PathBuf> {
+    inspect_vm(base, &base.vm_dir(name)).map(|status| status.overlays).unwrap_or_default()
 }
 
-/// Those that are there still.
-pub fn left(overlays: Vec<PathBuf>) -> Vec<PathBuf> {
+/// The overlays whose files still exist.
+pub fn existing_overlays(overlays: Vec<PathBuf>) -> Vec<PathBuf> {
     overlays.into_iter().filter(|path| path.exists()).collect()
 }
 
-/// A line for each.
-pub fn lines(overlays: &[PathBuf]) -> String {
+/// A line for each overlay.
+pub fn overlay_lines(overlays: &[PathBuf]) -> String {
     overlays.iter().map(|path| format!("its disk: {}\n", path.display())).collect()
 }
 
-/// A command line that starts a VM on the disks it has now.
+/// A command line that starts a VM on its present disks.
 #[derive(Debug, Deserialize)]
-pub struct Command {
+pub struct RestartCommand {
     /// Its words, the program first.
     #[serde(rename = "command")]
     pub words: Vec<String>,
-    /// What it has in place of what the VM was started with.
+    /// The words that replace those the VM was started with.
     replaced: Vec<serde_json::Value>,
 }
 
-/// That of a VM which has nothing else to do.
-pub fn command(base: &RuntimeDir, name: &VmName) -> Option<Command> {
-    let facts = ask(base, name, &Request::CommandLine, &mut |_| ()).ok()?;
+/// Requests the command line from a VM's supervisor. `None` if the supervisor is busy or does not
+/// answer.
+pub fn request_restart_command(base: &RuntimeDir, name: &VmName) -> Option<RestartCommand> {
+    let facts = send_request(base, name, &SupervisorRequest::CommandLine, &mut |_| ()).ok()?;
     serde_json::from_value(facts).ok()
 }
 
-impl Command {
-    /// A line with it, if it is another one than the VM was started with.
-    pub fn line(&self, what: &str) -> String {
-        let words: Vec<String> = self.words.iter().map(|word| quoted(word)).collect();
+impl RestartCommand {
+    /// A line with the command line, if it differs from the one that the VM was started with.
+    pub fn describe_change(&self, what: &str) -> String {
+        let words: Vec<String> = self.words.iter().map(|word| shell_quoted(word)).collect();
         match self.replaced.is_empty() {
             true => String::new(),
             false => format!("{what}: {}\n", words.join(" ")),
@@ -47,8 +49,8 @@ impl Command {
     }
 }
 
-/// A word as a shell reads it.
-fn quoted(word: &str) -> String {
+/// Quotes a word for a shell.
+fn shell_quoted(word: &str) -> String {
     let is_plain = |byte: u8| byte.is_ascii_alphanumeric() || b"-_=./,:+@%".contains(&byte);
     match !word.is_empty() && word.bytes().all(is_plain) {
         true => word.to_owned(),
@@ -69,7 +71,7 @@ mod tests {
             ("a b", "'a b'"),
             ("it's", r"'it'\''s'"),
         ] {
-            assert_eq!(quoted(word), expected);
+            assert_eq!(shell_quoted(word), expected);
         }
     }
 }

@@ -1,25 +1,28 @@
-//! Options that change what an image says of its VM.
+//! Options that override what an image records of its VM.
 
 use std::path::{Path, PathBuf};
 
 use clap::Args as ClapArgs;
-use firn_supervisor::{Failure, Overrides, absolute};
+use firn_supervisor::{CommandOverrides, Failure, absolute_path};
 
-/// What is to be otherwise than in the image.
+/// The changes to the VM of an image.
 #[derive(Debug, ClapArgs)]
 pub struct OverrideArgs {
     /// The QEMU program to start, in place of the image's.
     #[arg(long, value_name = "PATH")]
     qemu: Option<PathBuf>,
-    /// Change a value of QEMU's command line: OPTION.ID.PROPERTY=VALUE, OPTION.PROPERTY=VALUE or OPTION=VALUE where the option is there
-    /// once; OPTION= leaves the option out. Can be given more than once. A device that the guest would miss fails the restore.
-    #[arg(long, value_name = "OPTION=VALUE", value_parser = pair)]
+    /// Change a value of QEMU's command line: OPTION.ID.PROPERTY=VALUE, or OPTION.PROPERTY=VALUE or
+    /// OPTION=VALUE where the option occurs once; OPTION= removes the option. Can be given more
+    /// than once. If the guest would miss a device, the restore fails.
+    #[arg(long, value_name = "OPTION=VALUE", value_parser = parse_pair)]
     set: Vec<(String, String)>,
-    /// Give a network card another back end, such as net0=user,hostfwd=tcp::2223-:22. Can be given more than once.
-    #[arg(long, value_name = "ID=BACKEND", value_parser = pair)]
+    /// Give a network card another back end, such as net0=user,hostfwd=tcp::2223-:22. Can be given
+    /// more than once.
+    #[arg(long, value_name = "ID=BACKEND", value_parser = parse_pair)]
     netdev: Vec<(String, String)>,
-    /// Name the file that a disk of the image is in now. Its contents must be those of the checkpoint. Can be given more than once.
-    #[arg(long, value_name = "OLD=NEW", value_parser = pair)]
+    /// Give the present file of a disk of the image. Its contents must be those of the checkpoint.
+    /// Can be given more than once.
+    #[arg(long, value_name = "OLD=NEW", value_parser = parse_pair)]
     disk: Vec<(String, String)>,
     /// Add a word to the end of QEMU's command line: --qemu-arg=-vnc --qemu-arg=:5
     #[arg(long, value_name = "WORD", allow_hyphen_values = true)]
@@ -28,10 +31,10 @@ pub struct OverrideArgs {
 
 impl OverrideArgs {
     /// The changes, with absolute paths.
-    pub fn overrides(&self) -> Result<Overrides, Failure> {
-        let moved = |(old, new): &(String, String)| Ok((old.clone(), text(new.as_ref())?));
-        Ok(Overrides {
-            program: self.qemu.as_deref().map(program).transpose()?,
+    pub fn to_overrides(&self) -> Result<CommandOverrides, Failure> {
+        let moved = |(old, new): &(String, String)| Ok((old.clone(), absolute_text(new.as_ref())?));
+        Ok(CommandOverrides {
+            program: self.qemu.as_deref().map(resolve_program).transpose()?,
             netdevs: self.netdev.clone(),
             disks: self.disk.iter().map(moved).collect::<Result<_, Failure>>()?,
             values: self.set.clone(),
@@ -40,21 +43,21 @@ impl OverrideArgs {
     }
 }
 
-/// A name without a slash is one of PATH.
-fn program(path: &Path) -> Result<String, Failure> {
+/// The program; a name without a slash is searched in PATH.
+fn resolve_program(path: &Path) -> Result<String, Failure> {
     match path.components().count() {
         1 => Ok(path.to_string_lossy().into_owned()),
-        _ => text(path),
+        _ => absolute_text(path),
     }
 }
 
-/// An absolute path as QEMU's command line has it.
-fn text(path: &Path) -> Result<String, Failure> {
-    Ok(absolute(path)?.to_string_lossy().into_owned())
+/// An absolute path in the form for QEMU's command line.
+fn absolute_text(path: &Path) -> Result<String, Failure> {
+    Ok(absolute_path(path)?.to_string_lossy().into_owned())
 }
 
 /// Splits at the first `=`.
-fn pair(text: &str) -> Result<(String, String), String> {
+fn parse_pair(text: &str) -> Result<(String, String), String> {
     match text.split_once('=') {
         Some((key, value)) if !key.is_empty() => Ok((key.to_owned(), value.to_owned())),
         _ => Err(format!("{text:?} is not of the form NAME=VALUE")),

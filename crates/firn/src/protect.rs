@@ -3,112 +3,124 @@
 use std::time::Duration;
 
 use clap::{ArgGroup, Args as ClapArgs};
-use firn_agent::api::Protect;
+use firn_agent::api::ProtectVmRequest;
 use firn_agent::{HostName, client};
-use firn_epochs::endpoint::Endpoint;
+use firn_epochs::endpoint::BackupEndpoint;
 use firn_supervisor::{
-    Failure, FailureKind, OnProgress, ProtectRequest, Request, RuntimeDir, VmName, ask,
+    Failure, FailureKind, OnProgress, ProtectRequest, RuntimeDir, SupervisorRequest, VmName,
+    send_request,
 };
 use serde_json::Value;
 
-use crate::bar::Bar;
-use crate::output::Output;
+use crate::bar::TerminalBar;
+use crate::output::FactPrinter;
 
-/// Send what a VM writes to a standby, several times a second.
+/// Replicate a VM to a standby, several times a second.
 ///
-/// Each time the VM stands still for some milliseconds, in which what it wrote is copied; it is sent afterwards. A standby that
-/// is made to run goes on from the last but one of these moments. The command returns once there is something to go on from;
-/// the rest goes on until `firn release`, or until the connection ends. `firn status` shows how it does.
+/// For each epoch the VM is paused for some milliseconds, in which the pages it wrote are copied;
+/// they are sent afterwards. A failover continues the VM from the last but one of these moments.
+/// The command returns once the standby could run the VM; the protection continues until `firn
+/// release`, or until the connection ends. `firn status` shows its state.
 ///
-/// With --backup, this host's agent has the other host's start a standby of the same name, and carries what is sent there by TLS
-/// (see `firn-agent --help`). `firn failover` there runs it. A standby of this VM that is there already is replaced if it was
-/// released; else it may be all that is left of the VM, and stays. With --to, all is sent as it is, to a socket on this host (see
-/// `firn standby --help`). Disks that Firn serves (`firn run --help`) are copied first, while the VM runs; each epoch has what was
-/// changed on them. A VM that can write to another disk is refused.
+/// With --backup, this host's agent makes the other host's agent start a standby of the same name,
+/// and transfers the epochs by TLS (see `firn-agent --help`). `firn failover` there runs it. A
+/// standby of this VM that exists there already is replaced if it was released; otherwise it may be
+/// all that is left of the VM, and stays. With --to, the epochs are sent unencrypted, to a socket
+/// on this host (see `firn standby --help`). Disks that Firn serves (`firn run --help`) are copied
+/// first, while the VM runs; each epoch has the changes on them. A VM that can write to another
+/// disk is refused.
 ///
-/// What the VM sends through a network card of Firn's (`firn run --help`) is held until no failover can undo it, which takes up to two
-/// intervals. By other cards others may see what a failover undoes. When the standby is lost, the VM runs on, but what it
-/// sends stays held: the standby may have been made to run. `firn release` lets it out.
+/// Frames that the VM sends through a network card of Firn's (`firn run --help`) are buffered until
+/// no failover can undo them, two intervals at most. Through other cards, peers may
+/// receive frames that a failover undoes. When the standby is lost, the VM continues to run, but
+/// its output stays buffered: the standby may have been made to run. `firn release` releases it.
 ///
-/// Where the hosts agree who may run what (`[membership]`, see `firn-agent --help`), a VM with --backup fails over by itself when its host is
-/// lost, and is protected by another host then. What it sends leaves only while its host holds a lease.
+/// Where the hosts have consensus (`[membership]`, see `firn-agent --help`), a VM with --backup
+/// fails over automatically when its host is lost, and is then protected by another host. Its
+/// output leaves only while its host holds a lease.
 ///
-/// QEMU saves all devices each time. Those of virtio take least with `disable-modern=on`, and a virtio-serial with `max_ports` as low as can be.
+/// QEMU saves all devices each time. Devices of virtio take the least time with
+/// `disable-modern=on`, and a virtio-serial with the lowest possible `max_ports`.
 ///
 /// Examples:
 ///   firn protect web --backup host2
 ///   firn protect web --to unix:/run/web.standby --interval 50ms --json
 #[derive(Debug, ClapArgs)]
 #[command(verbatim_doc_comment, group = ArgGroup::new("where").required(true))]
-pub struct Args {
+pub struct ProtectArgs {
     /// The VM.
     name: VmName,
-    /// Where the standby listens: unix:PATH.
+    /// The address on which the standby listens: unix:PATH.
     #[arg(long, value_name = "ADDRESS", group = "where")]
-    to: Option<Endpoint>,
+    to: Option<BackupEndpoint>,
     /// The host whose agent is to start a standby.
     #[arg(long, value_name = "HOST", group = "where")]
     backup: Option<HostName>,
     /// The time from one cut to the next, 50ms to 500ms.
-    #[arg(long, default_value = "100ms", value_parser = interval)]
+    #[arg(long, default_value = "100ms", value_parser = parse_interval)]
     interval: Duration,
-    /// When the standby is lost, let out what was held and go on alone.
+    /// When the standby is lost, release the buffered output and continue without it.
     ///
-    /// Only where something makes sure that the standby does not run then: two of the same VM on one network do harm.
+    /// Only where you make sure that the standby does not run then: two instances of the same VM on
+    /// one network do harm.
     #[arg(long, conflicts_with = "backup")]
     go_on_alone: bool,
-    /// Copy all that was written in the pause, and nothing ahead of it.
+    /// Copy all written pages in the pause, and none before it.
     #[arg(long)]
     no_prediction: bool,
 }
 
-impl Args {
+impl ProtectArgs {
     /// Runs the verb.
-    pub fn run(&self, out: Output) -> Result<(), Failure> {
+    pub fn run(&self, out: FactPrinter) -> Result<(), Failure> {
         let base = crate::hidden::runtime_dir()?;
-        let mut bar = Bar::new();
+        let mut bar = TerminalBar::new();
         let facts = self
-            .begin(&base, &mut |progress| bar.show(progress))
+            .begin_protection(&base, &mut |progress| bar.show_progress(progress))
             .map_err(|failure| failure.while_doing(format!("can't protect {}", self.name)))?;
-        out.facts(&facts, || self.describe(&facts))
+        out.print_facts(&facts, || self.describe_protection(&facts))
     }
 
-    fn describe(&self, facts: &Value) -> String {
+    fn describe_protection(&self, facts: &Value) -> String {
         let (name, ms) = (&self.name, self.interval.as_millis());
         let cards = facts["not_held"].as_array().into_iter().flatten();
         let not_held = cards.filter_map(|card| card.as_str());
-        let not_held = not_held.map(|card| format!("what it sends by {card} is not held\n"));
+        let not_held = not_held.map(|card| format!("output through {card} is not buffered\n"));
         let not_held = not_held.collect::<String>();
-        format!("{name} is protected: every {ms} ms to {}\n{not_held}", self.whither())
+        format!("{name} is protected: every {ms} ms to {}\n{not_held}", self.describe_target())
     }
 
-    fn begin(&self, base: &RuntimeDir, on_progress: OnProgress<'_>) -> Result<Value, Failure> {
+    fn begin_protection(
+        &self,
+        base: &RuntimeDir,
+        on_progress: OnProgress<'_>,
+    ) -> Result<Value, Failure> {
         let interval_ms = self.interval.as_millis() as u64;
         let predicts = !self.no_prediction;
         match (&self.backup, &self.to) {
             (Some(host), _) => {
                 let (vm, backup) = (self.name.clone(), host.clone());
-                let wanted = Protect { vm, backup, interval_ms, predicts };
-                client::protect(base, &wanted, on_progress)
+                let wanted = ProtectVmRequest { vm, backup, interval_ms, predicts };
+                client::protect_vm(base, &wanted, on_progress)
             }
             (None, Some(to)) => {
                 let (to, alone) = (to.clone(), self.go_on_alone);
                 let how = ProtectRequest { to, interval_ms, predicts, alone, lease: None };
-                let request = Request::Protect(how);
-                ask(base, &self.name, &request, on_progress)
+                let request = SupervisorRequest::Protect(how);
+                send_request(base, &self.name, &request, on_progress)
             }
             (None, None) => Err(Failure::new(FailureKind::Usage, "give --backup or --to")),
         }
     }
 
-    fn whither(&self) -> String {
+    fn describe_target(&self) -> String {
         let host = self.backup.as_ref().map(HostName::to_string);
-        host.or_else(|| self.to.as_ref().map(Endpoint::to_string)).unwrap_or_default()
+        host.or_else(|| self.to.as_ref().map(BackupEndpoint::to_string)).unwrap_or_default()
     }
 }
 
-/// Milliseconds, with their unit.
-pub fn interval(words: &str) -> Result<Duration, String> {
+/// Parses milliseconds with their unit.
+pub fn parse_interval(words: &str) -> Result<Duration, String> {
     let ms = words.strip_suffix("ms").and_then(|number| number.parse().ok());
     match ms {
         Some(ms @ 50..=500) => Ok(Duration::from_millis(ms)),
@@ -122,9 +134,9 @@ mod tests {
 
     #[test]
     fn intervals_have_a_unit_and_bounds() {
-        assert_eq!(interval("50ms"), Ok(Duration::from_millis(50)));
+        assert_eq!(parse_interval("50ms"), Ok(Duration::from_millis(50)));
         for words in ["49ms", "501ms", "100", "1s", "", "ms"] {
-            assert!(interval(words).is_err(), "{words}");
+            assert!(parse_interval(words).is_err(), "{words}");
         }
     }
 }

@@ -1,31 +1,33 @@
 //! `firn release`
 
 use clap::Args as ClapArgs;
-use firn_supervisor::{Failure, Request, VmName, ask};
+use firn_supervisor::{Failure, SupervisorRequest, VmName, send_request};
 
-use crate::output::Output;
+use crate::output::FactPrinter;
 
-/// Protect a VM no longer; it runs on.
+/// End the protection of a VM; it continues to run.
 ///
-/// Its standby agrees first that it never runs the VM; then what was held of the VM's output leaves. If the standby is out of
-/// reach, the VM is protected no longer, and holds on to what it sends; a second release lets that out without asking anybody: make sure
-/// that the standby does not run.
+/// Its standby first confirms that it never runs the VM; then the VM's buffered output leaves. If
+/// the standby cannot be reached, the protection ends, but the output stays buffered; a second
+/// release lets it leave without any confirmation: make sure that the standby does not run.
 ///
 /// Example:
 ///   firn release web
 #[derive(Debug, ClapArgs)]
 #[command(verbatim_doc_comment)]
-pub struct Args {
+pub struct ReleaseArgs {
     /// The VM.
     name: VmName,
 }
 
-impl Args {
+impl ReleaseArgs {
     /// Runs the verb.
-    pub fn run(&self, out: Output) -> Result<(), Failure> {
+    pub fn run(&self, out: FactPrinter) -> Result<(), Failure> {
         let base = crate::hidden::runtime_dir()?;
-        let facts = ask(&base, &self.name, &Request::Release, &mut |_| ())
+        let facts = send_request(&base, &self.name, &SupervisorRequest::Release, &mut |_| ())
             .map_err(|failure| failure.while_doing(format!("can't release {}", self.name)))?;
-        out.facts(&facts, || format!("{} runs on, and is not protected any more\n", self.name))
+        out.print_facts(&facts, || {
+            format!("{} continues to run, and is not protected any more\n", self.name)
+        })
     }
 }

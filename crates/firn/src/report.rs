@@ -4,19 +4,20 @@ use std::fmt::Write;
 use std::path::{Path, PathBuf};
 
 use clap::Args as ClapArgs;
-use firn_report::{Facts, Run};
-use firn_supervisor::{Context, Failure, FailureKind, VmName};
-use firn_types::printable;
+use firn_report::{ReportedRun, RunFacts};
+use firn_supervisor::{Failure, FailureContext, FailureKind, VmName};
+use firn_types::make_printable;
 
-use crate::output::{Output, check_output, print};
+use crate::output::{FactPrinter, check_output, print_text};
 
-/// Draw what restores were like, from their run records.
+/// Draw a report of restores, from their run records.
 ///
-/// A run record is kept with the VM once all its memory is there: `restore.json` in its runtime directory. It can be given
-/// by the VM's name, or as a file, which may have been copied and renamed: its name is what the run is called.
+/// A run record is kept with the VM once all its memory is loaded: `restore.json` in its runtime
+/// directory. Give it by the VM's name, or as a file, which may have been copied and renamed: the
+/// run has the name of the file.
 ///
-/// The page compares the runs: utilization over time, TTR curves, where pages were prefetched and asked for, reads from
-/// storage, and the numbers. It is one file that loads nothing.
+/// The page compares the runs: utilization over time, TTR curves, where pages were prefetched and
+/// requested, reads from storage, and the numbers. It is one file that loads nothing else.
 ///
 /// Examples:
 ///   firn report web -o report.html
@@ -24,7 +25,7 @@ use crate::output::{Output, check_output, print};
 ///   firn report web --json | jq '.runs[0].ttr_s."1"."0.9"'
 #[derive(Debug, ClapArgs)]
 #[command(verbatim_doc_comment)]
-pub struct Args {
+pub struct ReportArgs {
     /// Run records, or names of VMs.
     #[arg(required = true, value_name = "RUN")]
     runs: Vec<PathBuf>,
@@ -33,54 +34,55 @@ pub struct Args {
     output: Option<PathBuf>,
 }
 
-impl Args {
+impl ReportArgs {
     /// Runs the verb.
-    pub fn run(&self, out: Output) -> Result<(), Failure> {
+    pub fn run(&self, out: FactPrinter) -> Result<(), Failure> {
         if let Some(file) = self.output.as_deref().filter(|it| it.as_os_str() != "-") {
             check_output(file)
-                .map_err(|failure| failure.hint("`-o -` writes to standard output"))?;
+                .map_err(|failure| failure.with_hint("`-o -` writes to standard output"))?;
         }
-        let runs: Vec<Run> = self.runs.iter().map(|run| read(run)).collect::<Result<_, _>>()?;
+        let runs: Vec<ReportedRun> =
+            self.runs.iter().map(|run| read_run(run)).collect::<Result<_, _>>()?;
         match &self.output {
-            Some(file) if file.as_os_str() == "-" => return print(&page(&runs)?),
-            Some(file) => write(file, &runs)?,
+            Some(file) if file.as_os_str() == "-" => return print_text(&render_page(&runs)?),
+            Some(file) => write_page(file, &runs)?,
             None => {}
         }
-        let facts: Vec<Facts> = runs.iter().map(Run::facts).collect();
+        let facts: Vec<RunFacts> = runs.iter().map(ReportedRun::compute_facts).collect();
         let page = self.output.as_deref();
         let json = serde_json::json!({ "report": page.map(Path::to_string_lossy), "runs": facts });
-        out.facts(&json, || describe(&facts, page))
+        out.print_facts(&json, || describe_runs(&facts, page))
     }
 }
 
-/// By file; or else by the name of a VM.
-fn read(run: &Path) -> Result<Run, Failure> {
+/// Reads a run record by its file, or otherwise by the name of a VM.
+fn read_run(run: &Path) -> Result<ReportedRun, Failure> {
     let name = run.to_str().and_then(|name| VmName::new(name.to_owned()).ok());
-    let Some(name) = name.filter(|_| !run.exists()) else { return load(run) };
-    let kept = crate::hidden::runtime_dir()?.vm(&name).run_record();
+    let Some(name) = name.filter(|_| !run.exists()) else { return load_run(run) };
+    let kept = crate::hidden::runtime_dir()?.vm_dir(&name).run_record();
     if !kept.exists() {
         let text =
             format!("there is neither a file nor a run record of a VM called {}", run.display());
         return Err(Failure::new(FailureKind::NoSuchVm, text)
-            .hint("a restored VM has one once all its memory is there: `firn status NAME --watch` waits for that"));
+            .with_hint("a restored VM has one once all its memory is loaded: `firn status NAME --watch` waits for that"));
     }
-    load(&kept).map(|run| Run { name: name.to_string(), ..run })
+    load_run(&kept).map(|run| ReportedRun { name: name.to_string(), ..run })
 }
 
-fn load(path: &Path) -> Result<Run, Failure> {
-    Run::read(path).map_err(|error| Failure::from_error(FailureKind::Usage, &error))
+fn load_run(path: &Path) -> Result<ReportedRun, Failure> {
+    ReportedRun::read_file(path).map_err(|error| Failure::from_error(FailureKind::Usage, &error))
 }
 
-fn page(runs: &[Run]) -> Result<String, Failure> {
-    firn_report::html(runs).doing("drawing the page")
+fn render_page(runs: &[ReportedRun]) -> Result<String, Failure> {
+    firn_report::render_page(runs).while_doing("drawing the page")
 }
 
-fn write(file: &Path, runs: &[Run]) -> Result<(), Failure> {
-    firn_files::replace_output(file, page(runs)?.as_bytes())
-        .doing(format!("writing {}", file.display()))
+fn write_page(file: &Path, runs: &[ReportedRun]) -> Result<(), Failure> {
+    firn_files::replace_output(file, render_page(runs)?.as_bytes())
+        .while_doing(format!("writing {}", file.display()))
 }
 
-fn describe(facts: &[Facts], page: Option<&Path>) -> String {
+fn describe_runs(facts: &[RunFacts], page: Option<&Path>) -> String {
     let mut text = format!(
         "{:<16} {:<12} {:>9} {:>13} {:>11} {:>11} {:>10}\n",
         "RUN", "MODE", "RUNNING", "TTR(0.1,0.9)", "TTR(1,0.8)", "TTR(1,0.9)", "COMPLETE"
@@ -92,7 +94,7 @@ fn describe(facts: &[Facts], page: Option<&Path>) -> String {
         let _ = writeln!(
             text,
             "{:<16} {:<12} {:>9} {:>13} {:>11} {:>11} {:>10}",
-            printable(&run.name),
+            make_printable(&run.name),
             run.mode.to_string(),
             time(run.running_s),
             ttr("0.1", "0.9"),
@@ -102,7 +104,7 @@ fn describe(facts: &[Facts], page: Option<&Path>) -> String {
         );
     }
     if let Some(page) = page {
-        let _ = writeln!(text, "wrote {}", printable(&page.to_string_lossy()));
+        let _ = writeln!(text, "wrote {}", make_printable(&page.to_string_lossy()));
     }
     text
 }

@@ -4,48 +4,54 @@ use std::fmt::Write;
 use std::path::{Path, PathBuf};
 
 use clap::Args as ClapArgs;
-use firn_report::Run;
-use firn_restore::{Mode, OnError};
+use firn_report::ReportedRun;
+use firn_restore::{OnError, RestoreMode};
 use firn_supervisor::{
-    Failure, FailureKind, Meta, Plan, Request, RestoreDisks, RuntimeDir, VmName, absolute, ask,
-    start,
+    Failure, FailureKind, ImageMeta, RestoreDisks, RuntimeDir, SupervisorPlan, SupervisorRequest,
+    VmName, absolute_path, send_request, start_supervisor,
 };
 
-use crate::bar::Bar;
+use crate::bar::TerminalBar;
 use crate::calls::CallsArgs;
-use crate::checkpoint::recovered;
-use crate::live::Live;
-use crate::output::{Output, check_directory};
+use crate::checkpoint::recovery_notice;
+use crate::live::RestoreView;
+use crate::output::{FactPrinter, check_directory};
 use crate::overrides::OverrideArgs;
-use crate::run::{notes, summary};
+use crate::run::{summarize_vm, supervisor_notes};
 use crate::units;
 use crate::working_set::WorkingSetArgs;
 
 /// Start a VM from an image.
 ///
-/// The command returns once the guest runs. Memory follows: what the guest touches comes at once, the rest when it is
-/// quiet. `firn status --watch` waits until all of it is there; so does --wait, and says then how soon the guest was back.
+/// The command returns once the guest runs. Memory is loaded meanwhile: what the guest touches at
+/// once, the rest when it is idle. `firn status --watch` waits until all of it is loaded; so does
+/// --wait, which then shows how soon the guest was responsive.
 ///
 /// Modes:
-///   auto         what the guest used last as fast as it comes, while it runs if it can; the rest as locality (the default)
+///   auto         what the guest used last as fast as possible, while it runs if that is possible;
+///                the rest as in locality (the default)
 ///   locality     one locality block per page fault, which brings what was used together
 ///   lazy         one memory block per page fault
-///   working-set  what the guest used last before it runs, then as locality
-///   eager        all of it before the guest runs
+///   working-set  what the guest used last before it runs, then as in locality
+///   eager        all memory before the guest runs
 ///
-/// Once all of it is there, the VM's run record says how it went: `firn report` draws it.
+/// Once all memory is loaded, the VM has a run record of its restore: `firn report` draws it.
 ///
-/// An image of another version of QEMU, or of disks that were written to since, is refused: the guest would find them
-/// in contradiction to its memory. --force goes on all the same.
+/// An image of another version of QEMU, or of disks that were written to since, is refused: they
+/// would contradict the guest's memory. --force restores it nevertheless.
 ///
-/// A VM that was paused when it was saved is paused after the restore too, and its memory comes back; --run starts it.
+/// A VM that was paused when it was saved is paused after the restore too, while its memory is
+/// loaded; --run starts it.
 ///
-/// The VM's disks are those of the image, and it writes to overlays of its own upon them, so that an image can be restored as
-/// often as one likes, also side by side. `firn stop --discard` removes them with the VM.
+/// The VM's disks are those of the image, and it writes to overlays of its own on top of them, so
+/// that an image can be restored any number of times, also side by side. `firn stop --discard`
+/// removes them with the VM.
 ///
-/// A VM that is restored beside the one that was saved takes nothing from it: a socket, port, log or pid file of the command line that
-/// another process has is put into the VM's runtime directory, and the output says so. A taken `hostfwd` port is an error: --netdev
-/// names other ports. Only a QEMU of the system's is started, one that /etc/firn/qemu.allow lists, or what --qemu names.
+/// A VM that is restored beside the one that was saved takes nothing from it: a socket, port, log
+/// or pid file of the command line that another process has is moved to the VM's runtime directory,
+/// and the output shows that. A taken `hostfwd` port is an error: --netdev sets other ports. Only a
+/// QEMU of the system is started, one that /etc/firn/qemu.allow lists, or the one that --qemu
+/// names.
 ///
 /// Examples:
 ///   firn restore web.firn
@@ -53,24 +59,25 @@ use crate::working_set::WorkingSetArgs;
 ///   firn restore web.firn --name web2 --netdev net0=user,hostfwd=tcp::2223-:22 --set vnc=:5
 #[derive(Debug, ClapArgs)]
 #[command(verbatim_doc_comment)]
-pub struct Args {
+pub struct RestoreArgs {
     /// The image.
     image: PathBuf,
-    /// What the VM is to be called; by default as in the image.
+    /// The name to give the VM; by default that in the image.
     #[arg(long)]
     name: Option<VmName>,
-    /// How memory comes back: auto, locality, lazy, working-set or eager.
+    /// How memory is loaded: auto, locality, lazy, working-set or eager.
     #[arg(long, default_value_t)]
-    mode: Mode,
-    /// What the VM's disks are written to: `own`, overlays upon those of the image (the default), or `in-place`, those of the
-    /// image: neither that nor any that builds on them can be restored again then.
-    #[arg(long, value_name = "HOW", value_parser = disks, default_value = "own")]
+    mode: RestoreMode,
+    /// The files that the VM's disks are written to: `own`, overlays on top of those of the image
+    /// (the default), or `in-place`, those of the image: then neither this image nor any that
+    /// builds on them can be restored again.
+    #[arg(long, value_name = "HOW", value_parser = parse_disks, default_value = "own")]
     disks: RestoreDisks,
-    /// Where overlays are made; by default beside the disks of the image.
+    /// The directory for overlays; by default that of the image's disks.
     #[arg(long, value_name = "DIR")]
     disk_dir: Option<PathBuf>,
-    /// What becomes of the VM where a page that it needs can't be read: `stop`, it waits until storage is back (the default;
-    /// `firn status` says why), or `kill`, it is ended.
+    /// What to do with the VM if a page that it needs cannot be read: `stop`, it waits until
+    /// storage is back (the default; `firn status` shows the reason), or `kill`, it is ended.
     #[arg(long, value_name = "HOW", default_value_t)]
     on_error: OnError,
     #[command(flatten)]
@@ -79,45 +86,47 @@ pub struct Args {
     calls: CallsArgs,
     #[command(flatten)]
     overrides: OverrideArgs,
-    /// Return only when all memory is there.
+    /// Return only when all memory is loaded.
     #[arg(long)]
     wait: bool,
-    /// As --wait, and show on the terminal how the guest gets on meanwhile.
+    /// As --wait, and show the guest's utilization on the terminal meanwhile.
     #[arg(long)]
     watch: bool,
-    /// Go on with another version of QEMU, or with changed disks.
+    /// Continue with another version of QEMU, or with changed disks.
     #[arg(long)]
     force: bool,
     /// Start the VM even if it was paused when it was saved.
     #[arg(long)]
     run: bool,
-    /// Do not go by what earlier restores of this image had to wait for, and keep nothing of this one. Otherwise that is
-    /// kept beside the image, in IMAGE.learned. (How far its storage is, is kept in either case.)
+    /// Do not use the blocks that earlier restores of this image had to read on demand, and record
+    /// none of this one. Otherwise they are kept beside the image, in IMAGE.learned. (The latency
+    /// of its storage is recorded in either case.)
     #[arg(long)]
     no_learn: bool,
-    /// For experiments: count in the run record which prefetched pages the guest uses. It waits for each of them.
+    /// For experiments: count in the run record which prefetched pages the guest uses. The guest
+    /// waits for each of them.
     #[arg(long, hide = true)]
     account_use: bool,
 }
 
-impl Args {
+impl RestoreArgs {
     /// Runs the verb.
-    pub fn run(&self, out: Output) -> Result<(), Failure> {
+    pub fn run(&self, out: FactPrinter) -> Result<(), Failure> {
         let base = crate::hidden::runtime_dir()?;
-        let facts = self.restore(&base).map_err(|failure| {
+        let facts = self.start_restore(&base).map_err(|failure| {
             failure.while_doing(format!("can't restore {}", self.image.display()))
         })?;
-        out.facts(&facts, || describe(&facts))
+        out.print_facts(&facts, || describe_restore(&facts))
     }
 
-    fn restore(&self, base: &RuntimeDir) -> Result<serde_json::Value, Failure> {
-        let image = absolute(&self.image)?;
+    fn start_restore(&self, base: &RuntimeDir) -> Result<serde_json::Value, Failure> {
+        let image = absolute_path(&self.image)?;
         let name = match &self.name {
             Some(name) => name.clone(),
-            None => name_in(&image)?,
+            None => read_name(&image)?,
         };
         self.disk_dir.as_deref().map_or(Ok(()), check_directory)?;
-        let plan = Plan::Restore {
+        let plan = SupervisorPlan::Restore {
             image,
             mode: self.mode,
             on_error: self.on_error,
@@ -126,31 +135,31 @@ impl Args {
             learn: !self.no_learn,
             run: self.run,
             disks: self.disks,
-            disk_dir: self.disk_dir.as_deref().map(absolute).transpose()?,
+            disk_dir: self.disk_dir.as_deref().map(absolute_path).transpose()?,
             access_bits: self.working_set.access_bits(),
-            calls: self.calls.policy()?,
-            stores: self.calls.plugin()?,
-            overrides: self.overrides.overrides()?,
+            calls: self.calls.policy_path()?,
+            stores: self.calls.plugin_path()?,
+            overrides: self.overrides.to_overrides()?,
         };
         let mut facts = {
-            let mut bar = Bar::new();
-            start(base, &name, &plan, &mut |progress| bar.show(progress))?
+            let mut bar = TerminalBar::new();
+            start_supervisor(base, &name, &plan, &mut |progress| bar.show_progress(progress))?
         };
         match (self.watch, self.wait) {
-            (true, _) => look_on(base, &name)?,
-            (false, true) => follow(base, &name)?,
+            (true, _) => watch_restore(base, &name)?,
+            (false, true) => wait_for_memory(base, &name)?,
             (false, false) => return Ok(facts),
         }
-        // A restore that was taken over may have lost its record.
-        if let Ok(run) = Run::read(&base.vm(&name).run_record()) {
-            let run = Run { name: name.to_string(), ..run };
-            facts["run"] = serde_json::to_value(run.facts()).unwrap_or_default();
+        // If a new supervisor has recovered the restore, its record may be lost.
+        if let Ok(run) = ReportedRun::read_file(&base.vm_dir(&name).run_record()) {
+            let run = ReportedRun { name: name.to_string(), ..run };
+            facts["run"] = serde_json::to_value(run.compute_facts()).unwrap_or_default();
         }
         Ok(facts)
     }
 }
 
-fn disks(text: &str) -> Result<RestoreDisks, String> {
+fn parse_disks(text: &str) -> Result<RestoreDisks, String> {
     match text {
         "own" => Ok(RestoreDisks::Own),
         "in-place" => Ok(RestoreDisks::InPlace),
@@ -158,60 +167,66 @@ fn disks(text: &str) -> Result<RestoreDisks, String> {
     }
 }
 
-/// Waits until all memory is there. A VM that has ended by now was ended because it can't be.
-fn follow(base: &RuntimeDir, name: &VmName) -> Result<(), Failure> {
-    let mut bar = Bar::new();
-    ask(base, name, &Request::Watch, &mut |progress| bar.show(progress)).map(drop)
+/// Waits until all memory is loaded. A VM that has ended by now was ended because some memory
+/// cannot be read.
+fn wait_for_memory(base: &RuntimeDir, name: &VmName) -> Result<(), Failure> {
+    let mut bar = TerminalBar::new();
+    send_request(base, name, &SupervisorRequest::Watch, &mut |progress| bar.show_progress(progress))
+        .map(drop)
 }
 
-/// Shows how the guest gets on until all memory is there.
-fn look_on(base: &RuntimeDir, name: &VmName) -> Result<(), Failure> {
-    let mut live = Live::new();
-    ask(base, name, &Request::Watch, &mut |progress| live.show(progress)).map(drop)
+/// Shows the guest's utilization until all memory is loaded.
+fn watch_restore(base: &RuntimeDir, name: &VmName) -> Result<(), Failure> {
+    let mut live = RestoreView::new();
+    send_request(base, name, &SupervisorRequest::Watch, &mut |progress| {
+        live.show_progress(progress)
+    })
+    .map(drop)
 }
 
-fn name_in(image: &Path) -> Result<VmName, Failure> {
-    let image = crate::image::open(image)?;
-    let meta: Option<Meta> = serde_json::from_value(image.meta().clone()).ok();
+fn read_name(image: &Path) -> Result<VmName, Failure> {
+    let image = crate::image::open_image(image)?;
+    let meta: Option<ImageMeta> = serde_json::from_value(image.meta().clone()).ok();
     let name = meta.and_then(|meta| VmName::new(meta.name).ok());
     name.ok_or_else(|| {
-        let text = "the image does not say what its VM is called";
-        Failure::new(FailureKind::Usage, text).hint("say so: --name NAME")
+        let text = "the image does not record the name of its VM";
+        Failure::new(FailureKind::Usage, text).with_hint("give a name: --name NAME")
     })
 }
 
-fn describe(facts: &serde_json::Value) -> String {
-    if let Some(news) = recovered(facts) {
+fn describe_restore(facts: &serde_json::Value) -> String {
+    if let Some(news) = recovery_notice(facts) {
         return news;
     }
     let mut text = String::new();
-    for note in notes(facts) {
+    for note in supervisor_notes(facts) {
         let _ = writeln!(text, "{note}");
     }
-    let _ = writeln!(text, "{}", summary(facts));
+    let _ = writeln!(text, "{}", summarize_vm(facts));
     for overlay in facts["overlays"].as_array().into_iter().flatten() {
         let _ = writeln!(text, "it writes to {}", overlay.as_str().unwrap_or("?"));
     }
     let total = facts["timings_ms"]["total"].as_f64().unwrap_or(0.0);
     match facts["paused"].as_str() {
         Some(state) => {
-            let (total, qmp) = (units::ms(total), facts["qmp"].as_str().unwrap_or("?"));
+            let (total, qmp) = (units::format_ms(total), facts["qmp"].as_str().unwrap_or("?"));
             let _ = writeln!(
                 text,
                 "paused after {total}, as it was saved ({state}): `cont` on its monitor {qmp} starts it, or `firn restore --run`"
             );
         }
         None => {
-            let _ = writeln!(text, "running after {}", units::ms(total));
+            let _ = writeln!(text, "running after {}", units::format_ms(total));
         }
     }
     if let Some(run) = facts.get("run") {
-        let ms = |seconds: &serde_json::Value| units::ms(seconds.as_f64().unwrap_or(0.0) * 1e3);
+        let ms =
+            |seconds: &serde_json::Value| units::format_ms(seconds.as_f64().unwrap_or(0.0) * 1e3);
         let ttr = &run["ttr_s"]["1"]["0.9"];
         let (ttr, complete) = (ms(ttr), ms(&run["complete_s"]));
         let _ = writeln!(
             text,
-            "back to 90 % of its speed after {ttr} (TTR(1 s, 0.9)), all memory there after {complete}"
+            "back to 90 % of its speed after {ttr} (TTR(1 s, 0.9)), all memory loaded after {complete}"
         );
     }
     text

@@ -1,12 +1,12 @@
 //! `firn rm`
 
 use clap::Args as ClapArgs;
-use firn_supervisor::{Failure, VmName, forget};
+use firn_supervisor::{Failure, VmName, forget_vm};
 
-use crate::output::Output;
+use crate::output::FactPrinter;
 use crate::overlays;
 
-/// Forget a VM that has ended, with its logs.
+/// Forget a VM that has ended, and remove its logs.
 ///
 /// `firn ls` shows a VM that ended by itself until it is forgotten or its name is used again.
 ///
@@ -14,20 +14,22 @@ use crate::overlays;
 ///   firn rm web
 #[derive(Debug, ClapArgs)]
 #[command(verbatim_doc_comment)]
-pub struct Args {
+pub struct RmArgs {
     /// The VM.
     name: VmName,
 }
 
-impl Args {
+impl RmArgs {
     /// Runs the verb.
-    pub fn run(&self, out: Output) -> Result<(), Failure> {
+    pub fn run(&self, out: FactPrinter) -> Result<(), Failure> {
         let base = crate::hidden::runtime_dir()?;
-        let overlays = overlays::of(&base, &self.name);
-        forget(&base, &self.name)?;
-        let overlays = overlays::left(overlays);
+        let overlays = overlays::overlays_of(&base, &self.name);
+        forget_vm(&base, &self.name)?;
+        let overlays = overlays::existing_overlays(overlays);
         let facts =
             serde_json::json!({ "name": self.name, "forgotten": true, "overlays": overlays });
-        out.facts(&facts, || format!("{} is forgotten\n{}", self.name, overlays::lines(&overlays)))
+        out.print_facts(&facts, || {
+            format!("{} is forgotten\n{}", self.name, overlays::overlay_lines(&overlays))
+        })
     }
 }

@@ -3,29 +3,32 @@
 use std::fmt::Write;
 
 use clap::Args as ClapArgs;
-use firn_supervisor::{Failure, Plan, RuntimeDir, VmName, start};
+use firn_supervisor::{Failure, RuntimeDir, SupervisorPlan, VmName, start_supervisor};
 
 use crate::calls::CallsArgs;
-use crate::output::Output;
+use crate::output::FactPrinter;
 use crate::units;
 use crate::working_set::WorkingSetArgs;
 
 /// Start a VM from a QEMU command line.
 ///
-/// Firn adds to the command line what it needs, shared memory and a monitor of its own, and says what it added. The VM
-/// runs on after this command ends; it has no terminal. What QEMU itself writes (and the guest's console, with
-/// `-serial stdio`) goes to qemu.log in the VM's runtime directory, for you alone. `firn status` shows where that is.
+/// Firn adds what it needs to the command line, shared memory and a monitor of its own, and prints
+/// what it added. The VM continues to run after this command ends; it has no terminal. The output
+/// of QEMU itself (and of the guest's console, with `-serial stdio`) goes to qemu.log in the VM's
+/// runtime directory, which only you can read. `firn status` shows its path.
 ///
-/// A network card that ends in `-netdev firn,id=ID,uplink=PATH` has its frames pass through Firn, to a socket that speaks QEMU's
-/// stream framing, such as passt's; `firn protect` can then hold back what the VM sends. With `network=NAME` instead they go to that
-/// network of this host's agent, and so do those of a standby to the one of its own host.
+/// The frames of a network card that ends in `-netdev firn,id=ID,uplink=PATH` pass through Firn, to
+/// a socket that speaks QEMU's stream framing, such as passt's; `firn protect` can then buffer what
+/// the VM sends. With `network=NAME` instead they go to that network of this host's agent; those of
+/// a standby go to that network of the standby's host.
 ///
-/// After a checkpoint a VM may write to a layer over its disk's file (see `firn checkpoint`). A command line that names the old
-/// file then is refused, and the newest layer is named: `firn stop` prints the command line to continue with.
+/// After a checkpoint a VM may write to a layer on top of its disk's file (see `firn checkpoint`).
+/// Then a command line that names the old file is refused, and the error names the newest layer:
+/// `firn stop` prints the command line to continue with.
 ///
-/// A disk that is given as `-drive file=PATH,format=raw|qcow2,if=none,id=ID,firn=on` is served by Firn, and goes to the standby with the
-/// VM's memory when that is protected. A qcow2 file may grow to twice its disk; with `size=BYTES`, to that. Such a VM can't be
-/// checkpointed yet.
+/// Firn serves a disk that is given as `-drive file=PATH,format=raw|qcow2,if=none,id=ID,firn=on`.
+/// When the VM is protected, the disk is replicated to the standby with its memory. A qcow2 file
+/// may grow to twice its disk; with `size=BYTES`, to that. Such a VM cannot be checkpointed yet.
 ///
 /// Examples:
 ///   firn run web -- qemu-system-x86_64 -M q35 -m 1G -drive file=web.qcow2
@@ -34,18 +37,18 @@ use crate::working_set::WorkingSetArgs;
 ///   firn run --quiet test -- qemu-system-x86_64 -accel kvm -m 512 -kernel vmlinuz -initrd initrd
 #[derive(Debug, ClapArgs)]
 #[command(verbatim_doc_comment)]
-pub struct Args {
-    /// What the VM is to be called.
+pub struct RunVmArgs {
+    /// The name to give the VM.
     name: VmName,
     #[command(flatten)]
     working_set: WorkingSetArgs,
     #[command(flatten)]
     calls: CallsArgs,
-    /// Start on a disk file although a VM has written to a newer layer of that disk since. The newer layers, and images that
-    /// need the file as it is, are worth nothing from then on.
+    /// Start on a disk file although a VM has written to a newer layer of that disk since. The
+    /// newer layers, and images that need the file unchanged, are worthless from then on.
     #[arg(long)]
     old_disk: bool,
-    /// Do not say what was added to the command line.
+    /// Do not print what was added to the command line.
     #[arg(long, short)]
     quiet: bool,
     /// The QEMU command line, program first.
@@ -53,51 +56,51 @@ pub struct Args {
     command: Vec<String>,
 }
 
-impl Args {
+impl RunVmArgs {
     /// Runs the verb.
-    pub fn run(&self, out: Output) -> Result<(), Failure> {
+    pub fn run(&self, out: FactPrinter) -> Result<(), Failure> {
         let base = crate::hidden::runtime_dir()?;
-        let facts = self.start(&base)?;
-        out.facts(&facts, || self.describe(&facts))
+        let facts = self.start_vm(&base)?;
+        out.print_facts(&facts, || self.describe_start(&facts))
     }
 
-    fn start(&self, base: &RuntimeDir) -> Result<serde_json::Value, Failure> {
-        let plan = Plan::Run {
+    fn start_vm(&self, base: &RuntimeDir) -> Result<serde_json::Value, Failure> {
+        let plan = SupervisorPlan::Run {
             args: self.command.clone(),
             access_bits: self.working_set.access_bits(),
-            calls: self.calls.policy()?,
-            stores: self.calls.plugin()?,
+            calls: self.calls.policy_path()?,
+            stores: self.calls.plugin_path()?,
             old_disk: self.old_disk,
         };
-        start(base, &self.name, &plan, &mut |_| ())
+        start_supervisor(base, &self.name, &plan, &mut |_| ())
             .map_err(|failure| failure.while_doing(format!("can't run {}", self.name)))
     }
 
-    fn describe(&self, facts: &serde_json::Value) -> String {
+    fn describe_start(&self, facts: &serde_json::Value) -> String {
         let mut text = String::new();
-        for note in notes(facts).into_iter().filter(|_| !self.quiet) {
+        for note in supervisor_notes(facts).into_iter().filter(|_| !self.quiet) {
             let _ = writeln!(text, "{note}");
         }
-        let _ = writeln!(text, "{}", summary(facts));
+        let _ = writeln!(text, "{}", summarize_vm(facts));
         text
     }
 }
 
-/// What a supervisor remarked.
-pub fn notes(facts: &serde_json::Value) -> Vec<&str> {
+/// The notes of the supervisor.
+pub fn supervisor_notes(facts: &serde_json::Value) -> Vec<&str> {
     let notes = facts["notes"].as_array();
     notes.into_iter().flatten().filter_map(serde_json::Value::as_str).collect()
 }
 
 /// A VM in one line.
-pub fn summary(facts: &serde_json::Value) -> String {
+pub fn summarize_vm(facts: &serde_json::Value) -> String {
     let text = |key: &str| facts[key].as_str().unwrap_or("?").to_owned();
     let number = |key: &str| facts[key].as_u64().unwrap_or(0);
     format!(
         "{} runs: process {}, {}, {} vCPU, {}, QEMU {}",
         text("name"),
         number("pid"),
-        units::bytes(number("memory_bytes")),
+        units::format_bytes(number("memory_bytes")),
         number("vcpus"),
         text("accel"),
         text("qemu"),

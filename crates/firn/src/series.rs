@@ -1,43 +1,45 @@
-//! A series of checkpoints of one VM, made at intervals, each of what changed since the one before.
+//! A series of checkpoints of one VM, made at intervals, each an incremental image on the one
+//! before.
 //!
 //! ```text
 //!   --output web.firn --keep 4        web-000001.firn <- web-000002.firn <- ... <- web-000005.firn
-//!   the next one makes six, of which the newest four stay, and the oldest of them becomes whole:
+//!   the next checkpoint makes six. The newest four stay, and the oldest of them is merged with its parents:
 //!                                     web-000003.firn <- web-000004.firn <- ... <- web-000006.firn
 //! ```
 //!
-//! Making an image whole costs as much as a full checkpoint writes, so it is not done each time: a quarter more images
-//! than were asked for may lie there. An image becomes whole in its place and only then its ancestors go, so that all
-//! that lies there can be restored at any time, whenever this is interrupted; what was not removed then is removed the
-//! next time.
+//! Merging an image with its parents costs as much as writing a full checkpoint, so it is not done
+//! each time: there may be a quarter more images than requested. The merged image replaces the old
+//! one at its path, and only then its ancestors are removed. So all images that exist can be
+//! restored at any time, whenever this is interrupted. Images that were not removed then are
+//! removed the next time.
 
 use std::path::{Path, PathBuf};
 
-use firn_supervisor::{Context, Failure, FailureKind};
+use firn_supervisor::{Failure, FailureContext, FailureKind};
 
-/// Digits of a number at least, so that names sort as numbers do.
+/// The minimum number of digits, so that names sort like numbers.
 const DIGITS: usize = 6;
 
 /// The images that an output path stands for.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub struct Series {
+pub struct ImageSeries {
     dir: PathBuf,
     stem: String,
     extension: String,
 }
 
-/// What to do about images that are too many.
+/// The plan for surplus images.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub struct Surplus {
-    /// This one is made whole.
+pub struct SurplusPlan {
+    /// The image to merge with its parents first.
     pub whole: PathBuf,
-    /// Then these go.
+    /// The images to remove afterwards.
     pub remove: Vec<PathBuf>,
 }
 
-impl Series {
-    /// Of `web.firn`: `web-000001.firn` and so on, beside it.
-    pub fn of(output: &Path) -> Result<Self, Failure> {
+impl ImageSeries {
+    /// The series of `web.firn`: `web-000001.firn` and so on, in its directory.
+    pub fn from_output(output: &Path) -> Result<Self, Failure> {
         let text =
             |part: Option<&std::ffi::OsStr>| part.and_then(|it| it.to_str()).map(str::to_owned);
         let Some(stem) = text(output.file_stem()) else {
@@ -49,20 +51,20 @@ impl Series {
         Ok(Self { dir, stem, extension })
     }
 
-    /// The numbers of the images that are there, in order.
-    pub fn members(&self) -> Result<Vec<u32>, Failure> {
-        let looking = || format!("looking for images in {}", self.dir.display());
+    /// The numbers of the images that exist, in order.
+    pub fn list_members(&self) -> Result<Vec<u32>, Failure> {
+        let looking = || format!("searching for images in {}", self.dir.display());
         let mut members = Vec::new();
-        for entry in std::fs::read_dir(&self.dir).doing(looking())? {
-            let name = entry.doing(looking())?.file_name();
+        for entry in std::fs::read_dir(&self.dir).while_doing(looking())? {
+            let name = entry.while_doing(looking())?.file_name();
             members.extend(name.to_str().and_then(|name| self.number_in(name)));
         }
         members.sort_unstable();
         Ok(members)
     }
 
-    /// The image of a number.
-    pub fn path(&self, number: u32) -> PathBuf {
+    /// The path of the image with this number.
+    pub fn image_path(&self, number: u32) -> PathBuf {
         let Self { dir, stem, extension } = self;
         dir.join(format!("{stem}-{number:0DIGITS$}{extension}"))
     }
@@ -70,20 +72,23 @@ impl Series {
     fn number_in(&self, name: &str) -> Option<u32> {
         let rest = name.strip_prefix(&self.stem)?.strip_prefix('-')?;
         let number = rest.strip_suffix(&self.extension)?.parse().ok()?;
-        // Which `+7` and `0000007` are not.
-        (self.path(number).file_name()?.to_str()? == name).then_some(number)
+        // Excludes `+7` and `0000007`.
+        (self.image_path(number).file_name()?.to_str()? == name).then_some(number)
     }
 
-    /// What to do so that the newest `keep` are left, if there are too many.
-    pub fn surplus(&self, members: &[u32], keep: usize) -> Option<Surplus> {
+    /// The plan that leaves the newest `keep` images, if there are too many.
+    pub fn plan_surplus(&self, members: &[u32], keep: usize) -> Option<SurplusPlan> {
         let keep = keep.max(1);
         if members.len() <= keep + keep / 4 {
             return None;
         }
         let (old, kept) = members.split_at(members.len() - keep);
-        let whole = self.path(*kept.first()?);
-        // The newest first: whatever is left at any time has all that it builds on.
-        Some(Surplus { whole, remove: old.iter().rev().map(|&number| self.path(number)).collect() })
+        let whole = self.image_path(*kept.first()?);
+        // The newest first: each image that is left at any time has all that it builds on.
+        Some(SurplusPlan {
+            whole,
+            remove: old.iter().rev().map(|&number| self.image_path(number)).collect(),
+        })
     }
 }
 
@@ -91,14 +96,14 @@ impl Series {
 mod tests {
     use super::*;
 
-    fn series() -> Series {
-        Series::of(Path::new("/a/web.firn")).unwrap()
+    fn series() -> ImageSeries {
+        ImageSeries::from_output(Path::new("/a/web.firn")).unwrap()
     }
 
     #[test]
     fn names_and_numbers_belong_together() {
-        assert_eq!(series().path(7), Path::new("/a/web-000007.firn"));
-        assert_eq!(series().path(1_234_567), Path::new("/a/web-1234567.firn"));
+        assert_eq!(series().image_path(7), Path::new("/a/web-000007.firn"));
+        assert_eq!(series().image_path(1_234_567), Path::new("/a/web-1234567.firn"));
         assert_eq!(series().number_in("web-000007.firn"), Some(7));
         for other in [
             "web.firn",
@@ -111,20 +116,21 @@ mod tests {
         ] {
             assert_eq!(series().number_in(other), None, "{other}");
         }
-        let plain = Series::of(Path::new("/a/web")).unwrap();
-        assert_eq!(plain.path(1), Path::new("/a/web-000001"));
-        assert!(Series::of(Path::new("/")).is_err());
+        let plain = ImageSeries::from_output(Path::new("/a/web")).unwrap();
+        assert_eq!(plain.image_path(1), Path::new("/a/web-000001"));
+        assert!(ImageSeries::from_output(Path::new("/")).is_err());
     }
 
     #[test]
     fn a_quarter_more_than_asked_for_may_lie_there() {
-        let surplus = |count: u32, keep| series().surplus(&(1..=count).collect::<Vec<_>>(), keep);
+        let surplus =
+            |count: u32, keep| series().plan_surplus(&(1..=count).collect::<Vec<_>>(), keep);
         assert_eq!(surplus(5, 4), None);
-        let path = |number| series().path(number);
-        let expected = Surplus { whole: path(3), remove: vec![path(2), path(1)] };
+        let path = |number| series().image_path(number);
+        let expected = SurplusPlan { whole: path(3), remove: vec![path(2), path(1)] };
         assert_eq!(surplus(6, 4), Some(expected));
         assert_eq!(surplus(1, 1), None);
-        assert_eq!(surplus(2, 1), Some(Surplus { whole: path(2), remove: vec![path(1)] }));
+        assert_eq!(surplus(2, 1), Some(SurplusPlan { whole: path(2), remove: vec![path(1)] }));
         assert_eq!(surplus(2, 0), surplus(2, 1));
         assert_eq!(surplus(25, 20), None);
         assert_eq!(surplus(26, 20).map(|it| it.remove.len()), Some(6));

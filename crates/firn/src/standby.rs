@@ -3,24 +3,27 @@
 use std::path::PathBuf;
 
 use clap::Args as ClapArgs;
-use firn_epochs::endpoint::Endpoint;
-use firn_supervisor::{Failure, Plan, VmName, start};
+use firn_epochs::endpoint::BackupEndpoint;
+use firn_supervisor::{Failure, SupervisorPlan, VmName, start_supervisor};
 
-use crate::bar::Bar;
-use crate::output::Output;
+use crate::bar::TerminalBar;
+use crate::output::FactPrinter;
 
-/// Receive what a VM elsewhere writes, and be ready to run it.
+/// Receive the epochs of a VM on another host, and be ready to run it.
 ///
-/// Listens, waits until `firn protect` connects there, and starts a QEMU like the VM's own, which waits. The memory it will have
-/// is brought up to date with each epoch, one behind the newest. `firn failover` has it run; `firn stop` ends it. Disks that
-/// the VM reads must be at the same places here, and the same.
+/// Listens, waits until `firn protect` connects, and starts a QEMU like the VM's own, which waits.
+/// Its memory is updated with each epoch, one behind the newest. `firn failover` runs it; `firn
+/// stop` ends it. Disks that the VM only reads must exist at the same paths on this host, with the
+/// same contents.
 ///
-/// A disk that the VM's Firn serves (`firn run --help`) is copied to a file here, NAME.ID.FORMAT in this directory unless --disk says
-/// where. It is that of the epoch which a failover runs. `firn stop` leaves it, `firn stop --discard` removes it.
+/// A disk that the VM's Firn serves (`firn run --help`) is copied to a file on this host,
+/// NAME.ID.FORMAT in the current directory unless --disk gives a path. It has the state of the
+/// epoch that a failover runs. `firn stop` leaves the file, `firn stop --discard` removes it.
 ///
-/// Whoever connects says how QEMU is to be started: the socket is for you alone. Where the VM runs on another host, `firn protect
-/// NAME --backup HOST` does all this by the hosts' agents; without them, have the socket carried by what knows who is there,
-/// such as ssh.
+/// The process that connects determines how QEMU is started: only you can access the socket. If the
+/// VM runs on another host, `firn protect NAME --backup HOST` does all this through the hosts'
+/// agents; without agents, forward the socket by a program that authenticates its peer, such as
+/// ssh.
 ///
 /// Examples:
 ///   firn standby web-2 --listen unix:/run/web.standby
@@ -28,46 +31,53 @@ use crate::output::Output;
 ///   ssh -N -L /run/web.standby:/run/web.standby backup     (where the VM runs)
 #[derive(Debug, ClapArgs)]
 #[command(verbatim_doc_comment)]
-pub struct Args {
-    /// What the VM is to be called here.
+pub struct StandbyArgs {
+    /// The name to give the VM on this host.
     name: VmName,
-    /// Where its primary connects to: unix:PATH.
+    /// The address that its primary connects to: unix:PATH.
     #[arg(long, value_name = "ADDRESS")]
-    listen: Endpoint,
-    /// Another uplink for a network card here: the socket that its frames go to.
-    #[arg(long = "uplink", value_name = "ID=PATH", value_parser = uplink)]
+    listen: BackupEndpoint,
+    /// Another uplink for a network card on this host: the socket that its frames go to.
+    #[arg(long = "uplink", value_name = "ID=PATH", value_parser = parse_uplink)]
     uplinks: Vec<(String, String)>,
-    /// The file of a disk of Firn's here. It must not be there yet.
-    #[arg(long = "disk", value_name = "ID=PATH", value_parser = disk)]
+    /// The file on this host for a disk that Firn serves. It must not exist yet.
+    #[arg(long = "disk", value_name = "ID=PATH", value_parser = parse_disk)]
     disks: Vec<(String, PathBuf)>,
 }
 
-impl Args {
+impl StandbyArgs {
     /// Runs the verb.
-    pub fn run(&self, out: Output) -> Result<(), Failure> {
+    pub fn run(&self, out: FactPrinter) -> Result<(), Failure> {
         let base = crate::hidden::runtime_dir()?;
-        let plan = Plan::Standby {
+        let plan = SupervisorPlan::Standby {
             listen: self.listen.clone(),
             uplinks: self.uplinks.iter().cloned().collect(),
             disks: self.disks.iter().cloned().collect(),
         };
-        let mut bar = Bar::new();
-        let facts = start(&base, &self.name, &plan, &mut |progress| bar.show(progress))
-            .map_err(|failure| failure.while_doing(format!("can't keep {} ready", self.name)))?;
-        out.facts(&facts, || format!("{} receives, and waits for `firn failover`\n", self.name))
+        let mut bar = TerminalBar::new();
+        let facts =
+            start_supervisor(&base, &self.name, &plan, &mut |progress| bar.show_progress(progress))
+                .map_err(|failure| {
+                    failure.while_doing(format!("cannot keep {} ready", self.name))
+                })?;
+        out.print_facts(&facts, || {
+            format!("{} receives epochs, and waits for `firn failover`\n", self.name)
+        })
     }
 }
 
-/// A path that is absolute, for another directory is the VM's.
-fn uplink(words: &str) -> Result<(String, String), String> {
+/// Parses an ID and a path. The path must be absolute, because the supervisor has another current
+/// directory.
+fn parse_uplink(words: &str) -> Result<(String, String), String> {
     match words.split_once('=') {
         Some((id, path)) if !id.is_empty() && path.starts_with('/') => Ok((id.into(), path.into())),
         _ => Err("give ID=PATH, with an absolute path".to_owned()),
     }
 }
 
-/// From here on: the directory of the VM is another.
-fn disk(words: &str) -> Result<(String, PathBuf), String> {
+/// Parses an ID and a path. The path is made absolute, because the supervisor has another current
+/// directory.
+fn parse_disk(words: &str) -> Result<(String, PathBuf), String> {
     match words.split_once('=') {
         Some((id, path)) if !id.is_empty() && !path.is_empty() => {
             let path = std::path::absolute(path).map_err(|error| error.to_string())?;
@@ -83,18 +93,18 @@ mod tests {
 
     #[test]
     fn a_disk_has_an_id_and_a_path() {
-        assert_eq!(disk("d=/a=1"), Ok(("d".into(), "/a=1".into())));
-        assert!(disk("d=a").unwrap().1.is_absolute());
+        assert_eq!(parse_disk("d=/a=1"), Ok(("d".into(), "/a=1".into())));
+        assert!(parse_disk("d=a").unwrap().1.is_absolute());
         for words in ["", "d", "d=", "=/a"] {
-            assert!(disk(words).is_err(), "{words}");
+            assert!(parse_disk(words).is_err(), "{words}");
         }
     }
 
     #[test]
     fn an_uplink_has_an_id_and_an_absolute_path() {
-        assert_eq!(uplink("net0=/run/u=1"), Ok(("net0".into(), "/run/u=1".into())));
+        assert_eq!(parse_uplink("net0=/run/u=1"), Ok(("net0".into(), "/run/u=1".into())));
         for words in ["", "net0", "net0=", "=/run/u", "net0=u"] {
-            assert!(uplink(words).is_err(), "{words}");
+            assert!(parse_uplink(words).is_err(), "{words}");
         }
     }
 }

@@ -4,99 +4,101 @@ use std::fmt::Write;
 
 use clap::Args as ClapArgs;
 use firn_supervisor::{
-    CardStatus, Failure, Percentiles, Protection, Readiness, Request, RuntimeDir, Status, VmName,
-    ask, inspect, status,
+    CardStatus, Failure, Percentiles, ProtectionStatus, RuntimeDir, StandbyStatus,
+    SupervisorRequest, VmName, VmStatus, inspect_vm, query_status, send_request,
 };
-use firn_types::printable;
+use firn_types::make_printable;
 
-use crate::bar::Bar;
-use crate::ls::{age, outage, state};
-use crate::output::Output;
+use crate::bar::TerminalBar;
+use crate::ls::{describe_outage, describe_state, seconds_since};
+use crate::output::FactPrinter;
 use crate::units;
 
-/// Show what is known about a VM.
+/// Show the state of a VM.
 ///
 /// Examples:
 ///   firn status web
-///   firn status web --watch     wait until the checkpoint or restore that is going on is over
+///   firn status web --watch     wait until the running checkpoint or restore is finished
 #[derive(Debug, ClapArgs)]
 #[command(verbatim_doc_comment)]
-pub struct Args {
+pub struct StatusArgs {
     /// The VM.
     name: VmName,
-    /// Wait until what is going on is over; show progress on a terminal.
+    /// Wait until the running operation is finished; show progress on a terminal.
     #[arg(long, short)]
     watch: bool,
 }
 
-impl Args {
+impl StatusArgs {
     /// Runs the verb.
-    pub fn run(&self, out: Output) -> Result<(), Failure> {
+    pub fn run(&self, out: FactPrinter) -> Result<(), Failure> {
         let base = crate::hidden::runtime_dir()?;
         if self.watch {
-            watch(&base, &self.name)?;
+            wait_until_idle(&base, &self.name)?;
         }
-        let vm = base.vm(&self.name);
-        let status = inspect(&base, &vm)?;
-        out.facts(&status, || describe(&status, &vm.qemu_log().display().to_string()))
+        let vm = base.vm_dir(&self.name);
+        let status = inspect_vm(&base, &vm)?;
+        out.print_facts(&status, || describe_status(&status, &vm.qemu_log().display().to_string()))
     }
 }
 
-/// Waits until nothing is going on any more.
-pub fn watch(base: &RuntimeDir, name: &VmName) -> Result<(), Failure> {
-    let vm = base.vm(name);
-    if status(base, &vm)?.exit.is_some() {
+/// Waits until no operation is running any more.
+pub fn wait_until_idle(base: &RuntimeDir, name: &VmName) -> Result<(), Failure> {
+    let vm = base.vm_dir(name);
+    if query_status(base, &vm)?.exit.is_some() {
         return Ok(());
     }
-    let mut bar = Bar::new();
-    ask(base, name, &Request::Watch, &mut |progress| bar.show(progress)).map(drop)
+    let mut bar = TerminalBar::new();
+    send_request(base, name, &SupervisorRequest::Watch, &mut |progress| bar.show_progress(progress))
+        .map(drop)
 }
 
-fn by(protection: &Protection) -> String {
-    let Protection { to, interval_ms, epoch, committed, .. } = protection;
+fn describe_protection(protection: &ProtectionStatus) -> String {
+    let ProtectionStatus { to, interval_ms, epoch, committed, .. } = protection;
     format!("by {to}, every {interval_ms} ms; epoch {epoch}, of which {committed} are committed")
 }
 
-fn of(standby: &Readiness) -> String {
-    let Readiness { complete, committed, ended, .. } = standby;
-    let ended = ended.as_ref().map(|why| format!("; no more come: {why}")).unwrap_or_default();
+fn describe_standby(standby: &StandbyStatus) -> String {
+    let StandbyStatus { complete, committed, ended, .. } = standby;
+    let ended =
+        ended.as_ref().map(|why| format!("; the stream has ended: {why}")).unwrap_or_default();
     format!("{complete} epochs, of which {committed} are committed{ended}")
 }
 
 fn card_line(card: &CardStatus) -> String {
     let uplink = card.uplink.display();
-    let there = if card.connected { "" } else { ", where nobody is" };
+    let there = if card.connected { "" } else { ", not connected" };
     let how = match card.open {
         true => "open".to_owned(),
         false => {
-            let bytes = units::bytes(card.held_bytes as u64);
+            let bytes = units::format_bytes(card.held_bytes as u64);
             format!(
-                "{} frames held ({bytes}), delay {} ms",
+                "{} frames buffered ({bytes}), delay {} ms",
                 card.held_frames,
-                percentiles(card.delay_ms)
+                format_percentiles(card.delay_ms)
             )
         }
     };
     format!("{} to {uplink}{there}; {how}", card.id)
 }
 
-fn percentiles(values: Percentiles) -> String {
+fn format_percentiles(values: Percentiles) -> String {
     format!("{:.1} (95 %: {:.1})", values.p50, values.p95)
 }
 
-fn describe(status: &Status, qemu_log: &str) -> String {
+fn describe_status(status: &VmStatus, qemu_log: &str) -> String {
     let mut text = String::new();
     let mut line = |key: &str, value: String| {
-        let _ = writeln!(text, "{key:<11}{}", printable(&value));
+        let _ = writeln!(text, "{key:<11}{}", make_printable(&value));
     };
     line("name", status.name.to_string());
-    line("state", state(status));
+    line("state", describe_state(status));
     if let Some(unattended) = &status.unattended {
         line("trouble", unattended.why.clone());
         line("try", unattended.hint.clone());
     }
     if let Some(waiting) = &status.waiting {
-        line("storage", outage(waiting));
+        line("storage", describe_outage(waiting));
     }
     if let Some(image) = &status.image {
         line("image", image.display().to_string());
@@ -105,25 +107,28 @@ fn describe(status: &Status, qemu_log: &str) -> String {
         let how = if status.launched { "started by Firn" } else { "attached to" };
         line("process", format!("{pid}, {how}"));
     }
-    line("memory", units::bytes(status.memory_bytes));
+    line("memory", units::format_bytes(status.memory_bytes));
     line("vCPUs", format!("{}, {}", status.vcpus, status.accel));
     line("QEMU", status.qemu.clone());
     if let Some(qmp) = &status.qmp {
         line("monitor", qmp.display().to_string());
     }
     if let Some(protection) = &status.protection {
-        line("protected", by(protection));
+        line("protected", describe_protection(protection));
         if let Some(trouble) = protection.trouble {
             line(
                 "trouble",
-                format!("{}; its standby has the same or will have it", trouble.word()),
+                format!(
+                    "{}; its standby has the same trouble or will have it",
+                    trouble.description()
+                ),
             );
         }
-        line("downtime", format!("{} ms an epoch", percentiles(protection.downtime_ms)));
-        line("pages", format!("{} sent an epoch", percentiles(protection.sent_pages)));
+        line("downtime", format!("{} ms an epoch", format_percentiles(protection.downtime_ms)));
+        line("pages", format!("{} sent an epoch", format_percentiles(protection.sent_pages)));
     }
     if let Some(standby) = &status.standby {
-        line("standby", of(standby));
+        line("standby", describe_standby(standby));
         if standby.is_over() {
             line("not lost", format!("`firn stop {}` removes this standby", status.name));
         }
@@ -135,9 +140,12 @@ fn describe(status: &Status, qemu_log: &str) -> String {
         line("writes to", overlay.display().to_string());
     }
     line("output", qemu_log.to_owned());
-    line("since", format!("{} ago", units::seconds(age(status.since))));
+    line("since", format!("{} ago", units::format_seconds(seconds_since(status.since))));
     if let Some(note) = &status.last {
-        line("last", format!("{} ({} ago)", note.text, units::seconds(age(note.at))));
+        line(
+            "last",
+            format!("{} ({} ago)", note.text, units::format_seconds(seconds_since(note.at))),
+        );
     }
     if status.recoveries > 0 {
         line("recovered", format!("{} times from the death of its supervisor", status.recoveries));

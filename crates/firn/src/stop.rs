@@ -2,31 +2,34 @@
 
 use clap::Args as ClapArgs;
 use firn_supervisor::{
-    Failure, FailureKind, Request, RuntimeDir, StopRequest, VmName, ask, inspect, stop_by_force,
+    Failure, FailureKind, RuntimeDir, StopRequest, SupervisorRequest, VmName, inspect_vm,
+    send_request, stop_by_force,
 };
 
-use crate::output::Output;
+use crate::output::FactPrinter;
 use crate::overlays;
 
 /// End a VM.
 ///
-/// Without options this is pulling the plug: QEMU flushes its disks and ends, the guest is not asked. A QEMU that does not end by that
-/// is left as it is: only --force kills it.
+/// Without options this is like pulling the plug: QEMU flushes its disks and ends, without notice
+/// to the guest. A QEMU that does not end by itself then continues to run: only --force kills it.
 ///
-/// A VM that was checkpointed may write to layers over its disks' files. The command line to continue with, which names the
-/// newest ones, is printed then; `firn disk commit` returns a running VM to its disks' own files.
+/// A VM that was checkpointed may write to layers on top of its disks' files. Then the command
+/// prints the command line to continue with, which names the newest layers; `firn disk commit`
+/// returns a running VM to its disks' own files.
 ///
 /// Examples:
 ///   firn stop web
 ///   firn stop web --powerdown        press the guest's power button, and wait a minute
 ///   firn stop web --powerdown=10     ... ten seconds
-///   firn stop web --discard          forget what it wrote to its disks since the last checkpoint
+///   firn stop web --discard          drop what it wrote to its disks since the last checkpoint
 #[derive(Debug, ClapArgs)]
 #[command(verbatim_doc_comment)]
-pub struct Args {
+pub struct StopArgs {
     /// The VM.
     name: VmName,
-    /// Press the guest's power button and wait this many seconds; it runs on if that is not enough.
+    /// Press the guest's power button and wait this many seconds; the VM continues to run if that
+    /// is not enough.
     #[arg(
         long,
         value_name = "SECONDS",
@@ -35,57 +38,60 @@ pub struct Args {
         default_missing_value = "60"
     )]
     powerdown: Option<u64>,
-    /// End it in any case: while a checkpoint is being written (which is lost), if QEMU does not end when it is asked to (what it
-    /// has not written to its disks is lost), and if its supervisor is gone or does not answer.
+    /// End it in any case: while a checkpoint is being written (which is lost), if QEMU does not
+    /// end on request (data that it has not written to its disks is lost), and if its supervisor is
+    /// gone or does not answer.
     #[arg(long)]
     force: bool,
-    /// Remove the overlays that it writes to: what it wrote since it was last saved or restored is lost.
+    /// Remove the overlays that it writes to: what it wrote since it was last saved or restored is
+    /// lost.
     #[arg(long, conflicts_with = "keep")]
     discard: bool,
-    /// Leave the overlays that it writes to, and say where they are (the default).
+    /// Leave the overlays that it writes to, and print their paths (the default).
     #[arg(long)]
     keep: bool,
 }
 
-impl Args {
+impl StopArgs {
     /// Runs the verb.
-    pub fn run(&self, out: Output) -> Result<(), Failure> {
+    pub fn run(&self, out: FactPrinter) -> Result<(), Failure> {
         let base = crate::hidden::runtime_dir()?;
-        // Nobody can be asked afterwards.
-        let overlays = overlays::of(&base, &self.name);
+        // The supervisor does not exist any more afterwards.
+        let overlays = overlays::overlays_of(&base, &self.name);
         let command = self.next_command(&base);
-        self.stop(&base)
+        self.stop_vm(&base)
             .map_err(|failure| failure.while_doing(format!("can't stop {}", self.name)))?;
-        let overlays = overlays::left(overlays);
+        let overlays = overlays::existing_overlays(overlays);
         let facts = serde_json::json!({
             "name": self.name,
             "stopped": true,
             "overlays": overlays,
             "command": command.as_ref().map(|it| &it.words),
         });
-        out.facts(&facts, || {
-            let go_on = command.map_or(String::new(), |it| it.line("continue with"));
-            format!("{} has ended\n{}{go_on}", self.name, overlays::lines(&overlays))
+        out.print_facts(&facts, || {
+            let go_on = command.map_or(String::new(), |it| it.describe_change("continue with"));
+            format!("{} has ended\n{}{go_on}", self.name, overlays::overlay_lines(&overlays))
         })
     }
 
-    /// The command line that starts the VM again on its newest layers. A supervisor that does not answer is not asked.
-    fn next_command(&self, base: &RuntimeDir) -> Option<overlays::Command> {
-        let inspected = inspect(base, &base.vm(&self.name)).ok()?;
+    /// The command line that starts the VM again on its newest layers. A supervisor that does not
+    /// answer is not queried.
+    fn next_command(&self, base: &RuntimeDir) -> Option<overlays::RestartCommand> {
+        let inspected = inspect_vm(base, &base.vm_dir(&self.name)).ok()?;
         let is_attended = inspected.unattended.is_none() && !self.discard;
-        is_attended.then(|| overlays::command(base, &self.name)).flatten()
+        is_attended.then(|| overlays::request_restart_command(base, &self.name)).flatten()
     }
 
-    fn stop(&self, base: &RuntimeDir) -> Result<(), Failure> {
+    fn stop_vm(&self, base: &RuntimeDir) -> Result<(), Failure> {
         let (powerdown_s, force, discard) = (self.powerdown, self.force, self.discard);
         let request = StopRequest { powerdown_s, force, discard };
         if force {
             return stop_by_force(base, &self.name, request);
         }
-        // One that does not answer would be waited for without end.
-        if let Some(silent) = inspect(base, &base.vm(&self.name))?.unattended {
-            return Err(Failure::new(FailureKind::Busy, silent.why).hint(silent.hint));
+        // A supervisor that does not answer would block this command for ever.
+        if let Some(silent) = inspect_vm(base, &base.vm_dir(&self.name))?.unattended {
+            return Err(Failure::new(FailureKind::Busy, silent.why).with_hint(silent.hint));
         }
-        ask(base, &self.name, &Request::Stop(request), &mut |_| ()).map(drop)
+        send_request(base, &self.name, &SupervisorRequest::Stop(request), &mut |_| ()).map(drop)
     }
 }

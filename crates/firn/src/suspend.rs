@@ -1,55 +1,56 @@
 //! `firn suspend`
 
 use clap::Args as ClapArgs;
-use firn_supervisor::{Failure, Request, VmName};
-use firn_types::printable;
+use firn_supervisor::{Failure, SupervisorRequest, VmName};
+use firn_types::make_printable;
 
-use crate::checkpoint::{ImageArgs, recovered, save};
-use crate::output::Output;
+use crate::checkpoint::{ImageArgs, recovery_notice, request_save};
+use crate::output::FactPrinter;
 use crate::overlays;
 use crate::units;
 
 /// Save a VM to an image and end it.
 ///
-/// The guest is watched for a second, so that a restore knows what to bring in first (unless that is known from `firn run
-/// --working-set access-bits`). From then on it stands still, so its disks are as it left them, and `firn restore` takes
-/// it up where it stopped. If the image can't be written the VM runs on.
+/// Firn scans the guest's accesses for a second, so that a restore knows what to read first (unless
+/// that is known from `firn run --working-set access-bits`). From then on the guest is paused, so
+/// its disks are in the state of the image, and `firn restore` continues it from there. If the
+/// image cannot be written the VM continues to run.
 ///
 /// Example:
 ///   firn suspend web -o web.firn
 #[derive(Debug, ClapArgs)]
 #[command(verbatim_doc_comment)]
-pub struct Args {
+pub struct SuspendArgs {
     /// The VM.
     name: VmName,
     #[command(flatten)]
     image: ImageArgs,
 }
 
-impl Args {
+impl SuspendArgs {
     /// Runs the verb.
-    pub fn run(&self, out: Output) -> Result<(), Failure> {
+    pub fn run(&self, out: FactPrinter) -> Result<(), Failure> {
         let base = crate::hidden::runtime_dir()?;
-        let request = Request::Suspend(self.image.request()?);
-        let command = overlays::command(&base, &self.name);
-        let mut facts = save(&base, &self.name, &request)
+        let request = SupervisorRequest::Suspend(self.image.save_request()?);
+        let command = overlays::request_restart_command(&base, &self.name);
+        let mut facts = request_save(&base, &self.name, &request)
             .map_err(|failure| failure.while_doing(format!("can't suspend {}", self.name)))?;
         if let (Some(command), Some(facts)) = (&command, facts.as_object_mut()) {
             facts.insert("command".to_owned(), serde_json::json!(command.words));
         }
         let spoils = "its disks alone, without its memory (the image can't be restored afterwards)";
-        let alone = command.map_or(String::new(), |it| it.line(spoils));
-        out.facts(&facts, || format!("{}{alone}", describe(&facts)))
+        let alone = command.map_or(String::new(), |it| it.describe_change(spoils));
+        out.print_facts(&facts, || format!("{}{alone}", describe_suspend(&facts)))
     }
 }
 
-fn describe(facts: &serde_json::Value) -> String {
-    if let Some(news) = recovered(facts) {
+fn describe_suspend(facts: &serde_json::Value) -> String {
+    if let Some(news) = recovery_notice(facts) {
         return news;
     }
     format!(
         "{}: {}; the VM has ended\n",
-        printable(facts["image"].as_str().unwrap_or("?")),
-        units::bytes(facts["report"]["image_bytes"].as_u64().unwrap_or(0)),
+        make_printable(facts["image"].as_str().unwrap_or("?")),
+        units::format_bytes(facts["report"]["image_bytes"].as_u64().unwrap_or(0)),
     )
 }

@@ -1,8 +1,9 @@
-//! Sizes and times, as people write and read them.
+//! Sizes and durations in the form that people write and read.
 
 use std::time::Duration;
 
-/// Reads a size in bytes: `65536`, `64K`, `1M`, `2G` (powers of 1024; `KiB` and the like are understood too).
+/// Parses a size in bytes: `65536`, `64K`, `1M`, `2G` (powers of 1024; `KiB` and the like are
+/// accepted too).
 pub fn parse_bytes(text: &str) -> Result<u64, String> {
     let digits = text.find(|c: char| !c.is_ascii_digit()).unwrap_or(text.len());
     let (number, unit) = text.split_at(digits);
@@ -11,7 +12,7 @@ pub fn parse_bytes(text: &str) -> Result<u64, String> {
         "K" | "k" | "KiB" => 10,
         "M" | "MiB" => 20,
         "G" | "GiB" => 30,
-        _ => return Err(format!("{text:?} is no size: write 65536, 64K, 1M or 2G")),
+        _ => return Err(format!("{text:?} is not a size: write 65536, 64K, 1M or 2G")),
     };
     let number: u64 =
         number.parse().map_err(|_| format!("{text:?} does not begin with a number"))?;
@@ -21,7 +22,7 @@ pub fn parse_bytes(text: &str) -> Result<u64, String> {
         .ok_or_else(|| format!("{text:?} is too large"))
 }
 
-/// Reads a span of time: `500ms`, `30s` (or `30`), `5m`, `2h`.
+/// Parses a duration: `500ms`, `30s` (or `30`), `5m`, `2h`.
 pub fn parse_duration(text: &str) -> Result<Duration, String> {
     let digits = text.find(|c: char| !c.is_ascii_digit()).unwrap_or(text.len());
     let (number, unit) = text.split_at(digits);
@@ -30,7 +31,7 @@ pub fn parse_duration(text: &str) -> Result<Duration, String> {
         "" | "s" => 1000,
         "m" | "min" => 60_000,
         "h" => 3_600_000,
-        _ => return Err(format!("{text:?} is no span of time: write 500ms, 30s, 5m or 2h")),
+        _ => return Err(format!("{text:?} is not a duration: write 500ms, 30s, 5m or 2h")),
     };
     let number: u64 =
         number.parse().map_err(|_| format!("{text:?} does not begin with a number"))?;
@@ -38,8 +39,8 @@ pub fn parse_duration(text: &str) -> Result<Duration, String> {
     Ok(Duration::from_millis(ms))
 }
 
-/// A size for people: `64 KiB`, `1.5 GiB`.
-pub fn bytes(bytes: u64) -> String {
+/// Formats a size: `64 KiB`, `1.5 GiB`.
+pub fn format_bytes(bytes: u64) -> String {
     let units = ["B", "KiB", "MiB", "GiB", "TiB"];
     let mut size = bytes as f64;
     let mut unit = 0;
@@ -53,8 +54,8 @@ pub fn bytes(bytes: u64) -> String {
     }
 }
 
-/// A span of time for people: `12 s`, `5 min`, `3 h`, `2 d`.
-pub fn seconds(seconds: u64) -> String {
+/// Formats a duration: `12 s`, `5 min`, `3 h`, `2 d`.
+pub fn format_seconds(seconds: u64) -> String {
     match seconds {
         0..=119 => format!("{seconds} s"),
         120..=7199 => format!("{} min", seconds / 60),
@@ -63,8 +64,8 @@ pub fn seconds(seconds: u64) -> String {
     }
 }
 
-/// Milliseconds for people.
-pub fn ms(ms: f64) -> String {
+/// Formats milliseconds.
+pub fn format_ms(ms: f64) -> String {
     match ms {
         ms if ms < 10.0 => format!("{ms:.2} ms"),
         ms if ms < 1000.0 => format!("{ms:.0} ms"),
@@ -101,12 +102,12 @@ mod tests {
 
     #[test]
     fn sizes_and_times_are_short() {
-        assert_eq!(bytes(64 << 10), "64 KiB");
-        assert_eq!(bytes(1_610_612_736), "1.5 GiB");
-        assert_eq!(bytes(7), "7 B");
-        assert_eq!(seconds(119), "119 s");
-        assert_eq!(seconds(7200), "2 h");
-        assert_eq!(ms(2.34159), "2.34 ms");
-        assert_eq!(ms(1500.0), "1.50 s");
+        assert_eq!(format_bytes(64 << 10), "64 KiB");
+        assert_eq!(format_bytes(1_610_612_736), "1.5 GiB");
+        assert_eq!(format_bytes(7), "7 B");
+        assert_eq!(format_seconds(119), "119 s");
+        assert_eq!(format_seconds(7200), "2 h");
+        assert_eq!(format_ms(2.34159), "2.34 ms");
+        assert_eq!(format_ms(1500.0), "1.50 s");
     }
 }

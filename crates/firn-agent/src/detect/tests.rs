@@ -10,20 +10,20 @@ fn ms(ms: u64) -> Duration {
     Duration::from_millis(ms)
 }
 
-/// A detector that is looked at every 100 ms, and a peer that answers after so many, or not at all.
+/// A detector that ticks every 100 ms, and a peer that answers after a given time, or not at all.
 struct World {
-    detector: Detector,
-    now: Moment,
-    /// When open questions will have been answered.
-    answers: Vec<(Moment, Moment)>,
-    seen: Vec<(u64, Health)>,
+    detector: FailureDetector,
+    now: BootTime,
+    /// When open questions will be answered.
+    answers: Vec<(BootTime, BootTime)>,
+    seen: Vec<(u64, HostHealth)>,
     asked: Vec<u64>,
 }
 
 impl World {
     fn new() -> Self {
         let now = ms(1_000_000);
-        let detector = Detector::new(Times::default(), [name("b")], now);
+        let detector = FailureDetector::new(DetectorTiming::default(), [name("b")], now);
         Self { detector, now, answers: Vec::new(), seen: Vec::new(), asked: Vec::new() }
     }
 
@@ -31,11 +31,11 @@ impl World {
         self.now.as_millis() as u64 - 1_000_000
     }
 
-    fn see(&mut self, actions: Vec<Action>, answers_after: Option<u64>) {
+    fn see(&mut self, actions: Vec<DetectorAction>, answers_after: Option<u64>) {
         for action in actions {
             match action {
-                Action::Changed(_, health) => self.seen.push((self.at(), health)),
-                Action::Ask(_) => {
+                DetectorAction::Changed(_, health) => self.seen.push((self.at(), health)),
+                DetectorAction::Ask(_) => {
                     self.asked.push(self.at());
                     self.answers
                         .extend(answers_after.map(|after| (self.now + ms(after), self.now)));
@@ -44,7 +44,7 @@ impl World {
         }
     }
 
-    /// Time passes; questions are answered after so many milliseconds, or fail after 2 s.
+    /// Lets time pass; questions are answered after so many milliseconds, or fail after 2 s.
     fn pass(&mut self, length: u64, answers_after: Option<u64>) {
         let end = self.now + ms(length);
         while self.now < end {
@@ -54,13 +54,14 @@ impl World {
                 self.answers.drain(..).partition(|(when, _)| *when <= now);
             self.answers = open;
             for (_, asked) in due {
-                let actions = self.detector.on(now, Event::Answered(name("b"), asked));
+                let actions =
+                    self.detector.handle_event(now, DetectorEvent::Answered(name("b"), asked));
                 self.see(actions, answers_after);
             }
             if self.asked.last().is_some_and(|last| self.at() == last + 2000) {
-                self.detector.on(now, Event::Failed(name("b")));
+                self.detector.handle_event(now, DetectorEvent::Failed(name("b")));
             }
-            let actions = self.detector.on(self.now, Event::Tick);
+            let actions = self.detector.handle_event(self.now, DetectorEvent::Tick);
             self.see(actions, answers_after);
         }
     }
@@ -70,9 +71,9 @@ impl World {
 fn a_peer_that_answers_is_alive_and_asked_twice_a_second() {
     let mut world = World::new();
     world.pass(10_000, Some(100));
-    assert_eq!(world.seen, [(200, Health::Alive)]);
+    assert_eq!(world.seen, [(200, HostHealth::Alive)]);
     assert_eq!(world.asked, (0..20).map(|n| 100 + n * 500).collect::<Vec<_>>());
-    let (_, known) = world.detector.known().next().unwrap();
+    let (_, known) = world.detector.peer_states().next().unwrap();
     assert_eq!(known.round_trip, Some(ms(100)));
 }
 
@@ -81,36 +82,37 @@ fn a_silent_one_is_suspected_and_lost_after_the_times_that_are_stated() {
     let mut world = World::new();
     world.pass(1_000, Some(0));
     world.seen.clear();
-    // It answered what it was asked last, at 600.
+    // It answered the question that was asked last, at 600.
     assert_eq!(world.asked.last(), Some(&600));
     world.pass(10_000, None);
-    assert_eq!(world.seen, [(2600, Health::Suspected), (5600, Health::Lost)]);
+    assert_eq!(world.seen, [(2600, HostHealth::Suspected), (5600, HostHealth::Lost)]);
     world.seen.clear();
     world.pass(2_000, Some(0));
     assert_eq!(world.seen.len(), 1);
-    assert_eq!(world.seen[0].1, Health::Alive);
+    assert_eq!(world.seen[0].1, HostHealth::Alive);
 }
 
 #[test]
 fn one_that_never_answered_is_lost_too() {
     let mut world = World::new();
     world.pass(10_000, None);
-    assert_eq!(world.seen, [(5000, Health::Lost)]);
+    assert_eq!(world.seen, [(5000, HostHealth::Lost)]);
 }
 
 #[test]
 fn an_answer_tells_how_it_was_when_it_was_asked() {
-    let mut detector = Detector::new(Times::default(), [name("b")], ms(0));
+    let mut detector = FailureDetector::new(DetectorTiming::default(), [name("b")], ms(0));
     for at in [900, 1800, 2700] {
-        detector.on(ms(at), Event::Tick);
+        detector.handle_event(ms(at), DetectorEvent::Tick);
     }
-    detector.on(ms(2700), Event::Failed(name("b")));
-    let mut answered = |now, asked| detector.on(ms(now), Event::Answered(name("b"), ms(asked)));
+    detector.handle_event(ms(2700), DetectorEvent::Failed(name("b")));
+    let mut answered =
+        |now, asked| detector.handle_event(ms(now), DetectorEvent::Answered(name("b"), ms(asked)));
     assert_eq!(answered(3000, 0), [], "3 s old, it proves too little");
-    assert_eq!(answered(3100, 1200), [Action::Changed(name("b"), Health::Alive)]);
+    assert_eq!(answered(3100, 1200), [DetectorAction::Changed(name("b"), HostHealth::Alive)]);
     assert_eq!(
-        detector.on(ms(3200), Event::Tick),
-        [Action::Changed(name("b"), Health::Suspected), Action::Ask(name("b")),]
+        detector.handle_event(ms(3200), DetectorEvent::Tick),
+        [DetectorAction::Changed(name("b"), HostHealth::Suspected), DetectorAction::Ask(name("b")),]
     );
 }
 
@@ -119,11 +121,11 @@ fn a_late_answer_makes_a_lost_peer_a_suspected_one() {
     let mut world = World::new();
     world.pass(6_000, None);
     let asked = world.now - ms(3000);
-    let changed = world.detector.on(world.now, Event::Answered(name("b"), asked));
-    assert_eq!(changed, [Action::Changed(name("b"), Health::Suspected)]);
+    let changed = world.detector.handle_event(world.now, DetectorEvent::Answered(name("b"), asked));
+    assert_eq!(changed, [DetectorAction::Changed(name("b"), HostHealth::Suspected)]);
 }
 
-/// The host slept, or the agent was stopped: nobody was asked.
+/// The host slept, or the agent was stopped: no peer was asked.
 #[test]
 fn time_that_this_host_slept_counts_against_nobody() {
     let mut world = World::new();
@@ -133,8 +135,8 @@ fn time_that_this_host_slept_counts_against_nobody() {
     world.pass(1_900, None);
     assert_eq!(world.seen, [], "an hour later nothing else is known");
     world.pass(5_000, None);
-    let healths: Vec<Health> = world.seen.iter().map(|(_, health)| *health).collect();
-    assert_eq!(healths, [Health::Suspected, Health::Lost]);
+    let healths: Vec<HostHealth> = world.seen.iter().map(|(_, health)| *health).collect();
+    assert_eq!(healths, [HostHealth::Suspected, HostHealth::Lost]);
 }
 
 #[test]
@@ -145,58 +147,68 @@ fn a_lost_peer_does_not_come_back_because_this_host_slept() {
     world.now += Duration::from_secs(3600);
     world.pass(100, None);
     assert_eq!(world.seen, []);
-    // Nor because of an answer to what was asked before.
+    // Nor because of an answer to an earlier question.
     let asked = world.now - Duration::from_secs(3601);
-    assert_eq!(world.detector.on(world.now, Event::Answered(name("b"), asked)), []);
+    assert_eq!(
+        world.detector.handle_event(world.now, DetectorEvent::Answered(name("b"), asked)),
+        []
+    );
 }
 
 #[test]
 fn a_question_that_is_open_is_not_asked_again() {
-    let mut detector = Detector::new(Times::default(), [name("b")], ms(0));
-    assert_eq!(detector.on(ms(100), Event::Tick), [Action::Ask(name("b"))]);
-    assert_eq!(detector.on(ms(1100), Event::Tick), []);
-    detector.on(ms(1150), Event::Failed(name("b")));
-    assert_eq!(detector.on(ms(1200), Event::Tick), [Action::Ask(name("b"))]);
+    let mut detector = FailureDetector::new(DetectorTiming::default(), [name("b")], ms(0));
+    assert_eq!(
+        detector.handle_event(ms(100), DetectorEvent::Tick),
+        [DetectorAction::Ask(name("b"))]
+    );
+    assert_eq!(detector.handle_event(ms(1100), DetectorEvent::Tick), []);
+    detector.handle_event(ms(1150), DetectorEvent::Failed(name("b")));
+    assert_eq!(
+        detector.handle_event(ms(1200), DetectorEvent::Tick),
+        [DetectorAction::Ask(name("b"))]
+    );
 }
 
 #[test]
 fn a_stranger_is_nobody() {
-    let mut detector = Detector::new(Times::default(), [name("b")], ms(0));
-    assert_eq!(detector.on(ms(1), Event::Answered(name("c"), ms(0))), []);
-    assert_eq!(detector.on(ms(1), Event::Failed(name("c"))), []);
-    assert_eq!(detector.known().count(), 1);
+    let mut detector = FailureDetector::new(DetectorTiming::default(), [name("b")], ms(0));
+    assert_eq!(detector.handle_event(ms(1), DetectorEvent::Answered(name("c"), ms(0))), []);
+    assert_eq!(detector.handle_event(ms(1), DetectorEvent::Failed(name("c"))), []);
+    assert_eq!(detector.peer_states().count(), 1);
 }
 
 proptest! {
-    /// Whatever comes when: who is alive has answered something that was asked within the last 2 s of time that this
-    /// agent was awake, and nobody is lost who answered something that was asked within 5 s.
+    /// Whatever the order of events: an alive peer has answered a question that was asked within
+    /// the last 2 s in which this agent was awake, and no peer is lost that answered a question
+    /// that was asked within 5 s.
     #[test]
     fn nobody_is_believed_alive_or_lost_without_reason(
         steps in proptest::collection::vec((0u64..900, 0u8..4, 0u64..7000), 1..300)
     ) {
         let b = name("b");
         let mut now = ms(1_000_000);
-        let mut detector = Detector::new(Times::default(), [b.clone()], now);
-        let mut newest: Option<Moment> = None;
+        let mut detector = FailureDetector::new(DetectorTiming::default(), [b.clone()], now);
+        let mut newest: Option<BootTime> = None;
         let (begun, mut ticked) = (now, now);
         for (pass, what, ago) in steps {
             now += ms(pass);
             if what == 0 {
                 let asked = (now - ms(ago)).max(begun);
                 newest = newest.max(Some(asked));
-                detector.on(now, Event::Answered(b.clone(), asked));
+                detector.handle_event(now, DetectorEvent::Answered(b.clone(), asked));
             }
-            // Each gap is one that this agent is awake in.
+            // In each gap this agent is awake.
             if now - ticked >= ms(100) || what == 1 {
                 prop_assert!(now - ticked <= ms(1000));
-                detector.on(now, Event::Tick);
+                detector.handle_event(now, DetectorEvent::Tick);
                 ticked = now;
-                let (_, known) = detector.known().next().unwrap();
+                let (_, known) = detector.peer_states().next().unwrap();
                 let silence = now - newest.unwrap_or(begun);
                 match known.health {
-                    Health::Alive => prop_assert!(newest.is_some() && silence < ms(2000)),
-                    Health::Lost => prop_assert!(silence >= ms(2000)),
-                    Health::Suspected => prop_assert!(silence < ms(5000)),
+                    HostHealth::Alive => prop_assert!(newest.is_some() && silence < ms(2000)),
+                    HostHealth::Lost => prop_assert!(silence >= ms(2000)),
+                    HostHealth::Suspected => prop_assert!(silence < ms(5000)),
                 }
             }
         }

@@ -1,204 +1,225 @@
-//! VMs that fail over by themselves: each that is protected by another host is a cluster of one in what hosts agree on, named after it.
+//! Failover of single VMs without a person: a VM that another host protects is a cluster of one
+//! VM. Its record is named after the VM.
 //!
 //! ```text
 //!   firn protect web --backup b
-//!     |                                                                      the record of "web"
-//!     v                                                                        (firn-membership)
-//!   lease_for: there is a record, it names this host, the lease is held <----->  { primary: a, backup: - }
-//!   protect:   epochs go to b, the VM's frames obey the lease                          |
-//!   backed:    an epoch is committed at b  ------------------------------------>  { primary: a, backup: b }
-//!                                                                                      |  the lease of a is over
-//!   at b: the Post has it run  <---------------------------------------------  { primary: b, generation + 1 }
+//!     |                                                       the record of "web"
+//!     v                                                         (firn-membership)
+//!   acquire_lease: the record exists and names this host,
+//!                  and this host holds the lease <--------->  { primary: a, backup: - }
+//!   protect: epochs go to b, the lease covers the frames                |
+//!   record_committed_backup: b has committed an epoch ----->  { primary: a, backup: b }
+//!                                                                       |  a's lease expires
+//!   at b: the ClusterMember runs the VM <------------------  { primary: b, generation + 1 }
 //! ```
 //!
-//! For each VM that a record may name there is a [`Post`], which asks for the lease and obeys, and beside it, again and again, what is
-//! [`due`]: the record is kept true, and a VM whose backup was lost is protected by another host. Nothing of it is kept: an agent that is
-//! started takes up what its predecessor ran, if nobody else has.
+//! Each VM that a record may name has a [`ClusterMember`], which requests the lease and obeys the
+//! record. Beside it a reconcile loop carries out one planned action at a time ([`plan_action`]):
+//! it keeps the record correct, and protects a VM that has lost its backup by another host. This
+//! state is in memory only: an agent that starts adopts the VMs of its predecessor, unless another
+//! host runs them.
+//!
+//! [`plan_action`]: reconcile::plan_action
 
-mod by_hand;
-mod due;
-mod hosts;
-mod tend;
+mod host_actions;
+mod manual;
+mod reconcile;
+mod reconciler;
 
-pub(crate) use by_hand::fail_over;
-pub(crate) use hosts::end;
+pub(crate) use host_actions::end_vm;
+pub(crate) use manual::fail_over;
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::sync::{Arc, Mutex, MutexGuard, OnceLock, PoisonError};
 use std::time::Duration;
 
-use firn_cluster::failover::{Place, Register, Terms};
-use firn_cluster::{Host, Vm};
-use firn_membership::{Changed, Cluster, Members, Post, Record, Revision, Trouble, View, control};
-use firn_supervisor::{Failure, FailureKind, PrimaryEnd, Status, VmName};
+use firn_cluster::failover::{FailoverRecord, LeaseTerms, VmPlacement};
+use firn_cluster::{HostId, VmId};
+use firn_membership::{
+    ChangeResult, ClusterMember, ClusterName, ClusterRecord, MembershipError, MembershipStore,
+    RecordView, Revision, run_controllers,
+};
+use firn_supervisor::{Failure, FailureKind, PrimaryEnd, VmName, VmStatus};
 use serde_json::Value;
 use tokio::task::AbortHandle;
 use tokio::time::{Instant, sleep};
 
 use crate::agent::Agent;
-use crate::api::Protect;
+use crate::api::ProtectVmRequest;
+use crate::clusters;
 use crate::host::HostName;
-use crate::together;
 
-/// How often a VM's lease is asked for in the time of one, and what is due looked at.
-pub(crate) const LOOKS: u32 = 5;
+/// Polls in the time of one lease: lease requests of a VM, and runs of its reconcile loop.
+pub(crate) const POLLS_PER_LEASE: u32 = 5;
 
-/// How often what others have to do first is looked for.
-const RETRY: Duration = Duration::from_millis(100);
+/// Time between two tries, where another component has to act first.
+const RETRY_INTERVAL: Duration = Duration::from_millis(100);
 
-/// What this agent does for the VMs of its host.
+/// Failover state of this agent, for the VMs of its host.
 #[derive(Default)]
-pub(crate) struct Failover {
-    ours: OnceLock<Ours>,
-    tended: Mutex<BTreeMap<VmName, Tended>>,
-    /// Those that could not be run here.
+pub(crate) struct FailoverManager {
+    local_node: OnceLock<LocalNode>,
+    reconcilers: Mutex<BTreeMap<VmName, ReconciledVm>>,
+    /// VMs that could not be run on this host.
     given_up: Mutex<BTreeSet<VmName>>,
     /// Why a VM has no backup.
     troubles: Mutex<BTreeMap<VmName, String>>,
-    /// What its supervisor answered when a VM was run here.
-    ran: Mutex<BTreeMap<VmName, Value>>,
-    /// How a VM was to be protected.
-    wanted: Mutex<BTreeMap<VmName, Protect>>,
+    /// The supervisor's answer when a VM was run on this host.
+    failover_facts: Mutex<BTreeMap<VmName, Value>>,
+    /// The request by which a VM was protected last.
+    protect_requests: Mutex<BTreeMap<VmName, ProtectVmRequest>>,
 }
 
-/// Where hosts agree, and which host this is.
+/// This host's access to membership: the store, the terms of leases, and this host's number.
 #[derive(Clone)]
-pub(crate) struct Ours {
-    pub members: Arc<dyn Members>,
-    pub terms: Terms,
-    pub host: Host,
+pub(crate) struct LocalNode {
+    pub members: Arc<dyn MembershipStore>,
+    pub terms: LeaseTerms,
+    pub host: HostId,
 }
 
-struct Tended {
-    post: Arc<Post>,
+struct ReconciledVm {
+    post: Arc<ClusterMember>,
     task: AbortHandle,
 }
 
-pub(crate) fn lock<T>(of: &Mutex<T>) -> MutexGuard<'_, T> {
+pub(crate) fn lock_mutex<T>(of: &Mutex<T>) -> MutexGuard<'_, T> {
     of.lock().unwrap_or_else(PoisonError::into_inner)
 }
 
-impl Failover {
-    /// Why a VM is not protected, if it is to be.
-    pub(crate) fn trouble(&self, vm: &VmName) -> Option<String> {
-        lock(&self.troubles).get(vm).cloned()
+impl FailoverManager {
+    /// Why a VM is not protected, though it should be.
+    pub(crate) fn unprotected_reason(&self, vm: &VmName) -> Option<String> {
+        lock_mutex(&self.troubles).get(vm).cloned()
     }
 
-    /// The record of a VM was ended by hand.
-    pub(crate) fn forget(&self, vm: &VmName) {
-        lock(&self.given_up).remove(vm);
-        lock(&self.troubles).remove(vm);
+    /// Forgets failures of a VM whose record a user has ended.
+    pub(crate) fn forget_vm(&self, vm: &VmName) {
+        lock_mutex(&self.given_up).remove(vm);
+        lock_mutex(&self.troubles).remove(vm);
     }
 
-    /// Where hosts agree, and which host this is; none where they don't, or not yet.
-    pub(crate) fn ours(&self) -> Option<Ours> {
-        self.ours.get().cloned()
+    /// Returns the access to membership: `None` without membership, or before this host has joined.
+    pub(crate) fn local_node(&self) -> Option<LocalNode> {
+        self.local_node.get().cloned()
     }
 }
 
-/// Takes part for ever, where hosts agree.
-pub(crate) async fn run(agent: Arc<Agent>) {
-    let Some((members, terms)) = agent.membership.members() else {
+/// Reconciles the VMs of this host, if membership is configured. Never returns.
+pub(crate) async fn run_failover(agent: Arc<Agent>) {
+    let Some((members, terms)) = agent.membership.store_and_terms() else {
         return std::future::pending().await;
     };
-    let host = joined(&*members, agent.config.name.as_str(), terms).await;
-    tracing::info!("this agent is {host} among those that agree");
-    let _ = agent.failover.ours.set(Ours { members: Arc::clone(&members), terms, host });
+    let host = join_until_numbered(&*members, agent.config.name.as_str(), terms).await;
+    tracing::info!("this agent has joined membership as {host}");
+    let _ = agent.failover.local_node.set(LocalNode { members: Arc::clone(&members), terms, host });
     let name = agent.config.name.to_string();
-    tokio::spawn(async move { control(members, &name, terms).await });
+    tokio::spawn(async move { run_controllers(members, &name, terms).await });
     loop {
-        let statuses = agent.blocking(|vms| vms.list()).await.unwrap_or_default();
-        let given_up = lock(&agent.failover.given_up).clone();
-        let concerns = |it: &&Status| concerns(&agent, it) && !given_up.contains(&it.name);
-        statuses.iter().filter(concerns).for_each(|it| drop(tend(&agent, &it.name)));
-        let clusters = statuses.iter().filter_map(|it| agent.place.cluster_of(&it.name));
-        clusters.collect::<BTreeSet<_>>().iter().for_each(|it| drop(together::tend(&agent, it)));
-        sleep(terms.ttl / LOOKS).await;
+        let statuses = agent.run_blocking(|vms| vms.list_vms()).await.unwrap_or_default();
+        let given_up = lock_mutex(&agent.failover.given_up).clone();
+        let concerns = |it: &&VmStatus| has_own_record(&agent, it) && !given_up.contains(&it.name);
+        statuses.iter().filter(concerns).for_each(|it| drop(ensure_reconciler(&agent, &it.name)));
+        let clusters = statuses.iter().filter_map(|it| agent.paths.cluster_of(&it.name));
+        clusters
+            .collect::<BTreeSet<_>>()
+            .iter()
+            .for_each(|it| drop(clusters::ensure_reconciler(&agent, it)));
+        sleep(terms.ttl / POLLS_PER_LEASE).await;
     }
 }
 
-async fn joined(members: &dyn Members, name: &str, terms: Terms) -> Host {
+async fn join_until_numbered(
+    members: &dyn MembershipStore,
+    name: &str,
+    terms: LeaseTerms,
+) -> HostId {
     loop {
-        match members.join(name).await {
+        match members.join_host(name).await {
             Ok(host) => return host,
-            Err(trouble) => tracing::warn!("this agent has no number among hosts: {trouble}"),
+            Err(trouble) => tracing::warn!("this agent can't join membership: {trouble}"),
         }
-        sleep(terms.ttl / LOOKS).await;
+        sleep(terms.ttl / POLLS_PER_LEASE).await;
     }
 }
 
-/// Whether a record of its own may have something to say of it: it obeys a lease, or stands by for another host's VM.
-fn concerns(agent: &Agent, status: &Status) -> bool {
+/// Whether a record of its own may cover the VM: the VM obeys a lease, or is a standby of another
+/// host's VM.
+fn has_own_record(agent: &Agent, status: &VmStatus) -> bool {
     let is_member = status.standby.as_ref().is_some_and(|standby| standby.member);
-    if is_member || agent.place.cluster_of(&status.name).is_some() {
+    if is_member || agent.paths.cluster_of(&status.name).is_some() {
         return false;
     }
-    let is_standby = status.standby.is_some() && agent.place.origin(&status.name).is_some();
+    let is_standby = status.standby.is_some() && agent.paths.primary_host(&status.name).is_some();
     let has_panicked = status.protection_end == Some(PrimaryEnd::Panicked);
     (status.lease.is_some() && (status.state != "ended" || has_panicked)) || is_standby
 }
 
-/// Has a VM obey what is agreed on.
-fn tend(agent: &Arc<Agent>, vm: &VmName) -> Option<Arc<Post>> {
-    let Ours { members, terms, host } = agent.failover.ours.get()?.clone();
-    let cluster = Cluster::new(vm.as_str()).ok()?;
-    let mut tended = lock(&agent.failover.tended);
+/// Starts the reconcile loop of a VM, unless it runs already.
+fn ensure_reconciler(agent: &Arc<Agent>, vm: &VmName) -> Option<Arc<ClusterMember>> {
+    let LocalNode { members, terms, host } = agent.failover.local_node.get()?.clone();
+    let cluster = ClusterName::new(vm.as_str()).ok()?;
+    let mut tended = lock_mutex(&agent.failover.reconcilers);
     tended.retain(|_, it| !it.task.is_finished());
     if let Some(it) = tended.get(vm) {
         return Some(Arc::clone(&it.post));
     }
-    let local = hosts::Local { agent: Arc::downgrade(agent), vm: vm.clone() };
-    let post = Arc::new(Post::new(members, Arc::new(local), cluster, host, terms));
-    let task = tokio::spawn(tend::keep(Arc::clone(agent), vm.clone(), Arc::clone(&post)));
-    tended.insert(vm.clone(), Tended { post: Arc::clone(&post), task: task.abort_handle() });
-    Some(post)
+    let local = host_actions::VmHostActions { agent: Arc::downgrade(agent), vm: vm.clone() };
+    let member = Arc::new(ClusterMember::new(members, Arc::new(local), cluster, host, terms));
+    let task =
+        tokio::spawn(reconciler::follow_record(Arc::clone(agent), vm.clone(), Arc::clone(&member)));
+    tended
+        .insert(vm.clone(), ReconciledVm { post: Arc::clone(&member), task: task.abort_handle() });
+    Some(member)
 }
 
-/// The timeline whose lease a VM's frames are to obey: this host is its primary by then, and holds the lease. None where hosts agree
-/// on nothing.
-pub(crate) async fn lease_for(
+/// Acquires the lease that is to cover a VM's frames, and returns its generation. By then the
+/// record names this host as the primary. Returns `None` without membership.
+pub(crate) async fn acquire_lease(
     agent: &Arc<Agent>,
-    wanted: &Protect,
+    wanted: &ProtectVmRequest,
 ) -> Result<Option<u32>, Failure> {
-    let Some((_, terms)) = agent.membership.members() else { return Ok(None) };
+    let Some((_, terms)) = agent.membership.store_and_terms() else { return Ok(None) };
     let vm = &wanted.vm;
-    lock(&agent.failover.given_up).remove(vm);
-    lock(&agent.failover.wanted).insert(vm.clone(), wanted.clone());
-    // What an earlier timeline has to be waited for, and an election.
+    lock_mutex(&agent.failover.given_up).remove(vm);
+    lock_mutex(&agent.failover.protect_requests).insert(vm.clone(), wanted.clone());
+    // Two things may take long: the lease of an earlier generation has to expire, and the
+    // membership servers may have to elect a leader.
     let (until, mut why) = (Instant::now() + 6 * terms.ttl, String::new());
     while Instant::now() < until {
-        match primary(agent, vm).await {
+        match record_primary(agent, vm).await {
             Ok(Some(generation)) => return Ok(Some(generation)),
             Ok(None) => "the lease is not held yet".clone_into(&mut why),
-            Err(Trouble::Refused(text)) => return Err(refused(vm, text)),
+            Err(MembershipError::Refused(text)) => return Err(already_protected(vm, text)),
             Err(trouble) => why = trouble.to_string(),
         }
-        sleep(RETRY).await;
+        sleep(RETRY_INTERVAL).await;
     }
     let failure = Failure::new(FailureKind::Host, format!("{vm} gets no lease: {why}"));
-    Err(failure.hint("`firn cluster status` says who can be reached"))
+    Err(failure.with_hint("`firn cluster status` shows which hosts answer"))
 }
 
-fn refused(vm: &VmName, why: String) -> Failure {
+fn already_protected(vm: &VmName, why: String) -> Failure {
     let failure = Failure::new(FailureKind::Busy, why);
-    failure.hint(format!(
+    failure.with_hint(format!(
         "`firn release {vm}` there ends that; `firn cluster forget {vm}` does if that host and its backup's are gone"
     ))
 }
 
-/// Has the record name this host; tells the timeline once its lease is held.
-async fn primary(agent: &Arc<Agent>, vm: &VmName) -> Result<Option<u32>, Trouble> {
-    let none = || Trouble::Unreachable("this agent has no number among hosts yet".to_owned());
-    let Ours { members, host, .. } = agent.failover.ours.get().ok_or_else(none)?.clone();
-    let cluster = Cluster::new(vm.as_str())?;
-    let View { known, names, .. } = members.view(&cluster).await?;
-    let place = Place { primary: host, backup: None };
-    let places = BTreeMap::from([(Vm(0), place)]);
-    let vms = BTreeMap::from([(Vm(0), vm.to_string())]);
-    let begun = |register| Record { register, vms: vms.clone() };
+/// Makes the record name this host as the primary; returns the generation once its lease is held.
+async fn record_primary(agent: &Arc<Agent>, vm: &VmName) -> Result<Option<u32>, MembershipError> {
+    let none =
+        || MembershipError::Unreachable("this agent has not joined membership yet".to_owned());
+    let LocalNode { members, host, .. } = agent.failover.local_node.get().ok_or_else(none)?.clone();
+    let cluster = ClusterName::new(vm.as_str())?;
+    let RecordView { known, names, .. } = members.read_view(&cluster).await?;
+    let place = VmPlacement { primary: host, backup: None };
+    let places = BTreeMap::from([(VmId(0), place)]);
+    let vms = BTreeMap::from([(VmId(0), vm.to_string())]);
+    let begun = |register| ClusterRecord { register, vms: vms.clone() };
     let next = match &known.record {
-        None => begun(Register::new(places)),
-        Some(record) if record.register.is_ended() => begun(record.register.again(places)),
+        None => begun(FailoverRecord::new(places)),
+        Some(record) if record.register.is_ended() => begun(record.register.with_restart(places)),
         Some(record) => {
             let register = &record.register;
             let primary = register.primaries().first().copied().unwrap_or(host);
@@ -206,56 +227,62 @@ async fn primary(agent: &Arc<Agent>, vm: &VmName) -> Result<Option<u32>, Trouble
                 let name = names.get(&primary).map_or("?", String::as_str);
                 let text =
                     format!("{vm} is protected already, and runs at host {name} ({})", primary.0);
-                return Err(Trouble::Refused(text));
+                return Err(MembershipError::Refused(text));
             }
-            let post = tend(agent, vm).ok_or_else(none)?;
-            let holds = register.fence.is_empty() && post.may_send();
+            let member = ensure_reconciler(agent, vm).ok_or_else(none)?;
+            let holds = register.fence.is_empty() && member.may_send();
             return Ok(holds.then_some(register.generation.0));
         }
     };
-    change(&*members, &cluster, known.revision, &next).await?;
-    tend(agent, vm);
+    change_record(&*members, &cluster, known.revision, &next).await?;
+    ensure_reconciler(agent, vm);
     Ok(None)
 }
 
-pub(crate) async fn change(
-    members: &dyn Members,
-    cluster: &Cluster,
+pub(crate) async fn change_record(
+    members: &dyn MembershipStore,
+    cluster: &ClusterName,
     from: Revision,
-    to: &Record,
-) -> Result<bool, Trouble> {
-    let changed = members.change(cluster, from, to).await?;
-    Ok(matches!(changed, Changed::Done(_)))
+    to: &ClusterRecord,
+) -> Result<bool, MembershipError> {
+    let changed = members.change_record(cluster, from, to).await?;
+    Ok(matches!(changed, ChangeResult::Done(_)))
 }
 
-/// An epoch of a VM is committed at its backup, which may run it from now on. If that can't be recorded now, it is later.
-pub(crate) async fn backed(agent: &Arc<Agent>, vm: &VmName, backup: &HostName) {
-    lock(&agent.failover.troubles).remove(vm);
-    let Some(ours) = agent.failover.ours.get() else { return };
-    let until = Instant::now() + ours.terms.ttl;
+/// Records the backup that has committed an epoch of a VM, so that it may run the VM from now on.
+/// If the record cannot be changed now, the reconcile loop does it later.
+pub(crate) async fn record_committed_backup(agent: &Arc<Agent>, vm: &VmName, backup: &HostName) {
+    lock_mutex(&agent.failover.troubles).remove(vm);
+    let Some(node) = agent.failover.local_node.get() else { return };
+    let until = Instant::now() + node.terms.ttl;
     while Instant::now() < until {
-        match record_backup(ours, vm, backup).await {
+        match record_backup(node, vm, backup).await {
             Ok(true) => return,
             Ok(false) => {}
-            Err(trouble) => tracing::warn!("{vm} does not fail over to {backup} yet: {trouble}"),
+            Err(trouble) => tracing::warn!("{vm} can't fail over to {backup} yet: {trouble}"),
         }
-        sleep(RETRY).await;
+        sleep(RETRY_INTERVAL).await;
     }
 }
 
-async fn record_backup(ours: &Ours, vm: &VmName, backup: &HostName) -> Result<bool, Trouble> {
-    let cluster = Cluster::new(vm.as_str())?;
-    let View { known, names, .. } = ours.members.view(&cluster).await?;
+async fn record_backup(
+    node: &LocalNode,
+    vm: &VmName,
+    backup: &HostName,
+) -> Result<bool, MembershipError> {
+    let cluster = ClusterName::new(vm.as_str())?;
+    let RecordView { known, names, .. } = node.members.read_view(&cluster).await?;
     let Some(record) = known.record else { return Ok(false) };
-    let Some(backup) = newest(&names, backup) else { return Ok(false) };
-    if record.register.primaries() != [ours.host].into() {
+    let Some(backup) = newest_host(&names, backup) else { return Ok(false) };
+    if record.register.primaries() != [node.host].into() {
         return Ok(false);
     }
-    let register = record.register.backed_by(Some(backup));
-    change(&*ours.members, &cluster, known.revision, &Record { register, ..record }).await
+    let register = record.register.with_backup(Some(backup));
+    change_record(&*node.members, &cluster, known.revision, &ClusterRecord { register, ..record })
+        .await
 }
 
-/// The number of the agent of a host that was started last.
-pub(crate) fn newest(names: &BTreeMap<Host, String>, name: &HostName) -> Option<Host> {
+/// Returns the number of the most recently started agent of a host.
+pub(crate) fn newest_host(names: &BTreeMap<HostId, String>, name: &HostName) -> Option<HostId> {
     names.iter().rev().find(|(_, it)| *it == name.as_str()).map(|(host, _)| *host)
 }

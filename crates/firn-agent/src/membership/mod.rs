@@ -1,16 +1,16 @@
-//! What hosts agree on (`firn-membership`): this host's part of it.
+//! This host's part in membership: the records and leases of `firn-membership`.
 //!
 //! ```text
-//!   firn cluster status --- agent.sock ---> view          POST /v1/members <--- peers: servers, and those who ask one
-//!                                            |                   |
-//!                                            v                   v
-//!                                      Embedded or Etcd        Server, if this host is one
-//!                                            |                   |
-//!                                            '------ Links ------'--- POST /v1/members ---> peers
+//!   firn cluster status - agent.sock ---> membership_view   POST /v1/members <-- peers: servers,
+//!                                          |                   |                 and their clients
+//!                                          v                   v
+//!                          EmbeddedStore or EtcdStore        RaftServer, if this host is a server
+//!                                          |                   |
+//!                                          '--- ServerLinks ---'--- POST /v1/members ---> peers
 //! ```
 //!
-//! Which peer a message is from is what its certificate says: none asks for another one's lease, and who is no server says
-//! nothing of raft's.
+//! The certificate of a connection identifies the peer that sends a message: no peer can request
+//! the lease of another one, and a peer that is no server can't send messages of raft.
 
 mod links;
 mod options;
@@ -18,104 +18,123 @@ mod options;
 use std::collections::BTreeMap;
 use std::sync::Arc;
 
-use firn_cluster::Host;
-use firn_cluster::failover::Terms;
-use firn_membership::embedded::{self, Server};
-use firn_membership::{Cluster, Embedded, Etcd, Members, Record, Trouble, View};
+use firn_cluster::HostId;
+use firn_cluster::failover::LeaseTerms;
+use firn_membership::embedded::{self, RaftServer};
+use firn_membership::{
+    ClusterName, ClusterRecord, EmbeddedStore, EtcdStore, MembershipError, MembershipStore,
+    RecordView,
+};
 use firn_supervisor::{Failure, FailureKind};
 use hyper::body::Incoming;
 use hyper::{Request, StatusCode};
 
-use self::links::Links;
-pub use self::options::{Kind, Options, Section};
-use crate::api::{ClusterView, MembershipView, PlaceView};
-use crate::config::Config;
+use self::links::ServerLinks;
+pub use self::options::{BackendKind, MembershipOptions, MembershipSection};
+use crate::api::{ClusterView, MembershipView, PlacementView};
+use crate::config::AgentConfig;
 use crate::host::HostName;
-use crate::http::{self, Answer};
-use crate::identity::Identity;
+use crate::http::{self, HttpResponse};
+use crate::identity::HostIdentity;
 
-/// This host's part.
-pub struct Membership(Option<Part>);
+/// This host's part in membership, if it has one.
+pub struct MembershipService(Option<MembershipBackend>);
 
-struct Part {
-    options: Options,
-    members: Arc<dyn Members>,
-    server: Option<Arc<Server>>,
+struct MembershipBackend {
+    options: MembershipOptions,
+    members: Arc<dyn MembershipStore>,
+    server: Option<Arc<RaftServer>>,
 }
 
-/// Makes this host a server of a new cluster; gives back who the servers are.
+/// Makes this host a server of a new cluster; returns the names of the servers.
 ///
 /// # Errors
-/// If it is one already, or isn't to be one.
-pub fn found(config: &Config) -> Result<Vec<String>, Failure> {
-    let Some(Options { kind: Kind::Embedded { servers, state: Some(state) }, .. }) =
-        &config.membership
+/// If it is one already, or is not configured as one.
+pub fn bootstrap_server(config: &AgentConfig) -> Result<Vec<String>, Failure> {
+    let Some(MembershipOptions {
+        kind: BackendKind::Embedded { servers, state: Some(state) }, ..
+    }) = &config.membership
     else {
         let text = "the configuration has no [membership] with servers and state-dir";
-        return Err(Failure::new(FailureKind::Usage, text).hint("`firn-agent --help` shows one"));
+        return Err(
+            Failure::new(FailureKind::Usage, text).with_hint("`firn-agent --help` shows one")
+        );
     };
     let servers: Vec<String> = servers.iter().map(ToString::to_string).collect();
-    embedded::found(state, config.name.as_str(), &servers).map_err(|trouble| failure(&trouble))?;
+    embedded::bootstrap_server(state, config.name.as_str(), &servers)
+        .map_err(|trouble| membership_failure(&trouble))?;
     Ok(servers)
 }
 
-impl Membership {
-    /// Takes part, if the configuration says how.
+impl MembershipService {
+    /// Joins membership, if the configuration has it.
     ///
     /// # Errors
-    /// If that can't be done at all. Servers that can't be reached may come.
-    pub async fn begin(config: &Config, identity: &Identity) -> Result<Self, Failure> {
+    /// If that is impossible. Servers that can't be reached yet are no error.
+    pub async fn begin_membership(
+        config: &AgentConfig,
+        identity: &HostIdentity,
+    ) -> Result<Self, Failure> {
         let Some(options) = config.membership.clone() else { return Ok(Self(None)) };
         let part = match &options.kind {
-            Kind::Embedded { .. } => embedded(config, identity, options).await,
-            Kind::Etcd(etcd) => Etcd::connect(etcd, options.terms).await.map(|etcd| {
-                let members: Arc<dyn Members> = Arc::new(etcd);
-                Part { options, members, server: None }
+            BackendKind::Embedded { .. } => begin_embedded(config, identity, options).await,
+            BackendKind::Etcd(etcd) => EtcdStore::connect(etcd, options.terms).await.map(|etcd| {
+                let members: Arc<dyn MembershipStore> = Arc::new(etcd);
+                MembershipBackend { options, members, server: None }
             }),
         };
-        part.map(|part| Self(Some(part))).map_err(|trouble| failure(&trouble))
+        part.map(|part| Self(Some(part))).map_err(|trouble| membership_failure(&trouble))
     }
 
-    /// Answers a peer that takes this host for a server.
-    pub(crate) async fn answer(&self, peer: &HostName, request: Request<Incoming>) -> Answer {
+    /// Answers a peer that sends a message to this host's server.
+    pub(crate) async fn answer_peer(
+        &self,
+        peer: &HostName,
+        request: Request<Incoming>,
+    ) -> HttpResponse {
         let Some(server) = self.0.as_ref().and_then(|part| part.server.as_ref()) else {
             let text = "this host is no server of a cluster";
-            return http::refusal(&Failure::new(FailureKind::Usage, text));
+            return http::failure_response(&Failure::new(FailureKind::Usage, text));
         };
-        match http::read_bytes(request).await {
+        match http::read_body(request).await {
             Ok(message) => {
-                let told = server.answer(Some(peer.as_str()), &message).await;
-                http::answer(StatusCode::OK, "application/octet-stream", told)
+                let reply = server.answer_message(Some(peer.as_str()), &message).await;
+                http::bytes_response(StatusCode::OK, "application/octet-stream", reply)
             }
-            Err(failure) => http::refusal(&failure),
+            Err(failure) => http::failure_response(&failure),
         }
     }
 
-    /// Where hosts agree, and what a lease is, if they do.
-    pub(crate) fn members(&self) -> Option<(Arc<dyn Members>, Terms)> {
+    /// The store of records and leases, and the terms of leases, if there is membership.
+    pub(crate) fn store_and_terms(&self) -> Option<(Arc<dyn MembershipStore>, LeaseTerms)> {
         self.0.as_ref().map(|part| (Arc::clone(&part.members), part.options.terms))
     }
 
-    /// What there is to tell.
-    pub(crate) async fn view(&self, host: &HostName) -> Result<MembershipView, Failure> {
+    /// The state of membership as the agent reports it.
+    pub(crate) async fn membership_view(&self, host: &HostName) -> Result<MembershipView, Failure> {
         let Some(part) = &self.0 else {
-            let text = format!("host {host} agrees on nothing with others");
-            return Err(Failure::new(FailureKind::Usage, text).hint(
+            let text = format!("host {host} has no membership");
+            return Err(Failure::new(FailureKind::Usage, text).with_hint(
                 "give its agent's configuration a [membership]: `firn-agent --help` shows one",
             ));
         };
-        Ok(part.view(host).await)
+        Ok(part.view_backend(host).await)
     }
 }
 
-async fn embedded(config: &Config, identity: &Identity, options: Options) -> Result<Part, Trouble> {
-    let Kind::Embedded { servers, state } = &options.kind else {
-        return Err(Trouble::Refused("there are no servers".to_owned()));
+async fn begin_embedded(
+    config: &AgentConfig,
+    identity: &HostIdentity,
+    options: MembershipOptions,
+) -> Result<MembershipBackend, MembershipError> {
+    let BackendKind::Embedded { servers, state } = &options.kind else {
+        return Err(MembershipError::Refused("there are no servers".to_owned()));
     };
-    let links = Arc::new(Links::new(config, identity));
+    let links = Arc::new(ServerLinks::new(config, identity));
     let server = match state {
         Some(state) if servers.contains(&config.name) => {
-            let begun = Server::begin(state, config.name.as_str(), options.terms, links.clone());
+            let begun =
+                RaftServer::start_server(state, config.name.as_str(), options.terms, links.clone());
             let server = begun.await?;
             links.set_own(Arc::downgrade(&server));
             Some(server)
@@ -123,31 +142,31 @@ async fn embedded(config: &Config, identity: &Identity, options: Options) -> Res
         _ => None,
     };
     let names = servers.iter().map(ToString::to_string).collect();
-    Ok(Part { members: Arc::new(Embedded::new(names, links)), options, server })
+    Ok(MembershipBackend { members: Arc::new(EmbeddedStore::new(names, links)), options, server })
 }
 
-impl Part {
-    async fn view(&self, host: &HostName) -> MembershipView {
+impl MembershipBackend {
+    async fn view_backend(&self, host: &HostName) -> MembershipView {
         let (kind, servers) = match &self.options.kind {
-            Kind::Embedded { servers, .. } => {
+            BackendKind::Embedded { servers, .. } => {
                 ("embedded", servers.iter().map(ToString::to_string).collect())
             }
-            Kind::Etcd(etcd) => ("etcd", etcd.endpoints.clone()),
+            BackendKind::Etcd(etcd) => ("etcd", etcd.endpoints.clone()),
         };
-        let told = self.told().await;
-        let trouble = told.as_ref().err().map(ToString::to_string);
-        let (leader, clusters) = told.unwrap_or_default();
+        let outcome = self.read_clusters().await;
+        let trouble = outcome.as_ref().err().map(ToString::to_string);
+        let (leader, clusters) = outcome.unwrap_or_default();
         let (host, kind) = (host.clone(), kind.to_owned());
         let lease_ms = self.options.terms.ttl.as_millis() as u64;
         MembershipView { host, kind, servers, leader, lease_ms, clusters, trouble }
     }
 
-    async fn told(&self) -> Result<(Option<String>, Vec<ClusterView>), Trouble> {
-        let leader = self.members.leader().await?;
+    async fn read_clusters(&self) -> Result<(Option<String>, Vec<ClusterView>), MembershipError> {
+        let leader = self.members.current_leader().await?;
         let mut clusters = Vec::new();
-        for cluster in self.members.clusters().await? {
-            let View { known, leases, names } = self.members.view(&cluster).await?;
-            // It may have ended since.
+        for cluster in self.members.list_clusters().await? {
+            let RecordView { known, leases, names } = self.members.read_view(&cluster).await?;
+            // The record may have ended since.
             if let Some(record) = known.record.filter(|record| !record.register.is_ended()) {
                 clusters.push(cluster_view(&cluster, &record, leases, &names));
             }
@@ -157,17 +176,17 @@ impl Part {
 }
 
 fn cluster_view(
-    cluster: &Cluster,
-    record: &Record,
-    leases: impl IntoIterator<Item = Host>,
-    names: &BTreeMap<Host, String>,
+    cluster: &ClusterName,
+    record: &ClusterRecord,
+    leases: impl IntoIterator<Item = HostId>,
+    names: &BTreeMap<HostId, String>,
 ) -> ClusterView {
-    let called = |host: Host| match names.get(&host) {
+    let called = |host: HostId| match names.get(&host) {
         Some(name) => format!("{name} ({})", host.0),
         None => format!("? ({})", host.0),
     };
     let register = &record.register;
-    let places = register.places.iter().map(|(vm, place)| PlaceView {
+    let places = register.places.iter().map(|(vm, place)| PlacementView {
         vm: record.vms.get(vm).cloned().unwrap_or_else(|| vm.to_string()),
         primary: called(place.primary),
         backup: place.backup.map(called),
@@ -182,10 +201,10 @@ fn cluster_view(
     }
 }
 
-fn failure(trouble: &Trouble) -> Failure {
+fn membership_failure(trouble: &MembershipError) -> Failure {
     let kind = match trouble {
-        Trouble::Refused(_) => FailureKind::Usage,
-        Trouble::Unreachable(_) | Trouble::Unknown(_) => FailureKind::Host,
+        MembershipError::Refused(_) => FailureKind::Usage,
+        MembershipError::Unreachable(_) | MembershipError::Unknown(_) => FailureKind::Host,
     };
     Failure::new(kind, trouble.to_string()).while_doing("taking part in a cluster")
 }

@@ -1,50 +1,51 @@
-//! The part of the configuration that says how hosts agree.
+//! The section of the configuration on membership.
 
 use std::collections::BTreeMap;
 use std::path::{Path, PathBuf};
 use std::time::Duration;
 
-use firn_cluster::failover::Terms;
+use firn_cluster::failover::LeaseTerms;
 use firn_membership::etcd;
 use serde::Deserialize;
 
 use crate::host::HostName;
 
-/// How long a lease lasts, in milliseconds: longer than an election takes; and what makes sense.
+/// Duration of a lease, in milliseconds: longer than an election takes; and its limits.
 const LEASE_MS: u64 = 5000;
 const LEASE_MS_MIN: u64 = 3000;
 const LEASE_MS_MAX: u64 = 60_000;
 
-/// How much faster or slower than true a clock may go. Quartz has 100 at most, while a clock is being corrected 500 more.
+/// Maximum error of a clock's rate. Quartz has at most 100, and 500 more while a clock is
+/// corrected.
 const DRIFT_PPM_MAX: u32 = 1000;
 
-/// How hosts agree.
+/// The checked section.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub struct Options {
-    /// Behind what.
-    pub kind: Kind,
-    /// What a lease is.
-    pub terms: Terms,
+pub struct MembershipOptions {
+    /// The kind of store.
+    pub kind: BackendKind,
+    /// The terms of leases.
+    pub terms: LeaseTerms,
 }
 
-/// Who keeps what is agreed on.
+/// The store of records and leases.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub enum Kind {
-    /// Some of the agents.
+pub enum BackendKind {
+    /// Servers in some of the agents.
     Embedded {
         /// Their hosts.
         servers: Vec<HostName>,
-        /// Where this host keeps its part of it, if it is one of them.
+        /// The directory of this host's server, if it is one of them.
         state: Option<PathBuf>,
     },
     /// The user's etcd.
-    Etcd(etcd::Options),
+    Etcd(etcd::EtcdOptions),
 }
 
-/// As it is written.
+/// The section in the file.
 #[derive(Debug, Deserialize)]
 #[serde(deny_unknown_fields, rename_all = "kebab-case")]
-pub struct Section {
+pub struct MembershipSection {
     servers: Option<Vec<String>>,
     state_dir: Option<PathBuf>,
     etcd: Option<Vec<String>>,
@@ -55,44 +56,44 @@ pub struct Section {
     lease_ms: Option<u64>,
 }
 
-impl Section {
-    /// What it says, for a host of that name with these peers. Files are looked for in the directory.
+impl MembershipSection {
+    /// Checks the section for the host `me` with these peers. Paths are relative to `directory`.
     ///
     /// # Errors
     /// What is wrong with it.
-    pub fn checked(
+    pub fn check_section(
         self,
         me: &HostName,
         peers: &BTreeMap<HostName, String>,
         directory: &Path,
-    ) -> Result<Options, String> {
-        let terms = self.terms()?;
+    ) -> Result<MembershipOptions, String> {
+        let terms = self.lease_terms()?;
         let kind = match (&self.servers, &self.etcd) {
-            (Some(_), None) => self.embedded(me, peers, directory)?,
-            (None, Some(_)) => Kind::Etcd(self.etcd(directory)?),
+            (Some(_), None) => self.embedded_backend(me, peers, directory)?,
+            (None, Some(_)) => BackendKind::Etcd(self.etcd_options(directory)?),
             _ => {
                 return Err(
                     "give either servers, which are hosts, or etcd, which are addresses".into()
                 );
             }
         };
-        Ok(Options { kind, terms })
+        Ok(MembershipOptions { kind, terms })
     }
 
-    fn terms(&self) -> Result<Terms, String> {
+    fn lease_terms(&self) -> Result<LeaseTerms, String> {
         let ms = self.lease_ms.unwrap_or(LEASE_MS);
         match (LEASE_MS_MIN..=LEASE_MS_MAX).contains(&ms) {
-            true => Ok(Terms { ttl: Duration::from_millis(ms), drift_ppm_max: DRIFT_PPM_MAX }),
+            true => Ok(LeaseTerms { ttl: Duration::from_millis(ms), drift_ppm_max: DRIFT_PPM_MAX }),
             false => Err(format!("lease-ms: give {LEASE_MS_MIN} to {LEASE_MS_MAX}, not {ms}")),
         }
     }
 
-    fn embedded(
+    fn embedded_backend(
         self,
         me: &HostName,
         peers: &BTreeMap<HostName, String>,
         directory: &Path,
-    ) -> Result<Kind, String> {
+    ) -> Result<BackendKind, String> {
         if [&self.authority, &self.certificate, &self.key].iter().any(|it| it.is_some())
             || self.prefix.is_some()
         {
@@ -110,14 +111,14 @@ impl Section {
         let state = self.state_dir.map(|path| directory.join(path));
         if servers.contains(me) && state.is_none() {
             return Err(
-                "this host is a server: say by state-dir where it keeps what it must not forget"
+                "this host is a server: give the directory of its durable state by state-dir"
                     .into(),
             );
         }
-        Ok(Kind::Embedded { servers, state })
+        Ok(BackendKind::Embedded { servers, state })
     }
 
-    fn etcd(self, directory: &Path) -> Result<etcd::Options, String> {
+    fn etcd_options(self, directory: &Path) -> Result<etcd::EtcdOptions, String> {
         if self.state_dir.is_some() {
             return Err("state-dir is for servers that are hosts".into());
         }
@@ -140,15 +141,19 @@ impl Section {
         };
         let authority = self.authority.map(|path| directory.join(path));
         let tls = match (authority, certificate) {
-            (Some(authority), certificate) => Some(etcd::Tls { authority, certificate }),
+            (Some(authority), certificate) => Some(etcd::EtcdTls { authority, certificate }),
             (None, None) if endpoints.iter().all(|it| it.starts_with("http://")) => None,
             _ => {
                 return Err(
-                    "https needs authority: who has issued the servers' certificates".into()
+                    "https needs authority: the authority that has issued the servers' certificates".into()
                 );
             }
         };
-        Ok(etcd::Options { endpoints, prefix: self.prefix.unwrap_or_else(|| "firn".into()), tls })
+        Ok(etcd::EtcdOptions {
+            endpoints,
+            prefix: self.prefix.unwrap_or_else(|| "firn".into()),
+            tls,
+        })
     }
 }
 
@@ -156,11 +161,12 @@ impl Section {
 mod tests {
     use super::*;
 
-    fn checked(text: &str) -> Result<Options, String> {
+    fn checked(text: &str) -> Result<MembershipOptions, String> {
         let name = |name| HostName::new(name).unwrap();
         let peers = ["b", "c"].map(|it| (name(it), "h:1".to_owned())).into();
-        let section: Section = toml::from_str(text).map_err(|error| error.message().to_owned())?;
-        section.checked(&name("a"), &peers, Path::new("/etc/firn"))
+        let section: MembershipSection =
+            toml::from_str(text).map_err(|error| error.message().to_owned())?;
+        section.check_section(&name("a"), &peers, Path::new("/etc/firn"))
     }
 
     #[test]
@@ -168,11 +174,11 @@ mod tests {
         let options =
             checked("servers = [\"a\", \"b\", \"c\"]\nstate-dir = \"s\"\nlease-ms = 4000").unwrap();
         assert_eq!(options.terms.ttl, Duration::from_secs(4));
-        let Kind::Embedded { servers, state } = options.kind else { panic!() };
+        let BackendKind::Embedded { servers, state } = options.kind else { panic!() };
         assert_eq!((servers.len(), state.unwrap().as_path()), (3, Path::new("/etc/firn/s")));
         let etcd =
             "etcd = [\"https://h:1\"]\nauthority = \"ca.pem\"\ncertificate = \"c\"\nkey = \"k\"";
-        let Kind::Etcd(options) = checked(etcd).unwrap().kind else { panic!() };
+        let BackendKind::Etcd(options) = checked(etcd).unwrap().kind else { panic!() };
         assert_eq!(options.prefix, "firn");
         assert_eq!(options.tls.unwrap().authority, Path::new("/etc/firn/ca.pem"));
         assert!(checked("etcd = [\"http://h:1\"]").is_ok());

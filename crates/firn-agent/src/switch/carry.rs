@@ -1,83 +1,93 @@
-//! Frames between a port and a stream, in QEMU's framing; or a device that gives and takes a frame at once.
+//! Carries frames between a port and a stream in QEMU's framing, or a device that reads and writes
+//! a frame at once.
 
 use std::io;
 
-use firn_cluster::switch::{Decoder, FRAME_BYTES_MAX, head};
+use firn_cluster::switch::{FRAME_BYTES_MAX, FrameDecoder, length_prefix};
 use tokio::io::{AsyncRead, AsyncReadExt as _, AsyncWrite, AsyncWriteExt as _, split};
 
-use super::network::Joined;
+use super::network::ConnectedPort;
 
-/// How much is read or written at once.
+/// Bytes that are read or written at once.
 const PIECE_BYTES: usize = 128 << 10;
 
-/// Carries frames until the stream ends, or makes no sense.
+/// Carries frames until the stream ends or breaks the framing.
 ///
 /// # Errors
-/// If it breaks, ends within a frame, or what comes is no frame.
-pub(super) async fn stream(stream: impl AsyncRead + AsyncWrite, port: &Joined) -> io::Result<()> {
+/// If the stream breaks, ends within a frame, or breaks the framing.
+pub(super) async fn carry_stream(
+    stream: impl AsyncRead + AsyncWrite,
+    port: &ConnectedPort,
+) -> io::Result<()> {
     let (from, to) = split(stream);
     tokio::select! {
-        done = read(from, port) => done,
-        done = write(to, port) => done,
+        done = read_frames(from, port) => done,
+        done = write_frames(to, port) => done,
     }
 }
 
-async fn read(mut from: impl AsyncRead + Unpin, port: &Joined) -> io::Result<()> {
-    let (mut decoder, mut buffer) = (Decoder::new(), vec![0; PIECE_BYTES]);
-    let sleeps = port.sleeps();
+async fn read_frames(mut from: impl AsyncRead + Unpin, port: &ConnectedPort) -> io::Result<()> {
+    let (mut decoder, mut buffer) = (FrameDecoder::new(), vec![0; PIECE_BYTES]);
+    let sleeps = port.count_suspends();
     loop {
         let count = from.read(&mut buffer).await?;
-        port.check(sleeps)?;
+        port.check_suspends(sleeps)?;
         if count == 0 && decoder.is_between_frames() {
             return Ok(());
         }
         if count == 0 {
             return Err(io::Error::new(io::ErrorKind::UnexpectedEof, "it ends within a frame"));
         }
-        decoder.push(&buffer[..count], |frame| port.came(frame)).map_err(io::Error::other)?;
+        decoder
+            .push_bytes(&buffer[..count], |frame| port.forward_frame(frame))
+            .map_err(io::Error::other)?;
     }
 }
 
-async fn write(mut to: impl AsyncWrite + Unpin, port: &Joined) -> io::Result<()> {
+async fn write_frames(mut to: impl AsyncWrite + Unpin, port: &ConnectedPort) -> io::Result<()> {
     let mut piece = Vec::new();
-    let sleeps = port.sleeps();
+    let sleeps = port.count_suspends();
     loop {
-        let frames = port.next(PIECE_BYTES).await;
-        port.check(sleeps)?;
+        let frames = port.next_frames(PIECE_BYTES).await;
+        port.check_suspends(sleeps)?;
         piece.clear();
-        // None that came is longer than a frame can be.
-        for (head, frame) in frames.iter().filter_map(|frame| Some((head(frame)?, frame))) {
+        // No frame in the queue is longer than the framing allows.
+        for (head, frame) in frames.iter().filter_map(|frame| Some((length_prefix(frame)?, frame)))
+        {
             piece.extend_from_slice(&head);
             piece.extend_from_slice(frame);
         }
         to.write_all(&piece).await?;
         to.flush().await?;
-        port.left(frames.len());
+        port.count_sent(frames.len());
     }
 }
 
-/// The same with a device of the kernel's, that takes and gives one frame with each call.
+/// The same with a device of the kernel, which reads and writes one frame with each call.
 ///
 /// # Errors
-/// If it can't be read from any more.
-pub(super) async fn device(device: impl AsyncRead + AsyncWrite, port: &Joined) -> io::Result<()> {
+/// If the device can't be read from any more.
+pub(super) async fn carry_device(
+    device: impl AsyncRead + AsyncWrite,
+    port: &ConnectedPort,
+) -> io::Result<()> {
     let (mut from, mut to) = split(device);
     let read = async {
         let mut frame = vec![0; FRAME_BYTES_MAX];
         loop {
             let count = from.read(&mut frame).await?;
-            port.came(&frame[..count]);
+            port.forward_frame(&frame[..count]);
         }
     };
     let write = async {
         loop {
-            let sleeps = port.sleeps();
-            for frame in port.next(PIECE_BYTES).await {
-                port.check(sleeps)?;
+            let sleeps = port.count_suspends();
+            for frame in port.next_frames(PIECE_BYTES).await {
+                port.check_suspends(sleeps)?;
                 match to.write(&frame).await {
-                    Ok(_) => port.left(1),
-                    // One that is too short or too long, or the device is down: so is a cable.
-                    Err(_) => port.lost(),
+                    Ok(_) => port.count_sent(1),
+                    // The frame is too short or too long, or the device is down: as with a cable.
+                    Err(_) => port.count_dropped(),
                 }
             }
         }

@@ -1,8 +1,10 @@
-//! Links to the switches of other hosts: one for each network and host, by the host whose name comes first.
+//! Links to the switches of other hosts: one for each network and host, opened by the host whose
+//! name sorts first.
 //!
 //! ```text
 //!   a: POST /v1/networks/lan, Upgrade: firn-frames  ------>  b
-//!      101  <------------------------------------------------'      then frames both ways, in QEMU's framing
+//!      101  <------------------------------------------------'     then frames in both directions,
+//!                                                                  in QEMU's framing
 //! ```
 
 use std::sync::Arc;
@@ -17,86 +19,93 @@ use hyper_util::rt::TokioIo;
 use tokio::time::sleep;
 
 use super::carry;
-use super::lane::To;
-use super::network::Network;
+use super::counters::LinkTarget;
+use super::network::NetworkSwitch;
 use crate::agent::Agent;
 use crate::api::FRAMES;
 use crate::host::HostName;
-use crate::http::{self, Answer};
-use crate::link::Link;
+use crate::http::{self, HttpResponse};
+use crate::peer_connection::PeerConnection;
 use crate::tunnel;
 
-/// How often a link that is not there is tried.
-const RETRY: Duration = Duration::from_millis(500);
+/// Time between two tries to open a link.
+const RETRY_INTERVAL: Duration = Duration::from_millis(500);
 
-/// Links a network to a peer's, for ever.
-pub(super) async fn dial(agent: Arc<Agent>, network: Arc<Network>, peer: HostName) {
-    let to = To::Host(peer.clone());
+/// Links a network to a peer's. Never returns.
+pub(super) async fn dial_peer(agent: Arc<Agent>, network: Arc<NetworkSwitch>, peer: HostName) {
+    let to = LinkTarget::Host(peer.clone());
     loop {
-        match reach(&agent, &network, &peer).await {
-            Ok(stream) => hold(&agent, &network, &peer, stream).await,
-            Err(failure) => network.trouble(&to, &failure.to_string()),
+        match open_link(&agent, &network, &peer).await {
+            Ok(stream) => carry_link(&agent, &network, &peer, stream).await,
+            Err(failure) => network.note_trouble(&to, &failure.to_string()),
         }
-        sleep(RETRY).await;
+        sleep(RETRY_INTERVAL).await;
     }
 }
 
-async fn reach(
+async fn open_link(
     agent: &Agent,
-    network: &Network,
+    network: &NetworkSwitch,
     peer: &HostName,
 ) -> Result<TokioIo<Upgraded>, Failure> {
-    let link = Link::open(&agent.identity, peer, agent.address(peer)?).await?;
-    link.network(&network.name).await
+    let link = PeerConnection::open(&agent.identity, peer, agent.peer_address(peer)?).await?;
+    link.link_network(&network.name).await
 }
 
 /// Carries frames until the link breaks, or the peer is lost.
-async fn hold(agent: &Agent, network: &Arc<Network>, peer: &HostName, stream: TokioIo<Upgraded>) {
-    let to = To::Host(peer.clone());
-    let (Some(port), Ok(health)) = (network.join(&to), agent.health(peer)) else { return };
+async fn carry_link(
+    agent: &Agent,
+    network: &Arc<NetworkSwitch>,
+    peer: &HostName,
+    stream: TokioIo<Upgraded>,
+) {
+    let to = LinkTarget::Host(peer.clone());
+    let (Some(port), Ok(health)) = (network.connect_port(&to), agent.peer_health(peer)) else {
+        return;
+    };
     tracing::info!("network {}: linked to host {peer}", network.name);
     let why = tokio::select! {
-        done = carry::stream(stream, &port) => match done {
+        done = carry::carry_stream(stream, &port) => match done {
             Ok(()) => "it has closed the link".to_owned(),
             Err(error) => error.to_string(),
         },
-        () = tunnel::loss(health) => "the host is lost".to_owned(),
+        () = tunnel::wait_for_loss(health) => "the host is lost".to_owned(),
     };
     drop(port);
-    network.trouble(&to, &why);
+    network.note_trouble(&to, &why);
 }
 
-/// Answers a peer that wants a link.
-pub(crate) fn accept(
+/// Answers a peer that requests a link.
+pub(crate) fn accept_link(
     agent: &Arc<Agent>,
     peer: HostName,
     name: &str,
     request: Request<Incoming>,
-) -> Answer {
-    let network = match wanted(agent, &peer, name, &request) {
+) -> HttpResponse {
+    let network = match check_request(agent, &peer, name, &request) {
         Ok(network) => Arc::clone(network),
         Err(failure) => {
             tracing::debug!("no link of network {name} for host {peer}: {failure}");
-            return http::refusal(&failure);
+            return http::failure_response(&failure);
         }
     };
     let (shared, held, from) = (Arc::clone(agent), Arc::clone(&network), peer.clone());
     let link = tokio::spawn(async move {
         // A connection that does not become a link is dropped.
         if let Ok(stream) = hyper::upgrade::on(request).await {
-            hold(&shared, &held, &from, TokioIo::new(stream)).await;
+            carry_link(&shared, &held, &from, TokioIo::new(stream)).await;
         }
     });
-    network.replace(&peer, link.abort_handle());
-    http::switching(FRAMES)
+    network.replace_link(&peer, link.abort_handle());
+    http::upgrade_response(FRAMES)
 }
 
-fn wanted<'a>(
+fn check_request<'a>(
     agent: &'a Agent,
     peer: &HostName,
     name: &str,
     request: &Request<Incoming>,
-) -> Result<&'a Arc<Network>, Failure> {
+) -> Result<&'a Arc<NetworkSwitch>, Failure> {
     if request.headers().get(UPGRADE).is_none_or(|it| it != FRAMES) {
         let text = format!("a link needs a connection that can become {FRAMES}");
         return Err(Failure::new(FailureKind::Usage, text));
@@ -105,8 +114,8 @@ fn wanted<'a>(
         let text = format!("host {} links itself to {peer}, not the other way", agent.config.name);
         return Err(Failure::new(FailureKind::Usage, text));
     }
-    agent.networks.get(name).ok_or_else(|| {
+    agent.networks.find_network(name).ok_or_else(|| {
         let text = format!("host {} has no network {name}", agent.config.name);
-        Failure::new(FailureKind::Usage, text).hint("name it in the configuration there")
+        Failure::new(FailureKind::Usage, text).with_hint("name it in the configuration there")
     })
 }

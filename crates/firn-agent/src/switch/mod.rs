@@ -11,39 +11,41 @@
 //!      '--- uplink of a: passt's socket, or a tap                             '--- uplink of b
 //! ```
 //!
-//! Where a frame goes is decided in `firn-cluster` (`switch`). What connects to the socket is a VM: a gate of `firn-net`, or QEMU's
-//! own `-netdev stream`. When a frame may leave a protected VM is the gate's affair; what has come here is on its way.
+//! `firn-cluster` (`switch`) decides where a frame goes. The socket accepts VMs: the network cards
+//! of `firn-net`, or QEMU's own `-netdev stream`. `firn-net` decides when a frame may leave a
+//! protected VM: a frame that arrives here is forwarded at once.
 //!
-//! | module | what it decides or does |
+//! | module | task |
 //! |---|---|
-//! | `config` | what the configuration says of networks |
-//! | `network` | who is connected, and where a frame goes |
-//! | `queue` | frames that wait for a port, and what is dropped |
-//! | `lane` | what is counted |
-//! | `awake` | whether frames lay here while this agent stood still |
+//! | `config` | the networks of a configuration |
+//! | `network` | the ports of a network, and where a frame goes |
+//! | `queue` | frames that wait for a port, and which are dropped |
+//! | `counters` | counters of frames |
+//! | `suspend_detector` | whether frames lay here while this agent did not run |
 //! | `carry` | frames between a stream and a port |
-//! | `vms`, `links`, `world` | who is connected: VMs of this host, other hosts, the uplink |
+//! | `vms`, `links`, `uplink` | the ports: VMs of this host, other hosts, the uplink |
 //!
-//! # What is dropped
+//! # Dropped frames
 //!
-//! A switch never waits: whoever sends to a port that takes nothing would hold up all others. Each port has a queue of 4 MiB
-//! (`queue`); what has no room in it is dropped and counted, and so is what waits when the port ends. Ethernet is like
-//! that. Nothing else is lost and nothing comes twice.
+//! A switch never waits: one receiver that is slow would block all senders. Each port has a queue
+//! of 4 MiB (`queue`). A frame that has no room in it is dropped and counted, and so are the frames
+//! that wait when the port ends. Ethernet behaves like that. No other frame is lost, and none is
+//! delivered twice.
 //!
 //! The design is in `docs/design/014-switch.md`.
 
-mod awake;
 mod carry;
 mod config;
-mod lane;
+mod counters;
 mod links;
 mod network;
 mod queue;
+mod suspend_detector;
+mod uplink;
 mod vms;
-mod world;
 
 pub use config::{NetworkConfig, NetworkError, Uplink};
-pub use lane::To;
+pub use counters::LinkTarget;
 
 use std::collections::BTreeMap;
 use std::sync::Arc;
@@ -53,64 +55,67 @@ use tokio::task::JoinSet;
 
 use crate::agent::Agent;
 use crate::api::NetworkView;
-use crate::config::Config;
-use crate::place::{Place, Socket};
+use crate::config::AgentConfig;
+use crate::paths::{AgentPaths, ListeningSocket};
 
 pub(crate) use config::{FileNetwork, NETWORKS_MAX};
-pub(crate) use links::accept;
-use network::Network;
+pub(crate) use links::accept_link;
+use network::NetworkSwitch;
 
 /// The switches of this host.
 #[derive(Debug, Default)]
-pub(crate) struct Networks(BTreeMap<NetworkName, Arc<Network>>);
+pub(crate) struct NetworkSwitches(BTreeMap<NetworkName, Arc<NetworkSwitch>>);
 
-impl Networks {
-    /// One for each network of the configuration, and the sockets that VMs connect to.
-    pub(crate) fn open(config: &Config, place: &Place) -> Result<(Self, Vec<Socket>), Failure> {
+impl NetworkSwitches {
+    /// Opens a switch for each network of the configuration, and the sockets that VMs connect to.
+    pub(crate) fn open(
+        config: &AgentConfig,
+        place: &AgentPaths,
+    ) -> Result<(Self, Vec<ListeningSocket>), Failure> {
         let mut networks = BTreeMap::new();
         let mut sockets = Vec::new();
         for (name, settings) in &config.networks {
-            let socket = place.network(name)?;
-            let network = Network::new(name.clone(), socket.clone(), config, settings);
-            sockets.push(place.listen(socket)?);
+            let socket = place.network_socket(name)?;
+            let network = NetworkSwitch::new(name.clone(), socket.clone(), config, settings);
+            sockets.push(place.listen_at(socket)?);
             networks.insert(name.clone(), Arc::new(network));
         }
         Ok((Self(networks), sockets))
     }
 
-    /// What there is to say about each.
-    pub(crate) fn views(&self) -> Vec<NetworkView> {
-        self.0.values().map(|network| network.view()).collect()
+    /// The networks as the agent reports them.
+    pub(crate) fn network_views(&self) -> Vec<NetworkView> {
+        self.0.values().map(|network| network.network_view()).collect()
     }
 
-    fn get(&self, name: &str) -> Option<&Arc<Network>> {
+    fn find_network(&self, name: &str) -> Option<&Arc<NetworkSwitch>> {
         self.0.iter().find(|(it, _)| it.as_str() == name).map(|(_, network)| network)
     }
 }
 
-/// Serves for ever; `sockets` are those that the networks were opened with.
-pub(crate) async fn serve(agent: Arc<Agent>, sockets: Vec<Socket>) {
+/// Serves the networks with the sockets that they were opened with. Never returns.
+pub(crate) async fn serve_networks(agent: Arc<Agent>, sockets: Vec<ListeningSocket>) {
     let mut parts = JoinSet::new();
-    parts.spawn(look(Arc::clone(&agent)));
+    parts.spawn(watch_clock(Arc::clone(&agent)));
     for (network, socket) in agent.networks.0.values().zip(sockets) {
-        parts.spawn(vms::serve(Arc::clone(network), socket));
+        parts.spawn(vms::serve_vms(Arc::clone(network), socket));
         if let Some(uplink) = agent.config.networks[&network.name].uplink.clone() {
-            parts.spawn(world::serve(Arc::clone(network), uplink));
+            parts.spawn(uplink::serve_uplink(Arc::clone(network), uplink));
         }
         for peer in agent.config.peers.keys().filter(|peer| **peer > agent.config.name) {
-            parts.spawn(links::dial(Arc::clone(&agent), Arc::clone(network), peer.clone()));
+            parts.spawn(links::dial_peer(Arc::clone(&agent), Arc::clone(network), peer.clone()));
         }
     }
-    // None of them ends but by a panic, which is told already.
+    // A task ends only by a panic, which is reported already.
     parts.join_next().await;
 }
 
-/// Looks at the clock, for ever.
-async fn look(agent: Arc<Agent>) {
+/// Reads the clock again and again, so that a suspend is detected. Never returns.
+async fn watch_clock(agent: Arc<Agent>) {
     loop {
         agent.networks.0.values().for_each(|network| {
-            network.awake.sleeps();
+            network.suspend_detector.count_suspends();
         });
-        tokio::time::sleep(awake::LOOK_EVERY).await;
+        tokio::time::sleep(suspend_detector::CLOCK_READ_INTERVAL).await;
     }
 }

@@ -1,4 +1,4 @@
-//! One network at this host: who is connected, and where a frame goes.
+//! One network at this host: its ports, and where a frame goes.
 
 use std::collections::BTreeMap;
 use std::io;
@@ -7,183 +7,185 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::Instant;
 
 use bytes::Bytes;
-use firn_cluster::switch::{Port, Rules, Switch};
+use firn_cluster::switch::{Switch, SwitchPort, SwitchRules};
 use firn_supervisor::NetworkName;
 use tokio::task::AbortHandle;
 
-use super::awake::Awake;
 use super::config::{NetworkConfig, Uplink};
-use super::lane::{Lane, To};
-use super::queue::Queue;
+use super::counters::{LinkTarget, TrafficCounters};
+use super::queue::FrameQueue;
+use super::suspend_detector::SuspendDetector;
 use crate::api::NetworkView;
-use crate::config::Config;
+use crate::config::AgentConfig;
 use crate::host::HostName;
 
-/// Most VMs that may be connected at once.
+/// Maximum number of VMs that are connected at once.
 const VMS_MAX: u64 = 256;
 
-/// A switch.
+/// The switch of one network.
 #[derive(Debug)]
-pub(crate) struct Network {
-    /// What it is called on all hosts.
+pub(crate) struct NetworkSwitch {
+    /// Its name, the same on all hosts.
     pub(super) name: NetworkName,
     socket: PathBuf,
     uplink: Option<Uplink>,
-    table: Mutex<Table>,
-    lanes: BTreeMap<To, Arc<Lane>>,
+    table: Mutex<PortTable>,
+    counters: BTreeMap<LinkTarget, Arc<TrafficCounters>>,
     /// The newest connection of each peer that has connected to this host.
     links: Mutex<BTreeMap<HostName, AbortHandle>>,
     began: Instant,
-    pub(super) awake: Awake,
+    pub(super) suspend_detector: SuspendDetector,
 }
 
 #[derive(Debug)]
-struct Table {
+struct PortTable {
     switch: Switch,
-    ports: BTreeMap<Port, Member>,
+    ports: BTreeMap<SwitchPort, PortMember>,
 }
 
 #[derive(Clone, Debug)]
-struct Member {
-    queue: Arc<Queue>,
-    lane: Arc<Lane>,
+struct PortMember {
+    queue: Arc<FrameQueue>,
+    lane: Arc<TrafficCounters>,
 }
 
-impl Network {
-    /// A switch that nobody is connected to.
+impl NetworkSwitch {
+    /// A switch without ports.
     pub(super) fn new(
         name: NetworkName,
         socket: PathBuf,
-        config: &Config,
+        config: &AgentConfig,
         settings: &NetworkConfig,
     ) -> Self {
-        let world = settings.uplink.iter().map(|_| To::World);
-        let hosts = config.peers.keys().cloned().map(To::Host);
-        let all = [To::Vms].into_iter().chain(hosts).chain(world);
+        let world = settings.uplink.iter().map(|_| LinkTarget::Uplink);
+        let hosts = config.peers.keys().cloned().map(LinkTarget::Host);
+        let all = [LinkTarget::Vms].into_iter().chain(hosts).chain(world);
         Self {
             name,
             socket,
             uplink: settings.uplink.clone(),
-            table: Mutex::new(Table {
-                switch: Switch::new(Rules::default()),
+            table: Mutex::new(PortTable {
+                switch: Switch::new(SwitchRules::default()),
                 ports: BTreeMap::new(),
             }),
-            lanes: all.map(|to| (to, Arc::default())).collect(),
+            counters: all.map(|to| (to, Arc::default())).collect(),
             links: Mutex::default(),
             began: Instant::now(),
-            awake: Awake::default(),
+            suspend_detector: SuspendDetector::default(),
         }
     }
 
-    /// Connects somebody, until the value is dropped. Nothing if there are too many, or nobody of the kind is to be connected.
-    pub(super) fn join(self: &Arc<Self>, to: &To) -> Option<Joined> {
-        let lane = Arc::clone(self.lanes.get(to)?);
-        let mut table = self.table();
-        if *to == To::Vms && lane.ports() >= VMS_MAX {
+    /// Connects a port, until the returned value is dropped. `None` if there are too many ports, or
+    /// the network has no such target.
+    pub(super) fn connect_port(self: &Arc<Self>, to: &LinkTarget) -> Option<ConnectedPort> {
+        let lane = Arc::clone(self.counters.get(to)?);
+        let mut table = self.lock_table();
+        if *to == LinkTarget::Vms && lane.port_count() >= VMS_MAX {
             return None;
         }
-        let member = Member { queue: Arc::default(), lane };
-        let port = (0..).map(Port).find(|port| !table.ports.contains_key(port))?;
+        let member = PortMember { queue: Arc::default(), lane };
+        let port = (0..).map(SwitchPort).find(|port| !table.ports.contains_key(port))?;
         table.ports.insert(port, member.clone());
-        table.switch.plug(port, to.side());
-        member.lane.joined();
-        Some(Joined { network: Arc::clone(self), port, member })
+        table.switch.connect_port(port, to.switch_side());
+        member.lane.add_port();
+        Some(ConnectedPort { network: Arc::clone(self), port, member })
     }
 
-    /// The latest connection of a peer ends the one before, which is not known to be dead.
-    pub(super) fn replace(&self, peer: &HostName, link: AbortHandle) {
+    /// Registers the newest connection of a peer. The connection before it is ended, for it may
+    /// have died unnoticed.
+    pub(super) fn replace_link(&self, peer: &HostName, link: AbortHandle) {
         let mut links = self.links.lock().unwrap_or_else(PoisonError::into_inner);
         if let Some(before) = links.insert(peer.clone(), link) {
             before.abort();
         }
     }
 
-    /// Forgets addresses that have not been heard of for long.
-    pub(super) fn age(&self) {
+    /// Forgets addresses that have sent nothing for a long time.
+    pub(super) fn forget_old_addresses(&self) {
         let now = self.began.elapsed();
-        self.table().switch.age(now);
+        self.lock_table().switch.expire_old(now);
     }
 
-    /// Notes why somebody is not connected.
-    pub(super) fn trouble(&self, to: &To, why: &str) {
-        if self.lanes.get(to).is_some_and(|lane| lane.trouble(why)) {
+    /// Stores and logs why a target is not connected.
+    pub(super) fn note_trouble(&self, to: &LinkTarget, why: &str) {
+        if self.counters.get(to).is_some_and(|lane| lane.set_trouble(why)) {
             tracing::warn!("network {}: {to} is not connected: {why}", self.name);
         }
     }
 
-    /// What there is to say about it.
-    pub(super) fn view(&self) -> NetworkView {
+    /// The network as the agent reports it.
+    pub(super) fn network_view(&self) -> NetworkView {
         NetworkView {
             name: self.name.clone(),
             socket: self.socket.clone(),
             uplink: self.uplink.as_ref().map(ToString::to_string),
-            addresses: self.table().switch.len(),
-            lanes: self.lanes.iter().map(|(to, lane)| lane.view(to)).collect(),
+            addresses: self.lock_table().switch.len(),
+            lanes: self.counters.iter().map(|(to, lane)| lane.traffic_view(to)).collect(),
         }
     }
 
-    fn table(&self) -> MutexGuard<'_, Table> {
+    fn lock_table(&self) -> MutexGuard<'_, PortTable> {
         self.table.lock().unwrap_or_else(PoisonError::into_inner)
     }
 }
 
 /// A port of a network, until it is dropped.
 #[derive(Debug)]
-pub(super) struct Joined {
-    network: Arc<Network>,
-    port: Port,
-    member: Member,
+pub(super) struct ConnectedPort {
+    network: Arc<NetworkSwitch>,
+    port: SwitchPort,
+    member: PortMember,
 }
 
-impl Joined {
-    /// How often this agent stood still; to be [checked](Self::check).
-    pub(super) fn sleeps(&self) -> u64 {
-        self.network.awake.sleeps()
+impl ConnectedPort {
+    /// How often this agent was suspended, for [`Self::check_suspends`].
+    pub(super) fn count_suspends(&self) -> u64 {
+        self.network.suspend_detector.count_suspends()
     }
 
-    /// See [`Awake::check`].
-    pub(super) fn check(&self, sleeps: u64) -> io::Result<()> {
-        self.network.awake.check(sleeps)
+    /// See [`SuspendDetector::check_since`].
+    pub(super) fn check_suspends(&self, sleeps: u64) -> io::Result<()> {
+        self.network.suspend_detector.check_since(sleeps)
     }
 
-    /// A frame has come from whoever is connected here.
-    pub(super) fn came(&self, frame: &[u8]) {
-        self.member.lane.came();
+    /// Forwards a frame that this port has received.
+    pub(super) fn forward_frame(&self, frame: &[u8]) {
+        self.member.lane.count_received();
         let now = self.network.began.elapsed();
-        let mut table = self.network.table();
-        let out = table.switch.arrived(self.port, frame, now);
+        let mut table = self.network.lock_table();
+        let out = table.switch.route_frame(self.port, frame, now);
         if out.is_empty() {
             return;
         }
         let frame = Bytes::copy_from_slice(frame);
         for member in out.iter().filter_map(|port| table.ports.get(port)) {
-            if !member.queue.push(frame.clone()) {
-                member.lane.dropped();
+            if !member.queue.push_frame(frame.clone()) {
+                member.lane.count_dropped();
             }
         }
     }
 
-    /// The next frames for whoever is connected here; see [`Queue::take`].
-    pub(super) async fn next(&self, bytes: usize) -> Vec<Bytes> {
-        self.member.queue.take(bytes).await
+    /// Returns the next frames to send to this port; see [`FrameQueue::take_frames`].
+    pub(super) async fn next_frames(&self, bytes: usize) -> Vec<Bytes> {
+        self.member.queue.take_frames(bytes).await
     }
 
-    /// So many of them have been given to it.
-    pub(super) fn left(&self, frames: usize) {
-        self.member.lane.left(frames);
+    /// Counts frames that were sent to this port.
+    pub(super) fn count_sent(&self, frames: usize) {
+        self.member.lane.count_sent(frames);
     }
 
-    /// Some of them can't be.
-    pub(super) fn lost(&self) {
-        self.member.lane.dropped();
+    /// Counts a frame that could not be sent.
+    pub(super) fn count_dropped(&self) {
+        self.member.lane.count_dropped();
     }
 }
 
-impl Drop for Joined {
+impl Drop for ConnectedPort {
     fn drop(&mut self) {
-        let mut table = self.network.table();
-        table.switch.unplug(self.port);
+        let mut table = self.network.lock_table();
+        table.switch.disconnect_port(self.port);
         table.ports.remove(&self.port);
-        self.member.lane.parted(self.member.queue.len());
+        self.member.lane.remove_port(self.member.queue.len());
     }
 }

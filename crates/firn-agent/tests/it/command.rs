@@ -1,4 +1,4 @@
-//! The program: what it says of configurations, and that it ends when it is told to.
+//! The program: its reports on configurations, and that it ends on a signal.
 
 use std::io::{BufRead, BufReader, Read, Write};
 use std::net::TcpStream;
@@ -60,7 +60,7 @@ fn a_fifo_in_place_of_a_file_is_refused_without_a_wait() {
     assert!(check(&file).status.success());
 }
 
-/// Those that the documentation says how to make.
+/// Certificates that are made as the documentation describes.
 #[test]
 fn documented_certificates_are_good_ones() {
     let dir = tempfile::tempdir().unwrap();
@@ -83,7 +83,8 @@ fn documented_certificates_are_good_ones() {
     }
 }
 
-/// Where the authority's key is missing, or is none, nothing is left that the next run would take for a certificate.
+/// Where the authority's key is missing or invalid, no file is left that the next run would take
+/// for a certificate.
 #[test]
 fn certificates_that_cannot_be_made_leave_nothing() {
     let dir = tempfile::tempdir().unwrap();

@@ -1,12 +1,12 @@
-//! Whoever is no peer is refused, counted, and costs nothing.
+//! Clients that are no peers are refused, counted, and cost nothing.
 
 use std::io::{self, Read, Write};
 use std::net::{SocketAddr, TcpStream};
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
-use firn_agent::Times;
-use firn_agent::detect::Health;
+use firn_agent::DetectorTiming;
+use firn_agent::detect::HostHealth;
 use rcgen::ExtendedKeyUsagePurpose;
 use rustls::pki_types::pem::PemObject;
 use rustls::pki_types::{CertificateDer, PrivateKeyDer, ServerName};
@@ -21,7 +21,7 @@ pub type Stream = StreamOwned<ClientConnection, TcpStream>;
 
 const HEARTBEAT: &str = "GET /v1/heartbeat HTTP/1.1\r\nhost: b\r\n";
 
-/// Greets the host `b` with this certificate, or without.
+/// Connects to the host `b` with this certificate, or without one.
 pub fn greet(to: SocketAddr, authority: &Authority, identity: Option<[String; 2]>) -> Stream {
     greet_in(&TLS13, to, authority, identity)
 }
@@ -62,11 +62,11 @@ fn request(stream: &mut Stream, head: &str) -> io::Result<String> {
     }
 }
 
-/// A host `b` with the peers `a` and `c`, of whom none is there.
+/// A host `b` with the peers `a` and `c`, neither of which runs.
 fn lonely() -> (Authority, Host) {
     let authority = Authority::new();
     let peers = [("a", free_address()), ("c", free_address())];
-    let host = Host::start(&authority, "b", free_address(), &peers, Times::default());
+    let host = Host::start(&authority, "b", free_address(), &peers, DetectorTiming::default());
     (authority, host)
 }
 
@@ -135,25 +135,26 @@ fn a_peer_that_speaks_tls_1_2_is_refused() {
     assert!(answer.starts_with("HTTP/1.1 200"), "{answer}");
 }
 
-/// A host that is not who it should be is not talked to, whoever answers at its address.
+/// An agent sends nothing to a server that is not the intended host, whichever answers at its
+/// address.
 #[test]
 fn who_is_called_is_who_is_meant() {
     let authority = Authority::new();
     let stranger = Authority::new();
     let [at_a, at_b, at_c] = [free_address(), free_address(), free_address()];
     let peers = [("b", at_b), ("c", at_c)];
-    let a = Host::start(&authority, "a", at_a, &peers, Times::default());
-    // At b's address there is c; at c's somebody with a certificate from elsewhere.
-    let _c = Host::start(&authority, "c", at_b, &[("a", at_a)], Times::default());
-    let _x = Host::start(&stranger, "c", at_c, &[("a", at_a)], Times::default());
+    let a = Host::start(&authority, "a", at_a, &peers, DetectorTiming::default());
+    // At b's address there is c; at c's a server with a certificate of another authority.
+    let _c = Host::start(&authority, "c", at_b, &[("a", at_a)], DetectorTiming::default());
+    let _x = Host::start(&stranger, "c", at_c, &[("a", at_a)], DetectorTiming::default());
     for (peer, why) in [("b", "not valid for name"), ("c", "UnknownIssuer")] {
         let trouble = || a.peer(peer).trouble.unwrap_or_default();
         eventually(why, || trouble().contains(why));
-        assert_ne!(a.peer(peer).health, Health::Alive);
+        assert_ne!(a.peer(peer).health, HostHealth::Alive);
         let failure = a.protect("web", peer).unwrap_err();
         assert!(failure.to_string().contains("greeting by TLS"), "{failure}");
     }
-    // Those two find out first, and hang up.
+    // Those two notice first, and close the connection.
     eventually("counted", || a.refused("mutual") > 0);
 }
 
@@ -185,8 +186,8 @@ fn a_host_whose_certificate_is_of_no_use_says_so() {
             free_address(),
             &[],
         );
-        let config = firn_agent::Config::load(&file).unwrap();
-        let error = firn_agent::Identity::load(&config).unwrap_err();
+        let config = firn_agent::AgentConfig::load(&file).unwrap();
+        let error = firn_agent::HostIdentity::load(&config).unwrap_err();
         assert!(error.to_string().contains(why), "{error}");
     }
 }
@@ -207,13 +208,13 @@ fn garbage_is_refused_and_the_peers_stay() {
         let _ = stream.read_to_end(&mut Vec::new());
         eventually("it is counted", || b.refused("protocol") == before + 1);
     }
-    // Asked after all that.
+    // Asked after all those connections.
     let since = Instant::now();
     eventually("it answers", || a.peer("b").heard_s.unwrap() < since.elapsed().as_secs_f64());
-    assert_eq!(a.peer("b").health, Health::Alive);
+    assert_eq!(a.peer("b").health, HostHealth::Alive);
 }
 
-/// Who says nothing, or one byte from time to time, is shown the door.
+/// A client that sends nothing, or one byte from time to time, is disconnected.
 #[test]
 fn a_greeting_that_takes_for_ever_does_not() {
     let (_, b) = lonely();
@@ -221,7 +222,7 @@ fn a_greeting_that_takes_for_ever_does_not() {
     let mut slow = TcpStream::connect(b.listen).unwrap();
     slow.set_nodelay(true).unwrap();
     let since = Instant::now();
-    // The beginning of a greeting, a byte at a time.
+    // The beginning of a handshake, a byte at a time.
     let mut bytes = [&[0x16, 3, 1, 2, 0, 1, 0, 1, 0xfc, 3, 3][..], &[0; 400]].concat().into_iter();
     while since.elapsed() < PATIENCE
         && bytes.next().is_some_and(|byte| slow.write_all(&[byte]).is_ok())
@@ -245,7 +246,7 @@ fn a_crowd_at_the_door_keeps_no_peer_out() {
     assert!(answer.starts_with("HTTP/1.1 200"), "{answer}");
     let (took, refused) = (since.elapsed(), b.cluster().refused);
     eprintln!("let in after {took:?}; refused: {refused:?}");
-    // 64 at once; the others had to go before their time.
+    // 64 at once; the others were disconnected before their time.
     assert!(refused["crowd"] >= 200, "{refused:?}");
     drop(crowd);
 }
@@ -261,7 +262,7 @@ fn a_peer_that_sends_too_much_is_told_so() {
     assert!(get(&long).starts_with("HTTP/1.1 431"));
     let many: String = (0..60).map(|n| format!("x{n}: x\r\n")).collect();
     assert!(get(&format!("{HEARTBEAT}{many}")).starts_with("HTTP/1.1 431"));
-    // Without asking for a stream.
+    // Without a request to upgrade.
     let post = "POST /v1/standbys/web HTTP/1.1\r\nhost: b\r\ncontent-length: 0\r\n";
     assert!(get(post).contains("firn-epochs"));
     let strange = "POST /v1/standbys/..%2fx HTTP/1.1\r\nhost: b\r\nupgrade: firn-epochs\r\nconnection: upgrade\r\n";
@@ -300,7 +301,7 @@ fn the_socket_for_commands_has_bounds_too() {
     assert!(post(&" ".repeat(70_000)).contains("length limit exceeded"));
     let metrics = ask("GET /metrics HTTP/1.1\r\nhost: x\r\nconnection: close\r\n\r\n");
     assert!(metrics.contains("firn_peer_up{peer=\"a\"} 0.0"), "{metrics}");
-    // A body that never comes.
+    // A body that never arrives.
     let since = Instant::now();
     let slow = ask(
         "POST /v1/protect HTTP/1.1\r\nhost: x\r\nconnection: close\r\ncontent-length: 9\r\n\r\n",

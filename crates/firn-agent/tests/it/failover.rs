@@ -1,4 +1,5 @@
-//! Three agents that agree, and VMs that are only what supervisors would say: who runs `web`, and with which lease.
+//! Three agents with membership, and VMs that are only the answers of their supervisors: which host
+//! runs `web`, and with which lease.
 
 use std::os::unix::net::UnixStream;
 use std::path::{Path, PathBuf};
@@ -6,13 +7,15 @@ use std::sync::mpsc::channel;
 use std::sync::{Arc, Mutex, MutexGuard};
 use std::time::Duration;
 
-use firn_agent::api::{CLUSTERS, FailOver, Forgotten, MembershipView, PlaceView};
+use firn_agent::api::{
+    CLUSTERS, FailoverVmRequest, ForgottenRecord, MembershipView, PlacementView,
+};
 use firn_agent::client::Method;
-use firn_agent::detect::Health;
+use firn_agent::detect::HostHealth;
 use firn_agent::vms::OnReady;
-use firn_agent::{Config, Times, Vms, client, membership};
+use firn_agent::{AgentConfig, DetectorTiming, LocalVms, client, membership};
 use firn_supervisor::{
-    Failure, FailureKind, OnProgress, ProtectRequest, RuntimeDir, Status, VmName,
+    Failure, FailureKind, OnProgress, ProtectRequest, RuntimeDir, VmName, VmStatus,
 };
 use serde_json::{Value, json};
 
@@ -27,15 +30,15 @@ struct Model {
 
 #[derive(Default)]
 struct Web {
-    /// `running`, `protected`, `standby`, `ended`; or it is not there.
+    /// `running`, `protected`, `standby`, `ended`; `None` if it does not exist.
     state: Option<&'static str>,
     lease: Option<u32>,
-    /// What it sends is held, whatever its lease says.
+    /// Its output is buffered, whatever its lease allows.
     is_held: bool,
-    /// Timelines whose lease it was granted.
+    /// Generations whose lease it was granted.
     granted: Vec<u32>,
     why: String,
-    /// Its epochs go or come there.
+    /// The stream of its epochs.
     stream: Option<UnixStream>,
 }
 
@@ -46,7 +49,7 @@ impl Model {
 
     fn is(&self, state: &str) -> bool {
         let mut web = self.web();
-        // Whoever is at the other end of a stream has gone.
+        // The process at the other end of the stream may be gone.
         let gone = web.stream.as_ref().is_some_and(|stream| {
             stream.set_nonblocking(true).unwrap();
             matches!(std::io::Read::read(&mut &*stream, &mut [0]), Ok(0))
@@ -61,12 +64,12 @@ impl Model {
     }
 }
 
-impl Vms for Model {
-    fn list(&self) -> Result<Vec<Status>, Failure> {
-        Ok(self.status(&VmName::new("web").unwrap()).into_iter().collect())
+impl LocalVms for Model {
+    fn list_vms(&self) -> Result<Vec<VmStatus>, Failure> {
+        Ok(self.vm_status(&VmName::new("web").unwrap()).into_iter().collect())
     }
 
-    fn status(&self, vm: &VmName) -> Result<Status, Failure> {
+    fn vm_status(&self, vm: &VmName) -> Result<VmStatus, Failure> {
         self.is("");
         let web = self.web();
         let none = || Failure::new(FailureKind::NoSuchVm, "no such VM");
@@ -81,14 +84,15 @@ impl Vms for Model {
             status["standby"] = json!({ "complete": 5, "committed": 4, "ended": ended });
         }
         if state == "protected" {
-            let mut now = serde_json::to_value(firn_supervisor::Protection::default()).unwrap();
+            let mut now =
+                serde_json::to_value(firn_supervisor::ProtectionStatus::default()).unwrap();
             now["committed"] = 4.into();
             status["protection"] = now;
         }
         Ok(serde_json::from_value(status).unwrap())
     }
 
-    fn protect(
+    fn protect_vm(
         &self,
         _: &VmName,
         how: ProtectRequest,
@@ -103,14 +107,18 @@ impl Vms for Model {
         Ok(json!({}))
     }
 
-    fn ask(&self, vm: &VmName, request: &firn_supervisor::Request) -> Result<Value, Failure> {
+    fn ask_supervisor(
+        &self,
+        vm: &VmName,
+        request: &firn_supervisor::SupervisorRequest,
+    ) -> Result<Value, Failure> {
         let text = format!("{vm} belongs to no cluster: {request:?}");
         Err(Failure::new(FailureKind::Refused, text))
     }
 
-    fn stand_by(&self, vm: &VmName, _: &Path, ready: OnReady) -> Result<UnixStream, Failure> {
+    fn start_standby(&self, vm: &VmName, _: &Path, ready: OnReady) -> Result<UnixStream, Failure> {
         let (near, end) = UnixStream::pair().unwrap();
-        std::fs::create_dir_all(self.base.vm(vm).path()).unwrap();
+        std::fs::create_dir_all(self.base.vm_dir(vm).path()).unwrap();
         let mut web = self.web();
         assert!(matches!(web.state, None | Some("ended")), "{:?} is there", web.state);
         *web = Web { state: Some("standby"), stream: Some(end), ..Web::default() };
@@ -119,7 +127,7 @@ impl Vms for Model {
         Ok(near)
     }
 
-    fn fail_over(&self, _: &VmName, generation: u32) -> Result<Value, Failure> {
+    fn fail_over_vm(&self, _: &VmName, generation: u32) -> Result<Value, Failure> {
         let mut web = self.web();
         assert_eq!(web.state, Some("standby"));
         assert_eq!(web.granted.last(), Some(&generation), "its lease is not held");
@@ -127,26 +135,26 @@ impl Vms for Model {
         Ok(json!({ "epoch": 4 }))
     }
 
-    fn release(&self, _: &VmName) -> Result<(), Failure> {
+    fn release_vm(&self, _: &VmName) -> Result<(), Failure> {
         let mut web = self.web();
         (web.state, web.lease, web.stream) = (Some("running"), None, None);
         Ok(())
     }
 
-    fn go_on(&self, _: &VmName) -> Result<(), Failure> {
+    fn resume_output(&self, _: &VmName) -> Result<(), Failure> {
         let mut web = self.web();
         assert_eq!(web.state, Some("running"));
         web.is_held = false;
         Ok(())
     }
 
-    fn fence(&self, _: &VmName, why: String) -> Result<(), Failure> {
+    fn fence_vm(&self, _: &VmName, why: String) -> Result<(), Failure> {
         let mut web = self.web();
         (web.state, web.why, web.stream) = (Some("ended"), why, None);
         Ok(())
     }
 
-    fn grant(&self, _: &VmName, lease: Option<(u32, Duration)>) {
+    fn grant_lease(&self, _: &VmName, lease: Option<(u32, Duration)>) {
         let mut web = self.web();
         match lease {
             Some((generation, _)) if web.granted.last() == Some(&generation) => {}
@@ -155,7 +163,7 @@ impl Vms for Model {
         }
     }
 
-    fn stop(&self, _: &VmName) -> Result<(), Failure> {
+    fn stop_standby(&self, _: &VmName) -> Result<(), Failure> {
         let mut web = self.web();
         assert_eq!(web.state, Some("standby"));
         *web = Web::default();
@@ -174,19 +182,19 @@ impl Hosts {
     fn start() -> Self {
         let (mut hosts, mut models, mut files) = (Vec::new(), Vec::new(), Vec::new());
         for (dir, file) in configured() {
-            let config = Config::load(&file).unwrap();
-            membership::found(&config).unwrap();
-            let base = RuntimeDir::at(dir.path().join("run"));
+            let config = AgentConfig::load(&file).unwrap();
+            membership::bootstrap_server(&config).unwrap();
+            let base = RuntimeDir::from_path(dir.path().join("run"));
             let model = Arc::new(Model { base, web: Mutex::default() });
             let (_send, ends) = channel();
-            let vms = Arc::clone(&model) as Arc<dyn Vms>;
-            hosts.push(Host::with_vms(dir, config, Times::default(), vms, ends).unwrap());
+            let vms = Arc::clone(&model) as Arc<dyn LocalVms>;
+            hosts.push(Host::with_vms(dir, config, DetectorTiming::default(), vms, ends).unwrap());
             models.push(model);
             files.push(file);
         }
         models[0].web().state = Some("running");
         for peer in ["b", "c"] {
-            eventually("all are there", || hosts[0].peer(peer).health == Health::Alive);
+            eventually("all are there", || hosts[0].peer(peer).health == HostHealth::Alive);
         }
         Self { hosts, models, files }
     }
@@ -198,11 +206,11 @@ impl Hosts {
         assert_eq!(place(&self.hosts[0]), ["a", "b"]);
     }
 
-    /// A person asks `b` to run it, and may declare a host dead.
+    /// A user requests that `b` runs it, and may declare a host dead.
     fn fail_over(&self, dead: Option<&str>) -> Result<Value, Failure> {
         let vm = VmName::new("web").unwrap();
-        let wanted = FailOver { vm, dead: dead.map(name) };
-        client::fail_over(&self.hosts[1].base, &wanted)
+        let wanted = FailoverVmRequest { vm, dead: dead.map(name) };
+        client::fail_over_vm(&self.hosts[1].base, &wanted)
     }
 
     fn is_at(&self, host: usize, state: &str) -> bool {
@@ -211,15 +219,15 @@ impl Hosts {
 }
 
 fn view(host: &Host) -> MembershipView {
-    client::membership(&host.base).unwrap()
+    client::read_membership(&host.base).unwrap()
 }
 
-/// The names of primary and backup, as hosts have agreed.
+/// The names of primary and backup in the record.
 fn place(host: &Host) -> Vec<String> {
     let view = view(host);
     let vm = view.clusters.first().and_then(|cluster| cluster.vms.first());
     let name = |it: &str| it.split(' ').next().unwrap_or_default().to_owned();
-    let of = |vm: &PlaceView| {
+    let of = |vm: &PlacementView| {
         let backup = vm.backup.as_deref().map(name).into_iter();
         [name(&vm.primary)].into_iter().chain(backup).collect()
     };
@@ -261,22 +269,23 @@ fn a_vm_whose_backup_is_lost_goes_on_and_is_protected_by_the_third() {
     assert!(web.lease == Some(0) && web.granted == [0] && !web.is_held, "nothing was rolled back");
 }
 
-/// What its user releases, or ends, is nobody's affair any more; and may begin again, in another timeline.
+/// A VM that its user releases or ends has no record any more; and may begin again, in another
+/// generation.
 #[test]
 fn a_vm_that_is_released_is_no_cluster_and_may_be_one_again() {
     let hosts = Hosts::start();
     hosts.protect();
-    hosts.models[0].release(&VmName::new("web").unwrap()).unwrap();
+    hosts.models[0].release_vm(&VmName::new("web").unwrap()).unwrap();
     eventually("it is no cluster", || place(&hosts.hosts[0]).is_empty());
     assert!(hosts.is_at(0, "running"));
-    // Its standby agreed never to run it, and gives way.
+    // Its standby agreed never to run it, and is replaced.
     *hosts.models[1].web() = Web::default();
     hosts.hosts[0].protect("web", "b").unwrap();
     assert_eq!(place(&hosts.hosts[0]), ["a", "b"]);
     assert_eq!(hosts.models[0].web().lease, Some(2));
 }
 
-/// What its user stops is run by no host: the record ends, and the standby goes.
+/// No host runs a VM that its user has stopped: the record ends, and so does the standby.
 #[test]
 fn a_vm_that_is_stopped_leaves_no_record_and_no_standby() {
     let hosts = Hosts::start();
@@ -288,7 +297,8 @@ fn a_vm_that_is_stopped_leaves_no_record_and_no_standby() {
     assert_eq!(refused.kind, FailureKind::NoSuchVm);
 }
 
-/// A person's failover goes by the record: a primary that holds its lease keeps its VM, unless its host is declared dead by its name.
+/// A failover by a user follows the record: a primary that holds its lease keeps its VM, unless its
+/// host is declared dead by its name.
 #[test]
 fn a_failover_by_hand_goes_by_the_record() {
     let hosts = Hosts::start();
@@ -308,7 +318,8 @@ fn a_failover_by_hand_goes_by_the_record() {
     assert_eq!(place(&hosts.hosts[1])[0], "b");
 }
 
-/// A hypervisor that does not answer: its host asks for the lease no more, and ends it once it runs elsewhere.
+/// A hypervisor that does not answer: its host stops to request the lease, and ends the VM once it
+/// runs elsewhere.
 #[test]
 fn a_vm_that_hangs_runs_at_its_backup_though_its_agent_lives() {
     let hosts = Hosts::start();
@@ -321,14 +332,14 @@ fn a_vm_that_hangs_runs_at_its_backup_though_its_agent_lives() {
     eventually("the old one is ended", || hosts.is_at(0, "ended") || hosts.is_at(0, "standby"));
 }
 
-/// `a` and `b` are lost together; `b` comes back with nothing.
+/// `a` and `b` are lost together; `b` returns with nothing.
 #[test]
 fn a_vm_that_is_lost_with_its_backup_is_forgotten_by_command_and_its_name_is_free() {
     let mut hosts = Hosts::start();
     hosts.protect();
     let forget = |host: &Host| {
         let path = format!("{CLUSTERS}/web/forget");
-        client::clusters::<Forgotten>(&host.base, Method::POST, &path, None::<&()>)
+        client::ask_clusters::<ForgottenRecord>(&host.base, Method::POST, &path, None::<&()>)
     };
     let refused = forget(&hosts.hosts[2]).unwrap_err();
     assert_eq!(refused.kind, FailureKind::Refused, "{refused}");
@@ -336,11 +347,11 @@ fn a_vm_that_is_lost_with_its_backup_is_forgotten_by_command_and_its_name_is_fre
         hosts.hosts[host].kill();
         *hosts.models[host].web() = Web::default();
     }
-    let vms = Arc::clone(&hosts.models[1]) as Arc<dyn Vms>;
+    let vms = Arc::clone(&hosts.models[1]) as Arc<dyn LocalVms>;
     hosts.hosts[1].start_again(&hosts.files[1], &vms);
     hosts.models[2].web().state = Some("running");
     let c = &hosts.hosts[2];
-    eventually("b is back", || c.peer("b").health == Health::Alive && view(c).leader.is_some());
+    eventually("b is back", || c.peer("b").health == HostHealth::Alive && view(c).leader.is_some());
     let refused = c.protect("web", "b").unwrap_err();
     assert!(refused.to_string().contains("runs at host a"), "{refused}");
     let hint = refused.hint.unwrap();
@@ -350,7 +361,7 @@ fn a_vm_that_is_lost_with_its_backup_is_forgotten_by_command_and_its_name_is_fre
         forgotten = forget(c).ok();
         forgotten.is_some()
     });
-    let Forgotten { vms, hosts: rests, .. } = forgotten.unwrap();
+    let ForgottenRecord { vms, hosts: rests, .. } = forgotten.unwrap();
     assert_eq!(vms, ["web"]);
     let why = |host: &str| rests.iter().find(|(it, _)| it.starts_with(host)).unwrap().1;
     assert!(why("a ").contains("does not answer") && why("a ").contains("s old"), "{rests:?}");
@@ -359,7 +370,7 @@ fn a_vm_that_is_lost_with_its_backup_is_forgotten_by_command_and_its_name_is_fre
     assert_eq!(place(c), ["c", "b"]);
 }
 
-/// Somebody else has the name.
+/// Another host has the name.
 #[test]
 fn a_vm_of_the_same_name_elsewhere_is_refused() {
     let hosts = Hosts::start();

@@ -1,4 +1,5 @@
-//! A peer that begins to answer, and does not go on: nobody waits for it for ever, and the VM's name is free again.
+//! A peer that begins an answer, and does not continue: no task waits for it forever, and the VM's
+//! name is free again.
 
 use std::io::{Read, Write};
 use std::net::{SocketAddr, TcpListener, TcpStream};
@@ -6,8 +7,8 @@ use std::sync::{Arc, Mutex};
 use std::thread;
 use std::time::{Duration, Instant};
 
-use firn_agent::Times;
-use firn_agent::api::Protect;
+use firn_agent::DetectorTiming;
+use firn_agent::api::ProtectVmRequest;
 use firn_agent::client;
 use firn_supervisor::{Failure, VmName};
 use rustls::pki_types::pem::PemObject;
@@ -16,7 +17,7 @@ use rustls::{ServerConfig, ServerConnection, StreamOwned};
 
 use crate::host::{Authority, Host, free_address, name};
 
-/// Halves of answers, each given once; who asks after that is refused.
+/// Halves of answers, each sent once; later requests are refused.
 const HALVES: [&str; 3] = [
     "HTTP/1.1 101 Swit",
     "HTTP/1.1 101 Switching Protocols\r\nconnection: upgrade\r\nupgrade: firn-ep",
@@ -25,10 +26,10 @@ const HALVES: [&str; 3] = [
 const HEARTBEAT: &str = "HTTP/1.1 200 OK\r\ncontent-length: 12\r\n\r\n{\"host\":\"b\"}";
 const REFUSAL: &str = "HTTP/1.1 409 Conflict\r\ncontent-length: 0\r\n\r\n";
 
-/// How long the agent waits, and how long it may take.
+/// How long the agent waits, and the limit for that.
 const WAIT: Duration = Duration::from_secs(30);
 
-/// The host `b`, of which nothing is there but its certificate and its heart.
+/// The host `b`, of which only its certificate and its heartbeats exist.
 fn half_a_peer(authority: &Authority) -> SocketAddr {
     let [certificate, key] = authority.issue(&["b"], |_| ());
     let chain = vec![CertificateDer::from_pem_slice(certificate.as_bytes()).unwrap()];
@@ -56,7 +57,7 @@ fn answer(config: Arc<ServerConfig>, stream: TcpStream, left: &Mutex<Vec<&str>>)
             true => left.lock().unwrap().pop().unwrap_or(REFUSAL),
             false => HEARTBEAT,
         };
-        // It may have enough of it by now.
+        // The agent may have given up by now.
         let _ = stream.write_all(answer.as_bytes());
     }
 }
@@ -74,16 +75,16 @@ fn head(stream: &mut impl Read) -> Option<Vec<u8>> {
 fn half_an_answer_is_not_waited_for() {
     let authority = Authority::new();
     let at_b = half_a_peer(&authority);
-    let a = Host::start(&authority, "a", free_address(), &[("b", at_b)], Times::default());
+    let a = Host::start(&authority, "a", free_address(), &[("b", at_b)], DetectorTiming::default());
     let protect = |vm: String| {
         let base = a.base.clone();
-        let wanted = Protect {
+        let wanted = ProtectVmRequest {
             vm: VmName::new(vm).unwrap(),
             backup: name("b"),
             interval_ms: 100,
             predicts: true,
         };
-        thread::spawn(move || client::protect(&base, &wanted, &mut |_| ()).unwrap_err())
+        thread::spawn(move || client::protect_vm(&base, &wanted, &mut |_| ()).unwrap_err())
     };
     let since = Instant::now();
     let asked: Vec<_> = (0..HALVES.len()).map(|n| protect(format!("vm{n}"))).collect();

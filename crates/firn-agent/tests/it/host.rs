@@ -1,4 +1,5 @@
-//! Hosts: an agent each, in a runtime of its own, so that it can be killed; and VMs that are only sockets.
+//! Hosts: an agent each, in a runtime of its own, so that it can be killed; and VMs that are only
+//! sockets.
 
 use std::fs;
 use std::net::{SocketAddr, TcpListener};
@@ -10,12 +11,15 @@ use std::sync::atomic::{AtomicU32, Ordering};
 use std::sync::mpsc::{Receiver, Sender, channel};
 use std::time::{Duration, Instant};
 
-use firn_agent::api::{Cluster, PeerView, Protect};
-use firn_agent::detect::Health;
+use firn_agent::api::{AgentStatus, PeerView, ProtectVmRequest};
+use firn_agent::detect::HostHealth;
 use firn_agent::vms::OnReady;
-use firn_agent::{Config, HostName, Place, Ready, Times, Vms, client};
+use firn_agent::{
+    AgentConfig, AgentPaths, DetectorTiming, HostName, LocalVms, PreparedAgent, client,
+};
 use firn_supervisor::{
-    Failure, FailureKind, OnProgress, ProtectRequest, Request, RuntimeDir, Status, VmName,
+    Failure, FailureKind, OnProgress, ProtectRequest, RuntimeDir, SupervisorRequest, VmName,
+    VmStatus,
 };
 use rcgen::{
     BasicConstraints, CertificateParams, CertifiedIssuer, DnType, ExtendedKeyUsagePurpose, IsCa,
@@ -39,7 +43,7 @@ pub fn name(name: &str) -> HostName {
     HostName::new(name).unwrap()
 }
 
-/// Somebody who issues certificates.
+/// The authority that issues certificates.
 pub struct Authority(CertifiedIssuer<'static, KeyPair>);
 
 impl Authority {
@@ -73,23 +77,23 @@ impl Authority {
     }
 }
 
-/// An address that nobody has.
+/// A free address.
 pub fn free_address() -> SocketAddr {
     TcpListener::bind("127.0.0.1:0").unwrap().local_addr().unwrap()
 }
 
-/// A VM whose supervisor connects only when it is let go.
+/// A VM whose supervisor connects only when the test allows it.
 pub const LATE: &str = "late";
 
-/// VMs that are sockets: what a test gets of each is the end that the supervisor would have.
+/// VMs that are sockets: a test gets, of each, the end that the supervisor would have.
 struct Fake(Sender<UnixStream>);
 
-impl Vms for Fake {
-    fn list(&self) -> Result<Vec<Status>, Failure> {
-        Ok(vec![self.status(&VmName::new("web").unwrap())?])
+impl LocalVms for Fake {
+    fn list_vms(&self) -> Result<Vec<VmStatus>, Failure> {
+        Ok(vec![self.vm_status(&VmName::new("web").unwrap())?])
     }
 
-    fn status(&self, vm: &VmName) -> Result<Status, Failure> {
+    fn vm_status(&self, vm: &VmName) -> Result<VmStatus, Failure> {
         let mut status = json!({ "name": vm, "state": "running", "launched": true, "memory_bytes": 0,
             "vcpus": 1, "qemu": "", "accel": "tcg", "since": 0, "recoveries": 0 });
         if vm.as_str() == "kept" {
@@ -99,7 +103,7 @@ impl Vms for Fake {
         Ok(serde_json::from_value(status).unwrap())
     }
 
-    fn protect(
+    fn protect_vm(
         &self,
         vm: &VmName,
         how: ProtectRequest,
@@ -117,12 +121,12 @@ impl Vms for Fake {
         Ok(json!({}))
     }
 
-    fn ask(&self, vm: &VmName, _: &Request) -> Result<Value, Failure> {
+    fn ask_supervisor(&self, vm: &VmName, _: &SupervisorRequest) -> Result<Value, Failure> {
         let text = format!("VM {vm} has no supervisor to be asked");
         Err(Failure::new(FailureKind::NoSuchVm, text))
     }
 
-    fn stand_by(&self, vm: &VmName, _: &Path, _: OnReady) -> Result<UnixStream, Failure> {
+    fn start_standby(&self, vm: &VmName, _: &Path, _: OnReady) -> Result<UnixStream, Failure> {
         if vm.as_str() == "refused" {
             return Err(Failure::new(FailureKind::Busy, "there is a VM called that already"));
         }
@@ -131,27 +135,27 @@ impl Vms for Fake {
         Ok(near)
     }
 
-    fn fail_over(&self, vm: &VmName, _: u32) -> Result<Value, Failure> {
+    fn fail_over_vm(&self, vm: &VmName, _: u32) -> Result<Value, Failure> {
         panic!("{vm} is not to be run");
     }
 
-    fn release(&self, vm: &VmName) -> Result<(), Failure> {
+    fn release_vm(&self, vm: &VmName) -> Result<(), Failure> {
         panic!("{vm} is not to be released");
     }
 
-    fn go_on(&self, vm: &VmName) -> Result<(), Failure> {
+    fn resume_output(&self, vm: &VmName) -> Result<(), Failure> {
         panic!("{vm} is not to go on");
     }
 
-    fn fence(&self, vm: &VmName, _: String) -> Result<(), Failure> {
+    fn fence_vm(&self, vm: &VmName, _: String) -> Result<(), Failure> {
         panic!("{vm} is not to be ended");
     }
 
-    fn grant(&self, vm: &VmName, _: Option<(u32, Duration)>) {
+    fn grant_lease(&self, vm: &VmName, _: Option<(u32, Duration)>) {
         panic!("{vm} has no lease");
     }
 
-    fn stop(&self, vm: &VmName) -> Result<(), Failure> {
+    fn stop_standby(&self, vm: &VmName) -> Result<(), Failure> {
         panic!("{vm} is not to be stopped");
     }
 }
@@ -166,33 +170,33 @@ pub struct Host {
 }
 
 impl Host {
-    /// Begins one, with these peers.
+    /// Starts a host with these peers.
     pub fn start(
         authority: &Authority,
         who: &str,
         listen: SocketAddr,
         peers: &[(&str, SocketAddr)],
-        times: Times,
+        times: DetectorTiming,
     ) -> Self {
         let identity = authority.issue(&[who], |_| ());
         Self::with_identity(&authority.pem(), identity, who, listen, peers, times)
     }
 
-    /// Begins one that shows this certificate.
+    /// Starts a host that shows this certificate.
     pub fn with_identity(
         authority: &str,
         identity: [String; 2],
         who: &str,
         listen: SocketAddr,
         peers: &[(&str, SocketAddr)],
-        times: Times,
+        times: DetectorTiming,
     ) -> Self {
         let dir = tempfile::Builder::new().prefix("firn-agent-").tempdir().unwrap();
         let file = write_config(dir.path(), authority, identity, who, listen, peers);
-        Self::with_config(dir, Config::load(&file).unwrap(), times).unwrap()
+        Self::with_config(dir, AgentConfig::load(&file).unwrap(), times).unwrap()
     }
 
-    /// Begins one with more in its configuration.
+    /// Starts a host with more in its configuration.
     pub fn start_with(
         authority: &Authority,
         who: &str,
@@ -205,65 +209,69 @@ impl Host {
         let file = write_config(dir.path(), &authority.pem(), identity, who, listen, peers);
         let text = fs::read_to_string(&file).unwrap();
         fs::write(&file, text + more).unwrap();
-        Self::with_config(dir, Config::load(&file).unwrap(), Times::default()).unwrap()
+        Self::with_config(dir, AgentConfig::load(&file).unwrap(), DetectorTiming::default())
+            .unwrap()
     }
 
-    /// Begins one that is configured like this.
+    /// Starts a host with this configuration.
     pub fn with_config(
         dir: tempfile::TempDir,
-        config: Config,
-        times: Times,
+        config: AgentConfig,
+        times: DetectorTiming,
     ) -> Result<Self, Failure> {
         let (send, ends) = channel();
         Self::with_vms(dir, config, times, Arc::new(Fake(send)), ends)
     }
 
-    /// Begins one that has these VMs.
+    /// Starts a host with these VMs.
     pub fn with_vms(
         dir: tempfile::TempDir,
-        config: Config,
-        times: Times,
-        vms: Arc<dyn Vms>,
+        config: AgentConfig,
+        times: DetectorTiming,
+        vms: Arc<dyn LocalVms>,
         ends: Receiver<UnixStream>,
     ) -> Result<Self, Failure> {
-        let base = RuntimeDir::at(dir.path().join("run"));
+        let base = RuntimeDir::from_path(dir.path().join("run"));
         let runtime = Runtime::new().unwrap();
-        let ready = Ready::new(config, Place::new(base.clone()), vms, times);
+        let ready = PreparedAgent::new(config, AgentPaths::new(base.clone()), vms, times);
         let ready = runtime.block_on(ready)?;
         let listen = ready.agent().listen;
-        runtime.spawn(ready.serve());
+        runtime.spawn(ready.serve_forever());
         Ok(Self { dir, base, listen, ends, runtime: Some(runtime) })
     }
 
-    /// Ends it as SIGKILL would: all of its sockets are closed, and nothing is said.
+    /// Ends it as SIGKILL would: all of its sockets are closed, and nothing is sent.
     pub fn kill(&mut self) {
         self.runtime.take().unwrap().shutdown_background();
     }
 
-    /// Starts it again where it was killed, as soon as what it had then is free.
-    pub fn start_again(&mut self, file: &Path, vms: &Arc<dyn Vms>) {
+    /// Starts it again with its old address, as soon as its old resources are free.
+    pub fn start_again(&mut self, file: &Path, vms: &Arc<dyn LocalVms>) {
         eventually("it begins again", || {
-            let (config, place) = (Config::load(file).unwrap(), Place::new(self.base.clone()));
+            let (config, place) =
+                (AgentConfig::load(file).unwrap(), AgentPaths::new(self.base.clone()));
             let runtime = Runtime::new().unwrap();
-            let ready = Ready::new(config, place, Arc::clone(vms), Times::default());
-            let begun = runtime.block_on(ready).map(|ready| runtime.spawn(ready.serve())).is_ok();
+            let ready =
+                PreparedAgent::new(config, place, Arc::clone(vms), DetectorTiming::default());
+            let begun =
+                runtime.block_on(ready).map(|ready| runtime.spawn(ready.serve_forever())).is_ok();
             self.runtime = begun.then_some(runtime);
             begun
         });
     }
 
-    /// Whether a supervisor waits for that.
+    /// Whether a supervisor waits for permission to connect.
     pub fn has_a_late_one(&self) -> bool {
         self.base.path().join("asked").exists()
     }
 
-    /// Lets supervisors connect that waited for it.
+    /// Lets the waiting supervisors connect.
     pub fn let_late_ones_go(&self) {
         fs::write(self.base.path().join("go"), "").unwrap();
     }
 
-    pub fn cluster(&self) -> Cluster {
-        client::cluster(&self.base).unwrap()
+    pub fn cluster(&self) -> AgentStatus {
+        client::read_status(&self.base).unwrap()
     }
 
     pub fn peer(&self, who: &str) -> PeerView {
@@ -281,8 +289,8 @@ impl Host {
 
     pub fn protect(&self, vm: &str, backup: &str) -> Result<Value, Failure> {
         let (vm, backup) = (VmName::new(vm).unwrap(), name(backup));
-        let wanted = Protect { vm, backup, interval_ms: 100, predicts: true };
-        client::protect(&self.base, &wanted, &mut |_| ())
+        let wanted = ProtectVmRequest { vm, backup, interval_ms: 100, predicts: true };
+        client::protect_vm(&self.base, &wanted, &mut |_| ())
     }
 }
 
@@ -322,10 +330,10 @@ pub fn write_config(
 pub fn pair() -> [Host; 2] {
     let authority = Authority::new();
     let [at_a, at_b] = [free_address(), free_address()];
-    let a = Host::start(&authority, "a", at_a, &[("b", at_b)], Times::default());
-    let b = Host::start(&authority, "b", at_b, &[("a", at_a)], Times::default());
+    let a = Host::start(&authority, "a", at_a, &[("b", at_b)], DetectorTiming::default());
+    let b = Host::start(&authority, "b", at_b, &[("a", at_a)], DetectorTiming::default());
     for (host, peer) in [(&a, "b"), (&b, "a")] {
-        eventually("each is there", || host.peer(peer).health == Health::Alive);
+        eventually("each is there", || host.peer(peer).health == HostHealth::Alive);
     }
     [a, b]
 }

@@ -1,4 +1,5 @@
-//! Agents with certificates of their own, on this host's loopback: whom they let in, what they carry, and what they notice.
+//! Agents with certificates of their own, on this host's loopback: which peers they accept, what
+//! they carry, and what they detect.
 
 #![expect(clippy::unwrap_used, clippy::panic, reason = "a test that cannot go on fails")]
 

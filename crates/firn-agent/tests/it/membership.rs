@@ -1,11 +1,11 @@
-//! Three hosts that agree, by their agents' connections.
+//! Three hosts with membership, by their agents' connections.
 
 use std::fs::OpenOptions;
 use std::io::Write as _;
 use std::path::{Path, PathBuf};
 
 use firn_agent::api::MembershipView;
-use firn_agent::{Config, Times, client};
+use firn_agent::{AgentConfig, DetectorTiming, client};
 use firn_supervisor::{Failure, FailureKind};
 
 use crate::command::agent;
@@ -13,7 +13,7 @@ use crate::host::{Authority, Host, eventually, free_address, pair, write_config}
 
 const NAMES: [&str; 3] = ["a", "b", "c"];
 
-/// What three hosts are configured with.
+/// The configuration of the three hosts.
 pub fn configured() -> Vec<(tempfile::TempDir, PathBuf)> {
     let authority = Authority::new();
     let addresses = NAMES.map(|name| (name, free_address()));
@@ -31,7 +31,7 @@ pub fn configured() -> Vec<(tempfile::TempDir, PathBuf)> {
 }
 
 fn start((dir, file): (tempfile::TempDir, PathBuf)) -> Result<Host, Failure> {
-    Host::with_config(dir, Config::load(&file).unwrap(), Times::default())
+    Host::with_config(dir, AgentConfig::load(&file).unwrap(), DetectorTiming::default())
 }
 
 fn found(file: &Path) -> (Option<i32>, String) {
@@ -41,7 +41,7 @@ fn found(file: &Path) -> (Option<i32>, String) {
 }
 
 fn view(host: &Host) -> MembershipView {
-    client::membership(&host.base).unwrap()
+    client::read_membership(&host.base).unwrap()
 }
 
 #[test]
@@ -83,7 +83,7 @@ fn a_host_that_was_not_founded_does_not_begin() {
 #[test]
 fn who_agrees_on_nothing_says_so() {
     let [a, _b] = pair();
-    let failure = client::membership(&a.base).unwrap_err();
+    let failure = client::read_membership(&a.base).unwrap_err();
     assert_eq!(failure.kind, FailureKind::Usage);
     assert!(failure.hint.unwrap().contains("[membership]"));
 }

@@ -1,4 +1,4 @@
-//! A network between hosts that can stop passing anything on, without telling anybody.
+//! A network between hosts that can stop forwarding, without notifying any process.
 
 use std::io::{Read, Write};
 use std::net::{SocketAddr, TcpListener, TcpStream};
@@ -13,7 +13,7 @@ pub struct Relay {
 }
 
 impl Relay {
-    /// Passes on what comes, to there.
+    /// Forwards bytes to that address.
     pub fn to(target: SocketAddr) -> Self {
         let listener = TcpListener::bind("127.0.0.1:0").unwrap();
         let address = listener.local_addr().unwrap();
@@ -31,7 +31,7 @@ impl Relay {
         Self { address, is_cut }
     }
 
-    /// From now on nothing passes; nor does the end of a connection.
+    /// From now on no bytes are forwarded; nor is the end of a connection.
     pub fn cut(&self, is_cut: bool) {
         self.is_cut.store(is_cut, Ordering::Release);
     }

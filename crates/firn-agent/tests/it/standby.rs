@@ -1,13 +1,13 @@
-//! Standbys that a real agent starts, by real supervisors, for a peer that is only a connection: until a primary introduces itself
-//! they live as long as that.
+//! Standbys that a real agent starts, by real supervisors, for a peer that is only a connection:
+//! until a primary introduces itself they live as long as that connection.
 
 use std::io::{BufRead, BufReader, Read, Write};
 use std::net::SocketAddr;
 use std::path::{Path, PathBuf};
 use std::process::{Child, Stdio};
 
-use firn_agent::client::cluster;
-use firn_agent::detect::Health;
+use firn_agent::client::read_status;
+use firn_agent::detect::HostHealth;
 use firn_supervisor::RuntimeDir;
 
 use crate::command::agent;
@@ -27,7 +27,8 @@ impl Backup {
         Self::with(|_| None)
     }
 
-    /// Begins one whose supervisors have a fault point armed, by a text that may name files of a directory.
+    /// Starts one whose supervisors have a fault point armed, by a text that may name files of a
+    /// directory.
     fn with(fault: impl FnOnce(&Path) -> Option<String>) -> Self {
         let authority = Authority::new();
         let dir = tempfile::Builder::new().prefix("firn-agent-").tempdir().unwrap();
@@ -57,7 +58,7 @@ impl Backup {
         (stream, String::from_utf8(answer).unwrap())
     }
 
-    /// A connection that carries epochs, if there were any.
+    /// A connection of the kind that carries epochs.
     fn stream(&self) -> Stream {
         let (stream, answer) = self.asks();
         assert!(answer.starts_with("HTTP/1.1 101"), "{answer}");
@@ -69,10 +70,11 @@ impl Backup {
         self.dir.path().join("run/web")
     }
 
-    /// Waits until `a` counts as lost, for it has no agent. A standby that begins after that is not ended by it.
+    /// Waits until `a` counts as lost, for it has no agent. That does not end a standby that begins
+    /// afterwards.
     fn has_lost_its_peer(&self) {
-        let base = RuntimeDir::at(self.dir.path().join("run"));
-        let is_lost = || cluster(&base).is_ok_and(|it| it.peers[0].health == Health::Lost);
+        let base = RuntimeDir::from_path(self.dir.path().join("run"));
+        let is_lost = || read_status(&base).is_ok_and(|it| it.peers[0].health == HostHealth::Lost);
         eventually("its peer is lost", is_lost);
     }
 
@@ -97,7 +99,7 @@ fn a_standby_without_a_primary_goes_with_the_connection() {
     }
     let mut stream = backup.stream();
     stream.write_all(&[7; 1000]).unwrap();
-    // What it says of that is the wire's refusal, or nothing: then it ends.
+    // It sends the wire's refusal, or nothing: then it ends.
     let _ = stream.read_to_end(&mut Vec::new());
     backup.is_gone();
 }
@@ -120,7 +122,8 @@ fn a_standby_without_a_primary_goes_with_the_agent() {
     backup.is_gone();
 }
 
-/// A host so slow that a standby does not listen in time: it is given up, and its name is free as soon as it knows.
+/// A host so slow that a standby does not listen in time: the agent ends it, and its name is free
+/// as soon as that is noticed.
 #[test]
 fn a_standby_that_does_not_listen_in_time_is_given_up() {
     let backup =

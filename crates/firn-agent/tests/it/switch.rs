@@ -1,4 +1,5 @@
-//! The network between VMs of several hosts. VMs are sockets that send frames and look at what comes.
+//! The network between VMs of several hosts. VMs are sockets that send frames and check the frames
+//! that arrive.
 
 use std::fs;
 use std::io::{Read, Write};
@@ -7,8 +8,8 @@ use std::os::unix::net::{UnixListener, UnixStream};
 use std::thread;
 use std::time::{Duration, Instant};
 
-use firn_agent::api::LaneView;
-use firn_agent::detect::Health;
+use firn_agent::api::TrafficView;
+use firn_agent::detect::HostHealth;
 use firn_supervisor::NetworkName;
 
 use crate::host::{Authority, Host, PATIENCE, eventually, free_address};
@@ -25,7 +26,7 @@ struct Card {
 
 impl Card {
     fn of(host: &Host, address: u8) -> Self {
-        let path = host.base.network(&NetworkName::new("lan").unwrap());
+        let path = host.base.network_socket(&NetworkName::new("lan").unwrap());
         Self::over(UnixStream::connect(path).unwrap(), address)
     }
 
@@ -79,12 +80,12 @@ fn linked<const N: usize>(names: [&str; N], more: &str) -> [Host; N] {
     hosts
 }
 
-fn lane(host: &Host, to: &str) -> LaneView {
+fn lane(host: &Host, to: &str) -> TrafficView {
     let network = host.cluster().networks.remove(0);
     network.lanes.into_iter().find(|lane| lane.to == to).unwrap()
 }
 
-/// Waits until so many VMs are connected there: a frame to all reaches those that are.
+/// Waits until so many VMs are connected there: a broadcast frame reaches the connected ones.
 fn connected(host: &Host, vms: u64) {
     eventually("cards", || lane(host, "VMs").connected == vms);
 }
@@ -104,14 +105,15 @@ fn a_frame_finds_its_way_to_vms_of_both_hosts() {
     assert_eq!(y.hears_text(), "for you alone");
     assert_eq!(y.hears_text(), "for all");
     assert_eq!(z.hears_text(), "for all", "the other frame was not for it");
-    let counts = |lane: LaneView| (lane.frames_in, lane.frames_out, lane.dropped);
+    let counts = |lane: TrafficView| (lane.frames_in, lane.frames_out, lane.dropped);
     eventually("counts", || counts(lane(&a, "host b")) == (1, 3, 0));
     assert_eq!(counts(lane(&b, "host a")), (3, 1, 0));
     assert_eq!(counts(lane(&b, "VMs")), (1, 5, 0));
     assert_eq!(a.cluster().networks[0].addresses, 2);
 }
 
-/// Each frame comes once, in its order, also to a VM that all three hosts know of; and none goes round.
+/// Each frame arrives once, in order, also at a VM that all three hosts have learned; and no frame
+/// loops.
 #[test]
 fn a_vm_that_moved_is_found_by_its_announcement() {
     let [a, b, c] = linked(["a", "b", "c"], LAN);
@@ -123,7 +125,8 @@ fn a_vm_that_moved_is_found_by_its_announcement() {
     assert_eq!((x.hears_text(), z.hears_text()), ("first at b".into(), "first at b".into()));
     x.send(2, "to b");
     assert_eq!(y.hears_text(), "to b");
-    // It goes on at c: its backup's card is plugged in there, and says so. The one at b is not gone yet.
+    // It continues at c: its backup's card is plugged in there, and announces itself. The one at b
+    // is not gone yet.
     let mut moved = Card::of(&c, 2);
     connected(&c, 2);
     moved.send(ALL, "now at c");
@@ -159,7 +162,7 @@ fn below_the_bound_nothing_is_lost_or_doubled() {
     let sending = thread::spawn(move || {
         for number in 0..FRAMES {
             x.send_bytes(2, &number.to_be_bytes().repeat(1 + number as usize % 300));
-            // An acknowledgement now and then, as any protocol has it.
+            // An acknowledgement now and then, as in any protocol.
             if number % 1000 == 999 {
                 while x.hears() != b"go on" {}
             }
@@ -202,7 +205,7 @@ fn a_port_that_takes_nothing_holds_up_nobody() {
     eprintln!("beside a port that takes nothing: {:?}", since.elapsed());
     let dropped = lane(&a, "VMs").dropped;
     assert!((1..4000).contains(&dropped), "{dropped} of 4000");
-    // What waits for it when it goes is dropped as well, and counted.
+    // Frames that wait for it when it leaves are dropped as well, and counted.
     drop(slow);
     eventually("its end", || lane(&a, "VMs").connected == 1);
     let gone = lane(&a, "VMs").dropped - dropped;
@@ -216,13 +219,13 @@ fn what_is_no_frame_ends_its_port_and_no_other() {
     connected(&b, 1);
     for garbage in [&b"GET / HTTP/1.1\r\n\r\n"[..], &[0xff; 100_000], &[0, 1, 16, 1, 7]] {
         let mut stranger = Card::of(&a, 3).stream;
-        // It may be closed before it has said all.
+        // The connection may be closed before everything is sent.
         let _ = stranger.write_all(garbage);
         let read = stranger.read(&mut [0]);
         assert!(!matches!(read, Ok(1..)), "{read:?}");
         eventually("its end", || lane(&a, "VMs").connected == 1);
     }
-    // Too short to be from anybody, empty, and cut short.
+    // Too short for a source address, empty, and truncated.
     let mut short = Card::of(&a, 4).stream;
     short.write_all(&[0, 0, 0, 3, 1, 2, 3, 0, 0, 0, 0, 0, 0, 0, 60, 1]).unwrap();
     drop(short);
@@ -252,12 +255,13 @@ fn a_host_that_comes_back_is_linked_again() {
         b.kill();
         eventually("its end", || lane(&a, "host b").connected == 0);
         assert!(lane(&a, "host b").trouble.is_some());
-        // What was behind it is not known any more, and goes nowhere.
+        // Addresses behind it are not known any more, and frames for them are dropped.
         x.send(2, "and now?");
     }
 }
 
-/// Nobody is told that the network is dead: VMs of one host go on at once, and the link is back when the network is.
+/// No process is notified that the network is dead: VMs of one host continue at once, and the link
+/// is back when the network is.
 #[test]
 fn a_link_over_a_dead_network_ends() {
     let authority = Authority::new();
@@ -273,7 +277,7 @@ fn a_link_over_a_dead_network_ends() {
         relay.cut(true);
     }
     let since = Instant::now();
-    // More than what waits for a link, and what the kernel takes.
+    // More than the queue of a link and the kernel's buffers hold.
     for _ in 0..30 {
         for _ in 0..500 {
             x.send_bytes(ALL, &[9; 1400]);
@@ -283,7 +287,7 @@ fn a_link_over_a_dead_network_ends() {
         }
     }
     eprintln!("15000 frames beside a dead link: {:?}", since.elapsed());
-    eventually("lost", || a.peer("b").health == Health::Lost);
+    eventually("lost", || a.peer("b").health == HostHealth::Lost);
     eventually("no link", || lane(&a, "host b").connected == 0);
     assert!(lane(&a, "host b").dropped > 0);
     for relay in [&to_a, &to_b] {
@@ -304,7 +308,7 @@ fn a_network_that_the_other_host_has_not_is_told() {
     eventually("it is told", || trouble().contains("host b has no network lan"));
 }
 
-/// The uplink of a host is for its own VMs: frames between it and other hosts would go round.
+/// The uplink of a host is for its own VMs: frames between it and other hosts would loop.
 #[test]
 fn vms_of_a_host_go_out_by_its_own_uplink() {
     let authority = Authority::new();

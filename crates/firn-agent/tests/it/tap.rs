@@ -1,4 +1,4 @@
-//! A tap device as the way out, in a network namespace of its own: the kernel answers a VM.
+//! A tap device as the uplink, in a network namespace of its own: the kernel answers a VM.
 
 use std::fs;
 use std::io::{BufRead as _, BufReader, Read as _, Write as _};
@@ -9,7 +9,7 @@ use std::time::Duration;
 
 use crate::host::{Authority, eventually, write_config};
 
-/// Of a network that is reserved for tests: RFC 2544.
+/// An address of a network that is reserved for tests: RFC 2544.
 const KERNEL: Ipv4Addr = Ipv4Addr::new(198, 18, 7, 1);
 const VM: Ipv4Addr = Ipv4Addr::new(198, 18, 7, 2);
 const MAC: [u8; 6] = [2, 0, 0, 0, 0, 7];
@@ -20,7 +20,7 @@ const ANSWER: [u8; 10] = [8, 6, 0, 1, 8, 0, 6, 4, 0, 2];
 struct Namespace(String);
 
 impl Namespace {
-    /// With a tap that is up, if this machine lets us.
+    /// A network with a tap that is up, if this machine allows it.
     fn with_tap() -> Option<Self> {
         let name = format!("firn-tap-{}", std::process::id());
         let namespace = Self(name.clone());
@@ -87,7 +87,8 @@ fn the_kernel_answers_behind_a_tap() {
     let frame = [&60_u32.to_be_bytes()[..], &question()].concat();
     assert_eq!(frame.len(), 64);
     let mut heard = Vec::new();
-    // The kernel has more to say on a device that has just come up; it answers itself with nothing of that form.
+    // The kernel sends other frames on a device that has just come up; no frame of that form is
+    // among them.
     eventually("an answer", || {
         card.write_all(&frame).unwrap();
         let mut piece = [0; 4096];

@@ -1,4 +1,5 @@
-//! Three agents that agree, and a cluster of two VMs that are only what supervisors would say: `web` at `a`, `db` at `b`, copies at `c`.
+//! Three agents with membership, and a cluster of two VMs that are only the answers of their
+//! supervisors: `web` at `a`, `db` at `b`, copies at `c`.
 
 use std::collections::BTreeMap;
 use std::fs::DirBuilder;
@@ -9,19 +10,21 @@ use std::sync::mpsc::channel;
 use std::sync::{Arc, Mutex, MutexGuard};
 use std::time::Duration;
 
-use firn_agent::api::{CLUSTERS, Create, Forgotten, MembershipView, PlaceView, ProtectHere};
+use firn_agent::api::{
+    CLUSTERS, CreateCluster, ForgottenRecord, MembershipView, PlacementView, ProtectionOptions,
+};
 use firn_agent::client::Method;
-use firn_agent::detect::Health;
-use firn_agent::together::{Record, State};
+use firn_agent::clusters::{ClusterState, StoredCluster};
+use firn_agent::detect::HostHealth;
 use firn_agent::vms::OnReady;
-use firn_agent::{Config, Times, Vms, client, membership};
-use firn_cluster::cut::Answer;
-use firn_cluster::member::Membership;
-use firn_cluster::switch::Mac;
+use firn_agent::{AgentConfig, DetectorTiming, LocalVms, client, membership};
+use firn_cluster::cut::MarkAnswer;
+use firn_cluster::member::ClusterMembership;
+use firn_cluster::switch::MacAddress;
 use firn_cluster::{Epoch, Generation};
 use firn_supervisor::{
     CardStatus, FailoverRequest, Failure, FailureKind, MemberCard, MemberRequest, OnProgress,
-    ProtectRequest, Protection, Request, RuntimeDir, Status, VmName,
+    ProtectRequest, ProtectionStatus, RuntimeDir, SupervisorRequest, VmName, VmStatus,
 };
 use serde::Serialize;
 use serde_json::{Value, json};
@@ -40,26 +43,26 @@ struct Vm {
     /// `running`, `protected`, `standby` or `ended`.
     state: &'static str,
     lease: Option<u32>,
-    /// What it sends is held, whatever its lease says.
+    /// Its output is buffered, whatever its lease allows.
     is_held: bool,
-    /// Timelines whose lease it was granted.
+    /// Generations whose lease it was granted.
     granted: Vec<u32>,
-    member: Option<Membership>,
+    member: Option<ClusterMembership>,
     epoch: u64,
     why: String,
-    /// The timeline and the epoch that it went on from.
+    /// The generation and the epoch that it continued from.
     went_on: Option<(Generation, Epoch)>,
-    /// Its copy is lost, of which it hears when it is to be released.
+    /// Its standby is lost, which its supervisor notices when it has to release it.
     hears_late: bool,
-    /// Its copy is not complete until this is set back; it is being seeded.
+    /// Its standby is not complete until this is set back; it is being seeded.
     is_slow: bool,
     is_seeded: bool,
-    /// Its epochs go or come there.
+    /// The stream of its epochs.
     stream: Option<UnixStream>,
 }
 
 impl Vm {
-    /// Whoever is at the other end of its stream may have gone.
+    /// The process at the other end of its stream may be gone.
     fn look(&mut self) {
         let gone = self.stream.as_ref().is_some_and(|stream| {
             stream.set_nonblocking(true).unwrap();
@@ -87,7 +90,7 @@ impl Vm {
                 self.epoch += 1;
                 let marks = vec![(of.own, Epoch(self.epoch))];
                 let (generation, request) = (*generation, *number);
-                let answer = Answer { generation, layout: of.layout, request, marks };
+                let answer = MarkAnswer { generation, layout: of.layout, request, marks };
                 Ok(serde_json::to_value(answer).unwrap())
             }
             MemberRequest::Globally { .. } => Ok(Value::Null),
@@ -134,7 +137,7 @@ impl Model {
         all
     }
 
-    /// Does something with one of its VMs, which is there.
+    /// Calls a function with one of its VMs, which must exist.
     fn with<T>(&self, vm: &VmName, work: impl FnOnce(&mut Vm) -> T) -> T {
         work(self.all().get_mut(vm).unwrap())
     }
@@ -144,28 +147,28 @@ impl Model {
     }
 
     fn add(&self, name: &VmName, it: Vm) {
-        let path = self.base.vm(name).path().to_owned();
+        let path = self.base.vm_dir(name).path().to_owned();
         DirBuilder::new().recursive(true).mode(0o700).create(path).unwrap();
         self.all().insert(name.clone(), it);
     }
 }
 
 impl Model {
-    /// Nothing is left of what was only in memory.
+    /// State that was only in memory is lost.
     fn lose_power(&self) {
         for name in std::mem::take(&mut *self.all()).into_keys() {
-            let _ = std::fs::remove_dir_all(self.base.vm(&name).path());
+            let _ = std::fs::remove_dir_all(self.base.vm_dir(&name).path());
         }
     }
 }
 
-impl Vms for Model {
-    fn list(&self) -> Result<Vec<Status>, Failure> {
+impl LocalVms for Model {
+    fn list_vms(&self) -> Result<Vec<VmStatus>, Failure> {
         let names: Vec<VmName> = self.all().keys().cloned().collect();
-        names.iter().map(|it| self.status(it)).collect()
+        names.iter().map(|it| self.vm_status(it)).collect()
     }
 
-    fn status(&self, name: &VmName) -> Result<Status, Failure> {
+    fn vm_status(&self, name: &VmName) -> Result<VmStatus, Failure> {
         let all = self.all();
         let none = || Failure::new(FailureKind::NoSuchVm, "no such VM");
         let it = all.get(name).ok_or_else(none)?;
@@ -180,12 +183,12 @@ impl Vms for Model {
                 json!({ "complete": 999, "committed": 999, "member": true, "ended": ended });
         }
         if it.state == "protected" {
-            status["protection"] = serde_json::to_value(Protection::default()).unwrap();
+            status["protection"] = serde_json::to_value(ProtectionStatus::default()).unwrap();
         }
         Ok(serde_json::from_value(status).unwrap())
     }
 
-    fn protect(
+    fn protect_vm(
         &self,
         name: &VmName,
         how: ProtectRequest,
@@ -208,23 +211,28 @@ impl Vms for Model {
         Ok(json!({}))
     }
 
-    fn ask(&self, name: &VmName, request: &Request) -> Result<Value, Failure> {
+    fn ask_supervisor(&self, name: &VmName, request: &SupervisorRequest) -> Result<Value, Failure> {
         if !self.all().contains_key(name) {
             return Err(Failure::new(FailureKind::NoSuchVm, "no such VM"));
         }
         self.with(name, |it| match request {
-            Request::Member(MemberRequest::Card) => {
-                let mac = Mac([2, 0, 0, 0, 0, name.as_str().as_bytes()[0]]);
+            SupervisorRequest::Member(MemberRequest::Card) => {
+                let mac = MacAddress([2, 0, 0, 0, 0, name.as_str().as_bytes()[0]]);
                 Ok(serde_json::to_value(MemberCard { mac, is_settled: true }).unwrap())
             }
-            Request::Member(request) => it.member(request),
-            Request::Failover(how) => Ok(it.fail_over(*how)),
-            Request::ReleaseMember => it.release_member(),
+            SupervisorRequest::Member(request) => it.member(request),
+            SupervisorRequest::Failover(how) => Ok(it.fail_over(*how)),
+            SupervisorRequest::ReleaseMember => it.release_member(),
             other => unreachable!("{other:?}"),
         })
     }
 
-    fn stand_by(&self, name: &VmName, _: &Path, ready: OnReady) -> Result<UnixStream, Failure> {
+    fn start_standby(
+        &self,
+        name: &VmName,
+        _: &Path,
+        ready: OnReady,
+    ) -> Result<UnixStream, Failure> {
         let (near, end) = UnixStream::pair().unwrap();
         let is_free = self.all().get(name).is_none_or(|it| it.state == "ended");
         assert!(is_free, "there is one already");
@@ -233,16 +241,16 @@ impl Vms for Model {
         Ok(near)
     }
 
-    fn fail_over(&self, name: &VmName, _: u32) -> Result<Value, Failure> {
+    fn fail_over_vm(&self, name: &VmName, _: u32) -> Result<Value, Failure> {
         panic!("{name} does not run alone");
     }
 
-    fn release(&self, name: &VmName) -> Result<(), Failure> {
+    fn release_vm(&self, name: &VmName) -> Result<(), Failure> {
         self.with(name, Vm::released);
         Ok(())
     }
 
-    fn go_on(&self, name: &VmName) -> Result<(), Failure> {
+    fn resume_output(&self, name: &VmName) -> Result<(), Failure> {
         self.with(name, |it| {
             assert_eq!(it.state, "running");
             it.is_held = false;
@@ -250,12 +258,12 @@ impl Vms for Model {
         Ok(())
     }
 
-    fn fence(&self, name: &VmName, why: String) -> Result<(), Failure> {
+    fn fence_vm(&self, name: &VmName, why: String) -> Result<(), Failure> {
         self.with(name, |it| (it.state, it.why, it.stream) = ("ended", why, None));
         Ok(())
     }
 
-    fn grant(&self, name: &VmName, lease: Option<(u32, Duration)>) {
+    fn grant_lease(&self, name: &VmName, lease: Option<(u32, Duration)>) {
         let Some((generation, _)) = lease else { return };
         if let Some(it) = self.all().get_mut(name) {
             if it.granted.last() != Some(&generation) {
@@ -264,10 +272,10 @@ impl Vms for Model {
         }
     }
 
-    fn stop(&self, name: &VmName) -> Result<(), Failure> {
+    fn stop_standby(&self, name: &VmName) -> Result<(), Failure> {
         assert!(self.is(name.as_str(), "standby"));
         self.all().remove(name);
-        std::fs::remove_dir_all(self.base.vm(name).path()).unwrap();
+        std::fs::remove_dir_all(self.base.vm_dir(name).path()).unwrap();
         Ok(())
     }
 }
@@ -282,13 +290,13 @@ impl Hosts {
     fn start() -> Self {
         let (mut hosts, mut models, mut files) = (Vec::new(), Vec::new(), Vec::new());
         for (dir, file) in configured() {
-            let config = Config::load(&file).unwrap();
-            membership::found(&config).unwrap();
-            let base = RuntimeDir::at(dir.path().join("run"));
+            let config = AgentConfig::load(&file).unwrap();
+            membership::bootstrap_server(&config).unwrap();
+            let base = RuntimeDir::from_path(dir.path().join("run"));
             let model = Arc::new(Model { base, vms: Mutex::default() });
             let (_send, ends) = channel();
-            let vms = Arc::clone(&model) as Arc<dyn Vms>;
-            hosts.push(Host::with_vms(dir, config, Times::default(), vms, ends).unwrap());
+            let vms = Arc::clone(&model) as Arc<dyn LocalVms>;
+            hosts.push(Host::with_vms(dir, config, DetectorTiming::default(), vms, ends).unwrap());
             models.push(model);
             files.push(file);
         }
@@ -300,19 +308,19 @@ impl Hosts {
 
     /// Starts the agent of a host again. Its VMs are as they were.
     fn restart(&mut self, host: usize) {
-        let vms = Arc::clone(&self.models[host]) as Arc<dyn Vms>;
+        let vms = Arc::clone(&self.models[host]) as Arc<dyn LocalVms>;
         self.hosts[host].start_again(&self.files[host], &vms);
     }
 
-    fn ask(&self, host: usize, verb: &str) -> Result<Record, Failure> {
-        let how = ProtectHere { interval_ms: 100, predicts: true, cluster: None };
+    fn ask(&self, host: usize, verb: &str) -> Result<StoredCluster, Failure> {
+        let how = ProtectionOptions { interval_ms: 100, predicts: true, cluster: None };
         let how = (verb == "protect").then_some(&how);
         asked(&self.hosts[host], &format!("{CLUSTERS}/shop/{verb}"), how)
     }
 
-    fn forget(&self, host: usize) -> Result<Forgotten, Failure> {
+    fn forget(&self, host: usize) -> Result<ForgottenRecord, Failure> {
         let path = format!("{CLUSTERS}/shop/forget");
-        client::clusters(&self.hosts[host].base, Method::POST, &path, None::<&()>)
+        client::ask_clusters(&self.hosts[host].base, Method::POST, &path, None::<&()>)
     }
 
     fn boot(&self) {
@@ -324,7 +332,7 @@ impl Hosts {
     fn all_agree(&self) {
         for host in &self.hosts {
             eventually("all are there", || {
-                host.cluster().peers.iter().all(|peer| peer.health == Health::Alive)
+                host.cluster().peers.iter().all(|peer| peer.health == HostHealth::Alive)
             });
         }
         eventually("somebody leads", || view(&self.hosts[0]).leader.is_some());
@@ -333,23 +341,24 @@ impl Hosts {
     /// By `c`.
     fn protect(&self) {
         let vms = vec![(vm("web"), Some(name("a"))), (vm("db"), Some(name("b")))];
-        let create = Create { name: vm("shop"), vms };
+        let create = CreateCluster { name: vm("shop"), vms };
         asked(&self.hosts[2], CLUSTERS, Some(&create)).unwrap();
         let record = self.ask(2, "protect").unwrap();
-        assert!(record.state == State::Protected && record.checkpoint.is_some());
+        assert!(record.state == ClusterState::Protected && record.checkpoint.is_some());
         assert_eq!(places(&self.hosts[2]), [["a", "c"], ["b", "c"]]);
         assert!(self.models[0].is("web", "protected") && self.models[1].is("db", "protected"));
     }
 
-    /// Both run at `c`, in another timeline, from one global checkpoint; what ran elsewhere is ended.
+    /// Both run at `c`, in another generation, from one global checkpoint; VMs that ran elsewhere
+    /// are ended.
     fn both_run_at_c(&self) {
         let c = &self.models[2];
         let runs = |it| c.is(it, "running") || c.is(it, "protected");
         eventually("both run at c", || runs("web") && runs("db"));
-        eventually("that is known", || self.kept().state == State::FailedOver);
+        eventually("that is known", || self.kept().state == ClusterState::FailedOver);
         let checkpoint = self.kept().checkpoint.unwrap();
         for (number, it) in ["web", "db"].into_iter().enumerate() {
-            let number = firn_cluster::Vm(number as u16);
+            let number = firn_cluster::VmId(number as u16);
             let (generation, epoch) = c.with(&vm(it), |it| {
                 assert_eq!((it.lease, it.granted.last()), (Some(1), Some(&1)));
                 it.went_on.unwrap()
@@ -360,10 +369,10 @@ impl Hosts {
         eventually("hosts agree", || places(&self.hosts[2]).iter().all(|place| place[0] == "c"));
     }
 
-    /// What `c` keeps.
-    fn kept(&self) -> Record {
-        let all: Vec<Record> =
-            client::clusters(&self.hosts[2].base, Method::GET, CLUSTERS, None::<&()>).unwrap();
+    /// The stored cluster of `c`.
+    fn kept(&self) -> StoredCluster {
+        let all: Vec<StoredCluster> =
+            client::ask_clusters(&self.hosts[2].base, Method::GET, CLUSTERS, None::<&()>).unwrap();
         all.into_iter().find(|it| it.name == vm("shop")).unwrap()
     }
 
@@ -375,18 +384,18 @@ impl Hosts {
     }
 }
 
-fn asked(host: &Host, path: &str, body: Option<&impl Serialize>) -> Result<Record, Failure> {
-    client::clusters(&host.base, Method::POST, path, body)
+fn asked(host: &Host, path: &str, body: Option<&impl Serialize>) -> Result<StoredCluster, Failure> {
+    client::ask_clusters(&host.base, Method::POST, path, body)
 }
 
 fn view(host: &Host) -> MembershipView {
-    client::membership(&host.base).unwrap()
+    client::read_membership(&host.base).unwrap()
 }
 
-/// The names of primary and backup of each, as hosts have agreed.
+/// The names of primary and backup of each VM in the record.
 fn places(host: &Host) -> Vec<Vec<String>> {
     let name = |it: &str| it.split(' ').next().unwrap_or_default().to_owned();
-    let of = |vm: &PlaceView| {
+    let of = |vm: &PlacementView| {
         [name(&vm.primary)].into_iter().chain(vm.backup.as_deref().map(name)).collect()
     };
     view(host).clusters.first().map(|it| it.vms.iter().map(of).collect()).unwrap_or_default()
@@ -399,7 +408,8 @@ fn all_vms_of_a_cluster_go_on_when_the_host_of_one_dies_and_are_protected_by_ano
     hosts.hosts[0].kill();
     hosts.both_run_at_c();
     hosts.is_ended(1, "db");
-    // By a host that never heard of it, and without a person. The failover names that host before it has copies.
+    // By a host that has no stored cluster, and without a person. The failover names that host
+    // before it has copies.
     let c = &hosts.models[2];
     eventually("both are protected", || c.is("web", "protected") && c.is("db", "protected"));
     eventually("hosts agree", || places(&hosts.hosts[1]) == [["c", "b"], ["c", "b"]]);
@@ -418,7 +428,7 @@ fn a_vm_that_dies_takes_its_cluster_back_though_all_agents_live() {
     hosts.is_ended(0, "web");
 }
 
-/// Its successor knows nothing of what was held: the copies are what is left.
+/// Its successor has none of the buffered output: the copies are all that is left.
 #[test]
 fn a_vm_whose_supervisor_dies_takes_its_cluster_back() {
     let hosts = Hosts::start();
@@ -444,7 +454,7 @@ fn vms_whose_copies_are_lost_go_on() {
     assert_eq!(places(&hosts.hosts[0]), [["a"], ["b"]]);
 }
 
-/// An agent holds no copies: one that is started again has those of its predecessor.
+/// An agent holds no copies: a restarted one adopts those of its predecessor.
 #[test]
 fn a_host_that_dies_while_the_agent_of_the_copies_is_started_again_is_no_loss() {
     let mut hosts = Hosts::start();
@@ -460,7 +470,7 @@ fn a_host_that_dies_while_the_agent_of_the_copies_is_started_again_is_no_loss() 
     hosts.is_ended(1, "db");
 }
 
-/// Where all VMs are there, they don't go back for it.
+/// If all VMs still run, there is no failover because of it.
 #[test]
 fn vms_go_on_when_the_agent_of_the_copies_is_started_again_and_are_protected_anew() {
     let mut hosts = Hosts::start();
@@ -480,7 +490,7 @@ fn vms_go_on_when_the_agent_of_the_copies_is_started_again_and_are_protected_ane
 fn a_failover_by_hand_is_agreed_on() {
     let hosts = Hosts::start();
     hosts.protect();
-    assert_eq!(hosts.ask(2, "failover").unwrap().state, State::FailedOver);
+    assert_eq!(hosts.ask(2, "failover").unwrap().state, ClusterState::FailedOver);
     hosts.both_run_at_c();
     hosts.is_ended(0, "web");
     hosts.is_ended(1, "db");
@@ -504,7 +514,7 @@ fn a_cluster_that_is_released_is_none_and_may_be_one_again() {
     assert_eq!(places(&hosts.hosts[2]), [["a", "c"], ["b", "c"]]);
 }
 
-/// The others are not gone back without it.
+/// The others do not fail over without it.
 #[test]
 fn a_vm_that_hears_late_of_the_loss_of_its_copy_is_released() {
     let hosts = Hosts::start();
@@ -525,7 +535,7 @@ fn a_vm_that_its_user_ends_ends_its_cluster() {
     let b = &hosts.models[1];
     eventually("the other goes on", || b.with(&vm("db"), |db| db.lease.is_none() && !db.is_held));
     eventually("no copies are left", || hosts.models[2].all().is_empty());
-    assert_eq!(hosts.kept().state, State::Made);
+    assert_eq!(hosts.kept().state, ClusterState::Made);
     assert!(b.is("db", "running"));
 }
 
@@ -536,13 +546,13 @@ fn a_cluster_fails_over_while_another_is_seeded() {
     hosts.protect();
     let b = Arc::clone(&hosts.models[1]);
     b.add(&vm("till"), Vm { state: "running", is_slow: true, ..Vm::default() });
-    let create = Create { name: vm("zoo"), vms: vec![(vm("till"), Some(name("b")))] };
+    let create = CreateCluster { name: vm("zoo"), vms: vec![(vm("till"), Some(name("b")))] };
     asked(&hosts.hosts[2], CLUSTERS, Some(&create)).unwrap();
     let base = hosts.hosts[2].base.clone();
     let seeding = std::thread::spawn(move || {
-        let how = ProtectHere { interval_ms: 100, predicts: true, cluster: None };
+        let how = ProtectionOptions { interval_ms: 100, predicts: true, cluster: None };
         let path = format!("{CLUSTERS}/zoo/protect");
-        client::clusters::<Record>(&base, Method::POST, &path, Some(&how))
+        client::ask_clusters::<StoredCluster>(&base, Method::POST, &path, Some(&how))
     });
     eventually("the other is being seeded", || b.with(&vm("till"), |it| it.is_seeded));
     hosts.hosts[0].kill();
@@ -553,7 +563,7 @@ fn a_cluster_fails_over_while_another_is_seeded() {
     assert!(b.is("till", "protected"));
 }
 
-/// Power is cut at all hosts: each agent is another host then, and no VM of the record is there.
+/// A power failure of all hosts: each agent is another host then, and no VM of the record exists.
 #[test]
 fn a_name_is_free_again_after_a_power_cut() {
     let mut hosts = Hosts::start();
@@ -572,7 +582,7 @@ fn a_name_is_free_again_after_a_power_cut() {
         forgotten = hosts.forget(0).ok();
         forgotten.is_some()
     });
-    let Forgotten { vms, hosts: rests, .. } = forgotten.unwrap();
+    let ForgottenRecord { vms, hosts: rests, .. } = forgotten.unwrap();
     assert_eq!((vms, rests.len()), (vec!["web".to_owned(), "db".to_owned()], 3));
     assert!(rests.values().all(|why| why.contains("none of the VMs")), "{rests:?}");
     assert_eq!(hosts.forget(0).unwrap_err().kind, FailureKind::NoSuchVm);

@@ -1,4 +1,5 @@
-//! What is carried between hosts arrives whole, no faster than it is taken, and ends as it would on one host.
+//! Streams between hosts: they arrive complete, no faster than they are read, and end as on one
+//! host.
 
 use std::io::{ErrorKind, Read, Write};
 use std::net::Shutdown;
@@ -62,7 +63,7 @@ fn what_is_sent_arrives_both_ways_at_once() {
     eventually("nothing is carried", || a.cluster().vms.iter().all(|vm| vm.backup.is_none()));
 }
 
-/// Writes until nothing is taken for a while.
+/// Writes until nothing is accepted for a while.
 fn fill(to: &mut UnixStream, noise: &mut Noise, sum: &mut Sha256, most: usize) -> usize {
     to.set_write_timeout(Some(Duration::from_secs(1))).unwrap();
     let (mut piece, mut bytes) = (vec![0; 65_536], 0);
@@ -91,9 +92,9 @@ fn nothing_is_taken_that_is_not_taken_at_the_other_end() {
     let (mut noise, mut sum) = (Noise(3), Sha256::new());
     let bytes = fill(&mut primary, &mut noise, &mut sum, MUCH);
     eprintln!("{} KiB wait on the way", bytes >> 10);
-    // What the kernel keeps of a TCP connection, tcp_wmem and tcp_rmem, is the most of it.
+    // Most of it is in the kernel's TCP buffers: tcp_wmem and tcp_rmem.
     assert!(bytes < 64 << 20, "{bytes} bytes were taken that nobody had read");
-    // And heartbeats are not kept waiting by it.
+    // And heartbeats are not delayed by it.
     assert!(a.peer("b").round_trip_ms.unwrap() < 2000.0);
     let reader = thread::spawn(move || receive(standby));
     primary.shutdown(Shutdown::Write).unwrap();
@@ -120,7 +121,8 @@ fn an_end_of_one_direction_leaves_the_other() {
     assert_eq!(primary.read(&mut [0]).unwrap(), 0);
 }
 
-/// A standby that takes nothing more says why, and goes: its primary hears that, though it was just sending.
+/// A standby that accepts no more bytes sends the reason, and ends: its primary receives that while
+/// it is still sending.
 #[test]
 fn last_words_are_heard_though_the_stream_is_busy() {
     let [a, b] = pair();
@@ -133,7 +135,7 @@ fn last_words_are_heard_though_the_stream_is_busy() {
         standby.write_all(&words).unwrap();
         drop(standby);
         let mut heard = Vec::new();
-        // It ends, and with much unread by the standby that may be an error.
+        // It ends. Because the standby left much unread, that may be an error.
         let _ = primary.read_to_end(&mut heard);
         assert_eq!((heard.len(), heard == words), (words.len(), true));
         primary.shutdown(Shutdown::Both).unwrap();
@@ -141,7 +143,7 @@ fn last_words_are_heard_though_the_stream_is_busy() {
     }
 }
 
-/// A standby that reads no more still has something to say.
+/// A standby that reads no more still sends.
 #[test]
 fn who_does_not_listen_may_speak() {
     let [a, b] = pair();
@@ -157,7 +159,8 @@ fn who_does_not_listen_may_speak() {
     assert_eq!(heard, "the VM is about to run here");
 }
 
-/// What a primary had said when it died reaches its standby, though that is slow, and has answered what nobody heard.
+/// The last bytes of a primary that died reach its standby, though the standby is slow, and has
+/// sent answers that no process read.
 #[test]
 fn what_is_on_its_way_when_a_primary_dies_arrives() {
     let [a, b] = pair();
@@ -182,7 +185,7 @@ fn what_is_on_its_way_when_a_primary_dies_arrives() {
     }
 }
 
-/// It ends, with or without an error: whichever, nothing more comes.
+/// The stream ends, with or without an error: no more bytes arrive.
 fn ends(end: &mut UnixStream) -> Duration {
     let since = Instant::now();
     match end.read(&mut [0]) {
@@ -204,7 +207,8 @@ fn a_supervisor_that_dies_ends_the_stream_at_the_other_end() {
     eprintln!("the primary knows after {:?}", ends(&mut primary));
 }
 
-/// A standby keeps its end for as long as it waits to be run: the primary's agent does not wait for that.
+/// A standby keeps its end open for as long as it waits to be run: the primary's agent does not
+/// wait for that.
 #[test]
 fn a_primary_that_goes_is_carried_no_more_though_its_standby_stays() {
     let [a, b] = pair();
@@ -244,7 +248,7 @@ fn it_is_known_whom_a_vm_is_protected_by() {
     let [a, b] = pair();
     let _ends = protected(&a, &b);
     eventually("it is known", || a.cluster().vms.iter().any(|vm| vm.backup == Some(name("b"))));
-    // Each is told what the other has.
+    // Each end gets the identity of the other.
     let hosts: Vec<String> = a.cluster().vms.iter().map(|vm| vm.host.to_string()).collect();
     assert_eq!(hosts, ["a", "b"]);
 }
@@ -258,7 +262,7 @@ fn why_nobody_stands_by_is_told() {
         "{failure}"
     );
     assert_eq!(failure.kind, firn_supervisor::FailureKind::Busy);
-    // It may be all that is left of the VM.
+    // It may be the only copy of the VM.
     let failure = a.protect("kept", "b").unwrap_err();
     assert!(failure.to_string().contains("which may be made to run"), "{failure}");
     let failure = a.protect("web", "c").unwrap_err();

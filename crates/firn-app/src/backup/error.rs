@@ -1,22 +1,22 @@
-//! What can go wrong with backups.
+//! Errors of backups.
 
 use std::io;
 use std::path::PathBuf;
 
 use thiserror::Error;
 
-/// Why a backup does not take, or give, what it should.
+/// Why a backup does not store or return a state.
 #[derive(Debug, Error)]
 #[non_exhaustive]
 pub enum BackupError {
     /// The log cannot be read or written.
     #[error("{what} {path}")]
     File {
-        /// What was tried.
+        /// The operation that failed.
         what: &'static str,
         /// The log.
         path: PathBuf,
-        /// What the kernel said.
+        /// The kernel's error.
         source: io::Error,
     },
     /// Another process writes the log.
@@ -25,23 +25,23 @@ pub enum BackupError {
         /// The log.
         path: PathBuf,
     },
-    /// The file is no log, or of another version.
+    /// The file is no log, or a log of another version.
     #[error("{path} is no log of firn-app, or of another version")]
     NoLog {
         /// The file.
         path: PathBuf,
     },
-    /// The log is another session's.
+    /// The log belongs to another session.
     #[error("{path} is the log of the session {found:?}, not of {expected:?}")]
     OtherSession {
         /// The log.
         path: PathBuf,
-        /// Whose it is.
+        /// The session it belongs to.
         found: String,
-        /// Whose it should be.
+        /// The session that opened it.
         expected: String,
     },
-    /// A record is damaged, and was not cut short.
+    /// A record is damaged, and not merely truncated.
     #[error(
         "{path} is damaged at byte {offset}: {why}; a transaction that was acknowledged may be lost (`truncate -s {offset} {path}` \
          gives up this one and all after it)"
@@ -49,13 +49,13 @@ pub enum BackupError {
     Damaged {
         /// The log.
         path: PathBuf,
-        /// Where the damaged record starts.
+        /// The offset at which the damaged record starts.
         offset: u64,
-        /// What is wrong with it.
+        /// The fault in the record.
         why: &'static str,
     },
-    /// A record that makes no sense.
-    #[error("a record makes no sense: {0}")]
+    /// A record that cannot be decoded or applied.
+    #[error("malformed record: {0}")]
     Malformed(&'static str),
     /// Keys or certificates cannot be used.
     #[error("TLS: {0}")]
@@ -63,27 +63,27 @@ pub enum BackupError {
     /// The other host cannot be reached, or the connection broke.
     #[error("the connection to {address}")]
     Connection {
-        /// Where.
+        /// The address.
         address: String,
-        /// What the kernel, or TLS, said.
+        /// The kernel's error, or that of TLS.
         source: io::Error,
     },
-    /// The other host says no.
+    /// The other host refuses.
     #[error("the backup refuses: {0}")]
     Refused(String),
-    /// The helper thread is gone.
-    #[error("the backup's helper thread is gone")]
+    /// The helper thread has ended.
+    #[error("the backup's helper thread has ended")]
     Gone,
 }
 
 impl BackupError {
-    /// Whether trying again could help.
-    pub(crate) fn is_passing(&self) -> bool {
+    /// Whether a retry could succeed.
+    pub(crate) fn is_transient(&self) -> bool {
         matches!(self, Self::Connection { .. })
     }
 
-    /// Whether there was no room on the disk.
-    pub(crate) fn is_for_want_of_room(&self) -> bool {
+    /// Whether the disk has no space left.
+    pub(crate) fn is_out_of_space(&self) -> bool {
         use io::ErrorKind::{FileTooLarge, QuotaExceeded, StorageFull};
         let Self::File { source, .. } = self else { return false };
         matches!(source.kind(), StorageFull | QuotaExceeded | FileTooLarge)

@@ -1,69 +1,77 @@
-//! A log in a file as a target.
+//! A backup in a file: appends transactions to a log.
 
 use std::time::{Duration, Instant};
 
 use super::error::BackupError;
-use super::helper::{Job, Sink};
-use super::record::{RecordKind, encode};
-use super::{Compression, Fsync, Image, Log};
+use super::helper::{BackupJob, BackupSink};
+use super::record::{RecordKind, encode_record};
+use super::{ApplicationLog, ApplicationState, Compression, FsyncPolicy};
 
-/// A log and the state that it has.
+/// A log, and the state that it describes.
 #[derive(Debug)]
 pub(crate) struct FileSink {
-    log: Log,
-    image: Image,
-    fsync: Fsync,
+    log: ApplicationLog,
+    image: ApplicationState,
+    fsync: FsyncPolicy,
     compression: Compression,
     synced: Instant,
     dirty: bool,
 }
 
 impl FileSink {
-    /// A log whose state is `image` already.
-    pub(crate) fn new(log: Log, image: Image, fsync: Fsync, compression: Compression) -> Self {
+    /// A log whose state is already `image`.
+    pub(crate) fn new(
+        log: ApplicationLog,
+        image: ApplicationState,
+        fsync: FsyncPolicy,
+        compression: Compression,
+    ) -> Self {
         Self { log, image, fsync, compression, synced: Instant::now(), dirty: false }
     }
 
-    fn due(&self) -> bool {
+    fn is_sync_due(&self) -> bool {
         match self.fsync {
-            Fsync::EveryCommit => true,
-            Fsync::Interval(time) => self.synced.elapsed() >= time,
-            Fsync::Never => false,
+            FsyncPolicy::EveryCommit => true,
+            FsyncPolicy::Interval(time) => self.synced.elapsed() >= time,
+            FsyncPolicy::Never => false,
         }
     }
 
-    fn sync(&mut self) -> Result<(), BackupError> {
-        self.log.sync()?;
+    fn sync_log(&mut self) -> Result<(), BackupError> {
+        self.log.sync_file()?;
         (self.synced, self.dirty) = (Instant::now(), false);
         Ok(())
     }
 }
 
-impl Sink for FileSink {
-    fn put(&mut self, jobs: &[Job]) -> Result<u64, BackupError> {
+impl BackupSink for FileSink {
+    fn store_transactions(&mut self, jobs: &[BackupJob]) -> Result<u64, BackupError> {
         for job in jobs {
-            let record = encode(RecordKind::Change, job.sequence, &job.payload, self.compression);
-            self.log.append(&record)?;
+            let record =
+                encode_record(RecordKind::Change, job.sequence, &job.payload, self.compression);
+            self.log.append_record(&record)?;
             self.dirty = true;
-            self.image.apply(RecordKind::Change, job.sequence, &job.payload)?;
+            self.image.apply_record(RecordKind::Change, job.sequence, &job.payload)?;
         }
-        if self.due() {
-            self.sync()?;
+        if self.is_sync_due() {
+            self.sync_log()?;
         }
         self.log.compact_if_large(&self.image, self.compression)?;
         Ok(self.image.sequence())
     }
 
-    fn idle_after(&self) -> Option<Duration> {
+    fn idle_timeout(&self) -> Option<Duration> {
         match self.fsync {
-            Fsync::Interval(time) if self.dirty => Some(time.saturating_sub(self.synced.elapsed())),
+            FsyncPolicy::Interval(time) if self.dirty => {
+                Some(time.saturating_sub(self.synced.elapsed()))
+            }
             _ => None,
         }
     }
 
-    fn idle(&mut self) -> Result<(), BackupError> {
-        match self.dirty && self.fsync != Fsync::Never {
-            true => self.sync(),
+    fn finish_pending_work(&mut self) -> Result<(), BackupError> {
+        match self.dirty && self.fsync != FsyncPolicy::Never {
+            true => self.sync_log(),
             false => Ok(()),
         }
     }

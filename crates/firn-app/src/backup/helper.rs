@@ -1,4 +1,5 @@
-//! The helper thread of one target: takes records from a bounded queue, and says which are safe.
+//! Helper thread of one backup target: takes transactions from a bounded queue, and reports which
+//! are stored safely.
 
 use std::fmt;
 use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
@@ -7,62 +8,63 @@ use std::time::Duration;
 
 use crossbeam_channel::{Receiver, RecvTimeoutError, Sender, bounded};
 
-use super::Acknowledge;
+use super::AcknowledgePolicy;
 use super::error::BackupError;
-use crate::sys::fork::Owner;
+use crate::sys::fork::OwnerProcess;
 
-/// Transactions in the queue at most.
+/// The maximum count of transactions in the queue.
 const QUEUE: usize = 256;
 
-/// One transaction on its way.
+/// One transaction for a helper to store.
 #[derive(Clone, Debug)]
-pub(crate) struct Job {
+pub(crate) struct BackupJob {
     pub(crate) sequence: u64,
     /// Shared by all targets.
     pub(crate) payload: Arc<Vec<u8>>,
 }
 
-/// Where a helper puts transactions.
-pub(crate) trait Sink: Send {
-    /// Makes transactions safe, in order. Gives the last one that is, which may be an earlier one.
+/// A target that a helper writes transactions to.
+pub(crate) trait BackupSink: Send {
+    /// Stores transactions safely, in order. Returns the last one that is safe, which may be an
+    /// earlier one.
     ///
     /// # Errors
-    /// If it cannot: no later one will be either.
-    fn put(&mut self, jobs: &[Job]) -> Result<u64, BackupError>;
+    /// If it cannot: then no later transaction will be stored either.
+    fn store_transactions(&mut self, jobs: &[BackupJob]) -> Result<u64, BackupError>;
 
-    /// When to call [`Sink::idle`] if nothing comes.
-    fn idle_after(&self) -> Option<Duration> {
+    /// The time after which to call [`BackupSink::finish_pending_work`] if no transaction arrives.
+    fn idle_timeout(&self) -> Option<Duration> {
         None
     }
 
-    /// Does what was put off.
+    /// Does deferred work.
     ///
     /// # Errors
-    /// As for [`Sink::put`].
-    fn idle(&mut self) -> Result<(), BackupError> {
+    /// As for [`BackupSink::store_transactions`].
+    fn finish_pending_work(&mut self) -> Result<(), BackupError> {
         Ok(())
     }
 }
 
-/// How far a helper is.
+/// The state of a helper: the last transaction that is safe, and the error that ended the helper.
 #[derive(Debug, Default)]
-struct Progress {
+struct HelperProgress {
     state: Mutex<(u64, Option<Arc<BackupError>>)>,
     changed: Condvar,
 }
 
-impl Progress {
-    fn lock(&self) -> MutexGuard<'_, (u64, Option<Arc<BackupError>>)> {
+impl HelperProgress {
+    fn lock_state(&self) -> MutexGuard<'_, (u64, Option<Arc<BackupError>>)> {
         self.state.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    fn set(&self, change: impl FnOnce(&mut (u64, Option<Arc<BackupError>>))) {
-        change(&mut self.lock());
+    fn update_state(&self, change: impl FnOnce(&mut (u64, Option<Arc<BackupError>>))) {
+        change(&mut self.lock_state());
         self.changed.notify_all();
     }
 
-    fn wait_for(&self, sequence: u64) -> Result<(), Arc<BackupError>> {
-        let mut state = self.lock();
+    fn wait_until_safe(&self, sequence: u64) -> Result<(), Arc<BackupError>> {
+        let mut state = self.lock_state();
         loop {
             if state.0 >= sequence {
                 return Ok(());
@@ -75,99 +77,104 @@ impl Progress {
     }
 }
 
-/// A helper thread. Dropping it waits until all that was given to it is safe, or cannot be.
-pub(crate) struct Helper {
-    queue: Option<Sender<Job>>,
-    progress: Arc<Progress>,
+/// A helper thread. Dropping this value waits until all its transactions are safe, or the helper
+/// has failed.
+pub(crate) struct BackupHelper {
+    queue: Option<Sender<BackupJob>>,
+    progress: Arc<HelperProgress>,
     thread: Option<JoinHandle<()>>,
-    acknowledge: Acknowledge,
-    owner: Owner,
+    acknowledge: AcknowledgePolicy,
+    owner: OwnerProcess,
 }
 
-impl Helper {
+impl BackupHelper {
     pub(crate) fn start(
-        sink: impl Sink + 'static,
+        sink: impl BackupSink + 'static,
         sequence: u64,
-        acknowledge: Acknowledge,
+        acknowledge: AcknowledgePolicy,
     ) -> std::io::Result<Self> {
-        let owner = Owner::this_process()?;
+        let owner = OwnerProcess::this_process()?;
         let (queue, jobs) = bounded(QUEUE);
-        let progress = Arc::new(Progress::default());
-        progress.set(|state| state.0 = sequence);
-        let ending = Ending(progress.clone());
+        let progress = Arc::new(HelperProgress::default());
+        progress.update_state(|state| state.0 = sequence);
+        let ending = HelperEndGuard(progress.clone());
         let work = move || {
-            let Err(error) = serve(sink, &jobs, &ending.0) else { return };
-            ending.0.set(|state| state.1 = Some(Arc::new(error)));
+            let Err(error) = serve_queue(sink, &jobs, &ending.0) else { return };
+            ending.0.update_state(|state| state.1 = Some(Arc::new(error)));
         };
         let thread = thread::Builder::new().name("firn-app-backup".into()).spawn(work)?;
         Ok(Self { queue: Some(queue), progress, thread: Some(thread), acknowledge, owner })
     }
 
-    /// Hands a transaction over.
-    pub(crate) fn put(&self, job: Job) -> Result<(), Arc<BackupError>> {
+    /// Queues a transaction for the helper.
+    pub(crate) fn queue_transaction(&self, job: BackupJob) -> Result<(), Arc<BackupError>> {
         let sent = self.queue.as_ref().is_some_and(|queue| queue.send(job).is_ok());
-        // A helper that has ended says why.
-        if sent { Ok(()) } else { self.progress.wait_for(u64::MAX) }
+        // A helper that has ended has left its error.
+        if sent { Ok(()) } else { self.progress.wait_until_safe(u64::MAX) }
     }
 
-    /// Waits until a transaction may be called committed.
-    pub(crate) fn wait(&self, sequence: u64) -> Result<(), Arc<BackupError>> {
+    /// Waits until a transaction counts as committed.
+    pub(crate) fn wait_for_commit(&self, sequence: u64) -> Result<(), Arc<BackupError>> {
         let needed = match self.acknowledge {
-            Acknowledge::Sync => sequence,
-            Acknowledge::Async { lag_max } => sequence.saturating_sub(lag_max),
+            AcknowledgePolicy::Sync => sequence,
+            AcknowledgePolicy::Async { lag_max } => sequence.saturating_sub(lag_max),
         };
-        self.progress.wait_for(needed)
+        self.progress.wait_until_safe(needed)
     }
 
     /// Waits until a transaction is safe.
-    pub(crate) fn wait_all(&self, sequence: u64) -> Result<(), Arc<BackupError>> {
-        self.progress.wait_for(sequence)
+    pub(crate) fn wait_until_stored(&self, sequence: u64) -> Result<(), Arc<BackupError>> {
+        self.progress.wait_until_safe(sequence)
     }
 
     /// The last transaction that is safe.
-    pub(crate) fn acknowledged(&self) -> u64 {
-        self.progress.lock().0
+    pub(crate) fn acknowledged_sequence(&self) -> u64 {
+        self.progress.lock_state().0
     }
 }
 
-impl Drop for Helper {
+impl Drop for BackupHelper {
     fn drop(&mut self) {
-        if !self.owner.is_here() {
-            // A child has no such thread, which may have held the queue's lock at the fork.
+        if !self.owner.is_this_process() {
+            // The child has no such thread. The thread may have held the queue's lock at the fork.
             std::mem::forget((self.queue.take(), self.thread.take()));
             return;
         }
         self.queue = None;
         if let Some(thread) = self.thread.take() {
-            // A panic has been reported to those who wait.
+            // A panic has already been reported to the threads that wait.
             let _ = thread.join();
         }
     }
 }
 
-impl fmt::Debug for Helper {
+impl fmt::Debug for BackupHelper {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.debug_struct("Helper").field("acknowledged", &self.acknowledged()).finish_non_exhaustive()
+        f.debug_struct("BackupHelper")
+            .field("acknowledged", &self.acknowledged_sequence())
+            .finish_non_exhaustive()
     }
 }
 
-/// Tells those who wait that nobody works for them any more, however the thread ends.
-struct Ending(Arc<Progress>);
+/// Reports the end of the helper to the threads that wait for it, however the thread ends.
+struct HelperEndGuard(Arc<HelperProgress>);
 
-impl Drop for Ending {
+impl Drop for HelperEndGuard {
     fn drop(&mut self) {
-        self.0.set(|state| state.1 = state.1.take().or_else(|| Some(Arc::new(BackupError::Gone))));
+        self.0.update_state(|state| {
+            state.1 = state.1.take().or_else(|| Some(Arc::new(BackupError::Gone)))
+        });
     }
 }
 
-fn serve(
-    mut sink: impl Sink,
-    queue: &Receiver<Job>,
-    progress: &Progress,
+fn serve_queue(
+    mut sink: impl BackupSink,
+    queue: &Receiver<BackupJob>,
+    progress: &HelperProgress,
 ) -> Result<(), BackupError> {
     let mut jobs = Vec::new();
     loop {
-        let first = match sink.idle_after() {
+        let first = match sink.idle_timeout() {
             Some(time) => queue.recv_timeout(time),
             None => queue.recv().map_err(|_| RecvTimeoutError::Disconnected),
         };
@@ -176,11 +183,11 @@ fn serve(
                 jobs.clear();
                 jobs.push(job);
                 jobs.extend(queue.try_iter());
-                let safe = sink.put(&jobs)?;
-                progress.set(|state| state.0 = state.0.max(safe));
+                let safe = sink.store_transactions(&jobs)?;
+                progress.update_state(|state| state.0 = state.0.max(safe));
             }
-            Err(RecvTimeoutError::Timeout) => sink.idle()?,
-            Err(RecvTimeoutError::Disconnected) => return sink.idle(),
+            Err(RecvTimeoutError::Timeout) => sink.finish_pending_work()?,
+            Err(RecvTimeoutError::Disconnected) => return sink.finish_pending_work(),
         }
     }
 }

@@ -1,17 +1,19 @@
-//! The log: a file of records, one for each committed transaction.
+//! Application log: a file of records, one for each committed transaction.
 //!
 //! ```text
 //!   "FIRNAPPL" | version u32 | name length u32 | name | xxh3 of that u64 | record | record | ...
 //! ```
 //!
-//! A log is written at its end only. A record that was cut short there (the process died, the disk was full) never was
-//! acknowledged, and is cut off: what is left of it is the beginning of a record that says it is longer, or zeros, which some
-//! file systems leave after a power cut. Anything else that is no record is damage, and an error: a transaction that was
-//! acknowledged may be lost, and nothing can say which. A length that was damaged does not make a record one that was cut
-//! short: with the length that is there its checksum is right.
+//! A log is written at its end only. A record that is truncated there (the process died, the disk
+//! was full) was never acknowledged, and is cut off. What remains of it is the beginning of a
+//! record whose header names a greater length, or zeros, which some file systems leave after a
+//! power failure. Any other bytes that are no record are damage, and an error: a transaction that
+//! was acknowledged may be lost, and Firn cannot know which. A damaged length does not make a
+//! record look truncated: with the length that is there its checksum is right.
 //!
-//! When the log has grown to several times its state, it is written anew: one state record in a new file, which then takes
-//! the name. Whoever writes a log holds a lock on the file.
+//! When the log has grown to several times its state, it is compacted: one state record in a new
+//! file, which then replaces the log by its name. The process that writes a log holds a lock on the
+//! file.
 
 use std::fs::{File, OpenOptions};
 use std::io::{self, Read as _, Seek as _, SeekFrom, Write as _};
@@ -23,59 +25,62 @@ use rustix::fs::FlockOperation;
 use twox_hash::XxHash3_64;
 
 use super::error::BackupError;
-use super::record::{HEADER, Header, MAGIC, encode_state};
-use super::{Compression, Image};
+use super::record::{HEADER, MAGIC, RecordHeader, encode_state};
+use super::{ApplicationState, Compression};
 use crate::sys::fork::ParentOnly;
 
-const START: [u8; 8] = *b"FIRNAPPL";
+const MAGIC_BYTES: [u8; 8] = *b"FIRNAPPL";
 const VERSION: u32 = 1;
-/// How long a log may be locked before it counts as in use: a process that is being started has its parent's locks until
-/// it has become another program.
+/// How long to wait for a locked log before it counts as in use: a process that is just being
+/// started has its parent's locks until execve(2).
 const LOCK_WAIT: Duration = Duration::from_secs(1);
 const LOCK_RETRY: Duration = Duration::from_millis(5);
-/// A log is not written anew before it has so many bytes.
-const SMALL: u64 = 4 << 20;
-/// ... and so many times those of its state.
-const GROWTH: u64 = 4;
+/// The minimum size of a log that is compacted, in bytes.
+const COMPACT_BYTES_MIN: u64 = 4 << 20;
+/// The minimum ratio of a log's size to that of its state before the log is compacted.
+const COMPACT_RATIO: u64 = 4;
 
 /// A log that is open for writing.
 #[derive(Debug)]
-pub(crate) struct Log {
+pub(crate) struct ApplicationLog {
     path: PathBuf,
     name: String,
     file: ParentOnly,
     len: u64,
-    /// Not written anew before it has so many bytes: the last time there was no room.
-    compact_from: u64,
+    /// The log is not compacted below this size: the disk had no space the last time.
+    compact_bytes_min: u64,
 }
 
-impl Log {
-    /// Opens the log of a session, or makes one, and reads the last committed state.
-    pub(crate) fn open(path: &Path, name: &str) -> Result<(Self, Image), BackupError> {
+impl ApplicationLog {
+    /// Opens the log of a session, or creates one, and reads the last committed state.
+    pub(crate) fn open(path: &Path, name: &str) -> Result<(Self, ApplicationState), BackupError> {
         let mut file = open_locked(path)?;
         let mut bytes = Vec::new();
-        file.read_to_end(&mut bytes).map_err(failed("cannot read", path))?;
-        let start = start(name);
-        // Shorter than any start: made, and never written.
-        if bytes.len() < START.len() + 8 || bytes.len() < start.len() && start.starts_with(&bytes) {
+        file.read_to_end(&mut bytes).map_err(file_error("cannot read", path))?;
+        let preamble = encode_preamble(name);
+        // Shorter than any preamble: created, but never written.
+        if bytes.len() < MAGIC_BYTES.len() + 8
+            || bytes.len() < preamble.len() && preamble.starts_with(&bytes)
+        {
             let (path, name) = (path.to_owned(), name.to_owned());
-            let mut log = Self { path, name, file, len: 0, compact_from: 0 };
-            log.cut(0)?;
-            log.append(&start)?;
-            log.sync()?;
+            let mut log = Self { path, name, file, len: 0, compact_bytes_min: 0 };
+            log.truncate_to(0)?;
+            log.append_record(&preamble)?;
+            log.sync_file()?;
             sync_parent(&log.path)?;
-            return Ok((log, Image::default()));
+            return Ok((log, ApplicationState::default()));
         }
-        check_start(path, name, &bytes, &start)?;
-        // Left by who wrote it anew and was killed: nobody does while the log is locked.
-        let _ = std::fs::remove_file(beside(path));
-        let (image, len) = replay(path, &bytes, start.len())?;
+        check_preamble(path, name, &bytes, &preamble)?;
+        // A process that was killed while it compacted the log left this file. No process does so
+        // now: the log is locked.
+        let _ = std::fs::remove_file(compacted_path(path));
+        let (image, len) = replay_records(path, &bytes, preamble.len())?;
         let (path, name) = (path.to_owned(), name.to_owned());
-        let mut log = Self { path, name, file, len, compact_from: 0 };
+        let mut log = Self { path, name, file, len, compact_bytes_min: 0 };
         if len < bytes.len() as u64 {
-            log.cut(len)?;
+            log.truncate_to(len)?;
         }
-        log.file.seek(SeekFrom::Start(len)).map_err(failed("cannot read", &log.path))?;
+        log.file.seek(SeekFrom::Start(len)).map_err(file_error("cannot read", &log.path))?;
         Ok((log, image))
     }
 
@@ -83,63 +88,66 @@ impl Log {
         &self.path
     }
 
-    /// Writes a record. If that fails, the log ends where it did.
-    pub(crate) fn append(&mut self, record: &[u8]) -> Result<(), BackupError> {
-        let written = self.file.write_all(record).map_err(failed("cannot write", &self.path));
+    /// Writes a record. If that fails, the log ends where it did before.
+    pub(crate) fn append_record(&mut self, record: &[u8]) -> Result<(), BackupError> {
+        let written = self.file.write_all(record).map_err(file_error("cannot write", &self.path));
         match written {
             Ok(()) => self.len += record.len() as u64,
-            Err(_) => self.cut(self.len)?,
+            Err(_) => self.truncate_to(self.len)?,
         }
         written
     }
 
-    fn cut(&mut self, len: u64) -> Result<(), BackupError> {
+    fn truncate_to(&mut self, len: u64) -> Result<(), BackupError> {
         let cut = self.file.set_len(len).and_then(|()| self.file.seek(SeekFrom::Start(len)));
-        cut.map(drop).map_err(failed("cannot shorten", &self.path))
+        cut.map(drop).map_err(file_error("cannot shorten", &self.path))
     }
 
     /// Forces what was written to disk.
-    pub(crate) fn sync(&self) -> Result<(), BackupError> {
-        self.file.sync_data().map_err(failed("cannot sync", &self.path))
+    pub(crate) fn sync_file(&self) -> Result<(), BackupError> {
+        self.file.sync_data().map_err(file_error("cannot sync", &self.path))
     }
 
-    /// Writes the log anew if it has grown enough. `image` is its state. Where there is no room for that the log goes on as it
-    /// is.
+    /// Compacts the log if it has grown enough. `image` is its state. If the disk has no space for
+    /// that, the log continues as it is.
     pub(crate) fn compact_if_large(
         &mut self,
-        image: &Image,
+        image: &ApplicationState,
         codec: Compression,
     ) -> Result<(), BackupError> {
-        if self.len <= SMALL.max(GROWTH * image.bytes()).max(self.compact_from) {
+        if self.len
+            <= COMPACT_BYTES_MIN.max(COMPACT_RATIO * image.byte_count()).max(self.compact_bytes_min)
+        {
             return Ok(());
         }
-        match self.written_anew(&encode_state(image, codec)) {
-            Ok(new) => self.give_way_to(new),
-            Err(error) if error.is_for_want_of_room() => {
-                self.compact_from = 2 * self.len;
+        match self.write_compacted(&encode_state(image, codec)) {
+            Ok(new) => self.replace_by_log(new),
+            Err(error) if error.is_out_of_space() => {
+                self.compact_bytes_min = 2 * self.len;
                 Ok(())
             }
             Err(error) => Err(error),
         }
     }
 
-    /// Replaces all of it by one record. After a crash it is the old log or the new one.
-    pub(crate) fn replace(&mut self, state: &[u8]) -> Result<(), BackupError> {
-        let new = self.written_anew(state)?;
-        self.give_way_to(new)
+    /// Replaces the whole log by one record. After a crash the file is the old log or the new one.
+    pub(crate) fn replace_by_record(&mut self, state: &[u8]) -> Result<(), BackupError> {
+        let new = self.write_compacted(state)?;
+        self.replace_by_log(new)
     }
 
-    /// A log beside this one, of one record, on the disk.
-    fn written_anew(&self, state: &[u8]) -> Result<Self, BackupError> {
-        let path = beside(&self.path);
+    /// Writes a log of one record beside this one, and forces it to disk.
+    fn write_compacted(&self, state: &[u8]) -> Result<Self, BackupError> {
+        let path = compacted_path(&self.path);
         let mut how = OpenOptions::new();
         how.read(true).write(true).create(true).truncate(true).mode(0o600);
-        let file = ParentOnly::open(&path, &how).map_err(failed("cannot make", &path))?;
-        lock(&file, &path)?;
+        let file = ParentOnly::open(&path, &how).map_err(file_error("cannot make", &path))?;
+        lock_file(&file, &path)?;
         let name = self.name.clone();
-        let mut new = Self { path, name, file, len: 0, compact_from: 0 };
-        let written = new.append(&start(&self.name)).and_then(|()| new.append(state));
-        match written.and_then(|()| new.sync()) {
+        let mut new = Self { path, name, file, len: 0, compact_bytes_min: 0 };
+        let written =
+            new.append_record(&encode_preamble(&self.name)).and_then(|()| new.append_record(state));
+        match written.and_then(|()| new.sync_file()) {
             Ok(()) => Ok(new),
             Err(error) => {
                 // The first error is the one to report.
@@ -149,26 +157,26 @@ impl Log {
         }
     }
 
-    fn give_way_to(&mut self, new: Self) -> Result<(), BackupError> {
+    fn replace_by_log(&mut self, new: Self) -> Result<(), BackupError> {
         if let Err(error) = std::fs::rename(&new.path, &self.path) {
-            // That is the error to report.
+            // The error of the rename is the one to report.
             let _ = std::fs::remove_file(&new.path);
-            return Err(failed("cannot rename", &new.path)(error));
+            return Err(file_error("cannot rename", &new.path)(error));
         }
         *self = Self { path: std::mem::take(&mut self.path), ..new };
         sync_parent(&self.path)
     }
 }
 
-/// Where a log is written anew.
-fn beside(path: &Path) -> PathBuf {
+/// The path at which a compacted log is written.
+fn compacted_path(path: &Path) -> PathBuf {
     let mut path = path.to_owned().into_os_string();
     path.push(".new");
     path.into()
 }
 
-fn start(name: &str) -> Vec<u8> {
-    let mut start = START.to_vec();
+fn encode_preamble(name: &str) -> Vec<u8> {
+    let mut start = MAGIC_BYTES.to_vec();
     start.extend(VERSION.to_le_bytes());
     start.extend((name.len() as u32).to_le_bytes());
     start.extend(name.as_bytes());
@@ -176,11 +184,16 @@ fn start(name: &str) -> Vec<u8> {
     start
 }
 
-fn check_start(path: &Path, name: &str, bytes: &[u8], expected: &[u8]) -> Result<(), BackupError> {
+fn check_preamble(
+    path: &Path,
+    name: &str,
+    bytes: &[u8],
+    expected: &[u8],
+) -> Result<(), BackupError> {
     if bytes.starts_with(expected) {
         return Ok(());
     }
-    let other = name_in(bytes).filter(|found| bytes.starts_with(&start(found)));
+    let other = session_name(bytes).filter(|found| bytes.starts_with(&encode_preamble(found)));
     Err(match other {
         Some(found) => {
             BackupError::OtherSession { path: path.to_owned(), found, expected: name.to_owned() }
@@ -189,70 +202,76 @@ fn check_start(path: &Path, name: &str, bytes: &[u8], expected: &[u8]) -> Result
     })
 }
 
-fn name_in(bytes: &[u8]) -> Option<String> {
+fn session_name(bytes: &[u8]) -> Option<String> {
     let len = u32::from_le_bytes(bytes.get(12..16)?.try_into().ok()?) as usize;
     String::from_utf8(bytes.get(16..16_usize.checked_add(len)?)?.to_vec()).ok()
 }
 
-/// The state after all whole records, and where the last of them ends.
-fn replay(path: &Path, bytes: &[u8], start: usize) -> Result<(Image, u64), BackupError> {
-    let (mut image, mut at) = (Image::default(), start);
+/// The state after all whole records, and the offset at which the last of them ends.
+fn replay_records(
+    path: &Path,
+    bytes: &[u8],
+    start: usize,
+) -> Result<(ApplicationState, u64), BackupError> {
+    let (mut image, mut at) = (ApplicationState::default(), start);
     while at < bytes.len() {
         match read_record(&bytes[at..]) {
             Ok((header, payload, len)) => {
-                image.apply(header.kind, header.sequence, &payload).map_err(|error| {
+                image.apply_record(header.kind, header.sequence, &payload).map_err(|error| {
                     BackupError::Damaged {
                         path: path.to_owned(),
                         offset: at as u64,
-                        why: why(&error),
+                        why: damage_reason(&error),
                     }
                 })?;
                 at += len;
             }
-            Err(_) if is_cut(&bytes[at..]) => break,
+            Err(_) if is_truncated(&bytes[at..]) => break,
             Err(error) => {
                 let (path, offset) = (path.to_owned(), at as u64);
-                return Err(BackupError::Damaged { path, offset, why: why(&error) });
+                return Err(BackupError::Damaged { path, offset, why: damage_reason(&error) });
             }
         }
     }
     Ok((image, at as u64))
 }
 
-fn why(error: &BackupError) -> &'static str {
+fn damage_reason(error: &BackupError) -> &'static str {
     match error {
         BackupError::Malformed(why) => why,
         _ => "it cannot be read",
     }
 }
 
-/// The record at the start of some bytes: its header, its payload, its length.
-fn read_record(bytes: &[u8]) -> Result<(Header, Vec<u8>, usize), BackupError> {
-    let short = || BackupError::Malformed("it is cut short");
+/// Reads the record at the start of some bytes: its header, its payload, its length.
+fn read_record(bytes: &[u8]) -> Result<(RecordHeader, Vec<u8>, usize), BackupError> {
+    let short = || BackupError::Malformed("it is truncated");
     let head: &[u8; HEADER] = bytes.first_chunk().ok_or_else(short)?;
-    let header = Header::parse(head)?;
+    let header = RecordHeader::parse_header(head)?;
     let len = usize::try_from(header.stored).ok().and_then(|len| len.checked_add(HEADER));
     let stored = len.and_then(|len| bytes.get(HEADER..len)).ok_or_else(short)?;
-    let payload = header.payload(head, stored)?;
+    let payload = header.decode_payload(head, stored)?;
     Ok((header, payload, HEADER + stored.len()))
 }
 
-/// Whether these bytes, which are no record and run to the end of the log, are what is left of one that was cut short.
-fn is_cut(rest: &[u8]) -> bool {
+/// Whether these bytes, which are no record and extend to the end of the log, are the rest of a
+/// truncated record.
+fn is_truncated(rest: &[u8]) -> bool {
     let is_shorter = match rest.first_chunk::<HEADER>() {
         None => MAGIC.starts_with(&rest[..rest.len().min(MAGIC.len())]),
-        Some(head) => is_shorter(head, &rest[HEADER..]),
+        Some(head) => is_missing_bytes(head, &rest[HEADER..]),
     };
-    rest.iter().all(|byte| *byte == 0) || is_shorter && !whole_record_in(&rest[1..])
+    rest.iter().all(|byte| *byte == 0) || is_shorter && !contains_record(&rest[1..])
 }
 
-/// Whether a record has more bytes than there are, unless its length was damaged and it has just these.
-fn is_shorter(head: &[u8; HEADER], stored: &[u8]) -> bool {
-    let Ok(header) = Header::parse(head) else { return false };
-    header.stored > stored.len() as u64 && !Header::is_whole_but_for_its_length(head, stored)
+/// Whether a record's header names more bytes than there are. False if only its length is damaged,
+/// and these bytes are all of the record.
+fn is_missing_bytes(head: &[u8; HEADER], stored: &[u8]) -> bool {
+    let Ok(header) = RecordHeader::parse_header(head) else { return false };
+    header.stored > stored.len() as u64 && !RecordHeader::is_whole_except_length(head, stored)
 }
 
-fn whole_record_in(bytes: &[u8]) -> bool {
+fn contains_record(bytes: &[u8]) -> bool {
     let places = bytes.windows(MAGIC.len()).enumerate().filter(|(_, window)| *window == MAGIC);
     places.map(|(at, _)| at).any(|at| read_record(&bytes[at..]).is_ok())
 }
@@ -261,13 +280,13 @@ fn open_locked(path: &Path) -> Result<ParentOnly, BackupError> {
     loop {
         let mut how = OpenOptions::new();
         how.read(true).write(true).create(true).truncate(false).mode(0o600);
-        let file = ParentOnly::open(path, &how).map_err(failed("cannot open", path))?;
-        // A device could be read for ever.
+        let file = ParentOnly::open(path, &how).map_err(file_error("cannot open", path))?;
+        // A read from a device might never end.
         if !file.metadata().is_ok_and(|metadata| metadata.is_file()) {
             return Err(BackupError::NoLog { path: path.to_owned() });
         }
-        lock(&file, path)?;
-        // Somebody may have written it anew before the lock was ours.
+        lock_file(&file, path)?;
+        // Another process may have compacted the log before this one got the lock.
         let same = match (file.metadata(), std::fs::metadata(path)) {
             (Ok(ours), Ok(named)) => ours.ino() == named.ino() && ours.dev() == named.dev(),
             _ => false,
@@ -278,7 +297,7 @@ fn open_locked(path: &Path) -> Result<ParentOnly, BackupError> {
     }
 }
 
-fn lock(file: &File, path: &Path) -> Result<(), BackupError> {
+fn lock_file(file: &File, path: &Path) -> Result<(), BackupError> {
     let until = Instant::now() + LOCK_WAIT;
     while rustix::fs::flock(file, FlockOperation::NonBlockingLockExclusive).is_err() {
         if Instant::now() >= until {
@@ -292,10 +311,10 @@ fn lock(file: &File, path: &Path) -> Result<(), BackupError> {
 fn sync_parent(path: &Path) -> Result<(), BackupError> {
     let parent = path.parent().filter(|parent| !parent.as_os_str().is_empty());
     let parent = parent.unwrap_or(Path::new("."));
-    File::open(parent).and_then(|dir| dir.sync_all()).map_err(failed("cannot sync", parent))
+    File::open(parent).and_then(|dir| dir.sync_all()).map_err(file_error("cannot sync", parent))
 }
 
-fn failed(what: &'static str, path: &Path) -> impl Fn(io::Error) -> BackupError {
+fn file_error(what: &'static str, path: &Path) -> impl Fn(io::Error) -> BackupError {
     let path = path.to_owned();
     move |source| BackupError::File { what, path: path.clone(), source }
 }

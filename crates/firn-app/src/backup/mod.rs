@@ -1,4 +1,4 @@
-//! Where committed changes go: files and other hosts, each by a helper thread of its own.
+//! Backups of committed changes: files and other hosts, each written by a helper thread of its own.
 //!
 //! ```text
 //!   commit --- record ---> bounded queue ---> helper: compress, write to the log, fsync ----> acknowledge
@@ -23,104 +23,112 @@ use std::path::PathBuf;
 use std::time::Duration;
 
 pub use error::BackupError;
-pub use server::{Server, ServerOptions};
-pub use standby::Standby;
-pub use tls::Identity;
+pub use server::{BackupServer, BackupServerOptions};
+pub use standby::WarmStandby;
+pub use tls::TlsIdentity;
 
-pub(crate) use helper::{Helper, Job};
-pub(crate) use image::Image;
-pub(crate) use log::Log;
-pub(crate) use record::Payload;
-pub(crate) use standby::helper as log_helper;
-pub(crate) use targets::open;
+pub(crate) use helper::{BackupHelper, BackupJob};
+pub(crate) use image::ApplicationState;
+pub(crate) use log::ApplicationLog;
+pub(crate) use record::PayloadBuilder;
+pub(crate) use standby::start_log_helper as log_helper;
+pub(crate) use targets::open_targets;
 
-/// When a commit returns.
+/// The condition under which a commit returns.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Acknowledge {
-    /// When the backup has it.
+pub enum AcknowledgePolicy {
+    /// When the backup has stored the transaction.
     Sync,
-    /// When at most so many transactions are not acknowledged yet: that is what can be lost.
+    /// When at most `lag_max` transactions are not acknowledged yet: these can be lost.
     Async {
-        /// Transactions.
+        /// The maximum count of transactions that are not acknowledged.
         lag_max: u64,
     },
 }
 
-/// When a log is forced to disk. Without, what a crash of the machine loses is the kernel's to decide; the death of a
-/// process loses nothing in any case.
+/// The times at which a log is forced to disk. If it is not forced, the kernel decides what a crash
+/// of the host loses. The death of a process loses nothing in any case.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Fsync {
+pub enum FsyncPolicy {
     /// Before any transaction is acknowledged.
     EveryCommit,
-    /// When so much time has passed since the last time.
+    /// When this time has passed since the last fsync.
     Interval(Duration),
     /// Never.
     Never,
 }
 
-/// How records are stored and sent.
+/// The encoding in which records are stored and sent.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub enum Compression {
-    /// As they are.
+    /// Uncompressed.
     #[default]
     None,
-    /// By LZ4, where that makes them smaller.
+    /// LZ4, where that makes a record smaller.
     Lz4,
 }
 
-/// A place for committed changes.
+/// A target that committed changes are written to.
 #[derive(Clone, Debug)]
-pub struct Target {
-    pub(crate) place: Place,
-    pub(crate) acknowledge: Acknowledge,
+pub struct BackupTarget {
+    pub(crate) location: TargetLocation,
+    pub(crate) acknowledge: AcknowledgePolicy,
     pub(crate) compression: Compression,
 }
 
 #[derive(Clone, Debug)]
-pub(crate) enum Place {
-    File { path: PathBuf, fsync: Fsync },
-    Remote { address: String, identity: Identity, patience: Duration },
+pub(crate) enum TargetLocation {
+    File { path: PathBuf, fsync: FsyncPolicy },
+    Remote { address: String, identity: TlsIdentity, reconnect_timeout: Duration },
 }
 
-impl Target {
+impl BackupTarget {
     /// A log in a file, forced to disk at every commit.
     pub fn file(path: impl Into<PathBuf>) -> Self {
-        Self::at(Place::File { path: path.into(), fsync: Fsync::EveryCommit })
+        Self::at_location(TargetLocation::File {
+            path: path.into(),
+            fsync: FsyncPolicy::EveryCommit,
+        })
     }
 
-    /// A backup process on another host, `HOST:PORT`. When the connection is lost, it is made again for 10 s.
-    pub fn remote(address: impl Into<String>, identity: Identity) -> Self {
+    /// A backup process on another host, `HOST:PORT`. When the connection is lost, Firn tries to
+    /// reconnect for 10 s.
+    pub fn remote(address: impl Into<String>, identity: TlsIdentity) -> Self {
         let patience = Duration::from_secs(10);
-        Self::at(Place::Remote { address: address.into(), identity, patience })
+        Self::at_location(TargetLocation::Remote {
+            address: address.into(),
+            identity,
+            reconnect_timeout: patience,
+        })
     }
 
-    fn at(place: Place) -> Self {
-        Self { place, acknowledge: Acknowledge::Sync, compression: Compression::default() }
+    fn at_location(location: TargetLocation) -> Self {
+        Self { location, acknowledge: AcknowledgePolicy::Sync, compression: Compression::default() }
     }
 
-    /// When a commit returns. [`Acknowledge::Sync`] by default.
-    pub fn acknowledge(mut self, acknowledge: Acknowledge) -> Self {
+    /// Sets when a commit returns. [`AcknowledgePolicy::Sync`] by default.
+    pub fn acknowledge(mut self, acknowledge: AcknowledgePolicy) -> Self {
         self.acknowledge = acknowledge;
         self
     }
 
-    /// How records are stored and sent. As they are by default.
+    /// Sets the encoding of stored and sent records. Uncompressed by default.
     pub fn compression(mut self, compression: Compression) -> Self {
         self.compression = compression;
         self
     }
 
-    /// When a file is forced to disk. A remote backup decides that by itself.
-    pub fn fsync(mut self, policy: Fsync) -> Self {
-        if let Place::File { fsync, .. } = &mut self.place {
+    /// Sets when a log file is forced to disk. A remote backup decides that by itself.
+    pub fn fsync(mut self, policy: FsyncPolicy) -> Self {
+        if let TargetLocation::File { fsync, .. } = &mut self.location {
             *fsync = policy;
         }
         self
     }
 
-    /// How long a lost connection is tried again before commits fail.
-    pub fn patience(mut self, time: Duration) -> Self {
-        if let Place::Remote { patience, .. } = &mut self.place {
+    /// Sets how long the helper tries to restore a lost connection before commits fail.
+    pub fn reconnect_timeout(mut self, time: Duration) -> Self {
+        if let TargetLocation::Remote { reconnect_timeout: patience, .. } = &mut self.location {
             *patience = time;
         }
         self

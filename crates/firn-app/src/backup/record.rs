@@ -12,22 +12,23 @@
 //!             the bytes of the changes, one after the other
 //! ```
 //!
-//! All numbers are little-endian. A *change* record says what a transaction changed, and defines the areas that it is the
-//! first to have. A *state* record has everything; what came before it does not matter.
+//! All numbers are little-endian. A *change* record holds the changes of a transaction, and defines
+//! the areas that occur in it for the first time. A *state* record holds all areas in full; records
+//! before it do not matter.
 
 use std::hash::Hasher as _;
 
 use twox_hash::XxHash3_64;
 
 use super::error::BackupError;
-use super::{Compression, Image};
+use super::{ApplicationState, Compression};
 
 pub(crate) const HEADER: usize = 40;
 pub(crate) const MAGIC: [u8; 4] = *b"FARc";
-/// LZ4 makes bytes at most so many times smaller: a longer claim is a lie.
+/// The maximum factor by which LZ4 can compress: a header with a greater factor is wrong.
 const RATIO_MAX: u64 = 255;
 
-/// What a record is.
+/// The kind of a record.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum RecordKind {
     Change,
@@ -36,7 +37,7 @@ pub(crate) enum RecordKind {
 
 /// A record's header.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(crate) struct Header {
+pub(crate) struct RecordHeader {
     pub(crate) kind: RecordKind,
     codec: Compression,
     pub(crate) sequence: u64,
@@ -45,16 +46,16 @@ pub(crate) struct Header {
     checksum: u64,
 }
 
-/// What a transaction changed, being put together.
+/// Builds the payload of a record from areas and changes.
 #[derive(Clone, Debug, Default)]
-pub(crate) struct Payload {
+pub(crate) struct PayloadBuilder {
     areas: (u32, Vec<u8>),
     changes: (u32, Vec<u8>),
     bytes: Vec<u8>,
 }
 
-impl Payload {
-    pub(crate) fn define(&mut self, number: u32, len: u64, name: &str) {
+impl PayloadBuilder {
+    pub(crate) fn add_area(&mut self, number: u32, len: u64, name: &str) {
         self.areas.0 += 1;
         let to = &mut self.areas.1;
         to.extend(number.to_le_bytes());
@@ -63,7 +64,7 @@ impl Payload {
         to.extend(name.as_bytes());
     }
 
-    pub(crate) fn change(&mut self, area: u32, offset: u64, bytes: &[u8]) {
+    pub(crate) fn add_change(&mut self, area: u32, offset: u64, bytes: &[u8]) {
         self.changes.0 += 1;
         let to = &mut self.changes.1;
         to.extend(area.to_le_bytes());
@@ -72,7 +73,7 @@ impl Payload {
         self.bytes.extend_from_slice(bytes);
     }
 
-    pub(crate) fn finish(self) -> Vec<u8> {
+    pub(crate) fn into_bytes(self) -> Vec<u8> {
         let mut all =
             Vec::with_capacity(8 + self.areas.1.len() + self.changes.1.len() + self.bytes.len());
         for (count, entries) in [self.areas, self.changes] {
@@ -84,8 +85,8 @@ impl Payload {
     }
 }
 
-/// A whole record.
-pub(crate) fn encode(
+/// Encodes a whole record.
+pub(crate) fn encode_record(
     kind: RecordKind,
     sequence: u64,
     payload: &[u8],
@@ -109,9 +110,9 @@ pub(crate) fn encode(
     record
 }
 
-/// The record of a whole state.
-pub(crate) fn encode_state(image: &Image, codec: Compression) -> Vec<u8> {
-    encode(RecordKind::State, image.sequence(), &image.payload().finish(), codec)
+/// Encodes the record of a whole state.
+pub(crate) fn encode_state(image: &ApplicationState, codec: Compression) -> Vec<u8> {
+    encode_record(RecordKind::State, image.sequence(), &image.payload().into_bytes(), codec)
 }
 
 fn checksum(head: &[u8], stored: &[u8]) -> u64 {
@@ -121,10 +122,10 @@ fn checksum(head: &[u8], stored: &[u8]) -> u64 {
     hash.finish()
 }
 
-impl Header {
-    /// Reads a header. What it says is to be believed only when the payload matches.
-    pub(crate) fn parse(bytes: &[u8; HEADER]) -> Result<Self, BackupError> {
-        let number = |at: usize| u64::from_le_bytes(array(&bytes[at..at + 8]));
+impl RecordHeader {
+    /// Parses a header. Its fields are trusted only once the payload matches the checksum.
+    pub(crate) fn parse_header(bytes: &[u8; HEADER]) -> Result<Self, BackupError> {
+        let number = |at: usize| u64::from_le_bytes(copy_array(&bytes[at..at + 8]));
         if bytes[..4] != MAGIC {
             return Err(BackupError::Malformed("no record starts here"));
         }
@@ -149,16 +150,17 @@ impl Header {
         Ok(Self { kind, codec, sequence, stored, raw, checksum })
     }
 
-    /// Whether the record would be right if it said that it has these bytes.
-    pub(crate) fn is_whole_but_for_its_length(head: &[u8; HEADER], stored: &[u8]) -> bool {
+    /// Whether the record's checksum would be right if its length field named this count of stored
+    /// bytes.
+    pub(crate) fn is_whole_except_length(head: &[u8; HEADER], stored: &[u8]) -> bool {
         let mut head = *head;
         head[16..24].copy_from_slice(&(stored.len() as u64).to_le_bytes());
-        let said = u64::from_le_bytes(array(&head[32..40]));
+        let said = u64::from_le_bytes(copy_array(&head[32..40]));
         checksum(&head, stored) == said
     }
 
-    /// The payload, if the stored bytes are those that were written.
-    pub(crate) fn payload(
+    /// Decodes the payload, if the stored bytes match the checksum.
+    pub(crate) fn decode_payload(
         &self,
         head: &[u8; HEADER],
         stored: &[u8],
@@ -171,37 +173,39 @@ impl Header {
             Compression::Lz4 => lz4_flex::block::decompress(stored, self.raw as usize)
                 .ok()
                 .filter(|payload| payload.len() as u64 == self.raw)
-                .ok_or(BackupError::Malformed("cannot be decompressed")),
+                .ok_or(BackupError::Malformed("the payload cannot be decompressed")),
         }
     }
 }
 
-/// Reads the parts of a payload in order.
-pub(crate) struct Parts<'a>(pub(crate) &'a [u8]);
+/// Reads the fields of a payload in order.
+pub(crate) struct PayloadReader<'a>(pub(crate) &'a [u8]);
 
-impl<'a> Parts<'a> {
-    pub(crate) fn take(&mut self, len: u64) -> Result<&'a [u8], BackupError> {
+impl<'a> PayloadReader<'a> {
+    pub(crate) fn read_bytes(&mut self, len: u64) -> Result<&'a [u8], BackupError> {
         let len = usize::try_from(len).unwrap_or(usize::MAX);
-        let (now, later) =
-            self.0.split_at_checked(len).ok_or(BackupError::Malformed("payload too short"))?;
+        let (now, later) = self
+            .0
+            .split_at_checked(len)
+            .ok_or(BackupError::Malformed("the payload is too short"))?;
         self.0 = later;
         Ok(now)
     }
 
-    pub(crate) fn byte(&mut self) -> Result<u8, BackupError> {
-        Ok(self.take(1)?[0])
+    pub(crate) fn read_u8(&mut self) -> Result<u8, BackupError> {
+        Ok(self.read_bytes(1)?[0])
     }
 
-    pub(crate) fn half(&mut self) -> Result<u32, BackupError> {
-        self.take(4).map(|bytes| u32::from_le_bytes(array(bytes)))
+    pub(crate) fn read_u32(&mut self) -> Result<u32, BackupError> {
+        self.read_bytes(4).map(|bytes| u32::from_le_bytes(copy_array(bytes)))
     }
 
-    pub(crate) fn word(&mut self) -> Result<u64, BackupError> {
-        self.take(8).map(|bytes| u64::from_le_bytes(array(bytes)))
+    pub(crate) fn read_u64(&mut self) -> Result<u64, BackupError> {
+        self.read_bytes(8).map(|bytes| u64::from_le_bytes(copy_array(bytes)))
     }
 }
 
-fn array<const N: usize>(bytes: &[u8]) -> [u8; N] {
+fn copy_array<const N: usize>(bytes: &[u8]) -> [u8; N] {
     let mut array = [0; N];
     array.copy_from_slice(bytes);
     array

@@ -1,4 +1,4 @@
-//! A backup process on another host as a target.
+//! A backup process on another host: sends it transactions by TLS.
 
 use std::io::{self, Write as _};
 use std::net::{TcpStream, ToSocketAddrs as _};
@@ -9,114 +9,115 @@ use std::time::{Duration, Instant};
 use rustls::{ClientConfig, ClientConnection, StreamOwned};
 
 use super::error::BackupError;
-use super::helper::{Job, Sink};
-use super::record::{RecordKind, encode, encode_state};
-use super::tls::{self, Identity};
-use super::wire::{self, Message};
-use super::{Compression, Image};
+use super::helper::{BackupJob, BackupSink};
+use super::record::{RecordKind, encode_record, encode_state};
+use super::tls::{self, TlsIdentity};
+use super::wire::{self, BackupMessage};
+use super::{ApplicationState, Compression};
 
-/// How long to wait for an answer before the connection counts as lost.
-const ANSWER: Duration = Duration::from_secs(30);
-/// Pause between attempts to connect.
-const PAUSE: Duration = Duration::from_millis(100);
+/// How long to wait for a reply before the connection counts as lost.
+const REPLY_TIMEOUT: Duration = Duration::from_secs(30);
+/// Interval between attempts to connect.
+const RECONNECT_INTERVAL: Duration = Duration::from_millis(100);
 
-type Stream = StreamOwned<ClientConnection, TcpStream>;
+type ClientTlsStream = StreamOwned<ClientConnection, TcpStream>;
 
-/// A backup process, and the state that it should have.
-pub(crate) struct Remote {
+/// A connection to a backup process, and the state that it should have.
+pub(crate) struct RemoteBackup {
     address: String,
     name: String,
     config: Arc<ClientConfig>,
     patience: Duration,
     compression: Compression,
-    stream: Option<Stream>,
-    image: Image,
+    stream: Option<ClientTlsStream>,
+    image: ApplicationState,
 }
 
-impl Remote {
-    /// Connects, and gives the sequence that the backup has.
+impl RemoteBackup {
+    /// Connects, and returns the sequence of the state that the backup has.
     pub(crate) fn open(
         address: &str,
         name: &str,
-        identity: &Identity,
+        identity: &TlsIdentity,
         patience: Duration,
         compression: Compression,
     ) -> Result<(Self, u64), BackupError> {
         let mut remote = Self {
             address: address.to_owned(),
             name: name.to_owned(),
-            config: identity.client()?,
+            config: identity.client_config()?,
             patience,
             compression,
             stream: None,
-            image: Image::default(),
+            image: ApplicationState::default(),
         };
-        let (stream, sequence) = remote.patiently(|remote| remote.connect(0))?;
+        let (stream, sequence) = remote.retry(|remote| remote.connect(0))?;
         remote.stream = Some(stream);
         Ok((remote, sequence))
     }
 
-    /// Asks for the state that the backup has.
-    pub(crate) fn get(&mut self) -> Result<Image, BackupError> {
-        let mut image = Image::default();
-        let answer = self.ask(|stream| wire::send(stream, &Message::Get))?;
-        let Message::Record { header, payload, .. } = answer else {
-            return Err(BackupError::Refused("it does not answer with its state".into()));
+    /// Requests the state that the backup has.
+    pub(crate) fn fetch_state(&mut self) -> Result<ApplicationState, BackupError> {
+        let mut image = ApplicationState::default();
+        let answer =
+            self.exchange_messages(|stream| wire::send_message(stream, &BackupMessage::Get))?;
+        let BackupMessage::Record { header, payload, .. } = answer else {
+            return Err(BackupError::Refused("it does not reply with its state".into()));
         };
-        image.apply(header.kind, header.sequence, &payload)?;
+        image.apply_record(header.kind, header.sequence, &payload)?;
         Ok(image)
     }
 
-    /// Makes the backup's state this one, whatever it has.
-    pub(crate) fn replace(&mut self, image: Image) -> Result<(), BackupError> {
+    /// Replaces the backup's state by this one, whichever it has.
+    pub(crate) fn replace_state(&mut self, image: ApplicationState) -> Result<(), BackupError> {
         self.image = image;
         self.stream = None;
-        self.patiently(|remote| remote.catch_up(wire::REPLACE))
+        self.retry(|remote| remote.send_state(wire::REPLACE))
     }
 
-    fn lost(&self, source: io::Error) -> BackupError {
+    fn connection_error(&self, source: io::Error) -> BackupError {
         BackupError::Connection { address: self.address.clone(), source }
     }
 
-    /// Tries for a while, with a new connection each time the old one is lost.
-    fn patiently<T>(
+    /// Retries until the reconnect timeout, with a new connection each time the old one is lost.
+    fn retry<T>(
         &mut self,
         mut attempt: impl FnMut(&mut Self) -> Result<T, BackupError>,
     ) -> Result<T, BackupError> {
         let start = Instant::now();
         loop {
             match attempt(self) {
-                Err(error) if error.is_passing() && start.elapsed() < self.patience => {
+                Err(error) if error.is_transient() && start.elapsed() < self.patience => {
                     self.stream = None;
-                    thread::sleep(PAUSE);
+                    thread::sleep(RECONNECT_INTERVAL);
                 }
                 result => return result,
             }
         }
     }
 
-    fn connect(&self, flags: u8) -> Result<(Stream, u64), BackupError> {
-        let mut stream = self.dial().map_err(|error| self.lost(error))?;
-        let hello = Message::Hello { version: wire::VERSION, flags, name: self.name.clone() };
-        let answer = wire::send(&mut stream, &hello)
+    fn connect(&self, flags: u8) -> Result<(ClientTlsStream, u64), BackupError> {
+        let mut stream = self.open_stream().map_err(|error| self.connection_error(error))?;
+        let hello = BackupMessage::Hello { version: wire::VERSION, flags, name: self.name.clone() };
+        let answer = wire::send_message(&mut stream, &hello)
             .and_then(|()| stream.flush())
-            .and_then(|()| wire::receive(&mut stream));
-        match answer.map_err(|error| self.lost(error))? {
-            Message::Acknowledge(sequence) => Ok((stream, sequence)),
-            Message::Error(text) => Err(BackupError::Refused(text)),
-            _ => Err(BackupError::Refused("it does not answer a greeting".into())),
+            .and_then(|()| wire::receive_message(&mut stream));
+        match answer.map_err(|error| self.connection_error(error))? {
+            BackupMessage::Acknowledge(sequence) => Ok((stream, sequence)),
+            BackupMessage::Error(text) => Err(BackupError::Refused(text)),
+            _ => Err(BackupError::Refused("it does not reply to a greeting".into())),
         }
     }
 
-    fn dial(&self) -> io::Result<Stream> {
+    fn open_stream(&self) -> io::Result<ClientTlsStream> {
         let name = tls::server_name(&self.address).map_err(io::Error::other)?;
         let mut last = io::Error::new(io::ErrorKind::NotFound, "no such host");
         for address in self.address.to_socket_addrs()? {
-            match TcpStream::connect_timeout(&address, ANSWER) {
+            match TcpStream::connect_timeout(&address, REPLY_TIMEOUT) {
                 Ok(socket) => {
                     socket.set_nodelay(true)?;
-                    socket.set_read_timeout(Some(ANSWER))?;
-                    socket.set_write_timeout(Some(ANSWER))?;
+                    socket.set_read_timeout(Some(REPLY_TIMEOUT))?;
+                    socket.set_write_timeout(Some(REPLY_TIMEOUT))?;
                     let tls = ClientConnection::new(self.config.clone(), name);
                     return Ok(StreamOwned::new(tls.map_err(io::Error::other)?, socket));
                 }
@@ -126,55 +127,60 @@ impl Remote {
         Err(last)
     }
 
-    /// Connects anew, and sends the whole state.
-    fn catch_up(&mut self, flags: u8) -> Result<(), BackupError> {
+    /// Reconnects, and sends the whole state.
+    fn send_state(&mut self, flags: u8) -> Result<(), BackupError> {
         let (stream, _) = self.connect(flags)?;
         self.stream = Some(stream);
         let record = encode_state(&self.image, self.compression);
-        self.deliver(&[record])
+        self.send_records(&[record])
     }
 
-    /// Sends records, and waits until they are safe.
-    fn deliver(&mut self, records: &[Vec<u8>]) -> Result<(), BackupError> {
-        let answer = self.ask(|stream| {
+    /// Sends records, and waits until they are stored safely.
+    fn send_records(&mut self, records: &[Vec<u8>]) -> Result<(), BackupError> {
+        let answer = self.exchange_messages(|stream| {
             records.iter().try_for_each(|record| wire::send_record(stream, record))?;
-            wire::send(stream, &Message::Flush)
+            wire::send_message(stream, &BackupMessage::Flush)
         })?;
         match answer {
-            Message::Acknowledge(sequence) if sequence == self.image.sequence() => Ok(()),
-            _ => Err(BackupError::Refused("it acknowledges something else".into())),
+            BackupMessage::Acknowledge(sequence) if sequence == self.image.sequence() => Ok(()),
+            _ => Err(BackupError::Refused("it acknowledges another transaction".into())),
         }
     }
 
-    fn ask(
+    fn exchange_messages(
         &mut self,
-        send: impl FnOnce(&mut Stream) -> io::Result<()>,
-    ) -> Result<Message, BackupError> {
+        send: impl FnOnce(&mut ClientTlsStream) -> io::Result<()>,
+    ) -> Result<BackupMessage, BackupError> {
         let lost = |error| BackupError::Connection { address: self.address.clone(), source: error };
         let Some(stream) = &mut self.stream else {
             return Err(lost(io::ErrorKind::NotConnected.into()));
         };
         let answer =
-            send(stream).and_then(|()| stream.flush()).and_then(|()| wire::receive(stream));
+            send(stream).and_then(|()| stream.flush()).and_then(|()| wire::receive_message(stream));
         match answer.map_err(lost)? {
-            Message::Error(text) => Err(BackupError::Refused(text)),
+            BackupMessage::Error(text) => Err(BackupError::Refused(text)),
             message => Ok(message),
         }
     }
 }
 
-impl Sink for Remote {
-    fn put(&mut self, jobs: &[Job]) -> Result<u64, BackupError> {
+impl BackupSink for RemoteBackup {
+    fn store_transactions(&mut self, jobs: &[BackupJob]) -> Result<u64, BackupError> {
         let mut records = Vec::with_capacity(jobs.len());
         for job in jobs {
-            records.push(encode(RecordKind::Change, job.sequence, &job.payload, self.compression));
-            self.image.apply(RecordKind::Change, job.sequence, &job.payload)?;
+            records.push(encode_record(
+                RecordKind::Change,
+                job.sequence,
+                &job.payload,
+                self.compression,
+            ));
+            self.image.apply_record(RecordKind::Change, job.sequence, &job.payload)?;
         }
-        match self.deliver(&records) {
-            // What the backup has of them is not known: it gets the whole state.
-            Err(error) if error.is_passing() => {
+        match self.send_records(&records) {
+            // How many of them the backup has stored is unknown: send it the whole state.
+            Err(error) if error.is_transient() => {
                 self.stream = None;
-                self.patiently(|remote| remote.catch_up(0))?;
+                self.retry(|remote| remote.send_state(0))?;
             }
             result => result?,
         }
@@ -182,9 +188,9 @@ impl Sink for Remote {
     }
 }
 
-impl Remote {
-    /// What the backup has is this state.
-    pub(crate) fn agree(&mut self, image: Image) {
+impl RemoteBackup {
+    /// Records that the backup has this state.
+    pub(crate) fn set_state(&mut self, image: ApplicationState) {
         self.image = image;
     }
 }

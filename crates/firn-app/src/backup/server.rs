@@ -1,4 +1,4 @@
-//! The backup process's side: takes states and changes from applications, keeps a log for each.
+//! Backup server: receives states and changes from applications, and writes a log for each.
 
 use std::collections::HashMap;
 use std::io::{self, Write as _};
@@ -12,133 +12,133 @@ use std::time::{Duration, Instant};
 use rustls::{ServerConfig, ServerConnection, StreamOwned};
 
 use super::error::BackupError;
-use super::record::{Header, RecordKind, encode_state};
-use super::tls::Identity;
-use super::wire::{self, Message};
-use super::{Compression, Fsync, Image, Log};
-use crate::sys::fork::Owner;
+use super::record::{RecordHeader, RecordKind, encode_state};
+use super::tls::TlsIdentity;
+use super::wire::{self, BackupMessage};
+use super::{ApplicationLog, ApplicationState, Compression, FsyncPolicy};
+use crate::sys::fork::OwnerProcess;
 
-/// A connection that says nothing for so long in the middle of a greeting is closed.
-const GREETING: Duration = Duration::from_secs(30);
-/// Connections at once.
+/// A connection on which no bytes arrive for this time during the greeting is closed.
+const GREETING_TIMEOUT: Duration = Duration::from_secs(30);
+/// The maximum count of open connections.
 const CONNECTIONS_MAX: usize = 256;
 
-/// What a backup process needs to know.
+/// The options of a backup server.
 #[derive(Clone, Debug)]
-pub struct ServerOptions {
-    /// Where to listen, `HOST:PORT`.
+pub struct BackupServerOptions {
+    /// The address to listen on, `HOST:PORT`.
     pub listen: String,
-    /// Its certificate and key, and whose it accepts.
-    pub identity: Identity,
-    /// Where logs go: `NAME.log` for the session NAME.
+    /// The server's certificate and key, and the authority of the applications' certificates.
+    pub identity: TlsIdentity,
+    /// The directory of the logs: `NAME.log` for the session NAME.
     pub directory: PathBuf,
-    /// When they are forced to disk.
-    pub fsync: Fsync,
+    /// When logs are forced to disk.
+    pub fsync: FsyncPolicy,
 }
 
 /// A log, its state, and the connection that may write it.
-pub(super) struct Store {
-    pub(super) log: Log,
-    pub(super) image: Image,
+pub(super) struct SessionStore {
+    pub(super) log: ApplicationLog,
+    pub(super) image: ApplicationState,
     connection: u64,
     synced: Instant,
-    /// Its state is not known any more; the log has it.
+    /// The state in memory is no longer valid; the log has it.
     broken: bool,
 }
 
 #[derive(Default)]
-struct Shared {
-    stores: Mutex<HashMap<String, Arc<Mutex<Option<Store>>>>>,
+struct BackupServerState {
+    stores: Mutex<HashMap<String, Arc<Mutex<Option<SessionStore>>>>>,
     open: Mutex<HashMap<u64, TcpStream>>,
     next: AtomicU64,
     closing: AtomicBool,
 }
 
-/// A backup process. Dropping it ends all connections.
-pub struct Server {
-    shared: Arc<Shared>,
+/// A backup server. Dropping it ends all connections.
+pub struct BackupServer {
+    shared: Arc<BackupServerState>,
     address: SocketAddr,
     thread: Option<JoinHandle<()>>,
-    owner: Owner,
+    owner: OwnerProcess,
 }
 
-impl Server {
-    /// Listens, in a thread of its own.
+impl BackupServer {
+    /// Starts a server, which listens in a thread of its own.
     ///
     /// # Errors
     /// If the address or the identity cannot be used.
-    pub fn start(options: ServerOptions) -> Result<Self, BackupError> {
-        let config = options.identity.server()?;
+    pub fn start(options: BackupServerOptions) -> Result<Self, BackupError> {
+        let config = options.identity.server_config()?;
         let lost = |source| BackupError::Connection { address: options.listen.clone(), source };
         let listener = TcpListener::bind(&options.listen).map_err(lost)?;
-        let owner = Owner::this_process().map_err(|errno| lost(errno.into()))?;
+        let owner = OwnerProcess::this_process().map_err(|errno| lost(errno.into()))?;
         let address = listener.local_addr().map_err(lost)?;
-        let shared = Arc::new(Shared::default());
+        let shared = Arc::new(BackupServerState::default());
         let accepting = shared.clone();
         let work = {
             let options = options.clone();
-            move || accept(&listener, &accepting, &config, &options)
+            move || accept_connections(&listener, &accepting, &config, &options)
         };
         let thread = thread::Builder::new().name("firn-app-accept".into()).spawn(work);
         Ok(Self { shared, address, thread: Some(thread.map_err(lost)?), owner })
     }
 
-    /// Where it listens.
+    /// The address it listens on.
     pub fn address(&self) -> SocketAddr {
         self.address
     }
 
-    /// The process that serves.
-    pub(super) fn owner(&self) -> Owner {
+    /// The process that runs the server.
+    pub(super) fn owner(&self) -> OwnerProcess {
         self.owner
     }
 
-    /// Ends all connections, and gives what is known of a session.
-    pub(super) fn take(mut self, name: &str) -> Option<Store> {
-        self.close();
-        let store = locked(&self.shared.stores).remove(name)?;
-        locked(&store).take()
+    /// Ends all connections, and returns the log and state of a session.
+    pub(super) fn take_store(mut self, name: &str) -> Option<SessionStore> {
+        self.stop();
+        let store = lock_ignoring_poison(&self.shared.stores).remove(name)?;
+        lock_ignoring_poison(&store).take()
     }
 
-    fn close(&mut self) {
-        if !self.owner.is_here() {
-            // A child has no such thread; connections are its parent's.
+    fn stop(&mut self) {
+        if !self.owner.is_this_process() {
+            // A child has no such thread, and the connections are its parent's.
             std::mem::forget(self.thread.take());
             return;
         }
         self.shared.closing.store(true, Ordering::Release);
-        // The listener waits: somebody has to come.
+        // The listener blocks in accept(2): this connection wakes it.
         let _ = TcpStream::connect(self.address);
         if let Some(thread) = self.thread.take() {
             let _ = thread.join();
         }
-        for stream in locked(&self.shared.open).values() {
+        for stream in lock_ignoring_poison(&self.shared.open).values() {
             let _ = stream.shutdown(Shutdown::Both);
         }
     }
 }
 
-impl Drop for Server {
+impl Drop for BackupServer {
     fn drop(&mut self) {
-        self.close();
+        self.stop();
     }
 }
 
-impl std::fmt::Debug for Server {
+impl std::fmt::Debug for BackupServer {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
-        f.debug_struct("Server").field("address", &self.address).finish_non_exhaustive()
+        f.debug_struct("BackupServer").field("address", &self.address).finish_non_exhaustive()
     }
 }
 
-fn locked<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
+fn lock_ignoring_poison<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
     mutex.lock().unwrap_or_else(PoisonError::into_inner)
 }
 
-fn accept(
+fn accept_connections(
     listener: &TcpListener,
-    shared: &Arc<Shared>,
+    shared: &Arc<BackupServerState>,
     config: &Arc<ServerConfig>,
-    options: &ServerOptions,
+    options: &BackupServerOptions,
 ) {
     while let Ok((socket, _)) = listener.accept() {
         if shared.closing.load(Ordering::Acquire) {
@@ -146,127 +146,146 @@ fn accept(
         }
         let number = shared.next.fetch_add(1, Ordering::Relaxed) + 1;
         let Ok(copy) = socket.try_clone() else { continue };
-        let mut open = locked(&shared.open);
+        let mut open = lock_ignoring_poison(&shared.open);
         if open.len() >= CONNECTIONS_MAX {
             continue;
         }
         open.insert(number, copy);
         drop(open);
-        let connection = Connection { number, shared: shared.clone(), options: options.clone() };
+        let connection = LogConnection { number, shared: shared.clone(), options: options.clone() };
         let config = config.clone();
-        let serve = move || connection.serve(socket, config);
-        // Without a thread the connection is closed, and the other side tries again.
+        let serve = move || connection.serve_connection(socket, config);
+        // If no thread starts, the connection is closed, and the peer retries.
         let _ = thread::Builder::new().name("firn-app-serve".into()).spawn(serve);
     }
 }
 
-/// One connection.
-struct Connection {
+/// One connection of an application.
+struct LogConnection {
     number: u64,
-    shared: Arc<Shared>,
-    options: ServerOptions,
+    shared: Arc<BackupServerState>,
+    options: BackupServerOptions,
 }
 
-impl Drop for Connection {
+impl Drop for LogConnection {
     fn drop(&mut self) {
-        locked(&self.shared.open).remove(&self.number);
+        lock_ignoring_poison(&self.shared.open).remove(&self.number);
     }
 }
 
-type Stream = StreamOwned<ServerConnection, TcpStream>;
+type ServerTlsStream = StreamOwned<ServerConnection, TcpStream>;
 
-impl Connection {
-    fn serve(&self, socket: TcpStream, config: Arc<ServerConfig>) {
-        let Ok(mut stream) = greet(socket, config) else { return };
-        // Why a connection ends is for the other side to know, but not for a stranger.
-        let Err(error) = self.converse(&mut stream) else { return };
+impl LogConnection {
+    fn serve_connection(&self, socket: TcpStream, config: Arc<ServerConfig>) {
+        let Ok(mut stream) = accept_tls(socket, config) else { return };
+        // The peer is sent the reason for the end of a connection, but not before it is
+        // authenticated.
+        let Err(error) = self.serve_messages(&mut stream) else { return };
         if stream.conn.is_handshaking() {
             return;
         }
-        let _ = wire::send(&mut stream, &Message::Error(error.to_string()));
+        let _ = wire::send_message(&mut stream, &BackupMessage::Error(error.to_string()));
         let _ = stream.flush();
     }
 
-    fn converse(&self, stream: &mut Stream) -> Result<(), BackupError> {
-        let Message::Hello { version, flags, name } = self.receive(stream)? else {
-            return Err(BackupError::Malformed("no greeting"));
+    fn serve_messages(&self, stream: &mut ServerTlsStream) -> Result<(), BackupError> {
+        let BackupMessage::Hello { version, flags, name } = self.receive_message(stream)? else {
+            return Err(BackupError::Malformed("the first message is no greeting"));
         };
         if version != wire::VERSION {
-            return Err(BackupError::Malformed("another version"));
+            return Err(BackupError::Malformed("the peer uses another protocol version"));
         }
-        let store = self.store(&name)?;
-        let sequence = self.with(&store, |store| {
+        let store = self.open_store(&name)?;
+        let sequence = self.with_store(&store, |store| {
             store.connection = self.number;
             Ok(store.image.sequence())
         })?;
-        self.send(stream, &Message::Acknowledge(sequence))?;
+        self.send_message(stream, &BackupMessage::Acknowledge(sequence))?;
         // A connection may be silent for as long as its application is.
-        stream.sock.set_read_timeout(None).map_err(|error| self.lost(error))?;
+        stream.sock.set_read_timeout(None).map_err(|error| self.connection_error(error))?;
         loop {
-            match self.receive(stream)? {
-                Message::Get => {
-                    let record = self
-                        .with(&store, |store| Ok(encode_state(&store.image, Compression::Lz4)))?;
-                    wire::send_record(stream, &record).map_err(|error| self.lost(error))?;
-                    stream.flush().map_err(|error| self.lost(error))?;
+            match self.receive_message(stream)? {
+                BackupMessage::Get => {
+                    let record = self.with_store(&store, |store| {
+                        Ok(encode_state(&store.image, Compression::Lz4))
+                    })?;
+                    wire::send_record(stream, &record)
+                        .map_err(|error| self.connection_error(error))?;
+                    stream.flush().map_err(|error| self.connection_error(error))?;
                 }
-                Message::Record { header, payload, bytes } => {
+                BackupMessage::Record { header, payload, bytes } => {
                     let replace = flags & wire::REPLACE != 0;
-                    self.with(&store, |store| self.put(store, &header, &payload, &bytes, replace))?;
+                    self.with_store(&store, |store| {
+                        self.apply_record(store, &header, &payload, &bytes, replace)
+                    })?;
                 }
-                Message::Flush => {
-                    let sequence = self.with(&store, |store| self.settle(store))?;
-                    self.send(stream, &Message::Acknowledge(sequence))?;
+                BackupMessage::Flush => {
+                    let sequence = self.with_store(&store, |store| self.acknowledge(store))?;
+                    self.send_message(stream, &BackupMessage::Acknowledge(sequence))?;
                 }
-                _ => return Err(BackupError::Malformed("not a message for a backup")),
+                _ => return Err(BackupError::Malformed("a backup does not accept this message")),
             }
         }
     }
 
-    fn lost(&self, source: io::Error) -> BackupError {
+    fn connection_error(&self, source: io::Error) -> BackupError {
         BackupError::Connection { address: self.options.listen.clone(), source }
     }
 
-    fn receive(&self, stream: &mut Stream) -> Result<Message, BackupError> {
-        wire::receive(stream).map_err(|error| self.lost(error))
+    fn receive_message(&self, stream: &mut ServerTlsStream) -> Result<BackupMessage, BackupError> {
+        wire::receive_message(stream).map_err(|error| self.connection_error(error))
     }
 
-    fn send(&self, stream: &mut Stream, message: &Message) -> Result<(), BackupError> {
-        wire::send(stream, message).and_then(|()| stream.flush()).map_err(|error| self.lost(error))
+    fn send_message(
+        &self,
+        stream: &mut ServerTlsStream,
+        message: &BackupMessage,
+    ) -> Result<(), BackupError> {
+        wire::send_message(stream, message)
+            .and_then(|()| stream.flush())
+            .map_err(|error| self.connection_error(error))
     }
 
-    /// The store of a session, opened when it is first asked for.
-    fn store(&self, name: &str) -> Result<Arc<Mutex<Option<Store>>>, BackupError> {
+    /// The store of a session. The first request for it opens its log.
+    fn open_store(&self, name: &str) -> Result<Arc<Mutex<Option<SessionStore>>>, BackupError> {
         let plain = |c: char| c.is_ascii_alphanumeric() || "-_.".contains(c);
         if name.is_empty() || name.starts_with('.') || !name.chars().all(plain) {
-            return Err(BackupError::Refused("a session's name has letters, digits, - _ .".into()));
+            return Err(BackupError::Refused(
+                "a session's name has only letters, digits, - _ .".into(),
+            ));
         }
-        let mut stores = locked(&self.shared.stores);
-        if let Some(store) = stores.get(name).filter(|store| locked(store).is_some()) {
+        let mut stores = lock_ignoring_poison(&self.shared.stores);
+        if let Some(store) = stores.get(name).filter(|store| lock_ignoring_poison(store).is_some())
+        {
             return Ok(store.clone());
         }
         let path = self.options.directory.join(format!("{name}.log"));
-        let (log, image) = Log::open(&path, name)?;
-        let store =
-            Store { log, image, connection: self.number, synced: Instant::now(), broken: false };
+        let (log, image) = ApplicationLog::open(&path, name)?;
+        let store = SessionStore {
+            log,
+            image,
+            connection: self.number,
+            synced: Instant::now(),
+            broken: false,
+        };
         let store = Arc::new(Mutex::new(Some(store)));
         stores.insert(name.to_owned(), store.clone());
         Ok(store)
     }
 
-    /// Does something with the store, if it is this connection's: the newest one of a session has it.
-    fn with<T>(
+    /// Calls `work` with the store, if this connection is the newest one of the session.
+    fn with_store<T>(
         &self,
-        store: &Mutex<Option<Store>>,
-        work: impl FnOnce(&mut Store) -> Result<T, BackupError>,
+        store: &Mutex<Option<SessionStore>>,
+        work: impl FnOnce(&mut SessionStore) -> Result<T, BackupError>,
     ) -> Result<T, BackupError> {
-        let mut slot = locked(store);
+        let mut slot = lock_ignoring_poison(store);
         let closing = self.shared.closing.load(Ordering::Acquire);
         let Some(store) = slot.as_mut().filter(|_| !closing) else {
             return Err(BackupError::Refused("the standby has taken over".into()));
         };
         if store.connection > self.number {
-            return Err(BackupError::Refused("the session has another connection".into()));
+            return Err(BackupError::Refused("the session has a newer connection".into()));
         }
         let result = work(store);
         if store.broken {
@@ -275,10 +294,10 @@ impl Connection {
         result
     }
 
-    fn put(
+    fn apply_record(
         &self,
-        store: &mut Store,
-        header: &Header,
+        store: &mut SessionStore,
+        header: &RecordHeader,
         payload: &[u8],
         bytes: &[u8],
         replace: bool,
@@ -286,20 +305,21 @@ impl Connection {
         if header.kind == RecordKind::State && header.sequence < store.image.sequence() && !replace
         {
             return Err(BackupError::Refused(format!(
-                "it has transaction {}, and is offered {}",
+                "it has transaction {}, and the peer offers the older {}",
                 store.image.sequence(),
                 header.sequence
             )));
         }
         let mut image = match header.kind {
-            RecordKind::State => Image::default(),
-            // Taken out, so that an error half way through leaves no state that never was.
+            RecordKind::State => ApplicationState::default(),
+            // Moved out, so that an error in the middle leaves no state that no transaction
+            // committed.
             RecordKind::Change => std::mem::take(&mut store.image),
         };
-        let applied = image.apply(header.kind, header.sequence, payload);
+        let applied = image.apply_record(header.kind, header.sequence, payload);
         let written = applied.and_then(|()| match header.kind {
-            RecordKind::State => store.log.replace(bytes),
-            RecordKind::Change => store.log.append(bytes),
+            RecordKind::State => store.log.replace_by_record(bytes),
+            RecordKind::Change => store.log.append_record(bytes),
         });
         match written {
             Ok(()) => store.image = image,
@@ -311,14 +331,14 @@ impl Connection {
         Ok(())
     }
 
-    fn settle(&self, store: &mut Store) -> Result<u64, BackupError> {
+    fn acknowledge(&self, store: &mut SessionStore) -> Result<u64, BackupError> {
         let due = match self.options.fsync {
-            Fsync::EveryCommit => true,
-            Fsync::Interval(time) => store.synced.elapsed() >= time,
-            Fsync::Never => false,
+            FsyncPolicy::EveryCommit => true,
+            FsyncPolicy::Interval(time) => store.synced.elapsed() >= time,
+            FsyncPolicy::Never => false,
         };
         if due {
-            store.log.sync()?;
+            store.log.sync_file()?;
             store.synced = Instant::now();
         }
         store.log.compact_if_large(&store.image, Compression::Lz4)?;
@@ -326,10 +346,10 @@ impl Connection {
     }
 }
 
-fn greet(socket: TcpStream, config: Arc<ServerConfig>) -> io::Result<Stream> {
+fn accept_tls(socket: TcpStream, config: Arc<ServerConfig>) -> io::Result<ServerTlsStream> {
     socket.set_nodelay(true)?;
-    socket.set_read_timeout(Some(GREETING))?;
-    socket.set_write_timeout(Some(GREETING))?;
+    socket.set_read_timeout(Some(GREETING_TIMEOUT))?;
+    socket.set_write_timeout(Some(GREETING_TIMEOUT))?;
     rustix::net::sockopt::set_socket_keepalive(&socket, true)?;
     let tls = ServerConnection::new(config).map_err(io::Error::other)?;
     Ok(StreamOwned::new(tls, socket))

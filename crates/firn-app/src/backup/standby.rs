@@ -1,22 +1,24 @@
-//! A warm standby: receives a session's state and changes, and takes over in one call.
+//! Warm standby: receives a session's state and changes, and takes over in one call.
 
 use super::error::BackupError;
-use super::server::{Server, ServerOptions};
-use super::{Acknowledge, Compression, Fsync, Image, Log};
+use super::server::{BackupServer, BackupServerOptions};
+use super::{AcknowledgePolicy, ApplicationLog, ApplicationState, Compression, FsyncPolicy};
 use crate::error::Error;
 use crate::session::Session;
 
-/// A backup process inside of the application that would go on.
+/// A backup process inside of the application that would continue the session.
 ///
 /// ```no_run
-/// # use firn_app::{Error, Identity, Fsync, Options, ServerOptions, Session, Standby};
+/// # use firn_app::{BackupServerOptions, Error, FsyncPolicy};
+/// # use firn_app::{Session, SessionOptions, TlsIdentity, WarmStandby};
 /// # fn wait_until_the_primary_is_gone() {}
 /// # fn main() -> Result<(), Error> {
-/// # let identity = Identity { certificate: "".into(), key: "".into(), authority: "".into() };
+/// # let identity = TlsIdentity { certificate: "".into(), key: "".into(), authority: "".into() };
 /// let listen = "0.0.0.0:7700".to_owned();
-/// let options = ServerOptions { listen, identity, directory: "/var/lib/ledger".into(), fsync: Fsync::Never };
-/// let standby = Standby::start(options)?;
-/// let mut session = Session::open(Options::new("ledger"))?;
+/// let directory = "/var/lib/ledger".into();
+/// let options = BackupServerOptions { listen, identity, directory, fsync: FsyncPolicy::Never };
+/// let standby = WarmStandby::start(options)?;
+/// let mut session = Session::open(SessionOptions::new("ledger"))?;
 /// let accounts = session.allocate("accounts", 1 << 20)?;
 /// wait_until_the_primary_is_gone();
 /// standby.take_over(&mut session)?;
@@ -24,50 +26,51 @@ use crate::session::Session;
 /// # }
 /// ```
 #[derive(Debug)]
-pub struct Standby {
-    server: Server,
-    fsync: Fsync,
+pub struct WarmStandby {
+    server: BackupServer,
+    fsync: FsyncPolicy,
 }
 
-impl Standby {
+impl WarmStandby {
     /// Listens for the primary.
     ///
     /// # Errors
     /// If the address or the identity cannot be used.
-    pub fn start(options: ServerOptions) -> Result<Self, Error> {
+    pub fn start(options: BackupServerOptions) -> Result<Self, Error> {
         let fsync = options.fsync;
-        Ok(Self { server: Server::start(options).map_err(Error::backup)?, fsync })
+        Ok(Self { server: BackupServer::start(options).map_err(Error::backup)?, fsync })
     }
 
-    /// Where it listens.
+    /// The address it listens on.
     pub fn address(&self) -> std::net::SocketAddr {
         self.server.address()
     }
 
-    /// Refuses the primary from now on, gives the areas of `session` the last state that was acknowledged, and goes on
-    /// with the log. Gives that state's number; 0 if the primary never committed.
+    /// Refuses the primary from now on, fills the areas of `session` with the last acknowledged
+    /// state, and continues the log. Returns that state's number; 0 if the primary never committed.
     ///
     /// # Errors
-    /// If the session has a backup already, or an area of another size.
+    /// If the session already has a backup, or an area has another size.
     pub fn take_over(self, session: &mut Session) -> Result<u64, Error> {
         let name = session.name().to_owned();
         let owner = self.server.owner();
-        if !owner.is_here() {
+        if !owner.is_this_process() {
             return Err(Error::Forked { name, pid: owner.pid() });
         }
-        let Some(store) = self.server.take(&name) else { return Ok(0) };
-        session.take_up(store.log, store.image, self.fsync)
+        let Some(store) = self.server.take_store(&name) else { return Ok(0) };
+        session.adopt_log(store.log, store.image, self.fsync)
     }
 }
 
-/// For a session that goes on with a log.
-pub(crate) fn helper(log: Log, image: Image, fsync: Fsync) -> Result<super::Helper, BackupError> {
+/// Starts the helper of a session that continues a log.
+pub(crate) fn start_log_helper(
+    log: ApplicationLog,
+    image: ApplicationState,
+    fsync: FsyncPolicy,
+) -> Result<super::BackupHelper, BackupError> {
     let path = log.path().to_owned();
     let sequence = image.sequence();
     let sink = super::file::FileSink::new(log, image, fsync, Compression::None);
-    super::Helper::start(sink, sequence, Acknowledge::Sync).map_err(|source| BackupError::File {
-        what: "cannot start a thread for",
-        path,
-        source,
-    })
+    super::BackupHelper::start(sink, sequence, AcknowledgePolicy::Sync)
+        .map_err(|source| BackupError::File { what: "cannot start a thread for", path, source })
 }

@@ -1,4 +1,4 @@
-//! Opens the targets of a session: which has the latest state, and who must be brought up to it.
+//! Opens the targets of a session: finds which has the latest state, and updates the others to it.
 
 use std::path::Path;
 use std::time::Duration;
@@ -6,87 +6,97 @@ use std::time::Duration;
 use super::error::BackupError;
 use super::file::FileSink;
 use super::record::encode_state;
-use super::remote::Remote;
-use super::tls::Identity;
-use super::{Compression, Fsync, Helper, Image, Log, Place, Target};
+use super::remote::RemoteBackup;
+use super::tls::TlsIdentity;
+use super::{
+    ApplicationLog, ApplicationState, BackupHelper, BackupTarget, Compression, FsyncPolicy,
+    TargetLocation,
+};
 
-enum Opened {
-    File { log: Log, sequence: u64, fsync: Fsync },
-    Remote(Box<Remote>, u64),
+enum OpenedTarget {
+    File { log: ApplicationLog, sequence: u64, fsync: FsyncPolicy },
+    Remote(Box<RemoteBackup>, u64),
 }
 
-/// Opens all of them, and gives the latest state that any has.
-pub(crate) fn open(
+/// Opens all targets, and returns the latest state that any of them has.
+pub(crate) fn open_targets(
     name: &str,
-    targets: &[Target],
+    targets: &[BackupTarget],
     discard: bool,
-) -> Result<(Vec<Helper>, Image), BackupError> {
-    let mut latest = Image::default();
+) -> Result<(Vec<BackupHelper>, ApplicationState), BackupError> {
+    let mut latest = ApplicationState::default();
     let mut opened = Vec::new();
     for target in targets {
-        opened.push(match &target.place {
-            Place::File { path, fsync } => open_file(path, name, *fsync, &mut latest)?,
-            Place::Remote { address, identity, patience } => {
+        opened.push(match &target.location {
+            TargetLocation::File { path, fsync } => open_file(path, name, *fsync, &mut latest)?,
+            TargetLocation::Remote { address, identity, reconnect_timeout: patience } => {
                 open_remote(address, name, identity, *patience, target.compression, &mut latest)?
             }
         });
     }
     if discard {
-        latest = Image::default();
+        latest = ApplicationState::default();
     }
-    let helpers =
-        opened.into_iter().zip(targets).map(|(opened, target)| start(opened, target, &latest));
+    let helpers = opened
+        .into_iter()
+        .zip(targets)
+        .map(|(opened, target)| start_helper(opened, target, &latest));
     Ok((helpers.collect::<Result<_, _>>()?, latest))
 }
 
 fn open_file(
     path: &Path,
     name: &str,
-    fsync: Fsync,
-    latest: &mut Image,
-) -> Result<Opened, BackupError> {
-    let (log, image) = Log::open(path, name)?;
+    fsync: FsyncPolicy,
+    latest: &mut ApplicationState,
+) -> Result<OpenedTarget, BackupError> {
+    let (log, image) = ApplicationLog::open(path, name)?;
     let sequence = image.sequence();
     if sequence > latest.sequence() {
         *latest = image;
     }
-    Ok(Opened::File { log, sequence, fsync })
+    Ok(OpenedTarget::File { log, sequence, fsync })
 }
 
 fn open_remote(
     address: &str,
     name: &str,
-    identity: &Identity,
+    identity: &TlsIdentity,
     patience: Duration,
     compression: Compression,
-    latest: &mut Image,
-) -> Result<Opened, BackupError> {
-    let (mut remote, sequence) = Remote::open(address, name, identity, patience, compression)?;
+    latest: &mut ApplicationState,
+) -> Result<OpenedTarget, BackupError> {
+    let (mut remote, sequence) =
+        RemoteBackup::open(address, name, identity, patience, compression)?;
     if sequence > latest.sequence() {
-        *latest = remote.get()?;
+        *latest = remote.fetch_state()?;
     }
-    Ok(Opened::Remote(Box::new(remote), sequence))
+    Ok(OpenedTarget::Remote(Box::new(remote), sequence))
 }
 
-fn start(opened: Opened, target: &Target, latest: &Image) -> Result<Helper, BackupError> {
+fn start_helper(
+    opened: OpenedTarget,
+    target: &BackupTarget,
+    latest: &ApplicationState,
+) -> Result<BackupHelper, BackupError> {
     let (sequence, compression) = (latest.sequence(), target.compression);
     let started = match opened {
-        Opened::File { mut log, sequence: has, fsync } => {
+        OpenedTarget::File { mut log, sequence: has, fsync } => {
             if has != sequence {
-                log.replace(&encode_state(latest, compression))?;
+                log.replace_by_record(&encode_state(latest, compression))?;
             }
             let sink = FileSink::new(log, latest.clone(), fsync, compression);
-            Helper::start(sink, sequence, target.acknowledge)
+            BackupHelper::start(sink, sequence, target.acknowledge)
         }
-        Opened::Remote(mut remote, has) => {
+        OpenedTarget::Remote(mut remote, has) => {
             match has == sequence {
-                true => remote.agree(latest.clone()),
-                false => remote.replace(latest.clone())?,
+                true => remote.set_state(latest.clone()),
+                false => remote.replace_state(latest.clone())?,
             }
-            Helper::start(*remote, sequence, target.acknowledge)
+            BackupHelper::start(*remote, sequence, target.acknowledge)
         }
     };
-    let path = || format!("firn-app-backup of {:?}", target.place).into();
+    let path = || format!("firn-app-backup of {:?}", target.location).into();
     started.map_err(|source| BackupError::File {
         what: "cannot start the thread",
         path: path(),

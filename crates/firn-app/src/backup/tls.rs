@@ -1,4 +1,4 @@
-//! Keys and certificates: each side shows one and asks for one. TLS 1.3 only.
+//! TLS keys and certificates: each side presents a certificate and requires one. TLS 1.3 only.
 
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
@@ -11,82 +11,85 @@ use rustls::{ClientConfig, RootCertStore, ServerConfig};
 
 use super::error::BackupError;
 
-/// The longest file of certificates, or with a key, in bytes.
+/// The maximum size of a file of certificates or with a key, in bytes.
 const FILE_BYTES_MAX: u64 = 1 << 20;
 
-/// Files in PEM format: this side's certificate and key, and the authority that must have signed the other side's.
+/// Files in PEM format: this side's certificate and key, and the authority that must have signed
+/// the peer's certificate.
 #[derive(Clone, Debug)]
-pub struct Identity {
-    /// Certificate, with intermediate ones if there are any.
+pub struct TlsIdentity {
+    /// The certificate, followed by intermediate certificates if there are any.
     pub certificate: PathBuf,
-    /// Its private key.
+    /// The certificate's private key.
     pub key: PathBuf,
-    /// Authority whose certificates are accepted from the other side.
+    /// The authority whose certificates are accepted from the peer.
     pub authority: PathBuf,
 }
 
-impl Identity {
-    fn parts(
+impl TlsIdentity {
+    fn load_files(
         &self,
     ) -> Result<(Vec<CertificateDer<'static>>, PrivateKeyDer<'static>, RootCertStore), BackupError>
     {
-        let key = PrivateKeyDer::from_pem_slice(&read(&self.key)?).map_err(unusable(&self.key))?;
+        let key = PrivateKeyDer::from_pem_slice(&read_file(&self.key)?)
+            .map_err(unusable_file(&self.key))?;
         let mut roots = RootCertStore::empty();
-        for certificate in certificates(&self.authority)? {
-            roots.add(certificate).map_err(unusable(&self.authority))?;
+        for certificate in read_certificates(&self.authority)? {
+            roots.add(certificate).map_err(unusable_file(&self.authority))?;
         }
-        Ok((certificates(&self.certificate)?, key, roots))
+        Ok((read_certificates(&self.certificate)?, key, roots))
     }
 
-    pub(super) fn client(&self) -> Result<Arc<ClientConfig>, BackupError> {
-        let (certificates, key, roots) = self.parts()?;
-        let config = ClientConfig::builder_with_provider(provider())
+    pub(super) fn client_config(&self) -> Result<Arc<ClientConfig>, BackupError> {
+        let (certificates, key, roots) = self.load_files()?;
+        let config = ClientConfig::builder_with_provider(crypto_provider())
             .with_protocol_versions(&[&TLS13])
-            .map_err(wrong)?
+            .map_err(tls_error)?
             .with_root_certificates(roots)
             .with_client_auth_cert(certificates, key)
-            .map_err(wrong)?;
+            .map_err(tls_error)?;
         Ok(Arc::new(config))
     }
 
-    pub(super) fn server(&self) -> Result<Arc<ServerConfig>, BackupError> {
-        let (certificates, key, roots) = self.parts()?;
-        let verifier = WebPkiClientVerifier::builder_with_provider(Arc::new(roots), provider());
-        let config = ServerConfig::builder_with_provider(provider())
+    pub(super) fn server_config(&self) -> Result<Arc<ServerConfig>, BackupError> {
+        let (certificates, key, roots) = self.load_files()?;
+        let verifier =
+            WebPkiClientVerifier::builder_with_provider(Arc::new(roots), crypto_provider());
+        let config = ServerConfig::builder_with_provider(crypto_provider())
             .with_protocol_versions(&[&TLS13])
-            .map_err(wrong)?
-            .with_client_cert_verifier(verifier.build().map_err(wrong)?)
+            .map_err(tls_error)?
+            .with_client_cert_verifier(verifier.build().map_err(tls_error)?)
             .with_single_cert(certificates, key)
-            .map_err(wrong)?;
+            .map_err(tls_error)?;
         Ok(Arc::new(config))
     }
 }
 
-/// The host of `HOST:PORT`, which the server's certificate must name.
+/// The host of `HOST:PORT`; the server's certificate must be valid for it.
 pub(super) fn server_name(address: &str) -> Result<ServerName<'static>, BackupError> {
     let host = address.rsplit_once(':').map_or(address, |(host, _)| host);
     let host = host.trim_start_matches('[').trim_end_matches(']').to_owned();
-    ServerName::try_from(host).map_err(wrong)
+    ServerName::try_from(host).map_err(tls_error)
 }
 
-fn provider() -> Arc<rustls::crypto::CryptoProvider> {
+fn crypto_provider() -> Arc<rustls::crypto::CryptoProvider> {
     Arc::new(rustls::crypto::ring::default_provider())
 }
 
-fn certificates(path: &Path) -> Result<Vec<CertificateDer<'static>>, BackupError> {
-    CertificateDer::pem_slice_iter(&read(path)?)
+fn read_certificates(path: &Path) -> Result<Vec<CertificateDer<'static>>, BackupError> {
+    CertificateDer::pem_slice_iter(&read_file(path)?)
         .collect::<Result<Vec<_>, _>>()
-        .map_err(unusable(path))
+        .map_err(unusable_file(path))
 }
 
-fn read(path: &Path) -> Result<Vec<u8>, BackupError> {
-    firn_files::read_input(path, FILE_BYTES_MAX).map_err(unusable(path))
+fn read_file(path: &Path) -> Result<Vec<u8>, BackupError> {
+    firn_files::read_input(path, FILE_BYTES_MAX).map_err(unusable_file(path))
 }
 
-fn wrong(error: impl std::fmt::Display) -> BackupError {
+fn tls_error(error: impl std::fmt::Display) -> BackupError {
     BackupError::Tls(error.to_string())
 }
 
-fn unusable<E: std::fmt::Display>(path: &Path) -> impl Fn(E) -> BackupError {
+fn unusable_file<E: std::fmt::Display>(path: &Path) -> impl Fn(E) -> BackupError {
     move |error| BackupError::Tls(format!("{} cannot be used: {error}", path.display()))
 }

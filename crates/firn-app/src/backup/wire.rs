@@ -1,61 +1,62 @@
-//! What an application and a backup process say to each other, inside of TLS.
+//! Messages between an application and a backup process, inside of TLS.
 //!
 //! ```text
 //!   application                                   backup
 //!   H version u16, flags u8, name length u8, name
-//!                                                 A sequence     what the backup has
+//!                                                 A sequence     of the state that the backup has
 //!   G                                             R record       its state
-//!   R record, R record, ... F                     A sequence     once all of them are safe
-//!                                                 E length u16, text: no; the connection ends
+//!   R record, R record, ... F                     A sequence     once all of them are stored
+//!                                                 E length u16, text: an error; the connection ends
 //! ```
 
 use std::io::{self, Read, Write};
 
 use super::error::BackupError;
-use super::record::{HEADER, Header};
+use super::record::{HEADER, RecordHeader};
 
 pub(crate) const VERSION: u16 = 1;
-/// Flag of the greeting: what the backup has may be replaced by something older.
+/// Flag of the greeting: the backup may replace its state by an older one.
 pub(crate) const REPLACE: u8 = 1;
-/// Stored bytes of one record at most: beyond, a length is taken for nonsense.
+/// The maximum stored size of a record in bytes: a greater length is taken for an error.
 const STORED_MAX: u64 = 1 << 36;
-/// Bytes of a record that are read at once: memory follows what has come, not what was promised.
+/// Bytes of a record that are read at once: memory grows with the bytes that have arrived, not with
+/// the announced length.
 const CHUNK: u64 = 1 << 20;
 
 /// One message.
 #[derive(Debug)]
-pub(crate) enum Message {
+pub(crate) enum BackupMessage {
     Hello { version: u16, flags: u8, name: String },
     Get,
-    Record { header: Header, payload: Vec<u8>, bytes: Vec<u8> },
+    Record { header: RecordHeader, payload: Vec<u8>, bytes: Vec<u8> },
     Flush,
     Acknowledge(u64),
     Error(String),
 }
 
-/// Writes a message that is no record.
-pub(crate) fn send(to: &mut impl Write, message: &Message) -> io::Result<()> {
+/// Writes a message.
+pub(crate) fn send_message(to: &mut impl Write, message: &BackupMessage) -> io::Result<()> {
     let mut bytes = Vec::new();
     match message {
-        Message::Hello { version, flags, name } => {
+        BackupMessage::Hello { version, flags, name } => {
             bytes.push(b'H');
             bytes.extend(version.to_le_bytes());
             bytes.extend([*flags, name.len() as u8]);
             bytes.extend(name.as_bytes());
         }
-        Message::Get => bytes.push(b'G'),
-        Message::Flush => bytes.push(b'F'),
-        Message::Acknowledge(sequence) => {
+        BackupMessage::Get => bytes.push(b'G'),
+        BackupMessage::Flush => bytes.push(b'F'),
+        BackupMessage::Acknowledge(sequence) => {
             bytes.push(b'A');
             bytes.extend(sequence.to_le_bytes());
         }
-        Message::Error(text) => {
+        BackupMessage::Error(text) => {
             let text = &text.as_bytes()[..text.len().min(1000)];
             bytes.push(b'E');
             bytes.extend((text.len() as u16).to_le_bytes());
             bytes.extend(text);
         }
-        Message::Record { bytes: record, .. } => return send_record(to, record),
+        BackupMessage::Record { bytes: record, .. } => return send_record(to, record),
     }
     to.write_all(&bytes)
 }
@@ -67,38 +68,38 @@ pub(crate) fn send_record(to: &mut impl Write, record: &[u8]) -> io::Result<()> 
 }
 
 /// Reads a message.
-pub(crate) fn receive(from: &mut impl Read) -> io::Result<Message> {
-    Ok(match exactly::<1>(from)?[0] {
+pub(crate) fn receive_message(from: &mut impl Read) -> io::Result<BackupMessage> {
+    Ok(match read_array::<1>(from)?[0] {
         b'H' => {
-            let [low, high, flags, len] = exactly(from)?;
-            let name = text(from, u64::from(len))?;
-            Message::Hello { version: u16::from_le_bytes([low, high]), flags, name }
+            let [low, high, flags, len] = read_array(from)?;
+            let name = read_text(from, u64::from(len))?;
+            BackupMessage::Hello { version: u16::from_le_bytes([low, high]), flags, name }
         }
-        b'G' => Message::Get,
-        b'F' => Message::Flush,
-        b'A' => Message::Acknowledge(u64::from_le_bytes(exactly(from)?)),
+        b'G' => BackupMessage::Get,
+        b'F' => BackupMessage::Flush,
+        b'A' => BackupMessage::Acknowledge(u64::from_le_bytes(read_array(from)?)),
         b'E' => {
-            let len = u16::from_le_bytes(exactly(from)?);
-            Message::Error(text(from, u64::from(len))?)
+            let len = u16::from_le_bytes(read_array(from)?);
+            BackupMessage::Error(read_text(from, u64::from(len))?)
         }
-        b'R' => record(from)?,
-        _ => return Err(nonsense("unknown message")),
+        b'R' => receive_record(from)?,
+        _ => return Err(malformed_message("unknown kind of message")),
     })
 }
 
-fn record(from: &mut impl Read) -> io::Result<Message> {
-    let head: [u8; HEADER] = exactly(from)?;
-    let header = Header::parse(&head).map_err(malformed)?;
+fn receive_record(from: &mut impl Read) -> io::Result<BackupMessage> {
+    let head: [u8; HEADER] = read_array(from)?;
+    let header = RecordHeader::parse_header(&head).map_err(invalid_data)?;
     if header.stored > STORED_MAX {
-        return Err(nonsense("a record longer than any"));
+        return Err(malformed_message("the record is too long"));
     }
     let mut bytes = head.to_vec();
-    take(from, header.stored, &mut bytes)?;
-    let payload = header.payload(&head, &bytes[HEADER..]).map_err(malformed)?;
-    Ok(Message::Record { header, payload, bytes })
+    read_bytes(from, header.stored, &mut bytes)?;
+    let payload = header.decode_payload(&head, &bytes[HEADER..]).map_err(invalid_data)?;
+    Ok(BackupMessage::Record { header, payload, bytes })
 }
 
-fn take(from: &mut impl Read, len: u64, to: &mut Vec<u8>) -> io::Result<()> {
+fn read_bytes(from: &mut impl Read, len: u64, to: &mut Vec<u8>) -> io::Result<()> {
     let mut left = len;
     while left > 0 {
         let now = left.min(CHUNK);
@@ -110,21 +111,21 @@ fn take(from: &mut impl Read, len: u64, to: &mut Vec<u8>) -> io::Result<()> {
     Ok(())
 }
 
-fn text(from: &mut impl Read, len: u64) -> io::Result<String> {
+fn read_text(from: &mut impl Read, len: u64) -> io::Result<String> {
     let mut bytes = Vec::new();
-    take(from, len, &mut bytes)?;
-    String::from_utf8(bytes).map_err(|_| nonsense("no text"))
+    read_bytes(from, len, &mut bytes)?;
+    String::from_utf8(bytes).map_err(|_| malformed_message("a text is not UTF-8"))
 }
 
-fn exactly<const N: usize>(from: &mut impl Read) -> io::Result<[u8; N]> {
+fn read_array<const N: usize>(from: &mut impl Read) -> io::Result<[u8; N]> {
     let mut bytes = [0; N];
     from.read_exact(&mut bytes).map(|()| bytes)
 }
 
-fn malformed(error: BackupError) -> io::Error {
+fn invalid_data(error: BackupError) -> io::Error {
     io::Error::new(io::ErrorKind::InvalidData, error)
 }
 
-fn nonsense(why: &'static str) -> io::Error {
-    malformed(BackupError::Malformed(why))
+fn malformed_message(why: &'static str) -> io::Error {
+    invalid_data(BackupError::Malformed(why))
 }

@@ -1,26 +1,27 @@
-//! The device whose memory the host sees: `ivshmem-plain` (QEMU, docs/specs/ivshmem-spec.rst). Its memory is BAR 2.
+//! The device whose memory the host shares: `ivshmem-plain` (QEMU, docs/specs/ivshmem-spec.rst).
+//! Its memory is BAR 2.
 
 use std::fs::{self, File};
 use std::os::fd::AsFd as _;
 use std::path::Path;
 
-use firn_calls::{Window, WindowError};
+use firn_calls::{CallWindow, WindowError};
 
 use super::HostError;
-use crate::sys::mapping::Mapping;
+use crate::sys::mapping::OwnedMapping;
 
 const DEVICES: &str = "/sys/bus/pci/devices";
-/// Red Hat's vendor number, and the device's.
+/// Red Hat's vendor number, and the number of the device.
 const IVSHMEM: [&str; 2] = ["0x1af4", "0x1110"];
 
-/// Its memory.
-pub(super) struct Device {
-    memory: Mapping,
+/// An ivshmem device, whose memory is mapped.
+pub(super) struct IvshmemDevice {
+    memory: OwnedMapping,
 }
 
-impl Device {
-    /// The first one that the host serves.
-    pub(super) fn find() -> Result<Self, HostError> {
+impl IvshmemDevice {
+    /// Opens the first device that the host serves.
+    pub(super) fn find_served() -> Result<Self, HostError> {
         let none = |why: String| HostError::NoDevice(why);
         let entries = fs::read_dir(DEVICES).map_err(|error| none(format!("{DEVICES}: {error}")))?;
         let mut last = none(format!("{DEVICES} has no ivshmem device"));
@@ -38,14 +39,15 @@ impl Device {
         let file = File::options().read(true).write(true).open(path);
         let file = file.map_err(|error| none(error.to_string()))?;
         let len = file.metadata().map_err(|error| none(error.to_string()))?.len() as usize;
-        let memory = Mapping::shared(file.as_fd(), len).map_err(|error| none(error.to_string()))?;
+        let memory =
+            OwnedMapping::map_shared(file.as_fd(), len).map_err(|error| none(error.to_string()))?;
         let device = Self { memory };
-        device.window()?.service()?;
+        device.window()?.service_number()?;
         Ok(device)
     }
 
-    pub(super) fn window(&self) -> Result<Window<'_>, WindowError> {
-        Window::new(self.memory.half_words(0, self.memory.len() / 4))
+    pub(super) fn window(&self) -> Result<CallWindow<'_>, WindowError> {
+        CallWindow::new(self.memory.half_words(0, self.memory.len() / 4))
     }
 }
 

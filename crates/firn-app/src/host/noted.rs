@@ -1,62 +1,64 @@
-//! What is noted of the application's stores, as it reads it.
+//! State of store noting: whether the host's plugin notes the application's stores, and the reader
+//! of its notes.
 //!
 //! ```text
-//!   not noted ---begin---> noted ---collect: told---> noted
+//!   not noted ---begin---> noted ---collect: an epoch is reported---> noted
 //!      ^                     |
-//!      `--- nothing is told, or not what the stores were (too many for an answer, pages that moved)
+//!      `--- nothing is reported, or not the stores themselves (too many for a reply, pages that moved)
 //! ```
 //!
-//! An application whose transactions are never told would ask for notes in each of them in vain: after a few it asks rarely.
+//! If the epochs of an application are never reported, a request for notes in each transaction
+//! would be in vain. After a few failed attempts the application requests notes only rarely.
 
 use std::time::{Duration, Instant};
 
-use firn_calls::{Reader, Slot, Told, WordRun};
+use firn_calls::{ReportReader, StoreReport, WindowSlot, WordRun};
 
-/// After so many attempts in a row of which nothing came.
-const LOST_MAX: u32 = 3;
-/// It waits for so long.
-const REST: Duration = Duration::from_secs(5);
+/// The count of failed attempts in a row after which the application waits.
+const FAILURES_MAX: u32 = 3;
+/// The time it waits then.
+const RETRY_INTERVAL: Duration = Duration::from_secs(5);
 
 #[derive(Debug, Default)]
-pub(super) struct Noted {
-    reader: Option<Reader>,
-    /// Attempts since an epoch was told.
-    lost: u32,
-    tried: Option<Instant>,
+pub(super) struct StoreNoting {
+    reader: Option<ReportReader>,
+    /// Attempts since an epoch was last reported.
+    failures: u32,
+    last_attempt: Option<Instant>,
 }
 
-impl Noted {
-    /// An attempt is made.
-    pub(super) fn tried(&mut self) {
+impl StoreNoting {
+    /// Records that an attempt is made.
+    pub(super) fn record_attempt(&mut self) {
         self.reader = None;
-        self.lost += 1;
-        self.tried = Some(Instant::now());
+        self.failures += 1;
+        self.last_attempt = Some(Instant::now());
     }
 
-    /// Stores are noted from now on.
-    pub(super) fn begin(&mut self, reader: Reader) {
+    /// Records that stores are noted from now on.
+    pub(super) fn begin_noting(&mut self, reader: ReportReader) {
         self.reader = Some(reader);
     }
 
-    /// They are not noted any more.
-    pub(super) fn lost(&mut self) {
+    /// Records that stores are no longer noted.
+    pub(super) fn end_noting(&mut self) {
         self.reader = None;
     }
 
-    /// Whether to ask for notes, if there are none.
+    /// Whether to request notes, if there are none.
     pub(super) fn is_due(&self) -> bool {
-        let is_rested = || self.tried.is_none_or(|tried| tried.elapsed() >= REST);
-        self.reader.is_none() && (self.lost < LOST_MAX || is_rested())
+        let is_rested = || self.last_attempt.is_none_or(|tried| tried.elapsed() >= RETRY_INTERVAL);
+        self.reader.is_none() && (self.failures < FAILURES_MAX || is_rested())
     }
 
-    /// Ends an epoch. `None` if what was written is not told.
-    pub(super) fn collect(&mut self, slot: Slot<'_>) -> Option<Vec<WordRun>> {
+    /// Ends an epoch, and returns its stores. `None` if they are not reported.
+    pub(super) fn collect_epoch(&mut self, slot: WindowSlot<'_>) -> Option<Vec<WordRun>> {
         let mut reader = self.reader.take()?;
-        let (epoch, token) = reader.end();
-        slot.end(token);
-        match slot.told(epoch).and_then(|told| reader.told(&told)) {
-            Some(Told::Words(runs)) => {
-                self.lost = 0;
+        let (epoch, token) = reader.current_epoch();
+        slot.end_epoch(token);
+        match slot.read_report(epoch).and_then(|told| reader.open_report(&told)) {
+            Some(StoreReport::Words(runs)) => {
+                self.failures = 0;
                 self.reader = Some(reader);
                 Some(runs)
             }

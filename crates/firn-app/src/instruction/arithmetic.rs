@@ -1,8 +1,8 @@
-//! Arithmetic on memory: the result and the flags.
+//! Arithmetic on memory: computes the result and the flags.
 
 use iced_x86::{Instruction, Mnemonic, Register};
 
-use super::mask;
+use super::byte_mask;
 
 const CARRY: u64 = 1 << 0;
 const PARITY: u64 = 1 << 2;
@@ -14,7 +14,7 @@ const OVERFLOW: u64 = 1 << 11;
 pub(crate) const FLAGS: u64 = CARRY | PARITY | ADJUST | ZERO | SIGN | OVERFLOW;
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-enum Kind {
+enum ArithmeticKind {
     Add,
     AddCarry,
     Subtract,
@@ -33,68 +33,72 @@ enum Kind {
 
 /// An instruction that reads, computes and writes.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(crate) struct Operation {
-    kind: Kind,
+pub(crate) struct ArithmeticOperation {
+    kind: ArithmeticKind,
     operand: u64,
     register: Register,
 }
 
-/// What it leaves behind.
+/// The result of an operation.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(crate) struct Outcome {
-    /// For memory.
+pub(crate) struct ArithmeticResult {
+    /// The new value in memory.
     pub(crate) value: u64,
     pub(crate) flags: u64,
-    /// A register that gets what was in memory.
+    /// A register that receives the old value in memory.
     pub(crate) old_to: Option<Register>,
 }
 
-impl Operation {
-    pub(super) fn of(instruction: &Instruction, operand: u64) -> Option<Self> {
+impl ArithmeticOperation {
+    pub(super) fn from_instruction(instruction: &Instruction, operand: u64) -> Option<Self> {
         let kind = match instruction.mnemonic() {
-            Mnemonic::Add => Kind::Add,
-            Mnemonic::Adc => Kind::AddCarry,
-            Mnemonic::Sub => Kind::Subtract,
-            Mnemonic::Sbb => Kind::SubtractBorrow,
-            Mnemonic::And => Kind::And,
-            Mnemonic::Or => Kind::Or,
-            Mnemonic::Xor => Kind::Xor,
-            Mnemonic::Inc => Kind::Increment,
-            Mnemonic::Dec => Kind::Decrement,
-            Mnemonic::Neg => Kind::Negate,
-            Mnemonic::Not => Kind::Not,
-            Mnemonic::Xchg => Kind::Exchange,
-            Mnemonic::Xadd => Kind::ExchangeAdd,
-            Mnemonic::Cmpxchg => Kind::CompareExchange,
+            Mnemonic::Add => ArithmeticKind::Add,
+            Mnemonic::Adc => ArithmeticKind::AddCarry,
+            Mnemonic::Sub => ArithmeticKind::Subtract,
+            Mnemonic::Sbb => ArithmeticKind::SubtractBorrow,
+            Mnemonic::And => ArithmeticKind::And,
+            Mnemonic::Or => ArithmeticKind::Or,
+            Mnemonic::Xor => ArithmeticKind::Xor,
+            Mnemonic::Inc => ArithmeticKind::Increment,
+            Mnemonic::Dec => ArithmeticKind::Decrement,
+            Mnemonic::Neg => ArithmeticKind::Negate,
+            Mnemonic::Not => ArithmeticKind::Not,
+            Mnemonic::Xchg => ArithmeticKind::Exchange,
+            Mnemonic::Xadd => ArithmeticKind::ExchangeAdd,
+            Mnemonic::Cmpxchg => ArithmeticKind::CompareExchange,
             _ => return None,
         };
         Some(Self { kind, operand, register: instruction.op1_register() })
     }
 
-    /// What it makes of `old`. `rax` is for `cmpxchg` alone.
-    pub(crate) fn apply(&self, old: u64, size: usize, flags: u64, rax: u64) -> Outcome {
-        let operand = self.operand & mask(size);
+    /// Computes the result for the old value `old`. Only `cmpxchg` uses `rax`.
+    pub(crate) fn compute(&self, old: u64, size: usize, flags: u64, rax: u64) -> ArithmeticResult {
+        let operand = self.operand & byte_mask(size);
         let carry = flags & CARRY;
-        let sum = |other, carry| (add(old, other, carry, size), None);
-        let difference = |borrow| (subtract(old, operand, borrow, size), None);
+        let sum = |other, carry| (add_with_carry(old, other, carry, size), None);
+        let difference = |borrow| (subtract_with_borrow(old, operand, borrow, size), None);
         let keeping_carry = |(value, new): (u64, u64)| ((value, new & !CARRY | carry), None);
         let ((value, new), old_to) = match self.kind {
-            Kind::Add => sum(operand, 0),
-            Kind::AddCarry => sum(operand, carry),
-            Kind::Subtract => difference(0),
-            Kind::SubtractBorrow => difference(carry),
-            Kind::And => (logic(old & operand, size), None),
-            Kind::Or => (logic(old | operand, size), None),
-            Kind::Xor => (logic(old ^ operand, size), None),
-            Kind::Increment => keeping_carry(add(old, 1, 0, size)),
-            Kind::Decrement => keeping_carry(subtract(old, 1, 0, size)),
-            Kind::Negate => (subtract(0, old, 0, size), None),
-            Kind::Not => ((!old & mask(size), flags & FLAGS), None),
-            Kind::Exchange => ((operand, flags & FLAGS), Some(self.register)),
-            Kind::ExchangeAdd => (add(old, operand, 0, size), Some(self.register)),
-            Kind::CompareExchange => compare_exchange(old, operand, rax & mask(size), size),
+            ArithmeticKind::Add => sum(operand, 0),
+            ArithmeticKind::AddCarry => sum(operand, carry),
+            ArithmeticKind::Subtract => difference(0),
+            ArithmeticKind::SubtractBorrow => difference(carry),
+            ArithmeticKind::And => (logic_result(old & operand, size), None),
+            ArithmeticKind::Or => (logic_result(old | operand, size), None),
+            ArithmeticKind::Xor => (logic_result(old ^ operand, size), None),
+            ArithmeticKind::Increment => keeping_carry(add_with_carry(old, 1, 0, size)),
+            ArithmeticKind::Decrement => keeping_carry(subtract_with_borrow(old, 1, 0, size)),
+            ArithmeticKind::Negate => (subtract_with_borrow(0, old, 0, size), None),
+            ArithmeticKind::Not => ((!old & byte_mask(size), flags & FLAGS), None),
+            ArithmeticKind::Exchange => ((operand, flags & FLAGS), Some(self.register)),
+            ArithmeticKind::ExchangeAdd => {
+                (add_with_carry(old, operand, 0, size), Some(self.register))
+            }
+            ArithmeticKind::CompareExchange => {
+                compare_exchange(old, operand, rax & byte_mask(size), size)
+            }
         };
-        Outcome { value, flags: flags & !FLAGS | new, old_to }
+        ArithmeticResult { value, flags: flags & !FLAGS | new, old_to }
     }
 }
 
@@ -105,46 +109,46 @@ fn compare_exchange(old: u64, new: u64, rax: u64, size: usize) -> ((u64, u64), O
         4 => Register::EAX,
         _ => Register::RAX,
     };
-    let (_, flags) = subtract(rax, old, 0, size);
+    let (_, flags) = subtract_with_borrow(rax, old, 0, size);
     match rax == old {
         true => ((new, flags), None),
         false => ((old, flags), Some(accumulator)),
     }
 }
 
-fn add(a: u64, b: u64, carry: u64, size: usize) -> (u64, u64) {
+fn add_with_carry(a: u64, b: u64, carry: u64, size: usize) -> (u64, u64) {
     let wide = u128::from(a) + u128::from(b) + u128::from(carry);
-    let value = wide as u64 & mask(size);
-    let carried = wide > u128::from(mask(size));
-    let overflow = (a ^ value) & (b ^ value) & sign(size) != 0;
+    let value = wide as u64 & byte_mask(size);
+    let carried = wide > u128::from(byte_mask(size));
+    let overflow = (a ^ value) & (b ^ value) & sign_bit(size) != 0;
     (value, result_flags(value, size) | arithmetic_flags(a, b, value, carried, overflow))
 }
 
-fn subtract(a: u64, b: u64, borrow: u64, size: usize) -> (u64, u64) {
-    let value = a.wrapping_sub(b).wrapping_sub(borrow) & mask(size);
+fn subtract_with_borrow(a: u64, b: u64, borrow: u64, size: usize) -> (u64, u64) {
+    let value = a.wrapping_sub(b).wrapping_sub(borrow) & byte_mask(size);
     let borrowed = u128::from(a) < u128::from(b) + u128::from(borrow);
-    let overflow = (a ^ b) & (a ^ value) & sign(size) != 0;
+    let overflow = (a ^ b) & (a ^ value) & sign_bit(size) != 0;
     (value, result_flags(value, size) | arithmetic_flags(a, b, value, borrowed, overflow))
 }
 
-fn logic(value: u64, size: usize) -> (u64, u64) {
+fn logic_result(value: u64, size: usize) -> (u64, u64) {
     (value, result_flags(value, size))
 }
 
-fn sign(size: usize) -> u64 {
+fn sign_bit(size: usize) -> u64 {
     1 << (size * 8 - 1)
 }
 
-fn set(flag: u64, condition: bool) -> u64 {
+fn flag_if(flag: u64, condition: bool) -> u64 {
     if condition { flag } else { 0 }
 }
 
 fn result_flags(value: u64, size: usize) -> u64 {
-    set(ZERO, value == 0)
-        | set(SIGN, value & sign(size) != 0)
-        | set(PARITY, (value as u8).count_ones() % 2 == 0)
+    flag_if(ZERO, value == 0)
+        | flag_if(SIGN, value & sign_bit(size) != 0)
+        | flag_if(PARITY, (value as u8).count_ones() % 2 == 0)
 }
 
 fn arithmetic_flags(a: u64, b: u64, value: u64, carry: bool, overflow: bool) -> u64 {
-    set(CARRY, carry) | set(OVERFLOW, overflow) | set(ADJUST, (a ^ b ^ value) & 16 != 0)
+    flag_if(CARRY, carry) | flag_if(OVERFLOW, overflow) | flag_if(ADJUST, (a ^ b ^ value) & 16 != 0)
 }

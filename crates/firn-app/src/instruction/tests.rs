@@ -1,16 +1,16 @@
 use super::*;
 
-fn registers() -> Registers<'static> {
+fn registers() -> ProcessorState<'static> {
     let mut general = [0; 16];
     for (number, value) in general.iter_mut().enumerate() {
         *value = 0x1111_1111_1111_1111 * number as u64;
     }
     general[7] = 0x5000;
-    Registers { general, ip: 0x40_0000, flags: 0, xmm: None, ymm_high: None }
+    ProcessorState { general, ip: 0x40_0000, flags: 0, xmm: None, ymm_high: None }
 }
 
-fn evaluated(code: &[u8]) -> Store {
-    evaluate(code, &registers()).unwrap()
+fn evaluated(code: &[u8]) -> DecodedStore {
+    evaluate_store(code, &registers()).unwrap()
 }
 
 #[test]
@@ -25,7 +25,7 @@ fn moves_of_every_width() {
     ] {
         let store = evaluated(code);
         assert_eq!((store.address, store.size), (0x5000, size));
-        let Action::Bytes(bytes) = store.action else { panic!() };
+        let StoreAction::Bytes(bytes) = store.action else { panic!() };
         assert_eq!(bytes[..size], [0x33; 8][..size]);
         assert_eq!(store.next, 0x40_0000 + code.len() as u64);
     }
@@ -43,7 +43,8 @@ fn addresses_have_four_parts() {
 
 #[test]
 fn what_is_not_known_is_refused() {
-    // mov fs:[rdi], rax; cmpxchg16b [rdi]; shl qword ptr [rdi], 1; mov [edi], rax; nop; mov rax, [rdi]
+    // mov fs:[rdi], rax; cmpxchg16b [rdi]; shl qword ptr [rdi], 1; mov [edi], rax; nop; mov rax,
+    // [rdi]
     for code in [
         &[0x64, 0x48, 0x89, 0x07][..],
         &[0x48, 0x0f, 0xc7, 0x0f],
@@ -52,21 +53,25 @@ fn what_is_not_known_is_refused() {
         &[0x90],
         &[0x48, 0x8b, 0x07],
     ] {
-        assert_eq!(evaluate(code, &registers()), Err(Unknown::Unsupported), "{code:x?}");
+        assert_eq!(
+            evaluate_store(code, &registers()),
+            Err(EvaluationError::Unsupported),
+            "{code:x?}"
+        );
     }
-    assert_eq!(evaluate(&[0x48, 0x89], &registers()), Err(Unknown::Incomplete));
+    assert_eq!(evaluate_store(&[0x48, 0x89], &registers()), Err(EvaluationError::Incomplete));
 }
 
 #[test]
 fn strings() {
     // rep stosq; movsb
     let store = evaluated(&[0xf3, 0x48, 0xab]);
-    assert_eq!((store.size, store.action), (8, Action::Fill { value: 0, repeats: true }));
+    assert_eq!((store.size, store.action), (8, StoreAction::Fill { value: 0, repeats: true }));
     let store = evaluated(&[0xa4]);
     let from = 0x6666_6666_6666_6666;
-    assert_eq!((store.size, store.action), (1, Action::Copy { from, repeats: false }));
-    let backwards = Registers { flags: DIRECTION_FLAG, ..registers() };
-    assert_eq!(evaluate(&[0xa4], &backwards), Err(Unknown::Unsupported));
+    assert_eq!((store.size, store.action), (1, StoreAction::Copy { from, repeats: false }));
+    let backwards = ProcessorState { flags: DIRECTION_FLAG, ..registers() };
+    assert_eq!(evaluate_store(&[0xa4], &backwards), Err(EvaluationError::Unsupported));
 }
 
 #[test]
@@ -78,8 +83,8 @@ fn narrow_registers_keep_the_rest() {
     assert_eq!(general[1], 5);
 }
 
-/// Arithmetic against the processor itself, flags included. Another crate's tests would need unsafe code for that; this
-/// crate has it anyway.
+/// Arithmetic against the processor itself, flags included. Another crate's tests would need unsafe
+/// code for that; this crate has it anyway.
 mod processor {
     use super::*;
     use proptest::prelude::*;
@@ -89,7 +94,8 @@ mod processor {
         ($instruction:literal, $old:ident, $operand:ident, $flags:ident) => {{
             let mut value = $old;
             let flags: u64;
-            // SAFETY: reads and writes the two registers and, balanced, the stack. The flags set are arithmetic ones.
+            // SAFETY: reads and writes the two registers and, balanced, the stack. The flags set
+            // are arithmetic ones.
             unsafe {
                 asm!("push {f}", "popfq", $instruction, "pushfq", "pop {f}",
                     v = inout(reg) value, o = in(reg) $operand, f = inout(reg) $flags => flags);
@@ -102,10 +108,10 @@ mod processor {
         let mut registers = registers();
         registers.general[3] = operand;
         registers.flags = flags;
-        let store = evaluate(code, &registers).unwrap();
+        let store = evaluate_store(code, &registers).unwrap();
         assert_eq!(store.size, size);
-        let Action::Modify(operation) = store.action else { panic!() };
-        let outcome = operation.apply(old & mask(size), size, flags, 0);
+        let StoreAction::Modify(operation) = store.action else { panic!() };
+        let outcome = operation.compute(old & byte_mask(size), size, flags, 0);
         (outcome.value, outcome.flags)
     }
 
@@ -115,7 +121,7 @@ mod processor {
             let flags = 0x202 | carry;
             let check = |name, code: &[u8], size, undefined: u64, (value, real): (u64, u64)| {
                 let (got, new) = ours(code, old, operand, flags, size);
-                assert_eq!(got, value & mask(size), "{name} {old:x} {operand:x}");
+                assert_eq!(got, value & byte_mask(size), "{name} {old:x} {operand:x}");
                 let defined = FLAGS & !undefined;
                 assert_eq!(new & defined, real & defined, "{name} {old:x} {operand:x}");
             };

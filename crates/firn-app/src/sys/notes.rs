@@ -1,13 +1,13 @@
-//! What the signal handler writes down: pages and words, in memory of their own.
+//! Notes of the signal handler: written pages and words, in memory of their own.
 //!
-//! Notes never share a page with anything that could be write-protected: a fault inside the handler would end the
-//! process.
+//! Notes never share a page with data that could be write-protected: a fault inside the handler
+//! would end the process.
 //!
 //! ```text
 //!   words    0 listed   pages in the list               4 unsupported   instructions not emulated
-//!            1 logged   stores in the log               5 everything    1: the span is writable, all of it
+//!            1 logged   stores in the log               5 everything    1: the whole span is writable
 //!            2 emulated stores performed
-//!            3 faults   answered
+//!            3 faults   handled
 //!            6 own      the span is the child's own: 0 no, 1 being copied, 2 yes
 //!            8 ..       one bit per page: noted and writable
 //!   halves   list of pages, in order of their first write
@@ -19,63 +19,72 @@ use std::sync::atomic::{AtomicU32, AtomicU64, Ordering};
 
 use rustix::io::Errno;
 
-use super::fork::Owner;
-use super::mapping::{Mapping, protect, replace_by_copy};
-use crate::span::{PAGE, Span};
+use super::fork::OwnerProcess;
+use super::mapping::{OwnedMapping, protect_span, replace_by_copy};
+use crate::span::{PAGE, PageSpan};
 
 const COUNTERS: usize = 8;
-/// Stores that the log of an emulated span holds; further ones are followed by pages.
-const LOG: usize = 1 << 15;
-/// Whose the memory of an emulated span is, in a child.
+/// The maximum count of stores in the log of an emulated span; further stores are followed by
+/// pages.
+const LOG_STORES_MAX: usize = 1 << 15;
+/// In a child: which process owns the memory of an emulated span.
 const SHARED: u64 = 0;
 const COPYING: u64 = 1;
 const OWN: u64 = 2;
 
-/// What was noted of one span.
+/// The notes of one span.
 #[derive(Debug)]
-pub(crate) struct Notes {
-    span: Span,
-    /// Where a second, writable mapping of the span starts; 0 if there is none.
+pub(crate) struct SpanNotes {
+    span: PageSpan,
+    /// The address of a second, writable mapping of the span; 0 if there is none.
     alias: usize,
-    memory: Mapping,
+    memory: OwnedMapping,
     log: usize,
-    owner: Owner,
+    owner: OwnerProcess,
 }
 
-/// A store that was noted.
+/// A store that the handler noted.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(crate) struct Noted {
+pub(crate) struct NotedStore {
     pub(crate) address: usize,
     pub(crate) len: usize,
 }
 
-impl Notes {
-    pub(crate) fn new(span: Span, alias: Option<usize>) -> Result<Self, Errno> {
-        let log = if alias.is_some() { LOG } else { 0 };
-        let bits = span.pages().div_ceil(64);
-        let len = (COUNTERS + bits + span.pages().div_ceil(2) + log) * 8;
-        let owner = Owner::this_process()?;
-        Ok(Self { span, alias: alias.unwrap_or(0), memory: Mapping::anonymous(len)?, log, owner })
+impl SpanNotes {
+    pub(crate) fn new(span: PageSpan, alias: Option<usize>) -> Result<Self, Errno> {
+        let log = if alias.is_some() { LOG_STORES_MAX } else { 0 };
+        let bits = span.page_count().div_ceil(64);
+        let len = (COUNTERS + bits + span.page_count().div_ceil(2) + log) * 8;
+        let owner = OwnerProcess::this_process()?;
+        Ok(Self {
+            span,
+            alias: alias.unwrap_or(0),
+            memory: OwnedMapping::map_anonymous(len)?,
+            log,
+            owner,
+        })
     }
 
     /// The process that follows the span.
-    pub(crate) fn owner(&self) -> Owner {
+    pub(crate) fn owner(&self) -> OwnerProcess {
         self.owner
     }
 
-    /// Whether writes to the span's pages are writes to the memory of the process that follows it, in a child as well.
+    /// Whether a write to the span's pages reaches the memory of the process that follows it, in a
+    /// child as well.
     pub(crate) fn is_shared(&self) -> bool {
-        self.alias != 0 && self.counter(6).load(Ordering::Acquire) != OWN
+        self.alias != 0 && self.counter_word(6).load(Ordering::Acquire) != OWN
     }
 
-    /// In a child: makes the span writable, and the child's own memory, with the content that it has now.
+    /// In a child: gives the span private memory of the child with its present content, and makes
+    /// it writable.
     ///
     /// Called by the signal handler: no allocation, no lock.
-    pub(crate) fn give_to_child(&self) -> Result<(), Errno> {
+    pub(crate) fn make_private_to_child(&self) -> Result<(), Errno> {
         if self.alias == 0 {
-            return protect(self.span, true);
+            return protect_span(self.span, true);
         }
-        let state = self.counter(6);
+        let state = self.counter_word(6);
         loop {
             match state.compare_exchange(SHARED, COPYING, Ordering::AcqRel, Ordering::Acquire) {
                 Ok(_) => {
@@ -85,13 +94,13 @@ impl Notes {
                     return copied;
                 }
                 Err(OWN) => return Ok(()),
-                // Another thread of the child copies it.
+                // Another thread of the child is copying it.
                 Err(_) => rustix::thread::sched_yield(),
             }
         }
     }
 
-    pub(crate) fn span(&self) -> Span {
+    pub(crate) fn span(&self) -> PageSpan {
         self.span
     }
 
@@ -99,104 +108,111 @@ impl Notes {
         (self.alias != 0).then_some(self.alias)
     }
 
-    fn counter(&self, number: usize) -> &AtomicU64 {
-        &self.memory.words(0, COUNTERS)[number]
+    fn counter_word(&self, number: usize) -> &AtomicU64 {
+        &self.memory.atomic_words(0, COUNTERS)[number]
     }
 
-    fn bits(&self) -> &[AtomicU64] {
-        self.memory.words(COUNTERS * 8, self.span.pages().div_ceil(64))
+    fn page_bits(&self) -> &[AtomicU64] {
+        self.memory.atomic_words(COUNTERS * 8, self.span.page_count().div_ceil(64))
     }
 
-    fn list(&self) -> &[AtomicU32] {
-        let offset = (COUNTERS + self.bits().len()) * 8;
-        self.memory.half_words(offset, self.span.pages())
+    fn page_list(&self) -> &[AtomicU32] {
+        let offset = (COUNTERS + self.page_bits().len()) * 8;
+        self.memory.half_words(offset, self.span.page_count())
     }
 
-    fn stores(&self) -> &[AtomicU64] {
-        let offset = (COUNTERS + self.bits().len() + self.span.pages().div_ceil(2)) * 8;
-        self.memory.words(offset, self.log)
+    fn store_log(&self) -> &[AtomicU64] {
+        let offset = (COUNTERS + self.page_bits().len() + self.span.page_count().div_ceil(2)) * 8;
+        self.memory.atomic_words(offset, self.log)
     }
 
-    /// Notes a page and makes it writable. If there are too many mappings to split one more, the whole span.
+    /// Notes a page and makes it writable. If the kernel has no mapping left to split off, makes
+    /// the whole span writable.
     ///
     /// Called by the signal handler: no allocation, no lock.
-    pub(crate) fn open_page(&self, address: usize) -> Result<(), Errno> {
-        self.counter(3).fetch_add(1, Ordering::Relaxed);
+    pub(crate) fn note_page(&self, address: usize) -> Result<(), Errno> {
+        self.counter_word(3).fetch_add(1, Ordering::Relaxed);
         let page = (address - self.span.start()) / PAGE;
         let bit = 1 << (page % 64);
-        if self.bits()[page / 64].fetch_or(bit, Ordering::AcqRel) & bit == 0 {
-            let at = self.counter(0).fetch_add(1, Ordering::AcqRel) as usize;
-            self.list()[at].store(page as u32, Ordering::Release);
+        if self.page_bits()[page / 64].fetch_or(bit, Ordering::AcqRel) & bit == 0 {
+            let at = self.counter_word(0).fetch_add(1, Ordering::AcqRel) as usize;
+            self.page_list()[at].store(page as u32, Ordering::Release);
         }
-        protect(self.span.part(page..page + 1), true).or_else(|_| {
-            self.counter(5).store(1, Ordering::Release);
-            protect(self.span, true)
+        protect_span(self.span.sub_span(page..page + 1), true).or_else(|_| {
+            self.counter_word(5).store(1, Ordering::Release);
+            protect_span(self.span, true)
         })
     }
 
-    /// Notes a store. False if the log is full: then it must not be performed unnoted.
-    pub(crate) fn note(&self, stored: Noted) -> bool {
-        let at = self.counter(1).fetch_add(1, Ordering::AcqRel) as usize;
-        let Some(entry) = self.stores().get(at) else { return false };
+    /// Notes a store. False if the log is full: then the store must not be performed without a
+    /// note.
+    pub(crate) fn note_store(&self, stored: NotedStore) -> bool {
+        let at = self.counter_word(1).fetch_add(1, Ordering::AcqRel) as usize;
+        let Some(entry) = self.store_log().get(at) else { return false };
         let offset = (stored.address - self.span.start()) as u64;
         entry.store(offset << 16 | (stored.len as u64 - 1) & 0xffff, Ordering::Release);
-        self.counter(2).fetch_add(1, Ordering::Relaxed);
+        self.counter_word(2).fetch_add(1, Ordering::Relaxed);
         true
     }
 
     pub(crate) fn note_unsupported(&self) {
-        self.counter(4).fetch_add(1, Ordering::Relaxed);
+        self.counter_word(4).fetch_add(1, Ordering::Relaxed);
     }
 
-    pub(crate) fn emulated(&self) -> u64 {
-        self.counter(2).load(Ordering::Relaxed)
+    pub(crate) fn emulated_stores(&self) -> u64 {
+        self.counter_word(2).load(Ordering::Relaxed)
     }
 
-    pub(crate) fn unsupported(&self) -> u64 {
-        self.counter(4).load(Ordering::Relaxed)
+    pub(crate) fn unsupported_instructions(&self) -> u64 {
+        self.counter_word(4).load(Ordering::Relaxed)
     }
 
-    /// Tells what was noted, forgets it, and protects what was made writable. Nobody may write the span meanwhile.
-    pub(crate) fn take(&self, pages: &mut Vec<u32>, stores: &mut Vec<Noted>) -> Result<(), Errno> {
+    /// Returns what was noted, forgets it, and protects what was made writable. No thread may write
+    /// the span meanwhile.
+    pub(crate) fn take_notes(
+        &self,
+        pages: &mut Vec<u32>,
+        stores: &mut Vec<NotedStore>,
+    ) -> Result<(), Errno> {
         pages.clear();
         stores.clear();
         self.take_stores(stores);
-        if self.counter(5).swap(0, Ordering::AcqRel) != 0 {
+        if self.counter_word(5).swap(0, Ordering::AcqRel) != 0 {
             return self.take_everything(pages);
         }
-        let count = self.counter(0).swap(0, Ordering::AcqRel) as usize;
-        for entry in &self.list()[..count] {
+        let count = self.counter_word(0).swap(0, Ordering::AcqRel) as usize;
+        for entry in &self.page_list()[..count] {
             let page = entry.load(Ordering::Acquire);
-            self.bits()[page as usize / 64].fetch_and(!(1 << (page % 64)), Ordering::AcqRel);
+            self.page_bits()[page as usize / 64].fetch_and(!(1 << (page % 64)), Ordering::AcqRel);
             pages.push(page);
         }
         pages.sort_unstable();
         match (pages.first(), pages.last()) {
-            (Some(&first), Some(&last)) => self.close(first as usize..last as usize + 1),
+            (Some(&first), Some(&last)) => self.protect_pages(first as usize..last as usize + 1),
             _ => Ok(()),
         }
     }
 
-    /// One call for all of them: the mapping that was split becomes one again.
-    fn close(&self, pages: Range<usize>) -> Result<(), Errno> {
-        protect(self.span.part(pages), false)
+    /// Protects all of these pages in one call: the mappings that were split become one again.
+    fn protect_pages(&self, pages: Range<usize>) -> Result<(), Errno> {
+        protect_span(self.span.sub_span(pages), false)
     }
 
     fn take_everything(&self, pages: &mut Vec<u32>) -> Result<(), Errno> {
-        self.counter(0).store(0, Ordering::Release);
-        for bits in self.bits() {
+        self.counter_word(0).store(0, Ordering::Release);
+        for bits in self.page_bits() {
             bits.store(0, Ordering::Release);
         }
-        pages.extend(0..self.span.pages() as u32);
-        protect(self.span, false)
+        pages.extend(0..self.span.page_count() as u32);
+        protect_span(self.span, false)
     }
 
-    fn take_stores(&self, stores: &mut Vec<Noted>) {
-        let count = self.counter(1).swap(0, Ordering::AcqRel) as usize;
-        let noted = self.stores().iter().take(count).map(|entry| {
+    fn take_stores(&self, stores: &mut Vec<NotedStore>) {
+        let count = self.counter_word(1).swap(0, Ordering::AcqRel) as usize;
+        let noted = self.store_log().iter().take(count).map(|entry| {
             let entry = entry.load(Ordering::Acquire);
             let address = self.span.start() + (entry >> 16) as usize;
-            Noted { address, len: (entry & 0xffff) as usize + 1 }
+            NotedStore { address, len: (entry & 0xffff) as usize + 1 }
         });
         stores.extend(noted);
     }

@@ -1,29 +1,30 @@
-//! Memory that an application declared critical.
+//! Area regions: memory that an application declared critical.
 
 use std::ops::Range;
 use std::ptr::NonNull;
 use std::slice;
 
-use crate::memory::Memory;
-use crate::span::Span;
+use crate::memory::AreaMemory;
+use crate::span::PageSpan;
 
-/// Bytes that belong to an application and that a session may read at commit, and write at abort and recovery.
+/// Bytes of an application that a session may read at commit, and write at abort and recovery.
 #[derive(Debug)]
-pub(crate) struct Region {
+pub(crate) struct AreaRegion {
     start: NonNull<u8>,
     len: usize,
 }
 
-// SAFETY: an address and a length; the contract of `new` speaks of all threads.
-unsafe impl Send for Region {}
+// SAFETY: an address and a length; the contract of `new` covers all threads.
+unsafe impl Send for AreaRegion {}
 
-impl Region {
+impl AreaRegion {
     /// Takes memory into a session.
     ///
     /// # Safety
     ///
-    /// For as long as the region exists, `len` bytes at `start` are allocated, readable and writable, and while a method
-    /// of it runs or what it lends is alive, no thread writes them, nor reads them while it writes.
+    /// For as long as the region exists, `len` bytes at `start` are allocated, readable and
+    /// writable. While a method of the region runs, or a slice that it lent is alive, no thread
+    /// writes them, and no thread reads them while it writes.
     pub(crate) unsafe fn new(start: NonNull<u8>, len: usize) -> Self {
         Self { start, len }
     }
@@ -38,16 +39,17 @@ impl Region {
     }
 
     pub(crate) fn bytes(&self) -> &[u8] {
-        // SAFETY: allocated and readable, and nobody writes meanwhile (contract of `new`).
+        // SAFETY: allocated and readable, and no thread writes them meanwhile (contract of `new`).
         unsafe { slice::from_raw_parts(self.start.as_ptr(), self.len) }
     }
 
     pub(crate) fn bytes_mut(&mut self) -> &mut [u8] {
-        // SAFETY: allocated and writable, and nobody else accesses it meanwhile (contract of `new`; `&mut self`).
+        // SAFETY: allocated and writable, and no other code accesses them meanwhile (contract of
+        // `new`; `&mut self`).
         unsafe { slice::from_raw_parts_mut(self.start.as_ptr(), self.len) }
     }
 
-    /// Whole words from the start, which must be aligned.
+    /// The whole words from the start, which must be aligned.
     pub(crate) fn words_mut(&mut self) -> &mut [u64] {
         let words: NonNull<u64> = self.start.cast();
         assert!(words.is_aligned(), "words of an area that is not aligned");
@@ -56,15 +58,16 @@ impl Region {
     }
 }
 
-/// Copies pages of a memory to its second mapping, if it has one.
-pub(crate) fn copy_to_second(memory: &Memory, span: Span) {
-    let Some(second) = memory.second() else { return };
+/// Copies pages of an area's memory to its second mapping, if it has one.
+pub(crate) fn copy_to_second(memory: &AreaMemory, span: PageSpan) {
+    let Some(second) = memory.second_mapping() else { return };
     let offset = span.start() - memory.span().start();
-    assert!(offset + span.bytes() <= second.len(), "pages outside of a mapping");
-    // SAFETY: both mappings have that many bytes at that offset (asserted; they are equally long), do not overlap, and
-    // nobody accesses either meanwhile (rule of `Session`; the second one is the library's own).
+    assert!(offset + span.byte_count() <= second.len(), "pages outside of a mapping");
+    // SAFETY: both mappings have that many bytes at that offset (asserted; they are of equal
+    // length), do not overlap, and no other code accesses either meanwhile (rule of `Session`; the
+    // second one is the library's own).
     unsafe {
         let from = memory.start().as_ptr().add(offset);
-        from.copy_to_nonoverlapping(second.start().as_ptr().add(offset), span.bytes());
+        from.copy_to_nonoverlapping(second.start().as_ptr().add(offset), span.byte_count());
     }
 }

@@ -1,4 +1,5 @@
-//! A `userfaultfd(2)` of this process that remembers writes and tells nobody (`UFFD_FEATURE_WP_ASYNC`).
+//! Asynchronous userfaultfd(2) of this process: the kernel remembers writes and sends no message
+//! (`UFFD_FEATURE_WP_ASYNC`).
 
 use std::os::fd::OwnedFd;
 
@@ -7,7 +8,7 @@ use rustix::io::Errno;
 use rustix::ioctl::{self, Direction, Ioctl, IoctlOutput, Opcode};
 use rustix::mm::UserfaultfdFlags;
 
-use crate::span::Span;
+use crate::span::PageSpan;
 
 const FEATURES: u64 = (raw::UFFD_FEATURE_PAGEFAULT_FLAG_WP
     | raw::UFFD_FEATURE_WP_HUGETLBFS_SHMEM
@@ -35,11 +36,12 @@ const _: () = {
     assert!(WRITEPROTECT == 0xc018_aa06);
 };
 
-struct Call<'a, T>(Opcode, &'a mut T);
+struct UffdCall<'a, T>(Opcode, &'a mut T);
 
-// SAFETY: only `Uffd::call` makes one, with the argument type that belongs to the number (each pair stands in one method
-// below); the argument is borrowed for longer than the call and may be written.
-unsafe impl<T> Ioctl for Call<'_, T> {
+// SAFETY: only `AsyncUffd::call_ioctl` makes one, with the argument type that belongs to the number
+// (each pair is in one method below); the argument is borrowed for longer than the call and may be
+// written.
+unsafe impl<T> Ioctl for UffdCall<'_, T> {
     type Output = ();
     const IS_MUTATING: bool = true;
 
@@ -56,44 +58,48 @@ unsafe impl<T> Ioctl for Call<'_, T> {
     }
 }
 
-/// Write protection that lets writes through and remembers them.
+/// Write protection under which the kernel permits writes and remembers them.
 #[derive(Debug)]
-pub(crate) struct Uffd(OwnedFd);
+pub(crate) struct AsyncUffd(OwnedFd);
 
-impl Uffd {
-    /// Makes one. Without privileges: faults inside of system calls need no handler here either.
+impl AsyncUffd {
+    /// Makes a userfaultfd without privileges: faults inside of system calls need no handler here
+    /// either.
     pub(crate) fn new() -> Result<Self, Errno> {
         let user_mode_only = UserfaultfdFlags::from_bits_retain(raw::UFFD_USER_MODE_ONLY);
         let flags = UserfaultfdFlags::CLOEXEC | UserfaultfdFlags::NONBLOCK | user_mode_only;
-        // SAFETY: a userfaultfd changes an address space only through what is registered with it. `register` takes spans
-        // only, and a write to those is never blocked, as the descriptor is asynchronous.
+        // SAFETY: a userfaultfd changes an address space only through what is registered with it.
+        // `register_span` takes spans only, and a write to those never blocks, as the descriptor is
+        // asynchronous.
         let uffd = Self(unsafe { rustix::mm::userfaultfd(flags) }?);
         let api = u64::from(raw::UFFD_API);
-        uffd.call(API, &mut raw::uffdio_api { api, features: FEATURES, ioctls: 0 })?;
+        uffd.call_ioctl(API, &mut raw::uffdio_api { api, features: FEATURES, ioctls: 0 })?;
         Ok(uffd)
     }
 
-    fn call<T>(&self, opcode: Opcode, argument: &mut T) -> Result<(), Errno> {
-        // SAFETY: `Call` upholds the contract of `Ioctl`. The requests made here change the protection of spans, which
-        // sessions own, and no content.
-        unsafe { ioctl::ioctl(&self.0, Call(opcode, argument)) }
+    fn call_ioctl<T>(&self, opcode: Opcode, argument: &mut T) -> Result<(), Errno> {
+        // SAFETY: `UffdCall` upholds the contract of `Ioctl`. The requests made here change the
+        // protection of spans, which sessions own, and no content.
+        unsafe { ioctl::ioctl(&self.0, UffdCall(opcode, argument)) }
     }
 
-    pub(crate) fn register(&self, span: Span) -> Result<(), Errno> {
-        let mut argument = raw::uffdio_register { range: range(span), mode: MODE_WP, ioctls: 0 };
-        self.call(REGISTER, &mut argument)
+    pub(crate) fn register_span(&self, span: PageSpan) -> Result<(), Errno> {
+        let mut argument =
+            raw::uffdio_register { range: uffd_range(span), mode: MODE_WP, ioctls: 0 };
+        self.call_ioctl(REGISTER, &mut argument)
     }
 
-    pub(crate) fn unregister(&self, span: Span) -> Result<(), Errno> {
-        self.call(UNREGISTER, &mut range(span))
+    pub(crate) fn unregister_span(&self, span: PageSpan) -> Result<(), Errno> {
+        self.call_ioctl(UNREGISTER, &mut uffd_range(span))
     }
 
-    pub(crate) fn write_protect(&self, span: Span) -> Result<(), Errno> {
-        let mut argument = raw::uffdio_writeprotect { range: range(span), mode: WRITEPROTECT_WP };
-        self.call(WRITEPROTECT, &mut argument)
+    pub(crate) fn write_protect(&self, span: PageSpan) -> Result<(), Errno> {
+        let mut argument =
+            raw::uffdio_writeprotect { range: uffd_range(span), mode: WRITEPROTECT_WP };
+        self.call_ioctl(WRITEPROTECT, &mut argument)
     }
 }
 
-fn range(span: Span) -> raw::uffdio_range {
-    raw::uffdio_range { start: span.start() as u64, len: span.bytes() as u64 }
+fn uffd_range(span: PageSpan) -> raw::uffdio_range {
+    raw::uffdio_range { start: span.start() as u64, len: span.byte_count() as u64 }
 }

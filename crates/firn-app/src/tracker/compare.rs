@@ -1,30 +1,32 @@
-//! Compare: every byte may have been written; the session compares all of it with the committed copy.
+//! Compare: every byte may have been written; the session compares all of it with the committed
+//! copy.
 //!
-//! No faults, no system calls, any kernel, any memory. A commit costs the time to read the areas twice.
+//! No faults, no system calls, any kernel, any memory. A commit costs the time to read the areas
+//! twice.
 
-use super::{Found, Kind, Tracker};
+use super::{Tracker, TrackerKind, WrittenRuns};
 use crate::error::Error;
-use crate::span::Span;
+use crate::span::PageSpan;
 
 /// See the module documentation.
 #[derive(Debug, Default)]
-pub(super) struct Compare {
-    spans: Vec<Span>,
+pub(super) struct CompareTracker {
+    spans: Vec<PageSpan>,
 }
 
-impl Tracker for Compare {
-    fn kind(&self) -> Kind {
-        Kind::Compare
+impl Tracker for CompareTracker {
+    fn kind(&self) -> TrackerKind {
+        TrackerKind::Compare
     }
 
-    fn watch(&mut self, span: Span) -> Result<(), Error> {
+    fn watch_span(&mut self, span: PageSpan) -> Result<(), Error> {
         self.spans.push(span);
         Ok(())
     }
 
-    fn collect(&mut self, found: &mut Found) -> Result<(), Error> {
+    fn collect_writes(&mut self, found: &mut WrittenRuns) -> Result<(), Error> {
         for span in &self.spans {
-            found.push(span.start(), span.bytes());
+            found.push_run(span.start(), span.byte_count());
         }
         Ok(())
     }

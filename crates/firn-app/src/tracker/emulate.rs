@@ -1,72 +1,72 @@
-//! Emul: the application's mapping stays write-protected; each store is performed through a second mapping of the same
-//! memory, and its words are noted.
+//! Emul: the application's mapping stays write-protected; each store is performed through a second
+//! mapping of the same memory, and its words are noted.
 //!
-//! A store that cannot be performed (an unknown instruction, or the log is full) makes its page writable until commit, as
-//! PT does; the page is then told as a whole.
+//! A store that cannot be performed (an unknown instruction, or the log is full) makes its page
+//! writable until commit, as PT does; the page is then reported as a whole.
 
 use std::sync::Arc;
 
 use super::pages::push_pages;
-use super::{Counts, Found, Kind, Tracker};
+use super::{Tracker, TrackerCounts, TrackerKind, WrittenRuns};
 use crate::error::Error;
-use crate::memory::Memory;
-use crate::span::Span;
-use crate::sys::fault::Watched;
-use crate::sys::notes::Noted;
+use crate::memory::AreaMemory;
+use crate::span::PageSpan;
+use crate::sys::fault::WatchedSpan;
+use crate::sys::notes::NotedStore;
 
-/// Noted stores are told in whole words.
+/// The unit in which noted stores are reported, in bytes.
 const WORD: usize = 8;
 
 /// See the module documentation.
 #[derive(Debug, Default)]
-pub(super) struct Emulate {
+pub(super) struct EmulationTracker {
     /// Watches end before their memory does.
-    watched: Vec<(Watched, Arc<Memory>)>,
+    watched: Vec<(WatchedSpan, Arc<AreaMemory>)>,
     pages: Vec<u32>,
-    stores: Vec<Noted>,
+    stores: Vec<NotedStore>,
 }
 
-impl Tracker for Emulate {
-    fn kind(&self) -> Kind {
-        Kind::Emulate
+impl Tracker for EmulationTracker {
+    fn kind(&self) -> TrackerKind {
+        TrackerKind::Emulate
     }
 
-    fn tells_words(&self) -> bool {
+    fn reports_words(&self) -> bool {
         true
     }
 
-    fn watch(&mut self, _: Span) -> Result<(), Error> {
-        Err(Error::Foreign { kind: Kind::Emulate })
+    fn watch_span(&mut self, _: PageSpan) -> Result<(), Error> {
+        Err(Error::Foreign { kind: TrackerKind::Emulate })
     }
 
-    fn allocate(&mut self, bytes: usize) -> Result<Arc<Memory>, Error> {
-        let memory = Arc::new(Memory::twice(bytes)?);
-        let watched = Watched::new(memory.span(), memory.alias());
+    fn allocate_memory(&mut self, bytes: usize) -> Result<Arc<AreaMemory>, Error> {
+        let memory = Arc::new(AreaMemory::map_twice(bytes)?);
+        let watched = WatchedSpan::new(memory.span(), memory.alias_address());
         let watched = watched.map_err(Error::system("write-protecting an area"))?;
         self.watched.push((watched, memory.clone()));
         Ok(memory)
     }
 
-    fn collect(&mut self, found: &mut Found) -> Result<(), Error> {
+    fn collect_writes(&mut self, found: &mut WrittenRuns) -> Result<(), Error> {
         for (watched, _) in &self.watched {
-            let taken = watched.notes().take(&mut self.pages, &mut self.stores);
+            let taken = watched.notes().take_notes(&mut self.pages, &mut self.stores);
             taken.map_err(Error::system("write-protecting pages"))?;
             push_pages(watched.notes().span(), &self.pages, found);
             for stored in &self.stores {
                 let start = stored.address / WORD * WORD;
                 let end = (stored.address + stored.len).next_multiple_of(WORD);
-                found.push(start, end - start);
+                found.push_run(start, end - start);
             }
         }
         Ok(())
     }
 
-    fn counts(&self) -> Counts {
-        let sum = |count: fn(&Watched) -> u64| self.watched.iter().map(|(w, _)| count(w)).sum();
-        Counts {
-            emulated: sum(|watched| watched.notes().emulated()),
-            unsupported: sum(|watched| watched.notes().unsupported()),
-            ..Counts::default()
+    fn counts(&self) -> TrackerCounts {
+        let sum = |count: fn(&WatchedSpan) -> u64| self.watched.iter().map(|(w, _)| count(w)).sum();
+        TrackerCounts {
+            emulated: sum(|watched| watched.notes().emulated_stores()),
+            unsupported: sum(|watched| watched.notes().unsupported_instructions()),
+            ..TrackerCounts::default()
         }
     }
 }

@@ -1,47 +1,50 @@
-//! Which pages are written so often that waiting for their first write costs more than looking at them every time.
+//! Hot pages: pages written so often that a fault at their first write costs more than comparing
+//! them every time.
 //!
-//! A page's *heat* rises by [`RISE`] when it was written in a transaction, and falls by one with every transaction; a page
-//! written in more than half of them becomes hot at last. (A fault costs about a microsecond; looking at a page a tenth of
-//! that, and half a microsecond more if it stands alone, as the kernel then walks more mappings.) Nobody tells any more when
-//! a hot page is written, so it is put back after a while, and has to become hot again; after a longer while each time.
+//! A page's *heat* rises by [`HEAT_PER_WRITE`] when a transaction writes it, and falls by one with
+//! every transaction. A page written in more than half of them becomes hot in the end. (A fault
+//! costs about a microsecond; comparing a page a tenth of that, and half a microsecond more if it
+//! has no hot neighbor, as the kernel then walks more mappings.) Nothing reports writes to a hot
+//! page any more, so it is protected again after some transactions, and has to become hot again;
+//! after more transactions each time.
 //!
-//! Numbers of pages and transactions go in, decisions come out: no kernel here.
+//! Page addresses and transactions are the input, decisions are the output: no system calls here.
 
 use std::collections::HashMap;
 use std::hash::{BuildHasherDefault, Hasher};
 
-const RISE: u32 = 2;
-const HOT: u32 = 12;
-const MOST_HEAT: u32 = 20;
-/// Pages that are hot at once, at most: each costs a commit about a tenth of a microsecond.
+const HEAT_PER_WRITE: u32 = 2;
+const HOT_FROM: u32 = 12;
+const HEAT_MAX: u32 = 20;
+/// The maximum count of hot pages: each costs a commit about a tenth of a microsecond.
 const PAGES_MAX: usize = 32;
-/// Transactions for which a page stays hot, the first time and at last.
-const STAY: (u64, u64) = (256, 1 << 16);
-/// Heat with which a page that was hot starts again.
-const WARM: u32 = 9;
+/// The count of transactions for which a page stays hot: the first time, and the maximum.
+const HOT_TRANSACTIONS: (u64, u64) = (256, 1 << 16);
+/// The heat with which a page that was hot starts again.
+const HEAT_AFTER_COOLING: u32 = 9;
 
 #[derive(Clone, Copy, Debug)]
-struct Page {
+struct HeatEntry {
     heat: u32,
     seen: u64,
-    /// For how long it will be hot next time.
+    /// The count of transactions for which it will be hot next time.
     stay: u64,
 }
 
-/// See the module documentation. A page is named by its address.
+/// The heat of pages. A page is identified by its address.
 #[derive(Clone, Debug, Default)]
-pub(super) struct Heat {
+pub(super) struct PageHeat {
     now: u64,
-    pages: HashMap<usize, Page, BuildHasherDefault<Address>>,
-    /// Hot pages, and until when.
+    pages: HashMap<usize, HeatEntry, BuildHasherDefault<AddressHasher>>,
+    /// Hot pages, and the transaction until which they are hot.
     hot: Vec<(usize, u64)>,
 }
 
-/// Addresses are no enemy's choice: a multiplication spreads them well enough.
+/// A hasher for addresses. No attacker chooses them: a multiplication spreads them well enough.
 #[derive(Clone, Copy, Debug, Default)]
-struct Address(u64);
+struct AddressHasher(u64);
 
-impl Hasher for Address {
+impl Hasher for AddressHasher {
     fn finish(&self) -> u64 {
         self.0
     }
@@ -55,38 +58,39 @@ impl Hasher for Address {
     }
 }
 
-impl Heat {
-    /// Pages that are hot.
-    pub(super) fn hot(&self) -> impl Iterator<Item = usize> + '_ {
+impl PageHeat {
+    /// The addresses of hot pages.
+    pub(super) fn hot_pages(&self) -> impl Iterator<Item = usize> + '_ {
         self.hot.iter().map(|(page, _)| *page)
     }
 
-    /// A transaction has ended.
-    pub(super) fn tick(&mut self) {
+    /// Counts the end of a transaction.
+    pub(super) fn end_transaction(&mut self) {
         self.now += 1;
     }
 
-    /// A page that is not hot was written in the transaction. True if it is hot from now on.
-    pub(super) fn written(&mut self, page: usize) -> bool {
-        let new = Page { heat: 0, seen: self.now, stay: STAY.0 };
+    /// Records that the transaction wrote a page that is not hot. True if the page is hot from now
+    /// on.
+    pub(super) fn record_write(&mut self, page: usize) -> bool {
+        let new = HeatEntry { heat: 0, seen: self.now, stay: HOT_TRANSACTIONS.0 };
         let entry = self.pages.entry(page).or_insert(new);
         let passed = u32::try_from(self.now - entry.seen).unwrap_or(u32::MAX);
-        entry.heat = (entry.heat.saturating_sub(passed) + RISE).min(MOST_HEAT);
+        entry.heat = (entry.heat.saturating_sub(passed) + HEAT_PER_WRITE).min(HEAT_MAX);
         entry.seen = self.now;
-        if entry.heat < HOT || self.hot.len() >= PAGES_MAX {
+        if entry.heat < HOT_FROM || self.hot.len() >= PAGES_MAX {
             return false;
         }
         self.hot.push((page, self.now + entry.stay));
-        entry.stay = (entry.stay * 2).min(STAY.1);
+        entry.stay = (entry.stay * 2).min(HOT_TRANSACTIONS.1);
         true
     }
 
-    /// A page whose time is over, one at a time; it is not hot any more.
-    pub(super) fn cooled(&mut self) -> Option<usize> {
+    /// Removes one page whose hot period is over, and returns it.
+    pub(super) fn cool_page(&mut self) -> Option<usize> {
         let over = self.hot.iter().position(|(_, until)| *until <= self.now)?;
         let (page, _) = self.hot.swap_remove(over);
         if let Some(entry) = self.pages.get_mut(&page) {
-            (entry.heat, entry.seen) = (WARM, self.now);
+            (entry.heat, entry.seen) = (HEAT_AFTER_COOLING, self.now);
         }
         Some(page)
     }
@@ -98,16 +102,16 @@ mod tests {
 
     /// Writes a page in every `every`th transaction, and counts those in which it was hot.
     fn hot_transactions(every: u64, transactions: u64) -> u64 {
-        let mut heat = Heat::default();
+        let mut heat = PageHeat::default();
         let mut count = 0;
         for number in 0..transactions {
-            let is_hot = heat.hot().any(|page| page == 7);
+            let is_hot = heat.hot_pages().any(|page| page == 7);
             count += u64::from(is_hot);
             if !is_hot && number % every == 0 {
-                heat.written(7);
+                heat.record_write(7);
             }
-            heat.tick();
-            heat.cooled();
+            heat.end_transaction();
+            heat.cool_page();
         }
         count
     }
@@ -120,30 +124,30 @@ mod tests {
 
     #[test]
     fn there_are_never_too_many() {
-        let mut heat = Heat::default();
+        let mut heat = PageHeat::default();
         for _ in 0..100 {
             for page in 0..100 {
-                if !heat.hot().any(|hot| hot == page) {
-                    heat.written(page);
+                if !heat.hot_pages().any(|hot| hot == page) {
+                    heat.record_write(page);
                 }
             }
-            heat.tick();
+            heat.end_transaction();
         }
-        assert_eq!(heat.hot().count(), PAGES_MAX);
+        assert_eq!(heat.hot_pages().count(), PAGES_MAX);
     }
 
     #[test]
     fn what_is_no_longer_written_cools() {
-        let mut heat = Heat::default();
-        while !heat.written(3) {
-            heat.tick();
+        let mut heat = PageHeat::default();
+        while !heat.record_write(3) {
+            heat.end_transaction();
         }
         let mut transactions = 0;
-        while heat.cooled().is_none() {
-            heat.tick();
+        while heat.cool_page().is_none() {
+            heat.end_transaction();
             transactions += 1;
         }
-        assert_eq!(transactions, STAY.0);
-        assert_eq!(heat.hot().count(), 0);
+        assert_eq!(transactions, HOT_TRANSACTIONS.0);
+        assert_eq!(heat.hot_pages().count(), 0);
     }
 }

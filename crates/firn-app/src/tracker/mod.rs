@@ -1,17 +1,18 @@
-//! How a session knows what was written: one trait, one module for each way.
+//! Trackers: methods to find what a transaction wrote. One trait, and one module for each tracker.
 //!
-//! | tracker | first write of a page costs | a commit costs | tells | memory |
+//! | tracker | first write of a page costs | a commit costs | reports | memory |
 //! |---|---|---|---|---|
-//! | [`Kind::Pages`] (PT) | a signal, `mprotect` | `mprotect` | pages | any |
-//! | [`Kind::Emulate`] (Emul) | each write: a signal | nothing | words | allocated |
-//! | [`Kind::Assisted`] (PT by the kernel) | a fault inside the kernel | one scan | pages | any |
-//! | [`Kind::Scan`] | a fault inside the kernel, and maybe a copy | one scan | pages | any, or allocated |
-//! | [`Kind::Compare`] | nothing | reading everything | words | any |
-//! | [`Kind::Host`] | a fault on the host | one call to Firn | pages | any |
-//! | [`Kind::Stores`] | nothing (each store of the guest: a look at its address) | a store | words | any |
+//! | [`TrackerKind::Pages`] (PT) | a signal, `mprotect` | `mprotect` | pages | any |
+//! | [`TrackerKind::Emulate`] (Emul) | each write: a signal | nothing | words | allocated |
+//! | [`TrackerKind::Assisted`] (PT by the kernel) | a fault inside the kernel | one scan | pages | any |
+//! | [`TrackerKind::Scan`] | a fault inside the kernel, and maybe a copy | one scan | pages | any, or allocated |
+//! | [`TrackerKind::Compare`] | nothing | reading everything | words | any |
+//! | [`TrackerKind::Host`] | a fault on the host | one call to Firn | pages | any |
+//! | [`TrackerKind::Stores`] | nothing (each store of the guest: a check of its address) | a store | words | any |
 //!
-//! A tracker whose list comes from elsewhere, a hypervisor that writes it into memory of the application, is one more
-//! implementation of [`Tracker`]: `watch` asks for the list, `collect` reads it.
+//! A tracker whose list comes from elsewhere, for example a hypervisor that writes it into memory
+//! of the application, is one more implementation of [`Tracker`]: `watch_span` requests the list,
+//! `collect_writes` reads it.
 
 mod assisted;
 mod auto;
@@ -27,40 +28,42 @@ use std::str::FromStr;
 use std::sync::Arc;
 
 use crate::error::Error;
-use crate::memory::Memory;
-use crate::span::Span;
+use crate::memory::AreaMemory;
+use crate::span::PageSpan;
 
-pub(crate) use auto::choose;
+pub(crate) use auto::choose_tracker;
 
-/// Which tracker.
+/// The kind of a tracker.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 #[non_exhaustive]
-pub enum Kind {
+pub enum TrackerKind {
     /// Write-protect, fault, note the page (PT): `mprotect` and SIGSEGV.
     Pages,
-    /// Perform each store through a second mapping and note its words (Emul).
+    /// Each store is performed through a second mapping, and its words are noted (Emul).
     Emulate,
-    /// Write protection that the kernel itself answers and remembers (PT assisted by the operating system).
+    /// Write protection whose faults the kernel itself handles and remembers (PT assisted by the
+    /// operating system).
     Assisted,
     /// Page-table entries, read at commit.
     Scan,
-    /// All bytes, compared at commit with the last committed copy.
+    /// All bytes are compared at commit with the last committed copy.
     Compare,
-    /// Page tracking by Firn on the host, below the guest (PT assisted by the hypervisor): see [`crate::Host`].
+    /// Page tracking by Firn on the host, below the guest (PT assisted by the hypervisor): see
+    /// [`crate::HostTracker`].
     Host,
-    /// Stores noted by Firn's plugin in the hypervisor, below the guest (Emul assisted by the hypervisor): see
-    /// [`crate::Host::noting_stores`].
+    /// Stores noted by Firn's plugin in the hypervisor, below the guest (Emul assisted by the
+    /// hypervisor): see [`crate::HostTracker::noting_stores`].
     Stores,
-    /// Somebody else's list: see [`crate::Session::open_with`].
+    /// A tracker that the caller provides: see [`crate::Session::open_with`].
     External,
 }
 
-impl Kind {
-    /// All that a session can open by itself.
+impl TrackerKind {
+    /// All kinds that a session can open by itself.
     pub const ALL: [Self; 5] =
         [Self::Pages, Self::Emulate, Self::Assisted, Self::Scan, Self::Compare];
 
-    /// Its name in options, figures and messages.
+    /// The name in options, figures and messages.
     pub fn name(self) -> &'static str {
         match self {
             Self::Pages => "pt",
@@ -75,42 +78,42 @@ impl Kind {
     }
 }
 
-impl fmt::Display for Kind {
+impl fmt::Display for TrackerKind {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         f.write_str(self.name())
     }
 }
 
-impl FromStr for Kind {
-    type Err = UnknownKind;
+impl FromStr for TrackerKind {
+    type Err = UnknownTracker;
 
-    fn from_str(name: &str) -> Result<Self, UnknownKind> {
+    fn from_str(name: &str) -> Result<Self, UnknownTracker> {
         let known = Self::ALL.into_iter().find(|kind| kind.name() == name);
-        known.ok_or_else(|| UnknownKind(name.to_owned()))
+        known.ok_or_else(|| UnknownTracker(name.to_owned()))
     }
 }
 
-/// No tracker is called so.
+/// No tracker has this name.
 #[derive(Debug, thiserror::Error)]
-#[error("no tracker is called {0:?}; there are pt, emul, pt_assisted, scan, compare (and auto)")]
-pub struct UnknownKind(String);
+#[error("no tracker has the name {0:?}: there are pt, emul, pt_assisted, scan, compare (and auto)")]
+pub struct UnknownTracker(String);
 
-/// What a tracker noticed: runs of addresses.
+/// Runs of addresses that a tracker found to be written.
 #[derive(Clone, Debug, Default)]
-pub struct Found {
+pub struct WrittenRuns {
     runs: Vec<(usize, usize)>,
 }
 
-impl Found {
+impl WrittenRuns {
     /// Adds a run of bytes that may have been written.
-    pub fn push(&mut self, start: usize, len: usize) {
+    pub fn push_run(&mut self, start: usize, len: usize) {
         match self.runs.last_mut() {
             Some((last, last_len)) if *last + *last_len == start => *last_len += len,
             _ => self.runs.push((start, len)),
         }
     }
 
-    /// Forgets all of them.
+    /// Removes all runs.
     pub fn clear(&mut self) {
         self.runs.clear();
     }
@@ -119,8 +122,8 @@ impl Found {
         &self.runs
     }
 
-    /// By address, each byte once.
-    pub(crate) fn normalize(&mut self) {
+    /// Sorts the runs by address, and joins them so that each byte occurs once.
+    pub(crate) fn join_runs(&mut self) {
         if self.runs.is_sorted_by(|a, b| a.0 + a.1 < b.0) {
             return;
         }
@@ -135,73 +138,77 @@ impl Found {
     }
 }
 
-/// What happened besides.
+/// Counts of a tracker's events.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
-pub struct Counts {
+pub struct TrackerCounts {
     /// Stores performed through a second mapping.
     pub emulated: u64,
-    /// Instructions that could not be, whose pages were followed as by PT.
+    /// Instructions that could not be performed so, whose pages were followed as by PT.
     pub unsupported: u64,
-    /// Commits for which the host could not tell what was written, so that everything counted.
+    /// Commits for which the host could not report what was written, so that everything counted as
+    /// written.
     pub blind: u64,
     /// Commits for which the host was called, though stores are noted from below.
     pub called: u64,
 }
 
-/// Something that knows what was written.
+/// A method to find what was written.
 ///
-/// Calls come from one thread at a time, and never while the application writes the memory that is followed.
+/// Calls come from one thread at a time, and never while the application writes the memory that is
+/// followed.
 pub trait Tracker: Send {
-    /// Which it is.
-    fn kind(&self) -> Kind;
+    /// The kind of this tracker.
+    fn kind(&self) -> TrackerKind;
 
-    /// Whether it tells words as they were written. The others tell pages, and a session can find the words that differ.
-    fn tells_words(&self) -> bool {
+    /// Whether it reports words as they were written. Other trackers report pages, and a session
+    /// can find the words that differ.
+    fn reports_words(&self) -> bool {
         false
     }
 
-    /// Whether the session compares what it is told with the last committed copy: then a tracker may tell more than was
-    /// written, if that is quicker. Called once, before anything is followed.
-    fn compares(&mut self, compares: bool) {
+    /// Whether the session compares reported runs with the last committed copy: then a tracker may
+    /// report more than was written, if that is faster. Called once, before any span is followed.
+    fn set_comparing(&mut self, compares: bool) {
         let _ = compares;
     }
 
-    /// Starts to follow pages of memory that the application has already. Nothing counts as written.
+    /// Begins to follow pages of memory that the application has already. No page counts as written
+    /// at first.
     ///
     /// # Errors
     /// If the kernel refuses, or the tracker needs memory of its own.
-    fn watch(&mut self, span: Span) -> Result<(), Error>;
+    fn watch_span(&mut self, span: PageSpan) -> Result<(), Error>;
 
-    /// Starts to follow memory that the library allocates for the purpose.
+    /// Allocates memory and begins to follow it.
     ///
     /// # Errors
     /// If the kernel refuses.
-    fn allocate(&mut self, bytes: usize) -> Result<Arc<Memory>, Error> {
-        let memory = Arc::new(Memory::anonymous(bytes)?);
-        self.watch(memory.span()).map(|()| memory)
+    fn allocate_memory(&mut self, bytes: usize) -> Result<Arc<AreaMemory>, Error> {
+        let memory = Arc::new(AreaMemory::anonymous(bytes)?);
+        self.watch_span(memory.span()).map(|()| memory)
     }
 
-    /// Adds what may have been written since the last call, and starts anew.
+    /// Adds the runs that may have been written since the last call, and begins a new period.
     ///
     /// # Errors
-    /// If the kernel refuses: what was written is then unknown.
-    fn collect(&mut self, found: &mut Found) -> Result<(), Error>;
+    /// If the kernel refuses: then what was written is unknown.
+    fn collect_writes(&mut self, found: &mut WrittenRuns) -> Result<(), Error>;
 
-    /// What happened so far.
-    fn counts(&self) -> Counts {
-        Counts::default()
+    /// The counts of events so far.
+    fn counts(&self) -> TrackerCounts {
+        TrackerCounts::default()
     }
 }
 
-/// Makes a tracker.
-pub(crate) fn open(kind: Kind) -> Result<Box<dyn Tracker>, Error> {
+/// Opens a tracker.
+pub(crate) fn open_tracker(kind: TrackerKind) -> Result<Box<dyn Tracker>, Error> {
     Ok(match kind {
-        Kind::Pages => Box::new(pages::Pages::default()),
-        Kind::Emulate => Box::new(emulate::Emulate::default()),
-        Kind::Assisted => Box::new(assisted::Assisted::open()?),
-        Kind::Scan => scan::open()?,
-        Kind::Compare => Box::new(compare::Compare::default()),
-        Kind::Host | Kind::Stores | Kind::External => {
+        TrackerKind::Pages => Box::new(pages::PageTracker::default()),
+        TrackerKind::Emulate => Box::new(emulate::EmulationTracker::default()),
+        TrackerKind::Assisted => Box::new(assisted::AssistedTracker::open()?),
+        TrackerKind::Scan => scan::open_scan()?,
+        TrackerKind::Compare => Box::new(compare::CompareTracker::default()),
+        TrackerKind::Host | TrackerKind::Stores | TrackerKind::External => {
             let why = "it is opened by Session::open_with".to_owned();
             return Err(Error::Unavailable { kind, why });
         }
@@ -214,19 +221,19 @@ mod tests {
 
     #[test]
     fn runs_are_joined() {
-        let mut found = Found::default();
+        let mut found = WrittenRuns::default();
         for (start, len) in [(8, 8), (16, 8), (40, 8), (0, 12), (44, 2)] {
-            found.push(start, len);
+            found.push_run(start, len);
         }
-        found.normalize();
+        found.join_runs();
         assert_eq!(found.runs(), [(0, 24), (40, 8)]);
     }
 
     #[test]
     fn names_are_read_back() {
-        for kind in Kind::ALL {
-            assert_eq!(kind.name().parse::<Kind>().unwrap(), kind);
+        for kind in TrackerKind::ALL {
+            assert_eq!(kind.name().parse::<TrackerKind>().unwrap(), kind);
         }
-        assert!("soft".parse::<Kind>().is_err());
+        assert!("soft".parse::<TrackerKind>().is_err());
     }
 }

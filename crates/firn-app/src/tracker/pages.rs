@@ -1,34 +1,34 @@
 //! PT: write-protected pages, SIGSEGV at the first write of each, one `mprotect` at commit.
 
-use super::{Found, Kind, Tracker};
+use super::{Tracker, TrackerKind, WrittenRuns};
 use crate::error::Error;
-use crate::span::{PAGE, Span};
-use crate::sys::fault::Watched;
-use crate::sys::notes::Noted;
+use crate::span::{PAGE, PageSpan};
+use crate::sys::fault::WatchedSpan;
+use crate::sys::notes::NotedStore;
 
 /// See the module documentation.
 #[derive(Debug, Default)]
-pub(super) struct Pages {
-    watched: Vec<Watched>,
+pub(super) struct PageTracker {
+    watched: Vec<WatchedSpan>,
     pages: Vec<u32>,
-    stores: Vec<Noted>,
+    stores: Vec<NotedStore>,
 }
 
-impl Tracker for Pages {
-    fn kind(&self) -> Kind {
-        Kind::Pages
+impl Tracker for PageTracker {
+    fn kind(&self) -> TrackerKind {
+        TrackerKind::Pages
     }
 
-    fn watch(&mut self, span: Span) -> Result<(), Error> {
+    fn watch_span(&mut self, span: PageSpan) -> Result<(), Error> {
         let watched =
-            Watched::new(span, None).map_err(Error::system("write-protecting an area"))?;
+            WatchedSpan::new(span, None).map_err(Error::system("write-protecting an area"))?;
         self.watched.push(watched);
         Ok(())
     }
 
-    fn collect(&mut self, found: &mut Found) -> Result<(), Error> {
+    fn collect_writes(&mut self, found: &mut WrittenRuns) -> Result<(), Error> {
         for watched in &self.watched {
-            let taken = watched.notes().take(&mut self.pages, &mut self.stores);
+            let taken = watched.notes().take_notes(&mut self.pages, &mut self.stores);
             taken.map_err(Error::system("write-protecting pages"))?;
             push_pages(watched.notes().span(), &self.pages, found);
         }
@@ -37,8 +37,8 @@ impl Tracker for Pages {
 }
 
 /// Adds pages of a span, by number.
-pub(super) fn push_pages(span: Span, pages: &[u32], found: &mut Found) {
+pub(super) fn push_pages(span: PageSpan, pages: &[u32], found: &mut WrittenRuns) {
     for &page in pages {
-        found.push(span.start() + page as usize * PAGE, PAGE);
+        found.push_run(span.start() + page as usize * PAGE, PAGE);
     }
 }

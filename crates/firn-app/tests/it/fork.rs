@@ -1,8 +1,10 @@
-//! Forks at random instants: the parent recovers exactly, and no child panics, hangs, or harms what is the parent's.
+//! Forks at random instants: the parent recovers exactly, and no child panics, hangs, or harms what
+//! is the parent's.
 //!
-//! A program (this test program, started anew) commits and aborts transactions. Its main thread forks between two of them and
-//! inside of them, another thread forks at any instant. Children end at once, use what they have of the session, drop it,
-//! write the areas, or open a session of their own. `FIRN_RUNS` says how many forks (60 for each tracker).
+//! A program (this test program, started anew) commits and aborts transactions. Its main thread
+//! forks between two of them and inside of them, another thread forks at any instant. Children end
+//! at once, use what they have of the session, drop it, write the areas, or open a session of their
+//! own. `FIRN_RUNS` says how many forks (60 for each tracker).
 
 use std::fs;
 use std::panic::{AssertUnwindSafe, catch_unwind};
@@ -12,7 +14,7 @@ use std::ptr::NonNull;
 use std::thread;
 use std::time::Duration;
 
-use firn_app::{Area, Error, Fsync, Kind, Options, Session, Target};
+use firn_app::{Area, BackupTarget, Error, FsyncPolicy, Session, SessionOptions, TrackerKind};
 
 const PROGRAM: &str = "FIRN_APP_TEST_FORKS";
 const LENGTHS: [usize; 2] = [3000, 70_001];
@@ -21,7 +23,7 @@ const REGISTERED: usize = 50_000;
 /// Seconds that a child may take on a busy machine before it counts as one that hangs.
 const CHILD_SECONDS: u32 = 60;
 
-fn forks_with(kind: Kind) {
+fn forks_with(kind: TrackerKind) {
     let forks = std::env::var("FIRN_RUNS").unwrap_or_else(|_| "60".to_owned());
     let dir = tempfile::tempdir().unwrap();
     let output = Command::new(std::env::current_exe().unwrap())
@@ -39,27 +41,27 @@ fn forks_with(kind: Kind) {
 
 #[test]
 fn pages() {
-    forks_with(Kind::Pages);
+    forks_with(TrackerKind::Pages);
 }
 
 #[test]
 fn emulate() {
-    forks_with(Kind::Emulate);
+    forks_with(TrackerKind::Emulate);
 }
 
 #[test]
 fn assisted() {
-    forks_with(Kind::Assisted);
+    forks_with(TrackerKind::Assisted);
 }
 
 #[test]
 fn scan() {
-    forks_with(Kind::Scan);
+    forks_with(TrackerKind::Scan);
 }
 
 #[test]
 fn compare() {
-    forks_with(Kind::Compare);
+    forks_with(TrackerKind::Compare);
 }
 
 /// The program. Without orders it is an empty test.
@@ -84,8 +86,10 @@ impl Random {
     }
 }
 
-fn options(kind: Kind, log: &Path) -> Options {
-    Options::new("forks").tracker(kind).backup(Target::file(log).fsync(Fsync::Never))
+fn options(kind: TrackerKind, log: &Path) -> SessionOptions {
+    SessionOptions::new("forks")
+        .tracker(kind)
+        .backup(BackupTarget::file(log).fsync(FsyncPolicy::Never))
 }
 
 /// All bytes of an area, written as an application writes them.
@@ -94,7 +98,7 @@ fn bytes<'a>(area: &(usize, usize)) -> &'a mut [u8] {
     unsafe { std::slice::from_raw_parts_mut(area.0 as *mut u8, area.1) }
 }
 
-fn run(kind: Kind, forks: u64, dir: &Path) {
+fn run(kind: TrackerKind, forks: u64, dir: &Path) {
     let mut random = Random(0x9e37_79b9_7f4a_7c15 ^ u64::from(std::process::id()));
     let log = dir.join("log");
     let mut session = Session::open(options(kind, &log)).unwrap();
@@ -102,7 +106,8 @@ fn run(kind: Kind, forks: u64, dir: &Path) {
     let mut areas: Vec<(usize, usize)> =
         own.iter().map(|area| (area.as_ptr() as usize, area.len())).collect();
     let mut memory = vec![0_u8; REGISTERED];
-    // SAFETY: the vector stays as it is until the session is dropped, and is written by this thread alone.
+    // SAFETY: the vector stays as it is until the session is dropped, and is written by this thread
+    // alone.
     let registered = unsafe {
         session.register("registered", NonNull::new(memory.as_mut_ptr()).unwrap(), REGISTERED)
     };
@@ -182,7 +187,7 @@ fn run(kind: Kind, forks: u64, dir: &Path) {
 
 /// A thread that shares nothing with the one that commits but the instants.
 fn fork_at_any_instant(
-    kind: Kind,
+    kind: TrackerKind,
     forks: u64,
     areas: &[(usize, usize)],
     session: usize,
@@ -195,7 +200,8 @@ fn fork_at_any_instant(
         let Some(child) = forked() else {
             ends(|| match draw {
                 0 => Ok(()),
-                // SAFETY: the session lives until this thread has ended, and the thread that uses it is not in this process.
+                // SAFETY: the session lives until this thread has ended, and the thread that uses
+                // it is not in this process.
                 1 => use_it(unsafe { &mut *(session as *mut Session) }),
                 2 => write_all(areas),
                 _ => own_session(kind, dir),
@@ -206,7 +212,7 @@ fn fork_at_any_instant(
 }
 
 /// A child that lives on does not keep the log: the parent's next session has it.
-fn finish(kind: Kind, session: Session, log: &Path, right: (u64, &[Vec<u8>]), forks: u64) {
+fn finish(kind: TrackerKind, session: Session, log: &Path, right: (u64, &[Vec<u8>]), forks: u64) {
     let Some(child) = forked() else {
         thread::sleep(Duration::from_secs(u64::from(CHILD_SECONDS)));
         ends(|| Ok(()))
@@ -230,7 +236,8 @@ fn finish(kind: Kind, session: Session, log: &Path, right: (u64, &[Vec<u8>]), fo
 
 /// The child's number; none in the child.
 fn forked() -> Option<libc::pid_t> {
-    // SAFETY: the child uses memory, the C library's allocator, which forks know, and this library; then it ends.
+    // SAFETY: the child uses memory, the C library's allocator, which forks know, and this library;
+    // then it ends.
     let child = unsafe { libc::fork() };
     assert!(child >= 0, "fork failed");
     (child != 0).then_some(child)
@@ -275,11 +282,11 @@ fn check_forked<T>(result: Result<T, Error>) -> Result<(), String> {
 
 fn use_it(session: &mut Session) -> Result<(), String> {
     check_forked(session.begin().map(drop))?;
-    check_forked(session.transaction().map(drop))?;
+    check_forked(session.open_transaction().map(drop))?;
     check_forked(session.allocate("more", 10))?;
     check_forked(session.recover())?;
-    check_forked(session.flush())?;
-    match session.acknowledged() {
+    check_forked(session.flush_backups())?;
+    match session.acknowledged_sequence() {
         0 => Ok(()),
         number => Err(format!("{number} is acknowledged")),
     }
@@ -296,7 +303,7 @@ fn write_all(areas: &[(usize, usize)]) -> Result<(), String> {
     Ok(())
 }
 
-fn own_session(kind: Kind, dir: &Path) -> Result<(), String> {
+fn own_session(kind: TrackerKind, dir: &Path) -> Result<(), String> {
     let log: PathBuf = dir.join(std::process::id().to_string());
     let commits = || -> Result<u64, Error> {
         let mut session = Session::open(options(kind, &log))?;

@@ -6,22 +6,23 @@ use std::process::Command;
 use std::time::Duration;
 
 use firn_app::{
-    Acknowledge, BackupError, Compression, Error, Fsync, Kind, Options, Session, Target,
+    AcknowledgePolicy, BackupError, BackupTarget, Compression, Error, FsyncPolicy, Session,
+    SessionOptions, TrackerKind,
 };
 
 const LEN: usize = 300;
 
-fn target(path: &Path) -> Target {
-    Target::file(path).fsync(Fsync::Never)
+fn target(path: &Path) -> BackupTarget {
+    BackupTarget::file(path).fsync(FsyncPolicy::Never)
 }
 
-fn options(path: &Path) -> Options {
-    Options::new("log").tracker(Kind::Assisted).backup(target(path))
+fn options(path: &Path) -> SessionOptions {
+    SessionOptions::new("log").tracker(TrackerKind::Assisted).backup(target(path))
 }
 
-fn options_in(path: &Path, compression: Compression) -> Options {
+fn options_in(path: &Path, compression: Compression) -> SessionOptions {
     let target = target(path).compression(compression);
-    Options::new("log").tracker(Kind::Assisted).backup(target)
+    SessionOptions::new("log").tracker(TrackerKind::Assisted).backup(target)
 }
 
 /// Commits so many transactions, and gives what each left and how long the log was then.
@@ -29,7 +30,7 @@ fn write(path: &Path, transactions: u8) -> Vec<(Vec<u8>, u64)> {
     write_by(options(path), path, transactions)
 }
 
-fn write_by(options: Options, path: &Path, transactions: u8) -> Vec<(Vec<u8>, u64)> {
+fn write_by(options: SessionOptions, path: &Path, transactions: u8) -> Vec<(Vec<u8>, u64)> {
     let mut session = Session::open(options).unwrap();
     let area = session.allocate("area", LEN).unwrap();
     session.recover().unwrap();
@@ -47,7 +48,7 @@ fn recover(path: &Path) -> Result<(u64, Vec<u8>), Error> {
     recover_by(options(path))
 }
 
-fn recover_by(options: Options) -> Result<(u64, Vec<u8>), Error> {
+fn recover_by(options: SessionOptions) -> Result<(u64, Vec<u8>), Error> {
     let mut session = Session::open(options)?;
     let area = session.allocate("area", LEN)?;
     let sequence = session.recover()?;
@@ -76,7 +77,7 @@ fn cut_at_any_byte_it_gives_the_last_whole_transaction() {
             0 => assert_eq!(bytes, [0; LEN]),
             count => assert_eq!(bytes, states[count - 1].0, "cut at {len}"),
         }
-        // What was cut off is gone, and the log goes on from there.
+        // The truncated record is gone, and the log continues from there.
         let after = write(&path, 1);
         assert_eq!(recover(&path).unwrap(), (sequence + 1, after[0].0.clone()));
     }
@@ -159,7 +160,7 @@ fn a_log_does_not_grow_for_ever() {
     for compression in [Compression::None, Compression::Lz4] {
         let path = dir.path().join(format!("{compression:?}"));
         let target = target(&path).compression(compression);
-        let options = Options::new("log").tracker(Kind::Assisted).backup(target);
+        let options = SessionOptions::new("log").tracker(TrackerKind::Assisted).backup(target);
         let mut session = Session::open(options.clone()).unwrap();
         let area = session.allocate("area", 200_000).unwrap();
         let mut largest = 0;
@@ -195,7 +196,7 @@ fn what_is_there_is_not_overwritten_by_mistake() {
     session.allocate("area", LEN + 1).unwrap();
     assert!(matches!(session.recover(), Err(Error::OtherSize { stored: LEN, .. })));
     drop(session);
-    let other = Session::open(Options::new("other").backup(target(&path)));
+    let other = Session::open(SessionOptions::new("other").backup(target(&path)));
     assert!(matches!(other, Err(Error::Backup(_))));
     assert_eq!(recover(&path).unwrap(), (3, states[2].0.clone()));
     let mut session = Session::open(options(&path).discard(true)).unwrap();
@@ -234,22 +235,26 @@ fn areas_are_known_by_name() {
 #[test]
 fn every_policy_keeps_everything_when_closed() {
     let dir = tempfile::tempdir().unwrap();
-    let policies = [Fsync::EveryCommit, Fsync::Interval(Duration::from_millis(1)), Fsync::Never];
+    let policies = [
+        FsyncPolicy::EveryCommit,
+        FsyncPolicy::Interval(Duration::from_millis(1)),
+        FsyncPolicy::Never,
+    ];
     for (number, fsync) in policies.into_iter().enumerate() {
         let path = dir.path().join(number.to_string());
-        let late = Acknowledge::Async { lag_max: 50 };
-        let target = Target::file(&path).fsync(fsync).acknowledge(late);
-        let options = Options::new("log").tracker(Kind::Compare).backup(target);
+        let late = AcknowledgePolicy::Async { lag_max: 50 };
+        let target = BackupTarget::file(&path).fsync(fsync).acknowledge(late);
+        let options = SessionOptions::new("log").tracker(TrackerKind::Compare).backup(target);
         let mut session = Session::open(options).unwrap();
         let area = session.allocate("area", LEN).unwrap();
         for number in 0..200_u64 {
             let mut transaction = session.begin().unwrap();
             transaction.bytes(&area)[number as usize] = 1;
             transaction.commit().unwrap();
-            assert!(session.acknowledged() + 50 >= session.sequence());
+            assert!(session.acknowledged_sequence() + 50 >= session.sequence());
         }
-        session.flush().unwrap();
-        assert_eq!(session.acknowledged(), 200);
+        session.flush_backups().unwrap();
+        assert_eq!(session.acknowledged_sequence(), 200);
         let bytes = session.bytes(&area).to_vec();
         drop(session);
         assert_eq!(recover(&path).unwrap(), (200, bytes));
@@ -294,9 +299,10 @@ impl Drop for Disk {
     }
 }
 
-/// Fills an area anew in each transaction until the disk is full. Gives the last one that was acknowledged.
+/// Fills an area anew in each transaction until the disk is full. Gives the last one that was
+/// acknowledged.
 fn fill_up(path: &Path, len: usize) -> (u64, Error) {
-    let options = Options::new("full").tracker(Kind::Compare).backup(target(path));
+    let options = SessionOptions::new("full").tracker(TrackerKind::Compare).backup(target(path));
     let mut session = Session::open(options).unwrap();
     let area = session.allocate("area", len).unwrap();
     let mut number = session.recover().unwrap();
@@ -328,7 +334,7 @@ fn a_full_disk_takes_nothing_that_was_acknowledged() {
         assert_eq!(disk.files(), ["log"], "nothing half-written stays");
         // As if it had been killed while it wrote the log anew.
         fs::write(path.with_extension("new"), "").unwrap();
-        let mut session = Session::open(Options::new("full").backup(target(&path))).unwrap();
+        let mut session = Session::open(SessionOptions::new("full").backup(target(&path))).unwrap();
         assert_eq!(disk.files(), ["log"]);
         let area = session.allocate("area", len).unwrap();
         assert_eq!(session.recover().unwrap(), acknowledged);

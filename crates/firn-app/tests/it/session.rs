@@ -6,10 +6,13 @@ use std::ptr::NonNull;
 use std::sync::atomic::{AtomicUsize, Ordering};
 use std::thread;
 
-use firn_app::{Error, Found, Kind, Options, Precision, Session, Source, Span, Tracker};
+use firn_app::{
+    Error, MemorySource, PageSpan, Precision, Session, SessionOptions, Tracker, TrackerKind,
+    WrittenRuns,
+};
 
-fn open(kind: Kind) -> Session {
-    Session::open(Options::new("test").tracker(kind)).unwrap()
+fn open(kind: TrackerKind) -> Session {
+    Session::open(SessionOptions::new("test").tracker(kind)).unwrap()
 }
 
 /// Changes as (start, end), of the only area.
@@ -19,7 +22,7 @@ fn changed(session: &Session) -> Vec<(usize, usize)> {
 
 #[test]
 fn words_that_differ_are_told() {
-    for kind in Kind::ALL {
+    for kind in TrackerKind::ALL {
         let mut session = open(kind);
         let area = session.allocate("area", 20_000).unwrap();
         session.begin().unwrap().commit().unwrap();
@@ -37,8 +40,9 @@ fn words_that_differ_are_told() {
 
 #[test]
 fn pages_are_told_where_nothing_is_compared() {
-    for kind in [Kind::Pages, Kind::Assisted, Kind::Scan] {
-        let options = Options::new("test").tracker(kind).precision(Precision::Pages).undo(false);
+    for kind in [TrackerKind::Pages, TrackerKind::Assisted, TrackerKind::Scan] {
+        let options =
+            SessionOptions::new("test").tracker(kind).precision(Precision::Pages).undo(false);
         let mut session = Session::open(options).unwrap();
         let area = session.allocate("area", 20_000).unwrap();
         session.begin().unwrap().commit().unwrap();
@@ -54,7 +58,7 @@ fn pages_are_told_where_nothing_is_compared() {
 
 #[test]
 fn a_transaction_that_is_dropped_is_undone() {
-    for kind in Kind::ALL {
+    for kind in TrackerKind::ALL {
         let mut session = open(kind);
         let area = session.allocate("area", 10_000).unwrap();
         let mut transaction = session.begin().unwrap();
@@ -69,24 +73,24 @@ fn a_transaction_that_is_dropped_is_undone() {
 
 #[test]
 fn calls_out_of_order_are_refused() {
-    let mut session = open(Kind::Assisted);
-    assert!(matches!(session.transaction(), Err(Error::State { .. })));
+    let mut session = open(TrackerKind::Assisted);
+    assert!(matches!(session.open_transaction(), Err(Error::State { .. })));
     session.begin().unwrap().detach();
     assert!(matches!(session.begin(), Err(Error::State { .. })));
     assert!(matches!(session.allocate("late", 1), Err(Error::State { .. })));
     assert!(matches!(session.recover(), Err(Error::State { .. })));
-    session.transaction().unwrap().commit().unwrap();
+    session.open_transaction().unwrap().commit().unwrap();
     assert!(matches!(session.allocate("empty", 0), Err(Error::Size { .. })));
     session.allocate("one", 1).unwrap();
     assert!(matches!(session.allocate("one", 1), Err(Error::Overlap { .. })));
-    let options = Options::new("test").tracker(Kind::Assisted).undo(false);
+    let options = SessionOptions::new("test").tracker(TrackerKind::Assisted).undo(false);
     assert!(matches!(Session::open(options), Err(Error::Unavailable { .. })));
 }
 
 #[test]
 #[should_panic(expected = "another session")]
 fn an_area_belongs_to_its_session() {
-    let (mut one, mut two) = (open(Kind::Assisted), open(Kind::Assisted));
+    let (mut one, mut two) = (open(TrackerKind::Assisted), open(TrackerKind::Assisted));
     let area = one.allocate("area", 1).unwrap();
     two.allocate("area", 1).unwrap();
     two.begin().unwrap().bytes(&area)[0] = 1;
@@ -98,12 +102,13 @@ struct Shared([u8; 3 * 4096]);
 
 #[test]
 fn two_areas_may_share_a_page_and_two_sessions_may_not() {
-    for kind in [Kind::Pages, Kind::Assisted, Kind::Compare] {
+    for kind in [TrackerKind::Pages, TrackerKind::Assisted, TrackerKind::Compare] {
         let mut memory = Box::new(Shared([0; 3 * 4096]));
         let start = NonNull::from(&mut memory.0).cast::<u8>();
         let at = |offset| start.map_addr(|address| address.checked_add(offset).unwrap());
         let (mut one, mut two) = (open(kind), open(kind));
-        // SAFETY: the box outlives both sessions, and is written by this thread, outside of their methods.
+        // SAFETY: the box outlives both sessions, and is written by this thread, outside of their
+        // methods.
         let (a, b) = unsafe {
             let a = one.register("a", at(10), 5000).unwrap();
             let b = one.register("b", at(5010), 99).unwrap();
@@ -118,7 +123,7 @@ fn two_areas_may_share_a_page_and_two_sessions_may_not() {
             // SAFETY: as above.
             unsafe { at(offset).write_volatile(1) };
         }
-        one.transaction().unwrap().commit().unwrap();
+        one.open_transaction().unwrap().commit().unwrap();
         let told: Vec<_> =
             one.changes().iter().map(|change| (change.area, change.bytes.clone())).collect();
         assert_eq!(told, [(a, 0..8), (a, 4992..5000), (b, 0..8), (b, 96..99)], "{kind}");
@@ -132,17 +137,18 @@ static STATIC: [AtomicUsize; 1000] = [const { AtomicUsize::new(0) }; 1000];
 
 #[test]
 fn a_static_can_be_an_area() {
-    for kind in [Kind::Pages, Kind::Assisted] {
+    for kind in [TrackerKind::Pages, TrackerKind::Assisted] {
         let mut session = open(kind);
         let start = NonNull::from(&STATIC).cast();
-        // SAFETY: a static lives for ever; it is written by this thread, outside of the session's methods.
+        // SAFETY: a static lives for ever; it is written by this thread, outside of the session's
+        // methods.
         let area = unsafe { session.register("static", start, size_of_val(&STATIC)).unwrap() };
         session.begin().unwrap().commit().unwrap();
         session.begin().unwrap().detach();
         STATIC[77].fetch_add(5, Ordering::Relaxed);
-        session.transaction().unwrap().commit().unwrap();
+        session.open_transaction().unwrap().commit().unwrap();
         assert_eq!(changed(&session), [(77 * 8, 78 * 8)], "{kind}");
-        assert_ne!(session.bytes_of(area).unwrap()[77 * 8], 0);
+        assert_ne!(session.area_bytes(area).unwrap()[77 * 8], 0);
     }
 }
 
@@ -150,15 +156,15 @@ fn a_static_can_be_an_area() {
 fn memory_that_cannot_be_mapped_twice_is_refused() {
     let mut bytes = vec![0_u8; 100];
     let start = NonNull::from(bytes.as_mut_slice()).cast();
-    let mut session = open(Kind::Emulate);
+    let mut session = open(TrackerKind::Emulate);
     // SAFETY: the vector outlives the session.
     let refused = unsafe { session.register("vector", start, 100) };
-    assert!(matches!(refused, Err(Error::Foreign { kind: Kind::Emulate })));
+    assert!(matches!(refused, Err(Error::Foreign { kind: TrackerKind::Emulate })));
 }
 
 #[test]
 fn all_threads_writes_are_told() {
-    for kind in Kind::ALL {
+    for kind in TrackerKind::ALL {
         let mut session = open(kind);
         let area = session.allocate("area", 64 * 1000).unwrap();
         session.begin().unwrap().commit().unwrap();
@@ -182,7 +188,7 @@ fn all_threads_writes_are_told() {
 
 #[test]
 fn a_system_call_may_write_an_area_where_the_kernel_helps() {
-    for kind in [Kind::Assisted, Kind::Scan, Kind::Compare] {
+    for kind in [TrackerKind::Assisted, TrackerKind::Scan, TrackerKind::Compare] {
         let mut session = open(kind);
         let area = session.allocate("area", 10_000).unwrap();
         session.begin().unwrap().commit().unwrap();
@@ -197,10 +203,10 @@ fn a_system_call_may_write_an_area_where_the_kernel_helps() {
 
 #[test]
 fn what_cannot_be_emulated_is_counted_and_told() {
-    let mut session = open(Kind::Emulate);
+    let mut session = open(TrackerKind::Emulate);
     let area = session.allocate("area", 10_000).unwrap();
     session.begin().unwrap().commit().unwrap();
-    let before = session.counts();
+    let before = session.tracker_counts();
     let mut transaction = session.begin().unwrap();
     let bytes = transaction.bytes(&area);
     bytes[100] = 1;
@@ -208,7 +214,7 @@ fn what_cannot_be_emulated_is_counted_and_told() {
     // SAFETY: a byte of the area.
     unsafe { std::arch::asm!("sar byte ptr [{p}], 1", "not byte ptr [{p}]", p = in(reg) place) };
     transaction.commit().unwrap();
-    let after = session.counts();
+    let after = session.tracker_counts();
     assert_eq!(after.unsupported - before.unsupported, 1);
     assert!(after.emulated > before.emulated);
     assert_eq!(changed(&session), [(96, 104), (5000, 5008)]);
@@ -216,13 +222,13 @@ fn what_cannot_be_emulated_is_counted_and_told() {
     let mut transaction = session.begin().unwrap();
     transaction.bytes(&area)[5000] = 7;
     transaction.commit().unwrap();
-    assert_eq!(session.counts().unsupported, after.unsupported);
+    assert_eq!(session.tracker_counts().unsupported, after.unsupported);
     assert_eq!(changed(&session), [(5000, 5008)]);
 }
 
 #[test]
 fn more_stores_than_the_log_holds_are_followed_by_pages() {
-    let options = Options::new("test").tracker(Kind::Emulate).undo(false);
+    let options = SessionOptions::new("test").tracker(TrackerKind::Emulate).undo(false);
     let mut session = Session::open(options).unwrap();
     let words = 40_000;
     let area = session.allocate("area", words * 8).unwrap();
@@ -242,7 +248,8 @@ fn more_stores_than_the_log_holds_are_followed_by_pages() {
 
 #[test]
 fn one_is_chosen_by_measurement() {
-    let mut session = Session::open(Options::new("test").source(Source::Allocated)).unwrap();
+    let mut session =
+        Session::open(SessionOptions::new("test").source(MemorySource::Allocated)).unwrap();
     let area = session.allocate("area", 5000).unwrap();
     let mut transaction = session.begin().unwrap();
     transaction.bytes(&area)[4999] = 1;
@@ -251,22 +258,22 @@ fn one_is_chosen_by_measurement() {
 }
 
 /// A tracker whose list comes from elsewhere.
-struct Told(std::sync::Arc<AtomicUsize>, Option<Span>);
+struct Told(std::sync::Arc<AtomicUsize>, Option<PageSpan>);
 
 impl Tracker for Told {
-    fn kind(&self) -> Kind {
-        Kind::External
+    fn kind(&self) -> TrackerKind {
+        TrackerKind::External
     }
 
-    fn watch(&mut self, span: Span) -> Result<(), Error> {
+    fn watch_span(&mut self, span: PageSpan) -> Result<(), Error> {
         self.1 = Some(span);
         Ok(())
     }
 
-    fn collect(&mut self, found: &mut Found) -> Result<(), Error> {
+    fn collect_writes(&mut self, found: &mut WrittenRuns) -> Result<(), Error> {
         let page = self.0.swap(usize::MAX, Ordering::Relaxed);
         if let Some(span) = self.1.filter(|_| page != usize::MAX) {
-            found.push(span.start() + page * 4096, 4096);
+            found.push_run(span.start() + page * 4096, 4096);
         }
         Ok(())
     }
@@ -276,7 +283,7 @@ impl Tracker for Told {
 fn a_list_may_come_from_outside() {
     let list = std::sync::Arc::new(AtomicUsize::new(usize::MAX));
     let tracker = Box::new(Told(list.clone(), None));
-    let mut session = Session::open_with(Options::new("test"), tracker).unwrap();
+    let mut session = Session::open_with(SessionOptions::new("test"), tracker).unwrap();
     let area = session.allocate("area", 9000).unwrap();
     session.begin().unwrap().commit().unwrap();
     let mut transaction = session.begin().unwrap();
@@ -286,7 +293,8 @@ fn a_list_may_come_from_outside() {
     assert_eq!(changed(&session), [(4096, 4104)]);
 }
 
-// What follows ends the process, or could: it runs in a child, which is this test program with one test.
+// What follows ends the process, or could: it runs in a child, which is this test program with one
+// test.
 
 const CHILD: &str = "FIRN_APP_TEST_FAULT";
 
@@ -334,7 +342,7 @@ fn faults_of_others_reach_their_handlers() {
             action.sa_flags = libc::SA_SIGINFO;
         }
         libc::sigaction(libc::SIGSEGV, &raw const action, std::ptr::null_mut());
-        let mut session = open(Kind::Pages);
+        let mut session = open(TrackerKind::Pages);
         let area = session.allocate("area", 100).unwrap();
         session.begin().unwrap().bytes(&area)[3] = 1;
         match what.as_str() {

@@ -8,8 +8,8 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use firn_app::{
-    Acknowledge, Compression, Error, Fsync, Identity, Kind, Options, ServerOptions, Session,
-    Standby, Target,
+    AcknowledgePolicy, BackupServerOptions, BackupTarget, Compression, Error, FsyncPolicy, Session,
+    SessionOptions, TlsIdentity, TrackerKind, WarmStandby,
 };
 use rcgen::{BasicConstraints, CertificateParams, CertifiedIssuer, IsCa, KeyPair};
 use rustls::pki_types::pem::PemObject as _;
@@ -18,7 +18,7 @@ use rustls::version::{TLS12, TLS13};
 use rustls::{ClientConfig, ClientConnection, RootCertStore, SupportedProtocolVersion};
 
 /// Keys of two sides that accept each other.
-fn identities(dir: &Path) -> [Identity; 2] {
+fn identities(dir: &Path) -> [TlsIdentity; 2] {
     let mut authority = CertificateParams::new(Vec::new()).unwrap();
     authority.is_ca = IsCa::Ca(BasicConstraints::Unconstrained);
     let authority = CertifiedIssuer::self_signed(authority, KeyPair::generate().unwrap()).unwrap();
@@ -29,7 +29,7 @@ fn identities(dir: &Path) -> [Identity; 2] {
         let names = vec!["127.0.0.1".to_owned()];
         let certificate =
             CertificateParams::new(names).unwrap().signed_by(&key, &authority).unwrap();
-        let identity = Identity {
+        let identity = TlsIdentity {
             certificate: dir.join("cert"),
             key: dir.join("key"),
             authority: dir.join("ca"),
@@ -41,20 +41,21 @@ fn identities(dir: &Path) -> [Identity; 2] {
     })
 }
 
-fn standby(dir: &Path, identity: &Identity) -> Standby {
-    let options = ServerOptions {
+fn standby(dir: &Path, identity: &TlsIdentity) -> WarmStandby {
+    let options = BackupServerOptions {
         listen: "127.0.0.1:0".into(),
         identity: identity.clone(),
         directory: dir.to_owned(),
-        fsync: Fsync::Never,
+        fsync: FsyncPolicy::Never,
     };
-    Standby::start(options).unwrap()
+    WarmStandby::start(options).unwrap()
 }
 
-/// What a client of this version of TLS, with the primary's certificate, gets in place of a connection.
+/// What a client of this version of TLS, with the primary's certificate, gets in place of a
+/// connection.
 fn greeting(
-    standby: &Standby,
-    identity: &Identity,
+    standby: &WarmStandby,
+    identity: &TlsIdentity,
     version: &'static SupportedProtocolVersion,
 ) -> io::Result<()> {
     let certificate = |path| CertificateDer::from_pem_file(path).unwrap();
@@ -89,15 +90,15 @@ fn a_client_that_speaks_tls_1_2_is_refused() {
 
 #[test]
 fn a_standby_goes_on_where_the_primary_was() {
-    for acknowledge in [Acknowledge::Sync, Acknowledge::Async { lag_max: 3 }] {
+    for acknowledge in [AcknowledgePolicy::Sync, AcknowledgePolicy::Async { lag_max: 3 }] {
         let dir = tempfile::tempdir().unwrap();
         let [ours, theirs] = identities(dir.path());
         let standby = standby(dir.path(), &ours);
-        let target = Target::remote(standby.address().to_string(), theirs)
-            .patience(Duration::ZERO)
+        let target = BackupTarget::remote(standby.address().to_string(), theirs)
+            .reconnect_timeout(Duration::ZERO)
             .acknowledge(acknowledge)
             .compression(Compression::Lz4);
-        let options = Options::new("pair").tracker(Kind::Assisted).backup(target);
+        let options = SessionOptions::new("pair").tracker(TrackerKind::Assisted).backup(target);
         let mut primary = Session::open(options).unwrap();
         let area = primary.allocate("area", 10_000).unwrap();
         for number in 1..=50_u8 {
@@ -105,10 +106,11 @@ fn a_standby_goes_on_where_the_primary_was() {
             transaction.bytes(&area)[usize::from(number) * 100] = number;
             transaction.commit().unwrap();
         }
-        primary.flush().unwrap();
+        primary.flush_backups().unwrap();
         let committed = primary.bytes(&area).to_vec();
 
-        let mut second = Session::open(Options::new("pair").tracker(Kind::Pages)).unwrap();
+        let mut second =
+            Session::open(SessionOptions::new("pair").tracker(TrackerKind::Pages)).unwrap();
         second.allocate("other", 10).unwrap();
         let copy = second.allocate("area", 10_000).unwrap();
         assert_eq!(standby.take_over(&mut second).unwrap(), 50);
@@ -123,14 +125,14 @@ fn a_standby_goes_on_where_the_primary_was() {
         }
         assert!(refused >= 6, "{refused} of 10");
 
-        // The second goes on with the log, which a third can recover.
+        // The second continues the log, which a third can recover.
         let mut transaction = second.begin().unwrap();
         transaction.bytes(&copy)[9999] = 99;
         assert_eq!(transaction.commit().unwrap(), 51);
         let committed = second.bytes(&copy).to_vec();
         drop(second);
-        let log = Target::file(dir.path().join("pair.log"));
-        let mut third = Session::open(Options::new("pair").backup(log)).unwrap();
+        let log = BackupTarget::file(dir.path().join("pair.log"));
+        let mut third = Session::open(SessionOptions::new("pair").backup(log)).unwrap();
         let area = third.allocate("area", 10_000).unwrap();
         assert_eq!(third.recover().unwrap(), 51);
         assert_eq!(third.bytes(&area), committed);
@@ -142,11 +144,11 @@ fn the_latest_of_several_backups_is_recovered_and_the_others_catch_up() {
     let dir = tempfile::tempdir().unwrap();
     let [ours, theirs] = identities(dir.path());
     let standby = standby(dir.path(), &ours);
-    let remote = || Target::remote(standby.address().to_string(), theirs.clone());
+    let remote = || BackupTarget::remote(standby.address().to_string(), theirs.clone());
     let file = dir.path().join("file");
-    let commit = |targets: &[Target], expected: u64| {
-        let options = Options::new("pair").tracker(Kind::Assisted);
-        let options = targets.iter().cloned().fold(options, Options::backup);
+    let commit = |targets: &[BackupTarget], expected: u64| {
+        let options = SessionOptions::new("pair").tracker(TrackerKind::Assisted);
+        let options = targets.iter().cloned().fold(options, SessionOptions::backup);
         let mut session = Session::open(options).unwrap();
         let area = session.allocate("area", 1000).unwrap();
         assert_eq!(session.recover().unwrap(), expected);
@@ -155,9 +157,9 @@ fn the_latest_of_several_backups_is_recovered_and_the_others_catch_up() {
         transaction.words(&area)[0] = expected + 1;
         transaction.commit().unwrap();
     };
-    commit(&[Target::file(&file)], 0);
-    commit(&[Target::file(&file), remote()], 1);
+    commit(&[BackupTarget::file(&file)], 0);
+    commit(&[BackupTarget::file(&file), remote()], 1);
     commit(&[remote()], 2);
-    commit(&[Target::file(&file), remote()], 3);
-    commit(&[Target::file(&file)], 4);
+    commit(&[BackupTarget::file(&file), remote()], 3);
+    commit(&[BackupTarget::file(&file)], 4);
 }

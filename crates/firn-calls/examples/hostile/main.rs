@@ -1,13 +1,16 @@
-//! A hostile program beside an honest application: it writes whatever it likes into the memory that all share.
+//! A hostile program beside an honest application: it writes arbitrary bytes into the memory that
+//! all share.
 //!
 //! ```text
 //!   cargo run --release -p firn-calls --example hostile -- --seconds 600 [--seed N]
 //!   cargo run --release -p firn-calls --example hostile -- --bytes FILE      what the fuzz target `calls` has found
 //! ```
 //!
-//! Between any two steps of the application and the host it overwrites words at random, plays old requests and answers again
-//! (bent, cut, in other slots, under other numbers), and says hello. The host must not panic, must not look for an address space
-//! for who has no key, and whatever the application accepts must tell at least what it wrote. Rounds follow from the seed alone.
+//! Between any two steps of the application and the host it overwrites words at random, replays old
+//! requests and replies (modified, truncated, in other slots, under other numbers), and sends
+//! hellos. The host must not panic, and must not search for an address space for a program without
+//! a key. A report that the application accepts must include at least what it wrote. Rounds follow
+//! from the seed alone.
 
 mod round;
 

@@ -1,10 +1,12 @@
-//! One round: an application, its host, and a hostile program between them. What happens follows from the dice alone.
+//! One round: an application, its host, and a hostile program between them. What happens follows
+//! from the dice alone.
 
 use std::collections::BTreeSet;
 use std::sync::atomic::{AtomicU32, Ordering};
 
 use firn_calls::{
-    Caller, Changed, Key, Policy, Reader, Request, SLOT_BYTES, Server, Told, WORD, Window,
+    ApplicationKey, CallPolicy, CallRequest, CallWindow, Caller, ReportReader, SLOT_BYTES,
+    SessionServer, StoreReport, WORD, WrittenPages,
 };
 use firn_types::GuestPhys;
 
@@ -26,7 +28,8 @@ pub const STEPS: usize = 400;
 
 /// Where decisions come from.
 pub enum Dice {
-    /// SplitMix64 (Steele, Lea, Flood, "Fast Splittable Pseudorandom Number Generators", OOPSLA 2014).
+    /// SplitMix64 (Steele, Lea, Flood, "Fast Splittable Pseudorandom Number Generators", OOPSLA
+    /// 2014).
     Seed(u64),
     /// These bytes, and zeros after them.
     Bytes(std::vec::IntoIter<u8>),
@@ -62,14 +65,14 @@ impl Dice {
 struct Application {
     caller: Caller,
     /// What it reads of its stores, while they are noted.
-    reader: Option<Reader>,
+    reader: Option<ReportReader>,
 }
 
 /// See the module documentation.
 pub struct Round {
     dice: Dice,
     words: Vec<AtomicU32>,
-    server: Server,
+    server: SessionServer,
     guest: Guest,
     asked: [u32; SLOTS],
     /// All requests and answers that anybody could have seen.
@@ -80,17 +83,17 @@ pub struct Round {
 }
 
 impl Round {
-    /// Nothing has been said yet.
+    /// A round without any message so far.
     pub fn new(dice: Dice) -> Self {
         let policy = format!("[applications.ledger]\nkey = \"{}\"", "07".repeat(32));
-        let policy = Policy::parse(&policy).unwrap_or_default();
+        let policy = CallPolicy::parse(&policy).unwrap_or_default();
         let mut guest = Guest::new();
         guest.map(OWN, START, 10, PAGES);
         guest.notes = Some(Default::default());
         Self {
             dice,
             words: (0..(SLOTS + 1) * SLOT_BYTES / 4).map(|_| AtomicU32::new(0)).collect(),
-            server: Server::new(policy),
+            server: SessionServer::new(policy),
             guest,
             asked: [0; SLOTS],
             seen: Vec::new(),
@@ -99,30 +102,32 @@ impl Round {
         }
     }
 
-    fn window(&self) -> Window<'_> {
-        Window::new(&self.words).unwrap_or_else(|_| unreachable!("it is large enough"))
+    fn window(&self) -> CallWindow<'_> {
+        CallWindow::new(&self.words).unwrap_or_else(|_| unreachable!("it is large enough"))
     }
 
     /// One turn of the host over all slots.
     fn host(&mut self) {
-        self.window().serve(1);
+        self.window().announce_service(1);
         for number in 0..SLOTS {
-            let window = Window::new(&self.words).unwrap_or_else(|_| unreachable!());
+            let window = CallWindow::new(&self.words).unwrap_or_else(|_| unreachable!());
             let Some(slot) = window.slot(number) else { continue };
-            let asked = slot.asked();
+            let asked = slot.request_number();
             if asked == self.asked[number] {
                 continue;
             }
             self.asked[number] = asked;
-            let request = slot.request();
-            let answer =
-                self.server.answer(number as u32, asked, request.as_deref(), &mut self.guest).bytes;
-            slot.answer(asked, &answer);
+            let request = slot.read_request();
+            let answer = self
+                .server
+                .answer_request(number as u32, asked, request.as_deref(), &mut self.guest)
+                .bytes;
+            slot.write_reply(asked, &answer);
             self.seen.extend(request);
             self.seen.push(answer);
         }
         if self.dice.below(50) == 0 {
-            self.server.sweep(&mut self.guest);
+            self.server.sweep_sessions(&mut self.guest);
         }
     }
 
@@ -143,8 +148,8 @@ impl Round {
             2 | 3 => self.play_again(),
             4 => {
                 let own = [self.dice.next() as u8; 32];
-                let mut other = Caller::new("ledger", Key::new([8; 32]), 0, own);
-                let hello = other.hello();
+                let mut other = Caller::new("ledger", ApplicationKey::new([8; 32]), 0, own);
+                let hello = other.hello_request();
                 self.post(&hello);
             }
             // A store at the address where the application ends epochs, or at one of its area.
@@ -159,23 +164,24 @@ impl Round {
 
     /// The plugin, when something is stored to an end word.
     fn plugin(&mut self) {
-        let window = Window::new(&self.words).unwrap_or_else(|_| unreachable!());
+        let window = CallWindow::new(&self.words).unwrap_or_else(|_| unreachable!());
         for (number, notes) in self.guest.notes.iter_mut().flatten() {
             let Some(slot) = window.slot(*number as usize) else { continue };
-            let ended = notes.is_end(END).then(|| notes.end(slot.ended())).flatten();
+            let ended =
+                notes.is_end_word(END).then(|| notes.end_epoch(slot.read_end_word())).flatten();
             if let Some(ended) = ended {
-                slot.tell(ended.epoch, &ended.told);
-                self.seen.push(ended.told);
+                slot.write_report(ended.epoch, &ended.report);
+                self.seen.push(ended.report);
             }
         }
     }
 
     /// The plugin, when something is stored by anybody.
     fn store(&mut self, at: u64) {
-        self.guest.notes.iter_mut().flatten().for_each(|(_, notes)| notes.store(at, WORD));
+        self.guest.notes.iter_mut().flatten().for_each(|(_, notes)| notes.note_store(at, WORD));
     }
 
-    /// Something that was said before, as it was or bent.
+    /// An earlier message, unchanged or modified.
     fn play_again(&mut self) {
         if self.seen.is_empty() {
             return;
@@ -202,9 +208,9 @@ impl Round {
         if let Some(slot) = self.window().slot(number) {
             let fits = bytes.len() <= 1 << 10;
             match is_answer {
-                true if is_told => slot.tell(sequence, bytes),
-                true => slot.answer(sequence, bytes),
-                false if fits => slot.ask(sequence, bytes),
+                true if is_told => slot.write_report(sequence, bytes),
+                true => slot.write_reply(sequence, bytes),
+                false if fits => slot.write_request(sequence, bytes),
                 false => {}
             }
         }
@@ -212,58 +218,58 @@ impl Round {
 
     /// The application asks, and takes what it finds in the place of the answer.
     fn ask(&mut self, caller: &Caller, request: &[u8]) -> Option<Vec<u8>> {
-        self.window().slot(0)?.ask(caller.asked(), request);
+        self.window().slot(0)?.write_request(caller.request_number(), request);
         self.seen.push(request.to_vec());
         self.disturb();
         self.host();
         self.disturb();
         let slot = self.window().slot(0)?;
-        slot.is_answered(caller.asked()).then(|| slot.answer_bytes())?
+        slot.is_answered(caller.request_number()).then(|| slot.read_reply())?
     }
 
     /// A session of the application, if the others let it come about.
     fn open(&mut self) -> Option<Caller> {
         let own = [self.dice.next() as u8; 32];
-        let mut caller = Caller::new("ledger", Key::new([7; 32]), 0, own);
-        let hello = caller.hello();
-        let proof = caller.challenged(&self.ask(&caller, &hello)?).ok()?;
+        let mut caller = Caller::new("ledger", ApplicationKey::new([7; 32]), 0, own);
+        let hello = caller.hello_request();
+        let proof = caller.accept_challenge(&self.ask(&caller, &hello)?).ok()?;
         self.guest.proofs.insert((OWN, PROOF_AT), proof);
-        let prove = caller.request(&Request::Prove { at: PROOF_AT });
+        let prove = caller.seal_request(&CallRequest::Prove { at: PROOF_AT });
         self.honest_searches += 1;
         let answer = self.ask(&caller, &prove)?;
-        caller.done(&answer).ok()?;
-        let follow = caller.request(&Request::Follow { start: START, pages: PAGES });
+        caller.accept_done(&answer).ok()?;
+        let follow = caller.seal_request(&CallRequest::Follow { start: START, pages: PAGES });
         let answer = self.ask(&caller, &follow)?;
-        caller.following(&answer).ok()?;
+        caller.accept_following(&answer).ok()?;
         Some(caller)
     }
 
     /// From now on its stores are noted, if the others let that come about.
     fn begin_noting(&mut self, own: &mut Application) {
-        let note = own.caller.request(&Request::Note { end: END });
+        let note = own.caller.seal_request(&CallRequest::Note { end: END });
         let answer = self.ask(&own.caller, &note);
-        own.reader = answer.and_then(|answer| own.caller.noting(&answer).ok());
+        own.reader = answer.and_then(|answer| own.caller.accept_noting(&answer).ok());
     }
 
     /// What it has stored, as it was noted.
     fn noted(&mut self, own: &mut Application) -> Option<BTreeSet<u64>> {
         let mut reader = own.reader.take()?;
-        let (epoch, token) = reader.end();
-        self.window().slot(0)?.end(token);
+        let (epoch, token) = reader.current_epoch();
+        self.window().slot(0)?.end_epoch(token);
         // Another processor may be quicker than the store is noticed.
         if self.dice.below(8) == 0 {
             self.disturb();
         }
         self.plugin();
         self.disturb();
-        let told = self.window().slot(0)?.told(epoch)?;
-        let Told::Words(runs) = reader.told(&told)? else { return None };
+        let told = self.window().slot(0)?.read_report(epoch)?;
+        let StoreReport::Words(runs) = reader.open_report(&told)? else { return None };
         own.reader = Some(reader);
         let words = |first: u32, words: u32| u64::from(first)..u64::from(first + words);
         Some(runs.iter().flat_map(|run| words(run.first, run.words)).collect())
     }
 
-    /// What was written since the last answer, as words; whole pages where pages are told.
+    /// The words written since the last reply; whole pages where the host reports pages.
     fn collect(&mut self, own: &mut Application) -> Option<BTreeSet<u64>> {
         if let Some(words) = self.noted(own) {
             return Some(words);
@@ -280,14 +286,14 @@ impl Round {
     }
 
     fn collect_pages(&mut self, own: &mut Application) -> Option<BTreeSet<u64>> {
-        let request = own.caller.collect();
+        let request = own.caller.collect_request();
         let answer = self.ask(&own.caller, &request)?;
         let words = |pages: std::ops::Range<u32>| {
             u64::from(pages.start) * WORDS..u64::from(pages.end) * WORDS
         };
-        Some(match own.caller.collected(&answer).ok()? {
-            Changed::Anything => words(0..PAGES).collect(),
-            Changed::Runs(runs) => {
+        Some(match own.caller.accept_written(&answer).ok()? {
+            WrittenPages::Anything => words(0..PAGES).collect(),
+            WrittenPages::Runs(runs) => {
                 runs.iter().flat_map(|run| words(run.first..run.first + run.pages)).collect()
             }
         })

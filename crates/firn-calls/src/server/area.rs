@@ -1,104 +1,105 @@
-//! An area that is followed: where its pages are, and which of them were written.
+//! A followed area: the physical addresses of its pages, and which of them were written.
 
 use firn_types::Page;
 
-use crate::message::{AreaId, Refusal, Run};
+use crate::message::{CallRefusal, FollowedAreaId, PageRun};
 use crate::noting::NotedArea;
 
-/// An area of one address space.
+/// A followed area of one address space.
 #[derive(Debug)]
-pub(super) struct Area {
+pub(super) struct FollowedArea {
     pub(super) start: u64,
-    /// Where each of its pages was when it was looked at last, if anywhere.
-    places: Vec<Option<Page>>,
-    /// The same by place: which page of the area is there.
-    by_place: Vec<(Page, u32)>,
-    /// Written since the last answer.
-    fresh: Vec<bool>,
-    /// Told in an answer that may not have come.
-    told: Vec<bool>,
+    /// The physical page of each of its pages at the last translation, if it was mapped.
+    physical: Vec<Option<Page>>,
+    /// The inverse map: physical page, and page of the area.
+    by_physical: Vec<(Page, u32)>,
+    /// Pages written since the last reply.
+    written: Vec<bool>,
+    /// Pages reported in a reply that may not have arrived.
+    reported: Vec<bool>,
 }
 
-impl Area {
+impl FollowedArea {
     pub(super) fn new(start: u64, places: Vec<Page>) -> Self {
         let none = vec![false; places.len()];
         let mut area = Self {
             start,
-            places: places.into_iter().map(Some).collect(),
-            by_place: Vec::new(),
-            fresh: none.clone(),
-            told: none,
+            physical: places.into_iter().map(Some).collect(),
+            by_physical: Vec::new(),
+            written: none.clone(),
+            reported: none,
         };
-        area.sort();
+        area.rebuild_index();
         area
     }
 
-    fn sort(&mut self) {
-        let pages = self.places.iter().zip(0..);
-        self.by_place = pages.filter_map(|(place, page)| Some(((*place)?, page))).collect();
-        self.by_place.sort_unstable();
+    fn rebuild_index(&mut self) {
+        let pages = self.physical.iter().zip(0..);
+        self.by_physical = pages.filter_map(|(place, page)| Some(((*place)?, page))).collect();
+        self.by_physical.sort_unstable();
     }
 
-    pub(super) fn pages(&self) -> u32 {
-        self.places.len() as u32
+    pub(super) fn page_count(&self) -> u32 {
+        self.physical.len() as u32
     }
 
-    /// Where its pages are, in ascending order.
-    pub(super) fn places(&self) -> impl Iterator<Item = Page> + '_ {
-        self.by_place.iter().map(|(place, _)| *place)
+    /// The physical pages, in ascending order.
+    pub(super) fn physical_pages(&self) -> impl Iterator<Item = Page> + '_ {
+        self.by_physical.iter().map(|(place, _)| *place)
     }
 
-    /// Where its pages are now. The guest's kernel may have moved some, or taken them away for a while: nobody saw what was
-    /// written there meanwhile.
-    pub(super) fn moved(&mut self, now: &[Result<Page, Refusal>]) {
+    /// Updates the physical pages. The guest's kernel may have moved some, or unmapped them for a
+    /// while. Firn has not observed writes to them meanwhile, so they count as written.
+    pub(super) fn update_physical(&mut self, now: &[Result<Page, CallRefusal>]) {
         let mut changed = false;
-        for (page, now) in now.iter().enumerate().take(self.places.len()) {
+        for (page, now) in now.iter().enumerate().take(self.physical.len()) {
             let now = now.ok();
-            self.fresh[page] |= now.is_none() || now != self.places[page];
-            changed |= now != self.places[page];
-            self.places[page] = now;
+            self.written[page] |= now.is_none() || now != self.physical[page];
+            changed |= now != self.physical[page];
+            self.physical[page] = now;
         }
         if changed {
-            self.sort();
+            self.rebuild_index();
         }
     }
 
-    /// The area as who notes stores has to know it, unless it is too large for that.
-    pub(super) fn noted(&self, id: AreaId) -> Option<NotedArea> {
-        let (start, pages) = (self.start, self.pages());
+    /// The area in the form that the plugin needs to note stores; `None` if it is too large for
+    /// that.
+    pub(super) fn noted_area(&self, id: FollowedAreaId) -> Option<NotedArea> {
+        let (start, pages) = (self.start, self.page_count());
         (pages <= NotedArea::PAGES_MAX).then_some(NotedArea { id, start, pages })
     }
 
-    /// These pages, in ascending order, were written.
-    pub(super) fn note(&mut self, written: &[Page]) {
+    /// Records that these physical pages, in ascending order, were written.
+    pub(super) fn mark_written(&mut self, written: &[Page]) {
         for place in written {
-            let from = self.by_place.partition_point(|(it, _)| it < place);
-            for (_, page) in self.by_place[from..].iter().take_while(|(it, _)| it == place) {
-                self.fresh[*page as usize] = true;
+            let from = self.by_physical.partition_point(|(it, _)| it < place);
+            for (_, page) in self.by_physical[from..].iter().take_while(|(it, _)| it == place) {
+                self.written[*page as usize] = true;
             }
         }
     }
 
-    /// Anything may have been written.
-    pub(super) fn note_all(&mut self) {
-        self.fresh.fill(true);
+    /// Records that all pages may have been written.
+    pub(super) fn mark_all_written(&mut self) {
+        self.written.fill(true);
     }
 
-    /// What the last answer told has come.
-    pub(super) fn acknowledge(&mut self) {
-        self.told.fill(false);
+    /// Records that the last reply has arrived.
+    pub(super) fn acknowledge_reported(&mut self) {
+        self.reported.fill(false);
     }
 
-    /// Adds what is to be told.
-    pub(super) fn tell(&mut self, id: AreaId, runs: &mut Vec<Run>) {
-        for (page, (told, fresh)) in (0..).zip(self.told.iter_mut().zip(&mut self.fresh)) {
+    /// Adds the runs of pages to report.
+    pub(super) fn report_runs(&mut self, id: FollowedAreaId, runs: &mut Vec<PageRun>) {
+        for (page, (told, fresh)) in (0..).zip(self.reported.iter_mut().zip(&mut self.written)) {
             *told |= std::mem::take(fresh);
             if !*told {
                 continue;
             }
             match runs.last_mut() {
                 Some(run) if run.area == id && run.first + run.pages == page => run.pages += 1,
-                _ => runs.push(Run { area: id, first: page, pages: 1 }),
+                _ => runs.push(PageRun { area: id, first: page, pages: 1 }),
             }
         }
     }
@@ -108,32 +109,32 @@ impl Area {
 mod tests {
     use super::*;
 
-    fn told(area: &mut Area) -> Vec<(u32, u32)> {
+    fn told(area: &mut FollowedArea) -> Vec<(u32, u32)> {
         let mut runs = Vec::new();
-        area.tell(AreaId(0), &mut runs);
+        area.report_runs(FollowedAreaId(0), &mut runs);
         runs.into_iter().map(|run| (run.first, run.pages)).collect()
     }
 
     #[test]
     fn tells_until_it_has_come() {
-        let mut area = Area::new(0, [9, 4, 5, 4].map(Page).to_vec());
+        let mut area = FollowedArea::new(0, [9, 4, 5, 4].map(Page).to_vec());
         assert_eq!(told(&mut area), []);
-        area.note(&[Page(4), Page(7)]);
+        area.mark_written(&[Page(4), Page(7)]);
         assert_eq!(told(&mut area), [(1, 1), (3, 1)], "a page that is there twice");
-        area.note(&[Page(5)]);
+        area.mark_written(&[Page(5)]);
         assert_eq!(told(&mut area), [(1, 3)], "the answer before may not have come");
-        area.acknowledge();
+        area.acknowledge_reported();
         assert_eq!(told(&mut area), []);
     }
 
     #[test]
     fn what_moved_may_have_been_written() {
-        let mut area = Area::new(0, [1, 2, 3].map(Page).to_vec());
-        area.moved(&[Ok(Page(1)), Ok(Page(8)), Err(Refusal::Unmapped(0))]);
+        let mut area = FollowedArea::new(0, [1, 2, 3].map(Page).to_vec());
+        area.update_physical(&[Ok(Page(1)), Ok(Page(8)), Err(CallRefusal::Unmapped(0))]);
         assert_eq!(told(&mut area), [(1, 2)]);
-        area.acknowledge();
-        assert_eq!(area.places().collect::<Vec<_>>(), [Page(1), Page(8)]);
-        area.moved(&[Ok(Page(1)), Ok(Page(8)), Err(Refusal::Unmapped(0))]);
+        area.acknowledge_reported();
+        assert_eq!(area.physical_pages().collect::<Vec<_>>(), [Page(1), Page(8)]);
+        area.update_physical(&[Ok(Page(1)), Ok(Page(8)), Err(CallRefusal::Unmapped(0))]);
         assert_eq!(told(&mut area), [(2, 1)], "as long as it is away");
     }
 }

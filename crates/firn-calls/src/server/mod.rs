@@ -1,4 +1,4 @@
-//! The host's side: who may do what, and what each is told.
+//! The host's side of calls: decides what each application may do, and which replies it gets.
 //!
 //! ```text
 //!   a slot      nothing ---hello---> challenged ---prove---> open ---follow, collect, ...---> bye: nothing
@@ -7,8 +7,9 @@
 //!                                                                 any program of the guest can write a hello anywhere)
 //! ```
 //!
-//! What programs of the guest can write into the window at any time is answered with an error at worst. What costs the
-//! host something, looking for an address space, is done for who has a key.
+//! Bytes that programs of the guest can write into the window at any time cause at worst an error
+//! reply. The expensive work, the search for an address space, is done only for applications with a
+//! key.
 
 mod area;
 mod session;
@@ -17,119 +18,127 @@ use std::collections::{BTreeMap, BTreeSet};
 
 use firn_types::{GuestPhys, Page};
 
-use crate::key::{Nonce, Proof, SealKey, Speaker};
-use crate::message::{self, Answer, Refusal, Request};
-use crate::noting::Order;
-use crate::policy::{Application, Policy};
-use session::Session;
+use crate::key::{MessageSender, Nonce, Proof, SealKey};
+use crate::message::{self, CallRefusal, CallReply, CallRequest};
+use crate::noting::PluginOrder;
+use crate::policy::{ApplicationPolicy, CallPolicy};
+use session::CallSession;
 
-/// The guest as the server sees it.
-pub trait Below {
-    /// A number that nobody can guess.
-    fn number(&mut self) -> Nonce;
+/// The server's access to the guest.
+pub trait GuestAccess {
+    /// A random number that no program can guess.
+    fn random_number(&mut self) -> Nonce;
 
     /// The address spaces that have these bytes at this address.
-    fn find(&mut self, at: u64, proof: &Proof) -> Vec<GuestPhys>;
+    fn find_spaces(&mut self, at: u64, proof: &Proof) -> Vec<GuestPhys>;
 
-    /// Whether this address space has these bytes there.
-    fn has(&mut self, space: GuestPhys, at: u64, proof: &Proof) -> bool;
+    /// Whether this address space has these bytes at this address.
+    fn has_proof(&mut self, space: GuestPhys, at: u64, proof: &Proof) -> bool;
 
-    /// Where pages of an address space are, if they are the program's own to write: one for each.
-    fn translate(&mut self, space: GuestPhys, start: u64, pages: u32)
-    -> Vec<Result<Page, Refusal>>;
+    /// The physical pages of an address space, if the program owns them and may write them: one
+    /// result for each page.
+    fn translate_pages(
+        &mut self,
+        space: GuestPhys,
+        start: u64,
+        pages: u32,
+    ) -> Vec<Result<Page, CallRefusal>>;
 
-    /// Of these pages, in ascending order, those that were written since they were told last, and the number of the
-    /// time since which all writes are known: another one than before says that some were missed in between. `None` if
-    /// writes can't be followed now. Other pages may be told too: each write is told once, to whoever asks.
-    fn written(&mut self, pages: &[Page]) -> Option<(u64, Vec<Page>)>;
+    /// Of these pages, in ascending order, those that were written since they were last reported,
+    /// and the era: the number of the period since whose begin all writes are known. Another era
+    /// than before means that some writes were missed in between. `None` if writes cannot be
+    /// followed now. Other pages may be reported too: each write is reported once, to the session
+    /// that asks first.
+    fn take_written(&mut self, pages: &[Page]) -> Option<(u64, Vec<Page>)>;
 
-    /// Has stores noted, or no longer. False if nobody sees them.
-    fn order(&mut self, order: &Order) -> bool;
+    /// Sends an order to the plugin. False if no plugin observes stores.
+    fn order_plugin(&mut self, order: &PluginOrder) -> bool;
 }
 
-/// What is worth a line in the host's log.
+/// An event for the host's log.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub enum Noted {
-    /// An application may call from now on.
+pub enum CallEvent {
+    /// An application has opened a session.
     Opened {
-        /// Which.
+        /// The application.
         name: String,
     },
-    /// It has ended its session.
+    /// An application has ended its session, or its process is gone.
     Closed {
-        /// Which.
+        /// The application.
         name: String,
     },
-    /// Something was not done.
+    /// A request was refused.
     Refused {
-        /// Who asked, if that is known.
+        /// The application, if it is known.
         name: Option<String>,
-        /// Why.
-        refusal: Refusal,
+        /// The reason.
+        refusal: CallRefusal,
     },
 }
 
-/// What the host says to a request.
+/// The result of a request on the host's side.
 #[derive(Clone, Debug)]
-pub struct Answered {
-    /// The answer.
+pub struct ServedCall {
+    /// The reply.
     pub bytes: Vec<u8>,
-    /// What there is to log.
-    pub noted: Option<Noted>,
-    /// Who asked has a key.
+    /// The event to log.
+    pub event: Option<CallEvent>,
+    /// Whether the application has proven its key.
     pub is_known: bool,
 }
 
-impl Answered {
-    fn known(bytes: Vec<u8>, noted: Option<Noted>) -> Self {
-        Self { bytes, noted, is_known: true }
+impl ServedCall {
+    fn from_known_caller(bytes: Vec<u8>, event: Option<CallEvent>) -> Self {
+        Self { bytes, event, is_known: true }
     }
 }
 
-/// All sessions of a VM.
+/// The server of all sessions of a VM.
 #[derive(Debug, Default)]
-pub struct Server {
-    policy: Policy,
-    slots: BTreeMap<u32, State>,
+pub struct SessionServer {
+    policy: CallPolicy,
+    slots: BTreeMap<u32, SlotState>,
 }
 
 #[derive(Debug, Default)]
-struct State {
-    pending: Option<Pending>,
-    open: Option<Session>,
+struct SlotState {
+    pending: Option<PendingSession>,
+    open: Option<CallSession>,
 }
 
-/// Somebody who has said hello.
-struct Pending {
+/// An application that has sent `Hello`, but not proven its identity.
+struct PendingSession {
     slot: u32,
     name: String,
-    application: Application,
+    application: ApplicationPolicy,
     numbers: [Nonce; 2],
     seal: SealKey,
-    /// It was there at a sweep.
+    /// A sweep has already found it here.
     is_old: bool,
 }
 
-impl std::fmt::Debug for Pending {
+impl std::fmt::Debug for PendingSession {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
-        f.debug_tuple("Pending").field(&self.name).finish()
+        f.debug_tuple("PendingSession").field(&self.name).finish()
     }
 }
 
-impl Server {
+impl SessionServer {
     /// A server for the applications of a policy.
-    pub fn new(policy: Policy) -> Self {
+    pub fn new(policy: CallPolicy) -> Self {
         Self { policy, slots: BTreeMap::new() }
     }
 
-    /// Answers a request. `asked` is its number as the window has it. Gives the bytes of the answer.
-    pub fn answer(
+    /// Answers a request. `asked` is its number as the window has it. Returns the bytes of the
+    /// reply.
+    pub fn answer_request(
         &mut self,
         slot: u32,
         asked: u32,
         request: Option<&[u8]>,
-        below: &mut dyn Below,
-    ) -> Answered {
+        below: &mut dyn GuestAccess,
+    ) -> ServedCall {
         let request = request.unwrap_or_default();
         if let Some(answered) = self.answer_open(slot, asked, request, below) {
             return answered;
@@ -137,23 +146,28 @@ impl Server {
         if let Some(answered) = self.answer_pending(slot, asked, request, below) {
             return answered;
         }
-        let answer = match message::parse(request) {
-            Some(Request::Hello { name, number }) => self.hello(slot, &name, number, below),
-            _ => Answer::Refused(self.not_understood(slot)),
+        let answer = match message::decode_message(request) {
+            Some(CallRequest::Hello { name, number }) => {
+                self.begin_session(slot, &name, number, below)
+            }
+            _ => CallReply::Refused(self.garbled_refusal(slot)),
         };
-        // What a stranger says is not repeated, in no log either.
-        let (bytes, noted) = (message::bytes(&answer), refused(None, &answer));
-        Answered { bytes, noted, is_known: false }
+        // Text of an unknown sender is not repeated, in no log either.
+        let (bytes, noted) = (message::encode_message(&answer), refusal_event(None, &answer));
+        ServedCall { bytes, event: noted, is_known: false }
     }
 
-    /// Ends the sessions of processes that are gone. Gives the slots in use: those of sessions, and those of who has said hello
-    /// since the last sweep.
-    pub fn sweep(&mut self, below: &mut dyn Below) -> (BTreeSet<u32>, Vec<Noted>) {
+    /// Ends the sessions of processes that are gone. Returns the slots in use: those of sessions,
+    /// and those of applications that have sent `Hello` since the last sweep.
+    pub fn sweep_sessions(
+        &mut self,
+        below: &mut dyn GuestAccess,
+    ) -> (BTreeSet<u32>, Vec<CallEvent>) {
         let open =
             self.slots.iter_mut().filter_map(|(slot, state)| Some((*slot, state.open.as_mut()?)));
         let gone: Vec<u32> =
             open.filter_map(|(slot, session)| session.is_gone(below).then_some(slot)).collect();
-        let noted = gone.into_iter().filter_map(|slot| self.released(slot, below)).collect();
+        let noted = gone.into_iter().filter_map(|slot| self.end_session(slot, below)).collect();
         self.slots.retain(|_, state| {
             let is_young = state.pending.as_ref().is_some_and(|pending| !pending.is_old);
             state.pending.iter_mut().for_each(|pending| pending.is_old = true);
@@ -162,112 +176,131 @@ impl Server {
         (self.slots.keys().copied().collect(), noted)
     }
 
-    fn released(&mut self, slot: u32, below: &mut dyn Below) -> Option<Noted> {
+    fn end_session(&mut self, slot: u32, below: &mut dyn GuestAccess) -> Option<CallEvent> {
         let mut session = self.slots.remove(&slot)?.open?;
         session.end_noting(below);
-        Some(Noted::Closed { name: session.name })
+        Some(CallEvent::Closed { name: session.name })
     }
 
-    fn not_understood(&self, slot: u32) -> Refusal {
-        if self.slots.contains_key(&slot) { Refusal::Garbled } else { Refusal::Early }
+    fn garbled_refusal(&self, slot: u32) -> CallRefusal {
+        if self.slots.contains_key(&slot) { CallRefusal::Garbled } else { CallRefusal::Early }
     }
 
-    fn hello(&mut self, slot: u32, name: &str, number: Nonce, below: &mut dyn Below) -> Answer {
-        let Some(application) = self.policy.find(name) else {
-            return Answer::Refused(Refusal::Unknown);
+    fn begin_session(
+        &mut self,
+        slot: u32,
+        name: &str,
+        number: Nonce,
+        below: &mut dyn GuestAccess,
+    ) -> CallReply {
+        let Some(application) = self.policy.find_application(name) else {
+            return CallReply::Refused(CallRefusal::Unknown);
         };
-        let own = below.number();
+        let own = below.random_number();
         let numbers = [number, own];
         let seal = application.key.seal_key(&numbers, slot);
         let (name, application) = (name.to_owned(), application.clone());
         self.slots.entry(slot).or_default().pending =
-            Some(Pending { slot, name, application, numbers, seal, is_old: false });
-        Answer::Challenge(own)
+            Some(PendingSession { slot, name, application, numbers, seal, is_old: false });
+        CallReply::Challenge(own)
     }
 
-    /// If this is sealed by whom the slot is open for.
+    /// Answers a request that the open session of the slot has sealed.
     fn answer_open(
         &mut self,
         slot: u32,
         asked: u32,
         request: &[u8],
-        below: &mut dyn Below,
-    ) -> Option<Answered> {
+        below: &mut dyn GuestAccess,
+    ) -> Option<ServedCall> {
         let session = self.slots.get_mut(&slot)?.open.as_mut()?;
-        let (sequence, request) = session.unseal(asked, request)?;
-        let (answer, written) = session.answer(sequence, &request, below);
-        let (name, sealed) = (session.name.clone(), session.seal(sequence, &answer));
-        self.tell_others(slot, &written);
+        let (sequence, request) = session.open_request(asked, request)?;
+        let (answer, written) = session.handle_request(sequence, &request, below);
+        let (name, sealed) = (session.name.clone(), session.seal_reply(sequence, &answer));
+        self.mark_for_others(slot, &written);
         match answer {
-            Answer::Done if request == Request::Bye => {
-                Some(Answered::known(sealed, self.released(slot, below)))
+            CallReply::Done if request == CallRequest::Bye => {
+                Some(ServedCall::from_known_caller(sealed, self.end_session(slot, below)))
             }
-            answer => Some(Answered::known(sealed, refused(Some(name), &answer))),
+            answer => {
+                Some(ServedCall::from_known_caller(sealed, refusal_event(Some(name), &answer)))
+            }
         }
     }
 
-    /// That a page was written is told once, whoever asked: all who follow it have to know.
-    fn tell_others(&mut self, slot: u32, written: &[Page]) {
+    /// Marks pages in all other sessions: a write is reported once, to one session, but all that
+    /// follow the page must know.
+    fn mark_for_others(&mut self, slot: u32, written: &[Page]) {
         let others = self.slots.iter_mut().filter(|(other, _)| **other != slot);
         let sessions = others.filter_map(|(_, state)| state.open.as_mut());
-        sessions.for_each(|session| session.note(written));
+        sessions.for_each(|session| session.mark_written(written));
     }
 
-    /// If this is sealed by whom the slot was last asked for.
+    /// Answers a request that the pending session of the slot has sealed.
     fn answer_pending(
         &mut self,
         slot: u32,
         asked: u32,
         request: &[u8],
-        below: &mut dyn Below,
-    ) -> Option<Answered> {
+        below: &mut dyn GuestAccess,
+    ) -> Option<ServedCall> {
         let state = self.slots.get_mut(&slot)?;
         let sequence = u64::from(asked);
         let pending = state.pending.as_ref()?;
-        let plain = pending.seal.open(Speaker::Application, sequence, request)?;
-        let request = message::parse::<Request>(plain);
+        let plain = pending.seal.open_message(MessageSender::Application, sequence, request)?;
+        let request = message::decode_message::<CallRequest>(plain);
         let pending = state.pending.take()?;
         let (seal, name) = (pending.seal.clone(), pending.name.clone());
         let (answer, noted) = match request {
-            Some(Request::Prove { at }) => match pending.prove(sequence, at, below) {
+            Some(CallRequest::Prove { at }) => match pending.open_session(sequence, at, below) {
                 Ok(session) => {
                     state.open.iter_mut().for_each(|session| session.end_noting(below));
                     state.open = Some(session);
-                    (Answer::Done, Some(Noted::Opened { name }))
+                    (CallReply::Done, Some(CallEvent::Opened { name }))
                 }
-                Err(refusal) => {
-                    (Answer::Refused(refusal), Some(Noted::Refused { name: Some(name), refusal }))
-                }
+                Err(refusal) => (
+                    CallReply::Refused(refusal),
+                    Some(CallEvent::Refused { name: Some(name), refusal }),
+                ),
             },
             _ => {
-                let refusal = Refusal::Early;
-                (Answer::Refused(refusal), Some(Noted::Refused { name: Some(name), refusal }))
+                let refusal = CallRefusal::Early;
+                (
+                    CallReply::Refused(refusal),
+                    Some(CallEvent::Refused { name: Some(name), refusal }),
+                )
             }
         };
-        let sealed = seal.seal(Speaker::Host, sequence, &message::bytes(&answer));
-        Some(Answered::known(sealed, noted))
+        let sealed =
+            seal.seal_message(MessageSender::Host, sequence, &message::encode_message(&answer));
+        Some(ServedCall::from_known_caller(sealed, noted))
     }
 }
 
-impl Pending {
-    /// It has the key. Which process is it?
-    fn prove(self, sequence: u64, at: u64, below: &mut dyn Below) -> Result<Session, Refusal> {
+impl PendingSession {
+    /// Opens the session: the sender has the key. Finds the process by the proof.
+    fn open_session(
+        self,
+        sequence: u64,
+        at: u64,
+        below: &mut dyn GuestAccess,
+    ) -> Result<CallSession, CallRefusal> {
         if at % 32 != 0 {
-            return Err(Refusal::Misplaced(at));
+            return Err(CallRefusal::Misplaced(at));
         }
-        let proof = self.application.key.proof(&self.numbers);
-        match below.find(at, &proof)[..] {
-            [space] => Ok(Session::new(self, sequence, space, at, proof)),
-            _ => Err(Refusal::NotProven(at)),
+        let proof = self.application.key.compute_proof(&self.numbers);
+        match below.find_spaces(at, &proof)[..] {
+            [space] => Ok(CallSession::new(self, sequence, space, at, proof)),
+            _ => Err(CallRefusal::NotProven(at)),
         }
     }
 }
 
-fn refused(name: Option<String>, answer: &Answer) -> Option<Noted> {
+fn refusal_event(name: Option<String>, answer: &CallReply) -> Option<CallEvent> {
     match *answer {
-        // Each application asks for that, to know.
-        Answer::Refused(Refusal::NoStores) => None,
-        Answer::Refused(refusal) => Some(Noted::Refused { name, refusal }),
+        // Each application makes this request to find out whether stores are noted.
+        CallReply::Refused(CallRefusal::NoStores) => None,
+        CallReply::Refused(refusal) => Some(CallEvent::Refused { name, refusal }),
         _ => None,
     }
 }

@@ -1,51 +1,51 @@
-//! A session that is open: one application, one address space, its areas.
+//! An open call session: one application, one address space, its areas.
 
 use std::collections::BTreeMap;
 
 use firn_types::{GuestPhys, PAGE_SIZE, Page};
 
-use super::area::Area;
-use super::{Below, Pending};
-use crate::key::{Proof, SealKey, Speaker};
-use crate::message::{self, Answer, AreaId, Refusal, Request, Run};
-use crate::noting::{NoteOrder, Order, WORD};
-use crate::window::Place;
+use super::area::FollowedArea;
+use super::{GuestAccess, PendingSession};
+use crate::key::{MessageSender, Proof, SealKey};
+use crate::message::{self, CallRefusal, CallReply, CallRequest, FollowedAreaId, PageRun};
+use crate::noting::{NoteOrder, PluginOrder, WORD};
+use crate::window::SlotRange;
 
-/// Areas that a session has at most.
+/// The maximum count of areas of a session.
 const AREAS_MAX: u16 = 256;
-/// Where the part of an address space ends that belongs to programs, on x86-64 with four levels of tables. Linux gives a
-/// program more only if it asks for it.
+/// The end of the part of an address space that belongs to programs, on x86-64 with four levels of
+/// tables. Linux gives a program higher addresses only if the program requests them.
 const PROGRAMS_END: u64 = 1 << 47;
 
-/// See the module documentation.
-pub(super) struct Session {
+/// An open session on the host's side.
+pub(super) struct CallSession {
     pub(super) name: String,
     slot: u32,
     seal: SealKey,
-    /// The last request that was answered: each is, once.
+    /// The number of the last answered request: each request is answered once.
     last: u64,
     space: GuestPhys,
     proof_at: u64,
     proof: Proof,
     pages_max: u32,
-    areas: BTreeMap<AreaId, Area>,
+    areas: BTreeMap<FollowedAreaId, FollowedArea>,
     next: u16,
-    /// Since when all writes are known.
+    /// The era since whose begin all writes are known.
     era: Option<u64>,
-    /// The `Collect` that was answered last.
-    told: u64,
-    /// That answer was `Anything`.
-    told_anything: bool,
-    /// At the last sweep its process was not to be found.
+    /// The number of the `Collect` that was answered last.
+    last_collect: u64,
+    /// Whether that reply was `Anything`.
+    replied_anything: bool,
+    /// The last sweep did not find its process.
     is_suspect: bool,
-    /// Its stores are noted from below.
+    /// The plugin notes its stores.
     is_noting: bool,
 }
 
-impl std::fmt::Debug for Session {
+impl std::fmt::Debug for CallSession {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
         let Self { name, space, areas, .. } = self;
-        f.debug_struct("Session")
+        f.debug_struct("CallSession")
             .field("name", name)
             .field("space", space)
             .field("areas", areas)
@@ -53,9 +53,9 @@ impl std::fmt::Debug for Session {
     }
 }
 
-impl Session {
+impl CallSession {
     pub(super) fn new(
-        by: Pending,
+        by: PendingSession,
         sequence: u64,
         space: GuestPhys,
         proof_at: u64,
@@ -73,186 +73,198 @@ impl Session {
             areas: BTreeMap::new(),
             next: 0,
             era: None,
-            told: 0,
-            told_anything: false,
+            last_collect: 0,
+            replied_anything: false,
             is_suspect: false,
             is_noting: false,
         }
     }
 
-    /// Whether its process is gone: was not to be found twice. The guest's kernel may have the proof out of memory for a while.
-    pub(super) fn is_gone(&mut self, below: &mut dyn Below) -> bool {
+    /// Whether its process is gone: two sweeps in a row did not find it. The guest's kernel may
+    /// page out the proof for a while.
+    pub(super) fn is_gone(&mut self, below: &mut dyn GuestAccess) -> bool {
         let is_missing = self.check_space(below).is_err();
         std::mem::replace(&mut self.is_suspect, is_missing) && is_missing
     }
 
-    /// The next request of this session, if it is one. The window has the low half of its number.
-    pub(super) fn unseal(&mut self, asked: u32, sealed: &[u8]) -> Option<(u64, Request)> {
+    /// The next request of this session, if the bytes are one. The window has only the low half of
+    /// its number.
+    pub(super) fn open_request(&mut self, asked: u32, sealed: &[u8]) -> Option<(u64, CallRequest)> {
         let ahead = u64::from(asked.wrapping_sub(self.last as u32));
         let sequence = self.last.checked_add(ahead).filter(|_| ahead > 0)?;
-        let request = message::parse(self.seal.open(Speaker::Application, sequence, sealed)?)?;
+        let request = message::decode_message(self.seal.open_message(
+            MessageSender::Application,
+            sequence,
+            sealed,
+        )?)?;
         self.last = sequence;
         Some((sequence, request))
     }
 
-    pub(super) fn seal(&self, sequence: u64, answer: &Answer) -> Vec<u8> {
-        self.seal.seal(Speaker::Host, sequence, &message::bytes(answer))
+    pub(super) fn seal_reply(&self, sequence: u64, answer: &CallReply) -> Vec<u8> {
+        self.seal.seal_message(MessageSender::Host, sequence, &message::encode_message(answer))
     }
 
-    /// The answer, and which pages were found to be written on the way.
-    pub(super) fn answer(
+    /// Handles a request. Returns the reply, and the pages that were found written meanwhile.
+    pub(super) fn handle_request(
         &mut self,
         sequence: u64,
-        request: &Request,
-        below: &mut dyn Below,
-    ) -> (Answer, Vec<Page>) {
+        request: &CallRequest,
+        below: &mut dyn GuestAccess,
+    ) -> (CallReply, Vec<Page>) {
         let mut written = Vec::new();
-        let answer = self.try_answer(sequence, request, below, &mut written);
-        (answer.unwrap_or_else(Answer::Refused), written)
+        let answer = self.try_handle(sequence, request, below, &mut written);
+        (answer.unwrap_or_else(CallReply::Refused), written)
     }
 
-    fn try_answer(
+    fn try_handle(
         &mut self,
         sequence: u64,
-        request: &Request,
-        below: &mut dyn Below,
+        request: &CallRequest,
+        below: &mut dyn GuestAccess,
         written: &mut Vec<Page>,
-    ) -> Result<Answer, Refusal> {
+    ) -> Result<CallReply, CallRefusal> {
         match *request {
-            Request::Hello { .. } | Request::Prove { .. } => Err(Refusal::Early),
-            Request::Bye => Ok(Answer::Done),
-            Request::Forget(id) => {
+            CallRequest::Hello { .. } | CallRequest::Prove { .. } => Err(CallRefusal::Early),
+            CallRequest::Bye => Ok(CallReply::Done),
+            CallRequest::Forget(id) => {
                 self.end_noting(below);
-                self.areas.remove(&id).map(|_| Answer::Done).ok_or(Refusal::NoArea)
+                self.areas.remove(&id).map(|_| CallReply::Done).ok_or(CallRefusal::NoArea)
             }
-            Request::Follow { start, pages } => self.follow(start, pages, below, written),
-            Request::Collect { known } => self.collect(sequence, known, below, written),
-            Request::Note { end } => self.begin_noting(sequence, end, below),
+            CallRequest::Follow { start, pages } => self.follow_area(start, pages, below, written),
+            CallRequest::Collect { known } => self.collect_writes(sequence, known, below, written),
+            CallRequest::Note { end } => self.begin_noting(sequence, end, below),
         }
     }
 
-    /// A root that is not the process's any more may be another's.
-    fn check_space(&self, below: &mut dyn Below) -> Result<(), Refusal> {
-        let is_there = below.has(self.space, self.proof_at, &self.proof);
-        is_there.then_some(()).ok_or(Refusal::Gone(self.proof_at))
+    /// Checks that the address space still has the proof. A page-table root that the process has
+    /// lost may belong to another.
+    fn check_space(&self, below: &mut dyn GuestAccess) -> Result<(), CallRefusal> {
+        let is_there = below.has_proof(self.space, self.proof_at, &self.proof);
+        is_there.then_some(()).ok_or(CallRefusal::Gone(self.proof_at))
     }
 
-    fn follow(
+    fn follow_area(
         &mut self,
         start: u64,
         pages: u32,
-        below: &mut dyn Below,
+        below: &mut dyn GuestAccess,
         written: &mut Vec<Page>,
-    ) -> Result<Answer, Refusal> {
+    ) -> Result<CallReply, CallRefusal> {
         self.check_space(below)?;
-        self.check_place(start, pages)?;
+        self.check_range(start, pages)?;
         self.end_noting(below);
-        let places: Result<Vec<Page>, Refusal> =
-            below.translate(self.space, start, pages).into_iter().collect();
-        let area = Area::new(start, places?);
-        // What was written there before is no news, but for those who follow it already.
-        let found = below.written(&distinct(area.places()));
-        let (era, found) = found.ok_or(Refusal::Unavailable)?;
-        // Others that are followed since an earlier era have missed something.
+        let places: Result<Vec<Page>, CallRefusal> =
+            below.translate_pages(self.space, start, pages).into_iter().collect();
+        let area = FollowedArea::new(start, places?);
+        // Earlier writes there are no news for this session, but for sessions that already follow
+        // these pages.
+        let found = below.take_written(&sort_distinct(area.physical_pages()));
+        let (era, found) = found.ok_or(CallRefusal::Unavailable)?;
+        // Areas followed since an earlier era have missed writes.
         if self.era != Some(era) {
-            self.areas.values_mut().for_each(Area::note_all);
+            self.areas.values_mut().for_each(FollowedArea::mark_all_written);
         }
         self.era = Some(era);
         *written = found;
-        self.note(written);
-        let id = AreaId(self.next);
+        self.mark_written(written);
+        let id = FollowedAreaId(self.next);
         self.next += 1;
         self.areas.insert(id, area);
-        Ok(Answer::Following(id))
+        Ok(CallReply::Following(id))
     }
 
-    fn check_place(&self, start: u64, pages: u32) -> Result<(), Refusal> {
+    fn check_range(&self, start: u64, pages: u32) -> Result<(), CallRefusal> {
         let bytes = u64::from(pages) * PAGE_SIZE as u64;
-        let end = start.checked_add(bytes).ok_or(Refusal::Misplaced(start))?;
+        let end = start.checked_add(bytes).ok_or(CallRefusal::Misplaced(start))?;
         if start % PAGE_SIZE as u64 != 0 || pages == 0 {
-            return Err(Refusal::Misplaced(start));
+            return Err(CallRefusal::Misplaced(start));
         }
         if end > PROGRAMS_END {
-            return Err(Refusal::Kernel(start));
+            return Err(CallRefusal::Kernel(start));
         }
-        let followed: u32 = self.areas.values().map(Area::pages).sum();
+        let followed: u32 = self.areas.values().map(FollowedArea::page_count).sum();
         if pages > self.pages_max.saturating_sub(followed) {
-            return Err(Refusal::TooMuch(self.pages_max));
+            return Err(CallRefusal::TooMuch(self.pages_max));
         }
         let has_room = self.areas.len() < usize::from(AREAS_MAX) && self.next < u16::MAX;
-        has_room.then_some(()).ok_or(Refusal::TooMany(AREAS_MAX))
+        has_room.then_some(()).ok_or(CallRefusal::TooMany(AREAS_MAX))
     }
 
-    fn collect(
+    fn collect_writes(
         &mut self,
         sequence: u64,
         known: u64,
-        below: &mut dyn Below,
+        below: &mut dyn GuestAccess,
         written: &mut Vec<Page>,
-    ) -> Result<Answer, Refusal> {
+    ) -> Result<CallReply, CallRefusal> {
         self.check_space(below)?;
-        if known == self.told {
-            self.areas.values_mut().for_each(Area::acknowledge);
-            self.told_anything = false;
+        if known == self.last_collect {
+            self.areas.values_mut().for_each(FollowedArea::acknowledge_reported);
+            self.replied_anything = false;
         }
-        self.told = sequence;
+        self.last_collect = sequence;
         for area in self.areas.values_mut() {
-            area.moved(&below.translate(self.space, area.start, area.pages()));
+            area.update_physical(&below.translate_pages(self.space, area.start, area.page_count()));
         }
-        let pages = distinct(self.areas.values().flat_map(Area::places));
-        let (era, found) =
-            below.written(&pages).map_or((None, Vec::new()), |(era, found)| (Some(era), found));
+        let pages = sort_distinct(self.areas.values().flat_map(FollowedArea::physical_pages));
+        let (era, found) = below
+            .take_written(&pages)
+            .map_or((None, Vec::new()), |(era, found)| (Some(era), found));
         *written = found;
-        self.note(written);
-        self.told_anything |= era.is_none() || era != self.era;
+        self.mark_written(written);
+        self.replied_anything |= era.is_none() || era != self.era;
         self.era = era;
-        Ok(self.tell())
+        Ok(self.report_writes())
     }
 
     fn begin_noting(
         &mut self,
         sequence: u64,
         end: u64,
-        below: &mut dyn Below,
-    ) -> Result<Answer, Refusal> {
+        below: &mut dyn GuestAccess,
+    ) -> Result<CallReply, CallRefusal> {
         self.check_space(below)?;
         if end % WORD != 0 {
-            return Err(Refusal::Misplaced(end));
+            return Err(CallRefusal::Misplaced(end));
         }
         if end >= PROGRAMS_END {
-            return Err(Refusal::Kernel(end));
+            return Err(CallRefusal::Kernel(end));
         }
         self.end_noting(below);
-        let areas: Option<Vec<_>> = self.areas.iter().map(|(id, area)| area.noted(*id)).collect();
-        let key = self.seal.noting(sequence);
-        let order = areas.map(|areas| Order::Note(NoteOrder { slot: self.slot, key, end, areas }));
-        self.is_noting = order.is_some_and(|order| below.order(&order));
-        self.is_noting.then_some(Answer::Noting).ok_or(Refusal::NoStores)
+        let areas: Option<Vec<_>> =
+            self.areas.iter().map(|(id, area)| area.noted_area(*id)).collect();
+        let key = self.seal.noting_key(sequence);
+        let order =
+            areas.map(|areas| PluginOrder::Note(NoteOrder { slot: self.slot, key, end, areas }));
+        self.is_noting = order.is_some_and(|order| below.order_plugin(&order));
+        self.is_noting.then_some(CallReply::Noting).ok_or(CallRefusal::NoStores)
     }
 
-    pub(super) fn end_noting(&mut self, below: &mut dyn Below) {
+    pub(super) fn end_noting(&mut self, below: &mut dyn GuestAccess) {
         if std::mem::take(&mut self.is_noting) {
-            below.order(&Order::End { slot: self.slot });
+            below.order_plugin(&PluginOrder::End { slot: self.slot });
         }
     }
 
-    /// What was written, unless that is not known or does not fit an answer.
-    fn tell(&mut self) -> Answer {
-        let mut runs: Vec<Run> = Vec::new();
-        self.areas.iter_mut().for_each(|(id, area)| area.tell(*id, &mut runs));
-        let written = Answer::Written(runs);
-        let fits = message::bytes(&written).len() + crate::key::SEAL_BYTES <= Place::ANSWER_BYTES;
-        if self.told_anything || !fits { Answer::Anything } else { written }
+    /// The written pages, unless they are not known or do not fit into a reply.
+    fn report_writes(&mut self) -> CallReply {
+        let mut runs: Vec<PageRun> = Vec::new();
+        self.areas.iter_mut().for_each(|(id, area)| area.report_runs(*id, &mut runs));
+        let written = CallReply::Written(runs);
+        let fits = message::encode_message(&written).len() + crate::key::SEAL_BYTES
+            <= SlotRange::ANSWER_BYTES;
+        if self.replied_anything || !fits { CallReply::Anything } else { written }
     }
 
-    /// These pages, in ascending order, were written.
-    pub(super) fn note(&mut self, written: &[Page]) {
-        self.areas.values_mut().for_each(|area| area.note(written));
+    /// Records that these physical pages, in ascending order, were written.
+    pub(super) fn mark_written(&mut self, written: &[Page]) {
+        self.areas.values_mut().for_each(|area| area.mark_written(written));
     }
 }
 
-/// In ascending order, each once.
-fn distinct(pages: impl Iterator<Item = Page>) -> Vec<Page> {
+/// Sorts pages, and removes duplicates.
+fn sort_distinct(pages: impl Iterator<Item = Page>) -> Vec<Page> {
     let mut pages: Vec<Page> = pages.collect();
     pages.sort_unstable();
     pages.dedup();

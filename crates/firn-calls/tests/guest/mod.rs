@@ -2,23 +2,24 @@
 
 use std::collections::{BTreeMap, BTreeSet};
 
-use firn_calls::{Below, Nonce, Notes, Order, Proof, Refusal};
+use firn_calls::{CallRefusal, GuestAccess, Nonce, PluginOrder, Proof, StoreNotes};
 use firn_types::{GuestPhys, Page};
 
 /// Bytes of a page.
 pub const PAGE: u64 = 4096;
 
-/// A guest of a few address spaces, and a host that follows writes as the kernel does: each is told once.
+/// A guest of a few address spaces, and a host that follows writes as the kernel does: it reports
+/// each write once.
 #[derive(Default)]
 pub struct Guest {
     pub proofs: BTreeMap<(GuestPhys, u64), Proof>,
-    pub maps: BTreeMap<(GuestPhys, u64), Result<Page, Refusal>>,
+    pub maps: BTreeMap<(GuestPhys, u64), Result<Page, CallRefusal>>,
     pub written: BTreeSet<Page>,
     pub era: Option<u64>,
     pub numbers: u8,
     pub searches: usize,
     /// What is noted of each slot, if stores are seen here.
-    pub notes: Option<BTreeMap<u32, Notes>>,
+    pub notes: Option<BTreeMap<u32, StoreNotes>>,
 }
 
 impl Guest {
@@ -41,39 +42,39 @@ impl Guest {
     }
 }
 
-impl Below for Guest {
-    fn number(&mut self) -> Nonce {
+impl GuestAccess for Guest {
+    fn random_number(&mut self) -> Nonce {
         self.numbers += 1;
         [self.numbers; 32]
     }
 
-    fn find(&mut self, at: u64, proof: &Proof) -> Vec<GuestPhys> {
+    fn find_spaces(&mut self, at: u64, proof: &Proof) -> Vec<GuestPhys> {
         self.searches += 1;
         let is_there = |it: &(&(GuestPhys, u64), &Proof)| it.0.1 == at && it.1 == proof;
         self.proofs.iter().filter(is_there).map(|(key, _)| key.0).collect()
     }
 
-    fn has(&mut self, space: GuestPhys, at: u64, proof: &Proof) -> bool {
+    fn has_proof(&mut self, space: GuestPhys, at: u64, proof: &Proof) -> bool {
         self.proofs.get(&(space, at)) == Some(proof)
     }
 
-    fn translate(
+    fn translate_pages(
         &mut self,
         space: GuestPhys,
         start: u64,
         pages: u32,
-    ) -> Vec<Result<Page, Refusal>> {
+    ) -> Vec<Result<Page, CallRefusal>> {
         let at = |n: u32| {
             let address = start + u64::from(n) * PAGE;
-            self.maps.get(&(space, address)).copied().unwrap_or(Err(Refusal::Unmapped(address)))
+            self.maps.get(&(space, address)).copied().unwrap_or(Err(CallRefusal::Unmapped(address)))
         };
         (0..pages).map(at).collect()
     }
 
-    fn written(&mut self, pages: &[Page]) -> Option<(u64, Vec<Page>)> {
+    fn take_written(&mut self, pages: &[Page]) -> Option<(u64, Vec<Page>)> {
         assert!(pages.is_sorted());
         let era = self.era?;
-        // Those between are told too, and not again: a host looks at many at once.
+        // Pages in between are reported too, and not again: a host scans many at once.
         let (Some(first), Some(last)) = (pages.first(), pages.last()) else {
             return Some((era, vec![]));
         };
@@ -82,11 +83,11 @@ impl Below for Guest {
         Some((era, told))
     }
 
-    fn order(&mut self, order: &Order) -> bool {
+    fn order_plugin(&mut self, order: &PluginOrder) -> bool {
         let Some(notes) = &mut self.notes else { return false };
         match order.clone() {
-            Order::Note(order) => notes.insert(order.slot, Notes::new(order)),
-            Order::End { slot } => notes.remove(&slot),
+            PluginOrder::Note(order) => notes.insert(order.slot, StoreNotes::new(order)),
+            PluginOrder::End { slot } => notes.remove(&slot),
         };
         true
     }

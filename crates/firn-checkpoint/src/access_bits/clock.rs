@@ -1,28 +1,28 @@
-//! The hand of the clock: which chunk is looked at next, and what was found where.
+//! Scan clock: which chunk is scanned next, and which pages were used in each.
 
 use std::ops::Range;
 
 use firn_types::Page;
 
-/// Rounds over all of RAM, chunk by chunk.
+/// Scan rounds over all of RAM, chunk by chunk.
 #[derive(Debug)]
-pub(super) struct Clock {
-    chunks: Vec<Chunk>,
+pub(super) struct ScanClock {
+    chunks: Vec<ScanChunk>,
     hand: usize,
 }
 
 #[derive(Debug)]
-struct Chunk {
+struct ScanChunk {
     pages: Range<Page>,
-    /// What was used between the last two visits; `None` before there were two.
+    /// The pages used between the last two visits; `None` before there were two.
     used: Option<Vec<Range<Page>>>,
     visited: bool,
 }
 
-impl Clock {
-    /// A clock over these regions, in chunks of so many pages.
+impl ScanClock {
+    /// A clock over these regions, in chunks of this many pages.
     pub(super) fn new(regions: impl IntoIterator<Item = Range<Page>>, chunk_pages: u32) -> Self {
-        let chunk = |pages| Chunk { pages, used: None, visited: false };
+        let chunk = |pages| ScanChunk { pages, used: None, visited: false };
         let split = |region: Range<Page>| {
             let starts = (region.start.0..region.end.0).step_by(chunk_pages.max(1) as usize);
             let end = region.end.0;
@@ -31,19 +31,19 @@ impl Clock {
         Self { chunks: regions.into_iter().flat_map(split).map(chunk).collect(), hand: 0 }
     }
 
-    /// The chunk to look at now.
-    pub(super) fn hand(&self) -> Option<Range<Page>> {
+    /// The chunk to scan now.
+    pub(super) fn current_chunk(&self) -> Option<Range<Page>> {
         self.chunks.get(self.hand).map(|chunk| chunk.pages.clone())
     }
 
-    /// Whether the chunk at the hand was looked at before.
+    /// Whether the chunk at the hand was scanned before.
     pub(super) fn was_visited(&self) -> bool {
         self.chunks.get(self.hand).is_some_and(|chunk| chunk.visited)
     }
 
-    /// The chunk at the hand was looked at: these of its pages had entries, and have none any more. Of the first round
-    /// nothing follows: entries may be as old as the VM.
-    pub(super) fn visited(&mut self, touched: Vec<Range<Page>>) {
+    /// The chunk at the hand was scanned: these of its pages had entries, which are dropped now.
+    /// The first round shows nothing: entries may be as old as the VM.
+    pub(super) fn record_visit(&mut self, touched: Vec<Range<Page>>) {
         let Some(chunk) = self.chunks.get_mut(self.hand) else { return };
         if std::mem::replace(&mut chunk.visited, true) {
             chunk.used = Some(touched);
@@ -51,13 +51,14 @@ impl Clock {
         self.hand = (self.hand + 1) % self.chunks.len();
     }
 
-    /// Whether every chunk's entries were dropped at least once: what has one now was used since.
-    pub(super) fn has_gone_round(&self) -> bool {
+    /// Whether every chunk's entries were dropped at least once: a page that has one now was used
+    /// since.
+    pub(super) fn is_round_complete(&self) -> bool {
         self.chunks.iter().all(|chunk| chunk.visited)
     }
 
-    /// What was found in the last round.
-    pub(super) fn used(&self) -> impl Iterator<Item = Range<Page>> + '_ {
+    /// The pages that were used in the last round.
+    pub(super) fn used_pages(&self) -> impl Iterator<Item = Range<Page>> + '_ {
         self.chunks.iter().filter_map(|chunk| chunk.used.as_ref()).flatten().cloned()
     }
 }
@@ -70,48 +71,48 @@ mod tests {
         Page(start)..Page(end)
     }
 
-    fn used(clock: &Clock) -> Vec<Range<Page>> {
-        clock.used().collect()
+    fn used(clock: &ScanClock) -> Vec<Range<Page>> {
+        clock.used_pages().collect()
     }
 
     #[test]
     fn the_hand_goes_round_and_chunks_end_with_their_region() {
-        let mut clock = Clock::new([pages(0, 10), pages(16, 20)], 4);
+        let mut clock = ScanClock::new([pages(0, 10), pages(16, 20)], 4);
         let round = [pages(0, 4), pages(4, 8), pages(8, 10), pages(16, 20), pages(0, 4)];
         for chunk in round {
-            assert_eq!(clock.hand(), Some(chunk));
-            clock.visited(Vec::new());
+            assert_eq!(clock.current_chunk(), Some(chunk));
+            clock.record_visit(Vec::new());
         }
     }
 
     #[test]
     fn the_first_round_says_nothing() {
-        let mut clock = Clock::new([pages(0, 8)], 4);
-        clock.visited(vec![pages(0, 4)]);
-        assert!(!clock.has_gone_round());
-        clock.visited(vec![pages(4, 8)]);
-        assert!(clock.has_gone_round());
+        let mut clock = ScanClock::new([pages(0, 8)], 4);
+        clock.record_visit(vec![pages(0, 4)]);
+        assert!(!clock.is_round_complete());
+        clock.record_visit(vec![pages(4, 8)]);
+        assert!(clock.is_round_complete());
         assert_eq!(used(&clock), []);
-        clock.visited(vec![pages(1, 2)]);
+        clock.record_visit(vec![pages(1, 2)]);
         assert_eq!(used(&clock), [pages(1, 2)]);
     }
 
     #[test]
     fn what_is_no_longer_used_is_forgotten_after_a_round() {
-        let mut clock = Clock::new([pages(0, 8)], 4);
+        let mut clock = ScanClock::new([pages(0, 8)], 4);
         let rounds = [[0..0, 0..0], [1..2, 5..7], [0..0, 6..7]];
         for chunk in rounds.into_iter().flatten() {
-            clock.visited(vec![pages(chunk.start, chunk.end)]);
+            clock.record_visit(vec![pages(chunk.start, chunk.end)]);
         }
-        clock.visited(vec![pages(3, 4)]);
+        clock.record_visit(vec![pages(3, 4)]);
         assert_eq!(used(&clock), [pages(3, 4), pages(6, 7)]);
     }
 
     #[test]
     fn a_guest_without_memory_has_nothing_to_look_at() {
-        let mut clock = Clock::new([], 4);
-        assert_eq!(clock.hand(), None);
-        clock.visited(Vec::new());
-        assert!(clock.has_gone_round());
+        let mut clock = ScanClock::new([], 4);
+        assert_eq!(clock.current_chunk(), None);
+        clock.record_visit(Vec::new());
+        assert!(clock.is_round_complete());
     }
 }

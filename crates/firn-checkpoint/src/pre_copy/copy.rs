@@ -1,4 +1,4 @@
-//! The rounds, and the copying.
+//! Pre-copy rounds: copies memory in rounds, and makes the cut.
 
 use std::collections::{BTreeMap, HashSet};
 use std::ops::Range;
@@ -6,70 +6,71 @@ use std::sync::Arc;
 use std::thread::{self, JoinHandle};
 use std::time::{Duration, Instant};
 
-use firn_image::{Image, Placement};
-use firn_memory::{GuestMemory, MemoryError, User};
+use firn_image::{BlockPlacement, Image};
+use firn_memory::{GuestMemory, MemoryError, RamUser};
 use firn_types::{Block, BlockSize, GuestPhys, Page};
 
-use super::rounds::{Rounds, Step};
-use super::tracker::Tracker;
-use crate::cut::{Cut, Ready};
-use crate::lane::Lane;
+use super::rounds::{CopyRounds, RoundStep};
+use super::tracker::WriteTracker;
+use crate::cut::{CutState, PauseMethod};
+use crate::lane::PackingLane;
 use crate::options::SaveOptions;
-use crate::order::{self, Resting};
-use crate::pipeline::{Intake, RawBlock};
-use crate::report::{Progress, SaveReport, ms};
-use crate::save::{Copied, SaveContext, SaveError};
+use crate::order::{self, ThrottledReader};
+use crate::pipeline::{PipelineIntake, RawBlock};
+use crate::report::{SaveProgress, SaveReport, to_ms};
+use crate::save::{CopiedMemory, SaveContext, SaveError};
 
-/// From so many blocks on it is worth to map the guest's memory for copying: that takes some milliseconds, and saves a
-/// microsecond for each.
+/// The number of blocks from which mapping the guest's memory for copying is worth it: that takes
+/// some milliseconds, and saves a microsecond for each block.
 const WINDOW_MIN: usize = 4096;
 
-/// Blocks between two looks at whether the save is to go on.
-const LOOK_EVERY: usize = 256;
+/// Blocks between two checks whether the save was cancelled.
+const CHECK_BLOCKS: usize = 256;
 
 /// A save by rounds.
 pub(crate) struct PreCopy<'c, 'a> {
     pub(crate) context: &'c mut SaveContext<'a>,
     pub(crate) options: &'c SaveOptions,
-    pub(crate) intake: &'c Intake,
-    pub(crate) progress: &'c dyn Fn(Progress),
+    pub(crate) intake: &'c PipelineIntake,
+    pub(crate) progress: &'c dyn Fn(SaveProgress),
     pub(crate) started: Instant,
 }
 
-/// What a save by rounds has done so far.
-struct Done {
-    /// Blocks that were copied, and may be told to be copied again.
+/// The state of a save by rounds.
+struct CopyState {
+    /// Blocks that were copied, and that the kernel may report as written again.
     copied: Vec<bool>,
-    /// How many of them.
+    /// The number of these blocks.
     count: u32,
-    /// What was written while the save went on: the guest's writable working set.
+    /// Blocks that were written during the save: the guest's writable working set.
     hot: Vec<Block>,
-    /// Blocks that may be copied once more, as they were last.
+    /// The last copies of blocks that may be copied once more.
     kept: BTreeMap<Block, Box<[u8]>>,
-    /// How many may be kept: whoever waits for a buffer must get one.
+    /// The maximum number of kept blocks: a thread that waits for a buffer must get one.
     room: usize,
 }
 
 impl PreCopy<'_, '_> {
-    pub(crate) fn run(mut self) -> Result<Copied, SaveError> {
-        let mut others = Others::look_for(&self.context.memory)?;
+    pub(crate) fn run_save(mut self) -> Result<CopiedMemory, SaveError> {
+        let mut others = OtherUserSearch::start_search(&self.context.memory)?;
         if let Err(refusal) = self.check_balloon() {
-            self.forget();
+            self.drop_tracker();
             return Err(refusal);
         }
-        let mut tracker = self.tracker()?;
+        let mut tracker = self.take_tracker()?;
         firn_fault::point("pre-copy.armed");
-        let copied = self.copy(&mut tracker, &mut others);
+        let copied = self.copy_memory(&mut tracker, &mut others);
         self.context.tracker = Some(tracker);
-        let is_alone = others.are_none().is_ok();
+        let is_alone = others.check_none().is_ok();
         if !is_alone || matches!(&copied, Err(SaveError::Scan(_))) {
-            // What others write is not told at all, and some pages may have been armed again without being told.
-            self.forget();
+            // Writes of other processes are not reported at all, and some pages may have been
+            // protected again without a report.
+            self.drop_tracker();
         }
         copied
     }
 
-    /// What a balloon gives back becomes zeros, and the kernel does not tell.
+    /// Pages that a balloon gives back become zeros, and the kernel does not report it.
     fn check_balloon(&mut self) -> Result<(), SaveError> {
         match self.context.vm.balloon()? {
             Some(_) => Err(SaveError::Balloon),
@@ -77,46 +78,50 @@ impl PreCopy<'_, '_> {
         }
     }
 
-    /// Ends the tracker: the next save compares everything.
-    fn forget(&mut self) {
-        if let Some(Err(error)) = self.context.tracker.take().map(Tracker::close) {
-            tracing::warn!("the guest's memory is still being followed: {error}");
+    /// Drops the tracker: the next save compares everything.
+    fn drop_tracker(&mut self) {
+        if let Some(Err(error)) = self.context.tracker.take().map(WriteTracker::close) {
+            tracing::warn!("writes to the guest's memory are still tracked by the kernel: {error}");
         }
     }
 
     /// The tracker from the last checkpoint, or a new one.
-    fn tracker(&mut self) -> Result<Tracker, SaveError> {
+    fn take_tracker(&mut self) -> Result<WriteTracker, SaveError> {
         if let Some(tracker) = self.context.tracker.take() {
             return Ok(tracker);
         }
         let vcpus = self.context.vm.vcpus()?.iter().map(|vcpu| vcpu.tid).collect();
         let (process, memory) = (self.context.process.clone(), self.context.memory.clone());
-        Ok(Tracker::start(process, memory, vcpus)?)
+        Ok(WriteTracker::start_tracking(process, memory, vcpus)?)
     }
 
-    fn copy(&mut self, tracker: &mut Tracker, others: &mut Others) -> Result<Copied, SaveError> {
-        let blocks = self.size().blocks_in(self.context.memory.map().total_pages());
-        let mut done = Done {
+    fn copy_memory(
+        &mut self,
+        tracker: &mut WriteTracker,
+        others: &mut OtherUserSearch,
+    ) -> Result<CopiedMemory, SaveError> {
+        let blocks = self.block_size().blocks_in(self.context.memory.region_map().total_pages());
+        let mut done = CopyState {
             copied: vec![false; blocks as usize],
             count: 0,
             hot: Vec::new(),
             kept: BTreeMap::new(),
-            room: self.intake.buffers() / 2,
+            room: self.intake.buffer_count_max() / 2,
         };
-        let (mut written, roots) = self.first(tracker)?;
+        let (mut written, roots) = self.first_round(tracker)?;
         self.open_window_for(&written)?;
-        let mut rounds = Rounds::new(!self.context.vm.reads_past_page_cache()?);
+        let mut rounds = CopyRounds::new(!self.context.vm.reads_past_page_cache()?);
         let is_running = self.context.vm.status()?.running;
         let mut drained = Vec::new();
-        let mut next = |written: usize, done: &Done| match rounds.next(written) {
-            Step::Keep if done.kept.len() + written > done.room => Step::Cut,
+        let mut next = |written: usize, done: &CopyState| match rounds.next_step(written) {
+            RoundStep::Keep if done.kept.len() + written > done.room => RoundStep::Cut,
             step => step,
         };
-        let mut step = if is_running { next(written.len(), &done) } else { Step::Cut };
-        while step != Step::Cut {
-            drained.extend(self.let_requests_end()?);
+        let mut step = if is_running { next(written.len(), &done) } else { RoundStep::Cut };
+        while step != RoundStep::Cut {
+            drained.extend(self.drain_requests()?);
             match step {
-                Step::Copy => self.copy_all(&written, &mut done)?,
+                RoundStep::Copy => self.copy_all(&written, &mut done)?,
                 _ => self.keep_all(&written, &mut done)?,
             }
             firn_fault::point("pre-copy.round");
@@ -125,36 +130,36 @@ impl PreCopy<'_, '_> {
             done.hot.extend(&written);
             step = next(written.len(), &done);
         }
-        others.are_none()?;
-        let ready = Ready::make(self.context, false)?;
-        let arm_ms = ms(self.started.elapsed());
+        others.check_none()?;
+        let ready = PauseMethod::prepare_pause(self.context, false)?;
+        let arm_ms = to_ms(self.started.elapsed());
         let (memory, size, intake) =
-            (Arc::clone(&self.context.memory), self.size(), self.intake.clone());
-        let cut = Cut::make(self.context, self.options, ready, &mut || {
+            (Arc::clone(&self.context.memory), self.block_size(), self.intake.clone());
+        let cut = CutState::make_cut(self.context, self.options, ready, &mut || {
             let last = blocks_of(size, &tracker.newly_written()?);
-            tracker.cut();
-            let left = union(&written, &last);
-            intake.turns().while_still(|| {
+            tracker.mark_cut();
+            let left = merge_blocks(&written, &last);
+            intake.duty_cycle().without_pauses(|| {
                 left.iter().try_for_each(|&block| done.copy_last(block, &memory, size, &intake))
             })?;
             done.hot.extend(last);
             firn_fault::point("pre-copy.copied");
-            Ok(left.len() as u64 * size.pages() as u64)
+            Ok(left.len() as u64 * size.page_count() as u64)
         })?;
         firn_fault::point("save.resumed");
         done.submit_kept(self.intake);
-        self.report(&done);
+        self.report_progress(&done);
         let report = SaveReport {
-            rounds: rounds.done(),
-            drained_ms: ms(drained.iter().sum()),
-            round_pauses_ms: drained.into_iter().map(ms).collect(),
+            rounds: rounds.rounds_done(),
+            drained_ms: to_ms(drained.iter().sum()),
+            round_pauses_ms: drained.into_iter().map(to_ms).collect(),
             arm_ms,
             pause: cut.pause,
             blocks_total: blocks,
             ..SaveReport::default()
         };
         let working_set = self.working_set(done.hot);
-        Ok(Copied { cut, working_set, roots, report })
+        Ok(CopiedMemory { cut, working_set, roots, report })
     }
 
     /// Maps the guest's memory if there is much to copy.
@@ -163,31 +168,37 @@ impl PreCopy<'_, '_> {
         if is_worth_it { Ok(self.context.memory.open_window()?) } else { Ok(()) }
     }
 
-    /// What has to be copied first: what was written since the parent, or else all there is.
-    fn first(&mut self, tracker: &mut Tracker) -> Result<(Vec<Block>, Vec<GuestPhys>), SaveError> {
+    /// The blocks of the first round: those written since the parent, or else all blocks.
+    fn first_round(
+        &mut self,
+        tracker: &mut WriteTracker,
+    ) -> Result<(Vec<Block>, Vec<GuestPhys>), SaveError> {
         let parent = self.context.parent.clone();
-        match parent.filter(|parent| tracker.knows(&parent.identity())) {
-            Some(_) => Ok((self.blocks_of(&tracker.written()?), Vec::new())),
+        match parent.filter(|parent| tracker.tracks_since(&parent.identity())) {
+            Some(_) => Ok((self.blocks_of(&tracker.written_since_image()?), Vec::new())),
             None => {
-                // What was written before is copied now, and what is written from now on is told.
-                tracker.written()?;
-                let memory = &Resting { memory: &self.context.memory, turns: self.intake.turns() };
-                let spaces = order::address_spaces(self.context.vm, memory)?;
-                let mut order = order::blocks(memory, &spaces, self.size())?;
-                order.add_unbacked(|block| stores(self.context.parent.as_deref(), block));
+                // Pages written before are copied now, and pages written from now on are reported.
+                tracker.written_since_image()?;
+                let memory = &ThrottledReader {
+                    memory: &self.context.memory,
+                    duty_cycle: self.intake.duty_cycle(),
+                };
+                let spaces = order::find_address_spaces(self.context.vm, memory)?;
+                let mut order = order::plan_blocks(memory, &spaces, self.block_size())?;
+                order.add_unbacked(|block| parent_stores(self.context.parent.as_deref(), block));
                 Ok((order.blocks, spaces.roots))
             }
         }
     }
 
-    /// Has the device models complete what they have begun, where that matters (see the module's documentation). Gives how long the
-    /// VM stood still for that.
-    fn let_requests_end(&mut self) -> Result<Option<Duration>, SaveError> {
+    /// Has the device models complete the requests that they have begun, where that matters (see
+    /// the module's documentation). Returns for how long the VM was paused for that.
+    fn drain_requests(&mut self) -> Result<Option<Duration>, SaveError> {
         if !self.context.vm.reads_past_page_cache()? {
             return Ok(None);
         }
         if !self.context.vm.status()?.running {
-            // By its user, meanwhile. Then nothing is under way.
+            // The user stopped it in the meantime. Then no request is running.
             return Ok(None);
         }
         self.context.drives.flush_files();
@@ -199,72 +210,73 @@ impl PreCopy<'_, '_> {
         stopped?;
         continued?;
         let drained = since.elapsed();
-        self.context.steps.resumed().map_err(SaveError::Step)?;
+        self.context.steps.record_resume().map_err(SaveError::Step)?;
         Ok(Some(drained))
     }
 
-    fn copy_all(&self, blocks: &[Block], done: &mut Done) -> Result<(), SaveError> {
+    fn copy_all(&self, blocks: &[Block], done: &mut CopyState) -> Result<(), SaveError> {
         for (at, &block) in blocks.iter().enumerate() {
-            if at % LOOK_EVERY == 0 {
-                self.report(done);
-                if self.intake.failed() || self.context.steps.cancelled() {
+            if at % CHECK_BLOCKS == 0 {
+                self.report_progress(done);
+                if self.intake.has_failed() || self.context.steps.is_cancelled() {
                     return Err(SaveError::Cancelled);
                 }
             }
-            self.intake.turns().rest();
-            done.copy(block, &self.context.memory, self.size(), self.intake)?;
+            self.intake.duty_cycle().pause_if_due();
+            done.copy_block(block, &self.context.memory, self.block_size(), self.intake)?;
         }
-        self.intake.settle(&|| self.context.steps.cancelled());
+        self.intake.wait_until_done(&|| self.context.steps.is_cancelled());
         Ok(())
     }
 
-    fn keep_all(&self, blocks: &[Block], done: &mut Done) -> Result<(), SaveError> {
-        let (memory, size) = (&self.context.memory, self.size());
-        blocks.iter().try_for_each(|&block| done.keep(block, memory, size, self.intake))
+    fn keep_all(&self, blocks: &[Block], done: &mut CopyState) -> Result<(), SaveError> {
+        let (memory, size) = (&self.context.memory, self.block_size());
+        blocks.iter().try_for_each(|&block| done.keep_block(block, memory, size, self.intake))
     }
 
-    /// What the guest writes now, then what was in the parent's list.
+    /// The blocks that the guest writes now, then those of the parent's working set.
     fn working_set(&self, hot: Vec<Block>) -> Vec<Block> {
         let parents = self.context.parent.as_deref().map(Image::working_set).unwrap_or_default();
-        renewed(hot, parents)
+        renew_working_set(hot, parents)
     }
 
-    fn size(&self) -> BlockSize {
+    fn block_size(&self) -> BlockSize {
         self.options.block_size
     }
 
     fn blocks_of(&self, pages: &[Range<Page>]) -> Vec<Block> {
-        blocks_of(self.size(), pages)
+        blocks_of(self.block_size(), pages)
     }
 
-    fn report(&self, done: &Done) {
-        (self.progress)(Progress {
+    fn report_progress(&self, done: &CopyState) {
+        (self.progress)(SaveProgress {
             blocks_done: done.count,
             blocks_total: done.copied.len() as u32,
-            bytes_written: self.intake.written(),
+            bytes_written: self.intake.written_bytes(),
         });
     }
 }
 
-/// Other processes that map the guest's memory. Finding them means looking at every process of the host, which takes
-/// milliseconds, and nobody needs to know before the cut.
-struct Others {
-    looking: Option<JoinHandle<Result<Vec<User>, MemoryError>>>,
-    /// Whether that has ended well, and found nobody.
+/// A search for other processes that map the guest's memory. It must check every process of the
+/// host, which takes milliseconds, and the result is not needed before the cut.
+struct OtherUserSearch {
+    search: Option<JoinHandle<Result<Vec<RamUser>, MemoryError>>>,
+    /// Whether the search has succeeded, and found no process.
     are_none: bool,
 }
 
-impl Others {
-    fn look_for(memory: &Arc<GuestMemory>) -> Result<Self, SaveError> {
+impl OtherUserSearch {
+    fn start_search(memory: &Arc<GuestMemory>) -> Result<Self, SaveError> {
         let memory = Arc::clone(memory);
         let looking = thread::Builder::new().name("firn-others".into());
         let looking = looking.spawn(move || memory.other_users()).map_err(SaveError::Step)?;
-        Ok(Self { looking: Some(looking), are_none: false })
+        Ok(Self { search: Some(looking), are_none: false })
     }
 
-    /// An error says why not, the first time.
-    fn are_none(&mut self) -> Result<(), SaveError> {
-        if let Some(looking) = self.looking.take() {
+    /// Returns an error if a process was found or the search failed; the first time, the error
+    /// names the cause.
+    fn check_none(&mut self) -> Result<(), SaveError> {
+        if let Some(looking) = self.search.take() {
             let found = looking.join().unwrap_or_else(|panic| std::panic::resume_unwind(panic))?;
             if let Some(other) = found.first() {
                 return Err(SaveError::Foreign(other.to_string()));
@@ -278,74 +290,75 @@ impl Others {
     }
 }
 
-impl Done {
-    fn copy(
+impl CopyState {
+    fn copy_block(
         &mut self,
         block: Block,
         memory: &GuestMemory,
         size: BlockSize,
-        intake: &Intake,
+        intake: &PipelineIntake,
     ) -> Result<(), SaveError> {
-        let Some(mut bytes) = intake.buffer() else { return Ok(()) };
-        memory.read(size.first_page(block), &mut bytes)?;
-        self.submit(block, bytes, intake);
+        let Some(mut bytes) = intake.take_buffer() else { return Ok(()) };
+        memory.read_pages(size.first_page(block), &mut bytes)?;
+        self.submit_block(block, bytes, intake);
         Ok(())
     }
 
-    fn submit(&mut self, block: Block, bytes: Box<[u8]>, intake: &Intake) {
+    fn submit_block(&mut self, block: Block, bytes: Box<[u8]>, intake: &PipelineIntake) {
         let again = std::mem::replace(&mut self.copied[block.index()], true);
         self.count += u32::from(!again);
-        intake.submit(RawBlock { lane: Lane::Sweep, block, bytes, again });
+        intake.submit_block(RawBlock { lane: PackingLane::Sweep, block, bytes, again });
     }
 
-    /// Copies a block to memory. All that was submitted is through, so that there are buffers.
-    fn keep(
+    /// Copies a block to memory. All submitted blocks are done, so there are free buffers.
+    fn keep_block(
         &mut self,
         block: Block,
         memory: &GuestMemory,
         size: BlockSize,
-        intake: &Intake,
+        intake: &PipelineIntake,
     ) -> Result<(), SaveError> {
-        let kept = self.kept.remove(&block).or_else(|| intake.buffer());
+        let kept = self.kept.remove(&block).or_else(|| intake.take_buffer());
         let Some(mut bytes) = kept else { return Ok(()) };
-        memory.read(size.first_page(block), &mut bytes)?;
+        memory.read_pages(size.first_page(block), &mut bytes)?;
         self.kept.insert(block, bytes);
         Ok(())
     }
 
-    /// At the cut: what is kept of a block is replaced, and what is not can be submitted at once.
+    /// At the cut: the kept copy of a block is replaced, and a block without one is kept or
+    /// submitted at once.
     fn copy_last(
         &mut self,
         block: Block,
         memory: &GuestMemory,
         size: BlockSize,
-        intake: &Intake,
+        intake: &PipelineIntake,
     ) -> Result<(), SaveError> {
         match self.kept.contains_key(&block) || self.kept.len() < self.room {
-            true => self.keep(block, memory, size, intake),
-            false => self.copy(block, memory, size, intake),
+            true => self.keep_block(block, memory, size, intake),
+            false => self.copy_block(block, memory, size, intake),
         }
     }
 
-    fn submit_kept(&mut self, intake: &Intake) {
+    fn submit_kept(&mut self, intake: &PipelineIntake) {
         for (block, bytes) in std::mem::take(&mut self.kept) {
-            self.submit(block, bytes, intake);
+            self.submit_block(block, bytes, intake);
         }
     }
 }
 
-/// A working set from one checkpoint to the next: what is new comes first, and what has been longest in it goes, so that
-/// it does not grow with the chain.
-fn renewed(hot: Vec<Block>, parents: &[Block]) -> Vec<Block> {
+/// The working set for the next checkpoint: new blocks come first, and the oldest ones are dropped,
+/// so that it does not grow with the chain.
+fn renew_working_set(hot: Vec<Block>, parents: &[Block]) -> Vec<Block> {
     let longest = hot.len().max(parents.len());
     let mut known = HashSet::new();
     let all = hot.into_iter().chain(parents.iter().copied());
     all.filter(|&block| known.insert(block)).take(longest).collect()
 }
 
-/// Whether the parent has something else than zeros of a block.
-pub(crate) fn stores(parent: Option<&Image>, block: Block) -> bool {
-    parent.is_some_and(|parent| matches!(parent.lookup(block), Placement::Stored { .. }))
+/// Whether the parent stores anything but zeros for a block.
+pub(crate) fn parent_stores(parent: Option<&Image>, block: Block) -> bool {
+    parent.is_some_and(|parent| matches!(parent.placement_of(block), BlockPlacement::Stored { .. }))
 }
 
 /// The blocks that hold any of these pages, in order, each once.
@@ -356,8 +369,8 @@ fn blocks_of(size: BlockSize, pages: &[Range<Page>]) -> Vec<Block> {
     blocks
 }
 
-/// Two lists of blocks as one, in order, each once.
-fn union(one: &[Block], other: &[Block]) -> Vec<Block> {
+/// Two lists of blocks merged: in order, each block once.
+fn merge_blocks(one: &[Block], other: &[Block]) -> Vec<Block> {
     let mut all = [one, other].concat();
     all.sort_unstable();
     all.dedup();
@@ -371,7 +384,8 @@ mod tests {
     #[test]
     fn a_working_set_does_not_grow_with_the_chain() {
         let blocks = |numbers: &[u32]| numbers.iter().copied().map(Block).collect::<Vec<_>>();
-        let renewed = |hot: &[u32], parents: &[u32]| renewed(blocks(hot), &blocks(parents));
+        let renewed =
+            |hot: &[u32], parents: &[u32]| renew_working_set(blocks(hot), &blocks(parents));
         assert_eq!(renewed(&[7, 7, 2], &[1, 2, 3, 4]), blocks(&[7, 2, 1, 3]));
         assert_eq!(renewed(&[], &[1, 2]), blocks(&[1, 2]));
         assert_eq!(renewed(&[5, 6], &[1]), blocks(&[5, 6]));
@@ -381,6 +395,9 @@ mod tests {
     fn blocks_are_told_once() {
         let runs = [0..1, 1..2, 3..6].map(|run: Range<u32>| Page(run.start)..Page(run.end));
         assert_eq!(blocks_of(BlockSize::default(), &runs), [0, 1, 2].map(Block));
-        assert_eq!(union(&[Block(4), Block(1)], &[Block(2), Block(4)]), [1, 2, 4].map(Block));
+        assert_eq!(
+            merge_blocks(&[Block(4), Block(1)], &[Block(2), Block(4)]),
+            [1, 2, 4].map(Block)
+        );
     }
 }

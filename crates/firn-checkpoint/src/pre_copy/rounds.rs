@@ -1,25 +1,26 @@
-//! When to stop copying and cut. Pure.
+//! Copy rounds: decides when to stop copying and cut. No I/O.
 //!
 //! ```text
 //!   Copy, Copy, ...   to the image; the guest writes while blocks are compressed
-//!   Keep, Keep, ...   to memory, which takes a millisecond or two: little is written meanwhile
-//!   Cut               what was written during the last of them is copied while the guest stands still
+//!   Keep, Keep, ...   to memory, which takes a millisecond or two: little is written in that time
+//!   Cut               pages written during the last of them are copied while the guest is paused
 //! ```
 
-/// Memory blocks that may be copied to memory instead of the image: some 4 MiB, in about a millisecond.
+/// Memory blocks that may be copied to memory instead of the image: some 4 MiB, in about a
+/// millisecond.
 const FEW_BLOCKS: usize = 512;
-/// Rounds after which nothing is copied to the image before the cut, whatever the guest does. Copies of a memory block in one image
-/// are limited ([`firn_image::Draft::again`]).
+/// Rounds after which nothing is copied to the image before the cut, whatever the guest does.
+/// Copies of a memory block in one image are limited ([`firn_image::Draft::again`]).
 const ROUNDS_MAX: u32 = 3;
-/// What is copied at the cut without much ado.
+/// The number of blocks that are copied at the cut without another round.
 const SETTLED_BLOCKS: usize = 32;
-/// Rounds of copying to memory.
+/// Maximum number of rounds of copying to memory.
 const KEPT_ROUNDS_MAX: u32 = 6;
 
-/// What comes next.
+/// The next step of a save.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(crate) enum Step {
-    /// Copy what was written, while the guest runs.
+pub(crate) enum RoundStep {
+    /// Copy the written blocks to the image, while the guest runs.
     Copy,
     /// The same, to memory.
     Keep,
@@ -29,56 +30,58 @@ pub(crate) enum Step {
 
 /// The rounds of one save.
 #[derive(Debug)]
-pub(crate) struct Rounds {
-    /// Whether a round stops the guest for no moment: then it costs nothing to have some more.
+pub(crate) struct CopyRounds {
+    /// Whether a round does not pause the guest: then more rounds cost nothing.
     is_smooth: bool,
     done: u32,
     kept: u32,
     last: usize,
 }
 
-impl Rounds {
-    /// None yet.
+impl CopyRounds {
+    /// No rounds yet.
     pub(crate) fn new(is_smooth: bool) -> Self {
         Self { is_smooth, done: 0, kept: 0, last: usize::MAX }
     }
 
-    /// What to do about so many memory blocks that were written since they were copied.
-    pub(crate) fn next(&mut self, written: usize) -> Step {
-        // While a round copies, the guest writes. What it writes no more slowly than it is copied never gets less.
+    /// The step to take if this many memory blocks were written since they were copied.
+    pub(crate) fn next_step(&mut self, written: usize) -> RoundStep {
+        // While a round copies, the guest writes. If it writes as fast as Firn copies, the number
+        // never decreases.
         let gets_less = written < self.last - self.last / 4;
         self.last = written;
         let copies = self.kept == 0 && self.done < ROUNDS_MAX && gets_less && written > FEW_BLOCKS;
-        // The first that is kept comes after one that was compressed: it says nothing of those to come.
+        // The first kept round comes after one that compressed: its number does not predict those
+        // of the next rounds.
         let is_worth_it = written > SETTLED_BLOCKS && (self.kept == 0 || gets_less);
         let keeps = self.is_smooth && self.kept < KEPT_ROUNDS_MAX && written <= 2 * FEW_BLOCKS;
         match (copies, keeps && is_worth_it) {
             (true, _) => {
                 self.done += 1;
-                Step::Copy
+                RoundStep::Copy
             }
             (false, true) => {
                 self.kept += 1;
-                Step::Keep
+                RoundStep::Keep
             }
-            (false, false) => Step::Cut,
+            (false, false) => RoundStep::Cut,
         }
     }
 
-    /// Rounds so far.
-    pub(crate) fn done(&self) -> u32 {
+    /// The number of rounds until now.
+    pub(crate) fn rounds_done(&self) -> u32 {
         self.done + self.kept
     }
 }
 
 #[cfg(test)]
 mod tests {
-    use super::Step::{Copy, Cut, Keep};
+    use super::RoundStep::{Copy, Cut, Keep};
     use super::*;
 
-    fn steps(is_smooth: bool, written: &[usize]) -> Vec<Step> {
-        let mut rounds = Rounds::new(is_smooth);
-        written.iter().map(|&written| rounds.next(written)).collect()
+    fn steps(is_smooth: bool, written: &[usize]) -> Vec<RoundStep> {
+        let mut rounds = CopyRounds::new(is_smooth);
+        written.iter().map(|&written| rounds.next_step(written)).collect()
     }
 
     #[test]

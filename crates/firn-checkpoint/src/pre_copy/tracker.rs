@@ -1,53 +1,54 @@
-//! What a guest writes from one checkpoint to the next.
+//! Write tracker: the pages that a guest writes from one checkpoint to the next.
 //!
-//! The kernel tells each write once. Others may ask for some pages in between ([`Tracker::written_among`]): what they are told
-//! is kept here for the next checkpoint.
+//! The kernel reports each write once. Other callers may poll some pages in between
+//! ([`WriteTracker::written_among`]): the pages reported to them are kept here for the next
+//! checkpoint.
 
 use std::ops::Range;
 use std::sync::Arc;
 
-use firn_memory::{GuestMemory, PageScan, Process, ScanError, Tracee, union};
-use firn_types::{Page, Tid};
+use firn_memory::{GuestMemory, PageScan, Process, ScanError, Tracee, merge_runs};
+use firn_types::{Page, ThreadId};
 
-/// So many runs of pages are kept as they come; more are put together first.
-const RUNS: usize = 1 << 14;
-/// Pages between two that are asked for together.
-const GAP: u32 = 64;
+/// Up to this many runs of pages are kept as they were reported; more are merged first.
+const RUNS_MAX: usize = 1 << 14;
+/// Pages between two pages that are polled together.
+const GAP_PAGES: u32 = 64;
 
-/// Follows writes to all of a guest's RAM, for as long as it lives.
+/// Tracks writes to all of a guest's RAM, for as long as it exists.
 ///
-/// Dropping it leaves the registration in the hypervisor, which costs the guest a little and stops nothing;
-/// [`Tracker::close`] is the clean end.
+/// Dropping it leaves the registration in the hypervisor, which costs the guest a little and stops
+/// nothing; [`WriteTracker::close`] is the clean end.
 #[derive(Debug)]
-pub struct Tracker {
+pub struct WriteTracker {
     scan: PageScan,
     process: Arc<Process>,
-    vcpus: Vec<Tid>,
-    /// The image from whose cut on writes are counted.
+    vcpus: Vec<ThreadId>,
+    /// The image from whose cut on writes are tracked.
     since: Option<String>,
-    /// Pages written since then that the kernel has told already.
-    told: Vec<Range<Page>>,
-    /// How many of `told` were told before the cut of the save that goes on.
+    /// Pages written since then that the kernel has reported already.
+    reported: Vec<Range<Page>>,
+    /// The number of runs in `reported` that were reported before the cut of the running save.
     cut: usize,
-    /// From so many on `told` is put together.
+    /// The number of runs from which `reported` is merged.
     room: usize,
 }
 
-impl Tracker {
-    /// Begins. Everything written so far counts as unknown.
+impl WriteTracker {
+    /// Starts to track writes. Earlier writes are unknown.
     ///
     /// # Errors
-    /// If the hypervisor can't be attached to, its memory is registered with another userfaultfd, or the kernel can't
-    /// remember writes (before Linux 6.7).
-    pub fn start(
+    /// If the hypervisor can't be attached to, its memory is registered with another userfaultfd,
+    /// or the kernel can't record writes (before Linux 6.7).
+    pub fn start_tracking(
         process: Arc<Process>,
         memory: Arc<GuestMemory>,
-        vcpus: Vec<Tid>,
+        vcpus: Vec<ThreadId>,
     ) -> Result<Self, ScanError> {
-        let scan = PageScan::create(&mut seize(&process, &vcpus)?, memory)?;
-        let (told, since, cut, room) = (Vec::new(), None, 0, RUNS);
-        let tracker = Self { scan, process, vcpus, since, told, cut, room };
-        match tracker.scan.arm() {
+        let scan = PageScan::create(&mut seize_hypervisor(&process, &vcpus)?, memory)?;
+        let (told, since, cut, room) = (Vec::new(), None, 0, RUNS_MAX);
+        let tracker = Self { scan, process, vcpus, since, reported: told, cut, room };
+        match tracker.scan.arm_all() {
             Ok(()) => Ok(tracker),
             Err(error) => {
                 // The first error is the one to report.
@@ -57,94 +58,97 @@ impl Tracker {
         }
     }
 
-    /// Whether it follows this memory, where it is now.
-    pub fn follows(&self, memory: &GuestMemory) -> bool {
+    /// Whether it tracks this memory, at its present addresses.
+    pub fn tracks_memory(&self, memory: &GuestMemory) -> bool {
         let mine = self.scan.memory();
         let start = |memory: &GuestMemory, page| memory.hva_of(page);
-        mine.map() == memory.map()
-            && memory.map().regions().iter().all(|region| {
-                let first = region.range().start;
+        mine.region_map() == memory.region_map()
+            && memory.region_map().regions().iter().all(|region| {
+                let first = region.page_range().start;
                 start(mine, first) == start(memory, first)
             })
     }
 
-    /// Whether it knows what was written since the cut of an image, by the image's identity.
-    pub fn knows(&self, identity: &str) -> bool {
+    /// Whether it has all writes since the cut of an image, by the image's identity.
+    pub fn tracks_since(&self, identity: &str) -> bool {
         self.since.as_deref() == Some(identity)
     }
 
-    /// All pages written since then, in order.
-    pub(crate) fn written(&mut self) -> Result<Vec<Range<Page>>, ScanError> {
+    /// All pages written since the image in `since`, in order.
+    pub(crate) fn written_since_image(&mut self) -> Result<Vec<Range<Page>>, ScanError> {
         self.newly_written()?;
         self.cut = 0;
-        self.told = union(std::mem::take(&mut self.told));
-        Ok(self.told.clone())
+        self.reported = merge_runs(std::mem::take(&mut self.reported));
+        Ok(self.reported.clone())
     }
 
-    /// The pages written since this was asked last, in order. They are protected again.
+    /// The pages written since the last call, in order. They are protected again.
     pub(crate) fn newly_written(&mut self) -> Result<Vec<Range<Page>>, ScanError> {
         let mut new = Vec::new();
-        self.scan.written_and_rearm(self.scan.memory().all(), &mut new)?;
-        self.told.extend_from_slice(&new);
+        self.scan.collect_written_and_rearm(self.scan.memory().all_pages(), &mut new)?;
+        self.reported.extend_from_slice(&new);
         Ok(new)
     }
 
-    /// Of these pages, in ascending order, those that were written since they were told last, by this or to a save; and maybe
-    /// some between them, which are not told again either.
+    /// Of these pages, in ascending order, those that were written since they were last reported,
+    /// here or to a save; perhaps also some pages between them, which are not reported again
+    /// either.
     ///
     /// # Errors
     /// If the hypervisor is gone.
     pub fn written_among(&mut self, pages: &[Page]) -> Result<Vec<Page>, ScanError> {
         let mut new = Vec::new();
-        for run in runs(pages) {
-            self.scan.written_and_rearm(run, &mut new)?;
+        for run in runs_over_gaps(pages) {
+            self.scan.collect_written_and_rearm(run, &mut new)?;
         }
-        self.told.extend_from_slice(&new);
-        if self.told.len() >= self.room {
-            self.told = union(std::mem::take(&mut self.told));
-            self.room = RUNS.max(2 * self.told.len());
+        self.reported.extend_from_slice(&new);
+        if self.reported.len() >= self.room {
+            self.reported = merge_runs(std::mem::take(&mut self.reported));
+            self.room = RUNS_MAX.max(2 * self.reported.len());
         }
-        Ok(new.into_iter().flat_map(Page::each).collect())
+        Ok(new.into_iter().flat_map(Page::iter_range).collect())
     }
 
-    /// With the VM stopped: what is written from now on belongs to the next checkpoint.
-    pub(crate) fn cut(&mut self) {
-        self.cut = self.told.len();
+    /// With the VM stopped: pages written from now on belong to the next checkpoint.
+    pub(crate) fn mark_cut(&mut self) {
+        self.cut = self.reported.len();
     }
 
-    /// The image of the last cut is whole.
-    pub(crate) fn accept(&mut self, identity: String) {
-        self.told.drain(..self.cut);
+    /// The image of the last cut is complete.
+    pub(crate) fn accept_image(&mut self, identity: String) {
+        self.reported.drain(..self.cut);
         self.cut = 0;
         self.since = Some(identity);
     }
 
-    /// Lets go of the hypervisor: nothing is left.
+    /// Detaches from the hypervisor: nothing is left there.
     ///
     /// # Errors
     /// If the hypervisor is gone.
     pub fn close(self) -> Result<(), ScanError> {
-        // That much is possible even if no thread can be stopped.
-        let unregistered = self.scan.unregister();
-        self.scan.close(&mut seize(&self.process, &self.vcpus)?)?;
+        // This is possible even if no thread can be stopped.
+        let unregistered = self.scan.unregister_all();
+        self.scan.close(&mut seize_hypervisor(&self.process, &self.vcpus)?)?;
         unregistered
     }
 }
 
-/// Pages in ascending order, as runs. Small gaps are part of them: each run is several calls of the kernel, and pages that nobody
-/// asked for cost less to look at.
-fn runs(pages: &[Page]) -> Vec<Range<Page>> {
+/// Pages in ascending order, as runs. Small gaps are included: each run costs several system calls,
+/// and polling the pages of a gap costs less.
+fn runs_over_gaps(pages: &[Page]) -> Vec<Range<Page>> {
     let mut runs: Vec<Range<Page>> = Vec::new();
     for &page in pages {
         match runs.last_mut() {
-            Some(run) if page.0 <= run.end.0.saturating_add(GAP) => run.end = Page(page.0 + 1),
+            Some(run) if page.0 <= run.end.0.saturating_add(GAP_PAGES) => {
+                run.end = Page(page.0 + 1)
+            }
             _ => runs.push(page..Page(page.0 + 1)),
         }
     }
     runs
 }
 
-fn seize<'p>(process: &'p Process, vcpus: &[Tid]) -> Result<Tracee<'p>, ScanError> {
+fn seize_hypervisor<'p>(process: &'p Process, vcpus: &[ThreadId]) -> Result<Tracee<'p>, ScanError> {
     Tracee::seize(process, vcpus).map_err(|error| ScanError::Drop(error.into()))
 }
 
@@ -154,9 +158,9 @@ mod tests {
 
     #[test]
     fn neighbours_are_asked_for_together() {
-        let pages = [3, 4, 5 + GAP, 9 + 2 * GAP, 10 + 2 * GAP].map(Page);
-        let expected = [3..6 + GAP, 9 + 2 * GAP..11 + 2 * GAP];
-        assert_eq!(runs(&pages), expected.map(|run| Page(run.start)..Page(run.end)));
-        assert_eq!(runs(&[]), []);
+        let pages = [3, 4, 5 + GAP_PAGES, 9 + 2 * GAP_PAGES, 10 + 2 * GAP_PAGES].map(Page);
+        let expected = [3..6 + GAP_PAGES, 9 + 2 * GAP_PAGES..11 + 2 * GAP_PAGES];
+        assert_eq!(runs_over_gaps(&pages), expected.map(|run| Page(run.start)..Page(run.end)));
+        assert_eq!(runs_over_gaps(&[]), []);
     }
 }

@@ -1,78 +1,81 @@
-//! The one that asks.
+//! Checkpoint initiator: requests marks from all VMs, and records the global checkpoint.
 //!
 //! ```text
 //!            due                all have answered            recorded
 //!   Idle ----------> Asking ----------------------> Recording ----------> Idle
 //!                     |   ^                             | refused
 //!                     +---+ given up: a higher number   v
-//!                                                    Retired       (another timeline; its own initiator goes on)
+//!                                                    Retired       (another generation)
 //! ```
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::time::Duration;
 
-use super::{Answer, GlobalCheckpoint};
-use crate::{Epoch, Generation, RequestNumber, Vm};
+use super::{GlobalCheckpoint, MarkAnswer};
+use crate::{Epoch, Generation, RequestNumber, VmId};
 
-/// How often to ask.
+/// The intervals of requests.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
-pub struct Pace {
-    /// From one cut to the next.
-    pub every: Duration,
-    /// Until those who haven't answered are asked again.
-    pub again_after: Duration,
-    /// Until a request is given up for a new one: hosts that marked long ago hold up output for everybody.
+pub struct RequestTiming {
+    /// The time from one cut to the next.
+    pub cut_interval: Duration,
+    /// The time after which VMs without an answer are asked again.
+    pub retry_after: Duration,
+    /// The time after which a request is given up for a new one: hosts that marked long ago delay
+    /// the output of all VMs.
     pub give_up_after: Duration,
 }
 
-/// What the initiator's shell has to do.
+/// An action for the initiator's shell.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub enum Action {
-    /// Ask the hosts of these VMs.
+pub enum InitiatorAction {
+    /// Ask the hosts of these VMs for marks.
     Ask {
-        /// The timeline.
+        /// The generation.
         generation: Generation,
         /// The request.
         request: RequestNumber,
         /// VMs without an answer.
-        vms: BTreeSet<Vm>,
+        vms: BTreeSet<VmId>,
     },
-    /// Put the checkpoint into the register, if that is still in its generation; say [`Initiator::recorded`] (also if it was
-    /// there already) or [`Initiator::refused`]. It is asked for again until one of them is said.
+    /// Put the checkpoint into the record, if that is still in its generation; then call
+    /// [`CheckpointInitiator::confirm_recorded`] (also if it was there already) or
+    /// [`CheckpointInitiator::retire_refused`]. The action is repeated until one of them is called.
     Record(GlobalCheckpoint),
-    /// It is on record: tell everybody.
+    /// The checkpoint is recorded: inform all hosts.
     Announce(GlobalCheckpoint),
 }
 
 #[derive(Clone, Debug, PartialEq, Eq, Hash)]
-enum Phase {
+enum InitiatorPhase {
     Idle,
-    Asking { since: Duration, asked: Duration, marks: BTreeMap<Vm, Epoch> },
+    Asking { since: Duration, asked: Duration, marks: BTreeMap<VmId, Epoch> },
     Recording { asked: Option<Duration>, checkpoint: GlobalCheckpoint },
     Retired,
 }
 
-/// Makes global checkpoints of one generation and layout.
+/// Makes the global checkpoints of one generation and layout.
 #[derive(Clone, Debug, PartialEq, Eq, Hash)]
-pub struct Initiator {
+pub struct CheckpointInitiator {
     generation: Generation,
     layout: u64,
-    vms: BTreeSet<Vm>,
-    pace: Pace,
+    vms: BTreeSet<VmId>,
+    pace: RequestTiming,
     request: RequestNumber,
     number: u64,
-    phase: Phase,
+    phase: InitiatorPhase,
     due: Duration,
 }
 
-impl Initiator {
-    /// An initiator in a term of leadership that nobody had before it; `number` is that of the newest checkpoint.
+impl CheckpointInitiator {
+    /// An initiator in a term of leadership that no initiator had before; `number` is that of the
+    /// newest checkpoint.
     pub fn new(
         (generation, layout): (Generation, u64),
         term: u32,
         number: u64,
-        vms: impl IntoIterator<Item = Vm>,
-        pace: Pace,
+        vms: impl IntoIterator<Item = VmId>,
+        pace: RequestTiming,
     ) -> Self {
         Self {
             generation,
@@ -81,51 +84,51 @@ impl Initiator {
             pace,
             request: RequestNumber { term, count: 0 },
             number,
-            phase: Phase::Idle,
+            phase: InitiatorPhase::Idle,
             due: Duration::ZERO,
         }
     }
 
-    /// Time has passed.
-    pub fn tick(&mut self, now: Duration) -> Vec<Action> {
+    /// Advances the time.
+    pub fn advance_time(&mut self, now: Duration) -> Vec<InitiatorAction> {
         match &mut self.phase {
-            Phase::Idle if now >= self.due => self.begin(now),
-            Phase::Asking { since, .. } if now >= *since + self.pace.give_up_after => {
-                self.begin(now)
+            InitiatorPhase::Idle if now >= self.due => self.begin_request(now),
+            InitiatorPhase::Asking { since, .. } if now >= *since + self.pace.give_up_after => {
+                self.begin_request(now)
             }
-            Phase::Asking { asked, .. } if now >= *asked + self.pace.again_after => {
+            InitiatorPhase::Asking { asked, .. } if now >= *asked + self.pace.retry_after => {
                 *asked = now;
-                vec![self.ask()]
+                vec![self.build_request()]
             }
-            Phase::Recording { asked, checkpoint } => {
-                let late = asked.is_some_and(|asked| now >= asked + self.pace.again_after);
+            InitiatorPhase::Recording { asked, checkpoint } => {
+                let late = asked.is_some_and(|asked| now >= asked + self.pace.retry_after);
                 asked.get_or_insert(now);
                 if !late {
                     return Vec::new();
                 }
                 *asked = Some(now);
-                vec![Action::Record(checkpoint.clone())]
+                vec![InitiatorAction::Record(checkpoint.clone())]
             }
             _ => Vec::new(),
         }
     }
 
-    /// Asks now, with a new number. A request that is being answered is given up.
-    pub fn begin(&mut self, now: Duration) -> Vec<Action> {
-        if !matches!(self.phase, Phase::Idle | Phase::Asking { .. }) {
+    /// Begins a request with a new number. An unfinished request is given up.
+    pub fn begin_request(&mut self, now: Duration) -> Vec<InitiatorAction> {
+        if !matches!(self.phase, InitiatorPhase::Idle | InitiatorPhase::Asking { .. }) {
             return Vec::new();
         }
         self.request = self.request.next();
-        self.due = now + self.pace.every;
-        self.phase = Phase::Asking { since: now, asked: now, marks: BTreeMap::new() };
-        vec![self.ask()]
+        self.due = now + self.pace.cut_interval;
+        self.phase = InitiatorPhase::Asking { since: now, asked: now, marks: BTreeMap::new() };
+        vec![self.build_request()]
     }
 
-    /// A host has answered, perhaps not for the first time, perhaps another request.
-    pub fn answered(&mut self, answer: &Answer) -> Option<Action> {
+    /// Records a host's answer, which may be a repetition, or may belong to another request.
+    pub fn record_answer(&mut self, answer: &MarkAnswer) -> Option<InitiatorAction> {
         let of = (answer.generation, answer.layout, answer.request);
         let current = of == (self.generation, self.layout, self.request);
-        let Phase::Asking { marks, .. } = &mut self.phase else { return None };
+        let InitiatorPhase::Asking { marks, .. } = &mut self.phase else { return None };
         if !current {
             return None;
         }
@@ -140,16 +143,16 @@ impl Initiator {
             request: self.request,
             marks: std::mem::take(marks),
         };
-        self.phase = Phase::Recording { asked: None, checkpoint: checkpoint.clone() };
-        Some(Action::Record(checkpoint))
+        self.phase = InitiatorPhase::Recording { asked: None, checkpoint: checkpoint.clone() };
+        Some(InitiatorAction::Record(checkpoint))
     }
 
-    /// The register has it.
-    pub fn recorded(&mut self) -> Option<Action> {
-        match std::mem::replace(&mut self.phase, Phase::Idle) {
-            Phase::Recording { checkpoint, .. } => {
+    /// Confirms that the checkpoint is in the record.
+    pub fn confirm_recorded(&mut self) -> Option<InitiatorAction> {
+        match std::mem::replace(&mut self.phase, InitiatorPhase::Idle) {
+            InitiatorPhase::Recording { checkpoint, .. } => {
                 self.number = checkpoint.number;
-                Some(Action::Announce(checkpoint))
+                Some(InitiatorAction::Announce(checkpoint))
             }
             other => {
                 self.phase = other;
@@ -158,21 +161,22 @@ impl Initiator {
         }
     }
 
-    /// The register is in another generation, or another initiator was there first: this one is done.
-    pub fn refused(&mut self) {
-        self.phase = Phase::Retired;
+    /// Retires this initiator, because the record is in another generation, or another initiator
+    /// was faster.
+    pub fn retire_refused(&mut self) {
+        self.phase = InitiatorPhase::Retired;
     }
 
-    /// Whether it will never do anything again.
+    /// Whether it has no further actions.
     pub fn is_retired(&self) -> bool {
-        self.phase == Phase::Retired
+        self.phase == InitiatorPhase::Retired
     }
 
-    fn ask(&self) -> Action {
+    fn build_request(&self) -> InitiatorAction {
         let mut vms = self.vms.clone();
-        if let Phase::Asking { marks, .. } = &self.phase {
+        if let InitiatorPhase::Asking { marks, .. } = &self.phase {
             vms.retain(|vm| !marks.contains_key(vm));
         }
-        Action::Ask { generation: self.generation, request: self.request, vms }
+        InitiatorAction::Ask { generation: self.generation, request: self.request, vms }
     }
 }

@@ -1,13 +1,13 @@
-//! A VM's part in a cut.
+//! Cut marker: the part of one VM in a cut.
 
 use serde::{Deserialize, Serialize};
 
-use crate::{Epoch, Generation, RequestNumber, Vm};
+use crate::{Epoch, Generation, RequestNumber, VmId};
 
-/// What every frame between VMs carries: its sender's timeline and newest mark.
+/// The stamp of every frame between VMs: its sender's generation and newest mark.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash, Serialize, Deserialize)]
-pub struct Stamp {
-    /// The timeline.
+pub struct FrameStamp {
+    /// The generation.
     pub generation: Generation,
     /// The newest mark.
     pub mark: RequestNumber,
@@ -15,125 +15,137 @@ pub struct Stamp {
 
 /// The answer to a request: marks of VMs.
 #[derive(Clone, Debug, PartialEq, Eq, PartialOrd, Ord, Hash, Serialize, Deserialize)]
-pub struct Answer {
-    /// The timeline.
+pub struct MarkAnswer {
+    /// The generation.
     pub generation: Generation,
-    /// The places of backups that it is about.
+    /// The layout for which it is valid: where the backups are.
     pub layout: u64,
     /// The request it answers.
     pub request: RequestNumber,
     /// The epochs marked.
-    pub marks: Vec<(Vm, Epoch)>,
+    pub marks: Vec<(VmId, Epoch)>,
 }
 
-/// What to do with a frame that has arrived from another VM.
+/// How to handle a frame that has arrived from another VM.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Arriving {
-    /// Hand it to the inbox.
+pub enum StampDecision {
+    /// Give it to the inbox.
     Deliver,
-    /// The epoch that runs has to be cut first.
+    /// Cut the running epoch first.
     AfterCut,
-    /// Drop it: it is from a timeline that was undone.
+    /// Drop it: it is from a generation that was undone.
     Undone,
-    /// Don't take it yet: this VM hasn't heard of its timeline. It will be sent again.
+    /// Don't take it yet: this VM does not know its generation. It will be sent again.
     Early,
 }
 
 /// The marks of one VM.
 #[derive(Clone, Debug, PartialEq, Eq, Hash)]
-pub struct Marker {
-    vm: Vm,
-    stamp: Stamp,
+pub struct CutMarker {
+    vm: VmId,
+    stamp: FrameStamp,
     layout: u64,
-    /// The newest number that somebody has asked for.
-    asked: RequestNumber,
-    /// The first and the last epoch that was cut, and whose copy may be had.
+    /// The highest number that was requested.
+    requested: RequestNumber,
+    /// The first and the last epoch that was cut, and of which the backup may have a copy.
     cuts: Option<(Epoch, Epoch)>,
     /// The newest epoch of which a frame has left for another VM.
-    heard: Epoch,
-    /// The epoch that ended with the newest mark, if its copy may be had.
+    newest_sent: Epoch,
+    /// The epoch that ended with the newest mark, if the backup may have a copy of it.
     marked: Option<Epoch>,
     committed: Option<Epoch>,
 }
 
-impl Marker {
-    /// Of a VM that begins a generation from the end of `base`.
-    pub fn new(generation: Generation, layout: u64, vm: Vm, base: Epoch) -> Self {
-        let (mark, asked) = Default::default();
-        let (stamp, cuts, heard) = (Stamp { generation, mark }, None, base);
+impl CutMarker {
+    /// The marker of a VM that begins a generation from the end of `base`.
+    pub fn new(generation: Generation, layout: u64, vm: VmId, base: Epoch) -> Self {
+        let (mark, requested) = Default::default();
+        let (stamp, cuts, newest_sent) = (FrameStamp { generation, mark }, None, base);
         let (marked, committed) = (None, Some(base));
-        Self { vm, stamp, layout, asked, cuts, heard, marked, committed }
+        Self { vm, stamp, layout, requested, cuts, newest_sent, marked, committed }
     }
 
-    /// What a frame that leaves now must carry.
-    pub fn stamp(&self) -> Stamp {
+    /// The stamp that a frame that leaves now must carry.
+    pub fn current_stamp(&self) -> FrameStamp {
         self.stamp
     }
 
-    /// Whether somebody waits for a cut: the initiator, or a frame.
+    /// Whether the initiator or a frame waits for a cut.
     pub fn wants_cut(&self) -> bool {
-        self.asked > self.stamp.mark
+        self.requested > self.stamp.mark
     }
 
-    /// The VM is paused at the end of an epoch. What it sends from now on carries the mark.
-    pub fn cut(&mut self, epoch: Epoch) {
+    /// Records a cut while the VM is paused. Frames that it sends from now on carry the mark.
+    pub fn record_cut(&mut self, epoch: Epoch) {
         let (first, _) = self.cuts.unwrap_or((epoch, epoch));
         self.cuts = Some((first, epoch));
-        self.mark();
+        self.update_mark();
     }
 
-    /// A frame of that epoch leaves for another VM.
-    pub fn sent(&mut self, epoch: Epoch) {
-        self.heard = self.heard.max(epoch);
+    /// Records that a frame of that epoch leaves for another VM.
+    pub fn record_sent(&mut self, epoch: Epoch) {
+        self.newest_sent = self.newest_sent.max(epoch);
     }
 
-    /// A cut since which nothing has left is as good as one made now: the newest that is copied, if there is one. So a VM that is idle, or
-    /// stands still for good, or can't be cut, is not waited for.
-    fn mark(&mut self) {
-        let cuts = self.cuts.filter(|(_, last)| *last >= self.heard && self.wants_cut());
+    /// Marks an earlier cut, if no frame has left since: it is equivalent to a cut made now. The
+    /// newest one that is copied is marked, if there is one. So the cluster does not wait for a VM
+    /// that is idle, or stays paused, or can't be cut.
+    fn update_mark(&mut self) {
+        let cuts = self.cuts.filter(|(_, last)| *last >= self.newest_sent && self.wants_cut());
         if let Some((first, _)) = cuts {
             let copied = self.committed.unwrap_or(first);
-            (self.stamp.mark, self.marked) = (self.asked, Some(first.max(self.heard).max(copied)));
+            (self.stamp.mark, self.marked) =
+                (self.requested, Some(first.max(self.newest_sent).max(copied)));
         }
     }
 
-    /// An epoch is in the non-volatile copy.
-    pub fn committed(&mut self, epoch: Epoch) {
+    /// Records that an epoch is in the non-volatile copy.
+    pub fn record_commit(&mut self, epoch: Epoch) {
         self.committed = self.committed.max(Some(epoch));
     }
 
-    /// Backups were replaced. If this VM's was, what it had committed is gone with it, and so is its mark: the next request has
-    /// another one.
-    pub fn rearranged(&mut self, layout: u64, is_lost: bool) {
+    /// Records that backups were replaced. If this VM's backup was, its committed epochs are lost,
+    /// and so is its mark: the next request has another one.
+    pub fn change_layout(&mut self, layout: u64, is_lost: bool) {
         self.layout = layout;
         if is_lost {
             (self.cuts, self.marked, self.committed) = (None, None, None);
         }
     }
 
-    /// The initiator asks. It gets its answer when the epoch that ends with the mark is in the non-volatile copy, and asks until then. Asked
-    /// again, the answer is the same; an older request is not answered any more.
-    pub fn requested(&mut self, generation: Generation, request: RequestNumber) -> Option<Answer> {
+    /// Handles a request of the initiator. It gets an answer when the epoch that ends with the mark
+    /// is in the non-volatile copy, and repeats the request until then. A repeated request gets the
+    /// same answer; an older request gets none any more.
+    pub fn request_mark(
+        &mut self,
+        generation: Generation,
+        request: RequestNumber,
+    ) -> Option<MarkAnswer> {
         if generation != self.stamp.generation || request < self.stamp.mark {
             return None;
         }
-        self.asked = self.asked.max(request);
-        self.mark();
+        self.requested = self.requested.max(request);
+        self.update_mark();
         let is_copied = |marked: &Epoch| self.committed >= Some(*marked);
         let marked = self.marked.filter(is_copied).filter(|_| self.stamp.mark == request)?;
-        Some(Answer { generation, layout: self.layout, request, marks: vec![(self.vm, marked)] })
+        Some(MarkAnswer {
+            generation,
+            layout: self.layout,
+            request,
+            marks: vec![(self.vm, marked)],
+        })
     }
 
-    /// A frame has arrived. To be asked before the inbox is.
-    pub fn arriving(&mut self, stamp: Stamp) -> Arriving {
+    /// Handles the stamp of a frame. The caller does this before it gives the frame to the inbox.
+    pub fn check_frame(&mut self, stamp: FrameStamp) -> StampDecision {
         if stamp.generation < self.stamp.generation {
-            return Arriving::Undone;
+            return StampDecision::Undone;
         }
         if stamp.generation > self.stamp.generation {
-            return Arriving::Early;
+            return StampDecision::Early;
         }
-        self.asked = self.asked.max(stamp.mark);
-        self.mark();
-        if stamp.mark > self.stamp.mark { Arriving::AfterCut } else { Arriving::Deliver }
+        self.requested = self.requested.max(stamp.mark);
+        self.update_mark();
+        if stamp.mark > self.stamp.mark { StampDecision::AfterCut } else { StampDecision::Deliver }
     }
 }

@@ -1,32 +1,33 @@
-//! What the user allows, and the interval that is chosen within it.
+//! Epoch limits: the bounds that the user sets, and the interval that is chosen within them.
 
 use std::time::Duration;
 
 use thiserror::Error;
 
-/// What the user allows of one VM's epochs.
+/// The user's limits for the epochs of one VM.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
-pub struct Limits {
+pub struct EpochLimits {
     /// The shortest interval between cuts.
     pub interval_min: Duration,
     /// The longest interval between cuts while the backup keeps up.
     pub interval_max: Duration,
-    /// Pages per epoch to aim at: they are what the pause is spent on.
+    /// The intended number of pages per epoch, which determine the length of the pause.
     pub pages_per_epoch: u64,
-    /// How long a frame may be held, as far as the interval can help it.
+    /// The maximum delay of a frame, as far as the interval can influence it.
     pub output_delay_max: Duration,
-    /// How long an error may go unnoticed (T_e) and still never be in the state that is restored.
+    /// How long an error may remain unnoticed (T_e) and still never be in a restored state.
     pub error_latency_max: Duration,
-    /// Pages held for transfer at most. One epoch with more than that is sent from within its pause.
+    /// The maximum number of pages buffered for transfer. An epoch with more pages is sent from
+    /// within its pause.
     pub buffer_pages: u64,
     /// How long to wait for an acknowledgement before an epoch is sent again.
     pub resend_after: Duration,
 }
 
-/// Limits that contradict each other.
+/// Why limits contradict each other.
 #[derive(Debug, Error, PartialEq, Eq)]
 pub enum LimitsError {
-    /// The interval has no value.
+    /// No interval is possible.
     #[error(
         "the interval must lie between {min:?} and {max:?}: give a minimum above zero and no maximum below it"
     )]
@@ -36,29 +37,29 @@ pub enum LimitsError {
         /// The maximum.
         max: Duration,
     },
-    /// An error could reach the state that is restored.
+    /// An error could be in a restored state.
     #[error(
         "an interval of {min:?} is shorter than the {latency:?} an error may go unnoticed; raise the minimum"
     )]
     ErrorLatency {
         /// The minimum interval.
         min: Duration,
-        /// What was asked for.
+        /// The wanted error latency.
         latency: Duration,
     },
-    /// Nothing could be buffered.
+    /// The buffer is too small for one epoch.
     #[error("a buffer of {buffer} pages can't hold one epoch of {epoch} pages")]
     Buffer {
-        /// The buffer.
+        /// The size of the buffer.
         buffer: u64,
-        /// The aim for one epoch.
+        /// The intended pages of one epoch.
         epoch: u64,
     },
 }
 
-impl Limits {
-    /// Whether they can be kept.
-    pub fn check(&self) -> Result<(), LimitsError> {
+impl EpochLimits {
+    /// Checks that the limits don't contradict each other.
+    pub fn check_limits(&self) -> Result<(), LimitsError> {
         let Self { interval_min: min, interval_max: max, error_latency_max: latency, .. } = *self;
         if min.is_zero() || max < min {
             return Err(LimitsError::Interval { min, max });
@@ -73,10 +74,11 @@ impl Limits {
         Ok(())
     }
 
-    /// The interval after one that wrote `pages`; the last commit took `transfer` from its cut to the acknowledgement.
+    /// The interval after one that wrote `pages`. The last commit took `transfer` from its cut to
+    /// the acknowledgement.
     ///
-    /// A frame waits for the end of its epoch, then for the whole next one (the non-volatile copy is one behind), then for
-    /// a transfer: so the delay is two intervals and a transfer at worst.
+    /// A frame waits for the end of its epoch, then for the whole next one (the non-volatile copy
+    /// is one behind), then for a transfer: so the maximum delay is two intervals and a transfer.
     pub(crate) fn next_interval(
         &self,
         interval: Duration,
@@ -84,18 +86,18 @@ impl Limits {
         transfer: Duration,
     ) -> Duration {
         let by_pages = interval.as_nanos() * u128::from(self.pages_per_epoch);
-        let wanted = nanos(by_pages / u128::from(pages.max(1)));
+        let wanted = duration_from_nanos(by_pages / u128::from(pages.max(1)));
         let wanted = wanted.clamp(interval / 2, interval + interval / 4);
         let by_delay = self.output_delay_max.saturating_sub(transfer) / 2;
         wanted.min(by_delay).clamp(self.interval_min, self.interval_max)
     }
 }
 
-fn nanos(nanos: u128) -> Duration {
+fn duration_from_nanos(nanos: u128) -> Duration {
     Duration::from_nanos(u64::try_from(nanos).unwrap_or(u64::MAX))
 }
 
-impl Default for Limits {
+impl Default for EpochLimits {
     fn default() -> Self {
         Self {
             interval_min: Duration::from_millis(50),
@@ -119,18 +121,18 @@ mod tests {
 
     #[test]
     fn limits_that_cannot_be_kept_are_refused() {
-        let good = Limits::default();
-        assert_eq!(good.check(), Ok(()));
-        let refused = |limits: Limits| limits.check().is_err();
-        assert!(refused(Limits { interval_min: Duration::ZERO, ..good }));
-        assert!(refused(Limits { interval_max: MS, ..good }));
-        assert!(refused(Limits { error_latency_max: 51 * MS, ..good }));
-        assert!(refused(Limits { buffer_pages: 10, ..good }));
+        let good = EpochLimits::default();
+        assert_eq!(good.check_limits(), Ok(()));
+        let refused = |limits: EpochLimits| limits.check_limits().is_err();
+        assert!(refused(EpochLimits { interval_min: Duration::ZERO, ..good }));
+        assert!(refused(EpochLimits { interval_max: MS, ..good }));
+        assert!(refused(EpochLimits { error_latency_max: 51 * MS, ..good }));
+        assert!(refused(EpochLimits { buffer_pages: 10, ..good }));
     }
 
     #[test]
     fn many_pages_shorten_the_interval_and_few_lengthen_it() {
-        let limits = Limits { output_delay_max: 5000 * MS, ..Limits::default() };
+        let limits = EpochLimits { output_delay_max: 5000 * MS, ..EpochLimits::default() };
         assert!(limits.next_interval(100 * MS, 8192, MS) < 100 * MS);
         assert!(limits.next_interval(100 * MS, 100, MS) > 100 * MS);
         assert_eq!(limits.next_interval(50 * MS, 1 << 30, MS), 50 * MS);
@@ -139,7 +141,7 @@ mod tests {
 
     #[test]
     fn a_slow_transfer_shortens_the_interval() {
-        let limits = Limits::default();
+        let limits = EpochLimits::default();
         assert_eq!(limits.next_interval(300 * MS, 1, 300 * MS), 100 * MS);
         assert_eq!(limits.next_interval(300 * MS, 1, 3000 * MS), 50 * MS);
     }
@@ -147,7 +149,7 @@ mod tests {
     proptest! {
         #[test]
         fn it_stays_within_the_limits(interval_ms in 50..=500_u32, pages: u64, transfer_ms in 0..9999_u32) {
-            let limits = Limits::default();
+            let limits = EpochLimits::default();
             let next = limits.next_interval(interval_ms * MS, pages, transfer_ms * MS);
             prop_assert!(limits.interval_min <= next && next <= limits.interval_max);
         }

@@ -1,4 +1,4 @@
-//! The primary's half: when to cut, what to send, when the VM must wait.
+//! Primary epochs: decides when to cut, what to send, and when the VM must wait.
 //!
 //! ```text
 //!            due, room                          copied
@@ -6,50 +6,53 @@
 //!     |  ^                         ^                            |
 //!     |  | room                    | finish                     | finish
 //!     |  |                         |                            v
-//!     +-- due, no room: the epoch stretches; Pace: Free -> Slowed -> Stopped       Finished (the VM stays paused)
+//!     +-- due, no room: the epoch stretches,                     Finished (VM stays paused)
+//!         and the speed is Free -> Slowed -> Stopped
 //! ```
 
 use std::collections::VecDeque;
 use std::time::Duration;
 
-use super::{Limits, Progress};
+use super::{EpochLimits, EpochProgress};
 use crate::Epoch;
 
 /// How fast the VM may run.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
-pub enum Pace {
-    /// As fast as it can.
+pub enum GuestSpeed {
+    /// Without a limit.
     Free,
-    /// Its vCPUs are given a part of the time only.
+    /// Its vCPUs run only for a part of the time.
     Slowed,
-    /// Not at all, until there is room.
+    /// Its vCPUs don't run, until there is room.
     Stopped,
 }
 
-/// What the primary's shell has to do.
+/// An action for the primary's shell.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
-pub enum Action {
-    /// Pause the VM, copy what the predictor names and the device state, resume it, and say [`Primary::copied`]. If the
-    /// pages are more than fit the buffer, send from within the pause.
+pub enum PrimaryAction {
+    /// Pause the VM, copy the pages that the predictor names and the device state, resume it, and
+    /// call [`PrimaryEpochs::finish_cut`]. If the buffer has no room for the pages, send them from
+    /// within the pause.
     Cut(Epoch),
-    /// Send an epoch, or send it again; frames that left during it go with it. `last`: none will follow.
+    /// Send an epoch, or send it again, with the frames that left the VM during it. `last`: no
+    /// epoch follows.
     Send {
-        /// Which one.
+        /// The epoch.
         epoch: Epoch,
-        /// The VM stands still for good: the backup may commit it at once.
+        /// The VM stays paused: the backup may commit it at once.
         last: bool,
     },
-    /// The backup has the epoch: its buffer is free.
+    /// The backup has the epoch: its buffer can be reused.
     Free(Epoch),
-    /// Everything up to this epoch is in the non-volatile copy.
+    /// All epochs up to this one are in the non-volatile copy.
     Committed(Epoch),
-    /// The VM is to run at this pace.
-    Pace(Pace),
+    /// Run the VM at this speed.
+    SetSpeed(GuestSpeed),
 }
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
-enum Phase {
-    /// `due`: when it is to be cut, if there is room.
+enum EpochPhase {
+    /// `due`: the time of the next cut, if there is room.
     Running {
         since: Duration,
         due: Duration,
@@ -62,7 +65,7 @@ enum Phase {
 
 /// An epoch that is cut and not yet committed.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
-struct Flight {
+struct InFlightEpoch {
     epoch: Epoch,
     pages: u64,
     cut_at: Duration,
@@ -70,91 +73,93 @@ struct Flight {
     complete: bool,
 }
 
-/// The epochs of one VM where it runs.
+/// The epochs of one VM at its primary.
 #[derive(Clone, Debug, PartialEq, Eq, Hash)]
-pub struct Primary {
-    limits: Limits,
+pub struct PrimaryEpochs {
+    limits: EpochLimits,
     interval: Duration,
-    phase: Phase,
+    phase: EpochPhase,
     finishing: bool,
-    /// The epoch that runs, or is being cut.
+    /// The running epoch, or the one that is being cut.
     epoch: Epoch,
-    /// Pages written in it so far, as last estimated.
+    /// The estimated number of pages written in it so far.
     written: u64,
-    flights: VecDeque<Flight>,
+    flights: VecDeque<InFlightEpoch>,
     committed: Epoch,
     transfer: Duration,
-    pace: Pace,
+    pace: GuestSpeed,
 }
 
-impl Primary {
-    /// A VM that starts to run from the state at the end of `base`, which its backup has.
-    pub fn new(limits: Limits, base: Epoch, now: Duration) -> Self {
+impl PrimaryEpochs {
+    /// A VM that starts from the state at the end of `base`, which its backup has.
+    pub fn new(limits: EpochLimits, base: Epoch, now: Duration) -> Self {
         Self {
             limits,
             interval: limits.interval_min,
-            phase: Phase::Running { since: now, due: now + limits.interval_min },
+            phase: EpochPhase::Running { since: now, due: now + limits.interval_min },
             finishing: false,
             epoch: base.next(),
             written: 0,
             flights: VecDeque::new(),
             committed: base,
             transfer: Duration::ZERO,
-            pace: Pace::Free,
+            pace: GuestSpeed::Free,
         }
     }
 
-    /// The epoch that frames leaving the VM now belong to.
-    pub fn epoch(&self) -> Epoch {
+    /// The epoch to which frames that leave the VM now belong.
+    pub fn running_epoch(&self) -> Epoch {
         self.epoch
     }
 
-    /// The newest epoch that is in the non-volatile copy, as far as is known here.
-    pub fn committed(&self) -> Epoch {
+    /// The newest epoch that the backup has reported to be in the non-volatile copy.
+    pub fn committed_epoch(&self) -> Epoch {
         self.committed
     }
 
     /// The time between cuts, while there is room.
-    pub fn interval(&self) -> Duration {
+    pub fn cut_interval(&self) -> Duration {
         self.interval
     }
 
-    /// When the epoch that runs is to be cut, if there is room.
-    pub fn due(&self) -> Option<Duration> {
+    /// The time at which the running epoch is to be cut, if there is room.
+    pub fn next_cut(&self) -> Option<Duration> {
         match self.phase {
-            Phase::Running { due, .. } => Some(due),
-            Phase::Cutting { .. } | Phase::Finished => None,
+            EpochPhase::Running { due, .. } => Some(due),
+            EpochPhase::Cutting { .. } | EpochPhase::Finished => None,
         }
     }
 
-    /// Pages that wait for the backup to have them.
-    pub fn buffered(&self) -> u64 {
+    /// The number of pages that the backup does not have yet.
+    pub fn buffered_pages(&self) -> u64 {
         self.flights.iter().filter(|flight| !flight.complete).map(|flight| flight.pages).sum()
     }
 
-    /// Time has passed; `written` pages were written in this epoch so far, as far as a glance can tell.
-    pub fn tick(&mut self, now: Duration, written: u64) -> Vec<Action> {
+    /// Advances the time. `written` is the number of pages written in this epoch so far, as a scan
+    /// reports it.
+    pub fn advance_time(&mut self, now: Duration, written: u64) -> Vec<PrimaryAction> {
         self.written = written;
-        let mut actions = self.resend(now);
-        if let Phase::Running { since, due } = self.phase {
+        let mut actions = self.resend_late(now);
+        if let EpochPhase::Running { since, due } = self.phase {
             if now >= due && self.has_room() {
                 actions.extend(self.begin_cut(due));
             } else {
-                actions.extend(self.set_pace(self.pace_at(now.saturating_sub(since))));
+                actions.extend(self.set_speed(self.speed_at(now.saturating_sub(since))));
             }
         }
         actions
     }
 
-    /// Time has passed, and the epoch that runs must not be cut yet.
-    pub fn wait(&mut self, now: Duration) -> Vec<Action> {
-        self.resend(now)
+    /// Advances the time, while the running epoch must not be cut.
+    pub fn advance_without_cut(&mut self, now: Duration) -> Vec<PrimaryAction> {
+        self.resend_late(now)
     }
 
-    /// Cut now, for somebody waits for it. An epoch younger than an error's latency is left to its interval.
-    pub fn cut_now(&mut self, now: Duration) -> Vec<Action> {
+    /// Cuts now, because a frame or request waits for it. An epoch younger than the error latency
+    /// is not cut before its interval ends.
+    pub fn request_cut(&mut self, now: Duration) -> Vec<PrimaryAction> {
         match self.phase {
-            Phase::Running { since, .. }
+            EpochPhase::Running { since, .. }
                 if now >= since + self.limits.error_latency_max && self.has_room() =>
             {
                 self.begin_cut(now)
@@ -163,92 +168,106 @@ impl Primary {
         }
     }
 
-    /// Cut a last time and leave the VM paused: a planned failover, which trusts that no error is under way.
-    pub fn finish(&mut self, now: Duration) -> Vec<Action> {
+    /// Cuts a last time and leaves the VM paused: a planned failover, which assumes that no error
+    /// is about to be noticed.
+    pub fn begin_final_cut(&mut self, now: Duration) -> Vec<PrimaryAction> {
         self.finishing = true;
         match self.phase {
-            Phase::Running { .. } => self.begin_cut(now),
-            Phase::Cutting { .. } | Phase::Finished => Vec::new(),
+            EpochPhase::Running { .. } => self.begin_cut(now),
+            EpochPhase::Cutting { .. } | EpochPhase::Finished => Vec::new(),
         }
     }
 
-    /// The cut is made: so many pages are in the buffer. The next epoch has begun.
-    pub fn copied(&mut self, now: Duration, pages: u64) -> Vec<Action> {
-        let Phase::Cutting { due } = self.phase else { return Vec::new() };
+    /// Ends the cut: `pages` pages are in the buffer. The next epoch has begun.
+    pub fn finish_cut(&mut self, now: Duration, pages: u64) -> Vec<PrimaryAction> {
+        let EpochPhase::Cutting { due } = self.phase else { return Vec::new() };
         let (epoch, last) = (self.epoch, self.finishing);
-        self.flights.push_back(Flight { epoch, pages, cut_at: due, sent_at: now, complete: false });
+        self.flights.push_back(InFlightEpoch {
+            epoch,
+            pages,
+            cut_at: due,
+            sent_at: now,
+            complete: false,
+        });
         self.interval = self.limits.next_interval(self.interval, pages, self.transfer);
         self.epoch = epoch.next();
         self.written = 0;
         self.phase = match last {
-            true => Phase::Finished,
-            false => Phase::Running { since: now, due: self.next_due(due, now) },
+            true => EpochPhase::Finished,
+            false => EpochPhase::Running { since: now, due: self.next_due(due, now) },
         };
-        vec![Action::Send { epoch, last }]
+        vec![PrimaryAction::Send { epoch, last }]
     }
 
-    /// The backup says how far it is.
-    pub fn acknowledged(&mut self, now: Duration, progress: Progress) -> Vec<Action> {
+    /// Records the progress that the backup reports.
+    pub fn record_progress(
+        &mut self,
+        now: Duration,
+        progress: EpochProgress,
+    ) -> Vec<PrimaryAction> {
         let mut actions = Vec::new();
         for flight in self.flights.iter_mut().filter(|flight| flight.epoch <= progress.complete) {
             if !std::mem::replace(&mut flight.complete, true) {
                 self.transfer = now.saturating_sub(flight.cut_at);
-                actions.push(Action::Free(flight.epoch));
+                actions.push(PrimaryAction::Free(flight.epoch));
             }
         }
         if progress.committed > self.committed {
             self.committed = progress.committed;
             self.flights.retain(|flight| flight.epoch > progress.committed);
-            actions.push(Action::Committed(progress.committed));
+            actions.push(PrimaryAction::Committed(progress.committed));
         }
         actions
     }
 
-    /// An interval after the last cut was due, so that what cuts take does not add to it. But the VM runs for half of one at least, and
-    /// never for less than an error may go unnoticed.
+    /// The next cut is due an interval after the last one was due, so that the duration of cuts
+    /// does not add to it. But the VM runs for at least half an interval, and for at least the
+    /// error latency.
     fn next_due(&self, due: Duration, now: Duration) -> Duration {
         let least = (self.interval / 2).max(self.limits.error_latency_max);
         (due + self.interval).max(now + least)
     }
 
-    fn begin_cut(&mut self, due: Duration) -> Vec<Action> {
-        self.phase = Phase::Cutting { due };
-        let pace = self.set_pace(Pace::Free);
-        pace.into_iter().chain([Action::Cut(self.epoch)]).collect()
+    fn begin_cut(&mut self, due: Duration) -> Vec<PrimaryAction> {
+        self.phase = EpochPhase::Cutting { due };
+        let pace = self.set_speed(GuestSpeed::Free);
+        pace.into_iter().chain([PrimaryAction::Cut(self.epoch)]).collect()
     }
 
-    /// Whether what this epoch wrote fits beside what waits. An empty buffer takes any epoch.
+    /// Whether the pages that this epoch wrote fit into the buffer beside the pages that wait. An
+    /// empty buffer takes any epoch.
     fn has_room(&self) -> bool {
-        let buffered = self.buffered();
+        let buffered = self.buffered_pages();
         buffered == 0 || buffered.saturating_add(self.written) <= self.limits.buffer_pages
     }
 
-    fn pace_at(&self, age: Duration) -> Pace {
+    fn speed_at(&self, age: Duration) -> GuestSpeed {
         if self.has_room() || age < self.interval {
-            return Pace::Free;
+            return GuestSpeed::Free;
         }
         match (self.written >= self.limits.buffer_pages, age >= self.limits.interval_max) {
-            (true, _) => Pace::Stopped,
-            (false, true) => Pace::Slowed,
-            (false, false) => Pace::Free,
+            (true, _) => GuestSpeed::Stopped,
+            (false, true) => GuestSpeed::Slowed,
+            (false, false) => GuestSpeed::Free,
         }
     }
 
-    fn set_pace(&mut self, pace: Pace) -> Option<Action> {
+    fn set_speed(&mut self, pace: GuestSpeed) -> Option<PrimaryAction> {
         let changed = std::mem::replace(&mut self.pace, pace) != pace;
-        changed.then_some(Action::Pace(pace))
+        changed.then_some(PrimaryAction::SetSpeed(pace))
     }
 
-    fn resend(&mut self, now: Duration) -> Vec<Action> {
-        let (after, newest) = (self.limits.resend_after, self.epoch.before());
-        let last = |epoch| self.phase == Phase::Finished && epoch == newest;
+    fn resend_late(&mut self, now: Duration) -> Vec<PrimaryAction> {
+        let (after, newest) = (self.limits.resend_after, self.epoch.previous());
+        let last = |epoch| self.phase == EpochPhase::Finished && epoch == newest;
         let late = self.flights.iter_mut().filter(|flight| {
-            // The last epoch is sent until it is committed; for others the next one's acknowledgement will do.
+            // The last epoch is sent until it is committed. For others the acknowledgement of the
+            // next one suffices.
             (!flight.complete || last(flight.epoch)) && now.saturating_sub(flight.sent_at) >= after
         });
         late.map(|flight| {
             flight.sent_at = now;
-            Action::Send { epoch: flight.epoch, last: last(flight.epoch) }
+            PrimaryAction::Send { epoch: flight.epoch, last: last(flight.epoch) }
         })
         .collect()
     }

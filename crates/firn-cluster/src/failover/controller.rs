@@ -1,138 +1,141 @@
-//! Decides what the register should say next.
+//! Failover controller: decides the next change of the record.
 //!
-//! It keeps facts, not progress: what it heard of a host holds whatever it did before, and a controller that takes over
-//! hears it all again.
+//! It stores facts, not progress: a host's report holds whatever the host did before, and a
+//! controller that takes over receives all reports again.
 
 use std::collections::{BTreeMap, BTreeSet};
 
-use super::Register;
-use crate::{Epoch, Generation, Host, Vm};
+use super::FailoverRecord;
+use crate::{Epoch, Generation, HostId, VmId};
 
-/// What the controller wants.
+/// The decision of the controller.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub enum Next {
-    /// Nothing, as things are.
+pub enum ControllerDecision {
+    /// Change nothing at present.
     Wait,
-    /// The register, changed. Propose it, then say what the register is ([`Controller::learned`]).
-    Propose(Register),
-    /// A VM can't be had back, as things are: no copies that agree are within reach. If their hosts are only cut off, they
-    /// may come back, and it goes on.
-    Lost(Vm),
+    /// Propose the changed record, then report the resulting record
+    /// ([`FailoverController::learn_record`]).
+    Propose(FailoverRecord),
+    /// A VM can't be recovered at present: no consistent standbys are reachable. If their hosts are
+    /// only cut off, they may come back, and the failover continues.
+    Lost(VmId),
 }
 
-/// One controller. There should be one at a time; if there are two, only time is lost.
+/// A controller. There should be one at a time; two only cost time.
 #[derive(Clone, Debug, PartialEq, Eq, Hash)]
-pub struct Controller {
-    register: Register,
+pub struct FailoverController {
+    record: FailoverRecord,
     /// Hosts whose lease isn't over.
-    hosts: BTreeSet<Host>,
-    stopped: BTreeMap<Host, Generation>,
-    failed: BTreeSet<Vm>,
+    hosts: BTreeSet<HostId>,
+    stopped: BTreeMap<HostId, Generation>,
+    failed: BTreeSet<VmId>,
     planned: bool,
-    drained: BTreeMap<Vm, Epoch>,
+    drained: BTreeMap<VmId, Epoch>,
 }
 
-impl Controller {
-    /// A controller that takes office with this register.
-    pub fn new(register: Register, hosts: BTreeSet<Host>) -> Self {
+impl FailoverController {
+    /// A controller that takes office with this record.
+    pub fn new(record: FailoverRecord, hosts: BTreeSet<HostId>) -> Self {
         let (stopped, failed, drained) = (BTreeMap::new(), BTreeSet::new(), BTreeMap::new());
-        Self { register, hosts, stopped, failed, planned: false, drained }
+        Self { record, hosts, stopped, failed, planned: false, drained }
     }
 
-    /// This is, or was a moment ago, the register.
-    pub fn learned(&mut self, register: &Register) {
-        if register.version < self.register.version {
+    /// Learns the record as it is, or was a moment ago.
+    pub fn learn_record(&mut self, register: &FailoverRecord) {
+        if register.version < self.record.version {
             return;
         }
-        if register.generation != self.register.generation {
+        if register.generation != self.record.generation {
             self.failed.clear();
             self.drained.clear();
             self.planned = false;
         }
-        self.register = register.clone();
+        self.record = register.clone();
     }
 
-    /// These hosts may believe they hold a lease; no others do.
-    pub fn leases(&mut self, hosts: BTreeSet<Host>) {
+    /// Sets the hosts that may believe they hold a lease; no others do.
+    pub fn set_lease_holders(&mut self, hosts: BTreeSet<HostId>) {
         self.hosts = hosts;
     }
 
-    /// A host says that nothing older than this generation runs there or will.
-    pub fn stopped(&mut self, host: Host, generation: Generation) {
+    /// Records a host's report that no VM of an older generation than this one runs there or will.
+    pub fn record_stopped(&mut self, host: HostId, generation: Generation) {
         let known = self.stopped.entry(host).or_insert(generation);
         *known = generation.max(*known);
     }
 
-    /// A host says that a VM of this generation has failed: its hypervisor is gone, or an error was noticed.
-    pub fn failed(&mut self, vm: Vm, generation: Generation) {
-        if generation == self.register.generation {
+    /// Records a host's report that a VM of this generation has failed: its hypervisor has ended,
+    /// or an error was noticed.
+    pub fn record_failed(&mut self, vm: VmId, generation: Generation) {
+        if generation == self.record.generation {
             self.failed.insert(vm);
         }
     }
 
-    /// The user wants every VM at its backup. All primaries must now [finish](crate::epoch::Primary::finish).
-    pub fn move_over(&mut self) {
+    /// Plans a failover of every VM to its backup, as the user requests. All primaries must now
+    /// make their [final cut](crate::epoch::PrimaryEpochs::begin_final_cut).
+    pub fn plan_failover(&mut self) {
         self.planned = true;
     }
 
-    /// Whether all primaries must finish.
-    pub fn is_moving(&self) -> bool {
+    /// Whether all primaries must make their final cut.
+    pub fn is_failover_planned(&self) -> bool {
         self.planned
     }
 
-    /// A finished VM of this generation was cut last at this epoch.
-    pub fn drained(&mut self, vm: Vm, epoch: Epoch, generation: Generation) {
-        if generation == self.register.generation {
+    /// Records the epoch of the final cut of a VM of this generation.
+    pub fn record_drained(&mut self, vm: VmId, epoch: Epoch, generation: Generation) {
+        if generation == self.record.generation {
             self.drained.insert(vm, epoch);
         }
     }
 
-    /// What should be done, as far as is known.
-    pub fn next(&self) -> Next {
-        let register = &self.register;
-        // First: a primary that is fenced itself, because a cluster of its name has ended, has no lease before.
-        if let Some(next) = register.fenced(|host| self.is_harmless(host)) {
-            return Next::Propose(next);
+    /// The decision that follows from the known facts.
+    pub fn next_decision(&self) -> ControllerDecision {
+        let register = &self.record;
+        // This comes first: a primary that is fenced itself, because a cluster of its name has
+        // ended, has no lease before.
+        if let Some(next) = register.without_harmless(|host| self.is_harmless(host)) {
+            return ControllerDecision::Propose(next);
         }
-        if let Some(vm) = self.lost() {
-            return Next::Lost(vm);
+        if let Some(vm) = self.unrecoverable_vm() {
+            return ControllerDecision::Lost(vm);
         }
         if !register.fence.is_empty() {
-            return Next::Wait;
+            return ControllerDecision::Wait;
         }
-        if self.must_go_back() || self.may_move_over() {
-            return Self::propose(register.failed_over(&self.hosts));
+        if self.must_fail_over() || self.is_planned_failover_ready() {
+            return Self::propose_or_wait(register.with_failover(&self.hosts));
         }
-        Self::propose(register.backed_up(&self.hosts))
+        Self::propose_or_wait(register.with_missing_backups(&self.hosts))
     }
 
-    fn propose(register: Option<Register>) -> Next {
-        register.map_or(Next::Wait, Next::Propose)
+    fn propose_or_wait(register: Option<FailoverRecord>) -> ControllerDecision {
+        register.map_or(ControllerDecision::Wait, ControllerDecision::Propose)
     }
 
-    fn is_harmless(&self, host: Host) -> bool {
-        let stopped = self.stopped.get(&host).is_some_and(|at| *at >= self.register.generation);
+    fn is_harmless(&self, host: HostId) -> bool {
+        let stopped = self.stopped.get(&host).is_some_and(|at| *at >= self.record.generation);
         stopped || !self.hosts.contains(&host)
     }
 
-    fn must_go_back(&self) -> bool {
-        !self.failed.is_empty() || !self.register.primaries().is_subset(&self.hosts)
+    fn must_fail_over(&self) -> bool {
+        !self.failed.is_empty() || !self.record.primaries().is_subset(&self.hosts)
     }
 
-    /// The newest checkpoint has every VM's last epoch: going over to it loses nothing.
-    fn may_move_over(&self) -> bool {
-        self.planned
-            && self.register.is_protected()
-            && self.drained == self.register.checkpoint.marks
+    /// Whether the newest checkpoint includes every VM's last epoch: a failover to it loses
+    /// nothing.
+    fn is_planned_failover_ready(&self) -> bool {
+        self.planned && self.record.is_protected() && self.drained == self.record.checkpoint.marks
     }
 
-    /// A VM that needs a copy which doesn't exist.
-    fn lost(&self) -> Option<Vm> {
-        let register = &self.register;
-        if !self.must_go_back() || register.failed_over(&self.hosts).is_some() {
+    /// A failed VM that needs a standby which doesn't exist.
+    fn unrecoverable_vm(&self) -> Option<VmId> {
+        let register = &self.record;
+        if !self.must_fail_over() || register.with_failover(&self.hosts).is_some() {
             return None;
         }
-        let gone = |vm: &Vm| {
+        let gone = |vm: &VmId| {
             self.failed.contains(vm) || !self.hosts.contains(&register.places[vm].primary)
         };
         register.places.keys().copied().find(gone)

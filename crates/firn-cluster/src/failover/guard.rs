@@ -1,8 +1,8 @@
-//! A host: obeys the register, and says of each frame whether it may leave.
+//! Host guard: obeys the record, and decides for each frame whether it may leave.
 //!
 //! ```text
-//!             a register with an empty fence         a newer generation
-//!             names this host                        is in the register
+//!             a record with an empty fence           a newer generation
+//!             names this host                        is in the record
 //!   Idle ----------------------------------> Runs ----------------------> Idle
 //!                                             |
 //!                                             +-- the lease is not held: runs on, sends nothing
@@ -11,113 +11,116 @@
 use std::collections::BTreeMap;
 use std::time::Duration;
 
-use super::{Lease, Register, Terms};
-use crate::{Epoch, Generation, Host, Vm};
+use super::{FailoverRecord, HeldLease, LeaseTerms};
+use crate::{Epoch, Generation, HostId, VmId};
 
-/// What the host's agent has to do, in this order.
+/// An action for the host's agent, in this order.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub enum Action {
-    /// End the VMs of this timeline, and drop all they have not sent.
+pub enum GuardAction {
+    /// End the VMs of this generation, and drop all their unsent output.
     Stop(Generation),
-    /// Tell the controller that nothing older than this generation runs here or will.
+    /// Report to the controller that no VM of an older generation than this one runs here or will.
     Stopped(Generation),
-    /// Run these VMs from the copies of these epochs, send what is in flight, and announce their addresses.
+    /// Run these VMs from the standbys of these epochs, send the in-flight frames, and announce
+    /// their addresses.
     Run {
-        /// The timeline.
+        /// The generation.
         generation: Generation,
         /// The VMs and their epochs.
-        vms: BTreeMap<Vm, Epoch>,
+        vms: BTreeMap<VmId, Epoch>,
     },
 }
 
-/// What one host may do.
+/// The permissions of one host.
 #[derive(Clone, Debug, PartialEq, Eq, Hash)]
-pub struct Guard {
-    host: Host,
-    lease: Lease,
-    /// The newest register obeyed.
+pub struct HostGuard {
+    host: HostId,
+    lease: HeldLease,
+    /// The version of the newest record obeyed.
     version: Option<u64>,
     generation: Generation,
     runs: Option<Generation>,
 }
 
-impl Guard {
-    /// A host that runs nothing.
-    pub fn new(host: Host, terms: Terms) -> Self {
-        let (lease, generation) = (Lease::new(terms), Generation::default());
+impl HostGuard {
+    /// A host that runs no VMs.
+    pub fn new(host: HostId, terms: LeaseTerms) -> Self {
+        let (lease, generation) = (HeldLease::new(terms), Generation::default());
         Self { host, lease, version: None, generation, runs: None }
     }
 
-    /// A lease was granted, to a request made at `asked`, while this was the register.
-    pub fn granted(&mut self, asked: Duration, register: &Register) -> Vec<Action> {
-        let actions = self.learned(register);
+    /// Records a lease that was granted, to a request made at `asked`, while this was the record.
+    pub fn record_grant(&mut self, asked: Duration, register: &FailoverRecord) -> Vec<GuardAction> {
+        let actions = self.learn_record(register);
         if register.generation >= self.generation {
-            self.lease.granted(asked);
+            self.lease.record_grant(asked);
         }
         actions
     }
 
-    /// This is, or was a moment ago, the register.
-    pub fn learned(&mut self, register: &Register) -> Vec<Action> {
+    /// Learns the record as it is, or was a moment ago.
+    pub fn learn_record(&mut self, register: &FailoverRecord) -> Vec<GuardAction> {
         if self.version.is_some_and(|known| register.version < known) {
             return Vec::new();
         }
         self.version = Some(register.version);
         self.generation = register.generation;
-        let mut actions: Vec<Action> = self.stop().into_iter().collect();
+        let mut actions: Vec<GuardAction> = self.stop_outdated().into_iter().collect();
         if register.fence.contains(&self.host) {
-            actions.push(Action::Stopped(register.generation));
+            actions.push(GuardAction::Stopped(register.generation));
         }
-        actions.extend(self.run(register));
+        actions.extend(self.run_assigned(register));
         actions
     }
 
-    /// There is no register, though there was one: nobody knows who may run, so nothing does here.
-    pub fn unknown(&mut self) -> Option<Action> {
-        self.lease.dropped();
-        self.runs.take().map(Action::Stop)
+    /// Stops everything, because there is no record any more: it is unknown which host may run the
+    /// VMs.
+    pub fn lose_record(&mut self) -> Option<GuardAction> {
+        self.lease.drop_lease();
+        self.runs.take().map(GuardAction::Stop)
     }
 
-    /// Until when frames of which timeline may leave.
+    /// The running generation, and the time until which its frames may leave.
     pub fn may_send_until(&self) -> Option<(Generation, Duration)> {
-        self.runs.map(|runs| (runs, self.lease.until()))
+        self.runs.map(|runs| (runs, self.lease.valid_until()))
     }
 
-    /// Whether a frame may leave now. To be asked for every frame, right before it is sent.
+    /// Whether a frame may leave now. The caller checks this for every frame, right before it sends
+    /// it.
     pub fn may_send(&self, now: Duration) -> bool {
         self.runs.is_some() && self.lease.is_held(now)
     }
 
-    /// Whether the lease is held; what runs without it runs on, and isn't heard.
+    /// Whether the lease is held. VMs continue to run without it, but their output does not leave.
     pub fn holds_lease(&self, now: Duration) -> bool {
         self.lease.is_held(now)
     }
 
-    /// The newest timeline this host has heard of.
+    /// The newest generation that this host knows.
     pub fn generation(&self) -> Generation {
         self.generation
     }
 
-    /// The timeline that runs here.
-    pub fn runs(&self) -> Option<Generation> {
+    /// The generation that runs here.
+    pub fn running_generation(&self) -> Option<Generation> {
         self.runs
     }
 
-    fn stop(&mut self) -> Option<Action> {
+    fn stop_outdated(&mut self) -> Option<GuardAction> {
         let old = self.runs.filter(|runs| *runs < self.generation)?;
         self.runs = None;
-        self.lease.dropped();
-        Some(Action::Stop(old))
+        self.lease.drop_lease();
+        Some(GuardAction::Stop(old))
     }
 
-    fn run(&mut self, register: &Register) -> Option<Action> {
+    fn run_assigned(&mut self, register: &FailoverRecord) -> Option<GuardAction> {
         let here = register.places.iter().filter(|(_, place)| place.primary == self.host);
         let marks = &register.checkpoint.marks;
-        let vms: BTreeMap<Vm, Epoch> = here.map(|(vm, _)| (*vm, marks[vm])).collect();
+        let vms: BTreeMap<VmId, Epoch> = here.map(|(vm, _)| (*vm, marks[vm])).collect();
         if self.runs.is_some() || !register.fence.is_empty() || vms.is_empty() {
             return None;
         }
         self.runs = Some(register.generation);
-        Some(Action::Run { generation: register.generation, vms })
+        Some(GuardAction::Run { generation: register.generation, vms })
     }
 }

@@ -1,4 +1,4 @@
-//! Leases: the holder believes in its lease for less time than the granter does.
+//! Leases: the holder considers its lease valid for less time than the granter does.
 //!
 //! ```text
 //!   holder     asks |=============== held ===============|
@@ -11,19 +11,19 @@
 use std::collections::{BTreeMap, BTreeSet};
 use std::time::Duration;
 
-use crate::Host;
+use crate::HostId;
 
-/// What a lease is.
+/// The terms of a lease.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
-pub struct Terms {
-    /// How long it lasts.
+pub struct LeaseTerms {
+    /// Its duration.
     pub ttl: Duration,
-    /// How much faster or slower than true a clock may go, in parts per million.
+    /// The maximum deviation of a clock's speed, in parts per million.
     pub drift_ppm_max: u32,
 }
 
-impl Terms {
-    fn drift(&self) -> Duration {
+impl LeaseTerms {
+    fn drift_margin(&self) -> Duration {
         let nanos = self.ttl.as_nanos() * u128::from(self.drift_ppm_max) / 1_000_000;
         Duration::from_nanos(u64::try_from(nanos).unwrap_or(u64::MAX)) + Duration::from_nanos(1)
     }
@@ -31,30 +31,30 @@ impl Terms {
 
 /// A lease, at its holder.
 #[derive(Clone, Debug, PartialEq, Eq, Hash)]
-pub struct Lease {
-    terms: Terms,
+pub struct HeldLease {
+    terms: LeaseTerms,
     until: Duration,
 }
 
-impl Lease {
+impl HeldLease {
     /// A lease that isn't held yet.
-    pub fn new(terms: Terms) -> Self {
+    pub fn new(terms: LeaseTerms) -> Self {
         Self { terms, until: Duration::ZERO }
     }
 
-    /// It was granted, to a request made at `asked` by the holder's clock.
-    pub fn granted(&mut self, asked: Duration) {
-        let held = self.terms.ttl.saturating_sub(self.terms.drift());
+    /// Records that it was granted, to a request made at `asked` by the holder's clock.
+    pub fn record_grant(&mut self, asked: Duration) {
+        let held = self.terms.ttl.saturating_sub(self.terms.drift_margin());
         self.until = self.until.max(asked + held);
     }
 
-    /// It is given up.
-    pub fn dropped(&mut self) {
+    /// Gives it up.
+    pub fn drop_lease(&mut self) {
         self.until = Duration::ZERO;
     }
 
-    /// When it ends, by the same clock.
-    pub fn until(&self) -> Duration {
+    /// The time at which it ends, by the same clock.
+    pub fn valid_until(&self) -> Duration {
         self.until
     }
 
@@ -66,25 +66,30 @@ impl Lease {
 
 /// Leases, at the granter.
 #[derive(Clone, Debug, PartialEq, Eq, Hash)]
-pub struct Grants {
-    terms: Terms,
-    granted: BTreeMap<Host, Duration>,
+pub struct GrantedLeases {
+    terms: LeaseTerms,
+    granted: BTreeMap<HostId, Duration>,
 }
 
-impl Grants {
-    /// A granter that has just taken office: whoever it was before may have granted every host a lease a moment ago.
-    pub fn taken_over(terms: Terms, hosts: impl IntoIterator<Item = Host>, now: Duration) -> Self {
+impl GrantedLeases {
+    /// A granter that has just taken office: its predecessor may have granted every host a lease a
+    /// moment ago.
+    pub fn taken_over(
+        terms: LeaseTerms,
+        hosts: impl IntoIterator<Item = HostId>,
+        now: Duration,
+    ) -> Self {
         Self { terms, granted: hosts.into_iter().map(|host| (host, now)).collect() }
     }
 
-    /// Grants a lease, or grants it for longer.
-    pub fn grant(&mut self, host: Host, now: Duration) {
+    /// Grants or renews a lease.
+    pub fn grant_lease(&mut self, host: HostId, now: Duration) {
         self.granted.insert(host, now);
     }
 
-    /// Hosts that may believe they hold one.
-    pub fn not_over(&self, now: Duration) -> BTreeSet<Host> {
-        let after = self.terms.ttl + self.terms.drift();
+    /// The hosts that may believe they hold a lease.
+    pub fn unexpired_hosts(&self, now: Duration) -> BTreeSet<HostId> {
+        let after = self.terms.ttl + self.terms.drift_margin();
         let held = self.granted.iter().filter(|(_, granted)| now <= **granted + after);
         held.map(|(host, _)| *host).collect()
     }

@@ -1,60 +1,65 @@
-//! Failures, and how the cluster goes on: leases, fencing, one timeline after another.
+//! Failover of a cluster: leases, fencing, and one generation after another.
 //!
 //! ```text
-//!   the register (one record, changed by compare-and-swap; behind it embedded membership, or one key in etcd)
+//!   the record (changed by compare-and-swap; stored by embedded consensus, or as one key in etcd)
 //!
 //!              a primary's lease is over,           every host in `fence` has stopped,
 //!              or a VM has failed, or planned       or its lease is over
-//!     Runs --------------------------------> Fences -----------------------------------> Runs (the next generation)
-//!     | ^                                     generation + 1, layout + 1,                  fence = {}
+//!     Runs --------------------------------> Fences ---------------------> Runs (next generation)
+//!     | ^                                     generation + 1, layout + 1,        fence = {}
 //!     | |                                     each backup becomes a primary,
 //!     +-+                                     fence = all old primaries
 //!      a backup's lease is over: layout + 1, another backup; nothing is rolled back
 //!      a global checkpoint
 //! ```
 //!
-//! Everything a host does follows from the newest register it knows ([`Guard`]); everything that changes the register follows
-//! from the register and from facts that are reported again and again ([`Controller`]). There are no orders that could
-//! get lost or come late. A controller that was replaced and doesn't know does no harm: its proposals name a version that is gone.
+//! All actions of a host follow from the newest record that it knows ([`HostGuard`]). All changes
+//! of the record follow from the record and from facts that are reported again and again
+//! ([`FailoverController`]). There are no commands that could get lost or arrive late. A controller
+//! that was replaced without knowing it does no harm: its proposals name an outdated version.
 //!
 //! # No split brain
 //!
-//! 1. A host sends only while it holds its lease, *counted from the moment it asked*, by its own clock, shortened by what
-//!    clocks may differ in speed. It looks at the clock for **every frame it lets out** ([`Guard::may_send`]), so a process
-//!    that was stopped (SIGSTOP) and wakes finds its lease gone before it sends anything.
-//! 2. A host in `fence` isn't given a lease again. Hence, once the granter's clock says that the last one is over, it
-//!    can't send; or it says itself that it has stopped.
-//! 3. Backups run only what a register with an empty `fence` says.
-//! 4. A lease comes with the register, and the register is obeyed before the lease is used.
+//! 1. A host sends only while it holds its lease, *counted from the moment of its request*, by its
+//!    own clock, shortened by the possible difference of the clocks' speeds. It reads the clock for
+//!    **every frame it transmits** ([`HostGuard::may_send`]), so a process that was stopped
+//!    (SIGSTOP) and continues finds that its lease is over before it sends anything.
+//! 2. A host in `fence` isn't given a lease again. Hence, once the granter's clock shows that the
+//!    last one is over, it can't send; or it reports itself that it has stopped.
+//! 3. Backups run only the VMs that a record with an empty `fence` names.
+//! 4. A lease comes with the record, and the host obeys the record before it uses the lease.
 //!
-//! # By hand
+//! # Manual failover
 //!
-//! A person who asks for a failover changes the register by the same rules ([`by_hand`]): it fences the old primary, whose lease has to be
-//! over before anything runs. So two never send, whatever the person believes.
+//! A failover that a user requests changes the record by the same rules
+//! ([`decide_manual_failover`]): it fences the old primary, whose lease has to be over before any
+//! VM runs. So two hosts never send, whatever the user believes.
 //!
-//! The clock must go on while the host sleeps (`CLOCK_BOOTTIME`).
+//! The clock must advance while the host sleeps (`CLOCK_BOOTTIME`).
 //!
-//! # All move together
+//! # All VMs fail over as one
 //!
-//! A failure takes every VM back to the global checkpoint. The copies of that are at the backups, in memory and ready to run, so
-//! every VM goes on *there*, and the surviving old primaries become the new backups. No host is primary of one VM and
-//! backup of another: if it were, its failure would take one VM and the copy that another must go back to.
+//! A failure takes every VM back to the global checkpoint. The backups have it in memory, ready to
+//! run, so every VM continues *there*, and the surviving old primaries become the new backups. No
+//! host is primary of one VM and backup of another: if it were, its failure would take one VM and
+//! the standby to which another must go back.
 //!
-//! Between a failover and the first global checkpoint of the new layout there are no copies to go back to. A second
-//! failure in that time ends the cluster ([`Next::Lost`]): it stops, and doesn't go on from something else. An agent
-//! that was restarted is another [`Host`](crate::Host): copies in memory are gone with it.
+//! Between a failover and the first global checkpoint of the new layout there are no standbys to go
+//! back to. A second failure in that time ends the cluster ([`ControllerDecision::Lost`]): it
+//! stops, and doesn't continue from another state. An agent that was restarted is another
+//! [`HostId`](crate::HostId): standbys in its memory are lost.
 
-mod by_hand;
 mod controller;
 mod guard;
 mod lease;
-mod register;
+mod manual;
+mod record;
 
-pub use by_hand::{HandDecision, HandRefusal, by_hand};
-pub use controller::{Controller, Next};
-pub use guard::{Action, Guard};
-pub use lease::{Grants, Lease, Terms};
-pub use register::{Place, Register};
+pub use controller::{ControllerDecision, FailoverController};
+pub use guard::{GuardAction, HostGuard};
+pub use lease::{GrantedLeases, HeldLease, LeaseTerms};
+pub use manual::{ManualDecision, ManualRefusal, decide_manual_failover};
+pub use record::{FailoverRecord, VmPlacement};
 
 #[cfg(test)]
 mod tests;

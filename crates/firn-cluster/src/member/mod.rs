@@ -1,50 +1,54 @@
-//! A VM's network card as a member of a cluster: what its gate does with each frame, so that one cut of the cluster is consistent and
-//! nothing between its VMs is lost or doubled (VPC IV; `docs/design/014-switch.md`).
+//! Cluster member: a VM's network card as part of a cluster. It handles each frame so that the cut
+//! of the cluster is consistent, and no frame between its VMs is lost or duplicated (VPC IV;
+//! `docs/design/014-switch.md`).
 //!
 //! ```text
-//!            sent                                                             arrived
-//!    VM a --------> Outbox, kept ------------------------> switches ... --------------> Marker: cut first
-//!                     |   stamped with a's newest mark    (may drop, double, reorder)      |
-//!                     |                                                                 Inbox: once, in order
-//!                     |  <------------ "from 7 on, please" ---------------------------    |
-//!                     '-- goes with the epoch to the backup: Kept                         '--> VM b
+//!         send_frame                                             receive_frame
+//!    VM a ----------> FrameOutbox, stored ------> switches ... ------------> CutMarker: cut first
+//!                      |  stamped with a's mark   (may drop, duplicate, reorder)   |
+//!                      |                                            FrameInbox: once, in order
+//!                      |  <----------- "send again from 7 on" -------------        |
+//!                      '-- with the epoch to the backup: StandbyNic                '--> VM b
 //! ```
 //!
-//! Here [`crate::output`] and [`crate::cut`] come together for one VM, with what they need of a network that may lose frames: the
-//! receiver says where it has a hole, and the sender asks from time to time how far the receiver has come.
+//! This module combines [`crate::output`] and [`crate::cut`] for one VM, and adds what they need in
+//! a network that may lose frames: the receiver reports missing frames, and the sender asks from
+//! time to time for the newest frame that the receiver has.
 //!
-//! - [`wire`]: what goes between two gates.
-//! - [`Member`]: the gate of a VM that runs.
-//! - [`Kept`]: what its backup has of it, from which another [`Member`] begins after a failover.
+//! - [`wire`]: the messages between two members.
+//! - [`MemberNic`]: the card of a VM that runs.
+//! - [`StandbyNic`]: the backup's copy of it, from which another [`MemberNic`] begins after a
+//!   failover.
 //!
-//! Whoever is no member is outside, also at the same switch. Frames to the outside go as they are, once a global checkpoint is on
-//! record. A frame to all goes to each member by itself, and outside; what comes from a member's address without being
-//! wrapped is that copy, and is dropped.
+//! Every VM or host that is no member is outside, also if it is at the same switch. Frames to the
+//! outside leave unchanged, once a global checkpoint is recorded. A broadcast frame goes to each
+//! member separately, and to the outside. A frame from a member's address that is not wrapped is
+//! that outside copy, and is dropped.
 
 use serde::{Deserialize, Serialize};
 
-use crate::switch::Mac;
-use crate::{Generation, Vm};
+use crate::switch::MacAddress;
+use crate::{Generation, VmId};
 
-mod gate;
-mod kept;
+mod nic;
+mod standby_nic;
 pub mod wire;
 
-pub use gate::{Action, EPOCHS_KEPT_MAX, Frame, Member, Times};
-pub use kept::{Kept, OfEpoch};
+pub use nic::{EPOCHS_KEPT_MAX, MemberAction, MemberNic, MemberTimes, StoredFrame};
+pub use standby_nic::{NicEpoch, StandbyNic};
 
-/// What a VM's gate has to know to be a member.
+/// The facts that a VM's card needs to be a member.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
-pub struct Membership {
-    /// The cluster: whoever is in another one is outside.
+pub struct ClusterMembership {
+    /// The cluster. A VM of another cluster is outside.
     pub cluster: u32,
     /// The VM's number in it.
-    pub own: Vm,
+    pub own: VmId,
     /// The addresses of all its VMs, this one among them.
-    pub members: Vec<(Vm, Mac)>,
-    /// The timeline that begins.
+    pub members: Vec<(VmId, MacAddress)>,
+    /// The generation that begins.
     pub generation: Generation,
-    /// Where the VMs and their backups are.
+    /// The layout: where the VMs and their backups are.
     pub layout: u64,
 }
 

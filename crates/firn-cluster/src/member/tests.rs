@@ -1,5 +1,5 @@
-//! Three VMs that send each other and the outside numbered frames, over a network that loses, doubles and reorders; cuts, global
-//! checkpoints and rollbacks at any time.
+//! Three VMs that send numbered frames to each other and to the outside, over a network that loses,
+//! duplicates and reorders them; with cuts, global checkpoints and rollbacks at any time.
 
 use std::collections::BTreeMap;
 use std::time::Duration;
@@ -7,31 +7,31 @@ use std::time::Duration;
 use proptest::prelude::*;
 
 use super::*;
-use crate::cut::Answer;
-use crate::output::{Flow, To};
-use crate::switch::Mac;
-use crate::{Epoch, Generation, RequestNumber, Seq, Vm};
+use crate::cut::MarkAnswer;
+use crate::output::{FrameDestination, InputFlow};
+use crate::switch::MacAddress;
+use crate::{Epoch, FrameNumber, Generation, RequestNumber, VmId};
 
 const VMS: u16 = 3;
 const BYTES_MAX: usize = 1 << 20;
-/// The first address that is nobody's of the cluster.
+/// The first address that belongs to no VM of the cluster.
 const OUTSIDE: u16 = 9;
 const ALL: u16 = 0xff;
 
-fn mac(vm: u16) -> Mac {
-    if vm == ALL { Mac::BROADCAST } else { Mac([2, 0, 0, 0, 0, vm as u8]) }
+fn mac(vm: u16) -> MacAddress {
+    if vm == ALL { MacAddress::BROADCAST } else { MacAddress([2, 0, 0, 0, 0, vm as u8]) }
 }
 
 fn frame(from: u16, to: u16, number: u32) -> Vec<u8> {
     [&mac(to).0[..], &mac(from).0, &[8, 0], &number.to_be_bytes()].concat()
 }
 
-/// Who sent a frame, and its number.
+/// The sender of a frame, and the number of the frame.
 fn read(frame: &[u8]) -> (u16, u32) {
     (frame[11].into(), u32::from_be_bytes(frame[14..18].try_into().unwrap()))
 }
 
-/// What a VM knows: what it has sent to whom, and got from whom.
+/// The state of a VM: the frames that it has sent and received.
 #[derive(Clone, Debug, Default)]
 struct Guest {
     sent: BTreeMap<u16, Vec<u32>>,
@@ -39,48 +39,49 @@ struct Guest {
 }
 
 struct Node {
-    member: Member,
+    member: MemberNic,
     guest: Guest,
-    kept: Kept,
-    /// At the ends of epochs.
+    kept: StandbyNic,
+    /// The states at the ends of epochs.
     states: BTreeMap<Epoch, Guest>,
     complete: Epoch,
     committed: Epoch,
-    /// The newest that was let out to the outside, and the newest of which the backup knows that it has left.
-    out: Seq,
-    told: Seq,
+    /// The newest frame that was transmitted to the outside, and the newest one that the backup
+    /// knows to have been transmitted.
+    out: FrameNumber,
+    told: FrameNumber,
 }
 
 struct World {
     nodes: Vec<Node>,
-    /// On their way.
+    /// Frames in flight.
     wire: Vec<Vec<u8>>,
     outside: Vec<(u16, u32)>,
     generation: Generation,
     request: RequestNumber,
-    marks: BTreeMap<Vm, Epoch>,
+    marks: BTreeMap<VmId, Epoch>,
     /// The newest global checkpoint.
-    global: BTreeMap<Vm, Epoch>,
+    global: BTreeMap<VmId, Epoch>,
     now: Duration,
     number: u32,
     is_opened: bool,
 }
 
-fn members() -> Vec<(Vm, Mac)> {
-    (0..VMS).map(|vm| (Vm(vm), mac(vm))).collect()
+fn members() -> Vec<(VmId, MacAddress)> {
+    (0..VMS).map(|vm| (VmId(vm), mac(vm))).collect()
 }
 
-fn begun(vm: u16, generation: Generation, base: Epoch, kept: &Kept) -> Member {
-    let (cluster, own, members, layout) = (7, Vm(vm), members(), 0);
-    let of = Membership { cluster, own, members, generation, layout };
-    Member::new(&of, Times::default(), base, kept.clone())
+fn begun(vm: u16, generation: Generation, base: Epoch, kept: &StandbyNic) -> MemberNic {
+    let (cluster, own, members, layout) = (7, VmId(vm), members(), 0);
+    let of = ClusterMembership { cluster, own, members, generation, layout };
+    MemberNic::new(&of, MemberTimes::default(), base, kept.clone())
 }
 
 impl World {
     fn new() -> Self {
         let generation = Generation(1);
         let node = |vm| {
-            let kept = Kept::new(Epoch(0), BYTES_MAX);
+            let kept = StandbyNic::new(Epoch(0), BYTES_MAX);
             let states = BTreeMap::from([(Epoch(0), Guest::default())]);
             let member = begun(vm, generation, Epoch(0), &kept);
             Node {
@@ -90,8 +91,8 @@ impl World {
                 states,
                 complete: Epoch(0),
                 committed: Epoch(0),
-                out: Seq(0),
-                told: Seq(0),
+                out: FrameNumber(0),
+                told: FrameNumber(0),
             }
         };
         Self {
@@ -101,24 +102,24 @@ impl World {
             generation,
             request: RequestNumber { term: 1, count: 1 },
             marks: BTreeMap::new(),
-            global: (0..VMS).map(|vm| (Vm(vm), Epoch(0))).collect(),
+            global: (0..VMS).map(|vm| (VmId(vm), Epoch(0))).collect(),
             now: Duration::from_secs(1),
             number: 0,
             is_opened: false,
         }
     }
 
-    /// As long as they have no backups: nothing can be gone back to.
+    /// VMs without backups: there is no state to go back to.
     fn opened() -> Self {
         let mut world = Self { is_opened: true, ..Self::new() };
         for vm in 0..VMS {
-            let actions = world.node(vm).member.open();
+            let actions = world.node(vm).member.open_output();
             world.act(vm, actions);
         }
         world
     }
 
-    /// Whether all have a copy that could be marked.
+    /// Whether all VMs have a committed epoch that could be marked.
     fn is_begun(&self) -> bool {
         self.nodes.iter().all(|node| node.committed > Epoch(0))
     }
@@ -136,46 +137,50 @@ impl World {
         for to in reached.into_iter().filter(|to| *to != from) {
             node.guest.sent.entry(to).or_default().push(number);
         }
-        let actions = node.member.sent(&frame(from, to, number));
+        let actions = node.member.send_frame(&frame(from, to, number));
         self.act(from, actions);
     }
 
     fn cut(&mut self, vm: u16) {
         let node = self.node(vm);
         let epoch = node.complete.next();
-        let of = node.member.cut();
-        let gone = of.trimmed.iter().filter(|(to, _)| *to == To::Outside).map(|(_, seq)| *seq);
+        let of = node.member.cut_epoch();
+        let gone = of
+            .trimmed
+            .iter()
+            .filter(|(to, _)| *to == FrameDestination::Outside)
+            .map(|(_, seq)| *seq);
         node.told = gone.max().unwrap_or_default().max(node.told);
-        node.kept.complete(epoch, of);
+        node.kept.complete_epoch(epoch, of);
         node.states.insert(epoch, node.guest.clone());
         node.complete = epoch;
         let now = self.now;
-        while self.node(vm).member.may_let_in() {
-            let actions = self.node(vm).member.let_in(now);
+        while self.node(vm).member.has_deliverable() {
+            let actions = self.node(vm).member.deliver_waiting(now);
             self.act(vm, actions);
         }
     }
 
     fn commit(&mut self, vm: u16) {
-        let base = self.global[&Vm(vm)];
+        let base = self.global[&VmId(vm)];
         let node = self.node(vm);
-        let committed = node.complete.before().max(base);
+        let committed = node.complete.previous().max(base);
         node.committed = committed;
-        let actions = node.member.committed(committed);
+        let actions = node.member.commit_epoch(committed);
         self.act(vm, actions);
     }
 
-    fn act(&mut self, vm: u16, actions: Vec<Action>) {
+    fn act(&mut self, vm: u16, actions: Vec<MemberAction>) {
         for action in actions {
             match action {
-                Action::Send(frame) => self.wire.push(frame),
-                Action::Out(seq, frame) => {
+                MemberAction::Send(frame) => self.wire.push(frame),
+                MemberAction::Out(seq, frame) => {
                     let node = self.node(vm);
                     assert!(seq > node.told, "the backup knew that {seq:?} had left");
                     node.out = seq;
                     self.outside.push(read(&frame));
                 }
-                Action::Deliver(frame) => {
+                MemberAction::Deliver(frame) => {
                     let (from, number) = read(&frame);
                     self.node(vm).guest.got.entry(from).or_default().push(number);
                 }
@@ -188,12 +193,12 @@ impl World {
             return;
         }
         let (generation, request) = (self.generation, self.request);
-        if let Some(answer) = self.node(vm).member.requested(generation, request) {
+        if let Some(answer) = self.node(vm).member.request_mark(generation, request) {
             self.answered(&answer);
         }
     }
 
-    /// A global checkpoint of what is now.
+    /// Makes a global checkpoint of the present state.
     fn record(&mut self) {
         for _ in 0..3 {
             for vm in 0..VMS {
@@ -204,17 +209,18 @@ impl World {
         }
     }
 
-    /// What was let out to the outside has left. The backup hears of it at once, or with the next epoch.
+    /// Reports that frames to the outside were sent. The backup is informed at once, or with the
+    /// next epoch.
     fn gone(&mut self, vm: u16, at_once: bool) {
         let node = self.node(vm);
-        node.member.gone(node.out);
+        node.member.record_released(node.out);
         if at_once {
-            node.kept.gone(node.out);
+            node.kept.record_released(node.out);
             node.told = node.out.max(node.told);
         }
     }
 
-    fn answered(&mut self, answer: &Answer) {
+    fn answered(&mut self, answer: &MarkAnswer) {
         if (answer.generation, answer.request) != (self.generation, self.request) {
             return;
         }
@@ -225,16 +231,16 @@ impl World {
             self.is_consistent();
             for (vm, epoch) in self.global.clone() {
                 let node = self.node(vm.0);
-                node.kept.globally(epoch);
-                let actions = node.member.globally(epoch);
+                node.kept.record_global_checkpoint(epoch);
+                let actions = node.member.record_global_checkpoint(epoch);
                 self.act(vm.0, actions);
             }
         }
     }
 
-    /// In the newest global checkpoint nobody has got what nobody has sent.
+    /// Checks that in the newest global checkpoint each received frame was sent.
     fn is_consistent(&self) {
-        let state = |vm: u16| &self.nodes[usize::from(vm)].states[&self.global[&Vm(vm)]];
+        let state = |vm: u16| &self.nodes[usize::from(vm)].states[&self.global[&VmId(vm)]];
         for (from, to) in (0..VMS).flat_map(|from| (0..VMS).map(move |to| (from, to))) {
             let nothing = Vec::new();
             let sent = state(from).sent.get(&to).unwrap_or(&nothing);
@@ -247,11 +253,11 @@ impl World {
         let frame = self.wire.swap_remove(at);
         let to = u16::from(frame[5]);
         let now = self.now;
-        let actions = self.node(to).member.arrived(&frame, now);
+        let actions = self.node(to).member.receive_frame(&frame, now);
         self.act(to, actions);
     }
 
-    /// Everybody goes on from the newest global checkpoint. What is on its way stays so.
+    /// Rolls all VMs back to the newest global checkpoint. Frames in flight stay in flight.
     fn roll_back(&mut self) {
         self.generation = self.generation.next();
         self.marks.clear();
@@ -262,12 +268,13 @@ impl World {
             node.member = begun(vm.0, generation, base, &node.kept);
             node.guest = node.states[&base].clone();
             node.complete = base;
-            node.out = Seq(0);
+            node.out = FrameNumber(0);
         }
         for (vm, base) in self.global.clone() {
-            for actions in
-                [self.node(vm.0).member.committed(base), self.node(vm.0).member.globally(base)]
-            {
+            for actions in [
+                self.node(vm.0).member.commit_epoch(base),
+                self.node(vm.0).member.record_global_checkpoint(base),
+            ] {
                 self.act(vm.0, actions);
             }
         }
@@ -277,12 +284,12 @@ impl World {
         self.now += Duration::from_millis(60);
         for vm in 0..VMS {
             let now = self.now;
-            let actions = self.node(vm).member.tick(now);
+            let actions = self.node(vm).member.advance_time(now);
             self.act(vm, actions);
         }
     }
 
-    /// Nothing goes wrong any more: everything arrives.
+    /// Continues without failures: every frame arrives.
     fn settle(&mut self) {
         for _ in 0..40 {
             for vm in 0..VMS {
@@ -300,13 +307,17 @@ impl World {
 
     fn is_complete(&self, rolled_back: bool) {
         for (vm, node) in (0..).zip(&self.nodes) {
-            assert_eq!(node.member.flow(), Flow::Go);
-            assert_eq!((node.member.held(), node.kept.held()), (0, 0), "everything is trimmed");
+            assert_eq!(node.member.input_flow(), InputFlow::Go);
+            assert_eq!(
+                (node.member.buffered_bytes(), node.kept.buffered_bytes()),
+                (0, 0),
+                "everything is trimmed"
+            );
             for (to, sent) in &node.guest.sent {
                 let left = self.outside.iter().filter(|(from, _)| *from == vm).map(|(_, it)| *it);
                 let mut left: Vec<u32> = left.collect();
                 if rolled_back {
-                    // The outside may get the last ones twice.
+                    // The outside may receive the last frames twice.
                     let mut seen = std::collections::BTreeSet::new();
                     left.retain(|number| seen.insert(*number));
                 }
@@ -366,7 +377,7 @@ fn play(mut world: World, steps: Vec<Step>) {
             Step::Request(vm) => world.request(vm),
             Step::Gone(vm, at_once) => world.gone(vm, at_once),
             Step::Tick => world.tick(),
-            Step::RollBack if world.is_opened && world.global[&Vm(0)] == Epoch(0) => {}
+            Step::RollBack if world.is_opened && world.global[&VmId(0)] == Epoch(0) => {}
             Step::RollBack => {
                 rolled_back = true;
                 world.roll_back();
@@ -387,14 +398,15 @@ fn play(mut world: World, steps: Vec<Step>) {
 proptest! {
     #![proptest_config(ProptestConfig::with_cases(400))]
 
-    /// Every global checkpoint is consistent; and in the end each has got what the others have sent it, in order, once, however often
-    /// everybody went back.
+    /// Every global checkpoint is consistent. In the end each VM has received the frames of the
+    /// others in order, each once, however often all were rolled back.
     #[test]
     fn nothing_between_members_is_lost_or_doubled(steps in prop::collection::vec(step(), 0..250)) {
         play(World::new(), steps);
     }
 
-    /// The same of VMs that are members before they have a backup: what is under way at their first cuts is kept too.
+    /// The same for VMs that are members before they have a backup: frames that are in flight at
+    /// their first cuts are stored too.
     #[test]
     fn nothing_under_way_when_protection_begins_is_lost(steps in prop::collection::vec(step(), 0..250)) {
         play(World::opened(), steps);
@@ -405,7 +417,7 @@ proptest! {
         let mut world = World::new();
         if frame.len() > 16 {
             frame[12..16].copy_from_slice(&[0x88, 0xb5, 1, says]);
-            prop_assert_eq!(world.nodes[0].member.arrived(&frame, world.now), []);
+            prop_assert_eq!(world.nodes[0].member.receive_frame(&frame, world.now), []);
         }
     }
 }
@@ -429,12 +441,12 @@ fn a_frame_from_behind_a_cut_makes_its_receiver_be_cut_first() {
         world.commit(vm);
         world.request(vm);
     }
-    let states = |vm: u16| &world.nodes[usize::from(vm)].states[&world.global[&Vm(vm)]];
+    let states = |vm: u16| &world.nodes[usize::from(vm)].states[&world.global[&VmId(vm)]];
     assert!(states(1).got.is_empty() && states(0).sent.is_empty());
-    assert_eq!(world.global[&Vm(0)], Epoch(1));
+    assert_eq!(world.global[&VmId(0)], Epoch(1));
 }
 
-/// What was in flight in the cut is sent again by who has the copy.
+/// The VM that has the copy sends frames again that were in flight in the cut.
 #[test]
 fn a_lost_frame_of_the_cut_is_there_after_a_rollback() {
     let mut world = World::new();
@@ -447,7 +459,8 @@ fn a_lost_frame_of_the_cut_is_there_after_a_rollback() {
     assert_eq!(world.nodes[1].guest.got[&0], [1]);
 }
 
-/// What has arrived before the first cut is no part of the first copy, and what follows has its number all the same.
+/// Frames that arrived before the first cut are not in the first copy, and later frames keep their
+/// numbers nevertheless.
 #[test]
 fn the_first_copy_knows_where_each_way_begins() {
     let mut world = World::opened();
@@ -458,7 +471,7 @@ fn the_first_copy_knows_where_each_way_begins() {
             world.arrive(0);
         }
     }
-    assert_eq!(world.nodes[0].member.held(), 0, "an open one has them for good");
+    assert_eq!(world.nodes[0].member.buffered_bytes(), 0, "an open one has them for good");
     world.send(0, 1);
     world.wire.clear();
     for vm in 0..VMS {
@@ -473,7 +486,8 @@ fn the_first_copy_knows_where_each_way_begins() {
     assert_eq!(world.nodes[1].guest.got[&0], [1, 2, 3]);
 }
 
-/// Who has no backup yet has what it gets for good, also if its sender's epoch has not ended.
+/// Frames that a VM without a backup has received will never be needed again, even if the sender's
+/// epoch has not ended.
 #[test]
 fn what_has_arrived_for_good_before_it_is_cut_has_its_number() {
     let mut world = World::opened();
@@ -485,7 +499,10 @@ fn what_has_arrived_for_good_before_it_is_cut_has_its_number() {
             world.arrive(0);
         }
     }
-    assert_eq!((world.nodes[0].member.held(), world.nodes[1].guest.got[&0].len()), (0, 1));
+    assert_eq!(
+        (world.nodes[0].member.buffered_bytes(), world.nodes[1].guest.got[&0].len()),
+        (0, 1)
+    );
     world.send(0, 1);
     world.wire.clear();
     for vm in 0..VMS {
@@ -505,12 +522,12 @@ fn a_copy_that_everybody_gets_is_not_taken_twice() {
     let mut world = World::new();
     let now = world.now;
     let member = &mut world.nodes[1].member;
-    assert_eq!(member.arrived(&frame(0, ALL, 1), now), [], "it comes wrapped");
+    assert_eq!(member.receive_frame(&frame(0, ALL, 1), now), [], "it comes wrapped");
     let plain = frame(OUTSIDE, 1, 2);
-    assert_eq!(member.arrived(&plain, now), [Action::Deliver(plain.clone())]);
+    assert_eq!(member.receive_frame(&plain, now), [MemberAction::Deliver(plain.clone())]);
 }
 
-/// A hole is told once, then again after a while.
+/// A missing frame is reported once, then again after a while.
 #[test]
 fn a_hole_is_told_and_filled() {
     let mut world = World::new();
@@ -519,14 +536,14 @@ fn a_hole_is_told_and_filled() {
     for _ in 0..3 {
         let frame = world.wire.remove(0);
         let now = world.now;
-        let actions = world.nodes[1].member.arrived(&frame, now);
+        let actions = world.nodes[1].member.receive_frame(&frame, now);
         world.act(1, actions);
     }
     assert_eq!(world.wire.len(), 1, "one complaint");
     assert!(world.nodes[1].guest.got.is_empty());
     world.arrive(0);
     assert_eq!(world.wire.len(), 4);
-    // The last is put where the first was taken from.
+    // The last frame takes the position of the removed one.
     for at in [0, 0, 0, 0] {
         world.wire.sort();
         world.arrive(at);
@@ -534,7 +551,7 @@ fn a_hole_is_told_and_filled() {
     assert_eq!(world.nodes[1].guest.got[&0], [1, 2, 3, 4]);
 }
 
-/// What the outside gets twice: what the backup has not heard to have left.
+/// The outside receives those frames twice that the backup does not know to have been sent.
 #[test]
 fn only_what_was_not_told_to_have_left_comes_twice() {
     for (is_gone, at_once, cuts, twice) in
@@ -547,28 +564,28 @@ fn only_what_was_not_told_to_have_left_comes_twice() {
         if is_gone {
             world.gone(0, at_once);
         }
-        // One that is complete, and is undone.
+        // An epoch that is complete, and is undone.
         (0..cuts).for_each(|_| world.cut(0));
         world.roll_back();
         assert_eq!(world.outside.len(), 2 + twice, "{is_gone} {at_once} {cuts}");
     }
 }
 
-/// What is sent after the gate was opened is no part of what was held or under way.
+/// Frames sent after the output was opened don't count as buffered or in flight.
 #[test]
 fn who_is_settled_may_be_sending() {
     let mut world = World::new();
     world.send(0, 1);
-    let actions = world.node(0).member.open();
+    let actions = world.node(0).member.open_output();
     world.act(0, actions);
-    assert!(!world.nodes[0].member.is_settled());
+    assert!(!world.nodes[0].member.is_output_received());
     world.tick();
     while !world.wire.is_empty() {
         world.arrive(0);
     }
     world.send(0, 1);
-    assert!(world.nodes[0].member.is_settled());
-    let actions = world.node(0).member.open();
+    assert!(world.nodes[0].member.is_output_received());
+    let actions = world.node(0).member.open_output();
     world.act(0, actions);
-    assert!(world.nodes[0].member.is_settled(), "it was open");
+    assert!(world.nodes[0].member.is_output_received(), "it was open");
 }

@@ -1,85 +1,86 @@
-//! What goes between the gates of two members: a frame of its own kind, which switches carry like any other.
+//! Member messages: what the cards of two members send each other, in frames of a type of their
+//! own, which switches carry like any other frame.
 //!
 //! ```text
 //!   | to: 6 | from: 6 | 88 b5 | version: u8 | kind: u8 | cluster: u32 | from: u16 | to: u16 |
-//!   | generation: u32 | mark's term: u32 | mark's count: u32 | seq: u64 | a frame ... |            big endian
+//!   | generation: u32 | mark's term: u32 | mark's count: u32 | seq: u64 | a frame ... | big endian
 //! ```
 //!
 //! | kind | `seq` | |
 //! |---|---|---|
-//! | 1 | of this frame | a frame; nothing follows the others |
-//! | 2 | the newest that was let out | asks how far the receiver has come |
-//! | 3 | the one that is expected | answers, or says that there is a hole |
-//! | 4 | the newest that is included | a global checkpoint has it at the receiver: it need not be kept |
+//! | 1 | of this frame | a frame, at the end of the message |
+//! | 2 | the newest that was released | asks for the newest frame that the receiver has |
+//! | 3 | the expected one | the answer, or the report of a missing frame |
+//! | 4 | the newest that is included | the receiver's global checkpoint has it: may be dropped |
 
-use crate::cut::Stamp;
-use crate::switch::{FRAME_BYTES_MAX, Mac};
-use crate::{Generation, RequestNumber, Seq, Vm};
+use crate::cut::FrameStamp;
+use crate::switch::{FRAME_BYTES_MAX, MacAddress};
+use crate::{FrameNumber, Generation, RequestNumber, VmId};
 
-/// The type of such frames: for experiments, IEEE 802.
-const KIND: [u8; 2] = [0x88, 0xb5];
+/// The Ethernet type of such frames: the one for experiments, IEEE 802.
+const ETHER_TYPE: [u8; 2] = [0x88, 0xb5];
 const VERSION: u8 = 1;
 
-/// Bytes before the frame that is carried.
+/// The bytes before the frame that is carried.
 pub const HEAD_BYTES: usize = 44;
 
-/// The longest frame that can be carried.
+/// The maximum length of a frame that can be carried.
 pub const CARRIED_BYTES_MAX: usize = FRAME_BYTES_MAX - HEAD_BYTES;
 
-/// Where something comes from and goes to.
+/// The sender and the receiver of a message.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct Ends {
+pub struct MessageEnds {
     /// The cluster.
     pub cluster: u32,
-    /// Who sends.
-    pub from: (Vm, Mac),
-    /// Who is to get it.
-    pub to: (Vm, Mac),
+    /// The sender.
+    pub from: (VmId, MacAddress),
+    /// The receiver.
+    pub to: (VmId, MacAddress),
 }
 
-/// What is said.
+/// The content of a message.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Says<'a> {
+pub enum MessageContent<'a> {
     /// A frame of the VM.
-    Frame(Seq, &'a [u8]),
-    /// The newest that was let out; how far have you come?
-    Newest(Seq),
-    /// This one is expected.
-    Expects(Seq),
-    /// Up to this one, arrivals are in a global checkpoint.
-    Included(Seq),
+    Frame(FrameNumber, &'a [u8]),
+    /// The newest frame that was released; asks for the newest frame that the receiver has.
+    Newest(FrameNumber),
+    /// The frame that is expected next.
+    Expects(FrameNumber),
+    /// The arrival of frames up to this one is in a global checkpoint.
+    Included(FrameNumber),
 }
 
-/// Something between two gates.
+/// A message between the cards of two members.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct Message<'a> {
-    /// Between whom.
-    pub ends: Ends,
-    /// The sender's timeline and newest mark.
-    pub stamp: Stamp,
-    /// What is said.
-    pub says: Says<'a>,
+pub struct MemberMessage<'a> {
+    /// The sender and the receiver.
+    pub ends: MessageEnds,
+    /// The sender's generation and newest mark.
+    pub stamp: FrameStamp,
+    /// The content.
+    pub content: MessageContent<'a>,
 }
 
-/// Whether that is what a frame is, if it is sound or not.
+/// Whether a frame has the type of member messages, valid or not.
 pub fn is_wrapped(frame: &[u8]) -> bool {
-    frame.get(12..14) == Some(&KIND[..])
+    frame.get(12..14) == Some(&ETHER_TYPE[..])
 }
 
-impl<'a> Message<'a> {
-    /// As a frame. What is carried has at most [`CARRIED_BYTES_MAX`].
+impl<'a> MemberMessage<'a> {
+    /// Encodes the message as a frame. A carried frame has at most [`CARRIED_BYTES_MAX`] bytes.
     pub fn to_frame(&self) -> Vec<u8> {
-        let (kind, seq, carried) = match self.says {
-            Says::Frame(seq, frame) => (1, seq, frame),
-            Says::Newest(seq) => (2, seq, &[][..]),
-            Says::Expects(seq) => (3, seq, &[][..]),
-            Says::Included(seq) => (4, seq, &[][..]),
+        let (kind, seq, carried) = match self.content {
+            MessageContent::Frame(seq, frame) => (1, seq, frame),
+            MessageContent::Newest(seq) => (2, seq, &[][..]),
+            MessageContent::Expects(seq) => (3, seq, &[][..]),
+            MessageContent::Included(seq) => (4, seq, &[][..]),
         };
-        let Ends { cluster, from, to } = self.ends;
-        let Stamp { generation, mark } = self.stamp;
+        let MessageEnds { cluster, from, to } = self.ends;
+        let FrameStamp { generation, mark } = self.stamp;
         let mut frame = Vec::with_capacity(HEAD_BYTES + carried.len());
         frame.extend([to.1.0, from.1.0].concat());
-        frame.extend(KIND);
+        frame.extend(ETHER_TYPE);
         frame.extend([VERSION, kind]);
         frame.extend(cluster.to_be_bytes());
         frame.extend([from.0.0.to_be_bytes(), to.0.0.to_be_bytes()].concat());
@@ -89,32 +90,36 @@ impl<'a> Message<'a> {
         frame
     }
 
-    /// Of a frame; nothing if it is none of these, or cut short.
-    pub fn of(frame: &'a [u8]) -> Option<Self> {
+    /// Decodes a frame; `None` if it is no such message, or truncated.
+    pub fn from_frame(frame: &'a [u8]) -> Option<Self> {
         let (head, carried) = frame.split_at_checked(HEAD_BYTES)?;
         let (macs, head) = head.split_at(12);
         let (to, from) = macs.split_at(6);
         let [kind @ .., version, says] = *head.first_chunk::<4>()?;
-        if (kind, version) != (KIND, VERSION) {
+        if (kind, version) != (ETHER_TYPE, VERSION) {
             return None;
         }
         let short = |at: usize| Some(u16::from_be_bytes(*head.get(at..)?.first_chunk()?));
         let word = |at: usize| Some(u32::from_be_bytes(*head.get(at..)?.first_chunk()?));
-        let seq = Seq(u64::from_be_bytes(*head.get(24..)?.first_chunk()?));
+        let seq = FrameNumber(u64::from_be_bytes(*head.get(24..)?.first_chunk()?));
         let says = match (says, carried.is_empty()) {
-            (1, false) => Says::Frame(seq, carried),
-            (2, true) => Says::Newest(seq),
-            (3, true) => Says::Expects(seq),
-            (4, true) => Says::Included(seq),
+            (1, false) => MessageContent::Frame(seq, carried),
+            (2, true) => MessageContent::Newest(seq),
+            (3, true) => MessageContent::Expects(seq),
+            (4, true) => MessageContent::Included(seq),
             _ => return None,
         };
-        let ends = Ends {
+        let ends = MessageEnds {
             cluster: word(4)?,
-            from: (Vm(short(8)?), Mac(*from.first_chunk()?)),
-            to: (Vm(short(10)?), Mac(*to.first_chunk()?)),
+            from: (VmId(short(8)?), MacAddress(*from.first_chunk()?)),
+            to: (VmId(short(10)?), MacAddress(*to.first_chunk()?)),
         };
         let mark = RequestNumber { term: word(16)?, count: word(20)? };
-        Some(Self { ends, stamp: Stamp { generation: Generation(word(12)?), mark }, says })
+        Some(Self {
+            ends,
+            stamp: FrameStamp { generation: Generation(word(12)?), mark },
+            content: says,
+        })
     }
 }
 
@@ -124,22 +129,22 @@ mod tests {
 
     use super::*;
 
-    fn message(numbers: [u32; 4], seq: u64, says: u8, carried: &[u8]) -> Message<'_> {
+    fn message(numbers: [u32; 4], seq: u64, says: u8, carried: &[u8]) -> MemberMessage<'_> {
         let [cluster, generation, term, count] = numbers;
-        let ends = Ends {
+        let ends = MessageEnds {
             cluster,
-            from: (Vm(1), Mac([2, 0, 0, 0, 0, 1])),
-            to: (Vm(0x102), Mac([2, 0, 0, 0, 0, 2])),
+            from: (VmId(1), MacAddress([2, 0, 0, 0, 0, 1])),
+            to: (VmId(0x102), MacAddress([2, 0, 0, 0, 0, 2])),
         };
         let stamp =
-            Stamp { generation: Generation(generation), mark: RequestNumber { term, count } };
+            FrameStamp { generation: Generation(generation), mark: RequestNumber { term, count } };
         let says = match says {
-            0 => Says::Frame(Seq(seq), carried),
-            1 => Says::Newest(Seq(seq)),
-            2 => Says::Expects(Seq(seq)),
-            _ => Says::Included(Seq(seq)),
+            0 => MessageContent::Frame(FrameNumber(seq), carried),
+            1 => MessageContent::Newest(FrameNumber(seq)),
+            2 => MessageContent::Expects(FrameNumber(seq)),
+            _ => MessageContent::Included(FrameNumber(seq)),
         };
-        Message { ends, stamp, says }
+        MemberMessage { ends, stamp, content: says }
     }
 
     #[test]
@@ -162,9 +167,9 @@ mod tests {
             let message = message(numbers, seq, says, &carried);
             let frame = message.to_frame();
             prop_assert!(is_wrapped(&frame));
-            prop_assert_eq!(Message::of(&frame), Some(message));
+            prop_assert_eq!(MemberMessage::from_frame(&frame), Some(message));
             for cut in 0..HEAD_BYTES {
-                prop_assert_eq!(Message::of(&frame[..cut]), None);
+                prop_assert_eq!(MemberMessage::from_frame(&frame[..cut]), None);
             }
         }
 
@@ -173,7 +178,7 @@ mod tests {
             if frame.len() > 16 {
                 frame[12..15].copy_from_slice(&[0x88, 0xb5, 1]);
             }
-            if let Some(message) = Message::of(&frame) {
+            if let Some(message) = MemberMessage::from_frame(&frame) {
                 prop_assert_eq!(message.to_frame(), frame);
             }
         }

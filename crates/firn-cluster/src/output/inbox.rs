@@ -1,71 +1,81 @@
-//! The receiver's half: how far it has come with each sender, now and at each of its cuts.
+//! Frame inbox: the receiver's half, which records the frames received from each sender, now and at
+//! each cut.
 
 use std::collections::BTreeMap;
 
-use crate::{Epoch, Seq, Vm};
+use crate::{Epoch, FrameNumber, VmId};
 
-/// What to do with a frame that has arrived.
+/// How to handle a frame that has arrived.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Accept {
+pub enum InboxDecision {
     /// Give it to the VM.
     Deliver,
-    /// The VM has it already.
+    /// Drop it: the VM has it already.
     Known,
-    /// One before it is missing: the sender must go back to this one.
-    Missing(Seq),
+    /// A frame before it is missing: the sender must send again from this one on.
+    Missing(FrameNumber),
 }
 
-type Received = BTreeMap<Vm, Seq>;
+type ReceivedFrames = BTreeMap<VmId, FrameNumber>;
 
-/// What one VM has received from the others.
+/// The frames that one VM has received from the others.
 #[derive(Clone, Debug, PartialEq, Eq, Hash)]
-pub struct Inbox {
-    received: Received,
-    cuts: BTreeMap<Epoch, Received>,
+pub struct FrameInbox {
+    received: ReceivedFrames,
+    cuts: BTreeMap<Epoch, ReceivedFrames>,
 }
 
-impl Inbox {
+impl FrameInbox {
     /// A VM at the end of `base` that has received nothing.
     pub fn new(base: Epoch) -> Self {
-        Self { received: Received::new(), cuts: BTreeMap::from([(base, Received::new())]) }
+        Self {
+            received: ReceivedFrames::new(),
+            cuts: BTreeMap::from([(base, ReceivedFrames::new())]),
+        }
     }
 
     /// The newest frame received from a sender; zero if none was.
-    pub fn received(&self, from: Vm) -> Seq {
+    pub fn newest_received(&self, from: VmId) -> FrameNumber {
         self.received.get(&from).copied().unwrap_or_default()
     }
 
-    /// A frame has arrived. Only the cut may say that it is too early or too late (see [`crate::cut::Marker::arriving`]).
-    pub fn accept(&mut self, from: Vm, seq: Seq) -> Accept {
-        let next = self.received(from).next();
+    /// Handles a frame. Whether it is too early or too late is checked by the cut (see
+    /// [`crate::cut::CutMarker::check_frame`]).
+    pub fn accept_frame(&mut self, from: VmId, seq: FrameNumber) -> InboxDecision {
+        let next = self.newest_received(from).next();
         if seq > next {
-            return Accept::Missing(next);
+            return InboxDecision::Missing(next);
         }
         if seq < next {
-            return Accept::Known;
+            return InboxDecision::Known;
         }
         self.received.insert(from, seq);
-        Accept::Deliver
+        InboxDecision::Deliver
     }
 
-    /// The VM is paused at the end of an epoch. Part of that epoch's checkpoint.
-    pub fn cut(&mut self, epoch: Epoch) {
+    /// Records a cut while the VM is paused. It is part of that epoch's checkpoint.
+    pub fn record_cut(&mut self, epoch: Epoch) {
         self.cuts.insert(epoch, self.received.clone());
     }
 
-    /// The same at the backup, which hears how far the VM had come.
-    pub fn cut_with(&mut self, epoch: Epoch, received: impl IntoIterator<Item = (Vm, Seq)>) {
+    /// The same at the backup, which gets the newest received frames from the primary.
+    pub fn record_cut_with(
+        &mut self,
+        epoch: Epoch,
+        received: impl IntoIterator<Item = (VmId, FrameNumber)>,
+    ) {
         self.cuts.insert(epoch, received.into_iter().collect());
     }
 
-    /// A global checkpoint has this VM at `epoch`: tell each sender that it need not keep what is included.
-    pub fn globally(&mut self, epoch: Epoch) -> Vec<(Vm, Seq)> {
+    /// Records a global checkpoint that includes this VM at `epoch`. Returns, for each sender, the
+    /// newest frame that the sender need not store any more.
+    pub fn record_global_checkpoint(&mut self, epoch: Epoch) -> Vec<(VmId, FrameNumber)> {
         self.cuts = self.cuts.split_off(&epoch);
         let received = self.cuts.get(&epoch);
         received.into_iter().flatten().map(|(&from, &seq)| (from, seq)).collect()
     }
 
-    /// The VM runs again from the end of `epoch`.
+    /// Goes back to the end of `epoch`, from which the VM runs again.
     pub fn roll_back(&mut self, epoch: Epoch) {
         self.cuts.split_off(&epoch.next());
         self.received = self.cuts.get(&epoch).cloned().unwrap_or_default();

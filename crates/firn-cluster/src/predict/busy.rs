@@ -1,97 +1,101 @@
-//! Whether a guest is busy: it writes so much that its page faults would take more of its time than copying what it writes in the pause.
+//! Busy detector: decides whether a guest writes so much that its page faults would take more of
+//! its time than copying the written pages in the pause.
 //!
 //! ```text
-//!                 so many pages were written                  not so for PATIENCE epochs, or nobody compares
-//!   at rest ----------------------------------> busy --------------------------------------------> at rest
-//!      ^                                         |
-//!      |  REST cuts                              |  too much is copied, or copying costs more than the faults it saves
-//!      '---------------------- resting <---------'
+//!            so many pages were written         no longer so for some epochs, or no comparison
+//!   at rest -----------------------------> busy -----------------------------------> at rest
+//!      ^                                    |
+//!      |  REST_CUTS cuts                    |  too many pages are copied, or copying costs more
+//!      '------------------ resting <--------'  than the faults that it saves
 //! ```
 //!
-//! The last is a guest that goes through its memory and does not come back: what it wrote is copied again and again, and no fault is saved.
+//! The last case is a guest that goes through its memory and does not come back: its written pages
+//! are copied again and again, and no fault is saved.
 
 use std::ops::Range;
 
-use super::PATIENCE;
+use super::IDLE_EPOCHS_MAX;
 
-/// How many page copies cost what a page fault does.
-const FAULT: usize = 5;
-/// Cuts until it is tried again with a guest with which it cost more than it saved.
-const REST: usize = 64;
-/// How much more copying than it saves it may cost at first, and after it has saved much: so many times the pages that make a guest busy.
-const CREDIT: (usize, usize) = (8, 16);
+/// The cost of a page fault, in page copies.
+const FAULT_COPIES: usize = 5;
+/// The number of cuts until a guest is tested again, after copying cost more than it saved.
+const REST_CUTS: usize = 64;
+/// The maximum cost beyond the savings, at first, and after large savings, in multiples of the
+/// number of pages that makes a guest busy.
+const CREDIT_FACTORS: (usize, usize) = (8, 16);
 
-/// What is known of that.
+/// Detects a busy guest.
 #[derive(Clone, Debug, Default)]
-pub(super) struct Busy {
-    /// How many pages a busy guest writes in an epoch, and how many are copied in a pause at most.
+pub(super) struct BusyDetector {
+    /// The number of pages that a busy guest writes in an epoch, and the maximum number copied in a
+    /// pause.
     pages: Range<usize>,
-    /// It is taken to be busy for so many cuts more.
+    /// The guest counts as busy for this number of cuts.
     left: usize,
-    /// It is not, for so many cuts more.
+    /// The guest does not count as busy for this number of cuts.
     rest: usize,
-    /// What it was worth, in page copies.
+    /// The remaining credit, in page copies.
     credit: usize,
 }
 
-/// An epoch, when it was compared with the one before.
+/// An epoch after its comparison with the one before.
 #[derive(Clone, Copy, Debug)]
-pub(super) struct Compared {
-    /// Pages that were copied in the pause.
+pub(super) struct ComparedEpoch {
+    /// The number of pages copied in the pause.
     pub(super) copied: usize,
-    /// Pages that were written.
+    /// The number of pages written.
     pub(super) written: usize,
-    /// Faults that were saved: of pages that were left writable, those that are not the same.
+    /// The number of saved faults: pages that were left writable and have changed.
     pub(super) spared: usize,
-    /// Those that are.
+    /// The number of pages that were left writable and are unchanged.
     pub(super) same: usize,
 }
 
-impl Busy {
+impl BusyDetector {
     pub(super) fn new(pages: Range<usize>) -> Self {
         Self { pages, ..Self::default() }
     }
 
-    pub(super) fn is(&self) -> bool {
+    pub(super) fn is_busy(&self) -> bool {
         self.left > 0
     }
 
-    /// There was a cut.
-    pub(super) fn cut(&mut self) {
+    /// Records a cut.
+    pub(super) fn record_cut(&mut self) {
         self.left = self.left.saturating_sub(1);
         self.rest = self.rest.saturating_sub(1);
     }
 
-    /// An epoch was compared. `true` if the guest was busy and is not to be any more.
-    pub(super) fn compared(&mut self, epoch: Compared) -> bool {
+    /// Records the comparison of an epoch. `true` if the guest was busy and is no longer.
+    pub(super) fn record_comparison(&mut self, epoch: ComparedEpoch) -> bool {
         let Range { start, end } = self.pages;
         let is_too_much = epoch.copied.max(epoch.written) >= end;
-        let is_worth_it = !self.is() || self.pay(epoch);
-        if self.is() && (is_too_much || !is_worth_it) {
-            self.stop();
+        let is_worth_it = !self.is_busy() || self.charge_epoch(epoch);
+        if self.is_busy() && (is_too_much || !is_worth_it) {
+            self.end_busy();
             return true;
         }
         if epoch.written >= start && !is_too_much && self.rest == 0 {
-            if !self.is() {
-                self.credit = CREDIT.0 * start;
+            if !self.is_busy() {
+                self.credit = CREDIT_FACTORS.0 * start;
             }
-            // The cut that follows is not over until it is compared.
-            self.left = PATIENCE + 1;
+            // One more, because the next cut is counted before it is compared.
+            self.left = IDLE_EPOCHS_MAX + 1;
         }
         false
     }
 
-    /// Whether it is still worth it.
-    fn pay(&mut self, epoch: Compared) -> bool {
-        let most = CREDIT.1 * self.pages.start;
-        let credit = (self.credit + FAULT * epoch.spared).checked_sub(epoch.same);
+    /// Charges the cost of an epoch. Returns whether copying is still worthwhile.
+    fn charge_epoch(&mut self, epoch: ComparedEpoch) -> bool {
+        let most = CREDIT_FACTORS.1 * self.pages.start;
+        let credit = (self.credit + FAULT_COPIES * epoch.spared).checked_sub(epoch.same);
         self.credit = credit.unwrap_or_default().min(most);
         credit.is_some()
     }
 
-    /// It is not busy now, nor soon.
-    pub(super) fn stop(&mut self) {
-        (self.left, self.rest) = (0, REST);
+    /// Ends the busy state, for some time.
+    pub(super) fn end_busy(&mut self) {
+        (self.left, self.rest) = (0, REST_CUTS);
     }
 }
 
@@ -99,25 +103,25 @@ impl Busy {
 mod tests {
     use super::*;
 
-    const QUIET: Compared = Compared { copied: 5, written: 5, spared: 0, same: 0 };
-    const MANY: Compared = Compared { copied: 100, written: 100, spared: 0, same: 0 };
+    const QUIET: ComparedEpoch = ComparedEpoch { copied: 5, written: 5, spared: 0, same: 0 };
+    const MANY: ComparedEpoch = ComparedEpoch { copied: 100, written: 100, spared: 0, same: 0 };
 
-    fn busy() -> Busy {
-        let mut busy = Busy::new(100..1000);
-        assert!(!busy.compared(QUIET) && !busy.is());
-        assert!(!busy.compared(MANY) && busy.is());
+    fn busy() -> BusyDetector {
+        let mut busy = BusyDetector::new(100..1000);
+        assert!(!busy.record_comparison(QUIET) && !busy.is_busy());
+        assert!(!busy.record_comparison(MANY) && busy.is_busy());
         busy
     }
 
     #[test]
     fn it_lapses_whether_or_not_anybody_compares() {
         let mut busy = busy();
-        (0..=PATIENCE).for_each(|_| {
-            assert!(busy.is());
-            busy.cut();
+        (0..=IDLE_EPOCHS_MAX).for_each(|_| {
+            assert!(busy.is_busy());
+            busy.record_cut();
         });
-        assert!(!busy.is());
-        assert!(!busy.compared(MANY) && busy.is(), "and begins again");
+        assert!(!busy.is_busy());
+        assert!(!busy.record_comparison(MANY) && busy.is_busy(), "and begins again");
     }
 
     #[test]
@@ -125,31 +129,41 @@ mod tests {
         let mut busy = busy();
         for round in 0..100 {
             let spared = if round % 4 == 0 { 100 } else { 0 };
-            let epoch = Compared { copied: 100, written: spared, spared, same: 100 - spared };
-            assert!(!busy.compared(epoch), "{round}");
-            busy.cut();
+            let epoch = ComparedEpoch { copied: 100, written: spared, spared, same: 100 - spared };
+            assert!(!busy.record_comparison(epoch), "{round}");
+            busy.record_cut();
         }
-        assert!(busy.is());
+        assert!(busy.is_busy());
     }
 
     #[test]
     fn a_guest_that_does_not_is_left_alone_for_a_while() {
         let mut busy = busy();
-        let epoch = |same| Compared { copied: 100 + same, written: 100, spared: 0, same };
-        let cuts = (1..).find(|times| busy.compared(epoch(100 * times))).unwrap();
-        assert!(cuts < 5 && !busy.is(), "{cuts}");
-        (0..REST).for_each(|_| {
-            assert!(!busy.compared(MANY) && !busy.is());
-            busy.cut();
+        let epoch = |same| ComparedEpoch { copied: 100 + same, written: 100, spared: 0, same };
+        let cuts = (1..).find(|times| busy.record_comparison(epoch(100 * times))).unwrap();
+        assert!(cuts < 5 && !busy.is_busy(), "{cuts}");
+        (0..REST_CUTS).for_each(|_| {
+            assert!(!busy.record_comparison(MANY) && !busy.is_busy());
+            busy.record_cut();
         });
-        assert!(!busy.compared(MANY) && busy.is());
+        assert!(!busy.record_comparison(MANY) && busy.is_busy());
     }
 
     #[test]
     fn what_is_copied_in_a_pause_has_a_bound() {
         let mut busy = busy();
-        assert!(!busy.compared(Compared { copied: 999, written: 200, spared: 799, same: 0 }));
-        assert!(busy.compared(Compared { copied: 1000, written: 200, spared: 799, same: 0 }));
-        assert!(!busy.is());
+        assert!(!busy.record_comparison(ComparedEpoch {
+            copied: 999,
+            written: 200,
+            spared: 799,
+            same: 0
+        }));
+        assert!(busy.record_comparison(ComparedEpoch {
+            copied: 1000,
+            written: 200,
+            spared: 799,
+            same: 0
+        }));
+        assert!(!busy.is_busy());
     }
 }

@@ -1,10 +1,10 @@
-//! Dirty-page prediction: what is written again and again stays writable and is copied in the pause; all else that was written is
-//! copied ahead of it.
+//! Dirty-page prediction: pages that are written again and again stay writable and are copied in
+//! the pause; all other written pages are copied ahead of it.
 //!
 //! ```text
 //!                      |<------------- epoch ------------->|
 //!      guest           ------w------w-----------w--w-------|.......|---
-//!      Firn                               ahead: protect, copy      pause: copy what was written since, and what is hot
+//!      Firn                          ahead: protect, copy      pause: copy written and hot pages
 //!
 //!                 found written                   not written until the cut
 //!   Protected ----------------> Written --ahead--------------------------------> Protected
@@ -14,61 +14,71 @@
 //!                                        '--> copied in the pause, and not protected
 //! ```
 //!
-//! VPC (III.A) predicts from one epoch to the next: what was written starts writable and costs no page fault. All of it, written or
-//! not, is copied in the pause then. Here the prediction is about the last moments of an epoch, between the copying ahead and the
-//! cut: only what is written in those has to be copied in the pause, and only what was written in those of the last epoch is left
-//! writable. So a pause is shorter by what is copied ahead, and a page that is written all the time costs no fault.
+//! VPC (III.A) predicts from one epoch to the next: a page that was written starts writable and
+//! costs no page fault. All these pages are then copied in the pause, whether they were written or
+//! not. Here the prediction is about the last moments of an epoch, between the copying ahead and
+//! the cut: only pages written in those moments have to be copied in the pause, and only pages
+//! written in those of the last epoch are left writable. So a pause is shorter by the pages that
+//! are copied ahead, and a page that is written all the time costs no fault.
 //!
-//! Whether a page left writable was written is found out later, outside the pause, by comparing its copy with the one before; if
-//! not, it isn't sent, and is no longer hot. That it was written some time in an epoch does not say that it was in its last moments. So
-//! one epoch in four it is tried: protected and copied ahead like others, for one fault if it is still hot.
+//! Whether a page that was left writable was written is determined later, outside the pause, by
+//! comparing its copy with the one before; if not, it isn't sent, and is no longer hot. That it was
+//! written at some time in an epoch does not imply that it was written in its last moments. So one
+//! epoch in four it is tested: protected and copied ahead like others, for one fault if it is still
+//! hot.
 //!
-//! **A busy guest** writes so many pages that their faults would take more of its time than copying them in the pause does. Then it is as VPC has
-//! it: nothing is copied ahead, and what was written in one epoch is hot in the next. Programs go round in loops that take longer than an
-//! interval, so it is hot until its copy was found unchanged four times in a row. Who is busy, and for how long, is decided in `busy`.
+//! **A busy guest** writes so many pages that their faults would take more of its time than copying
+//! them in the pause does. For such a guest Firn does as VPC: no page is copied ahead, and a page
+//! written in one epoch is hot in the next. Programs run in loops that take longer than an
+//! interval, so it is hot until its copy was found unchanged four times in a row. `busy` decides
+//! when a guest is busy, and for how long.
 //!
-//! **A page is protected before it is copied**, and what is written after that is found by the scan of the next pause. It stays
-//! writable where it is not protected, and then it is in each scan. So no write is missed, whenever comparing ends.
+//! **A page is protected before it is copied**, and the scan of the next pause finds later writes
+//! to it. A page that is not protected stays writable, and then it is in each scan. So no write is
+//! missed, whenever comparing ends.
 //!
-//! The scan is asynchronous (write-protect, then `PAGEMAP_SCAN`): a page that is not protected counts as written.
+//! The scan is asynchronous (write-protect, then `PAGEMAP_SCAN`): a page that is not protected
+//! counts as written.
 
 use std::ops::Range;
 
 mod busy;
 mod set;
 
-use busy::{Busy, Compared};
+use busy::{BusyDetector, ComparedEpoch};
 
 pub use set::PageSet;
 
-/// What to do with the pages of a VM while it is paused for a cut.
+/// How to handle the pages of a VM while it is paused for a cut.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct CutPlan {
-    /// Pages to copy before the VM runs on.
+    /// Pages to copy before the VM runs again.
     pub copy: PageSet,
-    /// Pages whose copies made ahead are of this epoch: nobody has written to them since. None of them is in `copy`.
+    /// Pages whose copies made ahead belong to this epoch: they were not written since. None of
+    /// them is in `copy`.
     pub ahead: PageSet,
-    /// Of both, the ones that must be sent whatever comparing says: they were protected, and are written.
+    /// Of both, the pages that must be sent whatever the comparison finds: they were protected, and
+    /// are written.
     pub written: PageSet,
-    /// Pages to write-protect before the VM runs on; each is in `copy`.
+    /// Pages to write-protect before the VM runs again; each is in `copy`.
     pub protect: PageSet,
 }
 
 impl CutPlan {
-    /// Pages of this epoch, as far as can be known at the cut.
-    pub fn pages(&self) -> usize {
+    /// The number of pages of this epoch, as far as it is known at the cut.
+    pub fn page_count(&self) -> usize {
         self.copy.len() + self.ahead.len()
     }
 }
 
-/// What prediction was worth, in pages.
+/// The results of prediction, in pages.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
-pub struct Counts {
+pub struct PredictionCounts {
     /// Writes to hot pages: page faults saved.
     pub predicted: u64,
     /// Writes to protected pages: page faults taken.
     pub faulted: u64,
-    /// Hot pages copied for nothing.
+    /// Hot pages that were copied without having changed.
     pub unchanged: u64,
 }
 
@@ -76,49 +86,53 @@ pub struct Counts {
 #[derive(Clone, Debug)]
 pub struct Predictor {
     predicts: bool,
-    /// Left writable at the last cut, and in `copy` of it.
+    /// Pages left writable at the last cut, and in its `copy`.
     hot: PageSet,
-    /// Were hot since the last cut, so that a scan does not tell whether they were written since.
+    /// Pages that were hot since the last cut, so that a scan does not determine whether they were
+    /// written since.
     cooled: PageSet,
-    /// Protected and copied ahead of the next cut.
+    /// Pages protected and copied ahead of the next cut.
     ahead: PageSet,
-    /// Which of the hot pages are tried next.
-    turn: u32,
-    busy: Busy,
+    /// Determines which of the hot pages are tested next.
+    trial: u32,
+    busy: BusyDetector,
     /// Hot pages of a busy guest that were unchanged in the last epoch, in the last two, and so on.
-    idle: [PageSet; PATIENCE - 1],
-    counts: Counts,
+    idle: [PageSet; IDLE_EPOCHS_MAX - 1],
+    counts: PredictionCounts,
 }
 
-/// Each hot page is tried once in so many turns, unless the guest is busy.
-const TURNS: u32 = 4;
-/// How many epochs a busy guest, or a hot page of one, may be at rest.
-const PATIENCE: usize = 4;
+/// Each hot page is tested once in this number of epochs, unless the guest is busy.
+const TRIALS: u32 = 4;
+/// The number of epochs for which a busy guest, or a hot page of one, may be idle.
+const IDLE_EPOCHS_MAX: usize = 4;
 
 impl Predictor {
-    /// A predictor for a VM whose pages are all write-protected. Without prediction nothing is copied ahead, and every page written
-    /// is protected again at each cut.
+    /// A predictor for a VM whose pages are all write-protected. Without prediction no page is
+    /// copied ahead, and every written page is protected again at each cut.
     pub fn new(predicts: bool) -> Self {
         let (hot, cooled, ahead) = (PageSet::new(), PageSet::new(), PageSet::new());
-        let (turn, busy, counts) = (0, Busy::new(usize::MAX..usize::MAX), Counts::default());
+        let (trial, busy, counts) =
+            (0, BusyDetector::new(usize::MAX..usize::MAX), PredictionCounts::default());
         let idle = Default::default();
-        Self { predicts, hot, cooled, ahead, turn, busy, idle, counts }
+        Self { predicts, hot, cooled, ahead, trial, busy, idle, counts }
     }
 
-    /// A guest that writes so many pages in an epoch is busy, unless more than that are copied in its pause. By default none is.
+    /// Sets the number of pages per epoch that make a guest busy, and the number of copied pages in
+    /// its pause at which it is not busy any more. By default no guest is busy.
     #[must_use]
     pub fn with_busy(self, pages: Range<usize>) -> Self {
-        Self { busy: Busy::new(pages), ..self }
+        Self { busy: BusyDetector::new(pages), ..self }
     }
 
-    /// Whether anything is copied ahead of the next cut.
+    /// Whether pages are copied ahead of the next cut.
     pub fn copies_ahead(&self) -> bool {
-        self.predicts && !self.busy.is()
+        self.predicts && !self.busy.is_busy()
     }
 
-    /// The next cut is near, and a scan found these pages written or not protected: what to protect and then to copy while the VM
-    /// runs. May be asked more than once: the newest copy of a page counts.
-    pub fn ahead(&mut self, scanned: &PageSet) -> PageSet {
+    /// Determines, shortly before a cut, which pages to protect and then to copy while the VM runs.
+    /// `scanned` are the pages that a scan found written or not protected. It may be called several
+    /// times: the newest copy of a page counts.
+    pub fn plan_ahead(&mut self, scanned: &PageSet) -> PageSet {
         if !self.copies_ahead() {
             return PageSet::new();
         }
@@ -129,32 +143,33 @@ impl Predictor {
         ahead
     }
 
-    /// Some of the hot pages are no longer taken to be, in turn.
+    /// Removes a part of the hot pages, another part each time.
     fn cool_some(&mut self) {
-        let tried: PageSet = self.hot.iter().filter(|page| page.0 % TURNS == self.turn).collect();
+        let tried: PageSet = self.hot.iter().filter(|page| page.0 % TRIALS == self.trial).collect();
         self.hot.subtract(&tried);
         self.cooled.extend_from(&tried);
-        self.turn = (self.turn + 1) % TURNS;
+        self.trial = (self.trial + 1) % TRIALS;
     }
 
-    /// The VM is paused, and a scan found these pages written or not protected.
-    pub fn cut(&mut self, scanned: &PageSet) -> CutPlan {
+    /// Plans a cut while the VM is paused. `scanned` are the pages that a scan found written or not
+    /// protected.
+    pub fn plan_cut(&mut self, scanned: &PageSet) -> CutPlan {
         let mut ahead = std::mem::take(&mut self.ahead);
         let mut again = scanned.clone();
         again.intersect(&ahead);
         ahead.subtract(scanned);
         let written = self.surely_written(scanned, &ahead, &again);
-        self.hot.extend_from(&self.staying(scanned, again, &written));
+        self.hot.extend_from(&self.newly_hot(scanned, again, &written));
         self.cooled = PageSet::new();
-        self.busy.cut();
+        self.busy.record_cut();
         let mut protect = scanned.clone();
         protect.subtract(&self.hot);
         CutPlan { copy: scanned.clone(), ahead, written, protect }
     }
 
-    /// What is left writable, beside what is hot already.
-    fn staying(&self, scanned: &PageSet, again: PageSet, written: &PageSet) -> PageSet {
-        if !self.busy.is() {
+    /// The pages that are left writable, besides those that are hot already.
+    fn newly_hot(&self, scanned: &PageSet, again: PageSet, written: &PageSet) -> PageSet {
+        if !self.busy.is_busy() {
             return again;
         }
         let mut staying = scanned.clone();
@@ -162,7 +177,8 @@ impl Predictor {
         staying
     }
 
-    /// All but what was left writable at the last cut, unless it was protected and written since.
+    /// All pages but those left writable at the last cut, unless they were protected and written
+    /// since.
     fn surely_written(&mut self, scanned: &PageSet, ahead: &PageSet, again: &PageSet) -> PageSet {
         let mut written = scanned.clone();
         written.extend_from(ahead);
@@ -173,39 +189,41 @@ impl Predictor {
         written
     }
 
-    /// The plan of this cut is too large to be kept and compared: all of its pages are protected, and nothing is predicted of them.
-    pub fn give_up(&mut self, plan: &mut CutPlan) {
+    /// Gives up a plan that is too large to be stored and compared: all of its pages are protected,
+    /// and nothing is predicted about them.
+    pub fn give_up_plan(&mut self, plan: &mut CutPlan) {
         plan.protect.clone_from(&plan.copy);
         self.hot = PageSet::new();
-        self.busy.stop();
+        self.busy.end_busy();
     }
 
-    /// Copies of the last cut were compared with those before: these pages are the same. They aren't sent. How many are not says whether the
-    /// guest is busy.
+    /// Records the comparison of the last cut's copies with those before: the pages `same` are
+    /// unchanged and aren't sent. The number of other pages determines whether the guest is busy.
     ///
-    /// May come at any time until the next cut; a comparison that comes later, or never, costs a page sent for nothing.
-    pub fn unchanged(&mut self, plan: &CutPlan, same: &PageSet) {
+    /// It may be called at any time until the next cut. A comparison that comes later, or never,
+    /// costs a page sent without need.
+    pub fn record_unchanged(&mut self, plan: &CutPlan, same: &PageSet) {
         let mut cooled = same.clone();
         cooled.intersect(&self.hot);
-        if self.busy.is() {
-            cooled = self.out_of_patience(cooled);
+        if self.busy.is_busy() {
+            cooled = self.expire_idle(cooled);
         }
-        let left_writable = plan.pages() - plan.written.len();
+        let left_writable = plan.page_count() - plan.written.len();
         let spared = left_writable.saturating_sub(same.len());
         self.counts.unchanged += same.len() as u64;
         self.counts.predicted += spared as u64;
-        let (copied, written) = (plan.copy.len(), plan.pages().saturating_sub(same.len()));
-        let epoch = Compared { copied, written, spared, same: same.len() };
-        if self.predicts && self.busy.compared(epoch) {
-            // What stays writable is found by the next scan, and copied once more.
+        let (copied, written) = (plan.copy.len(), plan.page_count().saturating_sub(same.len()));
+        let epoch = ComparedEpoch { copied, written, spared, same: same.len() };
+        if self.predicts && self.busy.record_comparison(epoch) {
+            // The next scan finds pages that stay writable, and they are copied once more.
             cooled = self.hot.clone();
         }
         self.hot.subtract(&cooled);
         self.cooled.extend_from(&cooled);
     }
 
-    /// Hot pages of a busy guest are unchanged; those that were often enough.
-    fn out_of_patience(&mut self, same: PageSet) -> PageSet {
+    /// Records unchanged hot pages of a busy guest. Returns those that were unchanged often enough.
+    fn expire_idle(&mut self, same: PageSet) -> PageSet {
         self.idle.rotate_right(1);
         let mut oldest = std::mem::take(&mut self.idle[0]);
         oldest.intersect(&same);
@@ -220,12 +238,12 @@ impl Predictor {
     }
 
     /// Pages that are left writable.
-    pub fn hot(&self) -> &PageSet {
+    pub fn hot_pages(&self) -> &PageSet {
         &self.hot
     }
 
-    /// What it was worth so far.
-    pub fn counts(&self) -> Counts {
+    /// The results of prediction so far.
+    pub fn counts(&self) -> PredictionCounts {
         self.counts
     }
 }

@@ -1,8 +1,10 @@
-//! A set of pages: a bitmap of which only the parts that hold something exist.
+//! Page set: a bitmap in which only chunks with pages exist.
 //!
 //! ```text
 //!   chunk      0         1         2         3
-//!           [ none ] [ 64 words] [ none ] [ 64 words]        one chunk is 4096 pages, 16 MiB of RAM, in 512 bytes
+//!           [ none ] [ 64 words] [ none ] [ 64 words]
+//!
+//!   one chunk is 4096 pages, 16 MiB of RAM, in 512 bytes
 //! ```
 
 use std::ops::Range;
@@ -12,15 +14,16 @@ use firn_types::Page;
 const WORDS: usize = 64;
 const CHUNK_PAGES: usize = WORDS * 64;
 
-type Chunk = Box<[u64; WORDS]>;
+type PageChunk = Box<[u64; WORDS]>;
 
-/// A set of pages. Union, difference and walking through cost what is in it, not what RAM there is.
+/// A set of pages. Union, difference and iteration cost in proportion to its contents, not to the
+/// size of RAM.
 #[derive(Clone, Debug, Default)]
 pub struct PageSet {
-    chunks: Vec<Option<Chunk>>,
+    chunks: Vec<Option<PageChunk>>,
 }
 
-fn place(page: Page) -> (usize, usize, u64) {
+fn bit_position(page: Page) -> (usize, usize, u64) {
     let index = page.index();
     (index / CHUNK_PAGES, index % CHUNK_PAGES / 64, 1 << (index % 64))
 }
@@ -33,29 +36,29 @@ impl PageSet {
 
     /// Whether a page is in it.
     pub fn contains(&self, page: Page) -> bool {
-        let (chunk, word, bit) = place(page);
-        self.chunk(chunk).is_some_and(|words| words[word] & bit != 0)
+        let (chunk, word, bit) = bit_position(page);
+        self.chunk_at(chunk).is_some_and(|words| words[word] & bit != 0)
     }
 
-    /// Puts a page in.
+    /// Adds a page.
     pub fn insert(&mut self, page: Page) {
-        let (chunk, word, bit) = place(page);
+        let (chunk, word, bit) = bit_position(page);
         self.chunk_mut(chunk)[word] |= bit;
     }
 
-    /// Takes a page out.
+    /// Removes a page.
     pub fn remove(&mut self, page: Page) {
-        let (chunk, word, bit) = place(page);
+        let (chunk, word, bit) = bit_position(page);
         if let Some(Some(words)) = self.chunks.get_mut(chunk) {
             words[word] &= !bit;
         }
     }
 
-    /// Puts a half-open run of pages in, as a scan of the page map reports them.
+    /// Adds a half-open run of pages, as a scan of the page map reports them.
     pub fn insert_run(&mut self, run: Range<Page>) {
         let (mut at, end) = (run.start.index(), run.end.index());
         while at < end {
-            let (chunk, word, _) = place(Page(at as u32));
+            let (chunk, word, _) = bit_position(Page(at as u32));
             let bits = (64 - at % 64).min(end - at);
             let mask = (u64::MAX >> (64 - bits)) << (at % 64);
             self.chunk_mut(chunk)[word] |= mask;
@@ -63,27 +66,27 @@ impl PageSet {
         }
     }
 
-    /// Puts everything of another set in.
+    /// Adds all pages of another set.
     pub fn extend_from(&mut self, other: &Self) {
-        for (index, words) in other.filled() {
+        for (index, words) in other.filled_chunks() {
             let mine = self.chunk_mut(index);
             mine.iter_mut().zip(words.iter()).for_each(|(mine, theirs)| *mine |= theirs);
         }
     }
 
-    /// Takes everything of another set out.
+    /// Removes all pages of another set.
     pub fn subtract(&mut self, other: &Self) {
-        for (index, words) in other.filled() {
+        for (index, words) in other.filled_chunks() {
             if let Some(Some(mine)) = self.chunks.get_mut(index) {
                 mine.iter_mut().zip(words.iter()).for_each(|(mine, theirs)| *mine &= !theirs);
             }
         }
     }
 
-    /// Keeps only what another set has as well.
+    /// Removes all pages that another set lacks.
     pub fn intersect(&mut self, other: &Self) {
         for (index, slot) in self.chunks.iter_mut().enumerate() {
-            match (slot.as_mut(), other.chunk(index)) {
+            match (slot.as_mut(), other.chunk_at(index)) {
                 (Some(mine), Some(words)) => {
                     mine.iter_mut().zip(words.iter()).for_each(|(mine, theirs)| *mine &= theirs);
                 }
@@ -92,19 +95,22 @@ impl PageSet {
         }
     }
 
-    /// How many pages are in it.
+    /// The number of pages.
     pub fn len(&self) -> usize {
-        self.filled().flat_map(|(_, words)| words).map(|word| word.count_ones() as usize).sum()
+        self.filled_chunks()
+            .flat_map(|(_, words)| words)
+            .map(|word| word.count_ones() as usize)
+            .sum()
     }
 
-    /// Whether none is.
+    /// Whether the set has no pages.
     pub fn is_empty(&self) -> bool {
-        self.filled().all(|(_, words)| words.iter().all(|&word| word == 0))
+        self.filled_chunks().all(|(_, words)| words.iter().all(|&word| word == 0))
     }
 
     /// Its pages, in order.
     pub fn iter(&self) -> impl Iterator<Item = Page> {
-        self.filled().flat_map(|(chunk, words)| {
+        self.filled_chunks().flat_map(|(chunk, words)| {
             words.iter().enumerate().flat_map(move |(word, &bits)| {
                 let first = (chunk * CHUNK_PAGES + word * 64) as u32;
                 (0..64).filter(move |bit| bits >> bit & 1 == 1).map(move |bit| Page(first + bit))
@@ -112,8 +118,8 @@ impl PageSet {
         })
     }
 
-    /// Its pages as runs that neither touch nor overlap, in order: what a call on ranges is made for.
-    pub fn runs(&self) -> Vec<Range<Page>> {
+    /// Its pages as runs that neither touch nor overlap, in order, for calls that take ranges.
+    pub fn page_runs(&self) -> Vec<Range<Page>> {
         let mut runs: Vec<Range<Page>> = Vec::new();
         for page in self.iter() {
             match runs.last_mut() {
@@ -124,12 +130,12 @@ impl PageSet {
         runs
     }
 
-    fn filled(&self) -> impl Iterator<Item = (usize, &[u64; WORDS])> {
+    fn filled_chunks(&self) -> impl Iterator<Item = (usize, &[u64; WORDS])> {
         let chunks = self.chunks.iter().enumerate();
         chunks.filter_map(|(index, words)| words.as_deref().map(|words| (index, words)))
     }
 
-    fn chunk(&self, index: usize) -> Option<&[u64; WORDS]> {
+    fn chunk_at(&self, index: usize) -> Option<&[u64; WORDS]> {
         self.chunks.get(index)?.as_deref()
     }
 
@@ -203,7 +209,7 @@ mod tests {
             run.insert_run(Page(start)..Page(start + pages));
             check(&run, start..start + pages);
             let mut again = PageSet::new();
-            set(&a).runs().into_iter().for_each(|run| again.insert_run(run));
+            set(&a).page_runs().into_iter().for_each(|run| again.insert_run(run));
             prop_assert_eq!(again, set(&a));
         }
     }

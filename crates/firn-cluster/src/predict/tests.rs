@@ -1,5 +1,6 @@
-//! The predictor against guest memory that is written at any moment: between cuts, between copying ahead and the cut, between a
-//! cut and its comparison, or after it. The backup must hold what the VM held at each cut, byte for byte.
+//! The predictor with guest memory that is written at any moment: between cuts, between copying
+//! ahead and the cut, between a cut and its comparison, or after it. The backup must have the VM's
+//! memory of each cut, byte for byte.
 
 use std::collections::BTreeMap;
 
@@ -10,17 +11,17 @@ use super::*;
 
 const PAGES: u32 = 8;
 
-/// Where a page is protected that is copied ahead.
+/// When a page that is copied ahead is protected.
 #[derive(Clone, Copy, PartialEq)]
 enum Protects {
     BeforeItsCopy,
-    /// Wrong: what is written in between is in no copy.
+    /// Wrong: a write in between is in no copy.
     AfterIt,
 }
 
 #[derive(Clone, Debug)]
 enum Step {
-    /// The guest writes a value, perhaps the one that is there.
+    /// The guest writes a value, perhaps the one that the page has already.
     Write(u32, u8),
     /// Pages are protected and copied ahead of the cut, and meanwhile the guest writes to one.
     Ahead(u32, u8),
@@ -29,13 +30,13 @@ enum Step {
     Compare,
 }
 
-/// A VM whose writes are seen only by write protection, and the memory its backup has.
+/// A VM whose writes are found only by write protection, and the memory of its backup.
 struct Host {
     memory: Vec<u8>,
     protected: Vec<bool>,
     backup: Vec<u8>,
     predictor: Predictor,
-    /// Copied ahead of the next cut.
+    /// The pages copied ahead of the next cut.
     ahead: BTreeMap<Page, u8>,
     last: Option<(CutPlan, BTreeMap<Page, u8>)>,
     protects: Protects,
@@ -46,7 +47,7 @@ impl Host {
         Self::with(Predictor::new(predicts), protects)
     }
 
-    /// So many pages in an epoch are many.
+    /// The number of pages per epoch that makes the guest busy.
     fn busy(busy: Range<usize>) -> Self {
         Self::with(Predictor::new(true).with_busy(busy), Protects::BeforeItsCopy)
     }
@@ -57,7 +58,7 @@ impl Host {
         Self { backup: memory.clone(), memory, protected, predictor, ahead, last: None, protects }
     }
 
-    /// Takes a step; false if the backup came out different from the VM.
+    /// Takes a step; false if the backup's memory differs from the VM's.
     fn step(&mut self, step: &Step) -> bool {
         match *step {
             Step::Write(page, value) => self.write(page, value),
@@ -74,7 +75,7 @@ impl Host {
     }
 
     fn copy_ahead(&mut self, page: u32, value: u8) {
-        let pages = self.predictor.ahead(&self.writable());
+        let pages = self.predictor.plan_ahead(&self.writable());
         if self.protects == Protects::AfterIt {
             self.copy_to_ahead(&pages);
             self.write(page, value);
@@ -96,11 +97,11 @@ impl Host {
 
     fn cut(&mut self) -> bool {
         self.compare();
-        let plan = self.predictor.cut(&self.writable());
+        let plan = self.predictor.plan_cut(&self.writable());
         let mut copies = std::mem::take(&mut self.ahead);
         copies.retain(|&page, _| plan.ahead.contains(page));
         copies.extend(plan.copy.iter().map(|page| (page, self.memory[page.index()])));
-        assert_eq!(copies.len(), plan.pages());
+        assert_eq!(copies.len(), plan.page_count());
         plan.protect.iter().for_each(|page| self.protected[page.index()] = true);
         self.last = Some((plan, copies));
         let sent = self.sent();
@@ -110,7 +111,8 @@ impl Host {
         })
     }
 
-    /// What of the last cut goes to the backup: pages whose copy differs, and those known to be written.
+    /// The pages of the last cut that are sent to the backup: those whose copy differs, and those
+    /// known to be written.
     fn sent(&self) -> BTreeMap<Page, u8> {
         let Some((plan, copies)) = &self.last else { return BTreeMap::new() };
         let differs = |page: Page, value: u8| {
@@ -125,7 +127,7 @@ impl Host {
         let Some((plan, copies)) = self.last.take() else { return };
         let same: PageSet =
             copies.keys().copied().filter(|page| !sent.contains_key(page)).collect();
-        self.predictor.unchanged(&plan, &same);
+        self.predictor.record_unchanged(&plan, &same);
         sent.into_iter().for_each(|(page, value)| self.backup[page.index()] = value);
     }
 }
@@ -168,7 +170,7 @@ fn protecting_a_page_after_it_was_copied_would_lose_a_write() {
     assert!(!right(Protects::AfterIt), "the test would not notice a lost write");
 }
 
-/// Has a page written before and after it is copied ahead, so that it becomes hot.
+/// Writes a page before and after it is copied ahead, so that it becomes hot.
 fn heated(page: u32) -> Host {
     let mut host = Host::new(true, Protects::BeforeItsCopy);
     for step in [Step::Write(page, 1), Step::Ahead(page, 2), Step::Cut, Step::Compare] {
@@ -186,7 +188,7 @@ fn a_page_written_up_to_each_cut_costs_a_fault_in_four() {
             assert!(host.step(&step));
         }
     }
-    let Counts { faulted, predicted, unchanged } = host.predictor.counts();
+    let PredictionCounts { faulted, predicted, unchanged } = host.predictor.counts();
     assert_eq!((faulted, predicted, unchanged), (3, 6, 0));
 }
 
@@ -201,7 +203,7 @@ fn a_page_written_only_early_in_each_epoch_is_hot_for_four() {
         let (plan, _) = host.last.as_ref().unwrap();
         copied_in_pause += u32::from(plan.copy.contains(Page(3)));
     }
-    assert!(copied_in_pause < TURNS && !host.predictor.hot().contains(Page(3)));
+    assert!(copied_in_pause < TRIALS && !host.predictor.hot_pages().contains(Page(3)));
 }
 
 #[test]
@@ -213,7 +215,7 @@ fn what_is_not_written_at_the_end_of_an_epoch_is_not_copied_in_the_pause() {
     let (plan, _) = host.last.as_ref().unwrap();
     let pages = |set: &PageSet| set.iter().collect::<Vec<_>>();
     assert_eq!((pages(&plan.ahead), pages(&plan.copy)), (vec![Page(3)], vec![Page(4)]));
-    assert!(host.protected[3] && host.protected[4] && host.predictor.hot().is_empty());
+    assert!(host.protected[3] && host.protected[4] && host.predictor.hot_pages().is_empty());
 }
 
 #[test]
@@ -224,7 +226,7 @@ fn a_page_no_longer_written_is_protected_again() {
         assert!(host.step(&step));
     }
     assert!(host.step(&Step::Cut));
-    assert!(host.protected[3] && host.predictor.hot().is_empty());
+    assert!(host.protected[3] && host.predictor.hot_pages().is_empty());
 }
 
 #[test]
@@ -233,14 +235,14 @@ fn without_prediction_nothing_stays_writable() {
     for step in [Step::Write(3, 1), Step::Ahead(3, 2), Step::Cut] {
         assert!(host.step(&step));
     }
-    assert!(host.protected[3] && host.predictor.hot().is_empty());
+    assert!(host.protected[3] && host.predictor.hot_pages().is_empty());
 }
 
 fn take(host: &mut Host, steps: &[Step]) {
     steps.iter().for_each(|step| assert!(host.step(step)));
 }
 
-/// An epoch in which the first so many pages are written, before the others are copied ahead.
+/// An epoch in which the first pages are written before the others are copied ahead.
 fn epoch(pages: u32, value: u8) -> Vec<Step> {
     let written = (0..pages).map(|page| Step::Write(page, value));
     written.chain([Step::Ahead(0, value), Step::Cut, Step::Compare]).collect()
@@ -250,7 +252,7 @@ fn epoch(pages: u32, value: u8) -> Vec<Step> {
 fn what_a_busy_guest_writes_again_costs_no_fault() {
     let mut host = Host::busy(4..7);
     (1..=6).for_each(|value| take(&mut host, &epoch(5, value)));
-    let Counts { faulted, predicted, unchanged } = host.predictor.counts();
+    let PredictionCounts { faulted, predicted, unchanged } = host.predictor.counts();
     // One is hot from the first epoch on, the others from the second.
     assert_eq!((faulted, predicted, unchanged), (5 + 4, 1 + 4 * 5, 0));
     assert!(host.protected[5] && !host.protected[4] && !host.predictor.copies_ahead());
@@ -260,7 +262,7 @@ fn what_a_busy_guest_writes_again_costs_no_fault() {
 fn what_a_busy_guest_no_longer_writes_is_protected_again() {
     let mut host = Host::busy(4..7);
     (1..=3).for_each(|value| take(&mut host, &epoch(5, value)));
-    let patience = PATIENCE as u8;
+    let patience = IDLE_EPOCHS_MAX as u8;
     for value in 4..4 + patience {
         assert!(!host.protected[4] && !host.predictor.copies_ahead());
         take(&mut host, &epoch(2, value));
@@ -276,7 +278,7 @@ fn what_a_busy_guest_writes_in_each_round_of_a_loop_costs_no_fault() {
     (1..=3).for_each(|value| take(&mut host, &epoch(5, value)));
     let faulted = host.predictor.counts().faulted;
     for round in 2..6 {
-        for value in 0..PATIENCE as u8 {
+        for value in 0..IDLE_EPOCHS_MAX as u8 {
             let pages = if value == 3 { 5 } else { 1 };
             take(&mut host, &epoch(pages, round * 10 + value));
         }
@@ -300,13 +302,13 @@ fn a_guest_that_goes_through_its_memory_is_seldom_copied_in_pauses() {
     for epoch in 0..200 {
         let new: PageSet = (epoch * 100..(epoch + 1) * 100).map(Page).collect();
         writable.extend_from(&new);
-        writable.subtract(&predictor.ahead(&writable));
-        let plan = predictor.cut(&writable);
+        writable.subtract(&predictor.plan_ahead(&writable));
+        let plan = predictor.plan_cut(&writable);
         writable.subtract(&plan.protect);
         copied.push(plan.copy.len());
         let mut same = plan.copy.clone();
         same.subtract(&new);
-        predictor.unchanged(&plan, &same);
+        predictor.record_unchanged(&plan, &same);
     }
     assert!(copied.iter().all(|&pages| pages <= 600), "{copied:?}");
     assert!(copied.iter().sum::<usize>() < 200 * 50, "{copied:?}");

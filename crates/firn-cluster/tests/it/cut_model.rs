@@ -1,10 +1,13 @@
-//! Epochs, output commit and the cut, in every order of everything, with the cores that ship.
+//! Cut model: epochs, output commit and the cut, in every order of all steps, with the cores of the
+//! product.
 //!
-//! Three VMs, each on a host of its own. Messages are delayed, lost, doubled and reordered: what was sent once may arrive at
-//! any later time, any number of times, or never. A VM's host dies at any step, or the initiator does. A rollback is one
-//! step here; how hosts come to agree on it is the other model.
+//! Three VMs, each on a host of its own. Messages are delayed, lost, duplicated and reordered: a
+//! message may arrive at any later time, any number of times, or never. A VM's host or the
+//! initiator dies at any step. A rollback is one step here; the other model covers how hosts agree
+//! on it.
 //!
-//! Each frame remembers the timeline it was born in, so that one sent again is told from one that only has its number.
+//! Each frame records the generation in which it was made, so that a frame that is sent again
+//! differs from another one with the same number.
 
 use std::cell::Cell;
 use std::collections::{BTreeMap, BTreeSet};
@@ -14,33 +17,34 @@ use std::rc::Rc;
 use std::time::Duration;
 
 use firn_cluster::cut::{
-    Action as Cut, Answer, Arriving, GlobalCheckpoint, Initiator, Marker, Pace, Stamp,
+    CheckpointInitiator, CutMarker, FrameStamp, GlobalCheckpoint, InitiatorAction as Cut,
+    MarkAnswer, RequestTiming, StampDecision,
 };
-use firn_cluster::epoch::{Action, Backup, Limits, Piece, Primary};
-use firn_cluster::output::{Accept, Inbox, Outbox, Sent, To};
-use firn_cluster::{Epoch, Generation, RequestNumber, Seq, Vm};
+use firn_cluster::epoch::{BackupEpochs, EpochLimits, EpochPiece, PrimaryAction, PrimaryEpochs};
+use firn_cluster::output::{FrameDestination, FrameInbox, FrameOutbox, InboxDecision, SentFrame};
+use firn_cluster::{Epoch, FrameNumber, Generation, RequestNumber, VmId};
 
 use crate::explore::{Effort, Model, Wrong, explore, fingerprint};
 
 const VMS: usize = 3;
-/// No time passes: what time would bring about is a step by itself.
+/// No time passes: the effect of passing time is a step by itself.
 const NOW: Duration = Duration::from_secs(1);
 
-/// What can be left out, to see what it is there for.
+/// Rules that can be left out, to show why they are needed.
 #[derive(Clone, Copy, Debug, PartialEq)]
 enum Without {
     Nothing,
-    /// Frames to the outside leave when they are sent, as those inside do.
+    /// Frames to the outside leave when they are sent, as frames inside the cluster do.
     OutputCommit,
-    /// A mark is answered for before its epoch is in the non-volatile copy.
+    /// A mark is answered before its epoch is in the non-volatile copy.
     WaitingForTheCopy,
     /// A frame may be delivered before its receiver is cut.
     CuttingFirst,
     /// Frames to the outside leave when their epoch is committed.
     WaitingForTheCut,
-    /// Frames of an undone timeline are taken.
+    /// Frames of an undone generation are accepted.
     Generations,
-    /// After a rollback what was in flight is dropped.
+    /// After a rollback, frames in flight are dropped.
     InFlightFrames,
 }
 
@@ -48,41 +52,41 @@ enum Without {
 #[derive(Clone, Debug)]
 struct Bounds {
     without: Without,
-    /// Who sends to whom; each once per timeline.
-    sends: Vec<(Vm, To)>,
+    /// The pairs of senders and receivers; each sends once per generation.
+    sends: Vec<(VmId, FrameDestination)>,
     epochs: u64,
     requests: u32,
     failures: u8,
 }
 
-/// A frame is known by the timeline it was born in; its ends and its place say the rest.
+/// A frame is identified by the generation in which it was made, its sender, receiver and number.
 type Born = Generation;
 
 #[derive(Clone, Debug, Default, PartialEq, Eq, Hash)]
 struct Guest {
-    sent: BTreeMap<To, Vec<Born>>,
-    received: BTreeMap<Vm, Vec<Born>>,
+    sent: BTreeMap<FrameDestination, Vec<Born>>,
+    received: BTreeMap<VmId, Vec<Born>>,
 }
 
-/// What a backup has of an epoch.
+/// The backup's state of an epoch.
 #[derive(Clone, Debug, PartialEq, Eq, Hash)]
 struct Copy {
     guest: Guest,
-    outbox: Outbox<Born>,
-    inbox: Inbox,
+    outbox: FrameOutbox<Born>,
+    inbox: FrameInbox,
 }
 
 #[derive(Clone, Debug, PartialEq, Eq, Hash)]
 struct Node {
     up: bool,
-    primary: Primary,
-    backup: Backup,
-    marker: Marker,
+    primary: PrimaryEpochs,
+    backup: BackupEpochs,
+    marker: CutMarker,
     live: Copy,
     copies: BTreeMap<Epoch, Copy>,
 }
 
-/// A node, shared by the states in which it is the same, with its fingerprint once that is known.
+/// A node, shared by all states in which it is equal, with its fingerprint once that is known.
 #[derive(Clone, Debug)]
 struct Slot {
     node: Rc<Node>,
@@ -118,26 +122,26 @@ impl Hash for Slot {
 
 #[derive(Clone, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
 struct Flying {
-    from: Vm,
-    to: Vm,
-    seq: Seq,
+    from: VmId,
+    to: VmId,
+    seq: FrameNumber,
     born: Born,
-    stamp: Stamp,
+    stamp: FrameStamp,
 }
 
 #[derive(Clone, Debug, Hash)]
 struct State {
     nodes: Vec<Slot>,
-    initiator: Initiator,
+    initiator: CheckpointInitiator,
     term: u32,
     generation: Generation,
     register: GlobalCheckpoint,
-    /// Messages, for ever.
+    /// Messages, which remain forever.
     frames: BTreeSet<Flying>,
     requests: BTreeSet<(Generation, RequestNumber)>,
-    answers: BTreeSet<Answer>,
+    answers: BTreeSet<MarkAnswer>,
     records: BTreeSet<GlobalCheckpoint>,
-    /// What the outside has seen of each VM.
+    /// The frames of each VM that the outside has received.
     outside: Vec<Vec<Born>>,
     failures: u8,
     wrong: Option<&'static str>,
@@ -145,42 +149,42 @@ struct State {
 
 #[derive(Clone, Debug)]
 enum Step {
-    Send(Vm, To),
-    Cut(Vm),
-    /// The oldest epoch that is not acknowledged arrives, and so does the answer.
-    Transfer(Vm),
+    Send(VmId, FrameDestination),
+    Cut(VmId),
+    /// The oldest unacknowledged epoch arrives, and so does the answer.
+    Transfer(VmId),
     Ask,
-    Request(Vm, Generation, RequestNumber),
-    Answer(Answer),
+    Request(VmId, Generation, RequestNumber),
+    Answer(MarkAnswer),
     Record(GlobalCheckpoint),
-    /// A host learns what is in the register.
-    Hear(Vm),
+    /// A host learns the record.
+    Hear(VmId),
     Frame(Flying),
-    Fail(Vm),
+    Fail(VmId),
     FailInitiator,
     RollBack,
 }
 
-fn vms() -> impl Iterator<Item = Vm> {
-    (0..VMS as u16).map(Vm)
+fn vms() -> impl Iterator<Item = VmId> {
+    (0..VMS as u16).map(VmId)
 }
 
-fn limits() -> Limits {
-    Limits { error_latency_max: Duration::ZERO, ..Limits::default() }
+fn limits() -> EpochLimits {
+    EpochLimits { error_latency_max: Duration::ZERO, ..EpochLimits::default() }
 }
 
-fn initiator(generation: Generation, term: u32, number: u64) -> Initiator {
-    let pace = Pace { every: NOW, again_after: NOW, give_up_after: NOW };
-    Initiator::new((generation, 0), term, number, vms(), pace)
+fn initiator(generation: Generation, term: u32, number: u64) -> CheckpointInitiator {
+    let pace = RequestTiming { cut_interval: NOW, retry_after: NOW, give_up_after: NOW };
+    CheckpointInitiator::new((generation, 0), term, number, vms(), pace)
 }
 
 impl Node {
-    fn new(vm: Vm, generation: Generation, epoch: Epoch, live: Copy) -> Self {
+    fn new(vm: VmId, generation: Generation, epoch: Epoch, live: Copy) -> Self {
         Self {
             up: true,
-            primary: Primary::new(limits(), epoch, Duration::ZERO),
-            backup: Backup::new(epoch, 99),
-            marker: Marker::new(generation, 0, vm, epoch),
+            primary: PrimaryEpochs::new(limits(), epoch, Duration::ZERO),
+            backup: BackupEpochs::new(epoch, 99),
+            marker: CutMarker::new(generation, 0, vm, epoch),
             copies: BTreeMap::from([(epoch, live.clone())]),
             live,
         }
@@ -188,26 +192,28 @@ impl Node {
 
     fn in_transfer(&self) -> Option<Epoch> {
         let next = self.backup.progress().complete.next();
-        (next < self.primary.epoch()).then_some(next)
+        (next < self.primary.running_epoch()).then_some(next)
     }
 }
 
 impl State {
-    fn node(&mut self, vm: Vm) -> &mut Node {
+    fn node(&mut self, vm: VmId) -> &mut Node {
         self.nodes[vm.0 as usize].change()
     }
 
-    fn fly(&mut self, from: Vm, sent: Vec<Sent<Born>>) {
-        let stamp = self.node(from).marker.stamp();
-        for Sent { to, seq, frame: born } in sent {
+    fn fly(&mut self, from: VmId, sent: Vec<SentFrame<Born>>) {
+        let stamp = self.node(from).marker.current_stamp();
+        for SentFrame { to, seq, frame: born } in sent {
             match to {
-                To::Vm(to) => drop(self.frames.insert(Flying { from, to, seq, born, stamp })),
-                To::Outside => self.seen_outside(from, seq, born),
+                FrameDestination::Vm(to) => {
+                    self.frames.insert(Flying { from, to, seq, born, stamp });
+                }
+                FrameDestination::Outside => self.seen_outside(from, seq, born),
             }
         }
     }
 
-    fn seen_outside(&mut self, from: Vm, seq: Seq, born: Born) {
+    fn seen_outside(&mut self, from: VmId, seq: FrameNumber, born: Born) {
         let seen = &mut self.outside[from.0 as usize];
         match seen.get(seq.0 as usize - 1) {
             Some(before) if *before != born => self.wrong = Some("output was replaced"),
@@ -219,48 +225,48 @@ impl State {
 }
 
 impl Bounds {
-    fn send(&self, state: &mut State, vm: Vm, to: To) {
+    fn send(&self, state: &mut State, vm: VmId, to: FrameDestination) {
         let generation = state.generation;
         let node = state.node(vm);
         node.live.guest.sent.entry(to).or_default().push(generation);
-        let epoch = node.primary.epoch();
-        node.live.outbox.push(epoch, to, generation, 1);
-        if to != To::Outside {
-            node.marker.sent(epoch);
+        let epoch = node.primary.running_epoch();
+        node.live.outbox.push_frame(epoch, to, generation, 1);
+        if to != FrameDestination::Outside {
+            node.marker.record_sent(epoch);
         }
         let globally = if self.without == Without::OutputCommit { epoch } else { Epoch(0) };
         self.release(state, vm, epoch, globally);
     }
 
-    fn release(&self, state: &mut State, vm: Vm, inside: Epoch, globally: Epoch) {
+    fn release(&self, state: &mut State, vm: VmId, inside: Epoch, globally: Epoch) {
         let outbox = &mut state.node(vm).live.outbox;
-        let mut sent = outbox.committed(inside);
-        sent.extend(outbox.globally(globally));
+        let mut sent = outbox.release_inside(inside);
+        sent.extend(outbox.release_outside(globally));
         state.fly(vm, sent);
     }
 
-    fn cut(&self, state: &mut State, vm: Vm) {
+    fn cut(&self, state: &mut State, vm: VmId) {
         let node = state.node(vm);
-        let epoch = node.primary.epoch();
-        assert_eq!(node.primary.cut_now(NOW), [Action::Cut(epoch)]);
-        node.live.inbox.cut(epoch);
-        node.marker.cut(epoch);
+        let epoch = node.primary.running_epoch();
+        assert_eq!(node.primary.request_cut(NOW), [PrimaryAction::Cut(epoch)]);
+        node.live.inbox.record_cut(epoch);
+        node.marker.record_cut(epoch);
         node.copies.insert(epoch, node.live.clone());
-        node.primary.copied(Duration::ZERO, 1);
+        node.primary.finish_cut(Duration::ZERO, 1);
     }
 
-    fn transfer(&self, state: &mut State, vm: Vm) {
+    fn transfer(&self, state: &mut State, vm: VmId) {
         let node = state.node(vm);
         let Some(epoch) = node.in_transfer() else { return };
-        node.backup.arrived(Piece { epoch, index: 0, of: 1, last: false });
+        node.backup.receive_piece(EpochPiece { epoch, index: 0, of: 1, last: false });
         let progress = node.backup.progress();
-        for action in node.primary.acknowledged(Duration::ZERO, progress) {
-            if let Action::Committed(epoch) = action {
-                node.marker.committed(epoch);
+        for action in node.primary.record_progress(Duration::ZERO, progress) {
+            if let PrimaryAction::Committed(epoch) = action {
+                node.marker.record_commit(epoch);
             }
         }
         if self.without == Without::WaitingForTheCut {
-            let committed = node.primary.committed();
+            let committed = node.primary.committed_epoch();
             self.release(state, vm, Epoch(0), committed);
         }
     }
@@ -270,29 +276,29 @@ impl Bounds {
         let mut stamp = frame.stamp;
         match self.without {
             Without::CuttingFirst => stamp.mark = RequestNumber::default(),
-            Without::Generations => stamp.generation = node.marker.stamp().generation,
+            Without::Generations => stamp.generation = node.marker.current_stamp().generation,
             _ => {}
         }
-        if node.marker.arriving(stamp) != Arriving::Deliver {
+        if node.marker.check_frame(stamp) != StampDecision::Deliver {
             return;
         }
-        if node.live.inbox.accept(frame.from, frame.seq) == Accept::Deliver {
+        if node.live.inbox.accept_frame(frame.from, frame.seq) == InboxDecision::Deliver {
             node.live.guest.received.entry(frame.from).or_default().push(frame.born);
         }
     }
 
-    /// What a VM says when it is asked for a mark, and its marker then.
+    /// A VM's answer to a request for a mark, and its marker afterwards.
     fn asked(
         &self,
         node: &Node,
         of: Generation,
         request: RequestNumber,
-    ) -> (Option<Answer>, Marker) {
+    ) -> (Option<MarkAnswer>, CutMarker) {
         let mut marker = node.marker.clone();
         if self.without == Without::WaitingForTheCopy {
-            marker.committed(node.primary.epoch().before());
+            marker.record_commit(node.primary.running_epoch().previous());
         }
-        (marker.requested(of, request), marker)
+        (marker.request_mark(of, request), marker)
     }
 
     fn record(&self, state: &mut State, checkpoint: &GlobalCheckpoint) {
@@ -300,8 +306,9 @@ impl Bounds {
         let next = register.number + 1 == checkpoint.number;
         if checkpoint.generation == state.generation && next {
             state.register = checkpoint.clone();
-            if state.initiator.recorded().is_none() {
-                // Another initiator's: whoever is in office now reads it and goes on from there.
+            if state.initiator.confirm_recorded().is_none() {
+                // Another initiator's checkpoint: the present initiator reads it and continues from
+                // there.
                 state.term += 1;
                 let number = checkpoint.number;
                 state.initiator = initiator(state.generation, state.term, number);
@@ -309,18 +316,18 @@ impl Bounds {
         }
     }
 
-    fn hear(&self, state: &mut State, vm: Vm) {
+    fn hear(&self, state: &mut State, vm: VmId) {
         let epoch = state.register.marks[&vm];
         let node = state.node(vm);
-        if node.backup.globally(epoch).is_err() {
+        if node.backup.fold_up_to(epoch).is_err() {
             state.wrong = Some("a checkpoint isn't kept");
             return;
         }
         node.copies = node.copies.split_off(&epoch);
-        let trims = node.live.inbox.globally(epoch);
+        let trims = node.live.inbox.record_global_checkpoint(epoch);
         for (from, seq) in trims {
             let outbox = &mut state.node(from).live.outbox;
-            outbox.trim(To::Vm(vm), seq);
+            outbox.trim_up_to(FrameDestination::Vm(vm), seq);
         }
         self.release(state, vm, Epoch(0), epoch);
     }
@@ -332,7 +339,7 @@ impl Bounds {
         for vm in vms() {
             let (epoch, generation) = (marks[&vm], state.generation);
             let node = state.node(vm);
-            if node.backup.restore(epoch).is_err() {
+            if node.backup.restore_to(epoch).is_err() {
                 state.wrong = Some("a checkpoint can't be restored");
                 return;
             }
@@ -344,28 +351,30 @@ impl Bounds {
         state.initiator = initiator(state.generation, state.term, state.register.number);
         for vm in vms() {
             match self.without {
-                Without::InFlightFrames => drop(state.node(vm).live.outbox.committed(marks[&vm])),
+                Without::InFlightFrames => {
+                    drop(state.node(vm).live.outbox.release_inside(marks[&vm]))
+                }
                 _ => self.release(state, vm, marks[&vm], marks[&vm]),
             }
         }
     }
 
-    fn send_is_due(&self, state: &State, vm: Vm, to: To) -> bool {
+    fn send_is_due(&self, state: &State, vm: VmId, to: FrameDestination) -> bool {
         let guest = &state.nodes[vm.0 as usize].live.guest;
         let times = self.sends.iter().filter(|send| **send == (vm, to)).count();
         guest.sent.get(&to).map_or(0, Vec::len) < times
     }
 
-    fn steps_of(&self, state: &State, vm: Vm, steps: &mut Vec<Step>) {
+    fn steps_of(&self, state: &State, vm: VmId, steps: &mut Vec<Step>) {
         let node = &state.nodes[vm.0 as usize];
         if !node.up {
             return;
         }
-        let sends: BTreeSet<To> =
+        let sends: BTreeSet<FrameDestination> =
             self.sends.iter().filter(|(from, _)| *from == vm).map(|(_, to)| *to).collect();
         let due = sends.into_iter().filter(|&to| self.send_is_due(state, vm, to));
         steps.extend(due.map(|to| Step::Send(vm, to)));
-        if node.primary.epoch() <= Epoch(self.epochs) {
+        if node.primary.running_epoch() <= Epoch(self.epochs) {
             steps.push(Step::Cut(vm));
         }
         steps.extend(node.in_transfer().map(|_| Step::Transfer(vm)));
@@ -375,7 +384,7 @@ impl Bounds {
         };
         let requests = state.requests.iter().filter(news);
         steps.extend(requests.map(|&(of, request)| Step::Request(vm, of, request)));
-        if node.backup.base() < state.register.marks[&vm] {
+        if node.backup.base_epoch() < state.register.marks[&vm] {
             steps.push(Step::Hear(vm));
         }
         if state.failures < self.failures {
@@ -386,20 +395,22 @@ impl Bounds {
     /// Whether a frame would change anything.
     fn matters(&self, state: &State, frame: &Flying) -> bool {
         let node = &state.nodes[frame.to.0 as usize];
-        let stamp = node.marker.stamp();
-        let (of_now, known) =
-            (frame.stamp.generation == stamp.generation, node.live.inbox.received(frame.from));
+        let stamp = node.marker.current_stamp();
+        let (of_now, known) = (
+            frame.stamp.generation == stamp.generation,
+            node.live.inbox.newest_received(frame.from),
+        );
         let of_now = of_now || self.without == Without::Generations;
         let waits = frame.stamp.mark > stamp.mark && node.marker.wants_cut();
         node.up && of_now && (frame.seq > known || frame.stamp.mark > stamp.mark) && !waits
     }
 
-    /// Nothing fails from here on: everything is delivered, epochs and cuts go on.
+    /// No failures from here on: every message is delivered, and epochs and cuts continue.
     fn play_on(&self, state: &mut State) {
         if state.nodes.iter().any(|node| !node.up) {
             self.take(state, &Step::RollBack);
         }
-        // A mark is committed two cuts after it was asked for.
+        // A mark is committed two cuts after its request.
         for round in 0..12 {
             for vm in vms() {
                 self.cut(state, vm);
@@ -434,12 +445,13 @@ fn is_prefix(shorter: &[Born], longer: &[Born]) -> bool {
     longer.starts_with(shorter)
 }
 
-/// Whether one has received from another what the other hasn't sent.
+/// Whether one VM has received frames from another that the other has not sent.
 fn orphan(guests: &[&Guest]) -> bool {
     let nothing = Vec::new();
     vms().any(|to| {
         guests[to.0 as usize].received.iter().any(|(from, received)| {
-            let sent = guests[from.0 as usize].sent.get(&To::Vm(to)).unwrap_or(&nothing);
+            let sent =
+                guests[from.0 as usize].sent.get(&FrameDestination::Vm(to)).unwrap_or(&nothing);
             !is_prefix(received, sent)
         })
     })
@@ -450,8 +462,11 @@ impl Model for Bounds {
     type Step = Step;
 
     fn start(&self) -> State {
-        let live =
-            Copy { guest: Guest::default(), outbox: Outbox::new(99), inbox: Inbox::new(Epoch(0)) };
+        let live = Copy {
+            guest: Guest::default(),
+            outbox: FrameOutbox::new(99),
+            inbox: FrameInbox::new(Epoch(0)),
+        };
         let generation = Generation(1);
         let register = GlobalCheckpoint {
             number: 0,
@@ -502,7 +517,7 @@ impl Model for Bounds {
             Step::Cut(vm) => self.cut(state, *vm),
             Step::Transfer(vm) => self.transfer(state, *vm),
             Step::Ask => {
-                for action in state.initiator.begin(Duration::ZERO) {
+                for action in state.initiator.begin_request(Duration::ZERO) {
                     if let Cut::Ask { generation, request, .. } = action {
                         state.requests.insert((generation, request));
                     }
@@ -515,7 +530,7 @@ impl Model for Bounds {
                 state.answers.extend(answer);
             }
             Step::Answer(answer) => {
-                if let Some(Cut::Record(checkpoint)) = state.initiator.answered(answer) {
+                if let Some(Cut::Record(checkpoint)) = state.initiator.record_answer(answer) {
                     state.records.insert(checkpoint);
                 }
             }
@@ -537,9 +552,10 @@ impl Model for Bounds {
 
     fn wrong(&self, state: &State) -> Option<String> {
         let marks = &state.register.marks;
-        let marked = |vm: Vm| &state.nodes[vm.0 as usize].copies[&marks[&vm]].guest;
-        let undone = |vm: Vm| {
-            let sent = marked(vm).sent.get(&To::Outside).map_or(&[][..], Vec::as_slice);
+        let marked = |vm: VmId| &state.nodes[vm.0 as usize].copies[&marks[&vm]].guest;
+        let undone = |vm: VmId| {
+            let sent =
+                marked(vm).sent.get(&FrameDestination::Outside).map_or(&[][..], Vec::as_slice);
             !is_prefix(&state.outside[vm.0 as usize], sent)
         };
         if let Some(wrong) = state.wrong {
@@ -560,22 +576,25 @@ impl Model for Bounds {
         if let Some(wrong) = self.wrong(&state) {
             return Some(format!("{wrong}, when all is well again"));
         }
-        let guest = |vm: Vm| &state.nodes[vm.0 as usize].live.guest;
-        let sent = |from: Vm, to: To| guest(from).sent.get(&to).map_or(0, Vec::len);
-        let received = |from: Vm, to: Vm| guest(to).received.get(&from).map_or(0, Vec::len);
-        if vms().any(|to| vms().any(|from| sent(from, To::Vm(to)) != received(from, to))) {
+        let guest = |vm: VmId| &state.nodes[vm.0 as usize].live.guest;
+        let sent = |from: VmId, to: FrameDestination| guest(from).sent.get(&to).map_or(0, Vec::len);
+        let received = |from: VmId, to: VmId| guest(to).received.get(&from).map_or(0, Vec::len);
+        if vms()
+            .any(|to| vms().any(|from| sent(from, FrameDestination::Vm(to)) != received(from, to)))
+        {
             return Some("a frame inside the cluster is lost".to_owned());
         }
-        let left = |vm: Vm| sent(vm, To::Outside) == state.outside[vm.0 as usize].len();
+        let left =
+            |vm: VmId| sent(vm, FrameDestination::Outside) == state.outside[vm.0 as usize].len();
         (!vms().all(left)).then(|| "output never leaves".to_owned())
     }
 }
 
-const A: Vm = Vm(0);
-const B: Vm = Vm(1);
-const C: Vm = Vm(2);
+const A: VmId = VmId(0);
+const B: VmId = VmId(1);
+const C: VmId = VmId(2);
 
-fn bounds(without: Without, sends: &[(Vm, To)], failures: u8) -> Bounds {
+fn bounds(without: Without, sends: &[(VmId, FrameDestination)], failures: u8) -> Bounds {
     Bounds { without, sends: sends.to_vec(), epochs: 2, requests: 1, failures }
 }
 
@@ -595,71 +614,96 @@ fn goes_wrong(bounds: &Bounds, try_one_in: u128) -> Wrong<Step> {
 
 #[test]
 fn one_frame_one_failure() {
-    all_is_well(&bounds(Without::Nothing, &[(A, To::Vm(B))], 1), 256);
+    all_is_well(&bounds(Without::Nothing, &[(A, FrameDestination::Vm(B))], 1), 256);
 }
 
 #[test]
 fn a_chain_of_frames() {
-    all_is_well(&bounds(Without::Nothing, &[(A, To::Vm(B)), (B, To::Vm(C))], 0), 256);
+    all_is_well(
+        &bounds(Without::Nothing, &[(A, FrameDestination::Vm(B)), (B, FrameDestination::Vm(C))], 0),
+        256,
+    );
 }
 
 #[test]
 fn an_answer_to_the_outside() {
-    all_is_well(&bounds(Without::Nothing, &[(A, To::Vm(B)), (B, To::Outside)], 0), 256);
+    all_is_well(
+        &bounds(
+            Without::Nothing,
+            &[(A, FrameDestination::Vm(B)), (B, FrameDestination::Outside)],
+            0,
+        ),
+        256,
+    );
 }
 
 #[test]
 #[ignore = "a minute or two"]
 fn one_frame_two_failures() {
-    all_is_well(&bounds(Without::Nothing, &[(A, To::Vm(B))], 2), 16);
+    all_is_well(&bounds(Without::Nothing, &[(A, FrameDestination::Vm(B))], 2), 16);
 }
 
 #[test]
 #[ignore = "a minute or two"]
 fn an_answer_to_the_outside_one_failure() {
-    all_is_well(&bounds(Without::Nothing, &[(A, To::Vm(B)), (B, To::Outside)], 1), 16);
+    all_is_well(
+        &bounds(
+            Without::Nothing,
+            &[(A, FrameDestination::Vm(B)), (B, FrameDestination::Outside)],
+            1,
+        ),
+        16,
+    );
 }
 
 #[test]
 #[ignore = "several minutes, and several gigabytes"]
 fn an_answer_to_the_outside_two_failures() {
-    all_is_well(&bounds(Without::Nothing, &[(A, To::Vm(B)), (B, To::Outside)], 2), 64);
+    all_is_well(
+        &bounds(
+            Without::Nothing,
+            &[(A, FrameDestination::Vm(B)), (B, FrameDestination::Outside)],
+            2,
+        ),
+        64,
+    );
 }
 
 #[test]
 #[ignore = "several minutes, and several gigabytes"]
 fn two_cuts_one_failure() {
-    let bounds = Bounds { requests: 2, ..bounds(Without::Nothing, &[(A, To::Vm(B))], 1) };
+    let bounds =
+        Bounds { requests: 2, ..bounds(Without::Nothing, &[(A, FrameDestination::Vm(B))], 1) };
     all_is_well(&bounds, 64);
 }
 
 #[test]
 fn without_cutting_first_a_cut_has_an_orphan() {
-    let wrong = goes_wrong(&bounds(Without::CuttingFirst, &[(A, To::Vm(B))], 0), 0);
+    let wrong = goes_wrong(&bounds(Without::CuttingFirst, &[(A, FrameDestination::Vm(B))], 0), 0);
     assert!(wrong.what.contains("the cut has an orphan"));
 }
 
 #[test]
 fn without_output_commit_output_is_undone() {
-    goes_wrong(&bounds(Without::OutputCommit, &[(A, To::Outside)], 1), 0);
+    goes_wrong(&bounds(Without::OutputCommit, &[(A, FrameDestination::Outside)], 1), 0);
 }
 
 #[test]
 fn without_waiting_for_the_copy_a_checkpoint_is_not_there() {
-    goes_wrong(&bounds(Without::WaitingForTheCopy, &[(A, To::Vm(B))], 1), 0);
+    goes_wrong(&bounds(Without::WaitingForTheCopy, &[(A, FrameDestination::Vm(B))], 1), 0);
 }
 
 #[test]
 fn without_waiting_for_the_cut_output_is_undone() {
-    goes_wrong(&bounds(Without::WaitingForTheCut, &[(A, To::Outside)], 1), 0);
+    goes_wrong(&bounds(Without::WaitingForTheCut, &[(A, FrameDestination::Outside)], 1), 0);
 }
 
 #[test]
 fn without_generations_a_vm_has_what_nobody_sent() {
-    goes_wrong(&bounds(Without::Generations, &[(A, To::Vm(B))], 1), 8);
+    goes_wrong(&bounds(Without::Generations, &[(A, FrameDestination::Vm(B))], 1), 8);
 }
 
 #[test]
 fn without_in_flight_frames_a_frame_is_lost() {
-    goes_wrong(&bounds(Without::InFlightFrames, &[(A, To::Vm(B))], 1), 64);
+    goes_wrong(&bounds(Without::InFlightFrames, &[(A, FrameDestination::Vm(B))], 1), 64);
 }

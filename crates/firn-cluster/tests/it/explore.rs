@@ -1,31 +1,33 @@
-//! Breadth first through every state a model can reach. The first wrong state found is one with the fewest steps.
+//! State explorer: visits every state that a model can reach, breadth first. So the first wrong
+//! state found is one with the fewest steps.
 //!
-//! States are told apart by a fingerprint of 128 bits; whole states are kept only until their successors are known.
+//! States are compared by a fingerprint of 128 bits; whole states are stored only until their
+//! successors are known.
 
 use std::collections::HashMap;
 use std::fmt::{self, Debug};
 use std::hash::{BuildHasherDefault, Hash, Hasher};
 
-/// Something that can be explored.
+/// A model that can be explored.
 pub trait Model {
-    /// Everything that matters for what can happen next.
+    /// A state: everything that determines the next steps.
     type State: Clone + Hash;
-    /// One thing that can happen.
+    /// A step.
     type Step: Clone + Debug;
 
-    /// Where it begins.
+    /// The initial state.
     fn start(&self) -> Self::State;
-    /// All that can happen now.
+    /// All steps that are possible now.
     fn steps(&self, state: &Self::State) -> Vec<Self::Step>;
-    /// It happens.
+    /// Takes a step.
     fn take(&self, state: &mut Self::State, step: &Self::Step);
-    /// What must never be.
+    /// A violated invariant, if there is one.
     fn wrong(&self, state: &Self::State) -> Option<String>;
-    /// From here on nothing fails any more: what then doesn't come about?
+    /// A missing result, if there is one after no more failures occur.
     fn stuck(&self, state: &Self::State) -> Option<String>;
 }
 
-/// What was seen.
+/// The results of an exploration.
 #[derive(Clone, Copy, Debug)]
 pub struct Explored {
     pub states: usize,
@@ -39,23 +41,23 @@ impl fmt::Display for Explored {
     }
 }
 
-/// The shortest way to something wrong.
+/// The shortest path to a wrong state.
 #[derive(Debug)]
 pub struct Wrong<S> {
     pub what: String,
     pub steps: Vec<S>,
 }
 
-/// How much to do.
+/// The bounds of an exploration.
 #[derive(Clone, Copy, Debug)]
 pub struct Effort {
     /// More states than this are an error: the bounds of the model are meant to make it finite.
     pub states_max: usize,
-    /// Whether the cluster gets on is tried from one in so many states; from none if zero.
+    /// Progress is checked from one in this many states; from none if zero.
     pub try_one_in: u128,
 }
 
-/// A state seen for the first time, and its number.
+/// A state visited for the first time, and its number.
 type First<M> = Option<(u32, <M as Model>::State)>;
 
 type Found = HashMap<u128, u32, BuildHasherDefault<Folded>>;
@@ -81,7 +83,7 @@ struct Search<'a, M: Model> {
     model: &'a M,
     effort: Effort,
     found: Found,
-    /// For each state, one before it and the number of the step from there.
+    /// For each state, a predecessor and the number of the step from there.
     from: Vec<Option<(u32, u16)>>,
     steps: usize,
 }
@@ -102,7 +104,7 @@ impl<M: Model> Search<'_, M> {
         Ok(())
     }
 
-    /// A state is reached; gives it back if that is the first time.
+    /// Records a state; returns it if it was new.
     fn visit(
         &mut self,
         from: Option<(u32, u16)>,
@@ -141,7 +143,7 @@ impl<M: Model> Search<'_, M> {
     }
 }
 
-/// What tells states apart.
+/// The fingerprint of a state.
 pub fn fingerprint(state: &impl Hash) -> u128 {
     let mut hasher = Print::default();
     state.hash(&mut hasher);
@@ -154,7 +156,7 @@ fn finish(mut bits: u64) -> u64 {
     bits ^ bits >> 33
 }
 
-/// Two independent sums of what is hashed.
+/// Two independent sums of the hashed bytes.
 #[derive(Default)]
 struct Print(u64, u64);
 

@@ -1,14 +1,18 @@
-//! Leases, fencing and the register, in every order of everything, with the cores that ship.
+//! Failover model: leases, fencing and the record, in every order of all steps, with the cores of
+//! the product.
 //!
-//! Three VMs, two on one host and one on another, and a backup. Hosts crash. Whatever a host or a controller learns may be late by
-//! any number of steps, come twice, or not at all: so a host that is slow for as long as it likes, and then goes on,
-//! is also one that was frozen, and one that was cut off. Controllers come and go: one is made for each decision, knows some
-//! of what was said, and its proposal arrives at any later time.
+//! Three VMs, two on one host and one on another, and a backup. Hosts crash. A report to a host or
+//! a controller may be late by any number of steps, arrive twice, or not at all: so a host that is
+//! slow for any time and then continues is also one that was frozen, and one that was cut off.
+//! Controllers come and go: one is made for each decision, knows some of the reports, and its
+//! proposal arrives at any later time.
 //!
-//! A person may ask a backup for a failover at any time, and declare any primaries dead, right or wrong.
+//! A user may request a failover from a backup at any time, and declare any primaries dead, rightly
+//! or wrongly.
 //!
-//! Time passes in ticks; a lease lasts one, and is over for the granter after two. Clocks agree here (where they don't: the simulation). Leases are granted at the moment
-//! they are asked for, which is when they end soonest for the granter. Only the first host's answers are late, for it
+//! Time passes in ticks; a lease lasts one, and is over for the granter after two. Clocks agree
+//! here (the simulation has clocks that differ). Leases are granted at the moment of their request,
+//! which is when they end soonest for the granter. Only the first host's answers are late; it
 //! stands for any old primary.
 
 use std::collections::{BTreeMap, BTreeSet};
@@ -17,32 +21,33 @@ use std::rc::Rc;
 use std::time::Duration;
 
 use firn_cluster::failover::{
-    Action, Controller, Grants, Guard, HandDecision, Next, Place, Register, Terms, by_hand,
+    ControllerDecision, FailoverController, FailoverRecord, GrantedLeases, GuardAction, HostGuard,
+    LeaseTerms, ManualDecision, VmPlacement, decide_manual_failover,
 };
-use firn_cluster::{Epoch, Generation, Host, Vm};
+use firn_cluster::{Epoch, Generation, HostId, VmId};
 
 use crate::explore::{Effort, Model, Wrong, explore};
 
 /// The shortest time: between two ticks.
 const TICK: Duration = Duration::from_secs(1);
 
-fn terms() -> Terms {
-    Terms { ttl: TICK, drift_ppm_max: 0 }
+fn terms() -> LeaseTerms {
+    LeaseTerms { ttl: TICK, drift_ppm_max: 0 }
 }
 
-/// What can be left out, to see what it is there for.
+/// Rules that can be left out, to show why they are needed.
 #[derive(Clone, Copy, Debug, PartialEq)]
 enum Without {
     Nothing,
     /// Backups run without waiting for old primaries.
     Fencing,
-    /// A failover by hand does not fence those that a person declares dead.
+    /// A manual failover does not fence primaries that a user declares dead.
     FencingByHand,
-    /// A frame leaves without a look at the clock.
+    /// A frame leaves without a check of the clock.
     LookingAtTheLease,
     /// A lease counts from the moment it arrives.
     CountingFromTheAsking,
-    /// A lease is used before the register that came with it is obeyed.
+    /// A lease is used before the record that came with it is obeyed.
     ObeyingBeforeSending,
 }
 
@@ -50,36 +55,38 @@ enum Without {
 struct Bounds {
     without: Without,
     crashes: u8,
-    /// Timelines after the first.
+    /// The number of generations after the first.
     rollbacks: u32,
-    /// A person asks for failovers.
+    /// A user requests failovers.
     by_hand: bool,
 }
 
 #[derive(Clone, Debug)]
 struct Node {
     crashed: bool,
-    guard: Guard,
-    /// The newest register it has learned.
+    guard: HostGuard,
+    /// The newest record that it has learned.
     known: u64,
-    /// A lease that was granted and is on its way: when it was asked for, and the register then.
-    reply: Option<(u32, Rc<Register>)>,
+    /// A lease that was granted and is in flight: the time of its request, and the record at that
+    /// time.
+    reply: Option<(u32, Rc<FailoverRecord>)>,
 }
 
 #[derive(Clone, Debug)]
 struct State {
     now: u32,
     nodes: Vec<Node>,
-    /// When each lease that isn't over was granted.
-    granted: BTreeMap<Host, u32>,
-    register: Rc<Register>,
-    /// What it was before, which somebody may still learn.
-    before: Rc<Register>,
-    /// Messages: what came before the newest of them changes nothing any more.
-    stopped: BTreeSet<(Host, Generation)>,
-    /// A proposal under way. Of several for one version one is taken at most: the others might as well not be.
-    proposal: Option<Rc<Register>>,
-    /// The newest timeline that ever ran.
+    /// The times at which the leases that aren't over were granted.
+    granted: BTreeMap<HostId, u32>,
+    register: Rc<FailoverRecord>,
+    /// An earlier record, which may still be learned.
+    before: Rc<FailoverRecord>,
+    /// Messages. Those before the newest of them have no effect any more.
+    stopped: BTreeSet<(HostId, Generation)>,
+    /// A proposal in flight. Of several for one version at most one is accepted, so the others need
+    /// not exist.
+    proposal: Option<Rc<FailoverRecord>>,
+    /// The newest generation that ever ran.
     ran: Generation,
     crashes: u8,
 }
@@ -87,37 +94,43 @@ struct State {
 #[derive(Clone, Debug)]
 enum Step {
     Tick,
-    Ask(Host),
-    Granted(Host),
-    Learn(Host, Rc<Register>),
-    /// A controller looks at the leases and at the register, has heard of these hosts that they stopped, and decides.
-    Decide(Vec<Host>),
-    /// A person asks the backup for a failover, and declares these dead.
-    ByHand(Vec<Host>),
-    Propose(Rc<Register>),
-    /// All VMs have copies at their backups, and a global checkpoint is on record.
+    Ask(HostId),
+    Granted(HostId),
+    Learn(HostId, Rc<FailoverRecord>),
+    /// A controller reads the leases and the record, knows that these hosts have stopped, and
+    /// decides.
+    Decide(Vec<HostId>),
+    /// A user requests a failover from the backup, and declares these primaries dead.
+    ByHand(Vec<HostId>),
+    Propose(Rc<FailoverRecord>),
+    /// All VMs have standbys at their backups, and a global checkpoint is recorded.
     Checkpoint,
-    Crash(Host),
+    Crash(HostId),
 }
 
 const HOSTS: usize = 3;
-/// The host whose leases may be under way for long.
-const LATE: Host = Host(0);
+/// The host whose leases may be in flight for a long time.
+const LATE: HostId = HostId(0);
 
-fn hosts() -> impl Iterator<Item = Host> {
-    (0..HOSTS as u16).map(Host)
+fn hosts() -> impl Iterator<Item = HostId> {
+    (0..HOSTS as u16).map(HostId)
 }
 
-fn first_register() -> Register {
-    let place = |primary| Place { primary: Host(primary), backup: Some(Host(2)) };
-    Register::new(BTreeMap::from([(Vm(0), place(0)), (Vm(1), place(0)), (Vm(2), place(1))]))
+fn first_register() -> FailoverRecord {
+    let place = |primary| VmPlacement { primary: HostId(primary), backup: Some(HostId(2)) };
+    FailoverRecord::new(BTreeMap::from([
+        (VmId(0), place(0)),
+        (VmId(1), place(0)),
+        (VmId(2), place(1)),
+    ]))
 }
 
 fn clock(tick: u32) -> Duration {
     (tick + 10) * TICK
 }
 
-/// Time, versions, layouts and numbers of checkpoints matter only as far as they differ: so time has no end.
+/// Times, versions, layouts and numbers of checkpoints matter only by their differences: so time
+/// has no end.
 impl Hash for State {
     fn hash<H: Hasher>(&self, hasher: &mut H) {
         let version = self.register.version;
@@ -125,15 +138,15 @@ impl Hash for State {
             let behind = version.saturating_sub(node.known);
             let behind = if node.known < self.before.version { u64::MAX } else { behind };
             let guard = &node.guard;
-            (node.crashed, guard.runs(), guard.generation(), behind).hash(hasher);
+            (node.crashed, guard.running_generation(), guard.generation(), behind).hash(hasher);
             guard.holds_lease(clock(self.now)).hash(hasher);
             let reply = node.reply.as_ref();
             reply.map(|(asked, of)| (self.now - asked, version - of.version)).hash(hasher);
         }
         self.granted.iter().for_each(|(host, at)| (host, self.now - at).hash(hasher));
         for register in [Some(&self.register), Some(&self.before), self.proposal.as_ref()] {
-            let essence = |of: &Rc<Register>| {
-                let Register { generation, places, fence, .. } = &**of;
+            let essence = |of: &Rc<FailoverRecord>| {
+                let FailoverRecord { generation, places, fence, .. } = &**of;
                 (*generation, places.clone(), fence.clone(), of.is_protected())
             };
             register.map(essence).hash(hasher);
@@ -143,63 +156,63 @@ impl Hash for State {
 }
 
 impl State {
-    fn grants(&self) -> Grants {
-        let mut grants = Grants::taken_over(terms(), [], Duration::ZERO);
-        self.granted.iter().for_each(|(host, at)| grants.grant(*host, clock(*at)));
+    fn grants(&self) -> GrantedLeases {
+        let mut grants = GrantedLeases::taken_over(terms(), [], Duration::ZERO);
+        self.granted.iter().for_each(|(host, at)| grants.grant_lease(*host, clock(*at)));
         grants
     }
 
     fn tick(&mut self, late_replies: bool) {
         self.now += 1;
-        let not_over = self.grants().not_over(clock(self.now));
+        let not_over = self.grants().unexpired_hosts(clock(self.now));
         self.granted.retain(|host, _| not_over.contains(host));
-        // What was asked for a tick ago gives no lease any more.
+        // A request that is a tick old gives no lease any more.
         if !late_replies {
             self.nodes.iter_mut().for_each(|node| node.reply = None);
         }
     }
 
-    fn node(&mut self, host: Host) -> &mut Node {
+    fn node(&mut self, host: HostId) -> &mut Node {
         &mut self.nodes[host.0 as usize]
     }
 
-    fn runs(&self, host: Host) -> Option<Generation> {
-        self.nodes[host.0 as usize].guard.runs()
+    fn runs(&self, host: HostId) -> Option<Generation> {
+        self.nodes[host.0 as usize].guard.running_generation()
     }
 
-    fn crashed(&self, host: Host) -> bool {
+    fn crashed(&self, host: HostId) -> bool {
         self.nodes[host.0 as usize].crashed
     }
 
-    fn set(&mut self, register: Rc<Register>) {
+    fn set(&mut self, register: Rc<FailoverRecord>) {
         self.before = std::mem::replace(&mut self.register, register);
         let generation = self.register.generation;
         self.proposal = None;
         self.stopped.retain(|(_, at)| *at >= generation);
     }
 
-    fn act(&mut self, host: Host, actions: Vec<Action>) {
+    fn act(&mut self, host: HostId, actions: Vec<GuardAction>) {
         for action in actions {
             match action {
-                Action::Stop(_) => {}
-                Action::Stopped(generation) => drop(self.stopped.insert((host, generation))),
-                Action::Run { generation, .. } => self.ran = generation.max(self.ran),
+                GuardAction::Stop(_) => {}
+                GuardAction::Stopped(generation) => drop(self.stopped.insert((host, generation))),
+                GuardAction::Run { generation, .. } => self.ran = generation.max(self.ran),
             }
         }
     }
 }
 
 impl Bounds {
-    fn may_send(&self, state: &State, host: Host) -> bool {
+    fn may_send(&self, state: &State, host: HostId) -> bool {
         let node = &state.nodes[host.0 as usize];
         let may = match self.without {
-            Without::LookingAtTheLease => node.guard.runs().is_some(),
+            Without::LookingAtTheLease => node.guard.running_generation().is_some(),
             _ => node.guard.may_send(clock(state.now)),
         };
         may && !node.crashed
     }
 
-    fn ask(&self, state: &mut State, host: Host) {
+    fn ask(&self, state: &mut State, host: HostId) {
         if state.register.fence.contains(&host) {
             return;
         }
@@ -211,49 +224,52 @@ impl Bounds {
         }
     }
 
-    fn granted(&self, state: &mut State, host: Host) {
+    fn granted(&self, state: &mut State, host: HostId) {
         let Some((asked, register)) = state.node(host).reply.take() else { return };
         let now = state.now;
         let asked = if self.without == Without::CountingFromTheAsking { now } else { asked };
         let node = state.node(host);
         let mut actions = Vec::new();
         if self.without == Without::ObeyingBeforeSending {
-            actions = node.guard.granted(clock(asked), &first_register());
+            actions = node.guard.record_grant(clock(asked), &first_register());
         } else if register.version >= node.known {
             node.known = register.version;
-            actions = node.guard.granted(clock(asked), &register);
+            actions = node.guard.record_grant(clock(asked), &register);
         }
         state.act(host, actions);
     }
 
-    fn learn(&self, state: &mut State, host: Host, register: &Register) {
+    fn learn(&self, state: &mut State, host: HostId, register: &FailoverRecord) {
         let node = state.node(host);
         node.known = node.known.max(register.version);
-        let actions = node.guard.learned(register);
+        let actions = node.guard.learn_record(register);
         state.act(host, actions);
     }
 
-    /// What a controller that has heard this would propose.
-    fn decision(&self, state: &State, heard: &[Host]) -> Option<Rc<Register>> {
-        let hosts = state.grants().not_over(clock(state.now));
-        let mut controller = Controller::new((*state.register).clone(), hosts);
+    /// The proposal of a controller that has received these reports.
+    fn decision(&self, state: &State, heard: &[HostId]) -> Option<Rc<FailoverRecord>> {
+        let hosts = state.grants().unexpired_hosts(clock(state.now));
+        let mut controller = FailoverController::new((*state.register).clone(), hosts);
         let heard = state.stopped.iter().filter(|(host, _)| heard.contains(host));
-        heard.for_each(|&(host, generation)| controller.stopped(host, generation));
-        let Next::Propose(mut register) = controller.next() else { return None };
+        heard.for_each(|&(host, generation)| controller.record_stopped(host, generation));
+        let ControllerDecision::Propose(mut register) = controller.next_decision() else {
+            return None;
+        };
         if self.without == Without::Fencing {
             register.fence.clear();
         }
         Some(Rc::new(register)).filter(|register| register.generation.0 <= self.rollbacks)
     }
 
-    /// What a person who asks for a failover, and declares these dead, would have proposed.
-    fn decision_by_hand(&self, state: &State, dead: &[Host]) -> Option<Rc<Register>> {
+    /// The proposal that follows when a user requests a failover, and declares these primaries
+    /// dead.
+    fn decision_by_hand(&self, state: &State, dead: &[HostId]) -> Option<Rc<FailoverRecord>> {
         let register = &state.register;
         let backup = register.places.values().next()?.backup?;
-        let dead: BTreeSet<Host> = dead.iter().copied().collect();
-        let leases = state.grants().not_over(clock(state.now));
-        let decision = by_hand(register, &leases, backup, &dead);
-        let HandDecision::Propose(mut next) = decision else { return None };
+        let dead: BTreeSet<HostId> = dead.iter().copied().collect();
+        let leases = state.grants().unexpired_hosts(clock(state.now));
+        let decision = decide_manual_failover(register, &leases, backup, &dead);
+        let ManualDecision::Propose(mut next) = decision else { return None };
         if self.without == Without::FencingByHand {
             next.fence.retain(|host| !dead.contains(host));
         }
@@ -261,10 +277,10 @@ impl Bounds {
     }
 
     fn decisions_by_hand(&self, state: &State, steps: &mut Vec<Step>) {
-        let primaries: Vec<Host> = state.register.primaries().into_iter().collect();
+        let primaries: Vec<HostId> = state.register.primaries().into_iter().collect();
         for subset in 0..1_u32 << primaries.len() {
             let dead = primaries.iter().enumerate().filter(|(bit, _)| subset >> bit & 1 == 1);
-            let dead: Vec<Host> = dead.map(|(_, host)| *host).collect();
+            let dead: Vec<HostId> = dead.map(|(_, host)| *host).collect();
             if self.decision_by_hand(state, &dead).is_some() {
                 steps.push(Step::ByHand(dead));
             }
@@ -274,7 +290,7 @@ impl Bounds {
     fn checkpoint_is_possible(&self, state: &State) -> bool {
         let register = &state.register;
         let runs = |host| !state.crashed(host) && state.runs(host) == Some(register.generation);
-        let good = |place: &Place| {
+        let good = |place: &VmPlacement| {
             runs(place.primary) && place.backup.is_some_and(|backup| !state.crashed(backup))
         };
         !register.is_protected() && register.fence.is_empty() && register.places.values().all(good)
@@ -290,7 +306,7 @@ impl Bounds {
         state.set(Rc::new(next));
     }
 
-    fn steps_of(&self, state: &State, host: Host, steps: &mut Vec<Step>) {
+    fn steps_of(&self, state: &State, host: HostId, steps: &mut Vec<Step>) {
         let node = &state.nodes[host.0 as usize];
         if node.crashed {
             return;
@@ -317,10 +333,10 @@ impl Bounds {
         if self.by_hand {
             self.decisions_by_hand(state, steps);
         }
-        let said: Vec<Host> = state.stopped.iter().map(|(host, _)| *host).collect();
+        let said: Vec<HostId> = state.stopped.iter().map(|(host, _)| *host).collect();
         for subset in 0..1_u32 << said.len() {
             let heard = said.iter().enumerate().filter(|(bit, _)| subset >> bit & 1 == 1);
-            let heard: Vec<Host> = heard.map(|(_, host)| *host).collect();
+            let heard: Vec<HostId> = heard.map(|(_, host)| *host).collect();
             if self.decision(state, &heard).is_some() {
                 steps.push(Step::Decide(heard));
             }
@@ -330,13 +346,13 @@ impl Bounds {
     fn play_on(&self, state: &mut State) {
         for _ in 0..24 {
             state.tick(false);
-            let well: Vec<Host> = hosts().filter(|&host| !state.crashed(host)).collect();
+            let well: Vec<HostId> = hosts().filter(|&host| !state.crashed(host)).collect();
             for host in well {
                 self.ask(state, host);
                 self.granted(state, host);
                 self.learn(state, host, &state.register.clone());
             }
-            let heard: Vec<Host> = hosts().collect();
+            let heard: Vec<HostId> = hosts().collect();
             let ever = Bounds { rollbacks: u32::MAX, ..*self };
             if let Some(proposal) = ever.decision(state, &heard) {
                 state.set(proposal);
@@ -355,8 +371,8 @@ impl Model for Bounds {
     fn start(&self) -> State {
         let register = Rc::new(first_register());
         let node = |host| {
-            let mut guard = Guard::new(host, terms());
-            guard.granted(clock(0), &register);
+            let mut guard = HostGuard::new(host, terms());
+            guard.record_grant(clock(0), &register);
             Node { crashed: false, guard, known: 0, reply: None }
         };
         State {
@@ -404,7 +420,7 @@ impl Model for Bounds {
             Step::Checkpoint => self.checkpoint(state),
             Step::Crash(host) => {
                 state.crashes += 1;
-                let guard = Guard::new(*host, terms());
+                let guard = HostGuard::new(*host, terms());
                 *state.node(*host) = Node { crashed: true, guard, known: 0, reply: None };
             }
         }
@@ -414,7 +430,7 @@ impl Model for Bounds {
         if !state.register.is_separate() {
             return Some("a primary is a backup".to_owned());
         }
-        let old = |host: Host| state.runs(host) < Some(state.ran);
+        let old = |host: HostId| state.runs(host) < Some(state.ran);
         let split = hosts().any(|host| self.may_send(state, host) && old(host));
         split.then(|| "a host sends in a timeline that was undone".to_owned())
     }
@@ -426,12 +442,12 @@ impl Model for Bounds {
             return Some(format!("{wrong}, when all is well again"));
         }
         let register = &state.register;
-        let runs = |place: &Place| {
+        let runs = |place: &VmPlacement| {
             let now = state.runs(place.primary) == Some(register.generation);
             now && register.fence.is_empty() && self.may_send(&state, place.primary)
         };
         let all_run = register.places.values().all(runs);
-        let copy = |place: &Place| place.backup.is_some_and(|backup| !state.crashed(backup));
+        let copy = |place: &VmPlacement| place.backup.is_some_and(|backup| !state.crashed(backup));
         let copies = register.is_protected() && register.places.values().all(copy);
         let lost = register.primaries().into_iter().any(|host| state.crashed(host)) && !copies;
         (!all_run && !lost).then(|| "the cluster stands still".to_owned())
@@ -476,7 +492,7 @@ fn two_crashes_two_rollbacks() {
     all_is_well(with(2, 2), 64);
 }
 
-/// Whatever a person asks for, also if a host is declared dead that is alive.
+/// Whatever a user requests, also if a living host is declared dead.
 #[test]
 fn failovers_by_hand_without_a_crash() {
     all_is_well(Bounds { by_hand: true, ..with(0, 1) }, 64);

@@ -1,4 +1,5 @@
-//! The protocols of a virtual cluster, played by a model that tries every step in every order, and by one that throws dice.
+//! Checks the protocols of a virtual cluster with models that try every step in every order, and
+//! with a simulation of random steps.
 
 #![allow(clippy::expect_used, clippy::panic, reason = "a test that fails panics")]
 

@@ -1,4 +1,4 @@
-//! The handshake. Pure: what the client says in, what to answer out. Numbers are big-endian.
+//! NBD handshake: options of a client in, replies out. Pure. Numbers are big-endian.
 //!
 //! ```text
 //!   greeting   "NBDMAGIC" "IHAVEOPT" flags (2)
@@ -9,17 +9,17 @@
 
 use std::sync::Arc;
 
-use super::server::Exports;
-use crate::disk::Disk;
+use super::server::NbdExports;
+use crate::disk::LoggedDisk;
 
-/// What the server says first.
+/// The first bytes that the server sends.
 pub const GREETING: [u8; 18] = *b"NBDMAGICIHAVEOPT\0\x03";
-/// What each option begins with.
+/// The first bytes of each option.
 pub const OPTION_MAGIC: [u8; 8] = *b"IHAVEOPT";
-/// The longest data of an option that is taken, in bytes. A name has up to 4096.
+/// The maximum length of an option's data in bytes. A name has up to 4096.
 pub const OPTION_BYTES_MAX: usize = 16 << 10;
-/// The longest read or write that clients are asked to send, in bytes. All that are on their way when a VM is stopped must fit
-/// into memory.
+/// The maximum length of a read or write, in bytes, that the server advertises to clients. All
+/// requests in flight when a VM is stopped must fit into memory.
 pub const TRANSFER_BYTES_MAX: u32 = 4 << 20;
 
 const REPLY_MAGIC: u64 = 0x0003_e889_0455_65a9;
@@ -44,89 +44,108 @@ const ERR_UNKNOWN: u32 = 1 << 31 | 6;
 const INFO_EXPORT: u16 = 0;
 const INFO_BLOCK_SIZE: u16 = 3;
 
-/// What a disk can do: has flags, FLUSH, FUA, TRIM, WRITE_ZEROES.
+/// The abilities of a disk: has flags, FLUSH, FUA, TRIM, WRITE_ZEROES.
 const TRANSMISSION_FLAGS: u16 = 1 | 1 << 2 | 1 << 3 | 1 << 5 | 1 << 6;
 
-/// How it goes on.
-pub enum Next {
-    /// Answer this, and expect another option.
+/// How the connection continues after an option.
+pub enum HandshakeStep {
+    /// Send this reply, and expect another option.
     More(Vec<u8>),
-    /// Answer this, and serve the disk.
-    Serve(Vec<u8>, Arc<Disk>),
-    /// Answer this, and end the connection.
+    /// Send this reply, and serve the disk.
+    Serve(Vec<u8>, Arc<LoggedDisk>),
+    /// Send this reply, and end the connection.
     End(Vec<u8>),
 }
 
-/// One client's handshake.
-pub struct Handshake<'a> {
-    exports: &'a Exports,
+/// The handshake with one client.
+pub struct NbdHandshake<'a> {
+    exports: &'a NbdExports,
     has_zeroes: bool,
 }
 
-impl<'a> Handshake<'a> {
-    /// After the client's flags; `None` if it wants what was not offered.
-    pub fn new(exports: &'a Exports, flags: u32) -> Option<Self> {
+impl<'a> NbdHandshake<'a> {
+    /// Begins after the client's flags; `None` if it sets a flag that the server did not offer.
+    pub fn new(exports: &'a NbdExports, flags: u32) -> Option<Self> {
         let is_known = flags & !(FIXED_NEWSTYLE | NO_ZEROES) == 0;
         is_known.then_some(Self { exports, has_zeroes: flags & NO_ZEROES == 0 })
     }
 
-    /// The client sends an option.
-    pub fn option(&self, option: u32, data: &[u8]) -> Next {
+    /// Handles an option.
+    pub fn handle_option(&self, option: u32, data: &[u8]) -> HandshakeStep {
         match option {
-            EXPORT_NAME => self.export_name(data),
-            ABORT => Next::End(reply(option, ACK, &[])),
-            LIST => Next::More(self.list(data)),
-            INFO | GO => self.info(option, data),
-            _ => Next::More(error(option, ERR_UNSUPPORTED, "Firn does not know this option")),
+            EXPORT_NAME => self.handle_export_name(data),
+            ABORT => HandshakeStep::End(option_reply(option, ACK, &[])),
+            LIST => HandshakeStep::More(self.list_exports(data)),
+            INFO | GO => self.handle_info(option, data),
+            _ => HandshakeStep::More(error_reply(
+                option,
+                ERR_UNSUPPORTED,
+                "Firn does not know this option",
+            )),
         }
     }
 
-    /// The old way to choose, which has no errors.
-    fn export_name(&self, name: &[u8]) -> Next {
-        let Some(disk) = self.exports.named(name) else { return Next::End(Vec::new()) };
+    /// Handles the old option that chooses a disk, which has no error replies.
+    fn handle_export_name(&self, name: &[u8]) -> HandshakeStep {
+        let Some(disk) = self.exports.find_disk(name) else {
+            return HandshakeStep::End(Vec::new());
+        };
         let mut answer = disk.size().to_be_bytes().to_vec();
         answer.extend_from_slice(&TRANSMISSION_FLAGS.to_be_bytes());
         answer.resize(answer.len() + if self.has_zeroes { 124 } else { 0 }, 0);
-        Next::Serve(answer, disk)
+        HandshakeStep::Serve(answer, disk)
     }
 
-    fn list(&self, data: &[u8]) -> Vec<u8> {
+    fn list_exports(&self, data: &[u8]) -> Vec<u8> {
         if !data.is_empty() {
-            return error(LIST, ERR_INVALID, "a list is asked for without data");
+            return error_reply(LIST, ERR_INVALID, "a list is asked for without data");
         }
         let server = |name: &str| {
-            reply(LIST, SERVER, &[&(name.len() as u32).to_be_bytes()[..], name.as_bytes()].concat())
+            option_reply(
+                LIST,
+                SERVER,
+                &[&(name.len() as u32).to_be_bytes()[..], name.as_bytes()].concat(),
+            )
         };
-        let mut answer: Vec<u8> = self.exports.names().flat_map(server).collect();
-        answer.extend(reply(LIST, ACK, &[]));
+        let mut answer: Vec<u8> = self.exports.disk_names().flat_map(server).collect();
+        answer.extend(option_reply(LIST, ACK, &[]));
         answer
     }
 
-    fn info(&self, option: u32, data: &[u8]) -> Next {
-        let Some(name) = name_asked_for(data) else {
-            return Next::More(error(option, ERR_INVALID, "the lengths in this option are wrong"));
+    fn handle_info(&self, option: u32, data: &[u8]) -> HandshakeStep {
+        let Some(name) = parse_export_name(data) else {
+            return HandshakeStep::More(error_reply(
+                option,
+                ERR_INVALID,
+                "the lengths in this option are wrong",
+            ));
         };
-        let Some(disk) = self.exports.named(name) else {
-            return Next::More(error(option, ERR_UNKNOWN, &self.exports.there_is_no(name)));
+        let Some(disk) = self.exports.find_disk(name) else {
+            return HandshakeStep::More(error_reply(
+                option,
+                ERR_UNKNOWN,
+                &self.exports.unknown_disk_message(name),
+            ));
         };
-        let answer = described(option, &disk);
+        let answer = describe_disk(option, &disk);
         match option {
-            GO => Next::Serve(answer, disk),
-            _ => Next::More(answer),
+            GO => HandshakeStep::Serve(answer, disk),
+            _ => HandshakeStep::More(answer),
         }
     }
 }
 
-/// The name in an option: length (4), name, count (2), so many numbers (2 each) of what the client wants to know. It is told all.
-fn name_asked_for(data: &[u8]) -> Option<&[u8]> {
+/// Parses the name in an option: length (4), name, count (2), then `count` numbers (2 each) of the
+/// facts that the client requests. The server sends all facts anyway.
+fn parse_export_name(data: &[u8]) -> Option<&[u8]> {
     let (length, rest) = data.split_first_chunk::<4>()?;
     let (name, rest) = rest.split_at_checked(u32::from_be_bytes(*length) as usize)?;
     let (count, wanted) = rest.split_first_chunk::<2>()?;
     (wanted.len() == 2 * usize::from(u16::from_be_bytes(*count))).then_some(name)
 }
 
-/// All that is to be known of a disk.
-fn described(option: u32, disk: &Disk) -> Vec<u8> {
+/// The replies that describe a disk.
+fn describe_disk(option: u32, disk: &LoggedDisk) -> Vec<u8> {
     let mut export = INFO_EXPORT.to_be_bytes().to_vec();
     export.extend_from_slice(&disk.size().to_be_bytes());
     export.extend_from_slice(&TRANSMISSION_FLAGS.to_be_bytes());
@@ -134,15 +153,19 @@ fn described(option: u32, disk: &Disk) -> Vec<u8> {
     for bytes in [1, BLOCK_BYTES_PREFERRED, TRANSFER_BYTES_MAX] {
         blocks.extend_from_slice(&bytes.to_be_bytes());
     }
-    [reply(option, REP_INFO, &export), reply(option, REP_INFO, &blocks), reply(option, ACK, &[])]
-        .concat()
+    [
+        option_reply(option, REP_INFO, &export),
+        option_reply(option, REP_INFO, &blocks),
+        option_reply(option, ACK, &[]),
+    ]
+    .concat()
 }
 
-fn error(option: u32, kind: u32, words: &str) -> Vec<u8> {
-    reply(option, kind, words.as_bytes())
+fn error_reply(option: u32, kind: u32, words: &str) -> Vec<u8> {
+    option_reply(option, kind, words.as_bytes())
 }
 
-fn reply(option: u32, kind: u32, data: &[u8]) -> Vec<u8> {
+fn option_reply(option: u32, kind: u32, data: &[u8]) -> Vec<u8> {
     let mut reply = REPLY_MAGIC.to_be_bytes().to_vec();
     for number in [option, kind, data.len() as u32] {
         reply.extend_from_slice(&number.to_be_bytes());
@@ -158,8 +181,8 @@ mod tests {
     use super::*;
     use crate::tests::Memory;
 
-    fn exports() -> Exports {
-        let disk = || Arc::new(Disk::new(Box::new(Memory::default()), 1 << 20));
+    fn exports() -> NbdExports {
+        let disk = || Arc::new(LoggedDisk::new(Box::new(Memory::default()), 1 << 20));
         [("vda".to_owned(), disk()), ("vdb".to_owned(), disk())].into_iter().collect()
     }
 
@@ -181,8 +204,10 @@ mod tests {
 
     fn asked(option: u32, data: &[u8]) -> Vec<u32> {
         let exports = exports();
-        match Handshake::new(&exports, 3).unwrap().option(option, data) {
-            Next::More(replies) | Next::Serve(replies, _) | Next::End(replies) => kinds(&replies),
+        match NbdHandshake::new(&exports, 3).unwrap().handle_option(option, data) {
+            HandshakeStep::More(replies)
+            | HandshakeStep::Serve(replies, _)
+            | HandshakeStep::End(replies) => kinds(&replies),
         }
     }
 
@@ -202,17 +227,20 @@ mod tests {
         assert_eq!(asked(GO, &go(b"vda")[..9]), [ERR_INVALID]);
         assert_eq!(asked(GO, &[255; 8]), [ERR_INVALID]);
         assert_eq!(asked(LIST, b"x"), [ERR_INVALID]);
-        assert!(Handshake::new(&exports(), 4).is_none());
+        assert!(NbdHandshake::new(&exports(), 4).is_none());
     }
 
     #[test]
     fn the_old_way_has_zeroes_unless_they_are_not_wanted() {
         let exports = exports();
         for (flags, bytes) in [(1, 134), (3, 10)] {
-            let handshake = Handshake::new(&exports, flags).unwrap();
-            let Next::Serve(answer, _) = handshake.option(EXPORT_NAME, b"vda") else { panic!() };
+            let handshake = NbdHandshake::new(&exports, flags).unwrap();
+            let HandshakeStep::Serve(answer, _) = handshake.handle_option(EXPORT_NAME, b"vda")
+            else {
+                panic!()
+            };
             assert_eq!(answer.len(), bytes);
-            assert!(matches!(handshake.option(EXPORT_NAME, b"x"), Next::End(_)));
+            assert!(matches!(handshake.handle_option(EXPORT_NAME, b"x"), HandshakeStep::End(_)));
         }
     }
 
@@ -225,6 +253,6 @@ mod tests {
 
     fn asked_anything(option: u32, data: &[u8]) {
         let exports = exports();
-        Handshake::new(&exports, 3).unwrap().option(option, data);
+        NbdHandshake::new(&exports, 3).unwrap().handle_option(option, data);
     }
 }

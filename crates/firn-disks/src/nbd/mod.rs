@@ -1,4 +1,4 @@
-//! Serving disks to QEMU by the Network Block Device protocol, on a Unix socket.
+//! NBD server: serves disks to QEMU by the Network Block Device protocol, on a Unix socket.
 //!
 //! ```text
 //!   client                                    server
@@ -7,36 +7,39 @@
 //!     | ------------ option, data ------------> |
 //!     | <----------- reply, ... --------------- |   until GO or EXPORT_NAME has chosen a disk
 //!     | ------------ request, data -----------> |
-//!     | ------------ request, data -----------> |   transmission: a few threads, each takes a request, carries it out, answers
-//!     | <----------- reply, data -------------- |   in whatever order they are done
+//!     | ------------ request, data -----------> |   transmission: each of a few threads takes a
+//!     | <----------- reply, data -------------- |   request, executes it and replies, in any order
 //!     | ------------ DISC --------------------> |
 //! ```
 //!
-//! Source: `doc/proto.md` of the NBD project. Simple replies only: QEMU reads as fast, and what it could ask for besides (where holes are)
-//! a guest does not ask for.
+//! Source: `doc/proto.md` of the NBD project. Firn sends simple replies only: QEMU reads as fast
+//! with them, and the additional information that structured replies offer (where holes are) is not
+//! requested by a guest.
 //!
 //! | module | |
 //! |---|---|
 //! | [`handshake`] | options and their replies (pure) |
 //! | [`request`] | requests and what is wrong with them (pure) |
-//! | `connection` | a client |
-//! | [`server`] | all of them; taking over from a server that was killed |
+//! | `connection` | the connection of one client |
+//! | [`server`] | all connections; takes over from a server that was killed |
 //!
-//! # Who may be on the other side
+//! # Trust
 //!
-//! The socket is for its owner alone. Still nothing a client says is believed: lengths have bounds, and no memory is taken before
-//! its bytes are there. What makes no sense is answered with an error, or ends the connection if nobody could say where the next request
-//! begins. The server goes on.
+//! Only the owner of the socket can use it. Still the server trusts no client: lengths have bounds,
+//! and no memory is allocated before its bytes have arrived. An invalid request gets an error as
+//! its reply. If the start of the next request is unknown, the connection ends. The server
+//! continues.
 //!
-//! # Death
+//! # Death of the server
 //!
-//! What was answered is in the file, so in the kernel: it is there when the process is killed. QEMU (`reconnect-delay`) connects again and
-//! repeats what was not answered, which changes nothing if it had been done. The log of the running epoch is gone: the VM has to
-//! be protected anew.
+//! Acknowledged writes are in the file, so in the kernel: they survive a kill of the process. QEMU
+//! (`reconnect-delay`) connects again and repeats unacknowledged requests. Repeating one that had
+//! been executed changes nothing. The log of the running epoch is lost: the VM has to be protected
+//! anew.
 
 mod connection;
 pub mod handshake;
 pub mod request;
 pub mod server;
 
-pub use server::{Exports, Server, ServerError};
+pub use server::{NbdExports, NbdServer, ServerError};

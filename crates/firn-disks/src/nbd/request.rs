@@ -1,4 +1,4 @@
-//! Requests and replies of the transmission. Pure; numbers are big-endian.
+//! NBD requests: requests and replies of the transmission phase. Pure; numbers are big-endian.
 //!
 //! ```text
 //!   request    0x25609513 (4) flags (2) command (2) cookie (8) at (8) length (4)   data of a write
@@ -7,15 +7,15 @@
 
 use std::io;
 
-/// Bytes of a request, without data.
+/// The bytes of a request, without data.
 pub const REQUEST_BYTES: usize = 28;
-/// Bytes of a reply, without data.
+/// The bytes of a reply, without data.
 pub const REPLY_BYTES: usize = 16;
-/// The longest read or write that is carried out, in bytes: what clients are told. One that has not asked may want more, and gets an
-/// error.
+/// The maximum length of a read or write in bytes, as advertised to clients. A client that has not
+/// requested this limit may exceed it, and gets an error.
 pub const BYTES_MAX: u32 = super::handshake::TRANSFER_BYTES_MAX;
-/// Longer reads are carried out one after another.
-const MUCH_BYTES: u32 = 256 << 10;
+/// Longer reads are executed one after another.
+const LARGE_READ_BYTES: u32 = 256 << 10;
 
 const REQUEST_MAGIC: u32 = 0x2560_9513;
 const REPLY_MAGIC: u32 = 0x6744_6698;
@@ -28,48 +28,48 @@ const EINVAL: u32 = 22;
 const ENOSPC: u32 = 28;
 const ESHUTDOWN: u32 = 108;
 
-/// What a client wants.
+/// The command of a request.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Command {
-    /// Bytes.
+pub enum NbdCommand {
+    /// Read bytes.
     Read,
-    /// To change bytes.
+    /// Write bytes.
     Write,
-    /// To end the connection.
+    /// End the connection.
     Disconnect,
-    /// What was answered to survive a loss of power.
+    /// Make acknowledged changes durable: they must survive a loss of power.
     Flush,
-    /// To be rid of bytes.
+    /// Discard bytes.
     Trim,
-    /// Zeros.
+    /// Write zeros.
     WriteZeroes,
-    /// Nothing that is known here.
+    /// A command that Firn does not support.
     Unknown(u16),
 }
 
 /// A request.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct Request {
-    /// What for.
-    pub command: Command,
-    /// How.
+pub struct NbdRequest {
+    /// The command.
+    pub command: NbdCommand,
+    /// The flags of the command.
     pub flags: u16,
-    /// By which the client knows the reply.
+    /// The client's identifier of the request, which the reply repeats.
     pub cookie: u64,
-    /// The first byte it is about.
+    /// The offset of the first byte.
     pub at: u64,
-    /// How many bytes.
+    /// The number of bytes.
     pub length: u32,
 }
 
-impl Request {
-    /// Reads one; `None` if it isn't any.
+impl NbdRequest {
+    /// Parses a request; `None` if the magic number is wrong.
     pub fn parse(bytes: &[u8; REQUEST_BYTES]) -> Option<Self> {
         let number = |range: std::ops::Range<usize>| {
             bytes[range].iter().fold(0_u64, |number, &byte| number << 8 | u64::from(byte))
         };
         let request = Self {
-            command: command(number(6..8) as u16),
+            command: parse_command(number(6..8) as u16),
             flags: number(4..6) as u16,
             cookie: number(8..16),
             at: number(16..24),
@@ -78,41 +78,43 @@ impl Request {
         (number(0..4) == u64::from(REQUEST_MAGIC)).then_some(request)
     }
 
-    /// Its answer takes much memory, which a client has without having sent anything.
-    pub fn reads_much(&self) -> bool {
-        self.command == Command::Read && self.length > MUCH_BYTES
+    /// Whether it is a read whose reply takes much memory. A client can request such a reply
+    /// without having sent data.
+    pub fn is_large_read(&self) -> bool {
+        self.command == NbdCommand::Read && self.length > LARGE_READ_BYTES
     }
 
-    /// What of it follows as data, in bytes.
+    /// The number of bytes of data that follow the request.
     pub fn data_bytes(&self) -> u32 {
-        if self.command == Command::Write { self.length } else { 0 }
+        if self.command == NbdCommand::Write { self.length } else { 0 }
     }
 
-    /// It is answered when what it changed survives a loss of power.
+    /// Whether the reply must wait until the change is durable.
     pub fn is_durable(&self) -> bool {
         self.flags & FLAG_FUA != 0
     }
 
-    /// Zeros may be a hole.
+    /// Whether the zeros may be a hole.
     pub fn may_be_hole(&self) -> bool {
         self.flags & FLAG_NO_HOLE == 0
     }
 
-    /// What is wrong with it on a disk of `size` bytes: the number of the error.
+    /// Checks the request against a disk of `size` bytes. The error is the number that the reply
+    /// needs.
     ///
     /// # Errors
-    /// `EINVAL`; `ENOSPC` for a write beyond the end, as the protocol has it.
-    pub fn check(&self, size: u64) -> Result<(), u32> {
+    /// `EINVAL`; `ENOSPC` for a write beyond the end, as the protocol requires.
+    pub fn check_request(&self, size: u64) -> Result<(), u32> {
         let allowed = match self.command {
-            Command::WriteZeroes => FLAG_FUA | FLAG_NO_HOLE,
+            NbdCommand::WriteZeroes => FLAG_FUA | FLAG_NO_HOLE,
             _ => FLAG_FUA,
         };
-        let moves = matches!(self.command, Command::Read | Command::Write);
-        let writes = matches!(self.command, Command::Write | Command::WriteZeroes);
+        let moves = matches!(self.command, NbdCommand::Read | NbdCommand::Write);
+        let writes = matches!(self.command, NbdCommand::Write | NbdCommand::WriteZeroes);
         let end = self.at.checked_add(self.length.into());
-        let is_within = self.command == Command::Flush || end.is_some_and(|end| end <= size);
+        let is_within = self.command == NbdCommand::Flush || end.is_some_and(|end| end <= size);
         match self.command {
-            Command::Unknown(_) => Err(EINVAL),
+            NbdCommand::Unknown(_) => Err(EINVAL),
             _ if self.flags & !allowed != 0 => Err(EINVAL),
             _ if moves && self.length > BYTES_MAX => Err(EINVAL),
             _ if !is_within => Err(if writes { ENOSPC } else { EINVAL }),
@@ -121,20 +123,20 @@ impl Request {
     }
 }
 
-fn command(number: u16) -> Command {
+fn parse_command(number: u16) -> NbdCommand {
     match number {
-        0 => Command::Read,
-        1 => Command::Write,
-        2 => Command::Disconnect,
-        3 => Command::Flush,
-        4 => Command::Trim,
-        6 => Command::WriteZeroes,
-        other => Command::Unknown(other),
+        0 => NbdCommand::Read,
+        1 => NbdCommand::Write,
+        2 => NbdCommand::Disconnect,
+        3 => NbdCommand::Flush,
+        4 => NbdCommand::Trim,
+        6 => NbdCommand::WriteZeroes,
+        other => NbdCommand::Unknown(other),
     }
 }
 
-/// The head of a reply; `error` is 0 if all went well.
-pub fn reply(cookie: u64, error: u32) -> [u8; REPLY_BYTES] {
+/// The header of a reply; `error` is 0 after success.
+pub fn reply_header(cookie: u64, error: u32) -> [u8; REPLY_BYTES] {
     let mut reply = [0; REPLY_BYTES];
     reply[..4].copy_from_slice(&REPLY_MAGIC.to_be_bytes());
     reply[4..8].copy_from_slice(&error.to_be_bytes());
@@ -142,7 +144,7 @@ pub fn reply(cookie: u64, error: u32) -> [u8; REPLY_BYTES] {
     reply
 }
 
-/// An error of the system as one of those that the protocol has.
+/// The error number of the protocol for an error of the system.
 pub fn error_number(error: &io::Error) -> u32 {
     use rustix::io::Errno;
     match Errno::from_io_error(error) {
@@ -158,8 +160,8 @@ mod tests {
 
     const SIZE: u64 = 1000;
 
-    fn request(command: Command, flags: u16, at: u64, length: u32) -> Request {
-        Request { command, flags, cookie: 1, at, length }
+    fn request(command: NbdCommand, flags: u16, at: u64, length: u32) -> NbdRequest {
+        NbdRequest { command, flags, cookie: 1, at, length }
     }
 
     #[test]
@@ -172,29 +174,34 @@ mod tests {
             &512_u32.to_be_bytes(),
         ];
         let mut bytes: [u8; REQUEST_BYTES] = bytes.concat().try_into().unwrap();
-        let expected =
-            Request { command: Command::Write, flags: 1, cookie: 7, at: 1 << 40, length: 512 };
-        assert_eq!(Request::parse(&bytes), Some(expected));
+        let expected = NbdRequest {
+            command: NbdCommand::Write,
+            flags: 1,
+            cookie: 7,
+            at: 1 << 40,
+            length: 512,
+        };
+        assert_eq!(NbdRequest::parse(&bytes), Some(expected));
         assert!(expected.is_durable() && expected.data_bytes() == 512);
         bytes[0] ^= 1;
-        assert_eq!(Request::parse(&bytes), None);
+        assert_eq!(NbdRequest::parse(&bytes), None);
     }
 
     #[test]
     fn what_is_wrong_has_the_error_of_the_protocol() {
-        use Command::*;
+        use NbdCommand::*;
         for (command, beyond) in [(Read, 22), (Write, 28), (Trim, 22), (WriteZeroes, 28)] {
-            assert_eq!(request(command, 1, 990, 10).check(SIZE), Ok(()));
-            assert_eq!(request(command, 0, 990, 11).check(SIZE), Err(beyond));
-            assert_eq!(request(command, 0, u64::MAX, 2).check(SIZE), Err(beyond));
-            assert_eq!(request(command, 4, 0, 1).check(SIZE), Err(EINVAL));
+            assert_eq!(request(command, 1, 990, 10).check_request(SIZE), Ok(()));
+            assert_eq!(request(command, 0, 990, 11).check_request(SIZE), Err(beyond));
+            assert_eq!(request(command, 0, u64::MAX, 2).check_request(SIZE), Err(beyond));
+            assert_eq!(request(command, 4, 0, 1).check_request(SIZE), Err(EINVAL));
         }
-        assert_eq!(request(WriteZeroes, 2, 0, 1).check(SIZE), Ok(()));
-        assert_eq!(request(Write, 2, 0, 1).check(SIZE), Err(EINVAL));
-        assert_eq!(request(Flush, 0, 0, 0).check(0), Ok(()));
-        assert_eq!(request(Unknown(7), 0, 0, 1).check(SIZE), Err(EINVAL));
-        assert_eq!(request(Read, 0, 0, BYTES_MAX + 1).check(u64::MAX), Err(EINVAL));
-        assert_eq!(request(Trim, 0, 0, u32::MAX).check(u64::MAX), Ok(()));
+        assert_eq!(request(WriteZeroes, 2, 0, 1).check_request(SIZE), Ok(()));
+        assert_eq!(request(Write, 2, 0, 1).check_request(SIZE), Err(EINVAL));
+        assert_eq!(request(Flush, 0, 0, 0).check_request(0), Ok(()));
+        assert_eq!(request(Unknown(7), 0, 0, 1).check_request(SIZE), Err(EINVAL));
+        assert_eq!(request(Read, 0, 0, BYTES_MAX + 1).check_request(u64::MAX), Err(EINVAL));
+        assert_eq!(request(Trim, 0, 0, u32::MAX).check_request(u64::MAX), Ok(()));
     }
 
     #[test]

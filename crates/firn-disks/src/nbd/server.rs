@@ -1,8 +1,9 @@
-//! Disks on a socket, and taking them over from a server that was killed.
+//! NBD server: disks on a socket, and takeover from a server that was killed.
 //!
 //! ```text
-//!   disk's file   locked by one process (`store`); a successor waits until it is free
-//!   socket        bound under another name, then renamed to its own: at any time there is one, or the old one that refuses
+//!   disk's file   locked by one process (`store`); a successor waits until the lock is free
+//!   socket        bound under another name, then renamed to its own: the path always names a
+//!                 socket, either the new one or the old one, which refuses connections
 //! ```
 
 use std::collections::BTreeMap;
@@ -19,99 +20,99 @@ use std::time::Duration;
 use thiserror::Error;
 
 use super::connection;
-use crate::disk::Disk;
+use crate::disk::LoggedDisk;
 
-/// Clients at once. A VM has one for each disk.
+/// The maximum number of clients at a time. A VM has one for each disk.
 const CLIENTS_MAX: usize = 32;
-/// How long to wait when the system has no more descriptors.
-const ACCEPT_AGAIN: Duration = Duration::from_millis(100);
+/// How long to wait after the system has run out of descriptors.
+const ACCEPT_RETRY_INTERVAL: Duration = Duration::from_millis(100);
 
-/// Why there is no server.
+/// Why the server can't start.
 #[derive(Debug, Error)]
 pub enum ServerError {
-    /// Something else has its name.
+    /// The path names something other than a socket.
     #[error("{path} is there already and is no socket: remove it, or give another path")]
     Taken {
-        /// The name.
+        /// The path.
         path: PathBuf,
     },
-    /// The socket can't be made.
+    /// The socket can't be created.
     #[error("no socket can be made at {path}")]
     Socket {
-        /// Its name.
+        /// Its path.
         path: PathBuf,
-        /// What the system said.
+        /// The error of the system.
         source: io::Error,
     },
 }
 
 /// Disks by their names.
 #[derive(Clone, Default)]
-pub struct Exports(BTreeMap<String, Arc<Disk>>);
+pub struct NbdExports(BTreeMap<String, Arc<LoggedDisk>>);
 
-impl FromIterator<(String, Arc<Disk>)> for Exports {
-    fn from_iter<I: IntoIterator<Item = (String, Arc<Disk>)>>(disks: I) -> Self {
+impl FromIterator<(String, Arc<LoggedDisk>)> for NbdExports {
+    fn from_iter<I: IntoIterator<Item = (String, Arc<LoggedDisk>)>>(disks: I) -> Self {
         Self(disks.into_iter().collect())
     }
 }
 
-impl Exports {
-    /// The disk of that name. The empty name is that of the only one.
-    pub(super) fn named(&self, name: &[u8]) -> Option<Arc<Disk>> {
+impl NbdExports {
+    /// The disk of that name. If there is only one disk, the empty name denotes it.
+    pub(super) fn find_disk(&self, name: &[u8]) -> Option<Arc<LoggedDisk>> {
         match self.0.len() {
             1 if name.is_empty() => self.0.values().next().cloned(),
             _ => self.0.get(std::str::from_utf8(name).ok()?).cloned(),
         }
     }
 
-    pub(super) fn names(&self) -> impl Iterator<Item = &str> {
+    pub(super) fn disk_names(&self) -> impl Iterator<Item = &str> {
         self.0.keys().map(String::as_str)
     }
 
-    pub(super) fn there_is_no(&self, name: &[u8]) -> String {
-        let names: Vec<_> = self.names().collect();
+    pub(super) fn unknown_disk_message(&self, name: &[u8]) -> String {
+        let names: Vec<_> = self.disk_names().collect();
         let name = String::from_utf8_lossy(name);
         format!("there is no disk named {name:?} here; there are: {}", names.join(", "))
     }
 }
 
 #[derive(Default)]
-struct Clients {
+struct ClientTable {
     next: u64,
     streams: BTreeMap<u64, UnixStream>,
     threads: Vec<JoinHandle<()>>,
     is_stopping: bool,
 }
 
-struct Shared {
-    exports: Exports,
-    clients: Mutex<Clients>,
+struct ServerState {
+    exports: NbdExports,
+    clients: Mutex<ClientTable>,
 }
 
-/// A server, until it is dropped.
-pub struct Server {
-    shared: Arc<Shared>,
+/// A server, which runs until it is dropped.
+pub struct NbdServer {
+    shared: Arc<ServerState>,
     listener: Arc<UnixListener>,
     thread: Option<JoinHandle<()>>,
     path: PathBuf,
 }
 
-impl Server {
-    /// Serves disks on a socket at `path`, for its owner alone. A socket that is there is replaced: whoever had these disks is gone, for
-    /// their files could be locked.
+impl NbdServer {
+    /// Serves disks on a socket at `path`, which only its owner may use. An existing socket is
+    /// replaced: its server no longer runs, because this process could lock the files of the disks.
     ///
     /// # Errors
-    /// If the path is something else's, or can't be had.
-    pub fn start(path: &Path, exports: Exports) -> Result<Self, ServerError> {
+    /// If the path names something else, or the socket can't be created.
+    pub fn start(path: &Path, exports: NbdExports) -> Result<Self, ServerError> {
         if fs::symlink_metadata(path).is_ok_and(|it| !it.file_type().is_socket()) {
             return Err(ServerError::Taken { path: path.to_owned() });
         }
         let failed = |source| ServerError::Socket { path: path.to_owned(), source };
-        let listener = Arc::new(bind(path).map_err(failed)?);
-        let shared = Arc::new(Shared { exports, clients: Mutex::default() });
+        let listener = Arc::new(bind_private(path).map_err(failed)?);
+        let shared = Arc::new(ServerState { exports, clients: Mutex::default() });
         let accept = {
             let (listener, shared) = (Arc::clone(&listener), Arc::clone(&shared));
-            move || accept(&listener, &shared)
+            move || accept_clients(&listener, &shared)
         };
         let thread = thread::Builder::new().name("firn-nbd-accept".into());
         let thread = Some(thread.spawn(accept).map_err(failed)?);
@@ -119,19 +120,20 @@ impl Server {
     }
 }
 
-impl Drop for Server {
-    /// Ends all connections. Requests that were not answered are repeated by QEMU to the next server; these disks are served no more.
+impl Drop for NbdServer {
+    /// Ends all connections. QEMU repeats unacknowledged requests to the next server. This object
+    /// serves the disks no more.
     fn drop(&mut self) {
-        // Somebody else may have removed it.
+        // Another process may have removed it.
         let _ = fs::remove_file(&self.path);
-        self.shared.clients().is_stopping = true;
+        self.shared.lock_clients().is_stopping = true;
         let _ = rustix::net::shutdown(&self.listener, rustix::net::Shutdown::Both);
         if let Some(thread) = self.thread.take() {
             let _ = thread.join();
         }
-        // From here on there are no new ones.
+        // From here on no clients are added.
         let threads = {
-            let mut clients = self.shared.clients();
+            let mut clients = self.shared.lock_clients();
             for stream in clients.streams.values() {
                 let _ = stream.shutdown(Shutdown::Both);
             }
@@ -139,19 +141,19 @@ impl Drop for Server {
         };
         self.shared.exports.0.values().for_each(|disk| disk.close());
         for thread in threads {
-            // One that has panicked has said so.
+            // A thread that panicked has reported it.
             let _ = thread.join();
         }
     }
 }
 
-impl Shared {
-    fn clients(&self) -> MutexGuard<'_, Clients> {
+impl ServerState {
+    fn lock_clients(&self) -> MutexGuard<'_, ClientTable> {
         self.clients.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    fn add(self: &Arc<Self>, stream: UnixStream) -> io::Result<()> {
-        let mut clients = self.clients();
+    fn add_client(self: &Arc<Self>, stream: UnixStream) -> io::Result<()> {
+        let mut clients = self.lock_clients();
         clients.threads.retain(|thread| !thread.is_finished());
         if clients.is_stopping || clients.streams.len() >= CLIENTS_MAX {
             return Err(io::Error::other(format!("there are {CLIENTS_MAX} clients already")));
@@ -159,49 +161,49 @@ impl Shared {
         let number = clients.next;
         clients.next += 1;
         clients.streams.insert(number, stream.try_clone()?);
-        // What could not be spawned is dropped at once, and looks at the clients.
+        // If the thread can't be spawned, its closure is dropped at once, which locks the clients.
         drop(clients);
-        let leaving = Leaving { shared: Arc::clone(self), number };
+        let leaving = ClientGuard { shared: Arc::clone(self), number };
         let thread = thread::Builder::new().name("firn-nbd".into());
         let thread = thread.spawn(move || {
-            if let Err(error) = connection::serve(&stream, &leaving.shared.exports) {
+            if let Err(error) = connection::serve_client(&stream, &leaving.shared.exports) {
                 tracing::warn!("a client of a disk is gone: {error}");
             }
         });
-        self.clients().threads.push(thread?);
+        self.lock_clients().threads.push(thread?);
         Ok(())
     }
 }
 
-/// A client that is forgotten when its thread ends, however that happens.
-struct Leaving {
-    shared: Arc<Shared>,
+/// Removes a client when its thread ends, however it ends.
+struct ClientGuard {
+    shared: Arc<ServerState>,
     number: u64,
 }
 
-impl Drop for Leaving {
+impl Drop for ClientGuard {
     fn drop(&mut self) {
-        if let Some(stream) = self.shared.clients().streams.remove(&self.number) {
+        if let Some(stream) = self.shared.lock_clients().streams.remove(&self.number) {
             let _ = stream.shutdown(Shutdown::Both);
         }
     }
 }
 
-fn accept(listener: &UnixListener, shared: &Arc<Shared>) {
+fn accept_clients(listener: &UnixListener, shared: &Arc<ServerState>) {
     loop {
-        let added = listener.accept().and_then(|(stream, _)| shared.add(stream));
-        if shared.clients().is_stopping {
+        let added = listener.accept().and_then(|(stream, _)| shared.add_client(stream));
+        if shared.lock_clients().is_stopping {
             return;
         }
         if let Err(error) = added {
-            tracing::warn!("a client of a disk is turned away: {error}");
-            thread::sleep(ACCEPT_AGAIN);
+            tracing::warn!("a client of a disk is refused: {error}");
+            thread::sleep(ACCEPT_RETRY_INTERVAL);
         }
     }
 }
 
-/// A socket that nobody else may use, from its first moment under that name.
-fn bind(path: &Path) -> io::Result<UnixListener> {
+/// Binds a socket that no other user can use at any time under that name.
+fn bind_private(path: &Path) -> io::Result<UnixListener> {
     let name = path.file_name().ok_or(io::ErrorKind::InvalidInput)?.to_string_lossy();
     let own = path.with_file_name(format!(".{name}.{}", std::process::id()));
     // Left by another process with this number.

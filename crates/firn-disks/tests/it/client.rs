@@ -1,11 +1,11 @@
-//! A client of our own, which says what it is told to, right or wrong.
+//! An NBD client for tests, which sends valid or invalid messages as ordered.
 
 use std::io::{Read, Write};
 use std::os::unix::net::UnixStream;
 use std::path::Path;
 use std::time::Duration;
 
-/// A server that says nothing for so long hangs.
+/// A server that does not reply for this time hangs.
 const PATIENCE: Duration = Duration::from_secs(60);
 
 pub const GO: u32 = 7;
@@ -17,7 +17,7 @@ pub const ZEROES: u16 = 6;
 pub struct Client(pub UnixStream);
 
 impl Client {
-    /// Connected, and greeted.
+    /// Connects, and reads the greeting.
     pub fn connect(socket: &Path) -> Self {
         let mut client = Self(UnixStream::connect(socket).unwrap());
         client.0.set_read_timeout(Some(PATIENCE)).unwrap();
@@ -41,7 +41,7 @@ impl Client {
         self.0.write_all(&head).unwrap();
     }
 
-    /// The type and the data of a reply.
+    /// Reads the type and the data of a reply.
     pub fn option_reply(&mut self) -> (u32, Vec<u8>) {
         let head = self.take(20);
         let number = |at: usize| u32::from_be_bytes(head[at..at + 4].try_into().unwrap());
@@ -61,7 +61,7 @@ impl Client {
         self.0.write_all(&head.concat()).unwrap();
     }
 
-    /// The error of a reply, whose cookie has to be `at`.
+    /// Reads the error of a reply, whose cookie has to be `at`.
     pub fn reply(&mut self, at: u64) -> u32 {
         let head = self.take(16);
         assert_eq!(head[..4], 0x6744_6698_u32.to_be_bytes());
@@ -75,7 +75,7 @@ impl Client {
         bytes
     }
 
-    /// The server ends the connection, and says nothing more.
+    /// Checks that the server ends the connection without another reply.
     pub fn ended(mut self) -> bool {
         match self.0.read(&mut [0; 64]) {
             Ok(count) => count == 0,

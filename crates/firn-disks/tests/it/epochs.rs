@@ -1,11 +1,11 @@
-//! Logs and copies of a disk that real clients write to.
+//! Logs and standbys of a disk that real clients write to.
 
 use std::os::unix::fs::MetadataExt;
 use std::path::Path;
 use std::process::{Command, Stdio};
 
 use firn_cluster::Epoch;
-use firn_disks::{Change, Disk, FileStore, Standby, wire};
+use firn_disks::{DiskChange, FileStore, LoggedDisk, StandbyDisk, wire};
 
 use crate::client::{Client, READ, WRITE};
 use crate::served::{Place, ok};
@@ -15,46 +15,46 @@ const BOUND: usize = 4 << 20;
 
 /// A standby whose copy is a file beside the primary's.
 struct Copy {
-    standby: Standby<FileStore>,
+    standby: StandbyDisk<FileStore>,
 }
 
 impl Copy {
-    fn new(place: &Place, disk: &Disk) -> Self {
+    fn new(place: &Place, disk: &LoggedDisk) -> Self {
         let length = place.file().metadata().unwrap().len();
         let store = FileStore::create(&place.dir.path().join("copy"), length).unwrap();
-        Self { standby: Standby::new(disk.size(), store, BOUND) }
+        Self { standby: StandbyDisk::new(disk.size(), store, BOUND) }
     }
 
-    fn receive(&mut self, epoch: Epoch, changes: &[Change]) {
-        for message in wire::encode(3, changes) {
-            let (disk, changes) = wire::decode(&message).unwrap();
+    fn receive(&mut self, epoch: Epoch, changes: &[DiskChange]) {
+        for message in wire::encode_changes(3, changes) {
+            let (disk, changes) = wire::decode_changes(&message).unwrap();
             assert_eq!(disk, 3);
-            self.standby.receive(epoch, changes).unwrap();
+            self.standby.receive_changes(epoch, changes).unwrap();
         }
     }
 
-    fn seed(&mut self, disk: &Disk) -> bool {
-        let seed = disk.seed().unwrap();
+    fn seed(&mut self, disk: &LoggedDisk) -> bool {
+        let seed = disk.seed_step().unwrap();
         self.receive(Epoch(0), &seed.changes);
         seed.is_whole
     }
 
-    /// The guest stands still.
-    fn cut(&mut self, disk: &Disk) -> Epoch {
-        let log = disk.cut().unwrap();
+    /// The guest is paused.
+    fn cut(&mut self, disk: &LoggedDisk) -> Epoch {
+        let log = disk.cut_log().unwrap();
         if log.epoch == Epoch(1) {
-            self.standby.complete(Epoch(0)).unwrap();
+            self.standby.complete_epoch(Epoch(0)).unwrap();
         }
         self.receive(log.epoch, &log.changes);
-        self.standby.complete(log.epoch).unwrap();
+        self.standby.complete_epoch(log.epoch).unwrap();
         log.epoch
     }
 
-    /// The copy's bytes, with what QEMU may have added at the end.
+    /// The contents of the standby, with bytes that QEMU may have appended.
     fn take_up(self, place: &Place, committed: Epoch) -> Vec<u8> {
         let mut standby = self.standby;
-        standby.commit(committed).unwrap();
-        assert_eq!(standby.take_up().unwrap().0, committed);
+        standby.commit_epoch(committed).unwrap();
+        assert_eq!(standby.promote_disk().unwrap().0, committed);
         std::fs::read(place.dir.path().join("copy")).unwrap()
     }
 }
@@ -70,7 +70,7 @@ fn a_disk_is_copied_while_qemu_writes_to_it() {
     let disk = place.disk();
     let _server = place.serve(&disk);
     place.io_ok("raw", &["write -P 7 3M 20M", "write -P 8 50M 1M"]);
-    disk.protect(BOUND);
+    disk.begin_protection(BOUND);
     let mut copy = Copy::new(&place, &disk);
     let mut bench = Command::new("qemu-img")
         .args([
@@ -91,7 +91,7 @@ fn a_disk_is_copied_while_qemu_writes_to_it() {
         .stdout(Stdio::null())
         .spawn()
         .unwrap();
-    // More is written than the log may hold, so that this ends only if what is noted is fetched.
+    // More bytes are written than the log may contain, so this ends only if the log is fetched.
     while bench.try_wait().unwrap().is_none() {
         copy.seed(&disk);
     }
@@ -111,7 +111,7 @@ fn holes_stay_holes() {
     let disk = place.disk();
     let _server = place.serve(&disk);
     place.io_ok("raw", &["write -P 7 1000M 1M", "write -P 7 5M 4M"]);
-    disk.protect(BOUND);
+    disk.begin_protection(BOUND);
     let mut copy = Copy::new(&place, &disk);
     let mut steps = 1;
     while !copy.seed(&disk) {
@@ -133,7 +133,7 @@ fn a_qcow2_file_that_grew_is_sound_on_the_standby() {
     let place = Place::qcow2(64 * MIB, 80 * MIB);
     let disk = place.disk();
     let _server = place.serve(&disk);
-    disk.protect(64 << 20);
+    disk.begin_protection(64 << 20);
     let mut copy = Copy::new(&place, &disk);
     copy.seed(&disk);
     place.io_ok("qcow2", &["write -P 1 0 10M", "flush"]);
@@ -153,24 +153,26 @@ fn a_qcow2_file_that_grew_is_sound_on_the_standby() {
     }
 }
 
-/// Sends writes without looking at the answers, until some wait.
-fn fill(client: &mut Client, disk: &Disk) -> u64 {
+/// Sends writes without reading the replies, until some wait.
+fn fill(client: &mut Client, disk: &LoggedDisk) -> u64 {
     let data = vec![5; 256 << 10];
     let mut sent = 0;
-    while disk.pressure().waiting == 0 {
-        // One at a time, so that what waits is in the server and not in the socket.
+    while disk.log_pressure().waiting == 0 {
+        // One at a time, so that a waiting write is in the server and not in the socket.
         client.request(WRITE, 0, sent * data.len() as u64, data.len() as u32, &data);
         sent += 1;
-        while disk.pressure().waiting == 0 && disk.pressure().bytes < (sent as usize) * data.len() {
+        while disk.log_pressure().waiting == 0
+            && disk.log_pressure().bytes < (sent as usize) * data.len()
+        {
             std::thread::yield_now();
         }
     }
     sent
 }
 
-fn protected(place: &Place, disk: &Disk) {
-    disk.protect(1 << 20);
-    while !disk.seed().unwrap().is_whole {}
+fn protected(place: &Place, disk: &LoggedDisk) {
+    disk.begin_protection(1 << 20);
+    while !disk.seed_step().unwrap().is_whole {}
     assert_eq!(place.bytes().len() as u64, disk.size());
 }
 
@@ -198,13 +200,14 @@ fn writes_wait_for_the_cut_where_the_log_is_full() {
     let mut other = Client::ready(&place.socket());
     other.request(READ, 0, 0, 4, b"");
     assert_eq!((other.reply(0), other.take(4)), (0, vec![5; 4]), "reads go on");
-    let log = disk.cut().unwrap();
+    let log = disk.cut_log().unwrap();
     assert_eq!(log.changes.len(), 4);
     answered(&mut client, sent);
-    assert_eq!(disk.cut().unwrap().changes.len(), 1);
+    assert_eq!(disk.cut_log().unwrap().changes.len(), 1);
 }
 
-/// A connection ends with writes that wait. The client asks for newer ones on another, and those stay.
+/// A connection ends with writes that wait. The client sends newer ones on another connection, and
+/// those remain.
 #[test]
 fn what_waits_of_a_connection_that_has_ended_is_not_done_after_newer_writes() {
     let place = Place::raw(64 * MIB);
@@ -216,14 +219,14 @@ fn what_waits_of_a_connection_that_has_ended_is_not_done_after_newer_writes() {
     let at = (sent - 1) * (256 << 10);
     drop(client);
     let mut next = Client::ready(&place.socket());
-    disk.cut().unwrap();
+    disk.cut_log().unwrap();
     next.request(WRITE, 0, at, 4, b"newe");
     assert_eq!(next.reply(at), 0);
-    while disk.pressure().waiting > 0 {
+    while disk.log_pressure().waiting > 0 {
         std::thread::yield_now();
     }
     assert_eq!(place.bytes()[at as usize..][..4], *b"newe");
-    assert_eq!(disk.cut().unwrap().changes.len(), 1, "the one that was answered");
+    assert_eq!(disk.cut_log().unwrap().changes.len(), 1, "the one that was answered");
 }
 
 #[test]
@@ -234,11 +237,11 @@ fn a_vm_that_is_stopped_does_not_wait_for_a_cut_that_waits_for_it() {
     protected(&place, &disk);
     let mut client = Client::ready(&place.socket());
     let sent = fill(&mut client, &disk);
-    disk.drain();
+    disk.begin_drain();
     answered(&mut client, sent);
-    assert_eq!(disk.cut().unwrap().changes.len() as u64, sent, "all belong to the epoch");
+    assert_eq!(disk.cut_log().unwrap().changes.len() as u64, sent, "all belong to the epoch");
     assert_eq!(fill(&mut client, &disk), 5, "the bound is back");
-    disk.release();
+    disk.end_protection();
     answered(&mut client, 5);
 }
 

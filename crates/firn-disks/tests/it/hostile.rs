@@ -1,4 +1,4 @@
-//! Clients that do not keep to the protocol: one error, or the end of the connection; and the server goes on.
+//! Clients that violate the protocol get one error, or their connection ends; the server continues.
 
 use std::io::Write;
 use std::net::Shutdown;
@@ -100,7 +100,7 @@ fn a_client_may_go_in_the_middle_of_anything() {
     });
 }
 
-/// Answers that nobody takes are made one at a time for each client.
+/// Large replies that a client does not read are made one at a time for each client.
 #[test]
 fn clients_that_do_not_read_take_little_memory() {
     let place = Place::raw(8 << 20);
@@ -111,7 +111,7 @@ fn clients_that_do_not_read_take_little_memory() {
         client
     };
     let all: Vec<_> = (0..16).map(ask).collect();
-    // Until it does nothing more.
+    // Until it stops.
     let mut before = 0;
     while before < served.memory_kib() {
         before = served.memory_kib();

@@ -1,4 +1,5 @@
-//! The server is killed, and a successor takes the socket and the file over. QEMU connects again by itself.
+//! The server is killed, and a successor takes over the socket and the file. QEMU connects again by
+//! itself.
 
 use std::io::{BufRead, BufReader, Write};
 use std::process::{Child, ChildStdin, ChildStdout, Command, Stdio};
@@ -8,7 +9,7 @@ use crate::served::Place;
 const BLOCK: usize = 64 << 10;
 const BLOCKS: usize = 32;
 
-/// qemu-io, which is told what to do line by line.
+/// A qemu-io process, which gets its commands line by line.
 struct Io {
     child: Child,
     to: ChildStdin,
@@ -31,7 +32,7 @@ impl Io {
         writeln!(self.to, "{command}").unwrap();
     }
 
-    /// Waits until it has said so.
+    /// Waits until it has printed this.
     fn said(&mut self, words: &str) {
         let mut line = String::new();
         while !line.contains(words) {
@@ -51,7 +52,8 @@ impl Io {
 
     fn end(self) {
         let Self { mut child, to, .. } = self;
-        // It reads ahead of what it waits for: only the end of its input is sure to be seen.
+        // It reads its input ahead of the running command: only the end of its input is sure to be
+        // noticed.
         drop(to);
         assert!(child.wait().unwrap().success());
     }
@@ -63,7 +65,7 @@ fn what_was_acknowledged_is_there_after_a_kill_and_the_rest_comes_again() {
     let mut served = place.child(None);
     let mut io = Io::start(&place);
     for block in 0..BLOCKS {
-        // Each eighth is on its way, or done, or not begun when the server dies.
+        // Each eighth is in flight, or done, or not begun when the server dies.
         io.write(block, block + 1);
         if block % 8 == 7 {
             served.kill();
@@ -137,7 +139,7 @@ fn a_request_that_was_not_carried_out_was_not_answered() {
 fn a_successor_waits_for_the_file_of_a_predecessor_that_lives_and_then_gives_up() {
     let place = Place::raw(BLOCK as u64);
     let _served = place.child(None);
-    let refused = firn_disks::Disk::open(&place.file(), None).err().unwrap();
+    let refused = firn_disks::LoggedDisk::open(&place.file(), None).err().unwrap();
     assert!(refused.to_string().contains("in use"), "{refused}");
     place.io_ok("raw", &["write -P 1 0 4k"]);
 }
@@ -154,7 +156,8 @@ fn a_socket_takes_the_place_of_a_stale_one_and_of_nothing_else() {
     drop(server);
     assert!(!place.socket().exists(), "it goes with the server");
     std::fs::write(place.socket(), "a file of the user").unwrap();
-    let taken = firn_disks::nbd::Server::start(&place.socket(), Default::default()).err().unwrap();
+    let taken =
+        firn_disks::nbd::NbdServer::start(&place.socket(), Default::default()).err().unwrap();
     assert!(taken.to_string().contains("no socket"), "{taken}");
     assert_eq!(std::fs::read(place.socket()).unwrap(), b"a file of the user");
 }

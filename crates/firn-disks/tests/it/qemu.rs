@@ -3,7 +3,7 @@
 use std::os::unix::fs::MetadataExt;
 use std::process::Command;
 
-use firn_disks::{Disk, DiskError};
+use firn_disks::{DiskError, LoggedDisk};
 
 use crate::served::{Place, ok, words};
 
@@ -114,9 +114,9 @@ fn qemu_does_not_open_a_file_that_is_served_nor_we_what_it_has() {
 #[test]
 fn a_file_larger_than_its_disk_is_refused() {
     let place = Place::raw(MIB);
-    let refused = Disk::open(&place.file(), Some(MIB - 1)).err().unwrap();
+    let refused = LoggedDisk::open(&place.file(), Some(MIB - 1)).err().unwrap();
     assert!(matches!(refused, DiskError::Size { .. }), "{refused}");
-    assert_eq!(Disk::open(&place.file(), Some(2 * MIB)).unwrap().size(), 2 * MIB);
+    assert_eq!(LoggedDisk::open(&place.file(), Some(2 * MIB)).unwrap().size(), 2 * MIB);
 }
 
 #[test]

@@ -5,11 +5,11 @@ use std::path::{Path, PathBuf};
 use std::process::{Child, Command, Output, Stdio};
 use std::sync::Arc;
 
-use firn_disks::Disk;
-use firn_disks::nbd::{Exports, Server};
+use firn_disks::LoggedDisk;
+use firn_disks::nbd::{NbdExports, NbdServer};
 use tempfile::TempDir;
 
-/// Tells a child what to serve.
+/// The environment variable that names the disk that a child serves.
 const CHILD: &str = "FIRN_DISKS_CHILD";
 
 /// A directory with a file, and the socket that its disk is served on.
@@ -26,7 +26,7 @@ impl Place {
         place
     }
 
-    /// With a qcow2 file of so many bytes, whose disk may be as large as `size`.
+    /// With a qcow2 file whose disk has `size` bytes at most.
     pub fn qcow2(bytes: u64, size: u64) -> Self {
         let place = Self { dir: tempfile::tempdir().unwrap(), size: Some(size) };
         let file = place.file();
@@ -45,14 +45,14 @@ impl Place {
         self.dir.path().join("nbd")
     }
 
-    pub fn disk(&self) -> Arc<Disk> {
-        Arc::new(Disk::open(&self.file(), self.size).unwrap())
+    pub fn disk(&self) -> Arc<LoggedDisk> {
+        Arc::new(LoggedDisk::open(&self.file(), self.size).unwrap())
     }
 
     /// By this process.
-    pub fn serve(&self, disk: &Arc<Disk>) -> Server {
-        let exports: Exports = [("vda".to_owned(), Arc::clone(disk))].into_iter().collect();
-        Server::start(&self.socket(), exports).unwrap()
+    pub fn serve(&self, disk: &Arc<LoggedDisk>) -> NbdServer {
+        let exports: NbdExports = [("vda".to_owned(), Arc::clone(disk))].into_iter().collect();
+        NbdServer::start(&self.socket(), exports).unwrap()
     }
 
     /// By a child, with a fault armed.
@@ -67,12 +67,12 @@ impl Place {
         let mut child = command.spawn().unwrap();
         let mut lines = BufReader::new(child.stdout.take().unwrap()).lines();
         assert!(lines.any(|line| line.unwrap().ends_with("serving")), "the child can't serve");
-        // Whoever writes to it afterwards must not be stopped.
+        // The child must not block or die when it prints more lines.
         std::thread::spawn(move || lines.for_each(drop));
         Served(child)
     }
 
-    /// What QEMU calls the disk, read as `format`.
+    /// QEMU's description of the disk, opened as `format`.
     pub fn options(&self, format: &str) -> String {
         let socket = self.socket();
         format!(
@@ -91,7 +91,7 @@ impl Place {
         command.output().unwrap()
     }
 
-    /// The same, and it has to go well.
+    /// The same, and it must succeed.
     pub fn io_ok(&self, format: &str, commands: &[&str]) -> String {
         let output = self.io(format, commands);
         let words = words(&output);
@@ -108,13 +108,13 @@ impl Place {
 pub struct Served(Child);
 
 impl Served {
-    /// With SIGKILL; the same for one that has killed itself.
+    /// Kills it with SIGKILL; does nothing to one that has killed itself.
     pub fn kill(&mut self) {
         let _ = self.0.kill();
         self.0.wait().unwrap();
     }
 
-    /// What it has of the system's memory.
+    /// The memory that it uses.
     pub fn memory_kib(&self) -> u64 {
         let status = std::fs::read_to_string(format!("/proc/{}/status", self.0.id())).unwrap();
         let line = status.lines().find(|line| line.starts_with("VmRSS:")).unwrap();
@@ -133,14 +133,14 @@ impl Drop for Served {
     }
 }
 
-/// The child. Without orders it is an empty test.
+/// The child. Without its variable it is an empty test.
 #[test]
 fn child() {
     let Some(dir) = std::env::var_os(CHILD) else { return };
     let dir = Path::new(&dir);
-    let disk = Arc::new(Disk::open(&dir.join("disk"), None).unwrap());
-    let exports: Exports = [("vda".to_owned(), disk)].into_iter().collect();
-    let _server = Server::start(&dir.join("nbd"), exports).unwrap();
+    let disk = Arc::new(LoggedDisk::open(&dir.join("disk"), None).unwrap());
+    let exports: NbdExports = [("vda".to_owned(), disk)].into_iter().collect();
+    let _server = NbdServer::start(&dir.join("nbd"), exports).unwrap();
     println!("\nserving");
     loop {
         std::thread::park();

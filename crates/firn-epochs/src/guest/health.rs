@@ -1,11 +1,12 @@
-//! What is checked of a VM before each cut: that its devices are those that the standby has, and whether it runs.
+//! Health check: checks before each cut that a VM has the devices that the standby has, and whether
+//! it runs.
 //!
-//! An epoch is committed when the next one is complete, and that one is cut after another check. So the state of a device that came in
-//! between is in no committed epoch.
+//! An epoch is committed when the next one is complete, and that one is cut after another check. So
+//! no committed epoch contains the state of a device that was added in between.
 
 use std::collections::BTreeSet;
 
-use firn_vmm::{DevicePath, RunState, Vm};
+use firn_vmm::{DevicePath, QemuVm, RunState};
 use serde::{Deserialize, Serialize};
 
 use super::GuestError;
@@ -18,16 +19,16 @@ pub enum RunTrouble {
     GuestPanicked,
     /// The hypervisor met an error of its own or of KVM's.
     InternalError,
-    /// A disk failed, and the VM waits.
+    /// A disk failed, and the VM is paused.
     IoError,
-    /// The guest shut down, and its hypervisor stays by its command line.
+    /// The guest shut down, and its command line makes the hypervisor stay.
     Shutdown,
     /// The guest's watchdog expired.
     Watchdog,
 }
 
 impl RunTrouble {
-    /// In the words of QEMU's `RunState`. A VM that its user paused is in no trouble.
+    /// From QEMU's `RunState`. A VM that its user paused is in no trouble.
     pub fn from_state(state: &RunState) -> Option<Self> {
         match state.status.as_str() {
             "guest-panicked" => Some(Self::GuestPanicked),
@@ -39,8 +40,8 @@ impl RunTrouble {
         }
     }
 
-    /// For a user.
-    pub fn word(self) -> &'static str {
+    /// A description for the user.
+    pub fn description(self) -> &'static str {
         match self {
             Self::GuestPanicked => "guest panicked",
             Self::InternalError => "internal error of QEMU",
@@ -51,18 +52,18 @@ impl RunTrouble {
     }
 }
 
-/// What a hypervisor reported last, if it did.
+/// The last reports of a hypervisor, if there were any.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
-pub struct LastWords {
-    /// Why it shuts down, in QEMU's words (`ShutdownCause`).
+pub struct ExitReport {
+    /// Why it shuts down, as QEMU names it (`ShutdownCause`).
     pub shutdown: Option<String>,
     /// Whether the guest panicked.
     pub has_panicked: bool,
 }
 
-impl LastWords {
-    /// Reads what is left of a connection that may be closed.
-    pub(super) fn read(vm: &mut Vm) -> Self {
+impl ExitReport {
+    /// Reads the remaining events of a connection that may be closed.
+    pub(super) fn read_events(vm: &mut QemuVm) -> Self {
         let qmp = vm.qmp();
         qmp.drain_events();
         let shutdown = qmp.shutdown_cause().map(str::to_owned);
@@ -73,26 +74,28 @@ impl LastWords {
 
 /// The devices of a VM when its protection began.
 #[derive(Debug)]
-pub(super) struct Devices(BTreeSet<DevicePath>);
+pub(super) struct DeviceSet(BTreeSet<DevicePath>);
 
-impl Devices {
-    /// Those that the VM has now.
-    pub(super) fn list(vm: &mut Vm) -> Result<Self, GuestError> {
+impl DeviceSet {
+    /// Lists the devices that the VM has now.
+    pub(super) fn list_devices(vm: &mut QemuVm) -> Result<Self, GuestError> {
         Ok(Self(vm.device_paths()?))
     }
 
+    /// Checks that the devices are the same.
+    ///
     /// # Errors
-    /// If a device came or went since.
-    pub(super) fn check(&self, vm: &mut Vm) -> Result<(), GuestError> {
-        match change(&self.0, &vm.device_paths()?) {
+    /// If a device was added or removed since.
+    pub(super) fn check_unchanged(&self, vm: &mut QemuVm) -> Result<(), GuestError> {
+        match describe_change(&self.0, &vm.device_paths()?) {
             None => Ok(()),
             Some(change) => Err(GuestError::Devices(change)),
         }
     }
 }
 
-/// What changed, in words.
-fn change(before: &BTreeSet<DevicePath>, now: &BTreeSet<DevicePath>) -> Option<String> {
+/// Describes the difference.
+fn describe_change(before: &BTreeSet<DevicePath>, now: &BTreeSet<DevicePath>) -> Option<String> {
     let list = |devices: Vec<&DevicePath>, verb: &str| {
         let names: Vec<String> = devices.iter().map(ToString::to_string).collect();
         (!names.is_empty()).then(|| format!("{} {verb}", names.join(", ")))
@@ -114,9 +117,12 @@ mod tests {
     #[test]
     fn a_device_that_comes_or_goes_is_named() {
         let before = BTreeSet::from([device("a"), device("b")]);
-        assert_eq!(change(&before, &before), None);
+        assert_eq!(describe_change(&before, &before), None);
         let now = BTreeSet::from([device("b"), device("c")]);
-        assert_eq!(change(&before, &now).unwrap(), "c (edu) was added; a (edu) was removed");
+        assert_eq!(
+            describe_change(&before, &now).unwrap(),
+            "c (edu) was added; a (edu) was removed"
+        );
     }
 
     #[test]

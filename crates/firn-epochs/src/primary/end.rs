@@ -1,30 +1,35 @@
-//! The last message of a primary: how its side ended.
+//! End report: the last message of a primary, which reports how the protection ended.
 
 use std::time::{Duration, Instant};
 
 use crossbeam_channel::{Receiver, Sender};
 
 use crate::primary_end::PrimaryEnd;
-use crate::sender::{Event, Job};
+use crate::sender::{ConnectionEvent, SendJob};
 
-/// How long the message may take to be sent and noted. A backup that misses it learns the end from elsewhere.
-const REPORT_WAIT: Duration = Duration::from_secs(2);
+/// How long the message may take to be sent and acknowledged. A backup that misses it learns of the
+/// end by other means.
+const REPORT_TIMEOUT: Duration = Duration::from_secs(2);
 
-/// Sends it, and waits until the backup has noted it, or the connection has ended.
-pub(super) fn report(jobs: &Sender<Job>, events: &Receiver<Event>, end: PrimaryEnd) {
-    let deadline = Instant::now() + REPORT_WAIT;
+/// Sends the report, and waits until the backup has acknowledged it, or the connection has ended.
+pub(super) fn report_end(
+    jobs: &Sender<SendJob>,
+    events: &Receiver<ConnectionEvent>,
+    end: PrimaryEnd,
+) {
+    let deadline = Instant::now() + REPORT_TIMEOUT;
     tracing::info!("the backup is informed: {end}");
-    if jobs.send_deadline(Job::PrimaryEnd(end), deadline).is_err() {
-        return tracing::warn!("the backup takes no more: it is not informed how this ended");
+    if jobs.send_deadline(SendJob::PrimaryEnd(end), deadline).is_err() {
+        return tracing::warn!("the sender has stopped: the backup is not informed how this ended");
     }
     while let Ok(event) = events.recv_deadline(deadline) {
         match event {
-            Event::EndNoted => return,
-            Event::Lost(error) => {
-                return tracing::warn!("the backup has not noted how this ended: {error}");
+            ConnectionEvent::EndNoted => return,
+            ConnectionEvent::Lost(error) => {
+                return tracing::warn!("the backup has not acknowledged how this ended: {error}");
             }
             _ => {}
         }
     }
-    tracing::warn!("the backup has not noted how this ended in time");
+    tracing::warn!("the backup has not acknowledged how this ended in time");
 }

@@ -1,209 +1,216 @@
-//! How a VM is protected, and what is told of it.
+//! Protection options, the request to end a protection, and the events that it reports.
 
 use std::ops::Range;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::Duration;
 
 use crossbeam_channel::Receiver;
-use firn_cluster::epoch::{Limits, LimitsError, Progress};
-use firn_cluster::member::OfEpoch;
-use firn_cluster::predict::Counts;
-use firn_cluster::{Epoch, Seq};
+use firn_cluster::epoch::{EpochLimits, EpochProgress, LimitsError};
+use firn_cluster::member::NicEpoch;
+use firn_cluster::predict::PredictionCounts;
+use firn_cluster::{Epoch, FrameNumber};
 use serde::{Deserialize, Serialize};
 
-use crate::guest::{GuestError, LastWords, RunTrouble};
+use crate::guest::{ExitReport, GuestError, RunTrouble};
 use crate::primary_end::PrimaryEnd;
 
-/// What a page fault that only tells of a write takes of the guest's time. Copying the page takes a fifth of that.
-const FAULT: Duration = Duration::from_micros(2);
-/// Faults that take more of an interval than one part in so many are spared.
-const SPARED: u32 = 50;
-/// Pages that may be copied in a pause for that: some three milliseconds.
-const SPARED_MAX: usize = 8192;
+/// The guest time that a page fault takes which only records a write. Copying the page takes a
+/// fifth of that.
+const FAULT_TIME: Duration = Duration::from_micros(2);
+/// Faults are avoided if they would take more than one part in this many of an interval.
+const FAULT_SHARE: u32 = 50;
+/// The maximum number of pages copied in a pause to avoid faults: some three milliseconds.
+const BUSY_PAGES_MAX: usize = 8192;
 
-/// How a VM is protected.
+/// The options of a protection.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
-pub struct Options {
+pub struct EpochOptions {
     /// The time from one cut to the next.
     pub interval: Duration,
-    /// Pages that are not expected to be written until the cut are copied ahead of it; others stay writable in the next epoch. Of a guest
-    /// that writes much none are copied ahead.
+    /// Pages that are not expected to be written before the cut are copied ahead of it; others stay
+    /// writable in the next epoch. If the guest writes much, no pages are copied ahead.
     pub predicts: bool,
-    /// Pages that may wait for the backup.
+    /// The maximum number of pages that wait for the backup.
     pub buffer_pages: u64,
 }
 
-impl Default for Options {
+impl Default for EpochOptions {
     fn default() -> Self {
         Self { interval: Duration::from_millis(100), predicts: true, buffer_pages: 32 << 10 }
     }
 }
 
-impl Options {
-    /// How many pages a guest writes in an interval that is better spared their faults.
+impl EpochOptions {
+    /// The numbers of pages written in an interval at which avoiding their faults is cheaper for
+    /// the guest.
     pub(super) fn busy_pages(&self) -> Range<usize> {
-        let least = self.interval.as_nanos() / u128::from(SPARED) / FAULT.as_nanos();
-        usize::try_from(least).unwrap_or(usize::MAX)..SPARED_MAX
+        let least = self.interval.as_nanos() / u128::from(FAULT_SHARE) / FAULT_TIME.as_nanos();
+        usize::try_from(least).unwrap_or(usize::MAX)..BUSY_PAGES_MAX
     }
 
-    /// A member may be cut as soon as half an interval has passed: others may have been just before.
-    pub(super) fn limits(&self, is_member: bool) -> Result<Limits, LimitsError> {
+    /// The limits of the epochs. A member may be cut after half an interval, because other members
+    /// may have been cut just before.
+    pub(super) fn epoch_limits(&self, is_member: bool) -> Result<EpochLimits, LimitsError> {
         let least = if is_member { self.interval / 2 } else { self.interval };
-        let limits = Limits {
+        let limits = EpochLimits {
             interval_min: self.interval,
             interval_max: self.interval,
             pages_per_epoch: self.buffer_pages.min(4096),
             output_delay_max: Duration::MAX,
-            error_latency_max: least.min(Limits::default().error_latency_max),
+            error_latency_max: least.min(EpochLimits::default().error_latency_max),
             buffer_pages: self.buffer_pages,
-            // A stream loses nothing but itself.
+            // The stream loses no message unless the connection is lost.
             resend_after: Duration::MAX,
         };
-        limits.check().map(|()| limits)
+        limits.check_limits().map(|()| limits)
     }
 }
 
-/// Where it is said that a protection is to end.
+/// The request to end a protection.
 #[derive(Debug, Default)]
-pub struct Ending {
-    is_asked: AtomicBool,
+pub struct EndRequest {
+    is_requested: AtomicBool,
     is_release: AtomicBool,
     is_stop: AtomicBool,
 }
 
-impl Ending {
-    /// The backup keeps what it has, and may run the VM.
-    pub fn leave(&self) {
-        self.is_asked.store(true, Ordering::Release);
+impl EndRequest {
+    /// Ends the protection. The backup retains its state, and may run the VM.
+    pub fn request_end(&self) {
+        self.is_requested.store(true, Ordering::Release);
     }
 
-    /// The user stops the VM: the backup is informed of that.
-    pub fn stop(&self) {
+    /// Ends the protection because the user stops the VM. The backup is informed.
+    pub fn request_stop(&self) {
         self.is_stop.store(true, Ordering::Release);
-        self.leave();
+        self.request_end();
     }
 
     /// Whether the user stops the VM.
-    pub fn is_stop(&self) -> bool {
+    pub fn is_stop_requested(&self) -> bool {
         self.is_stop.load(Ordering::Acquire)
     }
 
-    /// The VM goes on alone. The backup has to say first that it never runs it.
-    pub fn release(&self) {
+    /// Releases the VM, which continues alone. The backup has to confirm first that it never runs
+    /// the VM.
+    pub fn request_release(&self) {
         self.is_release.store(true, Ordering::Release);
-        self.leave();
+        self.request_end();
     }
 
-    /// Whether it is to end.
-    pub fn is_asked(&self) -> bool {
-        self.is_asked.load(Ordering::Acquire)
+    /// Whether the end was requested.
+    pub fn is_end_requested(&self) -> bool {
+        self.is_requested.load(Ordering::Acquire)
     }
 
-    pub(super) fn is_release(&self) -> bool {
+    pub(super) fn is_release_requested(&self) -> bool {
         self.is_release.load(Ordering::Acquire)
     }
 }
 
-/// One cut, in numbers.
+/// Measurements of one cut.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Serialize, Deserialize)]
 pub struct CutNumbers {
     /// The epoch that it ended.
     pub epoch: Epoch,
-    /// How long the VM stood still, in milliseconds.
+    /// The downtime, in milliseconds.
     pub downtime_ms: f64,
-    /// Of that: finding what was written.
+    /// Of the downtime: the scan for written pages.
     pub scan_ms: f64,
-    /// Of that: protecting pages again.
+    /// Of the downtime: protecting pages again.
     pub protect_ms: f64,
-    /// Of that: copying.
+    /// Of the downtime: copying.
     pub copy_ms: f64,
-    /// Pages copied in that time.
+    /// The number of pages copied in the pause.
     pub copied: u64,
-    /// Pages whose copies made ahead of it are part of the epoch.
+    /// The number of pages of the epoch that were copied ahead of the pause.
     pub ahead: u64,
-    /// Of both: found written, each after a fault inside the kernel.
+    /// Of both: pages found written, each after a fault inside the kernel.
     pub written: u64,
-    /// Pages protected again.
+    /// The number of pages protected again.
     pub protected: u64,
-    /// Bytes of device state.
+    /// The bytes of device state.
     pub device_bytes: u64,
 }
 
-/// Who goes along with a protection. A function that hears what there is to tell will do for a VM by itself.
-pub trait Watch {
-    /// There is something to tell.
-    fn told(&self, told: Told);
+/// An observer of a protection, which also has the VM's network card. For a VM outside a cluster, a
+/// function that receives events suffices.
+pub trait ProtectionObserver {
+    /// Receives an event.
+    fn on_event(&self, told: ProtectionEvent);
 
-    /// The VM stands still at the end of an epoch: nothing that it sends from now on is part of it. What of the network card of a member
-    /// of a cluster is. Whoever hears this is waited for, and so is the VM.
-    fn still(&self, epoch: Epoch) -> Option<OfEpoch>;
+    /// The VM is paused at the end of an epoch: frames that it sends from now on are not part of
+    /// the epoch. Returns the state of the network card that belongs to the epoch, for a member of
+    /// a cluster. The VM remains paused until this returns.
+    fn on_paused(&self, epoch: Epoch) -> Option<NicEpoch>;
 
-    /// The newest epoch of a member that a global checkpoint on record has.
-    fn globally(&self) -> Epoch {
+    /// The newest epoch of a member that belongs to a recorded global checkpoint.
+    fn global_epoch(&self) -> Epoch {
         Epoch(0)
     }
 
-    /// The newest frame of a member to the outside that has left.
-    fn gone(&self) -> Seq {
-        Seq(0)
+    /// The newest frame of a member to the outside that has been sent.
+    fn released_up_to(&self) -> FrameNumber {
+        FrameNumber(0)
     }
 
-    /// Whether what another member has sent waits for the epoch that runs to be cut.
+    /// Whether a frame of another member waits for the running epoch to be cut.
     fn wants_cut(&self) -> bool {
         false
     }
 
-    /// Whether the guest's power button is to be pressed now; asked once for each time that it is.
-    fn presses_power_button(&self) -> bool {
+    /// Whether to press the guest's power button now. Returns `true` once for each press.
+    fn take_power_button_press(&self) -> bool {
         false
     }
 
-    /// How this side ended, for the backup: by this error, or without one; with what the hypervisor reported last. `None` if there is
-    /// nothing to report.
-    fn end(&self, _error: Option<&GuestError>, _words: &LastWords) -> Option<PrimaryEnd> {
+    /// Describes for the backup how the protection ended: by this error, or without one, and with
+    /// the last reports of the hypervisor. `None` if there is nothing to report.
+    fn describe_end(&self, _error: Option<&GuestError>, _words: &ExitReport) -> Option<PrimaryEnd> {
         None
     }
 
-    /// Wakes who cuts epochs: there may be something new in what of a member is asked here.
-    fn news(&self) -> Receiver<()> {
+    /// Wakes the thread that cuts epochs when the state of a member may have changed.
+    fn member_events(&self) -> Receiver<()> {
         crossbeam_channel::never()
     }
 }
 
-impl<F: Fn(Told)> Watch for F {
-    fn told(&self, told: Told) {
+impl<F: Fn(ProtectionEvent)> ProtectionObserver for F {
+    fn on_event(&self, told: ProtectionEvent) {
         self(told);
     }
 
-    fn still(&self, epoch: Epoch) -> Option<OfEpoch> {
-        self(Told::Still(epoch));
+    fn on_paused(&self, epoch: Epoch) -> Option<NicEpoch> {
+        self(ProtectionEvent::Paused(epoch));
         None
     }
 }
 
-/// What there is to tell.
+/// An event of a protection.
 #[derive(Clone, Copy, Debug, PartialEq)]
-pub enum Told {
-    /// So many pages of the seed are sent.
+pub enum ProtectionEvent {
+    /// The number of pages of the seed that were sent.
     Seeding(u64),
-    /// So many bytes of the disks' seed are sent, of so many.
+    /// The number of bytes of the disks' seed that were sent, and of all bytes.
     SeedingDisks(u64, u64),
-    /// The VM is about to be stopped. Whoever hears this is waited for.
+    /// The VM is about to be stopped. The protection waits until the observer returns.
     Stopping,
-    /// The VM stands still at the end of an epoch (see [`Watch::still`]).
-    Still(Epoch),
-    /// The VM goes on, or was not stopped after all.
-    GoesOn,
+    /// The VM is paused at the end of an epoch (see [`ProtectionObserver::on_paused`]).
+    Paused(Epoch),
+    /// The VM runs again, or was not stopped.
+    Resumed,
     /// An epoch was cut.
     Cut(CutNumbers),
-    /// An epoch was sent: so many pages, in so many bytes.
+    /// An epoch was sent: its pages, and the bytes sent.
     Sent(Epoch, u64, u64),
-    /// The backup is so far.
-    Progress(Progress),
-    /// A failover would not undo this epoch any more.
+    /// The progress of the backup.
+    Progress(EpochProgress),
+    /// An epoch was committed: a failover would not undo it.
     Committed(Epoch),
-    /// What prediction was worth so far.
-    Counts(Counts),
-    /// Why the VM does not run, as its hypervisor reports it; nothing if it runs, or its user paused it.
+    /// The counters of dirty-page prediction.
+    Counts(PredictionCounts),
+    /// Why the VM does not run, as its hypervisor reports it; `None` if it runs, or its user paused
+    /// it.
     Trouble(Option<RunTrouble>),
 }

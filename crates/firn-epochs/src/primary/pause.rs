@@ -1,156 +1,165 @@
-//! What is done at the end of an epoch: ahead, while the VM runs, and while it stands still its writes are found, protected again
-//! and copied.
+//! Pause: the work at the end of an epoch. Some pages are copied ahead, while the VM runs. In the
+//! pause its writes are found, and the pages are protected again and copied.
 
 use std::time::{Duration, Instant};
 
 use crossbeam_channel::{SendTimeoutError, Sender};
 use firn_cluster::Epoch;
-use firn_cluster::member::OfEpoch;
+use firn_cluster::member::NicEpoch;
 use firn_cluster::predict::{CutPlan, PageSet, Predictor};
-use firn_disks::Change;
+use firn_disks::DiskChange;
 use firn_types::Page;
 
-use super::{CutNumbers, Ending, LOOK, Options, Told, Watch, ms};
-use crate::guest::{Guest, GuestError, Still};
-use crate::sender::Job;
-use crate::wire::{PAGES_MAX, Pages};
+use super::{
+    CutNumbers, EndRequest, EpochOptions, POLL_INTERVAL, ProtectionEvent, ProtectionObserver,
+    as_millis,
+};
+use crate::guest::{GuestError, PausedGuest, ProtectedGuest};
+use crate::sender::SendJob;
+use crate::wire::{PAGES_MAX, PageBatch};
 
-/// How long the VM may stand still for an epoch that is sent from within its pause.
+/// The maximum length of a pause in which an epoch is sent.
 const PAUSE_MAX: Duration = Duration::from_secs(10);
 
-/// The VM is about to be stopped, until this is dropped.
-pub(super) struct Stopping<'a>(&'a dyn Watch);
+/// Announces that the VM is about to be stopped, until this is dropped.
+pub(super) struct StopNotice<'a>(&'a dyn ProtectionObserver);
 
-impl<'a> Stopping<'a> {
-    pub(super) fn tell(told: &'a dyn Watch) -> Self {
-        told.told(Told::Stopping);
+impl<'a> StopNotice<'a> {
+    pub(super) fn announce_stop(told: &'a dyn ProtectionObserver) -> Self {
+        told.on_event(ProtectionEvent::Stopping);
         Self(told)
     }
 }
 
-impl Drop for Stopping<'_> {
+impl Drop for StopNotice<'_> {
     fn drop(&mut self) {
-        self.0.told(Told::GoesOn);
+        self.0.on_event(ProtectionEvent::Resumed);
     }
 }
 
-/// Protects and copies to the beginning of `bytes` what need not wait for the pause; the pages, in order.
-pub(super) fn ahead(
-    guest: &mut Guest,
+/// Protects the pages that need not wait for the pause, and copies them to the beginning of
+/// `bytes`. Returns the pages, in order.
+pub(super) fn copy_ahead(
+    guest: &mut ProtectedGuest,
     predictor: &mut Predictor,
-    options: &Options,
+    options: &EpochOptions,
     bytes: &mut Vec<u8>,
 ) -> Result<Vec<Page>, GuestError> {
     if !predictor.copies_ahead() {
         return Ok(Vec::new());
     }
-    let scanned = guest.glance()?;
+    let scanned = guest.scan_written()?;
     if scanned.len() as u64 > options.buffer_pages {
         return Ok(Vec::new());
     }
-    let pages = predictor.ahead(&scanned);
+    let pages = predictor.plan_ahead(&scanned);
     guest.protect_running(&pages)?;
     firn_fault::point("protect.ahead");
     guest.copy_running(&pages, bytes)?;
     Ok(pages.iter().collect())
 }
 
-/// What is done while the VM stands still.
-pub(super) struct Inside<'a> {
+/// The work in the pause.
+pub(super) struct PauseWork<'a> {
     pub(super) epoch: Epoch,
     pub(super) predictor: &'a mut Predictor,
-    pub(super) options: &'a Options,
-    pub(super) jobs: &'a Sender<Job>,
-    pub(super) ending: &'a Ending,
-    pub(super) told: &'a dyn Watch,
-    /// Where copies go, behind those of this many pages that were copied ahead.
+    pub(super) options: &'a EpochOptions,
+    pub(super) jobs: &'a Sender<SendJob>,
+    pub(super) ending: &'a EndRequest,
+    pub(super) observer: &'a dyn ProtectionObserver,
+    /// The buffer for copies. It begins with the copies of `ahead` pages.
     pub(super) bytes: &'a mut Vec<u8>,
     pub(super) ahead: usize,
     pub(super) numbers: CutNumbers,
 }
 
-/// What the VM did in an epoch.
-pub(super) struct Found {
-    /// What was to be copied.
+/// The result of a cut: the changes of the VM in an epoch.
+pub(super) struct CutResult {
+    /// The pages that were to be copied.
     pub(super) plan: CutPlan,
     /// The pages that were added to `bytes`.
     pub(super) pages: Vec<Page>,
-    /// What was changed on each disk.
-    pub(super) disks: Vec<Vec<Change>>,
-    /// What of its card goes with it.
-    pub(super) card: Option<OfEpoch>,
+    /// The changes of each disk.
+    pub(super) disks: Vec<Vec<DiskChange>>,
+    /// The state of its network card that belongs to the epoch.
+    pub(super) card: Option<NicEpoch>,
     pub(super) numbers: CutNumbers,
 }
 
-impl Inside<'_> {
+impl PauseWork<'_> {
     /// Cuts disks and memory.
-    pub(super) fn run(&mut self, still: &Still<'_>) -> Result<Found, GuestError> {
-        let card = self.told.still(self.epoch);
+    pub(super) fn cut_guest(&mut self, still: &PausedGuest<'_>) -> Result<CutResult, GuestError> {
+        let card = self.observer.on_paused(self.epoch);
         let disks = still.cut_disks(self.epoch)?;
         let started = Instant::now();
         let scanned = match self.options.predicts {
-            true => still.written()?,
-            // All of it is to be protected, which the same call does.
-            false => still.written_and_protect()?,
+            true => still.written_pages()?,
+            // All written pages are to be protected, which this call does as well.
+            false => still.reprotect_written()?,
         };
-        let scan_ms = ms(started.elapsed());
+        let scan_ms = as_millis(started.elapsed());
         firn_fault::point("protect.scanned");
-        let mut plan = self.predictor.cut(&scanned);
-        if self.is_large(&plan) {
-            self.predictor.give_up(&mut plan);
+        let mut plan = self.predictor.plan_cut(&scanned);
+        if self.exceeds_buffer(&plan) {
+            self.predictor.give_up_plan(&mut plan);
         }
         let started = Instant::now();
         if self.options.predicts {
-            still.protect(&plan.protect)?;
+            still.protect_pages(&plan.protect)?;
         }
-        let protect_ms = ms(started.elapsed());
+        let protect_ms = as_millis(started.elapsed());
         let started = Instant::now();
-        let pages = self.copy(still, &plan.copy)?;
+        let pages = self.copy_pages(still, &plan.copy)?;
         firn_fault::point("protect.copied");
         let numbers = CutNumbers {
             scan_ms,
             protect_ms,
-            copy_ms: ms(started.elapsed()),
+            copy_ms: as_millis(started.elapsed()),
             copied: plan.copy.len() as u64,
             ahead: plan.ahead.len() as u64,
             written: plan.written.len() as u64,
             protected: plan.protect.len() as u64,
             ..self.numbers
         };
-        Ok(Found { plan, pages, disks, card, numbers })
+        Ok(CutResult { plan, pages, disks, card, numbers })
     }
 
-    fn copy(&mut self, still: &Still<'_>, pages: &PageSet) -> Result<Vec<Page>, GuestError> {
+    fn copy_pages(
+        &mut self,
+        still: &PausedGuest<'_>,
+        pages: &PageSet,
+    ) -> Result<Vec<Page>, GuestError> {
         let numbers: Vec<Page> = pages.iter().collect();
         if (self.ahead + numbers.len()) as u64 <= self.options.buffer_pages {
-            still.copy(pages, self.ahead, self.bytes)?;
+            still.copy_pages(pages, self.ahead, self.bytes)?;
             return Ok(numbers);
         }
         let since = Instant::now();
         for some in numbers.chunks(PAGES_MAX) {
             let mut bytes = Vec::new();
-            still.copy(&some.iter().copied().collect(), 0, &mut bytes)?;
-            self.hand_over(Pages { numbers: some.to_vec(), bytes }, since)?;
+            still.copy_pages(&some.iter().copied().collect(), 0, &mut bytes)?;
+            self.send_part(PageBatch { numbers: some.to_vec(), bytes }, since)?;
         }
         Ok(Vec::new())
     }
 
-    /// Too large for the buffer: sent in parts, from within the pause.
-    fn is_large(&self, plan: &CutPlan) -> bool {
+    /// Whether the epoch is too large for the buffer, and is sent in parts from within the pause.
+    fn exceeds_buffer(&self, plan: &CutPlan) -> bool {
         (self.ahead + plan.copy.len()) as u64 > self.options.buffer_pages
     }
 
-    /// The VM does not stand still for a backup that takes too long, nor for one that is to be released.
-    fn hand_over(&self, pages: Pages, since: Instant) -> Result<(), GuestError> {
-        let mut part = Job::Part(self.epoch, pages);
+    /// Hands a part to the sender. Gives up if the backup takes too long or the end is requested,
+    /// so that the VM does not remain paused.
+    fn send_part(&self, pages: PageBatch, since: Instant) -> Result<(), GuestError> {
+        let mut part = SendJob::Part(self.epoch, pages);
         loop {
-            part = match self.jobs.send_timeout(part, LOOK) {
+            part = match self.jobs.send_timeout(part, POLL_INTERVAL) {
                 Ok(()) => return Ok(()),
-                Err(SendTimeoutError::Disconnected(_)) => return Err(GuestError::NobodyTakes),
+                Err(SendTimeoutError::Disconnected(_)) => return Err(GuestError::SenderStopped),
                 Err(SendTimeoutError::Timeout(part)) => part,
             };
-            if since.elapsed() > PAUSE_MAX || self.ending.is_asked() {
-                return Err(GuestError::NobodyTakes);
+            if since.elapsed() > PAUSE_MAX || self.ending.is_end_requested() {
+                return Err(GuestError::SenderStopped);
             }
         }
     }

@@ -1,5 +1,5 @@
-//! The first epoch: all disks and all of memory, sent while the VM runs. What changes on a disk after it was copied is sent in
-//! between.
+//! Seed: the first epoch, which sends all disks and all of memory while the VM runs. Changes of the
+//! part of a disk that was copied already are sent in between.
 
 use std::io::BufWriter;
 
@@ -8,88 +8,89 @@ use firn_cluster::Epoch;
 use firn_cluster::predict::PageSet;
 use firn_types::{PAGE_SIZE, Page};
 
-use super::{Ending, PrimaryError, Told, Watch};
-use crate::endpoint::Stream;
-use crate::guest::{Guest, GuestError};
-use crate::sender::Event;
-use crate::wire::{PAGES_MAX, Writer};
+use super::{EndRequest, ProtectionError, ProtectionEvent, ProtectionObserver};
+use crate::endpoint::EpochStream;
+use crate::guest::{GuestError, ProtectedGuest};
+use crate::sender::ConnectionEvent;
+use crate::wire::{EpochWriter, PAGES_MAX};
 
-/// Rounds in which the seed is brought up to date before the first cut.
+/// The number of rounds that bring the seed up to date before the first cut.
 const SEED_ROUNDS: usize = 3;
-/// Pages that are left to the first epoch without another round.
-const SEED_FEW: usize = 2048;
+/// The number of pages that are left to the first epoch without another round.
+const SEED_REST_PAGES: usize = 2048;
 
-/// All of memory, for a backup that has nothing.
-pub(super) struct Seed<'a> {
-    pub(super) guest: &'a mut Guest,
-    pub(super) writer: &'a mut Writer<BufWriter<Stream>>,
-    pub(super) events: &'a Receiver<Event>,
-    pub(super) ending: &'a Ending,
-    pub(super) told: &'a dyn Watch,
+/// Sends all of memory to a backup that has nothing.
+pub(super) struct SeedSender<'a> {
+    pub(super) guest: &'a mut ProtectedGuest,
+    pub(super) writer: &'a mut EpochWriter<BufWriter<EpochStream>>,
+    pub(super) events: &'a Receiver<ConnectionEvent>,
+    pub(super) ending: &'a EndRequest,
+    pub(super) observer: &'a dyn ProtectionObserver,
 }
 
-impl Seed<'_> {
-    pub(super) fn run(mut self) -> Result<(), PrimaryError> {
-        self.disks()?;
+impl SeedSender<'_> {
+    pub(super) fn run(mut self) -> Result<(), ProtectionError> {
+        self.seed_disks()?;
         let mut pages = PageSet::new();
         let backed = self.guest.memory().backed_runs().map_err(GuestError::from)?;
         backed.into_iter().for_each(|run| pages.insert_run(run));
         let mut sent = 0;
         for _ in 0..SEED_ROUNDS {
-            self.send(&pages, &mut sent)?;
-            pages = self.guest.newly_written()?;
-            if pages.len() <= SEED_FEW {
+            self.send_pages(&pages, &mut sent)?;
+            pages = self.guest.reprotect_running()?;
+            if pages.len() <= SEED_REST_PAGES {
                 break;
             }
         }
-        self.send(&pages, &mut sent)?;
-        match self.ending.is_asked() {
-            // Not all of it was sent.
+        self.send_pages(&pages, &mut sent)?;
+        match self.ending.is_end_requested() {
+            // The seed is incomplete.
             true => Ok(()),
-            false => Ok(self.writer.end(Epoch(0), &[], &[], false)?),
+            false => Ok(self.writer.write_end(Epoch(0), &[], &[], false)?),
         }
     }
 
-    fn disks(&mut self) -> Result<(), PrimaryError> {
-        self.guest.disks().begin();
-        while !self.disks_step()? && !self.is_over()? {
-            let (done, all) = self.guest.disks().seeded();
-            self.told.told(Told::SeedingDisks(done, all));
+    fn seed_disks(&mut self) -> Result<(), ProtectionError> {
+        self.guest.disks().begin_protection();
+        while !self.seed_disks_step()? && !self.is_cancelled()? {
+            let (done, all) = self.guest.disks().seeded_bytes();
+            self.observer.on_event(ProtectionEvent::SeedingDisks(done, all));
         }
         Ok(())
     }
 
-    /// A step for each disk. Whether all are there.
-    fn disks_step(&mut self) -> Result<bool, PrimaryError> {
+    /// Takes a step for each disk. Returns whether all are whole.
+    fn seed_disks_step(&mut self) -> Result<bool, ProtectionError> {
         let mut is_whole = true;
-        for number in self.guest.disks().numbers() {
-            let (changes, is_there) = self.guest.disks().seed(number).map_err(GuestError::from)?;
-            self.writer.changes(Epoch(0), number, &changes)?;
+        for number in self.guest.disks().disk_numbers() {
+            let (changes, is_there) =
+                self.guest.disks().seed_step(number).map_err(GuestError::from)?;
+            self.writer.write_changes(Epoch(0), number, &changes)?;
             is_whole &= is_there;
         }
         Ok(is_whole)
     }
 
-    fn is_over(&self) -> Result<bool, PrimaryError> {
+    fn is_cancelled(&self) -> Result<bool, ProtectionError> {
         match self.events.try_recv() {
-            Ok(Event::Lost(error)) => Err(error),
-            _ => Ok(self.ending.is_asked()),
+            Ok(ConnectionEvent::Lost(error)) => Err(error),
+            _ => Ok(self.ending.is_end_requested()),
         }
     }
 
-    fn send(&mut self, pages: &PageSet, sent: &mut u64) -> Result<(), PrimaryError> {
+    fn send_pages(&mut self, pages: &PageSet, sent: &mut u64) -> Result<(), ProtectionError> {
         let numbers: Vec<Page> = pages.iter().collect();
         let mut bytes = Vec::new();
         for some in numbers.chunks(PAGES_MAX) {
-            if self.is_over()? {
+            if self.is_cancelled()? {
                 return Ok(());
             }
-            self.disks_step()?;
+            self.seed_disks_step()?;
             self.guest.copy_running(&some.iter().copied().collect(), &mut bytes)?;
             let contents = bytes.chunks_exact(PAGE_SIZE);
-            self.writer.pages(Epoch(0), some.iter().copied().zip(contents))?;
+            self.writer.write_pages(Epoch(0), some.iter().copied().zip(contents))?;
             *sent += some.len() as u64;
-            self.told.told(Told::Seeding(*sent));
+            self.observer.on_event(ProtectionEvent::Seeding(*sent));
         }
         Ok(())
     }

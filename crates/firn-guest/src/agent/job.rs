@@ -1,4 +1,4 @@
-//! One program started by the agent.
+//! A program that the agent has started.
 
 use std::io::{Read, Write as _};
 use std::os::unix::process::{CommandExt as _, ExitStatusExt as _};
@@ -10,25 +10,26 @@ use std::time::{Duration, Instant};
 use anyhow::{Context as _, Result, bail};
 use rustix::process::{Pid, Signal, kill_process_group};
 
-use crate::protocol::{Ended, OUTPUT_BYTES_MAX, Outcome};
+use crate::protocol::{AgentOutcome, OUTPUT_BYTES_MAX, ProgramEnd};
 
-/// A program, its output so far, and how it ended.
-pub(super) struct Job {
+/// A program, its output so far, and its exit code once it has ended.
+pub(super) struct AgentJob {
     pid: Pid,
-    state: Mutex<State>,
+    state: Mutex<JobProgress>,
     changed: Condvar,
 }
 
 #[derive(Default)]
-struct State {
+struct JobProgress {
     stdout: Vec<u8>,
     stderr: Vec<u8>,
     exit: Option<i32>,
 }
 
-impl Job {
-    /// Starts a program in a process group of its own; threads gather its output and its end.
-    pub(super) fn start(argv: &[String], stdin: String) -> Result<Arc<Self>> {
+impl AgentJob {
+    /// Starts a program in a process group of its own; threads collect its output and its exit
+    /// code.
+    pub(super) fn start_program(argv: &[String], stdin: String) -> Result<Arc<Self>> {
         let [program, arguments @ ..] = argv else { bail!("argv is empty") };
         let mut child = Command::new(program)
             .args(arguments)
@@ -39,30 +40,31 @@ impl Job {
             .spawn()
             .with_context(|| format!("cannot start {program}"))?;
         let pid = Pid::from_child(&child);
-        feed(&mut child, stdin);
+        write_stdin(&mut child, stdin);
         let job = Arc::new(Self { pid, state: Mutex::default(), changed: Condvar::new() });
-        job.gather(child);
+        job.collect_output(child);
         Ok(job)
     }
 
-    fn gather(self: &Arc<Self>, mut child: Child) {
+    fn collect_output(self: &Arc<Self>, mut child: Child) {
         let (out, err) = (child.stdout.take(), child.stderr.take());
         let (first, second, third) = (Arc::clone(self), Arc::clone(self), Arc::clone(self));
-        let out = thread::spawn(move || first.keep(out, |state| &mut state.stdout));
-        let err = thread::spawn(move || second.keep(err, |state| &mut state.stderr));
+        let out = thread::spawn(move || first.read_pipe(out, |state| &mut state.stdout));
+        let err = thread::spawn(move || second.read_pipe(err, |state| &mut state.stderr));
         thread::spawn(move || {
             let status = child.wait();
-            // A grandchild may hold the pipes open for longer than anybody wants to wait.
+            // A grandchild may hold the pipes open long after the program's end, so the wait is
+            // limited.
             let patience = Instant::now() + Duration::from_millis(500);
             while !(out.is_finished() && err.is_finished()) && Instant::now() < patience {
                 thread::sleep(Duration::from_millis(1));
             }
-            third.lock().exit = Some(status.map_or(127, code));
+            third.lock().exit = Some(status.map_or(127, exit_code));
             third.changed.notify_all();
         });
     }
 
-    fn keep(&self, pipe: Option<impl Read>, which: fn(&mut State) -> &mut Vec<u8>) {
+    fn read_pipe(&self, pipe: Option<impl Read>, which: fn(&mut JobProgress) -> &mut Vec<u8>) {
         let Some(mut pipe) = pipe else { return };
         let mut chunk = [0; 8192];
         while let Ok(bytes @ 1..) = pipe.read(&mut chunk) {
@@ -74,12 +76,12 @@ impl Job {
         }
     }
 
-    fn lock(&self) -> MutexGuard<'_, State> {
+    fn lock(&self) -> MutexGuard<'_, JobProgress> {
         self.state.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// Waits for the end. On timeout the program is killed, if so wanted, and the answer is an error.
-    pub(super) fn wait(&self, limit: Option<Duration>, kill: bool) -> Result<Ended> {
+    /// Waits for the end. On timeout it kills the program if `kill` is set, and returns an error.
+    pub(super) fn wait_end(&self, limit: Option<Duration>, kill: bool) -> Result<ProgramEnd> {
         let deadline = limit.map(|limit| Instant::now() + limit);
         let mut state = self.lock();
         while state.exit.is_none() {
@@ -89,31 +91,31 @@ impl Job {
             if left.is_zero() {
                 drop(state);
                 if kill {
-                    self.signal(Signal::KILL.as_raw())?;
+                    self.signal_group(Signal::KILL.as_raw())?;
                 }
                 bail!("not ended after {} s", limit.unwrap_or_default().as_secs());
             }
             state =
                 self.changed.wait_timeout(state, left).unwrap_or_else(PoisonError::into_inner).0;
         }
-        Ok(ended(&state, state.exit.unwrap_or_default()))
+        Ok(end_of(&state, state.exit.unwrap_or_default()))
     }
 
-    /// How it is doing.
-    pub(super) fn state(&self) -> Outcome {
+    /// The program's current state.
+    pub(super) fn current_state(&self) -> AgentOutcome {
         let state = self.lock();
         match state.exit {
-            Some(exit) => Outcome::Ended(ended(&state, exit)),
-            None => Outcome::Running {
+            Some(exit) => AgentOutcome::Ended(end_of(&state, exit)),
+            None => AgentOutcome::Running {
                 running: true,
-                stdout: text(&state.stdout),
-                stderr: text(&state.stderr),
+                stdout: lossy_text(&state.stdout),
+                stderr: lossy_text(&state.stderr),
             },
         }
     }
 
     /// Signals the program and its children.
-    pub(super) fn signal(&self, number: i32) -> Result<()> {
+    pub(super) fn signal_group(&self, number: i32) -> Result<()> {
         let Some(signal) = Signal::from_named_raw(number) else { bail!("{number} is no signal") };
         if self.lock().exit.is_some() {
             bail!("the program has ended");
@@ -122,22 +124,22 @@ impl Job {
     }
 }
 
-fn feed(child: &mut Child, stdin: String) {
+fn write_stdin(child: &mut Child, stdin: String) {
     if let Some(mut pipe) = child.stdin.take() {
-        // A program that does not read its input to the end is no error of ours.
+        // A program need not read its whole input.
         thread::spawn(move || drop(pipe.write_all(stdin.as_bytes())));
     }
 }
 
-fn ended(state: &State, exit: i32) -> Ended {
-    Ended { exit, stdout: text(&state.stdout), stderr: text(&state.stderr) }
+fn end_of(state: &JobProgress, exit: i32) -> ProgramEnd {
+    ProgramEnd { exit, stdout: lossy_text(&state.stdout), stderr: lossy_text(&state.stderr) }
 }
 
-fn text(bytes: &[u8]) -> String {
+fn lossy_text(bytes: &[u8]) -> String {
     String::from_utf8_lossy(bytes).into_owned()
 }
 
-fn code(status: ExitStatus) -> i32 {
+fn exit_code(status: ExitStatus) -> i32 {
     status.code().unwrap_or_else(|| 128 + status.signal().unwrap_or(0))
 }
 
@@ -145,15 +147,15 @@ fn code(status: ExitStatus) -> i32 {
 mod tests {
     use super::*;
 
-    fn run(argv: &[&str], stdin: &str) -> Ended {
+    fn run(argv: &[&str], stdin: &str) -> ProgramEnd {
         let argv: Vec<String> = argv.iter().map(|&word| word.to_owned()).collect();
-        Job::start(&argv, stdin.to_owned()).unwrap().wait(None, false).unwrap()
+        AgentJob::start_program(&argv, stdin.to_owned()).unwrap().wait_end(None, false).unwrap()
     }
 
     #[test]
     fn gives_output_and_exit_code() {
         let ended = run(&["sh", "-c", "cat; echo two >&2; exit 3"], "one");
-        assert_eq!(ended, Ended { exit: 3, stdout: "one".into(), stderr: "two\n".into() });
+        assert_eq!(ended, ProgramEnd { exit: 3, stdout: "one".into(), stderr: "two\n".into() });
     }
 
     #[test]
@@ -171,9 +173,9 @@ mod tests {
     #[test]
     fn a_timeout_kills_when_asked_to() {
         let argv = ["sleep".to_owned(), "60".to_owned()];
-        let job = Job::start(&argv, String::new()).unwrap();
-        assert!(matches!(job.state(), Outcome::Running { .. }));
-        assert!(job.wait(Some(Duration::from_millis(20)), true).is_err());
-        assert_eq!(job.wait(None, false).unwrap().exit, 137);
+        let job = AgentJob::start_program(&argv, String::new()).unwrap();
+        assert!(matches!(job.current_state(), AgentOutcome::Running { .. }));
+        assert!(job.wait_end(Some(Duration::from_millis(20)), true).is_err());
+        assert_eq!(job.wait_end(None, false).unwrap().exit, 137);
     }
 }

@@ -1,8 +1,9 @@
-//! `firn-guest agent`: does in the guest what the host asks for, over a virtio port.
+//! `firn-guest agent`: performs requests of the host in the guest, over a virtio port.
 //!
-//! The protocol is [`crate::protocol`]. Each request has a thread of its own, so a long `run` keeps nobody waiting;
-//! only writing an answer line is taken in turns. The agent remembers spawned programs (`job`) as long as it lives,
-//! and it lives on across checkpoint and restore like any other program of the guest.
+//! [`crate::protocol`] describes the protocol. Each request has a thread of its own, so a long
+//! `run` delays no other request; only writing a reply line is serialized. The agent remembers
+//! spawned programs (`job`) as long as it lives, and it survives checkpoint and restore like any
+//! other program of the guest.
 
 mod job;
 
@@ -16,94 +17,99 @@ use std::time::Duration;
 use anyhow::{Context as _, Result, bail};
 use clap::Args;
 
-use crate::port::{self, Lines};
-use crate::protocol::{AGENT_PORT, Action, LINE_BYTES_MAX, Outcome, Request, Response};
-use job::Job;
+use crate::port::{self, PortLines};
+use crate::protocol::{
+    AGENT_PORT, AgentAction, AgentOutcome, AgentRequest, AgentResponse, LINE_BYTES_MAX,
+};
+use job::AgentJob;
 
-/// Does what the host asks for, over a virtio port.
+/// Performs requests of the host, over a virtio port.
 #[derive(Args, Debug)]
-pub struct Agent {
+pub struct AgentArgs {
     /// Name of the virtio port, or path of a device.
     #[arg(long, default_value = AGENT_PORT)]
     port: String,
 }
 
-struct Shared {
+struct RequestHandler {
     answers: Mutex<File>,
-    jobs: Mutex<HashMap<String, Arc<Job>>>,
+    jobs: Mutex<HashMap<String, Arc<AgentJob>>>,
 }
 
-/// Listens for ever.
-pub fn run(args: &Agent) -> Result<()> {
-    let port = port::open(&args.port, true)?;
+/// Serves requests for ever.
+pub fn run(args: &AgentArgs) -> Result<()> {
+    let port = port::open_port(&args.port, true)?;
     let answers = Mutex::new(port.try_clone().context("cannot share the port")?);
-    let shared = Arc::new(Shared { answers, jobs: Mutex::default() });
-    let mut lines = Lines::new(port, LINE_BYTES_MAX);
+    let shared = Arc::new(RequestHandler { answers, jobs: Mutex::default() });
+    let mut lines = PortLines::new(port, LINE_BYTES_MAX);
     loop {
         let line = lines.next_line().context("cannot read the port")?;
-        // What is no request was left half said by a client that is gone.
-        if let Ok(request) = serde_json::from_slice::<Request>(&line) {
+        // A line that is not a request is the incomplete line of a client that has disconnected.
+        if let Ok(request) = serde_json::from_slice::<AgentRequest>(&line) {
             let shared = Arc::clone(&shared);
             thread::Builder::new()
                 .name(format!("request {}", request.id))
-                .spawn(move || shared.answer(request))
+                .spawn(move || shared.answer_request(request))
                 .context("cannot start a thread")?;
         }
     }
 }
 
-impl Shared {
-    fn answer(&self, request: Request) {
+impl RequestHandler {
+    fn answer_request(&self, request: AgentRequest) {
         let outcome = self
-            .perform(request.action)
-            .unwrap_or_else(|error| Outcome::Failed { error: format!("{error:#}") });
-        let response = Response { id: request.id, outcome };
-        if let Err(error) = self.send(&response) {
+            .perform_action(request.action)
+            .unwrap_or_else(|error| AgentOutcome::Failed { error: format!("{error:#}") });
+        let response = AgentResponse { id: request.id, outcome };
+        if let Err(error) = self.send_response(&response) {
             eprintln!("agent: cannot answer request {}: {error:#}", response.id);
         }
     }
 
-    fn send(&self, response: &Response) -> Result<()> {
+    fn send_response(&self, response: &AgentResponse) -> Result<()> {
         let mut line = serde_json::to_vec(response)?;
         line.push(b'\n');
         let mut port = self.answers.lock().unwrap_or_else(PoisonError::into_inner);
         Ok(port.write_all(&line)?)
     }
 
-    fn perform(&self, action: Action) -> Result<Outcome> {
+    fn perform_action(&self, action: AgentAction) -> Result<AgentOutcome> {
         match action {
-            Action::Ping => Ok(Outcome::Pong { uptime_ms: uptime_ms() }),
-            Action::Run { argv, stdin, timeout_s } => {
-                Ok(Outcome::Ended(Job::start(&argv, stdin)?.wait(limit(timeout_s), true)?))
-            }
-            Action::Spawn { job, argv } => self.spawn(job, &argv),
-            Action::Poll { job } => Ok(self.job(&job)?.state()),
-            Action::Wait { job, timeout_s } => {
-                Ok(Outcome::Ended(self.job(&job)?.wait(limit(timeout_s), false)?))
-            }
-            Action::Signal { job, signal } => {
-                self.job(&job)?.signal(signal)?;
-                Ok(Outcome::Started { started: true })
+            AgentAction::Ping => Ok(AgentOutcome::Pong { uptime_ms: uptime_ms() }),
+            AgentAction::Run { argv, stdin, timeout_s } => Ok(AgentOutcome::Ended(
+                AgentJob::start_program(&argv, stdin)?.wait_end(time_limit(timeout_s), true)?,
+            )),
+            AgentAction::Spawn { job, argv } => self.spawn_job(job, &argv),
+            AgentAction::Poll { job } => Ok(self.find_job(&job)?.current_state()),
+            AgentAction::Wait { job, timeout_s } => Ok(AgentOutcome::Ended(
+                self.find_job(&job)?.wait_end(time_limit(timeout_s), false)?,
+            )),
+            AgentAction::Signal { job, signal } => {
+                self.find_job(&job)?.signal_group(signal)?;
+                Ok(AgentOutcome::Started { started: true })
             }
         }
     }
 
-    fn spawn(&self, name: String, argv: &[String]) -> Result<Outcome> {
+    fn spawn_job(&self, name: String, argv: &[String]) -> Result<AgentOutcome> {
         let mut jobs = self.jobs.lock().unwrap_or_else(PoisonError::into_inner);
-        if jobs.get(&name).is_some_and(|job| matches!(job.state(), Outcome::Running { .. })) {
+        if jobs
+            .get(&name)
+            .is_some_and(|job| matches!(job.current_state(), AgentOutcome::Running { .. }))
+        {
             bail!("job {name} is still running");
         }
-        jobs.insert(name, Job::start(argv, String::new())?);
-        Ok(Outcome::Started { started: true })
+        jobs.insert(name, AgentJob::start_program(argv, String::new())?);
+        Ok(AgentOutcome::Started { started: true })
     }
 
-    fn job(&self, name: &str) -> Result<Arc<Job>> {
+    fn find_job(&self, name: &str) -> Result<Arc<AgentJob>> {
         let jobs = self.jobs.lock().unwrap_or_else(PoisonError::into_inner);
         jobs.get(name).cloned().with_context(|| format!("there is no job {name}"))
     }
 }
 
-fn limit(timeout_s: u64) -> Option<Duration> {
+fn time_limit(timeout_s: u64) -> Option<Duration> {
     (timeout_s > 0).then(|| Duration::from_secs(timeout_s))
 }
 

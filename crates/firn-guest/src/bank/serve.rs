@@ -1,4 +1,4 @@
-//! Connections: a thread each, one question at a time.
+//! Connections of the bank: one thread each, one request at a time.
 
 use std::io;
 use std::net::{Ipv4Addr, SocketAddr, TcpListener, TcpStream};
@@ -9,22 +9,22 @@ use std::time::Duration;
 use anyhow::{Context as _, Result};
 use serde_json::json;
 
-use super::Bank;
-use super::books::{Books, Next};
-use super::words::{Question, Reply, Said};
-use crate::lines::Lines;
+use super::BankArgs;
+use super::books::{AccountBooks, RequestStep};
+use super::messages::{AnswerBody, BankReply, BankRequest};
+use crate::lines::JsonLines;
 
-/// How long until it is asked anew.
-const AGAIN: Duration = Duration::from_millis(50);
+/// Interval between attempts to send a deposit.
+const RETRY_INTERVAL: Duration = Duration::from_millis(50);
 
-struct Shared {
-    books: Mutex<Books>,
+struct BankServer {
+    books: Mutex<AccountBooks>,
     changed: Condvar,
     vms: Vec<SocketAddr>,
 }
 
 /// Serves for ever.
-pub(super) fn serve(args: &Bank) -> Result<()> {
+pub(super) fn serve_bank(args: &BankArgs) -> Result<()> {
     let listen = (Ipv4Addr::UNSPECIFIED, args.vms[args.number].port());
     let listener =
         TcpListener::bind(listen).with_context(|| format!("cannot bind TCP port {}", listen.1))?;
@@ -32,107 +32,112 @@ pub(super) fn serve(args: &Bank) -> Result<()> {
     Ok(())
 }
 
-pub(super) fn serve_at(listener: &TcpListener, args: &Bank) {
+pub(super) fn serve_at(listener: &TcpListener, args: &BankArgs) {
     let count = args.vms.len();
     let own = (0..args.accounts).filter(|account| account % count == args.number);
-    let books = Mutex::new(Books::new(own, args.held));
-    let shared = Arc::new(Shared { books, changed: Condvar::new(), vms: args.vms.clone() });
+    let books = Mutex::new(AccountBooks::new(own, args.held));
+    let shared = Arc::new(BankServer { books, changed: Condvar::new(), vms: args.vms.clone() });
     println!("{}", json!({"ready": true}));
     for stream in listener.incoming().flatten() {
         let shared = Arc::clone(&shared);
-        // Who breaks a connection off asks by another one.
-        thread::spawn(move || shared.client(stream));
+        // A client whose connection breaks repeats its request on another one.
+        thread::spawn(move || shared.serve_client(stream));
     }
 }
 
-/// Connections to the other VMs, made when they are needed.
-struct Peers<'a> {
-    shared: &'a Shared,
-    links: Vec<Option<Lines>>,
+/// Connections to the other VMs, made on first use.
+struct PeerLinks<'a> {
+    shared: &'a BankServer,
+    links: Vec<Option<JsonLines>>,
 }
 
-impl Shared {
-    fn books(&self) -> MutexGuard<'_, Books> {
+impl BankServer {
+    fn lock_books(&self) -> MutexGuard<'_, AccountBooks> {
         self.books.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// Answers until the connection breaks.
-    fn client(&self, stream: TcpStream) -> io::Result<()> {
-        let mut lines = Lines::new(stream)?;
+    /// Answers requests until the connection breaks.
+    fn serve_client(&self, stream: TcpStream) -> io::Result<()> {
+        let mut lines = JsonLines::new(stream)?;
         let links = self.vms.iter().map(|_| None).collect();
-        let mut peers = Peers { shared: self, links };
+        let mut peers = PeerLinks { shared: self, links };
         loop {
-            let question: Question = lines.hear()?;
-            let said = self.answer(question, &mut peers);
-            lines.say(&Reply { id: question.id(), said })?;
+            let question: BankRequest = lines.receive_line()?;
+            let said = self.answer_request(question, &mut peers);
+            lines.send_line(&BankReply { id: question.id(), said })?;
         }
     }
 
-    fn answer(&self, question: Question, peers: &mut Peers<'_>) -> Said {
+    fn answer_request(&self, question: BankRequest, peers: &mut PeerLinks<'_>) -> AnswerBody {
         match question {
-            Question::Transfer { id, from, to, amount } => {
-                match self.waited(|books| books.transfer(id, from, to, amount)) {
+            BankRequest::Transfer { id, from, to, amount } => {
+                match self.wait_answer(|books| books.begin_transfer(id, from, to, amount)) {
                     Some(said) => said,
                     None => {
-                        peers.deposit(to, Question::Deposit { id, to, amount });
-                        self.changing(|books| books.is_deposited(id, from, amount))
+                        peers.send_deposit(to, BankRequest::Deposit { id, to, amount });
+                        self.change_books(|books| books.complete_transfer(id, from, amount))
                     }
                 }
             }
-            Question::Deposit { id, to, amount } => {
-                self.changing(|books| books.deposit(id, to, amount))
+            BankRequest::Deposit { id, to, amount } => {
+                self.change_books(|books| books.book_deposit(id, to, amount))
             }
-            Question::Balance { account, .. } => {
-                // A balance is never somebody else's to finish.
-                self.waited(|books| books.balance(account)).unwrap_or(Said::Elsewhere)
+            BankRequest::Balance { account, .. } => {
+                // A balance never needs another VM to complete.
+                self.wait_answer(|books| books.check_balance(account))
+                    .unwrap_or(AnswerBody::Elsewhere)
             }
-            Question::Known { .. } => Said::Known(self.books().known.clone()),
+            BankRequest::Known { .. } => AnswerBody::Known(self.lock_books().transfer_log.clone()),
         }
     }
 
-    /// What is to be said, once nothing has to be waited for; nothing if another VM has to be told first.
-    fn waited(&self, mut ask: impl FnMut(&mut Books) -> Next) -> Option<Said> {
-        let mut books = self.books();
+    /// The answer, when the request need not wait any more; `None` if the other VM has to book the
+    /// deposit first.
+    fn wait_answer(
+        &self,
+        mut ask: impl FnMut(&mut AccountBooks) -> RequestStep,
+    ) -> Option<AnswerBody> {
+        let mut books = self.lock_books();
         loop {
             match ask(&mut books) {
-                Next::Say(said) => return Some(said),
-                Next::Deposit => return None,
-                Next::Wait => {
+                RequestStep::Answer(said) => return Some(said),
+                RequestStep::Deposit => return None,
+                RequestStep::Wait => {
                     books = self.changed.wait(books).unwrap_or_else(PoisonError::into_inner);
                 }
             }
         }
     }
 
-    fn changing(&self, change: impl FnOnce(&mut Books) -> Said) -> Said {
-        let said = change(&mut self.books());
+    fn change_books(&self, change: impl FnOnce(&mut AccountBooks) -> AnswerBody) -> AnswerBody {
+        let said = change(&mut self.lock_books());
         self.changed.notify_all();
         said
     }
 }
 
-impl Peers<'_> {
-    /// Until it is acknowledged.
-    fn deposit(&mut self, to: usize, deposit: Question) {
+impl PeerLinks<'_> {
+    /// Sends a deposit until it is acknowledged.
+    fn send_deposit(&mut self, to: usize, deposit: BankRequest) {
         let vm = to % self.shared.vms.len();
         while let Err(error) = self.try_deposit(vm, &deposit) {
             self.links[vm] = None;
-            self.shared.books().known.broken += 1;
+            self.shared.lock_books().transfer_log.broken += 1;
             println!("{}", json!({"vm": vm, "broken": error.to_string()}));
-            thread::sleep(AGAIN);
+            thread::sleep(RETRY_INTERVAL);
         }
     }
 
-    fn try_deposit(&mut self, vm: usize, deposit: &Question) -> io::Result<()> {
+    fn try_deposit(&mut self, vm: usize, deposit: &BankRequest) -> io::Result<()> {
         let link = match self.links[vm].take() {
             Some(link) => link,
-            None => Lines::connect(self.shared.vms[vm])?,
+            None => JsonLines::connect(self.shared.vms[vm])?,
         };
         let link = self.links[vm].insert(link);
-        link.say(deposit)?;
-        let reply: Reply = link.hear()?;
+        link.send_line(deposit)?;
+        let reply: BankReply = link.receive_line()?;
         match (reply.id == deposit.id(), reply.said) {
-            (true, Said::Done) => Ok(()),
+            (true, AnswerBody::Done) => Ok(()),
             (_, said) => Err(io::Error::other(format!("{deposit:?}: {said:?}"))),
         }
     }
@@ -142,18 +147,19 @@ impl Peers<'_> {
 mod tests {
     use super::*;
 
-    /// Two VMs of this machine, and what each of so many clients, who move money at once, has heard.
+    /// Runs two VMs on this machine, and several clients that transfer money concurrently and check
+    /// the replies.
     #[test]
     fn the_sum_is_constant_whoever_moves_money() {
         let listeners = [0; 2].map(|_| TcpListener::bind("127.0.0.1:0").unwrap());
         let vms: Vec<_> = listeners.iter().map(|it| it.local_addr().unwrap()).collect();
         for (number, listener) in listeners.into_iter().enumerate() {
-            let bank = Bank { number, vms: vms.clone(), accounts: 6, held: 100 };
+            let bank = BankArgs { number, vms: vms.clone(), accounts: 6, held: 100 };
             thread::spawn(move || serve_at(&listener, &bank));
         }
-        let ask = |lines: &mut Lines, question: Question| {
-            lines.say(&question).unwrap();
-            let reply: Reply = lines.hear().unwrap();
+        let ask = |lines: &mut JsonLines, question: BankRequest| {
+            lines.send_line(&question).unwrap();
+            let reply: BankReply = lines.receive_line().unwrap();
             assert_eq!(reply.id, question.id());
             reply.said
         };
@@ -161,32 +167,32 @@ mod tests {
             for client in 0..4_usize {
                 let vms = &vms;
                 scope.spawn(move || {
-                    let mut to_vm = [0, 1].map(|vm: usize| Lines::connect(vms[vm]).unwrap());
+                    let mut to_vm = [0, 1].map(|vm: usize| JsonLines::connect(vms[vm]).unwrap());
                     for step in 0..50 {
                         let (from, to) = ((client + step) % 6, (client * step + 1) % 6);
                         let id = (client * 100 + step) as u64;
-                        let question = Question::Transfer { id, from, to, amount: 30 };
-                        // Twice, as who has heard nothing does.
+                        let question = BankRequest::Transfer { id, from, to, amount: 30 };
+                        // Twice, as a client does that has received no reply.
                         let said = ask(&mut to_vm[from % 2], question);
                         assert_eq!(ask(&mut to_vm[from % 2], question), said);
-                        assert!(matches!(said, Said::Done | Said::Refused), "{said:?}");
+                        assert!(matches!(said, AnswerBody::Done | AnswerBody::Refused), "{said:?}");
                     }
                 });
             }
         });
-        let mut to_vm = [0, 1].map(|vm: usize| Lines::connect(vms[vm]).unwrap());
+        let mut to_vm = [0, 1].map(|vm: usize| JsonLines::connect(vms[vm]).unwrap());
         let held = (0..6).map(|account| {
-            match ask(&mut to_vm[account % 2], Question::Balance { id: 1, account }) {
-                Said::Holds { held } => held,
+            match ask(&mut to_vm[account % 2], BankRequest::Balance { id: 1, account }) {
+                AnswerBody::Holds { held } => held,
                 said => panic!("{said:?}"),
             }
         });
         assert_eq!(held.sum::<i64>(), 600);
-        let known = to_vm.each_mut().map(|vm| match ask(vm, Question::Known { id: 2 }) {
-            Said::Known(known) => known,
+        let known = to_vm.each_mut().map(|vm| match ask(vm, BankRequest::Known { id: 2 }) {
+            AnswerBody::Known(known) => known,
             said => panic!("{said:?}"),
         });
-        let all = |of: fn(&super::super::Known) -> &Vec<u64>| {
+        let all = |of: fn(&super::super::TransferLog) -> &Vec<u64>| {
             let mut all: Vec<u64> = known.iter().flat_map(of).copied().collect();
             all.sort_unstable();
             all

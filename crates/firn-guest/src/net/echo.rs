@@ -1,4 +1,4 @@
-//! The echoing end.
+//! The echo server.
 
 use std::io::{Read as _, Write as _};
 use std::net::{Ipv4Addr, TcpListener, TcpStream, UdpSocket};
@@ -8,7 +8,7 @@ use anyhow::{Context as _, Result};
 use serde_json::json;
 
 /// Echoes for ever.
-pub(super) fn serve(port: u16) -> Result<()> {
+pub(super) fn serve_echoes(port: u16) -> Result<()> {
     let any = (Ipv4Addr::UNSPECIFIED, port);
     let udp = UdpSocket::bind(any).with_context(|| format!("cannot bind UDP port {port}"))?;
     let tcp = TcpListener::bind(any).with_context(|| format!("cannot bind TCP port {port}"))?;
@@ -23,7 +23,7 @@ pub(super) fn serve(port: u16) -> Result<()> {
 fn echo_datagrams(socket: &UdpSocket) {
     let mut datagram = vec![0; 65536];
     loop {
-        // Errors are those of earlier sends: nobody listens there any more.
+        // Errors are those of earlier sends whose receiver has closed its socket.
         if let Ok((bytes, from)) = socket.recv_from(&mut datagram) {
             let _ = socket.send_to(&datagram[..bytes], from);
         }

@@ -1,8 +1,8 @@
-//! `firn-guest net-dma`: a network card that writes guest memory and reads it.
+//! `firn-guest net-dma`: DMA of a network card into and from guest memory.
 //!
-//! The guest echoes what it is sent, over UDP and TCP on the same port; whoever sends checks what comes back. The
-//! sender can be in another guest or on the host ([`load`]), and outlives the guest: echoes that stay away while it
-//! stands still are counted as lost, not as wrong.
+//! The guest echoes messages, over UDP and TCP on the same port; the sender checks the echoes. The
+//! sender can be in another guest or on the host ([`load`]), and outlives the guest: echoes that
+//! are missing while the guest is paused count as lost, not as wrong.
 
 mod count;
 mod echo;
@@ -17,44 +17,45 @@ use anyhow::Result;
 use clap::{Args, Subcommand};
 use serde_json::json;
 
-/// The port echoes are served on.
+/// The port of the echo server.
 pub const PORT: u16 = 7007;
 
-/// The port on which datagrams are counted.
+/// The port of the counter.
 pub const COUNT_PORT: u16 = 7008;
 
 /// Loads the network card: echoes, or sends and checks the echoes.
 #[derive(Args, Clone, Debug)]
 pub struct NetDma {
     #[command(subcommand)]
-    role: Role,
+    role: NetRole,
 }
 
 #[derive(Subcommand, Clone, Debug)]
-enum Role {
-    /// Echoes whatever comes, UDP and TCP.
+enum NetRole {
+    /// Echoes all messages, UDP and TCP.
     Echo {
         /// Port to listen on.
         #[arg(long, default_value_t = PORT)]
         port: u16,
     },
-    /// Answers each UDP datagram with its first eight bytes and the number of datagrams answered: each answer is a change of state.
+    /// Answers each UDP datagram with its first eight bytes and the number of datagrams answered:
+    /// each answer is a change of state.
     Count {
         /// Port to listen on.
         #[arg(long, default_value_t = COUNT_PORT)]
         port: u16,
     },
-    /// Tells another how far it is and hears how far that is, for ever.
+    /// Exchanges progress with another such program, for ever.
     Gossip {
-        /// Where the other listens, on the same port.
+        /// Address of the other, which listens on the same port.
         to: SocketAddr,
         /// Messages per second at most.
         #[arg(long, default_value_t = 100.0)]
         rate: f64,
     },
-    /// Sends messages over one TCP connection and checks their echoes, for as long as it lasts.
+    /// Sends messages over one TCP connection and checks their echoes, until the connection breaks.
     Talk {
-        /// Where to.
+        /// Destination.
         to: SocketAddr,
         /// Bytes of each message.
         #[arg(long, default_value_t = 1200)]
@@ -65,7 +66,7 @@ enum Role {
     },
     /// Sends messages and checks their echoes.
     Send {
-        /// Where to.
+        /// Destination.
         to: SocketAddr,
         /// Over UDP; TCP otherwise.
         #[arg(long)]
@@ -73,10 +74,10 @@ enum Role {
         /// Bytes of each message.
         #[arg(long, default_value_t = 1200)]
         bytes: usize,
-        /// Messages per second; 0 is as fast as echoes come.
+        /// Messages per second; 0 is as fast as echoes arrive.
         #[arg(long, default_value_t = 0.0)]
         rate: f64,
-        /// Ends after so many seconds.
+        /// Ends after this many seconds.
         #[arg(long, default_value_t = 10.0)]
         seconds: f64,
     },
@@ -85,11 +86,11 @@ enum Role {
 /// Echoes for ever, or sends to the end. False if an echo was wrong.
 pub fn run(args: &NetDma) -> Result<bool> {
     match &args.role {
-        Role::Echo { port } => echo::serve(*port).map(|()| true),
-        Role::Count { port } => count::serve(*port).map(|()| true),
-        Role::Gossip { to, rate } => gossip::gossip(to.port(), *to, *rate).map(|()| true),
-        Role::Talk { to, bytes, rate } => talk::talk(*to, *bytes, *rate),
-        Role::Send { to, udp, bytes, rate, seconds } => {
+        NetRole::Echo { port } => echo::serve_echoes(*port).map(|()| true),
+        NetRole::Count { port } => count::serve_counts(*port).map(|()| true),
+        NetRole::Gossip { to, rate } => gossip::run_gossip(to.port(), *to, *rate).map(|()| true),
+        NetRole::Talk { to, bytes, rate } => talk::run_talk(*to, *bytes, *rate),
+        NetRole::Send { to, udp, bytes, rate, seconds } => {
             let mut load = load::EchoLoad::new(*to, *udp, *bytes);
             let report = load.run_for(Duration::from_secs_f64(*seconds), *rate);
             println!(

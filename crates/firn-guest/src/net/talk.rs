@@ -1,7 +1,8 @@
-//! One TCP connection, for as long as it lasts.
+//! A check that one TCP connection survives.
 //!
-//! Who sends otherwise ([`super::load`]) gives a late echo up and connects again. Here a message waits for its echo, however long that
-//! takes: so it can be seen that a connection outlives what happens to the other end.
+//! The other sender ([`super::load`]) gives up on a late echo and reconnects. This one waits for
+//! the echo of each message for any time: so it shows that a connection survives the events at the
+//! other end.
 
 use std::io::{Read as _, Write as _};
 use std::net::{SocketAddr, TcpStream};
@@ -10,20 +11,20 @@ use std::time::{Duration, Instant};
 use anyhow::{Context as _, Result};
 use serde_json::json;
 
-use super::load::message;
-use crate::pace::Pace;
+use super::load::build_message;
+use crate::rate_limiter::RateLimiter;
 
-/// How often it is told how far it has come.
-const TELL_EVERY: Duration = Duration::from_millis(200);
+/// The interval between progress lines.
+const PROGRESS_INTERVAL: Duration = Duration::from_millis(200);
 
 /// Exchanges messages until the connection breaks. False if an echo was wrong.
-pub(super) fn talk(to: SocketAddr, bytes: usize, rate: f64) -> Result<bool> {
+pub(super) fn run_talk(to: SocketAddr, bytes: usize, rate: f64) -> Result<bool> {
     let mut stream = TcpStream::connect(to).with_context(|| format!("cannot connect to {to}"))?;
     stream.set_nodelay(true)?;
-    let (mut pace, mut echo) = (Pace::new(rate), vec![0; bytes]);
+    let (mut pace, mut echo) = (RateLimiter::new(rate), vec![0; bytes]);
     let (mut told, mut longest) = (Instant::now(), Duration::ZERO);
     for echoed in 0_u64.. {
-        let (message, since) = (message(echoed, bytes), Instant::now());
+        let (message, since) = (build_message(echoed, bytes), Instant::now());
         stream
             .write_all(&message)
             .and_then(|()| stream.read_exact(&mut echo))
@@ -33,11 +34,11 @@ pub(super) fn talk(to: SocketAddr, bytes: usize, rate: f64) -> Result<bool> {
             return Ok(false);
         }
         longest = longest.max(since.elapsed());
-        if told.elapsed() >= TELL_EVERY {
+        if told.elapsed() >= PROGRESS_INTERVAL {
             println!("{}", json!({ "progress": echoed + 1, "longest_ms": longest.as_millis() }));
             told = Instant::now();
         }
-        pace.wait(1);
+        pace.wait_for(1);
     }
     Ok(true)
 }
@@ -49,7 +50,8 @@ mod tests {
 
     use super::*;
 
-    /// An echo that is good for so many messages, and then changes one or goes away.
+    /// An echo server that echoes `messages` messages, and then changes one or closes the
+    /// connection.
     fn echo(messages: usize, then: impl Fn(&mut [u8]) -> bool + Send + 'static) -> SocketAddr {
         let listener = TcpListener::bind("127.0.0.1:0").unwrap();
         let address = listener.local_addr().unwrap();
@@ -73,8 +75,8 @@ mod tests {
             message[50] ^= 1;
             true
         });
-        assert!(!talk(changed, 100, 0.0).unwrap());
-        let broken = talk(echo(3, |_| false), 100, 0.0).unwrap_err();
+        assert!(!run_talk(changed, 100, 0.0).unwrap());
+        let broken = run_talk(echo(3, |_| false), 100, 0.0).unwrap_err();
         assert!(broken.to_string().contains("broke after 3 echoes"), "{broken}");
     }
 }

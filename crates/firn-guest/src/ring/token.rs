@@ -1,28 +1,30 @@
-//! What a VM has seen of the token.
+//! A VM's record of the token.
 
 use serde::{Deserialize, Serialize};
 
-/// What a VM tells of the token.
+/// A VM's record of the token, as it reports it.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
-pub struct Passed {
-    /// The newest number.
+pub struct TokenRecord {
+    /// The highest number received.
     pub last: u64,
-    /// How many it has passed on.
+    /// How often the VM has passed the token on.
     pub passed: u64,
-    /// How many it should not have seen: one that it had seen before, or one after others that it hasn't seen.
+    /// The number of wrong tokens: one that the VM had received before, or one after others that it
+    /// has not received.
     pub wrong: u64,
-    /// How many connections broke.
+    /// The number of connections that broke.
     pub broken: u64,
 }
 
-impl Passed {
-    /// A token has come: whether it is to be passed on. The first of a connection may have been said before.
-    pub(super) fn see(&mut self, number: u64, vms: u64, is_first: bool) -> bool {
+impl TokenRecord {
+    /// Records a received token. Returns whether to pass it on. The first of a connection may
+    /// repeat the last one.
+    pub(super) fn record_token(&mut self, number: u64, vms: u64, is_first: bool) -> bool {
         if is_first && number == self.last {
             return false;
         }
         let is_new = number > self.last;
-        // Before the first one it has seen nothing.
+        // Before the first token there is none to compare with.
         let is_next = self.last == 0 || number == self.last + vms;
         self.wrong += u64::from(!is_new || !is_next);
         if is_new {
@@ -39,13 +41,21 @@ mod tests {
 
     #[test]
     fn a_token_comes_back_higher_by_the_number_of_vms() {
-        let mut passed = Passed::default();
-        assert!(passed.see(2, 3, true) && passed.see(5, 3, false) && passed.see(8, 3, true));
-        // Said again.
-        assert!(!passed.see(8, 3, true));
-        assert_eq!(passed, Passed { last: 8, passed: 3, wrong: 0, broken: 0 });
-        // Twice; back; and one that another VM must have passed on twice.
-        assert!(!passed.see(8, 3, false) && !passed.see(5, 3, true) && passed.see(14, 3, false));
-        assert_eq!(passed, Passed { last: 14, passed: 4, wrong: 3, broken: 0 });
+        let mut passed = TokenRecord::default();
+        assert!(
+            passed.record_token(2, 3, true)
+                && passed.record_token(5, 3, false)
+                && passed.record_token(8, 3, true)
+        );
+        // Sent again.
+        assert!(!passed.record_token(8, 3, true));
+        assert_eq!(passed, TokenRecord { last: 8, passed: 3, wrong: 0, broken: 0 });
+        // Twice; lower than before; and one that another VM must have passed on twice.
+        assert!(
+            !passed.record_token(8, 3, false)
+                && !passed.record_token(5, 3, true)
+                && passed.record_token(14, 3, false)
+        );
+        assert_eq!(passed, TokenRecord { last: 14, passed: 4, wrong: 3, broken: 0 });
     }
 }

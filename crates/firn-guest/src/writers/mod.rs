@@ -1,15 +1,16 @@
-//! `firn-guest writers` and `firn-guest verify`: memory that is written all the time and can be checked at any time.
+//! `firn-guest writers` and `firn-guest verify`: memory that is written continuously and can be
+//! checked at any time.
 //!
-//! One thread per vCPU, pinned, owns a region no other thread touches. It rewrites the pages of its region in turn or
-//! at random, checking each before it overwrites it, and keeps in a table of its own what each page must say. A page
-//! that is torn, lost or older than it should be is therefore found the next time it is written, or at once when
-//! somebody asks:
+//! One thread per vCPU, pinned, owns a region that no other thread touches. It rewrites the pages
+//! of its region in order or at random, checking each before it overwrites it, and records in a
+//! table of its own the expected stamp of each page. So a page that is torn, lost or too old is
+//! detected the next time it is written, or at once on request:
 //!
 //! ```text
-//!   firn-guest verify --- /run/firn/writers.sock --- writers: each thread stops writing, reads all its pages, answers
+//!   firn-guest verify --- /run/firn/writers.sock --- writers: each thread stops writing, reads all its pages, replies
 //! ```
 //!
-//! Answers are one JSON line ([`report`]).
+//! Replies are one JSON line ([`report`]).
 
 mod region;
 pub mod report;
@@ -25,57 +26,57 @@ use std::time::Duration;
 use anyhow::{Context as _, Result};
 use clap::Args;
 
-use crate::stamp::Style;
+use crate::stamp::StampStyle;
 use crate::threads;
-use region::{Order, Region};
+use region::{WriteOrder, WriterRegion};
 
 /// Writes memory from every vCPU, each its own region, and checks it.
 #[derive(Args, Clone, Debug)]
-pub struct Writers {
+pub struct WritersArgs {
     /// Threads; one per vCPU unless given.
     #[arg(long)]
     threads: Option<usize>,
     /// Memory of all threads together.
     #[arg(long, default_value_t = 64)]
     mib: usize,
-    /// Pages each thread writes per second; 0 is flat out.
+    /// Pages that each thread writes per second; 0 is as fast as possible.
     #[arg(long, default_value_t = 0.0)]
     rate: f64,
-    /// To how many percent of its size a page compresses.
+    /// The percentage of its size to which a page compresses.
     #[arg(long, default_value_t = 50)]
     compresses_to: u8,
     /// Rewrite first and last words of a page only: dirties memory faster.
     #[arg(long)]
     light: bool,
-    /// In which order pages are written.
-    #[arg(long, value_enum, default_value_t = Order::Sequential)]
-    order: Order,
+    /// The order in which pages are written.
+    #[arg(long, value_enum, default_value_t = WriteOrder::Sequential)]
+    order: WriteOrder,
     /// Don't check a page before overwriting it.
     #[arg(long)]
     no_check: bool,
-    /// Ends after so many seconds, verifying once more; 0 goes on until told to stop.
+    /// Ends after this many seconds, with a last verification; 0 runs until a stop request.
     #[arg(long, default_value_t = 0.0)]
     seconds: f64,
-    /// Where to listen for verify, status and stop.
+    /// Socket for verify, status and stop.
     #[arg(long, default_value = socket::PATH)]
     socket: PathBuf,
 }
 
-/// Asks running writers to check all their memory.
+/// Requests that running writers check all their memory.
 #[derive(Args, Clone, Debug)]
-pub struct Verify {
-    /// What to ask: verify, status (counts only) or stop.
+pub struct VerifyArgs {
+    /// The request: verify, status (counts only) or stop.
     #[arg(default_value = "verify", value_parser = ["verify", "status", "stop"])]
     question: String,
-    /// Where the writers listen.
+    /// Socket of the writers.
     #[arg(long, default_value = socket::PATH)]
     socket: PathBuf,
 }
 
 /// Runs the writers to their end. False if a wrong page was found.
-pub fn run(args: &Writers) -> Result<bool> {
-    let style = Style::compressing_to(args.compresses_to, args.light);
-    let count = args.threads.unwrap_or_else(threads::vcpus).max(1);
+pub fn run(args: &WritersArgs) -> Result<bool> {
+    let style = StampStyle::compressing_to(args.compresses_to, args.light);
+    let count = args.threads.unwrap_or_else(threads::vcpu_count).max(1);
     let pages = (args.mib * 256 / count).max(1);
     let stop = Arc::new(AtomicBool::new(false));
     let (filled, all_filled) = mpsc::channel();
@@ -86,37 +87,38 @@ pub fn run(args: &Writers) -> Result<bool> {
         questions.push(ask);
         let (stop, filled, args) = (Arc::clone(&stop), filled.clone(), args.clone());
         writers.push(thread::Builder::new().name(format!("writer {number}")).spawn(move || {
-            threads::pin(number)?;
-            let mut region = Region::new(number as u32, pages, style, args.order, !args.no_check);
-            filled.send(()).context("nobody waits for the writers")?;
-            region.serve(args.rate, &asked, &stop);
-            anyhow::Ok(region.verify())
+            threads::pin_thread(number)?;
+            let mut region =
+                WriterRegion::new(number as u32, pages, style, args.order, !args.no_check);
+            filled.send(()).context("the main thread has ended")?;
+            region.run_writer(args.rate, &asked, &stop);
+            anyhow::Ok(region.verify_all())
         })?);
     }
     for _ in 0..count {
         all_filled.recv().context("a writer ended before it began")?;
     }
     println!("{}", serde_json::json!({"ready": true, "threads": count, "pages": pages * count}));
-    let server = socket::Server::start(&args.socket, questions, Arc::clone(&stop))?;
-    until(args.seconds, &stop);
+    let server = socket::WritersServer::start_server(&args.socket, questions, Arc::clone(&stop))?;
+    wait_until_stopped(args.seconds, &stop);
     let regions = writers.into_iter().map(|writer| match writer.join() {
         Ok(region) => region,
         Err(_) => Err(anyhow::anyhow!("a writer panicked")),
     });
-    let report = report::Report::of(regions.collect::<Result<_>>()?);
+    let report = report::WritersReport::from_regions(regions.collect::<Result<_>>()?);
     drop(server);
     println!("{}", serde_json::to_string(&report)?);
     Ok(report.wrong == 0)
 }
 
-/// Asks running writers. False if they found a wrong page.
-pub fn verify(args: &Verify) -> Result<bool> {
-    let report = socket::ask(&args.socket, &args.question)?;
+/// Sends a request to running writers. False if they found a wrong page.
+pub fn run_verify(args: &VerifyArgs) -> Result<bool> {
+    let report = socket::send_request(&args.socket, &args.question)?;
     println!("{}", serde_json::to_string(&report)?);
     Ok(report.wrong == 0)
 }
 
-fn until(seconds: f64, stop: &AtomicBool) {
+fn wait_until_stopped(seconds: f64, stop: &AtomicBool) {
     let mut left = if seconds > 0.0 { seconds } else { f64::INFINITY };
     while left > 0.0 && !stop.load(Ordering::Relaxed) {
         thread::sleep(Duration::from_millis(50));

@@ -1,13 +1,13 @@
-//! What the writers answer.
+//! The reply of the writers.
 
 use serde::{Deserialize, Serialize};
 
-/// How many wrong pages are told one by one.
-pub const TOLD_MAX: usize = 8;
+/// Maximum number of wrong pages that are described one by one.
+pub const DESCRIBED_MAX: usize = 8;
 
 /// The state of all regions.
 #[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
-pub struct Report {
+pub struct WritersReport {
     /// Pages of all regions.
     pub pages: u64,
     /// Pages written so far, rewrites counted.
@@ -33,9 +33,9 @@ pub struct RegionReport {
     pub told: Vec<String>,
 }
 
-impl Report {
+impl WritersReport {
     /// Adds up regions.
-    pub fn of(regions: Vec<RegionReport>) -> Self {
+    pub fn from_regions(regions: Vec<RegionReport>) -> Self {
         let mut report = Self::default();
         for region in regions {
             report.pages += region.pages;

@@ -1,4 +1,4 @@
-//! Questions to running writers, over a unix socket: one line in, one JSON line out.
+//! Requests to running writers, over a unix socket: one line in, one JSON line out.
 
 use std::fs;
 use std::io::{BufRead as _, BufReader, Write as _};
@@ -11,20 +11,20 @@ use std::thread;
 
 use anyhow::{Context as _, Result};
 
-use super::region::Question;
-use super::report::Report;
+use super::region::WriterRequest;
+use super::report::WritersReport;
 
-/// Where writers listen.
+/// The default path of the writers' socket.
 pub(super) const PATH: &str = "/run/firn/writers.sock";
 
-/// Answers questions as long as the process lives; dropping it removes the socket.
-pub(super) struct Server(PathBuf);
+/// Serves requests as long as the process lives; dropping it removes the socket.
+pub(super) struct WritersServer(PathBuf);
 
-impl Server {
-    /// Listens at `path`, handing each question to every writer.
-    pub(super) fn start(
+impl WritersServer {
+    /// Listens at `path`, and forwards each request to every writer.
+    pub(super) fn start_server(
         path: &Path,
-        writers: Vec<Sender<Question>>,
+        writers: Vec<Sender<WriterRequest>>,
         stop: Arc<AtomicBool>,
     ) -> Result<Self> {
         if let Some(folder) = path.parent() {
@@ -35,7 +35,7 @@ impl Server {
             .with_context(|| format!("cannot listen at {}", path.display()))?;
         thread::Builder::new().name("questions".into()).spawn(move || {
             for client in listener.incoming().flatten() {
-                if let Err(error) = answer(client, &writers, &stop) {
+                if let Err(error) = answer_client(client, &writers, &stop) {
                     eprintln!("writers: {error:#}");
                 }
             }
@@ -44,17 +44,21 @@ impl Server {
     }
 }
 
-impl Drop for Server {
+impl Drop for WritersServer {
     fn drop(&mut self) {
         let _ = fs::remove_file(&self.0);
     }
 }
 
-fn answer(client: UnixStream, writers: &[Sender<Question>], stop: &AtomicBool) -> Result<()> {
+fn answer_client(
+    client: UnixStream,
+    writers: &[Sender<WriterRequest>],
+    stop: &AtomicBool,
+) -> Result<()> {
     let mut reader = BufReader::new(client);
     let mut line = String::new();
     reader.read_line(&mut line)?;
-    let report = gather(writers, line.trim() == "verify")?;
+    let report = collect_reports(writers, line.trim() == "verify")?;
     if line.trim() == "stop" {
         stop.store(true, Ordering::Relaxed);
     }
@@ -62,7 +66,7 @@ fn answer(client: UnixStream, writers: &[Sender<Question>], stop: &AtomicBool) -
     Ok(writeln!(client, "{}", serde_json::to_string(&report)?)?)
 }
 
-fn gather(writers: &[Sender<Question>], check: bool) -> Result<Report> {
+fn collect_reports(writers: &[Sender<WriterRequest>], check: bool) -> Result<WritersReport> {
     let mut answers = Vec::new();
     for writer in writers {
         let (answer, answered) = channel();
@@ -70,15 +74,15 @@ fn gather(writers: &[Sender<Question>], check: bool) -> Result<Report> {
         answers.push(answered);
     }
     let regions = answers.iter().map(|answer| answer.recv().context("a writer has ended"));
-    Ok(Report::of(regions.collect::<Result<_>>()?))
+    Ok(WritersReport::from_regions(regions.collect::<Result<_>>()?))
 }
 
-/// Asks the writers that listen at `path`.
-pub(super) fn ask(path: &Path, question: &str) -> Result<Report> {
+/// Sends a request to the writers that listen at `path`.
+pub(super) fn send_request(path: &Path, question: &str) -> Result<WritersReport> {
     let mut stream = UnixStream::connect(path)
         .with_context(|| format!("no writers listen at {}", path.display()))?;
     writeln!(stream, "{question}")?;
     let mut line = String::new();
     BufReader::new(stream).read_line(&mut line)?;
-    serde_json::from_str(&line).context("the writers' answer makes no sense")
+    serde_json::from_str(&line).context("the writers' reply cannot be parsed")
 }

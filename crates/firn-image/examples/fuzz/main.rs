@@ -1,12 +1,14 @@
-//! Fuzzes the image reader without a fuzzing engine, on a stable toolchain: mutates good images and reads them.
+//! Fuzzes the image reader without a fuzzing engine, on a stable toolchain: mutates good images and
+//! reads them.
 //!
 //! ```text
 //!   cargo run --release -p firn-image --example fuzz -- [--seconds 60] [--seed N]
 //! ```
 //!
-//! Half of the mutations are blind; nothing that still comes out of such a file may differ from the original. The other
-//! half puts all checksums right again, to reach the parsers behind them. A panic, a case that takes more than two
-//! seconds of CPU time, or one that wants more than 2 GiB of memory ends the run, and the file is kept.
+//! Half of the mutations are blind; no page that is still read from such a file may differ from the
+//! original. The other half has corrected checksums, to reach the parsers behind them. A
+//! panic, a case that takes more than two seconds of CPU time, or one that needs more than 2 GiB of
+//! memory ends the run, and the file is kept.
 
 use std::collections::HashMap;
 use std::panic::{AssertUnwindSafe, catch_unwind};
@@ -15,8 +17,8 @@ use std::time::{Duration, Instant};
 
 use anyhow::{Context, Result, bail};
 use firn_image::{
-    AuxBlock, Codec, Compressed, Draft, FilledBy, Geometry, Image, Organization, Packer, Reorder,
-    Sections, Writer, compress, reorder,
+    AuxBlock, BlockOrganization, Codec, CompressedBlock, FilledBy, Geometry, Image, ImageDraft,
+    ImageSections, ImageWriter, Packer, ReorderOptions, compress_block, reorder_image,
 };
 use firn_types::{Block, BlockSize, GuestPhys, RegionMap, VcpuId};
 use rustix::process::{Resource, Rlimit, setrlimit};
@@ -80,15 +82,15 @@ fn fuzz(dir: &Path, seeds: &[Seed], length: Duration, seed: u64) -> Result<()> {
     Ok(())
 }
 
-/// Of the whole process: a busy machine makes no case slow.
+/// The CPU time of the whole process: a busy machine makes no case slow.
 fn cpu_time() -> Result<Duration> {
     Ok(clock_gettime(ClockId::ProcessCPUTime).try_into()?)
 }
 
-/// A changed image, and whether its checksums are right again.
+/// A changed image, and whether its checksums were corrected.
 fn mutation(from: &Seed, dice: &mut Dice) -> (Vec<u8>, bool) {
     if dice.one_in(2) {
-        let mut parts = Parts::of(&from.bytes);
+        let mut parts = Parts::from_image(&from.bytes);
         parts.mutate(dice);
         return (parts.join(dice), true);
     }
@@ -104,8 +106,8 @@ fn one_case(path: &Path, from: &Seed, is_sealed: bool, rewrite: bool) -> bool {
     }
     if rewrite {
         let out = path.with_extension("rewritten");
-        rearrange(path, &out, Organization::Access);
-        rearrange(path, &out, Organization::Physical);
+        rearrange(path, &out, BlockOrganization::Access);
+        rearrange(path, &out, BlockOrganization::Physical);
     }
     true
 }
@@ -122,19 +124,28 @@ fn seeds(dir: &Path) -> Result<Vec<Seed>> {
     for (codec, pages) in [("none", 1), ("lz4", 2), ("zstd", 1), ("zlib", 4)] {
         let path = dir.join("seed.firn");
         let (codec, block_size) = (codec.parse()?, BlockSize::new(pages)?);
-        write(&path, codec, Draft::whole(geometry(block_size), Organization::Access))?;
+        write(
+            &path,
+            codec,
+            ImageDraft::whole_image(geometry(block_size), BlockOrganization::Access),
+        )?;
         seeds.push(seed(&path)?);
-        // It stays where the mutated ones that build on it look for it.
+        // It stays at the path at which the mutated images that build on it search for it.
         let parent = dir.join(format!("parent-{pages}.firn"));
         std::fs::rename(&path, &parent)?;
         let parent = Image::open(&parent)?;
         for (parent, again) in [(None, true), (Some(&parent), false), (Some(&parent), true)] {
-            let whole = Draft::whole(geometry(block_size), Organization::Access);
-            write(&path, codec, Draft { parent, again, ..whole })?;
+            let whole = ImageDraft::whole_image(geometry(block_size), BlockOrganization::Access);
+            write(&path, codec, ImageDraft { parent, allows_again: again, ..whole })?;
             seeds.push(seed(&path)?);
         }
         let other = dir.join("other.firn");
-        reorder(&parent, &Reorder::by(Organization::Random), &other, &|_, _| ())?;
+        reorder_image(
+            &parent,
+            &ReorderOptions::for_organization(BlockOrganization::Random),
+            &other,
+            &|_, _| (),
+        )?;
         seeds.push(seed(&other)?);
     }
     Ok(seeds)
@@ -146,13 +157,13 @@ fn seed(path: &Path) -> Result<Seed> {
 }
 
 fn geometry(block_size: BlockSize) -> Geometry {
-    let total_pages = 40 * block_size.pages() as u32;
+    let total_pages = 40 * block_size.page_count() as u32;
     Geometry { block_size, locality_block_bytes: 16 << 10, total_pages }
 }
 
-fn write(path: &Path, codec: Codec, draft: Draft<'_>) -> Result<()> {
+fn write(path: &Path, codec: Codec, draft: ImageDraft<'_>) -> Result<()> {
     let (geometry, block_size) = (draft.geometry, draft.geometry.block_size);
-    let mut writer = Writer::create(path, &draft)?;
+    let mut writer = ImageWriter::create(path, &draft)?;
     let mut packers = [FilledBy::Vcpu(VcpuId(0)), FilledBy::Sweep]
         .map(|filled_by| Packer::filled_by(geometry, filled_by));
     let some = (0..40u32).filter(|number| number % 5 != 0);
@@ -160,23 +171,23 @@ fn write(path: &Path, codec: Codec, draft: Draft<'_>) -> Result<()> {
         None => (some.collect(), vec![4, 6, 2]),
         Some(_) => (vec![3, 5, 8, 13], vec![8, 3]),
     };
-    for number in some.into_iter().chain(again.into_iter().filter(|_| draft.again)) {
+    for number in some.into_iter().chain(again.into_iter().filter(|_| draft.allows_again)) {
         let word = |at: u32| u64::from(number % 3) * u64::from(at % 50).pow(number % 7 + 1);
-        let words = block_size.bytes() as u32 / 8;
+        let words = block_size.byte_count() as u32 / 8;
         let raw: Vec<u8> = (0..words).flat_map(|at| word(at).to_le_bytes()).collect();
-        match compress(codec, Block(number), &raw) {
-            Compressed::Zero => writer.set_zero(Block(number)),
-            Compressed::Packed(packed) => {
-                if let Some(full) = packers[number as usize % 2].push(packed) {
+        match compress_block(codec, Block(number), &raw) {
+            CompressedBlock::Zero => writer.set_zero(Block(number)),
+            CompressedBlock::Packed(packed) => {
+                if let Some(full) = packers[number as usize % 2].push_block(packed) {
                     writer.append(full)?;
                 }
             }
         }
     }
-    for rest in packers.iter_mut().filter_map(Packer::finish) {
+    for rest in packers.iter_mut().filter_map(Packer::take_filled) {
         writer.append(rest)?;
     }
-    let sections = Sections {
+    let sections = ImageSections {
         meta: serde_json::json!({"name": "fuzz", "list": [1, 2, 3]}),
         regions: RegionMap::lay_out([("ram", geometry.flat_bytes())])?,
         device_state: b"state".repeat(20),

@@ -1,7 +1,7 @@
-//! Mutations of an image: blind ones, and ones that put every checksum right again.
+//! Mutations of an image: blind ones, and ones with corrected checksums.
 //!
-//! A checksum stops a blind mutation at the door. To get to the parsers behind it, [`Parts`] takes an image apart,
-//! decodes its sections, and puts them together again after they were changed.
+//! A checksum reveals a blind mutation at once. To reach the parsers behind it, [`Parts`] splits
+//! an image, decodes its sections, and assembles them again after they were changed.
 
 use twox_hash::XxHash3_64;
 
@@ -32,7 +32,7 @@ impl Dice {
     }
 }
 
-/// Changes bytes here and there, or the length.
+/// Changes some bytes, or the length.
 pub fn blindly(bytes: &mut Vec<u8>, dice: &mut Dice) {
     for _ in 0..=dice.below(4) {
         let at = dice.below(bytes.len());
@@ -79,13 +79,13 @@ fn overwrite(bytes: &mut [u8], at: usize, part: &[u8]) {
     bytes[at..at + len].copy_from_slice(&part[..len]);
 }
 
-/// Puts an interesting number of 1, 2, 4 or 8 bytes somewhere.
+/// Writes an interesting number of 1, 2, 4 or 8 bytes to a random position.
 fn overwrite_number(bytes: &mut [u8], at: usize, dice: &mut Dice) {
     let width = 1 << dice.below(4);
     overwrite(bytes, at, &interesting(dice).to_le_bytes()[..width]);
 }
 
-/// An image taken apart.
+/// An image, split into its parts.
 pub struct Parts {
     header: Vec<u8>,
     blocks: Vec<u8>,
@@ -94,8 +94,8 @@ pub struct Parts {
 }
 
 impl Parts {
-    /// Takes a good image apart.
-    pub fn of(image: &[u8]) -> Self {
+    /// Splits a good image.
+    pub fn from_image(image: &[u8]) -> Self {
         let footer = image[image.len() - FOOTER..].to_vec();
         let count = u32_at(&footer, 12) as usize;
         let entry = |i: usize| &footer[48 + i * 40..][..40];
@@ -115,7 +115,7 @@ impl Parts {
                 3 => self.shuffle_sections(dice),
                 _ => {
                     let which = dice.below(self.sections.len());
-                    // The index is last, and has the most to get wrong.
+                    // The index is last, and is the most error-prone.
                     let which = if dice.one_in(2) { self.sections.len() - 1 } else { which };
                     if let Some((_, bytes)) = self.sections.get_mut(which)
                         && !bytes.is_empty()
@@ -144,7 +144,7 @@ impl Parts {
         }
     }
 
-    /// Puts the image together again, checksums and all.
+    /// Assembles the image again, with its checksums.
     pub fn join(&self, dice: &mut Dice) -> Vec<u8> {
         let mut image = seal(self.header.clone(), HEADER);
         image.extend(&self.blocks);

@@ -3,8 +3,8 @@
 use std::time::{Duration, Instant};
 
 use firn_image::{
-    Codec, Compressed, Draft, Entry, Geometry, Image, LocalityBlock, LocalityBlockId, Organization,
-    Sections, Writer, compress,
+    BlockEntry, BlockOrganization, Codec, CompressedBlock, Geometry, Image, ImageDraft,
+    ImageSections, ImageWriter, LocalityBlock, LocalityBlockId, compress_block,
 };
 use firn_types::{Block, RegionMap};
 
@@ -22,7 +22,7 @@ fn the_path_of_a_fault_allocates_nothing() {
         let mut fault = |block| {
             let Some((id, entry)) = image.entry_of(block) else { return };
             image.read_locality_block(id, &mut stored).unwrap();
-            image.decode(entry, &stored[entry.range()], &mut out).unwrap();
+            image.decode_block(entry, &stored[entry.range()], &mut out).unwrap();
         };
         // A thread makes its decompressor at its first block.
         (0..10).map(Block).for_each(&mut fault);
@@ -31,33 +31,38 @@ fn the_path_of_a_fault_allocates_nothing() {
     }
 }
 
-/// An image of a 1 GiB guest whose blocks are all stored, with one locality block for every 4096 of them.
+/// An image of a 1 GiB guest whose blocks are all stored, with one locality block for every 4096 of
+/// them.
 fn large_image(path: &std::path::Path) {
     let geometry = Geometry { locality_block_bytes: 1 << 20, ..Geometry::new(1 << 18) };
-    let mut writer = Writer::create(path, &Draft::whole(geometry, Organization::Access)).unwrap();
-    let Compressed::Packed(packed) = compress(Codec::Lz4, Block(0), &Content::Flat(1).bytes(8192))
+    let mut writer =
+        ImageWriter::create(path, &ImageDraft::whole_image(geometry, BlockOrganization::Access))
+            .unwrap();
+    let CompressedBlock::Packed(packed) =
+        compress_block(Codec::Lz4, Block(0), &Content::Flat(1).bytes(8192))
     else {
         panic!("not zero")
     };
     let len = packed.stored.len() as u32;
-    for first in (0..geometry.blocks()).step_by(4096) {
-        let entry = |slot: u32| Entry {
-            // Far apart, as blocks in access order are.
-            block: Block((first + slot).wrapping_mul(40_503) % geometry.blocks()),
+    for first in (0..geometry.block_count()).step_by(4096) {
+        let entry = |slot: u32| BlockEntry {
+            // With large distances, as blocks in access order have.
+            block: Block((first + slot).wrapping_mul(40_503) % geometry.block_count()),
             offset: slot * len,
             stored_len: len,
             stored_as: packed.stored_as,
-            checksum: firn_image::checksum(&(first + slot).to_le_bytes()),
+            checksum: firn_image::block_checksum(&(first + slot).to_le_bytes()),
         };
         let entries = (0..4096).map(entry).collect();
         let bytes = packed.stored.repeat(4096);
         writer.append(LocalityBlock { entries, bytes, ..LocalityBlock::default() }).unwrap();
     }
     let regions = RegionMap::lay_out([("ram", geometry.flat_bytes())]).unwrap();
-    writer.finish(Sections { regions, ..Sections::default() }).unwrap();
+    writer.finish(ImageSections { regions, ..ImageSections::default() }).unwrap();
 }
 
-/// As a ratio to reading the file and summing it up, which whatever runs beside slows as well.
+/// The time is compared with that of reading the file and its checksum: other load on the machine
+/// slows both.
 #[test]
 fn the_index_of_a_gigabyte_opens_at_once() {
     let dir = tempfile::tempdir().unwrap();
@@ -68,7 +73,7 @@ fn the_index_of_a_gigabyte_opens_at_once() {
         assert_eq!(image.entries(LocalityBlockId(31)).len(), 4096);
     };
     let sum = || {
-        std::hint::black_box(firn_image::checksum(&std::fs::read(&path).unwrap()));
+        std::hint::black_box(firn_image::block_checksum(&std::fs::read(&path).unwrap()));
     };
     let fastest = |of: &dyn Fn()| (0..9).map(|_| timed(of)).min().unwrap();
     let (opened, summed) = (fastest(&open), fastest(&sum));

@@ -4,8 +4,9 @@ use std::collections::BTreeMap;
 use std::path::{Path, PathBuf};
 
 use firn_image::{
-    Codec, Compressed, Draft, FilledBy, Geometry, Image, ImageError, LocalityBlockId, Organization,
-    Packer, Placement, ReadOrder, Summary, Writer, compare, compress, merge, rebase, verify,
+    BlockOrganization, BlockPlacement, Codec, CompressedBlock, FilledBy, Geometry, Image,
+    ImageDraft, ImageError, ImageSummary, ImageWriter, LocalityBlockId, Packer, ReadOrder,
+    compare_with_reference, compress_block, merge_chain, rebase_image, verify_image,
 };
 use firn_types::Block;
 use proptest::prelude::*;
@@ -45,13 +46,13 @@ impl Chain {
         std::fs::write(self.flat(self.len - 1), self.now.flat()).unwrap();
     }
 
-    /// Changes memory, and writes what changed.
-    fn add(&mut self, changes: &[(u32, Content)]) -> Summary {
+    /// Changes memory, and writes the changed blocks.
+    fn add(&mut self, changes: &[(u32, Content)]) -> ImageSummary {
         let parent = Image::open(&self.path(self.len - 1)).unwrap();
         let path = self.path(self.len);
-        let draft = Draft {
+        let draft = ImageDraft {
             parent: Some(&parent),
-            ..Draft::whole(self.now.geometry, Organization::Access)
+            ..ImageDraft::whole_image(self.now.geometry, BlockOrganization::Access)
         };
         let changed: BTreeMap<u32, Content> = changes.iter().copied().collect();
         for (&block, &content) in &changed {
@@ -66,33 +67,34 @@ impl Chain {
 
     fn check(&self, n: usize, path: &Path) -> Image {
         let image = Image::open(path).unwrap();
-        assert_eq!(compare(&image, &self.flat(n)).unwrap(), []);
-        let report = verify(&image, 2, &|_, _| ());
+        assert_eq!(compare_with_reference(&image, &self.flat(n)).unwrap(), []);
+        let report = verify_image(&image, 2, &|_, _| ());
         assert!(report.is_clean(), "{report:?}");
         image
     }
 }
 
-/// Writes blocks, batch after batch, as the model has them; in the last batch a block counts.
-fn write(model: &Model, path: &Path, draft: &Draft<'_>, batches: &[&[Block]]) -> Summary {
-    let mut writer = Writer::create(path, draft).unwrap();
+/// Writes blocks, batch after batch. The last batch has the bytes of the model, the others have
+/// noise.
+fn write(model: &Model, path: &Path, draft: &ImageDraft<'_>, batches: &[&[Block]]) -> ImageSummary {
+    let mut writer = ImageWriter::create(path, draft).unwrap();
     let mut packer = Packer::filled_by(model.geometry, FilledBy::Sweep);
     for (number, batch) in batches.iter().enumerate() {
         for &block in *batch {
             let bytes = match number + 1 == batches.len() {
                 true => model.block_bytes(block),
-                false => Content::Noise(99).bytes(model.geometry.block_size.bytes()),
+                false => Content::Noise(99).bytes(model.geometry.block_size.byte_count()),
             };
-            match compress(Codec::Lz4, block, &bytes) {
-                Compressed::Zero => writer.set_zero(block),
-                Compressed::Packed(packed) => {
-                    if let Some(full) = packer.push(packed) {
+            match compress_block(Codec::Lz4, block, &bytes) {
+                CompressedBlock::Zero => writer.set_zero(block),
+                CompressedBlock::Packed(packed) => {
+                    if let Some(full) = packer.push_block(packed) {
                         writer.append(full).unwrap();
                     }
                 }
             }
         }
-        if let Some(rest) = packer.finish() {
+        if let Some(rest) = packer.take_filled() {
             writer.append(rest).unwrap();
         }
     }
@@ -119,12 +121,12 @@ fn what_is_not_mentioned_is_as_in_the_parent() {
     chain.add(&all_kinds(22));
     for n in 0..chain.len {
         let image = chain.check(n, &chain.path(n));
-        assert_eq!(image.chain().len(), n + 1);
-        assert_eq!(image.chain().next(), Some(&*chain.path(n)));
+        assert_eq!(image.chain_paths().len(), n + 1);
+        assert_eq!(image.chain_paths().next(), Some(&*chain.path(n)));
     }
     let image = Image::open(&chain.path(1)).unwrap();
     assert_eq!(image.summary(), summary);
-    assert_eq!(image.lookup(Block(20)), Placement::Zero);
+    assert_eq!(image.placement_of(Block(20)), BlockPlacement::Zero);
 }
 
 #[test]
@@ -155,13 +157,16 @@ fn a_block_given_again_counts_as_given_last() {
     std::fs::write(dir.path().join("flat"), model.flat()).unwrap();
     let all: Vec<Block> = (0..350).map(Block).collect();
     let some: Vec<Block> = all.iter().copied().filter(|block| block.0 % 3 == 0).collect();
-    let draft = Draft { again: true, ..Draft::whole(model.geometry, Organization::Access) };
+    let draft = ImageDraft {
+        allows_again: true,
+        ..ImageDraft::whole_image(model.geometry, BlockOrganization::Access)
+    };
     let path = dir.path().join("a.firn");
     let summary = write(&model, &path, &draft, &[&some, &some, &all]);
     let image = Image::open(&path).unwrap();
     assert_eq!(image.summary(), summary);
-    assert_eq!(compare(&image, &dir.path().join("flat")).unwrap(), []);
-    assert!(verify(&image, 2, &|_, _| ()).is_clean());
+    assert_eq!(compare_with_reference(&image, &dir.path().join("flat")).unwrap(), []);
+    assert!(verify_image(&image, 2, &|_, _| ()).is_clean());
     let listed: usize =
         (0..image.locality_blocks()).map(|id| image.entries(LocalityBlockId(id)).len()).sum();
     assert_eq!(listed as u32, summary.stored_blocks);
@@ -175,21 +180,21 @@ fn merged_it_needs_nobody_and_rebased_it_needs_fewer() {
     }
     let image = Image::open(&chain.path(3)).unwrap();
     let out = chain.dir.path().join("out.firn");
-    let summary = merge(&image, &out, 2, &|_, _| ()).unwrap();
+    let summary = merge_chain(&image, &out, 2, &|_, _| ()).unwrap();
     let merged = chain.check(3, &out);
-    assert_eq!((merged.chain().len(), merged.summary()), (1, summary));
+    assert_eq!((merged.chain_paths().len(), merged.summary()), (1, summary));
     assert_eq!(merged.identity(), image.identity());
     let base = Image::open(&chain.path(0)).unwrap();
     for from in [&image, &merged] {
         let short = chain.dir.path().join("short.firn");
-        let summary = rebase(from, &base, &short, 2, &|_, _| ()).unwrap();
+        let summary = rebase_image(from, &base, &short, 2, &|_, _| ()).unwrap();
         assert!(summary.stored_blocks + summary.zero_blocks <= 12, "{summary:?}");
-        assert_eq!(chain.check(3, &short).chain().len(), 2);
+        assert_eq!(chain.check(3, &short).chain_paths().len(), 2);
     }
     let other = Model { contents: vec![Content::Flat(1); 350], ..chain.now.clone() };
     other.write(&out);
     let short = chain.dir.path().join("short.firn");
-    rebase(&image, &Image::open(&out).unwrap(), &short, 1, &|_, _| ()).unwrap();
+    rebase_image(&image, &Image::open(&out).unwrap(), &short, 1, &|_, _| ()).unwrap();
     chain.check(3, &short);
 }
 
@@ -200,10 +205,10 @@ fn the_middle_of_a_chain_may_be_merged_in_its_place() {
         chain.add(&all_kinds(from));
     }
     let path = chain.path(2);
-    merge(&Image::open(&path).unwrap(), &path, 1, &|_, _| ()).unwrap();
+    merge_chain(&Image::open(&path).unwrap(), &path, 1, &|_, _| ()).unwrap();
     std::fs::remove_file(chain.path(0)).unwrap();
     std::fs::remove_file(chain.path(1)).unwrap();
-    assert_eq!(chain.check(3, &chain.path(3)).chain().len(), 2);
+    assert_eq!(chain.check(3, &chain.path(3)).chain_paths().len(), 2);
 }
 
 #[test]
@@ -220,8 +225,8 @@ fn a_parent_is_known_by_its_identity() {
     assert!(Image::open_with_parent(&chain.path(1), &chain.path(0)).is_err());
     let image = Image::open_with_parent(&chain.path(1), &moved).unwrap();
     let parent = Image::open(&moved).unwrap();
-    rebase(&image, &parent, &chain.path(1), 1, &|_, _| ()).unwrap();
-    assert_eq!(chain.check(1, &chain.path(1)).chain().nth(1), Some(&*moved));
+    rebase_image(&image, &parent, &chain.path(1), 1, &|_, _| ()).unwrap();
+    assert_eq!(chain.check(1, &chain.path(1)).chain_paths().nth(1), Some(&*moved));
 }
 
 #[test]
@@ -230,8 +235,11 @@ fn what_can_not_be_a_parent_is_refused() {
     chain.add(&all_kinds(10));
     let parent = Image::open(&chain.path(1)).unwrap();
     let refused = |path: &Path, geometry| {
-        let draft = Draft { parent: Some(&parent), ..Draft::whole(geometry, Organization::Access) };
-        Writer::create(path, &draft).map(drop).unwrap_err()
+        let draft = ImageDraft {
+            parent: Some(&parent),
+            ..ImageDraft::whole_image(geometry, BlockOrganization::Access)
+        };
+        ImageWriter::create(path, &draft).map(drop).unwrap_err()
     };
     let geometry = chain.now.geometry;
     for n in [0, 1] {
@@ -241,7 +249,7 @@ fn what_can_not_be_a_parent_is_refused() {
     let error = refused(&chain.path(2), Geometry { total_pages: 702, ..geometry });
     assert!(matches!(error, ImageError::OtherRam { .. }), "{error}");
     let base = Image::open(&chain.path(0)).unwrap();
-    let error = rebase(&base, &parent, &chain.path(5), 1, &|_, _| ()).unwrap_err();
+    let error = rebase_image(&base, &parent, &chain.path(5), 1, &|_, _| ()).unwrap_err();
     assert!(matches!(error, ImageError::WrongParent { .. }), "{error}");
     assert_eq!(std::fs::read_dir(chain.dir.path()).unwrap().count(), 4);
 }
@@ -253,7 +261,7 @@ fn an_image_may_be_opened_by_a_link() {
     let elsewhere = tempfile::tempdir().unwrap();
     let link = elsewhere.path().join("latest.firn");
     std::os::unix::fs::symlink(chain.path(1), &link).unwrap();
-    assert_eq!(chain.check(1, &link).chain().len(), 2);
+    assert_eq!(chain.check(1, &link).chain_paths().len(), 2);
 }
 
 /// Damage in any file of a chain is found, and named by its file.
@@ -271,7 +279,7 @@ fn every_flipped_byte_of_an_ancestor_is_seen() {
                 format!("{error} {:?}", std::error::Error::source(&error).map(ToString::to_string))
             }
             Ok(image) => {
-                let report = verify(&image, 1, &|_, _| ());
+                let report = verify_image(&image, 1, &|_, _| ());
                 let own = Image::open(&chain.path(0)).is_err();
                 assert!(own || !report.is_clean(), "byte {at} of {}", good.len());
                 if at < 4096 {
@@ -292,10 +300,12 @@ fn a_chain_has_an_end() {
         chain.add(&[]);
     }
     let last = Image::open(&chain.path(firn_image::CHAIN_MAX - 1)).unwrap();
-    assert_eq!(last.chain().len(), firn_image::CHAIN_MAX);
-    let draft =
-        Draft { parent: Some(&last), ..Draft::whole(chain.now.geometry, Organization::Access) };
-    let refused = Writer::create(&chain.path(999), &draft).map(drop);
+    assert_eq!(last.chain_paths().len(), firn_image::CHAIN_MAX);
+    let draft = ImageDraft {
+        parent: Some(&last),
+        ..ImageDraft::whole_image(chain.now.geometry, BlockOrganization::Access)
+    };
+    let refused = ImageWriter::create(&chain.path(999), &draft).map(drop);
     assert!(matches!(refused, Err(ImageError::ChainTooLong { .. })));
 }
 
@@ -323,10 +333,10 @@ proptest! {
         let out = chain.dir.path().join("out.firn");
         for parent in 0..last {
             let parent = Image::open(&chain.path(parent)).unwrap();
-            rebase(&image, &parent, &out, 1, &|_, _| ()).unwrap();
+            rebase_image(&image, &parent, &out, 1, &|_, _| ()).unwrap();
             chain.check(last, &out);
         }
-        merge(&image, &out, 1, &|_, _| ()).unwrap();
+        merge_chain(&image, &out, 1, &|_, _| ()).unwrap();
         chain.check(last, &out);
     }
 }

@@ -1,10 +1,11 @@
-//! Truncated, flipped, mixed up: an error that names the place, or the right page. Never a wrong one.
+//! Truncated, flipped and mixed-up images: reading gives an error that names the part, or the right
+//! page. It never gives a wrong one.
 
 use std::fs::File;
 use std::os::unix::fs::FileExt;
 use std::path::{Path, PathBuf};
 
-use firn_image::{Codec, Geometry, Image, ImageError, verify};
+use firn_image::{Codec, Geometry, Image, ImageError, verify_image};
 use firn_types::{Block, BlockSize};
 use proptest::prelude::*;
 
@@ -37,20 +38,20 @@ impl Subject {
         self.path()
     }
 
-    /// Opens, reads everything, and says what was found. Panics if a page is wrong.
+    /// Opens it, reads everything, and returns the result. Panics if a page is wrong.
     fn judge(&self, path: &Path) -> Verdict {
         let image = match Image::open(path) {
             Ok(image) => image,
             Err(error) => return Verdict::NotOpened(error),
         };
-        let (mut stored, mut out) = (Vec::new(), vec![0; image.geometry().block_size.bytes()]);
-        for block in (0..self.model.geometry.blocks()).map(Block) {
+        let (mut stored, mut out) = (Vec::new(), vec![0; image.geometry().block_size.byte_count()]);
+        for block in (0..self.model.geometry.block_count()).map(Block) {
             match image.read_block(block, &mut stored, &mut out) {
                 Ok(_) => assert!(out == self.model.block_bytes(block), "{block} is wrong"),
                 Err(error) => assert_names_the_place(&error, path),
             }
         }
-        match verify(&image, 1, &|_, _| ()).problems.into_iter().next() {
+        match verify_image(&image, 1, &|_, _| ()).problems.into_iter().next() {
             None => Verdict::Clean,
             Some(problem) => Verdict::Problem(problem.to_string()),
         }
@@ -126,7 +127,7 @@ fn more_bytes_than_there_should_be_are_found() {
     }
 }
 
-/// All over the file, and more densely in its end: sections, index, footer.
+/// Positions throughout the file, and more densely at its end: sections, index, footer.
 #[test]
 fn ten_thousand_single_bit_flips() {
     let mut flipped = 0;
@@ -183,7 +184,7 @@ fn an_image_cut_while_open_is_an_error() {
     let (id, entry) = (0..40).find_map(|block| image.entry_of(Block(block))).unwrap();
     let error = image.read_entry(entry, id, &mut Vec::new()).unwrap_err();
     assert_names_the_place(&error, &path);
-    assert!(!verify(&image, 2, &|_, _| ()).is_clean());
+    assert!(!verify_image(&image, 2, &|_, _| ()).is_clean());
 }
 
 proptest! {

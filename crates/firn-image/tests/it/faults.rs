@@ -1,9 +1,10 @@
-//! Every fault point of this crate, walked in child processes: the disk fails or Firn dies, at each step.
+//! Every fault point of this crate, walked in child processes: the disk fails or Firn dies, at each
+//! step.
 
 use std::path::Path;
 use std::process::{Command, ExitStatus};
 
-use firn_image::{Codec, Geometry, Image, remove_partial, verify};
+use firn_image::{Codec, Geometry, Image, remove_partial, verify_image};
 
 use crate::model::Model;
 
@@ -53,7 +54,7 @@ fn child_reads() {
     let error = match Image::open(&path) {
         Err(error) => error.to_string(),
         Ok(image) => {
-            let report = verify(&image, 1, &|_, _| ());
+            let report = verify_image(&image, 1, &|_, _| ());
             report.problems.first().unwrap().to_string()
         }
     };

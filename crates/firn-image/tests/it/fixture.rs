@@ -1,12 +1,15 @@
 //! Images that were written once and must be readable for ever.
 //!
-//! `fixtures/v1.firn` was written by [`write_the_fixture`] when version 1 of the format was made. It is never written
-//! again: a format that changes gets a new version, and a fixture of its own beside this one.
+//! `fixtures/v1.firn` was written by [`write_the_fixture`] when version 1 of the format was made.
+//! It is never written again: a format that changes gets a new version, and a fixture of its own
+//! beside this one.
 
 use std::collections::HashSet;
 use std::path::{Path, PathBuf};
 
-use firn_image::{Codec, FilledBy, Geometry, Image, LocalityBlockId, Organization, verify};
+use firn_image::{
+    BlockOrganization, Codec, FilledBy, Geometry, Image, LocalityBlockId, verify_image,
+};
 use firn_types::{BlockSize, VcpuId};
 
 use crate::model::Model;
@@ -15,7 +18,7 @@ fn fixture(name: &str) -> PathBuf {
     Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/fixtures").join(name)
 }
 
-/// What the fixture holds: every kind of content, placement and codec.
+/// The contents of the fixture: every kind of content, placement and codec.
 fn model() -> Model {
     let block_size = BlockSize::new(2).unwrap();
     let geometry = Geometry { block_size, locality_block_bytes: 16 << 10, total_pages: 46 };
@@ -37,12 +40,12 @@ fn version_1_is_readable() {
     let image = Image::open(&fixture("v1.firn")).unwrap();
     let model = model();
     model.check(&image);
-    assert!(verify(&image, 1, &|_, _| ()).is_clean());
+    assert!(verify_image(&image, 1, &|_, _| ()).is_clean());
     let entries = (0..image.locality_blocks()).flat_map(|id| image.entries(LocalityBlockId(id)));
     let kinds: HashSet<_> = entries.map(|entry| entry.stored_as).collect();
     assert_eq!(kinds.len(), 4);
     assert_eq!(image.geometry(), model.geometry);
-    assert_eq!(image.organization(), Organization::Access);
+    assert_eq!(image.organization(), BlockOrganization::Access);
     assert_eq!(image.filled_by(LocalityBlockId(0)), FilledBy::Vcpu(VcpuId(0)));
     let sections = model.sections();
     assert_eq!(image.meta(), &sections.meta);

@@ -4,17 +4,17 @@ use std::collections::BTreeMap;
 use std::path::Path;
 
 use firn_image::{
-    AuxBlock, Codec, Compressed, Draft, FilledBy, Geometry, Image, ImageError, Organization,
-    Packer, Sections, Summary, Writer, compress,
+    AuxBlock, BlockOrganization, Codec, CompressedBlock, FilledBy, Geometry, Image, ImageDraft,
+    ImageError, ImageSections, ImageSummary, ImageWriter, Packer, compress_block,
 };
 use firn_types::{Block, GuestPhys, RegionMap, VcpuId};
 
-/// What one memory block of the model holds.
+/// The content of one memory block of the model.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Content {
     Untouched,
     Zero,
-    /// The same byte all over.
+    /// The same byte throughout.
     Flat(u8),
     /// Compresses to about half.
     Half(u64),
@@ -22,7 +22,7 @@ pub enum Content {
     Noise(u64),
 }
 
-/// A guest's memory, and in which order and by whom its blocks were touched.
+/// A guest's memory, with the order and the origin of the touches of its blocks.
 #[derive(Clone, Debug)]
 pub struct Model {
     pub geometry: Geometry,
@@ -48,7 +48,7 @@ impl Content {
 }
 
 fn noise(seed: u64, len: usize) -> Vec<u8> {
-    let word = |i: u64| firn_image::checksum(&(seed ^ (i << 32)).to_le_bytes()).to_le_bytes();
+    let word = |i: u64| firn_image::block_checksum(&(seed ^ (i << 32)).to_le_bytes()).to_le_bytes();
     (0..len.div_ceil(8) as u64).flat_map(word).take(len).collect()
 }
 
@@ -62,7 +62,7 @@ impl Model {
             4 => Content::Noise(block.into()),
             _ => Content::Half(block.into()),
         };
-        let blocks = geometry.blocks();
+        let blocks = geometry.block_count();
         let by = |block: u32| match block % 4 {
             0 => FilledBy::Vcpu(VcpuId(0)),
             1 => FilledBy::Vcpu(VcpuId(1)),
@@ -82,20 +82,20 @@ impl Model {
     }
 
     pub fn block_bytes(&self, block: Block) -> Vec<u8> {
-        self.contents[block.index()].bytes(self.geometry.block_size.bytes())
+        self.contents[block.index()].bytes(self.geometry.block_size.byte_count())
     }
 
     /// The flat copy of its memory, page 0 first.
     pub fn flat(&self) -> Vec<u8> {
-        let blocks = (0..self.geometry.blocks()).map(Block);
+        let blocks = (0..self.geometry.block_count()).map(Block);
         let mut flat: Vec<u8> = blocks.flat_map(|block| self.block_bytes(block)).collect();
         flat.truncate(self.geometry.flat_bytes() as usize);
         flat
     }
 
-    pub fn sections(&self) -> Sections {
+    pub fn sections(&self) -> ImageSections {
         let bytes = self.geometry.flat_bytes();
-        Sections {
+        ImageSections {
             meta: serde_json::json!({"qemu": "7.2", "cpus": 2}),
             regions: RegionMap::lay_out([("ram", bytes)]).unwrap(),
             device_state: b"device state ".repeat(100),
@@ -110,37 +110,40 @@ impl Model {
     }
 
     /// Writes it as a save does: one packer for each that fills locality blocks.
-    pub fn write(&self, path: &Path) -> Summary {
+    pub fn write(&self, path: &Path) -> ImageSummary {
         self.try_write(path).unwrap()
     }
 
-    pub fn try_write(&self, path: &Path) -> Result<Summary, ImageError> {
+    pub fn try_write(&self, path: &Path) -> Result<ImageSummary, ImageError> {
         self.try_write_blocks(path)?.finish(self.sections())
     }
 
     /// An image that lacks only its end.
-    pub fn write_blocks(&self, path: &Path) -> Writer {
+    pub fn write_blocks(&self, path: &Path) -> ImageWriter {
         self.try_write_blocks(path).unwrap()
     }
 
-    fn try_write_blocks(&self, path: &Path) -> Result<Writer, ImageError> {
-        let mut writer = Writer::create(path, &Draft::whole(self.geometry, Organization::Access))?;
+    fn try_write_blocks(&self, path: &Path) -> Result<ImageWriter, ImageError> {
+        let mut writer = ImageWriter::create(
+            path,
+            &ImageDraft::whole_image(self.geometry, BlockOrganization::Access),
+        )?;
         let mut packers = BTreeMap::new();
         for &(block, by) in &self.order {
             if self.contents[block.index()] == Content::Untouched {
                 continue;
             }
             let packer = packers.entry(by).or_insert_with(|| Packer::filled_by(self.geometry, by));
-            match compress(self.codec_of(block), block, &self.block_bytes(block)) {
-                Compressed::Zero => writer.set_zero(block),
-                Compressed::Packed(packed) => {
-                    if let Some(full) = packer.push(packed) {
+            match compress_block(self.codec_of(block), block, &self.block_bytes(block)) {
+                CompressedBlock::Zero => writer.set_zero(block),
+                CompressedBlock::Packed(packed) => {
+                    if let Some(full) = packer.push_block(packed) {
                         writer.append(full)?;
                     }
                 }
             }
         }
-        for rest in packers.values_mut().filter_map(Packer::finish) {
+        for rest in packers.values_mut().filter_map(Packer::take_filled) {
             writer.append(rest)?;
         }
         Ok(writer)
@@ -148,12 +151,13 @@ impl Model {
 
     /// Reads every block back by locality block, and checks it.
     pub fn check(&self, image: &Image) {
-        let (mut stored, mut out) = (Vec::new(), vec![0xee; image.geometry().block_size.bytes()]);
+        let (mut stored, mut out) =
+            (Vec::new(), vec![0xee; image.geometry().block_size.byte_count()]);
         let mut flat = vec![0; (self.flat().len()).next_multiple_of(out.len())];
         for id in (0..image.locality_blocks()).map(firn_image::LocalityBlockId) {
             image.read_locality_block(id, &mut stored).unwrap();
             for entry in image.entries(id) {
-                image.decode(entry, &stored[entry.range()], &mut out).unwrap();
+                image.decode_block(entry, &stored[entry.range()], &mut out).unwrap();
                 let start = entry.block.index() * out.len();
                 flat[start..start + out.len()].copy_from_slice(&out);
             }

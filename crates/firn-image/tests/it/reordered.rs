@@ -1,10 +1,10 @@
-//! The same checkpoint, arranged otherwise.
+//! The same checkpoint in another block organization.
 
 use std::path::{Path, PathBuf};
 
 use firn_image::{
-    Codec, Draft, Entry, FilledBy, Geometry, Image, ImageError, LocalityBlockId, Organization,
-    Reorder, StoredAs, compare, reorder, verify,
+    BlockEntry, BlockOrganization, Codec, FilledBy, Geometry, Image, ImageDraft, ImageError,
+    LocalityBlockId, ReorderOptions, StoredAs, compare_with_reference, reorder_image, verify_image,
 };
 use firn_types::{Block, BlockSize, VcpuId};
 
@@ -31,21 +31,21 @@ impl Checkpoint {
     }
 
     /// Reorders, and checks that memory and sections are the same.
-    fn reorder(&self, from: &Image, how: &Reorder, name: &str) -> Image {
+    fn reorder(&self, from: &Image, how: &ReorderOptions, name: &str) -> Image {
         let out = self.path(name);
-        let summary = reorder(from, how, &out, &|_, _| ()).unwrap();
+        let summary = reorder_image(from, how, &out, &|_, _| ()).unwrap();
         let image = Image::open(&out).unwrap();
         assert_eq!(image.summary(), summary);
         assert_eq!(image.organization(), how.by);
-        assert_eq!(compare(&image, &self.path("flat")).unwrap(), []);
-        assert!(verify(&image, 2, &|_, _| ()).is_clean());
+        assert_eq!(compare_with_reference(&image, &self.path("flat")).unwrap(), []);
+        assert!(verify_image(&image, 2, &|_, _| ()).is_clean());
         assert_eq!(image.device_state(), self.image.device_state());
         assert_eq!(image.meta(), self.image.meta());
         image
     }
 }
 
-fn locality_blocks(image: &Image) -> Vec<(FilledBy, Vec<Entry>)> {
+fn locality_blocks(image: &Image) -> Vec<(FilledBy, Vec<BlockEntry>)> {
     let ids = (0..image.locality_blocks()).map(LocalityBlockId);
     ids.map(|id| (image.filled_by(id), image.entries(id).to_vec())).collect()
 }
@@ -58,7 +58,11 @@ fn order(image: &Image) -> Vec<Block> {
 #[test]
 fn physical_is_by_number() {
     let from = Checkpoint::new(Codec::Lz4);
-    let physical = from.reorder(&from.image, &Reorder::by(Organization::Physical), "physical");
+    let physical = from.reorder(
+        &from.image,
+        &ReorderOptions::for_organization(BlockOrganization::Physical),
+        "physical",
+    );
     assert!(order(&physical).is_sorted());
     assert!(!order(&from.image).is_sorted());
 }
@@ -66,7 +70,10 @@ fn physical_is_by_number() {
 #[test]
 fn random_is_by_seed() {
     let from = Checkpoint::new(Codec::Lz4);
-    let seeded = |seed| Reorder { seed, ..Reorder::by(Organization::Random) };
+    let seeded = |seed| ReorderOptions {
+        seed,
+        ..ReorderOptions::for_organization(BlockOrganization::Random)
+    };
     let one = from.reorder(&from.image, &seeded(1), "one");
     let again = from.reorder(&one, &seeded(1), "again");
     let two = from.reorder(&from.image, &seeded(2), "two");
@@ -77,7 +84,8 @@ fn random_is_by_seed() {
 #[test]
 fn the_access_order_survives_any_detour() {
     let from = Checkpoint::new(Codec::Lz4);
-    let detours = [Organization::Random, Organization::Physical, Organization::Random];
+    let detours =
+        [BlockOrganization::Random, BlockOrganization::Physical, BlockOrganization::Random];
     let mut path = None;
     for (leg, by) in detours.into_iter().enumerate() {
         let image = path.map_or_else(
@@ -85,13 +93,22 @@ fn the_access_order_survives_any_detour() {
             |path: PathBuf| Image::open(&path).unwrap(),
         );
         let name = format!("leg{leg}");
-        from.reorder(&image, &Reorder { threads: 3, ..Reorder::by(by) }, &name);
+        from.reorder(
+            &image,
+            &ReorderOptions { threads: 3, ..ReorderOptions::for_organization(by) },
+            &name,
+        );
         path = Some(from.path(&name));
     }
     let far = Image::open(&path.unwrap()).unwrap();
-    let back = from.reorder(&far, &Reorder::by(Organization::Access), "back");
+    let back =
+        from.reorder(&far, &ReorderOptions::for_organization(BlockOrganization::Access), "back");
     assert_eq!(locality_blocks(&back), locality_blocks(&from.image));
-    let copy = from.reorder(&from.image, &Reorder::by(Organization::Access), "copy");
+    let copy = from.reorder(
+        &from.image,
+        &ReorderOptions::for_organization(BlockOrganization::Access),
+        "copy",
+    );
     assert_eq!(locality_blocks(&copy), locality_blocks(&from.image));
 }
 
@@ -99,8 +116,12 @@ fn the_access_order_survives_any_detour() {
 fn recompressed_it_is_the_same_memory() {
     let from = Checkpoint::new(Codec::Zlib { level: 6 });
     for codec in [Codec::None, Codec::Lz4, Codec::Zstd { level: 3 }] {
-        for by in [Organization::Access, Organization::Physical] {
-            let how = Reorder { codec: Some(codec), threads: 2, ..Reorder::by(by) };
+        for by in [BlockOrganization::Access, BlockOrganization::Physical] {
+            let how = ReorderOptions {
+                codec: Some(codec),
+                threads: 2,
+                ..ReorderOptions::for_organization(by)
+            };
             let image = from.reorder(&from.image, &how, "recompressed");
             let expected = match codec {
                 Codec::None => StoredAs::Raw,
@@ -116,7 +137,10 @@ fn recompressed_it_is_the_same_memory() {
 #[test]
 fn vcpus_stay_apart_when_sizes_change() {
     let from = Checkpoint::new(Codec::Lz4);
-    let how = Reorder { locality_block_bytes: Some(16 << 10), ..Reorder::by(Organization::Access) };
+    let how = ReorderOptions {
+        locality_block_bytes: Some(16 << 10),
+        ..ReorderOptions::for_organization(BlockOrganization::Access)
+    };
     let image = from.reorder(&from.image, &how, "smaller");
     assert!(image.locality_blocks() > from.image.locality_blocks());
     let touched_by = |image: &Image, by| -> Vec<Block> {
@@ -134,13 +158,13 @@ fn memory_blocks_may_change_size() {
     let from = Checkpoint::new(Codec::Lz4);
     for pages in [1, 4, 16] {
         let block_size = Some(BlockSize::new(pages).unwrap());
-        for by in [Organization::Random, Organization::Access] {
-            let how = Reorder { block_size, ..Reorder::by(by) };
+        for by in [BlockOrganization::Random, BlockOrganization::Access] {
+            let how = ReorderOptions { block_size, ..ReorderOptions::for_organization(by) };
             let image = from.reorder(&from.image, &how, "resized");
-            assert_eq!(image.geometry().block_size.pages(), usize::from(pages));
-            let back = Reorder {
+            assert_eq!(image.geometry().block_size.page_count(), usize::from(pages));
+            let back = ReorderOptions {
                 block_size: Some(from.model.geometry.block_size),
-                ..Reorder::by(Organization::Access)
+                ..ReorderOptions::for_organization(BlockOrganization::Access)
             };
             from.reorder(&image, &back, "back");
         }
@@ -150,21 +174,24 @@ fn memory_blocks_may_change_size() {
 /// An image that has never been organized by access: made by a writer, not by reordering.
 fn born_physical(path: &Path, working_set: &[u32]) -> Image {
     let geometry = Geometry::new(20);
-    let mut writer =
-        firn_image::Writer::create(path, &Draft::whole(geometry, Organization::Physical)).unwrap();
+    let mut writer = firn_image::ImageWriter::create(
+        path,
+        &ImageDraft::whole_image(geometry, BlockOrganization::Physical),
+    )
+    .unwrap();
     let mut packer = firn_image::Packer::new(geometry);
     for block in (0..10).map(Block) {
         let raw = vec![block.0 as u8 + 1; 8192];
-        let compressed = firn_image::compress(Codec::None, block, &raw);
-        let firn_image::Compressed::Packed(packed) = compressed else { panic!("not zero") };
-        if let Some(full) = packer.push(packed) {
+        let compressed = firn_image::compress_block(Codec::None, block, &raw);
+        let firn_image::CompressedBlock::Packed(packed) = compressed else { panic!("not zero") };
+        if let Some(full) = packer.push_block(packed) {
             writer.append(full).unwrap();
         }
     }
-    writer.append(packer.finish().unwrap()).unwrap();
+    writer.append(packer.take_filled().unwrap()).unwrap();
     let regions = firn_types::RegionMap::lay_out([("ram", 20 * 4096)]).unwrap();
     let working_set = working_set.iter().copied().map(Block).collect();
-    let sections = firn_image::Sections { regions, working_set, ..Default::default() };
+    let sections = firn_image::ImageSections { regions, working_set, ..Default::default() };
     writer.finish(sections).unwrap();
     Image::open(path).unwrap()
 }
@@ -173,13 +200,13 @@ fn born_physical(path: &Path, working_set: &[u32]) -> Image {
 fn without_an_order_there_is_none() {
     let dir = tempfile::tempdir().unwrap();
     let (path, out) = (dir.path().join("a.firn"), dir.path().join("b.firn"));
-    let by_access = Reorder::by(Organization::Access);
+    let by_access = ReorderOptions::for_organization(BlockOrganization::Access);
     let unknown = born_physical(&path, &[]);
-    let error = reorder(&unknown, &by_access, &out, &|_, _| ()).unwrap_err();
+    let error = reorder_image(&unknown, &by_access, &out, &|_, _| ()).unwrap_err();
     assert!(matches!(error, ImageError::NoAccessOrder { .. }), "{error}");
     assert!(!out.exists());
     let known = born_physical(&path, &[7, 2, 7, 5]);
-    reorder(&known, &by_access, &out, &|_, _| ()).unwrap();
+    reorder_image(&known, &by_access, &out, &|_, _| ()).unwrap();
     let expected = [7, 2, 5, 0, 1, 3, 4, 6, 8, 9].map(Block);
     assert_eq!(order(&Image::open(&out).unwrap()), expected);
 }
@@ -187,8 +214,12 @@ fn without_an_order_there_is_none() {
 #[test]
 fn an_image_may_replace_itself() {
     let from = Checkpoint::new(Codec::Lz4);
-    from.reorder(&from.image, &Reorder::by(Organization::Random), "access.firn");
-    assert!(from.model.geometry.blocks() > 0);
+    from.reorder(
+        &from.image,
+        &ReorderOptions::for_organization(BlockOrganization::Random),
+        "access.firn",
+    );
+    assert!(from.model.geometry.block_count() > 0);
 }
 
 #[test]
@@ -199,8 +230,13 @@ fn damage_is_not_copied() {
     let (_, entry) = (0..9).find_map(|block| from.image.entry_of(Block(block))).unwrap();
     file.write_all_at(b"damage", 4096 + u64::from(entry.offset) + 100).unwrap();
     let out = from.path("out.firn");
-    let error =
-        reorder(&from.image, &Reorder::by(Organization::Physical), &out, &|_, _| ()).unwrap_err();
+    let error = reorder_image(
+        &from.image,
+        &ReorderOptions::for_organization(BlockOrganization::Physical),
+        &out,
+        &|_, _| (),
+    )
+    .unwrap_err();
     assert!(matches!(error, ImageError::Block(_)), "{error}");
     assert!(!out.exists());
 }

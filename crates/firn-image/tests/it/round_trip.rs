@@ -1,7 +1,8 @@
-//! What is written is what is read.
+//! An image that is read has the contents that were written.
 
 use firn_image::{
-    Codec, Geometry, Image, LocalityBlockId, Organization, Placement, ReadOrder, compare, verify,
+    BlockOrganization, BlockPlacement, Codec, Geometry, Image, LocalityBlockId, ReadOrder,
+    compare_with_reference, verify_image,
 };
 use firn_types::{Block, BlockSize};
 use proptest::prelude::*;
@@ -17,7 +18,7 @@ fn an_image_holds_what_was_written() {
     let image = Image::open(&path).unwrap();
     assert_eq!(image.summary(), summary);
     assert_eq!(summary.file_bytes, std::fs::metadata(&path).unwrap().len());
-    assert_eq!(image.organization(), Organization::Access);
+    assert_eq!(image.organization(), BlockOrganization::Access);
     assert_eq!(image.meta(), &model.sections().meta);
     assert_eq!(image.regions(), &model.sections().regions);
     assert_eq!(image.device_state(), model.sections().device_state);
@@ -40,8 +41,11 @@ fn an_empty_guest_is_an_image() {
     };
     model.write(&path);
     let image = Image::open(&path).unwrap();
-    assert_eq!((image.locality_blocks(), image.lookup(Block(0))), (0, Placement::Untouched));
-    assert!(verify(&image, 1, &|_, _| ()).is_clean());
+    assert_eq!(
+        (image.locality_blocks(), image.placement_of(Block(0))),
+        (0, BlockPlacement::Untouched)
+    );
+    assert!(verify_image(&image, 1, &|_, _| ()).is_clean());
 }
 
 fn codecs() -> impl Strategy<Value = Codec> {
@@ -73,17 +77,17 @@ prop_compose! {
         seed: u64,
     ) -> Model {
         let block_size = BlockSize::new(1 << pages_log).unwrap();
-        let locality_block_bytes = (1 << locality_log).max(block_size.bytes() as u32);
+        let locality_block_bytes = (1 << locality_log).max(block_size.byte_count() as u32);
         // The last memory block may reach past the last page.
-        let slack = slack % block_size.pages() as u32;
-        let total_pages = contents.len() as u32 * block_size.pages() as u32 - slack;
+        let slack = slack % block_size.page_count() as u32;
+        let total_pages = contents.len() as u32 * block_size.page_count() as u32 - slack;
         let geometry = Geometry { block_size, locality_block_bytes, total_pages };
         let mut model = Model::mixed(geometry, codec);
         model.contents = contents;
         if slack > 0 {
             *model.contents.last_mut().unwrap() = Content::Zero;
         }
-        let shuffle_key = |block: u32| firn_image::checksum(&(seed ^ u64::from(block)).to_le_bytes());
+        let shuffle_key = |block: u32| firn_image::block_checksum(&(seed ^ u64::from(block)).to_le_bytes());
         model.order.sort_by_key(|(block, _)| shuffle_key(block.0));
         model
     }
@@ -99,21 +103,21 @@ proptest! {
         model.write(&path);
         let image = Image::open(&path).unwrap();
         model.check(&image);
-        let report = verify(&image, 2, &|_, _| ());
+        let report = verify_image(&image, 2, &|_, _| ());
         prop_assert!(report.is_clean(), "{:?}", report.problems);
-        for block in (0..model.geometry.blocks()).map(Block) {
+        for block in (0..model.geometry.block_count()).map(Block) {
             let expected = model.contents[block.index()];
-            match image.lookup(block) {
-                Placement::Untouched => prop_assert_eq!(expected, Content::Untouched),
-                Placement::Zero => prop_assert_eq!(expected, Content::Zero),
-                Placement::Stored { locality_block, slot } => {
+            match image.placement_of(block) {
+                BlockPlacement::Untouched => prop_assert_eq!(expected, Content::Untouched),
+                BlockPlacement::Zero => prop_assert_eq!(expected, Content::Zero),
+                BlockPlacement::Stored { locality_block, slot } => {
                     prop_assert_eq!(image.entries(locality_block)[usize::from(slot)].block, block);
                 }
             }
         }
         let flat = dir.path().join("flat");
         std::fs::write(&flat, model.flat()).unwrap();
-        prop_assert_eq!(compare(&image, &flat).unwrap(), vec![]);
+        prop_assert_eq!(compare_with_reference(&image, &flat).unwrap(), vec![]);
     }
 }
 

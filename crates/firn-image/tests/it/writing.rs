@@ -1,10 +1,10 @@
-//! A writer's mistakes are told, and leave nothing behind.
+//! A writer's mistakes are reported, and leave no file.
 
 use std::path::Path;
 
 use firn_image::{
-    AuxBlock, Codec, Compressed, Draft, Geometry, Image, ImageError, LocalityBlock, Organization,
-    Packer, Sections, Writer, compress,
+    AuxBlock, BlockOrganization, Codec, CompressedBlock, Geometry, Image, ImageDraft, ImageError,
+    ImageSections, ImageWriter, LocalityBlock, Packer, compress_block,
 };
 use firn_types::{Block, RegionMap};
 
@@ -16,23 +16,26 @@ fn names(dir: &Path) -> Vec<String> {
 }
 
 fn filled(geometry: Geometry, block: u32) -> LocalityBlock {
-    let raw = vec![1; geometry.block_size.bytes()];
-    let Compressed::Packed(packed) = compress(Codec::Lz4, Block(block), &raw) else {
+    let raw = vec![1; geometry.block_size.byte_count()];
+    let CompressedBlock::Packed(packed) = compress_block(Codec::Lz4, Block(block), &raw) else {
         panic!("not zero")
     };
     let mut packer = Packer::new(geometry);
-    assert_eq!(packer.push(packed), None);
-    packer.finish().unwrap()
+    assert_eq!(packer.push_block(packed), None);
+    packer.take_filled().unwrap()
 }
 
-fn sections(pages: u32) -> Sections {
+fn sections(pages: u32) -> ImageSections {
     let regions = RegionMap::lay_out([("ram", u64::from(pages) * 4096)]).unwrap();
-    Sections { regions, ..Sections::default() }
+    ImageSections { regions, ..ImageSections::default() }
 }
 
-fn begin(dir: &Path) -> Writer {
-    Writer::create(&dir.join("a.firn"), &Draft::whole(Geometry::new(10), Organization::Access))
-        .unwrap()
+fn begin(dir: &Path) -> ImageWriter {
+    ImageWriter::create(
+        &dir.join("a.firn"),
+        &ImageDraft::whole_image(Geometry::new(10), BlockOrganization::Access),
+    )
+    .unwrap()
 }
 
 #[test]
@@ -53,17 +56,19 @@ fn mistakes_are_told_and_leave_nothing_behind() {
     assert!(matches!(writer.finish(sections(10)), Err(ImageError::BlockTwice(Block(1)))));
     let other_regions = begin(dir.path()).finish(sections(11));
     assert!(matches!(other_regions, Err(ImageError::Pages { regions: 11, image: 10 })));
-    let working_set = Sections { working_set: vec![Block(5)], ..sections(10) };
+    let working_set = ImageSections { working_set: vec![Block(5)], ..sections(10) };
     assert!(matches!(begin(dir.path()).finish(working_set), Err(ImageError::BlockRange { .. })));
     let aux = AuxBlock { id: "x".repeat(70_000), bytes: vec![] };
-    let long_id = Sections { aux_blocks: vec![aux], ..sections(10) };
+    let long_id = ImageSections { aux_blocks: vec![aux], ..sections(10) };
     assert!(matches!(begin(dir.path()).finish(long_id), Err(ImageError::Section { .. })));
     let meta = serde_json::Value::String("x".repeat(17 << 20));
-    let too_much = Sections { meta, ..sections(10) };
+    let too_much = ImageSections { meta, ..sections(10) };
     assert!(matches!(begin(dir.path()).finish(too_much), Err(ImageError::Section { .. })));
     let impossible = Geometry { locality_block_bytes: 5, ..geometry };
-    let refused =
-        Writer::create(&dir.path().join("a.firn"), &Draft::whole(impossible, Organization::Access));
+    let refused = ImageWriter::create(
+        &dir.path().join("a.firn"),
+        &ImageDraft::whole_image(impossible, BlockOrganization::Access),
+    );
     assert!(matches!(refused, Err(ImageError::Geometry(_))));
     assert_eq!(names(dir.path()), Vec::<String>::new());
 }

@@ -1,8 +1,9 @@
-//! A client that knows what was acknowledged to it.
+//! Memcached client: remembers which of its operations were acknowledged.
 //!
-//! It has keys of its own, and numbers what it does. A value says under which number it was set; a counter is only ever
-//! incremented. So each answer after a kill can be told right from wrong: what comes back may be what was acknowledged last, or
-//! what was asked for and not answered, and nothing else.
+//! Each client has its own keys and numbers its operations. A value contains the number of the
+//! operation that set it; a counter is only ever incremented. So a client can check each reply
+//! after a kill: a value may be the last acknowledged one, or one that was requested and not
+//! answered, and nothing else.
 
 use std::io::{self, BufRead as _, BufReader, Write as _};
 use std::net::{SocketAddr, TcpStream};
@@ -15,90 +16,95 @@ use firn_guest::stamp::mix;
 
 /// Keys of one client.
 const KEYS: usize = 500;
-/// Each so many operations one increments the counter.
-const COUNT_EVERY: u64 = 4;
-/// Bytes of a value: at least, and at most so many more. One of `LONG_EVERY` is longer than what memcached reads at once.
+/// One operation in this many increments the counter.
+const INCREMENT_INTERVAL: u64 = 4;
+/// Bytes of a value: the minimum, and the number of possible lengths from there. One value in
+/// `LONG_EVERY` is longer than memcached reads at once.
 const BYTES: (usize, u64) = (32, 900);
 const LONG: usize = 100_000;
 const LONG_EVERY: u64 = 64;
-/// How long an answer may take.
-const PATIENCE: Duration = Duration::from_secs(60);
+/// How long a reply may take.
+const REPLY_TIMEOUT: Duration = Duration::from_secs(60);
 
-/// What was acknowledged and is gone.
+/// Acknowledged operations whose effect is lost.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
-pub(super) struct Lost {
+pub(super) struct LostOperations {
     /// Keys that are missing, or have an older value.
     keys: u64,
-    /// Increments.
+    /// Lost increments.
     increments: u64,
 }
 
-impl Lost {
-    pub(super) fn all(self) -> u64 {
+impl LostOperations {
+    pub(super) fn total(self) -> u64 {
         self.keys + self.increments
     }
 }
 
-impl AddAssign for Lost {
+impl AddAssign for LostOperations {
     fn add_assign(&mut self, other: Self) {
         self.keys += other.keys;
         self.increments += other.increments;
     }
 }
 
-/// What a client knows of one key: numbers, 0 for none.
+/// A client's knowledge of one key: operation numbers, 0 for none.
 #[derive(Clone, Copy, Debug, Default)]
-struct Known {
+struct KeyHistory {
     asked: u64,
     acknowledged: u64,
 }
 
-/// One client, over all of its connections.
-pub(super) struct Client {
+/// A client, over all its connections.
+pub(super) struct CacheClient {
     id: u64,
-    keys: Vec<Known>,
-    counter: Known,
+    keys: Vec<KeyHistory>,
+    counter: KeyHistory,
     operation: u64,
     acknowledged: u64,
 }
 
-impl Client {
+impl CacheClient {
     pub(super) fn new(id: u64) -> Self {
-        let keys = vec![Known::default(); KEYS];
-        Self { id, keys, counter: Known::default(), operation: 0, acknowledged: 0 }
+        let keys = vec![KeyHistory::default(); KEYS];
+        Self { id, keys, counter: KeyHistory::default(), operation: 0, acknowledged: 0 }
     }
 
-    /// Operations that were acknowledged.
+    /// Number of acknowledged operations.
     pub(super) fn acknowledged(&self) -> u64 {
         self.acknowledged
     }
 
-    /// Works until the server is gone, which it may be once it `is_over`.
-    pub(super) fn work(&mut self, address: SocketAddr, is_over: &AtomicBool) -> Result<()> {
-        match self.work_on(address) {
+    /// Sends operations until the server ends, which is no error once `is_over` is set.
+    pub(super) fn run_until_killed(
+        &mut self,
+        address: SocketAddr,
+        is_over: &AtomicBool,
+    ) -> Result<()> {
+        match self.send_operations(address) {
             Err(error) if error.is::<io::Error>() && is_over.load(Ordering::Acquire) => Ok(()),
             other => other,
         }
     }
 
-    fn work_on(&mut self, address: SocketAddr) -> Result<()> {
-        let mut connection = Connection::new(TcpStream::connect(address)?)?;
+    fn send_operations(&mut self, address: SocketAddr) -> Result<()> {
+        let mut connection = CacheConnection::new(TcpStream::connect(address)?)?;
         self.open_counter(&mut connection)?;
         loop {
             self.operation += 1;
-            match self.operation % COUNT_EVERY {
-                0 => self.count(&mut connection)?,
-                _ => self.set(&mut connection)?,
+            match self.operation % INCREMENT_INTERVAL {
+                0 => self.increment_counter(&mut connection)?,
+                _ => self.set_key(&mut connection)?,
             }
             self.acknowledged += 1;
         }
     }
 
-    /// A counter must be there to be incremented.
-    fn open_counter(&mut self, connection: &mut Connection) -> Result<()> {
+    /// Creates the counter, which must exist before it can be incremented.
+    fn open_counter(&mut self, connection: &mut CacheConnection) -> Result<()> {
         let start = self.counter.acknowledged.to_string();
         let request = format!("add {} 0 0 {}\r\n{start}\r\n", self.counter_key(), start.len());
-        let answer = connection.ask(&request)?;
+        let answer = connection.send_request(&request)?;
         ensure!(matches!(&*answer, "STORED" | "NOT_STORED"), "memcached answers {answer:?}");
         Ok(())
     }
@@ -107,58 +113,60 @@ impl Client {
         format!("counter-{}", self.id)
     }
 
-    fn key(&self, number: usize) -> String {
+    fn key_name(&self, number: usize) -> String {
         format!("key-{}-{number}", self.id)
     }
 
-    fn count(&mut self, connection: &mut Connection) -> Result<()> {
+    fn increment_counter(&mut self, connection: &mut CacheConnection) -> Result<()> {
         let next = self.counter.acknowledged + 1;
         self.counter.asked = next;
-        let answer = connection.ask(&format!("incr {} 1\r\n", self.counter_key()))?;
+        let answer = connection.send_request(&format!("incr {} 1\r\n", self.counter_key()))?;
         ensure!(answer.parse() == Ok(next), "a counter at {answer:?}, not {next}");
         self.counter.acknowledged = next;
         Ok(())
     }
 
-    fn set(&mut self, connection: &mut Connection) -> Result<()> {
+    fn set_key(&mut self, connection: &mut CacheConnection) -> Result<()> {
         let operation = self.operation;
         let number = mix(operation ^ (self.id << 48)) as usize % KEYS;
         self.keys[number].asked = operation;
-        let value = value(operation);
-        let request = format!("set {} 0 0 {}\r\n{value}\r\n", self.key(number), value.len());
-        let answer = connection.ask(&request)?;
+        let value = value_for(operation);
+        let request = format!("set {} 0 0 {}\r\n{value}\r\n", self.key_name(number), value.len());
+        let answer = connection.send_request(&request)?;
         ensure!(answer == "STORED", "memcached answers {answer:?}");
         self.keys[number].acknowledged = operation;
         Ok(())
     }
 
-    /// Reads back all that it knows. What is gone is told once.
-    pub(super) fn look(&mut self, address: SocketAddr) -> Result<Lost> {
-        let mut connection = Connection::new(TcpStream::connect(address)?)?;
-        let mut lost = Lost::default();
+    /// Reads back all keys, and counts the acknowledged operations that are lost. Reports each loss
+    /// once.
+    pub(super) fn count_losses(&mut self, address: SocketAddr) -> Result<LostOperations> {
+        let mut connection = CacheConnection::new(TcpStream::connect(address)?)?;
+        let mut lost = LostOperations::default();
         for number in 0..KEYS {
-            let key = self.key(number);
-            let there = match connection.get(&key)? {
-                Some(text) => number_of(&text)?,
+            let key = self.key_name(number);
+            let there = match connection.get_value(&key)? {
+                Some(text) => parse_value(&text)?,
                 None => 0,
             };
-            lost.keys += u64::from(self.keys[number].is_lost(there, &key)?);
+            lost.keys += u64::from(self.keys[number].update_stored(there, &key)?);
         }
         let key = self.counter_key();
-        let there = connection.get(&key)?.map_or(Ok(0), |text| text.trim().parse())?;
+        let there = connection.get_value(&key)?.map_or(Ok(0), |text| text.trim().parse())?;
         lost.increments += self.counter.acknowledged.saturating_sub(there);
-        self.counter.is_lost(there, &key)?;
+        self.counter.update_stored(there, &key)?;
         Ok(lost)
     }
 }
 
-impl Known {
-    /// Whether what is there is older than what was acknowledged. It is what is known from now on.
-    fn is_lost(&mut self, there: u64, key: &str) -> Result<bool> {
+impl KeyHistory {
+    /// Whether the stored number is older than the acknowledged one. The stored number counts as
+    /// acknowledged from now on.
+    fn update_stored(&mut self, there: u64, key: &str) -> Result<bool> {
         let Self { asked, acknowledged } = *self;
         ensure!(
             there <= asked.max(acknowledged),
-            "{key} has {there}; nobody asked for more than {asked}"
+            "{key} has {there}; the client never requested more than {asked}"
         );
         let between = there > acknowledged && there != asked;
         ensure!(!between, "{key} has {there}, neither {acknowledged} nor {asked}");
@@ -167,8 +175,8 @@ impl Known {
     }
 }
 
-/// What is stored under a number: the number, and letters that follow from it.
-fn value(operation: u64) -> String {
+/// The value for an operation: its number, and letters that are derived from the number.
+fn value_for(operation: u64) -> String {
     let length = match mix(operation) % LONG_EVERY {
         0 => LONG,
         _ => BYTES.0 + (mix(operation) % BYTES.1) as usize,
@@ -177,33 +185,33 @@ fn value(operation: u64) -> String {
     format!("{operation} ").chars().chain(letters).collect()
 }
 
-fn number_of(text: &str) -> Result<u64> {
+fn parse_value(text: &str) -> Result<u64> {
     let number = text.split(' ').next().and_then(|word| word.parse().ok());
     match number {
-        Some(number) if value(number) == text => Ok(number),
+        Some(number) if value_for(number) == text => Ok(number),
         _ => bail!("a torn value: {text:?}"),
     }
 }
 
-/// A connection that speaks memcached's text protocol (doc/protocol.txt of memcached).
-pub(super) struct Connection {
+/// A connection that uses memcached's text protocol (doc/protocol.txt of memcached).
+pub(super) struct CacheConnection {
     stream: BufReader<TcpStream>,
 }
 
-impl Connection {
+impl CacheConnection {
     pub(super) fn new(stream: TcpStream) -> io::Result<Self> {
         stream.set_nodelay(true)?;
-        stream.set_read_timeout(Some(PATIENCE))?;
+        stream.set_read_timeout(Some(REPLY_TIMEOUT))?;
         Ok(Self { stream: BufReader::new(stream) })
     }
 
-    /// Asks, and gives the line that comes back.
-    pub(super) fn ask(&mut self, request: &str) -> io::Result<String> {
+    /// Sends a request and returns the first line of the reply.
+    pub(super) fn send_request(&mut self, request: &str) -> io::Result<String> {
         self.stream.get_mut().write_all(request.as_bytes())?;
-        self.line()
+        self.read_line()
     }
 
-    fn line(&mut self) -> io::Result<String> {
+    fn read_line(&mut self) -> io::Result<String> {
         let mut line = String::new();
         self.stream.read_line(&mut line)?;
         match line.strip_suffix("\r\n") {
@@ -212,12 +220,12 @@ impl Connection {
         }
     }
 
-    fn get(&mut self, key: &str) -> Result<Option<String>> {
-        if self.ask(&format!("get {key}\r\n"))? == "END" {
+    fn get_value(&mut self, key: &str) -> Result<Option<String>> {
+        if self.send_request(&format!("get {key}\r\n"))? == "END" {
             return Ok(None);
         }
-        let value = self.line()?;
-        let end = self.line()?;
+        let value = self.read_line()?;
+        let end = self.read_line()?;
         ensure!(end == "END", "memcached ends a value by {end:?}");
         Ok(Some(value))
     }
@@ -229,10 +237,10 @@ mod tests {
 
     #[test]
     fn what_comes_back_is_told_right_from_wrong() {
-        let known = Known { asked: 9, acknowledged: 5 };
+        let known = KeyHistory { asked: 9, acknowledged: 5 };
         let is_lost = |there| {
             let mut known = known;
-            known.is_lost(there, "key").map_err(|error| error.to_string())
+            known.update_stored(there, "key").map_err(|error| error.to_string())
         };
         assert_eq!((is_lost(5), is_lost(9)), (Ok(false), Ok(false)));
         assert_eq!((is_lost(4), is_lost(0)), (Ok(true), Ok(true)));
@@ -242,9 +250,9 @@ mod tests {
 
     #[test]
     fn a_torn_value_is_noticed() {
-        assert_eq!(number_of(&value(12345)).unwrap(), 12345);
-        let torn = value(12345).replace("12345", "12346");
-        assert!(number_of(&torn).is_err());
-        assert!(number_of("").is_err());
+        assert_eq!(parse_value(&value_for(12345)).unwrap(), 12345);
+        let torn = value_for(12345).replace("12345", "12346");
+        assert!(parse_value(&torn).is_err());
+        assert!(parse_value("").is_err());
     }
 }

@@ -1,4 +1,4 @@
-//! memcached, as it is built by `examples/memcached`.
+//! Memcached server: the build from `examples/memcached`, as a child process.
 
 use std::net::{Ipv4Addr, SocketAddr, TcpStream};
 use std::path::{Path, PathBuf};
@@ -7,27 +7,27 @@ use std::time::{Duration, Instant};
 
 use anyhow::{Context as _, Result, bail, ensure};
 
-use super::client::Connection;
+use super::client::CacheConnection;
 use crate::guest::free_tcp_port;
 use crate::lab::{Lab, wait_for};
 
-/// How long it may take until it answers.
-const PATIENCE: Duration = Duration::from_secs(60);
-/// Its cache.
-const MIB: u32 = 64;
+/// How long memcached may take until its first reply.
+const START_TIMEOUT: Duration = Duration::from_secs(60);
+/// Size of its cache.
+const CACHE_MIB: u32 = 64;
 
-/// How memcached keeps what it has.
+/// How memcached stores its items.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(super) enum System {
-    /// In memory alone.
+pub(super) enum CacheStorage {
+    /// In memory only.
     Plain,
-    /// In a file, which it takes up again after an orderly end.
+    /// In a file, which memcached reuses after an orderly end.
     Restartable,
     /// In a critical data area.
     Firn,
 }
 
-impl System {
+impl CacheStorage {
     pub(super) const ALL: [Self; 3] = [Self::Plain, Self::Restartable, Self::Firn];
 
     pub(super) fn name(self) -> &'static str {
@@ -38,7 +38,7 @@ impl System {
         }
     }
 
-    fn keeps_in(self, lab: &Lab) -> Option<String> {
+    fn storage_option(self, lab: &Lab) -> Option<String> {
         match self {
             Self::Plain => None,
             Self::Restartable => Some(lab.file("cache").display().to_string()),
@@ -47,14 +47,14 @@ impl System {
     }
 }
 
-/// The program, and where the library is that it loads.
-pub(super) struct Program {
+/// The memcached program, and the directory of the library that it loads.
+pub(super) struct MemcachedProgram {
     path: PathBuf,
     libraries: PathBuf,
 }
 
-impl Program {
-    pub(super) fn build() -> Result<Self> {
+impl MemcachedProgram {
+    pub(super) fn build_example() -> Result<Self> {
         let libraries = std::env::current_exe()?.parent().context("no folder")?.to_owned();
         ensure!(
             libraries.join("libfirnapp.so").exists(),
@@ -73,15 +73,30 @@ impl Program {
         Ok(Self { path, libraries })
     }
 
-    pub(super) fn start(&self, lab: &Lab, system: System) -> Result<Server> {
+    pub(super) fn start_server(&self, lab: &Lab, system: CacheStorage) -> Result<MemcachedServer> {
         let port = free_tcp_port()?;
         let mut command = Command::new(&self.path);
         // One thread and nothing in the background, for all rows.
         command
             .env("LD_LIBRARY_PATH", &self.libraries)
-            .args(["-l", "127.0.0.1", "-p", &port.to_string(), "-m", &MIB.to_string(), "-t", "1"])
+            .args([
+                "-l",
+                "127.0.0.1",
+                "-p",
+                &port.to_string(),
+                "-m",
+                &CACHE_MIB.to_string(),
+                "-t",
+                "1",
+            ])
             .args(["-o", "no_lru_maintainer,no_lru_crawler,no_slab_reassign,no_hashexpand"])
-            .args(system.keeps_in(lab).map(|place| ["-e".to_owned(), place]).into_iter().flatten())
+            .args(
+                system
+                    .storage_option(lab)
+                    .map(|place| ["-e".to_owned(), place])
+                    .into_iter()
+                    .flatten(),
+            )
             .stdin(Stdio::null())
             .stderr(std::fs::File::create(lab.file("memcached.err"))?);
         if rustix::process::geteuid().is_root() {
@@ -90,42 +105,42 @@ impl Program {
         let child =
             command.spawn().with_context(|| format!("cannot start {}", self.path.display()))?;
         let (errors, since) = (lab.file("memcached.err"), Instant::now());
-        Ok(Server { child, address: (Ipv4Addr::LOCALHOST, port).into(), since, errors })
+        Ok(MemcachedServer { child, address: (Ipv4Addr::LOCALHOST, port).into(), since, errors })
     }
 }
 
-/// A memcached that runs; dropping it kills it.
-pub(super) struct Server {
+/// A running memcached; dropping it kills the process.
+pub(super) struct MemcachedServer {
     child: Child,
     address: SocketAddr,
     since: Instant,
     errors: PathBuf,
 }
 
-impl Server {
+impl MemcachedServer {
     pub(super) fn address(&self) -> SocketAddr {
         self.address
     }
 
-    /// Waits for its first answer, and gives how long that took from its start.
-    pub(super) fn wait(&mut self) -> Result<Duration> {
-        let answered = wait_for("an answer of memcached", PATIENCE, || {
-            self.check()?;
+    /// Waits for the first reply, and returns the time since the start.
+    pub(super) fn wait_for_reply(&mut self) -> Result<Duration> {
+        let answered = wait_for("an answer of memcached", START_TIMEOUT, || {
+            self.check_running()?;
             let asked = TcpStream::connect(self.address).map(|stream| {
-                let mut connection = Connection::new(stream)?;
-                connection.ask("version\r\n")
+                let mut connection = CacheConnection::new(stream)?;
+                connection.send_request("version\r\n")
             });
             Ok(matches!(asked, Ok(Ok(_))).then(|| self.since.elapsed()))
         })?;
         Ok(answered)
     }
 
-    /// Kills it at once. An error if it has ended by itself.
+    /// Kills memcached at once. Fails if it has already ended by itself.
     pub(super) fn kill(mut self) -> Result<()> {
-        self.check()
+        self.check_running()
     }
 
-    fn check(&mut self) -> Result<()> {
+    fn check_running(&mut self) -> Result<()> {
         if let Some(status) = self.child.try_wait()? {
             let errors = std::fs::read_to_string(&self.errors).unwrap_or_default();
             bail!("memcached ended ({status}): {}", errors.trim());
@@ -134,9 +149,9 @@ impl Server {
     }
 }
 
-impl Drop for Server {
+impl Drop for MemcachedServer {
     fn drop(&mut self) {
-        // SIGKILL; and a process that has ended already is as well.
+        // Sends SIGKILL, and reaps a process that has already ended as well.
         let _ = self.child.kill();
         let _ = self.child.wait();
     }

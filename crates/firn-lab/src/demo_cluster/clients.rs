@@ -1,5 +1,5 @@
-//! Clients outside: each writes one number after another, waits until primary and replica have it, and now and then reads all of its own at
-//! the replica.
+//! External clients: each writes one number after another, waits until primary and replica have it,
+//! and sometimes reads all its own numbers at the replica.
 
 use std::net::SocketAddr;
 use std::sync::atomic::{AtomicBool, Ordering};
@@ -9,48 +9,50 @@ use std::time::{Duration, Instant};
 
 use anyhow::{Context as _, Result, ensure};
 
-use super::journal::Journal;
-use crate::guest::{Redis, RedisError};
+use super::journal::WriteJournal;
+use crate::guest::{RedisClient, RedisError};
 use crate::prober::Timeline;
-use crate::site::Inside;
+use crate::site::NetworkNamespace;
 
-/// How many there are: what a protected VM says is held for some tenths of a second, and each of them waits for that.
+/// Number of clients. Output of a protected VM is buffered for some tenths of a second, and each
+/// client waits for it.
 const CLIENTS: usize = 48;
-/// A client asks no more often than that: so there are about as many answers before the VM is protected and after.
-const EVERY: Duration = Duration::from_millis(200);
-/// After so many writes a client reads what is there.
+/// Minimum interval between a client's requests. With it the reply rate is about the same before
+/// and after the VM is protected.
+const REQUEST_INTERVAL: Duration = Duration::from_millis(200);
+/// A client reads its numbers after this many writes.
 const READ_EVERY: u64 = 8;
-/// How long an answer may take before it is asked on by another connection.
-const PATIENCE: Duration = Duration::from_millis(2500);
-/// How long the primary waits for its replica. What the two say to each other is held too.
-const REPLICATED: Duration = Duration::from_millis(2000);
-/// How long it is waited after a connection was refused.
-const MOMENT: Duration = Duration::from_millis(50);
+/// How long a reply may take before the client repeats the request on another connection.
+const REPLY_TIMEOUT: Duration = Duration::from_millis(2500);
+/// How long the primary waits for its replica. Traffic between the two is buffered too.
+const REPLICATION_TIMEOUT: Duration = Duration::from_millis(2000);
+/// How long a client waits after a refused connection.
+const RETRY_INTERVAL: Duration = Duration::from_millis(50);
 
-/// Clients at work, until they are asked to end.
+/// Clients that send requests until they are stopped.
 #[derive(Debug)]
-pub(super) struct Clients {
+pub(super) struct ExternalClients {
     started: Instant,
-    shared: Arc<Shared>,
-    threads: Vec<JoinHandle<Result<Journal>>>,
-    servers: Servers,
-    outside: Inside,
+    shared: Arc<ReplyLog>,
+    threads: Vec<JoinHandle<Result<WriteJournal>>>,
+    servers: RedisServers,
+    outside: NetworkNamespace,
 }
 
-/// Where Redis is asked.
+/// Addresses of the Redis servers.
 #[derive(Clone, Copy, Debug)]
-pub(super) struct Servers {
+pub(super) struct RedisServers {
     pub(super) primary: SocketAddr,
     pub(super) replica: SocketAddr,
 }
 
-impl Servers {
-    /// Waits until both answer, and the one has what the other is told.
-    fn introduce(&self, limit: Duration) -> Result<()> {
-        let mut primary = Redis::connect(self.primary, limit)?;
-        Redis::connect(self.replica, limit)?.replicate(self.primary)?;
+impl RedisServers {
+    /// Connects the replica to the primary, and waits until it has what the primary wrote.
+    fn connect_replica(&self, limit: Duration) -> Result<()> {
+        let mut primary = RedisClient::connect(self.primary, limit)?;
+        RedisClient::connect(self.replica, limit)?.replicate_from(self.primary)?;
         let since = Instant::now();
-        while !primary.append_twice("introduced", b".", REPLICATED)? {
+        while !primary.append_and_wait("introduced", b".", REPLICATION_TIMEOUT)? {
             ensure!(since.elapsed() < limit, "the replica has nothing after {} s", limit.as_secs());
         }
         Ok(())
@@ -58,120 +60,125 @@ impl Servers {
 }
 
 #[derive(Debug, Default)]
-struct Shared {
+struct ReplyLog {
     is_over: AtomicBool,
     replies: Mutex<Vec<Duration>>,
 }
 
-impl Shared {
-    fn replies(&self) -> MutexGuard<'_, Vec<Duration>> {
+impl ReplyLog {
+    fn lock_replies(&self) -> MutexGuard<'_, Vec<Duration>> {
         self.replies.lock().unwrap_or_else(PoisonError::into_inner)
     }
 }
 
-/// What became of all they wrote.
+/// How many of all writes were acknowledged, and how many are lost.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
-pub(super) struct Outcome {
+pub(super) struct WriteOutcome {
     pub(super) acknowledged: usize,
     pub(super) lost: usize,
 }
 
-impl Clients {
-    /// Waits until primary and replica work together, and begins.
-    pub(super) fn start(servers: Servers, outside: Inside, limit: Duration) -> Result<Self> {
+impl ExternalClients {
+    /// Waits until primary and replica work together, then starts the clients.
+    pub(super) fn start_all(
+        servers: RedisServers,
+        outside: NetworkNamespace,
+        limit: Duration,
+    ) -> Result<Self> {
         let inside = outside.clone();
         let knocks = thread::spawn(move || {
             inside.enter()?;
-            servers.introduce(limit)
+            servers.connect_replica(limit)
         });
-        knocks.join().map_err(panicked)??;
-        let (started, shared) = (Instant::now(), Arc::<Shared>::default());
+        knocks.join().map_err(client_panic)??;
+        let (started, shared) = (Instant::now(), Arc::<ReplyLog>::default());
         let begin = |id| {
             let (shared, outside) = (Arc::clone(&shared), outside.clone());
             thread::spawn(move || {
                 outside.enter()?;
-                Client { id, servers, journal: Journal::default(), started, shared }.work()
+                WriterClient { id, servers, journal: WriteJournal::default(), started, shared }
+                    .run_until_over()
             })
         };
         let threads = (0..CLIENTS).map(begin).collect();
         Ok(Self { started, shared, threads, servers, outside })
     }
 
-    /// Now, on the timeline.
+    /// The current time, on the timeline.
     pub(super) fn now(&self) -> Duration {
         self.started.elapsed()
     }
 
-    /// When replies came.
+    /// The times of all replies.
     pub(super) fn timeline(&self) -> Timeline {
-        Timeline::new(self.shared.replies().clone())
+        Timeline::new(self.shared.lock_replies().clone())
     }
 
-    /// Has them end, and looks for all that was acknowledged to them, at primary and replica.
+    /// Stops the clients, and checks at primary and replica for all writes that were acknowledged.
     ///
     /// # Errors
-    /// If something else was there than what they wrote.
-    pub(super) fn finish(mut self) -> Result<Outcome> {
+    /// If a server has something that the clients did not write.
+    pub(super) fn stop_and_check(mut self) -> Result<WriteOutcome> {
         self.shared.is_over.store(true, Ordering::Release);
         let threads = std::mem::take(&mut self.threads);
-        let ended = threads.into_iter().map(|it| it.join().map_err(panicked)?);
-        let journals = ended.collect::<Result<Vec<Journal>>>()?;
-        let (Servers { primary, replica }, outside) = (self.servers, self.outside.clone());
+        let ended = threads.into_iter().map(|it| it.join().map_err(client_panic)?);
+        let journals = ended.collect::<Result<Vec<WriteJournal>>>()?;
+        let (RedisServers { primary, replica }, outside) = (self.servers, self.outside.clone());
         let looked = thread::spawn(move || {
             outside.enter()?;
-            let lost = [primary, replica].map(|server| lost_at(server, &journals));
-            let acknowledged = journals.iter().map(Journal::acknowledged).sum();
-            Ok(Outcome { acknowledged, lost: lost.into_iter().sum::<Result<usize>>()? })
+            let lost = [primary, replica].map(|server| count_lost_at(server, &journals));
+            let acknowledged = journals.iter().map(WriteJournal::acknowledged).sum();
+            Ok(WriteOutcome { acknowledged, lost: lost.into_iter().sum::<Result<usize>>()? })
         });
-        looked.join().map_err(panicked)?
+        looked.join().map_err(client_panic)?
     }
 }
 
-fn panicked(_: Box<dyn std::any::Any + Send>) -> anyhow::Error {
+fn client_panic(_: Box<dyn std::any::Any + Send>) -> anyhow::Error {
     anyhow::anyhow!("a client panicked")
 }
 
-/// How much of what was acknowledged is not there.
-fn lost_at(server: SocketAddr, journals: &[Journal]) -> Result<usize> {
-    let mut redis = Redis::connect(server, 20 * PATIENCE)?;
-    journals.iter().enumerate().map(|(id, journal)| look(journal, id, &mut redis)).sum()
+/// Counts the acknowledged writes that a server does not have.
+fn count_lost_at(server: SocketAddr, journals: &[WriteJournal]) -> Result<usize> {
+    let mut redis = RedisClient::connect(server, 20 * REPLY_TIMEOUT)?;
+    journals.iter().enumerate().map(|(id, journal)| count_lost(journal, id, &mut redis)).sum()
 }
 
-/// Compares a journal with what is there.
-fn look(journal: &Journal, id: usize, redis: &mut Redis) -> Result<usize> {
-    let there = redis.get(&key(id))?.unwrap_or_default();
-    let text = std::str::from_utf8(&there).context("what is there is no text")?;
-    journal.lost(text).with_context(|| format!("{}: {text:?}", key(id)))
+/// Compares a journal with the stored value.
+fn count_lost(journal: &WriteJournal, id: usize, redis: &mut RedisClient) -> Result<usize> {
+    let there = redis.get(&key_name(id))?.unwrap_or_default();
+    let text = std::str::from_utf8(&there).context("the stored value is no text")?;
+    journal.count_lost(text).with_context(|| format!("{}: {text:?}", key_name(id)))
 }
 
-fn key(id: usize) -> String {
+fn key_name(id: usize) -> String {
     format!("client:{id}")
 }
 
-impl Drop for Clients {
+impl Drop for ExternalClients {
     fn drop(&mut self) {
         self.shared.is_over.store(true, Ordering::Release);
     }
 }
 
 /// One client.
-struct Client {
+struct WriterClient {
     id: usize,
-    servers: Servers,
-    journal: Journal,
+    servers: RedisServers,
+    journal: WriteJournal,
     started: Instant,
-    shared: Arc<Shared>,
+    shared: Arc<ReplyLog>,
 }
 
-impl Client {
-    /// On some connections after others.
-    fn work(mut self) -> Result<Journal> {
+impl WriterClient {
+    /// Sends requests, on a new connection after each one that breaks.
+    fn run_until_over(mut self) -> Result<WriteJournal> {
         while !self.is_over() {
-            let Ok((primary, replica)) = self.connected() else {
-                thread::sleep(MOMENT);
+            let Ok((primary, replica)) = self.connect_both() else {
+                thread::sleep(RETRY_INTERVAL);
                 continue;
             };
-            match self.work_by(primary, replica) {
+            match self.write_and_read(primary, replica) {
                 Err(error) if !is_broken(&error) => return Err(error),
                 _ => {}
             }
@@ -179,35 +186,36 @@ impl Client {
         Ok(self.journal)
     }
 
-    fn connected(&self) -> std::io::Result<(Redis, Redis)> {
+    fn connect_both(&self) -> std::io::Result<(RedisClient, RedisClient)> {
         let connect = |server| {
-            let mut redis = Redis::try_connect(server, PATIENCE)?;
-            redis.set_patience(PATIENCE).map(|()| redis)
+            let mut redis = RedisClient::try_connect(server, REPLY_TIMEOUT)?;
+            redis.set_reply_timeout(REPLY_TIMEOUT).map(|()| redis)
         };
         Ok((connect(self.servers.primary)?, connect(self.servers.replica)?))
     }
 
-    fn work_by(&mut self, mut primary: Redis, mut replica: Redis) -> Result<()> {
+    fn write_and_read(&mut self, mut primary: RedisClient, mut replica: RedisClient) -> Result<()> {
         while !self.is_over() {
-            let (asked, number) = (Instant::now(), self.journal.ask());
-            let entry = Journal::entry(number);
-            if primary.append_twice(&key(self.id), entry.as_bytes(), REPLICATED)? {
-                self.journal.acknowledge(number);
-                self.heard();
+            let (asked, number) = (Instant::now(), self.journal.next_number());
+            let entry = WriteJournal::entry_text(number);
+            if primary.append_and_wait(&key_name(self.id), entry.as_bytes(), REPLICATION_TIMEOUT)? {
+                self.journal.record_acknowledged(number);
+                self.record_reply();
             }
             if number % READ_EVERY == 0 {
-                let lost = look(&self.journal, self.id, &mut replica)?;
+                let lost = count_lost(&self.journal, self.id, &mut replica)?;
                 ensure!(lost == 0, "{lost} acknowledged writes of client {} are gone", self.id);
-                self.heard();
+                self.record_reply();
             }
-            thread::sleep(EVERY.saturating_sub(asked.elapsed()));
+            thread::sleep(REQUEST_INTERVAL.saturating_sub(asked.elapsed()));
         }
         Ok(())
     }
 
-    /// Clients' clocks are one: what is noted is in order if who notes has the list.
-    fn heard(&self) {
-        let mut replies = self.shared.replies();
+    /// Records the time of a reply. All clients use one clock and take the time under the list's
+    /// lock, so the list is in order.
+    fn record_reply(&self) {
+        let mut replies = self.shared.lock_replies();
         replies.push(self.started.elapsed());
     }
 
@@ -216,7 +224,7 @@ impl Client {
     }
 }
 
-/// Whether it is the connection that failed, and not what came by it.
+/// Whether the connection failed, not the data that came through it.
 fn is_broken(error: &anyhow::Error) -> bool {
     matches!(error.downcast_ref(), Some(RedisError::Broken(_) | RedisError::Unreachable(..)))
 }

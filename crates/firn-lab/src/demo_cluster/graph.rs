@@ -1,4 +1,5 @@
-//! Replies over time, in a terminal: a column for each tenth of a second, redrawn in place. Where there is no terminal, a line for each second.
+//! Reply graph: replies over time in a terminal, one column for each tenth of a second, redrawn in
+//! place. Without a terminal, one line for each second.
 //!
 //! ```text
 //!   |▆█▇▇█▆█▆▇█                 ▃▇█▇        the last seconds; rows are filled from below
@@ -11,49 +12,49 @@ use std::time::Duration;
 
 use crate::prober::Timeline;
 
-/// What a column stands for.
-const COLUMN: Duration = Duration::from_millis(100);
-/// How many columns and rows a terminal shows.
+/// The time that a column covers.
+const COLUMN_TIME: Duration = Duration::from_millis(100);
+/// Number of columns and rows in a terminal.
 const COLUMNS: usize = 76;
 const ROWS: usize = 6;
-/// Columns of a line, where there is no terminal.
-const LINE: usize = 10;
+/// Columns of a line, without a terminal.
+const LINE_COLUMNS: usize = 10;
 
 const EIGHTHS: [char; 9] = [' ', '▁', '▂', '▃', '▄', '▅', '▆', '▇', '█'];
 
 /// A graph that grows.
 #[derive(Debug)]
-pub(super) struct Graph {
+pub(super) struct ReplyGraph {
     is_terminal: bool,
-    /// Columns that were printed, where there is no terminal.
+    /// Number of columns that were printed, without a terminal.
     printed: usize,
-    /// Whether the terminal shows it now.
+    /// Whether the terminal shows the graph now.
     is_shown: bool,
 }
 
-impl Graph {
+impl ReplyGraph {
     pub(super) fn new() -> Self {
         Self { is_terminal: io::stderr().is_terminal(), printed: 0, is_shown: false }
     }
 
-    /// Shows what has come until now.
-    pub(super) fn show(&mut self, timeline: &Timeline, now: Duration) {
-        let columns = columns(timeline, now);
+    /// Shows all replies until now.
+    pub(super) fn draw_graph(&mut self, timeline: &Timeline, now: Duration) {
+        let columns = count_columns(timeline, now);
         let text = match self.is_terminal {
-            true => self.redrawn(&columns),
-            false => self.lines(&columns),
+            true => self.redraw_rows(&columns),
+            false => self.format_lines(&columns),
         };
-        // Who reads it may be gone.
+        // The reader of standard error may have gone.
         let _ = io::stderr().write_all(text.as_bytes());
     }
 
-    fn redrawn(&mut self, columns: &[usize]) -> String {
-        let back = self.hidden();
+    fn redraw_rows(&mut self, columns: &[usize]) -> String {
+        let back = self.erase_sequence();
         self.is_shown = true;
         let from = columns.len().saturating_sub(COLUMNS);
         let most = columns.iter().copied().max().unwrap_or_default().max(1);
         let rows =
-            (0..ROWS).rev().map(|row| format!("  |{}\n", drawn(&columns[from..], most, row)));
+            (0..ROWS).rev().map(|row| format!("  |{}\n", draw_row(&columns[from..], most, row)));
         let last = columns.last().copied().unwrap_or_default();
         let rows: String = rows.collect();
         format!(
@@ -62,46 +63,47 @@ impl Graph {
         )
     }
 
-    /// What takes it away, so that something can be said in its place.
-    fn hidden(&mut self) -> String {
+    /// Returns the escape sequence that removes the graph, so that text can be printed in its
+    /// place.
+    fn erase_sequence(&mut self) -> String {
         match std::mem::take(&mut self.is_shown) {
             true => format!("\x1b[{}A\x1b[J", ROWS + 1),
             false => String::new(),
         }
     }
 
-    /// Makes room for something to be said.
-    pub(super) fn hide(&mut self) {
-        let _ = io::stderr().write_all(self.hidden().as_bytes());
+    /// Removes the graph, to make room for text.
+    pub(super) fn hide_graph(&mut self) {
+        let _ = io::stderr().write_all(self.erase_sequence().as_bytes());
     }
 
-    fn lines(&mut self, columns: &[usize]) -> String {
+    fn format_lines(&mut self, columns: &[usize]) -> String {
         let mut text = String::new();
         let most = columns.iter().copied().max().unwrap_or_default().max(1);
-        while columns.len() >= self.printed + LINE {
-            let line = &columns[self.printed..self.printed + LINE];
-            let (second, sum) = (self.printed / LINE, line.iter().sum::<usize>());
-            text += &format!("  {second:4} s |{}| {sum} replies\n", in_one_row(line, most));
-            self.printed += LINE;
+        while columns.len() >= self.printed + LINE_COLUMNS {
+            let line = &columns[self.printed..self.printed + LINE_COLUMNS];
+            let (second, sum) = (self.printed / LINE_COLUMNS, line.iter().sum::<usize>());
+            text += &format!("  {second:4} s |{}| {sum} replies\n", draw_line(line, most));
+            self.printed += LINE_COLUMNS;
         }
         text
     }
 }
 
-/// How many replies came in each tenth of a second that is over.
-fn columns(timeline: &Timeline, now: Duration) -> Vec<usize> {
-    let many = (now.as_millis() / COLUMN.as_millis()) as u32;
-    (0..many).map(|at| timeline.count(at * COLUMN..(at + 1) * COLUMN)).collect()
+/// Counts the replies in each complete tenth of a second.
+fn count_columns(timeline: &Timeline, now: Duration) -> Vec<usize> {
+    let many = (now.as_millis() / COLUMN_TIME.as_millis()) as u32;
+    (0..many).map(|at| timeline.count_in(at * COLUMN_TIME..(at + 1) * COLUMN_TIME)).collect()
 }
 
 /// One row of several, counted from below.
-fn drawn(columns: &[usize], most: usize, row: usize) -> String {
+fn draw_row(columns: &[usize], most: usize, row: usize) -> String {
     let eighths = |it: &usize| it * ROWS * 8 / most;
     columns.iter().map(|it| EIGHTHS[eighths(it).saturating_sub(row * 8).min(8)]).collect()
 }
 
-/// Whatever has come is seen, and nothing is a gap.
-fn in_one_row(columns: &[usize], most: usize) -> String {
+/// All columns in one row. A column with any reply is visible, so only a gap is blank.
+fn draw_line(columns: &[usize], most: usize) -> String {
     columns.iter().map(|it| EIGHTHS[(it * 8).div_ceil(most).min(8)]).collect()
 }
 
@@ -113,32 +115,32 @@ mod tests {
     fn columns_are_tenths_of_a_second() {
         let at = [10, 20, 150, 310].map(Duration::from_millis);
         let timeline = Timeline::new(at.to_vec());
-        assert_eq!(columns(&timeline, Duration::from_millis(399)), [2, 1, 0]);
+        assert_eq!(count_columns(&timeline, Duration::from_millis(399)), [2, 1, 0]);
     }
 
     #[test]
     fn a_line_is_printed_when_its_second_is_over() {
-        let mut graph = Graph { is_terminal: false, printed: 0, is_shown: false };
-        assert_eq!(graph.lines(&[4; 9]), "");
-        assert_eq!(graph.lines(&[4; 12]), "     0 s |██████████| 40 replies\n");
-        assert_eq!(graph.lines(&[4; 19]), "");
+        let mut graph = ReplyGraph { is_terminal: false, printed: 0, is_shown: false };
+        assert_eq!(graph.format_lines(&[4; 9]), "");
+        assert_eq!(graph.format_lines(&[4; 12]), "     0 s |██████████| 40 replies\n");
+        assert_eq!(graph.format_lines(&[4; 19]), "");
         let gap = [&[4; 10][..], &[0; 9], &[1]].concat();
-        assert_eq!(graph.lines(&gap), "     1 s |         ▂| 1 replies\n");
+        assert_eq!(graph.format_lines(&gap), "     1 s |         ▂| 1 replies\n");
     }
 
     #[test]
     fn rows_are_filled_from_below() {
         let columns = [0, 1, 6];
-        assert_eq!(drawn(&columns, 6, 0), " ██");
-        assert_eq!(drawn(&columns, 6, 5), "  █");
+        assert_eq!(draw_row(&columns, 6, 0), " ██");
+        assert_eq!(draw_row(&columns, 6, 5), "  █");
     }
 
     #[test]
     fn what_is_shown_is_taken_away_before_it_is_shown_again() {
-        let mut graph = Graph { is_terminal: true, printed: 0, is_shown: false };
-        assert!(!graph.redrawn(&[1]).contains('\x1b'));
-        assert!(graph.redrawn(&[1, 2]).starts_with("\x1b[7A\x1b[J"));
-        assert_eq!(graph.hidden(), "\x1b[7A\x1b[J");
-        assert_eq!(graph.hidden(), "");
+        let mut graph = ReplyGraph { is_terminal: true, printed: 0, is_shown: false };
+        assert!(!graph.redraw_rows(&[1]).contains('\x1b'));
+        assert!(graph.redraw_rows(&[1, 2]).starts_with("\x1b[7A\x1b[J"));
+        assert_eq!(graph.erase_sequence(), "\x1b[7A\x1b[J");
+        assert_eq!(graph.erase_sequence(), "");
     }
 }

@@ -1,9 +1,12 @@
-//! `firn-lab demo-cluster`: what `make demo-cluster` shows.
+//! Cluster demo: `firn-lab demo-cluster`, which `make demo-cluster` runs.
 //!
-//! Three hosts, each a network namespace with an agent, agree who may run what. Redis runs in two VMs, a primary on the first host and its replica
-//! on the second, which the third host protects together. Clients outside write to the primary, count what the replica has too as acknowledged, and
-//! read it there. Then every process of the first host is killed, and nobody does anything: both VMs go on at the third host from
-//! one state, with all that was acknowledged to a client, and are protected again, by the second.
+//! Three hosts, each a network namespace with an agent, use consensus to decide which host runs
+//! which VM. Redis runs in two VMs, a primary on the first host and its replica on the second. The
+//! third host protects both as a virtual cluster. External clients write to the primary, count a
+//! write as acknowledged when the replica has it, and read it there. Then the demo kills every
+//! process of the first host and does nothing else: both VMs resume at the third host from one
+//! global checkpoint, with every write that was acknowledged to a client, and the second host
+//! protects them.
 //!
 //! ```text
 //!   clients --- lan ---+--- a: firn-agent, VM "db" --------- epochs ---+
@@ -23,149 +26,167 @@ use std::time::{Duration, Instant};
 use anyhow::{Result, ensure};
 use serde_json::Value;
 
-use self::clients::{Clients, Outcome, Servers};
-use self::graph::Graph;
+use self::clients::{ExternalClients, RedisServers, WriteOutcome};
+use self::graph::ReplyGraph;
 use crate::guest::{GuestImage, QemuArgs, accel};
 use crate::lab::Lab;
-use crate::site::{Agreement, Host, Plan, Site, vm_network};
+use crate::site::{ConsensusKind, HostSite, SiteHost, SitePlan, vm_network};
 
 const HOSTS: [&str; 3] = ["a", "b", "c"];
-/// The VMs, each at the host of its place; their addresses are the network's with these numbers.
+/// The VMs, each on the host with the same index; their addresses end in these numbers.
 const VMS: [(&str, u8); 2] = [("db", 15), ("replica", 16)];
 const CLUSTER: &str = "shop";
-/// The host with the copies.
-const KEEPER: usize = 2;
+/// The host with the standbys.
+const BACKUP_HOST: usize = 2;
 const REDIS: u16 = 6379;
 const MEMORY_MIB: u32 = 256;
 const LEASE: Duration = Duration::from_secs(4);
-/// How long clients work before the kill, and after the VM is protected again.
+/// How long clients work before the kill, and after the VMs are protected again.
 const STEADY: Duration = Duration::from_secs(5);
 const BOOT: Duration = Duration::from_secs(180);
 const LIMIT: Duration = Duration::from_secs(180);
-/// How often the graph is drawn, and hosts are asked what is agreed on.
-const FRAME: Duration = Duration::from_millis(100);
-const LOOK: Duration = Duration::from_millis(500);
+/// How often the graph is drawn, and how often a host is asked for its record.
+const FRAME_INTERVAL: Duration = Duration::from_millis(100);
+const POLL_INTERVAL: Duration = Duration::from_millis(500);
 
-/// What one round was like.
-struct Round {
-    agreement: Agreement,
+/// The result of one round.
+struct RoundResult {
+    agreement: ConsensusKind,
     gap: Duration,
     protected: Duration,
-    outcome: Outcome,
+    outcome: WriteOutcome,
 }
 
-/// Runs it by each of these, and prints the table.
+/// Runs the demo once with each kind of consensus, and prints the table.
 ///
 /// # Errors
-/// If hosts can't be made, the service doesn't come back, or something that was acknowledged is lost.
-pub fn run(lab: &Lab, agreements: &[Agreement]) -> Result<()> {
-    let accel = accel::decide();
-    lab.say(&format!("guests run by {}: {}", accel.accel, accel.why));
-    let rounds = agreements.iter().map(|it| Show::start(lab, *it)?.play());
-    let rounds = rounds.collect::<Result<Vec<Round>>>()?;
-    print(&rounds);
+/// If hosts can't be created, the service doesn't recover, or an acknowledged write is lost.
+pub fn run_demo(lab: &Lab, agreements: &[ConsensusKind]) -> Result<()> {
+    let accel = accel::choose_accel();
+    lab.log_progress(&format!("guests run by {}: {}", accel.accel, accel.why));
+    let rounds = agreements.iter().map(|it| DemoRound::build_round(lab, *it)?.run_round());
+    let rounds = rounds.collect::<Result<Vec<RoundResult>>>()?;
+    print_table(&rounds);
     Ok(())
 }
 
-/// One round.
-struct Show<'a> {
+/// One round of the demo.
+struct DemoRound<'a> {
     lab: &'a Lab,
-    agreement: Agreement,
-    site: Site,
-    clients: Clients,
-    graph: Graph,
+    agreement: ConsensusKind,
+    site: HostSite,
+    clients: ExternalClients,
+    graph: ReplyGraph,
 }
 
-impl<'a> Show<'a> {
-    fn start(lab: &'a Lab, agreement: Agreement) -> Result<Self> {
-        let site =
-            Site::build(lab, &Plan { hosts: &HOSTS, agreement: Some(agreement), lease: LEASE })?;
-        lab.say(&format!("hosts a, b and c agree by {}", name(agreement)));
+impl<'a> DemoRound<'a> {
+    fn build_round(lab: &'a Lab, agreement: ConsensusKind) -> Result<Self> {
+        let site = HostSite::build_site(
+            lab,
+            &SitePlan { hosts: &HOSTS, agreement: Some(agreement), lease: LEASE },
+        )?;
+        lab.log_progress(&format!(
+            "hosts a, b and c use {} for consensus",
+            consensus_name(agreement)
+        ));
         for (host, (vm, number)) in VMS.into_iter().enumerate() {
-            site.host(host).firn().run(vm, &guest(number)?)?;
+            site.host(host).firn().run_vm(vm, &guest_args(number)?)?;
         }
         let [primary, replica] =
-            VMS.map(|(_, number)| SocketAddr::from((Site::vm_address(number), REDIS)));
-        let clients = Clients::start(Servers { primary, replica }, site.outside()?, BOOT)?;
-        let mut show = Self { lab, agreement, site, clients, graph: Graph::new() };
-        show.say(&format!(
+            VMS.map(|(_, number)| SocketAddr::from((HostSite::vm_address(number), REDIS)));
+        let clients = ExternalClients::start_all(
+            RedisServers { primary, replica },
+            site.outside_namespace()?,
+            BOOT,
+        )?;
+        let mut show = Self { lab, agreement, site, clients, graph: ReplyGraph::new() };
+        show.print_message(&format!(
             "two VMs of {MEMORY_MIB} MiB run Redis: at a, and its replica at b; clients outside write to the one and read from the other"
         ));
         Ok(show)
     }
 
-    fn play(mut self) -> Result<Round> {
-        self.go_on(STEADY / 2)?;
+    fn run_round(mut self) -> Result<RoundResult> {
+        self.draw_for(STEADY / 2)?;
         let vms: Vec<String> =
             VMS.iter().zip(HOSTS).map(|((vm, _), host)| format!("{vm}@{host}")).collect();
-        let keeper = self.site.host(KEEPER).firn();
-        keeper.call("cluster", &["create", CLUSTER, "--vm", &vms[0], "--vm", &vms[1]])?;
-        keeper.call("cluster", &["protect", CLUSTER])?;
-        self.until("c is recorded as their backup", LIMIT, |show| show.is_at("backup", "c"))?;
-        self.say(
+        let keeper = self.site.host(BACKUP_HOST).firn();
+        keeper.run_verb("cluster", &["create", CLUSTER, "--vm", &vms[0], "--vm", &vms[1]])?;
+        keeper.run_verb("cluster", &["protect", CLUSTER])?;
+        self.draw_until("c is recorded as their backup", LIMIT, |show| {
+            show.is_role_at("backup", "c")
+        })?;
+        self.print_message(
             "firn cluster protect shop: what they send is held until c has the states of both that sent it",
         );
-        self.go_on(STEADY)?;
-        let killed = self.kill()?;
-        self.until("the service is back", LIMIT, |show| {
+        self.draw_for(STEADY)?;
+        let killed = self.kill_first_host()?;
+        self.draw_until("the service is back", LIMIT, |show| {
             show.clients.timeline().first_after(killed + LEASE / 4).is_some()
         })?;
-        let gap = self.gap(killed);
-        self.say(&format!(
+        let gap = self.longest_gap_since(killed);
+        self.print_message(&format!(
             "both VMs answer again, from c: nobody said so. Clients waited for {:.1} s",
             gap.as_secs_f64()
         ));
-        self.until("they are protected by b", LIMIT, |show| {
-            show.is_at("primary", "c") && show.is_at("backup", "b")
+        self.draw_until("they are protected by b", LIMIT, |show| {
+            show.is_role_at("primary", "c") && show.is_role_at("backup", "b")
         })?;
         let protected = self.clients.now() - killed;
-        self.say("protected again, by b");
-        self.go_on(STEADY)?;
-        self.end(killed, protected)
+        self.print_message("protected again, by b");
+        self.draw_for(STEADY)?;
+        self.finish_round(killed, protected)
     }
 
-    /// Everything of host a.
-    fn kill(&mut self) -> Result<Duration> {
-        let processes = self.site.host(0).processes()?;
+    /// Kills every process of host a, and returns the time of the kill.
+    fn kill_first_host(&mut self) -> Result<Duration> {
+        let processes = self.site.host(0).list_processes()?;
         let all: Vec<String> = processes.iter().map(ToString::to_string).collect();
         let killed = self.clients.now();
-        self.site.host(0).kill()?;
-        self.say(&format!("host a is lost: kill -9 {}", all.join(" ")));
+        self.site.host(0).kill_all()?;
+        self.print_message(&format!("host a is lost: kill -9 {}", all.join(" ")));
         Ok(killed)
     }
 
-    /// The longest time without an answer since then.
-    fn gap(&self, killed: Duration) -> Duration {
+    /// The longest time without a reply since the kill.
+    fn longest_gap_since(&self, killed: Duration) -> Duration {
         let timeline = self.clients.timeline();
         let before = timeline.replies().iter().rev().find(|it| **it <= killed);
         timeline.longest_gap(before.copied().unwrap_or(killed)..self.clients.now())
     }
 
-    fn end(mut self, killed: Duration, protected: Duration) -> Result<Round> {
-        let gap = self.gap(killed);
-        self.graph.hide();
-        let outcome = self.clients.finish()?;
-        let Outcome { acknowledged, lost } = outcome;
-        self.lab.say(&format!("{acknowledged} writes were acknowledged, {lost} of them are gone"));
+    fn finish_round(mut self, killed: Duration, protected: Duration) -> Result<RoundResult> {
+        let gap = self.longest_gap_since(killed);
+        self.graph.hide_graph();
+        let outcome = self.clients.stop_and_check()?;
+        let WriteOutcome { acknowledged, lost } = outcome;
+        self.lab.log_progress(&format!(
+            "{acknowledged} writes were acknowledged, {lost} of them are gone"
+        ));
         ensure!(lost == 0, "{lost} of {acknowledged} acknowledged writes are gone");
-        Ok(Round { agreement: self.agreement, gap, protected, outcome })
+        Ok(RoundResult { agreement: self.agreement, gap, protected, outcome })
     }
 
-    /// Whether hosts have agreed that a host is this to all VMs, as c says.
-    fn is_at(&self, what: &str, host: &str) -> bool {
+    /// Whether the record at host c names a host in this role for all VMs.
+    fn is_role_at(&self, what: &str, host: &str) -> bool {
         let is_it =
             |vm: &Value| vm[what].as_str().is_some_and(|it| it.split(' ').next() == Some(host));
-        let record = self.site.host(KEEPER).cluster(CLUSTER);
+        let record = self.site.host(BACKUP_HOST).cluster_record(CLUSTER);
         let vms = record.as_ref().and_then(|it| it["vms"].as_array());
         vms.is_some_and(|vms| vms.len() == VMS.len() && vms.iter().all(is_it))
     }
 
-    /// Draws until something holds, which is asked for now and then.
-    fn until(&mut self, what: &str, limit: Duration, holds: impl Fn(&Self) -> bool) -> Result<()> {
+    /// Draws the graph until a condition holds, which it checks at intervals.
+    fn draw_until(
+        &mut self,
+        what: &str,
+        limit: Duration,
+        holds: impl Fn(&Self) -> bool,
+    ) -> Result<()> {
         let (since, mut asked) = (Instant::now(), None::<Instant>);
         loop {
-            self.graph.show(&self.clients.timeline(), self.clients.now());
-            if asked.is_none_or(|it| it.elapsed() >= LOOK) {
+            self.graph.draw_graph(&self.clients.timeline(), self.clients.now());
+            if asked.is_none_or(|it| it.elapsed() >= POLL_INTERVAL) {
                 if holds(self) {
                     return Ok(());
                 }
@@ -175,59 +196,63 @@ impl<'a> Show<'a> {
                 since.elapsed() < limit,
                 "{what}: not within {} s; {}",
                 limit.as_secs(),
-                self.logs()
+                self.last_log_lines()
             );
-            std::thread::sleep(FRAME);
+            std::thread::sleep(FRAME_INTERVAL);
         }
     }
 
-    fn go_on(&mut self, time: Duration) -> Result<()> {
+    fn draw_for(&mut self, time: Duration) -> Result<()> {
         let until = Instant::now() + time;
-        self.until("time passes", 2 * time, |_| Instant::now() >= until)
+        self.draw_until("time passes", 2 * time, |_| Instant::now() >= until)
     }
 
-    fn say(&mut self, text: &str) {
-        self.graph.hide();
-        self.lab.say(text);
+    fn print_message(&mut self, text: &str) {
+        self.graph.hide_graph();
+        self.lab.log_progress(text);
     }
 
-    /// What agents said last.
-    fn logs(&self) -> String {
-        self.site.hosts().iter().map(last_words).collect::<Vec<_>>().join("; ")
+    /// The last log lines of all agents.
+    fn last_log_lines(&self) -> String {
+        self.site.hosts().iter().map(last_log_line).collect::<Vec<_>>().join("; ")
     }
 }
 
-fn guest(number: u8) -> Result<QemuArgs> {
+fn guest_args(number: u8) -> Result<QemuArgs> {
     let (card, address) = vm_network(number);
-    Ok(QemuArgs::new(&GuestImage::small()?, accel::decide().accel)
+    Ok(QemuArgs::new(&GuestImage::small()?, accel::choose_accel().accel)
         .memory_mib(MEMORY_MIB)
         .vcpus(1)
-        .append("no_timer_check")
-        .append(&address)
-        .more(&card.each_ref().map(String::as_str)))
+        .append_kernel_arg("no_timer_check")
+        .append_kernel_arg(&address)
+        .add_args(&card.each_ref().map(String::as_str)))
 }
 
-fn last_words(host: &Host) -> String {
-    let log = std::fs::read_to_string(host.log()).unwrap_or_default();
-    format!("the agent of {} said last: {}", host.name(), log.lines().last().unwrap_or("nothing"))
+fn last_log_line(host: &SiteHost) -> String {
+    let log = std::fs::read_to_string(host.agent_log()).unwrap_or_default();
+    format!(
+        "the last log line of {}'s agent: {}",
+        host.name(),
+        log.lines().last().unwrap_or("none")
+    )
 }
 
-fn name(agreement: Agreement) -> &'static str {
+fn consensus_name(agreement: ConsensusKind) -> &'static str {
     match agreement {
-        Agreement::Embedded => "their agents' own raft",
-        Agreement::Etcd => "etcd",
+        ConsensusKind::Embedded => "raft in the agents",
+        ConsensusKind::Etcd => "etcd",
     }
 }
 
-fn print(rounds: &[Round]) {
+fn print_table(rounds: &[RoundResult]) {
     println!();
     println!(
-        "hosts agree by           clients waited   protected again after   acknowledged   lost"
+        "consensus                clients waited   protected again after   acknowledged   lost"
     );
-    for Round { agreement, gap, protected, outcome } in rounds {
+    for RoundResult { agreement, gap, protected, outcome } in rounds {
         println!(
             "{:22} {:12.1} s {:21.1} s {:14} {:6}",
-            name(*agreement),
+            consensus_name(*agreement),
             gap.as_secs_f64(),
             protected.as_secs_f64(),
             outcome.acknowledged,

@@ -1,4 +1,4 @@
-//! Emptying the page cache of single files.
+//! Cold files: evicts single files from the page cache.
 
 use std::fs::{self, File};
 use std::io::{self, Read};
@@ -8,25 +8,25 @@ use std::time::Duration;
 
 use rustix::fs::{Advice, fadvise};
 
-use super::{ThrottleError, at};
+use super::{ThrottleError, io_error_at};
 
-/// How often just the files are asked for, and how long after each time.
+/// How often eviction of just the files is tried, and the pause after each time.
 const TRIES: u32 = 20;
 const PAUSE: Duration = Duration::from_millis(50);
 
 /// Evicts files from the page cache, so that the next read of them is disk I/O.
 ///
-/// Asks for just these files first; only where that leaves something are all clean caches of the machine dropped,
-/// which takes root and slows everybody else down.
+/// Tries to evict just these files first. Only where pages remain, it drops all clean caches of the
+/// machine, which takes root and slows down every other process.
 ///
 /// # Errors
-/// A file that stays cached is an error: an experiment on it would measure memory.
+/// If a file stays cached: an experiment on it would measure memory.
 pub fn make_cold<'a>(files: impl IntoIterator<Item = &'a Path>) -> Result<(), ThrottleError> {
     for path in files {
         evict_patiently(path)?;
         if cached_pages(path)? > 0 {
             drop_all_caches();
-            evict(path)?;
+            evict_file(path)?;
         }
         match cached_pages(path)? {
             0 => (),
@@ -36,10 +36,10 @@ pub fn make_cold<'a>(files: impl IntoIterator<Item = &'a Path>) -> Result<(), Th
     Ok(())
 }
 
-/// Whoever still has a page in hand lets go of it in a moment.
+/// Evicts a file repeatedly, because another process may still use one of its pages for a moment.
 fn evict_patiently(path: &Path) -> Result<(), ThrottleError> {
     for _ in 0..TRIES {
-        evict(path)?;
+        evict_file(path)?;
         if cached_pages(path)? == 0 {
             break;
         }
@@ -48,37 +48,39 @@ fn evict_patiently(path: &Path) -> Result<(), ThrottleError> {
     Ok(())
 }
 
-fn evict(path: &Path) -> Result<(), ThrottleError> {
-    let file = File::open(path).map_err(at(path))?;
-    file.sync_all().map_err(at(path))?;
-    fadvise(&file, 0, None, Advice::DontNeed).map_err(|errno| at(path)(errno.into()))
+fn evict_file(path: &Path) -> Result<(), ThrottleError> {
+    let file = File::open(path).map_err(io_error_at(path))?;
+    file.sync_all().map_err(io_error_at(path))?;
+    fadvise(&file, 0, None, Advice::DontNeed).map_err(|errno| io_error_at(path)(errno.into()))
 }
 
 fn drop_all_caches() {
-    // Without root it fails, and the caller sees what is left.
+    // Without root it fails, and the caller checks what remains.
     let _ = fs::write("/proc/sys/vm/drop_caches", "1");
 }
 
-/// Pages of a file in the page cache, by util-linux's `fincore`. Nobody to ask is no answer: 0.
+/// Number of a file's pages in the page cache, by util-linux's `fincore`; 0 where that program is
+/// missing.
 fn cached_pages(path: &Path) -> Result<u64, ThrottleError> {
     let output =
         Command::new("fincore").args(["--noheadings", "--output", "PAGES"]).arg(path).output();
     match output {
         Err(error) if error.kind() == io::ErrorKind::NotFound => Ok(0),
-        Err(error) => Err(at("fincore")(error)),
+        Err(error) => Err(io_error_at("fincore")(error)),
         Ok(output) => {
             let text = String::from_utf8_lossy(&output.stdout);
-            let unreadable = || at(path)(io::Error::other("fincore says nothing about it"));
+            let unreadable =
+                || io_error_at(path)(io::Error::other("fincore prints no number of pages"));
             text.trim().parse().map_err(|_| unreadable())
         }
     }
 }
 
-/// Reads a file through once, so that what is not being measured (a kernel, a program) comes from memory.
-pub fn warm(path: &Path) -> Result<(), ThrottleError> {
-    let mut file = File::open(path).map_err(at(path))?;
+/// Reads a file once, so that reads that are not measured (a kernel, a program) come from memory.
+pub fn warm_file(path: &Path) -> Result<(), ThrottleError> {
+    let mut file = File::open(path).map_err(io_error_at(path))?;
     let mut buffer = vec![0; 1 << 20];
-    while file.read(&mut buffer).map_err(at(path))? > 0 {}
+    while file.read(&mut buffer).map_err(io_error_at(path))? > 0 {}
     Ok(())
 }
 
@@ -91,7 +93,7 @@ mod tests {
         let dir = tempfile::tempdir_in("/var/tmp").unwrap();
         let path = dir.path().join("file");
         fs::write(&path, vec![1; 1 << 20]).unwrap();
-        warm(&path).unwrap();
+        warm_file(&path).unwrap();
         make_cold([path.as_path()]).unwrap();
         assert_eq!(cached_pages(&path).unwrap(), 0);
     }

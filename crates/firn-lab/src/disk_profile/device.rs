@@ -1,4 +1,4 @@
-//! Which disk holds a file.
+//! Block devices: finds the disk that holds a file.
 
 use std::fmt;
 use std::fs;
@@ -7,7 +7,7 @@ use std::path::{Path, PathBuf};
 
 use rustix::fs::{major, minor};
 
-use super::{ThrottleError, at};
+use super::{ThrottleError, io_error_at};
 
 /// A whole disk, by its device numbers: `254:0`.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -25,40 +25,40 @@ impl fmt::Display for BlockDevice {
 }
 
 impl BlockDevice {
-    fn of_number(device: u64) -> Self {
+    fn from_number(device: u64) -> Self {
         Self { major: major(device), minor: minor(device) }
     }
 
-    fn in_text(text: &str) -> Option<Self> {
+    fn from_text(text: &str) -> Option<Self> {
         let (major, minor) = text.trim().split_once(':')?;
         Some(Self { major: major.parse().ok()?, minor: minor.parse().ok()? })
     }
 
-    fn sys(self) -> PathBuf {
+    fn sysfs_path(self) -> PathBuf {
         PathBuf::from(format!("/sys/dev/block/{self}"))
     }
 
-    /// The disk a partition is on; a disk is its own. Only disks can be throttled.
-    fn whole(self) -> Self {
-        if !self.sys().join("partition").exists() {
+    /// The whole disk of a partition; a disk is its own. Only whole disks can be throttled.
+    fn whole_disk(self) -> Self {
+        if !self.sysfs_path().join("partition").exists() {
             return self;
         }
-        let disk = fs::read_to_string(self.sys().join("../dev"));
-        disk.ok().and_then(|text| Self::in_text(&text)).unwrap_or(self)
+        let disk = fs::read_to_string(self.sysfs_path().join("../dev"));
+        disk.ok().and_then(|text| Self::from_text(&text)).unwrap_or(self)
     }
 }
 
 /// The disk that holds an existing file or directory.
 ///
-/// File systems with device numbers of their own (Btrfs) are looked up by what they were mounted from.
+/// File systems with their own device numbers (Btrfs) are resolved by their mount source.
 pub fn device_of(path: &Path) -> Result<BlockDevice, ThrottleError> {
-    let number = fs::metadata(path).map_err(at(path))?.dev();
-    let direct = BlockDevice::of_number(number);
-    if direct.sys().exists() {
-        return Ok(direct.whole());
+    let number = fs::metadata(path).map_err(io_error_at(path))?.dev();
+    let direct = BlockDevice::from_number(number);
+    if direct.sysfs_path().exists() {
+        return Ok(direct.whole_disk());
     }
     mounted_from(direct)
-        .map(BlockDevice::whole)
+        .map(BlockDevice::whole_disk)
         .ok_or_else(|| ThrottleError::NoDevice(path.to_owned()))
 }
 
@@ -66,10 +66,11 @@ fn mounted_from(file_system: BlockDevice) -> Option<BlockDevice> {
     let mounts = fs::read_to_string("/proc/self/mountinfo").ok()?;
     let source = source_of(&mounts, file_system)?;
     let meta = fs::metadata(source).ok()?;
-    meta.file_type().is_block_device().then(|| BlockDevice::of_number(meta.rdev()))
+    meta.file_type().is_block_device().then(|| BlockDevice::from_number(meta.rdev()))
 }
 
-/// The mount source of a file system in `/proc/self/mountinfo` (proc(5)): third field, then first but one after `-`.
+/// The mount source of a file system in `/proc/self/mountinfo` (proc(5)): third field, then first
+/// but one after `-`.
 fn source_of(mounts: &str, file_system: BlockDevice) -> Option<&str> {
     let wanted = file_system.to_string();
     mounts.lines().find_map(|line| {
@@ -98,8 +99,8 @@ mod tests {
 
     #[test]
     fn device_numbers_are_read_as_sysfs_writes_them() {
-        assert_eq!(BlockDevice::in_text("254:16\n"), Some(BlockDevice { major: 254, minor: 16 }));
-        assert_eq!(BlockDevice::in_text("254"), None);
+        assert_eq!(BlockDevice::from_text("254:16\n"), Some(BlockDevice { major: 254, minor: 16 }));
+        assert_eq!(BlockDevice::from_text("254"), None);
     }
 
     #[test]

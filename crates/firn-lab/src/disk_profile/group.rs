@@ -1,4 +1,4 @@
-//! A control group with a disk's limits.
+//! Throttle: a control group with a disk's limits.
 //!
 //! ```text
 //!   cgroup v1   /sys/fs/cgroup/blkio/firn-lab-PID-N/blkio.throttle.{read,write}_{iops,bps}_device    "254:0 180"
@@ -14,39 +14,44 @@ use std::sync::atomic::{AtomicU32, Ordering};
 use std::thread::sleep;
 use std::time::Duration;
 
-use super::{BlockDevice, DiskProfile, Limits, ThrottleError, at, device_of};
+use super::{BlockDevice, DiskLimits, DiskProfile, ThrottleError, device_of, io_error_at};
 
-/// A disk profile for the processes started through it. Dropped, it lets them go and removes its control group.
+/// A disk profile for the processes that are started through it. Dropping it moves them out of its
+/// control group, which it then removes.
 #[derive(Debug)]
-pub struct Throttle {
+pub struct DiskThrottle {
     profile: DiskProfile,
     group: Option<PathBuf>,
 }
 
-impl Throttle {
+impl DiskThrottle {
     /// Imitates a disk for the device that holds `on`.
     ///
     /// # Errors
-    /// Where the file is on no block device, no control group can throttle it, or the caller may not (it takes root).
+    /// If the file is on no block device, no control group can throttle it, or the caller lacks
+    /// permission (it takes root).
     pub fn new(profile: DiskProfile, on: &Path) -> Result<Self, ThrottleError> {
-        let Some(limits) = profile.limits() else { return Ok(Self { profile, group: None }) };
+        let Some(limits) = profile.disk_limits() else { return Ok(Self { profile, group: None }) };
         let device = device_of(on)?;
-        let mounts = fs::read_to_string("/proc/self/mounts").map_err(at("/proc/self/mounts"))?;
-        let group = hierarchies(&mounts)
+        let mounts =
+            fs::read_to_string("/proc/self/mounts").map_err(io_error_at("/proc/self/mounts"))?;
+        let group = find_hierarchies(&mounts)
             .into_iter()
-            .find_map(|hierarchy| hierarchy.create(device, limits).transpose())
+            .find_map(|hierarchy| hierarchy.create_group(device, limits).transpose())
             .ok_or(ThrottleError::NoController)??;
         Ok(Self { profile, group: Some(group) })
     }
 
-    /// What it imitates.
+    /// The profile that it imitates.
     pub fn profile(&self) -> DiskProfile {
         self.profile
     }
 
-    /// A command that starts a program under the profile, and with it all the program starts.
+    /// A command that starts a program under the profile, and with it every process that the
+    /// program starts.
     ///
-    /// The shell moves itself into the group and becomes the program, so that not a single read escapes.
+    /// The shell moves itself into the group and then executes the program, so that not a single
+    /// read escapes.
     pub fn command(&self, program: impl AsRef<OsStr>) -> Command {
         let Some(group) = &self.group else { return Command::new(program) };
         let mut command = Command::new("/bin/sh");
@@ -55,19 +60,19 @@ impl Throttle {
         command
     }
 
-    /// Puts a running process under the profile. What it started before stays as it is.
-    pub fn add(&self, pid: u32) -> Result<(), ThrottleError> {
+    /// Puts a running process under the profile. Processes that it started before stay outside.
+    pub fn add_process(&self, pid: u32) -> Result<(), ThrottleError> {
         let Some(group) = &self.group else { return Ok(()) };
-        write(&group.join("cgroup.procs"), &pid.to_string())
+        write_setting(&group.join("cgroup.procs"), &pid.to_string())
     }
 }
 
-impl Drop for Throttle {
+impl Drop for DiskThrottle {
     fn drop(&mut self) {
         let Some(group) = self.group.take() else { return };
         // A process that has just ended keeps the group busy for a moment.
         for _ in 0..50 {
-            release(&group);
+            move_to_parent(&group);
             if fs::remove_dir(&group).is_ok() {
                 return;
             }
@@ -76,31 +81,32 @@ impl Drop for Throttle {
     }
 }
 
-/// Moves whoever is still in a group to the one above it.
-fn release(group: &Path) {
+/// Moves the processes that are still in a group to its parent group.
+fn move_to_parent(group: &Path) {
     let Some(parent) = group.parent() else { return };
     let processes = fs::read_to_string(group.join("cgroup.procs")).unwrap_or_default();
     for pid in processes.lines() {
-        // It may have ended meanwhile, which is just as well.
+        // The process may have ended meanwhile, which has the same effect.
         let _ = fs::write(parent.join("cgroup.procs"), pid);
     }
 }
 
 #[derive(Debug, PartialEq, Eq)]
-enum Version {
+enum CgroupVersion {
     One,
     Two,
 }
 
-/// A mounted hierarchy that may know block I/O.
+/// A mounted control group hierarchy that may have an I/O controller.
 #[derive(Debug, PartialEq, Eq)]
-struct Hierarchy {
-    version: Version,
+struct CgroupHierarchy {
+    version: CgroupVersion,
     root: PathBuf,
 }
 
-/// Those of `/proc/self/mounts`, version 1 first: where both are mounted, that is where the I/O controller is.
-fn hierarchies(mounts: &str) -> Vec<Hierarchy> {
+/// The hierarchies in `/proc/self/mounts`, version 1 first: where both are mounted, version 1 has
+/// the I/O controller.
+fn find_hierarchies(mounts: &str) -> Vec<CgroupHierarchy> {
     let found = |version: fn(&str, &str) -> bool| {
         mounts.lines().find_map(move |line| {
             let mut fields = line.split(' ').skip(1);
@@ -110,24 +116,26 @@ fn hierarchies(mounts: &str) -> Vec<Hierarchy> {
     };
     let one = found(|kind, options| kind == "cgroup" && options.split(',').any(|o| o == "blkio"));
     let two = found(|kind, _| kind == "cgroup2");
-    let one = one.map(|root| Hierarchy { version: Version::One, root });
-    one.into_iter().chain(two.map(|root| Hierarchy { version: Version::Two, root })).collect()
+    let one = one.map(|root| CgroupHierarchy { version: CgroupVersion::One, root });
+    one.into_iter()
+        .chain(two.map(|root| CgroupHierarchy { version: CgroupVersion::Two, root }))
+        .collect()
 }
 
-impl Hierarchy {
-    /// Makes a group with limits; `None` where this hierarchy has no I/O controller.
-    fn create(
+impl CgroupHierarchy {
+    /// Creates a group with limits; `None` where this hierarchy has no I/O controller.
+    fn create_group(
         &self,
         device: BlockDevice,
-        limits: Limits,
+        limits: DiskLimits,
     ) -> Result<Option<PathBuf>, ThrottleError> {
         if !self.has_controller()? {
             return Ok(None);
         }
-        let group = self.root.join(name());
-        fs::create_dir(&group).map_err(at(&group))?;
-        for (file, line) in self.settings(device, limits) {
-            if let Err(error) = write(&group.join(file), &line) {
+        let group = self.root.join(next_group_name());
+        fs::create_dir(&group).map_err(io_error_at(&group))?;
+        for (file, line) in self.limit_settings(device, limits) {
+            if let Err(error) = write_setting(&group.join(file), &line) {
                 let _ = fs::remove_dir(&group);
                 return Err(error);
             }
@@ -138,27 +146,33 @@ impl Hierarchy {
     fn has_controller(&self) -> Result<bool, ThrottleError> {
         let has = |file: &str| {
             let path = self.root.join(file);
-            let text = fs::read_to_string(&path).map_err(at(path))?;
+            let text = fs::read_to_string(&path).map_err(io_error_at(path))?;
             Ok::<_, ThrottleError>(text.split_whitespace().any(|controller| controller == "io"))
         };
         match self.version {
-            Version::One => Ok(true),
-            Version::Two if !has("cgroup.controllers")? => Ok(false),
-            Version::Two if has("cgroup.subtree_control")? => Ok(true),
-            Version::Two => write(&self.root.join("cgroup.subtree_control"), "+io").map(|()| true),
+            CgroupVersion::One => Ok(true),
+            CgroupVersion::Two if !has("cgroup.controllers")? => Ok(false),
+            CgroupVersion::Two if has("cgroup.subtree_control")? => Ok(true),
+            CgroupVersion::Two => {
+                write_setting(&self.root.join("cgroup.subtree_control"), "+io").map(|()| true)
+            }
         }
     }
 
-    fn settings(&self, device: BlockDevice, limits: Limits) -> Vec<(&'static str, String)> {
-        let Limits { iops, bytes_per_s: bps } = limits;
+    fn limit_settings(
+        &self,
+        device: BlockDevice,
+        limits: DiskLimits,
+    ) -> Vec<(&'static str, String)> {
+        let DiskLimits { iops, bytes_per_s: bps } = limits;
         match self.version {
-            Version::One => vec![
+            CgroupVersion::One => vec![
                 ("blkio.throttle.read_iops_device", format!("{device} {iops}")),
                 ("blkio.throttle.write_iops_device", format!("{device} {iops}")),
                 ("blkio.throttle.read_bps_device", format!("{device} {bps}")),
                 ("blkio.throttle.write_bps_device", format!("{device} {bps}")),
             ],
-            Version::Two => vec![(
+            CgroupVersion::Two => vec![(
                 "io.max",
                 format!("{device} rbps={bps} wbps={bps} riops={iops} wiops={iops}"),
             )],
@@ -166,14 +180,14 @@ impl Hierarchy {
     }
 }
 
-fn name() -> String {
+fn next_group_name() -> String {
     static NEXT: AtomicU32 = AtomicU32::new(0);
     format!("firn-lab-{}-{}", std::process::id(), NEXT.fetch_add(1, Ordering::Relaxed))
 }
 
-fn write(path: &Path, text: &str) -> Result<(), ThrottleError> {
+fn write_setting(path: &Path, text: &str) -> Result<(), ThrottleError> {
     let written: io::Result<()> = fs::write(path, text);
-    written.map_err(at(path))
+    written.map_err(io_error_at(path))
 }
 
 #[cfg(test)]
@@ -187,34 +201,38 @@ cgroup2 /sys/fs/cgroup/unified cgroup2 rw,relatime 0 0";
 
     #[test]
     fn version_one_comes_first_where_it_has_block_io() {
-        let found = hierarchies(BOTH);
+        let found = find_hierarchies(BOTH);
         assert_eq!(found[0].root, Path::new("/sys/fs/cgroup/blkio"));
-        assert_eq!(found[1].version, Version::Two);
+        assert_eq!(found[1].version, CgroupVersion::Two);
     }
 
     #[test]
     fn a_machine_with_version_two_only() {
-        let found = hierarchies("cgroup2 /sys/fs/cgroup cgroup2 rw,nosuid 0 0");
-        assert_eq!(found, [Hierarchy { version: Version::Two, root: "/sys/fs/cgroup".into() }]);
-        assert_eq!(hierarchies(""), []);
+        let found = find_hierarchies("cgroup2 /sys/fs/cgroup cgroup2 rw,nosuid 0 0");
+        assert_eq!(
+            found,
+            [CgroupHierarchy { version: CgroupVersion::Two, root: "/sys/fs/cgroup".into() }]
+        );
+        assert_eq!(find_hierarchies(""), []);
     }
 
     #[test]
     fn limits_are_written_as_each_version_reads_them() {
         let device = BlockDevice { major: 254, minor: 0 };
-        let limits = DiskProfile::Hdd15k.limits().unwrap();
-        let settings =
-            |version| Hierarchy { version, root: PathBuf::new() }.settings(device, limits);
+        let limits = DiskProfile::Hdd15k.disk_limits().unwrap();
+        let settings = |version| {
+            CgroupHierarchy { version, root: PathBuf::new() }.limit_settings(device, limits)
+        };
         let read_iops = ("blkio.throttle.read_iops_device", "254:0 180".to_owned());
-        assert!(settings(Version::One).contains(&read_iops));
+        assert!(settings(CgroupVersion::One).contains(&read_iops));
         let max = "254:0 rbps=120000000 wbps=120000000 riops=180 wiops=180".to_owned();
-        assert_eq!(settings(Version::Two), [("io.max", max)]);
+        assert_eq!(settings(CgroupVersion::Two), [("io.max", max)]);
     }
 
     #[test]
     fn no_profile_is_no_group() {
-        let throttle = Throttle::new(DiskProfile::None, Path::new("/nowhere")).unwrap();
+        let throttle = DiskThrottle::new(DiskProfile::None, Path::new("/nowhere")).unwrap();
         assert_eq!(throttle.command("true").get_program(), "true");
-        throttle.add(1).unwrap();
+        throttle.add_process(1).unwrap();
     }
 }

@@ -1,20 +1,22 @@
-//! Slow disks on fast machines: the kernel's block I/O throttle.
+//! Disk profiles: slow disks on fast machines, by the kernel's block I/O throttle.
 //!
 //! ```text
-//!   profile    IOPS   MB/s     what it stands for
+//!   profile    IOPS   MB/s     imitates
 //!   none          -      -     the disk as it is
 //!   netssd     3000    125     a cloud provider's network SSD
 //!   hdd15k      180    120     a 15,000 rpm disk, as in the Halite paper
 //!   hdd7200      80    100     a 7,200 rpm disk
 //! ```
 //!
-//! A process and all its children get the profile by being started through [`Throttle::command`], which puts it into a
-//! control group of its own first. Whatever reads the image must be in there: Firn's supervisor (a child of `firn
-//! restore`), or the whole QEMU of a peer. Throttling says nothing about reads that the page cache answers:
-//! [`make_cold`] evicts the files first, and checks that they are gone. And a disk can't imitate a quicker one:
-//! [`make_cold_when_ready`] waits until it has recovered from what was written before.
+//! A process and all its children get the profile when they are started through
+//! [`DiskThrottle::command`], which first puts the process into its own control group. The process
+//! that reads the image must be in it: Firn's supervisor (a child of `firn restore`), or the whole
+//! QEMU of a peer. Throttling does not affect reads that the page cache answers: [`make_cold`]
+//! evicts the files first, and checks that they are gone. And a disk can't imitate a faster one:
+//! [`make_cold_when_ready`] waits until the disk has recovered from earlier writes.
 //!
-//! The throttle is the kernel's word; [`check`] measures what it does (random 4 KiB reads), and experiments print that.
+//! The kernel only promises these limits; [`measure_throttle`] measures their effect (random 4 KiB
+//! reads), and experiments print the result.
 
 mod cold;
 mod device;
@@ -30,10 +32,10 @@ use std::str::FromStr;
 use serde::{Deserialize, Serialize};
 use thiserror::Error;
 
-pub use cold::{make_cold, warm};
+pub use cold::{make_cold, warm_file};
 pub use device::{BlockDevice, device_of};
-pub use group::Throttle;
-pub use probe::{Achieved, check, probe};
+pub use group::DiskThrottle;
+pub use probe::{ProbeResult, measure_throttle, probe_disk};
 pub use ready::make_cold_when_ready;
 
 /// A disk to imitate.
@@ -50,25 +52,25 @@ pub enum DiskProfile {
     Hdd7200,
 }
 
-/// How fast a disk may be, each way.
+/// The limits of a disk, for reads and for writes.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct Limits {
+pub struct DiskLimits {
     /// Operations per second.
     pub iops: u64,
     /// Bytes per second.
     pub bytes_per_s: u64,
 }
 
-/// A disk profile's name that is not one.
+/// A name that is no disk profile's.
 #[derive(Debug, Error, PartialEq, Eq)]
 #[error("no disk profile is called {0:?}; there are none, netssd, hdd15k and hdd7200")]
 pub struct DiskProfileError(String);
 
 impl DiskProfile {
-    /// All of them, fastest first.
+    /// All profiles, fastest first.
     pub const ALL: [Self; 4] = [Self::None, Self::NetSsd, Self::Hdd15k, Self::Hdd7200];
 
-    /// Its name.
+    /// The profile's name.
     pub fn name(self) -> &'static str {
         match self {
             Self::None => "none",
@@ -78,9 +80,9 @@ impl DiskProfile {
         }
     }
 
-    /// What it allows; `None` for no limit.
-    pub fn limits(self) -> Option<Limits> {
-        let limits = |iops, megabytes: u64| Limits { iops, bytes_per_s: megabytes * 1_000_000 };
+    /// The profile's limits; `None` for no limit.
+    pub fn disk_limits(self) -> Option<DiskLimits> {
+        let limits = |iops, megabytes: u64| DiskLimits { iops, bytes_per_s: megabytes * 1_000_000 };
         match self {
             Self::None => None,
             Self::NetSsd => Some(limits(3000, 125)),
@@ -118,12 +120,12 @@ pub enum ThrottleError {
         "no control group hierarchy here throttles block I/O (cgroup v1 blkio or cgroup v2 io)"
     )]
     NoController,
-    /// Something about a file of the control group, or of the disk, failed.
+    /// An operation on a file of the control group, or of the disk, failed.
     #[error("{path}")]
     Io {
         /// The file.
         path: PathBuf,
-        /// What happened.
+        /// The error.
         source: io::Error,
     },
     /// The page cache keeps a file, so reading it would be no disk I/O.
@@ -131,27 +133,27 @@ pub enum ThrottleError {
     Cached {
         /// The file.
         path: PathBuf,
-        /// How many pages of it.
+        /// How many of its pages.
         pages: u64,
     },
-    /// The kernel accepted the limits and does not keep them.
+    /// The kernel accepted the limits and does not enforce them.
     #[error(
         "{profile} should allow {expected} random reads per second; {achieved:.0} were measured"
     )]
     Ineffective {
         /// The profile.
         profile: DiskProfile,
-        /// What it allows.
+        /// The rate that it allows.
         expected: u64,
-        /// What was measured.
+        /// The measured rate.
         achieved: f64,
     },
-    /// The program that measures did not say what it measured.
+    /// The measuring program printed no result.
     #[error("the disk probe failed: {0}")]
     Probe(String),
 }
 
-pub(crate) fn at(path: impl Into<PathBuf>) -> impl FnOnce(io::Error) -> ThrottleError {
+pub(crate) fn io_error_at(path: impl Into<PathBuf>) -> impl FnOnce(io::Error) -> ThrottleError {
     let path = path.into();
     move |source| ThrottleError::Io { path, source }
 }
@@ -172,7 +174,8 @@ mod tests {
 
     #[test]
     fn profiles_get_slower() {
-        let iops = |profile: DiskProfile| profile.limits().map_or(u64::MAX, |limits| limits.iops);
+        let iops =
+            |profile: DiskProfile| profile.disk_limits().map_or(u64::MAX, |limits| limits.iops);
         assert!(DiskProfile::ALL.map(iops).is_sorted_by(|faster, slower| faster > slower));
     }
 }

@@ -1,4 +1,4 @@
-//! What a throttled disk really does.
+//! Disk probe: measures the effect of a throttle.
 
 use std::fs::{self, File};
 use std::io::Write;
@@ -11,85 +11,94 @@ use firn_guest::stamp::mix;
 use rustix::fs::{Advice, fadvise};
 use serde::{Deserialize, Serialize};
 
-use super::{DiskProfile, Throttle, ThrottleError, at, make_cold};
+use super::{DiskProfile, DiskThrottle, ThrottleError, io_error_at, make_cold};
 
 /// Bytes per random read.
 const READ_BYTES: usize = 4096;
 /// Size of the file that is read from.
 const FILE_BYTES: u64 = 64 << 20;
-/// How long to read.
-const LONGEST: Duration = Duration::from_millis(1500);
-/// How far from its limit a throttled disk may be. Slower is the machine's fault and accepted, faster is not.
+/// Maximum time to read.
+const READ_TIME_MAX: Duration = Duration::from_millis(1500);
+/// How much faster than its limit a throttled disk may be, as a factor. Slower is accepted, because
+/// it is the machine's fault; faster is not.
 const TOLERANCE: f64 = 1.25;
 
-/// What random 4 KiB reads achieved.
+/// The result of random 4 KiB reads.
 #[derive(Clone, Copy, Debug, PartialEq, Serialize, Deserialize)]
-pub struct Achieved {
+pub struct ProbeResult {
     /// Reads per second.
     pub iops: f64,
-    /// Mean time of one, in milliseconds.
+    /// Mean time of a read, in milliseconds.
     pub read_ms: f64,
 }
 
 /// Measures a throttle with random reads of a cold file in `dir`.
 ///
-/// `lab` is the `firn-lab` program: its `probe-disk` verb is started under the throttle and does [`probe`].
+/// `lab` is the `firn-lab` program: its `probe-disk` verb is started under the throttle and calls
+/// [`probe_disk`].
 ///
 /// # Errors
-/// A disk faster than its profile: the throttle does not work here, and a figure made with it would mislead.
-pub fn check(throttle: &Throttle, dir: &Path, lab: &Path) -> Result<Achieved, ThrottleError> {
+/// If the disk is faster than its profile: the throttle has no effect here, and a figure measured
+/// with it would mislead.
+pub fn measure_throttle(
+    throttle: &DiskThrottle,
+    dir: &Path,
+    lab: &Path,
+) -> Result<ProbeResult, ThrottleError> {
     let file = dir.join("disk-probe");
-    fill(&file)?;
+    fill_file(&file)?;
     make_cold([file.as_path()])?;
     let mut command = throttle.command(lab);
     command.arg("probe-disk").arg(&file);
-    let achieved = answer_of(command);
+    let achieved = run_probe(command);
     let _ = fs::remove_file(&file);
-    within_limits(throttle.profile(), achieved?)
+    check_limits(throttle.profile(), achieved?)
 }
 
-fn within_limits(profile: DiskProfile, found: Achieved) -> Result<Achieved, ThrottleError> {
-    let expected = profile.limits().map_or(u64::MAX, |limits| limits.iops);
+fn check_limits(profile: DiskProfile, found: ProbeResult) -> Result<ProbeResult, ThrottleError> {
+    let expected = profile.disk_limits().map_or(u64::MAX, |limits| limits.iops);
     match found.iops > expected as f64 * TOLERANCE {
         true => Err(ThrottleError::Ineffective { profile, expected, achieved: found.iops }),
         false => Ok(found),
     }
 }
 
-fn answer_of(mut command: Command) -> Result<Achieved, ThrottleError> {
+fn run_probe(mut command: Command) -> Result<ProbeResult, ThrottleError> {
     let failed = |why: String| ThrottleError::Probe(why);
     let output = command.output().map_err(|error| failed(error.to_string()))?;
     serde_json::from_slice(&output.stdout)
         .map_err(|error| failed(format!("{error}; {}", String::from_utf8_lossy(&output.stderr))))
 }
 
-fn fill(path: &Path) -> Result<(), ThrottleError> {
-    let mut file = File::create(path).map_err(at(path))?;
+fn fill_file(path: &Path) -> Result<(), ThrottleError> {
+    let mut file = File::create(path).map_err(io_error_at(path))?;
     let chunk: Vec<u8> = (0..1_u64 << 17).flat_map(|word| mix(word).to_le_bytes()).collect();
     for _ in 0..FILE_BYTES / chunk.len() as u64 {
-        file.write_all(&chunk).map_err(at(path))?;
+        file.write_all(&chunk).map_err(io_error_at(path))?;
     }
-    file.sync_all().map_err(at(path))
+    file.sync_all().map_err(io_error_at(path))
 }
 
-/// Reads 4 KiB at a time from random places of a file, each place once, for a second and a half at most.
-pub fn probe(path: &Path) -> Result<Achieved, ThrottleError> {
-    let file = File::open(path).map_err(at(path))?;
-    fadvise(&file, 0, None, Advice::Random).map_err(|errno| at(path)(errno.into()))?;
-    let places = file.metadata().map_err(at(path))?.len() / READ_BYTES as u64;
+/// Reads 4 KiB at a time from random offsets of a file, each offset once, for at most a second and
+/// a half.
+pub fn probe_disk(path: &Path) -> Result<ProbeResult, ThrottleError> {
+    let file = File::open(path).map_err(io_error_at(path))?;
+    fadvise(&file, 0, None, Advice::Random).map_err(|errno| io_error_at(path)(errno.into()))?;
+    let places = file.metadata().map_err(io_error_at(path))?.len() / READ_BYTES as u64;
     let mut buffer = [0; READ_BYTES];
     let (start, mut reads) = (Instant::now(), 0_u64);
-    while reads < places && start.elapsed() < LONGEST {
-        let offset = scattered(reads, places) * READ_BYTES as u64;
-        file.read_exact_at(&mut buffer, offset).map_err(at(path))?;
+    while reads < places && start.elapsed() < READ_TIME_MAX {
+        let offset = scattered_index(reads, places) * READ_BYTES as u64;
+        file.read_exact_at(&mut buffer, offset).map_err(io_error_at(path))?;
         reads += 1;
     }
     let seconds = start.elapsed().as_secs_f64();
-    Ok(Achieved { iops: reads as f64 / seconds, read_ms: seconds * 1e3 / reads.max(1) as f64 })
+    Ok(ProbeResult { iops: reads as f64 / seconds, read_ms: seconds * 1e3 / reads.max(1) as f64 })
 }
 
-/// A permutation of `0..places` that hops about: a step that has no divisor in common with any power of two.
-fn scattered(index: u64, places: u64) -> u64 {
+/// A permutation of `0..places` that jumps: the step has no divisor in common with any power of
+/// two.
+fn scattered_index(index: u64, places: u64) -> u64 {
     (index * 7919 + 13) % places.max(1)
 }
 
@@ -100,17 +109,17 @@ mod tests {
     #[test]
     fn every_place_is_read_once() {
         let places = FILE_BYTES / READ_BYTES as u64;
-        let mut seen: Vec<u64> = (0..places).map(|index| scattered(index, places)).collect();
+        let mut seen: Vec<u64> = (0..places).map(|index| scattered_index(index, places)).collect();
         seen.sort_unstable();
         assert!(seen.iter().copied().eq(0..places));
     }
 
     #[test]
     fn a_disk_faster_than_its_profile_is_refused() {
-        let found = |iops| within_limits(DiskProfile::Hdd15k, Achieved { iops, read_ms: 1.0 });
+        let found = |iops| check_limits(DiskProfile::Hdd15k, ProbeResult { iops, read_ms: 1.0 });
         assert!(matches!(found(300.0), Err(ThrottleError::Ineffective { expected: 180, .. })));
         assert!(found(190.0).is_ok() && found(20.0).is_ok());
-        assert!(within_limits(DiskProfile::None, Achieved { iops: 1e6, read_ms: 0.0 }).is_ok());
+        assert!(check_limits(DiskProfile::None, ProbeResult { iops: 1e6, read_ms: 0.0 }).is_ok());
     }
 
     #[test]
@@ -118,6 +127,6 @@ mod tests {
         let dir = tempfile::tempdir().unwrap();
         let file = dir.path().join("file");
         fs::write(&file, vec![1; 1 << 20]).unwrap();
-        assert!(probe(&file).unwrap().iops > 0.0);
+        assert!(probe_disk(&file).unwrap().iops > 0.0);
     }
 }

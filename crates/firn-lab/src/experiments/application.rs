@@ -1,74 +1,77 @@
-//! An application of the full guest, checkpointed at work and restored in several ways: what `halite-pgbench` and
-//! `halite-desktop` have in common.
+//! An application of the full guest: checkpointed during its work, and restored in several modes.
+//! The common part of `halite-pgbench` and `halite-desktop`.
 //!
-//! The work is a shell script in the guest. It prepares, says `middle` when it is to be checkpointed, has a fixed amount
-//! of work left then, and ends by printing the guest's clock, which stands still from the checkpoint until the restored
-//! guest runs. How much later that is than in a guest that was restored with all its memory beforehand, from a warm
-//! image on a disk that is not throttled, is the *overhead*: what the guest had to wait for.
+//! The work is a shell script in the guest. It prepares, prints `middle` when it can be
+//! checkpointed, then has a fixed amount of work left, and ends by printing the guest's clock,
+//! which stops from the checkpoint until the restored guest runs. The *overhead* is how much later
+//! that is than in a guest that was restored with all its memory beforehand, from a warm image on a
+//! disk that is not throttled: the time for which the guest had to wait.
 //!
 //! ```text
 //!   boot, prepare | works | works on                                  | done: clock
-//!                     middle: checkpoint; every restore goes on here
+//!                     middle: checkpoint; every restore continues here
 //! ```
 //!
-//! **What varies**: how the same checkpoint is arranged in its file and read back, in the paper's four ways. `lazy` is the
-//! ESXi baseline: one page of 4 KiB per fault, in physical order, not compressed. `physical` reads a block of 64 KiB per
-//! fault instead, still in physical order and not compressed; `locality_uncompressed` the same in locality order.
-//! `locality` is Firn as it is shipped: in locality order, compressed.
+//! **What varies**: the arrangement of the same checkpoint in its file, and the mode of reading it,
+//! in the paper's four combinations. `lazy` is the ESXi baseline: one page of 4 KiB per fault, in
+//! physical order, not compressed. `physical` reads a block of 64 KiB per fault instead, still in
+//! physical order and not compressed; `locality_uncompressed` the same in locality order.
+//! `locality` is Firn's default: in locality order, compressed.
 //!
-//! **What is held equal**: the checkpoint, the guest, its work, the disk (image cold), background fill. The guest's own
-//! disk is only read, and what the work reads of it is in the guest's page cache by the time of the checkpoint; QEMU and the
-//! guest's kernel are warm.
+//! **What is equal**: the checkpoint, the guest, its work, the disk (image cold), background fill.
+//! The guest only reads its own disk, and what the work reads of it is in the guest's page cache by
+//! the time of the checkpoint; QEMU and the guest's kernel are warm.
 
 use std::path::{Path, PathBuf};
 use std::time::Duration;
 
 use anyhow::{Context as _, Result, ensure};
-use firn_image::{Codec, Image, Organization, Reorder, reorder};
-use firn_restore::Mode;
+use firn_image::{BlockOrganization, Codec, Image, ReorderOptions, reorder_image};
+use firn_restore::RestoreMode;
 use firn_types::BlockSize;
 use serde_json::{Value, json};
 
-use crate::disk_profile::{DiskProfile, Throttle, make_cold, warm};
+use crate::disk_profile::{DiskProfile, DiskThrottle, make_cold, warm_file};
 use crate::firn::SaveArgs;
-use crate::guest::{Control, GuestImage, QemuArgs, accel};
-use crate::lab::{Lab, interleaved};
+use crate::guest::{GuestControl, GuestImage, QemuArgs, accel};
+use crate::lab::{Lab, run_interleaved};
 use crate::report::Report;
 use firn_report::plot::BarPlot;
 
 const PROFILE: DiskProfile = DiskProfile::Hdd15k;
-/// Name of the VM under Firn.
+/// The name of the VM under Firn.
 const VM: &str = "application";
-/// Name of the work in the guest.
+/// The name of the work in the guest.
 const JOB: &str = "work";
-/// How long a guest may take to boot.
+/// The maximum time that a guest may take to boot.
 const BOOT: Duration = Duration::from_secs(180);
-/// How long the work may take, before its middle or after a restore.
+/// The maximum time of the work, before its middle or after a restore.
 const LIMIT: Duration = Duration::from_secs(1800);
 
-/// What to run.
+/// The application to run.
 #[derive(Clone, Debug)]
-pub(super) struct Application {
+pub(super) struct ApplicationRun {
     /// The experiment's name.
     pub(super) name: &'static str,
     /// Guest memory.
     pub(super) memory_mib: u32,
-    /// What the guest starts: `postgres`, `nginx`, both with a comma.
+    /// The services that the guest starts: `postgres`, `nginx`, both with a comma.
     pub(super) services: &'static str,
-    /// A bash script that says `middle` when it is to be checkpointed, and `done` with the guest's clock at its end.
+    /// A bash script that prints `middle` when it can be checkpointed, and `done` with the guest's
+    /// clock at its end.
     pub(super) script: String,
-    /// Rounds of a quick run: more where they are short.
+    /// Rounds of a quick run: more if they are short.
     pub(super) quick_rounds: usize,
-    /// Title of the figure.
+    /// The title of the figure.
     pub(super) figure: &'static str,
-    /// Its file name.
+    /// The file name of the figure.
     pub(super) drawing: &'static str,
 }
 
-/// A way of arranging and reading.
+/// An arrangement of the image, and a mode of restoring it.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-enum System {
-    /// All memory there before the guest runs.
+enum ApplicationSystem {
+    /// All memory is present before the guest runs.
     Baseline,
     Lazy,
     Physical,
@@ -76,11 +79,15 @@ enum System {
     Locality,
 }
 
-/// What has an overhead.
-const COMPARED: [System; 4] =
-    [System::Lazy, System::Physical, System::LocalityUncompressed, System::Locality];
+/// The systems whose overhead is measured.
+const COMPARED: [ApplicationSystem; 4] = [
+    ApplicationSystem::Lazy,
+    ApplicationSystem::Physical,
+    ApplicationSystem::LocalityUncompressed,
+    ApplicationSystem::Locality,
+];
 
-impl System {
+impl ApplicationSystem {
     const ALL: [Self; 5] =
         [Self::Baseline, Self::Lazy, Self::Physical, Self::LocalityUncompressed, Self::Locality];
 
@@ -94,182 +101,196 @@ impl System {
         }
     }
 
-    fn mode(self) -> Mode {
+    fn mode(self) -> RestoreMode {
         match self {
-            Self::Baseline => Mode::Eager,
-            Self::Lazy => Mode::Lazy,
-            _ => Mode::Locality,
+            Self::Baseline => RestoreMode::Eager,
+            Self::Lazy => RestoreMode::Lazy,
+            _ => RestoreMode::Locality,
         }
     }
 
-    /// How its image is made out of the checkpoint, unless it is the checkpoint itself.
-    fn arrangement(self) -> Result<Option<Reorder>> {
-        let plain = |by| Reorder { codec: Some(Codec::None), ..Reorder::by(by) };
+    /// The reordering that makes its image out of the checkpoint; `None` for the checkpoint itself.
+    fn arrangement(self) -> Result<Option<ReorderOptions>> {
+        let plain = |by| ReorderOptions {
+            codec: Some(Codec::None),
+            ..ReorderOptions::for_organization(by)
+        };
         Ok(match self {
             Self::Baseline | Self::Locality => None,
             Self::Lazy => {
                 let block_size = Some(BlockSize::new(1)?);
-                Some(Reorder { block_size, ..plain(Organization::Physical) })
+                Some(ReorderOptions { block_size, ..plain(BlockOrganization::Physical) })
             }
-            Self::Physical => Some(plain(Organization::Physical)),
-            Self::LocalityUncompressed => Some(plain(Organization::Access)),
+            Self::Physical => Some(plain(BlockOrganization::Physical)),
+            Self::LocalityUncompressed => Some(plain(BlockOrganization::Access)),
         })
     }
 
-    fn image(self, lab: &Lab) -> PathBuf {
+    fn image_path(self, lab: &Lab) -> PathBuf {
         let made = if self == Self::Baseline { Self::Locality } else { self };
         lab.file(&format!("{}.firn", made.name()))
     }
 }
 
-impl Application {
-    /// Runs it: a checkpoint, then rounds of restores.
+impl ApplicationRun {
+    /// Runs the experiment: a checkpoint, then rounds of restores.
     pub(super) fn run(&self, lab: &Lab) -> Result<Report> {
         let mut report = lab.vm_report(self.name);
-        let Some(throttle) = lab.disk(PROFILE, &mut report) else {
-            missing(&mut report);
+        let Some(throttle) = lab.throttle_disk(PROFILE, &mut report) else {
+            report_missing(&mut report);
             return Ok(report);
         };
         let agent = lab.file("agent");
-        self.boot(lab, &agent)?;
-        checkpoint(lab, &mut report)?;
-        arrange(lab)?;
-        let mut bench = Bench { lab, agent, throttle, report };
+        self.start_work(lab, &agent)?;
+        take_checkpoint(lab, &mut report)?;
+        arrange_images(lab)?;
+        let mut bench = RestoreBench { lab, agent, throttle, report };
         let rounds = lab.extent.runs(self.quick_rounds, 3);
-        interleaved(rounds, &System::ALL, |round, system| bench.round(round, *system))?;
-        bench.figures();
-        let drawing = bench.drawing(self.figure)?;
-        bench.report.drawing(self.drawing, drawing);
+        run_interleaved(rounds, &ApplicationSystem::ALL, |round, system| {
+            bench.run_round(round, *system)
+        })?;
+        bench.add_overheads();
+        let drawing = bench.overhead_plot(self.figure)?;
+        bench.report.add_drawing(self.drawing, drawing);
         Ok(bench.report)
     }
 
-    /// Boots the guest and has it work to its middle.
-    fn boot(&self, lab: &Lab, agent: &Path) -> Result<()> {
+    /// Boots the guest and waits until it is in the middle of its work.
+    fn start_work(&self, lab: &Lab, agent: &Path) -> Result<()> {
         let image = GuestImage::full()?;
-        let args = QemuArgs::new(&image, accel::decide().accel)
+        let args = QemuArgs::new(&image, accel::choose_accel().accel)
             .memory_mib(self.memory_mib)
             .vcpus(2)
-            .append(&format!("firn.services={}", self.services))
+            .append_kernel_arg(&format!("firn.services={}", self.services))
             .root_in_memory(&image)
-            .console(&lab.file("console"))
-            .agent(agent);
-        lab.firn().run(VM, &args)?;
-        let mut control = Control::connect(agent, BOOT)?;
-        control.spawn(JOB, &["bash", "-c", &self.script])?;
+            .with_console(&lab.file("console"))
+            .with_agent_socket(agent);
+        lab.firn().run_vm(VM, &args)?;
+        let mut control = GuestControl::connect(agent, BOOT)?;
+        control.spawn_job(JOB, &["bash", "-c", &self.script])?;
         control.wait_output(JOB, "middle", LIMIT)?;
-        lab.say("the guest is in the middle of its work");
+        lab.log_progress("the guest is in the middle of its work");
         Ok(())
     }
 }
 
-fn missing(report: &mut Report) {
+fn report_missing(report: &mut Report) {
     for system in COMPARED {
         let key = format!("overhead.{}", system.name());
-        report.missing(key, "needs a disk that can be throttled");
+        report.add_missing(key, "needs a disk that can be throttled");
     }
 }
 
-fn checkpoint(lab: &Lab, report: &mut Report) -> Result<()> {
-    let said = lab.firn().checkpoint(VM, &System::Locality.image(lab), &SaveArgs::default())?;
+fn take_checkpoint(lab: &Lab, report: &mut Report) -> Result<()> {
+    let saved = lab.firn().checkpoint(
+        VM,
+        &ApplicationSystem::Locality.image_path(lab),
+        &SaveArgs::default(),
+    )?;
     lab.firn().stop(VM);
-    lab.say(&format!("checkpointed in {:.1} s", said.took.as_secs_f64()));
-    report.repetition(json!({ "system": "save", "facts": said.facts }));
+    lab.log_progress(&format!("checkpointed in {:.1} s", saved.took.as_secs_f64()));
+    report.add_repetition(json!({ "system": "save", "facts": saved.facts }));
     Ok(())
 }
 
 /// Makes the other images out of the checkpoint.
-fn arrange(lab: &Lab) -> Result<()> {
-    let source = Image::open(&System::Locality.image(lab))?;
+fn arrange_images(lab: &Lab) -> Result<()> {
+    let source = Image::open(&ApplicationSystem::Locality.image_path(lab))?;
     for system in COMPARED {
         if let Some(how) = system.arrangement()? {
-            reorder(&source, &how, &system.image(lab), &|_, _| ())?;
+            reorder_image(&source, &how, &system.image_path(lab), &|_, _| ())?;
         }
     }
-    lab.say("the checkpoint is there in every arrangement");
+    lab.log_progress("images in all arrangements are ready");
     Ok(())
 }
 
-struct Bench<'a> {
+struct RestoreBench<'a> {
     lab: &'a Lab,
     agent: PathBuf,
-    throttle: Throttle,
+    throttle: DiskThrottle,
     report: Report,
 }
 
-impl Bench<'_> {
-    fn round(&mut self, round: usize, system: System) -> Result<()> {
-        let image = system.image(self.lab);
+impl RestoreBench<'_> {
+    fn run_round(&mut self, round: usize, system: ApplicationSystem) -> Result<()> {
+        let image = system.image_path(self.lab);
         let (clock_s, restore_ms) = match system {
-            System::Baseline => {
-                warm(&image)?;
-                let none = Throttle::new(DiskProfile::None, self.lab.dir())?;
-                self.restore(&image, system.mode(), &none)?
+            ApplicationSystem::Baseline => {
+                warm_file(&image)?;
+                let none = DiskThrottle::new(DiskProfile::None, self.lab.dir())?;
+                self.restore_and_wait(&image, system.mode(), &none)?
             }
             _ => {
                 make_cold([image.as_path()])?;
-                self.restore(&image, system.mode(), &self.throttle)?
+                self.restore_and_wait(&image, system.mode(), &self.throttle)?
             }
         };
-        self.lab.say(&format!("{}: done at {clock_s:.2} s", system.name()));
-        self.report.repetition(json!({ "system": system.name(), "round": round,
+        self.lab.log_progress(&format!("{}: done at {clock_s:.2} s", system.name()));
+        self.report.add_repetition(json!({ "system": system.name(), "round": round,
             "clock_s": clock_s, "restore_ms": restore_ms }));
         Ok(())
     }
 
-    /// Restores with `firn` and waits for the end of the work: the guest's clock then, and how long each step of the
-    /// restore took.
-    fn restore(&self, image: &Path, mode: Mode, throttle: &Throttle) -> Result<(f64, Value)> {
+    /// Restores with `firn` and waits for the end of the work. Returns the guest's clock then, and
+    /// the time of each step of the restore.
+    fn restore_and_wait(
+        &self,
+        image: &Path,
+        mode: RestoreMode,
+        throttle: &DiskThrottle,
+    ) -> Result<(f64, Value)> {
         let firn = self.lab.firn();
-        let said = firn.restore(image, VM, &["--mode", &mode.to_string()], throttle)?;
-        let clock_s = self.wait();
+        let restored = firn.restore(image, VM, &["--mode", &mode.to_string()], throttle)?;
+        let clock_s = self.wait_for_clock();
         firn.stop(VM);
-        Ok((clock_s?, said.facts["timings_ms"].clone()))
+        Ok((clock_s?, restored.facts["timings_ms"].clone()))
     }
 
     /// The guest's clock at the end of its work.
-    fn wait(&self) -> Result<f64> {
-        let ended = Control::connect(&self.agent, BOOT)?.wait(JOB, LIMIT)?;
-        let said =
+    fn wait_for_clock(&self) -> Result<f64> {
+        let ended = GuestControl::connect(&self.agent, BOOT)?.wait_job(JOB, LIMIT)?;
+        let describe =
             || format!("the work ended with {}: {} {}", ended.exit, ended.stdout, ended.stderr);
-        ensure!(ended.exit == 0, said());
-        clock_of(&ended.stdout).with_context(said)
+        ensure!(ended.exit == 0, describe());
+        clock_of(&ended.stdout).with_context(describe)
     }
 
-    fn figures(&mut self) {
-        let clocks = |system: System| clocks(&self.report, system);
-        let baseline = clocks(System::Baseline);
+    fn add_overheads(&mut self) {
+        let clocks = |system: ApplicationSystem| clocks_of(&self.report, system);
+        let baseline = clocks(ApplicationSystem::Baseline);
         let overheads = COMPARED.map(|system| (system, clocks(system)));
-        self.report.sample("baseline_clock_s", baseline);
-        let base_s = self.report.value("baseline_clock_s").unwrap_or(f64::NAN);
+        self.report.add_sample("baseline_clock_s", baseline);
+        let base_s = self.report.figure_value("baseline_clock_s").unwrap_or(f64::NAN);
         for (system, clocks) in overheads {
             let overheads = clocks.into_iter().map(|clock_s| clock_s - base_s);
-            self.report.sample(format!("overhead.{}", system.name()), overheads);
+            self.report.add_sample(format!("overhead.{}", system.name()), overheads);
         }
-        for other in [System::Lazy, System::Physical] {
-            let ratio = self.overhead(System::Locality) / self.overhead(other);
-            self.report.number(format!("overhead.locality_to_{}", other.name()), ratio);
+        for other in [ApplicationSystem::Lazy, ApplicationSystem::Physical] {
+            let ratio = self.overhead_of(ApplicationSystem::Locality) / self.overhead_of(other);
+            self.report.add_number(format!("overhead.locality_to_{}", other.name()), ratio);
         }
     }
 
-    fn overhead(&self, system: System) -> f64 {
-        self.report.value(&format!("overhead.{}", system.name())).unwrap_or(f64::NAN)
+    fn overhead_of(&self, system: ApplicationSystem) -> f64 {
+        self.report.figure_value(&format!("overhead.{}", system.name())).unwrap_or(f64::NAN)
     }
 
-    fn drawing(&self, title: &str) -> Result<String> {
+    fn overhead_plot(&self, title: &str) -> Result<String> {
         let plot = BarPlot {
             title: title.to_owned(),
-            y: "seconds longer than with all memory there".into(),
+            y: "seconds longer than with all memory present".into(),
             groups: COMPARED.map(|system| system.name().to_owned()).into(),
             series: vec![(
                 PROFILE.to_string(),
-                COMPARED.map(|system| self.overhead(system)).into(),
+                COMPARED.map(|system| self.overhead_of(system)).into(),
             )],
         };
-        plot.svg().context("the figure")
+        plot.to_svg().context("the figure")
     }
 }
 
-fn clocks(report: &Report, system: System) -> Vec<f64> {
+fn clocks_of(report: &Report, system: ApplicationSystem) -> Vec<f64> {
     let runs = report.repetitions().iter().filter(|run| run["system"] == system.name());
     runs.filter_map(|run| run["clock_s"].as_f64()).collect()
 }
@@ -294,8 +315,8 @@ mod tests {
     fn the_baseline_is_restored_from_the_checkpoint_itself() {
         let report = |system, clock_s| json!({ "system": system, "clock_s": clock_s });
         let mut all = Report::new("x", true);
-        all.repetition(report("lazy", 9.0));
-        all.repetition(report("baseline", 5.0));
-        assert_eq!(clocks(&all, System::Baseline), [5.0]);
+        all.add_repetition(report("lazy", 9.0));
+        all.add_repetition(report("baseline", 5.0));
+        assert_eq!(clocks_of(&all, ApplicationSystem::Baseline), [5.0]);
     }
 }

@@ -13,13 +13,13 @@ use std::path::PathBuf;
 use std::time::Duration;
 
 use anyhow::{Context as _, Result, bail, ensure};
-use firn_vmm::Vm;
+use firn_vmm::QemuVm;
 use serde_json::json;
 
-use crate::experiments::synthetic::words;
+use crate::experiments::synthetic::split_words;
 use crate::firn::SaveArgs;
-use crate::guest::{Control, Disk, GuestImage, JobState, Machine, QemuArgs, accel};
-use crate::lab::{Lab, interleaved};
+use crate::guest::{GuestControl, GuestImage, JobState, PlainGuest, QemuArgs, VirtioDisk, accel};
+use crate::lab::{Lab, run_interleaved};
 use crate::report::Report;
 use crate::stats::Sample;
 
@@ -38,12 +38,12 @@ const STRATEGIES: [&str; 4] = ["trace", "cow", "pre-copy", "stop"];
 
 /// The system that pauses the guest.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-enum System {
+enum PausingSystem {
     Floor,
     Firn(&'static str),
 }
 
-impl System {
+impl PausingSystem {
     fn name(self) -> String {
         match self {
             Self::Floor => "floor".to_owned(),
@@ -55,86 +55,87 @@ impl System {
 /// Runs it.
 pub fn run(lab: &Lab) -> Result<Report> {
     let mut report = lab.vm_report("disk-pauses");
-    let mut bench = Bench::start(lab)?;
-    let systems: Vec<System> =
-        [System::Floor].into_iter().chain(STRATEGIES.map(System::Firn)).collect();
-    interleaved(lab.extent.runs(ROUNDS.0, ROUNDS.1), &systems, |_, &system| {
-        bench.pause(system, &mut report)
+    let mut bench = DiskPauseBench::start_guest(lab)?;
+    let systems: Vec<PausingSystem> =
+        [PausingSystem::Floor].into_iter().chain(STRATEGIES.map(PausingSystem::Firn)).collect();
+    run_interleaved(lab.extent.runs(ROUNDS.0, ROUNDS.1), &systems, |_, &system| {
+        bench.measure_pause(system, &mut report)
     })?;
     bench.check_disks()?;
     lab.firn().detach(VM)?;
-    figures(&systems, &mut report);
+    add_figures(&systems, &mut report);
     Ok(report)
 }
 
 /// The guest, and the experiment's own monitor connection.
-struct Bench<'a> {
+struct DiskPauseBench<'a> {
     lab: &'a Lab,
-    _machine: Machine,
-    control: Control,
-    bare: Vm,
+    _machine: PlainGuest,
+    control: GuestControl,
+    bare: QemuVm,
 }
 
-impl<'a> Bench<'a> {
-    fn start(lab: &'a Lab) -> Result<Self> {
+impl<'a> DiskPauseBench<'a> {
+    fn start_guest(lab: &'a Lab) -> Result<Self> {
         let [bare, monitor] = ["bare.qmp", "firn.qmp"].map(|name| lab.file(name));
         let qmp = |path: &PathBuf| format!("unix:{},server=on,wait=off", path.display());
         let (agent, console) = (lab.file("agent"), lab.file("console"));
-        let args = QemuArgs::new(&GuestImage::small()?, accel::decide().accel)
+        let args = QemuArgs::new(&GuestImage::small()?, accel::choose_accel().accel)
             .memory_mib(MIB)
             .vcpus(2)
-            .console(&console)
-            .agent(&agent)
-            .more(&["-qmp", &qmp(&bare), "-qmp", &qmp(&monitor)]);
+            .with_console(&console)
+            .with_agent_socket(&agent)
+            .add_args(&["-qmp", &qmp(&bare), "-qmp", &qmp(&monitor)]);
         let disks = [("disk0.raw", "raw"), ("disk1.qcow2", "qcow2")];
         let args = disks.iter().try_fold(args, |args, (name, format)| {
             let file = lab.file(name);
             create_disk(&file, format)?;
-            Ok::<_, anyhow::Error>(args.disk(Disk { file, format, read_only: false }))
+            Ok::<_, anyhow::Error>(args.add_disk(VirtioDisk { file, format, read_only: false }))
         })?;
-        let mut machine = Machine::start(args)?;
+        let mut machine = PlainGuest::start(args)?;
         machine.wait_ready(BOOT)?;
-        let mut control = Control::connect(&agent, BOOT)?;
+        let mut control = GuestControl::connect(&agent, BOOT)?;
         for (number, device) in ["/dev/vda", "/dev/vdb"].iter().enumerate() {
             let write =
                 format!("firn-guest disk-dma write --rate {WRITES_PER_S} --device {device}");
-            control.spawn(&job(number), &words(&write))?;
-            control.wait_output(&job(number), "progress", BOOT)?;
+            control.spawn_job(&job_name(number), &split_words(&write))?;
+            control.wait_output(&job_name(number), "progress", BOOT)?;
         }
         let pid = machine.pid().to_string();
         lab.firn().attach(VM, &["--pid", &pid, "--qmp", &monitor.display().to_string()])?;
         std::thread::sleep(SETTLE);
-        Ok(Self { lab, _machine: machine, control, bare: Vm::connect(&bare)? })
+        Ok(Self { lab, _machine: machine, control, bare: QemuVm::connect(&bare)? })
     }
 
     /// One pause, which becomes a repetition of the report.
-    fn pause(&mut self, system: System, report: &mut Report) -> Result<()> {
+    fn measure_pause(&mut self, system: PausingSystem, report: &mut Report) -> Result<()> {
         let (pause_ms, rounds_ms) = match system {
-            System::Floor => (self.floor()?, Vec::new()),
-            System::Firn(strategy) => self.checkpoint(strategy)?,
+            PausingSystem::Floor => (self.measure_floor()?, Vec::new()),
+            PausingSystem::Firn(strategy) => self.checkpoint_vm(strategy)?,
         };
         std::thread::sleep(SETTLE);
-        self.lab.say(&format!("{}: {pause_ms:.1} ms, rounds {rounds_ms:?}", system.name()));
-        report.repetition(
+        self.lab
+            .log_progress(&format!("{}: {pause_ms:.1} ms, rounds {rounds_ms:?}", system.name()));
+        report.add_repetition(
             json!({ "system": system.name(), "pause_ms": pause_ms, "rounds_ms": rounds_ms }),
         );
         Ok(())
     }
 
     /// The time that the hypervisor itself needs.
-    fn floor(&mut self) -> Result<f64> {
+    fn measure_floor(&mut self) -> Result<f64> {
         self.bare.prepare_save()?;
         let saved = self.bare.stop_and_save_device_state();
         self.bare.cont()?;
-        let pause = self.bare.stood_still();
+        let pause = self.bare.last_pause();
         saved?;
         self.bare.finish_save()?;
         let pause = pause.context("the hypervisor reported no STOP or no RESUME")?;
         Ok(pause.as_secs_f64() * 1e3)
     }
 
-    fn checkpoint(&self, strategy: &str) -> Result<(f64, Vec<f64>)> {
-        let how = SaveArgs::default().with("--strategy", strategy);
+    fn checkpoint_vm(&self, strategy: &str) -> Result<(f64, Vec<f64>)> {
+        let how = SaveArgs::default().with_option("--strategy", strategy);
         let said = self.lab.firn().checkpoint(VM, &self.lab.file("pause.firn"), &how)?;
         let pause = said.number("/report/pause/downtime_ms").context("no pause is reported")?;
         let rounds = said.facts.pointer("/report/round_pauses_ms").cloned();
@@ -144,7 +145,7 @@ impl<'a> Bench<'a> {
     /// The guest has found on its disks what it wrote.
     fn check_disks(&mut self) -> Result<()> {
         for number in 0..2 {
-            let JobState::Running { stdout, .. } = self.control.poll(&job(number))? else {
+            let JobState::Running { stdout, .. } = self.control.poll_job(&job_name(number))? else {
                 bail!("the program that writes to disk {number} has ended");
             };
             let last = stdout.lines().rfind(|line| line.contains("progress"));
@@ -156,7 +157,7 @@ impl<'a> Bench<'a> {
     }
 }
 
-fn job(number: usize) -> String {
+fn job_name(number: usize) -> String {
     format!("disk{number}")
 }
 
@@ -168,26 +169,27 @@ fn create_disk(file: &std::path::Path, format: &str) -> Result<()> {
     Ok(())
 }
 
-fn figures(systems: &[System], report: &mut Report) {
+fn add_figures(systems: &[PausingSystem], report: &mut Report) {
     for system in systems {
         let name = system.name();
-        let pauses = measured(report, &name, "pause_ms");
-        percentiles(&format!("pause_ms.{name}"), pauses, report);
+        let pauses = measured_values(report, &name, "pause_ms");
+        add_percentiles(&format!("pause_ms.{name}"), pauses, report);
     }
-    let rounds = measured(report, "firn-pre-copy", "rounds_ms");
-    percentiles("round_pause_ms.firn-pre-copy", rounds, report);
-    let p95 = |report: &Report, key: &str| report.value(&format!("{key}.p95")).unwrap_or(f64::NAN);
+    let rounds = measured_values(report, "firn-pre-copy", "rounds_ms");
+    add_percentiles("round_pause_ms.firn-pre-copy", rounds, report);
+    let p95 =
+        |report: &Report, key: &str| report.figure_value(&format!("{key}.p95")).unwrap_or(f64::NAN);
     let floor = p95(report, "pause_ms.floor");
     for strategy in STRATEGIES {
         let ratio = p95(report, &format!("pause_ms.firn-{strategy}")) / floor;
-        report.number(format!("to_floor_p95.{strategy}"), ratio);
+        report.add_number(format!("to_floor_p95.{strategy}"), ratio);
     }
     let ratio = p95(report, "round_pause_ms.firn-pre-copy") / floor;
-    report.number("to_floor_p95.pre-copy-rounds".to_owned(), ratio);
+    report.add_number("to_floor_p95.pre-copy-rounds".to_owned(), ratio);
 }
 
 /// The values of a field, which is a number or a list of numbers.
-fn measured(report: &Report, name: &str, field: &str) -> Vec<f64> {
+fn measured_values(report: &Report, name: &str, field: &str) -> Vec<f64> {
     let is_it = |run: &&serde_json::Value| run["system"] == name;
     let values = |run: &serde_json::Value| match run[field].as_array() {
         Some(list) => list.iter().filter_map(serde_json::Value::as_f64).collect(),
@@ -196,13 +198,13 @@ fn measured(report: &Report, name: &str, field: &str) -> Vec<f64> {
     report.repetitions().iter().filter(is_it).flat_map(values).collect()
 }
 
-fn percentiles(key: &str, values: Vec<f64>, report: &mut Report) {
+fn add_percentiles(key: &str, values: Vec<f64>, report: &mut Report) {
     match Sample::new(values) {
         Some(sample) => {
-            report.number(format!("{key}.p50"), sample.p50());
-            report.number(format!("{key}.p95"), sample.p95());
-            report.number(format!("{key}.n"), sample.count() as f64);
+            report.add_number(format!("{key}.p50"), sample.p50());
+            report.add_number(format!("{key}.p95"), sample.p95());
+            report.add_number(format!("{key}.n"), sample.count() as f64);
         }
-        None => report.missing(format!("{key}.p95"), "no pause was reported"),
+        None => report.add_missing(format!("{key}.p95"), "no pause was reported"),
     }
 }

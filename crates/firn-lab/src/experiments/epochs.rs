@@ -1,4 +1,4 @@
-//! Epochs of a guest by the library, with a backup in this process: what `vpc-solo` and `vpc-size` have in common.
+//! Guest epochs by the library, with a backup in this process: shared by `vpc-solo` and `vpc-size`.
 
 use std::path::Path;
 use std::sync::{Arc, Mutex, PoisonError};
@@ -6,53 +6,61 @@ use std::thread;
 
 use anyhow::{Context as _, Result, ensure};
 use firn_cluster::Epoch;
-use firn_epochs::backup::{RamFiles, Receiver};
-use firn_epochs::disks::Disks;
-use firn_epochs::endpoint::Stream;
-use firn_epochs::guest::Guest;
-use firn_epochs::primary::{CutNumbers, Ending, Options, Told, protect};
-use firn_epochs::standby::Standby;
-use firn_epochs::wire::{Hello, VERSION};
+use firn_epochs::backup::{BackupReceiver, RamFiles};
+use firn_epochs::disks::EpochDisks;
+use firn_epochs::endpoint::EpochStream;
+use firn_epochs::guest::ProtectedGuest;
+use firn_epochs::primary::{CutNumbers, EndRequest, EpochOptions, ProtectionEvent, protect_vm};
+use firn_epochs::standby::StandbyVm;
+use firn_epochs::wire::{PrimaryHello, VERSION};
 use firn_memory::Process;
-use firn_vmm::Vm;
+use firn_vmm::QemuVm;
 use serde_json::Value;
 
 use crate::recorder::open_memory;
 
-/// An epoch, in numbers.
+/// The measurements of an epoch.
 #[derive(Clone, Copy, Debug, Default, PartialEq)]
-pub struct Numbers {
-    /// What its cut was like.
+pub struct EpochNumbers {
+    /// The measurements of its cut.
     pub cut: CutNumbers,
-    /// Pages that were sent: those that hold what they did before are not. None if it was not sent by the end.
+    /// Pages that were sent, without pages whose content had not changed. `None` if the epoch was
+    /// not sent by the end.
     pub sent: Option<u64>,
 }
 
-/// Takes hold of the guest of a hypervisor.
-pub fn follow(monitor: &Path, pid: i32) -> Result<Guest> {
-    let mut vm = Vm::connect(monitor)?;
+/// Attaches to the guest of a hypervisor.
+pub fn attach_guest(monitor: &Path, pid: i32) -> Result<ProtectedGuest> {
+    let mut vm = QemuVm::connect(monitor)?;
     let layout = vm.layout()?;
     let process = Arc::new(Process::open(pid)?);
     let memory = open_memory(&process, &layout)?;
-    Ok(Guest::attach(vm, process, memory, layout.aux, Disks::default(), Box::new(()))?)
+    Ok(ProtectedGuest::attach(
+        vm,
+        process,
+        memory,
+        layout.aux,
+        EpochDisks::default(),
+        Box::new(()),
+    )?)
 }
 
-/// What a backup is told first.
-pub fn hello(guest: &Guest) -> Hello {
-    let regions = guest.memory().map().clone();
+/// The first message to a backup.
+pub fn hello_for(guest: &ProtectedGuest) -> PrimaryHello {
+    let regions = guest.memory().region_map().clone();
     let (disks, leased, member, meta) = (Vec::new(), false, None, Value::Null);
-    Hello { version: VERSION, regions, disks, leased, member, meta }
+    PrimaryHello { version: VERSION, regions, disks, leased, member, meta }
 }
 
-/// Has a backup receive while `primary` sends.
-pub fn with_backup<T>(primary: impl FnOnce(&Stream) -> Result<T>) -> Result<T> {
-    let (ours, theirs) = Stream::pair()?;
+/// Runs `primary` while a backup in this process receives what it sends.
+pub fn with_backup<T>(primary: impl FnOnce(&EpochStream) -> Result<T>) -> Result<T> {
+    let (ours, theirs) = EpochStream::connected_pair()?;
     thread::scope(|scope| {
         let backup = scope.spawn(|| -> Result<Epoch> {
-            let (mut receiver, hello) = Receiver::meet(&theirs)?;
+            let (mut receiver, hello) = BackupReceiver::accept_hello(&theirs)?;
             let ram = RamFiles::create(&hello.regions)?;
-            let mut standby = Standby::new(hello.regions, ram);
-            receiver.receive(&mut standby, &mut |_| (), &mut |_| true);
+            let mut standby = StandbyVm::new(hello.regions, ram);
+            receiver.receive_epochs(&mut standby, &mut |_| (), &mut |_| true);
             Ok(standby.progress().committed)
         });
         let done = primary(&ours);
@@ -64,33 +72,38 @@ pub fn with_backup<T>(primary: impl FnOnce(&Stream) -> Result<T>) -> Result<T> {
     })
 }
 
-/// Protects a guest until it was cut so often, and once more: the first cut is about the seed. Lets go of it.
+/// Protects a guest until it has had `cuts` cuts and one more, since the first cut is about the
+/// seed. Then ends the protection.
 ///
 /// # Errors
-/// Also where pages are to be predicted, and the guest has a disk with which they are not.
-pub fn epochs(mut guest: Guest, options: Options, cuts: usize) -> Result<Vec<Numbers>> {
+/// Also fails if pages are to be predicted, and the guest has a disk that prevents it.
+pub fn run_epochs(
+    mut guest: ProtectedGuest,
+    options: EpochOptions,
+    cuts: usize,
+) -> Result<Vec<EpochNumbers>> {
     let is_predicted = !options.predicts || guest.can_be_copied_ahead()?;
     ensure!(is_predicted, "the guest has a disk that is read past the page cache");
-    let hello = hello(&guest);
-    let ending = Ending::default();
+    let hello = hello_for(&guest);
+    let ending = EndRequest::default();
     let all = Mutex::new(Vec::new());
-    let told = |told: Told| {
+    let told = |told: ProtectionEvent| {
         let mut all = all.lock().unwrap_or_else(PoisonError::into_inner);
-        note(&mut all, told);
+        record_event(&mut all, told);
         if all.len() > cuts {
-            ending.leave();
+            ending.request_end();
         }
     };
     with_backup(|stream| {
-        protect(guest, stream, &hello, options, &ending, &told).context("epochs")
+        protect_vm(guest, stream, &hello, options, &ending, &told).context("epochs")
     })?;
     Ok(all.into_inner().unwrap_or_else(PoisonError::into_inner))
 }
 
-fn note(all: &mut Vec<Numbers>, told: Told) {
+fn record_event(all: &mut Vec<EpochNumbers>, told: ProtectionEvent) {
     match told {
-        Told::Cut(cut) => all.push(Numbers { cut, sent: None }),
-        Told::Sent(epoch, pages, _) => {
+        ProtectionEvent::Cut(cut) => all.push(EpochNumbers { cut, sent: None }),
+        ProtectionEvent::Sent(epoch, pages, _) => {
             let its = all.iter_mut().find(|numbers| numbers.cut.epoch == epoch);
             its.into_iter().for_each(|numbers| numbers.sent = Some(pages));
         }
@@ -106,10 +119,13 @@ mod tests {
     fn what_is_sent_belongs_to_its_cut() {
         let mut all = Vec::new();
         for epoch in [3, 4] {
-            note(&mut all, Told::Cut(CutNumbers { epoch: Epoch(epoch), ..CutNumbers::default() }));
+            record_event(
+                &mut all,
+                ProtectionEvent::Cut(CutNumbers { epoch: Epoch(epoch), ..CutNumbers::default() }),
+            );
         }
-        note(&mut all, Told::Sent(Epoch(3), 70, 1 << 16));
-        note(&mut all, Told::Sent(Epoch(1), 9, 1 << 10));
+        record_event(&mut all, ProtectionEvent::Sent(Epoch(3), 70, 1 << 16));
+        record_event(&mut all, ProtectionEvent::Sent(Epoch(1), 9, 1 << 10));
         assert_eq!(all.iter().map(|it| it.sent).collect::<Vec<_>>(), [Some(70), None]);
     }
 }

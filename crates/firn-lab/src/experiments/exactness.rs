@@ -1,22 +1,25 @@
-//! `exactness`: is an image the guest's memory at the instant of the pause, and a restored guest the same guest?
+//! `exactness`: whether an image is the guest's memory at the instant of the pause, and a restored
+//! guest the same guest.
 //!
-//! Reproduces no figure of a paper: it is the promise that all of them rest on.
+//! Reproduces no figure of a paper: it tests the promise that all of them depend on.
 //!
-//! **What varies**, drawn at random for each run from its seed: vCPUs (1, 2, 4), RAM (256 MiB to 4.5 GiB, to the page, in
-//! one or several backends, also split around the PCI hole), the load, the size of memory blocks and locality blocks,
-//! the codec, the strategy (copy-on-access, copy-on-write, pre-copy, standing still), how many images the image builds on, whether the
-//! sweep yields, the mode of the restore; whether the guest has a disk that it writes to, and whether its memory is private, and
-//! Firn attached to it.
+//! **What varies**, at random for each run, from its seed: vCPUs (1, 2, 4), RAM (256 MiB to 4.5
+//! GiB, to the page, in one or several backends, also split around the PCI hole), the load, the
+//! size of memory blocks and locality blocks, the codec, the strategy (copy-on-access,
+//! copy-on-write, pre-copy, stop-and-copy), the number of images that the image builds on, whether
+//! the sweep is throttled, the mode of the restore; whether the guest has a disk that it writes to,
+//! and whether its memory is private, with Firn attached to it.
 //!
-//! **What is held equal**: during every save writers run on each vCPU, disks and a network card do DMA, a computation
-//! is under way.
+//! **What is held equal**: during every save writers run on each vCPU, disks and a network card do
+//! DMA, a computation runs.
 //!
-//! **What is measured**: `differing_blocks`: memory blocks of the image that differ from a flat copy taken during the
-//! pause. `wrong_pages`: pages that the guests, the saved one and the restored one, find to be not what they wrote, or
-//! not what is on their disk. `results_equal`: runs in which both came to the result of a computation that was never
-//! interrupted. `runs_exact`: runs without any fault. `in_the_middle`: runs whose restored guest still had to finish.
+//! **What is measured**: `differing_blocks`: memory blocks of the image that differ from a flat
+//! copy made during the pause. `wrong_pages`: pages that the guests, the saved one and the restored
+//! one, find to differ from what they wrote, or from their disk. `results_equal`: runs in which
+//! both guests computed the result of an uninterrupted computation. `runs_exact`: runs without any
+//! fault. `in_the_middle`: runs whose restored guest had not finished yet.
 //!
-//! Each run is told by its seed: `firn-lab run exactness --seed SEED --runs 1` repeats it.
+//! Each run is identified by its seed: `firn-lab run exactness --seed SEED --runs 1` repeats it.
 
 mod drawn;
 mod trial;
@@ -27,32 +30,32 @@ use std::time::Instant;
 use anyhow::Result;
 use serde_json::{Value, json};
 
-use self::drawn::Drawn;
-use self::trial::{Bench, Outcome};
+use self::drawn::TrialParameters;
+use self::trial::{TrialBench, TrialOutcome};
 use crate::lab::Lab;
 use crate::report::Report;
 
-/// Runs it.
+/// Runs the experiment.
 pub fn run(lab: &Lab) -> Result<Report> {
     let mut report = lab.vm_report("exactness");
-    let bench = Bench::new(lab)?;
-    let mut tally = Tally::default();
+    let bench = TrialBench::new(lab)?;
+    let mut tally = RunTally::default();
     for number in 0..lab.extent.runs(6, 216) {
-        let drawn = Drawn::from(lab.extent.seed + number as u64);
+        let drawn = TrialParameters::from_seed(lab.extent.seed + number as u64);
         let since = Instant::now();
-        let outcome = bench.run(&drawn);
+        let outcome = bench.run_trial(&drawn);
         let took_s = since.elapsed().as_secs_f64();
-        lab.say(&describe(&drawn, &outcome, took_s));
-        tally.count(&drawn, &outcome);
-        report.repetition(repetition(&drawn, &outcome, took_s));
+        lab.log_progress(&describe_run(&drawn, &outcome, took_s));
+        tally.count_run(&drawn, &outcome);
+        report.add_repetition(to_repetition(&drawn, &outcome, took_s));
     }
-    tally.figures(&mut report);
+    tally.add_figures(&mut report);
     Ok(report)
 }
 
 /// Counts over all runs.
 #[derive(Default)]
-struct Tally {
+struct RunTally {
     runs: u64,
     sums: BTreeMap<&'static str, u64>,
     drawn: BTreeMap<String, u64>,
@@ -60,37 +63,38 @@ struct Tally {
     not_exact: Vec<u64>,
 }
 
-impl Tally {
-    fn count(&mut self, drawn: &Drawn, outcome: &Result<Outcome>) {
+impl RunTally {
+    fn count_run(&mut self, drawn: &TrialParameters, outcome: &Result<TrialOutcome>) {
         self.runs += 1;
-        for label in drawn.labels() {
+        for label in drawn.figure_labels() {
             *self.drawn.entry(label).or_default() += 1;
         }
-        for (key, value) in sums(outcome) {
+        for (key, value) in figure_values(outcome) {
             *self.sums.entry(key).or_default() += value;
         }
-        if !outcome.as_ref().is_ok_and(Outcome::is_exact) {
+        if !outcome.as_ref().is_ok_and(TrialOutcome::is_exact) {
             self.not_exact.push(drawn.seed);
         }
     }
 
-    fn figures(&self, report: &mut Report) {
-        report.number("runs", self.runs as f64);
+    fn add_figures(&self, report: &mut Report) {
+        report.add_number("runs", self.runs as f64);
         for (key, value) in self.sums.iter().map(|(key, value)| (*key, value)) {
-            report.number(key, *value as f64);
+            report.add_number(key, *value as f64);
         }
         for (label, count) in &self.drawn {
-            report.number(label, *count as f64);
+            report.add_number(label, *count as f64);
         }
         if !self.not_exact.is_empty() {
-            report.fail(format!("not exact: the runs with seeds {:?}", self.not_exact));
+            report.mark_failed(format!("not exact: the runs with seeds {:?}", self.not_exact));
         }
     }
 }
 
-/// What a run adds to each figure; one that failed adds nothing to what must be high.
-fn sums(outcome: &Result<Outcome>) -> [(&'static str, u64); 6] {
-    let none = Outcome::default();
+/// The values that a run adds to each figure. A failed run adds nothing to figures that must be
+/// high.
+fn figure_values(outcome: &Result<TrialOutcome>) -> [(&'static str, u64); 6] {
+    let none = TrialOutcome::default();
     let found = outcome.as_ref().unwrap_or(&none);
     [
         ("differing_blocks", found.differing_blocks),
@@ -102,11 +106,11 @@ fn sums(outcome: &Result<Outcome>) -> [(&'static str, u64); 6] {
     ]
 }
 
-fn repetition(drawn: &Drawn, outcome: &Result<Outcome>, took_s: f64) -> Value {
-    let mut run = json!({ "seed": drawn.seed, "took_s": took_s, "drawn": drawn.facts() });
+fn to_repetition(drawn: &TrialParameters, outcome: &Result<TrialOutcome>, took_s: f64) -> Value {
+    let mut run = json!({ "seed": drawn.seed, "took_s": took_s, "drawn": drawn.to_facts() });
     match outcome {
         Ok(found) => {
-            sums(outcome).into_iter().for_each(|(key, value)| run[key] = json!(value));
+            figure_values(outcome).into_iter().for_each(|(key, value)| run[key] = json!(value));
             run["facts"] = found.facts.clone();
         }
         Err(error) => run["error"] = json!(format!("{error:#}")),
@@ -114,13 +118,13 @@ fn repetition(drawn: &Drawn, outcome: &Result<Outcome>, took_s: f64) -> Value {
     run
 }
 
-fn describe(drawn: &Drawn, outcome: &Result<Outcome>, took_s: f64) -> String {
+fn describe_run(drawn: &TrialParameters, outcome: &Result<TrialOutcome>, took_s: f64) -> String {
     let came = match outcome {
         Ok(found) if found.is_exact() => "exact".to_owned(),
         Ok(found) => format!("NOT EXACT: {found:?}"),
         Err(error) => format!("FAILED: {error:#}"),
     };
-    let (mib, vcpus, mode) = (drawn.ram.kib() >> 10, drawn.vcpus, drawn.mode);
+    let (mib, vcpus, mode) = (drawn.ram.total_kib() >> 10, drawn.vcpus, drawn.mode);
     format!("seed {}: {vcpus} vCPUs, {mib} MiB, {mode}: {came}, {took_s:.0} s", drawn.seed)
 }
 
@@ -128,28 +132,28 @@ fn describe(drawn: &Drawn, outcome: &Result<Outcome>, took_s: f64) -> String {
 mod tests {
     use super::*;
 
-    fn exact() -> Outcome {
-        Outcome { results_equal: true, ..Outcome::default() }
+    fn exact() -> TrialOutcome {
+        TrialOutcome { results_equal: true, ..TrialOutcome::default() }
     }
 
     #[test]
     fn one_wrong_thing_is_not_exact() {
         assert!(exact().is_exact());
-        assert!(!Outcome { differing_blocks: 1, ..exact() }.is_exact());
-        assert!(!Outcome { wrong_pages: 1, ..exact() }.is_exact());
-        assert!(!Outcome { results_equal: false, ..exact() }.is_exact());
+        assert!(!TrialOutcome { differing_blocks: 1, ..exact() }.is_exact());
+        assert!(!TrialOutcome { wrong_pages: 1, ..exact() }.is_exact());
+        assert!(!TrialOutcome { results_equal: false, ..exact() }.is_exact());
     }
 
     #[test]
     fn a_run_that_fails_is_told_by_its_seed() {
-        let mut tally = Tally::default();
-        tally.count(&Drawn::from(7), &Ok(exact()));
-        tally.count(&Drawn::from(8), &Err(anyhow::anyhow!("no guest")));
+        let mut tally = RunTally::default();
+        tally.count_run(&TrialParameters::from_seed(7), &Ok(exact()));
+        tally.count_run(&TrialParameters::from_seed(8), &Err(anyhow::anyhow!("no guest")));
         let mut report = Report::new("exactness", true);
-        tally.figures(&mut report);
-        assert_eq!(report.value("runs"), Some(2.0));
-        assert_eq!(report.value("runs_exact"), Some(1.0));
+        tally.add_figures(&mut report);
+        assert_eq!(report.figure_value("runs"), Some(2.0));
+        assert_eq!(report.figure_value("runs_exact"), Some(1.0));
         assert!(!report.is_complete());
-        assert!(report.table().contains("seeds [8]"), "{}", report.table());
+        assert!(report.to_table().contains("seeds [8]"), "{}", report.to_table());
     }
 }

@@ -1,9 +1,9 @@
-//! The experiments: one file each, named after what `firn-lab run` calls it.
+//! Experiments: one file for each, named as `firn-lab run` calls it.
 //!
-//! Each says in its documentation which table or figure it reproduces, what varies, and what is held equal. All of
-//! them use Firn as its users do, through the `firn` program or, for applications, the library, except where a floor or a
-//! single page fault is measured.
-//! Ratios are computed inside one run, from systems that took turns on the same machine.
+//! The documentation of each experiment says which table or figure it reproduces, what varies, and
+//! what is held equal. All experiments use Firn as its users do, through the `firn` program or, for
+//! applications, the library, except where they measure a floor or a single page fault. Ratios are
+//! computed inside one run, from systems that ran alternately on the same machine.
 
 mod app;
 mod application;
@@ -39,17 +39,17 @@ use anyhow::{Result, bail};
 use crate::lab::Lab;
 use crate::report::Report;
 
-/// Something that can be run.
+/// An experiment of the lab.
 #[derive(Clone, Copy)]
 pub struct Experiment {
-    /// What it is called.
+    /// Its name.
     pub name: &'static str,
-    /// One line about it.
+    /// One line that describes it.
     pub about: &'static str,
     run: fn(&Lab) -> Result<Report>,
 }
 
-/// All of them.
+/// All experiments.
 pub const ALL: &[Experiment] = &[
     Experiment {
         name: "app-micro",
@@ -68,7 +68,7 @@ pub const ALL: &[Experiment] = &[
     },
     Experiment {
         name: "cow-downtime",
-        about: "Figure 2 of Sun and Blough: the pause of an idle guest, by strategy, against QEMU's ways",
+        about: "Figure 2 of Sun and Blough: the pause of an idle guest, by strategy, against QEMU's methods",
         run: cow_downtime::run,
     },
     Experiment {
@@ -118,7 +118,7 @@ pub const ALL: &[Experiment] = &[
     },
     Experiment {
         name: "halite-save",
-        about: "Table 3: the pause by RAM size against its floor, and what a save costs a running guest",
+        about: "Table 3: the pause by RAM size against its floor, and the overhead of a save in a running guest",
         run: halite_save::run,
     },
     Experiment {
@@ -128,7 +128,7 @@ pub const ALL: &[Experiment] = &[
     },
     Experiment {
         name: "incremental",
-        about: "checkpoints of what changed: size and time by dirty rate, restores by depth of chain",
+        about: "incremental checkpoints: size and time by dirty rate, restores by depth of chain",
         run: incremental::run,
     },
     Experiment {
@@ -183,7 +183,7 @@ pub const ALL: &[Experiment] = &[
     },
     Experiment {
         name: "ws-overhead",
-        about: "Tables 4 to 6: what it costs a guest that its accesses are scanned all the time",
+        about: "Tables 4 to 6: the overhead of continuous access scans in a running guest",
         run: ws::overhead::run,
     },
     Experiment {
@@ -199,14 +199,14 @@ pub const ALL: &[Experiment] = &[
 ];
 
 impl Experiment {
-    /// Runs it.
+    /// Runs the experiment.
     pub fn run(&self, lab: &Lab) -> Result<Report> {
         (self.run)(lab)
     }
 }
 
-/// The experiments a user means: one by its name, or `all`.
-pub fn named(name: &str) -> Result<Vec<Experiment>> {
+/// The experiments that the user names: one by its name, or `all`.
+pub fn find_experiments(name: &str) -> Result<Vec<Experiment>> {
     let found: Vec<_> =
         ALL.iter().filter(|experiment| name == "all" || experiment.name == name).copied().collect();
     if found.is_empty() {
@@ -223,9 +223,9 @@ mod tests {
     #[test]
     fn names_are_unique_and_found() {
         for experiment in ALL {
-            assert_eq!(named(experiment.name).unwrap().len(), 1);
+            assert_eq!(find_experiments(experiment.name).unwrap().len(), 1);
         }
-        assert_eq!(named("all").unwrap().len(), ALL.len());
-        assert!(named("cold-fusion").is_err());
+        assert_eq!(find_experiments("all").unwrap().len(), ALL.len());
+        assert!(find_experiments("cold-fusion").is_err());
     }
 }

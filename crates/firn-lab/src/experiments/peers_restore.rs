@@ -1,48 +1,52 @@
-//! `peers-restore`: Firn against QEMU's own ways to restore, seen by a client.
+//! `peers-restore`: restores by Firn and by QEMU's own methods, measured by a client.
 //!
-//! Reproduces no figure of a paper; it is the question a user asks first.
+//! Reproduces no figure of a paper; it answers the first question of a user.
 //!
-//! **What varies**: who saved and restores (`firn`; `qemu-file`: migration to and from a file;
-//! `qemu-background-snapshot`; `qemu-mapped-ram` where this QEMU has it) and the disk (`none`, `netssd`, `hdd15k`).
+//! **What varies**: the system that saves and restores (`firn`; `qemu-file`: migration to and from
+//! a file; `qemu-background-snapshot`; `qemu-mapped-ram` where this QEMU has it) and the disk
+//! (`none`, `netssd`, `hdd15k`).
 //!
-//! **What is held equal**: the guest, its memory, what was loaded into its Redis, the client. Each system saves its own
-//! boot of the guest while the client asks. For QEMU's ways the guest has the RAM QEMU gives by default; under Firn it has
-//! what `firn run` gives. What reads the image is under the disk profile: Firn's supervisor, or the whole QEMU. The
-//! image is cold; QEMU itself and the guest's kernel are warm, as on a host that has just run other guests.
+//! **What is held equal**: the guest, its memory, the data in its Redis, the client. Each system
+//! saves its own boot of the guest while the client sends requests. For QEMU's methods the guest
+//! has the RAM backend that is QEMU's default; under Firn it has the one of `firn run`. The process
+//! that reads the image is under the disk profile: Firn's supervisor, or the whole QEMU. The image
+//! is cold; QEMU itself and the guest's kernel are warm, as on a host that has just run other
+//! guests.
 //!
-//! **What is measured**: the client asks 100 times a second, one question at a time, for keys by Zipf's law. From the
-//! moment the command to restore is given: time to the first reply (`first_reply_s`), and until it gets 90 % of the
-//! replies per second that it got before the save, over a window of a second (`steady_s`).
+//! **What is measured**: the client sends 100 requests a second, one at a time, for keys by Zipf's
+//! law. From the restore command on: time to the first reply (`first_reply_s`), and time until the
+//! client gets 90 % of its replies per second before the save, over a window of a second
+//! (`steady_s`).
 
 use std::net::{Ipv4Addr, SocketAddr};
 use std::path::{Path, PathBuf};
 use std::time::{Duration, Instant};
 
 use anyhow::{Context as _, Result, anyhow};
-use firn_restore::Mode;
-use firn_vmm::Qmp;
+use firn_restore::RestoreMode;
+use firn_vmm::QmpClient;
 use serde_json::json;
 
-use crate::disk_profile::{DiskProfile, Throttle, warm};
+use crate::disk_profile::{DiskProfile, DiskThrottle, warm_file};
 use crate::firn::SaveArgs;
 use crate::guest::{
-    GuestImage, HostForward, Machine, QemuArgs, Redis, RedisLoad, accel, free_tcp_port,
+    GuestImage, HostForward, PlainGuest, QemuArgs, RedisClient, RedisLoad, accel, free_tcp_port,
 };
-use crate::lab::{Lab, interleaved};
-use crate::peer::{self, Restored, Way};
+use crate::lab::{Lab, run_interleaved};
+use crate::peer::{self, QemuRestore, QemuSaveMethod};
 use crate::prober::Prober;
 use crate::report::Report;
 use crate::traffic::RedisGets;
 
-/// Questions per second.
+/// Requests per second.
 const RATE: f64 = 100.0;
-/// Share of the steady rate that counts as back.
-pub(super) const BACK: f64 = 0.9;
-/// Over so long.
+/// Share of the steady rate at which a guest has recovered.
+pub(super) const RECOVERED_SHARE: f64 = 0.9;
+/// The window of that rate.
 pub(super) const WINDOW: Duration = Duration::from_secs(1);
-/// How long the client asks before the save.
+/// How long the client sends requests before the save.
 const STEADY: Duration = Duration::from_secs(5);
-/// How long a restored guest may take to be back.
+/// How long a restored guest may take to recover.
 const LIMIT: Duration = Duration::from_secs(60);
 /// How long a guest may take to boot.
 const BOOT: Duration = Duration::from_secs(120);
@@ -52,14 +56,14 @@ pub(super) const VM: &str = "peer";
 const REDIS: u16 = 6379;
 const VALUE_BYTES: usize = 1000;
 
-/// Who saves and restores.
+/// The system that saves and restores.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(super) enum System {
+pub(super) enum PeerSystem {
     Firn,
-    Qemu(Way),
+    Qemu(QemuSaveMethod),
 }
 
-impl System {
+impl PeerSystem {
     pub(super) fn name(self) -> &'static str {
         match self {
             Self::Firn => "firn",
@@ -69,38 +73,38 @@ impl System {
 }
 
 /// A saved guest.
-pub(super) struct Image {
-    pub(super) system: System,
+pub(super) struct SavedGuest {
+    pub(super) system: PeerSystem,
     pub(super) file: PathBuf,
     /// Replies per second before the save.
     pub(super) steady: f64,
 }
 
-/// Runs it.
+/// Runs the experiment.
 pub fn run(lab: &Lab) -> Result<Report> {
     let mut report = lab.vm_report("peers-restore");
-    let guest = Guest::new(lab)?;
+    let guest = PeerGuest::new(lab)?;
     let mut images = vec![guest.save_by_firn(&mut report)?];
     images.extend(guest.save_by_qemu(&mut report)?);
-    for way in Way::ALL.map(System::Qemu) {
+    for way in QemuSaveMethod::ALL.map(PeerSystem::Qemu) {
         if !images.iter().any(|image| image.system == way) {
-            report.note(format!("this QEMU has no {}", way.name()));
+            report.add_note(format!("this QEMU has no {}", way.name()));
         }
     }
     let rounds = lab.extent.runs(2, 7);
     for profile in PROFILES {
-        if let Some(throttle) = lab.disk(profile, &mut report) {
-            interleaved(rounds, &images, |round, image| {
-                guest.measure(image, &throttle, round, &mut report)
+        if let Some(throttle) = lab.throttle_disk(profile, &mut report) {
+            run_interleaved(rounds, &images, |round, image| {
+                guest.measure_restore(image, &throttle, round, &mut report)
             })?;
         }
-        figures(profile, &images, &mut report);
+        add_figures(profile, &images, &mut report);
     }
     Ok(report)
 }
 
-/// The guest that everybody saves, and where it is reached.
-pub(super) struct Guest<'a> {
+/// The guest that all systems save, and the address of its Redis.
+pub(super) struct PeerGuest<'a> {
     lab: &'a Lab,
     image: GuestImage,
     pub(super) args: QemuArgs,
@@ -108,118 +112,125 @@ pub(super) struct Guest<'a> {
     load: RedisLoad,
 }
 
-impl<'a> Guest<'a> {
+impl<'a> PeerGuest<'a> {
     pub(super) fn new(lab: &'a Lab) -> Result<Self> {
         let image = GuestImage::small()?;
         let port = free_tcp_port()?;
-        let args = QemuArgs::new(&image, accel::decide().accel)
+        let args = QemuArgs::new(&image, accel::choose_accel().accel)
             .memory_mib(lab.extent.pick(512, 1024))
             .vcpus(2)
-            .console(&lab.file("console"))
-            .network(&[HostForward::tcp(port, REDIS)]);
+            .with_console(&lab.file("console"))
+            .add_network(&[HostForward::tcp(port, REDIS)]);
         let load = RedisLoad::new(lab.extent.pick(50_000, 100_000), VALUE_BYTES);
         Ok(Self { lab, image, args, address: (Ipv4Addr::LOCALHOST, port).into(), load })
     }
 
-    pub(super) fn client(&self, seed: u64) -> Prober {
+    pub(super) fn start_client(&self, seed: u64) -> Prober {
         Prober::start(RedisGets::new(self.address, self.load.keys.end, seed), RATE)
     }
 
-    /// Loads the guest that has just been started; the client that keeps it busy, and its steady rate.
+    /// Loads data into a guest that has just been started. Returns a client that keeps it busy, and
+    /// its steady rate.
     fn warm_up(&self) -> Result<(Prober, f64)> {
-        let mut redis = Redis::connect(self.address, BOOT)?;
-        self.load.write(&mut redis)?;
-        let client = self.client(self.lab.extent.seed);
+        let mut redis = RedisClient::connect(self.address, BOOT)?;
+        self.load.write_all(&mut redis)?;
+        let client = self.start_client(self.lab.extent.seed);
         std::thread::sleep(WINDOW + STEADY);
         let now = client.now();
-        let steady = client.timeline().rate(now - STEADY..now);
+        let steady = client.timeline().rate_in(now - STEADY..now);
         Ok((client, steady))
     }
 
-    pub(super) fn save_by_firn(&self, report: &mut Report) -> Result<Image> {
-        self.lab.say("saving by firn");
+    pub(super) fn save_by_firn(&self, report: &mut Report) -> Result<SavedGuest> {
+        self.lab.log_progress("saving by firn");
         let firn = self.lab.firn();
-        firn.run(VM, &self.args)?;
+        firn.run_vm(VM, &self.args)?;
         let (client, steady) = self.warm_up()?;
         let file = self.lab.file("peer.firn");
-        let said = firn.checkpoint(VM, &file, &SaveArgs::default())?;
+        let save_output = firn.checkpoint(VM, &file, &SaveArgs::default())?;
         drop(client);
         firn.stop(VM);
-        report.repetition(json!({ "system": "firn", "save": said.facts, "steady": steady }));
-        Ok(Image { system: System::Firn, file, steady })
+        report.add_repetition(
+            json!({ "system": "firn", "save": save_output.facts, "steady": steady }),
+        );
+        Ok(SavedGuest { system: PeerSystem::Firn, file, steady })
     }
 
-    pub(super) fn save_by_qemu(&self, report: &mut Report) -> Result<Vec<Image>> {
+    pub(super) fn save_by_qemu(&self, report: &mut Report) -> Result<Vec<SavedGuest>> {
         let socket = self.lab.file("source.qmp");
         let monitor = format!("unix:{},server=on,wait=off", socket.display());
-        let mut machine = Machine::start(self.args.clone().more(&["-qmp", &monitor]))?;
+        let mut machine = PlainGuest::start(self.args.clone().add_args(&["-qmp", &monitor]))?;
         machine.wait_ready(BOOT)?;
-        let mut qmp = Qmp::connect(&socket, Duration::from_secs(20))?;
+        let mut qmp = QmpClient::connect(&socket, Duration::from_secs(20))?;
         let (_client, steady) = self.warm_up()?;
         let mut images = Vec::new();
-        for way in Way::ALL {
-            if !way.is_known_to(&mut qmp)? {
+        for way in QemuSaveMethod::ALL {
+            if !way.is_supported_by(&mut qmp)? {
                 continue;
             }
-            self.lab.say(&format!("saving by {way}"));
+            self.lab.log_progress(&format!("saving by {way}"));
             let file = self.lab.file(&format!("{way}.image"));
-            let saved = peer::save(&mut qmp, way, &file)?;
-            report.repetition(json!({ "system": way.name(), "save": saved, "steady": steady }));
-            images.push(Image { system: System::Qemu(way), file, steady });
+            let saved = peer::save_vm(&mut qmp, way, &file)?;
+            report.add_repetition(json!({ "system": way.name(), "save": saved, "steady": steady }));
+            images.push(SavedGuest { system: PeerSystem::Qemu(way), file, steady });
         }
         Ok(images)
     }
 
-    /// Restores once and has the client ask until it is content.
-    fn measure(
+    /// Restores once, and lets the client send requests until the guest has recovered.
+    fn measure_restore(
         &self,
-        image: &Image,
-        throttle: &Throttle,
+        image: &SavedGuest,
+        throttle: &DiskThrottle,
         round: usize,
         report: &mut Report,
     ) -> Result<()> {
-        self.prepare(&image.file, throttle.profile())?;
-        let client = self.client(self.lab.extent.seed + 1 + round as u64);
+        self.prepare_caches(&image.file, throttle.profile())?;
+        let client = self.start_client(self.lab.extent.seed + 1 + round as u64);
         let (event, start) = (client.now(), Instant::now());
-        let _running = self.restore(image, None, throttle)?;
-        let steady = self.wait_until_back(&client, event, image.steady, start)?;
+        let _running = self.restore_guest(image, None, throttle)?;
+        let steady = self.wait_until_recovered(&client, event, image.steady, start)?;
         let first = client.timeline().first_after(event).context("no reply")?.as_secs_f64();
         let (system, profile) = (image.system.name(), throttle.profile());
-        self.lab.say(&format!("{system} on {profile}: first {first:.2} s, back {steady:.2} s"));
-        report.repetition(json!({ "system": system, "profile": profile, "round": round,
+        self.lab.log_progress(&format!(
+            "{system} on {profile}: first {first:.2} s, back {steady:.2} s"
+        ));
+        report.add_repetition(json!({ "system": system, "profile": profile, "round": round,
             "first_reply_s": first, "steady_s": steady }));
         Ok(())
     }
 
-    /// The image cold, everything else warm.
-    pub(super) fn prepare(&self, file: &Path, profile: DiskProfile) -> Result<()> {
+    /// Evicts the image from the page cache, and reads everything else into it.
+    pub(super) fn prepare_caches(&self, file: &Path, profile: DiskProfile) -> Result<()> {
         self.lab.make_cold(file, profile)?;
-        [&self.image.kernel, &self.image.initrd].into_iter().try_for_each(|file| warm(file))?;
+        [&self.image.kernel, &self.image.initrd]
+            .into_iter()
+            .try_for_each(|file| warm_file(file))?;
         Ok(())
     }
 
-    /// In Firn's default mode, or in this one.
-    pub(super) fn restore(
+    /// Restores in a mode, or in Firn's default mode.
+    pub(super) fn restore_guest(
         &self,
-        image: &Image,
-        mode: Option<Mode>,
-        throttle: &Throttle,
-    ) -> Result<Running<'_>> {
+        image: &SavedGuest,
+        mode: Option<RestoreMode>,
+        throttle: &DiskThrottle,
+    ) -> Result<RestoredGuest<'_>> {
         match image.system {
-            System::Firn => {
+            PeerSystem::Firn => {
                 let mode = mode.unwrap_or_default().to_string();
                 self.lab.firn().restore(&image.file, VM, &["--mode", &mode], throttle)?;
-                Ok(Running::Firn(self.lab))
+                Ok(RestoredGuest::Firn(self.lab))
             }
-            System::Qemu(way) => {
+            PeerSystem::Qemu(way) => {
                 let dir = self.lab.dir();
-                let peer = Restored::start(&self.args, way, &image.file, throttle, dir)?;
-                Ok(Running::Qemu(peer))
+                let peer = QemuRestore::start(&self.args, way, &image.file, throttle, dir)?;
+                Ok(RestoredGuest::Qemu(peer))
             }
         }
     }
 
-    fn wait_until_back(
+    fn wait_until_recovered(
         &self,
         client: &Prober,
         event: Duration,
@@ -227,22 +238,24 @@ impl<'a> Guest<'a> {
         start: Instant,
     ) -> Result<f64> {
         while start.elapsed() < LIMIT {
-            if let Some(back) = client.timeline().back_to(event, steady * BACK, WINDOW) {
+            if let Some(back) =
+                client.timeline().recovery_after(event, steady * RECOVERED_SHARE, WINDOW)
+            {
                 return Ok(back.as_secs_f64());
             }
             std::thread::sleep(Duration::from_millis(20));
         }
-        Err(anyhow!("the client was not content within {} s", LIMIT.as_secs()))
+        Err(anyhow!("the client's rate did not recover within {} s", LIMIT.as_secs()))
     }
 }
 
-/// A restored guest; dropped, it ends.
-pub(super) enum Running<'a> {
+/// A restored guest; dropping it ends the guest.
+pub(super) enum RestoredGuest<'a> {
     Firn(&'a Lab),
-    Qemu(#[expect(dead_code, reason = "it is held to be dropped")] Restored),
+    Qemu(#[expect(dead_code, reason = "it is held to be dropped")] QemuRestore),
 }
 
-impl Drop for Running<'_> {
+impl Drop for RestoredGuest<'_> {
     fn drop(&mut self) {
         if let Self::Firn(lab) = self {
             lab.firn().stop(VM);
@@ -250,22 +263,24 @@ impl Drop for Running<'_> {
     }
 }
 
-fn figures(profile: DiskProfile, images: &[Image], report: &mut Report) {
+fn add_figures(profile: DiskProfile, images: &[SavedGuest], report: &mut Report) {
     for image in images {
         let system = image.system.name();
         for key in ["first_reply_s", "steady_s"] {
-            let values = measured(report, system, profile, key);
-            report.sample(format!("{key}.{system}.{profile}"), values);
+            let values = measured_values(report, system, profile, key);
+            report.add_sample(format!("{key}.{system}.{profile}"), values);
         }
     }
-    let steady = |system: System| report.value(&format!("steady_s.{}.{profile}", system.name()));
-    let peers = images.iter().map(|image| image.system).filter(|system| *system != System::Firn);
+    let steady =
+        |system: PeerSystem| report.figure_value(&format!("steady_s.{}.{profile}", system.name()));
+    let peers =
+        images.iter().map(|image| image.system).filter(|system| *system != PeerSystem::Firn);
     let best = peers.filter_map(steady).fold(f64::INFINITY, f64::min);
-    let firn = steady(System::Firn).unwrap_or(f64::NAN);
-    report.number(format!("firn_faster_than_best_peer.{profile}"), best / firn);
+    let firn = steady(PeerSystem::Firn).unwrap_or(f64::NAN);
+    report.add_number(format!("firn_faster_than_best_peer.{profile}"), best / firn);
 }
 
-fn measured(report: &Report, system: &str, profile: DiskProfile, key: &str) -> Vec<f64> {
+fn measured_values(report: &Report, system: &str, profile: DiskProfile, key: &str) -> Vec<f64> {
     let is_it = |run: &&serde_json::Value| {
         run["system"] == system && run["profile"] == profile.name() && run[key].is_number()
     };

@@ -1,122 +1,127 @@
-//! `vpc-size`: how many pages an epoch has, by program and interval, with prediction and without.
+//! `vpc-size`: the number of pages of an epoch, by program and interval, with prediction and
+//! without.
 //!
-//! Reproduces Table II of Lu, Ravindran and Kim ("VPC: Scalable, Low Downtime Checkpointing for Virtual Clusters", V.D): perl, bzip2, gcc
-//! and Xalan. They are not those of SPEC CPU2006 but the distribution's own, on inputs that the guest makes (`vpc_size.sh`): words are
-//! counted and sorted, a text is packed and unpacked, a file of C is compiled, a catalogue is transformed, over and over. A page that is
-//! written in an interval is one, whichever the program; how many that are depends on how fast the guest is, so tables of two machines are
-//! not to be compared by their numbers, but by how they grow.
+//! Reproduces Table II of Lu, Ravindran and Kim ("VPC: Scalable, Low Downtime Checkpointing for
+//! Virtual Clusters", V.D): perl, bzip2, gcc and Xalan. They are not those of SPEC CPU2006 but the
+//! distribution's own, on inputs that the guest makes (`vpc_size.sh`): words are counted and
+//! sorted, a text is packed and unpacked, a file of C is compiled, a catalogue is transformed, over
+//! and over. A page that is written in an interval counts once, whichever program writes it. The
+//! number of such pages depends on the speed of the guest, so tables of two machines should be
+//! compared by how they grow, not by their numbers.
 //!
 //! **What varies**: the program; the interval, 50, 100 and 500 ms; prediction.
 //!
-//! **What is held equal**: the guest (1 GiB, its root in memory, one vCPU). All take turns in it: each attaches, is cut so often, lets go.
-//! The library sends to a backup in this process, as in `vpc-solo`.
+//! **What is held equal**: the guest (1 GiB, its root in memory, one vCPU). All programs take turns
+//! in it: each turn attaches, makes the same number of cuts, and detaches. The library sends to a
+//! backup in this process, as in `vpc-solo`.
 //!
-//! **What is measured**, each as percentiles over all cuts but the first of each turn: `pages.PROGRAM.INTERVAL`: pages copied at the cut or ahead
-//! of it, which is what an epoch takes in memory; `pages_np`, the same without prediction: pages that were written. `faults` (and
-//! `faults_np`): pages found written that had been protected. `sent`: pages that went to the backup, those left out which hold what they
-//! did before.
+//! **What is measured**, each as percentiles over all cuts but the first of each turn:
+//! `pages.PROGRAM.INTERVAL`: pages copied at the cut or ahead of it, which is the memory that an
+//! epoch needs; `pages_np`, the same without prediction: pages that were written. `faults` (and
+//! `faults_np`): pages found dirty that had been protected. `sent`: pages that were sent to the
+//! backup, without those that hold the same bytes as before.
 
 use std::path::PathBuf;
 use std::time::Duration;
 
 use anyhow::{Context as _, Result, ensure};
-use firn_epochs::primary::Options;
+use firn_epochs::primary::EpochOptions;
 use firn_report::plot::BarPlot;
 use serde_json::{Value, json};
 
-use crate::experiments::epochs::{Numbers, epochs, follow};
-use crate::experiments::pauses::percentiles;
-use crate::guest::{Control, GuestImage, QemuArgs, accel};
-use crate::lab::{Lab, interleaved};
+use crate::experiments::epochs::{EpochNumbers, attach_guest, run_epochs};
+use crate::experiments::pauses::add_percentiles;
+use crate::guest::{GuestControl, GuestImage, QemuArgs, accel};
+use crate::lab::{Lab, run_interleaved};
 use crate::report::Report;
 use crate::stats::Sample;
 
 const MIB: u32 = 1024;
 const BOOT: Duration = Duration::from_secs(300);
-/// How long the guest may take to make what programs read.
+/// How long the guest may take to make the programs' inputs.
 const MAKE: Duration = Duration::from_secs(300);
-/// What a program is given before it is looked at.
+/// How long a program runs before it is measured.
 const SETTLE: Duration = Duration::from_secs(2);
 const SCRIPT: &str = include_str!("vpc_size.sh");
 const VM: &str = "size";
 const PROGRAMS: [&str; 4] = ["perl", "bzip2", "gcc", "xalan"];
-/// From one cut to the next, in milliseconds.
+/// Time from one cut to the next, in milliseconds.
 const INTERVALS: [u64; 3] = [50, 100, 500];
-/// How long a turn is at least, and in how many cuts, in quick and in full runs.
-const LONG: (Duration, Duration) = (Duration::from_secs(3), Duration::from_secs(10));
+/// Minimum duration of a turn, and its minimum number of cuts, in quick and in full runs.
+const TURN_DURATION: (Duration, Duration) = (Duration::from_secs(3), Duration::from_secs(10));
 const CUTS: (usize, usize) = (15, 50);
-/// Turns of each, in quick and in full runs.
+/// Turns of each program, in quick and in full runs.
 const TURNS: (usize, usize) = (1, 3);
 const PERCENTILES: [(&str, f64); 2] = [("p50", 50.0), ("p95", 95.0)];
-/// What is told of each epoch.
+/// The values that are reported of each epoch.
 const FIELDS: [&str; 3] = ["pages", "faults", "sent"];
 const SIGKILL: i32 = 9;
 
-/// Whether pages are predicted, and how keys end by that.
+/// Whether pages are predicted, and the ending of keys.
 const SYSTEMS: [(bool, &str); 2] = [(true, ""), (false, "_np")];
 
-/// Runs it.
+/// Runs the experiment.
 pub fn run(lab: &Lab) -> Result<Report> {
     let mut report = lab.vm_report("vpc-size");
-    let programs = lab.extent.wanted(&PROGRAMS, str::to_owned);
-    let mut guest = Guest::start(lab)?;
+    let programs = lab.extent.select_wanted(&PROGRAMS, str::to_owned);
+    let mut guest = SizeGuest::start_guest(lab)?;
     for &program in &programs {
-        guest.run(program)?;
+        guest.start_program(program)?;
         let turns: Vec<(u64, bool)> = INTERVALS
             .into_iter()
             .flat_map(|interval| SYSTEMS.map(|(predicts, _)| (interval, predicts)))
             .collect();
-        interleaved(lab.extent.runs(TURNS.0, TURNS.1), &turns, |_, &(interval, predicts)| {
-            guest.turn(program, interval, predicts, &mut report)
+        run_interleaved(lab.extent.runs(TURNS.0, TURNS.1), &turns, |_, &(interval, predicts)| {
+            guest.run_turn(program, interval, predicts, &mut report)
         })?;
-        guest.end(program)?;
-        figures(program, &mut report);
+        guest.end_program(program)?;
+        add_figures(program, &mut report);
     }
     lab.firn().stop(VM);
-    let drawing = drawing(&programs, &report)?;
-    report.drawing("vpc-size", drawing);
+    let drawing = draw_plot(&programs, &report)?;
+    report.add_drawing("vpc-size", drawing);
     Ok(report)
 }
 
-struct Guest<'a> {
+struct SizeGuest<'a> {
     lab: &'a Lab,
-    control: Control,
+    control: GuestControl,
     monitor: PathBuf,
     pid: i32,
 }
 
-impl<'a> Guest<'a> {
-    fn start(lab: &'a Lab) -> Result<Self> {
+impl<'a> SizeGuest<'a> {
+    fn start_guest(lab: &'a Lab) -> Result<Self> {
         let image = GuestImage::full()?;
         let [monitor, agent, console] = ["monitor", "agent", "console"].map(|it| lab.file(it));
-        let args = QemuArgs::new(&image, accel::decide().accel)
+        let args = QemuArgs::new(&image, accel::choose_accel().accel)
             .memory_mib(MIB)
             .vcpus(1)
-            .append("firn.services=none")
+            .append_kernel_arg("firn.services=none")
             .cached_root_in_memory(&image)
-            .console(&console)
-            .agent(&agent)
-            .more(&["-qmp", &format!("unix:{},server=on,wait=off", monitor.display())]);
-        lab.firn().run(VM, &args)?;
-        let mut control = Control::connect(&agent, BOOT)?;
+            .with_console(&console)
+            .with_agent_socket(&agent)
+            .add_args(&["-qmp", &format!("unix:{},server=on,wait=off", monitor.display())]);
+        lab.firn().run_vm(VM, &args)?;
+        let mut control = GuestControl::connect(&agent, BOOT)?;
         control.run_within(&["sh", "-c", "cat > /tmp/work"], SCRIPT, MAKE)?;
         let made = control.run_within(&["sh", "/tmp/work", "make"], "", MAKE)?;
         ensure!(made.exit == 0, "the guest can't make what programs read: {}", made.stderr);
-        lab.say("the guest has made what programs read");
+        lab.log_progress("the guest has made what programs read");
         let pid = lab.firn().status(VM)?["pid"].as_i64().context("no process")?;
         Ok(Self { lab, control, monitor, pid: i32::try_from(pid)? })
     }
 
-    /// Has a program run, and do so for a while.
-    fn run(&mut self, program: &str) -> Result<()> {
-        self.control.spawn(program, &["sh", "/tmp/work", program])?;
+    /// Starts a program, and lets it run for a while.
+    fn start_program(&mut self, program: &str) -> Result<()> {
+        self.control.spawn_job(program, &["sh", "/tmp/work", program])?;
         std::thread::sleep(SETTLE);
-        self.check(program)
+        self.check_running(program)
     }
 
-    /// A program that has ended was not measured.
-    fn check(&mut self, program: &str) -> Result<()> {
-        match self.control.poll(program)? {
+    /// Fails if a program has ended: it was not measured then.
+    fn check_running(&mut self, program: &str) -> Result<()> {
+        match self.control.poll_job(program)? {
             crate::guest::JobState::Running { .. } => Ok(()),
             crate::guest::JobState::Ended(ended) => {
                 anyhow::bail!("{program} has ended: {} {}", ended.exit, ended.stderr)
@@ -124,34 +129,35 @@ impl<'a> Guest<'a> {
         }
     }
 
-    fn end(&mut self, program: &str) -> Result<()> {
-        self.check(program)?;
-        Ok(self.control.signal(program, SIGKILL)?)
+    fn end_program(&mut self, program: &str) -> Result<()> {
+        self.check_running(program)?;
+        Ok(self.control.signal_job(program, SIGKILL)?)
     }
 
-    fn turn(
+    fn run_turn(
         &self,
         program: &str,
         interval: u64,
         predicts: bool,
         report: &mut Report,
     ) -> Result<()> {
-        let long = self.lab.extent.pick(LONG.0, LONG.1).as_millis() as u64 / interval;
+        let long =
+            self.lab.extent.pick(TURN_DURATION.0, TURN_DURATION.1).as_millis() as u64 / interval;
         let cuts = self.lab.extent.pick(CUTS.0, CUTS.1).max(usize::try_from(long)?);
         let interval_of = Duration::from_millis(interval);
-        let options = Options { interval: interval_of, predicts, ..Options::default() };
-        let epochs = epochs(follow(&self.monitor, self.pid)?, options, cuts)?;
-        let turn = told(program, interval, predicts, &epochs);
+        let options = EpochOptions { interval: interval_of, predicts, ..EpochOptions::default() };
+        let epochs = run_epochs(attach_guest(&self.monitor, self.pid)?, options, cuts)?;
+        let turn = turn_facts(program, interval, predicts, &epochs);
         let pages = turn["pages"].as_array().into_iter().flatten().filter_map(Value::as_f64);
         let median = Sample::new(pages).context("no epoch")?.median();
         let how = if predicts { "" } else { ", without prediction" };
-        self.lab.say(&format!("{program}, {interval} ms{how}: {median:.0} pages"));
-        report.repetition(turn);
+        self.lab.log_progress(&format!("{program}, {interval} ms{how}: {median:.0} pages"));
+        report.add_repetition(turn);
         Ok(())
     }
 }
 
-fn told(program: &str, interval: u64, predicts: bool, epochs: &[Numbers]) -> Value {
+fn turn_facts(program: &str, interval: u64, predicts: bool, epochs: &[EpochNumbers]) -> Value {
     let rest = || epochs.iter().skip(1);
     json!({ "program": program, "interval": interval, "predicts": predicts,
         "pages": rest().map(|it| it.cut.copied + it.cut.ahead).collect::<Vec<_>>(),
@@ -159,8 +165,8 @@ fn told(program: &str, interval: u64, predicts: bool, epochs: &[Numbers]) -> Val
         "sent": rest().filter_map(|it| it.sent).collect::<Vec<_>>() })
 }
 
-/// What was told of each epoch.
-fn of_epochs(
+/// The reported values of all epochs.
+fn epoch_values(
     report: &Report,
     program: &str,
     interval: u64,
@@ -175,24 +181,24 @@ fn of_epochs(
     values.filter_map(Value::as_f64).collect()
 }
 
-fn figures(program: &str, report: &mut Report) {
+fn add_figures(program: &str, report: &mut Report) {
     for interval in INTERVALS {
         for field in FIELDS {
             for (predicts, ending) in SYSTEMS {
-                let values = of_epochs(report, program, interval, predicts, field);
+                let values = epoch_values(report, program, interval, predicts, field);
                 let key = format!("{field}{ending}.{program}.{interval}");
-                percentiles(&key, values, &PERCENTILES, report);
+                add_percentiles(&key, values, &PERCENTILES, report);
             }
         }
     }
 }
 
-fn drawing(programs: &[&str], report: &Report) -> Result<String> {
+fn draw_plot(programs: &[&str], report: &Report) -> Result<String> {
     let series = SYSTEMS.into_iter().flat_map(|(_, ending)| {
         INTERVALS.map(|interval| {
             let of = |program: &&str| {
                 let key = format!("pages{ending}.{program}.{interval}.p50");
-                report.value(&key).unwrap_or(f64::NAN)
+                report.figure_value(&key).unwrap_or(f64::NAN)
             };
             (format!("vpc{ending} {interval} ms"), programs.iter().map(of).collect())
         })
@@ -203,7 +209,7 @@ fn drawing(programs: &[&str], report: &Report) -> Result<String> {
         groups: programs.iter().map(|&program| program.to_owned()).collect(),
         series: series.collect(),
     };
-    plot.svg().context("the pages")
+    plot.to_svg().context("the pages")
 }
 
 #[cfg(test)]
@@ -215,22 +221,22 @@ mod tests {
     #[test]
     fn epochs_of_all_turns_count_but_for_the_first_of_each() {
         let mut report = Report::new("vpc-size", true);
-        let numbers = |copied, ahead, sent| Numbers {
+        let numbers = |copied, ahead, sent| EpochNumbers {
             cut: CutNumbers { copied, ahead, written: copied, ..CutNumbers::default() },
             sent,
         };
         let seed = numbers(9000, 0, Some(9000));
         for (predicts, pages) in [(true, 100), (false, 80), (true, 300)] {
             let turn = [seed, numbers(pages, 20, Some(pages)), numbers(pages, 20, None)];
-            report.repetition(told("gcc", 100, predicts, &turn));
+            report.add_repetition(turn_facts("gcc", 100, predicts, &turn));
         }
-        figures("gcc", &mut report);
-        assert_eq!(report.value("pages.gcc.100.p50"), Some(120.0));
-        assert_eq!(report.value("pages.gcc.100.p95"), Some(320.0));
-        assert_eq!(report.value("pages.gcc.100.n"), Some(4.0));
-        assert_eq!(report.value("pages_np.gcc.100.p95"), Some(100.0));
-        assert_eq!(report.value("faults.gcc.100.p95"), Some(300.0));
-        assert_eq!(report.value("sent.gcc.100.n"), Some(2.0));
-        assert!(report.json()["pages.gcc.50.p50"].is_null(), "it was not measured");
+        add_figures("gcc", &mut report);
+        assert_eq!(report.figure_value("pages.gcc.100.p50"), Some(120.0));
+        assert_eq!(report.figure_value("pages.gcc.100.p95"), Some(320.0));
+        assert_eq!(report.figure_value("pages.gcc.100.n"), Some(4.0));
+        assert_eq!(report.figure_value("pages_np.gcc.100.p95"), Some(100.0));
+        assert_eq!(report.figure_value("faults.gcc.100.p95"), Some(300.0));
+        assert_eq!(report.figure_value("sent.gcc.100.n"), Some(2.0));
+        assert!(report.to_json()["pages.gcc.50.p50"].is_null(), "it was not measured");
     }
 }

@@ -1,25 +1,26 @@
-//! Work in a guest, for what something else costs it: of a fixed amount, which says how long it took, or without an end,
-//! which can be asked how far it is.
+//! Guest workloads, to measure how much another activity slows a guest. A workload either has a
+//! fixed amount of work and reports how long it took, or runs without an end and reports its
+//! progress on request.
 
 use anyhow::{Context as _, Result};
 use serde::Deserialize;
 
-use super::synthetic::{last_line, words};
+use super::synthetic::{last_line, split_words};
 
-/// vCPUs of the guest that works.
+/// vCPUs of the working guest.
 pub(super) const VCPUS: u32 = 2;
 /// How much computation the synthetic workload does with each page.
 const WORK: u32 = 16;
 
-/// Where endless work in the guest writes what it says.
+/// The guest's file in which endless work writes its output.
 pub(super) const SAID: &str = "/tmp/work.said";
 
-/// What a guest is busy with.
+/// A kind of work in a guest.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(super) enum Workload {
-    /// The paper's: reads pages in order, each with a good deal of computation.
+pub(super) enum GuestWorkload {
+    /// The paper's: reads pages in order, with a good deal of computation for each.
     Synthetic,
-    /// Reads and writes pages at random, flat out.
+    /// Reads and writes pages at random, as fast as it can.
     Writers,
     /// A long computation over a little memory.
     Sha,
@@ -27,7 +28,7 @@ pub(super) enum Workload {
     Redis,
 }
 
-impl Workload {
+impl GuestWorkload {
     pub(super) const ALL: [Self; 4] = [Self::Synthetic, Self::Writers, Self::Sha, Self::Redis];
 
     pub(super) fn name(self) -> &'static str {
@@ -39,8 +40,9 @@ impl Workload {
         }
     }
 
-    /// The command line, for so many units of work. It says when it has begun, and how long it took.
-    pub(super) fn command(self, mib: u32, units: u64) -> Vec<String> {
+    /// The command line for a number of units of work. The work prints when it has begun, and how
+    /// long it took.
+    pub(super) fn command_line(self, mib: u32, units: u64) -> Vec<String> {
         let quarter = mib / 4;
         let line = match self {
             Self::Synthetic => format!(
@@ -52,22 +54,23 @@ impl Workload {
             ),
             Self::Sha => {
                 let program = format!("firn-guest sha --mib 16 --threads {VCPUS} --rounds {units}");
-                return timed(&program);
+                return timed_command(&program);
             }
             Self::Redis => {
                 let program =
                     format!("redis-benchmark -q -t set,get -r 20000 -d 1000 -P 8 -n {units}");
-                return timed(&program);
+                return timed_command(&program);
             }
         };
-        words(&line).into_iter().map(str::to_owned).collect()
+        split_words(&line).into_iter().map(str::to_owned).collect()
     }
 
-    /// The command line of the same work without an end, which can be asked [`how far`](Self::how_far) it is.
-    pub(super) fn endless(self, mib: u32) -> Vec<String> {
+    /// The command line of the same work without an end. [`Self::progress_command`] reads its
+    /// progress.
+    pub(super) fn endless_command(self, mib: u32) -> Vec<String> {
         let program = match self {
             Self::Synthetic | Self::Writers => {
-                let endless = self.command(mib, 0).join(" ");
+                let endless = self.command_line(mib, 0).join(" ");
                 format!("exec {}", endless.replace("--progress-ms 0", "--progress-ms 100"))
             }
             Self::Sha => format!(
@@ -84,8 +87,9 @@ impl Workload {
         ["sh", "-c", &format!("rm -f {SAID}; {{ {program}; }} > {SAID}")].map(str::to_owned).into()
     }
 
-    /// The command line that says how far endless work is: `progress` in units of its own, `seconds` by the guest's clock.
-    pub(super) fn how_far(self) -> Vec<String> {
+    /// The command line that prints the progress of endless work: `progress` in units of that work,
+    /// `seconds` by the guest's clock.
+    pub(super) fn progress_command(self) -> Vec<String> {
         let script = match self {
             Self::Synthetic | Self::Writers | Self::Sha => format!("tail -n 1 {SAID}"),
             Self::Redis => r#"
@@ -97,8 +101,8 @@ impl Workload {
         ["sh", "-c", &script].map(str::to_owned).into()
     }
 
-    /// Units to find out with how fast it is.
-    pub(super) fn trial(self) -> u64 {
+    /// Units of a trial that measures how fast the work is.
+    pub(super) fn trial_units(self) -> u64 {
         match self {
             Self::Synthetic => 4_000,
             Self::Writers => 100_000,
@@ -108,8 +112,8 @@ impl Workload {
     }
 }
 
-/// A program that says nothing about its time, timed by the guest's shell.
-fn timed(program: &str) -> Vec<String> {
+/// A program that does not print its duration, timed by the guest's shell.
+fn timed_command(program: &str) -> Vec<String> {
     let now = "$(cut -d' ' -f1 /proc/uptime)";
     let script = format!(
         r#"from={now}; echo '{{"ready":true}}'; {program} >/dev/null || exit 1; echo "{{\"from\":$from,\"until\":{now}}}""#
@@ -117,41 +121,41 @@ fn timed(program: &str) -> Vec<String> {
     ["sh", "-c", &script].map(str::to_owned).into()
 }
 
-/// How far endless work is.
+/// Progress of endless work.
 #[derive(Clone, Copy, Debug, PartialEq, Deserialize)]
-pub(super) struct Progress {
-    /// Units done since it began.
+pub(super) struct WorkloadProgress {
+    /// Units done since its begin.
     progress: f64,
-    /// When, by the guest's clock.
+    /// The time, by the guest's clock.
     seconds: f64,
-    /// Pages that were not what they should be.
+    /// Pages with wrong content.
     #[serde(default)]
     wrong: u64,
 }
 
-impl Progress {
-    /// What the guest said; `None` if it has nothing to say yet.
-    pub(super) fn parse(said: &str) -> Option<Self> {
+impl WorkloadProgress {
+    /// Parses the guest's output; `None` if there is none yet.
+    pub(super) fn from_output(said: &str) -> Option<Self> {
         serde_json::from_str(said.trim_end()).ok()
     }
 
-    /// Whether the work has found memory that was wrong.
+    /// Whether the work has found wrong memory.
     pub(super) fn is_wrong(self) -> bool {
         self.wrong > 0
     }
 
-    /// Units per second since an earlier moment.
+    /// Units per second since an earlier time.
     pub(super) fn rate_since(self, earlier: Self) -> f64 {
         (self.progress - earlier.progress) / (self.seconds - earlier.seconds)
     }
 }
 
-/// How long the work took, by its last line.
-pub(super) fn seconds(said: &str) -> Result<f64> {
+/// The duration of the work, from its last line of output.
+pub(super) fn parse_seconds(said: &str) -> Result<f64> {
     let line = last_line(said)?;
     let took = line["seconds"].as_f64();
     let span = || Some(line["until"].as_f64()? - line["from"].as_f64()?);
-    took.or_else(span).with_context(|| format!("{line} tells no time"))
+    took.or_else(span).with_context(|| format!("{line} contains no time"))
 }
 
 #[cfg(test)]
@@ -160,24 +164,29 @@ mod tests {
 
     #[test]
     fn either_kind_of_program_tells_its_time() {
-        assert_eq!(seconds("{\"ready\":true}\n{\"done\":true,\"seconds\":2.5}\n").unwrap(), 2.5);
-        assert_eq!(seconds("{\"from\":10.5,\"until\":12.0}\n").unwrap(), 1.5);
-        assert!(seconds("{\"ready\":true}\n").is_err());
+        assert_eq!(
+            parse_seconds("{\"ready\":true}\n{\"done\":true,\"seconds\":2.5}\n").unwrap(),
+            2.5
+        );
+        assert_eq!(parse_seconds("{\"from\":10.5,\"until\":12.0}\n").unwrap(), 1.5);
+        assert!(parse_seconds("{\"ready\":true}\n").is_err());
     }
 
     #[test]
     fn a_rate_is_of_the_guests_own_time() {
-        let from = Progress::parse("{\"progress\":100,\"seconds\":2.0,\"wrong\":0}\n").unwrap();
-        let until = Progress::parse("{\"progress\":400,\"seconds\":3.5}\n").unwrap();
+        let from =
+            WorkloadProgress::from_output("{\"progress\":100,\"seconds\":2.0,\"wrong\":0}\n")
+                .unwrap();
+        let until = WorkloadProgress::from_output("{\"progress\":400,\"seconds\":3.5}\n").unwrap();
         assert_eq!(until.rate_since(from), 200.0);
-        assert_eq!(Progress::parse("{\"ready\":true,\"threads\":2}\n"), None);
-        assert_eq!(Progress::parse("{\"progress\":4"), None, "still being written");
+        assert_eq!(WorkloadProgress::from_output("{\"ready\":true,\"threads\":2}\n"), None);
+        assert_eq!(WorkloadProgress::from_output("{\"progress\":4"), None, "still being written");
     }
 
     #[test]
     fn endless_work_says_where_it_is_looked_for() {
-        for workload in Workload::ALL {
-            let endless = workload.endless(1024).join(" ");
+        for workload in GuestWorkload::ALL {
+            let endless = workload.endless_command(1024).join(" ");
             assert!(endless.ends_with(&format!("> {SAID}")), "{endless}");
             assert!(!endless.contains("--progress-ms 0"), "{endless}");
         }
@@ -185,10 +194,10 @@ mod tests {
 
     #[test]
     fn a_timed_program_says_when_it_began_and_ended() {
-        let command = timed("true");
+        let command = timed_command("true");
         let output = std::process::Command::new(&command[0]).args(&command[1..]).output().unwrap();
         let said = String::from_utf8(output.stdout).unwrap();
         assert!(said.starts_with("{\"ready\":true}\n"), "{said}");
-        assert!((0.0..60.0).contains(&seconds(&said).unwrap()));
+        assert!((0.0..60.0).contains(&parse_seconds(&said).unwrap()));
     }
 }

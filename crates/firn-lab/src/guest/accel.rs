@@ -1,23 +1,24 @@
-//! KVM or TCG: decided by trying.
+//! Accelerator choice, KVM or TCG, by a trial.
 //!
-//! A host may have `/dev/kvm`, let it be opened, run sixteen bits of code in it, and still be unable to run an ordinary
-//! guest. So [`decide`] boots the small guest under `-accel kvm` with the processor the lab uses, and takes KVM if it
-//! comes up in time. Where it cannot work it mostly fails within a fraction of a second; the answer is remembered for
-//! the life of the process.
+//! A host may have `/dev/kvm`, let it be opened, run sixteen bits of code in it, and still be
+//! unable to run an ordinary guest. So [`choose_accel`] boots the small guest under `-accel kvm`
+//! with the processor the lab uses, and chooses KVM if the guest boots in time. Where KVM cannot
+//! work the trial mostly fails within a fraction of a second; the process remembers the result for
+//! its lifetime.
 
 use std::fmt;
 use std::str::FromStr;
 use std::sync::OnceLock;
 use std::time::Duration;
 
-use super::{GuestImage, Machine, QemuArgs};
+use super::{GuestImage, PlainGuest, QemuArgs};
 
-/// How long the small guest may take to come up under KVM.
-pub const TRIAL: Duration = Duration::from_secs(20);
-/// Environment variable that decides without trying: `kvm` or `tcg`.
+/// How long the small guest may take to boot under KVM.
+pub const TRIAL_TIMEOUT: Duration = Duration::from_secs(20);
+/// Environment variable that chooses without a trial: `kvm` or `tcg`.
 pub const VARIABLE: &str = "FIRN_ACCEL";
 
-/// What runs the guest's instructions.
+/// The accelerator that executes the guest's instructions.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub enum Accel {
     /// The processor, through the host kernel.
@@ -65,49 +66,49 @@ impl FromStr for Accel {
     }
 }
 
-/// What was decided, and why.
+/// The chosen accelerator and the reason.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub struct Decision {
+pub struct AccelChoice {
     /// The accelerator to use.
     pub accel: Accel,
-    /// One line for people.
+    /// One line that explains it to the user.
     pub why: String,
 }
 
-/// Decides once per process.
-pub fn decide() -> &'static Decision {
-    static DECISION: OnceLock<Decision> = OnceLock::new();
+/// Chooses once per process.
+pub fn choose_accel() -> &'static AccelChoice {
+    static DECISION: OnceLock<AccelChoice> = OnceLock::new();
     DECISION.get_or_init(|| from_environment().unwrap_or_else(from_trial))
 }
 
-fn from_environment() -> Option<Decision> {
+fn from_environment() -> Option<AccelChoice> {
     let accel = std::env::var(VARIABLE).ok()?.parse().ok()?;
-    Some(Decision { accel, why: format!("{VARIABLE} says so") })
+    Some(AccelChoice { accel, why: format!("{VARIABLE} is set") })
 }
 
-fn from_trial() -> Decision {
+fn from_trial() -> AccelChoice {
     if !std::path::Path::new("/dev/kvm").exists() {
-        return tcg("this host has no /dev/kvm".to_owned());
+        return tcg_because("this host has no /dev/kvm".to_owned());
     }
     match try_kvm() {
-        Ok(took) => Decision {
+        Ok(took) => AccelChoice {
             accel: Accel::Kvm,
-            why: format!("a guest came up under KVM in {:.1} s", took.as_secs_f64()),
+            why: format!("a guest booted under KVM in {:.1} s", took.as_secs_f64()),
         },
-        Err(problem) => tcg(format!("KVM cannot run a guest here: {problem}")),
+        Err(problem) => tcg_because(format!("KVM cannot run a guest here: {problem}")),
     }
 }
 
-fn tcg(why: String) -> Decision {
-    Decision { accel: Accel::Tcg, why }
+fn tcg_because(why: String) -> AccelChoice {
+    AccelChoice { accel: Accel::Tcg, why }
 }
 
 /// Boots the small guest under KVM until it is ready.
 fn try_kvm() -> Result<Duration, String> {
     let image = GuestImage::small().map_err(|error| error.to_string())?;
     let args = QemuArgs::new(&image, Accel::Kvm).memory_mib(256).vcpus(1);
-    let mut machine = Machine::start(args).map_err(|error| error.to_string())?;
-    machine.wait_ready(TRIAL).map_err(|error| error.to_string())
+    let mut machine = PlainGuest::start(args).map_err(|error| error.to_string())?;
+    machine.wait_ready(TRIAL_TIMEOUT).map_err(|error| error.to_string())
 }
 
 #[cfg(test)]

@@ -1,9 +1,10 @@
-//! Runs programs in a guest, through its agent.
+//! Guest control: runs programs in a guest, through the guest's agent.
 //!
-//! The agent's end of the channel is a virtio port, ours a unix socket of QEMU. A socket takes one client at a time
-//! and answers nobody until the guest's agent runs, so connecting means: open, ask, and try again until somebody
-//! answers. After a restore the socket is a new one: connect again; what was [`Control::spawn`]ed before the
-//! checkpoint is still there.
+//! The agent's end of the channel is a virtio port, the lab's end a unix socket of QEMU. A socket
+//! accepts one client at a time, and no reply arrives until the guest's agent runs. So connecting
+//! means: open, send a ping, and try again until a reply arrives. After a restore the socket is a
+//! new one, and the client must connect again. The programs that were started by
+//! [`GuestControl::spawn_job`] before the checkpoint still run.
 
 use std::io::{self, BufRead as _, BufReader, Write as _};
 use std::os::unix::net::UnixStream;
@@ -11,34 +12,34 @@ use std::path::{Path, PathBuf};
 use std::thread::sleep;
 use std::time::{Duration, Instant};
 
-use firn_guest::protocol::{Action, Ended, Outcome, Request, Response};
+use firn_guest::protocol::{AgentAction, AgentOutcome, AgentRequest, AgentResponse, ProgramEnd};
 use thiserror::Error;
 
 /// How long a request other than `run` and `wait` may take.
-const PATIENCE: Duration = Duration::from_secs(60);
-/// How long a new client waits for the agent's sign of life before it opens the socket anew.
-const HELLO: Duration = Duration::from_millis(500);
+const REQUEST_TIMEOUT: Duration = Duration::from_secs(60);
+/// How long a new client waits for the agent's reply to a ping before it opens the socket anew.
+const PING_TIMEOUT: Duration = Duration::from_millis(500);
 
-/// A guest could not be asked, or did not do what it was asked to.
+/// A request to a guest's agent failed.
 #[derive(Debug, Error)]
 pub enum ControlError {
-    /// Nobody answered at the socket.
+    /// No agent answered at the socket.
     #[error("no agent answers at {} after {:.1} s", path.display(), waited.as_secs_f64())]
     NoAgent {
         /// The socket.
         path: PathBuf,
-        /// How long was tried.
+        /// How long the client tried.
         waited: Duration,
     },
-    /// The connection broke, or nothing came in time.
+    /// The connection broke, or no reply came in time.
     #[error("the agent at {} does not answer", .0.display())]
     Broken(PathBuf, #[source] io::Error),
-    /// The agent could not do it.
+    /// The agent could not execute the request.
     #[error("{what}: {reason}")]
     Refused {
-        /// What was asked.
+        /// The request.
         what: String,
-        /// What the agent said.
+        /// The agent's reason.
         reason: String,
     },
     /// A program ended with an error.
@@ -48,18 +49,18 @@ pub enum ControlError {
         what: String,
         /// Its exit code.
         exit: i32,
-        /// What it said, from the end.
+        /// The end of its output.
         said: String,
     },
-    /// An answer of a kind that does not belong to the request.
-    #[error("{what}: the agent gave an answer to something else")]
+    /// The kind of the reply does not match the request.
+    #[error("{what}: the agent's reply belongs to another request")]
     Confused {
-        /// What was asked.
+        /// The request.
         what: String,
     },
 }
 
-/// How a spawned program is doing.
+/// The state of a spawned program.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum JobState {
     /// It runs; its standard output and error so far.
@@ -70,18 +71,18 @@ pub enum JobState {
         stderr: String,
     },
     /// It ended.
-    Ended(Ended),
+    Ended(ProgramEnd),
 }
 
 /// A connection to a guest's agent.
 #[derive(Debug)]
-pub struct Control {
+pub struct GuestControl {
     path: PathBuf,
     stream: BufReader<UnixStream>,
     next_id: u64,
 }
 
-impl Control {
+impl GuestControl {
     /// Connects, waiting up to `limit` for the socket to appear and the agent to answer.
     pub fn connect(path: &Path, limit: Duration) -> Result<Self, ControlError> {
         let start = Instant::now();
@@ -102,46 +103,50 @@ impl Control {
         // Ids that no earlier client of the same guest is likely to have used.
         let next_id = u64::from(std::process::id()) << 32 | u64::from(subsecond_nanos());
         let mut control = Self { path: path.to_owned(), stream: BufReader::new(stream), next_id };
-        control.ask("ping", Action::Ping, HELLO)?;
+        control.send_action("ping", AgentAction::Ping, PING_TIMEOUT)?;
         Ok(control)
     }
 
-    /// Runs a program to its end, whatever its exit code; no longer than `limit`.
+    /// Runs a program to its end, whatever its exit code; for at most `limit`.
     pub fn run_within(
         &mut self,
         argv: &[&str],
         stdin: &str,
         limit: Duration,
-    ) -> Result<Ended, ControlError> {
+    ) -> Result<ProgramEnd, ControlError> {
         let what = argv.join(" ");
         let timeout_s = limit.as_secs().max(1);
-        let action = Action::Run { argv: owned(argv), stdin: stdin.to_owned(), timeout_s };
-        let outcome = self.ask(&what, action, limit + PATIENCE)?;
-        ended(&what, outcome)
+        let action =
+            AgentAction::Run { argv: to_strings(argv), stdin: stdin.to_owned(), timeout_s };
+        let outcome = self.send_action(&what, action, limit + REQUEST_TIMEOUT)?;
+        expect_ended(&what, outcome)
     }
 
     /// Runs a program that must succeed within ten minutes; returns its standard output.
-    pub fn run(&mut self, argv: &[&str]) -> Result<String, ControlError> {
+    pub fn run_program(&mut self, argv: &[&str]) -> Result<String, ControlError> {
         let ended = self.run_within(argv, "", Duration::from_secs(600))?;
-        success(&argv.join(" "), ended)
+        expect_success(&argv.join(" "), ended)
     }
 
-    /// Starts a program that goes on by itself, also across a checkpoint.
-    pub fn spawn(&mut self, job: &str, argv: &[&str]) -> Result<(), ControlError> {
+    /// Starts a program that runs in the background, also across a checkpoint.
+    pub fn spawn_job(&mut self, job: &str, argv: &[&str]) -> Result<(), ControlError> {
         let what = argv.join(" ");
-        let action = Action::Spawn { job: job.to_owned(), argv: owned(argv) };
-        self.ask(&what, action, PATIENCE).map(drop)
+        let action = AgentAction::Spawn { job: job.to_owned(), argv: to_strings(argv) };
+        self.send_action(&what, action, REQUEST_TIMEOUT).map(drop)
     }
 
-    /// How a spawned program is doing.
-    pub fn poll(&mut self, job: &str) -> Result<JobState, ControlError> {
-        match self.ask(job, Action::Poll { job: job.to_owned() }, PATIENCE)? {
-            Outcome::Running { stdout, stderr, .. } => Ok(JobState::Running { stdout, stderr }),
-            outcome => Ok(JobState::Ended(ended(job, outcome)?)),
+    /// Returns the state of a spawned program.
+    pub fn poll_job(&mut self, job: &str) -> Result<JobState, ControlError> {
+        match self.send_action(job, AgentAction::Poll { job: job.to_owned() }, REQUEST_TIMEOUT)? {
+            AgentOutcome::Running { stdout, stderr, .. } => {
+                Ok(JobState::Running { stdout, stderr })
+            }
+            outcome => Ok(JobState::Ended(expect_ended(job, outcome)?)),
         }
     }
 
-    /// Waits until a spawned program has written a line that contains `words`; returns its output so far.
+    /// Waits until a spawned program has written a line that contains `words`; returns its output
+    /// so far.
     pub fn wait_output(
         &mut self,
         job: &str,
@@ -150,8 +155,8 @@ impl Control {
     ) -> Result<String, ControlError> {
         let start = Instant::now();
         loop {
-            match self.poll(job)? {
-                JobState::Running { stdout, .. } | JobState::Ended(Ended { stdout, .. })
+            match self.poll_job(job)? {
+                JobState::Running { stdout, .. } | JobState::Ended(ProgramEnd { stdout, .. })
                     if stdout.contains(words) =>
                 {
                     return Ok(stdout);
@@ -167,46 +172,49 @@ impl Control {
     }
 
     /// Waits for a spawned program to end, whatever its exit code.
-    pub fn wait(&mut self, job: &str, limit: Duration) -> Result<Ended, ControlError> {
-        let action = Action::Wait { job: job.to_owned(), timeout_s: limit.as_secs().max(1) };
-        let outcome = self.ask(job, action, limit + PATIENCE)?;
-        ended(job, outcome)
+    pub fn wait_job(&mut self, job: &str, limit: Duration) -> Result<ProgramEnd, ControlError> {
+        let action = AgentAction::Wait { job: job.to_owned(), timeout_s: limit.as_secs().max(1) };
+        let outcome = self.send_action(job, action, limit + REQUEST_TIMEOUT)?;
+        expect_ended(job, outcome)
     }
 
     /// Signals a spawned program and its children.
-    pub fn signal(&mut self, job: &str, signal: i32) -> Result<(), ControlError> {
-        self.ask(job, Action::Signal { job: job.to_owned(), signal }, PATIENCE).map(drop)
+    pub fn signal_job(&mut self, job: &str, signal: i32) -> Result<(), ControlError> {
+        self.send_action(job, AgentAction::Signal { job: job.to_owned(), signal }, REQUEST_TIMEOUT)
+            .map(drop)
     }
 
-    fn ask(
+    fn send_action(
         &mut self,
         what: &str,
-        action: Action,
+        action: AgentAction,
         limit: Duration,
-    ) -> Result<Outcome, ControlError> {
+    ) -> Result<AgentOutcome, ControlError> {
         self.next_id += 1;
         let id = self.next_id;
         let broken = |path: &Path, error| ControlError::Broken(path.to_owned(), error);
-        self.send(&Request { id, action }).map_err(|error| broken(&self.path, error))?;
-        let response = self.answer_to(id, limit).map_err(|error| broken(&self.path, error))?;
+        self.send_request(&AgentRequest { id, action })
+            .map_err(|error| broken(&self.path, error))?;
+        let response = self.read_response(id, limit).map_err(|error| broken(&self.path, error))?;
         match response.outcome {
-            Outcome::Failed { error } => {
+            AgentOutcome::Failed { error } => {
                 Err(ControlError::Refused { what: what.to_owned(), reason: error })
             }
             outcome => Ok(outcome),
         }
     }
 
-    /// The leading line end finishes whatever a former client left half said.
-    fn send(&mut self, request: &Request) -> io::Result<()> {
+    /// Sends a request. The leading line end terminates a line that an earlier client may have left
+    /// incomplete.
+    fn send_request(&mut self, request: &AgentRequest) -> io::Result<()> {
         let line = format!("\n{}\n", serde_json::to_string(request)?);
         let stream = self.stream.get_mut();
-        stream.set_write_timeout(Some(PATIENCE))?;
+        stream.set_write_timeout(Some(REQUEST_TIMEOUT))?;
         stream.write_all(line.as_bytes())
     }
 
-    /// Skips answers meant for former clients.
-    fn answer_to(&mut self, id: u64, limit: Duration) -> io::Result<Response> {
+    /// Reads the response to a request. Skips responses to earlier clients.
+    fn read_response(&mut self, id: u64, limit: Duration) -> io::Result<AgentResponse> {
         let deadline = Instant::now() + limit;
         let mut line = Vec::new();
         loop {
@@ -218,7 +226,7 @@ impl Control {
             if self.stream.read_until(b'\n', &mut line)? == 0 {
                 return Err(io::ErrorKind::UnexpectedEof.into());
             }
-            match serde_json::from_slice::<Response>(&line) {
+            match serde_json::from_slice::<AgentResponse>(&line) {
                 Ok(response) if response.id == id => return Ok(response),
                 _ => line.clear(),
             }
@@ -226,25 +234,25 @@ impl Control {
     }
 }
 
-fn ended(what: &str, outcome: Outcome) -> Result<Ended, ControlError> {
+fn expect_ended(what: &str, outcome: AgentOutcome) -> Result<ProgramEnd, ControlError> {
     match outcome {
-        Outcome::Ended(ended) => Ok(ended),
+        AgentOutcome::Ended(ended) => Ok(ended),
         _ => Err(ControlError::Confused { what: what.to_owned() }),
     }
 }
 
-fn success(what: &str, ended: Ended) -> Result<String, ControlError> {
+fn expect_success(what: &str, ended: ProgramEnd) -> Result<String, ControlError> {
     if ended.exit == 0 { Ok(ended.stdout) } else { Err(exit_error(what, &ended)) }
 }
 
-fn exit_error(what: &str, ended: &Ended) -> ControlError {
-    let said = format!("{}{}", ended.stdout, ended.stderr);
-    let lines: Vec<&str> = said.lines().collect();
-    let said = lines[lines.len().saturating_sub(5)..].join(" | ");
-    ControlError::Exit { what: what.to_owned(), exit: ended.exit, said }
+fn exit_error(what: &str, ended: &ProgramEnd) -> ControlError {
+    let output = format!("{}{}", ended.stdout, ended.stderr);
+    let lines: Vec<&str> = output.lines().collect();
+    let output = lines[lines.len().saturating_sub(5)..].join(" | ");
+    ControlError::Exit { what: what.to_owned(), exit: ended.exit, said: output }
 }
 
-fn owned(argv: &[&str]) -> Vec<String> {
+fn to_strings(argv: &[&str]) -> Vec<String> {
     argv.iter().map(|&word| word.to_owned()).collect()
 }
 
@@ -270,7 +278,7 @@ mod tests {
                     line.clear();
                     reader.read_line(&mut line).unwrap();
                 }
-                let request: Request = serde_json::from_str(&line).unwrap();
+                let request: AgentRequest = serde_json::from_str(&line).unwrap();
                 let reply = reply.replace("ID", &request.id.to_string());
                 reader.get_mut().write_all(reply.as_bytes()).unwrap();
             }
@@ -286,16 +294,16 @@ mod tests {
         let done = "{\"id\":ID,\"exit\":0,\"stdout\":\"yes\",\"stderr\":\"\"}\n";
         let bad = "{\"id\":ID,\"exit\":3,\"stdout\":\"\",\"stderr\":\"no such thing\"}\n";
         let agent = agent(&path, vec![pong.leak(), done, bad]);
-        let mut control = Control::connect(&path, Duration::from_secs(5)).unwrap();
-        assert_eq!(control.run(&["true"]).unwrap(), "yes");
-        let error = control.run(&["false"]).unwrap_err();
+        let mut control = GuestControl::connect(&path, Duration::from_secs(5)).unwrap();
+        assert_eq!(control.run_program(&["true"]).unwrap(), "yes");
+        let error = control.run_program(&["false"]).unwrap_err();
         assert_eq!(error.to_string(), "false: exit 3: no such thing");
         agent.join().unwrap();
     }
 
     #[test]
     fn says_that_nobody_is_there() {
-        let error = Control::connect(Path::new("/nonexistent"), Duration::ZERO).unwrap_err();
+        let error = GuestControl::connect(Path::new("/nonexistent"), Duration::ZERO).unwrap_err();
         assert!(matches!(error, ControlError::NoAgent { .. }));
     }
 }

@@ -1,4 +1,4 @@
-//! Guest images: what `guests/build` makes.
+//! Guest images, which `guests/build` creates.
 
 use std::io;
 use std::path::{Path, PathBuf};
@@ -10,16 +10,16 @@ use thiserror::Error;
 /// Environment variable that names another `guests/build`.
 pub const VARIABLE: &str = "FIRN_GUESTS_BUILD";
 
-/// A guest image could not be had.
+/// A guest image is not available.
 #[derive(Debug, Error)]
 pub enum ImageError {
-    /// The script that builds guests is not where it should be.
-    #[error("{} is not there; set {VARIABLE} to the path of guests/build", .0.display())]
+    /// The script that builds guests does not exist at its path.
+    #[error("{} does not exist; set {VARIABLE} to the path of guests/build", .0.display())]
     NoScript(PathBuf),
     /// The script could not be started.
     #[error("cannot start {}", .0.display())]
     Start(PathBuf, #[source] io::Error),
-    /// The script failed; it has said why on standard error.
+    /// The script failed; it has printed the reason to standard error.
     #[error("guests/build {guest} failed ({status})")]
     Build {
         /// Which guest.
@@ -32,22 +32,22 @@ pub enum ImageError {
     Incomplete {
         /// Which guest.
         guest: String,
-        /// Where it is.
+        /// Its directory.
         directory: PathBuf,
-        /// What is missing.
+        /// The missing file.
         file: &'static str,
     },
-    /// `qemu-img` could not make an overlay.
-    #[error("qemu-img cannot make an overlay at {}: {reason}", at.display())]
+    /// `qemu-img` could not create an overlay.
+    #[error("qemu-img cannot create an overlay at {}: {reason}", at.display())]
     Overlay {
-        /// Where it should have been.
+        /// Path of the overlay.
         at: PathBuf,
-        /// What it said.
+        /// The error of `qemu-img`.
         reason: String,
     },
 }
 
-/// The guests that were asked for.
+/// The guests that this process has requested.
 static KNOWN: Mutex<Vec<GuestImage>> = Mutex::new(Vec::new());
 
 /// A built guest.
@@ -64,29 +64,31 @@ pub struct GuestImage {
 }
 
 impl GuestImage {
-    /// The small guest: busybox, Redis, Firn's guest programs. Built if it is not cached: seconds.
+    /// The small guest: busybox, Redis, Firn's guest programs. If it is not cached, building it
+    /// takes seconds.
     pub fn small() -> Result<Self, ImageError> {
-        Self::named("small")
+        Self::find_guest("small")
     }
 
-    /// The full guest: PostgreSQL, nginx, a JVM, compilers. Built if it is not cached: minutes.
+    /// The full guest: PostgreSQL, nginx, a JVM, compilers. If it is not cached, building it takes
+    /// minutes.
     pub fn full() -> Result<Self, ImageError> {
-        Self::named("full")
+        Self::find_guest("full")
     }
 
-    /// The guest of that name. The script is asked once per process.
-    pub fn named(guest: &str) -> Result<Self, ImageError> {
+    /// The guest of that name. The script runs once per process and guest.
+    pub fn find_guest(guest: &str) -> Result<Self, ImageError> {
         let mut known = KNOWN.lock().unwrap_or_else(PoisonError::into_inner);
         if let Some(image) = known.iter().find(|image| image.name == guest) {
             return Ok(image.clone());
         }
-        let image = Self::in_directory(guest, &build(guest)?)?;
+        let image = Self::in_directory(guest, &run_build_script(guest)?)?;
         known.push(image.clone());
         Ok(image)
     }
 
-    /// Those that this process has asked for.
-    pub fn known() -> Vec<Self> {
+    /// The guests that this process has requested.
+    pub fn requested_guests() -> Vec<Self> {
         KNOWN.lock().unwrap_or_else(PoisonError::into_inner).clone()
     }
 
@@ -104,8 +106,9 @@ impl GuestImage {
         Ok(Self { name: guest.to_owned(), kernel, initrd, disk: file("disk.qcow2").ok() })
     }
 
-    /// A disk of one's own, at `at`, on top of the guest's: empty at first, it takes what the guest writes.
-    pub fn overlay(&self, at: &Path) -> Result<PathBuf, ImageError> {
+    /// Creates an overlay of the guest's disk at `at`: empty at first, it receives the guest's
+    /// writes.
+    pub fn create_overlay(&self, at: &Path) -> Result<PathBuf, ImageError> {
         let problem = |reason: String| ImageError::Overlay { at: at.to_owned(), reason };
         let disk = self.disk.as_ref().ok_or_else(|| problem("the guest has no disk".to_owned()))?;
         let made = Command::new("qemu-img")
@@ -120,8 +123,8 @@ impl GuestImage {
     }
 }
 
-fn build(guest: &str) -> Result<PathBuf, ImageError> {
-    let script = script();
+fn run_build_script(guest: &str) -> Result<PathBuf, ImageError> {
+    let script = build_script_path();
     if !script.exists() {
         return Err(ImageError::NoScript(script));
     }
@@ -139,7 +142,7 @@ fn build(guest: &str) -> Result<PathBuf, ImageError> {
 }
 
 /// The script of the source tree this was compiled from, unless the environment names another.
-fn script() -> PathBuf {
+fn build_script_path() -> PathBuf {
     std::env::var_os(VARIABLE).map_or_else(
         || Path::new(env!("CARGO_MANIFEST_DIR")).join("../../guests/build"),
         PathBuf::from,
@@ -159,6 +162,6 @@ mod tests {
         std::fs::write(directory.path().join("initrd"), "").unwrap();
         let image = GuestImage::in_directory("small", directory.path()).unwrap();
         assert_eq!(image.disk, None);
-        assert!(image.overlay(Path::new("x")).is_err());
+        assert!(image.create_overlay(Path::new("x")).is_err());
     }
 }

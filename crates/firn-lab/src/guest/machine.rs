@@ -1,4 +1,4 @@
-//! A guest under plain QEMU, without Firn.
+//! Plain guest: a guest under QEMU, without Firn.
 
 use std::fs::{self, File};
 use std::io;
@@ -11,16 +11,16 @@ use tempfile::TempDir;
 use thiserror::Error;
 
 use super::qemu_args::QemuArgs;
-use crate::disk_profile::Throttle;
+use crate::disk_profile::DiskThrottle;
 
 /// What a guest prints on its console once its services answer.
-pub const READY: &str = "firn: ready";
+pub const READY_LINE: &str = "firn: ready";
 
-/// A guest did not come up.
+/// A guest did not start.
 #[derive(Debug, Error)]
 pub enum MachineError {
-    /// Files beside the guest could not be made.
-    #[error("cannot make a directory for the guest")]
+    /// Files of the guest could not be created.
+    #[error("cannot create a directory for the guest")]
     Directory(#[source] io::Error),
     /// QEMU could not be started.
     #[error("cannot start {0}")]
@@ -28,24 +28,24 @@ pub enum MachineError {
     /// QEMU ended before the guest was ready.
     #[error("QEMU ended ({status}): {said}")]
     Ended {
-        /// How.
+        /// Its exit status.
         status: String,
-        /// The last lines it wrote.
+        /// The last lines of its log.
         said: String,
     },
     /// The guest was not ready in time.
     #[error("the guest was not ready after {seconds} s; its console ends with: {console}")]
     NotReady {
-        /// How long was waited.
+        /// The time limit.
         seconds: u64,
         /// The last lines of its console.
         console: String,
     },
 }
 
-/// A running QEMU; dropping it kills it.
+/// A running QEMU without Firn; dropping it kills the process.
 #[derive(Debug)]
-pub struct Machine {
+pub struct PlainGuest {
     child: Child,
     console: PathBuf,
     log: PathBuf,
@@ -53,30 +53,30 @@ pub struct Machine {
     _directory: TempDir,
 }
 
-impl Machine {
+impl PlainGuest {
     /// Starts QEMU. The console goes to a temporary file unless the arguments name one.
     pub fn start(args: QemuArgs) -> Result<Self, MachineError> {
         let command = Command::new(args.program_name());
-        Self::start_by(command, args)
+        Self::start_command(command, args)
     }
 
-    /// The same under a disk profile.
-    pub fn start_under(args: QemuArgs, throttle: &Throttle) -> Result<Self, MachineError> {
+    /// Starts QEMU under a disk profile.
+    pub fn start_throttled(args: QemuArgs, throttle: &DiskThrottle) -> Result<Self, MachineError> {
         let command = throttle.command(args.program_name());
-        Self::start_by(command, args)
+        Self::start_command(command, args)
     }
 
-    fn start_by(mut command: Command, args: QemuArgs) -> Result<Self, MachineError> {
+    fn start_command(mut command: Command, args: QemuArgs) -> Result<Self, MachineError> {
         let directory = tempfile::tempdir().map_err(MachineError::Directory)?;
         let console = args.console_file().map(Path::to_owned);
         let (args, console) = match console {
             Some(console) => (args, console),
             None => {
                 let console = directory.path().join("console");
-                (args.console(&console), console)
+                (args.with_console(&console), console)
             }
         };
-        // What an earlier guest left there would look like this one's.
+        // The output of an earlier guest would look like this one's.
         let _ = fs::remove_file(&console);
         let log = directory.path().join("qemu.log");
         let program = args.program_name().to_string_lossy().into_owned();
@@ -95,13 +95,17 @@ impl Machine {
         self.child.id()
     }
 
-    /// Waits until the guest says that its services answer; returns how long that took from the start.
+    /// Waits until the guest prints that its services answer; returns the time since the start.
     pub fn wait_ready(&mut self, limit: Duration) -> Result<Duration, MachineError> {
-        self.wait_for(READY, limit)
+        self.wait_for_output(READY_LINE, limit)
     }
 
-    /// Waits until the guest has written `words` to its console; returns how long that took from the start.
-    pub fn wait_for(&mut self, words: &str, limit: Duration) -> Result<Duration, MachineError> {
+    /// Waits until the guest has written `words` to its console; returns the time since the start.
+    pub fn wait_for_output(
+        &mut self,
+        words: &str,
+        limit: Duration,
+    ) -> Result<Duration, MachineError> {
         loop {
             let console = self.console();
             let elapsed = self.started.elapsed();
@@ -127,19 +131,19 @@ impl Machine {
 
     /// Ends QEMU at once.
     pub fn kill(mut self) {
-        self.end();
+        self.kill_and_reap();
     }
 
-    fn end(&mut self) {
+    fn kill_and_reap(&mut self) {
         // It may have ended by itself; either way it is reaped.
         let _ = self.child.kill();
         let _ = self.child.wait();
     }
 }
 
-impl Drop for Machine {
+impl Drop for PlainGuest {
     fn drop(&mut self) {
-        self.end();
+        self.kill_and_reap();
     }
 }
 

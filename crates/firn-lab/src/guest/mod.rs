@@ -1,14 +1,14 @@
-//! Test guests: built, started under QEMU, and talked to.
+//! Test guests: built by a script, started under QEMU, controlled by their agent.
 //!
 //! ```text
 //!   GuestImage::small()      kernel and initrd, built by guests/build if they are not cached
-//!   QemuArgs                 the command line of a guest, as a user would type it; Firn adds its part to it
-//!   Machine                  a QEMU started from it without Firn: for boots, floors and peers
-//!   Control                  runs programs in the guest, over a virtio port
-//!   Redis                    loads the guest's Redis and checks what it holds
+//!   QemuArgs                 the command line of a guest, as a user would type it; Firn adds options to it
+//!   PlainGuest               a QEMU started from it without Firn: for boots, floors and peers
+//!   GuestControl             runs programs in the guest, over a virtio port
+//!   RedisClient              loads the guest's Redis and checks its data
 //! ```
 //!
-//! [`accel::decide`] is the only place that chooses between KVM and TCG.
+//! Only [`accel::choose_accel`] chooses between KVM and TCG.
 
 pub mod accel;
 mod control;
@@ -19,10 +19,10 @@ mod qemu_args;
 mod redis;
 mod redis_load;
 
-pub use control::{Control, ControlError, JobState};
+pub use control::{ControlError, GuestControl, JobState};
 pub use image::{GuestImage, ImageError};
-pub use machine::{Machine, MachineError};
+pub use machine::{MachineError, PlainGuest};
 pub use port::free_tcp_port;
-pub use qemu_args::{Disk, HostForward, QemuArgs, default_program, lean};
-pub use redis::{Redis, RedisError};
+pub use qemu_args::{HostForward, QemuArgs, VirtioDisk, default_program, lean_virtio_options};
+pub use redis::{RedisClient, RedisError};
 pub use redis_load::{LoadReport, RedisLoad};

@@ -1,8 +1,8 @@
-//! The command line of a guest, as a user would type it.
+//! QEMU arguments: the command line of a guest, as a user would type it.
 //!
-//! No RAM backend and no monitor: `firn run` adds those, and a guest started without Firn needs none. The machine type
-//! is versioned, so that the state of its devices means the same in every QEMU. Only devices that bring no RAM of
-//! their own are used, and the network card goes without its boot ROM.
+//! It has no RAM backend and no monitor: `firn run` adds those, and a guest started without Firn
+//! needs none. The machine type is versioned, so that device state has one meaning in every QEMU.
+//! It uses only devices without RAM of their own, and the network card has no boot ROM.
 
 use std::ffi::OsString;
 use std::path::{Path, PathBuf};
@@ -11,18 +11,19 @@ use super::accel::Accel;
 use super::image::GuestImage;
 use firn_guest::protocol::{AGENT_PORT, HEARTBEAT_PORT};
 
-/// Machine type of all guests, where nothing else is said.
+/// Default machine type of guests.
 pub const MACHINE: &str = "pc-q35-7.2";
-/// That of guests that are paused many times a second: its devices take 15 KiB, those of the other 34, and a pause 0.2 ms less of the
-/// hypervisor's processor.
+/// Machine type of guests that are paused many times a second. Its device state takes 15 KiB, that
+/// of the default type 34 KiB, and a pause takes 0.2 ms less of the hypervisor's processor.
 pub const LEAN_MACHINE: &str = "pc-i440fx-7.2";
-/// How virtio devices are, for pauses to be short (docs/design/008).
+/// Options of virtio devices that shorten pauses (docs/design/008).
 ///
-/// - Legacy: as a modern one each has the state of 1024 queues to save (`VIRTIO_QUEUE_MAX`), whether it has them or not: 45 KiB, and 0.25 ms
-///   of a pause. As a legacy one it has that of those it has.
-/// - Without KVM, kicked by the vCPU itself: else each queue's event descriptor is taken away and made again in each pause, 0.15 ms for nine
-///   queues, and saves nothing.
-pub fn lean(accel: Accel) -> &'static str {
+/// - Legacy devices: a modern device saves the state of 1024 queues (`VIRTIO_QUEUE_MAX`), whether
+///   it has them or not. That is 45 KiB, and 0.25 ms of a pause. A legacy device saves only the
+///   queues that it has.
+/// - Without KVM, the vCPU itself notifies a device: otherwise QEMU removes and recreates each
+///   queue's event descriptor in each pause, which takes 0.15 ms for nine queues and gains nothing.
+pub fn lean_virtio_options(accel: Accel) -> &'static str {
     match accel {
         Accel::Kvm => "disable-modern=on",
         Accel::Tcg => "disable-modern=on,ioeventfd=off",
@@ -31,12 +32,14 @@ pub fn lean(accel: Accel) -> &'static str {
 /// Environment variable that names another QEMU program.
 pub const QEMU_VARIABLE: &str = "FIRN_QEMU";
 
-/// A port of the host's loopback interface that leads to one of the guest, through QEMU's user networking.
+/// A port of the host's loopback interface that QEMU's user networking forwards to a port of the
+/// guest.
 ///
-/// Few connections at a time: its listen backlog is tiny, and twenty at once stall for seconds.
+/// Use few connections at a time: its listen backlog is tiny, and twenty simultaneous connections
+/// stall for seconds.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct HostForward {
-    /// UDP, or else TCP.
+    /// Whether it is a UDP port; otherwise TCP.
     pub udp: bool,
     /// Port of the host.
     pub host: u16,
@@ -58,16 +61,17 @@ impl HostForward {
 
 /// A virtio disk.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub struct Disk {
+pub struct VirtioDisk {
     /// The file.
     pub file: PathBuf,
     /// QEMU's name of its format: `raw`, `qcow2`.
     pub format: &'static str,
-    /// The guest cannot write it.
+    /// Whether the guest cannot write it.
     pub read_only: bool,
 }
 
-/// Builds a command line; the defaults are a guest of 512 MiB and 2 vCPUs with nothing attached.
+/// Builder of a command line. The defaults are a guest of 512 MiB and 2 vCPUs with no devices
+/// attached.
 #[derive(Clone, Debug)]
 pub struct QemuArgs {
     program: OsString,
@@ -80,18 +84,19 @@ pub struct QemuArgs {
     append: Vec<String>,
     console: Option<PathBuf>,
     ports: Vec<(&'static str, PathBuf)>,
-    disks: Vec<Disk>,
+    disks: Vec<VirtioDisk>,
     network: Option<Vec<HostForward>>,
     more: Vec<String>,
 }
 
-/// The hypervisor, where nothing else is said.
+/// The hypervisor: the environment's, or the default.
 pub fn default_program() -> OsString {
     std::env::var_os(QEMU_VARIABLE).unwrap_or_else(|| "qemu-system-x86_64".into())
 }
 
 impl QemuArgs {
-    /// A guest that boots `image`. Its disk, if it has one, is not attached by this: see [`QemuArgs::disk`].
+    /// A guest that boots `image`. This does not attach the image's disk, if there is one: see
+    /// [`QemuArgs::add_disk`].
     pub fn new(image: &GuestImage, accel: Accel) -> Self {
         Self {
             program: default_program(),
@@ -110,119 +115,122 @@ impl QemuArgs {
         }
     }
 
-    /// Another QEMU program.
-    pub fn program(mut self, program: impl Into<OsString>) -> Self {
+    /// Uses another QEMU program.
+    pub fn with_program(mut self, program: impl Into<OsString>) -> Self {
         self.program = program.into();
         self
     }
 
-    /// Another machine type.
-    pub fn machine(mut self, machine: &str) -> Self {
+    /// Uses another machine type.
+    pub fn with_machine(mut self, machine: &str) -> Self {
         machine.clone_into(&mut self.machine);
         self
     }
 
-    /// With few devices, and such as are saved fast.
-    pub fn lean(self) -> Self {
-        self.machine(LEAN_MACHINE)
+    /// Uses a machine type with few devices, whose state is saved fast.
+    pub fn with_lean_machine(self) -> Self {
+        self.with_machine(LEAN_MACHINE)
     }
 
-    /// Guest memory.
+    /// Sets the size of guest memory.
     pub fn memory_mib(self, mib: u32) -> Self {
         self.memory_kib(u64::from(mib) << 10)
     }
 
-    /// Guest memory; QEMU rounds it up to a multiple of 8 KiB.
+    /// Sets the size of guest memory; QEMU rounds it up to a multiple of 8 KiB.
     pub fn memory_kib(mut self, kib: u64) -> Self {
         self.memory_kib = kib;
         self
     }
 
-    /// Guest memory, in bytes.
+    /// Size of guest memory, in bytes.
     pub fn memory_bytes(&self) -> u64 {
         self.memory_kib << 10
     }
 
-    /// How many vCPUs.
+    /// Sets the number of vCPUs.
     pub fn vcpus(mut self, vcpus: u32) -> Self {
         self.vcpus = vcpus;
         self
     }
 
-    /// A word more on the kernel's command line.
-    pub fn append(mut self, word: &str) -> Self {
+    /// Adds a word to the kernel's command line.
+    pub fn append_kernel_arg(mut self, word: &str) -> Self {
         self.append.push(word.to_owned());
         self
     }
 
-    /// Where what the guest writes to its serial console goes: a file.
-    pub fn console(mut self, file: &Path) -> Self {
+    /// Writes the guest's serial console to a file.
+    pub fn with_console(mut self, file: &Path) -> Self {
         self.console = Some(file.to_owned());
         self
     }
 
-    /// Where [`super::Control`] finds the agent: a unix socket QEMU makes.
-    pub fn agent(mut self, socket: &Path) -> Self {
+    /// Connects the agent's port, which [`super::GuestControl`] uses, to a unix socket that QEMU
+    /// creates.
+    pub fn with_agent_socket(mut self, socket: &Path) -> Self {
         self.ports.push((AGENT_PORT, socket.to_owned()));
         self
     }
 
-    /// Where a prober finds heartbeats: a unix socket QEMU makes.
-    pub fn heartbeat(mut self, socket: &Path) -> Self {
+    /// Connects the heartbeat port, which a prober reads, to a unix socket that QEMU creates.
+    pub fn with_heartbeat_socket(mut self, socket: &Path) -> Self {
         self.ports.push((HEARTBEAT_PORT, socket.to_owned()));
         self
     }
 
-    /// A virtio disk; the first is `/dev/vda`.
-    pub fn disk(mut self, disk: Disk) -> Self {
+    /// Adds a virtio disk; the first is `/dev/vda`.
+    pub fn add_disk(mut self, disk: VirtioDisk) -> Self {
         self.disks.push(disk);
         self
     }
 
-    /// The disk of `image`, only read: what the guest writes stays in its memory. A checkpoint of such a guest needs no
-    /// copy of a disk, and can be restored any number of times.
+    /// Adds the disk of `image` read-only; the guest's writes stay in its memory. A checkpoint of
+    /// such a guest needs no copy of a disk, and can be restored any number of times.
     pub fn root_in_memory(self, image: &GuestImage) -> Self {
         let Some(file) = image.disk.clone() else { return self };
-        self.disk(Disk { file, format: "qcow2", read_only: true }).append("firn.root=ram")
+        self.add_disk(VirtioDisk { file, format: "qcow2", read_only: true })
+            .append_kernel_arg("firn.root=ram")
     }
 
-    /// The same, read by way of the page cache: where a disk is read past it, no page is copied ahead of a cut (docs/design/010).
+    /// The same, read through the page cache: if a disk is read past the page cache, no page is
+    /// copied ahead of a cut (docs/design/010).
     pub fn cached_root_in_memory(self, image: &GuestImage) -> Self {
         let Some(file) = &image.disk else { return self };
         let drive = format!(
             "if=none,id=root,file={},format=qcow2,readonly=on,cache=writeback",
-            escaped(file)
+            escape_commas(file)
         );
-        let device = format!("virtio-blk-pci,drive=root,{}", lean(self.accel));
-        self.more(&["-drive", &drive, "-device", &device]).append("firn.root=ram")
+        let device = format!("virtio-blk-pci,drive=root,{}", lean_virtio_options(self.accel));
+        self.add_args(&["-drive", &drive, "-device", &device]).append_kernel_arg("firn.root=ram")
     }
 
-    /// A virtio network card on QEMU's user networking. Calls add up.
-    pub fn network(mut self, forwards: &[HostForward]) -> Self {
+    /// Adds a virtio network card on QEMU's user networking. Forwards of several calls add up.
+    pub fn add_network(mut self, forwards: &[HostForward]) -> Self {
         self.network.get_or_insert_default().extend_from_slice(forwards);
         self
     }
 
-    /// Anything else.
-    pub fn more(mut self, args: &[&str]) -> Self {
+    /// Adds any other arguments.
+    pub fn add_args(mut self, args: &[&str]) -> Self {
         self.more.extend(args.iter().map(|&arg| arg.to_owned()));
         self
     }
 
-    /// Where the console goes, if anywhere.
+    /// The file of the console, if any.
     pub(super) fn console_file(&self) -> Option<&Path> {
         self.console.as_deref()
     }
 
-    /// The program.
+    /// The QEMU program.
     pub fn program_name(&self) -> &OsString {
         &self.program
     }
 
-    /// Everything after the program.
+    /// All arguments after the program.
     pub fn args(&self) -> Vec<String> {
-        let mut args = self.base();
-        args.extend(self.serial());
+        let mut args = self.base_args();
+        args.extend(self.serial_args());
         for (number, disk) in self.disks.iter().enumerate() {
             args.extend(disk_args(number, disk));
         }
@@ -233,8 +241,8 @@ impl QemuArgs {
         args
     }
 
-    fn base(&self) -> Vec<String> {
-        words(&[
+    fn base_args(&self) -> Vec<String> {
+        to_strings(&[
             "-nodefaults",
             "-no-user-config",
             "-no-reboot",
@@ -247,7 +255,7 @@ impl QemuArgs {
             "-cpu",
             self.accel.cpu(),
             "-m",
-            &size(self.memory_kib),
+            &format_size(self.memory_kib),
             "-smp",
             &self.vcpus.to_string(),
             "-kernel",
@@ -259,44 +267,46 @@ impl QemuArgs {
         ])
     }
 
-    fn serial(&self) -> Vec<String> {
+    fn serial_args(&self) -> Vec<String> {
         let mut args = Vec::new();
         if let Some(console) = &self.console {
-            let file = format!("file,id=console,path={}", escaped(console));
-            args.extend(words(&["-chardev", &file, "-serial", "chardev:console"]));
+            let file = format!("file,id=console,path={}", escape_commas(console));
+            args.extend(to_strings(&["-chardev", &file, "-serial", "chardev:console"]));
         }
         if !self.ports.is_empty() {
-            // By itself QEMU makes 31: 64 queues, which it stops and starts in each pause. The first is a console's.
+            // By default QEMU creates 31 ports: 64 queues, which it stops and starts in each pause.
+            // The first port is a console's.
             let most = self.ports.len() + 1;
-            let lean = lean(self.accel);
+            let lean = lean_virtio_options(self.accel);
             let bus = format!("virtio-serial-pci,id=ports,max_ports={most},{lean}");
-            args.extend(words(&["-device", &bus]));
+            args.extend(to_strings(&["-device", &bus]));
         }
         for (name, socket) in &self.ports {
-            let socket = format!("socket,id={name},path={},server=on,wait=off", escaped(socket));
+            let socket =
+                format!("socket,id={name},path={},server=on,wait=off", escape_commas(socket));
             let port = format!("virtserialport,bus=ports.0,chardev={name},name={name}");
-            args.extend(words(&["-chardev", &socket, "-device", &port]));
+            args.extend(to_strings(&["-chardev", &socket, "-device", &port]));
         }
         args
     }
 }
 
-/// A size as QEMU reads it: in MiB where that is exact.
-fn size(kib: u64) -> String {
+/// A size in QEMU's notation: in MiB where that is exact.
+fn format_size(kib: u64) -> String {
     match kib % 1024 {
         0 => format!("{}M", kib / 1024),
         _ => format!("{kib}K"),
     }
 }
 
-fn disk_args(number: usize, disk: &Disk) -> Vec<String> {
+fn disk_args(number: usize, disk: &VirtioDisk) -> Vec<String> {
     let read_only = if disk.read_only { "on" } else { "off" };
     let drive = format!(
         "if=none,id=disk{number},file={},format={},readonly={read_only},cache=none,aio=threads",
-        escaped(&disk.file),
+        escape_commas(&disk.file),
         disk.format
     );
-    words(&["-drive", &drive, "-device", &format!("virtio-blk-pci,drive=disk{number}")])
+    to_strings(&["-drive", &drive, "-device", &format!("virtio-blk-pci,drive=disk{number}")])
 }
 
 fn network_args(forwards: &[HostForward], accel: Accel) -> Vec<String> {
@@ -305,16 +315,16 @@ fn network_args(forwards: &[HostForward], accel: Accel) -> Vec<String> {
         let protocol = if *udp { "udp" } else { "tcp" };
         netdev += &format!(",hostfwd={protocol}:127.0.0.1:{host}-:{guest}");
     }
-    let device = format!("virtio-net-pci,netdev=net,romfile=,{}", lean(accel));
-    words(&["-netdev", &netdev, "-device", &device])
+    let device = format!("virtio-net-pci,netdev=net,romfile=,{}", lean_virtio_options(accel));
+    to_strings(&["-netdev", &netdev, "-device", &device])
 }
 
-/// A path inside a comma-separated option: commas are doubled.
-fn escaped(path: &Path) -> String {
+/// A path for a comma-separated option: commas are doubled.
+fn escape_commas(path: &Path) -> String {
     path.to_string_lossy().replace(',', ",,")
 }
 
-fn words(words: &[&str]) -> Vec<String> {
+fn to_strings(words: &[&str]) -> Vec<String> {
     words.iter().map(|&word| word.to_owned()).collect()
 }
 
@@ -350,13 +360,13 @@ mod tests {
 
     #[test]
     fn ports_disks_and_forwards() {
-        let disk = Disk { file: "/d,1".into(), format: "qcow2", read_only: true };
+        let disk = VirtioDisk { file: "/d,1".into(), format: "qcow2", read_only: true };
         let args = QemuArgs::new(&image(), Accel::Kvm)
-            .agent(Path::new("/a"))
-            .heartbeat(Path::new("/h"))
-            .disk(disk)
-            .network(&[HostForward::tcp(7000, 6379)])
-            .network(&[HostForward::udp(7001, 7)])
+            .with_agent_socket(Path::new("/a"))
+            .with_heartbeat_socket(Path::new("/h"))
+            .add_disk(disk)
+            .add_network(&[HostForward::tcp(7000, 6379)])
+            .add_network(&[HostForward::udp(7001, 7)])
             .args()
             .join(" ");
         assert_eq!(args.matches("virtio-serial-pci").count(), 1, "{args}");

@@ -1,4 +1,5 @@
-//! Fills a guest's Redis with values that can be checked without remembering them.
+//! Redis load: fills a guest's Redis with values that can be checked without storing them
+//! elsewhere.
 //!
 //! ```text
 //!   key    firn:NUMBER
@@ -10,23 +11,24 @@ use std::time::{Duration, Instant};
 
 use firn_guest::stamp::mix;
 
-use super::redis::{Redis, RedisError, encode};
+use super::redis::{RedisClient, RedisError, encode_command};
 
-/// Commands on their way at once: enough to hide the round trip, few enough for a small guest.
+/// Maximum number of unanswered commands: enough to hide the round trip, few enough for a small
+/// guest.
 const WINDOW: u64 = 64;
 
-/// What to load.
+/// The keys and values to load.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct RedisLoad {
-    /// Which keys.
+    /// The numbers of the keys.
     pub keys: Range<u64>,
     /// Bytes of each value.
     pub value_bytes: usize,
-    /// Tells this load's values from another's of the same keys.
+    /// Distinguishes this load's values from another's of the same keys.
     pub generation: u64,
 }
 
-/// What came of it.
+/// The result of writing or checking a load.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct LoadReport {
     /// Keys written or checked.
@@ -35,8 +37,8 @@ pub struct LoadReport {
     pub missing: u64,
     /// Keys with another value than they should have.
     pub wrong: u64,
-    /// The first of both.
-    pub told: Vec<String>,
+    /// Descriptions of the first missing or wrong keys.
+    pub problems: Vec<String>,
     /// How long it took.
     pub took: Duration,
 }
@@ -55,7 +57,7 @@ impl RedisLoad {
     }
 
     /// The value a key must have.
-    pub fn value(&self, key: u64) -> Vec<u8> {
+    pub fn value_for(&self, key: u64) -> Vec<u8> {
         let mut value = format!("{key} {} ", self.generation).into_bytes();
         let mut state = mix(key ^ self.generation << 48);
         while value.len() < self.value_bytes {
@@ -67,41 +69,46 @@ impl RedisLoad {
     }
 
     /// Writes every key.
-    pub fn write(&self, redis: &mut Redis) -> Result<LoadReport, RedisError> {
+    pub fn write_all(&self, redis: &mut RedisClient) -> Result<LoadReport, RedisError> {
         let start = Instant::now();
-        for window in self.windows() {
+        for window in self.key_windows() {
             let mut commands = Vec::new();
             for key in window.clone() {
-                encode(&mut commands, &[b"SET", name(key).as_bytes(), &self.value(key)]);
+                encode_command(
+                    &mut commands,
+                    &[b"SET", key_name(key).as_bytes(), &self.value_for(key)],
+                );
             }
-            redis.send(&commands)?;
+            redis.send_commands(&commands)?;
             for _ in window {
-                redis.reply()?.expect_simple("OK")?;
+                redis.read_reply()?.expect_simple("OK")?;
             }
         }
-        Ok(LoadReport { keys: self.count(), took: start.elapsed(), ..LoadReport::default() })
+        Ok(LoadReport { keys: self.key_count(), took: start.elapsed(), ..LoadReport::default() })
     }
 
     /// Reads every key and compares.
-    pub fn verify(&self, redis: &mut Redis) -> Result<LoadReport, RedisError> {
+    pub fn verify_all(&self, redis: &mut RedisClient) -> Result<LoadReport, RedisError> {
         let start = Instant::now();
-        let mut report = LoadReport { keys: self.count(), ..LoadReport::default() };
-        for window in self.windows() {
+        let mut report = LoadReport { keys: self.key_count(), ..LoadReport::default() };
+        for window in self.key_windows() {
             let mut commands = Vec::new();
-            window.clone().for_each(|key| encode(&mut commands, &[b"GET", name(key).as_bytes()]));
-            redis.send(&commands)?;
+            window
+                .clone()
+                .for_each(|key| encode_command(&mut commands, &[b"GET", key_name(key).as_bytes()]));
+            redis.send_commands(&commands)?;
             for key in window {
-                let value = redis.reply()?.value()?;
-                self.compare(key, value.as_deref(), &mut report);
+                let value = redis.read_reply()?.expect_value()?;
+                self.compare_key(key, value.as_deref(), &mut report);
             }
         }
         report.took = start.elapsed();
         Ok(report)
     }
 
-    fn compare(&self, key: u64, value: Option<&[u8]>, report: &mut LoadReport) {
+    fn compare_key(&self, key: u64, value: Option<&[u8]>, report: &mut LoadReport) {
         let problem = match value {
-            Some(value) if value == self.value(key) => return,
+            Some(value) if value == self.value_for(key) => return,
             Some(value) => {
                 report.wrong += 1;
                 let words = String::from_utf8_lossy(&value[..value.len().min(24)]).into_owned();
@@ -112,22 +119,22 @@ impl RedisLoad {
                 format!("key {key} is gone")
             }
         };
-        if report.told.len() < 8 {
-            report.told.push(problem);
+        if report.problems.len() < 8 {
+            report.problems.push(problem);
         }
     }
 
-    fn count(&self) -> u64 {
+    fn key_count(&self) -> u64 {
         self.keys.end.saturating_sub(self.keys.start)
     }
 
-    fn windows(&self) -> impl Iterator<Item = Range<u64>> + use<> {
+    fn key_windows(&self) -> impl Iterator<Item = Range<u64>> + use<> {
         let (first, end) = (self.keys.start, self.keys.end);
         (first..end).step_by(WINDOW as usize).map(move |at| at..(at + WINDOW).min(end))
     }
 }
 
-fn name(key: u64) -> String {
+fn key_name(key: u64) -> String {
     format!("firn:{key}")
 }
 
@@ -138,20 +145,20 @@ mod tests {
     #[test]
     fn windows_cover_every_key_once() {
         let load = RedisLoad { keys: 3..200, value_bytes: 10, generation: 0 };
-        let keys: Vec<u64> = load.windows().flatten().collect();
+        let keys: Vec<u64> = load.key_windows().flatten().collect();
         assert_eq!(keys, (3..200).collect::<Vec<_>>());
     }
 
     #[test]
     fn a_value_says_whose_it_is() {
         let load = RedisLoad { keys: 0..2, value_bytes: 100, generation: 3 };
-        assert!(load.value(7).starts_with(b"7 3 "));
-        assert_eq!(load.value(7).len(), 100);
+        assert!(load.value_for(7).starts_with(b"7 3 "));
+        assert_eq!(load.value_for(7).len(), 100);
         let mut report = LoadReport::default();
-        load.compare(1, Some(&load.value(1)), &mut report);
+        load.compare_key(1, Some(&load.value_for(1)), &mut report);
         assert!(report.is_right());
-        load.compare(1, Some(&load.value(2)), &mut report);
-        load.compare(2, None, &mut report);
+        load.compare_key(1, Some(&load.value_for(2)), &mut report);
+        load.compare_key(2, None, &mut report);
         assert_eq!((report.wrong, report.missing), (1, 1));
     }
 }

@@ -1,4 +1,4 @@
-//! Starting the first-level guest: booted once and saved, restored ever after.
+//! First-level guest start: boots the guest once and saves it; later runs restore it.
 
 use std::fs::{self, File};
 use std::hash::{DefaultHasher, Hash, Hasher};
@@ -6,51 +6,51 @@ use std::path::{Path, PathBuf};
 use std::process::{Command, Stdio};
 use std::time::{Duration, Instant};
 
-use firn_vmm::Qmp;
+use firn_vmm::QmpClient;
 use rustix::fs::{FlockOperation, flock};
 use serde_json::json;
 use tempfile::TempDir;
 
 use super::KvmHost;
 use super::error::KvmHostError;
-use super::task::Task;
+use super::task::FirstLevelGuest;
 
-/// QEMU for the first level: the stock one, whatever the second level runs.
+/// QEMU for the first level: the system's own, whatever the second level uses.
 const QEMU: &str = "qemu-system-x86_64";
 /// How long a boot may take on a busy host.
-const BOOT: Duration = Duration::from_secs(180);
-/// How long a state of about 100 MB may take to be written.
-const SAVE: Duration = Duration::from_secs(120);
+const BOOT_TIMEOUT: Duration = Duration::from_secs(180);
+/// How long writing a state of about 100 MB may take.
+const SAVE_TIMEOUT: Duration = Duration::from_secs(120);
 
-/// A first-level guest to be started, with a directory for its sockets.
-pub(super) struct Boot<'a> {
+/// A first-level guest to start, with a directory for its sockets.
+pub(super) struct FirstLevelBoot<'a> {
     host: &'a KvmHost,
     directory: TempDir,
 }
 
-impl<'a> Boot<'a> {
+impl<'a> FirstLevelBoot<'a> {
     pub(super) fn new(host: &'a KvmHost) -> Result<Self, KvmHostError> {
-        let told = "make a directory for the first-level guest";
+        let operation = "make a directory for the first-level guest";
         let directory = tempfile::Builder::new()
             .prefix("firn-kvm-host-")
             .tempdir_in(std::env::temp_dir())
-            .map_err(KvmHostError::file(told))?;
+            .map_err(KvmHostError::file_error(operation))?;
         Ok(Self { host, directory })
     }
 
-    /// A file that goes when the guest goes.
-    pub(super) fn place(&self, name: &str) -> PathBuf {
+    /// A file that is removed when the guest ends.
+    pub(super) fn file_path(&self, name: &str) -> PathBuf {
         self.directory.path().join(name)
     }
 
-    /// The file that holds the booted guest; boots and saves it if there is none.
+    /// The file with the booted guest. Boots and saves the guest if the file does not exist.
     pub(super) fn saved_state(&self) -> Result<PathBuf, KvmHostError> {
-        let state = self.host.disk.with_file_name(format!("state-{:016x}", self.key()?));
-        let told = || format!("lock {}", state.display());
-        let lock =
-            File::create(state.with_extension("lock")).map_err(KvmHostError::file(told()))?;
+        let state = self.host.disk.with_file_name(format!("state-{:016x}", self.state_key()?));
+        let operation = || format!("lock {}", state.display());
+        let lock = File::create(state.with_extension("lock"))
+            .map_err(KvmHostError::file_error(operation()))?;
         let locked = flock(&lock, FlockOperation::LockExclusive);
-        locked.map_err(|errno| KvmHostError::file(told())(errno.into()))?;
+        locked.map_err(|errno| KvmHostError::file_error(operation())(errno.into()))?;
         if !state.exists() {
             self.boot_and_save(&state)?;
         }
@@ -58,41 +58,46 @@ impl<'a> Boot<'a> {
     }
 
     /// Starts the guest from a saved state, with a payload on its second disk.
-    pub(super) fn restore(&self, payload: &Path, state: &Path) -> Result<Task, KvmHostError> {
+    pub(super) fn restore_guest(
+        &self,
+        payload: &Path,
+        state: &Path,
+    ) -> Result<FirstLevelGuest, KvmHostError> {
         let incoming = format!("exec:cat '{}'", state.display());
-        self.start(payload, &["-incoming", &incoming])
+        self.start_qemu(payload, &["-incoming", &incoming])
     }
 
     fn boot_and_save(&self, state: &Path) -> Result<(), KvmHostError> {
-        let empty = self.place("empty");
+        let empty = self.file_path("empty");
         let made = File::create(&empty).and_then(|file| file.set_len(super::payload::DISK_BYTES));
-        made.map_err(KvmHostError::file(format!("make {}", empty.display())))?;
-        let mut task = self.start(&empty, &[])?;
-        task.ready(BOOT)?;
+        made.map_err(KvmHostError::file_error(format!("make {}", empty.display())))?;
+        let mut task = self.start_qemu(&empty, &[])?;
+        task.wait_ready(BOOT_TIMEOUT)?;
         let unfinished = state.with_extension("new");
-        save(&self.place("qmp"), &unfinished)?;
-        let told = format!("keep {}", state.display());
-        fs::rename(&unfinished, state).map_err(KvmHostError::file(told))
+        save_state(&self.file_path("qmp"), &unfinished)?;
+        let operation = format!("keep {}", state.display());
+        fs::rename(&unfinished, state).map_err(KvmHostError::file_error(operation))
     }
 
-    fn start(&self, payload: &Path, more: &[&str]) -> Result<Task, KvmHostError> {
-        let log = self.place("qemu.log");
-        let told = || format!("start {QEMU}");
+    fn start_qemu(&self, payload: &Path, more: &[&str]) -> Result<FirstLevelGuest, KvmHostError> {
+        let log = self.file_path("qemu.log");
+        let operation = || format!("start {QEMU}");
         let child = Command::new(QEMU)
-            .args(self.args(payload))
+            .args(self.qemu_args(payload))
             .args(more)
             .stdin(Stdio::null())
             .stdout(Stdio::null())
-            .stderr(File::create(&log).map_err(KvmHostError::file(told()))?)
+            .stderr(File::create(&log).map_err(KvmHostError::file_error(operation()))?)
             .spawn()
-            .map_err(KvmHostError::file(told()))?;
-        Task::connect(child, self.directory.path(), BOOT)
+            .map_err(KvmHostError::file_error(operation()))?;
+        FirstLevelGuest::connect(child, self.directory.path(), BOOT_TIMEOUT)
     }
 
-    /// The command line. What a saved state depends on must not differ between runs: no path is part of it.
-    fn args(&self, payload: &Path) -> Vec<String> {
-        let at = |name: &str| self.place(name).display().to_string();
-        let mut args: Vec<String> = machine().iter().map(|&word| word.to_owned()).collect();
+    /// The command line. Values that a saved state depends on must not differ between runs, so it
+    /// includes no path.
+    fn qemu_args(&self, payload: &Path) -> Vec<String> {
+        let at = |name: &str| self.file_path(name).display().to_string();
+        let mut args: Vec<String> = machine_args().iter().map(|&word| word.to_owned()).collect();
         args.extend(["-smp".to_owned(), self.host.cpus.to_string()]);
         let mut add = |option: &str, value: String| args.extend([option.to_owned(), value]);
         add("-kernel", self.host.image.kernel.display().to_string());
@@ -109,18 +114,19 @@ impl<'a> Boot<'a> {
         args
     }
 
-    /// What a saved state is good for: the very same guest files, QEMU and machine.
-    fn key(&self) -> Result<u64, KvmHostError> {
+    /// Hash of QEMU and machine. A saved state is valid only for the very same guest files, QEMU
+    /// and machine.
+    fn state_key(&self) -> Result<u64, KvmHostError> {
         let version = Command::new(QEMU).arg("--version").output();
-        let version = version.map_err(KvmHostError::file(format!("run {QEMU}")))?;
+        let version = version.map_err(KvmHostError::file_error(format!("run {QEMU}")))?;
         let mut hasher = DefaultHasher::new();
-        (version.stdout, machine(), self.host.cpus, super::task::PORTS).hash(&mut hasher);
+        (version.stdout, machine_args(), self.host.cpus, super::task::PORTS).hash(&mut hasher);
         Ok(hasher.finish())
     }
 }
 
 /// A machine whose processor has AMD's virtualization, as far as QEMU emulates it.
-fn machine() -> &'static [&'static str] {
+fn machine_args() -> &'static [&'static str] {
     &[
         "-nodefaults",
         "-no-user-config",
@@ -144,20 +150,20 @@ fn machine() -> &'static [&'static str] {
     ]
 }
 
-/// Has QEMU write its state to a file; it stands still afterwards.
-fn save(qmp: &Path, state: &Path) -> Result<(), KvmHostError> {
-    let mut qmp = Qmp::connect(qmp, SAVE)?;
+/// Makes QEMU write its state to a file; the guest is paused afterwards.
+fn save_state(qmp: &Path, state: &Path) -> Result<(), KvmHostError> {
+    let mut qmp = QmpClient::connect(qmp, SAVE_TIMEOUT)?;
     let to = format!("exec:cat > '{}'", state.display());
     let unlimited = json!({ "max-bandwidth": i64::MAX });
     qmp.execute("migrate-set-parameters", unlimited)?;
     qmp.execute("migrate", json!({ "uri": to }))?;
     let start = Instant::now();
     loop {
-        let told = qmp.execute("query-migrate", json!({}))?;
-        match told["status"].as_str() {
+        let reply = qmp.execute("query-migrate", json!({}))?;
+        match reply["status"].as_str() {
             Some("completed") => return Ok(()),
-            Some("failed" | "cancelled") => return Err(KvmHostError::Migration(told.to_string())),
-            _ if start.elapsed() > SAVE => {
+            Some("failed" | "cancelled") => return Err(KvmHostError::Migration(reply.to_string())),
+            _ if start.elapsed() > SAVE_TIMEOUT => {
                 return Err(KvmHostError::Migration("it takes too long".into()));
             }
             _ => std::thread::sleep(Duration::from_millis(20)),

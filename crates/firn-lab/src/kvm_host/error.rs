@@ -1,4 +1,4 @@
-//! What can go wrong around the first-level guest.
+//! Errors of the first-level guest.
 
 use std::io;
 use std::path::PathBuf;
@@ -14,37 +14,37 @@ pub enum KvmHostError {
     /// It could not be built.
     #[error(transparent)]
     Image(#[from] ImageError),
-    /// Its disk is not there.
+    /// Its disk does not exist.
     #[error("the first-level guest has no disk at {}", .0.display())]
     NoDisk(PathBuf),
-    /// A file for it could not be made.
+    /// A file for it could not be created.
     #[error("cannot {what}")]
     File {
-        /// What was tried.
+        /// The failed operation.
         what: String,
-        /// Why not.
+        /// The cause.
         source: io::Error,
     },
-    /// A program needed on the way failed.
+    /// A helper program failed.
     #[error("{program} failed: {said}")]
     Program {
-        /// Which.
+        /// The program.
         program: String,
-        /// What it said.
+        /// Its output.
         said: String,
     },
-    /// QEMU's monitor did not do it.
+    /// QEMU's monitor failed.
     #[error("cannot save the first-level guest")]
     Save(#[from] QmpError),
     /// QEMU could not save the guest's state.
     #[error("QEMU cannot save the first-level guest: {0}")]
     Migration(String),
-    /// The guest ended, or was silent for too long.
-    #[error("the first-level guest {how}; QEMU says: {said}; its console ends with: {console}")]
+    /// The guest ended, or did not answer in time.
+    #[error("the first-level guest {how}; QEMU's log: {said}; its console ends with: {console}")]
     Lost {
-        /// How.
+        /// What happened to it.
         how: String,
-        /// What QEMU wrote.
+        /// The end of QEMU's log.
         said: String,
         /// The last lines of the guest's console.
         console: String,
@@ -52,8 +52,8 @@ pub enum KvmHostError {
 }
 
 impl KvmHostError {
-    /// Names what was tried when an I/O error came.
-    pub(super) fn file(what: impl Into<String>) -> impl FnOnce(io::Error) -> Self {
+    /// Adds the failed operation to an I/O error.
+    pub(super) fn file_error(what: impl Into<String>) -> impl FnOnce(io::Error) -> Self {
         let what = what.into();
         move |source| Self::File { what, source }
     }

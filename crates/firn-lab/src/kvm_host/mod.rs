@@ -1,17 +1,19 @@
-//! A machine in which KVM works, on any host: Linux under QEMU's TCG, which emulates AMD's virtualization.
+//! KVM host: a machine in which KVM works, on any host: Linux under QEMU's TCG, which emulates
+//! AMD's virtualization.
 //!
 //! ```text
 //!   host, its own kernel          KvmHost::new(), run()
 //!     first-level guest           Debian's kernel, /dev/kvm, stock QEMU; built by `guests/build kvm-host`
-//!       command                   firn, firn-lab, a test: whatever the Payload brings
+//!       command                   firn, firn-lab, a test: what the GuestPayload contains
 //!         second-level guest      under `-accel kvm`, its page faults taken by KVM
 //! ```
 //!
-//! Correctness there is that of hardware, time says nothing. It has one processor unless told otherwise: with two, each
-//! emulated by a thread of its own, busy second-level guests end by a triple fault every few minutes, Firn or no Firn,
-//! and at times the first-level kernel with them (seen with QEMU 7.2 and 10, and not with one).
-//! The first boot is saved to a file beside the guest image;
-//! later runs start from that file. A run gets its files as a tar on a disk and leaves nothing behind.
+//! KVM behaves there as on hardware, but times there mean nothing. The machine has one processor by
+//! default: with two, each emulated by its own thread, busy second-level guests end by a triple
+//! fault every few minutes, with Firn or without, and at times the first-level kernel with them
+//! (seen with QEMU 7.2 and 10, and not with one processor). The first boot is saved to a file
+//! beside the guest image; later runs start from that file. A run gets its files as a tar on a disk
+//! and leaves nothing behind.
 
 mod boot;
 mod command;
@@ -23,12 +25,12 @@ use std::io::Write;
 use std::path::PathBuf;
 use std::time::Duration;
 
-pub use command::Command;
+pub use command::KvmHostArgs;
 pub use error::KvmHostError;
-pub use payload::Payload;
+pub use payload::GuestPayload;
 
 use crate::guest::GuestImage;
-use boot::Boot;
+use boot::FirstLevelBoot;
 
 /// A first-level guest that can be started.
 #[derive(Clone, Debug)]
@@ -39,18 +41,19 @@ pub struct KvmHost {
 }
 
 impl KvmHost {
-    /// Builds the guest if it is not cached: half a minute.
+    /// Builds the guest if it is not cached, which takes half a minute.
     pub fn new() -> Result<Self, KvmHostError> {
-        Self::named("kvm-host")
+        Self::from_guest("kvm-host")
     }
 
-    /// As [`Self::new`], with a kernel that can remember which pages a process wrote (Linux 6.7).
+    /// Like [`Self::new`], with a kernel that can track the pages that a process writes (Linux
+    /// 6.7).
     pub fn with_newer_kernel() -> Result<Self, KvmHostError> {
-        Self::named("kvm-host-backports")
+        Self::from_guest("kvm-host-backports")
     }
 
-    fn named(guest: &str) -> Result<Self, KvmHostError> {
-        let image = GuestImage::named(guest)?;
+    fn from_guest(guest: &str) -> Result<Self, KvmHostError> {
+        let image = GuestImage::find_guest(guest)?;
         let disk = image.kernel.with_file_name("disk.img");
         if disk.exists() {
             Ok(Self { image, disk, cpus: 1 })
@@ -59,29 +62,30 @@ impl KvmHost {
         }
     }
 
-    /// The same with so many processors.
+    /// The same with this number of processors.
     #[must_use]
-    pub fn cpus(self, cpus: u32) -> Self {
+    pub fn with_cpus(self, cpus: u32) -> Self {
         Self { cpus, ..self }
     }
 
     /// Runs the payload's command in a fresh first-level guest; returns its exit code.
     ///
-    /// What the command writes is passed on as it comes.
+    /// The command's output is passed on as it arrives.
     ///
     /// # Errors
-    /// If the guest could not be started, or the command had not ended after `limit`. A command that fails is no error.
-    pub fn run(
+    /// If the guest could not be started, or the command had not ended after `limit`. A command
+    /// that fails is no error.
+    pub fn run_payload(
         &self,
-        payload: &Payload,
+        payload: &GuestPayload,
         limit: Duration,
         stdout: &mut (dyn Write + Send),
         stderr: &mut (dyn Write + Send),
     ) -> Result<i32, KvmHostError> {
-        let boot = Boot::new(self)?;
-        let tar = payload.pack(&boot.place("payload.tar"))?;
+        let boot = FirstLevelBoot::new(self)?;
+        let tar = payload.write_tar(&boot.file_path("payload.tar"))?;
         let state = boot.saved_state()?;
-        let mut task = boot.restore(&tar.file, &state)?;
-        task.run(tar.bytes, limit, stdout, stderr)
+        let mut task = boot.restore_guest(&tar.file, &state)?;
+        task.run_command(tar.bytes, limit, stdout, stderr)
     }
 }

@@ -1,4 +1,5 @@
-//! What a run brings into the first-level guest: a tar with files, the libraries of its programs, and a script `run`.
+//! Payload of a first-level guest: a tar with files, the libraries of its programs, and a script
+//! `run`.
 
 use std::fs;
 use std::os::unix::fs::{PermissionsExt, symlink};
@@ -8,17 +9,19 @@ use std::process::Command;
 use super::error::KvmHostError;
 use crate::guest::GuestImage;
 
-/// Size of the disk the tar lies on, in bytes, the same in every run: a saved guest knows the size of its disks.
+/// Size of the disk that holds the tar, in bytes, the same in every run: a saved guest knows the
+/// size of its disks.
 pub(super) const DISK_BYTES: u64 = 1 << 30;
 
-/// Tells a program in the first-level guest where the second-level guest is: what `guests/build small` prints.
+/// Replaces `guests/build` in the first-level guest: prints the directory of the second-level
+/// guest.
 const GUESTS_BUILD: &str = "#!/bin/sh\necho \"/tmp/work/$1\"\n";
-/// Emulated XSAVE does not survive one level more: the second-level guest goes without.
+/// Emulated XSAVE does not work in one level more, so the second-level guest has none.
 const QEMU: &str = "#!/bin/sh\nexec qemu-system-x86_64 \"$@\" -cpu host,-xsave\n";
 
 /// Files and a command.
 #[derive(Clone, Debug, Default)]
-pub struct Payload {
+pub struct GuestPayload {
     files: Vec<(String, PathBuf)>,
     programs: Vec<(String, PathBuf)>,
     script: String,
@@ -26,60 +29,63 @@ pub struct Payload {
 
 /// A packed payload.
 #[derive(Debug)]
-pub(super) struct Tar {
+pub(super) struct PayloadTar {
     pub(super) file: PathBuf,
     pub(super) bytes: u64,
 }
 
-impl Payload {
-    /// A shell script, run in the directory that holds the payload's files.
+impl GuestPayload {
+    /// A payload with this shell script, which runs in the directory that holds the payload's
+    /// files.
     pub fn new(script: &str) -> Self {
         Self { script: script.to_owned(), ..Self::default() }
     }
 
-    /// Brings a file or a directory.
-    pub fn file(mut self, name: &str, path: impl Into<PathBuf>) -> Self {
+    /// Adds a file or a directory.
+    pub fn add_file(mut self, name: &str, path: impl Into<PathBuf>) -> Self {
         self.files.push((name.to_owned(), path.into()));
         self
     }
 
-    /// Brings a program of this host, without its debug information, and the libraries it loads.
-    pub fn program(mut self, name: &str, path: impl Into<PathBuf>) -> Self {
+    /// Adds a program of this host, without its debug information, and the libraries it loads.
+    pub fn add_program(mut self, name: &str, path: impl Into<PathBuf>) -> Self {
         self.programs.push((name.to_owned(), path.into()));
         self
     }
 
-    /// Brings the small guest, and sets the lab up to find it and to run it under KVM.
-    pub fn small_guest(self, small: &GuestImage) -> Self {
-        self.file("small/kernel", &small.kernel).file("small/initrd", &small.initrd)
+    /// Adds the small guest. The lab inside finds it, and runs it under KVM.
+    pub fn add_small_guest(self, small: &GuestImage) -> Self {
+        self.add_file("small/kernel", &small.kernel).add_file("small/initrd", &small.initrd)
     }
 
     /// Writes the tar.
-    pub(super) fn pack(&self, tar: &Path) -> Result<Tar, KvmHostError> {
+    pub(super) fn write_tar(&self, tar: &Path) -> Result<PayloadTar, KvmHostError> {
         let stage = tar.with_extension("stage");
-        self.stage(&stage)?;
+        self.stage_files(&stage)?;
         let mut command = Command::new("tar");
         command.args(["--create", "--dereference", "--file"]).arg(tar).arg("--directory");
-        run(command.arg(&stage).arg("."))?;
-        let told = || format!("write {}", tar.display());
-        let file =
-            fs::File::options().append(true).open(tar).map_err(KvmHostError::file(told()))?;
-        let bytes = file.metadata().map_err(KvmHostError::file(told()))?.len();
-        file.set_len(DISK_BYTES.max(bytes)).map_err(KvmHostError::file(told()))?;
-        Ok(Tar { file: tar.to_owned(), bytes })
+        run_helper(command.arg(&stage).arg("."))?;
+        let operation = || format!("write {}", tar.display());
+        let file = fs::File::options()
+            .append(true)
+            .open(tar)
+            .map_err(KvmHostError::file_error(operation()))?;
+        let bytes = file.metadata().map_err(KvmHostError::file_error(operation()))?.len();
+        file.set_len(DISK_BYTES.max(bytes)).map_err(KvmHostError::file_error(operation()))?;
+        Ok(PayloadTar { file: tar.to_owned(), bytes })
     }
 
-    fn stage(&self, stage: &Path) -> Result<(), KvmHostError> {
+    fn stage_files(&self, stage: &Path) -> Result<(), KvmHostError> {
         for (name, path) in &self.files {
-            link(path, &stage.join(name))?;
+            link_original(path, &stage.join(name))?;
         }
         let library = stage.join("lib");
         for (name, path) in &self.programs {
-            strip(path, &beside(&stage.join(name))?)?;
-            for needed in libraries(path)? {
+            strip_program(path, &create_parent(&stage.join(name))?)?;
+            for needed in list_libraries(path)? {
                 let at = library.join(needed.file_name().unwrap_or_default());
                 if !at.exists() {
-                    link(&needed, &at)?;
+                    link_original(&needed, &at)?;
                 }
             }
         }
@@ -95,42 +101,43 @@ impl Payload {
 }
 
 fn write_script(path: &Path, text: &str) -> Result<(), KvmHostError> {
-    let told = || format!("write {}", path.display());
-    fs::write(beside(path)?, text).map_err(KvmHostError::file(told()))?;
-    fs::set_permissions(path, fs::Permissions::from_mode(0o755)).map_err(KvmHostError::file(told()))
+    let operation = || format!("write {}", path.display());
+    fs::write(create_parent(path)?, text).map_err(KvmHostError::file_error(operation()))?;
+    fs::set_permissions(path, fs::Permissions::from_mode(0o755))
+        .map_err(KvmHostError::file_error(operation()))
 }
 
-/// The same path, once its directory exists.
-fn beside(path: &Path) -> Result<PathBuf, KvmHostError> {
+/// Creates the directory of a path, and returns the path.
+fn create_parent(path: &Path) -> Result<PathBuf, KvmHostError> {
     if let Some(directory) = path.parent() {
-        let told = format!("make {}", directory.display());
-        fs::create_dir_all(directory).map_err(KvmHostError::file(told))?;
+        let operation = format!("make {}", directory.display());
+        fs::create_dir_all(directory).map_err(KvmHostError::file_error(operation))?;
     }
     Ok(path.to_owned())
 }
 
-fn link(original: &Path, at: &Path) -> Result<(), KvmHostError> {
-    let at = beside(at)?;
-    let told = format!("bring {} into the first-level guest", original.display());
+fn link_original(original: &Path, at: &Path) -> Result<(), KvmHostError> {
+    let at = create_parent(at)?;
+    let operation = format!("bring {} into the first-level guest", original.display());
     let link = original.canonicalize().and_then(|original| symlink(original, at));
-    link.map_err(KvmHostError::file(told))
+    link.map_err(KvmHostError::file_error(operation))
 }
 
-fn strip(program: &Path, to: &Path) -> Result<(), KvmHostError> {
-    run(Command::new("strip").arg("-o").args([to, program])).map(drop)
+fn strip_program(program: &Path, to: &Path) -> Result<(), KvmHostError> {
+    run_helper(Command::new("strip").arg("-o").args([to, program])).map(drop)
 }
 
-/// The libraries a program loads, and the loader.
-fn libraries(program: &Path) -> Result<Vec<PathBuf>, KvmHostError> {
-    let said = run(Command::new("ldd").arg(program))?;
-    let words = said.split_whitespace().filter(|word| word.starts_with('/'));
+/// The libraries that a program loads, and the loader.
+fn list_libraries(program: &Path) -> Result<Vec<PathBuf>, KvmHostError> {
+    let output = run_helper(Command::new("ldd").arg(program))?;
+    let words = output.split_whitespace().filter(|word| word.starts_with('/'));
     Ok(words.map(PathBuf::from).collect())
 }
 
-/// Runs a helper program; returns what it says.
-fn run(command: &mut Command) -> Result<String, KvmHostError> {
+/// Runs a helper program; returns its standard output.
+fn run_helper(command: &mut Command) -> Result<String, KvmHostError> {
     let program = command.get_program().to_string_lossy().into_owned();
-    let output = command.output().map_err(KvmHostError::file(format!("run {program}")))?;
+    let output = command.output().map_err(KvmHostError::file_error(format!("run {program}")))?;
     if output.status.success() {
         return Ok(String::from_utf8_lossy(&output.stdout).into_owned());
     }
@@ -146,11 +153,12 @@ mod tests {
     fn packs_programs_with_their_libraries() {
         let directory = tempfile::tempdir().unwrap();
         let tar = directory.path().join("payload.tar");
-        let payload =
-            Payload::new("./sh -c true").program("sh", "/bin/sh").file("etc/name", "/etc/hostname");
-        let packed = payload.pack(&tar).unwrap();
+        let payload = GuestPayload::new("./sh -c true")
+            .add_program("sh", "/bin/sh")
+            .add_file("etc/name", "/etc/hostname");
+        let packed = payload.write_tar(&tar).unwrap();
         assert!(packed.bytes > 0 && packed.bytes < DISK_BYTES);
-        let names = run(Command::new("tar").arg("-tf").arg(&tar)).unwrap();
+        let names = run_helper(Command::new("tar").arg("-tf").arg(&tar)).unwrap();
         for name in ["./run", "./sh", "./etc/name", "./lib/libc.so.6", "./lib/ld-linux-x86-64.so.2"]
         {
             assert!(names.lines().any(|line| line == name), "{name} is not in {names}");
@@ -160,8 +168,8 @@ mod tests {
     #[test]
     fn a_missing_file_is_named() {
         let directory = tempfile::tempdir().unwrap();
-        let payload = Payload::new("true").file("name", "/no/such/file");
-        let error = payload.pack(&directory.path().join("payload.tar")).unwrap_err();
+        let payload = GuestPayload::new("true").add_file("name", "/no/such/file");
+        let error = payload.write_tar(&directory.path().join("payload.tar")).unwrap_err();
         assert!(error.to_string().contains("/no/such/file"), "{error}");
     }
 }

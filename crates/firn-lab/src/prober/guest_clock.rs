@@ -1,7 +1,8 @@
-//! How long a guest stood still, told by its own clock.
+//! Guest clock: measures by the guest's own clock how long the guest was paused.
 //!
-//! The guest's clock stops with its vCPUs, the host's does not. Each heartbeat carries the guest's time; written down
-//! with the host's time at which it came, the difference of the two jumps by exactly as long as the guest stood still:
+//! The guest's clock stops with its vCPUs, the host's does not. Each heartbeat contains the guest's
+//! time. The prober records it with the host's time of arrival; the difference of the two jumps by
+//! exactly the length of a pause:
 //!
 //! ```text
 //!   host - guest          o  o                     o = a beat; above its line: it was late
@@ -12,11 +13,12 @@
 //!                      pause
 //! ```
 //!
-//! That a vCPU waits for a page does not stop the clock. What is watched on each vCPU (`firn-guest heartbeat --stall-mib`) tells
-//! that, with each beat: how late a write was.
+//! A vCPU that waits for a page does not stop the clock. A watched write on each vCPU (`firn-guest
+//! heartbeat --stall-mib`) shows such a wait: each beat reports how late the write was.
 //!
-//! A beat may be late, for a guest has other things to do, but never early. So the earliest beats on either side of an
-//! instant are compared, and a guest that is merely slow does not count as standing still.
+//! A beat may be late, because the guest has other work, but never early. So the earliest beats on
+//! either side of an instant are compared, and a guest that is merely slow does not count as
+//! paused.
 
 use std::io::{self, BufRead as _, BufReader};
 use std::os::unix::net::UnixStream;
@@ -25,25 +27,25 @@ use std::sync::{Arc, Mutex, PoisonError};
 use std::thread;
 use std::time::{Duration, Instant};
 
-/// Beats this far from an instant are looked at, by the guest's time: so many that some are prompt.
+/// Beats this close to an instant are used, by the guest's time: enough that some are prompt.
 const NEAR_NS: u64 = 250_000_000;
-/// With fewer than these on a side, nothing is said.
+/// With fewer beats than this on a side, there is no result.
 const BEATS_MIN: usize = 5;
 
 /// A heartbeat.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-struct Beat {
+struct GuestBeat {
     /// When it came, in the host's time since the clock was started.
     host_ns: u64,
     /// When the guest sent it, by its own clock.
     guest_ns: u64,
-    /// The longest stall of a vCPU since the beat before, in microseconds.
+    /// The longest stall of a vCPU since the previous beat, in microseconds.
     stall_us: u64,
 }
 
-impl Beat {
-    /// From a heartbeat line.
-    fn read(host_ns: u64, line: &str) -> Option<Self> {
+impl GuestBeat {
+    /// Parses a heartbeat line.
+    fn from_line(host_ns: u64, line: &str) -> Option<Self> {
         let numbers: Result<Vec<u64>, _> = line.split(' ').map(str::parse).collect();
         match numbers.ok()?[..] {
             [_, guest_ns, _, stall_us] => Some(Self { host_ns, guest_ns, stall_us }),
@@ -56,15 +58,15 @@ impl Beat {
     }
 }
 
-/// Listens to a guest's heartbeats, in a thread that ends when the guest does.
+/// Receives a guest's heartbeats, in a thread that ends when the guest does.
 #[derive(Debug)]
 pub struct GuestClock {
     started: Instant,
-    beats: Arc<Mutex<Vec<Beat>>>,
+    beats: Arc<Mutex<Vec<GuestBeat>>>,
 }
 
 impl GuestClock {
-    /// Of the guest whose heartbeat port is this socket. Start it before `firn-guest heartbeat`.
+    /// Connects to the guest's heartbeat socket. Start the clock before `firn-guest heartbeat`.
     pub fn start(socket: &Path) -> io::Result<Self> {
         let lines = BufReader::new(UnixStream::connect(socket)?).lines();
         let (started, beats) = (Instant::now(), Arc::new(Mutex::new(Vec::new())));
@@ -72,14 +74,14 @@ impl GuestClock {
         thread::Builder::new().name("guest clock".into()).spawn(move || {
             for line in lines.map_while(Result::ok) {
                 let host_ns = started.elapsed().as_nanos() as u64;
-                let beat = Beat::read(host_ns, &line);
+                let beat = GuestBeat::from_line(host_ns, &line);
                 seen.lock().unwrap_or_else(PoisonError::into_inner).extend(beat);
             }
         })?;
         Ok(Self { started, beats })
     }
 
-    /// The longest time for which a vCPU was stalled since then, while the guest ran.
+    /// The longest stall of a vCPU since an instant, while the guest ran.
     pub fn stalled_since(&self, since: Instant) -> Option<Duration> {
         let since_ns = since.saturating_duration_since(self.started).as_nanos() as u64;
         let beats = self.beats.lock().unwrap_or_else(PoisonError::into_inner);
@@ -87,8 +89,8 @@ impl GuestClock {
         beats[first..].iter().map(|beat| beat.stall_us).max().map(Duration::from_micros)
     }
 
-    /// The longest time for which the guest stood still since then. `None` if there were too few beats to tell.
-    pub fn stood_still_since(&self, since: Instant) -> Option<Duration> {
+    /// The longest pause of the guest since an instant. `None` if there were too few beats.
+    pub fn paused_since(&self, since: Instant) -> Option<Duration> {
         let since_ns = since.saturating_duration_since(self.started).as_nanos() as u64;
         let beats = self.beats.lock().unwrap_or_else(PoisonError::into_inner);
         let first = beats.partition_point(|beat| beat.host_ns < since_ns);
@@ -97,20 +99,20 @@ impl GuestClock {
 }
 
 /// The largest jump between two neighbouring beats, each with its earliest neighbours.
-fn largest_jump(beats: &[Beat]) -> Option<Duration> {
-    let jumps = (1..beats.len()).filter_map(|at| jump(&beats[..at], &beats[at..]));
+fn largest_jump(beats: &[GuestBeat]) -> Option<Duration> {
+    let jumps = (1..beats.len()).filter_map(|at| offset_jump(&beats[..at], &beats[at..]));
     jumps.max().map(|ns| Duration::from_nanos(ns.max(0).unsigned_abs()))
 }
 
-fn jump(before: &[Beat], after: &[Beat]) -> Option<i64> {
+fn offset_jump(before: &[GuestBeat], after: &[GuestBeat]) -> Option<i64> {
     let (last, first) = (before.last()?.guest_ns, after.first()?.guest_ns);
     let near = before.partition_point(|beat| beat.guest_ns + NEAR_NS < last)..;
     let until = after.partition_point(|beat| beat.guest_ns < first + NEAR_NS);
-    Some(earliest(&after[..until])? - earliest(&before[near])?)
+    Some(earliest_offset(&after[..until])? - earliest_offset(&before[near])?)
 }
 
-/// By how much the most prompt of some beats is behind.
-fn earliest(beats: &[Beat]) -> Option<i64> {
+/// The offset of the most prompt of some beats.
+fn earliest_offset(beats: &[GuestBeat]) -> Option<i64> {
     let enough = beats.len() >= BEATS_MIN;
     beats.iter().map(|beat| beat.offset_ns()).min().filter(|_| enough)
 }
@@ -122,12 +124,12 @@ mod tests {
     const MS: u64 = 1_000_000;
 
     /// A beat every 2 ms for a second, some late, with a pause of 5 ms after half of it.
-    fn beats() -> Vec<Beat> {
+    fn beats() -> Vec<GuestBeat> {
         let beat = |number: u64| {
             let pause = if number >= 250 { 5 * MS } else { 0 };
             let late = if number % 3 == 0 { number % 2 * MS } else { 0 };
             let host_ns = number * 2 * MS + pause + late;
-            Beat { host_ns, guest_ns: 77 * MS + number * 2 * MS, stall_us: 0 }
+            GuestBeat { host_ns, guest_ns: 77 * MS + number * 2 * MS, stall_us: 0 }
         };
         (0..500).map(beat).collect()
     }
@@ -157,10 +159,10 @@ mod tests {
 
     #[test]
     fn lines_that_are_no_beats_are_skipped() {
-        let beat = Beat { host_ns: 5, guest_ns: 123_456, stall_us: 70 };
-        assert_eq!(Beat::read(5, "17 123456 9 70"), Some(beat));
+        let beat = GuestBeat { host_ns: 5, guest_ns: 123_456, stall_us: 70 };
+        assert_eq!(GuestBeat::from_line(5, "17 123456 9 70"), Some(beat));
         for line in ["17", "17 123456 9", "a b c d", "17 123456 9 70 1"] {
-            assert_eq!(Beat::read(5, line), None, "{line}");
+            assert_eq!(GuestBeat::from_line(5, line), None, "{line}");
         }
     }
 }

@@ -1,4 +1,4 @@
-//! A guest seen from outside: how soon it answers again, and how soon as fast as before.
+//! Prober: measures from outside how soon a guest replies again, and how soon at its former rate.
 //!
 //! ```text
 //!   replies   | | | | | | | |            |        |  |  | | | | | | | |
@@ -7,15 +7,15 @@
 //!                                                      ^back to 90 % of the steady rate
 //! ```
 //!
-//! [`Prober`] asks all the time and writes down when replies came; [`Timeline`] says what that means.
-//! [`GuestClock`] tells how long the guest stood still.
+//! [`Prober`] sends requests continuously and records the times of replies; [`Timeline`] evaluates
+//! them. [`GuestClock`] measures how long the guest was paused.
 
 mod guest_clock;
 mod source;
 mod timeline;
 
 pub use guest_clock::GuestClock;
-pub use source::{Heartbeats, HttpGets, RedisPings, Source};
+pub use source::{Heartbeats, HttpGets, RedisPings, ReplySource};
 pub use timeline::Timeline;
 
 use std::sync::atomic::{AtomicBool, Ordering};
@@ -23,10 +23,11 @@ use std::sync::{Arc, Mutex, PoisonError};
 use std::thread::{self, JoinHandle};
 use std::time::{Duration, Instant};
 
-/// How long to wait before asking again after a refusal: it bounds how exactly a first reply is seen.
-const MOMENT: Duration = Duration::from_millis(1);
+/// How long to wait after a refusal before the next request: it bounds the accuracy of a first
+/// reply's time.
+const RETRY_INTERVAL: Duration = Duration::from_millis(1);
 
-/// Asks a guest all the time, in a thread of its own.
+/// Sends requests to a guest continuously, in its own thread.
 #[derive(Debug)]
 pub struct Prober {
     started: Instant,
@@ -36,32 +37,33 @@ pub struct Prober {
 }
 
 impl Prober {
-    /// Starts asking `source`, at most `per_second` times per second (0: as often as it answers).
-    pub fn start(mut source: impl Source + 'static, per_second: f64) -> Self {
+    /// Starts requests to `source`, at most `per_second` times per second (0: as fast as replies
+    /// arrive).
+    pub fn start(mut source: impl ReplySource + 'static, per_second: f64) -> Self {
         let started = Instant::now();
         let stop = Arc::new(AtomicBool::new(false));
         let replies = Arc::new(Mutex::new(Vec::new()));
         let (stopped, seen) = (Arc::clone(&stop), Arc::clone(&replies));
         let thread = thread::spawn(move || {
-            let mut pace = Pace::new(per_second);
+            let mut pace = RequestRate::new(per_second);
             while !stopped.load(Ordering::Relaxed) {
-                if source.reply() {
+                if source.wait_reply() {
                     seen.lock().unwrap_or_else(PoisonError::into_inner).push(started.elapsed());
-                    pace.wait();
+                    pace.wait_for_next();
                 } else {
-                    thread::sleep(MOMENT);
+                    thread::sleep(RETRY_INTERVAL);
                 }
             }
         });
         Self { started, stop, replies, thread: Some(thread) }
     }
 
-    /// When the prober was started: the zero of its [`Timeline`].
+    /// When the prober was started, which is the zero of its [`Timeline`].
     pub fn started(&self) -> Instant {
         self.started
     }
 
-    /// Now, on the timeline.
+    /// The current time, on the timeline.
     pub fn now(&self) -> Duration {
         self.started.elapsed()
     }
@@ -71,35 +73,36 @@ impl Prober {
         Timeline::new(self.replies.lock().unwrap_or_else(PoisonError::into_inner).clone())
     }
 
-    /// Stops asking.
+    /// Stops the requests, and returns all replies.
     pub fn finish(mut self) -> Timeline {
-        self.end();
+        self.stop_and_join();
         self.timeline()
     }
 
-    fn end(&mut self) {
+    fn stop_and_join(&mut self) {
         self.stop.store(true, Ordering::Relaxed);
         if let Some(thread) = self.thread.take() {
-            // A source that panicked has no more replies to give.
+            // A source that panicked has no more replies.
             let _ = thread.join();
         }
     }
 }
 
-/// A rate. Who is kept waiting does not make up for it: questions asked in a burst afterwards would hide the wait.
-struct Pace {
+/// A request rate. A request that waited is not made up for: a burst of requests afterwards would
+/// hide the wait.
+struct RequestRate {
     interval: Duration,
     next: Instant,
 }
 
-impl Pace {
+impl RequestRate {
     fn new(per_second: f64) -> Self {
         let interval = if per_second > 0.0 { 1.0 / per_second } else { 0.0 };
         Self { interval: Duration::from_secs_f64(interval), next: Instant::now() }
     }
 
-    /// Waits until the next question is due.
-    fn wait(&mut self) {
+    /// Waits until the next request's time.
+    fn wait_for_next(&mut self) {
         let now = Instant::now();
         self.next = now.max(self.next + self.interval);
         thread::sleep(self.next - now);
@@ -108,6 +111,6 @@ impl Pace {
 
 impl Drop for Prober {
     fn drop(&mut self) {
-        self.end();
+        self.stop_and_join();
     }
 }

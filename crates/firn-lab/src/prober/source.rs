@@ -1,4 +1,4 @@
-//! What a prober asks.
+//! Reply sources: the services of a guest that a prober can request replies from.
 
 use std::io::{self, BufRead as _, BufReader, Read as _, Write as _};
 use std::net::{SocketAddr, TcpStream};
@@ -6,18 +6,18 @@ use std::os::unix::net::UnixStream;
 use std::path::{Path, PathBuf};
 use std::time::Duration;
 
-use crate::guest::Redis;
+use crate::guest::RedisClient;
 
-/// How long one question may remain unanswered before it is asked anew on a new connection.
-const PATIENCE: Duration = Duration::from_millis(500);
+/// How long a request may remain unanswered before it is repeated on a new connection.
+const REPLY_TIMEOUT: Duration = Duration::from_millis(500);
 
-/// Something that replies.
-pub trait Source: Send {
-    /// Waits for one reply, for less than a second; connects first, or again, where that is needed.
-    fn reply(&mut self) -> bool;
+/// A service that replies.
+pub trait ReplySource: Send {
+    /// Waits for one reply, for less than a second. Connects first, or again, where necessary.
+    fn wait_reply(&mut self) -> bool;
 }
 
-/// Heartbeat lines of `firn-guest heartbeat`, at the unix socket of the heartbeat port.
+/// Heartbeat lines of `firn-guest heartbeat`, read from the unix socket of the heartbeat port.
 #[derive(Debug)]
 pub struct Heartbeats {
     path: PathBuf,
@@ -25,17 +25,17 @@ pub struct Heartbeats {
 }
 
 impl Heartbeats {
-    /// Of the guest whose heartbeat port is this socket. The guest chooses the rate.
+    /// Heartbeats from the port with this socket. The guest determines the rate.
     pub fn new(path: &Path) -> Self {
         Self { path: path.to_owned(), stream: None }
     }
 
-    fn beat(&mut self) -> io::Result<()> {
+    fn read_beat(&mut self) -> io::Result<()> {
         let mut stream = match self.stream.take() {
             Some(stream) => stream,
             None => {
                 let stream = UnixStream::connect(&self.path)?;
-                stream.set_read_timeout(Some(PATIENCE))?;
+                stream.set_read_timeout(Some(REPLY_TIMEOUT))?;
                 BufReader::new(stream)
             }
         };
@@ -48,9 +48,9 @@ impl Heartbeats {
     }
 }
 
-impl Source for Heartbeats {
-    fn reply(&mut self) -> bool {
-        self.beat().is_ok()
+impl ReplySource for Heartbeats {
+    fn wait_reply(&mut self) -> bool {
+        self.read_beat().is_ok()
     }
 }
 
@@ -58,24 +58,24 @@ impl Source for Heartbeats {
 #[derive(Debug)]
 pub struct RedisPings {
     address: SocketAddr,
-    redis: Option<Redis>,
+    redis: Option<RedisClient>,
 }
 
 impl RedisPings {
-    /// Of the Redis at this address.
+    /// PINGs to the Redis at this address.
     pub fn new(address: SocketAddr) -> Self {
         Self { address, redis: None }
     }
 
-    fn ping(&mut self) -> Option<()> {
+    fn send_ping(&mut self) -> Option<()> {
         let redis = match self.redis.take() {
             Some(mut redis) => {
                 redis.ping().ok()?;
                 redis
             }
             None => {
-                let mut redis = Redis::try_connect(self.address, PATIENCE).ok()?;
-                redis.set_patience(PATIENCE).ok()?;
+                let mut redis = RedisClient::try_connect(self.address, REPLY_TIMEOUT).ok()?;
+                redis.set_reply_timeout(REPLY_TIMEOUT).ok()?;
                 redis
             }
         };
@@ -84,9 +84,9 @@ impl RedisPings {
     }
 }
 
-impl Source for RedisPings {
-    fn reply(&mut self) -> bool {
-        self.ping().is_some()
+impl ReplySource for RedisPings {
+    fn wait_reply(&mut self) -> bool {
+        self.send_ping().is_some()
     }
 }
 
@@ -99,15 +99,15 @@ pub struct HttpGets {
 }
 
 impl HttpGets {
-    /// `/page/N.html` for N below `pages`, of the server at this address.
+    /// GETs of `/page/N.html` for N below `pages`, to the server at this address.
     pub fn new(address: SocketAddr, pages: u32) -> Self {
         Self { address, pages: pages.max(1), next: 0 }
     }
 
-    fn get(&mut self) -> io::Result<()> {
-        let mut stream = TcpStream::connect_timeout(&self.address, PATIENCE)?;
-        stream.set_read_timeout(Some(PATIENCE))?;
-        stream.set_write_timeout(Some(PATIENCE))?;
+    fn get_page(&mut self) -> io::Result<()> {
+        let mut stream = TcpStream::connect_timeout(&self.address, REPLY_TIMEOUT)?;
+        stream.set_read_timeout(Some(REPLY_TIMEOUT))?;
+        stream.set_write_timeout(Some(REPLY_TIMEOUT))?;
         let page = self.next;
         self.next = (page + 1) % self.pages;
         write!(stream, "GET /page/{page}.html HTTP/1.0\r\nHost: guest\r\n\r\n")?;
@@ -121,8 +121,8 @@ impl HttpGets {
     }
 }
 
-impl Source for HttpGets {
-    fn reply(&mut self) -> bool {
-        self.get().is_ok()
+impl ReplySource for HttpGets {
+    fn wait_reply(&mut self) -> bool {
+        self.get_page().is_ok()
     }
 }

@@ -1,4 +1,4 @@
-//! When replies came, and what that says.
+//! Timeline: the times of replies, and the rates and gaps that follow from them.
 
 use std::ops::Range;
 use std::time::Duration;
@@ -10,7 +10,7 @@ pub struct Timeline {
 }
 
 impl Timeline {
-    /// From ascending times.
+    /// A timeline of ascending times.
     pub fn new(replies: Vec<Duration>) -> Self {
         debug_assert!(replies.is_sorted());
         Self { replies }
@@ -22,45 +22,46 @@ impl Timeline {
     }
 
     /// How many replies came in a span of time.
-    pub fn count(&self, span: Range<Duration>) -> usize {
-        self.before(span.end).saturating_sub(self.before(span.start))
+    pub fn count_in(&self, span: Range<Duration>) -> usize {
+        self.count_before(span.end).saturating_sub(self.count_before(span.start))
     }
 
     /// Replies per second over a span of time.
-    pub fn rate(&self, span: Range<Duration>) -> f64 {
+    pub fn rate_in(&self, span: Range<Duration>) -> f64 {
         let seconds = span.end.saturating_sub(span.start).as_secs_f64();
-        if seconds > 0.0 { self.count(span) as f64 / seconds } else { 0.0 }
+        if seconds > 0.0 { self.count_in(span) as f64 / seconds } else { 0.0 }
     }
 
     /// How long after `event` the first reply came.
     pub fn first_after(&self, event: Duration) -> Option<Duration> {
-        Some(*self.replies.get(self.before(event))? - event)
+        Some(*self.replies.get(self.count_before(event))? - event)
     }
 
-    /// How long after `event` the first `window` begins in which replies come at `rate` per second or more.
+    /// How long after `event` the first `window` begins in which replies come at `rate` per second
+    /// or more.
     ///
-    /// Windows that begin with a reply are looked at: between two replies no window is better. The last window must
-    /// have ended before the last reply.
-    pub fn back_to(&self, event: Duration, rate: f64, window: Duration) -> Option<Duration> {
+    /// Checks windows that begin with a reply: between two replies no window is better. The last
+    /// window must have ended before the last reply.
+    pub fn recovery_after(&self, event: Duration, rate: f64, window: Duration) -> Option<Duration> {
         let wanted = (rate * window.as_secs_f64()).ceil() as usize;
         let last = *self.replies.last()?;
-        self.replies[self.before(event)..]
+        self.replies[self.count_before(event)..]
             .iter()
             .take_while(|&&start| start + window <= last)
-            .find(|&&start| self.count(start..start + window) >= wanted)
+            .find(|&&start| self.count_in(start..start + window) >= wanted)
             .map(|&start| start - event)
     }
 
     /// The longest time without a reply in a span of time, its ends counted as replies.
     pub fn longest_gap(&self, span: Range<Duration>) -> Duration {
-        let inside = &self.replies
-            [self.before(span.start)..self.before(span.end).max(self.before(span.start))];
+        let inside = &self.replies[self.count_before(span.start)
+            ..self.count_before(span.end).max(self.count_before(span.start))];
         let ends = inside.iter().copied().chain([span.end]);
         let starts = [span.start].into_iter().chain(inside.iter().copied());
         starts.zip(ends).map(|(from, to)| to.saturating_sub(from)).max().unwrap_or_default()
     }
 
-    fn before(&self, time: Duration) -> usize {
+    fn count_before(&self, time: Duration) -> usize {
         self.replies.partition_point(|&reply| reply < time)
     }
 }
@@ -73,7 +74,8 @@ mod tests {
         Duration::from_millis(ms)
     }
 
-    /// 100 replies per second for a second, silence, 3 hesitant replies from 1.5 s on, steady again from 2 s on.
+    /// 100 replies per second for a second, silence, 3 hesitant replies from 1.5 s on, steady again
+    /// from 2 s on.
     fn restored() -> Timeline {
         let steady = (0..100).map(|n| ms(n * 10));
         let hesitant = [ms(1500), ms(1600), ms(1800)];
@@ -84,18 +86,18 @@ mod tests {
     #[test]
     fn rates_and_gaps() {
         let line = restored();
-        assert!((line.rate(ms(0)..ms(1000)) - 100.0).abs() < 1.0);
+        assert!((line.rate_in(ms(0)..ms(1000)) - 100.0).abs() < 1.0);
         assert_eq!(line.longest_gap(ms(900)..ms(1600)), ms(510));
         assert_eq!(line.longest_gap(ms(1000)..ms(1400)), ms(400));
-        assert_eq!(line.rate(ms(5)..ms(5)), 0.0);
+        assert_eq!(line.rate_in(ms(5)..ms(5)), 0.0);
     }
 
     #[test]
     fn first_reply_and_steady_replies() {
         let line = restored();
         assert_eq!(line.first_after(ms(1000)), Some(ms(500)));
-        assert_eq!(line.back_to(ms(1000), 90.0, ms(200)), Some(ms(1000)));
-        assert_eq!(line.back_to(ms(1000), 900.0, ms(200)), None);
+        assert_eq!(line.recovery_after(ms(1000), 90.0, ms(200)), Some(ms(1000)));
+        assert_eq!(line.recovery_after(ms(1000), 900.0, ms(200)), None);
         assert_eq!(line.first_after(ms(5000)), None);
     }
 }

@@ -1,4 +1,4 @@
-//! An agent at a host.
+//! Host agent: a `firn-agent` process on one host of a site.
 
 use std::fs::File;
 use std::io::{BufRead as _, BufReader};
@@ -11,38 +11,38 @@ use super::config::FILE;
 use crate::firn::{Firn, QEMU_ALLOW_VARIABLE};
 use crate::guest::default_program;
 
-/// An agent; it ends with this value.
+/// An agent process; it ends with this value.
 #[derive(Debug)]
-pub(super) struct Agent(Child);
+pub(super) struct AgentProcess(Child);
 
-/// What an agent says while it runs.
-pub(super) fn log(dir: &Path) -> PathBuf {
+/// The agent's log file.
+pub(super) fn log_path(dir: &Path) -> PathBuf {
     dir.join("agent.log")
 }
 
-impl Agent {
-    /// Starts one, with a store where it needs one, and waits until it listens.
+impl AgentProcess {
+    /// Starts an agent, creates its store where it needs one, and waits until it listens.
     pub(super) fn start(dir: &Path, namespace: &str) -> Result<Self> {
         let program = Firn::new(dir).program().with_file_name("firn-agent");
         let config = dir.join(FILE);
-        found(&program, &config)?;
+        create_store(&program, &config)?;
         let mut command = Command::new("ip");
         command.args(["netns", "exec", namespace]).arg(&program).arg("run").arg(&config);
         command.env("FIRN_RUNTIME_DIR", dir.join("run")).env_remove("FIRN_FAULT");
         command.env(QEMU_ALLOW_VARIABLE, default_program());
-        command.stdin(Stdio::null()).stdout(Stdio::piped()).stderr(File::create(log(dir))?);
+        command.stdin(Stdio::null()).stdout(Stdio::piped()).stderr(File::create(log_path(dir))?);
         let mut child = command.spawn().with_context(|| format!("{}", program.display()))?;
         let mut line = String::new();
         if let Some(said) = child.stdout.take() {
             BufReader::new(said).read_line(&mut line)?;
         }
-        ensure!(line.contains("listens at"), "it ended: {}", last_words(dir));
+        ensure!(line.contains("listens at"), "it ended: {}", last_log_line(dir));
         Ok(Self(child))
     }
 }
 
-/// Makes what a server of the embedded kind must not forget, once.
-fn found(program: &Path, config: &Path) -> Result<()> {
+/// Creates the persistent state of a server of embedded consensus, once.
+fn create_store(program: &Path, config: &Path) -> Result<()> {
     if !std::fs::read_to_string(config)?.contains("state-dir")
         || config.with_file_name("state").exists()
     {
@@ -54,12 +54,12 @@ fn found(program: &Path, config: &Path) -> Result<()> {
     Ok(())
 }
 
-fn last_words(dir: &Path) -> String {
-    let log = std::fs::read_to_string(log(dir)).unwrap_or_default();
-    log.lines().last().unwrap_or("it said nothing").to_owned()
+fn last_log_line(dir: &Path) -> String {
+    let log = std::fs::read_to_string(log_path(dir)).unwrap_or_default();
+    log.lines().last().unwrap_or("its log is empty").to_owned()
 }
 
-impl Drop for Agent {
+impl Drop for AgentProcess {
     fn drop(&mut self) {
         // It may have been killed with its host.
         let _ = self.0.kill();

@@ -1,4 +1,4 @@
-//! Who is who: an authority for one site, and a certificate for each host.
+//! Certificates: an authority for one site, and a certificate for each host.
 
 use std::fs;
 use std::os::unix::fs::PermissionsExt as _;
@@ -9,10 +9,10 @@ use rcgen::{
     BasicConstraints, CertificateParams, CertifiedIssuer, ExtendedKeyUsagePurpose, IsCa, KeyPair,
 };
 
-/// Who makes them.
-pub(super) struct Authority(CertifiedIssuer<'static, KeyPair>);
+/// The authority that signs the certificates of a site.
+pub(super) struct SiteAuthority(CertifiedIssuer<'static, KeyPair>);
 
-impl Authority {
+impl SiteAuthority {
     pub(super) fn new() -> Result<Self> {
         let mut params = CertificateParams::new(Vec::new())?;
         params.is_ca = IsCa::Ca(BasicConstraints::Unconstrained);
@@ -20,7 +20,7 @@ impl Authority {
     }
 
     /// Writes a host's certificate, its key and the authority's own certificate.
-    pub(super) fn certify(&self, dir: &Path, host: &str) -> Result<()> {
+    pub(super) fn write_certificate(&self, dir: &Path, host: &str) -> Result<()> {
         let mut params = CertificateParams::new(vec![host.to_owned()])?;
         params.extended_key_usages =
             vec![ExtendedKeyUsagePurpose::ServerAuth, ExtendedKeyUsagePurpose::ClientAuth];

@@ -1,4 +1,4 @@
-//! etcd's servers, one at each of three hosts: a host that is lost takes one with it.
+//! etcd servers, one on each of three hosts: when a host is lost, its server is lost too.
 
 use std::fs::File;
 use std::path::Path;
@@ -6,36 +6,42 @@ use std::process::{Child, Command, Stdio};
 
 use anyhow::{Context as _, Result};
 
-use super::Plan;
+use super::SitePlan;
 use super::network::host_address;
 
-/// How many.
-pub(super) const SERVERS: usize = 3;
+/// Number of servers.
+pub(super) const SERVER_COUNT: usize = 3;
 
-/// Where they listen: for those who ask, and for each other.
-const CLIENTS: u16 = 2379;
-const PEERS: u16 = 2380;
+/// The ports they listen at: for clients, and for each other.
+const CLIENT_PORT: u16 = 2379;
+const PEER_PORT: u16 = 2380;
 
-/// One server; it ends with this value.
+/// An etcd server process; it ends with this value.
 #[derive(Debug)]
-pub(super) struct Etcd(Child);
+pub(super) struct EtcdProcess(Child);
 
-/// For those who ask.
-pub(super) fn endpoints() -> Vec<String> {
-    (0..SERVERS).map(|host| url(host, CLIENTS)).collect()
+/// The servers' addresses for clients.
+pub(super) fn client_endpoints() -> Vec<String> {
+    (0..SERVER_COUNT).map(|host| endpoint_url(host, CLIENT_PORT)).collect()
 }
 
-fn url(host: usize, port: u16) -> String {
+fn endpoint_url(host: usize, port: u16) -> String {
     format!("http://{}:{port}", host_address(host))
 }
 
-impl Etcd {
-    /// Starts one. They need a majority of each other before they answer anybody.
-    pub(super) fn start(dir: &Path, namespace: &str, host: usize, plan: &Plan<'_>) -> Result<Self> {
-        let [clients, peers] = [CLIENTS, PEERS].map(|port| url(host, port));
-        let servers = plan.hosts.iter().enumerate().take(SERVERS);
-        let all: Vec<String> =
-            servers.map(|(host, name)| format!("{name}={}", url(host, PEERS))).collect();
+impl EtcdProcess {
+    /// Starts a server. It answers requests only when a majority of the servers run.
+    pub(super) fn start(
+        dir: &Path,
+        namespace: &str,
+        host: usize,
+        plan: &SitePlan<'_>,
+    ) -> Result<Self> {
+        let [clients, peers] = [CLIENT_PORT, PEER_PORT].map(|port| endpoint_url(host, port));
+        let servers = plan.hosts.iter().enumerate().take(SERVER_COUNT);
+        let all: Vec<String> = servers
+            .map(|(host, name)| format!("{name}={}", endpoint_url(host, PEER_PORT)))
+            .collect();
         let mut command = Command::new("ip");
         command.args(["netns", "exec", namespace, "etcd", "--name", plan.hosts[host]]);
         command.args(["--listen-client-urls", &clients, "--advertise-client-urls", &clients]);
@@ -48,7 +54,7 @@ impl Etcd {
     }
 }
 
-impl Drop for Etcd {
+impl Drop for EtcdProcess {
     fn drop(&mut self) {
         // It may have been killed with its host.
         let _ = self.0.kill();

@@ -1,17 +1,19 @@
-//! Hosts on this machine: network namespaces with a cable each, an agent in each, and whatever they agree by.
+//! Sites: hosts on this machine as network namespaces, each with a cable and an agent, and their
+//! consensus.
 //!
 //! ```text
 //!   namespace firn-PID-N-outside        lan: 10.77.0.254 (hosts), 10.77.1.254 (VMs); clients are here
 //!     |            |           |
-//!   cable        cable       cable      as if to a switch; can be cut
+//!   cable        cable       cable      as if to a switch; can be disconnected
 //!     |            |           |
 //!   ... -a       ... -b      ... -c     each: a bridge with 10.77.0.1, .2, .3 and the tap device of the agent's network `lan`
 //!     firn-agent   firn-agent  firn-agent
 //!     VMs          VMs         VMs      `-netdev firn,id=ID,network=lan`
 //! ```
 //!
-//! All of a host is in its namespace, so that a host can be lost as a whole ([`Host::kill`]), and nothing of it stays when the site goes. The
-//! machine's own network has no part in it. Making namespaces takes root.
+//! All processes of a host run in its namespace. So a host can be lost as a whole
+//! ([`SiteHost::kill_all`]), and nothing of it remains when the site is dropped. The machine's own
+//! network is not involved. Creating namespaces takes root.
 
 mod agent;
 mod certificates;
@@ -26,199 +28,202 @@ use std::time::Duration;
 use anyhow::{Context as _, Result};
 use serde_json::Value;
 
-use crate::firn::{Firn, Said};
-use crate::guest::{accel, lean};
+use crate::firn::{CommandOutput, Firn};
+use crate::guest::{accel, lean_virtio_options};
 use crate::lab::{Lab, wait_for};
-use agent::Agent;
-use etcd::Etcd;
-use network::Network;
-pub use network::{Inside, Process};
+use agent::AgentProcess;
+use etcd::EtcdProcess;
+use network::SiteNetwork;
+pub use network::{HostProcess, NetworkNamespace};
 
-/// How long an agent may take to listen, and hosts to meet.
+/// How long an agent may take to listen, and hosts to connect to each other.
 const PATIENCE: Duration = Duration::from_secs(60);
 
-/// How hosts agree who may run what.
+/// The consensus by which hosts decide which host may run a VM.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Agreement {
-    /// The agents do, by raft.
+pub enum ConsensusKind {
+    /// Raft between the agents.
     Embedded,
-    /// By an etcd of three servers, one at each of the first three hosts.
+    /// An etcd of three servers, one at each of the first three hosts.
     Etcd,
 }
 
-/// What a site is like.
+/// Description of a site.
 #[derive(Clone, Copy, Debug)]
-pub struct Plan<'a> {
-    /// What hosts are called: by a letter each, in the order of their addresses.
+pub struct SitePlan<'a> {
+    /// Names of the hosts: a letter each, in the order of their addresses.
     pub hosts: &'a [&'a str],
-    /// How they agree, if they do.
-    pub agreement: Option<Agreement>,
-    /// How long a lease is.
+    /// Their consensus, if any.
+    pub agreement: Option<ConsensusKind>,
+    /// Duration of a lease.
     pub lease: Duration,
 }
 
-/// Hosts with agents that know each other. All goes when it is dropped, or the program is interrupted.
+/// Hosts whose agents know each other. All are removed when it is dropped, or when the program is
+/// interrupted.
 #[derive(Debug)]
-pub struct Site {
-    hosts: Vec<Host>,
-    network: Network,
+pub struct HostSite {
+    hosts: Vec<SiteHost>,
+    network: SiteNetwork,
 }
 
-/// One of them.
+/// A host of a site.
 #[derive(Debug)]
-pub struct Host {
+pub struct SiteHost {
     name: String,
     dir: PathBuf,
     namespace: String,
     firn: Firn,
-    etcd: Option<Etcd>,
-    agent: Option<Agent>,
+    etcd: Option<EtcdProcess>,
+    agent: Option<AgentProcess>,
 }
 
-impl Site {
-    /// Makes hosts and starts what runs on each. Returns when every one of them sees all others.
+impl HostSite {
+    /// Creates the hosts and starts the processes of each. Returns when every host sees all others.
     ///
     /// # Errors
-    /// Where the machine has no network namespaces for us, or an agent doesn't start.
-    pub fn build(lab: &Lab, plan: &Plan<'_>) -> Result<Self> {
-        let network = Network::lay(lab, plan.hosts)?;
+    /// If the machine does not allow network namespaces, or an agent doesn't start.
+    pub fn build_site(lab: &Lab, plan: &SitePlan<'_>) -> Result<Self> {
+        let network = SiteNetwork::create_network(lab, plan.hosts)?;
         let base = lab.file(network.name());
-        let authority = certificates::Authority::new()?;
+        let authority = certificates::SiteAuthority::new()?;
         let mut hosts = Vec::new();
         for (number, name) in plan.hosts.iter().enumerate() {
             let dir = base.join(name);
-            config::write(&dir, plan, number, &authority)
+            config::write_config(&dir, plan, number, &authority)
                 .with_context(|| format!("configuring host {name}"))?;
-            hosts.push(Host::new(name, dir, network.namespace(number)));
+            hosts.push(SiteHost::new(name, dir, network.namespace(number)));
         }
         let mut site = Self { hosts, network };
-        site.start(plan)?;
+        site.start_hosts(plan)?;
         Ok(site)
     }
 
-    fn start(&mut self, plan: &Plan<'_>) -> Result<()> {
-        if plan.agreement == Some(Agreement::Etcd) {
-            for (number, host) in self.hosts.iter_mut().enumerate().take(etcd::SERVERS) {
-                host.etcd = Some(Etcd::start(&host.dir, &host.namespace, number, plan)?);
+    fn start_hosts(&mut self, plan: &SitePlan<'_>) -> Result<()> {
+        if plan.agreement == Some(ConsensusKind::Etcd) {
+            for (number, host) in self.hosts.iter_mut().enumerate().take(etcd::SERVER_COUNT) {
+                host.etcd = Some(EtcdProcess::start(&host.dir, &host.namespace, number, plan)?);
             }
         }
-        self.hosts.iter_mut().try_for_each(Host::start)?;
-        self.hosts.iter().try_for_each(Host::sees_all)
+        self.hosts.iter_mut().try_for_each(SiteHost::start_agent)?;
+        self.hosts.iter().try_for_each(SiteHost::wait_for_peers)
     }
 
-    /// Starts hosts again that were killed. Returns when every host sees all others.
+    /// Restarts hosts that were killed. Returns when every host sees all others.
     ///
     /// # Errors
     /// If an agent doesn't start.
-    pub fn revive(&mut self, numbers: Range<usize>) -> Result<()> {
-        self.hosts[numbers].iter_mut().try_for_each(Host::start)?;
-        self.hosts.iter().try_for_each(Host::sees_all)
+    pub fn restart_hosts(&mut self, numbers: Range<usize>) -> Result<()> {
+        self.hosts[numbers].iter_mut().try_for_each(SiteHost::start_agent)?;
+        self.hosts.iter().try_for_each(SiteHost::wait_for_peers)
     }
 
     /// The hosts.
-    pub fn hosts(&self) -> &[Host] {
+    pub fn hosts(&self) -> &[SiteHost] {
         &self.hosts
     }
 
-    /// One of them, by its place in the plan.
-    pub fn host(&self, number: usize) -> &Host {
+    /// The host with this index in the plan.
+    pub fn host(&self, number: usize) -> &SiteHost {
         &self.hosts[number]
     }
 
-    /// For a thread that is to be outside, where clients are.
-    pub fn outside(&self) -> Result<Inside> {
-        Inside::of(self.network.outside())
+    /// The network namespace outside the hosts, for threads of clients.
+    pub fn outside_namespace(&self) -> Result<NetworkNamespace> {
+        NetworkNamespace::open_namespace(self.network.outside())
     }
 
-    /// The address of a VM of the network `lan`; see [`vm_network`].
+    /// The address of a VM in the network `lan`; see [`vm_network`].
     pub fn vm_address(number: u8) -> std::net::Ipv4Addr {
         network::vm_address(number)
     }
 
-    /// Cuts a host off from all others, or connects it again.
+    /// Disconnects a host from all others, or connects it again.
     ///
     /// # Errors
-    /// What `ip` says.
-    pub fn connect(&self, number: usize, is_on: bool) -> Result<()> {
-        self.network.connect(number, is_on)
+    /// The errors of `ip`.
+    pub fn set_connected(&self, number: usize, is_on: bool) -> Result<()> {
+        self.network.set_connected(number, is_on)
     }
 }
 
-/// The card of a VM in the network `lan`, for QEMU's command line, and the word for its kernel's that gives it its address.
+/// The card of a VM in the network `lan`, for QEMU's command line, and the kernel argument that
+/// sets its address.
 pub fn vm_network(number: u8) -> ([String; 4], String) {
-    let lean = lean(accel::decide().accel);
+    let lean = lean_virtio_options(accel::choose_accel().accel);
     let device =
         format!("virtio-net-pci,netdev=net,romfile=,{lean},mac=52:54:00:12:34:{number:02x}");
     let card = ["-netdev", "firn,id=net,network=lan", "-device", &device].map(str::to_owned);
     (card, format!("firn.ip={}", network::vm_address(number)))
 }
 
-impl Host {
+impl SiteHost {
     fn new(name: &str, dir: PathBuf, namespace: String) -> Self {
-        let firn = Firn::within(&dir.join("run"), &namespace);
+        let firn = Firn::in_namespace(&dir.join("run"), &namespace);
         Self { name: name.to_owned(), dir, namespace, firn, etcd: None, agent: None }
     }
 
-    fn start(&mut self) -> Result<()> {
+    fn start_agent(&mut self) -> Result<()> {
         let starting = || format!("the agent of host {}", self.name);
-        self.agent = Some(Agent::start(&self.dir, &self.namespace).with_context(starting)?);
+        self.agent = Some(AgentProcess::start(&self.dir, &self.namespace).with_context(starting)?);
         Ok(())
     }
 
-    fn sees_all(&self) -> Result<()> {
+    fn wait_for_peers(&self) -> Result<()> {
         let alive = |peers: &Value| {
             peers.as_array().is_some_and(|all| all.iter().all(|it| it["health"] == "alive"))
         };
         wait_for(&format!("host {} sees all others", self.name), PATIENCE, || {
-            let status = self.firn.call("agent", &["status"])?.facts;
+            let status = self.firn.run_verb("agent", &["status"])?.facts;
             Ok(alive(&status["peers"]).then_some(()))
         })
     }
 
-    /// What it is called.
+    /// The host's name.
     pub fn name(&self) -> &str {
         &self.name
     }
 
-    /// Its own files.
-    pub fn file(&self, name: &str) -> PathBuf {
+    /// A file of this host.
+    pub fn host_file(&self, name: &str) -> PathBuf {
         self.dir.join(name)
     }
 
-    /// What its agent has logged.
-    pub fn log(&self) -> PathBuf {
-        agent::log(&self.dir)
+    /// The log of its agent.
+    pub fn agent_log(&self) -> PathBuf {
+        agent::log_path(&self.dir)
     }
 
-    /// `firn` at this host.
+    /// The `firn` of this host.
     pub fn firn(&self) -> &Firn {
         &self.firn
     }
 
-    /// What hosts have agreed on of one cluster, as seen from here; nothing if there is none of that name, or this host knows nothing now.
-    pub fn cluster(&self, name: &str) -> Option<Value> {
-        let Said { facts, .. } = self.firn.call("cluster", &["status"]).ok()?;
+    /// The record of a cluster, as this host sees it. `None` if there is no cluster of this name,
+    /// or this host cannot read the record now.
+    pub fn cluster_record(&self, name: &str) -> Option<Value> {
+        let CommandOutput { facts, .. } = self.firn.run_verb("cluster", &["status"]).ok()?;
         let mut clusters = facts["clusters"].as_array()?.iter();
         clusters.find(|it| it["name"] == name).cloned()
     }
 
-    /// Everything that runs here.
+    /// All processes that run on this host.
     ///
     /// # Errors
-    /// What `ip` says.
-    pub fn processes(&self) -> Result<Vec<Process>> {
-        network::processes(&self.namespace)
+    /// The errors of `ip`.
+    pub fn list_processes(&self) -> Result<Vec<HostProcess>> {
+        network::list_processes(&self.namespace)
     }
 
-    /// Ends everything that runs here at once (SIGKILL), as if the machine had lost its power.
+    /// Ends all processes of this host at once (SIGKILL), as if the machine had lost its power.
     ///
     /// # Errors
-    /// If something doesn't end.
-    pub fn kill(&self) -> Result<()> {
+    /// If a process doesn't end.
+    pub fn kill_all(&self) -> Result<()> {
         network::kill_all(&self.namespace)
     }
 
-    /// Where its files are.
+    /// The directory of its files.
     pub fn dir(&self) -> &Path {
         &self.dir
     }

@@ -2,18 +2,18 @@
 
 use std::time::Duration;
 
-use firn_lab::kvm_host::{KvmHost, Payload};
+use firn_lab::kvm_host::{GuestPayload, KvmHost};
 
 const LIMIT: Duration = Duration::from_secs(300);
 
 #[test]
 fn runs_a_command_beside_a_working_kvm() {
     let host = KvmHost::new().unwrap();
-    let payload = Payload::new("test -c /dev/kvm && ./words out && ./words err >&2; exit 7")
-        .program("words", "/bin/echo");
+    let payload = GuestPayload::new("test -c /dev/kvm && ./words out && ./words err >&2; exit 7")
+        .add_program("words", "/bin/echo");
     for _ in 0..2 {
         let (mut stdout, mut stderr) = (Vec::new(), Vec::new());
-        let status = host.run(&payload, LIMIT, &mut stdout, &mut stderr).unwrap();
+        let status = host.run_payload(&payload, LIMIT, &mut stdout, &mut stderr).unwrap();
         let said = (status, String::from_utf8_lossy(&stdout), String::from_utf8_lossy(&stderr));
         assert_eq!(said, (7, "out\n".into(), "err\n".into()));
     }
@@ -23,6 +23,7 @@ fn runs_a_command_beside_a_working_kvm() {
 fn a_command_that_never_ends_is_given_up() {
     let host = KvmHost::new().unwrap();
     let limit = Duration::from_secs(1);
-    let error = host.run(&Payload::new("sleep 1000"), limit, &mut Vec::new(), &mut Vec::new());
+    let error =
+        host.run_payload(&GuestPayload::new("sleep 1000"), limit, &mut Vec::new(), &mut Vec::new());
     assert!(error.unwrap_err().to_string().contains("took too long"));
 }

@@ -1,4 +1,4 @@
-//! Where one guest of a test lives: its sockets, its ports, its turn.
+//! Test place of one guest: its sockets, its ports, and the lock for one guest at a time.
 
 use std::io::{Read as _, Write as _};
 use std::net::SocketAddr;
@@ -9,14 +9,14 @@ use std::time::Duration;
 
 use firn_lab::guest::{QemuArgs, free_tcp_port};
 
-/// How long a guest may take to come up on a busy machine.
+/// How long a guest may take to boot on a busy machine.
 pub const BOOT: Duration = Duration::from_secs(180);
 
-/// One guest at a time: two cores have enough to do with one.
+/// Lock for one guest at a time: one is enough load for two cores.
 static TURN: Mutex<()> = Mutex::new(());
 
-/// A directory for sockets, and ports of the host that lead into the guest.
-pub struct Place {
+/// A directory for sockets, and ports of the host that are forwarded to the guest.
+pub struct GuestPlace {
     directory: tempfile::TempDir,
     pub redis: SocketAddr,
     pub echo: SocketAddr,
@@ -24,7 +24,7 @@ pub struct Place {
     _turn: MutexGuard<'static, ()>,
 }
 
-impl Place {
+impl GuestPlace {
     pub fn new() -> Self {
         let _turn = TURN.lock().unwrap_or_else(PoisonError::into_inner);
         let port = || SocketAddr::from(([127, 0, 0, 1], free_tcp_port().unwrap()));
@@ -39,10 +39,10 @@ impl Place {
     /// Adds the agent's port and a monitor.
     pub fn common(&self, args: QemuArgs) -> QemuArgs {
         let monitor = format!("unix:{},server=on,wait=off", self.at("monitor").display());
-        args.agent(&self.at("agent")).more(&["-monitor", &monitor])
+        args.with_agent_socket(&self.at("agent")).add_args(&["-monitor", &monitor])
     }
 
-    /// One line to QEMU's monitor; returns what it says.
+    /// Sends one line to QEMU's monitor; returns the reply.
     pub fn monitor(&self, line: &str) -> String {
         let mut stream = UnixStream::connect(self.at("monitor")).unwrap();
         stream.set_read_timeout(Some(Duration::from_millis(300))).unwrap();

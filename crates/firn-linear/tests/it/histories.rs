@@ -1,9 +1,9 @@
 //! Histories that are known to be right, and what is done to them that makes them wrong.
 
-use firn_linear::{Bank, Call, CallOf, Model as _, Operation};
+use firn_linear::{BankModel, BankOperation, ClientCall, ModelCall, SequentialModel as _};
 use proptest::prelude::*;
 
-pub type History = Vec<CallOf<Bank>>;
+pub type History = Vec<ModelCall<BankModel>>;
 
 /// What each account holds in the beginning.
 pub const HELD: i64 = 20;
@@ -12,7 +12,7 @@ pub const HELD: i64 = 20;
 #[derive(Clone, Debug)]
 pub struct Step {
     client: u32,
-    operation: Operation,
+    operation: BankOperation,
     before: u64,
     after: u64,
     is_answered: bool,
@@ -27,11 +27,11 @@ impl Step {
 /// So many steps of a bank of so many accounts.
 pub fn steps(accounts: usize, clients: u32, count: usize) -> impl Strategy<Value = Vec<Step>> {
     let transfer = (0..accounts, 0..accounts, 1..30_i64)
-        .prop_map(|(from, to, amount)| Operation::transfer(from, to, amount));
+        .prop_map(|(from, to, amount)| BankOperation::transfer(from, to, amount));
     let operation = prop_oneof![
         6 => transfer,
-        3 => (0..accounts).prop_map(Operation::Balance),
-        1 => Just(Operation::Total),
+        3 => (0..accounts).prop_map(BankOperation::Balance),
+        1 => Just(BankOperation::Total),
     ];
     let step = (0..clients, operation, 0..60_u64, 0..60_u64, 0..12_u8).prop_map(
         |(client, operation, before, after, answered)| {
@@ -52,10 +52,12 @@ pub enum Harm {
     Doubled(usize),
 }
 
-/// Does one step after another, each ten later than the one before: so its client hears of it after that, and asked before.
-pub fn done(bank: &Bank, steps: &[Step], harm: Harm) -> History {
-    let (mut state, mut history) = (bank.start(), History::new());
-    // A client that got no answer asks by another name from then on, for it doesn't know whether the operation is over.
+/// Does one step after another, each ten later than the one before: so its client hears of it after
+/// that, and asked before.
+pub fn done(bank: &BankModel, steps: &[Step], harm: Harm) -> History {
+    let (mut state, mut history) = (bank.initial_state(), History::new());
+    // A client that got no answer asks by another name from then on, for it doesn't know whether
+    // the operation is over.
     let mut free = std::collections::BTreeMap::new();
     for (number, step) in steps.iter().enumerate() {
         let moment = 100 + 10 * number as u64;
@@ -64,14 +66,14 @@ pub fn done(bank: &Bank, steps: &[Step], harm: Harm) -> History {
         if called > moment {
             continue;
         }
-        let answer = bank.expected(&state, &step.operation).unwrap();
+        let answer = bank.expected_answer(&state, &step.operation).unwrap();
         let times = match harm {
             Harm::Lost(it) if it == number => 0,
             Harm::Doubled(it) if it == number => 2,
             _ => 1,
         };
         for _ in 0..times {
-            state = bank.step(&state, &step.operation, None).unwrap();
+            state = bank.apply_operation(&state, &step.operation, None).unwrap();
         }
         let answered = moment + step.after;
         let is_harmed = !matches!(harm, Harm::None) && times != 1;
@@ -81,22 +83,27 @@ pub fn done(bank: &Bank, steps: &[Step], harm: Harm) -> History {
             None => (name + 100, answered + 1),
         };
         free.insert(step.client, next);
-        history.push(Call { client: name, called, operation: step.operation, answer });
+        history.push(ClientCall { client: name, called, operation: step.operation, answer });
     }
-    // At last somebody looks at all accounts, one after another, when all is over.
+    // At the end, after everything else, a client reads all accounts, one after another.
     let mut now = 100 + 10 * steps.len() as u64 + 100;
     for account in 0..bank.0.len() {
-        let operation = Operation::Balance(account);
-        let answer = bank.expected(&state, &operation).map(|answer| (now + 1, answer));
-        history.push(Call { client: 99, called: now, operation, answer });
+        let operation = BankOperation::Balance(account);
+        let answer = bank.expected_answer(&state, &operation).map(|answer| (now + 1, answer));
+        history.push(ClientCall { client: 99, called: now, operation, answer });
         now += 2;
     }
     history
 }
 
 /// Tries all orders.
-pub fn brute(bank: &Bank, history: &[CallOf<Bank>]) -> bool {
-    fn left(bank: &Bank, history: &[CallOf<Bank>], state: Vec<Option<i64>>, used: u32) -> bool {
+pub fn brute(bank: &BankModel, history: &[ModelCall<BankModel>]) -> bool {
+    fn left(
+        bank: &BankModel,
+        history: &[ModelCall<BankModel>],
+        state: Vec<Option<i64>>,
+        used: u32,
+    ) -> bool {
         let is_left = |number: &usize| used & (1 << number) == 0;
         let open: Vec<usize> = (0..history.len()).filter(is_left).collect();
         // The first answer among those left: who was asked later comes later.
@@ -105,9 +112,9 @@ pub fn brute(bank: &Bank, history: &[CallOf<Bank>]) -> bool {
         let may = |&&it: &&usize| history[it].called <= first;
         open.iter().filter(may).any(|&it| {
             let answer = history[it].answer.map(|(_, answer)| answer);
-            let next = bank.step(&state, &history[it].operation, answer.as_ref());
+            let next = bank.apply_operation(&state, &history[it].operation, answer.as_ref());
             next.is_some_and(|next| left(bank, history, next, used | 1 << it))
         })
     }
-    left(bank, history, bank.start(), 0)
+    left(bank, history, bank.initial_state(), 0)
 }

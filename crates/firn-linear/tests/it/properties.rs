@@ -1,26 +1,32 @@
 //! What is right is found right, what is wrong is found wrong, and of small histories all are.
 
-use firn_linear::{Answer, Bank, Call, CallOf, Explanation, Operation, Verdict, check};
+use firn_linear::{
+    BankAnswer, BankModel, BankOperation, ClientCall, Explanation, ModelCall, Verdict,
+    check_history,
+};
 use proptest::prelude::*;
 
 use crate::histories::{HELD, Harm, History, Step, brute, done, steps};
 
 const TRIES: u64 = 2_000_000;
 
-fn bank(accounts: usize) -> Bank {
-    Bank(vec![HELD; accounts])
+fn bank(accounts: usize) -> BankModel {
+    BankModel(vec![HELD; accounts])
 }
 
-fn is_right(bank: &Bank, history: &[CallOf<Bank>]) -> bool {
-    match check(bank, history, TRIES) {
+fn is_right(bank: &BankModel, history: &[ModelCall<BankModel>]) -> bool {
+    match check_history(bank, history, TRIES) {
         Verdict::Linearizable => true,
         Verdict::Wrong(_) => false,
         Verdict::Undecided => panic!("{history:?}"),
     }
 }
 
-fn explained(bank: &Bank, history: &[CallOf<Bank>]) -> Explanation<Operation, Answer> {
-    match check(bank, history, TRIES) {
+fn explained(
+    bank: &BankModel,
+    history: &[ModelCall<BankModel>],
+) -> Explanation<BankOperation, BankAnswer> {
+    match check_history(bank, history, TRIES) {
         Verdict::Wrong(explanation) => *explanation,
         other => panic!("{other:?}: {history:?}"),
     }
@@ -46,7 +52,7 @@ proptest! {
         let harm = [Harm::None, Harm::Lost(harm.1), Harm::Doubled(harm.1)][harm.0];
         let mut history = done(&bank, &steps, harm);
         if let Some((number, wrong)) = told {
-            if let Some((_, Answer::Holds(held))) = history.get_mut(number).and_then(|call| call.answer.as_mut()) {
+            if let Some((_, BankAnswer::Holds(held))) = history.get_mut(number).and_then(|call| call.answer.as_mut()) {
                 *held = wrong;
             }
         }
@@ -76,11 +82,11 @@ proptest! {
         let end = history.last().unwrap().answer.unwrap().0;
         let held = balances(&history)[account];
         let stale = held + 1;
-        let operation = Operation::Balance(account);
-        history.push(Call { client: 98, called: end + 1, operation, answer: Some((end + 2, Answer::Holds(stale))) });
+        let operation = BankOperation::Balance(account);
+        history.push(ClientCall { client: 98, called: end + 1, operation, answer: Some((end + 2, BankAnswer::Holds(stale))) });
         let explanation = explained(&bank, &history);
         prop_assert_eq!(explanation.answer.client, 98);
-        prop_assert_eq!(&explanation.possible, &[Answer::Holds(held)]);
+        prop_assert_eq!(&explanation.possible, &[BankAnswer::Holds(held)]);
         // One look says what it was, and nothing happened since.
         prop_assert_eq!(explanation.against.len(), 1, "{}", explanation);
         prop_assert!(explanation.from_any_state && explanation.whatever.is_empty());
@@ -92,19 +98,19 @@ fn balances(history: &History) -> Vec<i64> {
     let looks = history.iter().filter(|call| call.client == 99);
     looks
         .map(|call| match call.answer {
-            Some((_, Answer::Holds(held))) => held,
+            Some((_, BankAnswer::Holds(held))) => held,
             _ => unreachable!(),
         })
         .collect()
 }
 
 /// What acknowledged transfers say.
-fn told(bank: &Bank, history: &History) -> Vec<i64> {
+fn told(bank: &BankModel, history: &History) -> Vec<i64> {
     let mut held = bank.0.clone();
     for call in history {
         if let (
-            Operation::Transfer { from: Some(from), to: Some(to), amount },
-            Some((_, Answer::Done)),
+            BankOperation::Transfer { from: Some(from), to: Some(to), amount },
+            Some((_, BankAnswer::Done)),
         ) = (call.operation, call.answer)
         {
             held[from] -= amount;
@@ -114,11 +120,12 @@ fn told(bank: &Bank, history: &History) -> Vec<i64> {
     held
 }
 
-/// What an explanation says has no order, whichever of the others were done; from the beginning, or whatever accounts held.
-fn is_contradiction(bank: &Bank, told: &Explanation<Operation, Answer>) -> bool {
-    let starts: Vec<Bank> = match told.from_any_state {
+/// What an explanation says has no order, whichever of the others were done; from the beginning, or
+/// whatever accounts held.
+fn is_contradiction(bank: &BankModel, told: &Explanation<BankOperation, BankAnswer>) -> bool {
+    let starts: Vec<BankModel> = match told.from_any_state {
         false => vec![bank.clone()],
-        true => (-40..=160).map(|held| Bank(vec![held; bank.0.len()])).collect(),
+        true => (-40..=160).map(|held| BankModel(vec![held; bank.0.len()])).collect(),
     };
     // Of many not all combinations are tried.
     let others = told.whatever.len().min(6);
@@ -135,16 +142,27 @@ fn is_contradiction(bank: &Bank, told: &Explanation<Operation, Answer>) -> bool 
     })
 }
 
-fn call(client: u32, times: [u64; 2], operation: Operation, answer: Answer) -> CallOf<Bank> {
-    Call { client, called: times[0], operation, answer: Some((times[1], answer)) }
+fn call(
+    client: u32,
+    times: [u64; 2],
+    operation: BankOperation,
+    answer: BankAnswer,
+) -> ModelCall<BankModel> {
+    ClientCall { client, called: times[0], operation, answer: Some((times[1], answer)) }
 }
 
 #[test]
 fn an_operation_without_an_answer_may_come_late_or_never() {
     let bank = bank(2);
-    let open = Call { client: 0, called: 0, operation: Operation::transfer(0, 1, 5), answer: None };
-    let look =
-        |client, times, held| call(client, times, Operation::Balance(1), Answer::Holds(held));
+    let open = ClientCall {
+        client: 0,
+        called: 0,
+        operation: BankOperation::transfer(0, 1, 5),
+        answer: None,
+    };
+    let look = |client, times, held| {
+        call(client, times, BankOperation::Balance(1), BankAnswer::Holds(held))
+    };
     let history = |looks: &[i64]| {
         let looks = looks.iter().zip(1..).map(|(&held, at)| look(1, [10 * at, 10 * at + 5], held));
         std::iter::once(open.clone()).chain(looks).collect::<Vec<_>>()
@@ -160,9 +178,11 @@ fn an_operation_without_an_answer_may_come_late_or_never() {
 #[test]
 fn an_explanation_is_short_and_says_what_is_the_matter() {
     let bank = bank(3);
-    let done = |from, to, times| call(0, times, Operation::transfer(from, to, 1), Answer::Done);
-    let look =
-        |account, times, held| call(1, times, Operation::Balance(account), Answer::Holds(held));
+    let done =
+        |from, to, times| call(0, times, BankOperation::transfer(from, to, 1), BankAnswer::Done);
+    let look = |account, times, held| {
+        call(1, times, BankOperation::Balance(account), BankAnswer::Holds(held))
+    };
     let mut history: History = Vec::new();
     for round in 0..198 {
         let at = 100 * round;
@@ -173,12 +193,12 @@ fn an_explanation_is_short_and_says_what_is_the_matter() {
     history.push(done(0, 2, [20_010, 20_020]));
     history.push(look(2, [20_030, 20_040], 20));
     let explanation = explained(&bank, &history);
-    let into = Operation::Transfer { from: None, to: Some(2), amount: 1 };
+    let into = BankOperation::Transfer { from: None, to: Some(2), amount: 1 };
     assert_eq!(explanation.answer.called, 20_030);
-    assert_eq!(explanation.possible, [Answer::Holds(21)]);
+    assert_eq!(explanation.possible, [BankAnswer::Holds(21)]);
     assert_eq!(
         explanation.against.iter().map(|it| it.operation).collect::<Vec<_>>(),
-        [Operation::Balance(2), into]
+        [BankOperation::Balance(2), into]
     );
     let text = explanation.to_string();
     assert!(
@@ -189,10 +209,11 @@ fn an_explanation_is_short_and_says_what_is_the_matter() {
     );
 }
 
-/// Eight clients that wait for nothing, and a few thousand operations: the search has to be quick, or it doesn't end here.
+/// Eight clients that wait for nothing, and a few thousand operations: the search has to be quick,
+/// or it doesn't end here.
 #[test]
 fn thousands_of_operations_of_eight_clients() {
-    let bank = Bank(vec![1000; 16]);
+    let bank = BankModel(vec![1000; 16]);
     let (mut held, mut history) = (bank.0.clone(), History::new());
     let mut state = 1_u64;
     let mut any = |below: u64| {
@@ -204,27 +225,34 @@ fn thousands_of_operations_of_eight_clients() {
         let moment = 100 + 10 * number;
         let (from, to, amount) = (any(16) as usize, any(16) as usize, any(1500) as i64);
         let (operation, answer) = match any(3) {
-            0 => (Operation::Balance(from), Answer::Holds(held[from])),
-            _ if held[from] < amount => (Operation::transfer(from, to, amount), Answer::Refused),
+            0 => (BankOperation::Balance(from), BankAnswer::Holds(held[from])),
+            _ if held[from] < amount => {
+                (BankOperation::transfer(from, to, amount), BankAnswer::Refused)
+            }
             _ => {
                 held[from] -= amount;
                 held[to] += amount;
-                (Operation::transfer(from, to, amount), Answer::Done)
+                (BankOperation::transfer(from, to, amount), BankAnswer::Done)
             }
         };
         // Client n has the operations n, n + 8, ...: each takes nearly until its next one.
         let (before, after) = (any(39), any(39));
         let answer = (number % 1000 != 7).then_some((moment + after, answer));
         let client = if answer.is_some() { number % 8 } else { 1000 + number } as u32;
-        history.push(Call { client, called: moment - before, operation, answer });
+        history.push(ClientCall { client, called: moment - before, operation, answer });
     }
-    let all = |history: &History| check(&bank, history, 1_000_000);
+    let all = |history: &History| check_history(&bank, history, 1_000_000);
     assert_eq!(all(&history), Verdict::Linearizable);
     let end = 100 + 10 * 8000 + 100;
-    history.push(call(99, [end, end + 1], Operation::Balance(3), Answer::Holds(held[3])));
+    history.push(call(99, [end, end + 1], BankOperation::Balance(3), BankAnswer::Holds(held[3])));
     assert_eq!(all(&history), Verdict::Linearizable);
-    // Where none is open, nobody can have changed it.
+    // If no transfer is open, none can have changed it.
     history.retain(|call| call.answer.is_some());
-    history.push(call(99, [end + 2, end + 3], Operation::Balance(3), Answer::Holds(held[3] + 1)));
+    history.push(call(
+        99,
+        [end + 2, end + 3],
+        BankOperation::Balance(3),
+        BankAnswer::Holds(held[3] + 1),
+    ));
     assert!(matches!(all(&history), Verdict::Wrong(_)));
 }

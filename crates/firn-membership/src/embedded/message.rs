@@ -1,37 +1,41 @@
-//! What servers and those who ask them say to each other: one message, one answer, each by postcard.
+//! The messages to servers, of other servers and of clients: one message, one answer, each by
+//! postcard.
 
-use firn_cluster::Host;
+use firn_cluster::HostId;
 use openraft::raft::{AppendEntriesRequest, InstallSnapshotRequest, VoteRequest};
 use serde::de::DeserializeOwned;
 use serde::{Deserialize, Serialize};
 
 use super::Types;
-use super::foundings::Founding;
-use crate::{Changed, Cluster, Known, Leased, Record, Revision, Trouble, View};
+use super::bootstrap_ids::BootstrapId;
+use crate::{
+    ChangeResult, ClusterName, ClusterRecord, LeaseResult, MembershipError, RecordView, Revision,
+    VersionedRecord,
+};
 
-/// To a server.
+/// A message to a server.
 #[derive(Serialize, Deserialize)]
-pub enum Message {
-    /// Of a server; answered by a [`Reply`].
-    Raft(Letter),
-    /// Of a host; answered by [`Told`].
-    Ask(Ask),
+pub enum ServerMessage {
+    /// From another server; answered by a [`RaftReply`].
+    Raft(RaftEnvelope),
+    /// From a client; answered by a [`StoreResponse`].
+    Ask(StoreRequest),
 }
 
-/// Between servers, with which founding each was made in (`foundings`).
+/// A message between servers, with the identities of their bootstraps (`bootstrap_ids`).
 #[derive(Serialize, Deserialize)]
-pub struct Letter {
-    /// Who sends it.
-    pub from: Founding,
-    /// Who it is for, if the sender has met it.
-    pub to: Option<Founding>,
-    /// What is said.
-    pub rpc: Rpc,
+pub struct RaftEnvelope {
+    /// The sender.
+    pub from: BootstrapId,
+    /// The receiver, if the sender knows its identity.
+    pub to: Option<BootstrapId>,
+    /// The request.
+    pub rpc: RaftRequest,
 }
 
-/// Raft's messages.
+/// The requests of raft.
 #[derive(Serialize, Deserialize)]
-pub enum Rpc {
+pub enum RaftRequest {
     /// See there.
     Append(AppendEntriesRequest<Types>),
     /// See there.
@@ -40,71 +44,72 @@ pub enum Rpc {
     Snapshot(InstallSnapshotRequest<Types>),
 }
 
-/// What a server answers to another.
+/// The answer of a server to another.
 #[derive(Serialize, Deserialize)]
-pub struct Reply {
-    /// Who answers.
-    pub from: Founding,
-    /// Raft's own `Result`, by postcard.
+pub struct RaftReply {
+    /// The server that answers.
+    pub from: BootstrapId,
+    /// Raft's own `Result`, encoded by postcard.
     pub answer: Vec<u8>,
 }
 
-/// What [`crate::Members`] asks.
+/// A request of [`crate::MembershipStore`].
 #[derive(Clone, Debug, Serialize, Deserialize)]
-pub enum Ask {
-    /// See `join`.
+pub enum StoreRequest {
+    /// See `join_host`.
     Join(String),
-    /// See `clusters`.
+    /// See `list_clusters`.
     Clusters,
-    /// See `read`.
-    Read(Cluster),
-    /// See `change`.
-    Change(Cluster, Revision, Record),
-    /// See `lease`.
-    Lease(Cluster, Host),
-    /// See `view`.
-    View(Cluster),
-    /// See `lead`.
+    /// See `read_record`.
+    Read(ClusterName),
+    /// See `change_record`.
+    Change(ClusterName, Revision, ClusterRecord),
+    /// See `request_lease`.
+    Lease(ClusterName, HostId),
+    /// See `read_view`.
+    View(ClusterName),
+    /// See `request_leadership`.
     Lead,
 }
 
-/// What is answered.
+/// The response to a request.
 #[derive(Clone, Debug, Serialize, Deserialize)]
-pub enum Told {
+pub enum StoreResponse {
     /// The host's number.
-    Joined(Host),
+    Joined(HostId),
     /// All clusters.
-    Clusters(Vec<Cluster>),
+    Clusters(Vec<ClusterName>),
     /// The record.
-    Read(Known),
-    /// What became of the change.
-    Changed(Changed),
-    /// What became of the request.
-    Leased(Leased),
+    Read(VersionedRecord),
+    /// The result of the change.
+    Changed(ChangeResult),
+    /// The result of the request for a lease.
+    Leased(LeaseResult),
     /// Record and leases.
-    View(View),
-    /// Who leads.
+    View(RecordView),
+    /// The name of the leader.
     Leads(String),
-    /// This server doesn't lead; perhaps that one does. Nothing was done.
+    /// This server doesn't lead; perhaps that one does. Nothing was changed.
     Elsewhere(Option<String>),
-    /// Why not.
-    Trouble(Trouble),
+    /// The request has failed.
+    Trouble(MembershipError),
 }
 
-/// As bytes.
+/// Encodes a value.
 ///
 /// # Errors
-/// If it can't be written.
-pub fn encode(value: &impl Serialize) -> Result<Vec<u8>, Trouble> {
+/// If it can't be encoded.
+pub fn encode_message(value: &impl Serialize) -> Result<Vec<u8>, MembershipError> {
     postcard::to_stdvec(value)
-        .map_err(|error| Trouble::Refused(format!("writing a message: {error}")))
+        .map_err(|error| MembershipError::Refused(format!("writing a message: {error}")))
 }
 
-/// From bytes.
+/// Decodes a value.
 ///
 /// # Errors
-/// If they are something else.
-pub fn decode<T: DeserializeOwned>(bytes: &[u8]) -> Result<T, Trouble> {
-    postcard::from_bytes(bytes)
-        .map_err(|error| Trouble::Refused(format!("a message of {} bytes: {error}", bytes.len())))
+/// If the bytes hold something else.
+pub fn decode_message<T: DeserializeOwned>(bytes: &[u8]) -> Result<T, MembershipError> {
+    postcard::from_bytes(bytes).map_err(|error| {
+        MembershipError::Refused(format!("a message of {} bytes: {error}", bytes.len()))
+    })
 }

@@ -1,123 +1,138 @@
-//! Membership without another server: raft between the agents.
+//! Membership without another system: raft between the agents.
 //!
 //! ```text
-//!   any host                          the server that leads               the other servers
-//!     Embedded --- Ask, by a Wire ---> Server ------ raft, by a Wire ----> Server
-//!       ^                                | store: log and vote, on disk      | store
-//!       '------ Told, or Elsewhere ------' state: records, hosts             | state
-//!                                          offices: leases, in memory
+//!   any host                                  the server that leads            the other servers
+//!     EmbeddedStore --- StoreRequest -------> RaftServer ----- raft ---------> RaftServer
+//!       ^                                       | store: log and vote, on disk   | store
+//!       '-- StoreResponse, or Elsewhere --------' state: records, hosts          | state
+//!                                                 lease_table: leases, in memory
+//!
+//!     each message by a MessageTransport
 //! ```
 //!
-//! Three hosts or more are servers; any host may ask. With a majority of them, records can be read and changed, and leases be granted.
-//! Without one, nothing can: VMs whose leases end run on and aren't heard, and nothing fails over. Of two hosts none is a
-//! majority, so two are refused ([`found`]).
+//! Three hosts or more are servers; any host may send requests. With a majority of the servers,
+//! records can be read and changed, and leases be granted. Without one, nothing can: VMs whose
+//! leases expire continue to run, but their output is blocked, and nothing fails over. Of two hosts
+//! none is a majority, so two are refused ([`bootstrap_server`]).
 //!
-//! Leases are not in the log (`offices`): a new leader counts all of them from its own beginning.
+//! Leases are not in the log (`lease_table`): a new leader counts all of them from the start of its
+//! own term.
 
 #![expect(
     clippy::result_large_err,
     reason = "those of raft and redb are, and only failures cost it"
 )]
 
-mod foundings;
-mod machine;
+mod bootstrap_ids;
+mod lease_table;
+mod log_store;
 mod message;
 mod network;
-mod offices;
-mod running;
+mod running_raft;
 mod server;
 mod state;
-mod store;
+mod state_machine;
 
 use std::collections::VecDeque;
 use std::io::Cursor;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::Duration;
 
-use firn_cluster::Host;
+use firn_cluster::HostId;
 use tokio::time::timeout;
 
-use self::message::{Ask, Message, Told};
-pub use self::server::{Server, found};
-use crate::{Changed, Cluster, Known, Later, Leased, Members, Record, Revision, Trouble, View};
+use self::message::{ServerMessage, StoreRequest, StoreResponse};
+pub use self::server::{RaftServer, bootstrap_server};
+use crate::{
+    ChangeResult, ClusterName, ClusterRecord, LeaseResult, MembershipError, MembershipFuture,
+    MembershipStore, RecordView, Revision, VersionedRecord,
+};
 
 openraft::declare_raft_types!(
-    /// How raft is used here.
-    pub Types: D = state::Op, R = state::Done, SnapshotData = Cursor<Vec<u8>>,
+    /// The types that raft is used with.
+    pub Types: D = state::StateOperation, R = state::OperationResult, SnapshotData = Cursor<Vec<u8>>,
 );
 
-/// How long one server may take: for a change, longer than it takes by itself; for what may be asked of another one as well, no
-/// longer than a server needs that is there.
+/// How long one server may take: for a change, longer than it takes by itself. For a request that
+/// may be sent to another server as well, no longer than a healthy server needs.
 const SURE_WAIT: Duration = server::ANSWER_WAIT.saturating_add(Duration::from_millis(500));
 const ASK_WAIT: Duration = Duration::from_millis(1500);
 
-/// How messages get to a server.
-pub trait Wire: Send + Sync + 'static {
-    /// Sends one to the server of that name, and brings its answer. [`Trouble::Unreachable`] says that it was not sent.
-    fn call<'a>(&'a self, to: &'a str, message: Vec<u8>) -> Later<'a, Vec<u8>>;
+/// The transport of messages to servers.
+pub trait MessageTransport: Send + Sync + 'static {
+    /// Sends a message to the server of that name, and returns its answer.
+    /// [`MembershipError::Unreachable`] means that it was not sent.
+    fn call_server<'a>(&'a self, to: &'a str, message: Vec<u8>) -> MembershipFuture<'a, Vec<u8>>;
 }
 
-/// Membership by the servers among the agents.
-pub struct Embedded {
-    wire: Arc<dyn Wire>,
-    /// In the order in which they are asked: who led is the first, and who kept somebody waiting the last.
+/// The membership store by the servers in the agents.
+pub struct EmbeddedStore {
+    wire: Arc<dyn MessageTransport>,
+    /// In the order in which they are asked: the last known leader first, a server that did not
+    /// answer in time last.
     servers: Mutex<Vec<String>>,
 }
 
-impl Embedded {
-    /// To ask these servers.
-    pub fn new(servers: Vec<String>, wire: Arc<dyn Wire>) -> Self {
+impl EmbeddedStore {
+    /// A store that uses these servers.
+    pub fn new(servers: Vec<String>, wire: Arc<dyn MessageTransport>) -> Self {
         Self { wire, servers: Mutex::new(servers) }
     }
 
-    /// Asks whoever leads.
-    async fn ask(&self, ask: Ask) -> Result<Told, Trouble> {
-        let is_sure = matches!(ask, Ask::Change(..));
-        let message = message::encode(&Message::Ask(ask))?;
+    /// Sends a request to the leader.
+    async fn ask_leader(&self, ask: StoreRequest) -> Result<StoreResponse, MembershipError> {
+        let is_sure = matches!(ask, StoreRequest::Change(..));
+        let message = message::encode_message(&ServerMessage::Ask(ask))?;
         let (mut left, mut troubles) = (VecDeque::from(self.servers()), Vec::new());
         while let Some(to) = left.pop_front() {
-            match self.call(&to, message.clone(), is_sure).await {
-                Ok(Told::Elsewhere(hint)) => {
-                    first(left.make_contiguous(), hint.as_deref());
+            match self.ask_server(&to, message.clone(), is_sure).await {
+                Ok(StoreResponse::Elsewhere(hint)) => {
+                    move_to_front(left.make_contiguous(), hint.as_deref());
                     troubles.push(format!(
-                        "{to} says that {} leads",
-                        hint.as_deref().unwrap_or("nobody")
+                        "{to} reports that {} leads",
+                        hint.as_deref().unwrap_or("no server")
                     ));
                 }
-                Ok(Told::Trouble(Trouble::Unreachable(why))) | Err(Trouble::Unreachable(why)) => {
+                Ok(StoreResponse::Trouble(MembershipError::Unreachable(why)))
+                | Err(MembershipError::Unreachable(why)) => {
                     troubles.push(format!("{to}: {why}"));
                 }
-                Ok(Told::Trouble(Trouble::Unknown(why))) | Err(Trouble::Unknown(why)) => {
-                    self.ask_last(&to);
+                Ok(StoreResponse::Trouble(MembershipError::Unknown(why)))
+                | Err(MembershipError::Unknown(why)) => {
+                    self.move_to_end(&to);
                     if is_sure {
-                        return Err(Trouble::Unknown(why));
+                        return Err(MembershipError::Unknown(why));
                     }
                     troubles.push(why);
                 }
-                Ok(Told::Trouble(trouble)) | Err(trouble) => return Err(trouble),
+                Ok(StoreResponse::Trouble(trouble)) | Err(trouble) => return Err(trouble),
                 Ok(told) => {
-                    first(&mut self.servers_mut(), Some(&to));
+                    move_to_front(&mut self.servers_mut(), Some(&to));
                     return Ok(told);
                 }
             }
         }
-        Err(Trouble::Unreachable(format!("no server leads: {}", troubles.join("; "))))
+        Err(MembershipError::Unreachable(format!("no server leads: {}", troubles.join("; "))))
     }
 
-    async fn call(&self, to: &str, message: Vec<u8>, is_sure: bool) -> Result<Told, Trouble> {
+    async fn ask_server(
+        &self,
+        to: &str,
+        message: Vec<u8>,
+        is_sure: bool,
+    ) -> Result<StoreResponse, MembershipError> {
         let wait = if is_sure { SURE_WAIT } else { ASK_WAIT };
-        match timeout(wait, self.wire.call(to, message)).await {
-            Ok(answer) => {
-                message::decode(&answer?).map_err(|error| Trouble::Unknown(error.to_string()))
-            }
-            Err(_) => Err(Trouble::Unknown(format!("{to} does not answer"))),
+        match timeout(wait, self.wire.call_server(to, message)).await {
+            Ok(answer) => message::decode_message(&answer?)
+                .map_err(|error| MembershipError::Unknown(error.to_string())),
+            Err(_) => Err(MembershipError::Unknown(format!("{to} does not answer"))),
         }
     }
 
-    async fn led(&self) -> Result<String, Trouble> {
-        match self.ask(Ask::Lead).await? {
-            Told::Leads(name) => Ok(name),
-            other => Err(strange(&other)),
+    async fn leader_name(&self) -> Result<String, MembershipError> {
+        match self.ask_leader(StoreRequest::Lead).await? {
+            StoreResponse::Leads(name) => Ok(name),
+            other => Err(unexpected_response(&other)),
         }
     }
 
@@ -129,85 +144,92 @@ impl Embedded {
         self.servers.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    fn ask_last(&self, name: &str) {
+    fn move_to_end(&self, name: &str) {
         self.servers_mut().sort_by_key(|it| it == name);
     }
 }
 
-/// Moves one to the beginning, if it is there.
-fn first(names: &mut [String], name: Option<&str>) {
+/// Moves one name to the front, if it is in the list.
+fn move_to_front(names: &mut [String], name: Option<&str>) {
     names.sort_by_key(|it| Some(it.as_str()) != name);
 }
 
-impl Members for Embedded {
-    fn join<'a>(&'a self, name: &'a str) -> Later<'a, Host> {
+impl MembershipStore for EmbeddedStore {
+    fn join_host<'a>(&'a self, name: &'a str) -> MembershipFuture<'a, HostId> {
         Box::pin(async {
-            match self.ask(Ask::Join(name.to_owned())).await? {
-                Told::Joined(host) => Ok(host),
-                other => Err(strange(&other)),
+            match self.ask_leader(StoreRequest::Join(name.to_owned())).await? {
+                StoreResponse::Joined(host) => Ok(host),
+                other => Err(unexpected_response(&other)),
             }
         })
     }
 
-    fn clusters(&self) -> Later<'_, Vec<Cluster>> {
+    fn list_clusters(&self) -> MembershipFuture<'_, Vec<ClusterName>> {
         Box::pin(async {
-            match self.ask(Ask::Clusters).await? {
-                Told::Clusters(clusters) => Ok(clusters),
-                other => Err(strange(&other)),
+            match self.ask_leader(StoreRequest::Clusters).await? {
+                StoreResponse::Clusters(clusters) => Ok(clusters),
+                other => Err(unexpected_response(&other)),
             }
         })
     }
 
-    fn read<'a>(&'a self, cluster: &'a Cluster) -> Later<'a, Known> {
-        Box::pin(async {
-            match self.ask(Ask::Read(cluster.clone())).await? {
-                Told::Read(known) => Ok(known),
-                other => Err(strange(&other)),
-            }
-        })
-    }
-
-    fn change<'a>(
+    fn read_record<'a>(
         &'a self,
-        cluster: &'a Cluster,
-        from: Revision,
-        to: &'a Record,
-    ) -> Later<'a, Changed> {
-        Box::pin(async move {
-            match self.ask(Ask::Change(cluster.clone(), from, to.clone())).await? {
-                Told::Changed(changed) => Ok(changed),
-                other => Err(strange(&other)),
-            }
-        })
-    }
-
-    fn lease<'a>(&'a self, cluster: &'a Cluster, host: Host) -> Later<'a, Leased> {
-        Box::pin(async move {
-            match self.ask(Ask::Lease(cluster.clone(), host)).await? {
-                Told::Leased(leased) => Ok(leased),
-                other => Err(strange(&other)),
-            }
-        })
-    }
-
-    fn view<'a>(&'a self, cluster: &'a Cluster) -> Later<'a, View> {
+        cluster: &'a ClusterName,
+    ) -> MembershipFuture<'a, VersionedRecord> {
         Box::pin(async {
-            match self.ask(Ask::View(cluster.clone())).await? {
-                Told::View(view) => Ok(view),
-                other => Err(strange(&other)),
+            match self.ask_leader(StoreRequest::Read(cluster.clone())).await? {
+                StoreResponse::Read(known) => Ok(known),
+                other => Err(unexpected_response(&other)),
             }
         })
     }
 
-    fn lead<'a>(&'a self, _name: &'a str) -> Later<'a, String> {
-        Box::pin(self.led())
+    fn change_record<'a>(
+        &'a self,
+        cluster: &'a ClusterName,
+        from: Revision,
+        to: &'a ClusterRecord,
+    ) -> MembershipFuture<'a, ChangeResult> {
+        Box::pin(async move {
+            match self.ask_leader(StoreRequest::Change(cluster.clone(), from, to.clone())).await? {
+                StoreResponse::Changed(changed) => Ok(changed),
+                other => Err(unexpected_response(&other)),
+            }
+        })
     }
 
-    fn leader(&self) -> Later<'_, Option<String>> {
-        Box::pin(async { self.led().await.map(Some) })
+    fn request_lease<'a>(
+        &'a self,
+        cluster: &'a ClusterName,
+        host: HostId,
+    ) -> MembershipFuture<'a, LeaseResult> {
+        Box::pin(async move {
+            match self.ask_leader(StoreRequest::Lease(cluster.clone(), host)).await? {
+                StoreResponse::Leased(leased) => Ok(leased),
+                other => Err(unexpected_response(&other)),
+            }
+        })
+    }
+
+    fn read_view<'a>(&'a self, cluster: &'a ClusterName) -> MembershipFuture<'a, RecordView> {
+        Box::pin(async {
+            match self.ask_leader(StoreRequest::View(cluster.clone())).await? {
+                StoreResponse::View(view) => Ok(view),
+                other => Err(unexpected_response(&other)),
+            }
+        })
+    }
+
+    fn request_leadership<'a>(&'a self, _name: &'a str) -> MembershipFuture<'a, String> {
+        Box::pin(self.leader_name())
+    }
+
+    fn current_leader(&self) -> MembershipFuture<'_, Option<String>> {
+        Box::pin(async { self.leader_name().await.map(Some) })
     }
 }
 
-fn strange(told: &Told) -> Trouble {
-    Trouble::Refused(format!("a server answers something else than was asked: {told:?}"))
+fn unexpected_response(response: &StoreResponse) -> MembershipError {
+    MembershipError::Refused(format!("a server sends an unexpected response: {response:?}"))
 }

@@ -1,81 +1,91 @@
-//! One of the servers: raft, and what is asked of its leader.
+//! One of the servers: raft, and the requests to its leader.
 
 use std::collections::BTreeMap;
 use std::path::{Path, PathBuf};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::Duration;
 
-use firn_cluster::Host;
-use firn_cluster::failover::Terms;
+use firn_cluster::HostId;
+use firn_cluster::failover::LeaseTerms;
 use tokio::time::{sleep, timeout};
 
-use super::Wire;
-use super::message::{self, Ask, Letter, Message, Reply, Rpc, Told};
-use super::offices::Offices;
-use super::running::{Running, number, run};
-use super::state::{Done, Op, State};
-use super::store::Store;
-use crate::{Cluster, Known, Leased, Trouble, View, now};
+use super::MessageTransport;
+use super::lease_table::LeaseTable;
+use super::log_store::LogStore;
+use super::message::{
+    self, RaftEnvelope, RaftReply, RaftRequest, ServerMessage, StoreRequest, StoreResponse,
+};
+use super::running_raft::{RunningRaft, server_number, start_raft};
+use super::state::{OperationResult, ReplicatedState, StateOperation};
+use crate::{
+    ClusterName, LeaseResult, MembershipError, RecordView, VersionedRecord, read_boot_clock,
+};
 
-/// How long a server takes for an answer at most: an election, and a disk that is busy.
+/// Maximum time of a server for an answer: an election, and a disk that is busy.
 pub(super) const ANSWER_WAIT: Duration = Duration::from_secs(3);
 
-/// How often it is looked whether raft goes on, and how long it is waited before a store that failed is opened again.
-const LOOK_EVERY: Duration = Duration::from_millis(200);
-const AGAIN_AFTER: Duration = Duration::from_secs(2);
+/// Time between two checks whether raft still runs, and the time until a store that failed is
+/// opened again.
+const CHECK_INTERVAL: Duration = Duration::from_millis(200);
+const REOPEN_DELAY: Duration = Duration::from_secs(2);
 
-/// A server.
-pub struct Server {
+/// A server of membership.
+pub struct RaftServer {
     me: String,
     directory: PathBuf,
-    wire: Arc<dyn Wire>,
-    offices: Mutex<Offices>,
-    running: Mutex<Result<Running, Trouble>>,
+    wire: Arc<dyn MessageTransport>,
+    lease_table: Mutex<LeaseTable>,
+    running: Mutex<Result<RunningRaft, MembershipError>>,
 }
 
-/// Prepares this host to be one of these servers, of a cluster of hosts that is new.
+/// Prepares this host to be one of these servers, of a new cluster of hosts.
 ///
 /// # Errors
-/// If it is one already, isn't one of them, or they are too few for a majority to be left when one is lost.
-pub fn found(directory: &Path, me: &str, servers: &[String]) -> Result<(), Trouble> {
+/// If it is one already, isn't one of them, or they are too few for a majority after the loss of
+/// one.
+pub fn bootstrap_server(
+    directory: &Path,
+    me: &str,
+    servers: &[String],
+) -> Result<(), MembershipError> {
     let numbered: BTreeMap<u64, String> =
-        servers.iter().map(|name| (number(name), name.clone())).collect();
+        servers.iter().map(|name| (server_number(name), name.clone())).collect();
     if !servers.iter().any(|name| name == me) {
-        return Err(Trouble::Refused(format!(
+        return Err(MembershipError::Refused(format!(
             "{me} is not one of the servers: {}",
             servers.join(", ")
         )));
     }
     if numbered.len() < 3 {
-        return Err(Trouble::Refused(format!(
-            "{} servers are too few: of two, none is a majority when the other is lost, and nobody can tell a host that is lost from a \
+        return Err(MembershipError::Refused(format!(
+            "{} servers are too few: of two, none is a majority when the other is lost, and no server can tell a host that is lost from a \
              network that is cut. Give three; the third needs no VMs",
             numbered.len()
         )));
     }
-    Store::found(directory, &numbered)
+    LogStore::create_new(directory, &numbered)
 }
 
-impl Server {
-    /// Begins. The runtime must be multi-threaded.
+impl RaftServer {
+    /// Starts a server. The runtime must be multi-threaded.
     ///
     /// # Errors
-    /// If this host was not [prepared](found), or its store can't be used.
-    pub async fn begin(
+    /// If this host was not [prepared](bootstrap_server), or its store can't be used.
+    pub async fn start_server(
         directory: &Path,
         me: &str,
-        terms: Terms,
-        wire: Arc<dyn Wire>,
-    ) -> Result<Arc<Self>, Trouble> {
-        let running = run(directory, me, &wire).await?;
+        terms: LeaseTerms,
+        wire: Arc<dyn MessageTransport>,
+    ) -> Result<Arc<Self>, MembershipError> {
+        let running = start_raft(directory, me, &wire).await?;
         let server = Arc::new(Self {
             me: me.to_owned(),
             directory: directory.to_owned(),
             wire,
-            offices: Mutex::new(Offices::new(terms)),
+            lease_table: Mutex::new(LeaseTable::new(terms)),
             running: Mutex::new(Ok(running)),
         });
-        tokio::spawn(keep_running(Arc::downgrade(&server)));
+        tokio::spawn(restart_failed_raft(Arc::downgrade(&server)));
         Ok(server)
     }
 
@@ -83,184 +93,209 @@ impl Server {
     ///
     /// # Errors
     /// If it can't use its store.
-    pub fn servers(&self) -> Result<Vec<String>, Trouble> {
-        Ok(self.running()?.servers.into_values().collect())
+    pub fn servers(&self) -> Result<Vec<String>, MembershipError> {
+        Ok(self.current_raft()?.servers.into_values().collect())
     }
 
     /// Answers a message of the host of that name, or of this process.
-    pub async fn answer(&self, from: Option<&str>, bytes: &[u8]) -> Vec<u8> {
-        let answered = match message::decode(bytes) {
-            Ok(Message::Ask(ask)) => message::encode(&self.asked(from, ask).await),
-            Ok(Message::Raft(letter)) => self.told_by_raft(from, letter).await,
-            Err(trouble) => message::encode(&Told::Trouble(trouble)),
+    pub async fn answer_message(&self, from: Option<&str>, bytes: &[u8]) -> Vec<u8> {
+        let answered = match message::decode_message(bytes) {
+            Ok(ServerMessage::Ask(ask)) => {
+                message::encode_message(&self.answer_request(from, ask).await)
+            }
+            Ok(ServerMessage::Raft(letter)) => self.answer_raft(from, letter).await,
+            Err(trouble) => message::encode_message(&StoreResponse::Trouble(trouble)),
         };
-        // Nobody can read an empty answer: that is trouble at the other end.
+        // No client can decode an empty answer: it reports an error.
         answered.unwrap_or_default()
     }
 
-    async fn told_by_raft(&self, from: Option<&str>, letter: Letter) -> Result<Vec<u8>, Trouble> {
-        let Running { raft, servers, foundings, .. } = self.running()?;
+    async fn answer_raft(
+        &self,
+        from: Option<&str>,
+        letter: RaftEnvelope,
+    ) -> Result<Vec<u8>, MembershipError> {
+        let RunningRaft { raft, servers, foundings, .. } = self.current_raft()?;
         let name = from.unwrap_or(&self.me);
-        if !servers.contains_key(&number(name)) {
-            return Err(Trouble::Refused("it is none of the servers".to_owned()));
+        if !servers.contains_key(&server_number(name)) {
+            return Err(MembershipError::Refused("it is none of the servers".to_owned()));
         }
-        // Without an answer: who is refused is not to take this one for a server of its own.
-        foundings.meet((number(name), name), letter.from, letter.to).await?;
+        // On an error there is no answer: a refused server must not take this one for a server of
+        // its own.
+        foundings.check_identities((server_number(name), name), letter.from, letter.to).await?;
         let answer = match letter.rpc {
-            Rpc::Append(rpc) => message::encode(&raft.append_entries(rpc).await),
-            Rpc::Vote(rpc) => message::encode(&raft.vote(rpc).await),
-            Rpc::Snapshot(rpc) => message::encode(&raft.install_snapshot(rpc).await),
+            RaftRequest::Append(rpc) => message::encode_message(&raft.append_entries(rpc).await),
+            RaftRequest::Vote(rpc) => message::encode_message(&raft.vote(rpc).await),
+            RaftRequest::Snapshot(rpc) => {
+                message::encode_message(&raft.install_snapshot(rpc).await)
+            }
         };
-        message::encode(&Reply { from: foundings.own(), answer: answer? })
+        message::encode_message(&RaftReply { from: foundings.own_id(), answer: answer? })
     }
 
-    async fn asked(&self, from: Option<&str>, ask: Ask) -> Told {
-        match timeout(ANSWER_WAIT, self.decide(from, ask)).await {
+    async fn answer_request(&self, from: Option<&str>, ask: StoreRequest) -> StoreResponse {
+        match timeout(ANSWER_WAIT, self.execute_request(from, ask)).await {
             Ok(Ok(told) | Err(told)) => told,
             Err(_) => {
                 let wait = ANSWER_WAIT.as_secs();
                 let text = format!("{} does not reach a majority within {wait} s", self.me);
-                Told::Trouble(Trouble::Unknown(text))
+                StoreResponse::Trouble(MembershipError::Unknown(text))
             }
         }
     }
 
-    async fn decide(&self, from: Option<&str>, ask: Ask) -> Result<Told, Told> {
-        let running = self.running().map_err(Told::Trouble)?;
-        match ask {
-            Ask::Join(name) => {
-                self.check(from.is_none_or(|from| from == name), "joins for another host")?;
-                match running.write(Op::Join(name)).await? {
-                    Done::Joined(Some(host)) => Ok(Told::Joined(host)),
-                    _ => Err(refused("all numbers of hosts are taken: found the cluster anew")),
-                }
-            }
-            Ask::Change(cluster, from, to) => {
-                to.to_json().map_err(Told::Trouble)?;
-                let leader = running.confirmed().await?;
-                let are_there = running.seen(&leader, |state| state.has(&to.hosts()))?;
-                self.check(are_there, "the record names a host that has never joined")?;
-                match running.write(Op::Change(cluster, from, to)).await? {
-                    Done::Changed(changed) => Ok(Told::Changed(changed)),
-                    _ => Err(refused("a change that changed nothing")),
-                }
-            }
-            Ask::Clusters => {
-                let leader = running.confirmed().await?;
-                Ok(Told::Clusters(running.seen(&leader, State::clusters)?))
-            }
-            Ask::Read(cluster) => {
-                let leader = running.confirmed().await?;
-                Ok(Told::Read(running.seen(&leader, |state| state.known(&cluster))?))
-            }
-            Ask::Lease(cluster, host) => self.lease(&running, from, &cluster, host).await,
-            Ask::View(cluster) => self.view(&running, &cluster).await,
-            Ask::Lead => {
-                running.confirmed().await?;
-                Ok(Told::Leads(self.me.clone()))
-            }
-        }
-    }
-
-    async fn lease(
+    async fn execute_request(
         &self,
-        running: &Running,
         from: Option<&str>,
-        cluster: &Cluster,
-        host: Host,
-    ) -> Result<Told, Told> {
+        ask: StoreRequest,
+    ) -> Result<StoreResponse, StoreResponse> {
+        let running = self.current_raft().map_err(StoreResponse::Trouble)?;
+        match ask {
+            StoreRequest::Join(name) => {
+                self.require(from.is_none_or(|from| from == name), "joins for another host")?;
+                match running.write_entry(StateOperation::Join(name)).await? {
+                    OperationResult::Joined(Some(host)) => Ok(StoreResponse::Joined(host)),
+                    _ => Err(refused_response(
+                        "all numbers of hosts are taken: found the cluster anew",
+                    )),
+                }
+            }
+            StoreRequest::Change(cluster, from, to) => {
+                to.to_json().map_err(StoreResponse::Trouble)?;
+                let leader = running.confirm_leadership().await?;
+                let are_there =
+                    running.read_state(&leader, |state| state.have_joined(&to.named_hosts()))?;
+                self.require(are_there, "the record names a host that has never joined")?;
+                match running.write_entry(StateOperation::Change(cluster, from, to)).await? {
+                    OperationResult::Changed(changed) => Ok(StoreResponse::Changed(changed)),
+                    _ => Err(refused_response("a change that changed nothing")),
+                }
+            }
+            StoreRequest::Clusters => {
+                let leader = running.confirm_leadership().await?;
+                Ok(StoreResponse::Clusters(running.read_state(&leader, ReplicatedState::clusters)?))
+            }
+            StoreRequest::Read(cluster) => {
+                let leader = running.confirm_leadership().await?;
+                Ok(StoreResponse::Read(
+                    running.read_state(&leader, |state| state.record_of(&cluster))?,
+                ))
+            }
+            StoreRequest::Lease(cluster, host) => {
+                self.grant_lease(&running, from, &cluster, host).await
+            }
+            StoreRequest::View(cluster) => self.read_view(&running, &cluster).await,
+            StoreRequest::Lead => {
+                running.confirm_leadership().await?;
+                Ok(StoreResponse::Leads(self.me.clone()))
+            }
+        }
+    }
+
+    async fn grant_lease(
+        &self,
+        running: &RunningRaft,
+        from: Option<&str>,
+        cluster: &ClusterName,
+        host: HostId,
+    ) -> Result<StoreResponse, StoreResponse> {
         let is_its = |name: &str| {
-            running.machine.applied().state.names().get(&host).is_none_or(|it| it == name)
+            running.machine.lock_applied().state.names().get(&host).is_none_or(|it| it == name)
         };
-        self.check(from.is_none_or(is_its), "asks for another host's lease")?;
-        // One that is fenced and goes on asking is not noted: it would never be harmless.
-        let early = running.machine.applied().state.known(cluster);
+        self.require(from.is_none_or(is_its), "asks for another host's lease")?;
+        // A request of a fenced host is not noted: its lease would never expire.
+        let early = running.machine.lock_applied().state.record_of(cluster);
         if is_fenced(&early, host) {
-            let leader = running.confirmed().await?;
-            let known = running.seen(&leader, |state| state.known(cluster))?;
-            return Ok(Told::Leased(Leased::Refused(known)));
+            let leader = running.confirm_leadership().await?;
+            let known = running.read_state(&leader, |state| state.record_of(cluster))?;
+            return Ok(StoreResponse::Leased(LeaseResult::Refused(known)));
         }
-        self.offices().note(cluster, host, now());
-        let leader = running.confirmed().await?;
-        let known = running.seen(&leader, |state| state.known(cluster))?;
+        self.lock_leases().note_grant(cluster, host, read_boot_clock());
+        let leader = running.confirm_leadership().await?;
+        let known = running.read_state(&leader, |state| state.record_of(cluster))?;
         if is_fenced(&known, host) {
-            return Ok(Told::Leased(Leased::Refused(known)));
+            return Ok(StoreResponse::Leased(LeaseResult::Refused(known)));
         }
-        match self.offices().enter(cluster, leader.term, &known, now()) {
-            true => Ok(Told::Leased(Leased::Granted(known))),
-            false => Err(Told::Elsewhere(None)),
+        match self.lock_leases().enter_term(cluster, leader.term, &known, read_boot_clock()) {
+            true => Ok(StoreResponse::Leased(LeaseResult::Granted(known))),
+            false => Err(StoreResponse::Elsewhere(None)),
         }
     }
 
-    async fn view(&self, running: &Running, cluster: &Cluster) -> Result<Told, Told> {
-        let leader = running.confirmed().await?;
-        let (known, names, there) = running.seen(&leader, |state| {
-            (state.known(cluster), state.names().clone(), state.clusters())
+    async fn read_view(
+        &self,
+        running: &RunningRaft,
+        cluster: &ClusterName,
+    ) -> Result<StoreResponse, StoreResponse> {
+        let leader = running.confirm_leadership().await?;
+        let (known, names, there) = running.read_state(&leader, |state| {
+            (state.record_of(cluster), state.names().clone(), state.clusters())
         })?;
-        let (mut offices, now) = (self.offices(), now());
-        offices.retain(|cluster| there.contains(cluster));
-        if !offices.enter(cluster, leader.term, &known, now) {
-            return Err(Told::Elsewhere(None));
+        let (mut offices, now) = (self.lock_leases(), read_boot_clock());
+        offices.retain_clusters(|cluster| there.contains(cluster));
+        if !offices.enter_term(cluster, leader.term, &known, now) {
+            return Err(StoreResponse::Elsewhere(None));
         }
-        let leases = offices.not_over(cluster, now);
-        Ok(Told::View(View { known, leases, names }))
+        let leases = offices.unexpired_hosts(cluster, now);
+        Ok(StoreResponse::View(RecordView { known, leases, names }))
     }
 
-    fn check(&self, holds: bool, why: &str) -> Result<(), Told> {
-        if holds { Ok(()) } else { Err(refused(why)) }
+    fn require(&self, holds: bool, why: &str) -> Result<(), StoreResponse> {
+        if holds { Ok(()) } else { Err(refused_response(why)) }
     }
 
-    fn offices(&self) -> MutexGuard<'_, Offices> {
-        self.offices.lock().unwrap_or_else(PoisonError::into_inner)
+    fn lock_leases(&self) -> MutexGuard<'_, LeaseTable> {
+        self.lease_table.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    fn running(&self) -> Result<Running, Trouble> {
+    fn current_raft(&self) -> Result<RunningRaft, MembershipError> {
         self.running.lock().unwrap_or_else(PoisonError::into_inner).clone()
     }
 
-    fn set_running(&self, running: Result<Running, Trouble>) {
+    fn set_current_raft(&self, running: Result<RunningRaft, MembershipError>) {
         *self.running.lock().unwrap_or_else(PoisonError::into_inner) = running;
     }
 }
 
 /// Whether the host gets no lease.
-fn is_fenced(known: &Known, host: Host) -> bool {
+fn is_fenced(known: &VersionedRecord, host: HostId) -> bool {
     known
         .record
         .as_ref()
         .is_none_or(|record| record.register.is_ended() || record.register.fence.contains(&host))
 }
 
-fn refused(why: &str) -> Told {
-    Told::Trouble(Trouble::Refused(why.to_owned()))
+fn refused_response(why: &str) -> StoreResponse {
+    StoreResponse::Trouble(MembershipError::Refused(why.to_owned()))
 }
 
-/// Raft ends when its store fails. It begins again with what is on disk, as after a crash, when that can be used again.
-async fn keep_running(server: std::sync::Weak<Server>) {
+/// Restarts raft, which ends when its store fails. It starts with the contents of the disk, as
+/// after a crash, once the store can be used again.
+async fn restart_failed_raft(server: std::sync::Weak<RaftServer>) {
     loop {
-        sleep(LOOK_EVERY).await;
+        sleep(CHECK_INTERVAL).await;
         let Some(server) = server.upgrade() else { return };
-        let why = match server.running() {
-            Ok(running) => match running.has_failed() {
+        let why = match server.current_raft() {
+            Ok(running) => match running.failure_reason() {
                 None => continue,
                 Some(why) => {
                     tracing::error!("this host is no server of the cluster for now: {why}");
-                    server.set_running(Err(Trouble::Unreachable(why.clone())));
+                    server.set_current_raft(Err(MembershipError::Unreachable(why.clone())));
                     let _ = running.raft.shutdown().await;
                     why
                 }
             },
             Err(trouble) => trouble.to_string(),
         };
-        sleep(AGAIN_AFTER).await;
-        match run(&server.directory, &server.me, &server.wire).await {
+        sleep(REOPEN_DELAY).await;
+        match start_raft(&server.directory, &server.me, &server.wire).await {
             Ok(running) => {
                 tracing::info!("this host is a server of the cluster again");
-                server.set_running(Ok(running));
+                server.set_current_raft(Ok(running));
             }
             Err(trouble) => {
                 tracing::debug!("still no server: {trouble} (first: {why})");
-                server.set_running(Err(trouble));
+                server.set_current_raft(Err(trouble));
             }
         }
     }

@@ -1,146 +1,161 @@
-//! What the log makes of nothing: pure, and the same at every server.
+//! The replicated state: the result of applying the raft log to an empty state. Pure, and the same
+//! at every server.
 
 use std::collections::{BTreeMap, BTreeSet};
 
-use firn_cluster::Host;
+use firn_cluster::HostId;
 use serde::{Deserialize, Serialize};
 
-use crate::{Changed, Cluster, Known, Record, Revision};
+use crate::{ChangeResult, ClusterName, ClusterRecord, Revision, VersionedRecord};
 
 /// An entry of the log.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
-pub enum Op {
-    /// A host of that name wants a number.
+pub enum StateOperation {
+    /// Gives a number to a host of that name.
     Join(String),
-    /// A record is to be another one, if it is of that revision.
-    Change(Cluster, Revision, Record),
+    /// Changes a record, if it has that revision.
+    Change(ClusterName, Revision, ClusterRecord),
 }
 
-/// What an entry did.
+/// The result of an entry.
 #[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
-pub enum Done {
-    /// Nothing that concerns anybody here.
+pub enum OperationResult {
+    /// Nothing that a client waits for.
     #[default]
     Nothing,
-    /// The host's number; none where all are taken.
-    Joined(Option<Host>),
-    /// See there.
-    Changed(Changed),
+    /// The host's number; `None` if all numbers are taken.
+    Joined(Option<HostId>),
+    /// The result of the change.
+    Changed(ChangeResult),
 }
 
-/// Everything that is agreed on.
+/// All records, and the names of all hosts.
 #[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
-pub struct State {
+pub struct ReplicatedState {
     next: u32,
-    names: BTreeMap<Host, String>,
-    records: BTreeMap<Cluster, (Revision, Record)>,
+    names: BTreeMap<HostId, String>,
+    records: BTreeMap<ClusterName, (Revision, ClusterRecord)>,
 }
 
-impl State {
-    /// Does what the entry at this place of the log says.
-    pub fn apply(&mut self, index: u64, op: Op) -> Done {
+impl ReplicatedState {
+    /// Applies the entry at this index of the log.
+    pub fn apply_operation(&mut self, index: u64, op: StateOperation) -> OperationResult {
         match op {
-            Op::Join(name) => Done::Joined(self.join(name)),
-            Op::Change(cluster, from, to) => Done::Changed(self.change(index, &cluster, from, to)),
+            StateOperation::Join(name) => OperationResult::Joined(self.join_host(name)),
+            StateOperation::Change(cluster, from, to) => {
+                OperationResult::Changed(self.change_record(index, &cluster, from, to))
+            }
         }
     }
 
-    /// A record.
-    pub fn known(&self, cluster: &Cluster) -> Known {
+    /// The record of a cluster.
+    pub fn record_of(&self, cluster: &ClusterName) -> VersionedRecord {
         let entry = self.records.get(cluster).cloned();
-        entry.map_or_else(Known::default, |(revision, record)| Known {
+        entry.map_or_else(VersionedRecord::default, |(revision, record)| VersionedRecord {
             revision,
             record: Some(record),
         })
     }
 
     /// All clusters.
-    pub fn clusters(&self) -> Vec<Cluster> {
+    pub fn clusters(&self) -> Vec<ClusterName> {
         self.records.keys().cloned().collect()
     }
 
-    /// Whether a host of each of these numbers has joined.
-    pub fn has(&self, hosts: &BTreeSet<Host>) -> bool {
+    /// Whether hosts with all these numbers have joined.
+    pub fn have_joined(&self, hosts: &BTreeSet<HostId>) -> bool {
         hosts.iter().all(|host| u32::from(host.0) < self.next)
     }
 
-    /// What hosts are called.
-    pub fn names(&self) -> &BTreeMap<Host, String> {
+    /// The names of hosts.
+    pub fn names(&self) -> &BTreeMap<HostId, String> {
         &self.names
     }
 
-    fn join(&mut self, name: String) -> Option<Host> {
-        let host = Host(u16::try_from(self.next).ok()?);
+    fn join_host(&mut self, name: String) -> Option<HostId> {
+        let host = HostId(u16::try_from(self.next).ok()?);
         self.next += 1;
-        // Who was called that before has ended. Some record may still speak of it.
-        let named =
-            |host: &Host| self.records.values().any(|(_, record)| record.hosts().contains(host));
-        let gone: Vec<Host> =
+        // Earlier hosts of that name have ended. A record may still name them.
+        let named = |host: &HostId| {
+            self.records.values().any(|(_, record)| record.named_hosts().contains(host))
+        };
+        let gone: Vec<HostId> =
             self.names.iter().filter(|(_, old)| **old == name).map(|(host, _)| *host).collect();
-        let forgotten: Vec<Host> = gone.into_iter().filter(|host| !named(host)).collect();
+        let forgotten: Vec<HostId> = gone.into_iter().filter(|host| !named(host)).collect();
         forgotten.iter().for_each(|host| drop(self.names.remove(host)));
         self.names.insert(host, name);
         Some(host)
     }
 
-    fn change(&mut self, index: u64, cluster: &Cluster, from: Revision, to: Record) -> Changed {
-        let known = self.known(cluster);
+    fn change_record(
+        &mut self,
+        index: u64,
+        cluster: &ClusterName,
+        from: Revision,
+        to: ClusterRecord,
+    ) -> ChangeResult {
+        let known = self.record_of(cluster);
         if known.revision != from {
-            return Changed::Other(known);
+            return ChangeResult::Other(known);
         }
         let revision = Revision(index);
         self.records.insert(cluster.clone(), (revision, to));
-        Changed::Done(revision)
+        ChangeResult::Done(revision)
     }
 }
 
 #[cfg(test)]
 mod tests {
-    use firn_cluster::Vm;
-    use firn_cluster::failover::{Place, Register};
+    use firn_cluster::VmId;
+    use firn_cluster::failover::{FailoverRecord, VmPlacement};
 
     use super::*;
 
-    fn record(primary: Host) -> Record {
-        let place = Place { primary, backup: None };
-        let register = Register::new(BTreeMap::from([(Vm(0), place)]));
-        Record { register, vms: BTreeMap::from([(Vm(0), "web".to_owned())]) }
+    fn record(primary: HostId) -> ClusterRecord {
+        let place = VmPlacement { primary, backup: None };
+        let register = FailoverRecord::new(BTreeMap::from([(VmId(0), place)]));
+        ClusterRecord { register, vms: BTreeMap::from([(VmId(0), "web".to_owned())]) }
     }
 
     #[test]
     fn a_record_changes_only_from_what_it_is() {
-        let (mut state, web) = (State::default(), Cluster::new("web").unwrap());
-        let mut change = |index, from, to: Record| match state
-            .apply(index, Op::Change(web.clone(), Revision(from), to))
+        let (mut state, web) = (ReplicatedState::default(), ClusterName::new("web").unwrap());
+        let mut change = |index, from, to: ClusterRecord| match state
+            .apply_operation(index, StateOperation::Change(web.clone(), Revision(from), to))
         {
-            Done::Changed(changed) => changed,
+            OperationResult::Changed(changed) => changed,
             other => panic!("{other:?}"),
         };
-        assert_eq!(change(4, 0, record(Host(0))), Changed::Done(Revision(4)));
-        let known = Known { revision: Revision(4), record: Some(record(Host(0))) };
-        assert_eq!(change(5, 0, record(Host(1))), Changed::Other(known.clone()));
-        assert_eq!(change(6, 5, record(Host(1))), Changed::Other(known));
-        let ended = record(Host(0)).ended();
-        assert_eq!(change(7, 4, ended.clone()), Changed::Done(Revision(7)));
-        let known = Known { revision: Revision(7), record: Some(ended) };
-        assert_eq!(change(8, 0, record(Host(1))), Changed::Other(known), "it stays");
+        assert_eq!(change(4, 0, record(HostId(0))), ChangeResult::Done(Revision(4)));
+        let known = VersionedRecord { revision: Revision(4), record: Some(record(HostId(0))) };
+        assert_eq!(change(5, 0, record(HostId(1))), ChangeResult::Other(known.clone()));
+        assert_eq!(change(6, 5, record(HostId(1))), ChangeResult::Other(known));
+        let ended = record(HostId(0)).to_ended();
+        assert_eq!(change(7, 4, ended.clone()), ChangeResult::Done(Revision(7)));
+        let known = VersionedRecord { revision: Revision(7), record: Some(ended) };
+        assert_eq!(change(8, 0, record(HostId(1))), ChangeResult::Other(known), "it stays");
     }
 
     #[test]
     fn numbers_are_never_given_twice_and_names_are_forgotten() {
-        let mut state = State::default();
-        let join = |state: &mut State, name: &str| match state.apply(1, Op::Join(name.to_owned())) {
-            Done::Joined(host) => host,
+        let mut state = ReplicatedState::default();
+        let join = |state: &mut ReplicatedState, name: &str| match state
+            .apply_operation(1, StateOperation::Join(name.to_owned()))
+        {
+            OperationResult::Joined(host) => host,
             other => panic!("{other:?}"),
         };
-        assert_eq!(join(&mut state, "a"), Some(Host(0)));
-        let web = Cluster::new("web").unwrap();
-        state.apply(2, Op::Change(web, Revision(0), record(Host(0))));
-        assert_eq!(join(&mut state, "a"), Some(Host(1)));
-        assert_eq!(join(&mut state, "a"), Some(Host(2)));
-        assert!(state.has(&[Host(0), Host(2)].into()) && !state.has(&[Host(3)].into()));
-        let known: Vec<Host> = state.names().keys().copied().collect();
-        assert_eq!(known, [Host(0), Host(2)], "the record names 0, nobody names 1");
+        assert_eq!(join(&mut state, "a"), Some(HostId(0)));
+        let web = ClusterName::new("web").unwrap();
+        state.apply_operation(2, StateOperation::Change(web, Revision(0), record(HostId(0))));
+        assert_eq!(join(&mut state, "a"), Some(HostId(1)));
+        assert_eq!(join(&mut state, "a"), Some(HostId(2)));
+        assert!(
+            state.have_joined(&[HostId(0), HostId(2)].into())
+                && !state.have_joined(&[HostId(3)].into())
+        );
+        let known: Vec<HostId> = state.names().keys().copied().collect();
+        assert_eq!(known, [HostId(0), HostId(2)], "the record names 0, nobody names 1");
         state.next = 1 << 16;
         assert_eq!(join(&mut state, "a"), None);
     }

@@ -1,57 +1,57 @@
-//! Where everything is in etcd.
+//! The keys in etcd.
 
-use firn_cluster::Host;
+use firn_cluster::HostId;
 
-use crate::Cluster;
+use crate::ClusterName;
 
-/// Keys below a prefix.
+/// The keys with one prefix.
 #[derive(Clone, Debug)]
-pub struct Keys {
+pub struct EtcdKeys {
     prefix: String,
 }
 
-impl Keys {
-    /// Those below this prefix, with or without a `/` at its end.
+impl EtcdKeys {
+    /// The keys with this prefix, with or without a `/` at its end.
     pub fn new(prefix: &str) -> Self {
         Self { prefix: prefix.trim_end_matches('/').to_owned() }
     }
 
-    pub fn next(&self) -> String {
+    pub fn next_host_key(&self) -> String {
         format!("{}/next", self.prefix)
     }
 
-    pub fn leader(&self) -> String {
+    pub fn leader_key(&self) -> String {
         format!("{}/leader", self.prefix)
     }
 
-    pub fn hosts(&self) -> String {
+    pub fn hosts_prefix(&self) -> String {
         format!("{}/hosts/", self.prefix)
     }
 
-    pub fn host(&self, host: Host) -> String {
-        format!("{}{}", self.hosts(), host.0)
+    pub fn host_key(&self, host: HostId) -> String {
+        format!("{}{}", self.hosts_prefix(), host.0)
     }
 
-    pub fn clusters(&self) -> String {
+    pub fn clusters_prefix(&self) -> String {
         format!("{}/clusters/", self.prefix)
     }
 
-    pub fn cluster(&self, cluster: &Cluster) -> String {
-        format!("{}{cluster}", self.clusters())
+    pub fn cluster_key(&self, cluster: &ClusterName) -> String {
+        format!("{}{cluster}", self.clusters_prefix())
     }
 
-    pub fn leases(&self, cluster: &Cluster) -> String {
+    pub fn leases_prefix(&self, cluster: &ClusterName) -> String {
         format!("{}/leases/{cluster}/", self.prefix)
     }
 
-    pub fn lease(&self, cluster: &Cluster, host: Host) -> String {
-        format!("{}{}", self.leases(cluster), host.0)
+    pub fn lease_key(&self, cluster: &ClusterName, host: HostId) -> String {
+        format!("{}{}", self.leases_prefix(cluster), host.0)
     }
 
-    /// The host that a key below a prefix is about.
-    pub fn host_of(prefix: &str, key: &[u8]) -> Option<Host> {
+    /// The host that a key after a prefix is about.
+    pub fn host_of(prefix: &str, key: &[u8]) -> Option<HostId> {
         let number = std::str::from_utf8(key).ok()?.strip_prefix(prefix)?;
-        number.parse().ok().map(Host)
+        number.parse().ok().map(HostId)
     }
 }
 
@@ -61,13 +61,13 @@ mod tests {
 
     #[test]
     fn keys_name_hosts() {
-        let (keys, web) = (Keys::new("firn/"), Cluster::new("web").unwrap());
-        assert_eq!(keys.cluster(&web), "firn/clusters/web");
-        let key = keys.lease(&web, Host(7));
+        let (keys, web) = (EtcdKeys::new("firn/"), ClusterName::new("web").unwrap());
+        assert_eq!(keys.cluster_key(&web), "firn/clusters/web");
+        let key = keys.lease_key(&web, HostId(7));
         assert_eq!(key, "firn/leases/web/7");
-        assert_eq!(Keys::host_of(&keys.leases(&web), key.as_bytes()), Some(Host(7)));
-        let other = keys.leases(&Cluster::new("web2").unwrap());
-        assert_eq!(Keys::host_of(&other, key.as_bytes()), None);
-        assert_eq!(Keys::host_of(&keys.hosts(), b"firn/hosts/x"), None);
+        assert_eq!(EtcdKeys::host_of(&keys.leases_prefix(&web), key.as_bytes()), Some(HostId(7)));
+        let other = keys.leases_prefix(&ClusterName::new("web2").unwrap());
+        assert_eq!(EtcdKeys::host_of(&other, key.as_bytes()), None);
+        assert_eq!(EtcdKeys::host_of(&keys.hosts_prefix(), b"firn/hosts/x"), None);
     }
 }

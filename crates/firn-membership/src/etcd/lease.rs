@@ -1,66 +1,80 @@
-//! One asking for a lease: what was seen, and the transaction that may follow from it.
+//! One request for a lease: the state that was read, and the transaction that depends on it.
 //!
 //! ```text
-//!   look: record r, own key k --- fenced? refuse --- grant L ---> if record == r and own key == k: put own key, L
-//!                 ^                                                        | else
-//!                 '--------------------------------------------------------'
+//!   grant L ---> read: record r, own key k --- fenced? refuse
+//!                 ^                          '--- if record == r and own key == k: put own key, L
+//!                 |                                 | else
+//!                 '---------------------------------'
 //! ```
 //!
-//! The own key is compared so that one transaction of several counts: one that was given up on and arrives late would attach
-//! the key to an older etcd lease, which ends while the holder believes in a newer one.
+//! The own key is compared so that only one of several transactions takes effect: an abandoned one
+//! that arrives late would attach the key to an older etcd lease, which ends while the holder
+//! believes in a newer one.
 
 use etcd_client::{Compare, CompareOp, PutOptions, Txn, TxnOp, TxnResponse};
-use firn_cluster::Host;
+use firn_cluster::HostId;
 
-use super::{Etcd, at, known, ranges, strange};
-use crate::{Cluster, Known, Trouble};
+use super::{EtcdStore, decode_record, get_responses, record_at, unusable_answer};
+use crate::{ClusterName, MembershipError, VersionedRecord};
 
-/// What a lease depends on, at one moment.
+/// The state that a lease depends on, at one moment.
 #[derive(Clone, Debug)]
-pub struct Seen {
-    pub known: Known,
-    /// Which change made the host's own key what it is, or 0.
+pub struct LeaseState {
+    pub known: VersionedRecord,
+    /// The change that made the host's own key what it is, or 0.
     own: i64,
 }
 
-impl Seen {
-    fn of(answer: &TxnResponse) -> Result<Self, Trouble> {
-        let [record, own] = &ranges(answer)[..] else { return Err(strange("ranges")) };
+impl LeaseState {
+    fn from_answer(answer: &TxnResponse) -> Result<Self, MembershipError> {
+        let [record, own] = &get_responses(answer)[..] else {
+            return Err(unusable_answer("ranges"));
+        };
         let own = own.kvs().first().map_or(0, |pair| pair.mod_revision());
-        Ok(Self { known: known(record.kvs().first())?, own })
+        Ok(Self { known: decode_record(record.kvs().first())?, own })
     }
 
     /// Whether the host may have a lease.
-    pub fn may(&self, host: Host) -> bool {
+    pub fn may_have_lease(&self, host: HostId) -> bool {
         let register = self.known.record.as_ref().map(|record| &record.register);
         register.is_some_and(|it| !it.is_ended() && !it.fence.contains(&host))
     }
 }
 
-impl Etcd {
-    pub(super) async fn look(&self, cluster: &Cluster, host: Host) -> Result<Seen, Trouble> {
-        Seen::of(&self.servers.txn(Txn::new().and_then(self.looks(cluster, host))).await?)
+impl EtcdStore {
+    pub(super) async fn read_lease_state(
+        &self,
+        cluster: &ClusterName,
+        host: HostId,
+    ) -> Result<LeaseState, MembershipError> {
+        LeaseState::from_answer(
+            &self
+                .servers
+                .transact_repeatable(Txn::new().and_then(self.state_reads(cluster, host)))
+                .await?,
+        )
     }
 
-    /// Attaches the host's key to the lease if all is as it was seen; else tells how it is.
-    pub(super) async fn attach(
+    /// Attaches the host's key to the lease if the state is as it was read; otherwise returns the
+    /// current state.
+    pub(super) async fn attach_lease(
         &self,
-        (cluster, host): (&Cluster, Host),
-        seen: &Seen,
+        (cluster, host): (&ClusterName, HostId),
+        seen: &LeaseState,
         lease: &PutOptions,
-    ) -> Result<Result<(), Seen>, Trouble> {
-        let mine = self.keys.lease(cluster, host);
+    ) -> Result<Result<(), LeaseState>, MembershipError> {
+        let mine = self.keys.lease_key(cluster, host);
         let unmoved = Compare::mod_revision(mine.clone(), CompareOp::Equal, seen.own);
         let txn = Txn::new()
-            .when([at(&self.keys.cluster(cluster), seen.known.revision)?, unmoved])
+            .when([record_at(&self.keys.cluster_key(cluster), seen.known.revision)?, unmoved])
             .and_then([TxnOp::put(mine, "", Some(lease.clone()))])
-            .or_else(self.looks(cluster, host));
-        let answer = self.servers.txn(txn).await?;
-        if answer.succeeded() { Ok(Ok(())) } else { Seen::of(&answer).map(Err) }
+            .or_else(self.state_reads(cluster, host));
+        let answer = self.servers.transact_repeatable(txn).await?;
+        if answer.succeeded() { Ok(Ok(())) } else { LeaseState::from_answer(&answer).map(Err) }
     }
 
-    fn looks(&self, cluster: &Cluster, host: Host) -> [TxnOp; 2] {
-        [self.keys.cluster(cluster), self.keys.lease(cluster, host)]
+    fn state_reads(&self, cluster: &ClusterName, host: HostId) -> [TxnOp; 2] {
+        [self.keys.cluster_key(cluster), self.keys.lease_key(cluster, host)]
             .map(|key| TxnOp::get(key, None))
     }
 }
@@ -72,12 +86,12 @@ mod tests {
     use std::process::{Child, Command, Stdio};
     use std::time::Duration;
 
-    use firn_cluster::Vm;
-    use firn_cluster::failover::{Place, Register, Terms};
+    use firn_cluster::VmId;
+    use firn_cluster::failover::{FailoverRecord, LeaseTerms, VmPlacement};
 
     use super::*;
-    use crate::etcd::Options;
-    use crate::{Members as _, Record, Revision};
+    use crate::etcd::EtcdOptions;
+    use crate::{ClusterRecord, MembershipStore as _, Revision};
 
     struct Server(Child);
 
@@ -99,13 +113,13 @@ mod tests {
         (Server(command.stdout(Stdio::null()).stderr(Stdio::null()).spawn().unwrap()), client)
     }
 
-    async fn begun(etcd: &Etcd, web: &Cluster) {
-        let place = Place { primary: Host(0), backup: None };
-        let register = Register::new(BTreeMap::from([(Vm(0), place)]));
-        let record = Record { register, vms: BTreeMap::from([(Vm(0), "web".to_owned())]) };
+    async fn begun(etcd: &EtcdStore, web: &ClusterName) {
+        let place = VmPlacement { primary: HostId(0), backup: None };
+        let register = FailoverRecord::new(BTreeMap::from([(VmId(0), place)]));
+        let record = ClusterRecord { register, vms: BTreeMap::from([(VmId(0), "web".to_owned())]) };
         for _ in 0..300 {
-            let joined = etcd.join("a").await;
-            if joined.is_ok() && etcd.change(web, Revision(0), &record).await.is_ok() {
+            let joined = etcd.join_host("a").await;
+            if joined.is_ok() && etcd.change_record(web, Revision(0), &record).await.is_ok() {
                 return;
             }
             tokio::time::sleep(Duration::from_millis(100)).await;
@@ -113,24 +127,27 @@ mod tests {
         panic!("etcd does not begin");
     }
 
-    /// The older asking was given up on, and is heard after the newer one.
+    /// The older request was abandoned, and arrives after the newer one.
     #[tokio::test]
     async fn what_arrives_late_does_not_shorten_a_lease() {
         let dir = tempfile::tempdir().unwrap();
         let (_server, endpoint) = serve(dir.path());
-        let options = Options { endpoints: vec![endpoint], prefix: "firn".to_owned(), tls: None };
-        let terms = Terms { ttl: Duration::from_secs(3), drift_ppm_max: 0 };
-        let etcd = Etcd::connect(&options, terms).await.unwrap();
-        let web = Cluster::new("web").unwrap();
+        let options =
+            EtcdOptions { endpoints: vec![endpoint], prefix: "firn".to_owned(), tls: None };
+        let terms = LeaseTerms { ttl: Duration::from_secs(3), drift_ppm_max: 0 };
+        let etcd = EtcdStore::connect(&options, terms).await.unwrap();
+        let web = ClusterName::new("web").unwrap();
         begun(&etcd, &web).await;
-        let mine = (&web, Host(0));
-        let [early, late] =
-            [etcd.servers.grant(60).await.unwrap(), etcd.servers.grant(60).await.unwrap()];
-        let seen = etcd.look(&web, Host(0)).await.unwrap();
-        assert!(etcd.attach(mine, &seen, &late).await.unwrap().is_ok());
-        let now = etcd.attach(mine, &seen, &early).await.unwrap().unwrap_err();
+        let mine = (&web, HostId(0));
+        let [early, late] = [
+            etcd.servers.grant_lease(60).await.unwrap(),
+            etcd.servers.grant_lease(60).await.unwrap(),
+        ];
+        let seen = etcd.read_lease_state(&web, HostId(0)).await.unwrap();
+        assert!(etcd.attach_lease(mine, &seen, &late).await.unwrap().is_ok());
+        let now = etcd.attach_lease(mine, &seen, &early).await.unwrap().unwrap_err();
         assert!(now.own > seen.own, "{now:?}");
         // It is of its own time again.
-        assert!(etcd.attach(mine, &now, &early).await.unwrap().is_ok());
+        assert!(etcd.attach_lease(mine, &now, &early).await.unwrap().is_ok());
     }
 }

@@ -1,33 +1,37 @@
-//! The user's etcd.
+//! Membership by the user's etcd.
 //!
 //! ```text
 //!   firn/next                     the number of the next host
 //!   firn/hosts/7                  "b": the agent of host b is host 7
 //!   firn/leader                   "a", attached to an etcd lease
 //!   firn/clusters/web             the record, JSON
-//!   firn/leases/web/7             empty, attached to an etcd lease: there while host 7 may believe in its lease
+//!   firn/leases/web/7             empty, attached to an etcd lease: it exists while
+//!                                 host 7 may believe in its lease
 //! ```
 //!
 //! # Leases
 //!
-//! A lease of ours is a *new* etcd lease each time, and one transaction that attaches the host's key to it if the record is
-//! still the one that doesn't fence the host, and no other transaction of the host came before (`lease`):
+//! A lease of Firn is a *new* etcd lease each time, and one transaction that attaches the host's
+//! key to it if the record still doesn't fence the host, and no other transaction of the host came
+//! before (`lease`):
 //!
 //! ```text
-//!   host    asks |                 |=========== believes, counted from the asking ===========|
-//!                 \               /                                                          .
-//!   etcd           grant L2 ---- if record and key are as they were: put leases/web/7, L2    .
-//!                  |=================== L2, and so the key, lasts ===========================.=====|
+//!   host  requests |                 |========= believes, counted from the request ========|
+//!                   \               /                                                      .
+//!   etcd             grant L2 ---- if record and key are unchanged: put leases/web/7, L2   .
+//!                    |=================== L2, and so the key, lasts =======================.=====|
 //! ```
 //!
-//! Granting and putting go through etcd's log, so they happen after the asking. `LeaseKeepAlive` doesn't: a server that was the
-//! leader, and was stopped or cut off, answers it from memory, while its successor counts from before; and when it is back, it revokes
-//! what others have made longer. A lease that nobody makes longer is revoked by nobody too early. We revoke none either: its key would be
-//! gone while its holder believes. Leases that were succeeded run out by themselves, and so does that of a fenced host, which
-//! gets no other one.
+//! Both the grant and the put go through etcd's log, so they happen after the request.
+//! `LeaseKeepAlive` doesn't: a server that was the leader, and was stopped or cut off, answers it
+//! from memory, while its successor counts from before; and when the old leader returns, it revokes
+//! leases that others have extended. A lease that no host extends is never revoked too early. Firn
+//! revokes none either: the key would be gone while its holder believes in it. Leases that were
+//! replaced expire by themselves, and so does the lease of a fenced host, which gets no other one.
 //!
-//! etcd counts whole seconds, so its lease is the next whole second after ours and what clocks may differ. A new leader of etcd
-//! counts every lease from its beginning: later than need be, never earlier.
+//! etcd counts whole seconds, so its lease is the next whole second after Firn's lease and the
+//! drift of clocks. A new leader of etcd counts every lease from the start of its term: later than
+//! necessary, never earlier.
 
 mod keys;
 mod lease;
@@ -39,142 +43,159 @@ use std::collections::BTreeMap;
 use etcd_client::{
     Compare, CompareOp, GetOptions, GetResponse, KeyValue, Txn, TxnOp, TxnOpResponse, TxnResponse,
 };
-use firn_cluster::Host;
-use firn_cluster::failover::Terms;
+use firn_cluster::HostId;
+use firn_cluster::failover::LeaseTerms;
 
-use self::keys::Keys;
-pub use self::options::{Options, Tls};
-use self::servers::Servers;
-use crate::{Changed, Cluster, Known, Later, Leased, Members, Record, Revision, Trouble, View};
+use self::keys::EtcdKeys;
+pub use self::options::{EtcdOptions, EtcdTls};
+use self::servers::EtcdServers;
+use crate::{
+    ChangeResult, ClusterName, ClusterRecord, LeaseResult, MembershipError, MembershipFuture,
+    MembershipStore, RecordView, Revision, VersionedRecord,
+};
 
-/// How often something is tried that somebody else may change meanwhile.
+/// How often an operation is tried that other hosts may conflict with.
 const TRIES_MAX: usize = 8;
 
-/// Membership by etcd.
+/// The membership store in etcd.
 #[derive(Clone)]
-pub struct Etcd {
-    servers: Servers,
-    keys: Keys,
+pub struct EtcdStore {
+    servers: EtcdServers,
+    keys: EtcdKeys,
     ttl_s: i64,
 }
 
-impl Etcd {
-    /// Prepares to ask these servers. They need not be there yet.
+impl EtcdStore {
+    /// Prepares connections to these servers. They need not run yet.
     ///
     /// # Errors
     /// If the options can't be used.
-    pub async fn connect(options: &Options, terms: Terms) -> Result<Self, Trouble> {
+    pub async fn connect(
+        options: &EtcdOptions,
+        terms: LeaseTerms,
+    ) -> Result<Self, MembershipError> {
         if options.endpoints.is_empty() {
-            return Err(Trouble::Refused("etcd has no address".to_owned()));
+            return Err(MembershipError::Refused("etcd has no address".to_owned()));
         }
-        let (servers, keys) = (Servers::connect(options).await?, Keys::new(&options.prefix));
-        Ok(Self { servers, keys, ttl_s: whole_seconds(terms) })
+        let (servers, keys) =
+            (EtcdServers::connect(options).await?, EtcdKeys::new(&options.prefix));
+        Ok(Self { servers, keys, ttl_s: lease_seconds(terms) })
     }
 
-    async fn join_as(&self, name: &str) -> Result<Host, Trouble> {
-        let next = self.keys.next();
+    async fn join_by_number(&self, name: &str) -> Result<HostId, MembershipError> {
+        let next = self.keys.next_host_key();
         for _ in 0..TRIES_MAX {
-            let known = self.servers.get(next.clone(), None).await?.pop();
-            let number = known.as_ref().map_or(Ok(0), number)?;
+            let known = self.servers.get_pairs(next.clone(), None).await?.pop();
+            let number = known.as_ref().map_or(Ok(0), decode_number)?;
             let after = number.checked_add(1).ok_or_else(|| {
-                Trouble::Refused("all numbers of hosts are taken: begin with another prefix".into())
+                MembershipError::Refused(
+                    "all numbers of hosts are taken: begin with another prefix".into(),
+                )
             })?;
-            let txn = Txn::new().when([unmoved(&next, known.as_ref())]).and_then([
+            let txn = Txn::new().when([unchanged_key(&next, known.as_ref())]).and_then([
                 TxnOp::put(next.clone(), after.to_string(), None),
-                TxnOp::put(self.keys.host(Host(number)), name, None),
+                TxnOp::put(self.keys.host_key(HostId(number)), name, None),
             ]);
-            // Without an answer a number may be lost, and no more.
-            if self.servers.txn(txn).await?.succeeded() {
-                return Ok(Host(number));
+            // If the answer is lost, a number may be lost, and nothing more.
+            if self.servers.transact_repeatable(txn).await?.succeeded() {
+                return Ok(HostId(number));
             }
         }
-        Err(contended())
+        Err(contention_error())
     }
 
-    async fn changed(
+    async fn put_record(
         &self,
-        cluster: &Cluster,
+        cluster: &ClusterName,
         from: Revision,
-        to: &Record,
-    ) -> Result<Changed, Trouble> {
-        let key = self.keys.cluster(cluster);
+        to: &ClusterRecord,
+    ) -> Result<ChangeResult, MembershipError> {
+        let key = self.keys.cluster_key(cluster);
         let mut changes = vec![TxnOp::put(key.clone(), to.to_json()?, None)];
-        self.have_joined(to).await?;
+        self.check_joined(to).await?;
         if from == Revision(0) {
             changes.extend(self.first_leases(cluster, to).await?);
         }
         let txn = Txn::new()
-            .when([at(&key, from)?])
+            .when([record_at(&key, from)?])
             .and_then(changes)
             .or_else([TxnOp::get(key.clone(), None)]);
-        let answer = self.servers.change(txn).await?;
+        let answer = self.servers.transact_once(txn).await?;
         match answer.succeeded() {
-            true => Ok(Changed::Done(Revision(revision_of(&answer)?))),
-            false => Ok(Changed::Other(known(gets(&answer).next())?)),
+            true => Ok(ChangeResult::Done(Revision(revision_of(&answer)?))),
+            false => Ok(ChangeResult::Other(decode_record(got_pairs(&answer).first_pair())?)),
         }
     }
 
-    /// Numbers are given one after another, so those that were given stay so.
-    async fn have_joined(&self, record: &Record) -> Result<(), Trouble> {
-        let next = self.servers.get(self.keys.next(), None).await?.pop();
-        let next = next.as_ref().map_or(Ok(0), number)?;
-        match record.hosts().into_iter().find(|host| host.0 >= next) {
-            Some(host) => {
-                Err(Trouble::Refused(format!("the record names {host}, which has never joined")))
-            }
+    /// Checks that the hosts of a record have joined. Numbers are given in order and never taken
+    /// back.
+    async fn check_joined(&self, record: &ClusterRecord) -> Result<(), MembershipError> {
+        let next = self.servers.get_pairs(self.keys.next_host_key(), None).await?.pop();
+        let next = next.as_ref().map_or(Ok(0), decode_number)?;
+        match record.named_hosts().into_iter().find(|host| host.0 >= next) {
+            Some(host) => Err(MembershipError::Refused(format!(
+                "the record names {host}, which has never joined"
+            ))),
             None => Ok(()),
         }
     }
 
-    /// A cluster begins as if all its hosts had just been granted a lease: they have a while to ask.
+    /// The leases of a new cluster: it begins as if all its hosts had just been granted one, so
+    /// they have time to request theirs.
     async fn first_leases(
         &self,
-        cluster: &Cluster,
-        record: &Record,
-    ) -> Result<Vec<TxnOp>, Trouble> {
-        let lease = self.servers.grant(self.ttl_s).await?;
-        let put = |host| TxnOp::put(self.keys.lease(cluster, host), "", Some(lease.clone()));
-        Ok(record.hosts().into_iter().map(put).collect())
+        cluster: &ClusterName,
+        record: &ClusterRecord,
+    ) -> Result<Vec<TxnOp>, MembershipError> {
+        let lease = self.servers.grant_lease(self.ttl_s).await?;
+        let put = |host| TxnOp::put(self.keys.lease_key(cluster, host), "", Some(lease.clone()));
+        Ok(record.named_hosts().into_iter().map(put).collect())
     }
 
-    async fn leased(&self, cluster: &Cluster, host: Host) -> Result<Leased, Trouble> {
-        let lease = self.servers.grant(self.ttl_s).await?;
-        let mut seen = self.look(cluster, host).await?;
+    async fn grant_lease(
+        &self,
+        cluster: &ClusterName,
+        host: HostId,
+    ) -> Result<LeaseResult, MembershipError> {
+        let lease = self.servers.grant_lease(self.ttl_s).await?;
+        let mut seen = self.read_lease_state(cluster, host).await?;
         for _ in 0..TRIES_MAX {
-            if !seen.may(host) {
-                return Ok(Leased::Refused(seen.known));
+            if !seen.may_have_lease(host) {
+                return Ok(LeaseResult::Refused(seen.known));
             }
-            match self.attach((cluster, host), &seen, &lease).await? {
-                Ok(()) => return Ok(Leased::Granted(seen.known)),
+            match self.attach_lease((cluster, host), &seen, &lease).await? {
+                Ok(()) => return Ok(LeaseResult::Granted(seen.known)),
                 Err(other) => seen = other,
             }
         }
-        Err(contended())
+        Err(contention_error())
     }
 
-    async fn seen(&self, cluster: &Cluster) -> Result<View, Trouble> {
+    async fn read_all(&self, cluster: &ClusterName) -> Result<RecordView, MembershipError> {
         let all = || Some(GetOptions::new().with_prefix());
-        let [leases, hosts] = [self.keys.leases(cluster), self.keys.hosts()];
+        let [leases, hosts] = [self.keys.leases_prefix(cluster), self.keys.hosts_prefix()];
         let txn = Txn::new().and_then([
-            TxnOp::get(self.keys.cluster(cluster), None),
+            TxnOp::get(self.keys.cluster_key(cluster), None),
             TxnOp::get(leases.clone(), all()),
             TxnOp::get(hosts.clone(), all()),
         ]);
-        let answer = self.servers.txn(txn).await?;
-        let [record, held, named] = &ranges(&answer)[..] else { return Err(strange("ranges")) };
-        let of_host = |prefix: &str, pair: &KeyValue| Keys::host_of(prefix, pair.key());
+        let answer = self.servers.transact_repeatable(txn).await?;
+        let [record, held, named] = &get_responses(&answer)[..] else {
+            return Err(unusable_answer("ranges"));
+        };
+        let of_host = |prefix: &str, pair: &KeyValue| EtcdKeys::host_of(prefix, pair.key());
         let leases = held.kvs().iter().filter_map(|pair| of_host(&leases, pair)).collect();
         let name = |pair: &KeyValue| {
             Some((of_host(&hosts, pair)?, String::from_utf8_lossy(pair.value()).into_owned()))
         };
         let names: BTreeMap<_, _> = named.kvs().iter().filter_map(name).collect();
-        Ok(View { known: known(record.kvs().first())?, leases, names })
+        Ok(RecordView { known: decode_record(record.kvs().first())?, leases, names })
     }
 
-    /// Takes the key if nobody has it, or keeps it.
-    async fn led_by(&self, name: &str) -> Result<String, Trouble> {
-        let key = self.keys.leader();
-        let put = TxnOp::put(key.clone(), name, Some(self.servers.grant(self.ttl_s).await?));
+    /// Takes the leader's key if no host has it, or extends it.
+    async fn take_leadership(&self, name: &str) -> Result<String, MembershipError> {
+        let key = self.keys.leader_key();
+        let put = TxnOp::put(key.clone(), name, Some(self.servers.grant_lease(self.ttl_s).await?));
         let keep = Txn::new()
             .when([Compare::value(key.clone(), CompareOp::Equal, name)])
             .and_then([put.clone()])
@@ -183,126 +204,141 @@ impl Etcd {
             .when([Compare::create_revision(key.clone(), CompareOp::Equal, 0)])
             .and_then([put])
             .or_else([TxnOp::txn(keep)]);
-        let answer = self.servers.txn(take).await?;
-        let other =
-            gets(&answer).next().map(|pair| String::from_utf8_lossy(pair.value()).into_owned());
+        let answer = self.servers.transact_repeatable(take).await?;
+        let other = got_pairs(&answer)
+            .first_pair()
+            .map(|pair| String::from_utf8_lossy(pair.value()).into_owned());
         Ok(other.unwrap_or_else(|| name.to_owned()))
     }
 }
 
-impl Members for Etcd {
-    fn join<'a>(&'a self, name: &'a str) -> Later<'a, Host> {
-        Box::pin(self.join_as(name))
+impl MembershipStore for EtcdStore {
+    fn join_host<'a>(&'a self, name: &'a str) -> MembershipFuture<'a, HostId> {
+        Box::pin(self.join_by_number(name))
     }
 
-    fn clusters(&self) -> Later<'_, Vec<Cluster>> {
+    fn list_clusters(&self) -> MembershipFuture<'_, Vec<ClusterName>> {
         Box::pin(async {
-            let prefix = self.keys.clusters();
+            let prefix = self.keys.clusters_prefix();
             let options = GetOptions::new().with_prefix().with_keys_only();
-            let pairs = self.servers.get(prefix.clone(), Some(options)).await?;
+            let pairs = self.servers.get_pairs(prefix.clone(), Some(options)).await?;
             let name =
                 |pair: &KeyValue| pair.key_str().ok()?.strip_prefix(&prefix).map(str::to_owned);
-            pairs.iter().filter_map(name).map(Cluster::new).collect()
+            pairs.iter().filter_map(name).map(ClusterName::new).collect()
         })
     }
 
-    fn read<'a>(&'a self, cluster: &'a Cluster) -> Later<'a, Known> {
-        Box::pin(async { known(self.servers.get(self.keys.cluster(cluster), None).await?.first()) })
-    }
-
-    fn change<'a>(
+    fn read_record<'a>(
         &'a self,
-        cluster: &'a Cluster,
-        from: Revision,
-        to: &'a Record,
-    ) -> Later<'a, Changed> {
-        Box::pin(self.changed(cluster, from, to))
-    }
-
-    fn lease<'a>(&'a self, cluster: &'a Cluster, host: Host) -> Later<'a, Leased> {
-        Box::pin(self.leased(cluster, host))
-    }
-
-    fn view<'a>(&'a self, cluster: &'a Cluster) -> Later<'a, View> {
-        Box::pin(self.seen(cluster))
-    }
-
-    fn lead<'a>(&'a self, name: &'a str) -> Later<'a, String> {
-        Box::pin(self.led_by(name))
-    }
-
-    fn leader(&self) -> Later<'_, Option<String>> {
+        cluster: &'a ClusterName,
+    ) -> MembershipFuture<'a, VersionedRecord> {
         Box::pin(async {
-            let pair = self.servers.get(self.keys.leader(), None).await?.pop();
+            decode_record(
+                self.servers.get_pairs(self.keys.cluster_key(cluster), None).await?.first(),
+            )
+        })
+    }
+
+    fn change_record<'a>(
+        &'a self,
+        cluster: &'a ClusterName,
+        from: Revision,
+        to: &'a ClusterRecord,
+    ) -> MembershipFuture<'a, ChangeResult> {
+        Box::pin(self.put_record(cluster, from, to))
+    }
+
+    fn request_lease<'a>(
+        &'a self,
+        cluster: &'a ClusterName,
+        host: HostId,
+    ) -> MembershipFuture<'a, LeaseResult> {
+        Box::pin(self.grant_lease(cluster, host))
+    }
+
+    fn read_view<'a>(&'a self, cluster: &'a ClusterName) -> MembershipFuture<'a, RecordView> {
+        Box::pin(self.read_all(cluster))
+    }
+
+    fn request_leadership<'a>(&'a self, name: &'a str) -> MembershipFuture<'a, String> {
+        Box::pin(self.take_leadership(name))
+    }
+
+    fn current_leader(&self) -> MembershipFuture<'_, Option<String>> {
+        Box::pin(async {
+            let pair = self.servers.get_pairs(self.keys.leader_key(), None).await?.pop();
             Ok(pair.map(|pair| String::from_utf8_lossy(pair.value()).into_owned()))
         })
     }
 }
 
-/// The next whole second after a lease and what clocks may differ.
-fn whole_seconds(terms: Terms) -> i64 {
+/// The next whole second after a lease and the drift of clocks.
+fn lease_seconds(terms: LeaseTerms) -> i64 {
     let ppm = f64::from(terms.drift_ppm_max) / 1e6;
     (terms.ttl.as_secs_f64() * (1.0 + ppm)).floor() as i64 + 1
 }
 
-/// That a key is still as it was when it was read.
-fn unmoved(key: &str, pair: Option<&KeyValue>) -> Compare {
+/// The condition that a key is unchanged since it was read.
+fn unchanged_key(key: &str, pair: Option<&KeyValue>) -> Compare {
     Compare::mod_revision(key, CompareOp::Equal, pair.map_or(0, KeyValue::mod_revision))
 }
 
-/// That a record is of this revision.
-fn at(key: &str, revision: Revision) -> Result<Compare, Trouble> {
-    let revision = i64::try_from(revision.0).map_err(|_| strange("revision"))?;
+/// The condition that a record has this revision.
+fn record_at(key: &str, revision: Revision) -> Result<Compare, MembershipError> {
+    let revision = i64::try_from(revision.0).map_err(|_| unusable_answer("revision"))?;
     Ok(Compare::mod_revision(key, CompareOp::Equal, revision))
 }
 
-fn known(pair: Option<&KeyValue>) -> Result<Known, Trouble> {
-    let Some(pair) = pair else { return Ok(Known::default()) };
-    let record = Record::from_json(pair.value()).map_err(|why| {
+fn decode_record(pair: Option<&KeyValue>) -> Result<VersionedRecord, MembershipError> {
+    let Some(pair) = pair else { return Ok(VersionedRecord::default()) };
+    let record = ClusterRecord::from_json(pair.value()).map_err(|why| {
         let key = String::from_utf8_lossy(pair.key());
-        Trouble::Refused(format!("{key} in etcd: {why}; has somebody else changed it?"))
+        MembershipError::Refused(format!("{key} in etcd: {why}; has another program changed it?"))
     })?;
-    Ok(Known { revision: Revision(pair.mod_revision().unsigned_abs()), record: Some(record) })
+    Ok(VersionedRecord {
+        revision: Revision(pair.mod_revision().unsigned_abs()),
+        record: Some(record),
+    })
 }
 
-fn number(pair: &KeyValue) -> Result<u16, Trouble> {
+fn decode_number(pair: &KeyValue) -> Result<u16, MembershipError> {
     let number = pair.value_str().ok().and_then(|text| text.parse().ok());
-    number.ok_or_else(|| strange("number of a host"))
+    number.ok_or_else(|| unusable_answer("number of a host"))
 }
 
-fn ranges(answer: &TxnResponse) -> Vec<GetResponse> {
+fn get_responses(answer: &TxnResponse) -> Vec<GetResponse> {
     let range = |response| match response {
         TxnOpResponse::Get(range) => vec![range],
-        TxnOpResponse::Txn(inner) => ranges(&inner),
+        TxnOpResponse::Txn(inner) => get_responses(&inner),
         _ => Vec::new(),
     };
     answer.op_responses().into_iter().flat_map(range).collect()
 }
 
-fn gets(answer: &TxnResponse) -> Gets {
-    Gets(ranges(answer))
+fn got_pairs(answer: &TxnResponse) -> GotPairs {
+    GotPairs(get_responses(answer))
 }
 
-struct Gets(Vec<GetResponse>);
+struct GotPairs(Vec<GetResponse>);
 
-impl Gets {
-    /// The pair that was got, if it is there.
-    fn next(&self) -> Option<&KeyValue> {
+impl GotPairs {
+    /// The first pair, if the key exists.
+    fn first_pair(&self) -> Option<&KeyValue> {
         self.0.first()?.kvs().first()
     }
 }
 
-fn revision_of(answer: &TxnResponse) -> Result<u64, Trouble> {
-    let header = answer.header().ok_or_else(|| strange("header"))?;
+fn revision_of(answer: &TxnResponse) -> Result<u64, MembershipError> {
+    let header = answer.header().ok_or_else(|| unusable_answer("header"))?;
     Ok(header.revision().unsigned_abs())
 }
 
-fn strange(what: &str) -> Trouble {
-    Trouble::Refused(format!("etcd answers without a {what} that can be used"))
+fn unusable_answer(what: &str) -> MembershipError {
+    MembershipError::Refused(format!("etcd answers without a usable {what}"))
 }
 
-fn contended() -> Trouble {
-    Trouble::Unreachable("others changed it at the same time, again and again".to_owned())
+fn contention_error() -> MembershipError {
+    MembershipError::Unreachable("other hosts changed it at the same time, repeatedly".to_owned())
 }
 
 #[cfg(test)]
@@ -314,7 +350,7 @@ mod tests {
     #[test]
     fn etcd_counts_longer_than_the_holder() {
         let seconds = |ms, drift_ppm_max| {
-            whole_seconds(Terms { ttl: Duration::from_millis(ms), drift_ppm_max })
+            lease_seconds(LeaseTerms { ttl: Duration::from_millis(ms), drift_ppm_max })
         };
         assert_eq!((seconds(3000, 1000), seconds(2999, 0), seconds(3999, 1000)), (4, 3, 5));
     }

@@ -1,40 +1,40 @@
-//! How etcd is reached.
+//! How to connect to etcd.
 
 use std::path::{Path, PathBuf};
 use std::time::Duration;
 
 use etcd_client::{Certificate, ConnectOptions, Identity, TlsOptions};
 
-use crate::Trouble;
+use crate::MembershipError;
 
-/// How long a server may take to be connected to, and a connection to be silent.
+/// Maximum time to connect to a server, and maximum silence of a connection.
 const CONNECT_WAIT: Duration = Duration::from_secs(1);
 const SILENCE: Duration = Duration::from_secs(1);
 
-/// Which servers, and how.
+/// The servers, and how to connect to them.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub struct Options {
+pub struct EtcdOptions {
     /// Addresses, as `https://10.0.0.1:2379`.
     pub endpoints: Vec<String>,
-    /// What all keys begin with.
+    /// The prefix of all keys.
     pub prefix: String,
     /// Certificates, where the endpoints are `https`.
-    pub tls: Option<Tls>,
+    pub tls: Option<EtcdTls>,
 }
 
-/// Files in PEM format.
+/// Certificates and keys: files in PEM format.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub struct Tls {
-    /// Who has issued the servers' certificates.
+pub struct EtcdTls {
+    /// The authority that has issued the servers' certificates.
     pub authority: PathBuf,
-    /// What this host shows, with its key, if the servers want that.
+    /// The certificate of this host, with its key, if the servers require one.
     pub certificate: Option<(PathBuf, PathBuf)>,
 }
 
-impl Options {
+impl EtcdOptions {
     /// # Errors
     /// If a file can't be read.
-    pub(super) fn connect(&self) -> Result<ConnectOptions, Trouble> {
+    pub(super) fn connect_options(&self) -> Result<ConnectOptions, MembershipError> {
         let options = ConnectOptions::new()
             .with_connect_timeout(CONNECT_WAIT)
             .with_keep_alive(SILENCE, SILENCE)
@@ -42,28 +42,29 @@ impl Options {
             .with_require_leader(true);
         match &self.tls {
             None => Ok(options),
-            Some(tls) => Ok(options.with_tls(tls.load()?)),
+            Some(tls) => Ok(options.with_tls(tls.load_files()?)),
         }
     }
 }
 
-impl Tls {
-    fn load(&self) -> Result<TlsOptions, Trouble> {
+impl EtcdTls {
+    fn load_files(&self) -> Result<TlsOptions, MembershipError> {
         let options =
-            TlsOptions::new().ca_certificate(Certificate::from_pem(read(&self.authority)?));
+            TlsOptions::new().ca_certificate(Certificate::from_pem(read_file(&self.authority)?));
         match &self.certificate {
             None => Ok(options),
             Some((certificate, key)) => {
-                Ok(options.identity(Identity::from_pem(read(certificate)?, read(key)?)))
+                Ok(options.identity(Identity::from_pem(read_file(certificate)?, read_file(key)?)))
             }
         }
     }
 }
 
-/// The longest file of certificates, or with a key, in bytes.
+/// Maximum size of a file of certificates, or with a key, in bytes.
 const FILE_BYTES_MAX: u64 = 1 << 20;
 
-fn read(path: &Path) -> Result<Vec<u8>, Trouble> {
-    firn_files::read_input(path, FILE_BYTES_MAX)
-        .map_err(|error| Trouble::Refused(format!("can't read {}: {error}", path.display())))
+fn read_file(path: &Path) -> Result<Vec<u8>, MembershipError> {
+    firn_files::read_input(path, FILE_BYTES_MAX).map_err(|error| {
+        MembershipError::Refused(format!("can't read {}: {error}", path.display()))
+    })
 }

@@ -1,7 +1,7 @@
-//! Asking etcd: one server until it keeps somebody waiting, then the next one.
+//! Requests to etcd: to one server until it does not answer in time, then to the next one.
 //!
-//! A client that spreads what it asks over all servers would be kept waiting every third time by one that hangs, and takes every
-//! connection all the same.
+//! A client that balances requests over all servers would wait on every third one if one server
+//! hangs, for a server that hangs still accepts every connection.
 
 use std::sync::Arc;
 use std::sync::atomic::{AtomicUsize, Ordering};
@@ -10,126 +10,132 @@ use std::time::Duration;
 use etcd_client::{Client, Error, GetOptions, KeyValue, PutOptions, Txn, TxnResponse};
 use tokio::time::timeout;
 
-use super::Options;
-use crate::Trouble;
+use super::EtcdOptions;
+use crate::MembershipError;
 
-/// How long a server may take for a change: an election takes it a second or two. And for what may be asked of another one as well.
+/// How long a server may take for a change: an election takes a second or two. And for a request
+/// that may be sent to another server as well.
 const SURE_WAIT: Duration = Duration::from_secs(4);
 const ASK_WAIT: Duration = Duration::from_millis(1500);
 
-/// All servers.
+/// The servers.
 #[derive(Clone)]
-pub struct Servers {
+pub struct EtcdServers {
     clients: Vec<Client>,
-    /// Counts the turns from one to the next.
-    turn: Arc<AtomicUsize>,
+    /// Counts the switches from one server to the next.
+    switches: Arc<AtomicUsize>,
 }
 
-impl Servers {
-    /// They need not be there yet.
+impl EtcdServers {
+    /// Prepares connections to the servers, which need not run yet.
     ///
     /// # Errors
     /// If the options can't be used.
-    pub async fn connect(options: &Options) -> Result<Self, Trouble> {
+    pub async fn connect(options: &EtcdOptions) -> Result<Self, MembershipError> {
         let mut clients = Vec::new();
         for endpoint in &options.endpoints {
-            let connecting = Client::connect([endpoint], Some(options.connect()?));
-            clients.push(within(ASK_WAIT, connecting).await.map_err(unchanged)?);
+            let connecting = Client::connect([endpoint], Some(options.connect_options()?));
+            clients.push(limit_time(ASK_WAIT, connecting).await.map_err(as_unreachable)?);
         }
-        Ok(Self { clients, turn: Arc::default() })
+        Ok(Self { clients, switches: Arc::default() })
     }
 
-    /// A transaction that is made once, or not at all.
-    pub async fn change(&self, txn: Txn) -> Result<TxnResponse, Trouble> {
-        self.once(SURE_WAIT, |client| transact(client, txn.clone())).await
+    /// Sends a transaction that is made once, or not at all.
+    pub async fn transact_once(&self, txn: Txn) -> Result<TxnResponse, MembershipError> {
+        self.ask_current(SURE_WAIT, |client| send_transaction(client, txn.clone())).await
     }
 
-    /// A transaction that does no harm if it was made without an answer.
-    pub async fn txn(&self, txn: Txn) -> Result<TxnResponse, Trouble> {
-        self.freely(|client| transact(client, txn.clone())).await
+    /// Sends a transaction that does no harm if it was made without an answer.
+    pub async fn transact_repeatable(&self, txn: Txn) -> Result<TxnResponse, MembershipError> {
+        self.ask_any(|client| send_transaction(client, txn.clone())).await
     }
 
-    /// What is at a key, or below it.
-    pub async fn get(
+    /// Reads the pair of a key, or of all keys with a prefix.
+    pub async fn get_pairs(
         &self,
         key: String,
         options: Option<GetOptions>,
-    ) -> Result<Vec<KeyValue>, Trouble> {
-        let asked = self.freely(|client| {
+    ) -> Result<Vec<KeyValue>, MembershipError> {
+        let asked = self.ask_any(|client| {
             let (key, options) = (key.clone(), options.clone());
             async move { client.kv_client().get(key, options).await }
         });
         Ok(asked.await?.take_kvs())
     }
 
-    /// An etcd lease that is attached to nothing yet.
-    pub async fn grant(&self, seconds: i64) -> Result<PutOptions, Trouble> {
+    /// Grants an etcd lease that no key is attached to yet.
+    pub async fn grant_lease(&self, seconds: i64) -> Result<PutOptions, MembershipError> {
         let grant =
             |client: Client| async move { client.lease_client().grant(seconds, None).await };
-        Ok(PutOptions::new().with_lease(self.freely(grant).await?.id()))
+        Ok(PutOptions::new().with_lease(self.ask_any(grant).await?.id()))
     }
 
-    async fn freely<T, F>(&self, ask: impl Fn(Client) -> F) -> Result<T, Trouble>
+    async fn ask_any<T, F>(&self, ask: impl Fn(Client) -> F) -> Result<T, MembershipError>
     where
         F: Future<Output = Result<T, Error>>,
     {
-        let mut last = Trouble::Refused("there is no etcd to ask".to_owned());
+        let mut last = MembershipError::Refused("there is no etcd to ask".to_owned());
         for _ in &self.clients {
-            match self.once(ASK_WAIT, &ask).await {
+            match self.ask_current(ASK_WAIT, &ask).await {
                 Ok(answer) => return Ok(answer),
-                Err(trouble) => last = unchanged(trouble),
+                Err(trouble) => last = as_unreachable(trouble),
             }
         }
         Err(last)
     }
 
-    async fn once<T, F>(&self, wait: Duration, ask: impl Fn(Client) -> F) -> Result<T, Trouble>
+    async fn ask_current<T, F>(
+        &self,
+        wait: Duration,
+        ask: impl Fn(Client) -> F,
+    ) -> Result<T, MembershipError>
     where
         F: Future<Output = Result<T, Error>>,
     {
-        let turn = self.turn.load(Ordering::Relaxed);
+        let turn = self.switches.load(Ordering::Relaxed);
         let client = self.clients[turn % self.clients.len()].clone();
-        let answer = within(wait, ask(client)).await;
+        let answer = limit_time(wait, ask(client)).await;
         if answer.is_err() {
-            // Somebody else may have turned to the next one already.
+            // Another request may have switched to the next server already.
             let next = turn.wrapping_add(1);
-            let _ = self.turn.compare_exchange(turn, next, Ordering::Relaxed, Ordering::Relaxed);
+            let _ =
+                self.switches.compare_exchange(turn, next, Ordering::Relaxed, Ordering::Relaxed);
         }
         answer
     }
 }
 
-async fn transact(client: Client, txn: Txn) -> Result<TxnResponse, Error> {
+async fn send_transaction(client: Client, txn: Txn) -> Result<TxnResponse, Error> {
     client.kv_client().txn(txn).await
 }
 
-async fn within<T>(
+async fn limit_time<T>(
     wait: Duration,
     asked: impl Future<Output = Result<T, Error>>,
-) -> Result<T, Trouble> {
+) -> Result<T, MembershipError> {
     match timeout(wait, asked).await {
         Ok(Ok(answer)) => Ok(answer),
-        Ok(Err(error)) => Err(trouble(&error)),
+        Ok(Err(error)) => Err(convert_error(&error)),
         Err(_) => {
             let text = format!("etcd does not answer within {} ms", wait.as_millis());
-            Err(Trouble::Unknown(text))
+            Err(MembershipError::Unknown(text))
         }
     }
 }
 
-/// Whether anything was done, only its own answers say.
-fn trouble(error: &Error) -> Trouble {
+/// Converts an error. Only some errors show whether anything was changed.
+fn convert_error(error: &Error) -> MembershipError {
     let text = format!("etcd: {error}");
     match error {
-        Error::InvalidArgs(_) | Error::InvalidUri(_) => Trouble::Refused(text),
-        _ => Trouble::Unknown(text),
+        Error::InvalidArgs(_) | Error::InvalidUri(_) => MembershipError::Refused(text),
+        _ => MembershipError::Unknown(text),
     }
 }
 
-/// Of what does no harm if it was done.
-fn unchanged(trouble: Trouble) -> Trouble {
+/// Converts the error of a request that does no harm if it was carried out.
+fn as_unreachable(trouble: MembershipError) -> MembershipError {
     match trouble {
-        Trouble::Unknown(text) => Trouble::Unreachable(text),
+        MembershipError::Unknown(text) => MembershipError::Unreachable(text),
         other => other,
     }
 }

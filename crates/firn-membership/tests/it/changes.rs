@@ -1,11 +1,12 @@
-//! Changes are made once or not at all, and are seen by whoever asks afterwards: while servers are killed, stopped and cut off.
+//! Changes are made once or not at all, and later reads return them, while servers are killed,
+//! stopped and cut off.
 
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::time::Duration;
 
-use firn_cluster::Vm;
-use firn_membership::{Changed, Cluster, Members, Record, Revision};
+use firn_cluster::VmId;
+use firn_membership::{ChangeResult, ClusterName, ClusterRecord, MembershipStore, Revision};
 use rustix::process::Signal;
 use tokio::task::JoinSet;
 use tokio::time::sleep;
@@ -14,29 +15,30 @@ use crate::servers::{Kind, Servers, eventually};
 
 const WRITERS: u16 = 3;
 
-/// How long one trouble lasts: longer than an election takes.
+/// Duration of one fault: longer than an election takes.
 const A_WHILE: Duration = Duration::from_secs(5);
 
-/// What writers and readers share.
+/// The state that writers and readers share.
 struct History {
-    cluster: Cluster,
-    /// The newest revision that somebody was told.
+    cluster: ClusterName,
+    /// The newest revision that any client has received.
     newest: AtomicU64,
     ends: AtomicBool,
 }
 
-fn count(record: &Record, writer: Vm) -> u64 {
+fn count(record: &ClusterRecord, writer: VmId) -> u64 {
     record.vms.get(&writer).map_or(0, |count| count.parse().unwrap())
 }
 
-/// Counts in a place of its own, by changes of the whole record. Gives back how often it was told so, or saw so.
-async fn write(history: Arc<History>, members: Arc<dyn Members>, writer: Vm) -> u64 {
+/// Counts in a field of its own, by changes of the whole record. Returns how often a change was
+/// confirmed, or seen.
+async fn write(history: Arc<History>, members: Arc<dyn MembershipStore>, writer: VmId) -> u64 {
     let mut counted = 0;
     while !history.ends.load(Ordering::Relaxed) {
-        let Ok(known) = members.read(&history.cluster).await else { continue };
+        let Ok(known) = members.read_record(&history.cluster).await else { continue };
         let mut record = known.record.unwrap();
         let there = count(&record, writer);
-        // One more than was told: the change whose answer did not come.
+        // One more than was confirmed: the change whose answer was lost.
         assert!(
             there == counted || there == counted + 1,
             "{writer} counted {counted}, there is {there}"
@@ -44,18 +46,18 @@ async fn write(history: Arc<History>, members: Arc<dyn Members>, writer: Vm) -> 
         counted = there + 1;
         record.vms.insert(writer, counted.to_string());
         record.register.version += 1;
-        match members.change(&history.cluster, known.revision, &record).await {
-            Ok(Changed::Done(revision)) => {
+        match members.change_record(&history.cluster, known.revision, &record).await {
+            Ok(ChangeResult::Done(revision)) => {
                 history.newest.fetch_max(revision.0, Ordering::SeqCst);
             }
-            Ok(Changed::Other(_)) => counted = there,
+            Ok(ChangeResult::Other(_)) => counted = there,
             // It may have been made, or not.
             Err(_) => counted = there,
         }
         sleep(Duration::from_millis(5)).await;
     }
     let known = loop {
-        if let Ok(known) = members.read(&history.cluster).await {
+        if let Ok(known) = members.read_record(&history.cluster).await {
             break known;
         }
     };
@@ -67,12 +69,12 @@ async fn write(history: Arc<History>, members: Arc<dyn Members>, writer: Vm) -> 
     there
 }
 
-/// Reads; what was told to anybody before must be there.
-async fn read(history: Arc<History>, members: Arc<dyn Members>) -> u64 {
+/// Reads; a revision that any client has received before must be there.
+async fn read(history: Arc<History>, members: Arc<dyn MembershipStore>) -> u64 {
     let mut reads = 0;
     while !history.ends.load(Ordering::Relaxed) {
         let floor = history.newest.load(Ordering::SeqCst);
-        if let Ok(known) = members.read(&history.cluster).await {
+        if let Ok(known) = members.read_record(&history.cluster).await {
             let Revision(seen) = known.revision;
             assert!(seen >= floor, "revision {seen} is read after {floor} was told");
             history.newest.fetch_max(seen, Ordering::SeqCst);
@@ -83,7 +85,7 @@ async fn read(history: Arc<History>, members: Arc<dyn Members>) -> u64 {
     reads
 }
 
-/// Counts and reads while trouble is made.
+/// Counts and reads during the faults.
 async fn while_troubled(mut servers: Servers, trouble: impl AsyncFnOnce(&mut Servers)) {
     let (cluster, revision) = servers.cluster("web").await;
     let history = Arc::new(History {
@@ -93,7 +95,7 @@ async fn while_troubled(mut servers: Servers, trouble: impl AsyncFnOnce(&mut Ser
     });
     let (mut writers, mut readers) = (JoinSet::new(), JoinSet::new());
     for writer in 0..WRITERS {
-        writers.spawn(write(Arc::clone(&history), servers.members().await, Vm(writer)));
+        writers.spawn(write(Arc::clone(&history), servers.members().await, VmId(writer)));
         readers.spawn(read(Arc::clone(&history), servers.members().await));
     }
     trouble(&mut servers).await;
@@ -102,9 +104,12 @@ async fn while_troubled(mut servers: Servers, trouble: impl AsyncFnOnce(&mut Ser
     let counted: u64 = writers.join_all().await.into_iter().sum();
     let reads: u64 = readers.join_all().await.into_iter().sum();
     let members = servers.members().await;
-    let record =
-        eventually("all is over", async || members.read(&cluster).await.ok()).await.record.unwrap();
-    // Had two changes been made from one revision, the version would have been counted once for both.
+    let record = eventually("all is over", async || members.read_record(&cluster).await.ok())
+        .await
+        .record
+        .unwrap();
+    // Had two changes been made from one revision, the version would have been counted once for
+    // both.
     assert_eq!(record.register.version, counted);
     assert!(
         counted > 20 && reads > 20,

@@ -3,8 +3,8 @@
 use std::path::{Path, PathBuf};
 use std::process::{Child, Command, Stdio};
 
-use firn_membership::etcd::{Options, Tls};
-use firn_membership::{Cluster, Etcd, Members as _, Trouble};
+use firn_membership::etcd::{EtcdOptions, EtcdTls};
+use firn_membership::{ClusterName, EtcdStore, MembershipError, MembershipStore as _};
 use rcgen::{
     BasicConstraints, CertificateParams, CertifiedIssuer, ExtendedKeyUsagePurpose, IsCa, KeyPair,
 };
@@ -60,24 +60,27 @@ async fn certificates_of_both_sides_are_shown() {
     let own = certificates(dir.path());
     let (_server, endpoint) = serve(dir.path(), &own);
     let [authority, certificate, key] = own;
-    let options = |tls| Options { endpoints: vec![endpoint.clone()], prefix: "firn".into(), tls };
-    let web = Cluster::new("web").unwrap();
-    let shown = Tls { authority: authority.clone(), certificate: Some((certificate, key)) };
-    let good = Etcd::connect(&options(Some(shown.clone())), TERMS).await.unwrap();
-    eventually("it answers", async || good.read(&web).await.ok()).await;
+    let options =
+        |tls| EtcdOptions { endpoints: vec![endpoint.clone()], prefix: "firn".into(), tls };
+    let web = ClusterName::new("web").unwrap();
+    let shown = EtcdTls { authority: authority.clone(), certificate: Some((certificate, key)) };
+    let good = EtcdStore::connect(&options(Some(shown.clone())), TERMS).await.unwrap();
+    eventually("it answers", async || good.read_record(&web).await.ok()).await;
 
-    let silent = Tls { authority, certificate: None };
-    let silent = Etcd::connect(&options(Some(silent)), TERMS).await.unwrap();
-    assert!(matches!(silent.read(&web).await, Err(Trouble::Unreachable(_))));
+    let silent = EtcdTls { authority, certificate: None };
+    let silent = EtcdStore::connect(&options(Some(silent)), TERMS).await.unwrap();
+    assert!(matches!(silent.read_record(&web).await, Err(MembershipError::Unreachable(_))));
 
     let strangers = tempfile::tempdir().unwrap();
     let [authority, ..] = certificates(strangers.path());
-    let strange = Tls { authority, ..shown.clone() };
-    let strange = Etcd::connect(&options(Some(strange)), TERMS).await.unwrap();
-    assert!(matches!(strange.read(&web).await, Err(Trouble::Unreachable(_))));
+    let strange = EtcdTls { authority, ..shown.clone() };
+    let strange = EtcdStore::connect(&options(Some(strange)), TERMS).await.unwrap();
+    assert!(matches!(strange.read_record(&web).await, Err(MembershipError::Unreachable(_))));
 
-    let missing = Tls { authority: dir.path().join("none.pem"), certificate: None };
-    let Err(Trouble::Refused(why)) = Etcd::connect(&options(Some(missing)), TERMS).await else {
+    let missing = EtcdTls { authority: dir.path().join("none.pem"), certificate: None };
+    let Err(MembershipError::Refused(why)) =
+        EtcdStore::connect(&options(Some(missing)), TERMS).await
+    else {
         panic!("it connects")
     };
     assert!(why.contains("none.pem"), "{why}");

@@ -1,4 +1,5 @@
-//! Nobody does anything: a host is lost, and its VM, which is a file, goes on at its backup, after the last thing that the lost one sent.
+//! Failover without a person: a host is lost, and its VM, which is a file, continues at its backup,
+//! after the last output of the lost one.
 
 use std::collections::BTreeMap;
 use std::fs;
@@ -6,9 +7,9 @@ use std::path::Path;
 use std::process::{Child, Stdio};
 use std::time::Duration;
 
-use firn_cluster::failover::{Place, Register};
-use firn_cluster::{Host, Vm};
-use firn_membership::{Cluster, Members, Record, Revision};
+use firn_cluster::failover::{FailoverRecord, VmPlacement};
+use firn_cluster::{HostId, VmId};
+use firn_membership::{ClusterName, ClusterRecord, MembershipStore, Revision};
 use rustix::process::Signal;
 use tokio::time::sleep;
 
@@ -27,22 +28,22 @@ impl Drop for Agents {
     }
 }
 
-/// What was sent: by whom, in which timeline, when it looked.
-fn sent(dir: &Path) -> Vec<(Host, u32, Duration)> {
+/// What was sent: by which host, in which generation, and the time of the check.
+fn sent(dir: &Path) -> Vec<(HostId, u32, Duration)> {
     let text = fs::read_to_string(dir.join("sent")).unwrap_or_default();
     let line = |line: &str| {
         let mut words = line.split(' ');
         let mut next = || words.next()?.parse::<u64>().ok();
-        Some((Host(next()? as u16), next()? as u32, Duration::from_nanos(next()?)))
+        Some((HostId(next()? as u16), next()? as u32, Duration::from_nanos(next()?)))
     };
     text.lines().filter_map(line).collect()
 }
 
-fn sent_by(dir: &Path, host: Host) -> usize {
+fn sent_by(dir: &Path, host: HostId) -> usize {
     sent(dir).iter().filter(|(by, ..)| *by == host).count()
 }
 
-async fn agents(servers: &Servers, cluster: &Cluster, dir: &Path) -> (Agents, Vec<Host>) {
+async fn agents(servers: &Servers, cluster: &ClusterName, dir: &Path) -> (Agents, Vec<HostId>) {
     let start = |name| {
         let mut command = process::agent(&servers.site, servers.kind, name, cluster, dir);
         command.stdout(Stdio::null()).spawn().unwrap()
@@ -52,23 +53,29 @@ async fn agents(servers: &Servers, cluster: &Cluster, dir: &Path) -> (Agents, Ve
     for name in ["a", "b", "c"] {
         let file = dir.join(format!("{name}.host"));
         let number = async || fs::read_to_string(&file).ok()?.parse().ok();
-        hosts.push(Host(eventually("it joins", number).await));
+        hosts.push(HostId(eventually("it joins", number).await));
     }
     (agents, hosts)
 }
 
-async fn make(members: &dyn Members, cluster: &Cluster, primary: Host, backup: Host) {
-    let place = Place { primary, backup: Some(backup) };
-    let register = Register::new(BTreeMap::from([(Vm(0), place)]));
-    let record = Record { register, vms: BTreeMap::from([(Vm(0), "web".to_owned())]) };
+async fn make(
+    members: &dyn MembershipStore,
+    cluster: &ClusterName,
+    primary: HostId,
+    backup: HostId,
+) {
+    let place = VmPlacement { primary, backup: Some(backup) };
+    let register = FailoverRecord::new(BTreeMap::from([(VmId(0), place)]));
+    let record = ClusterRecord { register, vms: BTreeMap::from([(VmId(0), "web".to_owned())]) };
     eventually("there is a cluster", async || {
-        let _ = members.change(cluster, Revision(0), &record).await;
-        members.read(cluster).await.ok()?.record
+        let _ = members.change_record(cluster, Revision(0), &record).await;
+        members.read_record(cluster).await.ok()?.record
     })
     .await;
 }
 
-/// Loses the host of the primary, whose server leads, as often as it takes: on a busy machine another one may lead by then.
+/// Loses the host of the primary, whose server leads, as often as necessary: on a busy machine
+/// another server may lead by then.
 async fn lose_the_primary(kind: Kind, how: Signal) {
     for _ in 0..5 {
         if is_lost_and_goes_on(kind, how).await {
@@ -78,11 +85,12 @@ async fn lose_the_primary(kind: Kind, how: Signal) {
     panic!("another server leads each time before the primary is lost");
 }
 
-/// False if another server leads before the primary is lost. Server and agent are lost together: at a host that lost its agent only, a server
-/// could lead on, and nobody would look after the clusters. In `firn-agent` they are one process.
+/// False if another server leads before the primary is lost. Server and agent are lost together: at
+/// a host that lost its agent only, a server could continue to lead, and no controller would run.
+/// In `firn-agent` they are one process.
 async fn is_lost_and_goes_on(kind: Kind, how: Signal) -> bool {
     let servers = Servers::start(kind);
-    let (members, cluster) = (servers.members().await, Cluster::new("web").unwrap());
+    let (members, cluster) = (servers.members().await, ClusterName::new("web").unwrap());
     let dir = tempfile::tempdir().unwrap();
     let (agents, hosts) = agents(&servers, &cluster, dir.path()).await;
     let lost = servers.leader().await;
@@ -90,7 +98,7 @@ async fn is_lost_and_goes_on(kind: Kind, how: Signal) -> bool {
     make(&*members, &cluster, primary, backup).await;
     eventually("the primary sends", async || (sent_by(dir.path(), primary) > 100).then_some(()))
         .await;
-    // Nothing happens as long as all are there.
+    // Nothing happens as long as all hosts run.
     sleep(2 * TERMS.ttl).await;
     assert_eq!(sent_by(dir.path(), backup), 0);
     if servers.leader().await != lost {
@@ -107,15 +115,15 @@ async fn is_lost_and_goes_on(kind: Kind, how: Signal) -> bool {
         sleep(2 * TERMS.ttl).await;
     }
     does_not_overlap(&sent(dir.path()), primary, &format!("{kind:?}, {how:?}"));
-    let known = eventually("it is read", async || members.read(&cluster).await.ok()).await;
+    let known = eventually("it is read", async || members.read_record(&cluster).await.ok()).await;
     let register = known.record.unwrap().register;
     assert_eq!(register.primaries(), [backup].into());
     assert!(register.fence.is_empty());
     true
 }
 
-/// The old timeline is the primary's, the new one is not, and begins after it.
-fn does_not_overlap(all: &[(Host, u32, Duration)], primary: Host, what: &str) {
+/// The old generation is the primary's, the new one is not, and begins after it.
+fn does_not_overlap(all: &[(HostId, u32, Duration)], primary: HostId, what: &str) {
     let of = |wanted: u32| all.iter().filter(move |line| line.1 == wanted).map(|line| line.2);
     let (last, first) = (of(0).max().unwrap(), of(1).min().unwrap());
     assert!(

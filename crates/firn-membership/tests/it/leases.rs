@@ -1,4 +1,4 @@
-//! No lease for a fenced host; a lease is over at its holder before it is over for anybody else.
+//! No lease for a fenced host; a lease expires at its holder before it expires at the store.
 
 use std::fs;
 use std::path::Path;
@@ -7,9 +7,9 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Mutex};
 use std::time::Duration;
 
-use firn_cluster::Host;
-use firn_cluster::failover::Lease;
-use firn_membership::{Cluster, Leased, Members, View, now};
+use firn_cluster::HostId;
+use firn_cluster::failover::HeldLease;
+use firn_membership::{ClusterName, LeaseResult, MembershipStore, RecordView, read_boot_clock};
 use rustix::process::Signal;
 use tokio::time::sleep;
 
@@ -18,35 +18,36 @@ use crate::servers::{Kind, Servers, TERMS, change, eventually};
 
 /// Host 1, in this process.
 struct Holder {
-    lease: Mutex<Lease>,
+    lease: Mutex<HeldLease>,
     ends: AtomicBool,
 }
 
 impl Holder {
     fn is_held(&self) -> bool {
-        self.lease.lock().unwrap().is_held(now())
+        self.lease.lock().unwrap().is_held(read_boot_clock())
     }
 }
 
-/// Asks as often as it can.
-async fn hold(holder: Arc<Holder>, members: Arc<dyn Members>, cluster: Cluster) {
+/// Requests a lease as often as it can.
+async fn hold(holder: Arc<Holder>, members: Arc<dyn MembershipStore>, cluster: ClusterName) {
     while !holder.ends.load(Ordering::Relaxed) {
-        let asked = now();
-        if let Ok(Leased::Granted(_)) = members.lease(&cluster, Host(1)).await {
-            holder.lease.lock().unwrap().granted(asked);
+        let asked = read_boot_clock();
+        if let Ok(LeaseResult::Granted(_)) = members.request_lease(&cluster, HostId(1)).await {
+            holder.lease.lock().unwrap().record_grant(asked);
         }
         sleep(Duration::from_millis(20)).await;
     }
 }
 
-/// Looks at leases while host 1 holds one, through a trouble; then fences it, in another one, and waits until it is harmless.
+/// Polls leases while host 1 holds one, through a fault; then fences it, in another fault, and
+/// waits until it is harmless.
 async fn a_holder_is_seen_and_fenced(kind: Kind) {
     let mut servers = Servers::start(kind);
     let (cluster, _) = servers.cluster("web").await;
     let other = servers.cluster("other").await.0;
     let members = servers.members().await;
     let holder =
-        Arc::new(Holder { lease: Mutex::new(Lease::new(TERMS)), ends: AtomicBool::new(false) });
+        Arc::new(Holder { lease: Mutex::new(HeldLease::new(TERMS)), ends: AtomicBool::new(false) });
     let holding = tokio::spawn(hold(Arc::clone(&holder), servers.members().await, cluster.clone()));
     eventually("a lease is granted", async || holder.is_held().then_some(())).await;
     let mut views = watch(&*members, &cluster, &holder, Duration::from_secs(2)).await;
@@ -58,43 +59,48 @@ async fn a_holder_is_seen_and_fenced(kind: Kind) {
     eventually("it holds one again", async || holder.is_held().then_some(())).await;
 
     change(&*members, &cluster, |record| {
-        record.register.fence.insert(Host(1));
+        record.register.fence.insert(HostId(1));
     })
     .await;
-    let fenced = now();
+    let fenced = read_boot_clock();
     let leader = servers.leader().await;
     servers.signal(leader, Signal::STOP);
     eventually("it is harmless", async || {
-        let view = members.view(&cluster).await.ok()?;
-        (!view.leases.contains(&Host(1))).then_some(())
+        let view = members.read_view(&cluster).await.ok()?;
+        (!view.leases.contains(&HostId(1))).then_some(())
     })
     .await;
     assert!(!holder.is_held(), "nobody may run while it may send");
-    let took = now() - fenced;
+    let took = read_boot_clock() - fenced;
     servers.signal(leader, Signal::CONT);
-    // It goes on asking.
+    // It continues to request its lease.
     sleep(2 * TERMS.ttl).await;
     assert!(!holder.is_held(), "it was granted a lease");
     holder.ends.store(true, Ordering::Relaxed);
     holding.await.unwrap();
     eventually("others are granted leases", async || {
-        let second = members.lease(&cluster, Host(2)).await;
-        let elsewhere = members.lease(&other, Host(1)).await;
-        matches!((second, elsewhere), (Ok(Leased::Granted(_)), Ok(Leased::Granted(_))))
+        let second = members.request_lease(&cluster, HostId(2)).await;
+        let elsewhere = members.request_lease(&other, HostId(1)).await;
+        matches!((second, elsewhere), (Ok(LeaseResult::Granted(_)), Ok(LeaseResult::Granted(_))))
             .then_some(())
     })
     .await;
     eprintln!("{kind:?}: {views} views; a fenced host was harmless after {took:?}");
 }
 
-/// Whoever holds a lease all the time while it is looked is seen.
-async fn watch(members: &dyn Members, cluster: &Cluster, holder: &Holder, time: Duration) -> u32 {
-    let (end, mut views) = (now() + time, 0);
-    while now() < end {
+/// A host that holds a lease during the whole time of a poll is in the view.
+async fn watch(
+    members: &dyn MembershipStore,
+    cluster: &ClusterName,
+    holder: &Holder,
+    time: Duration,
+) -> u32 {
+    let (end, mut views) = (read_boot_clock() + time, 0);
+    while read_boot_clock() < end {
         let lease = holder.lease.lock().unwrap().clone();
-        if let Ok(View { leases, .. }) = members.view(cluster).await {
-            if lease.is_held(now()) {
-                assert!(leases.contains(&Host(1)), "it holds a lease that nobody sees");
+        if let Ok(RecordView { leases, .. }) = members.read_view(cluster).await {
+            if lease.is_held(read_boot_clock()) {
+                assert!(leases.contains(&HostId(1)), "it holds a lease that nobody sees");
                 views += 1;
             }
         }
@@ -113,7 +119,7 @@ impl Drop for Sender {
     }
 }
 
-/// The moments at which something was sent.
+/// The times at which something was sent.
 fn sent(file: &Path) -> Vec<Duration> {
     let text = fs::read_to_string(file).unwrap_or_default();
     text.lines().filter_map(|line| line.parse().ok()).map(Duration::from_nanos).collect()
@@ -131,25 +137,25 @@ async fn a_frozen_holder_wakes_and_sends_nothing(kind: Kind) {
     process::signal(sender.0.id(), Signal::STOP);
     change(&*members, &cluster, |record| {
         record.register.generation = record.register.generation.next();
-        record.register.fence.insert(Host(1));
+        record.register.fence.insert(HostId(1));
     })
     .await;
     eventually("it is harmless", async || {
-        let view = members.view(&cluster).await.ok()?;
-        (!view.leases.contains(&Host(1))).then_some(())
+        let view = members.read_view(&cluster).await.ok()?;
+        (!view.leases.contains(&HostId(1))).then_some(())
     })
     .await;
-    let over = now();
+    let over = read_boot_clock();
     let before = sent(&file).len();
     process::signal(sender.0.id(), Signal::CONT);
     sleep(2 * TERMS.ttl).await;
     let all = sent(&file);
     assert!(all.iter().all(|looked| *looked < over), "it sends after its lease was over");
-    // One line at most was on its way when it was stopped.
+    // At most one line was under way when it was stopped.
     assert!(all.len() <= before + 1, "{} lines after {before}", all.len());
 }
 
-/// A holder that reaches nobody any more stops by itself, before anybody may take its place.
+/// A holder that reaches no server any more stops by itself, before another host may replace it.
 async fn a_holder_whose_servers_are_gone_stops(kind: Kind) {
     let mut servers = Servers::start(kind);
     let (cluster, _) = servers.cluster("web").await;
@@ -158,7 +164,7 @@ async fn a_holder_whose_servers_are_gone_stops(kind: Kind) {
     let _sender = Sender(command.stdout(Stdio::null()).spawn().unwrap());
     eventually("it sends", async || (sent(&file).len() > 100).then_some(())).await;
     (1..3).for_each(|host| servers.kill(host));
-    let killed = now();
+    let killed = read_boot_clock();
     sleep(2 * TERMS.ttl).await;
     let last = *sent(&file).last().unwrap();
     assert!(last < killed + TERMS.ttl, "it sends for {:?} without a majority", last - killed);

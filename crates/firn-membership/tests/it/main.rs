@@ -1,4 +1,4 @@
-//! Both kinds of membership, broken in the same ways.
+//! Both kinds of membership, under the same faults.
 
 #![expect(clippy::unwrap_used, clippy::panic, reason = "a test that cannot go on fails")]
 

@@ -1,4 +1,4 @@
-//! Processes of a test: this program again, as something else.
+//! Processes of a test: this program again, in another role.
 
 use std::io::Write as _;
 use std::path::Path;
@@ -6,10 +6,13 @@ use std::process::Command;
 use std::sync::Arc;
 use std::time::Duration;
 
-use firn_cluster::failover::Guard;
-use firn_cluster::{Generation, Host};
-use firn_membership::embedded::Server;
-use firn_membership::{Cluster, Hosts, Later, Leased, Post, Start, control, now};
+use firn_cluster::failover::HostGuard;
+use firn_cluster::{Generation, HostId};
+use firn_membership::embedded::RaftServer;
+use firn_membership::{
+    ClusterMember, ClusterName, HostActions, LeaseResult, MembershipFuture, StartRequest,
+    read_boot_clock, run_controllers,
+};
 use rustix::process::{Pid, Signal};
 use tokio::net::TcpListener;
 use tokio::time::sleep;
@@ -18,7 +21,7 @@ use crate::servers::{Kind, TERMS, eventually, members};
 use crate::site::{HOSTS, Site};
 use crate::wire::{self, Tcp};
 
-/// Ports: between servers, and of etcd for those who ask.
+/// Ports: between servers, and of etcd for its clients.
 pub const RAFT: u16 = 7415;
 pub const CLIENTS: u16 = 7416;
 
@@ -65,13 +68,15 @@ fn serve() {
         let listener = TcpListener::bind(own).await.unwrap();
         let wire = Arc::new(Tcp { me: HOSTS[host].to_owned(), addresses });
         let state = std::env::var("FIRN_STATE").unwrap();
-        let server = Server::begin(Path::new(&state), HOSTS[host], TERMS, wire).await.unwrap();
+        let server =
+            RaftServer::start_server(Path::new(&state), HOSTS[host], TERMS, wire).await.unwrap();
         wire::serve(server, listener).await;
     });
 }
 
-/// Host 1: asks for its lease again and again, and sends whatever it may, which is a line with the moment at which it looked.
-pub fn holder(site: &Site, kind: Kind, cluster: &Cluster, sent: &Path) -> Command {
+/// Host 1: requests its lease again and again, and sends while it may: a line with the time of the
+/// check.
+pub fn holder(site: &Site, kind: Kind, cluster: &ClusterName, sent: &Path) -> Command {
     let mut command = again(Command::new(std::env::current_exe().unwrap()), "process::hold");
     command.env("FIRN_MEMBERS", addresses(site)).env("FIRN_KIND", format!("{kind:?}"));
     command.env("FIRN_CLUSTER", cluster.as_str()).env("FIRN_SENT", sent);
@@ -83,14 +88,14 @@ pub fn holder(site: &Site, kind: Kind, cluster: &Cluster, sent: &Path) -> Comman
 fn hold() {
     let kind =
         if std::env::var("FIRN_KIND").unwrap() == "Etcd" { Kind::Etcd } else { Kind::Embedded };
-    let cluster = Cluster::new(std::env::var("FIRN_CLUSTER").unwrap()).unwrap();
+    let cluster = ClusterName::new(std::env::var("FIRN_CLUSTER").unwrap()).unwrap();
     let sent = std::env::var("FIRN_SENT").unwrap();
-    let guard = Arc::new(std::sync::Mutex::new(Guard::new(Host(1), TERMS)));
+    let guard = Arc::new(std::sync::Mutex::new(HostGuard::new(HostId(1), TERMS)));
     runtime().block_on(async {
         tokio::spawn(renew(kind, cluster, Arc::clone(&guard)));
         let mut file = std::fs::File::options().create(true).append(true).open(sent).unwrap();
         loop {
-            let looked = now();
+            let looked = read_boot_clock();
             if guard.lock().unwrap().may_send(looked) {
                 writeln!(file, "{}", looked.as_nanos()).unwrap();
             }
@@ -99,42 +104,53 @@ fn hold() {
     });
 }
 
-async fn renew(kind: Kind, cluster: Cluster, guard: Arc<std::sync::Mutex<Guard>>) {
+async fn renew(kind: Kind, cluster: ClusterName, guard: Arc<std::sync::Mutex<HostGuard>>) {
     let members = members(kind, addresses_of_env()).await;
     loop {
-        let asked = now();
-        if let Ok(answer) = members.lease(&cluster, Host(1)).await {
+        let asked = read_boot_clock();
+        if let Ok(answer) = members.request_lease(&cluster, HostId(1)).await {
             let mut guard = guard.lock().unwrap();
             match answer {
-                Leased::Granted(known) => {
-                    drop(guard.granted(asked, &known.record.unwrap().register))
+                LeaseResult::Granted(known) => {
+                    drop(guard.record_grant(asked, &known.record.unwrap().register))
                 }
-                Leased::Refused(known) => drop(guard.learned(&known.record.unwrap().register)),
+                LeaseResult::Refused(known) => {
+                    drop(guard.learn_record(&known.record.unwrap().register))
+                }
             }
         }
         sleep(Duration::from_millis(500)).await;
     }
 }
 
-/// An agent, with a VM that is a file: each line is something that it sent, with the timeline and the moment at which it looked.
-pub fn agent(site: &Site, kind: Kind, name: &str, cluster: &Cluster, dir: &Path) -> Command {
+/// An agent, with a VM that is a file: each line is something that it sent, with the generation and
+/// the time of the check.
+pub fn agent(site: &Site, kind: Kind, name: &str, cluster: &ClusterName, dir: &Path) -> Command {
     let mut command = again(Command::new(std::env::current_exe().unwrap()), "process::live");
     command.env("FIRN_MEMBERS", addresses(site)).env("FIRN_KIND", format!("{kind:?}"));
     command.env("FIRN_CLUSTER", cluster.as_str()).env("FIRN_NAME", name).env("FIRN_DIR", dir);
     command
 }
 
-/// What runs here: which timeline.
+/// The generation that runs here.
 struct Runs(std::sync::Mutex<Option<Generation>>);
 
-impl Hosts for Runs {
-    fn stop<'a>(&'a self, _: &'a Cluster, generation: Generation) -> Later<'a, ()> {
+impl HostActions for Runs {
+    fn stop_vms<'a>(
+        &'a self,
+        _: &'a ClusterName,
+        generation: Generation,
+    ) -> MembershipFuture<'a, ()> {
         let ended = self.0.lock().unwrap().take();
         assert_eq!(ended, Some(generation));
         Box::pin(async { Ok(()) })
     }
 
-    fn run<'a>(&'a self, _: &'a Cluster, start: &'a Start) -> Later<'a, ()> {
+    fn run_vms<'a>(
+        &'a self,
+        _: &'a ClusterName,
+        start: &'a StartRequest,
+    ) -> MembershipFuture<'a, ()> {
         assert_eq!(self.0.lock().unwrap().replace(start.generation), None, "two run at once");
         Box::pin(async { Ok(()) })
     }
@@ -146,21 +162,21 @@ fn live() {
     let env = |name| std::env::var(name).unwrap();
     let kind = if env("FIRN_KIND") == "Etcd" { Kind::Etcd } else { Kind::Embedded };
     let (cluster, name, dir) =
-        (Cluster::new(env("FIRN_CLUSTER")).unwrap(), env("FIRN_NAME"), env("FIRN_DIR"));
+        (ClusterName::new(env("FIRN_CLUSTER")).unwrap(), env("FIRN_NAME"), env("FIRN_DIR"));
     runtime().block_on(async {
         let members = members(kind, addresses_of_env()).await;
-        let host = eventually("it joins", async || members.join(&name).await.ok()).await;
+        let host = eventually("it joins", async || members.join_host(&name).await.ok()).await;
         std::fs::write(format!("{dir}/{name}.host"), host.0.to_string()).unwrap();
         let runs = Arc::new(Runs(std::sync::Mutex::default()));
-        let hosts: Arc<dyn Hosts> = runs.clone();
-        let post = Arc::new(Post::new(Arc::clone(&members), hosts, cluster, host, TERMS));
+        let hosts: Arc<dyn HostActions> = runs.clone();
+        let post = Arc::new(ClusterMember::new(Arc::clone(&members), hosts, cluster, host, TERMS));
         let kept = Arc::clone(&post);
-        tokio::spawn(async move { kept.keep().await });
-        tokio::spawn(async move { control(members, &name, TERMS).await });
+        tokio::spawn(async move { kept.follow_record().await });
+        tokio::spawn(async move { run_controllers(members, &name, TERMS).await });
         let mut file =
             std::fs::File::options().create(true).append(true).open(format!("{dir}/sent")).unwrap();
         loop {
-            let (looked, generation) = (now(), *runs.0.lock().unwrap());
+            let (looked, generation) = (read_boot_clock(), *runs.0.lock().unwrap());
             if let (Some(generation), true) = (generation, post.may_send()) {
                 let line = format!("{} {} {}\n", host.0, generation.0, looked.as_nanos());
                 file.write_all(line.as_bytes()).unwrap();

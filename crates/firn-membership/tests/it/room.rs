@@ -1,34 +1,40 @@
-//! Disks that are full: nothing that was acknowledged is lost, and all goes on when there is room.
+//! Full disks: nothing that was acknowledged is lost, and work continues when there is room.
 
 use std::time::Duration;
 
-use firn_cluster::Vm;
-use firn_membership::{Changed, Cluster, Members};
+use firn_cluster::VmId;
+use firn_membership::{ChangeResult, ClusterName, MembershipStore};
 use tokio::time::sleep;
 
 use crate::servers::{Kind, Servers, eventually};
 use crate::site::Site;
 
-/// Changes the record until that fails, or a while has passed; gives back the number of the newest that was acknowledged.
-async fn change_until_it_fails(members: &dyn Members, cluster: &Cluster, from: u64) -> (u64, bool) {
+/// Changes the record until that fails, or a while has passed; returns the number of the newest
+/// change that was acknowledged.
+async fn change_until_it_fails(
+    members: &dyn MembershipStore,
+    cluster: &ClusterName,
+    from: u64,
+) -> (u64, bool) {
     let mut newest = from;
     for number in from + 1..from + 400 {
-        let Ok(known) = members.read(cluster).await else { return (newest, true) };
+        let Ok(known) = members.read_record(cluster).await else { return (newest, true) };
         let mut record = known.record.unwrap();
-        // Of some size, so that the disk notices.
-        record.vms.extend((1..120).map(|vm| (Vm(vm), format!("{number:063}"))));
-        record.vms.insert(Vm(0), number.to_string());
-        match members.change(cluster, known.revision, &record).await {
-            Ok(Changed::Done(_)) => newest = number,
+        // Large enough to fill the disk.
+        record.vms.extend((1..120).map(|vm| (VmId(vm), format!("{number:063}"))));
+        record.vms.insert(VmId(0), number.to_string());
+        match members.change_record(cluster, known.revision, &record).await {
+            Ok(ChangeResult::Done(_)) => newest = number,
             _ => return (newest, true),
         }
     }
     (newest, false)
 }
 
-async fn number(members: &dyn Members, cluster: &Cluster) -> u64 {
-    let known = eventually("it can be read", async || members.read(cluster).await.ok()).await;
-    known.record.unwrap().vms[&Vm(0)].parse().unwrap()
+async fn number(members: &dyn MembershipStore, cluster: &ClusterName) -> u64 {
+    let known =
+        eventually("it can be read", async || members.read_record(cluster).await.ok()).await;
+    known.record.unwrap().vms[&VmId(0)].parse().unwrap()
 }
 
 /// Fills the disks of these hosts.
@@ -47,7 +53,7 @@ async fn disks_are_full(kind: Kind, hosts: &[usize]) {
     let mut last = newest;
     let mut has_failed = false;
     let is_majority = hosts.len() > 1;
-    // Those that have room shall not run out of it.
+    // Disks that have room must not run out of it.
     for _ in 0..if is_majority { 20 } else { 3 } {
         let (newest, failed) = change_until_it_fails(&*members, &cluster, last).await;
         (last, has_failed) = (newest, has_failed || failed);
@@ -57,7 +63,7 @@ async fn disks_are_full(kind: Kind, hosts: &[usize]) {
     }
     assert!(has_failed || !is_majority, "a majority writes without room");
     if !is_majority {
-        // Without this one, the others go on.
+        // Without this server, the others continue.
         eventually("the others go on", async || {
             let (newest, _) = change_until_it_fails(&*members, &cluster, last).await;
             let more = newest > last;
@@ -76,7 +82,7 @@ async fn disks_are_full(kind: Kind, hosts: &[usize]) {
         (newest > there + 1).then_some(())
     })
     .await;
-    // All of them, also the one that had no room.
+    // All of them, also the one whose disk was full.
     servers.kill((hosts[0] + 1) % 3);
     eventually("the one that had no room is a server again", async || {
         let (newest, _) = change_until_it_fails(&*members, &cluster, there + 5000).await;

@@ -7,16 +7,19 @@ use std::process::{Child, Stdio};
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
-use firn_cluster::failover::{Place, Register, Terms};
-use firn_cluster::{Host, Vm};
-use firn_membership::etcd::Options;
-use firn_membership::{Changed, Cluster, Embedded, Etcd, Members, Record, Revision, embedded};
+use firn_cluster::failover::{FailoverRecord, LeaseTerms, VmPlacement};
+use firn_cluster::{HostId, VmId};
+use firn_membership::etcd::EtcdOptions;
+use firn_membership::{
+    ChangeResult, ClusterName, ClusterRecord, EmbeddedStore, EtcdStore, MembershipStore, Revision,
+    embedded,
+};
 
 use crate::process::{self, CLIENTS, RAFT};
 use crate::site::{HOSTS, Site};
 use crate::wire::Tcp;
 
-pub const TERMS: Terms = Terms { ttl: Duration::from_secs(3), drift_ppm_max: 1000 };
+pub const TERMS: LeaseTerms = LeaseTerms { ttl: Duration::from_secs(3), drift_ppm_max: 1000 };
 
 /// How long anything may take on a busy machine.
 pub const PATIENCE: Duration = Duration::from_secs(90);
@@ -45,7 +48,7 @@ impl Servers {
             let names = HOSTS.map(str::to_owned);
             for (host, name) in HOSTS.iter().enumerate() {
                 let state = servers.site.disk(host).join("state");
-                embedded::found(&state, name, &names).unwrap();
+                embedded::bootstrap_server(&state, name, &names).unwrap();
             }
         }
         (0..HOSTS.len()).for_each(|host| servers.begin(host));
@@ -93,7 +96,7 @@ impl Servers {
         process::signal(id, signal);
     }
 
-    /// Begins those again that have ended by themselves.
+    /// Restarts those that have ended by themselves.
     pub fn revive(&mut self) {
         for host in 0..HOSTS.len() {
             let has_ended =
@@ -104,12 +107,15 @@ impl Servers {
         }
     }
 
-    /// Which of them leads, if that can be told from outside: of etcd nothing says so but its own tools.
+    /// The leading server, if that is visible from outside: of etcd only its own tools show it.
     pub async fn leader(&self) -> usize {
         match self.kind {
             Kind::Embedded => {
                 let members = self.members().await;
-                let name = eventually("somebody leads", async || members.lead("").await.ok()).await;
+                let name = eventually("somebody leads", async || {
+                    members.request_leadership("").await.ok()
+                })
+                .await;
                 HOSTS.iter().position(|host| *host == name).unwrap()
             }
             Kind::Etcd => {
@@ -140,23 +146,23 @@ impl Servers {
         !status["leader"].is_null() && status["leader"] == status["header"]["member_id"]
     }
 
-    /// Somebody who asks.
-    pub async fn members(&self) -> Arc<dyn Members> {
+    /// A client.
+    pub async fn members(&self) -> Arc<dyn MembershipStore> {
         let addresses = (0..HOSTS.len()).map(|host| self.site.address(host)).collect();
         members(self.kind, addresses).await
     }
 
     /// A cluster of one VM, of host 1 and backed up by host 2; and its revision.
-    pub async fn cluster(&self, name: &str) -> (Cluster, Revision) {
-        let (members, cluster) = (self.members().await, Cluster::new(name).unwrap());
-        let place = Place { primary: Host(1), backup: Some(Host(2)) };
-        let register = Register::new(BTreeMap::from([(Vm(0), place)]));
-        let record = Record { register, vms: BTreeMap::from([(Vm(0), "0".to_owned())]) };
-        let joined = async || members.join("h").await.ok().filter(|host| *host >= Host(2));
+    pub async fn cluster(&self, name: &str) -> (ClusterName, Revision) {
+        let (members, cluster) = (self.members().await, ClusterName::new(name).unwrap());
+        let place = VmPlacement { primary: HostId(1), backup: Some(HostId(2)) };
+        let register = FailoverRecord::new(BTreeMap::from([(VmId(0), place)]));
+        let record = ClusterRecord { register, vms: BTreeMap::from([(VmId(0), "0".to_owned())]) };
+        let joined = async || members.join_host("h").await.ok().filter(|host| *host >= HostId(2));
         eventually("there are hosts", joined).await;
         let made = async || {
-            let _ = members.change(&cluster, Revision(0), &record).await;
-            members.read(&cluster).await.ok().filter(|known| known.record.is_some())
+            let _ = members.change_record(&cluster, Revision(0), &record).await;
+            members.read_record(&cluster).await.ok().filter(|known| known.record.is_some())
         };
         let revision = eventually("there is a cluster", made).await.revision;
         (cluster, revision)
@@ -180,21 +186,21 @@ impl Drop for Servers {
     }
 }
 
-/// Somebody who asks servers at these addresses.
-pub async fn members(kind: Kind, addresses: Vec<String>) -> Arc<dyn Members> {
+/// A client of the servers at these addresses.
+pub async fn members(kind: Kind, addresses: Vec<String>) -> Arc<dyn MembershipStore> {
     match kind {
         Kind::Embedded => {
             let at =
                 |(host, address): (&&str, &String)| (host.to_string(), format!("{address}:{RAFT}"));
             let addresses = HOSTS.iter().zip(&addresses).map(at).collect();
             let wire = Tcp { me: String::new(), addresses };
-            Arc::new(Embedded::new(HOSTS.map(str::to_owned).to_vec(), Arc::new(wire)))
+            Arc::new(EmbeddedStore::new(HOSTS.map(str::to_owned).to_vec(), Arc::new(wire)))
         }
         Kind::Etcd => {
             let at = |address: &String| format!("http://{address}:{CLIENTS}");
             let endpoints = addresses.iter().map(at).collect();
-            let options = Options { endpoints, prefix: "firn".to_owned(), tls: None };
-            Arc::new(Etcd::connect(&options, TERMS).await.unwrap())
+            let options = EtcdOptions { endpoints, prefix: "firn".to_owned(), tls: None };
+            Arc::new(EtcdStore::connect(&options, TERMS).await.unwrap())
         }
     }
 }
@@ -210,18 +216,18 @@ pub async fn eventually<T>(what: &str, mut holds: impl AsyncFnMut() -> Option<T>
     }
 }
 
-/// A change that nobody else gets in the way of.
+/// A change that no other client conflicts with.
 pub async fn change(
-    members: &dyn Members,
-    cluster: &Cluster,
-    make: impl Fn(&mut Record),
+    members: &dyn MembershipStore,
+    cluster: &ClusterName,
+    make: impl Fn(&mut ClusterRecord),
 ) -> Revision {
     eventually("a change is made", async || {
-        let known = members.read(cluster).await.ok()?;
+        let known = members.read_record(cluster).await.ok()?;
         let mut record = known.record.unwrap();
         make(&mut record);
-        match members.change(cluster, known.revision, &record).await {
-            Ok(Changed::Done(revision)) => Some(revision),
+        match members.change_record(cluster, known.revision, &record).await {
+            Ok(ChangeResult::Done(revision)) => Some(revision),
             _ => None,
         }
     })

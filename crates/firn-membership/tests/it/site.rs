@@ -1,4 +1,5 @@
-//! Three hosts, each in a network namespace of its own, that can be cut off; and a small disk for each.
+//! Three hosts, each in a network namespace of its own, that can be cut off; and a small disk for
+//! each.
 
 use std::fs;
 use std::path::{Path, PathBuf};
@@ -7,10 +8,11 @@ use std::sync::atomic::{AtomicU32, Ordering};
 
 pub const HOSTS: [&str; 3] = ["a", "b", "c"];
 
-/// How large a disk is, in MiB: etcd takes 64 for each piece of its log, and the next one ahead.
+/// Size of a disk, in MiB: etcd needs 64 for each segment of its log, and the next one ahead.
 const DISK_MIB: u32 = 320;
 
-/// The network of one test. Where the machine doesn't let us have namespaces, all are on its loopback, and can't be cut off.
+/// The network of one test. Where the machine does not allow namespaces, all hosts are on its
+/// loopback, and can't be cut off.
 pub struct Site {
     pub dir: tempfile::TempDir,
     number: u32,
@@ -51,7 +53,7 @@ impl Site {
         format!("firn-m{}-{}", self.number, HOSTS[host])
     }
 
-    /// Of a network that is reserved for tests (RFC 2544), or of the loopback.
+    /// An address of a network that is reserved for tests (RFC 2544), or of the loopback.
     pub fn address(&self, host: usize) -> String {
         format!("{}.{}", self.subnet(), host + 1)
     }
@@ -109,14 +111,14 @@ impl Site {
         }
     }
 
-    /// Where a host's server keeps what it must not forget.
+    /// The directory of a host's server with its durable state.
     pub fn disk(&self, host: usize) -> PathBuf {
         let path = self.dir.path().join(HOSTS[host]);
         fs::create_dir_all(&path).unwrap();
         path
     }
 
-    /// Makes all disks small ones. False if that can't be done here.
+    /// Gives all hosts small disks. False if that can't be done here.
     pub fn bound_disks(&self) -> bool {
         let size = format!("size={DISK_MIB}m");
         (0..HOSTS.len()).all(|host| {
@@ -127,7 +129,7 @@ impl Site {
         })
     }
 
-    /// Leaves no room on a host's disk, or makes room again.
+    /// Fills a host's disk, or frees it again.
     pub fn fill(&self, host: usize, is_full: bool) {
         let file = self.disk(host).join("full");
         match is_full {

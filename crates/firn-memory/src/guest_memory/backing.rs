@@ -1,4 +1,4 @@
-//! What is behind one region: found through the hypervisor's mappings, opened through `/proc`.
+//! The memory of one region: found through the hypervisor's mappings, opened through `/proc`.
 
 use std::fs::File;
 use std::io;
@@ -8,94 +8,98 @@ use std::sync::Arc;
 use firn_types::{HostVirt, PAGE_SIZE, Page, RamRegion};
 use rustix::fs::{OFlags, Stat, fstat, fstatfs};
 
-use super::source::{Private, RamFile, Source};
+use super::source::{PrivateRam, RamFile, RamSource};
 use super::users::FileId;
 use super::{MemoryError, RegionLocation};
-use crate::process::maps::{Mapping, covering};
+use crate::process::maps::{MemoryMapping, find_covering};
 use crate::process::{Process, ProcessError};
 
 /// `TMPFS_MAGIC` and `HUGETLBFS_MAGIC` of `linux/magic.h`.
 const TMPFS: u64 = 0x0102_1994;
 const HUGETLBFS: u64 = 0x9584_58f6;
 
-/// One region: where it lies, and where its bytes come from.
+/// One region: its address, and the source of its bytes.
 #[derive(Debug)]
-pub(super) struct Backing {
+pub(super) struct RegionBacking {
     region: RamRegion,
     hva: HostVirt,
-    source: Source,
+    source: RamSource,
 }
 
-impl Backing {
-    /// Finds the mappings that hold the region, and opens what is behind them.
-    pub(super) fn find(
+impl RegionBacking {
+    /// Finds the mappings that hold the region, and opens their memory.
+    pub(super) fn from_mappings(
         process: &Arc<Process>,
-        mappings: &[Mapping],
+        mappings: &[MemoryMapping],
         location: &RegionLocation,
     ) -> Result<Self, MemoryError> {
         let RegionLocation { region, hva } = location.clone();
-        let mapped = covered(process, mappings, &region, hva)?;
+        let mapped = find_mappings(process, mappings, &region, hva)?;
         let source = match mapped.iter().all(|mapping| !mapping.shared && mapping.inode == 0) {
-            true => Source::Private(Private::open(process.clone(), hva)?),
-            false => Source::File(Self::file(process, mapped, &region, hva)?),
+            true => RamSource::Private(PrivateRam::open(process.clone(), hva)?),
+            false => RamSource::File(Self::open_ram_file(process, mapped, &region, hva)?),
         };
         Ok(Self { region, hva, source })
     }
 
-    fn file(
+    fn open_ram_file(
         process: &Process,
-        mapped: &[Mapping],
+        mapped: &[MemoryMapping],
         region: &RamRegion,
         hva: HostVirt,
     ) -> Result<RamFile, MemoryError> {
-        let start = one_file(process, mapped, region, hva)?;
+        let start = file_offset(process, mapped, region, hva)?;
         let first = &mapped[0];
         let failed = |source| open_error(process, region, first, source);
-        let file = open(process, mapped).map_err(failed)?;
+        let file = open_mapped_file(process, mapped).map_err(failed)?;
         check_kind(&file, region, first).map_err(|refusal| refusal.unwrap_or_else(failed))?;
         Ok(RamFile { file, start, inode: first.inode })
     }
 
-    pub(super) fn id(&self) -> &str {
+    pub(super) fn region_id(&self) -> &str {
         &self.region.id
     }
 
     pub(super) fn is_shared(&self) -> bool {
-        matches!(self.source, Source::File(_))
+        matches!(self.source, RamSource::File(_))
     }
 
-    /// Its file, and where in the file it starts, in bytes.
+    /// Its file, and the offset of the region in the file, in bytes.
     pub(super) fn ram_file(&self) -> Option<(&File, u64)> {
         match &self.source {
-            Source::File(file) => Some((&file.file, file.start)),
-            Source::Private(_) => None,
+            RamSource::File(file) => Some((&file.file, file.start)),
+            RamSource::Private(_) => None,
         }
     }
 
-    /// Its file, as lists of mappings name it.
-    pub(super) fn identity(&self) -> Result<Option<FileId>, MemoryError> {
+    /// Its file, as `/proc/PID/maps` names it.
+    pub(super) fn file_id(&self) -> Result<Option<FileId>, MemoryError> {
         let Some((file, _)) = self.ram_file() else { return Ok(None) };
         let status = fstat(file);
-        let status = status.map_err(|errno| MemoryError::io("looking at", &self.pages(), errno))?;
-        Ok(Some((device(&status), status.st_ino)))
+        let status =
+            status.map_err(|errno| MemoryError::from_io("inspecting", &self.pages(), errno))?;
+        Ok(Some((device_number(&status), status.st_ino)))
     }
 
     /// Copies pages of the region.
-    pub(super) fn read(&self, part: &Range<Page>, out: &mut [u8]) -> Result<(), MemoryError> {
-        let read = self.source.read(self.region.offset_of(part.start), out);
-        read.map_err(|error| MemoryError::io("reading", part, error))
+    pub(super) fn read_pages(&self, part: &Range<Page>, out: &mut [u8]) -> Result<(), MemoryError> {
+        let read = self.source.read_bytes(self.region.offset_of(part.start), out);
+        read.map_err(|error| MemoryError::from_io("reading", part, error))
     }
 
-    /// The first run of pages of the region within `part` that has memory behind it.
+    /// The first run of backed pages of the region within `part`.
     pub(super) fn first_run(&self, part: &Range<Page>) -> Result<Option<Range<Page>>, MemoryError> {
         let (start, end) = (self.region.offset_of(part.start), self.offset_of_end(part.end));
         let run = self.source.first_run(start..end);
-        let run = run.map_err(|error| MemoryError::io("asking for", part, error))?;
+        let run = run.map_err(|error| MemoryError::from_io("querying", part, error))?;
         Ok(run.map(|run| self.page_at_offset(run.start)..self.page_at_offset(run.end)))
     }
 
-    /// Adds all runs of pages that have memory behind them.
-    pub(super) fn runs(&self, runs: &mut Vec<Range<Page>>) -> Result<(), MemoryError> {
+    /// Appends all runs of backed pages.
+    pub(super) fn append_backed_runs(
+        &self,
+        runs: &mut Vec<Range<Page>>,
+    ) -> Result<(), MemoryError> {
         let mut rest = self.pages();
         while !rest.is_empty() {
             let Some(run) = self.first_run(&rest)? else { break };
@@ -106,29 +110,29 @@ impl Backing {
     }
 
     pub(super) fn punch_out(&self, part: &Range<Page>) -> Result<(), MemoryError> {
-        let len = (Page::count(part) * PAGE_SIZE) as u64;
+        let len = (Page::count_in(part) * PAGE_SIZE) as u64;
         let punched = self.source.punch_out(self.region.offset_of(part.start), len);
-        punched.map_err(|error| MemoryError::io("punching out", part, error))
+        punched.map_err(|error| MemoryError::from_io("punching out", part, error))
     }
 
     pub(super) fn pages(&self) -> Range<Page> {
-        self.region.range()
+        self.region.page_range()
     }
 
     /// The pages of the region that are in `range`; `None` if there are none.
-    pub(super) fn overlap(&self, range: &Range<Page>) -> Option<Range<Page>> {
+    pub(super) fn overlap_with(&self, range: &Range<Page>) -> Option<Range<Page>> {
         let mine = self.pages();
         let part = mine.start.max(range.start)..mine.end.min(range.end);
         (part.start < part.end).then_some(part)
     }
 
     pub(super) fn hva_of(&self, page: Page) -> HostVirt {
-        self.hva.plus(self.region.offset_of(page))
+        self.hva.offset_by(self.region.offset_of(page))
     }
 
     pub(super) fn page_at(&self, hva: HostVirt) -> Option<Page> {
         let offset = hva.0.checked_sub(self.hva.0)?;
-        (offset < self.region.bytes())
+        (offset < self.region.byte_len())
             .then(|| Page(self.region.first.0 + (offset / PAGE_SIZE as u64) as u32))
     }
 
@@ -147,61 +151,62 @@ impl Backing {
     pub(super) fn check_shared(
         &self,
         process: &Process,
-        mappings: &[Mapping],
+        mappings: &[MemoryMapping],
     ) -> Result<(), MemoryError> {
-        let Source::File(file) = &self.source else {
+        let RamSource::File(file) = &self.source else {
             return Err(MemoryError::Private { id: self.region.id.clone() });
         };
-        let mapped = covered(process, mappings, &self.region, self.hva)?;
-        let start = one_file(process, mapped, &self.region, self.hva)?;
+        let mapped = find_mappings(process, mappings, &self.region, self.hva)?;
+        let start = file_offset(process, mapped, &self.region, self.hva)?;
         match mapped[0].inode == file.inode && start == file.start {
             true => Ok(()),
-            false => Err(unmapped(process, &self.region, self.hva)),
+            false => Err(unmapped_error(process, &self.region, self.hva)),
         }
     }
 }
 
 /// The mappings that hold a region without gaps.
-fn covered<'m>(
+fn find_mappings<'m>(
     process: &Process,
-    mappings: &'m [Mapping],
+    mappings: &'m [MemoryMapping],
     region: &RamRegion,
     hva: HostVirt,
-) -> Result<&'m [Mapping], MemoryError> {
+) -> Result<&'m [MemoryMapping], MemoryError> {
     let aligned = hva.0 % PAGE_SIZE as u64 == 0;
-    let mapped = covering(mappings, hva.0, region.bytes()).filter(|_| aligned);
-    mapped.ok_or_else(|| unmapped(process, region, hva))
+    let mapped = find_covering(mappings, hva.0, region.byte_len()).filter(|_| aligned);
+    mapped.ok_or_else(|| unmapped_error(process, region, hva))
 }
 
-/// Where in its file a region starts, whose mappings must be shared, of one file, and follow one another in it.
-fn one_file(
+/// The offset at which a region starts in its file. Its mappings must be shared, of one file, and
+/// consecutive in it.
+fn file_offset(
     process: &Process,
-    mapped: &[Mapping],
+    mapped: &[MemoryMapping],
     region: &RamRegion,
     hva: HostVirt,
 ) -> Result<u64, MemoryError> {
     if mapped.iter().any(|mapping| !mapping.shared) {
         return Err(MemoryError::Private { id: region.id.clone() });
     }
-    let follows = |pair: &[Mapping]| {
+    let follows = |pair: &[MemoryMapping]| {
         let (a, b) = (&pair[0], &pair[1]);
         (a.device, a.inode) == (b.device, b.inode) && a.offset + (a.end - a.start) == b.offset
     };
     match mapped.windows(2).all(follows) {
         true => Ok(mapped[0].offset + (hva.0 - mapped[0].start)),
-        false => Err(unmapped(process, region, hva)),
+        false => Err(unmapped_error(process, region, hva)),
     }
 }
 
-fn unmapped(process: &Process, region: &RamRegion, hva: HostVirt) -> MemoryError {
-    let (id, bytes, pid) = (region.id.clone(), region.bytes(), process.pid());
+fn unmapped_error(process: &Process, region: &RamRegion, hva: HostVirt) -> MemoryError {
+    let (id, bytes, pid) = (region.id.clone(), region.byte_len(), process.pid());
     MemoryError::Unmapped { id, hva, bytes, pid }
 }
 
 fn open_error(
     process: &Process,
     region: &RamRegion,
-    mapping: &Mapping,
+    mapping: &MemoryMapping,
     source: io::Error,
 ) -> MemoryError {
     if !process.is_alive() {
@@ -211,33 +216,36 @@ fn open_error(
     MemoryError::Open { id, pid, path, source }
 }
 
-/// Opens the file of some mappings: through the mapping itself where we have the right (CAP_CHECKPOINT_RESTORE), else
-/// through a descriptor that the process still has on the same file.
-fn open(process: &Process, mapped: &[Mapping]) -> io::Result<File> {
+/// Opens the file of some mappings: through the mapping itself where Firn has the right
+/// (CAP_CHECKPOINT_RESTORE), else through a descriptor that the process still has for the same
+/// file.
+fn open_mapped_file(process: &Process, mapped: &[MemoryMapping]) -> io::Result<File> {
     let first = &mapped[0];
     let by_mapping = format!("map_files/{:x}-{:x}", first.start, first.end);
-    let wanted = |status: &Stat| status.st_ino == first.inode && device(status) == first.device;
+    let wanted =
+        |status: &Stat| status.st_ino == first.inode && device_number(status) == first.device;
     let open = |name: &str| process.open_file(name, OFlags::RDWR).map(File::from);
     let refused = match open(&by_mapping) {
         Ok(file) if wanted(&fstat(&file)?) => return Ok(file),
         Ok(_) => io::Error::from(io::ErrorKind::NotFound),
         Err(error) => error,
     };
-    let descriptors = process.descriptors().map_err(io::Error::other)?;
+    let descriptors = process.list_descriptors().map_err(io::Error::other)?;
     let mut names = descriptors.iter().map(|descriptor| format!("fd/{}", descriptor.number));
     let same = names.find(|name| process.status_of(name).is_ok_and(|status| wanted(&status)));
     open(&same.ok_or(refused)?)
 }
 
-fn device(status: &Stat) -> (u32, u32) {
+fn device_number(status: &Stat) -> (u32, u32) {
     (rustix::fs::major(status.st_dev), rustix::fs::minor(status.st_dev))
 }
 
-/// Refuses files of other kinds than userfaultfd can trace. `Err(Err)` is a question that the kernel did not answer.
+/// Refuses files of kinds that userfaultfd cannot trace. `Err(Err)` means that the kernel did not
+/// answer the query.
 fn check_kind(
     file: &File,
     region: &RamRegion,
-    mapping: &Mapping,
+    mapping: &MemoryMapping,
 ) -> Result<(), Result<MemoryError, io::Error>> {
     let kind = match fstatfs(file).map_err(|errno| Err(errno.into()))?.f_type as u64 {
         TMPFS => return Ok(()),

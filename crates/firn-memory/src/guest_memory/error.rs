@@ -1,4 +1,4 @@
-//! What can be wrong with guest memory.
+//! Errors of guest memory.
 
 use std::io;
 use std::ops::Range;
@@ -8,18 +8,18 @@ use thiserror::Error;
 
 use crate::process::ProcessError;
 
-/// What is wrong with guest memory.
+/// An error of guest memory.
 #[derive(Debug, Error)]
 pub enum MemoryError {
-    /// The process cannot be looked at.
+    /// The process cannot be inspected.
     #[error(transparent)]
     Process(#[from] ProcessError),
-    /// Map and locations do not go together.
+    /// Map and locations do not match.
     #[error(
         "RAM region {0:?} of the map has no location, or a location names a region that is not in the map"
     )]
     Unlocated(String),
-    /// Nothing, or not one thing, is mapped where the region should be.
+    /// The region's address range is not mapped, or not from one file.
     #[error(
         "RAM region {id:?}: {hva:?} is not the start of {bytes} mapped bytes of one file in process {pid}; is the \
          process id that of the VM?"
@@ -27,14 +27,14 @@ pub enum MemoryError {
     Unmapped {
         /// The region.
         id: String,
-        /// Where it should start.
+        /// The address at which it should start.
         hva: HostVirt,
         /// Its size.
         bytes: u64,
         /// The process.
         pid: i32,
     },
-    /// Private memory cannot be seen from outside.
+    /// Other processes cannot access private memory.
     #[error(
         "RAM region {id:?} is private memory of the hypervisor: start the VM with shared RAM \
          (-object memory-backend-memfd,id={id},size=...,share=on -machine memory-backend={id}; `firn run` does that)"
@@ -43,7 +43,7 @@ pub enum MemoryError {
         /// The region.
         id: String,
     },
-    /// Only memory files can be traced.
+    /// Only RAM in tmpfs or a memfd can be traced.
     #[error(
         "RAM region {id:?} lies in {path:?}, which is {kind}: only RAM in tmpfs (/dev/shm) or a memfd with base pages \
          can be traced"
@@ -53,7 +53,7 @@ pub enum MemoryError {
         id: String,
         /// The file.
         path: String,
-        /// What it is instead.
+        /// The kind of file system or pages.
         kind: &'static str,
     },
     /// The RAM file cannot be opened.
@@ -65,26 +65,30 @@ pub enum MemoryError {
         pid: i32,
         /// The file.
         path: String,
-        /// What the kernel said.
+        /// The error of the kernel.
         source: io::Error,
     },
-    /// Reading, asking or punching failed.
+    /// Reading, querying or punching failed.
     #[error("{what} {pages} pages from {first} of guest RAM failed")]
     Io {
-        /// What was tried.
+        /// The operation that failed.
         what: &'static str,
         /// The first page of it.
         first: Page,
-        /// How many pages.
+        /// The number of pages.
         pages: usize,
-        /// What the kernel said.
+        /// The error of the kernel.
         source: io::Error,
     },
 }
 
 impl MemoryError {
-    pub(super) fn io(what: &'static str, part: &Range<Page>, source: impl Into<io::Error>) -> Self {
-        let (first, pages) = (part.start, Page::count(part));
+    pub(super) fn from_io(
+        what: &'static str,
+        part: &Range<Page>,
+        source: impl Into<io::Error>,
+    ) -> Self {
+        let (first, pages) = (part.start, Page::count_in(part));
         Self::Io { what, first, pages, source: source.into() }
     }
 }

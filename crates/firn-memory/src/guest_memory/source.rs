@@ -1,4 +1,5 @@
-//! Where the bytes of a region come from. Offsets count from the start of the region.
+//! The source of a region's bytes: a RAM file, or private memory. Offsets count from the start of
+//! the region.
 
 use std::fs::File;
 use std::io;
@@ -13,40 +14,41 @@ use rustix::io::Errno;
 use crate::process::{Process, ProcessError};
 use crate::process_memory;
 use crate::sys::pagemap::Pagemap;
-use crate::sys::uffd::Span;
+use crate::sys::uffd::AddressSpan;
 
+/// The source of a region's bytes.
 #[derive(Debug)]
-pub(super) enum Source {
+pub(super) enum RamSource {
     File(RamFile),
-    Private(Private),
+    Private(PrivateRam),
 }
 
 /// Shared memory: a file that Firn has opened too.
 #[derive(Debug)]
 pub(super) struct RamFile {
     pub(super) file: File,
-    /// Where in the file the region starts, in bytes.
+    /// The offset of the region in the file, in bytes.
     pub(super) start: u64,
     pub(super) inode: u64,
 }
 
 /// Private anonymous memory of the hypervisor.
 #[derive(Debug)]
-pub(super) struct Private {
+pub(super) struct PrivateRam {
     process: Arc<Process>,
     pagemap: Pagemap,
     hva: HostVirt,
 }
 
-impl Source {
-    pub(super) fn read(&self, offset: u64, out: &mut [u8]) -> io::Result<()> {
+impl RamSource {
+    pub(super) fn read_bytes(&self, offset: u64, out: &mut [u8]) -> io::Result<()> {
         match self {
             Self::File(file) => file.file.read_exact_at(out, file.start + offset),
-            Self::Private(private) => private.read(offset, out),
+            Self::Private(private) => private.read_bytes(offset, out),
         }
     }
 
-    /// The first run of bytes, in whole pages, that has memory behind it.
+    /// The first run of backed bytes, in whole pages.
     pub(super) fn first_run(&self, part: Range<u64>) -> io::Result<Option<Range<u64>>> {
         match self {
             Self::File(file) => file.first_run(part),
@@ -79,22 +81,24 @@ impl RamFile {
     }
 }
 
-impl Private {
+impl PrivateRam {
     pub(super) fn open(process: Arc<Process>, hva: HostVirt) -> Result<Self, ProcessError> {
         let pagemap = process.open_file("pagemap", OFlags::RDONLY);
-        let pagemap = pagemap.map_err(|error| process.error("opening the pagemap", error))?;
+        let pagemap =
+            pagemap.map_err(|error| process.operation_error("opening the pagemap", error))?;
         Ok(Self { process, pagemap: Pagemap::new(pagemap), hva })
     }
 
-    /// Reads what is there. Pages that never were are left alone, and are zeros.
-    fn read(&self, offset: u64, out: &mut [u8]) -> io::Result<()> {
+    /// Reads the backed pages. Pages that were never backed are not touched, and are zeros in
+    /// `out`.
+    fn read_bytes(&self, offset: u64, out: &mut [u8]) -> io::Result<()> {
         let end = offset + out.len() as u64;
         let mut at = offset;
         while let Some(run) = self.first_run(at..end)? {
             let (from, to) = ((run.start - offset) as usize, (run.end - offset) as usize);
             out[(at - offset) as usize..from].fill(0);
-            let start = self.hva.plus(run.start);
-            process_memory::read(&self.process, start, &mut out[from..to])
+            let start = self.hva.offset_by(run.start);
+            process_memory::read_memory(&self.process, start, &mut out[from..to])
                 .map_err(io::Error::other)?;
             at = run.end;
         }
@@ -103,9 +107,9 @@ impl Private {
     }
 
     fn first_run(&self, part: Range<u64>) -> io::Result<Option<Range<u64>>> {
-        let span = Span { start: self.hva.0 + part.start, len: part.end - part.start };
+        let span = AddressSpan { start: self.hva.0 + part.start, len: part.end - part.start };
         let mut run: Option<Range<u64>> = None;
-        self.pagemap.present(span, true, |start, end| {
+        self.pagemap.scan_present(span, true, |start, end| {
             let (start, end) = (start - self.hva.0, end - self.hva.0);
             match &mut run {
                 None => run = Some(start..end),

@@ -1,45 +1,45 @@
-//! Who else maps a file: found in `/proc/PID/maps` of every process (proc(5)).
+//! Other processes that map a file: found in `/proc/PID/maps` of every process (proc(5)).
 
 use std::fmt;
 use std::fs;
 
-use crate::process::maps::{self, Mapping};
+use crate::process::maps::{self, MemoryMapping};
 
-/// A file, as the list of mappings names it: device (major, minor) and inode.
+/// A file, as `/proc/PID/maps` names it: device (major, minor) and inode.
 pub(super) type FileId = ((u32, u32), u64);
 
 /// A process that maps guest RAM.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub struct User {
+pub struct RamUser {
     /// Its id.
     pub pid: i32,
     /// Its name, as `ps` shows it.
     pub name: String,
 }
 
-impl fmt::Display for User {
+impl fmt::Display for RamUser {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         write!(f, "process {} ({})", self.pid, self.name)
     }
 }
 
-impl User {
+impl RamUser {
     /// The process, if it maps one of these files and may write to it.
-    pub(super) fn of(pid: i32, files: &[FileId]) -> Option<Self> {
+    pub(super) fn from_pid(pid: i32, files: &[FileId]) -> Option<Self> {
         let list = fs::read_to_string(format!("/proc/{pid}/maps")).ok()?;
-        maps::parse(&list).iter().any(|mapping| is_one_of(mapping, files)).then(|| {
+        maps::parse_maps(&list).iter().any(|mapping| is_one_of(mapping, files)).then(|| {
             let name = fs::read_to_string(format!("/proc/{pid}/comm")).unwrap_or_default();
             Self { pid, name: name.trim().to_owned() }
         })
     }
 }
 
-fn is_one_of(mapping: &Mapping, files: &[FileId]) -> bool {
+fn is_one_of(mapping: &MemoryMapping, files: &[FileId]) -> bool {
     mapping.shared && mapping.writable && files.contains(&(mapping.device, mapping.inode))
 }
 
-/// All processes there are now.
-pub(super) fn processes() -> impl Iterator<Item = i32> {
+/// All processes that exist now.
+pub(super) fn list_processes() -> impl Iterator<Item = i32> {
     let entries = fs::read_dir("/proc").into_iter().flatten().filter_map(Result::ok);
     entries.filter_map(|entry| entry.file_name().to_str()?.parse().ok())
 }
@@ -55,18 +55,19 @@ mod tests {
         ftruncate(&file, 4096).unwrap();
         let file = fs::File::from(file);
         let pid = std::process::id() as i32;
-        assert!(processes().any(|other| other == pid));
+        assert!(list_processes().any(|other| other == pid));
         let listed = || {
             let list = fs::read_to_string("/proc/self/maps").unwrap();
-            let mine = maps::parse(&list).into_iter().find(|it| it.path.contains("firn-users"));
+            let mine =
+                maps::parse_maps(&list).into_iter().find(|it| it.path.contains("firn-users"));
             mine.map(|mapping| (mapping.device, mapping.inode))
         };
         assert_eq!(listed(), None);
         let mapped = memmap2::MmapOptions::new().len(4096).map_raw(&file).unwrap();
         let id = listed().unwrap();
-        assert_eq!(User::of(pid, &[id]).unwrap().pid, pid);
-        assert_eq!(User::of(pid, &[((0, 0), 1)]), None);
+        assert_eq!(RamUser::from_pid(pid, &[id]).unwrap().pid, pid);
+        assert_eq!(RamUser::from_pid(pid, &[((0, 0), 1)]), None);
         drop(mapped);
-        assert_eq!(User::of(pid, &[id]), None);
+        assert_eq!(RamUser::from_pid(pid, &[id]), None);
     }
 }

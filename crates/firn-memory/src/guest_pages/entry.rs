@@ -21,7 +21,7 @@ const PAGE: u64 = 1 << 7;
 const NO_EXECUTE: u64 = 1 << 63;
 const ADDRESS: u64 = 0x000f_ffff_ffff_f000;
 
-/// How a guest maps a page, as its last page-table entry says.
+/// How a guest maps a page, from its last page-table entry.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct PageFlags {
     /// It may be written.
@@ -37,34 +37,35 @@ pub struct PageFlags {
 }
 
 #[derive(Clone, Copy, PartialEq, Eq)]
-pub(super) struct Entry(pub(super) u64);
+pub(super) struct PageTableEntry(pub(super) u64);
 
-impl Entry {
+impl PageTableEntry {
     pub(super) fn is_present(self) -> bool {
         self.0 & PRESENT != 0
     }
 
-    /// Whether it maps a page at this level, and does not name a table.
+    /// Whether it maps a page at this level, and not a table.
     pub(super) fn is_page(self, level: u8) -> bool {
         level == 1 || (level <= 3 && self.0 & PAGE != 0)
     }
 
-    pub(super) fn table(self) -> GuestPhys {
+    pub(super) fn table_address(self) -> GuestPhys {
         GuestPhys(self.0 & ADDRESS)
     }
 
-    /// The page it maps at this level. The low address bits of large pages mean other things.
-    pub(super) fn page(self, level: u8) -> GuestPhys {
-        GuestPhys(self.0 & ADDRESS & !((1 << Self::shift(level)) - 1))
+    /// The page it maps at this level. In entries of large pages the low address bits have other
+    /// meanings.
+    pub(super) fn page_address(self, level: u8) -> GuestPhys {
+        GuestPhys(self.0 & ADDRESS & !((1 << Self::address_shift(level)) - 1))
     }
 
-    /// The lowest address bit that an entry of this level decides.
-    pub(super) fn shift(level: u8) -> u32 {
+    /// The lowest address bit that an entry of this level determines.
+    pub(super) fn address_shift(level: u8) -> u32 {
         12 + 9 * (u32::from(level) - 1)
     }
 
-    /// Itself without the bits that the processor sets as it goes.
-    pub(super) fn lasting(self) -> u64 {
+    /// The entry without the bits that the processor sets while it runs.
+    pub(super) fn stable_bits(self) -> u64 {
         self.0 & !(ACCESSED | DIRTY)
     }
 
@@ -81,22 +82,22 @@ impl Entry {
 }
 
 /// The bytes of one table.
-pub(super) struct Table([u64; ENTRIES]);
+pub(super) struct PageTable([u64; ENTRIES]);
 
-const _: () = assert!(size_of::<Table>() == PAGE_SIZE);
+const _: () = assert!(size_of::<PageTable>() == PAGE_SIZE);
 
-impl Default for Table {
+impl Default for PageTable {
     fn default() -> Self {
         Self([0; ENTRIES])
     }
 }
 
-impl Table {
+impl PageTable {
     pub(super) fn as_mut_bytes(&mut self) -> &mut [u8] {
         self.0.as_mut_bytes()
     }
 
-    pub(super) fn entry(&self, index: usize) -> Entry {
-        Entry(self.0[index])
+    pub(super) fn entry(&self, index: usize) -> PageTableEntry {
+        PageTableEntry(self.0[index])
     }
 }

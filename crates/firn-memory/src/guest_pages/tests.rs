@@ -1,4 +1,4 @@
-//! Walks over page tables made here.
+//! Walks over page tables that the tests make.
 
 use std::cell::Cell;
 use std::collections::{BTreeMap, HashMap};
@@ -41,7 +41,7 @@ impl Guest {
         &mut self.pages.get_mut(&((table.0 / 4096) as u32)).unwrap()[index]
     }
 
-    /// Maps a page of the size that goes with `level` (1, 2, 3) at a canonical address.
+    /// Maps a page of the size of `level` (1, 2, 3) at a canonical address.
     fn map_page(&mut self, root: GuestPhys, levels: u8, address: u64, to: u64, level: u8) {
         let mut table = root;
         for above in (level + 1..=levels).rev() {
@@ -58,15 +58,15 @@ impl Guest {
 }
 
 fn index_at(address: u64, level: u8) -> usize {
-    (address >> Entry::shift(level)) as usize % 512
+    (address >> PageTableEntry::address_shift(level)) as usize % 512
 }
 
 impl GuestPhysRead for Guest {
-    fn map(&self) -> &RegionMap {
+    fn region_map(&self) -> &RegionMap {
         &self.map
     }
 
-    fn read(&self, first: Page, out: &mut [u8]) -> bool {
+    fn read_pages(&self, first: Page, out: &mut [u8]) -> bool {
         self.reads.set(self.reads.get() + 1);
         for (page, bytes) in (first.0..).zip(out.chunks_exact_mut(PAGE_SIZE)) {
             let table = self.pages.get(&page).unwrap_or(&[0; 512]);
@@ -77,20 +77,20 @@ impl GuestPhysRead for Guest {
         true
     }
 
-    fn backed(&self) -> Vec<Range<Page>> {
+    fn backed_pages(&self) -> Vec<Range<Page>> {
         let mut pages: Vec<_> = self.pages.keys().map(|&page| Page(page)..Page(page + 1)).collect();
         pages.sort_by_key(|run| run.start);
         pages
     }
 }
 
-/// What a walk visits: address, first page, pages.
+/// The visits of a walk: address, first page, pages.
 fn visited(guest: &Guest, root: GuestPhys, levels: u8) -> Vec<(u64, u32, u32)> {
     let mut seen = Vec::new();
-    let end = walk(guest, root, levels, &mut |virt, page, pages, _| {
+    let end = walk_address_space(guest, root, levels, &mut |virt, page, pages, _| {
         seen.push((virt.address(), page.0, pages));
     });
-    assert_eq!(end, Walk::Complete);
+    assert_eq!(end, WalkOutcome::Complete);
     seen
 }
 
@@ -123,14 +123,14 @@ fn a_look_up_finds_what_a_walk_does() {
         guest.map_page(root, levels, 0x40_0000, 0x12_3000, 1);
         guest.map_page(root, levels, 0x40_1000, (4 << 30) + 0x1000, 1);
         guest.map_page(root, levels, 0x40_2000, 3 << 30, 1);
-        let mut lookup = Lookup::new(&guest, GuestPhys(root.0 | 0x18), levels);
-        let mut own = |address: u64| lookup.own(VirtPage(address / 4096));
+        let mut lookup = PageLookup::new(&guest, GuestPhys(root.0 | 0x18), levels);
+        let mut own = |address: u64| lookup.writable_page(VirtPage(address / 4096));
         assert_eq!(own(0x40_0000), Ok(Page(0x123)));
         assert_eq!(own(0x40_1000), Ok(Page(2049)));
-        assert_eq!(own(0x40_2000), Err(NotOwn::NotRam));
-        assert_eq!(own(0x40_3000), Err(NotOwn::Unmapped));
+        assert_eq!(own(0x40_2000), Err(PageAccessError::NotRam));
+        assert_eq!(own(0x40_3000), Err(PageAccessError::Unmapped));
         assert_eq!(own(0x7fff_0020_3000), Ok(Page(515)));
-        assert_eq!(own(0x1_0000_0000_0000), Err(NotOwn::Unmapped));
+        assert_eq!(own(0x1_0000_0000_0000), Err(PageAccessError::Unmapped));
     }
 }
 
@@ -138,7 +138,9 @@ fn a_look_up_finds_what_a_walk_does() {
 fn every_entry_on_the_way_must_allow_it() {
     const WRITABLE: u64 = 1 << 1;
     const USER: u64 = 1 << 2;
-    for (taken_away, expected) in [(WRITABLE, NotOwn::ReadOnly), (USER, NotOwn::Kernel)] {
+    for (taken_away, expected) in
+        [(WRITABLE, PageAccessError::ReadOnly), (USER, PageAccessError::Kernel)]
+    {
         for level in 1..=4u8 {
             let mut guest = Guest::new();
             let root = guest.new_table();
@@ -146,8 +148,8 @@ fn every_entry_on_the_way_must_allow_it() {
             // Tables follow one another from the root on.
             let table = GuestPhys(u64::from(4 - level) * 4096);
             *guest.entry(table, index_at(0x40_0000, level)) &= !taken_away;
-            let mut lookup = Lookup::new(&guest, root, 4);
-            assert_eq!(lookup.own(VirtPage(0x400)), Err(expected), "level {level}");
+            let mut lookup = PageLookup::new(&guest, root, 4);
+            assert_eq!(lookup.writable_page(VirtPage(0x400)), Err(expected), "level {level}");
         }
     }
 }
@@ -177,7 +179,7 @@ fn the_flags_are_those_of_the_last_entry() {
     let root = guest.new_table();
     guest.map_page(root, 4, 0x1000, 0x1000 | 1 << 63, 1);
     let mut flags = None;
-    walk(&guest, root, 4, &mut |_, _, _, f| flags = Some(f));
+    walk_address_space(&guest, root, 4, &mut |_, _, _, f| flags = Some(f));
     let all =
         PageFlags { writable: true, user: true, executable: false, accessed: true, dirty: true };
     assert_eq!(flags, Some(all));
@@ -212,11 +214,13 @@ fn address_spaces_that_share_tables_are_walked_once() {
     let kernel = *guest.entry(roots[0], 273);
     *guest.entry(roots[1], 273) = kernel;
     guest.map_page(roots[1], 4, 0x1000, 0xa000, 1);
-    let mut walker = Walker::new(&guest, 4);
+    let mut walker = PageTableWalker::new(&guest, 4);
     let mut seen = Vec::new();
     for root in roots {
-        for half in [Half::Kernel, Half::User] {
-            walker.walk(root, half, &mut |virt, page, _, _| seen.push((virt.is_kernel(), page.0)));
+        for half in [AddressHalf::Kernel, AddressHalf::User] {
+            walker.walk_half(root, half, &mut |virt, page, _, _| {
+                seen.push((virt.is_kernel(), page.0))
+            });
         }
     }
     assert_eq!(seen, [(true, 9), (false, 10)]);
@@ -240,7 +244,8 @@ fn other_address_spaces_are_found_by_their_kernel_half() {
         }
         *guest.entry(table, number) = 0x77_7000 | DATA;
     }
-    // One has an entry of its own and an accessed bit less; one is too different; one ends alike only by chance.
+    // One has an entry of its own and an accessed bit less; one is too different; one ends alike
+    // only by chance.
     *guest.entry(tables[1], 300) = 0x1234_5000 | DATA;
     *guest.entry(tables[1], 273) &= !(1 << 5);
     for index in 300..310 {
@@ -265,13 +270,13 @@ fn the_second_table_of_an_isolated_pair_stands_for_the_first() {
         for index in [256, 273, 402, 508, 511] {
             *guest.entry(table, index) = (index as u64) << 12 | DATA;
         }
-        *guest.entry(table.plus(4096), 508) = 508 << 12 | DATA;
+        *guest.entry(table.offset_by(4096), 508) = 508 << 12 | DATA;
         *guest.entry(table, 1) = 0x77_7000 | DATA;
     }
     assert_eq!(kernel_half_roots(&guest, tables[1]), [tables[2]]);
 }
 
-/// Entries that are likely to lead somewhere.
+/// Entries that are likely to lead to another table or page.
 fn wild_entry() -> impl Strategy<Value = u64> {
     let address = prop_oneof![0u64..4096, (1u64 << 20)..(1 << 20) + 4096, any::<u64>()];
     (address, any::<u16>()).prop_map(|(page, flags)| page << 12 | u64::from(flags & 0xfff) | 1)
@@ -311,7 +316,7 @@ proptest! {
         }
         let mut inside = true;
         let pages = guest.map.total_pages();
-        walk(&guest, GuestPhys(root << 12), levels, &mut |_, page, count, _| {
+        walk_address_space(&guest, GuestPhys(root << 12), levels, &mut |_, page, count, _| {
             inside &= u64::from(page.0) + u64::from(count) <= u64::from(pages);
         });
         prop_assert!(inside);

@@ -1,8 +1,8 @@
-//! How a process of this user comes to a userfaultfd that a hypervisor can use.
+//! How a process of this user gets a userfaultfd that works for a hypervisor.
 //!
-//! A hypervisor faults inside the kernel too, by `read(2)` into guest memory and in KVM. A userfaultfd that reports such faults is for
-//! the privileged: by the system call with CAP_SYS_PTRACE or `vm.unprivileged_userfaultfd=1`, or by the device with the right to
-//! open it.
+//! A hypervisor faults inside the kernel too, by `read(2)` into guest memory and in KVM. A
+//! userfaultfd that reports such faults is for privileged processes: by the system call with
+//! CAP_SYS_PTRACE or `vm.unprivileged_userfaultfd=1`, or by the device with the right to open it.
 
 use std::os::fd::AsFd;
 
@@ -13,7 +13,7 @@ use super::PageFaultError;
 use super::make::DEVICE;
 use crate::sys::uffd;
 
-/// A way to a userfaultfd that reports all faults.
+/// The method by which a process gets a userfaultfd that reports all faults.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum UserfaultfdAccess {
     /// The system call userfaultfd(2).
@@ -23,19 +23,21 @@ pub enum UserfaultfdAccess {
 }
 
 impl UserfaultfdAccess {
-    /// Tries both ways, by making a userfaultfd and closing it.
+    /// Tries both methods: makes a userfaultfd and closes it.
     ///
     /// # Errors
-    /// If neither is open to this user: why the device is not.
+    /// If this user may use neither: the reason why the device cannot be used.
     pub fn of_this_user() -> Result<Self, PageFaultError> {
         if uffd::own_unrestricted().is_ok() {
             return Ok(Self::SystemCall);
         }
-        by_device().map(|()| Self::Device).map_err(|source| PageFaultError::Unavailable { source })
+        probe_device()
+            .map(|()| Self::Device)
+            .map_err(|source| PageFaultError::Unavailable { source })
     }
 }
 
-fn by_device() -> Result<(), Errno> {
+fn probe_device() -> Result<(), Errno> {
     let device = rustix::fs::open(DEVICE, OFlags::RDWR | OFlags::CLOEXEC, Mode::empty())?;
     uffd::own_by_device(device.as_fd()).map(drop)
 }

@@ -1,12 +1,12 @@
 //! The answers to page faults.
 //!
-//! Three things can come between a request and its end, and are dealt with here:
+//! Three conditions can interrupt a request, and this module handles them:
 //!
 //! ```text
-//!   EEXIST   the page is there already           wake who waits for it, go on with the next one
-//!   EAGAIN   the hypervisor is changing its      read the events, because it waits for that; give up if they say that
-//!            address space                       the very pages were removed, else try again
-//!   partial  stopped half-way                    go on from there
+//!   EEXIST   the page is there already           wake the threads that wait for it, continue with the next one
+//!   EAGAIN   the hypervisor is changing its      read the events, because the hypervisor waits for that; give up if they report
+//!            address space                       that these pages were removed, else try again
+//!   partial  stopped half-way                    continue from there
 //! ```
 
 use std::ops::Range;
@@ -16,25 +16,26 @@ use std::time::Duration;
 use firn_types::{PAGE_SIZE, Page};
 use rustix::io::Errno;
 
-use super::{Event, PageFaultError, PageFaults, lock, span};
-use crate::sys::uffd::{Span, flag};
+use super::{MemoryEvent, PageFaultError, PageFaults, lock_list, span_of_part};
+use crate::sys::uffd::{AddressSpan, flag};
 
-/// How often a request is repeated while the hypervisor changes its address space: about two seconds in all.
+/// The maximum number of attempts while the hypervisor changes its address space: about two seconds
+/// in all.
 const ATTEMPTS_MAX: u32 = 2000;
-/// How many of these only yield.
+/// The number of attempts that are followed by a yield only.
 const YIELDS: u32 = 100;
-/// Pause between the others.
+/// The pause after each of the others.
 const PAUSE: Duration = Duration::from_millis(1);
 
-/// How an installation went.
+/// The outcome of an installation.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Install {
+pub enum InstallOutcome {
     /// All pages are installed.
     Done,
-    /// Some pages were present already, and kept; the others are installed.
+    /// Some pages were present already, and were kept; the others are installed.
     Present,
-    /// The hypervisor gave some of these pages back meanwhile; the rest was not installed. [`PageFaults::wait`] says
-    /// which pages are gone.
+    /// The hypervisor gave some of these pages back meanwhile; the remaining ones were not
+    /// installed. [`PageFaults::wait_for_events`] reports which pages were removed.
     Removed,
 }
 
@@ -44,62 +45,68 @@ pub(super) fn pages_from(first: Page, bytes: &[u8]) -> Range<Page> {
 }
 
 impl PageFaults {
-    /// Installs whole pages of one region and wakes who waits for them. Each page appears whole or not at all.
+    /// Installs whole pages of one region and wakes the threads that wait for them. Each page
+    /// appears whole or not at all.
     ///
     /// # Errors
     /// If the hypervisor is gone or has unmapped the pages.
     ///
     /// # Panics
     /// In debug builds, if `bytes` is not a whole number of pages.
-    pub fn install(&self, first: Page, bytes: &[u8]) -> Result<Install, PageFaultError> {
+    pub fn install_pages(
+        &self,
+        first: Page,
+        bytes: &[u8],
+    ) -> Result<InstallOutcome, PageFaultError> {
         debug_assert!(bytes.len() % PAGE_SIZE == 0, "{} bytes are not pages", bytes.len());
         let range = pages_from(first, bytes);
-        self.answer("installing", range, |part, at| {
-            let from = Page::count(&(first..part.start)) * PAGE_SIZE;
-            let to = Page::count(&(first..part.end)) * PAGE_SIZE;
-            self.uffd.copy(at.start, &bytes[from..to])
+        self.repeat_request("installing", range, |part, at| {
+            let from = Page::count_in(&(first..part.start)) * PAGE_SIZE;
+            let to = Page::count_in(&(first..part.end)) * PAGE_SIZE;
+            self.uffd.copy_pages(at.start, &bytes[from..to])
         })
     }
 
-    /// Installs pages of zeros, as [`Self::install`].
-    pub fn zero(&self, range: Range<Page>) -> Result<Install, PageFaultError> {
-        self.answer("zeroing", range, |_, at| self.uffd.zero(at))
+    /// Installs pages of zeros, as [`Self::install_pages`].
+    pub fn install_zeros(&self, range: Range<Page>) -> Result<InstallOutcome, PageFaultError> {
+        self.repeat_request("zeroing", range, |_, at| self.uffd.map_zeros(at))
     }
 
-    /// Maps pages that the RAM file has and wakes who waits for them, write-protected if `protect`. Pages that are mapped
-    /// already stay as they are; never-backed pages are left to the kernel, which makes zeros of them when touched.
+    /// Maps pages that the RAM file has and wakes the threads that wait for them. The pages are
+    /// write-protected if `protect`. Pages that are mapped already stay unchanged. Never-backed
+    /// pages are left to the kernel, which maps zeros when they are touched.
     ///
     /// # Errors
-    /// If the hypervisor is gone or has unmapped the pages, or if `protect` is set and the kernel cannot do that
-    /// ([`super::Features::resume_protected`]).
+    /// If the hypervisor is gone or has unmapped the pages, or if `protect` is set and the kernel
+    /// does not support it ([`super::KernelFeatures::resume_protected`]).
     pub fn resume_minor(&self, range: Range<Page>, protect: bool) -> Result<(), PageFaultError> {
         if protect && !self.features.resume_protected {
             return Err(PageFaultError::Features { missing: vec!["UFFDIO_CONTINUE_MODE_WP"] });
         }
         let mode = if protect { flag::CONTINUE_WP } else { 0 };
-        let resume = |at: Span| match self.uffd.resume(at, mode) {
-            // Never backed: as good as mapped, for the kernel maps zeros when it is touched.
+        let resume = |at: AddressSpan| match self.uffd.map_existing(at, mode) {
+            // Never backed: counts as mapped, for the kernel maps zeros when it is touched.
             Err(Errno::FAULT) => Err(Errno::EXIST),
             other => other,
         };
-        self.answer("resuming", range, |_, at| resume(at)).map(drop)
+        self.repeat_request("resuming", range, |_, at| resume(at)).map(drop)
     }
 
-    /// Write-protects pages: the next write to each is a [`super::FaultKind::WriteProtect`] fault. Costs 3-8 ms per GiB.
-    /// Of private memory, pages that were never touched can only be protected where
-    /// [`super::Features::write_protect_unpopulated`] says so.
+    /// Write-protects pages: the next write to each is a [`super::FaultKind::WriteProtect`] fault.
+    /// Costs 3-8 ms per GiB. In private memory, never-touched pages can only be protected if the
+    /// kernel has [`super::KernelFeatures::write_protect_unpopulated`].
     ///
     /// # Errors
     /// If the hypervisor is gone or has unmapped the pages.
-    pub fn protect(&self, range: Range<Page>) -> Result<(), PageFaultError> {
+    pub fn protect_pages(&self, range: Range<Page>) -> Result<(), PageFaultError> {
         self.set_protection("protecting", range, flag::WRITEPROTECT_WP)
     }
 
-    /// Lets pages be written again, and wakes who waits for that.
+    /// Removes the write protection of pages, and wakes the threads that wait for that.
     ///
     /// # Errors
-    /// As [`Self::protect`].
-    pub fn unprotect(&self, range: Range<Page>) -> Result<(), PageFaultError> {
+    /// As [`Self::protect_pages`].
+    pub fn unprotect_pages(&self, range: Range<Page>) -> Result<(), PageFaultError> {
         self.set_protection("unprotecting", range, 0)
     }
 
@@ -109,68 +116,69 @@ impl PageFaults {
         range: Range<Page>,
         mode: u64,
     ) -> Result<(), PageFaultError> {
-        let set = |_, at: Span| self.uffd.write_protect(at, mode).map(|()| at.len);
-        self.answer(what, range, set).map(drop)
+        let set = |_, at: AddressSpan| self.uffd.write_protect(at, mode).map(|()| at.len);
+        self.repeat_request(what, range, set).map(drop)
     }
 
-    /// Wakes every thread that waits for one of these pages. It will touch its page again, and fault again if nothing has
-    /// changed.
+    /// Wakes every thread that waits for one of these pages. It touches its page again, and faults
+    /// again if nothing has changed.
     ///
     /// # Errors
     /// If the hypervisor is gone.
-    pub fn wake(&self, range: Range<Page>) -> Result<(), PageFaultError> {
-        for (part, hva) in self.memory.located(range) {
-            let woken = self.uffd.wake(span(hva, &part));
-            woken.map_err(|errno| self.error("waking", &part, errno))?;
+    pub fn wake_waiters(&self, range: Range<Page>) -> Result<(), PageFaultError> {
+        for (part, hva) in self.memory.locate_parts(range) {
+            let woken = self.uffd.wake(span_of_part(hva, &part));
+            woken.map_err(|errno| self.request_error("waking", &part, errno))?;
         }
         Ok(())
     }
 
-    /// Repeats a request over the regions of a range until all of it is done. The request gives the bytes it did from
-    /// the start of what it is given.
-    fn answer(
+    /// Repeats a request over the regions of a range until all of it is done. The request returns
+    /// the number of bytes that it completed, from the start of its span.
+    fn repeat_request(
         &self,
         what: &'static str,
         range: Range<Page>,
-        mut request: impl FnMut(Range<Page>, Span) -> Result<u64, Errno>,
-    ) -> Result<Install, PageFaultError> {
-        let mut outcome = Install::Done;
+        mut request: impl FnMut(Range<Page>, AddressSpan) -> Result<u64, Errno>,
+    ) -> Result<InstallOutcome, PageFaultError> {
+        let mut outcome = InstallOutcome::Done;
         let mut attempts = 0;
-        for (mut part, mut hva) in self.memory.located(range) {
+        for (mut part, mut hva) in self.memory.locate_parts(range) {
             while part.start < part.end {
-                let bytes = match request(part.clone(), span(hva, &part)) {
+                let bytes = match request(part.clone(), span_of_part(hva, &part)) {
                     Ok(bytes) => bytes,
                     Err(Errno::EXIST) => {
                         let page = part.start..Page(part.start.0 + 1);
-                        self.wake(page)?;
-                        outcome = Install::Present;
+                        self.wake_waiters(page)?;
+                        outcome = InstallOutcome::Present;
                         PAGE_SIZE as u64
                     }
                     Err(Errno::AGAIN) if attempts < ATTEMPTS_MAX => {
-                        if self.make_way(&part, attempts)? {
-                            return Ok(Install::Removed);
+                        if self.read_removals(&part, attempts)? {
+                            return Ok(InstallOutcome::Removed);
                         }
                         attempts += 1;
                         0
                     }
-                    Err(errno) => return Err(self.error(what, &part, errno)),
+                    Err(errno) => return Err(self.request_error(what, &part, errno)),
                 };
                 part.start.0 += (bytes / PAGE_SIZE as u64) as u32;
-                hva = hva.plus(bytes);
+                hva = hva.offset_by(bytes);
             }
         }
         Ok(outcome)
     }
 
-    /// Reads the events that the hypervisor waits for us to read, and keeps them for [`Self::wait`]. `true` if they
-    /// remove any of these pages.
-    fn make_way(&self, part: &Range<Page>, attempts: u32) -> Result<bool, PageFaultError> {
-        let mut held = lock(&self.held);
-        while self.read(&mut held)? > 0 {}
-        self.holds.store(!held.is_empty(), Ordering::Release);
+    /// Reads the events for which the hypervisor waits, and keeps them for
+    /// [`Self::wait_for_events`]. `true` if they remove any of these pages.
+    fn read_removals(&self, part: &Range<Page>, attempts: u32) -> Result<bool, PageFaultError> {
+        let mut held = lock_list(&self.pending_events);
+        while self.read_events(&mut held)? > 0 {}
+        self.has_pending.store(!held.is_empty(), Ordering::Release);
         let overlaps = |pages: &Range<Page>| pages.start < part.end && part.start < pages.end;
-        let removed =
-            held.iter().any(|event| matches!(event, Event::Removed { pages } if overlaps(pages)));
+        let removed = held
+            .iter()
+            .any(|event| matches!(event, MemoryEvent::Removed { pages } if overlaps(pages)));
         drop(held);
         match attempts {
             _ if removed => {}

@@ -1,4 +1,4 @@
-//! What can go wrong with page faults.
+//! Errors of page-fault handling.
 
 use std::ops::Range;
 
@@ -9,21 +9,21 @@ use thiserror::Error;
 use crate::process::ProcessError;
 use crate::tracee::TraceError;
 
-/// What kept us from tracing or answering page faults.
+/// Why page faults could not be traced or answered.
 #[derive(Debug, Error)]
 pub enum PageFaultError {
-    /// The hypervisor is gone or out of reach.
+    /// The hypervisor is gone or cannot be accessed.
     #[error(transparent)]
     Process(#[from] ProcessError),
     /// A call could not be made in the hypervisor.
     #[error(transparent)]
     Trace(#[from] TraceError),
-    /// Firn itself has no userfaultfd to ask for features.
+    /// Firn itself gets no userfaultfd to query the features with.
     #[error(
         "userfaultfd is not available: the kernel needs CONFIG_USERFAULTFD, and a sandbox may hide it"
     )]
     Unavailable {
-        /// What the kernel said.
+        /// The error of the kernel.
         source: Errno,
     },
     /// The kernel is too old for this.
@@ -33,7 +33,7 @@ pub enum PageFaultError {
         .missing.join(", ")
     )]
     Features {
-        /// What it lacks, by the names of the header.
+        /// The missing features, by the names of the header.
         missing: Vec<&'static str>,
     },
     /// Touches of private memory cannot be traced.
@@ -42,7 +42,7 @@ pub enum PageFaultError {
          shared RAM (memory-backend-memfd with share=on; `firn run` does that)"
     )]
     Private,
-    /// Somebody else has registered the memory.
+    /// Another userfaultfd has the memory registered.
     #[error(
         "{pages} pages of guest RAM from {first} are registered with another userfaultfd (a QEMU postcopy migration or \
          background snapshot, or a Firn that is still at work)"
@@ -50,7 +50,7 @@ pub enum PageFaultError {
     Taken {
         /// The first page.
         first: Page,
-        /// How many pages.
+        /// The number of pages.
         pages: usize,
     },
     /// The hypervisor no longer has the memory registered there.
@@ -59,11 +59,11 @@ pub enum PageFaultError {
          has unmapped them"
     )]
     NotRegistered {
-        /// What was tried.
+        /// The operation that failed.
         what: &'static str,
         /// The first page.
         first: Page,
-        /// How many pages.
+        /// The number of pages.
         pages: usize,
     },
     /// The hypervisor keeps changing its address space.
@@ -71,11 +71,11 @@ pub enum PageFaultError {
         "{what} {pages} pages of guest RAM from {first}: the hypervisor has been changing its address space for too long"
     )]
     Busy {
-        /// What was tried.
+        /// The operation that failed.
         what: &'static str,
         /// The first page.
         first: Page,
-        /// How many pages.
+        /// The number of pages.
         pages: usize,
     },
     /// The host has no memory for the guest's pages.
@@ -84,32 +84,32 @@ pub enum PageFaultError {
          full, or the hypervisor's or Firn's cgroup has reached its limit"
     )]
     NoMemory {
-        /// What was tried.
+        /// The operation that failed.
         what: &'static str,
         /// The first page.
         first: Page,
-        /// How many pages.
+        /// The number of pages.
         pages: usize,
-        /// What the kernel said.
+        /// The error of the kernel.
         source: Errno,
     },
     /// Anything else.
     #[error("{what} {pages} pages of guest RAM from {first} failed")]
     Failed {
-        /// What was tried.
+        /// The operation that failed.
         what: &'static str,
         /// The first page.
         first: Page,
-        /// How many pages.
+        /// The number of pages.
         pages: usize,
-        /// What the kernel said.
+        /// The error of the kernel.
         source: Errno,
     },
 }
 
 impl PageFaultError {
-    pub(super) fn refused(what: &'static str, part: &Range<Page>, source: Errno) -> Self {
-        let (first, pages) = (part.start, Page::count(part));
+    pub(super) fn from_errno(what: &'static str, part: &Range<Page>, source: Errno) -> Self {
+        let (first, pages) = (part.start, Page::count_in(part));
         match source {
             Errno::NOENT => Self::NotRegistered { what, first, pages },
             Errno::BUSY => Self::Taken { first, pages },

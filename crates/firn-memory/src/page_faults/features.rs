@@ -1,28 +1,29 @@
-//! What the kernel's userfaultfd can do, and what each kind of trace asks of it.
+//! The features of the kernel's userfaultfd, and those that each trace mode needs.
 
 use firn_types::PAGE_SIZE;
 use rustix::io::Errno;
 
 use super::PageFaultError;
-use crate::sys::uffd::{Span, Uffd, flag};
+use crate::sys::uffd::{AddressSpan, Uffd, flag};
 
-/// What guest memory is traced for.
+/// The purpose for which guest memory is traced.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
-pub enum Trace {
+pub enum TraceMode {
     /// Pages are missing until they are installed.
     Restore,
-    /// Pages are there; touches and writes are seen.
+    /// Pages are present; Firn sees touches and writes.
     Save,
-    /// Pages are there; writes are seen. The one trace that private memory allows.
+    /// Pages are present; Firn sees writes. The only mode for private memory.
     Writes,
-    /// Pages are there; writes are remembered, and nobody waits. What [`crate::PageScan`] uses.
+    /// Pages are present; the kernel remembers writes, and no thread waits. [`crate::PageScan`]
+    /// uses it.
     Scan,
 }
 
-/// What the kernel can do beyond what Firn needs everywhere.
+/// The optional features of the kernel, beyond those that Firn needs everywhere.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
-pub struct Features {
-    /// Pages that are not mapped can be write-protected too in anonymous memory (Linux 6.4).
+pub struct KernelFeatures {
+    /// In anonymous memory, pages that are not mapped can be write-protected too (Linux 6.4).
     pub write_protect_unpopulated: bool,
     /// Writes can be remembered instead of reported (Linux 6.7).
     pub write_protect_async: bool,
@@ -32,7 +33,7 @@ pub struct Features {
     pub pagemap_scan: bool,
 }
 
-/// Features that a trace may ask for, by the names of the header.
+/// The features that a trace mode may ask for, by the names of the header.
 const NAMED: [(u64, &str); 8] = [
     (flag::FEATURE_WP, "UFFD_FEATURE_PAGEFAULT_FLAG_WP"),
     (flag::FEATURE_EVENT_REMOVE, "UFFD_FEATURE_EVENT_REMOVE"),
@@ -44,18 +45,19 @@ const NAMED: [(u64, &str); 8] = [
     (flag::FEATURE_WP_ASYNC, "UFFD_FEATURE_WP_ASYNC"),
 ];
 
-/// The bit that the kernel adds to the features of a descriptor after the handshake (`fs/userfaultfd.c`).
+/// The bit that the kernel adds to the features of a descriptor after the handshake
+/// (`fs/userfaultfd.c`).
 const INITIALIZED: u64 = 1 << 31;
 
 /// A valid address at which nothing is registered.
 const ANYWHERE: u64 = 1 << 40;
 
-impl Trace {
+impl TraceMode {
     const ALL: [Self; 4] = [Self::Restore, Self::Save, Self::Writes, Self::Scan];
 
-    /// The features its descriptor asks for. No two traces ask for the same, so that these tell what a descriptor was
-    /// made for.
-    pub(super) fn features(self) -> u64 {
+    /// The features its descriptor asks for. No two modes ask for the same set, so that the set
+    /// identifies the mode of a descriptor.
+    pub(super) fn required_features(self) -> u64 {
         let writes = flag::FEATURE_WP | flag::FEATURE_WP_SHMEM;
         let traced = writes | flag::FEATURE_THREAD_ID;
         let touches = traced | flag::FEATURE_MISSING_SHMEM | flag::FEATURE_MINOR_SHMEM;
@@ -67,16 +69,16 @@ impl Trace {
         }
     }
 
-    /// Features that it asks for if the kernel knows them.
-    fn welcome(self) -> u64 {
+    /// The features that it asks for if the kernel has them.
+    fn optional_features(self) -> u64 {
         match self {
             Self::Writes => flag::FEATURE_WP_UNPOPULATED,
             Self::Restore | Self::Save | Self::Scan => 0,
         }
     }
 
-    /// The modes it registers.
-    pub(super) fn mode(self) -> u64 {
+    /// The modes in which it registers memory.
+    pub(super) fn register_mode(self) -> u64 {
         match self {
             Self::Restore => flag::REGISTER_MISSING,
             Self::Save => flag::REGISTER_MINOR | flag::REGISTER_WP,
@@ -84,22 +86,27 @@ impl Trace {
         }
     }
 
-    /// The trace whose descriptor has these features; `None` if it is not one of Firn's.
+    /// The mode whose descriptor has these features; `None` if the descriptor is not one of Firn's.
     pub(super) fn of_features(features: u64) -> Option<Self> {
         let features = features & !INITIALIZED;
-        Self::ALL.into_iter().find(|trace| trace.features() == features & !trace.welcome())
+        Self::ALL
+            .into_iter()
+            .find(|trace| trace.required_features() == features & !trace.optional_features())
     }
 }
 
-impl Features {
-    /// Asks the running kernel.
+impl KernelFeatures {
+    /// Queries the running kernel.
     ///
     /// # Errors
-    /// If it lacks what every trace needs.
+    /// If it lacks a feature that every trace mode needs.
     pub fn of_kernel() -> Result<Self, PageFaultError> {
-        let Known { features: known, resume_protected } =
-            probe().map_err(|source| PageFaultError::Unavailable { source })?;
-        let missing = missing(Trace::Restore.features() | Trace::Save.features(), known);
+        let ProbedFeatures { features: known, resume_protected } =
+            probe_kernel().map_err(|source| PageFaultError::Unavailable { source })?;
+        let missing = missing_names(
+            TraceMode::Restore.required_features() | TraceMode::Save.required_features(),
+            known,
+        );
         if !missing.is_empty() {
             return Err(PageFaultError::Features { missing });
         }
@@ -107,45 +114,47 @@ impl Features {
             write_protect_unpopulated: known & flag::FEATURE_WP_UNPOPULATED != 0,
             write_protect_async: known & flag::FEATURE_WP_ASYNC != 0,
             resume_protected,
-            // Both came together.
+            // Linux 6.7 brought both.
             pagemap_scan: known & flag::FEATURE_WP_ASYNC != 0,
         })
     }
 }
 
-/// What a kernel says of itself.
-struct Known {
+/// What a kernel reports about its userfaultfd.
+struct ProbedFeatures {
     features: u64,
     resume_protected: bool,
 }
 
-/// Asks the kernel, through a descriptor of Firn's own that never has anything registered.
-fn probe() -> Result<Known, Errno> {
+/// Queries the kernel, through a descriptor of Firn's own that never has memory registered.
+fn probe_kernel() -> Result<ProbedFeatures, Errno> {
     let uffd = crate::sys::uffd::own_for_probing()?;
-    let features = uffd.handshake(0)?;
-    // No feature bit tells of this mode. A kernel that knows it says that nothing is registered there (ENOENT), one
-    // that does not says EINVAL.
-    let answer = uffd.resume(Span { start: ANYWHERE, len: PAGE_SIZE as u64 }, flag::CONTINUE_WP);
-    Ok(Known { features, resume_protected: answer == Err(Errno::NOENT) })
+    let features = uffd.negotiate_api(0)?;
+    // No feature bit reports this mode. A kernel with it answers that nothing is registered there
+    // (ENOENT), a kernel without it answers EINVAL.
+    let answer = uffd
+        .map_existing(AddressSpan { start: ANYWHERE, len: PAGE_SIZE as u64 }, flag::CONTINUE_WP);
+    Ok(ProbedFeatures { features, resume_protected: answer == Err(Errno::NOENT) })
 }
 
-/// The names of the features that are wanted but not known.
-fn missing(wanted: u64, known: u64) -> Vec<&'static str> {
+/// The names of the wanted features that the kernel lacks.
+fn missing_names(wanted: u64, known: u64) -> Vec<&'static str> {
     let lacks = |bit: u64| wanted & bit != 0 && known & bit == 0;
     NAMED.iter().filter(|(bit, _)| lacks(*bit)).map(|(_, name)| *name).collect()
 }
 
-/// The handshake of a new descriptor.
-pub(super) fn handshake(
+/// Does the handshake of a new descriptor.
+pub(super) fn negotiate_features(
     uffd: &Uffd,
-    trace: Trace,
-    features: Features,
+    trace: TraceMode,
+    features: KernelFeatures,
 ) -> Result<(), PageFaultError> {
-    let welcome = if features.write_protect_unpopulated { trace.welcome() } else { 0 };
-    uffd.handshake(trace.features() | welcome).map(drop).map_err(|source| match source {
+    let welcome = if features.write_protect_unpopulated { trace.optional_features() } else { 0 };
+    uffd.negotiate_api(trace.required_features() | welcome).map(drop).map_err(|source| match source
+    {
         Errno::INVAL => {
-            let known = probe().map_or(0, |known| known.features);
-            PageFaultError::Features { missing: missing(trace.features(), known) }
+            let known = probe_kernel().map_or(0, |known| known.features);
+            PageFaultError::Features { missing: missing_names(trace.required_features(), known) }
         }
         source => PageFaultError::Unavailable { source },
     })
@@ -157,18 +166,24 @@ mod tests {
 
     #[test]
     fn a_descriptor_tells_what_it_was_made_for() {
-        for trace in Trace::ALL {
-            assert_eq!(Trace::of_features(trace.features() | INITIALIZED), Some(trace));
-            let all = trace.features() | trace.welcome();
-            assert_eq!(Trace::of_features(all | INITIALIZED), Some(trace));
+        for trace in TraceMode::ALL {
+            assert_eq!(
+                TraceMode::of_features(trace.required_features() | INITIALIZED),
+                Some(trace)
+            );
+            let all = trace.required_features() | trace.optional_features();
+            assert_eq!(TraceMode::of_features(all | INITIALIZED), Some(trace));
         }
-        assert_eq!(Trace::of_features(0), None);
-        assert_eq!(Trace::of_features(INITIALIZED | flag::FEATURE_WP), None);
+        assert_eq!(TraceMode::of_features(0), None);
+        assert_eq!(TraceMode::of_features(INITIALIZED | flag::FEATURE_WP), None);
     }
 
     #[test]
     fn what_is_missing_is_named() {
-        let known = Trace::Save.features() & !flag::FEATURE_MINOR_SHMEM;
-        assert_eq!(missing(Trace::Save.features(), known), ["UFFD_FEATURE_MINOR_SHMEM"]);
+        let known = TraceMode::Save.required_features() & !flag::FEATURE_MINOR_SHMEM;
+        assert_eq!(
+            missing_names(TraceMode::Save.required_features(), known),
+            ["UFFD_FEATURE_MINOR_SHMEM"]
+        );
     }
 }

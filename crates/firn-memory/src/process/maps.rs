@@ -7,18 +7,18 @@
 
 /// One mapping of an address space.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub(crate) struct Mapping {
+pub(crate) struct MemoryMapping {
     /// Its first byte.
     pub(crate) start: u64,
     /// One past its last byte.
     pub(crate) end: u64,
-    /// Whether other processes see what is written to it.
+    /// Whether other processes see writes to it.
     pub(crate) shared: bool,
     /// Whether the process may write to it.
     pub(crate) writable: bool,
     /// Whether it holds code.
     pub(crate) executable: bool,
-    /// Where in the file it starts, in bytes.
+    /// Its offset in the file, in bytes.
     pub(crate) offset: u64,
     /// The device of the file, as `(major, minor)`.
     pub(crate) device: (u32, u32),
@@ -28,12 +28,12 @@ pub(crate) struct Mapping {
     pub(crate) path: String,
 }
 
-/// Reads the whole list. Lines of a form we do not know are left out.
-pub(crate) fn parse(text: &str) -> Vec<Mapping> {
+/// Parses the whole list. Skips lines of an unknown form.
+pub(crate) fn parse_maps(text: &str) -> Vec<MemoryMapping> {
     text.lines().filter_map(parse_line).collect()
 }
 
-fn parse_line(line: &str) -> Option<Mapping> {
+fn parse_line(line: &str) -> Option<MemoryMapping> {
     let mut fields = line.splitn(6, ' ');
     let (start, end) = fields.next()?.split_once('-')?;
     let permissions = fields.next()?.as_bytes();
@@ -41,25 +41,29 @@ fn parse_line(line: &str) -> Option<Mapping> {
     let (major, minor) = fields.next()?.split_once(':')?;
     let inode = fields.next()?;
     let path = fields.next().unwrap_or("");
-    Some(Mapping {
-        start: hex(start)?,
-        end: hex(end)?,
+    Some(MemoryMapping {
+        start: parse_hex(start)?,
+        end: parse_hex(end)?,
         writable: *permissions.get(1)? == b'w',
         executable: *permissions.get(2)? == b'x',
         shared: *permissions.get(3)? == b's',
-        offset: hex(offset)?,
-        device: (hex(major)? as u32, hex(minor)? as u32),
+        offset: parse_hex(offset)?,
+        device: (parse_hex(major)? as u32, parse_hex(minor)? as u32),
         inode: inode.parse().ok()?,
         path: path.trim_start().to_owned(),
     })
 }
 
-fn hex(digits: &str) -> Option<u64> {
+fn parse_hex(digits: &str) -> Option<u64> {
     u64::from_str_radix(digits, 16).ok()
 }
 
-/// The mappings that hold `len` bytes from `start`, if they cover all of it.
-pub(crate) fn covering(mappings: &[Mapping], start: u64, len: u64) -> Option<&[Mapping]> {
+/// The mappings that hold `len` bytes from `start`, if they cover all of them.
+pub(crate) fn find_covering(
+    mappings: &[MemoryMapping],
+    start: u64,
+    len: u64,
+) -> Option<&[MemoryMapping]> {
     let end = start.checked_add(len)?;
     let first = mappings.partition_point(|mapping| mapping.end <= start);
     let past = mappings.partition_point(|mapping| mapping.start < end);
@@ -82,7 +86,7 @@ ffffffffff600000-ffffffffff601000 --xp 00000000 00:00 0                  [vsysca
 
     #[test]
     fn reads_what_the_kernel_writes() {
-        let mappings = parse(TEXT);
+        let mappings = parse_maps(TEXT);
         assert_eq!(mappings.len(), 3);
         assert!(mappings[0].shared && !mappings[0].executable);
         assert_eq!(
@@ -96,20 +100,20 @@ ffffffffff600000-ffffffffff601000 --xp 00000000 00:00 0                  [vsysca
 
     #[test]
     fn a_range_is_covered_without_gaps_or_not_at_all() {
-        let mappings = parse(TEXT);
+        let mappings = parse_maps(TEXT);
         let start = mappings[0].start;
-        assert_eq!(covering(&mappings, start + 4096, 4096), Some(&mappings[..1]));
-        assert_eq!(covering(&mappings, start, 0x30_0000), Some(&mappings[..2]));
-        assert_eq!(covering(&mappings, start, 0x30_1000), None);
-        assert_eq!(covering(&mappings, start - 1, 2), None);
-        assert_eq!(covering(&mappings, u64::MAX, 2), None);
-        assert_eq!(covering(&[], 0, 1), None);
+        assert_eq!(find_covering(&mappings, start + 4096, 4096), Some(&mappings[..1]));
+        assert_eq!(find_covering(&mappings, start, 0x30_0000), Some(&mappings[..2]));
+        assert_eq!(find_covering(&mappings, start, 0x30_1000), None);
+        assert_eq!(find_covering(&mappings, start - 1, 2), None);
+        assert_eq!(find_covering(&mappings, u64::MAX, 2), None);
+        assert_eq!(find_covering(&[], 0, 1), None);
     }
 
     proptest! {
         #[test]
         fn garbage_is_left_out(text in "\\PC*") {
-            parse(&text);
+            parse_maps(&text);
         }
     }
 }

@@ -1,22 +1,24 @@
-//! Copying memory that somebody else may be writing.
+//! Copies of memory that another process may be writing.
 
 use std::arch::asm;
 
 use memmap2::MmapRaw;
 
-/// Fills `out` from a shared mapping, from byte `offset` on. Bytes that the other side writes meanwhile are old or new.
+/// Fills `out` from a shared mapping, from byte `offset` on. Bytes that the other process writes
+/// meanwhile are old or new.
 ///
 /// # Panics
 /// If the mapping ends before that.
-pub(crate) fn copy(from: &MmapRaw, offset: usize, out: &mut [u8]) {
+pub(crate) fn copy_from_mapping(from: &MmapRaw, offset: usize, out: &mut [u8]) {
     let end = offset.checked_add(out.len());
     assert!(end.is_some_and(|end| end <= from.len()), "{offset} is past the mapping");
     let source = from.as_ptr().wrapping_add(offset);
-    // SAFETY: the instruction reads `out.len()` bytes at `source`, which the assertion keeps inside a mapping that is
-    // borrowed and so stays mapped, and writes as many to `out`, which is borrowed uniquely. No reference to the source
-    // is made, and the compiler knows nothing of what is read there, so that others may write it. The ABI keeps the
-    // direction flag clear. (Pages of the file that are cut off meanwhile kill the process with SIGBUS; they do not make
-    // it go on wrongly.)
+    // SAFETY: the instruction reads `out.len()` bytes at `source`, which the assertion keeps inside
+    // a mapping that is borrowed and so stays mapped, and writes as many to `out`, which is
+    // borrowed uniquely. No reference to the source is made, and the compiler assumes nothing about
+    // the bytes that are read there, so that other processes may write them. The ABI keeps the
+    // direction flag clear. (Pages of the file that are truncated meanwhile kill the process with
+    // SIGBUS; they do not make it continue with wrong data.)
     unsafe {
         asm!(
             "rep movsb",
@@ -44,7 +46,7 @@ mod tests {
         let mapping = mapping();
         for (offset, len) in [(0, 8192), (4096, 4096), (13, 77), (8192, 0)] {
             let mut out = vec![0; len];
-            copy(&mapping, offset, &mut out);
+            copy_from_mapping(&mapping, offset, &mut out);
             assert!(out.iter().zip(offset..).all(|(&byte, at)| byte == at as u8));
         }
     }
@@ -52,6 +54,6 @@ mod tests {
     #[test]
     #[should_panic(expected = "past the mapping")]
     fn does_not_read_past_the_end() {
-        copy(&mapping(), 4097, &mut [0; 4096]);
+        copy_from_mapping(&mapping(), 4097, &mut [0; 4096]);
     }
 }

@@ -1,35 +1,38 @@
-//! How the allocator gets memory, and gives it back: `mallopt(3)`, `malloc_trim(3)`.
+//! Settings of the allocator, and the return of free memory: `mallopt(3)`, `malloc_trim(3)`.
 
 use nix::libc;
 
-/// By itself glibc gives each thread one, up to eight for each processor, and what one has that is free serves no other.
+/// The maximum number of heaps. By default glibc gives each thread one, up to eight for each
+/// processor, and the free memory of one serves no other.
 #[cfg(target_env = "gnu")]
 const HEAPS_MAX: i32 = 2;
 
-/// Has each block of so many bytes or more be a mapping of its own, now and later, and heaps of smaller ones keep up to `kept` bytes that
-/// are free at their end. There are no more than [`HEAPS_MAX`] of these. `false` if this allocator can't be told.
+/// Makes each block of `bytes` or more a mapping of its own, from now on. Heaps of smaller blocks
+/// keep up to `kept` bytes that are free at their end. There are at most [`HEAPS_MAX`] heaps.
+/// `false` if this allocator has no such settings.
 #[cfg(target_env = "gnu")]
 pub(crate) fn map_blocks_from(bytes: i32, kept: i32) -> bool {
-    // SAFETY: mallopt changes settings of the allocator under the allocator's own lock, and takes no pointers.
+    // SAFETY: mallopt changes settings of the allocator under the allocator's own lock, and takes
+    // no pointers.
     let set = |what, value| unsafe { libc::mallopt(what, value) == 1 };
     set(libc::M_MMAP_THRESHOLD, bytes)
         && set(libc::M_TRIM_THRESHOLD, kept)
         && set(libc::M_ARENA_MAX, HEAPS_MAX)
 }
 
-/// Gives back all whole pages that are free.
+/// Returns all whole pages that are free to the kernel.
 #[cfg(target_env = "gnu")]
 pub(crate) fn trim() {
-    // SAFETY: malloc_trim gives back what nobody has, under the allocator's own locks, and takes no pointers. Whether there was
-    // anything does not matter.
+    // SAFETY: malloc_trim returns memory that is not allocated, under the allocator's own locks,
+    // and takes no pointers. Whether there was any does not matter.
     unsafe { libc::malloc_trim(0) };
 }
 
-/// Others decide for themselves.
+/// Other allocators manage their memory by themselves.
 #[cfg(not(target_env = "gnu"))]
 pub(crate) fn trim() {}
 
-/// Others decide for themselves.
+/// Other allocators manage their memory by themselves.
 #[cfg(not(target_env = "gnu"))]
 pub(crate) fn map_blocks_from(_: i32, _: i32) -> bool {
     false

@@ -1,4 +1,5 @@
-//! System calls that rustix and nix do not offer, each behind a function that is safe for every argument.
+//! System calls that rustix and nix do not offer, each behind a function that is safe for every
+//! argument.
 
 #![allow(unsafe_code)]
 
@@ -7,5 +8,5 @@ pub(crate) mod heap;
 pub(crate) mod pagemap;
 pub(crate) mod ptrace;
 pub(crate) mod sched;
+pub(crate) mod shared_words;
 pub(crate) mod uffd;
-pub(crate) mod words;

@@ -1,4 +1,4 @@
-//! What the kernel knows of each page of another process: `/proc/PID/pagemap`, by `PAGEMAP_SCAN` (Linux 6.7;
+//! The page map of another process, `/proc/PID/pagemap`: scanned by `PAGEMAP_SCAN` (Linux 6.7;
 //! `linux/fs.h`) or read as words (proc(5)).
 
 use std::fs::File;
@@ -12,18 +12,18 @@ use rustix::io::Errno;
 use rustix::ioctl::{self, Direction, Ioctl, IoctlOutput, Opcode};
 use zerocopy::IntoBytes;
 
-use super::uffd::Span;
+use super::uffd::AddressSpan;
 
-/// What to look for in a page.
+/// The property of a page that a scan searches for.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(crate) enum Sought {
+pub(crate) enum PageQuery {
     /// Written since it was last write-protected.
     Written,
-    /// Written as well; and write-protects it again.
+    /// As [`Self::Written`]; and write-protects it again.
     WrittenAndRearm,
-    /// Without any entry in the page tables, not even one that says it is write-protected.
+    /// Without any entry in the page tables, not even one that marks it as write-protected.
     Unknown,
-    /// The same; and write-protects it.
+    /// As [`Self::Unknown`]; and write-protects it.
     UnknownAndRearm,
     /// Mapped.
     Present,
@@ -33,7 +33,7 @@ pub(crate) enum Sought {
     Unmapped,
 }
 
-/// Pages scanned in one go when they are read as words.
+/// Pages that are read at once, as words.
 const WORDS: usize = 512;
 /// Bit of a word: the page is mapped.
 const WORD_PRESENT: u64 = 1 << 63;
@@ -43,11 +43,11 @@ const WORD_SWAPPED: u64 = 1 << 62;
 const _: () = {
     assert!(size_of::<page_region>() == 24);
     assert!(size_of::<pm_scan_arg>() == 96);
-    assert!(Scan::OPCODE == 0xc060_6610);
+    assert!(ScanRequest::OPCODE == 0xc060_6610);
 };
 
-impl Sought {
-    fn category(self) -> u64 {
+impl PageQuery {
+    fn category_mask(self) -> u64 {
         u64::from(match self {
             Self::Written | Self::WrittenAndRearm | Self::Unprotected => raw::PAGE_IS_WRITTEN,
             Self::Unknown | Self::UnknownAndRearm | Self::Unmapped => {
@@ -57,7 +57,7 @@ impl Sought {
         })
     }
 
-    fn flags(self) -> u64 {
+    fn scan_flags(self) -> u64 {
         u64::from(match self {
             Self::Written | Self::Unknown => raw::PM_SCAN_CHECK_WPASYNC,
             Self::WrittenAndRearm | Self::UnknownAndRearm => {
@@ -67,49 +67,49 @@ impl Sought {
         })
     }
 
-    /// Which of the categories a page must not have.
-    fn inverted(self) -> u64 {
+    /// The categories that a page must not have.
+    fn inverted_categories(self) -> u64 {
         match self {
-            Self::Unknown | Self::UnknownAndRearm | Self::Unmapped => self.category(),
+            Self::Unknown | Self::UnknownAndRearm | Self::Unmapped => self.category_mask(),
             Self::Written | Self::WrittenAndRearm | Self::Present | Self::Unprotected => 0,
         }
     }
 }
 
-struct Scan<'a> {
+struct ScanRequest<'a> {
     argument: pm_scan_arg,
-    /// What `argument.vec` points to.
+    /// The memory to which `argument.vec` points.
     _regions: &'a mut [page_region],
 }
 
-impl<'a> Scan<'a> {
+impl<'a> ScanRequest<'a> {
     const OPCODE: Opcode =
         ioctl::opcode::from_components(Direction::ReadWrite, b'f', 16, size_of::<pm_scan_arg>());
 
-    fn new(span: Span, sought: Sought, regions: &'a mut [page_region]) -> Self {
+    fn new(span: AddressSpan, sought: PageQuery, regions: &'a mut [page_region]) -> Self {
         let argument = pm_scan_arg {
             size: size_of::<pm_scan_arg>() as u64,
-            flags: sought.flags(),
+            flags: sought.scan_flags(),
             start: span.start,
             end: span.start + span.len,
             walk_end: 0,
             vec: regions.as_mut_ptr().expose_provenance() as u64,
             vec_len: regions.len() as u64,
             max_pages: 0,
-            category_inverted: sought.inverted(),
-            category_mask: sought.category(),
+            category_inverted: sought.inverted_categories(),
+            category_mask: sought.category_mask(),
             category_anyof_mask: 0,
-            return_mask: sought.category(),
+            return_mask: sought.category_mask(),
         };
         Self { argument, _regions: regions }
     }
 }
 
-// SAFETY: PAGEMAP_SCAN takes struct pm_scan_arg, which `as_ptr` points to, writes at most `vec_len` regions at `vec`, both
-// taken from a slice that is borrowed for as long as `self`, and returns their number. What it may write-protect lies in
-// the address space of the descriptor.
-unsafe impl Ioctl for Scan<'_> {
-    /// Number of regions, and where the scan ended.
+// SAFETY: PAGEMAP_SCAN takes struct pm_scan_arg, which `as_ptr` points to, writes at most `vec_len`
+// regions at `vec`, both taken from a slice that is borrowed for as long as `self`, and returns
+// their number. The pages that it may write-protect lie in the address space of the descriptor.
+unsafe impl Ioctl for ScanRequest<'_> {
+    /// The number of regions, and the address where the scan ended.
     type Output = (usize, u64);
     const IS_MUTATING: bool = true;
 
@@ -125,7 +125,8 @@ unsafe impl Ioctl for Scan<'_> {
         count: IoctlOutput,
         argument: *mut std::ffi::c_void,
     ) -> Result<(usize, u64), Errno> {
-        // SAFETY: the caller hands back what `as_ptr` gave: a valid argument, which the kernel has filled in.
+        // SAFETY: the caller passes the pointer that `as_ptr` returned: a valid argument, which the
+        // kernel has filled in.
         let walk_end = unsafe { (*argument.cast::<pm_scan_arg>()).walk_end };
         Ok((count.unsigned_abs() as usize, walk_end))
     }
@@ -140,16 +141,17 @@ impl Pagemap {
         Self(fd.into())
     }
 
-    /// Room for so many runs of pages.
-    pub(crate) fn regions(runs: usize) -> Vec<page_region> {
+    /// A buffer for this number of page runs.
+    pub(crate) fn region_buffer(runs: usize) -> Vec<page_region> {
         vec![page_region { start: 0, end: 0, categories: 0 }; runs]
     }
 
-    /// Gives each run of pages that has what is sought, as start and end address, in order.
-    pub(crate) fn scan(
+    /// Calls `found` with each run of pages that match the query, as start and end address, in
+    /// order.
+    pub(crate) fn scan_pages(
         &self,
-        mut span: Span,
-        sought: Sought,
+        mut span: AddressSpan,
+        sought: PageQuery,
         regions: &mut [page_region],
         mut found: impl FnMut(u64, u64),
     ) -> Result<(), Errno> {
@@ -157,21 +159,21 @@ impl Pagemap {
         while span.start < end {
             // SAFETY: `Scan` upholds the contract of `Ioctl`.
             let (count, walk_end) =
-                unsafe { ioctl::ioctl(&self.0, Scan::new(span, sought, regions)) }?;
+                unsafe { ioctl::ioctl(&self.0, ScanRequest::new(span, sought, regions)) }?;
             regions[..count.min(regions.len())].iter().for_each(|r| found(r.start, r.end));
             if walk_end <= span.start {
                 return Err(Errno::IO);
             }
-            span = Span { start: walk_end, len: end.saturating_sub(walk_end) };
+            span = AddressSpan { start: walk_end, len: end.saturating_sub(walk_end) };
         }
         Ok(())
     }
 
-    /// As [`Self::scan`] for pages that are mapped, or with `swapped` also those that are swapped out, page by page, on
-    /// every kernel.
-    pub(crate) fn present(
+    /// As [`Self::scan_pages`], but page by page and on every kernel, for pages that are mapped, or
+    /// with `swapped` also those that are swapped out.
+    pub(crate) fn scan_present(
         &self,
-        span: Span,
+        span: AddressSpan,
         swapped: bool,
         mut found: impl FnMut(u64, u64) -> ControlFlow<()>,
     ) -> io::Result<()> {

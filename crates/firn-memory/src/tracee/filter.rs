@@ -1,9 +1,10 @@
-//! The seccomp filter of a thread, and whether it lets an injected call pass.
+//! The seccomp filter of a thread, and whether it allows an injected call.
 //!
-//! A filter judges calls by their numbers, whoever wants them made. One that traps or kills for a call that the program
-//! itself never makes (Firecracker, Cloud Hypervisor, systemd's `SystemCallFilter=`) ends the process for a call of
-//! Firn's. So a filter is suspended (`PTRACE_O_SUSPEND_SECCOMP`), which needs CAP_SYS_ADMIN. Without that right a call is injected
-//! only under a filter that is known to let it pass:
+//! A filter judges calls by their numbers, whichever program wants them made. One that traps or
+//! kills for a call that the program itself never makes (Firecracker, Cloud Hypervisor, systemd's
+//! `SystemCallFilter=`) ends the process for a call of Firn's. So Firn suspends the filter
+//! (`PTRACE_O_SUSPEND_SECCOMP`), which needs CAP_SYS_ADMIN. Without that right Firn injects a call
+//! only under a filter that is known to allow it:
 //!
 //! ```text
 //!   QEMU's own (-sandbox on)        forbids a list of calls; none of Firn's is on it (system/qemu-seccomp.c)
@@ -11,75 +12,82 @@
 //!                                   Firn has made the same calls before
 //! ```
 
-use firn_types::Tid;
+use firn_types::ThreadId;
 
 use crate::process::Process;
 
 /// The filter of a thread.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(super) enum Filter {
+pub(super) enum SeccompFilter {
     /// There is none.
     None,
-    /// It is known to let Firn's calls pass.
+    /// It is known to allow Firn's calls.
     Permissive,
     /// Nothing is known about it.
     Unknown,
 }
 
-/// What `/proc/PID/task/TID/status` reports about seccomp.
+/// The seccomp state in `/proc/PID/task/TID/status`.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-struct Seccomp {
+struct SeccompStatus {
     /// 0: none, 1: strict, 2: filters.
     mode: u32,
-    /// How many filters (Linux 5.9).
+    /// The number of filters (Linux 5.9).
     filters: Option<u32>,
 }
 
 /// Finds the filter of a thread.
-pub(super) fn of_thread(process: &Process, tid: Tid) -> Filter {
-    let thread = parse(&process.read(&format!("task/{}/status", tid.0)).unwrap_or_default());
+pub(super) fn filter_of_thread(process: &Process, tid: ThreadId) -> SeccompFilter {
+    let thread = parse_status(
+        &process.read_proc_file(&format!("task/{}/status", tid.0)).unwrap_or_default(),
+    );
     if thread.mode == 0 {
-        return Filter::None;
+        return SeccompFilter::None;
     }
-    let own = parse(&read_own("status"));
-    let is_shared = process.read("cgroup").is_ok_and(|cgroup| cgroup == read_own("cgroup"));
+    let own = parse_status(&read_own("status"));
+    let is_shared =
+        process.read_proc_file("cgroup").is_ok_and(|cgroup| cgroup == read_own("cgroup"));
     let inherited = own.filters.filter(|_| own.mode == 2 && is_shared).unwrap_or(0);
-    judge(thread, own_filters_of(process), inherited)
+    classify_filter(thread, own_filters_of(process), inherited)
 }
 
 /// Whether the thread has a filter. If its status cannot be read, it has none.
-pub(super) fn has_filter(process: &Process, tid: Tid) -> bool {
-    parse(&process.read(&format!("task/{}/status", tid.0)).unwrap_or_default()).mode != 0
+pub(super) fn has_filter(process: &Process, tid: ThreadId) -> bool {
+    parse_status(&process.read_proc_file(&format!("task/{}/status", tid.0)).unwrap_or_default())
+        .mode
+        != 0
 }
 
-/// Pure: `installed` filters are the program's own known ones, `inherited` ones judge Firn as well.
-fn judge(thread: Seccomp, installed: Option<u32>, inherited: u32) -> Filter {
-    let (Some(installed), 2) = (installed, thread.mode) else { return Filter::Unknown };
+/// Pure: `installed` is the number of the program's own, known filters; `inherited` filters judge
+/// Firn as well.
+fn classify_filter(thread: SeccompStatus, installed: Option<u32>, inherited: u32) -> SeccompFilter {
+    let (Some(installed), 2) = (installed, thread.mode) else { return SeccompFilter::Unknown };
     match thread.filters {
-        Some(filters) if filters <= installed + inherited => Filter::Permissive,
-        None if installed > 0 => Filter::Permissive,
-        _ => Filter::Unknown,
+        Some(filters) if filters <= installed + inherited => SeccompFilter::Permissive,
+        None if installed > 0 => SeccompFilter::Permissive,
+        _ => SeccompFilter::Unknown,
     }
 }
 
-/// How many filters the program installs by itself that let Firn's calls pass; `None` if it is no QEMU.
+/// The number of filters that the program installs by itself and that allow Firn's calls; `None` if
+/// it is not QEMU.
 fn own_filters_of(process: &Process) -> Option<u32> {
     let program = std::fs::read_link(format!("/proc/{}/exe", process.pid())).ok()?;
     let is_qemu = program.file_name()?.to_string_lossy().starts_with("qemu");
-    let line = process.read("cmdline").ok()?;
+    let line = process.read_proc_file("cmdline").ok()?;
     is_qemu.then(|| u32::from(has_sandbox(&line)))
 }
 
-/// Whether a command line, its words ended by zeros, turns QEMU's sandbox on.
+/// Whether a command line, its words terminated by zeros, enables QEMU's sandbox.
 fn has_sandbox(line: &str) -> bool {
     let words: Vec<&str> = line.split('\0').collect();
     let is_on = |value: &str| value.split(',').any(|part| matches!(part, "on" | "enable=on"));
     words.windows(2).any(|pair| matches!(pair[0], "-sandbox" | "--sandbox") && is_on(pair[1]))
 }
 
-fn parse(status: &str) -> Seccomp {
+fn parse_status(status: &str) -> SeccompStatus {
     let number = |key| status.lines().find_map(|line| line.strip_prefix(key)?.trim().parse().ok());
-    Seccomp { mode: number("Seccomp:").unwrap_or(0), filters: number("Seccomp_filters:") }
+    SeccompStatus { mode: number("Seccomp:").unwrap_or(0), filters: number("Seccomp_filters:") }
 }
 
 fn read_own(name: &str) -> String {
@@ -90,30 +98,53 @@ fn read_own(name: &str) -> String {
 mod tests {
     use super::*;
 
-    fn filters(count: u32) -> Seccomp {
-        Seccomp { mode: 2, filters: Some(count) }
+    fn filters(count: u32) -> SeccompStatus {
+        SeccompStatus { mode: 2, filters: Some(count) }
     }
 
     #[test]
     fn only_known_filters_are_permissive() {
-        assert_eq!(judge(filters(1), None, 0), Filter::Unknown, "no QEMU");
-        assert_eq!(judge(filters(1), None, 1), Filter::Unknown, "no QEMU, in Firn's container");
-        assert_eq!(judge(filters(1), Some(0), 0), Filter::Unknown, "QEMU in a unit of its own");
-        assert_eq!(judge(filters(1), Some(1), 0), Filter::Permissive, "-sandbox on");
-        assert_eq!(judge(filters(2), Some(1), 0), Filter::Unknown, "-sandbox on, in a unit");
-        assert_eq!(judge(filters(1), Some(0), 1), Filter::Permissive, "in Firn's container");
-        assert_eq!(judge(filters(3), Some(1), 1), Filter::Unknown, "one more");
-        let old = Seccomp { mode: 2, filters: None };
-        assert_eq!(judge(old, Some(1), 0), Filter::Permissive);
-        assert_eq!(judge(old, Some(0), 0), Filter::Unknown);
-        assert_eq!(judge(Seccomp { mode: 1, filters: None }, Some(1), 0), Filter::Unknown);
+        assert_eq!(classify_filter(filters(1), None, 0), SeccompFilter::Unknown, "no QEMU");
+        assert_eq!(
+            classify_filter(filters(1), None, 1),
+            SeccompFilter::Unknown,
+            "no QEMU, in Firn's container"
+        );
+        assert_eq!(
+            classify_filter(filters(1), Some(0), 0),
+            SeccompFilter::Unknown,
+            "QEMU in a unit of its own"
+        );
+        assert_eq!(
+            classify_filter(filters(1), Some(1), 0),
+            SeccompFilter::Permissive,
+            "-sandbox on"
+        );
+        assert_eq!(
+            classify_filter(filters(2), Some(1), 0),
+            SeccompFilter::Unknown,
+            "-sandbox on, in a unit"
+        );
+        assert_eq!(
+            classify_filter(filters(1), Some(0), 1),
+            SeccompFilter::Permissive,
+            "in Firn's container"
+        );
+        assert_eq!(classify_filter(filters(3), Some(1), 1), SeccompFilter::Unknown, "one more");
+        let old = SeccompStatus { mode: 2, filters: None };
+        assert_eq!(classify_filter(old, Some(1), 0), SeccompFilter::Permissive);
+        assert_eq!(classify_filter(old, Some(0), 0), SeccompFilter::Unknown);
+        assert_eq!(
+            classify_filter(SeccompStatus { mode: 1, filters: None }, Some(1), 0),
+            SeccompFilter::Unknown
+        );
     }
 
     #[test]
     fn the_status_and_the_sandbox_are_read() {
         let status = "Name:\tx\nSeccomp:\t2\nSeccomp_filters:\t3\n";
-        assert_eq!(parse(status), Seccomp { mode: 2, filters: Some(3) });
-        assert_eq!(parse(""), Seccomp { mode: 0, filters: None });
+        assert_eq!(parse_status(status), SeccompStatus { mode: 2, filters: Some(3) });
+        assert_eq!(parse_status(""), SeccompStatus { mode: 0, filters: None });
         assert!(has_sandbox("qemu\0-sandbox\0on,obsolete=deny\0-m\x001G\0"));
         assert!(has_sandbox("qemu\0--sandbox\0enable=on\0"));
         assert!(!has_sandbox("qemu\0-sandbox\0off\0"));

@@ -1,8 +1,8 @@
 //! The process under test: this very executable, run again with [`VARIABLE`] set.
 //!
-//! It stands for a hypervisor: shared memory in memfds, threads that touch it. It knows nothing of Firn. Each line on
-//! its standard input is a thread (`0`, `1`, or `m` for the main thread), a command and numbers; each line on its
-//! standard output is the thread and the result.
+//! It stands for a hypervisor: shared memory in memfds, threads that touch it. It knows nothing of
+//! Firn. Each line on its standard input is a thread (`0`, `1`, or `m` for the main thread), a
+//! command and numbers; each line on its standard output is the thread and the result.
 
 use std::fs::File;
 use std::io::{BufRead, Write};
@@ -16,7 +16,8 @@ use memmap2::{MmapOptions, MmapRaw};
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
 use rustix::fs::{FallocateFlags, MemfdFlags, fallocate, ftruncate, memfd_create};
 
-/// The sizes of the memfds in pages, separated by commas; with a `p` in front, of private anonymous memory.
+/// The sizes of the memfds in pages, separated by commas; with a `p` in front, of private anonymous
+/// memory.
 pub const VARIABLE: &str = "FIRN_MEMORY_TEST_CHILD";
 
 const PAGE: usize = 4096;
@@ -27,7 +28,7 @@ struct Ram {
     files: Vec<(File, MmapRaw)>,
 }
 
-/// What all threads share.
+/// The state that all threads share.
 struct Shared {
     ram: Ram,
     pipe: (OwnedFd, OwnedFd),
@@ -68,7 +69,8 @@ impl Ram {
     }
 
     fn read(&self, page: usize, word: usize) -> u64 {
-        // SAFETY: `word` gives an aligned address inside a live mapping; the access is volatile as others write it.
+        // SAFETY: `word` gives an aligned address inside a live mapping; the access is volatile as
+        // other processes write it.
         unsafe { self.word(page, word).read_volatile() }
     }
 
@@ -88,7 +90,7 @@ impl Ram {
     }
 }
 
-/// What a page holds after `fill`, word by word.
+/// The content of a page after `fill`, word by word.
 pub fn pattern(seed: u64, page: u64, word: u64) -> u64 {
     (seed << 48 | page << 16 | word).wrapping_mul(0x9e37_79b9_7f4a_7c15) | 1
 }
@@ -207,12 +209,13 @@ extern "C" fn handle(_: i32) {
 
 fn handle_signals() -> u64 {
     use nix::sys::signal::{SigHandler, Signal, signal};
-    // SAFETY: the handler adds to an atomic number and makes a system call: both may be done in a handler.
+    // SAFETY: the handler adds to an atomic number and makes a system call: both may be done in a
+    // handler.
     unsafe { signal(Signal::SIGUSR1, SigHandler::Handler(handle)) }.unwrap();
     0
 }
 
-/// Has the kernel kill the process for userfaultfd(2) by this thread, or by any. Gives 0.
+/// Makes the kernel kill the process for userfaultfd(2) by this thread, or by any. Returns 0.
 fn filter(all: bool) -> u64 {
     use nix::libc;
     const NUMBER: u16 = (libc::BPF_LD | libc::BPF_W | libc::BPF_ABS) as u16;
@@ -227,7 +230,8 @@ fn filter(all: bool) -> u64 {
     ];
     let program = libc::sock_fprog { len: steps.len() as u16, filter: steps.as_mut_ptr() };
     let flags = if all { libc::SECCOMP_FILTER_FLAG_TSYNC } else { 0 };
-    // SAFETY: prctl takes numbers here; seccomp reads `program`, which outlives the call, and the steps it points to.
+    // SAFETY: prctl takes numbers here; seccomp reads `program`, which outlives the call, and the
+    // steps it points to.
     unsafe {
         assert_eq!(libc::prctl(libc::PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0), 0);
         let set = libc::SECCOMP_SET_MODE_FILTER;
@@ -235,7 +239,8 @@ fn filter(all: bool) -> u64 {
     }
 }
 
-/// Sleeps in one system call. Gives the milliseconds it took, or 1,000,000 if the call was interrupted visibly.
+/// Sleeps in one system call. Returns the milliseconds it took, or 1,000,000 if the call was
+/// visibly interrupted.
 fn wait_in(shared: &Shared, call: &str, ms: u64) -> u64 {
     const INTERRUPTED: u64 = 1_000_000;
     let start = Instant::now();

@@ -1,4 +1,4 @@
-//! The test's end of the process under test.
+//! The test's side of the process under test.
 
 use std::io::{BufRead, BufReader, Write};
 use std::process::{ChildStdin, Command, Stdio};
@@ -7,16 +7,16 @@ use std::sync::mpsc::{Receiver, channel};
 use std::time::{Duration, Instant};
 
 use firn_memory::{
-    Event, GuestMemory, MemoryError, PageFaults, Process, RegionLocation, Trace, Tracee,
+    GuestMemory, MemoryError, MemoryEvent, PageFaults, Process, RegionLocation, TraceMode, Tracee,
 };
-use firn_types::{HostVirt, Page, RegionMap, Tid};
+use firn_types::{HostVirt, Page, RegionMap, ThreadId};
 use nix::libc;
 
 use rustix::process::{Pid, Signal, kill_process};
 
 use crate::child::VARIABLE;
 
-/// Nothing in these tests takes that long.
+/// No operation in these tests takes that long.
 const PATIENCE: Duration = Duration::from_secs(120);
 
 /// The process under test. Killed when dropped.
@@ -26,7 +26,7 @@ pub struct Child {
     results: [Receiver<String>; 3],
     pub process: Arc<Process>,
     pub memory: Arc<GuestMemory>,
-    pub tids: [Tid; 2],
+    pub tids: [ThreadId; 2],
     pub hvas: Vec<HostVirt>,
 }
 
@@ -50,7 +50,7 @@ impl Child {
         Self::spawn_with("", sizes, |_| ())
     }
 
-    /// A child that runs as nobody.
+    /// A child that runs as the user nobody.
     pub fn spawn_as_nobody(sizes: &[u64]) -> Self {
         use std::os::unix::process::CommandExt;
         Self::spawn_with("", sizes, |command| {
@@ -79,7 +79,7 @@ impl Child {
         let ready = results[Who::Main as usize].recv_timeout(PATIENCE).unwrap();
         let mut words =
             ready.strip_prefix("ready ").unwrap().split(' ').map(|n| n.parse::<u64>().unwrap());
-        let tids = [0, 1].map(|_| Tid(words.next().unwrap() as i32));
+        let tids = [0, 1].map(|_| ThreadId(words.next().unwrap() as i32));
         let hvas: Vec<_> = words.map(HostVirt).collect();
         let process = Arc::new(Process::open(child.id() as i32).unwrap());
         let memory = Arc::new(open_with(GuestMemory::open_any, &process, sizes, &hvas).unwrap());
@@ -112,9 +112,9 @@ impl Child {
     }
 
     /// Traces all of its memory.
-    pub fn trace(&self, trace: Trace) -> PageFaults {
+    pub fn trace(&self, trace: TraceMode) -> PageFaults {
         let faults = PageFaults::create(&mut self.tracee(), self.memory.clone(), trace).unwrap();
-        faults.register().unwrap();
+        faults.register_all().unwrap();
         faults
     }
 
@@ -124,14 +124,14 @@ impl Child {
     }
 
     /// Sends SIGUSR1 to one of its threads.
-    pub fn signal(&self, tid: Tid) {
+    pub fn signal(&self, tid: ThreadId) {
         // SAFETY: tgkill takes three numbers.
         let sent =
             unsafe { libc::syscall(libc::SYS_tgkill, self.process.pid(), tid.0, libc::SIGUSR1) };
         assert_eq!(sent, 0);
     }
 
-    /// Kills it without waiting for its end, which a tracer may hold up.
+    /// Kills it without waiting for its end, which a tracer may delay.
     pub fn kill_traced(&mut self) {
         self.child.kill().unwrap();
     }
@@ -188,19 +188,19 @@ fn signal(child: &Child, signal: Signal) {
 /// Stops the child; no thread of it runs afterwards.
 pub fn pause(child: &Child) {
     signal(child, Signal::STOP);
-    let is_stopped = |tid: &Tid| {
+    let is_stopped = |tid: &ThreadId| {
         let stat = format!("/proc/{}/task/{}/stat", child.process.pid(), tid.0);
         let stat = std::fs::read_to_string(stat).unwrap();
         stat.rsplit_once(") ").unwrap().1.starts_with('T')
     };
     let start = Instant::now();
-    while !child.process.threads().unwrap().iter().all(is_stopped) {
+    while !child.process.list_threads().unwrap().iter().all(is_stopped) {
         assert!(start.elapsed() < PATIENCE, "the child does not stop");
         std::thread::sleep(Duration::from_millis(1));
     }
 }
 
-/// Lets the child go on.
+/// Lets the child continue.
 pub fn resume(child: &Child) {
     signal(child, Signal::CONT);
 }
@@ -224,12 +224,12 @@ fn listen(stdout: impl std::io::Read + Send + 'static) -> [Receiver<String>; 3] 
 }
 
 /// Waits for the next event; panics if there is none.
-pub fn next(faults: &PageFaults) -> Event {
+pub fn next(faults: &PageFaults) -> MemoryEvent {
     let mut events = Vec::new();
     let start = Instant::now();
     while events.is_empty() {
         assert!(start.elapsed() < PATIENCE, "no event");
-        faults.wait(&mut events, Duration::from_secs(1)).unwrap();
+        faults.wait_for_events(&mut events, Duration::from_secs(1)).unwrap();
     }
     assert_eq!(events.len(), 1, "{events:?}");
     events.remove(0)
@@ -238,7 +238,7 @@ pub fn next(faults: &PageFaults) -> Event {
 /// Whether nothing happens for a while.
 pub fn is_quiet(faults: &PageFaults) -> bool {
     let mut events = Vec::new();
-    faults.wait(&mut events, Duration::from_millis(50)).unwrap();
+    faults.wait_for_events(&mut events, Duration::from_millis(50)).unwrap();
     events.is_empty()
 }
 

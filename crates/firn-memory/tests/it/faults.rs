@@ -1,9 +1,10 @@
-//! Page faults of a real process: seen, told apart, and answered.
+//! Page faults of a real process: received, distinguished, and answered.
 
 use std::time::Duration;
 
 use firn_memory::{
-    Attempt, Event, FaultKind, Install, PageFaultError, PageFaults, Trace, drop_page_tables,
+    FaultKind, InstallAttempt, InstallOutcome, MemoryEvent, PageFaultError, PageFaults, TraceMode,
+    drop_page_tables,
 };
 use firn_types::Page;
 
@@ -11,15 +12,15 @@ use crate::child::pattern;
 use crate::driver::{Child, Who, is_quiet, next, pages};
 use crate::memory::filled;
 
-fn fault(child: &Child, who: Who, page: u32, kind: FaultKind, write: bool) -> Event {
-    Event::Fault { page: Page(page), tid: child.tids[who as usize], kind, write }
+fn fault(child: &Child, who: Who, page: u32, kind: FaultKind, write: bool) -> MemoryEvent {
+    MemoryEvent::Fault { page: Page(page), tid: child.tids[who as usize], kind, write }
 }
 
 #[test]
 fn every_first_touch_is_traced_with_its_thread() {
     let mut child = Child::spawn(&[64, 64]);
     child.ask(Who::First, "fill 0 128 1");
-    let faults = child.trace(Trace::Save);
+    let faults = child.trace(TraceMode::Save);
     drop_page_tables(&mut child.tracee(), &child.memory, pages(0..128)).unwrap();
     for page in 0..128 {
         let who = if page % 3 == 0 { Who::First } else { Who::Second };
@@ -35,16 +36,16 @@ fn every_first_touch_is_traced_with_its_thread() {
 #[test]
 fn missing_pages_are_installed() {
     let mut child = Child::spawn(&[64]);
-    let faults = child.trace(Trace::Restore);
+    let faults = child.trace(TraceMode::Restore);
     child.send(Who::First, "read 9");
     assert_eq!(next(&faults), fault(&child, Who::First, 9, FaultKind::Missing, false));
     let bytes: Vec<u8> = [filled(2, 8), filled(2, 9)].concat();
-    assert_eq!(faults.install(Page(8), &bytes).unwrap(), Install::Done);
+    assert_eq!(faults.install_pages(Page(8), &bytes).unwrap(), InstallOutcome::Done);
     assert_eq!(child.result(Who::First), pattern(2, 9, 0));
     assert_eq!(child.ask(Who::Second, "read 8"), pattern(2, 8, 0));
     child.send(Who::Second, "write 10 5");
     assert_eq!(next(&faults), fault(&child, Who::Second, 10, FaultKind::Missing, true));
-    assert_eq!(faults.zero(pages(10..14)).unwrap(), Install::Done);
+    assert_eq!(faults.install_zeros(pages(10..14)).unwrap(), InstallOutcome::Done);
     child.result(Who::Second);
     assert_eq!(child.ask(Who::First, "read 10"), 5);
     assert_eq!(child.memory.backed_runs().unwrap(), [pages(8..14)]);
@@ -54,12 +55,12 @@ fn missing_pages_are_installed() {
 fn pages_that_are_present_are_kept() {
     let mut child = Child::spawn(&[64]);
     child.ask(Who::First, "fill 4 5 1");
-    let faults = child.trace(Trace::Restore);
+    let faults = child.trace(TraceMode::Restore);
     let bytes: Vec<u8> = (3..6).flat_map(|page| filled(2, page)).collect();
-    assert_eq!(faults.install(Page(3), &bytes).unwrap(), Install::Present);
+    assert_eq!(faults.install_pages(Page(3), &bytes).unwrap(), InstallOutcome::Present);
     let seen = [3, 4, 5].map(|page| child.ask(Who::First, &format!("read {page}")));
     assert_eq!(seen, [pattern(2, 3, 0), pattern(1, 4, 0), pattern(2, 5, 0)]);
-    assert_eq!(faults.zero(pages(2..7)).unwrap(), Install::Present);
+    assert_eq!(faults.install_zeros(pages(2..7)).unwrap(), InstallOutcome::Present);
     assert_eq!(child.ask(Who::First, "read 3"), pattern(2, 3, 0));
 }
 
@@ -67,16 +68,16 @@ fn pages_that_are_present_are_kept() {
 fn writes_to_protected_pages_wait() {
     let mut child = Child::spawn(&[64]);
     child.ask(Who::First, "fill 0 32 1");
-    let faults = child.trace(Trace::Save);
-    faults.protect(pages(0..64)).unwrap();
+    let faults = child.trace(TraceMode::Save);
+    faults.protect_pages(pages(0..64)).unwrap();
     assert_eq!(child.ask(Who::First, "read 5"), pattern(1, 5, 0));
     child.send(Who::First, "write 5 99");
     assert_eq!(next(&faults), fault(&child, Who::First, 5, FaultKind::WriteProtect, true));
     assert_eq!(child.has_result(Who::First, Duration::from_millis(30)), None);
     let mut before = vec![0; 4096];
-    child.memory.read(Page(5), &mut before).unwrap();
+    child.memory.read_pages(Page(5), &mut before).unwrap();
     assert_eq!(before, filled(1, 5));
-    faults.unprotect(pages(4..6)).unwrap();
+    faults.unprotect_pages(pages(4..6)).unwrap();
     child.result(Who::First);
     assert_eq!(child.ask(Who::Second, "read 5"), 99);
     child.ask(Who::Second, "write 4 1");
@@ -86,11 +87,11 @@ fn writes_to_protected_pages_wait() {
 #[test]
 fn a_write_to_a_protected_hole_is_seen() {
     let mut child = Child::spawn(&[64]);
-    let faults = child.trace(Trace::Save);
-    faults.protect(pages(0..64)).unwrap();
+    let faults = child.trace(TraceMode::Save);
+    faults.protect_pages(pages(0..64)).unwrap();
     child.send(Who::First, "write 40 1");
     assert_eq!(next(&faults), fault(&child, Who::First, 40, FaultKind::WriteProtect, true));
-    faults.unprotect(pages(40..41)).unwrap();
+    faults.unprotect_pages(pages(40..41)).unwrap();
     child.result(Who::First);
     assert_eq!(child.ask(Who::Second, "read 40"), 1);
 }
@@ -99,8 +100,8 @@ fn a_write_to_a_protected_hole_is_seen() {
 fn protection_outlives_dropped_page_tables() {
     let mut child = Child::spawn(&[64]);
     child.ask(Who::First, "fill 0 64 1");
-    let faults = child.trace(Trace::Save);
-    faults.protect(pages(0..64)).unwrap();
+    let faults = child.trace(TraceMode::Save);
+    faults.protect_pages(pages(0..64)).unwrap();
     drop_page_tables(&mut child.tracee(), &child.memory, pages(0..64)).unwrap();
     child.send(Who::First, "read 7");
     assert_eq!(next(&faults), fault(&child, Who::First, 7, FaultKind::Minor, false));
@@ -109,7 +110,7 @@ fn protection_outlives_dropped_page_tables() {
             child.result(Who::First);
             child.send(Who::First, "write 7 3");
             assert_eq!(next(&faults), fault(&child, Who::First, 7, FaultKind::WriteProtect, true));
-            faults.unprotect(pages(7..8)).unwrap();
+            faults.unprotect_pages(pages(7..8)).unwrap();
         }
         Err(error) => {
             assert!(!faults.features().resume_protected, "{error}");
@@ -141,7 +142,7 @@ fn locked_memory_is_traced_too() {
     let mut child = Child::spawn(&[64]);
     child.ask(Who::First, "fill 0 64 1");
     child.ask(Who::Main, "lock");
-    let faults = child.trace(Trace::Save);
+    let faults = child.trace(TraceMode::Save);
     drop_page_tables(&mut child.tracee(), &child.memory, pages(0..64)).unwrap();
     child.send(Who::First, "read 3");
     assert_eq!(next(&faults), fault(&child, Who::First, 3, FaultKind::Minor, false));
@@ -153,15 +154,15 @@ fn locked_memory_is_traced_too() {
 fn the_next_firn_takes_over() {
     let mut child = Child::spawn(&[64]);
     child.ask(Who::First, "fill 0 8 1");
-    let faults = child.trace(Trace::Restore);
+    let faults = child.trace(TraceMode::Restore);
     child.send(Who::First, "read 30");
     // The first Firn has read the fault, and dies before it answers.
     next(&faults);
     drop(faults);
     let faults = PageFaults::adopt(&child.process, child.memory.clone()).unwrap().unwrap();
-    assert_eq!(faults.trace(), Trace::Restore);
+    assert_eq!(faults.trace_mode(), TraceMode::Restore);
     assert_eq!(next(&faults), fault(&child, Who::First, 30, FaultKind::Missing, false));
-    faults.install(Page(30), &filled(3, 30)).unwrap();
+    faults.install_pages(Page(30), &filled(3, 30)).unwrap();
     assert_eq!(child.result(Who::First), pattern(3, 30, 0));
     assert_eq!(child.userfaultfds(), 1);
     faults.close(&mut child.tracee()).unwrap();
@@ -171,13 +172,13 @@ fn the_next_firn_takes_over() {
 
 #[test]
 fn closing_leaves_no_trace() {
-    for trace in [Trace::Save, Trace::Restore] {
+    for trace in [TraceMode::Save, TraceMode::Restore] {
         let mut child = Child::spawn(&[64, 64]);
         child.ask(Who::First, "fill 0 16 1");
         let faults = child.trace(trace);
         assert!(child.is_registered());
-        if trace == Trace::Save {
-            faults.protect(pages(0..128)).unwrap();
+        if trace == TraceMode::Save {
+            faults.protect_pages(pages(0..128)).unwrap();
         }
         faults.close(&mut child.tracee()).unwrap();
         assert!(!child.is_registered());
@@ -190,7 +191,7 @@ fn closing_leaves_no_trace() {
 #[test]
 fn what_is_stale_can_be_closed() {
     let child = Child::spawn(&[64]);
-    drop(child.trace(Trace::Save));
+    drop(child.trace(TraceMode::Save));
     assert_eq!(PageFaults::close_stale(&mut child.tracee()).unwrap(), 1);
     assert_eq!(child.userfaultfds(), 0);
     assert!(!child.is_registered());
@@ -200,14 +201,14 @@ fn what_is_stale_can_be_closed() {
 fn unregistering_wakes_who_waits() {
     let mut child = Child::spawn(&[64]);
     child.ask(Who::First, "fill 0 64 1");
-    let faults = child.trace(Trace::Save);
-    faults.protect(pages(0..64)).unwrap();
+    let faults = child.trace(TraceMode::Save);
+    faults.protect_pages(pages(0..64)).unwrap();
     drop_page_tables(&mut child.tracee(), &child.memory, pages(0..32)).unwrap();
     child.send(Who::First, "read 3");
     next(&faults);
     child.send(Who::Second, "write 40 1");
     next(&faults);
-    faults.unregister().unwrap();
+    faults.unregister_all().unwrap();
     assert_eq!(child.result(Who::First), pattern(1, 3, 0));
     child.result(Who::Second);
 }
@@ -215,10 +216,10 @@ fn unregistering_wakes_who_waits() {
 #[test]
 fn two_firns_do_not_share_memory() {
     let child = Child::spawn(&[64]);
-    let first = child.trace(Trace::Save);
+    let first = child.trace(TraceMode::Save);
     let second =
-        PageFaults::create(&mut child.tracee(), child.memory.clone(), Trace::Save).unwrap();
-    assert!(matches!(second.register(), Err(PageFaultError::Taken { .. })));
+        PageFaults::create(&mut child.tracee(), child.memory.clone(), TraceMode::Save).unwrap();
+    assert!(matches!(second.register_all(), Err(PageFaultError::Taken { .. })));
     second.close(&mut child.tracee()).unwrap();
     assert!(child.is_registered());
     first.close(&mut child.tracee()).unwrap();
@@ -228,27 +229,27 @@ fn two_firns_do_not_share_memory() {
 #[test]
 fn the_death_of_the_hypervisor_is_told() {
     let mut child = Child::spawn(&[64]);
-    let faults = child.trace(Trace::Restore);
+    let faults = child.trace(TraceMode::Restore);
     child.kill();
-    let error = faults.wait(&mut Vec::new(), Duration::from_secs(5)).unwrap_err();
+    let error = faults.wait_for_events(&mut Vec::new(), Duration::from_secs(5)).unwrap_err();
     assert!(matches!(error, PageFaultError::Process(_)), "{error}");
-    let error = faults.install(Page(0), &[0; 4096]).unwrap_err();
+    let error = faults.install_pages(Page(0), &[0; 4096]).unwrap_err();
     assert!(error.to_string().contains("does not exist"), "{error}");
-    assert!(faults.protect(pages(0..1)).is_err());
-    assert!(faults.unregister().is_err());
+    assert!(faults.protect_pages(pages(0..1)).is_err());
+    assert!(faults.unregister_all().is_err());
 }
 
 #[test]
 fn pages_given_back_are_reported() {
     let mut child = Child::spawn(&[64]);
     child.ask(Who::First, "fill 0 64 1");
-    let faults = child.trace(Trace::Restore);
+    let faults = child.trace(TraceMode::Restore);
     child.send(Who::First, "discard 10 20");
-    assert_eq!(next(&faults), Event::Removed { pages: pages(10..20) });
+    assert_eq!(next(&faults), MemoryEvent::Removed { pages: pages(10..20) });
     child.result(Who::First);
     child.send(Who::First, "read 15");
     assert_eq!(next(&faults), fault(&child, Who::First, 15, FaultKind::Missing, false));
-    faults.zero(pages(15..16)).unwrap();
+    faults.install_zeros(pages(15..16)).unwrap();
     assert_eq!(child.result(Who::First), 0);
 }
 
@@ -256,17 +257,17 @@ fn pages_given_back_are_reported() {
 fn installing_makes_way_for_a_removal() {
     let mut child = Child::spawn(&[64]);
     child.ask(Who::First, "fill 0 32 1");
-    let faults = child.trace(Trace::Restore);
+    let faults = child.trace(TraceMode::Restore);
     child.send(Who::First, "discard 10 20");
     std::thread::sleep(Duration::from_millis(500));
-    assert_eq!(faults.install(Page(40), &filled(2, 40)).unwrap(), Install::Done);
+    assert_eq!(faults.install_pages(Page(40), &filled(2, 40)).unwrap(), InstallOutcome::Done);
     child.result(Who::First);
-    assert_eq!(next(&faults), Event::Removed { pages: pages(10..20) });
+    assert_eq!(next(&faults), MemoryEvent::Removed { pages: pages(10..20) });
     child.send(Who::First, "discard 40 41");
     std::thread::sleep(Duration::from_millis(500));
-    assert_eq!(faults.install(Page(40), &filled(3, 40)).unwrap(), Install::Removed);
+    assert_eq!(faults.install_pages(Page(40), &filled(3, 40)).unwrap(), InstallOutcome::Removed);
     child.result(Who::First);
-    assert_eq!(next(&faults), Event::Removed { pages: pages(40..41) });
+    assert_eq!(next(&faults), MemoryEvent::Removed { pages: pages(40..41) });
 }
 
 #[test]
@@ -278,8 +279,8 @@ fn a_hypervisor_without_rights_is_traced_by_a_firn_with_rights() {
     let mut child = Child::spawn_as_nobody(&[64]);
     child.ask(Who::First, "fill 0 64 1");
     let before = descriptors(&child);
-    let faults = child.trace(Trace::Save);
-    faults.protect(pages(0..64)).unwrap();
+    let faults = child.trace(TraceMode::Save);
+    faults.protect_pages(pages(0..64)).unwrap();
     drop_page_tables(&mut child.tracee(), &child.memory, pages(0..64)).unwrap();
     child.send(Who::First, "read 3");
     assert_eq!(next(&faults), fault(&child, Who::First, 3, FaultKind::Minor, false));
@@ -298,18 +299,18 @@ fn descriptors(child: &Child) -> usize {
 fn an_attempt_leaves_events_to_the_reader() {
     let mut child = Child::spawn(&[64]);
     child.ask(Who::First, "fill 0 32 1");
-    let faults = child.trace(Trace::Restore);
+    let faults = child.trace(TraceMode::Restore);
     assert!(!faults.is_giving_back());
-    assert_eq!(faults.try_install(Page(32), &filled(2, 32)).unwrap(), Attempt::Done);
-    assert_eq!(faults.try_install(Page(31), &filled(2, 31)).unwrap(), Attempt::Present);
+    assert_eq!(faults.try_install(Page(32), &filled(2, 32)).unwrap(), InstallAttempt::Done);
+    assert_eq!(faults.try_install(Page(31), &filled(2, 31)).unwrap(), InstallAttempt::Present);
     child.send(Who::First, "discard 10 20");
     std::thread::sleep(Duration::from_millis(50));
     assert!(faults.is_giving_back());
-    assert_eq!(faults.try_install(Page(40), &filled(2, 40)).unwrap(), Attempt::Busy);
-    assert_eq!(faults.try_zero(pages(40..41)).unwrap(), Attempt::Busy);
-    assert_eq!(next(&faults), Event::Removed { pages: pages(10..20) });
+    assert_eq!(faults.try_install(Page(40), &filled(2, 40)).unwrap(), InstallAttempt::Busy);
+    assert_eq!(faults.try_install_zeros(pages(40..41)).unwrap(), InstallAttempt::Busy);
+    assert_eq!(next(&faults), MemoryEvent::Removed { pages: pages(10..20) });
     child.result(Who::First);
     assert!(!faults.is_giving_back());
-    assert_eq!(faults.try_zero(pages(39..41)).unwrap(), Attempt::Done);
+    assert_eq!(faults.try_install_zeros(pages(39..41)).unwrap(), InstallAttempt::Done);
     assert_eq!(child.ask(Who::First, "read 32"), pattern(2, 32, 0));
 }

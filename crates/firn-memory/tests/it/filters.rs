@@ -1,9 +1,9 @@
-//! A thread whose seccomp filter kills for an unexpected call is never made to make one.
+//! Firn never makes a thread do a call if its seccomp filter kills for an unexpected call.
 
 use std::process::{Command, Stdio};
 
 use firn_memory::{Process, TraceError, Tracee};
-use firn_types::Tid;
+use firn_types::ThreadId;
 use nix::libc::SYS_userfaultfd;
 
 use crate::driver::{Child, Who};
@@ -11,10 +11,11 @@ use crate::driver::{Child, Who};
 /// Names the process that [`tracer_process`] traces.
 const TRACER: &str = "FIRN_MEMORY_TEST_FILTERED";
 
-/// Arguments of a userfaultfd(2) that closes itself with the process.
+/// Arguments of a userfaultfd(2) whose descriptor closes with the process.
 const FLAGS: [u64; 6] = [nix::libc::O_CLOEXEC as u64, 0, 0, 0, 0, 0];
 
-/// What a Firn without CAP_SYS_ADMIN gets: this executable, run again with [`TRACER`] set.
+/// The result that a Firn without CAP_SYS_ADMIN gets: this executable, run again with [`TRACER`]
+/// set.
 #[test]
 fn tracer_process() {
     let Ok(pid) = std::env::var(TRACER) else { return };
@@ -24,14 +25,14 @@ fn tracer_process() {
         made.map(|_| tid)
     });
     let line = match traced {
-        Ok(Tid(tid)) => format!("thread {tid}"),
+        Ok(ThreadId(tid)) => format!("thread {tid}"),
         Err(TraceError::Filtered { .. }) => "filtered".to_owned(),
         Err(error) => format!("{error:?}"),
     };
     println!("\ntraced: {line}");
 }
 
-/// The answer of a Firn without CAP_SYS_ADMIN; `None` if this user cannot start one.
+/// The result of a Firn without CAP_SYS_ADMIN; `None` if this user cannot start one.
 fn traced_without_admin(child: &Child) -> Option<String> {
     let output = Command::new("setpriv")
         .args(["--bounding-set", "-sys_admin", "--"])

@@ -5,7 +5,7 @@ use std::process::{Command, Stdio};
 use std::time::Duration;
 
 use firn_memory::{Process, TraceError, Tracee};
-use firn_types::Tid;
+use firn_types::ThreadId;
 use nix::libc::{SYS_close, SYS_getpid, SYS_gettid, SYS_poll};
 use nix::sys::signal::Signal;
 
@@ -14,7 +14,7 @@ use crate::driver::{Child, Who, pause, resume};
 
 const NONE: [u64; 6] = [0; 6];
 
-/// Arguments of a `poll` of nothing that takes so long.
+/// Arguments of a `poll` of nothing that takes this long.
 const fn milliseconds(ms: u64) -> [u64; 6] {
     [0, 0, ms, 0, 0, 0]
 }
@@ -35,11 +35,11 @@ fn an_error_there_is_an_error_here() {
 }
 
 /// All threads but this one.
-fn others(process: &Process, tid: Tid) -> Vec<Tid> {
-    process.threads().unwrap().into_iter().filter(|&other| other != tid).collect()
+fn others(process: &Process, tid: ThreadId) -> Vec<ThreadId> {
+    process.list_threads().unwrap().into_iter().filter(|&other| other != tid).collect()
 }
 
-/// Interrupts the first thread again and again while it is in one call.
+/// Interrupts the first thread repeatedly while it is in one call.
 fn disturb(child: &Child, times: u32) {
     let others = others(&child.process, child.tids[0]);
     for _ in 0..times {
@@ -53,7 +53,7 @@ fn disturb(child: &Child, times: u32) {
     assert!(!has_code_of_firn(&child.process));
 }
 
-/// Whether a mapping is left that could be written and executed.
+/// Whether a mapping is left that is both writable and executable.
 fn has_code_of_firn(process: &Process) -> bool {
     let maps = std::fs::read_to_string(format!("/proc/{}/maps", process.pid())).unwrap();
     maps.lines().any(|line| line.contains(" rwxp "))
@@ -149,7 +149,8 @@ const TRACER: &str = "FIRN_MEMORY_TEST_TRACER";
 fn tracer_process() {
     let Ok(names) = std::env::var(TRACER) else { return };
     let (pid, tid) = names.split_once(' ').unwrap();
-    let (process, tid) = (Process::open(pid.parse().unwrap()).unwrap(), Tid(tid.parse().unwrap()));
+    let (process, tid) =
+        (Process::open(pid.parse().unwrap()).unwrap(), ThreadId(tid.parse().unwrap()));
     let mut tracee = Tracee::seize(&process, &others(&process, tid)).unwrap();
     assert_eq!(tracee.tid(), tid);
     for _ in 0..3 {
@@ -169,7 +170,7 @@ fn tracer_of(child: &Child, fault: &str) -> std::process::Child {
         .unwrap()
 }
 
-/// Has another Firn start a long call in the first thread, and kills it in the middle.
+/// Makes another Firn start a long call in the first thread, and kills it in the middle.
 fn killed_in_a_long_call(child: &Child) {
     let mut tracer = tracer_of(child, "");
     let syscall = format!("/proc/{}/task/{}/syscall", child.process.pid(), child.tids[0].0);
@@ -185,7 +186,7 @@ fn killed_in_a_long_call(child: &Child) {
     tracer.wait().unwrap();
 }
 
-/// Has another Firn borrow the first thread, and be killed at this point.
+/// Makes another Firn borrow the first thread, and be killed at this point.
 fn killed_at(child: &Child, point: &str) {
     let ended = tracer_of(child, point).wait().unwrap();
     assert_eq!(ended.signal(), Some(Signal::SIGKILL as i32), "{point}");

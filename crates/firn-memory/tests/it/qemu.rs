@@ -1,4 +1,4 @@
-//! The same on a stock QEMU, whose firmware is guest enough to touch memory.
+//! Traces and restores of a stock QEMU, whose firmware touches memory as a guest would.
 
 use std::io::Write;
 use std::process::{Child, Command, Stdio};
@@ -6,7 +6,8 @@ use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use firn_memory::{
-    Event, GuestMemory, Install, PageFaults, Process, Trace, Tracee, drop_page_tables,
+    GuestMemory, InstallOutcome, MemoryEvent, PageFaults, Process, TraceMode, Tracee,
+    drop_page_tables,
 };
 use firn_types::{HostVirt, Page};
 
@@ -22,7 +23,7 @@ struct Qemu {
 }
 
 impl Qemu {
-    /// `None`, with a word about it, if there is no QEMU here.
+    /// `None`, with a message, if there is no QEMU here.
     fn start(more: &[&str]) -> Option<Self> {
         let child = Command::new("qemu-system-x86_64")
             .args([
@@ -86,18 +87,18 @@ fn ram_of(process: &Process) -> Option<HostVirt> {
     (hex(end)? - hex(start)? == u64::from(RAM_PAGES) * 4096).then_some(HostVirt(hex(start)?))
 }
 
-/// Answers what comes until nothing has come for a while; gives the number of faults.
+/// Answers events until none has come for a while; returns the number of faults.
 fn serve(faults: &PageFaults, mut answer: impl FnMut(Page)) -> usize {
     let mut events = Vec::new();
     let mut count = 0;
     let end = Instant::now() + Duration::from_secs(5);
     while Instant::now() < end {
-        faults.wait(&mut events, Duration::from_millis(500)).unwrap();
+        faults.wait_for_events(&mut events, Duration::from_millis(500)).unwrap();
         if events.is_empty() {
             break;
         }
         for event in events.drain(..) {
-            let Event::Fault { page, .. } = event else { continue };
+            let MemoryEvent::Fault { page, .. } = event else { continue };
             answer(page);
             count += 1;
         }
@@ -109,14 +110,15 @@ fn serve(faults: &PageFaults, mut answer: impl FnMut(Page)) -> usize {
 fn a_running_qemu_is_traced_and_let_go() {
     let Some(mut qemu) = Qemu::start(&[]) else { return };
     std::thread::sleep(Duration::from_millis(300));
-    let faults = PageFaults::create(&mut qemu.tracee(), qemu.memory.clone(), Trace::Save).unwrap();
-    faults.register().unwrap();
-    faults.protect(pages(0..RAM_PAGES)).unwrap();
+    let faults =
+        PageFaults::create(&mut qemu.tracee(), qemu.memory.clone(), TraceMode::Save).unwrap();
+    faults.register_all().unwrap();
+    faults.protect_pages(pages(0..RAM_PAGES)).unwrap();
     qemu.monitor("system_reset");
     drop_page_tables(&mut qemu.tracee(), &qemu.memory, pages(0..RAM_PAGES)).unwrap();
     let count = serve(&faults, |page| faults.resume_minor(page..Page(page.0 + 1), false).unwrap());
-    // Protected holes stay with their writers until they may write.
-    faults.unprotect(pages(0..RAM_PAGES)).unwrap();
+    // A write to a protected hole waits until the page may be written.
+    faults.unprotect_pages(pages(0..RAM_PAGES)).unwrap();
     assert!(count > 0);
     faults.close(&mut qemu.tracee()).unwrap();
     qemu.end();
@@ -126,17 +128,17 @@ fn a_running_qemu_is_traced_and_let_go() {
 fn a_qemu_gets_its_memory_page_by_page() {
     let Some(mut qemu) = Qemu::start(&["-S"]) else { return };
     let faults =
-        PageFaults::create(&mut qemu.tracee(), qemu.memory.clone(), Trace::Restore).unwrap();
+        PageFaults::create(&mut qemu.tracee(), qemu.memory.clone(), TraceMode::Restore).unwrap();
     let before: Vec<_> = qemu.memory.backed_runs().unwrap();
     let mut copy = vec![0; RAM_PAGES as usize * 4096];
-    qemu.memory.read(Page(0), &mut copy).unwrap();
+    qemu.memory.read_pages(Page(0), &mut copy).unwrap();
     qemu.memory.punch_out(pages(0..RAM_PAGES)).unwrap();
     assert_eq!(qemu.memory.backed_runs().unwrap(), []);
-    faults.register().unwrap();
+    faults.register_all().unwrap();
     qemu.monitor("cont");
     let count = serve(&faults, |page| {
         let bytes = &copy[page.index() * 4096..][..4096];
-        assert_eq!(faults.install(page, bytes).unwrap(), Install::Done);
+        assert_eq!(faults.install_pages(page, bytes).unwrap(), InstallOutcome::Done);
     });
     assert!(count > 10, "{count} faults, {before:?}");
     faults.close(&mut qemu.tracee()).unwrap();

@@ -3,7 +3,8 @@
 use std::ops::Range;
 
 use firn_memory::{
-    Event, FaultKind, PageFaultError, PageFaults, PageScan, ScanError, Trace, mapped_pages,
+    FaultKind, MemoryEvent, PageFaultError, PageFaults, PageScan, ScanError, TraceMode,
+    mapped_pages,
 };
 use firn_types::Page;
 
@@ -13,13 +14,13 @@ use crate::memory::filled;
 
 fn written(scan: &PageScan) -> Vec<Range<Page>> {
     let mut out = Vec::new();
-    scan.written_and_rearm(pages(0..1000), &mut out).unwrap();
+    scan.collect_written_and_rearm(pages(0..1000), &mut out).unwrap();
     out
 }
 
 fn touched(scan: &PageScan) -> Vec<Range<Page>> {
     let mut out = Vec::new();
-    scan.touched(pages(0..1000), &mut out).unwrap();
+    scan.collect_touched(pages(0..1000), &mut out).unwrap();
     out
 }
 
@@ -31,9 +32,9 @@ fn armed(child: &Child) -> Option<PageScan> {
     arm(child, scan(child))
 }
 
-/// `None`, with a word about it, if this kernel cannot remember writes.
+/// `None`, with a message, if this kernel cannot remember writes.
 fn arm(child: &Child, scan: PageScan) -> Option<PageScan> {
-    match scan.arm() {
+    match scan.arm_all() {
         Ok(()) => Some(scan),
         Err(ScanError::Unsupported) => {
             eprintln!("SKIPPED: {}", ScanError::Unsupported);
@@ -53,7 +54,8 @@ fn what_the_hypervisor_maps_is_told() {
     let mapped = mapped_pages(&child.memory).unwrap();
     let has = |page: u32| mapped.iter().any(|run| run.contains(&Page(page)));
     assert!([3, 4, 5, 112, 113].into_iter().all(has), "{mapped:?}");
-    // The kernel may map neighbours of what is touched, as far as they have memory. Others have none.
+    // The kernel may map neighbours of a touched page, as far as they have memory. Other pages have
+    // none.
     assert!([50, 99, 150].into_iter().all(|page| !has(page)), "{mapped:?}");
 }
 
@@ -69,7 +71,7 @@ fn each_write_is_told_once() {
     child.ask(Who::Second, "fill 112 114 2");
     child.ask(Who::Second, "sum 0 50");
     let mut peek = Vec::new();
-    scan.written(pages(0..1000), &mut peek).unwrap();
+    scan.collect_written(pages(0..1000), &mut peek).unwrap();
     let expected = [pages(3..6), pages(80..81), pages(112..114)];
     assert_eq!(peek, expected);
     assert_eq!(written(&scan), expected);
@@ -90,8 +92,8 @@ fn each_write_is_told_once_where_tables_last() {
     let told = |rearms: bool| {
         let mut out = Vec::new();
         match rearms {
-            true => scan.written_and_rearm(pages(0..2000), &mut out).unwrap(),
-            false => scan.written(pages(0..2000), &mut out).unwrap(),
+            true => scan.collect_written_and_rearm(pages(0..2000), &mut out).unwrap(),
+            false => scan.collect_written(pages(0..2000), &mut out).unwrap(),
         }
         out
     };
@@ -117,7 +119,7 @@ fn many_runs_are_all_told() {
         child.result(Who::First);
     }
     let mut out = Vec::new();
-    scan.written_and_rearm(pages(0..5000), &mut out).unwrap();
+    scan.collect_written_and_rearm(pages(0..5000), &mut out).unwrap();
     let expected: Vec<_> = (0..5000).step_by(2).map(|page| pages(page..page + 1)).collect();
     assert_eq!(out, expected);
 }
@@ -164,8 +166,8 @@ fn whole_page_tables_without_an_entry_are_told_as_written() {
     let told = |rearms: bool| {
         let mut out = Vec::new();
         match rearms {
-            true => scan.written_and_rearm(all.clone(), &mut out).unwrap(),
-            false => scan.written(all.clone(), &mut out).unwrap(),
+            true => scan.collect_written_and_rearm(all.clone(), &mut out).unwrap(),
+            false => scan.collect_written(all.clone(), &mut out).unwrap(),
         }
         out
     };
@@ -208,23 +210,23 @@ fn private_memory_is_traced_for_writes() {
     // The kernel may have given it a huge page.
     let runs = memory.backed_runs().unwrap();
     assert!(runs.iter().any(|run| run.start <= Page(8) && run.end >= Page(16)), "{runs:?}");
-    let refused = PageFaults::create(&mut child.tracee(), memory.clone(), Trace::Save);
+    let refused = PageFaults::create(&mut child.tracee(), memory.clone(), TraceMode::Save);
     assert!(matches!(refused, Err(PageFaultError::Private)), "{refused:?}");
     let dropped = firn_memory::drop_page_tables(&mut child.tracee(), &memory, pages(0..64));
     assert!(dropped.unwrap_err().to_string().contains("private"));
-    let faults = child.trace(Trace::Writes);
-    faults.protect(pages(0..64)).unwrap();
+    let faults = child.trace(TraceMode::Writes);
+    faults.protect_pages(pages(0..64)).unwrap();
     let unpopulated = faults.features().write_protect_unpopulated;
     for page in if unpopulated { vec![9, 40] } else { vec![9] } {
         child.send(Who::First, &format!("write {page} 77"));
         let (page, tid) = (Page(page), child.tids[0]);
-        let expected = Event::Fault { page, tid, kind: FaultKind::WriteProtect, write: true };
+        let expected = MemoryEvent::Fault { page, tid, kind: FaultKind::WriteProtect, write: true };
         assert_eq!(next(&faults), expected);
         let mut out = vec![0xff; 2 * 4096];
-        memory.read(page, &mut out).unwrap();
+        memory.read_pages(page, &mut out).unwrap();
         let before = if page == Page(9) { filled(1, 9) } else { vec![0; 4096] };
         assert_eq!(out[..4096], before);
-        faults.unprotect(page..Page(page.0 + 1)).unwrap();
+        faults.unprotect_pages(page..Page(page.0 + 1)).unwrap();
         child.result(Who::First);
         assert_eq!(child.ask(Who::Second, &format!("read {}", page.0)), 77);
     }

@@ -1,10 +1,11 @@
-//! A whole save and a whole restore, in miniature: many threads on one side, busy threads on the other.
+//! A whole save and a whole restore, in miniature: many threads on one side, busy threads on the
+//! other.
 
 use std::sync::Mutex;
 use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
 use std::time::Duration;
 
-use firn_memory::{Event, FaultKind, GuestMemory, PageFaults, Trace, drop_page_tables};
+use firn_memory::{FaultKind, GuestMemory, MemoryEvent, PageFaults, TraceMode, drop_page_tables};
 use firn_types::Page;
 
 use crate::driver::{Child, Who, pages, pause, resume};
@@ -20,25 +21,25 @@ struct Save<'c> {
 }
 
 impl Save<'_> {
-    /// Copies a page unless it has been, and lets it be written.
+    /// Copies a page unless it was copied before, and lets it be written.
     fn save(&self, page: Page) {
         let mut place = self.image[page.index()].lock().unwrap();
         if place.is_none() {
             let mut bytes = vec![0; 4096];
-            self.memory.read(page, &mut bytes).unwrap();
+            self.memory.read_pages(page, &mut bytes).unwrap();
             *place = Some(bytes);
             self.saved.fetch_add(1, Ordering::Relaxed);
         }
-        self.faults.unprotect(page..Page(page.0 + 1)).unwrap();
+        self.faults.unprotect_pages(page..Page(page.0 + 1)).unwrap();
     }
 
     /// Answers faults until all is saved.
     fn serve(&self) {
         let mut events = Vec::new();
         while self.saved.load(Ordering::Relaxed) < PAGES as usize {
-            self.faults.wait(&mut events, Duration::from_millis(10)).unwrap();
+            self.faults.wait_for_events(&mut events, Duration::from_millis(10)).unwrap();
             for event in events.drain(..) {
-                let Event::Fault { page, kind, .. } = event else { panic!("{event:?}") };
+                let MemoryEvent::Fault { page, kind, .. } = event else { panic!("{event:?}") };
                 self.save(page);
                 if kind == FaultKind::Minor {
                     self.faults.resume_minor(page..Page(page.0 + 1), false).unwrap();
@@ -63,11 +64,11 @@ fn a_save_while_the_guest_writes_is_exact() {
     child.send(Who::First, &format!("increment 0 {} 1500", PAGES * 2 / 3));
     child.send(Who::Second, &format!("increment {} {PAGES} 1500", PAGES / 3));
     std::thread::sleep(Duration::from_millis(50));
-    let faults = child.trace(Trace::Save);
+    let faults = child.trace(TraceMode::Save);
     pause(&child);
     let mut reference = vec![0; PAGES as usize * 4096];
-    child.memory.read(Page(0), &mut reference).unwrap();
-    faults.protect(pages(0..PAGES)).unwrap();
+    child.memory.read_pages(Page(0), &mut reference).unwrap();
+    faults.protect_pages(pages(0..PAGES)).unwrap();
     child.memory.open_window().unwrap();
     resume(&child);
     drop_page_tables(&mut child.tracee(), &child.memory, pages(0..PAGES)).unwrap();
@@ -95,23 +96,23 @@ fn a_restore_while_the_guest_reads_is_exact() {
     let sums =
         [child.ask(Who::First, &format!("sum 0 {PAGES}")), child.ask(Who::First, "sum 700 1500")];
     let mut image = vec![0; PAGES as usize * 4096];
-    child.memory.read(Page(0), &mut image).unwrap();
-    let faults = child.trace(Trace::Restore);
+    child.memory.read_pages(Page(0), &mut image).unwrap();
+    let faults = child.trace(TraceMode::Restore);
     child.memory.punch_out(pages(0..PAGES)).unwrap();
     child.send(Who::First, &format!("sum 0 {PAGES}"));
     child.send(Who::Second, "sum 700 1500");
     let install = |page: u32, count: u32| {
         let bytes = &image[page as usize * 4096..(page + count) as usize * 4096];
-        faults.install(Page(page), bytes).unwrap()
+        faults.install_pages(Page(page), bytes).unwrap()
     };
     let done = AtomicBool::new(false);
     std::thread::scope(|scope| {
         let serve = || {
             let mut events = Vec::new();
             while !done.load(Ordering::Relaxed) {
-                faults.wait(&mut events, Duration::from_millis(10)).unwrap();
+                faults.wait_for_events(&mut events, Duration::from_millis(10)).unwrap();
                 for event in events.drain(..) {
-                    let Event::Fault { page, .. } = event else { panic!("{event:?}") };
+                    let MemoryEvent::Fault { page, .. } = event else { panic!("{event:?}") };
                     install(page.0 & !1, 2);
                 }
             }

@@ -1,4 +1,4 @@
-//! A port between a socket that stands for a VM's card and one that stands for the outside.
+//! A port between two sockets, one in place of a VM's card and one in place of the outside.
 
 use std::io::{Read, Write};
 use std::os::unix::net::{UnixListener, UnixStream};
@@ -11,9 +11,9 @@ const PATIENCE: Duration = Duration::from_secs(20);
 
 struct Scene {
     vm: UnixDatagram,
-    port: Port,
+    port: NicPort,
     listener: UnixListener,
-    /// As QEMU has it too.
+    /// QEMU's end, as QEMU has it open too.
     _ours: OwnedFd,
     dir: TempDir,
 }
@@ -23,19 +23,19 @@ impl Scene {
         let dir = tempfile::tempdir().unwrap();
         let path = dir.path().join("uplink");
         let listener = UnixListener::bind(&path).unwrap();
-        let (theirs, ours) = pair().unwrap();
-        let port = Port::open(ours.try_clone().unwrap(), None, &path, None, true).unwrap();
+        let (theirs, ours) = create_socket_pair().unwrap();
+        let port = NicPort::open(ours.try_clone().unwrap(), None, &path, None, true).unwrap();
         let vm = UnixDatagram::from(theirs);
         vm.set_read_timeout(Some(PATIENCE)).unwrap();
         vm.set_write_timeout(Some(PATIENCE)).unwrap();
-        port.plug();
+        port.connect_uplink();
         Self { vm, port, listener, _ours: ours, dir }
     }
 
     fn outside(&self) -> UnixStream {
         let stream = self.listener.accept().unwrap().0;
         stream.set_read_timeout(Some(PATIENCE)).unwrap();
-        eventually(|| self.port.now().is_connected);
+        eventually(|| self.port.port_status().is_connected);
         stream
     }
 }
@@ -68,24 +68,24 @@ fn frames_pass_in_both_directions() {
         let bytes = scene.vm.recv(&mut got).unwrap();
         assert_eq!(&got[..bytes], expected);
     }
-    let counts = |now: Now| (now.left, now.came, now.delays.len());
-    eventually(|| counts(scene.port.now()) == (1, 2, 1));
+    let counts = |now: PortStatus| (now.left, now.came, now.delays.len());
+    eventually(|| counts(scene.port.port_status()) == (1, 2, 1));
 }
 
 #[test]
 fn what_was_sent_before_the_pause_belongs_to_the_epoch_that_ends() {
     let scene = Scene::new();
     let mut outside = scene.outside();
-    scene.port.begin();
-    scene.port.cut(Epoch(1));
+    scene.port.begin_protection();
+    scene.port.cut_epoch(Epoch(1));
     scene.vm.send(b"two").unwrap();
-    scene.port.cut(Epoch(2));
+    scene.port.cut_epoch(Epoch(2));
     scene.vm.send(b"three").unwrap();
-    eventually(|| scene.port.now().held == Held { frames: 2, bytes: 8 });
-    scene.port.committed(Epoch(2));
+    eventually(|| scene.port.port_status().held == BufferUsage { frames: 2, bytes: 8 });
+    scene.port.commit_epoch(Epoch(2));
     assert_eq!(frame(&mut outside), b"two");
-    assert_eq!(scene.port.now().held.frames, 1);
-    scene.port.committed(Epoch(3));
+    assert_eq!(scene.port.port_status().held.frames, 1);
+    scene.port.commit_epoch(Epoch(3));
     assert_eq!(frame(&mut outside), b"three");
 }
 
@@ -105,7 +105,8 @@ fn an_uplink_that_goes_is_connected_to_again_and_gets_whole_frames() {
     assert_eq!(scene.vm.recv(&mut [0; 2]).unwrap(), 1);
 }
 
-/// An uplink that isn't read from: the VM waits, and nothing of what it sent is lost or comes twice.
+/// While the peer does not read the uplink, the VM waits, and none of its frames is lost or
+/// duplicated.
 #[test]
 fn a_slow_uplink_slows_the_vm() {
     let scene = Scene::new();
@@ -128,22 +129,22 @@ fn a_slow_uplink_slows_the_vm() {
     sending.join().unwrap();
 }
 
-/// At the bound the card isn't read: who sends has to wait.
+/// At the bound the card isn't read: the sender has to wait.
 #[test]
 fn a_closed_gate_is_bounded() {
     let scene = Scene::new();
     let _outside = scene.outside();
-    scene.port.begin();
-    scene.port.cut(Epoch(1));
+    scene.port.begin_protection();
+    scene.port.cut_epoch(Epoch(1));
     scene.vm.set_write_timeout(Some(Duration::from_millis(300))).unwrap();
     let full = (0..10_000).map(|_| scene.vm.send(&[7; 60_000])).find_map(Result::err).unwrap();
     assert_eq!(full.kind(), ErrorKind::WouldBlock);
-    let held = scene.port.now().held;
+    let held = scene.port.port_status().held;
     assert!(
         held.bytes > BYTES_MAX - 100_000 && held.bytes < BYTES_MAX + FRAME_BYTES_MAX,
         "{held:?}"
     );
-    scene.port.committed(Epoch(2));
+    scene.port.commit_epoch(Epoch(2));
 }
 
 #[test]
@@ -155,12 +156,13 @@ fn what_makes_no_sense_ends_the_connection_and_not_the_port() {
     assert_eq!(frame(&mut outside), b"still here");
 }
 
-/// QEMU drops what waits for room when it stops the VM: so there is room, also at the bound.
+/// QEMU drops frames that wait for room when it stops the VM. So there is room for them, also at
+/// the bound.
 #[test]
 fn a_vm_that_is_about_to_be_stopped_has_room() {
     let scene = Scene::new();
-    scene.port.begin();
-    scene.port.cut(Epoch(1));
+    scene.port.begin_protection();
+    scene.port.cut_epoch(Epoch(1));
     scene.vm.set_nonblocking(true).unwrap();
     let large = vec![7; 60_000];
     let fill = || {
@@ -175,14 +177,14 @@ fn a_vm_that_is_about_to_be_stopped_has_room() {
     };
     assert!(fill() * large.len() > BYTES_MAX, "it is at the bound");
     assert_eq!(fill(), 0);
-    let held = scene.port.now().held.frames;
+    let held = scene.port.port_status().held.frames;
     for _ in 0..3 {
-        scene.port.stopping();
+        scene.port.prepare_stop();
         scene.vm.send(b"the last one").unwrap();
-        scene.port.cut(Epoch(2));
-        scene.port.goes_on();
+        scene.port.cut_epoch(Epoch(2));
+        scene.port.finish_stop();
     }
-    let more = scene.port.now().held.frames - held;
+    let more = scene.port.port_status().held.frames - held;
     assert!(more > 3, "{more}: what waited in the socket is taken too");
     fill();
     assert_eq!(fill(), 0, "it is at the bound again");
@@ -198,18 +200,18 @@ fn what_needs_a_lease_waits_while_it_is_over() {
     let scene = Scene::new();
     let mut outside = scene.outside();
     let page = scene.dir.path().join("lease");
-    let grant = |ms| crate::lease::write(&page, 3, boot_time() + Duration::from_millis(ms));
-    scene.port.obey(Some(Lease::new(&page, 3)));
+    let grant = |ms| crate::lease::write_lease(&page, 3, boot_time() + Duration::from_millis(ms));
+    scene.port.set_lease(Some(OutputLease::new(&page, 3)));
     scene.vm.send(b"early").unwrap();
-    eventually(|| scene.port.now().waits_for_lease);
-    outside.set_read_timeout(Some(3 * RETRY)).unwrap();
+    eventually(|| scene.port.port_status().waits_for_lease);
+    outside.set_read_timeout(Some(3 * RETRY_INTERVAL)).unwrap();
     assert!(outside.read(&mut [0]).is_err(), "it has left without a lease");
     outside.set_read_timeout(Some(PATIENCE)).unwrap();
     grant(60_000).unwrap();
     assert_eq!(frame(&mut outside), b"early");
     scene.vm.send(b"held").unwrap();
     assert_eq!(frame(&mut outside), b"held");
-    // It ends by itself, in the middle of what is sent.
+    // It ends by itself, while it sends.
     grant(50).unwrap();
     let end = boot_time() + Duration::from_millis(50);
     let mut sent: u64 = 0;
@@ -217,24 +219,25 @@ fn what_needs_a_lease_waits_while_it_is_over() {
         scene.vm.send(&sent.to_le_bytes()).unwrap();
         sent += 1;
     }
-    assert!(scene.port.now().waits_for_lease && scene.port.now().left < sent + 2);
-    let left = scene.port.now().left;
-    thread::sleep(3 * RETRY);
-    assert_eq!(scene.port.now().left, left, "it sends after the end");
-    // What was held leaves in its order, of this timeline: nothing was lost.
-    scene.port.obey(None);
+    assert!(scene.port.port_status().waits_for_lease && scene.port.port_status().left < sent + 2);
+    let left = scene.port.port_status().left;
+    thread::sleep(3 * RETRY_INTERVAL);
+    assert_eq!(scene.port.port_status().left, left, "it sends after the end");
+    // The buffered frames of this generation leave in their order: none was lost.
+    scene.port.set_lease(None);
     for number in 0..sent {
         assert_eq!(frame(&mut outside), number.to_le_bytes());
     }
 }
 
-/// The whole process is stopped, as by a debugger, and wakes after its lease: this test again, as a child.
+/// The whole process is stopped, as by a debugger, and continues after its lease has ended. The
+/// process is this test again, as a child.
 #[test]
 fn who_was_stopped_and_wakes_sends_nothing() {
     let dir = tempfile::tempdir().unwrap();
     let listener = UnixListener::bind(dir.path().join("uplink")).unwrap();
     let page = dir.path().join("lease");
-    crate::lease::write(&page, 1, boot_time() + Duration::from_secs(60)).unwrap();
+    crate::lease::write_lease(&page, 1, boot_time() + Duration::from_secs(60)).unwrap();
     let mut child = std::process::Command::new(std::env::current_exe().unwrap())
         .args(["port::tests::send_for_ever", "--exact", "--ignored", "--nocapture"])
         .env("FIRN_SCENE", dir.path())
@@ -249,14 +252,14 @@ fn who_was_stopped_and_wakes_sends_nothing() {
         rustix::process::kill_process(pid, signal).unwrap();
     };
     signal(rustix::process::Signal::STOP);
-    crate::lease::write(&page, 1, boot_time()).unwrap();
-    // What left before is in the socket.
-    outside.set_read_timeout(Some(3 * RETRY)).unwrap();
+    crate::lease::write_lease(&page, 1, boot_time()).unwrap();
+    // Frames that left before are in the socket.
+    outside.set_read_timeout(Some(3 * RETRY_INTERVAL)).unwrap();
     let mut buffer = vec![0; 1 << 20];
     while outside.read(&mut buffer).is_ok() {}
     signal(rustix::process::Signal::CONT);
     let woken = outside.read(&mut buffer);
-    // One frame at most was between the look and the write.
+    // At most one frame was between the check and the write.
     assert!(woken.as_ref().map_or(0, |bytes| *bytes) <= 12, "{woken:?}");
     assert!(outside.read(&mut buffer).is_err(), "it goes on sending");
     child.kill().unwrap();
@@ -267,11 +270,11 @@ fn who_was_stopped_and_wakes_sends_nothing() {
 #[ignore = "a part of another test"]
 fn send_for_ever() {
     let dir = std::path::PathBuf::from(std::env::var_os("FIRN_SCENE").unwrap());
-    let (theirs, ours) = pair().unwrap();
+    let (theirs, ours) = create_socket_pair().unwrap();
     let port =
-        Port::open(ours.try_clone().unwrap(), None, &dir.join("uplink"), None, true).unwrap();
-    port.obey(Some(Lease::new(&dir.join("lease"), 1)));
-    port.plug();
+        NicPort::open(ours.try_clone().unwrap(), None, &dir.join("uplink"), None, true).unwrap();
+    port.set_lease(Some(OutputLease::new(&dir.join("lease"), 1)));
+    port.connect_uplink();
     let vm = UnixDatagram::from(theirs);
     loop {
         vm.send(b"frame...").unwrap();
@@ -280,106 +283,114 @@ fn send_for_ever() {
 
 const VM: [u8; 6] = [2, 0, 0, 0, 0, 5];
 
-fn membership() -> Membership {
-    let mac = |last| firn_cluster::switch::Mac([2, 0, 0, 0, 0, last]);
-    let members = [(firn_cluster::Vm(0), mac(5)), (firn_cluster::Vm(1), mac(6))].into();
-    let (cluster, own, generation) = (1, firn_cluster::Vm(0), Generation(1));
-    Membership { cluster, own, members, generation, layout: 0 }
+fn membership() -> ClusterMembership {
+    let mac = |last| firn_cluster::switch::MacAddress([2, 0, 0, 0, 0, last]);
+    let members = [(firn_cluster::VmId(0), mac(5)), (firn_cluster::VmId(1), mac(6))].into();
+    let (cluster, own, generation) = (1, firn_cluster::VmId(0), Generation(1));
+    ClusterMembership { cluster, own, members, generation, layout: 0 }
 }
 
-/// From somebody outside, behind its length.
+/// Sends a frame from the outside, behind its length.
 fn comes(byte: u8) -> Vec<u8> {
     [&[0, 0, 0, 15][..], &VM, &[2, 0, 0, 0, 0, 9, 8, 0, byte]].concat()
 }
 
-/// A member that is about to be stopped is given nothing until it goes on, and has read what it was given before.
+/// A member that is about to be stopped is given no frames until it runs again, and has read the
+/// frames that it was given before.
 #[test]
 fn a_member_that_stands_still_is_given_nothing() {
     let dir = tempfile::tempdir().unwrap();
     let path = dir.path().join("uplink");
     let listener = UnixListener::bind(&path).unwrap();
-    let (theirs, ours) = pair().unwrap();
+    let (theirs, ours) = create_socket_pair().unwrap();
     let vm = UnixDatagram::from(theirs.try_clone().unwrap());
-    let port = Port::open(ours, Some(theirs), &path, None, true).unwrap();
-    port.plug();
+    let port = NicPort::open(ours, Some(theirs), &path, None, true).unwrap();
+    port.connect_uplink();
     let mut outside = listener.accept().unwrap().0;
-    assert!(port.join(membership()) && port.is_new());
+    assert!(port.join_cluster(membership()) && port.is_new());
     let mut got = [0; 100];
     outside.write_all(&comes(1)).unwrap();
-    eventually(|| port.now().came == 1);
+    eventually(|| port.port_status().came == 1);
     let reader = vm.try_clone().unwrap();
     let reads = thread::spawn(move || {
-        thread::sleep(READ_WAIT / 4);
+        thread::sleep(READ_TIMEOUT / 4);
         let first = reader.recv(&mut got).map(|_| got[14]).unwrap();
         (first, reader.recv(&mut got).map(|_| got[0]).unwrap())
     });
-    port.stopping();
-    assert!(port.shared.is_read() && !port.shared.output().is_stuck, "it was waited for");
+    port.prepare_stop();
+    assert!(
+        port.shared.is_card_queue_empty() && !port.shared.lock_output().is_stuck,
+        "it was waited for"
+    );
     assert_eq!(reads.join().unwrap(), (1, PROBE[0]));
     outside.write_all(&comes(2)).unwrap();
     vm.set_read_timeout(Some(Duration::from_millis(200))).unwrap();
     assert!(vm.recv(&mut got).is_err(), "it stands still");
-    assert!(port.cut(Epoch(1)).is_some());
-    port.goes_on();
+    assert!(port.cut_epoch(Epoch(1)).is_some());
+    port.finish_stop();
     vm.recv(&mut got).unwrap();
-    assert_eq!((got[14], port.now().came), (2, 2));
+    assert_eq!((got[14], port.port_status().came), (2, 2));
     assert!(!port.is_new() && !port.is_open());
-    assert!(!port.join(membership()) && !port.leave(), "what it sends is held");
-    port.let_out();
-    assert!(port.leave() && port.membership().is_none());
+    assert!(!port.join_cluster(membership()) && !port.leave_cluster(), "what it sends is held");
+    port.release_output();
+    assert!(port.leave_cluster() && port.membership().is_none());
 }
 
-/// One that reads nothing keeps nobody waiting for long, and not at each epoch.
+/// A card that reads nothing delays the pause only briefly, and not in each epoch.
 #[test]
 fn a_member_that_reads_nothing_is_not_waited_for() {
-    let (theirs, ours) = pair().unwrap();
-    let port = Port::open(ours, Some(theirs), Path::new("/none"), None, true).unwrap();
-    port.join(membership());
+    let (theirs, ours) = create_socket_pair().unwrap();
+    let port = NicPort::open(ours, Some(theirs), Path::new("/none"), None, true).unwrap();
+    port.join_cluster(membership());
     for _ in 0..3 {
-        port.stopping();
-        assert!(port.shared.output().is_stuck);
-        port.goes_on();
+        port.prepare_stop();
+        assert!(port.shared.lock_output().is_stuck);
+        port.finish_stop();
     }
     let since = Instant::now();
-    (0..100).for_each(|_| port.stopping());
-    assert!(since.elapsed() < 100 * READ_WAIT / 4, "{:?}", since.elapsed());
+    (0..100).for_each(|_| port.prepare_stop());
+    assert!(since.elapsed() < 100 * READ_TIMEOUT / 4, "{:?}", since.elapsed());
 }
 
-/// It need not look: a global checkpoint, what has left, and what waits for a cut are told.
+/// The thread that cuts is woken for a global checkpoint, for sent frames, and for frames that wait
+/// for a cut.
 #[test]
 fn who_cuts_epochs_of_a_member_is_told() {
     let dir = tempfile::tempdir().unwrap();
     let path = dir.path().join("uplink");
     let listener = UnixListener::bind(&path).unwrap();
-    let (theirs, ours) = pair().unwrap();
+    let (theirs, ours) = create_socket_pair().unwrap();
     let vm = UnixDatagram::from(theirs);
-    let port = Port::open(ours, None, &path, None, true).unwrap();
-    port.plug();
+    let port = NicPort::open(ours, None, &path, None, true).unwrap();
+    port.connect_uplink();
     let mut outside = listener.accept().unwrap().0;
-    port.join(membership());
-    let (of, news) = (membership().generation, port.news());
+    port.join_cluster(membership());
+    let (of, news) = (membership().generation, port.member_events());
     let told_until = |holds: &dyn Fn() -> bool| {
         while !holds() {
             news.recv_timeout(PATIENCE).expect("nobody says so");
         }
     };
-    port.cut(Epoch(1));
+    port.cut_epoch(Epoch(1));
     vm.send(&[&[2, 0, 0, 0, 0, 9], &VM[..], &[8, 0, 7]].concat()).unwrap();
-    port.cut(Epoch(2));
+    port.cut_epoch(Epoch(2));
     assert!(news.is_empty());
-    assert!(port.globally(of, Epoch(2)) && !news.is_empty());
+    assert!(port.record_global_checkpoint(of, Epoch(2)) && !news.is_empty());
     assert_eq!(frame(&mut outside)[14], 7);
-    told_until(&|| port.gone() == Seq(1));
+    told_until(&|| port.released_up_to() == FrameNumber(1));
 
-    // Since something has left for another member, only a cut can be its mark.
+    // Because a frame has left for another member, only a new cut can be its mark.
     vm.send(&[&[2, 0, 0, 0, 0, 6], &VM[..], &[8, 0, 8]].concat()).unwrap();
     frame(&mut outside);
-    let mut other = Joined::open(Membership { own: firn_cluster::Vm(1), ..membership() });
-    other.cut();
-    other.requested(of, RequestNumber { term: 1, count: 1 });
-    other.cut();
-    other.sent(&[&VM[..], &[2, 0, 0, 0, 0, 6, 8, 0, 5]].concat());
-    let wrapped = other.next().unwrap();
+    let mut other = ClusterOutput::without_backup(ClusterMembership {
+        own: firn_cluster::VmId(1),
+        ..membership()
+    });
+    other.cut_epoch();
+    other.request_mark(of, RequestNumber { term: 1, count: 1 });
+    other.cut_epoch();
+    other.push_frame(&[&VM[..], &[2, 0, 0, 0, 0, 6, 8, 0, 5]].concat());
+    let wrapped = other.next_frame().unwrap();
     outside.write_all(&[&(wrapped.len() as u32).to_be_bytes()[..], &wrapped].concat()).unwrap();
     told_until(&|| port.wants_cut());
 }

@@ -1,82 +1,91 @@
-//! What getting to storage costs, beside what is read there.
+//! Storage cost: estimates the latency of an access from the times of the reads.
 //!
-//! On a disk getting there takes as long as reading ten locality blocks or more in sequence; on flash, hardly longer than
-//! reading one; and a network volume may have a limit on either. Which it is decides what is read together, and nobody
-//! tells beforehand, so it is learned from the reads themselves:
+//! On a disk an access takes as long as reading ten locality blocks or more in sequence; on flash,
+//! hardly longer than reading one; and a network volume may have a limit on requests or on bytes.
+//! The latency decides what is read together. It is not known beforehand, so it is learned from the
+//! reads themselves:
 //!
 //! ```text
 //!   mean cost of a read   |-------------------------------|
-//!   what its units cost,  |--------|                            at 60 MB/s, which is slow
+//!   cost of its units,    |--------|                            at 60 MB/s, which is slow
 //!   at most
-//!   getting there         :        |----------------------|     at least
+//!   access latency        :        |----------------------|     at least
 //! ```
 //!
-//! The cost of a read is the time in which it kept the storage from all others: from the end of the read before it, or
-//! its own beginning, to its end. Where requests queue, or a limit is enforced in bursts, single times mean little and
-//! say nothing about the length of a read; their mean does, but for one that was held up alone. It needs short reads: of
-//! long ones it says that getting there costs nothing, so those of one unit are looked at on their own as well, if
-//! others came before: what is held up for the sake of a long one says nothing of them. So what was once found, by several reads in a row, holds, and only
-//! how far it is becomes more certain for a while; and where restores before this one have found it, it holds from the first read.
+//! The cost of a read is the time in which it kept the storage from all others: from the end of the
+//! read before it, or its own beginning, to its end. Where requests queue, or a limit is enforced
+//! in bursts, single times mean little and do not depend on the length of a read. Their mean does,
+//! except for one read that was delayed alone. The mean needs short reads: long reads alone show a
+//! latency of zero. So reads of one unit are summed on their own as well, if other reads of one
+//! unit came before: a read that was delayed by a long one shows nothing about its own cost. A
+//! latency that several reads in a row have shown therefore holds from then on, and only its value
+//! becomes more certain for a while. Where earlier restores have found it, it holds from the first
+//! read.
 
 use std::time::Duration;
 
-/// Getting there is far if it takes at least so long, in seconds.
-const FAR: f64 = 0.002;
-/// The least that storage reads in sequence, in bytes per second.
+/// The latency from which storage counts as high-latency, in seconds.
+const HIGH_LATENCY_SECONDS: f64 = 0.002;
+/// The minimum rate at which storage reads in sequence, in bytes per second.
 const SEQUENCE_MIN: f64 = 60e6;
-/// One read that took more than this share of all time was held up, whatever by.
-const HELD_UP: f64 = 0.6;
-/// Reads after which a mean means something.
-const ENOUGH: f64 = 5.0;
-/// A read of one unit tells something of its own after so many of its kind, without a longer one between.
-const IN_A_ROW: u32 = 3;
-/// So many reads in a row must look far.
-const SURE: u32 = 4;
-/// So many reads after that, their mean is as good as it gets: limits that are enforced ten times a second have bitten several times.
-const CERTAIN: f64 = 16.0;
+/// A single read that took more than this share of the time of all reads was delayed, for whatever
+/// reason.
+const DELAYED_SHARE: f64 = 0.6;
+/// The minimum number of reads for a useful mean.
+const READS_MIN: f64 = 5.0;
+/// A read of one unit counts as a single one after this many of its kind, without a longer one
+/// between.
+const SINGLES_MIN: u32 = 3;
+/// The number of reads in a row that must show a high latency.
+const SLOW_READS_MIN: u32 = 4;
+/// This many reads later, their mean does not get better: limits that are enforced ten times a
+/// second have acted several times.
+const CERTAIN_READS: f64 = 16.0;
 
-/// Some reads.
+/// The sums of some reads.
 #[derive(Clone, Copy, Debug, Default)]
-struct Sum {
+struct ReadTotals {
     reads: f64,
     units: f64,
     seconds: f64,
-    /// The longest of them.
+    /// The time of the longest of them.
     longest: f64,
 }
 
-impl Sum {
-    fn add(&mut self, units: u32, seconds: f64) {
+impl ReadTotals {
+    fn add_read(&mut self, units: u32, seconds: f64) {
         self.reads += 1.0;
         self.units += f64::from(units);
         self.seconds += seconds;
         self.longest = self.longest.max(seconds);
     }
 
-    fn without_the_longest(&self) -> Self {
+    fn without_longest(&self) -> Self {
         Self { reads: self.reads - 1.0, seconds: self.seconds - self.longest, ..*self }
     }
 
-    /// Without one read that was held up, if there is one.
-    fn unhindered(&self) -> Self {
-        match self.longest > HELD_UP * self.seconds {
-            true => self.without_the_longest(),
+    /// The sums without one read that was delayed, if there is one.
+    fn without_delayed(&self) -> Self {
+        match self.longest > DELAYED_SHARE * self.seconds {
+            true => self.without_longest(),
             false => *self,
         }
     }
 
-    /// What getting there costs at least, in seconds, if a unit costs so much; none if they are too few to tell.
-    fn least(&self, unit: f64) -> Option<f64> {
-        let of = self.unhindered();
-        (self.reads >= ENOUGH).then(|| (of.seconds - unit * of.units) / self.reads)
+    /// The minimum latency, in seconds, if a unit costs `unit` seconds; none if there are too few
+    /// reads.
+    fn latency_min(&self, unit: f64) -> Option<f64> {
+        let of = self.without_delayed();
+        (self.reads >= READS_MIN).then(|| (of.seconds - unit * of.units) / self.reads)
     }
 
-    /// What a read took, in seconds, its bytes included: where requests are counted these take no time of their own.
-    fn mean(&self) -> f64 {
+    /// The mean time of a read, in seconds, its bytes included: where requests are limited, the
+    /// bytes take no extra time.
+    fn mean_seconds(&self) -> f64 {
         self.seconds / self.reads.max(1.0)
     }
 
-    fn less(&self, other: &Self) -> Self {
+    fn minus(&self, other: &Self) -> Self {
         Self {
             reads: self.reads - other.reads,
             units: self.units - other.units,
@@ -86,154 +95,161 @@ impl Sum {
     }
 }
 
-/// Learns from reads.
+/// An estimate of the storage latency that reads improve.
 #[derive(Clone, Copy, Debug)]
-pub(crate) struct Cost {
-    /// The most that a unit costs, in seconds.
+pub(crate) struct StorageCost {
+    /// The maximum cost of a unit, in seconds.
     unit: f64,
     last_end: Duration,
-    /// Whether reads tell nothing any more.
+    /// Whether reads are not counted any more.
     is_over: bool,
-    all: Sum,
-    /// Of these, those before the first that took any time: limits let a few requests pass before they bite.
-    free: Sum,
-    /// Those of one unit, after others like them.
-    single: Sum,
-    /// How many reads of one unit came last.
+    all: ReadTotals,
+    /// Of these, those before the first that took any time: limits let a few requests pass before
+    /// they act.
+    free: ReadTotals,
+    /// The reads of one unit that followed others like them.
+    single: ReadTotals,
+    /// The number of consecutive reads of one unit, up to now.
     singles: u32,
-    /// Reads in a row by which storage looked far.
-    looked_far: u32,
-    /// What getting there costs, in seconds, of storage that is far.
-    way: Option<f64>,
-    /// The same, by restores before this one. It counts from the first read that goes to storage.
-    told: Option<f64>,
-    /// The same, by reads of this restore.
+    /// The number of reads in a row that showed a high latency.
+    slow_reads: u32,
+    /// The latency, in seconds, of high-latency storage.
+    latency: Option<f64>,
+    /// The latency that earlier restores found. It counts from the first read that goes to storage.
+    known: Option<f64>,
+    /// The latency that the reads of this restore show.
     found: Option<f64>,
-    /// After so many reads that is certain.
+    /// The number of reads after which the estimate is certain.
     certain_at: f64,
 }
 
-impl Cost {
-    /// Of units of so many bytes, from storage of which other restores may have told how far it is.
+impl StorageCost {
+    /// The cost of units of `unit_bytes` bytes, from storage whose latency other restores may have
+    /// found.
     pub(super) fn new(unit_bytes: u32, told: Option<Duration>) -> Self {
         Self {
             unit: f64::from(unit_bytes) / SEQUENCE_MIN,
             last_end: Duration::ZERO,
             is_over: false,
-            all: Sum::default(),
-            free: Sum::default(),
-            single: Sum::default(),
+            all: ReadTotals::default(),
+            free: ReadTotals::default(),
+            single: ReadTotals::default(),
             singles: 0,
-            looked_far: 0,
-            way: None,
-            told: told.as_ref().map(Duration::as_secs_f64),
+            slow_reads: 0,
+            latency: None,
+            known: told.as_ref().map(Duration::as_secs_f64),
             found: None,
             certain_at: f64::INFINITY,
         }
     }
 
-    /// Of storage of which others have found how far it is.
-    pub(crate) fn told(unit_bytes: u32, way: Duration) -> Self {
-        let way = Some(way.as_secs_f64());
-        Self { way, ..Self::new(unit_bytes, None) }
+    /// The cost of storage whose latency other restores have found.
+    pub(crate) fn from_known_latency(unit_bytes: u32, way: Duration) -> Self {
+        let latency = Some(way.as_secs_f64());
+        Self { latency, ..Self::new(unit_bytes, None) }
     }
 
-    /// Something is read from front to back: the kernel begins before it is asked, and whoever reads anything else waits
-    /// behind that. From here on reads tell nothing.
-    pub(super) fn read_in_order(&mut self) {
+    /// Units are read from front to back: the kernel reads ahead of the requests, and every other
+    /// read waits behind that. From here on the times of reads show nothing.
+    pub(super) fn stop_learning(&mut self) {
         self.is_over = true;
     }
 
-    /// The image is not in memory: what others found holds.
-    pub(super) fn went_to_storage(&mut self) {
-        self.way = self.way.or(self.told);
+    /// A read went to storage, so the image is not all in the page cache: the latency that others
+    /// found holds.
+    pub(super) fn record_storage_access(&mut self) {
+        self.latency = self.latency.or(self.known);
     }
 
-    /// So many neighbouring units were read from `began` to `ended`.
-    pub(super) fn read(&mut self, units: u32, began: Duration, ended: Duration) {
+    /// `units` neighbouring units were read from `began` to `ended`.
+    pub(super) fn record_read(&mut self, units: u32, began: Duration, ended: Duration) {
         if self.is_over {
             return;
         }
         let cost = ended.saturating_sub(began.max(self.last_end)).as_secs_f64();
         self.last_end = self.last_end.max(ended);
-        if self.all.longest.max(cost) < FAR {
-            self.free.add(units, cost);
+        if self.all.longest.max(cost) < HIGH_LATENCY_SECONDS {
+            self.free.add_read(units, cost);
         }
-        self.all.add(units, cost);
-        if self.singles >= IN_A_ROW && units == 1 {
-            self.single.add(units, cost);
+        self.all.add_read(units, cost);
+        if self.singles >= SINGLES_MIN && units == 1 {
+            self.single.add_read(units, cost);
         }
         self.singles = if units == 1 { self.singles + 1 } else { 0 };
-        self.look();
+        self.update_latency();
     }
 
-    fn look(&mut self) {
-        let rest = self.all.unhindered().less(&self.free);
-        let single = self.single.unhindered();
-        let by = [(self.all.least(self.unit), rest), (self.single.least(self.unit), single)];
+    fn update_latency(&mut self) {
+        let rest = self.all.without_delayed().minus(&self.free);
+        let single = self.single.without_delayed();
+        let by =
+            [(self.all.latency_min(self.unit), rest), (self.single.latency_min(self.unit), single)];
         let far = by.into_iter().find_map(|(least, of)| {
-            let least = least.filter(|least| *least >= FAR)?;
-            Some(of.mean().max(least))
+            let least = least.filter(|least| *least >= HIGH_LATENCY_SECONDS)?;
+            Some(of.mean_seconds().max(least))
         });
-        self.looked_far = if far.is_some() { self.looked_far + 1 } else { 0 };
-        if self.looked_far >= SURE && self.all.reads <= self.certain_at {
-            self.certain_at = self.certain_at.min(self.all.reads + CERTAIN);
+        self.slow_reads = if far.is_some() { self.slow_reads + 1 } else { 0 };
+        if self.slow_reads >= SLOW_READS_MIN && self.all.reads <= self.certain_at {
+            self.certain_at = self.certain_at.min(self.all.reads + CERTAIN_READS);
             self.found = far;
-            self.way = self.told.or(far);
+            self.latency = self.known.or(far);
         }
     }
 
-    /// What getting there costs, if reads of this restore have shown that it is far.
-    pub(super) fn found(&self) -> Option<Duration> {
+    /// The latency, if the reads of this restore have shown that it is high.
+    pub(super) fn found_latency(&self) -> Option<Duration> {
         self.found.map(Duration::from_secs_f64)
     }
 
-    /// What getting there costs; nothing, of storage that is near.
-    pub(super) fn way(&self) -> Duration {
-        Duration::from_secs_f64(self.way.unwrap_or_default())
+    /// The latency; zero for low-latency storage.
+    pub(super) fn access_latency(&self) -> Duration {
+        Duration::from_secs_f64(self.latency.unwrap_or_default())
     }
 
-    /// Whether enough was read to say anything.
+    /// Whether there are enough reads for an estimate.
     pub(super) fn is_known(&self) -> bool {
-        self.all.reads >= ENOUGH
+        self.all.reads >= READS_MIN
     }
 
-    /// Whether more reads would not say more.
+    /// Whether more reads would not improve the estimate.
     pub(super) fn is_certain(&self) -> bool {
-        self.is_over || self.told.is_some() || self.all.reads >= self.certain_at
+        self.is_over || self.known.is_some() || self.all.reads >= self.certain_at
     }
 
-    /// Whether getting there is what costs.
-    pub(super) fn is_far(&self) -> bool {
-        self.way.is_some()
+    /// Whether the storage has high latency.
+    pub(super) fn is_high_latency(&self) -> bool {
+        self.latency.is_some()
     }
 
-    /// How many units cost as much as getting there, of storage that reads twice as fast in sequence as it must.
-    pub(super) fn worth(&self) -> u32 {
-        (self.way.unwrap_or_default() / (self.unit / 2.0)) as u32
+    /// The number of units that cost as much as one access, if storage reads twice as fast in
+    /// sequence as the minimum.
+    pub(super) fn units_per_access(&self) -> u32 {
+        (self.latency.unwrap_or_default() / (self.unit / 2.0)) as u32
     }
 
-    /// What it costs to read so many units, at most `longest` at once; of storage that is near, what the units cost.
-    pub(super) fn of(&self, units: u32, longest: u32) -> Duration {
+    /// The time to read this many units, at most `longest` in one request; of low-latency storage,
+    /// the cost of the units.
+    pub(super) fn estimate_reads(&self, units: u32, longest: u32) -> Duration {
         let ways = units.div_ceil(longest.max(1));
-        let way = self.way.unwrap_or_default();
+        let way = self.latency.unwrap_or_default();
         Duration::from_secs_f64(way * f64::from(ways) + self.unit * f64::from(units))
     }
 
-    /// What it costs to read so many units with one request, where the way there and the reading itself may go on at the
-    /// same time, and storage reads twice as fast in sequence as it must: seldom less.
-    pub(super) fn least(&self, units: u32) -> Duration {
-        self.way().max(self.reading(units))
+    /// The time to read this many units with one request, if the access and the transfer overlap,
+    /// and storage reads twice as fast in sequence as the minimum. Reads seldom take less.
+    pub(super) fn request_time_min(&self, units: u32) -> Duration {
+        self.access_latency().max(self.transfer_time(units))
     }
 
-    /// What it costs to read so many units in sequence, once there.
-    pub(super) fn reading(&self, units: u32) -> Duration {
+    /// The time to transfer this many units in sequence, without the access.
+    pub(super) fn transfer_time(&self, units: u32) -> Duration {
         Duration::from_secs_f64(self.unit / 2.0 * f64::from(units))
     }
 
-    /// Getting there, twice: a guest that has not touched anything for less long may be waiting all the time.
-    pub(super) fn round(&self) -> Duration {
-        self.way() * 2
+    /// Twice the latency: a guest that has not touched anything for a shorter time may be waiting
+    /// all the time.
+    pub(super) fn double_latency(&self) -> Duration {
+        self.access_latency() * 2
     }
 }
 
@@ -241,24 +257,24 @@ impl Cost {
 mod tests {
     use super::*;
 
-    fn new() -> Cost {
-        Cost::new(65_536, None)
+    fn new() -> StorageCost {
+        StorageCost::new(65_536, None)
     }
 
-    /// After reads of storage that takes so many microseconds for so many units.
-    fn after(reads: u32, takes: impl Fn(u32) -> u64) -> Cost {
+    /// After reads of storage for which `takes` returns the microseconds of a number of units.
+    fn after(reads: u32, takes: impl Fn(u32) -> u64) -> StorageCost {
         let (mut cost, mut now) = (new(), Duration::ZERO);
         for at in 0..reads {
             let units = [1, 2, 15, 4, 1, 7][at as usize % 6];
             let began = now;
             now += Duration::from_micros(takes(units));
-            cost.read(units, began, now);
+            cost.record_read(units, began, now);
         }
         cost
     }
 
-    /// As [`after`], but nothing takes any time until a tenth of a second is owed.
-    fn after_bursts(of: impl Fn(u32) -> u64) -> Cost {
+    /// As [`after`], but reads take no time until their sum reaches a tenth of a second.
+    fn after_bursts(of: impl Fn(u32) -> u64) -> StorageCost {
         let (mut cost, mut now, mut debt) = (new(), Duration::ZERO, 0);
         for at in 0..120 {
             let units = [15, 1, 1, 15, 3, 1, 2][at % 7];
@@ -267,54 +283,60 @@ mod tests {
             if debt >= 100_000 {
                 now += Duration::from_micros(std::mem::take(&mut debt));
             }
-            cost.read(units, began, now);
+            cost.record_read(units, began, now);
         }
         cost
     }
 
     #[test]
     fn long_reads_hide_no_disk() {
-        // A disk of 80 requests and 100 MB a second, by 100 requests of 15 units, and then by what a guest asks for.
+        // A disk of 80 requests and 100 MB a second, by 100 requests of 15 units, and then by the
+        // demand reads of a guest.
         let (mut cost, mut now) = (new(), Duration::ZERO);
-        let mut read = |cost: &mut Cost, units| {
+        let mut read = |cost: &mut StorageCost, units| {
             let began = now;
             now += Duration::from_micros(12_500);
-            cost.read(units, began, now);
+            cost.record_read(units, began, now);
         };
         (0..100).for_each(|_| read(&mut cost, 15));
-        assert!(!cost.is_far());
+        assert!(!cost.is_high_latency());
         (0..12).for_each(|_| read(&mut cost, 1));
-        assert!((10..15).contains(&cost.way().as_millis()), "{:?}", cost.way());
+        assert!(
+            (10..15).contains(&cost.access_latency().as_millis()),
+            "{:?}",
+            cost.access_latency()
+        );
     }
 
     #[test]
     fn what_is_held_up_by_long_reads_is_not_far() {
-        // 125 MB a second, which holds up whatever comes after sixteen long reads.
+        // 125 MB a second, which delays the read that follows sixteen long reads.
         let (mut cost, mut now) = (new(), Duration::ZERO);
         for at in 0..400 {
             let began = now;
             let is_long = at % 20 < 16;
             now += Duration::from_micros(if at % 20 == 16 { 120_000 } else { 300 });
-            cost.read(if is_long { 15 } else { 1 }, began, now);
-            assert!(!cost.is_far(), "{at}");
+            cost.record_read(if is_long { 15 } else { 1 }, began, now);
+            assert!(!cost.is_high_latency(), "{at}");
         }
     }
 
     #[test]
     fn how_far_it_is_becomes_certain_with_more_reads() {
-        // Limits that let requests pass for a tenth of a second, and then hold one up: 12.5 ms each in the end.
+        // Limits that let requests pass for a tenth of a second, and then delay one: 12.5 ms
+        // each in the end.
         let held_up = |at: u32| if at % 8 == 5 { 100_000 } else { 0 };
         let after = |reads: u32| {
             let (mut cost, mut now) = (new(), Duration::ZERO);
             for at in 0..reads {
                 let began = now;
                 now += Duration::from_micros(held_up(at) + 100);
-                cost.read(1, began, now);
+                cost.record_read(1, began, now);
             }
             cost
         };
-        let way_ms = |reads: u32| after(reads).way().as_secs_f64() * 1e3;
-        assert!(after(20).is_far() && !after(20).is_certain() && after(40).is_certain());
+        let way_ms = |reads: u32| after(reads).access_latency().as_secs_f64() * 1e3;
+        assert!(after(20).is_high_latency() && !after(20).is_certain() && after(40).is_certain());
         assert!((10.0..18.0).contains(&way_ms(40)), "{}", way_ms(40));
         assert!((way_ms(200) - way_ms(40)).abs() < 1e-9, "and holds");
     }
@@ -322,25 +344,25 @@ mod tests {
     #[test]
     fn a_disk_is_far() {
         let cost = after(30, |units| 8000 + 600 * u64::from(units));
-        assert!(cost.is_far());
-        assert!((8..=20).contains(&cost.worth()), "{}", cost.worth());
-        let all = cost.of(150, 15).as_secs_f64();
+        assert!(cost.is_high_latency());
+        assert!((8..=20).contains(&cost.units_per_access()), "{}", cost.units_per_access());
+        let all = cost.estimate_reads(150, 15).as_secs_f64();
         assert!((0.2..0.3).contains(&all), "{all}");
     }
 
     #[test]
     fn a_limit_on_requests_is_far() {
-        assert!(after(30, |units| u64::from(units * 625).max(12_500)).is_far());
+        assert!(after(30, |units| u64::from(units * 625).max(12_500)).is_high_latency());
         let cost = after_bursts(|_| 12_500);
-        assert!(cost.is_far());
-        assert!((9..18).contains(&cost.way().as_millis()), "{cost:?}");
+        assert!(cost.is_high_latency());
+        assert!((9..18).contains(&cost.access_latency().as_millis()), "{cost:?}");
     }
 
     #[test]
     fn flash_and_a_limit_on_bytes_are_near() {
-        assert!(!after(30, |units| 80 + 30 * u64::from(units)).is_far());
-        assert!(!after(30, |units| 520 * u64::from(units)).is_far());
-        assert!(!after_bursts(|units| 520 * u64::from(units)).is_far());
+        assert!(!after(30, |units| 80 + 30 * u64::from(units)).is_high_latency());
+        assert!(!after(30, |units| 520 * u64::from(units)).is_high_latency());
+        assert!(!after_bursts(|units| 520 * u64::from(units)).is_high_latency());
     }
 
     #[test]
@@ -350,21 +372,21 @@ mod tests {
         for read in 0..100 {
             let began = now;
             now += Duration::from_micros(held_up(read));
-            cost.read(1, began, now);
+            cost.record_read(1, began, now);
         }
-        assert!(!cost.is_far());
+        assert!(!cost.is_high_latency());
     }
 
     #[test]
     fn what_a_unit_may_cost_depends_on_its_size() {
         let is_far = |unit_bytes| {
-            let (mut cost, mut now) = (Cost::new(unit_bytes, None), Duration::ZERO);
+            let (mut cost, mut now) = (StorageCost::new(unit_bytes, None), Duration::ZERO);
             (0..20).for_each(|_| {
                 let began = now;
                 now += Duration::from_millis(10);
-                cost.read(1, began, now);
+                cost.record_read(1, began, now);
             });
-            cost.is_far()
+            cost.is_high_latency()
         };
         assert!(is_far(65_536) && !is_far(1 << 20));
     }
@@ -373,17 +395,17 @@ mod tests {
     fn reads_side_by_side_share_the_time() {
         let (mut cost, ms) = (new(), Duration::from_millis);
         for at in 0..50 {
-            // Two under way at any time, each for 8 ms, one done every 4.
-            cost.read(1, ms(4 * at), ms(4 * at + 8));
+            // Two reads run at any time, each for 8 ms; one ends every 4 ms.
+            cost.record_read(1, ms(4 * at), ms(4 * at + 8));
         }
-        assert!((0.0055..0.0095).contains(&cost.round().as_secs_f64()), "{cost:?}");
+        assert!((0.0055..0.0095).contains(&cost.double_latency().as_secs_f64()), "{cost:?}");
     }
 
     #[test]
     fn what_was_found_holds() {
         let (mut cost, ms) = (after(30, |_| 12_500), Duration::from_millis);
-        (0..100).for_each(|at| cost.read(15, ms(1000 + 12 * at), ms(1012 + 12 * at)));
-        assert!(cost.is_far() && cost.worth() > 0);
+        (0..100).for_each(|at| cost.record_read(15, ms(1000 + 12 * at), ms(1012 + 12 * at)));
+        assert!(cost.is_high_latency() && cost.units_per_access() > 0);
     }
 
     #[test]
@@ -392,29 +414,29 @@ mod tests {
         for ms in [400, 8, 8, 8, 8, 8, 8, 8] {
             let began = now;
             now += Duration::from_millis(ms);
-            cost.read(1, began, now);
+            cost.record_read(1, began, now);
         }
-        assert!((6..9).contains(&cost.way().as_millis()), "{cost:?}");
+        assert!((6..9).contains(&cost.access_latency().as_millis()), "{cost:?}");
     }
 
     #[test]
     fn what_others_found_counts_from_the_first_read() {
         let ms = Duration::from_millis;
-        let mut cost = Cost::new(65_536, Some(ms(12)));
-        assert!(!cost.is_far());
-        cost.read(1, ms(0), ms(0));
-        assert!(!cost.is_far());
-        cost.went_to_storage();
-        assert!(cost.is_far() && cost.found().is_none());
-        assert_eq!(cost.way(), ms(12));
-        (0..20).for_each(|at| cost.read(1, ms(20 * at), ms(20 * at + 20)));
-        assert!(cost.found().unwrap() > ms(15));
-        assert_eq!(cost.way(), ms(12));
+        let mut cost = StorageCost::new(65_536, Some(ms(12)));
+        assert!(!cost.is_high_latency());
+        cost.record_read(1, ms(0), ms(0));
+        assert!(!cost.is_high_latency());
+        cost.record_storage_access();
+        assert!(cost.is_high_latency() && cost.found_latency().is_none());
+        assert_eq!(cost.access_latency(), ms(12));
+        (0..20).for_each(|at| cost.record_read(1, ms(20 * at), ms(20 * at + 20)));
+        assert!(cost.found_latency().unwrap() > ms(15));
+        assert_eq!(cost.access_latency(), ms(12));
     }
 
     #[test]
     fn nothing_is_far_before_enough_was_read() {
-        assert!(!after(ENOUGH as u32 + SURE - 2, |_| 20_000).is_far());
-        assert!(after(ENOUGH as u32 + SURE - 1, |_| 20_000).is_far());
+        assert!(!after(READS_MIN as u32 + SLOW_READS_MIN - 2, |_| 20_000).is_high_latency());
+        assert!(after(READS_MIN as u32 + SLOW_READS_MIN - 1, |_| 20_000).is_high_latency());
     }
 }

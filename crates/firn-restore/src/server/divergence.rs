@@ -1,44 +1,47 @@
-//! Whether the guest goes where it was expected to go.
+//! Divergence detection: whether the guest uses the pages that it was expected to use.
 //!
-//! What is read ahead competes with what the guest waits for. While the guest needs what the image predicts that pays;
-//! a guest that has gone elsewhere (another request, another program) should have the storage for itself.
+//! Prefetches compete with demand reads. While the guest needs what the image predicts, that is
+//! worth its cost. A guest that diverges (another request, another program) should have the storage
+//! for itself.
 //!
 //! ```text
 //!   reads the guest waits for    p p o p p p o p | o o o p o o o o | o o ...      p predicted, o others
-//!                                 window: go on      window: few p -> nothing more is read ahead
+//!                                 window: continue   window: few p -> prefetching ends
 //! ```
 //!
-//! Predicted units that are in memory already cause no read. The more of them are, the more of the reads that are left
-//! must be of others, however good the prediction was. So predicted reads are compared with how many there would be by
-//! chance, were the guest to choose among all that is not in memory yet:
+//! Predicted units that are in memory already cause no read. The more of them there are, the larger
+//! is the share of other units in the remaining reads, however good the prediction was. So
+//! predicted reads are compared with the number that chance would give, if the guest chose among
+//! all units that are not in memory yet:
 //!
 //! ```text
-//!   not in memory yet    p p p p o o o o   one read of twenty is predicted: the guest has gone elsewhere
-//!                        p o o o o o o o   few reads are predicted either way: nothing can be said for long
+//!   not in memory yet    p p p p o o o o   one read of twenty is predicted: the guest diverges
+//!                        p o o o o o o o   few reads are predicted in either case: no decision for long
 //! ```
 
-/// Predicted reads that there would be by chance after which it is decided.
+/// The number of predicted reads by chance after which the detector decides.
 const WINDOW: f64 = 16.0;
 
-/// A guest that goes where it was expected to makes at least this share of them.
-const LEAST: f64 = 0.125;
+/// A guest that uses what was expected makes at least this share of them.
+const EXPECTED_SHARE_MIN: f64 = 0.125;
 
-/// Watches reads that the guest waits for.
+/// Decides from the demand reads whether the guest diverges.
 #[derive(Clone, Copy, Debug, Default)]
-pub(super) struct Divergence {
+pub(super) struct DivergenceDetector {
     expected: f64,
     by_chance: f64,
 }
 
-impl Divergence {
-    /// The guest waits for a read; `share` of what is not in memory yet was predicted. Whether it has diverged.
-    pub(super) fn read(&mut self, is_expected: bool, share: f64) -> bool {
+impl DivergenceDetector {
+    /// Counts a demand read; `share` is the predicted share of what is not in memory yet. Returns
+    /// whether the guest has diverged.
+    pub(super) fn record_read(&mut self, is_expected: bool, share: f64) -> bool {
         self.by_chance += share;
         self.expected += f64::from(u8::from(is_expected));
         if self.by_chance < WINDOW {
             return false;
         }
-        let diverged = self.expected < LEAST * self.by_chance;
+        let diverged = self.expected < EXPECTED_SHARE_MIN * self.by_chance;
         *self = Self::default();
         diverged
     }
@@ -49,8 +52,8 @@ mod tests {
     use super::*;
 
     fn diverges(share: f64, reads: impl IntoIterator<Item = bool>) -> bool {
-        let mut divergence = Divergence::default();
-        reads.into_iter().any(|is_expected| divergence.read(is_expected, share))
+        let mut divergence = DivergenceDetector::default();
+        reads.into_iter().any(|is_expected| divergence.record_read(is_expected, share))
     }
 
     #[test]

@@ -1,11 +1,13 @@
-//! The page server: what to read, what to install, in which order. It does no I/O.
+//! The page server: decides which units to read and which pages to install, and in which order. It
+//! does no I/O.
 //!
-//! Threads bring events and take actions; a test plays the threads from a seed. All methods take a few hundred
-//! nanoseconds, so that one lock around the server is enough: no system call is made under it.
+//! Threads report events to it and perform the actions that it returns. A test simulates the
+//! threads from a seed. All methods take a few hundred nanoseconds, so that one lock around the
+//! server is enough: no system call is made under it.
 //!
 //! # A read unit
 //!
-//! A unit is a locality block; in a lazy restore, a single memory block (see [`Plan`]).
+//! A unit is a locality block; in a lazy restore, a single memory block (see [`ReadPlan`]).
 //!
 //! ```text
 //!             fault                   missed               taken                 arrived
@@ -15,31 +17,34 @@
 //!      |                 +-----------------------|----------------------|--|---------------->|  | settled
 //!      |                                         +----------------------|--|-----------------+  v
 //!      +----------------------------------------------------------------+  v                   Done
-//!               taken: read ahead, background fill                      Failed ---> Reading, after a pause
+//!               taken: prefetch, background fill                        Failed ---> Reading, after a pause
 //! ```
 //!
-//! *Trying*: the fault handler looks whether the page cache has the unit; it never waits for storage itself. *Asked*,
-//! *Reading*: a reader thread will, or does. Nothing is read twice: a fault on a unit that is being read waits for that
-//! read, a fault on one in memory is answered from there, and reading ahead takes only *Stored* ones. *Failed*: it is read
-//! again after a pause, and a vCPU that touches one of its pages waits for that. A read that passes it on the way to other
-//! units brings it as well. So it is with a single memory block whose stored
-//! bytes turn out to be damaged: the file may be repaired (`retries`).
+//! *Trying*: the fault handler checks whether the page cache has the unit; it never waits for
+//! storage itself. *Asked*: a reader thread will read the unit. *Reading*: a reader thread reads
+//! it. Nothing is read twice: a fault on a unit that is being read waits for that read, a fault on
+//! a unit in memory is answered from there, and prefetching takes only *Stored* units. *Failed*:
+//! the unit is read again after a pause, and a vCPU that touches one of its pages waits for that. A
+//! read that passes over a failed unit on its way to other units brings it in as well. The same
+//! holds for a single memory block whose stored bytes turn out to be damaged: the file may be
+//! repaired (`retries`).
 //!
 //! # A memory block
 //!
-//! Its pages are *settled* one by one: installed, or given back by the guest. Of a unit in memory, the blocks that
-//! faulted come first; workers go through the rest in stored order. If the guest faults on a block that a worker has
-//! just taken, the fault handler installs it as well, rather than wait for a thread that may not be running: the kernel
-//! puts pages in place atomically and leaves a page that is present alone.
+//! Its pages are *settled* one by one: installed, or given back by the guest. Of a unit in memory,
+//! the blocks that faulted are installed first; workers install the other blocks in stored order.
+//! If the guest faults on a block that a worker has just taken, the fault handler installs it as
+//! well, because the worker thread may not be running: the kernel installs pages atomically and
+//! does not change a page that is present.
 //!
 //! # Storage and guest
 //!
-//! With [`Rules::adapts`] it goes by what they turn out to be like (`cost`, `ahead`, `divergence`):
+//! With [`PageServerRules::adapts`] the server adapts to both (`cost`, `prefetch`, `divergence`):
 //!
 //! ```text
-//!                      storage near: flash            storage far: a disk
-//!   reads on demand    the unit                       as many as getting there was worth
-//!   reads ahead        in the order of first access;  all by place, gaps read through,
+//!                      low latency: flash             high latency: a disk
+//!   demand reads       the unit                       as many units as can be read in the time of one access
+//!   prefetches         in the order of first access;  all in stored order, gaps read through,
 //!                      while the guest waits for      whatever the guest does, which may not
 //!                      storage, short, half the time  even run before it is there; or everything, in stored order
 //!   background fill    when faults are quiet          between the guest's own reads, if all can be there soon, and
@@ -48,9 +53,9 @@
 //!
 //! # Pages given back
 //!
-//! A page the guest gives back (balloon, free-page reporting) is settled from that moment and zero when touched again.
-//! An install decided before must not bring the old contents back: it compares [`Install::version`] right before it
-//! installs.
+//! A page the guest gives back (balloon, free-page reporting) is settled from that moment and zero
+//! when touched again. An install that was decided before must not restore the old contents: its
+//! thread compares [`BlockInstall::version`] right before it installs.
 
 use std::collections::VecDeque;
 use std::ops::Range;
@@ -59,15 +64,15 @@ use std::time::Duration;
 use firn_types::{Block, BlockSize, Page};
 
 mod actions;
-mod ahead;
 mod cost;
 mod divergence;
-mod far;
-mod pace;
+mod fill_throttle;
+mod high_latency;
+mod install_throttle;
 mod plan;
+mod prefetch;
 mod progress;
 mod reading;
-mod rest;
 mod retries;
 #[cfg(test)]
 mod retry_tests;
@@ -77,126 +82,130 @@ mod settled;
 mod simulation;
 mod units;
 
-pub use actions::{Answer, Counts, Install, Read, Source, Stir, Take, Why, Work};
-pub(crate) use cost::Cost;
-pub(crate) use far::{Requests, is_complete, missed};
-pub use pace::Rules;
-pub use plan::{Plan, Unit};
-pub(crate) use rest::LULL;
-pub(crate) use sequence::{Reach, sequence};
-pub use settled::{PageMask, Settled};
+pub use actions::{
+    BlockInstall, FaultAnswer, InstallWork, ReadDecision, ReadReason, RestoreCounts, ThreadWakeups,
+    UnitRead, UnitSource,
+};
+pub(crate) use cost::StorageCost;
+pub use fill_throttle::PageServerRules;
+pub(crate) use high_latency::{PrefetchRequests, expected_misses, is_complete};
+pub(crate) use install_throttle::FAULT_PAUSE_MIN;
+pub use plan::{ReadPlan, ReadUnit};
+pub(crate) use sequence::{CoalescingRules, order_requests};
+pub use settled::{PageMask, SettledPages};
 
-use ahead::Ahead;
-use divergence::Divergence;
-use pace::Pace;
-use rest::Rest;
-use retries::Retries;
-use units::{State, Units};
+use divergence::DivergenceDetector;
+use fill_throttle::FillThrottle;
+use install_throttle::InstallThrottle;
+use prefetch::PrefetchQueue;
+use retries::RetrySchedule;
+use units::{UnitState, UnitTable};
 
-/// Zero pages installed by one fault at most: neighbours in an aligned run of this many pages.
+/// Maximum number of zero pages installed by one fault: neighbours in an aligned run of this many
+/// pages.
 const ZERO_RUN: u32 = 16;
 
 /// A fault on a unit that is being read.
 #[derive(Clone, Copy, Debug)]
-struct Waiting {
-    unit: Unit,
+struct WaitingFault {
+    unit: ReadUnit,
     block: Block,
     page: Page,
 }
 
 /// The state of one restore. `B` is a handle to the bytes of a unit in memory.
 #[derive(Debug)]
-pub struct Server<B> {
+pub struct PageServer<B> {
     block_size: BlockSize,
-    plan: Plan,
-    rules: Rules,
-    settled: Settled,
-    units: Units<B>,
+    plan: ReadPlan,
+    rules: PageServerRules,
+    settled: SettledPages,
+    units: UnitTable<B>,
     taken: Vec<u64>,
-    cost: Cost,
-    pace: Pace,
-    rest: Rest,
-    asked: VecDeque<Unit>,
+    cost: StorageCost,
+    fill_throttle: FillThrottle,
+    install_throttle: InstallThrottle,
+    asked: VecDeque<ReadUnit>,
     reads_on_demand: u32,
-    waiting: Vec<Waiting>,
-    urgent: VecDeque<Waiting>,
-    ready: VecDeque<Unit>,
-    spared: Vec<Unit>,
-    retries: Retries,
-    /// Memory blocks that were read ahead and are in place, once or more.
+    waiting: Vec<WaitingFault>,
+    urgent: VecDeque<WaitingFault>,
+    ready: VecDeque<ReadUnit>,
+    withheld: Vec<ReadUnit>,
+    retries: RetrySchedule,
+    /// Memory blocks that were prefetched and are installed; a block may be listed more than once.
     prefetched: Vec<Block>,
-    ahead: Ahead,
-    divergence: Divergence,
+    prefetch: PrefetchQueue,
+    divergence: DivergenceDetector,
     fill_from: u32,
     has_read_all: bool,
-    /// What reads took that the guest waited for, together.
+    /// The sum of the times of all reads that the guest waited for.
     read_on_demand_for: Duration,
     wants_room: bool,
     version: u32,
     missing_pages: u32,
-    counts: Counts,
+    counts: RestoreCounts,
 }
 
-impl<B: Clone> Server<B> {
-    /// A server for what `settled` leaves missing.
+impl<B: Clone> PageServer<B> {
+    /// A server for the pages that `settled` does not contain.
     pub fn new(
         block_size: BlockSize,
-        plan: Plan,
-        settled: Settled,
-        rules: Rules,
+        plan: ReadPlan,
+        settled: SettledPages,
+        rules: PageServerRules,
         now: Duration,
     ) -> Self {
         let missing_in = |unit| {
-            let blocks = plan.members(Unit(unit)).iter();
-            blocks.filter(|&&block| !settled.missing(block).is_empty()).count() as u32
+            let blocks = plan.members(ReadUnit(unit)).iter();
+            blocks.filter(|&&block| !settled.missing_in(block).is_empty()).count() as u32
         };
-        let units = Units::new((0..plan.units()).map(missing_in).collect());
-        let missing_pages = plan.pages(&settled);
+        let units = UnitTable::new((0..plan.unit_count()).map(missing_in).collect());
+        let missing_pages = plan.missing_pages(&settled);
         Self {
             block_size,
-            taken: vec![0; (plan.blocks() as usize).div_ceil(64)],
+            taken: vec![0; (plan.block_count() as usize).div_ceil(64)],
             plan,
             rules,
             settled,
             units,
-            cost: Cost::new(rules.unit_bytes, rules.way),
-            pace: Pace::new(now),
-            rest: Rest::default(),
+            cost: StorageCost::new(rules.unit_bytes, rules.known_latency),
+            fill_throttle: FillThrottle::new(now),
+            install_throttle: InstallThrottle::default(),
             asked: VecDeque::with_capacity(64),
             reads_on_demand: 0,
             waiting: Vec::with_capacity(64),
             urgent: VecDeque::with_capacity(64),
             ready: VecDeque::with_capacity(1024),
-            spared: Vec::new(),
-            retries: Retries::default(),
+            withheld: Vec::new(),
+            retries: RetrySchedule::default(),
             prefetched: Vec::new(),
-            ahead: Ahead::nothing(now),
-            divergence: Divergence::default(),
+            prefetch: PrefetchQueue::empty(now),
+            divergence: DivergenceDetector::default(),
             fill_from: 0,
             has_read_all: false,
             read_on_demand_for: Duration::ZERO,
             wants_room: false,
             version: 0,
             missing_pages,
-            counts: Counts::default(),
+            counts: RestoreCounts::default(),
         }
     }
 
-    /// What has happened so far.
-    pub fn counts(&self) -> &Counts {
+    /// The counts of this restore until now.
+    pub fn counts(&self) -> &RestoreCounts {
         &self.counts
     }
 
-    /// So many pages were in place before this server was made; they are of these memory blocks, of which some may be
-    /// missing all the same.
+    /// Counts `pages` pages that were installed before this server was made. They belong to these
+    /// memory blocks, some of which may still have missing pages.
     pub fn count_prefilled(&mut self, pages: u64, blocks: &[Block]) {
         self.counts.ahead_pages += pages;
-        let complete = |block: &&Block| self.settled.missing(**block).is_empty();
+        let complete = |block: &&Block| self.settled.missing_in(**block).is_empty();
         self.prefetched = blocks.iter().filter(complete).copied().collect();
     }
 
-    /// Pages that were expected to be asked for, in runs: the first page, and how many.
-    pub fn prefetched(&self) -> Vec<(u32, u32)> {
+    /// Pages that the guest was expected to touch, as runs: the first page and the number of pages.
+    pub fn prefetched_runs(&self) -> Vec<(u32, u32)> {
         let mut blocks = self.prefetched.clone();
         blocks.sort_unstable();
         blocks.dedup();
@@ -212,7 +221,7 @@ impl<B: Clone> Server<B> {
     }
 
     /// The settled pages.
-    pub fn settled(&mut self) -> &mut Settled {
+    pub fn settled_pages(&mut self) -> &mut SettledPages {
         &mut self.settled
     }
 
@@ -222,8 +231,8 @@ impl<B: Clone> Server<B> {
     }
 
     /// The units that hold these blocks, in the order in which they are first mentioned.
-    pub fn units_of(&self, blocks: &[Block]) -> Vec<Unit> {
-        let mut seen = vec![false; self.plan.units() as usize];
+    pub fn units_of(&self, blocks: &[Block]) -> Vec<ReadUnit> {
+        let mut seen = vec![false; self.plan.unit_count() as usize];
         let units = blocks.iter().filter_map(|&block| self.plan.unit_of(block));
         units.filter(|unit| !std::mem::replace(&mut seen[unit.index()], true)).collect()
     }
@@ -234,69 +243,70 @@ impl<B: Clone> Server<B> {
     }
 
     /// The pages of a block that may still be installed.
-    pub fn missing(&self, block: Block) -> PageMask {
-        self.settled.missing(block)
+    pub fn missing_in(&self, block: Block) -> PageMask {
+        self.settled.missing_in(block)
     }
 
-    /// Whether everything was read ahead, expected or not: what the guest did not wait for says nothing then.
+    /// Whether everything was prefetched, expected or not: that the guest did not wait for a page
+    /// means nothing then.
     pub fn has_read_all(&self) -> bool {
         self.has_read_all
     }
 
-    /// What getting to storage costs, if reads have shown that it is far.
-    pub fn way(&self) -> Option<Duration> {
-        self.cost.found()
+    /// The storage latency, if the reads of this restore have shown that it is high.
+    pub fn found_latency(&self) -> Option<Duration> {
+        self.cost.found_latency()
     }
 
     /// Whether nothing in the image is missing in memory any more.
     pub fn is_finished(&self) -> bool {
-        self.units.left() == 0
+        self.units.unfinished_count() == 0
     }
 
-    /// The guest waits for a page.
-    pub fn fault(&mut self, now: Duration, page: Page) -> Answer<B> {
-        self.pace.fault(now);
-        self.rest.fault(now);
+    /// Decides how to answer a vCPU that faults on a page.
+    pub fn answer_fault(&mut self, now: Duration, page: Page) -> FaultAnswer<B> {
+        self.fill_throttle.record_fault(now);
+        self.install_throttle.record_fault(now);
         self.counts.faults += 1;
         if self.settled.contains(page) {
             self.counts.late_faults += 1;
-            return Answer::Late(page);
+            return FaultAnswer::AlreadySettled(page);
         }
         let block = self.block_size.block_of(page);
-        if self.retries.request(block, page) {
-            return Answer::Wait;
+        if self.retries.request_page(block, page) {
+            return FaultAnswer::Wait;
         }
         let Some(unit) = self.plan.unit_of(block) else {
             self.counts.zero_faults += 1;
-            return Answer::Zero(self.zeros_around(page));
+            return FaultAnswer::Zero(self.zeros_around(page));
         };
-        match self.units.state(unit) {
-            State::Stored => {
-                self.begin(unit, State::Trying);
-                let install = self.install(unit, block, page, Source::PageCache);
-                match self.rules.adapts && self.cost.is_far() {
-                    true => Answer::Ask(install),
-                    false => Answer::Fetch(install),
+        match self.units.state_of(unit) {
+            UnitState::Stored => {
+                self.start_unit(unit, UnitState::Trying);
+                let install = self.start_install(unit, block, page, UnitSource::PageCache);
+                match self.rules.adapts && self.cost.is_high_latency() {
+                    true => FaultAnswer::RequestRead(install),
+                    false => FaultAnswer::TryPageCache(install),
                 }
             }
-            State::Memory { source, why, .. } => {
+            UnitState::Memory { source, why, .. } => {
                 let (source, why) = (source.clone(), *why);
                 self.count_use(why);
-                self.rest.late(now);
-                Answer::Install(self.install(unit, block, page, source))
+                self.install_throttle.record_late_fault(now);
+                FaultAnswer::Install(self.start_install(unit, block, page, source))
             }
-            State::Trying | State::Asked | State::Reading | State::Failed => {
+            UnitState::Trying | UnitState::Asked | UnitState::Reading | UnitState::Failed => {
                 self.counts.joined_faults += 1;
-                self.waiting.push(Waiting { unit, block, page });
-                Answer::Wait
+                self.waiting.push(WaitingFault { unit, block, page });
+                FaultAnswer::Wait
             }
             // A unit that is done has no page that is not settled.
-            State::Done => Answer::Wait,
+            UnitState::Done => FaultAnswer::Wait,
         }
     }
 
-    fn count_use(&mut self, why: Why) {
-        if self.rules.account_use && why != Why::Fill {
+    fn count_use(&mut self, why: ReadReason) {
+        if self.rules.account_use && why != ReadReason::Fill {
             self.counts.prefetched_used_pages += 1;
         }
     }
@@ -313,41 +323,41 @@ impl<B: Clone> Server<B> {
         Page(page.0 - before)..Page(page.0 + 1 + after)
     }
 
-    /// The install that answers a fault. With use accounted for, of the very page only, so that its neighbours' first
-    /// touches are seen as well.
-    fn install<S>(
+    /// The install that answers a fault. If the use of prefetched pages is counted, it covers the
+    /// requested page only, so that first touches of its neighbours fault as well.
+    fn start_install<S>(
         &mut self,
-        unit: Unit,
+        unit: ReadUnit,
         block: Block,
         page: Page,
-        source: Source<S>,
-    ) -> Install<S> {
-        self.take(block);
-        let missing = self.settled.missing(block);
+        source: UnitSource<S>,
+    ) -> BlockInstall<S> {
+        self.claim_block(block);
+        let missing = self.settled.missing_in(block);
         let pages = match self.rules.account_use && !self.is_fill(unit) {
-            true => missing.and(self.bit_of(page)),
+            true => missing.and(self.page_bit(page)),
             false => missing,
         };
-        Install { block, unit, pages, source, wanted: Some(page), version: self.version }
+        BlockInstall { block, unit, pages, source, wanted: Some(page), version: self.version }
     }
 
-    fn bit_of(&self, page: Page) -> PageMask {
-        PageMask(1 << (page.index() % self.block_size.pages()))
+    fn page_bit(&self, page: Page) -> PageMask {
+        PageMask(1 << (page.index() % self.block_size.page_count()))
     }
 
-    fn is_fill(&self, unit: Unit) -> bool {
-        matches!(self.units.state(unit), State::Memory { why: Why::Fill, .. })
+    fn is_fill(&self, unit: ReadUnit) -> bool {
+        matches!(self.units.state_of(unit), UnitState::Memory { why: ReadReason::Fill, .. })
     }
 
-    fn take(&mut self, block: Block) {
+    fn claim_block(&mut self, block: Block) {
         self.taken[block.index() / 64] |= 1 << (block.index() % 64);
     }
 
-    fn let_go(&mut self, block: Block) {
+    fn release_block(&mut self, block: Block) {
         self.taken[block.index() / 64] &= !(1 << (block.index() % 64));
     }
 
-    fn is_taken(&self, block: Block) -> bool {
+    fn is_claimed(&self, block: Block) -> bool {
         self.taken[block.index() / 64] >> (block.index() % 64) & 1 == 1
     }
 }

@@ -1,158 +1,165 @@
-//! What is read next, and what comes of it.
+//! Reads: what is read next, and what happens with the result.
 
 use std::ops::Range;
 use std::time::Duration;
 
-use super::actions::{Install, Read, Source, Stir, Take, Why};
-use super::pace::Leave;
-use super::plan::Unit;
-use super::units::State;
-use super::{Server, Waiting};
+use super::actions::{BlockInstall, ReadDecision, ReadReason, ThreadWakeups, UnitRead, UnitSource};
+use super::fill_throttle::FillPermission;
+use super::plan::ReadUnit;
+use super::units::UnitState;
+use super::{PageServer, WaitingFault};
 
-/// What can be there so soon, by what reads may cost (see [`super::cost`]: half of it as a rule), is read without waiting for
-/// a quiet moment.
-const SOON: Duration = Duration::from_secs(20);
+/// If all that is left can be read within this time, by the estimated cost of the reads (see
+/// [`super::cost`]: they usually take half of it), it is read without waiting for a moment without
+/// faults.
+const FILL_TIME_MAX: Duration = Duration::from_secs(20);
 
-/// How all that is left is read, if it can be there soon.
+/// How all that is left is read, if that takes only a short time.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-enum Soon {
-    /// From front to back, whatever the guest waits for meanwhile.
+enum FillUrgency {
+    /// From front to back, whatever the guest waits for in the meantime.
     AtOnce,
     /// While the guest does not wait for storage.
     Beside,
 }
 
-impl<B: Clone> Server<B> {
+impl<B: Clone> PageServer<B> {
     /// Turns the background fill on or off.
-    pub fn set_fill(&mut self, fill: bool) -> Stir {
+    pub fn set_fill(&mut self, fill: bool) -> ThreadWakeups {
         self.rules.fill = fill;
-        self.stir(Stir { background: fill, ..Stir::default() })
+        self.complete_wakeups(ThreadWakeups { background: fill, ..ThreadWakeups::default() })
     }
 
-    /// What a reader thread reads next. Only one thread at a time should ask with `may_fill`, so that a demand read
-    /// never finds all of them busy in the background.
-    pub fn take_read(&mut self, now: Duration, may_fill: bool) -> Take {
-        if let Some(read) = self.take_asked().or_else(|| self.take_failed(now, may_fill)) {
-            return Take::Read(read);
+    /// What a reader thread reads next. Only one thread at a time may pass `may_fill`, so that a
+    /// demand read never finds all of them busy in the background.
+    pub fn take_read(&mut self, now: Duration, may_fill: bool) -> ReadDecision {
+        if let Some(read) = self.take_demand_read().or_else(|| self.take_failed(now, may_fill)) {
+            return ReadDecision::Read(read);
         }
-        let has_background = self.ahead.has_more() || (may_fill && self.rules.fill);
-        let take = match self.background_waits(now).filter(|_| has_background) {
-            Some(then) => Take::At(then),
+        let has_background = self.prefetch.has_more() || (may_fill && self.rules.fill);
+        let take = match self.background_pause(now).filter(|_| has_background) {
+            Some(then) => ReadDecision::At(then),
             None => self.take_background(now, may_fill),
         };
-        self.until_retry(take, may_fill)
+        self.limit_to_retry(take, may_fill)
     }
 
-    fn take_background(&mut self, now: Duration, may_fill: bool) -> Take {
-        if self.units.held() >= self.rules.held_max {
+    fn take_background(&mut self, now: Duration, may_fill: bool) -> ReadDecision {
+        if self.units.held_count() >= self.rules.held_max {
             self.wants_room = true;
-            return Take::Idle;
+            return ReadDecision::Idle;
         }
-        if self.ahead.has_more() {
-            return self.take_ahead(now);
+        if self.prefetch.has_more() {
+            return self.take_prefetch(now);
         }
         match may_fill && self.rules.fill {
             true => self.take_fill(now),
-            false => Take::Idle,
+            false => ReadDecision::Idle,
         }
     }
 
-    fn take_asked(&mut self) -> Option<Read> {
+    fn take_demand_read(&mut self) -> Option<UnitRead> {
         while let Some(unit) = self.asked.pop_front() {
-            if matches!(self.units.state(unit), State::Asked) {
-                self.units.set(unit, State::Reading);
-                let beside = self.start_run(Unit(unit.0 + 1), self.run_on_demand() - 1);
+            if matches!(self.units.state_of(unit), UnitState::Asked) {
+                self.units.set_state(unit, UnitState::Reading);
+                let beside = self.start_run(ReadUnit(unit.0 + 1), self.demand_run_length() - 1);
                 let units = unit.0..beside.end;
-                return Some(Read { units, why: Why::Demand, in_order: false });
+                return Some(UnitRead { units, why: ReadReason::Demand, in_order: false });
             }
             self.reads_on_demand -= 1;
         }
         None
     }
 
-    /// How many units to read where the guest waits for one. On a disk, reading for as long as it took to get there costs
-    /// twice the time at most, and often saves the next way. Unless everything is on its way.
-    fn run_on_demand(&self) -> u32 {
-        let fills = self.rules.fill && !self.ahead.has_more();
-        let all_comes =
-            self.ahead.goes_through_all() || (fills && self.soon() == Some(Soon::AtOnce));
-        let is_worth_it = self.rules.adapts && self.cost.is_far() && !all_comes;
-        match is_worth_it && self.units.held() < self.rules.held_max {
-            true => self.cost.worth().clamp(1, self.rules.run_max.max(1)),
+    /// How many units a demand read covers. On a disk, reading for as long as the access took costs
+    /// twice the time at most, and often saves the next access. Only one unit if all others are
+    /// read soon anyway.
+    fn demand_run_length(&self) -> u32 {
+        let fills = self.rules.fill && !self.prefetch.has_more();
+        let all_comes = self.prefetch.covers_all_units()
+            || (fills && self.fill_urgency() == Some(FillUrgency::AtOnce));
+        let is_worth_it = self.rules.adapts && self.cost.is_high_latency() && !all_comes;
+        match is_worth_it && self.units.held_count() < self.rules.held_max {
+            true => self.cost.units_per_access().clamp(1, self.rules.run_max.max(1)),
             false => 1,
         }
     }
 
-    /// A reader is done with a [`Read`], whatever came of it.
-    pub fn read_done(&mut self, why: Why) {
-        if why == Why::Ahead {
-            self.ahead.done();
+    /// A reader thread has finished a [`UnitRead`], whatever the result.
+    pub fn finish_read(&mut self, why: ReadReason) {
+        if why == ReadReason::Ahead {
+            self.prefetch.record_done();
         }
     }
 
-    /// Something was read from storage for certain: the image is not all in memory.
-    pub fn went_to_storage(&mut self) {
-        self.cost.went_to_storage();
+    /// A unit was certainly read from storage: the image is not all in the page cache.
+    pub fn record_storage_access(&mut self) {
+        self.cost.record_storage_access();
     }
 
-    /// This was read, from storage, from `began` to `ended`.
-    pub fn read_took(&mut self, read: &Read, began: Duration, ended: Duration) {
+    /// This read, from storage, took from `began` to `ended`.
+    pub fn record_read_time(&mut self, read: &UnitRead, began: Duration, ended: Duration) {
         match read.in_order {
-            true => self.cost.read_in_order(),
-            false => self.cost.read(read.units.len() as u32, began, ended),
+            true => self.cost.stop_learning(),
+            false => self.cost.record_read(read.units.len() as u32, began, ended),
         }
-        if read.why == Why::Demand {
+        if read.why == ReadReason::Demand {
             self.read_on_demand_for += ended.saturating_sub(began);
         }
-        if read.why == Why::Ahead {
+        if read.why == ReadReason::Ahead {
             self.has_read_all |= read.in_order;
-            self.ahead.rest(began, ended, self.rules.patience);
+            self.prefetch.yield_storage(began, ended, self.rules.patience);
         }
-        self.go_by_place_if_far();
+        self.reorder_if_high_latency();
     }
 
-    fn take_fill(&mut self, now: Duration) -> Take {
-        let soon = self.soon();
-        if self.reads_on_demand > 0 && soon != Some(Soon::AtOnce) {
-            return Take::At(now + self.rules.quiet);
+    fn take_fill(&mut self, now: Duration) -> ReadDecision {
+        let soon = self.fill_urgency();
+        if self.reads_on_demand > 0 && soon != Some(FillUrgency::AtOnce) {
+            return ReadDecision::At(now + self.rules.quiet);
         }
         let Some(first) = self.next_to_fill() else {
-            return self.release_spared();
+            return self.release_withheld();
         };
         let (in_order, leave) = match soon {
-            Some(Soon::AtOnce) => (true, Leave::Read(self.rules.run_max)),
-            Some(Soon::Beside) => (false, self.ahead.leave(now, &self.rules)),
-            None => (false, self.pace.ask(&self.rules, self.cost.round(), now)),
+            Some(FillUrgency::AtOnce) => (true, FillPermission::Read(self.rules.run_max)),
+            Some(FillUrgency::Beside) => (false, self.prefetch.permit_fill(now, &self.rules)),
+            None => (
+                false,
+                self.fill_throttle.permit_read(&self.rules, self.cost.double_latency(), now),
+            ),
         };
         match leave {
-            Leave::At(then) => Take::At(then),
-            Leave::Read(len) => {
-                self.pace.read(now);
+            FillPermission::At(then) => ReadDecision::At(then),
+            FillPermission::Read(len) => {
+                self.fill_throttle.record_read(now);
                 let units = self.start_run(first, len);
-                Take::Read(Read { units, why: Why::Fill, in_order })
+                ReadDecision::Read(UnitRead { units, why: ReadReason::Fill, in_order })
             }
         }
     }
 
-    /// Whether all that is left can be there soon, of storage where one long read costs no more than a short one.
+    /// Whether all that is left can be read soon, from storage where one long read costs no more
+    /// than a short one.
     ///
-    /// A guest that has its working set asks for little else, and is better off without a fill in its way. One that has
-    /// not is better off with everything. Which of them it is nobody knows; so once it has waited for as long as everything
-    /// would have taken, everything is read: twice the best, at most.
-    fn soon(&self) -> Option<Soon> {
-        let left = self.units.left();
+    /// A guest that has its working set requests little else, and a fill would only delay it. A
+    /// guest that does not have its working set gains from everything. Which of the two it is is
+    /// not known. So once the guest has waited for as long as reading everything would have taken,
+    /// everything is read: at most twice the time of the best choice.
+    fn fill_urgency(&self) -> Option<FillUrgency> {
+        let left = self.units.unfinished_count();
         let is_soon = self.rules.adapts
-            && self.cost.is_far()
-            && self.cost.of(left, self.rules.run_max) <= SOON;
-        is_soon.then_some(match self.read_on_demand_for >= self.cost.least(left) {
-            true => Soon::AtOnce,
-            false => Soon::Beside,
+            && self.cost.is_high_latency()
+            && self.cost.estimate_reads(left, self.rules.run_max) <= FILL_TIME_MAX;
+        is_soon.then_some(match self.read_on_demand_for >= self.cost.request_time_min(left) {
+            true => FillUrgency::AtOnce,
+            false => FillUrgency::Beside,
         })
     }
 
-    fn next_to_fill(&mut self) -> Option<Unit> {
-        while self.fill_from < self.plan.units() {
-            let unit = Unit(self.fill_from);
+    fn next_to_fill(&mut self) -> Option<ReadUnit> {
+        while self.fill_from < self.plan.unit_count() {
+            let unit = ReadUnit(self.fill_from);
             if self.units.is_stored(unit) {
                 return Some(unit);
             }
@@ -161,142 +168,165 @@ impl<B: Clone> Server<B> {
         None
     }
 
-    /// Begins to read up to `len` neighbouring units: as far as nobody has begun with them, or, where passing a few costs more
-    /// than reading them again, whatever has become of those between.
-    pub(super) fn start_run(&mut self, first: Unit, len: u32) -> Range<u32> {
-        let end = first.0.saturating_add(len).min(self.plan.units());
-        let is_wanted =
-            |unit: &u32| matches!(self.units.state(Unit(*unit)), State::Stored | State::Asked);
-        let run = match self.rules.adapts && self.cost.is_far() {
+    /// Begins to read up to `len` neighbouring units: up to the first one that a read has begun
+    /// for. Or, where a second access costs more than reading a few units again, also past units in
+    /// any other state.
+    pub(super) fn start_run(&mut self, first: ReadUnit, len: u32) -> Range<u32> {
+        let end = first.0.saturating_add(len).min(self.plan.unit_count());
+        let is_wanted = |unit: &u32| {
+            matches!(self.units.state_of(ReadUnit(*unit)), UnitState::Stored | UnitState::Asked)
+        };
+        let run = match self.rules.adapts && self.cost.is_high_latency() {
             true => first.0..(first.0..end).rfind(is_wanted).map_or(first.0, |last| last + 1),
             false => {
-                let is_stored = |unit: &u32| self.units.is_stored(Unit(*unit));
+                let is_stored = |unit: &u32| self.units.is_stored(ReadUnit(*unit));
                 first.0..first.0 + (first.0..end).take_while(is_stored).count() as u32
             }
         };
         let wanted: Vec<u32> = run.clone().filter(is_wanted).collect();
-        wanted.into_iter().for_each(|unit| self.begin(Unit(unit), State::Reading));
+        wanted.into_iter().for_each(|unit| self.start_unit(ReadUnit(unit), UnitState::Reading));
         run
     }
 
-    /// Somebody begins with a unit that nobody has begun with.
-    pub(super) fn begin(&mut self, unit: Unit, state: State<B>) {
-        self.ahead.begun(unit);
-        self.units.set(unit, state);
+    /// A thread begins with a unit that no read has begun for.
+    pub(super) fn start_unit(&mut self, unit: ReadUnit, state: UnitState<B>) {
+        self.prefetch.record_start(unit);
+        self.units.set_state(unit, state);
     }
 
-    /// With use accounted for, units stay out of the guest's reach until there is nothing else to do.
-    fn release_spared(&mut self) -> Take {
+    /// If the use of prefetched pages is counted, pages of these units are installed only on demand
+    /// until there is nothing else to do. This ends that.
+    fn release_withheld(&mut self) -> ReadDecision {
         self.rules.account_use = false;
-        // From the first block on: workers may have passed one of which a single page was on its way.
-        for unit in std::mem::take(&mut self.spared) {
-            let _ = self.go_back_to(unit);
+        // Workers start at the first block again: they may have passed one of which a single page
+        // was being installed.
+        for unit in std::mem::take(&mut self.withheld) {
+            let _ = self.rescan_unit(unit);
         }
-        Take::Idle
+        ReadDecision::Idle
     }
 
-    /// The page cache had this unit of an [`super::Answer::Fetch`]. To be reported before [`Self::installed`].
-    pub fn fetched(&mut self, now: Duration, unit: Unit, source: Source<B>) -> Stir {
+    /// The page cache had the unit of this [`super::FaultAnswer::TryPageCache`]. To be reported
+    /// before [`Self::record_install`].
+    pub fn record_cache_hit(
+        &mut self,
+        now: Duration,
+        unit: ReadUnit,
+        source: UnitSource<B>,
+    ) -> ThreadWakeups {
         self.counts.demand_units += 1;
-        self.pace.read(now);
-        self.enter_memory(unit, source, Why::Demand, 1)
+        self.fill_throttle.record_read(now);
+        self.enter_memory(unit, source, ReadReason::Demand, 1)
     }
 
-    /// The page cache did not have the unit of this [`super::Answer::Fetch`]: a reader has to get it.
-    pub fn missed(&mut self, install: &Install<()>) -> Stir {
-        self.ask_for(install)
+    /// The page cache did not have the unit of this [`super::FaultAnswer::TryPageCache`]: a reader
+    /// thread must read it.
+    pub fn record_cache_miss(&mut self, install: &BlockInstall<()>) -> ThreadWakeups {
+        self.queue_demand_read(install)
     }
 
-    /// The page cache no longer has the unit of an install from [`Source::PageCache`]: a reader has to get it again.
-    pub fn lost(&mut self, install: &Install<B>) -> Stir {
-        self.ask_for(install)
+    /// The page cache no longer has the unit of an install from [`UnitSource::PageCache`]: a reader
+    /// thread must read it again.
+    pub fn record_cache_loss(&mut self, install: &BlockInstall<B>) -> ThreadWakeups {
+        self.queue_demand_read(install)
     }
 
-    fn ask_for<S>(&mut self, install: &Install<S>) -> Stir {
+    fn queue_demand_read<S>(&mut self, install: &BlockInstall<S>) -> ThreadWakeups {
         let (unit, block) = (install.unit, install.block);
-        self.let_go(block);
+        self.release_block(block);
         let page = install.wanted.unwrap_or(self.block_size.first_page(block));
-        let waiting = Waiting { unit, block, page };
-        match self.units.state(unit) {
-            // A failed unit is read again at its time, which comes sooner now.
-            State::Done | State::Reading | State::Asked | State::Failed => {}
-            State::Stored | State::Trying | State::Memory { .. } => {
+        let waiting = WaitingFault { unit, block, page };
+        match self.units.state_of(unit) {
+            // A failed unit is read again when its pause is over, and the pause is shorter now.
+            UnitState::Done | UnitState::Reading | UnitState::Asked | UnitState::Failed => {}
+            UnitState::Stored | UnitState::Trying | UnitState::Memory { .. } => {
                 self.watch_divergence(unit);
-                self.ahead.waited(self.pace.last_fault());
-                self.units.set(unit, State::Asked);
+                self.prefetch.record_wait(self.fill_throttle.last_fault());
+                self.units.set_state(unit, UnitState::Asked);
                 self.asked.push_back(unit);
                 self.reads_on_demand += 1;
             }
         }
         match self.settled.contains(page) {
-            // The guest gave it back in the meantime: zeros, which no read is needed for.
+            // The guest gave it back in the meantime: it is zeros, which need no read.
             true => self.urgent.push_back(waiting),
             false => self.waiting.push(waiting),
         }
         let workers = !self.urgent.is_empty();
-        self.stir(Stir { demand: true, workers, ..Stir::default() })
+        self.complete_wakeups(ThreadWakeups { demand: true, workers, ..ThreadWakeups::default() })
     }
 
     /// A unit was read. It may be one that only lay between others.
-    pub fn arrived(&mut self, now: Duration, unit: Unit, source: Source<B>, why: Why) -> Stir {
-        self.pace.read(now);
-        self.retries.read_succeeded();
-        // A read that only passed a failed unit has brought it all the same.
-        let is_wanted = matches!(self.units.state(unit), State::Reading | State::Failed);
-        if is_wanted || why == Why::Demand {
+    pub fn record_arrival(
+        &mut self,
+        now: Duration,
+        unit: ReadUnit,
+        source: UnitSource<B>,
+        why: ReadReason,
+    ) -> ThreadWakeups {
+        self.fill_throttle.record_read(now);
+        self.retries.record_success();
+        // A read that only passed over a failed unit has read it all the same.
+        let is_wanted = matches!(self.units.state_of(unit), UnitState::Reading | UnitState::Failed);
+        if is_wanted || why == ReadReason::Demand {
             self.count_read(why);
         }
-        if why == Why::Demand {
-            self.ahead.waited(now);
+        if why == ReadReason::Demand {
+            self.prefetch.record_wait(now);
         }
         match is_wanted {
             true => self.enter_memory(unit, source, why, 0),
-            false => self.stir(Stir::default()),
+            false => self.complete_wakeups(ThreadWakeups::default()),
         }
     }
 
-    fn count_read(&mut self, why: Why) {
+    fn count_read(&mut self, why: ReadReason) {
         match why {
-            Why::Demand => {
+            ReadReason::Demand => {
                 self.reads_on_demand = self.reads_on_demand.saturating_sub(1);
                 self.counts.demand_units += 1;
                 self.counts.demand_reads += 1;
             }
-            Why::Ahead => self.counts.ahead_units += 1,
-            Why::Fill => self.counts.fill_units += 1,
+            ReadReason::Ahead => self.counts.ahead_units += 1,
+            ReadReason::Fill => self.counts.fill_units += 1,
         }
     }
 
     pub(super) fn enter_memory(
         &mut self,
-        unit: Unit,
-        source: Source<B>,
-        why: Why,
+        unit: ReadUnit,
+        source: UnitSource<B>,
+        why: ReadReason,
         asked: u32,
-    ) -> Stir {
+    ) -> ThreadWakeups {
         let source = match self.has_room_for(unit) {
             true => source,
-            false => Source::PageCache,
+            false => UnitSource::PageCache,
         };
         self.retries.remove_unit(unit);
-        self.units.set(unit, State::Memory { source, why, next: 0 });
-        let waited = self.urge(unit);
-        if self.rules.account_use && why != Why::Fill {
-            self.spare(unit, asked + waited);
+        self.units.set_state(unit, UnitState::Memory { source, why, next: 0 });
+        let waited = self.move_to_urgent(unit);
+        if self.rules.account_use && why != ReadReason::Fill {
+            self.withhold_unit(unit, asked + waited);
         } else if self.plan.members(unit).len() > 1 || asked + waited == 0 {
             self.ready.push_back(unit);
         }
-        self.stir(Stir { workers: !self.ready.is_empty(), ..Stir::default() })
+        self.complete_wakeups(ThreadWakeups {
+            workers: !self.ready.is_empty(),
+            ..ThreadWakeups::default()
+        })
     }
 
-    /// Whether the bytes of a unit may stay in memory. While it is read it counts as held already.
-    fn has_room_for(&self, unit: Unit) -> bool {
-        let counted = u32::from(matches!(self.units.state(unit), State::Reading));
-        self.units.held() - counted < self.rules.held_max
+    /// Whether the bytes of a unit may stay in memory. While it is read it is already counted as
+    /// held.
+    fn has_room_for(&self, unit: ReadUnit) -> bool {
+        let counted = u32::from(matches!(self.units.state_of(unit), UnitState::Reading));
+        self.units.held_count() - counted < self.rules.held_max
     }
 
-    /// Puts the blocks of a unit that the guest waits for first. How many pages these are.
-    fn urge(&mut self, unit: Unit) -> u32 {
+    /// Moves the blocks of a unit that the guest waits for to the front. Returns how many pages
+    /// these are.
+    fn move_to_urgent(&mut self, unit: ReadUnit) -> u32 {
         let before = self.urgent.len();
         self.waiting.retain(|waiting| {
             if waiting.unit == unit {
@@ -307,21 +337,22 @@ impl<B: Clone> Server<B> {
         (self.urgent.len() - before) as u32
     }
 
-    fn spare(&mut self, unit: Unit, asked: u32) {
+    fn withhold_unit(&mut self, unit: ReadUnit, asked: u32) {
         let members = self.plan.members(unit).iter();
-        let missing: u32 = members.map(|&block| self.settled.missing(block).count()).sum();
+        let missing: u32 = members.map(|&block| self.settled.missing_in(block).count()).sum();
         self.counts.prefetched_pages += u64::from(missing.saturating_sub(asked));
-        self.spared.push(unit);
+        self.withheld.push(unit);
     }
 
-    /// Whether a unit is being read for its own sake, and does not only lie between others.
-    pub fn is_wanted(&self, unit: Unit) -> bool {
-        matches!(self.units.state(unit), State::Reading)
+    /// Whether a unit is read for its own sake, and does not only lie between others.
+    pub fn is_wanted(&self, unit: ReadUnit) -> bool {
+        matches!(self.units.state_of(unit), UnitState::Reading)
     }
 
-    /// Of a read of these units, so few are wanted that their bytes should not keep the others' in memory.
+    /// Whether so few of these units are wanted that the bytes of this read should not keep those
+    /// of the others in memory.
     pub fn is_sparse(&self, units: &Range<u32>) -> bool {
-        let wanted = units.clone().filter(|&unit| self.is_wanted(Unit(unit))).count();
+        let wanted = units.clone().filter(|&unit| self.is_wanted(ReadUnit(unit))).count();
         wanted * 2 < units.len()
     }
 }

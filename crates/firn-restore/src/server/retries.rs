@@ -1,21 +1,23 @@
-//! Reads and installs that have failed, and when each is tried again.
+//! Retry schedule: reads and installs that have failed, and when each is tried again.
 //!
 //! ```text
-//!   read failed ----> unit waits ------ at its time ---> read again ---> arrived: forgotten
-//!   install failed -> block waits ----- at its time ---> read from the file, decoded, installed again ---> forgotten
+//!   read failed ----> unit waits ------ at its time ---> read again ---> arrived: removed
+//!   install failed -> block waits ----- at its time ---> read from the file, decoded, installed again ---> removed
 //! ```
 //!
-//! The pause doubles with each failure of a unit or block, up to [`Rules::retry_max`]; up to [`Rules::retry_requested_max`] while
-//! a vCPU waits for one of its pages. So storage that is gone for an hour costs a few reads a second, and a guest that waits
-//! continues within a second of its return. While background reads fail one after another, the next one begins after a pause
-//! as well: otherwise every unit of the image would be tried once and fail.
+//! The pause doubles with each failure of a unit or block, up to [`PageServerRules::retry_max`]; up
+//! to [`PageServerRules::retry_requested_max`] while a vCPU waits for one of its pages. So storage
+//! that is unavailable for an hour costs a few reads a second, and a guest that waits continues
+//! within a second of its return. While background reads fail one after another, the next one
+//! begins after a pause as well: otherwise every unit of the image would be tried once and fail.
 //!
 //! The schedule never loses a unit or block that a vCPU may wait for:
 //!
-//! - A unit is *Failed* exactly if it is scheduled. It stays scheduled, with its count of failures, while it is read again
-//!   (*Reading*), and leaves the schedule when its bytes arrive, by whichever read, or when all its pages are settled.
-//! - A block leaves the schedule when all its pages are settled, and not before: the install of some of its pages does not
-//!   answer a vCPU that waits for another one.
+//! - A unit is *Failed* exactly if it is scheduled. It stays scheduled, with its count of failures,
+//!   while it is read again (*Reading*), and leaves the schedule when its bytes arrive, by
+//!   whichever read, or when all its pages are settled.
+//! - A block leaves the schedule when all its pages are settled, and not before: the install of
+//!   some of its pages does not answer a vCPU that waits for another one.
 //! - Every requested page of a block in the schedule is one that the next attempt installs.
 //!
 //! The simulation checks this after each step.
@@ -25,35 +27,37 @@ use std::time::Duration;
 
 use firn_types::{Block, Page};
 
-use super::actions::{Install, Read, Source, Stir, Take, Why, Work};
-use super::pace::Rules;
-use super::plan::Unit;
-use super::units::State;
-use super::{Server, Settled, Waiting};
+use super::actions::{
+    BlockInstall, InstallWork, ReadDecision, ReadReason, ThreadWakeups, UnitRead, UnitSource,
+};
+use super::fill_throttle::PageServerRules;
+use super::plan::ReadUnit;
+use super::units::UnitState;
+use super::{PageServer, SettledPages, WaitingFault};
 
-/// How often something has failed, and when last.
+/// How often something has failed, and when it last did.
 #[derive(Clone, Copy, Debug)]
-struct Attempts {
+struct FailedAttempts {
     count: u32,
     failed_at: Duration,
 }
 
-impl Attempts {
-    fn first(now: Duration) -> Self {
+impl FailedAttempts {
+    fn first_failure(now: Duration) -> Self {
         Self { count: 1, failed_at: now }
     }
 
-    fn failed(&mut self, now: Duration) {
+    fn record_failure(&mut self, now: Duration) {
         *self = Self { count: self.count.saturating_add(1), failed_at: now };
     }
 
-    fn due_at(&self, is_requested: bool, rules: &Rules) -> Duration {
+    fn next_attempt_at(&self, is_requested: bool, rules: &PageServerRules) -> Duration {
         let pause_max = if is_requested { rules.retry_requested_max } else { rules.retry_max };
-        self.failed_at + pause(self.count, rules.retry_min, pause_max)
+        self.failed_at + retry_pause(self.count, rules.retry_min, pause_max)
     }
 }
 
-fn pause(count: u32, pause_min: Duration, pause_max: Duration) -> Duration {
+fn retry_pause(count: u32, pause_min: Duration, pause_max: Duration) -> Duration {
     (pause_min * (1 << count.saturating_sub(1).min(16))).min(pause_max)
 }
 
@@ -61,54 +65,57 @@ fn pause(count: u32, pause_min: Duration, pause_max: Duration) -> Duration {
 #[derive(Clone, Debug)]
 struct FailedBlock {
     block: Block,
-    unit: Unit,
+    unit: ReadUnit,
     /// Its pages that vCPUs wait for.
     requested: Vec<Page>,
-    attempts: Attempts,
-    /// A thread tries it again at this moment.
+    attempts: FailedAttempts,
+    /// A thread is trying it again.
     is_running: bool,
 }
 
-/// All that has failed and was not done since.
+/// All that has failed and has not succeeded since.
 #[derive(Debug, Default)]
-pub(super) struct Retries {
-    units: Vec<(Unit, Attempts)>,
+pub(super) struct RetrySchedule {
+    units: Vec<(ReadUnit, FailedAttempts)>,
     blocks: Vec<FailedBlock>,
-    /// Background reads that failed since the last read that did not.
+    /// Background reads that failed since the last successful read.
     background_failures: u32,
-    /// No background read begins before.
+    /// No background read begins before this time.
     background_from: Duration,
 }
 
-impl Retries {
-    /// A vCPU waits for a page of a block that could not be installed. False if it is not such a block.
-    pub(super) fn request(&mut self, block: Block, page: Page) -> bool {
+impl RetrySchedule {
+    /// A vCPU waits for a page of a block that could not be installed. Returns false if it is not
+    /// such a block.
+    pub(super) fn request_page(&mut self, block: Block, page: Page) -> bool {
         let found = self.blocks.iter_mut().find(|it| it.block == block);
         found.map(|it| it.requested.push(page)).is_some()
     }
 
     /// A read has succeeded.
-    pub(super) fn read_succeeded(&mut self) {
+    pub(super) fn record_success(&mut self) {
         self.background_failures = 0;
     }
 
     /// A unit is in memory, or all its pages are settled.
-    pub(super) fn remove_unit(&mut self, unit: Unit) {
+    pub(super) fn remove_unit(&mut self, unit: ReadUnit) {
         self.units.retain(|(it, _)| *it != unit);
     }
 
-    /// Pages of a block were settled. Threads that waited for them wait no more; the block stays if others are missing.
-    pub(super) fn remove_settled(&mut self, block: Block, settled: &Settled) {
+    /// Pages of a block were settled: no vCPU waits for them any more. The block stays if other
+    /// pages are missing.
+    pub(super) fn remove_settled(&mut self, block: Block, settled: &SettledPages) {
         self.blocks.retain_mut(|it| {
             if it.block == block {
                 it.requested.retain(|page| !settled.contains(*page));
             }
-            it.block != block || !settled.missing(block).is_empty()
+            it.block != block || !settled.missing_in(block).is_empty()
         });
     }
 
-    /// The requested pages among these, with their blocks: no longer to be waited for here.
-    pub(super) fn take_requested(&mut self, pages: &Range<Page>) -> Vec<(Unit, Block, Page)> {
+    /// Removes and returns the requested pages among these, with their blocks: their vCPUs no
+    /// longer wait here.
+    pub(super) fn take_requested(&mut self, pages: &Range<Page>) -> Vec<(ReadUnit, Block, Page)> {
         let mut taken = Vec::new();
         for FailedBlock { block, unit, requested, .. } in &mut self.blocks {
             let answered = requested.iter().filter(|page| pages.contains(page));
@@ -118,55 +125,71 @@ impl Retries {
         taken
     }
 
-    fn background_failed(&mut self, now: Duration, rules: &Rules) {
+    fn record_background_failure(&mut self, now: Duration, rules: &PageServerRules) {
         self.background_failures = self.background_failures.saturating_add(1);
         let pause_max = rules.retry_requested_max;
-        self.background_from = now + pause(self.background_failures, rules.retry_min, pause_max);
+        self.background_from =
+            now + retry_pause(self.background_failures, rules.retry_min, pause_max);
     }
 }
 
-impl<B: Clone> Server<B> {
-    /// A unit can't be read now: it is read again later. Whether anything is missing by that.
+impl<B: Clone> PageServer<B> {
+    /// A unit can't be read now: it is read again later. Returns whether the unit was wanted, so
+    /// that it is missing now.
     #[must_use]
-    pub fn failed(&mut self, now: Duration, unit: Unit, why: Why) -> bool {
+    pub fn record_failed_read(&mut self, now: Duration, unit: ReadUnit, why: ReadReason) -> bool {
         match why {
-            Why::Demand => self.reads_on_demand = self.reads_on_demand.saturating_sub(1),
-            Why::Ahead | Why::Fill => self.retries.background_failed(now, &self.rules),
+            ReadReason::Demand => self.reads_on_demand = self.reads_on_demand.saturating_sub(1),
+            ReadReason::Ahead | ReadReason::Fill => {
+                self.retries.record_background_failure(now, &self.rules)
+            }
         }
         let is_wanted = self.is_wanted(unit);
         if is_wanted {
-            self.units.set(unit, State::Failed);
+            self.units.set_state(unit, UnitState::Failed);
             match self.retries.units.iter_mut().find(|(it, _)| *it == unit) {
-                Some((_, attempts)) => attempts.failed(now),
-                None => self.retries.units.push((unit, Attempts::first(now))),
+                Some((_, attempts)) => attempts.record_failure(now),
+                None => self.retries.units.push((unit, FailedAttempts::first_failure(now))),
             }
         }
         is_wanted
     }
 
-    /// A block can't be installed now, because its stored bytes can't be read or are damaged: that is tried again later. Workers
-    /// pass it meanwhile.
-    pub fn set_aside<S>(&mut self, now: Duration, install: &Install<S>) -> Stir {
-        let Install { block, unit, wanted, .. } = *install;
-        // The guest gave the page back meanwhile, or another thread installed it: the next attempt would not include it.
+    /// A block can't be installed now, because its stored bytes can't be read or are damaged: the
+    /// install is tried again later. Workers skip the block until then.
+    pub fn set_aside<S>(&mut self, now: Duration, install: &BlockInstall<S>) -> ThreadWakeups {
+        let BlockInstall { block, unit, wanted, .. } = *install;
+        // The guest gave the page back, or another thread installed it: the next attempt would not
+        // include it.
         let settled = wanted.filter(|&page| self.settled.contains(page));
-        self.urgent.extend(settled.map(|page| Waiting { unit, block, page }));
-        if !self.settled.missing(block).is_empty() {
-            self.schedule(now, block, unit, wanted.filter(|page| settled != Some(*page)));
+        self.urgent.extend(settled.map(|page| WaitingFault { unit, block, page }));
+        if !self.settled.missing_in(block).is_empty() {
+            self.schedule_install(now, block, unit, wanted.filter(|page| settled != Some(*page)));
         }
-        let stir = match self.units.state(unit) {
-            State::Trying => self.enter_memory(unit, Source::PageCache, Why::Demand, 1),
-            _ => Stir::default(),
+        let stir = match self.units.state_of(unit) {
+            UnitState::Trying => {
+                self.enter_memory(unit, UnitSource::PageCache, ReadReason::Demand, 1)
+            }
+            _ => ThreadWakeups::default(),
         };
-        stir.or(Stir { workers: !self.urgent.is_empty(), ..Stir::default() })
+        stir.merge_with(ThreadWakeups {
+            workers: !self.urgent.is_empty(),
+            ..ThreadWakeups::default()
+        })
     }
 
     /// Has a block installed again after a pause.
-    fn schedule(&mut self, now: Duration, block: Block, unit: Unit, requested: Option<Page>) {
-        self.take(block);
+    fn schedule_install(
+        &mut self,
+        now: Duration,
+        block: Block,
+        unit: ReadUnit,
+        requested: Option<Page>,
+    ) {
+        self.claim_block(block);
         match self.retries.blocks.iter_mut().find(|it| it.block == block) {
             Some(failed) => {
-                failed.attempts.failed(now);
+                failed.attempts.record_failure(now);
                 failed.is_running = false;
                 failed.requested.extend(requested.filter(|page| !failed.requested.contains(page)));
             }
@@ -174,82 +197,90 @@ impl<B: Clone> Server<B> {
                 block,
                 unit,
                 requested: requested.into_iter().collect(),
-                attempts: Attempts::first(now),
+                attempts: FailedAttempts::first_failure(now),
                 is_running: false,
             }),
         }
     }
 
-    /// A block whose time has come to be installed again, from the file. For a thread that may wait for storage.
-    pub fn take_retry(&mut self, now: Duration) -> Option<Work<B>> {
+    /// A block whose pause is over, to be installed again from the file. For a thread that may wait
+    /// for storage.
+    pub fn take_retry(&mut self, now: Duration) -> Option<InstallWork<B>> {
         let rules = self.rules;
         let is_due = |it: &&mut FailedBlock| {
-            let due = it.attempts.due_at(!it.requested.is_empty(), &rules);
+            let due = it.attempts.next_attempt_at(!it.requested.is_empty(), &rules);
             !it.is_running && due <= now
         };
         let failed = self.retries.blocks.iter_mut().find(is_due)?;
         failed.is_running = true;
         let (block, unit, wanted) = (failed.block, failed.unit, failed.requested.first().copied());
-        let pages = self.settled.missing(block);
-        let (source, version) = (Source::PageCache, self.version);
-        Some(Work::Install(Install { block, unit, pages, source, wanted, version }))
+        let pages = self.settled.missing_in(block);
+        let (source, version) = (UnitSource::PageCache, self.version);
+        Some(InstallWork::Install(BlockInstall { block, unit, pages, source, wanted, version }))
     }
 
-    /// A unit whose time has come to be read again.
-    pub(super) fn take_failed(&mut self, now: Duration, may_fill: bool) -> Option<Read> {
-        let due = |(unit, attempts): &&(Unit, Attempts)| {
+    /// A unit whose pause is over, to be read again.
+    pub(super) fn take_failed(&mut self, now: Duration, may_fill: bool) -> Option<UnitRead> {
+        let due = |(unit, attempts): &&(ReadUnit, FailedAttempts)| {
             self.retry_at(*unit, attempts, may_fill).is_some_and(|at| at <= now)
         };
         let (unit, _) = *self.retries.units.iter().find(due)?;
         let is_requested = self.is_requested(unit);
         self.reads_on_demand += u32::from(is_requested);
-        self.units.set(unit, State::Reading);
-        let why = if is_requested { Why::Demand } else { Why::Fill };
-        Some(Read { units: unit.0..unit.0 + 1, why, in_order: false })
+        self.units.set_state(unit, UnitState::Reading);
+        let why = if is_requested { ReadReason::Demand } else { ReadReason::Fill };
+        Some(UnitRead { units: unit.0..unit.0 + 1, why, in_order: false })
     }
 
-    /// When this thread may read a unit again. `None` while another does, and if only the background fill wants it and this thread
-    /// does not fill.
-    fn retry_at(&self, unit: Unit, attempts: &Attempts, may_fill: bool) -> Option<Duration> {
+    /// When this thread may read a unit again. `None` while another thread reads it, and if only
+    /// the background fill wants it and this thread does not fill.
+    fn retry_at(
+        &self,
+        unit: ReadUnit,
+        attempts: &FailedAttempts,
+        may_fill: bool,
+    ) -> Option<Duration> {
         let is_requested = self.is_requested(unit);
-        let is_failed = matches!(self.units.state(unit), State::Failed);
+        let is_failed = matches!(self.units.state_of(unit), UnitState::Failed);
         let is_ours = is_failed && (is_requested || (may_fill && self.rules.fill));
-        is_ours.then(|| attempts.due_at(is_requested, &self.rules))
+        is_ours.then(|| attempts.next_attempt_at(is_requested, &self.rules))
     }
 
-    fn is_requested(&self, unit: Unit) -> bool {
+    fn is_requested(&self, unit: ReadUnit) -> bool {
         self.waiting.iter().any(|waiting| waiting.unit == unit)
     }
 
-    /// No later than when something is to be tried again.
-    pub(super) fn until_retry(&self, take: Take, may_fill: bool) -> Take {
+    /// The decision `take`, but no later than the next retry.
+    pub(super) fn limit_to_retry(&self, take: ReadDecision, may_fill: bool) -> ReadDecision {
         let units = self.retries.units.iter();
         let units = units.filter_map(|(unit, attempts)| self.retry_at(*unit, attempts, may_fill));
         let blocks = self.retries.blocks.iter().filter(|it| !it.is_running);
-        let blocks = blocks.map(|it| it.attempts.due_at(!it.requested.is_empty(), &self.rules));
+        let blocks =
+            blocks.map(|it| it.attempts.next_attempt_at(!it.requested.is_empty(), &self.rules));
         match (take, units.chain(blocks).min()) {
-            (Take::Idle, Some(at)) => Take::At(at),
-            (Take::At(then), Some(at)) => Take::At(then.min(at)),
+            (ReadDecision::Idle, Some(at)) => ReadDecision::At(at),
+            (ReadDecision::At(then), Some(at)) => ReadDecision::At(then.min(at)),
             (take, _) => take,
         }
     }
 
     /// Until when background reads wait because the last ones failed.
-    pub(super) fn background_waits(&self, now: Duration) -> Option<Duration> {
+    pub(super) fn background_pause(&self, now: Duration) -> Option<Duration> {
         let failing = self.retries.background_failures > 0 && now < self.retries.background_from;
         failing.then_some(self.retries.background_from)
     }
 
-    /// Whether something has failed and was not done since.
+    /// Whether something has failed and has not succeeded since.
     pub fn has_failed(&self) -> bool {
         !self.retries.units.is_empty() || !self.retries.blocks.is_empty()
     }
 
-    /// A page that a vCPU waits for and that could not be read or installed, with its unit and block.
-    pub fn requested_in_vain(&self) -> Option<(Unit, Block, Page)> {
+    /// A page that a vCPU waits for and that could not be read or installed, with its unit and
+    /// block.
+    pub fn failed_request(&self) -> Option<(ReadUnit, Block, Page)> {
         let is_failed = |unit| self.retries.units.iter().any(|(it, _)| *it == unit);
         let waiting = self.waiting.iter().find(|it| is_failed(it.unit));
-        let waiting = waiting.map(|&Waiting { unit, block, page }| (unit, block, page));
+        let waiting = waiting.map(|&WaitingFault { unit, block, page }| (unit, block, page));
         let blocks = &self.retries.blocks;
         waiting.or_else(|| {
             blocks.iter().find_map(|it| Some((it.unit, it.block, *it.requested.first()?)))
@@ -258,16 +289,17 @@ impl<B: Clone> Server<B> {
 }
 
 #[cfg(test)]
-impl<B: Clone + std::fmt::Debug> Server<B> {
-    /// Checks what the documentation of this module promises, while `running` attempts to install a block are under way.
+impl<B: Clone + std::fmt::Debug> PageServer<B> {
+    /// Checks what the documentation of this module promises, while `running` attempts to install a
+    /// block are in progress.
     pub(super) fn check_schedule(&self, running: usize) {
-        let state = |unit: &Unit| self.units.state(*unit);
-        let scheduled: Vec<Unit> = self.retries.units.iter().map(|(unit, _)| *unit).collect();
-        for unit in (0..self.plan.units()).map(Unit) {
+        let state = |unit: &ReadUnit| self.units.state_of(*unit);
+        let scheduled: Vec<ReadUnit> = self.retries.units.iter().map(|(unit, _)| *unit).collect();
+        for unit in (0..self.plan.unit_count()).map(ReadUnit) {
             let times = scheduled.iter().filter(|it| **it == unit).count();
             let is_right = match state(&unit) {
-                State::Failed => times == 1,
-                State::Reading => times <= 1,
+                UnitState::Failed => times == 1,
+                UnitState::Reading => times <= 1,
                 _ => times == 0,
             };
             assert!(is_right, "{unit:?} is {:?} and {times} times scheduled", state(&unit));
@@ -276,13 +308,17 @@ impl<B: Clone + std::fmt::Debug> Server<B> {
             let state = state(&waiting.unit);
             let comes = matches!(
                 state,
-                State::Trying | State::Asked | State::Reading | State::Failed | State::Done
+                UnitState::Trying
+                    | UnitState::Asked
+                    | UnitState::Reading
+                    | UnitState::Failed
+                    | UnitState::Done
             );
             assert!(comes, "{waiting:?} of a unit that is {state:?}");
         }
         for failed in &self.retries.blocks {
             let is_open = |page: &Page| !self.settled.contains(*page);
-            let is_missing = !self.settled.missing(failed.block).is_empty();
+            let is_missing = !self.settled.missing_in(failed.block).is_empty();
             assert!(is_missing && failed.requested.iter().all(is_open), "{failed:?}");
         }
         let is_running = self.retries.blocks.iter().filter(|it| it.is_running).count();

@@ -1,21 +1,23 @@
-//! In which order units are read ahead, and which of them with one request.
+//! Request order: the order in which units are prefetched, and which of them are read with one
+//! request.
 //!
-//! The guest will want them in first-access order, roughly; storage gives more when neighbours are read together. So
-//! the list is cut into windows, and each window is read by place, with small gaps read through: what lies in one will
-//! be wanted later anyway. Where getting there is what a read costs, the window is the whole list, and gaps are read
-//! through that cost less than passing them ([`Reach::far`]).
+//! The guest will want them roughly in first-access order; storage delivers more when neighbours
+//! are read together. So the list is cut into windows, and each window is read in stored order,
+//! with small gaps read through: units in a gap will be wanted later anyway. Where a read costs
+//! mostly its access, the window is the whole list, and gaps are read where that costs less than
+//! another access ([`CoalescingRules::high_latency`]).
 //!
 //! ```text
 //!   first accessed     7 3 9 4 11 | 40 12 38 ..
-//!   by place           3 4 7 9 11 | 12 38 40
-//!   requests           3-4  7---11 | 12  38---40      8, 10 and 39 come along
+//!   stored order       3 4 7 9 11 | 12 38 40
+//!   requests           3-4  7---11 | 12  38---40      8, 10 and 39 are read along
 //! ```
 
 use std::ops::Range;
 
-/// How far reading goes out of the order in which units are wanted.
+/// How much a request may deviate from the order in which units are wanted.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(crate) struct Reach {
+pub(crate) struct CoalescingRules {
     /// The longest request, in units.
     pub(crate) longest: u32,
     /// Units in a window.
@@ -24,30 +26,30 @@ pub(crate) struct Reach {
     pub(crate) gap: u32,
 }
 
-impl Reach {
-    /// For storage of which nothing is known, or that is near. A window is 8 MiB of locality blocks, which even a disk
-    /// reads in a tenth of a second.
-    pub(crate) fn near(longest: u32) -> Self {
+impl CoalescingRules {
+    /// For storage of unknown or low latency. A window is 8 MiB of locality blocks, which even a
+    /// disk reads in a tenth of a second.
+    pub(crate) fn low_latency(longest: u32) -> Self {
         Self { longest: longest.max(1), window: 128, gap: 1 }
     }
 
-    /// For storage where getting there costs as much as reading `worth` units: all by place, and what lies between read
-    /// rather than passed.
-    pub(crate) fn far(longest: u32, worth: u32) -> Self {
+    /// For storage where an access costs as much as reading `worth` units: all in stored order, and
+    /// a gap is read where that costs less than another access.
+    pub(crate) fn high_latency(longest: u32, worth: u32) -> Self {
         let gap = worth.clamp(1, longest.saturating_sub(2).max(1));
         Self { longest: longest.max(1), window: usize::MAX, gap }
     }
 }
 
-/// Requests that read these units, and some beside, none twice. `units` are below `end`.
-pub(crate) fn sequence(units: &[u32], end: u32, reach: Reach) -> Vec<Range<u32>> {
+/// Requests that cover these units, and some others, none twice. `units` are below `end`.
+pub(crate) fn order_requests(units: &[u32], end: u32, reach: CoalescingRules) -> Vec<Range<u32>> {
     let mut covered = vec![false; end as usize];
     let mut requests = Vec::new();
     for window in units.chunks(reach.window.max(1)) {
         let mut window: Vec<u32> = window.to_vec();
         window.retain(|&unit| !covered[unit as usize]);
         window.sort_unstable();
-        for request in joined(&window, &covered, reach) {
+        for request in coalesce_units(&window, &covered, reach) {
             request.clone().for_each(|unit| covered[unit as usize] = true);
             requests.push(request);
         }
@@ -55,19 +57,24 @@ pub(crate) fn sequence(units: &[u32], end: u32, reach: Reach) -> Vec<Range<u32>>
     requests
 }
 
-/// Ascending units as requests, over gaps that nobody has covered.
-fn joined(units: &[u32], covered: &[bool], reach: Reach) -> Vec<Range<u32>> {
+/// Ascending units as requests; gaps are included if no other request covers them.
+fn coalesce_units(units: &[u32], covered: &[bool], reach: CoalescingRules) -> Vec<Range<u32>> {
     let mut requests: Vec<Range<u32>> = Vec::new();
     for &unit in units {
         match requests.last_mut() {
-            Some(last) if may_join(last, unit, covered, reach) => last.end = unit + 1,
+            Some(last) if can_extend_to(last, unit, covered, reach) => last.end = unit + 1,
             _ => requests.push(unit..unit + 1),
         }
     }
     requests
 }
 
-fn may_join(request: &Range<u32>, unit: u32, covered: &[bool], reach: Reach) -> bool {
+fn can_extend_to(
+    request: &Range<u32>,
+    unit: u32,
+    covered: &[bool],
+    reach: CoalescingRules,
+) -> bool {
     let gap = request.end..unit;
     gap.len() as u32 <= reach.gap
         && unit + 1 - request.start <= reach.longest
@@ -81,27 +88,36 @@ mod tests {
 
     #[test]
     fn neighbours_are_read_together_and_small_gaps_through() {
-        assert_eq!(sequence(&[7, 3, 9, 4, 20], 30, Reach::near(16)), [3..5, 7..10, 20..21]);
+        assert_eq!(
+            order_requests(&[7, 3, 9, 4, 20], 30, CoalescingRules::low_latency(16)),
+            [3..5, 7..10, 20..21]
+        );
     }
 
     #[test]
     fn no_request_is_too_long() {
         let all: Vec<u32> = (0..40).collect();
-        assert_eq!(sequence(&all, 40, Reach::near(16)), [0..16, 16..32, 32..40]);
+        assert_eq!(
+            order_requests(&all, 40, CoalescingRules::low_latency(16)),
+            [0..16, 16..32, 32..40]
+        );
     }
 
     #[test]
     fn what_is_wanted_much_earlier_is_read_earlier() {
-        let near = Reach::near(1000);
+        let near = CoalescingRules::low_latency(1000);
         let late_first: Vec<u32> = (1000..1000 + near.window as u32).chain([0]).collect();
-        assert_eq!(sequence(&late_first, 2000, near).last(), Some(&(0..1)));
-        assert_eq!(sequence(&late_first, 2000, Reach::far(1000, 5)).first(), Some(&(0..1)));
+        assert_eq!(order_requests(&late_first, 2000, near).last(), Some(&(0..1)));
+        assert_eq!(
+            order_requests(&late_first, 2000, CoalescingRules::high_latency(1000, 5)).first(),
+            Some(&(0..1))
+        );
     }
 
     #[test]
     fn far_storage_is_read_through_gaps() {
-        let far = Reach::far(16, 9);
-        assert_eq!(sequence(&[30, 0, 8, 40], 60, far), [0..9, 30..41]);
+        let far = CoalescingRules::high_latency(16, 9);
+        assert_eq!(order_requests(&[30, 0, 8, 40], 60, far), [0..9, 30..41]);
     }
 
     proptest! {
@@ -111,8 +127,8 @@ mod tests {
             longest in 1u32..20,
             worth in 0u32..40,
         ) {
-            let reach = if worth == 0 { Reach::near(longest) } else { Reach::far(longest, worth) };
-            let requests = sequence(&units, 600, reach);
+            let reach = if worth == 0 { CoalescingRules::low_latency(longest) } else { CoalescingRules::high_latency(longest, worth) };
+            let requests = order_requests(&units, 600, reach);
             let mut times = vec![0; 600];
             for request in &requests {
                 prop_assert!(!request.is_empty() && request.len() as u32 <= longest);

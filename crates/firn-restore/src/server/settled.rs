@@ -1,9 +1,10 @@
-//! Which pages are settled: what they hold no longer depends on the image.
+//! Settled pages: those whose contents no longer depend on the image.
 //!
-//! A page is settled once its contents were installed, or once the guest gave it back (balloon, free-page reporting)
-//! and it must come back as zeros. The set only grows. It is also what a successor needs to know: an image page must
-//! never be installed over a settled one. So the set remembers which of its 64-bit words changed since they were last
-//! written down (see [`crate::Presence`]).
+//! A page is settled once its contents were installed, or once the guest gave it back (balloon,
+//! free-page reporting) and it must read as zeros. The set only grows. A successor needs to know it
+//! too: an image page must never be installed over a settled one. So the set remembers which of its
+//! 64-bit words have changed since they were last written to the file (see
+//! [`crate::PresenceFile`]).
 
 use std::ops::Range;
 
@@ -57,36 +58,36 @@ impl PageMask {
 
 /// The settled pages, one bit each.
 #[derive(Clone, Debug)]
-pub struct Settled {
+pub struct SettledPages {
     block_size: BlockSize,
     words: Vec<u64>,
     changed: Vec<u32>,
     is_changed: Vec<bool>,
 }
 
-impl Settled {
-    /// Nothing is settled but what is no RAM: pages between regions and past the last one.
+impl SettledPages {
+    /// Nothing is settled except what is not RAM: pages between regions and past the last one.
     pub fn new(ram: &RegionMap, block_size: BlockSize) -> Self {
-        let pages = block_size.blocks_in(ram.total_pages()) as usize * block_size.pages();
+        let pages = block_size.blocks_in(ram.total_pages()) as usize * block_size.page_count();
         let words = vec![u64::MAX; pages.div_ceil(64)];
         let is_changed = vec![false; words.len()];
         let mut settled = Self { block_size, words, changed: Vec::new(), is_changed };
         for region in ram.regions() {
-            Page::each(region.range()).for_each(|page| settled.clear(page));
+            Page::iter_range(region.page_range()).for_each(|page| settled.clear_page(page));
         }
         settled
     }
 
-    fn clear(&mut self, page: Page) {
+    fn clear_page(&mut self, page: Page) {
         self.words[page.index() / 64] &= !(1 << (page.index() % 64));
     }
 
-    /// Whether a page is settled. Pages that do not exist are.
+    /// Whether a page is settled. Pages that do not exist count as settled.
     pub fn contains(&self, page: Page) -> bool {
         self.words.get(page.index() / 64).is_none_or(|word| word >> (page.index() % 64) & 1 == 1)
     }
 
-    /// Settles a page. Pages that do not exist are left alone.
+    /// Settles a page. Pages that do not exist are ignored.
     pub fn insert(&mut self, page: Page) {
         let at = page.index() / 64;
         let Some(word) = self.words.get_mut(at) else { return };
@@ -97,11 +98,11 @@ impl Settled {
         }
     }
 
-    /// Takes a settled page back.
+    /// Makes a settled page missing again.
     pub fn remove(&mut self, page: Page) {
         let at = page.index() / 64;
         if self.contains(page) && at < self.words.len() {
-            self.clear(page);
+            self.clear_page(page);
             self.note_change(at);
         }
     }
@@ -113,8 +114,9 @@ impl Settled {
     }
 
     /// The pages of a block that are not settled.
-    pub fn missing(&self, block: Block) -> PageMask {
-        let (first, pages) = (self.block_size.first_page(block).index(), self.block_size.pages());
+    pub fn missing_in(&self, block: Block) -> PageMask {
+        let (first, pages) =
+            (self.block_size.first_page(block).index(), self.block_size.page_count());
         let word = self.words.get(first / 64).copied().unwrap_or(u64::MAX);
         // A block never spans two words: both are powers of two, and blocks are aligned.
         let all = (1u32 << pages) - 1;
@@ -137,8 +139,9 @@ impl Settled {
         &self.words
     }
 
-    /// Settles what was settled according to `words`; more or fewer words than there are is no error.
-    pub fn merge(&mut self, words: &[u64]) {
+    /// Settles the pages that are settled in `words`; more or fewer words than there are is no
+    /// error.
+    pub fn merge_words(&mut self, words: &[u64]) {
         for (mine, theirs) in self.words.iter_mut().zip(words) {
             *mine |= theirs;
         }
@@ -149,7 +152,8 @@ impl Settled {
         !self.changed.is_empty()
     }
 
-    /// Moves the words that changed since the last call to `out`, as (index, value), by index.
+    /// Appends the words that changed since the last call to `out`, as (index, value), sorted by
+    /// index.
     pub fn take_changed(&mut self, out: &mut Vec<(u32, u64)>) {
         out.extend(self.changed.iter().map(|&at| (at, self.words[at as usize])));
         self.changed.iter().for_each(|&at| self.is_changed[at as usize] = false);
@@ -168,15 +172,15 @@ mod tests {
 
     #[test]
     fn what_is_no_ram_is_settled_from_the_start() {
-        let settled = Settled::new(&ram(3), BlockSize::default());
+        let settled = SettledPages::new(&ram(3), BlockSize::default());
         let missing: Vec<u32> = (0..30).filter(|&page| !settled.contains(Page(page))).collect();
         assert_eq!(missing, [0, 1, 2, 16, 17, 18, 19, 20]);
-        assert_eq!(settled.missing(Block(1)), PageMask(0b01));
+        assert_eq!(settled.missing_in(Block(1)), PageMask(0b01));
     }
 
     #[test]
     fn changes_are_told_once() {
-        let mut settled = Settled::new(&ram(200), BlockSize::default());
+        let mut settled = SettledPages::new(&ram(200), BlockSize::default());
         settled.insert(Page(130));
         settled.insert_in(Block(0), PageMask(0b10));
         settled.insert(Page(1));
@@ -190,11 +194,11 @@ mod tests {
 
     #[test]
     fn what_was_settled_can_be_taken_back() {
-        let mut settled = Settled::new(&ram(200), BlockSize::default());
+        let mut settled = SettledPages::new(&ram(200), BlockSize::default());
         settled.insert_in(Block(3), PageMask(0b11));
         settled.remove(Page(7));
         settled.remove(Page(100_000));
-        assert_eq!(settled.missing(Block(3)), PageMask(0b10));
+        assert_eq!(settled.missing_in(Block(3)), PageMask(0b10));
     }
 
     #[test]

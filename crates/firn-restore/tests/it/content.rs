@@ -1,9 +1,10 @@
-//! What guest memory holds, and images of it.
+//! Contents of guest memory, and images of it.
 
 use std::path::Path;
 
 use firn_image::{
-    Codec, Compressed, Draft, Geometry, Image, Organization, Packer, Sections, Writer, compress,
+    BlockOrganization, Codec, CompressedBlock, Geometry, Image, ImageDraft, ImageSections,
+    ImageWriter, Packer, compress_block,
 };
 use firn_types::{Block, BlockSize, PAGE_SIZE, Page, RegionMap};
 
@@ -30,19 +31,20 @@ impl Dice {
     }
 }
 
-/// One step of a sum that notices order.
+/// One step of a sum that depends on the order.
 pub fn mix(sum: u64, word: u64) -> u64 {
     (sum.rotate_left(5) ^ word).wrapping_mul(0x517c_c1b7_2722_0a95)
 }
 
-/// What memory must hold, page by page.
+/// The expected contents of memory, page by page.
 pub struct Model {
     pub map: RegionMap,
     pub bytes: Vec<u8>,
 }
 
 impl Model {
-    /// Memory of these regions: of eight pages one is zero, and half of every other page can be compressed.
+    /// Memory of these regions: of eight pages one is zero, and half of every other page can be
+    /// compressed.
     pub fn new(sizes: &[u64], seed: u64) -> Self {
         let names: Vec<String> = (0..sizes.len()).map(|region| format!("ram{region}")).collect();
         let regions = names.iter().zip(sizes).map(|(name, pages)| (name.as_str(), pages * 4096));
@@ -50,7 +52,7 @@ impl Model {
         let mut bytes = vec![0; map.total_pages() as usize * PAGE_SIZE];
         let mut dice = Dice(seed);
         for region in map.regions() {
-            for page in Page::each(region.range()).filter(|page| page.0 % 8 != 5) {
+            for page in Page::iter_range(region.page_range()).filter(|page| page.0 % 8 != 5) {
                 let start = page.index() * PAGE_SIZE;
                 let random = &mut bytes[start..start + PAGE_SIZE / 2];
                 random.chunks_exact_mut(8).for_each(|word| {
@@ -70,18 +72,18 @@ impl Model {
         self.bytes[pages.start as usize * PAGE_SIZE..pages.end as usize * PAGE_SIZE].fill(0);
     }
 
-    /// What the guest's `sums` gives for a page.
+    /// The result of the guest's `sums` for a page.
     pub fn sum_of(&self, page: u32) -> u64 {
         let words = self.page(page).chunks_exact(8);
         words.fold(0, |sum, word| mix(sum, u64::from_le_bytes(word.try_into().unwrap())))
     }
 
-    /// What the guest's `sum` gives.
+    /// The result of the guest's `sum`.
     pub fn sum(&self, pages: std::ops::Range<u32>) -> u64 {
         pages.fold(0, |sum, page| mix(sum, self.sum_of(page)))
     }
 
-    /// What the guest's `random` gives.
+    /// The result of the guest's `random`.
     pub fn random(&self, seed: u64, count: u64, pages: u64) -> u64 {
         let mut dice = Dice(seed);
         (0..count).fold(0, |sum, _| mix(sum, self.sum_of(dice.below(pages) as u32)))
@@ -94,14 +96,15 @@ impl Model {
 
     /// A memory block, filled up with zeros at the end of memory.
     pub fn block(&self, geometry: &Geometry, block: Block) -> Vec<u8> {
-        let start = block.index() * geometry.block_size.bytes();
-        let end = (start + geometry.block_size.bytes()).min(self.bytes.len());
+        let start = block.index() * geometry.block_size.byte_count();
+        let end = (start + geometry.block_size.byte_count()).min(self.bytes.len());
         let mut bytes = self.bytes[start..end].to_vec();
-        bytes.resize(geometry.block_size.bytes(), 0);
+        bytes.resize(geometry.block_size.byte_count(), 0);
         bytes
     }
 
-    /// Writes an image. Blocks are stored in this order; the last eighth of the all-zero ones is left untouched.
+    /// Writes an image. Blocks are stored in this order; the last eighth of the all-zero ones is
+    /// left untouched.
     pub fn write(
         &self,
         path: &Path,
@@ -110,32 +113,36 @@ impl Model {
         order: &[Block],
         working_set: Vec<Block>,
     ) -> Image {
-        let mut writer =
-            Writer::create(path, &Draft::whole(geometry, Organization::Access)).unwrap();
+        let mut writer = ImageWriter::create(
+            path,
+            &ImageDraft::whole_image(geometry, BlockOrganization::Access),
+        )
+        .unwrap();
         let mut packer = Packer::new(geometry);
         let mut zeros = Vec::new();
         for &block in order {
-            match compress(codec, block, &self.block(&geometry, block)) {
-                Compressed::Zero => zeros.push(block),
-                Compressed::Packed(packed) => {
-                    if let Some(full) = packer.push(packed) {
+            match compress_block(codec, block, &self.block(&geometry, block)) {
+                CompressedBlock::Zero => zeros.push(block),
+                CompressedBlock::Packed(packed) => {
+                    if let Some(full) = packer.push_block(packed) {
                         writer.append(full).unwrap();
                     }
                 }
             }
         }
-        if let Some(last) = packer.finish() {
+        if let Some(last) = packer.take_filled() {
             writer.append(last).unwrap();
         }
         zeros[..zeros.len() * 7 / 8].iter().for_each(|&block| writer.set_zero(block));
-        let sections = Sections { regions: self.map.clone(), working_set, ..Sections::default() };
+        let sections =
+            ImageSections { regions: self.map.clone(), working_set, ..ImageSections::default() };
         writer.finish(sections).unwrap();
         Image::open(path).unwrap()
     }
 
     /// All blocks, shuffled.
     pub fn shuffled(&self, geometry: &Geometry, seed: u64) -> Vec<Block> {
-        let mut order: Vec<Block> = (0..geometry.blocks()).map(Block).collect();
+        let mut order: Vec<Block> = (0..geometry.block_count()).map(Block).collect();
         Dice(seed).shuffle(&mut order);
         order
     }

@@ -6,12 +6,12 @@ use std::sync::Arc;
 use std::sync::mpsc::{Receiver, channel};
 use std::time::Duration;
 
-use firn_memory::{GuestMemory, PageFaults, Process, RegionLocation, Trace, Tracee};
-use firn_types::{HostVirt, RegionMap, Tid};
+use firn_memory::{GuestMemory, PageFaults, Process, RegionLocation, TraceMode, Tracee};
+use firn_types::{HostVirt, RegionMap, ThreadId};
 
 use crate::guest::{THREADS, VARIABLE};
 
-/// Nothing in these tests takes that long.
+/// Longer than anything in these tests takes.
 pub const PATIENCE: Duration = Duration::from_secs(30);
 
 /// The guest process. Killed when dropped.
@@ -21,12 +21,12 @@ pub struct Guest {
     results: Vec<Receiver<String>>,
     pub process: Arc<Process>,
     pub memory: Arc<GuestMemory>,
-    pub tids: Vec<Tid>,
+    pub tids: Vec<ThreadId>,
     pub hvas: Vec<u64>,
 }
 
 impl Guest {
-    /// A guest with memory as the map says, in this executable run with these arguments.
+    /// A guest with the memory of the map, in this executable, run with these arguments.
     pub fn spawn(map: &RegionMap, arguments: &[&str]) -> Self {
         let sizes: Vec<_> = map.regions().iter().map(|region| region.pages.to_string()).collect();
         let mut child = Command::new(std::env::current_exe().unwrap())
@@ -43,11 +43,11 @@ impl Guest {
         let (tids, hvas) = numbers.split_at(THREADS);
         let process = Arc::new(Process::open(child.id() as i32).unwrap());
         let memory = Arc::new(open(&process, map, hvas));
-        let tids = tids.iter().map(|&tid| Tid(tid as i32)).collect();
+        let tids = tids.iter().map(|&tid| ThreadId(tid as i32)).collect();
         Self { child, stdin, results, process, memory, tids, hvas: hvas.to_vec() }
     }
 
-    /// Gives a command to a thread, and does not wait.
+    /// Sends a command to a thread, and does not wait.
     pub fn send(&mut self, thread: usize, command: &str) {
         writeln!(self.stdin, "{thread} {command}").unwrap();
     }
@@ -57,13 +57,13 @@ impl Guest {
         self.results[thread].recv_timeout(PATIENCE).unwrap()
     }
 
-    /// Gives a command and waits for its result, a number.
+    /// Sends a command and waits for its result, a number.
     pub fn ask(&mut self, thread: usize, command: &str) -> u64 {
         self.send(thread, command);
         self.result(thread).parse().unwrap()
     }
 
-    /// The result of a command, if there is one soon.
+    /// The result of a command, if it arrives soon.
     pub fn result_within(&self, thread: usize, time: Duration) -> Option<String> {
         self.results[thread].recv_timeout(time).ok()
     }
@@ -71,10 +71,10 @@ impl Guest {
     /// Attaches to it, as a restore does.
     pub fn attach(&self) -> PageFaults {
         let mut tracee = Tracee::seize(&self.process, &self.tids).unwrap();
-        PageFaults::create(&mut tracee, self.memory.clone(), Trace::Restore).unwrap()
+        PageFaults::create(&mut tracee, self.memory.clone(), TraceMode::Restore).unwrap()
     }
 
-    /// Closes what is left of a restore in it.
+    /// Closes the remaining descriptor of a restore in it.
     pub fn detach(&self, faults: PageFaults) {
         faults.close(&mut Tracee::seize(&self.process, &self.tids).unwrap()).unwrap();
     }
@@ -124,7 +124,8 @@ pub fn open(process: &Arc<Process>, map: &RegionMap, hvas: &[u64]) -> GuestMemor
     GuestMemory::open(process.clone(), map.clone(), &locations).unwrap()
 }
 
-/// Sorts the guest's lines: its first one, and those of each thread. Lines of a test harness are left out.
+/// Sorts the guest's lines: its first one, and those of each thread. Lines of a test harness are
+/// left out.
 fn listen(
     stdout: impl std::io::Read + Send + 'static,
 ) -> (Receiver<String>, Vec<Receiver<String>>) {

@@ -1,8 +1,8 @@
 //! The process under test: this very executable, run again with [`VARIABLE`] set.
 //!
-//! It stands for a hypervisor: shared memory in memfds, threads that touch it. It knows nothing of Firn. Each line on
-//! its standard input is a thread's number, a command and its arguments; each line on its standard output is that
-//! thread's number and the result.
+//! It plays a hypervisor: shared memory in memfds, and threads that touch it. It does not use Firn.
+//! Each line on its standard input is a thread's number, a command and its arguments; each line on
+//! its standard output is that thread's number and the result.
 
 use std::fs::File;
 use std::io::{BufRead, Write};
@@ -23,7 +23,8 @@ pub const THREADS: usize = 4;
 
 const PAGE: usize = 4096;
 
-/// The guest's memory, addressed by page over all memfds, each of which starts at a multiple of 16 pages.
+/// The guest's memory, addressed by page over all memfds, each of which starts at a multiple of 16
+/// pages.
 struct Ram {
     files: Vec<(File, MmapRaw)>,
 }
@@ -56,7 +57,8 @@ impl Ram {
     }
 
     fn read(&self, page: usize, word: usize) -> u64 {
-        // SAFETY: `word` gives an aligned address inside a live mapping; the access is volatile as others write it.
+        // SAFETY: `word` gives an aligned address inside a live mapping; the access is volatile as
+        // others write it.
         unsafe { self.word(page, word).read_volatile() }
     }
 
@@ -65,7 +67,8 @@ impl Ram {
         unsafe { self.word(page, word).write_volatile(value) }
     }
 
-    /// What QEMU does with pages that a balloon takes: from both the file and the mapping.
+    /// Does as QEMU does with pages that a balloon takes: removes them from both the file and the
+    /// mapping.
     fn give_back(&self, page: usize, pages: usize) {
         let (file, map, page) = self.locate(page);
         let (offset, len) = (page * PAGE, pages * PAGE);
@@ -77,7 +80,7 @@ impl Ram {
     }
 }
 
-/// Runs as the guest, if the environment says so. Does not return then.
+/// Runs as the guest, if the environment requests it. Does not return then.
 pub fn run_if_asked() {
     if let Ok(sizes) = std::env::var(VARIABLE) {
         run(&sizes);
@@ -151,7 +154,8 @@ fn sum_of(ram: &Ram, page: usize) -> u64 {
     (0..PAGE / 8).fold(0, |sum, word| mix(sum, ram.read(page, word)))
 }
 
-/// Touches `count` pages below `pages` at random, and sums them up as [`crate::content::Model::random`] does.
+/// Touches `count` pages below `pages` at random, and sums them up as
+/// [`crate::content::Model::random`] does.
 fn random(ram: &Ram, seed: u64, count: u64, pages: u64) -> String {
     let mut dice = Dice(seed);
     let mut sum = 0;
@@ -161,7 +165,8 @@ fn random(ram: &Ram, seed: u64, count: u64, pages: u64) -> String {
     sum.to_string()
 }
 
-/// Touches the pages given as `PAUSE_US FIRST,SECOND,...`; gives how long each touch took, in nanoseconds.
+/// Touches the pages given as `PAUSE_US FIRST,SECOND,...`; returns the time of each touch, in
+/// nanoseconds.
 fn time(ram: &Ram, arguments: &[String]) -> String {
     let pause = Duration::from_micros(arguments[0].parse().unwrap());
     let pages: Vec<usize> = arguments[1].split(',').map(|page| page.parse().unwrap()).collect();

@@ -1,4 +1,5 @@
-//! The page server against a real process whose threads touch shared memory on command, with real images.
+//! The page server against a real process whose threads touch shared memory on command, with real
+//! images.
 #![allow(
     clippy::unwrap_used,
     clippy::expect_used,
@@ -16,7 +17,7 @@ mod scene;
 mod successor;
 mod use_of_prefetched;
 
-/// Not a test: the process under test, when run by one.
+/// Not a test: the process under test, when a test runs it.
 #[test]
 fn child_process() {
     guest::run_if_asked();

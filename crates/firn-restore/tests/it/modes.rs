@@ -1,23 +1,25 @@
-//! Every mode brings every page back as it was.
+//! Every mode restores the contents of every page.
 
 use firn_image::Codec;
-use firn_restore::{Answered, Fill, Mode, RestoreError, RestoreOptions, RunRecord};
+use firn_restore::{
+    AnswerKind, BackgroundFill, RestoreError, RestoreMode, RestoreOptions, RunRecord,
+};
 use firn_types::{Block, RegionMap};
 
 use crate::driver::{Guest, PATIENCE};
 use crate::scene::{CHILD, Scene};
 
-fn options(mode: Mode) -> RestoreOptions {
+fn options(mode: RestoreMode) -> RestoreOptions {
     RestoreOptions { mode, ..RestoreOptions::default() }
 }
 
-/// Four threads touch pages at random while memory comes back.
-fn under_load(mode: Mode, sizes: &[u64], block_pages: u8, codec: Codec) -> RunRecord {
+/// Four threads touch pages at random while memory is restored.
+fn under_load(mode: RestoreMode, sizes: &[u64], block_pages: u8, codec: Codec) -> RunRecord {
     let mut scene = Scene::new(sizes, block_pages, codec);
-    let restore = scene.begin(RestoreOptions { fill: Fill::Off, ..options(mode) });
-    restore.prefill().unwrap();
+    let restore = scene.begin(RestoreOptions { fill: BackgroundFill::Off, ..options(mode) });
+    restore.await_prefill().unwrap();
     scene.check(0, 0..8);
-    restore.fill(Fill::Quiet);
+    restore.set_fill(BackgroundFill::Quiet);
     for thread in 0..4 {
         scene.guest.send(thread, &format!("random {thread} 2000 {}", sizes[0]));
     }
@@ -30,7 +32,7 @@ fn under_load(mode: Mode, sizes: &[u64], block_pages: u8, codec: Codec) -> RunRe
 
 #[test]
 fn locality() {
-    let record = under_load(Mode::Locality, &[4096], 2, Codec::Lz4);
+    let record = under_load(RestoreMode::Locality, &[4096], 2, Codec::Lz4);
     let counts = record.counts;
     assert!(counts.faults > 0 && counts.demand_units > 0);
     let brought = counts.on_demand_pages + counts.beside_pages + counts.fill_pages;
@@ -40,7 +42,7 @@ fn locality() {
 
 #[test]
 fn lazy() {
-    let record = under_load(Mode::Lazy, &[4096], 2, Codec::None);
+    let record = under_load(RestoreMode::Lazy, &[4096], 2, Codec::None);
     let counts = record.counts;
     assert!(counts.beside_pages <= counts.on_demand_pages, "one block of two pages per fault");
     assert_eq!(counts.ahead_units, 0);
@@ -48,7 +50,7 @@ fn lazy() {
 
 #[test]
 fn eager() {
-    let record = under_load(Mode::Eager, &[4096], 2, Codec::Lz4);
+    let record = under_load(RestoreMode::Eager, &[4096], 2, Codec::Lz4);
     assert_eq!(record.counts.ahead_pages, u64::from(record.stored_pages));
     assert_eq!(record.counts.demand_units, 0);
     assert!(record.prefilled_us.is_some() && record.finished_us.is_some());
@@ -56,40 +58,41 @@ fn eager() {
 
 #[test]
 fn regions_of_odd_sizes_and_large_blocks() {
-    under_load(Mode::Locality, &[1003, 517], 16, Codec::Zstd { level: 1 });
+    under_load(RestoreMode::Locality, &[1003, 517], 16, Codec::Zstd { level: 1 });
 }
 
 #[test]
 fn single_page_blocks() {
-    under_load(Mode::Lazy, &[700, 3], 1, Codec::Lz4);
+    under_load(RestoreMode::Lazy, &[700, 3], 1, Codec::Lz4);
 }
 
 #[test]
 fn the_working_set_is_there_before_the_guest_runs() {
     let working_set: Vec<Block> = (100..164).map(Block).collect();
     let mut scene = Scene::with(&[4096], 2, Codec::Lz4, working_set);
-    let options = RestoreOptions { fill: Fill::Off, ..options(Mode::WorkingSet) };
+    let options = RestoreOptions { fill: BackgroundFill::Off, ..options(RestoreMode::WorkingSet) };
     let restore = scene.begin(options);
-    restore.prefill().unwrap();
+    restore.await_prefill().unwrap();
     scene.check(0, 200..328);
     let counts = restore.record().counts;
     assert_eq!(counts.demand_units, 0);
     assert!(counts.ahead_pages < 4096 * 7 / 8, "{counts:?}");
-    restore.fill(Fill::Quiet);
+    restore.set_fill(BackgroundFill::Quiet);
     scene.finish(restore);
 }
 
 #[test]
 fn pages_given_back_are_zeros() {
     let mut scene = Scene::new(&[2048], 2, Codec::Lz4);
-    let restore = scene.begin(RestoreOptions { fill: Fill::Off, ..options(Mode::Locality) });
+    let restore =
+        scene.begin(RestoreOptions { fill: BackgroundFill::Off, ..options(RestoreMode::Locality) });
     scene.check(0, 0..64);
     for range in [10..20, 101..102, 500..900] {
         scene.guest.ask(1, &format!("give-back {} {}", range.start, range.end));
         scene.model.clear(range);
     }
     scene.check(0, 0..128);
-    restore.fill(Fill::Quiet);
+    restore.set_fill(BackgroundFill::Quiet);
     scene.check(2, 0..2048);
     scene.finish(restore);
 }
@@ -97,8 +100,8 @@ fn pages_given_back_are_zeros() {
 #[test]
 fn pages_are_given_back_while_others_are_touched() {
     let mut scene = Scene::new(&[8192], 2, Codec::Lz4);
-    let restore = scene.begin(options(Mode::Locality));
-    restore.prefill().unwrap();
+    let restore = scene.begin(options(RestoreMode::Locality));
+    restore.await_prefill().unwrap();
     for round in 0..40 {
         let (start, end) = (4096 + round * 64, 4096 + round * 64 + 50);
         scene.guest.send(1, &format!("give-back {start} {end}"));
@@ -114,13 +117,14 @@ fn pages_are_given_back_while_others_are_touched() {
 #[test]
 fn what_the_guest_writes_stays() {
     let mut scene = Scene::new(&[1024], 2, Codec::Lz4);
-    let restore = scene.begin(RestoreOptions { fill: Fill::Off, ..options(Mode::Locality) });
+    let restore =
+        scene.begin(RestoreOptions { fill: BackgroundFill::Off, ..options(RestoreMode::Locality) });
     for page in (0..1024).step_by(7) {
         scene.guest.ask(0, &format!("write {page} {page}"));
         let start = page * 4096;
         scene.model.bytes[start..start + 8].copy_from_slice(&(page as u64).to_le_bytes());
     }
-    restore.fill(Fill::Quiet);
+    restore.set_fill(BackgroundFill::Quiet);
     scene.finish(restore);
 }
 
@@ -130,17 +134,18 @@ fn an_image_that_is_not_cached_is_read_once() {
     let image = std::fs::File::open(scene.image_path()).unwrap();
     image.sync_all().unwrap();
     rustix::fs::fadvise(&image, 0, None, rustix::fs::Advice::DontNeed).unwrap();
-    let restore = scene.begin(RestoreOptions { fill: Fill::Off, ..options(Mode::Locality) });
+    let restore =
+        scene.begin(RestoreOptions { fill: BackgroundFill::Off, ..options(RestoreMode::Locality) });
     scene.check(0, 0..1000);
     let record = restore.record();
-    restore.fill(Fill::Quiet);
+    restore.set_fill(BackgroundFill::Quiet);
     scene.finish(restore);
     let mut offsets: Vec<u64> = record.reads.iter().map(|read| read.offset).collect();
     let reads = offsets.len();
     offsets.sort_unstable();
     offsets.dedup();
     assert_eq!(offsets.len(), reads, "something was read twice");
-    let waited = record.faults.iter().filter(|it| it.answered == Answered::Storage).count();
+    let waited = record.faults.iter().filter(|it| it.answered == AnswerKind::Storage).count();
     assert!(reads == 0 || waited > 0, "{} reads, but nobody waited", reads);
 }
 
@@ -150,8 +155,8 @@ fn a_vm_with_other_ram_is_refused() {
     let other = RegionMap::lay_out([("ram0", 128 * 4096)]).unwrap();
     let guest = Guest::spawn(&other, &CHILD);
     let presence =
-        firn_restore::Presence::create(&scene.presence_path(), other.total_pages()).unwrap();
-    let begun = firn_restore::Restore::begin(
+        firn_restore::PresenceFile::create(&scene.presence_path(), other.total_pages()).unwrap();
+    let begun = firn_restore::RunningRestore::begin(
         scene.image.clone(),
         guest.memory.clone(),
         guest.attach(),
@@ -171,7 +176,8 @@ fn a_vm_with_other_ram_is_refused() {
 #[test]
 fn the_end_of_the_hypervisor_is_told() {
     let mut scene = Scene::new(&[2048], 2, Codec::Lz4);
-    let restore = scene.begin(RestoreOptions { fill: Fill::Off, ..options(Mode::Locality) });
+    let restore =
+        scene.begin(RestoreOptions { fill: BackgroundFill::Off, ..options(RestoreMode::Locality) });
     scene.check(0, 0..10);
     scene.guest.kill();
     let error = restore.wait().unwrap_err();

@@ -1,35 +1,39 @@
-//! Memory that came back before the hypervisor stood still is right, or is thrown away.
+//! Memory that was filled before the hypervisor was paused is correct, or is discarded.
 
 use std::thread::sleep;
 use std::time::Duration;
 
 use firn_image::Codec;
-use firn_restore::{Fill, Mode, Prefill, Prefilled, RestoreOptions};
+use firn_restore::{BackgroundFill, PrefillThreads, PrefilledMemory, RestoreMode, RestoreOptions};
 use firn_types::Block;
 
 use crate::scene::Scene;
 
-fn options(mode: Mode) -> RestoreOptions {
-    RestoreOptions { mode, fill: Fill::Off, ..RestoreOptions::default() }
+fn options(mode: RestoreMode) -> RestoreOptions {
+    RestoreOptions { mode, fill: BackgroundFill::Off, ..RestoreOptions::default() }
 }
 
-/// Fills memory until nothing more is wanted, or this test has waited long enough: any amount must do.
-fn prefill(scene: &Scene, mode: Mode) -> Prefilled {
-    let prefill =
-        Prefill::start(scene.image.clone(), &RestoreOptions::new(mode), scene.guest.files());
+/// Fills memory until all wanted units are filled, or this test has waited long enough: it must
+/// succeed with any amount.
+fn prefill(scene: &Scene, mode: RestoreMode) -> PrefilledMemory {
+    let prefill = PrefillThreads::start_fill(
+        scene.image.clone(),
+        &RestoreOptions::new(mode),
+        scene.guest.files(),
+    );
     sleep(Duration::from_millis(300));
-    prefill.finish()
+    prefill.finish_fill()
 }
 
 #[test]
 fn all_of_memory_can_be_there_before() {
     let mut scene = Scene::new(&[1003, 517], 16, Codec::Lz4);
-    let prefilled = prefill(&scene, Mode::Eager);
-    let restore = scene.begin_prefilled(options(Mode::Eager), &prefilled);
-    restore.prefill().unwrap();
+    let prefilled = prefill(&scene, RestoreMode::Eager);
+    let restore = scene.begin_prefilled(options(RestoreMode::Eager), &prefilled);
+    restore.await_prefill().unwrap();
     assert!(restore.record().counts.ahead_pages > 0);
     scene.check_all();
-    restore.fill(Fill::Quiet);
+    restore.set_fill(BackgroundFill::Quiet);
     scene.finish(restore);
 }
 
@@ -40,29 +44,32 @@ fn what_the_hypervisor_has_written_is_not_kept() {
     // Before and after Firn wrote there, inside the working set and outside.
     scene.guest.ask(0, "write 4 9");
     scene.guest.ask(0, "write 3000 9");
-    let filling =
-        Prefill::start(scene.image.clone(), &RestoreOptions::new(Mode::Auto), scene.guest.files());
+    let filling = PrefillThreads::start_fill(
+        scene.image.clone(),
+        &RestoreOptions::new(RestoreMode::Auto),
+        scene.guest.files(),
+    );
     sleep(Duration::from_millis(300));
     scene.guest.ask(1, "write 700 9");
     scene.guest.ask(1, "write 4000 9");
-    let prefilled = filling.finish();
-    let restore = scene.begin_prefilled(options(Mode::Auto), &prefilled);
-    restore.prefill().unwrap();
+    let prefilled = filling.finish_fill();
+    let restore = scene.begin_prefilled(options(RestoreMode::Auto), &prefilled);
+    restore.await_prefill().unwrap();
     assert!(restore.record().counts.ahead_pages > 0);
     for pages in [0..16, 690..710, 2990..3010, 3990..4010] {
         scene.check(2, pages);
     }
     scene.check_all();
-    restore.fill(Fill::Quiet);
+    restore.set_fill(BackgroundFill::Quiet);
     scene.finish(restore);
 }
 
 #[test]
 fn a_prefill_that_is_given_up_leaves_its_threads_ended() {
     let scene = Scene::new(&[4096], 2, Codec::Lz4);
-    drop(Prefill::start(
+    drop(PrefillThreads::start_fill(
         scene.image.clone(),
-        &RestoreOptions::new(Mode::Eager),
+        &RestoreOptions::new(RestoreMode::Eager),
         scene.guest.files(),
     ));
 }

@@ -1,4 +1,4 @@
-//! What most tests need: a guest, an image of what it is to hold, a directory.
+//! The common parts of most tests: a guest, an image of its expected memory, a directory.
 
 use std::ops::Range;
 use std::path::PathBuf;
@@ -8,14 +8,14 @@ use std::time::Duration;
 
 use firn_image::{Codec, Image};
 use firn_memory::{PageFaults, Tracee};
-use firn_restore::{OnFatal, Prefilled, Presence, Restore, RestoreOptions};
+use firn_restore::{OnFatal, PrefilledMemory, PresenceFile, RestoreOptions, RunningRestore};
 use firn_types::Block;
 use tempfile::TempDir;
 
 use crate::content::Model;
 use crate::driver::Guest;
 
-/// How this executable runs as something else.
+/// How this executable runs as another process of a test.
 pub const CHILD: [&str; 4] = ["--exact", "child_process", "--nocapture", "--test-threads=1"];
 
 pub struct Scene {
@@ -28,7 +28,8 @@ pub struct Scene {
 }
 
 impl Scene {
-    /// A guest with regions of these many pages, and an image with blocks of this many, in shuffled order.
+    /// A guest with regions of these many pages, and an image with blocks of this many, in shuffled
+    /// order.
     pub fn new(sizes: &[u64], block_pages: u8, codec: Codec) -> Self {
         Self::with(sizes, block_pages, codec, Vec::new())
     }
@@ -65,24 +66,28 @@ impl Scene {
         })
     }
 
-    pub fn begin(&self, options: RestoreOptions) -> Restore {
-        self.begin_prefilled(options, &Prefilled::default())
+    pub fn begin(&self, options: RestoreOptions) -> RunningRestore {
+        self.begin_prefilled(options, &PrefilledMemory::default())
     }
 
-    pub fn begin_prefilled(&self, options: RestoreOptions, prefilled: &Prefilled) -> Restore {
-        let presence = Presence::create(&self.presence_path(), self.pages()).unwrap();
+    pub fn begin_prefilled(
+        &self,
+        options: RestoreOptions,
+        prefilled: &PrefilledMemory,
+    ) -> RunningRestore {
+        let presence = PresenceFile::create(&self.presence_path(), self.pages()).unwrap();
         let (image, memory) = (self.image.clone(), self.guest.memory.clone());
         let (faults, fatal) = (self.guest.attach(), self.on_fatal());
-        Restore::begin_prefilled(image, memory, faults, options, presence, prefilled, fatal)
+        RunningRestore::begin_prefilled(image, memory, faults, options, presence, prefilled, fatal)
             .unwrap()
     }
 
-    /// Takes up what somebody left.
-    pub fn resume(&self, options: RestoreOptions) -> Restore {
-        let presence = Presence::open(&self.presence_path(), self.pages()).unwrap();
+    /// Continues with the restore that another process left.
+    pub fn resume(&self, options: RestoreOptions) -> RunningRestore {
+        let presence = PresenceFile::open(&self.presence_path(), self.pages()).unwrap();
         let (image, memory) = (self.image.clone(), self.guest.memory.clone());
         let faults = self.adopt().unwrap();
-        Restore::resume(image, memory, faults, options, presence, self.on_fatal()).unwrap()
+        RunningRestore::resume(image, memory, faults, options, presence, self.on_fatal()).unwrap()
     }
 
     pub fn adopt(&self) -> Option<PageFaults> {
@@ -108,12 +113,13 @@ impl Scene {
 
     /// Has a guest thread read all of memory.
     pub fn check_all(&mut self) {
-        let regions: Vec<_> = self.model.map.regions().iter().map(|it| it.range()).collect();
+        let regions: Vec<_> = self.model.map.regions().iter().map(|it| it.page_range()).collect();
         regions.into_iter().for_each(|range| self.check(0, range.start.0..range.end.0));
     }
 
-    /// Waits until all memory is present, and checks that nothing of the restore is left in the guest then.
-    pub fn finish(&mut self, restore: Restore) -> firn_restore::RunRecord {
+    /// Waits until all memory is present, and checks that nothing of the restore is left in the
+    /// guest then.
+    pub fn finish(&mut self, restore: RunningRestore) -> firn_restore::RunRecord {
         restore.wait().unwrap();
         assert!(restore.progress().finished);
         assert_eq!(restore.progress().present, restore.progress().total);

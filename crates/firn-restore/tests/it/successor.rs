@@ -1,4 +1,4 @@
-//! A restore whose process is killed is taken up by another, and the guest never sees wrong memory.
+//! A restore whose process is killed is adopted by another, and the guest never sees wrong memory.
 
 use std::io::{BufRead, BufReader};
 use std::ops::Range;
@@ -8,44 +8,48 @@ use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use firn_image::{Codec, Image};
-use firn_memory::{PageFaults, Process, Trace, Tracee};
-use firn_restore::{Fill, Presence, Restore, RestoreOptions};
-use firn_types::{Block, Tid};
+use firn_memory::{PageFaults, Process, TraceMode, Tracee};
+use firn_restore::{BackgroundFill, PresenceFile, RestoreOptions, RunningRestore};
+use firn_types::{Block, ThreadId};
 
 use crate::driver;
 use crate::scene::{CHILD, Scene};
 
-/// What another process needs to restore a scene's guest: `PID TIDS HVAS DIRECTORY FILL`, lists with commas.
+/// The values that another process needs to restore a scene's guest: `PID TIDS HVAS DIRECTORY
+/// FILL`, lists with commas.
 const VARIABLE: &str = "FIRN_RESTORE_TEST_RESTORER";
 
-/// Restores as another process, if the environment says so. Does not return then.
+/// Restores as another process, if the environment requests it. Does not return then.
 pub fn run_if_asked() {
     let Ok(what) = std::env::var(VARIABLE) else { return };
     let words: Vec<&str> = what.split(' ').collect();
     let numbers =
         |list: &str| -> Vec<u64> { list.split(',').map(|it| it.parse().unwrap()).collect() };
-    let tids: Vec<Tid> = numbers(words[1]).into_iter().map(|tid| Tid(tid as i32)).collect();
+    let tids: Vec<ThreadId> =
+        numbers(words[1]).into_iter().map(|tid| ThreadId(tid as i32)).collect();
     let dir = std::path::Path::new(words[3]);
     let image = Arc::new(Image::open(&dir.join("image.firn")).unwrap());
     let process = Arc::new(Process::open(words[0].parse().unwrap()).unwrap());
     let memory = Arc::new(driver::open(&process, image.regions(), &numbers(words[2])));
     let mut tracee = Tracee::seize(&process, &tids).unwrap();
-    let faults = PageFaults::create(&mut tracee, memory.clone(), Trace::Restore).unwrap();
+    let faults = PageFaults::create(&mut tracee, memory.clone(), TraceMode::Restore).unwrap();
     drop(tracee);
     let pages = image.regions().total_pages();
-    let presence = Presence::create(&dir.join("presence"), pages).unwrap();
-    let fill = if words[4] == "off" { Fill::Off } else { Fill::Quiet };
+    let presence = PresenceFile::create(&dir.join("presence"), pages).unwrap();
+    let fill = if words[4] == "off" { BackgroundFill::Off } else { BackgroundFill::Quiet };
     let options = RestoreOptions { fill, ..RestoreOptions::default() };
     let on_fatal = Box::new(|error: &firn_restore::RestoreError| panic!("{error}"));
-    let restore = Restore::begin(image, memory, faults, options, presence, on_fatal).unwrap();
-    restore.prefill().unwrap();
+    let restore =
+        RunningRestore::begin(image, memory, faults, options, presence, on_fatal).unwrap();
+    restore.await_prefill().unwrap();
     println!("\nbegun");
     restore.wait().unwrap();
     drop(restore);
     std::process::exit(0);
 }
 
-/// Runs a restore in a process of its own that dies at a fault point, while the guest touches memory.
+/// Runs a restore in a process of its own that dies at a fault point, while the guest touches
+/// memory.
 fn die_at(scene: &mut Scene, point: &str, fill: &str) {
     let list = |numbers: Vec<String>| numbers.join(",");
     let tids = list(scene.guest.tids.iter().map(|tid| tid.0.to_string()).collect());
@@ -113,7 +117,7 @@ fn page_far_from(scene: &Scene, pages: Range<u32>) -> u32 {
 #[test]
 fn one_that_was_stopped_is_taken_up() {
     let mut scene = Scene::new(&[2048], 2, Codec::Lz4);
-    let options = || RestoreOptions { fill: Fill::Off, ..RestoreOptions::default() };
+    let options = || RestoreOptions { fill: BackgroundFill::Off, ..RestoreOptions::default() };
     let restore = scene.begin(options());
     scene.check(0, 0..10);
     scene.guest.ask(1, "give-back 4 6");
@@ -131,6 +135,6 @@ fn one_that_was_stopped_is_taken_up() {
     let found: u64 = scene.guest.result(0).parse().unwrap();
     assert_eq!(found, scene.model.sum(start..end));
     scene.check(1, 990..1110);
-    restore.fill(Fill::Quiet);
+    restore.set_fill(BackgroundFill::Quiet);
     scene.finish(restore);
 }

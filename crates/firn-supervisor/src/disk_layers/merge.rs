@@ -1,57 +1,60 @@
-//! Layers merged while the VM runs.
+//! Merging of layers while the VM runs.
 //!
 //! ```text
-//!   record: about to merge  ->  job in the hypervisor  ->  job ended  ->  record: where contents are now  ->  files removed
+//!   record: merge begins  ->  job in the hypervisor  ->  job ended  ->  record: current contents  ->  files removed
 //! ```
 //!
-//! The last merge of `firn disk commit` changes which file the guest writes to. The guest is paused around that, and runs again
-//! when the record says so: whatever dies in between, what the record names is what the guest wrote.
+//! The last merge of `firn disk commit` changes the file to which the guest writes. Firn pauses the
+//! guest for that, and resumes it when the record has the change: whichever process dies in
+//! between, the file in the record is the one with the guest's writes.
 
 use std::path::PathBuf;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::{Duration, Instant};
 
-use firn_vmm::{Commit, Drive, FileIdentity, JOB_PREFIX, JobState, Vm};
+use firn_vmm::{BlockCommit, Drive, FileIdentity, JOB_PREFIX, JobState, QemuVm};
 
-use super::plan::{Chain, Step};
-use super::record::Merge;
-use super::store::Folder;
-use super::{dir_of, key};
-use crate::disks::named;
-use crate::failure::{Context, Failure, FailureKind};
-use crate::journal::{Journal, JournalFile, Machine, Phase};
-use crate::protocol::Progress;
+use super::plan::{LayerChain, MergeStep};
+use super::record::PendingMerge;
+use super::store::RecordFolder;
+use super::{record_dir, record_key};
+use crate::control_protocol::OperationProgress;
+use crate::disk_snapshots::named_file;
+use crate::failure::{Failure, FailureContext, FailureKind};
+use crate::journal::{HypervisorRecord, Journal, JournalFile, VmPhase};
 
 const MERGING: &str = "merging layers of the VM's disks";
 
-/// How often a job is looked at: at first, and later.
+/// The polling interval of a job: first, and maximum.
 const JOB_RETRY: Duration = Duration::from_millis(1);
 const JOB_RETRY_MAX: Duration = Duration::from_millis(50);
 
-/// How long a job may take to end that has been cancelled.
+/// How long a cancelled job may take to end.
 const CANCEL_WAIT: Duration = Duration::from_secs(30);
 
-/// Merges layers of one VM.
-pub(crate) struct Merging<'a> {
-    pub(crate) vm: &'a mut Vm,
-    pub(crate) machine: &'a Machine,
+/// Merges the layers of one VM.
+pub(crate) struct LayerMerger<'a> {
+    pub(crate) vm: &'a mut QemuVm,
+    pub(crate) machine: &'a HypervisorRecord,
     pub(crate) journal: &'a JournalFile,
     pub(crate) cancel: &'a AtomicBool,
-    pub(crate) progress: &'a dyn Fn(Progress),
+    pub(crate) progress: &'a dyn Fn(OperationProgress),
 }
 
-impl Merging<'_> {
-    /// Merges what no image needs. Gives the number of layers that are gone.
+impl LayerMerger<'_> {
+    /// Merges the layers that no image needs. Returns the number of layers that were merged away.
     pub(crate) fn merge_unneeded(&mut self) -> Result<usize, Failure> {
         let (mut merged, mut failed) = (0, Vec::new());
-        while let Some((drive, step)) = self.next(&failed)? {
-            self.enter(false)?;
-            let ended = self.merge(&drive, step);
-            self.journal.update(|it| it.phase = Phase::Running).doing("writing the journal")?;
+        while let Some((drive, step)) = self.find_next(&failed)? {
+            self.enter_phase(false)?;
+            let ended = self.merge_layers(&drive, step);
+            self.journal
+                .update(|it| it.phase = VmPhase::Running)
+                .while_doing("writing the journal")?;
             match ended {
                 Ok(()) => merged += step.base - step.top,
                 Err(failure) if failure.kind.is_cut_short() => return Err(failure),
-                // Another process may have a file open; the other drives are merged all the same.
+                // Another process may have a file open. The other drives are merged all the same.
                 Err(failure) => {
                     tracing::warn!("{failure}");
                     failed.push(drive.name);
@@ -61,71 +64,72 @@ impl Merging<'_> {
         Ok(merged)
     }
 
-    /// A merge that can be done, of a drive at which none has failed.
-    fn next(&mut self, failed: &[String]) -> Result<Option<(Drive, Step)>, Failure> {
-        let drives = self.vm.drives().doing("asking for the VM's disks")?;
+    /// Finds a merge that is possible, on a drive for which none has failed.
+    fn find_next(&mut self, failed: &[String]) -> Result<Option<(Drive, MergeStep)>, Failure> {
+        let drives = self.vm.drives().while_doing("asking for the VM's disks")?;
         for drive in drives.into_iter().filter(|it| it.obstacle.is_none()) {
             if failed.contains(&drive.name) || drive.chain.len() < 3 {
                 continue;
             }
-            let chain = chain(self.machine, &drive);
-            let kept = self.journal.read().overlays;
-            let kept: Vec<PathBuf> = kept.iter().map(|file| key(file)).collect();
-            let chain = Chain { kept: &kept, ..chain };
-            let Some(base) = chain.files.first().map(|file| dir_of(file).to_owned()) else {
+            let chain = layer_chain(self.machine, &drive);
+            let kept = self.journal.current_journal().overlays;
+            let kept: Vec<PathBuf> = kept.iter().map(|file| record_key(file)).collect();
+            let chain = LayerChain { kept: &kept, ..chain };
+            let Some(base) = chain.files.first().map(|file| record_dir(file).to_owned()) else {
                 continue;
             };
-            let Some(mut folder) = Folder::lock_existing(&base)? else { continue };
+            let Some(mut folder) = RecordFolder::lock_existing(&base)? else { continue };
             folder.settle_dead()?;
-            if let Some(step) = chain.steps(&folder.record).first() {
+            if let Some(step) = chain.plan_steps(&folder.record).first() {
                 return Ok(Some((drive, *step)));
             }
         }
         Ok(None)
     }
 
-    fn merge(&mut self, drive: &Drive, step: Step) -> Result<(), Failure> {
-        let merge = self.merge_of(drive, step.top, step.base).doing(MERGING)?;
-        let dir = dir_of(&merge.base).to_owned();
-        let mut folder = Folder::lock(&dir)?;
-        let chain = chain(self.machine, drive);
-        let kept: Vec<PathBuf> = self.journal.read().overlays.iter().map(|it| key(it)).collect();
-        // An image or a restore may have come in between.
-        if !(Chain { kept: &kept, ..chain }).steps(&folder.record).contains(&step) {
+    fn merge_layers(&mut self, drive: &Drive, step: MergeStep) -> Result<(), Failure> {
+        let merge = self.describe_merge(drive, step.top, step.base).while_doing(MERGING)?;
+        let dir = record_dir(&merge.base).to_owned();
+        let mut folder = RecordFolder::lock(&dir)?;
+        let chain = layer_chain(self.machine, drive);
+        let kept: Vec<PathBuf> =
+            self.journal.current_journal().overlays.iter().map(|it| record_key(it)).collect();
+        // An image or a restore may have begun to need a layer meanwhile.
+        if !(LayerChain { kept: &kept, ..chain }).plan_steps(&folder.record).contains(&step) {
             return Err(
                 Failure::new(FailureKind::Refused, "layers are needed again").while_doing(MERGING)
             );
         }
         folder.record.merges.push(merge);
-        folder.store()?;
+        folder.store_record()?;
         drop(folder);
         firn_fault::point("merge.noted");
-        let commit = commit(drive, step.top, step.base);
-        let ended = self.run(drive, &commit, false);
+        let commit = build_commit(drive, step.top, step.base);
+        let ended = self.run_job(drive, &commit, false);
         firn_fault::point("merge.ended");
-        self.close(drive, step.top, step.base)?;
-        self.settle(&dir)?;
+        self.close_merged_layers(drive, step.top, step.base)?;
+        self.settle_merges(&dir)?;
         firn_fault::point("merge.settled");
         ended
     }
 
-    /// What is to be noted of a merge before it begins.
-    pub(super) fn merge_of(
+    /// Describes a merge for the record, before it begins.
+    pub(super) fn describe_merge(
         &self,
         drive: &Drive,
         top: usize,
         base: usize,
-    ) -> std::io::Result<Merge> {
-        let files: Vec<PathBuf> = drive.chain.iter().map(|file| key(file)).collect();
+    ) -> std::io::Result<PendingMerge> {
+        let files: Vec<PathBuf> = drive.chain.iter().map(|file| record_key(file)).collect();
         let above = top.checked_sub(1).map(|at| files[at].clone());
         let mut before = Vec::new();
         for (at, file) in files.iter().enumerate().take(base + 1).skip(top.saturating_sub(1)) {
-            // The guest writes to the first.
+            // The guest writes to the first file, so its identity changes.
             if at > 0 {
-                before.push((file.clone(), FileIdentity::of(file)?));
+                before.push((file.clone(), FileIdentity::from_path(file)?));
             }
         }
-        Ok(Merge {
+        Ok(PendingMerge {
             process: self.machine.process.clone(),
             vm: self.machine.meta.name.clone(),
             base: files[base].clone(),
@@ -136,26 +140,26 @@ impl Merging<'_> {
         })
     }
 
-    /// Runs a job to its end, or until it is `ready`.
-    pub(super) fn run(
+    /// Runs a job until it ends, or until it is `ready`.
+    pub(super) fn run_job(
         &mut self,
         drive: &Drive,
-        commit: &Commit,
+        commit: &BlockCommit,
         until_ready: bool,
     ) -> Result<(), Failure> {
-        self.vm.begin_commit(drive, commit).doing(MERGING)?;
+        self.vm.begin_commit(drive, commit).while_doing(MERGING)?;
         firn_fault::point("merge.begun");
         let (mut wait, mut is_cancelled) = (JOB_RETRY, false);
         loop {
-            let job = self.job(&commit.job)?;
-            (self.progress)(Progress::new("merging", job.done, job.total));
+            let job = self.find_job(&commit.job)?;
+            (self.progress)(OperationProgress::new("merging", job.done, job.total));
             match &*job.status {
-                "concluded" => return self.concluded(&job, is_cancelled),
+                "concluded" => return self.conclude_job(&job, is_cancelled),
                 "ready" if until_ready => return Ok(()),
                 _ => {}
             }
             if self.cancel.load(Ordering::Relaxed) && !is_cancelled {
-                self.vm.cancel_commit(&commit.job).doing(MERGING)?;
+                self.vm.cancel_commit(&commit.job).while_doing(MERGING)?;
                 is_cancelled = true;
             }
             std::thread::sleep(wait);
@@ -163,14 +167,14 @@ impl Merging<'_> {
         }
     }
 
-    fn job(&mut self, id: &str) -> Result<JobState, Failure> {
+    fn find_job(&mut self, id: &str) -> Result<JobState, Failure> {
         let gone = || Failure::new(FailureKind::Other, "QEMU does not know the merge any more");
-        let jobs = self.vm.commit_jobs().doing(MERGING)?;
+        let jobs = self.vm.commit_jobs().while_doing(MERGING)?;
         jobs.into_iter().find(|job| job.id == id).ok_or_else(gone)
     }
 
-    fn concluded(&mut self, job: &JobState, is_cancelled: bool) -> Result<(), Failure> {
-        self.vm.dismiss_commit(&job.id).doing(MERGING)?;
+    fn conclude_job(&mut self, job: &JobState, is_cancelled: bool) -> Result<(), Failure> {
+        self.vm.dismiss_commit(&job.id).while_doing(MERGING)?;
         match &job.error {
             Some(_) if is_cancelled => {
                 Err(Failure::new(FailureKind::Interrupted, "merging layers was cancelled"))
@@ -182,32 +186,38 @@ impl Merging<'_> {
         }
     }
 
-    /// Closes what is not in the drive any more.
-    pub(super) fn close(&mut self, drive: &Drive, top: usize, base: usize) -> Result<(), Failure> {
-        let now = self.vm.drives().doing("asking for the VM's disks")?;
+    /// Closes the files that are no longer part of the drive.
+    pub(super) fn close_merged_layers(
+        &mut self,
+        drive: &Drive,
+        top: usize,
+        base: usize,
+    ) -> Result<(), Failure> {
+        let now = self.vm.drives().while_doing("asking for the VM's disks")?;
         let is_used = |file: &&PathBuf| now.iter().any(|drive| drive.chain.contains(file));
         let unused: Vec<PathBuf> =
             drive.chain[top..base].iter().filter(|file| !is_used(file)).cloned().collect();
-        self.vm.close_layers(&unused).doing("closing merged layers")
+        self.vm.close_layers(&unused).while_doing("closing merged layers")
     }
 
-    /// Writes down what has become of merges, and removes files.
-    pub(super) fn settle(&mut self, dir: &std::path::Path) -> Result<(), Failure> {
-        let drives = self.vm.drives().doing("asking for the VM's disks")?;
-        let active: Vec<PathBuf> = drives.iter().map(|drive| key(drive.file())).collect();
-        Folder::lock(dir)?.settle_of(&self.machine.process, &active)
+    /// Records the results of merges, and removes files.
+    pub(super) fn settle_merges(&mut self, dir: &std::path::Path) -> Result<(), Failure> {
+        let drives = self.vm.drives().while_doing("asking for the VM's disks")?;
+        let active: Vec<PathBuf> =
+            drives.iter().map(|drive| record_key(drive.top_file())).collect();
+        RecordFolder::lock(dir)?.settle_process(&self.machine.process, &active)
     }
 
-    pub(super) fn enter(&self, paused_by_us: bool) -> Result<(), Failure> {
-        let change = |journal: &mut Journal| journal.phase = Phase::Merging { paused_by_us };
-        self.journal.update(change).doing("writing the journal")
+    pub(super) fn enter_phase(&self, paused_by_us: bool) -> Result<(), Failure> {
+        let change = |journal: &mut Journal| journal.phase = VmPhase::Merging { paused_by_us };
+        self.journal.update(change).while_doing("writing the journal")
     }
 }
 
-/// The job for a merge.
-pub(super) fn commit(drive: &Drive, top: usize, base: usize) -> Commit {
+/// The job that performs a merge.
+pub(super) fn build_commit(drive: &Drive, top: usize, base: usize) -> BlockCommit {
     let files = &drive.chain;
-    Commit {
+    BlockCommit {
         job: format!("{JOB_PREFIX}{}-{base}", std::process::id()),
         top: files[top].clone(),
         base: files[base].clone(),
@@ -215,52 +225,56 @@ pub(super) fn commit(drive: &Drive, top: usize, base: usize) -> Commit {
     }
 }
 
-/// A drive as merging sees it. What a restored VM has below its own layers is its image's.
-fn chain<'a>(machine: &'a Machine, drive: &Drive) -> Chain<'a> {
+/// The chain of a drive for planning. In a restored VM, the files below its own layers belong to
+/// the image.
+fn layer_chain<'a>(machine: &'a HypervisorRecord, drive: &Drive) -> LayerChain<'a> {
     let is_restored = !machine.meta.drives.is_empty();
-    let named = named(&machine.meta, drive).filter(|_| !is_restored);
-    let named = named.map(|named| key(&machine.meta.qemu.directory.join(named)));
-    let files = drive.chain.iter().map(|file| key(file)).collect();
-    Chain { files, vm: &machine.meta.name, named, kept: &[] }
+    let named = named_file(&machine.meta, drive).filter(|_| !is_restored);
+    let named = named.map(|named| record_key(&machine.meta.qemu.directory.join(named)));
+    let files = drive.chain.iter().map(|file| record_key(file)).collect();
+    LayerChain { files, vm: &machine.meta.name, named, kept: &[] }
 }
 
-/// After a supervisor has died: ends its jobs, and writes down what has become of its merges.
-pub(crate) fn end_merges(vm: &mut Vm, machine: &Machine) -> Result<(), Failure> {
+/// After a supervisor has died: ends its jobs, and records the results of its merges.
+pub(crate) fn end_merges(vm: &mut QemuVm, machine: &HypervisorRecord) -> Result<(), Failure> {
     end_jobs(vm)?;
-    let drives = vm.drives().doing("asking for the VM's disks")?;
-    let active: Vec<PathBuf> = drives.iter().map(|drive| key(drive.file())).collect();
-    let files: Vec<PathBuf> = drives.iter().flat_map(|it| &it.chain).map(|it| key(it)).collect();
-    let mut dirs: Vec<_> = files.iter().map(|file| dir_of(file)).collect();
+    let drives = vm.drives().while_doing("asking for the VM's disks")?;
+    let active: Vec<PathBuf> = drives.iter().map(|drive| record_key(drive.top_file())).collect();
+    let files: Vec<PathBuf> =
+        drives.iter().flat_map(|it| &it.chain).map(|it| record_key(it)).collect();
+    let mut dirs: Vec<_> = files.iter().map(|file| record_dir(file)).collect();
     dirs.sort_unstable();
     dirs.dedup();
     for dir in dirs {
-        let Some(mut folder) = Folder::lock_existing(dir)? else { continue };
+        let Some(mut folder) = RecordFolder::lock_existing(dir)? else { continue };
         let of_vm = folder.record.merges.iter().filter(|it| it.process == machine.process);
         let tops = of_vm.flat_map(|it| &it.tops).filter(|top| !files.contains(top));
         let tops: Vec<PathBuf> = tops.cloned().collect();
-        vm.close_layers(&tops).doing("closing merged layers")?;
-        folder.settle_of(&machine.process, &active)?;
+        vm.close_layers(&tops).while_doing("closing merged layers")?;
+        folder.settle_process(&machine.process, &active)?;
     }
     Ok(())
 }
 
-fn end_jobs(vm: &mut Vm) -> Result<(), Failure> {
+fn end_jobs(vm: &mut QemuVm) -> Result<(), Failure> {
     const ENDING: &str = "ending the merge of a dead supervisor";
     let deadline = Instant::now() + CANCEL_WAIT;
     loop {
-        let jobs = vm.commit_jobs().doing(ENDING)?;
+        let jobs = vm.commit_jobs().while_doing(ENDING)?;
         if jobs.is_empty() {
             return Ok(());
         }
         for job in jobs {
             match &*job.status {
-                "concluded" => vm.dismiss_commit(&job.id).doing(ENDING)?,
-                // It may end by itself in between.
+                "concluded" => vm.dismiss_commit(&job.id).while_doing(ENDING)?,
+                // The job may end by itself meanwhile.
                 _ => drop(vm.cancel_commit(&job.id)),
             }
         }
         if Instant::now() >= deadline {
-            return Err(Failure::new(FailureKind::Other, "it does not end").while_doing(ENDING));
+            return Err(
+                Failure::new(FailureKind::Other, "the job does not end").while_doing(ENDING)
+            );
         }
         std::thread::sleep(JOB_RETRY);
     }

@@ -1,14 +1,16 @@
-//! The layers of disks: which files they are, which images and VMs need each, and which one is the newest.
+//! The layers of disks: a record of the files, the images and VMs that need each, and the newest
+//! one.
 //!
-//! A checkpoint freezes the file of a disk for its image, and the VM continues on an overlay over it, a *layer*. A record
-//! beside the files lists this, so that it outlives the VM, its supervisor and the host's next boot:
+//! A checkpoint freezes the file of a disk for its image, and the VM continues on an overlay over
+//! it, a *layer*. A record beside the files lists this, so that it outlives the VM, its supervisor
+//! and the host's next boot:
 //!
 //! ```text
 //!   /vms/.firn-disks.json                              written to a new file, synced, renamed; changed under a lock
 //!     layers   d.qcow2.web-2 on d.qcow2.web-1, of VM web        web-1 on d.qcow2, of VM web
 //!     images   b.firn needs d.qcow2.web-1              a.firn needs d.qcow2
-//!     merges   what is being merged now, and by which process
-//!     changed  d.qcow2.web-0 as it was then  ->  is in d.qcow2 now, which is as it is since
+//!     merges   running merges, and their processes
+//!     changed  d.qcow2.web-0 with its identity then  ->  contents are in d.qcow2 now, with its new identity
 //! ```
 //!
 //! Its readers:
@@ -16,13 +18,13 @@
 //! | reader | question |
 //! |---|---|
 //! | `firn run`, `firn attach` | is the named file an old state of the disk? |
-//! | `firn restore` | where are the image's disks now? |
-//! | merging, `firn disk commit` | which layers does nothing need? |
+//! | `firn restore` | which files have the contents of the image's disks now? |
+//! | merging, `firn disk commit` | which layers are not needed? |
 //! | `firn image rm` | which files does only this image need? |
 //!
-//! A file that is named in the record before it exists, or that is missing, counts for nothing. So a layer is made first, then
-//! noted, and used last; an image is noted before it has its name; and a merged file is removed after the record says where its
-//! contents are.
+//! A file that the record names before it exists, or that is missing, is ignored. So Firn makes a
+//! layer first, then records it, and uses it last. It records an image before the image has its
+//! name. It removes a merged file after the record names the file that has the contents now.
 
 mod command;
 mod commit;
@@ -40,18 +42,19 @@ mod store;
 use std::ffi::OsStr;
 use std::path::{Path, PathBuf};
 
-pub(crate) use command::command_line;
-pub(crate) use merge::{Merging, end_merges};
-pub(crate) use newer::{Wanted, check};
-pub(crate) use queries::{covers_partial, needed_by};
+pub(crate) use command::restart_command_line;
+pub(crate) use merge::{LayerMerger, end_merges};
+pub(crate) use newer::{WantedDisk, check_old_disks};
+pub(crate) use queries::{covers_partial, describe_needs};
 pub use register::note_copy;
 pub(crate) use register::{forget_save, note_save};
-pub use remove::{Removed, remove_images};
-pub(crate) use resolve::Held;
-pub use resolve::disks_now;
+pub use remove::{RemovedImage, remove_images};
+pub(crate) use resolve::LockedLayers;
+pub use resolve::resolve_current_disks;
 
-/// The path that a file has in records, whatever links lead to it. The file itself may be gone.
-fn key(file: &Path) -> PathBuf {
+/// The path that identifies a file in records, whatever links lead to it. The file itself may not
+/// exist any more.
+fn record_key(file: &Path) -> PathBuf {
     if let Ok(path) = std::fs::canonicalize(file) {
         return path;
     }
@@ -59,7 +62,7 @@ fn key(file: &Path) -> PathBuf {
     dir.map_or_else(|| file.to_owned(), |dir| dir.join(file.file_name().unwrap_or(OsStr::new(""))))
 }
 
-/// The directory whose record a file is in. The file is given by its key.
-fn dir_of(file: &Path) -> &Path {
+/// The directory whose record lists a file. The file is given by its [`record_key`].
+fn record_dir(file: &Path) -> &Path {
     file.parent().unwrap_or(Path::new("/"))
 }

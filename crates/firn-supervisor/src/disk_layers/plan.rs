@@ -1,4 +1,4 @@
-//! Which layers of a drive can be merged: decided from its chain and the record, before anything is touched.
+//! The plan of a drive's merges, from its chain and the record, before any file is changed.
 //!
 //! ```text
 //!   active  <- frozen, needed <- frozen, free <- frozen, needed <- named by the command line, free
@@ -6,41 +6,43 @@
 //!                   '---- merged ----'               '------- merged ------'
 //! ```
 //!
-//! A file that no image needs takes what lies on it, up to and with the first file that an image needs: that image is served by
-//! the lower file from then on. Nothing is merged into a file, or over one, on which a file outside of this chain stands.
+//! A file that no image needs receives the files over it, up to and including the first file that
+//! an image needs. From then on the lower file serves that image. Firn merges nothing into a file,
+//! or past one, that is the backing file of a file outside of this chain.
 
 use std::path::{Path, PathBuf};
 
-use super::dir_of;
-use super::record::Record;
+use super::record::LayerRecord;
+use super::record_dir;
 
-/// A drive as merging sees it.
+/// The chain of a drive, for planning merges.
 #[derive(Clone, Debug)]
-pub(super) struct Chain<'a> {
+pub(super) struct LayerChain<'a> {
     /// Its files by their keys, the topmost first: the one that the guest writes to.
     pub(super) files: Vec<PathBuf>,
     /// The VM.
     pub(super) vm: &'a str,
-    /// The file of the command line, if it is the VM's own.
+    /// The file of the command line, if it belongs to the VM.
     pub(super) named: Option<PathBuf>,
-    /// Files that go when the VM is stopped with `--discard`.
+    /// Files that are removed when the VM is stopped with `--discard`.
     pub(super) kept: &'a [PathBuf],
 }
 
-/// Files of a chain that can be merged: `top` and what is between go into `base`. Numbers count from the topmost.
+/// A possible merge in a chain: `top` and the files down to `base` are merged into `base`. Indices
+/// count from the topmost file.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(super) struct Step {
+pub(super) struct MergeStep {
     pub(super) top: usize,
     pub(super) base: usize,
 }
 
-impl Chain<'_> {
+impl LayerChain<'_> {
     /// The merges that images do not prevent, the lowest first.
-    pub(super) fn steps(&self, record: &Record) -> Vec<Step> {
+    pub(super) fn plan_steps(&self, record: &LayerRecord) -> Vec<MergeStep> {
         let mut steps = Vec::new();
-        let mut base = self.lowest(record);
+        let mut base = self.lowest_base(record);
         while base >= 2 {
-            match self.step(record, base) {
+            match self.plan_step(record, base) {
                 Some(step) => {
                     steps.push(step);
                     base = step.top.saturating_sub(1);
@@ -51,13 +53,13 @@ impl Chain<'_> {
         steps
     }
 
-    fn step(&self, record: &Record, base: usize) -> Option<Step> {
+    fn plan_step(&self, record: &LayerRecord, base: usize) -> Option<MergeStep> {
         if !self.is_own(record, base) || is_needed(record, &self.files[base]) {
             return None;
         }
         let mut top = None;
         for at in (1..base).rev() {
-            if !self.can_go(record, at) {
+            if !self.can_merge_away(record, at) {
                 break;
             }
             top = Some(at);
@@ -65,21 +67,22 @@ impl Chain<'_> {
                 break;
             }
         }
-        top.map(|top| Step { top, base })
+        top.map(|top| MergeStep { top, base })
     }
 
-    /// The lowest file into which something may be merged: below it the files are not known, or others stand on them.
-    fn lowest(&self, record: &Record) -> usize {
-        let dir = self.files.first().map_or(Path::new("/"), |file| dir_of(file));
+    /// The lowest file that may receive a merge: below it the record does not know the files, or
+    /// they are backing files of others.
+    fn lowest_base(&self, record: &LayerRecord) -> usize {
+        let dir = self.files.first().map_or(Path::new("/"), |file| record_dir(file));
         let mut lowest = 0;
         for at in 0..self.files.len() {
             let file = &self.files[at];
             let over = at.checked_sub(1).map(|at| &self.files[at]);
-            let is_fork = record.on(file).any(|layer| Some(&layer.file) != over);
+            let is_fork = record.layers_over(file).any(|layer| Some(&layer.file) != over);
             let is_known = over.is_none_or(|over| {
-                record.layer(over).is_some_and(|layer| layer.below.as_ref() == Some(file))
+                record.find_layer(over).is_some_and(|layer| layer.below.as_ref() == Some(file))
             });
-            if is_fork || !is_known || dir_of(file) != dir {
+            if is_fork || !is_known || record_dir(file) != dir {
                 break;
             }
             lowest = at;
@@ -87,38 +90,39 @@ impl Chain<'_> {
         lowest
     }
 
-    fn is_own(&self, record: &Record, at: usize) -> bool {
+    fn is_own(&self, record: &LayerRecord, at: usize) -> bool {
         let file = &self.files[at];
-        let is_mine = record.layer(file).is_some_and(|layer| layer.vm == self.vm);
+        let is_mine = record.find_layer(file).is_some_and(|layer| layer.vm == self.vm);
         (is_mine || self.named.as_ref() == Some(file)) && !self.kept.contains(file)
     }
 
-    fn can_go(&self, record: &Record, at: usize) -> bool {
+    fn can_merge_away(&self, record: &LayerRecord, at: usize) -> bool {
         let file = &self.files[at];
-        record.layer(file).is_some_and(|layer| layer.vm == self.vm) && !self.kept.contains(file)
+        record.find_layer(file).is_some_and(|layer| layer.vm == self.vm)
+            && !self.kept.contains(file)
     }
 }
 
-fn is_needed(record: &Record, file: &Path) -> bool {
+fn is_needed(record: &LayerRecord, file: &Path) -> bool {
     record.images_of(file).next().is_some()
 }
 
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::disk_layers::record::{ImageUse, Layer, LayerKind};
+    use crate::disk_layers::record::{DiskLayer, ImageUse, LayerKind};
 
     /// A chain of files `0`, the topmost, to `count - 1`, and images that need some of them.
     struct Case {
         dir: tempfile::TempDir,
-        record: Record,
+        record: LayerRecord,
         count: usize,
     }
 
     impl Case {
         fn new(count: usize, needed: &[usize]) -> Self {
             let dir = tempfile::tempdir().unwrap();
-            let mut case = Self { dir, record: Record::default(), count };
+            let mut case = Self { dir, record: LayerRecord::default(), count };
             for at in 0..count {
                 std::fs::write(case.path(at), "").unwrap();
             }
@@ -141,14 +145,14 @@ mod tests {
             let (file, below, vm) = (self.path(file), Some(self.path(below)), vm.to_owned());
             std::fs::write(&file, "").unwrap();
             let (made, kind, abandoned, restored) = (1, LayerKind::Overlay, false, false);
-            self.record.layers.push(Layer { file, below, vm, made, kind, abandoned, restored });
+            self.record.layers.push(DiskLayer { file, below, vm, made, kind, abandoned, restored });
         }
 
         fn steps(&self, is_named_own: bool, kept: &[PathBuf]) -> Vec<(usize, usize)> {
             let files: Vec<PathBuf> = (0..self.count).map(|at| self.path(at)).collect();
             let named = files.last().cloned().filter(|_| is_named_own);
-            let chain = Chain { files, vm: "web", named, kept };
-            chain.steps(&self.record).iter().map(|step| (step.top, step.base)).collect()
+            let chain = LayerChain { files, vm: "web", named, kept };
+            chain.plan_steps(&self.record).iter().map(|step| (step.top, step.base)).collect()
         }
     }
 

@@ -1,23 +1,23 @@
-//! What follows from a record.
+//! Queries on a record.
 
 use std::path::{Path, PathBuf};
 
 use firn_image::Image;
 use firn_vmm::FileIdentity;
 
-use super::record::{Changed, ImageUse, Layer, LayerKind, Record};
-use super::store::read;
-use super::{dir_of, key};
+use super::record::{ChangedContents, DiskLayer, ImageUse, LayerKind, LayerRecord};
+use super::store::read_record;
+use super::{record_dir, record_key};
 
-impl Record {
-    /// The layers that lie directly on a file, and exist.
-    pub(super) fn on<'a>(&'a self, file: &'a Path) -> impl Iterator<Item = &'a Layer> {
-        let is_on = move |layer: &&Layer| layer.below.as_deref() == Some(file);
+impl LayerRecord {
+    /// The existing layers directly on a file.
+    pub(super) fn layers_over<'a>(&'a self, file: &'a Path) -> impl Iterator<Item = &'a DiskLayer> {
+        let is_on = move |layer: &&DiskLayer| layer.below.as_deref() == Some(file);
         self.layers.iter().filter(is_on).filter(|layer| layer.file.exists())
     }
 
-    /// What is known of a file that Firn made.
-    pub(super) fn layer(&self, file: &Path) -> Option<&Layer> {
+    /// The layer with this file, if Firn made it.
+    pub(super) fn find_layer(&self, file: &Path) -> Option<&DiskLayer> {
         self.layers.iter().find(|layer| layer.file == file)
     }
 
@@ -27,13 +27,15 @@ impl Record {
         uses.filter(|image| !image.is_gone()).map(|image| image.image.as_path())
     }
 
-    /// Where contents are now that were in `file`, as an image knows it.
-    pub(super) fn now_of(&self, file: &Path, then: FileIdentity) -> Option<&Changed> {
-        self.changed.iter().find(|changed| changed.file == file && is_same(changed.then, then))
+    /// The current contents of `file` as an image knows it.
+    pub(super) fn find_changed(&self, file: &Path, then: FileIdentity) -> Option<&ChangedContents> {
+        self.changed
+            .iter()
+            .find(|changed| changed.file == file && is_same_content(changed.then, then))
     }
 
-    /// Forgets what is over. Files that only images had needed that are gone become unused.
-    pub(super) fn prune(&mut self) {
+    /// Removes entries that are obsolete. Files that only removed images needed become unused.
+    pub(super) fn prune_obsolete(&mut self) {
         self.images.retain(|image| !image.is_gone());
         self.unused.retain(|file| file.exists());
         self.drop_clones();
@@ -45,14 +47,15 @@ impl Record {
         self.partial.retain(|partial| partial.base.exists());
     }
 
-    /// Clones that no image needs, and nothing stands on.
+    /// Drops clones that no image needs and that are no backing file of a layer.
     fn drop_clones(&mut self) {
-        let is_needed = |layer: &Layer| {
+        let is_needed = |layer: &DiskLayer| {
             layer.kind != LayerKind::Clone
                 || self.images.iter().any(|image| image.file == layer.file)
-                // A later copy may stand on it, and be listed in the record of another directory.
+                // A later copy may have it as its backing file, and be listed in the record of
+                // another directory.
                 || self.images.iter().any(|image| image.chain.contains(&layer.file))
-                || self.on(&layer.file).next().is_some()
+                || self.layers_over(&layer.file).next().is_some()
         };
         let unused: Vec<PathBuf> =
             self.layers.iter().filter(|it| !is_needed(it)).map(|it| it.file.clone()).collect();
@@ -62,32 +65,34 @@ impl Record {
 }
 
 impl ImageUse {
-    /// Whether the image is there no more, by the doing of Firn. One that is only missing may have been moved.
+    /// Whether Firn replaced or removed the image. An image that is only missing may have been
+    /// moved.
     fn is_gone(&self) -> bool {
         let Some(identity) = &self.replaced else { return false };
         match Image::open(&self.image) {
             Ok(image) => image.identity() != *identity,
-            // One that can't be read now may be the one.
+            // An image that can't be read now may be the same.
             Err(_) => !self.image.exists(),
         }
     }
 }
 
-/// Which images need files of a chain, in words.
-pub(crate) fn needed_by(chain: &[PathBuf]) -> String {
+/// The images that need files of a chain, in words.
+pub(crate) fn describe_needs(chain: &[PathBuf]) -> String {
     let mut images = Vec::new();
-    for file in chain.iter().map(|file| key(file)) {
-        let Ok(Some(record)) = read(dir_of(&file)) else { continue };
+    for file in chain.iter().map(|file| record_key(file)) {
+        let Ok(Some(record)) = read_record(record_dir(&file)) else { continue };
         images.extend(record.images_of(&file).map(|image| image.display().to_string()));
     }
     let (count, first) = (images.len(), images.first());
     first.map_or(String::new(), |first| format!(", which {count} images need: {first} and others"))
 }
 
-/// Whether a file has to lie over one that holds a part of it, because a merge ended early.
+/// Whether a file has to stay over one that has a part of its contents, because a merge ended
+/// early.
 pub(crate) fn covers_partial(file: &Path) -> bool {
-    let file = key(file);
-    let record = match read(dir_of(&file)) {
+    let file = record_key(file);
+    let record = match read_record(record_dir(&file)) {
         Ok(Some(record)) => record,
         Ok(None) => return false,
         Err(_) => return true,
@@ -97,12 +102,13 @@ pub(crate) fn covers_partial(file: &Path) -> bool {
     merges.chain(partial).any(|tops| tops.contains(&file))
 }
 
-/// Size and time of the last write decide, as they do for a restore.
-pub(super) fn is_same(one: FileIdentity, other: FileIdentity) -> bool {
+/// Whether two identities have the same size and time of the last write, as a restore compares
+/// them.
+pub(super) fn is_same_content(one: FileIdentity, other: FileIdentity) -> bool {
     (one.size, one.mtime_ns) == (other.size, other.mtime_ns)
 }
 
-/// Whether Firn made a file, and nothing stands on it.
-pub(super) fn is_top(record: &Record, file: &Path) -> bool {
-    record.layer(file).is_some() && record.on(file).next().is_none()
+/// Whether Firn made a file, and the file has no layer over it.
+pub(super) fn is_top(record: &LayerRecord, file: &Path) -> bool {
+    record.find_layer(file).is_some() && record.layers_over(file).next().is_none()
 }

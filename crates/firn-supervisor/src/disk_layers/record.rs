@@ -1,4 +1,4 @@
-//! What a directory's record holds.
+//! The format of a directory's record.
 
 use std::path::{Path, PathBuf};
 
@@ -10,55 +10,58 @@ use crate::identity::ProcessIdentity;
 /// The version of the record.
 pub(super) const VERSION: u32 = 1;
 
-/// The record of a directory. In memory all paths are absolute; in the file those in the directory are bare names, so that a
-/// directory may be moved.
+/// The record of a directory. In memory all paths are absolute. In the file, paths in the directory
+/// are bare names, so that the directory may be moved.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
-pub(super) struct Record {
+pub(super) struct LayerRecord {
     /// `VERSION`.
     pub(super) version: u32,
-    /// Files on which a file of this directory is the next one below, and clones in it.
+    /// Files whose backing file is in this directory, and clones in it.
     #[serde(default)]
-    pub(super) layers: Vec<Layer>,
+    pub(super) layers: Vec<DiskLayer>,
     /// Images that need files of this directory.
     #[serde(default)]
     pub(super) images: Vec<ImageUse>,
-    /// Where contents are now that an image knows under another name, or with another time of the last write.
+    /// Files whose contents an image knows under another name, or with another time of the last
+    /// write.
     #[serde(default)]
-    pub(super) changed: Vec<Changed>,
+    pub(super) changed: Vec<ChangedContents>,
     /// Merges that have begun.
     #[serde(default)]
-    pub(super) merges: Vec<Merge>,
-    /// Files that hold a part of what lies over them, because a merge ended early: only right below those.
+    pub(super) merges: Vec<PendingMerge>,
+    /// Files with a part of the contents of the files over them, because a merge ended early:
+    /// usable only under those.
     #[serde(default)]
-    pub(super) partial: Vec<Partial>,
-    /// Files that nothing needs any more, to be removed.
+    pub(super) partial: Vec<PartialMerge>,
+    /// Files that are not needed any more, and that will be removed.
     #[serde(default)]
     pub(super) unused: Vec<PathBuf>,
 }
 
 /// A file that was made on another one, or as a clone.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
-pub(super) struct Layer {
+pub(super) struct DiskLayer {
     /// The file.
     pub(super) file: PathBuf,
-    /// The one that it is made on; `None` for the clone of a file with nothing below it.
+    /// Its backing file; `None` for the clone of a file without one.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub(super) below: Option<PathBuf>,
     /// The VM that made it.
     pub(super) vm: String,
-    /// When, in milliseconds since 1970.
+    /// When it was made, in milliseconds since 1970.
     pub(super) made: u64,
-    /// What it is for.
+    /// Its purpose.
     pub(super) kind: LayerKind,
-    /// A user has returned to what lies below it: it is not the newest state of the disk any more.
+    /// Whether a user has returned to its backing file, so that it is no longer the newest state of
+    /// the disk.
     #[serde(default, skip_serializing_if = "std::ops::Not::not")]
     pub(super) abandoned: bool,
-    /// A restore made it, on a file of its image.
+    /// Whether a restore made it, on a file of its image.
     #[serde(default, skip_serializing_if = "std::ops::Not::not")]
     pub(super) restored: bool,
 }
 
-/// What a layer is for.
+/// The purpose of a layer.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "kebab-case")]
 pub(super) enum LayerKind {
@@ -73,61 +76,61 @@ pub(super) enum LayerKind {
 pub(super) struct ImageUse {
     /// The image.
     pub(super) image: PathBuf,
-    /// Where the contents of its disk are now.
+    /// The file that has the contents of its disk now.
     pub(super) file: PathBuf,
     /// The files that its disk consisted of when it was made, the topmost first.
     pub(super) chain: Vec<PathBuf>,
-    /// The identity of this image, if another one is about to take its name, or if it is about to be removed: unless the
-    /// image of that name has this identity, nothing is needed.
+    /// The identity of this image, if another one is about to take its name, or if it is about to
+    /// be removed: unless the image of that name has this identity, nothing is needed for it.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub(super) replaced: Option<String>,
 }
 
-/// Contents that an image knows otherwise.
+/// Contents that an image knows under another name or identity.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
-pub(super) struct Changed {
+pub(super) struct ChangedContents {
     /// The file that images name.
     pub(super) file: PathBuf,
-    /// As they know it.
+    /// The identity that they know.
     pub(super) then: FileIdentity,
     /// The file that has the contents now.
     pub(super) is_in: PathBuf,
     /// Its format.
     pub(super) format: String,
-    /// As it is now.
+    /// Its identity now.
     pub(super) now: FileIdentity,
 }
 
-/// A merge that has begun: `tops` go into `base`.
+/// A merge that has begun: `tops` are merged into `base`.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
-pub(super) struct Merge {
-    /// The hypervisor that does it.
+pub(super) struct PendingMerge {
+    /// The hypervisor that performs it.
     pub(super) process: ProcessIdentity,
     /// The VM.
     pub(super) vm: String,
-    /// The file that gets the contents.
+    /// The file that receives the contents.
     pub(super) base: PathBuf,
     /// Its format.
     pub(super) format: String,
     /// The files that are merged into it, the topmost first.
     pub(super) tops: Vec<PathBuf>,
-    /// The file that lies on the topmost; `None` if the VM writes to the topmost itself.
+    /// The file over the topmost; `None` if the VM writes to the topmost itself.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub(super) above: Option<PathBuf>,
-    /// What these files were before, except of what the VM writes to.
+    /// The identities of these files before the merge, except of the file that the VM writes to.
     pub(super) before: Vec<(PathBuf, FileIdentity)>,
 }
 
-/// A file that holds a part of what lies over it.
+/// A file with a part of the contents of the files over it.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
-pub(super) struct Partial {
+pub(super) struct PartialMerge {
     /// The file.
     pub(super) base: PathBuf,
-    /// What has to lie over it.
+    /// The files that have to stay over it.
     pub(super) tops: Vec<PathBuf>,
 }
 
-impl Default for Record {
+impl Default for LayerRecord {
     fn default() -> Self {
         Self {
             version: VERSION,
@@ -141,15 +144,15 @@ impl Default for Record {
     }
 }
 
-impl Record {
-    /// Whether it says nothing.
+impl LayerRecord {
+    /// Whether it has no entries.
     pub(super) fn is_empty(&self) -> bool {
         *self == Self::default()
     }
 
-    /// The same with paths relative to `dir` where they are in it.
-    pub(super) fn stored(mut self, dir: &Path) -> Self {
-        self.each_path(&mut |path| {
+    /// Makes paths in `dir` relative to it.
+    pub(super) fn with_relative_paths(mut self, dir: &Path) -> Self {
+        self.for_each_path(&mut |path| {
             if path.parent() == Some(dir) {
                 *path = path.file_name().unwrap_or_default().into();
             }
@@ -157,13 +160,13 @@ impl Record {
         self
     }
 
-    /// The same with absolute paths.
-    pub(super) fn loaded(mut self, dir: &Path) -> Self {
-        self.each_path(&mut |path| *path = dir.join(&path));
+    /// Makes all paths absolute.
+    pub(super) fn with_absolute_paths(mut self, dir: &Path) -> Self {
+        self.for_each_path(&mut |path| *path = dir.join(&path));
         self
     }
 
-    fn each_path(&mut self, change: &mut dyn FnMut(&mut PathBuf)) {
+    fn for_each_path(&mut self, change: &mut dyn FnMut(&mut PathBuf)) {
         for layer in &mut self.layers {
             change(&mut layer.file);
             layer.below.iter_mut().for_each(&mut *change);

@@ -1,76 +1,83 @@
-//! What has become of a merge: written down once its job has ended, or once its hypervisor has.
+//! Settling of merges: recording the result of a merge when its job, or its hypervisor, has ended.
 //!
-//! | the file above names | then |
+//! | backing file of the file above | result |
 //! |---|---|
-//! | the base | it is merged: images are served by the base, and the files between are removed |
-//! | the topmost still | it is not; what the base got so far is covered by what lies over it |
+//! | the base | merged: the base serves the images, and the files between are removed |
+//! | the topmost still | not merged; the files over the base cover the data that it received |
 
 use std::fs::File;
 use std::path::{Path, PathBuf};
 
-use firn_vmm::{FileIdentity, file_below};
+use firn_vmm::{FileIdentity, read_backing_file};
 
-use super::key;
-use super::queries::is_same;
-use super::record::{Changed, Merge, Partial, Record};
-use super::store::Folder;
-use crate::failure::{Context, Failure};
+use super::queries::is_same_content;
+use super::record::{ChangedContents, LayerRecord, PartialMerge, PendingMerge};
+use super::record_key;
+use super::store::RecordFolder;
+use crate::failure::{Failure, FailureContext};
 use crate::identity::ProcessIdentity;
 
-impl Folder {
-    /// Settles the merges of hypervisors that are gone. Returns whether other merges run still.
+impl RecordFolder {
+    /// Settles the merges of hypervisors that have ended. Returns whether other merges are still
+    /// running.
     pub(super) fn settle_dead(&mut self) -> Result<bool, Failure> {
-        let (live, dead): (Vec<Merge>, Vec<Merge>) =
+        let (live, dead): (Vec<PendingMerge>, Vec<PendingMerge>) =
             self.record.merges.drain(..).partition(|merge| merge.process.is_alive());
         self.record.merges = live;
         for merge in &dead {
-            self.settle(merge, None)?;
+            self.settle_merge(merge, None)?;
         }
         if !dead.is_empty() {
-            self.store()?;
+            self.store_record()?;
         }
         Ok(!self.record.merges.is_empty())
     }
 
-    /// Settles the merges of a hypervisor whose jobs have ended. `active`: the files that its drives are written to.
-    pub(super) fn settle_of(
+    /// Settles the merges of a hypervisor whose jobs have ended. `active`: the files that its
+    /// drives write to.
+    pub(super) fn settle_process(
         &mut self,
         process: &ProcessIdentity,
         active: &[PathBuf],
     ) -> Result<(), Failure> {
-        let (ended, others): (Vec<Merge>, Vec<Merge>) =
+        let (ended, others): (Vec<PendingMerge>, Vec<PendingMerge>) =
             self.record.merges.drain(..).partition(|merge| merge.process == *process);
         self.record.merges = others;
         for merge in &ended {
-            self.settle(merge, Some(active))?;
+            self.settle_merge(merge, Some(active))?;
         }
-        self.store()
+        self.store_record()
     }
 
-    fn settle(&mut self, merge: &Merge, active: Option<&[PathBuf]>) -> Result<(), Failure> {
+    fn settle_merge(
+        &mut self,
+        merge: &PendingMerge,
+        active: Option<&[PathBuf]>,
+    ) -> Result<(), Failure> {
         let is_merged = match (&merge.above, active) {
-            (Some(above), _) => names(above, &merge.base),
+            (Some(above), _) => has_backing_file(above, &merge.base),
             (None, Some(active)) => active.contains(&merge.base),
-            // The guest was started again only after this had been written down.
+            // The guest resumes on the base only after the result was recorded, so here the topmost
+            // still has all its writes.
             (None, None) => false,
         };
         let settling = || format!("settling the merge into {}", merge.base.display());
-        let changed = changes(merge, is_merged).doing(settling())?;
+        let changed = list_changes(merge, is_merged).while_doing(settling())?;
         match is_merged {
-            true => self.record.merged(merge, &changed),
-            false => self.record.not_merged(merge, &changed),
+            true => self.record.record_merged(merge, &changed),
+            false => self.record.record_unmerged(merge, &changed),
         }
         Ok(())
     }
 }
 
-fn names(above: &Path, base: &Path) -> bool {
-    let below = file_below(above).ok().flatten();
-    below.is_some_and(|below| key(&below) == *base)
+fn has_backing_file(above: &Path, base: &Path) -> bool {
+    let below = read_backing_file(above).ok().flatten();
+    below.is_some_and(|below| record_key(&below) == *base)
 }
 
-/// Where the contents of each file are now.
-fn changes(merge: &Merge, is_merged: bool) -> std::io::Result<Vec<Changed>> {
+/// The current contents of each file.
+fn list_changes(merge: &PendingMerge, is_merged: bool) -> std::io::Result<Vec<ChangedContents>> {
     let mut changed = Vec::new();
     for (file, then) in &merge.before {
         let is_top = merge.tops.contains(file);
@@ -82,17 +89,17 @@ fn changes(merge: &Merge, is_merged: bool) -> std::io::Result<Vec<Changed>> {
             continue;
         }
         File::open(is_in)?.sync_all()?;
-        let now = FileIdentity::of(is_in)?;
+        let now = FileIdentity::from_path(is_in)?;
         let is_base = *is_in == merge.base;
         let format = if is_base { merge.format.clone() } else { "qcow2".to_owned() };
         let (file, then, is_in) = (file.clone(), *then, is_in.clone());
-        changed.push(Changed { file, then, is_in, format, now });
+        changed.push(ChangedContents { file, then, is_in, format, now });
     }
     Ok(changed)
 }
 
-impl Record {
-    fn merged(&mut self, merge: &Merge, changed: &[Changed]) {
+impl LayerRecord {
+    fn record_merged(&mut self, merge: &PendingMerge, changed: &[ChangedContents]) {
         self.add_changes(changed);
         for image in self.images.iter_mut().filter(|image| merge.tops.contains(&image.file)) {
             image.file.clone_from(&merge.base);
@@ -105,27 +112,31 @@ impl Record {
         self.unused.extend(merge.tops.iter().cloned());
     }
 
-    fn not_merged(&mut self, merge: &Merge, changed: &[Changed]) {
+    fn record_unmerged(&mut self, merge: &PendingMerge, changed: &[ChangedContents]) {
         let is_written =
-            changed.iter().any(|it| it.file == merge.base && !is_same(it.then, it.now));
+            changed.iter().any(|it| it.file == merge.base && !is_same_content(it.then, it.now));
         self.add_changes(changed);
         self.partial.retain(|partial| partial.base != merge.base);
         if is_written || merge.above.is_none() {
             let (base, tops) = (merge.base.clone(), merge.tops.clone());
-            self.partial.push(Partial { base, tops });
+            self.partial.push(PartialMerge { base, tops });
         }
     }
 
-    /// Images that knew a file by what it was before know it by what it is now.
-    fn add_changes(&mut self, changed: &[Changed]) {
+    /// Adds changes of contents. Images that knew a file by its identity before now know it by its
+    /// new one.
+    fn add_changes(&mut self, changed: &[ChangedContents]) {
         for new in changed {
-            let same = |it: &&mut Changed| it.is_in == new.file && is_same(it.now, new.then);
+            let same = |it: &&mut ChangedContents| {
+                it.is_in == new.file && is_same_content(it.now, new.then)
+            };
             for known in self.changed.iter_mut().filter(same) {
                 (known.is_in, known.format, known.now) =
                     (new.is_in.clone(), new.format.clone(), new.now);
             }
         }
-        let is_news = |it: &&Changed| it.file != it.is_in || !is_same(it.then, it.now);
+        let is_news =
+            |it: &&ChangedContents| it.file != it.is_in || !is_same_content(it.then, it.now);
         self.changed.extend(changed.iter().filter(is_news).cloned());
     }
 }

@@ -1,4 +1,4 @@
-//! A directory's record in its file: locked, replaced as a whole, synced.
+//! The file of a directory's record: locked, replaced as a whole, synced.
 
 use std::fs::{self, File};
 use std::io::{self, Read};
@@ -8,97 +8,99 @@ use std::time::{Duration, Instant};
 use rustix::fs::{FlockOperation, flock};
 use rustix::io::Errno;
 
-use super::record::{Record, VERSION};
-use crate::failure::{Context, Failure, FailureKind};
+use super::record::{LayerRecord, VERSION};
+use crate::failure::{Failure, FailureContext, FailureKind};
 use crate::journal::write_private;
 
 const NAME: &str = ".firn-disks.json";
 const LOCK: &str = ".firn-disks.lock";
 
-/// The largest record that is read, in bytes.
+/// The maximum size of a record, in bytes.
 const BYTES_MAX: u64 = 64 << 20;
 
-/// How long another process may hold the lock: it makes some small files meanwhile.
+/// How long Firn waits for the lock: another process creates some small files while it holds it.
 const LOCK_WAIT: Duration = Duration::from_secs(60);
 const LOCK_RETRY: Duration = Duration::from_millis(2);
 
-/// A directory whose record this process may change.
-pub(super) struct Folder {
+/// A directory whose record this process has locked and may change.
+pub(super) struct RecordFolder {
     dir: PathBuf,
-    pub(super) record: Record,
-    before: Record,
+    pub(super) record: LayerRecord,
+    before: LayerRecord,
     _lock: File,
 }
 
-impl Folder {
-    /// Locks the record of a directory. One that has none gets an empty one.
+impl RecordFolder {
+    /// Locks the record of a directory. A directory without a record gets an empty one.
     pub(super) fn lock(dir: &Path) -> Result<Self, Failure> {
-        let lock = lock(dir).map_err(|failure| failure.while_doing(locking(dir)))?;
-        let record = read(dir)?.unwrap_or_default();
+        let lock = lock_dir(dir).map_err(|failure| failure.while_doing(locking_text(dir)))?;
+        let record = read_record(dir)?.unwrap_or_default();
         Ok(Self { dir: dir.to_owned(), before: record.clone(), record, _lock: lock })
     }
 
     /// The same if there is a record already.
     pub(super) fn lock_existing(dir: &Path) -> Result<Option<Self>, Failure> {
-        match path(dir).try_exists() {
+        match record_path(dir).try_exists() {
             Ok(false) => Ok(None),
             _ => Self::lock(dir).map(Some),
         }
     }
 
-    /// Writes the record down, and removes the files that nothing needs.
-    pub(super) fn store(&mut self) -> Result<(), Failure> {
-        self.record.prune();
+    /// Writes the record, and removes the files that are not needed.
+    pub(super) fn store_record(&mut self) -> Result<(), Failure> {
+        self.record.prune_obsolete();
         if self.record != self.before {
-            self.write()?;
+            self.write_record()?;
         }
         self.remove_unused()
     }
 
-    /// Their names leave the record at once: later they may be those of other files.
+    /// Removes the unused files. Their names leave the record at once: other files may get them
+    /// later.
     fn remove_unused(&mut self) -> Result<(), Failure> {
         if self.record.unused.is_empty() {
             return Ok(());
         }
-        self.record.unused.iter().for_each(|file| remove(file));
+        self.record.unused.iter().for_each(|file| remove_file(file));
         self.record.unused.retain(|file| file.exists());
-        self.write()
+        self.write_record()
     }
 
-    fn write(&mut self) -> Result<(), Failure> {
-        let path = path(&self.dir);
-        write(&self.dir, &path, &self.record).doing(format!("writing {}", path.display()))?;
+    fn write_record(&mut self) -> Result<(), Failure> {
+        let path = record_path(&self.dir);
+        replace_record(&self.dir, &path, &self.record)
+            .while_doing(format!("writing {}", path.display()))?;
         self.before = self.record.clone();
         Ok(())
     }
 }
 
-/// The record of a directory as it is now, if it has one. For those who do not change it.
-pub(super) fn read(dir: &Path) -> Result<Option<Record>, Failure> {
-    let path = path(dir);
+/// Reads the current record of a directory, if it has one, without a lock.
+pub(super) fn read_record(dir: &Path) -> Result<Option<LayerRecord>, Failure> {
+    let path = record_path(dir);
     let reading = || format!("reading {}", path.display());
     let file = match File::open(&path) {
         Err(error) if error.kind() == io::ErrorKind::NotFound => return Ok(None),
-        file => file.doing(reading())?,
+        file => file.while_doing(reading())?,
     };
     let mut text = Vec::new();
-    file.take(BYTES_MAX).read_to_end(&mut text).doing(reading())?;
-    let record: Record = serde_json::from_slice(&text)
-        .doing_or(FailureKind::Damaged, format!("{} is damaged", path.display()))
-        .map_err(|failure| failure.hint(DAMAGED))?;
+    file.take(BYTES_MAX).read_to_end(&mut text).while_doing(reading())?;
+    let record: LayerRecord = serde_json::from_slice(&text)
+        .while_doing_as(FailureKind::Damaged, format!("{} is damaged", path.display()))
+        .map_err(|failure| failure.with_hint(DAMAGED))?;
     match record.version {
-        VERSION => Ok(Some(record.loaded(dir))),
+        VERSION => Ok(Some(record.with_absolute_paths(dir))),
         other => {
             let text = format!("{} is of version {other}, not {VERSION}", path.display());
-            Err(Failure::new(FailureKind::Damaged, text).hint("use the Firn that wrote it"))
+            Err(Failure::new(FailureKind::Damaged, text).with_hint("use the Firn that wrote it"))
         }
     }
 }
 
-const DAMAGED: &str = "it lists which layers of disks are the newest; bring it back from a copy, or, if you know that no \
+const DAMAGED: &str = "it lists which layers of disks are the newest; restore it from a copy, or, if you know that no \
      image or VM needs other layers than you use, move it away";
 
-fn write(dir: &Path, path: &Path, record: &Record) -> io::Result<()> {
+fn replace_record(dir: &Path, path: &Path, record: &LayerRecord) -> io::Result<()> {
     if record.is_empty() {
         return match fs::remove_file(path) {
             Err(error) if error.kind() != io::ErrorKind::NotFound => Err(error),
@@ -106,43 +108,43 @@ fn write(dir: &Path, path: &Path, record: &Record) -> io::Result<()> {
         };
     }
     let new = dir.join(format!("{NAME}.new"));
-    write_private(&new, &serde_json::to_vec_pretty(&record.clone().stored(dir))?)?;
+    write_private(&new, &serde_json::to_vec_pretty(&record.clone().with_relative_paths(dir))?)?;
     File::open(&new)?.sync_all()?;
     fs::rename(&new, path)?;
     File::open(dir)?.sync_all()
 }
 
-fn path(dir: &Path) -> PathBuf {
+fn record_path(dir: &Path) -> PathBuf {
     dir.join(NAME)
 }
 
-fn locking(dir: &Path) -> String {
+fn locking_text(dir: &Path) -> String {
     format!("locking the record of disk layers in {}", dir.display())
 }
 
 /// Locks the directory itself, or a file in it where directories can't be locked (NFS).
-fn lock(dir: &Path) -> Result<File, Failure> {
-    let file = File::open(dir).doing("opening the directory")?;
-    match wait(&file) {
+fn lock_dir(dir: &Path) -> Result<File, Failure> {
+    let file = File::open(dir).while_doing("opening the directory")?;
+    match wait_for_lock(&file) {
         Err(Errno::BADF | Errno::INVAL | Errno::OPNOTSUPP) => {}
-        locked => return taken(locked).map(|()| file),
+        locked => return check_lock(locked).map(|()| file),
     }
     let mut options = File::options();
     let file = options.write(true).create(true).truncate(false).open(dir.join(LOCK));
-    let file = file.doing("opening the lock file")?;
-    taken(wait(&file)).map(|()| file)
+    let file = file.while_doing("opening the lock file")?;
+    check_lock(wait_for_lock(&file)).map(|()| file)
 }
 
-fn taken(locked: Result<(), Errno>) -> Result<(), Failure> {
+fn check_lock(locked: Result<(), Errno>) -> Result<(), Failure> {
     match locked {
         Err(Errno::AGAIN) => {
-            Err(Failure::new(FailureKind::Busy, "another process has it locked for a minute"))
+            Err(Failure::new(FailureKind::Busy, "another process has held the lock for a minute"))
         }
-        locked => locked.map_err(io::Error::from).doing("waiting for it"),
+        locked => locked.map_err(io::Error::from).while_doing("waiting for it"),
     }
 }
 
-fn wait(file: &File) -> Result<(), Errno> {
+fn wait_for_lock(file: &File) -> Result<(), Errno> {
     let deadline = Instant::now() + LOCK_WAIT;
     loop {
         match flock(file, FlockOperation::NonBlockingLockExclusive) {
@@ -153,12 +155,12 @@ fn wait(file: &File) -> Result<(), Errno> {
     }
 }
 
-/// Whether nothing can be made in a directory.
+/// Whether this process can't create files in a directory.
 pub(super) fn is_read_only(dir: &Path) -> bool {
     rustix::fs::access(dir, rustix::fs::Access::WRITE_OK).is_err()
 }
 
-fn remove(file: &Path) {
+fn remove_file(file: &Path) {
     match fs::remove_file(file) {
         Err(error) if error.kind() != io::ErrorKind::NotFound => {
             tracing::warn!("can't remove {}: {error}", file.display());
@@ -170,14 +172,14 @@ fn remove(file: &Path) {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::disk_layers::record::{Layer, LayerKind};
+    use crate::disk_layers::record::{DiskLayer, LayerKind};
 
-    fn layer(dir: &Path, name: &str) -> Layer {
+    fn layer(dir: &Path, name: &str) -> DiskLayer {
         let (vm, made, kind) = ("web".to_owned(), 1, LayerKind::Overlay);
         std::fs::write(dir.join(name), "").unwrap();
         let below = Some(dir.join("d"));
         let (abandoned, restored) = (false, false);
-        Layer { file: dir.join(name), below, vm, made, kind, abandoned, restored }
+        DiskLayer { file: dir.join(name), below, vm, made, kind, abandoned, restored }
     }
 
     #[test]
@@ -185,28 +187,28 @@ mod tests {
         let dir = tempfile::tempdir().unwrap();
         let old = dir.path().join("old");
         fs::create_dir(&old).unwrap();
-        let mut folder = Folder::lock(&old).unwrap();
+        let mut folder = RecordFolder::lock(&old).unwrap();
         folder.record.layers.push(layer(&old, "d.web-1"));
-        folder.store().unwrap();
+        folder.store_record().unwrap();
         let new = dir.path().join("new");
         fs::rename(&old, &new).unwrap();
-        assert_eq!(read(&new).unwrap().unwrap().layers, [layer(&new, "d.web-1")]);
+        assert_eq!(read_record(&new).unwrap().unwrap().layers, [layer(&new, "d.web-1")]);
         fs::remove_file(new.join("d.web-1")).unwrap();
         drop(folder);
-        Folder::lock(&new).unwrap().store().unwrap();
+        RecordFolder::lock(&new).unwrap().store_record().unwrap();
         assert_eq!(fs::read_dir(&new).unwrap().count(), 0, "nothing to say");
     }
 
     #[test]
     fn a_damaged_record_is_an_error() {
         let dir = tempfile::tempdir().unwrap();
-        assert_eq!(read(dir.path()).unwrap(), None);
+        assert_eq!(read_record(dir.path()).unwrap(), None);
         for (text, why) in [("{", "is damaged"), (r#"{"version":9}"#, "version 9")] {
-            fs::write(path(dir.path()), text).unwrap();
-            let failure = read(dir.path()).unwrap_err();
+            fs::write(record_path(dir.path()), text).unwrap();
+            let failure = read_record(dir.path()).unwrap_err();
             assert_eq!(failure.kind, FailureKind::Damaged);
             assert!(failure.to_string().contains(why), "{failure}");
-            assert!(Folder::lock(dir.path()).is_err());
+            assert!(RecordFolder::lock(dir.path()).is_err());
         }
     }
 }

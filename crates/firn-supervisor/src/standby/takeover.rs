@@ -1,134 +1,139 @@
-//! A standby, as commands reach it: what it has, how its primary ended, and whether it is to run.
+//! The control of a standby by commands: its status, the end of its primary, and its failover.
 
 use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
 use std::time::Duration;
 
-use firn_cluster::epoch::Progress as Far;
-use firn_epochs::backup::{BackupError, Receiver};
-use firn_epochs::endpoint::Stream;
+use firn_cluster::epoch::EpochProgress as Far;
+use firn_epochs::backup::{BackupReceiveError, BackupReceiver};
+use firn_epochs::endpoint::EpochStream;
 use firn_epochs::primary_end::PrimaryEnd;
-use firn_epochs::wire::Hello;
+use firn_epochs::wire::PrimaryHello;
 use serde::{Deserialize, Serialize};
 
+use crate::control_protocol::{FailoverMember, FailoverRequest};
 use crate::failure::{Failure, FailureKind};
-use crate::protocol::{FailoverMember, FailoverRequest};
 
-/// How long the last message to a primary may take that does not listen.
-const LAST_WORDS: Duration = Duration::from_millis(200);
+/// The maximum time that the last message to a primary may take.
+const LAST_MESSAGE_WAIT: Duration = Duration::from_millis(200);
 
-/// How long a standby that ends waits until its primary is informed of that.
+/// The maximum time that a standby that ends waits until its primary is informed.
 const DECLINE_WAIT: Duration = Duration::from_secs(1);
 
-/// What `firn status` says of a standby.
+/// The part of `firn status` about a standby.
 #[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
-pub struct Readiness {
-    /// The newest epoch that is here.
+pub struct StandbyStatus {
+    /// The newest epoch that the standby has completely.
     pub complete: u64,
-    /// The newest that a failover would run; 0 if there is none.
+    /// The newest epoch that a failover would run; 0 if there is none.
     pub committed: u64,
-    /// Its primary runs alone: the VM is never run here.
+    /// Its primary continues alone: the VM will never run here.
     #[serde(default)]
     pub released: bool,
-    /// It belongs to a cluster, and is run with all of it.
+    /// It belongs to a cluster, which fails over as one.
     #[serde(default, skip_serializing_if = "std::ops::Not::not")]
     pub member: bool,
-    /// Hosts agree who runs it: a failover goes by their record.
+    /// Hosts agree which of them runs it: a failover follows their record.
     #[serde(default, skip_serializing_if = "std::ops::Not::not")]
     pub leased: bool,
-    /// How its primary reported that it ended.
+    /// How its primary ended, as the primary reported.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub end: Option<PrimaryEnd>,
-    /// Why no more come, if so.
+    /// The reason why no more epochs arrive, if none do.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub ended: Option<String>,
 }
 
-impl Readiness {
+impl StandbyStatus {
     /// Whether its primary ended as its user or its guest wanted.
     pub fn is_over(&self) -> bool {
-        self.released || self.end.as_ref().is_some_and(PrimaryEnd::is_wanted)
+        self.released || self.end.as_ref().is_some_and(PrimaryEnd::is_intended)
     }
 }
 
-/// A standby, as commands reach it.
+/// The control of a standby by commands.
 #[derive(Debug)]
-pub(crate) struct Takeover {
-    stream: Stream,
-    state: Mutex<State>,
+pub(crate) struct StandbyControl {
+    stream: EpochStream,
+    state: Mutex<ControlState>,
     changed: Condvar,
 }
 
 #[derive(Debug, Default)]
-struct State {
-    now: Readiness,
-    /// How it is to be run, if it is.
+struct ControlState {
+    now: StandbyStatus,
+    /// The failover request, if there is one.
     how: Option<FailoverRequest>,
-    /// Why it never runs, once that is decided here.
+    /// The reason why this standby will never run the VM, once that is decided here.
     declined: Option<&'static str>,
-    /// Nothing more is sent to the primary.
+    /// No more messages are sent to the primary.
     has_parted: bool,
 }
 
-impl Takeover {
-    pub(super) fn new(stream: Stream, hello: &Hello) -> Arc<Self> {
+impl StandbyControl {
+    pub(super) fn new(stream: EpochStream, hello: &PrimaryHello) -> Arc<Self> {
         let (member, leased) = (hello.member.is_some(), hello.leased);
-        let now = Readiness { member, leased, ..Readiness::default() };
-        let state = Mutex::new(State { now, ..State::default() });
+        let now = StandbyStatus { member, leased, ..StandbyStatus::default() };
+        let state = Mutex::new(ControlState { now, ..ControlState::default() });
         Arc::new(Self { stream, state, changed: Condvar::new() })
     }
 
-    /// What there is to say about it now.
-    pub(crate) fn now(&self) -> Readiness {
-        self.state().now.clone()
+    /// The current status.
+    pub(crate) fn current_status(&self) -> StandbyStatus {
+        self.lock_state().now.clone()
     }
 
-    /// No more epochs are taken, and the newest committed one is run, or that of a global checkpoint.
-    pub(crate) fn begin(&self, how: FailoverRequest) -> Result<(), Failure> {
-        let mut state = self.state();
+    /// Begins a failover: no more epochs are received, and the newest committed one runs, or that
+    /// of a global checkpoint.
+    pub(crate) fn begin_failover(&self, how: FailoverRequest) -> Result<(), Failure> {
+        let mut state = self.lock_state();
         if state.declined.is_some() {
             return Err(Failure::new(FailureKind::Busy, "the standby is being stopped"));
         }
         check_failover(&state.now, how)?;
-        // Asked twice, it is the first that counts.
+        // Of two requests, the first counts.
         state.how.get_or_insert(how);
-        self.stream.hear_no_more();
+        self.stream.stop_reading();
         self.changed.notify_all();
         Ok(())
     }
 
-    /// It ends, and never runs: the primary is informed, if it still listens.
-    pub(crate) fn decline(&self, why: &'static str) {
-        let mut state = self.state();
+    /// Ends the standby, which never runs the VM: the primary is informed, if it still receives.
+    pub(crate) fn decline_vm(&self, why: &'static str) {
+        let mut state = self.lock_state();
         if state.how.is_some() || state.has_parted {
             return;
         }
         state.declined = Some(why);
-        self.stream.hear_no_more();
-        let waits = |state: &mut State| !state.has_parted;
+        self.stream.stop_reading();
+        let waits = |state: &mut ControlState| !state.has_parted;
         let waited = self.changed.wait_timeout_while(state, DECLINE_WAIT, waits);
         drop(waited.unwrap_or_else(PoisonError::into_inner));
     }
 
-    /// A primary that still runs hears that it is not alone, or that it is.
-    pub(super) fn part(&self, receiver: &mut Receiver) {
+    /// Ends the connection. A primary that still runs is informed whether the standby will run the
+    /// VM.
+    pub(super) fn part_from_primary(&self, receiver: &mut BackupReceiver) {
         let (is_run, declined) = {
-            let state = self.state();
+            let state = self.lock_state();
             (state.how.is_some(), state.declined)
         };
-        if (is_run || declined.is_some()) && self.stream.set_write_patience(LAST_WORDS).is_ok() {
+        if (is_run || declined.is_some())
+            && self.stream.set_write_timeout(LAST_MESSAGE_WAIT).is_ok()
+        {
             match declined {
-                Some(why) => receiver.decline(why),
-                None => receiver.refuse("the VM is about to run here"),
+                Some(why) => receiver.send_decline(why),
+                None => receiver.send_refusal("the VM is about to run here"),
             }
         }
         self.stream.close();
-        self.state().has_parted = true;
+        self.lock_state().has_parted = true;
         self.changed.notify_all();
     }
 
-    /// The primary reports how it ended. Whether that is noted: after a wanted end the VM is not run here by itself, which holds from now on.
-    pub(super) fn note(&self, end: &PrimaryEnd) -> bool {
-        let mut state = self.state();
+    /// Records how the primary ended, as it reports. Returns whether that is recorded: after a
+    /// wanted end the VM does not run here without a user's request, from now on.
+    pub(super) fn record_primary_end(&self, end: &PrimaryEnd) -> bool {
+        let mut state = self.lock_state();
         if state.how.is_some() {
             return false;
         }
@@ -137,14 +142,14 @@ impl Takeover {
         true
     }
 
-    pub(super) fn hear(&self, far: Far) {
-        let mut state = self.state();
-        (state.now.complete, state.now.committed) = (far.complete.0, far.committed.0);
+    pub(super) fn record_progress(&self, progress: Far) {
+        let mut state = self.lock_state();
+        (state.now.complete, state.now.committed) = (progress.complete.0, progress.committed.0);
     }
 
-    /// Returns once it is to be run.
-    pub(super) fn wait(&self, ended: &BackupError) -> FailoverRequest {
-        let mut state = self.state();
+    /// Waits for a failover request.
+    pub(super) fn wait_for_failover(&self, ended: &BackupReceiveError) -> FailoverRequest {
+        let mut state = self.lock_state();
         if state.how.is_none() {
             let failure = Failure::from_error(FailureKind::Other, ended);
             tracing::warn!("no more epochs come: {failure}");
@@ -158,48 +163,49 @@ impl Takeover {
         }
     }
 
-    fn state(&self) -> MutexGuard<'_, State> {
+    fn lock_state(&self) -> MutexGuard<'_, ControlState> {
         self.state.lock().unwrap_or_else(PoisonError::into_inner)
     }
 }
 
-/// Whether a standby in this state may be run like this.
-fn check_failover(now: &Readiness, how: FailoverRequest) -> Result<(), Failure> {
-    refuse_alone(now, how.member)?;
+/// Checks whether a standby in this state may fail over as requested.
+fn check_failover(now: &StandbyStatus, how: FailoverRequest) -> Result<(), Failure> {
+    check_member(now, how.member)?;
     if now.released {
-        let text = "the VM's primary has released it, and goes on alone";
+        let text = "the VM's primary has released it, and continues alone";
         let failure = Failure::new(FailureKind::Refused, text);
-        return Err(failure.hint("`firn stop` ends this standby"));
+        return Err(failure.with_hint("`firn stop` ends this standby"));
     }
-    // A cluster goes back with all its VMs, also those that were stopped since.
+    // A cluster is rolled back with all its VMs, including those that were stopped since.
     let accepts = how.accept_stopped || how.member.is_some();
-    if let Some(end) = now.end.as_ref().filter(|end| end.is_wanted() && !accepts) {
+    if let Some(end) = now.end.as_ref().filter(|end| end.is_intended() && !accepts) {
         let failure = Failure::new(FailureKind::Refused, format!("the VM was not lost: {end}"));
-        return Err(failure.hint(
-            "`firn stop` ends this standby; `firn failover --accept-stopped` runs the VM as it was in its last committed epoch",
+        return Err(failure.with_hint(
+            "`firn stop` ends this standby; `firn failover --accept-stopped` runs the VM from its last committed epoch",
         ));
     }
     if now.leased && how.lease.is_none() {
         let text = "hosts agree who runs this VM, and their record does not name this host";
         let failure = Failure::new(FailureKind::Refused, text);
         return Err(
-            failure.hint("`firn failover` asks this host's agent, which goes by the record")
+            failure.with_hint("`firn failover` asks this host's agent, which goes by the record")
         );
     }
     if now.committed == 0 {
         let none = Failure::new(FailureKind::Refused, "no epoch of the VM is committed here");
-        return Err(none.hint("`firn status` says which are; the first takes two intervals"));
+        return Err(none
+            .with_hint("`firn status` shows the committed epochs; the first takes two intervals"));
     }
     Ok(())
 }
 
-/// A member of a cluster goes on from a global checkpoint, and nobody else does.
-fn refuse_alone(now: &Readiness, to: Option<FailoverMember>) -> Result<(), Failure> {
+/// Checks the epoch: only a member of a cluster continues from a global checkpoint, and it must.
+fn check_member(now: &StandbyStatus, to: Option<FailoverMember>) -> Result<(), Failure> {
     let committed = now.committed;
     match to {
         None if now.member => {
-            let text = "the VM belongs to a cluster, and goes on with all of it";
-            Err(Failure::new(FailureKind::Refused, text).hint("`firn cluster failover`"))
+            let text = "the VM belongs to a cluster, and fails over with all of it";
+            Err(Failure::new(FailureKind::Refused, text).with_hint("`firn cluster failover`"))
         }
         Some(_) if !now.member => {
             Err(Failure::new(FailureKind::Refused, "the VM belongs to no cluster"))
@@ -218,11 +224,11 @@ mod tests {
 
     use super::*;
 
-    fn ready(end: Option<PrimaryEnd>) -> Readiness {
-        Readiness { complete: 8, committed: 7, end, ..Readiness::default() }
+    fn ready(end: Option<PrimaryEnd>) -> StandbyStatus {
+        StandbyStatus { complete: 8, committed: 7, end, ..StandbyStatus::default() }
     }
 
-    fn refusal(now: &Readiness, how: FailoverRequest) -> String {
+    fn refusal(now: &StandbyStatus, how: FailoverRequest) -> String {
         check_failover(now, how).unwrap_err().to_string()
     }
 
@@ -242,7 +248,7 @@ mod tests {
 
     #[test]
     fn a_member_that_was_stopped_goes_back_with_its_cluster() {
-        let stopped = Readiness { member: true, ..ready(Some(PrimaryEnd::Stopped)) };
+        let stopped = StandbyStatus { member: true, ..ready(Some(PrimaryEnd::Stopped)) };
         let (epoch, generation) = (Epoch(7), Generation(1));
         let member = Some(FailoverMember { epoch, generation });
         let how = FailoverRequest { member, ..FailoverRequest::default() };
@@ -251,14 +257,14 @@ mod tests {
 
     #[test]
     fn a_vm_that_was_released_is_run_by_nobody_here() {
-        let released = Readiness { released: true, ..ready(Some(PrimaryEnd::Released)) };
+        let released = StandbyStatus { released: true, ..ready(Some(PrimaryEnd::Released)) };
         let accepts = FailoverRequest { accept_stopped: true, ..FailoverRequest::default() };
         assert!(refusal(&released, accepts).contains("released it"));
     }
 
     #[test]
     fn where_hosts_agree_only_their_record_runs_it() {
-        let leased = Readiness { leased: true, ..ready(None) };
+        let leased = StandbyStatus { leased: true, ..ready(None) };
         assert!(refusal(&leased, FailoverRequest::default()).contains("hosts agree"));
         let by_record = FailoverRequest { lease: Some(1), ..FailoverRequest::default() };
         check_failover(&leased, by_record).unwrap();

@@ -1,4 +1,4 @@
-//! A QEMU command line, taken apart into options and put together again.
+//! Splitting of a QEMU command line into options, and joining them again.
 
 use std::fmt;
 
@@ -40,14 +40,14 @@ const WITHOUT_VALUE: &[&str] = &[
     "xen-domid-restrict",
 ];
 
-/// One option with its value, or a bare word (QEMU takes it as a disk).
+/// One option with its value, or a bare word (which QEMU uses as a disk).
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub(super) enum Argument {
+pub(super) enum CommandArgument {
     Option { name: String, value: Option<String> },
     Word(String),
 }
 
-impl Argument {
+impl CommandArgument {
     pub(super) fn new(name: &str, value: impl Into<String>) -> Self {
         Self::Option { name: name.to_owned(), value: Some(value.into()) }
     }
@@ -73,7 +73,7 @@ impl Argument {
     }
 }
 
-impl fmt::Display for Argument {
+impl fmt::Display for CommandArgument {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         match self {
             Self::Option { name, value: Some(value) } => write!(f, "-{name} {value}"),
@@ -83,31 +83,34 @@ impl fmt::Display for Argument {
     }
 }
 
-/// Takes words apart. An option whose value is missing gets none, as QEMU itself will complain of it.
-pub(super) fn split(words: &[String]) -> Vec<Argument> {
+/// Splits words into arguments. An option whose value is missing gets none: QEMU itself will report
+/// that.
+pub(super) fn split_words(words: &[String]) -> Vec<CommandArgument> {
     let mut words = words.iter();
     let mut arguments = Vec::new();
     while let Some(word) = words.next() {
         arguments.push(match option_name(word) {
-            Some(name) if WITHOUT_VALUE.contains(&name) => Argument::flag(name),
-            Some(name) => Argument::Option { name: name.into(), value: words.next().cloned() },
-            None => Argument::Word(word.clone()),
+            Some(name) if WITHOUT_VALUE.contains(&name) => CommandArgument::flag(name),
+            Some(name) => {
+                CommandArgument::Option { name: name.into(), value: words.next().cloned() }
+            }
+            None => CommandArgument::Word(word.clone()),
         });
     }
     arguments
 }
 
-/// QEMU takes one dash or two; a dash alone is a word.
+/// The option's name in a word. QEMU accepts one dash or two; a dash alone is a word.
 fn option_name(word: &str) -> Option<&str> {
     let name = word.strip_prefix("--").or_else(|| word.strip_prefix('-'))?;
     (!name.is_empty()).then_some(name)
 }
 
-/// The words of arguments.
-pub(super) fn join(arguments: &[Argument]) -> Vec<String> {
-    let words = |argument: &Argument| match argument {
-        Argument::Word(word) => vec![word.clone()],
-        Argument::Option { name, value } => {
+/// Joins arguments to words.
+pub(super) fn join_arguments(arguments: &[CommandArgument]) -> Vec<String> {
+    let words = |argument: &CommandArgument| match argument {
+        CommandArgument::Word(word) => vec![word.clone()],
+        CommandArgument::Option { name, value } => {
             [Some(format!("-{name}")), value.clone()].into_iter().flatten().collect()
         }
     };
@@ -125,17 +128,17 @@ mod tests {
     #[test]
     fn a_value_that_looks_like_an_option_is_a_value() {
         let line = words(&["-append", "-S", "--nodefaults", "-S", "disk.img", "-m"]);
-        let arguments = split(&line);
-        assert_eq!(arguments[0], Argument::new("append", "-S"));
-        assert_eq!(arguments[1], Argument::flag("nodefaults"));
-        assert_eq!(arguments[2], Argument::flag("S"));
-        assert_eq!(arguments[3], Argument::Word("disk.img".into()));
-        assert_eq!(arguments[4], Argument::flag("m"));
+        let arguments = split_words(&line);
+        assert_eq!(arguments[0], CommandArgument::new("append", "-S"));
+        assert_eq!(arguments[1], CommandArgument::flag("nodefaults"));
+        assert_eq!(arguments[2], CommandArgument::flag("S"));
+        assert_eq!(arguments[3], CommandArgument::Word("disk.img".into()));
+        assert_eq!(arguments[4], CommandArgument::flag("m"));
     }
 
     #[test]
     fn joining_gives_the_words_back() {
         let line = words(&["-M", "q35", "-nographic", "disk.img", "-append", "a b"]);
-        assert_eq!(join(&split(&line)), line);
+        assert_eq!(join_arguments(&split_words(&line)), line);
     }
 }

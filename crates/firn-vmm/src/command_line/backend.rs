@@ -1,48 +1,53 @@
-//! `-object memory-backend-*`: guest RAM as the user asked for it, and the same over a file of Firn's.
+//! RAM backends (`-object memory-backend-*`): those that the user requested, and the same over a
+//! file of Firn's.
 
 use std::borrow::Cow;
 
-use super::arguments::Argument;
+use super::arguments::CommandArgument;
 use super::error::CommandLineError;
-use super::properties::Properties;
+use super::properties::OptionProperties;
 use super::size;
 
-/// How the kinds of backends begin.
+/// The prefix of the kinds of backends.
 const KINDS: &str = "memory-backend-";
 
-/// Properties that only `memory-backend-memfd` has, and one that would empty Firn's file when QEMU ends.
+/// Properties that only `memory-backend-memfd` has, and one that would make QEMU empty Firn's file
+/// when it exits.
 const NOT_FOR_FIRNS_FILE: &[&str] = &["seal", "hugetlb", "hugetlbsize", "discard-data"];
 
 /// A memory backend of the command line.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub(super) struct Backend {
+pub(super) struct RamBackend {
     pub(super) id: String,
     pub(super) bytes: u64,
-    /// Where its `-object` stands among the arguments.
+    /// The index of its `-object` among the arguments.
     pub(super) at: usize,
-    properties: Properties,
+    properties: OptionProperties,
 }
 
-impl Backend {
-    /// Reads an `-object`; `None` if it is no memory backend.
-    pub(super) fn read(argument: &Argument, at: usize) -> Result<Option<Self>, CommandLineError> {
-        let unreadable = |what| CommandLineError::unreadable(argument, what);
-        let properties =
-            Properties::read(argument.value(), "qom-type").ok_or_else(|| unreadable("its JSON"))?;
-        if !kind(&properties).starts_with(KINDS) {
+impl RamBackend {
+    /// Parses an `-object`; `None` if it is not a memory backend.
+    pub(super) fn parse_object(
+        argument: &CommandArgument,
+        at: usize,
+    ) -> Result<Option<Self>, CommandLineError> {
+        let unreadable = |what| CommandLineError::unreadable_option(argument, what);
+        let properties = OptionProperties::parse_value(argument.value(), "qom-type")
+            .ok_or_else(|| unreadable("its JSON"))?;
+        if !backend_kind(&properties).starts_with(KINDS) {
             return Ok(None);
         }
         let id = properties.get("id").ok_or_else(|| unreadable("its id"))?.into_owned();
-        let bytes = properties.get("size").and_then(|size| size::parse(&size, 1));
+        let bytes = properties.get("size").and_then(|size| size::parse_size(&size, 1));
         let bytes = bytes.ok_or_else(|| unreadable("its size"))?;
         Ok(Some(Self { id, bytes, at, properties }))
     }
 
-    /// Refuses kinds whose memory Firn cannot put into a file of its own.
-    pub(super) fn check(&self, argument: &Argument) -> Result<(), CommandLineError> {
-        let refuse = |reason| Err(CommandLineError::refused(argument, reason));
+    /// Refuses kinds of memory that Firn cannot put into a file of its own.
+    pub(super) fn check_support(&self, argument: &CommandArgument) -> Result<(), CommandLineError> {
+        let refuse = |reason| Err(CommandLineError::refuse_option(argument, reason));
         let properties = &self.properties;
-        match &*kind(properties) {
+        match &*backend_kind(properties) {
             "memory-backend-ram"
             | "memory-backend-memfd"
             | "memory-backend-shm"
@@ -50,7 +55,7 @@ impl Backend {
             _ => return refuse("Firn can work with memory-backend-ram, -memfd, -shm and -file"),
         }
         if properties.is_on("hugetlb") || properties.get("mem-path").is_some_and(is_huge) {
-            return refuse("Firn cannot follow huge-page RAM yet; use plain pages");
+            return refuse("Firn cannot track huge-page RAM yet; use plain pages");
         }
         if properties.is_on("pmem") || properties.is_on("readonly") || properties.is_on("rom") {
             return refuse("persistent or read-only memory cannot be guest RAM under Firn");
@@ -61,26 +66,26 @@ impl Backend {
         Ok(())
     }
 
-    /// What the user had, in a few words.
-    pub(super) fn described(&self) -> String {
+    /// The user's backend, in a few words.
+    pub(super) fn describe(&self) -> String {
         match self.properties.get("mem-path") {
-            Some(path) => format!("{} over {path}", kind(&self.properties)),
-            None => kind(&self.properties).into_owned(),
+            Some(path) => format!("{} over {path}", backend_kind(&self.properties)),
+            None => backend_kind(&self.properties).into_owned(),
         }
     }
 
     /// The same backend over `path`.
-    pub(super) fn over(&self, path: &str) -> Argument {
+    pub(super) fn over_path(&self, path: &str) -> CommandArgument {
         let mut properties = self.properties.clone();
         NOT_FOR_FIRNS_FILE.iter().for_each(|key| properties.remove(key));
         properties.set("qom-type", "memory-backend-file");
         properties.set("mem-path", path);
         properties.turn_on("share");
-        Argument::new("object", properties.to_text("qom-type"))
+        CommandArgument::new("object", properties.to_text("qom-type"))
     }
 }
 
-fn kind(properties: &Properties) -> Cow<'_, str> {
+fn backend_kind(properties: &OptionProperties) -> Cow<'_, str> {
     properties.get("qom-type").unwrap_or_default()
 }
 
@@ -88,13 +93,13 @@ fn is_huge(path: Cow<'_, str>) -> bool {
     path.contains("hugepages") || path.contains("hugetlb")
 }
 
-/// A backend that the user did not ask for: plain RAM of `-m`, over `path`.
-pub(super) fn added(id: &str, bytes: u64, path: &str) -> Argument {
-    let mut properties = Properties::default();
+/// The backend for the plain RAM of `-m`, over `path`.
+pub(super) fn plain_backend(id: &str, bytes: u64, path: &str) -> CommandArgument {
+    let mut properties = OptionProperties::default();
     properties.set("qom-type", "memory-backend-file");
     properties.set("id", id);
     properties.set("size", &bytes.to_string());
     properties.set("mem-path", path);
     properties.turn_on("share");
-    Argument::new("object", properties.to_text("qom-type"))
+    CommandArgument::new("object", properties.to_text("qom-type"))
 }

@@ -2,36 +2,37 @@
 //!
 //! ```text
 //!   -netdev firn,id=net0,uplink=/run/passt.sock        as given; or network=lan, of this host's agent
-//!   -netdev dgram,id=net0,local.type=fd,local.str=7    descriptor 7: one end of a pair of sockets, the other end is Firn's
+//!   -netdev dgram,id=net0,local.type=fd,local.str=7    descriptor 7: QEMU's end of a pair of sockets; Firn has the other
 //! ```
 //!
-//! What the user gives is kept with the VM, so that a restored VM and a standby have the same card and the same uplink. A network
-//! has one name on all hosts, a socket has a path on one.
+//! The VM's record keeps the user's option, so that a restored VM and a standby have the same card
+//! and the same uplink. A network has one name on all hosts; the path of a socket is that of one
+//! host.
 //!
 //! Source: QEMU `qapi/net.json`, `NetdevDgramOptions` (7.2 and later).
 
 use std::fmt;
 use std::path::PathBuf;
 
-use super::arguments::{self, Argument};
+use super::arguments::{self, CommandArgument};
 use super::error::CommandLineError;
-use super::properties::Properties;
+use super::properties::OptionProperties;
 
-/// The type of such a card's back end.
+/// The type of the back end of such a card.
 const KIND: &str = "firn";
 const HOW: &str = "give it as -netdev firn,id=ID,uplink=PATH, with the socket that its frames go to, \
     or as -netdev firn,id=ID,network=NAME, with a network of this host's agent";
 
-/// Where a card's frames go to and come from, as the command line names it.
+/// The connection of a card to the outside, as the command line names it.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub enum Uplink {
+pub enum CardUplink {
     /// A socket.
     Socket(PathBuf),
-    /// A network that each host's agent has a switch for.
+    /// A network for which each host's agent has a switch.
     Network(String),
 }
 
-impl fmt::Display for Uplink {
+impl fmt::Display for CardUplink {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         match self {
             Self::Socket(path) => path.display().fmt(f),
@@ -40,76 +41,81 @@ impl fmt::Display for Uplink {
     }
 }
 
-/// A network card's back end that a command line asks for.
+/// The back end of a network card in a command line.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct CardPlan {
     /// The back end's id, by which a device names it.
     pub id: String,
-    /// Where its frames go to and come from.
-    pub uplink: Uplink,
+    /// Its connection to the outside.
+    pub uplink: CardUplink,
 }
 
-/// The cards of a command line, in its order.
-pub(super) fn find(arguments: &[Argument]) -> Result<Vec<CardPlan>, CommandLineError> {
-    arguments.iter().filter_map(|argument| read(argument).transpose()).collect()
+/// Finds the cards of a command line, in its order.
+pub(super) fn find_cards(arguments: &[CommandArgument]) -> Result<Vec<CardPlan>, CommandLineError> {
+    arguments.iter().filter_map(|argument| read_card(argument).transpose()).collect()
 }
 
-fn read(argument: &Argument) -> Result<Option<CardPlan>, CommandLineError> {
-    let Some(properties) = properties(argument) else { return Ok(None) };
+fn read_card(argument: &CommandArgument) -> Result<Option<CardPlan>, CommandLineError> {
+    let Some(properties) = card_properties(argument) else { return Ok(None) };
     let given = |key| properties.get(key).filter(|value| !value.is_empty());
     let uplink = match (given("uplink"), given("network")) {
-        (Some(path), None) => Uplink::Socket(PathBuf::from(&*path)),
-        (None, Some(name)) => Uplink::Network(name.into()),
-        _ => return Err(CommandLineError::refused(argument, HOW)),
+        (Some(path), None) => CardUplink::Socket(PathBuf::from(&*path)),
+        (None, Some(name)) => CardUplink::Network(name.into()),
+        _ => return Err(CommandLineError::refuse_option(argument, HOW)),
     };
-    let id = given("id").ok_or_else(|| CommandLineError::refused(argument, HOW))?;
+    let id = given("id").ok_or_else(|| CommandLineError::refuse_option(argument, HOW))?;
     Ok(Some(CardPlan { id: id.into(), uplink }))
 }
 
-/// What the option says, if it is such a back end.
-fn properties(argument: &Argument) -> Option<Properties> {
+/// The properties of an option, if it is such a back end.
+fn card_properties(argument: &CommandArgument) -> Option<OptionProperties> {
     if argument.name() != "netdev" {
         return None;
     }
-    let properties = Properties::read(argument.value(), "type")?;
+    let properties = OptionProperties::parse_value(argument.value(), "type")?;
     (properties.get("type").as_deref() == Some(KIND)).then_some(properties)
 }
 
-/// Options by which the VM may send otherwise. A machine that is given no card has one of QEMU's own.
-pub(super) fn others(arguments: &[Argument]) -> Vec<String> {
+/// The options through which the VM may send frames past Firn. QEMU adds a card of its own to a
+/// machine without one.
+pub(super) fn find_other_cards(arguments: &[CommandArgument]) -> Vec<String> {
     let has = |name: &str| arguments.iter().any(|argument| argument.name() == name);
     if !["netdev", "nic", "net", "nodefaults"].into_iter().any(has) {
         return vec!["QEMU's own card".to_owned()];
     }
-    let is_other = |argument: &&Argument| match argument.name() {
-        "netdev" => properties(argument).is_none(),
+    let is_other = |argument: &&CommandArgument| match argument.name() {
+        "netdev" => card_properties(argument).is_none(),
         "nic" | "net" => argument.value() != "none",
         _ => false,
     };
     arguments.iter().filter(is_other).map(ToString::to_string).collect()
 }
 
-/// Such a back end over a descriptor, if this option is the card's.
-pub(super) fn over(argument: &Argument, card: &CardPlan, descriptor: i32) -> Option<Argument> {
-    let is_it = properties(argument)?.get("id").as_deref() == Some(&card.id);
-    let mut socket = Properties::default();
+/// The same back end over a descriptor, if this option is that of the card.
+pub(super) fn card_over_descriptor(
+    argument: &CommandArgument,
+    card: &CardPlan,
+    descriptor: i32,
+) -> Option<CommandArgument> {
+    let is_it = card_properties(argument)?.get("id").as_deref() == Some(&card.id);
+    let mut socket = OptionProperties::default();
     socket.set("type", "dgram");
     socket.set("id", &card.id);
     socket.set("local.type", "fd");
     socket.set("local.str", &descriptor.to_string());
-    is_it.then(|| Argument::new("netdev", socket.to_text("type")))
+    is_it.then(|| CommandArgument::new("netdev", socket.to_text("type")))
 }
 
-/// A command line in which a card has another uplink.
+/// Replaces the uplink of a card in a command line.
 pub fn with_uplink(
     command: &[String],
     id: &str,
     uplink: &str,
 ) -> Result<Vec<String>, CommandLineError> {
     let (program, words) = command.split_first().ok_or(CommandLineError::Empty)?;
-    let mut arguments = arguments::split(words);
+    let mut arguments = arguments::split_words(words);
     let card = arguments.iter_mut().find_map(|argument| {
-        let properties = properties(argument)?;
+        let properties = card_properties(argument)?;
         (properties.get("id").as_deref() == Some(id)).then_some((argument, properties))
     });
     let Some((argument, mut properties)) = card else {
@@ -117,6 +123,6 @@ pub fn with_uplink(
     };
     properties.remove("network");
     properties.set("uplink", uplink);
-    *argument = Argument::new("netdev", properties.to_text("type"));
-    Ok([vec![program.clone()], arguments::join(&arguments)].concat())
+    *argument = CommandArgument::new("netdev", properties.to_text("type"));
+    Ok([vec![program.clone()], arguments::join_arguments(&arguments)].concat())
 }

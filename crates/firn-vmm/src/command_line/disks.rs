@@ -5,24 +5,27 @@
 //!   -drive format=qcow2,if=none,id=disk0,file.driver=nbd,file.server.type=unix,file.server.path=...,file.export=disk0,...
 //! ```
 //!
-//! What the user gives is kept with the VM, so that a standby has the same disks. A qcow2 file grows, and what is served can't: so it is
-//! served as being as large as the file may ever be. `size=BYTES` says how large, else it is twice the disk and something.
+//! The VM's record keeps the user's option, so that a standby has the same disks. A qcow2 file
+//! grows, and a served file can't: so Firn serves it at its maximum size. `size=BYTES` sets that;
+//! the default is a little more than twice the disk.
 //!
 //! Source: QEMU `qapi/block-core.json`, `BlockdevOptionsNbd`.
 
 use std::path::{Path, PathBuf};
 
-use super::arguments::{self, Argument};
+use super::arguments::{self, CommandArgument};
 use super::error::CommandLineError;
-use super::properties::Properties;
+use super::properties::OptionProperties;
 use super::size;
 
-/// How long QEMU waits for a server that is gone, in seconds: a successor is there sooner, or somebody has to look. A week.
+/// How long QEMU waits for a server that has died, in seconds: a week. A new supervisor serves
+/// sooner, or an operator has to intervene.
 const RECONNECT_SECONDS: &str = "604800";
 const HOW: &str = "give it as -drive file=PATH,format=raw|qcow2,if=none,id=ID,firn=on";
-const WRITABLE: &str = "firn=on is for disks that the guest writes to, and goes on writing to; leave out readonly and snapshot";
+const WRITABLE: &str =
+    "firn=on is for disks whose writes are kept; leave out readonly and snapshot";
 
-/// A disk that Firn is to serve.
+/// A disk that Firn has to serve.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct DiskPlan {
     /// Its id.
@@ -31,55 +34,62 @@ pub struct DiskPlan {
     pub file: PathBuf,
     /// `raw` or `qcow2`.
     pub format: String,
-    /// How large the file may get, in bytes, if the command line says so.
+    /// The maximum size of the file, in bytes, if the command line has one.
     pub size: Option<u64>,
 }
 
-/// The disks of a command line, in its order.
-pub(super) fn find(arguments: &[Argument]) -> Result<Vec<DiskPlan>, CommandLineError> {
-    let found = arguments.iter().filter_map(|argument| read(argument).transpose());
+/// Finds the disks of a command line, in its order.
+pub(super) fn find_disks(arguments: &[CommandArgument]) -> Result<Vec<DiskPlan>, CommandLineError> {
+    let found = arguments.iter().filter_map(|argument| read_disk(argument).transpose());
     let disks: Vec<DiskPlan> = found.collect::<Result<_, _>>()?;
     let is_again = |at: usize| disks[..at].iter().any(|before| before.id == disks[at].id);
     match (0..disks.len()).find(|&at| is_again(at)) {
-        Some(at) => {
-            Err(CommandLineError::refused(format!("disk {}", disks[at].id), "it is there twice"))
-        }
+        Some(at) => Err(CommandLineError::refuse_option(
+            format!("disk {}", disks[at].id),
+            "its id is used twice",
+        )),
         None => Ok(disks),
     }
 }
 
-fn read(argument: &Argument) -> Result<Option<DiskPlan>, CommandLineError> {
-    let Some(properties) = properties(argument)? else { return Ok(None) };
+fn read_disk(argument: &CommandArgument) -> Result<Option<DiskPlan>, CommandLineError> {
+    let Some(properties) = disk_properties(argument)? else { return Ok(None) };
     let text = |key: &str| properties.get(key).map(String::from).filter(|it| !it.is_empty());
     if ["readonly", "read-only", "snapshot"].iter().any(|key| properties.is_on(key)) {
-        return Err(CommandLineError::refused(argument, WRITABLE));
+        return Err(CommandLineError::refuse_option(argument, WRITABLE));
     }
     let bytes = |words: String| {
-        size::parse(&words, 1).ok_or_else(|| CommandLineError::unreadable(argument, "its size"))
+        size::parse_size(&words, 1)
+            .ok_or_else(|| CommandLineError::unreadable_option(argument, "its size"))
     };
     let size = text("size").map(bytes).transpose()?;
     match (text("id"), text("file"), text("format")) {
         (Some(id), Some(file), Some(format)) if matches!(&*format, "raw" | "qcow2") => {
             Ok(Some(DiskPlan { id, file: file.into(), format, size }))
         }
-        _ => Err(CommandLineError::refused(argument, HOW)),
+        _ => Err(CommandLineError::refuse_option(argument, HOW)),
     }
 }
 
-/// What the option says, if it is such a disk.
-fn properties(argument: &Argument) -> Result<Option<Properties>, CommandLineError> {
-    let properties = Properties::read(argument.value(), "").unwrap_or_default();
+/// The properties of an option, if it is such a disk.
+fn disk_properties(
+    argument: &CommandArgument,
+) -> Result<Option<OptionProperties>, CommandLineError> {
+    let properties = OptionProperties::parse_value(argument.value(), "").unwrap_or_default();
     match (argument.name(), properties.is_on("firn")) {
         (_, false) => Ok(None),
         ("drive", true) => Ok(Some(properties)),
-        ("blockdev", true) => Err(CommandLineError::refused(argument, HOW)),
+        ("blockdev", true) => Err(CommandLineError::refuse_option(argument, HOW)),
         (_, true) => Ok(None),
     }
 }
 
-/// Such a disk as QEMU has it, if this option is one.
-pub(super) fn over(argument: &Argument, socket: &Path) -> Option<Argument> {
-    let mut properties = properties(argument).ok()??;
+/// The option that connects QEMU to the served disk, if this option is such a disk.
+pub(super) fn disk_over_socket(
+    argument: &CommandArgument,
+    socket: &Path,
+) -> Option<CommandArgument> {
+    let mut properties = disk_properties(argument).ok()??;
     let id = properties.get("id")?.into_owned();
     ["firn", "file", "size"].iter().for_each(|key| properties.remove(key));
     let socket = socket.to_string_lossy();
@@ -92,27 +102,27 @@ pub(super) fn over(argument: &Argument, socket: &Path) -> Option<Argument> {
     ] {
         properties.set(&format!("file.{key}"), value);
     }
-    Some(Argument::new("drive", properties.to_text("")))
+    Some(CommandArgument::new("drive", properties.to_text("")))
 }
 
-/// A command line in which a disk has another file.
+/// Replaces the file of a disk in a command line.
 pub fn with_disk(
     command: &[String],
     id: &str,
     file: &str,
 ) -> Result<Vec<String>, CommandLineError> {
     let (program, words) = command.split_first().ok_or(CommandLineError::Empty)?;
-    let mut arguments = arguments::split(words);
+    let mut arguments = arguments::split_words(words);
     let disk = arguments.iter_mut().find_map(|argument| {
-        let properties = properties(argument).ok()??;
+        let properties = disk_properties(argument).ok()??;
         (properties.get("id").as_deref() == Some(id)).then_some((argument, properties))
     });
     let Some((argument, mut properties)) = disk else {
         return Err(CommandLineError::NoDisk { id: id.to_owned() });
     };
     properties.set("file", file);
-    *argument = Argument::new("drive", properties.to_text(""));
-    Ok([vec![program.clone()], arguments::join(&arguments)].concat())
+    *argument = CommandArgument::new("drive", properties.to_text(""));
+    Ok([vec![program.clone()], arguments::join_arguments(&arguments)].concat())
 }
 
 #[cfg(test)]
@@ -124,7 +134,7 @@ mod tests {
     }
 
     fn found(line: &str) -> Result<Vec<DiskPlan>, CommandLineError> {
-        find(&arguments::split(&words(line)))
+        find_disks(&arguments::split_words(&words(line)))
     }
 
     const DISK: &str = "-drive file=/a,,b,format=raw,if=none,id=d,cache=none,firn=on";
@@ -136,7 +146,8 @@ mod tests {
         assert_eq!(found(&format!("-drive file=x,id=y {DISK}")), Ok(vec![plan.clone()]));
         let sized = found(&format!("{DISK},size=1G")).unwrap();
         assert_eq!(sized, [DiskPlan { size: Some(1 << 30), ..plan }]);
-        let over = over(&arguments::split(&words(DISK))[0], Path::new("/s,1")).unwrap();
+        let over =
+            disk_over_socket(&arguments::split_words(&words(DISK))[0], Path::new("/s,1")).unwrap();
         let expected = "-drive format=raw,if=none,id=d,cache=none,file.driver=nbd,file.server.type=unix,file.server.path=/s,,1,file.export=d,file.reconnect-delay=604800";
         assert_eq!(over.to_string(), expected);
     }

@@ -1,4 +1,4 @@
-//! Disks on a command line: which files its options name, and other files in their place.
+//! Disks in a command line: the files that its options name, and their replacement by other files.
 //!
 //! ```text
 //!   -drive file=a.img,format=raw,if=virtio           -drive file=o.qcow2,format=qcow2,if=virtio
@@ -7,59 +7,60 @@
 //!   -hda a.img                                       -hda o.qcow2
 //! ```
 //!
-//! What lies below a file is found by what the file itself says, so an option that names it (`backing=`) goes.
+//! QEMU finds a backing file through the file itself, so an option that names one (`backing=`) is
+//! removed.
 
 use serde_json::Value;
 
-use super::arguments::Argument;
-use super::properties::Properties;
+use super::arguments::CommandArgument;
+use super::properties::OptionProperties;
 
-/// Options whose whole value is the file of a disk. So is a bare word.
+/// Options whose whole value is the file of a disk. A bare word is one too.
 const PLAIN: &[&str] = &["hda", "hdb", "hdc", "hdd", "mtdblock", "pflash", "sd"];
 
-/// Where a file name may stand among the properties of `-drive` and `-blockdev`.
+/// The keys of a file name among the properties of `-drive` and `-blockdev`.
 const FILE_KEYS: &[&str] = &["file", "file.filename", "filename"];
 
 /// Block drivers whose `filename` is a local file.
 const PROTOCOLS: &[&str] = &["file", "host_device"];
 
-/// A file that takes the place of another.
+/// A file that replaces another.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct DriveFile {
     /// The file that the command line names, as it names it.
     pub named: String,
-    /// The one to be used.
+    /// The file that replaces it.
     pub file: String,
     /// Its format: `qcow2` or `raw`.
     pub format: String,
 }
 
 /// The files that options name.
-pub(super) fn files(arguments: &[Argument]) -> Vec<String> {
-    arguments.iter().filter_map(file_of).collect()
+pub(super) fn disk_files(arguments: &[CommandArgument]) -> Vec<String> {
+    arguments.iter().filter_map(named_file).collect()
 }
 
-fn file_of(argument: &Argument) -> Option<String> {
+fn named_file(argument: &CommandArgument) -> Option<String> {
     match argument {
-        Argument::Word(word) => Some(word.clone()),
-        Argument::Option { name, value: Some(value) } if PLAIN.contains(&&**name) => {
+        CommandArgument::Word(word) => Some(word.clone()),
+        CommandArgument::Option { name, value: Some(value) } if PLAIN.contains(&&**name) => {
             Some(value.clone())
         }
-        Argument::Option { name, .. } if matches!(&**name, "drive" | "blockdev") => {
-            let properties = Properties::read(argument.value(), "")?;
+        CommandArgument::Option { name, .. } if matches!(&**name, "drive" | "blockdev") => {
+            let properties = OptionProperties::parse_value(argument.value(), "")?;
             let key = file_key(name, &properties)?;
-            text(&properties, key)
+            nested_text(&properties, key)
         }
-        Argument::Option { .. } => None,
+        CommandArgument::Option { .. } => None,
     }
 }
 
-/// Under which key the properties of `-drive` or `-blockdev` name a file.
-fn file_key(option: &str, properties: &Properties) -> Option<&'static str> {
-    let is_there = |key: &str| text(properties, key).is_some();
+/// The key under which the properties of `-drive` or `-blockdev` name a file.
+fn file_key(option: &str, properties: &OptionProperties) -> Option<&'static str> {
+    let is_there = |key: &str| nested_text(properties, key).is_some();
     let protocol = || properties.get("driver").is_some_and(|it| PROTOCOLS.contains(&&*it));
     FILE_KEYS.iter().copied().find(|&key| match (option, key) {
-        // There it is the name of another node.
+        // In -blockdev it is the name of another node.
         ("blockdev", "file") => false,
         ("drive", "filename") => false,
         ("blockdev", "filename") => is_there(key) && protocol(),
@@ -67,19 +68,19 @@ fn file_key(option: &str, properties: &Properties) -> Option<&'static str> {
     })
 }
 
-/// A property, which JSON may hold in an object of its own.
-fn text(properties: &Properties, key: &str) -> Option<String> {
+/// A property as text, which JSON may have in a nested object.
+fn nested_text(properties: &OptionProperties, key: &str) -> Option<String> {
     let flat = properties.get(key).map(Into::into);
     flat.or_else(|| match (properties, key.split_once('.')) {
-        (Properties::Json(object), Some((outer, inner))) => {
+        (OptionProperties::Json(object), Some((outer, inner))) => {
             Some(object.get(outer)?.get(inner)?.as_str()?.to_owned())
         }
         _ => None,
     })
 }
 
-fn set(properties: &mut Properties, key: &str, value: &str) {
-    if let (Properties::Json(object), Some((outer, inner))) =
+fn set_nested(properties: &mut OptionProperties, key: &str, value: &str) {
+    if let (OptionProperties::Json(object), Some((outer, inner))) =
         (&mut *properties, key.split_once('.'))
         && let Some(Value::Object(nested)) = object.get_mut(outer)
     {
@@ -89,96 +90,107 @@ fn set(properties: &mut Properties, key: &str, value: &str) {
     properties.set(key, value);
 }
 
-/// Puts a file in the place of another. `false` if no option names that.
-pub(super) fn replace(arguments: &mut [Argument], drive: &DriveFile) -> bool {
+/// Replaces a file by another. `false` if no option names it.
+pub(super) fn replace_file(arguments: &mut [CommandArgument], drive: &DriveFile) -> bool {
     let mut nodes = Vec::new();
     let mut found = false;
     for argument in &mut *arguments {
-        if file_of(argument).as_ref() != Some(&drive.named) {
+        if named_file(argument).as_ref() != Some(&drive.named) {
             continue;
         }
         found = true;
         match argument {
-            Argument::Word(word) => word.clone_from(&drive.file),
-            Argument::Option { name, value } if PLAIN.contains(&&**name) => {
+            CommandArgument::Word(word) => word.clone_from(&drive.file),
+            CommandArgument::Option { name, value } if PLAIN.contains(&&**name) => {
                 *value = Some(drive.file.clone());
             }
-            Argument::Option { .. } => nodes.extend(replace_in(argument, drive)),
+            CommandArgument::Option { .. } => nodes.extend(replace_in(argument, drive)),
         }
     }
     arguments.iter_mut().for_each(|argument| set_format_over(argument, &nodes, &drive.format));
     found
 }
 
-/// Gives a file another name where options name it.
-pub(super) fn rename(arguments: &mut [Argument], is_old: impl Fn(&str) -> bool, new: &str) {
-    let names = |argument: &&mut Argument| file_of(argument).is_some_and(|file| is_old(&file));
+/// Renames a file in the options that name it.
+pub(super) fn rename_file(
+    arguments: &mut [CommandArgument],
+    is_old: impl Fn(&str) -> bool,
+    new: &str,
+) {
+    let names =
+        |argument: &&mut CommandArgument| named_file(argument).is_some_and(|file| is_old(&file));
     for argument in arguments.iter_mut().filter(names) {
         *argument = match &*argument {
-            Argument::Word(_) => Argument::Word(new.to_owned()),
-            Argument::Option { name, .. } if PLAIN.contains(&&**name) => Argument::new(name, new),
-            Argument::Option { name, .. } => {
-                let Some(mut properties) = Properties::read(argument.value(), "") else { continue };
+            CommandArgument::Word(_) => CommandArgument::Word(new.to_owned()),
+            CommandArgument::Option { name, .. } if PLAIN.contains(&&**name) => {
+                CommandArgument::new(name, new)
+            }
+            CommandArgument::Option { name, .. } => {
+                let Some(mut properties) = OptionProperties::parse_value(argument.value(), "")
+                else {
+                    continue;
+                };
                 let Some(key) = file_key(name, &properties) else { continue };
-                set(&mut properties, key, new);
-                Argument::new(name, properties.to_text(""))
+                set_nested(&mut properties, key, new);
+                CommandArgument::new(name, properties.to_text(""))
             }
         };
     }
 }
 
-/// Puts the file into `-drive` or `-blockdev`. Gives the name of the node, if that is only of the file.
-fn replace_in(argument: &mut Argument, drive: &DriveFile) -> Option<String> {
-    let mut properties = Properties::read(argument.value(), "")?;
+/// Replaces the file in `-drive` or `-blockdev`. Returns the name of the node, if that is only the
+/// node of the file.
+fn replace_in(argument: &mut CommandArgument, drive: &DriveFile) -> Option<String> {
+    let mut properties = OptionProperties::parse_value(argument.value(), "")?;
     let key = file_key(argument.name(), &properties)?;
-    set(&mut properties, key, &drive.file);
+    set_nested(&mut properties, key, &drive.file);
     let node = match (argument.name(), key) {
         ("blockdev", "filename") => {
-            // A file, whatever was there before.
+            // The new file is a regular one, whatever the old one was.
             properties.set("driver", "file");
-            text(&properties, "node-name")
+            nested_text(&properties, "node-name")
         }
         (option, _) => {
             set_format(option, &mut properties, &drive.format);
             None
         }
     };
-    *argument = Argument::new(argument.name(), properties.to_text(""));
+    *argument = CommandArgument::new(argument.name(), properties.to_text(""));
     node
 }
 
-fn set_format(option: &str, properties: &mut Properties, format: &str) {
+fn set_format(option: &str, properties: &mut OptionProperties, format: &str) {
     let has_driver = option == "blockdev" || properties.get("driver").is_some();
     properties.set(if has_driver { "driver" } else { "format" }, format);
     properties.remove("backing");
-    properties.remove_all("backing.");
+    properties.remove_prefix("backing.");
 }
 
-/// The format of a node that lies over a file that was replaced.
-fn set_format_over(argument: &mut Argument, nodes: &[String], format: &str) {
+/// Sets the format of a node on top of a replaced file.
+fn set_format_over(argument: &mut CommandArgument, nodes: &[String], format: &str) {
     if argument.name() != "blockdev" {
         return;
     }
-    let Some(mut properties) = Properties::read(argument.value(), "") else { return };
+    let Some(mut properties) = OptionProperties::parse_value(argument.value(), "") else { return };
     if properties.get("file").is_some_and(|file| nodes.iter().any(|node| **node == *file)) {
         set_format("blockdev", &mut properties, format);
-        *argument = Argument::new("blockdev", properties.to_text(""));
+        *argument = CommandArgument::new("blockdev", properties.to_text(""));
     }
 }
 
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::command_line::arguments::{join, split};
+    use crate::command_line::arguments::{join_arguments, split_words};
 
     fn words(line: &str) -> Vec<String> {
         line.split(' ').map(str::to_owned).collect()
     }
 
     fn replaced(line: &str, named: &str) -> Option<String> {
-        let mut arguments = split(&words(line));
+        let mut arguments = split_words(&words(line));
         let drive = DriveFile { named: named.into(), file: "/o,1".into(), format: "qcow2".into() };
-        replace(&mut arguments, &drive).then(|| join(&arguments).join(" "))
+        replace_file(&mut arguments, &drive).then(|| join_arguments(&arguments).join(" "))
     }
 
     #[test]
@@ -188,7 +200,7 @@ mod tests {
             "-blockdev driver=raw,file=f -blockdev {\"driver\":\"raw\",\"file\":{\"driver\":\"file\",\"filename\":\"e\"}} ",
             "-blockdev driver=raw,file.driver=file,file.filename=g -drive if=none,id=x h -blockdev driver=nbd,filename=z"
         );
-        assert_eq!(files(&split(&words(line))), ["a,b", "c", "d", "e", "g", "h"]);
+        assert_eq!(disk_files(&split_words(&words(line))), ["a,b", "c", "d", "e", "g", "h"]);
     }
 
     #[test]

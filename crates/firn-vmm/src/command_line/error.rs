@@ -1,19 +1,19 @@
-//! Why Firn will not run a QEMU command line, and what to do instead.
+//! The reasons why Firn does not run a QEMU command line, each with a remedy.
 
 use thiserror::Error;
 
-/// A command line that Firn cannot work with.
+/// A command line that Firn does not support.
 #[derive(Debug, Error, PartialEq, Eq)]
 pub enum CommandLineError {
-    /// There is nothing to run.
+    /// There is no program in the command line.
     #[error("the QEMU command line is empty")]
     Empty,
-    /// An option that Firn cannot work with.
+    /// An option that Firn does not support.
     #[error("{option}: {reason}")]
     Refused {
         /// The option as it was given.
         option: String,
-        /// Why, and what to do instead.
+        /// The reason, and a remedy.
         reason: &'static str,
     },
     /// A value that cannot be read.
@@ -21,10 +21,10 @@ pub enum CommandLineError {
     Unreadable {
         /// The option as it was given.
         option: String,
-        /// Which part of it.
+        /// The part that cannot be read.
         what: &'static str,
     },
-    /// A backend that is used as guest RAM is not there.
+    /// A backend that is used as guest RAM is missing.
     #[error(
         "memory backend {id:?} is used as guest RAM, but no -object on the command line makes it"
     )]
@@ -32,64 +32,64 @@ pub enum CommandLineError {
         /// The backend.
         id: String,
     },
-    /// A back end needs something of the host that another process has.
+    /// A back end needs a resource of the host that another process has.
     #[error("{option}: {held}")]
     Held {
         /// The option as it was given.
         option: String,
-        /// What, and which process has it.
+        /// The resource, and the process that has it.
         held: String,
     },
-    /// An option that is to be changed is not there.
+    /// The option that an override changes is missing.
     #[error("{given}: the image's command line has no such option; --qemu-arg adds one")]
     NoOption {
         /// The change.
         given: String,
     },
-    /// It is not clear which option is to be changed.
+    /// An override matches several options.
     #[error("{given}: the image's command line has more than one such option, and none of this id")]
     ManyOptions {
         /// The change.
         given: String,
     },
-    /// A network card is not there.
+    /// A network card is missing.
     #[error("no -netdev firn on the command line has the id {id:?}")]
     NoCard {
         /// Its id.
         id: String,
     },
-    /// A disk that Firn serves is not there.
+    /// A disk that Firn would serve is missing.
     #[error("no -drive with firn=on on the command line has the id {id:?}")]
     NoDisk {
         /// Its id.
         id: String,
     },
-    /// A disk is to be served, and nobody does.
-    #[error("disk {id:?} is one that Firn serves (firn=on), which it does not here")]
+    /// Firn would have to serve a disk, and no server was given.
+    #[error("disk {id:?} is to be served by Firn (firn=on), but nothing serves it here")]
     NotServed {
         /// Its id.
         id: String,
     },
-    /// The caller brought another number of sockets than there are network cards.
+    /// The number of sockets differs from the number of network cards.
     #[error("{sockets} sockets were given for {cards} network cards")]
     Sockets {
-        /// Sockets.
+        /// The number of sockets.
         sockets: usize,
-        /// Cards.
+        /// The number of cards.
         cards: usize,
     },
-    /// The caller brought another number of RAM files than there are regions.
+    /// The number of RAM files differs from the number of regions.
     #[error("{files} RAM files were given for {regions} regions of guest RAM")]
     Files {
-        /// Files.
+        /// The number of files.
         files: usize,
-        /// Regions.
+        /// The number of regions.
         regions: usize,
     },
 }
 
 impl CommandLineError {
-    pub(super) fn refused(option: impl ToString, reason: &'static str) -> Self {
+    pub(super) fn refuse_option(option: impl ToString, reason: &'static str) -> Self {
         Self::Refused { option: option.to_string(), reason }
     }
 
@@ -101,7 +101,7 @@ impl CommandLineError {
         Self::ManyOptions { given: given.to_owned() }
     }
 
-    pub(super) fn unreadable(option: impl ToString, what: &'static str) -> Self {
+    pub(super) fn unreadable_option(option: impl ToString, what: &'static str) -> Self {
         Self::Unreadable { option: option.to_string(), what }
     }
 }

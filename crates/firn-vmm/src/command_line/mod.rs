@@ -1,7 +1,7 @@
-//! A user's own QEMU command line, and what Firn adds to it.
+//! A user's own QEMU command line, and Firn's additions to it.
 //!
-//! Firn needs three things of a QEMU: RAM it can map too, a monitor, and, for a restore, a start that waits for state.
-//! Everything else stays as the user wrote it.
+//! Firn needs three things of a QEMU: RAM that Firn can map too, a monitor, and, for a restore, a
+//! start that waits for device state. Everything else stays as the user wrote it.
 //!
 //! ```text
 //!   qemu-system-x86_64 -M q35 -m 1G -drive file=a.img                                     as given
@@ -12,19 +12,22 @@
 //!     -S -incoming defer -global migration.send-configuration=off                         for a restore
 //! ```
 //!
-//! A command line that already gives its RAM as `memory-backend-*` objects (`-machine memory-backend=`, `-numa
-//! node,memdev=`, `-device pc-dimm,memdev=`) keeps them, each over a file of Firn's. First [`plan`] says which RAM
-//! there is; with one file for each region of it, [`Plan::augment`] or [`Plan::for_restore`] gives the new command line
-//! and a note for each change.
+//! A command line that already gives its RAM as `memory-backend-*` objects (`-machine
+//! memory-backend=`, `-numa node,memdev=`, `-device pc-dimm,memdev=`) keeps them, each over a file
+//! of Firn's. First [`plan_command`] finds the RAM regions; with one file for each region,
+//! [`CommandPlan::augment`] or [`CommandPlan::for_restore`] returns the new command line and a note
+//! for each change.
 //!
-//! A VM that is to have other files for its disks gets them by [`Plan::with_drives`]. One whose applications are to call Firn
-//! has a device for that in its command line ([`with_calls`]).
+//! [`CommandPlan::with_drives`] gives a VM other files for its disks. A VM whose applications make
+//! guest calls has a device for that in its command line ([`with_calls`]).
 //!
-//! A network card whose back end is `-netdev firn,id=ID,uplink=PATH` gets one end of a pair of sockets; its frames pass through
-//! Firn. A disk with `firn=on` is served by Firn ([`Plan::with_disks`]).
+//! A network card whose back end is `-netdev firn,id=ID,uplink=PATH` gets one end of a pair of
+//! sockets; its frames pass through Firn. Firn serves a disk with `firn=on`
+//! ([`CommandPlan::with_disks`]).
 //!
-//! A VM that is restored beside another has sockets, ports and files of its own ([`Plan::beside`]); what its user wants changed is an
-//! [`Overrides`].
+//! A VM that is restored beside another has sockets, ports and files of its own
+//! ([`CommandPlan::relocate_endpoints`]). [`CommandOverrides`] has the changes that its user
+//! requests.
 //!
 //! The first word of a command line is the program.
 
@@ -43,11 +46,14 @@ mod properties;
 mod size;
 
 pub use calls::{CALLS_BYTES, CALLS_ID, with_calls};
-pub use cards::{CardPlan, Uplink, with_uplink};
+pub use cards::{CardPlan, CardUplink, with_uplink};
 pub use disks::{DiskPlan, with_disk};
 pub use drives::DriveFile;
-pub use endpoints::{Beside, Endpoint};
+pub use endpoints::{EndpointRelocation, HostEndpoint};
 pub use error::CommandLineError;
-pub use needs::{CommandNeeds, NamedDevice, SecretFile, needs};
-pub use overrides::Overrides;
-pub use plan::{Augmented, MONITOR_ID, Paths, Plan, Plugin, RAM_ID, RamPlan, plan};
+pub use needs::{CommandNeeds, NamedDevice, SecretFile, find_needs};
+pub use overrides::CommandOverrides;
+pub use plan::{
+    AddedPaths, AugmentedCommand, CommandPlan, MONITOR_ID, RAM_ID, RamPlan, StorePlugin,
+    plan_command,
+};

@@ -1,10 +1,11 @@
-//! The parts of a command line that only the process that started QEMU could provide, and the devices it names.
+//! The parts of a command line that only the process that started QEMU could provide, and the
+//! devices it names.
 //!
-//! A restore starts QEMU again with the same words. A descriptor number, or a secret in a file that is gone, means nothing
-//! to that second QEMU.
+//! A restore starts QEMU again with the same words. A descriptor number, or a secret in a file that
+//! no longer exists, has no meaning for that second QEMU.
 
-use super::arguments::{self, Argument};
-use super::properties::Properties;
+use super::arguments::{self, CommandArgument};
+use super::properties::OptionProperties;
 
 /// A device that the command line names.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -24,7 +25,7 @@ pub struct SecretFile {
     pub path: String,
 }
 
-/// What a command line needs from outside.
+/// The external resources that a command line needs.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct CommandNeeds {
     /// Options that use an open descriptor of the process that started QEMU, as given.
@@ -35,7 +36,7 @@ pub struct CommandNeeds {
     pub unnamed_devices: usize,
     /// Secrets that are read from files.
     pub secret_files: Vec<SecretFile>,
-    /// Ids of secrets that the kernel's keyring holds.
+    /// Ids of secrets in the kernel's keyring.
     pub keyring_secrets: Vec<String>,
 }
 
@@ -44,19 +45,19 @@ const WITH_PROPERTIES: &[&str] = &[
     "blockdev", "chardev", "device", "drive", "fsdev", "net", "netdev", "nic", "object", "virtfs",
 ];
 
-/// Properties that hold descriptor numbers.
+/// Properties whose values are descriptor numbers.
 const DESCRIPTOR_KEYS: &[&str] = &["fd", "fds", "vhostfd", "vhostfds", "sock-fds", "sock_fd"];
 
-/// Paths that lead to a descriptor.
+/// Prefixes of paths that name a descriptor.
 const DESCRIPTOR_PATHS: &[&str] = &["/dev/fdset/", "/dev/fd/", "/proc/self/fd/"];
 
-/// Options whose value is no path: text for the guest, or what a restore replaces.
+/// Options whose value is no path: text for the guest, or a value that a restore replaces.
 const WITHOUT_PATH: &[&str] = &["append", "incoming", "name"];
 
-/// Reads what a command line (the program first) needs.
-pub fn needs(command: &[String]) -> CommandNeeds {
+/// Finds the external resources that a command line (the program first) needs.
+pub fn find_needs(command: &[String]) -> CommandNeeds {
     let mut needs = CommandNeeds::default();
-    for argument in arguments::split(command.get(1..).unwrap_or_default()) {
+    for argument in arguments::split_words(command.get(1..).unwrap_or_default()) {
         if uses_descriptor(&argument) {
             needs.descriptors.push(argument.to_string());
         }
@@ -69,7 +70,7 @@ pub fn needs(command: &[String]) -> CommandNeeds {
     needs
 }
 
-fn uses_descriptor(argument: &Argument) -> bool {
+fn uses_descriptor(argument: &CommandArgument) -> bool {
     let name = argument.name();
     let is_ram = argument.value().contains("memory-backend-");
     if name == "add-fd" {
@@ -84,8 +85,8 @@ fn uses_descriptor(argument: &Argument) -> bool {
     !is_ram && (has_path() || WITH_PROPERTIES.contains(&name) && has_descriptor_property(argument))
 }
 
-fn has_descriptor_property(argument: &Argument) -> bool {
-    let properties = Properties::read(argument.value(), "").unwrap_or_default();
+fn has_descriptor_property(argument: &CommandArgument) -> bool {
+    let properties = OptionProperties::parse_value(argument.value(), "").unwrap_or_default();
     let is_descriptor = |(key, value): &(String, String)| {
         let last = key.rsplit('.').next().unwrap_or(key);
         DESCRIPTOR_KEYS.contains(&last) || (last == "type" && key != last && value == "fd")
@@ -94,19 +95,23 @@ fn has_descriptor_property(argument: &Argument) -> bool {
 }
 
 impl CommandNeeds {
-    fn add_device(&mut self, argument: &Argument) {
-        let Some(device) = Properties::read(argument.value(), "driver") else { return };
+    fn add_device(&mut self, argument: &CommandArgument) {
+        let Some(device) = OptionProperties::parse_value(argument.value(), "driver") else {
+            return;
+        };
         let driver = device.get("driver").map(String::from).unwrap_or_default();
         match device.get("id") {
-            // The guest decides when this one appears.
+            // The guest decides when this device appears.
             Some(_) if device.get("failover_pair_id").is_some() => {}
             Some(id) => self.devices.push(NamedDevice { id: id.into(), driver }),
             None => self.unnamed_devices += 1,
         }
     }
 
-    fn add_object(&mut self, argument: &Argument) {
-        let Some(object) = Properties::read(argument.value(), "qom-type") else { return };
+    fn add_object(&mut self, argument: &CommandArgument) {
+        let Some(object) = OptionProperties::parse_value(argument.value(), "qom-type") else {
+            return;
+        };
         let id = object.get("id").map(String::from).unwrap_or_default();
         match (object.get("qom-type").as_deref(), object.get("file")) {
             (Some("secret"), Some(path)) => {
@@ -124,7 +129,7 @@ mod tests {
 
     fn needs_of(words: &str) -> CommandNeeds {
         let words = format!("qemu {words}");
-        needs(&words.split(' ').map(str::to_owned).collect::<Vec<_>>())
+        find_needs(&words.split(' ').map(str::to_owned).collect::<Vec<_>>())
     }
 
     #[test]

@@ -1,10 +1,10 @@
-//! What a user wants changed about a command line that an image remembers.
+//! The changes that a user requests to a command line that an image records.
 //!
 //! ```text
 //!   --set device.net0.mac=52:54:00:00:00:02    a property of the option that has this id
-//!   --set machine.usb=on                       a property of an option that is there once
-//!   --set vnc=:5                               the whole value of an option that is there once
-//!   --set pidfile=                             without that option
+//!   --set machine.usb=on                       a property of an option that occurs once
+//!   --set vnc=:5                               the whole value of an option that occurs once
+//!   --set pidfile=                             removes that option
 //!   --netdev net0=user,hostfwd=tcp::2223-:22   another back end for a network card
 //!   --disk web.qcow2=/mnt/web.qcow2            another name for a disk's file
 //!   --qemu-arg=-vnc --qemu-arg=:5              more words, at the end
@@ -14,82 +14,88 @@ use std::path::Path;
 
 use serde::{Deserialize, Serialize};
 
-use super::arguments::{self, Argument};
+use super::arguments::{self, CommandArgument};
 use super::drives;
 use super::error::CommandLineError;
-use super::properties::Properties;
+use super::properties::OptionProperties;
 
 /// Changes to a command line, in the order in which they are made.
 #[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(default)]
-pub struct Overrides {
+pub struct CommandOverrides {
     /// The program.
     pub program: Option<String>,
-    /// Back ends of network cards: id and what it is to be.
+    /// Back ends of network cards: id and new back end.
     pub netdevs: Vec<(String, String)>,
-    /// Files of disks: as the command line names them, and the names they have now.
+    /// Files of disks: the names in the command line, and the new names.
     pub disks: Vec<(String, String)>,
     /// Values: `OPTION.ID.PROPERTY`, `OPTION.PROPERTY` or `OPTION`, and the value.
     pub values: Vec<(String, String)>,
-    /// Words at the end.
+    /// Words that are added at the end.
     pub words: Vec<String>,
 }
 
-impl Overrides {
-    /// A command line with the changes, the program first. Relative names of files start in `directory`.
+impl CommandOverrides {
+    /// Applies the changes to a command line, the program first. Relative file names start in
+    /// `directory`.
     ///
     /// # Errors
-    /// If an option that is to be changed is not there, or is there more than once.
-    pub fn apply(
+    /// If an option that an override changes is missing, or occurs more than once.
+    pub fn apply_to(
         &self,
         command: &[String],
         directory: &Path,
     ) -> Result<Vec<String>, CommandLineError> {
         let (program, words) = command.split_first().ok_or(CommandLineError::Empty)?;
-        let mut arguments = arguments::split(words);
+        let mut arguments = arguments::split_words(words);
         for (id, backend) in &self.netdevs {
             set_netdev(&mut arguments, id, backend)?;
         }
         for (old, new) in &self.disks {
-            // A disk that is named elsewhere is the caller's affair.
+            // A disk that no option names is the caller's concern.
             let is_old = |file: &str| directory.join(file) == directory.join(old);
-            drives::rename(&mut arguments, is_old, new);
+            drives::rename_file(&mut arguments, is_old, new);
         }
         for (key, value) in &self.values {
             set_value(&mut arguments, key, value)?;
         }
         let program = self.program.as_ref().unwrap_or(program);
-        Ok([vec![program.clone()], arguments::join(&arguments), self.words.clone()].concat())
+        Ok([vec![program.clone()], arguments::join_arguments(&arguments), self.words.clone()]
+            .concat())
     }
 }
 
-fn set_netdev(arguments: &mut [Argument], id: &str, backend: &str) -> Result<(), CommandLineError> {
+fn set_netdev(
+    arguments: &mut [CommandArgument],
+    id: &str,
+    backend: &str,
+) -> Result<(), CommandLineError> {
     let given = format!("--netdev {id}={backend}");
-    let is_it = |argument: &&mut Argument| {
+    let is_it = |argument: &&mut CommandArgument| {
         matches!(argument.name(), "netdev" | "nic") && id_of(argument).as_deref() == Some(id)
     };
     let found = arguments.iter_mut().find(is_it);
     let argument = found.ok_or_else(|| CommandLineError::override_of_none(&given))?;
-    let mut new = Properties::read(backend, "type")
-        .ok_or_else(|| CommandLineError::unreadable(&given, "its JSON"))?;
+    let mut new = OptionProperties::parse_value(backend, "type")
+        .ok_or_else(|| CommandLineError::unreadable_option(&given, "its JSON"))?;
     new.set("id", id);
     if argument.name() == "nic" {
-        keep_card(argument, &mut new);
+        copy_card(argument, &mut new);
     }
-    *argument = Argument::new(argument.name(), new.to_text("type"));
+    *argument = CommandArgument::new(argument.name(), new.to_text("type"));
     Ok(())
 }
 
-/// `-nic` holds the card as well, which the guest knows.
-fn keep_card(argument: &Argument, new: &mut Properties) {
-    let Some(before) = Properties::read(argument.value(), "type") else { return };
+/// Copies the properties of the card, which the guest knows: `-nic` describes the card as well.
+fn copy_card(argument: &CommandArgument, new: &mut OptionProperties) {
+    let Some(before) = OptionProperties::parse_value(argument.value(), "type") else { return };
     for key in ["model", "mac", "addr"] {
         before.get(key).iter().for_each(|value| new.set(key, value));
     }
 }
 
-/// The key of an option's first part, which may stand without it.
-fn implied(option: &str) -> &'static str {
+/// The implied key of an option's first part.
+fn implied_key(option: &str) -> &'static str {
     match option {
         "device" => "driver",
         "object" => "qom-type",
@@ -105,18 +111,18 @@ fn implied(option: &str) -> &'static str {
     }
 }
 
-fn id_of(argument: &Argument) -> Option<String> {
-    let properties = Properties::read(argument.value(), implied(argument.name()))?;
-    ["id", "node-name"].iter().find_map(|key| properties.text(key))
+fn id_of(argument: &CommandArgument) -> Option<String> {
+    let properties = OptionProperties::parse_value(argument.value(), implied_key(argument.name()))?;
+    ["id", "node-name"].iter().find_map(|key| properties.nested_text(key))
 }
 
 fn set_value(
-    arguments: &mut Vec<Argument>,
+    arguments: &mut Vec<CommandArgument>,
     key: &str,
     value: &str,
 ) -> Result<(), CommandLineError> {
     let given = format!("--set {key}={value}");
-    let (at, property) = find(arguments, key, &given)?;
+    let (at, property) = find_option(arguments, key, &given)?;
     if property.is_empty() && value.is_empty() {
         arguments.remove(at);
         return Ok(());
@@ -125,49 +131,50 @@ fn set_value(
         true => value.to_owned(),
         false => with_property(&arguments[at], &property, value, &given)?,
     };
-    arguments[at] = Argument::new(arguments[at].name(), new);
+    arguments[at] = CommandArgument::new(arguments[at].name(), new);
     Ok(())
 }
 
-/// Where the option is that a key names, and the name of the property; that is empty for the whole value.
-fn find(
-    arguments: &[Argument],
+/// Finds the option that a key names. Returns its index, and the name of the property, which is
+/// empty for the whole value.
+fn find_option(
+    arguments: &[CommandArgument],
     key: &str,
     given: &str,
 ) -> Result<(usize, String), CommandLineError> {
     let (option, rest) = key.split_once('.').unwrap_or((key, ""));
     let of_option = arguments.iter().enumerate().filter(|(_, it)| is_option(it.name(), option));
-    let all: Vec<(usize, &Argument)> = of_option.collect();
-    let property = |argument: &Argument| {
+    let all: Vec<(usize, &CommandArgument)> = of_option.collect();
+    let property = |argument: &CommandArgument| {
         Some(rest.strip_prefix(&id_of(argument)?)?.strip_prefix('.')?.to_owned())
     };
     if let Some(found) = all.iter().find_map(|(at, it)| Some((*at, property(it)?))) {
         return Ok(found);
     }
     match all[..] {
-        // What stands before a dot could be an id that was mistyped.
+        // The part before a dot could be a mistyped id.
         [(at, it)] if !rest.contains('.') || id_of(it).is_none() => Ok((at, rest.to_owned())),
         [] | [_] => Err(CommandLineError::override_of_none(given)),
         _ => Err(CommandLineError::override_of_many(given)),
     }
 }
 
-/// `-M` is `-machine`.
+/// Whether a name is that of an option; `-M` is `-machine`.
 fn is_option(name: &str, wanted: &str) -> bool {
     let is_machine = |name: &str| matches!(name, "machine" | "M");
     name == wanted || (is_machine(name) && is_machine(wanted))
 }
 
 fn with_property(
-    argument: &Argument,
+    argument: &CommandArgument,
     property: &str,
     value: &str,
     given: &str,
 ) -> Result<String, CommandLineError> {
-    let implied = implied(argument.name());
-    let mut properties = Properties::read(argument.value(), implied)
-        .ok_or_else(|| CommandLineError::unreadable(given, "the option's JSON"))?;
-    properties.assign(property, value);
+    let implied = implied_key(argument.name());
+    let mut properties = OptionProperties::parse_value(argument.value(), implied)
+        .ok_or_else(|| CommandLineError::unreadable_option(given, "the option's JSON"))?;
+    properties.set_typed(property, value);
     Ok(properties.to_text(implied))
 }
 
@@ -182,15 +189,18 @@ mod tests {
     const LINE: &str = "qemu -machine pc,usb=off -device e1000,netdev=n,id=e.0 -netdev user,id=n,hostfwd=tcp::1-:2 \
         -drive file=a.img,id=d -device {\"driver\":\"x\",\"id\":\"j\",\"on\":true} -vnc :1 -S";
 
-    fn applied(overrides: &Overrides) -> Result<String, String> {
+    fn applied(overrides: &CommandOverrides) -> Result<String, String> {
         overrides
-            .apply(&words(LINE), Path::new("/vms"))
+            .apply_to(&words(LINE), Path::new("/vms"))
             .map(|line| line.join(" "))
             .map_err(|error| error.to_string())
     }
 
     fn set(key: &str, value: &str) -> Result<String, String> {
-        applied(&Overrides { values: vec![(key.into(), value.into())], ..Overrides::default() })
+        applied(&CommandOverrides {
+            values: vec![(key.into(), value.into())],
+            ..CommandOverrides::default()
+        })
     }
 
     #[test]
@@ -215,29 +225,30 @@ mod tests {
     #[test]
     fn back_ends_disks_and_words_are_changed() {
         let pair = |a: &str, b: &str| vec![(a.to_owned(), b.to_owned())];
-        let overrides = Overrides {
+        let overrides = CommandOverrides {
             program: Some("/q".into()),
             netdevs: pair("n", "user,hostfwd=tcp::3-:2"),
             disks: pair("/vms/a.img", "/b,c.img"),
             words: words("-vnc :2"),
-            ..Overrides::default()
+            ..CommandOverrides::default()
         };
         let expected = LINE
             .replace("qemu ", "/q ")
             .replace("user,id=n,hostfwd=tcp::1-:2", "user,hostfwd=tcp::3-:2,id=n")
             .replace("a.img", "/b,,c.img");
         assert_eq!(applied(&overrides).unwrap(), format!("{expected} -vnc :2"));
-        let none = Overrides { netdevs: pair("o", "user"), ..Overrides::default() };
+        let none = CommandOverrides { netdevs: pair("o", "user"), ..CommandOverrides::default() };
         assert!(applied(&none).unwrap_err().contains("--netdev o=user"));
-        assert_eq!(applied(&Overrides::default()).unwrap(), LINE);
+        assert_eq!(applied(&CommandOverrides::default()).unwrap(), LINE);
     }
 
     #[test]
     fn a_card_that_is_given_with_its_back_end_stays() {
         let line = words("qemu -nic user,id=n,model=virtio,hostfwd=tcp::1-:2");
         let netdevs = vec![("n".to_owned(), "tap,ifname=t".to_owned())];
-        let changed =
-            Overrides { netdevs, ..Overrides::default() }.apply(&line, Path::new("/")).unwrap();
+        let changed = CommandOverrides { netdevs, ..CommandOverrides::default() }
+            .apply_to(&line, Path::new("/"))
+            .unwrap();
         assert_eq!(changed[2], "tap,ifname=t,id=n,model=virtio");
     }
 }

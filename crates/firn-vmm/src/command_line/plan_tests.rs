@@ -3,7 +3,7 @@ use proptest::prelude::*;
 
 const MIB: u64 = 1 << 20;
 
-/// Words of a line; a word in single quotes may hold blanks.
+/// Splits a line into words; a word in single quotes may contain blanks.
 fn command(line: &str) -> Vec<String> {
     let mut words = vec!["qemu".to_owned()];
     for (at, part) in line.split('\'').enumerate() {
@@ -15,13 +15,19 @@ fn command(line: &str) -> Vec<String> {
     words
 }
 
-fn paths(regions: usize) -> Paths {
+fn paths(regions: usize) -> AddedPaths {
     let ram = (0..regions).map(|at| PathBuf::from(format!("/proc/self/fd/{}", 10 + at))).collect();
-    Paths { qmp: "/run/q".into(), ram, calls: "/run/calls".into(), stores: None, cards: Vec::new() }
+    AddedPaths {
+        qmp: "/run/q".into(),
+        ram,
+        calls: "/run/calls".into(),
+        stores: None,
+        cards: Vec::new(),
+    }
 }
 
-fn augmented(line: &str) -> Augmented {
-    let plan = plan(&command(line)).unwrap();
+fn augmented(line: &str) -> AugmentedCommand {
+    let plan = plan_command(&command(line)).unwrap();
     plan.augment(&paths(plan.ram().len())).unwrap()
 }
 
@@ -30,13 +36,13 @@ fn text(line: &str) -> String {
 }
 
 fn ram(line: &str) -> Vec<(String, u64)> {
-    let plan = plan(&command(line)).unwrap();
+    let plan = plan_command(&command(line)).unwrap();
     plan.ram().iter().map(|ram| (ram.id.clone(), ram.bytes / MIB)).collect()
 }
 
 fn refusal(line: &str) -> String {
-    let refused = |plan: Plan| plan.augment(&paths(plan.ram().len()));
-    plan(&command(line)).and_then(refused).unwrap_err().to_string()
+    let refused = |plan: CommandPlan| plan.augment(&paths(plan.ram().len()));
+    plan_command(&command(line)).and_then(refused).unwrap_err().to_string()
 }
 
 const MONITOR: &str =
@@ -72,7 +78,7 @@ fn every_form_of_m_is_understood() {
 
 #[test]
 fn odd_sizes_are_rounded_as_qemu_rounds_them() {
-    let bytes = |line: &str| plan(&command(line)).unwrap().ram()[0].bytes;
+    let bytes = |line: &str| plan_command(&command(line)).unwrap().ram()[0].bytes;
     assert_eq!(bytes("-m 100001K"), 100_008 * 1024);
     assert_eq!(bytes("-m 262152K"), 262_152 * 1024);
     assert_eq!(bytes("-m 8193B"), 16384);
@@ -158,8 +164,8 @@ fn a_monitor_of_the_user_stays_beside_firns() {
 
 #[test]
 fn commas_in_paths_are_doubled() {
-    let plan = plan(&command("")).unwrap();
-    let paths = Paths {
+    let plan = plan_command(&command("")).unwrap();
+    let paths = AddedPaths {
         qmp: "/run/a,b".into(),
         ram: vec!["/x,y".into()],
         calls: "/c".into(),
@@ -173,10 +179,10 @@ fn commas_in_paths_are_doubled() {
 #[test]
 fn what_firn_added_before_is_not_added_again() {
     let first = augmented("-M q35 -m 1G");
-    let plan = plan(&first.args).unwrap();
+    let plan = plan_command(&first.args).unwrap();
     assert_eq!(plan.ram(), first.ram);
     let (qmp, calls) = ("/run/q".into(), "/c".into());
-    let again = plan.augment(&Paths {
+    let again = plan.augment(&AddedPaths {
         qmp,
         ram: vec!["/proc/self/fd/10".into()],
         calls,
@@ -203,7 +209,7 @@ fn switches_that_do_no_harm_stay() {
 #[test]
 fn a_restore_waits_for_its_state() {
     let command = command("-m 1G -S -loadvm x -incoming tcp:0:1 -daemonize");
-    let restore = plan(&command).unwrap().for_restore(&paths(1)).unwrap();
+    let restore = plan_command(&command).unwrap().for_restore(&paths(1)).unwrap();
     let text = restore.args.join(" ");
     assert!(
         text.ends_with("-S -incoming defer -global migration.send-configuration=off"),
@@ -247,8 +253,8 @@ fn what_firn_cannot_work_with_is_refused_with_a_reason() {
         let refusal = refusal(line);
         assert!(refusal.contains(part), "{line}: {refusal}");
     }
-    assert_eq!(plan(&[]), Err(CommandLineError::Empty));
-    let plan = plan(&command("-m 1G")).unwrap();
+    assert_eq!(plan_command(&[]), Err(CommandLineError::Empty));
+    let plan = plan_command(&command("-m 1G")).unwrap();
     assert_eq!(plan.augment(&paths(2)), Err(CommandLineError::Files { files: 2, regions: 1 }));
 }
 
@@ -257,7 +263,7 @@ proptest! {
     fn any_command_line_is_planned_or_refused(words in proptest::collection::vec(
         "(-m|-M|-object|-numa|-device|memory-backend-ram,id=a,size=1G|node,memdev=a|[a-z0-9=,{}\":-]{0,20})", 0..8))
     {
-        if let Ok(plan) = plan(&words) {
+        if let Ok(plan) = plan_command(&words) {
             let line = plan.augment(&paths(plan.ram().len()));
             prop_assert!(line.is_err() || line.is_ok_and(|line| line.ram == plan.ram()));
         }
@@ -267,7 +273,7 @@ proptest! {
     fn options_firn_does_not_know_come_through(words in proptest::collection::vec("[a-z0-9=,./]{1,12}", 0..6)) {
         let mut command = command("");
         words.iter().for_each(|word| command.extend(["-append".to_owned(), word.clone()]));
-        let args = plan(&command).unwrap().augment(&paths(1)).unwrap().args;
+        let args = plan_command(&command).unwrap().augment(&paths(1)).unwrap().args;
         prop_assert_eq!(&args[..command.len()], &command[..]);
     }
 }
@@ -277,19 +283,19 @@ fn the_device_for_calls_has_a_file_of_the_vms_own() {
     let words = |line: &str| line.split(' ').map(str::to_owned).collect::<Vec<_>>();
     let with = calls::with_calls(&words("qemu-system-x86_64 -m 64"));
     assert_eq!(calls::with_calls(&with), with, "added once");
-    let line = plan(&with).unwrap().augment(&paths(1)).unwrap().args;
+    let line = plan_command(&with).unwrap().augment(&paths(1)).unwrap().args;
     let object = line.iter().find(|word| word.contains("id=firn.calls")).unwrap();
     assert!(object.contains("mem-path=/run/calls") && object.contains("share=on"), "{object}");
     assert!(line.contains(&"ivshmem-plain,memdev=firn.calls,master=on".to_owned()), "{line:?}");
-    let again = plan(&line).unwrap().ram().len();
+    let again = plan_command(&line).unwrap().ram().len();
     assert_eq!(again, 1, "it is no RAM of the guest's");
 }
 
 #[test]
 fn a_plugin_notes_stores_in_the_memory_for_calls() {
     let (library, orders) = ("/lib/a,b.so".into(), "/run/s".into());
-    let paths = Paths { stores: Some(Plugin { library, orders }), ..paths(1) };
-    let plan = plan(&calls::with_calls(&command("-m 64"))).unwrap();
+    let paths = AddedPaths { stores: Some(StorePlugin { library, orders }), ..paths(1) };
+    let plan = plan_command(&calls::with_calls(&command("-m 64"))).unwrap();
     for line in [plan.augment(&paths).unwrap(), plan.for_restore(&paths).unwrap()] {
         let wanted = "file=/lib/a,,b.so,window=/run/calls,orders=/run/s".to_owned();
         assert!(line.args.contains(&wanted), "{:?}", line.args);
@@ -299,10 +305,10 @@ fn a_plugin_notes_stores_in_the_memory_for_calls() {
 #[test]
 fn a_card_of_firns_gets_a_socket() {
     let given = "-netdev user,id=a -netdev firn,id=b,uplink=/run/u,,1 -device e1000,netdev=b";
-    let plan = plan(&command(given)).unwrap();
-    let uplink = cards::Uplink::Socket("/run/u,1".into());
+    let plan = plan_command(&command(given)).unwrap();
+    let uplink = cards::CardUplink::Socket("/run/u,1".into());
     assert_eq!(plan.cards(), [CardPlan { id: "b".into(), uplink }]);
-    let with = Paths { cards: vec![7], ..paths(1) };
+    let with = AddedPaths { cards: vec![7], ..paths(1) };
     for line in [plan.augment(&with).unwrap(), plan.for_restore(&with).unwrap()] {
         let words = line.args.join(" ");
         let expected = "-netdev user,id=a -netdev dgram,id=b,local.type=fd,local.str=7 -device";
@@ -314,7 +320,7 @@ fn a_card_of_firns_gets_a_socket() {
 
 #[test]
 fn cards_that_are_not_firns_are_named() {
-    let others = |line: &str| plan(&command(line)).unwrap().other_cards();
+    let others = |line: &str| plan_command(&command(line)).unwrap().other_cards();
     let firns = "-netdev firn,id=b,uplink=/u";
     assert!(others(firns).is_empty() && others("-nodefaults").is_empty());
     assert!(others("-nic none").is_empty());
@@ -334,8 +340,8 @@ fn a_card_needs_an_id_and_an_uplink() {
 
 #[test]
 fn a_card_goes_to_a_socket_or_to_a_network() {
-    let of = |line: &str| plan(&command(line)).map(|plan| plan.cards().to_vec());
-    let uplink = cards::Uplink::Network("lan".into());
+    let of = |line: &str| plan_command(&command(line)).map(|plan| plan.cards().to_vec());
+    let uplink = cards::CardUplink::Network("lan".into());
     assert_eq!(
         of("-m 1G -netdev firn,id=b,network=lan"),
         Ok(vec![CardPlan { id: "b".into(), uplink }])

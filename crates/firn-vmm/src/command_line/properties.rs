@@ -1,8 +1,8 @@
-//! The value of an option: `key=value,...` with doubled commas, or a JSON object. It is written back in the form in
-//! which it came, because QEMU takes lists in the second form only.
+//! The value of an option: `key=value,...` with doubled commas, or a JSON object. It is written in
+//! the form in which it was read, because QEMU accepts lists in the second form only.
 //!
-//! Source: QEMU `util/qemu-option.c` and `util/keyval.c` for the first form, `-object`, `-device` and `-netdev` in
-//! `qemu-options.hx` for the second.
+//! Source: QEMU `util/qemu-option.c` and `util/keyval.c` for the first form, `-object`, `-device`
+//! and `-netdev` in `qemu-options.hx` for the second.
 
 use std::borrow::Cow;
 
@@ -10,26 +10,27 @@ use serde_json::{Map, Value};
 
 /// The properties of an option.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub(super) enum Properties {
-    /// In their order; a first part without a key has the option's implied one.
+pub(super) enum OptionProperties {
+    /// In their order; a first part without a key has the option's implied key.
     Text(Vec<(String, String)>),
     Json(Map<String, Value>),
 }
 
-impl Default for Properties {
+impl Default for OptionProperties {
     fn default() -> Self {
         Self::Text(Vec::new())
     }
 }
 
-impl Properties {
-    /// Reads either form. `implied` is the key of a first part that has none. `None` for JSON that is no object.
-    pub(super) fn read(text: &str, implied: &str) -> Option<Self> {
+impl OptionProperties {
+    /// Parses either form. `implied` is the key of a first part that has none. `None` for JSON that
+    /// is not an object.
+    pub(super) fn parse_value(text: &str, implied: &str) -> Option<Self> {
         if text.starts_with('{') {
             return serde_json::from_str(text).ok().map(Self::Json);
         }
         let parts = split_at_commas(text).into_iter().filter(|part| !part.is_empty());
-        let parts = parts.enumerate().map(|(at, part)| property(&part, at, implied));
+        let parts = parts.enumerate().map(|(at, part)| parse_property(&part, at, implied));
         Some(Self::Text(parts.collect()))
     }
 
@@ -49,14 +50,14 @@ impl Properties {
             Self::Text(parts) => parts.clone(),
             Self::Json(object) => {
                 let mut flat = Vec::new();
-                object.iter().for_each(|(key, value)| flatten(key, value, &mut flat));
+                object.iter().for_each(|(key, value)| flatten_into(key, value, &mut flat));
                 flat
             }
         }
     }
 
-    /// The value of a key as text, which JSON may hold in an object of its own: `addr.port`.
-    pub(super) fn text(&self, key: &str) -> Option<String> {
+    /// The value of a key as text, which JSON may have in a nested object: `addr.port`.
+    pub(super) fn nested_text(&self, key: &str) -> Option<String> {
         match (self.get(key), self, key.split_once('.')) {
             (Some(value), ..) => Some(value.into_owned()),
             (None, Self::Json(object), Some((outer, inner))) => {
@@ -66,8 +67,9 @@ impl Properties {
         }
     }
 
-    /// All values of a key that may be given more than once; in JSON, a list of objects with one text each.
-    pub(super) fn all(&self, key: &str) -> Vec<String> {
+    /// All values of a key that may occur more than once; in JSON, a list of objects with one text
+    /// each.
+    pub(super) fn list_values(&self, key: &str) -> Vec<String> {
         match self {
             Self::Text(parts) => {
                 let named = parts.iter().filter(|(name, _)| name == key);
@@ -80,10 +82,10 @@ impl Properties {
         }
     }
 
-    /// Sets a key to a value that the user gives: in JSON it has the type that it looks like.
-    pub(super) fn assign(&mut self, key: &str, value: &str) {
+    /// Sets a key to a value from the user: in JSON the value gets the type that its text suggests.
+    pub(super) fn set_typed(&mut self, key: &str, value: &str) {
         let json = serde_json::from_str(value).unwrap_or_else(|_| Value::String(value.to_owned()));
-        self.put(key, value, json);
+        self.set_value(key, value, json);
     }
 
     /// Whether a switch is on.
@@ -91,17 +93,17 @@ impl Properties {
         self.get(key).is_some_and(|value| matches!(&*value, "on" | "yes" | "true" | "y"))
     }
 
-    /// Sets a key, where it stands or at the end.
+    /// Sets a key, at its position or at the end.
     pub(super) fn set(&mut self, key: &str, value: &str) {
-        self.put(key, value, Value::String(value.to_owned()));
+        self.set_value(key, value, Value::String(value.to_owned()));
     }
 
     /// Turns a switch on.
     pub(super) fn turn_on(&mut self, key: &str) {
-        self.put(key, "on", Value::Bool(true));
+        self.set_value(key, "on", Value::Bool(true));
     }
 
-    fn put(&mut self, key: &str, text: &str, json: Value) {
+    fn set_value(&mut self, key: &str, text: &str, json: Value) {
         match self {
             Self::Json(object) => drop(object.insert(key.to_owned(), json)),
             Self::Text(parts) => {
@@ -120,15 +122,16 @@ impl Properties {
         }
     }
 
-    /// Removes the keys that begin so.
-    pub(super) fn remove_all(&mut self, beginning: &str) {
+    /// Removes the keys with this prefix.
+    pub(super) fn remove_prefix(&mut self, beginning: &str) {
         match self {
             Self::Json(object) => object.retain(|key, _| !key.starts_with(beginning)),
             Self::Text(parts) => parts.retain(|(key, _)| !key.starts_with(beginning)),
         }
     }
 
-    /// Adds those of a later option of the same kind: QEMU merges repeated `-machine` and `-m`.
+    /// Adds the properties of a later option of the same kind: QEMU merges repeated `-machine` and
+    /// `-m`.
     pub(super) fn merge(&mut self, later: Self) {
         match later {
             Self::Text(parts) => parts.iter().for_each(|(key, value)| self.set(key, value)),
@@ -139,11 +142,12 @@ impl Properties {
         }
     }
 
-    /// In the form in which it was read, with the value alone for the key that is `implied`.
+    /// The text in the form in which it was read; the property with the key `implied` is its value
+    /// alone.
     pub(super) fn to_text(&self, implied: &str) -> String {
         let part = |(key, value): &(String, String)| match key == implied {
-            true => escape(value).into_owned(),
-            false => format!("{key}={}", escape(value)),
+            true => escape_commas(value).into_owned(),
+            false => format!("{key}={}", escape_commas(value)),
         };
         match self {
             Self::Text(parts) => parts.iter().map(part).collect::<Vec<_>>().join(","),
@@ -152,16 +156,16 @@ impl Properties {
     }
 }
 
-fn flatten(key: &str, value: &Value, flat: &mut Vec<(String, String)>) {
+fn flatten_into(key: &str, value: &Value, flat: &mut Vec<(String, String)>) {
     match value {
         Value::Object(object) => {
             object
                 .iter()
-                .for_each(|(inner, value)| flatten(&format!("{key}.{inner}"), value, flat));
+                .for_each(|(inner, value)| flatten_into(&format!("{key}.{inner}"), value, flat));
         }
         Value::Array(list) => {
             let items = list.iter().enumerate();
-            items.for_each(|(at, value)| flatten(&format!("{key}.{at}"), value, flat));
+            items.for_each(|(at, value)| flatten_into(&format!("{key}.{at}"), value, flat));
         }
         value => flat.extend(as_text(value).map(|text| (key.to_owned(), text.into_owned()))),
     }
@@ -178,7 +182,7 @@ fn as_text(value: &Value) -> Option<Cow<'_, str>> {
 }
 
 /// Doubles commas.
-pub(super) fn escape(value: &str) -> Cow<'_, str> {
+pub(super) fn escape_commas(value: &str) -> Cow<'_, str> {
     if value.contains(',') { value.replace(',', ",,").into() } else { value.into() }
 }
 
@@ -197,8 +201,9 @@ fn split_at_commas(text: &str) -> Vec<String> {
     parts
 }
 
-/// `key=value`; the implied key for a first part without one; `key` is `key=on` and `nokey` is `key=off` elsewhere.
-fn property(part: &str, at: usize, implied: &str) -> (String, String) {
+/// Parses `key=value`; the implied key for a first part without one; elsewhere `key` is `key=on`
+/// and `nokey` is `key=off`.
+fn parse_property(part: &str, at: usize, implied: &str) -> (String, String) {
     match part.split_once('=') {
         Some((key, value)) => (key.to_owned(), value.to_owned()),
         None if at == 0 => (implied.to_owned(), part.to_owned()),
@@ -214,8 +219,8 @@ mod tests {
     use super::*;
     use proptest::prelude::*;
 
-    fn read(text: &str) -> Properties {
-        Properties::read(text, "type").unwrap()
+    fn read(text: &str) -> OptionProperties {
+        OptionProperties::parse_value(text, "type").unwrap()
     }
 
     #[test]
@@ -238,7 +243,7 @@ mod tests {
         properties.remove("size");
         let expected = r#"{"host-nodes":[0,2],"share":true,"type":"x"}"#;
         assert_eq!(read(&properties.to_text("type")), read(expected));
-        assert_eq!(Properties::read("{", "type"), None);
+        assert_eq!(OptionProperties::parse_value("{", "type"), None);
     }
 
     #[test]
@@ -251,16 +256,16 @@ mod tests {
     proptest! {
         #[test]
         fn text_comes_back(values in proptest::collection::vec("[a-z,=]{0,8}", 1..5)) {
-            let mut properties = Properties::default();
+            let mut properties = OptionProperties::default();
             for (at, value) in values.iter().enumerate() {
                 properties.set(&format!("k{at}"), value);
             }
-            prop_assert_eq!(Properties::read(&properties.to_text("type"), "type"), Some(properties));
+            prop_assert_eq!(OptionProperties::parse_value(&properties.to_text("type"), "type"), Some(properties));
         }
 
         #[test]
         fn any_text_is_read(text in ".*") {
-            let _ = Properties::read(&text, "type");
+            let _ = OptionProperties::parse_value(&text, "type");
         }
     }
 }

@@ -1,15 +1,15 @@
-//! `gpa2hva`: where a guest-physical address lies in the hypervisor's address space.
+//! Parser of `gpa2hva`: the address of guest-physical memory in the hypervisor's address space.
 
 use firn_types::HostVirt;
 
-use super::hex;
+use super::parse_hex;
 
-/// Reads `Host virtual address for 0x100000000 (ram) is 0x7fd46bfff000`. `None` for anything else, such as QEMU's
-/// `No memory is mapped at address ...`.
+/// Parses `Host virtual address for 0x100000000 (ram) is 0x7fd46bfff000`. `None` for anything else,
+/// such as QEMU's `No memory is mapped at address ...`.
 pub fn parse_hva(printed: &str) -> Option<HostVirt> {
     let line = printed.trim();
     let (_, address) = line.strip_prefix("Host virtual address for ")?.rsplit_once(" is ")?;
-    hex(address.strip_prefix("0x")?).filter(|&hva| hva != 0).map(HostVirt)
+    parse_hex(address.strip_prefix("0x")?).filter(|&hva| hva != 0).map(HostVirt)
 }
 
 #[cfg(test)]

@@ -1,4 +1,4 @@
-//! `info mtree -f`: what lies where in each address space of the machine.
+//! Parser of `info mtree -f`: the contents of each address space of the machine.
 //!
 //! ```text
 //!   FlatView #0
@@ -11,18 +11,18 @@
 //!     |first           |last (inclusive)    |kind      |region |offset in it  |accelerator, if it maps it
 //! ```
 
-use super::hex;
+use super::parse_hex;
 
-/// One address space as the machine sees it: its parts, by address.
+/// One address space of the machine: its ranges, by address.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct FlatView {
     /// The address spaces that share the view, such as `memory` and `cpu-memory-0`.
     pub spaces: Vec<String>,
-    /// What is mapped, in QEMU's order.
+    /// The mapped ranges, in QEMU's order.
     pub ranges: Vec<FlatRange>,
 }
 
-/// A part of an address space.
+/// A range of an address space.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct FlatRange {
     /// Its first address.
@@ -31,24 +31,24 @@ pub struct FlatRange {
     pub last: u64,
     /// The memory region's priority: above 0 for the memory of a PCI device.
     pub priority: i32,
-    /// What an access to it does.
+    /// The effect of an access.
     pub kind: RangeKind,
     /// The memory region's name.
     pub region: String,
-    /// Where in the memory region the range starts, in bytes.
+    /// The offset in the memory region at which the range starts, in bytes.
     pub offset: u64,
 }
 
-/// What an access to a range does.
+/// The effect of an access to a range.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum RangeKind {
     /// Reads and writes memory.
     Ram,
-    /// Reads memory; writes go nowhere. Also RAM that the chipset write-protects (x86 PAM).
+    /// Reads memory; writes are discarded. Also RAM that the chipset write-protects (x86 PAM).
     Rom,
     /// Reads memory; writes go to a device, as with flash.
     Romd,
-    /// A device, or a kind this version of Firn does not know.
+    /// A device, or a kind that this version of Firn does not know.
     Other,
 }
 
@@ -59,32 +59,32 @@ impl FlatView {
     }
 }
 
-/// Reads every view. Lines that are not understood are left out.
+/// Parses every view. Skips lines of an unknown form.
 pub fn parse_mtree(printed: &str) -> Vec<FlatView> {
     let mut views: Vec<FlatView> = Vec::new();
     for line in printed.lines().map(str::trim) {
         if line.starts_with("FlatView #") {
             views.push(FlatView::default());
         } else if let Some(view) = views.last_mut() {
-            view.spaces.extend(space(line));
-            view.ranges.extend(range(line));
+            view.spaces.extend(parse_space(line));
+            view.ranges.extend(parse_range(line));
         }
     }
     views
 }
 
-fn space(line: &str) -> Option<String> {
+fn parse_space(line: &str) -> Option<String> {
     let (name, _) = line.strip_prefix("AS \"")?.split_once("\", root: ")?;
     Some(name.to_owned())
 }
 
-fn range(line: &str) -> Option<FlatRange> {
+fn parse_range(line: &str) -> Option<FlatRange> {
     let (bounds, rest) = line.split_once(" (prio ")?;
     let (first, last) = bounds.split_once('-')?;
     let (priority, rest) = rest.split_once(", ")?;
     let (kind, place) = rest.split_once("): ")?;
     let (region, offset) = region_and_offset(place);
-    let (first, last) = (hex(first)?, hex(last)?);
+    let (first, last) = (parse_hex(first)?, parse_hex(last)?);
     (first <= last).then_some(FlatRange {
         first,
         last,
@@ -95,11 +95,12 @@ fn range(line: &str) -> Option<FlatRange> {
     })
 }
 
-/// `name`, `name @offset`, either followed by the accelerator's name if it maps the range. A name may hold blanks.
+/// Splits `name` or `name @offset`, either followed by the accelerator's name if it maps the range.
+/// A name may contain blanks.
 fn region_and_offset(place: &str) -> (&str, u64) {
     let place = place.strip_suffix(" KVM").unwrap_or(place);
     match place.rsplit_once(" @") {
-        Some((region, offset)) if offset.len() == 16 => match hex(offset) {
+        Some((region, offset)) if offset.len() == 16 => match parse_hex(offset) {
             Some(offset) => (region, offset),
             None => (place, 0),
         },

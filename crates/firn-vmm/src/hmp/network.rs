@@ -1,24 +1,24 @@
-//! `info network`: cards, and their back ends below them.
+//! Parser of `info network`: network cards, each followed by its back ends.
 //!
 //! ```text
 //!   virtio-net-pci.0: index=0,type=nic,model=virtio-net-pci,macaddr=52:54:00:12:34:15
 //!    \\ net: index=0,type=dgram,fd=12 unix
 //! ```
 
-/// The address of the card that has this back end.
-pub fn parse_address(text: &str, netdev: &str) -> Option<[u8; 6]> {
+/// The MAC address of the card with this back end.
+pub fn parse_card_address(text: &str, netdev: &str) -> Option<[u8; 6]> {
     let mut card = None;
     for line in text.lines() {
         match line.trim_start().strip_prefix("\\ ") {
             Some(behind) if behind.split(':').next() == Some(netdev) => return card,
             Some(_) => {}
-            None => card = line.split("macaddr=").nth(1).and_then(address),
+            None => card = line.split("macaddr=").nth(1).and_then(parse_mac),
         }
     }
     None
 }
 
-fn address(words: &str) -> Option<[u8; 6]> {
+fn parse_mac(words: &str) -> Option<[u8; 6]> {
     let words = words.split([',', ' ']).next()?;
     let bytes: Option<Vec<u8>> =
         words.split(':').map(|byte| u8::from_str_radix(byte, 16).ok()).collect();
@@ -36,16 +36,16 @@ mod tests {
 
     #[test]
     fn a_card_is_found_by_its_back_end() {
-        assert_eq!(parse_address(TEXT, "net"), Some([0x52, 0x54, 0, 0x12, 0x34, 0x15]));
-        assert_eq!(parse_address(TEXT, "one"), Some([0x52, 0x54, 0, 0x12, 0x34, 0x56]));
-        assert_eq!(parse_address(TEXT, "ne"), None);
-        assert_eq!(parse_address("net: index=0,type=user\n", "net"), None);
+        assert_eq!(parse_card_address(TEXT, "net"), Some([0x52, 0x54, 0, 0x12, 0x34, 0x15]));
+        assert_eq!(parse_card_address(TEXT, "one"), Some([0x52, 0x54, 0, 0x12, 0x34, 0x56]));
+        assert_eq!(parse_card_address(TEXT, "ne"), None);
+        assert_eq!(parse_card_address("net: index=0,type=user\n", "net"), None);
     }
 
     proptest! {
         #[test]
         fn no_text_makes_it_panic(text in "(a|\\\\ net:|macaddr=5:|,|\n){0,30}") {
-            parse_address(&text, "net");
+            parse_card_address(&text, "net");
         }
     }
 }

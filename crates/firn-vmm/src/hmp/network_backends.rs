@@ -1,11 +1,12 @@
-//! `info network`: the types of network back ends.
+//! Parser of `info network`: the types of network back ends.
 
-/// The type of each client that is no card, such as `tap` or `vhost-user`, with its name.
+/// The name and the type of each client that is not a card; the type is such as `tap` or
+/// `vhost-user`.
 pub fn parse_backends(text: &str) -> Vec<(String, String)> {
-    text.lines().filter_map(backend).filter(|(_, kind)| kind != "nic").collect()
+    text.lines().filter_map(parse_backend).filter(|(_, kind)| kind != "nic").collect()
 }
 
-fn backend(line: &str) -> Option<(String, String)> {
+fn parse_backend(line: &str) -> Option<(String, String)> {
     let line = line.trim().trim_start_matches("\\ ");
     let (name, properties) = line.split_once(": ")?;
     let kind = properties.split(',').find_map(|property| property.strip_prefix("type="))?;

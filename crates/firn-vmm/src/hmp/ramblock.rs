@@ -1,4 +1,4 @@
-//! `info ramblock`: every block of memory QEMU holds for the guest.
+//! Parser of `info ramblock`: every memory block that QEMU has for the guest.
 //!
 //! ```text
 //!                 Block Name    PSize              Offset               Used              Total
@@ -8,7 +8,7 @@
 
 use firn_types::HostVirt;
 
-use super::hex;
+use super::parse_hex;
 
 /// A block of guest-visible memory.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -17,16 +17,16 @@ pub struct RamBlock {
     pub id: String,
     /// Bytes in use. A resizable block may have room for more.
     pub used_bytes: u64,
-    /// Where it lies in the hypervisor; QEMU 7.2 does not say.
+    /// Its address in the hypervisor; QEMU 7.2 does not print it.
     pub hva: Option<HostVirt>,
 }
 
-/// Reads every block. Lines that are not understood are left out.
+/// Parses every block. Skips lines of an unknown form.
 pub fn parse_ramblock(printed: &str) -> Vec<RamBlock> {
-    printed.lines().filter_map(block).collect()
+    printed.lines().filter_map(parse_block).collect()
 }
 
-fn block(line: &str) -> Option<RamBlock> {
+fn parse_block(line: &str) -> Option<RamBlock> {
     let line = line.trim();
     let line = line.strip_suffix("rw").or_else(|| line.strip_suffix("ro")).unwrap_or(line);
     let (rest, numbers) = numbers_at_the_end(line.trim_end());
@@ -39,11 +39,11 @@ fn block(line: &str) -> Option<RamBlock> {
     (!id.is_empty()).then(|| RamBlock { id: id.to_owned(), used_bytes, hva })
 }
 
-/// The `0x` numbers that end the line, in their order, and what stands before them.
+/// Splits off the `0x` numbers at the end of the line, in their order, from the text before them.
 fn numbers_at_the_end(mut line: &str) -> (&str, Vec<u64>) {
     let mut numbers = Vec::new();
     while let Some((rest, last)) = line.rsplit_once(' ') {
-        let Some(number) = last.strip_prefix("0x").and_then(hex) else { break };
+        let Some(number) = last.strip_prefix("0x").and_then(parse_hex) else { break };
         numbers.insert(0, number);
         line = rest.trim_end();
         if numbers.len() == 4 {

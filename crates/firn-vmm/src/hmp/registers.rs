@@ -1,4 +1,4 @@
-//! `info registers -a`: the control registers of every vCPU, as far as paging needs them.
+//! Parser of `info registers -a`: the control registers of every vCPU, as far as paging needs them.
 //!
 //! ```text
 //!   CPU#0
@@ -10,38 +10,38 @@
 
 use firn_types::{GuestPhys, VcpuId};
 
-use super::hex;
+use super::parse_hex;
 
-/// The registers that say how a vCPU walks its page tables (Intel SDM volume 3, section 4.1).
+/// The registers that determine how a vCPU walks its page tables (Intel SDM volume 3, section 4.1).
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct VcpuRegisters {
     /// CR0; bit 31 turns paging on.
     pub cr0: u64,
     /// CR3: the root's address, with flags or an address-space number in the low 12 bits.
     pub cr3: u64,
-    /// CR4; bit 12 asks for five levels.
+    /// CR4; bit 12 selects five levels.
     pub cr4: u64,
-    /// EFER; bit 10 says that long mode is active.
+    /// EFER; bit 10 is set when long mode is active.
     pub efer: u64,
 }
 
-/// Bits of CR3 that are an address (Intel SDM volume 3, table 4-12).
+/// The address bits of CR3 (Intel SDM volume 3, table 4-12).
 const ROOT_ADDRESS: u64 = 0x000f_ffff_ffff_f000;
 
 impl VcpuRegisters {
-    /// Where the top-level page table lies.
-    pub fn root(&self) -> GuestPhys {
+    /// The address of the top-level page table.
+    pub fn table_root(&self) -> GuestPhys {
         GuestPhys(self.cr3 & ROOT_ADDRESS)
     }
 
     /// Levels of the page table in long mode, 4 or 5; `None` where the vCPU is not in long mode.
-    pub fn levels(&self) -> Option<u8> {
+    pub fn table_levels(&self) -> Option<u8> {
         let long_mode = self.cr0 >> 31 & 1 == 1 && self.efer >> 10 & 1 == 1;
         long_mode.then_some(if self.cr4 >> 12 & 1 == 1 { 5 } else { 4 })
     }
 }
 
-/// Reads the registers of every vCPU. What is not printed stays zero.
+/// Parses the registers of every vCPU. Registers that are not printed stay zero.
 pub fn parse_registers(printed: &str) -> Vec<(VcpuId, VcpuRegisters)> {
     let mut vcpus: Vec<(VcpuId, VcpuRegisters)> = Vec::new();
     for line in printed.lines().map(str::trim) {
@@ -56,7 +56,7 @@ pub fn parse_registers(printed: &str) -> Vec<(VcpuId, VcpuRegisters)> {
 
 fn read_field(field: &str, registers: &mut VcpuRegisters) {
     let Some((name, value)) = field.split_once('=') else { return };
-    let Some(value) = hex(value) else { return };
+    let Some(value) = parse_hex(value) else { return };
     match name {
         "CR0" => registers.cr0 = value,
         "CR3" => registers.cr3 = value,
@@ -78,8 +78,8 @@ mod tests {
             CPU#1\r\nCR0=00000011 CR2=00000000 CR3=00000000 CR4=00000000\r\n";
         let vcpus = parse_registers(printed);
         assert_eq!(vcpus[0].0, VcpuId(0));
-        assert_eq!((vcpus[0].1.cr3, vcpus[0].1.levels()), (0x3a1c003, Some(5)));
-        assert_eq!((vcpus[1].0, vcpus[1].1.levels()), (VcpuId(1), None));
+        assert_eq!((vcpus[0].1.cr3, vcpus[0].1.table_levels()), (0x3a1c003, Some(5)));
+        assert_eq!((vcpus[1].0, vcpus[1].1.table_levels()), (VcpuId(1), None));
     }
 
     proptest! {

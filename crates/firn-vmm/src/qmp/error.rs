@@ -1,4 +1,4 @@
-//! What can go wrong on a monitor connection. Every message names the command that was under way.
+//! Errors of a monitor connection. Every message names the current command.
 
 use std::io;
 use std::path::PathBuf;
@@ -7,7 +7,7 @@ use thiserror::Error;
 
 use super::reply::ReplyError;
 
-/// Why a QMP command, or the connection, failed.
+/// The reason why a QMP command, or the connection, failed.
 #[derive(Debug, Error)]
 pub enum QmpError {
     /// The monitor's socket could not be opened.
@@ -15,29 +15,30 @@ pub enum QmpError {
     Connect {
         /// The socket.
         path: PathBuf,
-        /// What the kernel said.
+        /// The kernel's error.
         #[source]
         source: io::Error,
     },
     /// The socket failed.
     #[error("{command}: the QMP connection failed")]
     Io {
-        /// The command under way.
+        /// The current command.
         command: String,
-        /// What the kernel said.
+        /// The kernel's error.
         #[source]
         source: io::Error,
     },
     /// QEMU closed the connection, or died.
     #[error("{command}: QEMU closed the QMP connection before it answered")]
     Closed {
-        /// The command under way.
+        /// The current command.
         command: String,
     },
-    /// QEMU did not answer in time. A monitor that another client holds open looks like this from the start.
+    /// QEMU did not reply in time. A monitor that another client holds open fails like this from
+    /// the start.
     #[error("{command}: no answer from QEMU within {waited_ms} ms")]
     TimedOut {
-        /// The command under way.
+        /// The current command.
         command: String,
         /// How long Firn waited, in milliseconds.
         waited_ms: u128,
@@ -45,7 +46,7 @@ pub enum QmpError {
     /// A line did not end within the limit.
     #[error("{command}: a line from QEMU is longer than {limit_bytes} bytes")]
     LineTooLong {
-        /// The command under way.
+        /// The current command.
         command: String,
         /// The limit, in bytes.
         limit_bytes: usize,
@@ -53,9 +54,9 @@ pub enum QmpError {
     /// A line is not QMP.
     #[error("{command}: QEMU's answer cannot be read")]
     Reply {
-        /// The command under way.
+        /// The current command.
         command: String,
-        /// What is wrong with the line.
+        /// The problem with the line.
         #[source]
         source: ReplyError,
     },
@@ -66,15 +67,15 @@ pub enum QmpError {
         command: String,
         /// QEMU's error class, such as `GenericError`.
         class: String,
-        /// QEMU's own words.
+        /// QEMU's error message.
         desc: String,
     },
-    /// The command succeeded, but what it returned is not what its schema promises.
+    /// The command succeeded, but its reply does not have the form that its schema promises.
     #[error("{command}: {what} in QEMU's answer")]
     Unexpected {
         /// The command.
         command: String,
-        /// What is missing or wrong.
+        /// The part that is missing or wrong.
         what: String,
     },
 }
@@ -85,7 +86,7 @@ impl QmpError {
         matches!(self, Self::Refused { class, .. } if class == wanted)
     }
 
-    /// An answer that lacks what its schema promises.
+    /// The error for a reply that lacks a part that its schema promises.
     pub fn unexpected(command: &str, what: impl Into<String>) -> Self {
         Self::Unexpected { command: command.to_owned(), what: what.into() }
     }

@@ -1,4 +1,4 @@
-//! Lines out of a byte stream, with a limit and a deadline.
+//! Reading of lines from a byte stream, with a length limit and a deadline.
 
 use std::io;
 use std::os::fd::AsFd;
@@ -7,36 +7,37 @@ use std::time::Instant;
 use rustix::net::RecvFlags;
 
 use super::error::QmpError;
-use crate::wait::readable;
+use crate::wait::wait_readable;
 
-/// The longest line Firn reads from QEMU, in bytes. `query-named-block-nodes` of a VM with hundreds of disks and
-/// `info registers -a` of one with hundreds of vCPUs stay below a tenth of it.
+/// The maximum length of a line from QEMU, in bytes. `query-named-block-nodes` of a VM with
+/// hundreds of disks and `info registers -a` of one with hundreds of vCPUs stay below a tenth of
+/// it.
 pub const LINE_BYTES_MAX: usize = 16 << 20;
 
-/// How much is asked of the socket at once, in bytes.
+/// Maximum number of bytes per read from the socket.
 const READ_BYTES: usize = 64 << 10;
 
-/// What has been read and not yet handed out.
+/// A buffer of bytes that were received and have not been returned as lines.
 #[derive(Debug, Default)]
-pub(super) struct Lines {
+pub(super) struct LineReader {
     buffer: Vec<u8>,
-    /// The line handed out last ends here; it is dropped when the next one is asked for.
+    /// The end of the line that was returned last. The next call removes that line.
     consumed: usize,
-    /// Up to here the buffer has been searched for a newline.
+    /// The end of the part of the buffer that was searched for a newline.
     searched: usize,
 }
 
-/// Why there is no next line.
+/// The reason why there is no next line.
 #[derive(Debug)]
-pub(super) enum End {
+pub(super) enum LineEnd {
     Closed,
     TimedOut { waited_ms: u128 },
     TooLong,
     Io(io::Error),
 }
 
-impl End {
-    pub(super) fn during(self, command: &str) -> QmpError {
+impl LineEnd {
+    pub(super) fn during_command(self, command: &str) -> QmpError {
         let command = command.to_owned();
         match self {
             Self::Closed => QmpError::Closed { command },
@@ -47,30 +48,34 @@ impl End {
     }
 }
 
-impl Lines {
+impl LineReader {
     /// The next line, without its end. Blocks until it is complete or `deadline` has passed.
-    pub(super) fn next(&mut self, from: impl AsFd, deadline: Instant) -> Result<&[u8], End> {
+    pub(super) fn next_line(
+        &mut self,
+        from: impl AsFd,
+        deadline: Instant,
+    ) -> Result<&[u8], LineEnd> {
         let begun = Instant::now();
         self.buffer.drain(..self.consumed);
         self.searched -= self.consumed;
         self.consumed = 0;
         loop {
-            if let Some(end) = self.newline() {
+            if let Some(end) = self.find_newline() {
                 self.consumed = end + 1;
                 self.searched = self.consumed;
                 return Ok(self.buffer[..end].trim_ascii_end());
             }
             if self.buffer.len() >= LINE_BYTES_MAX {
-                return Err(End::TooLong);
+                return Err(LineEnd::TooLong);
             }
-            if !readable(&from, deadline).map_err(End::Io)? {
-                return Err(End::TimedOut { waited_ms: begun.elapsed().as_millis() });
+            if !wait_readable(&from, deadline).map_err(LineEnd::Io)? {
+                return Err(LineEnd::TimedOut { waited_ms: begun.elapsed().as_millis() });
             }
-            self.fill(&from)?;
+            self.fill_buffer(&from)?;
         }
     }
 
-    fn newline(&mut self) -> Option<usize> {
+    fn find_newline(&mut self) -> Option<usize> {
         let fresh = &self.buffer[self.searched..];
         let found = fresh.iter().position(|&byte| byte == b'\n').map(|at| self.searched + at);
         if found.is_none() {
@@ -79,14 +84,14 @@ impl Lines {
         found
     }
 
-    fn fill(&mut self, from: &impl AsFd) -> Result<(), End> {
+    fn fill_buffer(&mut self, from: &impl AsFd) -> Result<(), LineEnd> {
         self.buffer.reserve(READ_BYTES);
         let space = rustix::buffer::spare_capacity(&mut self.buffer);
         match rustix::net::recv(from, space, RecvFlags::DONTWAIT) {
-            Ok((_, 0)) => Err(End::Closed),
+            Ok((_, 0)) => Err(LineEnd::Closed),
             Ok(_) | Err(rustix::io::Errno::INTR | rustix::io::Errno::AGAIN) => Ok(()),
-            Err(rustix::io::Errno::CONNRESET) => Err(End::Closed),
-            Err(errno) => Err(End::Io(errno.into())),
+            Err(rustix::io::Errno::CONNRESET) => Err(LineEnd::Closed),
+            Err(errno) => Err(LineEnd::Io(errno.into())),
         }
     }
 }

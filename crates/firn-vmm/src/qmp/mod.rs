@@ -1,4 +1,4 @@
-//! A small QMP client: one connection, one thread, every wait bounded.
+//! A small QMP client: one connection, one thread, a deadline for every wait.
 //!
 //! ```text
 //!   Firn                                   QEMU
@@ -11,8 +11,9 @@
 //!        <--- return, id 3 -----------------
 //! ```
 //!
-//! Every command carries an id, so that the late answer of a command that timed out is never taken for the answer of
-//! the next one. Events that arrive in between are kept, up to a limit, for [`Qmp::wait_event`].
+//! Every command carries an id, so that the late reply to a command that timed out is never taken
+//! for the reply to the next one. The client keeps events that arrive in between, up to a limit,
+//! for [`QmpClient::wait_event`].
 
 mod error;
 mod line;
@@ -36,84 +37,85 @@ use serde_json::{Value, json};
 
 pub use error::QmpError;
 pub use line::LINE_BYTES_MAX;
-pub use reply::{Event, Reply, ReplyError, parse_reply};
+pub use reply::{QmpEvent, QmpReply, ReplyError, parse_reply};
 
-use crate::wait::writable;
-use line::{End, Lines};
+use crate::wait::wait_writable;
+use line::{LineEnd, LineReader};
 
-/// Events kept for [`Qmp::wait_event`]; older ones are forgotten.
+/// Maximum number of events kept for [`QmpClient::wait_event`]; older ones are dropped.
 const EVENTS_MAX: usize = 256;
 
-/// How long to wait before looking again for a monitor socket that is not there yet.
-const CONNECT_AGAIN: Duration = Duration::from_millis(2);
+/// Interval between attempts to connect to a monitor socket that does not exist yet.
+const CONNECT_RETRY_INTERVAL: Duration = Duration::from_millis(2);
 
 /// A connection to QEMU's monitor.
 #[derive(Debug)]
-pub struct Qmp {
+pub struct QmpClient {
     stream: UnixStream,
-    lines: Lines,
+    lines: LineReader,
     next_id: u64,
-    events: VecDeque<Event>,
+    events: VecDeque<QmpEvent>,
     timeout: Duration,
-    /// Why QEMU shuts down, if it has reported that.
+    /// The cause of QEMU's shutdown, if QEMU has reported one.
     shutdown: Option<String>,
     has_panicked: bool,
 }
 
-/// A command that was sent and whose answer is still to come.
+/// A command that was sent and whose reply has not been received.
 #[derive(Debug)]
-#[must_use = "its answer is still to come"]
-pub struct Sent {
+#[must_use = "its reply has not been received"]
+pub struct SentCommand {
     id: u64,
     command: String,
 }
 
-impl Qmp {
-    /// Connects to the monitor at `path` and negotiates. `timeout` bounds this and, later, each command.
+impl QmpClient {
+    /// Connects to the monitor at `path` and negotiates capabilities. `timeout` is the limit for
+    /// this and, later, for each command.
     pub fn connect(path: &Path, timeout: Duration) -> Result<Self, QmpError> {
         Self::connect_started(path, timeout, || false)
     }
 
-    /// [`Self::connect`] to a QEMU that has just been started: while there is no socket yet and `alive` says that
-    /// there still may be one, it is tried again until `timeout` has passed.
+    /// [`Self::connect`] to a QEMU that has just been started: while there is no socket yet and
+    /// `alive` returns true, it retries until `timeout` has passed.
     pub fn connect_started(
         path: &Path,
         timeout: Duration,
         alive: impl FnMut() -> bool,
     ) -> Result<Self, QmpError> {
-        let stream = open(path, timeout, alive)?;
+        let stream = connect_until(path, timeout, alive)?;
         Self::negotiate(stream, timeout)
     }
 
-    /// Connects to the monitor at `path` and sends nothing: for a caller that looks at its peer first. Then follows
-    /// [`Self::negotiate`].
-    pub fn open(path: &Path, timeout: Duration) -> Result<UnixStream, QmpError> {
-        open(path, timeout, || false)
+    /// Connects to the monitor at `path` and sends nothing: for a caller that checks its peer
+    /// first, and then calls [`Self::negotiate`].
+    pub fn open_stream(path: &Path, timeout: Duration) -> Result<UnixStream, QmpError> {
+        connect_until(path, timeout, || false)
     }
 
-    /// Takes a socket that is connected to a monitor already, and negotiates.
+    /// Negotiates capabilities on a socket that is connected to a monitor already.
     pub fn negotiate(stream: UnixStream, timeout: Duration) -> Result<Self, QmpError> {
-        let lines = Lines::default();
+        let lines = LineReader::default();
         let (shutdown, has_panicked, events) = (None, false, VecDeque::new());
         let mut qmp = Self { stream, lines, next_id: 1, events, timeout, shutdown, has_panicked };
-        qmp.greeting()?;
+        qmp.read_greeting()?;
         qmp.execute("qmp_capabilities", Value::Null)?;
         Ok(qmp)
     }
 
-    fn greeting(&mut self) -> Result<(), QmpError> {
-        match self.reply("connect", Instant::now() + self.timeout)? {
-            Reply::Greeting => Ok(()),
+    fn read_greeting(&mut self) -> Result<(), QmpError> {
+        match self.read_reply("connect", Instant::now() + self.timeout)? {
+            QmpReply::Greeting => Ok(()),
             _ => Err(QmpError::unexpected("connect", "no QMP greeting")),
         }
     }
 
-    /// How long each command may take.
+    /// The time limit for each command.
     pub fn timeout(&self) -> Duration {
         self.timeout
     }
 
-    /// Changes how long each command may take.
+    /// Changes the time limit for each command.
     pub fn set_timeout(&mut self, timeout: Duration) {
         self.timeout = timeout;
     }
@@ -123,19 +125,19 @@ impl Qmp {
         self.stream.as_fd()
     }
 
-    /// Runs a command and returns its answer. `arguments` is an object, or `Null` for none.
+    /// Executes a command and returns its reply. `arguments` is an object, or `Null` for none.
     pub fn execute(&mut self, command: &str, arguments: Value) -> Result<Value, QmpError> {
         let sent = self.send(command, arguments)?;
-        self.answer(sent)
+        self.wait_reply(sent)
     }
 
-    /// Runs a command without arguments and reads its answer as `T`.
+    /// Executes a command without arguments and deserializes its reply as `T`.
     pub fn query<T: DeserializeOwned>(&mut self, command: &str) -> Result<T, QmpError> {
         let answer = self.execute(command, Value::Null)?;
         T::deserialize(answer).map_err(|error| QmpError::unexpected(command, error.to_string()))
     }
 
-    /// Runs a command that takes a file descriptor beside it (`getfd`, `add-fd`).
+    /// Executes a command with a file descriptor attached (`getfd`, `add-fd`).
     pub fn execute_with_fd(
         &mut self,
         command: &str,
@@ -143,16 +145,16 @@ impl Qmp {
         fd: BorrowedFd<'_>,
     ) -> Result<Value, QmpError> {
         let sent = self.send_with(command, arguments, &[fd])?;
-        self.answer(sent)
+        self.wait_reply(sent)
     }
 
-    /// Gives QEMU a copy of `fd` under a name, for one later command that takes `fd:NAME`.
+    /// Gives QEMU a copy of `fd` with a name, for one later command with `fd:NAME`.
     pub fn send_fd(&mut self, name: &str, fd: BorrowedFd<'_>) -> Result<(), QmpError> {
         self.execute_with_fd("getfd", json!({ "fdname": name }), fd).map(drop)
     }
 
-    /// Runs a line of the human monitor and returns what it prints.
-    pub fn hmp(&mut self, line: &str) -> Result<String, QmpError> {
+    /// Executes a line of the human monitor and returns the printed text.
+    pub fn execute_hmp(&mut self, line: &str) -> Result<String, QmpError> {
         match self.execute("human-monitor-command", json!({ "command-line": line })) {
             Ok(Value::String(printed)) => Ok(printed),
             Ok(_) => Err(QmpError::unexpected(line, "no text")),
@@ -160,8 +162,9 @@ impl Qmp {
         }
     }
 
-    /// Sends a command without waiting: what a pause wants is one write, then the answers.
-    pub fn send(&mut self, command: &str, arguments: Value) -> Result<Sent, QmpError> {
+    /// Sends a command without waiting: in a pause, Firn writes all commands first, then reads the
+    /// replies.
+    pub fn send(&mut self, command: &str, arguments: Value) -> Result<SentCommand, QmpError> {
         self.send_with(command, arguments, &[])
     }
 
@@ -170,7 +173,7 @@ impl Qmp {
         command: &str,
         arguments: Value,
         fds: &[BorrowedFd<'_>],
-    ) -> Result<Sent, QmpError> {
+    ) -> Result<SentCommand, QmpError> {
         let id = self.next_id;
         self.next_id += 1;
         let mut line = json!({ "execute": command, "id": id });
@@ -180,79 +183,86 @@ impl Qmp {
         let line = format!("{line}\n");
         let deadline = Instant::now() + self.timeout;
         match write_all(&self.stream, line.as_bytes(), fds, deadline) {
-            Ok(true) => Ok(Sent { id, command: command.to_owned() }),
-            Ok(false) => Err(End::TimedOut { waited_ms: self.timeout.as_millis() }.during(command)),
-            Err(rustix::io::Errno::PIPE) => Err(End::Closed.during(command)),
-            Err(errno) => Err(End::Io(errno.into()).during(command)),
+            Ok(true) => Ok(SentCommand { id, command: command.to_owned() }),
+            Ok(false) => {
+                Err(LineEnd::TimedOut { waited_ms: self.timeout.as_millis() }
+                    .during_command(command))
+            }
+            Err(rustix::io::Errno::PIPE) => Err(LineEnd::Closed.during_command(command)),
+            Err(errno) => Err(LineEnd::Io(errno.into()).during_command(command)),
         }
     }
 
-    /// Waits for the answer to a command that was sent.
-    pub fn answer(&mut self, sent: Sent) -> Result<Value, QmpError> {
-        self.answer_until(&sent, Instant::now() + self.timeout)
+    /// Waits for the reply to a command that was sent.
+    pub fn wait_reply(&mut self, sent: SentCommand) -> Result<Value, QmpError> {
+        self.wait_reply_until(&sent, Instant::now() + self.timeout)
     }
 
-    /// The answer to a command that was sent, if it has come.
-    pub fn try_answer(&mut self, sent: &Sent) -> Result<Option<Value>, QmpError> {
-        match self.answer_until(sent, Instant::now()) {
+    /// The reply to a command that was sent, if it has arrived.
+    pub fn try_reply(&mut self, sent: &SentCommand) -> Result<Option<Value>, QmpError> {
+        match self.wait_reply_until(sent, Instant::now()) {
             Ok(value) => Ok(Some(value)),
             Err(QmpError::TimedOut { .. }) => Ok(None),
             Err(error) => Err(error),
         }
     }
 
-    fn answer_until(&mut self, sent: &Sent, deadline: Instant) -> Result<Value, QmpError> {
+    fn wait_reply_until(
+        &mut self,
+        sent: &SentCommand,
+        deadline: Instant,
+    ) -> Result<Value, QmpError> {
         let command = || sent.command.clone();
         loop {
-            match self.reply(&sent.command, deadline)? {
-                Reply::Event(event) => self.keep(event),
-                Reply::Return { id: Some(id), value } if id == sent.id => return Ok(value),
-                Reply::Error { id: Some(id), class, desc } if id == sent.id => {
+            match self.read_reply(&sent.command, deadline)? {
+                QmpReply::Event(event) => self.record_event(event),
+                QmpReply::Return { id: Some(id), value } if id == sent.id => return Ok(value),
+                QmpReply::Error { id: Some(id), class, desc } if id == sent.id => {
                     return Err(QmpError::Refused { command: command(), class, desc });
                 }
-                Reply::Error { id: None, class, desc } => {
+                QmpReply::Error { id: None, class, desc } => {
                     return Err(QmpError::Refused { command: command(), class, desc });
                 }
-                late => tracing::debug!(?late, "an answer nobody waits for"),
+                late => tracing::debug!(?late, "a reply that no command waits for"),
             }
         }
     }
 
-    /// Waits until an event of this name arrives for which `wanted` is true, and returns it. Events that came before
-    /// count, once each. `None` when `timeout` has passed.
+    /// Waits until an event of this name arrives for which `wanted` is true, and returns it. Events
+    /// that arrived earlier count, once each. `None` when `timeout` has passed.
     pub fn wait_event(
         &mut self,
         name: &str,
         timeout: Duration,
         wanted: impl Fn(&Value) -> bool,
-    ) -> Result<Option<Event>, QmpError> {
-        let fits = |event: &Event| event.name == name && wanted(&event.data);
+    ) -> Result<Option<QmpEvent>, QmpError> {
+        let fits = |event: &QmpEvent| event.name == name && wanted(&event.data);
         if let Some(at) = self.events.iter().position(fits) {
             return Ok(self.events.remove(at));
         }
         let deadline = Instant::now() + timeout;
         loop {
-            match self.reply(name, deadline) {
-                Ok(Reply::Event(event)) if fits(&event) => return Ok(Some(event)),
-                Ok(Reply::Event(event)) => self.keep(event),
-                Ok(late) => tracing::debug!(?late, "an answer nobody waits for"),
+            match self.read_reply(name, deadline) {
+                Ok(QmpReply::Event(event)) if fits(&event) => return Ok(Some(event)),
+                Ok(QmpReply::Event(event)) => self.record_event(event),
+                Ok(late) => tracing::debug!(?late, "a reply that no command waits for"),
                 Err(QmpError::TimedOut { .. }) => return Ok(None),
                 Err(error) => return Err(error),
             }
         }
     }
 
-    /// Takes the events that came so far.
-    pub fn take_events(&mut self) -> Vec<Event> {
+    /// Removes and returns the events that have arrived.
+    pub fn take_events(&mut self) -> Vec<QmpEvent> {
         self.events.drain(..).collect()
     }
 
-    /// When the last event of this name that was kept happened.
-    pub fn last(&self, name: &str) -> Option<Duration> {
+    /// The time of the last event of this name among those kept.
+    pub fn last_event_time(&self, name: &str) -> Option<Duration> {
         self.events.iter().rev().find(|event| event.name == name)?.at
     }
 
-    /// Why QEMU shuts down, in its own words (`ShutdownCause`); `None` if it has not reported that it does.
+    /// The cause of QEMU's shutdown, as its `ShutdownCause`; `None` if it has not reported one.
     pub fn shutdown_cause(&self) -> Option<&str> {
         self.shutdown.as_deref()
     }
@@ -262,16 +272,16 @@ impl Qmp {
         self.has_panicked
     }
 
-    /// Reads the events that have come, without waiting. A connection that is closed has no more.
+    /// Receives the events that have arrived, without waiting. A closed connection has no more.
     pub fn drain_events(&mut self) {
-        while let Ok(reply) = self.reply("events", Instant::now()) {
-            if let Reply::Event(event) = reply {
-                self.keep(event);
+        while let Ok(reply) = self.read_reply("events", Instant::now()) {
+            if let QmpReply::Event(event) = reply {
+                self.record_event(event);
             }
         }
     }
 
-    fn keep(&mut self, event: Event) {
+    fn record_event(&mut self, event: QmpEvent) {
         match event.name.as_str() {
             "SHUTDOWN" => {
                 let cause = event.data.get("reason").and_then(Value::as_str);
@@ -286,13 +296,16 @@ impl Qmp {
         self.events.push_back(event);
     }
 
-    fn reply(&mut self, command: &str, deadline: Instant) -> Result<Reply, QmpError> {
-        let line = self.lines.next(&self.stream, deadline).map_err(|end| end.during(command))?;
+    fn read_reply(&mut self, command: &str, deadline: Instant) -> Result<QmpReply, QmpError> {
+        let line = self
+            .lines
+            .next_line(&self.stream, deadline)
+            .map_err(|end| end.during_command(command))?;
         parse_reply(line).map_err(|source| QmpError::Reply { command: command.to_owned(), source })
     }
 }
 
-fn open(
+fn connect_until(
     path: &Path,
     timeout: Duration,
     alive: impl FnMut() -> bool,
@@ -301,8 +314,8 @@ fn open(
         .map_err(|errno| QmpError::Connect { path: path.to_owned(), source: errno.into() })
 }
 
-/// Connects without ever blocking: a monitor whose backlog is full, because QEMU is stuck or has another client,
-/// answers `EAGAIN` to this and nothing at all to a plain `connect`.
+/// Connects without blocking. A monitor whose backlog is full, because QEMU is stuck or has another
+/// client, returns `EAGAIN` to this, and would block a plain `connect`.
 fn connect_stream(
     path: &Path,
     deadline: Instant,
@@ -319,14 +332,14 @@ fn connect_stream(
             Err(errno) => return Err(errno),
         };
         match wait {
-            (_, true) if Instant::now() < deadline => std::thread::sleep(CONNECT_AGAIN),
+            (_, true) if Instant::now() < deadline => std::thread::sleep(CONNECT_RETRY_INTERVAL),
             (errno, _) => return Err(errno),
         }
     }
 }
 
-/// Writes all of `bytes`; `fds` travel with the first of them. `false` when the deadline has passed. A dead peer is
-/// `EPIPE`, never a signal.
+/// Writes all of `bytes`; `fds` are sent with the first of them. `false` when the deadline has
+/// passed. A dead peer causes `EPIPE`, never a signal.
 fn write_all(
     stream: &UnixStream,
     mut bytes: &[u8],
@@ -337,7 +350,7 @@ fn write_all(
         match send_some(stream, bytes, fds) {
             Ok(sent) => (bytes, fds) = (&bytes[sent..], &[]),
             Err(Errno::INTR) => {}
-            Err(Errno::AGAIN) => match writable(stream, deadline) {
+            Err(Errno::AGAIN) => match wait_writable(stream, deadline) {
                 Ok(true) => {}
                 Ok(false) => return Ok(false),
                 Err(error) => return Err(Errno::from_io_error(&error).unwrap_or(Errno::IO)),

@@ -1,7 +1,8 @@
-//! One line of QMP, read without trusting it.
+//! Parsing of one line of QMP as untrusted input.
 //!
-//! QEMU is the monitor's server, but a guest that broke out of its sandbox speaks through it too, and an attached
-//! path may belong to anything. So a line is bytes until it has become one of four things:
+//! QEMU is the monitor's server, but a guest that escaped from its sandbox can write to the monitor
+//! too, and the socket path of an attached VM may belong to any process. So a line is bytes until
+//! it has been parsed as one of four messages:
 //!
 //! ```text
 //!   {"QMP": {"version": ...}}                              greeting
@@ -17,16 +18,16 @@ use std::time::Duration;
 use serde_json::{Map, Value};
 use thiserror::Error;
 
-/// What QEMU said in one line.
+/// A message from QEMU, in one line.
 #[derive(Clone, Debug, PartialEq)]
-pub enum Reply {
+pub enum QmpReply {
     /// The first line after connecting.
     Greeting,
     /// A command succeeded.
     Return {
         /// The command's id; `None` if the command was sent without one.
         id: Option<u64>,
-        /// What it returned.
+        /// The returned value.
         value: Value,
     },
     /// A command failed.
@@ -35,25 +36,25 @@ pub enum Reply {
         id: Option<u64>,
         /// QEMU's error class, such as `GenericError` or `CommandNotFound`.
         class: String,
-        /// QEMU's own words.
+        /// QEMU's error message.
         desc: String,
     },
-    /// Something happened, unasked.
-    Event(Event),
+    /// An event, which no command requested.
+    Event(QmpEvent),
 }
 
 /// An event, such as `STOP` or `MIGRATION`.
 #[derive(Clone, Debug, PartialEq)]
-pub struct Event {
+pub struct QmpEvent {
     /// Its name, in capitals.
     pub name: String,
     /// Its data; `Null` if it has none.
     pub data: Value,
-    /// When it happened by QEMU's clock, since 1970.
+    /// Its time by QEMU's clock, since 1970.
     pub at: Option<Duration>,
 }
 
-/// Why a line is not QMP.
+/// The reason why a line is not QMP.
 #[derive(Debug, Error)]
 pub enum ReplyError {
     /// It is not a JSON value.
@@ -61,7 +62,7 @@ pub enum ReplyError {
     Json {
         /// Length of the line.
         bytes: usize,
-        /// What the JSON parser found.
+        /// The error of the JSON parser.
         #[source]
         source: serde_json::Error,
     },
@@ -73,40 +74,44 @@ pub enum ReplyError {
     },
 }
 
-/// Reads one line, without its newline.
-pub fn parse_reply(line: &[u8]) -> Result<Reply, ReplyError> {
+/// Parses one line, without its newline.
+pub fn parse_reply(line: &[u8]) -> Result<QmpReply, ReplyError> {
     let bytes = line.len();
     let value =
         serde_json::from_slice(line).map_err(|source| ReplyError::Json { bytes, source })?;
     let Value::Object(object) = value else { return Err(ReplyError::Shape { bytes }) };
-    shape(object).ok_or(ReplyError::Shape { bytes })
+    classify_object(object).ok_or(ReplyError::Shape { bytes })
 }
 
-fn shape(mut object: Map<String, Value>) -> Option<Reply> {
+fn classify_object(mut object: Map<String, Value>) -> Option<QmpReply> {
     let id = object.get("id").and_then(Value::as_u64);
     if let Some(value) = object.remove("return") {
-        return Some(Reply::Return { id, value });
+        return Some(QmpReply::Return { id, value });
     }
     if let Some(error) = object.get("error") {
-        return Some(Reply::Error { id, class: text(error, "class")?, desc: text(error, "desc")? });
+        return Some(QmpReply::Error {
+            id,
+            class: text_of(error, "class")?,
+            desc: text_of(error, "desc")?,
+        });
     }
     if let Some(name) = object.get("event") {
         let name = name.as_str()?.to_owned();
         let data = object.remove("data").unwrap_or(Value::Null);
-        let at = object.get("timestamp").and_then(time);
-        return Some(Reply::Event(Event { name, data, at }));
+        let at = object.get("timestamp").and_then(parse_time);
+        return Some(QmpReply::Event(QmpEvent { name, data, at }));
     }
-    object.contains_key("QMP").then_some(Reply::Greeting)
+    object.contains_key("QMP").then_some(QmpReply::Greeting)
 }
 
-/// Both are -1 if QEMU could not tell the time.
-fn time(stamp: &Value) -> Option<Duration> {
+/// Parses a timestamp. Both numbers are -1 if QEMU could not read its clock.
+fn parse_time(stamp: &Value) -> Option<Duration> {
     let part = |key: &str| stamp.get(key)?.as_u64();
     let micros = u32::try_from(part("microseconds")?).ok().filter(|&micros| micros < 1_000_000)?;
     Some(Duration::new(part("seconds")?, micros * 1000))
 }
 
-fn text(value: &Value, key: &str) -> Option<String> {
+fn text_of(value: &Value, key: &str) -> Option<String> {
     Some(value.get(key)?.as_str()?.to_owned())
 }
 
@@ -119,27 +124,27 @@ mod tests {
     #[test]
     fn reads_the_four_forms() {
         let line = br#"{"QMP": {"version": {"qemu": {"major": 7}}, "capabilities": ["oob"]}}"#;
-        assert_eq!(parse_reply(line).unwrap(), Reply::Greeting);
+        assert_eq!(parse_reply(line).unwrap(), QmpReply::Greeting);
 
         let line = br#"{"return": {"running": true}, "id": 7}"#;
         let value = json!({"running": true});
-        assert_eq!(parse_reply(line).unwrap(), Reply::Return { id: Some(7), value });
+        assert_eq!(parse_reply(line).unwrap(), QmpReply::Return { id: Some(7), value });
 
         let line = br#"{"error": {"class": "GenericError", "desc": "no"}}"#;
-        let failed = Reply::Error { id: None, class: "GenericError".into(), desc: "no".into() };
+        let failed = QmpReply::Error { id: None, class: "GenericError".into(), desc: "no".into() };
         assert_eq!(parse_reply(line).unwrap(), failed);
 
         let line = br#"{"timestamp": {"seconds": 1, "microseconds": 20}, "event": "STOP"}"#;
         let at = Some(Duration::from_micros(1_000_020));
-        let stop = Event { name: "STOP".into(), data: Value::Null, at };
-        assert_eq!(parse_reply(line).unwrap(), Reply::Event(stop));
+        let stop = QmpEvent { name: "STOP".into(), data: Value::Null, at };
+        assert_eq!(parse_reply(line).unwrap(), QmpReply::Event(stop));
     }
 
     #[test]
     fn a_time_that_is_none_is_none() {
         for stamp in ["{\"seconds\": -1, \"microseconds\": -1}", "{\"seconds\": 1}", "7"] {
             let line = format!("{{\"timestamp\": {stamp}, \"event\": \"STOP\"}}");
-            let Ok(Reply::Event(stop)) = parse_reply(line.as_bytes()) else { panic!("{line}") };
+            let Ok(QmpReply::Event(stop)) = parse_reply(line.as_bytes()) else { panic!("{line}") };
             assert_eq!(stop.at, None, "{line}");
         }
     }
@@ -170,7 +175,7 @@ mod tests {
         #[test]
         fn an_error_comes_back_word_for_word(desc in ".*", id in any::<u64>()) {
             let line = json!({"error": {"class": "GenericError", "desc": desc}, "id": id}).to_string();
-            let expected = Reply::Error { id: Some(id), class: "GenericError".into(), desc };
+            let expected = QmpReply::Error { id: Some(id), class: "GenericError".into(), desc };
             prop_assert_eq!(parse_reply(line.as_bytes()).unwrap(), expected);
         }
     }

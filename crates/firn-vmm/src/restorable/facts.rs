@@ -3,9 +3,9 @@
 use serde_json::{Value, json};
 
 use crate::hmp;
-use crate::qmp::{Qmp, QmpError};
+use crate::qmp::{QmpClient, QmpError};
 
-/// The QOM containers of devices that a command line or a user made.
+/// The QOM containers of devices that a command line or a user created.
 const CONTAINERS: [&str; 2] = ["/machine/peripheral", "/machine/peripheral-anon"];
 
 /// The container of devices without an id.
@@ -33,7 +33,7 @@ pub struct BackendFacts {
     pub kind: String,
 }
 
-/// A read-only medium in a drive that allows to change it.
+/// A read-only medium in a drive whose medium can be changed.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct MediumFacts {
     /// The drive.
@@ -45,7 +45,7 @@ pub struct MediumFacts {
 /// The state of a running QEMU, as far as a restore has to reproduce it by the command line.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct MachineFacts {
-    /// Devices that the command line or a user made.
+    /// Devices that the command line or a user created.
     pub devices: Vec<DeviceFacts>,
     /// Network back ends.
     pub backends: Vec<BackendFacts>,
@@ -59,22 +59,24 @@ pub struct MachineFacts {
     pub confidential_guest: Option<String>,
 }
 
-/// Asks a running QEMU. The VM may run meanwhile.
-pub(crate) fn collect(qmp: &mut Qmp) -> Result<MachineFacts, QmpError> {
+/// Queries the facts from a running QEMU. The VM may run meanwhile.
+pub(crate) fn collect_facts(qmp: &mut QmpClient) -> Result<MachineFacts, QmpError> {
     let mut devices = Vec::new();
     for container in CONTAINERS {
         let list = qmp.execute("qom-list", json!({ "path": container }))?;
         devices.extend(parse_devices(container, &list));
     }
     for device in &mut devices {
-        device.is_hotplugged = property(qmp, &device.path, "hotplugged")? == Some(json!(true));
+        device.is_hotplugged =
+            query_property(qmp, &device.path, "hotplugged")? == Some(json!(true));
     }
-    let smp = property(qmp, "/machine", "smp")?.unwrap_or_default();
-    let confidential = property(qmp, "/machine", "confidential-guest-support")?.unwrap_or_default();
+    let smp = query_property(qmp, "/machine", "smp")?.unwrap_or_default();
+    let confidential =
+        query_property(qmp, "/machine", "confidential-guest-support")?.unwrap_or_default();
     let vcpus = qmp.execute("query-cpus-fast", Value::Null)?;
     Ok(MachineFacts {
         devices,
-        backends: backends(&qmp.hmp("info network")?),
+        backends: list_backends(&qmp.execute_hmp("info network")?),
         media: parse_media(&qmp.execute("query-block", Value::Null)?),
         vcpus: vcpus.as_array().map_or(0, |vcpus| vcpus.len() as u64),
         initial_vcpus: smp.get("cpus").and_then(Value::as_u64),
@@ -82,8 +84,13 @@ pub(crate) fn collect(qmp: &mut Qmp) -> Result<MachineFacts, QmpError> {
     })
 }
 
-/// A property of a QOM object; `None` if this QEMU has no such property, or the object is gone.
-fn property(qmp: &mut Qmp, path: &str, property: &str) -> Result<Option<Value>, QmpError> {
+/// A property of a QOM object; `None` if this QEMU has no such property, or the object no longer
+/// exists.
+fn query_property(
+    qmp: &mut QmpClient,
+    path: &str,
+    property: &str,
+) -> Result<Option<Value>, QmpError> {
     match qmp.execute("qom-get", json!({ "path": path, "property": property })) {
         Ok(value) => Ok(Some(value)),
         Err(QmpError::Refused { .. }) => Ok(None),
@@ -91,7 +98,7 @@ fn property(qmp: &mut Qmp, path: &str, property: &str) -> Result<Option<Value>, 
     }
 }
 
-/// The devices in the answer to `qom-list`.
+/// The devices in the reply to `qom-list`.
 pub(super) fn parse_devices(container: &str, list: &Value) -> Vec<DeviceFacts> {
     let text = |item: &Value, key: &str| item.get(key).and_then(Value::as_str).map(String::from);
     let device = |item: &Value| {
@@ -104,12 +111,12 @@ pub(super) fn parse_devices(container: &str, list: &Value) -> Vec<DeviceFacts> {
     list.as_array().into_iter().flatten().filter_map(device).collect()
 }
 
-fn backends(text: &str) -> Vec<BackendFacts> {
+fn list_backends(text: &str) -> Vec<BackendFacts> {
     let backends = hmp::parse_backends(text).into_iter();
     backends.map(|(name, kind)| BackendFacts { name, kind }).collect()
 }
 
-/// The read-only media in the answer to `query-block`.
+/// The read-only media in the reply to `query-block`.
 pub(super) fn parse_media(blocks: &Value) -> Vec<MediumFacts> {
     let medium = |block: &Value| {
         let inserted = block.get("inserted")?;

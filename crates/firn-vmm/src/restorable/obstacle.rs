@@ -1,8 +1,8 @@
-//! The reasons for which a VM could not be restored, each with what to do about it.
+//! The reasons why a VM could not be restored, each with a remedy.
 
 use std::fmt;
 
-/// A kind of device whose memory accesses, or whose state, Firn cannot see.
+/// A kind of device whose memory accesses, or whose state, Firn has no access to.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum UnseenKind {
     /// A device of the host (`vfio-pci`).
@@ -11,7 +11,7 @@ pub enum UnseenKind {
     Vdpa,
     /// A device in another process (`vhost-user`).
     VhostUser,
-    /// A directory that another process shares.
+    /// A directory shared by another process.
     Virtiofs,
     /// Memory that the guest plugs and unplugs in pieces.
     VirtioMem,
@@ -22,7 +22,7 @@ pub enum UnseenKind {
 }
 
 impl UnseenKind {
-    /// The kind of a device of this driver; `None` if Firn sees all that it does.
+    /// The kind of a device of this driver; `None` if Firn has access to all of its state.
     pub(super) fn of_driver(driver: &str) -> Option<Self> {
         match driver {
             driver if driver.starts_with("vfio-") => Some(Self::Vfio),
@@ -46,7 +46,7 @@ impl UnseenKind {
         }
     }
 
-    fn reason(self) -> &'static str {
+    fn describe_reason(self) -> &'static str {
         match self {
             Self::Vfio => "is hardware that writes to guest memory unseen and keeps its own state",
             Self::Vdpa => "is hardware (vDPA) that writes to guest memory unseen",
@@ -59,7 +59,7 @@ impl UnseenKind {
     }
 }
 
-/// One reason for which a VM could not be restored from a checkpoint.
+/// One reason why a VM could not be restored from a checkpoint.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum RestoreObstacle {
     /// A device that the command line does not have.
@@ -71,14 +71,14 @@ pub enum RestoreObstacle {
     },
     /// Devices of the command line that were removed.
     Removed {
-        /// Their ids, or how many.
+        /// Their ids, or their number.
         devices: String,
     },
     /// Fewer vCPUs than the command line has.
     FewerVcpus {
-        /// Now.
+        /// The number now.
         now: u64,
-        /// At the start.
+        /// The number at the start.
         initial: u64,
     },
     /// A medium that the command line does not have.
@@ -93,13 +93,13 @@ pub enum RestoreObstacle {
         /// The option.
         option: String,
     },
-    /// A device that Firn does not see all of.
+    /// A device of whose state Firn has only a part.
     Unseen {
         /// Its id or name.
         device: String,
         /// Its driver or type.
         driver: String,
-        /// What kind it is.
+        /// The kind of the device.
         kind: UnseenKind,
     },
     /// Encrypted guest memory.
@@ -111,12 +111,12 @@ pub enum RestoreObstacle {
     Secret {
         /// Its id.
         id: String,
-        /// Where it was.
+        /// The place of the secret, and why it is unavailable.
         place: String,
     },
     /// Firn could not start the command line again.
     CommandLine {
-        /// Why.
+        /// The reason.
         reason: String,
     },
 }
@@ -147,7 +147,7 @@ impl fmt::Display for RestoreObstacle {
             Self::Unseen { device, driver, kind } => write!(
                 f,
                 "{device} ({driver}) {}: remove it, or start the VM without it",
-                kind.reason()
+                kind.describe_reason()
             ),
             Self::Confidential { object } => {
                 write!(f, "guest memory is encrypted ({object}): start the VM without encryption")

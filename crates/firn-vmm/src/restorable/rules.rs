@@ -1,4 +1,4 @@
-//! From facts to obstacles. Pure.
+//! The rules that derive obstacles from facts, as a pure function.
 
 use std::path::Path;
 
@@ -6,32 +6,32 @@ use super::facts::{DeviceFacts, MachineFacts};
 use super::obstacle::{RestoreObstacle, UnseenKind};
 use crate::command_line::{self, CommandNeeds};
 
-/// The command lines of a running QEMU, and where it was started.
+/// The command lines of a running QEMU, and its start directory.
 #[derive(Clone, Copy, Debug)]
 pub struct CommandLines<'a> {
-    /// The one that a restore starts from.
+    /// The command line that a restore starts from.
     pub user: &'a [String],
-    /// The one that QEMU was started with.
+    /// The command line that QEMU was started with.
     pub actual: &'a [String],
-    /// Relative paths start here.
+    /// The directory that relative paths start from.
     pub directory: &'a Path,
 }
 
-/// The reasons for which a VM could not be restored; none if it could.
+/// The reasons why a VM could not be restored; none if it could.
 pub fn find_obstacles(lines: &CommandLines<'_>, facts: &MachineFacts) -> Vec<RestoreObstacle> {
-    let needs = command_line::needs(lines.user);
+    let needs = command_line::find_needs(lines.user);
     let mut obstacles = device_obstacles(facts);
     obstacles.extend(backend_obstacles(facts));
     obstacles.extend(removed_devices(&needs, facts));
     obstacles.extend(fewer_vcpus(facts));
     obstacles.extend(changed_media(lines.actual, facts));
-    obstacles.extend(descriptors(&needs));
-    obstacles.extend(secrets(&needs, lines.directory));
+    obstacles.extend(descriptor_obstacles(&needs));
+    obstacles.extend(secret_obstacles(&needs, lines.directory));
     let confidential = facts.confidential_guest.iter().cloned();
     obstacles.extend(confidential.map(|object| RestoreObstacle::Confidential { object }));
-    let unusable = command_line::plan(lines.user).err().map(|error| error.to_string());
+    let unusable = command_line::plan_command(lines.user).err().map(|error| error.to_string());
     let is_explained = || obstacles.iter().any(|it| matches!(it, RestoreObstacle::Unseen { .. }));
-    // The plan refuses some of the same devices.
+    // Planning refuses some of the same devices.
     match unusable {
         Some(reason) if !is_explained() => obstacles.push(RestoreObstacle::CommandLine { reason }),
         _ => {}
@@ -39,7 +39,7 @@ pub fn find_obstacles(lines: &CommandLines<'_>, facts: &MachineFacts) -> Vec<Res
     obstacles
 }
 
-fn name(device: &DeviceFacts) -> String {
+fn device_name(device: &DeviceFacts) -> String {
     device.id.clone().unwrap_or_else(|| device.path.clone())
 }
 
@@ -47,8 +47,12 @@ fn device_obstacles(facts: &MachineFacts) -> Vec<RestoreObstacle> {
     let obstacle = |device: &DeviceFacts| {
         let driver = device.driver.clone();
         match (UnseenKind::of_driver(&driver), device.is_hotplugged) {
-            (Some(kind), _) => Some(RestoreObstacle::Unseen { device: name(device), driver, kind }),
-            (None, true) => Some(RestoreObstacle::HotPlugged { device: name(device), driver }),
+            (Some(kind), _) => {
+                Some(RestoreObstacle::Unseen { device: device_name(device), driver, kind })
+            }
+            (None, true) => {
+                Some(RestoreObstacle::HotPlugged { device: device_name(device), driver })
+            }
             (None, false) => None,
         }
     };
@@ -89,12 +93,12 @@ fn changed_media(actual: &[String], facts: &MachineFacts) -> Vec<RestoreObstacle
     changed.map(|medium| obstacle((medium.drive.clone(), medium.file.clone()))).collect()
 }
 
-fn descriptors(needs: &CommandNeeds) -> impl Iterator<Item = RestoreObstacle> {
+fn descriptor_obstacles(needs: &CommandNeeds) -> impl Iterator<Item = RestoreObstacle> {
     let options = needs.descriptors.clone().into_iter();
     options.map(|option| RestoreObstacle::Descriptor { option })
 }
 
-fn secrets(needs: &CommandNeeds, directory: &Path) -> Vec<RestoreObstacle> {
+fn secret_obstacles(needs: &CommandNeeds, directory: &Path) -> Vec<RestoreObstacle> {
     let is_gone = |path: &str| !directory.join(path).exists();
     let gone = needs.secret_files.iter().filter(|secret| is_gone(&secret.path));
     let gone = gone.map(|secret| (secret.id.clone(), format!("{} is gone", secret.path)));

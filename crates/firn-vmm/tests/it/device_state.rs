@@ -1,9 +1,9 @@
-//! Device state out of one QEMU and into another that has the same RAM.
+//! Device state, saved from one QEMU and loaded into another with the same RAM.
 
 use std::os::fd::OwnedFd;
 use std::time::Duration;
 
-use firn_vmm::{DeviceStateError, Vm};
+use firn_vmm::{DeviceStateError, QemuVm};
 
 use crate::need_qemu;
 use crate::qemu::{Qemu, backend, inherited_memfd, words};
@@ -18,8 +18,8 @@ fn args(file: &OwnedFd, more: &str) -> Vec<String> {
     args
 }
 
-/// A VM whose firmware has run for a moment, stopped, with its device state.
-fn stopped(file: &OwnedFd) -> (Qemu, Vm, Vec<u8>) {
+/// A stopped VM whose firmware has run for a moment, with its device state.
+fn stopped(file: &OwnedFd) -> (Qemu, QemuVm, Vec<u8>) {
     let qemu = Qemu::start(&args(file, "-serial null"));
     let mut vm = qemu.vm();
     std::thread::sleep(Duration::from_secs(1));
@@ -32,7 +32,7 @@ fn a_saved_vm_goes_on_in_another_qemu() {
     need_qemu!();
     let file = inherited_memfd(256 * MIB);
     let (qemu, mut vm, state) = stopped(&file);
-    let before = vm.qmp().hmp("info registers").unwrap();
+    let before = vm.qmp().execute_hmp("info registers").unwrap();
     drop(vm);
     drop(qemu);
 
@@ -41,7 +41,7 @@ fn a_saved_vm_goes_on_in_another_qemu() {
     assert_eq!(vm.status().unwrap().status, "inmigrate");
     vm.load_device_state(&state).unwrap();
     assert_eq!(vm.status().unwrap().status, "paused");
-    assert_eq!(vm.qmp().hmp("info registers").unwrap(), before);
+    assert_eq!(vm.qmp().execute_hmp("info registers").unwrap(), before);
     vm.cont().unwrap();
     assert!(vm.status().unwrap().running);
 }
@@ -76,7 +76,8 @@ fn a_damaged_state_is_an_error_and_not_a_hang() {
     }
 }
 
-/// A Firn that died leaves a descriptor behind if another monitor keeps QEMU from noticing. The next one takes it back.
+/// A Firn process that died leaves a descriptor in QEMU if another monitor is connected. The
+/// next one removes it.
 #[test]
 fn what_a_dead_firn_left_is_taken_back() {
     need_qemu!();
@@ -85,7 +86,7 @@ fn what_a_dead_firn_left_is_taken_back() {
     let another = dir.path().join("another");
     let monitor = format!("-qmp unix:{},server=on,wait=off", another.display());
     let qemu = Qemu::start(&args(&file, &monitor));
-    let mut witness = Vm::connect_started(&another, || true).unwrap();
+    let mut witness = QemuVm::connect_started(&another, || true).unwrap();
     let mut sets = || witness.qmp().execute("query-fdsets", serde_json::Value::Null).unwrap();
     let mut first = qemu.vm();
     first.prepare_save().unwrap();

@@ -5,7 +5,7 @@ use std::os::unix::net::{UnixListener, UnixStream};
 use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
 
-use firn_vmm::{DeviceStateError, LayoutError, Qmp, QmpError, Vm};
+use firn_vmm::{DeviceStateError, LayoutError, QemuVm, QmpClient, QmpError};
 use serde_json::{Value, json};
 
 const GREETING: &[u8] = b"{\"QMP\": {\"version\": {}, \"capabilities\": []}}\r\n";
@@ -22,7 +22,7 @@ impl Peer {
         let _ = self.stream.write_all(bytes);
     }
 
-    /// The next command; `None` when Firn has gone.
+    /// The next command; `None` when Firn has disconnected.
     fn command(&mut self) -> Option<Value> {
         let mut line = String::new();
         self.lines.read_line(&mut line).ok().filter(|&read| read > 0)?;
@@ -50,17 +50,17 @@ fn serve(script: impl FnOnce(Peer) + Send + 'static) -> (UnixStream, JoinHandle<
     (ours, std::thread::spawn(|| script(Peer { stream, lines })))
 }
 
-/// A connection that was negotiated, to a QEMU that goes on with `script`.
-fn greeted(script: impl FnOnce(Peer) + Send + 'static) -> Qmp {
+/// A negotiated connection to a QEMU that then runs `script`.
+fn greeted(script: impl FnOnce(Peer) + Send + 'static) -> QmpClient {
     let (stream, _thread) = serve(|mut peer| {
         peer.greet();
         script(peer);
     });
-    Qmp::negotiate(stream, PATIENCE).unwrap()
+    QmpClient::negotiate(stream, PATIENCE).unwrap()
 }
 
-/// A VM whose QEMU answers commands by `answer`.
-fn vm(answer: impl Fn(&str, &Value) -> Value + Send + 'static) -> Vm {
+/// A VM whose QEMU replies to commands with `answer`.
+fn vm(answer: impl Fn(&str, &Value) -> Value + Send + 'static) -> QemuVm {
     let qmp = greeted(move |mut peer| {
         while let Some(command) = peer.command() {
             let name = command["execute"].as_str().unwrap();
@@ -71,7 +71,7 @@ fn vm(answer: impl Fn(&str, &Value) -> Value + Send + 'static) -> Vm {
             peer.reply(&command, json!({ "return": reply }));
         }
     });
-    Vm::with_qmp(qmp).unwrap()
+    QemuVm::with_qmp(qmp).unwrap()
 }
 
 fn quickly<T>(work: impl FnOnce() -> T) -> T {
@@ -85,7 +85,7 @@ fn quickly<T>(work: impl FnOnce() -> T) -> T {
 fn a_peer_that_is_no_monitor_is_told_apart() {
     let connect = |bytes: &'static [u8]| {
         let (stream, _thread) = serve(move |mut peer| peer.send(bytes));
-        quickly(|| Qmp::negotiate(stream, PATIENCE)).unwrap_err()
+        quickly(|| QmpClient::negotiate(stream, PATIENCE)).unwrap_err()
     };
     assert!(matches!(connect(b"SSH-2.0-OpenSSH\r\n"), QmpError::Reply { .. }));
     assert!(matches!(connect(b"{\"return\": {}}\r\n"), QmpError::Unexpected { .. }));
@@ -97,7 +97,7 @@ fn a_monitor_that_another_client_holds_times_out() {
     let dir = tempfile::tempdir().unwrap();
     let path = dir.path().join("qmp");
     let _listener = UnixListener::bind(&path).unwrap();
-    let error = quickly(|| Qmp::connect(&path, PATIENCE)).unwrap_err();
+    let error = quickly(|| QmpClient::connect(&path, PATIENCE)).unwrap_err();
     assert!(error.to_string().starts_with("connect: no answer from QEMU within"), "{error}");
 }
 
@@ -106,10 +106,10 @@ fn a_full_backlog_does_not_block_for_ever() {
     let dir = tempfile::tempdir().unwrap();
     let path = dir.path().join("qmp");
     let _listener = UnixListener::bind(&path).unwrap();
-    // The standard library asks for the largest backlog; a second listen() makes it QEMU's.
+    // The standard library sets the largest backlog; a second listen() sets QEMU's.
     rustix::net::listen(&_listener, 1).unwrap();
     let waiting: Vec<UnixStream> = (0..2).map(|_| UnixStream::connect(&path).unwrap()).collect();
-    let error = quickly(|| Qmp::connect(&path, PATIENCE)).unwrap_err();
+    let error = quickly(|| QmpClient::connect(&path, PATIENCE)).unwrap_err();
     assert!(matches!(error, QmpError::Connect { .. }), "{error:?}");
     drop(waiting);
 }
@@ -118,7 +118,7 @@ fn a_full_backlog_does_not_block_for_ever() {
 fn a_socket_that_is_not_there_is_waited_for_only_while_it_may_come() {
     let dir = tempfile::tempdir().unwrap();
     let path = dir.path().join("qmp");
-    let error = quickly(|| Vm::connect(&path)).unwrap_err();
+    let error = quickly(|| QemuVm::connect(&path)).unwrap_err();
     assert_eq!(
         error.to_string(),
         format!("cannot connect to the QMP monitor at {}", path.display())
@@ -128,7 +128,7 @@ fn a_socket_that_is_not_there_is_waited_for_only_while_it_may_come() {
         looks += 1;
         looks < 5
     };
-    assert!(quickly(|| Vm::connect_started(&path, alive)).is_err());
+    assert!(quickly(|| QemuVm::connect_started(&path, alive)).is_err());
     assert_eq!(looks, 5);
 }
 
@@ -228,8 +228,8 @@ fn answers_in_pieces_and_in_one_packet() {
         peer.command();
     });
     let (one, two) = (qmp.send("a", Value::Null).unwrap(), qmp.send("b", Value::Null).unwrap());
-    assert_eq!(qmp.answer(one).unwrap(), 1);
-    assert_eq!(qmp.answer(two).unwrap(), 2);
+    assert_eq!(qmp.wait_reply(one).unwrap(), 1);
+    assert_eq!(qmp.wait_reply(two).unwrap(), 2);
     assert_eq!(qmp.take_events().len(), 2);
 }
 
@@ -280,8 +280,8 @@ fn answers_of_the_wrong_shape_name_their_command() {
     }
 }
 
-/// A QEMU with one backend of 1 MiB, as seen through the given flat view.
-fn vm_with(size: u64, mtree: &'static str, hva: &'static str) -> Vm {
+/// A QEMU with one backend of 1 MiB, which the given flat view shows.
+fn vm_with(size: u64, mtree: &'static str, hva: &'static str) -> QemuVm {
     vm(move |command, arguments| match command {
         "query-memdev" => json!([{ "id": "ram", "size": size, "share": true }]),
         _ => match arguments["command-line"].as_str() {
@@ -325,8 +325,8 @@ fn a_save_that_writes_nothing_is_an_error() {
     assert!(matches!(error, DeviceStateError::Size { bytes: 0 }), "{error:?}");
 }
 
-/// A QEMU that gets a pipe, and then does this with the command to save to it.
-fn asked_to_hold(reply: Option<Value>) -> Vm {
+/// A QEMU that receives a pipe, and handles the command to save to it with `does`.
+fn asked_to_hold(reply: Option<Value>) -> QemuVm {
     let qmp = greeted(move |mut peer| {
         while let Some(command) = peer.command() {
             let answer = match command["execute"].as_str().unwrap() {
@@ -345,16 +345,16 @@ fn asked_to_hold(reply: Option<Value>) -> Vm {
             peer.reply(&command, json!({ "return": answer }));
         }
     });
-    Vm::with_qmp(qmp).unwrap()
+    QemuVm::with_qmp(qmp).unwrap()
 }
 
 #[test]
 fn a_qemu_that_cannot_be_held_is_told_apart() {
     let refusal = json!({ "error": { "class": "GenericError", "desc": "Could not open it" } });
-    assert!(asked_to_hold(Some(refusal)).hold().unwrap().is_none());
-    let error = asked_to_hold(Some(json!({ "return": {} }))).hold().unwrap_err();
+    assert!(asked_to_hold(Some(refusal)).begin_pause().unwrap().is_none());
+    let error = asked_to_hold(Some(json!({ "return": {} }))).begin_pause().unwrap_err();
     assert!(matches!(error, DeviceStateError::Size { bytes: 0 }), "{error:?}");
-    let error = quickly(|| asked_to_hold(None).hold().map(drop)).unwrap_err();
+    let error = quickly(|| asked_to_hold(None).begin_pause().map(drop)).unwrap_err();
     assert!(matches!(error, DeviceStateError::Qmp(QmpError::TimedOut { .. })), "{error:?}");
 }
 

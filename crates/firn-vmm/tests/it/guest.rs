@@ -1,7 +1,8 @@
-//! The smallest guest there is: a boot sector that counts.
+//! A minimal guest: a boot sector that counts.
 //!
-//! At each timer tick it adds one to a byte of its RAM and writes it to the first serial port. Whoever restores it can
-//! see from the next byte whether its memory, its vCPU, its timer and its serial port went on where they stopped.
+//! At each timer tick it adds one to a byte of its RAM and writes it to the first serial port.
+//! After a restore, the next byte shows whether the guest's memory, its vCPU, its timer and its
+//! serial port continued where they stopped.
 
 use std::path::{Path, PathBuf};
 use std::time::{Duration, Instant};
@@ -32,7 +33,8 @@ pub fn disk(dir: &Path) -> PathBuf {
     path
 }
 
-/// What the guest has written to the serial port that goes to `file`, once it is at least `bytes`.
+/// The guest's output on the serial port that is written to `file`, once it has at least `bytes`
+/// bytes.
 pub fn counted(file: &Path, bytes: usize) -> Vec<u8> {
     let begun = Instant::now();
     loop {

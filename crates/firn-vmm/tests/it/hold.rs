@@ -4,22 +4,22 @@ use std::io::BufRead as _;
 use std::os::fd::OwnedFd;
 use std::time::Duration;
 
-use firn_vmm::{DeviceStateError, Vm};
+use firn_vmm::{DeviceStateError, QemuVm};
 use serde_json::{Value, json};
 
 use crate::need_qemu;
 use crate::qemu::{Qemu, backend, inherited_memfd, words};
 
 const MIB: u64 = 1 << 20;
-/// How long a VM is held: longer than QEMU takes by itself.
+/// The length of the pause: longer than QEMU takes by itself.
 const HOLD: Duration = Duration::from_millis(200);
-/// Tells the child of a test which VM to hold.
+/// The variable that gives the child of a test the VM to pause.
 const MONITOR: &str = "FIRN_TEST_MONITOR";
-/// What it says when it does.
+/// The child's output when it has paused the VM.
 const HELD: &str = "the VM is held";
 const INCOMING: &str = "-S -incoming defer -global migration.send-configuration=off";
 
-fn start(file: &OwnedFd, more: &str) -> (Qemu, Vm) {
+fn start(file: &OwnedFd, more: &str) -> (Qemu, QemuVm) {
     let mut args = backend("ram", 256 * MIB, file);
     args.extend(words("-M q35,memory-backend=ram -m 256M -serial null"));
     args.extend(words(more));
@@ -28,14 +28,14 @@ fn start(file: &OwnedFd, more: &str) -> (Qemu, Vm) {
     (qemu, vm)
 }
 
-/// A VM whose firmware runs.
-fn running(file: &OwnedFd) -> (Qemu, Vm) {
+/// A VM that runs its firmware.
+fn running(file: &OwnedFd) -> (Qemu, QemuVm) {
     let (qemu, vm) = start(file, "");
     std::thread::sleep(Duration::from_secs(1));
     (qemu, vm)
 }
 
-fn fdsets(vm: &mut Vm) -> Value {
+fn fdsets(vm: &mut QemuVm) -> Value {
     vm.qmp().execute("query-fdsets", Value::Null).unwrap()
 }
 
@@ -45,12 +45,12 @@ fn a_vm_that_is_held_stands_still_and_goes_on_when_released() {
     let file = inherited_memfd(256 * MIB);
     let (_qemu, mut vm) = running(&file);
     for _ in 0..3 {
-        vm.prepare_hold().unwrap();
-        let held = vm.hold().unwrap().expect("this QEMU can open its own descriptors");
+        vm.prepare_pause().unwrap();
+        let held = vm.begin_pause().unwrap().expect("this QEMU can open its own descriptors");
         std::thread::sleep(HOLD);
-        let released = held.release().unwrap();
+        let released = held.resume_vm().unwrap();
         assert!(released.device_state.len() > 4096);
-        assert!(released.still.unwrap() >= HOLD + released.took.unwrap(), "{released:?}");
+        assert!(released.paused_for.unwrap() >= HOLD + released.took.unwrap(), "{released:?}");
         assert!(vm.status().unwrap().running);
         assert_eq!(fdsets(&mut vm).as_array().unwrap().len(), 1, "QEMU keeps it for the next time");
     }
@@ -65,15 +65,15 @@ fn a_vm_that_is_held_again_is_held_as_long_as_it_has_to_be() {
     let (_qemu, mut vm) = start(&file, "-smp 8");
     std::thread::sleep(Duration::from_secs(1));
     for late in [false, true, false, true] {
-        let known = vm.hold().unwrap().unwrap().release().unwrap().device_state.len();
-        vm.prepare_late_hold(if late { known } else { 0 }).unwrap();
-        let held = vm.hold().unwrap().unwrap();
+        let known = vm.begin_pause().unwrap().unwrap().resume_vm().unwrap().device_state.len();
+        vm.prepare_late_pause(if late { known } else { 0 }).unwrap();
+        let held = vm.begin_pause().unwrap().unwrap();
         std::thread::sleep(HOLD);
-        let released = held.release().unwrap();
+        let released = held.resume_vm().unwrap();
         assert_eq!(released.device_state.len(), known);
-        assert!(released.still.unwrap() >= HOLD, "{released:?}");
+        assert!(released.paused_for.unwrap() >= HOLD, "{released:?}");
     }
-    vm.prepare_hold().unwrap();
+    vm.prepare_pause().unwrap();
     vm.finish_save().unwrap();
     assert_eq!(fdsets(&mut vm), json!([]), "QEMU has nothing of it left");
 }
@@ -84,14 +84,14 @@ fn a_vm_whose_devices_are_known_is_held_when_most_are_saved() {
     let file = inherited_memfd(256 * MIB);
     let (_qemu, mut vm) = start(&file, "-smp 8");
     std::thread::sleep(Duration::from_secs(1));
-    let known = vm.hold().unwrap().unwrap().release().unwrap().device_state.len();
+    let known = vm.begin_pause().unwrap().unwrap().resume_vm().unwrap().device_state.len();
     assert!(known > 40 << 10, "{known} bytes are too few for this test");
-    vm.prepare_late_hold(known).unwrap();
-    let held = vm.hold().unwrap().unwrap();
+    vm.prepare_late_pause(known).unwrap();
+    let held = vm.begin_pause().unwrap().unwrap();
     std::thread::sleep(HOLD);
-    let released = held.release().unwrap();
+    let released = held.resume_vm().unwrap();
     assert_eq!(released.device_state.len(), known);
-    assert!(released.still.unwrap() >= HOLD, "{released:?}");
+    assert!(released.paused_for.unwrap() >= HOLD, "{released:?}");
     assert!(vm.status().unwrap().running);
 }
 
@@ -100,10 +100,10 @@ fn a_vm_whose_devices_took_less_than_was_known_was_not_held() {
     need_qemu!();
     let file = inherited_memfd(256 * MIB);
     let (_qemu, mut vm) = running(&file);
-    vm.prepare_late_hold(usize::MAX).unwrap();
-    let held = vm.hold().unwrap().unwrap();
+    vm.prepare_late_pause(usize::MAX).unwrap();
+    let held = vm.begin_pause().unwrap().unwrap();
     std::thread::sleep(HOLD);
-    let error = held.release().unwrap_err();
+    let error = held.resume_vm().unwrap_err();
     assert!(matches!(error, DeviceStateError::NotHeld { bytes } if bytes > 4096), "{error:?}");
     assert!(vm.status().unwrap().running);
     vm.finish_save().unwrap();
@@ -115,17 +115,17 @@ fn a_pause_in_which_somebody_else_opened_the_pipe_has_failed() {
     need_qemu!();
     let file = inherited_memfd(256 * MIB);
     let (qemu, mut vm) = running(&file);
-    vm.prepare_hold().unwrap();
+    vm.prepare_pause().unwrap();
     let fd = fdsets(&mut vm)[0]["fds"][0]["fd"].as_u64().unwrap();
     let open = || {
         let path = format!("/proc/{}/fd/{fd}", qemu.pid());
         drop(std::fs::File::options().write(true).open(path).unwrap());
     };
     open();
-    vm.hold().unwrap().unwrap().release().expect("that was before it");
-    let held = vm.hold().unwrap().unwrap();
+    vm.begin_pause().unwrap().unwrap().resume_vm().expect("that was before it");
+    let held = vm.begin_pause().unwrap().unwrap();
     open();
-    let error = held.release().unwrap_err();
+    let error = held.resume_vm().unwrap_err();
     assert!(matches!(error, DeviceStateError::OpenedTwice), "{error:?}");
     assert!(vm.status().unwrap().running);
     vm.finish_save().unwrap();
@@ -139,18 +139,18 @@ fn what_was_saved_goes_on_in_another_qemu() {
     let (qemu, mut vm) = running(&file);
     vm.stop().unwrap();
     let by_hand = vm.save_device_state().unwrap();
-    let before = vm.qmp().hmp("info registers").unwrap();
-    let held = vm.hold().unwrap().unwrap();
-    assert_eq!(held.release().unwrap().device_state, by_hand);
+    let before = vm.qmp().execute_hmp("info registers").unwrap();
+    let held = vm.begin_pause().unwrap().unwrap();
+    assert_eq!(held.resume_vm().unwrap().device_state, by_hand);
     assert!(!vm.status().unwrap().running, "its user had stopped it");
     vm.cont().unwrap();
-    let state = vm.hold().unwrap().unwrap().release().unwrap().device_state;
+    let state = vm.begin_pause().unwrap().unwrap().resume_vm().unwrap().device_state;
     drop((vm, qemu));
     for (state, registers) in [(by_hand, Some(before)), (state, None)] {
         let (_second, mut vm) = start(&file, INCOMING);
         vm.load_device_state(&state).unwrap();
         if let Some(registers) = registers {
-            assert_eq!(vm.qmp().hmp("info registers").unwrap(), registers);
+            assert_eq!(vm.qmp().execute_hmp("info registers").unwrap(), registers);
         }
         vm.cont().unwrap();
         assert!(vm.status().unwrap().running);
@@ -164,12 +164,12 @@ fn a_vm_that_is_let_go_of_goes_on() {
     let (qemu, mut vm) = running(&file);
     let open = || std::fs::read_dir(format!("/proc/{}/fd", qemu.pid())).unwrap().count();
     let before = open();
-    drop(vm.hold().unwrap().unwrap());
+    drop(vm.begin_pause().unwrap().unwrap());
     assert!(vm.status().unwrap().running);
     vm.finish_save().unwrap();
     assert_eq!(open(), before, "QEMU has closed its end");
-    // Nothing is left of it.
-    let state = vm.hold().unwrap().unwrap().release().unwrap().device_state;
+    // No descriptor of the pipe is left, and the next pause works.
+    let state = vm.begin_pause().unwrap().unwrap().resume_vm().unwrap().device_state;
     assert!(state.len() > 4096);
     vm.finish_save().unwrap();
     assert_eq!(fdsets(&mut vm), json!([]));
@@ -180,8 +180,8 @@ fn a_vm_that_is_let_go_of_goes_on() {
 #[ignore = "holds a VM until it is killed"]
 fn hold_until_killed() {
     let monitor = std::env::var_os(MONITOR).expect("a monitor");
-    let mut vm = Vm::connect(monitor.as_ref()).unwrap();
-    let _held = vm.hold().unwrap().unwrap();
+    let mut vm = QemuVm::connect(monitor.as_ref()).unwrap();
+    let _held = vm.begin_pause().unwrap().unwrap();
     println!("{HELD}");
     std::thread::sleep(Duration::from_secs(600));
 }

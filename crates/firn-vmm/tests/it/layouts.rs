@@ -1,17 +1,17 @@
-//! Layouts of real machines: sizes, the PCI hole, several backends, private RAM.
+//! Memory layouts of real VMs: sizes, the PCI hole, several backends, private RAM.
 
 use std::os::fd::OwnedFd;
 
 use firn_types::{GuestPhys, Page};
-use firn_vmm::{Layout, Vm};
+use firn_vmm::{MemoryLayout, QemuVm};
 
 use crate::need_qemu;
 use crate::qemu::{Qemu, backend, inherited_memfd, words};
 
 const MIB: u64 = 1 << 20;
 
-/// A machine of one backend, its layout and its RAM file.
-fn machine(machine: &str, bytes: u64) -> (Qemu, Layout, OwnedFd) {
+/// A VM with one backend, its layout and its RAM file.
+fn machine(machine: &str, bytes: u64) -> (Qemu, MemoryLayout, OwnedFd) {
     let file = inherited_memfd(bytes);
     let mut args = backend("ram", bytes, &file);
     args.extend(words(&format!("-M {machine},memory-backend=ram -m {}k", bytes / 1024)));
@@ -20,21 +20,23 @@ fn machine(machine: &str, bytes: u64) -> (Qemu, Layout, OwnedFd) {
     (qemu, layout, file)
 }
 
-/// Every location is the start of a mapping in the process that is as long as its region.
-fn check_locations(qemu: &Qemu, layout: &Layout) {
+/// Checks that every region's address is the start of a mapping in the process that is as long as
+/// the region.
+fn check_locations(qemu: &Qemu, layout: &MemoryLayout) {
     let maps = std::fs::read_to_string(format!("/proc/{}/maps", qemu.pid())).unwrap();
     for (region, location) in layout.map.regions().iter().zip(&layout.locations) {
         assert_eq!(region.id, location.id);
-        let mapping = format!("{:x}-{:x} ", location.hva.0, location.hva.0 + region.bytes());
+        let mapping = format!("{:x}-{:x} ", location.hva.0, location.hva.0 + region.byte_len());
         assert!(maps.contains(&mapping), "no mapping {mapping} for {region:?} in\n{maps}");
     }
 }
 
-/// RAM below the hole starts at 0 and RAM above it at 4 GiB; together they are all of it but the VGA window.
-fn check_spans(layout: &Layout, ram_bytes: u64) {
+/// RAM below the hole starts at 0 and RAM above it at 4 GiB; together they are all of it but the
+/// VGA window.
+fn check_spans(layout: &MemoryLayout, ram_bytes: u64) {
     assert_eq!(layout.map.ram_bytes(), ram_bytes);
     assert_eq!(layout.map.page_at(GuestPhys(0)), Some(Page(0)));
-    let seen: u64 = layout.map.spans().iter().map(|span| u64::from(span.pages) * 4096).sum();
+    let seen: u64 = layout.map.guest_spans().iter().map(|span| u64::from(span.pages) * 4096).sum();
     assert!(ram_bytes - seen <= MIB, "{seen} of {ram_bytes} bytes are seen");
 }
 
@@ -60,7 +62,7 @@ fn ram_is_split_around_the_hole() {
         let (qemu, layout, _file) = machine(kind, bytes);
         check_locations(&qemu, &layout);
         check_spans(&layout, bytes);
-        let low = layout.map.spans().iter().filter(|span| span.gpa < GuestPhys(4 << 30));
+        let low = layout.map.guest_spans().iter().filter(|span| span.gpa < GuestPhys(4 << 30));
         let low_end = low.map(|span| span.page.0 + span.pages).max().unwrap();
         assert_eq!(layout.map.page_at(GuestPhys(4 << 30)), Some(Page(low_end)));
         assert_eq!(
@@ -112,7 +114,7 @@ fn memory_beside_ram_is_listed() {
     need_qemu!();
     let qemu = Qemu::start(&words("-M q35 -m 256M -vga std"));
     std::thread::sleep(std::time::Duration::from_secs(1)); // the firmware maps the video memory
-    let layout = Vm::connect(&qemu.monitor()).unwrap().layout().unwrap();
+    let layout = QemuVm::connect(&qemu.monitor()).unwrap().layout().unwrap();
     let named = |part: &str| layout.aux.iter().find(|aux| aux.id.contains(part)).unwrap();
     assert!(named("pc.bios").rom && named("pc.bios").hva.is_some());
     assert!(named("acpi/tables").rom);
@@ -121,7 +123,8 @@ fn memory_beside_ram_is_listed() {
     assert_eq!(video.bytes, 16 * MIB);
 }
 
-/// The firmware of `microvm` can be written to where the guest sees it below 1 MiB, so it is not read-only memory.
+/// The guest can write to the firmware of `microvm` at its addresses below 1 MiB, so it is not
+/// read-only memory.
 #[test]
 fn firmware_that_the_guest_can_write_is_not_rebuilt() {
     need_qemu!();

@@ -4,7 +4,7 @@ use std::os::fd::{AsRawFd, OwnedFd};
 use std::path::PathBuf;
 use std::process::{Child, Command, Stdio};
 
-use firn_vmm::Vm;
+use firn_vmm::QemuVm;
 use rustix::fs::MemfdFlags;
 use rustix::io::FdFlags;
 
@@ -13,7 +13,7 @@ pub fn binary() -> String {
     std::env::var("FIRN_QEMU").unwrap_or_else(|_| "qemu-system-x86_64".into())
 }
 
-/// Skips a test where there is no QEMU, and says so.
+/// Skips a test where there is no QEMU, and prints that.
 #[macro_export]
 macro_rules! need_qemu {
     () => {
@@ -63,14 +63,14 @@ impl Qemu {
         Self { child, dir }
     }
 
-    /// Where its monitor is.
+    /// The path of its monitor socket.
     pub fn monitor(&self) -> PathBuf {
         self.dir.path().join("qmp")
     }
 
     /// Connects to its monitor.
-    pub fn vm(&self) -> Vm {
-        Vm::connect_started(&self.monitor(), || true).unwrap()
+    pub fn vm(&self) -> QemuVm {
+        QemuVm::connect_started(&self.monitor(), || true).unwrap()
     }
 
     /// Its process id.

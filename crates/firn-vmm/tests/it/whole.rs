@@ -1,11 +1,11 @@
-//! A VM from its owner's command line: run, saved, and gone on with in another QEMU.
+//! A VM from its owner's command line: started, saved, and continued in another QEMU.
 
 use std::os::fd::{AsFd, AsRawFd, OwnedFd};
 use std::path::{Path, PathBuf};
 
 use firn_types::{GuestPhys, Page};
-use firn_vmm::command_line::{Augmented, Paths, Plan, plan};
-use firn_vmm::{FileIdentity, Launched, Vm, launch, log_tail};
+use firn_vmm::command_line::{AddedPaths, AugmentedCommand, CommandPlan, plan_command};
+use firn_vmm::{FileIdentity, LaunchedProcess, QemuVm, launch_hypervisor, read_log_tail};
 
 use crate::qemu::{binary, words};
 use crate::{guest, need_qemu};
@@ -14,14 +14,14 @@ use crate::{guest, need_qemu};
 struct Home {
     dir: tempfile::TempDir,
     disk: PathBuf,
-    plan: Plan,
+    plan: CommandPlan,
     ram: Vec<OwnedFd>,
 }
 
 /// A running QEMU that ends with the test.
 struct Running {
-    qemu: Launched,
-    vm: Vm,
+    qemu: LaunchedProcess,
+    vm: QemuVm,
 }
 
 impl Drop for Running {
@@ -38,7 +38,7 @@ impl Home {
         command.extend(words("-display none -nodefaults -accel tcg -M pc"));
         command.extend(words(&format!("-drive file={},format=raw,if=ide", disk.display())));
         command.extend(words(more));
-        let plan = plan(&command).unwrap();
+        let plan = plan_command(&command).unwrap();
         let ram = plan.ram().iter().map(|ram| ram_file(ram.bytes)).collect();
         Self { dir, disk, plan, ram }
     }
@@ -47,10 +47,10 @@ impl Home {
         self.dir.path().join(name)
     }
 
-    fn paths(&self, name: &str) -> Paths {
+    fn paths(&self, name: &str) -> AddedPaths {
         let path = |file: &OwnedFd| format!("/proc/self/fd/{}", file.as_raw_fd()).into();
         let ram = self.ram.iter().map(path).collect();
-        Paths {
+        AddedPaths {
             qmp: self.path(&format!("{name},qmp")),
             ram,
             calls: self.path("calls"),
@@ -60,15 +60,16 @@ impl Home {
     }
 
     /// Starts a command line of this plan, with its serial port and its monitor named after `name`.
-    fn start(&self, name: &str, line: &Augmented) -> Running {
+    fn start(&self, name: &str, line: &AugmentedCommand) -> Running {
         let mut args = line.args.clone();
         args.extend(words(&format!("-serial file:{}", self.path(name).display())));
         let inherit: Vec<_> = self.ram.iter().map(AsFd::as_fd).collect();
         let log = self.path(&format!("{name}.log"));
-        let mut qemu = launch(&args, &inherit, &log).unwrap();
+        let mut qemu = launch_hypervisor(&args, &inherit, &log).unwrap();
         let alive = || qemu.try_wait().unwrap().is_none();
-        let vm = Vm::connect_started(&self.paths(name).qmp, alive);
-        let vm = vm.unwrap_or_else(|error| panic!("{error}: {}", log_tail(&log, 4096).unwrap()));
+        let vm = QemuVm::connect_started(&self.paths(name).qmp, alive);
+        let vm =
+            vm.unwrap_or_else(|error| panic!("{error}: {}", read_log_tail(&log, 4096).unwrap()));
         Running { qemu, vm }
     }
 
@@ -87,7 +88,7 @@ fn ram_file(bytes: u64) -> OwnedFd {
     file
 }
 
-/// Lets the guest count, moves it to another QEMU, and sees whether it counts on.
+/// Lets the guest count, moves it to another QEMU, and checks that it continues to count.
 fn counts_on(more: &str) {
     let home = Home::new(more);
     let mut first = home.run();
@@ -138,7 +139,7 @@ fn regions_are_those_of_the_plan() {
     );
     let mut running = home.run();
     let layout = running.vm.layout().unwrap();
-    let regions = layout.map.regions().iter().map(|region| (region.id.as_str(), region.bytes()));
+    let regions = layout.map.regions().iter().map(|region| (region.id.as_str(), region.byte_len()));
     let planned = home.plan.ram().iter().map(|ram| (ram.id.as_str(), ram.bytes));
     assert!(regions.eq(planned), "{:?}", layout.map);
     assert!(layout.locations.iter().all(|location| location.shared));
@@ -166,7 +167,7 @@ fn disks_are_known_by_their_files() {
     let base = disks.iter().find(|disk| Path::new(&disk.file) == home.disk).unwrap();
     assert!(base.read_only, "below a snapshot");
     assert_eq!((base.size, base.format.as_str()), (1 << 20, "raw"));
-    assert_eq!(base.identity, Some(FileIdentity::of(&home.disk).unwrap()));
+    assert_eq!(base.identity, Some(FileIdentity::from_path(&home.disk).unwrap()));
     let overlay = disks.iter().find(|disk| disk.format == "qcow2").unwrap();
     assert_eq!(overlay.identity, None, "QEMU has removed its file: {overlay:?}");
 }
@@ -180,9 +181,9 @@ fn facts_about_a_vm() {
     let vcpus = vm.vcpus().unwrap();
     assert_eq!(vcpus.iter().map(|vcpu| vcpu.id.0).collect::<Vec<_>>(), [0, 1, 2]);
     assert!(vm.machine_type().unwrap().starts_with("pc-i440fx-"));
-    assert_eq!(vm.accel().unwrap(), firn_vmm::Accel::Tcg);
+    assert_eq!(vm.accel().unwrap(), firn_vmm::AcceleratorKind::Tcg);
     assert_eq!(vm.balloon().unwrap().unwrap().actual_bytes, 64 << 20);
-    assert_eq!(vm.blockers().unwrap(), [""; 0]);
+    assert_eq!(vm.migration_blockers().unwrap(), [""; 0]);
     assert_eq!(vm.page_table_roots().unwrap(), [], "not in long mode");
     assert!(vm.version().at_least(7, 2));
     vm.quit().unwrap();
@@ -195,7 +196,7 @@ fn what_cannot_migrate_is_named() {
     let home = Home::new(
         "-m 64M -object memory-backend-ram,id=iv,size=1M,share=on -device ivshmem-plain,memdev=iv",
     );
-    let blockers = home.run().vm.blockers().unwrap();
+    let blockers = home.run().vm.migration_blockers().unwrap();
     assert!(blockers[0].contains("ivshmem"), "{blockers:?}");
     let layout = home.run().vm.layout().unwrap();
     assert_eq!(layout.map.regions().len(), 1, "a device's memory is not guest RAM");

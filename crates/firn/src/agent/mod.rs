@@ -3,27 +3,27 @@
 use clap::{Args as ClapArgs, Subcommand};
 use firn_supervisor::Failure;
 
-use crate::output::Output;
+use crate::output::FactPrinter;
 
 mod status;
 
-/// Ask this host's agent about other hosts.
+/// Query this host's agent about other hosts.
 #[derive(Debug, ClapArgs)]
-pub struct Args {
+pub struct AgentCommandArgs {
     #[command(subcommand)]
-    verb: Verb,
+    verb: AgentCommand,
 }
 
 #[derive(Debug, Subcommand)]
-enum Verb {
-    Status(status::Args),
+enum AgentCommand {
+    Status(status::AgentStatusArgs),
 }
 
-impl Args {
+impl AgentCommandArgs {
     /// Runs the verb.
-    pub fn run(&self, out: Output) -> Result<(), Failure> {
+    pub fn run(&self, out: FactPrinter) -> Result<(), Failure> {
         match &self.verb {
-            Verb::Status(args) => args.run(out),
+            AgentCommand::Status(args) => args.run(out),
         }
     }
 }

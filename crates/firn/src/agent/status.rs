@@ -3,90 +3,91 @@
 use std::fmt::Write as _;
 
 use clap::Args as ClapArgs;
-use firn_agent::api::{Cluster, LaneView, NetworkView, PeerView, VmView};
+use firn_agent::api::{AgentStatus, NetworkView, PeerView, TrafficView, VmView};
 use firn_agent::client;
 use firn_supervisor::Failure;
-use firn_types::printable;
+use firn_types::make_printable;
 
-use crate::output::{Output, table};
+use crate::output::{FactPrinter, format_table};
 use crate::units;
 
-/// Show which hosts are there, the VMs that each runs or stands by for, and this host's networks.
+/// Show the hosts, the VMs that each host runs or is a standby for, and this host's networks.
 ///
-/// A host that has not answered for two seconds is suspected, after five it is lost. Nothing is run elsewhere by itself: where a
-/// standby's primary seems to be gone, it is said what to do.
+/// A host that has not answered for two seconds is suspected, after five it is lost. This command
+/// starts no VM: where a standby's primary seems to be lost, it shows what to do.
 ///
 /// Examples:
 ///   firn agent status
 ///   firn agent status --json | jq -r '.peers[] | select(.health == "lost") | .name'
 #[derive(Debug, ClapArgs)]
 #[command(verbatim_doc_comment)]
-pub struct Args {}
+pub struct AgentStatusArgs {}
 
-impl Args {
+impl AgentStatusArgs {
     /// Runs the verb.
-    pub fn run(&self, out: Output) -> Result<(), Failure> {
+    pub fn run(&self, out: FactPrinter) -> Result<(), Failure> {
         let base = crate::hidden::runtime_dir()?;
-        let cluster = client::cluster(&base)
-            .map_err(|failure| failure.while_doing("can't ask this host's agent"))?;
-        out.facts(&cluster, || describe(&cluster))
+        let cluster = client::read_status(&base)
+            .map_err(|failure| failure.while_doing("cannot query this host's agent"))?;
+        out.print_facts(&cluster, || describe_cluster(&cluster))
     }
 }
 
-fn describe(cluster: &Cluster) -> String {
-    let mut text = table(&hosts(cluster));
+fn describe_cluster(cluster: &AgentStatus) -> String {
+    let mut text = format_table(&host_rows(cluster));
     if !cluster.vms.is_empty() {
-        let _ = write!(text, "\n{}", table(&vms(&cluster.vms)));
+        let _ = write!(text, "\n{}", format_table(&vm_rows(&cluster.vms)));
     }
     if !cluster.networks.is_empty() {
-        let _ = write!(text, "\n{}", table(&networks(&cluster.networks)));
+        let _ = write!(text, "\n{}", format_table(&network_rows(&cluster.networks)));
     }
     for peer in &cluster.peers {
         if let Some(trouble) = &peer.trouble {
-            let _ = write!(text, "\n{}: {}\n", peer.name, printable(trouble));
+            let _ = write!(text, "\n{}: {}\n", peer.name, make_printable(trouble));
         }
     }
     for network in &cluster.networks {
         let lanes = network.lanes.iter().filter_map(|lane| Some((lane, lane.trouble.as_ref()?)));
         for (lane, trouble) in lanes {
-            let _ = write!(text, "\n{}, {}: {}\n", network.name, lane.to, printable(trouble));
+            let _ = write!(text, "\n{}, {}: {}\n", network.name, lane.to, make_printable(trouble));
         }
     }
     for vm in &cluster.vms {
         if let Some(advice) = &vm.advice {
-            let _ = write!(text, "\n{} on {}: {}\n", vm.name, vm.host, printable(advice));
+            let _ = write!(text, "\n{} on {}: {}\n", vm.name, vm.host, make_printable(advice));
         }
     }
     text
 }
 
-fn hosts(cluster: &Cluster) -> Vec<Vec<String>> {
+fn host_rows(cluster: &AgentStatus) -> Vec<Vec<String>> {
     let heading = ["HOST", "STATE", "SINCE", "ROUND TRIP", "ADDRESS"].map(str::to_owned).to_vec();
     let (host, listen) = (cluster.host.to_string(), cluster.listen.to_string());
     let own = vec![host, "this host".to_owned(), "-".to_owned(), "-".to_owned(), listen];
-    [heading, own].into_iter().chain(cluster.peers.iter().map(row)).collect()
+    [heading, own].into_iter().chain(cluster.peers.iter().map(host_row)).collect()
 }
 
-fn row(peer: &PeerView) -> Vec<String> {
+fn host_row(peer: &PeerView) -> Vec<String> {
     vec![
         peer.name.to_string(),
-        peer.health.word().to_owned(),
-        units::seconds(peer.since_s as u64),
-        peer.round_trip_ms.map_or_else(|| "-".to_owned(), units::ms),
+        peer.health.as_word().to_owned(),
+        units::format_seconds(peer.since_s as u64),
+        peer.round_trip_ms.map_or_else(|| "-".to_owned(), units::format_ms),
         peer.address.clone(),
     ]
 }
 
-fn vms(vms: &[VmView]) -> Vec<Vec<String>> {
+fn vm_rows(vms: &[VmView]) -> Vec<Vec<String>> {
     let heading = ["VM", "HOST", "STATE", "EPOCHS"].map(str::to_owned).to_vec();
-    let row =
-        |vm: &VmView| vec![vm.name.to_string(), vm.host.to_string(), vm.state.clone(), epochs(vm)];
+    let row = |vm: &VmView| {
+        vec![vm.name.to_string(), vm.host.to_string(), vm.state.clone(), describe_epochs(vm)]
+    };
     std::iter::once(heading).chain(vms.iter().map(row)).collect()
 }
 
-fn networks(networks: &[NetworkView]) -> Vec<Vec<String>> {
+fn network_rows(networks: &[NetworkView]) -> Vec<Vec<String>> {
     let heading = ["NETWORK", "TO", "CONNECTED", "FRAMES IN", "FRAMES OUT", "DROPPED"];
-    let row = |network: &NetworkView, lane: &LaneView| {
+    let row = |network: &NetworkView, lane: &TrafficView| {
         let counts = [lane.connected, lane.frames_in, lane.frames_out, lane.dropped];
         let names = [network.name.to_string(), lane.to.clone()];
         names.into_iter().chain(counts.map(|count| count.to_string())).collect()
@@ -96,8 +97,8 @@ fn networks(networks: &[NetworkView]) -> Vec<Vec<String>> {
     [heading.map(str::to_owned).to_vec()].into_iter().chain(rows).collect()
 }
 
-/// With whom, and how far.
-fn epochs(vm: &VmView) -> String {
+/// The peer of a VM, and its newest committed epoch.
+fn describe_epochs(vm: &VmView) -> String {
     let backup = vm.backup.as_ref().map(|host| format!("to {host}"));
     let primary = vm.primary.as_ref().map(|host| format!("from {host}"));
     let committed = vm.protection.as_ref().map(|it| it.committed).or(vm.committed);
@@ -127,7 +128,7 @@ mod tests {
                     "trouble": "gone" },
             ] }],
         });
-        let text = describe(&serde_json::from_value(cluster).unwrap());
+        let text = describe_cluster(&serde_json::from_value(cluster).unwrap());
         let wanted = "HOST  STATE      SINCE  ROUND TRIP  ADDRESS\n\
             b     this host  -      -           10.0.0.2:7415\n\
             a     lost       12 s   0.31 ms     10.0.0.1:7415\n\n\

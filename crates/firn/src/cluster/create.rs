@@ -2,39 +2,40 @@
 
 use clap::Args as ClapArgs;
 use firn_agent::HostName;
-use firn_agent::api::{CLUSTERS, Create};
-use firn_agent::client::{Method, clusters};
-use firn_agent::together::Record;
+use firn_agent::api::{CLUSTERS, CreateCluster};
+use firn_agent::client::{Method, ask_clusters};
+use firn_agent::clusters::StoredCluster;
 use firn_supervisor::{Failure, VmName};
 
-use crate::output::Output;
+use crate::output::FactPrinter;
 
-/// Have VMs of other hosts fail over together, to this host.
+/// Make VMs of other hosts a virtual cluster, which fails over as one to this host.
 ///
-/// Run it on the host that is to keep their copies; none of them may run there. Each of them has one network card of Firn's,
-/// `-netdev firn,id=ID,network=NAME`, and no other, and all are at the same network (`firn-agent --help`). Whoever is not named here is
-/// outside. Nothing is protected yet.
+/// Run this on the host that is to be the backup of all these VMs; none of them may run there. Each
+/// VM has one network card of Firn's, `-netdev firn,id=ID,network=NAME`, and no other, and all are
+/// on the same network (`firn-agent --help`). A VM that is not named here is outside of the
+/// cluster. Nothing is protected yet.
 ///
 /// Example:
 ///   firn cluster create shop --vm web@host1 --vm db@host2
 #[derive(Debug, ClapArgs)]
 #[command(verbatim_doc_comment)]
-pub struct Args {
-    /// What they are called together.
+pub struct ClusterCreateArgs {
+    /// The name of the cluster.
     name: VmName,
-    /// One of them, and the host that it runs on; without a host it is looked for.
-    #[arg(long = "vm", value_name = "VM[@HOST]", required = true, value_parser = vm)]
+    /// A VM, and the host that it runs on; without a host, the command finds it.
+    #[arg(long = "vm", value_name = "VM[@HOST]", required = true, value_parser = parse_vm)]
     vms: Vec<(VmName, Option<HostName>)>,
 }
 
-impl Args {
+impl ClusterCreateArgs {
     /// Runs the verb.
-    pub fn run(&self, out: Output) -> Result<(), Failure> {
+    pub fn run(&self, out: FactPrinter) -> Result<(), Failure> {
         let base = crate::hidden::runtime_dir()?;
-        let wanted = Create { name: self.name.clone(), vms: self.vms.clone() };
-        let record: Record = clusters(&base, Method::POST, CLUSTERS, Some(&wanted))
+        let wanted = CreateCluster { name: self.name.clone(), vms: self.vms.clone() };
+        let record: StoredCluster = ask_clusters(&base, Method::POST, CLUSTERS, Some(&wanted))
             .map_err(|failure| failure.while_doing(format!("can't make {}", self.name)))?;
-        out.facts(&record, || {
+        out.print_facts(&record, || {
             let vms = record.vms.iter().map(|placed| format!("{} on {}", placed.vm, placed.host));
             let vms: Vec<String> = vms.collect();
             format!("{} is {}: `firn cluster protect {0}`\n", record.name, vms.join(", "))
@@ -42,7 +43,7 @@ impl Args {
     }
 }
 
-fn vm(words: &str) -> Result<(VmName, Option<HostName>), String> {
+fn parse_vm(words: &str) -> Result<(VmName, Option<HostName>), String> {
     let (vm, host) = match words.split_once('@') {
         Some((vm, host)) => (vm, Some(HostName::new(host).map_err(|error| error.to_string())?)),
         None => (words, None),
@@ -56,11 +57,11 @@ mod tests {
 
     #[test]
     fn a_vm_may_have_a_host() {
-        let name = |words: &str| vm(words).map(|(vm, host)| (vm.to_string(), host.is_some()));
+        let name = |words: &str| parse_vm(words).map(|(vm, host)| (vm.to_string(), host.is_some()));
         assert_eq!(name("web@a"), Ok(("web".to_owned(), true)));
         assert_eq!(name("web"), Ok(("web".to_owned(), false)));
         for words in ["", "@a", "web@", "web@A b", "a/b"] {
-            assert!(vm(words).is_err(), "{words}");
+            assert!(parse_vm(words).is_err(), "{words}");
         }
     }
 }

@@ -3,41 +3,43 @@
 use std::fmt::Write as _;
 
 use clap::Args as ClapArgs;
-use firn_agent::api::{CLUSTERS, Forgotten};
-use firn_agent::client::{Method, clusters};
+use firn_agent::api::{CLUSTERS, ForgottenRecord};
+use firn_agent::client::{Method, ask_clusters};
 use firn_supervisor::{Failure, VmName};
 
-use crate::output::Output;
+use crate::output::FactPrinter;
 
 /// Free the name of a cluster, or of a protected VM, whose hosts are all gone.
 ///
-/// Where hosts agree who may run what, a record says where the VMs of a cluster run, or one VM that `firn protect` protects. When a host
-/// and the one that has its copies are lost together, or power is cut at all hosts, nobody changes that record any more. This ends it,
-/// from any host. It is refused while a host that the record names holds a lease, has one of the VMs, or does not list its VMs. A VM
-/// that comes back after that is ended by its host. It prints what it rests on: each host, and why nothing runs there.
+/// Where hosts have consensus, a record holds where the VMs of a cluster run, or one VM that `firn
+/// protect` protects. When a host and its backup are lost at the same time, or power fails at all
+/// hosts, no host changes that record any more. This command ends the record, from any host. It is
+/// refused while a host that the record names holds a lease, has one of the VMs, or does not list
+/// its VMs. If a VM comes back after that, its host ends it. The command prints its grounds: each
+/// host, and why no VM runs there.
 ///
 /// Examples:
 ///   firn cluster status
 ///   firn cluster forget web
 #[derive(Debug, ClapArgs)]
 #[command(verbatim_doc_comment)]
-pub struct Args {
+pub struct ClusterForgetArgs {
     /// The cluster, or the VM.
     name: VmName,
 }
 
-impl Args {
+impl ClusterForgetArgs {
     /// Runs the verb.
-    pub fn run(&self, out: Output) -> Result<(), Failure> {
+    pub fn run(&self, out: FactPrinter) -> Result<(), Failure> {
         let base = crate::hidden::runtime_dir()?;
         let path = format!("{CLUSTERS}/{}/forget", self.name);
-        let forgotten: Forgotten = clusters(&base, Method::POST, &path, None::<&()>)
+        let forgotten: ForgottenRecord = ask_clusters(&base, Method::POST, &path, None::<&()>)
             .map_err(|failure| failure.while_doing(format!("can't forget {}", self.name)))?;
-        out.facts(&forgotten, || describe(&forgotten))
+        out.print_facts(&forgotten, || describe_forgotten(&forgotten))
     }
 }
 
-fn describe(forgotten: &Forgotten) -> String {
+fn describe_forgotten(forgotten: &ForgottenRecord) -> String {
     let mut text = format!("{} is forgotten: its name is free\n", forgotten.name);
     for (host, why) in &forgotten.hosts {
         let _ = writeln!(text, "  host {host} {why}");
@@ -54,7 +56,8 @@ mod tests {
         let hosts = [("a (1)", "does not answer"), ("b (2)", "has none of the VMs")];
         let hosts = hosts.map(|(host, why)| (host.to_owned(), why.to_owned())).into();
         let name = VmName::new("web").unwrap();
-        let text = describe(&Forgotten { name, vms: vec!["web".to_owned()], hosts });
+        let text =
+            describe_forgotten(&ForgottenRecord { name, vms: vec!["web".to_owned()], hosts });
         let wanted = "web is forgotten: its name is free\n  host a (1) does not answer\n  host b (2) has none of the VMs\n";
         assert_eq!(text, wanted);
     }

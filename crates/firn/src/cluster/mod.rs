@@ -3,45 +3,45 @@
 use clap::{Args as ClapArgs, Subcommand};
 use firn_supervisor::Failure;
 
-use crate::output::Output;
+use crate::output::FactPrinter;
 
 mod create;
 mod forget;
 mod status;
 mod verbs;
 
-/// Protect several VMs together, and ask what hosts agree on.
+/// Protect several VMs as one virtual cluster, and show what the hosts' consensus records.
 ///
-/// All verbs are for the host that keeps the copies, where the cluster was made; where hosts agree, `protect` is for any other as well, and
-/// `forget` for every host.
+/// All verbs are for the backup host, where the cluster was made. Where hosts have consensus, any
+/// other host may run `protect` as well, and every host may run `forget`.
 #[derive(Debug, ClapArgs)]
-pub struct Args {
+pub struct ClusterCommandArgs {
     #[command(subcommand)]
-    verb: Verb,
+    verb: ClusterCommand,
 }
 
 #[derive(Debug, Subcommand)]
-enum Verb {
-    Create(create::Args),
-    Protect(verbs::Protect),
-    Checkpoint(verbs::Checkpoint),
-    Status(status::Args),
-    Failover(verbs::Failover),
-    Release(verbs::Release),
-    Forget(forget::Args),
+enum ClusterCommand {
+    Create(create::ClusterCreateArgs),
+    Protect(verbs::ClusterProtectArgs),
+    Checkpoint(verbs::ClusterCheckpointArgs),
+    Status(status::ClusterStatusArgs),
+    Failover(verbs::ClusterFailoverArgs),
+    Release(verbs::ClusterReleaseArgs),
+    Forget(forget::ClusterForgetArgs),
 }
 
-impl Args {
+impl ClusterCommandArgs {
     /// Runs the verb.
-    pub fn run(&self, out: Output) -> Result<(), Failure> {
+    pub fn run(&self, out: FactPrinter) -> Result<(), Failure> {
         match &self.verb {
-            Verb::Create(args) => args.run(out),
-            Verb::Protect(args) => args.run(out),
-            Verb::Checkpoint(args) => args.run(out),
-            Verb::Status(args) => args.run(out),
-            Verb::Failover(args) => args.run(out),
-            Verb::Release(args) => args.run(out),
-            Verb::Forget(args) => args.run(out),
+            ClusterCommand::Create(args) => args.run(out),
+            ClusterCommand::Protect(args) => args.run(out),
+            ClusterCommand::Checkpoint(args) => args.run(out),
+            ClusterCommand::Status(args) => args.run(out),
+            ClusterCommand::Failover(args) => args.run(out),
+            ClusterCommand::Release(args) => args.run(out),
+            ClusterCommand::Forget(args) => args.run(out),
         }
     }
 }

@@ -4,21 +4,21 @@ use std::fmt::Write as _;
 
 use clap::Args as ClapArgs;
 use firn_agent::api::{CLUSTERS, ClusterView, MembershipView};
-use firn_agent::client::{self, Method, clusters};
-use firn_agent::together::{Record, State};
+use firn_agent::client::{self, Method, ask_clusters};
+use firn_agent::clusters::{ClusterState, StoredCluster};
 use firn_supervisor::Failure;
-use firn_types::printable;
+use firn_types::make_printable;
 use serde::Serialize;
 
-use super::verbs::marks;
-use crate::output::{Output, table};
+use super::verbs::describe_global_checkpoint;
+use crate::output::{FactPrinter, format_table};
 use crate::units;
 
-/// Show the clusters that this host keeps the copies of, and what hosts agree on: who leads, where the VMs of each cluster are, and which
-/// hosts hold a lease.
+/// Show the clusters that this host is the backup of, and the hosts' consensus: its leader, the
+/// hosts of each cluster's VMs, and the hosts that hold a lease.
 ///
-/// A host with a number is the agent of that host from one start to the next. A fenced host may still send in an older timeline;
-/// while there is one, none of the cluster's VMs runs.
+/// A host with a number is the agent of that host from one start to the next. A fenced host may
+/// still send in an older generation; while there is one, none of the cluster's VMs runs.
 ///
 /// Examples:
 ///   firn cluster status
@@ -26,82 +26,89 @@ use crate::units;
 ///   firn cluster status --json | jq '.kept[0].checkpoint.number'
 #[derive(Debug, ClapArgs)]
 #[command(verbatim_doc_comment)]
-pub struct Args {}
+pub struct ClusterStatusArgs {}
 
-impl Args {
+impl ClusterStatusArgs {
     /// Runs the verb.
-    pub fn run(&self, out: Output) -> Result<(), Failure> {
+    pub fn run(&self, out: FactPrinter) -> Result<(), Failure> {
         let base = crate::hidden::runtime_dir()?;
-        let doing = |failure: Failure| failure.while_doing("can't ask this host's agent");
-        let kept: Vec<Record> =
-            clusters(&base, Method::GET, CLUSTERS, None::<&()>).map_err(doing)?;
-        // A host that keeps clusters need not agree with others on anything.
-        let agreed = match client::membership(&base) {
+        let doing = |failure: Failure| failure.while_doing("cannot query this host's agent");
+        let kept: Vec<StoredCluster> =
+            ask_clusters(&base, Method::GET, CLUSTERS, None::<&()>).map_err(doing)?;
+        // A host that is a backup of clusters need not take part in consensus.
+        let agreed = match client::read_membership(&base) {
             Err(failure) if kept.is_empty() => return Err(doing(failure)),
             agreed => agreed.ok(),
         };
-        let view = View { agreed, kept };
-        out.facts(&view, || view.describe())
+        let view = ClusterStatus { agreed, kept };
+        out.print_facts(&view, || view.describe_all())
     }
 }
 
 #[derive(Serialize)]
-struct View {
+struct ClusterStatus {
     #[serde(flatten)]
     agreed: Option<MembershipView>,
     #[serde(skip_serializing_if = "Vec::is_empty")]
-    kept: Vec<Record>,
+    kept: Vec<StoredCluster>,
 }
 
-impl View {
-    fn describe(&self) -> String {
-        let kept = self.kept.iter().map(kept);
-        kept.chain(self.agreed.as_ref().map(describe)).collect::<Vec<_>>().join("\n")
+impl ClusterStatus {
+    fn describe_all(&self) -> String {
+        let kept = self.kept.iter().map(describe_record);
+        kept.chain(self.agreed.as_ref().map(describe_membership)).collect::<Vec<_>>().join("\n")
     }
 }
 
-fn kept(record: &Record) -> String {
+fn describe_record(record: &StoredCluster) -> String {
     let vms: Vec<String> =
         record.vms.iter().map(|placed| format!("{} on {}", placed.vm, placed.host)).collect();
     let state = match record.state {
-        State::Made => "not protected",
-        State::Protected => "protected",
-        State::FailingOver => "being run here: `firn cluster failover` again goes on",
-        State::FailedOver => "failed over",
+        ClusterState::Made => "not protected",
+        ClusterState::Protected => "protected",
+        ClusterState::FailingOver => {
+            "failing over to this host: repeat `firn cluster failover` to finish"
+        }
+        ClusterState::FailedOver => "failed over",
     };
-    let mut text = format!("{}: {state}; {}\n{}", record.name, vms.join(", "), marks(record));
+    let mut text = format!(
+        "{}: {state}; {}\n{}",
+        record.name,
+        vms.join(", "),
+        describe_global_checkpoint(record)
+    );
     if let Some(trouble) = &record.trouble {
-        let _ = writeln!(text, "no new global checkpoint: {}", printable(trouble));
+        let _ = writeln!(text, "no new global checkpoint: {}", make_printable(trouble));
     }
     text
 }
 
-fn describe(view: &MembershipView) -> String {
-    let leader = view.leader.as_deref().unwrap_or("nobody");
-    let lease = units::seconds(view.lease_ms / 1000);
+fn describe_membership(view: &MembershipView) -> String {
+    let leader = view.leader.as_deref().unwrap_or("none");
+    let lease = units::format_seconds(view.lease_ms / 1000);
     let mut text =
         format!("{}: {}\nleader: {leader}\nlease: {lease}\n", view.kind, view.servers.join(", "));
     if !view.clusters.is_empty() {
-        let _ = write!(text, "\n{}", table(&places(&view.clusters)));
+        let _ = write!(text, "\n{}", format_table(&placement_rows(&view.clusters)));
     }
     for cluster in &view.clusters {
-        let _ = write!(text, "\n{}: leases: {}", cluster.name, list(&cluster.leases));
+        let _ = write!(text, "\n{}: leases: {}", cluster.name, join_hosts(&cluster.leases));
         if !cluster.fence.is_empty() {
-            let _ = write!(text, "; waits for {}", list(&cluster.fence));
+            let _ = write!(text, "; waits for {}", join_hosts(&cluster.fence));
         }
         text.push('\n');
     }
     if let Some(trouble) = &view.trouble {
-        let _ = write!(text, "\nnot known: {}\n", printable(trouble));
+        let _ = write!(text, "\nnot known: {}\n", make_printable(trouble));
     }
     text
 }
 
-fn list(hosts: &[String]) -> String {
+fn join_hosts(hosts: &[String]) -> String {
     if hosts.is_empty() { "none".to_owned() } else { hosts.join(", ") }
 }
 
-fn places(clusters: &[ClusterView]) -> Vec<Vec<String>> {
+fn placement_rows(clusters: &[ClusterView]) -> Vec<Vec<String>> {
     let heading = ["CLUSTER", "VM", "PRIMARY", "BACKUP", "GENERATION"].map(str::to_owned).to_vec();
     let rows = clusters.iter().flat_map(|cluster| {
         cluster.vms.iter().map(|place| {
@@ -125,7 +132,7 @@ mod tests {
             "checkpoint": { "number": 9, "generation": 2, "layout": 0, "request": { "term": 1, "count": 9 }, "marks": { "0": 7 } },
         });
         let record = serde_json::from_value(record).unwrap();
-        let text = View { agreed: None, kept: vec![record] }.describe();
+        let text = ClusterStatus { agreed: None, kept: vec![record] }.describe_all();
         let wanted = "shop: protected; web on a\nglobal checkpoint 9: web at epoch 7\n\
             no new global checkpoint: no word from a\n";
         assert_eq!(text, wanted);
@@ -138,7 +145,7 @@ mod tests {
             "clusters": [{ "name": "web", "generation": 1, "checkpoint": 9, "leases": ["b (2)"], "fence": ["a (1)"],
                 "vms": [{ "vm": "web", "primary": "b (2)" }] }],
         });
-        let text = describe(&serde_json::from_value(view).unwrap());
+        let text = describe_membership(&serde_json::from_value(view).unwrap());
         let wanted = "embedded: a, b, c\nleader: c\nlease: 5 s\n\n\
             CLUSTER  VM   PRIMARY  BACKUP  GENERATION\n\
             web      web  b (2)    -       1\n\n\

@@ -3,130 +3,137 @@
 use std::time::Duration;
 
 use clap::Args as ClapArgs;
-use firn_agent::api::{CLUSTERS, ProtectHere};
-use firn_agent::client::{Method, clusters};
-use firn_agent::together::Record;
+use firn_agent::api::{CLUSTERS, ProtectionOptions};
+use firn_agent::client::{Method, ask_clusters};
+use firn_agent::clusters::StoredCluster;
 use firn_supervisor::{Failure, VmName};
 
-use crate::output::Output;
+use crate::output::FactPrinter;
 
-/// Protect all VMs of a cluster by this host, and mark them together.
+/// Protect all VMs of a cluster by this host, with common global checkpoints.
 ///
-/// Each is protected as by `firn protect`. All the while global checkpoints are made: an epoch of each VM, together one state in which
-/// no VM has received what another has not sent. What a VM sends to another waits until its own epoch is here; what it sends to anybody
-/// else, until a global checkpoint has it. So until all are here, nobody outside hears of any. Returns when there is a global checkpoint.
-/// Where hosts agree who may run what, they fail over to this host by themselves from then on, and any host that none of them runs on
-/// can protect them after that.
+/// Each VM is protected as by `firn protect`. All the time, global checkpoints are made: an epoch
+/// of each VM, which together are one consistent state, in which no VM has received a frame that
+/// another has not sent. A frame from a VM to another waits until the sender's epoch is here; a
+/// frame to any host outside waits until a global checkpoint includes it. So until all VMs are
+/// protected, none of their output leaves. The command returns when there is a global checkpoint.
+/// Where hosts have consensus, the VMs fail over to this host automatically from then on, and any
+/// host that runs none of them can protect them after that.
 ///
 /// Example:
 ///   firn cluster protect shop --interval 50ms
 #[derive(Debug, ClapArgs)]
 #[command(verbatim_doc_comment)]
-pub struct Protect {
+pub struct ClusterProtectArgs {
     /// The cluster.
     name: VmName,
     /// The time from one cut to the next, of each VM and of the cluster, 50ms to 500ms.
-    #[arg(long, default_value = "100ms", value_parser = crate::protect::interval)]
+    #[arg(long, default_value = "100ms", value_parser = crate::protect::parse_interval)]
     interval: Duration,
 }
 
 /// Make a global checkpoint of a cluster now.
 ///
-/// Prints its number and each VM's epoch. It is what a failover goes back to, until the next.
+/// Prints its number and each VM's epoch. Until the next global checkpoint, a failover returns to
+/// this one.
 ///
 /// Example:
 ///   firn cluster checkpoint shop --json
 #[derive(Debug, ClapArgs)]
 #[command(verbatim_doc_comment)]
-pub struct Checkpoint {
+pub struct ClusterCheckpointArgs {
     /// The cluster.
     name: VmName,
 }
 
 /// Run all VMs of a cluster on this host, from the newest global checkpoint.
 ///
-/// What they had sent each other and not received by then is sent again: nothing between them is lost. Where hosts agree who may run what
-/// ([membership] of firn-agent), they do so first, and nobody is heard twice; it is done without being asked for when a host is lost. Where
-/// they don't, make sure first that none of the VMs runs anywhere else: nobody looks after that for you. One that is cut short can be asked
-/// for again.
+/// Frames that the VMs had sent each other and not received by then are sent again: nothing between
+/// them is lost. Where hosts have consensus ([membership] of firn-agent), they change the record
+/// first, so that no VM sends from two hosts; when a host is lost, the failover happens
+/// automatically. Where they have no consensus, make sure first that none of the VMs runs on
+/// another host: Firn cannot check that. If the command is interrupted, it can be repeated.
 ///
 /// Example:
 ///   firn cluster failover shop
 #[derive(Debug, ClapArgs)]
 #[command(verbatim_doc_comment)]
-pub struct Failover {
+pub struct ClusterFailoverArgs {
     /// The cluster.
     name: VmName,
 }
 
-/// Protect the VMs of a cluster no longer; they run on where they are.
+/// End the protection of a cluster; its VMs continue to run where they are.
 ///
-/// Nobody goes back to its checkpoints from then on: the copies here agree that they never run, and what was held leaves. Where a copy
-/// is out of reach, ask again, or `firn release VM` on its host says that it never runs.
-///
-/// Example:
+/// No VM goes back to a checkpoint of the cluster from then on: the standbys here confirm that they
+/// never run, and buffered output leaves. If a standby cannot be reached, repeat the command, or
+/// run `firn release VM` on its host, which declares that the standby never runs. Example:
 ///   firn cluster release shop
 #[derive(Debug, ClapArgs)]
 #[command(verbatim_doc_comment)]
-pub struct Release {
+pub struct ClusterReleaseArgs {
     /// The cluster.
     name: VmName,
 }
 
-impl Protect {
+impl ClusterProtectArgs {
     /// Runs the verb.
-    pub fn run(&self, out: Output) -> Result<(), Failure> {
+    pub fn run(&self, out: FactPrinter) -> Result<(), Failure> {
         let interval_ms = self.interval.as_millis() as u64;
-        let how = ProtectHere { interval_ms, predicts: true, cluster: None };
-        ask(out, &self.name, "protect", Some(&how), |record| {
-            format!("{} is protected: every {interval_ms} ms\n{}", record.name, marks(record))
+        let how = ProtectionOptions { interval_ms, predicts: true, cluster: None };
+        request_verb(out, &self.name, "protect", Some(&how), |record| {
+            format!(
+                "{} is protected: every {interval_ms} ms\n{}",
+                record.name,
+                describe_global_checkpoint(record)
+            )
         })
     }
 }
 
-impl Checkpoint {
+impl ClusterCheckpointArgs {
     /// Runs the verb.
-    pub fn run(&self, out: Output) -> Result<(), Failure> {
-        ask(out, &self.name, "checkpoint", None, marks)
+    pub fn run(&self, out: FactPrinter) -> Result<(), Failure> {
+        request_verb(out, &self.name, "checkpoint", None, describe_global_checkpoint)
     }
 }
 
-impl Failover {
+impl ClusterFailoverArgs {
     /// Runs the verb.
-    pub fn run(&self, out: Output) -> Result<(), Failure> {
-        ask(out, &self.name, "failover", None, |record| {
-            format!("{} runs here\n{}", record.name, marks(record))
+    pub fn run(&self, out: FactPrinter) -> Result<(), Failure> {
+        request_verb(out, &self.name, "failover", None, |record| {
+            format!("{} runs here\n{}", record.name, describe_global_checkpoint(record))
         })
     }
 }
 
-impl Release {
+impl ClusterReleaseArgs {
     /// Runs the verb.
-    pub fn run(&self, out: Output) -> Result<(), Failure> {
-        ask(out, &self.name, "release", None, |record| {
-            format!("the VMs of {} run on, and are not protected any more\n", record.name)
+    pub fn run(&self, out: FactPrinter) -> Result<(), Failure> {
+        request_verb(out, &self.name, "release", None, |record| {
+            format!("the VMs of {} continue to run, and are not protected any more\n", record.name)
         })
     }
 }
 
-fn ask(
-    out: Output,
+fn request_verb(
+    out: FactPrinter,
     name: &VmName,
     verb: &str,
-    body: Option<&ProtectHere>,
-    describe: impl FnOnce(&Record) -> String,
+    body: Option<&ProtectionOptions>,
+    describe: impl FnOnce(&StoredCluster) -> String,
 ) -> Result<(), Failure> {
     let base = crate::hidden::runtime_dir()?;
     let path = format!("{CLUSTERS}/{name}/{verb}");
-    let record: Record = clusters(&base, Method::POST, &path, body)
+    let record: StoredCluster = ask_clusters(&base, Method::POST, &path, body)
         .map_err(|failure| failure.while_doing(format!("can't {verb} cluster {name}")))?;
-    out.facts(&record, || describe(&record))
+    out.print_facts(&record, || describe(&record))
 }
 
-/// The newest global checkpoint.
-pub fn marks(record: &Record) -> String {
+/// The newest global checkpoint: its number, and the epoch of each VM.
+pub fn describe_global_checkpoint(record: &StoredCluster) -> String {
     let Some(checkpoint) = &record.checkpoint else { return String::new() };
-    let marks = record.marks().map(|(placed, epoch)| format!("{} at {epoch}", placed.vm));
+    let marks = record.marked_vms().map(|(placed, epoch)| format!("{} at {epoch}", placed.vm));
     let marks: Vec<String> = marks.collect();
     format!("global checkpoint {}: {}\n", checkpoint.number, marks.join(", "))
 }

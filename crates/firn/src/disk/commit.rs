@@ -1,36 +1,37 @@
 //! `firn disk commit`
 
 use clap::Args as ClapArgs;
-use firn_supervisor::{Failure, Request, VmName};
+use firn_supervisor::{Failure, SupervisorRequest, VmName};
 
-use crate::output::Output;
+use crate::output::FactPrinter;
 
-/// Return a VM to its disks' own files, while it runs.
+/// Return a running VM to its disks' own files.
 ///
-/// After a checkpoint a VM writes to a layer over its disk's file, which belongs to the image. When no image needs the file
-/// and the layers any more (`firn image rm`), this merges them into the file, and the VM writes to that again: its own
-/// command line starts it on its newest state. The VM is paused for some milliseconds at the end.
+/// After a checkpoint a VM writes to a layer on top of its disk's file, which belongs to the image.
+/// When no image needs the file and the layers any more (`firn image rm`), this command merges them
+/// into the file, and the VM writes to that file again: then its own command line starts it on its
+/// newest state. The VM is paused for some milliseconds at the end.
 ///
 /// Example:
 ///   firn disk commit web
 #[derive(Debug, ClapArgs)]
 #[command(verbatim_doc_comment)]
-pub struct Args {
+pub struct DiskCommitArgs {
     /// The VM.
     name: VmName,
 }
 
-impl Args {
+impl DiskCommitArgs {
     /// Runs the verb.
-    pub fn run(&self, out: Output) -> Result<(), Failure> {
-        let facts = super::merge(&self.name, &Request::CommitDisks).map_err(|failure| {
-            failure.while_doing(format!("can't commit the disks of {}", self.name))
-        })?;
-        out.facts(&facts, || describe(&facts))
+    pub fn run(&self, out: FactPrinter) -> Result<(), Failure> {
+        let facts = super::request_merge(&self.name, &SupervisorRequest::CommitDisks).map_err(
+            |failure| failure.while_doing(format!("can't commit the disks of {}", self.name)),
+        )?;
+        out.print_facts(&facts, || describe_committed(&facts))
     }
 }
 
-fn describe(facts: &serde_json::Value) -> String {
+fn describe_committed(facts: &serde_json::Value) -> String {
     let line = |disk: &serde_json::Value| {
         let text = |key: &str| disk[key].as_str().unwrap_or("?");
         let layers = disk["layers"].as_u64().unwrap_or(0);

@@ -1,30 +1,31 @@
 //! `firn disk merge`
 
 use clap::Args as ClapArgs;
-use firn_supervisor::{Failure, Request, VmName};
+use firn_supervisor::{Failure, SupervisorRequest, VmName};
 
-use crate::output::Output;
+use crate::output::FactPrinter;
 
-/// Merge the layers of a VM's disks that no image needs, while it runs.
+/// Merge the disk layers of a running VM that no image needs.
 ///
-/// `firn checkpoint --every` does this by itself, and so does a checkpoint of a VM with many layers.
+/// `firn checkpoint --every` does this automatically, and so does a checkpoint of a VM with many
+/// layers.
 ///
 /// Example:
 ///   firn disk merge web
 #[derive(Debug, ClapArgs)]
 #[command(verbatim_doc_comment)]
-pub struct Args {
+pub struct DiskMergeArgs {
     /// The VM.
     name: VmName,
 }
 
-impl Args {
+impl DiskMergeArgs {
     /// Runs the verb.
-    pub fn run(&self, out: Output) -> Result<(), Failure> {
-        let facts = super::merge(&self.name, &Request::MergeDisks).map_err(|failure| {
-            failure.while_doing(format!("can't merge the layers of {}", self.name))
-        })?;
+    pub fn run(&self, out: FactPrinter) -> Result<(), Failure> {
+        let facts = super::request_merge(&self.name, &SupervisorRequest::MergeDisks).map_err(
+            |failure| failure.while_doing(format!("can't merge the layers of {}", self.name)),
+        )?;
         let layers = facts["merged"].as_u64().unwrap_or(0);
-        out.facts(&facts, || format!("{layers} layers are merged\n"))
+        out.print_facts(&facts, || format!("{layers} layers are merged\n"))
     }
 }

@@ -1,40 +1,40 @@
 //! `firn disk`
 
 use clap::{Args as ClapArgs, Subcommand};
-use firn_supervisor::{Failure, Request, VmName, ask};
+use firn_supervisor::{Failure, SupervisorRequest, VmName, send_request};
 
-use crate::bar::Bar;
-use crate::output::Output;
+use crate::bar::TerminalBar;
+use crate::output::FactPrinter;
 
 mod commit;
 mod merge;
 
 /// Merge the layers of a VM's disks.
 #[derive(Debug, ClapArgs)]
-pub struct Args {
+pub struct DiskCommandArgs {
     #[command(subcommand)]
-    verb: Verb,
+    verb: DiskCommand,
 }
 
 #[derive(Debug, Subcommand)]
-enum Verb {
-    Commit(commit::Args),
-    Merge(merge::Args),
+enum DiskCommand {
+    Commit(commit::DiskCommitArgs),
+    Merge(merge::DiskMergeArgs),
 }
 
-impl Args {
+impl DiskCommandArgs {
     /// Runs the verb.
-    pub fn run(&self, out: Output) -> Result<(), Failure> {
+    pub fn run(&self, out: FactPrinter) -> Result<(), Failure> {
         match &self.verb {
-            Verb::Commit(args) => args.run(out),
-            Verb::Merge(args) => args.run(out),
+            DiskCommand::Commit(args) => args.run(out),
+            DiskCommand::Merge(args) => args.run(out),
         }
     }
 }
 
-/// Asks a VM's supervisor for a merge, showing progress.
-fn merge(name: &VmName, request: &Request) -> Result<serde_json::Value, Failure> {
+/// Requests a merge from a VM's supervisor, and shows its progress.
+fn request_merge(name: &VmName, request: &SupervisorRequest) -> Result<serde_json::Value, Failure> {
     let base = crate::hidden::runtime_dir()?;
-    let mut bar = Bar::new();
-    ask(&base, name, request, &mut |progress| bar.show(progress))
+    let mut bar = TerminalBar::new();
+    send_request(&base, name, request, &mut |progress| bar.show_progress(progress))
 }

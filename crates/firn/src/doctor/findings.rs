@@ -1,119 +1,128 @@
-//! What it means for Firn that a host has, or lacks, something. Pure.
+//! The consequences for Firn of a host's facts. Pure.
 
 use firn_memory::UserfaultfdAccess;
 use serde::Serialize;
 
-use super::facts::{Facts, Userfaultfd};
+use super::facts::{HostFacts, UserfaultfdFacts};
 use super::kernel_boot::KernelBoot;
-use super::kvm::Kvm;
+use super::kvm::KvmState;
 
-/// How good something is.
+/// The grade of a finding.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize)]
 #[serde(rename_all = "kebab-case")]
-pub enum Grade {
-    /// As it should be.
+pub enum FindingGrade {
+    /// As Firn needs it.
     Good,
-    /// Something is slower, or does not work in some cases.
+    /// Firn is slower, or does not work in some cases.
     Lesser,
-    /// Firn can't do without.
+    /// Firn does not work without it.
     Missing,
 }
 
-/// One thing that was looked at.
+/// The result of one check.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize)]
-pub struct Finding {
-    /// What.
+pub struct HostFinding {
+    /// The subject of the check.
     pub what: &'static str,
-    /// How good it is.
-    pub grade: Grade,
-    /// What there is.
+    /// Its grade.
+    pub grade: FindingGrade,
+    /// The state that was found.
     pub found: String,
-    /// What follows; empty if nothing.
+    /// The consequence; empty if there is none.
     pub consequence: String,
 }
 
-/// Linux with everything that Firn can't do without.
+/// The first Linux with everything that Firn needs.
 const KERNEL_MIN: (u32, u32) = (6, 1);
 
-/// Linux with everything that makes it faster.
+/// The first Linux with everything that makes Firn faster.
 const KERNEL_BEST: (u32, u32) = (6, 7);
 
-/// QEMU that Firn is tested with; older ones may do.
+/// The first QEMU that Firn is tested with; older ones may work.
 const QEMU_MIN: (u32, u32) = (7, 2);
 
 /// Judges a host.
-pub fn judge(facts: &Facts) -> Vec<Finding> {
+pub fn judge_host(facts: &HostFacts) -> Vec<HostFinding> {
     vec![
-        kernel(facts),
-        userfaultfd(facts),
-        pagemap_scan(facts),
-        ptrace(facts),
-        kernel_faults(facts),
-        shared_memory(facts),
-        qemu(facts),
-        kvm(facts),
-        setsid(facts),
-        runtime_dir(facts),
+        judge_kernel(facts),
+        judge_userfaultfd(facts),
+        judge_pagemap_scan(facts),
+        judge_ptrace(facts),
+        judge_kernel_faults(facts),
+        judge_shared_memory(facts),
+        judge_qemu(facts),
+        judge_kvm(facts),
+        judge_setsid(facts),
+        judge_runtime_dir(facts),
     ]
 }
 
-fn finding(
+fn new_finding(
     what: &'static str,
-    grade: Grade,
+    grade: FindingGrade,
     found: impl Into<String>,
     consequence: &str,
-) -> Finding {
-    Finding { what, grade, found: found.into(), consequence: consequence.to_owned() }
+) -> HostFinding {
+    HostFinding { what, grade, found: found.into(), consequence: consequence.to_owned() }
 }
 
-/// The first two numbers in a text, such as those of `6.1.0-28-amd64` or `QEMU emulator version 7.2.22`.
-fn version(text: &str) -> Option<(u32, u32)> {
+/// The first two numbers in a text, such as those of `6.1.0-28-amd64` or `QEMU emulator version
+/// 7.2.22`.
+fn parse_version(text: &str) -> Option<(u32, u32)> {
     let start = text.find(|c: char| c.is_ascii_digit())?;
     let mut numbers = text[start..].split(|c: char| !c.is_ascii_digit());
     Some((numbers.next()?.parse().ok()?, numbers.next()?.parse().ok()?))
 }
 
-fn kernel(facts: &Facts) -> Finding {
+fn judge_kernel(facts: &HostFacts) -> HostFinding {
     let found = format!("Linux {}", facts.kernel);
-    let (grade, consequence) = match version(&facts.kernel) {
-        Some(version) if version >= KERNEL_BEST => (Grade::Good, ""),
+    let (grade, consequence) = match parse_version(&facts.kernel) {
+        Some(version) if version >= KERNEL_BEST => (FindingGrade::Good, ""),
         Some(version) if version >= KERNEL_MIN => (
-            Grade::Lesser,
-            "before 6.7 write-protection costs a fault per page: saves slow the guest more",
+            FindingGrade::Lesser,
+            "before 6.7 write protection costs a fault per page: saves slow the guest more",
         ),
-        _ => (Grade::Missing, "Linux 6.1 or newer is needed"),
+        _ => (FindingGrade::Missing, "Linux 6.1 or newer is needed"),
     };
-    finding("kernel", grade, found, consequence)
+    new_finding("kernel", grade, found, consequence)
 }
 
-fn userfaultfd(facts: &Facts) -> Finding {
+fn judge_userfaultfd(facts: &HostFacts) -> HostFinding {
     match &facts.userfaultfd {
-        Ok(Userfaultfd { resume_protected: true, .. }) => {
-            finding("userfaultfd", Grade::Good, "missing, minor and write-protect faults", "")
-        }
+        Ok(UserfaultfdFacts { resume_protected: true, .. }) => new_finding(
+            "userfaultfd",
+            FindingGrade::Good,
+            "missing, minor and write-protect faults",
+            "",
+        ),
         Ok(_) => {
             let less =
                 "a page can't be mapped write-protected: some pages fault twice during a save";
-            finding("userfaultfd", Grade::Lesser, "missing, minor and write-protect faults", less)
+            new_finding(
+                "userfaultfd",
+                FindingGrade::Lesser,
+                "missing, minor and write-protect faults",
+                less,
+            )
         }
         Err(why) => {
-            let none = "VMs can be neither saved while they run nor restored lazily";
-            finding("userfaultfd", Grade::Missing, why.clone(), none)
+            let none = "running VMs cannot be saved, and VMs cannot be restored lazily";
+            new_finding("userfaultfd", FindingGrade::Missing, why.clone(), none)
         }
     }
 }
 
-fn pagemap_scan(facts: &Facts) -> Finding {
-    match matches!(facts.userfaultfd, Ok(Userfaultfd { write_protect_async: true, .. })) {
-        true => finding("PAGEMAP_SCAN", Grade::Good, "there", ""),
+fn judge_pagemap_scan(facts: &HostFacts) -> HostFinding {
+    match matches!(facts.userfaultfd, Ok(UserfaultfdFacts { write_protect_async: true, .. })) {
+        true => new_finding("PAGEMAP_SCAN", FindingGrade::Good, "available", ""),
         false => {
-            let slower = "written pages are found by their faults: the guest is slowed more while a save begins";
-            finding("PAGEMAP_SCAN", Grade::Lesser, "not in this kernel", slower)
+            let slower = "written pages are found by their faults: the beginning of a save slows the guest more";
+            new_finding("PAGEMAP_SCAN", FindingGrade::Lesser, "not in this kernel", slower)
         }
     }
 }
 
-fn ptrace(facts: &Facts) -> Finding {
+fn judge_ptrace(facts: &HostFacts) -> HostFinding {
     let scope = facts.ptrace_scope;
     let found = match (facts.cap_sys_ptrace, scope) {
         (true, _) => "CAP_SYS_PTRACE".to_owned(),
@@ -124,88 +133,109 @@ fn ptrace(facts: &Facts) -> Finding {
         (true, Some(3)) | (false, Some(2 | 3)) => {
             let none =
                 "Firn can attach to no VM; set kernel.yama.ptrace_scope to 0, or run it as root";
-            finding("ptrace", Grade::Missing, found, none)
+            new_finding("ptrace", FindingGrade::Missing, found, none)
         }
-        (true, _) | (false, None | Some(0)) => finding("ptrace", Grade::Good, found, ""),
+        (true, _) | (false, None | Some(0)) => new_finding("ptrace", FindingGrade::Good, found, ""),
         (false, Some(_)) => {
             let less = "only VMs that `firn run` started can be saved, and only until their supervisor dies; set \
                         kernel.yama.ptrace_scope to 0, or run Firn as root";
-            finding("ptrace", Grade::Lesser, found, less)
+            new_finding("ptrace", FindingGrade::Lesser, found, less)
         }
     }
 }
 
-/// Faults taken inside the kernel, such as by `read(2)` into guest memory, must reach Firn as well.
-fn kernel_faults(facts: &Facts) -> Finding {
+/// Faults that happen inside the kernel, such as by `read(2)` into guest memory, must reach Firn as
+/// well.
+fn judge_kernel_faults(facts: &HostFacts) -> HostFinding {
     const WHAT: &str = "faults in the kernel";
     match &facts.kernel_faults {
-        Ok(UserfaultfdAccess::SystemCall) => finding(WHAT, Grade::Good, "userfaultfd(2)", ""),
-        Ok(UserfaultfdAccess::Device) => finding(WHAT, Grade::Good, "/dev/userfaultfd", ""),
+        Ok(UserfaultfdAccess::SystemCall) => {
+            new_finding(WHAT, FindingGrade::Good, "userfaultfd(2)", "")
+        }
+        Ok(UserfaultfdAccess::Device) => {
+            new_finding(WHAT, FindingGrade::Good, "/dev/userfaultfd", "")
+        }
         Err(why) => {
             let found =
                 format!("this user may use neither userfaultfd(2) nor /dev/userfaultfd ({why})");
             let none = "VMs can be saved by --strategy stop and restored by --mode eager only; install \
                         packaging/udev/70-firn-userfaultfd.rules and join the group kvm, or set sysctl \
                         vm.unprivileged_userfaultfd=1";
-            finding(WHAT, Grade::Missing, found, none)
+            new_finding(WHAT, FindingGrade::Missing, found, none)
         }
     }
 }
 
-fn shared_memory(facts: &Facts) -> Finding {
+fn judge_shared_memory(facts: &HostFacts) -> HostFinding {
     match facts.shm {
-        true => finding("/dev/shm", Grade::Good, "writable", ""),
+        true => new_finding("/dev/shm", FindingGrade::Good, "writable", ""),
         false => {
-            let less = "VMs that `firn run` starts need none; one to attach to may";
-            finding("/dev/shm", Grade::Lesser, "not there, or not writable", less)
+            let less = "VMs that `firn run` starts do not need it; a VM to attach to may";
+            new_finding("/dev/shm", FindingGrade::Lesser, "missing, or not writable", less)
         }
     }
 }
 
-fn qemu(facts: &Facts) -> Finding {
+fn judge_qemu(facts: &HostFacts) -> HostFinding {
     match &facts.qemu {
-        Err(why) => {
-            finding("QEMU", Grade::Missing, why.clone(), "there is nothing to run VMs with")
+        Err(why) => new_finding(
+            "QEMU",
+            FindingGrade::Missing,
+            why.clone(),
+            "there is no program to run VMs",
+        ),
+        Ok(line) if parse_version(line).is_some_and(|version| version >= QEMU_MIN) => {
+            new_finding("QEMU", FindingGrade::Good, line.clone(), "")
         }
-        Ok(line) if version(line).is_some_and(|version| version >= QEMU_MIN) => {
-            finding("QEMU", Grade::Good, line.clone(), "")
-        }
-        Ok(line) => {
-            finding("QEMU", Grade::Lesser, line.clone(), "Firn is made for QEMU 7.2 and newer")
-        }
+        Ok(line) => new_finding(
+            "QEMU",
+            FindingGrade::Lesser,
+            line.clone(),
+            "Firn is made for QEMU 7.2 and newer",
+        ),
     }
 }
 
-fn kvm(facts: &Facts) -> Finding {
+fn judge_kvm(facts: &HostFacts) -> HostFinding {
     match &facts.kvm {
-        Kvm::RunsFirmware(boot) => kernel_boot(boot),
-        Kvm::NoDevice => {
-            finding("KVM", Grade::Lesser, "no /dev/kvm", "guests run under TCG, far slower")
+        KvmState::RunsFirmware(boot) => judge_kernel_boot(boot),
+        KvmState::NoDevice => new_finding(
+            "KVM",
+            FindingGrade::Lesser,
+            "no /dev/kvm",
+            "guests run under TCG, much slower",
+        ),
+        KvmState::Fails(why) => {
+            let found = format!("/dev/kvm exists but runs no guest ({why})");
+            new_finding(
+                "KVM",
+                FindingGrade::Lesser,
+                found,
+                "use -accel tcg; guests run much slower",
+            )
         }
-        Kvm::Fails(why) => {
-            let found = format!("/dev/kvm is there but runs no guest ({why})");
-            finding("KVM", Grade::Lesser, found, "use -accel tcg; guests run far slower")
+        KvmState::Unknown(why) => {
+            new_finding("KVM", FindingGrade::Lesser, format!("not tried: {why}"), "")
         }
-        Kvm::Unknown(why) => finding("KVM", Grade::Lesser, format!("not tried: {why}"), ""),
     }
 }
 
-fn kernel_boot(boot: &KernelBoot) -> Finding {
+fn judge_kernel_boot(boot: &KernelBoot) -> HostFinding {
     match boot {
         KernelBoot::Boots(kernel) => {
-            finding("KVM", Grade::Good, format!("boots {}", kernel.display()), "")
+            new_finding("KVM", FindingGrade::Good, format!("boots {}", kernel.display()), "")
         }
         KernelBoot::Fails(kernel) => {
             let found =
-                format!("runs firmware, but does not boot {}, as TCG does", kernel.display());
+                format!("runs firmware, but does not boot {}, which TCG does", kernel.display());
             let less = "use -accel tcg; a VM with KVM would be shown as running, its console dead";
-            finding("KVM", Grade::Lesser, found, less)
+            new_finding("KVM", FindingGrade::Lesser, found, less)
         }
         KernelBoot::NotChecked(why) => {
             let found = format!("runs firmware; a kernel was not checked: {why}");
-            finding(
+            new_finding(
                 "KVM",
-                Grade::Lesser,
+                FindingGrade::Lesser,
                 found,
                 "name one that can be read: firn doctor --kernel FILE",
             )
@@ -213,21 +243,24 @@ fn kernel_boot(boot: &KernelBoot) -> Finding {
     }
 }
 
-fn setsid(facts: &Facts) -> Finding {
+fn judge_setsid(facts: &HostFacts) -> HostFinding {
     match facts.setsid {
-        true => finding("setsid", Grade::Good, "installed", ""),
-        false => {
-            finding("setsid", Grade::Missing, "not installed", "VMs can't be started (util-linux)")
-        }
+        true => new_finding("setsid", FindingGrade::Good, "installed", ""),
+        false => new_finding(
+            "setsid",
+            FindingGrade::Missing,
+            "not installed",
+            "VMs can't be started (util-linux)",
+        ),
     }
 }
 
-fn runtime_dir(facts: &Facts) -> Finding {
+fn judge_runtime_dir(facts: &HostFacts) -> HostFinding {
     match &facts.runtime_dir {
-        Ok(path) => finding("runtime directory", Grade::Good, path.clone(), ""),
+        Ok(path) => new_finding("runtime directory", FindingGrade::Good, path.clone(), ""),
         Err(why) => {
             let none = "set FIRN_RUNTIME_DIR to a directory of your own";
-            finding("runtime directory", Grade::Missing, why.clone(), none)
+            new_finding("runtime directory", FindingGrade::Missing, why.clone(), none)
         }
     }
 }
@@ -236,54 +269,55 @@ fn runtime_dir(facts: &Facts) -> Finding {
 mod tests {
     use super::*;
 
-    fn good() -> Facts {
-        Facts {
+    fn good() -> HostFacts {
+        HostFacts {
             kernel: "6.12.9-amd64".into(),
-            userfaultfd: Ok(Userfaultfd { resume_protected: true, write_protect_async: true }),
+            userfaultfd: Ok(UserfaultfdFacts { resume_protected: true, write_protect_async: true }),
             cap_sys_ptrace: true,
             ptrace_scope: Some(1),
             kernel_faults: Ok(UserfaultfdAccess::SystemCall),
             shm: true,
             setsid: true,
             qemu: Ok("QEMU emulator version 10.0.2 (Debian 1:10.0.2)".into()),
-            kvm: Kvm::RunsFirmware(KernelBoot::Boots("/boot/vmlinuz".into())),
+            kvm: KvmState::RunsFirmware(KernelBoot::Boots("/boot/vmlinuz".into())),
             runtime_dir: Ok("/run/firn".into()),
         }
     }
 
-    fn grade(facts: &Facts, what: &str) -> Grade {
-        judge(facts).into_iter().find(|finding| finding.what == what).unwrap().grade
+    fn grade(facts: &HostFacts, what: &str) -> FindingGrade {
+        judge_host(facts).into_iter().find(|finding| finding.what == what).unwrap().grade
     }
 
     #[test]
     fn a_good_host_lacks_nothing() {
-        assert!(judge(&good()).iter().all(|finding| finding.grade == Grade::Good));
+        assert!(judge_host(&good()).iter().all(|finding| finding.grade == FindingGrade::Good));
     }
 
     #[test]
     fn kernels_are_told_apart() {
-        let kernel = |release: &str| grade(&Facts { kernel: release.into(), ..good() }, "kernel");
-        assert_eq!(kernel("6.1.0-28-amd64"), Grade::Lesser);
-        assert_eq!(kernel("6.7.0"), Grade::Good);
-        assert_eq!(kernel("5.10.0"), Grade::Missing);
-        assert_eq!(kernel(""), Grade::Missing);
+        let kernel =
+            |release: &str| grade(&HostFacts { kernel: release.into(), ..good() }, "kernel");
+        assert_eq!(kernel("6.1.0-28-amd64"), FindingGrade::Lesser);
+        assert_eq!(kernel("6.7.0"), FindingGrade::Good);
+        assert_eq!(kernel("5.10.0"), FindingGrade::Missing);
+        assert_eq!(kernel(""), FindingGrade::Missing);
     }
 
     #[test]
     fn an_ordinary_user_depends_on_settings() {
-        let user = |scope, kernel_faults| Facts {
+        let user = |scope, kernel_faults| HostFacts {
             cap_sys_ptrace: false,
             ptrace_scope: scope,
             kernel_faults,
             ..good()
         };
         let device = || Ok(UserfaultfdAccess::Device);
-        assert_eq!(grade(&user(Some(0), device()), "ptrace"), Grade::Good);
-        assert_eq!(grade(&user(Some(1), device()), "ptrace"), Grade::Lesser);
-        assert_eq!(grade(&user(Some(2), device()), "ptrace"), Grade::Missing);
-        assert_eq!(grade(&user(None, device()), "faults in the kernel"), Grade::Good);
+        assert_eq!(grade(&user(Some(0), device()), "ptrace"), FindingGrade::Good);
+        assert_eq!(grade(&user(Some(1), device()), "ptrace"), FindingGrade::Lesser);
+        assert_eq!(grade(&user(Some(2), device()), "ptrace"), FindingGrade::Missing);
+        assert_eq!(grade(&user(None, device()), "faults in the kernel"), FindingGrade::Good);
         let none = Err("Permission denied".to_owned());
-        assert_eq!(grade(&user(None, none), "faults in the kernel"), Grade::Missing);
+        assert_eq!(grade(&user(None, none), "faults in the kernel"), FindingGrade::Missing);
     }
 
     #[test]
@@ -291,14 +325,14 @@ mod tests {
         for boot in
             [KernelBoot::Fails("/boot/vmlinuz".into()), KernelBoot::NotChecked("none".into())]
         {
-            let facts = Facts { kvm: Kvm::RunsFirmware(boot), ..good() };
-            assert_eq!(grade(&facts, "KVM"), Grade::Lesser);
+            let facts = HostFacts { kvm: KvmState::RunsFirmware(boot), ..good() };
+            assert_eq!(grade(&facts, "KVM"), FindingGrade::Lesser);
         }
     }
 
     #[test]
     fn what_is_not_good_says_what_follows() {
-        let bad = Facts {
+        let bad = HostFacts {
             kernel: "4.19".into(),
             userfaultfd: Err("no".into()),
             kernel_faults: Err("no".into()),
@@ -307,11 +341,11 @@ mod tests {
             shm: false,
             setsid: false,
             qemu: Err("none".into()),
-            kvm: Kvm::NoDevice,
+            kvm: KvmState::NoDevice,
             runtime_dir: Err("none".into()),
         };
-        for finding in judge(&bad) {
-            assert_ne!(finding.grade, Grade::Good, "{finding:?}");
+        for finding in judge_host(&bad) {
+            assert_ne!(finding.grade, FindingGrade::Good, "{finding:?}");
             assert!(!finding.consequence.is_empty(), "{finding:?}");
         }
     }

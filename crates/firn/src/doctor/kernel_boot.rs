@@ -1,8 +1,9 @@
-//! Whether KVM boots a kernel: the host's own, until it writes its first line.
+//! A check whether KVM boots a kernel: the host's own, until it writes its first line.
 //!
-//! A kernel needs more of KVM than the smallest firmware does, and there are hosts where only the latter runs. The kernel's first
-//! line goes to a serial console (`earlyprintk`). The code before it, which runs in 16-bit mode, may write there too, so the line is
-//! checked. A kernel that writes no line under TCG either has no such console, and proves nothing.
+//! A kernel needs more of KVM than the smallest firmware does, and on some hosts only the firmware
+//! runs. The kernel's first line goes to a serial console (`earlyprintk`). The code before it,
+//! which runs in 16-bit mode, may write there too, so the content of the line is checked. A kernel
+//! that writes no line under TCG either has no such console, and proves nothing.
 
 use std::fs::{self, File};
 use std::io::{self, Read};
@@ -14,38 +15,38 @@ use std::time::{Duration, Instant};
 /// The beginning of a kernel's first line.
 const FIRST_LINE: &str = "Linux version";
 
-/// What makes a kernel write it at once.
+/// The options that make a kernel write it at once.
 const APPEND: &str = "console=ttyS0 earlyprintk=serial,ttyS0,115200 panic=-1";
 
-/// How long a kernel may take under KVM. It takes less than a second.
+/// The time that a kernel may take under KVM. It takes less than a second.
 const KVM_WAIT: Duration = Duration::from_secs(10);
 
-/// How long it may take under TCG, on a busy host.
+/// The time that it may take under TCG, on a busy host.
 const TCG_WAIT: Duration = Duration::from_secs(60);
 
 /// The result of booting a kernel under KVM.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum KernelBoot {
-    /// It writes its first line.
+    /// The kernel writes its first line.
     Boots(PathBuf),
-    /// It does under TCG only.
+    /// It does so under TCG only.
     Fails(PathBuf),
-    /// That could not be found out.
+    /// The check was not possible, for this reason.
     NotChecked(String),
 }
 
 /// Boots `kernel`, or the host's own.
-pub fn probe(qemu: &str, kernel: Option<&Path>) -> KernelBoot {
+pub fn probe_boot(qemu: &str, kernel: Option<&Path>) -> KernelBoot {
     let Some(kernel) = kernel.map(Path::to_owned).or_else(host_kernel) else {
         return KernelBoot::NotChecked("no kernel in /boot can be read".to_owned());
     };
-    match boot(qemu, &kernel) {
+    match boot_kernel(qemu, &kernel) {
         Ok(boot) => boot,
         Err(error) => KernelBoot::NotChecked(format!("{}: {error}", kernel.display())),
     }
 }
 
-fn boot(qemu: &str, kernel: &Path) -> io::Result<KernelBoot> {
+fn boot_kernel(qemu: &str, kernel: &Path) -> io::Result<KernelBoot> {
     if writes_first_line(qemu, "kvm", kernel, KVM_WAIT)? {
         return Ok(KernelBoot::Boots(kernel.to_owned()));
     }
@@ -56,7 +57,7 @@ fn boot(qemu: &str, kernel: &Path) -> io::Result<KernelBoot> {
     Ok(KernelBoot::NotChecked(text))
 }
 
-/// The kernel that runs, or any other of this host that can be read.
+/// The running kernel, or any other of this host that can be read.
 fn host_kernel() -> Option<PathBuf> {
     let release = fs::read_to_string("/proc/sys/kernel/osrelease").unwrap_or_default();
     let release = release.trim();
@@ -77,24 +78,24 @@ fn writes_first_line(qemu: &str, accel: &str, kernel: &Path, wait: Duration) -> 
     command.args(["-display", "none", "-no-reboot", "-serial", "stdio", "-append", APPEND]);
     command.arg("-kernel").arg(kernel);
     command.stdin(Stdio::null()).stdout(Stdio::piped()).stderr(Stdio::null());
-    let mut child = Killed(command.spawn()?);
-    let output = child.0.stdout.take().map(forward);
+    let mut child = KilledOnDrop(command.spawn()?);
+    let output = child.0.stdout.take().map(forward_output);
     Ok(output.is_some_and(|output| has_first_line(&output, wait)))
 }
 
-/// A process that is killed when this is dropped.
-struct Killed(Child);
+/// A process that is killed on drop.
+struct KilledOnDrop(Child);
 
-impl Drop for Killed {
+impl Drop for KilledOnDrop {
     fn drop(&mut self) {
-        // One that has ended by itself needs no more than the second.
+        // A process that has ended by itself needs only the wait.
         let _ = self.0.kill();
         let _ = self.0.wait();
     }
 }
 
-/// Reads in a thread of its own, which ends with the output.
-fn forward(mut output: ChildStdout) -> Receiver<Vec<u8>> {
+/// Reads the output in a thread of its own, which ends with the output.
+fn forward_output(mut output: ChildStdout) -> Receiver<Vec<u8>> {
     let (sender, receiver) = channel();
     std::thread::spawn(move || {
         let mut buffer = [0; 1024];
@@ -139,7 +140,7 @@ mod tests {
 
     #[test]
     fn a_kernel_that_is_not_there_is_not_checked() {
-        let boot = probe("qemu-system-x86_64", Some(Path::new("/no/such/kernel")));
+        let boot = probe_boot("qemu-system-x86_64", Some(Path::new("/no/such/kernel")));
         assert!(matches!(boot, KernelBoot::NotChecked(_)), "{boot:?}");
     }
 }

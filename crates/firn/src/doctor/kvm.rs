@@ -1,9 +1,10 @@
-//! Whether KVM runs a guest: found out by running two.
+//! A check whether KVM runs a guest, by running two.
 //!
-//! There are hosts where `/dev/kvm` exists, opens, and even runs sixteen-bit code, but no ordinary guest; and hosts where a small
-//! guest runs, but no kernel. A kernel comes second ([`kernel_boot`]). First the
-//! smallest guest is tried that does what ordinary ones need: a firmware of 64 KiB that goes from reset to 64-bit mode with
-//! paging, works for a moment, and writes to a debug port, which ends QEMU with an exit code that nothing else gives.
+//! On some hosts `/dev/kvm` exists, opens, and even runs 16-bit code, but no ordinary guest; on
+//! others a small guest runs, but no kernel. The check of a kernel comes second ([`kernel_boot`]).
+//! First Firn tries the smallest guest that does what ordinary ones need: a firmware of 64 KiB that
+//! switches from reset to 64-bit mode with paging, works for a moment, and writes to a debug port,
+//! which ends QEMU with an exit code that it has in no other case.
 //!
 //! ```text
 //!   0x1000, 0x2000, 0x3000   page tables: the first 2 MiB, one to one
@@ -19,14 +20,14 @@ use std::path::Path;
 use std::process::{Command, Stdio};
 use std::time::Duration;
 
-use firn_supervisor::{Exit, ProcessIdentity};
+use firn_supervisor::{ProcessExit, ProcessIdentity};
 use tempfile::NamedTempFile;
 
 use super::kernel_boot::{self, KernelBoot};
 
 const FIRMWARE_BYTES: usize = 64 << 10;
 
-/// Where the firmware is in the guest.
+/// The address of the firmware in the guest.
 const FIRMWARE_AT: u64 = 0xf_0000;
 
 /// In Intel's notation; the far jump changes from 16-bit to 64-bit code.
@@ -47,63 +48,65 @@ const CODE: &[u8] = &[
     0xf4, // hlt
 ];
 
-/// The debug port makes 2n + 1 of what is written to it.
+/// The debug port ends QEMU with exit code 2n + 1 for a written n.
 const EXIT_CODE: i32 = 2 * 0x2a + 1;
 
-/// How long the guest may take. It takes some 100 ms, most of them QEMU's own start.
+/// The time that the guest may take. It takes some 100 ms, most of it for QEMU's own start.
 const WAIT: Duration = Duration::from_secs(4);
 
 /// Whether KVM can be used.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub enum Kvm {
-    /// It runs firmware; whether it boots a kernel, the second says.
+pub enum KvmState {
+    /// It runs firmware; the value holds whether it boots a kernel.
     RunsFirmware(KernelBoot),
-    /// There is none.
+    /// There is no `/dev/kvm`.
     NoDevice,
-    /// There is one, but the guest did not run.
+    /// There is one, but the guest did not run, for this reason.
     Fails(String),
-    /// It could not be tried.
+    /// It could not be tried, for this reason.
     Unknown(String),
 }
 
-/// Tries, with this kernel or the host's own.
-pub fn probe(qemu: &str, kernel: Option<&Path>) -> Kvm {
+/// Tries KVM, with this kernel or the host's own.
+pub fn probe_kvm(qemu: &str, kernel: Option<&Path>) -> KvmState {
     if !Path::new("/dev/kvm").exists() {
-        return Kvm::NoDevice;
+        return KvmState::NoDevice;
     }
-    match run(qemu, "kvm") {
-        Ok(None) => Kvm::RunsFirmware(kernel_boot::probe(qemu, kernel)),
-        Ok(Some(why)) => Kvm::Fails(why),
-        Err(error) => Kvm::Unknown(format!("{qemu}: {error}")),
+    match run_firmware(qemu, "kvm") {
+        Ok(None) => KvmState::RunsFirmware(kernel_boot::probe_boot(qemu, kernel)),
+        Ok(Some(why)) => KvmState::Fails(why),
+        Err(error) => KvmState::Unknown(format!("{qemu}: {error}")),
     }
 }
 
-/// Runs the guest; says why it did not run, if so.
-fn run(qemu: &str, accel: &str) -> io::Result<Option<String>> {
+/// Runs the guest; returns the reason if it did not run.
+fn run_firmware(qemu: &str, accel: &str) -> io::Result<Option<String>> {
     let mut firmware = NamedTempFile::new()?;
-    firmware.write_all(&image())?;
+    firmware.write_all(&firmware_image())?;
     let mut command = Command::new(qemu);
     command.args(["-accel", accel, "-M", "pc", "-m", "16", "-nodefaults", "-no-user-config"]);
     command.args(["-display", "none", "-device", "isa-debug-exit,iobase=0xf4,iosize=4", "-bios"]);
     command.arg(firmware.path()).stdin(Stdio::null()).stdout(Stdio::null()).stderr(Stdio::piped());
     let mut child = command.spawn()?;
-    let Some(handle) = ProcessIdentity::of(child.id() as i32)?.open()? else {
+    let Some(handle) = ProcessIdentity::from_pid(child.id() as i32)?.open_handle()? else {
         return Ok(Some("QEMU ended at once".to_owned()));
     };
     if !handle.wait_gone(WAIT)? {
         child.kill()?;
         child.wait()?;
-        return Ok(Some(format!("no sign of life within {} s", WAIT.as_secs())));
+        return Ok(Some(format!("no reaction within {} s", WAIT.as_secs())));
     }
     let output = child.wait_with_output()?;
     match output.status.code() {
         Some(EXIT_CODE) => Ok(None),
-        Some(code) => Ok(Some(last_line(&output.stderr).unwrap_or(Exit::Code(code).to_string()))),
+        Some(code) => {
+            Ok(Some(last_line(&output.stderr).unwrap_or(ProcessExit::Code(code).to_string())))
+        }
         None => Ok(Some(last_line(&output.stderr).unwrap_or("QEMU was killed".to_owned()))),
     }
 }
 
-fn image() -> Vec<u8> {
+fn firmware_image() -> Vec<u8> {
     const PRESENT_WRITABLE_ACCESSED: u64 = 0x23;
     const PRESENT_WRITABLE_ACCESSED_DIRTY_LARGE: u64 = 0xe3;
     const CODE_64: u64 = 0x0020_9b00_0000_0000;
@@ -133,7 +136,7 @@ mod tests {
 
     #[test]
     fn the_smallest_guest_runs_without_kvm() {
-        match run("qemu-system-x86_64", "tcg") {
+        match run_firmware("qemu-system-x86_64", "tcg") {
             Ok(why) => assert_eq!(why, None),
             Err(error) => eprintln!("skipped: no QEMU here ({error})"),
         }
@@ -141,6 +144,6 @@ mod tests {
 
     #[test]
     fn a_qemu_that_is_not_there_is_not_the_same_as_no_kvm() {
-        assert!(run("no-such-qemu", "kvm").is_err());
+        assert!(run_firmware("no-such-qemu", "kvm").is_err());
     }
 }

@@ -4,64 +4,64 @@ use std::fmt::Write;
 use std::path::PathBuf;
 
 use clap::Args as ClapArgs;
-use firn_image::Mismatch;
+use firn_image::PageMismatch;
 use firn_supervisor::Failure;
 use firn_types::BlockSize;
 use serde_json::json;
 
-use crate::output::{Output, check_input};
+use crate::output::{FactPrinter, check_input};
 
-/// Differences that are printed; the rest is counted.
+/// The maximum number of differences that are printed; the others are counted.
 const SHOWN_MAX: usize = 20;
 
 /// Compare an image's memory with a flat copy of it.
 ///
-/// The copy is a file with all RAM regions one after another, each beginning at a multiple of 64 KiB. Exits with code
-/// 6 if a page differs.
+/// The copy is a file with all RAM regions one after another, each beginning at a multiple of 64
+/// KiB. Exits with code 6 if a page differs.
 ///
 /// Example:
 ///   firn image compare web.firn web.ram
 #[derive(Debug, ClapArgs)]
 #[command(verbatim_doc_comment)]
-pub struct Args {
+pub struct ImageCompareArgs {
     /// The image.
     image: PathBuf,
     /// The flat copy.
     reference: PathBuf,
 }
 
-impl Args {
+impl ImageCompareArgs {
     /// Runs the verb.
-    pub fn run(&self, out: Output) -> Result<(), Failure> {
-        let image = super::open(&self.image)?;
+    pub fn run(&self, out: FactPrinter) -> Result<(), Failure> {
+        let image = super::open_image(&self.image)?;
         check_input(&self.reference)?;
-        let differing = firn_image::compare(&image, &self.reference)
-            .map_err(|error| super::failure(&error).while_doing("comparing"))?;
+        let differing = firn_image::compare_with_reference(&image, &self.reference)
+            .map_err(|error| super::to_failure(&error).while_doing("comparing"))?;
         let pages = image.geometry().total_pages;
         let facts = json!({
             "image": self.image.to_string_lossy(),
             "reference": self.reference.to_string_lossy(),
             "pages": pages,
             "differing_pages": differing.len(),
-            "differing_blocks": blocks(&differing, image.geometry().block_size),
-            "first": differing.iter().take(SHOWN_MAX).map(facts).collect::<Vec<_>>(),
+            "differing_blocks": count_blocks(&differing, image.geometry().block_size),
+            "first": differing.iter().take(SHOWN_MAX).map(mismatch_facts).collect::<Vec<_>>(),
         });
-        out.facts(&facts, || describe(&differing, pages))?;
+        out.print_facts(&facts, || describe_mismatches(&differing, pages))?;
         match differing.len() {
             0 => Ok(()),
-            count => Err(super::damaged(format!("{count} of {pages} pages differ"))),
+            count => Err(super::damage_failure(format!("{count} of {pages} pages differ"))),
         }
     }
 }
 
-/// Memory blocks that hold these pages, which are in order.
-fn blocks(differing: &[Mismatch], size: BlockSize) -> usize {
+/// The number of memory blocks that hold these pages, which are in order.
+fn count_blocks(differing: &[PageMismatch], size: BlockSize) -> usize {
     let mut blocks: Vec<_> = differing.iter().map(|page| size.block_of(page.page)).collect();
     blocks.dedup();
     blocks.len()
 }
 
-fn facts(page: &Mismatch) -> serde_json::Value {
+fn mismatch_facts(page: &PageMismatch) -> serde_json::Value {
     json!({
         "page": page.page,
         "offset": page.offset,
@@ -72,7 +72,7 @@ fn facts(page: &Mismatch) -> serde_json::Value {
     })
 }
 
-fn describe(differing: &[Mismatch], pages: u32) -> String {
+fn describe_mismatches(differing: &[PageMismatch], pages: u32) -> String {
     let mut text = String::new();
     for page in differing.iter().take(SHOWN_MAX) {
         let _ = writeln!(

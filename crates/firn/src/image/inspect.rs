@@ -5,43 +5,43 @@ use std::path::{Path, PathBuf};
 
 use clap::Args as ClapArgs;
 use firn_image::{AuxInfo, Image};
-use firn_supervisor::{Failure, Meta, disks_now};
-use firn_types::printable;
+use firn_supervisor::{Failure, ImageMeta, resolve_current_disks};
+use firn_types::make_printable;
 use serde_json::json;
 
-use crate::ls::age;
-use crate::output::Output;
+use crate::ls::seconds_since;
+use crate::output::FactPrinter;
 use crate::units;
 
-/// Show what an image holds, without its memory.
+/// Show the contents of an image, without its memory.
 ///
 /// Examples:
 ///   firn image inspect web.firn
 ///   firn image inspect web.firn --json | jq .meta.qemu.args
 #[derive(Debug, ClapArgs)]
 #[command(verbatim_doc_comment)]
-pub struct Args {
+pub struct ImageInspectArgs {
     /// The image.
     image: PathBuf,
 }
 
-impl Args {
+impl ImageInspectArgs {
     /// Runs the verb.
-    pub fn run(&self, out: Output) -> Result<(), Failure> {
-        let image = super::open(&self.image)?;
-        let aux = image.aux_list().map_err(|error| super::failure(&error))?;
-        out.facts(&facts(&image, &aux), || describe(&image))
+    pub fn run(&self, out: FactPrinter) -> Result<(), Failure> {
+        let image = super::open_image(&self.image)?;
+        let aux = image.aux_list().map_err(|error| super::to_failure(&error))?;
+        out.print_facts(&image_facts(&image, &aux), || describe_image(&image))
     }
 }
 
-fn facts(image: &Image, aux: &[AuxInfo]) -> serde_json::Value {
+fn image_facts(image: &Image, aux: &[AuxInfo]) -> serde_json::Value {
     let summary = image.summary();
     let aux = aux.iter();
     let aux: Vec<_> = aux.map(|aux| json!({ "id": aux.id, "bytes": aux.bytes })).collect();
     json!({
         "image": summary.path.to_string_lossy(),
         "organization": image.organization(),
-        "block_pages": summary.geometry.block_size.pages(),
+        "block_pages": summary.geometry.block_size.page_count(),
         "locality_block_bytes": summary.geometry.locality_block_bytes,
         "file_bytes": summary.file_bytes,
         "locality_blocks": summary.locality_blocks,
@@ -50,7 +50,7 @@ fn facts(image: &Image, aux: &[AuxInfo]) -> serde_json::Value {
         "zero_blocks": summary.zero_blocks,
         "untouched_blocks": summary.untouched_blocks,
         "inherited_blocks": summary.inherited_blocks,
-        "parent": image.chain().nth(1).map(Path::to_string_lossy),
+        "parent": image.chain_paths().nth(1).map(Path::to_string_lossy),
         "identity": image.identity(),
         "overhead_bytes": summary.overhead_bytes,
         "device_state_bytes": image.device_state().len(),
@@ -63,53 +63,60 @@ fn facts(image: &Image, aux: &[AuxInfo]) -> serde_json::Value {
     })
 }
 
-/// Where the disks of an image are now, if layers have been merged since.
+/// The current files of an image's disks, if layers have been merged since.
 fn drives_now(image: &Image) -> Vec<PathBuf> {
-    let meta = serde_json::from_value::<Meta>(image.meta().clone()).ok();
-    let now = meta.and_then(|meta| disks_now(meta).ok());
+    let meta = serde_json::from_value::<ImageMeta>(image.meta().clone()).ok();
+    let now = meta.and_then(|meta| resolve_current_disks(meta).ok());
     now.into_iter().flat_map(|meta| meta.drives).map(|drive| drive.file).collect()
 }
 
-fn describe(image: &Image) -> String {
+fn describe_image(image: &Image) -> String {
     let summary = image.summary();
-    let block_bytes = summary.geometry.block_size.bytes() as u64;
-    let blocks = |count: u32| format!("{count} ({})", units::bytes(u64::from(count) * block_bytes));
+    let block_bytes = summary.geometry.block_size.byte_count() as u64;
+    let blocks =
+        |count: u32| format!("{count} ({})", units::format_bytes(u64::from(count) * block_bytes));
     let mut text = String::new();
     let mut line = |key: &str, value: String| {
-        let _ = writeln!(text, "{key:<17}{}", printable(&value));
+        let _ = writeln!(text, "{key:<17}{}", make_printable(&value));
     };
     line("image", summary.path.display().to_string());
-    line("size", units::bytes(summary.file_bytes));
+    line("size", units::format_bytes(summary.file_bytes));
     line("organization", image.organization().to_string());
-    line("memory blocks", format!("of {}", units::bytes(block_bytes)));
+    line("memory blocks", format!("of {}", units::format_bytes(block_bytes)));
     line("  stored", blocks(summary.stored_blocks));
     line("  zero", blocks(summary.zero_blocks));
-    match image.chain().nth(1) {
+    match image.chain_paths().nth(1) {
         Some(parent) => line(
             "  as in parent",
             format!("{}, {}", blocks(summary.inherited_blocks), parent.display()),
         ),
         None => line("  untouched", blocks(summary.untouched_blocks)),
     }
-    let locality = units::bytes(summary.geometry.locality_block_bytes.into());
+    let locality = units::format_bytes(summary.geometry.locality_block_bytes.into());
     line("locality blocks", format!("{} of {locality}", summary.locality_blocks));
     let raw = u64::from(summary.stored_blocks) * block_bytes;
-    line("compressed to", percent(summary.stored_bytes, raw));
+    line("compressed to", format_percent(summary.stored_bytes, raw));
     line("working set", blocks(image.working_set().len() as u32));
-    line("device state", units::bytes(image.device_state().len() as u64));
+    line("device state", units::format_bytes(image.device_state().len() as u64));
     for region in image.regions().regions() {
-        line("RAM", format!("{} {}", region.id, units::bytes(region.bytes())));
+        line("RAM", format!("{} {}", region.id, units::format_bytes(region.byte_len())));
     }
-    match serde_json::from_value::<Meta>(image.meta().clone()) {
-        Ok(meta) => describe_meta(&disks_now(meta.clone()).unwrap_or(meta), &mut line),
-        Err(_) => line("VM", "what the image says of it can't be read by this Firn".into()),
+    match serde_json::from_value::<ImageMeta>(image.meta().clone()) {
+        Ok(meta) => describe_meta(&resolve_current_disks(meta.clone()).unwrap_or(meta), &mut line),
+        Err(_) => line("VM", "this Firn cannot read the metadata of the image".into()),
     }
     text
 }
 
-fn describe_meta(meta: &Meta, line: &mut impl FnMut(&str, String)) {
-    line("VM", format!("{}, {} vCPU, {}", meta.name, meta.vcpus, units::bytes(meta.memory_bytes)));
-    line("saved", format!("{} ago by Firn {}", units::seconds(age(meta.created)), meta.firn));
+fn describe_meta(meta: &ImageMeta, line: &mut impl FnMut(&str, String)) {
+    line(
+        "VM",
+        format!("{}, {} vCPU, {}", meta.name, meta.vcpus, units::format_bytes(meta.memory_bytes)),
+    );
+    line(
+        "saved",
+        format!("{} ago by Firn {}", units::format_seconds(seconds_since(meta.created)), meta.firn),
+    );
     line("QEMU", format!("{}, {}, {}", meta.qemu.version, meta.qemu.accel, meta.machine));
     line("started in", meta.qemu.directory.display().to_string());
     line("as", meta.qemu.user_args.join(" "));
@@ -128,7 +135,7 @@ fn describe_meta(meta: &Meta, line: &mut impl FnMut(&str, String)) {
     }
 }
 
-fn percent(part: u64, whole: u64) -> String {
+fn format_percent(part: u64, whole: u64) -> String {
     match whole {
         0 => "-".to_owned(),
         _ => format!("{:.1} %", part as f64 * 100.0 / whole as f64),

@@ -5,40 +5,43 @@ use std::path::PathBuf;
 use clap::Args as ClapArgs;
 use firn_supervisor::{Failure, note_copy};
 
-use super::rewrite::{Rewriting, describe, facts};
-use crate::output::{Output, check_output};
+use super::rewrite::{RewriteProgress, describe_rewrite, rewrite_facts};
+use crate::output::{FactPrinter, check_output};
 
-/// Make an image whole, so that it needs none of those it builds on.
+/// Merge an image with those it builds on, so that it needs none of them.
 ///
-/// The checkpoint stays the same, and so does its identity: images that build on it go on doing so if it keeps its place.
+/// The checkpoint stays the same, and so does its identity: images that build on it continue to do
+/// so if it stays at its path.
 ///
 /// Examples:
 ///   firn image merge web-20.firn -o web.firn
 ///   firn image merge web-20.firn
 #[derive(Debug, ClapArgs)]
 #[command(verbatim_doc_comment)]
-pub struct Args {
+pub struct ImageMergeArgs {
     /// The image.
     image: PathBuf,
-    /// The image to write; by default it takes the image's own place.
+    /// The image to write; by default the image itself is replaced.
     #[arg(long, short, value_name = "IMAGE")]
     output: Option<PathBuf>,
 }
 
-impl Args {
+impl ImageMergeArgs {
     /// Runs the verb.
-    pub fn run(&self, out: Output) -> Result<(), Failure> {
+    pub fn run(&self, out: FactPrinter) -> Result<(), Failure> {
         self.output.as_deref().map_or(Ok(()), check_output)?;
         let target = self.output.as_ref().unwrap_or(&self.image);
-        let image = super::open(&self.image)?;
+        let image = super::open_image(&self.image)?;
         note_copy(&self.image, target)?;
-        let rewriting = Rewriting::new("merging", &image);
-        let summary = firn_image::merge(&image, target, super::threads(), &|done, total| {
-            rewriting.show(done, total);
-        })
-        .map_err(|error| {
-            super::failure(&error).while_doing(format!("can't merge {}", self.image.display()))
-        })?;
-        out.facts(&facts(&summary, None), || describe(&summary))
+        let rewriting = RewriteProgress::new("merging", &image);
+        let summary =
+            firn_image::merge_chain(&image, target, super::thread_count(), &|done, total| {
+                rewriting.show_progress(done, total);
+            })
+            .map_err(|error| {
+                super::to_failure(&error)
+                    .while_doing(format!("can't merge {}", self.image.display()))
+            })?;
+        out.print_facts(&rewrite_facts(&summary, None), || describe_rewrite(&summary))
     }
 }

@@ -6,7 +6,7 @@ use clap::{Args as ClapArgs, Subcommand};
 use firn_image::{Image, ImageError};
 use firn_supervisor::{Failure, FailureKind};
 
-use crate::output::Output;
+use crate::output::FactPrinter;
 
 mod chain;
 mod compare;
@@ -19,58 +19,58 @@ mod rewrite;
 mod rm;
 mod verify;
 
-/// Look into images, check and rearrange them.
+/// Inspect, check and rewrite images.
 #[derive(Debug, ClapArgs)]
-pub struct Args {
+pub struct ImageCommandArgs {
     #[command(subcommand)]
-    verb: Verb,
+    verb: ImageCommand,
 }
 
 #[derive(Debug, Subcommand)]
-enum Verb {
-    Inspect(inspect::Args),
-    Verify(verify::Args),
-    Reorder(reorder::Args),
-    Chain(chain::Args),
-    Merge(merge::Args),
-    Rebase(rebase::Args),
-    Rm(rm::Args),
-    Compare(compare::Args),
+enum ImageCommand {
+    Inspect(inspect::ImageInspectArgs),
+    Verify(verify::ImageVerifyArgs),
+    Reorder(reorder::ImageReorderArgs),
+    Chain(chain::ImageChainArgs),
+    Merge(merge::ImageMergeArgs),
+    Rebase(rebase::ImageRebaseArgs),
+    Rm(rm::ImageRmArgs),
+    Compare(compare::ImageCompareArgs),
 }
 
-impl Args {
+impl ImageCommandArgs {
     /// Runs the verb.
-    pub fn run(&self, out: Output) -> Result<(), Failure> {
+    pub fn run(&self, out: FactPrinter) -> Result<(), Failure> {
         match &self.verb {
-            Verb::Inspect(args) => args.run(out),
-            Verb::Verify(args) => args.run(out),
-            Verb::Reorder(args) => args.run(out),
-            Verb::Chain(args) => args.run(out),
-            Verb::Merge(args) => args.run(out),
-            Verb::Rebase(args) => args.run(out),
-            Verb::Rm(args) => args.run(out),
-            Verb::Compare(args) => args.run(out),
+            ImageCommand::Inspect(args) => args.run(out),
+            ImageCommand::Verify(args) => args.run(out),
+            ImageCommand::Reorder(args) => args.run(out),
+            ImageCommand::Chain(args) => args.run(out),
+            ImageCommand::Merge(args) => args.run(out),
+            ImageCommand::Rebase(args) => args.run(out),
+            ImageCommand::Rm(args) => args.run(out),
+            ImageCommand::Compare(args) => args.run(out),
         }
     }
 }
 
 /// Opens an image.
-pub fn open(path: &Path) -> Result<Image, Failure> {
+pub fn open_image(path: &Path) -> Result<Image, Failure> {
     Image::open(path)
-        .map_err(|error| failure(&error).while_doing(format!("opening {}", path.display())))
+        .map_err(|error| to_failure(&error).while_doing(format!("opening {}", path.display())))
 }
 
-/// What is wrong with an image, and of which kind that is.
-pub fn failure(error: &ImageError) -> Failure {
+/// The failure for an error of an image, with its kind.
+pub fn to_failure(error: &ImageError) -> Failure {
     firn_supervisor::image_failure(error)
 }
 
-/// A damaged image.
-pub fn damaged(text: String) -> Failure {
+/// The failure for a damaged image.
+pub fn damage_failure(text: String) -> Failure {
     Failure::new(FailureKind::Damaged, text)
 }
 
-/// As many threads as there are processors.
-pub fn threads() -> usize {
+/// The number of threads to use: that of the processors.
+pub fn thread_count() -> usize {
     std::thread::available_parallelism().map_or(1, usize::from)
 }

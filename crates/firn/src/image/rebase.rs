@@ -6,16 +6,17 @@ use clap::Args as ClapArgs;
 use firn_image::Image;
 use firn_supervisor::{Failure, note_copy};
 
-use super::rewrite::{Rewriting, describe, facts};
-use crate::output::{Output, check_output};
+use super::rewrite::{RewriteProgress, describe_rewrite, rewrite_facts};
+use crate::output::{FactPrinter, check_output};
 
-/// Have an image build on another one.
+/// Make an image build on another one.
 ///
-/// The image keeps what differs from its new parent, which may be an image further down its chain, an image of the same
-/// RAM that it has nothing to do with, or its old parent at another place. The checkpoint stays the same, and so does its
-/// identity.
+/// The image keeps what differs from its new parent. That may be an image further down its chain,
+/// an unrelated image of the same RAM layout, or its old parent at another path. The checkpoint
+/// stays the same, and so does its identity.
 ///
-/// An image whose parent was moved can't be opened. Say with --moved where its parent is now: it must be that very image.
+/// An image whose parent was moved cannot be opened. Give the new path of its parent with --moved:
+/// it must be that very image.
 ///
 /// Examples:
 ///   firn image rebase web-20.firn --parent web-10.firn
@@ -23,40 +24,44 @@ use crate::output::{Output, check_output};
 #[derive(Debug, ClapArgs)]
 #[command(verbatim_doc_comment)]
 #[command(group = clap::ArgGroup::new("target").required(true))]
-pub struct Args {
+pub struct ImageRebaseArgs {
     /// The image.
     image: PathBuf,
     /// The image to build on from now on.
     #[arg(long, value_name = "IMAGE", group = "target")]
     parent: Option<PathBuf>,
-    /// Where the parent it has is now.
+    /// The new path of its present parent.
     #[arg(long, value_name = "IMAGE", group = "target")]
     moved: Option<PathBuf>,
-    /// The image to write; by default it takes the image's own place.
+    /// The image to write; by default the image itself is replaced.
     #[arg(long, short, value_name = "IMAGE")]
     output: Option<PathBuf>,
 }
 
-impl Args {
+impl ImageRebaseArgs {
     /// Runs the verb.
-    pub fn run(&self, out: Output) -> Result<(), Failure> {
+    pub fn run(&self, out: FactPrinter) -> Result<(), Failure> {
         self.output.as_deref().map_or(Ok(()), check_output)?;
         let target = self.output.as_ref().unwrap_or(&self.image);
         let image = match &self.moved {
             Some(moved) => Image::open_with_parent(&self.image, moved).map_err(|error| {
-                super::failure(&error).while_doing(format!("opening {}", self.image.display()))
+                super::to_failure(&error).while_doing(format!("opening {}", self.image.display()))
             })?,
-            None => super::open(&self.image)?,
+            None => super::open_image(&self.image)?,
         };
         let parent =
-            super::open(self.moved.as_ref().or(self.parent.as_ref()).unwrap_or(&self.image))?;
+            super::open_image(self.moved.as_ref().or(self.parent.as_ref()).unwrap_or(&self.image))?;
         note_copy(&self.image, target)?;
-        let rewriting = Rewriting::new("rebasing", &image);
-        let show = |done, total| rewriting.show(done, total);
-        let summary = firn_image::rebase(&image, &parent, target, super::threads(), &show)
-            .map_err(|error| {
-                super::failure(&error).while_doing(format!("can't rebase {}", self.image.display()))
-            })?;
-        out.facts(&facts(&summary, Some(parent.path())), || describe(&summary))
+        let rewriting = RewriteProgress::new("rebasing", &image);
+        let show = |done, total| rewriting.show_progress(done, total);
+        let summary =
+            firn_image::rebase_image(&image, &parent, target, super::thread_count(), &show)
+                .map_err(|error| {
+                    super::to_failure(&error)
+                        .while_doing(format!("can't rebase {}", self.image.display()))
+                })?;
+        out.print_facts(&rewrite_facts(&summary, Some(parent.path())), || {
+            describe_rewrite(&summary)
+        })
     }
 }

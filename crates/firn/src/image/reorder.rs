@@ -3,36 +3,37 @@
 use std::path::PathBuf;
 
 use clap::Args as ClapArgs;
-use firn_image::{Codec, Image, Organization, Reorder, Summary};
+use firn_image::{BlockOrganization, Codec, Image, ImageSummary, ReorderOptions};
 use firn_supervisor::{Failure, note_copy};
 
-use super::rewrite::{Rewriting, describe, facts};
-use crate::output::{Output, check_output};
+use super::rewrite::{RewriteProgress, describe_rewrite, rewrite_facts};
+use crate::output::{FactPrinter, check_output};
 
 /// Rewrite an image with its memory blocks in another order.
 ///
-/// The checkpoint stays the same: only where its memory blocks lie in the file changes. For comparisons that vary one
-/// thing.
+/// The checkpoint stays the same: only the locations of its memory blocks in the file change. For
+/// comparisons that vary one thing.
 ///
 /// Orders:
 ///   locality  by first access, as a checkpoint is written
 ///   physical  by address
-///   random    shuffled; --seed says how
+///   random    shuffled; --seed determines the order
 ///
 /// Example:
 ///   firn image reorder web.firn --by physical -o web-physical.firn
 #[derive(Debug, ClapArgs)]
 #[command(verbatim_doc_comment)]
-pub struct Args {
+pub struct ImageReorderArgs {
     /// The image.
     image: PathBuf,
     /// The order: locality, physical or random.
     #[arg(long)]
-    by: Organization,
+    by: BlockOrganization,
     /// The image to write.
     #[arg(long, short, value_name = "IMAGE")]
     output: PathBuf,
-    /// Compress again: none, lz4, zstd[:LEVEL] or zlib[:LEVEL]. By default memory blocks stay as they are stored.
+    /// Compress again: none, lz4, zstd[:LEVEL] or zlib[:LEVEL]. By default memory blocks stay in
+    /// their stored form.
     #[arg(long)]
     codec: Option<Codec>,
     /// For --by random: the same seed gives the same order.
@@ -40,28 +41,28 @@ pub struct Args {
     seed: u64,
 }
 
-impl Args {
+impl ImageReorderArgs {
     /// Runs the verb.
-    pub fn run(&self, out: Output) -> Result<(), Failure> {
+    pub fn run(&self, out: FactPrinter) -> Result<(), Failure> {
         check_output(&self.output)?;
-        let image = super::open(&self.image)?;
-        let summary = self.reorder(&image).map_err(|failure| {
+        let image = super::open_image(&self.image)?;
+        let summary = self.write_reordered(&image).map_err(|failure| {
             failure.while_doing(format!("can't reorder {}", self.image.display()))
         })?;
-        out.facts(&facts(&summary, None), || describe(&summary))
+        out.print_facts(&rewrite_facts(&summary, None), || describe_rewrite(&summary))
     }
 
-    fn reorder(&self, image: &Image) -> Result<Summary, Failure> {
-        let how = Reorder {
+    fn write_reordered(&self, image: &Image) -> Result<ImageSummary, Failure> {
+        let how = ReorderOptions {
             codec: self.codec,
             seed: self.seed,
-            threads: super::threads(),
-            ..Reorder::by(self.by)
+            threads: super::thread_count(),
+            ..ReorderOptions::for_organization(self.by)
         };
         note_copy(&self.image, &self.output)?;
-        let rewriting = Rewriting::new("reordering", image);
-        let show = |done, total| rewriting.show(done, total);
-        firn_image::reorder(image, &how, &self.output, &show)
-            .map_err(|error| super::failure(&error))
+        let rewriting = RewriteProgress::new("reordering", image);
+        let show = |done, total| rewriting.show_progress(done, total);
+        firn_image::reorder_image(image, &how, &self.output, &show)
+            .map_err(|error| super::to_failure(&error))
     }
 }

@@ -1,39 +1,43 @@
-//! What the verbs that write an image anew have in common.
+//! Progress and output that the verbs have in common that rewrite an image.
 
 use std::cell::RefCell;
 use std::path::Path;
 
-use firn_image::{Image, Summary};
-use firn_supervisor::Progress;
-use firn_types::printable;
+use firn_image::{Image, ImageSummary};
+use firn_supervisor::OperationProgress;
+use firn_types::make_printable;
 use serde_json::json;
 
-use crate::bar::Bar;
+use crate::bar::TerminalBar;
 use crate::units;
 
-/// An image that is being written anew, with its progress.
-pub struct Rewriting {
+/// The progress of rewriting an image.
+pub struct RewriteProgress {
     stage: &'static str,
     block_bytes: u64,
-    bar: RefCell<Bar>,
+    bar: RefCell<TerminalBar>,
 }
 
-impl Rewriting {
-    /// Begins.
+impl RewriteProgress {
+    /// Progress of a stage that has just begun.
     pub fn new(stage: &'static str, image: &Image) -> Self {
-        let block_bytes = image.geometry().block_size.bytes() as u64;
-        Self { stage, block_bytes, bar: RefCell::new(Bar::new()) }
+        let block_bytes = image.geometry().block_size.byte_count() as u64;
+        Self { stage, block_bytes, bar: RefCell::new(TerminalBar::new()) }
     }
 
-    /// Shows how far it has come, in memory blocks.
-    pub fn show(&self, done: u32, total: u32) {
+    /// Shows the progress, in memory blocks.
+    pub fn show_progress(&self, done: u32, total: u32) {
         let bytes = |blocks: u32| u64::from(blocks) * self.block_bytes;
-        self.bar.borrow_mut().show(&Progress::new(self.stage, bytes(done), bytes(total)));
+        self.bar.borrow_mut().show_progress(&OperationProgress::new(
+            self.stage,
+            bytes(done),
+            bytes(total),
+        ));
     }
 }
 
-/// What came of it, as facts.
-pub fn facts(summary: &Summary, parent: Option<&Path>) -> serde_json::Value {
+/// The outcome, as facts.
+pub fn rewrite_facts(summary: &ImageSummary, parent: Option<&Path>) -> serde_json::Value {
     json!({
         "image": summary.path.to_string_lossy(),
         "parent": parent.map(Path::to_string_lossy),
@@ -45,9 +49,9 @@ pub fn facts(summary: &Summary, parent: Option<&Path>) -> serde_json::Value {
     })
 }
 
-/// What came of it, in a line.
-pub fn describe(summary: &Summary) -> String {
-    let bytes = units::bytes(summary.file_bytes);
+/// The outcome, in a line.
+pub fn describe_rewrite(summary: &ImageSummary) -> String {
+    let bytes = units::format_bytes(summary.file_bytes);
     let path = summary.path.to_string_lossy();
-    format!("{}: {bytes}, {}\n", printable(&path), summary.organization)
+    format!("{}: {bytes}, {}\n", make_printable(&path), summary.organization)
 }

@@ -3,44 +3,45 @@
 use std::path::PathBuf;
 
 use clap::Args as ClapArgs;
-use firn_supervisor::{Failure, Removed, absolute, remove_images};
+use firn_supervisor::{Failure, RemovedImage, absolute_path, remove_images};
 
-use crate::output::Output;
+use crate::output::FactPrinter;
 
-/// Remove images with what only they need.
+/// Remove images, with the files that only they need.
 ///
-/// Copies of disks that were made for an image go with it, and so does what restores have learned. A layer that a VM's disk
-/// consists of stays: the VM merges it when it runs (`firn checkpoint --every`, `firn disk merge`), and the newest state
-/// of a disk stays until it is removed on purpose (--disks).
+/// Copies of disks that were made for an image are removed with it, and so are its learned blocks.
+/// A layer that is part of a VM's disk stays: the running VM merges it (`firn checkpoint --every`,
+/// `firn disk merge`). The newest state of a disk stays until it is removed on purpose (--disks).
 ///
-/// Refused are images that others need: images that build on them, restores that still read them, VMs whose disks stand on
-/// theirs. An image whose file is gone already can be named as well: its disks are free then.
+/// Images that are in use are refused: if other images build on them, restores still read them, or
+/// VMs have disks on top of theirs. An image whose file is gone already can be named as well: its
+/// disks are not needed then.
 ///
 /// Example:
 ///   firn image rm web-1.firn web-2.firn
 #[derive(Debug, ClapArgs)]
 #[command(verbatim_doc_comment)]
-pub struct Args {
+pub struct ImageRmArgs {
     /// The images.
     #[arg(required = true)]
     images: Vec<PathBuf>,
-    /// Remove layers of disks that nothing needs also if they are the newest state of a disk.
+    /// Also remove unneeded disk layers that are the newest state of a disk.
     #[arg(long)]
     disks: bool,
 }
 
-impl Args {
+impl ImageRmArgs {
     /// Runs the verb.
-    pub fn run(&self, out: Output) -> Result<(), Failure> {
+    pub fn run(&self, out: FactPrinter) -> Result<(), Failure> {
         let base = crate::hidden::runtime_dir()?;
-        let images = self.images.iter().map(|image| absolute(image));
+        let images = self.images.iter().map(|image| absolute_path(image));
         let images = images.collect::<Result<Vec<_>, _>>()?;
         let removed = remove_images(&base, &images, self.disks)?;
-        out.facts(&removed, || removed.iter().map(describe).collect())
+        out.print_facts(&removed, || removed.iter().map(describe_removed).collect())
     }
 }
 
-fn describe(removed: &Removed) -> String {
+fn describe_removed(removed: &RemovedImage) -> String {
     let mut text = format!("{} is removed\n", removed.image.display());
     for file in &removed.removed {
         text += &format!("its disk {} is removed\n", file.display());

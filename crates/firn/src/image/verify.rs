@@ -5,29 +5,30 @@ use std::path::PathBuf;
 
 use clap::Args as ClapArgs;
 use firn_image::{Image, VerifyReport};
-use firn_supervisor::{Failure, Progress};
-use firn_types::printable;
+use firn_supervisor::{Failure, OperationProgress};
+use firn_types::make_printable;
 use serde_json::json;
 
-use crate::bar::Bar;
-use crate::output::Output;
+use crate::bar::TerminalBar;
+use crate::output::FactPrinter;
 
-/// Problems that are printed; the rest is counted.
+/// The maximum number of problems that are printed; the others are counted.
 const SHOWN_MAX: usize = 20;
 
 /// Check every byte of an image.
 ///
-/// Exits with code 6 if anything is not as it was written, and names the memory blocks and places.
+/// Exits with code 6 if a byte differs from what was written, and names the memory blocks and their
+/// offsets.
 ///
-/// With --restorable it does not read memory, but checks whether this host could restore the image: its QEMU, machine type,
-/// accelerator, CPU, disks, memory, userfaultfd. Exits with code 5 if not.
+/// With --restorable it does not read memory, but checks whether this host could restore the image:
+/// its QEMU, machine type, accelerator, CPU, disks, memory, userfaultfd. Exits with code 5 if not.
 ///
 /// Examples:
 ///   firn image verify web.firn
 ///   firn image verify --restorable web.firn
 #[derive(Debug, ClapArgs)]
 #[command(verbatim_doc_comment)]
-pub struct Args {
+pub struct ImageVerifyArgs {
     /// The image.
     image: PathBuf,
     /// Check whether this host could restore it.
@@ -35,14 +36,14 @@ pub struct Args {
     restorable: bool,
 }
 
-impl Args {
+impl ImageVerifyArgs {
     /// Runs the verb.
-    pub fn run(&self, out: Output) -> Result<(), Failure> {
-        let image = super::open(&self.image)?;
+    pub fn run(&self, out: FactPrinter) -> Result<(), Failure> {
+        let image = super::open_image(&self.image)?;
         if self.restorable {
             return super::restorable::run(&self.image, &image, out);
         }
-        let report = verify(&image);
+        let report = verify_with_progress(&image);
         let problems: Vec<String> = report.problems.iter().map(ToString::to_string).collect();
         let facts = json!({
             "image": self.image.to_string_lossy(),
@@ -52,20 +53,20 @@ impl Args {
             "problem_count": report.problem_count,
             "problems": problems,
         });
-        out.facts(&facts, || self.describe(&report, &problems))?;
+        out.print_facts(&facts, || self.describe_report(&report, &problems))?;
         match report.problem_count {
             0 => Ok(()),
-            count => Err(super::damaged(format!(
+            count => Err(super::damage_failure(format!(
                 "{} is damaged: {count} problems",
                 self.image.display()
             ))),
         }
     }
 
-    fn describe(&self, report: &VerifyReport, problems: &[String]) -> String {
+    fn describe_report(&self, report: &VerifyReport, problems: &[String]) -> String {
         let mut text = String::new();
         for problem in problems.iter().take(SHOWN_MAX) {
-            let _ = writeln!(text, "{}", printable(problem));
+            let _ = writeln!(text, "{}", make_printable(problem));
         }
         if report.problem_count > SHOWN_MAX {
             let _ = writeln!(text, "... and {} more", report.problem_count - SHOWN_MAX);
@@ -75,18 +76,22 @@ impl Args {
             let _ = writeln!(
                 text,
                 "{}: {blocks} memory blocks, all good",
-                printable(&self.image.to_string_lossy())
+                make_printable(&self.image.to_string_lossy())
             );
         }
         text
     }
 }
 
-fn verify(image: &Image) -> VerifyReport {
+fn verify_with_progress(image: &Image) -> VerifyReport {
     let bytes = u64::from(image.geometry().locality_block_bytes);
-    let bar = std::cell::RefCell::new(Bar::new());
-    firn_image::verify(image, super::threads(), &|done, total| {
+    let bar = std::cell::RefCell::new(TerminalBar::new());
+    firn_image::verify_image(image, super::thread_count(), &|done, total| {
         let bytes = |blocks: u32| u64::from(blocks) * bytes;
-        bar.borrow_mut().show(&Progress::new("verifying", bytes(done), bytes(total)));
+        bar.borrow_mut().show_progress(&OperationProgress::new(
+            "verifying",
+            bytes(done),
+            bytes(total),
+        ));
     })
 }

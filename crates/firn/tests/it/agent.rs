@@ -286,7 +286,7 @@ fn a_vm_whose_host_dies_goes_on_at_its_backup() {
     eprintln!("a is lost after {:?}", since.elapsed());
     let told = b.firn(&["agent", "status"]).succeeds().out;
     eprintln!("{told}");
-    assert!(told.contains("`firn failover web` here goes on from epoch"), "{told}");
+    assert!(told.contains("`firn failover web` here continues from epoch"), "{told}");
     cluster.fail_over();
     assert!(!b.firn(&["agent", "status"]).succeeds().out.contains("failover"));
 }

@@ -65,10 +65,10 @@ impl OwnQemu {
         }
     }
 
-    fn monitor(&self) -> firn_vmm::Vm {
+    fn monitor(&self) -> firn_vmm::QemuVm {
         let path = self.dir.join("monitor");
         eventually("the monitor", PATIENCE, || path.exists());
-        firn_vmm::Vm::connect(&path).unwrap()
+        firn_vmm::QemuVm::connect(&path).unwrap()
     }
 
     /// Block nodes with their files and dirty bitmaps, jobs, and the files that are open.
@@ -135,7 +135,7 @@ fn method(saved: &Value) -> String {
 fn write_word(vm: &Vm, word: &str) {
     for device in ["vda", "vdb"] {
         let write = format!("echo {word} | dd of=/dev/{device} bs=4096 seek=4352 && sync");
-        vm.control().run(&["sh", "-c", &write]).unwrap();
+        vm.control().run_program(&["sh", "-c", &write]).unwrap();
     }
 }
 
@@ -145,7 +145,7 @@ fn has_word(vm: &Vm, word: &str) {
         let read = format!(
             "echo 3 > /proc/sys/vm/drop_caches; dd if=/dev/{device} bs=4096 skip=4352 count=1 | head -n 1"
         );
-        let found = vm.control().run(&["sh", "-c", &read]).unwrap();
+        let found = vm.control().run_program(&["sh", "-c", &read]).unwrap();
         assert!(found.lines().any(|line| line == word), "{device}: {found:?}, not {word}");
     }
 }
@@ -217,7 +217,7 @@ fn killed_while_disks_are_copied() {
         eventually("running again", PATIENCE, || vm.session.status("web")["state"] == "running");
         assert_eq!(vm.session.status("web")["recoveries"], 1, "{point}");
         assert!(qemu.is_running(), "{point}");
-        vm.control().run(&["true"]).unwrap();
+        vm.control().run_program(&["true"]).unwrap();
         match point {
             "save.finished" => assert_eq!(saved.succeeds().code, 0),
             _ => {

@@ -96,7 +96,7 @@ fn locality_blocks_hold_what_one_vcpu_touched() {
     );
     assert!(found.locality_blocks >= LOCALITY_BLOCKS_MIN, "{found:?}");
     // Most of KVM's faults are taken by kernel workers, which tell their vCPU only indirectly.
-    let (of_one_region, right) = match accel::decide().accel {
+    let (of_one_region, right) = match accel::choose_accel().accel {
         Accel::Tcg => (0.95, 0.95),
         Accel::Kvm => (0.6, 0.6),
     };

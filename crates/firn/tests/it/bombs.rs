@@ -6,7 +6,8 @@
 use std::process::{Command, Stdio};
 
 use firn_image::{
-    Codec, Compressed, Draft, Geometry, Image, Organization, Packer, Sections, Writer, compress,
+    BlockOrganization, Codec, CompressedBlock, Geometry, Image, ImageDraft, ImageSections,
+    ImageWriter, Packer, compress_block,
 };
 use firn_types::{Block, BlockSize, RegionMap};
 use serde_json::json;
@@ -98,24 +99,24 @@ fn write_good(session: &Session, name: &str) {
         locality_block_bytes: 16 << 10,
         total_pages: 256,
     };
-    let draft = Draft::whole(geometry, Organization::Access);
-    let mut writer = Writer::create(&session.path(name), &draft).unwrap();
+    let draft = ImageDraft::whole_image(geometry, BlockOrganization::Access);
+    let mut writer = ImageWriter::create(&session.path(name), &draft).unwrap();
     let mut packer = Packer::new(geometry);
     for block in 0..64u32 {
         let codec = [Codec::Lz4, Codec::Zstd { level: 1 }, Codec::Zlib { level: 1 }, Codec::None];
         let mut bytes = vec![block as u8 | 1; 4096];
         bytes[..1024].iter_mut().enumerate().for_each(|(at, byte)| *byte = (at * 7) as u8);
-        let compressed = compress(codec[block as usize % 4], Block(block * 3), &bytes);
-        if let Compressed::Packed(packed) = compressed
-            && let Some(full) = packer.push(packed)
+        let compressed = compress_block(codec[block as usize % 4], Block(block * 3), &bytes);
+        if let CompressedBlock::Packed(packed) = compressed
+            && let Some(full) = packer.push_block(packed)
         {
             writer.append(full).unwrap();
         }
     }
-    writer.append(packer.finish().unwrap()).unwrap();
+    writer.append(packer.take_filled().unwrap()).unwrap();
     (0..20).for_each(|block| writer.set_zero(Block(block * 3 + 1)));
     let aux = firn_image::AuxBlock { id: "vga.vram".into(), bytes: vec![7; 5000] };
-    let sections = Sections {
+    let sections = ImageSections {
         meta: json!({ "version": 1, "name": "web", "strings": ["a", "b"] }),
         regions: regions(256),
         device_state: b"state".repeat(100),

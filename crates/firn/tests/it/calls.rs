@@ -3,7 +3,7 @@
 use std::time::Duration;
 
 use firn_lab::guest::accel::Accel;
-use firn_lab::guest::{Control, accel};
+use firn_lab::guest::{GuestControl, accel};
 use serde_json::Value;
 
 use crate::session::{eventually, kill, text};
@@ -25,7 +25,7 @@ fn vm() -> Vm {
     vm_with(100, &[])
 }
 
-fn ledger(control: &mut Control, how: &[&str]) -> Result<Value, String> {
+fn ledger(control: &mut GuestControl, how: &[&str]) -> Result<Value, String> {
     let key: &[&str] = if how.contains(&"--key") { &[] } else { &["--key", KEY] };
     let words = [&["firn-guest", "ledger"], key, how].concat();
     let ended = control.run_within(&words, "", PATIENCE).unwrap();
@@ -50,10 +50,10 @@ fn an_application_is_told_by_the_host_what_it_wrote() {
         let seed = seed.to_string();
         let words =
             ["firn-guest", "ledger", "--key", KEY, "--transactions", "2000", "--seed", &seed];
-        control.spawn(job, &words).unwrap();
+        control.spawn_job(job, &words).unwrap();
     }
     for job in jobs {
-        let ended = control.wait(job, PATIENCE).unwrap();
+        let ended = control.wait_job(job, PATIENCE).unwrap();
         assert_eq!(ended.exit, 0, "{job}: {} {}", ended.stdout, ended.stderr);
         assert!(ended.stdout.contains("\"wrong\":0"), "{}", ended.stdout);
     }
@@ -81,13 +81,13 @@ fn calls_go_on_through_saves_and_the_supervisors_death() {
     let vm = vm();
     let mut control = vm.control();
     let words = ["firn-guest", "ledger", "--key", KEY, "--transactions", "0"];
-    control.spawn("ledger", &words).unwrap();
-    let last = |control: &mut Control| -> Value {
+    control.spawn_job("ledger", &words).unwrap();
+    let last = |control: &mut GuestControl| -> Value {
         let said = control.wait_output("ledger", "progress", PATIENCE).unwrap();
         serde_json::from_str(said.lines().rfind(|line| line.contains("progress")).unwrap()).unwrap()
     };
     let mut seen = 0;
-    let mut goes_on = |control: &mut Control| {
+    let mut goes_on = |control: &mut GuestControl| {
         let more = seen + 200;
         eventually("transactions", PATIENCE, || last(control)["progress"].as_u64() > Some(more));
         let now = last(control);
@@ -129,7 +129,7 @@ fn calls_go_on_through_saves_and_the_supervisors_death() {
 
 fn seen_again(vm: &Vm) {
     let mut control = vm.control();
-    let blind = |control: &mut Control| {
+    let blind = |control: &mut GuestControl| {
         let said = control.wait_output("ledger", "progress", PATIENCE).unwrap();
         let line = said.lines().rfind(|line| line.contains("progress")).unwrap().to_owned();
         let line: Value = serde_json::from_str(&line).unwrap();
@@ -158,7 +158,7 @@ fn a_policy_that_is_none_is_named() {
 }
 
 /// Random programs in the guest, compared there with the same on plain memory.
-fn programs(control: &mut Control, tracker: &str) {
+fn programs(control: &mut GuestControl, tracker: &str) {
     let words = ["firn-guest", "programs", "--tracker", tracker, "--key", KEY];
     let ended = control.run_within(&words, "", Duration::from_secs(500)).unwrap();
     assert_eq!(ended.exit, 0, "{tracker}: {} {}", ended.stdout, ended.stderr);
@@ -173,7 +173,7 @@ fn random_programs_are_told_exactly_by_the_host() {
 
 #[test]
 fn random_programs_are_told_exactly_by_noted_stores() {
-    if accel::decide().accel != Accel::Tcg {
+    if accel::choose_accel().accel != Accel::Tcg {
         return eprintln!("SKIPPED: stores are noted where QEMU emulates");
     }
     let vm = vm_with(4096, &["--stores"]);
@@ -183,7 +183,7 @@ fn random_programs_are_told_exactly_by_noted_stores() {
 /// Whatever happens to the VM or to Firn, what is noted is what was written, or a call tells.
 #[test]
 fn stores_are_noted_through_saves_and_the_supervisors_death() {
-    if accel::decide().accel != Accel::Tcg {
+    if accel::choose_accel().accel != Accel::Tcg {
         return eprintln!("SKIPPED: stores are noted where QEMU emulates");
     }
     let vm = vm_with(100, &["--stores"]);
@@ -195,13 +195,13 @@ fn stores_are_noted_through_saves_and_the_supervisors_death() {
     assert!(done["called"].as_u64() < Some(10), "noted, but for the first: {done}");
 
     let words = ["firn-guest", "ledger", "--key", KEY, "--transactions", "0"];
-    control.spawn("ledger", &[&words, &["--tracker", "emul_host"][..]].concat()).unwrap();
-    let last = |control: &mut Control| -> Value {
+    control.spawn_job("ledger", &[&words, &["--tracker", "emul_host"][..]].concat()).unwrap();
+    let last = |control: &mut GuestControl| -> Value {
         let said = control.wait_output("ledger", "progress", PATIENCE).unwrap();
         serde_json::from_str(said.lines().rfind(|line| line.contains("progress")).unwrap()).unwrap()
     };
     // Noted again: two hundred transactions and no call.
-    let noted = |control: &mut Control| {
+    let noted = |control: &mut GuestControl| {
         eventually("notes", PATIENCE, || {
             let before = last(control);
             let wanted = before["progress"].as_u64().map(|count| count + 200);

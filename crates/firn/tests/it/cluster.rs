@@ -5,7 +5,7 @@ use std::io::Write as _;
 use std::process::Command;
 use std::time::{Duration, Instant};
 
-use firn_lab::guest::{Control, JobState, QemuArgs, accel};
+use firn_lab::guest::{GuestControl, JobState, QemuArgs, accel};
 use serde_json::Value;
 
 use crate::agent::{Agent, Network, certified};
@@ -29,7 +29,7 @@ struct Hosts {
     /// What had come late, or never, before anything was protected: while two guests look for each other's addresses some do.
     before: (u64, u64),
     /// Of the two. A standby's QEMU takes the names of their sockets.
-    controls: Vec<Control>,
+    controls: Vec<GuestControl>,
     b: Session,
     c: Session,
     _network: Network,
@@ -83,10 +83,10 @@ impl Hosts {
         let controls = vec![web.control(), peer(&b)];
         let before = (0, 0);
         let mut hosts = Self { agents, outside, before, controls, b, c, _network: network, web };
-        hosts.controls[0].spawn("count", &["firn-guest", "net-dma", "count"]).unwrap();
+        hosts.controls[0].spawn_job("count", &["firn-guest", "net-dma", "count"]).unwrap();
         for (side, to) in ["10.0.2.16:7009", "10.0.2.15:7009"].into_iter().enumerate() {
             let gossip = ["firn-guest", "net-dma", "gossip", to];
-            hosts.controls[side].spawn("gossip", &gossip).unwrap();
+            hosts.controls[side].spawn_job("gossip", &gossip).unwrap();
         }
         hosts.goes_on(50);
         hosts.before = hosts.wrong();
@@ -98,7 +98,7 @@ impl Hosts {
     fn known(&mut self) -> [Value; 2] {
         [0, 1].map(|side| {
             let control = &mut self.controls[side];
-            let state = control.poll("gossip").unwrap();
+            let state = control.poll_job("gossip").unwrap();
             let JobState::Running { stdout, .. } = state else { unreachable!("{state:?}") };
             let last = stdout.lines().rfind(|line| line.contains("received"));
             last.map_or(Value::Null, |line| serde_json::from_str(line).unwrap())
@@ -153,7 +153,7 @@ impl Hosts {
 
     /// Where they run now.
     fn connect(&mut self) {
-        let peer = Control::connect(&self.b.path("peer.sock"), PATIENCE).unwrap();
+        let peer = GuestControl::connect(&self.b.path("peer.sock"), PATIENCE).unwrap();
         self.controls = vec![self.web.control(), peer];
     }
 
@@ -193,17 +193,17 @@ fn kill_vm(session: &Session, vm: &str) {
 }
 
 /// Boots the other VM.
-fn peer(b: &Session) -> Control {
-    let args = QemuArgs::new(image(), accel::decide().accel)
+fn peer(b: &Session) -> GuestControl {
+    let args = QemuArgs::new(image(), accel::choose_accel().accel)
         .memory_mib(128)
-        .append("no_timer_check")
-        .append("firn.ip=10.0.2.16")
-        .agent(&b.path("peer.sock"));
+        .append_kernel_arg("no_timer_check")
+        .append_kernel_arg("firn.ip=10.0.2.16")
+        .with_agent_socket(&b.path("peer.sock"));
     let program = text(args.program_name().as_ref()).to_owned();
     let words = [vec![program], args.args(), card(0x16).to_vec()].concat();
     let words: Vec<&str> = words.iter().map(String::as_str).collect();
     b.firn(&[&["run", "peer", "--quiet", "--"], &words[..]].concat()).succeeds();
-    Control::connect(&b.path("peer.sock"), PATIENCE).unwrap()
+    GuestControl::connect(&b.path("peer.sock"), PATIENCE).unwrap()
 }
 
 /// All primaries are killed at once. Nobody has received what its peer has not sent, nothing that was under way is lost, and the client

@@ -9,7 +9,7 @@ use std::path::{Path, PathBuf};
 use std::process::Stdio;
 use std::time::Duration;
 
-use firn_image::{Draft, Geometry, Organization, Sections, Writer};
+use firn_image::{BlockOrganization, Geometry, ImageDraft, ImageSections, ImageWriter};
 use firn_types::{RegionMap, is_shown};
 use rustix::fs::{CWD, Mode, mkfifoat};
 use serde_json::json;
@@ -25,7 +25,7 @@ const ESCAPES: &str = "\u{1b}[2K\r\u{9b}1mok\u{202e}\u{7f}";
 /// An image without memory, whose strings are hostile, and a flat copy of its memory.
 fn write_image(path: &Path) {
     let geometry = Geometry::new(16);
-    let draft = Draft::whole(geometry, Organization::Access);
+    let draft = ImageDraft::whole_image(geometry, BlockOrganization::Access);
     let regions = RegionMap::lay_out([(format!("ram{ESCAPES}").as_str(), 16 * 4096)]).unwrap();
     let hostile = |text: &str| format!("{text}{ESCAPES}\nQEMU: forged");
     let meta = json!({
@@ -36,8 +36,8 @@ fn write_image(path: &Path) {
         },
         "memory_bytes": 65536, "vcpus": 1,
     });
-    let sections = Sections { meta, regions, ..Sections::default() };
-    Writer::create(path, &draft).unwrap().finish(sections).unwrap();
+    let sections = ImageSections { meta, regions, ..ImageSections::default() };
+    ImageWriter::create(path, &draft).unwrap().finish(sections).unwrap();
 }
 
 /// A session with the good files that command lines of the table name.

@@ -30,7 +30,7 @@ fn booted(vm: Vm) -> Vm {
     for (number, device) in ["/dev/vda", "/dev/vdb"].iter().enumerate() {
         let write = ["firn-guest", "disk-dma", "write", "--rate", "60", "--device", device];
         let job = format!("disk{number}");
-        control.spawn(&job, &write).unwrap();
+        control.spawn_job(&job, &write).unwrap();
         control.wait_output(&job, "progress", PATIENCE).unwrap();
     }
     vm
@@ -89,7 +89,7 @@ fn a_vm_that_is_lost_goes_on_with_the_disks_that_its_memory_knows() {
     let session = &vm.session;
     session.firn(&["checkpoint", "web", "-o", "web.firn"]).fails(5, "images can't keep such disks");
     session.firn(&["suspend", "web", "-o", "web.firn"]).fails(5, "images can't keep such disks");
-    session.firn(&["detach", "web"]).fails(5, "served here");
+    session.firn(&["detach", "web"]).fails(5, "Firn serves the VM's disks");
     // A successor serves them again: what the guest wants meanwhile waits.
     kill(supervisor(session));
     eventually("a successor", PATIENCE, || session.status("web")["recoveries"] == 1);
@@ -134,8 +134,8 @@ fn a_supervisor_that_dies_under_protection_is_succeeded_by_one_that_serves_the_d
     eventually("a successor", PATIENCE, || session.status("web")["state"] == "running");
     let last = session.status("web")["last"]["text"].to_string();
     assert!(last.contains("not protected any more"), "{last}");
-    let progress = |control: &mut firn_lab::guest::Control, number: usize| {
-        let state = control.poll(&format!("disk{number}")).unwrap();
+    let progress = |control: &mut firn_lab::guest::GuestControl, number: usize| {
+        let state = control.poll_job(&format!("disk{number}")).unwrap();
         let firn_lab::guest::JobState::Running { stdout, .. } = state else {
             unreachable!("{state:?}")
         };

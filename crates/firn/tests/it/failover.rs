@@ -164,7 +164,7 @@ impl Hosts {
         let card = ["-netdev", &netdev, "-device", "virtio-net-pci,netdev=net,romfile="];
         let vm = vm.with(&card).booted_with(&[]);
         let mut control = vm.control();
-        control.spawn("count", &["firn-guest", "net-dma", "count"]).unwrap();
+        control.spawn_job("count", &["firn-guest", "net-dma", "count"]).unwrap();
         control.wait_output("count", "ready", PATIENCE).unwrap();
         outside.is_answered(20);
         Self { agents, others, outside, vm, _etcd: etcd, _site: site }

@@ -66,7 +66,7 @@ fn killed_anywhere_in_a_save() {
         let saved = vm.session.firn(&["checkpoint", "web", "-o", "new.firn"]);
         let since = Instant::now();
         let status = vm.session.status("web");
-        vm.control().run(&["true"]).unwrap();
+        vm.control().run_program(&["true"]).unwrap();
         eprintln!("{point}: exit {}, guest answers after {:?}", saved.code, since.elapsed());
         if status["recoveries"] == 0 && !LATER.contains(&point) {
             untouched.push(point);

@@ -28,8 +28,8 @@ fn a_file_system_under_heavy_writes_is_clean_after_a_restore() {
     let vm = Vm::boot_with_file_system();
     let session = &vm.session;
     let mut control = vm.control();
-    control.run(&["sh", "-c", "mkdir -p /mnt && mount -t ext4 /dev/vda /mnt"]).unwrap();
-    control.spawn("churn", &["sh", "-c", CHURN]).unwrap();
+    control.run_program(&["sh", "-c", "mkdir -p /mnt && mount -t ext4 /dev/vda /mnt"]).unwrap();
+    control.spawn_job("churn", &["sh", "-c", CHURN]).unwrap();
     control.wait_output("churn", "round 20", PATIENCE).unwrap();
     drop(control);
     let images = ["trace", "cow", "pre-copy", "stop"].map(|strategy| {
@@ -54,10 +54,10 @@ fn a_file_system_under_heavy_writes_is_clean_after_a_restore() {
 #[track_caller]
 fn unmounts_without_complaint(vm: &Vm, image: &str) {
     let mut control = vm.control();
-    control.run(&["touch", "/tmp/enough"]).unwrap();
-    assert_eq!(control.wait("churn", PATIENCE).unwrap().exit, 0, "{image}");
-    control.run(&["umount", "/mnt"]).unwrap();
-    let said = control.run(&["dmesg"]).unwrap();
+    control.run_program(&["touch", "/tmp/enough"]).unwrap();
+    assert_eq!(control.wait_job("churn", PATIENCE).unwrap().exit, 0, "{image}");
+    control.run_program(&["umount", "/mnt"]).unwrap();
+    let said = control.run_program(&["dmesg"]).unwrap();
     assert!(said.contains("EXT4-fs (vda): mounted"), "{image}: {said}");
     assert!(!said.contains("EXT4-fs error") && !said.contains("JBD2:"), "{image}: {said}");
 }

@@ -2,7 +2,7 @@
 
 use std::path::Path;
 
-use firn_image::checksum;
+use firn_image::block_checksum;
 
 const HEADER_BYTES: usize = 4096;
 const FOOTER_BYTES: usize = 1024;
@@ -86,7 +86,7 @@ impl Forge {
     pub fn write(&self, path: &Path) {
         let locality_block_bytes = u32_at(&self.header, 16).max(1);
         let mut file = self.header[..HEADER_BYTES - 8].to_vec();
-        file.extend(checksum(&file).to_le_bytes());
+        file.extend(block_checksum(&file).to_le_bytes());
         file.extend(&self.locality_blocks);
         let mut table = Vec::new();
         for Section { kind, bytes } in &self.sections {
@@ -96,7 +96,7 @@ impl Forge {
             table.extend((file.len() as u64).to_le_bytes());
             table.extend((stored.len() as u64).to_le_bytes());
             table.extend((bytes.len() as u64).to_le_bytes());
-            table.extend(checksum(&stored).to_le_bytes());
+            table.extend(block_checksum(&stored).to_le_bytes());
             file.extend(stored);
         }
         let mut footer = b"FIRN-END".to_vec();
@@ -109,7 +109,7 @@ impl Forge {
         footer.extend([0; 4]);
         footer.extend(table);
         footer.resize(FOOTER_BYTES - 8, 0);
-        footer.extend(checksum(&footer).to_le_bytes());
+        footer.extend(block_checksum(&footer).to_le_bytes());
         file.extend(footer);
         std::fs::write(path, file).unwrap();
     }

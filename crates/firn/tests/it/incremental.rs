@@ -213,7 +213,7 @@ fn killed_anywhere_in_a_pre_copy() {
         std::fs::remove_file(vm.image("after.firn")).unwrap();
         vm.session.firn(&["stop", "web"]).succeeds();
     }
-    assert_eq!(Image::open(&vm.image("base.firn")).unwrap().chain().len(), 1);
+    assert_eq!(Image::open(&vm.image("base.firn")).unwrap().chain_paths().len(), 1);
 }
 
 /// The image can't take its name, which a directory has: the next one still has all that was written.

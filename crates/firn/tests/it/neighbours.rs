@@ -77,7 +77,7 @@ fn nothing_is_sent_to_a_qemu_that_took_over_the_socket() {
 fn a_monitor_that_another_process_has_is_an_error_that_names_it() {
     let session = Session::new();
     let qemu = OwnQemu::start(&session, &[]);
-    let user = firn_vmm::Vm::connect(&qemu.qmp).unwrap();
+    let user = firn_vmm::QemuVm::connect(&qemu.qmp).unwrap();
     let begun = Instant::now();
     let me = format!("is in use by process {} (", std::process::id());
     let answer = qemu.try_attach(&session, "mine").fails(4, &me);

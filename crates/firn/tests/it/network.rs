@@ -22,7 +22,7 @@ fn booted(outside: &Outside) -> Vm {
     let card = ["-netdev", &netdev, "-device", "virtio-net-pci,netdev=net,romfile="];
     let vm = vm.with(&card).booted_with(&[]);
     let mut control = vm.control();
-    control.spawn("count", &["firn-guest", "net-dma", "count"]).unwrap();
+    control.spawn_job("count", &["firn-guest", "net-dma", "count"]).unwrap();
     control.wait_output("count", "ready", PATIENCE).unwrap();
     outside.is_answered(20);
     vm
@@ -126,7 +126,7 @@ fn what_is_held_leaves_when_somebody_says_so() {
     assert!(last.contains("firn release"), "{last}");
     let address = format!("unix:{}", text(&session.path("standby")));
     let again = ["protect", "web", "--to", &address, "--go-on-alone"];
-    session.firn(&again).fails(5, "the backup of then may run it");
+    session.firn(&again).fails(5, "its backup may run this VM");
     outside.hears_nothing();
     kill(supervisor());
     eventually("a successor", PATIENCE, || session.status("web")["recoveries"] == 2);

@@ -54,7 +54,7 @@ fn what_is_written_in_the_pause_ends_the_save() {
     assert!(stop.is_reached(&mut saving));
     write_one_byte(vm.pid());
     stop.go_on();
-    answer(saving).fails(1, "a device wrote to the guest's memory while the VM stood still");
+    answer(saving).fails(1, "a device wrote to the guest's memory while the VM was paused");
     assert_eq!(vm.session.files("new.firn"), Vec::<String>::new());
     assert_eq!(vm.session.files(".new.firn"), Vec::<String>::new());
     vm.is_well();
@@ -65,8 +65,8 @@ fn what_is_written_in_the_pause_ends_the_save() {
 fn write_one_byte(pid: i64) {
     let process = Process::open(pid as i32).unwrap();
     let (at, mut byte) = (ram(pid), [0]);
-    process_memory::read(&process, at, &mut byte).unwrap();
-    let write = std::thread::spawn(move || process_memory::write(&process, at, &byte));
+    process_memory::read_memory(&process, at, &mut byte).unwrap();
+    let write = std::thread::spawn(move || process_memory::write_memory(&process, at, &byte));
     eventually("the byte", PATIENCE, || write.is_finished());
     write.join().unwrap().unwrap();
 }

@@ -126,10 +126,10 @@ fn what_comes_later_and_cannot_be_followed_ends_protection() {
     let slot = ["-device", "pcie-root-port,id=hotslot,chassis=1"];
     let vm = vm.with(&["-qmp", &qmp]).with(&slot).booted_with(&[]);
     // The standby's QEMU takes the names of these sockets.
-    let mut user = firn_vmm::Vm::connect(&monitor).unwrap();
+    let mut user = firn_vmm::QemuVm::connect(&monitor).unwrap();
     let mut control = vm.control();
     protected(&vm, &[]);
-    let add = |user: &mut firn_vmm::Vm, name: &str, direct: bool| {
+    let add = |user: &mut firn_vmm::QemuVm, name: &str, direct: bool| {
         let disk = serde_json::json!({ "driver": "file", "node-name": name, "filename": text(&disk),
             "read-only": true, "cache": { "direct": direct } });
         user.qmp().execute("blockdev-add", disk).unwrap();
@@ -207,7 +207,7 @@ fn a_standby_learns_how_its_primary_ended() {
     let qmp = format!("unix:{},server=on,wait=off", text(&monitor));
     let vm = vm.with(&["-qmp", &qmp]).booted_with(&[]);
     // The standby's QEMU takes the names of these sockets.
-    let mut user = firn_vmm::Vm::connect(&monitor).unwrap();
+    let mut user = firn_vmm::QemuVm::connect(&monitor).unwrap();
     protected(&vm, &[]);
     user.quit().unwrap();
     assert_eq!(ended(&vm, "twin"), serde_json::json!({ "how": "shut-down" }));
@@ -354,7 +354,7 @@ fn a_failover_goes_on_where_its_supervisor_died() {
             assert_eq!(vm.session.status(&next)["recoveries"], 1, "{point}");
             vm.is_well();
         } else {
-            failover.fails(8, "it can't be continued here");
+            failover.fails(8, "the VM can't be continued here");
             eventually("it is gone", PATIENCE, || {
                 !vm.session.ls().iter().any(|(it, _)| *it == next)
             });
@@ -373,7 +373,7 @@ fn a_vm_that_its_user_stops_stays_stopped() {
     let mut vm = vm.with(&["-qmp", &qmp]).booted_with(&[]);
     vm.session.arm(None);
     // The standby's QEMU takes the names of these sockets.
-    let (mut user, mut control) = (firn_vmm::Vm::connect(&monitor).unwrap(), vm.control());
+    let (mut user, mut control) = (firn_vmm::QemuVm::connect(&monitor).unwrap(), vm.control());
     let standby = standby(&vm);
     let mut protect = start(&vm, &["protect", "web", "--to", &address(&vm)]);
     assert!(stop.is_reached(&mut protect));

@@ -7,7 +7,7 @@ use std::path::{Path, PathBuf};
 use std::process::{Child, Command, Stdio};
 use std::time::{Duration, Instant};
 
-use firn_vmm::Vm as Monitor;
+use firn_vmm::QemuVm as Monitor;
 use serde_json::{Value, json};
 
 use crate::session::{Answer, Session, eventually, text};

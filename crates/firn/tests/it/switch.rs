@@ -4,7 +4,7 @@ use std::fs::OpenOptions;
 use std::io::Write as _;
 use std::time::{Duration, Instant};
 
-use firn_lab::guest::{Control, JobState, QemuArgs, accel};
+use firn_lab::guest::{GuestControl, JobState, QemuArgs, accel};
 use serde_json::Value;
 
 use crate::agent::{Agent, Network, configure, health};
@@ -22,7 +22,7 @@ fn card(number: u8) -> [String; 4] {
 /// `web` at `a`, and at `b` a client whose address is 10.0.2.16.
 struct Hosts {
     agents: [Agent; 2],
-    client: Control,
+    client: GuestControl,
     network: Network,
     b: Session,
     // The last to go: then another test may begin.
@@ -44,7 +44,7 @@ impl Hosts {
         }
         let words = card(0x15);
         let web = web.with(&words.each_ref().map(String::as_str)).booted_with(&[]);
-        web.control().spawn("echo", &["firn-guest", "net-dma", "echo"]).unwrap();
+        web.control().spawn_job("echo", &["firn-guest", "net-dma", "echo"]).unwrap();
         let client = client(&b);
         Self { agents, client, network, b, web }
     }
@@ -59,7 +59,7 @@ impl Hosts {
     /// How many echoes the client has had over its one connection, and how long one took at most.
     #[track_caller]
     fn echoes(&mut self) -> (u64, u64) {
-        let state = self.client.poll("talk").unwrap();
+        let state = self.client.poll_job("talk").unwrap();
         let JobState::Running { stdout, .. } = state else {
             unreachable!("the connection is to last: {state:?}")
         };
@@ -82,17 +82,17 @@ impl Hosts {
 }
 
 /// Boots the client. It runs at `b` and isn't protected.
-fn client(b: &Session) -> Control {
-    let args = QemuArgs::new(image(), accel::decide().accel)
+fn client(b: &Session) -> GuestControl {
+    let args = QemuArgs::new(image(), accel::choose_accel().accel)
         .memory_mib(128)
-        .append("no_timer_check")
-        .append("firn.ip=10.0.2.16")
-        .agent(&b.path("client.sock"));
+        .append_kernel_arg("no_timer_check")
+        .append_kernel_arg("firn.ip=10.0.2.16")
+        .with_agent_socket(&b.path("client.sock"));
     let program = text(args.program_name().as_ref()).to_owned();
     let words = [vec![program], args.args(), card(0x16).to_vec()].concat();
     let words: Vec<&str> = words.iter().map(String::as_str).collect();
     b.firn(&[&["run", "client", "--quiet", "--"], &words[..]].concat()).succeeds();
-    Control::connect(&b.path("client.sock"), PATIENCE).unwrap()
+    GuestControl::connect(&b.path("client.sock"), PATIENCE).unwrap()
 }
 
 /// What `firn agent status` says of frames from there and to there, at a host.
@@ -106,9 +106,9 @@ fn lane(session: &Session, to: &str) -> Value {
 #[test]
 fn a_connection_outlives_the_host_of_one_end() {
     let mut hosts = Hosts::start();
-    let reached = hosts.client.run(&["busybox", "ping", "-c", "1", "-W", "5", "10.0.2.15"]);
+    let reached = hosts.client.run_program(&["busybox", "ping", "-c", "1", "-W", "5", "10.0.2.15"]);
     eprintln!("{}", reached.unwrap());
-    hosts.client.spawn("talk", &["firn-guest", "net-dma", "talk", "10.0.2.15:7007"]).unwrap();
+    hosts.client.spawn_job("talk", &["firn-guest", "net-dma", "talk", "10.0.2.15:7007"]).unwrap();
     hosts.goes_on(40);
     hosts.protect();
     hosts.goes_on(20);
@@ -136,7 +136,7 @@ fn a_connection_outlives_the_host_of_one_end() {
 #[test]
 fn a_connection_outlives_the_agents() {
     let mut hosts = Hosts::start();
-    hosts.client.spawn("talk", &["firn-guest", "net-dma", "talk", "10.0.2.15:7007"]).unwrap();
+    hosts.client.spawn_job("talk", &["firn-guest", "net-dma", "talk", "10.0.2.15:7007"]).unwrap();
     hosts.goes_on(40);
     for side in [0, 1] {
         hosts.agents[side].kill();

@@ -4,7 +4,7 @@ use std::path::PathBuf;
 use std::sync::{OnceLock, PoisonError, RwLock, RwLockReadGuard, RwLockWriteGuard};
 use std::time::Duration;
 
-use firn_lab::guest::{Control, Disk, GuestImage, JobState, QemuArgs, accel};
+use firn_lab::guest::{GuestControl, GuestImage, JobState, QemuArgs, VirtioDisk, accel};
 use firn_lab::prober::{Heartbeats, Prober};
 
 use crate::session::{Session, eventually, kill, text};
@@ -98,7 +98,7 @@ impl Vm {
         for (number, device) in ["/dev/vda", "/dev/vdb"].iter().enumerate() {
             let write = ["firn-guest", "disk-dma", "write", "--rate", "120", "--device", device];
             let job = format!("disk{number}");
-            control.spawn(&job, &write).unwrap();
+            control.spawn_job(&job, &write).unwrap();
             control.wait_output(&job, "progress", PATIENCE).unwrap();
         }
     }
@@ -159,8 +159,8 @@ impl Vm {
     fn writing(self, how: &[&str]) -> Self {
         let vm = self;
         let mut control = vm.control();
-        control.spawn("writers", &[&["firn-guest", "writers"], how].concat()).unwrap();
-        eventually("writers", PATIENCE, || control.run(&["firn-guest", "verify"]).is_ok());
+        control.spawn_job("writers", &[&["firn-guest", "writers"], how].concat()).unwrap();
+        eventually("writers", PATIENCE, || control.run_program(&["firn-guest", "verify"]).is_ok());
         vm
     }
 
@@ -180,22 +180,22 @@ impl Vm {
     }
 
     pub fn qemu_args(&self) -> Vec<String> {
-        let args = QemuArgs::new(image(), accel::decide().accel)
+        let args = QemuArgs::new(image(), accel::choose_accel().accel)
             .memory_mib(192)
-            .append("no_timer_check")
-            .agent(&self.session.path("agent"))
-            .heartbeat(&self.session.path("heart"));
+            .append_kernel_arg("no_timer_check")
+            .with_agent_socket(&self.session.path("agent"))
+            .with_heartbeat_socket(&self.session.path("heart"));
         let file_system = self.file_system.iter().map(|file| (file, "raw"));
         let disks = self.disks.iter().map(|(file, format)| (file, *format)).chain(file_system);
         let args = disks.fold(args, |args, (file, format)| {
-            args.disk(Disk { file: file.clone(), format, read_only: false })
+            args.add_disk(VirtioDisk { file: file.clone(), format, read_only: false })
         });
         let program = args.program_name().to_str().unwrap().to_owned();
         [vec![program], args.args(), self.more.clone()].concat()
     }
 
-    pub fn control(&self) -> Control {
-        Control::connect(&self.session.path("agent"), PATIENCE).unwrap()
+    pub fn control(&self) -> GuestControl {
+        GuestControl::connect(&self.session.path("agent"), PATIENCE).unwrap()
     }
 
     /// Every page of the guest's writers is what they wrote last, and they go on writing.
@@ -215,7 +215,7 @@ impl Vm {
     /// What the guest says of a disk: blocks that are not what it wrote last, of those it has looked at.
     #[track_caller]
     pub fn disk_report(&self, number: usize) -> serde_json::Value {
-        let state = self.control().poll(&format!("disk{number}")).unwrap();
+        let state = self.control().poll_job(&format!("disk{number}")).unwrap();
         let JobState::Running { stdout, .. } = state else {
             unreachable!("it goes on for ever: {state:?}")
         };
@@ -241,8 +241,8 @@ pub fn qemu_img(args: &[&str]) {
 
 /// Pages written so far; fails if any is wrong.
 #[track_caller]
-pub fn writes(control: &mut Control) -> u64 {
-    let report = control.run(&["firn-guest", "verify"]).unwrap();
+pub fn writes(control: &mut GuestControl) -> u64 {
+    let report = control.run_program(&["firn-guest", "verify"]).unwrap();
     let report: serde_json::Value = serde_json::from_str(&report).unwrap();
     assert_eq!(report["wrong"], 0, "{report}");
     report["writes"].as_u64().unwrap()
@@ -369,11 +369,11 @@ fn a_vm_that_ran_before_firn_came() {
     session.firn(&["detach", "old"]).succeeds();
     assert_eq!(session.ls(), []);
     assert_eq!(userfaultfds(qemu.id().into()), 0);
-    control.run(&["true"]).unwrap();
+    control.run_program(&["true"]).unwrap();
     qemu.kill().unwrap();
     qemu.wait().unwrap();
     session.firn(&["restore", "old.firn", "--wait"]).succeeds();
-    vm.control().run(&["true"]).unwrap();
+    vm.control().run_program(&["true"]).unwrap();
 }
 
 /// As most VMs are: memory is private to QEMU.
@@ -495,7 +495,7 @@ fn a_vm_that_firn_let_go_of_can_be_taken_up_again() {
     let session = &vm.session;
     session.firn(&["detach", "web"]).succeeds();
     assert_eq!(session.ls(), [("web".to_owned(), "detached".to_owned())]);
-    session.firn(&["checkpoint", "web", "-o", "web.firn"]).fails(3, "Firn has let go of it");
+    session.firn(&["checkpoint", "web", "-o", "web.firn"]).fails(3, "Firn is detached from it");
     session.firn(&["run", "web", "--", "qemu-system-x86_64"]).fails(4, "a VM called web already");
     session.firn(&["attach", "web"]).succeeds();
     session.firn(&["checkpoint", "web", "-o", "web.firn"]).succeeds();
@@ -577,7 +577,7 @@ fn what_does_not_fit_is_refused_unless_forced() {
 #[test]
 fn the_guest_hardly_notices_a_checkpoint() {
     let vm = Vm::alone().booted_with(&[]);
-    vm.control().spawn("heartbeat", &["firn-guest", "heartbeat"]).unwrap();
+    vm.control().spawn_job("heartbeat", &["firn-guest", "heartbeat"]).unwrap();
     let prober = Prober::start(Heartbeats::new(&vm.session.path("heart")), 0.0);
     eventually("a heartbeat", PATIENCE, || !prober.timeline().replies().is_empty());
     let begun = prober.now();

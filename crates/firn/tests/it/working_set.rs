@@ -2,7 +2,7 @@
 
 use std::time::Duration;
 
-use firn_image::{Image, ListedWorkingSet, Organization, Reorder, reorder};
+use firn_image::{BlockOrganization, Image, ListedWorkingSet, ReorderOptions, reorder_image};
 use serde_json::Value;
 
 use crate::faults::base;
@@ -45,8 +45,11 @@ fn a_suspend_watches_the_guest_first() {
 fn a_wrong_working_set_does_no_harm() {
     let vm = base();
     let image = Image::open(&vm.image("base.firn")).unwrap();
-    let how = Reorder { working_set: ListedWorkingSet::Wrong, ..Reorder::by(Organization::Access) };
-    reorder(&image, &how, &vm.image("wrong.firn"), &|_, _| ()).unwrap();
+    let how = ReorderOptions {
+        working_set: ListedWorkingSet::Wrong,
+        ..ReorderOptions::for_organization(BlockOrganization::Access)
+    };
+    reorder_image(&image, &how, &vm.image("wrong.firn"), &|_, _| ()).unwrap();
     let wrong = Image::open(&vm.image("wrong.firn")).unwrap();
     assert!(!wrong.working_set().is_empty());
     assert!(!wrong.working_set().iter().any(|block| image.working_set().contains(block)));
@@ -65,8 +68,11 @@ fn a_restore_learns_from_those_before_it() {
     let vm = base();
     let image = Image::open(&vm.image("base.firn")).unwrap();
     let none = ListedWorkingSet::Dropped(100);
-    let how = Reorder { working_set: none, ..Reorder::by(Organization::Access) };
-    reorder(&image, &how, &vm.image("none.firn"), &|_, _| ()).unwrap();
+    let how = ReorderOptions {
+        working_set: none,
+        ..ReorderOptions::for_organization(BlockOrganization::Access)
+    };
+    reorder_image(&image, &how, &vm.image("none.firn"), &|_, _| ()).unwrap();
     let ahead_pages = || {
         vm.session.firn(&["restore", "none.firn", "--mode", "working-set", "--wait"]).succeeds();
         vm.is_well();
@@ -83,8 +89,8 @@ fn a_restore_learns_from_those_before_it() {
     let ahead = ahead_pages();
     assert!(ahead >= blocks, "{ahead} pages were read ahead, {blocks} blocks were learned");
     // Of another image under the same name nothing is known.
-    let other = Reorder { seed: 2, ..how };
-    reorder(&image, &other, &vm.image("none.firn"), &|_, _| ()).unwrap();
+    let other = ReorderOptions { seed: 2, ..how };
+    reorder_image(&image, &other, &vm.image("none.firn"), &|_, _| ()).unwrap();
     assert_eq!(ahead_pages(), 0);
 }
 

@@ -1,10 +1,10 @@
-//! What is checked all along, by somebody who sees everything at once.
+//! Checks that are made at every step, with knowledge of all hosts.
 
 use std::collections::{BTreeMap, BTreeSet};
 
 use firn_cluster::cut::GlobalCheckpoint;
-use firn_cluster::output::To;
-use firn_cluster::{Epoch, Generation, Seq, Vm};
+use firn_cluster::output::FrameDestination;
+use firn_cluster::{Epoch, FrameNumber, Generation, VmId};
 
 use super::Tally;
 use super::host::{Frame, Guest};
@@ -14,13 +14,13 @@ pub struct Checks {
     pub wrong: Option<String>,
     pub tally: Tally,
     frames: Frame,
-    /// What each VM had done at each cut of each timeline.
-    cuts: BTreeMap<(Generation, Vm, Epoch), Guest>,
-    outside: BTreeMap<Vm, Vec<Frame>>,
-    ran: BTreeMap<Vm, Generation>,
-    /// What each VM had done when it was stopped to be moved.
-    finished: BTreeMap<(Generation, Vm), Guest>,
-    /// Timelines that began with a move.
+    /// The state of each VM at each cut of each generation.
+    cuts: BTreeMap<(Generation, VmId, Epoch), Guest>,
+    outside: BTreeMap<VmId, Vec<Frame>>,
+    ran: BTreeMap<VmId, Generation>,
+    /// The state of each VM when it was stopped to be moved.
+    finished: BTreeMap<(Generation, VmId), Guest>,
+    /// Generations that began with a move.
     pub moved: BTreeSet<Generation>,
 }
 
@@ -34,17 +34,17 @@ impl Checks {
         self.frames
     }
 
-    pub fn cut(&mut self, generation: Generation, vm: Vm, epoch: Epoch, guest: &Guest) {
+    pub fn cut(&mut self, generation: Generation, vm: VmId, epoch: Epoch, guest: &Guest) {
         self.cuts.insert((generation, vm, epoch), guest.clone());
     }
 
-    /// A VM stands still and is to be moved.
-    pub fn finished(&mut self, generation: Generation, vm: Vm, guest: &Guest) {
+    /// A VM is paused and is to be moved.
+    pub fn finished(&mut self, generation: Generation, vm: VmId, guest: &Guest) {
         self.finished.insert((generation, vm), guest.clone());
     }
 
-    /// A VM begins to run in a timeline.
-    pub fn runs(&mut self, generation: Generation, vm: Vm, epoch: Epoch, guest: &Guest) {
+    /// A VM begins to run in a generation.
+    pub fn runs(&mut self, generation: Generation, vm: VmId, epoch: Epoch, guest: &Guest) {
         let before = self.ran.insert(vm, generation);
         if generation > Generation(0) && before.is_none_or(|before| before >= generation) {
             self.fail(format!("{vm} runs twice in {generation:?}"));
@@ -59,7 +59,7 @@ impl Checks {
     }
 
     /// A frame has left the cluster.
-    pub fn outside(&mut self, vm: Vm, generation: Generation, seq: Seq, frame: Frame) {
+    pub fn outside(&mut self, vm: VmId, generation: Generation, seq: FrameNumber, frame: Frame) {
         if self.ran.get(&vm).is_some_and(|ran| *ran > generation) {
             self.fail(format!("{vm} sends in an undone timeline, {generation:?}"));
         }
@@ -76,7 +76,8 @@ impl Checks {
         }
     }
 
-    /// A checkpoint is on record: from now on the cluster may go back to it, and not to an older one.
+    /// A checkpoint is recorded: from now on the cluster may go back to it, and not to an older
+    /// one.
     pub fn recorded(&mut self, checkpoint: &GlobalCheckpoint) {
         self.tally.checkpoints += 1;
         let mut guests = BTreeMap::new();
@@ -94,9 +95,10 @@ impl Checks {
         self.cuts.retain(|(of, vm, epoch), _| *of == generation && *epoch >= marks[vm]);
     }
 
-    fn undone(&mut self, guests: &BTreeMap<Vm, Guest>) {
+    fn undone(&mut self, guests: &BTreeMap<VmId, Guest>) {
         for (vm, seen) in &self.outside {
-            let sent = guests[vm].sent.get(&To::Outside).map_or(&[][..], Vec::as_slice);
+            let sent =
+                guests[vm].sent.get(&FrameDestination::Outside).map_or(&[][..], Vec::as_slice);
             if !sent.starts_with(seen) {
                 let wrong = format!("output of {vm} isn't in the newest checkpoint");
                 self.wrong.get_or_insert(wrong);
@@ -104,20 +106,20 @@ impl Checks {
         }
     }
 
-    /// How much of what a VM has sent outside was seen there.
-    pub fn seen(&self, vm: Vm) -> usize {
+    /// How many of a VM's frames to the outside were received there.
+    pub fn seen(&self, vm: VmId) -> usize {
         self.outside.get(&vm).map_or(0, Vec::len)
     }
 }
 
-/// Two VMs of which one has received what the other hasn't sent.
-pub fn orphan(guests: &BTreeMap<Vm, Guest>) -> Option<(Vm, Vm)> {
-    let received = |(to, guest): (&Vm, &Guest)| {
+/// Two VMs of which one has received frames that the other hasn't sent.
+pub fn orphan(guests: &BTreeMap<VmId, Guest>) -> Option<(VmId, VmId)> {
+    let received = |(to, guest): (&VmId, &Guest)| {
         let received = guest.received.iter();
         received.map(|(from, frames)| (*from, *to, frames.clone())).collect::<Vec<_>>()
     };
     let bad = guests.iter().flat_map(received).find(|(from, to, frames)| {
-        let sent = guests.get(from).and_then(|guest| guest.sent.get(&To::Vm(*to)));
+        let sent = guests.get(from).and_then(|guest| guest.sent.get(&FrameDestination::Vm(*to)));
         !sent.map_or(&[][..], Vec::as_slice).starts_with(frames)
     });
     bad.map(|(from, to, _)| (from, to))

@@ -1,12 +1,14 @@
-//! The register with its leases, and the controller and initiator of the day.
+//! The record with its leases, and the current controller and initiator.
 
 use std::collections::BTreeMap;
 use std::rc::Rc;
 use std::time::Duration;
 
-use firn_cluster::cut::{self, Initiator, Pace};
-use firn_cluster::failover::{Controller, Grants, Next, Place, Register};
-use firn_cluster::{Epoch, Generation, Host, Vm};
+use firn_cluster::cut::{self, CheckpointInitiator, RequestTiming};
+use firn_cluster::failover::{
+    ControllerDecision, FailoverController, FailoverRecord, GrantedLeases, VmPlacement,
+};
+use firn_cluster::{Epoch, Generation, HostId, VmId};
 
 use super::Without;
 use super::checks::Checks;
@@ -15,16 +17,16 @@ use super::network::{Message, Ms, Network};
 
 #[derive(Debug)]
 pub struct Control {
-    pub register: Rc<Register>,
-    pub hosts: Vec<Host>,
+    pub register: Rc<FailoverRecord>,
+    pub hosts: Vec<HostId>,
     pub lost: bool,
-    grants: Grants,
-    controller: Controller,
-    initiator: Initiator,
-    /// What the initiator is about.
+    grants: GrantedLeases,
+    controller: FailoverController,
+    initiator: CheckpointInitiator,
+    /// The generation and layout of the initiator.
     about: (Generation, u64),
-    /// Who was stopped to be moved, and at which epoch.
-    drained: BTreeMap<Vm, Epoch>,
+    /// The VMs that were stopped to be moved, and their last epochs.
+    drained: BTreeMap<VmId, Epoch>,
     term: u32,
     told: Ms,
     ppm: i64,
@@ -33,11 +35,11 @@ pub struct Control {
 const TELL_MS: Ms = 100;
 
 impl Control {
-    pub fn new(register: Register, hosts: Vec<Host>, ppm: i64) -> Self {
-        let grants = Grants::taken_over(TERMS, hosts.iter().copied(), clock(0, 0, ppm));
+    pub fn new(register: FailoverRecord, hosts: Vec<HostId>, ppm: i64) -> Self {
+        let grants = GrantedLeases::taken_over(TERMS, hosts.iter().copied(), clock(0, 0, ppm));
         Self {
             grants,
-            controller: Controller::new(register.clone(), hosts.iter().copied().collect()),
+            controller: FailoverController::new(register.clone(), hosts.iter().copied().collect()),
             initiator: initiator(&register, 1),
             about: (register.generation, register.layout),
             register: Rc::new(register),
@@ -54,34 +56,34 @@ impl Control {
         clock(net.now, 0, self.ppm)
     }
 
-    /// Another controller and initiator take office, and know the register only.
+    /// Another controller and initiator take office, and know only the record.
     pub fn restart(&mut self, net: &Network) {
         self.term += 1;
         let now = self.clock(net);
-        self.grants = Grants::taken_over(TERMS, self.hosts.iter().copied(), now);
+        self.grants = GrantedLeases::taken_over(TERMS, self.hosts.iter().copied(), now);
         let hosts = self.hosts.iter().copied().collect();
-        self.controller = Controller::new((*self.register).clone(), hosts);
+        self.controller = FailoverController::new((*self.register).clone(), hosts);
         self.initiator = initiator(&self.register, self.term);
     }
 
-    pub fn join(&mut self, host: Host, net: &Network) {
+    pub fn join(&mut self, host: HostId, net: &Network) {
         self.hosts.push(host);
         let now = self.clock(net);
-        self.grants.grant(host, now);
+        self.grants.grant_lease(host, now);
     }
 
     pub fn move_over(&mut self) {
-        self.controller.move_over();
+        self.controller.plan_failover();
     }
 
     pub fn tick(&mut self, net: &mut Network, checks: &mut Checks, without: Without) {
         let now = self.clock(net);
-        self.controller.leases(self.grants.not_over(now));
+        self.controller.set_lease_holders(self.grants.unexpired_hosts(now));
         self.lost = false;
-        match self.controller.next() {
-            Next::Wait => {}
-            Next::Lost(_) => self.lost = true,
-            Next::Propose(mut register) => {
+        match self.controller.next_decision() {
+            ControllerDecision::Wait => {}
+            ControllerDecision::Lost(_) => self.lost = true,
+            ControllerDecision::Propose(mut register) => {
                 if without == Without::Fencing {
                     register.fence.clear();
                 }
@@ -99,18 +101,18 @@ impl Control {
         if net.now >= self.told + TELL_MS {
             self.tell(net);
         }
-        if self.controller.is_moving() {
+        if self.controller.is_failover_planned() {
             self.send_all(net, &Message::Finish(self.register.generation));
         }
         if self.register.fence.is_empty() {
-            let actions = self.initiator.tick(now);
+            let actions = self.initiator.advance_time(now);
             self.act(actions, net, checks);
         }
     }
 
-    fn set(&mut self, register: Register, net: &mut Network) {
+    fn set(&mut self, register: FailoverRecord, net: &mut Network) {
         self.register = Rc::new(register);
-        self.controller.learned(&self.register);
+        self.controller.learn_record(&self.register);
         let about = (self.register.generation, self.register.layout);
         if about != self.about {
             self.about = about;
@@ -130,22 +132,22 @@ impl Control {
         self.hosts.iter().for_each(|host| net.send(None, Some(*host), message.clone()));
     }
 
-    fn act(&mut self, actions: Vec<cut::Action>, net: &mut Network, checks: &mut Checks) {
+    fn act(&mut self, actions: Vec<cut::InitiatorAction>, net: &mut Network, checks: &mut Checks) {
         for action in actions {
             match action {
-                cut::Action::Ask { generation, request, .. } => {
+                cut::InitiatorAction::Ask { generation, request, .. } => {
                     self.send_all(net, &Message::Request { generation, request });
                 }
-                cut::Action::Record(checkpoint) => {
+                cut::InitiatorAction::Record(checkpoint) => {
                     if let Some(register) = self.register.with_checkpoint(&checkpoint) {
                         checks.recorded(&checkpoint);
                         self.set(register, net);
-                        self.initiator.recorded();
+                        self.initiator.confirm_recorded();
                     } else {
-                        self.initiator.refused();
+                        self.initiator.retire_refused();
                     }
                 }
-                cut::Action::Announce(_) => {}
+                cut::InitiatorAction::Announce(_) => {}
             }
         }
     }
@@ -155,19 +157,21 @@ impl Control {
             Message::Renew { host, .. } if self.register.fence.contains(&host) => {}
             Message::Renew { host, asked_ns } => {
                 let now = self.clock(net);
-                self.grants.grant(host, now);
+                self.grants.grant_lease(host, now);
                 let register = self.register.clone();
                 net.send(None, Some(host), Message::Granted { asked_ns, register });
             }
-            Message::Stopped { host, generation } => self.controller.stopped(host, generation),
+            Message::Stopped { host, generation } => {
+                self.controller.record_stopped(host, generation)
+            }
             Message::Drained { vm, epoch, generation } => {
-                self.controller.drained(vm, epoch, generation);
+                self.controller.record_drained(vm, epoch, generation);
                 if generation == self.register.generation {
                     self.drained.insert(vm, epoch);
                 }
             }
             Message::Answer(answer) => {
-                let action = self.initiator.answered(&answer);
+                let action = self.initiator.record_answer(&answer);
                 self.act(action.into_iter().collect(), net, checks);
             }
             _ => {}
@@ -175,18 +179,24 @@ impl Control {
     }
 }
 
-fn initiator(register: &Register, term: u32) -> Initiator {
+fn initiator(register: &FailoverRecord, term: u32) -> CheckpointInitiator {
     let ms = Duration::from_millis;
-    let pace = Pace { every: ms(60), again_after: ms(60), give_up_after: ms(1500) };
+    let pace = RequestTiming { cut_interval: ms(60), retry_after: ms(60), give_up_after: ms(1500) };
     let about = (register.generation, register.layout);
-    Initiator::new(about, term, register.checkpoint.number, register.places.keys().copied(), pace)
+    CheckpointInitiator::new(
+        about,
+        term,
+        register.checkpoint.number,
+        register.places.keys().copied(),
+        pace,
+    )
 }
 
-/// Where everything is at first: VMs over the primaries, copies over the backups.
-pub fn places(vms: u64, primaries: u64, backups: u64) -> BTreeMap<Vm, Place> {
-    let place = |vm: u64| Place {
-        primary: Host((vm % primaries) as u16),
-        backup: Some(Host((primaries + vm % backups) as u16)),
+/// The initial placement: VMs spread over the primaries, standbys over the backups.
+pub fn places(vms: u64, primaries: u64, backups: u64) -> BTreeMap<VmId, VmPlacement> {
+    let place = |vm: u64| VmPlacement {
+        primary: HostId((vm % primaries) as u16),
+        backup: Some(HostId((primaries + vm % backups) as u16)),
     };
-    (0..vms).map(|vm| (Vm(vm as u16), place(vm))).collect()
+    (0..vms).map(|vm| (VmId(vm as u16), place(vm))).collect()
 }

@@ -1,4 +1,4 @@
-//! Randomness from a seed.
+//! Random numbers from a seed.
 
 /// A small generator: the same seed gives the same run.
 #[derive(Clone, Debug)]

@@ -1,56 +1,60 @@
-//! A host: its clock, its guard, the VMs it runs and the copies it keeps.
+//! A host: its clock, its guard, the VMs that it runs and the standbys that it has.
 
 use std::collections::BTreeMap;
 use std::rc::Rc;
 use std::time::Duration;
 
-use firn_cluster::cut::{Arriving, Marker, Stamp};
-use firn_cluster::epoch::{self, Arrival, Backup, Limits, Piece, Primary, Progress};
-use firn_cluster::failover::{Action, Guard, Register, Terms};
-use firn_cluster::output::{Accept, Flow, Inbox, Outbox, Sent, To};
-use firn_cluster::{Epoch, Generation, Host, RequestNumber, Seq, Vm};
+use firn_cluster::cut::{CutMarker, FrameStamp, StampDecision};
+use firn_cluster::epoch::{
+    self, BackupEpochs, EpochLimits, EpochPiece, EpochProgress, PieceArrival, PrimaryEpochs,
+};
+use firn_cluster::failover::{FailoverRecord, GuardAction, HostGuard, LeaseTerms};
+use firn_cluster::output::{
+    FrameDestination, FrameInbox, FrameOutbox, InboxDecision, InputFlow, SentFrame,
+};
+use firn_cluster::{Epoch, FrameNumber, Generation, HostId, RequestNumber, VmId};
 
 use super::Without;
 use super::checks::Checks;
 use super::network::{Message, Ms, Network};
 
-/// A frame is known by its own number.
+/// A frame is identified by its own number.
 pub type Frame = u32;
 
-pub const TERMS: Terms = Terms { ttl: Duration::from_millis(300), drift_ppm_max: 500 };
+pub const TERMS: LeaseTerms = LeaseTerms { ttl: Duration::from_millis(300), drift_ppm_max: 500 };
 pub const TICK_MS: Ms = 20;
 const RENEW_MS: Ms = 80;
 const RESEND_MS: Ms = 120;
 const HELD_BYTES_MAX: usize = 40;
-/// Epochs since the newest global checkpoint: what a backup keeps, from when on a VM is cut only to be moved, and from when on it is heard
-/// by nobody.
+/// Epochs since the newest global checkpoint: the maximum that a backup stores, the number from
+/// which on a VM is cut only to be moved, and the number from which on its output is held back.
 const KEPT_MAX: u64 = 12;
 const CUT_MAX: u64 = 10;
 const HEARD_MAX: u64 = 8;
 
-/// What a guest has done, which is all its state.
+/// The actions of a guest, which are all its state.
 #[derive(Clone, Debug, Default, PartialEq)]
 pub struct Guest {
-    pub sent: BTreeMap<To, Vec<Frame>>,
-    pub received: BTreeMap<Vm, Vec<Frame>>,
+    pub sent: BTreeMap<FrameDestination, Vec<Frame>>,
+    pub received: BTreeMap<VmId, Vec<Frame>>,
 }
 
-/// What a backup has of an epoch.
+/// The backup's state of an epoch.
 #[derive(Clone, Debug)]
 pub struct Copy {
     pub guest: Guest,
-    pub outbox: Outbox<Frame>,
-    pub inbox: Inbox,
+    pub outbox: FrameOutbox<Frame>,
+    pub inbox: FrameInbox,
 }
 
 impl Copy {
     pub fn first() -> Self {
-        let (outbox, inbox) = (Outbox::new(HELD_BYTES_MAX), Inbox::new(Epoch(0)));
+        let (outbox, inbox) = (FrameOutbox::new(HELD_BYTES_MAX), FrameInbox::new(Epoch(0)));
         Self { guest: Guest::default(), outbox, inbox }
     }
 }
 
-/// How a VM's backup comes to have a first copy.
+/// How a VM's backup gets its first copy.
 #[derive(Clone, Debug)]
 enum Sync {
     None,
@@ -61,25 +65,25 @@ enum Sync {
 /// A VM that runs here.
 #[derive(Debug)]
 struct Running {
-    primary: Primary,
-    marker: Marker,
+    primary: PrimaryEpochs,
+    marker: CutMarker,
     sync: Sync,
     live: Copy,
     copies: BTreeMap<Epoch, Rc<Copy>>,
-    acknowledged: BTreeMap<Vm, Seq>,
+    acknowledged: BTreeMap<VmId, FrameNumber>,
     committed: Epoch,
     globally: Epoch,
-    /// What its backup had first.
+    /// The first copy of its backup.
     based: Epoch,
-    /// The newest epoch in which it has sent something to another VM.
+    /// The newest epoch in which it has sent a frame to another VM.
     talked: Epoch,
     finished: Option<Epoch>,
 }
 
-/// A VM whose copies are here.
+/// A VM whose standby is here.
 #[derive(Debug)]
 pub struct Store {
-    pub backup: Backup,
+    pub backup: BackupEpochs,
     pub copies: BTreeMap<Epoch, Rc<Copy>>,
 }
 
@@ -92,48 +96,48 @@ pub enum Health {
 
 #[derive(Debug)]
 pub struct Node {
-    pub host: Host,
+    pub host: HostId,
     pub health: Health,
-    /// Its clock: how far ahead, and how much too fast.
+    /// Its clock: how far it is ahead, and how much too fast it is.
     ahead_ms: u64,
     ppm: i64,
-    guard: Guard,
-    register: Rc<Register>,
-    vms: BTreeMap<Vm, Running>,
-    pub stores: BTreeMap<(Vm, Generation), Store>,
+    guard: HostGuard,
+    register: Rc<FailoverRecord>,
+    vms: BTreeMap<VmId, Running>,
+    pub stores: BTreeMap<(VmId, Generation), Store>,
     renewed: Ms,
     resent: Ms,
-    /// What arrives while it is frozen.
+    /// The messages that arrive while it is frozen.
     pub waiting: Vec<Message>,
 }
 
-/// What a host may touch besides itself.
+/// The objects that a host may change besides itself.
 pub struct Around<'a> {
     pub net: &'a mut Network,
     pub checks: &'a mut Checks,
     pub without: Without,
 }
 
-fn limits() -> Limits {
-    Limits {
+fn limits() -> EpochLimits {
+    EpochLimits {
         interval_min: Duration::from_millis(50),
         interval_max: Duration::from_millis(200),
         pages_per_epoch: 100,
         buffer_pages: 400,
         resend_after: Duration::from_millis(100),
-        ..Limits::default()
+        ..EpochLimits::default()
     }
 }
 
 impl Running {
-    /// Epochs that its backup has to keep, with the one that runs.
+    /// The number of epochs that its backup has to store, including the running one.
     fn kept(&self) -> u64 {
-        self.primary.epoch().0 - self.globally.max(self.based).0
+        self.primary.running_epoch().0 - self.globally.max(self.based).0
     }
 
-    fn new(marker: Marker, epoch: Epoch, live: Copy, now: Duration) -> Self {
+    fn new(marker: CutMarker, epoch: Epoch, live: Copy, now: Duration) -> Self {
         Self {
-            primary: Primary::new(limits(), epoch, now),
+            primary: PrimaryEpochs::new(limits(), epoch, now),
             marker,
             sync: Sync::None,
             live,
@@ -149,13 +153,13 @@ impl Running {
 }
 
 impl Node {
-    pub fn new(host: Host, register: Rc<Register>, ahead_ms: u64, ppm: i64) -> Self {
+    pub fn new(host: HostId, register: Rc<FailoverRecord>, ahead_ms: u64, ppm: i64) -> Self {
         Self {
             host,
             health: Health::Well,
             ahead_ms,
             ppm,
-            guard: Guard::new(host, TERMS),
+            guard: HostGuard::new(host, TERMS),
             register,
             vms: BTreeMap::new(),
             stores: BTreeMap::new(),
@@ -165,16 +169,16 @@ impl Node {
         }
     }
 
-    /// The time as this host sees it.
+    /// The time on this host's clock.
     pub fn clock(&self, now: Ms) -> Duration {
         clock(now, self.ahead_ms, self.ppm)
     }
 
     pub fn runs(&self) -> Option<Generation> {
-        self.guard.runs()
+        self.guard.running_generation()
     }
 
-    pub fn guests(&self) -> impl Iterator<Item = (Vm, &Guest)> {
+    pub fn guests(&self) -> impl Iterator<Item = (VmId, &Guest)> {
         self.vms.iter().map(|(vm, running)| (*vm, &running.live.guest))
     }
 
@@ -185,7 +189,7 @@ impl Node {
             let asked_ns = self.clock(now).as_nanos() as u64;
             around.net.send(Some(self.host), None, Message::Renew { host: self.host, asked_ns });
         }
-        let vms: Vec<Vm> = self.vms.keys().copied().collect();
+        let vms: Vec<VmId> = self.vms.keys().copied().collect();
         for vm in vms {
             self.guest_acts(vm, around);
             self.epoch_ticks(vm, around);
@@ -198,29 +202,29 @@ impl Node {
         }
     }
 
-    fn guest_acts(&mut self, vm: Vm, around: &mut Around<'_>) {
+    fn guest_acts(&mut self, vm: VmId, around: &mut Around<'_>) {
         let Some(running) = self.vms.get_mut(&vm) else { return };
-        if running.finished.is_some() || running.live.outbox.flow() == Flow::Stop {
+        if running.finished.is_some() || running.live.outbox.input_flow() == InputFlow::Stop {
             return;
         }
         if !around.net.dice.chance(25) {
             return;
         }
-        let others: Vec<Vm> = self.register.places.keys().copied().filter(|v| *v != vm).collect();
+        let others: Vec<VmId> = self.register.places.keys().copied().filter(|v| *v != vm).collect();
         let to = match around.net.dice.chance(30) {
-            true => Some(To::Outside),
-            false => around.net.dice.pick(&others).map(To::Vm),
+            true => Some(FrameDestination::Outside),
+            false => around.net.dice.pick(&others).map(FrameDestination::Vm),
         };
         let Some(to) = to else { return };
         let frame = around.checks.new_frame();
         running.live.guest.sent.entry(to).or_default().push(frame);
-        running.live.outbox.push(running.primary.epoch(), to, frame, 1);
-        if to != To::Outside {
-            running.talked = running.primary.epoch();
+        running.live.outbox.push_frame(running.primary.running_epoch(), to, frame, 1);
+        if to != FrameDestination::Outside {
+            running.talked = running.primary.running_epoch();
         }
     }
 
-    fn epoch_ticks(&mut self, vm: Vm, around: &mut Around<'_>) {
+    fn epoch_ticks(&mut self, vm: VmId, around: &mut Around<'_>) {
         let now = self.clock(around.net.now);
         let Some(running) = self.vms.get_mut(&vm) else { return };
         match &running.sync {
@@ -232,21 +236,21 @@ impl Node {
                 }
             }
             Sync::Done if running.kept() > CUT_MAX => {
-                let actions = running.primary.wait(now);
+                let actions = running.primary.advance_without_cut(now);
                 self.epoch_acts(vm, 0, actions, around);
             }
             Sync::Done => {
                 let pages = around.net.dice.roll(200);
-                let mut actions = running.primary.tick(now, pages);
+                let mut actions = running.primary.advance_time(now, pages);
                 if running.marker.wants_cut() {
-                    actions.extend(running.primary.cut_now(now));
+                    actions.extend(running.primary.request_cut(now));
                 }
                 self.epoch_acts(vm, pages, actions, around);
             }
         }
     }
 
-    fn send_full(&mut self, vm: Vm, epoch: Epoch, copy: Rc<Copy>, around: &mut Around<'_>) {
+    fn send_full(&mut self, vm: VmId, epoch: Epoch, copy: Rc<Copy>, around: &mut Around<'_>) {
         let Some(generation) = self.runs() else { return };
         let backup = self.register.places[&vm].backup;
         let message = Message::Full { vm, generation, from: self.host, epoch, copy };
@@ -257,61 +261,65 @@ impl Node {
 
     fn epoch_acts(
         &mut self,
-        vm: Vm,
+        vm: VmId,
         pages: u64,
-        actions: Vec<epoch::Action>,
+        actions: Vec<epoch::PrimaryAction>,
         around: &mut Around<'_>,
     ) {
         let now = self.clock(around.net.now);
         for action in actions {
             match action {
-                epoch::Action::Cut(epoch) => {
+                epoch::PrimaryAction::Cut(epoch) => {
                     self.copy_now(vm, epoch, around);
                     let Some(running) = self.vms.get_mut(&vm) else { return };
-                    let after = running.primary.copied(now, pages);
+                    let after = running.primary.finish_cut(now, pages);
                     self.epoch_acts(vm, pages, after, around);
                 }
-                epoch::Action::Send { epoch, last } => self.send_epoch(vm, epoch, last, around),
-                epoch::Action::Free(_) | epoch::Action::Pace(_) => {}
-                epoch::Action::Committed(epoch) => self.committed(vm, epoch),
+                epoch::PrimaryAction::Send { epoch, last } => {
+                    self.send_epoch(vm, epoch, last, around)
+                }
+                epoch::PrimaryAction::Free(_) | epoch::PrimaryAction::SetSpeed(_) => {}
+                epoch::PrimaryAction::Committed(epoch) => self.committed(vm, epoch),
             }
         }
     }
 
     /// The VM is paused at the end of an epoch.
-    fn copy_now(&mut self, vm: Vm, epoch: Epoch, around: &mut Around<'_>) -> Option<Rc<Copy>> {
+    fn copy_now(&mut self, vm: VmId, epoch: Epoch, around: &mut Around<'_>) -> Option<Rc<Copy>> {
         let generation = self.runs()?;
         let running = self.vms.get_mut(&vm)?;
-        running.live.inbox.cut(epoch);
-        running.marker.cut(epoch);
+        running.live.inbox.record_cut(epoch);
+        running.marker.record_cut(epoch);
         let copy = Rc::new(running.live.clone());
         running.copies.insert(epoch, copy.clone());
         around.checks.cut(generation, vm, epoch, &copy.guest);
         Some(copy)
     }
 
-    fn send_epoch(&mut self, vm: Vm, epoch: Epoch, last: bool, around: &mut Around<'_>) {
-        let (Some(generation), Some(running)) = (self.guard.runs(), self.vms.get(&vm)) else {
+    fn send_epoch(&mut self, vm: VmId, epoch: Epoch, last: bool, around: &mut Around<'_>) {
+        let (Some(generation), Some(running)) =
+            (self.guard.running_generation(), self.vms.get(&vm))
+        else {
             return;
         };
         let (backup, copy) = (self.register.places[&vm].backup, running.copies.get(&epoch));
         let (Some(copy), true) = (copy, backup.is_some()) else { return };
         for index in 0..2 {
-            let piece = Piece { epoch, index, of: 2, last };
+            let piece = EpochPiece { epoch, index, of: 2, last };
             let (from, copy) = (self.host, copy.clone());
             let message = Message::Epoch { vm, generation, from, piece, copy };
             around.net.send(Some(self.host), backup, message);
         }
     }
 
-    fn committed(&mut self, vm: Vm, epoch: Epoch) {
+    fn committed(&mut self, vm: VmId, epoch: Epoch) {
         let Some(running) = self.vms.get_mut(&vm) else { return };
         running.committed = epoch.max(running.committed);
         running.copies.retain(|kept, _| *kept > epoch);
-        running.marker.committed(epoch);
+        running.marker.record_commit(epoch);
     }
 
-    fn report_drained(&mut self, vm: Vm, around: &mut Around<'_>) {
+    fn report_drained(&mut self, vm: VmId, around: &mut Around<'_>) {
         let (Some(generation), Some(running)) = (self.runs(), self.vms.get(&vm)) else { return };
         if let Some(epoch) = running.finished.filter(|epoch| running.committed >= *epoch) {
             let drained = Message::Drained { vm, epoch, generation };
@@ -319,21 +327,21 @@ impl Node {
         }
     }
 
-    /// Lets out what may leave: the only place where frames leave for the first time.
-    fn release(&mut self, vm: Vm, around: &mut Around<'_>) {
+    /// Transmits frames that may leave: the only function in which frames leave for the first time.
+    fn release(&mut self, vm: VmId, around: &mut Around<'_>) {
         if !self.may_send(around) {
             around.checks.tally.held_back += 1;
             return;
         }
         let Some(running) = self.vms.get_mut(&vm) else { return };
-        let (now, mut globally) = (running.primary.epoch(), running.globally);
+        let (now, mut globally) = (running.primary.running_epoch(), running.globally);
         if around.without == Without::OutputCommit {
             globally = now;
         }
         let inside = now.min(Epoch(running.globally.max(running.based).0 + HEARD_MAX));
-        running.marker.sent(running.talked.min(inside));
-        let mut sent = running.live.outbox.committed(inside);
-        sent.extend(running.live.outbox.globally(globally));
+        running.marker.record_sent(running.talked.min(inside));
+        let mut sent = running.live.outbox.release_inside(inside);
+        sent.extend(running.live.outbox.release_outside(globally));
         self.let_out(vm, sent, around);
     }
 
@@ -344,17 +352,19 @@ impl Node {
         }
     }
 
-    fn let_out(&mut self, vm: Vm, sent: Vec<Sent<Frame>>, around: &mut Around<'_>) {
-        let Some(stamp) = self.vms.get(&vm).map(|running| running.marker.stamp()) else { return };
-        for Sent { to, seq, frame } in sent {
+    fn let_out(&mut self, vm: VmId, sent: Vec<SentFrame<Frame>>, around: &mut Around<'_>) {
+        let Some(stamp) = self.vms.get(&vm).map(|running| running.marker.current_stamp()) else {
+            return;
+        };
+        for SentFrame { to, seq, frame } in sent {
             match to {
-                To::Outside => {
+                FrameDestination::Outside => {
                     around.checks.outside(vm, stamp.generation, seq, frame);
                     if let Some(running) = self.vms.get_mut(&vm) {
-                        running.live.outbox.trim(To::Outside, seq);
+                        running.live.outbox.trim_up_to(FrameDestination::Outside, seq);
                     }
                 }
-                To::Vm(to) => {
+                FrameDestination::Vm(to) => {
                     let (place, back) = (self.register.places[&to], self.host);
                     let message = Message::Frame { from: vm, to, seq, frame, stamp, back };
                     around.net.send(Some(self.host), Some(place.primary), message);
@@ -367,12 +377,13 @@ impl Node {
         if !self.may_send(around) {
             return;
         }
-        let peers: Vec<Vm> = self.register.places.keys().copied().collect();
-        let vms: Vec<Vm> = self.vms.keys().copied().collect();
+        let peers: Vec<VmId> = self.register.places.keys().copied().collect();
+        let vms: Vec<VmId> = self.vms.keys().copied().collect();
         for (vm, to) in vms.iter().flat_map(|vm| peers.iter().map(move |to| (*vm, *to))) {
             let Some(running) = self.vms.get(&vm) else { continue };
             let after = running.acknowledged.get(&to).copied().unwrap_or_default();
-            let mut again = running.live.outbox.again(To::Vm(to), after, usize::MAX);
+            let mut again =
+                running.live.outbox.released_after(FrameDestination::Vm(to), after, usize::MAX);
             again.truncate(8);
             self.let_out(vm, again, around);
         }
@@ -381,11 +392,11 @@ impl Node {
     pub fn arrives(&mut self, message: Message, around: &mut Around<'_>) {
         match message {
             Message::Granted { asked_ns, register } => {
-                let actions = self.guard.granted(Duration::from_nanos(asked_ns), &register);
+                let actions = self.guard.record_grant(Duration::from_nanos(asked_ns), &register);
                 self.learned(&register, actions, around);
             }
             Message::Register(register) => {
-                let actions = self.guard.learned(&register);
+                let actions = self.guard.learn_record(&register);
                 self.learned(&register, actions, around);
             }
             Message::Request { generation, request } => self.requested(generation, request, around),
@@ -405,7 +416,7 @@ impl Node {
             }
             Message::Trim { from, to, seq, generation } => {
                 if let Some(running) = self.of(from, generation) {
-                    running.live.outbox.trim(To::Vm(to), seq);
+                    running.live.outbox.trim_up_to(FrameDestination::Vm(to), seq);
                 }
             }
             Message::Epoch { vm, generation, from, piece, copy } => {
@@ -421,14 +432,14 @@ impl Node {
         }
     }
 
-    fn of(&mut self, vm: Vm, generation: Generation) -> Option<&mut Running> {
-        let now = self.guard.runs() == Some(generation);
+    fn of(&mut self, vm: VmId, generation: Generation) -> Option<&mut Running> {
+        let now = self.guard.running_generation() == Some(generation);
         self.vms.get_mut(&vm).filter(|_| now)
     }
 
     fn requested(&mut self, of: Generation, request: RequestNumber, around: &mut Around<'_>) {
         for running in self.vms.values_mut() {
-            if let Some(answer) = running.marker.requested(of, request) {
+            if let Some(answer) = running.marker.request_mark(of, request) {
                 around.net.send(Some(self.host), None, Message::Answer(answer));
             }
         }
@@ -436,12 +447,12 @@ impl Node {
 
     fn finish(&mut self, generation: Generation, around: &mut Around<'_>) {
         let now = self.clock(around.net.now);
-        let vms: Vec<Vm> = self.vms.keys().copied().collect();
+        let vms: Vec<VmId> = self.vms.keys().copied().collect();
         for vm in vms {
             let Some(running) = self.of(vm, generation) else { return };
             if matches!(running.sync, Sync::Done) && running.finished.is_none() {
-                running.finished = Some(running.primary.epoch());
-                let actions = running.primary.finish(now);
+                running.finished = Some(running.primary.running_epoch());
+                let actions = running.primary.begin_final_cut(now);
                 self.epoch_acts(vm, 10, actions, around);
                 if let Some(running) = self.vms.get(&vm) {
                     around.checks.finished(generation, vm, &running.live.guest);
@@ -450,46 +461,51 @@ impl Node {
         }
     }
 
-    /// A frame from another VM, or from one here. Gives back what to acknowledge.
+    /// Handles a frame from another VM, or from one here. Returns the acknowledgements.
     fn frame(
         &mut self,
-        from: Vm,
-        to: Vm,
-        seq: Seq,
+        from: VmId,
+        to: VmId,
+        seq: FrameNumber,
         frame: Frame,
-        mut stamp: Stamp,
+        mut stamp: FrameStamp,
         around: &mut Around<'_>,
-    ) -> Option<Seq> {
+    ) -> Option<FrameNumber> {
         let running = self.vms.get_mut(&to).filter(|running| running.finished.is_none())?;
         if around.without == Without::CuttingFirst {
             stamp.mark = RequestNumber::default();
         }
-        // One that has to wait for a cut is sent again.
-        (running.marker.arriving(stamp) == Arriving::Deliver).then_some(())?;
-        match running.live.inbox.accept(from, seq) {
-            Accept::Deliver => {
+        // A frame that has to wait for a cut is sent again.
+        (running.marker.check_frame(stamp) == StampDecision::Deliver).then_some(())?;
+        match running.live.inbox.accept_frame(from, seq) {
+            InboxDecision::Deliver => {
                 around.checks.tally.inside += 1;
                 running.live.guest.received.entry(from).or_default().push(frame);
                 Some(seq)
             }
-            Accept::Known => Some(running.live.inbox.received(from)),
-            Accept::Missing(_) => None,
+            InboxDecision::Known => Some(running.live.inbox.newest_received(from)),
+            InboxDecision::Missing(_) => None,
         }
     }
 
-    fn learned(&mut self, register: &Rc<Register>, actions: Vec<Action>, around: &mut Around<'_>) {
+    fn learned(
+        &mut self,
+        register: &Rc<FailoverRecord>,
+        actions: Vec<GuardAction>,
+        around: &mut Around<'_>,
+    ) {
         if register.version < self.register.version {
             return;
         }
         let before = std::mem::replace(&mut self.register, register.clone());
         for action in actions {
             match action {
-                Action::Stop(_) => self.vms.clear(),
-                Action::Stopped(generation) => {
+                GuardAction::Stop(_) => self.vms.clear(),
+                GuardAction::Stopped(generation) => {
                     let stopped = Message::Stopped { host: self.host, generation };
                     around.net.send(Some(self.host), None, stopped);
                 }
-                Action::Run { generation, vms } => self.run(generation, &vms, around),
+                GuardAction::Run { generation, vms } => self.run(generation, &vms, around),
             }
         }
         if self.runs() == Some(register.generation) {
@@ -499,14 +515,19 @@ impl Node {
         self.fold(around);
     }
 
-    fn run(&mut self, generation: Generation, vms: &BTreeMap<Vm, Epoch>, around: &mut Around<'_>) {
+    fn run(
+        &mut self,
+        generation: Generation,
+        vms: &BTreeMap<VmId, Epoch>,
+        around: &mut Around<'_>,
+    ) {
         let now = self.clock(around.net.now);
         let of = self.register.checkpoint.generation;
         for (&vm, &epoch) in vms {
             let first = (generation == Generation(0)).then(Copy::first);
             let restored = || {
                 let store = self.stores.get_mut(&(vm, of))?;
-                store.backup.restore(epoch).ok()?;
+                store.backup.restore_to(epoch).ok()?;
                 store.copies.get(&epoch).map(|copy| (**copy).clone())
             };
             let Some(mut live) = first.or_else(restored) else {
@@ -516,7 +537,7 @@ impl Node {
             live.outbox.roll_back(epoch);
             live.inbox.roll_back(epoch);
             around.checks.runs(generation, vm, epoch, &live.guest);
-            let marker = Marker::new(generation, u64::MAX, vm, epoch);
+            let marker = CutMarker::new(generation, u64::MAX, vm, epoch);
             let mut running = Running::new(marker, epoch, live, now);
             if generation == Generation(0) {
                 running.sync = Sync::Done;
@@ -525,17 +546,17 @@ impl Node {
         }
     }
 
-    /// Backups that are new get a full copy; what the old ones had is forgotten.
-    fn follow_layout(&mut self, before: &Register, around: &mut Around<'_>) {
+    /// New backups get a full copy; the state of the old ones is dropped.
+    fn follow_layout(&mut self, before: &FailoverRecord, around: &mut Around<'_>) {
         let register = self.register.clone();
-        let vms: Vec<Vm> = self.vms.keys().copied().collect();
+        let vms: Vec<VmId> = self.vms.keys().copied().collect();
         for vm in vms {
             let backup = register.places[&vm].backup;
             let same_timeline = before.generation == register.generation;
             let same = same_timeline && before.places[&vm].backup == backup;
             let Some(running) = self.vms.get_mut(&vm) else { continue };
             let is_kept = same && !matches!(running.sync, Sync::None);
-            running.marker.rearranged(register.layout, !is_kept);
+            running.marker.change_layout(register.layout, !is_kept);
             if is_kept {
                 continue;
             }
@@ -546,12 +567,14 @@ impl Node {
         }
     }
 
-    fn start_copying(&mut self, vm: Vm, around: &mut Around<'_>) {
+    fn start_copying(&mut self, vm: VmId, around: &mut Around<'_>) {
         let now = self.clock(around.net.now);
-        let Some(epoch) = self.vms.get(&vm).map(|running| running.primary.epoch()) else { return };
+        let Some(epoch) = self.vms.get(&vm).map(|running| running.primary.running_epoch()) else {
+            return;
+        };
         let Some(copy) = self.copy_now(vm, epoch, around) else { return };
         if let Some(running) = self.vms.get_mut(&vm) {
-            running.primary = Primary::new(limits(), epoch, now);
+            running.primary = PrimaryEpochs::new(limits(), epoch, now);
             running.based = epoch;
             running.sync = Sync::Copying(epoch, copy.clone());
             running.finished = None;
@@ -568,7 +591,7 @@ impl Node {
         for (&to, running) in &mut self.vms {
             let epoch = checkpoint.marks[&to];
             running.globally = epoch.max(running.globally);
-            for (from, seq) in running.live.inbox.globally(epoch) {
+            for (from, seq) in running.live.inbox.record_global_checkpoint(epoch) {
                 let place = register.places[&from].primary;
                 let trim = Message::Trim { from, to, seq, generation };
                 around.net.send(Some(host), Some(place), trim);
@@ -576,7 +599,7 @@ impl Node {
         }
     }
 
-    /// What is kept for others follows the newest checkpoint.
+    /// Standbys for other hosts follow the newest checkpoint.
     fn fold(&mut self, around: &mut Around<'_>) {
         let register = self.register.clone();
         let checkpoint = &register.checkpoint;
@@ -586,29 +609,29 @@ impl Node {
                 continue;
             }
             let epoch = checkpoint.marks[vm];
-            let folded = store.backup.globally(epoch);
+            let folded = store.backup.fold_up_to(epoch);
             if folded.is_err() && register.is_protected() {
                 around.checks.fail(format!("{vm} is marked at {epoch}, which isn't kept"));
             }
-            let base = store.backup.base();
+            let base = store.backup.base_epoch();
             store.copies.retain(|kept, _| *kept >= base);
         }
     }
 
     fn keep(
         &mut self,
-        vm: Vm,
+        vm: VmId,
         generation: Generation,
-        from: Host,
-        piece: Piece,
+        from: HostId,
+        piece: EpochPiece,
         copy: Rc<Copy>,
         around: &mut Around<'_>,
     ) {
         let Some(store) = self.stores.get_mut(&(vm, generation)) else { return };
-        match store.backup.arrived(piece) {
-            Arrival::Refused => return,
-            Arrival::Store => drop(store.copies.insert(piece.epoch, copy)),
-            Arrival::Known => {}
+        match store.backup.receive_piece(piece) {
+            PieceArrival::Refused => return,
+            PieceArrival::Store => drop(store.copies.insert(piece.epoch, copy)),
+            PieceArrival::Known => {}
         }
         let progress = store.backup.progress();
         let message = Message::Progress { vm, generation, from: self.host, full: None, progress };
@@ -617,19 +640,19 @@ impl Node {
 
     fn keep_full(
         &mut self,
-        vm: Vm,
+        vm: VmId,
         generation: Generation,
-        from: Host,
+        from: HostId,
         epoch: Epoch,
         copy: Rc<Copy>,
         around: &mut Around<'_>,
     ) {
         let known = self.stores.get(&(vm, generation));
-        if known
-            .is_none_or(|store| store.backup.base() < epoch && !store.copies.contains_key(&epoch))
-        {
+        if known.is_none_or(|store| {
+            store.backup.base_epoch() < epoch && !store.copies.contains_key(&epoch)
+        }) {
             let copies = BTreeMap::from([(epoch, copy)]);
-            let store = Store { backup: Backup::new(epoch, KEPT_MAX), copies };
+            let store = Store { backup: BackupEpochs::new(epoch, KEPT_MAX), copies };
             self.stores.insert((vm, generation), store);
         }
         let progress = self.stores[&(vm, generation)].backup.progress();
@@ -640,11 +663,11 @@ impl Node {
 
     fn progress(
         &mut self,
-        vm: Vm,
+        vm: VmId,
         generation: Generation,
-        from: Host,
+        from: HostId,
         full: Option<Epoch>,
-        progress: Progress,
+        progress: EpochProgress,
         around: &mut Around<'_>,
     ) {
         let now = self.clock(around.net.now);
@@ -655,11 +678,11 @@ impl Node {
         match running.sync {
             Sync::Copying(epoch, _) if full == Some(epoch) => {
                 running.sync = Sync::Done;
-                running.primary = Primary::new(limits(), epoch, now);
+                running.primary = PrimaryEpochs::new(limits(), epoch, now);
                 self.committed(vm, epoch);
             }
             Sync::Done => {
-                let actions = running.primary.acknowledged(now, progress);
+                let actions = running.primary.record_progress(now, progress);
                 self.epoch_acts(vm, 0, actions, around);
             }
             _ => {}
@@ -668,7 +691,7 @@ impl Node {
     }
 }
 
-/// What a clock shows at a true time.
+/// The time that a clock shows at a true time.
 pub fn clock(now: Ms, ahead_ms: u64, ppm: i64) -> Duration {
     let micros = (now as i64 * 1000) + now as i64 * ppm / 1000;
     Duration::from_millis(ahead_ms) + Duration::from_micros(micros as u64)

@@ -1,8 +1,10 @@
-//! Larger clusters, played from a seed: everything at once, with clocks that differ.
+//! Simulation: larger clusters, run from a seed with all failures at once, and with clocks that
+//! differ.
 //!
-//! Three to eight VMs on two to four hosts, with backups and spares. Messages are late, lost, doubled and overtake one
-//! another; hosts crash, are frozen and wake, are cut off from some others or from all; the controller is replaced; VMs are moved on
-//! purpose. After a while nothing fails any more, and the cluster must get on. The same seed gives the same run:
+//! Three to eight VMs on two to four hosts, with backups and spares. Messages are late, lost,
+//! duplicated and reordered; hosts crash, are frozen and continue, are cut off from some other
+//! hosts or from all; the controller is replaced; VMs are moved on purpose. After a while the
+//! failures end, and the cluster must make progress. The same seed gives the same run:
 //!
 //! ```text
 //! FIRN_SEED=4711 cargo test --release -p firn-cluster --test it one_run -- --ignored --nocapture
@@ -20,21 +22,21 @@ mod world;
 
 use world::World;
 
-/// What can be left out, to see what it is there for.
+/// Rules that can be left out, to show why they are needed.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub enum Without {
     Nothing,
-    /// Frames to the outside leave when they are sent, as those inside do.
+    /// Frames to the outside leave when they are sent, as frames inside the cluster do.
     OutputCommit,
     /// A frame may be delivered before its receiver is cut.
     CuttingFirst,
     /// Backups run without waiting for old primaries.
     Fencing,
-    /// A frame leaves without a look at the clock.
+    /// A frame leaves without a check of the clock.
     LookingAtTheLease,
 }
 
-/// What a run has seen, so that a test can say that something happened at all.
+/// The events of a run, so that a test can check that they occurred at all.
 #[derive(Clone, Copy, Debug, Default)]
 pub struct Tally {
     pub checkpoints: u64,

@@ -1,13 +1,13 @@
-//! What goes between hosts and the control, and how badly.
+//! The messages between hosts and the control, and the failures of the network.
 
 use std::cmp::Reverse;
 use std::collections::{BTreeSet, BinaryHeap};
 use std::rc::Rc;
 
-use firn_cluster::cut::{Answer, Stamp};
-use firn_cluster::epoch::{Piece, Progress};
-use firn_cluster::failover::Register;
-use firn_cluster::{Epoch, Generation, Host, RequestNumber, Seq, Vm};
+use firn_cluster::cut::{FrameStamp, MarkAnswer};
+use firn_cluster::epoch::{EpochPiece, EpochProgress};
+use firn_cluster::failover::FailoverRecord;
+use firn_cluster::{Epoch, FrameNumber, Generation, HostId, RequestNumber, VmId};
 
 use super::dice::Dice;
 use super::host::{Copy, Frame};
@@ -16,27 +16,78 @@ use super::host::{Copy, Frame};
 pub type Ms = u64;
 
 /// Either end of a message; `None` is the control.
-pub type End = Option<Host>;
+pub type End = Option<HostId>;
 
 #[derive(Clone, Debug)]
 pub enum Message {
     // To the control.
-    Renew { host: Host, asked_ns: u64 },
-    Stopped { host: Host, generation: Generation },
-    Answer(Answer),
-    Drained { vm: Vm, epoch: Epoch, generation: Generation },
+    Renew {
+        host: HostId,
+        asked_ns: u64,
+    },
+    Stopped {
+        host: HostId,
+        generation: Generation,
+    },
+    Answer(MarkAnswer),
+    Drained {
+        vm: VmId,
+        epoch: Epoch,
+        generation: Generation,
+    },
     // From the control.
-    Granted { asked_ns: u64, register: Rc<Register> },
-    Register(Rc<Register>),
-    Request { generation: Generation, request: RequestNumber },
+    Granted {
+        asked_ns: u64,
+        register: Rc<FailoverRecord>,
+    },
+    Register(Rc<FailoverRecord>),
+    Request {
+        generation: Generation,
+        request: RequestNumber,
+    },
     Finish(Generation),
     // Between hosts.
-    Epoch { vm: Vm, generation: Generation, from: Host, piece: Piece, copy: Rc<Copy> },
-    Full { vm: Vm, generation: Generation, from: Host, epoch: Epoch, copy: Rc<Copy> },
-    Progress { vm: Vm, generation: Generation, from: Host, full: Option<Epoch>, progress: Progress },
-    Frame { from: Vm, to: Vm, seq: Seq, frame: Frame, stamp: Stamp, back: Host },
-    Received { from: Vm, to: Vm, seq: Seq, generation: Generation },
-    Trim { from: Vm, to: Vm, seq: Seq, generation: Generation },
+    Epoch {
+        vm: VmId,
+        generation: Generation,
+        from: HostId,
+        piece: EpochPiece,
+        copy: Rc<Copy>,
+    },
+    Full {
+        vm: VmId,
+        generation: Generation,
+        from: HostId,
+        epoch: Epoch,
+        copy: Rc<Copy>,
+    },
+    Progress {
+        vm: VmId,
+        generation: Generation,
+        from: HostId,
+        full: Option<Epoch>,
+        progress: EpochProgress,
+    },
+    Frame {
+        from: VmId,
+        to: VmId,
+        seq: FrameNumber,
+        frame: Frame,
+        stamp: FrameStamp,
+        back: HostId,
+    },
+    Received {
+        from: VmId,
+        to: VmId,
+        seq: FrameNumber,
+        generation: Generation,
+    },
+    Trim {
+        from: VmId,
+        to: VmId,
+        seq: FrameNumber,
+        generation: Generation,
+    },
 }
 
 #[derive(Clone, Debug)]
@@ -44,7 +95,7 @@ pub enum Event {
     Tick(End),
     Arrives { to: End, message: Message },
     Trouble,
-    Wake(Host),
+    Wake(HostId),
     Heal,
     Calm,
 }

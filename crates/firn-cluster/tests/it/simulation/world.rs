@@ -1,12 +1,12 @@
-//! One run: a cluster, its troubles, and the calm after.
+//! One run: a cluster, its failures, and the time without failures afterwards.
 
 use std::collections::BTreeMap;
 use std::rc::Rc;
 
-use firn_cluster::epoch::Backup;
-use firn_cluster::failover::Register;
-use firn_cluster::output::To;
-use firn_cluster::{Epoch, Generation, Host, Vm};
+use firn_cluster::epoch::BackupEpochs;
+use firn_cluster::failover::FailoverRecord;
+use firn_cluster::output::FrameDestination;
+use firn_cluster::{Epoch, Generation, HostId, VmId};
 
 use super::checks::{Checks, orphan};
 use super::control::{Control, places};
@@ -15,7 +15,7 @@ use super::host::{Around, Copy, Guest, Health, Node, Store, TICK_MS};
 use super::network::{Event, Message, Ms, Network};
 use super::{Tally, Without};
 
-/// How long things fail, and how long they don't.
+/// How long failures occur, and how long none occur afterwards.
 const TROUBLE_MS: Ms = 4000;
 const CALM_MS: Ms = 4000;
 
@@ -24,7 +24,7 @@ pub struct World {
     without: Without,
     net: Network,
     control: Control,
-    nodes: BTreeMap<Host, Node>,
+    nodes: BTreeMap<HostId, Node>,
     checks: Checks,
 }
 
@@ -33,9 +33,9 @@ impl World {
         let mut dice = Dice::new(seed);
         let (vms, primaries) = (3 + dice.roll(6), 2 + dice.roll(3));
         let (backups, spares) = (1 + dice.roll(2), dice.roll(3));
-        let register = Register::new(places(vms, primaries, backups));
-        let hosts: Vec<Host> =
-            (0..primaries + backups + spares).map(|host| Host(host as u16)).collect();
+        let register = FailoverRecord::new(places(vms, primaries, backups));
+        let hosts: Vec<HostId> =
+            (0..primaries + backups + spares).map(|host| HostId(host as u16)).collect();
         let ppm = dice.roll(901) as i64 - 450;
         let mut world = Self {
             without,
@@ -52,12 +52,12 @@ impl World {
         world
     }
 
-    fn add(&mut self, host: Host) {
+    fn add(&mut self, host: HostId) {
         let dice = &mut self.net.dice;
         let (ahead_ms, ppm) = (dice.roll(100_000), dice.roll(901) as i64 - 450);
         let first = dice.roll(TICK_MS);
-        // A host begins with the register of the beginning, and learns today's.
-        let register = Register { version: 0, ..(*self.control.register).clone() };
+        // A host begins with the initial record, and learns the current one.
+        let register = FailoverRecord { version: 0, ..(*self.control.register).clone() };
         self.nodes.insert(host, Node::new(host, Rc::new(register), ahead_ms, ppm));
         self.net.after(first, Event::Tick(Some(host)));
     }
@@ -65,7 +65,7 @@ impl World {
     fn first_copies(&mut self) {
         for (&vm, place) in &self.control.register.places {
             let copies = BTreeMap::from([(Epoch(0), Rc::new(Copy::first()))]);
-            let store = Store { backup: Backup::new(Epoch(0), 12), copies };
+            let store = Store { backup: BackupEpochs::new(Epoch(0), 12), copies };
             let backup = place.backup.and_then(|backup| self.nodes.get_mut(&backup));
             backup.map(|node| node.stores.insert((vm, Generation(0)), store));
         }
@@ -105,7 +105,7 @@ impl World {
         }
     }
 
-    fn tick(&mut self, host: Host) {
+    fn tick(&mut self, host: HostId) {
         let Some(node) = self.nodes.get_mut(&host) else { return };
         if node.health == Health::Crashed {
             return;
@@ -117,7 +117,7 @@ impl World {
         }
     }
 
-    fn arrives(&mut self, host: Host, message: Message) {
+    fn arrives(&mut self, host: HostId, message: Message) {
         let Some(node) = self.nodes.get_mut(&host) else { return };
         let (net, checks) = (&mut self.net, &mut self.checks);
         match node.health {
@@ -129,7 +129,7 @@ impl World {
         }
     }
 
-    fn well(&self) -> Vec<Host> {
+    fn well(&self) -> Vec<HostId> {
         let well = self.nodes.values().filter(|node| node.health == Health::Well);
         well.map(|node| node.host).collect()
     }
@@ -157,24 +157,24 @@ impl World {
         }
     }
 
-    fn crash(&mut self, host: Host) {
-        // Another life of the host, or a spare one, comes later.
-        let new = Host(self.nodes.len() as u16);
+    fn crash(&mut self, host: HostId) {
+        // The host restarts, or a spare one starts, later.
+        let new = HostId(self.nodes.len() as u16);
         self.nodes.entry(host).and_modify(|node| node.health = Health::Crashed);
         self.add(new);
         self.control.join(new, &self.net);
     }
 
-    fn freeze(&mut self, host: Host) {
+    fn freeze(&mut self, host: HostId) {
         self.nodes.entry(host).and_modify(|node| node.health = Health::Frozen);
         let wake = 50 + self.net.dice.roll(1500);
         self.net.after(wake, Event::Wake(host));
     }
 
-    fn cut_off(&mut self, host: Host, from_all: bool) {
+    fn cut_off(&mut self, host: HostId, from_all: bool) {
         self.net.cut(Some(host), None);
         if from_all {
-            let others: Vec<Host> = self.nodes.keys().copied().collect();
+            let others: Vec<HostId> = self.nodes.keys().copied().collect();
             others.into_iter().for_each(|other| self.net.cut(Some(host), Some(other)));
         }
         self.heal_later();
@@ -185,8 +185,9 @@ impl World {
         self.net.after(heal, Event::Heal);
     }
 
-    /// It goes on where it was: first with its timers, or first with what has arrived meanwhile.
-    fn wake(&mut self, host: Host) {
+    /// A frozen host continues: first with its timers, or first with the messages that have arrived
+    /// meanwhile.
+    fn wake(&mut self, host: HostId) {
         let Some(node) = self.nodes.get_mut(&host) else { return };
         if node.health != Health::Frozen {
             return;
@@ -205,18 +206,18 @@ impl World {
     fn calm(&mut self) {
         self.net.calm = true;
         self.net.heal();
-        let all: Vec<Host> = self.nodes.keys().copied().collect();
+        let all: Vec<HostId> = self.nodes.keys().copied().collect();
         all.into_iter().for_each(|host| self.wake(host));
     }
 
-    /// The VMs of the newest timeline, if all run.
-    fn guests(&self) -> Option<BTreeMap<Vm, Guest>> {
+    /// The VMs of the newest generation, if all run.
+    fn guests(&self) -> Option<BTreeMap<VmId, Guest>> {
         let register = &self.control.register;
         let here = |node: &&Node| {
             node.health != Health::Crashed && node.runs() == Some(register.generation)
         };
         let nodes = self.nodes.values().filter(here);
-        let guests: BTreeMap<Vm, Guest> =
+        let guests: BTreeMap<VmId, Guest> =
             nodes.flat_map(|node| node.guests().map(|(vm, guest)| (vm, guest.clone()))).collect();
         (guests.len() == register.places.len()).then_some(guests)
     }
@@ -228,29 +229,29 @@ impl World {
         }
     }
 
-    /// Whether all is well in the end.
+    /// Whether the final state is correct.
     fn gets_on(&mut self) -> Result<(), String> {
         let register = self.control.register.clone();
         let crashed =
-            |host: &Host| self.nodes.get(host).is_none_or(|node| node.health == Health::Crashed);
+            |host: &HostId| self.nodes.get(host).is_none_or(|node| node.health == Health::Crashed);
         if self.control.lost && register.primaries().iter().any(crashed) {
             self.checks.tally.lost += 1;
             return Ok(());
         }
         let guests = self.guests().ok_or_else(|| format!("not all run: {register:?}"))?;
         if register.places.values().any(|place| place.backup.is_none()) {
-            return Ok(()); // No host is left to take copies: it runs, and waits for one.
+            return Ok(()); // No host is left for standbys: it runs, and waits for one.
         }
         if register.checkpoint.generation != register.generation || !register.is_protected() {
             return Err(format!("there is no checkpoint of the end: {register:?}"));
         }
         for (vm, guest) in &guests {
-            let sent = guest.sent.get(&To::Outside).map_or(0, Vec::len);
+            let sent = guest.sent.get(&FrameDestination::Outside).map_or(0, Vec::len);
             if self.checks.seen(*vm) + 40 < sent {
                 return Err(format!("output of {vm} doesn't leave"));
             }
             for (to, frames) in &guest.sent {
-                let To::Vm(to) = to else { continue };
+                let FrameDestination::Vm(to) = to else { continue };
                 let received = guests[to].received.get(vm).map_or(0, Vec::len);
                 if received + 40 < frames.len() {
                     return Err(format!("frames from {vm} to {to} don't arrive"));

@@ -5,60 +5,62 @@ use std::path::PathBuf;
 use std::time::Duration;
 
 use anyhow::{Context as _, Result, ensure};
-use firn_guest::transactions::Measured;
-use firn_transactions::System;
+use firn_guest::transactions::MeasuredRun;
+use firn_transactions::TrackerSystem;
 
-use crate::guest::{Control, GuestImage, QemuArgs, accel};
+use crate::guest::{GuestControl, GuestImage, QemuArgs, accel};
 use crate::lab::Lab;
 
 const VM: &str = "transactions";
 const MIB: u32 = 512;
 const BOOT: Duration = Duration::from_secs(120);
-/// How long all runs of one workload may take.
+/// The maximum time of all runs of one workload.
 const LIMIT: Duration = Duration::from_secs(900);
-/// As which application it calls.
+/// The name of the application that calls.
 const NAME: &str = "ledger";
-/// Of no use elsewhere.
+/// Its key, which is used only here.
 const KEY: &str = "5a17c3e09b2d4f6881a0b3c7d5e9f2146b8d0a2c4e6f8193a5b7c9d1e3f50729";
-/// Pages that it may have followed.
+/// The maximum count of pages that it may have followed.
 const PAGES: u32 = 4096;
 
-/// The guest; it is stopped when this is dropped.
-pub(super) struct Guest<'a> {
+/// The guest; dropping it stops the VM.
+pub(super) struct TransactionGuest<'a> {
     lab: &'a Lab,
     agent: PathBuf,
-    systems: &'static [System],
+    systems: &'static [TrackerSystem],
 }
 
-impl<'a> Guest<'a> {
-    /// Boots it with one vCPU: the host's side of calls needs a processor too. Its stores are noted if a system needs that.
-    pub(super) fn boot(lab: &'a Lab, systems: &'static [System]) -> Result<Self> {
+impl<'a> TransactionGuest<'a> {
+    /// Boots the guest with one vCPU: the host's side of calls needs a processor too. The plugin
+    /// notes its stores if a system needs that.
+    pub(super) fn boot_guest(lab: &'a Lab, systems: &'static [TrackerSystem]) -> Result<Self> {
         let (agent, policy) = (lab.file("agent"), lab.file("policy.toml"));
         std::fs::write(
             &policy,
             format!("[applications.{NAME}]\nkey = \"{KEY}\"\npages = {PAGES}\n"),
         )?;
-        let args = QemuArgs::new(&GuestImage::small()?, accel::decide().accel)
+        let args = QemuArgs::new(&GuestImage::small()?, accel::choose_accel().accel)
             .memory_mib(MIB)
             .vcpus(1)
-            .console(&lab.file("console"))
-            .agent(&agent);
-        let mut how: Vec<&OsStr> = vec!["--calls".as_ref(), policy.as_os_str()];
-        how.extend(systems.contains(&System::PagesNoted).then_some(OsStr::new("--stores")));
-        lab.firn().run_with(VM, &how, &args)?;
+            .with_console(&lab.file("console"))
+            .with_agent_socket(&agent);
+        let mut options: Vec<&OsStr> = vec!["--calls".as_ref(), policy.as_os_str()];
+        options
+            .extend(systems.contains(&TrackerSystem::PagesNoted).then_some(OsStr::new("--stores")));
+        lab.firn().run_with(VM, &options, &args)?;
         let guest = Self { lab, agent, systems };
-        Control::connect(&guest.agent, BOOT)?;
+        GuestControl::connect(&guest.agent, BOOT)?;
         Ok(guest)
     }
 
-    /// Runs of a workload, or of a shape, with each system in turn.
-    pub(super) fn measure(
+    /// Runs a workload, or a shape, with each system in turn.
+    pub(super) fn measure_systems(
         &self,
         what: &[&str],
         opt: &[usize],
         operations: usize,
         rounds: usize,
-    ) -> Result<Vec<Measured>> {
+    ) -> Result<Vec<MeasuredRun>> {
         let list = |words: Vec<String>| words.join(",");
         let systems = list(self.systems.iter().map(|system| system.name().to_owned()).collect());
         let opt = list(opt.iter().map(usize::to_string).collect());
@@ -66,14 +68,14 @@ impl<'a> Guest<'a> {
         let how = ["--systems", &systems, "--opt", &opt, "--operations", &operations];
         let who = ["--rounds", &rounds, "--name", NAME, "--key", KEY];
         let words = [&["firn-guest", "transactions"], what, &how, &who].concat();
-        let ended = Control::connect(&self.agent, BOOT)?.run_within(&words, "", LIMIT)?;
+        let ended = GuestControl::connect(&self.agent, BOOT)?.run_within(&words, "", LIMIT)?;
         ensure!(ended.exit == 0, "{what:?} in the guest: {}", ended.stderr.trim());
         let parse = |line| serde_json::from_str(line).with_context(|| format!("{line:?}"));
         ended.stdout.lines().map(parse).collect()
     }
 }
 
-impl Drop for Guest<'_> {
+impl Drop for TransactionGuest<'_> {
     fn drop(&mut self) {
         self.lab.firn().stop(VM);
     }

@@ -1,103 +1,111 @@
-//! `app-micro`: transactions that write so many words of so many pages.
+//! `app-micro`: transactions that write a count of words in a count of pages.
 //!
-//! Reproduces Figures 6 to 10 of "Hypervisor-Assisted Application Checkpointing in Virtualized Environments" (section V),
-//! natively: trackers in user space and assisted by the operating system; and in a guest, where Firn below is a tracker too (see
-//! `app-structures`).
+//! Reproduces Figures 6 to 10 of "Hypervisor-Assisted Application Checkpointing in Virtualized
+//! Environments" (section V), natively: trackers in user space and assisted by the operating
+//! system; and in a guest, where Firn on the host is a tracker too (see `app-structures`).
 //!
-//! **What varies**: the tracker; pages per transaction (PPT), writes per page (WPP), the size of the critical data area.
-//! **What is held equal**: pages are drawn at random, the same ones for every tracker; all pages have been touched before.
+//! **What varies**: the tracker; pages per transaction (PPT), writes per page (WPP), the size of
+//! the critical data area. **What is equal**: pages are chosen at random, the same ones for every
+//! tracker; all pages have been touched before.
 //!
-//! **What is measured**: microseconds per transaction, the writes included, nothing copied. Break-even points are where two
-//! trackers cost the same, between the two measured values around it, on a straight line; `null` where there is none within
-//! what was measured.
+//! **What is measured**: microseconds per transaction, the writes included, nothing copied. A
+//! break-even point is the value at which two trackers cost the same, by linear interpolation
+//! between the two measured values around it; there is none (`null`) if it is not within the
+//! measured values.
 
 use anyhow::{Context as _, Result};
-use firn_app::Kind;
+use firn_app::TrackerKind;
 use firn_report::plot::LinePlot;
-use firn_transactions::{Calls, Shape, System};
+use firn_transactions::{CallIdentity, TrackerSystem, WriteShape};
 use serde_json::json;
 
-use super::guest::Guest;
-use super::place::Place;
-use crate::lab::{Lab, interleaved};
+use super::guest::TransactionGuest;
+use super::place::TestEnvironment;
+use crate::lab::{Lab, run_interleaved};
 use crate::report::Report;
 
-/// Transactions of a run, in quick and in full runs. (The paper: 100,000.)
+/// Transactions per run, in quick and in full runs. (The paper: 100,000.)
 const TRANSACTIONS: (usize, usize) = (1000, 100_000);
 const TRANSACTIONS_IN_GUEST: (usize, usize) = (200, 5000);
-/// At most so many writes in a run, where each may be a signal; in a guest that is slower.
+/// The maximum count of writes in a run, in which each may be a signal; in a guest that is slower.
 const WRITES_MAX: usize = 400_000;
 const WRITES_MAX_IN_GUEST: usize = 20_000;
 /// Rounds, in quick and in full runs.
 const ROUNDS: (usize, usize) = (3, 5);
 const ROUNDS_IN_GUEST: (usize, usize) = (1, 3);
-/// Pages of the area where its size does not vary: 1 MiB.
+/// Pages of the area if its size does not vary: 1 MiB.
 const PAGES: usize = 256;
 
-/// One figure: what runs to the right, and the shapes along it.
-struct Sweep {
+/// One figure: the varied parameter, and the shapes for its values.
+struct ParameterSweep {
     name: &'static str,
     title: &'static str,
     x: &'static str,
-    at: fn(usize) -> Shape,
+    at: fn(usize) -> WriteShape,
     values: &'static [usize],
 }
 
-const SWEEPS: [Sweep; 3] = [
-    Sweep {
+const SWEEPS: [ParameterSweep; 3] = [
+    ParameterSweep {
         name: "ppt",
         title: "Pages per transaction (WPP 4, 1 MiB)",
         x: "pages per transaction",
-        at: |ppt| Shape { ppt, wpp: 4, pages: PAGES },
+        at: |ppt| WriteShape { ppt, wpp: 4, pages: PAGES },
         values: &[1, 2, 4, 8, 16, 32],
     },
-    Sweep {
+    ParameterSweep {
         name: "wpp",
         title: "Writes per page (PPT 2, 1 MiB)",
         x: "writes per page",
-        at: |wpp| Shape { ppt: 2, wpp, pages: PAGES },
+        at: |wpp| WriteShape { ppt: 2, wpp, pages: PAGES },
         values: &[1, 2, 4, 8, 16],
     },
-    Sweep {
+    ParameterSweep {
         name: "cda_kib",
         title: "Size of the critical data area (PPT 4, WPP 4)",
         x: "KiB",
-        at: |kib| Shape { ppt: 4, wpp: 4, pages: kib / 4 },
+        at: |kib| WriteShape { ppt: 4, wpp: 4, pages: kib / 4 },
         values: &[64, 256, 1024, 4096],
     },
 ];
 
-/// Runs it.
+/// Runs the experiment.
 pub fn run(lab: &Lab) -> Result<Report> {
     let mut report = lab.vm_report("app-micro");
-    for place in lab.extent.wanted(&[Place::Native, Place::Guest], |place| place.name().to_owned())
+    for place in
+        lab.extent.select_wanted(&[TestEnvironment::Native, TestEnvironment::Guest], |place| {
+            place.name().to_owned()
+        })
     {
-        let guest =
-            (place == Place::Guest).then(|| Guest::boot(lab, place.systems())).transpose()?;
+        let guest = (place == TestEnvironment::Guest)
+            .then(|| TransactionGuest::boot_guest(lab, place.systems()))
+            .transpose()?;
         for sweep in &SWEEPS {
-            lab.say(&format!("{}, {}", sweep.title, place.name()));
+            lab.log_progress(&format!("{}, {}", sweep.title, place.name()));
             for &value in sweep.values {
                 let shape = (sweep.at)(value);
                 let runs = match &guest {
-                    None => natively(lab, shape)?,
-                    Some(guest) => in_guest(lab, guest, shape)?,
+                    None => measure_natively(lab, shape)?,
+                    Some(guest) => measure_in_guest(lab, guest, shape)?,
                 };
-                tell(&mut report, place, (sweep.name, value), runs);
+                add_times(&mut report, place, (sweep.name, value), runs);
             }
-            draw(&mut report, place, sweep)?;
+            draw_plot(&mut report, place, sweep)?;
         }
     }
-    break_evens(&mut report);
+    add_break_evens(&mut report);
     Ok(report)
 }
 
-/// Where costs cross, natively and in a guest.
-fn break_evens(report: &mut Report) {
-    let (pt, emulate) = (System::Plain(Kind::Pages), System::Plain(Kind::Emulate));
-    let (assisted, pages) = (System::Assisted, System::Plain(Kind::Assisted));
-    let (scan, compare) = (System::Plain(Kind::Scan), System::Plain(Kind::Compare));
+/// Adds the break-even points, natively and in a guest.
+fn add_break_evens(report: &mut Report) {
+    let (pt, emulate) =
+        (TrackerSystem::Plain(TrackerKind::Pages), TrackerSystem::Plain(TrackerKind::Emulate));
+    let (assisted, pages) = (TrackerSystem::Assisted, TrackerSystem::Plain(TrackerKind::Assisted));
+    let (scan, compare) =
+        (TrackerSystem::Plain(TrackerKind::Scan), TrackerSystem::Plain(TrackerKind::Compare));
     let mut native = |sweep, name: &str, first, second| {
-        break_even(report, Place::Native, sweep, name, (first, second));
+        add_break_even(report, TestEnvironment::Native, sweep, name, (first, second));
     };
     native("wpp", "emul_pt", emulate, pt);
     native("wpp", "emul_pt_assisted", emulate, assisted);
@@ -106,66 +114,77 @@ fn break_evens(report: &mut Report) {
         native("ppt", &format!("{name}_pt_assisted"), pages, whole);
         native("cda_kib", &format!("{name}_pt"), whole, pt);
     }
-    let (noted_words, noted_pages) = (System::Plain(Kind::Stores), System::PagesNoted);
+    let (noted_words, noted_pages) =
+        (TrackerSystem::Plain(TrackerKind::Stores), TrackerSystem::PagesNoted);
     let mut guest = |name: &str, first, second| {
-        break_even(report, Place::Guest, "wpp", name, (first, second));
+        add_break_even(report, TestEnvironment::Guest, "wpp", name, (first, second));
     };
     guest("emul_pt", emulate, pt);
     guest("emul_assisted_pt_assisted", noted_words, noted_pages);
 }
 
-fn key(place: Place, sweep: &str, value: usize, system: System) -> String {
+fn report_key(place: TestEnvironment, sweep: &str, value: usize, system: TrackerSystem) -> String {
     format!("{}.us_per_transaction.{sweep}{value}.{}", place.name(), system.name())
 }
 
 /// Microseconds per transaction, by system.
-type Runs = Vec<(System, Vec<f64>)>;
+type SystemTimes = Vec<(TrackerSystem, Vec<f64>)>;
 
-fn natively(lab: &Lab, shape: Shape) -> Result<Runs> {
+fn measure_natively(lab: &Lab, shape: WriteShape) -> Result<SystemTimes> {
     let most = lab.extent.pick(TRANSACTIONS.0, TRANSACTIONS.1);
     let transactions = most.min(WRITES_MAX / (shape.ppt * shape.wpp));
-    let mut runs: Runs = System::NATIVE.map(|system| (system, Vec::new())).into();
+    let mut runs: SystemTimes = TrackerSystem::NATIVE.map(|system| (system, Vec::new())).into();
     let numbers: Vec<usize> = (0..runs.len()).collect();
-    interleaved(lab.extent.runs(ROUNDS.0, ROUNDS.1), &numbers, |_, &number| {
+    run_interleaved(lab.extent.runs(ROUNDS.0, ROUNDS.1), &numbers, |_, &number| {
         let (system, times) = &mut runs[number];
-        times.push(shape.measure(*system, &Calls::default(), transactions)?.us);
+        times.push(shape.measure_tracker(*system, &CallIdentity::default(), transactions)?.us);
         Ok(())
     })?;
     Ok(runs)
 }
 
-fn in_guest(lab: &Lab, guest: &Guest<'_>, shape: Shape) -> Result<Runs> {
+fn measure_in_guest(
+    lab: &Lab,
+    guest: &TransactionGuest<'_>,
+    shape: WriteShape,
+) -> Result<SystemTimes> {
     let most = lab.extent.pick(TRANSACTIONS_IN_GUEST.0, TRANSACTIONS_IN_GUEST.1);
     let transactions = most.min(WRITES_MAX_IN_GUEST / (shape.ppt * shape.wpp));
     let rounds = lab.extent.runs(ROUNDS_IN_GUEST.0, ROUNDS_IN_GUEST.1);
-    let measured = guest.measure(&["--shape", &shape.name()], &[1], transactions, rounds)?;
-    let of = |system: System| {
+    let measured =
+        guest.measure_systems(&["--shape", &shape.name()], &[1], transactions, rounds)?;
+    let of = |system: TrackerSystem| {
         let own = measured.iter().filter(|it| it.system == system.name());
         (system, own.map(|it| it.taken.us).collect())
     };
-    Ok(Place::Guest.systems().iter().map(|&system| of(system)).collect())
+    Ok(TestEnvironment::Guest.systems().iter().map(|&system| of(system)).collect())
 }
 
-fn tell(report: &mut Report, place: Place, (sweep, value): (&str, usize), runs: Runs) {
+fn add_times(
+    report: &mut Report,
+    place: TestEnvironment,
+    (sweep, value): (&str, usize),
+    runs: SystemTimes,
+) {
     for (system, times) in runs {
-        report.repetition(json!({ "place": place.name(), "sweep": sweep, "value": value,
+        report.add_repetition(json!({ "place": place.name(), "sweep": sweep, "value": value,
             "tracker": system.name(), "us": times }));
-        report.sample(key(place, sweep, value, system), times);
+        report.add_sample(report_key(place, sweep, value, system), times);
     }
 }
 
-/// Where the first system stops being the cheaper one.
-fn break_even(
+/// Adds the value at which the first system stops being the cheaper one.
+fn add_break_even(
     report: &mut Report,
-    place: Place,
+    place: TestEnvironment,
     sweep: &str,
     name: &str,
-    (first, second): (System, System),
+    (first, second): (TrackerSystem, TrackerSystem),
 ) {
     let values =
         SWEEPS.iter().find(|known| known.name == sweep).map_or(&[][..], |sweep| sweep.values);
     let points = values.iter().filter_map(|&value| {
-        let cost = |system| report.value(&key(place, sweep, value, system));
+        let cost = |system| report.figure_value(&report_key(place, sweep, value, system));
         Some((value as f64, cost(first)? - cost(second)?))
     });
     let points: Vec<_> = points.collect();
@@ -173,24 +192,27 @@ fn break_even(
         return;
     }
     let key = format!("{}.break_even.{sweep}.{name}", place.name());
-    match crossing(&points) {
-        Some(at) => report.number(key, at),
-        None => report.note(format!("{key}: none within what was measured")),
+    match find_crossing(&points) {
+        Some(at) => report.add_number(key, at),
+        None => report.add_note(format!("{key}: none within the measured values")),
     }
 }
 
-/// Where a line through points first goes from below zero to above.
-fn crossing(points: &[(f64, f64)]) -> Option<f64> {
+/// The position at which a line through points first crosses zero upwards.
+fn find_crossing(points: &[(f64, f64)]) -> Option<f64> {
     points.windows(2).find_map(|pair| {
         let [(x0, y0), (x1, y1)] = [pair[0], pair[1]];
         (y0 < 0.0 && y1 >= 0.0).then(|| x0 + (x1 - x0) * -y0 / (y1 - y0))
     })
 }
 
-fn draw(report: &mut Report, place: Place, sweep: &Sweep) -> Result<()> {
-    let line = |system: System| {
+fn draw_plot(report: &mut Report, place: TestEnvironment, sweep: &ParameterSweep) -> Result<()> {
+    let line = |system: TrackerSystem| {
         let point = |&value: &usize| {
-            Some((value as f64, report.value(&key(place, sweep.name, value, system))?))
+            Some((
+                value as f64,
+                report.figure_value(&report_key(place, sweep.name, value, system))?,
+            ))
         };
         (system.name().to_owned(), sweep.values.iter().filter_map(point).collect())
     };
@@ -200,9 +222,9 @@ fn draw(report: &mut Report, place: Place, sweep: &Sweep) -> Result<()> {
         y: "microseconds per transaction".into(),
         lines: place.systems().iter().map(|&system| line(system)).collect(),
     };
-    report.drawing(
+    report.add_drawing(
         format!("app-micro-{}-{}", place.name(), sweep.name),
-        plot.svg().context("Figures 6 to 10")?,
+        plot.to_svg().context("Figures 6 to 10")?,
     );
     Ok(())
 }
@@ -213,7 +235,7 @@ mod tests {
 
     #[test]
     fn lines_cross_where_they_do() {
-        assert_eq!(crossing(&[(1.0, -1.0), (2.0, 1.0)]), Some(1.5));
-        assert_eq!(crossing(&[(1.0, 1.0), (2.0, 2.0)]), None);
+        assert_eq!(find_crossing(&[(1.0, -1.0), (2.0, 1.0)]), Some(1.5));
+        assert_eq!(find_crossing(&[(1.0, 1.0), (2.0, 2.0)]), None);
     }
 }

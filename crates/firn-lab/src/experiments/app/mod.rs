@@ -1,4 +1,4 @@
-//! Application checkpointing: what transactions cost, by tracker.
+//! Application checkpointing: the cost of transactions, by tracker.
 
 mod guest;
 pub(super) mod micro;

@@ -1,21 +1,21 @@
-//! Where transactions run.
+//! Environments in which transactions run.
 
-use firn_transactions::System;
+use firn_transactions::TrackerSystem;
 
-/// Here, or in a guest.
+/// The lab's host, or a guest.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(super) enum Place {
+pub(super) enum TestEnvironment {
     Native,
     /// A guest whose stores are noted, by a plugin that makes all of it slower.
     Guest,
-    /// The same guest without.
+    /// The same guest without the plugin.
     Plain,
 }
 
-impl Place {
+impl TestEnvironment {
     pub(super) const ALL: [Self; 3] = [Self::Native, Self::Guest, Self::Plain];
 
-    /// Its name in keys.
+    /// The name in keys.
     pub(super) fn name(self) -> &'static str {
         match self {
             Self::Native => "native",
@@ -24,12 +24,12 @@ impl Place {
         }
     }
 
-    /// What is of interest there.
-    pub(super) fn systems(self) -> &'static [System] {
+    /// The systems of interest in this environment.
+    pub(super) fn systems(self) -> &'static [TrackerSystem] {
         match self {
-            Self::Native => &System::NATIVE,
-            Self::Guest => &System::NOTED,
-            Self::Plain => &System::GUEST,
+            Self::Native => &TrackerSystem::NATIVE,
+            Self::Guest => &TrackerSystem::NOTED,
+            Self::Plain => &TrackerSystem::GUEST,
         }
     }
 }

@@ -1,31 +1,36 @@
 //! `app-structures`: operations on thirteen data structures, each a transaction, or five in one.
 //!
-//! Reproduces Table 2 and Figures 11 to 18 of "Hypervisor-Assisted Application Checkpointing in Virtualized Environments"
-//! (section VI), natively and in a guest: trackers in user space, assisted by the operating system, and by Firn on the host.
+//! Reproduces Table 2 and Figures 11 to 18 of "Hypervisor-Assisted Application Checkpointing in
+//! Virtualized Environments" (section VI), natively and in a guest: trackers in user space,
+//! assisted by the operating system, and by Firn on the host.
 //!
-//! **What varies**: the tracker, the structure and its operation (the 20 pairs of Table 2), operations per transaction
-//! (OPT, 1 or 5). **What is held equal**: keys and their order, the size of the area (what 10,000 elements need), 10,000
-//! operations (fewer in a guest). Insertions begin with an empty structure, deletions with all elements, and delete the last
-//! inserted first. The guest has one vCPU: the host's side of a call needs a processor as well.
+//! **What varies**: the tracker, the structure and its operation (the 20 pairs of Table 2),
+//! operations per transaction (OPT, 1 or 5). **What is equal**: keys and their order, the size of
+//! the area (as 10,000 elements need), 10,000 operations (fewer in a guest). Insertions begin with
+//! an empty structure, deletions with all elements, and delete the last inserted first. The guest
+//! has one vCPU: the host's side of a call needs a processor as well.
 //!
-//! **What is measured**: microseconds per transaction, the operations included (Figures 11 and 13; `us_per_transaction`);
-//! the same with a copy of what changed (Figure 17; `us_with_copy`); bytes that changed, as told (Figures 15 and 16;
-//! `bytes`). `pt_assisted` is what sessions do by default: words, by comparing pages with the last committed copy;
-//! `pt_assisted_pages` tells pages, as PT does; `pt_host` and `pt_host_pages` are the same by Firn on the host, which protects
-//! the guest's pages. `emul_host` are words of stores that Firn's plugin in QEMU notes, `pt_host_noted` their pages. Speedups
-//! (Figures 12, 14, 18) are PT over what is assisted (`pt_assisted`), and emulation over what is assisted and tells words as
-//! well (`emul_assisted`): natively no layer below sees single stores. The plugin makes all of the guest slower, PT and Emul
-//! too: `plain-guest` is one without, and `guest.speedup_over_plain` is PT and Emul there over what is assisted here.
+//! **What is measured**: microseconds per transaction, the operations included (Figures 11 and 13;
+//! `us_per_transaction`); the same with a copy of the changes (Figure 17; `us_with_copy`); reported
+//! bytes that changed (Figures 15 and 16; `bytes`). `pt_assisted` is the default of sessions:
+//! words, by comparing pages with the last committed copy; `pt_assisted_pages` reports pages, as PT
+//! does; `pt_host` and `pt_host_pages` are the same by Firn on the host, which protects the guest's
+//! pages. `emul_host` reports words of stores that Firn's plugin in QEMU notes, `pt_host_noted`
+//! their pages. Speedups (Figures 12, 14, 18) are PT over assisted PT (`pt_assisted`), and
+//! emulation over an assisted tracker that reports words as well (`emul_assisted`): natively no
+//! lower layer observes single stores. The plugin makes all of the guest slower, PT and Emul too:
+//! `plain-guest` is a guest without it, and `guest.speedup_over_plain` is PT and Emul there over
+//! assisted trackers in `guest`.
 
 use anyhow::{Context as _, Result, ensure};
-use firn_app::Kind;
+use firn_app::TrackerKind;
 use firn_report::plot::BarPlot;
-use firn_transactions::{Calls, System, Taken, Workload};
+use firn_transactions::{CallIdentity, RunResult, StructureWorkload, TrackerSystem};
 use serde_json::json;
 
-use super::guest::Guest;
-use super::place::Place;
-use crate::lab::{Lab, interleaved};
+use super::guest::TransactionGuest;
+use super::place::TestEnvironment;
+use crate::lab::{Lab, run_interleaved};
 use crate::report::Report;
 use crate::stats::Sample;
 
@@ -35,11 +40,11 @@ const OPERATIONS_IN_GUEST: (usize, usize) = (200, 2000);
 /// Rounds, in quick and in full runs.
 const ROUNDS: (usize, usize) = (3, 7);
 const ROUNDS_IN_GUEST: (usize, usize) = (1, 5);
-/// Operations per transaction.
+/// Values of operations per transaction.
 const OPT: [usize; 2] = [1, 5];
 
-impl Place {
-    fn operations(self, lab: &Lab) -> usize {
+impl TestEnvironment {
+    fn operation_count(self, lab: &Lab) -> usize {
         match self {
             Self::Native => lab.extent.pick(OPERATIONS.0, OPERATIONS.1),
             Self::Guest | Self::Plain => {
@@ -48,81 +53,86 @@ impl Place {
         }
     }
 
-    /// What is compared: a name, and the slow system and the quick one.
-    fn pairs(self) -> &'static [(&'static str, System, System)] {
-        const PT: System = System::Plain(Kind::Pages);
-        const EMULATE: System = System::Plain(Kind::Emulate);
+    /// The compared pairs: a name, the slow system and the fast one.
+    fn compared_systems(self) -> &'static [(&'static str, TrackerSystem, TrackerSystem)] {
+        const PT: TrackerSystem = TrackerSystem::Plain(TrackerKind::Pages);
+        const EMULATE: TrackerSystem = TrackerSystem::Plain(TrackerKind::Emulate);
         match self {
             Self::Native => &[
-                ("pt_assisted", PT, System::Assisted),
-                ("pt_assisted_pages", PT, System::Plain(Kind::Assisted)),
-                ("emul_assisted", EMULATE, System::Assisted),
-                ("scan", PT, System::Plain(Kind::Scan)),
-                ("compare", PT, System::Plain(Kind::Compare)),
+                ("pt_assisted", PT, TrackerSystem::Assisted),
+                ("pt_assisted_pages", PT, TrackerSystem::Plain(TrackerKind::Assisted)),
+                ("emul_assisted", EMULATE, TrackerSystem::Assisted),
+                ("scan", PT, TrackerSystem::Plain(TrackerKind::Scan)),
+                ("compare", PT, TrackerSystem::Plain(TrackerKind::Compare)),
             ],
             Self::Guest => &[
-                ("pt_assisted", PT, System::PagesNoted),
-                ("pt_protected", PT, System::AssistedByHost),
-                ("pt_protected_pages", PT, System::Plain(Kind::Host)),
-                ("emul_assisted", EMULATE, System::Plain(Kind::Stores)),
+                ("pt_assisted", PT, TrackerSystem::PagesNoted),
+                ("pt_protected", PT, TrackerSystem::AssistedByHost),
+                ("pt_protected_pages", PT, TrackerSystem::Plain(TrackerKind::Host)),
+                ("emul_assisted", EMULATE, TrackerSystem::Plain(TrackerKind::Stores)),
             ],
             Self::Plain => &[
-                ("pt_protected", PT, System::AssistedByHost),
-                ("pt_protected_pages", PT, System::Plain(Kind::Host)),
-                ("emul_compared", EMULATE, System::AssistedByHost),
+                ("pt_protected", PT, TrackerSystem::AssistedByHost),
+                ("pt_protected_pages", PT, TrackerSystem::Plain(TrackerKind::Host)),
+                ("emul_compared", EMULATE, TrackerSystem::AssistedByHost),
             ],
         }
     }
 }
 
-/// All runs of one cell.
+/// All runs of one workload, system and count of operations per transaction.
 #[derive(Clone, Debug)]
-struct Cell {
-    place: Place,
-    workload: Workload,
-    system: System,
+struct MeasuredCell {
+    place: TestEnvironment,
+    workload: StructureWorkload,
+    system: TrackerSystem,
     opt: usize,
-    runs: Vec<Taken>,
+    runs: Vec<RunResult>,
 }
 
-impl Cell {
-    fn median(&self, of: impl Fn(&Taken) -> f64) -> Result<f64> {
+impl MeasuredCell {
+    fn median_of(&self, of: impl Fn(&RunResult) -> f64) -> Result<f64> {
         Ok(Sample::new(self.runs.iter().map(of)).context("nothing was measured")?.median())
     }
 }
 
-/// Runs it.
+/// Runs the experiment.
 pub fn run(lab: &Lab) -> Result<Report> {
     let mut report = lab.vm_report("app-structures");
-    for place in lab.extent.wanted(&Place::ALL, |place| place.name().to_owned()) {
+    for place in lab.extent.select_wanted(&TestEnvironment::ALL, |place| place.name().to_owned()) {
         let cells = match place {
-            Place::Native => native(lab)?,
-            place => in_guest(lab, place)?,
+            TestEnvironment::Native => measure_natively(lab)?,
+            place => measure_in_guest(lab, place)?,
         };
         for cell in &cells {
-            tell(&mut report, cell, place.operations(lab))?;
+            add_results(&mut report, cell, place.operation_count(lab))?;
         }
         for opt in OPT {
-            speedups(&mut report, place, opt);
-            draw(&mut report, place, opt)?;
+            add_speedups(&mut report, place, opt);
+            draw_plot(&mut report, place, opt)?;
         }
     }
-    OPT.into_iter().for_each(|opt| over_plain(&mut report, opt));
-    report.note("native.speedup.emul_assisted is emul over pt_assisted: nothing below tells single stores here, and comparing \
-        pages with the last committed copy gives their words");
+    OPT.into_iter().for_each(|opt| add_speedups_over_plain(&mut report, opt));
+    report.add_note("native.speedup.emul_assisted is emul over pt_assisted: natively no lower layer observes single stores, and comparing \
+        pages with the last committed copy yields their words");
     Ok(report)
 }
 
-fn native(lab: &Lab) -> Result<Vec<Cell>> {
+fn measure_natively(lab: &Lab) -> Result<Vec<MeasuredCell>> {
     let mut cells = Vec::new();
-    for workload in Workload::all() {
-        lab.say(&workload.name());
-        let mut row = cells_of(Place::Native, workload);
+    for workload in StructureWorkload::all_pairs() {
+        lab.log_progress(&workload.name());
+        let mut row = empty_cells(TestEnvironment::Native, workload);
         let numbers: Vec<usize> = (0..row.len()).collect();
-        interleaved(lab.extent.runs(ROUNDS.0, ROUNDS.1), &numbers, |_, &number| {
-            let Cell { system, opt, runs, .. } = &mut row[number];
-            let operations = Place::Native.operations(lab);
-            runs.push(workload.measure(*system, &Calls::default(), operations, *opt)?);
+        run_interleaved(lab.extent.runs(ROUNDS.0, ROUNDS.1), &numbers, |_, &number| {
+            let MeasuredCell { system, opt, runs, .. } = &mut row[number];
+            let operations = TestEnvironment::Native.operation_count(lab);
+            runs.push(workload.measure_tracker(
+                *system,
+                &CallIdentity::default(),
+                operations,
+                *opt,
+            )?);
             Ok(())
         })?;
         cells.append(&mut row);
@@ -130,110 +140,124 @@ fn native(lab: &Lab) -> Result<Vec<Cell>> {
     Ok(cells)
 }
 
-fn in_guest(lab: &Lab, place: Place) -> Result<Vec<Cell>> {
-    let guest = Guest::boot(lab, place.systems())?;
+fn measure_in_guest(lab: &Lab, place: TestEnvironment) -> Result<Vec<MeasuredCell>> {
+    let guest = TransactionGuest::boot_guest(lab, place.systems())?;
     let rounds = lab.extent.runs(ROUNDS_IN_GUEST.0, ROUNDS_IN_GUEST.1);
     let mut cells = Vec::new();
-    for workload in Workload::all() {
-        lab.say(&format!("{} in {}", workload.name(), place.name()));
-        let mut row = cells_of(place, workload);
-        for measured in
-            guest.measure(&["--workload", &workload.name()], &OPT, place.operations(lab), rounds)?
-        {
+    for workload in StructureWorkload::all_pairs() {
+        lab.log_progress(&format!("{} in {}", workload.name(), place.name()));
+        let mut row = empty_cells(place, workload);
+        for measured in guest.measure_systems(
+            &["--workload", &workload.name()],
+            &OPT,
+            place.operation_count(lab),
+            rounds,
+        )? {
             let blind = measured.taken.blind;
-            ensure!(blind == 0, "the host could not tell what {blind} transactions wrote");
+            ensure!(blind == 0, "the host could not report what {blind} transactions wrote");
             let cell = row
                 .iter_mut()
                 .find(|cell| cell.system.name() == measured.system && cell.opt == measured.opt);
-            cell.context("the guest measured something else")?.runs.push(measured.taken);
+            cell.context("the guest measured an unknown system")?.runs.push(measured.taken);
         }
         cells.append(&mut row);
     }
     Ok(cells)
 }
 
-fn cells_of(place: Place, workload: Workload) -> Vec<Cell> {
-    let cell = |system, opt| Cell { place, workload, system, opt, runs: Vec::new() };
+fn empty_cells(place: TestEnvironment, workload: StructureWorkload) -> Vec<MeasuredCell> {
+    let cell = |system, opt| MeasuredCell { place, workload, system, opt, runs: Vec::new() };
     let of = |opt| place.systems().iter().map(move |&system| cell(system, opt));
     OPT.into_iter().flat_map(of).collect()
 }
 
-/// What distinguishes the keys of five operations per transaction.
-fn suffix(opt: usize) -> String {
+/// The suffix of the keys for a count of operations per transaction.
+fn opt_suffix(opt: usize) -> String {
     if opt == 1 { String::new() } else { format!(".opt{opt}") }
 }
 
-fn us_key(place: Place, workload: Workload, system: System, opt: usize, figure: &str) -> String {
-    format!("{}.{figure}{}.{}.{}", place.name(), suffix(opt), workload.name(), system.name())
+fn us_key(
+    place: TestEnvironment,
+    workload: StructureWorkload,
+    system: TrackerSystem,
+    opt: usize,
+    figure: &str,
+) -> String {
+    format!("{}.{figure}{}.{}.{}", place.name(), opt_suffix(opt), workload.name(), system.name())
 }
 
-fn tell(report: &mut Report, cell: &Cell, operations: usize) -> Result<()> {
-    let Cell { place, workload, system, opt, .. } = *cell;
+fn add_results(report: &mut Report, cell: &MeasuredCell, operations: usize) -> Result<()> {
+    let MeasuredCell { place, workload, system, opt, .. } = *cell;
     let key = |figure| us_key(place, workload, system, opt, figure);
-    report.sample(key("us_per_transaction"), cell.runs.iter().map(|taken| taken.us));
-    report.sample(key("us_with_copy"), cell.runs.iter().map(|taken| taken.us_with_copy));
-    let bytes = cell.median(|taken| taken.bytes)?;
-    let is_told_once = match place {
-        Place::Native => true,
-        Place::Guest => !System::NATIVE.contains(&system),
-        Place::Plain => false,
+    report.add_sample(key("us_per_transaction"), cell.runs.iter().map(|taken| taken.us));
+    report.add_sample(key("us_with_copy"), cell.runs.iter().map(|taken| taken.us_with_copy));
+    let bytes = cell.median_of(|taken| taken.bytes)?;
+    let has_bytes = match place {
+        TestEnvironment::Native => true,
+        TestEnvironment::Guest => !TrackerSystem::NATIVE.contains(&system),
+        TestEnvironment::Plain => false,
     };
-    if is_told_once {
-        report.number(format!("bytes{}.{}.{}", suffix(opt), workload.name(), system.name()), bytes);
+    if has_bytes {
+        report.add_number(
+            format!("bytes{}.{}.{}", opt_suffix(opt), workload.name(), system.name()),
+            bytes,
+        );
     }
-    report.repetition(json!({ "place": place.name(), "workload": workload.name(),
+    report.add_repetition(json!({ "place": place.name(), "workload": workload.name(),
         "tracker": system.name(), "opt": opt, "operations": operations,
         "us": cell.runs.iter().map(|taken| taken.us).collect::<Vec<_>>(),
         "called": cell.runs.iter().map(|taken| taken.called).sum::<u64>(),
-        "runs_per_transaction": cell.median(|taken| taken.runs)? / (operations / opt) as f64 }));
+        "runs_per_transaction": cell.median_of(|taken| taken.runs)? / (operations / opt) as f64 }));
     Ok(())
 }
 
-/// Mean and best of one system over another, over all workloads.
-fn speedups(report: &mut Report, place: Place, opt: usize) {
-    for &(name, slow, quick) in place.pairs() {
+/// Adds mean and maximum of the speedup of one system over another, over all workloads.
+fn add_speedups(report: &mut Report, place: TestEnvironment, opt: usize) {
+    for &(name, slow, quick) in place.compared_systems() {
         for (figure, key) in
             [("us_per_transaction", "speedup"), ("us_with_copy", "speedup_with_copy")]
         {
-            let ratios = ratios(report, opt, figure, ((place, slow), (place, quick)));
+            let ratios = time_ratios(report, opt, figure, ((place, slow), (place, quick)));
             let Some(ratios) = Sample::new(ratios) else { continue };
-            let key = format!("{}.{key}{}.{name}", place.name(), suffix(opt));
-            report.number(format!("{key}.mean"), ratios.mean());
-            report.number(format!("{key}.max"), ratios.max());
+            let key = format!("{}.{key}{}.{name}", place.name(), opt_suffix(opt));
+            report.add_number(format!("{key}.mean"), ratios.mean());
+            report.add_number(format!("{key}.max"), ratios.max());
         }
     }
 }
 
-/// What is assisted, over what is not in a guest that has no plugin.
-fn over_plain(report: &mut Report, opt: usize) {
-    for &(name, slow, quick) in Place::Guest.pairs() {
-        let systems = ((Place::Plain, slow), (Place::Guest, quick));
-        let ratios = ratios(report, opt, "us_per_transaction", systems);
+/// Adds the speedup of assisted systems over others in a guest without the plugin.
+fn add_speedups_over_plain(report: &mut Report, opt: usize) {
+    for &(name, slow, quick) in TestEnvironment::Guest.compared_systems() {
+        let systems = ((TestEnvironment::Plain, slow), (TestEnvironment::Guest, quick));
+        let ratios = time_ratios(report, opt, "us_per_transaction", systems);
         let Some(ratios) = Sample::new(ratios) else { continue };
-        let key = format!("guest.speedup_over_plain{}.{name}", suffix(opt));
-        report.number(format!("{key}.mean"), ratios.mean());
-        report.number(format!("{key}.max"), ratios.max());
+        let key = format!("guest.speedup_over_plain{}.{name}", opt_suffix(opt));
+        report.add_number(format!("{key}.mean"), ratios.mean());
+        report.add_number(format!("{key}.max"), ratios.max());
     }
 }
 
-fn ratios(
+fn time_ratios(
     report: &Report,
     opt: usize,
     figure: &str,
-    (slow, quick): ((Place, System), (Place, System)),
+    (slow, quick): ((TestEnvironment, TrackerSystem), (TestEnvironment, TrackerSystem)),
 ) -> Vec<f64> {
-    let value =
-        |workload, (place, system)| report.value(&us_key(place, workload, system, opt, figure));
-    let ratio = |workload: &Workload| Some(value(*workload, slow)? / value(*workload, quick)?);
-    Workload::all().iter().filter_map(ratio).collect()
+    let value = |workload, (place, system)| {
+        report.figure_value(&us_key(place, workload, system, opt, figure))
+    };
+    let ratio =
+        |workload: &StructureWorkload| Some(value(*workload, slow)? / value(*workload, quick)?);
+    StructureWorkload::all_pairs().iter().filter_map(ratio).collect()
 }
 
-fn draw(report: &mut Report, place: Place, opt: usize) -> Result<()> {
-    let workloads = Workload::all();
-    let series = |system: System| {
-        let value = |workload: &Workload| {
+fn draw_plot(report: &mut Report, place: TestEnvironment, opt: usize) -> Result<()> {
+    let workloads = StructureWorkload::all_pairs();
+    let series = |system: TrackerSystem| {
+        let value = |workload: &StructureWorkload| {
             let key = us_key(place, *workload, system, opt, "us_per_transaction");
-            report.value(&key).unwrap_or(0.0)
+            report.figure_value(&key).unwrap_or(0.0)
         };
         (system.name().to_owned(), workloads.iter().map(value).collect())
     };
@@ -243,7 +267,7 @@ fn draw(report: &mut Report, place: Place, opt: usize) -> Result<()> {
         groups: workloads.iter().map(|workload| workload.name()).collect(),
         series: place.systems().iter().map(|&system| series(system)).collect(),
     };
-    let svg = plot.svg().context("Figures 11 and 13")?;
-    report.drawing(format!("app-structures-{}-opt{opt}", place.name()), svg);
+    let svg = plot.to_svg().context("Figures 11 and 13")?;
+    report.add_drawing(format!("app-structures-{}-opt{opt}", place.name()), svg);
     Ok(())
 }

@@ -1,4 +1,4 @@
-//! What the first write to a page takes after writes are followed anew.
+//! Fault duration: the time of the first write to a page after dirty tracking has been restarted.
 
 use anyhow::{Context as _, Result};
 use firn_memory::PageScan;
@@ -11,16 +11,17 @@ use crate::toucher::Toucher;
 const PAGES: u32 = 16 << 10;
 const ROUNDS: usize = 5;
 
-/// Seconds, with a system call in place of the trap: the median of some rounds in which each page is written once.
-pub(super) fn seconds() -> Result<f64> {
+/// Measures the duration in seconds, with a system call instead of the trap: the median of some
+/// rounds in which each page is written once.
+pub(super) fn measure_fault_s() -> Result<f64> {
     let mut toucher = Toucher::start(&std::env::current_exe()?, PAGES)?;
     let memory = toucher.memory().clone();
-    let scan = PageScan::create(&mut toucher.seize()?, memory.clone())?;
+    let scan = PageScan::create(&mut toucher.seize_thread()?, memory.clone())?;
     let pages: Vec<Page> = (0..PAGES).map(Page).collect();
-    toucher.write(&pages)?;
+    toucher.write_pages(&pages)?;
     let round = |_| -> Result<f64> {
-        scan.arm()?;
-        Ok(toucher.write(&pages)?.iter().sum::<f64>() / 1e6 / f64::from(PAGES))
+        scan.arm_all()?;
+        Ok(toucher.write_pages(&pages)?.iter().sum::<f64>() / 1e6 / f64::from(PAGES))
     };
     let rounds = (0..ROUNDS).map(round).collect::<Result<Vec<_>>>()?;
     Sample::new(rounds).map(|rounds| rounds.p50()).context("no rounds")

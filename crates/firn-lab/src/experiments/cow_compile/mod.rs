@@ -1,42 +1,50 @@
-//! `cow-compile`: what checkpoints at short intervals cost a guest that compiles.
+//! `cow-compile`: how much checkpoints at short intervals slow a guest that compiles.
 //!
-//! Reproduces Figures 3 and 4 of Sun and Blough ("Fast, Lightweight Virtual Machine Checkpointing", section 5): a guest of 512 MB
-//! compiles, and is checkpointed every 10, 30, 60 or 120 seconds. They compile a Linux kernel; here it is zlib with gcc, file by
-//! file, over and over, a worker on each of two vCPUs.
+//! Reproduces Figures 3 and 4 of Sun and Blough ("Fast, Lightweight Virtual Machine Checkpointing",
+//! section 5): a guest of 512 MB compiles, and is checkpointed every 10, 30, 60 or 120 seconds.
+//! They compile a Linux kernel; here it is zlib with gcc, file by file, over and over, one worker
+//! on each of two vCPUs.
 //!
-//! **What varies**: the interval, and who makes the checkpoints. `firn`: as `firn checkpoint --every` does, each of what changed since
-//! the one before. All others save everything each time: Firn's default for a single checkpoint (`firn-full`), which notes what a
-//! restore brings in first; its copy-on-write without that (`firn-cow`); its rounds (`firn-pre-copy`); QEMU's live migration into a file
-//! (`qemu-file`), which is the pre-copy of the paper. **What is held equal**: the guest and its work,
-//! which goes on all the time; the disk that images go to. Systems take turns, one interval each (`firn` two, of which the first is
-//! for the checkpoint that the measured one builds on), in an order that changes:
+//! **What varies**: the interval, and the system that makes the checkpoints. `firn` makes
+//! incremental checkpoints, as `firn checkpoint --every` does. All others save everything each
+//! time: Firn's default for a single checkpoint (`firn-full`), which also records the working set;
+//! its copy-on-write without that (`firn-cow`); its pre-copy (`firn-pre-copy`); QEMU's live
+//! migration into a file (`qemu-file`), which is the pre-copy of the paper. **What is held equal**:
+//! the guest and its work, which continues all the time; the disk of the images. The systems run
+//! alternately, one interval each (`firn` two, of which the first makes the checkpoint that the
+//! measured one builds on), in an order that changes:
 //!
 //! ```text
 //!   none             firn-full        firn-cow         firn-pre-copy    qemu-file ...
 //!   |-------|________|####___|________|###___|_________|##___|__________|####      # checkpoint    _ after it: window, then quiet
 //! ```
 //!
-//! **What is measured**: `downtime_ms.SYSTEM.INTERVAL`, the pause as its maker reports it. What a checkpoint took of the guest in the
-//! window from its begin until three seconds after its end, against the quiet times of the same round of turns, in seconds:
+//! **What is measured**: `downtime_ms.SYSTEM.INTERVAL`, the pause as the system reports it.
+//! Further, the time that a checkpoint took from the guest in the window from its begin until three
+//! seconds after its end, against the quiet times of the same round, in seconds:
 //!
-//! - `cost_s`: what the vCPUs spent on page faults (`faults_s`), stood still, for the pause and for pages (`stood_s`), and
-//!   what the supervisor or the hypervisor's other threads used of the processors (`saver_s`). All are of each vCPU. That the saver's
-//!   time is the guest's loss is so where vCPUs keep all processors busy, as here; on a larger host it is less. For
-//!   `firn` a sixth of what it takes to make an image whole is part of it, which `--keep 20` does for one checkpoint of six
-//!   (`whole_s`, by the processor time of `firn image merge`). `cost`: by how much longer one compiles for that with such a checkpoint in
-//!   each interval. Page faults are counted, from a checkpoint's begin to the end of its turn, and each taken for what one takes where
-//!   nothing else goes on (`fault_us`, measured first).
-//! - `waited_s`: all time in the kernel (`kernel_s`), `stood_s`, and for how long others had the vCPUs' processors (`delayed_s`): measured at
-//!   the guest alone, so all others on the host are in it. `kernel_s` is no part of the cost: the kernel samples it by its clock ticks, and
-//!   now and then tells of .3 s more in such a window where a profile of the same seconds has nothing.
-//! - `lost_s`: by how much the work was set back ([`work`]), which has everything in it; `overhead` by that. A vCPU
-//!   runs more slowly, for example, while QEMU notes what it writes.
+//! - `cost_s`: the time that the vCPUs spent on page faults (`faults_s`), the time that they were
+//!   stopped, for the pause and for pages (`stood_s`), and the processor time of the supervisor and
+//!   the hypervisor's other threads (`saver_s`). All are per vCPU. The saver's time is the guest's
+//!   loss where vCPUs keep all processors busy, as here; on a larger host it is less. For `firn`, a
+//!   sixth of the time to make an image whole is part of it, which `--keep 20` does for one
+//!   checkpoint of six (`whole_s`, the processor time of `firn image merge`). `cost`: by how much
+//!   this makes compiling longer with such a checkpoint in each interval. Page faults are counted
+//!   from a checkpoint's begin to the end of its interval, and each counts as the duration of a
+//!   fault on an otherwise idle machine (`fault_us`, measured first).
+//! - `waited_s`: all time in the kernel (`kernel_s`), `stood_s`, and the time in which others had
+//!   the vCPUs' processors (`delayed_s`): it is measured at the guest alone, so it includes all
+//!   other load of the host. `kernel_s` is no part of the cost: the kernel samples it by its clock
+//!   ticks, and sometimes reports .3 s more in such a window where a profile of the same seconds
+//!   has nothing.
+//! - `lost_s`: by how much the work was set back ([`work`]), which includes everything; `overhead`
+//!   follows from it. A vCPU runs more slowly, for example, while QEMU tracks its writes.
 //!
-//! `none` counts the first half of an interval in which nothing happened as a window: how far the measures are to be
-//! believed. A checkpoint that takes longer than the interval stretches it.
+//! `none` counts the first half of an interval without a checkpoint as a window, which shows how
+//! accurate the measures are. A checkpoint that takes longer than the interval stretches it.
 //!
-//! Whole compilations, one with and one without checkpoints, would have to be compared for hours: on a shared machine two of the same
-//! kind differ by more than a checkpoint a minute costs.
+//! Comparing whole compilations, one with and one without checkpoints, would take hours: on a
+//! shared machine two of the same kind differ by more than a checkpoint a minute costs.
 
 mod fault;
 mod ran;
@@ -47,41 +55,45 @@ use std::time::{Duration, Instant};
 
 use anyhow::{Context as _, Result, bail};
 use firn_report::plot::BarPlot;
-use firn_vmm::Vm;
+use firn_vmm::QemuVm;
 use serde_json::{Value, json};
 
-use self::ran::{Ran, Threads, children_seconds};
-use self::work::{Span, Work};
+use self::ran::{CpuTimeSources, CpuTimes, children_seconds};
+use self::work::{CompileLog, TimeSpan};
 use crate::firn::SaveArgs;
-use crate::guest::{Control, GuestImage, JobState, QemuArgs, accel};
+use crate::guest::{GuestControl, GuestImage, JobState, QemuArgs, accel};
 use crate::lab::Lab;
-use crate::peer::{self, Way};
+use crate::peer::{self, QemuSaveMethod};
 use crate::report::Report;
 use crate::stats::Sample;
 
 const VM: &str = "compile";
 const JOB: &str = "compile";
-/// Images of a series: what the next one builds on, that one, and what it becomes when its parent goes.
+/// Images of a series: the parent of the next one, that one, and the merged image when its parent
+/// is removed.
 const BASE: &str = "base.image";
 const NEXT: &str = "next.image";
 const WHOLE: &str = "whole.image";
 const MIB: u32 = 512;
 const BOOT: Duration = Duration::from_secs(300);
-/// How long the guest compiles before anything is measured: its programs are in its page cache then.
+/// How long the guest compiles before the first measurement: then its programs are in its page
+/// cache.
 const WARM: Duration = Duration::from_secs(25);
-/// Rounds of turns at each interval (in seconds), in quick and in full runs.
+/// Number of rounds at each interval (in seconds), in quick and in full runs.
 const QUICK: &[(u64, usize)] = &[(10, 2)];
 const FULL: &[(u64, usize)] = &[(10, 6), (30, 4), (60, 3), (120, 3)];
-/// Up to this interval, in seconds, there are turns of none and of `firn-full`: later ones have enough quiet time after their checkpoints.
+/// `none` and `firn-full` run only at intervals up to this, in seconds: later ones have enough
+/// quiet time after their checkpoints.
 const ALL_UNTIL_S: u64 = 30;
-/// From this interval on, all have turns in the first round only, but for those that the experiment is about.
+/// From this interval on, all systems run in the first round only, except those that the experiment
+/// is about.
 const FEW_FROM_S: u64 = 60;
-/// Of how many checkpoints in a series one is made whole (`firn checkpoint --keep 20`).
+/// One checkpoint in this many of a series is made whole (`firn checkpoint --keep 20`).
 const WHOLE_EVERY: f64 = 6.0;
-/// What of the time after a checkpoint still belongs to it.
+/// The time after a checkpoint that still belongs to it.
 const SETTLE: Duration = Duration::from_secs(3);
 
-/// What is measured of each turn.
+/// The figures of each interval.
 const FIELDS: [&str; 13] = [
     "downtime_ms",
     "cost",
@@ -98,9 +110,9 @@ const FIELDS: [&str; 13] = [
     "saved_s",
 ];
 
-/// Who makes checkpoints.
+/// The system that makes checkpoints.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-enum System {
+enum CompileSystem {
     None,
     QemuFile,
     FirnPreCopy,
@@ -109,7 +121,7 @@ enum System {
     FirnCow,
 }
 
-impl System {
+impl CompileSystem {
     const ALL: [Self; 6] =
         [Self::None, Self::QemuFile, Self::FirnPreCopy, Self::Firn, Self::FirnFull, Self::FirnCow];
 
@@ -120,12 +132,12 @@ impl System {
             Self::FirnFull => "firn-full",
             Self::FirnCow => "firn-cow",
             Self::FirnPreCopy => "firn-pre-copy",
-            Self::QemuFile => Way::File.name(),
+            Self::QemuFile => QemuSaveMethod::File.name(),
         }
     }
 
-    /// Those that have a turn in a round.
-    fn of_round(round: usize, interval_s: u64) -> Vec<Self> {
+    /// The systems that run in a round.
+    fn systems_in_round(round: usize, interval_s: u64) -> Vec<Self> {
         let has_turn = |system: &Self| match system {
             Self::QemuFile | Self::Firn => true,
             Self::None | Self::FirnFull => interval_s <= ALL_UNTIL_S,
@@ -138,61 +150,62 @@ impl System {
     }
 }
 
-/// An interval in which one system had its turn.
+/// An interval in which one system made a checkpoint.
 #[derive(Clone, Debug)]
-struct Turn {
-    system: System,
+struct MeasuredInterval {
+    system: CompileSystem,
     interval_s: u64,
     round: usize,
     downtime_ms: Option<f64>,
-    /// What its maker told.
+    /// The report of the save.
     report: Value,
-    /// What making an image whole takes, for each vCPU, if that is done at all.
+    /// Time to make an image whole, per vCPU, if that is done at all.
     whole_s: Option<f64>,
-    /// By the guest's clock.
+    /// Times by the guest's clock.
     from: f64,
     saved: f64,
     until: f64,
-    /// At the begin, the end of the window, and the end.
-    ran: [Ran; 3],
+    /// At the begin, at the end of the window, and at the end.
+    ran: [CpuTimes; 3],
 }
 
-impl Turn {
-    /// What its checkpoint may have slowed.
-    fn window(&self) -> Span {
+impl MeasuredInterval {
+    /// The span in which the checkpoint may have slowed the guest.
+    fn window_span(&self) -> TimeSpan {
         let until = match self.system {
-            System::None => f64::midpoint(self.from, self.until),
+            CompileSystem::None => f64::midpoint(self.from, self.until),
             _ => (self.saved + SETTLE.as_secs_f64()).min(self.until),
         };
-        Span { from: self.from, until }
+        TimeSpan { from: self.from, until }
     }
 
-    fn quiet(&self) -> Span {
-        Span { from: self.window().until, until: self.until }
+    fn quiet_span(&self) -> TimeSpan {
+        TimeSpan { from: self.window_span().until, until: self.until }
     }
 
-    fn seconds(&self) -> f64 {
+    fn duration_s(&self) -> f64 {
         self.until - self.from
     }
 
     fn cost_s(&self, beside: &[&Self]) -> f64 {
-        let waited = self.waited(beside);
+        let waited = self.excess_times(beside);
         let whole_s = self.whole_s.unwrap_or_default() / WHOLE_EVERY;
         self.faults_s() + waited.stood_s + waited.saver_s + whole_s
     }
 
     fn faults_s(&self) -> f64 {
-        self.ran[0].until(self.ran[2]).faults_s
+        self.ran[0].difference_until(self.ran[2]).faults_s
     }
 
-    /// By how much less the vCPUs ran in the window than in the quiet times of these turns, as seconds of such times.
-    fn waited(&self, beside: &[&Self]) -> Ran {
-        let window = self.ran[0].until(self.ran[1]);
-        let quiet = beside.iter().map(|turn| turn.ran[1].until(turn.ran[2]));
-        let quiet = quiet.fold(Ran::default(), |sum, it| sum.plus(it, 1.0));
-        let more = window.plus(quiet, -window.seconds / quiet.seconds);
+    /// By how much less the vCPUs ran in the window than in the quiet times of the same round, as
+    /// seconds of such times.
+    fn excess_times(&self, beside: &[&Self]) -> CpuTimes {
+        let window = self.ran[0].difference_until(self.ran[1]);
+        let quiet = beside.iter().map(|turn| turn.ran[1].difference_until(turn.ran[2]));
+        let quiet = quiet.fold(CpuTimes::default(), |sum, it| sum.add_scaled(it, 1.0));
+        let more = window.add_scaled(quiet, -window.seconds / quiet.seconds);
         let work = 1.0 - quiet.waited_s() / quiet.seconds;
-        Ran::default().plus(more, 1.0 / work)
+        CpuTimes::default().add_scaled(more, 1.0 / work)
     }
 
     fn is_beside(&self, other: &Self) -> bool {
@@ -200,89 +213,96 @@ impl Turn {
     }
 }
 
-/// Runs it.
+/// Runs the experiment.
 pub fn run(lab: &Lab) -> Result<Report> {
     let mut report = lab.vm_report("cow-compile");
     let plan = lab.extent.pick(QUICK, FULL);
-    let plan = lab.extent.wanted(plan, |(interval_s, _)| format!("{interval_s}s"));
-    let fault_s = fault::seconds()?;
-    report.number("fault_us", fault_s * 1e6);
-    let mut guest = Guest::boot(lab, fault_s)?;
+    let plan = lab.extent.select_wanted(plan, |(interval_s, _)| format!("{interval_s}s"));
+    let fault_s = fault::measure_fault_s()?;
+    report.add_number("fault_us", fault_s * 1e6);
+    let mut guest = CompilingGuest::boot_guest(lab, fault_s)?;
     for &(interval_s, rounds) in &plan {
         for round in 0..rounds * lab.extent.runs(1, 1) {
-            for system in System::of_round(round, interval_s) {
-                guest.turn(system, interval_s, round)?;
+            for system in CompileSystem::systems_in_round(round, interval_s) {
+                guest.measure_interval(system, interval_s, round)?;
             }
         }
     }
-    let (turns, log) = guest.finish()?;
+    let (turns, log) = guest.into_results()?;
     lab.firn().stop(VM);
-    tell(&turns, &log, &mut report)?;
+    add_repetitions(&turns, &log, &mut report)?;
     let intervals: Vec<u64> = plan.iter().map(|(interval_s, _)| *interval_s).collect();
-    figures(&intervals, &mut report);
-    let drawing = drawing(&intervals, &report)?;
-    report.drawing("cow-compile", drawing);
+    add_figures(&intervals, &mut report);
+    let drawing = draw_plot(&intervals, &report)?;
+    report.add_drawing("cow-compile", drawing);
     Ok(report)
 }
 
 /// A guest that compiles all the time.
-struct Guest<'a> {
+struct CompilingGuest<'a> {
     lab: &'a Lab,
-    control: Control,
+    control: GuestControl,
     /// The experiment's own monitor connection.
-    bare: Vm,
-    threads: Threads,
-    turns: Vec<Turn>,
+    bare: QemuVm,
+    threads: CpuTimeSources,
+    turns: Vec<MeasuredInterval>,
 }
 
-impl<'a> Guest<'a> {
-    fn boot(lab: &'a Lab, fault_s: f64) -> Result<Self> {
+impl<'a> CompilingGuest<'a> {
+    fn boot_guest(lab: &'a Lab, fault_s: f64) -> Result<Self> {
         let (agent, monitor) = (lab.file("agent"), lab.file("monitor"));
         let image = GuestImage::full()?;
-        let args = QemuArgs::new(&image, accel::decide().accel)
+        let args = QemuArgs::new(&image, accel::choose_accel().accel)
             .memory_mib(MIB)
             .vcpus(2)
-            .append("firn.services=none")
+            .append_kernel_arg("firn.services=none")
             .root_in_memory(&image)
-            .console(&lab.file("console"))
-            .agent(&agent)
-            .more(&["-qmp", &format!("unix:{},server=on,wait=off", monitor.display())]);
-        lab.firn().run(VM, &args)?;
-        let mut control = Control::connect(&agent, BOOT)?;
-        control.spawn(JOB, &["bash", "-c", SCRIPT])?;
+            .with_console(&lab.file("console"))
+            .with_agent_socket(&agent)
+            .add_args(&["-qmp", &format!("unix:{},server=on,wait=off", monitor.display())]);
+        lab.firn().run_vm(VM, &args)?;
+        let mut control = GuestControl::connect(&agent, BOOT)?;
+        control.spawn_job(JOB, &["bash", "-c", SCRIPT])?;
         std::thread::sleep(WARM);
-        let mut bare = Vm::connect(&monitor)?;
+        let mut bare = QemuVm::connect(&monitor)?;
         let status = lab.firn().status(VM)?;
         let pid = |of: &str| status[of].as_i64().with_context(|| format!("no {of}"));
         let (hypervisor, supervisor) = (pid("pid")?, pid("supervisor_pid")?);
         let pids = (i32::try_from(hypervisor)?, i32::try_from(supervisor)?);
-        let threads = Threads::of(&mut bare, pids, fault_s)?;
+        let threads = CpuTimeSources::from_vm(&mut bare, pids, fault_s)?;
         Ok(Self { lab, control, bare, threads, turns: Vec::new() })
     }
 
-    fn turn(&mut self, system: System, interval_s: u64, round: usize) -> Result<()> {
+    fn measure_interval(
+        &mut self,
+        system: CompileSystem,
+        interval_s: u64,
+        round: usize,
+    ) -> Result<()> {
         let interval = Duration::from_secs(interval_s);
         let (name, begun) = (system.name(), Instant::now());
         let failed = || format!("{name}, each {interval_s} s, round {round}");
-        if system == System::Firn {
+        if system == CompileSystem::Firn {
             self.begin_series().with_context(failed)?;
             std::thread::sleep(interval.saturating_sub(begun.elapsed()));
         }
-        let (began, from, before) = (Instant::now(), self.now()?, self.threads.ran()?);
-        let report = self.save(system).with_context(failed)?;
+        let (began, from, before) =
+            (Instant::now(), self.guest_seconds()?, self.threads.read_times()?);
+        let report = self.save_by(system).with_context(failed)?;
         let downtime_ms = report["pause"]["downtime_ms"].as_f64();
-        let saved = self.now()?;
+        let saved = self.guest_seconds()?;
         let left = || interval.saturating_sub(began.elapsed());
-        let settle = if system == System::None { interval / 2 } else { SETTLE };
+        let settle = if system == CompileSystem::None { interval / 2 } else { SETTLE };
         std::thread::sleep(settle.min(left()));
-        let window = self.threads.ran()?;
+        let window = self.threads.read_times()?;
         std::thread::sleep(left());
-        let (until, ran) = (self.now()?, [before, window, self.threads.ran()?]);
+        let (until, ran) = (self.guest_seconds()?, [before, window, self.threads.read_times()?]);
         let pause = downtime_ms.unwrap_or(f64::NAN);
         let took = saved - from;
-        self.lab.say(&format!("{interval_s} s: {name} in {took:.1} s, pause {pause:.1} ms"));
-        let whole_s = (system == System::Firn).then(|| self.end_series()).transpose()?;
-        self.turns.push(Turn {
+        self.lab
+            .log_progress(&format!("{interval_s} s: {name} in {took:.1} s, pause {pause:.1} ms"));
+        let whole_s = (system == CompileSystem::Firn).then(|| self.end_series()).transpose()?;
+        self.turns.push(MeasuredInterval {
             system,
             interval_s,
             round,
@@ -298,73 +318,75 @@ impl<'a> Guest<'a> {
     }
 
     /// The guest's clock, in seconds since it booted.
-    fn now(&mut self) -> Result<f64> {
-        let said = self.control.run(&["cat", "/proc/uptime"])?;
+    fn guest_seconds(&mut self) -> Result<f64> {
+        let said = self.control.run_program(&["cat", "/proc/uptime"])?;
         let seconds = said.split(' ').next().and_then(|word| word.parse().ok());
         seconds.with_context(|| format!("{said:?} is no time of a guest"))
     }
 
     fn is_at_work(&mut self) -> Result<()> {
-        match self.control.poll(JOB)? {
+        match self.control.poll_job(JOB)? {
             JobState::Running { .. } => Ok(()),
             JobState::Ended(ended) => bail!("the guest compiles no more: {ended:?}"),
         }
     }
 
-    /// Gives what is told of it.
-    fn save(&mut self, system: System) -> Result<Value> {
+    /// Makes a checkpoint and returns its report.
+    fn save_by(&mut self, system: CompileSystem) -> Result<Value> {
         let file = self.lab.file("compile.image");
-        let strategy = |name| SaveArgs::default().with("--strategy", name);
+        let strategy = |name| SaveArgs::default().with_option("--strategy", name);
         match system {
-            System::None => Ok(Value::Null),
-            System::Firn => {
-                let on = SaveArgs::default().with("--parent", self.lab.file(BASE));
-                self.checkpoint(&self.lab.file(NEXT), &on)
+            CompileSystem::None => Ok(Value::Null),
+            CompileSystem::Firn => {
+                let on = SaveArgs::default().with_option("--parent", self.lab.file(BASE));
+                self.checkpoint_vm(&self.lab.file(NEXT), &on)
             }
-            System::FirnFull => self.checkpoint(&file, &SaveArgs::default()),
-            System::FirnCow => self.checkpoint(&file, &strategy("cow")),
-            System::FirnPreCopy => self.checkpoint(&file, &strategy("pre-copy")),
-            System::QemuFile => {
-                let downtime_ms = peer::save(self.bare.qmp(), Way::File, &file)?.downtime_ms;
+            CompileSystem::FirnFull => self.checkpoint_vm(&file, &SaveArgs::default()),
+            CompileSystem::FirnCow => self.checkpoint_vm(&file, &strategy("cow")),
+            CompileSystem::FirnPreCopy => self.checkpoint_vm(&file, &strategy("pre-copy")),
+            CompileSystem::QemuFile => {
+                let downtime_ms =
+                    peer::save_vm(self.bare.qmp(), QemuSaveMethod::File, &file)?.downtime_ms;
                 Ok(json!({ "pause": { "downtime_ms": downtime_ms } }))
             }
         }
     }
 
-    /// The checkpoint that the next one builds on.
+    /// Makes the checkpoint that the next one builds on.
     fn begin_series(&self) -> Result<()> {
-        let rounds = SaveArgs::default().with("--strategy", "pre-copy");
-        self.checkpoint(&self.lab.file(BASE), &rounds).map(drop)
+        let rounds = SaveArgs::default().with_option("--strategy", "pre-copy");
+        self.checkpoint_vm(&self.lab.file(BASE), &rounds).map(drop)
     }
 
-    /// Makes the newest of the series whole, and has writes followed no more, which costs the guest a little. Gives the processor time
-    /// of the first.
+    /// Makes the newest checkpoint of the series whole, and ends dirty tracking, which costs the
+    /// guest a little. Returns the processor time of the former.
     fn end_series(&self) -> Result<f64> {
         let whole_s = self.make_whole()?;
-        let plain = SaveArgs::default().with("--strategy", "cow");
-        self.checkpoint(&self.lab.file(BASE), &plain)?;
+        let plain = SaveArgs::default().with_option("--strategy", "cow");
+        self.checkpoint_vm(&self.lab.file(BASE), &plain)?;
         std::thread::sleep(SETTLE);
         Ok(whole_s)
     }
 
-    /// Gives the processor time of that, for each vCPU.
+    /// Merges the newest checkpoint with its parent. Returns the processor time of that, per vCPU.
     fn make_whole(&self) -> Result<f64> {
         let before = children_seconds()?;
         let next = self.lab.file(NEXT);
-        self.lab
-            .firn()
-            .image("merge", &[next.as_os_str(), "-o".as_ref(), self.lab.file(WHOLE).as_os_str()])?;
-        Ok((children_seconds()? - before) / self.threads.vcpus() as f64)
+        self.lab.firn().run_image_verb(
+            "merge",
+            &[next.as_os_str(), "-o".as_ref(), self.lab.file(WHOLE).as_os_str()],
+        )?;
+        Ok((children_seconds()? - before) / self.threads.vcpu_count() as f64)
     }
 
-    fn checkpoint(&self, file: &Path, how: &SaveArgs) -> Result<Value> {
-        let mut said = self.lab.firn().checkpoint(VM, file, how)?;
-        said.number("/report/pause/downtime_ms").context("no downtime is reported")?;
-        Ok(said.facts["report"].take())
+    fn checkpoint_vm(&self, file: &Path, how: &SaveArgs) -> Result<Value> {
+        let mut save_output = self.lab.firn().checkpoint(VM, file, how)?;
+        save_output.number("/report/pause/downtime_ms").context("no downtime is reported")?;
+        Ok(save_output.facts["report"].take())
     }
 
-    fn finish(mut self) -> Result<(Vec<Turn>, String)> {
-        let log = self.control.run(&["cat", "/tmp/compiled"])?;
+    fn into_results(mut self) -> Result<(Vec<MeasuredInterval>, String)> {
+        let log = self.control.run_program(&["cat", "/tmp/compiled"])?;
         Ok((self.turns, log))
     }
 }
@@ -391,62 +413,67 @@ worker 1 $half &
 wait
 "#;
 
-/// Each turn becomes a repetition.
-fn tell(turns: &[Turn], log: &str, report: &mut Report) -> Result<()> {
-    let quiet: Vec<Span> = turns.iter().map(Turn::quiet).collect();
-    let work = Work::read(log, &quiet)?;
+/// Adds each interval to the report as a repetition.
+fn add_repetitions(turns: &[MeasuredInterval], log: &str, report: &mut Report) -> Result<()> {
+    let quiet: Vec<TimeSpan> = turns.iter().map(MeasuredInterval::quiet_span).collect();
+    let work = CompileLog::parse_log(log, &quiet)?;
     for turn in turns {
-        let beside: Vec<&Turn> = turns.iter().filter(|it| it.is_beside(turn)).collect();
-        let quiet: Vec<Span> = beside.iter().map(|turn| turn.quiet()).collect();
-        let lost_s = work.lost_in(turn.window(), &quiet);
-        let waited = turn.waited(&beside);
+        let beside: Vec<&MeasuredInterval> = turns.iter().filter(|it| it.is_beside(turn)).collect();
+        let quiet: Vec<TimeSpan> = beside.iter().map(|turn| turn.quiet_span()).collect();
+        let lost_s = work.lost_in(turn.window_span(), &quiet);
+        let waited = turn.excess_times(&beside);
         let cost_s = turn.cost_s(&beside);
-        let longer = |by_s: f64| by_s / (turn.seconds() - by_s);
-        report.repetition(json!({ "system": turn.system.name(), "interval_s": turn.interval_s,
+        let longer = |by_s: f64| by_s / (turn.duration_s() - by_s);
+        report.add_repetition(json!({ "system": turn.system.name(), "interval_s": turn.interval_s,
             "round": turn.round, "downtime_ms": turn.downtime_ms, "saved_s": turn.saved - turn.from,
-            "turn_s": turn.seconds(), "lost_s": lost_s, "overhead": longer(lost_s),
+            "turn_s": turn.duration_s(), "lost_s": lost_s, "overhead": longer(lost_s),
             "waited_s": waited.waited_s(), "delayed_s": waited.delayed_s, "kernel_s": waited.kernel_s,
             "faults_s": turn.faults_s(), "stood_s": waited.stood_s, "saver_s": waited.saver_s,
             "whole_s": turn.whole_s, "cost_s": cost_s, "cost": longer(cost_s), "report": turn.report }));
     }
-    report.file("compiled.log", log);
+    report.add_file("compiled.log", log);
     Ok(())
 }
 
-fn measured(report: &Report, system: System, interval_s: u64, field: &str) -> Vec<f64> {
+fn measured_values(
+    report: &Report,
+    system: CompileSystem,
+    interval_s: u64,
+    field: &str,
+) -> Vec<f64> {
     let is_it = |run: &&Value| run["system"] == system.name() && run["interval_s"] == interval_s;
     report.repetitions().iter().filter(is_it).filter_map(|run| run[field].as_f64()).collect()
 }
 
-fn figures(intervals: &[u64], report: &mut Report) {
-    for system in System::ALL {
+fn add_figures(intervals: &[u64], report: &mut Report) {
+    for system in CompileSystem::ALL {
         for &interval_s in intervals {
             for field in FIELDS {
-                let values = measured(report, system, interval_s, field);
+                let values = measured_values(report, system, interval_s, field);
                 let key = format!("{field}.{}.{interval_s}s", system.name());
-                interval_of_median(&key, &values, report);
+                add_median_interval(&key, &values, report);
                 if !values.is_empty() {
-                    report.sample(key, values);
+                    report.add_sample(key, values);
                 }
             }
         }
     }
 }
 
-/// What the median lies between, where there are enough values.
-fn interval_of_median(key: &str, values: &[f64], report: &mut Report) {
+/// Adds the confidence interval of the median, where there are enough values.
+fn add_median_interval(key: &str, values: &[f64], report: &mut Report) {
     if let Some((low, high)) =
         Sample::new(values.iter().copied()).and_then(|it| it.median_interval())
     {
-        report.number(format!("{key}.low"), low);
-        report.number(format!("{key}.high"), high);
+        report.add_number(format!("{key}.low"), low);
+        report.add_number(format!("{key}.high"), high);
     }
 }
 
-fn drawing(intervals: &[u64], report: &Report) -> Result<String> {
-    let cost = |system: System| {
+fn draw_plot(intervals: &[u64], report: &Report) -> Result<String> {
+    let cost = |system: CompileSystem| {
         let value = |interval_s: &u64| {
-            report.value(&format!("cost.{}.{interval_s}s", system.name())).unwrap_or(0.0)
+            report.figure_value(&format!("cost.{}.{interval_s}s", system.name())).unwrap_or(0.0)
         };
         (system.name().to_owned(), intervals.iter().map(|it| 100.0 * value(it)).collect())
     };
@@ -454,20 +481,20 @@ fn drawing(intervals: &[u64], report: &Report) -> Result<String> {
         title: "How much longer a guest compiles, by the interval between checkpoints".into(),
         y: "percent".into(),
         groups: intervals.iter().map(|interval_s| format!("{interval_s} s")).collect(),
-        series: System::ALL[1..].iter().map(|system| cost(*system)).collect(),
+        series: CompileSystem::ALL[1..].iter().map(|system| cost(*system)).collect(),
     };
-    plot.svg().context("the figure")
+    plot.to_svg().context("the figure")
 }
 
 #[cfg(test)]
 mod tests {
     use super::*;
 
-    fn turn(system: System, from: f64, saved: f64) -> Turn {
-        let downtime_ms = (system != System::None).then_some(2.0);
+    fn turn(system: CompileSystem, from: f64, saved: f64) -> MeasuredInterval {
+        let downtime_ms = (system != CompileSystem::None).then_some(2.0);
         let until = from + 10.0;
-        // At work three quarters of the time, but a second less in the window.
-        let ran = |seconds, less| Ran {
+        // The guest runs three quarters of the time, but a second less in the window.
+        let ran = |seconds, less| CpuTimes {
             seconds,
             kernel_s: 0.05 * seconds,
             faults_s: less / 3.0,
@@ -475,10 +502,10 @@ mod tests {
             stood_s: 0.1 * seconds,
             saver_s: 0.01 * seconds + less,
         };
-        let less = if system == System::None { 0.0 } else { 0.75 };
+        let less = if system == CompileSystem::None { 0.0 } else { 0.75 };
         let ran = [ran(0.0, 0.0), ran(5.0, less), ran(10.0, less)];
-        let whole_s = (system == System::Firn).then_some(0.6);
-        Turn {
+        let whole_s = (system == CompileSystem::Firn).then_some(0.6);
+        MeasuredInterval {
             system,
             interval_s: 10,
             round: 0,
@@ -492,7 +519,7 @@ mod tests {
         }
     }
 
-    /// Two workers, a second for each file but between 10 and 12, when none gets on.
+    /// Two workers, a second for each file, except between 10 and 12, when neither makes progress.
     fn log() -> String {
         let done = (0..=20).filter(|second| !(11..=12).contains(second));
         done.flat_map(|second| [0, 1].map(|worker| format!("{worker} a.c {second}\n"))).collect()
@@ -500,11 +527,11 @@ mod tests {
 
     #[test]
     fn an_overhead_is_what_was_lost_against_what_was_done() {
-        let turns = [turn(System::None, 0.0, 0.1), turn(System::Firn, 10.0, 12.0)];
+        let turns = [turn(CompileSystem::None, 0.0, 0.1), turn(CompileSystem::Firn, 10.0, 12.0)];
         let mut report = Report::new("cow-compile", true);
-        tell(&turns, &log(), &mut report).unwrap();
-        figures(&[10], &mut report);
-        let percent = |key: &str| report.value(key).map(|it| (it * 100.0).round());
+        add_repetitions(&turns, &log(), &mut report).unwrap();
+        add_figures(&[10], &mut report);
+        let percent = |key: &str| report.figure_value(key).map(|it| (it * 100.0).round());
         assert_eq!(percent("lost_s.firn.10s"), Some(200.0));
         assert_eq!(percent("overhead.firn.10s"), Some(25.0));
         assert_eq!(percent("overhead.none.10s"), Some(0.0));
@@ -520,17 +547,25 @@ mod tests {
         assert_eq!(percent("cost.firn.10s"), Some(16.0));
         assert_eq!(percent("waited_s.none.10s"), Some(0.0));
         assert_eq!(percent("cost_s.none.10s"), Some(0.0));
-        assert_eq!(report.value("downtime_ms.firn.10s"), Some(2.0));
-        assert_eq!(report.value("downtime_ms.none.10s"), None);
+        assert_eq!(report.figure_value("downtime_ms.firn.10s"), Some(2.0));
+        assert_eq!(report.figure_value("downtime_ms.none.10s"), None);
     }
 
     #[test]
     fn each_system_comes_first_in_its_turn() {
-        assert_eq!(System::of_round(0, 10), System::ALL);
-        assert_eq!(System::of_round(9, 10)[0], System::Firn);
-        let late = [System::FirnPreCopy, System::Firn, System::FirnCow, System::QemuFile];
-        assert_eq!(System::of_round(1, 59), late);
-        assert_eq!(System::of_round(0, 120).len(), 4);
-        assert_eq!(System::of_round(1, 120), [System::Firn, System::QemuFile]);
+        assert_eq!(CompileSystem::systems_in_round(0, 10), CompileSystem::ALL);
+        assert_eq!(CompileSystem::systems_in_round(9, 10)[0], CompileSystem::Firn);
+        let late = [
+            CompileSystem::FirnPreCopy,
+            CompileSystem::Firn,
+            CompileSystem::FirnCow,
+            CompileSystem::QemuFile,
+        ];
+        assert_eq!(CompileSystem::systems_in_round(1, 59), late);
+        assert_eq!(CompileSystem::systems_in_round(0, 120).len(), 4);
+        assert_eq!(
+            CompileSystem::systems_in_round(1, 120),
+            [CompileSystem::Firn, CompileSystem::QemuFile]
+        );
     }
 }

@@ -1,23 +1,23 @@
-//! What processors did for a guest, and for who saves it.
+//! Processor times: how long processors ran a guest, and how long they ran its saver.
 
 use std::time::Instant;
 
 use anyhow::{Context as _, Result};
-use firn_vmm::Vm;
+use firn_vmm::QemuVm;
 use procfs::process::{Process, Task};
 
-/// Whose processor time is looked at.
-pub(super) struct Threads {
+/// The threads and processes whose processor time is measured.
+pub(super) struct CpuTimeSources {
     vcpus: Vec<Task>,
     hypervisor: Process,
     supervisor: Process,
     since: Instant,
-    /// What a page fault takes.
+    /// Duration of a page fault.
     fault_s: f64,
 }
 
-impl Threads {
-    pub(super) fn of(vm: &mut Vm, pids: (i32, i32), fault_s: f64) -> Result<Self> {
+impl CpuTimeSources {
+    pub(super) fn from_vm(vm: &mut QemuVm, pids: (i32, i32), fault_s: f64) -> Result<Self> {
         let (hypervisor, supervisor) = (Process::new(pids.0)?, Process::new(pids.1)?);
         let threads = vm.vcpus()?.into_iter().map(|vcpu| hypervisor.task_from_tid(vcpu.tid.0));
         let vcpus = threads.collect::<Result<Vec<_>, _>>()?;
@@ -25,14 +25,15 @@ impl Threads {
         Ok(Self { vcpus, hypervisor, supervisor, since: Instant::now(), fault_s })
     }
 
-    /// How many vCPUs there are.
-    pub(super) fn vcpus(&self) -> usize {
+    /// Number of vCPUs.
+    pub(super) fn vcpu_count(&self) -> usize {
         self.vcpus.len()
     }
 
-    /// Until now.
-    pub(super) fn ran(&self) -> Result<Ran> {
-        let mut all = Ran { seconds: self.since.elapsed().as_secs_f64(), ..Ran::default() };
+    /// The times until now.
+    pub(super) fn read_times(&self) -> Result<CpuTimes> {
+        let mut all =
+            CpuTimes { seconds: self.since.elapsed().as_secs_f64(), ..CpuTimes::default() };
         let share = |nanoseconds: u64| nanoseconds as f64 / 1e9 / self.vcpus.len() as f64;
         for vcpu in &self.vcpus {
             let (stat, times) = (vcpu.stat()?, vcpu.schedstat()?);
@@ -52,40 +53,40 @@ impl Threads {
     }
 }
 
-/// Of a process, with threads that have ended.
+/// Processor time of a process, including threads that have ended.
 fn process_seconds(process: &Process) -> Result<f64> {
     let stat = process.stat()?;
     Ok((stat.utime + stat.stime) as f64 / procfs::ticks_per_second() as f64)
 }
 
-/// Of all children of this process that have ended.
+/// Processor time of all children of this process that have ended.
 pub(super) fn children_seconds() -> Result<f64> {
     let stat = Process::myself()?.stat()?;
     Ok((stat.cutime + stat.cstime) as f64 / procfs::ticks_per_second() as f64)
 }
 
-/// Seconds for each vCPU, on average.
+/// Seconds of each vCPU, on average.
 #[derive(Clone, Copy, Debug, Default)]
-pub(super) struct Ran {
+pub(super) struct CpuTimes {
     pub(super) seconds: f64,
-    /// It was in the kernel.
+    /// It ran in the kernel.
     pub(super) kernel_s: f64,
-    /// It was there for page faults.
+    /// It ran in the kernel for page faults.
     pub(super) faults_s: f64,
-    /// Somebody else had its processor.
+    /// Another thread had its processor.
     pub(super) delayed_s: f64,
-    /// It waited for something else, or had nothing to do.
+    /// It waited for something else, or was idle.
     pub(super) stood_s: f64,
-    /// Somebody ran for the supervisor, or for the hypervisor beside its vCPUs.
+    /// The supervisor ran, or the hypervisor's other threads.
     pub(super) saver_s: f64,
 }
 
-impl Ran {
-    pub(super) fn until(self, then: Self) -> Self {
-        then.plus(self, -1.0)
+impl CpuTimes {
+    pub(super) fn difference_until(self, then: Self) -> Self {
+        then.add_scaled(self, -1.0)
     }
 
-    pub(super) fn plus(self, other: Self, factor: f64) -> Self {
+    pub(super) fn add_scaled(self, other: Self, factor: f64) -> Self {
         Self {
             seconds: self.seconds + factor * other.seconds,
             kernel_s: self.kernel_s + factor * other.kernel_s,
@@ -96,7 +97,7 @@ impl Ran {
         }
     }
 
-    /// Not running the guest.
+    /// Time in which the vCPU did not run the guest.
     pub(super) fn waited_s(self) -> f64 {
         self.kernel_s + self.delayed_s + self.stood_s
     }

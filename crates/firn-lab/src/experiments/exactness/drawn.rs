@@ -1,69 +1,69 @@
-//! One randomized run: everything about it is drawn from its seed, so that the seed repeats it.
+//! Random parameters of one run, all derived from its seed, so that the seed repeats the run.
 //!
 //! ```text
-//!   seed % 3         vCPUs: 1, 2, 4                          in turn, so that few runs have all of them
+//!   seed % 3         vCPUs: 1, 2, 4                          cyclic, so that a few runs cover all of them
 //!   seed / 3 % 3     RAM: small, middle, split               (split: above 2.75 GiB q35 has a part of it above 4 GiB)
 //!   seed / 9 % 4     the strategy
-//!   dice(seed)       sizes to the page, backends, load, how it is saved, how it is restored
+//!   dice(seed)       sizes to the page, backends, load, options of the save and the restore
 //! ```
 
 use std::fmt::Display;
 
-use firn_guest::sha::Sha;
+use firn_guest::sha::ShaArgs;
 use firn_guest::stamp::mix;
-use firn_restore::Mode;
+use firn_restore::RestoreMode;
 use serde_json::{Value, json};
 
 use crate::firn::SaveArgs;
 use crate::guest::QemuArgs;
 
-/// RAM, in MiB: from, up to.
+/// RAM, in MiB: minimum, maximum.
 const RAM_MIB: [(u64, u64); 3] = [(256, 1024), (1024, 2816), (2816, 4608)];
-/// From here on part of RAM lies above the PCI hole.
+/// From this size on part of RAM is above the PCI hole.
 const SPLIT_KIB: u64 = 2816 << 10;
-/// What QEMU rounds RAM up to.
+/// QEMU rounds RAM up to a multiple of this.
 const RAM_ALIGN_KIB: u64 = 8;
 const PAGE_KIB: u64 = 4;
-/// Writers fill no more than this: a guest under TCG takes long to fill memory.
+/// Maximum memory that writers fill: a guest under TCG takes long to fill memory.
 const WRITERS_MIB_MAX: u64 = 192;
 const KINDS: [&str; 3] = ["memory-backend-memfd", "memory-backend-ram", "memory-backend-shm"];
 /// The only kind that can be private everywhere.
 const PRIVATE_KIND: &str = "memory-backend-ram";
 const STRATEGIES: [&str; 4] = ["trace", "cow", "pre-copy", "stop"];
 
-/// A generator that a seed determines.
-struct Dice(u64);
+/// A random number generator, determined by a seed.
+struct TrialRandom(u64);
 
-impl Dice {
-    fn below(&mut self, end: u64) -> u64 {
+impl TrialRandom {
+    fn next_below(&mut self, end: u64) -> u64 {
         self.0 = mix(self.0);
         self.0 % end.max(1)
     }
 
-    fn pick<T: Copy>(&mut self, from: &[T]) -> T {
-        from[self.below(from.len() as u64) as usize]
+    fn pick_one<T: Copy>(&mut self, from: &[T]) -> T {
+        from[self.next_below(from.len() as u64) as usize]
     }
 }
 
-/// What RAM is made of.
+/// The backends of RAM.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub(super) enum Ram {
+pub(super) enum DrawnRam {
     /// `-m` alone.
     Plain(u64),
-    /// `-object` backends of one kind, of so many KiB each; several are a NUMA node each.
+    /// `-object` backends of one kind, with their sizes in KiB; with several, each is a NUMA node.
     Backends(&'static str, Vec<u64>),
 }
 
-/// Everything about one run.
+/// All parameters of one run.
 #[derive(Clone, Debug)]
-pub(super) struct Drawn {
+pub(super) struct TrialParameters {
     pub(super) seed: u64,
     pub(super) vcpus: u32,
-    pub(super) ram: Ram,
+    pub(super) ram: DrawnRam,
     /// Arguments of `firn-guest writers`.
     pub(super) writers: Vec<String>,
     /// The computation that is interrupted.
-    pub(super) sha: Sha,
+    pub(super) sha: ShaArgs,
     pub(super) disk_block_kib: u64,
     pub(super) udp: bool,
     pub(super) echo_bytes: usize,
@@ -74,61 +74,63 @@ pub(super) struct Drawn {
     pub(super) codec: &'static str,
     pub(super) throttled: bool,
     pub(super) strategy: &'static str,
-    pub(super) mode: Mode,
-    /// How many checkpoints, each built on the one before, are below the one that is compared.
+    pub(super) mode: RestoreMode,
+    /// Number of parents of the compared image: checkpoints that each build on the one before.
     pub(super) below: usize,
-    /// The format of the disk that the guest writes to, if there is one: without one the hypervisor makes the pause by itself.
+    /// The format of the disk that the guest writes to, if there is one. Without one the hypervisor
+    /// pauses by itself.
     pub(super) written: Option<&'static str>,
-    /// Whether the guest is started by hand, with private memory, and attached to.
+    /// Whether the guest is started by hand, with private memory, and Firn attaches to it.
     pub(super) private: bool,
-    /// Of how many address spaces memory comes first, with copy-on-write.
+    /// Number of address spaces whose memory is copied first, with copy-on-write.
     pub(super) first_spaces: u32,
 }
 
-impl Drawn {
-    pub(super) fn from(seed: u64) -> Self {
-        let mut dice = Dice(mix(seed));
+impl TrialParameters {
+    pub(super) fn from_seed(seed: u64) -> Self {
+        let mut dice = TrialRandom(mix(seed));
         let vcpus = [1, 2, 4][(seed % 3) as usize];
-        let ram = Ram::drawn(RAM_MIB[(seed / 3 % 3) as usize], &mut dice);
-        let udp = dice.below(2) == 0;
+        let ram = DrawnRam::draw_ram(RAM_MIB[(seed / 3 % 3) as usize], &mut dice);
+        let udp = dice.next_below(2) == 0;
         Self {
             seed,
             vcpus,
-            writers: writers(ram.kib() >> 10, &mut dice),
+            writers: draw_writers(ram.total_kib() >> 10, &mut dice),
             ram,
-            sha: Sha {
+            sha: ShaArgs {
                 seed,
-                mib: 4 + dice.below(5) as usize,
-                rounds: 10_000 + dice.below(10_000),
-                threads: 1 + dice.below(u64::from(vcpus)) as usize,
+                mib: 4 + dice.next_below(5) as usize,
+                rounds: 10_000 + dice.next_below(10_000),
+                threads: 1 + dice.next_below(u64::from(vcpus)) as usize,
                 progress_ms: 0,
             },
-            disk_block_kib: dice.pick(&[4, 16, 64, 256]),
+            disk_block_kib: dice.pick_one(&[4, 16, 64, 256]),
             udp,
-            echo_bytes: 64 + dice.below(if udp { 1400 } else { 30_000 }) as usize,
-            lead_ms: dice.below(1000),
-            block_pages: dice.pick(&[1, 2, 4, 16]),
-            locality_kib: dice.pick(&[16, 64, 256, 1024]),
-            codec: dice.pick(&["none", "lz4", "zstd", "zlib"]),
-            throttled: dice.below(2) == 0,
-            mode: dice.pick(&[
-                Mode::Auto,
-                Mode::Eager,
-                Mode::Lazy,
-                Mode::Locality,
-                Mode::WorkingSet,
+            echo_bytes: 64 + dice.next_below(if udp { 1400 } else { 30_000 }) as usize,
+            lead_ms: dice.next_below(1000),
+            block_pages: dice.pick_one(&[1, 2, 4, 16]),
+            locality_kib: dice.pick_one(&[16, 64, 256, 1024]),
+            codec: dice.pick_one(&["none", "lz4", "zstd", "zlib"]),
+            throttled: dice.next_below(2) == 0,
+            mode: dice.pick_one(&[
+                RestoreMode::Auto,
+                RestoreMode::Eager,
+                RestoreMode::Lazy,
+                RestoreMode::Locality,
+                RestoreMode::WorkingSet,
             ]),
-            below: dice.pick(&[0, 0, 1, 3]),
-            written: dice.pick(&[None, Some("raw"), Some("qcow2")]),
-            private: dice.below(3) == 0,
-            first_spaces: dice.pick(&[0, 1, 4]),
+            below: dice.pick_one(&[0, 0, 1, 3]),
+            written: dice.pick_one(&[None, Some("raw"), Some("qcow2")]),
+            private: dice.next_below(3) == 0,
+            first_spaces: dice.pick_one(&[0, 1, 4]),
             strategy: STRATEGIES[(seed / 9 % 4) as usize],
         }
-        .possible()
+        .make_possible()
     }
 
-    /// Reads of private memory can't be followed, and only copy-on-write has address spaces that come first.
-    fn possible(self) -> Self {
+    /// Makes the parameters possible: reads of private memory can't be tracked, and only
+    /// copy-on-write copies address spaces first.
+    fn make_possible(self) -> Self {
         match (self.private, self.strategy) {
             (true, "trace") => Self { strategy: "cow", ..self },
             (_, "cow") => self,
@@ -136,33 +138,33 @@ impl Drawn {
         }
     }
 
-    /// How `firn checkpoint` is told.
+    /// The options for `firn checkpoint`.
     pub(super) fn save_args(&self) -> SaveArgs {
         // A memory block of 16 pages needs a locality block that holds it.
         let locality_kib = self.locality_kib.max(u32::from(self.block_pages) * PAGE_KIB as u32);
         let args = SaveArgs::default()
-            .with("--codec", self.codec)
-            .with("--strategy", self.strategy)
-            .with("--block-pages", self.block_pages.to_string())
-            .with("--locality-block", format!("{locality_kib}K"));
-        let args = if self.throttled { args } else { args.flag("--no-throttle") };
+            .with_option("--codec", self.codec)
+            .with_option("--strategy", self.strategy)
+            .with_option("--block-pages", self.block_pages.to_string())
+            .with_option("--locality-block", format!("{locality_kib}K"));
+        let args = if self.throttled { args } else { args.with_flag("--no-throttle") };
         match self.first_spaces {
             0 => args,
-            spaces => args.with("--first-spaces", spaces.to_string()),
+            spaces => args.with_option("--first-spaces", spaces.to_string()),
         }
     }
 
-    /// What it is counted under.
-    pub(super) fn labels(&self) -> Vec<String> {
+    /// The keys under which the run is counted.
+    pub(super) fn figure_labels(&self) -> Vec<String> {
         let label = |what: &str, value: &dyn Display| format!("drawn.{what}.{value}");
-        let kib = self.ram.kib();
+        let kib = self.ram.total_kib();
         let split = if kib > SPLIT_KIB { "split" } else { "in_one_piece" };
         let multiple = if kib % 1024 == 0 { "whole_mib" } else { "odd" };
         vec![
             label("vcpus", &self.vcpus),
             label("ram", &split),
             label("ram", &multiple),
-            label("backends", &self.ram.backends()),
+            label("backends", &self.ram.backend_count()),
             label("block_pages", &self.block_pages),
             label("locality_kib", &self.locality_kib),
             label("codec", &self.codec),
@@ -176,10 +178,10 @@ impl Drawn {
         ]
     }
 
-    pub(super) fn facts(&self) -> Value {
+    pub(super) fn to_facts(&self) -> Value {
         json!({
-            "seed": self.seed, "vcpus": self.vcpus, "ram_kib": self.ram.parts(),
-            "backends": self.ram.backends(), "writers": self.writers.join(" "),
+            "seed": self.seed, "vcpus": self.vcpus, "ram_kib": self.ram.part_sizes(),
+            "backends": self.ram.backend_count(), "writers": self.writers.join(" "),
             "disk_block_kib": self.disk_block_kib, "udp": self.udp, "echo_bytes": self.echo_bytes,
             "sha_rounds": self.sha.rounds, "sha_threads": self.sha.threads,
             "block_pages": self.block_pages, "locality_kib": self.locality_kib,
@@ -190,69 +192,71 @@ impl Drawn {
     }
 }
 
-/// In a random share of memory, in a random manner.
-fn writers(ram_mib: u64, dice: &mut Dice) -> Vec<String> {
-    let mib = (ram_mib * (5 + dice.below(31)) / 100).clamp(8, WRITERS_MIB_MAX);
-    let rate = dice.pick(&[0, 500, 5000]);
-    let compresses_to = dice.pick(&[10, 50, 100]);
-    let order = dice.pick(&["sequential", "random"]);
-    let light = dice.pick(&["", " --light"]);
+/// Arguments of writers: a random share of memory, random behaviour.
+fn draw_writers(ram_mib: u64, dice: &mut TrialRandom) -> Vec<String> {
+    let mib = (ram_mib * (5 + dice.next_below(31)) / 100).clamp(8, WRITERS_MIB_MAX);
+    let rate = dice.pick_one(&[0, 500, 5000]);
+    let compresses_to = dice.pick_one(&[10, 50, 100]);
+    let order = dice.pick_one(&["sequential", "random"]);
+    let light = dice.pick_one(&["", " --light"]);
     let line =
         format!("--mib {mib} --rate {rate} --compresses-to {compresses_to} --order {order}{light}");
     line.split_whitespace().map(str::to_owned).collect()
 }
 
-impl Ram {
-    fn drawn((from, to): (u64, u64), dice: &mut Dice) -> Self {
-        let kib = (from << 10) + dice.below((to - from) << 10);
-        let align = dice.pick(&[RAM_ALIGN_KIB, RAM_ALIGN_KIB, 1024]);
+impl DrawnRam {
+    fn draw_ram((from, to): (u64, u64), dice: &mut TrialRandom) -> Self {
+        let kib = (from << 10) + dice.next_below((to - from) << 10);
+        let align = dice.pick_one(&[RAM_ALIGN_KIB, RAM_ALIGN_KIB, 1024]);
         let kib = kib.next_multiple_of(align);
-        match dice.below(4) {
+        match dice.next_below(4) {
             0 => Self::Plain(kib),
-            count => Self::Backends(dice.pick(&KINDS), parts(kib, count, dice)),
+            count => Self::Backends(dice.pick_one(&KINDS), split_ram(kib, count, dice)),
         }
     }
 
-    fn parts(&self) -> &[u64] {
+    fn part_sizes(&self) -> &[u64] {
         match self {
             Self::Plain(kib) => std::slice::from_ref(kib),
             Self::Backends(_, parts) => parts,
         }
     }
 
-    pub(super) fn kib(&self) -> u64 {
-        self.parts().iter().sum()
+    pub(super) fn total_kib(&self) -> u64 {
+        self.part_sizes().iter().sum()
     }
 
-    fn backends(&self) -> usize {
+    fn backend_count(&self) -> usize {
         match self {
             Self::Plain(_) => 0,
             Self::Backends(_, parts) => parts.len(),
         }
     }
 
-    /// Adds it to a guest's command line.
+    /// Adds RAM to a guest's command line.
     pub(super) fn add_to(&self, mut args: QemuArgs, private: bool) -> QemuArgs {
-        args = args.memory_kib(self.kib());
+        args = args.memory_kib(self.total_kib());
         let Self::Backends(kind, parts) = self else { return args };
         let (kind, share) = if private { (PRIVATE_KIND, "off") } else { (*kind, "on") };
         for (number, kib) in parts.iter().enumerate() {
             let object = format!("{kind},id=part{number},size={kib}K,share={share}");
-            args = args.more(&["-object", &object]);
+            args = args.add_args(&["-object", &object]);
             args = match parts.len() {
-                1 => args.more(&["-machine", "memory-backend=part0"]),
-                _ => args.more(&["-numa", &format!("node,nodeid={number},memdev=part{number}")]),
+                1 => args.add_args(&["-machine", "memory-backend=part0"]),
+                _ => {
+                    args.add_args(&["-numa", &format!("node,nodeid={number},memdev=part{number}")])
+                }
             };
         }
         args
     }
 }
 
-/// Cuts `kib` into `count` parts of whole pages, none of them tiny.
-fn parts(kib: u64, count: u64, dice: &mut Dice) -> Vec<u64> {
+/// Splits `kib` into `count` parts of whole pages, none of them tiny.
+fn split_ram(kib: u64, count: u64, dice: &mut TrialRandom) -> Vec<u64> {
     let least = kib / (2 * count);
     let mut parts: Vec<u64> =
-        (1..count).map(|_| (least + dice.below(least)).next_multiple_of(PAGE_KIB)).collect();
+        (1..count).map(|_| (least + dice.next_below(least)).next_multiple_of(PAGE_KIB)).collect();
     parts.push(kib - parts.iter().sum::<u64>());
     parts
 }
@@ -265,22 +269,25 @@ mod tests {
     #[test]
     fn a_seed_repeats_its_run() {
         for seed in 0..100 {
-            assert_eq!(Drawn::from(seed).facts(), Drawn::from(seed).facts());
+            assert_eq!(
+                TrialParameters::from_seed(seed).to_facts(),
+                TrialParameters::from_seed(seed).to_facts()
+            );
         }
     }
 
     #[test]
     fn nine_runs_have_every_number_of_vcpus_with_every_size() {
         let both = |seed| {
-            let drawn = Drawn::from(seed);
-            (drawn.vcpus, RAM_MIB.iter().position(|(_, to)| drawn.ram.kib() <= to << 10))
+            let drawn = TrialParameters::from_seed(seed);
+            (drawn.vcpus, RAM_MIB.iter().position(|(_, to)| drawn.ram.total_kib() <= to << 10))
         };
         assert_eq!((1..10).map(both).collect::<BTreeSet<_>>().len(), 9);
     }
 
     #[test]
     fn every_strategy_saves_with_and_without_a_disk_that_is_written() {
-        let drawn: Vec<Drawn> = (0..216).map(Drawn::from).collect();
+        let drawn: Vec<TrialParameters> = (0..216).map(TrialParameters::from_seed).collect();
         for strategy in STRATEGIES {
             let runs = || drawn.iter().filter(|run| run.strategy == strategy);
             assert!(runs().count() >= 30, "{strategy}");
@@ -294,21 +301,24 @@ mod tests {
     #[test]
     fn backends_are_whole_pages_and_make_up_what_qemu_takes() {
         for seed in 0..1000 {
-            let ram = Drawn::from(seed).ram;
+            let ram = TrialParameters::from_seed(seed).ram;
             assert!(
-                ram.parts().iter().all(|kib| kib % PAGE_KIB == 0 && *kib > 16 << 10),
+                ram.part_sizes().iter().all(|kib| kib % PAGE_KIB == 0 && *kib > 16 << 10),
                 "{ram:?}"
             );
-            assert_eq!(ram.kib() % RAM_ALIGN_KIB, 0, "{ram:?}");
-            assert!((256 << 10..=4608 << 10).contains(&ram.kib()), "{ram:?}");
+            assert_eq!(ram.total_kib() % RAM_ALIGN_KIB, 0, "{ram:?}");
+            assert!((256 << 10..=4608 << 10).contains(&ram.total_kib()), "{ram:?}");
         }
     }
 
     #[test]
     fn some_run_has_each_kind_of_ram() {
-        let kinds: BTreeSet<_> = (0..100).map(|seed| Drawn::from(seed).ram.backends()).collect();
+        let kinds: BTreeSet<_> =
+            (0..100).map(|seed| TrialParameters::from_seed(seed).ram.backend_count()).collect();
         assert_eq!(kinds, BTreeSet::from([0, 1, 2, 3]));
-        let odd = (0..100).any(|seed| Drawn::from(seed).ram.parts().iter().any(|kib| kib % 8 == 4));
+        let odd = (0..100).any(|seed| {
+            TrialParameters::from_seed(seed).ram.part_sizes().iter().any(|kib| kib % 8 == 4)
+        });
         assert!(odd, "backends that end at an odd page");
     }
 }

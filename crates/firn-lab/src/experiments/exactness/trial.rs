@@ -1,10 +1,11 @@
-//! One run: a guest under load is saved, compared with the copy, followed to its end, restored, followed again.
+//! Exactness trial: saves a guest under load, compares the image with a copy, checks the guest at
+//! its end, restores it, and checks it again.
 //!
 //! ```text
 //!   boot -> load: writers, DMA of two disks, network DMA, a computation -> checkpoint + reference copy
 //!                                                                     |            \
-//!          the saved guest goes on: its memory right? its result?  <--'             '--> compare, verify
-//!          the restored one: the same questions, at once and when all of its memory is there
+//!          the saved guest runs on: its memory right? its result?  <--'             '--> compare, verify
+//!          the restored one: the same checks, at once and when all of its memory is present
 //! ```
 
 use std::path::{Path, PathBuf};
@@ -15,15 +16,16 @@ use std::time::Duration;
 use anyhow::{Context as _, Result, anyhow, ensure};
 use firn_guest::net::load::{EchoLoad, EchoReport};
 use firn_guest::net::{self};
-use firn_guest::stamp::{self, PageWords, Stamp, Style, WORDS};
+use firn_guest::stamp::{self, PageStamp, PageWords, StampStyle, WORDS};
 use firn_guest::{disk, sha};
 use serde_json::{Value, json};
 
-use super::drawn::Drawn;
-use crate::disk_profile::{DiskProfile, Throttle};
-use crate::experiments::synthetic::{last_line, words};
+use super::drawn::TrialParameters;
+use crate::disk_profile::{DiskProfile, DiskThrottle};
+use crate::experiments::synthetic::{last_line, split_words};
 use crate::guest::{
-    Control, Disk, GuestImage, HostForward, JobState, Machine, QemuArgs, accel, free_tcp_port,
+    GuestControl, GuestImage, HostForward, JobState, PlainGuest, QemuArgs, VirtioDisk, accel,
+    free_tcp_port,
 };
 use crate::lab::{Lab, wait_for};
 
@@ -34,63 +36,63 @@ const VM: &str = "exact";
 const WRITERS: &str = "writers";
 const DISK: &str = "disk";
 const WRITTEN: &str = "written-disk";
-/// How the names of the files begin that the guest writes to.
+/// Common prefix of the names of the files that the guest writes to.
 const WRITTEN_FILE: &str = "written.disk";
 const ECHO: &str = "echo";
 const SHA: &str = "sha";
 const DISK_MIB: u64 = 16;
-/// Messages that a guest must echo rightly after a save or a restore.
+/// Messages that a guest must echo correctly after a save or a restore.
 const ECHOES: u64 = 20;
 
-/// What came of a run.
+/// The result of a run.
 #[derive(Debug, Default)]
-pub(super) struct Outcome {
+pub(super) struct TrialOutcome {
     pub(super) differing_blocks: u64,
     /// Pages of guest memory or of the disk that the guests found wrong.
     pub(super) wrong_pages: u64,
     pub(super) wrong_echoes: u64,
-    /// Both guests came to the result of one never interrupted.
+    /// Both guests computed the result of an uninterrupted guest.
     pub(super) results_equal: bool,
-    /// The restored guest had not come to its result yet.
+    /// The restored guest had not computed its result yet.
     pub(super) in_the_middle: bool,
     pub(super) facts: Value,
 }
 
-impl Outcome {
+impl TrialOutcome {
     pub(super) fn is_exact(&self) -> bool {
         self.differing_blocks + self.wrong_pages + self.wrong_echoes == 0 && self.results_equal
     }
 }
 
-/// What a guest says of itself.
-struct Checked {
+/// A guest's reports about itself.
+struct GuestCheck {
     wrong_pages: u64,
     wrong_echoes: u64,
     result: String,
     was_computing: bool,
 }
 
-/// Where runs take place, one after another.
-pub(super) struct Bench<'a> {
+/// The lab's part of all runs, which happen one after another.
+pub(super) struct TrialBench<'a> {
     lab: &'a Lab,
     image: GuestImage,
     disk: PathBuf,
-    throttle: Throttle,
+    throttle: DiskThrottle,
 }
 
-impl<'a> Bench<'a> {
+impl<'a> TrialBench<'a> {
     pub(super) fn new(lab: &'a Lab) -> Result<Self> {
         let disk = lab.file("disk.raw");
-        prepare(&disk).context("cannot prepare the disk")?;
-        let throttle = Throttle::new(DiskProfile::None, lab.dir())?;
+        write_disk(&disk).context("cannot prepare the disk")?;
+        let throttle = DiskThrottle::new(DiskProfile::None, lab.dir())?;
         Ok(Self { lab, image: GuestImage::small()?, disk, throttle })
     }
 
-    /// One run; whatever comes of it, no guest is left.
-    pub(super) fn run(&self, drawn: &Drawn) -> Result<Outcome> {
-        let outcome = Trial::new(self, drawn).and_then(|trial| trial.run());
+    /// Executes one run. Leaves no guest, whatever the result.
+    pub(super) fn run_trial(&self, drawn: &TrialParameters) -> Result<TrialOutcome> {
+        let outcome = ExactnessTrial::new(self, drawn).and_then(|trial| trial.run());
         self.lab.firn().stop(VM);
-        let below = (0..drawn.below).map(below);
+        let below = (0..drawn.below).map(parent_name);
         for file in below.chain(["exact.firn".to_owned(), "exact.ram".to_owned()]) {
             let _ = std::fs::remove_file(self.lab.file(&file));
         }
@@ -98,7 +100,7 @@ impl<'a> Bench<'a> {
         outcome
     }
 
-    /// Removes the disk that the guest wrote to, and what lies upon it.
+    /// Removes the disk that the guest wrote to, and its overlays.
     fn remove_written(&self) {
         for entry in std::fs::read_dir(self.lab.dir()).into_iter().flatten().flatten() {
             if entry.file_name().to_string_lossy().starts_with(WRITTEN_FILE) {
@@ -108,48 +110,48 @@ impl<'a> Bench<'a> {
     }
 }
 
-/// Writes what `firn-guest disk-dma prepare` would: every run reads the same disk.
-fn prepare(disk: &Path) -> std::io::Result<()> {
-    let style = Style::compressing_to(50, false);
+/// Writes the same content as `firn-guest disk-dma prepare`: every run reads the same disk.
+fn write_disk(disk: &Path) -> std::io::Result<()> {
+    let style = StampStyle::compressing_to(50, false);
     let mut bytes = Vec::new();
     for index in 0..DISK_MIB * 256 {
         let mut page: PageWords = [0; WORDS];
-        stamp::fill(&mut page, Stamp { region: disk::REGION, index, sequence: 0 }, style);
+        stamp::fill_page(&mut page, PageStamp { region: disk::REGION, index, sequence: 0 }, style);
         bytes.extend(page.iter().flat_map(|word| word.to_le_bytes()));
     }
     std::fs::write(disk, bytes)
 }
 
-/// The name of an image below the one that is compared.
-fn below(number: usize) -> String {
+/// The name of a parent of the compared image.
+fn parent_name(number: usize) -> String {
     format!("below-{number}.firn")
 }
 
-struct Trial<'a> {
-    bench: &'a Bench<'a>,
-    drawn: &'a Drawn,
+struct ExactnessTrial<'a> {
+    bench: &'a TrialBench<'a>,
+    drawn: &'a TrialParameters,
     agent: PathBuf,
     port: u16,
 }
 
-impl<'a> Trial<'a> {
-    fn new(bench: &'a Bench<'a>, drawn: &'a Drawn) -> Result<Self> {
+impl<'a> ExactnessTrial<'a> {
+    fn new(bench: &'a TrialBench<'a>, drawn: &'a TrialParameters) -> Result<Self> {
         let agent = bench.lab.file("agent");
         Ok(Self { bench, drawn, agent, port: free_tcp_port()? })
     }
 
-    fn run(&self) -> Result<Outcome> {
+    fn run(&self) -> Result<TrialOutcome> {
         let lab = self.bench.lab;
-        let expected = sha::digest(&self.drawn.sha)?;
+        let expected = sha::compute_digest(&self.drawn.sha)?;
         let machine = self.boot_under_load()?;
-        let saved = self.save()?;
-        let differences = self.compare()?;
-        let went_on = self.check(false).context("the guest that was saved")?;
+        let saved = self.save_guest()?;
+        let differences = self.compare_image()?;
+        let went_on = self.check_guest(false).context("the guest that was saved")?;
         lab.firn().stop(VM);
         drop(machine);
-        self.restore()?;
-        let restored = self.check(true).context("the restored guest")?;
-        Ok(Outcome {
+        self.restore_guest()?;
+        let restored = self.check_guest(true).context("the restored guest")?;
+        Ok(TrialOutcome {
             differing_blocks: differences["differing_blocks"].as_u64().context("no count")?,
             wrong_pages: went_on.wrong_pages + restored.wrong_pages,
             wrong_echoes: went_on.wrong_echoes + restored.wrong_echoes,
@@ -165,64 +167,65 @@ impl<'a> Trial<'a> {
             true => HostForward::udp(self.port, net::PORT),
             false => HostForward::tcp(self.port, net::PORT),
         };
-        let disk = Disk { file: self.bench.disk.clone(), format: "raw", read_only: true };
-        let written = self.drawn.written.map(|format| Disk {
+        let disk = VirtioDisk { file: self.bench.disk.clone(), format: "raw", read_only: true };
+        let written = self.drawn.written.map(|format| VirtioDisk {
             file: self.bench.lab.file(WRITTEN_FILE),
             format,
             read_only: false,
         });
-        let args = QemuArgs::new(&self.bench.image, accel::decide().accel)
+        let args = QemuArgs::new(&self.bench.image, accel::choose_accel().accel)
             .vcpus(self.drawn.vcpus)
-            .append("no_timer_check")
-            .console(&self.bench.lab.file("console"))
-            .agent(&self.agent)
-            .disk(disk)
-            .network(&[forward]);
-        let args = written.into_iter().fold(args, QemuArgs::disk);
+            .append_kernel_arg("no_timer_check")
+            .with_console(&self.bench.lab.file("console"))
+            .with_agent_socket(&self.agent)
+            .add_disk(disk)
+            .add_network(&[forward]);
+        let args = written.into_iter().fold(args, QemuArgs::add_disk);
         self.drawn.ram.add_to(args, self.drawn.private)
     }
 
-    fn control(&self) -> Result<Control> {
-        Ok(Control::connect(&self.agent, PATIENCE)?)
+    fn connect_control(&self) -> Result<GuestControl> {
+        Ok(GuestControl::connect(&self.agent, PATIENCE)?)
     }
 
-    fn make_written(&self) -> Result<()> {
+    fn create_written_disk(&self) -> Result<()> {
         let Some(format) = self.drawn.written else { return Ok(()) };
         let file = self.bench.lab.file(WRITTEN_FILE);
         let mut command = Command::new("qemu-img");
         command.args(["create", "-q", "-f", format]).arg(&file);
         let status = command.arg(format!("{DISK_MIB}M")).status().context("cannot run qemu-img")?;
-        ensure!(status.success(), "qemu-img cannot make {}", file.display());
+        ensure!(status.success(), "qemu-img cannot create {}", file.display());
         Ok(())
     }
 
-    /// By Firn; or by hand, and attached to: such a guest ends with what is returned.
-    fn start(&self) -> Result<Option<Machine>> {
+    /// Starts the guest by Firn; or by hand, with Firn attached to it: that guest ends when the
+    /// returned value is dropped.
+    fn start_guest(&self) -> Result<Option<PlainGuest>> {
         let (lab, args) = (self.bench.lab, self.qemu_args());
         if !self.drawn.private {
-            lab.firn().run(VM, &args)?;
+            lab.firn().run_vm(VM, &args)?;
             return Ok(None);
         }
         let monitor = lab.file("monitor").display().to_string();
         let qmp = format!("unix:{monitor},server=on,wait=off");
-        let mut machine = Machine::start(args.more(&["-qmp", &qmp]))?;
+        let mut machine = PlainGuest::start(args.add_args(&["-qmp", &qmp]))?;
         machine.wait_ready(PATIENCE)?;
         let pid = machine.pid().to_string();
         lab.firn().attach(VM, &["--pid", &pid, "--qmp", &monitor])?;
         Ok(Some(machine))
     }
 
-    /// Loads that read or write disks.
+    /// Jobs that read or write disks.
     fn disk_jobs(&self) -> impl Iterator<Item = &'static str> {
         [DISK].into_iter().chain(self.drawn.written.map(|_| WRITTEN))
     }
 
-    fn boot_under_load(&self) -> Result<Option<Machine>> {
-        self.make_written()?;
-        let machine = self.start()?;
-        let mut control = self.control()?;
+    fn boot_under_load(&self) -> Result<Option<PlainGuest>> {
+        self.create_written_disk()?;
+        let machine = self.start_guest()?;
+        let mut control = self.connect_control()?;
         let given: Vec<&str> = self.drawn.writers.iter().map(String::as_str).collect();
-        control.spawn(WRITERS, &[&["firn-guest", "writers"], &given[..]].concat())?;
+        control.spawn_job(WRITERS, &[&["firn-guest", "writers"], &given[..]].concat())?;
         control.wait_output(WRITERS, "\"ready\":true", PATIENCE)?;
         let (mib, kib) = (DISK_MIB, self.drawn.disk_block_kib);
         let read = format!("firn-guest disk-dma read --mib {mib} --block-kib {kib}");
@@ -235,36 +238,38 @@ impl<'a> Trial<'a> {
                 WRITTEN => &*write,
                 _ => "firn-guest net-dma echo",
             };
-            control.spawn(job, &words(line))?;
+            control.spawn_job(job, &split_words(line))?;
             control.wait_output(job, "\"ready\":true", PATIENCE)?;
         }
-        let sha::Sha { seed, mib, rounds, threads, .. } = self.drawn.sha;
+        let sha::ShaArgs { seed, mib, rounds, threads, .. } = self.drawn.sha;
         let compute = format!(
             "firn-guest sha --seed {seed} --mib {mib} --rounds {rounds} --threads {threads}"
         );
-        control.spawn(SHA, &words(&compute))?;
+        control.spawn_job(SHA, &split_words(&compute))?;
         Ok(machine)
     }
 
-    /// `firn checkpoint`, with the network card at work.
-    fn save(&self) -> Result<Value> {
+    /// Runs `firn checkpoint` while the network card is in use.
+    fn save_guest(&self) -> Result<Value> {
         let lab = self.bench.lab;
         let args = || self.drawn.save_args();
-        let before = disk_report(&mut self.control()?, DISK)?["progress"].as_u64().unwrap_or(0);
+        let before =
+            disk_report(&mut self.connect_control()?, DISK)?["progress"].as_u64().unwrap_or(0);
         let (said, echoes) = self.under_network_load(|| {
             std::thread::sleep(Duration::from_millis(self.drawn.lead_ms));
             let mut how = args();
             for number in 0..self.drawn.below {
-                let image = lab.file(&below(number));
+                let image = lab.file(&parent_name(number));
                 lab.firn().checkpoint(VM, &image, &how)?;
-                how = args().with("--parent", image);
+                how = args().with_option("--parent", image);
             }
-            let how = how.with("--reference", lab.file("exact.ram"));
+            let how = how.with_option("--reference", lab.file("exact.ram"));
             Ok(lab.firn().checkpoint(VM, &lab.file("exact.firn"), &how)?)
         })?;
         ensure!(echoes.wrong == 0, "{} echoes were wrong during the save", echoes.wrong);
         let requests =
-            disk_report(&mut self.control()?, DISK)?["progress"].as_u64().unwrap_or(0) - before;
+            disk_report(&mut self.connect_control()?, DISK)?["progress"].as_u64().unwrap_or(0)
+                - before;
         Ok(json!({ "report": said.facts["report"], "took_s": said.took.as_secs_f64(),
             "echoes": echoes.echoed, "disk_requests": requests }))
     }
@@ -284,7 +289,7 @@ impl<'a> Trial<'a> {
         let to = ([127, 0, 0, 1], self.port).into();
         let mut load = EchoLoad::new(to, self.drawn.udp, self.drawn.echo_bytes);
         loop {
-            load.exchange();
+            load.exchange_one();
             let report = load.run_for(Duration::ZERO, 0.0);
             if enough(report) {
                 return report;
@@ -292,14 +297,14 @@ impl<'a> Trial<'a> {
         }
     }
 
-    fn compare(&self) -> Result<Value> {
+    fn compare_image(&self) -> Result<Value> {
         let (image, copy) = (self.bench.lab.file("exact.firn"), self.bench.lab.file("exact.ram"));
         let firn = self.bench.lab.firn();
-        firn.image("verify", &[image.as_os_str()])?;
-        Ok(firn.compare(&image, &copy)?)
+        firn.run_image_verb("verify", &[image.as_os_str()])?;
+        Ok(firn.compare_images(&image, &copy)?)
     }
 
-    fn restore(&self) -> Result<()> {
+    fn restore_guest(&self) -> Result<()> {
         let lab = self.bench.lab;
         let mode = self.drawn.mode.to_string();
         let image = lab.file("exact.firn");
@@ -307,26 +312,26 @@ impl<'a> Trial<'a> {
         Ok(())
     }
 
-    /// Asks a guest for everything it can tell of its memory, and for its result. A restored one is asked at once, and
-    /// again when all of its memory is there.
-    fn check(&self, is_restored: bool) -> Result<Checked> {
-        let mut control = self.control()?;
-        let was_computing = matches!(control.poll(SHA)?, JobState::Running { .. });
+    /// Lets a guest check its memory, and reads its result. A restored guest is checked at once,
+    /// and again when all of its memory is present.
+    fn check_guest(&self, is_restored: bool) -> Result<GuestCheck> {
+        let mut control = self.connect_control()?;
+        let was_computing = matches!(control.poll_job(SHA)?, JobState::Running { .. });
         let mut wrong_pages = 0;
         if is_restored {
-            wrong_pages += verify(&mut control)?;
+            wrong_pages += count_wrong_pages(&mut control)?;
             self.wait_for_memory()?;
         }
-        control.run_within(&words("firn-guest verify stop"), "", PATIENCE)?;
-        // The writers' last words are about all of their memory, from the start.
-        let writers = last_line(&control.wait(WRITERS, PATIENCE)?.stdout)?;
+        control.run_within(&split_words("firn-guest verify stop"), "", PATIENCE)?;
+        // The writers' last output covers all of their memory, from the start.
+        let writers = last_line(&control.wait_job(WRITERS, PATIENCE)?.stdout)?;
         wrong_pages = wrong_pages.max(writers["wrong"].as_u64().context("no count")?);
-        let result = control.wait(SHA, PATIENCE)?.stdout.trim().to_owned();
+        let result = control.wait_job(SHA, PATIENCE)?.stdout.trim().to_owned();
         for job in self.disk_jobs() {
             wrong_pages += disk_report(&mut control, job)?["wrong"].as_u64().unwrap_or(0);
         }
         let echoes = self.exchange_until(&|report| report.echoed + report.wrong >= ECHOES);
-        Ok(Checked { wrong_pages, wrong_echoes: echoes.wrong, result, was_computing })
+        Ok(GuestCheck { wrong_pages, wrong_echoes: echoes.wrong, result, was_computing })
     }
 
     fn wait_for_memory(&self) -> Result<()> {
@@ -338,17 +343,17 @@ impl<'a> Trial<'a> {
     }
 }
 
-/// The last line of progress of a disk load of the guest.
-fn disk_report(control: &mut Control, job: &str) -> Result<Value> {
-    match control.poll(job)? {
+/// The last progress line of a disk job of the guest.
+fn disk_report(control: &mut GuestControl, job: &str) -> Result<Value> {
+    match control.poll_job(job)? {
         JobState::Running { stdout, .. } => last_line(&stdout),
         JobState::Ended(ended) => Err(anyhow!("{job} has ended: {ended:?}")),
     }
 }
 
-/// Pages that running writers have found wrong so far; they check all of them first.
-fn verify(control: &mut Control) -> Result<u64> {
-    let ended = control.run_within(&words("firn-guest verify"), "", PATIENCE)?;
+/// Pages that running writers have found wrong so far; they first check all their pages.
+fn count_wrong_pages(control: &mut GuestControl) -> Result<u64> {
+    let ended = control.run_within(&split_words("firn-guest verify"), "", PATIENCE)?;
     let report = last_line(&ended.stdout).with_context(|| format!("{ended:?}"))?;
     report["wrong"].as_u64().context("no count")
 }

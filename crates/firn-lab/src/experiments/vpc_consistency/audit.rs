@@ -1,66 +1,73 @@
-//! What is wrong when all is quiet again: what clients saw, beside what VMs have in their books.
+//! The audit after a trial: the clients' observations are compared with the books of the VMs.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::sync::Arc;
 use std::thread;
 
 use anyhow::{Context as _, Result, anyhow, bail};
-use firn_guest::bank::{Known, Question, Said};
-use firn_linear::{Answer, Bank, Operation, Verdict, check};
+use firn_guest::bank::{AnswerBody, BankRequest, TransferLog};
+use firn_linear::{BankAnswer, BankModel, BankOperation, Verdict, check_history};
 use serde_json::{Value, json};
 
-use super::clients::{COUNT, Client, Seen, Shared};
-use crate::site::Inside;
+use super::clients::{BankClient, COUNT, ClientObservations, ClientsState};
+use crate::site::NetworkNamespace;
 
-/// How often the checker tries to put an operation into its place, for each that there is.
+/// Steps of the checker, for each operation.
 const TRIES: u64 = 2_000;
 
-/// Who looks, after all clients: it has the next number.
+/// The number of the auditor: the one after those of all clients.
 const AUDITOR: u64 = COUNT;
 
-/// What VMs have in their books, and what the accounts hold.
-pub(super) struct Books {
-    known: Vec<Known>,
+/// The books of the VMs, and the balances of the accounts.
+pub(super) struct BankBooks {
+    known: Vec<TransferLog>,
     held: Vec<i64>,
 }
 
-impl Books {
-    /// Asks for all of it. What the accounts hold is seen as clients see it.
-    pub(super) fn read(shared: &Arc<Shared>, outside: &Inside) -> Result<(Self, Seen)> {
-        let (client, outside) = (Client::new(Arc::clone(shared), AUDITOR, 0), outside.clone());
-        let reader = thread::spawn(move || outside.enter().and_then(|()| Self::told(client)));
-        reader.join().map_err(|_| anyhow!("the auditor panicked"))?.context("looking at the books")
+impl BankBooks {
+    /// Reads all of it. The balances are observed as clients observe them.
+    pub(super) fn read_books(
+        shared: &Arc<ClientsState>,
+        outside: &NetworkNamespace,
+    ) -> Result<(Self, ClientObservations)> {
+        let (client, outside) = (BankClient::new(Arc::clone(shared), AUDITOR, 0), outside.clone());
+        let reader = thread::spawn(move || outside.enter().and_then(|()| Self::ask_vms(client)));
+        reader.join().map_err(|_| anyhow!("the auditor panicked"))?.context("reading the books")
     }
 
-    fn told(mut client: Client) -> Result<(Self, Seen)> {
+    fn ask_vms(mut client: BankClient) -> Result<(Self, ClientObservations)> {
         let (mut held, mut known) = (Vec::new(), Vec::new());
         for account in 0..client.shared.accounts {
-            match client.perform(Operation::Balance(account)) {
-                Some(Answer::Holds(holds)) => held.push(holds),
+            match client.perform_operation(BankOperation::Balance(account)) {
+                Some(BankAnswer::Holds(holds)) => held.push(holds),
                 other => bail!("account {account} holds {other:?}"),
             }
         }
         for vm in 0..client.shared.vms.len() {
-            match client.ask(vm, &Question::Known { id: 0 }) {
-                Some(Said::Known(knows)) => known.push(knows),
+            match client.ask_vm(vm, &BankRequest::Known { id: 0 }) {
+                Some(AnswerBody::Known(knows)) => known.push(knows),
                 other => bail!("VM {vm} knows {other:?}"),
             }
         }
-        Ok((Self { known, held }, client.seen()))
+        Ok((Self { known, held }, client.into_observations()))
     }
 }
 
-/// How often each is there.
-fn counted<'a>(ids: impl Iterator<Item = &'a u64>) -> BTreeMap<u64, u64> {
+/// How often each number occurs.
+fn count_ids<'a>(ids: impl Iterator<Item = &'a u64>) -> BTreeMap<u64, u64> {
     let mut counts = BTreeMap::new();
     ids.for_each(|&id| *counts.entry(id).or_default() += 1);
     counts
 }
 
-/// All that is wrong with what was seen, and why.
-pub(super) fn compare(bank: &Bank, seen: &Seen, books: &Books) -> Value {
-    let taken = counted(books.known.iter().flat_map(|known| &known.taken));
-    let paid = counted(books.known.iter().flat_map(|known| &known.paid));
+/// Counts all errors in the observations, with the reasons.
+pub(super) fn compare_books(
+    bank: &BankModel,
+    seen: &ClientObservations,
+    books: &BankBooks,
+) -> Value {
+    let taken = count_ids(books.known.iter().flat_map(|known| &known.taken));
+    let paid = count_ids(books.known.iter().flat_map(|known| &known.paid));
     let is_lost = |id: &&u64| !taken.contains_key(id) || !paid.contains_key(id);
     let lost: Vec<_> = seen.acknowledged.iter().filter(is_lost).collect();
     let doubled: BTreeSet<_> =
@@ -72,7 +79,7 @@ pub(super) fn compare(bank: &Bank, seen: &Seen, books: &Books) -> Value {
     if sum != right {
         why.push(format!("all accounts hold {sum} instead of {right}"));
     }
-    let verdict = check(bank, &seen.history, TRIES * seen.history.len() as u64);
+    let verdict = check_history(bank, &seen.history, TRIES * seen.history.len() as u64);
     let (mut not_linearizable, mut undecided) = (0, 0);
     match &verdict {
         Verdict::Linearizable => (),
@@ -94,45 +101,47 @@ pub(super) fn compare(bank: &Bank, seen: &Seen, books: &Books) -> Value {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use firn_linear::Call;
+    use firn_linear::ClientCall;
 
-    fn seen(acknowledged: &[u64]) -> Seen {
-        let call = |(at, _): (u64, &u64)| Call {
+    fn seen(acknowledged: &[u64]) -> ClientObservations {
+        let call = |(at, _): (u64, &u64)| ClientCall {
             client: 0,
             called: 10 * at,
-            operation: Operation::transfer(0, 1, 5),
-            answer: Some((10 * at + 5, Answer::Done)),
+            operation: BankOperation::transfer(0, 1, 5),
+            answer: Some((10 * at + 5, BankAnswer::Done)),
         };
         let history = (1..).zip(acknowledged).map(call).collect();
-        Seen { history, acknowledged: acknowledged.to_vec(), broken: 0 }
+        ClientObservations { history, acknowledged: acknowledged.to_vec(), broken: 0 }
     }
 
-    fn look(seen: &mut Seen, held: &[i64]) {
+    fn look(seen: &mut ClientObservations, held: &[i64]) {
         for (account, &held) in held.iter().enumerate() {
             let called = 1000 + 10 * account as u64;
-            let answer = Some((called + 1, Answer::Holds(held)));
-            let operation = Operation::Balance(account);
-            seen.history.push(Call { client: 9, called, operation, answer });
+            let answer = Some((called + 1, BankAnswer::Holds(held)));
+            let operation = BankOperation::Balance(account);
+            seen.history.push(ClientCall { client: 9, called, operation, answer });
         }
     }
 
     #[test]
     fn what_is_lost_doubled_or_too_much_is_found() {
-        let bank = Bank(vec![100, 100]);
-        let known = |taken: &[u64], paid: &[u64]| Known {
+        let bank = BankModel(vec![100, 100]);
+        let known = |taken: &[u64], paid: &[u64]| TransferLog {
             taken: taken.to_vec(),
             paid: paid.to_vec(),
             broken: 0,
         };
-        let numbers = |books: Books| {
+        let numbers = |books: BankBooks| {
             let mut seen = seen(&[1, 2]);
             look(&mut seen, &books.held);
-            let told = compare(&bank, &seen, &books);
+            let told = compare_books(&bank, &seen, &books);
             ["lost_transfers", "doubled_transfers", "sum_wrong", "not_linearizable"]
                 .map(|key| told[key].as_u64().unwrap())
         };
-        let books =
-            |known: [Known; 2], held: [i64; 2]| Books { known: known.into(), held: held.into() };
+        let books = |known: [TransferLog; 2], held: [i64; 2]| BankBooks {
+            known: known.into(),
+            held: held.into(),
+        };
         let right = [known(&[1, 2], &[]), known(&[], &[1, 2])];
         assert_eq!(numbers(books(right, [90, 110])), [0, 0, 0, 0]);
         let lost = [known(&[1], &[]), known(&[], &[1])];

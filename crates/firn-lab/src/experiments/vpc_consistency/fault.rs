@@ -1,4 +1,4 @@
-//! What is lost: drawn from a seed, and done.
+//! Faults: drawn from a seed, and injected.
 
 use std::time::Duration;
 
@@ -8,12 +8,12 @@ use nix::errno::Errno;
 use nix::sys::signal::{Signal, kill};
 use nix::unistd::Pid;
 
-use super::vms::{self, KEEPER};
-use crate::site::Site;
+use super::vms::{self, BACKUP_HOST};
+use crate::site::HostSite;
 
-/// What kind of thing is lost.
+/// The kind of component that is lost.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(super) enum Kind {
+pub(super) enum LossKind {
     Vm,
     Supervisor,
     Agent,
@@ -23,7 +23,7 @@ pub(super) enum Kind {
     Frozen,
 }
 
-impl Kind {
+impl LossKind {
     pub(super) const ALL: [Self; 7] = [
         Self::Host,
         Self::Vm,
@@ -47,25 +47,26 @@ impl Kind {
     }
 }
 
-/// A fault, and when what is done about it.
+/// A fault, with the times of the fault and of the recovery.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(super) struct Plan {
-    pub(super) kind: Kind,
+pub(super) struct FaultPlan {
+    pub(super) kind: LossKind,
     /// The VM, or its host.
     pub(super) which: usize,
-    /// How long clients are at work before.
+    /// How long the clients are at work before.
     pub(super) after: Duration,
-    /// How long a link is down, or a host stands still; or until another has taken its place.
-    pub(super) lasts: Option<Duration>,
-    /// How long until an operator looks.
-    pub(super) looked_after: Duration,
-    /// Whether VMs that run on unprotected are protected anew, rather than failed over.
-    pub(super) goes_on: bool,
+    /// How long a link is down, or a host is stopped; `None`: until another host has replaced it.
+    pub(super) duration: Option<Duration>,
+    /// How long until an operator reacts.
+    pub(super) operator_delay: Duration,
+    /// Whether VMs that continue unprotected are protected anew, rather than failed over.
+    pub(super) is_reprotected: bool,
 }
 
-impl Plan {
-    /// Kinds take turns from seed to seed, so that each comes as often; all else is drawn.
-    pub(super) fn draw(seed: u64) -> Self {
+impl FaultPlan {
+    /// Draws a plan. Kinds alternate from seed to seed, so that each is equally frequent; all else
+    /// is random.
+    pub(super) fn draw_plan(seed: u64) -> Self {
         let mut state = mix(seed);
         let mut any = |below: u64| {
             state = mix(state);
@@ -73,67 +74,68 @@ impl Plan {
         };
         let millis = Duration::from_millis;
         Self {
-            kind: Kind::ALL[(seed % Kind::ALL.len() as u64) as usize],
+            kind: LossKind::ALL[(seed % LossKind::ALL.len() as u64) as usize],
             which: any(vms::COUNT as u64) as usize,
             after: millis(500 + any(2500)),
-            lasts: (any(2) == 0).then(|| millis(100 + any(2400))),
-            looked_after: millis(100 + any(900)),
-            goes_on: any(2) == 0,
+            duration: (any(2) == 0).then(|| millis(100 + any(2400))),
+            operator_delay: millis(100 + any(900)),
+            is_reprotected: any(2) == 0,
         }
     }
 
-    /// Does it.
-    pub(super) fn strike(&self, site: &Site) -> Result<()> {
+    /// Injects the fault.
+    pub(super) fn inject_fault(&self, site: &HostSite) -> Result<()> {
         let host = site.host(self.which);
         match self.kind {
-            Kind::Vm => signal(&pids(site, self.which, &["pid"])?, Signal::SIGKILL),
-            Kind::Supervisor => {
-                let pids = pids(site, self.which, &["guard_pid", "watcher_pid", "supervisor_pid"])?;
-                signal(&pids, Signal::SIGKILL)
+            LossKind::Vm => send_signal(&read_pids(site, self.which, &["pid"])?, Signal::SIGKILL),
+            LossKind::Supervisor => {
+                let pids =
+                    read_pids(site, self.which, &["guard_pid", "watcher_pid", "supervisor_pid"])?;
+                send_signal(&pids, Signal::SIGKILL)
             }
-            Kind::Agent => signal(&agents(site, self.which)?, Signal::SIGKILL),
-            Kind::Keeper => signal(&agents(site, KEEPER)?, Signal::SIGKILL),
-            Kind::Host => host.kill(),
-            Kind::Link => site.connect(self.which, false),
-            Kind::Frozen => signal(&all(site, self.which)?, Signal::SIGSTOP),
+            LossKind::Agent => send_signal(&agent_pids(site, self.which)?, Signal::SIGKILL),
+            LossKind::Keeper => send_signal(&agent_pids(site, BACKUP_HOST)?, Signal::SIGKILL),
+            LossKind::Host => host.kill_all(),
+            LossKind::Link => site.set_connected(self.which, false),
+            LossKind::Frozen => send_signal(&host_pids(site, self.which)?, Signal::SIGSTOP),
         }
     }
 
-    /// A link is there again, a host goes on.
-    pub(super) fn mend(&self, site: &Site) -> Result<()> {
+    /// Connects a link again, or continues a host.
+    pub(super) fn repair_fault(&self, site: &HostSite) -> Result<()> {
         match self.kind {
-            Kind::Link => site.connect(self.which, true),
-            Kind::Frozen => signal(&all(site, self.which)?, Signal::SIGCONT),
+            LossKind::Link => site.set_connected(self.which, true),
+            LossKind::Frozen => send_signal(&host_pids(site, self.which)?, Signal::SIGCONT),
             _ => Ok(()),
         }
     }
 
-    /// Whether it may be over before anybody has to do something.
-    pub(super) fn may_pass(&self) -> bool {
-        matches!(self.kind, Kind::Link | Kind::Frozen) && self.lasts.is_some()
+    /// Whether the fault may be over before an operator has to react.
+    pub(super) fn is_transient(&self) -> bool {
+        matches!(self.kind, LossKind::Link | LossKind::Frozen) && self.duration.is_some()
     }
 }
 
-fn pids(site: &Site, vm: usize, which: &[&str]) -> Result<Vec<i32>> {
-    let status = site.host(vm).firn().status(&vms::name(vm))?;
+fn read_pids(site: &HostSite, vm: usize, which: &[&str]) -> Result<Vec<i32>> {
+    let status = site.host(vm).firn().status(&vms::vm_name(vm))?;
     let pid = |&it: &&str| {
-        let pid = status[it].as_i64().with_context(|| format!("{}: no {it}", vms::name(vm)))?;
+        let pid = status[it].as_i64().with_context(|| format!("{}: no {it}", vms::vm_name(vm)))?;
         Ok(i32::try_from(pid)?)
     };
     which.iter().map(pid).collect()
 }
 
-fn all(site: &Site, host: usize) -> Result<Vec<i32>> {
-    Ok(site.host(host).processes()?.into_iter().map(|process| process.pid).collect())
+fn host_pids(site: &HostSite, host: usize) -> Result<Vec<i32>> {
+    Ok(site.host(host).list_processes()?.into_iter().map(|process| process.pid).collect())
 }
 
-fn agents(site: &Site, host: usize) -> Result<Vec<i32>> {
-    let processes = site.host(host).processes()?.into_iter();
+fn agent_pids(site: &HostSite, host: usize) -> Result<Vec<i32>> {
+    let processes = site.host(host).list_processes()?.into_iter();
     let agents = processes.filter(|process| process.name.starts_with("firn-agent"));
     Ok(agents.map(|process| process.pid).collect())
 }
 
-fn signal(pids: &[i32], signal: Signal) -> Result<()> {
+fn send_signal(pids: &[i32], signal: Signal) -> Result<()> {
     pids.iter().try_for_each(|&pid| match kill(Pid::from_raw(pid), signal) {
         Ok(()) | Err(Errno::ESRCH) => Ok(()),
         Err(error) => Err(error).with_context(|| format!("signal {signal} for process {pid}")),
@@ -146,11 +148,11 @@ mod tests {
 
     #[test]
     fn a_seed_is_a_plan_and_all_kinds_come() {
-        let kinds: Vec<Kind> = (5..12).map(|seed| Plan::draw(seed).kind).collect();
-        assert!(Kind::ALL.iter().all(|kind| kinds.contains(kind)));
-        assert_eq!(Plan::draw(7), Plan::draw(7));
-        let links = (0..20).map(|turn| Plan::draw(7 * turn + 2));
-        let passes: Vec<bool> = links.map(|plan| plan.may_pass()).collect();
+        let kinds: Vec<LossKind> = (5..12).map(|seed| FaultPlan::draw_plan(seed).kind).collect();
+        assert!(LossKind::ALL.iter().all(|kind| kinds.contains(kind)));
+        assert_eq!(FaultPlan::draw_plan(7), FaultPlan::draw_plan(7));
+        let links = (0..20).map(|turn| FaultPlan::draw_plan(7 * turn + 2));
+        let passes: Vec<bool> = links.map(|plan| plan.is_transient()).collect();
         assert!(passes.contains(&true) && passes.contains(&false));
     }
 }

@@ -1,49 +1,57 @@
-//! `vpc-consistency`: what clients outside see of VMs that fail over together.
+//! `vpc-consistency`: the consistency that clients outside observe in VMs that fail over as a
+//! cluster.
 //!
-//! Two VMs of two hosts keep a bank (`firn-guest bank`) and pass a token round (`firn-guest ring`); a third host keeps their copies. Clients
-//! outside move money and look at accounts, over connections of their own. Then something is lost, one kind of thing after another, which and when drawn from
-//! the seed:
+//! Two VMs of two hosts run a bank (`firn-guest bank`) and pass a token round (`firn-guest ring`);
+//! a third host is their backup. Clients outside transfer money and read accounts, over connections
+//! of their own. Then a component is lost, one kind after another; the component and the time are
+//! drawn from the seed:
 //!
 //! | kind | what happens |
 //! |---|---|
 //! | `vm` | a hypervisor is killed |
-//! | `supervisor` | a VM's supervisor and its guard are killed |
+//! | `supervisor` | a VM's supervisor and its guards are killed |
 //! | `agent` | the agent of a primary's host is killed |
-//! | `keeper` | the agent of the host with the copies is killed |
-//! | `host` | everything of a primary's host is killed |
-//! | `link` | a primary's host is cut off, and connected again later, or not before it has been replaced |
-//! | `frozen` | everything of a primary's host is stopped, and goes on later, or not before it has been replaced |
+//! | `keeper` | the agent of the backup is killed |
+//! | `host` | all processes of a primary's host are killed |
+//! | `link` | a primary's host is cut off, and connected again later, or after its replacement |
+//! | `frozen` | all processes of a primary's host are stopped, and continue later, or after that |
 //!
-//! **Who looks after it** (`--only WAY` does one of these):
+//! **How it is recovered** (`--only VARIANT` runs one of these):
 //!
-//! - `holding`, an operator: where global checkpoints go on, nothing is done; else everything of the primaries' hosts is ended, so that
-//!   nothing of it runs anywhere, and `firn cluster failover` has all go on at the third host. (After `keeper`, half of the times, its agent is
+//! - `holding`, by an operator: where global checkpoints continue, nothing is done. Otherwise all
+//!   processes of the primaries' hosts are ended, so that no VM runs anywhere, and `firn cluster
+//!   failover` runs all VMs at the third host. (After `keeper`, half of the times, its agent is
 //!   started again, and the cluster is released and protected anew.)
-//! - `by-record`, nobody: hosts agree, by a raft of their agents, and the cluster fails over by itself if it has to. Nothing is ended. A host that
-//!   was cut off or stood still until it was replaced comes back and may try to be heard: its VM is one too many. (After `keeper`, half
-//!   of the times, its agent is started again.)
+//! - `by-record`, without a person: the hosts agree, by a raft of their agents, and the cluster
+//!   fails over by itself if it has to. Nothing is ended. A host that was cut off or stopped until
+//!   it was replaced returns, and its VM, which has been replaced, may try to send. (After
+//!   `keeper`, half of the times, its agent is started again.)
 //!
-//! The clients go on, and everything is looked at. The keys of `by-record` begin with `by_record`:
+//! The clients continue, and then all results are checked. The keys of `by-record` begin with
+//! `by_record`:
 //!
-//! - `lost_transfers`: acknowledged, and not in the books of both VMs; `doubled_transfers`: twice in the books of one.
-//! - `sum_wrong`: accounts hold more or less together than in the beginning.
-//! - `not_linearizable`: what clients saw has no order (`firn-linear`); why not is among the notes. `undecided`: it took too long to know.
-//! - `ring_wrong`: the token came twice, went back or was lost, or what a VM told of it to the outside was undone; or it stands still.
-//! - `broken_connections`: of the VMs, with each other, and of clients that have patience. None has to break.
-//! - `failed`: something could not be done, or a client was not answered.
-//! - `gap_s`: the longest time without an answer to anybody, operator included.
+//! - `lost_transfers`: acknowledged, and not in the books of both VMs; `doubled_transfers`: twice
+//!   in the books of one.
+//! - `sum_wrong`: the accounts hold more or less in total than in the beginning.
+//! - `not_linearizable`: the clients' observations have no order (`firn-linear`); the reason is
+//!   among the notes. `undecided`: the check took too long.
+//! - `ring_wrong`: the token came twice, went back or was lost, a report of a VM on it to the
+//!   outside was undone, or it does not move.
+//! - `broken_connections`: of the VMs, with each other, and of patient clients. None has to break.
+//! - `failed`: a step could not be done, or a client got no answer.
+//! - `gap_s`: the longest time without an answer to any client, the operator's time included.
 //!
-//! Each fault has VMs restored from the same images, so that one can be repeated alone: its own seed is among the repetitions, and
-//! `--seed` with `--runs 1` draws it first.
+//! Each trial restores the VMs from the same images, so that it can be repeated alone: its own seed
+//! is among the repetitions, and `--seed` with `--runs 1` draws it first.
 //!
-//! **The control**: the same with output commit switched off (fault point `net.hold`): frames leave when they are sent. Its keys begin with
-//! `without_holding`, and it has to find something wrong.
+//! **The control**: the same with output commit switched off (fault point `net.hold`): frames leave
+//! when they are sent. Its keys begin with `without_holding`, and it has to detect an error.
 
 mod audit;
 mod clients;
 mod fault;
-mod life;
 mod ring;
+mod trial;
 mod vms;
 
 use std::time::Duration;
@@ -51,19 +59,19 @@ use std::time::Duration;
 use anyhow::Result;
 use serde_json::{Value, json};
 
-use crate::experiments::pauses::percentiles;
+use crate::experiments::pauses::add_percentiles;
 use crate::lab::Lab;
 use crate::report::Report;
-use crate::site::{Agreement, Plan, Site};
-use fault::{Kind, Plan as Fault};
-use life::Life;
-use vms::Vms;
+use crate::site::{ConsensusKind, HostSite, SitePlan};
+use fault::{FaultPlan as Fault, LossKind};
+use trial::FaultTrial;
+use vms::SavedVms;
 
 const PERCENTILES: [(&str, f64); 2] = [("p50", 50.0), ("p95", 95.0)];
 const HOSTS: [&str; 3] = ["a", "b", "c"];
-/// How long a lease is, where there are any.
+/// Duration of a lease, where there are leases.
 const LEASE: Duration = Duration::from_secs(3);
-/// What is counted of each fault, besides that there was one.
+/// The counts of each trial, besides the number of trials.
 const COUNTS: [&str; 8] = [
     "lost_transfers",
     "doubled_transfers",
@@ -74,7 +82,8 @@ const COUNTS: [&str; 8] = [
     "broken_connections",
     "failed",
 ];
-/// Of these none may be. A connection that breaks is told, and is nothing that clients see.
+/// Counts that must be zero. A connection that breaks is reported, but clients do not observe an
+/// error.
 const WRONG: [&str; 7] = [
     "lost_transfers",
     "doubled_transfers",
@@ -85,15 +94,15 @@ const WRONG: [&str; 7] = [
     "failed",
 ];
 
-/// Who looks after the VMs, and whether their output is held until nothing can undo it.
+/// How the VMs are recovered, and whether output commit is on.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-enum Way {
+enum ConsistencyVariant {
     Holding,
     ByRecord,
     WithoutHolding,
 }
 
-impl Way {
+impl ConsistencyVariant {
     const ALL: [Self; 3] = [Self::Holding, Self::ByRecord, Self::WithoutHolding];
 
     fn name(self) -> &'static str {
@@ -104,8 +113,8 @@ impl Way {
         }
     }
 
-    /// Faults of quick and of full runs.
-    fn faults(self) -> (usize, usize) {
+    /// The number of faults in quick and in full runs.
+    fn fault_counts(self) -> (usize, usize) {
         match self {
             Self::Holding => (7, 400),
             Self::ByRecord => (7, 100),
@@ -113,20 +122,20 @@ impl Way {
         }
     }
 
-    fn plan(self) -> Plan<'static> {
-        let agreement = (self == Self::ByRecord).then_some(Agreement::Embedded);
-        Plan { hosts: &HOSTS, agreement, lease: LEASE }
+    fn site_plan(self) -> SitePlan<'static> {
+        let agreement = (self == Self::ByRecord).then_some(ConsensusKind::Embedded);
+        SitePlan { hosts: &HOSTS, agreement, lease: LEASE }
     }
 
-    /// What is broken on purpose in the supervisors of the primaries.
-    fn fault(self) -> Option<&'static str> {
+    /// The fault that is armed in the supervisors of the primaries.
+    fn armed_fault(self) -> Option<&'static str> {
         match self {
             Self::Holding | Self::ByRecord => None,
             Self::WithoutHolding => Some("net.hold=EIO"),
         }
     }
 
-    fn key(self, key: &str) -> String {
+    fn report_key(self, key: &str) -> String {
         match self {
             Self::Holding => key.to_owned(),
             Self::ByRecord => format!("by_record.{key}"),
@@ -135,78 +144,88 @@ impl Way {
     }
 }
 
-/// Runs it.
+/// Runs the experiment.
 pub fn run(lab: &Lab) -> Result<Report> {
     let mut report = lab.vm_report("vpc-consistency");
-    let vms = Vms::prepare(lab, &Site::build(lab, &Way::Holding.plan())?)?;
-    for way in lab.extent.wanted(&Way::ALL, |way| way.name().to_owned()) {
-        let mut site = Site::build(lab, &way.plan())?;
-        let (quick, full) = way.faults();
+    let vms = SavedVms::prepare_images(
+        lab,
+        &HostSite::build_site(lab, &ConsistencyVariant::Holding.site_plan())?,
+    )?;
+    for way in lab.extent.select_wanted(&ConsistencyVariant::ALL, |way| way.name().to_owned()) {
+        let mut site = HostSite::build_site(lab, &way.site_plan())?;
+        let (quick, full) = way.fault_counts();
         let faults = lab.extent.runs(quick, full);
         for number in 0..faults {
             let seed = lab.extent.seed + number as u64;
-            let told = one(lab, &mut site, &vms, way, seed);
-            lab.say(&format!("{}, {} of {faults}: {told}", way.name(), number + 1));
-            report.repetition(told);
+            let told = run_trial(lab, &mut site, &vms, way, seed);
+            lab.log_progress(&format!("{}, {} of {faults}: {told}", way.name(), number + 1));
+            report.add_repetition(told);
         }
-        figures(way, &mut report);
+        add_figures(way, &mut report);
     }
     Ok(report)
 }
 
-/// One fault.
-fn one(lab: &Lab, site: &mut Site, vms: &Vms, way: Way, seed: u64) -> Value {
-    let plan = Fault::draw(seed);
+/// Runs the trial of one fault.
+fn run_trial(
+    lab: &Lab,
+    site: &mut HostSite,
+    vms: &SavedVms,
+    way: ConsistencyVariant,
+    seed: u64,
+) -> Value {
+    let plan = Fault::draw_plan(seed);
     let mut told = json!({ "way": way.name(), "seed": seed, "kind": plan.kind.name() });
-    let life = Life::begin(lab, site, vms, way, seed);
-    match life.and_then(|life| life.suffer(&plan)) {
-        Ok(found) => merge(&mut told, found),
-        Err(error) => merge(&mut told, json!({ "failed": 1, "why": [format!("{error:#}")] })),
+    let life = FaultTrial::begin_trial(lab, site, vms, way, seed);
+    match life.and_then(|life| life.run_to_end(&plan)) {
+        Ok(found) => merge_facts(&mut told, found),
+        Err(error) => merge_facts(&mut told, json!({ "failed": 1, "why": [format!("{error:#}")] })),
     }
     told
 }
 
-fn merge(told: &mut Value, more: Value) {
+fn merge_facts(told: &mut Value, more: Value) {
     if let (Some(told), Value::Object(more)) = (told.as_object_mut(), more) {
         told.extend(more);
     }
 }
 
-fn figures(way: Way, report: &mut Report) {
+fn add_figures(way: ConsistencyVariant, report: &mut Report) {
     let of_way = |fault: &&Value| fault["way"] == way.name();
     let faults: Vec<Value> = report.repetitions().iter().filter(of_way).cloned().collect();
-    report.number(way.key("faults"), faults.len() as f64);
-    for kind in Kind::ALL {
+    report.add_number(way.report_key("faults"), faults.len() as f64);
+    for kind in LossKind::ALL {
         let count = faults.iter().filter(|fault| fault["kind"] == kind.name()).count();
-        report.number(way.key(&format!("faults.{}", kind.name())), count as f64);
+        report.add_number(way.report_key(&format!("faults.{}", kind.name())), count as f64);
     }
     let sum = |key: &str| faults.iter().filter_map(|fault| fault[key].as_f64()).sum::<f64>();
     for key in ["failovers", "operations", "transfers"] {
-        report.number(way.key(key), sum(key));
+        report.add_number(way.report_key(key), sum(key));
     }
     for key in COUNTS {
-        report.number(way.key(key), sum(key));
+        report.add_number(way.report_key(key), sum(key));
     }
     let is_wrong = |fault: &&Value| WRONG.iter().any(|&key| fault[key].as_u64() > Some(0));
     let wrong: Vec<&Value> = faults.iter().filter(is_wrong).collect();
-    report.number(way.key("wrong"), wrong.len() as f64);
+    report.add_number(way.report_key("wrong"), wrong.len() as f64);
     for fault in &wrong {
-        report.note(format!("{}, seed {}: {}", way.name(), fault["seed"], why(fault)));
+        report.add_note(format!("{}, seed {}: {}", way.name(), fault["seed"], error_text(fault)));
     }
     let gaps = faults.iter().filter_map(|fault| fault["gap_s"].as_f64()).collect();
-    percentiles(&way.key("gap_s"), gaps, &PERCENTILES, report);
+    add_percentiles(&way.report_key("gap_s"), gaps, &PERCENTILES, report);
     match (way, wrong.len()) {
-        (Way::Holding | Way::ByRecord, 1..) => {
-            report.fail("clients saw what they should not, see above")
+        (ConsistencyVariant::Holding | ConsistencyVariant::ByRecord, 1..) => {
+            report.mark_failed("clients observed errors, see above")
         }
-        (Way::WithoutHolding, 0) => {
-            report.fail("without holding nothing was wrong: the test can't see anything");
+        (ConsistencyVariant::WithoutHolding, 0) => {
+            report
+                .mark_failed("without output commit there was no error: the test can't detect any");
         }
         _ => (),
     }
 }
 
-fn why(fault: &Value) -> String {
+fn error_text(fault: &Value) -> String {
     let lines = fault["why"].as_array().into_iter().flatten().filter_map(Value::as_str);
     format!(
         "{}: {}",
@@ -219,26 +238,29 @@ fn why(fault: &Value) -> String {
 mod tests {
     use super::*;
 
-    fn report(way: Way, lost: u64) -> Report {
+    fn report(way: ConsistencyVariant, lost: u64) -> Report {
         let mut report = Report::new("vpc-consistency", true);
         for (seed, lost) in [(1, 0), (2, lost)] {
-            report
-                .repetition(json!({ "way": way.name(), "seed": seed, "kind": "host", "gap_s": 1.5,
-                "lost_transfers": lost, "why": ["transfer 7 is lost"] }));
+            report.add_repetition(
+                json!({ "way": way.name(), "seed": seed, "kind": "host", "gap_s": 1.5,
+                "lost_transfers": lost, "why": ["transfer 7 is lost"] }),
+            );
         }
-        figures(way, &mut report);
+        add_figures(way, &mut report);
         report
     }
 
     #[test]
     fn a_lost_transfer_fails_it_and_is_what_the_control_is_for() {
-        assert!(report(Way::Holding, 0).is_complete());
-        let wrong = report(Way::Holding, 1);
-        assert!(!wrong.is_complete() && wrong.table().contains("seed 2: host: transfer 7 is lost"));
-        assert_eq!(wrong.value("lost_transfers"), Some(1.0));
-        assert_eq!(wrong.value("faults.host"), Some(2.0));
-        assert!(!report(Way::ByRecord, 1).is_complete());
-        assert!(report(Way::WithoutHolding, 1).is_complete());
-        assert!(!report(Way::WithoutHolding, 0).is_complete());
+        assert!(report(ConsistencyVariant::Holding, 0).is_complete());
+        let wrong = report(ConsistencyVariant::Holding, 1);
+        assert!(
+            !wrong.is_complete() && wrong.to_table().contains("seed 2: host: transfer 7 is lost")
+        );
+        assert_eq!(wrong.figure_value("lost_transfers"), Some(1.0));
+        assert_eq!(wrong.figure_value("faults.host"), Some(2.0));
+        assert!(!report(ConsistencyVariant::ByRecord, 1).is_complete());
+        assert!(report(ConsistencyVariant::WithoutHolding, 1).is_complete());
+        assert!(!report(ConsistencyVariant::WithoutHolding, 0).is_complete());
     }
 }

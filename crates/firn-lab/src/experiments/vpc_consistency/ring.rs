@@ -1,4 +1,4 @@
-//! Who watches the token from outside: a thread for each VM asks it how far it is.
+//! Watchers of the token, from outside: a thread for each VM polls it.
 
 use std::net::SocketAddr;
 use std::sync::atomic::{AtomicBool, Ordering};
@@ -7,25 +7,25 @@ use std::thread::{self, JoinHandle};
 use std::time::{Duration, Instant};
 
 use anyhow::{Result, anyhow};
-use firn_guest::lines::Lines;
-use firn_guest::ring::Passed;
+use firn_guest::lines::JsonLines;
+use firn_guest::ring::TokenRecord;
 use serde_json::{Value, json};
 
-use crate::site::Inside;
+use crate::site::NetworkNamespace;
 
-const LOOK_EVERY: Duration = Duration::from_millis(100);
-const PATIENCE: Duration = Duration::from_secs(1);
+const POLL_INTERVAL: Duration = Duration::from_millis(100);
+const REPLY_TIMEOUT: Duration = Duration::from_secs(1);
 
-/// What was heard of one VM.
+/// The reports of one VM.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
-pub(super) struct Heard {
-    newest: Passed,
-    /// How often it told less than before: what it had told was undone.
+pub(super) struct TokenReports {
+    newest: TokenRecord,
+    /// How often a report was less than the one before: the state of the earlier one was undone.
     undone: u64,
 }
 
-impl Heard {
-    fn hear(&mut self, passed: Passed) {
+impl TokenReports {
+    fn note_report(&mut self, passed: TokenRecord) {
         let before = self.newest;
         let is_less = passed.last < before.last
             || passed.passed < before.passed
@@ -37,22 +37,22 @@ impl Heard {
 }
 
 /// The watchers.
-pub(super) struct Ring {
-    heard: Arc<Mutex<Vec<Heard>>>,
+pub(super) struct TokenWatchers {
+    heard: Arc<Mutex<Vec<TokenReports>>>,
     ends: Arc<AtomicBool>,
     threads: Vec<JoinHandle<Result<()>>>,
 }
 
-impl Ring {
+impl TokenWatchers {
     /// Has the first VM begin, and watches all.
-    pub(super) fn start(vms: &[SocketAddr], outside: &Inside) -> Self {
-        let heard = Arc::new(Mutex::new(vec![Heard::default(); vms.len()]));
+    pub(super) fn start_watchers(vms: &[SocketAddr], outside: &NetworkNamespace) -> Self {
+        let heard = Arc::new(Mutex::new(vec![TokenReports::default(); vms.len()]));
         let ends = Arc::new(AtomicBool::new(false));
         let watch = |(number, &vm): (usize, &SocketAddr)| {
             let (heard, ends, outside) = (Arc::clone(&heard), Arc::clone(&ends), outside.clone());
             thread::spawn(move || {
                 outside.enter()?;
-                watch(number, vm, &heard, &ends);
+                watch_vm(number, vm, &heard, &ends);
                 Ok(())
             })
         };
@@ -60,74 +60,79 @@ impl Ring {
         Self { heard, ends, threads }
     }
 
-    fn heard(&self) -> MutexGuard<'_, Vec<Heard>> {
+    fn lock_reports(&self) -> MutexGuard<'_, Vec<TokenReports>> {
         self.heard.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    fn passed(&self) -> Vec<u64> {
-        self.heard().iter().map(|heard| heard.newest.passed).collect()
+    fn pass_counts(&self) -> Vec<u64> {
+        self.lock_reports().iter().map(|heard| heard.newest.passed).collect()
     }
 
-    /// Waits until every VM has passed the token on so often from now on; false if one doesn't.
-    pub(super) fn goes_round(&self, times: u64, limit: Duration) -> bool {
-        let (before, since) = (self.passed(), Instant::now());
+    /// Waits until every VM has passed the token on `times` more times; false if one doesn't in
+    /// time.
+    pub(super) fn completes_rounds(&self, times: u64, limit: Duration) -> bool {
+        let (before, since) = (self.pass_counts(), Instant::now());
         let is_far = |(now, before): (u64, &u64)| now >= before + times;
         while since.elapsed() < limit {
-            if self.passed().into_iter().zip(&before).all(is_far) {
+            if self.pass_counts().into_iter().zip(&before).all(is_far) {
                 return true;
             }
-            thread::sleep(LOOK_EVERY);
+            thread::sleep(POLL_INTERVAL);
         }
         false
     }
 
-    /// What was wrong, and how many connections between VMs broke.
-    pub(super) fn end(mut self) -> Result<(Vec<String>, u64)> {
+    /// Ends the watchers; returns the errors, and the number of connections between VMs that broke.
+    pub(super) fn end_watchers(mut self) -> Result<(Vec<String>, u64)> {
         self.ends.store(true, Ordering::Relaxed);
-        let heard = self.heard().clone();
+        let heard = self.lock_reports().clone();
         for thread in self.threads.drain(..) {
             thread.join().map_err(|_| anyhow!("a watcher panicked"))??;
         }
-        let is_wrong = |heard: &&Heard| heard.newest.wrong > 0 || heard.undone > 0;
+        let is_wrong = |heard: &&TokenReports| heard.newest.wrong > 0 || heard.undone > 0;
         let wrong = heard.iter().filter(is_wrong).map(|heard| format!("of the token: {heard:?}"));
         let broken = heard.iter().map(|heard| heard.newest.broken).sum();
         Ok((wrong.collect(), broken))
     }
 }
 
-impl Drop for Ring {
+impl Drop for TokenWatchers {
     fn drop(&mut self) {
         self.ends.store(true, Ordering::Relaxed);
     }
 }
 
-fn watch(number: usize, vm: SocketAddr, heard: &Mutex<Vec<Heard>>, ends: &AtomicBool) {
+fn watch_vm(number: usize, vm: SocketAddr, heard: &Mutex<Vec<TokenReports>>, ends: &AtomicBool) {
     let (mut link, mut is_begun) = (None, number > 0);
     while !ends.load(Ordering::Relaxed) {
-        match look(&mut link, vm, &mut is_begun) {
+        match poll_vm(&mut link, vm, &mut is_begun) {
             Ok(passed) => {
-                heard.lock().unwrap_or_else(PoisonError::into_inner)[number].hear(passed);
+                heard.lock().unwrap_or_else(PoisonError::into_inner)[number].note_report(passed);
             }
             Err(_) => link = None,
         }
-        thread::sleep(LOOK_EVERY);
+        thread::sleep(POLL_INTERVAL);
     }
 }
 
-fn look(link: &mut Option<Lines>, vm: SocketAddr, is_begun: &mut bool) -> Result<Passed> {
+fn poll_vm(
+    link: &mut Option<JsonLines>,
+    vm: SocketAddr,
+    is_begun: &mut bool,
+) -> Result<TokenRecord> {
     let open = match link.take() {
         Some(open) => open,
-        None => Lines::connect_within(vm, PATIENCE)?,
+        None => JsonLines::connect_within(vm, REPLY_TIMEOUT)?,
     };
     let open = link.insert(open);
     if !*is_begun {
-        // Asked once: a second token would be one too many.
+        // Sent once: a second token would be an error.
         *is_begun = true;
-        open.say(&json!({"begin": true}))?;
-        open.hear::<Value>()?;
+        open.send_line(&json!({"begin": true}))?;
+        open.receive_line::<Value>()?;
     }
-    open.say(&json!({"ask": true}))?;
-    Ok(open.hear()?)
+    open.send_line(&json!({"ask": true}))?;
+    Ok(open.receive_line()?)
 }
 
 #[cfg(test)]
@@ -136,13 +141,13 @@ mod tests {
 
     #[test]
     fn what_is_told_does_not_go_back() {
-        let mut heard = Heard::default();
-        let passed = Passed { last: 8, passed: 4, wrong: 0, broken: 1 };
-        heard.hear(passed);
-        heard.hear(Passed { last: 10, passed: 5, ..passed });
+        let mut heard = TokenReports::default();
+        let passed = TokenRecord { last: 8, passed: 4, wrong: 0, broken: 1 };
+        heard.note_report(passed);
+        heard.note_report(TokenRecord { last: 10, passed: 5, ..passed });
         assert_eq!(heard.undone, 0);
-        heard.hear(passed);
-        heard.hear(passed);
+        heard.note_report(passed);
+        heard.note_report(passed);
         assert_eq!(heard.undone, 1);
     }
 }

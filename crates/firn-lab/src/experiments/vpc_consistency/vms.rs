@@ -1,4 +1,4 @@
-//! The VMs: booted once, saved while they wait for clients, and restored for each fault.
+//! The VMs: booted once, saved while they wait for clients, and restored for each trial.
 
 use std::net::SocketAddr;
 use std::path::PathBuf;
@@ -6,105 +6,111 @@ use std::time::Duration;
 
 use anyhow::{Context as _, Result, ensure};
 use firn_guest::{bank, ring};
-use firn_linear::Bank;
+use firn_linear::BankModel;
 
 use crate::firn::SaveArgs;
-use crate::guest::{Control, GuestImage, QemuArgs, accel};
+use crate::guest::{GuestControl, GuestImage, QemuArgs, accel};
 use crate::lab::Lab;
-use crate::site::{Site, vm_network};
+use crate::site::{HostSite, vm_network};
 
-/// How many, and where they are: the last host has the copies.
+/// The number of VMs, and the index of the host that is their backup.
 pub(super) const COUNT: usize = 2;
-pub(super) const KEEPER: usize = 2;
+pub(super) const BACKUP_HOST: usize = 2;
 
 const MIB: u32 = 128;
 const BOOT: Duration = Duration::from_secs(180);
 const ACCOUNTS: usize = 12;
 const HELD: i64 = 1000;
 
-/// What a VM is called.
-pub(super) fn name(number: usize) -> String {
+/// The name of a VM.
+pub(super) fn vm_name(number: usize) -> String {
     format!("bank{number}")
 }
 
 /// Its number in the network.
-fn place(number: usize) -> u8 {
+fn network_number(number: usize) -> u8 {
     number as u8 + 10
 }
 
-fn address(number: usize, port: u16) -> SocketAddr {
-    (Site::vm_address(place(number)), port).into()
+fn vm_address(number: usize, port: u16) -> SocketAddr {
+    (HostSite::vm_address(network_number(number)), port).into()
 }
 
-/// Their images.
-pub(super) struct Vms {
+/// The images of the VMs.
+pub(super) struct SavedVms {
     images: Vec<PathBuf>,
 }
 
-impl Vms {
-    /// Boots them, has them wait for clients, and saves them.
-    pub(super) fn prepare(lab: &Lab, site: &Site) -> Result<Self> {
-        let images = (0..COUNT).map(|number| Self::image(lab, site, number));
+impl SavedVms {
+    /// Boots the VMs, has them wait for clients, and saves them.
+    pub(super) fn prepare_images(lab: &Lab, site: &HostSite) -> Result<Self> {
+        let images = (0..COUNT).map(|number| Self::prepare_image(lab, site, number));
         Ok(Self { images: images.collect::<Result<_>>()? })
     }
 
-    fn image(lab: &Lab, site: &Site, number: usize) -> Result<PathBuf> {
-        let (name, firn) = (name(number), site.host(number).firn());
+    fn prepare_image(lab: &Lab, site: &HostSite, number: usize) -> Result<PathBuf> {
+        let (name, firn) = (vm_name(number), site.host(number).firn());
         let (agent, image) =
             (lab.file(&format!("{name}.agent")), lab.file(&format!("{name}.firn")));
-        let (card, ip) = vm_network(place(number));
-        let args = QemuArgs::new(&GuestImage::small()?, accel::decide().accel)
+        let (card, ip) = vm_network(network_number(number));
+        let args = QemuArgs::new(&GuestImage::small()?, accel::choose_accel().accel)
             .memory_mib(MIB)
             .vcpus(1)
-            .append("no_timer_check")
-            .append(&ip)
-            .agent(&agent)
-            .more(&card.each_ref().map(String::as_str));
-        firn.run(&name, &args)?;
-        let mut control = Control::connect(&agent, BOOT)?;
+            .append_kernel_arg("no_timer_check")
+            .append_kernel_arg(&ip)
+            .with_agent_socket(&agent)
+            .add_args(&card.each_ref().map(String::as_str));
+        firn.run_vm(&name, &args)?;
+        let mut control = GuestControl::connect(&agent, BOOT)?;
         for (job, words) in [("bank", bank_words(number)), ("ring", ring_words(number))] {
             let words: Vec<&str> = words.iter().map(String::as_str).collect();
-            control.spawn(job, &words)?;
+            control.spawn_job(job, &words)?;
             control.wait_output(job, "ready", BOOT).with_context(|| format!("{job} of {name}"))?;
         }
         drop(control);
-        firn.checkpoint(&name, &image, &SaveArgs::default().with("--strategy", "stop"))?;
+        firn.checkpoint(&name, &image, &SaveArgs::default().with_option("--strategy", "stop"))?;
         firn.stop(&name);
-        lab.say(&format!("{name} is saved"));
+        lab.log_progress(&format!("{name} is saved"));
         Ok(image)
     }
 
-    /// Runs one at a host, with a fault armed in its supervisor if there is to be one.
-    pub(super) fn restore(&self, site: &Site, number: usize, fault: Option<&str>) -> Result<()> {
+    /// Restores a VM at its host, with a fault armed in its supervisor if one is given.
+    pub(super) fn restore_vm(
+        &self,
+        site: &HostSite,
+        number: usize,
+        fault: Option<&str>,
+    ) -> Result<()> {
         let image = self.images[number].to_string_lossy();
-        let words = [&*image, "--name", &name(number), "--mode", "eager", "--no-learn", "--wait"];
-        let firn = site.host(number).firn().armed(fault);
+        let words =
+            [&*image, "--name", &vm_name(number), "--mode", "eager", "--no-learn", "--wait"];
+        let firn = site.host(number).firn().with_fault(fault);
         ensure!(
             fault.is_none() || firn.has_fault_points()?,
             "{} has no fault points; build one that has: cargo build --release -p firn --features armed",
             firn.program().display()
         );
-        firn.call("restore", &words)?;
+        firn.run_verb("restore", &words)?;
         Ok(())
     }
 }
 
-/// Where the bank's VMs listen.
+/// The addresses of the bank's VMs.
 pub(super) fn bank_addresses() -> Vec<SocketAddr> {
-    (0..COUNT).map(|number| address(number, bank::PORT)).collect()
+    (0..COUNT).map(|number| vm_address(number, bank::PORT)).collect()
 }
 
-/// Where the ring's listen.
+/// The addresses of the ring's VMs.
 pub(super) fn ring_addresses() -> Vec<SocketAddr> {
-    (0..COUNT).map(|number| address(number, ring::PORT)).collect()
+    (0..COUNT).map(|number| vm_address(number, ring::PORT)).collect()
 }
 
-/// The bank in the beginning.
-pub(super) fn start() -> Bank {
-    Bank(vec![HELD; ACCOUNTS])
+/// The bank at the start of a trial.
+pub(super) fn initial_bank() -> BankModel {
+    BankModel(vec![HELD; ACCOUNTS])
 }
 
-fn words(words: &[&str]) -> Vec<String> {
+fn owned_words(words: &[&str]) -> Vec<String> {
     words.iter().map(|&word| word.to_owned()).collect()
 }
 
@@ -112,7 +118,7 @@ fn bank_words(number: usize) -> Vec<String> {
     let vms: Vec<String> = bank_addresses().iter().map(SocketAddr::to_string).collect();
     let [number, accounts] = [number, ACCOUNTS].map(|count| count.to_string());
     let (held, vms) = (HELD.to_string(), vms.join(","));
-    words(&[
+    owned_words(&[
         "firn-guest",
         "bank",
         "--number",
@@ -127,6 +133,6 @@ fn bank_words(number: usize) -> Vec<String> {
 }
 
 fn ring_words(number: usize) -> Vec<String> {
-    let next = address((number + 1) % COUNT, ring::PORT).to_string();
-    words(&["firn-guest", "ring", "--vms", &COUNT.to_string(), &next])
+    let next = vm_address((number + 1) % COUNT, ring::PORT).to_string();
+    owned_words(&["firn-guest", "ring", "--vms", &COUNT.to_string(), &next])
 }

@@ -1,18 +1,23 @@
-//! Clusters of more VMs than this machine carries: the protocol's own core (`firn_cluster::failover`), and hosts that behave as this one
-//! was measured to.
+//! Simulated clusters, of more VMs than this machine can run: the protocol's own core
+//! (`firn_cluster::failover`), and hosts that behave as this one did when it was measured.
 //!
 //! ```text
-//!   detected    the primaries' leases are over          Controller, for so many VMs and hosts: run for real, and timed
-//!     |         register: generation + 1, fence         written to a disk, and put into words for each host, for real, and timed;
-//!     |                                                 all hosts asked once, as measured with three
-//!     |         register: fence = {}                    the same
-//!     |         each backup obeys it                    read and obeyed by each host's Guard: run for real, the slowest is timed
-//!     v         each host runs its VMs                  a measured turn of this machine, drawn for each host
+//!   detected   the primaries' leases have expired   FailoverController, for these VMs and hosts:
+//!     |                                               run and timed
+//!     |        register: generation + 1, fence      written to a disk, and encoded for each host:
+//!     |                                               timed; all hosts asked once, as measured
+//!     |                                               with three
+//!     |        register: fence = {}                 the same
+//!     |        each backup obeys it                 decoded and obeyed by each host's HostGuard:
+//!     |                                               run, and the slowest is timed
+//!     v        each host runs its VMs               a measured turn of this machine, drawn for
+//!                                                     each host
 //!   the last VM of the last host runs
 //! ```
 //!
-//! Every host keeps as many copies as the most that were measured at once, so that nothing is extrapolated on a host: what grows with the
-//! cluster is the protocol, and how bad the worst of so many hosts is. For the other system all is the same, with turns of its own.
+//! Every host is the backup of as many VMs as the largest measured turn had, so that nothing is
+//! extrapolated on a host: the protocol grows with the cluster, and so does the slowest of its
+//! hosts. For the other system all is the same, with turns of its own.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::fs::{self, File};
@@ -22,87 +27,96 @@ use std::time::{Duration, Instant};
 
 use anyhow::{Context as _, Result, bail, ensure};
 use firn_cluster::cut::GlobalCheckpoint;
-use firn_cluster::failover::{Action, Controller, Guard, Next, Place, Register, Terms};
-use firn_cluster::{Epoch, Host, Vm};
+use firn_cluster::failover::{
+    ControllerDecision, FailoverController, FailoverRecord, GuardAction, HostGuard, LeaseTerms,
+    VmPlacement,
+};
+use firn_cluster::{Epoch, HostId, VmId};
 use firn_guest::stamp::mix;
 
-/// Of a lease. Nothing here waits for one: detection is where time begins.
-const TERMS: Terms = Terms { ttl: Duration::from_secs(5), drift_ppm_max: 1000 };
-/// Hosts that keep copies are numbered from here.
+/// Terms of leases. No step waits for one: time begins with the detection.
+const TERMS: LeaseTerms = LeaseTerms { ttl: Duration::from_secs(5), drift_ppm_max: 1000 };
+/// Backup hosts are numbered from here.
 const BACKUPS: u16 = 1 << 15;
 
-/// What one turn of a system gave, in seconds since the failover was asked for.
+/// The times of one turn of a system, in seconds since the failover was requested.
 #[derive(Clone, Debug, Default, PartialEq)]
-pub struct Turn {
+pub struct RecoveryTimes {
     /// When each VM ran.
     pub ran: Vec<f64>,
     /// When each answered its first request.
     pub answered: Vec<f64>,
 }
 
-impl Turn {
-    /// Until all run.
+impl RecoveryTimes {
+    /// The time until all VMs run.
     pub fn downtime(&self) -> f64 {
-        latest(&self.ran)
+        latest_time(&self.ran)
     }
 
-    /// Until the first request was answered, by whichever VM.
+    /// The time until any VM answered its first request.
     pub fn first_answer(&self) -> f64 {
         self.answered.iter().copied().fold(f64::INFINITY, f64::min)
     }
 
-    /// Until every VM had answered one.
+    /// The time until every VM had answered one.
     pub fn all_answer(&self) -> f64 {
-        latest(&self.answered)
+        latest_time(&self.answered)
     }
 }
 
-fn latest(times: &[f64]) -> f64 {
+fn latest_time(times: &[f64]) -> f64 {
     times.iter().copied().fold(f64::NEG_INFINITY, f64::max)
 }
 
-/// How the protocol decides for a cluster: how long that takes, and how many VMs each host is to run.
+/// The outcome of the protocol for a cluster: its duration, and the VMs that each host has to run.
 #[derive(Clone, Debug, PartialEq)]
-pub struct Decided {
-    /// Changes of the register: in each all hosts are asked once.
+pub struct ProtocolOutcome {
+    /// Changes of the register: for each, all hosts are asked once.
     pub rounds: u32,
-    /// What else deciding took, in seconds: the controller, the register's way to the disk and to each host, and the slowest host.
+    /// The rest of the protocol's time, in seconds: the controller, writing the register to the
+    /// disk and encoding it for each host, and the slowest host.
     pub cores_s: f64,
-    /// VMs that each host runs then.
+    /// The number of VMs that each host runs then.
     pub hosts: Vec<usize>,
 }
 
-/// Has the protocol decide: all primaries are lost, as many VMs at each host as `per_host`. The register is kept in this directory.
+/// Runs the protocol: all primaries are lost, with `per_host` VMs at each host. The register is
+/// stored in this directory.
 ///
 /// # Errors
-/// If it decides anything but to run all VMs at their backups.
-pub fn decide(vms: usize, per_host: usize, dir: &Path) -> Result<Decided> {
+/// If the outcome is anything but that all VMs run at their backups.
+pub fn run_protocol(vms: usize, per_host: usize, dir: &Path) -> Result<ProtocolOutcome> {
     let hosts = u16::try_from(vms.div_ceil(per_host))?;
-    let backups: BTreeSet<Host> = (0..hosts).map(|host| Host(BACKUPS + host)).collect();
-    let register = protected(vms, per_host)?;
-    let mut controller = Controller::new(register.clone(), backups.clone());
-    let mut guards: Vec<Guard> = backups.iter().map(|&host| Guard::new(host, TERMS)).collect();
-    guards.iter_mut().for_each(|guard| drop(guard.learned(&register)));
+    let backups: BTreeSet<HostId> = (0..hosts).map(|host| HostId(BACKUPS + host)).collect();
+    let register = protected_register(vms, per_host)?;
+    let mut controller = FailoverController::new(register.clone(), backups.clone());
+    let mut guards: Vec<HostGuard> =
+        backups.iter().map(|&host| HostGuard::new(host, TERMS)).collect();
+    guards.iter_mut().for_each(|guard| drop(guard.learn_record(&register)));
     let (since, mut rounds) = (Instant::now(), 0);
     let settled = loop {
-        let Next::Propose(register) = controller.next() else { bail!("nothing is decided") };
-        let kept = keep(&register, dir)?;
-        // Each host is told, one after another.
+        let ControllerDecision::Propose(register) = controller.next_decision() else {
+            bail!("nothing is decided")
+        };
+        let kept = store_register(&register, dir)?;
+        // Each host gets the register, one after another.
         guards.iter().try_for_each(|_| serde_json::to_writer(std::io::sink(), &register))?;
-        controller.learned(&register);
+        controller.learn_record(&register);
         rounds += 1;
         if register.fence.is_empty() {
             break kept;
         }
     };
-    let mut decided = Decided { rounds, cores_s: since.elapsed().as_secs_f64(), hosts: Vec::new() };
+    let mut decided =
+        ProtocolOutcome { rounds, cores_s: since.elapsed().as_secs_f64(), hosts: Vec::new() };
     let mut slowest = Duration::ZERO;
     for guard in &mut guards {
         let since = Instant::now();
-        let actions = guard.learned(&serde_json::from_slice(&settled)?);
+        let actions = guard.learn_record(&serde_json::from_slice(&settled)?);
         slowest = slowest.max(since.elapsed());
         let run = actions.into_iter().find_map(|action| match action {
-            Action::Run { vms, .. } => Some(vms.len()),
+            GuardAction::Run { vms, .. } => Some(vms.len()),
             _ => None,
         });
         decided.hosts.push(run.context("a host runs nothing")?);
@@ -112,8 +126,8 @@ pub fn decide(vms: usize, per_host: usize, dir: &Path) -> Result<Decided> {
     Ok(decided)
 }
 
-/// Writes a register to where it stays; as what.
-fn keep(register: &Register, dir: &Path) -> Result<Vec<u8>> {
+/// Stores a register durably; returns its text.
+fn store_register(register: &FailoverRecord, dir: &Path) -> Result<Vec<u8>> {
     let text = serde_json::to_vec(register)?;
     let (new, kept) = (dir.join("register.new"), dir.join("register"));
     let mut file = File::create(&new)?;
@@ -123,15 +137,15 @@ fn keep(register: &Register, dir: &Path) -> Result<Vec<u8>> {
     Ok(text)
 }
 
-/// A cluster with a global checkpoint.
-fn protected(vms: usize, per_host: usize) -> Result<Register> {
-    let place = |vm: u16| -> Result<(Vm, Place)> {
+/// The register of a protected cluster, with a global checkpoint.
+fn protected_register(vms: usize, per_host: usize) -> Result<FailoverRecord> {
+    let place = |vm: u16| -> Result<(VmId, VmPlacement)> {
         let at = u16::try_from(usize::from(vm) / per_host)?;
-        Ok((Vm(vm), Place { primary: Host(at), backup: Some(Host(BACKUPS + at)) }))
+        Ok((VmId(vm), VmPlacement { primary: HostId(at), backup: Some(HostId(BACKUPS + at)) }))
     };
     let places = (0..u16::try_from(vms)?).map(place);
-    let places: BTreeMap<Vm, Place> = places.collect::<Result<_>>()?;
-    let register = Register::new(places);
+    let places: BTreeMap<VmId, VmPlacement> = places.collect::<Result<_>>()?;
+    let register = FailoverRecord::new(places);
     let checkpoint = GlobalCheckpoint {
         number: 1,
         marks: register.places.keys().map(|&vm| (vm, Epoch(1))).collect(),
@@ -140,10 +154,16 @@ fn protected(vms: usize, per_host: usize) -> Result<Register> {
     register.with_checkpoint(&checkpoint).context("the checkpoint is of another layout")
 }
 
-/// One failover of a cluster: each host has one of these turns, drawn from a seed; asking all hosts takes `round_s`.
-pub fn failed_over(decided: &Decided, turns: &[Turn], round_s: f64, seed: u64) -> Turn {
+/// One failover of a cluster: each host takes the times of a turn that is drawn from a seed; asking
+/// all hosts takes `round_s`.
+pub fn simulate_failover(
+    decided: &ProtocolOutcome,
+    turns: &[RecoveryTimes],
+    round_s: f64,
+    seed: u64,
+) -> RecoveryTimes {
     let before = f64::from(decided.rounds) * round_s + decided.cores_s;
-    let mut all = Turn::default();
+    let mut all = RecoveryTimes::default();
     for (host, &vms) in decided.hosts.iter().enumerate() {
         let drawn = mix(seed ^ mix(host as u64)) % turns.len().max(1) as u64;
         let Some(turn) = turns.get(drawn as usize) else { continue };
@@ -164,26 +184,26 @@ mod tests {
     fn all_vms_run_at_their_backups_after_two_changes() {
         let dir = tempfile::tempdir().unwrap();
         for vms in [8, 32, 1024] {
-            let decided = decide(vms, 8, dir.path()).unwrap();
+            let decided = run_protocol(vms, 8, dir.path()).unwrap();
             assert_eq!(decided.rounds, 2, "the new generation, and the end of the fence");
             assert_eq!(decided.hosts, vec![8; vms / 8]);
         }
-        assert_eq!(decide(10, 8, dir.path()).unwrap().hosts, [8, 2]);
+        assert_eq!(run_protocol(10, 8, dir.path()).unwrap().hosts, [8, 2]);
         assert!(
-            decide(8, 8, &dir.path().join("none")).is_err(),
+            run_protocol(8, 8, &dir.path().join("none")).is_err(),
             "nothing is decided that is not kept"
         );
     }
 
     #[test]
     fn the_worst_host_is_waited_for_and_the_best_answers_first() {
-        let turn = |ran: f64| Turn { ran: vec![0.1, ran], answered: vec![ran, 0.2 + ran] };
+        let turn = |ran: f64| RecoveryTimes { ran: vec![0.1, ran], answered: vec![ran, 0.2 + ran] };
         let turns = [turn(0.5), turn(1.0)];
-        let decided = Decided { rounds: 2, cores_s: 0.25, hosts: vec![2; 64] };
-        let all = failed_over(&decided, &turns, 0.125, 1);
+        let decided = ProtocolOutcome { rounds: 2, cores_s: 0.25, hosts: vec![2; 64] };
+        let all = simulate_failover(&decided, &turns, 0.125, 1);
         assert_eq!(all.ran.len(), 128);
         assert_eq!(all.downtime(), 1.5);
         assert_eq!((all.first_answer(), all.all_answer()), (1.0, 1.7));
-        assert_eq!(all, failed_over(&decided, &turns, 0.125, 1), "it is drawn from a seed");
+        assert_eq!(all, simulate_failover(&decided, &turns, 0.125, 1), "it is drawn from a seed");
     }
 }

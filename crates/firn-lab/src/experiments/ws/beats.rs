@@ -1,4 +1,5 @@
-//! How fast a guest gets on, by its heartbeats: each says how many steps of its work are done.
+//! Progress of a guest by its heartbeats, each of which contains the number of completed steps of
+//! its work.
 
 use std::io::{BufRead as _, BufReader};
 use std::os::unix::net::UnixStream;
@@ -12,73 +13,73 @@ use serde_json::Value;
 
 use crate::stats::Sample;
 
-/// Events per second of a guest at its steady pace: fine enough for a window of a second.
+/// Events per second of a guest at its steady rate: fine enough for a window of a second.
 pub(super) const EVENTS_PER_S: f64 = 1000.0;
-/// How often a socket that is not there yet is tried.
-const KNOCK: Duration = Duration::from_millis(2);
+/// How often the connection is tried while the socket does not exist.
+const RETRY_INTERVAL: Duration = Duration::from_millis(2);
 
-/// Listens, in a thread of its own, until it is dropped or the guest ends.
-pub(super) struct Beats {
+/// Receives heartbeats in its own thread, until it is dropped or the guest ends.
+pub(super) struct StepReceiver {
     since: Instant,
-    heard: Arc<Mutex<Steps>>,
+    heard: Arc<Mutex<StepTimes>>,
     over: Arc<AtomicBool>,
 }
 
-/// When how many steps were done: microseconds since some instant, and the guest's count.
+/// Numbers of completed steps over time: microseconds since an instant, and the guest's count.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
-pub(super) struct Steps(Vec<(u64, u64)>);
+pub(super) struct StepTimes(Vec<(u64, u64)>);
 
-impl Beats {
-    /// To the guest whose heartbeats come at this socket, as soon as it is there.
-    pub(super) fn listen(socket: &Path) -> Self {
-        let (since, heard) = (Instant::now(), Arc::new(Mutex::new(Steps::default())));
+impl StepReceiver {
+    /// Connects to the socket of a guest's heartbeats as soon as it exists.
+    pub(super) fn start_receiving(socket: &Path) -> Self {
+        let (since, heard) = (Instant::now(), Arc::new(Mutex::new(StepTimes::default())));
         let over = Arc::new(AtomicBool::new(false));
         let (ears, is_over, socket) = (Arc::clone(&heard), Arc::clone(&over), socket.to_owned());
         thread::spawn(move || {
             while !is_over.load(Ordering::Relaxed) {
                 let Ok(stream) = UnixStream::connect(&socket) else {
-                    thread::sleep(KNOCK);
+                    thread::sleep(RETRY_INTERVAL);
                     continue;
                 };
                 for line in BufReader::new(stream).lines().map_while(Result::ok) {
                     let at = since.elapsed().as_micros() as u64;
                     let mut heard = ears.lock().unwrap_or_else(PoisonError::into_inner);
-                    heard.0.extend(progress(&line).map(|steps| (at, steps)));
+                    heard.0.extend(parse_steps(&line).map(|steps| (at, steps)));
                 }
             }
         });
         Self { since, heard, over }
     }
 
-    /// What was heard since then.
-    pub(super) fn steps(&self, since: Instant) -> Steps {
+    /// The steps since an instant.
+    pub(super) fn steps_since(&self, since: Instant) -> StepTimes {
         let before_us = since.saturating_duration_since(self.since).as_micros() as u64;
         let heard = self.heard.lock().unwrap_or_else(PoisonError::into_inner);
         let later =
             heard.0.iter().filter_map(|&(at, steps)| Some((at.checked_sub(before_us)?, steps)));
-        Steps(later.collect())
+        StepTimes(later.collect())
     }
 
-    /// What was heard so far.
-    pub(super) fn all(&self) -> Steps {
-        self.steps(self.since)
+    /// All steps so far.
+    pub(super) fn all_steps(&self) -> StepTimes {
+        self.steps_since(self.since)
     }
 }
 
-/// How many steps a guest says are done.
-fn progress(line: &str) -> Option<u64> {
+/// Parses the number of completed steps from a heartbeat.
+fn parse_steps(line: &str) -> Option<u64> {
     serde_json::from_str::<Value>(line).ok()?["progress"].as_u64()
 }
 
-impl Drop for Beats {
+impl Drop for StepReceiver {
     fn drop(&mut self) {
         self.over.store(true, Ordering::Relaxed);
     }
 }
 
-impl Steps {
+impl StepTimes {
     /// The median of steps per second, over windows of this length from then on.
-    pub(super) fn steady_pace(&self, from_us: u64, window_us: u64) -> Option<f64> {
+    pub(super) fn steady_rate(&self, from_us: u64, window_us: u64) -> Option<f64> {
         let later = &self.0[self.0.partition_point(|beat| beat.0 < from_us)..];
         let pace = |&(from, before): &(u64, u64)| {
             let next = later.partition_point(|beat| beat.0 < from + window_us);
@@ -88,8 +89,8 @@ impl Steps {
         Sample::new(later.iter().filter_map(pace)).map(|paces| paces.median())
     }
 
-    /// Events, of which a guest at its steady pace has [`EVENTS_PER_S`] a second, in microseconds. Steps between two beats are
-    /// spread evenly over the time between them.
+    /// Times of events, in microseconds. A guest at its steady rate has [`EVENTS_PER_S`] events a
+    /// second. Steps between two beats are spread evenly over the time between them.
     pub(super) fn times_us(&self, steady_steps_per_s: f64) -> Vec<u64> {
         let steps = (steady_steps_per_s / EVENTS_PER_S).max(1.0);
         let pairs = self.0.iter().zip(self.0.iter().skip(1));
@@ -114,8 +115,8 @@ mod tests {
 
     #[test]
     fn steps_are_spread_between_beats() {
-        let steps = Steps(vec![(0, 0), (10_000, 100), (20_000, 100), (30_000, 300)]);
-        // 10 steps are an event.
+        let steps = StepTimes(vec![(0, 0), (10_000, 100), (20_000, 100), (30_000, 300)]);
+        // An event is 10 steps.
         let times = steps.times_us(10_000.0);
         assert_eq!(times.len(), 30);
         assert_eq!(times[..3], [1_000, 2_000, 3_000]);
@@ -125,24 +126,25 @@ mod tests {
 
     #[test]
     fn the_steady_pace_is_what_most_windows_have() {
-        // 10 steps per 10 ms; nothing at all for the first second, and for 50 ms later on.
+        // 10 steps per 10 ms; none in the first second, and for 50 ms later on.
         let beat = |n: u64| (n * 10_000, if n < 100 { 0 } else { 10 * (n - 100) });
-        let steps = Steps((0..300).map(beat).filter(|beat| beat.0 % 1_000_000 > 50_000).collect());
-        let pace = steps.steady_pace(1_000_000, 100_000).unwrap();
+        let steps =
+            StepTimes((0..300).map(beat).filter(|beat| beat.0 % 1_000_000 > 50_000).collect());
+        let pace = steps.steady_rate(1_000_000, 100_000).unwrap();
         assert!((pace - 1000.0).abs() < 20.0, "{pace}");
-        assert_eq!(steps.steady_pace(2_950_000, 100_000), None);
+        assert_eq!(steps.steady_rate(2_950_000, 100_000), None);
     }
 
     #[test]
     fn what_a_guest_says_of_its_progress() {
-        assert_eq!(progress(r#"{"progress":12000,"seconds":1.0,"wrong":0}"#), Some(12_000));
-        assert_eq!(progress(r#"{"ready":true}"#), None);
-        assert_eq!(progress(r#"gress":12000,"seconds""#), None);
+        assert_eq!(parse_steps(r#"{"progress":12000,"seconds":1.0,"wrong":0}"#), Some(12_000));
+        assert_eq!(parse_steps(r#"{"ready":true}"#), None);
+        assert_eq!(parse_steps(r#"gress":12000,"seconds""#), None);
     }
 
     #[test]
     fn what_is_left_of_one_beat_counts_in_the_next() {
-        let steps = Steps(vec![(0, 0), (1_000, 6), (2_000, 12), (3_000, 18), (4_000, 20)]);
+        let steps = StepTimes(vec![(0, 0), (1_000, 6), (2_000, 12), (3_000, 18), (4_000, 20)]);
         assert_eq!(steps.times_us(10_000.0).len(), 2);
     }
 }

@@ -1,55 +1,55 @@
-//! A guest at its work, to be checkpointed in the middle of it.
+//! Subject: a guest that works, to be checkpointed in the middle of its work.
 
 use std::path::{Path, PathBuf};
 use std::time::Duration;
 
 use anyhow::{Context as _, Result, ensure};
 
-use crate::experiments::synthetic::words;
-use crate::firn::{Said, SaveArgs};
-use crate::guest::{Control, GuestImage, QemuArgs, accel};
+use crate::experiments::synthetic::split_words;
+use crate::firn::{CommandOutput, SaveArgs};
+use crate::guest::{GuestControl, GuestImage, QemuArgs, accel};
 use crate::lab::Lab;
 
 /// Name of the VM under Firn.
 pub(super) const VM: &str = "subject";
 /// Name of the work in the guest.
 const JOB: &str = "work";
-/// How long a guest may take to boot, to compile its work, and to begin with it.
+/// How long a guest may take to boot, to compile its work, and to begin it.
 const BOOT: Duration = Duration::from_secs(300);
-/// How long it works before anything is done to it.
+/// How long the guest works before the experiment does anything with it.
 const SETTLE: (Duration, Duration) = (Duration::from_secs(5), Duration::from_secs(15));
-/// How long it is scanned by access bits.
+/// How long its accesses are scanned by access bits.
 const ROUND: (Duration, Duration) = (Duration::from_secs(15), Duration::from_secs(75));
 /// The JVM's program.
 const WAREHOUSES: &str = include_str!("Warehouses.java");
 /// The address of the host in QEMU's user networking.
 const HOST: &str = "10.0.2.2";
 
-/// What the guest does.
+/// The work of a guest.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(super) enum Work {
+pub(super) enum SubjectWork {
     /// Nothing, after booting.
     Idle,
-    /// Orders of two warehouses in a JVM, in the manner of SPECjbb.
+    /// Processes orders of two warehouses in a JVM, like SPECjbb.
     Jvm,
     /// Plays a film at 30 frames a second.
     Video,
-    /// Reads pages at random among so many percent of its memory.
+    /// Reads random pages of this percentage of its memory.
     Random(u32),
-    /// A Redis that is asked as fast as it answers.
+    /// A Redis that gets requests as fast as it answers.
     Redis,
-    /// One vCPU walks through memory, and says all the time how far it is.
+    /// One vCPU walks through memory, and reports its progress continuously.
     Walk,
 }
 
 /// Memory of a guest, in MiB, in quick and in full runs.
-struct Size {
+struct SubjectMemory {
     ram: (u32, u32),
-    /// What the work uses of it.
+    /// Memory that the work uses.
     work: (u32, u32),
 }
 
-impl Work {
+impl SubjectWork {
     pub(super) fn name(self) -> String {
         match self {
             Self::Idle => "idle".to_owned(),
@@ -61,26 +61,27 @@ impl Work {
         }
     }
 
-    fn size(self) -> Size {
+    fn memory_sizes(self) -> SubjectMemory {
         match self {
-            Self::Idle => Size { ram: (256, 512), work: (0, 0) },
-            Self::Jvm => Size { ram: (640, 1024), work: (384, 768) },
-            Self::Video => Size { ram: (512, 512), work: (0, 0) },
-            Self::Random(_) => Size { ram: (320, 768), work: (192, 512) },
-            Self::Walk => Size { ram: (256, 512), work: (128, 256) },
-            Self::Redis => Size { ram: (384, 1024), work: (128, 512) },
+            Self::Idle => SubjectMemory { ram: (256, 512), work: (0, 0) },
+            Self::Jvm => SubjectMemory { ram: (640, 1024), work: (384, 768) },
+            Self::Video => SubjectMemory { ram: (512, 512), work: (0, 0) },
+            Self::Random(_) => SubjectMemory { ram: (320, 768), work: (192, 512) },
+            Self::Walk => SubjectMemory { ram: (256, 512), work: (128, 256) },
+            Self::Redis => SubjectMemory { ram: (384, 1024), work: (128, 512) },
         }
     }
 
-    /// A JVM has one, as in the paper; so has a Redis, which works on one at a time anyway.
-    fn vcpus(self) -> u32 {
+    /// Number of vCPUs. A JVM has one, as in the paper; so has a Redis, which executes one request
+    /// at a time anyway.
+    fn vcpu_count(self) -> u32 {
         match self {
             Self::Jvm | Self::Walk | Self::Redis => 1,
             Self::Idle | Self::Video | Self::Random(_) => 2,
         }
     }
 
-    fn image(self) -> Result<GuestImage> {
+    fn guest_image(self) -> Result<GuestImage> {
         Ok(match self {
             Self::Jvm | Self::Video => GuestImage::full()?,
             Self::Idle | Self::Random(_) | Self::Redis | Self::Walk => GuestImage::small()?,
@@ -89,112 +90,114 @@ impl Work {
 }
 
 /// A guest under Firn that works.
-pub(super) struct Subject<'a> {
+pub(super) struct SubjectGuest<'a> {
     lab: &'a Lab,
-    work: Work,
+    work: SubjectWork,
     agent: PathBuf,
 }
 
-impl<'a> Subject<'a> {
-    /// Boots the guest and has it begin. A JVM tells its throughput to this UDP port of the host, a film each frame.
-    pub(super) fn start(lab: &'a Lab, work: Work, port: u16) -> Result<Self> {
-        let (agent, image) = (lab.file("agent"), work.image()?);
-        let Size { ram, work: used } = work.size();
-        let args = QemuArgs::new(&image, accel::decide().accel)
+impl<'a> SubjectGuest<'a> {
+    /// Boots the guest and starts its work. A JVM sends its throughput to this UDP port of the
+    /// host, a film sends each frame.
+    pub(super) fn boot_and_start(lab: &'a Lab, work: SubjectWork, port: u16) -> Result<Self> {
+        let (agent, image) = (lab.file("agent"), work.guest_image()?);
+        let SubjectMemory { ram, work: used } = work.memory_sizes();
+        let args = QemuArgs::new(&image, accel::choose_accel().accel)
             .memory_mib(lab.extent.pick(ram.0, ram.1))
-            .vcpus(work.vcpus())
-            .append("firn.services=none")
+            .vcpus(work.vcpu_count())
+            .append_kernel_arg("firn.services=none")
             .root_in_memory(&image)
-            .network(&[])
-            .console(&lab.file("console"))
-            .agent(&agent)
-            .heartbeat(&Self::heartbeats_of(lab));
-        lab.firn().run(VM, &args)?;
+            .add_network(&[])
+            .with_console(&lab.file("console"))
+            .with_agent_socket(&agent)
+            .with_heartbeat_socket(&Self::heartbeats_of(lab));
+        lab.firn().run_vm(VM, &args)?;
         let subject = Self { lab, work, agent };
-        subject.begin(lab.extent.pick(used.0, used.1), port)?;
-        subject.settle();
+        subject.start_work(lab.extent.pick(used.0, used.1), port)?;
+        subject.let_settle();
         subject.is_at_work()?;
-        lab.say(&format!("{}: the guest works", work.name()));
+        lab.log_progress(&format!("{}: the guest works", work.name()));
         Ok(subject)
     }
 
-    /// Lets the guest work for a while.
-    pub(super) fn settle(&self) {
+    /// Waits while the guest works.
+    pub(super) fn let_settle(&self) {
         std::thread::sleep(self.lab.extent.pick(SETTLE.0, SETTLE.1));
     }
 
-    fn begin(&self, mib: u32, port: u16) -> Result<()> {
-        let mut control = Control::connect(&self.agent, BOOT)?;
+    fn start_work(&self, mib: u32, port: u16) -> Result<()> {
+        let mut control = GuestControl::connect(&self.agent, BOOT)?;
         match self.work {
-            Work::Idle => return Ok(()),
-            Work::Jvm => {
+            SubjectWork::Idle => return Ok(()),
+            SubjectWork::Jvm => {
                 let put = ["sh", "-c", "cat > /tmp/Warehouses.java"];
                 let compiled = ["javac", "-d", "/tmp", "/tmp/Warehouses.java"];
-                run(&mut control, &put, WAREHOUSES)?;
-                run(&mut control, &compiled, "")?;
+                run_checked(&mut control, &put, WAREHOUSES)?;
+                run_checked(&mut control, &compiled, "")?;
                 let line =
                     format!("java -Xms{mib}m -Xmx{mib}m -cp /tmp Warehouses 2 {HOST} {port}");
-                control.spawn(JOB, &words(&line))?;
+                control.spawn_job(JOB, &split_words(&line))?;
             }
-            Work::Video => {
-                run(&mut control, &["sh", "-c", "cat > /tmp/frames.lua"], FRAMES)?;
-                control.spawn(JOB, &["bash", "-c", &play(port)])?;
+            SubjectWork::Video => {
+                run_checked(&mut control, &["sh", "-c", "cat > /tmp/frames.lua"], FRAMES)?;
+                control.spawn_job(JOB, &["bash", "-c", &film_script(port)])?;
             }
-            Work::Random(percent) => {
+            SubjectWork::Random(percent) => {
                 let line =
                     format!("firn-guest random --mib {mib} --percent {percent} --progress-ms 0");
-                control.spawn(JOB, &words(&line))?;
+                control.spawn_job(JOB, &split_words(&line))?;
             }
-            Work::Walk => {
-                control.spawn(JOB, &["sh", "-c", &walk(mib)])?;
+            SubjectWork::Walk => {
+                control.spawn_job(JOB, &["sh", "-c", &walk_script(mib)])?;
             }
-            Work::Redis => control.spawn(JOB, &["sh", "-c", &asking_redis(mib)])?,
+            SubjectWork::Redis => control.spawn_job(JOB, &["sh", "-c", &redis_script(mib)])?,
         }
         control.wait_output(JOB, "ready", BOOT).map(drop).context(self.work.name())
     }
 
-    /// Where a guest's heartbeats come, whether it runs already or not.
+    /// The socket of a guest's heartbeats, also before the guest runs.
     pub(super) fn heartbeats_of(lab: &Lab) -> PathBuf {
         lab.file("heartbeats")
     }
 
-    /// Work that has ended is no work.
+    /// Fails if the work has ended.
     fn is_at_work(&self) -> Result<()> {
-        if self.work == Work::Idle {
+        if self.work == SubjectWork::Idle {
             return Ok(());
         }
-        let state = Control::connect(&self.agent, BOOT)?.poll(JOB)?;
+        let state = GuestControl::connect(&self.agent, BOOT)?.poll_job(JOB)?;
         let works = matches!(state, crate::guest::JobState::Running { .. });
         ensure!(works, "{}: the work has ended: {state:?}", self.work.name());
         Ok(())
     }
 
-    /// Keeps track of what the guest uses by access bits, for a round at least.
-    pub(super) fn scan(&self) -> Result<()> {
+    /// Scans the guest's accesses by access bits, for at least a round.
+    pub(super) fn scan_access(&self) -> Result<()> {
         self.lab.firn().detach(VM)?;
         self.lab.firn().attach(VM, &["--working-set", "access-bits"])?;
         std::thread::sleep(self.lab.extent.pick(ROUND.0, ROUND.1));
         Ok(())
     }
 
-    /// Checkpoints the guest, which works on.
-    pub(super) fn checkpoint(&self, file: &Path, how: &SaveArgs) -> Result<Said> {
-        let said = self.lab.firn().checkpoint(VM, file, how)?;
-        let (work, took) = (self.work.name(), said.took.as_secs_f64());
-        self.lab.say(&format!("{work}: checkpointed in {took:.1} s"));
-        Ok(said)
+    /// Checkpoints the guest, which continues its work.
+    pub(super) fn checkpoint(&self, file: &Path, how: &SaveArgs) -> Result<CommandOutput> {
+        let save_output = self.lab.firn().checkpoint(VM, file, how)?;
+        let (work, took) = (self.work.name(), save_output.took.as_secs_f64());
+        self.lab.log_progress(&format!("{work}: checkpointed in {took:.1} s"));
+        Ok(save_output)
     }
 }
 
-impl Drop for Subject<'_> {
+impl Drop for SubjectGuest<'_> {
     fn drop(&mut self) {
         self.lab.firn().stop(VM);
     }
 }
 
-/// Walks through memory again and again and says a hundred times a second how far it is. A visit takes so much longer than
-/// fetching the page from memory that it goes at a steady pace, whatever others on this machine do.
-fn walk(mib: u32) -> String {
+/// Shell script that walks through memory again and again and reports its progress a hundred times
+/// a second. A visit takes much longer than reading the page from memory, so that the rate is
+/// steady, whatever other load the machine has.
+fn walk_script(mib: u32) -> String {
     format!(
         "for port in /sys/class/virtio-ports/*; do \
          grep -qx firn.heartbeat $port/name && heard=/dev/${{port##*/}}; done; \
@@ -203,8 +206,9 @@ fn walk(mib: u32) -> String {
     )
 }
 
-/// A film over and over, at 30 frames a second whatever its own rate. Of each frame the host is told.
-fn play(port: u16) -> String {
+/// Shell script that plays a film over and over, at 30 frames a second whatever its own rate. It
+/// sends each frame to the host.
+fn film_script(port: u16) -> String {
     format!(
         "echo ready; exec 3> /dev/udp/{HOST}/{port}; \
          mpv --no-config --really-quiet --vo=null --ao=null --no-audio --no-correct-pts --fps=30 --script=/tmp/frames.lua \
@@ -212,16 +216,17 @@ fn play(port: u16) -> String {
     )
 }
 
-/// Says something of each frame: the time of the film changes with it.
+/// Player script that prints a line for each frame: the time of the film changes with it.
 const FRAMES: &str = r#"
 io.stdout:setvbuf("line")
 mp.observe_property("time-pos", "number", function() io.stdout:write("1\n") end)
 "#;
 
-/// Fills Redis with values of 1 KiB, then asks for them as fast as they come.
+/// Shell script that fills Redis with values of 1 KiB, then requests them as fast as they arrive.
 ///
-/// A benchmark that asks before the server listens now and then turns round and round for ever.
-fn asking_redis(mib: u32) -> String {
+/// It waits for the server first: a benchmark that starts before the server listens sometimes loops
+/// for ever.
+fn redis_script(mib: u32) -> String {
     let keys = mib * 900;
     let client = format!("redis-benchmark -q -d 1000 -r {keys}");
     format!(
@@ -230,7 +235,7 @@ fn asking_redis(mib: u32) -> String {
     )
 }
 
-fn run(control: &mut Control, argv: &[&str], stdin: &str) -> Result<()> {
+fn run_checked(control: &mut GuestControl, argv: &[&str], stdin: &str) -> Result<()> {
     let ended = control.run_within(argv, stdin, BOOT)?;
     ensure!(
         ended.exit == 0,

@@ -1,6 +1,7 @@
-//! What a guest says about its throughput: a datagram now and then, with a number.
+//! Throughput reports of a guest: a datagram at intervals, with a number.
 //!
-//! The guest counts its own seconds, so a report says how much it did while it ran; when it came says how long that took.
+//! The guest measures seconds by its own clock, so a report contains its work while it ran. The
+//! time of arrival shows how long that took.
 
 use std::io;
 use std::net::{Ipv4Addr, UdpSocket};
@@ -8,24 +9,25 @@ use std::sync::{Arc, Mutex, PoisonError};
 use std::thread;
 use std::time::Instant;
 
-/// Listens for reports, in a thread that ends with the program.
-pub(super) struct Throughput {
+/// Receives reports, in a thread that ends with the program.
+pub(super) struct ThroughputReceiver {
     port: u16,
-    heard: Arc<Mutex<Heard>>,
+    heard: Arc<Mutex<ReceivedReports>>,
 }
 
-struct Heard {
+struct ReceivedReports {
     since: Instant,
-    /// When each report came, in seconds since then, and its number.
+    /// The time of each report, in seconds since then, and its number.
     reports: Vec<(f64, f64)>,
 }
 
-impl Throughput {
-    /// On a port of the loopback interface, which is where a guest's word to its host arrives.
-    pub(super) fn listen() -> io::Result<Self> {
+impl ThroughputReceiver {
+    /// Receives at a port of the loopback interface, where a guest's datagrams to its host arrive.
+    pub(super) fn start_receiving() -> io::Result<Self> {
         let socket = UdpSocket::bind((Ipv4Addr::LOCALHOST, 0))?;
         let port = socket.local_addr()?.port();
-        let heard = Arc::new(Mutex::new(Heard { since: Instant::now(), reports: Vec::new() }));
+        let heard =
+            Arc::new(Mutex::new(ReceivedReports { since: Instant::now(), reports: Vec::new() }));
         let ears = Arc::clone(&heard);
         thread::Builder::new().name("throughput".into()).spawn(move || {
             let mut buffer = [0; 64];
@@ -43,14 +45,15 @@ impl Throughput {
         self.port
     }
 
-    /// Forgets what it has heard.
-    pub(super) fn begin(&self) {
+    /// Discards all reports.
+    pub(super) fn clear_reports(&self) {
         let mut heard = self.heard.lock().unwrap_or_else(PoisonError::into_inner);
-        *heard = Heard { since: Instant::now(), reports: Vec::new() };
+        *heard = ReceivedReports { since: Instant::now(), reports: Vec::new() };
     }
 
-    /// When each report came, in seconds since `start`, and its number; none that came before.
-    pub(super) fn since(&self, start: Instant) -> Vec<(f64, f64)> {
+    /// The time of each report, in seconds since `start`, and its number, without reports before
+    /// `start`.
+    pub(super) fn reports_since(&self, start: Instant) -> Vec<(f64, f64)> {
         let heard = self.heard.lock().unwrap_or_else(PoisonError::into_inner);
         let late = start.saturating_duration_since(heard.since).as_secs_f64();
         let reports = heard.reports.iter().map(|&(at, number)| (at - late, number));
@@ -58,8 +61,9 @@ impl Throughput {
     }
 }
 
-/// What was done in each second, a report's work spread evenly over the time since the report before.
-pub(super) fn per_second(reports: &[(f64, f64)]) -> Vec<(f64, f64)> {
+/// The work of each second. A report's work is spread evenly over the time since the previous
+/// report.
+pub(super) fn work_per_second(reports: &[(f64, f64)]) -> Vec<(f64, f64)> {
     let Some(&(end, _)) = reports.last() else { return Vec::new() };
     let before = [0.0].into_iter().chain(reports.iter().map(|report| report.0));
     let spans: Vec<(f64, f64, f64)> =
@@ -82,14 +86,14 @@ mod tests {
 
     #[test]
     fn a_late_report_is_spread_over_the_time_it_took() {
-        assert_eq!(per_second(&[]), []);
-        let seconds = per_second(&[(2.0, 100.0), (3.0, 80.0)]);
+        assert_eq!(work_per_second(&[]), []);
+        let seconds = work_per_second(&[(2.0, 100.0), (3.0, 80.0)]);
         assert_eq!(seconds, [(0.0, 50.0), (1.0, 50.0), (2.0, 80.0)]);
     }
 
     #[test]
     fn reports_are_heard_and_forgotten() {
-        let throughput = Throughput::listen().unwrap();
+        let throughput = ThroughputReceiver::start_receiving().unwrap();
         let guest = UdpSocket::bind((Ipv4Addr::LOCALHOST, 0)).unwrap();
         let say = |text: &str| {
             guest.send_to(text.as_bytes(), (Ipv4Addr::LOCALHOST, throughput.port())).unwrap();
@@ -97,12 +101,12 @@ mod tests {
         say("no number");
         say("1200\n");
         let begun = Instant::now();
-        while throughput.since(begun).is_empty() {
+        while throughput.reports_since(begun).is_empty() {
             assert!(begun.elapsed().as_secs() < 5);
             thread::yield_now();
         }
-        assert!(throughput.since(Instant::now()).is_empty());
-        throughput.begin();
-        assert!(throughput.since(begun).is_empty());
+        assert!(throughput.reports_since(Instant::now()).is_empty());
+        throughput.clear_reports();
+        assert!(throughput.reports_since(begun).is_empty());
     }
 }

@@ -1,162 +1,185 @@
-//! `ws-ttr`: time to responsiveness by how memory comes back.
+//! `ws-ttr`: time to responsiveness by restore mode.
 //!
-//! Reproduces Figures 2 and 4 to 7 of Zhang et al. (VEE 2011), with modes and disks that the paper does not have.
+//! Reproduces Figures 2 and 4 to 7 of Zhang et al. (VEE 2011), with modes and disks that the paper
+//! does not have.
 //!
-//! **What varies**: the guest's work (idle, a JVM with two warehouses, a film, random reads, Redis), the mode (`eager`,
-//! `lazy`, `working-set`, `locality`, `auto`) and the disk (`hdd7200`, `netssd`, `none`). On `none` the image is cached.
+//! **What varies**: the guest's work (idle, a JVM with two warehouses, a film, random reads,
+//! Redis), the mode (`eager`, `lazy`, `working-set`, `locality`, `auto`) and the disk (`hdd7200`,
+//! `netssd`, `none`). On `none` the image is cached.
 //!
 //! **What is held equal**: all modes and disks restore the same checkpoint of a guest at work.
 //!
-//! **What is measured**: `ttr_1s_80.{disk}.{work}.{mode}`: TTR(1 s, 80 %) in seconds since the command, from the waits of the
-//! vCPUs in the run record. `auto_to_best` is `auto` by the best of the other four, where less than a tenth of
-//! a second counts as that, `auto_below_lazy` how much of lazy's
-//! time it saves. The run records lie beside the report, for `firn report`. A JVM's throughput and a film's frames, as they
-//! reach the host, are drawn too; when each frame came is in the report (`frames_s`).
+//! **What is measured**: `ttr_1s_80.{disk}.{work}.{mode}`: TTR(1 s, 80 %) in seconds since the
+//! command, from the waits of the vCPUs in the run record. `auto_to_best` is `auto` divided by the
+//! best of the other four, where less than a tenth of a second counts as a tenth; `auto_below_lazy`
+//! is the share of lazy's time that it saves. The run records are written beside the report, for
+//! `firn report`. A JVM's throughput and a film's frames, as they reach the host, are drawn too;
+//! the times of the frames are in the report (`frames_s`).
 
 use std::path::Path;
 use std::time::Duration;
 
 use anyhow::{Context as _, Result, ensure};
 use firn_report::plot::{BarPlot, LinePlot};
-use firn_restore::Mode;
+use firn_restore::RestoreMode;
 use serde_json::{Value, json};
 
-use super::restored::{How, Restored};
-use super::subject::{Subject, Work};
-use super::throughput::{Throughput, per_second};
-use crate::disk_profile::{DiskProfile, Throttle};
+use super::restored::{ObservedRestore, RestoreSettings};
+use super::subject::{SubjectGuest, SubjectWork};
+use super::throughput::{ThroughputReceiver, work_per_second};
+use crate::disk_profile::{DiskProfile, DiskThrottle};
 use crate::firn::SaveArgs;
-use crate::lab::{Lab, interleaved};
+use crate::lab::{Lab, run_interleaved};
 use crate::report::Report;
 
-const WORKS: [Work; 5] = [Work::Idle, Work::Jvm, Work::Video, Work::Random(40), Work::Redis];
-const MODES: [Mode; 5] = [Mode::Eager, Mode::Lazy, Mode::WorkingSet, Mode::Locality, Mode::Auto];
+const WORKS: [SubjectWork; 5] = [
+    SubjectWork::Idle,
+    SubjectWork::Jvm,
+    SubjectWork::Video,
+    SubjectWork::Random(40),
+    SubjectWork::Redis,
+];
+const MODES: [RestoreMode; 5] = [
+    RestoreMode::Eager,
+    RestoreMode::Lazy,
+    RestoreMode::WorkingSet,
+    RestoreMode::Locality,
+    RestoreMode::Auto,
+];
 const DISKS: [DiskProfile; 3] = [DiskProfile::Hdd7200, DiskProfile::NetSsd, DiskProfile::None];
 /// The disk of the figures.
 const DRAWN: DiskProfile = DiskProfile::Hdd7200;
 const ROUNDS: (usize, usize) = (1, 3);
 
 /// Points of a line.
-type Points = Vec<(f64, f64)>;
+type LinePoints = Vec<(f64, f64)>;
 
-/// Runs it.
+/// Runs the experiment.
 pub fn run(lab: &Lab) -> Result<Report> {
     let mut report = lab.vm_report("ws-ttr");
-    let wanted = lab.extent.wanted(&DISKS, |disk| disk.to_string());
-    let disks: Vec<Throttle> =
-        wanted.iter().filter_map(|&disk| lab.disk(disk, &mut report)).collect();
-    for work in lab.extent.wanted(&WORKS, Work::name) {
-        of_work(lab, work, &disks, &mut report)?;
+    let wanted = lab.extent.select_wanted(&DISKS, |disk| disk.to_string());
+    let disks: Vec<DiskThrottle> =
+        wanted.iter().filter_map(|&disk| lab.throttle_disk(disk, &mut report)).collect();
+    for work in lab.extent.select_wanted(&WORKS, SubjectWork::name) {
+        measure_work(lab, work, &disks, &mut report)?;
     }
-    let drawing = side_by_side(&report)?;
-    report.drawing("ws-ttr", drawing);
+    let drawing = draw_side_by_side(&report)?;
+    report.add_drawing("ws-ttr", drawing);
     Ok(report)
 }
 
-fn of_work(lab: &Lab, work: Work, disks: &[Throttle], report: &mut Report) -> Result<()> {
-    let (name, throughput) = (work.name(), Throughput::listen()?);
+fn measure_work(
+    lab: &Lab,
+    work: SubjectWork,
+    disks: &[DiskThrottle],
+    report: &mut Report,
+) -> Result<()> {
+    let (name, throughput) = (work.name(), ThroughputReceiver::start_receiving()?);
     let image = lab.file(&format!("{name}.firn"));
-    let subject = Subject::start(lab, work, throughput.port())?;
-    let said = subject.checkpoint(&image, &SaveArgs::default())?;
+    let subject = SubjectGuest::boot_and_start(lab, work, throughput.port())?;
+    let save_output = subject.checkpoint(&image, &SaveArgs::default())?;
     drop(subject);
-    report.repetition(json!({ "work": name, "save": said.facts }));
-    let mut drawn = Drawn::default();
-    let modes = lab.extent.wanted(&MODES, |mode| mode.to_string());
+    report.add_repetition(json!({ "work": name, "save": save_output.facts }));
+    let mut drawn = FirstRoundPlots::default();
+    let modes = lab.extent.select_wanted(&MODES, |mode| mode.to_string());
     for disk in disks {
         let rounds = lab.extent.runs(ROUNDS.0, ROUNDS.1);
-        interleaved(rounds, &modes, |round, &mode| {
-            one(lab, &image, (work, disk, mode, round), &throughput, &mut drawn, report)
+        run_interleaved(rounds, &modes, |round, &mode| {
+            measure_restore(lab, &image, (work, disk, mode, round), &throughput, &mut drawn, report)
         })?;
     }
     std::fs::remove_file(&image)?;
-    let wanted = lab.extent.wanted(&DISKS, |disk| disk.to_string());
-    wanted.into_iter().for_each(|disk| figures(disk, &name, &modes, report));
-    drawn.draw(work, report)
+    let wanted = lab.extent.select_wanted(&DISKS, |disk| disk.to_string());
+    wanted.into_iter().for_each(|disk| add_figures(disk, &name, &modes, report));
+    drawn.draw_plots(work, report)
 }
 
-/// One restore.
-fn one(
+/// Measures one restore.
+fn measure_restore(
     lab: &Lab,
     image: &Path,
-    (work, disk, mode, round): (Work, &Throttle, Mode, usize),
-    throughput: &Throughput,
-    drawn: &mut Drawn,
+    (work, disk, mode, round): (SubjectWork, &DiskThrottle, RestoreMode, usize),
+    throughput: &ThroughputReceiver,
+    drawn: &mut FirstRoundPlots,
     report: &mut Report,
 ) -> Result<()> {
-    throughput.begin();
-    let restored =
-        Restored::of(lab, image, How { afterwards: afterwards(work), ..How::new(mode, disk) })?;
-    let reports = throughput.since(restored.since);
-    let (ttr, profile, name) = (restored.ttr(), disk.profile(), work.name());
-    lab.say(&format!("{name}, {profile}, {mode}: TTR(1 s, 80 %) {ttr:.2} s"));
+    throughput.clear_reports();
+    let restored = ObservedRestore::run_restore(
+        lab,
+        image,
+        RestoreSettings { afterwards: observation_time(work), ..RestoreSettings::new(mode, disk) },
+    )?;
+    let reports = throughput.reports_since(restored.since);
+    let (ttr, profile, name) = (restored.ttr_s(), disk.profile(), work.name());
+    lab.log_progress(&format!("{name}, {profile}, {mode}: TTR(1 s, 80 %) {ttr:.2} s"));
     if !restored.is_complete() {
-        report.note(format!("{name}, {profile}, {mode}: not all memory was there in time"));
+        report.add_note(format!("{name}, {profile}, {mode}: not all memory was present in time"));
     }
     if profile == DRAWN && round == 0 {
-        drawn.curves.push((mode.to_string(), restored.curve()));
-        drawn.throughput.push((mode.to_string(), per_second(&reports)));
+        drawn.curves.push((mode.to_string(), restored.ttr_curve()));
+        drawn.throughput.push((mode.to_string(), work_per_second(&reports)));
     }
     let record = serde_json::to_string(&restored.run.record)?;
-    report.file(format!("ws-ttr-{name}-{profile}-{mode}-{round}.run.json"), record);
+    report.add_file(format!("ws-ttr-{name}-{profile}-{mode}-{round}.run.json"), record);
     let mut repetition = json!({ "work": name, "disk": profile, "mode": mode, "round": round,
-        "ttr_1s_80": ttr, "complete": restored.is_complete(), "facts": restored.run.facts() });
-    if work == Work::Video {
-        ensure!(!reports.is_empty(), "{name}: the film tells of no frames");
+        "ttr_1s_80": ttr, "complete": restored.is_complete(), "facts": restored.run.compute_facts() });
+    if work == SubjectWork::Video {
+        ensure!(!reports.is_empty(), "{name}: the film reports no frames");
         let times: Vec<f64> = reports.iter().map(|report| report.0).collect();
         repetition["frames_s"] = json!(times);
     }
-    report.repetition(repetition);
+    report.add_repetition(repetition);
     Ok(())
 }
 
-/// How long it is looked at when all memory is there, if it says itself how it gets on.
-fn afterwards(work: Work) -> Duration {
+/// How long a guest is observed once all memory is present, if it reports its progress itself.
+fn observation_time(work: SubjectWork) -> Duration {
     match work {
-        Work::Jvm | Work::Video => Duration::from_secs(2),
+        SubjectWork::Jvm | SubjectWork::Video => Duration::from_secs(2),
         _ => Duration::ZERO,
     }
 }
 
-fn figures(disk: DiskProfile, work: &str, modes: &[Mode], report: &mut Report) {
+fn add_figures(disk: DiskProfile, work: &str, modes: &[RestoreMode], report: &mut Report) {
     for &mode in modes {
         let is_it = |run: &&Value| {
             run["work"] == work && run["disk"] == disk.name() && run["mode"] == json!(mode)
         };
         let runs = report.repetitions().iter().filter(is_it);
         let values: Vec<f64> = runs.filter_map(|run| run["ttr_1s_80"].as_f64()).collect();
-        report.sample(key(disk, work, mode), values);
+        report.add_sample(figure_key(disk, work, mode), values);
     }
-    let of = |mode| report.value(&key(disk, work, mode)).unwrap_or(f64::NAN);
+    let of = |mode| report.figure_value(&figure_key(disk, work, mode)).unwrap_or(f64::NAN);
     if modes.len() < MODES.len() {
         return;
     }
-    let others = MODES.into_iter().filter(|&mode| mode != Mode::Auto);
+    let others = MODES.into_iter().filter(|&mode| mode != RestoreMode::Auto);
     let best = others.map(of).fold(f64::INFINITY, f64::min);
-    let (auto, lazy) = (of(Mode::Auto), of(Mode::Lazy));
-    report.number(format!("auto_to_best.{disk}.{work}"), ratio(auto, best));
-    report.number(format!("auto_below_lazy.{disk}.{work}"), 1.0 - ratio(auto, lazy));
+    let (auto, lazy) = (of(RestoreMode::Auto), of(RestoreMode::Lazy));
+    report.add_number(format!("auto_to_best.{disk}.{work}"), bounded_ratio(auto, best));
+    report.add_number(format!("auto_below_lazy.{disk}.{work}"), 1.0 - bounded_ratio(auto, lazy));
 }
 
-/// A tenth of the window, in seconds: who is responsive sooner than that is so at once.
-const AT_ONCE: f64 = 0.1;
+/// A tenth of the window, in seconds: shorter times to responsiveness count as this.
+const TTR_S_MIN: f64 = 0.1;
 
-fn ratio(one: f64, other: f64) -> f64 {
-    one.max(AT_ONCE) / other.max(AT_ONCE)
+fn bounded_ratio(one: f64, other: f64) -> f64 {
+    one.max(TTR_S_MIN) / other.max(TTR_S_MIN)
 }
 
-fn key(disk: DiskProfile, work: &str, mode: Mode) -> String {
+fn figure_key(disk: DiskProfile, work: &str, mode: RestoreMode) -> String {
     format!("ttr_1s_80.{disk}.{work}.{mode}")
 }
 
-/// What is drawn about the first round on [`DRAWN`], by mode.
+/// The data of the plots, from the first round on [`DRAWN`], by mode.
 #[derive(Default)]
-struct Drawn {
-    curves: Vec<(String, Points)>,
-    throughput: Vec<(String, Points)>,
+struct FirstRoundPlots {
+    curves: Vec<(String, LinePoints)>,
+    throughput: Vec<(String, LinePoints)>,
 }
 
-impl Drawn {
-    fn draw(self, work: Work, report: &mut Report) -> Result<()> {
+impl FirstRoundPlots {
+    fn draw_plots(self, work: SubjectWork, report: &mut Report) -> Result<()> {
         let name = work.name();
         let curves = LinePlot {
             title: format!("TTR(1 s, u) of {name} on {DRAWN}"),
@@ -164,10 +187,12 @@ impl Drawn {
             y: "seconds since the command".into(),
             lines: self.curves,
         };
-        report.drawing(format!("ws-ttr-{name}"), curves.svg().context("the figure")?);
+        report.add_drawing(format!("ws-ttr-{name}"), curves.to_svg().context("the figure")?);
         let (title, y, file) = match work {
-            Work::Jvm => ("Throughput of the JVM", "transactions per second", "ws-ttr-throughput"),
-            Work::Video => ("Frames of the film", "frames per second", "ws-ttr-frames"),
+            SubjectWork::Jvm => {
+                ("Throughput of the JVM", "transactions per second", "ws-ttr-throughput")
+            }
+            SubjectWork::Video => ("Frames of the film", "frames per second", "ws-ttr-frames"),
             _ => return Ok(()),
         };
         let throughput = LinePlot {
@@ -176,22 +201,24 @@ impl Drawn {
             y: y.into(),
             lines: self.throughput,
         };
-        report.drawing(file, throughput.svg().context("the figure")?);
+        report.add_drawing(file, throughput.to_svg().context("the figure")?);
         Ok(())
     }
 }
 
-/// TTR of all modes side by side, for every work on [`DRAWN`].
-fn side_by_side(report: &Report) -> Result<String> {
-    let of_mode = |mode: Mode| {
-        let of = |work: Work| report.value(&key(DRAWN, &work.name(), mode)).unwrap_or(0.0);
+/// Draws the TTR of all modes side by side, for every work on [`DRAWN`].
+fn draw_side_by_side(report: &Report) -> Result<String> {
+    let of_mode = |mode: RestoreMode| {
+        let of = |work: SubjectWork| {
+            report.figure_value(&figure_key(DRAWN, &work.name(), mode)).unwrap_or(0.0)
+        };
         (mode.to_string(), WORKS.map(of).into())
     };
     let plot = BarPlot {
         title: format!("TTR(1 s, 80 %) on {DRAWN}"),
         y: "seconds since the command".into(),
-        groups: WORKS.map(Work::name).into(),
+        groups: WORKS.map(SubjectWork::name).into(),
         series: MODES.map(of_mode).into(),
     };
-    plot.svg().context("the figure")
+    plot.to_svg().context("the figure")
 }

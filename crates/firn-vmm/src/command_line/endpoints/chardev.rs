@@ -1,9 +1,10 @@
-//! Character devices: `-chardev`, and options that hold one in a shorter form (`-serial`, `-monitor`, `-qmp`, `-gdb`).
+//! Character devices: `-chardev`, and options with a shorter form of one (`-serial`, `-monitor`,
+//! `-qmp`, `-gdb`).
 
-use super::{Endpoint, Moved, Places, host_and_port};
-use crate::command_line::properties::{Properties, escape};
+use super::{EndpointPaths, HostEndpoint, MovedValue, host_and_port};
+use crate::command_line::properties::{OptionProperties, escape_commas};
 
-/// Properties of a socket that has an address of the network.
+/// Properties of a socket with a network address.
 const OF_NETWORK: &[&str] = &[
     "host",
     "port",
@@ -20,101 +21,118 @@ const OF_NETWORK: &[&str] = &[
     "tls-authz",
 ];
 
-/// The short form: `KIND:ADDRESS,PROPERTY,...`, behind `mon:` where a monitor shares it.
-pub(super) fn short(value: &str, listens: bool, places: &mut Places<'_>) -> Option<Moved> {
+/// The short form: `KIND:ADDRESS,PROPERTY,...`, after `mon:` where a monitor shares the device.
+pub(super) fn relocate_short(
+    value: &str,
+    listens: bool,
+    places: &mut EndpointPaths<'_>,
+) -> Option<MovedValue> {
     let shared = value.strip_prefix("mon:");
     let (lead, rest) = (if shared.is_some() { "mon:" } else { "" }, shared.unwrap_or(value));
     let (kind, rest) = rest.split_once(':')?;
-    let Moved { value, held } = match kind {
+    let MovedValue { value, held } = match kind {
         "unix" | "tcp" | "telnet" | "tn3270" | "websocket" => {
-            short_socket(kind, rest, listens, places)?
+            relocate_short_socket(kind, rest, listens, places)?
         }
         "udp" => {
             let (_, local) = rest.split_once('@')?;
             let (host, port) = host_and_port(local)?;
-            let held = places.held(&Endpoint::Port { udp: true, host, port })?;
-            Moved { value: "null".to_owned(), held }
+            let held = places.find_holder(&HostEndpoint::Port { udp: true, host, port })?;
+            MovedValue { value: "null".to_owned(), held }
         }
         "file" => {
-            let held = places.held(&Endpoint::File(rest.into()))?;
-            Moved { value: format!("file:{}", places.file(rest)), held }
+            let held = places.find_holder(&HostEndpoint::File(rest.into()))?;
+            MovedValue { value: format!("file:{}", places.file_path(rest)), held }
         }
-        "pipe" => Moved { value: "null".to_owned(), held: pipe(rest, places)? },
+        "pipe" => MovedValue { value: "null".to_owned(), held: find_pipe_holder(rest, places)? },
         _ => return None,
     };
-    Some(Moved { value: format!("{lead}{value}"), held })
+    Some(MovedValue { value: format!("{lead}{value}"), held })
 }
 
-fn short_socket(kind: &str, rest: &str, listens: bool, places: &mut Places<'_>) -> Option<Moved> {
-    let properties = Properties::read(rest, "address")?;
+fn relocate_short_socket(
+    kind: &str,
+    rest: &str,
+    listens: bool,
+    places: &mut EndpointPaths<'_>,
+) -> Option<MovedValue> {
+    let properties = OptionProperties::parse_value(rest, "address")?;
     let address = properties.get("address")?.into_owned();
     if !listens && !properties.is_on("server") {
         return None;
     }
     let (endpoint, name) = match kind {
-        "unix" => (Endpoint::Socket(address.clone().into()), address),
+        "unix" => (HostEndpoint::Socket(address.clone().into()), address),
         kind => {
             let (host, port) = host_and_port(&address)?;
-            (Endpoint::tcp(&host, port), format!("{kind}-{port}"))
+            (HostEndpoint::tcp_port(&host, port), format!("{kind}-{port}"))
         }
     };
-    let held = places.held(&endpoint)?;
-    let path = places.socket(&name);
-    Some(Moved { value: format!("unix:{},server=on,wait=off", escape(&path)), held })
+    let held = places.find_holder(&endpoint)?;
+    let path = places.socket_path(&name);
+    Some(MovedValue { value: format!("unix:{},server=on,wait=off", escape_commas(&path)), held })
 }
 
-/// The long form. Its log counts too.
-pub(super) fn long(value: &str, places: &mut Places<'_>) -> Option<Moved> {
-    let mut properties = Properties::read(value, "backend")?;
+/// The long form, with its log file.
+pub(super) fn relocate_chardev(value: &str, places: &mut EndpointPaths<'_>) -> Option<MovedValue> {
+    let mut properties = OptionProperties::parse_value(value, "backend")?;
     let id = properties.get("id").unwrap_or_default().into_owned();
     let backend = properties.get("backend")?.into_owned();
     let held = match &*backend {
-        "socket" => socket(&mut properties, &id, places),
-        "udp" => udp(&mut properties, places),
-        "file" => path(&mut properties, "path", places),
-        "pipe" => text(&properties, "path").and_then(|path| {
-            let held = pipe(&path, places)?;
+        "socket" => relocate_socket(&mut properties, &id, places),
+        "udp" => relocate_udp(&mut properties, places),
+        "file" => relocate_path(&mut properties, "path", places),
+        "pipe" => property_text(&properties, "path").and_then(|path| {
+            let held = find_pipe_holder(&path, places)?;
             properties.remove("path");
             properties.set("backend", "null");
             Some(held)
         }),
         _ => None,
     };
-    let log = path(&mut properties, "logfile", places);
+    let log = relocate_path(&mut properties, "logfile", places);
     let held: Vec<String> = held.into_iter().chain(log).collect();
     let value = properties.to_text("backend");
-    (!held.is_empty()).then(|| Moved { value, held: held.join(", ") })
+    (!held.is_empty()).then(|| MovedValue { value, held: held.join(", ") })
 }
 
-fn text(properties: &Properties, key: &str) -> Option<String> {
+fn property_text(properties: &OptionProperties, key: &str) -> Option<String> {
     properties.get(key).map(String::from)
 }
 
-fn socket(properties: &mut Properties, id: &str, places: &mut Places<'_>) -> Option<String> {
+fn relocate_socket(
+    properties: &mut OptionProperties,
+    id: &str,
+    places: &mut EndpointPaths<'_>,
+) -> Option<String> {
     if !properties.is_on("server") || properties.is_on("abstract") {
         return None;
     }
-    let (endpoint, name) = match (text(properties, "path"), text(properties, "port")) {
-        (Some(path), _) => (Endpoint::Socket(path.clone().into()), path),
-        (None, Some(port)) => {
-            let host = text(properties, "host").unwrap_or_default();
-            (Endpoint::tcp(&host, port.parse().ok()?), id.to_owned())
-        }
-        (None, None) => return None,
-    };
-    let held = places.held(&endpoint)?;
+    let (endpoint, name) =
+        match (property_text(properties, "path"), property_text(properties, "port")) {
+            (Some(path), _) => (HostEndpoint::Socket(path.clone().into()), path),
+            (None, Some(port)) => {
+                let host = property_text(properties, "host").unwrap_or_default();
+                (HostEndpoint::tcp_port(&host, port.parse().ok()?), id.to_owned())
+            }
+            (None, None) => return None,
+        };
+    let held = places.find_holder(&endpoint)?;
     OF_NETWORK.iter().for_each(|key| properties.remove(key));
-    properties.set("path", &places.socket(&name));
+    properties.set("path", &places.socket_path(&name));
     properties.set("server", "on");
     properties.set("wait", "off");
     Some(held)
 }
 
-/// What is sent to it is lost, and nothing comes.
-fn udp(properties: &mut Properties, places: &mut Places<'_>) -> Option<String> {
-    let port = text(properties, "localport")?.parse().ok()?;
-    let host = text(properties, "localaddr").unwrap_or_default();
-    let held = places.held(&Endpoint::Port { udp: true, host, port })?;
+/// Replaces it by the null device: output is lost, and there is no input.
+fn relocate_udp(
+    properties: &mut OptionProperties,
+    places: &mut EndpointPaths<'_>,
+) -> Option<String> {
+    let port = property_text(properties, "localport")?.parse().ok()?;
+    let host = property_text(properties, "localaddr").unwrap_or_default();
+    let held = places.find_holder(&HostEndpoint::Port { udp: true, host, port })?;
     ["host", "port", "localaddr", "localport", "ipv4", "ipv6"]
         .iter()
         .for_each(|key| properties.remove(key));
@@ -122,15 +140,19 @@ fn udp(properties: &mut Properties, places: &mut Places<'_>) -> Option<String> {
     Some(held)
 }
 
-fn path(properties: &mut Properties, key: &str, places: &mut Places<'_>) -> Option<String> {
-    let path = text(properties, key)?;
-    let held = places.held(&Endpoint::File(path.clone().into()))?;
-    properties.set(key, &places.file(&path));
+fn relocate_path(
+    properties: &mut OptionProperties,
+    key: &str,
+    places: &mut EndpointPaths<'_>,
+) -> Option<String> {
+    let path = property_text(properties, key)?;
+    let held = places.find_holder(&HostEndpoint::File(path.clone().into()))?;
+    properties.set(key, &places.file_path(&path));
     Some(held)
 }
 
-/// Two FIFOs, or one for both directions.
-fn pipe(path: &str, places: &Places<'_>) -> Option<String> {
+/// Checks a pipe: two FIFOs, or one for both directions.
+fn find_pipe_holder(path: &str, places: &EndpointPaths<'_>) -> Option<String> {
     let names = ["", ".in", ".out"].map(|end| format!("{path}{end}"));
-    names.iter().find_map(|name| places.held(&Endpoint::File(name.into())))
+    names.iter().find_map(|name| places.find_holder(&HostEndpoint::File(name.into())))
 }

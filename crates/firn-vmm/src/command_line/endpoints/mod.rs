@@ -1,7 +1,9 @@
-//! What a command line takes of its host for one QEMU alone: sockets and ports that QEMU listens on, files that QEMU writes.
+//! Relocation of endpoints, which only one QEMU can have: sockets and ports that QEMU listens on,
+//! files that QEMU writes.
 //!
-//! A second VM with the same command line would take them away from the first: QEMU removes a socket file that is there, and empties
-//! a log. So a restored VM gets, in place of each that another process has, one in a directory of its own:
+//! A second VM with the same command line would take them from the first: QEMU removes an existing
+//! socket file, and empties a log. So a restored VM gets, in place of each endpoint that another
+//! process has, one in a directory of its own:
 //!
 //! ```text
 //!   -qmp unix:/run/a.qmp,server=on          -qmp unix:DIR/user-a.qmp,server=on,wait=off
@@ -11,11 +13,12 @@
 //!   -pidfile /run/a.pid                     -pidfile DIR/user-a.pid
 //! ```
 //!
-//! No option is left out: the machine would be another without its serial port. What no other process has stays as it is, so that a
-//! VM that comes back after its end has its sockets where they were. A port that leads to the guest (`hostfwd`) has no such place,
-//! and is an error.
+//! No option is removed: the machine would be another without its serial port. An endpoint that no
+//! other process has stays, so that a VM that is restored after its end has its sockets at their
+//! paths. A port that leads to the guest (`hostfwd`) has no such replacement, and is an error.
 //!
-//! Source: QEMU `qemu-options.hx`, `chardev/char.c` (`qemu_chr_parse_compat`), `ui/vnc.c`, `ui/spice-core.c`, `net/slirp.c`.
+//! Source: QEMU `qemu-options.hx`, `chardev/char.c` (`qemu_chr_parse_compat`), `ui/vnc.c`,
+//! `ui/spice-core.c`, `net/slirp.c`.
 
 mod chardev;
 mod displays;
@@ -25,19 +28,19 @@ use std::collections::BTreeSet;
 use std::fmt;
 use std::path::{Path, PathBuf};
 
-use super::arguments::Argument;
+use super::arguments::CommandArgument;
 use super::error::CommandLineError;
-use super::properties::Properties;
+use super::properties::OptionProperties;
 
-/// Bytes in the longest path a unix socket can have: `sun_path` of unix(7), less its final zero.
+/// The maximum length of a unix socket's path in bytes: `sun_path` of unix(7), less its final zero.
 const SOCKET_PATH_BYTES_MAX: usize = 107;
 
-/// What begins the name of a file that takes the place of one of the user's.
-const BEGINNING: &str = "user-";
+/// The prefix of the name of a file that replaces one of the user's.
+const NAME_PREFIX: &str = "user-";
 
-/// Something of a host that one QEMU alone can have.
+/// A resource of a host that only one QEMU can have.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub enum Endpoint {
+pub enum HostEndpoint {
     /// A socket file that QEMU listens on, as the command line names it.
     Socket(PathBuf),
     /// A port that QEMU listens on.
@@ -53,7 +56,7 @@ pub enum Endpoint {
     File(PathBuf),
 }
 
-impl fmt::Display for Endpoint {
+impl fmt::Display for HostEndpoint {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         match self {
             Self::Socket(path) | Self::File(path) => path.display().fmt(f),
@@ -66,124 +69,130 @@ impl fmt::Display for Endpoint {
     }
 }
 
-impl Endpoint {
-    fn tcp(host: &str, port: u16) -> Self {
+impl HostEndpoint {
+    fn tcp_port(host: &str, port: u16) -> Self {
         Self::Port { udp: false, host: host.to_owned(), port }
     }
 }
 
-/// Where a VM that is not alone with its command line has its own.
-pub struct Beside<'a> {
+/// The replacements for a VM whose endpoints may be in use.
+pub struct EndpointRelocation<'a> {
     /// A directory of its own.
     pub directory: &'a Path,
-    /// The process that has an endpoint, in words, if one has.
-    pub holder: &'a dyn Fn(&Endpoint) -> Option<String>,
+    /// Names the process that has an endpoint, if one has.
+    pub holder: &'a dyn Fn(&HostEndpoint) -> Option<String>,
 }
 
-/// Gives arguments other endpoints in place of those that are held; returns a note for each.
-pub(super) fn put_beside(
-    arguments: &mut [Argument],
-    beside: &Beside<'_>,
+/// Replaces endpoints of arguments that are in use; returns a note for each.
+pub(super) fn relocate_endpoints(
+    arguments: &mut [CommandArgument],
+    beside: &EndpointRelocation<'_>,
 ) -> Result<Vec<String>, CommandLineError> {
-    let mut places = Places { beside, used: BTreeSet::new() };
+    let mut places = EndpointPaths { beside, used: BTreeSet::new() };
     let mut notes = Vec::new();
     for argument in arguments {
-        let Some((new, held)) = moved(argument, &mut places)? else { continue };
+        let Some((new, held)) = relocate_argument(argument, &mut places)? else { continue };
         notes.push(format!("{argument} is now {new}: {held}"));
         *argument = new;
     }
     Ok(notes)
 }
 
-/// The argument with other endpoints, and why; `None` if it can stay.
-fn moved(
-    argument: &Argument,
-    places: &mut Places<'_>,
-) -> Result<Option<(Argument, String)>, CommandLineError> {
+/// The argument with other endpoints, and the reason; `None` if it can stay.
+fn relocate_argument(
+    argument: &CommandArgument,
+    places: &mut EndpointPaths<'_>,
+) -> Result<Option<(CommandArgument, String)>, CommandLineError> {
     let (name, value) = (argument.name(), argument.value());
     let new = match name {
         "qmp" | "qmp-pretty" | "monitor" | "serial" | "parallel" | "debugcon" | "qtest" => {
-            chardev::short(value, false, places)
+            chardev::relocate_short(value, false, places)
         }
-        "gdb" => chardev::short(value, true, places),
-        "s" => return Ok(gdb(places)),
-        "chardev" => chardev::long(value, places),
-        "vnc" => displays::vnc(value, places),
-        "display" => displays::display(value, places),
-        "spice" => displays::spice(value, places),
-        "pidfile" | "D" => file(value, places),
+        "gdb" => chardev::relocate_short(value, true, places),
+        "s" => return Ok(relocate_gdb(places)),
+        "chardev" => chardev::relocate_chardev(value, places),
+        "vnc" => displays::relocate_vnc(value, places),
+        "display" => displays::relocate_display(value, places),
+        "spice" => displays::relocate_spice(value, places),
+        "pidfile" | "D" => relocate_file(value, places),
         "trace" => file_property(value, "enable", "file", places),
         "audiodev" => file_property(value, "driver", "path", places),
         "object" => file_property(value, "qom-type", "file", places),
         "netdev" | "nic" | "net" => {
-            network::check(argument, places)?;
+            network::check_netdev(argument, places)?;
             None
         }
         _ => None,
     };
-    Ok(new.map(|Moved { value, held }| (Argument::new(name, value), held)))
+    Ok(new.map(|MovedValue { value, held }| (CommandArgument::new(name, value), held)))
 }
 
-/// A new value of an option, and why.
-struct Moved {
+/// A new value of an option, and the reason.
+struct MovedValue {
     value: String,
     held: String,
 }
 
 /// `-s` is `-gdb tcp::1234`.
-fn gdb(places: &mut Places<'_>) -> Option<(Argument, String)> {
-    let Moved { value, held } = chardev::short("tcp::1234", true, places)?;
-    Some((Argument::new("gdb", value), held))
+fn relocate_gdb(places: &mut EndpointPaths<'_>) -> Option<(CommandArgument, String)> {
+    let MovedValue { value, held } = chardev::relocate_short("tcp::1234", true, places)?;
+    Some((CommandArgument::new("gdb", value), held))
 }
 
 /// An option whose value is a file.
-fn file(value: &str, places: &mut Places<'_>) -> Option<Moved> {
-    let held = places.held(&Endpoint::File(value.into()))?;
-    Some(Moved { value: places.file(value), held })
+fn relocate_file(value: &str, places: &mut EndpointPaths<'_>) -> Option<MovedValue> {
+    let held = places.find_holder(&HostEndpoint::File(value.into()))?;
+    Some(MovedValue { value: places.file_path(value), held })
 }
 
-/// An option that has a file among its properties. Of `-object`, only a `filter-dump` writes to its file.
-fn file_property(value: &str, implied: &str, key: &str, places: &mut Places<'_>) -> Option<Moved> {
-    let mut properties = Properties::read(value, implied)?;
+/// An option that has a file among its properties. Of `-object`, only a `filter-dump` writes to its
+/// file.
+fn file_property(
+    value: &str,
+    implied: &str,
+    key: &str,
+    places: &mut EndpointPaths<'_>,
+) -> Option<MovedValue> {
+    let mut properties = OptionProperties::parse_value(value, implied)?;
     let kind = properties.get("qom-type").map(String::from);
     if kind.is_some_and(|kind| kind != "filter-dump") {
         return None;
     }
     let path = properties.get(key)?.into_owned();
-    let held = places.held(&Endpoint::File(path.clone().into()))?;
-    properties.set(key, &places.file(&path));
-    Some(Moved { value: properties.to_text(implied), held })
+    let held = places.find_holder(&HostEndpoint::File(path.clone().into()))?;
+    properties.set(key, &places.file_path(&path));
+    Some(MovedValue { value: properties.to_text(implied), held })
 }
 
-/// Gives out names in the VM's directory.
-struct Places<'a> {
-    beside: &'a Beside<'a>,
+/// Assigns unique paths in the VM's directory.
+struct EndpointPaths<'a> {
+    beside: &'a EndpointRelocation<'a>,
     used: BTreeSet<String>,
 }
 
-impl Places<'_> {
-    /// Why an endpoint cannot be had.
-    fn held(&self, endpoint: &Endpoint) -> Option<String> {
+impl EndpointPaths<'_> {
+    /// The reason why an endpoint is unavailable; `None` if it is available.
+    fn find_holder(&self, endpoint: &HostEndpoint) -> Option<String> {
         let holder = (self.beside.holder)(endpoint)?;
         Some(format!("{endpoint} is in use by {holder}"))
     }
 
-    /// Where a socket is to be.
-    fn socket(&mut self, name: &str) -> String {
-        let path = self.file(name);
+    /// A path for a socket.
+    fn socket_path(&mut self, name: &str) -> String {
+        let path = self.file_path(name);
         match path.len() > SOCKET_PATH_BYTES_MAX {
-            true => self.file(&self.used.len().to_string()),
+            true => self.file_path(&self.used.len().to_string()),
             false => path,
         }
     }
 
-    /// Where a file is to be: named as the one whose place it takes, or by a word.
-    fn file(&mut self, path: &str) -> String {
+    /// A path for a file, with the name of the file it replaces, or a given word.
+    fn file_path(&mut self, path: &str) -> String {
         let name = Path::new(path).file_name().unwrap_or_default().to_string_lossy().into_owned();
         let numbered = (2..).map(|number| format!("{name}-{number}"));
         let mut names = std::iter::once(name.clone()).chain(numbered);
         let free = names.find(|name| !self.used.contains(name)).unwrap_or_default();
-        let path = self.beside.directory.join(format!("{BEGINNING}{free}"));
+        let path = self.beside.directory.join(format!("{NAME_PREFIX}{free}"));
         self.used.insert(free);
         path.to_string_lossy().into_owned()
     }

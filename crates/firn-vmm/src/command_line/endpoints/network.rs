@@ -1,54 +1,66 @@
-//! Ports and sockets of a network card's back end. They lead to the guest, so the user has to say which others are to do so.
+//! Ports and sockets of a network card's back end. They lead to the guest, so the user has to name
+//! the replacements.
 
-use super::{Endpoint, Places, host_and_port};
-use crate::command_line::arguments::Argument;
+use super::{EndpointPaths, HostEndpoint, host_and_port};
+use crate::command_line::arguments::CommandArgument;
 use crate::command_line::error::CommandLineError;
-use crate::command_line::properties::Properties;
+use crate::command_line::properties::OptionProperties;
 
-/// Refuses a back end that needs what another process has.
-pub(super) fn check(argument: &Argument, places: &Places<'_>) -> Result<(), CommandLineError> {
-    let Some(properties) = Properties::read(argument.value(), "type") else { return Ok(()) };
-    let held = ends(&properties).iter().find_map(|end| places.held(end));
+/// Refuses a back end that needs an endpoint that another process has.
+pub(super) fn check_netdev(
+    argument: &CommandArgument,
+    places: &EndpointPaths<'_>,
+) -> Result<(), CommandLineError> {
+    let Some(properties) = OptionProperties::parse_value(argument.value(), "type") else {
+        return Ok(());
+    };
+    let held = netdev_endpoints(&properties).iter().find_map(|end| places.find_holder(end));
     match held {
         Some(held) => Err(CommandLineError::Held { option: argument.to_string(), held }),
         None => Ok(()),
     }
 }
 
-fn ends(properties: &Properties) -> Vec<Endpoint> {
-    let text = |key: &str| properties.text(key);
+fn netdev_endpoints(properties: &OptionProperties) -> Vec<HostEndpoint> {
+    let text = |key: &str| properties.nested_text(key);
     let found = match properties.get("type").as_deref() {
         Some("user") => {
-            return properties.all("hostfwd").iter().filter_map(|rule| forward(rule)).collect();
+            return properties
+                .list_values("hostfwd")
+                .iter()
+                .filter_map(|rule| forward_endpoint(rule))
+                .collect();
         }
         Some("socket") => text("listen").and_then(|listen| host_and_port(&listen)),
-        Some("stream") if properties.is_on("server") => return address(properties, "addr", false),
-        Some("dgram") => return address(properties, "local", true),
+        Some("stream") if properties.is_on("server") => {
+            return address_endpoint(properties, "addr", false);
+        }
+        Some("dgram") => return address_endpoint(properties, "local", true),
         _ => None,
     };
-    found.map(|(host, port)| Endpoint::tcp(&host, port)).into_iter().collect()
+    found.map(|(host, port)| HostEndpoint::tcp_port(&host, port)).into_iter().collect()
 }
 
 /// `[tcp|udp]:[HOST]:PORT-[GUEST]:PORT`
-fn forward(rule: &str) -> Option<Endpoint> {
+fn forward_endpoint(rule: &str) -> Option<HostEndpoint> {
     let (protocol, rest) = rule.split_once(':')?;
     let (outside, _guest) = rest.rsplit_once('-')?;
     let (host, port) = host_and_port(outside)?;
     match protocol {
-        "" | "tcp" => Some(Endpoint::tcp(&host, port)),
-        "udp" => Some(Endpoint::Port { udp: true, host, port }),
+        "" | "tcp" => Some(HostEndpoint::tcp_port(&host, port)),
+        "udp" => Some(HostEndpoint::Port { udp: true, host, port }),
         _ => None,
     }
 }
 
 /// `addr.type=inet,addr.host=...,addr.port=...` or `addr.type=unix,addr.path=...`
-fn address(properties: &Properties, of: &str, udp: bool) -> Vec<Endpoint> {
-    let text = |key: &str| properties.text(&format!("{of}.{key}"));
+fn address_endpoint(properties: &OptionProperties, of: &str, udp: bool) -> Vec<HostEndpoint> {
+    let text = |key: &str| properties.nested_text(&format!("{of}.{key}"));
     let end = match text("type").as_deref() {
-        Some("unix") => text("path").map(|path| Endpoint::Socket(path.into())),
+        Some("unix") => text("path").map(|path| HostEndpoint::Socket(path.into())),
         Some("inet") => text("port").and_then(|port| port.parse().ok()).map(|port| {
             let host = text("host").unwrap_or_default();
-            Endpoint::Port { udp, host, port }
+            HostEndpoint::Port { udp, host, port }
         }),
         _ => None,
     };

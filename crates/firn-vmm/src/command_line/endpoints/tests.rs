@@ -1,19 +1,20 @@
 use super::*;
-use crate::command_line::arguments::{join, split};
+use crate::command_line::arguments::{join_arguments, split_words};
 
 fn words(line: &str) -> Vec<String> {
     line.split(' ').map(str::to_owned).collect()
 }
 
-/// A command line beside one that has these endpoints, as they are displayed.
+/// Relocates the endpoints of a command line, while another process has those that are displayed
+/// like these.
 fn beside(line: &str, held: &[&str]) -> Result<(String, Vec<String>), CommandLineError> {
-    let mut arguments = split(&words(line));
-    let holder = |endpoint: &Endpoint| {
+    let mut arguments = split_words(&words(line));
+    let holder = |endpoint: &HostEndpoint| {
         held.contains(&&*endpoint.to_string()).then(|| "process 7 (qemu)".to_owned())
     };
-    let beside = Beside { directory: Path::new("/r/b"), holder: &holder };
-    let notes = put_beside(&mut arguments, &beside)?;
-    Ok((join(&arguments).join(" "), notes))
+    let beside = EndpointRelocation { directory: Path::new("/r/b"), holder: &holder };
+    let notes = relocate_endpoints(&mut arguments, &beside)?;
+    Ok((join_arguments(&arguments).join(" "), notes))
 }
 
 #[track_caller]
@@ -151,14 +152,15 @@ mod any {
     use proptest::prelude::*;
 
     proptest! {
-        /// Whatever is held: options keep their order, their number and their names, and there is a note for each that was changed.
+        /// Whichever endpoints are in use: options keep their order, their number and their names,
+        /// and there is a note for each that was changed.
         #[test]
         fn the_machine_stays_the_same(words in proptest::collection::vec("(-(qmp|serial|chardev|vnc|gdb|netdev|D|s))|[a-z:,=/0-9{}]{0,20}", 0..12)) {
-            let mut arguments = split(&words);
+            let mut arguments = split_words(&words);
             let before = arguments.clone();
-            let holder = |_: &Endpoint| Some("x".to_owned());
-            let beside = Beside { directory: Path::new("/r"), holder: &holder };
-            if let Ok(notes) = put_beside(&mut arguments, &beside) {
+            let holder = |_: &HostEndpoint| Some("x".to_owned());
+            let beside = EndpointRelocation { directory: Path::new("/r"), holder: &holder };
+            if let Ok(notes) = relocate_endpoints(&mut arguments, &beside) {
                 let changed = before.iter().zip(&arguments).filter(|(a, b)| a != b).count();
                 prop_assert_eq!(notes.len(), changed);
                 prop_assert_eq!(before.len(), arguments.len());

@@ -1,0 +1,336 @@
+//! The record of a cluster: which host may run its VMs, and which agent manages them at this host.
+//!
+//! ```text
+//!   host c: firn cluster protect shop                        the record "shop" (firn-membership)
+//!     begin_record: its VMs run where they do, no copies -> { web: a, db: b }
+//!     a, b: the record names the host,
+//!           the lease is held <--------------------------->
+//!     the first global checkpoint is in the file of c
+//!     record_backup --------------------------------------> { web: a, backup c; db: b, backup c }
+//!                                                                 |  the lease of a expires
+//!     run_here: all VMs, from the newest checkpoint <------ { web: c; db: c; generation + 1 }
+//!     a, b: VMs that continue there are ended <------------      |  when a and b can't send
+//! ```
+//!
+//! Each host that has VMs or copies of the cluster has one
+//! [`ClusterMember`](firn_membership::ClusterMember), which requests one lease for all its VMs
+//! there. Beside it a reconcile loop carries out the planned actions
+//! ([`reconcile`](super::reconcile)). Which VMs belong to the cluster is stored in their runtime
+//! directories ([`AgentPaths::cluster_of`](crate::paths::AgentPaths::cluster_of)), so that an agent
+//! that starts again knows them.
+//!
+//! The generation in frames is taken from the layout of the record, which each protection and each
+//! failover changes. The record's own generation changes with a failover only: a VM that runs in an
+//! older one is ended.
+
+use std::collections::BTreeMap;
+use std::sync::Arc;
+use std::time::Duration;
+
+use firn_cluster::failover::{FailoverRecord, VmPlacement};
+use firn_cluster::{Generation, HostId, VmId};
+use firn_membership::{ClusterName, ClusterRecord, MembershipError, RecordView};
+use firn_supervisor::{Failure, FailureKind, VmName};
+use tokio::time::{Instant, sleep};
+
+use super::reconciler::{clear_given_up, ensure_reconciler};
+use super::stored_cluster::{self, ClusterVm};
+use crate::agent::Agent;
+use crate::failover::{LocalNode, change_record, newest_host};
+use crate::host::HostName;
+
+/// Time between two tries, where another component has to act first.
+pub(super) const RETRY_INTERVAL: Duration = Duration::from_millis(100);
+
+/// Whether this agent has membership, and so clusters have records.
+pub(super) fn has_membership(agent: &Agent) -> bool {
+    agent.membership.store_and_terms().is_some()
+}
+
+pub(super) fn local_node(agent: &Agent) -> Result<LocalNode, MembershipError> {
+    let none =
+        || MembershipError::Unreachable("this agent has not joined membership yet".to_owned());
+    agent.failover.local_node().ok_or_else(none)
+}
+
+pub(super) fn cluster_name(name: &VmName) -> Result<ClusterName, MembershipError> {
+    ClusterName::new(name.as_str())
+}
+
+/// The generation in frames that a change of the record begins.
+fn frame_generation(register: &FailoverRecord) -> Generation {
+    Generation(u32::try_from(register.layout + 1).unwrap_or(u32::MAX))
+}
+
+/// Repeats an attempt until it succeeds or is refused, at most for the time of a failover.
+async fn retry_attempt<T, F: Future<Output = Result<Option<T>, MembershipError>>>(
+    agent: &Agent,
+    what: &str,
+    mut try_it: impl FnMut(LocalNode) -> F,
+) -> Result<T, Failure> {
+    let ttl = agent.membership.store_and_terms().map_or(RETRY_INTERVAL, |(_, terms)| terms.ttl);
+    let (until, mut why) = (Instant::now() + 6 * ttl, "no server has answered".to_owned());
+    while Instant::now() < until {
+        let tried = match local_node(agent) {
+            Ok(ours) => try_it(ours).await,
+            Err(trouble) => Err(trouble),
+        };
+        match tried {
+            Ok(Some(done)) => return Ok(done),
+            Ok(None) => "something else has to happen first".clone_into(&mut why),
+            Err(MembershipError::Refused(text)) => {
+                return Err(Failure::new(FailureKind::Busy, text));
+            }
+            Err(trouble) => why = trouble.to_string(),
+        }
+        sleep(RETRY_INTERVAL).await;
+    }
+    let failure = Failure::new(FailureKind::Host, format!("{what}: {why}"));
+    Err(failure.with_hint(
+        "`firn cluster status` shows which hosts answer; `firn cluster forget` ends the record if all its hosts are gone",
+    ))
+}
+
+/// Records where the VMs run, and that there are no copies. Returns the generation in frames that
+/// begins, and whether the cluster had a record before.
+pub(super) async fn begin_record(
+    agent: &Agent,
+    of: &stored_cluster::StoredCluster,
+) -> Result<(Generation, bool), Failure> {
+    let what = format!("{} gets no record", of.name);
+    retry_attempt(agent, &what, |ours| async move {
+        let cluster = cluster_name(&of.name)?;
+        let RecordView { known, names, .. } = ours.members.read_view(&cluster).await?;
+        let Some(places) = current_places(of, &names) else { return Ok(None) };
+        let vms = of.numbered_vms().map(|(vm, placed)| (vm, placed.vm.to_string())).collect();
+        let was_there = known.record.as_ref().is_some_and(|it| !it.register.is_ended());
+        let register = match &known.record {
+            None => FailoverRecord::new(places),
+            Some(record) if record.register.is_ended() => record.register.with_restart(places),
+            Some(record) if record.vms != vms => return Err(name_taken(&of.name)),
+            // One of its agents was started again, and has to adopt its VM.
+            Some(record) if is_elsewhere(&record.register, &places) => return Ok(None),
+            Some(record) => record.register.with_backup(None),
+        };
+        let begins = (frame_generation(&register), was_there);
+        let to = ClusterRecord { register, vms };
+        Ok(change_record(&*ours.members, &cluster, known.revision, &to).await?.then_some(begins))
+    })
+    .await
+}
+
+fn name_taken(name: &VmName) -> MembershipError {
+    let text = format!(
+        "there is a record of a cluster {name} of other VMs: `firn cluster release {name}` where it was made ends that, or \
+         `firn cluster forget {name}` if all its hosts are gone"
+    );
+    MembershipError::Refused(text)
+}
+
+/// Places each VM at the most recently started agent of its host; `None` if one has no number.
+fn current_places(
+    of: &stored_cluster::StoredCluster,
+    names: &BTreeMap<HostId, String>,
+) -> Option<BTreeMap<VmId, VmPlacement>> {
+    let place = |(vm, placed): (VmId, &ClusterVm)| {
+        Some((vm, VmPlacement { primary: newest_host(names, &placed.host)?, backup: None }))
+    };
+    of.numbered_vms().map(place).collect()
+}
+
+fn is_elsewhere(register: &FailoverRecord, places: &BTreeMap<VmId, VmPlacement>) -> bool {
+    let primaries = |places: &BTreeMap<VmId, VmPlacement>| -> Vec<HostId> {
+        places.values().map(|place| place.primary).collect()
+    };
+    primaries(&register.places) != primaries(places) || !register.fence.is_empty()
+}
+
+/// Whether no host has changed the record since a protection began in that generation. If seeding
+/// takes long, the controller names a backup, which does not have copies by that.
+fn is_unchanged(register: &FailoverRecord, begun: Generation) -> bool {
+    let is_named = register.places.values().any(|place| place.backup.is_some());
+    match is_named && !register.is_protected() {
+        true => frame_generation(register) == begun.next(),
+        false => frame_generation(register) == begun,
+    }
+}
+
+/// Records this host as the backup of all VMs, so that it may run them from now on: it has a global
+/// checkpoint of the generation that was begun.
+pub(super) async fn record_backup(
+    agent: &Arc<Agent>,
+    of: &stored_cluster::StoredCluster,
+) -> Result<(), Failure> {
+    for placed in &of.vms {
+        store_cluster_of(agent, &placed.vm, &of.name)?;
+    }
+    let what = format!("{} does not fail over yet", of.name);
+    retry_attempt(agent, &what, |ours| async move {
+        let cluster = cluster_name(&of.name)?;
+        let RecordView { known, .. } = ours.members.read_view(&cluster).await?;
+        let over = || MembershipError::Refused(format!("{} was changed by another host", of.name));
+        let record = known.record.ok_or_else(over)?;
+        let register = &record.register;
+        let is_here = register.places.values().all(|place| place.backup == Some(ours.host));
+        if is_here && register.is_protected() {
+            return Ok(Some(()));
+        }
+        if !is_unchanged(register, of.generation) {
+            return Err(over());
+        }
+        let to = ClusterRecord { register: record.register.with_backup(Some(ours.host)), ..record };
+        Ok(change_record(&*ours.members, &cluster, known.revision, &to).await?.then_some(()))
+    })
+    .await?;
+    ensure_reconciler(agent, &of.name);
+    Ok(())
+}
+
+/// Stores with a VM which cluster it belongs to.
+fn store_cluster_of(agent: &Agent, vm: &VmName, cluster: &VmName) -> Result<(), Failure> {
+    let kept = agent.paths.set_cluster(vm, cluster);
+    kept.map_err(|error| Failure::from_error(FailureKind::Other, &error))
+        .map_err(|failure| failure.while_doing(format!("noting that {vm} belongs to {cluster}")))
+}
+
+/// Acquires the lease that is to cover the frames of a VM of a cluster, and returns its generation.
+/// By then the record names this host as the VM's primary.
+pub(crate) async fn acquire_lease(
+    agent: &Arc<Agent>,
+    name: &VmName,
+    vm: &VmName,
+) -> Result<u32, Failure> {
+    if !has_membership(agent) {
+        let text = format!(
+            "host {} has no membership, and {name} is a cluster of hosts that have",
+            agent.config.name
+        );
+        let hint = "give its agent's configuration the [membership] of the others";
+        return Err(Failure::new(FailureKind::Host, text).with_hint(hint));
+    }
+    store_cluster_of(agent, vm, name)?;
+    clear_given_up(agent, name);
+    retry_attempt(agent, &format!("{vm} gets no lease"), |ours| async move {
+        let cluster = cluster_name(name)?;
+        let known = ours.members.read_record(&cluster).await?;
+        let Some(ClusterRecord { register, vms }) = known.record else { return Ok(None) };
+        let number = vms.iter().find(|(_, it)| *it == vm.as_str()).map(|(number, _)| number);
+        let place = number.and_then(|number| register.places.get(number));
+        let is_here = place.is_some_and(|place| place.primary == ours.host);
+        let member = ensure_reconciler(agent, name);
+        let holds = member.is_some_and(|post| post.may_send_in(register.generation));
+        Ok((is_here && holds).then_some(register.generation.0))
+    })
+    .await
+}
+
+/// Ends the record of a cluster, if it has one.
+pub(super) async fn end_record(agent: &Agent, name: &VmName) -> Result<(), Failure> {
+    if !has_membership(agent) {
+        return Ok(());
+    }
+    retry_attempt(agent, &format!("the record of {name} stays"), |ours| async move {
+        let cluster = cluster_name(name)?;
+        let known = ours.members.read_record(&cluster).await?;
+        let Some(record) = known.record.filter(|it| !it.register.is_ended()) else {
+            return Ok(Some(()));
+        };
+        let is_done =
+            change_record(&*ours.members, &cluster, known.revision, &record.to_ended()).await?;
+        Ok(is_done.then_some(()))
+    })
+    .await
+}
+
+/// Whether the record of a cluster has ended.
+pub(super) async fn has_record_ended(agent: &Agent, name: &VmName) -> Result<bool, Failure> {
+    if !has_membership(agent) {
+        return Ok(false);
+    }
+    retry_attempt(agent, &format!("{name} is not known"), |ours| async move {
+        let known = ours.members.read_record(&cluster_name(name)?).await?;
+        Ok(Some(known.record.is_some_and(|record| record.register.is_ended())))
+    })
+    .await
+}
+
+/// Records that all VMs run on this host, unless the record has that already. They are run when no
+/// other host can send any more.
+pub(super) async fn record_failover(agent: &Arc<Agent>, name: &VmName) -> Result<(), Failure> {
+    clear_given_up(agent, name);
+    retry_attempt(agent, &format!("{name} does not fail over"), |ours| async move {
+        let cluster = cluster_name(name)?;
+        let RecordView { known, leases, .. } = ours.members.read_view(&cluster).await?;
+        let not_here = || {
+            let text = "its record does not name this host as the backup of all its VMs";
+            MembershipError::Refused(format!("{name} can't be run here: {text}"))
+        };
+        let record = known.record.ok_or_else(not_here)?;
+        let places = &record.register.places;
+        let is_here = |host: Option<HostId>| host == Some(ours.host);
+        if !places.is_empty() && places.values().all(|place| is_here(Some(place.primary))) {
+            return Ok(Some(()));
+        }
+        if places.is_empty() || !places.values().all(|place| is_here(place.backup)) {
+            return Err(not_here());
+        }
+        // This host's own lease may just be requested.
+        let Some(register) = record.register.with_failover(&leases) else { return Ok(None) };
+        let to = ClusterRecord { register, ..record };
+        Ok(change_record(&*ours.members, &cluster, known.revision, &to).await?.then_some(()))
+    })
+    .await?;
+    ensure_reconciler(agent, name);
+    Ok(())
+}
+
+/// Returns the VMs of a cluster, and the hosts that run them, as its record names them.
+pub(super) async fn read_recorded_vms(
+    agent: &Agent,
+    name: &VmName,
+) -> Result<Vec<(VmName, HostName)>, Failure> {
+    if !has_membership(agent) {
+        return Ok(Vec::new());
+    }
+    retry_attempt(agent, &format!("{name} is not known"), |ours| async move {
+        let RecordView { known, names, .. } = ours.members.read_view(&cluster_name(name)?).await?;
+        let Some(ClusterRecord { register, vms }) = known.record else {
+            return Ok(Some(Vec::new()));
+        };
+        let at = |(vm, place): (&VmId, &VmPlacement)| {
+            let vm = VmName::new(vms.get(vm)?.clone()).ok()?;
+            Some((vm, HostName::new(names.get(&place.primary)?.clone()).ok()?))
+        };
+        Ok(Some(register.places.iter().filter_map(at).collect()))
+    })
+    .await
+}
+
+#[cfg(test)]
+mod tests {
+    use firn_cluster::failover::{ControllerDecision, FailoverController};
+
+    use super::*;
+
+    const BACKUP: HostId = HostId(2);
+
+    #[test]
+    fn a_backup_that_the_controller_names_has_no_copies() {
+        let place = VmPlacement { primary: HostId(1), backup: None };
+        let begun = FailoverRecord::new(BTreeMap::from([(VmId(0), place)]));
+        let since = frame_generation(&begun);
+        let hosts = [HostId(1), BACKUP].into();
+        let ControllerDecision::Propose(named) =
+            FailoverController::new(begun.clone(), hosts).next_decision()
+        else {
+            panic!("no backup is named")
+        };
+        assert_eq!(named.places[&VmId(0)].backup, Some(BACKUP));
+        assert!(!named.is_protected() && is_unchanged(&named, since));
+        let backed = named.with_backup(Some(BACKUP));
+        assert!(backed.is_protected() && !is_unchanged(&backed, since));
+        assert!(is_unchanged(&begun, since));
+        assert!(!is_unchanged(&begun.with_backup(Some(BACKUP)), since), "by another host");
+        assert!(!is_unchanged(&begun.with_backup(None), since), "another host has begun");
+    }
+}

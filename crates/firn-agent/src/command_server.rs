@@ -1,0 +1,144 @@
+//! The server for this host: `firn` commands, at a socket for its owner alone, and metrics.
+
+use std::sync::Arc;
+use std::time::Duration;
+
+use bytes::Bytes;
+use firn_supervisor::{Failure, FailureKind, SupervisorReply};
+use http_body_util::channel::{Channel, Sender};
+use hyper::body::Incoming;
+use hyper::{Method, Request, StatusCode};
+use serde_json::Value;
+use tokio::net::{TcpListener, UnixListener};
+use tokio::sync::{Semaphore, mpsc};
+use tokio::time::sleep;
+
+use crate::agent::Agent;
+use crate::api::{CLUSTERS, FAILOVER, MEMBERS, METRICS, PROTECT, ProtectVmRequest, STATUS};
+use crate::http::{self, HttpResponse};
+use crate::{clusters, failover, metrics, protect, status};
+
+/// Maximum number of connections at once.
+const CONNECTIONS_MAX: usize = 64;
+
+/// How long to wait when the system has no more descriptors.
+const EXHAUSTED_WAIT: Duration = Duration::from_millis(100);
+
+/// Maximum number of replies that wait for the client. Progress that finds no room is dropped.
+const REPLIES_MAX: usize = 16;
+
+/// Answers commands. Never returns.
+pub(crate) async fn serve_commands(agent: Arc<Agent>, listener: UnixListener) {
+    let room = Arc::new(Semaphore::new(CONNECTIONS_MAX));
+    loop {
+        let Ok(permit) = Arc::clone(&room).acquire_owned().await else { return };
+        let Ok((stream, _)) = listener.accept().await else {
+            sleep(EXHAUSTED_WAIT).await;
+            continue;
+        };
+        let agent = Arc::clone(&agent);
+        tokio::spawn(async move {
+            // A client that disconnects is no error.
+            let _ = http::serve_connection(stream, |request| {
+                answer_command(Arc::clone(&agent), request)
+            })
+            .await;
+            drop(permit);
+        });
+    }
+}
+
+/// Answers requests for metrics. Never returns.
+pub(crate) async fn serve_metrics(agent: Arc<Agent>, listener: TcpListener) {
+    let room = Arc::new(Semaphore::new(CONNECTIONS_MAX));
+    loop {
+        let Ok(permit) = Arc::clone(&room).acquire_owned().await else { return };
+        let Ok((stream, _)) = listener.accept().await else {
+            sleep(EXHAUSTED_WAIT).await;
+            continue;
+        };
+        let agent = Arc::clone(&agent);
+        tokio::spawn(async move {
+            let _ = http::serve_connection(stream, |request| {
+                answer_metrics(Arc::clone(&agent), request)
+            })
+            .await;
+            drop(permit);
+        });
+    }
+}
+
+async fn answer_command(agent: Arc<Agent>, request: Request<Incoming>) -> HttpResponse {
+    if request.uri().path().starts_with(CLUSTERS) {
+        return clusters::answer_command(&agent, request).await;
+    }
+    match (request.method(), request.uri().path()) {
+        (&Method::GET, STATUS) => match status::collect_status(&agent).await {
+            Ok(cluster) => http::json_response(&cluster),
+            Err(failure) => http::failure_response(&failure),
+        },
+        (&Method::GET, MEMBERS) => match agent.membership.membership_view(&agent.config.name).await
+        {
+            Ok(view) => http::json_response(&view),
+            Err(failure) => http::failure_response(&failure),
+        },
+        (&Method::POST, FAILOVER) => match answer_failover(agent, request).await {
+            Ok(facts) => http::json_response(&facts),
+            Err(failure) => http::failure_response(&failure),
+        },
+        (&Method::POST, PROTECT) => match http::read_json(request).await {
+            Ok(wanted) => answer_protect(agent, wanted),
+            Err(failure) => http::failure_response(&failure),
+        },
+        _ => answer_metrics(agent, request).await,
+    }
+}
+
+async fn answer_metrics(agent: Arc<Agent>, request: Request<Incoming>) -> HttpResponse {
+    if (request.method(), request.uri().path()) != (&Method::GET, METRICS) {
+        return http::not_found_response(&request);
+    }
+    let vms = status::list_vms(&agent).await.unwrap_or_default();
+    let (peers, networks) = (agent.peers.peer_views(), agent.networks.network_views());
+    let text =
+        metrics::render_metrics(&vms, &peers, &networks, agent.rejections.counts_by_word().iter());
+    match text {
+        Ok(text) => http::bytes_response(StatusCode::OK, metrics::CONTENT_TYPE, text.into_bytes()),
+        Err(error) => http::failure_response(&Failure::from_error(FailureKind::Other, &error)),
+    }
+}
+
+async fn answer_failover(agent: Arc<Agent>, request: Request<Incoming>) -> Result<Value, Failure> {
+    let wanted = http::read_json(request).await?;
+    failover::fail_over(&agent, &wanted).await
+}
+
+/// Protects a VM. That continues when the client disconnects.
+fn answer_protect(agent: Arc<Agent>, wanted: ProtectVmRequest) -> HttpResponse {
+    let (tell, replies) = mpsc::channel(REPLIES_MAX);
+    let (lines, body) = Channel::new(REPLIES_MAX);
+    tokio::spawn(forward_replies(replies, lines));
+    tokio::spawn(async move {
+        let progress = tell.clone();
+        let on_progress =
+            move |now: &_| drop(progress.try_send(SupervisorReply::Progress(Clone::clone(now))));
+        let last = match protect::protect_vm(&agent, wanted, on_progress).await {
+            Ok(facts) => SupervisorReply::Done { facts },
+            Err(failure) => SupervisorReply::Failed(failure),
+        };
+        // The client may have disconnected.
+        let _ = tell.send(last).await;
+    });
+    http::response_with_body(StatusCode::OK, "application/x-ndjson", body)
+}
+
+async fn forward_replies(mut replies: mpsc::Receiver<SupervisorReply>, mut lines: Sender<Bytes>) {
+    while let Some(reply) = replies.recv().await {
+        // It consists of strings and numbers, so nothing in it can fail to serialize.
+        let mut line = serde_json::to_vec(&reply).unwrap_or_default();
+        line.push(b'\n');
+        if lines.send_data(line.into()).await.is_err() {
+            return;
+        }
+    }
+}

@@ -1,0 +1,168 @@
+//! Manual failover: decides by the record whether a failover that a user requests is allowed. Pure.
+//!
+//! ```text
+//!   the record                            its primary's lease  request         decision
+//!     names this host as the backup,        is over              any             propose: backup
+//!     which has a standby                                                        becomes primary
+//!                                           is not over          a failover      refused: held
+//!                                           is not over          "HOST is dead"  propose the same
+//!     names this host as the primary        (fence not empty)    any             wait; then runs
+//!     has ended, names others, no standby                        any             refused
+//! ```
+//!
+//! A proposal always fences the old primary, even one that a user declares dead. The fence is left
+//! only when the lease is over. So a user who is wrong costs a healthy VM its generation, and never
+//! makes two hosts send. Nothing in this module grants or shortens a lease.
+
+use std::collections::BTreeSet;
+
+use super::FailoverRecord;
+use crate::HostId;
+
+/// The decision that follows from the current record.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub enum ManualDecision {
+    /// Propose this record.
+    Propose(FailoverRecord),
+    /// A step that has to come first is in progress: check again.
+    Wait,
+    /// The record names this host to run the VMs.
+    Runs,
+    /// The failover is refused.
+    Refused(ManualRefusal),
+}
+
+/// Why a manual failover is refused.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum ManualRefusal {
+    /// The cluster has ended: its VMs were stopped or released.
+    Ended,
+    /// This host is not the backup; that one is, if there is any.
+    OtherBackup(Option<HostId>),
+    /// This host has no standby that counts.
+    NoCopy,
+    /// This primary holds a lease, or may believe so.
+    Held(HostId),
+    /// A host was declared dead that is no primary; this one is.
+    OtherPrimary(HostId),
+}
+
+/// Decides at host `me`. The hosts of `leases` may believe that they hold one, and the user
+/// declares those of `dead` dead.
+pub fn decide_manual_failover(
+    register: &FailoverRecord,
+    leases: &BTreeSet<HostId>,
+    me: HostId,
+    dead: &BTreeSet<HostId>,
+) -> ManualDecision {
+    let primaries = register.primaries();
+    let Some(primary) = primaries.first().copied() else {
+        return ManualDecision::Refused(ManualRefusal::Ended);
+    };
+    if primaries == BTreeSet::from([me]) {
+        return match register.fence.is_empty() {
+            true => ManualDecision::Runs,
+            false => ManualDecision::Wait,
+        };
+    }
+    if !dead.is_subset(&primaries) {
+        return ManualDecision::Refused(ManualRefusal::OtherPrimary(primary));
+    }
+    if let Some(other) = register.places.values().find(|place| place.backup != Some(me)) {
+        return ManualDecision::Refused(ManualRefusal::OtherBackup(other.backup));
+    }
+    if !register.is_protected() {
+        return ManualDecision::Refused(ManualRefusal::NoCopy);
+    }
+    if !register.fence.is_empty() || !leases.contains(&me) {
+        return ManualDecision::Wait;
+    }
+    let held = primaries.iter().find(|host| leases.contains(host) && !dead.contains(host));
+    if let Some(host) = held {
+        return ManualDecision::Refused(ManualRefusal::Held(*host));
+    }
+    let others: BTreeSet<HostId> = leases.difference(dead).copied().collect();
+    match register.with_failover(&others) {
+        Some(next) => ManualDecision::Propose(next),
+        None => ManualDecision::Refused(ManualRefusal::NoCopy),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::collections::BTreeMap;
+
+    use super::*;
+    use crate::failover::VmPlacement;
+    use crate::{Generation, VmId};
+
+    const A: HostId = HostId(0);
+    const B: HostId = HostId(1);
+
+    fn hosts(hosts: &[HostId]) -> BTreeSet<HostId> {
+        hosts.iter().copied().collect()
+    }
+
+    fn backed() -> FailoverRecord {
+        let place = VmPlacement { primary: A, backup: None };
+        FailoverRecord::new(BTreeMap::from([(VmId(0), place)])).with_backup(Some(B))
+    }
+
+    fn refused(
+        register: &FailoverRecord,
+        leases: &[HostId],
+        me: HostId,
+        dead: &[HostId],
+    ) -> ManualRefusal {
+        match decide_manual_failover(register, &hosts(leases), me, &hosts(dead)) {
+            ManualDecision::Refused(why) => why,
+            other => panic!("{other:?}"),
+        }
+    }
+
+    fn proposed(leases: &[HostId], dead: &[HostId]) -> FailoverRecord {
+        match decide_manual_failover(&backed(), &hosts(leases), B, &hosts(dead)) {
+            ManualDecision::Propose(register) => register,
+            other => panic!("{other:?}"),
+        }
+    }
+
+    #[test]
+    fn a_primary_that_holds_its_lease_keeps_its_vm() {
+        assert_eq!(refused(&backed(), &[A, B], B, &[]), ManualRefusal::Held(A));
+        assert_eq!(refused(&backed(), &[A, B], B, &[HostId(7)]), ManualRefusal::OtherPrimary(A));
+    }
+
+    #[test]
+    fn a_primary_that_lost_its_lease_or_is_declared_dead_is_fenced_for_good() {
+        for (leases, dead) in [(&[B][..], &[][..]), (&[A, B], &[A]), (&[B], &[A])] {
+            let next = proposed(leases, dead);
+            assert_eq!(next.primaries(), hosts(&[B]));
+            assert_eq!(next.fence, hosts(&[A]), "until its lease is over");
+            assert_eq!(next.generation, Generation(1));
+            assert_eq!(next.places[&VmId(0)].backup, None, "it is no backup at once");
+            assert_eq!(
+                decide_manual_failover(&next, &hosts(&[A, B]), B, &hosts(dead)),
+                ManualDecision::Wait
+            );
+            let free = next.without_harmless(|_| true).unwrap();
+            assert_eq!(
+                decide_manual_failover(&free, &hosts(&[B]), B, &hosts(&[])),
+                ManualDecision::Runs
+            );
+        }
+    }
+
+    #[test]
+    fn who_has_no_copy_that_counts_runs_nothing() {
+        let alone = backed().with_backup(None);
+        assert_eq!(refused(&alone, &[B], B, &[]), ManualRefusal::OtherBackup(None));
+        assert_eq!(
+            refused(&backed(), &[HostId(2)], HostId(2), &[]),
+            ManualRefusal::OtherBackup(Some(B))
+        );
+        assert_eq!(refused(&backed().with_end(), &[B], B, &[]), ManualRefusal::Ended);
+        let waits = decide_manual_failover(&backed(), &hosts(&[]), B, &hosts(&[]));
+        assert_eq!(waits, ManualDecision::Wait, "its own lease comes first");
+    }
+}
