@@ -11,6 +11,7 @@ use crate::cpu::CpuFacts;
 use crate::failure::Failure;
 use crate::failure::FailureKind::Host;
 use crate::meta::ImageMeta;
+use crate::programs;
 
 /// One requirement of a restore.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize)]
@@ -63,18 +64,17 @@ fn check_command_line(meta: &ImageMeta) -> CheckResult {
     }
 }
 
-/// Runs the QEMU of the image and returns its output.
+/// Runs the QEMU of the image and returns its output. Refuses a program that a restore would refuse:
+/// the image may come from any source.
 fn output_of_qemu(meta: &ImageMeta, args: &[&str]) -> CheckResult {
-    let program = meta.qemu.user_args.first().map_or("qemu-system-x86_64", String::as_str);
-    let mut command = Command::new(program);
-    if meta.qemu.directory.is_dir() {
-        command.current_dir(&meta.qemu.directory);
-    }
-    let output = command.args(args).stdin(Stdio::null()).output();
-    let output = output.map_err(|error| format!("{program}: {error}"))?;
+    let name = meta.qemu.user_args.first().map_or("qemu-system-x86_64", String::as_str);
+    let program = programs::allowed_program(name, &meta.qemu.directory)
+        .map_err(|failure| failure.to_string())?;
+    let output = Command::new(&program).args(args).stdin(Stdio::null()).output();
+    let output = output.map_err(|error| format!("{}: {error}", program.display()))?;
     match output.status.success() {
         true => Ok(String::from_utf8_lossy(&output.stdout).into_owned()),
-        false => Err(format!("{program} {} failed ({})", args.join(" "), output.status)),
+        false => Err(format!("{} {} failed ({})", program.display(), args.join(" "), output.status)),
     }
 }
 

@@ -137,6 +137,10 @@ fn a_restore_starts_only_a_qemu() {
     let refused = refused.fails(5, "the image's command line starts /bin/sh");
     assert!(refused.err.contains("--qemu"), "{}", refused.err);
     assert_eq!(session.ls().len(), 1);
+    // Nor does a check of the image start it.
+    let verify = session.firn(&["image", "verify", "--restorable", "mine.firn"]);
+    assert!(format!("{}{}", verify.out, verify.err).contains("is no QEMU that this host allows"));
+    verify.fails(5, "could not restore");
     let qemu = firn_lab::guest::default_program();
     let named = ["restore", "mine.firn", "--name", "mine2", "--qemu", qemu.to_str().unwrap()];
     session.firn(&named).succeeds();
