@@ -186,6 +186,10 @@ impl FileStore {
             return Err(StoreError::Kind { path: path.to_owned() });
         }
         let file = options.open(path).map_err(opened)?;
+        // The path may name something else by now.
+        if !file.metadata().map_err(opened)?.is_file() {
+            return Err(StoreError::Kind { path: path.to_owned() });
+        }
         match lock_file(&file).map_err(opened)? {
             true => Ok(Self { file }),
             false => Err(StoreError::InUse { path: path.to_owned() }),

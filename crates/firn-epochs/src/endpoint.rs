@@ -5,15 +5,18 @@
 //! as ssh(1) with `-L PATH:PATH`.
 
 use std::fmt;
+use std::fs;
 use std::io::{self, Read, Write};
 use std::net::Shutdown;
 use std::os::fd::{AsFd, BorrowedFd};
 use std::os::unix::fs::PermissionsExt;
 use std::os::unix::net::{UnixListener, UnixStream};
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
 use std::str::FromStr;
+use std::sync::atomic::{AtomicU32, Ordering};
 use std::time::Duration;
 
+use rustix::fs::{CWD, RenameFlags, renameat_with};
 use serde::{Deserialize, Serialize};
 use thiserror::Error;
 
@@ -75,9 +78,31 @@ impl BackupEndpoint {
     /// # Errors
     /// If the socket can't be created.
     pub fn listen(&self) -> io::Result<BackupListener> {
-        let listener = UnixListener::bind(&self.0)?;
-        std::fs::set_permissions(&self.0, std::fs::Permissions::from_mode(0o600))?;
+        let listener = bind_private(&self.0)?;
         Ok(BackupListener { listener, path: self.0.clone() })
+    }
+}
+
+/// Binds a socket that only its owner can connect to, at any instant: it gets its name when its mode
+/// is set. A socket that is there already is not replaced.
+fn bind_private(path: &Path) -> io::Result<UnixListener> {
+    static COUNT: AtomicU32 = AtomicU32::new(0);
+    let count = COUNT.fetch_add(1, Ordering::Relaxed);
+    // A short name: the path of a socket has at most 107 bytes (unix(7)).
+    let hidden = path.with_file_name(format!(".{}.{count}", std::process::id()));
+    // A process that had this number may have left one.
+    let _ = fs::remove_file(&hidden);
+    let listener = UnixListener::bind(&hidden)?;
+    let placed = fs::set_permissions(&hidden, fs::Permissions::from_mode(0o600))
+        .and_then(|()| Ok(renameat_with(CWD, &hidden, CWD, path, RenameFlags::NOREPLACE)?));
+    if placed.is_err() {
+        let _ = fs::remove_file(&hidden);
+    }
+    match placed {
+        Err(error) if error.kind() == io::ErrorKind::AlreadyExists => {
+            Err(io::ErrorKind::AddrInUse.into())
+        }
+        placed => placed.map(|()| listener),
     }
 }
 

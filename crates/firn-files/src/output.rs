@@ -6,6 +6,7 @@ use std::io::{self, Write};
 use std::os::unix::ffi::OsStrExt;
 use std::os::unix::fs::OpenOptionsExt;
 use std::path::{Path, PathBuf};
+use std::sync::atomic::{AtomicU64, Ordering};
 
 use rustix::fs::OFlags;
 use thiserror::Error;
@@ -110,14 +111,19 @@ fn replace_with_mode(path: &Path, bytes: &[u8], mode: u32) -> io::Result<()> {
 
 fn write_new(path: &Path, bytes: &[u8], mode: u32) -> io::Result<()> {
     let mut options = OpenOptions::new();
-    options.write(true).create_new(true).mode(mode).open(path)?.write_all(bytes)
+    let mut file = options.write(true).create_new(true).mode(mode).open(path)?;
+    file.write_all(bytes)?;
+    // The new name must not reach the disk before the bytes: after a power cut it would name an empty file.
+    file.sync_all()
 }
 
-/// A hidden name in the same directory, which no other process uses.
+/// A hidden name in the same directory, which no other thread or process uses.
 fn new_name(path: &Path) -> PathBuf {
+    static COUNT: AtomicU64 = AtomicU64::new(0);
+    let count = COUNT.fetch_add(1, Ordering::Relaxed);
     let mut name = OsString::from(".");
     name.push(path.file_name().unwrap_or_default());
-    name.push(format!(".{}.new", std::process::id()));
+    name.push(format!(".{}.{count}.new", std::process::id()));
     path.with_file_name(name)
 }
 

@@ -550,7 +550,8 @@ impl FrameRelay {
         let is_member = self.shared.lock_output().policy.cluster_output().is_some();
         let retries = self.needs_retry(is_plugged).then_some(RETRY_INTERVAL);
         let timeout = retries.into_iter().chain(is_member.then_some(TICK_INTERVAL)).min();
-        let timeout = timeout.map(|it| Timespec { tv_sec: 0, tv_nsec: it.subsec_nanos().into() });
+        let timeout = timeout
+            .map(|it| Timespec { tv_sec: it.as_secs() as i64, tv_nsec: it.subsec_nanos().into() });
         rustix::io::retry_on_intr(|| poll(&mut all, timeout.as_ref()))?;
         // An empty counter is no error.
         let _ = rustix::io::read(&self.shared.wake, &mut [0; 8]);

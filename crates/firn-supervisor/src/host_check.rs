@@ -74,7 +74,9 @@ fn output_of_qemu(meta: &ImageMeta, args: &[&str]) -> CheckResult {
     let output = output.map_err(|error| format!("{}: {error}", program.display()))?;
     match output.status.success() {
         true => Ok(String::from_utf8_lossy(&output.stdout).into_owned()),
-        false => Err(format!("{} {} failed ({})", program.display(), args.join(" "), output.status)),
+        false => {
+            Err(format!("{} {} failed ({})", program.display(), args.join(" "), output.status))
+        }
     }
 }
 

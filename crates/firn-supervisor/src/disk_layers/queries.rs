@@ -84,8 +84,11 @@ pub(crate) fn describe_needs(chain: &[PathBuf]) -> String {
         let Ok(Some(record)) = read_record(record_dir(&file)) else { continue };
         images.extend(record.images_of(&file).map(|image| image.display().to_string()));
     }
-    let (count, first) = (images.len(), images.first());
-    first.map_or(String::new(), |first| format!(", which {count} images need: {first} and others"))
+    match &images[..] {
+        [] => String::new(),
+        [image] => format!(", which {image} needs"),
+        [first, others @ ..] => format!(", which {first} and {} more images need", others.len()),
+    }
 }
 
 /// Whether a file has to stay over one that has a part of its contents, because a merge ended

@@ -4,7 +4,7 @@ use firn_image::Image;
 use serde_json::Value;
 
 use crate::faults::{DRAINED, base, base_past_the_page_cache, points};
-use crate::session::{Session, kill};
+use crate::session::{Session, kill, text};
 use crate::vm::{Vm, userfaultfds};
 
 /// Saves, and compares the image with memory as it was at the cut.
@@ -124,7 +124,7 @@ fn what_can_not_be_a_parent_is_refused() {
     let save = |parent: &str, more: &[&str]| {
         session.firn(&[&["checkpoint", "web", "-o", "new.firn", "--parent", parent], more].concat())
     };
-    save("nowhere.firn", &[]).fails(1, "nowhere.firn");
+    save("nowhere.firn", &[]).fails(2, "nowhere.firn");
     std::fs::write(vm.image("text"), "no image").unwrap();
     save("text", &[]).fails(6, "too few");
     save("base.firn", &["--block-pages", "4"]).fails(2, "other sizes");
@@ -216,15 +216,22 @@ fn killed_anywhere_in_a_pre_copy() {
     assert_eq!(Image::open(&vm.image("base.firn")).unwrap().chain_paths().len(), 1);
 }
 
-/// The image can't take its name, which a directory has: the next one still has all that was written.
+/// The image cannot get its name: the next one still has all that was written.
 #[test]
 fn writes_are_not_forgotten_with_a_save_that_failed() {
-    let vm = Vm::boot();
+    let mut vm = Vm::new();
+    let stop = vm.session.path("stop");
+    vm.session.arm(Some(&format!("image.rename=EIO:{}", text(&stop))));
+    let mut vm = vm.booted(&["--mib", "48", "--rate", "2000"]);
+    vm.session.arm(None);
     let session = &vm.session;
     save(session, "d0.firn", &["--strategy", "pre-copy"]);
     vm.is_well();
-    std::fs::create_dir_all(vm.image("taken/by")).unwrap();
-    session.firn(&["checkpoint", "web", "-o", "taken", "--parent", "d0.firn"]).fails(1, "rename");
+    std::fs::write(&stop, "").unwrap();
+    let failing = ["checkpoint", "web", "-o", "taken", "--parent", "d0.firn"];
+    session.firn(&failing).fails(1, "Input/output error");
+    std::fs::remove_file(&stop).unwrap();
+    assert_eq!(session.files("taken"), Vec::<String>::new());
     assert_eq!(session.files(".taken"), Vec::<String>::new());
     vm.is_well();
     let saved = save(session, "d1.firn", &["--parent", "d0.firn"]);
