@@ -27,13 +27,15 @@ MEMBERSHIP ?= both
 demo-cluster: setup build guest
 	$(AS_ROOT) ./target/release/firn-lab demo-cluster --membership $(MEMBERSHIP)
 
-# Unit tests, and end-to-end tests on real VMs. TESTS="NAME..." runs only these. Those of agreement wait for leases and elections
-# most of the time, so that more of them run at once.
+# Unit tests, and end-to-end tests on real VMs. TESTS="NAME..." runs only these. Those of consensus wait for leases and elections
+# most of the time, so that more of them run at once. One build for all: QEMU loads libfirn_stores.so and memcached
+# libfirnapp.so, which no test is linked with.
+TARGETS = --profile tests --workspace --lib --bins --tests
 test: setup guest
-	@# QEMU loads the one, memcached the other: no test is linked with them.
-	$(CARGO) build --profile tests -p firn-stores -p firn-app-c
+	$(CARGO) build $(TARGETS)
 	status=0; \
-	$(CARGO) test --profile tests --workspace --no-fail-fast $(ONLY) || status=1; \
+	$(CARGO) test $(TARGETS) --no-fail-fast $(ONLY) || status=1; \
+	$(if $(TESTS),,$(CARGO) test --profile tests --workspace --doc || status=1;) \
 	RUST_TEST_THREADS=6 $(CARGO) test --profile tests --workspace --test agreement $(ONLY) || status=1; \
 	exit $$status
 
