@@ -18,7 +18,6 @@ use firn_agent::{
     AgentConfig, AgentPaths, DetectorTiming, HostIdentity, PreparedAgent, SupervisedVms,
 };
 use firn_supervisor::{Failure, FailureContext as _, FailureKind, RuntimeDir, restart_supervisors};
-use firn_types::make_printable;
 use rustix::process::{WaitOptions, wait};
 use tokio::signal::unix::{SignalKind, signal};
 use tracing_subscriber::EnvFilter;
@@ -35,48 +34,68 @@ const LOG_DEFAULT: &str = "info,openraft=off";
 /// Time between two checks whether a VM has lost its supervisor and all of its guards.
 const REVIVE_INTERVAL: Duration = Duration::from_secs(2);
 
+/// The example of a configuration in the help. No line has more than 60 columns.
+const NOTES: &str = r#"The configuration, with paths relative to it:
+  # this host; its certificate is for this name
+  name = "a"
+  # for the peers
+  listen = "10.0.0.1:7415"
+  certificate = "a.pem"
+  # for the owner alone
+  key = "a.key"
+  # has issued the certificates of all hosts
+  authority = "ca.pem"
+  # optional; for Prometheus, on this host only
+  metrics = "127.0.0.1:9415"
+  # optional; as for firn(1)
+  runtime-dir = "/run/firn"
+
+  [peers]
+  # its certificate must be for "b"
+  b = "10.0.0.2:7415"
+
+  # optional: a network between VMs, on all hosts that name it
+  [networks.lan]
+  # optional: a socket such as passt's, or tap = "tap0"
+  uplink = "/run/passt.sock"
+
+  # optional; how hosts agree which one may run which VM
+  [membership]
+  # this host or peers, three or more; then, once on each
+  # of them: firn-agent found
+  servers = ["a", "b", "c"]
+  # the state that a server must not lose
+  state-dir = "/var/lib/firn"
+  # optional
+  lease-ms = 5000
+
+Membership where there is an etcd:
+  [membership]
+  etcd = ["https://10.0.0.9:2379"]
+  # optional; the prefix of all keys
+  prefix = "firn"
+  # for https; has issued the certificates of the servers
+  authority = "etcd-ca.pem"
+  # optional, with key; the certificate of this host
+  certificate = "etcd.pem"
+  key = "etcd.key"
+
+Environment:
+  FIRN_RUNTIME_DIR  the directory of VMs, if the configuration
+                    names none; as for firn(1)
+  FIRN_LOG          the log level on standard error: error,
+                    warn, info (the default), debug, trace"#;
+
 /// Watch other hosts, and carry the epochs of protected VMs to them and from them.
 ///
 /// One runs on each host, as the user whose VMs it is for. `firn protect NAME --backup HOST` and
 /// `firn agent status` send their requests to it. Its peers identify themselves by certificates. A
 /// peer can have programs run here, so only hosts that may do that belong into the configuration.
 ///
-///   name = "a"                       # this host; its certificate is for this name
-///   listen = "10.0.0.1:7415"         # for the peers
-///   certificate = "a.pem"            # paths are relative to the configuration
-///   key = "a.key"                    # for the owner alone
-///   authority = "ca.pem"             # the authority that has issued the certificates of all hosts
-///   metrics = "127.0.0.1:9415"       # optional; for Prometheus, on this host only
-///   runtime-dir = "/run/firn"        # optional: as for firn(1)
-///
-///   [peers]
-///   b = "10.0.0.2:7415"              # its certificate must be for "b"
-///
-///   [networks.lan]                   # optional: a network between VMs, on all hosts that name it
-///   uplink = "/run/passt.sock"       # optional: a socket such as passt's, or tap = "tap0"
-///
-///   [membership]                     # optional; how hosts agree which one may run which VM
-///   servers = ["a", "b", "c"]        # this host or peers, three or more; once on each: firn-agent found
-///   state-dir = "/var/lib/firn"      # the state that a server must not lose
-///   lease-ms = 5000                  # optional
-///
-/// or, where there is an etcd:
-///
-///   [membership]
-///   etcd = ["https://10.0.0.9:2379"]
-///   prefix = "firn"                  # optional; the prefix of all keys
-///   authority = "etcd-ca.pem"        # for https; the authority that has issued the servers' certificates
-///   certificate = "etcd.pem"         # optional, with key; the certificate of this host
-///   key = "etcd.key"
-///
 /// Exit codes are those of firn(1). It ends by SIGTERM or SIGINT with 0; protected VMs then
 /// continue unprotected, and standbys wait.
-///
-/// Environment:
-///   FIRN_RUNTIME_DIR  runtime directory of VMs, if the configuration names none; as for firn(1)
-///   FIRN_LOG          log level on standard error: error, warn, info (the default), debug, trace
 #[derive(Debug, Parser)]
-#[command(name = "firn-agent", version, verbatim_doc_comment, disable_help_subcommand = true)]
+#[command(name = "firn-agent", version, disable_help_subcommand = true, after_long_help = NOTES)]
 struct Cli {
     #[command(subcommand)]
     verb: AgentVerb,
@@ -99,7 +118,6 @@ enum AgentVerb {
     /// Run it once on each host that `servers` of `[membership]` names, before its agent runs. From
     /// then on records are stored in `state-dir`. A host that has lost that directory may not
     /// return under the same name: it could forget what it has acknowledged.
-    #[command(verbatim_doc_comment)]
     Found {
         /// The configuration.
         file: PathBuf,
@@ -131,20 +149,10 @@ fn main() -> ExitCode {
     match done {
         Ok(()) => ExitCode::SUCCESS,
         Err(failure) => {
-            print_failure(&failure);
+            // There is no other output for this error.
+            let _ = io::stderr().lock().write_all(failure.describe("firn-agent").as_bytes());
             ExitCode::from(failure.kind.exit_code())
         }
-    }
-}
-
-fn print_failure(failure: &Failure) {
-    let mut err = io::stderr().lock();
-    for (depth, message) in failure.chain.iter().enumerate() {
-        let lead = if depth == 0 { "firn-agent: " } else { "  because: " };
-        let _ = writeln!(err, "{lead}{}", make_printable(message));
-    }
-    if let Some(hint) = &failure.hint {
-        let _ = writeln!(err, "  try: {}", make_printable(hint));
     }
 }
 

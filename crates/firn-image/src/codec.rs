@@ -41,7 +41,9 @@ pub enum Codec {
 
 /// A word that names no codec.
 #[derive(Debug, Error, PartialEq, Eq)]
-#[error("{0:?} is no codec; they are none, lz4, zstd[:-7..=19] and zlib[:1..=9]")]
+#[error(
+    "{0:?} is no codec; there are none, lz4, zstd[:LEVEL] (from -7 to 19) and zlib[:LEVEL] (from 1 to 9)"
+)]
 pub struct CodecError(String);
 
 impl FromStr for Codec {

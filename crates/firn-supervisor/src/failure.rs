@@ -17,9 +17,12 @@
 
 use std::error::Error;
 use std::fmt;
+use std::io;
 
 use firn_image::ImageError;
+use firn_types::make_printable;
 use serde::{Deserialize, Serialize};
+use serde_json::error::Category;
 
 /// The kind of a failure, as far as a script may have to distinguish it.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
@@ -86,11 +89,14 @@ impl Failure {
         Self { kind, chain: vec![message.into()], hint: None }
     }
 
-    /// A failure that has an error and its sources as its chain.
+    /// A failure that has an error and its sources as its chain. If no kind is known, an operation
+    /// that this user may not do is of the kind [`FailureKind::Host`].
     pub fn from_error(kind: FailureKind, error: &(dyn Error + 'static)) -> Self {
         let chain = std::iter::successors(Some(error), |error| (*error).source())
-            .map(ToString::to_string)
+            .map(plain_message)
             .collect();
+        let kind =
+            if is_denied(error) && kind == FailureKind::Other { FailureKind::Host } else { kind };
         Self { kind, chain, hint: None }
     }
 
@@ -104,6 +110,59 @@ impl Failure {
     pub fn with_hint(mut self, hint: impl Into<String>) -> Self {
         self.hint.get_or_insert_with(|| hint.into());
         self
+    }
+}
+
+impl Failure {
+    /// The messages, outermost first, without those that an outer one repeats.
+    pub fn distinct_messages(&self) -> Vec<&str> {
+        let mut messages: Vec<&str> = Vec::new();
+        for message in &self.chain {
+            if !messages.iter().any(|outer| outer.contains(message.as_str())) {
+                messages.push(message);
+            }
+        }
+        messages
+    }
+
+    /// The failure as a program prints it: a line for each message, then the hint.
+    pub fn describe(&self, program: &str) -> String {
+        let mut text = String::new();
+        for (depth, message) in self.distinct_messages().into_iter().enumerate() {
+            match depth {
+                0 => text += &format!("{program}: {}\n", make_printable(message)),
+                _ => text += &format!("  because: {}\n", make_printable(message)),
+            }
+        }
+        if let Some(hint) = &self.hint {
+            text += &format!("  try: {}\n", make_printable(hint));
+        }
+        text
+    }
+}
+
+/// Whether the system denied permission.
+fn is_denied(error: &(dyn Error + 'static)) -> bool {
+    std::iter::successors(Some(error), |error| (*error).source())
+        .filter_map(|error| error.downcast_ref::<io::Error>())
+        .any(|error| error.kind() == io::ErrorKind::PermissionDenied)
+}
+
+/// The message of an error in plain words. The numbers and forms of Rust's own errors do not help a
+/// user.
+fn plain_message(error: &(dyn Error + 'static)) -> String {
+    if let Some(error) = error.downcast_ref::<serde_json::Error>() {
+        let (line, column) = (error.line(), error.column());
+        match error.classify() {
+            Category::Syntax => return format!("line {line}, column {column} is not JSON"),
+            Category::Eof => return format!("the JSON ends too early, in line {line}"),
+            Category::Io | Category::Data => {}
+        }
+    }
+    let text = error.to_string();
+    match text.rsplit_once(" (os error ") {
+        Some((text, number)) if number.ends_with(')') => text.to_owned(),
+        _ => text,
     }
 }
 
@@ -155,7 +214,6 @@ pub fn image_failure(error: &ImageError) -> Failure {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use std::io;
 
     #[test]
     fn the_chain_runs_from_what_was_asked_to_the_cause() {
@@ -168,6 +226,37 @@ mod tests {
     fn the_hint_nearest_to_the_cause_wins() {
         let failure = Failure::new(FailureKind::Host, "x").with_hint("first").with_hint("second");
         assert_eq!(failure.hint.as_deref(), Some("first"));
+    }
+
+    #[test]
+    fn a_lack_of_permission_has_a_kind() {
+        let kind = |error: io::ErrorKind, kind| {
+            let done: Result<(), _> = Err(io::Error::from(error));
+            done.while_doing_as(kind, "x").unwrap_err().kind
+        };
+        assert_eq!(kind(io::ErrorKind::PermissionDenied, FailureKind::Other), FailureKind::Host);
+        assert_eq!(kind(io::ErrorKind::PermissionDenied, FailureKind::Usage), FailureKind::Usage);
+        assert_eq!(kind(io::ErrorKind::NotFound, FailureKind::Other), FailureKind::Other);
+    }
+
+    #[test]
+    fn no_reason_is_given_twice() {
+        let failure = Failure::new(FailureKind::Other, "b").while_doing("a: b").while_doing("a");
+        assert_eq!(failure.distinct_messages(), ["a", "a: b"]);
+        let text = failure.with_hint("c").describe("firn");
+        assert_eq!(text, "firn: a\n  because: a: b\n  try: c\n");
+    }
+
+    #[test]
+    fn messages_have_no_numbers_and_forms_of_rust() {
+        let message = |error: &(dyn Error + 'static)| {
+            Failure::from_error(FailureKind::Other, error).chain.remove(0)
+        };
+        assert_eq!(message(&io::Error::from_raw_os_error(2)), "No such file or directory");
+        let json = |text: &str| serde_json::from_str::<u32>(text).unwrap_err();
+        assert_eq!(message(&json("1\nx")), "line 2, column 1 is not JSON");
+        assert_eq!(message(&json("")), "the JSON ends too early, in line 1");
+        assert_eq!(message(&json("{}")), "invalid type: map, expected u32 at line 1 column 0");
     }
 
     #[test]

@@ -30,7 +30,10 @@ pub enum LaunchError {
     #[error("the command line is empty")]
     Empty,
     /// The program does not exist.
-    #[error("{program}: no such program in PATH")]
+    #[error(
+        "{program}: no such program{place}",
+        place = if .program.contains('/') { ", or it is not executable" } else { " in PATH" }
+    )]
     NoProgram {
         /// Its name.
         program: String,
@@ -238,6 +241,8 @@ mod tests {
         };
         assert_eq!(message(&[]), "the command line is empty");
         assert_eq!(message(&["no-such-qemu"]), "no-such-qemu: no such program in PATH");
+        let file = "/proc/self/status: no such program, or it is not executable";
+        assert_eq!(message(&["/proc/self/status"]), file);
         assert_eq!(message(&["sh"]), "cannot write the log file /nonexistent/log");
     }
 }

@@ -10,6 +10,7 @@ use firn_supervisor::{
 
 use crate::output::FactPrinter;
 use crate::run::{summarize_vm, supervisor_notes};
+use crate::units;
 use crate::working_set::WorkingSetArgs;
 
 /// Manage a VM that runs already.
@@ -23,12 +24,10 @@ use crate::working_set::WorkingSetArgs;
 ///
 /// A VM that was started by `firn run` or `firn restore` and detached by `firn detach` is found by
 /// its name alone.
-///
-/// Examples:
-///   firn attach web --pid 4711 --qmp /run/web.qmp
-///   firn attach web
 #[derive(Debug, ClapArgs)]
-#[command(verbatim_doc_comment)]
+#[command(after_long_help = "Examples:
+  firn attach web --pid 4711 --qmp /run/web.qmp
+  firn attach web")]
 pub struct AttachArgs {
     /// The name to give the VM.
     name: VmName,
@@ -39,7 +38,7 @@ pub struct AttachArgs {
     #[arg(long)]
     old_disk: bool,
     /// QEMU's process id.
-    #[arg(long, requires = "qmp")]
+    #[arg(long, requires = "qmp", value_parser = units::parse_number::<i32>(1..=i32::MAX as u64))]
     pid: Option<i32>,
     /// QEMU's monitor socket.
     #[arg(long, requires = "pid", value_name = "SOCKET")]

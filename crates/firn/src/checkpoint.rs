@@ -4,7 +4,8 @@ use std::path::PathBuf;
 use std::time::Duration;
 
 use clap::Args as ClapArgs;
-use firn_checkpoint::{SaveStrategy, StrategyError, WorkingSetEstimator};
+use clap::builder::TypedValueParser as _;
+use firn_checkpoint::{SaveStrategy, WorkingSetEstimator};
 use firn_image::Codec;
 use firn_supervisor::{
     Failure, RuntimeDir, SaveChoices, SaveDisks, SaveRequest, SupervisorRequest, VmName,
@@ -13,10 +14,45 @@ use firn_supervisor::{
 use firn_types::{BlockSize, make_printable};
 
 use crate::bar::TerminalBar;
+use crate::choices::{Choice, accept_words, parse_choice};
 use crate::every::PeriodicCheckpoints;
-use crate::output::{FactPrinter, check_directory, check_input, check_output};
+use crate::output::{FactPrinter, check_directory, check_input, check_output, check_output_kind};
 use crate::units;
-use crate::working_set::parse_estimator;
+
+const STRATEGIES: &[Choice] = &[
+    (
+        "trace",
+        "copy-on-access: memory that the guest touches is copied first, and recorded: a restore \
+         reads it first",
+    ),
+    (
+        "cow",
+        "copy-on-write: only memory that the guest writes is copied first. Slows the guest less, \
+         and works with memory that is private to QEMU; a restore does not know what to read first",
+    ),
+    (
+        "pre-copy",
+        "memory is copied while the guest runs, and what it writes meanwhile is copied again, until \
+         little is left. Slows the guest only by a pause, which is longer the more it writes. Its \
+         writes are tracked afterwards, so that the next checkpoint can be fast",
+    ),
+    ("stop", "the guest is paused until all of its memory is copied"),
+];
+
+const ESTIMATORS: &[Choice] = &[
+    ("trace", "what the guest touches after the checkpoint"),
+    ("access-bits", "what the guest used before the checkpoint"),
+];
+
+const DISK_METHODS: &[Choice] = &[
+    ("copy", "QEMU copies them while the guest runs"),
+    ("clone", "their files are cloned"),
+    ("overlay", "the VM writes to overlays on them from now on"),
+    (
+        "reference",
+        "the image only names them, and a restore works as long as they have not changed",
+    ),
+];
 
 /// Save a VM to an image; the VM continues to run.
 ///
@@ -24,17 +60,6 @@ use crate::working_set::parse_estimator;
 /// remaining memory is being written is copied first. Only you can read the image (mode 0600: it is
 /// a copy of a VM's memory). It holds all that `firn restore` needs except the disks. It appears
 /// under its name when it is complete; until then an older image of that name stays.
-///
-/// Strategies:
-///   trace  copy-on-access: memory that the guest touches is copied first, and recorded: a restore
-///          reads it first (the default)
-///   cow    copy-on-write: only memory that the guest writes is copied first. Slows the guest less,
-///          and works with memory that is private to QEMU; a restore does not know what to read first
-///   pre-copy
-///          memory is copied while the guest runs, and what it writes meanwhile is copied again, until
-///          little is left. Slows the guest only by a pause, which is longer the more it writes. Its
-///          writes are tracked afterwards, so that the next checkpoint can be fast
-///   stop   the guest is paused until all of its memory is copied
 ///
 /// With --parent the image holds only what changed since another image was made, and needs that one
 /// from then on. The first such checkpoint compares all of memory with its parent. The next ones,
@@ -59,15 +84,13 @@ use crate::working_set::parse_estimator;
 /// --accept-unrestorable makes it nevertheless, and the image records the reasons.
 ///
 /// If this command is interrupted the checkpoint continues; `firn status` shows it.
-///
-/// Examples:
-///   firn checkpoint web -o web.firn
-///   firn checkpoint web -o web.firn --codec zstd --json
-///   firn checkpoint web -o web.firn --strategy cow
-///   firn checkpoint web -o web-2.firn --parent web.firn
-///   firn checkpoint web -o web.firn --every 30s --keep 20
 #[derive(Debug, ClapArgs)]
-#[command(verbatim_doc_comment)]
+#[command(after_long_help = "Examples:
+  firn checkpoint web -o web.firn
+  firn checkpoint web -o web.firn --codec zstd --json
+  firn checkpoint web -o web.firn --strategy cow
+  firn checkpoint web -o web-2.firn --parent web.firn
+  firn checkpoint web -o web.firn --every 30s --keep 20")]
 pub struct CheckpointArgs {
     /// The VM.
     name: VmName,
@@ -79,18 +102,18 @@ pub struct CheckpointArgs {
     /// Abort the checkpoint if this command is interrupted.
     #[arg(long)]
     cancel: bool,
-    /// The strategy that keeps memory consistent while it is copied: trace, cow, pre-copy or stop.
-    /// By default trace, and cow where memory is private to QEMU.
-    #[arg(long, value_name = "HOW", value_parser = parse_strategy)]
+    /// The strategy that keeps memory consistent while it is copied. By default trace, and cow where
+    /// memory is private to QEMU.
+    #[arg(long, value_name = "HOW", value_parser = parse_choice::<SaveStrategy>(STRATEGIES))]
     strategy: Option<SaveStrategy>,
     /// With --strategy cow: copy first what programs have written, by the N address spaces that
     /// were used last, so that the programs need not wait when they write it again.
     #[arg(long, value_name = "N", requires = "strategy")]
-    #[arg(value_parser = clap::value_parser!(u16).range(1..=1024))]
+    #[arg(value_parser = units::parse_number::<u16>(1..=1024))]
     first_spaces: Option<u16>,
-    /// The memory that a restore reads first: `trace`, what the guest touches after the checkpoint
-    /// (the default), or `access-bits`, what it used before (the default with --strategy stop).
-    #[arg(long, value_name = "HOW", value_parser = parse_estimator)]
+    /// The memory that a restore reads first. By default trace, and access-bits with --strategy
+    /// stop.
+    #[arg(long, value_name = "HOW", value_parser = parse_choice::<WorkingSetEstimator>(ESTIMATORS))]
     working_set: Option<WorkingSetEstimator>,
     /// Make an image even if it cannot be restored; `firn image inspect` shows why.
     #[arg(long)]
@@ -101,10 +124,11 @@ pub struct CheckpointArgs {
     every: Option<Duration>,
     /// With --every: the number of images to keep.
     #[arg(long, value_name = "N", requires = "every", default_value_t = 20)]
-    #[arg(value_parser = clap::value_parser!(u16).range(1..=128))]
+    #[arg(value_parser = units::parse_number::<u16>(1..=128))]
     keep: u16,
     /// With --every: end after this number of checkpoints.
     #[arg(long, value_name = "N", requires = "every")]
+    #[arg(value_parser = units::parse_number::<u32>(1..=u32::MAX.into()))]
     times: Option<u32>,
     /// For tests: while the guest is paused, also copy its memory to this file.
     #[arg(long, value_name = "FILE", hide = true)]
@@ -126,13 +150,10 @@ pub struct ImageArgs {
     /// Size of a locality block: a power of two from 16K to 1M.
     #[arg(long, value_name = "SIZE", value_parser = parse_locality_block)]
     locality_block: Option<u32>,
-    /// How to keep the disks that the guest writes to: `copy`, QEMU copies them while the guest
-    /// runs; `clone`, their files are cloned; `overlay`, the VM writes to overlays on them from now
-    /// on; `reference`, the image only names them, and a restore works as long as they have not
-    /// changed. By default they are cloned where the file system supports it. Otherwise a VM that
-    /// `firn run` or `firn restore` started gets overlays, and the disks of any other VM are
-    /// copied.
-    #[arg(long, value_name = "HOW", value_parser = parse_disk_method)]
+    /// How to keep the disks that the guest writes to. By default they are cloned where the file
+    /// system supports it. Otherwise a VM that `firn run` or `firn restore` started gets overlays,
+    /// and the disks of any other VM are copied.
+    #[arg(long, value_name = "HOW", value_parser = accept_words(DISK_METHODS).map(find_disk_method))]
     disks: Option<SaveDisks>,
     /// The directory for disk files; by default that of the disks, and for copies that of the
     /// image.
@@ -142,7 +163,7 @@ pub struct ImageArgs {
     #[arg(long, value_name = "IMAGE")]
     parent: Option<PathBuf>,
     /// The number of threads that compress.
-    #[arg(long, value_name = "N", value_parser = clap::value_parser!(u16).range(1..=256))]
+    #[arg(long, value_name = "N", value_parser = units::parse_number::<u16>(1..=256))]
     threads: Option<u16>,
 }
 
@@ -159,18 +180,14 @@ fn parse_interval(text: &str) -> Result<Duration, String> {
     }
 }
 
-fn parse_disk_method(text: &str) -> Result<SaveDisks, String> {
-    match text {
-        "copy" => Ok(SaveDisks::Copy),
-        "clone" => Ok(SaveDisks::Clone),
-        "overlay" => Ok(SaveDisks::Overlay),
-        "reference" => Ok(SaveDisks::Reference),
-        other => Err(format!("{other:?} is not one of copy, clone, overlay and reference")),
+/// The disk method of an accepted word.
+fn find_disk_method(word: String) -> SaveDisks {
+    match word.as_str() {
+        "copy" => SaveDisks::Copy,
+        "clone" => SaveDisks::Clone,
+        "overlay" => SaveDisks::Overlay,
+        _ => SaveDisks::Reference,
     }
-}
-
-fn parse_strategy(text: &str) -> Result<SaveStrategy, String> {
-    text.parse().map_err(|error: StrategyError| error.to_string())
 }
 
 fn parse_block_size(text: &str) -> Result<BlockSize, String> {
@@ -220,7 +237,7 @@ impl CheckpointArgs {
         request.choices.working_set = self.working_set;
         request.choices.accept_unrestorable = self.accept_unrestorable;
         request.choices.throttle = self.no_throttle.then_some(false);
-        self.reference.as_deref().map_or(Ok(()), check_output)?;
+        self.reference.as_deref().map_or(Ok(()), check_output_kind)?;
         request.choices.reference = self.reference.as_deref().map(absolute_path).transpose()?;
         let base = crate::hidden::runtime_dir()?;
         if let Some(interval) = self.every {

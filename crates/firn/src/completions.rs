@@ -7,12 +7,10 @@ use firn_supervisor::Failure;
 use crate::output::{self, FactPrinter};
 
 /// Print a shell's completion script.
-///
-/// Examples:
-///   firn completions bash > /etc/bash_completion.d/firn
-///   firn completions zsh > ~/.zfunc/_firn
 #[derive(Debug, ClapArgs)]
-#[command(verbatim_doc_comment)]
+#[command(after_long_help = "Examples:
+  firn completions bash > /etc/bash_completion.d/firn
+  firn completions zsh > ~/.zfunc/_firn")]
 pub struct CompletionsArgs {
     /// The shell.
     shell: Shell,

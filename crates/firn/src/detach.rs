@@ -12,11 +12,9 @@ use crate::overlays;
 /// from a VM whose memory is still being restored; `firn status --watch` waits for that. A VM that
 /// Firn started itself keeps its name and its monitor socket, so that `firn attach NAME` finds it
 /// again. Until then no frame passes through a network card of Firn's (`firn run --help`).
-///
-/// Example:
-///   firn detach web
 #[derive(Debug, ClapArgs)]
-#[command(verbatim_doc_comment)]
+#[command(after_long_help = "Example:
+  firn detach web")]
 pub struct DetachArgs {
     /// The VM.
     name: VmName,

@@ -10,7 +10,7 @@ use firn_supervisor::{
 };
 
 use crate::checkpoint::{describe_checkpoint, request_save};
-use crate::output::{FactPrinter, print_failure};
+use crate::output::FactPrinter;
 use crate::series::ImageSeries;
 
 /// The number of consecutive failures after which the series ends.
@@ -43,7 +43,7 @@ impl PeriodicCheckpoints {
                 }
                 Err(failure) => {
                     failures += 1;
-                    print_failure(&failure);
+                    out.print_failure(&failure);
                 }
             }
             if self.times == Some(made) {
@@ -75,19 +75,19 @@ impl PeriodicCheckpoints {
         members.push(number);
         // The checkpoint exists nevertheless; the next one tries this again.
         if let Err(failure) = self.rotate_images(base, series, &members) {
-            print_failure(&failure);
+            out.print_failure(&failure);
         }
-        self.merge_layers(base);
+        self.merge_layers(base, out);
         Ok(())
     }
 
     /// Merges disk layers that were needed only by images that are removed. Layers that are not
     /// merged now are merged the next time.
-    fn merge_layers(&self, base: &RuntimeDir) {
+    fn merge_layers(&self, base: &RuntimeDir, out: FactPrinter) {
         if let Err(failure) =
             send_request(base, &self.name, &SupervisorRequest::MergeDisks, &mut |_| ())
         {
-            print_failure(&failure.while_doing("disk layers are not merged"));
+            out.print_failure(&failure.while_doing("disk layers are not merged"));
         }
     }
 

@@ -24,12 +24,10 @@ use crate::output::FactPrinter;
 /// host.
 ///
 /// A VM that was stopped, or whose guest shut down, was not lost: its failover is refused.
-///
-/// Examples:
-///   firn failover web
-///   firn failover web --i-know-it-is-dead host1
 #[derive(Debug, ClapArgs)]
-#[command(verbatim_doc_comment)]
+#[command(after_long_help = "Examples:
+  firn failover web
+  firn failover web --i-know-it-is-dead host1")]
 pub struct FailoverArgs {
     /// The standby.
     name: VmName,

@@ -13,12 +13,11 @@ use crate::units;
 /// VMs that have ended by themselves are listed, with how they ended, until `firn rm` or until
 /// their name is used again. If a VM's supervisor does not answer, or the VM waits for storage, the
 /// list shows the reason, and which command helps.
-///
-/// Examples:
-///   firn ls
-///   firn ls --json | jq -r '.[] | select(.state == "running") | .name'
 #[derive(Debug, ClapArgs)]
-#[command(verbatim_doc_comment)]
+#[command(after_long_help = r#"Examples:
+  firn ls
+  firn ls --json \
+    | jq -r '.[] | select(.state == "running") | .name'"#)]
 pub struct LsArgs {}
 
 impl LsArgs {

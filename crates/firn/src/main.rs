@@ -18,6 +18,7 @@ mod attach;
 mod bar;
 mod calls;
 mod checkpoint;
+mod choices;
 mod cluster;
 mod completions;
 mod detach;
@@ -28,6 +29,7 @@ mod failover;
 mod hidden;
 mod image;
 mod live;
+mod logs;
 mod ls;
 mod output;
 mod overlays;
@@ -44,37 +46,47 @@ mod status;
 mod stop;
 mod suspend;
 mod units;
+mod usage;
 mod working_set;
 
 use output::FactPrinter;
+
+/// What follows the options in the help of `firn`. No line has more than 60 columns.
+const NOTES: &str = "\
+Examples:
+  # start a VM
+  firn run web -- qemu-system-x86_64 -m 1G ...
+  # save it; it continues to run
+  firn checkpoint web -o web.firn
+  # end it, and start it from the checkpoint
+  firn stop web
+  firn restore web.firn
+
+Exit codes:
+  0  done
+  1  failed for a reason not listed here
+  2  the command line is wrong
+  3  there is no such VM, or it does not run
+  4  the VM is busy, or the name is taken
+  5  refused: QEMU or a disk is not what the image records
+  6  the image is damaged, or the file is not an image
+  7  the host or your permissions lack something
+  8  ended early: the VM ended, or you cancelled
+
+Environment:
+  FIRN_RUNTIME_DIR  the directory for running VMs: by default
+                    /run/firn for root, for other users
+                    $XDG_RUNTIME_DIR/firn
+  FIRN_LOG          the log level of supervisors: error, warn,
+                    info (the default), debug, trace";
 
 /// Checkpoint and restore running virtual machines.
 ///
 /// A checkpoint is taken while the guest works, with a pause of milliseconds. After a restore the
 /// guest works at once, while its memory is loaded. Guests, hypervisor and host kernel are
 /// unmodified.
-///
-///   firn run web -- qemu-system-x86_64 -m 1G ...   start a VM
-///   firn checkpoint web -o web.firn                save it; it continues to run
-///   firn stop web
-///   firn restore web.firn                          start it from the checkpoint
-///
-/// Exit codes:
-///   0  done
-///   1  failed for a reason not listed here
-///   2  the command line is wrong
-///   3  there is no such VM, or it does not run
-///   4  the VM is busy, or the name is taken
-///   5  refused: the QEMU or a disk is not the one that the image records
-///   6  the image is damaged, or the file is not an image
-///   7  the host or your permissions lack something: see `firn doctor`
-///   8  ended early: the VM ended, or a checkpoint was cancelled
-///
-/// Environment:
-///   FIRN_RUNTIME_DIR  the directory for running VMs; /run/firn for root, else $XDG_RUNTIME_DIR/firn
-///   FIRN_LOG          the log level of supervisors: error, warn, info (the default), debug, trace
 #[derive(Debug, Parser)]
-#[command(name = "firn", version, verbatim_doc_comment, disable_help_subcommand = true)]
+#[command(name = "firn", version, disable_help_subcommand = true, after_long_help = NOTES)]
 struct FirnCli {
     /// Print facts as JSON.
     #[arg(long, global = true)]
@@ -90,6 +102,7 @@ enum FirnCommand {
     Detach(detach::DetachArgs),
     Ls(ls::LsArgs),
     Status(status::StatusArgs),
+    Logs(logs::LogsArgs),
     Checkpoint(checkpoint::CheckpointArgs),
     Suspend(suspend::SuspendArgs),
     Restore(restore::RestoreArgs),
@@ -120,6 +133,7 @@ impl FirnCommand {
             Self::Detach(args) => args.run(out),
             Self::Ls(args) => args.run(out),
             Self::Status(args) => args.run(out),
+            Self::Logs(args) => args.run(out),
             Self::Checkpoint(args) => args.run(out),
             Self::Suspend(args) => args.run(out),
             Self::Restore(args) => args.run(out),
@@ -144,11 +158,23 @@ impl FirnCommand {
 
 fn main() -> ExitCode {
     firn_fault::point("command.started");
-    let cli = FirnCli::parse();
-    match cli.verb.run(FactPrinter::new(cli.json)) {
+    let (out, done) = match FirnCli::try_parse() {
+        Ok(cli) => {
+            let out = FactPrinter::new(cli.json);
+            (out, cli.verb.run(out))
+        }
+        Err(error) => match usage::usage_failure(&error) {
+            Some(failure) => {
+                let out = FactPrinter::new(usage::wants_json(std::env::args_os()));
+                (out, Err(failure))
+            }
+            None => error.exit(),
+        },
+    };
+    match done {
         Ok(()) => ExitCode::SUCCESS,
         Err(failure) => {
-            output::print_failure(&failure);
+            out.print_failure(&failure);
             ExitCode::from(failure.kind.exit_code())
         }
     }

@@ -8,6 +8,7 @@ use std::path::Path;
 use firn_supervisor::{Failure, FailureContext, FailureKind};
 use firn_types::{is_shown, make_printable, make_printable_lines};
 use serde::Serialize;
+use serde_json::json;
 
 /// Prints facts to standard output, as JSON or as text.
 #[derive(Clone, Copy, Debug)]
@@ -28,12 +29,19 @@ impl FactPrinter {
         for_people: impl FnOnce() -> String,
     ) -> Result<(), Failure> {
         match self.json {
-            true => {
-                let json = serde_json::to_string_pretty(facts).while_doing("writing JSON")?;
-                print_text(&format!("{}\n", printable_json(&json)))
-            }
+            true => print_json(&facts_json(facts, serde_json::to_string_pretty)?),
             false => print_text(&make_printable_lines(&for_people())),
         }
+    }
+
+    /// Prints a failure to standard error: as one line of JSON, or as a chain with its advice.
+    pub fn print_failure(self, failure: &Failure) {
+        let text = match self.json {
+            true => failure_json(failure),
+            false => failure.describe("firn"),
+        };
+        // There is no other output for this error.
+        let _ = io::stderr().lock().write_all(text.as_bytes());
     }
 
     /// Prints facts in a sequence: as one line of JSON, or as the text of `for_people`.
@@ -43,10 +51,7 @@ impl FactPrinter {
         for_people: impl FnOnce() -> String,
     ) -> Result<(), Failure> {
         match self.json {
-            true => {
-                let json = serde_json::to_string(facts).while_doing("writing JSON")?;
-                print_text(&format!("{}\n", printable_json(&json)))
-            }
+            true => print_json(&facts_json(facts, serde_json::to_string)?),
             false => print_text(&make_printable_lines(&for_people())),
         }
     }
@@ -83,21 +88,54 @@ pub fn print_text(text: &str) -> Result<(), Failure> {
     }
 }
 
-/// Prints a failure to standard error: once, as a chain, with its advice.
-pub fn print_failure(failure: &Failure) {
-    let mut text = String::new();
-    for (depth, message) in failure.chain.iter().enumerate() {
-        let lead = if depth == 0 { "firn: " } else { "  because: " };
-        let _ = writeln!(text, "{lead}{}", make_printable(message));
+/// The version of what `--json` prints, in each object at the top level.
+const SCHEMA: u32 = 1;
+
+/// Facts as JSON: an object gets the version, a list stays as it is.
+fn facts_json(
+    facts: &impl Serialize,
+    write: impl Fn(&serde_json::Value) -> serde_json::Result<String>,
+) -> Result<String, Failure> {
+    let mut facts = serde_json::to_value(facts).while_doing("writing JSON")?;
+    if let Some(fields) = facts.as_object_mut() {
+        fields.insert("schema".to_owned(), SCHEMA.into());
     }
-    if let Some(hint) = &failure.hint {
-        let _ = writeln!(text, "  try: {}", make_printable(hint));
-    }
-    let _ = io::stderr().lock().write_all(text.as_bytes());
+    write(&facts).while_doing("writing JSON")
+}
+
+fn print_json(json: &str) -> Result<(), Failure> {
+    print_text(&format!("{}\n", printable_json(json)))
+}
+
+/// A failure as JSON, on one line.
+fn failure_json(failure: &Failure) -> String {
+    let mut messages = failure.distinct_messages();
+    let causes = messages.split_off(messages.len().min(1));
+    let facts = json!({ "schema": SCHEMA, "error": {
+        "kind": failure.kind,
+        "exit_code": failure.kind.exit_code(),
+        "message": messages.first(),
+        "causes": causes,
+        "hint": failure.hint,
+    } });
+    format!("{}\n", printable_json(&facts.to_string()))
 }
 
 /// Checks in advance that an image or a page can be written at a path.
 pub fn check_output(path: &Path) -> Result<(), Failure> {
+    check_output_kind(path)?;
+    let directory = path.parent().filter(|it| !it.as_os_str().is_empty());
+    match directory.filter(|it| !it.is_dir()) {
+        None => Ok(()),
+        Some(missing) => {
+            let text = format!("there is no directory {}", missing.display());
+            Err(Failure::new(FailureKind::Usage, text).with_hint("make it, or name another one"))
+        }
+    }
+}
+
+/// Checks in advance that a path names nothing, or a file that may be replaced.
+pub fn check_output_kind(path: &Path) -> Result<(), Failure> {
     if path.as_os_str() == "-" {
         let failure = Failure::new(FailureKind::Usage, "it cannot be written to standard output");
         return Err(failure.with_hint("name a file; `./-` is one, too"));
@@ -157,6 +195,25 @@ mod tests {
         assert!(text.chars().all(|it| is_shown(it) || it == '\n'), "{text:?}");
         assert!(text.contains("größer"));
         assert_eq!(serde_json::from_str::<serde_json::Value>(&text).unwrap(), facts);
+    }
+
+    #[test]
+    fn objects_have_a_version_and_lists_have_none() {
+        let json = |facts| facts_json(&facts, serde_json::to_string).unwrap();
+        assert_eq!(json(json!({ "name": "web" })), r#"{"name":"web","schema":1}"#);
+        assert_eq!(json(json!(["web"])), r#"["web"]"#);
+    }
+
+    #[test]
+    fn a_failure_is_one_line_of_json() {
+        let failure = Failure::new(FailureKind::NoSuchVm, "b\u{1b}").while_doing("a");
+        let json = failure_json(&failure.with_hint("c"));
+        let facts: serde_json::Value = serde_json::from_str(&json).unwrap();
+        let error = json!({
+            "kind": "no-such-vm", "exit_code": 3, "message": "a", "causes": ["b\u{1b}"], "hint": "c",
+        });
+        assert_eq!(facts, json!({ "schema": 1, "error": error }));
+        assert!(json.trim_end().chars().all(is_shown), "{json}");
     }
 
     #[test]

@@ -41,12 +41,11 @@ use crate::output::FactPrinter;
 ///
 /// QEMU saves all devices each time. Devices of virtio take the least time with
 /// `disable-modern=on`, and a virtio-serial with the lowest possible `max_ports`.
-///
-/// Examples:
-///   firn protect web --backup host2
-///   firn protect web --to unix:/run/web.standby --interval 50ms --json
 #[derive(Debug, ClapArgs)]
-#[command(verbatim_doc_comment, group = ArgGroup::new("where").required(true))]
+#[command(group = ArgGroup::new("where").required(true), after_long_help = r"Examples:
+  firn protect web --backup host2
+  firn protect web --to unix:/run/web.standby \
+    --interval 50ms --json")]
 pub struct ProtectArgs {
     /// The VM.
     name: VmName,

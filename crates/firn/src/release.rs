@@ -10,11 +10,9 @@ use crate::output::FactPrinter;
 /// Its standby first confirms that it never runs the VM; then the VM's buffered output leaves. If
 /// the standby cannot be reached, the protection ends, but the output stays buffered; a second
 /// release lets it leave without any confirmation: make sure that the standby does not run.
-///
-/// Example:
-///   firn release web
 #[derive(Debug, ClapArgs)]
-#[command(verbatim_doc_comment)]
+#[command(after_long_help = "Example:
+  firn release web")]
 pub struct ReleaseArgs {
     /// The VM.
     name: VmName,

@@ -18,13 +18,11 @@ use crate::output::{FactPrinter, check_output, print_text};
 ///
 /// The page compares the runs: utilization over time, TTR curves, where pages were prefetched and
 /// requested, reads from storage, and the numbers. It is one file that loads nothing else.
-///
-/// Examples:
-///   firn report web -o report.html
-///   firn report lazy.json locality.json auto.json -o report.html
-///   firn report web --json | jq '.runs[0].ttr_s."1"."0.9"'
 #[derive(Debug, ClapArgs)]
-#[command(verbatim_doc_comment)]
+#[command(after_long_help = r#"Examples:
+  firn report web -o report.html
+  firn report lazy.json locality.json auto.json -o report.html
+  firn report web --json | jq '.runs[0].ttr_s."1"."0.9"'"#)]
 pub struct ReportArgs {
     /// Run records, or names of VMs.
     #[arg(required = true, value_name = "RUN")]

@@ -4,6 +4,7 @@ use std::fmt::Write;
 use std::path::{Path, PathBuf};
 
 use clap::Args as ClapArgs;
+use clap::builder::TypedValueParser as _;
 use firn_report::ReportedRun;
 use firn_restore::{OnError, RestoreMode};
 use firn_supervisor::{
@@ -14,6 +15,7 @@ use firn_supervisor::{
 use crate::bar::TerminalBar;
 use crate::calls::CallsArgs;
 use crate::checkpoint::recovery_notice;
+use crate::choices::{Choice, accept_words, parse_choice};
 use crate::live::RestoreView;
 use crate::output::{FactPrinter, check_directory};
 use crate::overrides::OverrideArgs;
@@ -21,19 +23,36 @@ use crate::run::{summarize_vm, supervisor_notes};
 use crate::units;
 use crate::working_set::WorkingSetArgs;
 
+const MODES: &[Choice] = &[
+    (
+        "auto",
+        "what the guest used last as fast as possible, while it runs if that is possible; the rest \
+         as in locality",
+    ),
+    ("locality", "one locality block per page fault, which brings what was used together"),
+    ("lazy", "one memory block per page fault"),
+    ("working-set", "what the guest used last before it runs, then as in locality"),
+    ("eager", "all memory before the guest runs"),
+];
+
+const DISK_USES: &[Choice] = &[
+    ("own", "overlays on top of those of the image"),
+    (
+        "in-place",
+        "those of the image: neither this image nor any that builds on them can be restored again",
+    ),
+];
+
+const OUTAGES: &[Choice] = &[
+    ("stop", "it waits until storage is back; `firn status` shows the reason"),
+    ("kill", "it is ended"),
+];
+
 /// Start a VM from an image.
 ///
 /// The command returns once the guest runs. Memory is loaded meanwhile: what the guest touches at
 /// once, the rest when it is idle. `firn status --watch` waits until all of it is loaded; so does
 /// --wait, which then shows how soon the guest was responsive.
-///
-/// Modes:
-///   auto         what the guest used last as fast as possible, while it runs if that is possible;
-///                the rest as in locality (the default)
-///   locality     one locality block per page fault, which brings what was used together
-///   lazy         one memory block per page fault
-///   working-set  what the guest used last before it runs, then as in locality
-///   eager        all memory before the guest runs
 ///
 /// Once all memory is loaded, the VM has a run record of its restore: `firn report` draws it.
 ///
@@ -52,33 +71,30 @@ use crate::working_set::WorkingSetArgs;
 /// and the output shows that. A taken `hostfwd` port is an error: --netdev sets other ports. Only a
 /// QEMU of the system is started, one that /etc/firn/qemu.allow lists, or the one that --qemu
 /// names.
-///
-/// Examples:
-///   firn restore web.firn
-///   firn restore web.firn --name web2 --mode eager --json
-///   firn restore web.firn --name web2 --netdev net0=user,hostfwd=tcp::2223-:22 --set vnc=:5
 #[derive(Debug, ClapArgs)]
-#[command(verbatim_doc_comment)]
+#[command(after_long_help = r"Examples:
+  firn restore web.firn
+  firn restore web.firn --name web2 --mode eager --json
+  firn restore web.firn --name web2 --set vnc=:5 \
+    --netdev net0=user,hostfwd=tcp::2223-:22")]
 pub struct RestoreArgs {
     /// The image.
     image: PathBuf,
     /// The name to give the VM; by default that in the image.
     #[arg(long)]
     name: Option<VmName>,
-    /// How memory is loaded: auto, locality, lazy, working-set or eager.
-    #[arg(long, default_value_t)]
+    /// How memory is loaded.
+    #[arg(long, value_name = "HOW", default_value_t, value_parser = parse_choice::<RestoreMode>(MODES))]
     mode: RestoreMode,
-    /// The files that the VM's disks are written to: `own`, overlays on top of those of the image
-    /// (the default), or `in-place`, those of the image: then neither this image nor any that
-    /// builds on them can be restored again.
-    #[arg(long, value_name = "HOW", value_parser = parse_disks, default_value = "own")]
+    /// The files that the VM's disks are written to.
+    #[arg(long, value_name = "HOW", default_value = "own")]
+    #[arg(value_parser = accept_words(DISK_USES).map(find_disk_use))]
     disks: RestoreDisks,
     /// The directory for overlays; by default that of the image's disks.
     #[arg(long, value_name = "DIR")]
     disk_dir: Option<PathBuf>,
-    /// What to do with the VM if a page that it needs cannot be read: `stop`, it waits until
-    /// storage is back (the default; `firn status` shows the reason), or `kill`, it is ended.
-    #[arg(long, value_name = "HOW", default_value_t)]
+    /// What to do with the VM if a page that it needs cannot be read.
+    #[arg(long, value_name = "HOW", default_value_t, value_parser = parse_choice::<OnError>(OUTAGES))]
     on_error: OnError,
     #[command(flatten)]
     working_set: WorkingSetArgs,
@@ -159,11 +175,11 @@ impl RestoreArgs {
     }
 }
 
-fn parse_disks(text: &str) -> Result<RestoreDisks, String> {
-    match text {
-        "own" => Ok(RestoreDisks::Own),
-        "in-place" => Ok(RestoreDisks::InPlace),
-        other => Err(format!("{other:?} is neither own nor in-place")),
+/// The use of disks of an accepted word.
+fn find_disk_use(word: String) -> RestoreDisks {
+    match word.as_str() {
+        "own" => RestoreDisks::Own,
+        _ => RestoreDisks::InPlace,
     }
 }
 

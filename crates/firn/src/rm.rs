@@ -9,11 +9,9 @@ use crate::overlays;
 /// Forget a VM that has ended, and remove its logs.
 ///
 /// `firn ls` shows a VM that ended by itself until it is forgotten or its name is used again.
-///
-/// Example:
-///   firn rm web
 #[derive(Debug, ClapArgs)]
-#[command(verbatim_doc_comment)]
+#[command(after_long_help = "Example:
+  firn rm web")]
 pub struct RmArgs {
     /// The VM.
     name: VmName,

@@ -29,14 +29,17 @@ use crate::working_set::WorkingSetArgs;
 /// Firn serves a disk that is given as `-drive file=PATH,format=raw|qcow2,if=none,id=ID,firn=on`.
 /// When the VM is protected, the disk is replicated to the standby with its memory. A qcow2 file
 /// may grow to twice its disk; with `size=BYTES`, to that. Such a VM cannot be checkpointed yet.
-///
-/// Examples:
-///   firn run web -- qemu-system-x86_64 -M q35 -m 1G -drive file=web.qcow2
-///   firn run --working-set access-bits web -- qemu-system-x86_64 -M q35 -m 1G -drive file=web.qcow2
-///   firn run web -- qemu-system-x86_64 ... -netdev firn,id=net0,uplink=/run/passt.sock -device virtio-net-pci,netdev=net0
-///   firn run --quiet test -- qemu-system-x86_64 -accel kvm -m 512 -kernel vmlinuz -initrd initrd
 #[derive(Debug, ClapArgs)]
-#[command(verbatim_doc_comment)]
+#[command(after_long_help = r"Examples:
+  firn run web -- qemu-system-x86_64 -M q35 -m 1G \
+    -drive file=web.qcow2
+  firn run --working-set access-bits web -- \
+    qemu-system-x86_64 -M q35 -m 1G -drive file=web.qcow2
+  firn run web -- qemu-system-x86_64 ... \
+    -netdev firn,id=net0,uplink=/run/passt.sock \
+    -device virtio-net-pci,netdev=net0
+  firn run --quiet test -- qemu-system-x86_64 -accel kvm \
+    -m 512 -kernel vmlinuz -initrd initrd")]
 pub struct RunVmArgs {
     /// The name to give the VM.
     name: VmName,

@@ -24,13 +24,13 @@ use crate::output::FactPrinter;
 /// VM runs on another host, `firn protect NAME --backup HOST` does all this through the hosts'
 /// agents; without agents, forward the socket by a program that authenticates its peer, such as
 /// ssh.
-///
-/// Examples:
-///   firn standby web-2 --listen unix:/run/web.standby
-///   firn standby web-2 --listen unix:/run/web.standby --uplink net0=/run/passt-2.sock
-///   ssh -N -L /run/web.standby:/run/web.standby backup     (where the VM runs)
 #[derive(Debug, ClapArgs)]
-#[command(verbatim_doc_comment)]
+#[command(after_long_help = r"Examples:
+  firn standby web-2 --listen unix:/run/web.standby
+  firn standby web-2 --listen unix:/run/web.standby \
+    --uplink net0=/run/passt-2.sock
+  # on the host where the VM runs
+  ssh -N -L /run/web.standby:/run/web.standby backup")]
 pub struct StandbyArgs {
     /// The name to give the VM on this host.
     name: VmName,

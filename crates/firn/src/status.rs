@@ -15,12 +15,11 @@ use crate::output::FactPrinter;
 use crate::units;
 
 /// Show the state of a VM.
-///
-/// Examples:
-///   firn status web
-///   firn status web --watch     wait until the running checkpoint or restore is finished
 #[derive(Debug, ClapArgs)]
-#[command(verbatim_doc_comment)]
+#[command(after_long_help = "Examples:
+  firn status web
+  # wait until the checkpoint or restore is finished
+  firn status web --watch")]
 pub struct StatusArgs {
     /// The VM.
     name: VmName,

@@ -8,6 +8,7 @@ use firn_supervisor::{
 
 use crate::output::FactPrinter;
 use crate::overlays;
+use crate::units;
 
 /// End a VM.
 ///
@@ -17,14 +18,13 @@ use crate::overlays;
 /// A VM that was checkpointed may write to layers on top of its disks' files. Then the command
 /// prints the command line to continue with, which names the newest layers; `firn disk commit`
 /// returns a running VM to its disks' own files.
-///
-/// Examples:
-///   firn stop web
-///   firn stop web --powerdown        press the guest's power button, and wait a minute
-///   firn stop web --powerdown=10     ... ten seconds
-///   firn stop web --discard          drop what it wrote to its disks since the last checkpoint
 #[derive(Debug, ClapArgs)]
-#[command(verbatim_doc_comment)]
+#[command(after_long_help = "Examples:
+  firn stop web
+  # press the guest's power button, and wait 10 seconds
+  firn stop web --powerdown=10
+  # drop what it wrote to disks since the last checkpoint
+  firn stop web --discard")]
 pub struct StopArgs {
     /// The VM.
     name: VmName,
@@ -35,7 +35,8 @@ pub struct StopArgs {
         value_name = "SECONDS",
         num_args = 0..=1,
         require_equals = true,
-        default_missing_value = "60"
+        default_missing_value = "60",
+        value_parser = units::parse_number::<u64>(0..=u64::MAX)
     )]
     powerdown: Option<u64>,
     /// End it in any case: while a checkpoint is being written (which is lost), if QEMU does not

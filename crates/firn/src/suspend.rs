@@ -15,11 +15,9 @@ use crate::units;
 /// that is known from `firn run --working-set access-bits`). From then on the guest is paused, so
 /// its disks are in the state of the image, and `firn restore` continues it from there. If the
 /// image cannot be written the VM continues to run.
-///
-/// Example:
-///   firn suspend web -o web.firn
 #[derive(Debug, ClapArgs)]
-#[command(verbatim_doc_comment)]
+#[command(after_long_help = "Example:
+  firn suspend web -o web.firn")]
 pub struct SuspendArgs {
     /// The VM.
     name: VmName,

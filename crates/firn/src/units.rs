@@ -1,5 +1,6 @@
 //! Sizes and durations in the form that people write and read.
 
+use std::ops::RangeInclusive;
 use std::time::Duration;
 
 /// Parses a size in bytes: `65536`, `64K`, `1M`, `2G` (powers of 1024; `KiB` and the like are
@@ -37,6 +38,20 @@ pub fn parse_duration(text: &str) -> Result<Duration, String> {
         number.parse().map_err(|_| format!("{text:?} does not begin with a number"))?;
     let ms = number.checked_mul(ms).ok_or_else(|| format!("{text:?} is too long"))?;
     Ok(Duration::from_millis(ms))
+}
+
+/// Parses a number within bounds.
+pub fn parse_number<T: TryFrom<u64>>(
+    bounds: RangeInclusive<u64>,
+) -> impl Fn(&str) -> Result<T, String> + Clone + Send + Sync + 'static {
+    move |text| {
+        let number = text.parse().ok().filter(|number| bounds.contains(number));
+        let number = number.and_then(|number| T::try_from(number).ok());
+        number.ok_or_else(|| match (*bounds.start(), *bounds.end()) {
+            (0, u64::MAX) => "give a number".to_owned(),
+            (least, most) => format!("give a number from {least} to {most}"),
+        })
+    }
 }
 
 /// Formats a size: `64 KiB`, `1.5 GiB`.
@@ -88,6 +103,16 @@ mod tests {
         for wrong in ["", "s", "-1s", "1.5s", "3 s", "9d", "99999999999999999999h"] {
             assert!(ms(wrong).is_err(), "{wrong}");
         }
+    }
+
+    #[test]
+    fn numbers_have_bounds() {
+        let parse = parse_number::<u16>(1..=256);
+        assert_eq!(parse("256"), Ok(256));
+        for wrong in ["", "0", "257", "-1", "1.5", "x", "99999999999999999999"] {
+            assert_eq!(parse(wrong), Err("give a number from 1 to 256".to_owned()), "{wrong}");
+        }
+        assert_eq!(parse_number::<u64>(0..=u64::MAX)("x"), Err("give a number".to_owned()));
     }
 
     #[test]

@@ -2,16 +2,19 @@
 //! time.
 
 use clap::Args as ClapArgs;
-use firn_checkpoint::{EstimatorError, WorkingSetEstimator};
+use firn_checkpoint::WorkingSetEstimator;
 
+use crate::choices::{Choice, parse_choice};
 use crate::units;
+
+/// A checkpoint traces by itself; only access bits are scanned all the time.
+const ESTIMATORS: &[Choice] = &[("access-bits", "by the access bits of the guest's page tables")];
 
 /// The estimator of the guest's working set.
 #[derive(Debug, ClapArgs)]
 pub struct WorkingSetArgs {
-    /// Scan the guest's accesses all the time: access-bits. Without it, a suspend scans them for a
-    /// second first.
-    #[arg(long, value_name = "HOW", value_parser = while_running)]
+    /// Scan the guest's accesses all the time. Without it, a suspend scans them for a second first.
+    #[arg(long, value_name = "HOW", value_parser = parse_choice::<WorkingSetEstimator>(ESTIMATORS))]
     working_set: Option<WorkingSetEstimator>,
     /// The speed at which this host restores memory, in bytes a second: the scan covers what the
     /// guest uses in the time of a restore.
@@ -26,27 +29,9 @@ impl WorkingSetArgs {
     }
 }
 
-/// Parses an estimator that works while the VM runs: a checkpoint traces by itself; only access
-/// bits are scanned all the time.
-fn while_running(text: &str) -> Result<WorkingSetEstimator, String> {
-    match text.parse() {
-        Ok(WorkingSetEstimator::AccessBits) => Ok(WorkingSetEstimator::AccessBits),
-        Ok(WorkingSetEstimator::Trace) => {
-            Err("a checkpoint traces by itself; the continuous estimator is `access-bits`"
-                .to_owned())
-        }
-        Err(_) => Err(format!("{text:?} is not a continuous estimator; `access-bits` is")),
-    }
-}
-
 fn parse_speed(text: &str) -> Result<u64, String> {
     match units::parse_bytes(text)? {
         slow if slow < 1 << 20 => Err("at least 1M".to_owned()),
         bytes_per_s => Ok(bytes_per_s),
     }
-}
-
-/// Parses an estimator by its name.
-pub fn parse_estimator(text: &str) -> Result<WorkingSetEstimator, String> {
-    text.parse().map_err(|error: EstimatorError| error.to_string())
 }

@@ -15,12 +15,11 @@ use crate::units;
 ///
 /// A host that has not answered for two seconds is suspected, after five it is lost. This command
 /// starts no VM: where a standby's primary seems to be lost, it shows what to do.
-///
-/// Examples:
-///   firn agent status
-///   firn agent status --json | jq -r '.peers[] | select(.health == "lost") | .name'
 #[derive(Debug, ClapArgs)]
-#[command(verbatim_doc_comment)]
+#[command(after_long_help = r#"Examples:
+  firn agent status
+  firn agent status --json \
+    | jq -r '.peers[] | select(.health == "lost") | .name'"#)]
 pub struct AgentStatusArgs {}
 
 impl AgentStatusArgs {

@@ -15,11 +15,9 @@ use crate::output::FactPrinter;
 /// VM has one network card of Firn's, `-netdev firn,id=ID,network=NAME`, and no other, and all are
 /// on the same network (`firn-agent --help`). A VM that is not named here is outside of the
 /// cluster. Nothing is protected yet.
-///
-/// Example:
-///   firn cluster create shop --vm web@host1 --vm db@host2
 #[derive(Debug, ClapArgs)]
-#[command(verbatim_doc_comment)]
+#[command(after_long_help = "Example:
+  firn cluster create shop --vm web@host1 --vm db@host2")]
 pub struct ClusterCreateArgs {
     /// The name of the cluster.
     name: VmName,

@@ -17,12 +17,10 @@ use crate::output::FactPrinter;
 /// refused while a host that the record names holds a lease, has one of the VMs, or does not list
 /// its VMs. If a VM comes back after that, its host ends it. The command prints its grounds: each
 /// host, and why no VM runs there.
-///
-/// Examples:
-///   firn cluster status
-///   firn cluster forget web
 #[derive(Debug, ClapArgs)]
-#[command(verbatim_doc_comment)]
+#[command(after_long_help = "Examples:
+  firn cluster status
+  firn cluster forget web")]
 pub struct ClusterForgetArgs {
     /// The cluster, or the VM.
     name: VmName,

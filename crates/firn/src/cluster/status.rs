@@ -19,13 +19,11 @@ use crate::units;
 ///
 /// A host with a number is the agent of that host from one start to the next. A fenced host may
 /// still send in an older generation; while there is one, none of the cluster's VMs runs.
-///
-/// Examples:
-///   firn cluster status
-///   firn cluster status --json | jq -r .leader
-///   firn cluster status --json | jq '.kept[0].checkpoint.number'
 #[derive(Debug, ClapArgs)]
-#[command(verbatim_doc_comment)]
+#[command(after_long_help = "Examples:
+  firn cluster status
+  firn cluster status --json | jq -r .leader
+  firn cluster status --json | jq '.kept[0].checkpoint'")]
 pub struct ClusterStatusArgs {}
 
 impl ClusterStatusArgs {

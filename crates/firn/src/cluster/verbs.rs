@@ -19,11 +19,9 @@ use crate::output::FactPrinter;
 /// protected, none of their output leaves. The command returns when there is a global checkpoint.
 /// Where hosts have consensus, the VMs fail over to this host automatically from then on, and any
 /// host that runs none of them can protect them after that.
-///
-/// Example:
-///   firn cluster protect shop --interval 50ms
 #[derive(Debug, ClapArgs)]
-#[command(verbatim_doc_comment)]
+#[command(after_long_help = "Example:
+  firn cluster protect shop --interval 50ms")]
 pub struct ClusterProtectArgs {
     /// The cluster.
     name: VmName,
@@ -36,11 +34,9 @@ pub struct ClusterProtectArgs {
 ///
 /// Prints its number and each VM's epoch. Until the next global checkpoint, a failover returns to
 /// this one.
-///
-/// Example:
-///   firn cluster checkpoint shop --json
 #[derive(Debug, ClapArgs)]
-#[command(verbatim_doc_comment)]
+#[command(after_long_help = "Example:
+  firn cluster checkpoint shop --json")]
 pub struct ClusterCheckpointArgs {
     /// The cluster.
     name: VmName,
@@ -53,11 +49,9 @@ pub struct ClusterCheckpointArgs {
 /// first, so that no VM sends from two hosts; when a host is lost, the failover happens
 /// automatically. Where they have no consensus, make sure first that none of the VMs runs on
 /// another host: Firn cannot check that. If the command is interrupted, it can be repeated.
-///
-/// Example:
-///   firn cluster failover shop
 #[derive(Debug, ClapArgs)]
-#[command(verbatim_doc_comment)]
+#[command(after_long_help = "Example:
+  firn cluster failover shop")]
 pub struct ClusterFailoverArgs {
     /// The cluster.
     name: VmName,
@@ -67,10 +61,10 @@ pub struct ClusterFailoverArgs {
 ///
 /// No VM goes back to a checkpoint of the cluster from then on: the standbys here confirm that they
 /// never run, and buffered output leaves. If a standby cannot be reached, repeat the command, or
-/// run `firn release VM` on its host, which declares that the standby never runs. Example:
-///   firn cluster release shop
+/// run `firn release VM` on its host, which declares that the standby never runs.
 #[derive(Debug, ClapArgs)]
-#[command(verbatim_doc_comment)]
+#[command(after_long_help = "Example:
+  firn cluster release shop")]
 pub struct ClusterReleaseArgs {
     /// The cluster.
     name: VmName,

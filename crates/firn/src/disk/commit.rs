@@ -11,11 +11,9 @@ use crate::output::FactPrinter;
 /// When no image needs the file and the layers any more (`firn image rm`), this command merges them
 /// into the file, and the VM writes to that file again: then its own command line starts it on its
 /// newest state. The VM is paused for some milliseconds at the end.
-///
-/// Example:
-///   firn disk commit web
 #[derive(Debug, ClapArgs)]
-#[command(verbatim_doc_comment)]
+#[command(after_long_help = "Example:
+  firn disk commit web")]
 pub struct DiskCommitArgs {
     /// The VM.
     name: VmName,

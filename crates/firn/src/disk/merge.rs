@@ -9,11 +9,9 @@ use crate::output::FactPrinter;
 ///
 /// `firn checkpoint --every` does this automatically, and so does a checkpoint of a VM with many
 /// layers.
-///
-/// Example:
-///   firn disk merge web
 #[derive(Debug, ClapArgs)]
-#[command(verbatim_doc_comment)]
+#[command(after_long_help = "Example:
+  firn disk merge web")]
 pub struct DiskMergeArgs {
     /// The VM.
     name: VmName,

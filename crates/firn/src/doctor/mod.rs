@@ -21,12 +21,10 @@ use findings::{FindingGrade, HostFinding, judge_host};
 /// /dev/userfaultfd for that: packaging/udev has a rule.
 ///
 /// Exits with code 7 if something is missing that Firn needs.
-///
-/// Examples:
-///   firn doctor
-///   firn doctor --kernel /srv/guest/vmlinuz
 #[derive(Debug, ClapArgs)]
-#[command(verbatim_doc_comment)]
+#[command(after_long_help = "Examples:
+  firn doctor
+  firn doctor --kernel /srv/guest/vmlinuz")]
 pub struct DoctorArgs {
     /// The QEMU to check.
     #[arg(long, default_value = "qemu-system-x86_64", value_name = "PROGRAM")]

@@ -14,11 +14,9 @@ use crate::units;
 /// Show the images that an image builds on.
 ///
 /// Each line is one file, the newest first, and the amount of memory that the file itself holds.
-///
-/// Example:
-///   firn image chain web-20.firn
 #[derive(Debug, ClapArgs)]
-#[command(verbatim_doc_comment)]
+#[command(after_long_help = "Example:
+  firn image chain web-20.firn")]
 pub struct ImageChainArgs {
     /// The image.
     image: PathBuf,

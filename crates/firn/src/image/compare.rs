@@ -18,11 +18,9 @@ const SHOWN_MAX: usize = 20;
 ///
 /// The copy is a file with all RAM regions one after another, each beginning at a multiple of 64
 /// KiB. Exits with code 6 if a page differs.
-///
-/// Example:
-///   firn image compare web.firn web.ram
 #[derive(Debug, ClapArgs)]
-#[command(verbatim_doc_comment)]
+#[command(after_long_help = "Example:
+  firn image compare web.firn web.ram")]
 pub struct ImageCompareArgs {
     /// The image.
     image: PathBuf,

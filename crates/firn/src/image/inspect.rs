@@ -14,12 +14,10 @@ use crate::output::FactPrinter;
 use crate::units;
 
 /// Show the contents of an image, without its memory.
-///
-/// Examples:
-///   firn image inspect web.firn
-///   firn image inspect web.firn --json | jq .meta.qemu.args
 #[derive(Debug, ClapArgs)]
-#[command(verbatim_doc_comment)]
+#[command(after_long_help = "Examples:
+  firn image inspect web.firn
+  firn image inspect web.firn --json | jq .meta.qemu.args")]
 pub struct ImageInspectArgs {
     /// The image.
     image: PathBuf,

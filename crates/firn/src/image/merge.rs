@@ -12,12 +12,10 @@ use crate::output::{FactPrinter, check_output};
 ///
 /// The checkpoint stays the same, and so does its identity: images that build on it continue to do
 /// so if it stays at its path.
-///
-/// Examples:
-///   firn image merge web-20.firn -o web.firn
-///   firn image merge web-20.firn
 #[derive(Debug, ClapArgs)]
-#[command(verbatim_doc_comment)]
+#[command(after_long_help = "Examples:
+  firn image merge web-20.firn -o web.firn
+  firn image merge web-20.firn")]
 pub struct ImageMergeArgs {
     /// The image.
     image: PathBuf,

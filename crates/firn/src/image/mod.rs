@@ -56,8 +56,20 @@ impl ImageCommandArgs {
 
 /// Opens an image.
 pub fn open_image(path: &Path) -> Result<Image, Failure> {
-    Image::open(path)
-        .map_err(|error| to_failure(&error).while_doing(format!("opening {}", path.display())))
+    Image::open(path).map_err(|error| open_failure(path, &error))
+}
+
+/// The failure for an image that cannot be opened.
+pub fn open_failure(path: &Path, error: &ImageError) -> Failure {
+    let failure = to_failure(error);
+    match error {
+        // Both name the file.
+        ImageError::Io { .. } => failure.with_hint("check the path of the image"),
+        ImageError::NotRegular { .. } => {
+            failure.with_hint("give an image, a file that `firn checkpoint` wrote")
+        }
+        _ => failure.while_doing(format!("opening {}", path.display())),
+    }
 }
 
 /// The failure for an error of an image, with its kind.

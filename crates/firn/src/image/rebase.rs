@@ -17,12 +17,10 @@ use crate::output::{FactPrinter, check_output};
 ///
 /// An image whose parent was moved cannot be opened. Give the new path of its parent with --moved:
 /// it must be that very image.
-///
-/// Examples:
-///   firn image rebase web-20.firn --parent web-10.firn
-///   firn image rebase web-20.firn --moved /archive/web-19.firn
 #[derive(Debug, ClapArgs)]
-#[command(verbatim_doc_comment)]
+#[command(after_long_help = "Examples:
+  firn image rebase web-20.firn --parent web-10.firn
+  firn image rebase web-20.firn --moved /a/web-19.firn")]
 #[command(group = clap::ArgGroup::new("target").required(true))]
 pub struct ImageRebaseArgs {
     /// The image.
@@ -44,9 +42,8 @@ impl ImageRebaseArgs {
         self.output.as_deref().map_or(Ok(()), check_output)?;
         let target = self.output.as_ref().unwrap_or(&self.image);
         let image = match &self.moved {
-            Some(moved) => Image::open_with_parent(&self.image, moved).map_err(|error| {
-                super::to_failure(&error).while_doing(format!("opening {}", self.image.display()))
-            })?,
+            Some(moved) => Image::open_with_parent(&self.image, moved)
+                .map_err(|error| super::open_failure(&self.image, &error))?,
             None => super::open_image(&self.image)?,
         };
         let parent =

@@ -7,27 +7,29 @@ use firn_image::{BlockOrganization, Codec, Image, ImageSummary, ReorderOptions};
 use firn_supervisor::{Failure, note_copy};
 
 use super::rewrite::{RewriteProgress, describe_rewrite, rewrite_facts};
+use crate::choices::{Choice, parse_choice};
 use crate::output::{FactPrinter, check_output};
+use crate::units;
+
+const ORDERS: &[Choice] = &[
+    ("locality", "by first access, as a checkpoint is written"),
+    ("physical", "by address"),
+    ("random", "shuffled; --seed determines the order"),
+];
 
 /// Rewrite an image with its memory blocks in another order.
 ///
 /// The checkpoint stays the same: only the locations of its memory blocks in the file change. For
 /// comparisons that vary one thing.
-///
-/// Orders:
-///   locality  by first access, as a checkpoint is written
-///   physical  by address
-///   random    shuffled; --seed determines the order
-///
-/// Example:
-///   firn image reorder web.firn --by physical -o web-physical.firn
 #[derive(Debug, ClapArgs)]
-#[command(verbatim_doc_comment)]
+#[command(after_long_help = r"Example:
+  firn image reorder web.firn --by physical \
+    -o web-physical.firn")]
 pub struct ImageReorderArgs {
     /// The image.
     image: PathBuf,
-    /// The order: locality, physical or random.
-    #[arg(long)]
+    /// The order.
+    #[arg(long, value_name = "ORDER", value_parser = parse_choice::<BlockOrganization>(ORDERS))]
     by: BlockOrganization,
     /// The image to write.
     #[arg(long, short, value_name = "IMAGE")]
@@ -37,7 +39,7 @@ pub struct ImageReorderArgs {
     #[arg(long)]
     codec: Option<Codec>,
     /// For --by random: the same seed gives the same order.
-    #[arg(long, default_value_t = 1)]
+    #[arg(long, default_value_t = 1, value_parser = units::parse_number::<u64>(0..=u64::MAX))]
     seed: u64,
 }
 

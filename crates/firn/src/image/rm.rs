@@ -16,11 +16,9 @@ use crate::output::FactPrinter;
 /// Images that are in use are refused: if other images build on them, restores still read them, or
 /// VMs have disks on top of theirs. An image whose file is gone already can be named as well: its
 /// disks are not needed then.
-///
-/// Example:
-///   firn image rm web-1.firn web-2.firn
 #[derive(Debug, ClapArgs)]
-#[command(verbatim_doc_comment)]
+#[command(after_long_help = "Example:
+  firn image rm web-1.firn web-2.firn")]
 pub struct ImageRmArgs {
     /// The images.
     #[arg(required = true)]

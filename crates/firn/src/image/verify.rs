@@ -22,12 +22,10 @@ const SHOWN_MAX: usize = 20;
 ///
 /// With --restorable it does not read memory, but checks whether this host could restore the image:
 /// its QEMU, machine type, accelerator, CPU, disks, memory, userfaultfd. Exits with code 5 if not.
-///
-/// Examples:
-///   firn image verify web.firn
-///   firn image verify --restorable web.firn
 #[derive(Debug, ClapArgs)]
-#[command(verbatim_doc_comment)]
+#[command(after_long_help = "Examples:
+  firn image verify web.firn
+  firn image verify --restorable web.firn")]
 pub struct ImageVerifyArgs {
     /// The image.
     image: PathBuf,

@@ -51,7 +51,7 @@ fn sizes_and_codecs_that_are_none() {
         ("--locality-block", "65", "power of two from 16K to 1M"),
         ("--locality-block", "2M", "power of two from 16K to 1M"),
         ("--locality-block", "lots", "no size"),
-        ("--threads", "0", "0 is not in 1..=256"),
+        ("--threads", "0", "give a number from 1 to 256"),
     ];
     for (option, value, why) in bad {
         let answer = session.firn(&["checkpoint", "web", "-o", "a.firn", option, value]);
@@ -62,7 +62,7 @@ fn sizes_and_codecs_that_are_none() {
             answer.err
         );
     }
-    session.firn(&["restore", "a.firn", "--mode", "lazily"]).fails(2, "no restore mode");
+    session.firn(&["restore", "a.firn", "--mode", "lazily"]).fails(2, "possible values: auto");
     nothing_left(&session);
 }
 

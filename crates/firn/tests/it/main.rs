@@ -26,6 +26,7 @@ mod help;
 mod hypervisor_dies;
 mod incremental;
 mod input;
+mod mistakes;
 mod model;
 mod neighbours;
 mod network;

@@ -100,7 +100,7 @@ impl Session {
 }
 
 /// The command under test: the one built with these tests, unless the environment names another.
-fn program() -> OsString {
+pub fn program() -> OsString {
     std::env::var_os(VARIABLE).unwrap_or_else(|| env!("CARGO_BIN_EXE_firn").into())
 }
 
