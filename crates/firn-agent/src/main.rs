@@ -127,6 +127,12 @@ enum AgentVerb {
         /// The shell.
         shell: Shell,
     },
+    /// Write the manual pages, for `make install`.
+    #[command(name = "__man", hide = true)]
+    Man {
+        /// The directory.
+        directory: PathBuf,
+    },
     #[command(name = firn_supervisor::SUPERVISE, hide = true)]
     Supervise(internal_commands::SuperviseArgs),
     #[command(name = firn_supervisor::GUARD, hide = true)]
@@ -143,6 +149,8 @@ fn main() -> ExitCode {
             clap_complete::generate(shell, &mut Cli::command(), "firn-agent", &mut script);
             print_text(&String::from_utf8_lossy(&script))
         }
+        AgentVerb::Man { directory } => clap_mangen::generate_to(Cli::command(), &directory)
+            .while_doing(format!("writing manual pages to {}", directory.display())),
         AgentVerb::Supervise(args) => args.run(),
         AgentVerb::Guard(args) => args.run(),
     };

@@ -76,3 +76,21 @@ fn run(cli: BackupCommand) -> Result<()> {
     drop(server);
     Ok(())
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use clap::CommandFactory as _;
+
+    #[test]
+    fn the_manual_page_has_every_option() {
+        let page = include_str!("../man/firn-app-backup.1");
+        let (_, options) = page.split_once(".SH OPTIONS").unwrap();
+        let command = BackupCommand::command();
+        let names: Vec<_> = command.get_arguments().filter_map(clap::Arg::get_long).collect();
+        assert!(names.contains(&"fsync"), "{names:?}");
+        for name in names {
+            assert!(options.contains(&format!("--{name}")), "{name}");
+        }
+    }
+}

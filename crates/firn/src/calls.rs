@@ -8,7 +8,7 @@ use firn_supervisor::{Failure, FailureKind, absolute_path};
 
 use crate::output::check_input;
 
-/// The file name of the plugin that notes stores, in the directory of this program.
+/// The file name of the plugin that notes stores.
 const PLUGIN: &str = "libfirn_stores.so";
 
 /// The applications that may make guest calls.
@@ -22,8 +22,9 @@ pub struct CallsArgs {
     calls: Option<PathBuf>,
     /// Note each store of these applications to their tracked memory, from outside the guest. Their
     /// commits then need no call, and learn of written words instead of pages. QEMU gets a plugin
-    /// for that (libfirn_stores.so, in the directory of this program unless another is named) and
-    /// must emulate the guest (TCG), which makes it slower: the plugin checks each of its stores.
+    /// for that (libfirn_stores.so, as it was installed with this program, unless another is named)
+    /// and must emulate the guest (TCG), which makes it slower: the plugin checks each of its
+    /// stores.
     #[arg(
         long,
         value_name = "PLUGIN",
@@ -49,14 +50,42 @@ impl CallsArgs {
 }
 
 fn find_plugin(named: &Path) -> Result<PathBuf, Failure> {
-    let found = match named.as_os_str() == PLUGIN {
-        true => std::env::current_exe().map(|program| program.with_file_name(PLUGIN)),
-        false => Ok(absolute_path(named)?),
+    let candidates = match named.as_os_str() == PLUGIN {
+        true => installed_plugins()?,
+        false => vec![absolute_path(named)?],
     };
-    let found = found.map_err(|error| Failure::from_error(FailureKind::Host, &error))?;
-    if found.is_file() {
-        return Ok(found);
+    if let Some(found) = candidates.iter().find(|path| path.is_file()) {
+        return Ok(found.clone());
     }
-    let text = format!("there is no plugin {}", found.display());
+    let paths: Vec<String> = candidates.iter().map(|path| path.display().to_string()).collect();
+    let text = format!("there is no plugin {}", paths.join(" or "));
     Err(Failure::new(FailureKind::Usage, text).with_hint("give its path: --stores=PLUGIN"))
+}
+
+/// The paths at which the plugin may be if the user names none: beside this program, where both are
+/// built, and where `make install` puts it.
+fn installed_plugins() -> Result<Vec<PathBuf>, Failure> {
+    let program =
+        std::env::current_exe().map_err(|error| Failure::from_error(FailureKind::Host, &error))?;
+    let prefix = program.ancestors().nth(2).unwrap_or(Path::new("/"));
+    Ok(vec![program.with_file_name(PLUGIN), prefix.join("lib/firn").join(PLUGIN)])
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_plugin_that_is_missing_is_named_with_both_of_its_paths() {
+        let failure = find_plugin(Path::new(PLUGIN)).unwrap_err();
+        let program = std::env::current_exe().unwrap();
+        let beside = program.parent().unwrap();
+        let installed = beside.parent().unwrap().join("lib/firn/libfirn_stores.so");
+        let expected = format!(
+            "there is no plugin {} or {}",
+            beside.join("libfirn_stores.so").display(),
+            installed.display()
+        );
+        assert_eq!(failure.chain, [expected]);
+    }
 }

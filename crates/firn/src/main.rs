@@ -31,6 +31,7 @@ mod image;
 mod live;
 mod logs;
 mod ls;
+mod man;
 mod output;
 mod overlays;
 mod overrides;
@@ -119,6 +120,8 @@ enum FirnCommand {
     Report(report::ReportArgs),
     Doctor(doctor::DoctorArgs),
     Completions(completions::CompletionsArgs),
+    #[command(name = man::VERB, hide = true)]
+    Man(man::ManArgs),
     #[command(name = firn_supervisor::SUPERVISE, hide = true)]
     Supervise(hidden::SuperviseVmArgs),
     #[command(name = firn_supervisor::GUARD, hide = true)]
@@ -150,6 +153,7 @@ impl FirnCommand {
             Self::Report(args) => args.run(out),
             Self::Doctor(args) => args.run(out),
             Self::Completions(args) => args.run(out),
+            Self::Man(args) => args.run(),
             Self::Supervise(args) => args.run(),
             Self::Guard(args) => args.run(),
         }

@@ -1,6 +1,8 @@
 //! Memcached server: the build from `examples/memcached`, as a child process.
 
+use std::io;
 use std::net::{Ipv4Addr, SocketAddr, TcpStream};
+use std::os::unix::fs::symlink;
 use std::path::{Path, PathBuf};
 use std::process::{Child, Command, Stdio};
 use std::time::{Duration, Instant};
@@ -53,6 +55,17 @@ pub(super) struct MemcachedProgram {
     libraries: PathBuf,
 }
 
+/// Memcached loads the library by its SONAME, which the file does not have where it is built.
+fn link_soname(libraries: &Path) -> Result<()> {
+    let link = libraries.join("libfirnapp.so.0");
+    match symlink("libfirnapp.so", &link) {
+        Err(error) if error.kind() != io::ErrorKind::AlreadyExists => {
+            Err(error).with_context(|| format!("cannot make the link {}", link.display()))
+        }
+        _ => Ok(()),
+    }
+}
+
 impl MemcachedProgram {
     pub(super) fn build_example() -> Result<Self> {
         let libraries = std::env::current_exe()?.parent().context("no folder")?.to_owned();
@@ -61,6 +74,7 @@ impl MemcachedProgram {
             "{} has no libfirnapp.so; build it: cargo build --release --workspace",
             libraries.display()
         );
+        link_soname(&libraries)?;
         let script = Path::new(env!("CARGO_MANIFEST_DIR")).join("../../examples/memcached/build");
         let output = Command::new(&script)
             .arg(&libraries)
