@@ -270,6 +270,7 @@ fn mistakes_with_a_vm() {
 #[test]
 fn mistakes_of_a_user_without_permissions() {
     if !rustix::process::geteuid().is_root() {
+        eprintln!("SKIPPED: only root can run a program as another user");
         return;
     }
     let session = session();
@@ -277,7 +278,9 @@ fn mistakes_of_a_user_without_permissions() {
         std::fs::set_permissions(session.path(name), Permissions::from_mode(mode)).unwrap();
     };
     std::fs::copy(program(), session.path("firn")).unwrap();
-    [("", 0o755), ("firn", 0o755), ("text.firn", 0o600)].map(|(name, mode)| set_mode(name, mode));
+    for (name, mode) in [("", 0o755), ("firn", 0o755), ("text.firn", 0o600)] {
+        set_mode(name, mode);
+    }
     for mistake in AS_NOBODY {
         // The last ones look into the directory of another user.
         if mistake.words.starts_with("logs") {
