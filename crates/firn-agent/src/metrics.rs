@@ -1,5 +1,8 @@
 //! Metrics for Prometheus, made from the state at the time of the request. Pure.
 //!
+//! A network counts its frames for each target: all VMs of this host together, each other host, and
+//! the uplink. The label `to` names the target.
+//!
 //! | metric | labels | unit |
 //! |---|---|---|
 //! | `firn_epoch`, `firn_epoch_committed` | vm | epochs since protection began |
@@ -8,7 +11,7 @@
 //! | `firn_standby_committed` | vm | epochs |
 //! | `firn_peer_up`, `firn_peer_lost` | peer | 1 or 0 |
 //! | `firn_peer_round_trip_seconds` | peer | seconds, of the newest answer |
-//! | `firn_network_ports` | network, to | connections now; `to` is VMs, host NAME or uplink |
+//! | `firn_network_ports` | network, to | connections now; `to` is `VMs`, `host NAME` or `uplink` |
 //! | `firn_network_frames_total` | network, to, direction in or out | frames since the agent began |
 //! | `firn_network_dropped_total` | network, to | frames since the agent began |
 //! | `firn_refused_total` | reason | connections since the agent began |
@@ -28,11 +31,15 @@ use crate::detect::HostHealth;
 /// The content type of the text that [`render_metrics`] returns.
 pub const CONTENT_TYPE: &str = "application/openmetrics-text; version=1.0.0; charset=utf-8";
 
+/// The names and values of the labels of one sample.
 type MetricLabels = Vec<(&'static str, String)>;
+/// All samples of one gauge: a value for each set of labels.
 type GaugeFamily = Family<MetricLabels, Gauge<f64, AtomicU64>>;
+/// All samples of one counter.
 type CounterFamily = Family<MetricLabels, Counter>;
 
-/// Renders the metrics as OpenMetrics text.
+/// Renders the metrics as OpenMetrics text. `refused` has the count of refused connections for each
+/// reason.
 ///
 /// # Errors
 /// None in practice: it is written to memory.
@@ -56,16 +63,19 @@ pub fn render_metrics<'a>(
     Ok(text)
 }
 
+/// Registers a gauge. The caller then sets its value for each set of labels.
 fn register_gauges(registry: &mut Registry, name: &str, help: &str) -> GaugeFamily {
     let numbers = GaugeFamily::default();
     registry.register(name, help, numbers.clone());
     numbers
 }
 
+/// Sets the value of the sample that has these labels.
 fn set_gauge(numbers: &GaugeFamily, labels: MetricLabels, value: f64) {
     numbers.get_or_create(&labels).set(value);
 }
 
+/// Adds the metrics of protected VMs and of standbys. Other VMs have none.
 fn add_vm_metrics(registry: &mut Registry, vms: &[VmView]) {
     let epoch = register_gauges(registry, "epoch", "The newest epoch that was cut");
     let committed =
@@ -99,6 +109,8 @@ fn add_vm_metrics(registry: &mut Registry, vms: &[VmView]) {
     }
 }
 
+/// Adds the metrics of the other hosts. A host that is not lost may still be suspected: then both
+/// `peer_up` and `peer_lost` are 0.
 fn add_peer_metrics(registry: &mut Registry, peers: &[PeerView]) {
     let up = register_gauges(registry, "peer_up", "1 if the host answers");
     let lost = register_gauges(registry, "peer_lost", "1 if the host counts as lost");
@@ -115,6 +127,9 @@ fn add_peer_metrics(registry: &mut Registry, peers: &[PeerView]) {
     }
 }
 
+/// Adds the connected ports, and the counts of frames, of each network and target. Frames *in* came
+/// from the target, frames *out* were sent to it. A frame is dropped if the target's queue has no
+/// room, or if it still waits there when the connection ends.
 fn add_network_metrics(registry: &mut Registry, networks: &[NetworkView]) {
     let ports = register_gauges(registry, "network_ports", "Ports that are connected to a network");
     let (frames, dropped) = (CounterFamily::default(), CounterFamily::default());

@@ -17,8 +17,21 @@
 //!     collect                          ------>       which pages were written since the last time?
 //! ```
 //!
-//! If a plugin in the hypervisor observes stores, it keeps [`StoreNotes`], and a commit needs no
-//! call.
+//! # Noted stores
+//!
+//! A plugin in the hypervisor may observe the application's stores. Then a commit needs no call. An
+//! *epoch* in this crate is the time between two commits of an application, not an epoch of a
+//! protected VM.
+//!
+//! ```text
+//!   supervisor  -- PluginOrder: areas, end word, ReportKey ------>  plugin
+//!                                                 StoreNotes: the words stored to since the last commit
+//!   application -- commit: a store to the end word ------------->   plugin
+//!               <------------- SealedReport, in the application's slot of the window
+//!   ReportReader: opens it, and returns the StoreReport: which words were stored to, or that this is unknown
+//! ```
+//!
+//! # Keys
 //!
 //! A key never crosses the channel, and neither does the proof: both sides compute the proof from
 //! the key and the two numbers, so only a process with the key can have it in memory. All further

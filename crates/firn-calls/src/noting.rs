@@ -67,7 +67,7 @@ impl PluginOrder {
     }
 }
 
-/// The application whose stores are to be noted.
+/// The application whose stores the plugin is to note: the content of [`PluginOrder::Note`].
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct NoteOrder {
     /// The slot that reports are written to.
@@ -80,7 +80,10 @@ pub struct NoteOrder {
     pub areas: Vec<NotedArea>,
 }
 
-/// The key of one noting. `Debug` does not print it, so it does not get into logs.
+/// The key with which the plugin seals its reports, and with which the application checks that a
+/// report is the plugin's. The application and the supervisor compute it (`key`), and the
+/// supervisor sends it to the plugin. Each noting has a new one. `Debug` does not print it, so it
+/// does not get into logs.
 #[derive(Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub struct NotingKey([u8; 16]);
 
@@ -121,7 +124,7 @@ pub struct WordRun {
     pub words: u32,
 }
 
-/// The report of an epoch's stores.
+/// The report of an epoch's stores: what the application reads after a commit.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub enum StoreReport {
     /// The stores wrote these words, and no others.
@@ -130,7 +133,7 @@ pub enum StoreReport {
     Unknown,
 }
 
-/// An epoch that has ended.
+/// The report of an epoch that has ended, as the plugin writes it to the window.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct EndedEpoch {
     /// The epoch's number.
@@ -157,7 +160,8 @@ impl EpochCounter {
     }
 }
 
-/// The notes of one application.
+/// The notes of one application, in the plugin's memory: the words that it has stored to in the
+/// current epoch.
 pub struct StoreNotes {
     epochs: EpochCounter,
     end: u64,
@@ -284,7 +288,7 @@ impl StoreNotes {
     }
 }
 
-/// Reads the reports of an application's own stores.
+/// The application's side: opens the sealed reports about its own stores, one for each epoch.
 pub struct ReportReader {
     epochs: EpochCounter,
 }

@@ -43,7 +43,7 @@ const TOLD_LEN: usize = 9;
 const REQUEST: SlotRange = SlotRange { word: 16, bytes: 1 << 10 };
 const ANSWER: SlotRange = SlotRange { word: 16 + 256, bytes: SLOT_BYTES - 64 - (1 << 10) };
 
-/// A range of bytes within a slot.
+/// A field of a slot that holds a message: the request, or the answer.
 #[derive(Clone, Copy, Debug)]
 pub struct SlotRange {
     word: usize,
@@ -195,7 +195,7 @@ impl WindowSlot<'_> {
         self.read_range(REQUEST, self.0[ASKED_LEN].load(Ordering::Relaxed))
     }
 
-    /// Host: writes the reply to a request. A reply has at most [`SlotRange::ANSWER_BYTES`].
+    /// Host: writes the reply to a request. A reply has at most [`SlotField::ANSWER_BYTES`].
     pub fn write_reply(self, sequence: u32, answer: &[u8]) {
         self.write_range(ANSWER, answer);
         self.0[ANSWERED_LEN].store(answer.len() as u32, Ordering::Relaxed);
@@ -230,7 +230,7 @@ impl WindowSlot<'_> {
         high << 32 | low
     }
 
-    /// Plugin: writes the report of an epoch's stores, of at most [`SlotRange::ANSWER_BYTES`].
+    /// Plugin: writes the report of an epoch's stores, of at most [`SlotField::ANSWER_BYTES`].
     pub fn write_report(self, epoch: u32, told: &[u8]) {
         self.write_range(ANSWER, told);
         self.0[TOLD_LEN].store(told.len() as u32, Ordering::Relaxed);

@@ -1,55 +1,63 @@
-//! First touches: the blocks that the guest touches first after the cut, in order, and whether it
-//! has touched all that it uses. No I/O.
+//! First touches: the memory blocks that the guest touches after the cut, each with the time of its
+//! first touch. No I/O.
 //!
-//! A guest is traced for a second, or for up to four while it touches new blocks, and never has
-//! touched all that it will. The times of the touches show how much is missing: a guest that uses
-//! the same pages again and again touches hardly a new one at the end of that time, and has touched
-//! them all; a guest that touches as many new pages as at its beginning will touch more.
+//! The touched blocks are the working set of the image. Firn traces the guest for a second, or for
+//! up to four seconds while the guest still touches new blocks. A working set that was traced for
+//! so short a time is rarely complete. How much is missing, the times of the touches show:
 //!
 //! ```text
-//!   found           _________                           ___--
-//!              ___--                               ___--
+//!   touched         _________                           ___--
+//!   blocks     ___--                               ___--
 //!            --                               ___--
 //!           |         time    |  |           |         time    |  |
-//!                              late                             late
+//!                              last eighth                      last eighth
+//!   the guest uses the same blocks again:    the guest touches new blocks all the time:
+//!   the working set is complete              blocks are missing
 //! ```
+//!
+//! The *late share* is the share of all touched blocks that were first touched in the last eighth
+//! of the time from the first touch. The image records it (`found_late`), and a restore decides by
+//! it whether it can rely on the working set.
 
 use std::time::Duration;
 
 use firn_types::Block;
 
-/// The last part of the time in which a guest is traced: long enough for a guest that touches new
-/// pages to do so in it, and short enough for a guest that repeats its work to have repeated it
-/// before, though at first each touch costs it a fault.
+/// The last part of the tracing time, as a share of it. It is long enough: a guest that touches new
+/// pages does so in this part as well. It is short enough: a guest that repeats its work has begun
+/// to repeat it before this part, although at first each touch costs it a fault.
 const LATE_SHARE: f64 = 0.125;
 
-/// The maximum share that is found late of a guest that has touched all that it will: less than the
-/// share up to which a restore considers a working set complete (`firn-restore`, `high_latency`).
+/// The maximum late share of a guest that is settled: that has touched all blocks of its working
+/// set. It is less than the late share up to which a restore considers a working set complete
+/// (`firn-restore`, `high_latency`).
 const SETTLED_SHARE_MAX: f64 = 0.002;
 
-/// The guest must also have touched nothing new for this long: one that waits for a moment touches
-/// nothing either.
+/// The minimum length of the last part, to decide that a guest is settled. In a shorter time a
+/// guest may touch no new block only because it waits.
 const QUIET_TIME_MIN: Duration = Duration::from_millis(500);
 
-/// The minimum number of touches for a result.
+/// The minimum number of touched blocks for which a share is computed.
 const TOUCHES_MIN: usize = 100;
 
-/// The first touches of a save.
+/// The first touches of the guest during one save.
 #[derive(Debug, Default)]
 pub(crate) struct FirstTouches {
+    /// For each block of the VM: whether it was touched.
     is_touched: Vec<bool>,
+    /// The touched blocks, in the order of their first touches.
     blocks: Vec<Block>,
-    /// When each was touched.
+    /// The times of these first touches, since the save began.
     times: Vec<Duration>,
 }
 
 impl FirstTouches {
-    /// No touches, of this number of blocks.
+    /// No touches yet. `blocks` is the number of blocks of the VM.
     pub(crate) fn new(blocks: u32) -> Self {
         Self { is_touched: vec![false; blocks as usize], ..Self::default() }
     }
 
-    /// The guest touches a block, for the first time or not.
+    /// Records that the guest touches a block. Only the first touch of a block counts.
     pub(crate) fn record_touch(&mut self, block: Block, now: Duration) {
         if !std::mem::replace(&mut self.is_touched[block.index()], true) {
             self.blocks.push(block);
@@ -62,20 +70,21 @@ impl FirstTouches {
         self.blocks.len() as u32
     }
 
-    /// Of the blocks that were touched by `end`, the share in the last eighth of the time from the
-    /// first of them; none if there are too few for a result.
+    /// The late share (see the module) at the time `end`. `None` if fewer than [`TOUCHES_MIN`]
+    /// blocks were touched by then.
     pub(crate) fn found_late(&self, end: Duration) -> Option<f64> {
         Some(self.found_within(self.late_period(end)?, end))
     }
 
-    /// The last part of the time from the first touch to `end`; none if there are too few touches
-    /// for a result.
+    /// The length of the last eighth of the time from the first touch to `end`. `None` if fewer
+    /// than [`TOUCHES_MIN`] blocks were touched by then.
     fn late_period(&self, end: Duration) -> Option<Duration> {
         let (first, enough) = (self.times.first()?, self.times.get(TOUCHES_MIN - 1)?);
         (*enough <= end).then(|| end.saturating_sub(*first).mul_f64(LATE_SHARE))
     }
 
-    /// The share of the blocks that was touched in the time of this length before `end`.
+    /// Of the blocks that were touched by `end`, the share whose first touch came in the last
+    /// `length` before `end`.
     fn found_within(&self, length: Duration, end: Duration) -> f64 {
         let since = end.saturating_sub(length);
         let by = |when: Duration| self.times.partition_point(|time| *time <= when);
@@ -83,15 +92,15 @@ impl FirstTouches {
         (all - by(since)) as f64 / all.max(1) as f64
     }
 
-    /// Whether watching the guest further is not worth it: it touches hardly any new blocks, or
-    /// there are too few touches for a result.
+    /// Whether Firn can end the tracing: in the last part of the time the guest has touched hardly
+    /// any new block, or it has touched too few blocks in all for a decision.
     pub(crate) fn is_settled(&self, now: Duration) -> bool {
         self.late_period(now).is_none_or(|late| {
             self.found_within(late.max(QUIET_TIME_MIN), now) <= SETTLED_SHARE_MAX
         })
     }
 
-    /// The blocks, in order.
+    /// The touched blocks, in the order of their first touches.
     pub(crate) fn into_blocks(self) -> Vec<Block> {
         self.blocks
     }

@@ -7,21 +7,25 @@
 //! the checker knows only what its clients observed.
 //!
 //! ```text
+//!   time ------------------------------------------------->     account 7 has 100 at first
 //!   client 0   |--- transfer 3 -> 7, 10 ---| done
-//!   client 1        |-- balance of 7 --| 110                 right: the transfer, then this one, then that one
-//!   client 2                                  |--| 100      wrong: whatever the order, the transfer is before it
-//!   client 3     |--- transfer 1 -> 2, 5 ---- ?             no answer: at any later moment, or never
+//!   client 1        |-- balance of 7 --| 110                 right: the order may have the transfer first, then this
+//!   client 2                                  |--| 100       wrong: balance of 7; in every order the transfer comes first
+//!   client 3     |--- transfer 1 -> 2, 5 ---- ?              no answer: done at any later moment, or never
 //! ```
 //!
 //! The search is Lowe's ("Testing for linearizability", 2017) after Wing and Gong: it processes
 //! events in the order of their times, and puts an operation into the order no earlier than when an
-//! answer needs it. It remembers what it has tried, so that it examines each set of open
-//! operations, with a state, only once. It uses an operation without an answer only if another
-//! answer is impossible without it.
+//! answer needs it. It remembers what it has tried: it examines the same set of open operations
+//! with the same state only once. It uses an operation without an answer only if another answer is
+//! impossible without it.
 //!
 //! - [`SequentialModel`]: the sequential program. [`BankModel`] is the only one here.
-//! - [`check_history`]: a [`Verdict`], with an [`Explanation`] of a wrong history: few operations
-//!   that contradict each other, whatever else happened.
+//! - [`ClientCall`]: one operation of a history. [`ModelCall`] is the same type with the requests
+//!   and answers of a given model.
+//! - [`check_history`]: returns a [`Verdict`]: linearizable, wrong, or undecided if the search needs
+//!   too many tries. A wrong history comes with an [`Explanation`]: a few operations that
+//!   contradict each other, whatever else happened.
 #![forbid(unsafe_code)]
 
 mod bank;

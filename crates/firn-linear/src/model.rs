@@ -4,7 +4,7 @@ use std::hash::Hash;
 
 use crate::history::ClientCall;
 
-/// An operation on a model, as a client saw it.
+/// A [`ClientCall`] with the requests and answers of the model `M`.
 pub type ModelCall<M> =
     ClientCall<<M as SequentialModel>::Operation, <M as SequentialModel>::Answer>;
 

@@ -42,11 +42,22 @@ impl ReplyTimes {
         (back <= last_start).then_some(back as f64 / 1e6)
     }
 
-    /// The last start of a window with fewer replies than wanted.
+    /// The start of the last *short* window: one with fewer replies than wanted. `None` if no
+    /// window that starts by `last_start` is short.
     ///
-    /// Among the starts after one reply, up to and with the next, the number of replies in the
-    /// window only grows. So the last short one among them is where the window just ends before the
-    /// reply that would be enough.
+    /// To try every microsecond would take too long. Instead the function tries each gap between
+    /// two replies, from the last gap to the first:
+    ///
+    /// ```text
+    ///   replies        |        |    |       |                 wanted: 3
+    ///                   ^starts^                               a gap: after one reply, up to and with the next
+    ///                      [ - - window - - )|                 the last short window of the gap ends at the third
+    ///                                                          reply from there, which it does not contain
+    /// ```
+    ///
+    /// If a window starts later in the same gap, it loses no reply at its start, and may gain some
+    /// at its end. So the last short window of the gap is the one that ends just at the reply with
+    /// which it would have enough, or the last one of the gap if no window of the gap has enough.
     fn last_short(&self, window_us: u64, wanted: usize, last_start: u64) -> Option<u64> {
         if wanted == 0 {
             return None;
@@ -60,6 +71,7 @@ impl ReplyTimes {
         })
     }
 
+    /// The number of replies before a time.
     fn replies_before(&self, time_us: u64) -> usize {
         self.times_us.partition_point(|&reply| reply < time_us)
     }

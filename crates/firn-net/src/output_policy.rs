@@ -1,8 +1,21 @@
-//! Output policy of a card: the output buffer of a single VM, or that of a member of a cluster.
+//! Output policy of a network card: which of two components decides when the card's frames leave.
+//! Pure.
 //!
-//! Members leave a cluster one after another while their VMs run. Until every member has left, a
-//! former member still unwraps frames from the others, and transmits the acknowledgements for them
-//! at once.
+//! ```text
+//!                         Single: OutputBuffer      a frame waits until its epoch is committed
+//!   a frame of the VM -->   or
+//!                         Member: ClusterOutput     to other members: at once; to others: once a global
+//!                                                   checkpoint contains it
+//!
+//!             become_member                become_single                     begin_protection
+//!   Single -----------------> Member ------------------> Single, with its ------------------> Single
+//!                                                        former ClusterOutput
+//! ```
+//!
+//! Members leave a cluster one after another while their VMs run. So a VM that has left still
+//! receives wrapped frames from the remaining members. Its former [`ClusterOutput`] unwraps these
+//! frames, and the acknowledgements for them leave through the output buffer. A new protection
+//! ends that.
 
 use std::sync::Arc;
 use std::time::Duration;
@@ -15,17 +28,19 @@ use firn_cluster::output::InputFlow;
 use crate::cluster_output::ClusterOutput;
 use crate::output_buffer::{BufferUsage, OutputBuffer};
 
-/// The output policy of a card.
+/// The component that decides when the frames of a card leave. All functions call the one that
+/// applies to the VM now.
 #[derive(Debug)]
 pub(crate) enum OutputPolicy {
-    /// A VM outside a cluster. The second field is its former output as a member, if it was one. It
-    /// is retained until a protection begins.
+    /// The VM is in no cluster. The second field is its former output as a member of a cluster, if
+    /// it was one: it is retained until a protection begins.
     Single(OutputBuffer, Option<Box<ClusterOutput>>),
-    /// A member of a cluster.
+    /// The VM is a member of a cluster.
     Member(Box<ClusterOutput>),
 }
 
 impl OutputPolicy {
+    /// The output as a member of a cluster. `None` if the VM is no member now.
     pub(crate) fn cluster_output(&self) -> Option<&ClusterOutput> {
         match self {
             Self::Single(..) => None,
@@ -33,6 +48,7 @@ impl OutputPolicy {
         }
     }
 
+    /// The same, to change it.
     pub(crate) fn cluster_output_mut(&mut self) -> Option<&mut ClusterOutput> {
         match self {
             Self::Single(..) => None,
@@ -40,7 +56,8 @@ impl OutputPolicy {
         }
     }
 
-    /// Makes the VM a member. Frames that were released before still leave.
+    /// Makes the VM a member of a cluster. Frames that were released before still leave. No
+    /// frame may be buffered now; the callers make sure of that.
     pub(crate) fn become_member(&mut self, mut joined: ClusterOutput) {
         while let Some(frame) = self.next_frame() {
             joined.forward_frame(frame);
@@ -49,8 +66,8 @@ impl OutputPolicy {
         *self = Self::Member(Box::new(joined));
     }
 
-    /// Makes the VM a single one. Frames that were released before still leave. Frames that other
-    /// members have not received are lost, as in any network.
+    /// Makes the VM a single VM again, whose output is open. Frames that were released before still
+    /// leave. Frames that other members have not received are lost, as in any network.
     pub(crate) fn become_single(&mut self, bytes_max: usize, now: Duration) {
         let mut gate = OutputBuffer::new(bytes_max, true);
         while let Some(frame) = self.next_frame() {
@@ -63,6 +80,7 @@ impl OutputPolicy {
         }
     }
 
+    /// Takes a frame that the VM has sent.
     pub(crate) fn push_frame(&mut self, frame: &[u8], now: Duration) {
         match self {
             Self::Single(gate, _) => gate.push_frame(frame, now),
@@ -70,7 +88,8 @@ impl OutputPolicy {
         }
     }
 
-    /// Receives a frame from the uplink, and returns the frames that the VM is to be given.
+    /// Receives a frame from the uplink, and returns the frames to deliver to the VM. A wrapped
+    /// frame of another member is unwrapped, also by a former member.
     pub(crate) fn receive_frame(&mut self, frame: Vec<u8>, now: Duration) -> Vec<Vec<u8>> {
         match self {
             Self::Single(gate, Some(was)) if is_wrapped(&frame) => {
@@ -86,6 +105,9 @@ impl OutputPolicy {
         }
     }
 
+    /// Begins a protection of a single VM. Its output stays open or closed as it is until the first
+    /// cut, which closes it. From now on the VM unwraps no more frames of its former cluster. For a
+    /// member this does nothing.
     pub(crate) fn begin_protection(&mut self) {
         if let Self::Single(gate, was) = self {
             *was = None;
@@ -93,6 +115,9 @@ impl OutputPolicy {
         }
     }
 
+    /// Ends an epoch while the VM is paused. From now on the frames of a single VM are buffered
+    /// until their epochs are committed. For a member, returns the state of its network card at the
+    /// end of the epoch, which belongs to the epoch and is sent to the standby.
     pub(crate) fn cut_epoch(&mut self, epoch: Epoch) -> Option<NicEpoch> {
         match self {
             Self::Single(gate, _) => {
@@ -106,6 +131,9 @@ impl OutputPolicy {
         }
     }
 
+    /// Records that the standby has committed an epoch. Of a single VM, this releases the frames of
+    /// this and earlier epochs. Of a member, frames to the outside also wait for the global
+    /// checkpoint.
     pub(crate) fn commit_epoch(&mut self, epoch: Epoch) {
         match self {
             Self::Single(gate, _) => gate.commit_epoch(epoch),
@@ -113,6 +141,8 @@ impl OutputPolicy {
         }
     }
 
+    /// Opens the output: releases all buffered frames, and from now on each frame as it comes. The
+    /// caller knows that no failover can undo the VM's state any more.
     pub(crate) fn open_output(&mut self) {
         match self {
             Self::Single(gate, _) => gate.open_output(),
@@ -120,6 +150,7 @@ impl OutputPolicy {
         }
     }
 
+    /// Whether frames leave as they come, without waiting for a commit.
     pub(crate) fn is_open(&self) -> bool {
         match self {
             Self::Single(gate, _) => gate.is_open(),
@@ -127,6 +158,7 @@ impl OutputPolicy {
         }
     }
 
+    /// The next released frame, to be transmitted. It stays first until [`Self::confirm_sent`].
     pub(crate) fn next_frame(&self) -> Option<Arc<[u8]>> {
         match self {
             Self::Single(gate, _) => gate.next_frame(),
@@ -134,6 +166,7 @@ impl OutputPolicy {
         }
     }
 
+    /// Removes the next released frame, because it has been transmitted.
     pub(crate) fn confirm_sent(&mut self, now: Duration) {
         match self {
             Self::Single(gate, _) => gate.confirm_sent(now),
@@ -141,6 +174,9 @@ impl OutputPolicy {
         }
     }
 
+    /// Drops released frames, because the uplink is not connected. A single VM loses all of them,
+    /// as with an unplugged cable. A member retains the newest (1 MiB), because after a failover it
+    /// has frames to transmit before its uplink is connected.
     pub(crate) fn drop_released(&mut self) {
         match self {
             Self::Single(gate, _) => gate.drop_released(),
@@ -148,6 +184,8 @@ impl OutputPolicy {
         }
     }
 
+    /// Sets whether Firn is about to pause the VM. While it is, the output accepts some frames
+    /// beyond its bound: when QEMU stops a VM, it drops frames that still wait for room.
     pub(crate) fn set_stopping(&mut self, is_stopping: bool) {
         match self {
             Self::Single(gate, _) => gate.set_stopping(is_stopping),
@@ -155,6 +193,8 @@ impl OutputPolicy {
         }
     }
 
+    /// Whether to read more frames from the VM's socket. Not reading slows the guest's sending
+    /// down.
     pub(crate) fn input_flow(&self) -> InputFlow {
         match self {
             Self::Single(gate, _) => gate.input_flow(),
@@ -162,6 +202,8 @@ impl OutputPolicy {
         }
     }
 
+    /// The count of buffered frames, and their bytes. Of a member, this includes frames that were
+    /// sent and are retained until their receivers have committed them.
     pub(crate) fn buffer_usage(&self) -> BufferUsage {
         match self {
             Self::Single(gate, _) => gate.buffer_usage(),
@@ -169,6 +211,7 @@ impl OutputPolicy {
         }
     }
 
+    /// The count of frames that were transmitted.
     pub(crate) fn sent_count(&self) -> u64 {
         match self {
             Self::Single(gate, _) => gate.sent_count(),
@@ -176,7 +219,8 @@ impl OutputPolicy {
         }
     }
 
-    /// Delays are not measured for a member's frames.
+    /// The delays of a single VM's newest frames, from the VM's socket to the uplink. Empty for a
+    /// member, whose delays are not measured.
     pub(crate) fn release_delays(&self) -> Vec<Duration> {
         match self {
             Self::Single(gate, _) => gate.release_delays().collect(),

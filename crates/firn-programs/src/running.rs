@@ -1,4 +1,14 @@
-//! A running random program on areas, compared with the same on plain memory.
+//! Running program: runs a random program on critical data areas and, at the same time, on plain
+//! memory, and compares the two.
+//!
+//! ```text
+//!                  areas (tracked)                        plain memory
+//!   each step      the same writes                        the same writes
+//!   commit         the session's changes are applied      its content is copied to `committed`
+//!                  to `image`, as a backup does
+//!   abort          the session restores the areas         is set back to `committed`
+//!   then           areas = plain memory                   image = committed
+//! ```
 
 use std::ptr::NonNull;
 use std::thread;
@@ -8,7 +18,8 @@ use firn_app::{Area, AreaId, Error, Session};
 use crate::SessionVariant;
 use crate::program::{AreaPlan, ProgramStep, RandomProgram, perform_write, thread_range};
 
-/// Memory of the program that starts anywhere in a page, with other data around it.
+/// A range of memory that starts at a given offset in a page, with other data of the program before
+/// and after it.
 struct ProgramMemory {
     bytes: Vec<u8>,
     start: usize,
@@ -16,6 +27,7 @@ struct ProgramMemory {
 }
 
 impl ProgramMemory {
+    /// Zeros, with the length and the offset of the plan.
     fn new(plan: &AreaPlan) -> Self {
         let bytes = vec![0; plan.len + 3 * 4096];
         // Not the first page: there must be data before the area.
@@ -23,15 +35,18 @@ impl ProgramMemory {
         Self { bytes, start: to_page + plan.misaligned, len: plan.len }
     }
 
+    /// The first byte of the range.
     fn start(&mut self) -> *mut u8 {
         self.bytes[self.start..].as_mut_ptr()
     }
 
+    /// The bytes of the range.
     fn content(&self) -> &[u8] {
         &self.bytes[self.start..][..self.len]
     }
 
-    /// Writes next to the area, on its first and last page.
+    /// Writes the bytes just before and just after the range, which are on its first and last page.
+    /// These bytes belong to no area.
     fn write_neighbors(&mut self, value: u8) {
         self.bytes[self.start - 1] = value;
         let end = self.start + self.len;
@@ -46,6 +61,9 @@ enum TestedArea {
 }
 
 impl TestedArea {
+    /// Makes an area for a plan. If the plan's offset is even, registers memory of the program. A
+    /// tracker that follows only memory of the library refuses that ([`Error::Foreign`]). Then, and
+    /// if the offset is odd, the library allocates the area.
     fn new(session: &mut Session, name: &str, plan: &AreaPlan) -> Self {
         if plan.misaligned % 2 == 0 {
             let mut own = ProgramMemory::new(plan);
@@ -61,6 +79,7 @@ impl TestedArea {
         Self::Allocated(session.allocate(name, plan.len).unwrap())
     }
 
+    /// The area's id in the session.
     fn id(&self) -> AreaId {
         match self {
             Self::Allocated(area) => area.id(),
@@ -68,6 +87,7 @@ impl TestedArea {
         }
     }
 
+    /// The first byte of the area.
     fn start(&mut self) -> *mut u8 {
         match self {
             Self::Allocated(area) => area.as_ptr(),
@@ -82,13 +102,14 @@ struct RunningProgram {
     areas: Vec<TestedArea>,
     /// The expected content of the areas.
     plain: Vec<ProgramMemory>,
-    /// The sum of the session's changes.
+    /// All changes that the session has reported, applied to zeros: the content of a backup.
     image: Vec<Vec<u8>>,
     /// The content at the last commit.
     committed: Vec<Vec<u8>>,
 }
 
 impl RunningProgram {
+    /// Makes the areas, and plain memory of the same lengths and offsets. All of it is zeros.
     fn new(mut session: Session, plans: &[AreaPlan]) -> Self {
         let area = |(n, plan)| TestedArea::new(&mut session, &format!("area {n}"), plan);
         let areas: Vec<_> = plans.iter().enumerate().map(area).collect();
@@ -103,6 +124,8 @@ impl RunningProgram {
         Self { session, areas, plain, image: zeros.clone(), committed: zeros }
     }
 
+    /// Runs one transaction on the areas and on plain memory. It commits if the step commits, or if
+    /// the session's tracker cannot abort; otherwise it aborts.
     fn run_step(&mut self, step: &ProgramStep, undo: bool) {
         self.session.begin().unwrap().detach();
         self.write_areas(step);
@@ -125,6 +148,8 @@ impl RunningProgram {
         }
     }
 
+    /// Makes the writes of a step, on the areas and on plain memory. Each thread has a part of
+    /// every area to itself.
     fn write_areas(&mut self, step: &ProgramStep) {
         let threads = step.threads;
         thread::scope(|scope| {
@@ -165,7 +190,7 @@ impl RunningProgram {
         });
     }
 
-    /// Applies the changes as a backup would.
+    /// Applies the changes that the session reports to `image`, as a backup would.
     fn apply_changes(&mut self) {
         let mut bytes = Vec::new();
         self.session.copy_changes(&mut bytes);
@@ -179,6 +204,8 @@ impl RunningProgram {
         assert_eq!(rest, b"");
     }
 
+    /// Checks that the areas equal plain memory, and that `image` equals `committed`. `what` is
+    /// named if they differ.
     fn check_memory(&mut self, what: &dyn std::fmt::Debug) {
         for (n, area) in self.areas.iter().enumerate() {
             let now = self.session.area_bytes(area.id()).unwrap();
@@ -188,6 +215,7 @@ impl RunningProgram {
     }
 }
 
+/// Panics if a byte differs from the expected one: with its position, and the bytes from there on.
 fn assert_same(got: &[u8], expected: &[u8], which: &str, area: usize, what: &dyn std::fmt::Debug) {
     if got == expected {
         return;
@@ -202,7 +230,7 @@ fn assert_same(got: &[u8], expected: &[u8], which: &str, area: usize, what: &dyn
     }
 }
 
-/// Runs a program, and checks memory and image after each transaction.
+/// Runs a program in a session of this variant, and checks memory and image after each transaction.
 pub(crate) fn run_program(variant: SessionVariant<'_>, program: &RandomProgram) {
     let mut running = RunningProgram::new((variant.open)(), &program.areas);
     for step in &program.steps {
@@ -211,7 +239,7 @@ pub(crate) fn run_program(variant: SessionVariant<'_>, program: &RandomProgram) 
     }
     let RunningProgram { session, mut areas, .. } = running;
     drop(session);
-    // After the session, the memory that it followed can be written as before.
+    // The session has ended: the program can write again to the memory that the session followed.
     for area in &mut areas {
         // SAFETY: an area has at least one byte, and no other code uses it.
         unsafe { area.start().write_volatile(1) };

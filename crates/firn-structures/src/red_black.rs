@@ -1,4 +1,18 @@
-//! Red-black tree, leaning left. Node: key, left, right, whether it is red.
+//! Left-leaning red-black tree. A node has four words: key, left child, right child, and 1 if the
+//! node is red.
+//!
+//! A red node and its parent together form one node of a 2-3 tree. All tests here are about that:
+//!
+//! ```text
+//!   2-node: one key        3-node: two keys         not allowed, and repaired by `fix_colours`:
+//!        b                       b                   - a red right child (without a red left one): rotate
+//!       / \                     / \                  - a red left child with a red left child: rotate
+//!                           red a                    - two red children: flip the colours
+//! ```
+//!
+//! All leaves have the same number of black nodes above them, so the tree is balanced. A deletion
+//! goes from the root down. It makes sure that the node to which it descends is no 2-node: so it
+//! can remove a key there without changing the number of black nodes.
 
 use crate::{
     COUNT, DataStructure, NIL, ROOT, WordSlice, allocate_node, field_index, free_node,
@@ -22,11 +36,13 @@ pub(crate) const STRUCTURE: DataStructure = DataStructure {
     by_key: true,
 };
 
+/// Whether there is a node, and it is red.
 fn is_red(words: &WordSlice, node: u64) -> bool {
     node != NIL && words[field_index(node, RED)] == 1
 }
 
-/// Lifts the child on a side above its parent, and swaps their colours.
+/// Rotates: the child on a side becomes the parent of `node`. The child gets the colour of `node`,
+/// and `node` becomes red. Returns the child, which is now at the top.
 fn rotate_child(words: &mut WordSlice, node: u64, side: u64) -> u64 {
     let other = LEFT + RIGHT - side;
     let child = words[field_index(node, side)];
@@ -37,12 +53,14 @@ fn rotate_child(words: &mut WordSlice, node: u64, side: u64) -> u64 {
     child
 }
 
+/// Inverts the colours of a node and of both its children: splits or joins nodes of the 2-3 tree.
 fn flip_colours(words: &mut WordSlice, node: u64) {
     for node in [node, words[field_index(node, LEFT)], words[field_index(node, RIGHT)]] {
         words[field_index(node, RED)] ^= 1;
     }
 }
 
+/// Repairs the rules at a node after a change below it. Returns the node that is now at the top.
 fn fix_colours(words: &mut WordSlice, node: u64) -> u64 {
     let mut node = node;
     if is_red(words, words[field_index(node, RIGHT)])
@@ -62,6 +80,7 @@ fn fix_colours(words: &mut WordSlice, node: u64) -> u64 {
     node
 }
 
+/// Inserts a key that is not in the tree.
 fn insert_key(words: &mut WordSlice, key: u64) {
     let root = insert_below(words, words[ROOT], key);
     words[ROOT] = root;
@@ -71,6 +90,7 @@ fn insert_key(words: &mut WordSlice, key: u64) {
     words[COUNT] += 1;
 }
 
+/// Inserts a key below a node. Returns the new top of this subtree.
 fn insert_below(words: &mut WordSlice, node: u64, key: u64) -> u64 {
     if node == NIL {
         let node = allocate_node(words, SIZE);
@@ -86,6 +106,7 @@ fn insert_below(words: &mut WordSlice, node: u64, key: u64) -> u64 {
     fix_colours(words, node)
 }
 
+/// Deletes a key, if it is in the tree.
 fn delete_key(words: &mut WordSlice, key: u64) {
     if !contains_key(words, key) {
         return;
@@ -104,6 +125,7 @@ fn delete_key(words: &mut WordSlice, key: u64) {
     words[COUNT] -= 1;
 }
 
+/// Whether the key is in the tree.
 fn contains_key(words: &WordSlice, key: u64) -> bool {
     let mut node = words[ROOT];
     while node != NIL && words[field_index(node, KEY)] != key {
@@ -113,7 +135,9 @@ fn contains_key(words: &WordSlice, key: u64) -> bool {
     node != NIL
 }
 
-/// Makes the child on a side, or one of its children, red.
+/// Makes the child on a side, or one of its children, red, so that this child is no 2-node any
+/// more: the child takes a key from its sibling if that is a 3-node, and else joins with it.
+/// Returns the new top.
 fn make_child_red(words: &mut WordSlice, node: u64, side: u64) -> u64 {
     flip_colours(words, node);
     let other = LEFT + RIGHT - side;
@@ -129,11 +153,14 @@ fn make_child_red(words: &mut WordSlice, node: u64, side: u64) -> u64 {
     node
 }
 
+/// Whether the child on a side is a 2-node: black, with a black left child. A deletion must enlarge
+/// it before it descends to it.
 fn is_thin(words: &WordSlice, node: u64, side: u64) -> bool {
     let child = words[field_index(node, side)];
     !is_red(words, child) && child != NIL && !is_red(words, words[field_index(child, LEFT)])
 }
 
+/// Deletes a key that is in the subtree of a node. Returns the new top of this subtree.
 fn delete_below(words: &mut WordSlice, node: u64, key: u64) -> u64 {
     let mut node = node;
     if key < words[field_index(node, KEY)] {
@@ -166,6 +193,7 @@ fn delete_below(words: &mut WordSlice, node: u64, key: u64) -> u64 {
     fix_colours(words, node)
 }
 
+/// The least key in the subtree of a node.
 fn least_key(words: &WordSlice, node: u64) -> u64 {
     let mut node = node;
     while words[field_index(node, LEFT)] != NIL {
@@ -174,6 +202,7 @@ fn least_key(words: &WordSlice, node: u64) -> u64 {
     words[field_index(node, KEY)]
 }
 
+/// Deletes the least key in the subtree of a node. Returns the new top of this subtree.
 fn delete_least(words: &mut WordSlice, node: u64) -> u64 {
     let mut node = node;
     if words[field_index(node, LEFT)] == NIL {

@@ -1,4 +1,5 @@
-//! Write shapes: transactions that write a count of words in a count of pages.
+//! Write shapes: how the transactions of a benchmark write. Each transaction writes a given count
+//! of words in each of a given count of pages.
 
 use std::str::FromStr;
 
@@ -39,7 +40,8 @@ impl WriteShape {
         }
     }
 
-    /// Measures this count of transactions.
+    /// Runs this count of transactions with a tracker, on a new area, and returns the time per
+    /// transaction. A second run on another area also copies the changes and counts their bytes.
     ///
     /// # Errors
     /// If the tracker does not work here.

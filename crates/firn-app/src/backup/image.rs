@@ -1,20 +1,30 @@
-//! Committed state: all areas by name, as a backup stores them.
+//! Application state: the content of all critical data areas after a committed transaction, as a
+//! backup stores it.
+//!
+//! ```text
+//!   state n  -- change record n + 1 -->  state n + 1  -- change record n + 2 -->  state n + 2
+//!   any state  -- state record m -->  state m: replaces all areas
+//! ```
+//!
+//! Records come from files and from other hosts, so each length and number in them is checked
+//! before it is used.
 
 use super::error::BackupError;
 use super::record::{PayloadBuilder, PayloadReader, RecordKind};
 
-/// The maximum count of areas of a state, and the maximum size of one of them in bytes.
+/// The maximum count of areas of a state, and the maximum size of one area in bytes.
 const AREAS_MAX: u32 = 1 << 16;
 const LEN_MAX: u64 = 1 << 40;
 
-/// One stored area.
+/// The name and the content of one area.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(crate) struct StoredArea {
     pub(crate) name: String,
     pub(crate) bytes: Vec<u8>,
 }
 
-/// The areas, by number, after some transaction.
+/// The state of an application: its areas after the transaction with number `sequence`. The index
+/// of an area is its number in records.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub(crate) struct ApplicationState {
     sequence: u64,
@@ -22,24 +32,27 @@ pub(crate) struct ApplicationState {
 }
 
 impl ApplicationState {
+    /// The number of the last transaction that the state includes; 0 before the first.
     pub(crate) fn sequence(&self) -> u64 {
         self.sequence
     }
 
+    /// The areas, in the order of their numbers.
     pub(crate) fn areas(&self) -> &[StoredArea] {
         &self.areas
     }
 
+    /// The size of all areas together.
     pub(crate) fn byte_count(&self) -> u64 {
         self.areas.iter().map(|area| area.bytes.len() as u64).sum()
     }
 
-    /// The number of the area with a name.
+    /// The number of the area that has this name.
     pub(crate) fn area_number(&self, name: &str) -> Option<u32> {
         self.areas.iter().position(|area| area.name == name).map(|number| number as u32)
     }
 
-    /// The whole state as the payload of a record.
+    /// The payload of a state record: defines each area, and changes all of its bytes.
     pub(crate) fn payload(&self) -> PayloadBuilder {
         let mut payload = PayloadBuilder::default();
         for (number, area) in self.areas.iter().enumerate() {
@@ -49,7 +62,8 @@ impl ApplicationState {
         payload
     }
 
-    /// Applies a record. After an error the state may be applied in part.
+    /// Applies the record of transaction `sequence`. A change record must be the next one; a state
+    /// record replaces all areas. After an error the record may have been applied in part.
     pub(crate) fn apply_record(
         &mut self,
         kind: RecordKind,
@@ -82,6 +96,8 @@ impl ApplicationState {
         Ok(())
     }
 
+    /// Reads the definition of an area from the payload, and makes the area, filled with zeros. It
+    /// replaces an area of the same number. Numbers have no gaps.
     fn define_area(&mut self, parts: &mut PayloadReader<'_>) -> Result<(), BackupError> {
         let (number, len, name_len) = (parts.read_u32()?, parts.read_u64()?, parts.read_u8()?);
         let name = std::str::from_utf8(parts.read_bytes(u64::from(name_len))?)
@@ -97,6 +113,7 @@ impl ApplicationState {
         Ok(())
     }
 
+    /// The bytes of an area that a change overwrites. An error if they are not all within the area.
     fn changed_bytes(
         &mut self,
         area: u32,

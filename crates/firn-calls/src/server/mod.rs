@@ -55,7 +55,7 @@ pub trait GuestAccess {
     fn order_plugin(&mut self, order: &PluginOrder) -> bool;
 }
 
-/// An event for the host's log.
+/// An event that the supervisor writes to its log.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum CallEvent {
     /// An application has opened a session.
@@ -77,7 +77,7 @@ pub enum CallEvent {
     },
 }
 
-/// The result of a request on the host's side.
+/// The result of one request on the host's side: the reply, and the event to log.
 #[derive(Clone, Debug)]
 pub struct ServedCall {
     /// The reply.

@@ -1,32 +1,41 @@
-//! Manual failover: decides by the record whether a failover that a user requests is allowed. Pure.
+//! Manual failover: decides whether a failover that a user requests is allowed, by the record and
+//! by the leases. Pure.
+//!
+//! The user requests the failover at the host that is to run the VMs. This host takes the first
+//! line that applies:
 //!
 //! ```text
-//!   the record                            its primary's lease  request         decision
-//!     names this host as the backup,        is over              any             propose: backup
-//!     which has a standby                                                        becomes primary
-//!                                           is not over          a failover      refused: held
-//!                                           is not over          "HOST is dead"  propose the same
-//!     names this host as the primary        (fence not empty)    any             wait; then runs
-//!     has ended, names others, no standby                        any             refused
+//!   the cluster has ended                                         refuse: Ended
+//!   the record names this host as the only primary,
+//!     and the fence is empty                                      Runs
+//!     and another host is still fenced                            Wait
+//!   the user declares a host dead that is no primary              refuse: OtherPrimary
+//!   the record does not name this host as the backup of all VMs   refuse: OtherBackup
+//!   the backup has no standbys of the newest checkpoint           refuse: NoStandby
+//!   a host is still fenced, or this host has no lease yet         Wait
+//!   a primary may have a lease, and the user does not declare
+//!     it dead                                                     refuse: LeaseHeld
+//!   otherwise                                                     Propose: this host becomes the primary
 //! ```
 //!
-//! A proposal always fences the old primary, even one that a user declares dead. The fence is left
-//! only when the lease is over. So a user who is wrong costs a healthy VM its generation, and never
-//! makes two hosts send. Nothing in this module grants or shortens a lease.
+//! A proposal always fences the old primary, even one that a user declares dead. The old primary
+//! leaves the fence only when its lease is over, and until then no VM runs. So if the user is wrong
+//! and the old primary is healthy, the generation of the healthy VM ends; but two hosts never send
+//! at the same time. Nothing in this module grants or shortens a lease.
 
 use std::collections::BTreeSet;
 
 use super::FailoverRecord;
 use crate::HostId;
 
-/// The decision that follows from the current record.
+/// The decision about a failover that a user requests.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum ManualDecision {
-    /// Propose this record.
+    /// Allowed: propose this record to the other hosts.
     Propose(FailoverRecord),
-    /// A step that has to come first is in progress: check again.
+    /// A step that must come first is not complete: decide again later.
     Wait,
-    /// The record names this host to run the VMs.
+    /// The record names this host as the primary, and it may run the VMs: nothing is left to do.
     Runs,
     /// The failover is refused.
     Refused(ManualRefusal),
@@ -37,18 +46,20 @@ pub enum ManualDecision {
 pub enum ManualRefusal {
     /// The cluster has ended: its VMs were stopped or released.
     Ended,
-    /// This host is not the backup; that one is, if there is any.
+    /// This host is not the backup of all VMs. The backup is this other host; `None` if a VM has no
+    /// backup.
     OtherBackup(Option<HostId>),
-    /// This host has no standby that counts.
+    /// This host has no standbys of the record's newest checkpoint.
     NoCopy,
-    /// This primary holds a lease, or may believe so.
+    /// This primary holds a lease, or may believe that it does, and the user has not declared it
+    /// dead.
     Held(HostId),
-    /// A host was declared dead that is no primary; this one is.
+    /// The user declared a host dead that is no primary. The primary is this host.
     OtherPrimary(HostId),
 }
 
-/// Decides at host `me`. The hosts of `leases` may believe that they hold one, and the user
-/// declares those of `dead` dead.
+/// Decides, at host `me`, about a request of the user. `leases` has the hosts that hold a lease or
+/// may believe that they do; `dead` has the hosts that the user declares dead.
 pub fn decide_manual_failover(
     register: &FailoverRecord,
     leases: &BTreeSet<HostId>,

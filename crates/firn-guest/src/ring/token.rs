@@ -1,30 +1,41 @@
-//! A VM's record of the token.
+//! Token record: the counters of one VM in the token ring, by which a test detects lost, repeated
+//! and undone messages.
+//!
+//! ```text
+//!   three VMs, a correct run:   VM 0 receives 3, 6, 9 ...   VM 1 receives 1, 4, 7 ...   VM 2 receives 2, 5, 8 ...
+//!   a VM receives 6, then 6:    repeated: wrong, unless the second is the first of a new connection
+//!   a VM receives 6, then 3:    another VM was set back to an older state: wrong
+//!   a VM receives 6, then 12:   this VM was set back, or 9 was lost: wrong
+//! ```
+//!
+//! The counters are in the memory of the VM alone, so a restore or a failover sets them back, too.
 
 use serde::{Deserialize, Serialize};
 
-/// A VM's record of the token, as it reports it.
+/// The counters of one VM, as it reports them.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 pub struct TokenRecord {
-    /// The highest number received.
+    /// The highest number that the VM has received.
     pub last: u64,
-    /// How often the VM has passed the token on.
+    /// How often the VM has accepted a token and passed it on.
     pub passed: u64,
-    /// The number of wrong tokens: one that the VM had received before, or one after others that it
-    /// has not received.
+    /// The number of wrong tokens: not higher than the last one, or higher by another number than
+    /// that of the VMs.
     pub wrong: u64,
-    /// The number of connections that broke.
+    /// The number of connections to the next VM that broke.
     pub broken: u64,
 }
 
 impl TokenRecord {
-    /// Records a received token. Returns whether to pass it on. The first of a connection may
-    /// repeat the last one.
+    /// Records a received token, and returns whether to pass it on. `vms` is the number of VMs in
+    /// the ring. `is_first`: the token is the first one of its connection. Such a token may repeat
+    /// the last one: the previous VM sends it again if it got no reply.
     pub(super) fn record_token(&mut self, number: u64, vms: u64, is_first: bool) -> bool {
         if is_first && number == self.last {
             return false;
         }
         let is_new = number > self.last;
-        // Before the first token there is none to compare with.
+        // The first token has no predecessor to compare it with.
         let is_next = self.last == 0 || number == self.last + vms;
         self.wrong += u64::from(!is_new || !is_next);
         if is_new {

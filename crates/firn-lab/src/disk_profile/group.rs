@@ -1,4 +1,8 @@
-//! Throttle: a control group with a disk's limits.
+//! Disk throttle: a control group that limits the I/O of processes, so that a fast disk behaves
+//! like a slower one.
+//!
+//! The kernel has two versions of control groups, with other files for the same limits. Firn uses
+//! the version that has the I/O controller:
 //!
 //! ```text
 //!   cgroup v1   /sys/fs/cgroup/blkio/firn-lab-PID-N/blkio.throttle.{read,write}_{iops,bps}_device    "254:0 180"
@@ -16,8 +20,9 @@ use std::time::Duration;
 
 use super::{BlockDevice, DiskLimits, DiskProfile, ThrottleError, device_of, io_error_at};
 
-/// A disk profile for the processes that are started through it. Dropping it moves them out of its
-/// control group, which it then removes.
+/// A control group with the limits of a disk profile. Processes that are started by
+/// [`Self::command`] are in it. Dropping it moves the processes out of the group, and removes the
+/// group. The profile `None` needs no group, and limits nothing.
 #[derive(Debug)]
 pub struct DiskThrottle {
     profile: DiskProfile,
@@ -25,11 +30,12 @@ pub struct DiskThrottle {
 }
 
 impl DiskThrottle {
-    /// Imitates a disk for the device that holds `on`.
+    /// Creates the control group, with the limits of the profile for the block device that holds
+    /// the file `on`.
     ///
     /// # Errors
-    /// If the file is on no block device, no control group can throttle it, or the caller lacks
-    /// permission (it takes root).
+    /// If the file is on no block device, no control group can throttle the device, or the caller
+    /// lacks permission (only root has it).
     pub fn new(profile: DiskProfile, on: &Path) -> Result<Self, ThrottleError> {
         let Some(limits) = profile.disk_limits() else { return Ok(Self { profile, group: None }) };
         let device = device_of(on)?;
@@ -42,7 +48,7 @@ impl DiskThrottle {
         Ok(Self { profile, group: Some(group) })
     }
 
-    /// The profile that it imitates.
+    /// The disk profile.
     pub fn profile(&self) -> DiskProfile {
         self.profile
     }
@@ -50,8 +56,8 @@ impl DiskThrottle {
     /// A command that starts a program under the profile, and with it every process that the
     /// program starts.
     ///
-    /// The shell moves itself into the group and then executes the program, so that not a single
-    /// read escapes.
+    /// The command is a shell that moves itself into the group and then executes the program. So
+    /// the limits hold from the program's first read on.
     pub fn command(&self, program: impl AsRef<OsStr>) -> Command {
         let Some(group) = &self.group else { return Command::new(program) };
         let mut command = Command::new("/bin/sh");
@@ -60,7 +66,7 @@ impl DiskThrottle {
         command
     }
 
-    /// Puts a running process under the profile. Processes that it started before stay outside.
+    /// Moves a running process into the group. Processes that it started before stay outside.
     pub fn add_process(&self, pid: u32) -> Result<(), ThrottleError> {
         let Some(group) = &self.group else { return Ok(()) };
         write_setting(&group.join("cgroup.procs"), &pid.to_string())
@@ -70,7 +76,7 @@ impl DiskThrottle {
 impl Drop for DiskThrottle {
     fn drop(&mut self) {
         let Some(group) = self.group.take() else { return };
-        // A process that has just ended keeps the group busy for a moment.
+        // The kernel cannot remove a group until the last process in it has ended completely.
         for _ in 0..50 {
             move_to_parent(&group);
             if fs::remove_dir(&group).is_ok() {
@@ -91,21 +97,23 @@ fn move_to_parent(group: &Path) {
     }
 }
 
+/// The version of a control group hierarchy.
 #[derive(Debug, PartialEq, Eq)]
 enum CgroupVersion {
     One,
     Two,
 }
 
-/// A mounted control group hierarchy that may have an I/O controller.
+/// A mounted control group hierarchy: its version and its mount point.
 #[derive(Debug, PartialEq, Eq)]
 struct CgroupHierarchy {
     version: CgroupVersion,
     root: PathBuf,
 }
 
-/// The hierarchies in `/proc/self/mounts`, version 1 first: where both are mounted, version 1 has
-/// the I/O controller.
+/// The hierarchies in `mounts`, the text of `/proc/self/mounts`: that of version 1 with the block
+/// I/O controller, and that of version 2. Version 1 comes first, because a controller that version
+/// 1 has mounted is not available in version 2.
 fn find_hierarchies(mounts: &str) -> Vec<CgroupHierarchy> {
     let found = |version: fn(&str, &str) -> bool| {
         mounts.lines().find_map(move |line| {
@@ -123,7 +131,8 @@ fn find_hierarchies(mounts: &str) -> Vec<CgroupHierarchy> {
 }
 
 impl CgroupHierarchy {
-    /// Creates a group with limits; `None` where this hierarchy has no I/O controller.
+    /// Creates a group with limits, and returns its directory. `None` if this hierarchy has no I/O
+    /// controller.
     fn create_group(
         &self,
         device: BlockDevice,
@@ -143,6 +152,8 @@ impl CgroupHierarchy {
         Ok(Some(group))
     }
 
+    /// Whether the hierarchy has the I/O controller. In version 2 this also enables the controller
+    /// for the groups below the root, if it is not enabled yet.
     fn has_controller(&self) -> Result<bool, ThrottleError> {
         let has = |file: &str| {
             let path = self.root.join(file);
@@ -159,6 +170,8 @@ impl CgroupHierarchy {
         }
     }
 
+    /// The files of a group to write, and the line to write to each, to limit reads and writes of a
+    /// device.
     fn limit_settings(
         &self,
         device: BlockDevice,
@@ -180,11 +193,13 @@ impl CgroupHierarchy {
     }
 }
 
+/// A group name that no other throttle has.
 fn next_group_name() -> String {
     static NEXT: AtomicU32 = AtomicU32::new(0);
     format!("firn-lab-{}-{}", std::process::id(), NEXT.fetch_add(1, Ordering::Relaxed))
 }
 
+/// Writes a line to a file of a group. An error names the file.
 fn write_setting(path: &Path, text: &str) -> Result<(), ThrottleError> {
     let written: io::Result<()> = fs::write(path, text);
     written.map_err(io_error_at(path))

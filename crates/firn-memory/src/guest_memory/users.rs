@@ -1,4 +1,9 @@
-//! Other processes that map a file: found in `/proc/PID/maps` of every process (proc(5)).
+//! Other users of guest RAM: processes besides QEMU that can write to the guest's memory, such as
+//! the back end of a vhost-user device.
+//!
+//! Their writes cause no page fault that Firn receives. So Firn cannot follow them, and refuses a
+//! protection and every save that follows writes. A process is found by its memory map:
+//! `/proc/PID/maps` of every process of the host (proc(5)) is compared with the VM's RAM files.
 
 use std::fmt;
 use std::fs;
@@ -8,7 +13,7 @@ use crate::process::maps::{self, MemoryMapping};
 /// A file, as `/proc/PID/maps` names it: device (major, minor) and inode.
 pub(super) type FileId = ((u32, u32), u64);
 
-/// A process that maps guest RAM.
+/// A process that has a shared, writable mapping of guest RAM. Errors name it.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct RamUser {
     /// Its id.
@@ -24,7 +29,8 @@ impl fmt::Display for RamUser {
 }
 
 impl RamUser {
-    /// The process, if it maps one of these files and may write to it.
+    /// The process, if it has a shared, writable mapping of one of these files. `None` also if it
+    /// has ended, or Firn may not read its memory map.
     pub(super) fn from_pid(pid: i32, files: &[FileId]) -> Option<Self> {
         let list = fs::read_to_string(format!("/proc/{pid}/maps")).ok()?;
         maps::parse_maps(&list).iter().any(|mapping| is_one_of(mapping, files)).then(|| {
@@ -34,11 +40,12 @@ impl RamUser {
     }
 }
 
+/// Whether a mapping is shared, writable, and of one of these files.
 fn is_one_of(mapping: &MemoryMapping, files: &[FileId]) -> bool {
     mapping.shared && mapping.writable && files.contains(&(mapping.device, mapping.inode))
 }
 
-/// All processes that exist now.
+/// The ids of all processes that exist now.
 pub(super) fn list_processes() -> impl Iterator<Item = i32> {
     let entries = fs::read_dir("/proc").into_iter().flatten().filter_map(Result::ok);
     entries.filter_map(|entry| entry.file_name().to_str()?.parse().ok())

@@ -1,4 +1,4 @@
-//! `firn image`
+//! `firn image`: its subcommands, and the functions that they share.
 
 use std::path::Path;
 
@@ -39,7 +39,7 @@ enum ImageCommand {
 }
 
 impl ImageCommandArgs {
-    /// Runs the verb.
+    /// Runs the subcommand that the user chose.
     pub fn run(&self, out: FactPrinter) -> Result<(), Failure> {
         match &self.verb {
             ImageCommand::Inspect(args) => args.run(out),
@@ -82,7 +82,8 @@ pub fn damage_failure(text: String) -> Failure {
     Failure::new(FailureKind::Damaged, text)
 }
 
-/// The number of threads to use: that of the processors.
+/// The number of threads with which `verify`, `reorder`, `merge`, `rebase` and series process an
+/// image: one for each available processor.
 pub fn thread_count() -> usize {
     std::thread::available_parallelism().map_or(1, usize::from)
 }
