@@ -65,6 +65,7 @@ guest: setup
 # What CI asks for besides: needs rustfmt and clippy, which Debian's own toolchain comes without.
 lint: setup
 	scripts/tidy
+	scripts/check-dependencies
 	$(CARGO) fmt --all --check
 	$(CARGO) clippy --profile tests --workspace --all-targets -- -D warnings
 	RUSTDOCFLAGS="-D warnings" $(CARGO) doc --profile tests --workspace --no-deps --quiet

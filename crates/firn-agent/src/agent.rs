@@ -14,6 +14,7 @@ use std::collections::BTreeSet;
 use std::net::SocketAddr;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
+use firn_control::{AgentPaths, HostHealth, HostName};
 use firn_supervisor::{Failure, FailureContext as _, FailureKind, VmName};
 use tokio::net::TcpListener;
 use tokio::sync::watch;
@@ -21,14 +22,13 @@ use tokio::task::JoinSet;
 
 use crate::clusters::ClusterManager;
 use crate::config::AgentConfig;
-use crate::detect::{DetectorTiming, HostHealth};
+use crate::detect::DetectorTiming;
 use crate::failover::{self, FailoverManager};
 use crate::heartbeat::PeerMonitor;
-use crate::host::HostName;
 use crate::identity::HostIdentity;
 use crate::membership::MembershipService;
-use crate::paths::{AgentLock, AgentPaths, ListeningSocket};
 use crate::rejections::RejectionCounts;
+use crate::sockets::{AgentLock, ListeningSocket, listen_at, lock_directory};
 use crate::switch::{self, NetworkSwitches};
 use crate::vms::LocalVms;
 use crate::{command_server, heartbeat, peer_server};
@@ -77,14 +77,14 @@ impl PreparedAgent {
     ) -> Result<Self, Failure> {
         let identity = HostIdentity::load(&config)
             .while_doing_as(FailureKind::Usage, "proving who this is")?;
-        let sole = place.lock_directory(config.peers.keys())?;
+        let sole = lock_directory(&place, config.peers.keys())?;
         let peers = bind_listener(config.listen).await?;
         let at = peers.local_addr().while_doing("listening for peers")?;
         let metrics = match config.metrics {
             Some(address) => Some(bind_listener(address).await?),
             None => None,
         };
-        let local = place.listen_at(place.control_socket())?;
+        let local = listen_at(place.control_socket())?;
         let (switches, networks) = NetworkSwitches::open(&config, &place)?;
         let membership = MembershipService::begin_membership(&config, &identity).await?;
         let mut agent = Agent::new(config, at, identity, place, vms, times, membership);

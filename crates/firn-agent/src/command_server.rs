@@ -4,6 +4,7 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use bytes::Bytes;
+use firn_control::api::{CLUSTERS, FAILOVER, MEMBERS, METRICS, PROTECT, ProtectVmRequest, STATUS};
 use firn_supervisor::{Failure, FailureKind, SupervisorReply};
 use http_body_util::channel::{Channel, Sender};
 use hyper::body::Incoming;
@@ -14,7 +15,6 @@ use tokio::sync::{Semaphore, mpsc};
 use tokio::time::sleep;
 
 use crate::agent::Agent;
-use crate::api::{CLUSTERS, FAILOVER, MEMBERS, METRICS, PROTECT, ProtectVmRequest, STATUS};
 use crate::http::{self, HttpResponse};
 use crate::{clusters, failover, metrics, protect, status};
 

@@ -21,7 +21,7 @@
 //! ```
 //!
 //! An agent has no other state: at its start it observes the VMs of its host. Which host a
-//! standby's primary runs on is stored with the VM ([`crate::paths`]).
+//! standby's primary runs on is stored with the VM ([`firn_control::paths`]).
 
 use std::collections::BTreeMap;
 use std::fs;
@@ -30,11 +30,11 @@ use std::net::SocketAddr;
 use std::os::unix::fs::PermissionsExt;
 use std::path::{Path, PathBuf};
 
+use firn_control::{HostName, HostNameError};
 use firn_supervisor::NetworkName;
 use serde::Deserialize;
 use thiserror::Error;
 
-use crate::host::{HostName, HostNameError};
 use crate::membership;
 use crate::switch::{FileNetwork, NETWORKS_MAX, NetworkConfig, NetworkError};
 

@@ -22,35 +22,10 @@
 use std::collections::BTreeMap;
 use std::time::Duration;
 
-use serde::{Deserialize, Serialize};
-
-use crate::host::HostName;
+use firn_control::{HostHealth, HostName};
 
 /// A moment: the time since the host's boot.
 pub type BootTime = Duration;
-
-/// The health of a host, as this agent judges it.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
-#[serde(rename_all = "kebab-case")]
-pub enum HostHealth {
-    /// It answers.
-    Alive,
-    /// It has not answered for a while.
-    Suspected,
-    /// It has not answered for so long that the agent acts as if it were gone. It may answer again.
-    Lost,
-}
-
-impl HostHealth {
-    /// The state as one word.
-    pub fn as_word(self) -> &'static str {
-        match self {
-            Self::Alive => "alive",
-            Self::Suspected => "suspected",
-            Self::Lost => "lost",
-        }
-    }
-}
 
 /// Intervals and limits of failure detection.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]

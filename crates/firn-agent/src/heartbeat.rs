@@ -7,17 +7,15 @@ use std::collections::BTreeMap;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::Duration;
 
+use firn_control::api::{HEARTBEAT, HeartbeatAnswer, PeerView};
+use firn_control::{HostHealth, HostName};
 use firn_supervisor::{Failure, FailureKind};
 use rustix::time::{ClockId, clock_gettime};
 use tokio::sync::{mpsc, watch};
 use tokio::time::{MissedTickBehavior, interval, timeout};
 
 use crate::agent::Agent;
-use crate::api::{HEARTBEAT, HeartbeatAnswer, PeerView};
-use crate::detect::{
-    BootTime, DetectorAction, DetectorEvent, DetectorTiming, FailureDetector, HostHealth,
-};
-use crate::host::HostName;
+use crate::detect::{BootTime, DetectorAction, DetectorEvent, DetectorTiming, FailureDetector};
 use crate::peer_connection::PeerConnection;
 
 /// Time between two ticks of the detector.

@@ -8,6 +8,7 @@
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
+use firn_control::HostName;
 use rustls::client::danger::{HandshakeSignatureValid, ServerCertVerifier};
 use rustls::client::{Resumption, WebPkiServerVerifier, verify_server_name};
 use rustls::crypto::CryptoProvider;
@@ -23,7 +24,6 @@ use rustls::{
 use thiserror::Error;
 
 use crate::config::AgentConfig;
-use crate::host::HostName;
 
 /// Maximum size of a file of certificates, or with a key, in bytes.
 const FILE_BYTES_MAX: u64 = 1 << 20;

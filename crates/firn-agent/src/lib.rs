@@ -22,40 +22,36 @@
 //! | [`metrics`] | metrics for Prometheus (pure) |
 //! | [`identity`] | certificates: which hosts may connect |
 //! | [`membership`] | this host's part in membership: records and leases |
-//! | [`api`] | the protocol of agents and commands |
-//! | [`client`] | requests of commands to the agent |
 //! | [`tunnel`] | carries a stream of epochs |
 //! | [`switch`] | the network between VMs |
-//! | [`clusters`] | VMs that are checkpointed and fail over as one |
+//! | `clusters` | VMs that are checkpointed and fail over as one |
 //! | [`vms`] | the VMs of this host |
-//! | [`paths`] | the paths of sockets and files |
+//! | `sockets` | locks the agent's directory, and listens at sockets in it |
 //!
 //! `failover` reconciles the VMs of this host with their records. The other modules serve:
 //! `peer_server` the peers, `command_server` the commands. `protect` and `standbys` are the two
-//! ends of a tunnel, and `heartbeat` is the shell around [`detect`]. The design is in
+//! ends of a tunnel, and `heartbeat` is the shell around [`detect`]. What commands share with the
+//! agent is in [`firn_control`]: the protocol, its client, and the paths of sockets and files. The design is in
 //! `docs/design/012-agent.md`.
 
 #![forbid(unsafe_code)]
 
 mod agent;
-pub mod api;
-pub mod client;
-pub mod clusters;
+mod clusters;
 mod command_server;
 pub mod config;
 pub mod detect;
 mod failover;
 mod heartbeat;
-pub mod host;
 mod http;
 pub mod identity;
 pub mod membership;
 pub mod metrics;
-pub mod paths;
 mod peer_connection;
 mod peer_server;
 mod protect;
 mod rejections;
+mod sockets;
 mod standbys;
 mod status;
 pub mod switch;
@@ -65,7 +61,5 @@ pub mod vms;
 pub use agent::{Agent, PreparedAgent};
 pub use config::AgentConfig;
 pub use detect::DetectorTiming;
-pub use host::HostName;
 pub use identity::HostIdentity;
-pub use paths::AgentPaths;
 pub use vms::{LocalVms, SupervisedVms};

@@ -14,9 +14,8 @@ use std::time::Duration;
 
 use clap::{CommandFactory, Parser, Subcommand};
 use clap_complete::Shell;
-use firn_agent::{
-    AgentConfig, AgentPaths, DetectorTiming, HostIdentity, PreparedAgent, SupervisedVms,
-};
+use firn_agent::{AgentConfig, DetectorTiming, HostIdentity, PreparedAgent, SupervisedVms};
+use firn_control::AgentPaths;
 use firn_supervisor::{Failure, FailureContext as _, FailureKind, RuntimeDir, restart_supervisors};
 use rustix::process::{WaitOptions, wait};
 use tokio::signal::unix::{SignalKind, signal};

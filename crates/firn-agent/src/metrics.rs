@@ -19,14 +19,13 @@
 use std::fmt;
 use std::sync::atomic::AtomicU64;
 
+use firn_control::HostHealth;
+use firn_control::api::{NetworkView, PeerView, VmView};
 use prometheus_client::encoding::text::encode;
 use prometheus_client::metrics::counter::Counter;
 use prometheus_client::metrics::family::Family;
 use prometheus_client::metrics::gauge::Gauge;
 use prometheus_client::registry::Registry;
-
-use crate::api::{NetworkView, PeerView, VmView};
-use crate::detect::HostHealth;
 
 /// The content type of the text that [`render_metrics`] returns.
 pub const CONTENT_TYPE: &str = "application/openmetrics-text; version=1.0.0; charset=utf-8";

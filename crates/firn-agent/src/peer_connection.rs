@@ -3,6 +3,8 @@
 use std::time::Duration;
 
 use bytes::Bytes;
+use firn_control::api::{EPOCHS, FRAMES, NETWORKS, STANDBYS};
+use firn_control::{HostName, http_client};
 use firn_supervisor::{Failure, FailureContext as _, FailureKind, NetworkName, VmName};
 use http_body_util::Full;
 use hyper::client::conn::http1::{SendRequest, handshake};
@@ -15,9 +17,6 @@ use tokio::net::TcpStream;
 use tokio::time::timeout;
 use tokio_rustls::TlsConnector;
 
-use crate::api::{EPOCHS, FRAMES, NETWORKS, STANDBYS};
-use crate::host::HostName;
-use crate::http;
 use crate::identity::HostIdentity;
 use crate::tunnel;
 
@@ -61,10 +60,11 @@ impl PeerConnection {
     /// # Errors
     /// The failure that the peer reports, or that there is no answer.
     pub async fn get_json<T: DeserializeOwned>(&mut self, path: &str) -> Result<T, Failure> {
-        let request = http::build_request(Method::GET, self.name.as_str(), path, None::<&()>)?;
+        let request =
+            http_client::build_request(Method::GET, self.name.as_str(), path, None::<&()>)?;
         let doing = format!("asking host {}", self.name);
         let answer = self.sender.send_request(request).await.while_doing(&doing)?;
-        http::read_answer(answer).await.map_err(|failure| failure.while_doing(doing))
+        http_client::read_answer(answer).await.map_err(|failure| failure.while_doing(doing))
     }
 
     /// Whether it accepts no requests any more.
@@ -82,7 +82,7 @@ impl PeerConnection {
             request.body(Full::new(Bytes::from(bytes))).while_doing("writing a request")?;
         let doing = format!("asking host {}", self.name);
         let answer = self.sender.send_request(request).await.while_doing(&doing)?;
-        http::read_answer_bytes(answer).await.map_err(|failure| failure.while_doing(doing))
+        http_client::read_answer_bytes(answer).await.map_err(|failure| failure.while_doing(doing))
     }
 
     /// Has the peer start a standby; the connection carries its epochs from then on.
@@ -123,13 +123,14 @@ impl PeerConnection {
         path: &str,
         protocol: &'static str,
     ) -> Result<TokioIo<Upgraded>, Failure> {
-        let mut request = http::build_request(Method::POST, self.name.as_str(), path, None::<&()>)?;
+        let mut request =
+            http_client::build_request(Method::POST, self.name.as_str(), path, None::<&()>)?;
         let headers = request.headers_mut();
         headers.insert(CONNECTION, HeaderValue::from_static("upgrade"));
         headers.insert(UPGRADE, HeaderValue::from_static(protocol));
         let answer = self.sender.send_request(request).await.while_doing("reading its answer")?;
         if answer.status() != StatusCode::SWITCHING_PROTOCOLS {
-            return Err(http::read_failure(answer).await);
+            return Err(http_client::read_failure(answer).await);
         }
         let upgraded = hyper::upgrade::on(answer).await.while_doing("upgrading the connection")?;
         Ok(TokioIo::new(upgraded))

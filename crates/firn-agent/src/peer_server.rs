@@ -8,6 +8,8 @@ use std::collections::VecDeque;
 use std::sync::Arc;
 use std::time::Duration;
 
+use firn_control::HostName;
+use firn_control::api::{HEARTBEAT, HeartbeatAnswer, KEEP, MEMBERS, NETWORKS, STANDBYS, VMS};
 use hyper::body::Incoming;
 use hyper::{Method, Request};
 use tokio::io::{self, AsyncReadExt as _, AsyncWriteExt as _};
@@ -19,8 +21,6 @@ use tokio_rustls::TlsAcceptor;
 use tokio_rustls::server::TlsStream;
 
 use crate::agent::Agent;
-use crate::api::{HEARTBEAT, HeartbeatAnswer, KEEP, MEMBERS, NETWORKS, STANDBYS, VMS};
-use crate::host::HostName;
 use crate::http::{self, HttpResponse};
 use crate::identity::peer_of;
 use crate::rejections::RejectionReason;

@@ -4,6 +4,8 @@
 use std::sync::Arc;
 use std::time::Duration;
 
+use firn_control::api::ProtectVmRequest;
+use firn_control::{HostHealth, HostName};
 use firn_supervisor::{
     Failure, FailureContext as _, FailureKind, OperationProgress, ProtectRequest, VmName, VmStatus,
 };
@@ -14,13 +16,10 @@ use tokio::sync::{oneshot, watch};
 use tokio::time::timeout;
 
 use crate::agent::Agent;
-use crate::api::ProtectVmRequest;
 use crate::clusters;
-use crate::detect::HostHealth;
 use crate::failover;
-use crate::host::HostName;
-use crate::paths::ListeningSocket;
 use crate::peer_connection::PeerConnection;
+use crate::sockets::{ListeningSocket, listen_at};
 use crate::standbys::log_tunnel_end;
 use crate::tunnel;
 use crate::vms::LocalVms;
@@ -75,7 +74,7 @@ async fn begin_protection(
     let path = agent.paths.epochs_socket(&backup, &vm);
     let to = format!("unix:{}", path.display());
     let to = to.parse().while_doing_as(FailureKind::Usage, "naming the VM's socket")?;
-    let socket = agent.paths.listen_at(path)?;
+    let socket = listen_at(path)?;
     // Subscribed from here on: a protection by a host that is lost meanwhile fails.
     let health = agent.peer_health(&backup)?;
     let remote = request_standby(agent, &backup, address, &vm, health.clone()).await?;

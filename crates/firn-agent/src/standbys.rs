@@ -6,6 +6,9 @@
 use std::sync::Arc;
 use std::time::Duration;
 
+use firn_control::api::EPOCHS;
+use firn_control::paths::remove_if_present;
+use firn_control::{AgentPaths, HostHealth, HostName};
 use firn_supervisor::{Failure, FailureContext as _, FailureKind, StandbyStatus, VmName};
 use hyper::Request;
 use hyper::body::Incoming;
@@ -16,11 +19,8 @@ use tokio::sync::watch;
 use tokio::time::{Instant, sleep, timeout};
 
 use crate::agent::{Agent, VmClaim};
-use crate::api::EPOCHS;
-use crate::detect::HostHealth;
-use crate::host::HostName;
 use crate::http::{self, HttpResponse};
-use crate::paths;
+use crate::sockets::check_length;
 use crate::tunnel::{self, TunnelEnd};
 
 /// How long the name of a standby may take to become free. It is shorter than the time until a host
@@ -75,8 +75,8 @@ async fn begin_standby(
 ) -> Result<(VmName, UnixStream), Failure> {
     let claim = claim_within_wait(agent, &vm).await?;
     let path = agent.paths.epochs_socket(peer, &vm);
-    paths::check_length(&path)?;
-    paths::remove_if_present(&path).while_doing("clearing the standby's socket")?;
+    check_length(&path)?;
+    remove_if_present(&path).while_doing("clearing the standby's socket")?;
     let (shared, peer, name) = (Arc::clone(agent), peer.clone(), vm.clone());
     let near = agent.run_blocking(move |vms| {
         make_room(&shared, &peer, &name)?;
@@ -128,7 +128,7 @@ fn make_room(agent: &Agent, peer: &HostName, vm: &VmName) -> Result<(), Failure>
     }
 }
 
-fn store_primary_host(place: &paths::AgentPaths, vm: &VmName, peer: &HostName) {
+fn store_primary_host(place: &AgentPaths, vm: &VmName, peer: &HostName) {
     tracing::info!("{vm} is a standby for host {peer}");
     if let Err(error) = place.set_primary_host(vm, peer) {
         tracing::warn!("the host of {vm}'s primary is not stored: {error}");

@@ -3,14 +3,13 @@
 use std::sync::Arc;
 use std::time::Duration;
 
+use firn_control::api::{AgentStatus, VMS, VmView};
+use firn_control::{HostHealth, HostName};
 use firn_supervisor::{Failure, PrimaryEnd, StandbyStatus, VmName, VmStatus};
 use tokio::task::JoinSet;
 use tokio::time::timeout;
 
 use crate::agent::Agent;
-use crate::api::{AgentStatus, VMS, VmView};
-use crate::detect::HostHealth;
-use crate::host::HostName;
 use crate::peer_connection::PeerConnection;
 
 /// How long a peer may take to list its VMs.

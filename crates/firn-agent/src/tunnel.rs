@@ -27,14 +27,13 @@ use std::io;
 use std::os::fd::{AsFd, OwnedFd};
 use std::time::Duration;
 
+use firn_control::HostHealth;
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
 use rustix::net::sockopt;
 use tokio::io::{AsyncRead, AsyncReadExt as _, AsyncWrite, AsyncWriteExt as _, split};
 use tokio::net::{TcpStream, UnixStream};
 use tokio::sync::{Notify, watch};
 use tokio::time::{sleep, timeout};
-
-use crate::detect::HostHealth;
 
 /// Bytes that are read at once, and the most that wait, in each direction.
 const BUFFER_BYTES: usize = 256 << 10;

@@ -1,8 +1,8 @@
 //! `firn failover`
 
 use clap::Args as ClapArgs;
-use firn_agent::api::FailoverVmRequest;
-use firn_agent::{AgentPaths, HostName, client};
+use firn_control::api::FailoverVmRequest;
+use firn_control::{AgentPaths, HostName, client};
 use firn_supervisor::{
     FailoverRequest, Failure, FailureKind, RuntimeDir, SupervisorRequest, VmName, query_status,
     send_request,

@@ -3,8 +3,8 @@
 use std::time::Duration;
 
 use clap::{ArgGroup, Args as ClapArgs};
-use firn_agent::api::ProtectVmRequest;
-use firn_agent::{HostName, client};
+use firn_control::api::ProtectVmRequest;
+use firn_control::{HostName, client};
 use firn_epochs::endpoint::BackupEndpoint;
 use firn_supervisor::{
     Failure, FailureKind, OnProgress, ProtectRequest, RuntimeDir, SupervisorRequest, VmName,

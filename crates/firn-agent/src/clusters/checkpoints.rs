@@ -21,6 +21,7 @@ use firn_cluster::cut::{
     CheckpointInitiator, GlobalCheckpoint, InitiatorAction, MarkAnswer, RequestTiming,
 };
 use firn_cluster::{Generation, RequestNumber, VmId};
+use firn_control::StoredCluster;
 use firn_supervisor::{
     Failure, FailureContext as _, FailureKind, MemberRequest, SupervisorRequest,
 };
@@ -28,8 +29,8 @@ use tokio::sync::{mpsc, oneshot};
 use tokio::task::{JoinHandle, JoinSet};
 use tokio::time::{MissedTickBehavior, interval};
 
+use super::cluster_store::ClusterStore;
 use super::remote_vm::{ASK_WAIT, RemoteVm};
-use super::stored_cluster::{ClusterStore, StoredCluster};
 use crate::agent::Agent;
 
 /// In tests: how much later each VM is asked than the one before.

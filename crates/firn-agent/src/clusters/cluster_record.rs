@@ -16,7 +16,7 @@
 //! [`ClusterMember`](firn_membership::ClusterMember), which requests one lease for all its VMs
 //! there. Beside it a reconcile loop carries out the planned actions
 //! ([`reconcile`](super::reconcile)). Which VMs belong to the cluster is stored in their runtime
-//! directories ([`AgentPaths::cluster_of`](crate::paths::AgentPaths::cluster_of)), so that an agent
+//! directories ([`AgentPaths::cluster_of`](firn_control::AgentPaths::cluster_of)), so that an agent
 //! that starts again knows them.
 //!
 //! The generation in frames is taken from the layout of the record, which each protection and each
@@ -29,15 +29,14 @@ use std::time::Duration;
 
 use firn_cluster::failover::{FailoverRecord, VmPlacement};
 use firn_cluster::{Generation, HostId, VmId};
+use firn_control::{ClusterVm, HostName, StoredCluster};
 use firn_membership::{ClusterName, ClusterRecord, MembershipError, RecordView};
 use firn_supervisor::{Failure, FailureKind, VmName};
 use tokio::time::{Instant, sleep};
 
 use super::reconciler::{clear_given_up, ensure_reconciler};
-use super::stored_cluster::{self, ClusterVm};
 use crate::agent::Agent;
 use crate::failover::{LocalNode, change_record, newest_host};
-use crate::host::HostName;
 
 /// Time between two tries, where another component has to act first.
 pub(super) const RETRY_INTERVAL: Duration = Duration::from_millis(100);
@@ -95,7 +94,7 @@ async fn retry_attempt<T, F: Future<Output = Result<Option<T>, MembershipError>>
 /// begins, and whether the cluster had a record before.
 pub(super) async fn begin_record(
     agent: &Agent,
-    of: &stored_cluster::StoredCluster,
+    of: &StoredCluster,
 ) -> Result<(Generation, bool), Failure> {
     let what = format!("{} gets no record", of.name);
     retry_attempt(agent, &what, |ours| async move {
@@ -129,7 +128,7 @@ fn name_taken(name: &VmName) -> MembershipError {
 
 /// Places each VM at the most recently started agent of its host; `None` if one has no number.
 fn current_places(
-    of: &stored_cluster::StoredCluster,
+    of: &StoredCluster,
     names: &BTreeMap<HostId, String>,
 ) -> Option<BTreeMap<VmId, VmPlacement>> {
     let place = |(vm, placed): (VmId, &ClusterVm)| {
@@ -157,10 +156,7 @@ fn is_unchanged(register: &FailoverRecord, begun: Generation) -> bool {
 
 /// Records this host as the backup of all VMs, so that it may run them from now on: it has a global
 /// checkpoint of the generation that was begun.
-pub(super) async fn record_backup(
-    agent: &Arc<Agent>,
-    of: &stored_cluster::StoredCluster,
-) -> Result<(), Failure> {
+pub(super) async fn record_backup(agent: &Arc<Agent>, of: &StoredCluster) -> Result<(), Failure> {
     for placed in &of.vms {
         store_cluster_of(agent, &placed.vm, &of.name)?;
     }

@@ -5,16 +5,16 @@ use std::hash::{BuildHasher as _, RandomState};
 use std::sync::Arc;
 
 use firn_cluster::Generation;
+use firn_control::api::CreateCluster;
+use firn_control::{ClusterState, ClusterVm, HostName, StoredCluster};
 use firn_supervisor::{
     Failure, FailureContext as _, FailureKind, MemberCard, MemberRequest, SupervisorRequest, VmName,
 };
 
+use super::cluster_store::ClusterStore;
 use super::remote_vm::{ASK_WAIT, RemoteVm};
-use super::stored_cluster::{ClusterState, ClusterStore, ClusterVm, StoredCluster};
 use super::{VMS_MAX, release, with_vm_context};
 use crate::agent::Agent;
-use crate::api::CreateCluster;
-use crate::host::HostName;
 
 pub(super) async fn create_cluster(
     agent: &Arc<Agent>,

@@ -12,6 +12,7 @@ use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use firn_cluster::Generation;
+use firn_control::{ClusterState, ClusterVm, StoredCluster};
 use firn_supervisor::{
     FailoverMember, FailoverRequest, Failure, FailureContext as _, FailureKind, MemberCard,
     MemberRequest, SupervisorRequest, VmName,
@@ -19,9 +20,9 @@ use firn_supervisor::{
 use tokio::task::JoinSet;
 
 use super::cluster_lock::{self, ClusterLock};
+use super::cluster_store::ClusterStore;
 use super::reconciler::give_up_reason;
 use super::remote_vm::ASK_WAIT;
-use super::stored_cluster::{ClusterState, ClusterStore, ClusterVm, StoredCluster};
 use super::{ask_all_vms, cluster_record};
 use crate::agent::Agent;
 

@@ -9,6 +9,8 @@ use std::collections::{BTreeMap, BTreeSet};
 use std::sync::Arc;
 
 use firn_cluster::HostId;
+use firn_control::api::{ForgottenRecord, VmView};
+use firn_control::{HostHealth, HostName};
 use firn_membership::{ClusterRecord, MembershipError, RecordView};
 use firn_supervisor::{Failure, FailureKind, VmName};
 
@@ -16,10 +18,7 @@ use super::host_evidence::{HostEvidence, RecordedHost};
 use super::reconciler::clear_given_up;
 use super::{cluster_record, release};
 use crate::agent::Agent;
-use crate::api::{ForgottenRecord, VmView};
-use crate::detect::HostHealth;
 use crate::failover::change_record;
-use crate::host::HostName;
 use crate::status;
 
 /// How often the record is read again if other hosts change it meanwhile.

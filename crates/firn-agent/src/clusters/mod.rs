@@ -22,18 +22,20 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use firn_cluster::VmId;
+use firn_control::api::{CLUSTERS, ProtectionOptions};
+use firn_control::{ClusterState, ClusterVm, StoredCluster};
 use firn_supervisor::{Failure, FailureContext as _, FailureKind, SupervisorRequest, VmName};
 use hyper::Method;
 use hyper::body::Incoming;
 use serde_json::Value;
 
 use crate::agent::Agent;
-use crate::api::{CLUSTERS, ProtectionOptions};
 use crate::http::{self, HttpResponse};
 
 mod checkpoints;
 mod cluster_lock;
 mod cluster_record;
+mod cluster_store;
 mod create;
 mod failover;
 mod forget;
@@ -45,18 +47,16 @@ mod reconciler;
 mod release;
 mod remote_vm;
 mod reprotect;
-mod stored_cluster;
 
 pub(crate) use cluster_record::acquire_lease;
 pub(crate) use reconciler::ensure_reconciler;
 pub(crate) use remote_vm::answer_peer;
 pub(crate) use reprotect::answer_reprotect;
-pub use stored_cluster::{ClusterState, ClusterVm, StoredCluster};
 
 use checkpoints::CheckpointTask;
 use cluster_lock::ClusterLocks;
+use cluster_store::ClusterStore;
 use remote_vm::RemoteVm;
-use stored_cluster::ClusterStore;
 
 /// Maximum number of VMs of a cluster.
 const VMS_MAX: usize = 64;

@@ -2,6 +2,9 @@
 
 use std::sync::Arc;
 
+use firn_cluster::VmId;
+use firn_cluster::member::ClusterMembership;
+use firn_control::{ClusterState, StoredCluster};
 use firn_supervisor::{
     Failure, FailureContext as _, FailureKind, MemberRequest, SupervisorRequest, VmName,
 };
@@ -9,9 +12,9 @@ use tokio::task::JoinSet;
 
 use super::checkpoints::CheckpointTask;
 use super::cluster_lock::ClusterLock;
+use super::cluster_store::ClusterStore;
 use super::create::{build_cluster, locate_vm};
 use super::remote_vm::{ASK_WAIT, RemoteVm};
-use super::stored_cluster::{ClusterState, ClusterStore, StoredCluster};
 use super::{ask_all_vms, cluster_record, release, with_vm_context};
 use crate::agent::Agent;
 
@@ -100,9 +103,16 @@ fn busy_failure(text: String) -> Failure {
     )
 }
 
+/// The membership that a VM of the cluster needs.
+fn membership_of(record: &StoredCluster, own: VmId) -> ClusterMembership {
+    let (cluster, generation, layout) = (record.id, record.generation, 0);
+    let members = record.numbered_vms().map(|(vm, placed)| (vm, placed.mac)).collect();
+    ClusterMembership { cluster, own, members, generation, layout }
+}
+
 /// Makes all VMs join the cluster, and protects them.
 async fn begin_protection(agent: &Arc<Agent>, record: &StoredCluster) -> Result<(), Failure> {
-    let join = |vm| SupervisorRequest::Member(MemberRequest::Join(record.membership_of(vm)));
+    let join = |vm| SupervisorRequest::Member(MemberRequest::Join(membership_of(record, vm)));
     ask_all_vms(agent, record, join, ASK_WAIT).await?;
     let mut begun = JoinSet::new();
     for placed in record.vms.clone() {

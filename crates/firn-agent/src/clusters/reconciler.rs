@@ -5,21 +5,20 @@ use std::sync::{Arc, Mutex};
 use std::time::Duration;
 
 use firn_cluster::HostId;
+use firn_control::{ClusterState, HostHealth, HostName};
 use firn_membership::{ClusterMember, ClusterRecord, MembershipError, RecordView};
 use firn_supervisor::{FailureKind, MemberRequest, SupervisorRequest, VmName};
 use tokio::task::AbortHandle;
 use tokio::time::{Instant, sleep};
 
 use super::cluster_record::{RETRY_INTERVAL, cluster_name, local_node};
+use super::cluster_store::ClusterStore;
 use super::host_actions::ClusterHostActions;
 use super::reconcile::{self, ClusterAction, ObservedCluster, plan_action};
 use super::release;
 use super::reprotect::Reprotection;
-use super::stored_cluster::{self, ClusterStore};
 use crate::agent::Agent;
-use crate::detect::HostHealth;
 use crate::failover::{LocalNode, POLLS_PER_LEASE, change_record, end_vm, lock_mutex, newest_host};
-use crate::host::HostName;
 
 /// The reconcile loops of this agent, for clusters of several VMs.
 #[derive(Default)]
@@ -235,10 +234,7 @@ async fn observe_cluster(
     vms.extend(names.filter_map(|vm| VmName::new(vm.clone()).ok()));
     let state =
         ClusterStore::from_paths(&agent.paths).load_cluster(name).ok()?.map(|record| record.state);
-    let is_kept = matches!(
-        state,
-        Some(stored_cluster::ClusterState::Protected | stored_cluster::ClusterState::FailingOver)
-    );
+    let is_kept = matches!(state, Some(ClusterState::Protected | ClusterState::FailingOver));
     let looked = agent.run_blocking(move |them| {
         let mut seen = BTreeMap::new();
         for vm in vms {

@@ -2,12 +2,13 @@
 
 use std::sync::Arc;
 
+use firn_control::{ClusterState, ClusterVm, StoredCluster};
 use firn_supervisor::{Failure, FailureKind, MemberRequest, SupervisorRequest, VmName};
 
 use super::cluster_lock::{self, ClusterLock};
+use super::cluster_store::ClusterStore;
 use super::failover::wait_settled;
 use super::remote_vm::{ASK_WAIT, RELEASE_WAIT};
-use super::stored_cluster::{ClusterState, ClusterStore, ClusterVm, StoredCluster};
 use super::{ask_all_vms, ask_each_vm, cluster_record};
 use crate::agent::Agent;
 use crate::vms::LocalVms;

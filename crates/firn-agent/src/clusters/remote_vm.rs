@@ -3,16 +3,15 @@
 use std::sync::Arc;
 use std::time::Duration;
 
+use firn_control::api::{MEMBER, PROTECTED, ProtectVmRequest, ProtectionOptions, VMS};
+use firn_control::{ClusterVm, HostName};
 use firn_supervisor::{Failure, FailureContext as _, FailureKind, SupervisorRequest, VmName};
 use hyper::body::Incoming;
 use serde::Serialize;
 use serde_json::Value;
 use tokio::time::timeout;
 
-use super::stored_cluster::ClusterVm;
 use crate::agent::Agent;
-use crate::api::{MEMBER, PROTECTED, ProtectVmRequest, ProtectionOptions, VMS};
-use crate::host::HostName;
 use crate::http::{self, HttpResponse};
 use crate::peer_connection::PeerConnection;
 use crate::protect;

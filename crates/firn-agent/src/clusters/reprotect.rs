@@ -4,18 +4,17 @@
 use std::collections::BTreeSet;
 use std::sync::Arc;
 
+use firn_control::api::{KEEP, ProtectionOptions};
+use firn_control::{HostHealth, HostName};
 use firn_supervisor::{Failure, FailureContext as _, FailureKind, VmName};
 use hyper::body::Incoming;
 use tokio::task::JoinHandle;
 use tokio::time::{Instant, timeout};
 
+use super::cluster_store::ClusterStore;
 use super::protect::protect_cluster;
 use super::remote_vm::PROTECT_WAIT;
-use super::stored_cluster::ClusterStore;
 use crate::agent::Agent;
-use crate::api::{KEEP, ProtectionOptions};
-use crate::detect::HostHealth;
-use crate::host::HostName;
 use crate::http::{self, HttpResponse};
 use crate::peer_connection::PeerConnection;
 

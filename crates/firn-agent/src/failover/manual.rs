@@ -15,6 +15,7 @@ use std::time::Duration;
 
 use firn_cluster::HostId;
 use firn_cluster::failover::{ManualDecision, ManualRefusal, decide_manual_failover};
+use firn_control::api::FailoverVmRequest;
 use firn_membership::{ClusterName, ClusterRecord, MembershipError, RecordView};
 use firn_supervisor::{Failure, FailureKind, VmName, VmStatus};
 use serde_json::{Value, json};
@@ -22,7 +23,6 @@ use tokio::time::{Instant, sleep};
 
 use super::{LocalNode, RETRY_INTERVAL, change_record, ensure_reconciler, lock_mutex};
 use crate::agent::Agent;
-use crate::api::FailoverVmRequest;
 
 /// Runs a standby's VM on this host; returns when it runs.
 pub(crate) async fn fail_over(

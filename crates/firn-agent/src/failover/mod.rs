@@ -35,6 +35,8 @@ use std::time::Duration;
 
 use firn_cluster::failover::{FailoverRecord, LeaseTerms, VmPlacement};
 use firn_cluster::{HostId, VmId};
+use firn_control::HostName;
+use firn_control::api::ProtectVmRequest;
 use firn_membership::{
     ChangeResult, ClusterMember, ClusterName, ClusterRecord, MembershipError, MembershipStore,
     RecordView, Revision, run_controllers,
@@ -45,9 +47,7 @@ use tokio::task::AbortHandle;
 use tokio::time::{Instant, sleep};
 
 use crate::agent::Agent;
-use crate::api::ProtectVmRequest;
 use crate::clusters;
-use crate::host::HostName;
 
 /// Polls in the time of one lease: lease requests of a VM, and runs of its reconcile loop.
 pub(crate) const POLLS_PER_LEASE: u32 = 5;

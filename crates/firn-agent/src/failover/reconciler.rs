@@ -4,6 +4,8 @@ use std::collections::{BTreeMap, BTreeSet};
 use std::sync::Arc;
 
 use firn_cluster::HostId;
+use firn_control::api::ProtectVmRequest;
+use firn_control::{HostHealth, HostName};
 use firn_membership::{ClusterMember, ClusterName, ClusterRecord, MembershipError, RecordView};
 use firn_supervisor::{FailureKind, VmName};
 use tokio::task::JoinHandle;
@@ -12,9 +14,6 @@ use tokio::time::sleep;
 use super::reconcile::{ObservedVm, VmAction, is_sure, plan_action};
 use super::{LocalNode, POLLS_PER_LEASE, change_record, host_actions, lock_mutex, newest_host};
 use crate::agent::Agent;
-use crate::api::ProtectVmRequest;
-use crate::detect::HostHealth;
-use crate::host::HostName;
 
 /// Epoch interval after a failover, unless this host has a request for the VM: the default of
 /// `firn protect`.

@@ -4,12 +4,12 @@
 use std::collections::BTreeMap;
 use std::sync::{Mutex, MutexGuard, OnceLock, PoisonError, Weak};
 
+use firn_control::HostName;
+use firn_control::api::MEMBERS;
 use firn_membership::embedded::{MessageTransport, RaftServer};
 use firn_membership::{MembershipError, MembershipFuture};
 
-use crate::api::MEMBERS;
 use crate::config::AgentConfig;
-use crate::host::HostName;
 use crate::identity::HostIdentity;
 use crate::peer_connection::PeerConnection;
 

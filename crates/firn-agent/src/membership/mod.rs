@@ -20,6 +20,8 @@ use std::sync::Arc;
 
 use firn_cluster::HostId;
 use firn_cluster::failover::LeaseTerms;
+use firn_control::HostName;
+use firn_control::api::{ClusterView, MembershipView, PlacementView};
 use firn_membership::embedded::{self, RaftServer};
 use firn_membership::{
     ClusterName, ClusterRecord, EmbeddedStore, EtcdStore, MembershipError, MembershipStore,
@@ -31,9 +33,7 @@ use hyper::{Request, StatusCode};
 
 use self::links::ServerLinks;
 pub use self::options::{BackendKind, MembershipOptions, MembershipSection};
-use crate::api::{ClusterView, MembershipView, PlacementView};
 use crate::config::AgentConfig;
-use crate::host::HostName;
 use crate::http::{self, HttpResponse};
 use crate::identity::HostIdentity;
 

@@ -5,10 +5,9 @@ use std::path::{Path, PathBuf};
 use std::time::Duration;
 
 use firn_cluster::failover::LeaseTerms;
+use firn_control::HostName;
 use firn_membership::etcd;
 use serde::Deserialize;
-
-use crate::host::HostName;
 
 /// Duration of a lease, in milliseconds: longer than an election takes; and its limits.
 const LEASE_MS: u64 = 5000;

@@ -5,9 +5,8 @@ use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Mutex, PoisonError};
 
 use firn_cluster::switch::PortSide;
-
-use crate::api::TrafficView;
-use crate::host::HostName;
+use firn_control::HostName;
+use firn_control::api::TrafficView;
 
 /// What the ports of a switch connect to.
 #[derive(Clone, Debug, PartialEq, Eq, PartialOrd, Ord)]

@@ -10,6 +10,8 @@
 use std::sync::Arc;
 use std::time::Duration;
 
+use firn_control::HostName;
+use firn_control::api::FRAMES;
 use firn_supervisor::{Failure, FailureKind};
 use hyper::Request;
 use hyper::body::Incoming;
@@ -22,8 +24,6 @@ use super::carry;
 use super::counters::LinkTarget;
 use super::network::NetworkSwitch;
 use crate::agent::Agent;
-use crate::api::FRAMES;
-use crate::host::HostName;
 use crate::http::{self, HttpResponse};
 use crate::peer_connection::PeerConnection;
 use crate::tunnel;

@@ -50,13 +50,14 @@ pub use counters::LinkTarget;
 use std::collections::BTreeMap;
 use std::sync::Arc;
 
+use firn_control::AgentPaths;
+use firn_control::api::NetworkView;
 use firn_supervisor::{Failure, NetworkName};
 use tokio::task::JoinSet;
 
 use crate::agent::Agent;
-use crate::api::NetworkView;
 use crate::config::AgentConfig;
-use crate::paths::{AgentPaths, ListeningSocket};
+use crate::sockets::{ListeningSocket, listen_at};
 
 pub(crate) use config::{FileNetwork, NETWORKS_MAX};
 pub(crate) use links::accept_link;
@@ -77,7 +78,7 @@ impl NetworkSwitches {
         for (name, settings) in &config.networks {
             let socket = place.network_socket(name)?;
             let network = NetworkSwitch::new(name.clone(), socket.clone(), config, settings);
-            sockets.push(place.listen_at(socket)?);
+            sockets.push(listen_at(socket)?);
             networks.insert(name.clone(), Arc::new(network));
         }
         Ok((Self(networks), sockets))

@@ -8,6 +8,8 @@ use std::time::Instant;
 
 use bytes::Bytes;
 use firn_cluster::switch::{Switch, SwitchPort, SwitchRules};
+use firn_control::HostName;
+use firn_control::api::NetworkView;
 use firn_supervisor::NetworkName;
 use tokio::task::AbortHandle;
 
@@ -15,9 +17,7 @@ use super::config::{NetworkConfig, Uplink};
 use super::counters::{LinkTarget, TrafficCounters};
 use super::queue::FrameQueue;
 use super::suspend_detector::SuspendDetector;
-use crate::api::NetworkView;
 use crate::config::AgentConfig;
-use crate::host::HostName;
 
 /// Maximum number of VMs that are connected at once.
 const VMS_MAX: u64 = 256;

@@ -9,7 +9,7 @@ use tokio::time::{MissedTickBehavior, interval, sleep};
 use super::carry;
 use super::counters::LinkTarget;
 use super::network::NetworkSwitch;
-use crate::paths::ListeningSocket;
+use crate::sockets::ListeningSocket;
 
 /// How long to wait when the system has no more descriptors.
 const EXHAUSTED_WAIT: Duration = Duration::from_millis(100);

@@ -7,13 +7,13 @@ use std::sync::mpsc::channel;
 use std::sync::{Arc, Mutex, MutexGuard};
 use std::time::Duration;
 
-use firn_agent::api::{
+use firn_agent::vms::OnReady;
+use firn_agent::{AgentConfig, DetectorTiming, LocalVms, membership};
+use firn_control::api::{
     CLUSTERS, FailoverVmRequest, ForgottenRecord, MembershipView, PlacementView,
 };
-use firn_agent::client::Method;
-use firn_agent::detect::HostHealth;
-use firn_agent::vms::OnReady;
-use firn_agent::{AgentConfig, DetectorTiming, LocalVms, client, membership};
+use firn_control::client::Method;
+use firn_control::{HostHealth, client};
 use firn_supervisor::{
     Failure, FailureKind, OnProgress, ProtectRequest, RuntimeDir, VmName, VmStatus,
 };

@@ -8,8 +8,8 @@ use std::thread;
 use std::time::{Duration, Instant};
 
 use firn_agent::DetectorTiming;
-use firn_agent::api::ProtectVmRequest;
-use firn_agent::client;
+use firn_control::api::ProtectVmRequest;
+use firn_control::client;
 use firn_supervisor::{Failure, VmName};
 use rustls::pki_types::pem::PemObject;
 use rustls::pki_types::{CertificateDer, PrivateKeyDer};

@@ -11,12 +11,10 @@ use std::sync::atomic::{AtomicU32, Ordering};
 use std::sync::mpsc::{Receiver, Sender, channel};
 use std::time::{Duration, Instant};
 
-use firn_agent::api::{AgentStatus, PeerView, ProtectVmRequest};
-use firn_agent::detect::HostHealth;
 use firn_agent::vms::OnReady;
-use firn_agent::{
-    AgentConfig, AgentPaths, DetectorTiming, HostName, LocalVms, PreparedAgent, client,
-};
+use firn_agent::{AgentConfig, DetectorTiming, LocalVms, PreparedAgent};
+use firn_control::api::{AgentStatus, PeerView, ProtectVmRequest};
+use firn_control::{AgentPaths, HostHealth, HostName, client};
 use firn_supervisor::{
     Failure, FailureKind, OnProgress, ProtectRequest, RuntimeDir, SupervisorRequest, VmName,
     VmStatus,

@@ -4,9 +4,9 @@ use std::io::{Read, Write};
 use std::thread;
 use std::time::{Duration, Instant};
 
-use firn_agent::api::ProtectVmRequest;
-use firn_agent::detect::HostHealth;
-use firn_agent::{DetectorTiming, client};
+use firn_agent::DetectorTiming;
+use firn_control::api::ProtectVmRequest;
+use firn_control::{HostHealth, client};
 use firn_supervisor::VmName;
 
 use crate::host::{Authority, Host, LATE, PATIENCE, eventually, free_address, name, pair};

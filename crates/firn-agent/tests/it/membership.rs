@@ -4,8 +4,9 @@ use std::fs::OpenOptions;
 use std::io::Write as _;
 use std::path::{Path, PathBuf};
 
-use firn_agent::api::MembershipView;
-use firn_agent::{AgentConfig, DetectorTiming, client};
+use firn_agent::{AgentConfig, DetectorTiming};
+use firn_control::api::MembershipView;
+use firn_control::client;
 use firn_supervisor::{Failure, FailureKind};
 
 use crate::command::agent;

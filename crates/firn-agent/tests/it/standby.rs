@@ -6,8 +6,8 @@ use std::net::SocketAddr;
 use std::path::{Path, PathBuf};
 use std::process::{Child, Stdio};
 
-use firn_agent::client::read_status;
-use firn_agent::detect::HostHealth;
+use firn_control::HostHealth;
+use firn_control::client::read_status;
 use firn_supervisor::RuntimeDir;
 
 use crate::command::agent;

@@ -8,8 +8,8 @@ use std::os::unix::net::{UnixListener, UnixStream};
 use std::thread;
 use std::time::{Duration, Instant};
 
-use firn_agent::api::TrafficView;
-use firn_agent::detect::HostHealth;
+use firn_control::HostHealth;
+use firn_control::api::TrafficView;
 use firn_supervisor::NetworkName;
 
 use crate::host::{Authority, Host, PATIENCE, eventually, free_address};

@@ -10,18 +10,17 @@ use std::sync::mpsc::channel;
 use std::sync::{Arc, Mutex, MutexGuard};
 use std::time::Duration;
 
-use firn_agent::api::{
-    CLUSTERS, CreateCluster, ForgottenRecord, MembershipView, PlacementView, ProtectionOptions,
-};
-use firn_agent::client::Method;
-use firn_agent::clusters::{ClusterState, StoredCluster};
-use firn_agent::detect::HostHealth;
 use firn_agent::vms::OnReady;
-use firn_agent::{AgentConfig, DetectorTiming, LocalVms, client, membership};
+use firn_agent::{AgentConfig, DetectorTiming, LocalVms, membership};
 use firn_cluster::cut::MarkAnswer;
 use firn_cluster::member::ClusterMembership;
 use firn_cluster::switch::MacAddress;
 use firn_cluster::{Epoch, Generation};
+use firn_control::api::{
+    CLUSTERS, CreateCluster, ForgottenRecord, MembershipView, PlacementView, ProtectionOptions,
+};
+use firn_control::client::Method;
+use firn_control::{ClusterState, HostHealth, StoredCluster, client};
 use firn_supervisor::{
     CardStatus, FailoverRequest, Failure, FailureKind, MemberCard, MemberRequest, OnProgress,
     ProtectRequest, ProtectionStatus, RuntimeDir, SupervisorRequest, VmName, VmStatus,

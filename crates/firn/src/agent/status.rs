@@ -3,8 +3,8 @@
 use std::fmt::Write as _;
 
 use clap::Args as ClapArgs;
-use firn_agent::api::{AgentStatus, NetworkView, PeerView, TrafficView, VmView};
-use firn_agent::client;
+use firn_control::api::{AgentStatus, NetworkView, PeerView, TrafficView, VmView};
+use firn_control::client;
 use firn_supervisor::Failure;
 use firn_types::make_printable;
 

@@ -1,10 +1,9 @@
 //! `firn cluster create`
 
 use clap::Args as ClapArgs;
-use firn_agent::HostName;
-use firn_agent::api::{CLUSTERS, CreateCluster};
-use firn_agent::client::{Method, ask_clusters};
-use firn_agent::clusters::StoredCluster;
+use firn_control::api::{CLUSTERS, CreateCluster};
+use firn_control::client::{Method, ask_clusters};
+use firn_control::{HostName, StoredCluster};
 use firn_supervisor::{Failure, VmName};
 
 use crate::output::FactPrinter;

@@ -3,8 +3,8 @@
 use std::fmt::Write as _;
 
 use clap::Args as ClapArgs;
-use firn_agent::api::{CLUSTERS, ForgottenRecord};
-use firn_agent::client::{Method, ask_clusters};
+use firn_control::api::{CLUSTERS, ForgottenRecord};
+use firn_control::client::{Method, ask_clusters};
 use firn_supervisor::{Failure, VmName};
 
 use crate::output::FactPrinter;

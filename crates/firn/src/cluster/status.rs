@@ -3,9 +3,9 @@
 use std::fmt::Write as _;
 
 use clap::Args as ClapArgs;
-use firn_agent::api::{CLUSTERS, ClusterView, MembershipView};
-use firn_agent::client::{self, Method, ask_clusters};
-use firn_agent::clusters::{ClusterState, StoredCluster};
+use firn_control::api::{CLUSTERS, ClusterView, MembershipView};
+use firn_control::client::{Method, ask_clusters};
+use firn_control::{ClusterState, StoredCluster, client};
 use firn_supervisor::Failure;
 use firn_types::make_printable;
 use serde::Serialize;

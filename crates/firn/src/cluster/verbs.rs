@@ -3,9 +3,9 @@
 use std::time::Duration;
 
 use clap::Args as ClapArgs;
-use firn_agent::api::{CLUSTERS, ProtectionOptions};
-use firn_agent::client::{Method, ask_clusters};
-use firn_agent::clusters::StoredCluster;
+use firn_control::StoredCluster;
+use firn_control::api::{CLUSTERS, ProtectionOptions};
+use firn_control::client::{Method, ask_clusters};
 use firn_supervisor::{Failure, VmName};
 
 use crate::output::FactPrinter;

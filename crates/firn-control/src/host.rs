@@ -4,7 +4,7 @@ use std::cmp::Ordering;
 use std::fmt;
 use std::str::FromStr;
 
-use rustls::pki_types::{DnsName, ServerName};
+use rustls_pki_types::{DnsName, ServerName};
 use serde::{Deserialize, Serialize};
 use thiserror::Error;
 

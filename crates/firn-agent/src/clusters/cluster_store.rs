@@ -1,101 +1,13 @@
-//! The stored state of a cluster: a file in the agent's directory. It is written whole and renamed,
-//! so a reader gets the old version or the new one.
-//!
-//! ```text
-//!             protect                    failover                        all run
-//!   made ----------------> protected ---------------> failing over ----------------> failed over
-//!    ^                         |                        (may be requested again)
-//!    '------- release ---------'
-//! ```
+//! The directory of stored clusters: a file for each, with a [`StoredCluster`] as JSON. It is
+//! written whole and renamed, so a reader gets the old version or the new one.
 
 use std::fs::{self, OpenOptions};
 use std::io::Write as _;
 use std::os::unix::fs::OpenOptionsExt as _;
 use std::path::PathBuf;
 
-use firn_cluster::cut::GlobalCheckpoint;
-use firn_cluster::member::ClusterMembership;
-use firn_cluster::switch::MacAddress;
-use firn_cluster::{Epoch, Generation, VmId};
+use firn_control::{AgentPaths, StoredCluster};
 use firn_supervisor::{Failure, FailureContext as _, FailureKind, VmName, make_private};
-use serde::{Deserialize, Serialize};
-
-use crate::host::HostName;
-use crate::paths::AgentPaths;
-
-/// The state of a cluster.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
-#[serde(rename_all = "kebab-case")]
-pub enum ClusterState {
-    /// Its VMs run, each by itself.
-    Made,
-    /// Its VMs are protected, and global checkpoints of them are made.
-    Protected,
-    /// Its VMs are being started on this host.
-    FailingOver,
-    /// They run on this host, each by itself.
-    FailedOver,
-}
-
-/// A VM of a cluster.
-#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
-pub struct ClusterVm {
-    /// Its name.
-    pub vm: VmName,
-    /// The host that runs it.
-    pub host: HostName,
-    /// The address of its network card.
-    pub mac: MacAddress,
-}
-
-/// A cluster as its backup stores it.
-#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
-pub struct StoredCluster {
-    /// Its name.
-    pub name: VmName,
-    /// Its number in encapsulated frames.
-    pub id: u32,
-    /// Its state.
-    pub state: ClusterState,
-    /// Milliseconds from one global checkpoint to the next.
-    pub interval_ms: u64,
-    /// Number of the initiators that have made global checkpoints so far, one after another.
-    pub term: u32,
-    /// The newest generation: each protection and each failover begins one.
-    pub generation: Generation,
-    /// Its VMs; a VM's number is its index here.
-    pub vms: Vec<ClusterVm>,
-    /// The newest global checkpoint since the protection began: a failover runs the VMs from it.
-    #[serde(default, skip_serializing_if = "Option::is_none")]
-    pub checkpoint: Option<GlobalCheckpoint>,
-    /// Why no new checkpoint is made, if none is. Not stored.
-    #[serde(default, skip_serializing_if = "Option::is_none")]
-    pub trouble: Option<String>,
-}
-
-impl StoredCluster {
-    /// The VMs with their numbers.
-    pub(super) fn numbered_vms(&self) -> impl Iterator<Item = (VmId, &ClusterVm)> {
-        (0..).map(VmId).zip(&self.vms)
-    }
-
-    /// The membership that one of its VMs needs.
-    pub(super) fn membership_of(&self, own: VmId) -> ClusterMembership {
-        let (cluster, generation, layout) = (self.id, self.generation, 0);
-        let members = self.numbered_vms().map(|(vm, placed)| (vm, placed.mac)).collect();
-        ClusterMembership { cluster, own, members, generation, layout }
-    }
-
-    /// The VMs with their epochs in the newest global checkpoint.
-    pub fn marked_vms(&self) -> impl Iterator<Item = (&ClusterVm, Epoch)> {
-        self.numbered_vms().filter_map(|(vm, placed)| Some((placed, self.epoch_of(vm)?)))
-    }
-
-    /// A VM's epoch in the newest global checkpoint.
-    pub(super) fn epoch_of(&self, vm: VmId) -> Option<Epoch> {
-        self.checkpoint.as_ref()?.marks.get(&vm).copied()
-    }
-}
 
 /// The directory of stored clusters.
 #[derive(Clone, Debug)]
@@ -162,7 +74,10 @@ impl ClusterStore {
 
 #[cfg(test)]
 pub(super) mod tests {
-    use firn_cluster::RequestNumber;
+    use firn_cluster::cut::GlobalCheckpoint;
+    use firn_cluster::switch::MacAddress;
+    use firn_cluster::{Epoch, Generation, RequestNumber, VmId};
+    use firn_control::{ClusterState, ClusterVm, HostName};
     use firn_supervisor::RuntimeDir;
 
     use super::*;
@@ -200,7 +115,6 @@ pub(super) mod tests {
             .store_cluster(&StoredCluster { trouble: Some("x".to_owned()), ..shop.clone() })
             .unwrap();
         assert_eq!(records.list_clusters().unwrap(), std::slice::from_ref(&shop));
-        assert_eq!((shop.epoch_of(VmId(1)), shop.epoch_of(VmId(2))), (Some(Epoch(9)), None));
         fs::write(dir.path().join(".agent/clusters/shop.json"), "{").unwrap();
         assert!(records.require_cluster(&shop.name).unwrap_err().to_string().contains("shop.json"));
     }

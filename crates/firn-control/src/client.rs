@@ -24,7 +24,7 @@ use crate::api::{
     AgentStatus, FAILOVER, FailoverVmRequest, MEMBERS, MembershipView, PROTECT, ProtectVmRequest,
     STATUS,
 };
-use crate::http;
+use crate::http_client;
 use crate::paths::AgentPaths;
 
 /// How long an agent may take to begin its answer. It needs some seconds to ask its peers.
@@ -40,7 +40,7 @@ const LINE_BYTES_MAX: usize = 1 << 20;
 pub fn read_status(base: &RuntimeDir) -> Result<AgentStatus, Failure> {
     block_on(async {
         let asked = send_request(base, Method::GET, STATUS, None::<&()>);
-        let answer = timeout(ANSWER_WAIT, async { http::read_answer(asked.await?).await });
+        let answer = timeout(ANSWER_WAIT, async { http_client::read_answer(asked.await?).await });
         answer.await.map_err(|_| silent_agent())?
     })
 }
@@ -52,7 +52,7 @@ pub fn read_status(base: &RuntimeDir) -> Result<AgentStatus, Failure> {
 pub fn read_membership(base: &RuntimeDir) -> Result<MembershipView, Failure> {
     block_on(async {
         let asked = send_request(base, Method::GET, MEMBERS, None::<&()>);
-        let answer = timeout(ANSWER_WAIT, async { http::read_answer(asked.await?).await });
+        let answer = timeout(ANSWER_WAIT, async { http_client::read_answer(asked.await?).await });
         answer.await.map_err(|_| silent_agent())?
     })
 }
@@ -72,7 +72,7 @@ pub fn protect_vm(
         let answer = asked.await.map_err(|_| silent_agent())??;
         match answer.status().is_success() {
             true => read_replies(answer, on_progress).await,
-            false => Err(http::read_failure(answer).await),
+            false => Err(http_client::read_failure(answer).await),
         }
     })
 }
@@ -84,7 +84,8 @@ pub fn protect_vm(
 /// Why it does not run, or that there is no agent.
 pub fn fail_over_vm(base: &RuntimeDir, wanted: &FailoverVmRequest) -> Result<Value, Failure> {
     block_on(async {
-        http::read_answer(send_request(base, Method::POST, FAILOVER, Some(wanted)).await?).await
+        http_client::read_answer(send_request(base, Method::POST, FAILOVER, Some(wanted)).await?)
+            .await
     })
 }
 
@@ -99,7 +100,9 @@ pub fn ask_clusters<T: DeserializeOwned>(
     path: &str,
     body: Option<&impl Serialize>,
 ) -> Result<T, Failure> {
-    block_on(async { http::read_answer(send_request(base, method, path, body).await?).await })
+    block_on(async {
+        http_client::read_answer(send_request(base, method, path, body).await?).await
+    })
 }
 
 fn block_on<T>(work: impl Future<Output = Result<T, Failure>>) -> Result<T, Failure> {
@@ -113,7 +116,8 @@ async fn send_request(
     path: &str,
     body: Option<&impl Serialize>,
 ) -> Result<Response<Incoming>, Failure> {
-    let request: Request<Full<Bytes>> = http::build_request(method, "firn-agent", path, body)?;
+    let request: Request<Full<Bytes>> =
+        http_client::build_request(method, "firn-agent", path, body)?;
     let socket = AgentPaths::new(base.clone()).control_socket();
     let stream = UnixStream::connect(&socket).await.map_err(|_| no_agent(&socket))?;
     let (mut sender, connection) =

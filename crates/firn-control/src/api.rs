@@ -46,7 +46,7 @@ use std::path::PathBuf;
 use firn_supervisor::{NetworkName, ProtectionStatus, VmName};
 use serde::{Deserialize, Serialize};
 
-use crate::detect::HostHealth;
+use crate::health::HostHealth;
 use crate::host::HostName;
 
 /// The protocol of a connection that carries epochs.
