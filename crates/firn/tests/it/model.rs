@@ -350,8 +350,9 @@ impl Sequence {
             self.done.push(format!("write {pattern} to {which}"));
             write(&original.monitor(), pattern);
             original.content = pattern;
-            let attached = original.attached.as_ref();
-            attached.map(|name| self.vms.get_mut(name).unwrap().content = Some(pattern));
+            if let Some(name) = &original.attached {
+                self.vms.get_mut(name).unwrap().content = Some(pattern);
+            }
             return;
         }
         let copies = self.vms.keys().filter(|name| name.starts_with("copy")).cloned().collect();
