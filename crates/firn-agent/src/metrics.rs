@@ -135,11 +135,11 @@ fn add_network_metrics(registry: &mut Registry, networks: &[NetworkView]) {
     registry.register("network_frames", "Frames of a network", frames.clone());
     registry.register("network_dropped", "Frames that had no room", dropped.clone());
     for network in networks {
-        for lane in &network.lanes {
-            let labels = vec![("network", network.name.to_string()), ("to", lane.to.clone())];
-            set_gauge(&ports, labels.clone(), lane.connected as f64);
-            dropped.get_or_create(&labels).inc_by(lane.dropped);
-            for (direction, count) in [("in", lane.frames_in), ("out", lane.frames_out)] {
+        for target in &network.lanes {
+            let labels = vec![("network", network.name.to_string()), ("to", target.to.clone())];
+            set_gauge(&ports, labels.clone(), target.connected as f64);
+            dropped.get_or_create(&labels).inc_by(target.dropped);
+            for (direction, count) in [("in", target.frames_in), ("out", target.frames_out)] {
                 let labels = [&labels[..], &[("direction", direction.to_owned())]].concat();
                 frames.get_or_create(&labels).inc_by(count);
             }

@@ -103,7 +103,7 @@ impl Caller {
     pub fn accept_noting(&self, sealed: &[u8]) -> Result<ReportReader, CallError> {
         match (self.open_reply(sealed)?, &self.seal) {
             (CallReply::Noting, Some(seal)) => {
-                Ok(ReportReader::new(&seal.noting_key(self.sequence)))
+                Ok(ReportReader::new(&seal.report_key(self.sequence)))
             }
             _ => Err(CallError::Confused),
         }

@@ -54,9 +54,9 @@ pub use caller::{CallError, Caller, WrittenPages};
 pub use key::{ApplicationKey, KeyError, Nonce, Proof};
 pub use message::{CallRefusal, CallReply, CallRequest, FollowedAreaId, PageRun};
 pub use noting::{
-    EndedEpoch, NoteOrder, NotedArea, NotingKey, PluginOrder, ReportReader, StoreNotes,
+    NotedApplication, NotedArea, PluginOrder, ReportKey, ReportReader, SealedReport, StoreNotes,
     StoreReport, WORD, WordRun,
 };
 pub use policy::{CallPolicy, PolicyError};
-pub use server::{CallEvent, GuestAccess, ServedCall, SessionServer};
-pub use window::{CallWindow, SLOT_BYTES, SlotRange, WindowError, WindowSlot};
+pub use server::{CallLogEvent, GuestAccess, ServedCall, SessionServer};
+pub use window::{CallWindow, SLOT_BYTES, SlotField, WindowError, WindowSlot};

@@ -33,7 +33,7 @@ use serde::{Deserialize, Serialize};
 
 use crate::key::{MessageSender, SealKey};
 use crate::message::{self, FollowedAreaId};
-use crate::window::SlotRange;
+use crate::window::SlotField;
 
 /// The unit in which stores are noted, in bytes.
 pub const WORD: u64 = 8;
@@ -47,7 +47,7 @@ const NOTED_MAX: usize = 1 << 14;
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub enum PluginOrder {
     /// Note stores; earlier notes for this slot are discarded.
-    Note(NoteOrder),
+    Note(NotedApplication),
     /// Stop noting for this slot.
     End {
         /// The slot.
@@ -69,11 +69,11 @@ impl PluginOrder {
 
 /// The application whose stores the plugin is to note: the content of [`PluginOrder::Note`].
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
-pub struct NoteOrder {
+pub struct NotedApplication {
     /// The slot that reports are written to.
     pub slot: u32,
     /// The key of the reports' seals.
-    pub key: NotingKey,
+    pub key: ReportKey,
     /// Address of the end word, in the application's address space.
     pub end: u64,
     /// The areas.
@@ -85,11 +85,11 @@ pub struct NoteOrder {
 /// supervisor sends it to the plugin. Each noting has a new one. `Debug` does not print it, so it
 /// does not get into logs.
 #[derive(Clone, PartialEq, Eq, Serialize, Deserialize)]
-pub struct NotingKey([u8; 16]);
+pub struct ReportKey([u8; 16]);
 
-impl std::fmt::Debug for NotingKey {
+impl std::fmt::Debug for ReportKey {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
-        f.write_str("NotingKey(..)")
+        f.write_str("ReportKey(..)")
     }
 }
 
@@ -135,7 +135,7 @@ pub enum StoreReport {
 
 /// The report of an epoch that has ended, as the plugin writes it to the window.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub struct EndedEpoch {
+pub struct SealedReport {
     /// The epoch's number.
     pub epoch: u32,
     /// The sealed report.
@@ -150,7 +150,7 @@ struct EpochCounter {
 }
 
 impl EpochCounter {
-    fn new(key: &NotingKey) -> Self {
+    fn new(key: &ReportKey) -> Self {
         Self { seal: SealKey::new(key.0), number: 1 }
     }
 
@@ -209,7 +209,7 @@ impl AreaNotes {
 
 impl StoreNotes {
     /// Begins to note.
-    pub fn new(order: NoteOrder) -> Self {
+    pub fn new(order: NotedApplication) -> Self {
         Self {
             epochs: EpochCounter::new(&order.key),
             end: order.end,
@@ -254,7 +254,7 @@ impl StoreNotes {
     }
 
     /// Reads the value of the end word: if it is the epoch's token, the epoch has ended.
-    pub fn end_epoch(&mut self, token: u64) -> Option<EndedEpoch> {
+    pub fn end_epoch(&mut self, token: u64) -> Option<SealedReport> {
         if token != self.epochs.current_token() {
             return None;
         }
@@ -262,7 +262,7 @@ impl StoreNotes {
         let told = self.epochs.seal.seal_message(MessageSender::Plugin, self.epochs.number, &told);
         let epoch = self.epochs.number as u32;
         self.epochs.number += 1;
-        Some(EndedEpoch { epoch, report: told })
+        Some(SealedReport { epoch, report: told })
     }
 
     /// Encodes the report of the epoch, and clears the notes.
@@ -280,7 +280,7 @@ impl StoreNotes {
         }
         self.noted.clear();
         let told = message::encode_message(&StoreReport::Words(runs));
-        let fits = told.len() + crate::key::SEAL_BYTES <= SlotRange::ANSWER_BYTES;
+        let fits = told.len() + crate::key::SEAL_BYTES <= SlotField::ANSWER_BYTES;
         match std::mem::take(&mut self.is_unknown) || !fits {
             true => message::encode_message(&StoreReport::Unknown),
             false => told,
@@ -300,7 +300,7 @@ impl std::fmt::Debug for ReportReader {
 }
 
 impl ReportReader {
-    pub(crate) fn new(key: &NotingKey) -> Self {
+    pub(crate) fn new(key: &ReportKey) -> Self {
         Self { epochs: EpochCounter::new(key) }
     }
 
@@ -323,8 +323,8 @@ impl ReportReader {
 
 impl SealKey {
     /// The key of the noting that this request began.
-    pub(crate) fn noting_key(&self, sequence: u64) -> NotingKey {
-        NotingKey(self.derive_key(sequence))
+    pub(crate) fn report_key(&self, sequence: u64) -> ReportKey {
+        ReportKey(self.derive_key(sequence))
     }
 }
 
@@ -336,14 +336,14 @@ mod tests {
 
     const END: u64 = 0x9_0000_0018;
 
-    fn order(starts: &[(u64, u32)]) -> NoteOrder {
+    fn order(starts: &[(u64, u32)]) -> NotedApplication {
         let area = |(id, &(start, pages)): (u16, &(u64, u32))| NotedArea {
             id: FollowedAreaId(id),
             start,
             pages,
         };
         let areas = (0..).zip(starts).map(area).collect();
-        NoteOrder { slot: 0, key: NotingKey([7; 16]), end: END, areas }
+        NotedApplication { slot: 0, key: ReportKey([7; 16]), end: END, areas }
     }
 
     fn both(starts: &[(u64, u32)]) -> (StoreNotes, ReportReader) {

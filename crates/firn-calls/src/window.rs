@@ -40,17 +40,17 @@ const ANSWERED_LEN: usize = 4;
 const END: [usize; 2] = [6, 7];
 const TOLD: usize = 8;
 const TOLD_LEN: usize = 9;
-const REQUEST: SlotRange = SlotRange { word: 16, bytes: 1 << 10 };
-const ANSWER: SlotRange = SlotRange { word: 16 + 256, bytes: SLOT_BYTES - 64 - (1 << 10) };
+const REQUEST: SlotField = SlotField { word: 16, bytes: 1 << 10 };
+const ANSWER: SlotField = SlotField { word: 16 + 256, bytes: SLOT_BYTES - 64 - (1 << 10) };
 
 /// A field of a slot that holds a message: the request, or the answer.
 #[derive(Clone, Copy, Debug)]
-pub struct SlotRange {
+pub struct SlotField {
     word: usize,
     bytes: usize,
 }
 
-impl SlotRange {
+impl SlotField {
     /// The maximum size of a reply in bytes.
     pub const ANSWER_BYTES: usize = ANSWER.bytes;
     /// The maximum size of a request in bytes.
@@ -244,7 +244,7 @@ impl WindowSlot<'_> {
         is_told.then(|| self.read_range(ANSWER, self.0[TOLD_LEN].load(Ordering::Relaxed)))?
     }
 
-    fn write_range(self, place: SlotRange, bytes: &[u8]) {
+    fn write_range(self, place: SlotField, bytes: &[u8]) {
         debug_assert!(bytes.len() <= place.bytes);
         for (word, chunk) in self.0[place.word..].iter().zip(bytes.chunks(4)) {
             let mut whole = [0; 4];
@@ -253,7 +253,7 @@ impl WindowSlot<'_> {
         }
     }
 
-    fn read_range(self, place: SlotRange, len: u32) -> Option<Vec<u8>> {
+    fn read_range(self, place: SlotField, len: u32) -> Option<Vec<u8>> {
         let len = usize::try_from(len).ok().filter(|&len| len <= place.bytes)?;
         let words = &self.0[place.word..place.word + len.div_ceil(4)];
         let mut bytes: Vec<u8> =
@@ -285,9 +285,9 @@ mod tests {
         slot.write_request(1, b"hello");
         assert_eq!((slot.request_number(), slot.read_request().unwrap()), (1, b"hello".to_vec()));
         assert!(!slot.is_answered(1));
-        slot.write_reply(1, &[9; SlotRange::ANSWER_BYTES]);
+        slot.write_reply(1, &[9; SlotField::ANSWER_BYTES]);
         assert!(slot.is_answered(1));
-        assert_eq!(slot.read_reply().unwrap(), [9; SlotRange::ANSWER_BYTES]);
+        assert_eq!(slot.read_reply().unwrap(), [9; SlotField::ANSWER_BYTES]);
         assert_eq!(slot.read_request().unwrap(), b"hello", "an answer does not touch the request");
     }
 

@@ -6,8 +6,9 @@
 use std::collections::BTreeSet;
 
 use firn_calls::{
-    ApplicationKey, CallError, CallEvent, CallPolicy, CallRefusal, CallReply, CallRequest, Caller,
-    FollowedAreaId, ReportReader, ServedCall, SessionServer, StoreReport, WordRun, WrittenPages,
+    ApplicationKey, CallError, CallLogEvent, CallPolicy, CallRefusal, CallReply, CallRequest,
+    Caller, FollowedAreaId, ReportReader, ServedCall, SessionServer, StoreReport, WordRun,
+    WrittenPages,
 };
 use firn_types::{GuestPhys, Page};
 use proptest::prelude::*;
@@ -118,7 +119,7 @@ fn an_application_is_told_what_it_wrote() {
     let ServedCall { bytes: answer, event: noted, .. } =
         server.answer_request(0, caller.request_number(), Some(&bye), &mut guest);
     assert_eq!(caller.accept_done(&answer), Ok(()));
-    assert_eq!(noted, Some(CallEvent::Closed { name: "ledger".into() }));
+    assert_eq!(noted, Some(CallLogEvent::Closed { name: "ledger".into() }));
     assert!(collect(&mut server, &mut guest, 0, &mut caller).is_err());
 }
 
@@ -209,7 +210,7 @@ fn old_requests_and_lost_answers_lose_nothing() {
     let ServedCall { bytes: answer, event: noted, .. } =
         server.answer_request(0, number, Some(&first), &mut guest);
     assert!(caller.accept_written(&answer).is_err());
-    assert!(matches!(noted, Some(CallEvent::Refused { refusal: CallRefusal::Garbled, .. })));
+    assert!(matches!(noted, Some(CallLogEvent::Refused { refusal: CallRefusal::Garbled, .. })));
     assert_eq!(runs(&collect(&mut server, &mut guest, 0, &mut caller).unwrap()), []);
 }
 

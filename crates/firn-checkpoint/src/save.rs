@@ -378,7 +378,7 @@ impl MemoryCopy<'_, '_> {
         let blocks_let_go = sweep.released_blocks;
         firn_fault::point("save.swept");
         let found_late =
-            armed.trace.lock_touches().found_late(watched).filter(|_| self.is_watched());
+            armed.trace.lock_touches().late_share(watched).filter(|_| self.is_watched());
         let report =
             SaveReport { rounds, arm_ms, found_late, blocks_let_go, ..self.base_report(&cut) };
         Ok(CopiedMemory { cut, working_set, roots, report })

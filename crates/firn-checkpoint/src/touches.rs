@@ -72,8 +72,8 @@ impl FirstTouches {
 
     /// The late share (see the module) at the time `end`. `None` if fewer than [`TOUCHES_MIN`]
     /// blocks were touched by then.
-    pub(crate) fn found_late(&self, end: Duration) -> Option<f64> {
-        Some(self.found_within(self.late_period(end)?, end))
+    pub(crate) fn late_share(&self, end: Duration) -> Option<f64> {
+        Some(self.touched_share_within(self.late_period(end)?, end))
     }
 
     /// The length of the last eighth of the time from the first touch to `end`. `None` if fewer
@@ -85,7 +85,7 @@ impl FirstTouches {
 
     /// Of the blocks that were touched by `end`, the share whose first touch came in the last
     /// `length` before `end`.
-    fn found_within(&self, length: Duration, end: Duration) -> f64 {
+    fn touched_share_within(&self, length: Duration, end: Duration) -> f64 {
         let since = end.saturating_sub(length);
         let by = |when: Duration| self.times.partition_point(|time| *time <= when);
         let all = by(end);
@@ -96,7 +96,7 @@ impl FirstTouches {
     /// any new block, or it has touched too few blocks in all for a decision.
     pub(crate) fn is_settled(&self, now: Duration) -> bool {
         self.late_period(now).is_none_or(|late| {
-            self.found_within(late.max(QUIET_TIME_MIN), now) <= SETTLED_SHARE_MAX
+            self.touched_share_within(late.max(QUIET_TIME_MIN), now) <= SETTLED_SHARE_MAX
         })
     }
 
@@ -135,12 +135,12 @@ mod tests {
     #[test]
     fn a_guest_that_goes_round_finds_nothing_late() {
         let round = (0..500).map(|at| at % 140);
-        assert_eq!(touching(round).found_late(ms(1500)), Some(0.0));
+        assert_eq!(touching(round).late_share(ms(1500)), Some(0.0));
     }
 
     #[test]
     fn a_guest_that_goes_on_finds_an_eighth_of_all_late() {
-        let late = touching(0..800).found_late(ms(1800)).unwrap();
+        let late = touching(0..800).late_share(ms(1800)).unwrap();
         assert!((0.12..0.13).contains(&late), "{late}");
     }
 
@@ -157,14 +157,14 @@ mod tests {
     #[test]
     fn a_guest_that_falls_silent_finds_nothing_late() {
         // 101 blocks in a tenth of a second, then nothing for four.
-        assert_eq!(touching(0..101).found_late(ms(1500)), Some(0.0));
-        assert_eq!(touching(0..99).found_late(ms(1500)), None);
+        assert_eq!(touching(0..101).late_share(ms(1500)), Some(0.0));
+        assert_eq!(touching(0..99).late_share(ms(1500)), None);
     }
 
     #[test]
     fn what_came_later_does_not_count() {
         let touches = touching(0..900);
-        assert_eq!(touches.found_late(ms(1500)), touching(0..501).found_late(ms(1500)));
-        assert_eq!(touches.found_late(ms(1050)), None);
+        assert_eq!(touches.late_share(ms(1500)), touching(0..501).late_share(ms(1500)));
+        assert_eq!(touches.late_share(ms(1050)), None);
     }
 }

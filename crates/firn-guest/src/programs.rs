@@ -71,9 +71,9 @@ pub fn run(args: &ProgramsArgs) -> Result<()> {
     let without = || open(without, false);
     check_reads_unreported(without())?;
     let variants = [
-        SessionVariant { undo: true, open: &words },
-        SessionVariant { undo: true, open: &pages },
-        SessionVariant { undo: false, open: &without },
+        SessionVariant { can_abort: true, open: &words },
+        SessionVariant { can_abort: true, open: &pages },
+        SessionVariant { can_abort: false, open: &without },
     ];
     let extent = TestExtent::new(args.seed);
     run_all(&variants, extent);

@@ -38,7 +38,7 @@ impl ReplyTimes {
         let last_start = self.observed_us.checked_sub(window_us)?;
         let wanted = utilization * self.steady_per_s * window_us as f64 / 1e6;
         let wanted = (wanted - 1e-9).ceil().max(0.0) as usize;
-        let back = self.last_short(window_us, wanted, last_start).map_or(0, |last| last + 1);
+        let back = self.last_short_start(window_us, wanted, last_start).map_or(0, |last| last + 1);
         (back <= last_start).then_some(back as f64 / 1e6)
     }
 
@@ -58,7 +58,7 @@ impl ReplyTimes {
     /// If a window starts later in the same gap, it loses no reply at its start, and may gain some
     /// at its end. So the last short window of the gap is the one that ends just at the reply with
     /// which it would have enough, or the last one of the gap if no window of the gap has enough.
-    fn last_short(&self, window_us: u64, wanted: usize, last_start: u64) -> Option<u64> {
+    fn last_short_start(&self, window_us: u64, wanted: usize, last_start: u64) -> Option<u64> {
         if wanted == 0 {
             return None;
         }

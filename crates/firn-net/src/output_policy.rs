@@ -69,21 +69,21 @@ impl OutputPolicy {
     /// Makes the VM a single VM again, whose output is open. Frames that were released before still
     /// leave. Frames that other members have not received are lost, as in any network.
     pub(crate) fn become_single(&mut self, bytes_max: usize, now: Duration) {
-        let mut gate = OutputBuffer::new(bytes_max, true);
+        let mut buffer = OutputBuffer::new(bytes_max, true);
         while let Some(frame) = self.next_frame() {
-            gate.push_frame(&frame, now);
+            buffer.push_frame(&frame, now);
             self.confirm_sent(now);
         }
-        let before = std::mem::replace(self, Self::Single(gate, None));
-        if let (Self::Member(joined), Self::Single(_, was)) = (before, self) {
-            *was = Some(joined);
+        let before = std::mem::replace(self, Self::Single(buffer, None));
+        if let (Self::Member(joined), Self::Single(_, former)) = (before, self) {
+            *former = Some(joined);
         }
     }
 
     /// Takes a frame that the VM has sent.
     pub(crate) fn push_frame(&mut self, frame: &[u8], now: Duration) {
         match self {
-            Self::Single(gate, _) => gate.push_frame(frame, now),
+            Self::Single(buffer, _) => buffer.push_frame(frame, now),
             Self::Member(joined) => joined.push_frame(frame),
         }
     }
@@ -92,11 +92,11 @@ impl OutputPolicy {
     /// frame of another member is unwrapped, also by a former member.
     pub(crate) fn receive_frame(&mut self, frame: Vec<u8>, now: Duration) -> Vec<Vec<u8>> {
         match self {
-            Self::Single(gate, Some(was)) if is_wrapped(&frame) => {
-                let given = was.receive_frame(&frame, now);
-                while let Some(frame) = was.next_frame() {
-                    gate.push_frame(&frame, now);
-                    was.confirm_sent();
+            Self::Single(buffer, Some(former)) if is_wrapped(&frame) => {
+                let given = former.receive_frame(&frame, now);
+                while let Some(frame) = former.next_frame() {
+                    buffer.push_frame(&frame, now);
+                    former.confirm_sent();
                 }
                 given
             }
@@ -109,9 +109,9 @@ impl OutputPolicy {
     /// cut, which closes it. From now on the VM unwraps no more frames of its former cluster. For a
     /// member this does nothing.
     pub(crate) fn begin_protection(&mut self) {
-        if let Self::Single(gate, was) = self {
-            *was = None;
-            gate.begin_protection();
+        if let Self::Single(buffer, former) = self {
+            *former = None;
+            buffer.begin_protection();
         }
     }
 
@@ -120,10 +120,10 @@ impl OutputPolicy {
     /// end of the epoch, which belongs to the epoch and is sent to the standby.
     pub(crate) fn cut_epoch(&mut self, epoch: Epoch) -> Option<NicEpoch> {
         match self {
-            Self::Single(gate, _) => {
+            Self::Single(buffer, _) => {
                 // Tests switch output commit off to observe the result.
                 if firn_fault::io("net.hold").is_ok() {
-                    gate.cut_epoch(epoch);
+                    buffer.cut_epoch(epoch);
                 }
                 None
             }
@@ -136,7 +136,7 @@ impl OutputPolicy {
     /// checkpoint.
     pub(crate) fn commit_epoch(&mut self, epoch: Epoch) {
         match self {
-            Self::Single(gate, _) => gate.commit_epoch(epoch),
+            Self::Single(buffer, _) => buffer.commit_epoch(epoch),
             Self::Member(joined) => joined.commit_epoch(epoch),
         }
     }
@@ -145,7 +145,7 @@ impl OutputPolicy {
     /// caller knows that no failover can undo the VM's state any more.
     pub(crate) fn open_output(&mut self) {
         match self {
-            Self::Single(gate, _) => gate.open_output(),
+            Self::Single(buffer, _) => buffer.open_output(),
             Self::Member(joined) => joined.open_output(),
         }
     }
@@ -153,7 +153,7 @@ impl OutputPolicy {
     /// Whether frames leave as they come, without waiting for a commit.
     pub(crate) fn is_open(&self) -> bool {
         match self {
-            Self::Single(gate, _) => gate.is_open(),
+            Self::Single(buffer, _) => buffer.is_open(),
             Self::Member(joined) => joined.is_open(),
         }
     }
@@ -161,7 +161,7 @@ impl OutputPolicy {
     /// The next released frame, to be transmitted. It stays first until [`Self::confirm_sent`].
     pub(crate) fn next_frame(&self) -> Option<Arc<[u8]>> {
         match self {
-            Self::Single(gate, _) => gate.next_frame(),
+            Self::Single(buffer, _) => buffer.next_frame(),
             Self::Member(joined) => joined.next_frame(),
         }
     }
@@ -169,7 +169,7 @@ impl OutputPolicy {
     /// Removes the next released frame, because it has been transmitted.
     pub(crate) fn confirm_sent(&mut self, now: Duration) {
         match self {
-            Self::Single(gate, _) => gate.confirm_sent(now),
+            Self::Single(buffer, _) => buffer.confirm_sent(now),
             Self::Member(joined) => joined.confirm_sent(),
         }
     }
@@ -179,7 +179,7 @@ impl OutputPolicy {
     /// has frames to transmit before its uplink is connected.
     pub(crate) fn drop_released(&mut self) {
         match self {
-            Self::Single(gate, _) => gate.drop_released(),
+            Self::Single(buffer, _) => buffer.drop_released(),
             Self::Member(joined) => joined.drop_excess(),
         }
     }
@@ -188,7 +188,7 @@ impl OutputPolicy {
     /// beyond its bound: when QEMU stops a VM, it drops frames that still wait for room.
     pub(crate) fn set_stopping(&mut self, is_stopping: bool) {
         match self {
-            Self::Single(gate, _) => gate.set_stopping(is_stopping),
+            Self::Single(buffer, _) => buffer.set_stopping(is_stopping),
             Self::Member(joined) => joined.set_stopping(is_stopping),
         }
     }
@@ -197,7 +197,7 @@ impl OutputPolicy {
     /// down.
     pub(crate) fn input_flow(&self) -> InputFlow {
         match self {
-            Self::Single(gate, _) => gate.input_flow(),
+            Self::Single(buffer, _) => buffer.input_flow(),
             Self::Member(joined) => joined.input_flow(),
         }
     }
@@ -206,7 +206,7 @@ impl OutputPolicy {
     /// sent and are retained until their receivers have committed them.
     pub(crate) fn buffer_usage(&self) -> BufferUsage {
         match self {
-            Self::Single(gate, _) => gate.buffer_usage(),
+            Self::Single(buffer, _) => buffer.buffer_usage(),
             Self::Member(joined) => joined.buffer_usage(),
         }
     }
@@ -214,7 +214,7 @@ impl OutputPolicy {
     /// The count of frames that were transmitted.
     pub(crate) fn sent_count(&self) -> u64 {
         match self {
-            Self::Single(gate, _) => gate.sent_count(),
+            Self::Single(buffer, _) => buffer.sent_count(),
             Self::Member(joined) => joined.sent_count(),
         }
     }
@@ -223,7 +223,7 @@ impl OutputPolicy {
     /// member, whose delays are not measured.
     pub(crate) fn release_delays(&self) -> Vec<Duration> {
         match self {
-            Self::Single(gate, _) => gate.release_delays().collect(),
+            Self::Single(buffer, _) => buffer.release_delays().collect(),
             Self::Member(_) => Vec::new(),
         }
     }

@@ -117,9 +117,9 @@ impl NicPort {
     ) -> io::Result<Self> {
         let card = UnixDatagram::from(card);
         card.set_nonblocking(true)?;
-        let way = OutputPolicy::Single(OutputBuffer::new(BYTES_MAX, is_open), None);
+        let policy = OutputPolicy::Single(OutputBuffer::new(BYTES_MAX, is_open), None);
         let (is_frozen, buffer) = (false, vec![0; FRAME_BYTES_MAX]);
-        let output = PortOutput { policy: way, is_frozen, is_stuck: false, buffer };
+        let output = PortOutput { policy, is_frozen, is_stuck: false, buffer };
         let shared = Arc::new(PortState {
             card,
             theirs,
@@ -384,13 +384,13 @@ impl PortState {
     /// Reads a batch of frames from the card's socket. Returns whether there may be more. At the
     /// bound none are read.
     fn read_card(&self, output: &mut PortOutput) -> bool {
-        let PortOutput { policy: way, buffer, .. } = output;
+        let PortOutput { policy, buffer, .. } = output;
         for _ in 0..BATCH {
-            if way.input_flow() == InputFlow::Stop {
+            if policy.input_flow() == InputFlow::Stop {
                 return false;
             }
             match self.card.recv(buffer) {
-                Ok(bytes) => way.push_frame(&buffer[..bytes], self.since.elapsed()),
+                Ok(bytes) => policy.push_frame(&buffer[..bytes], self.since.elapsed()),
                 Err(error) if error.kind() == ErrorKind::Interrupted => {}
                 Err(_) => return false,
             }
@@ -418,9 +418,14 @@ impl PortState {
 
     /// Receives a frame from the uplink, and returns the frames that the VM is to be given now.
     /// These include frames that came earlier.
-    fn receive_frame(&self, way: &mut OutputPolicy, frame: Vec<u8>, now: Duration) -> Vec<Vec<u8>> {
-        let given = way.receive_frame(frame, now);
-        if way.cluster_output().is_some_and(ClusterOutput::wants_cut) {
+    fn receive_frame(
+        &self,
+        policy: &mut OutputPolicy,
+        frame: Vec<u8>,
+        now: Duration,
+    ) -> Vec<Vec<u8>> {
+        let given = policy.receive_frame(frame, now);
+        if policy.cluster_output().is_some_and(ClusterOutput::wants_cut) {
             self.notify_member_events();
         }
         given
@@ -518,14 +523,14 @@ impl FrameRelay {
     /// left out.
     fn poll_flags(&self) -> (PollFlags, PollFlags) {
         let output = self.shared.lock_output();
-        let gate = &output.policy;
+        let policy = &output.policy;
         let mut card = PollFlags::empty();
-        card.set(PollFlags::IN, gate.input_flow() == InputFlow::Go);
-        let is_let_in = gate.cluster_output().is_some_and(ClusterOutput::has_deliverable);
+        card.set(PollFlags::IN, policy.input_flow() == InputFlow::Go);
+        let is_let_in = policy.cluster_output().is_some_and(ClusterOutput::has_deliverable);
         card.set(PollFlags::OUT, (is_let_in || !self.inward.is_empty()) && !output.is_frozen);
         let mut outside = PollFlags::empty();
         outside.set(PollFlags::IN, self.inward.is_empty());
-        outside.set(PollFlags::OUT, gate.next_frame().is_some() && self.shared.may_send());
+        outside.set(PollFlags::OUT, policy.next_frame().is_some() && self.shared.may_send());
         (card, outside)
     }
 
@@ -613,9 +618,9 @@ impl FrameRelay {
 }
 
 /// Advances a member's time, at most once per interval. Returns when it was last advanced.
-fn advance_member_time(way: &mut OutputPolicy, before: Duration, now: Duration) -> Duration {
+fn advance_member_time(policy: &mut OutputPolicy, before: Duration, now: Duration) -> Duration {
     let Some(joined) =
-        way.cluster_output_mut().filter(|_| now.saturating_sub(before) >= TICK_INTERVAL)
+        policy.cluster_output_mut().filter(|_| now.saturating_sub(before) >= TICK_INTERVAL)
     else {
         return before;
     };

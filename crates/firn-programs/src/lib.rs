@@ -25,7 +25,7 @@ pub const STEPS: usize = 50;
 #[derive(Clone, Copy)]
 pub struct SessionVariant<'a> {
     /// Whether its sessions can abort.
-    pub undo: bool,
+    pub can_abort: bool,
     /// Opens a session.
     pub open: &'a dyn Fn() -> Session,
 }

@@ -126,7 +126,7 @@ impl RunningProgram {
 
     /// Runs one transaction on the areas and on plain memory. It commits if the step commits, or if
     /// the session's tracker cannot abort; otherwise it aborts.
-    fn run_step(&mut self, step: &ProgramStep, undo: bool) {
+    fn run_step(&mut self, step: &ProgramStep, can_abort: bool) {
         self.session.begin().unwrap().detach();
         self.write_areas(step);
         for area in &mut self.areas {
@@ -135,7 +135,7 @@ impl RunningProgram {
             }
         }
         let transaction = self.session.open_transaction().unwrap();
-        if step.commits || !undo {
+        if step.commits || !can_abort {
             transaction.commit().unwrap();
             self.committed = self.plain.iter().map(|plain| plain.content().to_vec()).collect();
             self.apply_changes();
@@ -234,7 +234,7 @@ fn assert_same(got: &[u8], expected: &[u8], which: &str, area: usize, what: &dyn
 pub(crate) fn run_program(variant: SessionVariant<'_>, program: &RandomProgram) {
     let mut running = RunningProgram::new((variant.open)(), &program.areas);
     for step in &program.steps {
-        running.run_step(step, variant.undo);
+        running.run_step(step, variant.can_abort);
         running.check_memory(step);
     }
     let RunningProgram { session, mut areas, .. } = running;

@@ -155,7 +155,7 @@ fn make_child_red(words: &mut WordSlice, node: u64, side: u64) -> u64 {
 
 /// Whether the child on a side is a 2-node: black, with a black left child. A deletion must enlarge
 /// it before it descends to it.
-fn is_thin(words: &WordSlice, node: u64, side: u64) -> bool {
+fn is_two_node(words: &WordSlice, node: u64, side: u64) -> bool {
     let child = words[field_index(node, side)];
     !is_red(words, child) && child != NIL && !is_red(words, words[field_index(child, LEFT)])
 }
@@ -164,7 +164,7 @@ fn is_thin(words: &WordSlice, node: u64, side: u64) -> bool {
 fn delete_below(words: &mut WordSlice, node: u64, key: u64) -> u64 {
     let mut node = node;
     if key < words[field_index(node, KEY)] {
-        if is_thin(words, node, LEFT) {
+        if is_two_node(words, node, LEFT) {
             node = make_child_red(words, node, LEFT);
         }
         let child = delete_below(words, words[field_index(node, LEFT)], key);
@@ -178,7 +178,7 @@ fn delete_below(words: &mut WordSlice, node: u64, key: u64) -> u64 {
         free_node(words, node);
         return NIL;
     }
-    if is_thin(words, node, RIGHT) {
+    if is_two_node(words, node, RIGHT) {
         node = make_child_red(words, node, RIGHT);
     }
     let right = words[field_index(node, RIGHT)];
@@ -209,7 +209,7 @@ fn delete_least(words: &mut WordSlice, node: u64) -> u64 {
         free_node(words, node);
         return NIL;
     }
-    if is_thin(words, node, LEFT) {
+    if is_two_node(words, node, LEFT) {
         node = make_child_red(words, node, LEFT);
     }
     let child = delete_least(words, words[field_index(node, LEFT)]);

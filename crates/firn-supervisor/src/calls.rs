@@ -16,7 +16,7 @@ use std::thread::{self, JoinHandle};
 use std::time::{Duration, Instant};
 
 use firn_calls::{
-    CallEvent, CallPolicy, CallRefusal, CallWindow, GuestAccess, Nonce, PluginOrder, Proof,
+    CallLogEvent, CallPolicy, CallRefusal, CallWindow, GuestAccess, Nonce, PluginOrder, Proof,
     SessionServer,
 };
 use firn_memory::guest_pages::{
@@ -212,14 +212,14 @@ impl CallServer<'_> {
     }
 
     /// Logs an event. A guest whose calls are refused repeatedly does not fill the disk.
-    fn log_event(&mut self, noted: Option<CallEvent>) {
+    fn log_event(&mut self, noted: Option<CallLogEvent>) {
         match noted {
             None => {}
-            Some(CallEvent::Opened { name }) => tracing::info!("application {name} may call"),
-            Some(CallEvent::Closed { name }) => {
+            Some(CallLogEvent::Opened { name }) => tracing::info!("application {name} may call"),
+            Some(CallLogEvent::Closed { name }) => {
                 tracing::info!("application {name} has ended its session")
             }
-            Some(CallEvent::Refused { name, refusal }) => {
+            Some(CallLogEvent::Refused { name, refusal }) => {
                 let refused = &mut self.refused[usize::from(name.is_some())];
                 *refused += 1;
                 if *refused <= LOGGED_MAX || refused.is_power_of_two() {

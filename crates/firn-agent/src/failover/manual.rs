@@ -128,7 +128,9 @@ impl ManualFailover<'_> {
                 }
                 Ok(None)
             }
-            ManualDecision::Refused(ManualRefusal::Held(_)) if Instant::now() < deadlines.lease => {
+            ManualDecision::Refused(ManualRefusal::LeaseHeld(_))
+                if Instant::now() < deadlines.lease =>
+            {
                 Ok(None)
             }
             ManualDecision::Refused(refusal) => Err(self.refusal_failure(refusal, &names)),
@@ -184,7 +186,7 @@ impl ManualFailover<'_> {
         let lease_s = self.ours.terms.ttl.as_secs_f64();
         let (text, hint) = match refusal {
             ManualRefusal::Ended => return no_record(vm).into(),
-            ManualRefusal::Held(host) => (
+            ManualRefusal::LeaseHeld(host) => (
                 format!(
                     "host {} holds the lease of {vm}, and so runs it: until {lease_s} s after its last request for the lease",
                     name(host)
@@ -209,7 +211,7 @@ impl ManualFailover<'_> {
                 ),
                 format!("`firn failover {vm}` there"),
             ),
-            ManualRefusal::OtherBackup(None) | ManualRefusal::NoCopy => (
+            ManualRefusal::OtherBackup(None) | ManualRefusal::NoStandby => (
                 format!(
                     "the record names no backup of {vm}: the copy here may be older than output that has left the VM"
                 ),

@@ -25,11 +25,11 @@ fn all_programs(kind: TrackerKind) {
         Session::open(options).unwrap()
     };
     let mut variants = vec![
-        SessionVariant { undo: true, open: &words },
-        SessionVariant { undo: true, open: &pages },
+        SessionVariant { can_abort: true, open: &words },
+        SessionVariant { can_abort: true, open: &pages },
     ];
     if kind != TrackerKind::Compare {
-        variants.push(SessionVariant { undo: false, open: &without });
+        variants.push(SessionVariant { can_abort: false, open: &without });
     }
     run_all(&variants, TestExtent::new(seed() ^ (kind as u64) << 32));
 }

@@ -57,7 +57,7 @@ pub trait GuestAccess {
 
 /// An event that the supervisor writes to its log.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub enum CallEvent {
+pub enum CallLogEvent {
     /// An application has opened a session.
     Opened {
         /// The application.
@@ -83,13 +83,13 @@ pub struct ServedCall {
     /// The reply.
     pub bytes: Vec<u8>,
     /// The event to log.
-    pub event: Option<CallEvent>,
+    pub event: Option<CallLogEvent>,
     /// Whether the application has proven its key.
     pub is_known: bool,
 }
 
 impl ServedCall {
-    fn from_known_caller(bytes: Vec<u8>, event: Option<CallEvent>) -> Self {
+    fn from_known_caller(bytes: Vec<u8>, event: Option<CallLogEvent>) -> Self {
         Self { bytes, event, is_known: true }
     }
 }
@@ -162,7 +162,7 @@ impl SessionServer {
     pub fn sweep_sessions(
         &mut self,
         below: &mut dyn GuestAccess,
-    ) -> (BTreeSet<u32>, Vec<CallEvent>) {
+    ) -> (BTreeSet<u32>, Vec<CallLogEvent>) {
         let open =
             self.slots.iter_mut().filter_map(|(slot, state)| Some((*slot, state.open.as_mut()?)));
         let gone: Vec<u32> =
@@ -176,10 +176,10 @@ impl SessionServer {
         (self.slots.keys().copied().collect(), noted)
     }
 
-    fn end_session(&mut self, slot: u32, below: &mut dyn GuestAccess) -> Option<CallEvent> {
+    fn end_session(&mut self, slot: u32, below: &mut dyn GuestAccess) -> Option<CallLogEvent> {
         let mut session = self.slots.remove(&slot)?.open?;
         session.end_noting(below);
-        Some(CallEvent::Closed { name: session.name })
+        Some(CallLogEvent::Closed { name: session.name })
     }
 
     fn garbled_refusal(&self, slot: u32) -> CallRefusal {
@@ -256,18 +256,18 @@ impl SessionServer {
                 Ok(session) => {
                     state.open.iter_mut().for_each(|session| session.end_noting(below));
                     state.open = Some(session);
-                    (CallReply::Done, Some(CallEvent::Opened { name }))
+                    (CallReply::Done, Some(CallLogEvent::Opened { name }))
                 }
                 Err(refusal) => (
                     CallReply::Refused(refusal),
-                    Some(CallEvent::Refused { name: Some(name), refusal }),
+                    Some(CallLogEvent::Refused { name: Some(name), refusal }),
                 ),
             },
             _ => {
                 let refusal = CallRefusal::Early;
                 (
                     CallReply::Refused(refusal),
-                    Some(CallEvent::Refused { name: Some(name), refusal }),
+                    Some(CallLogEvent::Refused { name: Some(name), refusal }),
                 )
             }
         };
@@ -296,11 +296,11 @@ impl PendingSession {
     }
 }
 
-fn refusal_event(name: Option<String>, answer: &CallReply) -> Option<CallEvent> {
+fn refusal_event(name: Option<String>, answer: &CallReply) -> Option<CallLogEvent> {
     match *answer {
         // Each application makes this request to find out whether stores are noted.
         CallReply::Refused(CallRefusal::NoStores) => None,
-        CallReply::Refused(refusal) => Some(CallEvent::Refused { name, refusal }),
+        CallReply::Refused(refusal) => Some(CallLogEvent::Refused { name, refusal }),
         _ => None,
     }
 }

@@ -8,8 +8,8 @@ use super::area::FollowedArea;
 use super::{GuestAccess, PendingSession};
 use crate::key::{MessageSender, Proof, SealKey};
 use crate::message::{self, CallRefusal, CallReply, CallRequest, FollowedAreaId, PageRun};
-use crate::noting::{NoteOrder, PluginOrder, WORD};
-use crate::window::SlotRange;
+use crate::noting::{NotedApplication, PluginOrder, WORD};
+use crate::window::SlotField;
 
 /// The maximum count of areas of a session.
 const AREAS_MAX: u16 = 256;
@@ -234,9 +234,9 @@ impl CallSession {
         self.end_noting(below);
         let areas: Option<Vec<_>> =
             self.areas.iter().map(|(id, area)| area.noted_area(*id)).collect();
-        let key = self.seal.noting_key(sequence);
-        let order =
-            areas.map(|areas| PluginOrder::Note(NoteOrder { slot: self.slot, key, end, areas }));
+        let key = self.seal.report_key(sequence);
+        let order = areas
+            .map(|areas| PluginOrder::Note(NotedApplication { slot: self.slot, key, end, areas }));
         self.is_noting = order.is_some_and(|order| below.order_plugin(&order));
         self.is_noting.then_some(CallReply::Noting).ok_or(CallRefusal::NoStores)
     }
@@ -253,7 +253,7 @@ impl CallSession {
         self.areas.iter_mut().for_each(|(id, area)| area.report_runs(*id, &mut runs));
         let written = CallReply::Written(runs);
         let fits = message::encode_message(&written).len() + crate::key::SEAL_BYTES
-            <= SlotRange::ANSWER_BYTES;
+            <= SlotField::ANSWER_BYTES;
         if self.replied_anything || !fits { CallReply::Anything } else { written }
     }
 

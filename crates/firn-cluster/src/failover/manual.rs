@@ -50,10 +50,10 @@ pub enum ManualRefusal {
     /// backup.
     OtherBackup(Option<HostId>),
     /// This host has no standbys of the record's newest checkpoint.
-    NoCopy,
+    NoStandby,
     /// This primary holds a lease, or may believe that it does, and the user has not declared it
     /// dead.
-    Held(HostId),
+    LeaseHeld(HostId),
     /// The user declared a host dead that is no primary. The primary is this host.
     OtherPrimary(HostId),
 }
@@ -61,17 +61,17 @@ pub enum ManualRefusal {
 /// Decides, at host `me`, about a request of the user. `leases` has the hosts that hold a lease or
 /// may believe that they do; `dead` has the hosts that the user declares dead.
 pub fn decide_manual_failover(
-    register: &FailoverRecord,
+    record: &FailoverRecord,
     leases: &BTreeSet<HostId>,
     me: HostId,
     dead: &BTreeSet<HostId>,
 ) -> ManualDecision {
-    let primaries = register.primaries();
+    let primaries = record.primaries();
     let Some(primary) = primaries.first().copied() else {
         return ManualDecision::Refused(ManualRefusal::Ended);
     };
     if primaries == BTreeSet::from([me]) {
-        return match register.fence.is_empty() {
+        return match record.fence.is_empty() {
             true => ManualDecision::Runs,
             false => ManualDecision::Wait,
         };
@@ -79,23 +79,23 @@ pub fn decide_manual_failover(
     if !dead.is_subset(&primaries) {
         return ManualDecision::Refused(ManualRefusal::OtherPrimary(primary));
     }
-    if let Some(other) = register.places.values().find(|place| place.backup != Some(me)) {
+    if let Some(other) = record.places.values().find(|place| place.backup != Some(me)) {
         return ManualDecision::Refused(ManualRefusal::OtherBackup(other.backup));
     }
-    if !register.is_protected() {
-        return ManualDecision::Refused(ManualRefusal::NoCopy);
+    if !record.is_protected() {
+        return ManualDecision::Refused(ManualRefusal::NoStandby);
     }
-    if !register.fence.is_empty() || !leases.contains(&me) {
+    if !record.fence.is_empty() || !leases.contains(&me) {
         return ManualDecision::Wait;
     }
     let held = primaries.iter().find(|host| leases.contains(host) && !dead.contains(host));
     if let Some(host) = held {
-        return ManualDecision::Refused(ManualRefusal::Held(*host));
+        return ManualDecision::Refused(ManualRefusal::LeaseHeld(*host));
     }
     let others: BTreeSet<HostId> = leases.difference(dead).copied().collect();
-    match register.with_failover(&others) {
+    match record.with_failover(&others) {
         Some(next) => ManualDecision::Propose(next),
-        None => ManualDecision::Refused(ManualRefusal::NoCopy),
+        None => ManualDecision::Refused(ManualRefusal::NoStandby),
     }
 }
 
@@ -140,7 +140,7 @@ mod tests {
 
     #[test]
     fn a_primary_that_holds_its_lease_keeps_its_vm() {
-        assert_eq!(refused(&backed(), &[A, B], B, &[]), ManualRefusal::Held(A));
+        assert_eq!(refused(&backed(), &[A, B], B, &[]), ManualRefusal::LeaseHeld(A));
         assert_eq!(refused(&backed(), &[A, B], B, &[HostId(7)]), ManualRefusal::OtherPrimary(A));
     }
 

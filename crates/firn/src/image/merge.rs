@@ -33,7 +33,7 @@ impl ImageMergeArgs {
         note_copy(&self.image, target)?;
         let rewriting = RewriteProgress::new("merging", &image);
         let summary =
-            firn_image::merge_chain(&image, target, super::thread_count(), &|done, total| {
+            firn_image::merge_chain(&image, target, super::worker_count(), &|done, total| {
                 rewriting.show_progress(done, total);
             })
             .map_err(|error| {

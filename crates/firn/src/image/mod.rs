@@ -84,6 +84,6 @@ pub fn damage_failure(text: String) -> Failure {
 
 /// The number of threads with which `verify`, `reorder`, `merge`, `rebase` and series process an
 /// image: one for each available processor.
-pub fn thread_count() -> usize {
+pub fn worker_count() -> usize {
     std::thread::available_parallelism().map_or(1, usize::from)
 }

@@ -52,7 +52,7 @@ impl ImageRebaseArgs {
         let rewriting = RewriteProgress::new("rebasing", &image);
         let show = |done, total| rewriting.show_progress(done, total);
         let summary =
-            firn_image::rebase_image(&image, &parent, target, super::thread_count(), &show)
+            firn_image::rebase_image(&image, &parent, target, super::worker_count(), &show)
                 .map_err(|error| {
                     super::to_failure(&error)
                         .while_doing(format!("can't rebase {}", self.image.display()))

@@ -58,7 +58,7 @@ impl ImageReorderArgs {
         let how = ReorderOptions {
             codec: self.codec,
             seed: self.seed,
-            threads: super::thread_count(),
+            threads: super::worker_count(),
             ..ReorderOptions::for_organization(self.by)
         };
         note_copy(&self.image, &self.output)?;

@@ -84,7 +84,7 @@ impl ImageVerifyArgs {
 fn verify_with_progress(image: &Image) -> VerifyReport {
     let bytes = u64::from(image.geometry().locality_block_bytes);
     let bar = std::cell::RefCell::new(TerminalBar::new());
-    firn_image::verify_image(image, super::thread_count(), &|done, total| {
+    firn_image::verify_image(image, super::worker_count(), &|done, total| {
         let bytes = |blocks: u32| u64::from(blocks) * bytes;
         bar.borrow_mut().show_progress(&OperationProgress::new(
             "verifying",
