@@ -5,7 +5,7 @@
 use libfuzzer_sys::fuzz_target;
 
 #[allow(dead_code, reason = "shared with the driver that needs no fuzzing engine")]
-#[path = "../../crates/firn-calls/examples/hostile/round.rs"]
+#[path = "../../crates/app/firn-calls/examples/hostile/round.rs"]
 mod round;
 
 fuzz_target!(|bytes: &[u8]| {

@@ -5,7 +5,7 @@
 use libfuzzer_sys::fuzz_target;
 
 #[allow(dead_code, reason = "shared with the driver that needs no fuzzing engine")]
-#[path = "../../crates/firn-image/examples/fuzz/exercise.rs"]
+#[path = "../../crates/core/firn-image/examples/fuzz/exercise.rs"]
 mod exercise;
 
 fuzz_target!(|bytes: &[u8]| {

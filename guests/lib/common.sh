@@ -36,7 +36,7 @@ guest_programs() {
 ${unit}--remap-path-prefix=$repository=firn${unit}--remap-path-prefix=${CARGO_HOME:-$HOME/.cargo}=cargo" \
         cargo build --quiet --release --package firn-guest --bin firn-guest --target x86_64-unknown-linux-gnu \
         --manifest-path "$repository/Cargo.toml" --target-dir "$target" >&2 \
-        || die "the guest programs (crates/firn-guest) do not build"
+        || die "the guest programs (crates/lab/firn-guest) do not build"
     echo "$target/x86_64-unknown-linux-gnu/release/firn-guest"
 }
 

@@ -75,7 +75,8 @@ impl MemcachedProgram {
             libraries.display()
         );
         link_soname(&libraries)?;
-        let script = Path::new(env!("CARGO_MANIFEST_DIR")).join("../../examples/memcached/build");
+        let script =
+            Path::new(env!("CARGO_MANIFEST_DIR")).join("../../../examples/memcached/build");
         let output = Command::new(&script)
             .arg(&libraries)
             .stdin(Stdio::null())

@@ -4,10 +4,10 @@
 set -eu
 prefix=${1:?usage: install.sh PREFIX [DIRECTORY]}
 here=$(cd "$(dirname "$0")" && pwd)
-built=${2:-$here/../../target/release}
+built=${2:-$here/../../../target/release}
 libdir=${LIBDIR:-$prefix/lib}
 root=${DESTDIR-}
-version=$(sed -n '/^\[workspace.package\]/,/^$/s/^version = "\(.*\)"/\1/p' "$here/../../Cargo.toml")
+version=$(sed -n '/^\[workspace.package\]/,/^$/s/^version = "\(.*\)"/\1/p' "$here/../../../Cargo.toml")
 
 install -d -m 755 "$root$libdir/pkgconfig" "$root$prefix/include" "$root$prefix/share/man/man3"
 # A program that is linked with -lfirnapp loads the library by its SONAME, which build.rs sets.

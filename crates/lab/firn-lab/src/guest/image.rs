@@ -144,7 +144,7 @@ fn run_build_script(guest: &str) -> Result<PathBuf, ImageError> {
 /// The script of the source tree this was compiled from, unless the environment names another.
 fn build_script_path() -> PathBuf {
     std::env::var_os(VARIABLE).map_or_else(
-        || Path::new(env!("CARGO_MANIFEST_DIR")).join("../../guests/build"),
+        || Path::new(env!("CARGO_MANIFEST_DIR")).join("../../../guests/build"),
         PathBuf::from,
     )
 }

@@ -64,7 +64,7 @@ fn a_fifo_in_place_of_a_file_is_refused_without_a_wait() {
 #[test]
 fn documented_certificates_are_good_ones() {
     let dir = tempfile::tempdir().unwrap();
-    let script = Path::new(env!("CARGO_MANIFEST_DIR")).join("../../scripts/certificates");
+    let script = Path::new(env!("CARGO_MANIFEST_DIR")).join("../../../scripts/certificates");
     let make = |names: &[&str]| {
         let made = Command::new(&script).arg(dir.path()).args(names).output().unwrap();
         assert!(made.status.success(), "{}", String::from_utf8_lossy(&made.stderr));
@@ -88,7 +88,7 @@ fn documented_certificates_are_good_ones() {
 #[test]
 fn certificates_that_cannot_be_made_leave_nothing() {
     let dir = tempfile::tempdir().unwrap();
-    let script = Path::new(env!("CARGO_MANIFEST_DIR")).join("../../scripts/certificates");
+    let script = Path::new(env!("CARGO_MANIFEST_DIR")).join("../../../scripts/certificates");
     let make = |name: &str| Command::new(&script).arg(dir.path()).arg(name).output().unwrap();
     let files = || {
         let entries = std::fs::read_dir(dir.path()).unwrap();

@@ -226,7 +226,7 @@ mod tests {
             .collect();
         found.sort_unstable();
         tried.sort_unstable();
-        assert_eq!(found, tried, "add the argument to crates/firn/tests/it/path_table.rs");
+        assert_eq!(found, tried, "add the argument to crates/vm/firn/tests/it/path_table.rs");
     }
 
     #[test]
