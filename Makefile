@@ -1,9 +1,17 @@
 # Two commands do everything on a fresh Debian or Ubuntu machine: `make demo` and `make test`.
 # Both install what they need (scripts/setup), as root or with sudo.
+# `make install` and `make deb` install Firn: docs/manual/src/install.md.
 
-.PHONY: demo demo-app demo-cluster test test-platforms test-kvm test-kvm-new test-qemu10 bench setup build guest lint fmt doc clean
+.PHONY: demo demo-app demo-cluster test test-install test-platforms test-kvm test-kvm-new test-qemu10 bench
+.PHONY: setup setup-build setup-demo build release install uninstall deb guest lint fmt doc clean
 
 CARGO ?= cargo
+BUILT = $(or $(CARGO_TARGET_DIR),target)
+
+# Where `make install` installs: packaging/install describes these variables. Root is needed for most prefixes.
+PREFIX ?= /usr/local
+INSTALL = $(if $(DESTDIR)$(shell test -w $(PREFIX) && echo own),,$(AS_ROOT)) env PREFIX=$(PREFIX) DESTDIR=$(DESTDIR) \
+	LIBDIR=$(LIBDIR) ZSHDIR=$(ZSHDIR) packaging/install
 
 ONLY = $(if $(TESTS),-- --exact $(TESTS))
 
@@ -14,17 +22,17 @@ export CARGO_TARGET_X86_64_UNKNOWN_LINUX_GNU_RUNNER := $(AS_ROOT)
 endif
 
 # Boots a real VM with Redis under load, checkpoints it live, kills it, restores it in each mode.
-demo: setup build guest
+demo: setup-demo build guest
 	$(AS_ROOT) ./target/release/firn-lab demo
 
 # Builds a memcached that can be killed (examples/memcached), and kills it under load.
-demo-app: setup build
+demo-app: setup-demo build
 	./target/release/firn-lab demo-app
 
 # Three hosts, each a network namespace; Redis and its replica in a VM each, under load. One host is killed, both VMs go on at another.
 # MEMBERSHIP=embedded|etcd|both: what hosts agree by.
 MEMBERSHIP ?= both
-demo-cluster: setup build guest
+demo-cluster: setup-demo build guest
 	$(AS_ROOT) ./target/release/firn-lab demo-cluster --membership $(MEMBERSHIP)
 
 # Unit tests, and end-to-end tests on real VMs. TESTS="NAME..." runs only these. Those of consensus wait for leases and elections
@@ -46,6 +54,10 @@ test-platforms: setup
 test-kvm test-kvm-new test-qemu10: test-%: setup
 	scripts/test-platforms $*
 
+# Makes a package, and installs and removes it in a clean Debian 12 and 13.
+test-install: setup deb
+	scripts/test-install
+
 # Every experiment, with few repetitions. `firn-lab run NAME` runs one in full.
 # Those that break something on purpose need a `firn` with fault points.
 bench: setup build guest
@@ -53,13 +65,34 @@ bench: setup build guest
 	@mkdir -p target/lab
 	$(AS_ROOT) ./target/release/firn-lab run all --quick
 
+# All that is needed; to build; to build and for demonstrations.
 setup:
 	@scripts/setup
 
-build:
+setup-build:
+	@scripts/setup build
+
+setup-demo:
+	@scripts/setup build demo
+
+build: setup-build
 	$(CARGO) build --release --workspace
 
-guest: setup
+# What is installed: programs without fault points (the feature `armed`), which those of `make bench` have.
+release: setup-build
+	$(CARGO) build --release -p firn -p firn-agent -p firn-app-backup -p firn-stores -p firn-app-c
+
+# Builds as the user who calls it; only copies the files as root.
+install: release
+	$(INSTALL) $(BUILT)/release
+
+uninstall:
+	$(INSTALL) --uninstall
+
+deb: release
+	packaging/deb $(BUILT)/release $(BUILT)
+
+guest: setup-demo
 	guests/build small
 
 # What CI asks for besides: needs rustfmt and clippy, which Debian's own toolchain comes without.
