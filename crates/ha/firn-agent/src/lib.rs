@@ -31,8 +31,8 @@
 //! `failover` reconciles the VMs of this host with their records. The other modules serve:
 //! `peer_server` the peers, `command_server` the commands. `protect` and `standbys` are the two
 //! ends of a tunnel, and `heartbeat` is the shell around [`detect`]. What commands share with the
-//! agent is in [`firn_control`]: the protocol, its client, and the paths of sockets and files. The design is in
-//! `docs/design/012-agent.md`.
+//! agent is in [`firn_control`]: the protocol, its client, and the paths of sockets and files. The
+//! design is in `docs/design/012-agent.md`.
 
 #![forbid(unsafe_code)]
 
