@@ -53,7 +53,7 @@ const NOTES: &str = r#"The configuration, with paths relative to it:
   # its certificate must be for "b"
   b = "10.0.0.2:7415"
 
-  # optional: a network between VMs, on all hosts that name it
+  # optional: a network of VMs, on all hosts that name it
   [networks.lan]
   # optional: a socket such as passt's, or tap = "tap0"
   uplink = "/run/passt.sock"
@@ -80,10 +80,10 @@ Membership where there is an etcd:
   key = "etcd.key"
 
 Environment:
-  FIRN_RUNTIME_DIR  the directory of VMs, if the configuration
-                    names none; as for firn(1)
-  FIRN_LOG          the log level on standard error: error,
-                    warn, info (the default), debug, trace"#;
+  FIRN_RUNTIME_DIR  the directory of VMs, if runtime-dir is
+                    not set; as for firn(1)
+  FIRN_LOG          log level of standard error: error, warn,
+                    info (the default), debug, trace"#;
 
 /// Watch other hosts, and carry the epochs of protected VMs to them and from them.
 ///

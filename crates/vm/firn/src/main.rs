@@ -75,10 +75,9 @@ Exit codes:
   8  ended early: the VM ended, or you cancelled
 
 Environment:
-  FIRN_RUNTIME_DIR  the directory for running VMs: by default
-                    /run/firn for root, for other users
-                    $XDG_RUNTIME_DIR/firn
-  FIRN_LOG          the log level of supervisors: error, warn,
+  FIRN_RUNTIME_DIR  the directory of VMs; by default
+                    /run/firn or $XDG_RUNTIME_DIR/firn
+  FIRN_LOG          log level of supervisors: error, warn,
                     info (the default), debug, trace";
 
 /// Checkpoint and restore running virtual machines.

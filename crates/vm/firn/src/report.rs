@@ -21,7 +21,7 @@ use crate::output::{FactPrinter, check_output, print_text};
 #[derive(Debug, ClapArgs)]
 #[command(after_long_help = r#"Examples:
   firn report web -o report.html
-  firn report lazy.json locality.json auto.json -o report.html
+  firn report lazy.json eager.json auto.json -o report.html
   firn report web --json | jq '.runs[0].ttr_s."1"."0.9"'"#)]
 pub struct ReportArgs {
     /// Run records, or names of VMs.

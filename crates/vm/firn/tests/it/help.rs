@@ -46,7 +46,7 @@ fn indent(line: &str) -> usize {
 /// Whether two lines are of one paragraph: examples and lists of verbs have 2 or 4 spaces in front, and each value of an
 /// option begins with a dash.
 fn is_one_paragraph(line: &str, next: &str) -> bool {
-    let is_prose = indent(line) == 0 || indent(line) > 4;
+    let is_prose = !line.is_empty() && (indent(line) == 0 || indent(line) > 4);
     let text = next.trim_start();
     is_prose
         && indent(line) == indent(next)
@@ -70,13 +70,23 @@ fn assert_wrapped(help: &str, columns: usize, what: &str) {
     }
 }
 
+/// What follows the options: examples, and tables of exit codes and of variables.
+fn notes(help: &str) -> String {
+    let options = help.lines().skip_while(|line| *line != "Options:").skip(1);
+    let notes = options.skip_while(|line| line.is_empty() || line.starts_with(' '));
+    notes.collect::<Vec<_>>().join("\n")
+}
+
 fn assert_all_wrapped(program: &Path, verbs_min: usize) {
     let verbs = all_verbs(program.as_os_str());
     assert!(verbs.len() >= verbs_min, "{verbs:?}");
     for words in &verbs {
+        let what = format!("{} {}", program.display(), words.join(" "));
+        let widest = notes(&help_of(program.as_os_str(), words, 200));
         for columns in WIDTHS {
             let help = help_of(program.as_os_str(), words, columns);
-            assert_wrapped(&help, columns, &format!("{} {}", program.display(), words.join(" ")));
+            assert_wrapped(&help, columns, &what);
+            assert_eq!(notes(&help), widest, "{what}: a note is wider than {columns} columns");
         }
     }
 }
