@@ -81,7 +81,8 @@ fn run_limited(session: &Session, verb: &str, image: &str, codes: &[i32]) -> boo
         answer.err
     );
     if answer.code != 0 {
-        let errors = answer.err.lines().filter(|line| line.starts_with("firn: ")).count();
+        let beginning = if verb.starts_with("--json") { "{\"error\":" } else { "firn: " };
+        let errors = answer.err.lines().filter(|line| line.starts_with(beginning)).count();
         assert_eq!(errors, 1, "firn {verb} with {image}: {}", answer.err);
     }
     assert_eq!(session.files(".out"), [""; 0], "firn {verb} with {image}");

@@ -210,6 +210,6 @@ fn outputs_replace_files_and_links_and_what_links_point_to_stays() {
     assert_eq!(std::fs::read(session.path("old")).unwrap(), b"old");
     assert!(!session.path("link").is_symlink());
     merge("new").succeeds();
-    merge("none/new").fails(1, "No such file");
+    merge("none/new").fails(2, "there is no directory none");
     merge("-").fails(2, "standard output");
 }
