@@ -338,9 +338,10 @@ pub unsafe extern "C" fn firn_app_begin(app: *mut FirnApp) -> c_int {
 /// `app` is a session that no other code uses at the moment, and no thread writes its areas.
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn firn_app_commit(app: *mut FirnApp) -> i64 {
-    // SAFETY: the caller's promise.
     run_for_c(|| {
-        Ok(unsafe { session_from_pointer(app) }?.session.open_transaction()?.commit()? as i64)
+        // SAFETY: the caller's promise.
+        let app = unsafe { session_from_pointer(app) }?;
+        Ok(app.session.open_transaction()?.commit()? as i64)
     })
 }
 

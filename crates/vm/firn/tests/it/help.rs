@@ -52,6 +52,7 @@ fn is_one_paragraph(line: &str, next: &str) -> bool {
         && indent(line) == indent(next)
         && !text.is_empty()
         && !text.starts_with("- ")
+        && !text.starts_with('[')
         && !line.ends_with(':')
 }
 
@@ -86,7 +87,10 @@ fn assert_all_wrapped(program: &Path, verbs_min: usize) {
         for columns in WIDTHS {
             let help = help_of(program.as_os_str(), words, columns);
             assert_wrapped(&help, columns, &what);
-            assert_eq!(notes(&help), widest, "{what}: a note is wider than {columns} columns");
+            // Notes are examples and tables: they are made for 80 columns.
+            if columns >= 80 {
+                assert_eq!(notes(&help), widest, "{what}: a note is wider than {columns} columns");
+            }
         }
     }
 }

@@ -127,7 +127,7 @@ fn what_can_not_be_a_parent_is_refused() {
     save("nowhere.firn", &[]).fails(2, "nowhere.firn");
     std::fs::write(vm.image("text"), "no image").unwrap();
     save("text", &[]).fails(6, "too few");
-    save("base.firn", &["--block-pages", "4"]).fails(2, "other sizes");
+    save("base.firn", &["--block-pages", "4"]).fails(2, "block sizes differ");
     let own = ["checkpoint", "web", "-o", "base.firn", "--parent", "base.firn"];
     session.firn(&own).fails(6, "take the place");
     assert_eq!(session.files("new.firn"), Vec::<String>::new());
@@ -184,7 +184,9 @@ fn a_series_goes_on_and_old_ones_go() {
     }
     let ended = session.firn(&[&every[..], &["--times", "3"]].concat());
     ended.fails(3, "no checkpoint of web");
-    session.firn(&["checkpoint", "web", "-o", "x", "--every", "1 day"]).fails(2, "span of time");
+    session
+        .firn(&["checkpoint", "web", "-o", "x", "--every", "1 day"])
+        .fails(2, "is not a duration");
 }
 
 #[test]

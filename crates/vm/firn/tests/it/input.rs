@@ -36,7 +36,7 @@ fn vms_that_are_not_there() {
     }
     session.firn(&["checkpoint", "web", "-o", "a.firn"]).fails(3, "there is no VM called web");
     session.firn(&["suspend", "web", "-o", "a.firn"]).fails(3, "there is no VM called web");
-    session.firn(&["attach", "web"]).fails(2, "no VM that Firn has let go of");
+    session.firn(&["attach", "web"]).fails(2, "is not a VM that Firn has detached from");
     assert!(session.files("a.firn").is_empty());
     nothing_left(&session);
 }
@@ -50,7 +50,7 @@ fn sizes_and_codecs_that_are_none() {
         ("--block-pages", "3", "1, 2, 4, 8 or 16"),
         ("--locality-block", "65", "power of two from 16K to 1M"),
         ("--locality-block", "2M", "power of two from 16K to 1M"),
-        ("--locality-block", "lots", "no size"),
+        ("--locality-block", "lots", "is not a size"),
         ("--threads", "0", "give a number from 1 to 256"),
     ];
     for (option, value, why) in bad {

@@ -178,7 +178,7 @@ fn read_lines(program: &str, text: &str) -> ReadError {
         match (line.strip_prefix("  because: "), line.strip_prefix("  try: ")) {
             (Some(cause), _) => error.messages.push(cause.to_owned()),
             (_, Some(hint)) => error.hint = hint.to_owned(),
-            _ => panic!("{line:?} is of another form in:\n{text}"),
+            _ => unreachable!("{line:?} is of another form in:\n{text}"),
         }
     }
     error
