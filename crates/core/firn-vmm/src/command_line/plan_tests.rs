@@ -313,7 +313,11 @@ fn a_card_of_firns_gets_a_socket() {
         let words = line.args.join(" ");
         let expected = "-netdev user,id=a -netdev dgram,id=b,local.type=fd,local.str=7 -device";
         assert!(words.contains(expected), "{words}");
-        assert!(line.notes.iter().any(|note| note.contains("on to /run/u,1")), "{:?}", line.notes);
+        assert!(
+            line.notes.iter().any(|note| note.contains("frames to /run/u,1")),
+            "{:?}",
+            line.notes
+        );
     }
     assert_eq!(plan.augment(&paths(1)), Err(CommandLineError::Sockets { sockets: 0, cards: 1 }));
 }
