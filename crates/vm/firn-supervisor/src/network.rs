@@ -262,13 +262,13 @@ impl VmNetwork {
             }
             MemberRequest::Mark { generation, number } => {
                 let of = port.membership().filter(|of| of.generation == *generation);
-                let answer =
-                    of.and_then(|_| wait_for_mark(|| port.request_mark(*generation, *number)));
-                let answer = answer.ok_or_else(no_mark)?;
+                of.ok_or_else(not_in_generation)?;
+                let answer = wait_for_mark(|| port.request_mark(*generation, *number))?;
                 serde_json::to_value(answer).while_doing("describing the mark")
             }
             MemberRequest::Globally { generation, epoch } => {
-                done(port.record_global_checkpoint(*generation, *epoch)).ok_or_else(no_mark)
+                done(port.record_global_checkpoint(*generation, *epoch))
+                    .ok_or_else(not_in_generation)
             }
             MemberRequest::Leave => {
                 let left = done(port.leave_cluster()).ok_or_else(buffered_output);
@@ -369,20 +369,28 @@ fn buffered_output() -> Failure {
 }
 
 /// Waits for a mark: the epoch that ends with it has to end, and to be copied.
-fn wait_for_mark(mut ask: impl FnMut() -> Option<MarkAnswer>) -> Option<MarkAnswer> {
+fn wait_for_mark(mut ask: impl FnMut() -> Option<MarkAnswer>) -> Result<MarkAnswer, Failure> {
     let since = Instant::now();
     loop {
-        let answer = ask();
-        if answer.is_some() || since.elapsed() > MARK_WAIT {
-            return answer;
+        if let Some(answer) = ask() {
+            return Ok(answer);
+        }
+        if since.elapsed() > MARK_WAIT {
+            return Err(no_mark_yet());
         }
         thread::sleep(MARK_POLL_INTERVAL);
     }
 }
 
-fn no_mark() -> Failure {
+fn not_in_generation() -> Failure {
     let text = "the VM has no mark: it is not protected in that generation of its cluster";
     Failure::new(FailureKind::Refused, text).with_hint("`firn cluster protect` begins a new one")
+}
+
+fn no_mark_yet() -> Failure {
+    let seconds = MARK_WAIT.as_secs();
+    let text = format!("the VM has no mark yet: its epoch was not committed within {seconds} s");
+    Failure::new(FailureKind::Busy, text).with_hint("try again, or see `firn status` for its lag")
 }
 
 fn socket_of(

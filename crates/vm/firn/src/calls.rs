@@ -51,9 +51,18 @@ impl CallsArgs {
 
 fn find_plugin(named: &Path) -> Result<PathBuf, Failure> {
     let candidates = match named.as_os_str() == PLUGIN {
-        true => installed_plugins()?,
+        true => installed_plugins(&program_path()?).to_vec(),
         false => vec![absolute_path(named)?],
     };
+    find_file(&candidates)
+}
+
+fn program_path() -> Result<PathBuf, Failure> {
+    std::env::current_exe().map_err(|error| Failure::from_error(FailureKind::Host, &error))
+}
+
+/// The first of the candidates that is a file.
+fn find_file(candidates: &[PathBuf]) -> Result<PathBuf, Failure> {
     if let Some(found) = candidates.iter().find(|path| path.is_file()) {
         return Ok(found.clone());
     }
@@ -64,11 +73,9 @@ fn find_plugin(named: &Path) -> Result<PathBuf, Failure> {
 
 /// The paths at which the plugin may be if the user names none: beside this program, where both are
 /// built, and where `make install` puts it.
-fn installed_plugins() -> Result<Vec<PathBuf>, Failure> {
-    let program =
-        std::env::current_exe().map_err(|error| Failure::from_error(FailureKind::Host, &error))?;
+fn installed_plugins(program: &Path) -> [PathBuf; 2] {
     let prefix = program.ancestors().nth(2).unwrap_or(Path::new("/"));
-    Ok(vec![program.with_file_name(PLUGIN), prefix.join("lib/firn").join(PLUGIN)])
+    [program.with_file_name(PLUGIN), prefix.join("lib/firn").join(PLUGIN)]
 }
 
 #[cfg(test)]
@@ -77,15 +84,19 @@ mod tests {
 
     #[test]
     fn a_plugin_that_is_missing_is_named_with_both_of_its_paths() {
-        let failure = find_plugin(Path::new(PLUGIN)).unwrap_err();
-        let program = std::env::current_exe().unwrap();
-        let beside = program.parent().unwrap();
-        let installed = beside.parent().unwrap().join("lib/firn/libfirn_stores.so");
-        let expected = format!(
-            "there is no plugin {} or {}",
-            beside.join("libfirn_stores.so").display(),
-            installed.display()
-        );
+        let candidates = installed_plugins(Path::new("/nowhere/bin/firn"));
+        let failure = find_file(&candidates).unwrap_err();
+        let expected = "there is no plugin /nowhere/bin/libfirn_stores.so or \
+                        /nowhere/lib/firn/libfirn_stores.so";
         assert_eq!(failure.chain, [expected]);
+    }
+
+    #[test]
+    fn the_plugin_of_the_prefix_is_found() {
+        let prefix = tempfile::tempdir().unwrap();
+        let candidates = installed_plugins(&prefix.path().join("bin/firn"));
+        std::fs::create_dir_all(candidates[1].parent().unwrap()).unwrap();
+        std::fs::write(&candidates[1], "").unwrap();
+        assert_eq!(find_file(&candidates).unwrap(), candidates[1]);
     }
 }

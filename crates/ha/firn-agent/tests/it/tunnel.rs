@@ -258,7 +258,7 @@ fn why_nobody_stands_by_is_told() {
     let [a, mut b] = pair();
     let failure = a.protect("refused", "b").unwrap_err();
     assert!(
-        failure.to_string().contains("host b to stand by: there is a VM called that"),
+        failure.to_string().contains("asking host b for a standby: there is a VM called that"),
         "{failure}"
     );
     assert_eq!(failure.kind, firn_supervisor::FailureKind::Busy);
