@@ -183,17 +183,24 @@ impl PageFaults {
         result
     }
 
+    /// Each step is tried whatever became of the one before: a thread that waits has to be woken.
     fn unregister_part(&self, part: &Range<Page>, span: AddressSpan) -> Result<(), PageFaultError> {
-        let failed = |errno| self.request_error("unregistering", part, errno);
-        if self.trace != TraceMode::Restore {
-            match self.uffd.write_protect(span, 0) {
-                Ok(()) | Err(Errno::NOENT) => {}
-                Err(errno) => return Err(failed(errno)),
-            }
-        }
-        self.uffd.unregister(span).map_err(failed)?;
+        let unprotected = self.drop_write_protection(span);
+        let unregistered = self.uffd.unregister(span);
         // The kernel itself wakes only the threads that wait for missing pages.
-        self.uffd.wake(span).map_err(failed)
+        let woken = self.uffd.wake(span);
+        let result = unprotected.and(unregistered).and(woken);
+        result.map_err(|errno| self.request_error("unregistering", part, errno))
+    }
+
+    fn drop_write_protection(&self, span: AddressSpan) -> Result<(), Errno> {
+        match self.trace {
+            TraceMode::Restore => Ok(()),
+            _ => match self.uffd.write_protect(span, 0) {
+                Err(Errno::NOENT) => Ok(()),
+                result => result,
+            },
+        }
     }
 
     /// Unregisters, and closes the hypervisor's copy of the descriptor; Firn's copy is closed when

@@ -1,4 +1,15 @@
 //! `firn failover`
+//!
+//! Where hosts have no consensus, the command watches the standby's stream before it runs the VM:
+//!
+//! ```text
+//!   the stream has ended                           --> run
+//!   no epoch arrives for the rest of WATCH_TIME    --> run: the primary is frozen, or cut off
+//!   epochs still arrive after SETTLE_TIME          --> refuse: the primary runs
+//! ```
+
+use std::thread;
+use std::time::{Duration, Instant};
 
 use clap::Args as ClapArgs;
 use firn_control::api::FailoverVmRequest;
@@ -11,6 +22,12 @@ use serde_json::Value;
 
 use crate::output::FactPrinter;
 
+/// How long the command watches a stream that has not ended. Epochs are at most 500 ms apart.
+const WATCH_TIME: Duration = Duration::from_secs(3);
+/// The time in which epochs may arrive that a primary sent before it died.
+const SETTLE_TIME: Duration = Duration::from_millis(500);
+const POLL_INTERVAL: Duration = Duration::from_millis(50);
+
 /// Run a standby's VM, whose primary is lost.
 ///
 /// The VM continues from its newest committed epoch, the last but one that arrived.
@@ -21,7 +38,7 @@ use crate::output::FactPrinter;
 /// and nothing that it still sends is ever released.
 ///
 /// Where hosts have no consensus, Firn relies on you: make sure first that the VM runs on no other
-/// host.
+/// host. While epochs arrive from the primary, the VM runs there: the failover is refused.
 ///
 /// A VM that was stopped, or whose guest shut down, was not lost: its failover is refused.
 #[derive(Debug, ClapArgs)]
@@ -37,6 +54,9 @@ pub struct FailoverArgs {
     /// Run it also if its primary was stopped or its guest shut down.
     #[arg(long)]
     accept_stopped: bool,
+    /// Run it also while its primary runs and sends epochs. Two instances of the VM then run.
+    #[arg(long)]
+    accept_running: bool,
 }
 
 impl FailoverArgs {
@@ -56,6 +76,9 @@ impl FailoverArgs {
             return client::fail_over_vm(base, &FailoverVmRequest { vm, dead });
         }
         self.check_host(base)?;
+        if !self.accept_running {
+            refuse_while_epochs_arrive(base, &self.name)?;
+        }
         let how =
             FailoverRequest { accept_stopped: self.accept_stopped, ..FailoverRequest::default() };
         send_request(base, &self.name, &SupervisorRequest::Failover(how), &mut |_| ())
@@ -99,6 +122,31 @@ impl FailoverArgs {
         };
         ran + &rests
     }
+}
+
+/// Watches the standby's stream, unless it has ended, and refuses if epochs still arrive.
+fn refuse_while_epochs_arrive(base: &RuntimeDir, name: &VmName) -> Result<(), Failure> {
+    let newest_epoch = || {
+        let standby = query_status(base, &base.vm_dir(name))?.standby;
+        Ok(standby.filter(|standby| standby.ended.is_none()).map(|standby| standby.complete))
+    };
+    let started = Instant::now();
+    let mut settled = None;
+    while started.elapsed() < WATCH_TIME {
+        let Some(newest) = newest_epoch()? else { return Ok(()) };
+        if started.elapsed() > SETTLE_TIME && newest > *settled.get_or_insert(newest) {
+            return Err(still_running(newest));
+        }
+        thread::sleep(POLL_INTERVAL);
+    }
+    Ok(())
+}
+
+fn still_running(epoch: u64) -> Failure {
+    let text = format!("its primary runs: it has just sent epoch {epoch}");
+    Failure::new(FailureKind::Refused, text).with_hint(
+        "end the VM there first (`firn stop --force`); `--accept-running` runs a second instance",
+    )
 }
 
 /// Whether the hosts' consensus decides who runs it. The supervisor refuses a VM that is no

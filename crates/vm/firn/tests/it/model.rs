@@ -4,7 +4,7 @@
 //!   a QEMU of the user's        write to its disks, attach, detach, power cycle by its own command line
 //!   a VM of Firn's              checkpoint by any strategy, whole or incremental; stop
 //!   an image                    restore beside the running VMs under a name of its own; remove
-//!   a VM without disks          protect; release; lose it, and fail over
+//!   a VM without disks          protect; release; lose it, and fail over; fail over while it runs: refused
 //! ```
 //!
 //! After each command: the VMs that `firn ls` shows are those of the model, no process has ended that was not named, and
@@ -293,8 +293,11 @@ impl Sequence {
         };
         match self.vms[&name].standby.clone() {
             None => self.protect(&name),
-            Some(standby) if self.numbers.below(2) == 0 => self.release(&name, &standby),
-            Some(standby) => self.lose(&name, &standby),
+            Some(standby) => match self.numbers.below(3) {
+                0 => self.release(&name, &standby),
+                1 => self.refuse_failover(&name, &standby),
+                _ => self.lose(&name, &standby),
+            },
         }
     }
 
@@ -318,6 +321,16 @@ impl Sequence {
         self.session.firn(&["protect", name, "--to", &address]).succeeds();
         assert!(listening.wait().unwrap().success());
         self.vms.get_mut(name).unwrap().standby = Some(standby);
+    }
+
+    /// A VM that runs is not failed over, and stays protected.
+    fn refuse_failover(&mut self, name: &str, standby: &str) {
+        self.done.push(format!("fail over to {standby} while {name} runs"));
+        let session = &self.session;
+        let committed = || session.status(standby)["standby"]["committed"].as_u64().unwrap();
+        eventually("epochs", PATIENCE, || committed() >= 3);
+        session.firn(&["failover", standby]).fails(5, "its primary runs");
+        assert_eq!(session.status(name)["state"], "protected");
     }
 
     /// The protection ends, and the VM runs on without a standby.

@@ -4,9 +4,11 @@ use std::os::unix::net::UnixStream;
 use std::process::Child;
 use std::time::Duration;
 
+use rustix::process::Signal;
+
 use crate::faults::points;
 use crate::hypervisor_dies::{Stop, answer, start};
-use crate::session::{eventually, kill, text};
+use crate::session::{eventually, kill, signal, text};
 use crate::vm::{Vm, userfaultfds, writes};
 
 const PATIENCE: Duration = Duration::from_secs(60);
@@ -197,6 +199,26 @@ fn a_protected_vm_can_be_stopped() {
     assert_eq!(session.status("twin")["state"], "running");
     session.firn(&["stop", "twin"]).succeeds();
     assert_eq!(session.ls(), []);
+}
+
+/// While epochs arrive the VM runs at its primary. One whose supervisor is frozen sends none.
+#[test]
+fn a_primary_that_runs_is_not_failed_over() {
+    let vm = Vm::boot();
+    let session = &vm.session;
+    protected(&vm, &[]);
+    eventually("epochs", PATIENCE, || committed(&vm) >= 3);
+    let refused = session.firn(&["failover", "twin"]).fails(5, "its primary runs");
+    assert!(refused.err.contains("--accept-running"), "{}", refused.err);
+    assert_eq!(session.status("web")["state"], "protected");
+    vm.is_well();
+    let supervisor = session.status("web")["supervisor_pid"].as_i64().unwrap();
+    signal(supervisor, Signal::STOP);
+    session.firn(&["failover", "twin"]).succeeds();
+    assert_eq!(session.status("twin")["state"], "running");
+    signal(supervisor, Signal::CONT);
+    let is_protected = || session.status("web")["state"] == "protected";
+    eventually("the primary knows", PATIENCE, || !is_protected());
 }
 
 /// A hypervisor that was asked to quit, as one whose guest shuts down, was not lost; one that was killed was.
