@@ -188,7 +188,7 @@ fn reads_plot(runs: &[ReportedRun]) -> LinePlot {
         let mut done: Vec<(u64, u64)> = Vec::new();
         for read in &run.record.reads {
             let before = done.last().map_or(0, |last| last.1);
-            done.push((read.t_us + u64::from(read.us), before + u64::from(read.len)));
+            done.push((read.ended_us(), before + u64::from(read.len)));
         }
         let points = thin_out(&done).map(|&(us, bytes)| (to_seconds(us), to_mib(bytes)));
         (run.name.clone(), points.collect())

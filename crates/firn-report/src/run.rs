@@ -149,7 +149,7 @@ impl ReportedRun {
 pub fn vcpu_waits(record: &RunRecord) -> impl Iterator<Item = StallInterval> + '_ {
     let vcpu_of = |tid| record.vcpus.iter().find(|thread| thread.tid == tid);
     record.faults.iter().filter_map(move |fault: &FaultRecord| {
-        let end_us = fault.t_us + u64::from(fault.wait_us);
+        let end_us = fault.answered_us();
         vcpu_of(fault.tid).map(|thread| StallInterval {
             vcpu: thread.vcpu.0,
             start_us: fault.t_us,
