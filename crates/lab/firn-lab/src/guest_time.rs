@@ -34,7 +34,7 @@ mod tests {
 
     /// Two vCPUs, threads 10 and 11; one waits for half of the first second.
     fn record() -> RunRecord {
-        let fault = |t_us: u64, tid: i32, wait_us: u32| {
+        let fault = |t_us: u64, tid: i32, wait_us: u64| {
             serde_json::json!({ "t_us": t_us, "page": 1, "tid": tid, "wait_us": wait_us,
                 "answered": "storage" })
         };

@@ -26,4 +26,7 @@ mod ttr;
 
 pub use replies::ReplyTimes;
 pub use stalls::{StallInterval, VcpuStalls};
-pub use ttr::{CurvePoint, minimum_utilization, responsiveness_curve, time_to_responsiveness};
+pub use ttr::{
+    CurvePoint, minimum_utilization, responsiveness_curve, time_to_responsiveness,
+    utilization_curve,
+};

@@ -51,6 +51,13 @@ pub fn responsiveness_curve(stalls: &VcpuStalls, window_us: u64) -> Vec<CurvePoi
         .collect()
 }
 
+/// The utilization of the window of `window_us` that begins at an instant, over these instants in
+/// microseconds: the corners of a curve that is linear between them.
+pub fn utilization_curve(stalls: &VcpuStalls, window_us: u64) -> Vec<(u64, f64)> {
+    let corners = corner_starts(stalls, window_us).into_iter();
+    corners.map(|at| (at, stalls.window_utilization(at, window_us))).collect()
+}
+
 /// More waiting than allowed, beyond what rounding of `allowed` explains.
 fn exceeds_allowed(waited: f64, allowed: f64) -> bool {
     waited > allowed + 1e-6
@@ -142,6 +149,18 @@ mod tests {
             let utilization = f64::from(percent) / 100.0;
             let (fast, slow) = (time_to_responsiveness(&stalls, window, utilization), slow_ttr(&stalls, window, utilization));
             prop_assert!((fast - slow).abs() <= 1.01e-6, "fast {} slow {}", fast, slow);
+        }
+
+        #[test]
+        fn the_curve_has_every_corner(stalls in any_stalls(), window in 1u64..80) {
+            let curve = utilization_curve(&stalls, window);
+            prop_assert!(curve.is_sorted_by_key(|corner| corner.0));
+            for pair in curve.windows(2) {
+                let (middle, share) = ((pair[0].0 + pair[1].0) / 2, (pair[1].0 - pair[0].0) as f64);
+                let share = (middle - pair[0].0) as f64 / share;
+                let expected = pair[0].1 + share * (pair[1].1 - pair[0].1);
+                prop_assert!((stalls.window_utilization(middle, window) - expected).abs() < 1e-9);
+            }
         }
 
         #[test]

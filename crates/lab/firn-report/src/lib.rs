@@ -6,12 +6,24 @@
 //!
 //! Nothing is measured here, and nothing is rounded before it is used in a computation. The page
 //! contains its numbers a second time, as JSON, so that a program finds what a person reads.
+//!
+//! ```text
+//!   run -> headline, figures -> figure: axes by scale, points by thin -> page
+//!   plot: files of the lab, with other data
+//! ```
 
 #![forbid(unsafe_code)]
 
+mod figure;
+mod figures;
+mod headline;
+mod input;
 mod page;
 pub mod plot;
 mod run;
+mod scale;
+mod thin;
 
+pub use input::RunError;
 pub use page::render_page;
-pub use run::{ReportedRun, RunError, RunFacts, vcpu_waits};
+pub use run::{ReportedRun, RunFacts, vcpu_waits};

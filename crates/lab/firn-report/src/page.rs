@@ -1,36 +1,42 @@
-//! Report page: one HTML file with its figures, readable on light and on dark screens, that loads
-//! nothing.
+//! Report page: one HTML file with its figures, readable on light and on dark screens, on paper and
+//! by screen readers, that loads nothing.
+//!
+//! ```text
+//!   headline of each run | speed: utilization, TTR | memory: reads, a map per run | numbers | numbers as JSON
+//! ```
 
-use firn_measure::{VcpuStalls, responsiveness_curve};
-use firn_restore::RunRecord;
 use maud::{DOCTYPE, Markup, PreEscaped, html as markup};
 
-use crate::plot::{DotPlot, LinePlot, PlotError};
-use crate::run::{ReportedRun, RunFacts, WINDOWS_US, to_seconds, window_name};
+use crate::figure::{Figure, color_class};
+use crate::figures::{RunFigures, to_mib};
+use crate::run::{ReportedRun, RunFacts};
 
-/// The window over which utilization is drawn.
-const WINDOW_US: u64 = 100_000;
-/// Maximum number of points of a line.
-const POINTS: u64 = 300;
-/// Maximum number of dots of a series.
-const DOTS: usize = 4000;
-const PAGES_PER_MIB: f64 = 256.0;
-const STYLE: &str = "\
-:root{color-scheme:light dark}\
-body{font:15px/1.5 system-ui,sans-serif;max-width:1580px;margin:2rem auto;padding:0 1rem}\
-h1{font-size:1.5rem}h2{font-size:1.1rem;margin-top:2rem}\
-.figures{display:flex;flex-wrap:wrap;gap:1rem}.figures svg{flex:1 1 600px;max-width:760px;height:auto}\
-.table{overflow-x:auto}table{border-collapse:collapse}\
-th,td{padding:.3rem .8rem;text-align:right;border-bottom:1px solid #8884}\
-th:first-child,td:first-child{text-align:left}td{font-variant-numeric:tabular-nums}\
-p{max-width:70ch}";
+const STYLE: &str = include_str!("page.css");
+
+/// A row of the table: its name, and its value of a run.
+type Row = (&'static str, fn(&RunFacts) -> String);
+
+const ROWS: [Row; 14] = [
+    ("mode", |run| run.mode.to_string()),
+    ("vCPUs run, s", |run| format_seconds(run.running_s)),
+    ("90 % of speed, s", |run| format_seconds(run.responsive_s)),
+    ("TTR(0.1, 0.9), s", |run| format_seconds(ttr_value(run, "0.1", "0.9"))),
+    ("TTR(1, 0.8), s", |run| format_seconds(ttr_value(run, "1", "0.8"))),
+    ("TTR(1, 0.9), s", |run| format_seconds(ttr_value(run, "1", "0.9"))),
+    ("all memory loaded, s", |run| format_seconds(run.complete_s)),
+    ("vCPUs waited, s", |run| format_seconds(Some(run.waited_s))),
+    ("page faults", |run| run.faults.to_string()),
+    ("pages on demand", |run| run.on_demand_pages.to_string()),
+    ("pages prefetched", |run| run.prefetched_pages.to_string()),
+    ("pages in background", |run| run.background_pages.to_string()),
+    ("reads", |run| run.reads.to_string()),
+    ("MiB read", |run| format!("{:.1}", to_mib(run.read_bytes))),
+];
 
 /// The report page about these runs.
-///
-/// # Errors
-/// If a figure can't be drawn.
-pub fn render_page(runs: &[ReportedRun]) -> Result<String, PlotError> {
+pub fn render_page(runs: &[ReportedRun]) -> String {
     let facts: Vec<RunFacts> = runs.iter().map(ReportedRun::compute_facts).collect();
+    let figures = RunFigures::new(runs);
     let page = markup! {
         (DOCTYPE)
         html lang="en" {
@@ -42,58 +48,73 @@ pub fn render_page(runs: &[ReportedRun]) -> Result<String, PlotError> {
             }
             body {
                 h1 { "Restores" }
-                p {
-                    "Times are seconds since the command to restore. TTR(w, u) is the time from which on the guest's vCPUs get at "
-                    "least the share u of every window of w seconds: from then on it is as responsive as that."
-                }
-                div class="table" { (render_table(&facts)) }
-                (render_section("Utilization", [utilization_plot(runs).to_svg()?]))
-                (render_section("Time to responsiveness", ttr_plots(runs)?))
-                (render_section("Where in memory", memory_plots(runs)?))
-                (render_section("Reads from storage", [reads_plot(runs).to_svg()?]))
+                (render_headlines(runs))
+                (render_section("Speed", "speed", SPEED_TEXT, figures.speed_figures()))
+                (render_section("Memory", "memory", MEMORY_TEXT, figures.memory_figures()))
+                h2 id="numbers" { "Numbers" }
+                // A table that is wider than the screen is scrolled, with the keyboard too.
+                div class="table" role="region" tabindex="0" aria-labelledby="numbers" { (render_table(&facts)) }
                 // In a script element only its end tag is markup.
                 script id="facts" type="application/json" { (PreEscaped(facts_json(&facts))) }
             }
         }
     };
-    Ok(page.into_string())
+    page.into_string()
 }
+
+const SPEED_TEXT: &str = "The guest's utilization is the share of time in which its vCPUs wait for no page. TTR(w, u) is the time \
+    from which on every window of w seconds has at least the utilization u. A window may begin before the vCPUs run; \"90 % of its \
+    speed\" is TTR(1, 0.9), but not before they run.";
+const MEMORY_TEXT: &str = "A dot is a page that a thread waited for. The strip beside the axis has the pages that were prefetched, \
+    for which the record has no times.";
 
 /// The numbers as JSON that can stand in a script element.
 fn facts_json(facts: &[RunFacts]) -> String {
     serde_json::to_string(facts).unwrap_or_default().replace('<', "\\u003c")
 }
 
-fn render_section(title: &str, figures: impl IntoIterator<Item = String>) -> Markup {
+fn render_headlines(runs: &[ReportedRun]) -> Markup {
     markup! {
-        h2 { (title) }
-        div class="figures" { @for figure in figures { (PreEscaped(figure)) } }
+        ul class="runs" { @for (number, run) in runs.iter().enumerate() {
+            li class=(color_class(number)) {
+                h3 { (run.name) @if run.name != mode_name(run) { " " span class="mode" { "(" (mode_name(run)) ")" } } }
+                p class="headline" { (run.headline()) }
+                p class="subline" { (run.subline()) }
+            }
+        } }
+    }
+}
+
+fn mode_name(run: &ReportedRun) -> String {
+    run.record.mode.to_string()
+}
+
+fn render_section(title: &str, id: &str, text: &str, figures: Vec<Figure>) -> Markup {
+    markup! {
+        section aria-labelledby=(id) {
+            h2 id=(id) { (title) }
+            p { (text) }
+            div class="figures" { @for (number, figure) in figures.iter().enumerate() {
+                (figure.render(&format!("{id}-{number}")))
+            } }
+        }
     }
 }
 
 fn render_table(facts: &[RunFacts]) -> Markup {
     markup! {
         table {
-            thead { tr {
-                @for head in ["run", "mode", "running", "TTR(0.1, 0.9)", "TTR(1, 0.8)", "TTR(1, 0.9)", "all memory there",
-                    "vCPUs waited", "pages on demand", "prefetched", "in background", "reads", "MiB read"] { th { (head) } }
-            } }
-            tbody { @for run in facts { tr {
-                td { (run.name) } td { (run.mode) }
-                td { (format_seconds(run.running_s)) }
-                td { (format_seconds(ttr_value(run, "0.1", "0.9"))) }
-                td { (format_seconds(ttr_value(run, "1", "0.8"))) }
-                td { (format_seconds(ttr_value(run, "1", "0.9"))) }
-                td { (format_seconds(run.complete_s)) }
-                td { (format_seconds(Some(run.waited_s))) }
-                td { (run.on_demand_pages) } td { (run.prefetched_pages) } td { (run.background_pages) }
-                td { (run.reads) } td { (format!("{:.1}", to_mib(run.read_bytes))) }
+            thead { tr { th scope="col" { "run" } @for run in facts { th scope="col" { (run.name) } } } }
+            tbody { @for (name, value) in ROWS { tr {
+                th scope="row" { (name) } @for run in facts { td { (value(run)) } }
             } } }
         }
     }
 }
 
+/// A TTR of a run whose vCPUs are known to run.
 fn ttr_value(run: &RunFacts, window: &str, utilization: &str) -> Option<f64> {
+    run.running_s?;
     run.ttr_s.get(window)?.get(utilization).copied()
 }
 
@@ -101,116 +122,18 @@ fn format_seconds(seconds: Option<f64>) -> String {
     seconds.map_or_else(|| "-".to_owned(), |seconds| format!("{seconds:.3}"))
 }
 
-fn to_mib(bytes: u64) -> f64 {
-    bytes as f64 / f64::from(1 << 20)
-}
-
-/// The last instant at which a vCPU of these restores resumed or a stall ended, and some time more.
-fn end_us(runs: &[(&ReportedRun, VcpuStalls)]) -> u64 {
-    let ends =
-        runs.iter().map(|(run, stalls)| stalls.end_us().max(run.record.resumed_us.unwrap_or(0)));
-    ends.max().unwrap_or(0) + 10 * WINDOW_US
-}
-
-fn utilization_plot(runs: &[ReportedRun]) -> LinePlot {
-    let runs: Vec<(&ReportedRun, VcpuStalls)> =
-        runs.iter().map(|run| (run, run.vcpu_stalls())).collect();
-    let step = (end_us(&runs) / POINTS).max(1);
-    let points = |stalls: &VcpuStalls| {
-        let at = |number| {
-            (to_seconds(number * step), 100.0 * stalls.window_utilization(number * step, WINDOW_US))
-        };
-        (0..=POINTS).map(at).collect()
-    };
-    LinePlot {
-        title: "Utilization over the next 0.1 s".into(),
-        x: "seconds since the command".into(),
-        y: "%".into(),
-        lines: runs.iter().map(|(run, stalls)| (run.name.clone(), points(stalls))).collect(),
-    }
-}
-
-fn ttr_plots(runs: &[ReportedRun]) -> Result<Vec<String>, PlotError> {
-    let curve = |run: &ReportedRun, window| {
-        let points = responsiveness_curve(&run.vcpu_stalls(), window);
-        let points = points.iter().map(|point| (100.0 * point.utilization, point.ttr_s));
-        (run.name.clone(), points.collect())
-    };
-    let figure = |&window: &u64| {
-        let plot = LinePlot {
-            title: format!("TTR({}, u)", window_name(window)),
-            x: "utilization, %".into(),
-            y: "seconds since the command".into(),
-            lines: runs.iter().map(|run| curve(run, window)).collect(),
-        };
-        plot.to_svg()
-    };
-    WINDOWS_US.iter().map(figure).collect()
-}
-
-fn memory_plots(runs: &[ReportedRun]) -> Result<Vec<String>, PlotError> {
-    let figure = |run: &ReportedRun| {
-        let plot = DotPlot {
-            title: format!("{}: pages, and when they came", run.name),
-            x: "seconds since the command (prefetched: at 0)".into(),
-            y: "guest memory, MiB".into(),
-            top: f64::from(run.record.ram_pages) / PAGES_PER_MIB,
-            series: vec![
-                ("prefetched".into(), prefetched_dots(&run.record)),
-                ("on demand".into(), demanded_dots(&run.record)),
-            ],
-        };
-        plot.to_svg()
-    };
-    runs.iter().map(figure).collect()
-}
-
-fn prefetched_dots(record: &RunRecord) -> Vec<(f64, f64)> {
-    let pages: Vec<u32> =
-        record.prefetched.iter().flat_map(|&(page, pages)| page..page + pages).collect();
-    thin_out(&pages).map(|&page| (0.0, f64::from(page) / PAGES_PER_MIB)).collect()
-}
-
-fn demanded_dots(record: &RunRecord) -> Vec<(f64, f64)> {
-    let dot = |fault: &firn_restore::FaultRecord| {
-        (to_seconds(fault.t_us), f64::from(fault.page.0) / PAGES_PER_MIB)
-    };
-    thin_out(&record.faults).map(dot).collect()
-}
-
-/// Evenly chosen elements, [`DOTS`] at most.
-fn thin_out<T>(all: &[T]) -> impl Iterator<Item = &T> {
-    all.iter().step_by(all.len().div_ceil(DOTS).max(1))
-}
-
-fn reads_plot(runs: &[ReportedRun]) -> LinePlot {
-    let line = |run: &ReportedRun| {
-        let mut done: Vec<(u64, u64)> = Vec::new();
-        for read in &run.record.reads {
-            let before = done.last().map_or(0, |last| last.1);
-            done.push((read.t_us + u64::from(read.us), before + u64::from(read.len)));
-        }
-        let points = thin_out(&done).map(|&(us, bytes)| (to_seconds(us), to_mib(bytes)));
-        (run.name.clone(), points.collect())
-    };
-    LinePlot {
-        title: "Read from storage, summed up".into(),
-        x: "seconds since the command".into(),
-        y: "MiB".into(),
-        lines: runs.iter().map(line).collect(),
-    }
-}
-
 #[cfg(test)]
 mod tests {
     use super::*;
     use crate::run::tests::run;
+    use firn_restore::{FaultRecord, ReadRecord};
+    use firn_types::Page;
 
     #[test]
     fn the_page_holds_the_numbers_it_shows() {
         let mut odd = run();
         odd.name = "a<b>&</script>".into();
-        let page = render_page(&[run(), odd]).unwrap();
+        let page = render_page(&[run(), odd]);
         let start = page.find("application/json\">").unwrap() + "application/json\">".len();
         let end = start + page[start..].find("</script>").unwrap();
         let facts: serde_json::Value = serde_json::from_str(&page[start..end]).unwrap();
@@ -218,19 +141,36 @@ mod tests {
         assert_eq!(facts[1]["name"], "a<b>&</script>");
         assert!(page.contains("a&lt;b&gt;"), "names are text");
         assert!(page.contains(">0.900<"), "all memory was there after 0.9 s");
+        assert!(page.contains("90 % of its speed from 0.50\u{a0}s on"));
     }
 
     #[test]
     fn the_page_loads_nothing() {
-        let page = render_page(&[run()]).unwrap();
-        assert!(!page.contains("src=") && !page.contains("href="));
-        assert_eq!(page.matches("<svg").count(), 6);
+        let page = render_page(&[run()]);
+        assert!(!page.contains("src=") && !page.contains("href=") && !page.contains("url("));
+        // Utilization, three TTR curves, reads, a map; each with a title and a description.
+        let counts = ["<svg", "<title id", "<desc id"].map(|tag| page.matches(tag).count());
+        assert_eq!(counts, [6, 6, 6]);
     }
 
+    /// Four runs with as many events as a record lists, all over memory and time.
     #[test]
-    fn few_dots_are_drawn_of_many_pages() {
-        let many: Vec<u32> = (0..100_000).collect();
-        assert!(thin_out(&many).count() <= DOTS);
-        assert_eq!(thin_out(&many[..10]).count(), 10);
+    fn the_page_of_large_records_is_small() {
+        let mut large = run();
+        let (fault, read) = (large.record.faults[0], large.record.reads[0]);
+        large.record.ram_pages = 1 << 20;
+        let random = |number: u64| number.wrapping_mul(0x9e37_79b9_7f4a_7c15) >> 20;
+        let fault = |number| FaultRecord {
+            t_us: random(number) % 60_000_000,
+            page: Page((random(number + 7) % (1 << 20)) as u32),
+            wait_us: random(number + 3) % 9000,
+            ..fault
+        };
+        let read = |number| ReadRecord { t_us: random(number) % 60_000_000, ..read };
+        large.record.faults = (0..firn_restore::FAULTS_MAX as u64).map(fault).collect();
+        large.record.reads = (0..firn_restore::READS_MAX as u64).map(read).collect();
+        large.record.prefetched = (0..100_000).map(|number| (number * 10, 3)).collect();
+        let page = render_page(&[large.clone(), large.clone(), large.clone(), large]);
+        assert!(page.len() < 300_000, "{} bytes", page.len());
     }
 }

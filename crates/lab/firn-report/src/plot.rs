@@ -1,4 +1,4 @@
-//! Figures as SVG, readable on light and on dark pages.
+//! Plots of the lab as SVG files, readable on light and on dark pages.
 //!
 //! The background of a figure is transparent. Text, axes and the faint grid are drawn in marker
 //! colors, which a style sheet in the file replaces by suitable colors for either kind of page;
@@ -52,21 +52,6 @@ pub struct LinePlot {
     pub lines: Vec<(String, Vec<(f64, f64)>)>,
 }
 
-/// Dots at given points, one color per series; later series cover earlier ones.
-#[derive(Clone, Debug, Default)]
-pub struct DotPlot {
-    /// The title above the figure.
-    pub title: String,
-    /// The label of the horizontal axis.
-    pub x: String,
-    /// The label of the vertical axis.
-    pub y: String,
-    /// The end of the vertical axis.
-    pub top: f64,
-    /// Name and points of each series.
-    pub series: Vec<(String, Vec<(f64, f64)>)>,
-}
-
 /// A value per group, one bar per series side by side.
 #[derive(Clone, Debug, Default)]
 pub struct BarPlot {
@@ -102,32 +87,6 @@ impl LinePlot {
                 .draw_series(line)?
                 .label(name)
                 .legend(move |(x, y)| PathElement::new(vec![(x, y), (x + 16, y)], style));
-        }
-        chart.configure_series_labels().label_font(text_style(13)).border_style(FAINT).draw()?;
-        Ok(())
-    }
-}
-
-impl DotPlot {
-    /// The figure as the text of an SVG file.
-    pub fn to_svg(&self) -> Result<String, PlotError> {
-        draw_svg(&self.title, |root| self.draw_on(root))
-    }
-
-    fn draw_on(&self, root: &DrawingRoot<'_>) -> Result<(), Box<dyn Error>> {
-        let right = axis_end(self.series.iter().flat_map(|(_, dots)| dots).map(|dot| dot.0));
-        let top = axis_end([self.top].into_iter());
-        let mut chart =
-            chart_builder(root, &self.title).build_cartesian_2d(0.0..right, 0.0..top)?;
-        let mut mesh = chart.configure_mesh();
-        mesh.x_desc(&self.x).y_desc(&self.y).axis_style(INK).label_style(text_style(13));
-        mesh.bold_line_style(FAINT).light_line_style(TRANSPARENT).draw()?;
-        for (number, (name, dots)) in self.series.iter().enumerate() {
-            let style = series_color(number).filled();
-            chart
-                .draw_series(dots.iter().map(|&dot| Circle::new(dot, 1.5, style)))?
-                .label(name)
-                .legend(move |(x, y)| Circle::new((x + 8, y), 4, style));
         }
         chart.configure_series_labels().label_font(text_style(13)).border_style(FAINT).draw()?;
         Ok(())

@@ -1,47 +1,15 @@
 //! Reported run: a run record, and the numbers computed from it.
 
 use std::collections::BTreeMap;
-use std::io;
-use std::path::{Path, PathBuf};
 
 use firn_measure::{StallInterval, VcpuStalls, time_to_responsiveness};
-use firn_restore::{FaultRecord, RUN_RECORD_VERSION, RestoreMode, RunRecord};
+use firn_restore::{FaultRecord, RestoreMode, RunRecord};
 use serde::Serialize;
-use thiserror::Error;
 
 /// The windows of TTR(w, u), in microseconds.
 pub(crate) const WINDOWS_US: [u64; 3] = [100_000, 1_000_000, 10_000_000];
 /// The utilizations for which TTR is reported as a number.
 const UTILIZATIONS: [f64; 4] = [0.5, 0.8, 0.9, 0.99];
-
-/// Why a file can't be reported on.
-#[derive(Debug, Error)]
-pub enum RunError {
-    /// It can't be read.
-    #[error("can't read {path}", path = .path.display())]
-    Read {
-        /// The file.
-        path: PathBuf,
-        /// The error of the system.
-        source: io::Error,
-    },
-    /// It is not a run record.
-    #[error("{path} is no run record", path = .path.display())]
-    Format {
-        /// The file.
-        path: PathBuf,
-        /// Where it differs.
-        source: serde_json::Error,
-    },
-    /// It is of another version.
-    #[error("{path} is a run record of version {found}, not {RUN_RECORD_VERSION}", path = .path.display())]
-    Version {
-        /// The file.
-        path: PathBuf,
-        /// Its version.
-        found: u32,
-    },
-}
 
 /// One restore.
 #[derive(Clone, Debug)]
@@ -63,6 +31,9 @@ pub struct RunFacts {
     pub running_s: Option<f64>,
     /// When all memory was there.
     pub complete_s: Option<f64>,
+    /// From when on the VM had 90 % of its speed: TTR(1, 0.9), or the time at which the vCPUs began
+    /// to run if that is later. `None` if the record does not have it.
+    pub responsive_s: Option<f64>,
     /// TTR(w, u) by window in seconds, by utilization.
     pub ttr_s: BTreeMap<String, BTreeMap<String, f64>>,
     /// The time that the vCPUs waited for pages, summed over them.
@@ -84,27 +55,7 @@ pub struct RunFacts {
     pub diverged: bool,
 }
 
-/// The maximum size of a run record, in bytes: one with the maximum number of faults and reads has
-/// a fifth of it.
-const BYTES_MAX: u64 = 256 << 20;
-
 impl ReportedRun {
-    /// Reads a run record; its file's name, without the extension, becomes its name.
-    ///
-    /// # Errors
-    /// If it can't be read, or is not a run record.
-    pub fn read_file(path: &Path) -> Result<Self, RunError> {
-        let text = firn_files::read_input(path, BYTES_MAX)
-            .map_err(|source| RunError::Read { path: path.to_owned(), source })?;
-        let record: RunRecord = serde_json::from_slice(&text)
-            .map_err(|source| RunError::Format { path: path.to_owned(), source })?;
-        if record.version != RUN_RECORD_VERSION {
-            return Err(RunError::Version { path: path.to_owned(), found: record.version });
-        }
-        let name = path.file_stem().unwrap_or(path.as_os_str()).to_string_lossy().into_owned();
-        Ok(Self { name, record })
-    }
-
     /// When vCPUs did not run: before they were started, and while they waited for pages.
     pub fn vcpu_stalls(&self) -> VcpuStalls {
         let record = &self.record;
@@ -122,12 +73,14 @@ impl ReportedRun {
     pub fn compute_facts(&self) -> RunFacts {
         let (record, stalls) = (&self.record, self.vcpu_stalls());
         let counts = &record.counts;
-        let waited_us: u64 = vcpu_waits(record).map(|wait| wait.end_us - wait.start_us).sum();
+        let waits = vcpu_waits(record).map(|wait| wait.end_us - wait.start_us);
+        let waited_us = waits.fold(0, u64::saturating_add);
         RunFacts {
             name: self.name.clone(),
             mode: record.mode,
             running_s: record.resumed_us.map(to_seconds),
             complete_s: record.finished_us.map(to_seconds),
+            responsive_s: self.responsive_s(),
             ttr_s: WINDOWS_US
                 .iter()
                 .map(|&window| (window_name(window), ttr_by_utilization(&stalls, window)))
@@ -149,7 +102,7 @@ impl ReportedRun {
 pub fn vcpu_waits(record: &RunRecord) -> impl Iterator<Item = StallInterval> + '_ {
     let vcpu_of = |tid| record.vcpus.iter().find(|thread| thread.tid == tid);
     record.faults.iter().filter_map(move |fault: &FaultRecord| {
-        let end_us = fault.t_us + u64::from(fault.wait_us);
+        let end_us = fault.answered_us();
         vcpu_of(fault.tid).map(|thread| StallInterval {
             vcpu: thread.vcpu.0,
             start_us: fault.t_us,
@@ -177,8 +130,8 @@ pub(crate) fn to_seconds(us: u64) -> f64 {
 #[cfg(test)]
 pub(crate) mod tests {
     use super::*;
+    use firn_restore::RUN_RECORD_VERSION;
     use serde_json::json;
-    use std::fs;
 
     /// Two vCPUs, threads 10 and 11, that start after 0.1 s; one waits from 0.2 to 0.7 s.
     pub(crate) fn run() -> ReportedRun {
@@ -214,20 +167,5 @@ pub(crate) mod tests {
         assert_eq!((facts.waited_s, facts.reads, facts.read_bytes), (0.5, 1, 65_536));
         assert!((0.6..=0.7).contains(&facts.ttr_s["0.1"]["0.9"]), "{facts:?}");
         assert!(facts.ttr_s["1"]["0.5"] <= facts.ttr_s["1"]["0.9"]);
-    }
-
-    #[test]
-    fn what_is_no_run_record_is_named() {
-        let directory = tempfile::tempdir().unwrap();
-        let path = directory.path().join("web.json");
-        assert!(matches!(ReportedRun::read_file(&path), Err(RunError::Read { .. })));
-        fs::write(&path, "{}").unwrap();
-        assert!(matches!(ReportedRun::read_file(&path), Err(RunError::Format { .. })));
-        let mut record = serde_json::to_value(run().record).unwrap();
-        fs::write(&path, record.to_string()).unwrap();
-        assert_eq!(ReportedRun::read_file(&path).unwrap().name, "web");
-        record["version"] = json!(99);
-        fs::write(&path, record.to_string()).unwrap();
-        assert!(matches!(ReportedRun::read_file(&path), Err(RunError::Version { found: 99, .. })));
     }
 }

@@ -106,8 +106,9 @@ pub struct FaultRecord {
     /// The thread that waited: of the hypervisor, or of the kernel (KVM's asynchronous page
     /// faults).
     pub tid: ThreadId,
-    /// The time until the answer, in microseconds.
-    pub wait_us: u32,
+    /// The time until the answer, in microseconds. During a storage outage it may exceed the 71.6
+    /// minutes of 32 bits.
+    pub wait_us: u64,
     /// How the fault was answered.
     pub answered: AnswerKind,
 }
@@ -115,12 +116,17 @@ pub struct FaultRecord {
 impl FaultRecord {
     pub(crate) fn new(fault: PendingFault, now: Duration, answered: AnswerKind) -> Self {
         let PendingFault { page, tid, since, .. } = fault;
-        let wait_us = micros(now.saturating_sub(since)) as u32;
+        let wait_us = micros(now.saturating_sub(since));
         Self { t_us: micros(since), page, tid, wait_us, answered }
     }
 
+    /// When the fault was answered, in microseconds.
+    pub fn answered_us(&self) -> u64 {
+        self.t_us.saturating_add(self.wait_us)
+    }
+
     pub(crate) fn answered_at(&self) -> Duration {
-        Duration::from_micros(self.t_us + u64::from(self.wait_us))
+        Duration::from_micros(self.answered_us())
     }
 }
 
@@ -146,9 +152,16 @@ pub struct ReadRecord {
     /// Number of bytes.
     pub len: u32,
     /// Duration, in microseconds.
-    pub us: u32,
+    pub us: u64,
     /// Why it was read.
     pub why: RecordedReason,
+}
+
+impl ReadRecord {
+    /// When it ended, in microseconds.
+    pub fn ended_us(&self) -> u64 {
+        self.t_us.saturating_add(self.us)
+    }
 }
 
 /// Sums over a restore. Each page is counted once, when it is installed.
@@ -265,7 +278,7 @@ impl RunRecorder {
     /// A fault was answered.
     pub(crate) fn record_fault(&mut self, fault: FaultRecord) {
         if self.vcpus.contains(&fault.tid) {
-            self.waited += Duration::from_micros(fault.wait_us.into());
+            self.waited += Duration::from_micros(fault.wait_us);
         }
         match self.faults.len() < FAULTS_MAX {
             true => self.faults.push(fault),
@@ -312,7 +325,7 @@ impl RunRecorder {
             self.reads_left_out += 1;
             return;
         }
-        let us = micros(now.saturating_sub(began)) as u32;
+        let us = micros(now.saturating_sub(began));
         let (offset, len) = place;
         self.reads.push(ReadRecord { t_us: micros(began), offset, len, us, why: why.into() });
     }
@@ -335,14 +348,20 @@ impl RunRecorder {
     }
 
     /// The record until now. `about` has all fields that are not collected here.
+    ///
+    /// Each thread takes the time before it waits for the lock, so events may be collected in
+    /// another order than that of their times.
     pub(crate) fn make_record(&self, about: RunRecord) -> RunRecord {
+        let (mut faults, mut reads) = (self.faults.clone(), self.reads.clone());
+        faults.sort_by_key(FaultRecord::answered_us);
+        reads.sort_by_key(ReadRecord::ended_us);
         RunRecord {
             prefilled_us: self.prefilled.map(micros),
             resumed_us: self.resumed.map(micros),
             finished_us: self.finished.map(micros),
-            faults: self.faults.clone(),
+            faults,
             faults_left_out: self.faults_left_out,
-            reads: self.reads.clone(),
+            reads,
             reads_left_out: self.reads_left_out,
             ..about
         }
@@ -380,6 +399,46 @@ mod tests {
         assert_eq!(recorder.faults, [expected]);
         assert!(recorder.has_waiting());
         assert_eq!(recorder.total_wait(), 3 * MS);
+    }
+
+    /// An outage of storage may last for hours: 32 bits of microseconds end after 71.6 minutes.
+    #[test]
+    fn waits_and_reads_of_hours_are_recorded() {
+        const HOUR: Duration = Duration::from_secs(3600);
+        let late = FaultRecord::new(fault(1, 2, MS), 2 * HOUR + MS, AnswerKind::Storage);
+        assert_eq!((late.wait_us, late.answered_us()), (7_200_000_000, 7_200_001_000));
+        let mut recorder = RunRecorder::new(vec![ThreadId(2)]);
+        recorder.record_read(MS, 3 * HOUR + MS, (4096, 8192), ReadReason::Demand);
+        assert_eq!(recorder.reads[0].us, 10_800_000_000);
+        recorder.record_fault(late);
+        assert_eq!(recorder.total_wait(), 2 * HOUR);
+        let json = serde_json::to_value(&recorder.reads[0]).unwrap();
+        assert_eq!(json["us"], 10_800_000_000_u64);
+        assert_eq!(serde_json::from_value::<ReadRecord>(json).unwrap(), recorder.reads[0]);
+    }
+
+    #[test]
+    fn events_are_sorted_by_their_end() {
+        let mut recorder = RunRecorder::new(vec![ThreadId(2)]);
+        for (began, ended) in [(5, 9), (1, 3), (2, 8)] {
+            recorder.record_read(began * MS, ended * MS, (4096, 8192), ReadReason::Ahead);
+            let answered = AnswerKind::Memory;
+            recorder.record_fault(FaultRecord::new(fault(0, 2, began * MS), ended * MS, answered));
+        }
+        let record = recorder.make_record(empty_record());
+        let ends: Vec<u64> = record.reads.iter().map(ReadRecord::ended_us).collect();
+        assert_eq!(ends, [3000, 8000, 9000]);
+        let answers: Vec<u64> = record.faults.iter().map(FaultRecord::answered_us).collect();
+        assert_eq!(answers, [3000, 8000, 9000]);
+    }
+
+    fn empty_record() -> RunRecord {
+        let json = serde_json::json!({
+            "version": RUN_RECORD_VERSION, "mode": "auto", "ram_pages": 0, "stored_pages": 0,
+            "vcpus": [], "prefilled_us": null, "finished_us": null, "counts": RunCounts::default(),
+            "faults": [], "faults_left_out": 0, "reads": [], "reads_left_out": 0,
+        });
+        serde_json::from_value(json).unwrap()
     }
 
     #[test]

@@ -117,25 +117,10 @@ impl RunningRestore {
         let before = InitialState { settled, prefilled, kept };
         let restore =
             Self::start_threads(image, &memory, faults, options, presence, before, on_fatal)?;
-        restore.record_reads(prefilled);
         // Until the vCPUs run, only the hypervisor itself faults, and it waits for each of these
         // pages.
         restore.set_fill(BackgroundFill::Off);
         Ok(restore)
-    }
-
-    /// Records the reads of the prefill.
-    fn record_reads(&self, prefilled: &PrefilledMemory) {
-        let since = self.shared.options.since;
-        let mut inner = self.shared.lock_state();
-        for read in prefilled.prefill_reads() {
-            inner.recorder.record_read(
-                read.began - since,
-                read.ended - since,
-                read.place,
-                ReadReason::Ahead,
-            );
-        }
     }
 
     /// Continues where another Firn process was killed: with the descriptor it left
@@ -197,6 +182,7 @@ impl RunningRestore {
         };
         let is_finished = server.is_finished();
         let shared = SharedRestore::new(storage, faults, options, presence, server, on_fatal);
+        record_prefill_reads(&shared, before.prefilled);
         let shared = Arc::new(shared);
         let crew = RestoreThreads::start_all(shared.clone())?;
         if is_finished {
@@ -335,6 +321,17 @@ impl RunningRestore {
 impl std::fmt::Debug for RunningRestore {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
         f.debug_struct("RunningRestore").field("progress", &self.progress()).finish_non_exhaustive()
+    }
+}
+
+/// Records the reads of the prefill. To be called before threads start: their reads are later, and
+/// once the record is full, it counts the last reads only.
+fn record_prefill_reads(shared: &SharedRestore, prefilled: &PrefilledMemory) {
+    let since = shared.options.since;
+    let recorder = &mut shared.lock_state().recorder;
+    for read in prefilled.prefill_reads() {
+        let (began, ended) = (read.began - since, read.ended - since);
+        recorder.record_read(began, ended, read.place, ReadReason::Ahead);
     }
 }
 

@@ -4,7 +4,7 @@ use std::fmt::Write;
 use std::path::{Path, PathBuf};
 
 use clap::Args as ClapArgs;
-use firn_report::{ReportedRun, RunFacts};
+use firn_report::{ReportedRun, RunFacts, render_page};
 use firn_supervisor::{Failure, FailureContext, FailureKind, VmName};
 use firn_types::make_printable;
 
@@ -16,12 +16,13 @@ use crate::output::{FactPrinter, check_output, print_text};
 /// directory. Give it by the VM's name, or as a file, which may have been copied and renamed: the
 /// run has the name of the file.
 ///
-/// The page compares the runs: utilization over time, TTR curves, where pages were prefetched and
-/// requested, reads from storage, and the numbers. It is one file that loads nothing else.
+/// The page compares the runs: from when on each VM had 90 % of its speed, utilization over time,
+/// TTR curves, reads of the image, which pages were prefetched and requested, and the numbers. All
+/// runs share their axes. The page is one file that loads nothing else.
 #[derive(Debug, ClapArgs)]
 #[command(after_long_help = r#"Examples:
   firn report web -o report.html
-  firn report lazy.json eager.json auto.json -o report.html
+  firn report lazy.json locality.json auto.json -o report.html
   firn report web --json | jq '.runs[0].ttr_s."1"."0.9"'"#)]
 pub struct ReportArgs {
     /// Run records, or names of VMs.
@@ -42,7 +43,7 @@ impl ReportArgs {
         let runs: Vec<ReportedRun> =
             self.runs.iter().map(|run| read_run(run)).collect::<Result<_, _>>()?;
         match &self.output {
-            Some(file) if file.as_os_str() == "-" => return print_text(&render_page(&runs)?),
+            Some(file) if file.as_os_str() == "-" => return print_text(&render_page(&runs)),
             Some(file) => write_page(file, &runs)?,
             None => {}
         }
@@ -71,12 +72,8 @@ fn load_run(path: &Path) -> Result<ReportedRun, Failure> {
     ReportedRun::read_file(path).map_err(|error| Failure::from_error(FailureKind::Usage, &error))
 }
 
-fn render_page(runs: &[ReportedRun]) -> Result<String, Failure> {
-    firn_report::render_page(runs).while_doing("drawing the page")
-}
-
 fn write_page(file: &Path, runs: &[ReportedRun]) -> Result<(), Failure> {
-    firn_files::replace_output(file, render_page(runs)?.as_bytes())
+    firn_files::replace_output(file, render_page(runs).as_bytes())
         .while_doing(format!("writing {}", file.display()))
 }
 

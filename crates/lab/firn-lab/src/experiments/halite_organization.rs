@@ -190,7 +190,7 @@ impl OrganizationBench<'_> {
         let start = Instant::now();
         let record = self.restore_recorded(system, BackgroundFill::Quiet, false, &self.throttle)?;
         let took = start.elapsed().as_secs_f64();
-        let waits: Vec<f64> = record.reads.iter().map(|read| f64::from(read.us)).collect();
+        let waits: Vec<f64> = record.reads.iter().map(|read| read.us as f64).collect();
         let read_p50_us = Sample::new(waits).map(|waits| waits.p50());
         self.report.add_repetition(json!({ "recorded": system.name, "seconds": took,
             "counts": record.counts, "read_p50_us": read_p50_us }));

@@ -4,7 +4,9 @@ use std::thread::sleep;
 use std::time::Duration;
 
 use firn_image::Codec;
-use firn_restore::{BackgroundFill, PrefillThreads, PrefilledMemory, RestoreMode, RestoreOptions};
+use firn_restore::{
+    BackgroundFill, PrefillThreads, PrefilledMemory, ReadRecord, RestoreMode, RestoreOptions,
+};
 use firn_types::Block;
 
 use crate::scene::Scene;
@@ -23,6 +25,31 @@ fn prefill(scene: &Scene, mode: RestoreMode) -> PrefilledMemory {
     );
     sleep(Duration::from_millis(300));
     prefill.finish_fill()
+}
+
+/// The reads of the prefill precede those of the page server, whose threads read at once.
+#[test]
+fn reads_are_recorded_in_the_order_of_their_time() {
+    use RestoreMode::{Auto, Eager, Lazy, Locality, WorkingSet};
+    for mode in [Lazy, Locality, WorkingSet, Auto, Eager] {
+        let working_set: Vec<Block> = (0..512).map(Block).collect();
+        let mut scene = Scene::with(&[8192], 2, Codec::None, working_set);
+        let options = options(mode);
+        let filling = PrefillThreads::start_fill(
+            scene.image.clone(),
+            &RestoreOptions { since: options.since, ..RestoreOptions::new(mode) },
+            scene.guest.files(),
+        );
+        sleep(Duration::from_millis(30));
+        let restore = scene.begin_prefilled(options, &filling.finish_fill());
+        restore.await_prefill().unwrap();
+        scene.check_all();
+        restore.set_fill(BackgroundFill::Quiet);
+        let record = scene.finish(restore);
+        assert!(record.reads.is_sorted_by_key(ReadRecord::ended_us), "{mode}: {:?}", record.reads);
+        let last = record.reads.last().map_or(0, ReadRecord::ended_us);
+        assert!(last <= record.recorded_us, "{mode}: a read ends after the record was made");
+    }
 }
 
 #[test]
