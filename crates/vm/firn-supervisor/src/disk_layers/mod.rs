@@ -33,6 +33,7 @@ mod newer;
 mod plan;
 mod queries;
 mod record;
+mod record_owner;
 mod register;
 mod remove;
 mod resolve;

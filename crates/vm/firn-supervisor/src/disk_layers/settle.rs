@@ -5,9 +5,9 @@
 //! | the base | merged: the base serves the images, and the files between are removed |
 //! | the topmost still | not merged; the files over the base cover the data that it received |
 
-use std::fs::File;
 use std::path::{Path, PathBuf};
 
+use firn_files::open_disk;
 use firn_vmm::{FileIdentity, read_backing_file};
 
 use super::queries::is_same_content;
@@ -88,7 +88,7 @@ fn list_changes(merge: &PendingMerge, is_merged: bool) -> std::io::Result<Vec<Ch
         if !is_in.exists() {
             continue;
         }
-        File::open(is_in)?.sync_all()?;
+        open_disk(is_in)?.sync_all()?;
         let now = FileIdentity::from_path(is_in)?;
         let is_base = *is_in == merge.base;
         let format = if is_base { merge.format.clone() } else { "qcow2".to_owned() };
