@@ -211,11 +211,11 @@ fn a_primary_that_runs_is_not_failed_over() {
     let refused = session.firn(&["failover", "twin"]).fails(5, "its primary runs");
     assert!(refused.err.contains("--accept-running"), "{}", refused.err);
     assert_eq!(session.status("web")["state"], "protected");
-    vm.is_well();
     let supervisor = session.status("web")["supervisor_pid"].as_i64().unwrap();
     signal(supervisor, Signal::STOP);
     session.firn(&["failover", "twin"]).succeeds();
     assert_eq!(session.status("twin")["state"], "running");
+    vm.is_well();
     signal(supervisor, Signal::CONT);
     let is_protected = || session.status("web")["state"] == "protected";
     eventually("the primary knows", PATIENCE, || !is_protected());
