@@ -61,14 +61,20 @@ fn frame_generation(register: &FailoverRecord) -> Generation {
     Generation(u32::try_from(register.layout + 1).unwrap_or(u32::MAX))
 }
 
+/// The time that a failover may take to begin: a fence, an election, and another lease.
+pub(super) fn failover_wait(agent: &Agent) -> Duration {
+    let ttl = agent.membership.store_and_terms().map_or(RETRY_INTERVAL, |(_, terms)| terms.ttl);
+    6 * ttl
+}
+
 /// Repeats an attempt until it succeeds or is refused, at most for the time of a failover.
 async fn retry_attempt<T, F: Future<Output = Result<Option<T>, MembershipError>>>(
     agent: &Agent,
     what: &str,
     mut try_it: impl FnMut(LocalNode) -> F,
 ) -> Result<T, Failure> {
-    let ttl = agent.membership.store_and_terms().map_or(RETRY_INTERVAL, |(_, terms)| terms.ttl);
-    let (until, mut why) = (Instant::now() + 6 * ttl, "no server has answered".to_owned());
+    let (until, mut why) =
+        (Instant::now() + failover_wait(agent), "no server has answered".to_owned());
     while Instant::now() < until {
         let tried = match local_node(agent) {
             Ok(ours) => try_it(ours).await,

@@ -43,11 +43,13 @@ pub(super) async fn fail_over_cluster(
     run_from_checkpoint(agent, &mut sole, name, None).await
 }
 
-/// Requests the failover in the record, and waits until it is done.
+/// Requests the failover in the record, and waits until it is done. It has to begin in time: a host
+/// that loses the majority meanwhile gets no lease.
 async fn fail_over_by_record(agent: &Arc<Agent>, name: &VmName) -> Result<StoredCluster, Failure> {
     let records = ClusterStore::from_paths(&agent.paths);
     records.require_cluster(name)?;
     cluster_record::record_failover(agent, name).await?;
+    let deadline = Instant::now() + cluster_record::failover_wait(agent);
     loop {
         let record = records.require_cluster(name)?;
         if record.state == ClusterState::FailedOver {
@@ -57,8 +59,17 @@ async fn fail_over_by_record(agent: &Arc<Agent>, name: &VmName) -> Result<Stored
             let hint = format!("`firn cluster failover {name}` again runs those that do not run");
             return Err(Failure::new(FailureKind::Other, why).with_hint(hint));
         }
+        if record.state == ClusterState::Protected && Instant::now() > deadline {
+            return Err(not_begun(name));
+        }
         tokio::time::sleep(SETTLE_POLL_INTERVAL).await;
     }
+}
+
+fn not_begun(name: &VmName) -> Failure {
+    let text = format!("cluster {name} does not run here yet: this host has no lease of it");
+    let hint = "the record names this host, which runs the VMs once it has the lease; `firn cluster status` shows both";
+    Failure::new(FailureKind::Interrupted, text).with_hint(hint)
 }
 
 /// Runs all VMs here, as the record requires. Their output obeys the lease of this generation. A
