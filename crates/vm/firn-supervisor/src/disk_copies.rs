@@ -12,7 +12,9 @@
 //!
 //! A copy for an image with a parent holds what changed since the parent's copy, if three things
 //! agree: the parent image names a file, the journal names the dirty bitmap that began with this
-//! file, and QEMU has that bitmap. Otherwise everything is copied.
+//! file, and QEMU has that bitmap. Otherwise everything is copied. Everything is copied as well when
+//! the chain of copies is long, or when it holds more superseded contents than the drive has bytes,
+//! because an old copy can be removed only with all images that build on it.
 
 use std::io;
 use std::path::{Path, PathBuf};
@@ -24,6 +26,7 @@ use firn_vmm::{
 };
 
 use crate::control_protocol::{SaveDisks, SaveRequest};
+use crate::disk_layers::intermediate_copy_bytes;
 use crate::disk_snapshots::{DISK_DIR_HINT, DriveSnapshot, SnapshotFile, new_file};
 use crate::failure::{Failure, FailureContext, FailureKind};
 use crate::journal::{HypervisorRecord, Journal, JournalFile};
@@ -175,7 +178,8 @@ impl<'a> DiskPolicy<'a> {
     ) -> Result<Option<(CopyExtent, CopyFile)>, Failure> {
         let Some((parent, copy)) = self.find_parent(drive, named) else { return Ok(None) };
         let Ok(below) = list_backing_files(&parent.file) else { return Ok(None) };
-        if below.len() + 1 >= COPIES_MAX || !is_unchanged(parent) {
+        let is_long = below.len() + 1 >= COPIES_MAX || wastes_space(drive, &below);
+        if is_long || !is_unchanged(parent) {
             return Ok(None);
         }
         let bytes = vm.changed_bytes(copy).while_doing("reading dirty bitmaps")?;
@@ -220,6 +224,14 @@ fn plan_full_copy(drive: &Drive) -> io::Result<(CopyExtent, CopyFile)> {
     };
     let extent = if below.is_empty() { CopyExtent::All } else { CopyExtent::Top };
     Ok((extent, CopyFile { below, bytes }))
+}
+
+/// Whether the copies below hold more contents that no image is made of than the drive has: then a
+/// full copy, after which they can be removed with the images on them, takes less space.
+fn wastes_space(drive: &Drive, below: &[(PathBuf, String)]) -> bool {
+    let below: Vec<PathBuf> = below.iter().map(|(file, _)| file.clone()).collect();
+    let drive_bytes = allocated_bytes(drive.top_file()).unwrap_or(u64::MAX);
+    intermediate_copy_bytes(&below) > drive_bytes
 }
 
 fn is_unchanged(drive: &FrozenDrive) -> bool {

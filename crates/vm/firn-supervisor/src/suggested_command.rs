@@ -134,12 +134,15 @@ mod tests {
     use super::*;
     use crate::journal::ProcessExit;
     use firn_restore::{OnError, RestoreMode};
+    use std::collections::BTreeSet;
 
     fn phases() -> Vec<Option<VmPhase>> {
         let mut phases = vec![
             VmPhase::Starting { launching: None },
             VmPhase::Starting { launching: Some("/q".into()) },
             VmPhase::Running,
+            VmPhase::Merging { paused_by_us: false },
+            VmPhase::Merging { paused_by_us: true },
             VmPhase::Protecting { paused_by_us: false },
             VmPhase::Protecting { paused_by_us: true },
             VmPhase::Standby { started: false },
@@ -167,6 +170,24 @@ mod tests {
             });
         }
         phases.into_iter().map(Some).chain([None]).collect()
+    }
+
+    /// The names of all phases, from the error of a journal with an unknown one: no list here can
+    /// miss a phase that the journal has.
+    fn phase_names() -> BTreeSet<String> {
+        let unknown = serde_json::from_str::<VmPhase>(r#"{"phase":"?"}"#).unwrap_err().to_string();
+        let (_, known) = unknown.split_once("expected one of ").unwrap();
+        known.split('`').skip(1).step_by(2).map(str::to_owned).collect()
+    }
+
+    #[test]
+    fn each_phase_of_the_journal_is_among_the_states() {
+        let name = |phase: &VmPhase| {
+            serde_json::to_value(phase).unwrap()["phase"].as_str().unwrap().to_owned()
+        };
+        let tried: BTreeSet<String> = phases().iter().flatten().map(name).collect();
+        assert!(tried.len() > 1);
+        assert_eq!(tried, phase_names());
     }
 
     /// A VM as the commands find it, in the model.
@@ -264,6 +285,6 @@ mod tests {
                 }
             }
         }
-        assert_eq!(states, 18 * 3 * 4);
+        assert_eq!(states, phases().len() * 3 * 4);
     }
 }

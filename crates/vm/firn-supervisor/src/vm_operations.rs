@@ -406,7 +406,8 @@ impl QemuOperations {
     }
 
     fn explain_end(&self, failure: Failure, what: &str) -> Failure {
-        if failure.kind == FailureKind::Refused {
+        // A monitor that another process uses is that of a QEMU that lives.
+        if matches!(failure.kind, FailureKind::Refused | FailureKind::Busy) {
             return failure;
         }
         match self.hypervisor.wait_gone(qemu::SHORT_WAIT) {

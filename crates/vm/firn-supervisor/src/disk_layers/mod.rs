@@ -46,7 +46,7 @@ use std::path::{Path, PathBuf};
 pub(crate) use command::restart_command_line;
 pub(crate) use merge::{LayerMerger, end_merges};
 pub(crate) use newer::{WantedDisk, check_old_disks};
-pub(crate) use queries::{covers_partial, describe_needs};
+pub(crate) use queries::{covers_partial, describe_needs, intermediate_copy_bytes};
 pub use register::note_copy;
 pub(crate) use register::{forget_save, note_save};
 pub use remove::{RemovedImage, remove_images};

@@ -1,9 +1,10 @@
 //! Queries on a record.
 
+use std::collections::BTreeMap;
 use std::path::{Path, PathBuf};
 
 use firn_image::Image;
-use firn_vmm::FileIdentity;
+use firn_vmm::{FileIdentity, allocated_bytes};
 
 use super::record::{ChangedContents, DiskLayer, ImageUse, LayerKind, LayerRecord};
 use super::store::read_record;
@@ -25,6 +26,14 @@ impl LayerRecord {
     pub(super) fn images_of<'a>(&'a self, file: &'a Path) -> impl Iterator<Item = &'a Path> {
         let uses = self.images.iter().filter(move |image| image.file == file);
         uses.filter(|image| !image.is_gone()).map(|image| image.image.as_path())
+    }
+
+    /// Whether a file is a copy of changes, on another copy, and the topmost file of no image.
+    fn is_intermediate(&self, file: &Path) -> bool {
+        let layer = self.find_layer(file).filter(|layer| layer.kind == LayerKind::Clone);
+        let below = layer.and_then(|layer| layer.below.as_ref());
+        below.is_some_and(|below| self.find_layer(below).is_some())
+            && self.images_of(file).next().is_none()
     }
 
     /// The current contents of `file` as an image knows it.
@@ -89,6 +98,20 @@ pub(crate) fn describe_needs(chain: &[PathBuf]) -> String {
         [image] => format!(", which {image} needs"),
         [first, others @ ..] => format!(", which {first} and {} more images need", others.len()),
     }
+}
+
+/// The bytes of those files of a chain of copies that hold only changes and are the copy of no
+/// image: images need them only because a later copy builds on them.
+pub(crate) fn intermediate_copy_bytes(chain: &[PathBuf]) -> u64 {
+    let mut records = BTreeMap::new();
+    let keys = chain.iter().map(|file| record_key(file));
+    let intermediate = keys.filter(|file| {
+        let dir = record_dir(file).to_owned();
+        let read = |dir: &PathBuf| read_record(dir).ok().flatten().unwrap_or_default();
+        let record = &*records.entry(dir).or_insert_with_key(read);
+        record.is_intermediate(file)
+    });
+    intermediate.map(|file| allocated_bytes(&file).unwrap_or(0)).sum()
 }
 
 /// Whether a file has to stay over one that has a part of its contents, because a merge ended

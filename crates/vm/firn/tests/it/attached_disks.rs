@@ -1,11 +1,14 @@
 //! Disks of VMs that Firn did not start: a checkpoint copies them, and leaves them where they are.
 
+use std::os::unix::fs::MetadataExt;
 use std::path::{Path, PathBuf};
 use std::process::{Child, Command};
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 use serde_json::{Value, json};
 
+use crate::disk_layers::qemu_io_by;
+use crate::own_qemu::resources_of;
 use crate::session::{Session, eventually, text};
 use crate::vm::{Vm, qemu_img};
 
@@ -199,6 +202,149 @@ fn disks_of_an_attached_vm_stay_where_they_are() {
         has_word(&vm, image);
         session.firn(&["stop", "web", "--discard"]).succeeds();
     }
+}
+
+/// Descriptors and mappings of QEMU; its threads come and go with the requests of disks.
+fn files_in_use(qemu: &OwnQemu) -> std::collections::BTreeMap<String, usize> {
+    let mut resources = resources_of(qemu.child.id());
+    resources.remove("threads");
+    resources
+}
+
+/// Shared memory, two disks, each strategy, whole and incremental: after `detach` QEMU has what it had, no more and no less.
+#[test]
+fn detach_leaves_a_vm_with_disks_as_it_was() {
+    let vm = Vm::new();
+    let session = &vm.session;
+    for (name, format) in [("disk0.qcow2", "qcow2"), ("disk1.raw", "raw")] {
+        qemu_img(&["create", "-q", "-f", format, text(&session.path(name)), "16M"]);
+    }
+    let line = "-accel tcg -object memory-backend-memfd,id=ram,size=64M,share=on -machine memory-backend=ram \
+        -drive file=disk0.qcow2,format=qcow2,if=virtio -drive file=disk1.raw,format=raw,if=virtio";
+    let words: Vec<&str> = line.split_whitespace().collect();
+    let qemu = OwnQemu::bare(session, &words);
+    drop(qemu.monitor());
+    let threads = || resources_of(qemu.child.id())["threads"];
+    // Until the firmware has set up the disks.
+    let (mut files, mut since) = (files_in_use(&qemu), Instant::now());
+    while since.elapsed() < Duration::from_secs(2) {
+        std::thread::sleep(Duration::from_millis(20));
+        let now = files_in_use(&qemu);
+        if now != std::mem::replace(&mut files, now.clone()) {
+            since = Instant::now();
+        }
+    }
+    let (blocks, least) = (qemu.block_state(), threads());
+    for round in 0..2 {
+        qemu.attach(session);
+        let mut newest: Option<String> = None;
+        for (number, strategy) in ["trace", "cow", "pre-copy", "stop"].iter().enumerate() {
+            for parent in [None, newest.clone()].iter().skip(usize::from(number > 0)) {
+                for drive in 0..2 {
+                    let write = format!("write -P {} 1M 128k", 1 + number);
+                    assert_eq!(qemu_io_by(&qemu.dir.join("monitor"), drive, &write), "");
+                }
+                let image = format!("{round}-{strategy}-{}.firn", parent.is_some());
+                let mut save = vec!["checkpoint", "web", "-o", &image, "--strategy", strategy];
+                save.extend(parent.iter().flat_map(|parent| ["--parent", parent.as_str()]));
+                let saved = session.json(&save);
+                let expected = if parent.is_some() { "copy of changes" } else { "copy" };
+                assert_eq!(method(&saved), expected, "{saved}");
+                newest = Some(image);
+            }
+        }
+        session.firn(&["detach", "web"]).succeeds();
+        assert_eq!(qemu.block_state(), blocks);
+        is_soon(&files, || files_in_use(&qemu));
+        eventually("its threads", PATIENCE, || threads() <= least);
+        assert!(qemu.is_running());
+    }
+}
+
+/// QEMU closes files when it is idle.
+#[track_caller]
+fn is_soon<T: PartialEq + std::fmt::Debug>(expected: &T, mut found: impl FnMut() -> T) {
+    let limit = Instant::now() + Duration::from_secs(20);
+    while found() != *expected && Instant::now() < limit {
+        std::thread::sleep(Duration::from_millis(20));
+    }
+    assert_eq!(found(), *expected);
+}
+
+/// How many checkpoints a series makes.
+fn rounds() -> u8 {
+    std::env::var("FIRN_RUNS").ok().and_then(|runs| runs.parse().ok()).unwrap_or(18)
+}
+
+/// A series of a VM that Firn did not start copies its disks, and the guest overwrites a large part of them each time. Copies
+/// that only removed images needed don't pile up below those that are needed.
+#[test]
+fn a_series_of_copies_runs_in_bounded_space() {
+    const KEEP: usize = 3;
+    let vm = Vm::new();
+    let session = &vm.session;
+    let own = [("disk0.qcow2", "qcow2"), ("disk1.raw", "raw")];
+    for (name, format) in own {
+        qemu_img(&["create", "-q", "-f", format, text(&session.path(name)), "16M"]);
+    }
+    let drives = own.map(|(name, format)| format!("file={name},format={format},if=virtio"));
+    let qemu =
+        OwnQemu::bare(session, &["-accel", "tcg", "-drive", &drives[0], "-drive", &drives[1]]);
+    let before = qemu.block_state();
+    qemu.attach(session);
+    let monitor = qemu.dir.join("monitor");
+    let series = "checkpoint web -o web.firn --every 100ms --keep 3 --times 1".split(' ');
+    let series: Vec<&str> = series.collect();
+    let bytes = |name: &String| allocated_bytes(&session.path(name));
+    let mut most = 0.0;
+    for round in 1..=rounds() {
+        for drive in 0..2 {
+            assert_eq!(qemu_io_by(&monitor, drive, &format!("write -P {round} 1M 2M")), "");
+        }
+        session.firn(&series).succeeds();
+        let (images, files) = (session.files("web-"), session.files("disk"));
+        assert!(images.len() <= KEEP, "{images:?}");
+        // What the images that are kept have to have: the disks once, and what changed in between.
+        let newest: Vec<String> =
+            images.iter().flat_map(|image| kept_files(session, image)).collect();
+        let disks: u64 = own.iter().map(|(name, _)| allocated_bytes(&session.path(name))).sum();
+        let kept = images.iter().chain(&newest).map(bytes).sum::<u64>() + disks;
+        let all: u64 = images.iter().chain(&files).map(bytes).sum();
+        most = f64::max(most, all as f64 / (kept + disks) as f64);
+        assert!(all <= 2 * (kept + disks), "{round}: {all} bytes, {kept} kept, {files:?}");
+    }
+    eprintln!("at most {most:.2} times the images that are kept and the VM's disks");
+    session.firn(&["detach", "web"]).succeeds();
+    assert_eq!(qemu.block_state(), before);
+    let images = session.files("web-");
+    for image in &images {
+        session.firn(&["restore", image, "--name", "copy", "--wait"]).succeeds();
+        let number: u8 = image["web-".len()..image.len() - ".firn".len()].parse().unwrap();
+        let status = session.status("copy");
+        for drive in 0..2 {
+            let read = format!("read -P {number} 1M 2M");
+            let wrong = qemu_io_by(Path::new(status["qmp"].as_str().unwrap()), drive, &read);
+            assert_eq!(wrong, "", "{image}");
+        }
+        session.firn(&["stop", "copy", "--discard"]).succeeds();
+    }
+    let all: Vec<&str> =
+        ["image", "rm"].into_iter().chain(images.iter().map(String::as_str)).collect();
+    session.firn(&all).succeeds();
+    assert_eq!(session.files("disk"), own.map(|(name, _)| name));
+}
+
+/// The names of the files that an image itself has of its disks, without what lies below.
+fn kept_files(session: &Session, image: &str) -> Vec<String> {
+    let facts = session.json(&["image", "inspect", image]);
+    let drives = facts["meta"]["drives"].as_array().unwrap();
+    let file = |drive: &Value| PathBuf::from(drive["file"].as_str().unwrap());
+    let name = |drive| file(drive).file_name().unwrap().to_str().unwrap().to_owned();
+    drives.iter().map(name).collect()
+}
+
+fn allocated_bytes(file: &Path) -> u64 {
+    file.metadata().unwrap().blocks() * 512
 }
 
 #[test]

@@ -1,5 +1,6 @@
 //! A QEMU that a user has started, with little in it: for what Firn does about a QEMU, and not about its guest.
 
+use std::collections::BTreeMap;
 use std::os::unix::net::UnixStream;
 use std::os::unix::process::CommandExt;
 use std::path::{Path, PathBuf};
@@ -29,8 +30,12 @@ impl OwnQemu {
 
     /// The same, by another name: the first word of its command line.
     pub fn named(name: &str, session: &Session, more: &[&str]) -> Self {
+        Self::of_program(Path::new(&firn_lab::guest::default_program()), name, session, more)
+    }
+
+    /// The same, of a program that may be a copy.
+    pub fn of_program(program: &Path, name: &str, session: &Session, more: &[&str]) -> Self {
         let qmp = session.path("qmp");
-        let program = firn_lab::guest::default_program();
         let log = std::fs::File::create(session.path("own-qemu.log")).unwrap();
         let monitor = format!("unix:{},server=on,wait=off", text(&qmp));
         let machine = ["-M", "pc", "-m", "64", "-accel", "tcg", "-nodefaults", "-display", "none"];
@@ -84,6 +89,24 @@ impl OwnQemu {
         eventually("the end of a QEMU", PATIENCE, || !self.is_running());
         self.child.wait().unwrap()
     }
+}
+
+/// How many descriptors of each kind, mappings of each file, and threads a process has.
+pub fn resources_of(pid: u32) -> BTreeMap<String, usize> {
+    let proc = PathBuf::from(format!("/proc/{pid}"));
+    let descriptors = std::fs::read_dir(proc.join("fd")).unwrap();
+    let descriptors = descriptors.filter_map(|fd| std::fs::read_link(fd.unwrap().path()).ok());
+    let descriptors = descriptors.map(|it| it.display().to_string());
+    // A socket has a number: `socket:[4711]`.
+    let kinds =
+        descriptors.map(|it| it.split_once(":[").map_or(it.clone(), |(kind, _)| kind.into()));
+    let maps = std::fs::read_to_string(proc.join("maps")).unwrap();
+    let mapped = maps.lines().filter_map(|line| line.split_whitespace().nth(5));
+    let mapped = mapped.filter(|it| !it.starts_with('[')).map(|it| format!("mapped {it}"));
+    let mut counts = BTreeMap::new();
+    kinds.chain(mapped).for_each(|name| *counts.entry(name).or_default() += 1);
+    counts.insert("threads".into(), std::fs::read_dir(proc.join("task")).unwrap().count());
+    counts
 }
 
 fn listener(socket: &Path) -> Option<String> {

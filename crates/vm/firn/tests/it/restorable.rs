@@ -10,6 +10,7 @@ use std::time::{Duration, Instant};
 use firn_vmm::QemuVm as Monitor;
 use serde_json::{Value, json};
 
+use crate::own_qemu::resources_of;
 use crate::session::{Answer, Session, eventually, text};
 use crate::vm::Vm;
 
@@ -143,29 +144,11 @@ impl Stranger {
         session.firn(&["attach", "web", "--pid", &pid, "--qmp", text(qmp)]).succeeds();
     }
 
-    /// How many descriptors of each kind, mappings of each file, and threads it has.
-    fn resources(&self) -> BTreeMap<String, usize> {
-        let proc = PathBuf::from(format!("/proc/{}", self.0.id()));
-        let descriptors = std::fs::read_dir(proc.join("fd")).unwrap();
-        let descriptors = descriptors.filter_map(|fd| std::fs::read_link(fd.unwrap().path()).ok());
-        let descriptors = descriptors.map(|it| it.display().to_string());
-        // A socket has a number: `socket:[4711]`.
-        let kinds =
-            descriptors.map(|it| it.split_once(":[").map_or(it.clone(), |(kind, _)| kind.into()));
-        let maps = std::fs::read_to_string(proc.join("maps")).unwrap();
-        let mapped = maps.lines().filter_map(|line| line.split_whitespace().nth(5));
-        let mapped = mapped.filter(|it| !it.starts_with('[')).map(|it| format!("mapped {it}"));
-        let mut counts = BTreeMap::new();
-        kinds.chain(mapped).for_each(|name| *counts.entry(name).or_default() += 1);
-        counts.insert("threads".into(), std::fs::read_dir(proc.join("task")).unwrap().count());
-        counts
-    }
-
     /// What it has more of than before.
     fn more_than(&self, before: &BTreeMap<String, usize>) -> Vec<String> {
         let is_more =
             |(name, count): &(String, usize)| before.get(name).is_none_or(|it| count > it);
-        let more = self.resources().into_iter().filter(is_more);
+        let more = resources_of(self.0.id()).into_iter().filter(is_more);
         more.map(|(name, count)| format!("{count} x {name}")).collect()
     }
 }
@@ -232,7 +215,7 @@ fn a_first_checkpoint_waits_for_the_firmware_and_detach_leaves_nothing() {
     let (qemu, qmp) = Stranger::start(&session, &args, Stdio::null());
     let _stays_connected = monitor(&second);
     drop(monitor(&qmp));
-    let before = qemu.resources();
+    let before = resources_of(qemu.0.id());
     qemu.attach(&session, &qmp);
     session.firn(&["checkpoint", "web", "-o", "0.firn"]).succeeds();
     // A save that fails after the cut.
@@ -268,6 +251,100 @@ fn a_first_checkpoint_waits_for_the_firmware_and_detach_leaves_nothing() {
         session.firn(&["stop", "vga"]).succeeds();
     }
     session.firn(&["restore", "vga3.firn", "--wait"]).succeeds();
+}
+
+/// A vhost-user backend that can do nothing but be migrated, so that QEMU itself refuses no save. It answers what QEMU asks for
+/// at its start (QEMU `docs/interop/vhost-user.rst`).
+fn serve_vhost_user(socket: &Path) {
+    use std::io::{Read, Write};
+    const GET_FEATURES: u32 = 1;
+    const GET_PROTOCOL_FEATURES: u32 = 15;
+    /// VHOST_F_LOG_ALL and VHOST_USER_F_PROTOCOL_FEATURES.
+    const FEATURES: u32 = 1 << 26 | 1 << 30;
+    /// VHOST_USER_PROTOCOL_F_LOG_SHMFD.
+    const PROTOCOL_FEATURES: u32 = 1 << 1;
+    const REPLY: u32 = 0b101;
+    let mut stream = None;
+    eventually("QEMU's socket", PATIENCE, || {
+        stream = UnixStream::connect(socket).ok();
+        stream.is_some()
+    });
+    let mut stream = stream.unwrap();
+    std::thread::spawn(move || {
+        let mut header = [0; 12];
+        while stream.read_exact(&mut header).is_ok() {
+            let word = |at: usize| u32::from_le_bytes(header[at..at + 4].try_into().unwrap());
+            let mut payload = vec![0; word(8) as usize];
+            stream.read_exact(&mut payload).unwrap();
+            let features = match word(0) {
+                GET_FEATURES => FEATURES,
+                GET_PROTOCOL_FEATURES => PROTOCOL_FEATURES,
+                _ => continue,
+            };
+            let answer = [word(0), REPLY, 8, features, 0].map(u32::to_le_bytes).concat();
+            stream.write_all(&answer).unwrap();
+        }
+    });
+}
+
+/// Each device whose memory or state no image can hold is a reason; none keeps Firn from managing the VM.
+#[test]
+fn devices_with_memory_of_their_own_are_refused_or_marked() {
+    let session = Session::new();
+    let memory = |id: &str| format!("memory-backend-memfd,id={id},share=on,size=16M");
+    let line = [
+        "-M pc,nvdimm=on -m 64,slots=4,maxmem=1G -nodefaults",
+        "-object memory-backend-ram,id=m1,size=128M",
+        "-device virtio-mem-pci,id=plugged,memdev=m1,requested-size=0",
+        &format!("-object {} -device nvdimm,id=nv1,memdev=m2", memory("m2")),
+        &format!("-object {} -device virtio-pmem-pci,id=pm1,memdev=m3", memory("m3")),
+    ]
+    .join(" ");
+    let reasons = [
+        "device plugged (virtio-mem-pci) gives guest memory and takes it back",
+        "device nv1 (nvdimm) is persistent memory",
+        "device pm1 (virtio-pmem-pci) is persistent memory",
+    ];
+    are_refused_or_marked(&session, &line, &reasons);
+}
+
+/// The same of a device that another process runs.
+#[test]
+fn devices_of_other_processes_are_refused_or_marked() {
+    let session = Session::new();
+    let socket = session.path("vhost.sock");
+    let line = format!(
+        "-M pc -m 64 -nodefaults -chardev socket,id=vu,path={},server=on \
+         -netdev vhost-user,id=n1,chardev=vu -device virtio-net-pci,id=nic1,netdev=n1",
+        text(&socket)
+    );
+    let backend = std::thread::spawn(move || serve_vhost_user(&socket));
+    let reasons = ["is run by another process, which writes to guest memory unseen"];
+    are_refused_or_marked(&session, &line, &reasons);
+    backend.join().unwrap();
+}
+
+/// A checkpoint of a QEMU of this command line is refused with these reasons, or marked with them.
+#[track_caller]
+fn are_refused_or_marked(session: &Session, line: &str, reasons: &[&str]) {
+    let args: Vec<&str> = line.split(' ').collect();
+    let (qemu, qmp) = Stranger::start(session, &args, Stdio::null());
+    qemu.attach(session, &qmp);
+    let save = ["checkpoint", "web", "-o", "web.firn"];
+    let refused = session.firn(&save).fails(5, "could not be restored");
+    eprintln!("{}", refused.err);
+    names_all(&refused, reasons);
+    assert!(session.files("web.firn").is_empty());
+    let suspend = session.firn(&["suspend", "web", "-o", "web.firn"]);
+    names_all(&suspend.fails(5, "could not be restored"), reasons);
+    let accepted = session.json(&[&save[..], &["--accept-unrestorable"]].concat());
+    assert_eq!(accepted["unrestorable"].as_array().unwrap().len(), reasons.len(), "{accepted}");
+    let inspected = session.json(&["image", "inspect", "web.firn"]);
+    assert_eq!(inspected["meta"]["unrestorable"], accepted["unrestorable"]);
+    let restored = session.firn(&["restore", "web.firn", "--name", "again"]);
+    names_all(&restored.fails(5, "--accept-unrestorable"), reasons);
+    assert_eq!(session.status("web")["state"], "running");
+    session.firn(&["detach", "web"]).succeeds();
 }
 
 #[test]
