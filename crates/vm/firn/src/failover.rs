@@ -126,7 +126,7 @@ impl FailoverArgs {
 
 /// Watches the standby's stream, unless it has ended, and refuses if epochs still arrive.
 fn refuse_while_epochs_arrive(base: &RuntimeDir, name: &VmName) -> Result<(), Failure> {
-    let newest_epoch = || {
+    let newest_epoch = || -> Result<Option<u64>, Failure> {
         let standby = query_status(base, &base.vm_dir(name))?.standby;
         Ok(standby.filter(|standby| standby.ended.is_none()).map(|standby| standby.complete))
     };
