@@ -2,8 +2,9 @@
 //! is not a regular one. Control characters of names and of images do not reach a terminal.
 
 use std::ffi::OsString;
+use std::fs::Permissions;
 use std::os::unix::ffi::OsStringExt as _;
-use std::os::unix::fs::{FileTypeExt as _, MetadataExt as _, symlink};
+use std::os::unix::fs::{FileTypeExt as _, MetadataExt as _, PermissionsExt as _, symlink};
 use std::os::unix::net::UnixListener;
 use std::path::{Path, PathBuf};
 use std::process::{Command, Stdio};
@@ -77,7 +78,10 @@ impl Bench {
             let file = std::fs::File::options().write(true).open(path(disk)).unwrap();
             file.set_modified(std::time::SystemTime::UNIX_EPOCH).unwrap();
         }
-        symlink(firn_lab::guest::default_program(), path("qemu")).unwrap();
+        let qemu = firn_lab::guest::default_program();
+        let script = format!("#!/bin/sh\nexec {} \"$@\"\n", qemu.to_str().unwrap());
+        std::fs::write(path("qemu"), script).unwrap();
+        std::fs::set_permissions(path("qemu"), Permissions::from_mode(0o755)).unwrap();
         let own = OwnQemu::start(&session, &[]);
         let bench = Self { session, own };
         bench.has_live();
@@ -107,14 +111,14 @@ impl Bench {
         }
     }
 
-    /// Ends the VM that a command has started.
+    /// Ends the VM that a command has started, and not the QEMU that it was attached to.
     fn end_web(&self) {
-        if self.session.firn(&["detach", "web"]).code == 0 {
-            let pid = self.session.status("web")["pid"].as_i64().unwrap();
-            self.session.firn(&["rm", "web"]).succeeds();
-            if pid.to_string() != self.own.pid() {
-                crate::session::kill(pid);
-            }
+        if self.session.ls().iter().any(|(name, _)| name == "web") {
+            let verb = match self.session.status("web")["pid"].to_string() == self.own.pid() {
+                true => "detach",
+                false => "stop",
+            };
+            self.session.firn(&[verb, "web"]).succeeds();
         }
     }
 
@@ -265,6 +269,8 @@ fn files_of_other_kinds_are_refused_by_every_argument() {
             let is_fit = match argument.role {
                 Role::Directory => name == "directory",
                 Role::Disk => ["block", "node", "device", "null"].contains(&name),
+                // It is one. `firn-epochs` tests how long one that is silent is waited for.
+                Role::Socket => name == "socket" && argument.name == "protect to",
                 _ => false,
             };
             if is_fit {
@@ -278,7 +284,10 @@ fn files_of_other_kinds_are_refused_by_every_argument() {
                 continue;
             }
             assert_one_error(&answer, &what, codes_of(argument));
-            assert!(answer.err.contains(name), "{what}: {}", answer.err);
+            // `firn image rm` follows it.
+            let named =
+                answer.err.contains(name) || (name == "link" && answer.err.contains("fifo"));
+            assert!(named, "{what}: {}", answer.err);
             assert_eq!(contents(session), before, "{what}");
         }
     }
@@ -359,7 +368,8 @@ fn names_that_no_text_is_and_names_that_a_terminal_obeys() {
             assert_shown(&answer.out, &what);
             if answer.code == 0 {
                 assert_eq!(argument.role, Role::Output, "{what}");
-                assert!(answer.out.lines().count() <= 2, "{what}: {}", answer.out);
+                let is_forged = answer.out.lines().any(|line| line.starts_with("firn: forged"));
+                assert!(!is_forged, "{what}: {}", answer.out);
                 std::fs::remove_file(session.path("").join(OsString::from_vec(name.to_vec())))
                     .unwrap();
                 continue;

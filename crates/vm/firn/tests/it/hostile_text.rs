@@ -61,7 +61,10 @@ fn the_command_line_of_a_users_qemu() {
     is_shown_on_one_line(&session.firn(&["status", "copy"]), "status of a copy");
     shows(&session.firn(&["stop", "copy"]).succeeds(), "the command line to go on with");
     session.firn(&["stop", "mine"]).succeeds();
-    std::fs::remove_file(&disk).unwrap();
+    // The image has a copy of the disk.
+    for file in session.files("disk") {
+        std::fs::remove_file(session.path(&file)).unwrap();
+    }
     let refused = session.firn(&named);
     shows(&refused, "a disk that is not there");
     assert_eq!(refused.code, 5, "{}", refused.err);

@@ -29,7 +29,7 @@ pub struct PathArgument {
     /// what `edges.rs` gives for them. `live` is a VM that runs, `vm.firn` an image of it; `good.firn` is an image
     /// without a VM, and `good.ram` its memory.
     pub command: &'static str,
-    /// A path with which it succeeds; none where it would wait.
+    /// A path with which it succeeds; none where it would wait, or needs another VM or host.
     pub fit: Option<&'static str>,
 }
 
@@ -79,12 +79,8 @@ pub const ARGUMENTS: &[PathArgument] = &[
     argument("restore disk_dir", Directory, "restore vm.firn --name web --disk-dir @", "directory"),
     argument("restore disk", Disk, "restore vm.firn --name web --disk disk.raw=@", "moved.raw"),
     argument("restore set", Disk, "restore vm.firn --name web --set drive.d.file=@", "moved.raw"),
-    argument("restore calls", Input, "restore calls.firn --name web --calls @", "policy.toml"),
-    waiting(
-        "restore stores",
-        Input,
-        "restore calls.firn --name web --calls policy.toml --stores=@",
-    ),
+    waiting("restore calls", Input, "restore vm.firn --name web --calls @"),
+    waiting("restore stores", Input, "restore vm.firn --name web --calls policy.toml --stores=@"),
     argument("restore qemu", Program, "restore vm.firn --name web --qemu ./@", "qemu"),
     waiting("standby listen", Listener, "standby web --listen unix:@"),
     waiting("protect to", Socket, "protect live --to unix:@"),
