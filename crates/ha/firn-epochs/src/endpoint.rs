@@ -36,11 +36,10 @@ pub struct EndpointError(String);
 impl FromStr for BackupEndpoint {
     type Err = EndpointError;
 
+    /// A relative path is made absolute: the supervisor has another current directory.
     fn from_str(words: &str) -> Result<Self, EndpointError> {
-        match words.split_once(':') {
-            Some(("unix", path)) if !path.is_empty() => Ok(Self(path.into())),
-            _ => Err(EndpointError(words.to_owned())),
-        }
+        let path = words.strip_prefix("unix:").and_then(|path| std::path::absolute(path).ok());
+        path.map(Self).ok_or_else(|| EndpointError(words.to_owned()))
     }
 }
 

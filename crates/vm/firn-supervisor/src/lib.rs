@@ -33,6 +33,7 @@ mod cpu;
 mod decisions;
 mod dirty_tracking;
 mod disk_copies;
+mod disk_kinds;
 mod disk_layers;
 mod disk_snapshots;
 mod endpoints;

@@ -35,6 +35,7 @@ use serde_json::json;
 use crate::auxiliary;
 use crate::calls;
 use crate::control_protocol::{OperationProgress, RestoreDisks};
+use crate::disk_kinds::check_disk_kinds;
 use crate::disk_layers::LockedLayers;
 use crate::disk_snapshots::RestoredDisks;
 use crate::endpoints;
@@ -174,6 +175,7 @@ pub(crate) fn restore_vm(
     let plan = command_line::plan_command(&meta.qemu.user_args)
         .and_then(|plan| plan.with_program(&program).with_drives(own.files()))
         .map_err(vm_start::command_line_failure)?;
+    check_disk_kinds(&plan.disk_files(), &meta.qemu.directory)?;
     let (plan, notes) = avoid_used_endpoints(place, &meta, plan)?;
     let (child, args, early) = launch_qemu(place, &meta, &image, &options, &plan)?;
     firn_fault::point("restore.spawned");

@@ -32,6 +32,7 @@ use firn_vmm::command_line::{self, CommandLineError, RamPlan};
 use serde_json::json;
 
 use crate::control_protocol::{FailoverMember, FailoverRequest, OperationProgress};
+use crate::disk_kinds::check_disk_kinds;
 use crate::event_loop::RestoreTask;
 use crate::failure::{Failure, FailureContext, FailureKind};
 use crate::journal::{Journal, JournalFile, VmPhase};
@@ -132,6 +133,7 @@ impl PreparedStandby {
             .map_err(vm_start::command_line_failure)?;
         let plan =
             command_line::plan_command(&user_args).map_err(vm_start::command_line_failure)?;
+        check_disk_kinds(&plan.disk_files(), &meta.qemu.directory)?;
         let (directory, socket) = (&place.directory, place.vm.disks_socket());
         let (served, copies) =
             ServedDisks::create_for_standby(plan.disks(), &hello.disks, directory, &socket)?;

@@ -16,6 +16,7 @@ use rustix::fs::{MemfdFlags, ftruncate, memfd_create};
 use serde_json::json;
 
 use crate::calls;
+use crate::disk_kinds::check_disk_kinds;
 use crate::disk_layers::{self, WantedDisk};
 use crate::event_loop::RestoreTask;
 use crate::failure::{Failure, FailureContext, FailureKind};
@@ -135,7 +136,9 @@ pub(crate) fn run_vm(
         None => args,
     };
     let plan = command_line::plan_command(args).map_err(command_line_failure)?;
-    let wanted = plan.disk_files().into_iter();
+    let files = plan.disk_files();
+    check_disk_kinds(&files, &place.directory)?;
+    let wanted = files.into_iter();
     let wanted = wanted.map(|named| WantedDisk { file: place.directory.join(&named), named });
     let notes = disk_layers::check_old_disks(&wanted.collect::<Vec<_>>(), old_disk)?;
     let served =

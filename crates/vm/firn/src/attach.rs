@@ -7,6 +7,7 @@ use firn_supervisor::{
     Failure, FailureKind, RuntimeDir, SupervisorPlan, VmName, absolute_path, query_status,
     start_supervisor,
 };
+use firn_types::make_printable;
 
 use crate::output::FactPrinter;
 use crate::run::{summarize_vm, supervisor_notes};
@@ -55,8 +56,10 @@ impl AttachArgs {
         let facts = start_supervisor(&base, &self.name, &plan, &mut |_| ())
             .map_err(|failure| failure.while_doing(format!("can't attach {}", self.name)))?;
         out.print_facts(&facts, || {
-            let notes: String =
-                supervisor_notes(&facts).iter().map(|note| format!("{note}\n")).collect();
+            let notes: String = supervisor_notes(&facts)
+                .iter()
+                .map(|note| make_printable(note).into_owned() + "\n")
+                .collect();
             format!("{notes}{}\n", summarize_vm(&facts))
         })
     }

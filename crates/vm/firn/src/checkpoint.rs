@@ -296,7 +296,7 @@ pub fn describe_checkpoint(facts: &serde_json::Value) -> String {
 fn describe_obstacles(facts: &serde_json::Value) -> String {
     let reasons = facts["unrestorable"].as_array().into_iter().flatten();
     let reasons = reasons.filter_map(serde_json::Value::as_str);
-    reasons.map(|reason| format!("cannot be restored: {reason}\n")).collect()
+    reasons.map(|reason| format!("cannot be restored: {}\n", make_printable(reason))).collect()
 }
 
 /// The pauses of the pre-copy rounds before the cut, if there were any.
@@ -312,7 +312,7 @@ fn describe_round_pauses(report: &serde_json::Value) -> String {
 }
 
 fn describe_drive(drive: &serde_json::Value) -> String {
-    let text = |key: &str| drive[key].as_str().unwrap_or("?");
+    let text = |key: &str| make_printable(drive[key].as_str().unwrap_or("?"));
     if text("how").starts_with("copy") {
         let (name, kept, file) = (text("drive"), text("kept"), text("goes_on_with"));
         return format!("disk {name}: {kept} is a {} of {file}\n", text("how"));

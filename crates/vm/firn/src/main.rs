@@ -195,16 +195,25 @@ mod tests {
     use std::any::TypeId;
     use std::path::PathBuf;
 
+    use firn_epochs::endpoint::BackupEndpoint;
+
     #[test]
     fn the_command_line_contradicts_itself_nowhere() {
         FirnCli::command().debug_assert();
     }
 
-    /// The arguments of a verb, and of its own verbs, that take a path.
+    /// The arguments of a verb, and of its own verbs, that take a path, or a text that may contain
+    /// one.
     fn path_arguments(verb: &clap::Command, name: &str) -> Vec<String> {
+        let types = [
+            TypeId::of::<PathBuf>(),
+            TypeId::of::<(String, PathBuf)>(),
+            TypeId::of::<String>(),
+            TypeId::of::<(String, String)>(),
+            TypeId::of::<BackupEndpoint>(),
+        ];
         let takes_path = |argument: &&clap::Arg| {
-            let kind = argument.get_value_parser().type_id();
-            kind == TypeId::of::<PathBuf>() || kind == TypeId::of::<(String, PathBuf)>()
+            types.iter().any(|it| argument.get_value_parser().type_id() == *it)
         };
         let own =
             verb.get_arguments().filter(takes_path).map(|it| format!("{name} {}", it.get_id()));

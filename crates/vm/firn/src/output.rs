@@ -121,6 +121,11 @@ fn failure_json(failure: &Failure) -> String {
     format!("{}\n", printable_json(&facts.to_string()))
 }
 
+/// A path in a text for people. A line break in it begins no line.
+pub fn printable_path(path: &Path) -> String {
+    make_printable(&path.to_string_lossy()).into_owned()
+}
+
 /// Checks in advance that an image or a page can be written at a path.
 pub fn check_output(path: &Path) -> Result<(), Failure> {
     check_output_kind(path)?;

@@ -4,7 +4,10 @@
 use std::path::PathBuf;
 
 use firn_supervisor::{RuntimeDir, SupervisorRequest, VmName, inspect_vm, send_request};
+use firn_types::make_printable;
 use serde::Deserialize;
+
+use crate::output::printable_path;
 
 /// The overlays of a VM, as far as they are known.
 pub fn overlays_of(base: &RuntimeDir, name: &VmName) -> Vec<PathBuf> {
@@ -18,7 +21,7 @@ pub fn existing_overlays(overlays: Vec<PathBuf>) -> Vec<PathBuf> {
 
 /// A line for each overlay.
 pub fn overlay_lines(overlays: &[PathBuf]) -> String {
-    overlays.iter().map(|path| format!("its disk: {}\n", path.display())).collect()
+    overlays.iter().map(|path| format!("its disk: {}\n", printable_path(path))).collect()
 }
 
 /// A command line that starts a VM on its present disks.
@@ -44,7 +47,7 @@ impl RestartCommand {
         let words: Vec<String> = self.words.iter().map(|word| shell_quoted(word)).collect();
         match self.replaced.is_empty() {
             true => String::new(),
-            false => format!("{what}: {}\n", words.join(" ")),
+            false => format!("{what}: {}\n", make_printable(&words.join(" "))),
         }
     }
 }

@@ -10,6 +10,7 @@ use firn_supervisor::{
     Failure, FailureKind, OnProgress, ProtectRequest, RuntimeDir, SupervisorRequest, VmName,
     send_request,
 };
+use firn_types::make_printable;
 use serde_json::Value;
 
 use crate::bar::TerminalBar;
@@ -84,7 +85,8 @@ impl ProtectArgs {
         let (name, ms) = (&self.name, self.interval.as_millis());
         let cards = facts["not_held"].as_array().into_iter().flatten();
         let not_held = cards.filter_map(|card| card.as_str());
-        let not_held = not_held.map(|card| format!("output through {card} is not buffered\n"));
+        let not_held = not_held
+            .map(|card| format!("output through {} is not buffered\n", make_printable(card)));
         let not_held = not_held.collect::<String>();
         format!("{name} is protected: every {ms} ms to {}\n{not_held}", self.describe_target())
     }

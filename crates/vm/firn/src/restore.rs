@@ -11,6 +11,7 @@ use firn_supervisor::{
     Failure, FailureKind, ImageMeta, RestoreDisks, RuntimeDir, SupervisorPlan, SupervisorRequest,
     VmName, absolute_path, send_request, start_supervisor,
 };
+use firn_types::make_printable;
 
 use crate::bar::TerminalBar;
 use crate::calls::CallsArgs;
@@ -216,16 +217,17 @@ fn describe_restore(facts: &serde_json::Value) -> String {
     }
     let mut text = String::new();
     for note in supervisor_notes(facts) {
-        let _ = writeln!(text, "{note}");
+        let _ = writeln!(text, "{}", make_printable(note));
     }
     let _ = writeln!(text, "{}", summarize_vm(facts));
     for overlay in facts["overlays"].as_array().into_iter().flatten() {
-        let _ = writeln!(text, "it writes to {}", overlay.as_str().unwrap_or("?"));
+        let _ = writeln!(text, "it writes to {}", make_printable(overlay.as_str().unwrap_or("?")));
     }
     let total = facts["timings_ms"]["total"].as_f64().unwrap_or(0.0);
     match facts["paused"].as_str() {
         Some(state) => {
             let (total, qmp) = (units::format_ms(total), facts["qmp"].as_str().unwrap_or("?"));
+            let qmp = make_printable(qmp);
             let _ = writeln!(
                 text,
                 "paused after {total}, as it was saved ({state}): `cont` on its monitor {qmp} starts it, or `firn restore --run`"

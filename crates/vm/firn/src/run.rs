@@ -4,6 +4,7 @@ use std::fmt::Write;
 
 use clap::Args as ClapArgs;
 use firn_supervisor::{Failure, RuntimeDir, SupervisorPlan, VmName, start_supervisor};
+use firn_types::make_printable;
 
 use crate::calls::CallsArgs;
 use crate::output::FactPrinter;
@@ -82,7 +83,7 @@ impl RunVmArgs {
     fn describe_start(&self, facts: &serde_json::Value) -> String {
         let mut text = String::new();
         for note in supervisor_notes(facts).into_iter().filter(|_| !self.quiet) {
-            let _ = writeln!(text, "{note}");
+            let _ = writeln!(text, "{}", make_printable(note));
         }
         let _ = writeln!(text, "{}", summarize_vm(facts));
         text
@@ -97,7 +98,7 @@ pub fn supervisor_notes(facts: &serde_json::Value) -> Vec<&str> {
 
 /// A VM in one line.
 pub fn summarize_vm(facts: &serde_json::Value) -> String {
-    let text = |key: &str| facts[key].as_str().unwrap_or("?").to_owned();
+    let text = |key: &str| make_printable(facts[key].as_str().unwrap_or("?"));
     let number = |key: &str| facts[key].as_u64().unwrap_or(0);
     format!(
         "{} runs: process {}, {}, {} vCPU, {}, QEMU {}",

@@ -1,9 +1,10 @@
 //! Backup server: receives states and changes from applications, and writes a log for each.
 
 use std::collections::HashMap;
+use std::fs;
 use std::io::{self, Write as _};
 use std::net::{Shutdown, SocketAddr, TcpListener, TcpStream};
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::thread::{self, JoinHandle};
@@ -66,9 +67,10 @@ impl BackupServer {
     /// Starts a server, which listens in a thread of its own.
     ///
     /// # Errors
-    /// If the address or the identity cannot be used.
+    /// If the address, the identity or the directory cannot be used.
     pub fn start(options: BackupServerOptions) -> Result<Self, BackupError> {
         let config = options.identity.server_config()?;
+        check_directory(&options.directory)?;
         let lost = |source| BackupError::Connection { address: options.listen.clone(), source };
         let listener = TcpListener::bind(&options.listen).map_err(lost)?;
         let owner = OwnerProcess::this_process().map_err(|errno| lost(errno.into()))?;
@@ -127,6 +129,16 @@ impl Drop for BackupServer {
 impl std::fmt::Debug for BackupServer {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
         f.debug_struct("BackupServer").field("address", &self.address).finish_non_exhaustive()
+    }
+}
+
+/// Checks that logs can be made in it, before an application relies on that.
+fn check_directory(path: &Path) -> Result<(), BackupError> {
+    let failed =
+        |source| BackupError::File { what: "cannot keep logs in", path: path.to_owned(), source };
+    match fs::metadata(path).map_err(failed)?.is_dir() {
+        true => Ok(()),
+        false => Err(failed(io::ErrorKind::NotADirectory.into())),
     }
 }
 

@@ -77,9 +77,13 @@ fn crypto_provider() -> Arc<rustls::crypto::CryptoProvider> {
 }
 
 fn read_certificates(path: &Path) -> Result<Vec<CertificateDer<'static>>, BackupError> {
-    CertificateDer::pem_slice_iter(&read_file(path)?)
-        .collect::<Result<Vec<_>, _>>()
-        .map_err(unusable_file(path))
+    let certificates: Vec<_> = CertificateDer::pem_slice_iter(&read_file(path)?)
+        .collect::<Result<_, _>>()
+        .map_err(unusable_file(path))?;
+    match certificates.is_empty() {
+        true => Err(unusable_file(path)("it has no certificate in PEM format")),
+        false => Ok(certificates),
+    }
 }
 
 fn read_file(path: &Path) -> Result<Vec<u8>, BackupError> {

@@ -14,7 +14,12 @@ use std::ptr::NonNull;
 use std::thread;
 use std::time::Duration;
 
-use firn_app::{Area, BackupTarget, Error, FsyncPolicy, Session, SessionOptions, TrackerKind};
+use firn_app::{
+    AcknowledgePolicy, Area, BackupTarget, Error, FsyncPolicy, Session, SessionOptions,
+    TrackerKind, WarmStandby,
+};
+
+use crate::standby::{identities, standby};
 
 const PROGRAM: &str = "FIRN_APP_TEST_FORKS";
 const LENGTHS: [usize; 2] = [3000, 70_001];
@@ -24,11 +29,15 @@ const REGISTERED: usize = 50_000;
 const CHILD_SECONDS: u32 = 60;
 
 fn forks_with(kind: TrackerKind) {
+    forks_of(kind, "file");
+}
+
+fn forks_of(kind: TrackerKind, target: &str) {
     let forks = std::env::var("FIRN_RUNS").unwrap_or_else(|_| "60".to_owned());
     let dir = tempfile::tempdir().unwrap();
     let output = Command::new(std::env::current_exe().unwrap())
         .args(["--exact", "fork::program", "--nocapture", "--test-threads=1"])
-        .env(PROGRAM, format!("{kind} {forks} {}", dir.path().display()))
+        .env(PROGRAM, format!("{kind} {forks} {} {target}", dir.path().display()))
         .output()
         .unwrap();
     let said = String::from_utf8_lossy(&output.stdout);
@@ -64,6 +73,17 @@ fn compare() {
     forks_with(TrackerKind::Compare);
 }
 
+/// Children have the sockets of their parent's connections.
+#[test]
+fn with_a_standby_by_tls() {
+    forks_of(TrackerKind::Assisted, "standby");
+}
+
+#[test]
+fn with_a_standby_by_tls_that_is_asked_later() {
+    forks_of(TrackerKind::Pages, "late-standby");
+}
+
 /// The program. Without orders it is an empty test.
 #[test]
 fn program() {
@@ -72,7 +92,7 @@ fn program() {
     let (kind, forks) = (orders[0].parse().unwrap(), orders[1].parse::<u32>().unwrap());
     // SAFETY: sets a timer of this process: a program that hangs ends.
     unsafe { libc::alarm(120 + forks) };
-    run(kind, u64::from(forks), Path::new(orders[2]));
+    run(kind, u64::from(forks), Path::new(orders[2]), orders[3]);
 }
 
 struct Random(u64);
@@ -98,10 +118,41 @@ fn bytes<'a>(area: &(usize, usize)) -> &'a mut [u8] {
     unsafe { std::slice::from_raw_parts_mut(area.0 as *mut u8, area.1) }
 }
 
-fn run(kind: TrackerKind, forks: u64, dir: &Path) {
+/// Where the program's commits go. The standby is in this process: its children have a copy of it too.
+enum Target {
+    File(PathBuf),
+    Standby { standby: WarmStandby, target: BackupTarget },
+}
+
+impl Target {
+    fn new(name: &str, dir: &Path) -> Self {
+        if name == "file" {
+            return Self::File(dir.join("log"));
+        }
+        let [ours, theirs] = identities(dir);
+        let standby = standby(dir, &ours);
+        let acknowledge = match name {
+            "standby" => AcknowledgePolicy::Sync,
+            _ => AcknowledgePolicy::Async { lag_max: 5 },
+        };
+        let target = BackupTarget::remote(standby.address().to_string(), theirs);
+        Self::Standby { standby, target: target.acknowledge(acknowledge) }
+    }
+
+    fn options(&self, kind: TrackerKind) -> SessionOptions {
+        match self {
+            Self::File(log) => options(kind, log),
+            Self::Standby { target, .. } => {
+                SessionOptions::new("forks").tracker(kind).backup(target.clone())
+            }
+        }
+    }
+}
+
+fn run(kind: TrackerKind, forks: u64, dir: &Path, target: &str) {
     let mut random = Random(0x9e37_79b9_7f4a_7c15 ^ u64::from(std::process::id()));
-    let log = dir.join("log");
-    let mut session = Session::open(options(kind, &log)).unwrap();
+    let target = Target::new(target, dir);
+    let mut session = Session::open(target.options(kind)).unwrap();
     let own = LENGTHS.map(|len| session.allocate(&format!("{len}"), len).unwrap());
     let mut areas: Vec<(usize, usize)> =
         own.iter().map(|area| (area.as_ptr() as usize, area.len())).collect();
@@ -182,7 +233,7 @@ fn run(kind: TrackerKind, forks: u64, dir: &Path) {
         }
     }
     others.join().unwrap();
-    finish(kind, session, &log, (sequence, &expected), forks);
+    finish(kind, session, target, (sequence, &expected), forks);
 }
 
 /// A thread that shares nothing with the one that commits but the instants.
@@ -211,21 +262,38 @@ fn fork_at_any_instant(
     }
 }
 
-/// A child that lives on does not keep the log: the parent's next session has it.
-fn finish(kind: TrackerKind, session: Session, log: &Path, right: (u64, &[Vec<u8>]), forks: u64) {
+/// A child that lives on keeps neither the log nor the connection: the parent's next session has the one, and the standby
+/// takes over though the other is open in the child.
+fn finish(
+    kind: TrackerKind,
+    mut session: Session,
+    target: Target,
+    right: (u64, &[Vec<u8>]),
+    forks: u64,
+) {
     let Some(child) = forked() else {
         thread::sleep(Duration::from_secs(u64::from(CHILD_SECONDS)));
         ends(|| Ok(()))
     };
+    session.flush_backups().unwrap();
     drop(session);
-    let mut session = Session::open(options(kind, log)).unwrap();
+    let mut session = match &target {
+        Target::File(log) => Session::open(options(kind, log)).unwrap(),
+        Target::Standby { .. } => {
+            Session::open(SessionOptions::new("forks").tracker(kind)).unwrap()
+        }
+    };
     let names = ["3000", "70001", "registered"];
     let areas: Vec<Area> = names
         .iter()
         .zip(right.1)
         .map(|(name, bytes)| session.allocate(name, bytes.len()).unwrap())
         .collect();
-    assert_eq!(session.recover().unwrap(), right.0);
+    let sequence = match target {
+        Target::File(_) => session.recover().unwrap(),
+        Target::Standby { standby, .. } => standby.take_over(&mut session).unwrap(),
+    };
+    assert_eq!(sequence, right.0);
     for (area, expected) in areas.iter().zip(right.1) {
         assert!(session.bytes(area) == expected, "an area of {} bytes", area.len());
     }

@@ -18,7 +18,7 @@ use rustls::version::{TLS12, TLS13};
 use rustls::{ClientConfig, ClientConnection, RootCertStore, SupportedProtocolVersion};
 
 /// Keys of two sides that accept each other.
-fn identities(dir: &Path) -> [TlsIdentity; 2] {
+pub fn identities(dir: &Path) -> [TlsIdentity; 2] {
     let mut authority = CertificateParams::new(Vec::new()).unwrap();
     authority.is_ca = IsCa::Ca(BasicConstraints::Unconstrained);
     let authority = CertifiedIssuer::self_signed(authority, KeyPair::generate().unwrap()).unwrap();
@@ -41,7 +41,7 @@ fn identities(dir: &Path) -> [TlsIdentity; 2] {
     })
 }
 
-fn standby(dir: &Path, identity: &TlsIdentity) -> WarmStandby {
+pub fn standby(dir: &Path, identity: &TlsIdentity) -> WarmStandby {
     let options = BackupServerOptions {
         listen: "127.0.0.1:0".into(),
         identity: identity.clone(),

@@ -2,13 +2,16 @@
 
 use std::io::{BufRead, BufReader, Read, Write};
 use std::net::TcpStream;
+use std::os::unix::fs::symlink;
+use std::os::unix::net::UnixListener;
 use std::path::Path;
 use std::process::{Command, Output, Stdio};
+use std::time::{Duration, Instant};
 
 use rustix::fs::{CWD, Mode, mkfifoat};
 use rustix::process::{Pid, Signal, kill_process};
 
-use crate::host::{Authority, free_address, write_config};
+use crate::host::{Authority, PATIENCE, free_address, write_config};
 
 pub fn agent(args: &[&str]) -> Command {
     let mut command = Command::new(env!("CARGO_BIN_EXE_firn-agent"));
@@ -38,26 +41,97 @@ fn a_configuration_is_checked_with_its_certificates() {
     assert_eq!(none.status.code(), Some(2));
 }
 
+/// Files that are no regular ones, and what an error calls them.
+fn hostile_files() -> [(&'static str, &'static str); 4] {
+    [
+        ("fifo", "a FIFO"),
+        ("socket", "a socket"),
+        ("directory", "a directory"),
+        ("device", "a character device"),
+    ]
+}
+
+fn place_hostile_file(kind: &str, path: &Path) {
+    match kind {
+        "fifo" => mkfifoat(CWD, path, Mode::RUSR | Mode::WUSR).unwrap(),
+        "socket" => drop(UnixListener::bind(path).unwrap()),
+        "directory" => std::fs::create_dir(path).unwrap(),
+        _ => symlink("/dev/full", path).unwrap(),
+    }
+}
+
+/// The exit code and the error of a command, which must not wait.
+fn ends(args: &[&str]) -> (Option<i32>, String) {
+    let mut command = agent(args);
+    let mut child = command.stdout(Stdio::null()).stderr(Stdio::piped()).spawn().unwrap();
+    let since = Instant::now();
+    while child.try_wait().unwrap().is_none() {
+        if since.elapsed() > PATIENCE {
+            child.kill().unwrap();
+            unreachable!("firn-agent {args:?} waits");
+        }
+        std::thread::sleep(Duration::from_millis(2));
+    }
+    let output = child.wait_with_output().unwrap();
+    (output.status.code(), String::from_utf8(output.stderr).unwrap())
+}
+
+/// Each file of a host, in place of which something else is, by each verb that reads it.
 #[test]
-fn a_fifo_in_place_of_a_file_is_refused_without_a_wait() {
+fn other_files_in_place_of_a_hosts_files_are_refused_without_a_wait() {
     let dir = tempfile::tempdir().unwrap();
     let authority = Authority::new();
     let identity = authority.issue(&["a"], |_| ());
-    let file = write_config(dir.path(), &authority.pem(), identity, "a", free_address(), &[]);
+    let config = write_config(dir.path(), &authority.pem(), identity, "a", free_address(), &[]);
+    let text = std::fs::read_to_string(&config).unwrap();
+    let membership = "[membership]\nservers = [\"a\"]\nstate-dir = \"state\"\n";
+    std::fs::write(&config, format!("{text}{membership}")).unwrap();
+    let file = config.to_str().unwrap();
     let entries = std::fs::read_dir(dir.path()).unwrap().map(|entry| entry.unwrap().path());
     let files: Vec<_> = entries.filter(|path| path.is_file()).collect();
     assert!(files.len() >= 4, "{files:?}");
     for path in files {
         let kept = path.with_extension("kept");
         std::fs::rename(&path, &kept).unwrap();
-        mkfifoat(CWD, &path, Mode::RUSR | Mode::WUSR).unwrap();
-        let refused = check(&file);
-        let text = String::from_utf8_lossy(&refused.stderr);
-        assert_eq!(refused.status.code(), Some(2), "{}: {text}", path.display());
-        assert!(text.contains("it is a FIFO, not a regular file"), "{}: {text}", path.display());
+        for (kind, called) in hostile_files() {
+            place_hostile_file(kind, &path);
+            let verbs = ["check", "run", "found"];
+            let reads = |verb: &&&str| **verb != "found" || path == config;
+            for verb in verbs.iter().filter(reads) {
+                let (code, said) = ends(&[verb, file]);
+                let what = format!("{verb} with {kind} as {}: {said}", path.display());
+                assert_eq!(code, Some(2), "{what}");
+                assert!(said.contains(&format!("it is {called}, not a regular file")), "{what}");
+                assert!(said.contains(path.to_str().unwrap()), "{what}");
+                assert_eq!(said.matches("firn-agent: ").count(), 1, "{what}");
+            }
+            match kind {
+                "directory" => std::fs::remove_dir(&path).unwrap(),
+                _ => std::fs::remove_file(&path).unwrap(),
+            }
+        }
         std::fs::rename(&kept, &path).unwrap();
     }
-    assert!(check(&file).status.success());
+    assert_eq!(ends(&["check", file]).0, Some(0));
+    state_directories_are_refused(dir.path(), file);
+}
+
+/// In place of the directory of a server's state, by the verb that makes it and by the one that uses it.
+fn state_directories_are_refused(dir: &Path, config: &str) {
+    let state = dir.join("state");
+    for (kind, _) in hostile_files().iter().filter(|(kind, _)| *kind != "directory") {
+        place_hostile_file(kind, &state);
+        for verb in ["found", "run"] {
+            let (code, said) = ends(&[verb, config]);
+            let what = format!("{verb} with {kind} as its state: {said}");
+            assert!(code.is_some_and(|code| code != 0), "{what}");
+            assert!(said.contains(state.to_str().unwrap()), "{what}");
+            assert_eq!(said.matches("firn-agent: ").count(), 1, "{what}");
+        }
+        std::fs::remove_file(&state).unwrap();
+    }
+    assert_eq!(ends(&["found", config]).0, Some(0), "a directory that is not there is made");
+    assert!(state.is_dir());
 }
 
 /// Certificates that are made as the documentation describes.

@@ -2,6 +2,7 @@
 
 use clap::Args as ClapArgs;
 use firn_supervisor::{Failure, SupervisorRequest, VmName};
+use firn_types::make_printable;
 
 use crate::output::FactPrinter;
 
@@ -31,7 +32,7 @@ impl DiskCommitArgs {
 
 fn describe_committed(facts: &serde_json::Value) -> String {
     let line = |disk: &serde_json::Value| {
-        let text = |key: &str| disk[key].as_str().unwrap_or("?");
+        let text = |key: &str| make_printable(disk[key].as_str().unwrap_or("?"));
         let layers = disk["layers"].as_u64().unwrap_or(0);
         format!(
             "disk {}: the VM writes to {} again; {layers} layers are merged\n",

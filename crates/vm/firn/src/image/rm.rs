@@ -5,7 +5,7 @@ use std::path::PathBuf;
 use clap::Args as ClapArgs;
 use firn_supervisor::{Failure, RemovedImage, absolute_path, remove_images};
 
-use crate::output::FactPrinter;
+use crate::output::{FactPrinter, printable_path};
 
 /// Remove images, with the files that only they need.
 ///
@@ -40,14 +40,14 @@ impl ImageRmArgs {
 }
 
 fn describe_removed(removed: &RemovedImage) -> String {
-    let mut text = format!("{} is removed\n", removed.image.display());
+    let mut text = format!("{} is removed\n", printable_path(&removed.image));
     for file in &removed.removed {
-        text += &format!("its disk {} is removed\n", file.display());
+        text += &format!("its disk {} is removed\n", printable_path(file));
     }
     for file in &removed.kept {
         text += &format!(
             "{} stays: it is the newest state of a disk (--disks removes it)\n",
-            file.display()
+            printable_path(file)
         );
     }
     text

@@ -11,9 +11,11 @@ use std::time::{Duration, Instant};
 use rcgen::{
     BasicConstraints, CertificateParams, CertifiedIssuer, ExtendedKeyUsagePurpose, IsCa, KeyPair,
 };
+use rustix::process::Signal;
 use serde_json::Value;
 
-use crate::session::{Session, eventually, kill};
+use crate::session::{Session, eventually, kill, signal};
+use crate::tiny_guest::TinyGuest;
 use crate::vm::{Vm, writes};
 
 const PATIENCE: Duration = Duration::from_secs(60);
@@ -325,4 +327,47 @@ fn a_vm_whose_backup_is_cut_off_runs_on_unprotected() {
     eventually("writers go on", PATIENCE, || writes(&mut control) > before);
     a.firn(&["protect", "web", "--backup", "b"]).fails(1, "connecting to host b");
     assert_eq!(a.status("web")["state"], "running");
+}
+
+/// Supervisor, guard and watcher of a VM are killed at once, and no command is given: the host's agent starts them again.
+#[test]
+fn an_agent_starts_a_vms_supervisor_again() {
+    let (vm, b) = (Vm::alone(), Session::new());
+    let (network, a) = (Network::loopback(), &vm.session);
+    configure(&network, [a, &b]);
+    let mut guest = TinyGuest::run(a, &[]);
+    let agent = Agent::start(&network, 0, a);
+    let before = a.status("web");
+    let pids =
+        ["guard_pid", "watcher_pid", "supervisor_pid"].map(|it| before[it].as_i64().unwrap());
+    // Not one of them sees another one die.
+    pids.iter().for_each(|&pid| signal(pid, Signal::STOP));
+    signal(agent.pid(), Signal::STOP);
+    pids.iter().for_each(|&pid| kill(pid));
+    std::thread::sleep(Duration::from_secs(3));
+    assert!(keepers(a).is_empty(), "only an agent does it");
+    signal(agent.pid(), Signal::CONT);
+    eventually("supervisor, guard and watcher", PATIENCE, || keepers(a).len() == 3);
+    assert!(keepers(a).iter().all(|pid| !pids.contains(pid)));
+    let after = a.status("web");
+    assert_eq!((&after["recoveries"], &after["pid"]), (&1.into(), &before["pid"]));
+    assert_eq!(after["state"], "running");
+    guest.answers();
+}
+
+/// Supervisors and guards of a session's VMs, by their command lines and environment: a command of Firn's would start what
+/// is missing.
+fn keepers(session: &Session) -> Vec<i64> {
+    let runtime = format!("FIRN_RUNTIME_DIR={}", session.runtime_dir().display());
+    let has_word = |pid: i64, file: &str, words: &[&str]| {
+        let text = fs::read(format!("/proc/{pid}/{file}")).unwrap_or_default();
+        let mut found = text.split(|&byte| byte == 0);
+        found.any(|word| words.iter().any(|it| it.as_bytes() == word))
+    };
+    let entries = fs::read_dir("/proc").unwrap();
+    let pids = entries.filter_map(|entry| entry.ok()?.file_name().to_str()?.parse().ok());
+    let roles = [firn_supervisor::SUPERVISE, firn_supervisor::GUARD];
+    let is_ours =
+        |pid: &i64| has_word(*pid, "environ", &[&runtime]) && has_word(*pid, "cmdline", &roles);
+    pids.filter(is_ours).collect()
 }

@@ -29,8 +29,10 @@ const RUNS: u64 = 60;
 const PAGES_MAX: u32 = u32::MAX - 64;
 
 /// Every verb that reads an image and needs no VM; `@` is the image.
-const VERBS: [&str; 9] = [
+const VERBS: [&str; 12] = [
     "image inspect @",
+    "image verify --restorable @",
+    "image rebase child.firn --moved @ -o out.firn",
     "--json image inspect @",
     "image verify @",
     "image chain @",
@@ -39,11 +41,12 @@ const VERBS: [&str; 9] = [
     "image reorder @ --by random --codec lz4 -o out.firn",
     "image rebase @ --parent good.firn -o out.firn",
     "image rebase good.firn --parent @ -o out.firn",
+    "image rm @",
 ];
 
 /// Verbs that need an image of a VM; tried on changed images of one that has only firmware.
 const VERBS_OF_VMS: [&str; 3] = [
-    "restore @ --name copy --mode eager --wait",
+    "restore @ --name copy --mode eager --on-error kill --wait",
     "restore @ --name copy --mode lazy --on-error kill --wait",
     "image compare @ good.ram",
 ];
@@ -65,14 +68,7 @@ fn try_verb(session: &Session, verb: &str, image: &str) {
 fn run_limited(session: &Session, verb: &str, image: &str, codes: &[i32]) -> bool {
     let words: Vec<&str> =
         verb.split(' ').map(|word| if word == "@" { image } else { word }).collect();
-    let inner = session.command(&words);
-    let threads = std::thread::available_parallelism().map_or(1, usize::from).min(64) as u64;
-    let mut command = Command::new("sh");
-    command.arg("-c").arg(LIMITS).arg("sh");
-    command.args([(MEMORY_KIB + threads * 3 * 1024).to_string(), SECONDS.to_string()]);
-    command.arg(inner.get_program()).args(inner.get_args()).current_dir(session.path(""));
-    command.env("FIRN_RUNTIME_DIR", session.runtime_dir()).stdin(Stdio::null());
-    let answer = Answer::of(command.output().unwrap());
+    let answer = limited(session, &session.command(&words));
     let _ = std::fs::remove_file(session.path("out.firn"));
     assert!(
         codes.contains(&answer.code),
@@ -87,6 +83,17 @@ fn run_limited(session: &Session, verb: &str, image: &str, codes: &[i32]) -> boo
     }
     assert_eq!(session.files(".out"), [""; 0], "firn {verb} with {image}");
     answer.code == 0
+}
+
+/// Runs a command within the limits.
+fn limited(session: &Session, inner: &Command) -> Answer {
+    let threads = std::thread::available_parallelism().map_or(1, usize::from).min(64) as u64;
+    let mut command = Command::new("sh");
+    command.arg("-c").arg(LIMITS).arg("sh");
+    command.args([(MEMORY_KIB + threads * 3 * 1024).to_string(), SECONDS.to_string()]);
+    command.arg(inner.get_program()).args(inner.get_args()).current_dir(session.path(""));
+    command.env("FIRN_RUNTIME_DIR", session.runtime_dir()).stdin(Stdio::null());
+    Answer::of(command.output().unwrap())
 }
 
 fn regions(pages: u32) -> RegionMap {
@@ -257,6 +264,12 @@ fn bombs_of_groups(good: &Forge) -> Vec<Bomb<'_>> {
     ]
 }
 
+/// An image that needs another one, which may be elsewhere.
+fn make_child(session: &Session) {
+    let rebase = ["image", "rebase", "good.firn", "--parent", "other.firn", "-o", "child.firn"];
+    session.firn(&rebase).succeeds();
+}
+
 #[test]
 fn small_images_that_claim_to_be_large() {
     let session = Session::new();
@@ -266,13 +279,14 @@ fn small_images_that_claim_to_be_large() {
     let good = Forge::read(&session.path("other.firn"));
     good.write(&session.path("same.firn"));
     session.firn(&["image", "verify", "same.firn"]).succeeds();
+    make_child(&session);
     for (name, make) in bombs(&good) {
         make().write(&session.path(name));
         let bytes = std::fs::metadata(session.path(name)).unwrap().len();
         eprintln!("{name}: {bytes} bytes");
         assert!(bytes <= 1 << 20, "{name} has {bytes} bytes");
         VERBS.iter().for_each(|verb| try_verb(&session, verb, name));
-        std::fs::remove_file(session.path(name)).unwrap();
+        let _ = std::fs::remove_file(session.path(name));
     }
 }
 
@@ -376,6 +390,7 @@ fn images_changed_at_random() {
     // Another identity, so that either can be the parent of the other.
     write_good(&session, "other.firn");
     let good = Forge::read(&session.path("other.firn"));
+    make_child(&session);
     let runs = std::env::var("FIRN_RUNS").ok().and_then(|runs| runs.parse().ok()).unwrap_or(RUNS);
     for seed in 0..runs {
         let mut random = Random(seed);
@@ -388,13 +403,117 @@ fn images_changed_at_random() {
     }
 }
 
+/// Runs a VM that has only firmware, so that its image is small.
+fn run_firmware(session: &Session, options: &[&str]) -> Answer {
+    let qemu = "qemu-system-x86_64 -M pc -m 8 -accel tcg,tb-size=8 -nodefaults -display none";
+    let qemu: Vec<&str> = qemu.split(' ').collect();
+    limited(session, &session.command(&[&["run", "web"], options, &["--"], &qemu].concat()))
+}
+
+/// An image of a VM, which claims more than it has: no restore takes more than the limits, and no parent of a checkpoint.
+#[test]
+fn images_of_a_vm_that_claim_to_be_large() {
+    let session = Session::new();
+    run_firmware(&session, &[]).succeeds();
+    session.firn(&["checkpoint", "web", "-o", "vm.firn", "--reference", "good.ram"]).succeeds();
+    let good = Forge::read(&session.path("vm.firn"));
+    let supervisor = session.status("web")["supervisor_pid"].clone();
+    for (name, make) in bombs(&good) {
+        make().write(&session.path(name));
+        eprintln!("{name}");
+        for verb in VERBS_OF_VMS {
+            run_limited(&session, verb, name, &CODES_OF_VMS);
+            if session.ls().len() > 1 && session.firn(&["stop", "copy"]).code != 0 {
+                session.firn(&["rm", "copy"]).succeeds();
+            }
+        }
+        let save = |verb| session.firn(&[verb, "web", "-o", "out.firn", "--parent", name]);
+        let checkpoint = save("checkpoint");
+        if checkpoint.code == 0 {
+            // Its memory is as good as that of another.
+            std::fs::remove_file(session.path("out.firn")).unwrap();
+        } else {
+            assert!([1, 2, 5, 6].contains(&checkpoint.code), "{name}: {}", checkpoint.err);
+            assert_eq!(save("suspend").code, checkpoint.code, "{name}");
+            assert_eq!(session.files("out.firn"), [""; 0]);
+        }
+        std::fs::remove_file(session.path(name)).unwrap();
+    }
+    assert_eq!(session.status("web")["supervisor_pid"], supervisor, "it lives within the limits");
+    session.firn(&["checkpoint", "web", "-o", "out.firn", "--parent", "vm.firn"]).succeeds();
+}
+
+/// Files of other kinds, of at most 1 MiB.
+#[test]
+fn other_files_that_are_large_when_they_are_read() {
+    let session = Session::new();
+    let deep =
+        |open: &str, close: &str| format!("{}{}", open.repeat(250_000), close.repeat(250_000));
+    let write = |name: &str, text: &str| {
+        assert!(text.len() <= 1 << 20, "{name}");
+        std::fs::write(session.path(name), text).unwrap();
+    };
+    run_firmware(&session, &[]).succeeds();
+    session.firn(&["checkpoint", "web", "-o", "vm.firn"]).succeeds();
+    session.firn(&["stop", "web"]).succeeds();
+    // What is learned of an image is no reason not to restore it.
+    let restore = ["restore", "vm.firn", "--name", "web", "--mode", "auto", "--wait"];
+    session.firn(&restore).succeeds();
+    let record = std::fs::read(session.runtime_dir().join("web/restore.json")).unwrap();
+    let record: serde_json::Value = serde_json::from_slice(&record).unwrap();
+    session.firn(&["stop", "web"]).succeeds();
+    let numbers = format!("[{}0]", "0,".repeat(400_000));
+    let learned = format!("{{\"version\":1,\"image\":\"\",\"blocks\":{numbers}}}");
+    for bomb in [deep("[", "]"), deep("{\"a\":", "}"), numbers.clone(), learned] {
+        write("vm.firn.learned", &bomb[..bomb.len().min(1 << 20)]);
+        let answer = limited(&session, &session.command(&restore));
+        assert_eq!(answer.code, 0, "{}", answer.err);
+        session.firn(&["stop", "web"]).succeeds();
+    }
+    // A run record: deep, long, and of a restore that took for ever.
+    let mut endless = record.clone();
+    endless["finished_us"] = ((1_u64 << 46) - 1).into();
+    endless["prefilled_us"] = endless["finished_us"].clone();
+    let many = {
+        let fault =
+            serde_json::json!({ "t_us": 1, "page": 1, "tid": 1, "wait_us": 1, "answered": "zero" });
+        let mut many = record.clone();
+        many["faults"] = vec![fault; 12_000].into();
+        many
+    };
+    for bomb in
+        [deep("[", "]"), deep("{\"a\":", "}"), numbers, endless.to_string(), many.to_string()]
+    {
+        write("run.json", &bomb[..bomb.len().min(1 << 20)]);
+        run_limited(&session, "report @ -o out.html", "run.json", &[0, 2, 6]);
+    }
+    // A policy, and an agent's configuration.
+    let tables = deep("[", "]");
+    let toml = [
+        format!("a = {tables}"),
+        format!("a = {}", deep("{a=", "}")),
+        format!("{}", "[a]\n".repeat(200_000)),
+        format!("[{}a]\n", "a.".repeat(400_000)),
+        "a = 1\n".repeat(150_000),
+    ];
+    for bomb in toml {
+        write("bomb.toml", &bomb[..bomb.len().min(1 << 20)]);
+        let refused = run_firmware(&session, &["--calls", "bomb.toml"]);
+        assert_eq!(refused.code, 2, "{}", refused.err);
+        let mut check = Command::new(Session::program_beside("firn-agent"));
+        check.args(["check", "bomb.toml"]);
+        let refused = limited(&session, &check);
+        assert_eq!(refused.code, 2, "{}", refused.err);
+        assert!(refused.err.len() < 10_000, "an error of {} bytes", refused.err.len());
+    }
+    assert_eq!(session.ls(), []);
+}
+
 /// The same for restores: of a VM that has only firmware, so that its image is small.
 #[test]
 fn images_of_a_vm_changed_at_random() {
     let session = Session::new();
-    let qemu = "qemu-system-x86_64 -M pc -m 8 -accel tcg,tb-size=8 -nodefaults -display none";
-    let run: Vec<&str> = ["run", "web", "--"].into_iter().chain(qemu.split(' ')).collect();
-    session.firn(&run).succeeds();
+    run_firmware(&session, &[]).succeeds();
     let save = ["checkpoint", "web", "-o", "vm.firn", "--reference", "good.ram"];
     session.firn(&save).succeeds();
     session.firn(&["stop", "web"]).succeeds();

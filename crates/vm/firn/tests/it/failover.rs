@@ -17,6 +17,7 @@ use crate::session::{Session, eventually, signal, text};
 use crate::vm::Vm;
 
 mod power_cut;
+mod power_off;
 
 const PATIENCE: Duration = Duration::from_secs(120);
 const HOSTS: [&str; 3] = ["a", "b", "c"];

@@ -1,17 +1,21 @@
-//! Every argument of `firn` that takes a path, and a command line to try it with. A unit test of the program compares this
-//! table with the command line that it has: a new argument has to be added here.
+//! Every argument of `firn` that takes a path, also as a part of a text, and a command line to try it with. A unit test of
+//! the program compares this table with the command line that it has: a new argument has to be added here.
 
 /// What a path is for.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Role {
     /// A file that is read.
     Input,
+    /// A disk of a VM: a regular file or a device.
+    Disk,
     /// A file that is written.
     Output,
     /// A directory in which files are made.
     Directory,
     /// A socket to connect to.
     Socket,
+    /// A socket that is made.
+    Listener,
     /// A program that is run.
     Program,
 }
@@ -21,52 +25,120 @@ pub struct PathArgument {
     /// Its verb, and its name there.
     pub name: &'static str,
     pub role: Role,
-    /// A command line; `@` is where the path goes. `good.firn` is an image, `good.ram` its memory.
+    /// A command line that succeeds with the right path; `@` is where the path goes. Words in capitals are replaced by
+    /// what `edges.rs` gives for them. `live` is a VM that runs, `vm.firn` an image of it; `good.firn` is an image
+    /// without a VM, and `good.ram` its memory.
     pub command: &'static str,
+    /// A path with which it succeeds; none where it would wait, or needs another VM or host.
+    pub fit: Option<&'static str>,
 }
 
-const fn argument(name: &'static str, role: Role, command: &'static str) -> PathArgument {
-    PathArgument { name, role, command }
+const fn argument(
+    name: &'static str,
+    role: Role,
+    command: &'static str,
+    fit: &'static str,
+) -> PathArgument {
+    PathArgument { name, role, command, fit: Some(fit) }
 }
 
-use Role::{Directory, Input, Output, Program, Socket};
+const fn waiting(name: &'static str, role: Role, command: &'static str) -> PathArgument {
+    PathArgument { name, role, command, fit: None }
+}
+
+use Role::{Directory, Disk, Input, Listener, Output, Program, Socket};
 
 pub const ARGUMENTS: &[PathArgument] = &[
-    argument("run calls", Input, "run web --calls @ -- qemu-system-x86_64"),
-    argument("run stores", Input, "run web --stores=@ -- qemu-system-x86_64"),
-    argument("attach qmp", Socket, "attach web --pid 999999999 --qmp @"),
-    argument("checkpoint output", Output, "checkpoint web -o @"),
-    argument("checkpoint disk_dir", Directory, "checkpoint web -o new.firn --disk-dir @"),
-    argument("checkpoint parent", Input, "checkpoint web -o new.firn --parent @"),
-    argument("checkpoint reference", Output, "checkpoint web -o new.firn --reference @"),
-    argument("suspend output", Output, "suspend web -o @"),
-    argument("suspend disk_dir", Directory, "suspend web -o new.firn --disk-dir @"),
-    argument("suspend parent", Input, "suspend web -o new.firn --parent @"),
-    argument("restore image", Input, "restore @ --name web"),
-    argument("restore disk_dir", Directory, "restore good.firn --name web --disk-dir @"),
-    argument("restore calls", Input, "restore good.firn --name web --calls @"),
-    argument("restore stores", Input, "restore good.firn --name web --stores=@"),
-    argument("restore qemu", Program, "restore good.firn --name web --qemu ./@"),
-    argument("doctor kernel", Input, "doctor --kernel @"),
-    argument("image inspect image", Input, "image inspect @"),
-    argument("image verify image", Input, "image verify @"),
-    argument("image reorder image", Input, "image reorder @ --by physical -o new.firn"),
-    argument("image reorder output", Output, "image reorder good.firn --by physical -o @"),
-    argument("image chain image", Input, "image chain @"),
-    argument("image merge image", Input, "image merge @ -o new.firn"),
-    argument("image merge output", Output, "image merge good.firn -o @"),
-    argument("image rebase image", Input, "image rebase @ --parent good.firn -o new.firn"),
-    argument("image rebase parent", Input, "image rebase good.firn --parent @ -o new.firn"),
-    argument("image rebase moved", Input, "image rebase good.firn --moved @ -o new.firn"),
-    argument("image rebase output", Output, "image rebase good.firn --parent good.firn -o @"),
-    argument("image compare image", Input, "image compare @ good.ram"),
-    argument("image compare reference", Input, "image compare good.firn @"),
-    argument("image rm images", Input, "image rm @"),
-    argument("report runs", Input, "report @"),
-    argument("report output", Output, "report good.json -o @"),
+    argument("run calls", Input, "run web --calls @ -- QEMU", "policy.toml"),
+    argument("run stores", Input, "run web --calls policy.toml --stores=@ -- QEMU", "PLUGIN"),
+    argument(
+        "run command",
+        Disk,
+        "run web -- QEMU -drive file=@,format=raw,if=virtio,readonly=on",
+        "disk.raw",
+    ),
+    argument("attach qmp", Socket, "attach web --pid PID --qmp @", "qmp"),
+    argument("checkpoint output", Output, "checkpoint live -o @", "new.firn"),
+    argument(
+        "checkpoint disk_dir",
+        Directory,
+        "checkpoint live -o new.firn --disk-dir @",
+        "directory",
+    ),
+    argument("checkpoint parent", Input, "checkpoint live -o new.firn --parent @", "vm.firn"),
+    argument(
+        "checkpoint reference",
+        Output,
+        "checkpoint live -o new.firn --reference @",
+        "new.ram",
+    ),
+    argument("suspend output", Output, "suspend live -o @", "new.firn"),
+    argument("suspend disk_dir", Directory, "suspend live -o new.firn --disk-dir @", "directory"),
+    argument("suspend parent", Input, "suspend live -o new.firn --parent @", "vm.firn"),
+    argument("restore image", Input, "restore @ --name web", "vm.firn"),
+    argument("restore disk_dir", Directory, "restore vm.firn --name web --disk-dir @", "directory"),
+    argument("restore disk", Disk, "restore vm.firn --name web --disk disk.raw=@", "moved.raw"),
+    argument("restore set", Disk, "restore vm.firn --name web --set drive.d.file=@", "moved.raw"),
+    waiting("restore calls", Input, "restore vm.firn --name web --calls @"),
+    waiting("restore stores", Input, "restore vm.firn --name web --calls policy.toml --stores=@"),
+    argument("restore qemu", Program, "restore vm.firn --name web --qemu ./@", "qemu"),
+    waiting("standby listen", Listener, "standby web --listen unix:@"),
+    waiting("protect to", Socket, "protect live --to unix:@"),
+    waiting("doctor qemu", Program, "doctor --qemu ./@"),
+    waiting("doctor kernel", Input, "doctor --kernel @"),
+    argument("image inspect image", Input, "image inspect @", "good.firn"),
+    argument("image verify image", Input, "image verify @", "good.firn"),
+    argument(
+        "image reorder image",
+        Input,
+        "image reorder @ --by physical -o new.firn",
+        "good.firn",
+    ),
+    argument(
+        "image reorder output",
+        Output,
+        "image reorder good.firn --by physical -o @",
+        "new.firn",
+    ),
+    argument("image chain image", Input, "image chain @", "good.firn"),
+    argument("image merge image", Input, "image merge @ -o new.firn", "good.firn"),
+    argument("image merge output", Output, "image merge good.firn -o @", "new.firn"),
+    argument(
+        "image rebase image",
+        Input,
+        "image rebase @ --parent good.firn -o new.firn",
+        "other.firn",
+    ),
+    argument(
+        "image rebase parent",
+        Input,
+        "image rebase other.firn --parent @ -o new.firn",
+        "good.firn",
+    ),
+    argument(
+        "image rebase moved",
+        Input,
+        "image rebase child.firn --moved @ -o new.firn",
+        "vm.firn",
+    ),
+    argument(
+        "image rebase output",
+        Output,
+        "image rebase other.firn --parent good.firn -o @",
+        "new.firn",
+    ),
+    argument("image compare image", Input, "image compare @ good.ram", "good.firn"),
+    argument("image compare reference", Input, "image compare good.firn @", "good.ram"),
+    argument("image rm images", Input, "image rm @", "spare.firn"),
+    argument("report runs", Input, "report @", "run.json"),
+    argument("report output", Output, "report run.json -o @", "new.html"),
 ];
 
-/// Arguments whose files are made later, by another process, and never replace any: `firn-disks` tests that. And the
-/// directory of manual pages, which only `make install` names.
+/// Arguments of these types whose paths Firn opens later or not at all.
+///
+/// Disks of a standby are made later, by another process, and never replace a file: `firn-disks` tests that. An uplink
+/// of a standby is connected to when its VM runs. QEMU alone reads what is added to its command line. The directory of
+/// manual pages is named by `make install`.
 #[allow(dead_code, reason = "shared with a unit test")]
-pub const NOT_OPENED: [&str; 2] = ["standby disks", "__man directory"];
+pub const NOT_OPENED: [&str; 5] =
+    ["standby disks", "standby uplinks", "restore netdev", "restore qemu_arg", "__man directory"];

@@ -9,20 +9,28 @@ use crate::agent::Agent;
 use crate::session::{Session, eventually, signal};
 
 /// Three hosts, and at `a` a machine without a guest, with a disk that Firn serves.
-struct Machines {
+pub(super) struct Machines {
     sessions: [Session; 3],
     agents: Vec<Agent>,
     site: Site,
 }
 
 impl Machines {
-    fn start() -> Self {
+    pub(super) fn start() -> Self {
         let (sessions, site) = ([Session::new(), Session::new(), Session::new()], Site::new());
         configure(Kind::Embedded, &site, sessions.each_ref());
         fs::write(sessions[0].path("d0.raw"), vec![0; 1 << 20]).unwrap();
         let mut machines = Self { sessions, agents: Vec::new(), site };
         machines.start_agents();
         machines
+    }
+
+    pub(super) fn session(&self, host: usize) -> &Session {
+        &self.sessions[host]
+    }
+
+    pub(super) fn kill_agent(&mut self, host: usize) {
+        self.agents[host].kill();
     }
 
     fn start_agents(&mut self) {
@@ -42,7 +50,7 @@ impl Machines {
         self.sessions[0].firn(&[&words[..], &machine, &device].concat()).succeeds();
     }
 
-    fn protect(&self) {
+    pub(super) fn protect(&self) {
         let a = &self.sessions[0];
         eventually("it is protected", PATIENCE, || {
             let protect = a.firn(&["protect", "web", "--backup", "b"]);
