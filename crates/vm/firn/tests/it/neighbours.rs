@@ -262,17 +262,17 @@ fn a_sandboxed_qemu_survives() {
     let sandbox = ["-machine", "memory-backend=ram", "-sandbox", denies];
     let mut qemu = OwnQemu::start(&session, &[&shared[..], &sandbox].concat());
     let (pid, qmp) = (qemu.pid(), text(&qemu.qmp).to_owned());
+    let attach = ["attach", "mine", "--pid", &pid, "--qmp", &qmp];
+    let Some(attached) = without_sys_admin(&session, &attach) else {
+        return eprintln!("SKIPPED: this needs root");
+    };
+    attached.succeeds();
     let program = std::fs::read_link(format!("/proc/{pid}/exe")).unwrap();
     // A copy does not find its modules by itself.
     let maps = std::fs::read_to_string(format!("/proc/{pid}/maps")).unwrap();
     let module =
         maps.lines().find_map(|line| line.split(' ').rfind(|it| it.contains("/accel-tcg")));
     let modules = module.and_then(|it| it.rsplit_once('/')).map_or("/", |(dir, _)| dir).to_owned();
-    let attach = ["attach", "mine", "--pid", &pid, "--qmp", &qmp];
-    let Some(attached) = without_sys_admin(&session, &attach) else {
-        return eprintln!("SKIPPED: this needs root");
-    };
-    attached.succeeds();
     for strategy in ["trace", "cow", "pre-copy", "stop"] {
         let save = ["checkpoint", "mine", "-o", "mine.firn", "--strategy", strategy];
         without_sys_admin(&session, &save).unwrap().succeeds();
