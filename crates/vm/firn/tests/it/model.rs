@@ -282,7 +282,8 @@ impl Sequence {
         let answer = self.session.firn(&["image", "rm", &image]);
         let is_parent = self.images.values().any(|saved| saved.parent.as_ref() == Some(&image));
         let saved = &self.images[&image];
-        if !is_parent && !(saved.is_restored && saved.content.is_some()) {
+        let is_below_a_vm = saved.is_restored && saved.content.is_some();
+        if !is_parent && !is_below_a_vm {
             answer.succeeds();
             assert_eq!(self.session.files(&image), [""; 0]);
             self.images.remove(&image);
