@@ -98,6 +98,8 @@ struct Saved {
     parent: Option<String>,
     /// What was on the disks; `None` for a VM without.
     content: Option<u8>,
+    /// Whether a VM was restored from it: that one's disks stand on the image's, and stay when it is stopped.
+    is_restored: bool,
 }
 
 /// A VM that Firn manages.
@@ -208,7 +210,8 @@ impl Sequence {
             return;
         }
         answer.succeeds();
-        self.images.insert(image.clone(), Saved { parent, content: vm.content });
+        self.images
+            .insert(image.clone(), Saved { parent, content: vm.content, is_restored: false });
         self.vms.get_mut(&name).unwrap().newest = Some(image);
     }
 
@@ -224,7 +227,9 @@ impl Sequence {
         let name = self.name("copy");
         self.done.push(format!("restore {image} as {name}"));
         let restored = self.session.json(&["restore", image, "--name", &name, "--wait"]);
-        let (pid, content) = (restored["pid"].as_i64().unwrap(), self.images[image].content);
+        let saved = self.images.get_mut(image).unwrap();
+        saved.is_restored = true;
+        let (pid, content) = (restored["pid"].as_i64().unwrap(), saved.content);
         self.vms.insert(name.clone(), Managed { pid, content, newest: None, standby: None });
         name
     }
@@ -270,13 +275,16 @@ impl Sequence {
         self.vms.remove(&name);
     }
 
-    /// An image goes, unless another builds on it or a VM stands on its disks: then nothing of it goes.
+    /// An image goes, unless another builds on it or a VM's disks stand on its disks: then nothing of it goes.
     fn remove_image(&mut self) {
         let Some(image) = self.any_image() else { return };
         self.done.push(format!("remove {image}"));
         let answer = self.session.firn(&["image", "rm", &image]);
         let is_parent = self.images.values().any(|saved| saved.parent.as_ref() == Some(&image));
-        if answer.code == 0 && !is_parent {
+        let saved = &self.images[&image];
+        let is_below_a_vm = saved.is_restored && saved.content.is_some();
+        if !is_parent && !is_below_a_vm {
+            answer.succeeds();
             assert_eq!(self.session.files(&image), [""; 0]);
             self.images.remove(&image);
             return;

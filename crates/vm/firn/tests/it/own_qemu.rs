@@ -30,17 +30,25 @@ impl OwnQemu {
 
     /// The same, by another name: the first word of its command line.
     pub fn named(name: &str, session: &Session, more: &[&str]) -> Self {
-        Self::of_program(Path::new(&firn_lab::guest::default_program()), name, session, more)
+        Self::of_program((Path::new(&firn_lab::guest::default_program()), ""), name, session, more)
     }
 
-    /// The same, of a program that may be a copy.
-    pub fn of_program(program: &Path, name: &str, session: &Session, more: &[&str]) -> Self {
+    /// The same, of a program that may be a copy, with the directory of QEMU's modules.
+    pub fn of_program(
+        (program, modules): (&Path, &str),
+        name: &str,
+        session: &Session,
+        more: &[&str],
+    ) -> Self {
         let qmp = session.path("qmp");
         let log = std::fs::File::create(session.path("own-qemu.log")).unwrap();
         let monitor = format!("unix:{},server=on,wait=off", text(&qmp));
         let machine = ["-M", "pc", "-m", "64", "-accel", "tcg", "-nodefaults", "-display", "none"];
         let mut command = Command::new(program);
         command.arg0(name).args(machine).args(["-qmp", &monitor]).args(more);
+        if !modules.is_empty() {
+            command.env("QEMU_MODULE_DIR", modules);
+        }
         let child =
             command.current_dir(session.path("")).stdin(Stdio::null()).stderr(log).spawn().unwrap();
         let more = more.iter().map(|&word| word.to_owned()).collect();

@@ -6,10 +6,13 @@ use firn_memory::{Process, process_memory};
 use firn_types::HostVirt;
 
 use crate::hypervisor_dies::{Stop, answer, qemu_killed_in_a_save, start};
-use crate::session::eventually;
+use crate::session::{eventually, text};
+use crate::storage::Events;
 use crate::vm::Vm;
 
 const PATIENCE: Duration = Duration::from_secs(60);
+/// Between the time that QEMU notes and the one that Firn measures.
+const CLOCKS_MS: f64 = 0.5;
 /// Points that are passed while QEMU waits.
 const HELD: [&str; 3] = ["save.stopped", "save.device-state", "save.reprotected"];
 
@@ -61,6 +64,37 @@ fn what_is_written_in_the_pause_ends_the_save() {
     vm.session.firn(&["checkpoint", "web", "-o", "after.firn"]).succeeds();
 }
 
+/// Each pause that QEMU made is in the report, those before the cut too; no pause was longer than is reported.
+#[test]
+fn pauses_of_pre_copy_rounds_are_reported() {
+    let vm = Vm::new();
+    let monitor = vm.session.path("events");
+    let monitor_arg = format!("unix:{},server=on,wait=off", text(&monitor));
+    let vm = vm.with(&["-qmp", &monitor_arg]).with_disks_past_the_page_cache();
+    let mut events = Events::connect(&monitor);
+    assert!(events.pauses_ms().is_empty());
+    let save = ["checkpoint", "web", "-o", "web.firn", "--strategy", "pre-copy"];
+    let saved = vm.session.json(&save);
+    let report = &saved["report"];
+    let of_rounds = report["round_pauses_ms"].as_array().unwrap();
+    assert!(!of_rounds.is_empty(), "{report}");
+    let cut = &report["pause"]["downtime_ms"];
+    let reported: Vec<f64> =
+        of_rounds.iter().chain([cut]).map(|pause| pause.as_f64().unwrap()).collect();
+    let made = events.pauses_ms();
+    eprintln!("reported {reported:?}, made {made:?}");
+    assert_eq!(made.len(), reported.len(), "{made:?} {reported:?}");
+    for (made, reported) in made.iter().zip(&reported) {
+        assert!(*made <= reported + CLOCKS_MS, "{made} ms, but {reported} ms are reported");
+    }
+    let sum: f64 = reported[..of_rounds.len()].iter().sum();
+    assert!((report["drained_ms"].as_f64().unwrap() - sum).abs() < 0.01, "{report}");
+    let out = vm.session.firn(&save).succeeds().out;
+    let made = events.pauses_ms().len();
+    assert!(out.contains(&format!(", {} before it of up to ", made - 1)), "{made}: {out}");
+    vm.is_well();
+}
+
 /// The byte stays what it is. Firn sees it all the same, and lets it pass.
 fn write_one_byte(pid: i64) {
     let process = Process::open(pid as i32).unwrap();
@@ -72,7 +106,7 @@ fn write_one_byte(pid: i64) {
 }
 
 /// Somewhere in the guest's RAM, which is QEMU's largest mapping of a file.
-fn ram(pid: i64) -> HostVirt {
+pub fn ram(pid: i64) -> HostVirt {
     let maps = std::fs::read_to_string(format!("/proc/{pid}/maps")).unwrap();
     let range = |line: &str| {
         let (start, end) = line.split_whitespace().next()?.split_once('-')?;

@@ -301,9 +301,9 @@ fn devices_with_memory_of_their_own_are_refused_or_marked() {
     ]
     .join(" ");
     let reasons = [
-        "device plugged (virtio-mem-pci) gives guest memory and takes it back",
-        "device nv1 (nvdimm) is persistent memory",
-        "device pm1 (virtio-pmem-pci) is persistent memory",
+        "plugged (virtio-mem-pci) gives guest memory and takes it back",
+        "nv1 (nvdimm) is persistent memory",
+        "pm1 (virtio-pmem-pci) is persistent memory",
     ];
     are_refused_or_marked(&session, &line, &reasons);
 }

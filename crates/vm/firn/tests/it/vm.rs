@@ -60,7 +60,12 @@ impl Vm {
 
     /// The same, beside a disk that QEMU reads past the page cache.
     pub fn boot_with_disks_past_the_page_cache() -> Self {
-        let vm = Self::new();
+        Self::new().with_disks_past_the_page_cache()
+    }
+
+    /// Boots such a guest in a session that may have been prepared.
+    pub fn with_disks_past_the_page_cache(self) -> Self {
+        let vm = self;
         let past = vm.session.path("past.raw");
         std::fs::write(&past, vec![0; 1 << 20]).unwrap();
         let past = format!(

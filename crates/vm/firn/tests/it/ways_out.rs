@@ -9,6 +9,7 @@ use serde_json::Value;
 use crate::faults::base;
 use crate::hypervisor_dies::nobody_is_left;
 use crate::session::{Answer, eventually, kill, signal};
+use crate::storage::{self, Outage};
 use crate::vm::Vm;
 
 const PATIENCE: Duration = Duration::from_secs(120);
@@ -123,6 +124,44 @@ fn a_supervisor_that_does_not_answer_hides_nothing() {
     vm.is_well();
     session.firn(&["stop", "web"]).succeeds();
     nobody_is_left(&vm, "stopped");
+}
+
+/// The image is deleted for good and all of Firn's processes are dead: QEMU is left, with a guest that waits for memory that
+/// nothing has. The VM is listed with the reason, and can be ended and restored from another image.
+#[test]
+fn an_image_deleted_for_good_with_all_of_firn() {
+    let mut vm = base();
+    storage::restore(&mut vm, Outage::NoMemory);
+    let status = storage::waits(&vm);
+    std::fs::remove_file(vm.image("bad.firn")).unwrap();
+    let kill_all = |status: &Value| {
+        ["guard_pid", "watcher_pid", "supervisor_pid"]
+            .iter()
+            .for_each(|role| kill(pid(status, role)));
+    };
+    kill_all(&status);
+    let ls = vm.session.firn(&["ls"]).succeeds().out;
+    assert!(ls.contains("web"), "{ls}");
+    let waiting = storage::waits(&vm);
+    let error = waiting["waiting"]["error"].as_str().unwrap();
+    assert!(error.contains("bad.firn") && error.contains("No such file"), "{error}");
+    let ls = vm.session.firn(&["ls"]).succeeds().out;
+    assert!(ls.contains("waiting for storage") && ls.contains("bad.firn"), "{ls}");
+    let shown = vm.session.firn(&["status", "web"]).succeeds().out;
+    assert!(shown.contains("bad.firn"), "{shown}");
+    assert_eq!(waiting["pid"], status["pid"], "QEMU is the same");
+    // Its name is not free, and a new image of it can't be made.
+    let restored = vm.session.firn(&["restore", "base.firn", "--name", "web"]);
+    assert!(restored.err.contains("`firn stop`"), "{}", restored.err);
+    restored.fails(4, "there is a VM called web already");
+    let saved = vm.session.firn(&["checkpoint", "web", "-o", "new.firn"]);
+    eprintln!("checkpoint: {} {}", saved.code, saved.err);
+    assert_ne!(saved.code, 0);
+    assert_eq!(vm.session.files("new.firn"), Vec::<String>::new());
+    kill_all(&vm.session.status("web"));
+    goes_in_two_commands(&vm, &listed(&vm), "no image, no Firn");
+    vm.session.firn(&["restore", "base.firn", "--name", "web", "--wait"]).succeeds();
+    vm.is_well();
 }
 
 /// A small generator: the same seed gives the same run.
