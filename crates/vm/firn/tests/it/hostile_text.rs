@@ -45,7 +45,7 @@ fn the_command_line_of_a_users_qemu() {
     let program = hostile("qemu");
     let mine = OwnQemu::named(&program, &session, &own);
     shows_nothing_raw(&session, &mine);
-    // The disk's name is said where it is copied, and where it is not there.
+    // Errors and outputs name the disk where it is copied, and where it is missing.
     let saved = session.firn(&["checkpoint", "mine", "-o", "mine.firn"]);
     shows(&saved, "checkpoint");
     saved.succeeds();

@@ -8,7 +8,7 @@ use rustix::fs::{Gid, Uid};
 
 use crate::session::{Answer, Session, eventually, text};
 
-/// The user who has nothing: `nobody`.
+/// The user id of the user without rights.
 const OTHER: u32 = 65534;
 const PATIENCE: Duration = Duration::from_secs(60);
 
