@@ -79,7 +79,7 @@ fn do_overlap(one: &[f64], other: &[f64]) -> bool {
     one[0] < other[1] && other[0] < one[1] && one[2] + 2.0 < other[3] && other[2] + 2.0 < one[3]
 }
 
-/// Text and marks can be told from the background (WCAG 2.1: 4.5 and 3 to 1).
+/// Text and marks differ enough from the background (WCAG 2.1: 4.5 and 3 to 1).
 fn check_colors(found: &Value) {
     let canvas = numbers(&found["canvas"]);
     let inks = list(&found["inks"]).iter().chain([&found["svgInk"]]);
