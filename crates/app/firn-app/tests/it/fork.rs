@@ -266,7 +266,7 @@ fn fork_at_any_instant(
 /// takes over though the other is open in the child.
 fn finish(
     kind: TrackerKind,
-    mut session: Session,
+    session: Session,
     target: Target,
     right: (u64, &[Vec<u8>]),
     forks: u64,
