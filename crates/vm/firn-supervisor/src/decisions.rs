@@ -394,7 +394,7 @@ impl SupervisorCore {
             let busy = Failure::new(FailureKind::Busy, "a checkpoint is being written");
             return vec![failure_reply(
                 client,
-                busy.with_hint("wait for it, or give it up with --force"),
+                busy.with_hint("wait for it, or give it up: `firn stop --force NAME`"),
             )];
         }
         self.stopping = Some(vec![(client, serde_json::Value::Null)]);

@@ -93,6 +93,14 @@ impl StopArgs {
         if let Some(silent) = inspect_vm(base, &base.vm_dir(&self.name))?.unattended {
             return Err(Failure::new(FailureKind::Busy, silent.why).with_hint(silent.hint));
         }
-        send_request(base, &self.name, &SupervisorRequest::Stop(request), &mut |_| ()).map(drop)
+        send_request(base, &self.name, &SupervisorRequest::Stop(request), &mut |_| ())
+            .map(drop)
+            .map_err(|failure| self.name_command(failure))
+    }
+
+    /// The supervisor's hint with the name of the VM, so that the user can copy the command.
+    fn name_command(&self, mut failure: Failure) -> Failure {
+        failure.hint = failure.hint.map(|hint| hint.replace("NAME", self.name.as_str()));
+        failure
     }
 }

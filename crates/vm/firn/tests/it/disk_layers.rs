@@ -323,7 +323,17 @@ fn a_series_runs_in_bounded_space() {
     }
 }
 
-/// The same where files share blocks: copies of disks go with their images.
+/// Bytes of each disk that its VM writes again and again.
+const REWRITTEN: u64 = 2 << 20;
+
+/// The space that the files of a file system take.
+fn used_bytes(dir: &Path) -> u64 {
+    rustix::fs::syncfs(std::fs::File::open(dir).unwrap()).unwrap();
+    let found = rustix::fs::statvfs(dir).unwrap();
+    (found.f_blocks - found.f_bfree) * found.f_frsize
+}
+
+/// The same where files share blocks: copies of disks go with their images, and with them what the VM has written over since.
 #[test]
 fn a_series_on_a_file_system_that_clones() {
     let Some(mount) = Btrfs::mount() else {
@@ -334,12 +344,37 @@ fn a_series_on_a_file_system_that_clones() {
     let vm = Vm::new();
     let session = &vm.session;
     let bare = Bare::new(session, mount.0.path());
-    bare.run().write("web", 1);
+    let monitor = session.path("monitor");
+    let own = format!("unix:{},server=on,wait=off", text(&monitor));
+    let words = [bare.words(), vec!["-qmp".to_owned(), own]].concat();
+    session.firn(&run(&[], &words)).succeeds();
+    bare.write("web", 1);
+    let before = used_bytes(mount.0.path());
     let (times, keep_text) = (runs.to_string(), keep.to_string());
     let series = ["checkpoint", "web", "-o", "web.firn", "--every", "1s", "--keep", &keep_text];
-    session.firn(&[&series[..], &["--times", &times]].concat()).succeeds();
+    let mut making =
+        session.command(&[&series[..], &["--times", &times]].concat()).spawn().unwrap();
+    let mut pattern = 0_u8;
+    let made = loop {
+        if let Some(made) = making.try_wait().unwrap() {
+            break made;
+        }
+        pattern = pattern.wrapping_add(1);
+        for drive in 0..2 {
+            qemu_io_by(&monitor, drive, &format!("write -P {pattern} 2M {REWRITTEN}"));
+        }
+        std::thread::sleep(Duration::from_millis(300));
+    };
+    assert!(made.success(), "{made}");
     let images = session.files("web-");
     assert_eq!(bare.files().len(), 2 * (images.len() + 1), "{:?}", bare.files());
+    let used = used_bytes(mount.0.path()).saturating_sub(before);
+    let kept = 2 * REWRITTEN * (images.len() as u64 + 1);
+    eprintln!(
+        "{runs} checkpoints, {pattern} writes: {} images, {used} bytes of {kept}",
+        images.len()
+    );
+    assert!(used <= 2 * kept, "{used} {kept}");
     bare.write("web", 2);
     for image in &images {
         bare.restores(image, 1);

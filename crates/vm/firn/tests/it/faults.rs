@@ -35,7 +35,7 @@ pub fn points(beginnings: &[&str]) -> Vec<&'static str> {
 
 /// A guest saved while it worked, to start each try from.
 pub fn base() -> Vm {
-    base_of(Vm::boot_with_disks())
+    saved(Vm::boot_with_disks())
 }
 
 /// Passed only where a disk is read past the page cache.
@@ -43,10 +43,11 @@ pub const DRAINED: &str = "pre-copy.drained";
 
 /// The same, with such a disk.
 pub fn base_past_the_page_cache() -> Vm {
-    base_of(Vm::boot_with_disks_past_the_page_cache())
+    saved(Vm::boot_with_disks_past_the_page_cache())
 }
 
-fn base_of(vm: Vm) -> Vm {
+/// Saves a VM as `base.firn`, and ends it.
+pub fn saved(vm: Vm) -> Vm {
     vm.session.firn(&["checkpoint", "web", "-o", "base.firn"]).succeeds();
     vm.session.firn(&["stop", "web", "--discard"]).succeeds();
     vm

@@ -1,13 +1,16 @@
 //! Every state has a way out: `firn ls` shows a VM whatever has died, and at most two commands, each named by the one before,
 //! end it or bring it back.
 
+use std::process::Child;
 use std::time::Duration;
 
 use rustix::process::Signal;
 use serde_json::Value;
 
-use crate::faults::base;
-use crate::hypervisor_dies::nobody_is_left;
+use crate::agent::{Agent, Network, certified};
+use crate::faults::{base, saved};
+use crate::hypervisor_dies::{answer, nobody_is_left, start};
+use crate::protect::{protect, standby_called};
 use crate::session::{Answer, eventually, kill, signal};
 use crate::storage::{self, Outage};
 use crate::vm::Vm;
@@ -61,26 +64,32 @@ fn run(vm: &Vm, words: &[String]) -> Answer {
 /// Follows what `firn ls` names, and what that names; nothing is left of the VM then.
 #[track_caller]
 fn goes_in_two_commands(vm: &Vm, status: &Value, what: &str) {
-    let words = |line: &str| line.split(' ').map(str::to_owned).collect::<Vec<_>>();
+    ends_in_two_commands(vm, "web", status, what);
+    eventually("no VM", PATIENCE, || vm.session.ls().is_empty());
+    nobody_is_left(vm, what);
+}
+
+/// The same of one of several VMs.
+#[track_caller]
+fn ends_in_two_commands(vm: &Vm, name: &str, status: &Value, what: &str) {
     let hint = status["unattended"]["hint"].as_str().unwrap_or_default();
-    let first = match status["state"].as_str().unwrap() {
-        _ if hint.contains("firn stop --force web") => words("stop --force web"),
-        "ended" => words("rm web"),
-        _ => words("stop web"),
+    let first: &[&str] = match status["state"].as_str().unwrap() {
+        _ if hint.contains(&format!("firn stop --force {name}")) => &["stop", "--force", name],
+        "ended" => &["rm", name],
+        _ => &["stop", name],
     };
-    let answer = run(vm, &first);
+    let answer = vm.session.firn(first);
     if answer.code != 0 {
         let second = named(&answer);
         eprintln!("{what}: {first:?} failed: {}; then {second:?}", answer.err.trim());
         run(vm, &second).succeeds();
     }
-    eventually("no VM", PATIENCE, || vm.session.ls().is_empty());
-    nobody_is_left(vm, what);
+    eventually("it is gone", PATIENCE, || listed(vm, name) == Value::Null);
 }
 
-fn listed(vm: &Vm) -> Value {
+fn listed(vm: &Vm, name: &str) -> Value {
     let vms = vm.session.json(&["ls"]);
-    vms.as_array().unwrap().iter().find(|vm| vm["name"] == "web").cloned().unwrap_or(Value::Null)
+    vms.as_array().unwrap().iter().find(|vm| vm["name"] == name).cloned().unwrap_or(Value::Null)
 }
 
 #[test]
@@ -159,7 +168,7 @@ fn an_image_deleted_for_good_with_all_of_firn() {
     assert_ne!(saved.code, 0);
     assert_eq!(vm.session.files("new.firn"), Vec::<String>::new());
     kill_all(&vm.session.status("web"));
-    goes_in_two_commands(&vm, &listed(&vm), "no image, no Firn");
+    goes_in_two_commands(&vm, &listed(&vm, "web"), "no image, no Firn");
     vm.session.firn(&["restore", "base.firn", "--name", "web", "--wait"]).succeeds();
     vm.is_well();
 }
@@ -178,34 +187,123 @@ impl Dice {
 
 const VICTIMS: [&str; 4] = ["supervisor_pid", "guard_pid", "watcher_pid", "pid"];
 
-/// Supervisor, guards, QEMU and image, killed at random.
+/// What is under way when processes are killed.
+#[derive(Clone, Copy, Debug, PartialEq)]
+enum Work {
+    /// A restore in this mode.
+    Restore(&'static str),
+    /// A checkpoint by this strategy, of a VM that has all its memory.
+    Save(&'static str),
+    /// Epochs are sent to a standby.
+    Protection,
+}
+
+impl Work {
+    fn choose(dice: &mut Dice) -> Self {
+        match dice.roll(4) {
+            0 | 1 => Self::Restore(["lazy", "locality", "auto"][dice.roll(3) as usize]),
+            2 => Self::Save(["trace", "cow", "pre-copy"][dice.roll(3) as usize]),
+            _ => Self::Protection,
+        }
+    }
+
+    /// Begins it; returns the command that performs it, if one does.
+    fn begin(self, vm: &Vm) -> Option<Child> {
+        let restore = |more: &[&str]| {
+            let words = [&["restore", "web.firn", "--name", "web"], more].concat();
+            vm.session.firn(&words).succeeds();
+        };
+        match self {
+            Self::Restore(mode) => {
+                restore(&["--mode", mode]);
+                None
+            }
+            Self::Save(strategy) => {
+                restore(&["--mode", "eager", "--wait"]);
+                let words = ["checkpoint", "web", "-o", "new.firn", "--strategy", strategy];
+                Some(start(vm, &words))
+            }
+            Self::Protection => {
+                restore(&["--mode", "eager", "--wait"]);
+                let standby = standby_called(vm, "twin");
+                protect(vm, "web", standby, &[]);
+                None
+            }
+        }
+    }
+}
+
+/// An agent of the VM's host, which starts supervisors again.
+fn start_agent(vm: &Vm) -> Agent {
+    let network = Network::loopback();
+    certified(&network, &["a"], &[&vm.session]);
+    Agent::start(&network, 0, &vm.session)
+}
+
+/// Supervisor, guards, QEMU, agent and image, killed at random, during restores, saves and protection.
 #[test]
 fn two_commands_after_random_kills() {
-    let vm = base();
+    // A VM with disks that Firn does not serve can't be protected.
+    let (vm, without_disks) = (base(), saved(Vm::boot()));
     let number = |name| std::env::var(name).ok().and_then(|text| text.parse::<u64>().ok());
-    let (runs, seed) = (number("FIRN_RUNS").unwrap_or(3), number("FIRN_SEED").unwrap_or(1));
+    let (runs, seed) = (number("FIRN_RUNS").unwrap_or(4), number("FIRN_SEED").unwrap_or(1));
     for seed in seed..seed + runs {
         let mut dice = Dice(seed.wrapping_mul(0x9e37_79b9_7f4a_7c15) | 1);
         for _ in 0..8 {
             dice.roll(2);
         }
-        std::fs::copy(vm.image("base.firn"), vm.image("web.firn")).unwrap();
-        let mode = ["lazy", "locality", "auto"][dice.roll(3) as usize];
-        vm.session.firn(&["restore", "web.firn", "--name", "web", "--mode", mode]).succeeds();
-        let status = vm.session.status("web");
-        let killed = 1 + dice.roll(15);
-        let victims: Vec<&str> =
-            (0..4).filter(|bit| killed >> bit & 1 == 1).map(|bit| VICTIMS[bit]).collect();
-        let is_deleted = dice.roll(3) == 0;
-        std::thread::sleep(Duration::from_millis(dice.roll(300)));
-        if is_deleted {
-            std::fs::remove_file(vm.image("web.firn")).unwrap();
-        }
-        victims.iter().for_each(|victim| kill(pid(&status, victim)));
-        let what = format!("seed {seed}: {mode}, {victims:?}, image deleted: {is_deleted}");
-        let status = listed(&vm);
-        assert_ne!(status, Value::Null, "{what}: it is not listed");
-        eprintln!("{what}: {} {}", status["state"], status["unattended"]["why"]);
-        goes_in_two_commands(&vm, &status, &what);
+        let work = Work::choose(&mut dice);
+        let vm = if work == Work::Protection { &without_disks } else { &vm };
+        kill_at_random(vm, work, &mut dice, &format!("seed {seed}: {work:?}"));
+    }
+}
+
+fn kill_at_random(vm: &Vm, work: Work, dice: &mut Dice, what: &str) {
+    std::fs::copy(vm.image("base.firn"), vm.image("web.firn")).unwrap();
+    let mut agent = (dice.roll(2) == 0).then(|| start_agent(vm));
+    let command = work.begin(vm);
+    let status = vm.session.status("web");
+    let killed = 1 + dice.roll(15);
+    let victims: Vec<&str> =
+        (0..4).filter(|bit| killed >> bit & 1 == 1).map(|bit| VICTIMS[bit]).collect();
+    let (is_agent_killed, is_deleted) = (dice.roll(2) == 0, dice.roll(3) == 0);
+    std::thread::sleep(Duration::from_millis(dice.roll(300)));
+    if is_deleted {
+        std::fs::remove_file(vm.image("web.firn")).unwrap();
+    }
+    let has_agent = agent.is_some();
+    if is_agent_killed {
+        drop(agent.take());
+    }
+    victims.iter().for_each(|victim| kill(pid(&status, victim)));
+    let what = format!(
+        "{what}, {victims:?}, image deleted: {is_deleted}, agent: {has_agent}, killed: {is_agent_killed}"
+    );
+    let status = listed(vm, "web");
+    assert_ne!(status, Value::Null, "{what}: it is not listed");
+    eprintln!("{what}: {} {}", status["state"], status["unattended"]["why"]);
+    ends_in_two_commands(vm, "web", &status, &what);
+    if let Some(command) = command {
+        is_whole_or_absent(vm, answer(command).code, &what);
+    }
+    if work == Work::Protection {
+        ends_in_two_commands(vm, "twin", &listed(vm, "twin"), &what);
+    }
+    drop(agent);
+    eventually("no VM", PATIENCE, || vm.session.ls().is_empty());
+    nobody_is_left(vm, &what);
+}
+
+/// An image that a killed checkpoint was making.
+#[track_caller]
+fn is_whole_or_absent(vm: &Vm, code: i32, what: &str) {
+    let image = vm.image("new.firn");
+    assert!(
+        code != 0 || image.exists(),
+        "{what}: there is no image of a checkpoint that succeeded"
+    );
+    if image.exists() {
+        vm.session.firn(&["image", "verify", "new.firn"]).succeeds();
+        vm.session.firn(&["image", "rm", "new.firn"]).succeeds();
     }
 }
