@@ -121,7 +121,7 @@ fn bytes<'a>(area: &(usize, usize)) -> &'a mut [u8] {
 /// Where the program's commits go. The standby is in this process: its children have a copy of it too.
 enum Target {
     File(PathBuf),
-    Standby { standby: WarmStandby, target: BackupTarget },
+    Standby { standby: WarmStandby, target: Box<BackupTarget> },
 }
 
 impl Target {
@@ -136,14 +136,14 @@ impl Target {
             _ => AcknowledgePolicy::Async { lag_max: 5 },
         };
         let target = BackupTarget::remote(standby.address().to_string(), theirs);
-        Self::Standby { standby, target: target.acknowledge(acknowledge) }
+        Self::Standby { standby, target: Box::new(target.acknowledge(acknowledge)) }
     }
 
     fn options(&self, kind: TrackerKind) -> SessionOptions {
         match self {
             Self::File(log) => options(kind, log),
             Self::Standby { target, .. } => {
-                SessionOptions::new("forks").tracker(kind).backup(target.clone())
+                SessionOptions::new("forks").tracker(kind).backup(BackupTarget::clone(target))
             }
         }
     }

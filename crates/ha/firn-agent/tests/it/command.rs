@@ -82,9 +82,10 @@ fn other_files_in_place_of_a_hosts_files_are_refused_without_a_wait() {
     let dir = tempfile::tempdir().unwrap();
     let authority = Authority::new();
     let identity = authority.issue(&["a"], |_| ());
-    let config = write_config(dir.path(), &authority.pem(), identity, "a", free_address(), &[]);
+    let (listen, peers) = (free_address(), ["b", "c"].map(|host| (host, free_address())));
+    let config = write_config(dir.path(), &authority.pem(), identity, "a", listen, &peers);
     let text = std::fs::read_to_string(&config).unwrap();
-    let membership = "[membership]\nservers = [\"a\"]\nstate-dir = \"state\"\n";
+    let membership = "[membership]\nservers = [\"a\", \"b\", \"c\"]\nstate-dir = \"state\"\n";
     std::fs::write(&config, format!("{text}{membership}")).unwrap();
     let file = config.to_str().unwrap();
     let entries = std::fs::read_dir(dir.path()).unwrap().map(|entry| entry.unwrap().path());
