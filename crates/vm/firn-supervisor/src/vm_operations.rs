@@ -11,6 +11,7 @@ use firn_checkpoint::{
 };
 use firn_epochs::primary::EndRequest;
 use firn_image::{Image, ImageError};
+use firn_memory::PageFaultError;
 use firn_types::PAGE_SIZE;
 use firn_vmm::{MemoryLayout, QemuVm};
 use serde_json::json;
@@ -672,11 +673,15 @@ fn save_failure(error: &SaveError) -> Failure {
         SaveError::Cancelled => FailureKind::Interrupted,
         SaveError::Image(error) => image_failure(error).kind,
         SaveError::Attach(_) => FailureKind::Host,
+        SaveError::Fault(PageFaultError::Private) => FailureKind::Refused,
         _ => FailureKind::Other,
     };
     let failure = Failure::from_error(kind, error);
     match error {
         SaveError::Copies(_) => failure.with_hint(disk_snapshots::DISK_DIR_HINT),
+        SaveError::Fault(PageFaultError::Private) => {
+            failure.with_hint("`--strategy cow` saves it as it is")
+        }
         _ => failure,
     }
 }

@@ -106,6 +106,8 @@ struct Saved {
 struct Managed {
     pid: i64,
     content: Option<u8>,
+    /// Whether its RAM is private memory of QEMU, of which only writes can be traced.
+    is_private: bool,
     /// Its newest image, the parent of the next incremental one.
     newest: Option<String>,
     /// The standby that receives its epochs.
@@ -190,7 +192,8 @@ impl Sequence {
         original.attached = Some(name.clone());
         let pid = original.qemu.pid().parse().unwrap();
         let content = Some(original.content);
-        self.vms.insert(name, Managed { pid, content, newest: None, standby: None });
+        let vm = Managed { pid, content, is_private: true, newest: None, standby: None };
+        self.vms.insert(name, vm);
     }
 
     fn checkpoint(&mut self) {
@@ -207,6 +210,11 @@ impl Sequence {
         let answer = self.session.firn(&words);
         if vm.standby.is_some() {
             answer.fails(4, "being protected");
+            return;
+        }
+        if vm.is_private && strategy == "trace" {
+            answer.fails(5, "private memory");
+            assert_eq!(self.session.files(&image), [""; 0]);
             return;
         }
         answer.succeeds();
@@ -230,7 +238,8 @@ impl Sequence {
         let saved = self.images.get_mut(image).unwrap();
         saved.is_restored = true;
         let (pid, content) = (restored["pid"].as_i64().unwrap(), saved.content);
-        self.vms.insert(name.clone(), Managed { pid, content, newest: None, standby: None });
+        let vm = Managed { pid, content, is_private: false, newest: None, standby: None };
+        self.vms.insert(name.clone(), vm);
         name
     }
 
@@ -315,7 +324,10 @@ impl Sequence {
         let qemu = "qemu-system-x86_64 -M pc -m 64 -accel tcg -nodefaults -display none";
         let words = ["run", &name, "--"].into_iter().chain(qemu.split(' ')).collect::<Vec<_>>();
         let pid = self.session.json(&words)["pid"].as_i64().unwrap();
-        self.vms.insert(name, Managed { pid, content: None, newest: None, standby: None });
+        self.vms.insert(
+            name,
+            Managed { pid, content: None, is_private: false, newest: None, standby: None },
+        );
     }
 
     fn protect(&mut self, name: &str) {
@@ -359,7 +371,7 @@ impl Sequence {
         session.firn(&["rm", name]).succeeds();
         self.vms.remove(name);
         let pid = self.session.status(standby)["pid"].as_i64().unwrap();
-        let vm = Managed { pid, content: None, newest: None, standby: None };
+        let vm = Managed { pid, content: None, is_private: false, newest: None, standby: None };
         self.vms.insert(standby.to_owned(), vm);
     }
 
