@@ -492,7 +492,7 @@ fn other_files_that_are_large_when_they_are_read() {
     let toml = [
         format!("a = {tables}"),
         format!("a = {}", deep("{a=", "}")),
-        format!("{}", "[a]\n".repeat(200_000)),
+        "[a]\n".repeat(200_000),
         format!("[{}a]\n", "a.".repeat(400_000)),
         "a = 1\n".repeat(150_000),
     ];

@@ -114,7 +114,8 @@ impl Bench {
     /// Ends the VM that a command has started, and not the QEMU that it was attached to.
     fn end_web(&self) {
         if self.session.ls().iter().any(|(name, _)| name == "web") {
-            let verb = match self.session.status("web")["pid"].to_string() == self.own.pid() {
+            let pid = self.session.status("web")["pid"].as_u64().unwrap();
+            let verb = match pid == self.own.pid().parse::<u64>().unwrap() {
                 true => "detach",
                 false => "stop",
             };
@@ -319,7 +320,7 @@ fn a_supervisor_checks_files_itself() {
     let session = &bench.session;
     let hostile = HostileFiles::make(session);
     let before = contents(session);
-    let base = RuntimeDir::from_path(&session.runtime_dir());
+    let base = RuntimeDir::from_path(session.runtime_dir());
     let request = |image: &Path, choices: SaveChoices| {
         let (image, name) = (image.to_owned(), VmName::new("live").unwrap());
         let save = SaveRequest { image, choices, cancel_with_client: false };
