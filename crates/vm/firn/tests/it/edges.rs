@@ -114,8 +114,11 @@ impl Bench {
     /// Ends the VM that a command has started, and not the QEMU that it was attached to.
     fn end_web(&self) {
         if self.session.ls().iter().any(|(name, _)| name == "web") {
-            let pid = self.session.status("web")["pid"].to_string();
-            let verb = if pid == self.own.pid() { "detach" } else { "stop" };
+            let pid = self.session.status("web")["pid"].as_u64().unwrap();
+            let verb = match pid == self.own.pid().parse::<u64>().unwrap() {
+                true => "detach",
+                false => "stop",
+            };
             self.session.firn(&[verb, "web"]).succeeds();
         }
     }
