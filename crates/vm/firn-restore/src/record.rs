@@ -412,7 +412,7 @@ mod tests {
         assert_eq!(recorder.reads[0].us, 10_800_000_000);
         recorder.record_fault(late);
         assert_eq!(recorder.total_wait(), 2 * HOUR);
-        let json = serde_json::to_value(&recorder.reads[0]).unwrap();
+        let json = serde_json::to_value(recorder.reads[0]).unwrap();
         assert_eq!(json["us"], 10_800_000_000_u64);
         assert_eq!(serde_json::from_value::<ReadRecord>(json).unwrap(), recorder.reads[0]);
     }
