@@ -78,7 +78,9 @@ impl Original {
                 &monitor,
             ],
         );
-        Self { place, qemu, attached: None, content: 0 }
+        let original = Self { place, qemu, attached: None, content: 0 };
+        original.wait_for_monitor();
+        original
     }
 
     fn monitor(&self) -> PathBuf {
@@ -87,6 +89,10 @@ impl Original {
 
     fn power_cycle(&mut self) {
         self.qemu = OwnQemu::again(&self.place, &self.qemu);
+        self.wait_for_monitor();
+    }
+
+    fn wait_for_monitor(&self) {
         let monitor = self.monitor();
         let answers = || std::os::unix::net::UnixStream::connect(&monitor).is_ok();
         eventually("the user's monitor", PATIENCE, answers);
