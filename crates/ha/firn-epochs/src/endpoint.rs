@@ -17,6 +17,8 @@ use std::sync::atomic::{AtomicU32, Ordering};
 use std::time::Duration;
 
 use rustix::fs::{CWD, RenameFlags, renameat_with};
+use rustix::net::sockopt::{self, Timeout};
+use rustix::net::{AddressFamily, SocketAddrUnix, SocketFlags, SocketType};
 use serde::{Deserialize, Serialize};
 use thiserror::Error;
 
@@ -67,9 +69,11 @@ impl BackupEndpoint {
     /// Connects to a backup that listens at this address.
     ///
     /// # Errors
-    /// If no process listens there.
+    /// If no process listens there, or the one that listens accepts no connection in time.
     pub fn connect(&self) -> io::Result<EpochStream> {
-        EpochStream::from_socket(UnixStream::connect(&self.0)?)
+        let connected = connect_within(&self.0, WRITE_TIMEOUT);
+        let named = |error| name_timeout(error, "the process that listens has not answered");
+        EpochStream::from_socket(connected.map_err(named)?)
     }
 
     /// Listens at this address. Only the owner can use the socket.
@@ -80,6 +84,17 @@ impl BackupEndpoint {
         let listener = bind_private(&self.0)?;
         Ok(BackupListener { listener, path: self.0.clone() })
     }
+}
+
+/// A connection that waits for a place in the listener's queue no longer than this (`socket(7)`,
+/// `SO_SNDTIMEO`).
+fn connect_within(path: &Path, timeout: Duration) -> io::Result<UnixStream> {
+    let address = SocketAddrUnix::new(path)?;
+    let (family, kind) = (AddressFamily::UNIX, SocketType::STREAM);
+    let socket = rustix::net::socket_with(family, kind, SocketFlags::CLOEXEC, None)?;
+    sockopt::set_socket_timeout(&socket, Timeout::Send, Some(timeout))?;
+    rustix::net::connect(&socket, &address)?;
+    Ok(UnixStream::from(socket))
 }
 
 /// Binds a socket that only its owner can connect to, at any instant: it gets its name when its mode
@@ -193,17 +208,29 @@ impl EpochStream {
 
 impl Read for EpochStream {
     fn read(&mut self, into: &mut [u8]) -> io::Result<usize> {
-        self.0.read(into)
+        self.0.read(into).map_err(|error| name_timeout(error, "the peer has sent no data"))
     }
 }
 
 impl Write for EpochStream {
     fn write(&mut self, from: &[u8]) -> io::Result<usize> {
-        self.0.write(from)
+        self.0.write(from).map_err(|error| name_timeout(error, "the peer has accepted no data"))
     }
 
     fn flush(&mut self) -> io::Result<()> {
         self.0.flush()
+    }
+}
+
+/// The kernel reports a socket's timeout as EAGAIN (`socket(7)`, `SO_RCVTIMEO`), whose text names no
+/// timeout.
+fn name_timeout(error: io::Error, text: &str) -> io::Error {
+    match error.kind() {
+        io::ErrorKind::WouldBlock => io::Error::new(
+            io::ErrorKind::TimedOut,
+            format!("{text} for as long as this connection may wait"),
+        ),
+        _ => error,
     }
 }
 
@@ -233,5 +260,28 @@ mod tests {
         backup.read_exact(&mut byte).unwrap();
         drop(listener);
         assert!(byte == *b"x" && !path.exists());
+    }
+
+    #[test]
+    fn a_listener_that_accepts_nothing_is_an_error_in_time() {
+        let dir = tempfile::tempdir().unwrap();
+        let path = dir.path().join("standby");
+        let listener = UnixListener::bind(&path).unwrap();
+        rustix::net::listen(&listener, 0).unwrap();
+        let wait = Duration::from_millis(50);
+        let connected: Vec<_> = (0..3).map(|_| connect_within(&path, wait)).collect();
+        let kind = connected.last().unwrap().as_ref().unwrap_err().kind();
+        assert_eq!(kind, io::ErrorKind::WouldBlock);
+    }
+
+    #[test]
+    fn a_silent_peer_is_named_as_such() {
+        let (mut one, _other) = EpochStream::connected_pair().unwrap();
+        one.set_read_timeout(Some(Duration::from_millis(10))).unwrap();
+        one.set_write_timeout(Duration::from_millis(10)).unwrap();
+        let read = one.read(&mut [0]).unwrap_err().to_string();
+        assert!(read.contains("sent no data"), "{read}");
+        let written = one.write_all(&vec![0; 64 << 20]).unwrap_err().to_string();
+        assert!(written.contains("accepted no data"), "{written}");
     }
 }

@@ -51,6 +51,17 @@ pub(crate) fn connect_checked(
     })
 }
 
+/// Connects to a monitor unless another process uses it. For answers that a command can do without:
+/// nothing waits until the other process has left.
+pub(crate) fn connect_if_free(
+    process: i32,
+    socket: &Path,
+    timeout: Duration,
+) -> Result<QemuVm, Failure> {
+    refuse_busy(socket).map_err(|failure| failure.while_doing(CONNECTING))?;
+    connect_checked(process, socket, timeout)
+}
+
 pub(crate) fn negotiate_qmp(stream: UnixStream, timeout: Duration) -> Result<QemuVm, QmpError> {
     QmpClient::negotiate(stream, timeout).and_then(QemuVm::with_qmp)
 }

@@ -177,6 +177,16 @@ pub(crate) struct ProtectionFailure {
 }
 
 impl From<Failure> for ProtectionFailure {
+impl ProtectionFailure {
+    /// Names the backup in a failure of the connection.
+    fn with_backup(mut self, to: &str) -> Self {
+        if self.failure.kind == FailureKind::Lost {
+            self.failure = self.failure.while_doing(format!("sending epochs to the backup at {to}"));
+        }
+        self
+    }
+}
+
     fn from(failure: Failure) -> Self {
         Self { failure, is_declined: false, is_hung: false }
     }
@@ -275,7 +285,7 @@ impl VmProtection {
         let not_held = command_line::plan_command(&machine.meta.qemu.user_args)
             .map(|plan| plan.other_cards())
             .unwrap_or_default();
-        let now = ProtectionStatus { to, interval_ms, not_held, ..ProtectionStatus::default() };
+        let now = ProtectionStatus { to: to.clone(), interval_ms, not_held, ..ProtectionStatus::default() };
         *self.lock_tally() = Some(ProtectionTally { now, ..ProtectionTally::default() });
         let total = machine.meta.memory_bytes;
         let told = |told: ProtectionEvent| {
@@ -304,7 +314,7 @@ impl VmProtection {
         let watch = ProtectionWatch { told: &told, network, hypervisor, ending, powerdown, end };
         let ended = primary::protect_vm(guest, &stream, &hello, options, ending, &watch);
         *self.lock_tally() = None;
-        ended.map_err(|error| ProtectionFailure::from(&error))
+        ended.map_err(|error| ProtectionFailure::from(&error).with_backup(&to))
     }
 
     /// Adds a report to the tally; returns whether the first epoch has been committed by it.

@@ -92,6 +92,11 @@ pub(crate) fn connect_within(
 }
 
 /// Finds a VM's memory, with the names that its regions would have after a restore.
+/// Connects for an answer that a command can do without, unless another process uses the monitor.
+pub(crate) fn connect_if_free(machine: &HypervisorRecord) -> Result<QemuVm, Failure> {
+    monitor::connect_if_free(machine.process.pid, &machine.qmp, SHORT_WAIT)
+}
+
 pub(crate) fn find_layout(vm: &mut QemuVm, user_args: &[String]) -> Result<MemoryLayout, Failure> {
     let layout = vm.layout().while_doing("finding the guest's memory")?;
     // A command line that can't be restored has other names.
@@ -288,7 +293,7 @@ fn still_running(machine: &HypervisorRecord, how: &str) -> Failure {
 
 /// Whether the vCPUs are paused; `None` if QEMU does not report that at once.
 pub(crate) fn is_paused(machine: &HypervisorRecord) -> Option<bool> {
-    let mut vm = connect_within(machine, SHORT_WAIT).ok()?;
+    let mut vm = connect_if_free(machine).ok()?;
     Some(!vm.status().ok()?.running)
 }
 

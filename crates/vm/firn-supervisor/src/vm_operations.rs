@@ -279,7 +279,7 @@ impl VmOperations for QemuOperations {
 
     fn command_line(&self) -> Result<serde_json::Value, Failure> {
         let machine = self.hypervisor_record()?;
-        let mut vm = qemu::connect_within(&machine, qemu::SHORT_WAIT)?;
+        let mut vm = qemu::connect_if_free(&machine)?;
         disk_layers::restart_command_line(&mut vm, &machine.meta)
     }
 

@@ -2,7 +2,7 @@
 //!
 //! **What varies**: the system that pauses the guest: each strategy of Firn (`firn-STRATEGY`), and the *floor*: stop, device
 //! state and cont on a monitor connection of the experiment's own. **What is held equal**: all systems take turns on one
-//! guest, which was started by hand, has a raw and a qcow2 disk, and writes to both all the time with direct I/O. Firn
+//! guest, which was started by hand, has shared memory, a raw and a qcow2 disk, and writes to both all the time with direct I/O. Firn
 //! stays attached, and copies the disks beside the image by backup jobs.
 //!
 //! **What is measured**: `pause_ms`: the time between the hypervisor's events `STOP` and `RESUME`, as Firn reports it and as
@@ -85,7 +85,9 @@ impl<'a> DiskPauseBench<'a> {
             .vcpus(2)
             .with_console(&console)
             .with_agent_socket(&agent)
-            .add_args(&["-qmp", &qmp(&bare), "-qmp", &qmp(&monitor)]);
+            .add_args(&["-qmp", &qmp(&bare), "-qmp", &qmp(&monitor)])
+            // Strategy `trace` needs shared memory.
+            .add_args(&["-object", &shared_memory(), "-machine", "memory-backend=ram"]);
         let disks = [("disk0.raw", "raw"), ("disk1.qcow2", "qcow2")];
         let args = disks.iter().try_fold(args, |args, (name, format)| {
             let file = lab.file(name);
@@ -155,6 +157,10 @@ impl<'a> DiskPauseBench<'a> {
         }
         Ok(())
     }
+}
+
+fn shared_memory() -> String {
+    format!("memory-backend-memfd,id=ram,share=on,size={MIB}M")
 }
 
 fn job_name(number: usize) -> String {

@@ -1,6 +1,6 @@
 //! A VM that is protected by a standby: its hypervisor is killed, and it goes on there.
 
-use std::os::unix::net::UnixStream;
+use std::os::unix::net::{UnixListener, UnixStream};
 use std::process::Child;
 use std::time::Duration;
 
@@ -293,6 +293,22 @@ fn a_vm_that_writes_to_a_disk_is_refused() {
     // Whoever connects there now is no primary: the standby is over.
     drop(UnixStream::connect(vm.session.path("standby")).unwrap());
     eventually("the standby's end", PATIENCE, || standby.try_wait().unwrap().is_some());
+}
+
+/// A socket whose listener reads nothing: the error names the backup, and the VM runs.
+#[test]
+fn a_backup_that_reads_nothing_is_named() {
+    let vm = Vm::boot();
+    let listener = UnixListener::bind(vm.session.path("standby")).unwrap();
+    let refused = vm
+        .session
+        .firn(&["protect", "web", "--to", &address(&vm)])
+        .fails(1, &format!("backup at {}", address(&vm)));
+    assert!(!refused.err.contains("Resource temporarily"), "{}", refused.err);
+    drop(listener);
+    assert_eq!(vm.session.status("web")["state"], "running");
+    assert_eq!(userfaultfds(vm.pid()), 0);
+    vm.is_well();
 }
 
 /// Before a primary has connected there is no VM, and nobody waits for one.
