@@ -13,19 +13,19 @@ use std::time::{Duration, Instant};
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
 use rustix::net::{AddressFamily, SocketAddrUnix, SocketFlags, SocketType, socket_with};
 
-use crate::control_protocol::{
+use crate::daemon::status::VmStatus;
+use crate::processes::identity::is_stopped;
+use crate::processes::lock::{self, ProcessRole};
+use crate::processes::runtime::{RuntimeDir, VmDir};
+use crate::processes::spawn;
+use crate::records::control_protocol::{
     self, LINE_BYTES_MAX, OperationProgress, SupervisorPlan, SupervisorReply, SupervisorRequest,
 };
-use crate::failure::{Failure, FailureContext, FailureKind};
-use crate::guard;
-use crate::identity::is_stopped;
-use crate::journal::{Journal, JournalNote, VmPhase};
-use crate::lock::{self, ProcessRole};
-use crate::name::VmName;
-use crate::runtime::{RuntimeDir, VmDir};
-use crate::spawn;
-use crate::status::VmStatus;
-use crate::vm_survey;
+use crate::records::failure::{Failure, FailureContext, FailureKind};
+use crate::records::journal::{Journal, JournalNote, VmPhase};
+use crate::records::name::VmName;
+use crate::recovery::guard;
+use crate::recovery::vm_survey;
 
 /// The maximum time that a new supervisor may take to open its control socket. Recovery takes some
 /// milliseconds; a host that is out of memory or disk may take longer.
@@ -561,7 +561,8 @@ mod tests {
         let (_dir, base, vm) = dir();
         vm.create_private().unwrap();
         let mut journal = Journal::new(vm.name().clone(), None);
-        journal.phase = VmPhase::Ended { exit: crate::journal::ProcessExit::Signal(6), at: 1 };
+        journal.phase =
+            VmPhase::Ended { exit: crate::records::process_exit::ProcessExit::Signal(6), at: 1 };
         journal.write_file(&vm.journal_file()).unwrap();
         assert_eq!(query_status(&base, &vm).unwrap().state, "ended");
         let failure =
@@ -577,7 +578,8 @@ mod tests {
         vm.create_private().unwrap();
         let damaged = Failure::new(FailureKind::Damaged, "memory block 7 is damaged");
         let mut journal = Journal::new(vm.name().clone(), None);
-        journal.phase = VmPhase::Ended { exit: crate::journal::ProcessExit::Signal(9), at: 1 };
+        journal.phase =
+            VmPhase::Ended { exit: crate::records::process_exit::ProcessExit::Signal(9), at: 1 };
         journal.record_end_reason(damaged.clone());
         journal.write_file(&vm.journal_file()).unwrap();
         let asked = |request| send_request(&base, vm.name(), &request, &mut |_| ()).unwrap_err();
@@ -597,7 +599,7 @@ mod tests {
             let mut journal = Journal::new(vm.name().clone(), None);
             journal.phase = VmPhase::Running;
             journal.write_file(&vm.journal_file()).unwrap();
-            crate::control_server::bind_private(&vm.control_socket()).unwrap()
+            crate::daemon::control_server::bind_private(&vm.control_socket()).unwrap()
         };
         let sockets: Vec<_> = vms.iter().map(stands_still).collect();
         let mut crowd = Vec::new();

@@ -18,104 +18,66 @@
 //! what a successor does, `decisions` what a living supervisor does; both are pure cores. The other
 //! modules are threads, sockets and files.
 //!
+//! | room | holds | uses |
+//! |---|---|---|
+//! | `records` | plain data: journal, image description, requests, failures, names | |
+//! | `processes` | process identity, ownership, locks, the start of Firn's own processes | `records` |
+//! | `hypervisor` | QEMU: monitor, queries, its command line | the two above |
+//! | `devices` | disks, their snapshots and layers; network cards | the three above |
+//! | `operations` | start, checkpoint, restore, protect | the four above |
+//! | `daemon` | the supervisor process: event loop and decisions | all above |
+//! | `recovery` | guards, successors, VMs without a supervisor | all above |
+//! | `client` | what commands ask of a supervisor | `records`, `processes`, `recovery` |
+//!
 //! Everything here is for one user: directories are 0700, sockets and files 0600, and logs contain
 //! nothing of a guest.
 
 #![forbid(unsafe_code)]
 
-mod access_scan;
-mod auxiliary;
-mod calls;
 mod client;
-mod control_protocol;
-mod control_server;
-mod cpu;
-mod decisions;
-mod dirty_tracking;
-mod disk_copies;
-mod disk_kinds;
-mod disk_layers;
-mod disk_snapshots;
-mod endpoints;
-mod event_loop;
-mod event_sources;
-mod failure;
-mod force;
-mod guard;
-mod host_check;
-mod identity;
-mod image_files;
-mod inspection;
-mod journal;
-mod learned_blocks;
-mod lock;
-mod log;
-mod meta;
-mod monitor;
-mod name;
-mod network;
-mod outage;
-mod ownership;
-mod percentiles;
+mod daemon;
+mod devices;
+mod hypervisor;
+mod operations;
 mod processes;
-mod programs;
-mod protection;
-mod protection_end;
-mod qemu;
-mod recovery_plan;
-mod recovery_run;
-mod relocation;
-mod restarts;
-mod restore;
-mod restore_work;
-mod runtime;
-mod served_disks;
-mod spawn;
-mod standby;
-mod standby_files;
-mod status;
-mod storage_latency;
-mod store_plugin;
-mod suggested_command;
-mod supervisor_process;
+mod records;
+mod recovery;
 #[cfg(test)]
 mod testing;
-mod unix_sockets;
-mod vm_operations;
-mod vm_start;
-mod vm_survey;
 
 pub use client::{
     OnProgress, SupervisorStart, absolute_path, ensure_supervisor, forget_vm, query_status,
     quick_status, quick_statuses, send_request, start_supervisor,
 };
-pub use control_protocol::{
+pub use daemon::status::{UnattendedVm, VmStatus};
+pub use daemon::supervisor_process::{run_successor, run_supervisor};
+pub use devices::disk_layers::{RemovedImage, note_copy, remove_images, resolve_current_disks};
+pub use devices::network::CardStatus;
+pub use firn_epochs::primary_end::PrimaryEnd;
+pub use firn_vmm::command_line::CommandOverrides;
+pub use hypervisor::host_check::{HostCheck, check_host};
+pub use operations::protection::ProtectionStatus;
+pub use operations::restore::RestoreTimings;
+pub use operations::standby::StandbyStatus;
+pub use processes::identity::{ProcessHandle, ProcessIdentity};
+pub use processes::runtime::{RuntimeDir, RuntimeError, VmDir, make_private};
+pub use processes::spawn::{GUARD, RECOVER, SUPERVISE, WATCHER};
+pub use records::control_protocol::{
     FailoverMember, FailoverRequest, MemberCard, MemberRequest, OperationProgress, ProtectRequest,
     RestoreDisks, RestoreOutage, RestoreProgress, SaveChoices, SaveDisks, SaveRequest, StopRequest,
     SupervisorPlan, SupervisorReply, SupervisorRequest,
 };
-pub use cpu::CpuFacts;
-pub use disk_layers::{RemovedImage, note_copy, remove_images, resolve_current_disks};
-pub use failure::{Failure, FailureContext, FailureKind, image_failure};
-pub use firn_epochs::primary_end::PrimaryEnd;
-pub use firn_vmm::command_line::CommandOverrides;
-pub use force::stop_by_force;
-pub use guard::{run_guard, run_watcher};
-pub use host_check::{HostCheck, check_host};
-pub use identity::{ProcessHandle, ProcessIdentity};
-pub use journal::{Journal, JournalError, JournalNote, ProcessExit, VmPhase};
-pub use meta::{FrozenDrive, HostMismatch, ImageMeta, QemuFacts};
-pub use name::{NAME_BYTES_MAX, NetworkName, NetworkNameError, VmName, VmNameError};
-pub use network::{CardStatus, NetworkCard};
-pub use percentiles::Percentiles;
-pub use protection::ProtectionStatus;
-pub use restore::RestoreTimings;
-pub use runtime::{RuntimeDir, RuntimeError, VmDir, make_private};
-pub use spawn::{GUARD, RECOVER, SUPERVISE, WATCHER};
-pub use standby::StandbyStatus;
-pub use status::{UnattendedVm, VmStatus};
-pub use suggested_command::{
+pub use records::cpu::CpuFacts;
+pub use records::device_records::{DriveSnapshot, NetworkCard, ServedDisk, SnapshotFile};
+pub use records::failure::{Failure, FailureContext, FailureKind, image_failure};
+pub use records::journal::{Journal, JournalError, JournalNote, VmPhase};
+pub use records::meta::{FrozenDrive, HostMismatch, ImageMeta, QemuFacts};
+pub use records::name::{NAME_BYTES_MAX, NetworkName, NetworkNameError, VmName, VmNameError};
+pub use records::percentiles::Percentiles;
+pub use records::process_exit::ProcessExit;
+pub use recovery::force::stop_by_force;
+pub use recovery::guard::{run_guard, run_watcher};
+pub use recovery::suggested_command::{
     SuggestedCommand, SupervisorState, VmRemnant, suggest_command, suggest_command_after,
 };
-pub use supervisor_process::{run_successor, run_supervisor};
-pub use vm_survey::{inspect_vm, list_statuses, restart_supervisors};
+pub use recovery::vm_survey::{inspect_vm, list_statuses, restart_supervisors};

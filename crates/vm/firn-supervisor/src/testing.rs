@@ -2,9 +2,9 @@
 
 use firn_types::{HostVirt, RegionMap, ThreadId};
 
-use crate::identity::ProcessIdentity;
-use crate::journal::HypervisorRecord;
-use crate::meta::ImageMeta;
+use crate::processes::identity::ProcessIdentity;
+use crate::records::journal::HypervisorRecord;
+use crate::records::meta::ImageMeta;
 
 /// A hypervisor with one region of 1 MiB, run by this process.
 pub fn machine(launched: bool) -> HypervisorRecord {

@@ -1,0 +1,737 @@
+//! The restore of a VM: from an image to a running VM, and until all of its memory is installed.
+//!
+//! ```text
+//!    image ---- meta --> launch QEMU -S -incoming defer ---> monitor ---> attach, register, punch out RAM
+//!                                                                              |
+//!      journal: started <--- video memory and the like <--- device state <-----'
+//!         |
+//!         '-> (eager: all memory) -> cont -> the guest runs; memory follows
+//! ```
+//!
+//! Until the journal has `started`, a successor discards everything: nothing exists yet that the
+//! image does not have. From then on a successor continues to serve page faults.
+
+use std::fs::File;
+use std::path::{Path, PathBuf};
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
+use std::thread;
+use std::time::{Duration, Instant};
+
+use firn_image::{AuxBlock, Image};
+use firn_memory::{GuestMemory, PageFaults, Process, TraceMode, Tracee, process_memory};
+use firn_restore::{
+    OnError, OnFatal, PrefillThreads, PrefilledMemory, PresenceFile, RestoreError, RestoreMode,
+    RestoreOptions, RunCounts, RunningRestore,
+};
+use firn_types::{PAGE_SIZE, RamRegion, ThreadId, VcpuId};
+use firn_vmm::command_line::{
+    self, CommandOverrides, CommandPlan, EndpointRelocation, HostEndpoint, RamPlan,
+};
+use firn_vmm::{MemoryLayout, QemuVm};
+use serde::{Deserialize, Serialize};
+use serde_json::json;
+
+use crate::devices::disk_kinds::check_disk_kinds;
+use crate::devices::disk_layers::LockedLayers;
+use crate::devices::disk_snapshots::RestoredDisks;
+use crate::devices::network::{CardSockets, OUTPUT_BLOCKED};
+use crate::hypervisor::qemu::{self, KnownHypervisor, VmMemory};
+use crate::operations::auxiliary;
+use crate::operations::calls;
+use crate::operations::learned_blocks::LearnedBlocksFile;
+use crate::operations::outage::OutagePauser;
+use crate::operations::restore_task::RestoreTask;
+use crate::operations::restore_work::{PROGRESS_INTERVAL, RestoreWork, restore_progress};
+use crate::operations::storage_latency::ImageStorage;
+use crate::operations::vm_start::{self, HypervisorChild, StartContext, StartedVm};
+use crate::processes::endpoints;
+use crate::processes::identity::ProcessHandle;
+use crate::processes::programs;
+use crate::records::control_protocol::{OperationProgress, RestoreDisks};
+use crate::records::failure::{self, Failure, FailureContext, FailureKind, image_failure};
+use crate::records::journal::{HypervisorRecord, Journal, JournalFile, VmPhase};
+use crate::records::meta::{self, HostMismatch, ImageMeta};
+
+/// What a failure to restore memory was doing.
+pub(crate) const RESTORING: &str = "restoring memory";
+
+/// A hint for hosts on which page faults cannot be handled.
+const NEEDS_NO_USERFAULTFD: &str = "`firn restore --mode eager` needs no userfaultfd; `firn doctor` names what is missing for the other modes";
+
+/// The choices of `firn restore`.
+pub(crate) struct RestoreChoices<'a> {
+    pub(crate) image: &'a Path,
+    pub(crate) mode: RestoreMode,
+    /// What happens to the VM when its memory can't be read.
+    pub(crate) on_error: OnError,
+    /// Continue when QEMU's version or a disk differs.
+    pub(crate) force: bool,
+    /// Count which prefetched pages the guest uses.
+    pub(crate) account_use: bool,
+    /// Use the learned blocks of earlier restores, and record those of this one.
+    pub(crate) learn: bool,
+    /// Start the vCPUs of a VM that was paused when it was saved.
+    pub(crate) run: bool,
+    /// The files that the VM's drives write to, and the directory in which they are made.
+    pub(crate) disks: RestoreDisks,
+    pub(crate) disk_dir: Option<&'a Path>,
+    /// The file that names the applications that may make guest calls.
+    pub(crate) calls: Option<&'a Path>,
+    /// Changes to the command line that the image holds.
+    pub(crate) overrides: &'a CommandOverrides,
+}
+
+/// The duration of each step of a restore, in milliseconds.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Serialize, Deserialize)]
+pub struct RestoreTimings {
+    /// Opening the image and checking its index.
+    pub image_open: f64,
+    /// Starting the QEMU process.
+    pub spawn: f64,
+    /// Until QEMU's monitor answered.
+    pub qmp: f64,
+    /// Finding memory; attaching, registering and emptying it.
+    pub attach: f64,
+    /// Loading the device state and auxiliary blocks.
+    pub device_state: f64,
+    /// Reading memory before the guest runs (eager and working-set restore).
+    pub prefill: f64,
+    /// Starting the vCPUs.
+    pub cont: f64,
+    /// The whole restore, from the supervisor's first instruction.
+    pub total: f64,
+}
+
+/// A stopwatch with laps.
+struct LapTimer {
+    since: Instant,
+    lap: Instant,
+}
+
+impl LapTimer {
+    fn take_lap(&mut self) -> f64 {
+        let now = Instant::now();
+        let lap = now - std::mem::replace(&mut self.lap, now);
+        to_milliseconds(lap)
+    }
+}
+
+fn to_milliseconds(time: Duration) -> f64 {
+    (time.as_secs_f64() * 1e6).round() / 1e3
+}
+
+/// Restores a VM: `firn restore`.
+pub(crate) fn restore_vm(
+    place: &StartContext<'_>,
+    wanted: &RestoreChoices<'_>,
+    since: Instant,
+    report: &mut dyn FnMut(OperationProgress),
+) -> Result<StartedVm, Failure> {
+    let mut watch = LapTimer { since, lap: Instant::now() };
+    let mut timings = RestoreTimings::default();
+    let (image, meta) = open_image(wanted.image)?;
+    refuse_unrestorable(&meta, wanted.force)?;
+    let meta = meta.with_overrides(wanted.overrides)?;
+    let program = choose_program(&meta, wanted.overrides)?;
+    let held = LockedLayers::lock(&meta)?;
+    let meta = held.resolve_disks(meta);
+    wanted.calls.map(|policy| check_calls(&meta, policy)).transpose()?;
+    place.stores.map(|_| vm_start::check_stores(&meta)).transpose()?;
+    let mismatches = meta.file_mismatches();
+    timings.image_open = watch.take_lap();
+    refuse_mismatches(&mismatches, wanted.force)?;
+    keep_output_blocked(place, meta.held)?;
+    let stays_paused = stays_paused(&meta, wanted);
+    // A guest that does not run causes no page faults.
+    let learns = wanted.learn && !stays_paused;
+    let learning = LearnedBlocksFile::for_image(&image, wanted.mode).filter(|_| learns);
+    let storage = place
+        .vm
+        .path()
+        .parent()
+        .and_then(|runtime| ImageStorage::from_files(image.chain_paths(), runtime));
+    let options = RestoreOptions {
+        mode: wanted.mode,
+        on_error: wanted.on_error,
+        known_latency: storage.as_ref().and_then(ImageStorage::recorded_latency),
+        found_late: meta.found_late,
+        also_expected: learning
+            .as_ref()
+            .map(LearnedBlocksFile::expected_blocks)
+            .unwrap_or_default(),
+        account_use: wanted.account_use,
+        since,
+        ..RestoreOptions::default()
+    };
+    let disks = (wanted.disks, wanted.disk_dir);
+    let own = RestoredDisks::create_for_restore(
+        &meta,
+        place.vm.name().as_str(),
+        disks,
+        place.journal,
+        held,
+    )?;
+    let plan = command_line::plan_command(&meta.qemu.user_args)
+        .and_then(|plan| plan.with_program(&program).with_drives(own.files()))
+        .map_err(failure::command_line_failure)?;
+    check_disk_kinds(&plan.disk_files(), &meta.qemu.directory)?;
+    let (plan, notes) = avoid_used_endpoints(place, &meta, plan)?;
+    let (child, args, early) = launch_qemu(place, &meta, &image, &options, &plan)?;
+    firn_fault::point("restore.spawned");
+    timings.spawn = watch.take_lap();
+    let files = image.try_clone_files().map_err(|error| image_failure(&error))?;
+    let lives = Arc::new(AtomicBool::new(false));
+    let child_ref = &child;
+    let load = RestoreRun {
+        place,
+        wanted,
+        image,
+        meta,
+        child: child_ref,
+        options,
+        learning,
+        storage,
+        notes,
+        lives,
+    };
+    let loaded = load.load_vm(args, early, mismatches, (&mut watch, &mut timings), report);
+    let (restoring, mut facts) = loaded?;
+    facts["timings_ms"] = json!(timings);
+    facts["overlays"] = json!(place.journal.current_journal().overlays);
+    let restoring = Some(restoring);
+    let hypervisor = child.keep_running()?;
+    own.keep_files();
+    let (standby, network, served) = (None, None, None);
+    let guards = Vec::new();
+    Ok(StartedVm { hypervisor, restoring, standby, network, served, facts, guards, files })
+}
+
+/// Whether the VM is paused after the restore, as it was when it was saved.
+fn stays_paused(meta: &ImageMeta, wanted: &RestoreChoices<'_>) -> bool {
+    meta.paused.is_some() && !wanted.run
+}
+
+/// Refuses an image that was made although it can't be restored.
+fn refuse_unrestorable(meta: &ImageMeta, force: bool) -> Result<(), Failure> {
+    if meta.unrestorable.is_empty() || force {
+        return Ok(());
+    }
+    let (kind, chain) = (FailureKind::Refused, meta.unrestorable.clone());
+    let failure = Failure { kind, chain, hint: None };
+    Err(failure
+        .while_doing("the image was made with --accept-unrestorable")
+        .with_hint("--force tries it anyway, at your own risk"))
+}
+
+/// Keeps output that was buffered at the save blocked until `firn release`, on whatever host the VM
+/// continues.
+fn keep_output_blocked(place: &StartContext<'_>, held: bool) -> Result<(), Failure> {
+    let change = |journal: &mut Journal| {
+        journal.shut = true;
+        journal.record_success(format!("restored{OUTPUT_BLOCKED}"));
+    };
+    match held {
+        true => place.journal.update(change).while_doing("writing the journal"),
+        false => Ok(()),
+    }
+}
+
+/// Checks whether applications of this VM can make guest calls, and which of them may.
+fn check_calls(meta: &ImageMeta, policy: &Path) -> Result<(), Failure> {
+    calls::read_policy(policy)?;
+    let mut words = meta.qemu.user_args.iter();
+    if words.any(|word| word.contains(command_line::CALLS_ID)) {
+        return Ok(());
+    }
+    let text = "the VM of this image has no device for guest calls";
+    let hint = "start a VM with one: `firn run --calls POLICY`";
+    Err(Failure::new(FailureKind::Usage, text).with_hint(hint))
+}
+
+/// A restore into a QEMU that has been started, up to the guest's first instruction.
+struct RestoreRun<'a> {
+    place: &'a StartContext<'a>,
+    wanted: &'a RestoreChoices<'a>,
+    image: Arc<Image>,
+    meta: ImageMeta,
+    child: &'a HypervisorChild,
+    options: RestoreOptions,
+    learning: Option<LearnedBlocksFile>,
+    storage: Option<ImageStorage>,
+    /// The changes to the command line.
+    notes: Vec<String>,
+    /// The guest may run, and failures do not end it.
+    lives: Arc<AtomicBool>,
+}
+
+impl RestoreRun<'_> {
+    fn load_vm(
+        self,
+        args: Vec<String>,
+        early: Option<PrefillThreads>,
+        mut mismatches: Vec<HostMismatch>,
+        (watch, timings): (&mut LapTimer, &mut RestoreTimings),
+        report: &mut dyn FnMut(OperationProgress),
+    ) -> Result<(RestoreTask, serde_json::Value), Failure> {
+        let Self { place, wanted, child, .. } = self;
+        let mut vm = child
+            .connect_monitor(place.vm)
+            .map_err(|failure| vm_start::with_output(failure, place.vm))?;
+        timings.qmp = watch.take_lap();
+        let differs = self.meta.qemu_mismatch(&vm.version().to_string());
+        refuse_mismatches(differs.as_slice(), wanted.force)?;
+        mismatches.extend(differs);
+        let explain = |failure| child.explain_failure(failure, place.vm);
+        let (machine, memory) = self.record_hypervisor(args, &mut vm).map_err(explain)?;
+        let process = Arc::clone(&memory.process);
+        let prefilled = early.map(PrefillThreads::finish_fill).unwrap_or_default();
+        let faults = match attach_page_faults(&process, &memory.guest, &machine.vcpus) {
+            Ok(faults) => faults,
+            Err(failure)
+                if failure.kind == FailureKind::Host && wanted.mode == RestoreMode::Eager =>
+            {
+                let loading = (&mut vm, machine, memory, mismatches);
+                return self
+                    .load_vm_eagerly(loading, &failure, (watch, timings), report)
+                    .map_err(explain);
+            }
+            Err(failure) => return Err(explain(failure.with_hint(NEEDS_NO_USERFAULTFD))),
+        };
+        let restore =
+            self.begin_page_server(memory, faults, &prefilled, &machine).map_err(explain)?;
+        timings.attach = watch.take_lap();
+        let why = |failure| self.explain_failure(&restore, failure);
+        self.load_devices(&mut vm, &process).map_err(why)?;
+        timings.device_state = watch.take_lap();
+        prefill_memory(&restore, report).map_err(why)?;
+        timings.prefill = watch.take_lap();
+        self.mark_started()?;
+        self.lives.store(wanted.on_error == OnError::Stop, Ordering::Release);
+        restore.guest_may_run();
+        // An earlier failure still ends the VM: the guest has not run.
+        restore.wait_timeout(Duration::ZERO).map_err(|error| why(restore_failure(&error)))?;
+        self.start_vcpus(&mut vm).map_err(why)?;
+        restore.record_resume();
+        self.record_start_time((watch, timings));
+        let notes = [self.notes.clone(), mismatch_warnings(&mismatches)].concat();
+        let facts = self.restore_facts(&machine, notes);
+        let (hypervisor, journal) = (Arc::clone(child.process_handle()?), place.clone_journal());
+        let (vcpus, run_record) = (machine.vcpus, place.vm.run_record());
+        let (learning, storage, map) = (self.learning, self.storage, machine.map);
+        let image = wanted.image.to_owned();
+        let pauser = OutagePauser::new(Arc::clone(&journal), Arc::clone(&hypervisor));
+        let work = RestoreWork {
+            restore,
+            process,
+            vcpus,
+            journal,
+            hypervisor,
+            run_record,
+            learning,
+            storage,
+            image,
+            map,
+            pauser,
+        };
+        Ok((work.into_task(), facts))
+    }
+
+    /// Restores eagerly without userfaultfd: all memory is written before the vCPUs run.
+    fn load_vm_eagerly(
+        &self,
+        (vm, machine, memory, mismatches): (
+            &mut QemuVm,
+            HypervisorRecord,
+            VmMemory,
+            Vec<HostMismatch>,
+        ),
+        reason: &Failure,
+        (watch, timings): (&mut LapTimer, &mut RestoreTimings),
+        report: &mut dyn FnMut(OperationProgress),
+    ) -> Result<(RestoreTask, serde_json::Value), Failure> {
+        tracing::warn!("an eager restore without userfaultfd: {reason}");
+        timings.attach = watch.take_lap();
+        fill_memory(&self.image, &memory.guest, &self.options, report)?;
+        timings.prefill = watch.take_lap();
+        self.load_devices(vm, &memory.process)?;
+        timings.device_state = watch.take_lap();
+        self.mark_started()?;
+        self.start_vcpus(vm)?;
+        self.record_start_time((watch, timings));
+        let mut notes = mismatch_warnings(&mismatches);
+        notes.push(format!(
+            "without userfaultfd ({reason}): memory was restored before the VM started"
+        ));
+        let journal_file = self.place.clone_journal();
+        let finish = move |_: &dyn Fn(OperationProgress)| {
+            update_journal(&journal_file, |journal| journal.phase = VmPhase::Running)?;
+            Ok(json!({ "restored": RunCounts::default() }))
+        };
+        Ok((Box::new(finish), self.restore_facts(&machine, notes)))
+    }
+
+    /// Records that a successor is to keep the VM, from here on.
+    fn mark_started(&self) -> Result<(), Failure> {
+        firn_fault::point("restore.device-state");
+        update_journal(self.place.journal, set_started)
+    }
+
+    fn start_vcpus(&self, vm: &mut QemuVm) -> Result<(), Failure> {
+        match stays_paused(&self.meta, self.wanted) {
+            true => Ok(()),
+            false => vm.cont().while_doing("starting the vCPUs"),
+        }
+    }
+
+    fn record_start_time(&self, (watch, timings): (&mut LapTimer, &mut RestoreTimings)) {
+        timings.cont = watch.take_lap();
+        timings.total = to_milliseconds(watch.since.elapsed());
+        firn_fault::point("restore.resumed");
+    }
+
+    fn restore_facts(&self, machine: &HypervisorRecord, notes: Vec<String>) -> serde_json::Value {
+        let mut facts = vm_start::start_facts(machine, &notes);
+        facts["mode"] = json!(self.wanted.mode);
+        facts["image"] = json!(self.wanted.image);
+        let is_paused = stays_paused(&self.meta, self.wanted);
+        facts["paused"] = json!(self.meta.paused.as_ref().filter(|_| is_paused));
+        facts
+    }
+
+    /// Examines the QEMU and records it in the journal, so that a successor finds it from here on.
+    fn record_hypervisor(
+        &self,
+        args: Vec<String>,
+        vm: &mut QemuVm,
+    ) -> Result<(HypervisorRecord, VmMemory), Failure> {
+        let layout = vm.layout().while_doing("finding the guest's memory")?;
+        let machine = describe_hypervisor(self.place, &self.meta, self.child, args, vm, &layout)?;
+        update_journal(self.place.journal, |journal| {
+            journal.machine = Some(machine.clone());
+            journal.phase = self.restoring_phase();
+        })?;
+        firn_fault::point("restore.journaled");
+        let memory = qemu::open_memory(machine.process.pid, &layout)?;
+        Ok((machine, memory))
+    }
+
+    fn restoring_phase(&self) -> VmPhase {
+        VmPhase::Restoring {
+            image: self.wanted.image.to_owned(),
+            identity: self.image.identity(),
+            mode: self.wanted.mode,
+            started: false,
+            stays_paused: stays_paused(&self.meta, self.wanted),
+            on_error: self.wanted.on_error,
+            paused_by_us: false,
+        }
+    }
+
+    /// Starts the page server, which answers page faults from here on.
+    fn begin_page_server(
+        &self,
+        memory: VmMemory,
+        faults: PageFaults,
+        prefilled: &PrefilledMemory,
+        machine: &HypervisorRecord,
+    ) -> Result<RunningRestore, Failure> {
+        let Self { place, child, .. } = self;
+        let options = RestoreOptions { vcpus: numbered_vcpus(machine), ..self.options.clone() };
+        let pages = memory.guest.region_map().total_pages();
+        let presence = PresenceFile::create(&place.vm.presence_file(), pages)
+            .while_doing("making the presence file")?;
+        firn_fault::point("restore.attached");
+        let lives = Arc::clone(&self.lives);
+        let on_fatal = fatal_error_handler(place.clone_journal(), child.process_handle()?, lives);
+        let (image, guest) = (Arc::clone(&self.image), memory.guest);
+        RunningRestore::begin_prefilled(
+            image, guest, faults, options, presence, prefilled, on_fatal,
+        )
+        .map_err(|error| restore_failure(&error))
+    }
+
+    fn load_devices(&self, vm: &mut QemuVm, process: &Process) -> Result<(), Failure> {
+        vm.load_device_state(self.image.device_state())
+            .while_doing("loading the VM's devices")
+            .map_err(|failure| vm_start::with_output(failure, self.place.vm))?;
+        auxiliary::write_image_aux(vm, process, &self.image)
+    }
+
+    /// Explains why a step failed. If memory can't be restored, everything else fails, and QEMU
+    /// ends.
+    fn explain_failure(&self, restore: &RunningRestore, failure: Failure) -> Failure {
+        match restore.wait_timeout(Duration::ZERO) {
+            Err(error) if !error.is_hypervisor_gone() => restore_failure(&error),
+            _ => self.child.explain_failure(failure, self.place.vm),
+        }
+    }
+}
+
+pub(crate) fn restore_failure(error: &RestoreError) -> Failure {
+    let kind = match error {
+        error if error.is_hypervisor_gone() => FailureKind::Ended,
+        RestoreError::Image(error) => image_failure(error).kind,
+        RestoreError::Block(_) | RestoreError::NoEntry { .. } => FailureKind::Damaged,
+        RestoreError::Regions { .. } => FailureKind::Refused,
+        _ => FailureKind::Other,
+    };
+    Failure::from_error(kind, error).while_doing(RESTORING)
+}
+
+pub(crate) fn open_image(path: &Path) -> Result<(Arc<Image>, ImageMeta), Failure> {
+    let opening = format!("opening {}", path.display());
+    let image = Image::open(path).map_err(|error| image_failure(&error).while_doing(&*opening))?;
+    with_meta(image)
+}
+
+pub(crate) fn with_meta(image: Image) -> Result<(Arc<Image>, ImageMeta), Failure> {
+    let meta: ImageMeta = serde_json::from_value(image.meta().clone())
+        .while_doing_as(FailureKind::Damaged, "reading the image's description of its VM")?;
+    match meta.version {
+        meta::VERSION..=meta::VERSION_MARKED => Ok((Arc::new(image), meta)),
+        other => {
+            let text = format!(
+                "the image describes its VM in version {other}, not {}",
+                meta::VERSION_MARKED
+            );
+            Err(Failure::new(FailureKind::Refused, text).with_hint("use the Firn that wrote it"))
+        }
+    }
+}
+
+pub(crate) fn refuse_mismatches(mismatches: &[HostMismatch], force: bool) -> Result<(), Failure> {
+    if mismatches.is_empty() || force {
+        return Ok(());
+    }
+    let chain = mismatches.iter().map(ToString::to_string).collect();
+    let failure = Failure { kind: FailureKind::Refused, chain, hint: None };
+    Err(failure
+        .while_doing("the restored guest would find another QEMU or other disks than it had")
+        .with_hint("provide what is named here, or continue at your own risk with --force"))
+}
+
+fn mismatch_warnings(mismatches: &[HostMismatch]) -> Vec<String> {
+    mismatches.iter().map(|mismatch| format!("forced: {mismatch}")).collect()
+}
+
+/// The program that the image names, if it may be started; or the one that the user names.
+fn choose_program(meta: &ImageMeta, overrides: &CommandOverrides) -> Result<PathBuf, Failure> {
+    let name = meta.qemu.user_args.first().map_or("", String::as_str);
+    match overrides.program {
+        Some(_) => programs::chosen_program(name, &meta.qemu.directory),
+        None => programs::allowed_program(name, &meta.qemu.directory),
+    }
+}
+
+/// Changes endpoints that another process uses: a VM with the same command line may run here.
+fn avoid_used_endpoints(
+    place: &StartContext<'_>,
+    meta: &ImageMeta,
+    plan: CommandPlan,
+) -> Result<(CommandPlan, Vec<String>), Failure> {
+    let holder =
+        |endpoint: &HostEndpoint| endpoints::endpoint_holder(endpoint, &meta.qemu.directory);
+    let beside = EndpointRelocation { directory: place.vm.path(), holder: &holder };
+    plan.relocate_endpoints(&beside).map_err(|error| {
+        let failure = Failure::from_error(FailureKind::Busy, &error);
+        failure.with_hint("--netdev ID=user,hostfwd=... gives the restored VM other ports")
+    })
+}
+
+/// Starts QEMU in its former working directory, if that still exists, and begins to fill its
+/// memory.
+fn launch_qemu(
+    place: &StartContext<'_>,
+    meta: &ImageMeta,
+    image: &Arc<Image>,
+    options: &RestoreOptions,
+    plan: &CommandPlan,
+) -> Result<(HypervisorChild, Vec<String>, Option<PrefillThreads>), Failure> {
+    let ram = vm_start::create_ram_files(plan.ram()).while_doing("making the VM's memory")?;
+    let sockets = CardSockets::create_pairs(plan.cards(), &meta.qemu.directory, place.vm)?;
+    let paths = vm_start::qemu_paths(place, &ram, &sockets);
+    let augmented = plan.for_restore(&paths).map_err(failure::command_line_failure)?;
+    vm_start::enter_directory(&meta.qemu.directory);
+    let prefill = start_prefill(image, options, plan.ram(), &ram);
+    let child = vm_start::launch_qemu(place.vm, &augmented, ram, &sockets)?;
+    Ok((child, augmented.args, prefill))
+}
+
+/// Starts to prefill RAM. `None` where the files are not those of the image: the restore will be
+/// refused, with the reason. Also `None` if the use of pages is counted, because the use of pages
+/// that are present from the start can't be seen.
+fn start_prefill(
+    image: &Arc<Image>,
+    options: &RestoreOptions,
+    plans: &[RamPlan],
+    ram: &[File],
+) -> Option<PrefillThreads> {
+    let regions = image.regions().regions();
+    let is_same = |(region, plan): (&RamRegion, &RamPlan)| {
+        region.id == plan.id && region.byte_len() == plan.bytes.next_multiple_of(PAGE_SIZE as u64)
+    };
+    let are_same = regions.len() == plans.len() && regions.iter().zip(plans).all(is_same);
+    if options.account_use || !are_same {
+        return None;
+    }
+    let files = ram.iter().map(File::try_clone).collect::<Result<_, _>>().ok()?;
+    Some(PrefillThreads::start_fill(Arc::clone(image), options, files))
+}
+
+fn describe_hypervisor(
+    place: &StartContext<'_>,
+    meta: &ImageMeta,
+    child: &HypervisorChild,
+    args: Vec<String>,
+    vm: &mut QemuVm,
+    layout: &MemoryLayout,
+) -> Result<HypervisorRecord, Failure> {
+    let known = KnownHypervisor {
+        process: child.identity.clone(),
+        qmp: place.vm.qmp_socket(),
+        launched: true,
+        user_args: meta.qemu.user_args.clone(),
+        args,
+        directory: meta.qemu.directory.clone(),
+        drives: meta.drives.clone(),
+        cards: child.cards.clone(),
+        // No image has served disks.
+        served: Vec::new(),
+    };
+    qemu::describe_hypervisor(vm, known, layout, place.vm.name().as_str())
+}
+
+pub(crate) fn numbered_vcpus(machine: &HypervisorRecord) -> Vec<(ThreadId, VcpuId)> {
+    machine.vcpus.iter().zip(0..).map(|(&tid, id)| (tid, VcpuId(id))).collect()
+}
+
+fn attach_page_faults(
+    process: &Process,
+    memory: &Arc<GuestMemory>,
+    vcpus: &[ThreadId],
+) -> Result<PageFaults, Failure> {
+    const ATTACHING: &str = "attaching to QEMU";
+    firn_fault::io("restore.userfaultfd").while_doing_as(FailureKind::Host, ATTACHING)?;
+    let mut tracee = Tracee::seize(process, vcpus).while_doing_as(FailureKind::Host, ATTACHING)?;
+    PageFaults::create(&mut tracee, Arc::clone(memory), TraceMode::Restore)
+        .while_doing_as(FailureKind::Host, ATTACHING)
+        .map_err(|failure| failure.with_hint("`firn doctor` lists what this host and user lack"))
+}
+
+/// What to do when a page can't be restored, because QEMU would wait for it for ever. A VM that has
+/// not run, or that such a failure is to end, is ended, and the reason is recorded. If the VM
+/// `lives`, the supervisor exits instead, and its successor tries again.
+pub(crate) fn fatal_error_handler(
+    journal: Arc<JournalFile>,
+    hypervisor: &Arc<ProcessHandle>,
+    lives: Arc<AtomicBool>,
+) -> OnFatal {
+    let hypervisor = Arc::clone(hypervisor);
+    Box::new(move |error| {
+        if error.is_hypervisor_gone() || lives.load(Ordering::Acquire) {
+            return;
+        }
+        let failure = restore_failure(error);
+        tracing::error!("{failure}");
+        let _ = journal.update(|journal| journal.record_end_reason(failure));
+        let _ = hypervisor.send_kill();
+    })
+}
+
+/// Writes the auxiliary blocks that are not in the device state. QEMU has mapped all of them only
+/// now.
+pub(crate) fn write_aux_blocks(
+    vm: &mut QemuVm,
+    process: &Process,
+    blocks: &[AuxBlock],
+) -> Result<(), Failure> {
+    if blocks.is_empty() {
+        return Ok(());
+    }
+    let locations = vm.layout().while_doing("finding video memory")?.aux;
+    for block in blocks {
+        let location = locations
+            .iter()
+            .find(|place| place.id == block.id && place.bytes == block.bytes.len() as u64);
+        let Some(hva) = location.and_then(|place| place.hva) else {
+            let text = format!("QEMU has no block of {} bytes for {}", block.bytes.len(), block.id);
+            return Err(Failure::new(FailureKind::Other, text));
+        };
+        process_memory::write_memory(process, hva, &block.bytes)
+            .while_doing(format!("writing {}", block.id))?;
+    }
+    Ok(())
+}
+
+/// Installs the memory that has to be present before the guest runs, and reports progress.
+fn prefill_memory(
+    restore: &RunningRestore,
+    report: &mut dyn FnMut(OperationProgress),
+) -> Result<(), Failure> {
+    let is_over = AtomicBool::new(false);
+    let filled = thread::scope(|scope| {
+        let filling = scope.spawn(|| {
+            let filled = restore.await_prefill();
+            is_over.store(true, Ordering::Release);
+            filled
+        });
+        let mut reported_at = Instant::now();
+        while !is_over.load(Ordering::Acquire) && !filling.is_finished() {
+            thread::park_timeout(Duration::from_millis(1));
+            if reported_at.elapsed() >= PROGRESS_INTERVAL {
+                reported_at = Instant::now();
+                report(restore_progress(restore, None));
+            }
+        }
+        filling.join()
+    });
+    match filled {
+        Ok(filled) => filled.map_err(|error| restore_failure(&error)),
+        Err(_) => {
+            Err(Failure::new(FailureKind::Other, "a bug in Firn ended the restore of memory"))
+        }
+    }
+}
+
+/// Writes all memory before the vCPUs run, and reports progress.
+fn fill_memory(
+    image: &Arc<Image>,
+    memory: &GuestMemory,
+    options: &RestoreOptions,
+    report: &mut dyn FnMut(OperationProgress),
+) -> Result<(), Failure> {
+    let (done, total) = (AtomicU64::new(0), AtomicU64::new(0));
+    let note = |written: u64, all: u64| {
+        done.fetch_max(written, Ordering::Relaxed);
+        total.store(all, Ordering::Relaxed);
+    };
+    let filled = thread::scope(|scope| {
+        let filling = scope.spawn(|| firn_restore::fill_all(image, memory, options, &note));
+        while !filling.is_finished() {
+            thread::park_timeout(PROGRESS_INTERVAL);
+            let (done, total) = (done.load(Ordering::Relaxed), total.load(Ordering::Relaxed));
+            report(OperationProgress::new("restoring", done, total));
+        }
+        filling.join()
+    });
+    match filled {
+        Ok(filled) => filled.map_err(|error| restore_failure(&error)),
+        Err(_) => {
+            Err(Failure::new(FailureKind::Other, "a bug in Firn ended the restore of memory"))
+        }
+    }
+}
+
+fn set_started(journal: &mut Journal) {
+    if let VmPhase::Restoring { started, .. } = &mut journal.phase {
+        *started = true;
+    }
+}
+
+pub(crate) fn update_journal(
+    file: &JournalFile,
+    change: impl FnOnce(&mut Journal),
+) -> Result<(), Failure> {
+    file.update(change).while_doing("writing the journal")
+}

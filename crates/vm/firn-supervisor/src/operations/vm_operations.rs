@@ -1,0 +1,792 @@
+//! The operations on a running VM: saving it, merging its disk layers, protecting it, ending it.
+
+use std::io;
+use std::path::{Path, PathBuf};
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::time::Duration;
+
+use firn_checkpoint::{
+    SaveContext, SaveError, SaveOptions, SaveReport, SaveSteps, SaveStrategy, WorkingSetEstimator,
+};
+use firn_epochs::primary::EndRequest;
+use firn_image::{Image, ImageError};
+use firn_memory::PageFaultError;
+use firn_types::PAGE_SIZE;
+use firn_vmm::{MemoryLayout, QemuVm};
+use serde_json::json;
+
+use crate::daemon::event_loop::VmOperations;
+use crate::devices::disk_copies::{self, DiskPolicy};
+use crate::devices::disk_layers::{self, LayerMerger};
+use crate::devices::disk_snapshots::{self, DiskSnapshots};
+use crate::devices::network::{CardStatus, OUTPUT_BLOCKED, VmNetwork};
+use crate::devices::served_disks::ServedDisks;
+use crate::hypervisor::inspection;
+use crate::hypervisor::qemu::{self, VmMemory};
+use crate::operations::access_scan::{self, AccessScan, PageRanges};
+use crate::operations::calls::CallService;
+use crate::operations::dirty_tracking::{self, DirtyTracking};
+use crate::operations::protection::{
+    ProtectedParts, ProtectionFailure, ProtectionStatus, VmProtection,
+};
+use crate::processes::identity::ProcessHandle;
+use crate::processes::runtime::VmDir;
+use crate::records::control_protocol::{
+    MemberRequest, OperationProgress, ProtectRequest, SaveChoices, SaveRequest, StopRequest,
+};
+use crate::records::failure::{Failure, FailureContext, FailureKind, image_failure};
+use crate::records::journal::{
+    FileIdentity, HypervisorRecord, Journal, JournalFile, VmPhase, unix_seconds,
+};
+use crate::records::meta::ImageMeta;
+
+/// If a drive has this number of layers, those that no image needs are merged before a save.
+const MERGE_LAYERS_MIN: usize = 16;
+
+/// The operations on a VM that QEMU runs.
+pub(crate) struct QemuOperations {
+    journal: Arc<JournalFile>,
+    hypervisor: Arc<ProcessHandle>,
+    usage: AccessScan,
+    changes: Arc<DirtyTracking>,
+    calls: CallService,
+    protecting: VmProtection,
+    network: Arc<VmNetwork>,
+    served: Arc<ServedDisks>,
+    vm: VmDir,
+}
+
+impl VmOperations for QemuOperations {
+    fn save_vm(
+        &self,
+        request: &SaveRequest,
+        then_stop: bool,
+        cancel: &AtomicBool,
+        progress: &dyn Fn(OperationProgress),
+    ) -> Result<serde_json::Value, Failure> {
+        firn_fault::point("save.asked");
+        let machine = self.hypervisor_record()?;
+        refuse_served_disks(&machine)?;
+        self.shorten_chains(&machine, cancel, progress)?;
+        let explain = |failure: Failure| match failure.kind {
+            FailureKind::Refused | FailureKind::Interrupted => failure,
+            _ => self.explain_end_during_save(failure),
+        };
+        let accepted = request.choices.accept_unrestorable && !then_stop;
+        let prepared = prepare_save(&machine, accepted, cancel).map_err(explain)?;
+        let PreparedSave { mut vm, paused, was_running, unrestorable, layout, memory } = prepared;
+        let open = |path: &PathBuf| open_parent(path, &layout);
+        let parent = request.choices.parent.as_ref().map(open).transpose()?;
+        let held = self.journal.current_journal().shut || self.network.is_output_blocked();
+        let meta = machine.meta.clone().with_output_blocked(held).with_paused_state(paused);
+        let machine = HypervisorRecord { meta: meta.with_obstacles(unrestorable), ..machine };
+        let meta = machine.meta.clone();
+        let policy =
+            DiskPolicy::new(&machine, &self.journal.current_journal(), request, parent.as_deref());
+        let mut cutting =
+            DiskSnapshots::plan_drives(&mut vm, &meta, policy, then_stop).map_err(explain)?;
+        // Only one descriptor at a time can register the guest's memory.
+        let scanned = self.usage.finish_scan();
+        self.record_save_begin(request, then_stop, was_running, &mut vm, &layout)
+            .map_err(explain)?;
+        firn_fault::point("save.journaled");
+        let save =
+            SaveRun { operations: self, request, then_stop, was_running, cancel, scanned, parent };
+        let report = save.run_save(&mut vm, meta.clone(), &layout, memory, &mut cutting, progress);
+        let report = report.map_err(|failure| {
+            if !self.journal.is_image_complete() {
+                cutting.stop_copies(&mut vm);
+            }
+            let failure = self.recover_from_failure(failure, &mut vm, was_running);
+            // A failure after the image has its final name does not remove the image's files.
+            if !self.journal.is_image_complete() {
+                cutting.undo_save(&mut vm, &self.journal);
+            }
+            failure
+        });
+        if !then_stop {
+            close_descriptors(&mut vm);
+        }
+        self.record_save_end(request, then_stop, &report)?;
+        disk_copies::remove_old_bitmaps(&mut vm, &self.journal.current_journal());
+        report.map(|report| save_facts(request, &report, &cutting, &meta.unrestorable))
+    }
+
+    fn merge_layers(
+        &self,
+        all: bool,
+        cancel: &AtomicBool,
+        progress: &dyn Fn(OperationProgress),
+    ) -> Result<serde_json::Value, Failure> {
+        let machine = self.hypervisor_record()?;
+        let mut vm = qemu::connect_monitor(&machine)?;
+        let (vm, machine, journal) = (&mut vm, &machine, &*self.journal);
+        let mut merging = LayerMerger { vm, machine, journal, cancel, progress };
+        let merged = match all {
+            true => merging.commit_all(),
+            false => merging.merge_unneeded().map(|layers| json!({ "merged": layers })),
+        };
+        merged.map_err(|failure| self.explain_end(failure, "its disk layers were merged"))
+    }
+
+    fn protect_vm(
+        &self,
+        request: &ProtectRequest,
+        ending: &EndRequest,
+        begun: &dyn Fn(),
+        progress: &dyn Fn(OperationProgress),
+    ) -> Result<serde_json::Value, Failure> {
+        let machine = self.hypervisor_record()?;
+        if machine.calls.is_some() {
+            let text = "Firn tracks the guest's writes for its applications (--calls)";
+            let failure = Failure::new(FailureKind::Refused, text);
+            return Err(failure.with_hint("protect a VM that was started without --calls"));
+        }
+        if self.network.is_output_blocked() {
+            let text =
+                "output is still blocked from the previous protection: its backup may run this VM";
+            let failure = Failure::new(FailureKind::Refused, text);
+            return Err(
+                failure.with_hint("`firn release` releases it, if that backup never runs the VM")
+            );
+        }
+        if !self.network.is_new() {
+            let text = "the VM's cluster was protected before";
+            let failure = Failure::new(FailureKind::Refused, text);
+            return Err(failure.with_hint("`firn cluster protect` protects the whole cluster anew"));
+        }
+        if request.lease.is_some() {
+            self.apply_lease(request.lease)?;
+        }
+        // Only one descriptor at a time can register the guest's memory.
+        self.usage.finish_scan();
+        self.changes.stop_tracking();
+        self.enter_phase(VmPhase::Protecting { paused_by_us: false }, |journal| {
+            (journal.protection_end, journal.hung) = (None, false);
+        })?;
+        let context = ProtectedParts {
+            hypervisor: &self.hypervisor,
+            network: &self.network,
+            served: &self.served,
+        };
+        let records = (&machine, &self.journal);
+        let (end, ended) =
+            self.protecting.run_protection(records, request, &context, ending, begun, progress);
+        let is_hung = ended.as_ref().is_err_and(|it| it.is_hung);
+        if ended.as_ref().is_err_and(|it| it.is_declined) && self.is_output_ungoverned() {
+            // No other host can run the VM.
+            self.network.release_output();
+        }
+        let ended = ended.map_err(|ProtectionFailure { failure, is_hung, .. }| match is_hung {
+            true => failure,
+            false => self.explain_end_during_save(failure),
+        });
+        let shut = self.network.is_output_blocked();
+        let held = if shut { OUTPUT_BLOCKED } else { "" };
+        self.enter_phase(VmPhase::Running, |journal| {
+            journal.shut |= shut;
+            journal.protection_end = end;
+            journal.hung = is_hung;
+            match &ended {
+                Ok(()) => journal.record_success(format!("released{held}")),
+                Err(failure) => {
+                    journal.record_failure(format!("not protected any more: {failure}{held}"));
+                }
+            }
+        })?;
+        ended.map(|()| json!({ "released": true }))
+    }
+
+    fn protection(&self) -> Option<ProtectionStatus> {
+        self.protecting.current_status()
+    }
+
+    fn network_cards(&self) -> Vec<CardStatus> {
+        self.network.card_statuses()
+    }
+
+    fn release_output(&self) -> Result<bool, Failure> {
+        let was_shut = self.network.is_output_blocked();
+        let change = |journal: &mut Journal| {
+            (journal.shut, journal.lease) = (false, None);
+            journal
+                .last
+                .iter_mut()
+                .for_each(|note| note.text = note.text.replace(OUTPUT_BLOCKED, ""));
+        };
+        let had_lease = self.journal.current_journal().lease.is_some();
+        self.journal.update(change).while_doing("writing the journal")?;
+        self.network.release_output();
+        self.network.set_lease(&self.vm.lease_file(), None);
+        Ok(was_shut || had_lease)
+    }
+
+    fn resume_output(&self) -> Result<(), Failure> {
+        let change = |journal: &mut Journal| {
+            journal.shut = false;
+            journal
+                .last
+                .iter_mut()
+                .for_each(|note| note.text = note.text.replace(OUTPUT_BLOCKED, ""));
+        };
+        self.journal.update(change).while_doing("writing the journal")?;
+        self.network.release_output();
+        Ok(())
+    }
+
+    fn answer_member_request(&self, request: &MemberRequest) -> Result<serde_json::Value, Failure> {
+        self.network.answer_member_request(request, &self.hypervisor_record()?)
+    }
+
+    fn is_member(&self) -> bool {
+        self.network.membership().is_some()
+    }
+
+    fn start_idle_work(&self) {
+        let Ok(machine) = self.hypervisor_record() else { return };
+        if machine.calls.is_some() {
+            if let Err(failure) = self.start_guest_calls(&machine) {
+                tracing::error!("{}", failure.while_doing("answering guest calls"));
+            }
+        }
+        // Only one descriptor at a time can register the guest's memory.
+        if !self.changes.is_tracking() {
+            self.usage.start_scan(&machine);
+        }
+    }
+
+    fn stop_idle_work(&self) {
+        disk_copies::remove_all_bitmaps(&self.journal);
+        self.calls.stop_service();
+        self.usage.finish_scan();
+        self.changes.stop_tracking();
+        if let Ok(machine) = self.hypervisor_record() {
+            close_left_descriptors(&machine);
+        }
+    }
+
+    fn end_hypervisor(&self, request: StopRequest) -> Result<(), Failure> {
+        let discard = |discard| self.journal.update(|journal| journal.discard = discard);
+        if request.discard {
+            discard(true).while_doing("writing the journal")?;
+        }
+        let ended = match request.powerdown_s.filter(|_| self.protecting.press_power_button()) {
+            Some(seconds) => qemu::wait_powerdown(&self.hypervisor, Duration::from_secs(seconds)),
+            None => qemu::end_hypervisor(&self.hypervisor_record()?, &self.hypervisor, request),
+        };
+        match ended.is_err() && request.discard {
+            true => ended.and(discard(false).while_doing("writing the journal")),
+            false => ended,
+        }
+    }
+
+    fn command_line(&self) -> Result<serde_json::Value, Failure> {
+        let machine = self.hypervisor_record()?;
+        let mut vm = qemu::connect_if_free(&machine)?;
+        disk_layers::restart_command_line(&mut vm, &machine.meta)
+    }
+
+    fn is_paused(&self) -> Option<bool> {
+        qemu::is_paused(&self.hypervisor_record().ok()?)
+    }
+
+    fn is_hung(&self) -> bool {
+        if !self.journal.current_journal().hung {
+            return false;
+        }
+        let answers = self.hypervisor_record().is_ok_and(|machine| qemu::is_answering(&machine));
+        if answers {
+            let change = |journal: &mut Journal| journal.hung = false;
+            if let Err(error) = self.journal.update(change) {
+                tracing::warn!("can't record that QEMU answers again: {error}");
+            }
+        }
+        !answers
+    }
+}
+
+impl QemuOperations {
+    pub(crate) fn new(
+        journal: Arc<JournalFile>,
+        hypervisor: Arc<ProcessHandle>,
+        network: Arc<VmNetwork>,
+        served: Arc<ServedDisks>,
+        vm: &VmDir,
+    ) -> Self {
+        let (usage, changes, calls, protecting) = Default::default();
+        let vm = vm.clone();
+        Self { journal, hypervisor, usage, changes, calls, protecting, network, served, vm }
+    }
+
+    /// Whether neither a lease nor a cluster decides what output leaves the VM.
+    fn is_output_ungoverned(&self) -> bool {
+        self.journal.current_journal().lease.is_none() && !self.is_member()
+    }
+
+    /// Merges layers before a drive has more of them than a save accepts.
+    fn shorten_chains(
+        &self,
+        machine: &HypervisorRecord,
+        cancel: &AtomicBool,
+        progress: &dyn Fn(OperationProgress),
+    ) -> Result<(), Failure> {
+        let mut vm = qemu::connect_monitor(machine)
+            .map_err(|failure| self.explain_end_during_save(failure))?;
+        let drives = vm.drives().while_doing("querying the VM's disks")?;
+        if drives.iter().all(|drive| drive.chain.len() < MERGE_LAYERS_MIN) {
+            return Ok(());
+        }
+        let (vm, journal) = (&mut vm, &*self.journal);
+        let merged = LayerMerger { vm, machine, journal, cancel, progress }.merge_unneeded();
+        merged.map(drop).map_err(|failure| self.explain_end_during_save(failure))
+    }
+
+    /// Lets the VM's output leave only while this lease is held. The journal records that first,
+    /// because a successor may have to know.
+    fn apply_lease(&self, lease: Option<u32>) -> Result<(), Failure> {
+        self.journal.update(|journal| journal.lease = lease).while_doing("writing the journal")?;
+        self.network.set_lease(&self.vm.lease_file(), lease);
+        Ok(())
+    }
+
+    /// Tracks what the guest writes, and answers the guest calls of its applications with it.
+    fn start_guest_calls(&self, machine: &HypervisorRecord) -> Result<(), Failure> {
+        let followed = |journal: &mut Journal| {
+            journal.machine.iter_mut().for_each(|machine| machine.followed = true);
+        };
+        self.journal.update(followed).while_doing("writing the journal")?;
+        self.calls.start_service(machine, &self.vm, &self.changes)?;
+        self.changes.start_tracking(machine)
+    }
+
+    fn enter_phase(&self, phase: VmPhase, note: impl FnOnce(&mut Journal)) -> Result<(), Failure> {
+        let change = |journal: &mut Journal| {
+            journal.machine.iter_mut().for_each(|machine| machine.followed = false);
+            journal.phase = phase;
+            note(journal);
+        };
+        self.journal.update(change).while_doing("writing the journal")
+    }
+
+    fn hypervisor_record(&self) -> Result<HypervisorRecord, Failure> {
+        let none = || Failure::new(FailureKind::Other, "the journal names no hypervisor");
+        self.journal.current_journal().machine.ok_or_else(none)
+    }
+
+    /// Records what a successor has to know: where memory is, and what is about to happen to it.
+    fn record_save_begin(
+        &self,
+        request: &SaveRequest,
+        then_stop: bool,
+        was_running: bool,
+        vm: &mut QemuVm,
+        layout: &MemoryLayout,
+    ) -> Result<(), Failure> {
+        let vcpus = vm.vcpus().while_doing("querying the vCPUs")?;
+        let locations =
+            layout.locations.iter().map(|place| (place.id.clone(), place.hva)).collect();
+        let phase = VmPhase::Saving {
+            image: request.image.clone(),
+            replaces: FileIdentity::from_path(&request.image),
+            paused_by_us: then_stop && was_running,
+            then_stop,
+            drives: Vec::new(),
+        };
+        let change = |journal: &mut Journal| {
+            disk_snapshots::finish_unrecorded_save(journal);
+            if let Some(machine) = &mut journal.machine {
+                machine.map = layout.map.clone();
+                machine.locations = locations;
+                machine.vcpus = vcpus.iter().map(|vcpu| vcpu.tid).collect();
+            }
+            journal.phase = phase;
+        };
+        self.journal.update(change).while_doing("writing the journal")
+    }
+
+    /// The failure, or, if the VM has ended, a failure that states only that.
+    fn explain_end_during_save(&self, failure: Failure) -> Failure {
+        self.explain_end(failure, "it was being saved")
+    }
+
+    fn explain_end(&self, failure: Failure, what: &str) -> Failure {
+        // A monitor that another process uses is that of a QEMU that lives.
+        if matches!(failure.kind, FailureKind::Refused | FailureKind::Busy) {
+            return failure;
+        }
+        match self.hypervisor.wait_gone(qemu::SHORT_WAIT) {
+            Ok(true) => Failure::new(FailureKind::Ended, format!("the VM ended while {what}")),
+            _ => failure,
+        }
+    }
+
+    /// Resumes a VM that a failed save has left paused.
+    fn recover_from_failure(
+        &self,
+        failure: Failure,
+        vm: &mut QemuVm,
+        was_running: bool,
+    ) -> Failure {
+        match vm.status() {
+            Ok(state) if was_running && !state.running => resume_vm(vm),
+            Ok(_) => {}
+            Err(error) => {
+                tracing::error!("{}", Failure::from_error(FailureKind::Other, &error));
+                return self.explain_end_during_save(failure);
+            }
+        }
+        failure
+    }
+
+    /// Records the result of a save. A suspend stays in the journal until the VM has ended.
+    fn record_save_end(
+        &self,
+        request: &SaveRequest,
+        then_stop: bool,
+        report: &Result<SaveReport, Failure>,
+    ) -> Result<(), Failure> {
+        let image = request.image.display();
+        let change = |journal: &mut Journal| match report {
+            Ok(_) if then_stop => disk_snapshots::hand_over_files(journal),
+            Ok(_) => {
+                disk_snapshots::hand_over_files(journal);
+                journal.phase = VmPhase::Running;
+                journal.record_success(format!("checkpoint {image} is whole"));
+            }
+            Err(failure) => {
+                // A VM that was to end, and continues, writes to disks that the image would build
+                // on.
+                if journal.is_image_complete() && !then_stop {
+                    disk_snapshots::hand_over_files(journal);
+                }
+                journal.phase = VmPhase::Running;
+                journal.record_failure(format!("no checkpoint to {image}: {failure}"));
+            }
+        };
+        let followed = self.changes.is_tracking();
+        let change = |journal: &mut Journal| {
+            journal.machine.iter_mut().for_each(|machine| machine.followed = followed);
+            change(journal);
+        };
+        self.journal.update(change).while_doing("writing the journal")
+    }
+}
+
+/// Refuses a VM with disks that images can't contain yet.
+fn refuse_served_disks(machine: &HypervisorRecord) -> Result<(), Failure> {
+    let Some(disk) = machine.served.first() else { return Ok(()) };
+    let text = format!(
+        "the disk {} is served by Firn (firn=on), and images can't keep such disks",
+        disk.id
+    );
+    let failure = Failure::new(FailureKind::Refused, text);
+    Err(failure.with_hint("start the VM without firn=on to save it, or protect it instead"))
+}
+
+/// A VM that has been checked and is ready to be saved.
+struct PreparedSave {
+    vm: QemuVm,
+    was_running: bool,
+    /// QEMU's name for the run state, if the VM does not run.
+    paused: Option<String>,
+    /// The reasons why the image could not be restored, if the user accepts them.
+    unrestorable: Vec<String>,
+    layout: MemoryLayout,
+    memory: VmMemory,
+}
+
+/// Checks a VM, without changing it.
+fn prepare_save(
+    machine: &HypervisorRecord,
+    accepted: bool,
+    cancel: &AtomicBool,
+) -> Result<PreparedSave, Failure> {
+    let mut vm = qemu::connect_monitor(machine)?;
+    refuse_blocked(vm.migration_blockers().while_doing("querying migration blockers")?)?;
+    let state = vm.status().while_doing("querying whether the VM runs")?;
+    let (was_running, paused) = (state.running, inspection::paused_state(&state));
+    let unrestorable = inspection::check_restorable(&mut vm, machine, accepted)?;
+    let layout = inspection::mapped_layout(&mut vm, machine, was_running, cancel)?;
+    let memory = qemu::open_memory(machine.process.pid, &layout)?;
+    Ok(PreparedSave { vm, was_running, paused, unrestorable, layout, memory })
+}
+
+/// One save of a VM.
+struct SaveRun<'a> {
+    operations: &'a QemuOperations,
+    request: &'a SaveRequest,
+    then_stop: bool,
+    was_running: bool,
+    cancel: &'a AtomicBool,
+    /// The pages that the guest used recently, if an access scan ran.
+    scanned: Option<PageRanges>,
+    /// The image that the new one builds on.
+    parent: Option<Arc<Image>>,
+}
+
+impl SaveRun<'_> {
+    fn run_save(
+        &self,
+        vm: &mut QemuVm,
+        meta: ImageMeta,
+        layout: &MemoryLayout,
+        memory: VmMemory,
+        cutting: &mut DiskSnapshots<'_>,
+        progress: &dyn Fn(OperationProgress),
+    ) -> Result<SaveReport, Failure> {
+        let parent = self.parent.as_deref();
+        let options =
+            save_options(&self.request.choices, self.then_stop, memory.guest.is_shared(), parent);
+        let changes = &self.operations.changes;
+        changes.release_for_save(options.strategy, &memory.guest);
+        let used = self.used_pages(vm, &memory, options.strategy)?;
+        if self.then_stop {
+            // Before the disks are examined: a running VM may write to them afterwards.
+            vm.stop().while_doing("stopping the VM")?;
+        }
+        let mut disks = vm.disks().while_doing("querying the VM's disks")?;
+        disks.retain(|disk| !cutting.covers_file(disk.identity));
+        let firn = env!("CARGO_PKG_VERSION").to_owned();
+        let mut meta =
+            ImageMeta { created: unix_seconds(), firn, disks, drives: Vec::new(), ..meta };
+        firn_fault::point("save.disks");
+        let journal = &self.operations.journal;
+        cutting.prepare_files(vm, journal)?;
+        let layers = cutting.find_layers()?;
+        meta.add_disks(layers);
+        let cutting = &*cutting;
+        let was_running = self.was_running;
+        let describe = |found_late: Option<f64>| {
+            // While the guest is paused, only QEMU can have touched pages.
+            let found_late = found_late.filter(|_| was_running);
+            let meta = ImageMeta { found_late, ..meta.clone() };
+            Ok(serde_json::to_value(meta.with_drives(cutting.frozen_drives()?))?)
+        };
+        let (paused, cancel) = (self.was_running, self.cancel);
+        let steps = JournalSteps { journal, paused, cancel, cutting };
+        let mut context = SaveContext {
+            vm,
+            process: memory.process,
+            memory: memory.guest,
+            aux: &layout.aux,
+            used,
+            parent: self.parent.clone(),
+            tracker: changes.take_tracker(),
+            drives: cutting.drive_cut(),
+            steps: &steps,
+        };
+        let image = &self.request.image;
+        let block_bytes = options.block_size.byte_count() as u64;
+        let report = |now: firn_checkpoint::SaveProgress| {
+            let stage = if self.then_stop { "suspending" } else { "saving" };
+            let bytes = |blocks: u32| u64::from(blocks) * block_bytes;
+            progress(OperationProgress::new(
+                stage,
+                bytes(now.blocks_done),
+                bytes(now.blocks_total),
+            ));
+        };
+        let saved = firn_checkpoint::save_vm(
+            &mut context,
+            &self.request.image,
+            &describe,
+            &options,
+            &report,
+        );
+        changes.return_tracker(context.tracker.take());
+        saved
+            .map_err(|error| save_failure(&error))
+            .map_err(|failure| failure.while_doing(format!("saving to {}", image.display())))
+    }
+}
+
+impl SaveRun<'_> {
+    /// The pages that the guest used before the pause: from the access scan, or else from a short
+    /// scan now. `None` if the working set consists of what the guest touches after the cut.
+    fn used_pages(
+        &self,
+        vm: &mut QemuVm,
+        memory: &VmMemory,
+        strategy: SaveStrategy,
+    ) -> Result<Option<PageRanges>, Failure> {
+        let after = match strategy {
+            SaveStrategy::Trace | SaveStrategy::Cow | SaveStrategy::PreCopy => {
+                WorkingSetEstimator::Trace
+            }
+            SaveStrategy::Stop => WorkingSetEstimator::AccessBits,
+        };
+        match self.request.choices.working_set.unwrap_or(after) {
+            WorkingSetEstimator::Trace => Ok(None),
+            WorkingSetEstimator::AccessBits
+                if self.scanned.is_some()
+                    || !self.was_running
+                    || strategy == SaveStrategy::PreCopy =>
+            {
+                Ok(self.scanned.clone())
+            }
+            WorkingSetEstimator::AccessBits => {
+                let vcpus = vm.vcpus().while_doing("querying the vCPUs")?;
+                let vcpus = vcpus.iter().map(|vcpu| vcpu.tid).collect();
+                Ok(access_scan::scan_briefly(memory, vcpus, &|| {
+                    self.cancel.load(Ordering::Relaxed)
+                }))
+            }
+        }
+    }
+}
+
+/// Updates the journal around the pause of a save.
+struct JournalSteps<'a> {
+    journal: &'a JournalFile,
+    /// Whether the VM ran when the save began; otherwise its user has paused it.
+    paused: bool,
+    cancel: &'a AtomicBool,
+    cutting: &'a DiskSnapshots<'a>,
+}
+
+impl JournalSteps<'_> {
+    fn set_paused_by_us(&self, paused: bool) -> io::Result<()> {
+        let change = |journal: &mut Journal| {
+            if let VmPhase::Saving { paused_by_us, then_stop: false, .. } = &mut journal.phase {
+                *paused_by_us = paused;
+            }
+        };
+        self.journal.update(change).map_err(io::Error::other)
+    }
+}
+
+impl SaveSteps for JournalSteps<'_> {
+    fn about_to_stop(&self) -> io::Result<()> {
+        self.set_paused_by_us(self.paused)?;
+        self.cutting.mark_pause_begun();
+        Ok(())
+    }
+
+    fn record_resume(&self) -> io::Result<()> {
+        self.set_paused_by_us(false)
+    }
+
+    fn is_cancelled(&self) -> bool {
+        self.cancel.load(Ordering::Relaxed)
+    }
+}
+
+fn save_failure(error: &SaveError) -> Failure {
+    let kind = match error {
+        SaveError::Cancelled => FailureKind::Interrupted,
+        SaveError::Image(error) => image_failure(error).kind,
+        SaveError::Attach(_) => FailureKind::Host,
+        SaveError::Fault(PageFaultError::Private) => FailureKind::Refused,
+        _ => FailureKind::Other,
+    };
+    let failure = Failure::from_error(kind, error);
+    match error {
+        SaveError::Copies(_) => failure.with_hint(disk_snapshots::DISK_DIR_HINT),
+        SaveError::Fault(PageFaultError::Private) => {
+            failure.with_hint("`--strategy cow` saves it as it is")
+        }
+        _ => failure,
+    }
+}
+
+/// Refuses a VM with migration blockers: what QEMU could not migrate can't be saved either, even if
+/// saving seems to work.
+fn refuse_blocked(blockers: Vec<String>) -> Result<(), Failure> {
+    if blockers.is_empty() {
+        return Ok(());
+    }
+    let mut failure = Failure::new(FailureKind::Other, "QEMU can't save the state of this VM");
+    failure.chain.extend(blockers);
+    Err(failure.with_hint("start the VM without the device or CPU feature named here"))
+}
+
+/// Closes QEMU's copies of Firn's descriptors. QEMU closes them by itself only when no monitor at
+/// all is connected.
+fn close_descriptors(vm: &mut QemuVm) {
+    if let Err(error) = vm.finish_save() {
+        tracing::debug!("{}", Failure::from_error(FailureKind::Other, &error));
+    }
+}
+
+/// Closes descriptors that an earlier operation left in QEMU because it failed or because the VM
+/// was paused.
+fn close_left_descriptors(machine: &HypervisorRecord) {
+    let closed = qemu::connect_within(machine, qemu::SHORT_WAIT)
+        .and_then(|mut vm| vm.remove_left_descriptors().while_doing("closing descriptors in QEMU"));
+    if let Err(failure) = closed {
+        tracing::debug!("{failure}");
+    }
+}
+
+fn resume_vm(vm: &mut QemuVm) {
+    if let Err(error) = vm.cont() {
+        tracing::error!("{}", Failure::from_error(FailureKind::Other, &error));
+    }
+}
+
+/// Chooses the strategy. In private memory only writes can be tracked. What changed since another
+/// image is found quickly if writes are tracked from one checkpoint to the next.
+fn choose_strategy(choices: &SaveChoices, then_stop: bool, is_shared: bool) -> SaveStrategy {
+    let fitting = match is_shared {
+        _ if choices.parent.is_some() && dirty_tracking::can_track_writes() => {
+            SaveStrategy::PreCopy
+        }
+        true => SaveStrategy::Trace,
+        false => SaveStrategy::Cow,
+    };
+    match then_stop {
+        true => SaveStrategy::Stop,
+        false => choices.strategy.unwrap_or(fitting),
+    }
+}
+
+fn open_parent(path: &Path, layout: &MemoryLayout) -> Result<Arc<Image>, Failure> {
+    let image = Image::open(path).and_then(|image| match image.regions().regions() {
+        regions if regions == layout.map.regions() => Ok(image),
+        _ => Err(ImageError::OtherRam { parent: path.to_owned() }),
+    });
+    let image = image.map_err(|error| image_failure(&error));
+    image.map(Arc::new).map_err(|failure| failure.while_doing("opening the image to build on"))
+}
+
+fn save_options(
+    choices: &SaveChoices,
+    then_stop: bool,
+    is_shared: bool,
+    parent: Option<&Image>,
+) -> SaveOptions {
+    let mut default = SaveOptions::default();
+    if let Some(parent) = parent.map(Image::geometry) {
+        default.block_size = parent.block_size;
+        default.locality_block_bytes = parent.locality_block_bytes;
+    }
+    SaveOptions {
+        strategy: choose_strategy(choices, then_stop, is_shared),
+        codec: choices.codec.unwrap_or(default.codec),
+        block_size: choices.block_size.unwrap_or(default.block_size),
+        locality_block_bytes: choices.locality_block_bytes.unwrap_or(default.locality_block_bytes),
+        compressors: choices.compressors.unwrap_or(default.compressors),
+        throttle: choices.throttle.unwrap_or(default.throttle),
+        first_spaces: choices.first_spaces.unwrap_or(default.first_spaces),
+        leave_stopped: then_stop,
+        reference: choices.reference.clone(),
+        ..default
+    }
+}
+
+fn save_facts(
+    request: &SaveRequest,
+    report: &SaveReport,
+    cutting: &DiskSnapshots<'_>,
+    unrestorable: &[String],
+) -> serde_json::Value {
+    json!({
+        "image": request.image,
+        "unrestorable": unrestorable,
+        "parent": request.choices.parent,
+        "page_bytes": PAGE_SIZE,
+        "drives": cutting.drive_facts(),
+        "report": report,
+    })
+}
