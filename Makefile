@@ -99,6 +99,7 @@ guest: setup-demo
 lint: setup
 	scripts/tidy
 	scripts/check-dependencies
+	scripts/check-imports
 	$(CARGO) fmt --all --check
 	$(CARGO) clippy --profile tests --workspace --all-targets -- -D warnings
 	RUSTDOCFLAGS="-D warnings" $(CARGO) doc --profile tests --workspace --no-deps --quiet

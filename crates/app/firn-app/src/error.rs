@@ -6,8 +6,8 @@ use std::sync::Arc;
 use rustix::io::Errno;
 use thiserror::Error;
 
-use crate::backup::BackupError;
-use crate::tracker::TrackerKind;
+use crate::backup::error::BackupError;
+use crate::tracker::kind::TrackerKind;
 
 /// Why a session could not do what its caller requested.
 #[derive(Debug, Error)]

@@ -1,7 +1,7 @@
 //! Options of a session.
 
-use crate::backup::BackupTarget;
-use crate::tracker::TrackerKind;
+use crate::backup::settings::BackupTarget;
+use crate::tracker::kind::TrackerKind;
 
 /// The unit in which changes are reported and transferred.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]

@@ -70,7 +70,7 @@ pub(crate) async fn serve_metrics(agent: Arc<Agent>, listener: TcpListener) {
 
 async fn answer_command(agent: Arc<Agent>, request: Request<Incoming>) -> HttpResponse {
     if request.uri().path().starts_with(CLUSTERS) {
-        return clusters::answer_command(&agent, request).await;
+        return clusters::commands::answer_command(&agent, request).await;
     }
     match (request.method(), request.uri().path()) {
         (&Method::GET, STATUS) => match status::collect_status(&agent).await {
@@ -110,7 +110,7 @@ async fn answer_metrics(agent: Arc<Agent>, request: Request<Incoming>) -> HttpRe
 
 async fn answer_failover(agent: Arc<Agent>, request: Request<Incoming>) -> Result<Value, Failure> {
     let wanted = http::read_json(request).await?;
-    failover::fail_over(&agent, &wanted).await
+    failover::manual::fail_over(&agent, &wanted).await
 }
 
 /// Protects a VM. That continues when the client disconnects.

@@ -35,8 +35,8 @@ use firn_supervisor::NetworkName;
 use serde::Deserialize;
 use thiserror::Error;
 
-use crate::membership;
-use crate::switch::{FileNetwork, NETWORKS_MAX, NetworkConfig, NetworkError};
+use crate::membership::options::{MembershipOptions, MembershipSection};
+use crate::switch::config::{FileNetwork, NETWORKS_MAX, NetworkConfig, NetworkError};
 
 /// Maximum number of peers: each is asked twice a second.
 const PEERS_MAX: usize = 64;
@@ -132,7 +132,7 @@ pub struct AgentConfig {
     /// The networks that VMs of this host can be connected to.
     pub networks: BTreeMap<NetworkName, NetworkConfig>,
     /// The section on membership, if there is one.
-    pub membership: Option<membership::MembershipOptions>,
+    pub membership: Option<MembershipOptions>,
 }
 
 #[derive(Deserialize)]
@@ -149,7 +149,7 @@ struct ConfigFile {
     peers: BTreeMap<String, String>,
     #[serde(default)]
     networks: BTreeMap<NetworkName, FileNetwork>,
-    membership: Option<membership::MembershipSection>,
+    membership: Option<MembershipSection>,
 }
 
 impl AgentConfig {
@@ -255,7 +255,7 @@ mod tests {
     use std::error::Error;
 
     use super::*;
-    use crate::switch::Uplink;
+    use crate::switch::config::Uplink;
 
     const GOOD: &str = "name = \"a\"\nlisten = \"10.0.0.1:7415\"\ncertificate = \"a.pem\"\n\
         key = \"a.key\"\nauthority = \"/etc/ca.pem\"\n[peers]\nb = \"10.0.0.2:7415\"\n";

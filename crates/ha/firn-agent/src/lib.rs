@@ -37,6 +37,7 @@
 #![forbid(unsafe_code)]
 
 mod agent;
+mod agent_process;
 mod clusters;
 mod command_server;
 pub mod config;
@@ -48,6 +49,7 @@ pub mod identity;
 pub mod membership;
 pub mod metrics;
 mod peer_connection;
+mod peer_monitor;
 mod peer_server;
 mod protect;
 mod rejections;
@@ -58,7 +60,8 @@ pub mod switch;
 pub mod tunnel;
 pub mod vms;
 
-pub use agent::{Agent, PreparedAgent};
+pub use agent::Agent;
+pub use agent_process::PreparedAgent;
 pub use config::AgentConfig;
 pub use detect::DetectorTiming;
 pub use identity::HostIdentity;

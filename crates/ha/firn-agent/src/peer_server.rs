@@ -133,11 +133,11 @@ async fn answer_peer(
     let path = request.uri().path().to_owned();
     let standby = path.strip_prefix(STANDBYS);
     if let (&Method::POST, Some(network)) = (request.method(), path.strip_prefix(NETWORKS)) {
-        return switch::accept_link(&agent, peer, network, request);
+        return switch::links::accept_link(&agent, peer, network, request);
     }
     let vm = path.strip_prefix(VMS).and_then(|rest| rest.strip_prefix('/'));
     if let (&Method::POST, Some(rest)) = (request.method(), vm) {
-        return clusters::answer_peer(&agent, peer, rest, request).await;
+        return clusters::peer_answers::answer_peer(&agent, peer, rest, request).await;
     }
     match (request.method(), path.as_str(), standby) {
         (&Method::GET, HEARTBEAT, _) => {
@@ -149,7 +149,7 @@ async fn answer_peer(
         },
         (&Method::POST, MEMBERS, _) => agent.membership.answer_peer(&peer, request).await,
         (&Method::POST, path, _) if path.starts_with(KEEP) => {
-            clusters::answer_reprotect(&agent, &path[KEEP.len()..], request).await
+            clusters::peer_answers::answer_reprotect(&agent, &path[KEEP.len()..], request).await
         }
         (&Method::POST, _, Some(vm)) => standbys::answer_standby(&agent, peer, vm, request).await,
         _ => http::not_found_response(&request),

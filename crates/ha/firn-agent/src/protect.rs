@@ -18,6 +18,7 @@ use tokio::time::timeout;
 use crate::agent::Agent;
 use crate::clusters;
 use crate::failover;
+use crate::failover::record;
 use crate::peer_connection::PeerConnection;
 use crate::sockets::{ListeningSocket, listen_at};
 use crate::standbys::log_tunnel_end;
@@ -90,7 +91,7 @@ async fn begin_protection(
     };
     match &begun {
         Ok(_) if lease.is_some() && matches!(of, ProtectionScope::Itself) => {
-            failover::record_committed_backup(agent, &name, &to_host).await
+            record::record_committed_backup(agent, &name, &to_host).await
         }
         Ok(_) => {}
         Err(_) => {
@@ -113,7 +114,7 @@ async fn acquire_lease(
 ) -> Result<Option<u32>, Failure> {
     let vm = &wanted.vm;
     match of {
-        ProtectionScope::Itself => failover::acquire_lease(agent, wanted).await,
+        ProtectionScope::Itself => failover::lease::acquire_lease(agent, wanted).await,
         ProtectionScope::Member(None) => Ok(None),
         ProtectionScope::Member(Some(cluster)) => {
             let belongs = agent.paths.cluster_of(vm).as_ref() == Some(cluster);
@@ -122,7 +123,7 @@ async fn acquire_lease(
                 let failure = Failure::new(FailureKind::Busy, text);
                 return Err(failure.with_hint(format!("`firn release {vm}` ends that")));
             }
-            clusters::acquire_lease(agent, cluster, vm).await.map(Some)
+            clusters::lease::acquire_lease(agent, cluster, vm).await.map(Some)
         }
     }
 }

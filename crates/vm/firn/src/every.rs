@@ -101,8 +101,13 @@ impl PeriodicCheckpoints {
         let whole = &surplus.whole;
         let merged = Image::open(whole).and_then(|image| match image.chain_paths().len() {
             1 => Ok(()),
-            _ => firn_image::merge_chain(&image, whole, crate::image::worker_count(), &|_, _| ())
-                .map(drop),
+            _ => firn_image::merge_chain(
+                &image,
+                whole,
+                crate::image::open::worker_count(),
+                &|_, _| (),
+            )
+            .map(drop),
         });
         merged.map_err(|error| {
             image_failure(&error)

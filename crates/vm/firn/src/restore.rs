@@ -202,7 +202,7 @@ fn watch_restore(base: &RuntimeDir, name: &VmName) -> Result<(), Failure> {
 }
 
 fn read_name(image: &Path) -> Result<VmName, Failure> {
-    let image = crate::image::open_image(image)?;
+    let image = crate::image::open::open_image(image)?;
     let meta: Option<ImageMeta> = serde_json::from_value(image.meta().clone()).ok();
     let name = meta.and_then(|meta| VmName::new(meta.name).ok());
     name.ok_or_else(|| {

@@ -4,8 +4,10 @@ use std::time::{Duration, Instant};
 
 use super::error::BackupError;
 use super::helper::{BackupJob, BackupSink};
+use super::image::ApplicationState;
+use super::log::ApplicationLog;
 use super::record::{RecordKind, encode_record};
-use super::{ApplicationLog, ApplicationState, Compression, FsyncPolicy};
+use super::settings::{Compression, FsyncPolicy};
 
 /// A log, and the state that it describes.
 #[derive(Debug)]

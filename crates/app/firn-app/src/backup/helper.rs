@@ -8,8 +8,8 @@ use std::time::Duration;
 
 use crossbeam_channel::{Receiver, RecvTimeoutError, Sender, bounded};
 
-use super::AcknowledgePolicy;
 use super::error::BackupError;
+use super::settings::AcknowledgePolicy;
 use crate::sys::fork::OwnerProcess;
 
 /// The maximum count of transactions in the queue.

@@ -25,8 +25,9 @@ use rustix::fs::FlockOperation;
 use twox_hash::XxHash3_64;
 
 use super::error::BackupError;
+use super::image::ApplicationState;
 use super::record::{HEADER, MAGIC, RecordHeader, encode_state};
-use super::{ApplicationState, Compression};
+use super::settings::Compression;
 use crate::sys::fork::ParentOnly;
 
 const MAGIC_BYTES: [u8; 8] = *b"FIRNAPPL";

@@ -21,7 +21,8 @@ use std::hash::Hasher as _;
 use twox_hash::XxHash3_64;
 
 use super::error::BackupError;
-use super::{ApplicationState, Compression};
+use super::image::ApplicationState;
+use super::settings::Compression;
 
 pub(crate) const HEADER: usize = 40;
 pub(crate) const MAGIC: [u8; 4] = *b"FARc";

@@ -10,10 +10,11 @@ use rustls::{ClientConfig, ClientConnection, StreamOwned};
 
 use super::error::BackupError;
 use super::helper::{BackupJob, BackupSink};
+use super::image::ApplicationState;
 use super::record::{RecordKind, encode_record, encode_state};
+use super::settings::Compression;
 use super::tls::{self, TlsIdentity};
 use super::wire::{self, BackupMessage};
-use super::{ApplicationState, Compression};
 
 /// How long to wait for a reply before the connection counts as lost.
 const REPLY_TIMEOUT: Duration = Duration::from_secs(30);

@@ -13,10 +13,12 @@ use std::time::{Duration, Instant};
 use rustls::{ServerConfig, ServerConnection, StreamOwned};
 
 use super::error::BackupError;
+use super::image::ApplicationState;
+use super::log::ApplicationLog;
 use super::record::{RecordHeader, RecordKind, encode_state};
+use super::settings::{Compression, FsyncPolicy};
 use super::tls::TlsIdentity;
 use super::wire::{self, BackupMessage};
-use super::{ApplicationLog, ApplicationState, Compression, FsyncPolicy};
 use crate::sys::fork::OwnerProcess;
 
 /// A connection on which no bytes arrive for this time during the greeting is closed.

@@ -1,8 +1,10 @@
 //! Warm standby: receives a session's state and changes, and takes over in one call.
 
 use super::error::BackupError;
+use super::image::ApplicationState;
+use super::log::ApplicationLog;
 use super::server::{BackupServer, BackupServerOptions};
-use super::{AcknowledgePolicy, ApplicationLog, ApplicationState, Compression, FsyncPolicy};
+use super::settings::{AcknowledgePolicy, Compression, FsyncPolicy};
 use crate::error::Error;
 use crate::session::Session;
 

@@ -5,13 +5,13 @@ use std::time::Duration;
 
 use super::error::BackupError;
 use super::file::FileSink;
+use super::helper::BackupHelper;
+use super::image::ApplicationState;
+use super::log::ApplicationLog;
 use super::record::encode_state;
 use super::remote::RemoteBackup;
+use super::settings::{BackupTarget, Compression, FsyncPolicy, TargetLocation};
 use super::tls::TlsIdentity;
-use super::{
-    ApplicationLog, ApplicationState, BackupHelper, BackupTarget, Compression, FsyncPolicy,
-    TargetLocation,
-};
 
 enum OpenedTarget {
     File { log: ApplicationLog, sequence: u64, fsync: FsyncPolicy },

@@ -32,7 +32,8 @@ use crate::options::Precision;
 use crate::span::{PAGE, PageSpan};
 use crate::sys::fork::OwnerProcess;
 use crate::sys::mapping::OwnedMapping;
-use crate::tracker::{Tracker, TrackerCounts, TrackerKind, WrittenRuns};
+use crate::tracker::interface::{Tracker, TrackerCounts, WrittenRuns};
+use crate::tracker::kind::TrackerKind;
 use device::IvshmemDevice;
 use noted::StoreNoting;
 

@@ -10,7 +10,7 @@ use rustix::io::Errno;
 use rustix::ioctl::{self, Direction, Ioctl, IoctlOutput, Opcode};
 
 use crate::span::{PAGE, PageSpan};
-use crate::tracker::WrittenRuns;
+use crate::tracker::interface::WrittenRuns;
 
 /// The property of the pages that a scan finds.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]

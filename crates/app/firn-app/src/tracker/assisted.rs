@@ -9,8 +9,9 @@
 //! is protected for a while ([`FullCompare`]).
 
 use super::hot::PageHeat;
+use super::interface::{Tracker, WrittenRuns};
+use super::kind::TrackerKind;
 use super::whole::FullCompare;
-use super::{Tracker, TrackerKind, WrittenRuns};
 use crate::error::Error;
 use crate::span::{PAGE, PageSpan};
 use crate::sys::fork::OwnerProcess;

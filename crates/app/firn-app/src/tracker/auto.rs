@@ -2,7 +2,9 @@
 
 use std::time::{Duration, Instant};
 
-use super::{Tracker, TrackerKind, WrittenRuns, open_tracker};
+use super::interface::{Tracker, WrittenRuns};
+use super::kind::TrackerKind;
+use super::open::open_tracker;
 use crate::error::Error;
 use crate::options::MemorySource;
 use crate::span::PAGE;

@@ -4,7 +4,8 @@
 //! No faults, no system calls, any kernel, any memory. A commit costs the time to read the areas
 //! twice.
 
-use super::{Tracker, TrackerKind, WrittenRuns};
+use super::interface::{Tracker, WrittenRuns};
+use super::kind::TrackerKind;
 use crate::error::Error;
 use crate::span::PageSpan;
 

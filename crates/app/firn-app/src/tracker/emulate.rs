@@ -6,8 +6,9 @@
 
 use std::sync::Arc;
 
+use super::interface::{Tracker, TrackerCounts, WrittenRuns};
+use super::kind::TrackerKind;
 use super::pages::push_pages;
-use super::{Tracker, TrackerCounts, TrackerKind, WrittenRuns};
 use crate::error::Error;
 use crate::memory::AreaMemory;
 use crate::span::PageSpan;

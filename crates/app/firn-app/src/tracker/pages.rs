@@ -1,6 +1,7 @@
 //! PT: write-protected pages, SIGSEGV at the first write of each, one `mprotect` at commit.
 
-use super::{Tracker, TrackerKind, WrittenRuns};
+use super::interface::{Tracker, WrittenRuns};
+use super::kind::TrackerKind;
 use crate::error::Error;
 use crate::span::{PAGE, PageSpan};
 use crate::sys::fault::WatchedSpan;

@@ -17,7 +17,8 @@
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
 
-use super::{Tracker, TrackerKind, WrittenRuns};
+use super::interface::{Tracker, WrittenRuns};
+use super::kind::TrackerKind;
 use crate::error::Error;
 use crate::memory::AreaMemory;
 use crate::span::PageSpan;

@@ -9,7 +9,7 @@ use std::os::fd::AsFd;
 use rustix::fs::{Mode, OFlags};
 use rustix::io::Errno;
 
-use super::PageFaultError;
+use super::error::PageFaultError;
 use super::make::DEVICE;
 use crate::sys::uffd;
 

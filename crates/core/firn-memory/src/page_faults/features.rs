@@ -3,7 +3,7 @@
 use firn_types::PAGE_SIZE;
 use rustix::io::Errno;
 
-use super::PageFaultError;
+use super::error::PageFaultError;
 use crate::sys::uffd::{AddressSpan, Uffd, flag};
 
 /// The purpose for which guest memory is traced.

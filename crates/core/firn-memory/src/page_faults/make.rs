@@ -26,7 +26,7 @@ use nix::libc;
 use rustix::fs::{Mode, OFlags};
 use rustix::net::{SendAncillaryBuffer, SendAncillaryMessage, SendFlags, sendmsg};
 
-use super::PageFaultError;
+use super::error::PageFaultError;
 use crate::process_memory;
 use crate::sys::uffd::USERFAULTFD_IOC_NEW;
 use crate::tracee::{TraceError, Tracee};

@@ -13,7 +13,6 @@
 //! new checkpoint, and the VMs' output to the outside is buffered.
 
 use std::collections::BTreeMap;
-use std::future::Future;
 use std::sync::{Arc, Mutex, PoisonError};
 use std::time::{Duration, Instant};
 
@@ -25,10 +24,11 @@ use firn_control::StoredCluster;
 use firn_supervisor::{
     Failure, FailureContext as _, FailureKind, MemberRequest, SupervisorRequest,
 };
-use tokio::sync::{mpsc, oneshot};
-use tokio::task::{JoinHandle, JoinSet};
+use tokio::sync::mpsc;
+use tokio::task::JoinSet;
 use tokio::time::{MissedTickBehavior, interval};
 
+use super::checkpoint_task::{CheckpointReplySender, CheckpointTask};
 use super::cluster_store::ClusterStore;
 use super::remote_vm::{ASK_WAIT, RemoteVm};
 use crate::agent::Agent;
@@ -36,59 +36,16 @@ use crate::agent::Agent;
 /// In tests: how much later each VM is asked than the one before.
 const LATE: Duration = Duration::from_millis(800);
 
-/// Receives the checkpoint that a client has requested.
-type CheckpointReplySender = oneshot::Sender<Result<GlobalCheckpoint, Failure>>;
-
-/// The task that makes global checkpoints of a cluster, until this value is dropped.
-pub(super) struct CheckpointTask {
-    task: JoinHandle<()>,
-    orders: mpsc::Sender<CheckpointReplySender>,
-    trouble: Arc<Mutex<Option<String>>>,
-}
-
-impl CheckpointTask {
-    pub(super) fn spawn_task(
-        agent: &Arc<Agent>,
-        records: ClusterStore,
-        record: StoredCluster,
-    ) -> Self {
-        let (orders, ordered) = mpsc::channel(4);
-        let trouble = Arc::default();
-        let cuts = CheckpointLoop::new(agent, records, record, Arc::clone(&trouble));
-        Self { task: tokio::spawn(cuts.run(ordered)), orders, trouble }
-    }
-
-    /// Requests a checkpoint now.
-    pub(super) fn request_checkpoint(
-        &self,
-    ) -> impl Future<Output = Result<GlobalCheckpoint, Failure>> + Send + use<> {
-        let orders = self.orders.clone();
-        async move {
-            let over =
-                || Failure::new(FailureKind::Interrupted, "no more global checkpoints are made");
-            let (tell, told) = oneshot::channel();
-            orders.send(tell).await.map_err(|_| over())?;
-            told.await.map_err(|_| over())?
-        }
-    }
-
-    /// Why the newest attempt made no checkpoint, if it failed.
-    pub(super) fn last_failure(&self) -> Option<String> {
-        self.trouble.lock().unwrap_or_else(PoisonError::into_inner).clone()
-    }
-
-    /// Ends the task. No record is written any more when this returns.
-    pub(super) async fn end_task(mut self) {
-        self.task.abort();
-        // The task was aborted, so its result is an error.
-        let _ = (&mut self.task).await;
-    }
-}
-
-impl Drop for CheckpointTask {
-    fn drop(&mut self) {
-        self.task.abort();
-    }
+/// Starts the task that makes global checkpoints of a cluster.
+pub(super) fn spawn_checkpoints(
+    agent: &Arc<Agent>,
+    records: ClusterStore,
+    record: StoredCluster,
+) -> CheckpointTask {
+    let (orders, ordered) = mpsc::channel(4);
+    let trouble = Arc::default();
+    let cuts = CheckpointLoop::new(agent, records, record, Arc::clone(&trouble));
+    CheckpointTask { task: tokio::spawn(cuts.run(ordered)), orders, trouble }
 }
 
 struct CheckpointLoop {

@@ -9,8 +9,8 @@ use std::sync::{Arc, Mutex};
 use firn_supervisor::VmName;
 use tokio::sync::OwnedMutexGuard;
 
-use super::checkpoints::CheckpointTask;
-use crate::failover::lock_mutex;
+use super::checkpoint_task::CheckpointTask;
+use crate::failover::manager::lock_mutex;
 
 /// The lock of one cluster, with the task that makes its global checkpoints.
 pub(super) type ClusterLock = OwnedMutexGuard<Option<CheckpointTask>>;

@@ -34,9 +34,9 @@ use firn_membership::{ClusterName, ClusterRecord, MembershipError, RecordView};
 use firn_supervisor::{Failure, FailureKind, VmName};
 use tokio::time::{Instant, sleep};
 
-use super::reconciler::{clear_given_up, ensure_reconciler};
 use crate::agent::Agent;
-use crate::failover::{LocalNode, change_record, newest_host};
+use crate::failover::manager::LocalNode;
+use crate::failover::record::{change_record, newest_host};
 
 /// Time between two tries, where another component has to act first.
 pub(super) const RETRY_INTERVAL: Duration = Duration::from_millis(100);
@@ -68,7 +68,7 @@ pub(super) fn failover_wait(agent: &Agent) -> Duration {
 }
 
 /// Repeats an attempt until it succeeds or is refused, at most for the time of a failover.
-async fn retry_attempt<T, F: Future<Output = Result<Option<T>, MembershipError>>>(
+pub(super) async fn retry_attempt<T, F: Future<Output = Result<Option<T>, MembershipError>>>(
     agent: &Agent,
     what: &str,
     mut try_it: impl FnMut(LocalNode) -> F,
@@ -183,47 +183,18 @@ pub(super) async fn record_backup(agent: &Arc<Agent>, of: &StoredCluster) -> Res
         let to = ClusterRecord { register: record.register.with_backup(Some(ours.host)), ..record };
         Ok(change_record(&*ours.members, &cluster, known.revision, &to).await?.then_some(()))
     })
-    .await?;
-    ensure_reconciler(agent, &of.name);
-    Ok(())
+    .await
 }
 
 /// Stores with a VM which cluster it belongs to.
-fn store_cluster_of(agent: &Agent, vm: &VmName, cluster: &VmName) -> Result<(), Failure> {
+pub(super) fn store_cluster_of(
+    agent: &Agent,
+    vm: &VmName,
+    cluster: &VmName,
+) -> Result<(), Failure> {
     let kept = agent.paths.set_cluster(vm, cluster);
     kept.map_err(|error| Failure::from_error(FailureKind::Other, &error))
         .map_err(|failure| failure.while_doing(format!("noting that {vm} belongs to {cluster}")))
-}
-
-/// Acquires the lease that is to cover the frames of a VM of a cluster, and returns its generation.
-/// By then the record names this host as the VM's primary.
-pub(crate) async fn acquire_lease(
-    agent: &Arc<Agent>,
-    name: &VmName,
-    vm: &VmName,
-) -> Result<u32, Failure> {
-    if !has_membership(agent) {
-        let text = format!(
-            "host {} has no membership, and {name} is a cluster of hosts that have",
-            agent.config.name
-        );
-        let hint = "give its agent's configuration the [membership] of the others";
-        return Err(Failure::new(FailureKind::Host, text).with_hint(hint));
-    }
-    store_cluster_of(agent, vm, name)?;
-    clear_given_up(agent, name);
-    retry_attempt(agent, &format!("{vm} gets no lease"), |ours| async move {
-        let cluster = cluster_name(name)?;
-        let known = ours.members.read_record(&cluster).await?;
-        let Some(ClusterRecord { register, vms }) = known.record else { return Ok(None) };
-        let number = vms.iter().find(|(_, it)| *it == vm.as_str()).map(|(number, _)| number);
-        let place = number.and_then(|number| register.places.get(number));
-        let is_here = place.is_some_and(|place| place.primary == ours.host);
-        let member = ensure_reconciler(agent, name);
-        let holds = member.is_some_and(|post| post.may_send_in(register.generation));
-        Ok((is_here && holds).then_some(register.generation.0))
-    })
-    .await
 }
 
 /// Ends the record of a cluster, if it has one.
@@ -259,7 +230,7 @@ pub(super) async fn has_record_ended(agent: &Agent, name: &VmName) -> Result<boo
 /// Records that all VMs run on this host, unless the record has that already. They are run when no
 /// other host can send any more.
 pub(super) async fn record_failover(agent: &Arc<Agent>, name: &VmName) -> Result<(), Failure> {
-    clear_given_up(agent, name);
+    agent.clusters.clear_given_up(name);
     retry_attempt(agent, &format!("{name} does not fail over"), |ours| async move {
         let cluster = cluster_name(name)?;
         let RecordView { known, leases, .. } = ours.members.read_view(&cluster).await?;
@@ -281,9 +252,7 @@ pub(super) async fn record_failover(agent: &Arc<Agent>, name: &VmName) -> Result
         let to = ClusterRecord { register, ..record };
         Ok(change_record(&*ours.members, &cluster, known.revision, &to).await?.then_some(()))
     })
-    .await?;
-    ensure_reconciler(agent, name);
-    Ok(())
+    .await
 }
 
 /// Returns the VMs of a cluster, and the hosts that run them, as its record names them.

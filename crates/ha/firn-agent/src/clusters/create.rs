@@ -11,10 +11,14 @@ use firn_supervisor::{
     Failure, FailureContext as _, FailureKind, MemberCard, MemberRequest, SupervisorRequest, VmName,
 };
 
+use super::ask_vms::with_vm_context;
 use super::cluster_store::ClusterStore;
+use super::release;
 use super::remote_vm::{ASK_WAIT, RemoteVm};
-use super::{VMS_MAX, release, with_vm_context};
 use crate::agent::Agent;
+
+/// Maximum number of VMs of a cluster.
+const VMS_MAX: usize = 64;
 
 pub(super) async fn create_cluster(
     agent: &Arc<Agent>,

@@ -15,10 +15,9 @@ use firn_membership::{ClusterRecord, MembershipError, RecordView};
 use firn_supervisor::{Failure, FailureKind, VmName};
 
 use super::host_evidence::{HostEvidence, RecordedHost};
-use super::reconciler::clear_given_up;
 use super::{cluster_record, release};
 use crate::agent::Agent;
-use crate::failover::change_record;
+use crate::failover::record::change_record;
 use crate::status;
 
 /// How often the record is read again if other hosts change it meanwhile.
@@ -48,7 +47,7 @@ pub(super) async fn forget_record(
         if ended.map_err(membership_failure)? {
             tracing::warn!("{name} is forgotten: {hosts:?}");
             release::load_current(agent, &mut sole, name).await?;
-            clear_given_up(agent, name);
+            agent.clusters.clear_given_up(name);
             agent.failover.forget_vm(name);
             return Ok(ForgottenRecord {
                 name: name.clone(),

@@ -9,10 +9,9 @@ use firn_supervisor::VmName;
 use tokio::time::sleep;
 
 use super::cluster_record::{RETRY_INTERVAL, cluster_name, local_node};
-use super::failover;
-use super::reconciler::grant_lease;
+use super::run_vms;
 use crate::agent::Agent;
-use crate::failover::end_vm;
+use crate::failover::host_actions::end_vm;
 
 /// The actions on the VMs of this host that belong to one cluster.
 pub(super) struct ClusterHostActions {
@@ -49,7 +48,7 @@ impl ClusterHostActions {
 
     async fn run_all_vms(&self, start: &StartRequest) -> Result<(), MembershipError> {
         let agent = self.upgrade_agent()?;
-        failover::run_here(&agent, &self.name, start.generation).await.map_err(|failure| {
+        run_vms::run_here(&agent, &self.name, start.generation).await.map_err(|failure| {
             tracing::error!("cluster {} can't be run here: {failure}", self.name);
             MembershipError::Refused(failure.to_string())
         })
@@ -89,4 +88,9 @@ impl HostActions for ClusterHostActions {
             grant_lease(&agent, &self.name, until.map(|(generation, until)| (generation.0, until)));
         }
     }
+}
+
+/// Grants the lease of a cluster to its VMs on this host, or takes it from them.
+pub(super) fn grant_lease(agent: &Agent, name: &VmName, until: Option<(u32, Duration)>) {
+    agent.paths.members_of(name).iter().for_each(|vm| agent.vms.grant_lease(vm, until));
 }

@@ -10,12 +10,14 @@ use firn_supervisor::{
 };
 use tokio::task::JoinSet;
 
-use super::checkpoints::CheckpointTask;
+use super::ask_vms::{ask_all_vms, with_vm_context};
+use super::checkpoints::spawn_checkpoints;
 use super::cluster_lock::ClusterLock;
 use super::cluster_store::ClusterStore;
 use super::create::{build_cluster, locate_vm};
+use super::reconciler::ensure_reconciler;
 use super::remote_vm::{ASK_WAIT, RemoteVm};
-use super::{ask_all_vms, cluster_record, release, with_vm_context};
+use super::{cluster_record, release};
 use crate::agent::Agent;
 
 /// Returns when there is a global checkpoint, and all VMs can be run here.
@@ -43,7 +45,7 @@ pub(super) async fn protect_cluster(
     }
     record.state = ClusterState::Protected;
     records.store_cluster(&record)?;
-    let begun = CheckpointTask::spawn_task(agent, records.clone(), record.clone());
+    let begun = spawn_checkpoints(agent, records.clone(), record.clone());
     let first = begun.request_checkpoint();
     *sole = Some(begun);
     let first = first.await;
@@ -59,6 +61,7 @@ pub(super) async fn protect_cluster(
         release::undo_protection(agent, &mut sole, record, was_there).await;
         return Err(failure);
     }
+    ensure_reconciler(agent, name);
     records.require_cluster(name)
 }
 

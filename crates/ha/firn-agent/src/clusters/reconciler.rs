@@ -1,56 +1,34 @@
 //! The reconcile loop of one cluster at this host: its cluster member, and the planned actions.
 
 use std::collections::{BTreeMap, BTreeSet};
-use std::sync::{Arc, Mutex};
-use std::time::Duration;
+use std::sync::Arc;
 
 use firn_cluster::HostId;
 use firn_control::{ClusterState, HostHealth, HostName};
 use firn_membership::{ClusterMember, ClusterRecord, MembershipError, RecordView};
 use firn_supervisor::{FailureKind, MemberRequest, SupervisorRequest, VmName};
-use tokio::task::AbortHandle;
 use tokio::time::{Instant, sleep};
 
+use super::cluster_manager::ReconciledCluster;
 use super::cluster_record::{RETRY_INTERVAL, cluster_name, local_node};
 use super::cluster_store::ClusterStore;
-use super::host_actions::ClusterHostActions;
+use super::host_actions::{ClusterHostActions, grant_lease};
 use super::reconcile::{self, ClusterAction, ObservedCluster, plan_action};
 use super::release;
 use super::reprotect::Reprotection;
 use crate::agent::Agent;
-use crate::failover::{LocalNode, POLLS_PER_LEASE, change_record, end_vm, lock_mutex, newest_host};
-
-/// The reconcile loops of this agent, for clusters of several VMs.
-#[derive(Default)]
-pub(crate) struct ClusterReconcilers {
-    running: Mutex<BTreeMap<VmName, ReconciledCluster>>,
-    /// Clusters that could not be run here, and why.
-    given_up: Mutex<BTreeMap<VmName, String>>,
-}
-
-struct ReconciledCluster {
-    post: Arc<ClusterMember>,
-    task: AbortHandle,
-}
-
-/// Why a cluster could not be run on this host, if a failover here has failed.
-pub(super) fn give_up_reason(agent: &Agent, name: &VmName) -> Option<String> {
-    lock_mutex(&agent.clusters.reconcilers.given_up).get(name).cloned()
-}
-
-/// Forgets an earlier failure, so that this host tries again.
-pub(super) fn clear_given_up(agent: &Agent, name: &VmName) {
-    lock_mutex(&agent.clusters.reconcilers.given_up).remove(name);
-}
+use crate::failover::host_actions::end_vm;
+use crate::failover::manager::{LocalNode, POLLS_PER_LEASE, lock_mutex};
+use crate::failover::record::{change_record, newest_host};
 
 /// Starts the reconcile loop of a cluster, unless it runs already or has failed before.
 pub(crate) fn ensure_reconciler(agent: &Arc<Agent>, name: &VmName) -> Option<Arc<ClusterMember>> {
     let LocalNode { members, terms, host } = agent.failover.local_node()?;
-    let agreed = &agent.clusters.reconcilers;
-    if lock_mutex(&agreed.given_up).contains_key(name) {
+    let clusters = &agent.clusters;
+    if lock_mutex(&clusters.given_up).contains_key(name) {
         return None;
     }
-    let mut tended = lock_mutex(&agreed.running);
+    let mut tended = lock_mutex(&clusters.running);
     tended.retain(|_, it| !it.task.is_finished());
     if let Some(it) = tended.get(name) {
         return Some(Arc::clone(&it.post));
@@ -72,17 +50,13 @@ async fn follow_record(agent: Arc<Agent>, name: VmName, member: Arc<ClusterMembe
         done = member.follow_record() => {
             if let Err(trouble) = done {
                 tracing::error!("cluster {name} can't run here, so this host does nothing more for it: {trouble}");
-                lock_mutex(&agent.clusters.reconcilers.given_up).insert(name.clone(), trouble.to_string());
+                lock_mutex(&agent.clusters.given_up).insert(name.clone(), trouble.to_string());
             }
         }
         () = run_reconciler(&agent, &name, &member) => {}
     }
     // Later VMs of the same names must not use these leases.
     grant_lease(&agent, &name, None);
-}
-
-pub(super) fn grant_lease(agent: &Agent, name: &VmName, until: Option<(u32, Duration)>) {
-    agent.paths.members_of(name).iter().for_each(|vm| agent.vms.grant_lease(vm, until));
 }
 
 async fn run_reconciler(agent: &Arc<Agent>, name: &VmName, member: &ClusterMember) {

@@ -5,11 +5,12 @@ use std::sync::Arc;
 use firn_control::{ClusterState, ClusterVm, StoredCluster};
 use firn_supervisor::{Failure, FailureKind, MemberRequest, SupervisorRequest, VmName};
 
+use super::ask_vms::{ask_all_vms, ask_each_vm};
 use super::cluster_lock::{self, ClusterLock};
+use super::cluster_record;
 use super::cluster_store::ClusterStore;
-use super::failover::wait_settled;
 use super::remote_vm::{ASK_WAIT, RELEASE_WAIT};
-use super::{ask_all_vms, ask_each_vm, cluster_record};
+use super::run_vms::wait_settled;
 use crate::agent::Agent;
 use crate::vms::LocalVms;
 

@@ -3,18 +3,15 @@
 use std::sync::Arc;
 use std::time::Duration;
 
-use firn_control::api::{MEMBER, PROTECTED, ProtectVmRequest, ProtectionOptions, VMS};
-use firn_control::{ClusterVm, HostName};
+use firn_control::ClusterVm;
+use firn_control::api::{MEMBER, PROTECTED, ProtectionOptions, VMS};
 use firn_supervisor::{Failure, FailureContext as _, FailureKind, SupervisorRequest, VmName};
-use hyper::body::Incoming;
 use serde::Serialize;
 use serde_json::Value;
 use tokio::time::timeout;
 
 use crate::agent::Agent;
-use crate::http::{self, HttpResponse};
 use crate::peer_connection::PeerConnection;
-use crate::protect;
 
 /// How long a VM's supervisor may take for an answer that needs no other work.
 pub(super) const ASK_WAIT: Duration = Duration::from_secs(10);
@@ -83,54 +80,4 @@ impl RemoteVm {
         self.link = Some(link);
         serde_json::from_slice(&reply).while_doing("reading the answer")
     }
-}
-
-/// Answers a peer that makes the global checkpoints of a cluster with a VM of this host.
-pub(crate) async fn answer_peer(
-    agent: &Arc<Agent>,
-    peer: HostName,
-    path: &str,
-    request: hyper::Request<Incoming>,
-) -> HttpResponse {
-    let reply = match path.split_once('/') {
-        Some((vm, MEMBER)) => answer_member(agent, vm, request).await,
-        Some((vm, PROTECTED)) => answer_protect(agent, peer, vm, request).await,
-        _ => return http::not_found_response(&request),
-    };
-    match reply {
-        Ok(facts) => http::json_response(&facts),
-        Err(failure) => http::failure_response(&failure),
-    }
-}
-
-async fn answer_member(
-    agent: &Arc<Agent>,
-    vm: &str,
-    request: hyper::Request<Incoming>,
-) -> Result<Value, Failure> {
-    let vm = parse_vm_name(vm)?;
-    let request: SupervisorRequest = http::read_json(request).await?;
-    if !matches!(request, SupervisorRequest::Member(_) | SupervisorRequest::ReleaseMember) {
-        let text = "a peer may send a VM only requests that concern its cluster";
-        return Err(Failure::new(FailureKind::Usage, text));
-    }
-    agent.run_blocking(move |vms| vms.ask_supervisor(&vm, &request)).await
-}
-
-async fn answer_protect(
-    agent: &Arc<Agent>,
-    backup: HostName,
-    vm: &str,
-    request: hyper::Request<Incoming>,
-) -> Result<Value, Failure> {
-    let ProtectionOptions { interval_ms, predicts, cluster } = http::read_json(request).await?;
-    let wanted = ProtectVmRequest { vm: parse_vm_name(vm)?, backup, interval_ms, predicts };
-    // The work continues when the peer disconnects.
-    let agent = Arc::clone(agent);
-    let begun = tokio::spawn(async move { protect::protect_member(&agent, wanted, cluster).await });
-    begun.await.while_doing("protecting the VM")?
-}
-
-fn parse_vm_name(vm: &str) -> Result<VmName, Failure> {
-    VmName::new(vm).while_doing_as(FailureKind::Usage, "naming a VM")
 }

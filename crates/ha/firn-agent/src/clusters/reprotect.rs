@@ -7,15 +7,12 @@ use std::sync::Arc;
 use firn_control::api::{KEEP, ProtectionOptions};
 use firn_control::{HostHealth, HostName};
 use firn_supervisor::{Failure, FailureContext as _, FailureKind, VmName};
-use hyper::body::Incoming;
 use tokio::task::JoinHandle;
 use tokio::time::{Instant, timeout};
 
 use super::cluster_store::ClusterStore;
-use super::protect::protect_cluster;
 use super::remote_vm::PROTECT_WAIT;
 use crate::agent::Agent;
-use crate::http::{self, HttpResponse};
 use crate::peer_connection::PeerConnection;
 
 /// Milliseconds from one cut to the next where none are configured: the default of
@@ -73,24 +70,4 @@ async fn ask_host(agent: &Arc<Agent>, name: &VmName, host: &HostName) -> Result<
     let reply = timeout(PROTECT_WAIT, link.post_bytes(&format!("{KEEP}{name}"), how)).await;
     let late = |_| Failure::new(FailureKind::Other, format!("host {host} has not answered"));
     reply.map_err(late)?.map(drop)
-}
-
-/// Answers a peer that runs VMs of a cluster, and requests that this host protects it.
-pub(crate) async fn answer_reprotect(
-    agent: &Arc<Agent>,
-    name: &str,
-    request: hyper::Request<Incoming>,
-) -> HttpResponse {
-    let kept = async {
-        let name = VmName::new(name).while_doing_as(FailureKind::Usage, "naming a cluster")?;
-        let ProtectionOptions { interval_ms, .. } = http::read_json(request).await?;
-        // The work continues when the peer disconnects.
-        let agent = Arc::clone(agent);
-        let begun = tokio::spawn(async move { protect_cluster(&agent, &name, interval_ms).await });
-        begun.await.while_doing("protecting the cluster")?
-    };
-    match kept.await {
-        Ok(record) => http::json_response(&record),
-        Err(failure) => http::failure_response(&failure),
-    }
 }

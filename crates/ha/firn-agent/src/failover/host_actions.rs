@@ -8,7 +8,7 @@ use firn_membership::{ClusterName, HostActions, MembershipError, MembershipFutur
 use firn_supervisor::{Failure, FailureKind, StandbyStatus, VmName};
 use tokio::time::sleep;
 
-use super::lock_mutex;
+use super::manager::lock_mutex;
 use crate::agent::Agent;
 
 /// Time between two tries to end a VM that runs elsewhere.

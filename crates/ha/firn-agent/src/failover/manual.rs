@@ -21,7 +21,9 @@ use firn_supervisor::{Failure, FailureKind, VmName, VmStatus};
 use serde_json::{Value, json};
 use tokio::time::{Instant, sleep};
 
-use super::{LocalNode, RETRY_INTERVAL, change_record, ensure_reconciler, lock_mutex};
+use super::manager::{LocalNode, RETRY_INTERVAL, lock_mutex};
+use super::reconciler::ensure_reconciler;
+use super::record::change_record;
 use crate::agent::Agent;
 
 /// Runs a standby's VM on this host; returns when it runs.

@@ -11,16 +11,35 @@ use firn_supervisor::{FailureKind, VmName};
 use tokio::task::JoinHandle;
 use tokio::time::sleep;
 
+use super::host_actions;
+use super::manager::{LocalNode, POLLS_PER_LEASE, ReconciledVm, lock_mutex};
 use super::reconcile::{ObservedVm, VmAction, is_sure, plan_action};
-use super::{LocalNode, POLLS_PER_LEASE, change_record, host_actions, lock_mutex, newest_host};
+use super::record::{change_record, newest_host};
 use crate::agent::Agent;
 
 /// Epoch interval after a failover, unless this host has a request for the VM: the default of
 /// `firn protect`.
 const INTERVAL_MS: u64 = 100;
 
+/// Starts the reconcile loop of a VM, unless it runs already.
+pub(super) fn ensure_reconciler(agent: &Arc<Agent>, vm: &VmName) -> Option<Arc<ClusterMember>> {
+    let LocalNode { members, terms, host } = agent.failover.local_node.get()?.clone();
+    let cluster = ClusterName::new(vm.as_str()).ok()?;
+    let mut tended = lock_mutex(&agent.failover.reconcilers);
+    tended.retain(|_, it| !it.task.is_finished());
+    if let Some(it) = tended.get(vm) {
+        return Some(Arc::clone(&it.post));
+    }
+    let local = host_actions::VmHostActions { agent: Arc::downgrade(agent), vm: vm.clone() };
+    let member = Arc::new(ClusterMember::new(members, Arc::new(local), cluster, host, terms));
+    let task = tokio::spawn(follow_record(Arc::clone(agent), vm.clone(), Arc::clone(&member)));
+    tended
+        .insert(vm.clone(), ReconciledVm { post: Arc::clone(&member), task: task.abort_handle() });
+    Some(member)
+}
+
 /// Follows the record of a VM until the VM could not be run here, or has no record any more.
-pub async fn follow_record(agent: Arc<Agent>, vm: VmName, member: Arc<ClusterMember>) {
+async fn follow_record(agent: Arc<Agent>, vm: VmName, member: Arc<ClusterMember>) {
     tokio::select! {
         done = member.follow_record() => {
             if let Err(trouble) = done {

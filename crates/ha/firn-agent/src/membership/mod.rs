@@ -13,7 +13,7 @@
 //! the lease of another one, and a peer that is no server can't send messages of raft.
 
 mod links;
-mod options;
+pub(crate) mod options;
 
 use std::collections::BTreeMap;
 use std::sync::Arc;

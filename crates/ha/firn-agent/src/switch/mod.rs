@@ -22,6 +22,8 @@
 //! | `queue` | frames that wait for a port, and which are dropped |
 //! | `counters` | counters of frames |
 //! | `suspend_detector` | whether frames lay here while this agent did not run |
+//! | `switches` | the switches of this host |
+//! | `serve` | the tasks of all networks |
 //! | `carry` | frames between a stream and a port |
 //! | `vms`, `links`, `uplink` | the ports: VMs of this host, other hosts, the uplink |
 //!
@@ -35,88 +37,16 @@
 //! The design is in `docs/design/014-switch.md`.
 
 mod carry;
-mod config;
+pub(crate) mod config;
 mod counters;
-mod links;
+pub(crate) mod links;
 mod network;
 mod queue;
+pub(crate) mod serve;
 mod suspend_detector;
+pub(crate) mod switches;
 mod uplink;
 mod vms;
 
 pub use config::{NetworkConfig, NetworkError, Uplink};
 pub use counters::LinkTarget;
-
-use std::collections::BTreeMap;
-use std::sync::Arc;
-
-use firn_control::AgentPaths;
-use firn_control::api::NetworkView;
-use firn_supervisor::{Failure, NetworkName};
-use tokio::task::JoinSet;
-
-use crate::agent::Agent;
-use crate::config::AgentConfig;
-use crate::sockets::{ListeningSocket, listen_at};
-
-pub(crate) use config::{FileNetwork, NETWORKS_MAX};
-pub(crate) use links::accept_link;
-use network::NetworkSwitch;
-
-/// The switches of this host.
-#[derive(Debug, Default)]
-pub(crate) struct NetworkSwitches(BTreeMap<NetworkName, Arc<NetworkSwitch>>);
-
-impl NetworkSwitches {
-    /// Opens a switch for each network of the configuration, and the sockets that VMs connect to.
-    pub(crate) fn open(
-        config: &AgentConfig,
-        place: &AgentPaths,
-    ) -> Result<(Self, Vec<ListeningSocket>), Failure> {
-        let mut networks = BTreeMap::new();
-        let mut sockets = Vec::new();
-        for (name, settings) in &config.networks {
-            let socket = place.network_socket(name)?;
-            let network = NetworkSwitch::new(name.clone(), socket.clone(), config, settings);
-            sockets.push(listen_at(socket)?);
-            networks.insert(name.clone(), Arc::new(network));
-        }
-        Ok((Self(networks), sockets))
-    }
-
-    /// The networks as the agent reports them.
-    pub(crate) fn network_views(&self) -> Vec<NetworkView> {
-        self.0.values().map(|network| network.network_view()).collect()
-    }
-
-    fn find_network(&self, name: &str) -> Option<&Arc<NetworkSwitch>> {
-        self.0.iter().find(|(it, _)| it.as_str() == name).map(|(_, network)| network)
-    }
-}
-
-/// Serves the networks with the sockets that they were opened with. Never returns.
-pub(crate) async fn serve_networks(agent: Arc<Agent>, sockets: Vec<ListeningSocket>) {
-    let mut parts = JoinSet::new();
-    parts.spawn(watch_clock(Arc::clone(&agent)));
-    for (network, socket) in agent.networks.0.values().zip(sockets) {
-        parts.spawn(vms::serve_vms(Arc::clone(network), socket));
-        if let Some(uplink) = agent.config.networks[&network.name].uplink.clone() {
-            parts.spawn(uplink::serve_uplink(Arc::clone(network), uplink));
-        }
-        for peer in agent.config.peers.keys().filter(|peer| **peer > agent.config.name) {
-            parts.spawn(links::dial_peer(Arc::clone(&agent), Arc::clone(network), peer.clone()));
-        }
-    }
-    // A task ends only by a panic, which is reported already.
-    parts.join_next().await;
-}
-
-/// Reads the clock again and again, so that a suspend is detected. Never returns.
-async fn watch_clock(agent: Arc<Agent>) {
-    loop {
-        agent.networks.0.values().for_each(|network| {
-            network.suspend_detector.count_suspends();
-        });
-        tokio::time::sleep(suspend_detector::CLOCK_READ_INTERVAL).await;
-    }
-}

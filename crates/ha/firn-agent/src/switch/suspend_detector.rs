@@ -12,7 +12,7 @@ use std::io;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::Duration;
 
-use crate::heartbeat::read_boot_clock;
+use crate::peer_monitor::read_boot_clock;
 
 /// The longest gap between two reads of the clock in a running agent: as for heartbeats (`detect`).
 /// It is much shorter than the time from the end of a lease until a backup runs.

@@ -32,8 +32,8 @@ use serde::de::DeserializeOwned;
 use serde::{Deserialize, Serialize};
 use tokio::task::spawn_blocking;
 
-use super::Types;
 use super::bootstrap_ids::BootstrapId;
+use super::types::Types;
 use crate::MembershipError;
 
 const LOG: TableDefinition<'_, u64, &[u8]> = TableDefinition::new("log");

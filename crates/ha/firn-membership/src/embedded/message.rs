@@ -6,8 +6,8 @@ use openraft::raft::{AppendEntriesRequest, InstallSnapshotRequest, VoteRequest};
 use serde::de::DeserializeOwned;
 use serde::{Deserialize, Serialize};
 
-use super::Types;
 use super::bootstrap_ids::BootstrapId;
+use super::types::Types;
 use crate::{
     ChangeResult, ClusterName, ClusterRecord, LeaseResult, MembershipError, RecordView, Revision,
     VersionedRecord,

@@ -16,7 +16,8 @@ use tokio::time::timeout;
 
 use super::bootstrap_ids::BootstrapIds;
 use super::message::{self, RaftEnvelope, RaftReply, RaftRequest, ServerMessage};
-use super::{MessageTransport, Types};
+use super::transport::MessageTransport;
+use super::types::Types;
 use crate::MembershipError;
 
 /// Makes connections to other servers.

@@ -14,7 +14,8 @@ use super::message::StoreResponse;
 use super::network::RaftTransport;
 use super::state::{OperationResult, ReplicatedState, StateOperation};
 use super::state_machine::StateMachine;
-use super::{MessageTransport, Types};
+use super::transport::MessageTransport;
+use super::types::Types;
 use crate::MembershipError;
 
 /// Log entries from one snapshot to the next, and those that are retained before it.

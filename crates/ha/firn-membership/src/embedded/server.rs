@@ -9,7 +9,6 @@ use firn_cluster::HostId;
 use firn_cluster::failover::LeaseTerms;
 use tokio::time::{sleep, timeout};
 
-use super::MessageTransport;
 use super::lease_table::LeaseTable;
 use super::log_store::LogStore;
 use super::message::{
@@ -17,6 +16,7 @@ use super::message::{
 };
 use super::running_raft::{RunningRaft, server_number, start_raft};
 use super::state::{OperationResult, ReplicatedState, StateOperation};
+use super::transport::MessageTransport;
 use crate::{
     ClusterName, LeaseResult, MembershipError, RecordView, VersionedRecord, read_boot_clock,
 };

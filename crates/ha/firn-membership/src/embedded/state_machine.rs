@@ -10,10 +10,10 @@ use openraft::{
 };
 use serde::{Deserialize, Serialize};
 
-use super::Types;
 use super::log_store::{LogStore, SNAPSHOT, StorageResult};
 use super::running_raft::RaftLeader;
 use super::state::{OperationResult, ReplicatedState};
+use super::types::Types;
 
 type ServerNode = openraft::BasicNode;
 

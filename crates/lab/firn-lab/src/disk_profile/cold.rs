@@ -8,7 +8,7 @@ use std::time::Duration;
 
 use rustix::fs::{Advice, fadvise};
 
-use super::{ThrottleError, io_error_at};
+use super::profile::{ThrottleError, io_error_at};
 
 /// How often eviction of just the files is tried, and the pause after each time.
 const TRIES: u32 = 20;

@@ -7,7 +7,7 @@ use std::path::{Path, PathBuf};
 
 use rustix::fs::{major, minor};
 
-use super::{ThrottleError, io_error_at};
+use super::profile::{ThrottleError, io_error_at};
 
 /// A whole disk, by its device numbers: `254:0`.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]

@@ -18,7 +18,8 @@ use std::sync::atomic::{AtomicU32, Ordering};
 use std::thread::sleep;
 use std::time::Duration;
 
-use super::{BlockDevice, DiskLimits, DiskProfile, ThrottleError, device_of, io_error_at};
+use super::device::{BlockDevice, device_of};
+use super::profile::{DiskLimits, DiskProfile, ThrottleError, io_error_at};
 
 /// A control group with the limits of a disk profile. Processes that are started by
 /// [`Self::command`] are in it. Dropping it moves the processes out of the group, and removes the

@@ -11,7 +11,9 @@ use firn_guest::stamp::mix;
 use rustix::fs::{Advice, fadvise};
 use serde::{Deserialize, Serialize};
 
-use super::{DiskProfile, DiskThrottle, ThrottleError, io_error_at, make_cold};
+use super::cold::make_cold;
+use super::group::DiskThrottle;
+use super::profile::{DiskProfile, ThrottleError, io_error_at};
 
 /// Bytes per random read.
 const READ_BYTES: usize = 4096;

@@ -10,7 +10,8 @@ use std::path::Path;
 use std::thread::sleep;
 use std::time::{Duration, Instant};
 
-use super::{DiskProfile, ThrottleError, io_error_at, make_cold};
+use super::cold::make_cold;
+use super::profile::{DiskProfile, ThrottleError, io_error_at};
 
 /// How many bytes are read to measure the disk's speed.
 const SPEED_READ_BYTES: u64 = 32 << 20;

@@ -8,7 +8,7 @@ use serde::{Deserialize, Serialize};
 use crate::devices::disk_snapshots::overlays_left;
 use crate::devices::network::CardStatus;
 use crate::operations::protection::ProtectionStatus;
-use crate::operations::standby::StandbyStatus;
+use crate::operations::standby::takeover::StandbyStatus;
 use crate::records::control_protocol::{OperationProgress, RestoreOutage};
 use crate::records::journal::{Journal, JournalNote, VmPhase};
 use crate::records::name::VmName;

@@ -45,11 +45,10 @@ use crate::records::failure::{self, Failure, FailureContext, FailureKind};
 use crate::records::journal::{Journal, JournalFile, VmPhase};
 use crate::records::meta::ImageMeta;
 
-mod takeover;
+pub(crate) mod takeover;
 mod waiting;
 
 pub(crate) use takeover::StandbyControl;
-pub use takeover::StandbyStatus;
 
 /// What a VM has on this host in place of what it has at its primary.
 pub(crate) struct StandbyChoices<'a> {

@@ -25,7 +25,7 @@ pub struct ImageChainArgs {
 impl ImageChainArgs {
     /// Runs the verb.
     pub fn run(&self, out: FactPrinter) -> Result<(), Failure> {
-        let image = super::open_image(&self.image)?;
+        let image = super::open::open_image(&self.image)?;
         let block_bytes = image.geometry().block_size.byte_count() as u64;
         let changed = |file: &ChainFile| u64::from(file.mentioned_blocks) * block_bytes;
         let facts = |file: ChainFile| {

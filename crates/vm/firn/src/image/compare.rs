@@ -31,10 +31,10 @@ pub struct ImageCompareArgs {
 impl ImageCompareArgs {
     /// Runs the verb.
     pub fn run(&self, out: FactPrinter) -> Result<(), Failure> {
-        let image = super::open_image(&self.image)?;
+        let image = super::open::open_image(&self.image)?;
         check_input(&self.reference)?;
         let differing = firn_image::compare_with_reference(&image, &self.reference)
-            .map_err(|error| super::to_failure(&error).while_doing("comparing"))?;
+            .map_err(|error| super::open::to_failure(&error).while_doing("comparing"))?;
         let pages = image.geometry().total_pages;
         let facts = json!({
             "image": self.image.to_string_lossy(),
@@ -47,7 +47,7 @@ impl ImageCompareArgs {
         out.print_facts(&facts, || describe_mismatches(&differing, pages))?;
         match differing.len() {
             0 => Ok(()),
-            count => Err(super::damage_failure(format!("{count} of {pages} pages differ"))),
+            count => Err(super::open::damage_failure(format!("{count} of {pages} pages differ"))),
         }
     }
 }

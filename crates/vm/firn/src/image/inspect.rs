@@ -26,8 +26,8 @@ pub struct ImageInspectArgs {
 impl ImageInspectArgs {
     /// Runs the verb.
     pub fn run(&self, out: FactPrinter) -> Result<(), Failure> {
-        let image = super::open_image(&self.image)?;
-        let aux = image.aux_list().map_err(|error| super::to_failure(&error))?;
+        let image = super::open::open_image(&self.image)?;
+        let aux = image.aux_list().map_err(|error| super::open::to_failure(&error))?;
         out.print_facts(&image_facts(&image, &aux), || describe_image(&image))
     }
 }

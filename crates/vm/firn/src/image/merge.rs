@@ -29,15 +29,15 @@ impl ImageMergeArgs {
     pub fn run(&self, out: FactPrinter) -> Result<(), Failure> {
         self.output.as_deref().map_or(Ok(()), check_output)?;
         let target = self.output.as_ref().unwrap_or(&self.image);
-        let image = super::open_image(&self.image)?;
+        let image = super::open::open_image(&self.image)?;
         note_copy(&self.image, target)?;
         let rewriting = RewriteProgress::new("merging", &image);
         let summary =
-            firn_image::merge_chain(&image, target, super::worker_count(), &|done, total| {
+            firn_image::merge_chain(&image, target, super::open::worker_count(), &|done, total| {
                 rewriting.show_progress(done, total);
             })
             .map_err(|error| {
-                super::to_failure(&error)
+                super::open::to_failure(&error)
                     .while_doing(format!("can't merge {}", self.image.display()))
             })?;
         out.print_facts(&rewrite_facts(&summary, None), || describe_rewrite(&summary))

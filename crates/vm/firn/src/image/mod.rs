@@ -1,10 +1,7 @@
-//! `firn image`: its subcommands, and the functions that they share.
-
-use std::path::Path;
+//! `firn image`: its subcommands.
 
 use clap::{Args as ClapArgs, Subcommand};
-use firn_image::{Image, ImageError};
-use firn_supervisor::{Failure, FailureKind};
+use firn_supervisor::Failure;
 
 use crate::output::FactPrinter;
 
@@ -12,6 +9,7 @@ mod chain;
 mod compare;
 mod inspect;
 mod merge;
+pub mod open;
 mod rebase;
 mod reorder;
 mod restorable;
@@ -52,38 +50,4 @@ impl ImageCommandArgs {
             ImageCommand::Compare(args) => args.run(out),
         }
     }
-}
-
-/// Opens an image.
-pub fn open_image(path: &Path) -> Result<Image, Failure> {
-    Image::open(path).map_err(|error| open_failure(path, &error))
-}
-
-/// The failure for an image that cannot be opened.
-pub fn open_failure(path: &Path, error: &ImageError) -> Failure {
-    let failure = to_failure(error);
-    match error {
-        // Both name the file.
-        ImageError::Io { .. } => failure.with_hint("check the path of the image"),
-        ImageError::NotRegular { .. } => {
-            failure.with_hint("give an image, a file that `firn checkpoint` wrote")
-        }
-        _ => failure.while_doing(format!("opening {}", path.display())),
-    }
-}
-
-/// The failure for an error of an image, with its kind.
-pub fn to_failure(error: &ImageError) -> Failure {
-    firn_supervisor::image_failure(error)
-}
-
-/// The failure for a damaged image.
-pub fn damage_failure(text: String) -> Failure {
-    Failure::new(FailureKind::Damaged, text)
-}
-
-/// The number of threads with which `verify`, `reorder`, `merge`, `rebase` and series process an
-/// image: one for each available processor.
-pub fn worker_count() -> usize {
-    std::thread::available_parallelism().map_or(1, usize::from)
 }

@@ -43,20 +43,21 @@ impl ImageRebaseArgs {
         let target = self.output.as_ref().unwrap_or(&self.image);
         let image = match &self.moved {
             Some(moved) => Image::open_with_parent(&self.image, moved)
-                .map_err(|error| super::open_failure(&self.image, &error))?,
-            None => super::open_image(&self.image)?,
+                .map_err(|error| super::open::open_failure(&self.image, &error))?,
+            None => super::open::open_image(&self.image)?,
         };
-        let parent =
-            super::open_image(self.moved.as_ref().or(self.parent.as_ref()).unwrap_or(&self.image))?;
+        let parent = super::open::open_image(
+            self.moved.as_ref().or(self.parent.as_ref()).unwrap_or(&self.image),
+        )?;
         note_copy(&self.image, target)?;
         let rewriting = RewriteProgress::new("rebasing", &image);
         let show = |done, total| rewriting.show_progress(done, total);
         let summary =
-            firn_image::rebase_image(&image, &parent, target, super::worker_count(), &show)
+            firn_image::rebase_image(&image, &parent, target, super::open::worker_count(), &show)
                 .map_err(|error| {
-                    super::to_failure(&error)
-                        .while_doing(format!("can't rebase {}", self.image.display()))
-                })?;
+                super::open::to_failure(&error)
+                    .while_doing(format!("can't rebase {}", self.image.display()))
+            })?;
         out.print_facts(&rewrite_facts(&summary, Some(parent.path())), || {
             describe_rewrite(&summary)
         })

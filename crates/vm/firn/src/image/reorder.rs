@@ -47,7 +47,7 @@ impl ImageReorderArgs {
     /// Runs the verb.
     pub fn run(&self, out: FactPrinter) -> Result<(), Failure> {
         check_output(&self.output)?;
-        let image = super::open_image(&self.image)?;
+        let image = super::open::open_image(&self.image)?;
         let summary = self.write_reordered(&image).map_err(|failure| {
             failure.while_doing(format!("can't reorder {}", self.image.display()))
         })?;
@@ -58,13 +58,13 @@ impl ImageReorderArgs {
         let how = ReorderOptions {
             codec: self.codec,
             seed: self.seed,
-            threads: super::worker_count(),
+            threads: super::open::worker_count(),
             ..ReorderOptions::for_organization(self.by)
         };
         note_copy(&self.image, &self.output)?;
         let rewriting = RewriteProgress::new("reordering", image);
         let show = |done, total| rewriting.show_progress(done, total);
         firn_image::reorder_image(image, &how, &self.output, &show)
-            .map_err(|error| super::to_failure(&error))
+            .map_err(|error| super::open::to_failure(&error))
     }
 }

@@ -37,7 +37,7 @@ pub struct ImageVerifyArgs {
 impl ImageVerifyArgs {
     /// Runs the verb.
     pub fn run(&self, out: FactPrinter) -> Result<(), Failure> {
-        let image = super::open_image(&self.image)?;
+        let image = super::open::open_image(&self.image)?;
         if self.restorable {
             return super::restorable::run(&self.image, &image, out);
         }
@@ -54,7 +54,7 @@ impl ImageVerifyArgs {
         out.print_facts(&facts, || self.describe_report(&report, &problems))?;
         match report.problem_count {
             0 => Ok(()),
-            count => Err(super::damage_failure(format!(
+            count => Err(super::open::damage_failure(format!(
                 "{} is damaged: {count} problems",
                 self.image.display()
             ))),
@@ -84,7 +84,7 @@ impl ImageVerifyArgs {
 fn verify_with_progress(image: &Image) -> VerifyReport {
     let bytes = u64::from(image.geometry().locality_block_bytes);
     let bar = std::cell::RefCell::new(TerminalBar::new());
-    firn_image::verify_image(image, super::worker_count(), &|done, total| {
+    firn_image::verify_image(image, super::open::worker_count(), &|done, total| {
         let bytes = |blocks: u32| u64::from(blocks) * bytes;
         bar.borrow_mut().show_progress(&OperationProgress::new(
             "verifying",

@@ -6,7 +6,7 @@ use firn_vmm::command_line::{self, DriveFile};
 use firn_vmm::{Drive, QemuVm};
 use serde_json::{Value, json};
 
-use super::record_key;
+use super::record_files::record_key;
 use crate::devices::disk_snapshots::named_file;
 use crate::records::failure::command_line_failure;
 use crate::records::failure::{Failure, FailureContext};

@@ -16,8 +16,8 @@ use firn_vmm::{BlockCommit, Drive, FileIdentity, JOB_PREFIX, JobState, QemuVm};
 
 use super::plan::{LayerChain, MergeStep};
 use super::record::PendingMerge;
+use super::record_files::{record_dir, record_key};
 use super::store::RecordFolder;
-use super::{record_dir, record_key};
 use crate::devices::disk_snapshots::named_file;
 use crate::records::control_protocol::OperationProgress;
 use crate::records::failure::{Failure, FailureContext, FailureKind};

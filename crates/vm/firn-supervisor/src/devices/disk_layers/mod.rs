@@ -33,15 +33,13 @@ mod newer;
 mod plan;
 mod queries;
 mod record;
+mod record_files;
 mod record_owner;
 mod register;
 mod remove;
 mod resolve;
 mod settle;
 mod store;
-
-use std::ffi::OsStr;
-use std::path::{Path, PathBuf};
 
 pub(crate) use command::restart_command_line;
 pub(crate) use merge::{LayerMerger, end_merges};
@@ -52,18 +50,3 @@ pub(crate) use register::{forget_save, note_save};
 pub use remove::{RemovedImage, remove_images};
 pub(crate) use resolve::LockedLayers;
 pub use resolve::resolve_current_disks;
-
-/// The path that identifies a file in records, whatever links lead to it. The file itself may not
-/// exist any more.
-fn record_key(file: &Path) -> PathBuf {
-    if let Ok(path) = std::fs::canonicalize(file) {
-        return path;
-    }
-    let dir = file.parent().and_then(|dir| std::fs::canonicalize(dir).ok());
-    dir.map_or_else(|| file.to_owned(), |dir| dir.join(file.file_name().unwrap_or(OsStr::new(""))))
-}
-
-/// The directory whose record lists a file. The file is given by its [`record_key`].
-fn record_dir(file: &Path) -> &Path {
-    file.parent().unwrap_or(Path::new("/"))
-}

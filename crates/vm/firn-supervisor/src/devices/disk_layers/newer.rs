@@ -4,8 +4,8 @@ use std::collections::HashSet;
 use std::path::{Path, PathBuf};
 
 use super::record::{DiskLayer, LayerKind, LayerRecord};
+use super::record_files::{record_dir, record_key};
 use super::store::{RecordFolder, read_record};
-use super::{record_dir, record_key};
 use crate::records::failure::{Failure, FailureKind};
 
 /// A file that a VM uses, or will use, as a disk.

@@ -13,7 +13,7 @@
 use std::path::{Path, PathBuf};
 
 use super::record::LayerRecord;
-use super::record_dir;
+use super::record_files::record_dir;
 
 /// The chain of a drive, for planning merges.
 #[derive(Clone, Debug)]

@@ -7,8 +7,8 @@ use firn_image::Image;
 use firn_vmm::{FileIdentity, allocated_bytes};
 
 use super::record::{ChangedContents, DiskLayer, ImageUse, LayerKind, LayerRecord};
+use super::record_files::{record_dir, record_key};
 use super::store::read_record;
-use super::{record_dir, record_key};
 
 impl LayerRecord {
     /// The existing layers directly on a file.

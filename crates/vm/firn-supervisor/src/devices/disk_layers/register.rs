@@ -8,8 +8,8 @@ use firn_image::Image;
 use firn_vmm::read_backing_file;
 
 use super::record::{DiskLayer, ImageUse, LayerKind};
+use super::record_files::{record_dir, record_key};
 use super::store::RecordFolder;
-use super::{record_dir, record_key};
 use crate::records::device_records::{DriveSnapshot, SnapshotFile};
 use crate::records::failure::Failure;
 use crate::records::meta::ImageMeta;

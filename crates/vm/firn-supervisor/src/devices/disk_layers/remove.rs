@@ -11,9 +11,9 @@ use serde::Serialize;
 
 use super::queries::is_top;
 use super::record::{ImageUse, LayerKind};
+use super::record_files::{record_dir, record_key};
 use super::resolve::resolve_current_disks;
 use super::store::{RecordFolder, read_record};
-use super::{record_dir, record_key};
 use crate::processes::runtime::RuntimeDir;
 use crate::records::failure::{Failure, FailureContext, FailureKind};
 use crate::records::journal::{Journal, VmPhase};

@@ -7,9 +7,9 @@ use std::time::{Duration, Instant};
 use firn_vmm::FileIdentity;
 
 use super::record::{ChangedContents, DiskLayer, LayerKind, LayerRecord};
+use super::record_files::{record_dir, record_key};
 use super::register::now_ms;
 use super::store::{RecordFolder, is_read_only, read_record};
-use super::{record_dir, record_key};
 use crate::records::failure::{Failure, FailureKind};
 use crate::records::meta::ImageMeta;
 

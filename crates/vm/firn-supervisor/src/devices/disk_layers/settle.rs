@@ -12,7 +12,7 @@ use firn_vmm::{FileIdentity, read_backing_file};
 
 use super::queries::is_same_content;
 use super::record::{ChangedContents, LayerRecord, PartialMerge, PendingMerge};
-use super::record_key;
+use super::record_files::record_key;
 use super::store::RecordFolder;
 use crate::processes::identity::ProcessIdentity;
 use crate::records::failure::{Failure, FailureContext};
