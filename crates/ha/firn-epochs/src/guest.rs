@@ -472,8 +472,11 @@ impl Drop for ProtectedGuest {
     }
 }
 
-/// Checks that an epoch can contain all parts of this VM.
-fn check_protectable(
+/// Checks that an epoch can contain all parts of this VM. Changes nothing.
+///
+/// # Errors
+/// If a part of the VM can't be in an epoch, or the kernel can't track writes.
+pub fn check_protectable(
     vm: &mut QemuVm,
     memory: &GuestMemory,
     disks: &EpochDisks,

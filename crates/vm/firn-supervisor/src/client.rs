@@ -200,7 +200,8 @@ pub fn send_request(
         match request {
             SupervisorRequest::Status
             | SupervisorRequest::Watch
-            | SupervisorRequest::CommandLine => {}
+            | SupervisorRequest::CommandLine
+            | SupervisorRequest::CheckOperations => {}
             SupervisorRequest::Protect(_)
             | SupervisorRequest::Release
             | SupervisorRequest::ReleaseMember
@@ -266,6 +267,7 @@ fn send_request_once(
         request,
         SupervisorRequest::Status
             | SupervisorRequest::CommandLine
+            | SupervisorRequest::CheckOperations
             | SupervisorRequest::Detach
             | SupervisorRequest::Member(_)
     );

@@ -83,6 +83,8 @@ pub enum SupervisorAction {
     ReplyStatus(ClientId),
     /// Answer a command with the current command line of the VM.
     CommandLine(ClientId),
+    /// Answer a command with the operations that work on the VM.
+    CheckOperations(ClientId),
     /// Start a save; it reports by [`SupervisorEvent::Progress`] and
     /// [`SupervisorEvent::SaveEnded`].
     BeginSave {
@@ -291,6 +293,17 @@ impl SupervisorCore {
                 vec![SupervisorAction::CommandLine(client)]
             }
             SupervisorRequest::CommandLine => vec![done_reply(client, serde_json::Value::Null)],
+            SupervisorRequest::CheckOperations if self.is_idle() => {
+                vec![SupervisorAction::CheckOperations(client)]
+            }
+            SupervisorRequest::CheckOperations => {
+                let text = "the VM can be checked when no operation runs on it";
+                vec![failure_reply(
+                    client,
+                    Failure::new(FailureKind::Busy, text)
+                        .with_hint("`firn status NAME` shows the operation"),
+                )]
+            }
             SupervisorRequest::Checkpoint(request) => self.begin_save(client, request, false),
             SupervisorRequest::Suspend(request) => self.begin_save(client, request, true),
             SupervisorRequest::MergeDisks => self.begin_merge(client, false),

@@ -489,6 +489,7 @@ fn any_event() -> impl Strategy<Value = SupervisorEvent> {
         Just(SupervisorRequest::MergeDisks),
         Just(SupervisorRequest::CommitDisks),
         Just(SupervisorRequest::CommandLine),
+        Just(SupervisorRequest::CheckOperations),
         Just(SupervisorRequest::Failover(HOW)),
         Just(SupervisorRequest::ReleaseMember),
         Just(SupervisorRequest::Member(crate::records::control_protocol::MemberRequest::Leave)),
@@ -589,6 +590,7 @@ proptest! {
                     SupervisorAction::ReleaseOutput(Some(client)) => prop_assert!(waiting.remove(&client)),
                     SupervisorAction::ReplyStatus(client)
                     | SupervisorAction::CommandLine(client)
+                    | SupervisorAction::CheckOperations(client)
                     | SupervisorAction::Member(client, _) => {
                         prop_assert!(waiting.remove(&client));
                     }

@@ -110,6 +110,9 @@ pub(crate) trait VmOperations: Send + Sync + 'static {
     /// Returns the command line that starts the VM on its current disks.
     fn command_line(&self) -> Result<serde_json::Value, Failure>;
 
+    /// Checks which operations on the VM work. Changes nothing.
+    fn check_operations(&self) -> Result<serde_json::Value, Failure>;
+
     /// Whether the vCPUs are paused, if the hypervisor reports that without delay.
     fn is_paused(&self) -> Option<bool>;
 }
@@ -230,6 +233,9 @@ impl EventLoop {
             }
             SupervisorAction::CommandLine(client) => {
                 self.answer_on_thread(client, |operations| operations.command_line())?;
+            }
+            SupervisorAction::CheckOperations(client) => {
+                self.answer_on_thread(client, |operations| operations.check_operations())?;
             }
             SupervisorAction::ReleaseOutput(client) => self.release_output(client),
             SupervisorAction::CancelSave => self.cancel_operation(),

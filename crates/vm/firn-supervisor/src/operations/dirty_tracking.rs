@@ -105,7 +105,7 @@ pub(crate) fn can_track_writes() -> bool {
 }
 
 /// Refuses memory that another process maps, because its writes can't be tracked.
-fn refuse_other_writers(memory: &GuestMemory) -> Result<(), Failure> {
+pub(crate) fn refuse_other_writers(memory: &GuestMemory) -> Result<(), Failure> {
     let others =
         memory.other_users().while_doing("finding processes that map the guest's memory")?;
     let Some(other) = others.first() else { return Ok(()) };

@@ -30,6 +30,8 @@ use crate::operations::dirty_tracking::{self, DirtyTracking};
 use crate::operations::protection::{
     ProtectedParts, ProtectionFailure, ProtectionStatus, VmProtection,
 };
+use crate::operations::save_checks::{refuse_blocked, refuse_served_disks};
+use crate::operations::vm_checks::CheckedVm;
 use crate::processes::identity::ProcessHandle;
 use crate::processes::runtime::VmDir;
 use crate::records::control_protocol::{
@@ -138,24 +140,7 @@ impl VmOperations for QemuOperations {
         progress: &dyn Fn(OperationProgress),
     ) -> Result<serde_json::Value, Failure> {
         let machine = self.hypervisor_record()?;
-        if machine.calls.is_some() {
-            let text = "Firn tracks the guest's writes for its applications (--calls)";
-            let failure = Failure::new(FailureKind::Refused, text);
-            return Err(failure.with_hint("protect a VM that was started without --calls"));
-        }
-        if self.network.is_output_blocked() {
-            let text =
-                "output is still blocked from the previous protection: its backup may run this VM";
-            let failure = Failure::new(FailureKind::Refused, text);
-            return Err(
-                failure.with_hint("`firn release` releases it, if that backup never runs the VM")
-            );
-        }
-        if !self.network.is_new() {
-            let text = "the VM's cluster was protected before";
-            let failure = Failure::new(FailureKind::Refused, text);
-            return Err(failure.with_hint("`firn cluster protect` protects the whole cluster anew"));
-        }
+        self.refuse_protection(&machine)?;
         if request.lease.is_some() {
             self.apply_lease(request.lease)?;
         }
@@ -287,6 +272,15 @@ impl VmOperations for QemuOperations {
         disk_layers::restart_command_line(&mut vm, &machine.meta)
     }
 
+    fn check_operations(&self) -> Result<serde_json::Value, Failure> {
+        let machine = self.hypervisor_record()?;
+        let mut vm = qemu::connect_if_free(&machine)?;
+        let (journal, served) = (&self.journal.current_journal(), &*self.served);
+        let checked = CheckedVm { machine: &machine, journal, served };
+        let checks = checked.check_operations(&mut vm, self.refuse_protection(&machine))?;
+        serde_json::to_value(checks).while_doing("writing the checks")
+    }
+
     fn is_paused(&self) -> Option<bool> {
         qemu::is_paused(&self.hypervisor_record().ok()?)
     }
@@ -317,6 +311,29 @@ impl QemuOperations {
         let (usage, changes, calls, protecting) = Default::default();
         let vm = vm.clone();
         Self { journal, hypervisor, usage, changes, calls, protecting, network, served, vm }
+    }
+
+    /// Refuses a protection for reasons that need no monitor.
+    fn refuse_protection(&self, machine: &HypervisorRecord) -> Result<(), Failure> {
+        if machine.calls.is_some() {
+            let text = "Firn tracks the guest's writes for its applications (--calls)";
+            let failure = Failure::new(FailureKind::Refused, text);
+            return Err(failure.with_hint("protect a VM that was started without --calls"));
+        }
+        if self.network.is_output_blocked() {
+            let text =
+                "output is still blocked from the previous protection: its backup may run this VM";
+            let failure = Failure::new(FailureKind::Refused, text);
+            return Err(
+                failure.with_hint("`firn release` releases it, if that backup never runs the VM")
+            );
+        }
+        if !self.network.is_new() {
+            let text = "the VM's cluster was protected before";
+            let failure = Failure::new(FailureKind::Refused, text);
+            return Err(failure.with_hint("`firn cluster protect` protects the whole cluster anew"));
+        }
+        Ok(())
     }
 
     /// Whether neither a lease nor a cluster decides what output leaves the VM.
@@ -471,17 +488,6 @@ impl QemuOperations {
         };
         self.journal.update(change).while_doing("writing the journal")
     }
-}
-
-/// Refuses a VM with disks that images can't contain yet.
-fn refuse_served_disks(machine: &HypervisorRecord) -> Result<(), Failure> {
-    let Some(disk) = machine.served.first() else { return Ok(()) };
-    let text = format!(
-        "the disk {} is served by Firn (firn=on), and images can't keep such disks",
-        disk.id
-    );
-    let failure = Failure::new(FailureKind::Refused, text);
-    Err(failure.with_hint("start the VM without firn=on to save it, or protect it instead"))
 }
 
 /// A VM that has been checked and is ready to be saved.
@@ -692,15 +698,6 @@ fn save_failure(error: &SaveError) -> Failure {
 
 /// Refuses a VM with migration blockers: what QEMU could not migrate can't be saved either, even if
 /// saving seems to work.
-fn refuse_blocked(blockers: Vec<String>) -> Result<(), Failure> {
-    if blockers.is_empty() {
-        return Ok(());
-    }
-    let mut failure = Failure::new(FailureKind::Other, "QEMU can't save the state of this VM");
-    failure.chain.extend(blockers);
-    Err(failure.with_hint("start the VM without the device or CPU feature named here"))
-}
-
 /// Closes QEMU's copies of Firn's descriptors. QEMU closes them by itself only when no monitor at
 /// all is connected.
 fn close_descriptors(vm: &mut QemuVm) {

@@ -19,9 +19,9 @@ use crate::devices::network::{CardSockets, VmNetwork};
 use crate::devices::served_disks::ServedDisks;
 use crate::hypervisor::monitor;
 use crate::hypervisor::qemu::{self, KnownHypervisor};
-use crate::operations::calls;
 use crate::operations::restore_task::RestoreTask;
 use crate::operations::standby::StandbyControl;
+use crate::operations::{calls, process_check};
 use crate::processes::identity::{ProcessHandle, ProcessIdentity};
 use crate::processes::lock::ProcessRole;
 use crate::processes::ownership::QemuOwnership;
@@ -210,10 +210,7 @@ pub(crate) fn attach_vm(
     before: Option<&HypervisorRecord>,
     old_disk: bool,
 ) -> Result<StartedVm, Failure> {
-    let no_process = || {
-        let text = format!("there is no process {pid}");
-        Failure::new(FailureKind::NoSuchVm, text).with_hint("give the process id of the hypervisor")
-    };
+    let no_process = || process_check::no_process(pid);
     let process = ProcessIdentity::from_pid(pid).map_err(|_| no_process())?;
     let hypervisor =
         process.open_handle().while_doing("opening the process")?.ok_or_else(no_process)?;

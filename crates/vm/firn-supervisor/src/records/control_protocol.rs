@@ -56,6 +56,8 @@ pub enum SupervisorRequest {
     Stop(StopRequest),
     /// Report the command line that starts the VM on its current disks; null if the VM is busy.
     CommandLine,
+    /// Report which operations on the VM work, and why the others do not.
+    CheckOperations,
     /// Merge the layers of the VM's disks that no image needs.
     MergeDisks,
     /// Merge all layers of the VM's disks into the files that its command line names.

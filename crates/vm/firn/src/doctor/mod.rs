@@ -3,29 +3,46 @@
 use std::path::PathBuf;
 
 use clap::Args as ClapArgs;
-use firn_supervisor::{Failure, FailureKind};
+use firn_supervisor::{Failure, FailureKind, OperationCheck, VmName, absolute_path, check_process};
 
 use crate::output::{FactPrinter, check_input, format_table};
+use crate::units;
 
 mod facts;
 mod findings;
 mod kernel_boot;
 mod kvm;
+mod vm;
 
 use findings::{FindingGrade, HostFinding, judge_host};
 
-/// Show what this host lacks, and what therefore does not work or is slower.
+/// Show what this host lacks, and what therefore does not work or is slower; with the name of a VM,
+/// or a QEMU, what works on that VM.
 ///
 /// To check KVM, it boots this host's kernel until it writes its first line. To check whether this
 /// user may trace page faults, it makes a userfaultfd. An ordinary user needs the group of
 /// /dev/userfaultfd for that: packaging/udev has a rule.
 ///
-/// Exits with code 7 if something is missing that Firn needs.
+/// For a VM, it checks each operation as its command does, and changes nothing: it prints what
+/// works, what works with a limit, and what is refused, with the reason and what changes it.
+///
+/// Exits with code 7 if something is missing that Firn needs, and with code 5 if the VM can't be
+/// saved while it runs.
 #[derive(Debug, ClapArgs)]
 #[command(after_long_help = "Examples:
   firn doctor
-  firn doctor --kernel /srv/guest/vmlinuz")]
+  firn doctor --kernel /srv/guest/vmlinuz
+  firn doctor web
+  firn doctor --pid 4711 --qmp /run/web.qmp")]
 pub struct DoctorArgs {
+    /// A VM of this host, to check instead of the host.
+    name: Option<VmName>,
+    /// The process of a QEMU that Firn does not manage, to check instead of the host.
+    #[arg(long, requires = "qmp", conflicts_with = "name", value_parser = units::parse_number::<i32>(1..=i32::MAX as u64))]
+    pid: Option<i32>,
+    /// That QEMU's monitor socket.
+    #[arg(long, requires = "pid", value_name = "SOCKET")]
+    qmp: Option<PathBuf>,
     /// The QEMU to check.
     #[arg(long, default_value = "qemu-system-x86_64", value_name = "PROGRAM")]
     qemu: String,
@@ -37,6 +54,9 @@ pub struct DoctorArgs {
 impl DoctorArgs {
     /// Runs the verb.
     pub fn run(&self, out: FactPrinter) -> Result<(), Failure> {
+        if let Some(checks) = self.check_vm()? {
+            return vm::report_checks(&checks, out);
+        }
         self.kernel.as_deref().map_or(Ok(()), check_input)?;
         let findings = judge_host(&facts::collect_facts(&self.qemu, self.kernel.as_deref()));
         out.print_facts(&findings, || describe_findings(&findings))?;
@@ -46,6 +66,17 @@ impl DoctorArgs {
                 let text = format!("{count} things are missing that Firn needs");
                 Err(Failure::new(FailureKind::Host, text))
             }
+        }
+    }
+}
+
+impl DoctorArgs {
+    /// The checks of the VM that the user names; `None` if the host is to be checked.
+    fn check_vm(&self) -> Result<Option<Vec<OperationCheck>>, Failure> {
+        match (&self.name, self.pid, &self.qmp) {
+            (Some(name), ..) => vm::check_managed(name).map(Some),
+            (_, Some(pid), Some(qmp)) => check_process(pid, &absolute_path(qmp)?).map(Some),
+            _ => Ok(None),
         }
     }
 }

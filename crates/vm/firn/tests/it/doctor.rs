@@ -4,6 +4,7 @@ use std::process::Command;
 
 use serde_json::Value;
 
+use crate::own_qemu::{OwnQemu, resources_of};
 use crate::session::{Answer, Session, text};
 use crate::vm::image;
 
@@ -73,4 +74,66 @@ fn access_to_the_device_is_enough_for_an_ordinary_user() {
         "{}",
         with.err
     );
+}
+
+/// The checks of a VM, by operation: verdict and text.
+fn checks(answer: &Answer) -> Vec<(String, String, String)> {
+    let checks: Value = serde_json::from_str(&answer.out).unwrap();
+    let rows = checks.as_array().unwrap().iter();
+    rows.map(|row| {
+        let text = |key: &str| row[key].as_str().unwrap().to_owned();
+        (text("operation"), text("verdict"), row.to_string())
+    })
+    .collect()
+}
+
+/// What doctor says of a VM is what its commands do, and doctor changes nothing.
+#[track_caller]
+fn commands_do_what_doctor_says(session: &Session, name: &str) -> Vec<String> {
+    let mut refused = Vec::new();
+    for (operation, verdict, text) in checks(&session.firn(&["--json", "doctor", name])) {
+        let Some(options) = operation.strip_prefix("checkpoint") else { continue };
+        if options.contains("IMAGE") {
+            continue;
+        }
+        let words: Vec<&str> = options.split_whitespace().collect();
+        let save = [&["checkpoint", name, "-o", "seen.firn"][..], &words].concat();
+        let answer = session.firn(&save);
+        let worked = answer.code == 0;
+        assert_eq!(worked, verdict != "refused", "{operation}: {text}\n{}", answer.err);
+        if !worked {
+            assert_eq!(answer.code, 5, "{}", answer.err);
+            let reasons: Value = serde_json::from_str(&text).unwrap();
+            for reason in reasons["reasons"].as_array().unwrap() {
+                let reason = reason.as_str().unwrap();
+                assert!(answer.err.contains(reason), "{reason:?} in {}", answer.err);
+            }
+            refused.push(operation.clone());
+        }
+    }
+    refused
+}
+
+#[test]
+fn what_works_on_a_vm_is_known_before() {
+    let session = Session::new();
+    let disk = session.path("disk.raw");
+    std::fs::write(&disk, vec![0; 1 << 20]).unwrap();
+    let drive = format!("file={},format=raw,if=virtio", text(&disk));
+    let mut private = OwnQemu::start(&session, &["-drive", &drive]);
+    let own = ["--json", "doctor", "--pid", &private.pid(), "--qmp", text(&private.qmp)];
+    let before = (resources_of(private.pid().parse().unwrap()), session.firn(&own));
+    private.attach(&session, "mine");
+    // The same before and after it is attached.
+    let now = session.firn(&["--json", "doctor", "mine"]);
+    assert_eq!(checks(&before.1), checks(&now));
+    assert_eq!(before.0, resources_of(private.pid().parse().unwrap()), "doctor left something");
+    let refused = commands_do_what_doctor_says(&session, "mine");
+    assert_eq!(refused, ["checkpoint --strategy trace"]);
+    let protect = checks(&now).into_iter().find(|(name, ..)| name == "protect").unwrap();
+    assert!(protect.1 == "refused" && protect.2.contains("virtio0"), "{protect:?}");
+    session.firn(&["stop", "mine"]).succeeds();
+    assert_eq!(private.ended().code(), Some(0));
+    session.firn(&["doctor", "none"]).fails(3, "none");
+    session.firn(&["doctor", "--pid", "1"]).fails(2, "--qmp");
 }

@@ -1,0 +1,25 @@
+//! Why a VM can't be saved, whichever strategy is chosen.
+
+use crate::records::failure::{Failure, FailureKind};
+use crate::records::journal::HypervisorRecord;
+
+/// Refuses a VM with disks that images can't contain yet.
+pub(crate) fn refuse_served_disks(machine: &HypervisorRecord) -> Result<(), Failure> {
+    let Some(disk) = machine.served.first() else { return Ok(()) };
+    let text = format!(
+        "the disk {} is served by Firn (firn=on), and images can't keep such disks",
+        disk.id
+    );
+    let failure = Failure::new(FailureKind::Refused, text);
+    Err(failure.with_hint("start the VM without firn=on to save it, or protect it instead"))
+}
+
+/// Refuses a VM whose state QEMU can't save.
+pub(crate) fn refuse_blocked(blockers: Vec<String>) -> Result<(), Failure> {
+    if blockers.is_empty() {
+        return Ok(());
+    }
+    let mut failure = Failure::new(FailureKind::Other, "QEMU can't save the state of this VM");
+    failure.chain.extend(blockers);
+    Err(failure.with_hint("start the VM without the device or CPU feature named here"))
+}

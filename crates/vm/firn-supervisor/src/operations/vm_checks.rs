@@ -1,0 +1,162 @@
+//! What could be done to a running VM: each operation is checked as its command checks it, and
+//! nothing is changed.
+//!
+//! ```text
+//!   for all saves     served disks, migration blockers, obstacles to a restore, memory, drives
+//!   by strategy       trace: shared memory that only this hypervisor maps; pre-copy: the kernel tracks writes
+//!   protection        guest calls, blocked output, obstacles to a standby, disks, balloon, kernel
+//! ```
+
+use std::path::PathBuf;
+
+use firn_checkpoint::SaveError;
+use firn_epochs::guest;
+use firn_vmm::QemuVm;
+use serde::{Deserialize, Serialize};
+
+use crate::devices::disk_copies::DiskPolicy;
+use crate::devices::disk_snapshots::DiskSnapshots;
+use crate::devices::served_disks::ServedDisks;
+use crate::hypervisor::qemu::VmMemory;
+use crate::hypervisor::{inspection, qemu};
+use crate::operations::dirty_tracking;
+use crate::operations::save_checks::{refuse_blocked, refuse_served_disks};
+use crate::records::control_protocol::{SaveChoices, SaveRequest};
+use crate::records::failure::{Failure, FailureContext, FailureKind};
+use crate::records::journal::{HypervisorRecord, Journal};
+
+/// The verdict on one operation.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "kebab-case")]
+pub enum OperationVerdict {
+    /// The operation works.
+    Works,
+    /// It works, with a limit.
+    Limited,
+    /// Its command would refuse this VM.
+    Refused,
+}
+
+/// Whether an operation on a VM works.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub struct OperationCheck {
+    /// The command, without the VM's name: `checkpoint --strategy cow`.
+    pub operation: String,
+    /// Whether it works.
+    pub verdict: OperationVerdict,
+    /// The limit, or the reasons for the refusal.
+    #[serde(default, skip_serializing_if = "Vec::is_empty")]
+    pub reasons: Vec<String>,
+    /// What changes the verdict.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub hint: Option<String>,
+}
+
+/// What limits an operation that works; `None` if nothing does.
+type OperationLimit = Option<String>;
+
+impl OperationCheck {
+    fn new(operation: &str, checked: Result<OperationLimit, Failure>) -> Self {
+        let operation = operation.to_owned();
+        let (verdict, reasons, hint) = match checked {
+            Ok(None) => (OperationVerdict::Works, Vec::new(), None),
+            Ok(Some(limit)) => (OperationVerdict::Limited, vec![limit], None),
+            Err(failure) => (OperationVerdict::Refused, failure.chain, failure.hint),
+        };
+        Self { operation, verdict, reasons, hint }
+    }
+}
+
+/// A VM that is checked, and the context that its commands have.
+pub(crate) struct CheckedVm<'a> {
+    pub(crate) machine: &'a HypervisorRecord,
+    pub(crate) journal: &'a Journal,
+    pub(crate) served: &'a ServedDisks,
+}
+
+impl CheckedVm<'_> {
+    /// Checks all operations. `protectable` is the verdict of the checks that need no monitor.
+    pub(crate) fn check_operations(
+        &self,
+        vm: &mut QemuVm,
+        protectable: Result<(), Failure>,
+    ) -> Result<Vec<OperationCheck>, Failure> {
+        let layout = qemu::find_layout(vm, &self.machine.meta.qemu.user_args)?;
+        let memory = qemu::open_memory(self.machine.process.pid, &layout)?;
+        let save = self.check_save(vm, false);
+        let live = save.clone().and_then(|()| check_live(vm, &memory));
+        let trace = live.clone().and_then(|()| check_trace(&memory));
+        let fitting = if memory.guest.is_shared() { &trace } else { &live };
+        let rows = [
+            ("checkpoint", fitting.clone().map(|()| None)),
+            ("checkpoint --strategy trace", trace.clone().map(|()| None)),
+            ("checkpoint --strategy cow", live.clone().map(|()| None)),
+            ("checkpoint --strategy pre-copy", live.clone().and_then(|()| check_pre_copy())),
+            ("checkpoint --strategy stop", save.clone().map(|()| None)),
+            ("checkpoint --parent IMAGE", save.map(|()| increment_limit())),
+            ("suspend", self.check_save(vm, true).map(|()| None)),
+            ("restore", self.check_restore(vm)),
+            ("protect", protectable.and_then(|()| self.check_protect(vm, &memory))),
+        ];
+        Ok(rows.into_iter().map(|(name, checked)| OperationCheck::new(name, checked)).collect())
+    }
+
+    fn check_save(&self, vm: &mut QemuVm, then_stop: bool) -> Result<(), Failure> {
+        refuse_served_disks(self.machine)?;
+        refuse_blocked(vm.migration_blockers().while_doing("querying migration blockers")?)?;
+        inspection::check_restorable(vm, self.machine, false)?;
+        let (image, choices) = (PathBuf::from("/image.firn"), SaveChoices::default());
+        let request = SaveRequest { image, choices, cancel_with_client: false };
+        let policy = DiskPolicy::new(self.machine, self.journal, &request, None);
+        DiskSnapshots::plan_drives(vm, &self.machine.meta, policy, then_stop).map(drop)
+    }
+
+    fn check_restore(&self, vm: &mut QemuVm) -> Result<OperationLimit, Failure> {
+        inspection::check_restorable(vm, self.machine, false)?;
+        let state = vm.status().while_doing("querying whether the VM runs")?;
+        let paused = inspection::paused_state(&state);
+        Ok(paused.map(|state| format!("the VM is paused ({state}) and comes back paused")))
+    }
+
+    fn check_protect(&self, vm: &mut QemuVm, memory: &VmMemory) -> Result<OperationLimit, Failure> {
+        inspection::check_protectable(vm, self.machine)?;
+        guest::check_protectable(vm, &memory.guest, &self.served.epoch_disks())
+            .map_err(|error| Failure::from_error(FailureKind::Refused, &error))?;
+        Ok(None)
+    }
+}
+
+/// Checks what all strategies need that copy memory while the guest runs.
+fn check_live(vm: &mut QemuVm, memory: &VmMemory) -> Result<(), Failure> {
+    if vm.balloon().while_doing("querying the balloon")?.is_some() {
+        return Err(Failure::from_error(FailureKind::Refused, &SaveError::Balloon));
+    }
+    dirty_tracking::refuse_other_writers(&memory.guest)
+}
+
+fn check_trace(memory: &VmMemory) -> Result<(), Failure> {
+    if memory.guest.is_shared() {
+        return Ok(());
+    }
+    let text =
+        "the guest's RAM is private memory of the hypervisor, of which only writes can be traced";
+    let hint = "start the VM with shared RAM (memory-backend-memfd with share=on; `firn run` does that), or use `--strategy cow`";
+    Err(Failure::new(FailureKind::Refused, text).with_hint(hint))
+}
+
+fn check_pre_copy() -> Result<OperationLimit, Failure> {
+    match dirty_tracking::can_track_writes() {
+        true => Ok(None),
+        false => {
+            let text = "this kernel can't track writes (Linux 6.7 can)";
+            Err(Failure::new(FailureKind::Refused, text).with_hint("`firn doctor` shows more"))
+        }
+    }
+}
+
+fn increment_limit() -> OperationLimit {
+    (!dirty_tracking::can_track_writes()).then(|| {
+        "this kernel can't track writes between checkpoints, so all memory is read and compared"
+            .to_owned()
+    })
+}
