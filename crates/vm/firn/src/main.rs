@@ -161,6 +161,7 @@ impl FirnCommand {
 
 fn main() -> ExitCode {
     firn_fault::point("command.started");
+    completions::answer_shell();
     let (out, done) = match FirnCli::try_parse() {
         Ok(cli) => {
             let out = FactPrinter::new(cli.json);

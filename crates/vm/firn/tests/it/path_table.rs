@@ -58,6 +58,7 @@ pub const ARGUMENTS: &[PathArgument] = &[
         "disk.raw",
     ),
     argument("attach qmp", Socket, "attach web --pid PID --qmp @", "qmp"),
+    argument("doctor qmp", Socket, "doctor --pid PID --qmp @", "qmp"),
     argument("checkpoint output", Output, "checkpoint live -o @", "new.firn"),
     argument(
         "checkpoint disk_dir",
