@@ -16,6 +16,7 @@ use clap::{CommandFactory, Parser, Subcommand};
 use clap_complete::Shell;
 use firn_agent::{AgentConfig, DetectorTiming, HostIdentity, PreparedAgent, SupervisedVms};
 use firn_control::AgentPaths;
+use firn_control::usage;
 use firn_supervisor::{Failure, FailureContext as _, FailureKind, RuntimeDir, restart_supervisors};
 use rustix::process::{WaitOptions, wait};
 use tokio::signal::unix::{SignalKind, signal};
@@ -139,7 +140,25 @@ enum AgentVerb {
 }
 
 fn main() -> ExitCode {
-    let done = match Cli::parse().verb {
+    let done = match Cli::try_parse() {
+        Ok(cli) => run_verb(cli.verb),
+        Err(error) => match usage::usage_failure(&error) {
+            Some(failure) => Err(failure),
+            None => error.exit(),
+        },
+    };
+    match done {
+        Ok(()) => ExitCode::SUCCESS,
+        Err(failure) => {
+            // There is no other output for this error.
+            let _ = io::stderr().lock().write_all(failure.describe("firn-agent").as_bytes());
+            ExitCode::from(failure.kind.exit_code())
+        }
+    }
+}
+
+fn run_verb(verb: AgentVerb) -> Result<(), Failure> {
+    match verb {
         AgentVerb::Run { file } => run(&file),
         AgentVerb::Check { file } => check_config(&file),
         AgentVerb::Found { file } => bootstrap_server(&file),
@@ -152,14 +171,6 @@ fn main() -> ExitCode {
             .while_doing(format!("writing manual pages to {}", directory.display())),
         AgentVerb::Supervise(args) => args.run(),
         AgentVerb::Guard(args) => args.run(),
-    };
-    match done {
-        Ok(()) => ExitCode::SUCCESS,
-        Err(failure) => {
-            // There is no other output for this error.
-            let _ = io::stderr().lock().write_all(failure.describe("firn-agent").as_bytes());
-            ExitCode::from(failure.kind.exit_code())
-        }
     }
 }
 

@@ -18,6 +18,7 @@
 //! | [`client`] | requests of commands to the agent |
 //! | [`http_client`] | HTTP requests to an agent, and its answers |
 //! | [`paths`] | the paths of sockets and files |
+//! | [`usage`] | wrong command lines, as failures like all others |
 //!
 //! The types [`HostName`], [`HostHealth`] and [`StoredCluster`] are parts of the protocol.
 
@@ -30,6 +31,7 @@ mod host;
 pub mod http_client;
 pub mod paths;
 mod stored_cluster;
+pub mod usage;
 
 pub use health::HostHealth;
 pub use host::{HostName, HostNameError};

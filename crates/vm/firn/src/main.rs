@@ -11,6 +11,7 @@
 use std::process::ExitCode;
 
 use clap::{Parser, Subcommand};
+use firn_control::usage;
 use firn_supervisor::Failure;
 
 mod agent;
@@ -47,7 +48,6 @@ mod status;
 mod stop;
 mod suspend;
 mod units;
-mod usage;
 mod working_set;
 
 use output::FactPrinter;

@@ -41,6 +41,25 @@ fn a_configuration_is_checked_with_its_certificates() {
     assert_eq!(none.status.code(), Some(2));
 }
 
+/// A wrong command line ends as all failures do: one reason, and what to try.
+#[test]
+fn a_wrong_command_line_is_one_failure() {
+    for (words, reason, hint) in [
+        (&["run"][..], "required arguments were not provided: <FILE>", "firn-agent run <FILE>"),
+        (&["cheque", "x"], "unrecognized subcommand 'cheque'", "check"),
+        (&["check", "x", "--fast"], "unexpected argument '--fast'", "firn-agent check <FILE>"),
+    ] {
+        let output = agent(words).output().unwrap();
+        let said = String::from_utf8_lossy(&output.stderr).into_owned();
+        assert_eq!(output.status.code(), Some(2), "{said}");
+        assert!(said.starts_with("firn-agent: ") && said.contains(reason), "{said}");
+        assert!(said.lines().nth(1).is_some_and(|line| line.contains(hint)), "{said}");
+        assert_eq!(said.lines().count(), 2, "{said}");
+    }
+    let help = agent(&["--help"]).output().unwrap();
+    assert!(help.status.success() && !help.stdout.is_empty());
+}
+
 /// Files that are no regular ones, and what an error calls them.
 fn hostile_files() -> [(&'static str, &'static str); 4] {
     [
