@@ -279,9 +279,12 @@ fn is_managed(vm: &VmDir) -> bool {
 }
 
 fn name_taken(vm: &VmDir) -> Failure {
-    let text = format!("there is a VM called {} already", vm.name());
-    Failure::new(FailureKind::Busy, text)
-        .with_hint("choose another name, or end it: `firn stop`, `firn rm`")
+    let name = vm.name();
+    let text = format!("there is a VM called {name} already");
+    let hint = format!(
+        "choose another name; `firn stop {name}` ends that VM, `firn rm {name}` forgets one that has ended"
+    );
+    Failure::new(FailureKind::Busy, text).with_hint(hint)
 }
 
 fn manage_vm(
