@@ -69,6 +69,7 @@ mod restarts;
 mod restore;
 mod restore_work;
 mod runtime;
+mod save_tries;
 mod served_disks;
 mod spawn;
 mod standby;
