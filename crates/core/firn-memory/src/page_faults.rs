@@ -27,7 +27,7 @@ use rustix::io::Errno;
 
 use crate::guest_memory::GuestMemory;
 use crate::process::ProcessError;
-use crate::sys::uffd::{AddressSpan, Uffd, UffdMessage};
+use crate::sys::uffd::{AddressSpan, Uffd, UffdMessage, flag};
 use crate::tracee::Tracee;
 
 mod access;
@@ -61,6 +61,8 @@ pub struct PageFaults {
     /// The number of the hypervisor's copy in its own table.
     remote: i32,
     trace: TraceMode,
+    /// Whether accesses to pages that are not in the RAM file fault too.
+    with_holes: bool,
     features: KernelFeatures,
     /// The registered ranges. Only these may be unregistered, as another process may have
     /// registered others.
@@ -111,8 +113,30 @@ impl PageFaults {
         trace: TraceMode,
         features: KernelFeatures,
     ) -> Self {
-        let (registered, pending_events, has_pending) = Default::default();
-        Self { memory, uffd, remote, trace, features, registered, pending_events, has_pending }
+        let (with_holes, registered, pending_events, has_pending) = Default::default();
+        Self {
+            memory,
+            uffd,
+            remote,
+            trace,
+            with_holes,
+            features,
+            registered,
+            pending_events,
+            has_pending,
+        }
+    }
+
+    /// From the next registration on, the first access to a page that is not in the RAM file is a
+    /// [`FaultKind::Missing`] fault too, in each mode: no page of shared memory comes into being
+    /// without an answer ([`Self::install_zeros`]). Shared memory only.
+    pub fn with_holes(&mut self) {
+        self.with_holes = true;
+    }
+
+    fn register_mode(&self) -> u64 {
+        let holes = if self.with_holes { flag::REGISTER_MISSING } else { 0 };
+        self.trace.register_mode() | holes
     }
 
     /// The mode it was created for.
@@ -148,7 +172,7 @@ impl PageFaults {
     pub fn register_range(&self, range: Range<Page>) -> Result<(), PageFaultError> {
         for (part, hva) in self.memory.locate_parts(range) {
             self.uffd
-                .register(span_of_part(hva, &part), self.trace.register_mode())
+                .register(span_of_part(hva, &part), self.register_mode())
                 .map_err(|errno| self.request_error("registering", &part, errno))?;
             lock_list(&self.registered).push(part);
         }

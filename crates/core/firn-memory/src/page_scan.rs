@@ -18,8 +18,11 @@
 //! case, so a page with neither entry nor mark is reported as written too. In a region that was
 //! never armed that is every page without an entry.
 //!
-//! A page that the hypervisor gives back (balloon) becomes zeros without being written: compare
-//! [`GuestMemory::backed_runs`] where that matters.
+//! A page that the hypervisor gives back (balloon) becomes zeros. In private memory it has neither
+//! entry nor mark afterwards, so it is reported. In shared memory its mark stays, and it is not
+//! reported, not even when the guest reads it and so maps a page of zeros. Where that matters,
+//! accesses to holes must fault ([`PageScan::create_with_holes`]): a filled page is reported, and
+//! [`GuestMemory::backed_runs`] shows the holes.
 
 use std::io;
 use std::ops::{ControlFlow, Range};
@@ -30,7 +33,7 @@ use linux_raw_sys::general::page_region;
 use rustix::fs::OFlags;
 use thiserror::Error;
 
-use crate::guest_memory::GuestMemory;
+use crate::guest_memory::{GuestMemory, MemoryError};
 use crate::page_faults::{KernelFeatures, PageFaultError, PageFaults, TraceMode};
 use crate::page_tables::{DropError, drop_page_tables};
 use crate::process::ProcessError;
@@ -51,6 +54,9 @@ pub enum ScanError {
     /// The hypervisor is gone or cannot be accessed.
     #[error(transparent)]
     Process(#[from] ProcessError),
+    /// The RAM files cannot be inspected.
+    #[error(transparent)]
+    Memory(#[from] MemoryError),
     /// The memory cannot be registered or protected.
     #[error(transparent)]
     PageFaults(#[from] PageFaultError),
@@ -94,11 +100,35 @@ impl PageScan {
     /// # Errors
     /// If the hypervisor's user may not have a userfaultfd, or RAM is registered with another one.
     pub fn create(tracee: &mut Tracee<'_>, memory: Arc<GuestMemory>) -> Result<Self, ScanError> {
+        Self::create_by(tracee, memory, false)
+    }
+
+    /// As [`Self::create`]; and accesses to holes fault ([`PageFaults::with_holes`]). A thread of
+    /// the hypervisor that touches one waits until the caller fills it, so another thread has to
+    /// wait for the events of [`Self::page_faults`]. Shared memory only.
+    ///
+    /// # Errors
+    /// As [`Self::create`].
+    pub fn create_with_holes(
+        tracee: &mut Tracee<'_>,
+        memory: Arc<GuestMemory>,
+    ) -> Result<Self, ScanError> {
+        Self::create_by(tracee, memory, true)
+    }
+
+    fn create_by(
+        tracee: &mut Tracee<'_>,
+        memory: Arc<GuestMemory>,
+        with_holes: bool,
+    ) -> Result<Self, ScanError> {
         let trace = match KernelFeatures::of_kernel()?.write_protect_async {
             true => TraceMode::Scan,
             false => TraceMode::Writes,
         };
-        let faults = PageFaults::create(tracee, memory, trace)?;
+        let mut faults = PageFaults::create(tracee, memory, trace)?;
+        if with_holes {
+            faults.with_holes();
+        }
         let scan =
             faults.register_all().map_err(ScanError::from).and_then(|()| pagemap_of(&faults));
         match scan {
@@ -147,6 +177,11 @@ impl PageScan {
     /// The memory that is scanned.
     pub fn memory(&self) -> &Arc<GuestMemory> {
         self.faults.memory()
+    }
+
+    /// The page faults of the memory: there are some only if accesses to holes fault.
+    pub fn page_faults(&self) -> &PageFaults {
+        &self.faults
     }
 
     /// Forgets all writes: from now on the kernel remembers those that follow. Costs 3-8 ms per

@@ -12,6 +12,7 @@
 //! | `cut` | the pause |
 //! | `traced_memory`, `trace` | protecting, unmapping, answering faults (system calls by `firn-memory`) |
 //! | `ledger` | which thread copies a block, and when it may be released |
+//! | `discards`, `page_bits` | what a guest gives back during a save, and whether it was lost |
 //! | `written` | what to protect again, and when that is little enough to pause |
 //! | `lane`, `worker` | which vCPU a first touch belongs to |
 //! | `order`, `spaces`, `sweep_throttle`, `sweep`, `stop_and_copy` | what the sweep copies, in which order, how fast |
@@ -25,11 +26,13 @@
 mod access_bits;
 mod buffers;
 mod cut;
+mod discards;
 mod duty_cycle;
 mod lane;
 mod ledger;
 mod options;
 mod order;
+mod page_bits;
 mod pipeline;
 mod pre_copy;
 mod reference;

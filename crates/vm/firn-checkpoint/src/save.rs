@@ -9,6 +9,9 @@
 //!                     -> sections, index, footer, fsync, rename
 //! ```
 //!
+//! If the guest gave memory back that was not copied yet, there is no image
+//! ([`SaveError::Discarded`]), and the caller may try again.
+//!
 //! Whatever fails, the range is unregistered (which resumes every waiting thread), the descriptor
 //! in the hypervisor is closed, a VM that was stopped here continues, and the unfinished image file
 //! is removed.
@@ -32,6 +35,7 @@ use firn_vmm::{
 use thiserror::Error;
 
 use crate::cut::{CutState, PauseMethod, SaveSteps};
+use crate::discards::DiscardCheck;
 use crate::lane::LaneAttributor;
 use crate::options::{SaveOptions, SaveStrategy};
 use crate::order::{self, SweepOrder, ThrottledReader};
@@ -109,12 +113,22 @@ pub enum SaveError {
          (firn checkpoint --strategy stop), or start it without vhost-user devices"
     )]
     Foreign(String),
-    /// The VM may give memory back while it is being copied.
+    /// Memory that the guest gave back was not saved before. Another save may succeed.
     #[error(
-        "the VM has a balloon device: memory that the guest gives back during the save could not be saved any more. \
-         Save it while it is paused (firn checkpoint --strategy stop), or start it without the device"
+        "the guest gave memory back (balloon, free-page reporting) before it was saved: the contents that {block} had \
+         at the instant of the checkpoint are lost"
     )]
-    Balloon,
+    Discarded {
+        /// The first block that was lost.
+        block: Block,
+    },
+    /// What the guest gives back can't be recognized.
+    #[error(
+        "the VM has a balloon, and this host may keep shared memory in large pages: what the guest gives back during the \
+         save could not be recognized. Save it while it is paused (firn checkpoint --strategy stop), or turn them off \
+         (/sys/kernel/mm/transparent_hugepage/shmem_enabled, the option huge of the mount)"
+    )]
+    LargePages,
     /// Memory and devices are not of one instant.
     #[error("a device wrote to the guest's memory while the VM was paused; save it again")]
     Touched,
@@ -291,21 +305,25 @@ impl MemoryCopy<'_, '_> {
             .watch_load(VcpuLoad::from_threads(self.context.process.pid(), &vcpus));
         if self.options.strategy == SaveStrategy::PreCopy {
             let Self { context, options, intake, progress, started } = self;
-            return PreCopy { context, options, intake, progress, started }.run_save();
+            let has_holes = false;
+            return PreCopy { context, options, intake, progress, started, has_holes }.run_save();
         }
-        self.context.memory.open_window()?;
         match self.options.strategy {
-            SaveStrategy::Stop => self.stop_and_copy(),
+            SaveStrategy::Stop => {
+                self.context.memory.open_window()?;
+                self.stop_and_copy()
+            }
             _ => self.copy_traced(),
         }
     }
 
     /// Copy-on-access, or copy-on-write.
     fn copy_traced(&mut self) -> Result<CopiedMemory, SaveError> {
-        // The hypervisor punches such pages out of the RAM file; no page fault reports it
-        // beforehand.
-        if self.context.vm.balloon()?.is_some() {
-            return Err(SaveError::Balloon);
+        let memory = Arc::clone(&self.context.memory);
+        let discards = DiscardCheck::for_vm(self.context.vm, &memory)?;
+        if discards.is_none() {
+            // A mapping of Firn's would fill the holes that the guest makes.
+            memory.open_window()?;
         }
         if let Some(other) = self.context.memory.other_users()?.first() {
             return Err(SaveError::Foreign(other.to_string()));
@@ -323,11 +341,14 @@ impl MemoryCopy<'_, '_> {
             tids,
             lanes,
             workers,
+            discards.clone(),
             intake,
         )?;
         let copied = self.copy_after_attach(&armed, &first);
         let log = armed.detach_from_hypervisor();
         firn_fault::point("save.disarmed");
+        // The fault handler may have lost a block after the end of the sweep.
+        discards.map_or(Ok(()), |discards| discards.check_none_lost())?;
         let (mut copied, FaultLog { touches, counts }) = (copied?, log?);
         copied.report.faults = counts;
         copied.report.blocks_touched = touches.len();
@@ -344,6 +365,9 @@ impl MemoryCopy<'_, '_> {
         first: &[GuestPhys],
     ) -> Result<CopiedMemory, SaveError> {
         armed.protect_all()?;
+        if let Some(discards) = &armed.trace.discards {
+            discards.note_backed()?;
+        }
         let ready = PauseMethod::prepare_pause(self.context, true)?;
         let rounds = armed.protect_written()?;
         let arm_ms = to_ms(self.started.elapsed());
@@ -358,7 +382,7 @@ impl MemoryCopy<'_, '_> {
         }
         firn_fault::point("save.retraced");
         scheduling::set_background();
-        let (roots, order, working_set) = self.plan_sweep(first)?;
+        let (roots, order, working_set) = self.plan_sweep(first, armed)?;
         armed.mark_unbacked_saved(&order.unbacked);
         let pace = SweepThrottle::new(self.options.throttle, armed.trace.now());
         let (intake, progress, steps) = (self.intake, self.progress, self.context.steps);
@@ -404,12 +428,20 @@ impl MemoryCopy<'_, '_> {
     fn plan_sweep(
         &mut self,
         first: &[GuestPhys],
+        armed: &TracedMemory,
     ) -> Result<(Vec<GuestPhys>, SweepOrder, Vec<Block>), SaveError> {
         let memory =
             &ThrottledReader { memory: &self.context.memory, duty_cycle: self.intake.duty_cycle() };
         let spaces = order::find_address_spaces(self.context.vm, memory)?;
         let mut order = order::plan_blocks(memory, &spaces, self.options.block_size)?;
-        order.add_unbacked(|block| parent_stores(self.context.parent.as_deref(), block));
+        let size = self.options.block_size;
+        let may_hold = |block| {
+            let discards = armed.trace.discards.as_ref();
+            discards.is_some_and(|discards| discards.may_hold(size.pages_of(block)))
+        };
+        order.add_unbacked(|block| {
+            parent_stores(self.context.parent.as_deref(), block) || may_hold(block)
+        });
         let used = self.context.used.as_deref().unwrap_or_default();
         let working_set = order.bring_forward(used, self.options.block_size);
         let written = spaces.written_pages(memory, first);

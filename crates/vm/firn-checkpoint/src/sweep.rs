@@ -65,6 +65,7 @@ impl BackgroundSweep<'_> {
             if self.steps.is_cancelled() {
                 return Err(SaveError::Cancelled);
             }
+            self.trace.check_none_lost()?;
             match self.throttle.next_step(self.trace.now(), self.trace.duty_cycle().last_fault()) {
                 SweepStep::Wait(wait) => thread::sleep(wait),
                 SweepStep::Copy(blocks) => {
@@ -91,6 +92,7 @@ impl BackgroundSweep<'_> {
             if self.steps.is_cancelled() {
                 return Err(SaveError::Cancelled);
             }
+            self.trace.check_none_lost()?;
             thread::sleep(CANCEL_POLL_INTERVAL);
         }
         Ok(())

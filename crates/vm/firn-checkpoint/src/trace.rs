@@ -18,6 +18,10 @@
 //!   empty the set | note P, make it writable | protect P       P is protected, and in the set: protected once more
 //! ```
 //!
+//! Where the guest may give memory back, an access to a hole of shared memory is a fault, too. It is
+//! answered with a page of zeros: while arming, such a page counts as written; after the cut, its
+//! block is copied and checked before ([`crate::discards`]).
+//!
 //! The cut, too, is made under that lock: no page can become writable between the last protection
 //! and the cut.
 
@@ -29,6 +33,7 @@ use std::time::{Duration, SystemTime};
 use firn_memory::{FaultKind, GuestMemory, MemoryEvent, PageFaults, scheduling};
 use firn_types::{Block, BlockSize, Page, ThreadId};
 
+use crate::discards::DiscardCheck;
 use crate::duty_cycle::DutyCycle;
 use crate::lane::{FaultAttribution, LaneAttributor, PackingLane};
 use crate::ledger::{BlockClaim, CopyLedger};
@@ -51,6 +56,8 @@ pub(crate) struct SaveTrace {
     pub(crate) faults: PageFaults,
     pub(crate) ledger: CopyLedger,
     pub(crate) block_size: BlockSize,
+    /// For a guest that may give memory back.
+    pub(crate) discards: Option<Arc<DiscardCheck>>,
     written: Mutex<WrittenSet>,
     touches: Mutex<FirstTouches>,
     phase: AtomicU8,
@@ -68,6 +75,7 @@ impl SaveTrace {
         memory: Arc<GuestMemory>,
         faults: PageFaults,
         block_size: BlockSize,
+        discards: Option<Arc<DiscardCheck>>,
         duty_cycle: Arc<DutyCycle>,
     ) -> Self {
         let blocks = block_size.blocks_in(memory.region_map().total_pages());
@@ -76,6 +84,7 @@ impl SaveTrace {
             faults,
             ledger: CopyLedger::new(blocks),
             block_size,
+            discards,
             written: Mutex::default(),
             touches: Mutex::new(FirstTouches::new(blocks)),
             phase: AtomicU8::new(ARMING),
@@ -164,7 +173,20 @@ impl SaveTrace {
     ) -> Result<Option<Box<[u8]>>, SaveError> {
         let Some(mut bytes) = intake.take_buffer() else { return Ok(None) };
         self.memory.read_pages(self.block_size.first_page(block), &mut bytes)?;
+        if let Some(discards) = &self.discards {
+            discards.check_copy(block, self.block_size.pages_of(block))?;
+        }
         Ok(Some(bytes))
+    }
+
+    /// Whether contents of memory at the cut were lost. There will be no image.
+    pub(crate) fn has_lost(&self) -> bool {
+        self.discards.as_ref().is_some_and(|discards| discards.has_lost())
+    }
+
+    /// An error if contents of memory at the cut were lost.
+    pub(crate) fn check_none_lost(&self) -> Result<(), SaveError> {
+        self.discards.as_ref().map_or(Ok(()), |discards| discards.check_none_lost())
     }
 }
 
@@ -212,7 +234,7 @@ impl TraceHandler {
 
 /// Runs the handler; if it panics, ends the process at once. vCPUs must never wait for a thread
 /// that is gone: the process that restarts this one takes the descriptor back and resumes them.
-fn abort_on_panic<T>(run: impl FnOnce() -> T) -> T {
+pub(crate) fn abort_on_panic<T>(run: impl FnOnce() -> T) -> T {
     match std::panic::catch_unwind(std::panic::AssertUnwindSafe(run)) {
         Ok(result) => result,
         Err(_) => std::process::abort(),
@@ -279,7 +301,10 @@ impl TraceFaultLoop {
         // A kernel that can't map a page protected (before 6.4) makes it writable: then it counts
         // as written.
         let stays_protected = trace.faults.features().resume_protected;
-        if write || kind == FaultKind::WriteProtect || !stays_protected {
+        if write || kind != FaultKind::Minor || !stays_protected {
+            if let Some(discards) = trace.discards.as_ref().filter(|_| kind == FaultKind::Missing) {
+                discards.note_filled(page);
+            }
             written.add_pages(trace.block_size.pages_of(trace.block_size.block_of(page)));
             self.release_block(page, kind)?;
         } else {
@@ -306,7 +331,9 @@ impl TraceFaultLoop {
         self.counts.count_fault(how);
         self.trace.lock_touches().record_touch(block, self.trace.now());
         match self.trace.ledger.claim_block(block) {
-            BlockClaim::Mine if self.intake.has_failed() => self.trace.ledger.mark_saved(block),
+            BlockClaim::Mine if self.intake.has_failed() || self.trace.has_lost() => {
+                self.trace.ledger.mark_saved(block);
+            }
             BlockClaim::Mine => self.trace.copy_claimed(block, lane, &self.intake)?,
             BlockClaim::Saved => {}
         }
@@ -319,7 +346,10 @@ impl TraceFaultLoop {
         let pages = self.trace.block_size.pages_of(block);
         match kind {
             FaultKind::WriteProtect => self.trace.faults.unprotect_pages(pages)?,
-            FaultKind::Minor | FaultKind::Missing => self.map_block(page, pages)?,
+            FaultKind::Minor => self.map_block(page, pages)?,
+            FaultKind::Missing => {
+                self.trace.faults.install_zeros(page..Page(page.0 + 1))?;
+            }
         }
         Ok(())
     }

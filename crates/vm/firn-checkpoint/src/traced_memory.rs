@@ -9,6 +9,7 @@ use firn_memory::{
 };
 use firn_types::{Block, PAGE_SIZE, Page, ThreadId};
 
+use crate::discards::DiscardCheck;
 use crate::lane::LaneAttributor;
 use crate::options::{SaveOptions, SaveStrategy};
 use crate::pipeline::PipelineIntake;
@@ -39,9 +40,10 @@ impl TracedMemory {
         vcpus: Vec<ThreadId>,
         lanes: LaneAttributor,
         workers: KernelWorkers,
+        discards: Option<Arc<DiscardCheck>>,
         intake: PipelineIntake,
     ) -> Result<Self, SaveError> {
-        let faults = {
+        let mut faults = {
             let mut tracee = Tracee::seize(&context.process, &vcpus)?;
             PageFaults::create(
                 &mut tracee,
@@ -53,10 +55,13 @@ impl TracedMemory {
             faults.close(&mut Tracee::seize(&context.process, &vcpus)?)?;
             return Err(SaveError::PrivateUnpopulated);
         }
+        if discards.as_ref().is_some_and(|discards| discards.needs_hole_faults()) {
+            faults.with_holes();
+        }
         firn_fault::point("save.attached");
         let turns = Arc::clone(intake.duty_cycle());
         let memory = Arc::clone(&context.memory);
-        let trace = Arc::new(SaveTrace::new(memory, faults, options.block_size, turns));
+        let trace = Arc::new(SaveTrace::new(memory, faults, options.block_size, discards, turns));
         let handler = TraceHandler::start_thread(Arc::clone(&trace), lanes, workers, intake);
         let armed = Self { trace, handler, process: Arc::clone(&context.process), vcpus };
         if let Err(error) = armed.trace.faults.register_all() {

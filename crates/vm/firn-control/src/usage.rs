@@ -22,6 +22,10 @@ pub fn wants_json(words: impl Iterator<Item = OsString>) -> bool {
     words.take_while(|word| word != OsStr::new("--")).any(|word| word == OsStr::new("--json"))
 }
 
+/// The beginning of clap's tip to give an unknown option as a value, which is seldom what a user
+/// wants.
+const ESCAPE: &str = "to pass ";
+
 /// Reads what clap prints: the reason, possibly with a list; then tips; then the usage.
 ///
 /// ```text
@@ -41,7 +45,9 @@ fn read_rendered(text: &str) -> Failure {
     let failure = Failure::new(FailureKind::Usage, format!("{first} {list}").trim());
     let rest: Vec<&str> = paragraphs.collect();
     let hint = ["tip: ", "Usage: "].iter().find_map(|lead| {
-        let found = rest.iter().find_map(|paragraph| paragraph.strip_prefix(lead))?;
+        let is_helpful = |found: &&str| !found.starts_with(ESCAPE);
+        let found =
+            rest.iter().filter_map(|paragraph| paragraph.strip_prefix(lead)).find(is_helpful)?;
         found.lines().next().map(str::to_owned)
     });
     failure.with_hint(hint.unwrap_or_else(|| "`--help` explains each option".to_owned()))
@@ -61,6 +67,8 @@ mod tests {
         let text =
             "error: unexpected argument '--jsn' found\n\n  tip: '--json' exists\n\nUsage: firn\n";
         assert_eq!(read_rendered(text).hint.as_deref(), Some("'--json' exists"));
+        let text = "error: unexpected argument '--x' found\n\n  tip: to pass '--x' as a value, use '-- --x'\n\nUsage: firn ls\n";
+        assert_eq!(read_rendered(text).hint.as_deref(), Some("firn ls"));
         let text = "error: invalid value 'x': it is no number\n\nFor more, try '--help'.\n";
         assert_eq!(read_rendered(text).hint.as_deref(), Some("`--help` explains each option"));
     }

@@ -6,7 +6,8 @@ use std::ops::Range;
 use std::sync::Arc;
 
 use firn_types::{HostVirt, PAGE_SIZE, Page, RamRegion};
-use rustix::fs::{OFlags, Stat, fstat, fstatfs};
+use rustix::fs::{OFlags, SeekFrom, Stat, fstat, fstatfs, seek};
+use rustix::io::Errno;
 
 use super::source::{PrivateRam, RamFile, RamSource};
 use super::users::FileId;
@@ -17,6 +18,9 @@ use crate::process::{Process, ProcessError};
 /// `TMPFS_MAGIC` and `HUGETLBFS_MAGIC` of `linux/magic.h`.
 const TMPFS: u64 = 0x0102_1994;
 const HUGETLBFS: u64 = 0x9584_58f6;
+
+/// The unit in which stat(2) reports how much memory a file occupies.
+const STATUS_BLOCK_BYTES: u64 = 512;
 
 /// One region: its address, and the source of its bytes.
 #[derive(Debug)]
@@ -93,6 +97,27 @@ impl RegionBacking {
         let run = self.source.first_run(start..end);
         let run = run.map_err(|error| MemoryError::from_io("querying", part, error))?;
         Ok(run.map(|run| self.page_at_offset(run.start)..self.page_at_offset(run.end)))
+    }
+
+    /// Whether no page of `part` was given back: see [`super::GuestMemory::has_kept`].
+    pub(super) fn has_kept(&self, part: &Range<Page>) -> Result<bool, MemoryError> {
+        let (start, end) = (self.region.offset_of(part.start), self.offset_of_end(part.end));
+        let kept = self.source.has_kept(start..end);
+        kept.map_err(|error| MemoryError::from_io("querying", part, error))
+    }
+
+    /// The bytes that its file occupies in memory, once every removal that has begun is complete.
+    pub(super) fn file_bytes(&self) -> Result<Option<(FileId, u64)>, MemoryError> {
+        let Some((file, _)) = self.ram_file() else { return Ok(None) };
+        // Both seeking and removing lock the inode; reading the status does not.
+        let status = match seek(file, SeekFrom::Data(0)) {
+            Ok(_) | Err(Errno::NXIO) => fstat(file),
+            Err(errno) => Err(errno),
+        };
+        let status =
+            status.map_err(|errno| MemoryError::from_io("inspecting", &self.pages(), errno))?;
+        let id = (device_number(&status), status.st_ino);
+        Ok(Some((id, status.st_blocks as u64 * STATUS_BLOCK_BYTES)))
     }
 
     /// Appends all runs of backed pages.

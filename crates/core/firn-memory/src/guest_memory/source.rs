@@ -56,6 +56,17 @@ impl RamSource {
         }
     }
 
+    /// Whether no byte of a part was given back: see [`super::GuestMemory::has_kept`].
+    pub(super) fn has_kept(&self, part: Range<u64>) -> io::Result<bool> {
+        match self {
+            Self::File(file) => Ok(file.first_run(part.clone())? == Some(part)),
+            Self::Private(private) => {
+                let start = private.hva.0 + part.start;
+                private.pagemap.are_protected(AddressSpan { start, len: part.end - part.start })
+            }
+        }
+    }
+
     pub(super) fn punch_out(&self, offset: u64, len: u64) -> io::Result<()> {
         match self {
             Self::File(file) => {

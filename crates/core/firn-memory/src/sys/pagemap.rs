@@ -37,8 +37,10 @@ pub(crate) enum PageQuery {
 const WORDS: usize = 512;
 /// Bit of a word: the page is mapped.
 const WORD_PRESENT: u64 = 1 << 63;
-/// Bit of a word: the page is swapped out.
+/// Bit of a word: the page is swapped out, or only a mark says that it is write-protected.
 const WORD_SWAPPED: u64 = 1 << 62;
+/// Bit of a word: the page is write-protected by a userfaultfd.
+const WORD_PROTECTED: u64 = 1 << 57;
 
 const _: () = {
     assert!(size_of::<page_region>() == 24);
@@ -191,5 +193,20 @@ impl Pagemap {
             }
         }
         Ok(())
+    }
+
+    /// Whether a userfaultfd write-protects every page of a span.
+    pub(crate) fn are_protected(&self, span: AddressSpan) -> io::Result<bool> {
+        let page = firn_types::PAGE_SIZE as u64;
+        let (first, end) = (span.start / page, (span.start + span.len) / page);
+        let mut words = [0u64; WORDS];
+        for start in (first..end).step_by(WORDS) {
+            let words = &mut words[..(end - start).min(WORDS as u64) as usize];
+            self.0.read_exact_at(words.as_mut_bytes(), start * 8)?;
+            if words.iter().any(|word| word & WORD_PROTECTED == 0) {
+                return Ok(false);
+            }
+        }
+        Ok(true)
     }
 }

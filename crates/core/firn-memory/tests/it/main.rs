@@ -2,6 +2,7 @@
 #![allow(clippy::unwrap_used, clippy::panic, reason = "a test says what failed by panicking")]
 
 mod child;
+mod discards;
 mod driver;
 mod faults;
 mod filters;

@@ -13,6 +13,7 @@ use firn_types::{Block, BlockSize, GuestPhys, Page};
 use super::rounds::{CopyRounds, RoundStep};
 use super::tracker::WriteTracker;
 use crate::cut::{CutState, PauseMethod};
+use crate::discards::may_discard;
 use crate::lane::PackingLane;
 use crate::options::SaveOptions;
 use crate::order::{self, ThrottledReader};
@@ -34,6 +35,8 @@ pub(crate) struct PreCopy<'c, 'a> {
     pub(crate) intake: &'c PipelineIntake,
     pub(crate) progress: &'c dyn Fn(SaveProgress),
     pub(crate) started: Instant,
+    /// Whether the guest's memory is shared, and the guest may give pages back.
+    pub(crate) has_holes: bool,
 }
 
 /// The state of a save by rounds.
@@ -53,29 +56,19 @@ struct CopyState {
 impl PreCopy<'_, '_> {
     pub(crate) fn run_save(mut self) -> Result<CopiedMemory, SaveError> {
         let mut others = OtherUserSearch::start_search(&self.context.memory)?;
-        if let Err(refusal) = self.check_balloon() {
-            self.drop_tracker();
-            return Err(refusal);
-        }
+        let memory = Arc::clone(&self.context.memory);
+        self.has_holes = memory.is_shared() && may_discard(self.context.vm, &memory)?;
         let mut tracker = self.take_tracker()?;
         firn_fault::point("pre-copy.armed");
         let copied = self.copy_memory(&mut tracker, &mut others);
         self.context.tracker = Some(tracker);
         let is_alone = others.check_none().is_ok();
-        if !is_alone || matches!(&copied, Err(SaveError::Scan(_))) {
-            // Writes of other processes are not reported at all, and some pages may have been
-            // protected again without a report.
+        if !is_alone || self.has_holes || matches!(&copied, Err(SaveError::Scan(_))) {
+            // Writes of other processes are not reported at all, some pages may have been protected
+            // again without a report, and a guest must not depend on Firn to fill its holes.
             self.drop_tracker();
         }
         copied
-    }
-
-    /// Pages that a balloon gives back become zeros, and the kernel does not report it.
-    fn check_balloon(&mut self) -> Result<(), SaveError> {
-        match self.context.vm.balloon()? {
-            Some(_) => Err(SaveError::Balloon),
-            None => Ok(()),
-        }
     }
 
     /// Drops the tracker: the next save compares everything.
@@ -87,12 +80,19 @@ impl PreCopy<'_, '_> {
 
     /// The tracker from the last checkpoint, or a new one.
     fn take_tracker(&mut self) -> Result<WriteTracker, SaveError> {
+        if self.has_holes {
+            // That of the last checkpoint does not report the pages that were given back.
+            self.drop_tracker();
+        }
         if let Some(tracker) = self.context.tracker.take() {
             return Ok(tracker);
         }
         let vcpus = self.context.vm.vcpus()?.iter().map(|vcpu| vcpu.tid).collect();
         let (process, memory) = (self.context.process.clone(), self.context.memory.clone());
-        Ok(WriteTracker::start_tracking(process, memory, vcpus)?)
+        Ok(match self.has_holes {
+            true => WriteTracker::start_with_holes(process, memory, vcpus)?,
+            false => WriteTracker::start_tracking(process, memory, vcpus)?,
+        })
     }
 
     fn copy_memory(
@@ -162,9 +162,9 @@ impl PreCopy<'_, '_> {
         Ok(CopiedMemory { cut, working_set, roots, report })
     }
 
-    /// Maps the guest's memory if there is much to copy.
+    /// Maps the guest's memory if there is much to copy. A mapping of Firn's would fill holes.
     fn open_window_for(&self, blocks: &[Block]) -> Result<(), SaveError> {
-        let is_worth_it = blocks.len() >= WINDOW_MIN;
+        let is_worth_it = blocks.len() >= WINDOW_MIN && !self.has_holes;
         if is_worth_it { Ok(self.context.memory.open_window()?) } else { Ok(()) }
     }
 

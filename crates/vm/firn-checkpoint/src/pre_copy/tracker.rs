@@ -10,6 +10,8 @@ use std::sync::Arc;
 use firn_memory::{GuestMemory, PageScan, Process, ScanError, Tracee, merge_runs};
 use firn_types::{Page, ThreadId};
 
+use super::holes::HoleTracker;
+
 /// Up to this many runs of pages are kept as they were reported; more are merged first.
 const RUNS_MAX: usize = 1 << 14;
 /// Pages between two pages that are polled together.
@@ -21,7 +23,9 @@ const GAP_PAGES: u32 = 64;
 /// nothing; [`WriteTracker::close`] is the clean end.
 #[derive(Debug)]
 pub struct WriteTracker {
-    scan: PageScan,
+    scan: Arc<PageScan>,
+    /// Finds pages that were given back, where the kernel does not report them.
+    holes: Option<HoleTracker>,
     process: Arc<Process>,
     vcpus: Vec<ThreadId>,
     /// The image from whose cut on writes are tracked.
@@ -46,8 +50,40 @@ impl WriteTracker {
         vcpus: Vec<ThreadId>,
     ) -> Result<Self, ScanError> {
         let scan = PageScan::create(&mut seize_hypervisor(&process, &vcpus)?, memory)?;
-        let (told, since, cut, room) = (Vec::new(), None, 0, RUNS_MAX);
-        let tracker = Self { scan, process, vcpus, since, reported: told, cut, room };
+        Self::from_scan(Arc::new(scan), None, process, vcpus)
+    }
+
+    /// As [`Self::start_tracking`], for shared memory of which the guest may give pages back. They
+    /// count as written. The guest waits for a thread of this tracker when it touches such a page,
+    /// so the caller closes it soon.
+    pub(crate) fn start_with_holes(
+        process: Arc<Process>,
+        memory: Arc<GuestMemory>,
+        vcpus: Vec<ThreadId>,
+    ) -> Result<Self, ScanError> {
+        let mut tracee = seize_hypervisor(&process, &vcpus)?;
+        let scan = Arc::new(PageScan::create_with_holes(&mut tracee, memory)?);
+        drop(tracee);
+        let holes = HoleTracker::start_thread(Arc::clone(&scan));
+        let mut tracker = Self::from_scan(scan, Some(holes), process, vcpus)?;
+        match tracker.holes.as_mut().map_or(Ok(()), HoleTracker::note_backed) {
+            Ok(()) => Ok(tracker),
+            Err(error) => {
+                // The first error is the one to report.
+                let _ = tracker.close();
+                Err(error.into())
+            }
+        }
+    }
+
+    fn from_scan(
+        scan: Arc<PageScan>,
+        holes: Option<HoleTracker>,
+        process: Arc<Process>,
+        vcpus: Vec<ThreadId>,
+    ) -> Result<Self, ScanError> {
+        let (reported, since, cut, room) = (Vec::new(), None, 0, RUNS_MAX);
+        let tracker = Self { scan, holes, process, vcpus, since, reported, cut, room };
         match tracker.scan.arm_all() {
             Ok(()) => Ok(tracker),
             Err(error) => {
@@ -82,10 +118,14 @@ impl WriteTracker {
         Ok(self.reported.clone())
     }
 
-    /// The pages written since the last call, in order. They are protected again.
+    /// The pages written since the last call, or given back, in order. They are protected again.
     pub(crate) fn newly_written(&mut self) -> Result<Vec<Range<Page>>, ScanError> {
         let mut new = Vec::new();
         self.scan.collect_written_and_rearm(self.scan.memory().all_pages(), &mut new)?;
+        if let Some(holes) = &mut self.holes {
+            let discarded = holes.find_discarded(&new)?;
+            new = merge_runs([new, discarded].concat());
+        }
         self.reported.extend_from_slice(&new);
         Ok(new)
     }
@@ -125,9 +165,10 @@ impl WriteTracker {
     ///
     /// # Errors
     /// If the hypervisor is gone.
-    pub fn close(self) -> Result<(), ScanError> {
+    pub fn close(mut self) -> Result<(), ScanError> {
         // This is possible even if no thread can be stopped.
         let unregistered = self.scan.unregister_all();
+        self.holes.iter_mut().for_each(HoleTracker::join_thread);
         self.scan.close(&mut seize_hypervisor(&self.process, &self.vcpus)?)?;
         unregistered
     }

@@ -13,6 +13,7 @@ pub(crate) mod restore;
 pub(crate) mod restore_task;
 pub(crate) mod restore_work;
 pub(crate) mod save_checks;
+pub(crate) mod save_tries;
 pub(crate) mod standby;
 pub(crate) mod standby_files;
 pub(crate) mod storage_latency;

@@ -85,15 +85,18 @@ impl CheckedVm<'_> {
         let memory = qemu::open_memory(self.machine.process.pid, &layout)?;
         let save = self.check_save(vm, false);
         let live = save.clone().and_then(|()| check_live(vm, &memory));
-        let trace = live.clone().and_then(|()| check_trace(&memory));
+        let trace = live.clone().and_then(|limit| check_trace(&memory).map(|()| limit));
         let fitting = if memory.guest.is_shared() { &trace } else { &live };
         let rows = [
-            ("checkpoint", fitting.clone().map(|()| None)),
-            ("checkpoint --strategy trace", trace.clone().map(|()| None)),
-            ("checkpoint --strategy cow", live.clone().map(|()| None)),
-            ("checkpoint --strategy pre-copy", live.clone().and_then(|()| check_pre_copy())),
+            ("checkpoint", fitting.clone()),
+            ("checkpoint --strategy trace", trace.clone()),
+            ("checkpoint --strategy cow", live.clone()),
+            ("checkpoint --strategy pre-copy", live.clone().and_then(|_| check_pre_copy())),
             ("checkpoint --strategy stop", save.clone().map(|()| None)),
-            ("checkpoint --parent IMAGE", save.map(|()| increment_limit())),
+            (
+                "checkpoint --parent IMAGE",
+                live.clone().map(|limit| increment_limit(&limit, &memory)),
+            ),
             ("suspend", self.check_save(vm, true).map(|()| None)),
             ("restore", self.check_restore(vm)),
             ("protect", protectable.and_then(|()| self.check_protect(vm, &memory))),
@@ -127,11 +130,18 @@ impl CheckedVm<'_> {
 }
 
 /// Checks what all strategies need that copy memory while the guest runs.
-fn check_live(vm: &mut QemuVm, memory: &VmMemory) -> Result<(), Failure> {
-    if vm.balloon().while_doing("querying the balloon")?.is_some() {
-        return Err(Failure::from_error(FailureKind::Refused, &SaveError::Balloon));
+fn check_live(vm: &mut QemuVm, memory: &VmMemory) -> Result<OperationLimit, Failure> {
+    dirty_tracking::refuse_other_writers(&memory.guest)?;
+    match vm.balloon().while_doing("querying the balloon")? {
+        None => Ok(None),
+        Some(_) if memory.guest.may_be_in_large_pages() => {
+            Err(Failure::from_error(FailureKind::Refused, &SaveError::LargePages))
+        }
+        Some(_) => Ok(Some(
+            "if its balloon grows during the save, or it reports free pages, the save may be tried again"
+                .to_owned(),
+        )),
     }
-    dirty_tracking::refuse_other_writers(&memory.guest)
 }
 
 fn check_trace(memory: &VmMemory) -> Result<(), Failure> {
@@ -154,9 +164,16 @@ fn check_pre_copy() -> Result<OperationLimit, Failure> {
     }
 }
 
-fn increment_limit() -> OperationLimit {
-    (!dirty_tracking::can_track_writes()).then(|| {
-        "this kernel can't track writes between checkpoints, so all memory is read and compared"
-            .to_owned()
-    })
+/// `live` is the limit of saves of a guest with a balloon.
+fn increment_limit(live: &OperationLimit, memory: &VmMemory) -> OperationLimit {
+    let why = match live {
+        _ if !dirty_tracking::can_track_writes() => {
+            "this kernel can't track writes between checkpoints"
+        }
+        Some(_) if memory.guest.is_shared() => {
+            "in shared memory, what a balloon takes between checkpoints is not reported"
+        }
+        _ => return None,
+    };
+    Some(format!("{why}, so all memory is read and compared"))
 }

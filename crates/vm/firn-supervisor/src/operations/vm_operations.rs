@@ -31,6 +31,7 @@ use crate::operations::protection::{
     ProtectedParts, ProtectionFailure, ProtectionStatus, VmProtection,
 };
 use crate::operations::save_checks::{refuse_blocked, refuse_served_disks};
+use crate::operations::save_tries;
 use crate::operations::vm_checks::CheckedVm;
 use crate::processes::identity::ProcessHandle;
 use crate::processes::runtime::VmDir;
@@ -67,52 +68,12 @@ impl VmOperations for QemuOperations {
         cancel: &AtomicBool,
         progress: &dyn Fn(OperationProgress),
     ) -> Result<serde_json::Value, Failure> {
-        firn_fault::point("save.asked");
-        let machine = self.hypervisor_record()?;
-        refuse_served_disks(&machine)?;
-        self.shorten_chains(&machine, cancel, progress)?;
-        let explain = |failure: Failure| match failure.kind {
-            FailureKind::Refused | FailureKind::Interrupted => failure,
-            _ => self.explain_end_during_save(failure),
-        };
-        let accepted = request.choices.accept_unrestorable && !then_stop;
-        let prepared = prepare_save(&machine, accepted, cancel).map_err(explain)?;
-        let PreparedSave { mut vm, paused, was_running, unrestorable, layout, memory } = prepared;
-        let open = |path: &PathBuf| open_parent(path, &layout);
-        let parent = request.choices.parent.as_ref().map(open).transpose()?;
-        let held = self.journal.current_journal().shut || self.network.is_output_blocked();
-        let meta = machine.meta.clone().with_output_blocked(held).with_paused_state(paused);
-        let machine = HypervisorRecord { meta: meta.with_obstacles(unrestorable), ..machine };
-        let meta = machine.meta.clone();
-        let policy =
-            DiskPolicy::new(&machine, &self.journal.current_journal(), request, parent.as_deref());
-        let mut cutting =
-            DiskSnapshots::plan_drives(&mut vm, &meta, policy, then_stop).map_err(explain)?;
-        // Only one descriptor at a time can register the guest's memory.
-        let scanned = self.usage.finish_scan();
-        self.record_save_begin(request, then_stop, was_running, &mut vm, &layout)
-            .map_err(explain)?;
-        firn_fault::point("save.journaled");
-        let save =
-            SaveRun { operations: self, request, then_stop, was_running, cancel, scanned, parent };
-        let report = save.run_save(&mut vm, meta.clone(), &layout, memory, &mut cutting, progress);
-        let report = report.map_err(|failure| {
-            if !self.journal.is_image_complete() {
-                cutting.stop_copies(&mut vm);
-            }
-            let failure = self.recover_from_failure(failure, &mut vm, was_running);
-            // A failure after the image has its final name does not remove the image's files.
-            if !self.journal.is_image_complete() {
-                cutting.undo_save(&mut vm, &self.journal);
-            }
-            failure
-        });
-        if !then_stop {
-            close_descriptors(&mut vm);
-        }
-        self.record_save_end(request, then_stop, &report)?;
-        disk_copies::remove_old_bitmaps(&mut vm, &self.journal.current_journal());
-        report.map(|report| save_facts(request, &report, &cutting, &meta.unrestorable))
+        save_tries::repeat_discarded(cancel, |number| {
+            let report = |now| progress(save_tries::mark_try(now, number));
+            let mut facts = self.save_once(request, then_stop, cancel, &report)?;
+            facts["tries"] = number.into();
+            Ok(facts)
+        })
     }
 
     fn merge_layers(
@@ -384,6 +345,62 @@ impl QemuOperations {
             note(journal);
         };
         self.journal.update(change).while_doing("writing the journal")
+    }
+
+    /// One try of a save.
+    fn save_once(
+        &self,
+        request: &SaveRequest,
+        then_stop: bool,
+        cancel: &AtomicBool,
+        progress: &dyn Fn(OperationProgress),
+    ) -> Result<serde_json::Value, Failure> {
+        firn_fault::point("save.asked");
+        let machine = self.hypervisor_record()?;
+        refuse_served_disks(&machine)?;
+        self.shorten_chains(&machine, cancel, progress)?;
+        let explain = |failure: Failure| match failure.kind {
+            FailureKind::Refused | FailureKind::Interrupted => failure,
+            _ => self.explain_end_during_save(failure),
+        };
+        let accepted = request.choices.accept_unrestorable && !then_stop;
+        let prepared = prepare_save(&machine, accepted, cancel).map_err(explain)?;
+        let PreparedSave { mut vm, paused, was_running, unrestorable, layout, memory } = prepared;
+        let open = |path: &PathBuf| open_parent(path, &layout);
+        let parent = request.choices.parent.as_ref().map(open).transpose()?;
+        let held = self.journal.current_journal().shut || self.network.is_output_blocked();
+        let meta = machine.meta.clone().with_output_blocked(held).with_paused_state(paused);
+        let machine = HypervisorRecord { meta: meta.with_obstacles(unrestorable), ..machine };
+        let meta = machine.meta.clone();
+        let policy =
+            DiskPolicy::new(&machine, &self.journal.current_journal(), request, parent.as_deref());
+        let mut cutting =
+            DiskSnapshots::plan_drives(&mut vm, &meta, policy, then_stop).map_err(explain)?;
+        // Only one descriptor at a time can register the guest's memory.
+        let scanned = self.usage.finish_scan();
+        self.record_save_begin(request, then_stop, was_running, &mut vm, &layout)
+            .map_err(explain)?;
+        firn_fault::point("save.journaled");
+        let save =
+            SaveRun { operations: self, request, then_stop, was_running, cancel, scanned, parent };
+        let report = save.run_save(&mut vm, meta.clone(), &layout, memory, &mut cutting, progress);
+        let report = report.map_err(|failure| {
+            if !self.journal.is_image_complete() {
+                cutting.stop_copies(&mut vm);
+            }
+            let failure = self.recover_from_failure(failure, &mut vm, was_running);
+            // A failure after the image has its final name does not remove the image's files.
+            if !self.journal.is_image_complete() {
+                cutting.undo_save(&mut vm, &self.journal);
+            }
+            failure
+        });
+        if !then_stop {
+            close_descriptors(&mut vm);
+        }
+        self.record_save_end(request, then_stop, &report)?;
+        disk_copies::remove_old_bitmaps(&mut vm, &self.journal.current_journal());
+        report.map(|report| save_facts(request, &report, &cutting, &meta.unrestorable))
     }
 
     fn hypervisor_record(&self) -> Result<HypervisorRecord, Failure> {
@@ -683,6 +700,7 @@ fn save_failure(error: &SaveError) -> Failure {
         SaveError::Cancelled => FailureKind::Interrupted,
         SaveError::Image(error) => image_failure(error).kind,
         SaveError::Attach(_) => FailureKind::Host,
+        SaveError::Discarded { .. } => FailureKind::Discarded,
         SaveError::Fault(PageFaultError::Private) => FailureKind::Refused,
         _ => FailureKind::Other,
     };

@@ -49,6 +49,8 @@ pub enum FailureKind {
     Ended,
     /// The connection to a VM's backup ended, without a message about the reason.
     Lost,
+    /// The guest gave memory back that a save had not copied yet. Another save may succeed.
+    Discarded,
 }
 
 impl FailureKind {
@@ -60,7 +62,7 @@ impl FailureKind {
     /// The exit code of a command that fails this way.
     pub fn exit_code(self) -> u8 {
         match self {
-            Self::Other | Self::Lost => 1,
+            Self::Other | Self::Lost | Self::Discarded => 1,
             Self::Usage => 2,
             Self::NoSuchVm => 3,
             Self::Busy => 4,

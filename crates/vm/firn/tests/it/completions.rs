@@ -12,7 +12,7 @@ fn every_shell_gets_a_script() {
         let script = session.firn(&["completions", shell]).succeeds().out;
         assert!(script.contains("FIRN_COMPLETE"), "{shell}: {script}");
     }
-    session.firn(&["completions", "csh"]).fails(2, "zsh");
+    session.firn(&["completions", "csh"]).fails(2, "invalid value 'csh'");
 }
 
 /// What bash offers for the last of these words.

@@ -122,6 +122,8 @@ fn what_works_on_a_vm_is_known_before() {
     let drive = format!("file={},format=raw,if=virtio", text(&disk));
     let mut private = OwnQemu::start(&session, &["-drive", &drive]);
     let own = ["--json", "doctor", "--pid", &private.pid(), "--qmp", text(&private.qmp)];
+    // The first answer comes when QEMU has started.
+    session.firn(&own).succeeds();
     let before = (resources_of(private.pid().parse().unwrap()), session.firn(&own));
     private.attach(&session, "mine");
     // The same before and after it is attached.
@@ -134,6 +136,16 @@ fn what_works_on_a_vm_is_known_before() {
     assert!(protect.1 == "refused" && protect.2.contains("virtio0"), "{protect:?}");
     session.firn(&["stop", "mine"]).succeeds();
     assert_eq!(private.ended().code(), Some(0));
+    // A balloon is a limit, and only protection refuses it.
+    let balloon = OwnQemu::start(&session, &["-device", "virtio-balloon-pci"]);
+    balloon.attach(&session, "soft");
+    let now = checks(&session.firn(&["--json", "doctor", "soft"]));
+    let verdict = |name: &str| now.iter().find(|row| row.0 == name).unwrap().1.clone();
+    assert_eq!(verdict("checkpoint"), "limited", "{now:?}");
+    assert_eq!(verdict("protect"), "refused", "{now:?}");
+    let refused = commands_do_what_doctor_says(&session, "soft");
+    assert_eq!(refused, ["checkpoint --strategy trace"]);
+    session.firn(&["stop", "soft"]).succeeds();
     session.firn(&["doctor", "none"]).fails(3, "none");
     session.firn(&["doctor", "--pid", "1"]).fails(2, "--qmp");
 }

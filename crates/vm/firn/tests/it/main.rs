@@ -8,6 +8,7 @@
 mod agent;
 mod attached_disks;
 mod attribution;
+mod balloon;
 mod bombs;
 mod calls;
 mod cluster;

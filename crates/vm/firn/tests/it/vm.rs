@@ -21,6 +21,8 @@ pub struct Vm {
     file_system: Option<PathBuf>,
     /// More words for QEMU's command line.
     more: Vec<String>,
+    /// A word for the guest kernel's command line.
+    kernel_word: &'static str,
     _machine: Machine,
 }
 
@@ -148,6 +150,12 @@ impl Vm {
         self
     }
 
+    /// Boots the guest's kernel, later, with these words instead of the usual one.
+    pub fn with_kernel_words(mut self, words: &'static str) -> Self {
+        self.kernel_word = words;
+        self
+    }
+
     /// Boots a guest whose writers are given these words.
     pub fn booted(self, how: &[&str]) -> Self {
         self.run(&[]);
@@ -161,7 +169,8 @@ impl Vm {
         self.session.firn(&run).succeeds();
     }
 
-    fn writing(self, how: &[&str]) -> Self {
+    /// Has a guest that runs write to its memory, by writers that are given these words.
+    pub fn writing(self, how: &[&str]) -> Self {
         let vm = self;
         let mut control = vm.control();
         control.spawn_job("writers", &[&["firn-guest", "writers"], how].concat()).unwrap();
@@ -181,13 +190,14 @@ impl Vm {
 
     fn on(machine: Machine) -> Self {
         let (disks, file_system, more) = Default::default();
-        Self { session: Session::new(), disks, file_system, more, _machine: machine }
+        let kernel_word = "no_timer_check";
+        Self { session: Session::new(), disks, file_system, more, kernel_word, _machine: machine }
     }
 
     pub fn qemu_args(&self) -> Vec<String> {
         let args = QemuArgs::new(image(), accel::choose_accel().accel)
             .memory_mib(192)
-            .append_kernel_arg("no_timer_check")
+            .append_kernel_arg(self.kernel_word)
             .with_agent_socket(&self.session.path("agent"))
             .with_heartbeat_socket(&self.session.path("heart"));
         let file_system = self.file_system.iter().map(|file| (file, "raw"));
