@@ -7,10 +7,11 @@ use firn_image::AuxBlock;
 use firn_memory::{Process, process_memory};
 use firn_vmm::AuxRam;
 
+use crate::context::SaveContext;
+use crate::error::SaveError;
 use crate::options::SaveOptions;
 use crate::reference;
 use crate::report::{PauseReport, to_ms};
-use crate::save::{SaveContext, SaveError};
 
 /// Steps of the caller around the pause, so that a successor knows whether to continue the VM.
 pub trait SaveSteps {

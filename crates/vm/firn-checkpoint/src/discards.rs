@@ -48,8 +48,8 @@ use firn_memory::{GuestMemory, MemoryError};
 use firn_types::{Block, Page};
 use firn_vmm::QemuVm;
 
+use crate::error::SaveError;
 use crate::page_bits::PageBits;
-use crate::save::SaveError;
 
 /// What a copy of a block is.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]

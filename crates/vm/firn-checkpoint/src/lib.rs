@@ -25,9 +25,11 @@
 
 mod access_bits;
 mod buffers;
+mod context;
 mod cut;
 mod discards;
 mod duty_cycle;
+mod error;
 mod lane;
 mod ledger;
 mod options;
@@ -50,8 +52,10 @@ mod worker;
 mod written;
 
 pub use access_bits::{AccessScanner, watch_accesses};
+pub use context::{DescribeVm, SaveContext};
 pub use cut::{NoSteps, SaveSteps};
+pub use error::SaveError;
 pub use options::{EstimatorError, SaveOptions, SaveStrategy, StrategyError, WorkingSetEstimator};
 pub use pre_copy::WriteTracker;
 pub use report::{FaultCounts, PauseReport, SaveProgress, SaveReport};
-pub use save::{DescribeVm, SaveContext, SaveError, save_vm};
+pub use save::save_vm;

@@ -14,7 +14,7 @@ use firn_types::{Block, BlockSize, GuestPhys, Page, RegionMap};
 use firn_vmm::QemuVm;
 
 use crate::duty_cycle::DutyCycle;
-use crate::save::SaveError;
+use crate::error::SaveError;
 
 /// Blocks in sweep order, and those that need no copy.
 #[derive(Debug, Default)]

@@ -7,7 +7,7 @@ use std::path::Path;
 use firn_memory::GuestMemory;
 use firn_types::{PAGE_SIZE, Page};
 
-use crate::save::SaveError;
+use crate::error::SaveError;
 
 /// Pages per write.
 const CHUNK_PAGES: u32 = 1024;

@@ -16,31 +16,24 @@
 //! in the hypervisor is closed, a VM that was stopped here continues, and the unfinished image file
 //! is removed.
 
-use std::ops::Range;
-use std::path::{Path, PathBuf};
+use std::path::Path;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
-use firn_image::{
-    BlockOrganization, Geometry, Image, ImageDraft, ImageError, ImageSections, ImageWriter,
-};
-use firn_memory::{
-    DropError, GuestMemory, MemoryError, PageFaultError, Process, ProcessError, ScanError,
-    TraceError, scheduling,
-};
-use firn_types::{Block, GuestPhys, Page, ThreadId};
-use firn_vmm::{
-    AuxRam, CopyError, CutError, DeviceStateError, DriveCut, DriveError, QemuVm, QmpError,
-};
-use thiserror::Error;
+use firn_image::{BlockOrganization, Geometry, ImageDraft, ImageError, ImageSections, ImageWriter};
+use firn_memory::scheduling;
+use firn_types::{Block, GuestPhys, ThreadId};
+use firn_vmm::CopyError;
 
-use crate::cut::{CutState, PauseMethod, SaveSteps};
+use crate::context::{CopiedMemory, DescribeVm, SaveContext};
+use crate::cut::{CutState, PauseMethod};
 use crate::discards::DiscardCheck;
+use crate::error::SaveError;
 use crate::lane::LaneAttributor;
 use crate::options::{SaveOptions, SaveStrategy};
 use crate::order::{self, SweepOrder, ThrottledReader};
 use crate::pipeline::{ImagePipeline, PipelineIntake, PipelineLimits};
-use crate::pre_copy::{PreCopy, WriteTracker, parent_stores};
+use crate::pre_copy::{PreCopy, parent_stores};
 use crate::report::{SaveProgress, SaveReport, to_ms};
 use crate::spaces;
 use crate::stop_and_copy::StopCopy;
@@ -50,128 +43,6 @@ use crate::trace::FaultLog;
 use crate::traced_memory::TracedMemory;
 use crate::vcpu_load::VcpuLoad;
 use crate::worker::KernelWorkers;
-
-/// Why there is no checkpoint. The VM continues to run (or, for a suspend, runs again).
-#[derive(Debug, Error)]
-pub enum SaveError {
-    /// Attaching to the hypervisor failed, or detaching from it.
-    #[error("the hypervisor could not be attached to")]
-    Attach(#[from] TraceError),
-    /// The hypervisor is gone, or can't be accessed.
-    #[error("the hypervisor process cannot be accessed")]
-    Process(#[from] ProcessError),
-    /// Guest RAM could not be read.
-    #[error("guest memory could not be read")]
-    Memory(#[from] MemoryError),
-    /// A page fault could not be answered, or a page protected.
-    #[error("accesses to the guest's memory could not be traced")]
-    Fault(#[from] PageFaultError),
-    /// The guest's writes could not be tracked.
-    #[error("the guest's writes could not be tracked")]
-    Scan(#[from] ScanError),
-    /// Page-table entries could not be dropped.
-    #[error("reads of the guest's memory could not be traced")]
-    Drop(#[from] DropError),
-    /// The hypervisor refused a command.
-    #[error("the hypervisor refused a command")]
-    Qmp(#[from] QmpError),
-    /// The hypervisor could not save its devices.
-    #[error("the VM's devices could not be saved")]
-    DeviceState(#[from] DeviceStateError),
-    /// The hypervisor could not save its devices, or cut its disks.
-    #[error("the VM's state could not be cut at one instant")]
-    Cut(#[from] CutError),
-    /// A disk could not be cloned.
-    #[error("the VM's disks could not be cloned")]
-    Drives(#[from] DriveError),
-    /// A disk could not be copied.
-    #[error("the VM's disks could not be copied")]
-    Copies(#[source] CopyError),
-    /// The image could not be written.
-    #[error("the image could not be written")]
-    Image(#[from] ImageError),
-    /// The reference copy of a test could not be written.
-    #[error("the reference copy {path} could not be written")]
-    Reference {
-        /// The path of the copy.
-        path: PathBuf,
-        /// The error of the system.
-        source: std::io::Error,
-    },
-    /// A step of the caller failed (its journal, for example).
-    #[error("a step of the supervisor before or after the pause failed")]
-    Step(#[source] std::io::Error),
-    /// The kernel can't protect private memory that was never written.
-    #[error(
-        "the guest's memory is private to the hypervisor, and this kernel can't protect all of it (before Linux 6.4): save it \
-         while it is paused (firn checkpoint --strategy stop), or start it with shared memory (firn run does)"
-    )]
-    PrivateUnpopulated,
-    /// Another process writes to the guest's memory, and its writes can't be tracked.
-    #[error(
-        "the guest's memory is also mapped by {0}, whose writes to it can't be tracked: save it while it is paused \
-         (firn checkpoint --strategy stop), or start it without vhost-user devices"
-    )]
-    Foreign(String),
-    /// Memory that the guest gave back was not saved before. Another save may succeed.
-    #[error(
-        "the guest gave memory back (balloon, free-page reporting) before it was saved: the contents that {block} had \
-         at the instant of the checkpoint are lost"
-    )]
-    Discarded {
-        /// The first block that was lost.
-        block: Block,
-    },
-    /// What the guest gives back can't be recognized.
-    #[error(
-        "the VM has a balloon, and this host may keep shared memory in large pages: what the guest gives back during the \
-         save could not be recognized. Save it while it is paused (firn checkpoint --strategy stop), or turn them off \
-         (/sys/kernel/mm/transparent_hugepage/shmem_enabled, the option huge of the mount)"
-    )]
-    LargePages,
-    /// Memory and devices are not of one instant.
-    #[error("a device wrote to the guest's memory while the VM was paused; save it again")]
-    Touched,
-    /// The caller cancelled the save.
-    #[error("the save was cancelled")]
-    Cancelled,
-    /// The options contradict each other.
-    #[error("{0}")]
-    Options(&'static str),
-}
-
-/// The VM to save, and what its save needs.
-pub struct SaveContext<'a> {
-    /// The VM's control channel.
-    pub vm: &'a mut QemuVm,
-    /// The hypervisor process.
-    pub process: Arc<Process>,
-    /// Its guest RAM.
-    pub memory: Arc<GuestMemory>,
-    /// Small RAM blocks beside guest RAM.
-    pub aux: &'a [AuxRam],
-    /// The pages that the guest has used lately, if they are to be its working set
-    /// ([`crate::AccessScanner`], [`crate::watch_accesses`]); otherwise the working set is what the
-    /// guest touches after the cut.
-    pub used: Option<Vec<Range<Page>>>,
-    /// The image that the new one is to build on.
-    pub parent: Option<Arc<Image>>,
-    /// Tracks the guest's writes since the last checkpoint, for [`SaveStrategy::PreCopy`]: a save
-    /// uses the tracker that is here, and leaves one here for the next save. No other strategy
-    /// works while there is one.
-    pub tracker: Option<WriteTracker>,
-    /// What is done with the VM's disks in the pause.
-    pub drives: DriveCut,
-    /// The caller's steps before and after the pause.
-    pub steps: &'a dyn SaveSteps,
-}
-
-/// Describes the VM. Called once its memory and disks are fixed.
-///
-/// The argument is the share of the working set that was found in the last eighth of the time in
-/// which the guest was traced, if the working set was found that way: the larger the share, the
-/// more was missed.
-pub type DescribeVm<'a> = dyn Fn(Option<f64>) -> std::io::Result<serde_json::Value> + 'a;
 
 /// Saves a VM to an image at `out`. The result of `describe` is stored unchanged.
 pub fn save_vm(
@@ -278,14 +149,6 @@ fn image_sections(
         working_set: std::mem::take(&mut copied.working_set),
         page_table_roots: std::mem::take(&mut copied.roots),
     }
-}
-
-/// All memory has been given to the pipeline, and the guest runs without faults.
-pub(crate) struct CopiedMemory {
-    pub(crate) cut: CutState,
-    pub(crate) working_set: Vec<Block>,
-    pub(crate) roots: Vec<GuestPhys>,
-    pub(crate) report: SaveReport,
 }
 
 /// The part of a save in which guest memory is being copied.

@@ -7,13 +7,13 @@ use firn_image::Image;
 use firn_memory::GuestMemory;
 use firn_types::{Block, Page};
 
+use crate::error::SaveError;
 use crate::lane::PackingLane;
 use crate::options::SaveOptions;
 use crate::order::{self, AddressSpaces, ThrottledReader};
 use crate::pipeline::{PipelineIntake, RawBlock};
 use crate::pre_copy::parent_stores;
 use crate::report::SaveProgress;
-use crate::save::SaveError;
 
 /// Blocks between two progress reports.
 const REPORT_EVERY: usize = 1024;

@@ -11,10 +11,10 @@ use std::time::Duration;
 use firn_types::Block;
 
 use crate::cut::SaveSteps;
+use crate::error::SaveError;
 use crate::lane::PackingLane;
 use crate::pipeline::PipelineIntake;
 use crate::report::SaveProgress;
-use crate::save::SaveError;
 use crate::sweep_throttle::{SweepStep, SweepThrottle};
 use crate::trace::SaveTrace;
 

@@ -35,11 +35,11 @@ use firn_types::{Block, BlockSize, Page, ThreadId};
 
 use crate::discards::DiscardCheck;
 use crate::duty_cycle::DutyCycle;
+use crate::error::SaveError;
 use crate::lane::{FaultAttribution, LaneAttributor, PackingLane};
 use crate::ledger::{BlockClaim, CopyLedger};
 use crate::pipeline::{PipelineIntake, RawBlock};
 use crate::report::FaultCounts;
-use crate::save::SaveError;
 use crate::touches::FirstTouches;
 use crate::worker::{KernelWorkers, is_worker};
 use crate::written::WrittenSet;

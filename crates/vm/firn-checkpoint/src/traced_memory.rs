@@ -9,11 +9,12 @@ use firn_memory::{
 };
 use firn_types::{Block, PAGE_SIZE, Page, ThreadId};
 
+use crate::context::SaveContext;
 use crate::discards::DiscardCheck;
+use crate::error::SaveError;
 use crate::lane::LaneAttributor;
 use crate::options::{SaveOptions, SaveStrategy};
 use crate::pipeline::PipelineIntake;
-use crate::save::{SaveContext, SaveError};
 use crate::trace::{FaultLog, SaveTrace, TraceHandler};
 use crate::worker::KernelWorkers;
 use crate::written::ProtectRounds;

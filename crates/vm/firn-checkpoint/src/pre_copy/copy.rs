@@ -12,14 +12,15 @@ use firn_types::{Block, BlockSize, GuestPhys, Page};
 
 use super::rounds::{CopyRounds, RoundStep};
 use super::tracker::WriteTracker;
+use crate::context::{CopiedMemory, SaveContext};
 use crate::cut::{CutState, PauseMethod};
 use crate::discards::may_discard;
+use crate::error::SaveError;
 use crate::lane::PackingLane;
 use crate::options::SaveOptions;
 use crate::order::{self, ThrottledReader};
 use crate::pipeline::{PipelineIntake, RawBlock};
 use crate::report::{SaveProgress, SaveReport, to_ms};
-use crate::save::{CopiedMemory, SaveContext, SaveError};
 
 /// The number of blocks from which mapping the guest's memory for copying is worth it: that takes
 /// some milliseconds, and saves a microsecond for each block.
