@@ -79,7 +79,7 @@ pub fn take(has_disks: bool) -> Option<(Session, Saved, Disks)> {
 /// Notes the files of a session whose guest has been saved.
 pub fn note(session: &Session, disks: &Disks) -> Saved {
     end_of_test(session, |_| true);
-    let files = entries(session).into_iter().filter(|path| path.is_file());
+    let files = entries(&session.path("")).into_iter().filter(|path| path.is_file());
     let files = files.map(|path| (path.clone(), FirstState::of(&path))).collect();
     Saved { disks: disks.clone(), files, _remover: Remover::start(&session.path("")) }
 }
@@ -88,25 +88,35 @@ pub fn note(session: &Session, disks: &Disks) -> Saved {
 pub fn put_back(mut session: Session, saved: Saved) {
     session.arm(None);
     end_of_test(&session, |path| saved.files.contains_key(path));
-    if saved.files.iter().all(|(file, first)| first.restore(file)) {
+    let is_first =
+        |path: &PathBuf| saved.files.contains_key(path) || *path == session.runtime_dir();
+    let has_more = !entries(&session.path("")).iter().all(is_first);
+    if !has_more && saved.files.iter().all(|(file, first)| first.restore(file)) {
         free().push((session, saved));
     }
 }
 
-/// Ends all VMs, and removes directories and the files that are not kept.
+/// Ends all VMs, and removes directories and the files that are not kept. An empty runtime directory
+/// stays: what Firn has learned there of the storage is of no use to another test.
 fn end_of_test(session: &Session, is_kept: impl Fn(&Path) -> bool) {
     session.end_vms();
-    for path in entries(session) {
-        if path.is_dir() {
-            fs::remove_dir_all(&path).unwrap();
-        } else if !path.is_file() || !is_kept(&path) {
-            fs::remove_file(&path).unwrap();
-        }
+    remove(entries(&session.runtime_dir()));
+    let added = entries(&session.path("")).into_iter();
+    remove(
+        added.filter(|path| *path != session.runtime_dir() && !(path.is_file() && is_kept(path))),
+    );
+}
+
+fn remove(paths: impl IntoIterator<Item = PathBuf>) {
+    for path in paths {
+        let is_directory = fs::symlink_metadata(&path).is_ok_and(|it| it.is_dir());
+        // What is still there is found by who returns the session.
+        let _ = if is_directory { fs::remove_dir_all(&path) } else { fs::remove_file(&path) };
     }
 }
 
-fn entries(session: &Session) -> Vec<PathBuf> {
-    fs::read_dir(session.path("")).unwrap().map(|entry| entry.unwrap().path()).collect()
+fn entries(directory: &Path) -> Vec<PathBuf> {
+    fs::read_dir(directory).unwrap().map(|entry| entry.unwrap().path()).collect()
 }
 
 /// A shell that removes a directory when this process ends, which drops nothing that is static.
