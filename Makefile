@@ -2,7 +2,7 @@
 # Both install what they need (scripts/setup), as root or with sudo.
 # `make install` and `make deb` install Firn: docs/manual/src/install.md.
 
-.PHONY: demo demo-app demo-cluster test test-install test-platforms test-kvm test-kvm-new test-qemu10 bench
+.PHONY: demo demo-app demo-cluster test test-all test-install test-platforms test-kvm test-kvm-new test-qemu10 bench
 .PHONY: setup setup-build setup-demo build release install uninstall deb guest lint fmt doc clean
 
 CARGO ?= cargo
@@ -12,8 +12,6 @@ BUILT = $(or $(CARGO_TARGET_DIR),target)
 PREFIX ?= /usr/local
 INSTALL = $(if $(DESTDIR)$(shell test -w $(PREFIX) && echo own),,$(AS_ROOT)) env PREFIX=$(PREFIX) DESTDIR=$(DESTDIR) \
 	LIBDIR=$(LIBDIR) ZSHDIR=$(ZSHDIR) packaging/install
-
-ONLY = $(if $(TESTS),-- --exact $(TESTS))
 
 # What follows page faults or throttles disks needs root; only that gets it. Everything is built as who you are.
 ifneq ($(shell id -u),0)
@@ -35,17 +33,18 @@ MEMBERSHIP ?= both
 demo-cluster: setup-demo build guest
 	$(AS_ROOT) ./target/release/firn-lab demo-cluster --membership $(MEMBERSHIP)
 
-# Unit tests, and end-to-end tests on real VMs. TESTS="NAME..." runs only these. Those of consensus wait for leases and elections
-# most of the time, so that more of them run at once. One build for all: QEMU loads libfirn_stores.so and memcached
-# libfirnapp.so, which no test is linked with.
-TARGETS = --profile tests --workspace --lib --bins --tests
+# Unit tests, and end-to-end tests on real VMs. TESTS="NAME..." runs only these. One build for all, with what tests start but
+# are not linked with: QEMU loads libfirn_stores.so and memcached libfirnapp.so.
 test: setup guest
-	$(CARGO) build $(TARGETS)
-	status=0; \
-	$(CARGO) test $(TARGETS) --no-fail-fast $(ONLY) || status=1; \
-	$(if $(TESTS),,$(CARGO) test --profile tests --workspace --doc || status=1;) \
-	RUST_TEST_THREADS=6 $(CARGO) test --profile tests --workspace --test agreement $(ONLY) || status=1; \
-	exit $$status
+	$(CARGO) build --profile tests --workspace --lib --bins --tests
+	scripts/run-tests $(TESTS)
+
+# The guest's programs are built like all else, in a third of the time.
+test test-all: export FIRN_GUEST_PROFILE = tests
+
+# The same, with the whole of each long walk; `make test` takes a part of it.
+test-all: export FIRN_ALL = 1
+test-all: test
 
 # The end-to-end tests under KVM on an older kernel and on a newer one, in a machine that QEMU emulates, and with QEMU 10.
 test-platforms: setup

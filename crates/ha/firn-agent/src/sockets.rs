@@ -142,7 +142,7 @@ mod tests {
             DirBuilder::new().mode(0o700).create(path).unwrap();
         }
         if !rustix::process::geteuid().is_root() {
-            return eprintln!("skipped: only root can give a directory away");
+            return firn_skip::skip_test("only root can give a directory away");
         }
         for path in [&run, &own.join(".agent")] {
             std::os::unix::fs::chown(path, Some(65_534), None).unwrap();

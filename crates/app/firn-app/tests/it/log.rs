@@ -283,7 +283,7 @@ impl Disk {
         if mounted.is_ok_and(|output| output.status.success()) {
             return Some(Self(dir));
         }
-        eprintln!("skipped: no file system can be mounted here (needs root)");
+        firn_skip::skip_test("no file system can be mounted here (needs root)");
         None
     }
 

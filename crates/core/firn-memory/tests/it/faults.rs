@@ -273,7 +273,7 @@ fn installing_makes_way_for_a_removal() {
 #[test]
 fn a_hypervisor_without_rights_is_traced_by_a_firn_with_rights() {
     if !rustix::process::geteuid().is_root() {
-        eprintln!("SKIPPED: only root can start a child as nobody");
+        firn_skip::skip_test("only root can start a child as nobody");
         return;
     }
     let mut child = Child::spawn_as_nobody(&[64]);

@@ -50,7 +50,7 @@ fn no_call_is_injected_under_an_unknown_filter() {
     let mut child = Child::spawn(&[1]);
     assert_eq!(child.ask(Who::Main, "filter all"), 0);
     let Some(traced) = traced_without_admin(&child) else {
-        return eprintln!("skipped: this needs root and setpriv");
+        return firn_skip::skip_test("this needs root and setpriv");
     };
     assert_eq!(traced, "filtered");
     assert_eq!(child.ask(Who::First, "churn 10"), crate::child::churn(10), "it was killed");
@@ -62,7 +62,7 @@ fn a_thread_without_a_filter_comes_first() {
     assert_eq!(child.ask(Who::First, "filter one"), 0);
     assert_eq!(child.ask(Who::Main, "filter one"), 0);
     let Some(traced) = traced_without_admin(&child) else {
-        return eprintln!("skipped: this needs root and setpriv");
+        return firn_skip::skip_test("this needs root and setpriv");
     };
     let filtered = [child.tids[0].0, child.process.pid()].map(|tid| format!("thread {tid}"));
     assert!(traced.starts_with("thread ") && !filtered.contains(&traced), "{traced}");
@@ -76,7 +76,9 @@ fn a_filter_is_suspended_where_that_is_allowed() {
     assert_eq!(child.ask(Who::Main, "filter all"), 0);
     match Tracee::seize(&child.process, &[]) {
         Ok(mut tracee) => drop(tracee.syscall(SYS_userfaultfd, FLAGS)),
-        Err(TraceError::Filtered { .. }) => eprintln!("skipped: this user may not suspend filters"),
+        Err(TraceError::Filtered { .. }) => {
+            firn_skip::skip_test("this user may not suspend filters")
+        }
         Err(error) => panic!("{error:?}"),
     }
     assert_eq!(child.ask(Who::First, "churn 10"), crate::child::churn(10), "it was killed");

@@ -42,7 +42,7 @@ impl Qemu {
             .stdout(Stdio::null())
             .spawn();
         let Ok(child) = child else {
-            eprintln!("SKIPPED: there is no qemu-system-x86_64 here");
+            firn_skip::skip_test("there is no qemu-system-x86_64 here");
             return None;
         };
         let process = Arc::new(Process::open(child.id() as i32).unwrap());

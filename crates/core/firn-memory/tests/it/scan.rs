@@ -37,7 +37,7 @@ fn arm(child: &Child, scan: PageScan) -> Option<PageScan> {
     match scan.arm_all() {
         Ok(()) => Some(scan),
         Err(ScanError::Unsupported) => {
-            eprintln!("SKIPPED: {}", ScanError::Unsupported);
+            firn_skip::skip_test(ScanError::Unsupported);
             scan.close(&mut child.tracee()).unwrap();
             assert!(!child.is_registered());
             None

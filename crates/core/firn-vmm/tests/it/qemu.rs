@@ -22,7 +22,10 @@ macro_rules! need_qemu {
             .stdout(std::process::Stdio::null())
             .status()
         {
-            eprintln!("SKIPPED: {} does not start: {error}", $crate::qemu::binary());
+            firn_skip::skip_test(format_args!(
+                "{} does not start: {error}",
+                $crate::qemu::binary()
+            ));
             return;
         }
     };

@@ -62,7 +62,7 @@ fn question() -> Vec<u8> {
 #[test]
 fn the_kernel_answers_behind_a_tap() {
     let Some(namespace) = Namespace::with_tap() else {
-        return eprintln!("skipped: no network namespaces or no tap devices here");
+        return firn_skip::skip_test("no network namespaces or no tap devices here");
     };
     let dir = tempfile::tempdir().unwrap();
     let authority = Authority::new();

@@ -138,7 +138,7 @@ mod tests {
     fn the_smallest_guest_runs_without_kvm() {
         match run_firmware("qemu-system-x86_64", "tcg") {
             Ok(why) => assert_eq!(why, None),
-            Err(error) => eprintln!("skipped: no QEMU here ({error})"),
+            Err(error) => firn_skip::skip_test(format_args!("no QEMU here ({error})")),
         }
     }
 

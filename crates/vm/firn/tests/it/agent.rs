@@ -234,7 +234,8 @@ struct Cluster {
 
 impl Cluster {
     fn start() -> Self {
-        let (vm, b, network) = (Vm::alone().booted_with(&[]), Session::new(), Network::new());
+        let (vm, b, network) =
+            (Vm::one_of_hosts().booted_with(&[]), Session::new(), Network::new());
         configure(&network, [&vm.session, &b]);
         let agents = [Agent::start(&network, 0, &vm.session), Agent::start(&network, 1, &b)];
         let cluster = Self { vm, b, agents, network };
@@ -315,7 +316,7 @@ fn a_vm_whose_backup_is_cut_off_runs_on_unprotected() {
     let mut control = cluster.vm.control();
     cluster.protect();
     if !cluster.network.cut() {
-        return eprintln!("skipped: there is no cable to cut");
+        return firn_skip::skip_test("there is no cable to cut");
     }
     let (a, b) = (&cluster.vm.session, &cluster.b);
     let since = Instant::now();
@@ -332,7 +333,7 @@ fn a_vm_whose_backup_is_cut_off_runs_on_unprotected() {
 /// Supervisor, guard and watcher of a VM are killed at once, and no command is given: the host's agent starts them again.
 #[test]
 fn an_agent_starts_a_vms_supervisor_again() {
-    let (vm, b) = (Vm::alone(), Session::new());
+    let (vm, b) = (Vm::one_of_hosts(), Session::new());
     let (network, a) = (Network::loopback(), &vm.session);
     configure(&network, [a, &b]);
     let mut guest = TinyGuest::run(a, &[]);

@@ -29,7 +29,7 @@ const WRITERS: [&str; 4] = ["--mib", "24", "--rate", "2000"];
 
 /// Debian's kernels clear each page that they allocate, also for the balloon: then a fault handler
 /// copies the page before it is given back, and nothing can be lost.
-const KERNEL_WORDS: &str = "no_timer_check init_on_alloc=0";
+const KERNEL_WORDS: &str = "init_on_alloc=0";
 
 /// A VM with a balloon.
 struct BalloonVm {

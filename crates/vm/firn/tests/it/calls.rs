@@ -174,7 +174,7 @@ fn random_programs_are_told_exactly_by_the_host() {
 #[test]
 fn random_programs_are_told_exactly_by_noted_stores() {
     if accel::choose_accel().accel != Accel::Tcg {
-        return eprintln!("SKIPPED: stores are noted where QEMU emulates");
+        return firn_skip::skip_test("stores are noted where QEMU emulates");
     }
     let vm = vm_with(4096, &["--stores"]);
     programs(&mut vm.control(), "emul_host");
@@ -184,7 +184,7 @@ fn random_programs_are_told_exactly_by_noted_stores() {
 #[test]
 fn stores_are_noted_through_saves_and_the_supervisors_death() {
     if accel::choose_accel().accel != Accel::Tcg {
-        return eprintln!("SKIPPED: stores are noted where QEMU emulates");
+        return firn_skip::skip_test("stores are noted where QEMU emulates");
     }
     let vm = vm_with(100, &["--stores"]);
     let mut control = vm.control();

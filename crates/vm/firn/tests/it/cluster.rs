@@ -45,7 +45,7 @@ impl Hosts {
 
     /// The same with more in the configuration of each agent.
     fn start_with(fault: Option<&str>, more: &str) -> Self {
-        let (mut web, mut b, c) = (Vm::alone(), Session::new(), Session::new());
+        let (mut web, mut b, c) = (Vm::one_of_hosts(), Session::new(), Session::new());
         let network = Network::loopback();
         certified(&network, &NAMES, &[&web.session, &b, &c]);
         let outside = Outside::start();
@@ -205,7 +205,7 @@ fn kill_vm(session: &Session, vm: &str) {
 fn peer(b: &Session) -> GuestControl {
     let args = QemuArgs::new(image(), accel::choose_accel().accel)
         .memory_mib(128)
-        .append_kernel_arg("no_timer_check")
+        .append_kernel_arg("no_timer_check mitigations=off nokaslr firn.bare")
         .append_kernel_arg("firn.ip=10.0.2.16")
         .with_agent_socket(&b.path("peer.sock"));
     let program = text(args.program_name().as_ref()).to_owned();

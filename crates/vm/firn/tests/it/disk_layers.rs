@@ -9,6 +9,7 @@ use std::time::Duration;
 use serde_json::{Value, json};
 
 use crate::disks::Btrfs;
+use crate::parts::part_of;
 use crate::session::{Session, eventually, text};
 use crate::vm::{Vm, qemu_img};
 
@@ -228,7 +229,7 @@ fn images_go_with_what_only_they_need_and_layers_are_committed() {
 #[test]
 fn killed_while_layers_are_merged() {
     let mut vm = Vm::new();
-    for point in ["merge.noted", "merge.begun", "merge.ended", "merge.settled"] {
+    for point in part_of(["merge.noted", "merge.begun", "merge.ended", "merge.settled"]) {
         let dir = vm.session.path(point);
         std::fs::create_dir(&dir).unwrap();
         vm.session.arm(Some(point));
@@ -250,9 +251,13 @@ fn killed_while_layers_are_merged() {
         bare.restores("c.firn", 3);
         vm.session.firn(&["stop", "web"]).succeeds();
     }
-    for point in
-        ["commit.noted", "commit.ready", "commit.paused", "commit.completed", "commit.settled"]
-    {
+    for point in part_of([
+        "commit.noted",
+        "commit.ready",
+        "commit.paused",
+        "commit.completed",
+        "commit.settled",
+    ]) {
         let dir = vm.session.path(point);
         std::fs::create_dir(&dir).unwrap();
         vm.session.arm(Some(point));
@@ -337,7 +342,7 @@ fn used_bytes(dir: &Path) -> u64 {
 #[test]
 fn a_series_on_a_file_system_that_clones() {
     let Some(mount) = Btrfs::mount() else {
-        eprintln!("SKIPPED: no btrfs can be made and mounted here (mkfs.btrfs, root)");
+        firn_skip::skip_test("no btrfs can be made and mounted here (mkfs.btrfs, root)");
         return;
     };
     let (runs, keep) = rounds();

@@ -5,6 +5,8 @@ use std::time::Duration;
 
 use serde_json::Value;
 
+use crate::faults::base;
+use crate::parts::part_of;
 use crate::session::{Session, eventually, text};
 use crate::vm::{Vm, qemu_img};
 
@@ -224,9 +226,7 @@ fn a_disk_that_cannot_be_kept_is_named_before_anything_is_done() {
 /// What failed saves have put on a drive belongs to the next image, too.
 #[test]
 fn an_image_keeps_all_that_it_stands_on() {
-    let mut vm = Vm::boot_with_disks();
-    vm.session.firn(&["checkpoint", "web", "-o", "base.firn"]).succeeds();
-    vm.session.firn(&["stop", "web", "--discard"]).succeeds();
+    let mut vm = base();
     vm.session.arm(Some("save.sections"));
     vm.session.firn(&["restore", "base.firn", "--name", "web", "--wait"]).succeeds();
     vm.session.arm(None);
@@ -259,18 +259,16 @@ fn an_image_keeps_all_that_it_stands_on() {
 /// Firn killed while it works on the disks: what the VM does not write to goes, what it writes to stays.
 #[test]
 fn killed_with_overlays_half_made() {
-    let mut vm = Vm::boot_with_disks();
-    vm.session.firn(&["checkpoint", "web", "-o", "base.firn"]).succeeds();
-    vm.session.firn(&["stop", "web", "--discard"]).succeeds();
+    let mut vm = base();
     let clean = vm.session.files("disk");
-    for point in [
+    for point in part_of([
         "save.disks",
         "save.drives-ready",
         "save.stopped",
         "save.drives-cut",
         "save.sections",
         "save.finished",
-    ] {
+    ]) {
         vm.session.arm(Some(point));
         vm.session.firn(&["restore", "base.firn", "--name", "web", "--wait"]).succeeds();
         vm.session.arm(None);
@@ -322,7 +320,7 @@ fn forget(vm: &Vm, image: &str) {
 #[test]
 fn files_are_cloned_where_that_can_be_done() {
     let Some(mount) = Btrfs::mount() else {
-        eprintln!("SKIPPED: no btrfs can be made and mounted here (mkfs.btrfs, root)");
+        firn_skip::skip_test("no btrfs can be made and mounted here (mkfs.btrfs, root)");
         return;
     };
     let vm = Vm::new();

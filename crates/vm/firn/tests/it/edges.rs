@@ -170,10 +170,12 @@ impl HostileFiles {
         let null = std::fs::metadata("/dev/null").unwrap().rdev();
         match mknodat(CWD, session.path("node"), FileType::CharacterDevice, MODE, null) {
             Ok(()) => names.push("node"),
-            Err(why) => eprintln!("skipped: no device node can be made here: {why}"),
+            Err(why) => {
+                firn_skip::skip_test(format_args!("no device node can be made here: {why}"))
+            }
         }
         let block = LoopDevice::attach(session).inspect_err(|why| {
-            eprintln!("skipped: there is no block device to try: {why}");
+            firn_skip::skip_test(format_args!("there is no block device to try: {why}"));
         });
         names.extend(block.as_ref().ok().map(|_| "block"));
         Self { names, block: block.ok(), _socket: socket }

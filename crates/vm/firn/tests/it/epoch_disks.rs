@@ -85,7 +85,7 @@ fn supervisor(session: &Session) -> i64 {
 /// The VM is lost, goes on at its standby, is protected from there, and lost again.
 #[test]
 fn a_vm_that_is_lost_goes_on_with_the_disks_that_its_memory_knows() {
-    let vm = booted(Vm::new());
+    let vm = booted(Vm::one_of_hosts());
     let session = &vm.session;
     session.firn(&["checkpoint", "web", "-o", "web.firn"]).fails(5, "images can't keep such disks");
     session.firn(&["suspend", "web", "-o", "web.firn"]).fails(5, "images can't keep such disks");
@@ -124,7 +124,7 @@ fn a_vm_that_is_lost_goes_on_with_the_disks_that_its_memory_knows() {
 /// The primary's supervisor dies under protection: the guest's writes wait for the successor, and go on.
 #[test]
 fn a_supervisor_that_dies_under_protection_is_succeeded_by_one_that_serves_the_disks() {
-    let vm = booted(Vm::new());
+    let vm = booted(Vm::one_of_hosts());
     let session = &vm.session;
     // A standby's QEMU takes the name of this socket.
     let mut control = vm.control();
@@ -158,7 +158,7 @@ fn a_supervisor_that_dies_under_protection_is_succeeded_by_one_that_serves_the_d
 /// The standby's file system is full: protection ends and says why, and the guest runs on.
 #[test]
 fn a_full_disk_at_the_standby_ends_protection() {
-    let mut vm = booted(Vm::new());
+    let mut vm = booted(Vm::one_of_hosts());
     let mut control = vm.control();
     vm.session.arm(Some("disk.write@300=ENOSPC"));
     let address = format!("unix:{}", text(&vm.session.path("standby")));
@@ -180,7 +180,7 @@ fn a_full_disk_at_the_standby_ends_protection() {
 
 #[test]
 fn what_is_no_disk_is_refused_before_anything_is_started() {
-    let vm = Vm::new();
+    let vm = Vm::one_of_hosts();
     let session = &vm.session;
     let run = |disk: &str| {
         session.firn(&["run", "web", "--", "qemu-system-x86_64", "-m", "64", "-drive", disk])

@@ -150,7 +150,8 @@ struct Hosts {
 
 impl Hosts {
     fn start(kind: Kind) -> Self {
-        let (vm, others, site) = (Vm::alone(), [Session::new(), Session::new()], Site::new());
+        let (vm, others, site) =
+            (Vm::one_of_hosts(), [Session::new(), Session::new()], Site::new());
         let outside = Outside::start();
         let uplink = vm.session.path("uplink");
         outside.listen(&uplink);

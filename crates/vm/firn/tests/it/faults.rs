@@ -8,6 +8,7 @@ use std::time::{Duration, Instant};
 
 use firn_fault::POINTS;
 
+use crate::parts::part_of;
 use crate::session::{eventually, kill};
 use crate::vm::Vm;
 
@@ -35,7 +36,7 @@ pub fn points(beginnings: &[&str]) -> Vec<&'static str> {
 
 /// A guest saved while it worked, to start each try from.
 pub fn base() -> Vm {
-    saved(Vm::boot_with_disks())
+    Vm::with_base(true)
 }
 
 /// Passed only where a disk is read past the page cache.
@@ -57,7 +58,7 @@ pub fn saved(vm: Vm) -> Vm {
 fn killed_anywhere_in_a_save() {
     let mut vm = base();
     let mut untouched = Vec::new();
-    for point in points(&["save.", "image."]) {
+    for point in part_of(points(&["save.", "image."])) {
         if ["image.open", "image.read"].contains(&point) {
             continue;
         }
@@ -93,7 +94,7 @@ fn killed_anywhere_in_a_save() {
 fn killed_anywhere_in_a_restore() {
     let mut vm = base();
     let mut untouched = Vec::new();
-    for point in points(&["restore.", "image.open", "image.read"]) {
+    for point in part_of(points(&["restore.", "image.open", "image.read"])) {
         vm.session.arm(Some(point));
         let since = Instant::now();
         let restored = vm.session.command(&["restore", "base.firn", "--name", "web"]).output();
@@ -122,7 +123,7 @@ fn killed_anywhere_in_a_restore() {
 #[test]
 fn killed_together_with_its_guard_at_any_moment() {
     let vm = base();
-    for delay_ms in [0, 2, 5, 10, 20, 40, 80, 160] {
+    for delay_ms in part_of([0, 2, 5, 10, 20, 40, 80, 160]) {
         vm.session.firn(&["restore", "base.firn"]).succeeds();
         std::thread::sleep(Duration::from_millis(delay_ms));
         kill_both(&vm);
@@ -160,7 +161,7 @@ fn kill_both(vm: &Vm) {
 #[test]
 fn a_disk_that_is_full_or_broken() {
     let mut vm = base();
-    for fault in [
+    for fault in part_of([
         "image.create=ENOSPC",
         "image.write=ENOSPC",
         "image.write@3=EIO",
@@ -168,7 +169,7 @@ fn a_disk_that_is_full_or_broken() {
         "image.footer=EIO",
         "image.sync=EIO",
         "image.rename=EIO",
-    ] {
+    ]) {
         vm.session.arm(Some(fault));
         vm.session.firn(&["restore", "base.firn", "--wait"]).succeeds();
         vm.session.arm(None);

@@ -47,7 +47,7 @@ fn a_guest_that_switches_itself_off_is_not_run_again() {
 /// By agents: the standby goes, and nothing advises to run it.
 #[test]
 fn agents_leave_a_guest_off_that_switched_itself_off() {
-    let (vm, b, network) = (Vm::alone(), Session::new(), Network::new());
+    let (vm, b, network) = (Vm::one_of_hosts(), Session::new(), Network::new());
     let a = &vm.session;
     configure(&network, [a, &b]);
     let _agents = [Agent::start(&network, 0, a), Agent::start(&network, 1, &b)];

@@ -11,6 +11,7 @@ use std::time::Duration;
 use rustix::process::Signal;
 
 use crate::faults::{DRAINED, base, base_past_the_page_cache, points};
+use crate::parts::part_of;
 use crate::session::{Answer, eventually, kill, signal};
 use crate::vm::Vm;
 
@@ -119,7 +120,7 @@ fn save_points() -> impl Iterator<Item = &'static str> {
 #[test]
 fn qemu_killed_anywhere_in_a_save() {
     let mut vm = base();
-    for point in save_points() {
+    for point in part_of(save_points()) {
         qemu_killed_in_a_save(&mut vm, point, &[]);
     }
 }
@@ -129,7 +130,7 @@ fn qemu_killed_anywhere_in_a_pre_copy() {
     let mut points = points(&["pre-copy.", "save.stopped", "save.resumed"]);
     points.sort_by_key(|&point| point == DRAINED);
     let mut vm = base();
-    for point in points {
+    for point in part_of(points) {
         if point == DRAINED {
             vm = base_past_the_page_cache();
         }
@@ -190,7 +191,7 @@ fn qemu_killed_anywhere_in_a_restore() {
     let mut vm = base();
     // There is none yet when its disks are made.
     let with_qemu = points(&["restore."]).into_iter().filter(|&point| point != "restore.drives");
-    for point in with_qemu.chain(["image.read@20"]) {
+    for point in part_of(with_qemu.chain(["image.read@20"])) {
         let stop = Stop::arm(&mut vm, point);
         // The command would read the name from the image, and wait there as well.
         let restore = ["restore", "base.firn", "--name", "web", "--wait"];

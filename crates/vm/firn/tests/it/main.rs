@@ -1,7 +1,7 @@
 //! The `firn` command, used as a user would.
 //!
 //! Tests that need a guest start the small one of `guests/` (built if it is not cached) under whatever accelerator
-//! works here; they run one at a time.
+//! works here.
 
 #![expect(clippy::unwrap_used, reason = "a test that cannot go on fails")]
 
@@ -35,8 +35,10 @@ mod neighbours;
 mod network;
 mod outside;
 mod own_qemu;
+mod parts;
 mod path_table;
 mod pause;
+mod pool;
 mod protect;
 mod restorable;
 mod session;

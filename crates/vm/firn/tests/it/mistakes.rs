@@ -270,7 +270,7 @@ fn mistakes_with_a_vm() {
 #[test]
 fn mistakes_of_a_user_without_permissions() {
     if !rustix::process::geteuid().is_root() {
-        eprintln!("SKIPPED: only root can run a program as another user");
+        firn_skip::skip_test("only root can run a program as another user");
         return;
     }
     let session = session();

@@ -18,11 +18,12 @@ use std::time::Duration;
 
 use crate::disk_layers::qemu_io_by;
 use crate::own_qemu::OwnQemu;
+use crate::parts::part_of;
 use crate::session::{Session, eventually, kill, text};
 use crate::vm::qemu_img;
 
 const STEPS: usize = 16;
-const RUNS: u64 = 2;
+const RUNS: u64 = 3;
 /// VMs of Firn's at once, so that a sequence does not take more memory than it needs.
 const VMS_MAX: usize = 5;
 const PATIENCE: Duration = Duration::from_secs(120);
@@ -464,7 +465,12 @@ fn no_vm_but_the_named_one_ends() {
     let first = number("FIRN_SEED").unwrap_or(1);
     let runs =
         if number("FIRN_SEED").is_some() && number("FIRN_RUNS").is_none() { 1 } else { runs };
-    for seed in first..first + runs {
+    // A number of runs that was chosen is run whole.
+    let seeds: Vec<u64> = match number("FIRN_RUNS") {
+        Some(_) => (first..first + runs).collect(),
+        None => part_of(first..first + runs).collect(),
+    };
+    for seed in seeds {
         let mut sequence = Sequence::new(seed);
         (0..STEPS).for_each(|_| sequence.step());
         sequence.restore_all();

@@ -264,7 +264,7 @@ fn a_sandboxed_qemu_survives() {
     let (pid, qmp) = (qemu.pid(), text(&qemu.qmp).to_owned());
     let attach = ["attach", "mine", "--pid", &pid, "--qmp", &qmp];
     let Some(attached) = without_sys_admin(&session, &attach) else {
-        return eprintln!("SKIPPED: this needs root");
+        return firn_skip::skip_test("this needs root");
     };
     attached.succeeds();
     let program = std::fs::read_link(format!("/proc/{pid}/exe")).unwrap();

@@ -15,7 +15,7 @@ const INTERVAL: &str = "FIRN_INTERVAL";
 
 /// A guest with a card, in which a program counts the questions that it answers.
 fn booted(outside: &Outside) -> Vm {
-    let vm = Vm::alone();
+    let vm = Vm::one_of_hosts();
     let uplink = vm.session.path("uplink");
     outside.listen(&uplink);
     let netdev = format!("firn,id=net,uplink={}", text(&uplink));

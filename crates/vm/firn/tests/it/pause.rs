@@ -17,7 +17,7 @@ const CLOCKS_MS: f64 = 0.5;
 const HELD: [&str; 3] = ["save.stopped", "save.device-state", "save.reprotected"];
 
 fn base() -> Vm {
-    let vm = Vm::boot();
+    let vm = Vm::resumed();
     vm.session.firn(&["checkpoint", "web", "-o", "base.firn"]).succeeds();
     vm.session.firn(&["stop", "web"]).succeeds();
     vm

@@ -8,6 +8,7 @@ use rustix::process::Signal;
 
 use crate::faults::points;
 use crate::hypervisor_dies::{Stop, answer, start};
+use crate::parts::part_of;
 use crate::session::{eventually, kill, signal, text};
 use crate::vm::{Vm, userfaultfds, writes};
 
@@ -57,7 +58,7 @@ pub fn lose(vm: &Vm, name: &str, standby: &str) {
 }
 
 fn a_killed_vm_goes_on(how: &[&str]) {
-    let vm = Vm::boot();
+    let vm = Vm::resumed();
     protected(&vm, how);
     eventually("epochs", PATIENCE, || committed(&vm) >= 10);
     let status = vm.session.status("web");
@@ -87,7 +88,7 @@ fn also_without_prediction() {
 
 #[test]
 fn what_a_protected_vm_refuses_and_how_it_is_released() {
-    let vm = Vm::boot();
+    let vm = Vm::resumed();
     let session = &vm.session;
     session.firn(&["release", "web"]).fails(2, "not being protected");
     session.firn(&["failover", "web"]).fails(2, "no standby");
@@ -106,7 +107,7 @@ fn what_a_protected_vm_refuses_and_how_it_is_released() {
 
 #[test]
 fn a_standby_that_goes_leaves_the_vm_running() {
-    let vm = Vm::boot();
+    let vm = Vm::resumed();
     protected(&vm, &[]);
     vm.session.firn(&["stop", "twin"]).succeeds();
     eventually("the end", PATIENCE, || vm.session.status("web")["state"] == "running");
@@ -179,7 +180,7 @@ fn ended(vm: &Vm, standby: &str) -> serde_json::Value {
 
 #[test]
 fn a_protected_vm_can_be_stopped() {
-    let vm = Vm::boot();
+    let vm = Vm::resumed();
     let session = &vm.session;
     protected(&vm, &[]);
     // Its guest ignores the button, and it stays protected.
@@ -204,7 +205,7 @@ fn a_protected_vm_can_be_stopped() {
 /// While epochs arrive the VM runs at its primary. One whose supervisor is frozen sends none.
 #[test]
 fn a_primary_that_runs_is_not_failed_over() {
-    let vm = Vm::boot();
+    let vm = Vm::resumed();
     let session = &vm.session;
     protected(&vm, &[]);
     eventually("epochs", PATIENCE, || committed(&vm) >= 3);
@@ -249,9 +250,9 @@ fn a_standby_learns_how_its_primary_ended() {
 /// Wherever the supervisor dies, also in a pause: the guest goes on and is well, and nothing of Firn is left in it.
 #[test]
 fn a_supervisor_that_dies_leaves_the_vm_running() {
-    let mut vm = Vm::boot();
+    let mut vm = Vm::resumed();
     vm.session.firn(&["suspend", "web", "-o", "web.firn"]).succeeds();
-    for point in points(&["protect."]) {
+    for point in part_of(points(&["protect."])) {
         vm.session.arm(Some(point));
         vm.session.firn(&["restore", "web.firn", "--mode", "eager", "--wait"]).succeeds();
         vm.session.arm(None);
@@ -275,7 +276,7 @@ fn a_supervisor_that_dies_leaves_the_vm_running() {
 /// A standby that dies is forgotten with its QEMU, and its primary runs on.
 #[test]
 fn a_standby_whose_supervisor_dies_is_gone() {
-    let vm = Vm::boot();
+    let vm = Vm::resumed();
     protected(&vm, &[]);
     kill(vm.session.status("twin")["supervisor_pid"].as_i64().unwrap());
     eventually("it is gone", PATIENCE, || vm.session.ls().len() == 1);
@@ -349,7 +350,7 @@ fn a_standby_that_was_stopped_leaves_its_successor_alone() {
 #[test]
 fn a_vm_that_cannot_be_held_goes_on_after_a_death_in_its_pause() {
     if !rustix::process::geteuid().is_root() {
-        return eprintln!("skipped: only root can keep a QEMU from opening files");
+        return firn_skip::skip_test("only root can keep a QEMU from opening files");
     }
     let mut vm = Vm::new();
     let cell = vm.session.path("cell");
@@ -374,7 +375,7 @@ fn a_vm_that_cannot_be_held_goes_on_after_a_death_in_its_pause() {
 /// A failover whose supervisor dies: once the VM's state is in place a successor runs it, before that it is said to be lost.
 #[test]
 fn a_failover_goes_on_where_its_supervisor_died() {
-    let mut vm = Vm::boot();
+    let mut vm = Vm::resumed();
     let steps =
         [("failover.started", true), ("failover.running", true), ("failover.loaded", false)];
     let mut name = "web".to_owned();
@@ -439,7 +440,7 @@ fn a_vm_that_its_user_stops_stays_stopped() {
 /// What fails in the middle leaves the VM running, with nothing of Firn in it, and says so.
 #[test]
 fn a_protection_that_fails_to_begin_leaves_the_vm_running() {
-    let mut vm = Vm::boot();
+    let mut vm = Vm::resumed();
     vm.session.firn(&["suspend", "web", "-o", "web.firn"]).succeeds();
     let faults = [
         ("protect.armed=EIO", "can't be protected"),

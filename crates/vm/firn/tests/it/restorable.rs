@@ -349,7 +349,7 @@ fn are_refused_or_marked(session: &Session, line: &str, reasons: &[&str]) {
 
 #[test]
 fn a_paused_vm_stays_paused_and_eager_needs_no_userfaultfd() {
-    let mut vm = Vm::boot();
+    let mut vm = Vm::resumed();
     let qmp = vm.session.runtime_dir().join("web/qmp.sock");
     let is_paused = |vm: &Vm| vm.session.status("web")["state"] == "paused";
     execute(&qmp, &[("stop", Value::Null)]);

@@ -52,6 +52,16 @@ impl Session {
         self.fault = fault.map(str::to_owned);
     }
 
+    /// Ends all its VMs.
+    pub fn end_vms(&self) {
+        let vms = std::fs::read_dir(self.runtime_dir()).into_iter().flatten().flatten();
+        for vm in vms {
+            let name = vm.file_name().into_string().unwrap_or_default();
+            let _ = self.command(&["stop", "--force", &name]).output();
+            let _ = self.command(&["rm", &name]).output();
+        }
+    }
+
     pub fn command(&self, args: &[&str]) -> Command {
         let mut command = Command::new(program());
         command.args(args).current_dir(self.dir.path()).stdin(Stdio::null());
@@ -107,12 +117,7 @@ pub fn program() -> OsString {
 impl Drop for Session {
     fn drop(&mut self) {
         self.fault = None;
-        let vms = std::fs::read_dir(self.runtime_dir()).into_iter().flatten().flatten();
-        for vm in vms {
-            let name = vm.file_name().into_string().unwrap_or_default();
-            let _ = self.command(&["stop", "--force", &name]).output();
-            let _ = self.command(&["rm", &name]).output();
-        }
+        self.end_vms();
     }
 }
 

@@ -290,7 +290,7 @@ fn end_outage(vm: &Vm, outage: Outage, faults: &Path) {
 /// back: also under a supervisor that did not pause it.
 #[test]
 fn a_long_outage_pauses_the_vm() {
-    let mut vm = Vm::boot();
+    let mut vm = Vm::resumed();
     vm.session.firn(&["checkpoint", "web", "-o", "base.firn"]).succeeds();
     vm.session.firn(&["stop", "web"]).succeeds();
     for (outage, is_killed) in [(Outage::ReadError, false), (Outage::CutShort, true)] {

@@ -31,7 +31,7 @@ struct Hosts {
 
 impl Hosts {
     fn start() -> Self {
-        let (web, b, network) = (Vm::new(), Session::new(), Network::new());
+        let (web, b, network) = (Vm::one_of_hosts(), Session::new(), Network::new());
         configure(&network, [&web.session, &b]);
         for session in [&web.session, &b] {
             let mut file =

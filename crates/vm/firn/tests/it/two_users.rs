@@ -62,7 +62,7 @@ impl Drop for OtherUser {
 #[test]
 fn a_qemu_has_one_owner_over_all_users() {
     if !rustix::process::geteuid().is_root() {
-        return eprintln!("skipped: only root can be two users");
+        return firn_skip::skip_test("only root can be two users");
     }
     let (root, other) = (Session::new(), OtherUser::start());
     let (pid, socket) = (other.qemu.id().to_string(), other.session.path("qmp"));

@@ -1,12 +1,15 @@
 //! Real guests: whole sessions with them.
 
 use std::path::PathBuf;
-use std::sync::{OnceLock, PoisonError, RwLock, RwLockReadGuard, RwLockWriteGuard};
+use std::sync::{
+    Mutex, MutexGuard, OnceLock, PoisonError, RwLock, RwLockReadGuard, RwLockWriteGuard,
+};
 use std::time::Duration;
 
 use firn_lab::guest::{GuestControl, GuestImage, JobState, QemuArgs, VirtioDisk, accel};
 use firn_lab::prober::{Heartbeats, Prober};
 
+use crate::pool::{self, Saved};
 use crate::session::{Session, eventually, kill, text};
 
 /// How long a guest may take to boot, or to answer, on a busy host.
@@ -21,22 +24,44 @@ pub struct Vm {
     file_system: Option<PathBuf>,
     /// More words for QEMU's command line.
     more: Vec<String>,
-    /// A word for the guest kernel's command line.
-    kernel_word: &'static str,
+    /// More words for the guest kernel's command line.
+    kernel_words: &'static str,
+    /// What another test finds in this session once this one is over.
+    saved: Option<Saved>,
     _machine: Machine,
+}
+
+impl Drop for Vm {
+    fn drop(&mut self) {
+        let Some(saved) = self.saved.take() else { return };
+        if !std::thread::panicking() {
+            pool::put_back(std::mem::replace(&mut self.session, Session::new()), saved);
+        }
+    }
 }
 
 /// What a test has of the machine while its VM is there.
 enum Machine {
     /// Others may have VMs as well: as many as tests run at once.
     Shared { _guard: RwLockReadGuard<'static, ()> },
-    /// It looks at how long something takes, or at how much a guest gets done in between.
+    /// The same, but one test of several hosts at a time: each takes most of a processor, and their
+    /// hosts are lost when they can't answer for seconds.
+    Hosts { _turn: MutexGuard<'static, ()>, _guard: RwLockReadGuard<'static, ()> },
+    /// It measures how long something takes, or how much a guest gets done in between.
     Alone { _guard: RwLockWriteGuard<'static, ()> },
 }
 
 impl Machine {
     fn shared() -> Self {
         Self::Shared { _guard: Self::lock().read().unwrap_or_else(PoisonError::into_inner) }
+    }
+
+    fn hosts() -> Self {
+        static TURN: Mutex<()> = Mutex::new(());
+        // Who waits for its turn has nothing of the machine.
+        let turn = TURN.lock().unwrap_or_else(PoisonError::into_inner);
+        let guard = Self::lock().read().unwrap_or_else(PoisonError::into_inner);
+        Self::Hosts { _guard: guard, _turn: turn }
     }
 
     fn alone() -> Self {
@@ -53,6 +78,33 @@ impl Vm {
     /// Boots a guest and lets it work.
     pub fn boot() -> Self {
         Self::new().booted(&["--mib", "48", "--rate", "2000"])
+    }
+
+    /// Such a guest at work, restored: for tests to which it is the same how it began.
+    pub fn resumed() -> Self {
+        let vm = Self::with_base(false);
+        vm.session
+            .firn(&["restore", "base.firn", "--name", "web", "--mode", "eager", "--wait"])
+            .succeeds();
+        std::fs::remove_file(vm.image("base.firn.learned")).ok();
+        vm
+    }
+
+    /// A guest with disks, or without, saved as `base.firn`.
+    pub fn with_base(has_disks: bool) -> Self {
+        let mut vm = Self::new();
+        if let Some((session, saved, disks)) = pool::take(has_disks) {
+            (vm.session, vm.saved, vm.disks) = (session, Some(saved), disks);
+            return vm;
+        }
+        let vm = if has_disks {
+            vm.booted_with_disks()
+        } else {
+            vm.booted(&["--mib", "48", "--rate", "2000"])
+        };
+        let mut vm = crate::faults::saved(vm);
+        vm.saved = Some(pool::note(&vm.session, &vm.disks));
+        vm
     }
 
     /// Boots a guest that also writes to two disks, and checks them.
@@ -152,7 +204,7 @@ impl Vm {
 
     /// Boots the guest's kernel, later, with these words instead of the usual one.
     pub fn with_kernel_words(mut self, words: &'static str) -> Self {
-        self.kernel_word = words;
+        self.kernel_words = words;
         self
     }
 
@@ -174,13 +226,20 @@ impl Vm {
         let vm = self;
         let mut control = vm.control();
         control.spawn_job("writers", &[&["firn-guest", "writers"], how].concat()).unwrap();
-        eventually("writers", PATIENCE, || control.run_program(&["firn-guest", "verify"]).is_ok());
+        eventually("writers", PATIENCE, || {
+            control.run_program(&["firn-guest", "verify", "status"]).is_ok()
+        });
         vm
     }
 
     /// A session without a guest.
     pub fn new() -> Self {
         Self::on(Machine::shared())
+    }
+
+    /// A session without a guest, for a test of several hosts: one at a time.
+    pub fn one_of_hosts() -> Self {
+        Self::on(Machine::hosts())
     }
 
     /// A session without a guest, beside which there is no other.
@@ -190,14 +249,17 @@ impl Vm {
 
     fn on(machine: Machine) -> Self {
         let (disks, file_system, more) = Default::default();
-        let kernel_word = "no_timer_check";
-        Self { session: Session::new(), disks, file_system, more, kernel_word, _machine: machine }
+        let (session, kernel_words, saved) = (Session::new(), "", None);
+        Self { session, disks, file_system, more, kernel_words, saved, _machine: machine }
     }
 
     pub fn qemu_args(&self) -> Vec<String> {
         let args = QemuArgs::new(image(), accel::choose_accel().accel)
             .memory_mib(192)
-            .append_kernel_arg(self.kernel_word)
+            .append_kernel_arg("no_timer_check")
+            // It boots in half the time without what these tests don't need.
+            .append_kernel_arg("mitigations=off nokaslr firn.bare")
+            .append_kernel_arg(self.kernel_words)
             .with_agent_socket(&self.session.path("agent"))
             .with_heartbeat_socket(&self.session.path("heart"));
         let file_system = self.file_system.iter().map(|file| (file, "raw"));
@@ -217,8 +279,10 @@ impl Vm {
     #[track_caller]
     pub fn is_well(&self) {
         let mut control = self.control();
-        let before = writes(&mut control);
-        eventually("writers go on", PATIENCE, || writes(&mut control) > before);
+        let before = writes_so_far(&mut control);
+        eventually("writers go on", PATIENCE, || writes_so_far(&mut control) > before);
+        // What was wrong at first is wrong now, or was found when it was overwritten.
+        writes(&mut control);
         // One at a time can talk to the guest.
         drop(control);
         for number in 0..self.disks.len() {
@@ -254,10 +318,21 @@ pub fn qemu_img(args: &[&str]) {
     assert!(done.status.success(), "{}", String::from_utf8_lossy(&done.stderr));
 }
 
-/// Pages written so far; fails if any is wrong.
+/// Pages written so far, after all of them are checked; fails if any is wrong.
 #[track_caller]
 pub fn writes(control: &mut GuestControl) -> u64 {
-    let report = control.run_program(&["firn-guest", "verify"]).unwrap();
+    ask_writers(control, "verify")
+}
+
+/// Pages written so far; fails if one was wrong when it was overwritten.
+#[track_caller]
+fn writes_so_far(control: &mut GuestControl) -> u64 {
+    ask_writers(control, "status")
+}
+
+#[track_caller]
+fn ask_writers(control: &mut GuestControl, question: &str) -> u64 {
+    let report = control.run_program(&["firn-guest", "verify", question]).unwrap();
     let report: serde_json::Value = serde_json::from_str(&report).unwrap();
     assert_eq!(report["wrong"], 0, "{report}");
     report["writes"].as_u64().unwrap()
@@ -329,7 +404,7 @@ fn is_reported(session: &Session, mode: &str) {
 
 #[test]
 fn a_reordered_image_is_the_same_checkpoint() {
-    let vm = Vm::boot();
+    let vm = Vm::resumed();
     let session = &vm.session;
     session.firn(&["checkpoint", "web", "-o", "web.firn", "--reference", "web.ram"]).succeeds();
     session.firn(&["stop", "web"]).succeeds();
@@ -430,7 +505,7 @@ fn a_vm_with_private_memory() {
 
 #[test]
 fn copy_on_write_is_exact() {
-    let vm = Vm::boot();
+    let vm = Vm::resumed();
     let session = &vm.session;
     let cow =
         ["checkpoint", "web", "-o", "cow.firn", "--strategy", "cow", "--reference", "web.ram"];
@@ -448,7 +523,7 @@ fn copy_on_write_is_exact() {
 /// Another process writes to the guest's memory without any page fault of the hypervisor's.
 #[test]
 fn memory_that_somebody_else_maps_is_refused() {
-    let vm = Vm::boot();
+    let vm = Vm::resumed();
     let session = &vm.session;
     let ram = mapped_ram(vm.pid());
     let other = OtherUser::map(&ram);
@@ -506,7 +581,7 @@ impl Drop for OtherUser {
 
 #[test]
 fn a_vm_that_firn_let_go_of_can_be_taken_up_again() {
-    let vm = Vm::boot();
+    let vm = Vm::resumed();
     let session = &vm.session;
     session.firn(&["detach", "web"]).succeeds();
     assert_eq!(session.ls(), [("web".to_owned(), "detached".to_owned())]);
@@ -532,7 +607,7 @@ fn a_vm_that_dies_is_shown_with_how_it_died() {
 
 #[test]
 fn supervisor_and_guard_replace_each_other() {
-    let vm = Vm::boot();
+    let vm = Vm::resumed();
     let session = &vm.session;
     let pids = || {
         let status = session.status("web");
@@ -554,7 +629,7 @@ fn supervisor_and_guard_replace_each_other() {
 
 #[test]
 fn a_terminated_supervisor_lets_go() {
-    let vm = Vm::boot();
+    let vm = Vm::resumed();
     let session = &vm.session;
     let supervisor = session.status("web")["supervisor_pid"].as_i64().unwrap();
     let pid = rustix::process::Pid::from_raw(supervisor as i32).unwrap();

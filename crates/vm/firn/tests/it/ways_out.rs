@@ -8,7 +8,7 @@ use rustix::process::Signal;
 use serde_json::Value;
 
 use crate::agent::{Agent, Network, certified};
-use crate::faults::{base, saved};
+use crate::faults::base;
 use crate::hypervisor_dies::{answer, nobody_is_left, start};
 use crate::protect::{protect, standby_called};
 use crate::session::{Answer, eventually, kill, signal};
@@ -244,7 +244,7 @@ fn start_agent(vm: &Vm) -> Agent {
 #[test]
 fn two_commands_after_random_kills() {
     // A VM with disks that Firn does not serve can't be protected.
-    let (vm, without_disks) = (base(), saved(Vm::boot()));
+    let (vm, without_disks) = (base(), Vm::with_base(false));
     let number = |name| std::env::var(name).ok().and_then(|text| text.parse::<u64>().ok());
     let (runs, seed) = (number("FIRN_RUNS").unwrap_or(4), number("FIRN_SEED").unwrap_or(1));
     for seed in seed..seed + runs {

@@ -34,7 +34,7 @@ fn recoveries(session: &Session) -> u64 {
 
 #[test]
 fn a_suspend_watches_the_guest_first() {
-    let vm = Vm::boot();
+    let vm = Vm::resumed();
     vm.session.firn(&["suspend", "web", "-o", "web.firn"]).succeeds();
     is_brought_in(&vm, "web.firn");
     assert_eq!(userfaultfds(vm.pid()), 0);

@@ -103,7 +103,7 @@ mod tests {
     fn is_root() -> bool {
         let is_root = geteuid().is_root();
         if !is_root {
-            eprintln!("skipped: files of other users need root");
+            firn_skip::skip_test("files of other users need root");
         }
         is_root
     }

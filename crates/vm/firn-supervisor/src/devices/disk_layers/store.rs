@@ -257,7 +257,7 @@ mod tests {
     #[test]
     fn a_record_keeps_its_owner() {
         if !rustix::process::geteuid().is_root() {
-            eprintln!("skipped: files of other users need root");
+            firn_skip::skip_test("files of other users need root");
             return;
         }
         use std::os::unix::fs::{MetadataExt, chown};

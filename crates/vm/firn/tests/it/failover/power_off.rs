@@ -21,7 +21,7 @@ fn is_not_run(hosts: &[&Session], time: Duration) {
 }
 
 fn a_guest_is_switched_off(its_host_dies: bool) {
-    let _alone = Vm::alone();
+    let _turn = Vm::one_of_hosts();
     let mut machines = Machines::start();
     let mut guest = TinyGuest::run(machines.session(0), &[]);
     machines.protect();
