@@ -114,6 +114,22 @@ fn commands_do_what_doctor_says(session: &Session, name: &str) -> Vec<String> {
     refused
 }
 
+/// A VM that does nothing by itself is as it was.
+#[test]
+fn a_checked_vm_is_left_as_it_was() {
+    let session = Session::new();
+    let paused = OwnQemu::start(&session, &["-S"]);
+    let own = ["--json", "doctor", "--pid", &paused.pid(), "--qmp", text(&paused.qmp)];
+    // The first answer comes when QEMU has started.
+    session.firn(&own).succeeds();
+    let before = resources_of(paused.pid().parse().unwrap());
+    let now = checks(&session.firn(&own).succeeds());
+    assert_eq!(before, resources_of(paused.pid().parse().unwrap()), "doctor left something");
+    let restore = now.into_iter().find(|(name, ..)| name == "restore").unwrap();
+    assert!(restore.1 == "limited" && restore.2.contains("comes back paused"), "{restore:?}");
+    assert_eq!(session.ls(), []);
+}
+
 #[test]
 fn what_works_on_a_vm_is_known_before() {
     let session = Session::new();
@@ -122,14 +138,11 @@ fn what_works_on_a_vm_is_known_before() {
     let drive = format!("file={},format=raw,if=virtio", text(&disk));
     let mut private = OwnQemu::start(&session, &["-drive", &drive]);
     let own = ["--json", "doctor", "--pid", &private.pid(), "--qmp", text(&private.qmp)];
-    // The first answer comes when QEMU has started.
-    session.firn(&own).succeeds();
-    let before = (resources_of(private.pid().parse().unwrap()), session.firn(&own));
+    let before = session.firn(&own);
     private.attach(&session, "mine");
     // The same before and after it is attached.
     let now = session.firn(&["--json", "doctor", "mine"]);
-    assert_eq!(checks(&before.1), checks(&now));
-    assert_eq!(before.0, resources_of(private.pid().parse().unwrap()), "doctor left something");
+    assert_eq!(checks(&before), checks(&now));
     let refused = commands_do_what_doctor_says(&session, "mine");
     assert_eq!(refused, ["checkpoint --strategy trace"]);
     let protect = checks(&now).into_iter().find(|(name, ..)| name == "protect").unwrap();
@@ -146,6 +159,6 @@ fn what_works_on_a_vm_is_known_before() {
     let refused = commands_do_what_doctor_says(&session, "soft");
     assert_eq!(refused, ["checkpoint --strategy trace"]);
     session.firn(&["stop", "soft"]).succeeds();
-    session.firn(&["doctor", "none"]).fails(3, "none");
-    session.firn(&["doctor", "--pid", "1"]).fails(2, "--qmp");
+    session.firn(&["doctor", "none"]).fails(3, "there is no VM called none");
+    session.firn(&["doctor", "--pid", "1"]).fails(2, "required arguments were not provided: --qmp");
 }

@@ -25,8 +25,14 @@ pub struct Stop(PathBuf);
 impl Stop {
     /// Arms it for the supervisors that are started from now on.
     pub fn arm(vm: &mut Vm, point: &str) -> Self {
+        Self::arm_all(vm, &[point])
+    }
+
+    /// The same, for several points. Each stops once: at its first pass, or as `POINT@PASS` says.
+    pub fn arm_all(vm: &mut Vm, points: &[&str]) -> Self {
         let file = vm.session.path("stop");
-        vm.session.arm(Some(&format!("{point}=WAIT:{}", file.display())));
+        let armed = points.iter().map(|point| format!("{point}=WAIT:{}", file.display()));
+        vm.session.arm(Some(&armed.collect::<Vec<_>>().join(",")));
         Self(file)
     }
 
