@@ -39,7 +39,7 @@ struct FirstState {
 }
 
 impl FirstState {
-    fn of(file: &Path) -> Self {
+    fn read(file: &Path) -> Self {
         let is_small = fs::metadata(file).unwrap().len() <= RECORD_BYTES_MAX;
         let content = is_small.then(|| fs::read(file).unwrap());
         Self { identity: identity(file).unwrap(), content }
@@ -80,7 +80,7 @@ pub fn take(has_disks: bool) -> Option<(Session, Saved, Disks)> {
 pub fn note(session: &Session, disks: &Disks) -> Saved {
     end_of_test(session, |_| true);
     let files = entries(&session.path("")).into_iter().filter(|path| path.is_file());
-    let files = files.map(|path| (path.clone(), FirstState::of(&path))).collect();
+    let files = files.map(|path| (path.clone(), FirstState::read(&path))).collect();
     Saved { disks: disks.clone(), files, _remover: Remover::start(&session.path("")) }
 }
 
