@@ -39,9 +39,6 @@ test: setup guest
 	$(CARGO) build --profile tests --workspace --lib --bins --tests
 	scripts/run-tests $(TESTS)
 
-# The guest's programs are built like all else, in a third of the time.
-test test-all: export FIRN_GUEST_PROFILE = tests
-
 # The same, with the whole of each long walk; `make test` takes a part of it.
 test-all: export FIRN_ALL = 1
 test-all: test

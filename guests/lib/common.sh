@@ -23,21 +23,21 @@ need() {
 }
 
 # Firn's guest programs, one static binary. Prints its path. FIRN_GUEST_PROGRAMS names one that is built already, for
-# machines without a compiler. FIRN_GUEST_PROFILE is the profile they are built with: `release`, or `tests`, which is sooner.
+# machines without a compiler.
 guest_programs() {
     if [ -n "${FIRN_GUEST_PROGRAMS-}" ]; then
         [ -x "$FIRN_GUEST_PROGRAMS" ] || die "FIRN_GUEST_PROGRAMS=$FIRN_GUEST_PROGRAMS is no program"
         echo "$FIRN_GUEST_PROGRAMS"
         return
     fi
-    local target=${CARGO_TARGET_DIR:-$here/../target} profile=${FIRN_GUEST_PROFILE:-release} repository unit=$'\x1f'
+    local target=${CARGO_TARGET_DIR:-$here/../target} repository unit=$'\x1f'
     repository=$(cd "$here/.." && pwd)
     CARGO_ENCODED_RUSTFLAGS="-Ctarget-feature=+crt-static${unit}-Cstrip=symbols\
 ${unit}--remap-path-prefix=$repository=firn${unit}--remap-path-prefix=${CARGO_HOME:-$HOME/.cargo}=cargo" \
-        cargo build --quiet --profile "$profile" --package firn-guest --bin firn-guest --target x86_64-unknown-linux-gnu \
+        cargo build --quiet --release --package firn-guest --bin firn-guest --target x86_64-unknown-linux-gnu \
         --manifest-path "$repository/Cargo.toml" --target-dir "$target" >&2 \
         || die "the guest programs (crates/lab/firn-guest) do not build"
-    echo "$target/x86_64-unknown-linux-gnu/$profile/firn-guest"
+    echo "$target/x86_64-unknown-linux-gnu/release/firn-guest"
 }
 
 # Hash of files and of standard input: the key of a guest. Names do not count, contents and order do.

@@ -13,6 +13,7 @@
 use std::fmt::Display;
 use std::fs::OpenOptions;
 use std::io::Write as _;
+use std::path::PathBuf;
 
 /// Environment variable that names the file of notes.
 pub const VARIABLE: &str = "FIRN_SKIPPED";
@@ -20,7 +21,7 @@ pub const VARIABLE: &str = "FIRN_SKIPPED";
 /// Notes that the test on this thread, or a part of it, is skipped.
 pub fn skip_test(why: impl Display) {
     eprintln!("skipped: {why}");
-    let Some(file) = std::env::var_os(VARIABLE) else { return };
+    let Some(file) = std::env::var_os(VARIABLE).map(PathBuf::from) else { return };
     let thread = std::thread::current();
     let note = format!("{}: {why}\n", thread.name().unwrap_or("a test"));
     // One write, so that notes of several programs do not mix.
