@@ -8,6 +8,7 @@
 //! ```
 
 use clap::{Args as ClapArgs, Command, CommandFactory};
+use clap_complete::Shell;
 use clap_complete::engine::{ArgValueCandidates, CompletionCandidate};
 use clap_complete::env::{CompleteEnv, EnvCompleter, Shells};
 use firn_supervisor::{Failure, FailureContext as _, VmName};
@@ -30,15 +31,14 @@ const OTHER_NAMES: [&str; 4] = ["cluster", "restore", "run", "standby"];
   firn completions zsh > ~/.zfunc/_firn")]
 pub struct CompletionsArgs {
     /// The shell.
-    #[arg(value_parser = ["bash", "elvish", "fish", "powershell", "zsh"])]
-    shell: String,
+    shell: Shell,
 }
 
 impl CompletionsArgs {
     /// Runs the verb.
     pub fn run(&self, _out: FactPrinter) -> Result<(), Failure> {
         let mut script = Vec::new();
-        if let Some(shell) = Shells::builtins().completer(&self.shell) {
+        if let Some(shell) = Shells::builtins().completer(&self.shell.to_string()) {
             write_script(shell, &mut script).while_doing("writing the script")?;
         }
         output::print_text(&String::from_utf8_lossy(&script))
