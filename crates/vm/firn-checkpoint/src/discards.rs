@@ -187,10 +187,11 @@ mod tests {
 
     #[test]
     fn only_a_page_with_contents_can_be_lost() {
+        let run = |start, end| start..end;
         assert_eq!(outcome(&[], &[0, 1]), CopyOutcome::Zero);
-        assert_eq!(outcome(&[0..2], &[]), CopyOutcome::Copied);
-        assert_eq!(outcome(&[0..2], &[1]), CopyOutcome::Lost);
-        assert_eq!(outcome(&[0..1], &[1]), CopyOutcome::Copied);
+        assert_eq!(outcome(&[run(0, 2)], &[]), CopyOutcome::Copied);
+        assert_eq!(outcome(&[run(0, 2)], &[1]), CopyOutcome::Lost);
+        assert_eq!(outcome(&[run(0, 1)], &[1]), CopyOutcome::Copied);
         assert_eq!(outcome(&[0..1, 2..4], &[3]), CopyOutcome::Lost);
     }
 
