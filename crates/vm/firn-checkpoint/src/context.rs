@@ -28,8 +28,8 @@ pub struct SaveContext<'a> {
     pub used: Option<Vec<Range<Page>>>,
     /// The image that the new one is to build on.
     pub parent: Option<Arc<Image>>,
-    /// Tracks the guest's writes since the last checkpoint, for [`SaveStrategy::PreCopy`]: a save
-    /// uses the tracker that is here, and leaves one here for the next save. No other strategy
+    /// Tracks the guest's writes since the last checkpoint, for [`crate::SaveStrategy::PreCopy`]: a
+    /// save uses the tracker that is here, and leaves one here for the next save. No other strategy
     /// works while there is one.
     pub tracker: Option<WriteTracker>,
     /// What is done with the VM's disks in the pause.
