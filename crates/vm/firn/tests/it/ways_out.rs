@@ -161,7 +161,7 @@ fn an_image_deleted_for_good_with_all_of_firn() {
     assert_eq!(waiting["pid"], status["pid"], "QEMU is the same");
     // Its name is not free, and a new image of it can't be made.
     let restored = vm.session.firn(&["restore", "base.firn", "--name", "web"]);
-    assert!(restored.err.contains("`firn stop`"), "{}", restored.err);
+    assert!(restored.err.contains("`firn stop web`"), "{}", restored.err);
     restored.fails(4, "there is a VM called web already");
     let saved = vm.session.firn(&["checkpoint", "web", "-o", "new.firn"]);
     eprintln!("checkpoint: {} {}", saved.code, saved.err);
