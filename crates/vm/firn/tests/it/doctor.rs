@@ -1,12 +1,18 @@
 //! What `firn doctor` reports is what happens.
 
 use std::process::Command;
+use std::time::Duration;
 
 use serde_json::Value;
 
 use crate::own_qemu::{OwnQemu, resources_of};
-use crate::session::{Answer, Session, text};
+use crate::session::{Answer, Session, eventually, text};
 use crate::vm::image;
+
+const PATIENCE: Duration = Duration::from_secs(60);
+
+/// A QEMU that does not change for so long has started.
+const IDLE: Duration = Duration::from_millis(500);
 
 fn finding(findings: &Value, what: &str) -> Value {
     let mut findings = findings.as_array().unwrap().iter();
@@ -120,11 +126,16 @@ fn a_checked_vm_is_left_as_it_was() {
     let session = Session::new();
     let paused = OwnQemu::start(&session, &["-S"]);
     let own = ["--json", "doctor", "--pid", &paused.pid(), "--qmp", text(&paused.qmp)];
-    // The first answer comes when QEMU has started.
+    // The first answer comes when QEMU has started; QEMU closes a connection a moment later.
     session.firn(&own).succeeds();
-    let before = resources_of(paused.pid().parse().unwrap());
+    let resources = || resources_of(paused.pid().parse().unwrap());
+    let mut before = resources();
+    eventually("a QEMU that is idle", PATIENCE, || {
+        std::thread::sleep(IDLE);
+        std::mem::replace(&mut before, resources()) == before
+    });
     let now = checks(&session.firn(&own).succeeds());
-    assert_eq!(before, resources_of(paused.pid().parse().unwrap()), "doctor left something");
+    eventually("all that doctor used to go", PATIENCE, || resources() == before);
     let restore = now.into_iter().find(|(name, ..)| name == "restore").unwrap();
     assert!(restore.1 == "limited" && restore.2.contains("comes back paused"), "{restore:?}");
     assert_eq!(session.ls(), []);
