@@ -17,8 +17,11 @@ use thiserror::Error;
 
 /// How long a request other than `run` and `wait` may take.
 const REQUEST_TIMEOUT: Duration = Duration::from_secs(60);
-/// How long a new client waits for the agent's reply to a ping before it opens the socket anew.
+/// How long a new client waits for the agent's reply to its first ping before it opens the socket
+/// anew. Each further ping gets twice the time, up to `PING_TIMEOUT_MAX`: a guest that is starved of
+/// its processor may take seconds, and an answer to a client that is gone is lost.
 const PING_TIMEOUT: Duration = Duration::from_millis(500);
+const PING_TIMEOUT_MAX: Duration = Duration::from_secs(16);
 
 /// A request to a guest's agent failed.
 #[derive(Debug, Error)]
@@ -30,6 +33,8 @@ pub enum ControlError {
         path: PathBuf,
         /// How long the client tried.
         waited: Duration,
+        /// Why the last try failed.
+        source: Box<ControlError>,
     },
     /// The connection broke, or no reply came in time.
     #[error("the agent at {} does not answer", .0.display())]
@@ -86,24 +91,31 @@ impl GuestControl {
     /// Connects, waiting up to `limit` for the socket to appear and the agent to answer.
     pub fn connect(path: &Path, limit: Duration) -> Result<Self, ControlError> {
         let start = Instant::now();
+        let mut ping_timeout = PING_TIMEOUT;
         loop {
-            if let Ok(control) = Self::try_connect(path) {
-                return Ok(control);
-            }
+            let error = match Self::try_connect(path, ping_timeout) {
+                Ok(control) => return Ok(control),
+                Err(error) => Box::new(error),
+            };
             if start.elapsed() >= limit {
-                return Err(ControlError::NoAgent { path: path.to_owned(), waited: limit });
+                let waited = start.elapsed();
+                return Err(ControlError::NoAgent { path: path.to_owned(), waited, source: error });
+            }
+            let is_unanswered = matches!(&*error, ControlError::Broken(_, io) if is_timeout(io));
+            if is_unanswered {
+                ping_timeout = (ping_timeout * 2).min(PING_TIMEOUT_MAX);
             }
             sleep(Duration::from_millis(10));
         }
     }
 
-    fn try_connect(path: &Path) -> Result<Self, ControlError> {
+    fn try_connect(path: &Path, ping_timeout: Duration) -> Result<Self, ControlError> {
         let broken = |error| ControlError::Broken(path.to_owned(), error);
         let stream = UnixStream::connect(path).map_err(broken)?;
         // Ids that no earlier client of the same guest is likely to have used.
         let next_id = u64::from(std::process::id()) << 32 | u64::from(subsecond_nanos());
         let mut control = Self { path: path.to_owned(), stream: BufReader::new(stream), next_id };
-        control.send_action("ping", AgentAction::Ping, PING_TIMEOUT)?;
+        control.send_action("ping", AgentAction::Ping, ping_timeout)?;
         Ok(control)
     }
 
@@ -232,6 +244,11 @@ impl GuestControl {
             }
         }
     }
+}
+
+/// A socket's timeouts are reported as EAGAIN (socket(7), SO_RCVTIMEO).
+fn is_timeout(error: &io::Error) -> bool {
+    matches!(error.kind(), io::ErrorKind::TimedOut | io::ErrorKind::WouldBlock)
 }
 
 fn expect_ended(what: &str, outcome: AgentOutcome) -> Result<ProgramEnd, ControlError> {

@@ -1,6 +1,6 @@
 //! Real guests: whole sessions with them.
 
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
 use std::sync::{
     Mutex, MutexGuard, OnceLock, PoisonError, RwLock, RwLockReadGuard, RwLockWriteGuard,
 };
@@ -271,8 +271,14 @@ impl Vm {
         [vec![program], args.args(), self.more.clone()].concat()
     }
 
+    /// Panics with what the host can see of a guest that does not answer.
+    #[track_caller]
     pub fn control(&self) -> GuestControl {
-        GuestControl::connect(&self.session.path("agent"), PATIENCE).unwrap()
+        GuestControl::connect(&self.session.path("agent"), PATIENCE).unwrap_or_else(|error| {
+            let status = self.session.firn(&["status", "web", "--json"]).out;
+            let threads = threads_of(self.session.status("web")["pid"].as_i64());
+            panic!("{error:?}\nstatus: {status}\nthreads of QEMU:\n{threads}")
+        })
     }
 
     /// Every page of the guest's writers is what they wrote last, and they go on writing.
@@ -326,6 +332,23 @@ pub fn writes(control: &mut GuestControl) -> u64 {
 
 /// Pages written so far; fails if one was wrong when it was overwritten.
 #[track_caller]
+/// Each thread's name, state, system call and processor time, twice, a second apart.
+fn threads_of(pid: Option<i64>) -> String {
+    let Some(pid) = pid else { return "no process".to_owned() };
+    let read = |task: &Path, file: &str| {
+        std::fs::read_to_string(task.join(file)).unwrap_or_else(|error| error.to_string())
+    };
+    let describe = || {
+        let tasks = std::fs::read_dir(format!("/proc/{pid}/task")).into_iter().flatten().flatten();
+        tasks.map(|task| task.path()).map(|task| {
+            format!("{}{}{}", read(&task, "stat"), read(&task, "syscall"), read(&task, "wchan"))
+        })
+    };
+    let before: Vec<String> = describe().collect();
+    std::thread::sleep(Duration::from_secs(1));
+    before.into_iter().chain(describe()).collect::<Vec<_>>().join("\n")
+}
+
 fn writes_so_far(control: &mut GuestControl) -> u64 {
     ask_writers(control, "status")
 }
