@@ -14,6 +14,7 @@ use rustix::event::{PollFd, PollFlags, Timespec, poll};
 use rustix::net::{AddressFamily, SocketAddrUnix, SocketFlags, SocketType, socket_with};
 
 use crate::daemon::status::VmStatus;
+use crate::devices::disk_snapshots;
 use crate::processes::identity::is_stopped;
 use crate::processes::lock::{self, ProcessRole};
 use crate::processes::runtime::{RuntimeDir, VmDir};
@@ -214,7 +215,7 @@ pub fn send_request(
             SupervisorRequest::Failover(_) => return result_after_failover(base, &vm),
             SupervisorRequest::Detach if !is_detached(&vm)? => {}
             SupervisorRequest::Detach => return Ok(serde_json::Value::Null),
-            SupervisorRequest::Stop(_) => return result_after_stop(base, &vm),
+            SupervisorRequest::Stop(stop) => return result_after_stop(base, &vm, stop.discard),
             SupervisorRequest::Checkpoint(_) | SupervisorRequest::Suspend(_) => {
                 if let Some(result) = result_after_save(base, &vm, before.as_ref()) {
                     return result;
@@ -276,7 +277,8 @@ fn send_request_once(
         return Ok(None);
     }
     let replied = read_replies(&mut BufReader::new(&stream), on_progress)?;
-    if let (Some(supervisor), Some(Ok(_))) = (supervisor, &replied) {
+    // Without a reply it dies, or exits because the VM has ended by itself.
+    if let (Some(supervisor), None | Some(Ok(_))) = (supervisor, &replied) {
         supervisor.wait_gone(SOCKET_WAIT).while_doing("waiting for the supervisor to exit")?;
     }
     Ok(replied)
@@ -286,11 +288,23 @@ fn is_detached(vm: &VmDir) -> Result<bool, Failure> {
     Ok(load_journal(vm)?.is_none_or(|journal| journal.phase == VmPhase::Detached))
 }
 
-/// The result of a stop whose supervisor died: if the VM has not ended, a successor manages it.
-fn result_after_stop(base: &RuntimeDir, vm: &VmDir) -> Result<serde_json::Value, Failure> {
+/// The result of a stop whose supervisor died, or exited because the VM ended by itself at that
+/// moment. A VM that has ended is forgotten, as after any other stop: its name is free. If it has
+/// not ended, a successor manages it.
+fn result_after_stop(
+    base: &RuntimeDir,
+    vm: &VmDir,
+    discard: bool,
+) -> Result<serde_json::Value, Failure> {
     match query_status(base, vm) {
         Err(failure) if failure.kind == FailureKind::NoSuchVm => Ok(serde_json::Value::Null),
-        Ok(status) if status.state == "ended" => Ok(serde_json::Value::Null),
+        Ok(status) if status.state == "ended" => {
+            if let Some(journal) = load_journal(vm)?.filter(|_| discard) {
+                disk_snapshots::discard_overlays(&journal);
+            }
+            vm.remove_dir().while_doing("removing the VM's directory")?;
+            Ok(serde_json::Value::Null)
+        }
         Ok(_) => Err(Failure::new(FailureKind::Interrupted, "the supervisor died")
             .while_doing("the VM was not stopped")
             .with_hint("run the command again")),
@@ -572,6 +586,27 @@ mod tests {
         assert_eq!(failure.to_string(), "VM web does not run: killed by signal 6");
         forget_vm(&base, vm.name()).unwrap();
         assert_eq!(forget_vm(&base, vm.name()).unwrap_err().kind, FailureKind::NoSuchVm);
+    }
+
+    /// QEMU was killed at the same moment, and the supervisor exited without a reply.
+    #[test]
+    fn a_vm_that_ends_while_it_is_stopped_is_forgotten() {
+        let (dir, base, vm) = dir();
+        for discard in [false, true] {
+            let overlay = dir.path().join("disk0.qcow2.web");
+            std::fs::write(&overlay, "layer").unwrap();
+            vm.create_private().unwrap();
+            let mut journal = Journal::new(vm.name().clone(), None);
+            journal.overlays = vec![overlay.clone()];
+            journal.phase = VmPhase::Ended {
+                exit: crate::records::process_exit::ProcessExit::Signal(9),
+                at: 1,
+            };
+            journal.write_file(&vm.journal_file()).unwrap();
+            result_after_stop(&base, &vm, discard).unwrap();
+            assert_eq!(query_status(&base, &vm).unwrap_err().kind, FailureKind::NoSuchVm);
+            assert_eq!(overlay.exists(), !discard);
+        }
     }
 
     #[test]

@@ -63,7 +63,8 @@ impl DoctorArgs {
         match findings.iter().filter(|finding| finding.grade == FindingGrade::Missing).count() {
             0 => Ok(()),
             count => {
-                let text = format!("{count} things are missing that Firn needs");
+                let what = if count == 1 { "thing is" } else { "things are" };
+                let text = format!("{count} {what} missing that Firn needs");
                 Err(Failure::new(FailureKind::Host, text))
             }
         }
