@@ -2,7 +2,7 @@
 # Both install what they need (scripts/setup), as root or with sudo.
 # `make install` and `make deb` install Firn: docs/manual/src/install.md.
 
-.PHONY: demo demo-app demo-cluster test test-all test-install test-platforms test-kvm test-kvm-new test-qemu10 bench
+.PHONY: demo demo-app demo-cluster test test-all test-manual test-install test-platforms test-kvm test-kvm-new test-qemu10 bench
 .PHONY: setup setup-build setup-demo build release install uninstall deb guest lint fmt doc clean
 
 CARGO ?= cargo
@@ -50,8 +50,14 @@ test-platforms: setup
 test-kvm test-kvm-new test-qemu10: test-%: setup
 	scripts/test-platforms $*
 
-# Makes a package, and installs and removes it in a clean Debian 12 and 13.
-test-install: setup deb
+# Runs the transcripts of README and of the manual, with the programs that would be installed.
+test-manual: release guest
+	scripts/setup manual
+	$(AS_ROOT) env FIRN_BIN=$(BUILT)/release scripts/test-manual
+
+# Makes a package, and installs and removes it in a clean Debian 12 and 13, with the quick start in between.
+test-install: setup deb guest
+	scripts/setup manual
 	scripts/test-install
 
 # Every experiment, with few repetitions. `firn-lab run NAME` runs one in full.
