@@ -22,6 +22,7 @@ mod checkpoint;
 mod choices;
 mod cluster;
 mod completions;
+mod console;
 mod detach;
 mod disk;
 mod doctor;
@@ -103,6 +104,7 @@ enum FirnCommand {
     Ls(ls::LsArgs),
     Status(status::StatusArgs),
     Logs(logs::LogsArgs),
+    Console(console::ConsoleArgs),
     Checkpoint(checkpoint::CheckpointArgs),
     Suspend(suspend::SuspendArgs),
     Restore(restore::RestoreArgs),
@@ -136,6 +138,7 @@ impl FirnCommand {
             Self::Ls(args) => args.run(out),
             Self::Status(args) => args.run(out),
             Self::Logs(args) => args.run(out),
+            Self::Console(args) => args.run(out),
             Self::Checkpoint(args) => args.run(out),
             Self::Suspend(args) => args.run(out),
             Self::Restore(args) => args.run(out),

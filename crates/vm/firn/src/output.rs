@@ -22,6 +22,11 @@ impl FactPrinter {
         Self { json }
     }
 
+    /// Whether facts are printed as JSON.
+    pub fn is_json(self) -> bool {
+        self.json
+    }
+
     /// Prints facts: as JSON, or as the text of `for_people`.
     pub fn print_facts(
         self,

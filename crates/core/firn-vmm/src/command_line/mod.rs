@@ -35,6 +35,7 @@ mod arguments;
 mod backend;
 mod calls;
 mod cards;
+mod consoles;
 mod disks;
 mod drives;
 mod endpoints;
@@ -47,6 +48,7 @@ mod size;
 
 pub use calls::{CALLS_BYTES, CALLS_ID, with_calls};
 pub use cards::{CardPlan, CardUplink, with_uplink};
+pub use consoles::{GuestConsole, find_consoles};
 pub use disks::{DiskPlan, with_disk};
 pub use drives::DriveFile;
 pub use endpoints::{EndpointRelocation, HostEndpoint};

@@ -1,5 +1,6 @@
 //! A running QEMU: its monitor, what is asked of it, and what its command line becomes on a restore.
 
+pub(crate) mod consoles;
 pub(crate) mod host_check;
 pub(crate) mod inspection;
 pub(crate) mod monitor;

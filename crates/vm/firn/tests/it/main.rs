@@ -13,6 +13,7 @@ mod bombs;
 mod calls;
 mod cluster;
 mod completions;
+mod console;
 mod damaged_image;
 mod disk_layers;
 mod disks;

@@ -107,6 +107,7 @@ const WITHOUT_VM: &[Mistake] = &[
     mistake("report fifo", 2, "it is a FIFO", ""),
     mistake("doctor --kernel none", 2, "cannot read none", ""),
     mistake("stop web --powerdown=soon", 2, "give a number", "--help"),
+    mistake("console web", 3, "there is no VM called web", "firn ls"),
     mistake("completions tcsh", 2, "possible values: bash", "zsh"),
     mistake("levitate", 2, "unrecognized subcommand", ""),
     mistake("ls --jsn", 2, "unexpected argument", "'--json'"),
@@ -121,6 +122,7 @@ const WITH_VM: &[Mistake] = &[
     mistake("failover web", 2, "no standby", "firn standby"),
     mistake("protect web --to unix:/none.sock", 1, "No such file", "firn standby"),
     mistake("attach web", 2, "not a VM that Firn has detached from", "--pid PID --qmp SOCKET"),
+    mistake("console web", 2, "no serial port of the VM", "-serial chardev:tty"),
     mistake("report web", 3, "neither a file nor a run record", "--watch"),
     mistake("rm web", 4, "VM web runs", "firn stop web"),
 ];

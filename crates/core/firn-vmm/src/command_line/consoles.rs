@@ -1,0 +1,118 @@
+//! Serial ports and virtual consoles of a guest whose other end is a Unix socket that QEMU listens
+//! on.
+//!
+//! ```text
+//!   -serial unix:/run/a.tty,server=on                                       serial0 at /run/a.tty
+//!   -chardev socket,id=tty,path=/run/a.tty,server=on -serial chardev:tty    tty at /run/a.tty
+//!   -chardev socket,id=tty,... -device isa-serial,chardev=tty               tty at /run/a.tty
+//!   -serial stdio                                                           none: no socket
+//! ```
+//!
+//! Source: QEMU `qemu-options.hx` (`-serial`, `-chardev`).
+
+use std::path::PathBuf;
+
+use super::arguments::{self, CommandArgument};
+use super::properties::OptionProperties;
+
+/// Drivers of serial ports and of paravirtual consoles.
+const CONSOLE_DRIVERS: &[&str] = &["isa-serial", "pci-serial", "usb-serial", "virtconsole"];
+
+/// A console of a guest.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct GuestConsole {
+    /// The id of its character device; `serialN` for the short form of `-serial`.
+    pub id: String,
+    /// The socket that QEMU listens on, as the command line names it.
+    pub socket: PathBuf,
+}
+
+/// Finds the consoles that a command line (the program first) makes, in their order.
+pub fn find_consoles(command: &[String]) -> Vec<GuestConsole> {
+    let arguments = arguments::split_words(command.get(1..).unwrap_or_default());
+    let sockets: Vec<GuestConsole> = arguments.iter().filter_map(chardev_socket).collect();
+    let find_chardev = |id: &str| sockets.iter().find(|socket| socket.id == id).cloned();
+    let mut port = 0;
+    let consoles = arguments.iter().filter_map(|argument| match argument.name() {
+        "serial" => {
+            let short = short_socket(argument.value(), port);
+            port += 1;
+            short.or_else(|| find_chardev(argument.value().strip_prefix("chardev:")?))
+        }
+        "device" => find_chardev(&console_chardev(argument.value())?),
+        _ => None,
+    });
+    consoles.collect()
+}
+
+/// The chardev of a `-device` that is a console.
+fn console_chardev(value: &str) -> Option<String> {
+    let properties = OptionProperties::parse_value(value, "driver")?;
+    let driver = properties.get("driver")?;
+    CONSOLE_DRIVERS
+        .contains(&&*driver)
+        .then(|| properties.get("chardev").map(|id| id.into_owned()))
+        .flatten()
+}
+
+/// A `-chardev` that listens on a Unix socket.
+fn chardev_socket(argument: &CommandArgument) -> Option<GuestConsole> {
+    let value = (argument.name() == "chardev").then(|| argument.value())?;
+    let properties = OptionProperties::parse_value(value, "backend")?;
+    let is_socket = properties.get("backend").as_deref() == Some("socket");
+    let listens = is_socket && properties.is_on("server");
+    let (id, path) = (properties.get("id")?, properties.get("path")?);
+    listens.then(|| GuestConsole { id: id.into_owned(), socket: path.as_ref().into() })
+}
+
+/// The short form of a serial port: `unix:PATH,server=on`, also with a monitor (`mon:`).
+fn short_socket(value: &str, port: usize) -> Option<GuestConsole> {
+    let value = value.strip_prefix("mon:").unwrap_or(value).strip_prefix("unix:")?;
+    let properties = OptionProperties::parse_value(value, "address")?;
+    let path = properties.get("address")?;
+    properties
+        .is_on("server")
+        .then(|| GuestConsole { id: format!("serial{port}"), socket: path.as_ref().into() })
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn found(command: &str) -> Vec<(String, String)> {
+        let words: Vec<String> = command.split(' ').map(str::to_owned).collect();
+        let consoles = find_consoles(&words).into_iter();
+        consoles.map(|it| (it.id, it.socket.to_str().unwrap().to_owned())).collect()
+    }
+
+    #[test]
+    fn every_form_of_a_console_with_a_socket_is_found() {
+        let is = |id: &str, path: &str| vec![(id.to_owned(), path.to_owned())];
+        let socket = "-chardev socket,id=c,path=/c,server=on,wait=off";
+        for (command, expected) in [
+            ("qemu -serial unix:/a,server=on,wait=off".to_owned(), is("serial0", "/a")),
+            ("qemu -serial stdio -serial mon:unix:/a,server".to_owned(), is("serial1", "/a")),
+            (format!("qemu -serial chardev:c {socket}"), is("c", "/c")),
+            (format!("qemu {socket} -device isa-serial,chardev=c"), is("c", "/c")),
+            (format!("qemu {socket} -device virtconsole,chardev=c,bus=b"), is("c", "/c")),
+        ] {
+            assert_eq!(found(&command), expected, "{command}");
+        }
+    }
+
+    #[test]
+    fn what_is_no_console_or_has_no_socket_is_none() {
+        for command in [
+            "qemu",
+            "qemu -serial stdio",
+            "qemu -serial unix:/a",
+            "qemu -serial chardev:x",
+            "qemu -chardev socket,id=c,path=/c -serial chardev:c",
+            "qemu -chardev socket,id=c,path=/c,server=on -mon chardev=c",
+            "qemu -chardev socket,id=c,path=/c,server=on -device virtserialport,chardev=c",
+            "qemu -chardev socket,id=c,host=h,port=1,server=on -serial chardev:c",
+        ] {
+            assert_eq!(found(command), [], "{command}");
+        }
+    }
+}
