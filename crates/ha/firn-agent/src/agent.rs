@@ -11,7 +11,6 @@ use tokio::sync::watch;
 use crate::clusters::cluster_manager::ClusterManager;
 use crate::config::AgentConfig;
 use crate::detect::DetectorTiming;
-use crate::failover::manager::FailoverManager;
 use crate::identity::HostIdentity;
 use crate::membership::MembershipService;
 use crate::peer_monitor::PeerMonitor;
@@ -32,7 +31,6 @@ pub struct Agent {
     pub(crate) networks: NetworkSwitches,
     pub(crate) rejections: RejectionCounts,
     pub(crate) membership: MembershipService,
-    pub(crate) failover: FailoverManager,
     pub(crate) clusters: ClusterManager,
     /// VMs of this host whose epochs this agent carries to a peer.
     carried: Mutex<Vec<(VmName, HostName)>>,
@@ -53,7 +51,7 @@ impl Agent {
         let peers = PeerMonitor::new(times, config.peers.clone());
         let rejections = RejectionCounts::default();
         let (carried, claimed) = (Mutex::default(), Mutex::default());
-        let (networks, failover) = (NetworkSwitches::default(), FailoverManager::default());
+        let networks = NetworkSwitches::default();
         Self {
             config,
             listen,
@@ -64,7 +62,6 @@ impl Agent {
             networks,
             rejections,
             membership,
-            failover,
             clusters: ClusterManager::default(),
             carried,
             claimed,

@@ -19,9 +19,9 @@ use tokio::net::TcpListener;
 use tokio::task::JoinSet;
 
 use crate::agent::Agent;
+use crate::clusters::adoption;
 use crate::config::AgentConfig;
 use crate::detect::DetectorTiming;
-use crate::failover::adoption;
 use crate::identity::HostIdentity;
 use crate::membership::MembershipService;
 use crate::sockets::{AgentLock, ListeningSocket, listen_at, lock_directory};

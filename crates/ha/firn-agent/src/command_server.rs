@@ -16,7 +16,7 @@ use tokio::time::sleep;
 
 use crate::agent::Agent;
 use crate::http::{self, HttpResponse};
-use crate::{clusters, failover, metrics, protect, status};
+use crate::{clusters, metrics, protect, status};
 
 /// Maximum number of connections at once.
 const CONNECTIONS_MAX: usize = 64;
@@ -110,7 +110,7 @@ async fn answer_metrics(agent: Arc<Agent>, request: Request<Incoming>) -> HttpRe
 
 async fn answer_failover(agent: Arc<Agent>, request: Request<Incoming>) -> Result<Value, Failure> {
     let wanted = http::read_json(request).await?;
-    failover::manual::fail_over(&agent, &wanted).await
+    clusters::manual::fail_over(&agent, &wanted).await
 }
 
 /// Protects a VM. That continues when the client disconnects.

@@ -24,11 +24,11 @@
 //! | [`membership`] | this host's part in membership: records and leases |
 //! | [`tunnel`] | carries a stream of epochs |
 //! | [`switch`] | the network between VMs |
-//! | `clusters` | VMs that are checkpointed and fail over as one |
+//! | `clusters` | failover: a VM alone, or VMs that are checkpointed and fail over as one |
 //! | [`vms`] | the VMs of this host |
 //! | `sockets` | locks the agent's directory, and listens at sockets in it |
 //!
-//! `failover` reconciles the VMs of this host with their records. The other modules serve:
+//! `clusters` reconciles the VMs of this host with their records. The other modules serve:
 //! `peer_server` the peers, `command_server` the commands. `protect` and `standbys` are the two
 //! ends of a tunnel, and `heartbeat` is the shell around [`detect`]. What commands share with the
 //! agent is in [`firn_control`]: the protocol, its client, and the paths of sockets and files. The
@@ -42,7 +42,6 @@ mod clusters;
 mod command_server;
 pub mod config;
 pub mod detect;
-mod failover;
 mod heartbeat;
 mod http;
 pub mod identity;

@@ -16,9 +16,8 @@ use tokio::sync::{oneshot, watch};
 use tokio::time::timeout;
 
 use crate::agent::Agent;
-use crate::clusters;
-use crate::failover;
-use crate::failover::record;
+use crate::clusters::failover_unit::FailoverUnit;
+use crate::clusters::{lease, vm_record};
 use crate::peer_connection::PeerConnection;
 use crate::sockets::{ListeningSocket, listen_at};
 use crate::standbys::log_tunnel_end;
@@ -40,7 +39,8 @@ pub(crate) async fn protect_vm(
         let hint = format!("`firn cluster protect {cluster}` on the host that is to be the backup");
         return Err(Failure::new(FailureKind::Refused, text).with_hint(hint));
     }
-    begin_protection(agent, wanted, ProtectionScope::Itself, on_progress).await
+    let unit = FailoverUnit::Vm(wanted.vm.clone());
+    begin_protection(agent, wanted, Some(unit), on_progress).await
 }
 
 /// Protects a member of a cluster. It does not fail over by itself, but with the whole cluster, if
@@ -50,20 +50,14 @@ pub(crate) async fn protect_member(
     wanted: ProtectVmRequest,
     cluster: Option<VmName>,
 ) -> Result<Value, Failure> {
-    begin_protection(agent, wanted, ProtectionScope::Member(cluster), |_| ()).await
+    begin_protection(agent, wanted, cluster.map(FailoverUnit::Cluster), |_| ()).await
 }
 
-/// Whether a VM is protected by itself or as a member of a cluster.
-enum ProtectionScope {
-    Itself,
-    /// As a member of a cluster; the cluster's name is given if it has a record.
-    Member(Option<VmName>),
-}
-
+/// A member of a cluster that has no record is part of no unit.
 async fn begin_protection(
     agent: &Arc<Agent>,
     wanted: ProtectVmRequest,
-    of: ProtectionScope,
+    unit: Option<FailoverUnit>,
     mut on_progress: impl FnMut(&OperationProgress) + Send + 'static,
 ) -> Result<Value, Failure> {
     let ProtectVmRequest { vm, backup, interval_ms, predicts } = wanted.clone();
@@ -71,7 +65,7 @@ async fn begin_protection(
     let _claim = agent.claim_vm(&vm)?;
     let was_leased = check_protectable(agent, &vm).await?.lease.is_some();
     // Before any other host could run it.
-    let lease = acquire_lease(agent, &of, &wanted, was_leased).await?;
+    let lease = acquire_lease(agent, unit.as_ref(), &wanted, was_leased).await?;
     let path = agent.paths.epochs_socket(&backup, &vm);
     let to = format!("unix:{}", path.display());
     let to = to.parse().while_doing_as(FailureKind::Usage, "naming the VM's socket")?;
@@ -90,8 +84,8 @@ async fn begin_protection(
         () = connection_timeout(connected) => Err(silent_supervisor()),
     };
     match &begun {
-        Ok(_) if lease.is_some() && matches!(of, ProtectionScope::Itself) => {
-            record::record_committed_backup(agent, &name, &to_host).await
+        Ok(_) if lease.is_some() && matches!(unit, Some(FailoverUnit::Vm(_))) => {
+            vm_record::record_committed_backup(agent, &name, &to_host).await
         }
         Ok(_) => {}
         Err(_) => {
@@ -108,24 +102,20 @@ async fn begin_protection(
 /// generation.
 async fn acquire_lease(
     agent: &Arc<Agent>,
-    of: &ProtectionScope,
+    unit: Option<&FailoverUnit>,
     wanted: &ProtectVmRequest,
     was_leased: bool,
 ) -> Result<Option<u32>, Failure> {
+    let Some(unit) = unit else { return Ok(None) };
     let vm = &wanted.vm;
-    match of {
-        ProtectionScope::Itself => failover::lease::acquire_lease(agent, wanted).await,
-        ProtectionScope::Member(None) => Ok(None),
-        ProtectionScope::Member(Some(cluster)) => {
-            let belongs = agent.paths.cluster_of(vm).as_ref() == Some(cluster);
-            if was_leased && !belongs {
-                let text = format!("{vm} is under a record of its own, or of another cluster");
-                let failure = Failure::new(FailureKind::Busy, text);
-                return Err(failure.with_hint(format!("`firn release {vm}` ends that")));
-            }
-            clusters::lease::acquire_lease(agent, cluster, vm).await.map(Some)
+    if let FailoverUnit::Cluster(cluster) = unit {
+        if was_leased && agent.paths.cluster_of(vm).as_ref() != Some(cluster) {
+            let text = format!("{vm} is under a record of its own, or of another cluster");
+            let failure = Failure::new(FailureKind::Busy, text);
+            return Err(failure.with_hint(format!("`firn release {vm}` ends that")));
         }
     }
+    lease::acquire_lease(agent, unit, wanted).await
 }
 
 /// Has the backup start a standby, and returns the connection to it.

@@ -68,7 +68,7 @@ fn view_vm(agent: &Agent, status: VmStatus) -> VmView {
             let health = health.map_or(HostHealth::Lost, |health| *health.borrow());
             advise_owner(&status, standby, host, health)
         }
-        _ => agent.failover.unprotected_reason(&status.name),
+        _ => agent.clusters.unprotected_reason(&status.name),
     };
     VmView {
         host: agent.config.name.clone(),

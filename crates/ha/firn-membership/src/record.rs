@@ -109,6 +109,23 @@ mod tests {
         );
     }
 
+    /// Records in a store that an earlier release has written are read, and its agents read what
+    /// this one writes.
+    #[test]
+    fn the_stored_form_stays() {
+        let alone = r#"{"register":{"version":4,"generation":1,"layout":3,"places":{"0":{"primary":5,"backup":6}},"fence":[2],"checkpoint":{"number":2,"generation":1,"layout":3,"request":{"term":0,"count":0},"marks":{"0":0}}},"vms":{"0":"web"}}"#;
+        let cluster = r#"{"register":{"version":1,"generation":0,"layout":1,"places":{"0":{"primary":1,"backup":3},"1":{"primary":2,"backup":null}},"fence":[],"checkpoint":{"number":0,"generation":0,"layout":0,"request":{"term":0,"count":0},"marks":{"0":0,"1":0}}},"vms":{"0":"web","1":"db"}}"#;
+        let ended = r#"{"register":{"version":5,"generation":2,"layout":4,"places":{},"fence":[2,5],"checkpoint":{"number":3,"generation":2,"layout":4,"request":{"term":0,"count":0},"marks":{}}},"vms":{}}"#;
+        for stored in [alone, cluster, ended] {
+            let record = ClusterRecord::from_json(stored.as_bytes()).unwrap();
+            assert_eq!(String::from_utf8(record.to_json().unwrap()).unwrap(), stored);
+        }
+        let record = ClusterRecord::from_json(alone.as_bytes()).unwrap();
+        assert_eq!(record.register.places.len(), 1);
+        assert!(record.register.is_protected() && !record.register.is_ended());
+        assert_eq!(record.to_ended(), ClusterRecord::from_json(ended.as_bytes()).unwrap());
+    }
+
     #[test]
     fn what_makes_no_sense_is_refused_both_ways() {
         type Change = fn(&mut ClusterRecord);

@@ -10,7 +10,7 @@ use firn_supervisor::VmName;
 use tokio::sync::OwnedMutexGuard;
 
 use super::checkpoint_task::CheckpointTask;
-use crate::failover::manager::lock_mutex;
+use super::cluster_manager::lock_mutex;
 
 /// The lock of one cluster, with the task that makes its global checkpoints.
 pub(super) type ClusterLock = OwnedMutexGuard<Option<CheckpointTask>>;

@@ -25,75 +25,24 @@
 
 use std::collections::BTreeMap;
 use std::sync::Arc;
-use std::time::Duration;
 
-use firn_cluster::failover::{FailoverRecord, VmPlacement};
+use firn_cluster::failover::{
+    FailoverRecord, ManualDecision, ManualRefusal, VmPlacement, decide_manual_failover,
+};
 use firn_cluster::{Generation, HostId, VmId};
 use firn_control::{ClusterVm, HostName, StoredCluster};
-use firn_membership::{ClusterName, ClusterRecord, MembershipError, RecordView};
+use firn_membership::{ClusterRecord, MembershipError, RecordView};
 use firn_supervisor::{Failure, FailureKind, VmName};
-use tokio::time::{Instant, sleep};
 
+use super::failover_unit::FailoverUnit;
+use super::membership_access::{
+    begin_register, change_record, has_membership, newest_host, record_name, retry_attempt,
+};
 use crate::agent::Agent;
-use crate::failover::manager::LocalNode;
-use crate::failover::record::{change_record, newest_host};
-
-/// Time between two tries, where another component has to act first.
-pub(super) const RETRY_INTERVAL: Duration = Duration::from_millis(100);
-
-/// Whether this agent has membership, and so clusters have records.
-pub(super) fn has_membership(agent: &Agent) -> bool {
-    agent.membership.store_and_terms().is_some()
-}
-
-pub(super) fn local_node(agent: &Agent) -> Result<LocalNode, MembershipError> {
-    let none =
-        || MembershipError::Unreachable("this agent has not joined membership yet".to_owned());
-    agent.failover.local_node().ok_or_else(none)
-}
-
-pub(super) fn cluster_name(name: &VmName) -> Result<ClusterName, MembershipError> {
-    ClusterName::new(name.as_str())
-}
 
 /// The generation in frames that a change of the record begins.
 fn frame_generation(register: &FailoverRecord) -> Generation {
     Generation(u32::try_from(register.layout + 1).unwrap_or(u32::MAX))
-}
-
-/// The time that a failover may take to begin: a fence, an election, and another lease.
-pub(super) fn failover_wait(agent: &Agent) -> Duration {
-    let ttl = agent.membership.store_and_terms().map_or(RETRY_INTERVAL, |(_, terms)| terms.ttl);
-    6 * ttl
-}
-
-/// Repeats an attempt until it succeeds or is refused, at most for the time of a failover.
-pub(super) async fn retry_attempt<T, F: Future<Output = Result<Option<T>, MembershipError>>>(
-    agent: &Agent,
-    what: &str,
-    mut try_it: impl FnMut(LocalNode) -> F,
-) -> Result<T, Failure> {
-    let (until, mut why) =
-        (Instant::now() + failover_wait(agent), "no server has answered".to_owned());
-    while Instant::now() < until {
-        let tried = match local_node(agent) {
-            Ok(ours) => try_it(ours).await,
-            Err(trouble) => Err(trouble),
-        };
-        match tried {
-            Ok(Some(done)) => return Ok(done),
-            Ok(None) => "something else has to happen first".clone_into(&mut why),
-            Err(MembershipError::Refused(text)) => {
-                return Err(Failure::new(FailureKind::Busy, text));
-            }
-            Err(trouble) => why = trouble.to_string(),
-        }
-        sleep(RETRY_INTERVAL).await;
-    }
-    let failure = Failure::new(FailureKind::Host, format!("{what}: {why}"));
-    Err(failure.with_hint(
-        "`firn cluster status` shows which hosts answer; `firn cluster forget` ends the record if all its hosts are gone",
-    ))
 }
 
 /// Records where the VMs run, and that there are no copies. Returns the generation in frames that
@@ -104,18 +53,19 @@ pub(super) async fn begin_record(
 ) -> Result<(Generation, bool), Failure> {
     let what = format!("{} gets no record", of.name);
     retry_attempt(agent, &what, |ours| async move {
-        let cluster = cluster_name(&of.name)?;
+        let cluster = record_name(&of.name)?;
         let RecordView { known, names, .. } = ours.members.read_view(&cluster).await?;
         let Some(places) = current_places(of, &names) else { return Ok(None) };
         let vms = of.numbered_vms().map(|(vm, placed)| (vm, placed.vm.to_string())).collect();
         let was_there = known.record.as_ref().is_some_and(|it| !it.register.is_ended());
         let register = match &known.record {
-            None => FailoverRecord::new(places),
-            Some(record) if record.register.is_ended() => record.register.with_restart(places),
-            Some(record) if record.vms != vms => return Err(name_taken(&of.name)),
+            Some(record) if was_there && record.vms != vms => return Err(name_taken(&of.name)),
             // One of its agents was started again, and has to adopt its VM.
-            Some(record) if is_elsewhere(&record.register, &places) => return Ok(None),
-            Some(record) => record.register.with_backup(None),
+            Some(record) if was_there && is_elsewhere(&record.register, &places) => {
+                return Ok(None);
+            }
+            Some(record) if was_there => record.register.with_backup(None),
+            before => begin_register(before.as_ref(), places),
         };
         let begins = (frame_generation(&register), was_there);
         let to = ClusterRecord { register, vms };
@@ -124,7 +74,7 @@ pub(super) async fn begin_record(
     .await
 }
 
-fn name_taken(name: &VmName) -> MembershipError {
+pub(super) fn name_taken(name: &VmName) -> MembershipError {
     let text = format!(
         "there is a record of a cluster {name} of other VMs: `firn cluster release {name}` where it was made ends that, or \
          `firn cluster forget {name}` if all its hosts are gone"
@@ -168,7 +118,7 @@ pub(super) async fn record_backup(agent: &Arc<Agent>, of: &StoredCluster) -> Res
     }
     let what = format!("{} does not fail over yet", of.name);
     retry_attempt(agent, &what, |ours| async move {
-        let cluster = cluster_name(&of.name)?;
+        let cluster = record_name(&of.name)?;
         let RecordView { known, .. } = ours.members.read_view(&cluster).await?;
         let over = || MembershipError::Refused(format!("{} was changed by another host", of.name));
         let record = known.record.ok_or_else(over)?;
@@ -203,7 +153,7 @@ pub(super) async fn end_record(agent: &Agent, name: &VmName) -> Result<(), Failu
         return Ok(());
     }
     retry_attempt(agent, &format!("the record of {name} stays"), |ours| async move {
-        let cluster = cluster_name(name)?;
+        let cluster = record_name(name)?;
         let known = ours.members.read_record(&cluster).await?;
         let Some(record) = known.record.filter(|it| !it.register.is_ended()) else {
             return Ok(Some(()));
@@ -221,36 +171,39 @@ pub(super) async fn has_record_ended(agent: &Agent, name: &VmName) -> Result<boo
         return Ok(false);
     }
     retry_attempt(agent, &format!("{name} is not known"), |ours| async move {
-        let known = ours.members.read_record(&cluster_name(name)?).await?;
+        let known = ours.members.read_record(&record_name(name)?).await?;
         Ok(Some(known.record.is_some_and(|record| record.register.is_ended())))
     })
     .await
 }
 
 /// Records that all VMs run on this host, unless the record has that already. They are run when no
-/// other host can send any more.
+/// other host can send any more. The user who requests that declares all old primaries dead:
+/// output that has left is in the newest global checkpoint, whether they live or not.
 pub(super) async fn record_failover(agent: &Arc<Agent>, name: &VmName) -> Result<(), Failure> {
-    agent.clusters.clear_given_up(name);
+    agent.clusters.clear_given_up(&FailoverUnit::Cluster(name.clone()));
     retry_attempt(agent, &format!("{name} does not fail over"), |ours| async move {
-        let cluster = cluster_name(name)?;
+        let cluster = record_name(name)?;
         let RecordView { known, leases, .. } = ours.members.read_view(&cluster).await?;
         let not_here = || {
             let text = "its record does not name this host as the backup of all its VMs";
             MembershipError::Refused(format!("{name} can't be run here: {text}"))
         };
         let record = known.record.ok_or_else(not_here)?;
-        let places = &record.register.places;
-        let is_here = |host: Option<HostId>| host == Some(ours.host);
-        if !places.is_empty() && places.values().all(|place| is_here(Some(place.primary))) {
+        let primaries = record.register.primaries();
+        if primaries == [ours.host].into() {
             return Ok(Some(()));
         }
-        if places.is_empty() || !places.values().all(|place| is_here(place.backup)) {
-            return Err(not_here());
+        match decide_manual_failover(&record.register, &leases, ours.host, &primaries) {
+            ManualDecision::Propose(register) => {
+                let to = ClusterRecord { register, ..record };
+                let changed = change_record(&*ours.members, &cluster, known.revision, &to).await?;
+                Ok(changed.then_some(()))
+            }
+            // This host's own lease may just be requested, or its copies recorded.
+            ManualDecision::Wait | ManualDecision::Refused(ManualRefusal::NoStandby) => Ok(None),
+            ManualDecision::Runs | ManualDecision::Refused(_) => Err(not_here()),
         }
-        // This host's own lease may just be requested.
-        let Some(register) = record.register.with_failover(&leases) else { return Ok(None) };
-        let to = ClusterRecord { register, ..record };
-        Ok(change_record(&*ours.members, &cluster, known.revision, &to).await?.then_some(()))
     })
     .await
 }
@@ -264,7 +217,7 @@ pub(super) async fn read_recorded_vms(
         return Ok(Vec::new());
     }
     retry_attempt(agent, &format!("{name} is not known"), |ours| async move {
-        let RecordView { known, names, .. } = ours.members.read_view(&cluster_name(name)?).await?;
+        let RecordView { known, names, .. } = ours.members.read_view(&record_name(name)?).await?;
         let Some(ClusterRecord { register, vms }) = known.record else {
             return Ok(Some(Vec::new()));
         };

@@ -8,6 +8,8 @@ use firn_supervisor::{Failure, FailureKind, VmName};
 
 use super::cluster_record;
 use super::cluster_store::ClusterStore;
+use super::failover_unit::FailoverUnit;
+use super::membership_access::{failover_wait, has_membership};
 use super::reconciler::ensure_reconciler;
 use super::run_vms::run_from_checkpoint;
 use crate::agent::Agent;
@@ -20,7 +22,7 @@ pub(super) async fn fail_over_cluster(
     agent: &Arc<Agent>,
     name: &VmName,
 ) -> Result<StoredCluster, Failure> {
-    if cluster_record::has_membership(agent) {
+    if has_membership(agent) {
         return fail_over_by_record(agent, name).await;
     }
     let mut sole = agent.clusters.locks.lock_cluster(name).await;
@@ -33,14 +35,15 @@ async fn fail_over_by_record(agent: &Arc<Agent>, name: &VmName) -> Result<Stored
     let records = ClusterStore::from_paths(&agent.paths);
     records.require_cluster(name)?;
     cluster_record::record_failover(agent, name).await?;
-    ensure_reconciler(agent, name);
-    let deadline = Instant::now() + cluster_record::failover_wait(agent);
+    let unit = FailoverUnit::Cluster(name.clone());
+    ensure_reconciler(agent, &unit);
+    let deadline = Instant::now() + failover_wait(agent);
     loop {
         let record = records.require_cluster(name)?;
         if record.state == ClusterState::FailedOver {
             return Ok(record);
         }
-        if let Some(why) = agent.clusters.give_up_reason(name) {
+        if let Some(why) = agent.clusters.give_up_reason(&unit) {
             let hint = format!("`firn cluster failover {name}` again runs those that do not run");
             return Err(Failure::new(FailureKind::Other, why).with_hint(hint));
         }

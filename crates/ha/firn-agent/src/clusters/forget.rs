@@ -15,9 +15,9 @@ use firn_membership::{ClusterRecord, MembershipError, RecordView};
 use firn_supervisor::{Failure, FailureKind, VmName};
 
 use super::host_evidence::{HostEvidence, RecordedHost};
-use super::{cluster_record, release};
+use super::membership_access::{change_record, record_name};
+use super::release;
 use crate::agent::Agent;
-use crate::failover::record::change_record;
 use crate::status;
 
 /// How often the record is read again if other hosts change it meanwhile.
@@ -34,7 +34,7 @@ pub(super) async fn forget_record(
         return Err(Failure::new(FailureKind::Usage, text).with_hint(hint));
     };
     let mut sole = agent.clusters.locks.lock_cluster(name).await;
-    let cluster = cluster_record::cluster_name(name).map_err(membership_failure)?;
+    let cluster = record_name(name).map_err(membership_failure)?;
     for _ in 0..TRIES {
         let RecordView { known, leases, names } =
             members.read_view(&cluster).await.map_err(membership_failure)?;
@@ -47,8 +47,7 @@ pub(super) async fn forget_record(
         if ended.map_err(membership_failure)? {
             tracing::warn!("{name} is forgotten: {hosts:?}");
             release::load_current(agent, &mut sole, name).await?;
-            agent.clusters.clear_given_up(name);
-            agent.failover.forget_vm(name);
+            agent.clusters.forget_failures(name);
             return Ok(ForgottenRecord {
                 name: name.clone(),
                 vms: record.vms.into_values().collect(),

@@ -15,6 +15,8 @@ use super::checkpoints::spawn_checkpoints;
 use super::cluster_lock::ClusterLock;
 use super::cluster_store::ClusterStore;
 use super::create::{build_cluster, locate_vm};
+use super::failover_unit::FailoverUnit;
+use super::membership_access::has_membership;
 use super::reconciler::ensure_reconciler;
 use super::remote_vm::{ASK_WAIT, RemoteVm};
 use super::{cluster_record, release};
@@ -32,7 +34,7 @@ pub(super) async fn protect_cluster(
     let mut record = cluster_to_protect(agent, &mut sole, &records, name).await?;
     record.term += 1;
     let was_there;
-    (record.generation, was_there) = match cluster_record::has_membership(agent) {
+    (record.generation, was_there) = match has_membership(agent) {
         true => cluster_record::begin_record(agent, &record).await?,
         false => (record.generation.next(), false),
     };
@@ -49,7 +51,7 @@ pub(super) async fn protect_cluster(
     let first = begun.request_checkpoint();
     *sole = Some(begun);
     let first = first.await;
-    if !cluster_record::has_membership(agent) {
+    if !has_membership(agent) {
         return first.and_then(|_| records.require_cluster(name));
     }
     // From then on this host may run them.
@@ -61,7 +63,7 @@ pub(super) async fn protect_cluster(
         release::undo_protection(agent, &mut sole, record, was_there).await;
         return Err(failure);
     }
-    ensure_reconciler(agent, name);
+    ensure_reconciler(agent, &FailoverUnit::Cluster(name.clone()));
     records.require_cluster(name)
 }
 
@@ -121,7 +123,7 @@ async fn begin_protection(agent: &Arc<Agent>, record: &StoredCluster) -> Result<
     for placed in record.vms.clone() {
         let mut remote = RemoteVm::new(agent, &placed);
         let interval_ms = record.interval_ms;
-        let cluster = cluster_record::has_membership(agent).then(|| record.name.clone());
+        let cluster = has_membership(agent).then(|| record.name.clone());
         begun.spawn(async move {
             remote
                 .request_protection(interval_ms, cluster)

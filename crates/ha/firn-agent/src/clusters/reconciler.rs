@@ -1,269 +1,296 @@
-//! The reconcile loop of one cluster at this host: its cluster member, and the planned actions.
+//! The reconcile loop of one failover unit at this host: its cluster member, and the planned
+//! actions.
+//!
+//! ```text
+//!   membership ---- record ----> ClusterMember: requests the lease, runs and ends VMs (host_actions)
+//!       |  ^
+//!       |  '-- change_record --------------.
+//!       '--- record, leases ---.           |
+//!   supervisors --- states ----+--> plan_action (firn-cluster, pure) --> one action for the VMs
+//! ```
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::sync::Arc;
 
 use firn_cluster::HostId;
-use firn_control::{ClusterState, HostHealth, HostName};
+use firn_cluster::failover::reconcile::{
+    ObservedCluster, ObservedVm, ReconcileAction, plan_action,
+};
+use firn_control::HostName;
 use firn_membership::{ClusterMember, ClusterRecord, MembershipError, RecordView};
-use firn_supervisor::{FailureKind, MemberRequest, SupervisorRequest, VmName};
+use firn_supervisor::{Failure, MemberRequest, SupervisorRequest, VmName};
 use tokio::time::{Instant, sleep};
 
-use super::cluster_manager::ReconciledCluster;
-use super::cluster_record::{RETRY_INTERVAL, cluster_name, local_node};
-use super::cluster_store::ClusterStore;
-use super::host_actions::{ClusterHostActions, grant_lease};
-use super::reconcile::{self, ClusterAction, ObservedCluster, plan_action};
+use super::cluster_lock::ClusterLock;
+use super::cluster_manager::{LocalNode, POLLS_PER_LEASE, RunningReconciler, lock_mutex};
+use super::failover_unit::FailoverUnit;
+use super::host_actions::{UnitHostActions, end_vm, grant_lease};
+use super::membership_access::{change_record, record_name};
+use super::observe::{are_backups_alive, observe_unit};
 use super::release;
 use super::reprotect::Reprotection;
 use crate::agent::Agent;
-use crate::failover::host_actions::end_vm;
-use crate::failover::manager::{LocalNode, POLLS_PER_LEASE, lock_mutex};
-use crate::failover::record::{change_record, newest_host};
+use crate::vms::LocalVms;
 
-/// Starts the reconcile loop of a cluster, unless it runs already or has failed before.
-pub(crate) fn ensure_reconciler(agent: &Arc<Agent>, name: &VmName) -> Option<Arc<ClusterMember>> {
-    let LocalNode { members, terms, host } = agent.failover.local_node()?;
-    let clusters = &agent.clusters;
-    if lock_mutex(&clusters.given_up).contains_key(name) {
+/// Starts the reconcile loop of a unit, unless it runs already or has failed before.
+pub(super) fn ensure_reconciler(
+    agent: &Arc<Agent>,
+    unit: &FailoverUnit,
+) -> Option<Arc<ClusterMember>> {
+    let node = agent.clusters.local_node()?;
+    if agent.clusters.give_up_reason(unit).is_some() {
         return None;
     }
-    let mut tended = lock_mutex(&clusters.running);
-    tended.retain(|_, it| !it.task.is_finished());
-    if let Some(it) = tended.get(name) {
-        return Some(Arc::clone(&it.post));
+    let mut running = lock_mutex(&agent.clusters.reconcilers);
+    running.retain(|_, it| !it.task.is_finished());
+    if let Some(it) = running.get(unit) {
+        return Some(Arc::clone(&it.member));
     }
-    let local = ClusterHostActions::new(agent, name);
-    let member =
-        ClusterMember::new(members, Arc::new(local), cluster_name(name).ok()?, host, terms);
-    let member = Arc::new(member);
-    let task = tokio::spawn(follow_record(Arc::clone(agent), name.clone(), Arc::clone(&member)));
-    tended.insert(
-        name.clone(),
-        ReconciledCluster { post: Arc::clone(&member), task: task.abort_handle() },
-    );
+    let LocalNode { members, terms, host } = node.clone();
+    let local = Arc::new(UnitHostActions::new(agent, unit));
+    let record = record_name(unit.name()).ok()?;
+    let member = Arc::new(ClusterMember::new(members, local, record, host, terms));
+    let task = follow_record(Arc::clone(agent), node, unit.clone(), Arc::clone(&member));
+    let task = tokio::spawn(task).abort_handle();
+    running.insert(unit.clone(), RunningReconciler { member: Arc::clone(&member), task });
     Some(member)
 }
 
-async fn follow_record(agent: Arc<Agent>, name: VmName, member: Arc<ClusterMember>) {
+/// Follows the record of a unit until its VMs could not be run here, or nothing of it is left.
+async fn follow_record(
+    agent: Arc<Agent>,
+    node: LocalNode,
+    unit: FailoverUnit,
+    member: Arc<ClusterMember>,
+) {
     tokio::select! {
         done = member.follow_record() => {
             if let Err(trouble) = done {
-                tracing::error!("cluster {name} can't run here, so this host does nothing more for it: {trouble}");
-                lock_mutex(&agent.clusters.given_up).insert(name.clone(), trouble.to_string());
+                tracing::error!("{unit} can't run here, so this host does nothing more for it: {trouble}");
+                lock_mutex(&agent.clusters.given_up).insert(unit.clone(), trouble.to_string());
             }
         }
-        () = run_reconciler(&agent, &name, &member) => {}
+        () = run_reconciler(&agent, &node, &unit, &member) => {}
     }
-    // Later VMs of the same names must not use these leases.
-    grant_lease(&agent, &name, None);
+    // Later VMs of the same names must not use this lease.
+    grant_lease(&agent, &unit, None);
 }
 
-async fn run_reconciler(agent: &Arc<Agent>, name: &VmName, member: &ClusterMember) {
-    let mut state = ReconcileState::default();
+async fn run_reconciler(
+    agent: &Arc<Agent>,
+    node: &LocalNode,
+    unit: &FailoverUnit,
+    member: &ClusterMember,
+) {
+    let (before, again, unprotected) = Default::default();
+    let mut state = Reconciler { agent, node, unit, member, before, again, unprotected };
     loop {
-        match reconcile_once(agent, name, member, &mut state).await {
+        match state.reconcile_once().await {
             Ok(true) => {}
             Ok(false) => return,
-            Err(trouble) => {
-                tracing::debug!("no action is planned for cluster {name}: {trouble}")
-            }
+            Err(trouble) => tracing::debug!("no action is planned for {unit}: {trouble}"),
         }
-        let ttl = agent.membership.store_and_terms().map_or(RETRY_INTERVAL, |(_, terms)| terms.ttl);
-        sleep(ttl / POLLS_PER_LEASE).await;
+        sleep(node.terms.ttl / POLLS_PER_LEASE).await;
     }
 }
 
-/// State that the loop retains from one run to the next.
-#[derive(Default)]
-struct ReconcileState {
-    deed: ClusterAction,
+struct Reconciler<'a> {
+    agent: &'a Arc<Agent>,
+    node: &'a LocalNode,
+    unit: &'a FailoverUnit,
+    member: &'a ClusterMember,
+    /// The action that was planned before.
+    before: ReconcileAction<VmName>,
     again: Reprotection,
     /// Since when the epochs of a VM that runs here are not sent.
     unprotected: Option<Instant>,
 }
 
-impl ReconcileState {
+impl Reconciler<'_> {
+    /// Observes once, and performs the planned action. Returns whether the loop continues.
+    async fn reconcile_once(&mut self) -> Result<bool, MembershipError> {
+        let (agent, unit) = (self.agent, self.unit);
+        if matches!(unit, FailoverUnit::Vm(vm) if agent.paths.cluster_of(vm).is_some()) {
+            // It has joined a cluster of several VMs, whose lease it obeys.
+            return Ok(false);
+        }
+        // A command may be changing the cluster, or protecting one of its VMs.
+        let Some(sole) = agent.clusters.locks.try_lock(unit.name()) else { return Ok(true) };
+        if self.is_claimed() {
+            return Ok(true);
+        }
+        let cluster = record_name(unit.name())?;
+        let RecordView { known, leases, names } = self.node.members.read_view(&cluster).await?;
+        let Some(record) = known.record else { return Ok(true) };
+        let observed = observe_unit(agent, unit, &record, &names, self.node.host).await;
+        // A command may have claimed a VM meanwhile.
+        let Some(mut here) = observed.filter(|_| !self.is_claimed()) else { return Ok(true) };
+        here.is_cut_off = self.is_cut_off(&here, || are_backups_alive(agent, &record, &names));
+        let own = agent.config.name.as_str();
+        let mine = names.iter().filter(|(host, it)| **host < self.node.host && *it == own);
+        let mine = mine.map(|(host, _)| *host).collect();
+        let action = plan_action(self.node.host, &mine, &record.register, &leases, &here);
+        if action != self.before {
+            tracing::info!("{unit}: {action:?}, for {here:?}");
+        }
+        let before = std::mem::replace(&mut self.before, action.clone());
+        if !action.is_sure(&before) {
+            return Ok(true);
+        }
+        if self.has_died(&action, &here) {
+            tracing::warn!("{unit} has died here: its backup has to run it");
+            return Ok(false);
+        }
+        let register = &record.register;
+        let next = match action {
+            ReconcileAction::RecordBackup(backup) => register.with_backup(backup),
+            ReconcileAction::Adopt(host) => register.with_adopting_host(host, self.node.host),
+            ReconcileAction::AdoptCopies(host) => {
+                register.with_inheriting_host(host, self.node.host)
+            }
+            ReconcileAction::EndRecord => register.with_end(),
+            ReconcileAction::Nothing => return Ok(!self.forget_if_over(&record, &here)),
+            other => {
+                self.perform_action(other, sole, &record, &names).await;
+                return Ok(true);
+            }
+        };
+        let vms = if next.is_ended() { BTreeMap::new() } else { record.vms };
+        let to = ClusterRecord { register: next, vms };
+        let is_done = change_record(&*self.node.members, &cluster, known.revision, &to).await?;
+        Ok(!(is_done && self.has_left(&to)))
+    }
+
+    fn is_claimed(&self) -> bool {
+        self.unit.local_vms(&self.agent.paths).iter().any(|vm| self.agent.is_claimed(vm))
+    }
+
     /// Whether epochs have not been sent for so long that the cause is no loss of a backup: a lost
     /// host still has its lease for a while, and longer if an election came with the loss.
-    fn is_cut_off(
-        &mut self,
-        here: &ObservedCluster,
-        are_heard: impl Fn() -> bool,
-        node: &LocalNode,
-    ) -> bool {
+    fn is_cut_off(&mut self, here: &ObservedCluster<VmName>, are_alive: impl Fn() -> bool) -> bool {
         let since =
             here.is_unprotected().then(|| *self.unprotected.get_or_insert_with(Instant::now));
         self.unprotected = since;
-        let ttl = node.terms.ttl;
+        let ttl = self.node.terms.ttl;
         since.is_some_and(|since| {
             let long = since.elapsed();
-            long > 4 * ttl || (long > ttl && are_heard())
+            long > 4 * ttl || (long > ttl && are_alive())
         })
     }
-}
 
-/// Whether the hosts that have copies are alive, as this host sees them.
-fn are_backups_alive(
-    agent: &Agent,
-    record: &ClusterRecord,
-    names: &BTreeMap<HostId, String>,
-) -> bool {
-    let backups: BTreeSet<HostId> =
-        record.register.places.values().filter_map(|place| place.backup).collect();
-    backups.iter().all(|host| {
-        let name = names.get(host).and_then(|name| HostName::new(name.clone()).ok());
-        let is_newest = name.as_ref().and_then(|name| newest_host(names, name)) == Some(*host);
-        let health = name.and_then(|name| agent.peers.health(&name));
-        is_newest && health.is_some_and(|it| *it.borrow() == HostHealth::Alive)
-    })
-}
+    /// Whether a VM alone has died: this host does nothing more for it, and requests no lease. So
+    /// its record stays, even if a user removes what is left of the VM here.
+    fn has_died(&self, action: &ReconcileAction<VmName>, here: &ObservedCluster<VmName>) -> bool {
+        let is_alone = matches!(self.unit, FailoverUnit::Vm(_));
+        is_alone && *action == ReconcileAction::YieldLease && !here.has_leased_vm()
+    }
 
-/// Observes once, and performs the planned action. Returns whether the loop continues.
-async fn reconcile_once(
-    agent: &Arc<Agent>,
-    name: &VmName,
-    member: &ClusterMember,
-    state: &mut ReconcileState,
-) -> Result<bool, MembershipError> {
-    // A command may be changing the cluster.
-    let Some(mut sole) = agent.clusters.locks.try_lock(name) else { return Ok(true) };
-    if agent.paths.members_of(name).iter().any(|vm| agent.is_claimed(vm)) {
-        return Ok(true);
+    /// Whether the VM alone has left with the record that this host has just ended. Other VMs of a
+    /// cluster have to be detached yet.
+    fn has_left(&self, record: &ClusterRecord) -> bool {
+        let has = record.register.is_ended() && matches!(self.unit, FailoverUnit::Vm(_));
+        if has {
+            lock_mutex(&self.agent.clusters.troubles).remove(self.unit);
+        }
+        has
     }
-    let node = local_node(agent)?;
-    let cluster = cluster_name(name)?;
-    let RecordView { known, leases, names } = node.members.read_view(&cluster).await?;
-    let Some(record) = known.record else { return Ok(true) };
-    let Some(mut here) = observe_cluster(agent, name, &record, node.host).await else {
-        return Ok(true);
-    };
-    here.is_cut_off = state.is_cut_off(&here, || are_backups_alive(agent, &record, &names), &node);
-    let own = agent.config.name.as_str();
-    let mine = names.iter().filter(|(host, it)| **host < node.host && *it == own);
-    let mine: BTreeSet<HostId> = mine.map(|(host, _)| *host).collect();
-    let action = plan_action(node.host, &mine, &record, &leases, &here);
-    if action != state.deed {
-        tracing::info!("cluster {name}: {action:?}, for {here:?}");
+
+    /// Whether the record has ended, and nothing of it is on this host any more. If so, its VMs
+    /// are forgotten.
+    fn forget_if_over(&self, record: &ClusterRecord, here: &ObservedCluster<VmName>) -> bool {
+        let is_standby = |vm: ObservedVm| matches!(vm, ObservedVm::Standby { .. });
+        let has_standby = matches!(self.unit, FailoverUnit::Vm(_))
+            && here.vms.values().any(|vm| is_standby(vm.state));
+        let is_over =
+            record.register.is_ended() && !here.is_kept && !has_standby && !here.has_leased_vm();
+        if let (true, FailoverUnit::Cluster(_)) = (is_over, self.unit) {
+            let paths = &self.agent.paths;
+            self.unit.local_vms(paths).iter().for_each(|vm| paths.forget_cluster(vm));
+        }
+        is_over
     }
-    state.deed = action.clone();
-    let register = &record.register;
-    let next = match action {
-        ClusterAction::ClearBackup => register.with_backup(None),
-        ClusterAction::Adopt(before) => register.with_adopting_host(before, node.host),
-        ClusterAction::AdoptCopies(before) => register.with_inheriting_host(before, node.host),
-        ClusterAction::EndRecord => register.with_end(),
-        ClusterAction::DropCopies => {
-            if let Err(failure) = release::drop_copies(agent, &mut sole, name).await {
-                tracing::warn!("copies of cluster {name} can't be dropped: {failure}");
+
+    async fn perform_action(
+        &mut self,
+        action: ReconcileAction<VmName>,
+        mut sole: ClusterLock,
+        record: &ClusterRecord,
+        names: &BTreeMap<HostId, String>,
+    ) {
+        let (agent, unit, register) = (self.agent, self.unit, &record.register);
+        match action {
+            ReconcileAction::YieldLease => self.member.yield_lease(register.generation),
+            ReconcileAction::Fence(vm) => {
+                drop(sole);
+                let why = self.describe_move(record, names);
+                end_vm(agent, &vm, register.generation, &why).await;
             }
-            return Ok(true);
-        }
-        ClusterAction::Protect => {
-            let called = register.primaries().into_iter().filter_map(|host| names.get(&host));
-            let runs = called.filter_map(|it| HostName::new(it.clone()).ok()).collect();
-            state.again.ask_next_host(agent, name, &runs);
-            return Ok(true);
-        }
-        ClusterAction::Nothing => return Ok(!forget_if_over(agent, name, &record, &here)),
-        other => {
-            drop(sole);
-            perform_action(agent, name, member, &record, other).await;
-            return Ok(true);
-        }
-    };
-    let vms = if next.is_ended() { BTreeMap::new() } else { record.vms };
-    change_record(&*node.members, &cluster, known.revision, &ClusterRecord { register: next, vms })
-        .await?;
-    Ok(true)
-}
-
-/// Whether nothing of an ended cluster is on this host any more. If so, its VMs are forgotten.
-fn forget_if_over(
-    agent: &Agent,
-    name: &VmName,
-    record: &ClusterRecord,
-    here: &ObservedCluster,
-) -> bool {
-    let obeys = |vm: &reconcile::ObservedMember| {
-        matches!(vm, reconcile::ObservedMember::Runs { lease: Some(_), .. })
-    };
-    let is_over = record.register.is_ended() && !here.is_kept && !here.vms.values().any(obeys);
-    if is_over {
-        agent.paths.members_of(name).iter().for_each(|vm| agent.paths.forget_cluster(vm));
-    }
-    is_over
-}
-
-/// Observes the cluster on this host; `None` if its state cannot be read now.
-async fn observe_cluster(
-    agent: &Arc<Agent>,
-    name: &VmName,
-    record: &ClusterRecord,
-    me: HostId,
-) -> Option<ObservedCluster> {
-    let mut vms: BTreeSet<VmName> = agent.paths.members_of(name).into_iter().collect();
-    let placed = record.register.places.iter().filter(|(_, place)| place.primary == me);
-    let names = placed.filter_map(|(vm, _)| record.vms.get(vm));
-    vms.extend(names.filter_map(|vm| VmName::new(vm.clone()).ok()));
-    let state =
-        ClusterStore::from_paths(&agent.paths).load_cluster(name).ok()?.map(|record| record.state);
-    let is_kept = matches!(state, Some(ClusterState::Protected | ClusterState::FailingOver));
-    let looked = agent.run_blocking(move |them| {
-        let mut seen = BTreeMap::new();
-        for vm in vms {
-            let is = match them.vm_status(&vm) {
-                Ok(status) => reconcile::ObservedMember::from_status(&status),
-                Err(failure) if failure.kind == FailureKind::NoSuchVm => {
-                    reconcile::ObservedMember::Nothing
-                }
-                Err(failure) => return Err(failure),
-            };
-            seen.insert(vm, is);
-        }
-        Ok(seen)
-    });
-    looked.await.ok().map(|vms| ObservedCluster { vms, is_kept, is_cut_off: false })
-}
-
-async fn perform_action(
-    agent: &Arc<Agent>,
-    name: &VmName,
-    member: &ClusterMember,
-    record: &ClusterRecord,
-    action: ClusterAction,
-) {
-    match action {
-        ClusterAction::YieldLease => {
-            member.yield_lease(record.register.generation);
-        }
-        ClusterAction::Fence(vm) => {
-            let generation = record.register.generation.0;
-            let why = format!("its cluster {name} continues elsewhere, in generation {generation}");
-            end_vm(agent, &vm, &why).await;
-        }
-        ClusterAction::Detach(vm) => detach_vm(agent, &vm).await,
-        ClusterAction::ReleaseOutput(vms) => {
-            for vm in vms {
-                let on = vm.clone();
-                let done = agent.run_blocking(move |them| them.resume_output(&on)).await;
-                if let Err(failure) = done {
-                    tracing::warn!("{vm} should release its output, and does not: {failure}");
+            ReconcileAction::Detach(vm) => self.run_work(&vm, "leave its cluster", detach_vm).await,
+            ReconcileAction::ReleaseOutput(vms) => {
+                for vm in &vms {
+                    let resume = |them: &dyn LocalVms, vm: &VmName| them.resume_output(vm);
+                    self.run_work(vm, "release its output", resume).await;
                 }
             }
+            ReconcileAction::DropCopies => match unit {
+                FailoverUnit::Vm(vm) => {
+                    // Another standby of this name may be about to start, or have just started.
+                    if let Ok(_claim) = agent.claim_vm(vm) {
+                        self.run_work(vm, "end as a standby", stop_if_ended).await;
+                    }
+                }
+                FailoverUnit::Cluster(name) => {
+                    if let Err(failure) = release::drop_copies(agent, &mut sole, name).await {
+                        tracing::warn!("copies of {unit} can't be dropped: {failure}");
+                    }
+                }
+            },
+            ReconcileAction::Protect => {
+                let named = register.primaries().into_iter().filter_map(|host| names.get(&host));
+                let runs = named.filter_map(|it| HostName::new(it.clone()).ok());
+                self.again.protect_by_next_host(agent, unit, &runs.collect::<BTreeSet<_>>());
+            }
+            _ => {}
         }
-        _ => {}
+    }
+
+    /// Why a VM of the unit has to end here.
+    fn describe_move(&self, record: &ClusterRecord, names: &BTreeMap<HostId, String>) -> String {
+        let generation = record.register.generation.0;
+        match self.unit {
+            FailoverUnit::Vm(_) => {
+                let primary = record.register.primaries().first().copied();
+                let host = primary.and_then(|host| names.get(&host)).map_or("?", String::as_str);
+                format!("it runs at host {host} since its timeline {generation} began")
+            }
+            FailoverUnit::Cluster(name) => {
+                format!("its cluster {name} continues elsewhere, in generation {generation}")
+            }
+        }
+    }
+
+    async fn run_work(
+        &self,
+        vm: &VmName,
+        what: &str,
+        work: fn(&dyn LocalVms, &VmName) -> Result<(), Failure>,
+    ) {
+        let name = vm.clone();
+        if let Err(failure) = self.agent.run_blocking(move |vms| work(vms, &name)).await {
+            tracing::warn!("{vm} should {what}, and does not: {failure}");
+        }
+    }
+}
+
+fn stop_if_ended(vms: &dyn LocalVms, vm: &VmName) -> Result<(), Failure> {
+    match vms.vm_status(vm)?.standby {
+        Some(standby) if standby.ended.is_some() => vms.stop_standby(vm),
+        _ => Ok(()),
     }
 }
 
 /// The cluster has ended: the VM continues by itself.
-async fn detach_vm(agent: &Arc<Agent>, vm: &VmName) {
-    let name = vm.clone();
-    let done = agent.run_blocking(move |them| {
-        them.ask_supervisor(&name, &SupervisorRequest::ReleaseMember)?;
-        them.ask_supervisor(&name, &SupervisorRequest::Member(MemberRequest::Leave)).map(drop)
-    });
-    if let Err(failure) = done.await {
-        tracing::warn!("{vm} should leave its cluster, and does not: {failure}");
-    }
+fn detach_vm(vms: &dyn LocalVms, vm: &VmName) -> Result<(), Failure> {
+    vms.ask_supervisor(vm, &SupervisorRequest::ReleaseMember)?;
+    vms.ask_supervisor(vm, &SupervisorRequest::Member(MemberRequest::Leave)).map(drop)
 }

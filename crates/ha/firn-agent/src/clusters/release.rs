@@ -9,6 +9,7 @@ use super::ask_vms::{ask_all_vms, ask_each_vm};
 use super::cluster_lock::{self, ClusterLock};
 use super::cluster_record;
 use super::cluster_store::ClusterStore;
+use super::membership_access::has_membership;
 use super::remote_vm::{ASK_WAIT, RELEASE_WAIT};
 use super::run_vms::wait_settled;
 use crate::agent::Agent;
@@ -21,7 +22,7 @@ pub(super) async fn release_cluster(
     let mut sole = agent.clusters.locks.lock_cluster(name).await;
     let record = ClusterStore::from_paths(&agent.paths).require_cluster(name)?;
     match record.state {
-        ClusterState::FailedOver if cluster_record::has_membership(agent) => {
+        ClusterState::FailedOver if has_membership(agent) => {
             // They obey the cluster's lease, though no host has copies of them.
             let left = release_members(agent, &record).await;
             left.and(cluster_record::end_record(agent, name).await).map(|()| record)

@@ -1,63 +1,93 @@
-//! Reprotection of a cluster that has no copies any more: hosts that run none of its VMs are asked
-//! in turn, until one protects it.
+//! Reprotection of VMs that have no copies any more: other hosts are tried one after another, until
+//! one has copies.
 
 use std::collections::BTreeSet;
 use std::sync::Arc;
 
-use firn_control::api::{KEEP, ProtectionOptions};
+use firn_control::api::{KEEP, ProtectVmRequest, ProtectionOptions};
 use firn_control::{HostHealth, HostName};
 use firn_supervisor::{Failure, FailureContext as _, FailureKind, VmName};
 use tokio::task::JoinHandle;
 use tokio::time::{Instant, timeout};
 
+use super::cluster_manager::lock_mutex;
 use super::cluster_store::ClusterStore;
+use super::failover_unit::FailoverUnit;
 use super::remote_vm::PROTECT_WAIT;
 use crate::agent::Agent;
 use crate::peer_connection::PeerConnection;
 
-/// Milliseconds from one cut to the next where none are configured: the default of
-/// `firn cluster protect`.
+/// Milliseconds from one cut to the next, unless this host has a request for the VM or the cluster:
+/// the default of `firn protect` and `firn cluster protect`.
 const INTERVAL_MS: u64 = 100;
 
 /// The state of the search for a host.
 #[derive(Default)]
 pub(super) struct Reprotection {
-    asked: Option<JoinHandle<()>>,
+    task: Option<JoinHandle<()>>,
     tried: Option<HostName>,
     until: Option<Instant>,
 }
 
 impl Reprotection {
-    /// Asks the next host that is alive, if no request is open. A host that runs a VM of the
-    /// cluster can't be its backup.
-    pub(super) fn ask_next_host(
+    /// Tries the next host that is alive, if no try is open. A host that runs a VM of the unit
+    /// can't be its backup.
+    pub(super) fn protect_by_next_host(
         &mut self,
         agent: &Arc<Agent>,
-        name: &VmName,
+        unit: &FailoverUnit,
         runs: &BTreeSet<HostName>,
     ) {
-        let is_busy = self.asked.as_ref().is_some_and(|it| !it.is_finished())
+        let is_busy = self.task.as_ref().is_some_and(|it| !it.is_finished())
             || self.until.is_some_and(|until| Instant::now() < until);
+        if is_busy {
+            return;
+        }
         let alive = |peer: &HostName| {
             agent.peers.health(peer).is_some_and(|it| *it.borrow() == HostHealth::Alive)
         };
         let peers = agent.config.peers.keys().filter(|it| !runs.contains(*it) && alive(it));
         let peers: Vec<&HostName> = peers.collect();
         let after = |host: &&&HostName| self.tried.as_ref().is_none_or(|tried| **host > tried);
-        let Some(host) = peers.iter().find(after).or(peers.first()).filter(|_| !is_busy) else {
-            return;
+        let Some(host) = peers.iter().find(after).or(peers.first()) else {
+            return note_trouble(agent, unit, "no other host answers".to_owned());
         };
         let host = (*host).clone();
         self.tried = Some(host.clone());
-        self.until =
-            agent.membership.store_and_terms().map(|(_, terms)| Instant::now() + terms.ttl);
-        let (agent, name) = (Arc::clone(agent), name.clone());
-        self.asked = Some(tokio::spawn(async move {
-            match ask_host(&agent, &name, &host).await {
-                Ok(()) => tracing::info!("cluster {name} is protected again, by host {host}"),
-                Err(failure) => tracing::warn!("host {host} does not protect {name}: {failure}"),
+        self.until = agent.clusters.local_node().map(|node| Instant::now() + node.terms.ttl);
+        let (agent, unit) = (Arc::clone(agent), unit.clone());
+        self.task = Some(tokio::spawn(async move {
+            match protect_by_host(&agent, &unit, &host).await {
+                Ok(()) => {
+                    lock_mutex(&agent.clusters.troubles).remove(&unit);
+                    tracing::info!("{unit} is protected again, by host {host}");
+                }
+                Err(failure) => {
+                    note_trouble(&agent, &unit, format!("host {host} can't: {failure}"))
+                }
             }
         }));
+    }
+}
+
+/// The coordinator protects: this host a VM alone, the other host a cluster.
+async fn protect_by_host(
+    agent: &Arc<Agent>,
+    unit: &FailoverUnit,
+    host: &HostName,
+) -> Result<(), Failure> {
+    match unit {
+        FailoverUnit::Vm(vm) => {
+            let wanted = lock_mutex(&agent.clusters.protect_requests).get(vm).cloned();
+            let (interval_ms, predicts) =
+                wanted.map_or((INTERVAL_MS, true), |it| (it.interval_ms, it.predicts));
+            let (vm, backup) = (vm.clone(), host.clone());
+            let wanted = ProtectVmRequest { vm, backup, interval_ms, predicts };
+            // Boxed: protecting acquires the lease, and so may start the reconcile loop that
+            // contains this.
+            Box::pin(crate::protect::protect_vm(agent, wanted, |_| ())).await.map(drop)
+        }
+        FailoverUnit::Cluster(name) => ask_host(agent, name, host).await,
     }
 }
 
@@ -70,4 +100,12 @@ async fn ask_host(agent: &Arc<Agent>, name: &VmName, host: &HostName) -> Result<
     let reply = timeout(PROTECT_WAIT, link.post_bytes(&format!("{KEEP}{name}"), how)).await;
     let late = |_| Failure::new(FailureKind::Other, format!("host {host} has not answered"));
     reply.map_err(late)?.map(drop)
+}
+
+fn note_trouble(agent: &Agent, unit: &FailoverUnit, why: String) {
+    let text = format!("{unit} is not protected: {why}");
+    let before = lock_mutex(&agent.clusters.troubles).insert(unit.clone(), text.clone());
+    if before.as_ref() != Some(&text) {
+        tracing::warn!("{text}");
+    }
 }

@@ -597,4 +597,10 @@ fn one_of_a_cluster_is_not_protected_alone() {
     hosts.protect();
     let refused = hosts.hosts[0].protect("web", "b").unwrap_err();
     assert!(refused.to_string().contains("belongs to cluster shop"), "{refused}");
+    // Nor a VM whose record would be that of the cluster.
+    hosts.models[0].add(&vm("shop"), Vm { state: "running", ..Vm::default() });
+    let refused = hosts.hosts[0].protect("shop", "b").unwrap_err();
+    assert_eq!(refused.kind, FailureKind::Busy);
+    assert!(refused.to_string().contains("a record of a cluster shop of other VMs"), "{refused}");
+    assert_eq!(places(&hosts.hosts[2]), [["a", "c"], ["b", "c"]]);
 }

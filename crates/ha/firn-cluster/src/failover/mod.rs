@@ -53,6 +53,7 @@ mod controller;
 mod guard;
 mod lease;
 mod manual;
+pub mod reconcile;
 mod record;
 
 pub use controller::{ControllerDecision, FailoverController};

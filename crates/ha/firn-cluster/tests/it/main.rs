@@ -7,3 +7,4 @@ mod cut_model;
 mod explore;
 mod failover_model;
 mod simulation;
+mod single_model;

@@ -1,5 +1,5 @@
 //! The VMs of this host whose records an agent follows: it joins membership and, again and again,
-//! starts a reconcile loop for each VM that has none.
+//! starts a reconcile loop for each VM or cluster that has none.
 
 use std::collections::BTreeSet;
 use std::sync::Arc;
@@ -10,10 +10,10 @@ use firn_membership::{MembershipStore, run_controllers};
 use firn_supervisor::{PrimaryEnd, VmStatus};
 use tokio::time::sleep;
 
-use super::manager::{LocalNode, POLLS_PER_LEASE, lock_mutex};
+use super::cluster_manager::{LocalNode, POLLS_PER_LEASE};
+use super::failover_unit::FailoverUnit;
 use super::reconciler::ensure_reconciler;
 use crate::agent::Agent;
-use crate::clusters;
 
 /// Reconciles the VMs of this host, if membership is configured. Never returns.
 pub(crate) async fn run_failover(agent: Arc<Agent>) {
@@ -22,19 +22,14 @@ pub(crate) async fn run_failover(agent: Arc<Agent>) {
     };
     let host = join_until_numbered(&*members, agent.config.name.as_str(), terms).await;
     tracing::info!("this agent has joined membership as {host}");
-    let _ = agent.failover.local_node.set(LocalNode { members: Arc::clone(&members), terms, host });
+    let _ = agent.clusters.local_node.set(LocalNode { members: Arc::clone(&members), terms, host });
     let name = agent.config.name.to_string();
     tokio::spawn(async move { run_controllers(members, &name, terms).await });
     loop {
         let statuses = agent.run_blocking(|vms| vms.list_vms()).await.unwrap_or_default();
-        let given_up = lock_mutex(&agent.failover.given_up).clone();
-        let concerns = |it: &&VmStatus| has_own_record(&agent, it) && !given_up.contains(&it.name);
-        statuses.iter().filter(concerns).for_each(|it| drop(ensure_reconciler(&agent, &it.name)));
-        let clusters = statuses.iter().filter_map(|it| agent.paths.cluster_of(&it.name));
-        clusters
-            .collect::<BTreeSet<_>>()
-            .iter()
-            .for_each(|it| drop(clusters::reconciler::ensure_reconciler(&agent, it)));
+        let units: BTreeSet<FailoverUnit> =
+            statuses.iter().filter_map(|it| unit_of(&agent, it)).collect();
+        units.iter().for_each(|unit| drop(ensure_reconciler(&agent, unit)));
         sleep(terms.ttl / POLLS_PER_LEASE).await;
     }
 }
@@ -53,14 +48,18 @@ async fn join_until_numbered(
     }
 }
 
-/// Whether a record of its own may cover the VM: the VM obeys a lease, or is a standby of another
-/// host's VM.
-fn has_own_record(agent: &Agent, status: &VmStatus) -> bool {
-    let is_member = status.standby.as_ref().is_some_and(|standby| standby.member);
-    if is_member || agent.paths.cluster_of(&status.name).is_some() {
-        return false;
+/// The cluster of a VM. A record of its own may cover a VM that is in no cluster, if it obeys a
+/// lease, or is a standby of another host's VM.
+fn unit_of(agent: &Agent, status: &VmStatus) -> Option<FailoverUnit> {
+    if let Some(cluster) = agent.paths.cluster_of(&status.name) {
+        return Some(FailoverUnit::Cluster(cluster));
     }
-    let is_standby = status.standby.is_some() && agent.paths.primary_host(&status.name).is_some();
+    let standby = status.standby.as_ref();
+    if standby.is_some_and(|standby| standby.member) {
+        return None;
+    }
+    let is_standby = standby.is_some() && agent.paths.primary_host(&status.name).is_some();
     let has_panicked = status.protection_end == Some(PrimaryEnd::Panicked);
-    (status.lease.is_some() && (status.state != "ended" || has_panicked)) || is_standby
+    let is_leased = status.lease.is_some() && (status.state != "ended" || has_panicked);
+    (is_leased || is_standby).then(|| FailoverUnit::Vm(status.name.clone()))
 }

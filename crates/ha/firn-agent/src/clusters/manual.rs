@@ -16,14 +16,15 @@ use std::time::Duration;
 use firn_cluster::HostId;
 use firn_cluster::failover::{ManualDecision, ManualRefusal, decide_manual_failover};
 use firn_control::api::FailoverVmRequest;
-use firn_membership::{ClusterName, ClusterRecord, MembershipError, RecordView};
+use firn_membership::{ClusterRecord, MembershipError, RecordView};
 use firn_supervisor::{Failure, FailureKind, VmName, VmStatus};
 use serde_json::{Value, json};
 use tokio::time::{Instant, sleep};
 
-use super::manager::{LocalNode, RETRY_INTERVAL, lock_mutex};
+use super::cluster_manager::{LocalNode, RETRY_INTERVAL, lock_mutex};
+use super::failover_unit::FailoverUnit;
+use super::membership_access::{change_record, record_name};
 use super::reconciler::ensure_reconciler;
-use super::record::change_record;
 use crate::agent::Agent;
 
 /// Runs a standby's VM on this host; returns when it runs.
@@ -31,11 +32,11 @@ pub(crate) async fn fail_over(
     agent: &Arc<Agent>,
     wanted: &FailoverVmRequest,
 ) -> Result<Value, Failure> {
-    let node = agent.failover.local_node().ok_or_else(no_agreement)?;
+    let node = agent.clusters.local_node().ok_or_else(no_agreement)?;
     let vm = wanted.vm.clone();
     let status = agent.run_blocking(move |vms| vms.vm_status(&vm)).await?;
     check_standby(&status)?;
-    lock_mutex(&agent.failover.given_up).remove(&wanted.vm);
+    agent.clusters.clear_given_up(&FailoverUnit::Vm(wanted.vm.clone()));
     let hand = ManualFailover { agent, wanted, ours: &node };
     let deadlines = FailoverDeadlines::for_status(node.terms.ttl, &status);
     hand.fail_over(&deadlines).await
@@ -111,12 +112,12 @@ impl ManualFailover<'_> {
         deadlines: &FailoverDeadlines,
     ) -> Result<Option<Value>, FailoverObstacle> {
         let (vm, LocalNode { members, host, .. }) = (&self.wanted.vm, self.ours);
-        let cluster = ClusterName::new(vm.as_str())?;
+        let cluster = record_name(vm)?;
         let RecordView { known, leases, names } = members.read_view(&cluster).await?;
         let record = known.record.ok_or_else(|| no_record(vm))?;
         let dead = self.dead_hosts(&record, &names)?;
         // The loop requests this host's lease, and runs the VM.
-        ensure_reconciler(self.agent, vm);
+        ensure_reconciler(self.agent, &FailoverUnit::Vm(vm.clone()));
         match decide_manual_failover(&record.register, &leases, *host, &dead) {
             ManualDecision::Runs => self.failover_result(record.register.generation.0).await,
             ManualDecision::Wait => Ok(None),
@@ -161,7 +162,7 @@ impl ManualFailover<'_> {
     /// Returns the supervisor's answer, once the VM runs in this generation.
     async fn failover_result(&self, generation: u32) -> Result<Option<Value>, FailoverObstacle> {
         let vm = self.wanted.vm.clone();
-        if lock_mutex(&self.agent.failover.given_up).contains(&vm) {
+        if self.agent.clusters.give_up_reason(&FailoverUnit::Vm(vm.clone())).is_some() {
             let text = format!("{vm} could not be run here");
             let failure = Failure::new(FailureKind::Other, text);
             return Err(FailoverObstacle::Refused(
@@ -172,7 +173,7 @@ impl ManualFailover<'_> {
         if status.standby.is_some() || status.lease != Some(generation) {
             return Ok(None);
         }
-        let ran = lock_mutex(&self.agent.failover.failover_facts).get(&self.wanted.vm).cloned();
+        let ran = lock_mutex(&self.agent.clusters.failover_facts).get(&self.wanted.vm).cloned();
         let mut facts = ran.unwrap_or_else(|| json!({}));
         facts["generation"] = generation.into();
         Ok(Some(facts))

@@ -1,35 +1,22 @@
-//! Changes of the record of a single VM.
+//! The backup in the record of a VM that is protected alone: its primary is the coordinator.
 
-use std::collections::BTreeMap;
 use std::sync::Arc;
 
-use firn_cluster::HostId;
 use firn_control::HostName;
-use firn_membership::{
-    ChangeResult, ClusterName, ClusterRecord, MembershipError, MembershipStore, RecordView,
-    Revision,
-};
+use firn_membership::{ClusterRecord, MembershipError, RecordView};
 use firn_supervisor::VmName;
 use tokio::time::{Instant, sleep};
 
-use super::manager::{LocalNode, RETRY_INTERVAL, lock_mutex};
+use super::cluster_manager::{LocalNode, RETRY_INTERVAL, lock_mutex};
+use super::failover_unit::FailoverUnit;
+use super::membership_access::{change_record, newest_host, record_name};
 use crate::agent::Agent;
-
-pub(crate) async fn change_record(
-    members: &dyn MembershipStore,
-    cluster: &ClusterName,
-    from: Revision,
-    to: &ClusterRecord,
-) -> Result<bool, MembershipError> {
-    let changed = members.change_record(cluster, from, to).await?;
-    Ok(matches!(changed, ChangeResult::Done(_)))
-}
 
 /// Records the backup that has committed an epoch of a VM, so that it may run the VM from now on.
 /// If the record cannot be changed now, the reconcile loop does it later.
 pub(crate) async fn record_committed_backup(agent: &Arc<Agent>, vm: &VmName, backup: &HostName) {
-    lock_mutex(&agent.failover.troubles).remove(vm);
-    let Some(node) = agent.failover.local_node.get() else { return };
+    lock_mutex(&agent.clusters.troubles).remove(&FailoverUnit::Vm(vm.clone()));
+    let Some(node) = agent.clusters.local_node.get() else { return };
     let until = Instant::now() + node.terms.ttl;
     while Instant::now() < until {
         match record_backup(node, vm, backup).await {
@@ -46,7 +33,7 @@ async fn record_backup(
     vm: &VmName,
     backup: &HostName,
 ) -> Result<bool, MembershipError> {
-    let cluster = ClusterName::new(vm.as_str())?;
+    let cluster = record_name(vm)?;
     let RecordView { known, names, .. } = node.members.read_view(&cluster).await?;
     let Some(record) = known.record else { return Ok(false) };
     let Some(backup) = newest_host(&names, backup) else { return Ok(false) };
@@ -56,9 +43,4 @@ async fn record_backup(
     let register = record.register.with_backup(Some(backup));
     change_record(&*node.members, &cluster, known.revision, &ClusterRecord { register, ..record })
         .await
-}
-
-/// Returns the number of the most recently started agent of a host.
-pub(crate) fn newest_host(names: &BTreeMap<HostId, String>, name: &HostName) -> Option<HostId> {
-    names.iter().rev().find(|(_, it)| *it == name.as_str()).map(|(host, _)| *host)
 }
