@@ -1,6 +1,8 @@
 //! firn-app, used as its users do.
 
 #[cfg(test)]
+mod certificates;
+#[cfg(test)]
 mod fork;
 #[cfg(test)]
 mod log;
