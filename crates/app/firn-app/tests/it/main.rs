@@ -9,6 +9,8 @@ mod log;
 #[cfg(test)]
 mod session;
 #[cfg(test)]
+mod size;
+#[cfg(test)]
 mod standby;
 #[cfg(test)]
 mod trackers;
