@@ -3,5 +3,5 @@
 
 fn main() {
     println!("cargo::rerun-if-changed=build.rs");
-    println!("cargo::rustc-cdylib-link-arg=-Wl,-soname,libfirnapp.so.0");
+    println!("cargo::rustc-cdylib-link-arg=-Wl,-soname,libfirnapp.so.1");
 }

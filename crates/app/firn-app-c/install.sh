@@ -12,8 +12,8 @@ version=$(sed -n '/^\[workspace.package\]/,/^$/s/^version = "\(.*\)"/\1/p' "$her
 install -d -m 755 "$root$libdir/pkgconfig" "$root$prefix/include" "$root$prefix/share/man/man3"
 # A program that is linked with -lfirnapp loads the library by its SONAME, which build.rs sets.
 install -m 644 "$built/libfirnapp.so" "$root$libdir/libfirnapp.so.$version"
-ln -sf "libfirnapp.so.$version" "$root$libdir/libfirnapp.so.0"
-ln -sf libfirnapp.so.0 "$root$libdir/libfirnapp.so"
+ln -sf "libfirnapp.so.$version" "$root$libdir/libfirnapp.so.1"
+ln -sf libfirnapp.so.1 "$root$libdir/libfirnapp.so"
 install -m 644 "$built/libfirnapp.a" "$root$libdir/libfirnapp.a"
 install -m 644 "$here/include/firnapp.h" "$root$prefix/include/firnapp.h"
 install -m 644 "$here/man/firnapp.3" "$root$prefix/share/man/man3/firnapp.3"

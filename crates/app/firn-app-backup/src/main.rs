@@ -12,7 +12,7 @@ use std::time::Duration;
 use anyhow::{Context as _, Result};
 use clap::Parser;
 use firn_app::{BackupServer, BackupServerOptions, FsyncPolicy, TlsIdentity};
-use signal_hook::consts::{SIGINT, SIGTERM};
+use signal_hook::consts::{SIGHUP, SIGINT, SIGTERM};
 use signal_hook::iterator::Signals;
 
 /// Receives committed transactions of applications and stores them, one log for each session.
@@ -37,6 +37,11 @@ struct BackupCommand {
     /// The authority that signed the applications' certificates (PEM).
     #[arg(long)]
     authority: PathBuf,
+    /// A table of permissions (TOML): which certificates may read, append to and take over which
+    /// sessions. It is read for each connection; SIGHUP has it apply to open ones. Without it the
+    /// first certificate that creates a session owns it.
+    #[arg(long)]
+    sessions: Option<PathBuf>,
     /// When logs are forced to disk: commit, never, or a number of milliseconds.
     #[arg(long, default_value = "commit", value_parser = parse_fsync)]
     fsync: FsyncPolicy,
@@ -64,15 +69,26 @@ fn main() -> ExitCode {
 }
 
 fn run(cli: BackupCommand) -> Result<()> {
-    let mut signals = Signals::new([SIGINT, SIGTERM]).context("cannot wait for signals")?;
+    let mut signals = Signals::new([SIGHUP, SIGINT, SIGTERM]).context("cannot wait for signals")?;
     let BackupCommand { certificate, key, authority, .. } = cli;
     let identity = TlsIdentity { certificate, key, authority };
-    let (listen, directory, fsync) = (cli.listen, cli.directory, cli.fsync);
-    let server = BackupServer::start(BackupServerOptions { listen, identity, directory, fsync })?;
+    let mut options =
+        BackupServerOptions::new(cli.listen, identity, cli.directory).fsync(cli.fsync);
+    if let Some(table) = cli.sessions {
+        options = options.sessions(table);
+    }
+    let server = BackupServer::start(options)?;
     // The user needs the port if port 0 was given.
     println!("listening on {}", server.address());
     std::io::stdout().flush().context("cannot print the address")?;
-    signals.forever().next();
+    for signal in signals.forever() {
+        if signal != SIGHUP {
+            break;
+        }
+        if let Err(error) = server.reload() {
+            eprintln!("firn-app-backup: {error}; new connections are refused until it is mended");
+        }
+    }
     drop(server);
     Ok(())
 }

@@ -4,7 +4,7 @@
 #![allow(clippy::unwrap_used, clippy::expect_used, clippy::panic, reason = "tests may fail so")]
 
 use std::fs;
-use std::os::unix::fs::symlink;
+use std::os::unix::fs::{PermissionsExt as _, symlink};
 use std::os::unix::net::UnixListener;
 use std::path::Path;
 use std::process::{Command, Stdio};
@@ -26,6 +26,7 @@ fn write_identity(dir: &Path) {
     let certificate = CertificateParams::new(names).unwrap().signed_by(&key, &authority).unwrap();
     fs::write(dir.join("certificate"), certificate.pem()).unwrap();
     fs::write(dir.join("key"), key.serialize_pem()).unwrap();
+    fs::set_permissions(dir.join("key"), fs::Permissions::from_mode(0o600)).unwrap();
     fs::write(dir.join("authority"), authority.pem()).unwrap();
 }
 

@@ -11,6 +11,7 @@
 
 use std::fs;
 use std::io::{BufRead as _, BufReader, Read as _, Write as _};
+use std::os::unix::fs::PermissionsExt as _;
 use std::os::unix::process::ExitStatusExt as _;
 use std::path::{Path, PathBuf};
 use std::process::{Child, ChildStdout, Command, Stdio};
@@ -49,7 +50,7 @@ fn orders(text: &str) -> Orders {
         "sync" => AcknowledgePolicy::Sync,
         _ => AcknowledgePolicy::Async { lag_max: LAG },
     };
-    let target = target.acknowledge(acknowledge).reconnect_timeout(Duration::from_secs(60));
+    let target = target.acknowledge(acknowledge);
     let compression = if words[0].len() % 2 == 0 { Compression::Lz4 } else { Compression::None };
     Orders { kind: words[0].parse().unwrap(), target: target.compression(compression) }
 }
@@ -59,7 +60,9 @@ fn identity(dir: &Path) -> TlsIdentity {
 }
 
 fn open(kind: TrackerKind, target: BackupTarget) -> Result<(Session, [Area; 2], u64), Error> {
+    let patience = Duration::from_secs(60);
     let options = SessionOptions::new("victim").tracker(kind).backup(target);
+    let options = options.backup_timeout(patience);
     let mut session = Session::open(options)?;
     let areas = LENGTHS.map(|len| session.allocate(&format!("{len}"), len).unwrap());
     let sequence = session.recover()?;
@@ -261,6 +264,7 @@ fn make_keys(dir: &Path) {
         let certificate = certificate.signed_by(&key, &authority).unwrap();
         fs::write(dir.join("cert"), certificate.pem()).unwrap();
         fs::write(dir.join("key"), key.serialize_pem()).unwrap();
+        fs::set_permissions(dir.join("key"), fs::Permissions::from_mode(0o600)).unwrap();
         fs::write(dir.join("ca"), authority.pem()).unwrap();
     }
 }
@@ -319,9 +323,8 @@ fn strangers_are_refused() {
     make_keys(dir.path());
     make_keys(other.path());
     let backup = Backup::start(dir.path(), "127.0.0.1:0");
-    let soon = Duration::ZERO;
     let stranger = identity(&other.path().join("application"));
-    let target = BackupTarget::remote(backup.address.clone(), stranger).reconnect_timeout(soon);
+    let target = BackupTarget::remote(backup.address.clone(), stranger);
     assert!(matches!(
         Session::open(SessionOptions::new("victim").backup(target)),
         Err(Error::Backup(_))

@@ -16,7 +16,7 @@ static int fail(const char *what) {
 }
 
 int main(int argc, char **argv) {
-    firn_app_options options = {.name = "counter", .file = argc > 1 ? argv[1] : "counter.log"};
+    firn_app_options options = {.struct_size = sizeof options, .name = "counter", .file = argc > 1 ? argv[1] : "counter.log"};
     firn_app *session;
     if (firn_app_open(&options, &session) < 0) return fail("open");
 

@@ -7,10 +7,17 @@ import sys
 
 
 class Options(ctypes.Structure):
-    _fields_ = [(name, ctypes.c_char_p) for name in
+    _fields_ = [("struct_size", ctypes.c_size_t)]
+    _fields_ += [(name, ctypes.c_char_p) for name in
                 ("name", "tracker", "file", "remote", "certificate", "key", "authority")]
     _fields_ += [("lag_max", ctypes.c_uint64), ("fsync_ms", ctypes.c_int),
                  ("compress", ctypes.c_int), ("discard", ctypes.c_int), ("host_key", ctypes.c_char_p)]
+    _fields_ += [("targets", ctypes.c_void_p), ("target_count", ctypes.c_size_t), ("target_size", ctypes.c_size_t),
+                 ("require", ctypes.c_char_p), ("timeout_ms", ctypes.c_uint64),
+                 ("no_backup", ctypes.c_int), ("later_handler", ctypes.c_int)]
+
+    def __init__(self, **options):
+        super().__init__(struct_size=ctypes.sizeof(Options), **options)
 
 
 class State(ctypes.Structure):

@@ -7,16 +7,25 @@
 //! contract is the header's. Null pointers and strings that are not UTF-8 are refused. A panic does
 //! not cross into C: it becomes `FIRN_APP_EINTERNAL`.
 
+mod options;
+mod standby;
+mod status;
+
 use std::cell::RefCell;
 use std::ffi::{CStr, CString, c_char, c_int, c_void};
 use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::ptr::{NonNull, null};
-use std::time::Duration;
 
-use firn_app::{
-    AcknowledgePolicy, Area, AreaId, BackupTarget, Compression, Error, FsyncPolicy, HostError,
-    HostTracker, Precision, Session, SessionOptions, TlsIdentity, TrackerKind,
+use firn_app::{Area, AreaId, Error, Session};
+
+pub use options::{FirnAppOptions, FirnAppTarget};
+pub use standby::{
+    FirnAppStandby, FirnAppStandbyOptions, firn_app_standby_address, firn_app_standby_start,
+    firn_app_standby_stop, firn_app_standby_take_over,
 };
+pub use status::{FirnAppTargetStatus, firn_app_status};
+
+use options::{open_session, read_struct};
 
 const EINVAL: i64 = -1;
 const ESTATE: i64 = -2;
@@ -32,6 +41,8 @@ pub struct FirnApp {
     session: Session,
     areas: Vec<Area>,
     tracker: CString,
+    /// The strings of the last status.
+    texts: Vec<CString>,
 }
 
 /// `firn_app_change`.
@@ -41,24 +52,6 @@ pub struct FirnAppChange {
     area: u32,
     offset: usize,
     length: usize,
-}
-
-/// `firn_app_options`.
-#[repr(C)]
-#[derive(Clone, Copy, Debug)]
-pub struct FirnAppOptions {
-    name: *const c_char,
-    tracker: *const c_char,
-    file: *const c_char,
-    remote: *const c_char,
-    certificate: *const c_char,
-    key: *const c_char,
-    authority: *const c_char,
-    lag_max: u64,
-    fsync_ms: c_int,
-    compress: c_int,
-    discard: c_int,
-    host_key: *const c_char,
 }
 
 thread_local! {
@@ -78,7 +71,9 @@ impl From<Error> for FirnAppFailure {
     fn from(error: Error) -> Self {
         let number = match error {
             Error::State { .. } => ESTATE,
-            Error::Unavailable { .. } | Error::Foreign { .. } => ETRACKER,
+            Error::Unavailable { .. } | Error::Foreign { .. } | Error::HandlerReplaced { .. } => {
+                ETRACKER
+            }
             Error::Backup(_) => EBACKUP,
             Error::System { .. } => ESYSTEM,
             Error::Forked { .. } => EFORKED,
@@ -142,83 +137,6 @@ unsafe fn session_from_pointer<'a>(
     unsafe { pointer.as_mut() }.ok_or_else(|| FirnAppFailure::invalid_argument("no session"))
 }
 
-/// # Safety
-///
-/// The strings of the options are as [`read_string`] needs them.
-unsafe fn session_options(given: &FirnAppOptions) -> Result<SessionOptions, FirnAppFailure> {
-    let missing = |what: &'static str| move || FirnAppFailure::invalid_argument(what);
-    // SAFETY: the caller's promise.
-    let text = |pointer| unsafe { read_string(pointer) };
-    let mut options = SessionOptions::new(text(given.name)?.ok_or_else(missing("no name"))?);
-    if let Some(name) = text(given.tracker)?.filter(|name| !is_host_tracker(name)) {
-        let kind = name
-            .parse::<TrackerKind>()
-            .map_err(|error| FirnAppFailure(EINVAL, error.to_string()))?;
-        options = options.tracker(kind);
-    }
-    if let Some(path) = text(given.file)? {
-        options = options.backup(with_backup_options(given, BackupTarget::file(path)));
-    }
-    if let Some(address) = text(given.remote)? {
-        let path = |pointer| text(pointer)?.map(Into::into).ok_or_else(missing("no certificate"));
-        let identity = TlsIdentity {
-            certificate: path(given.certificate)?,
-            key: path(given.key)?,
-            authority: path(given.authority)?,
-        };
-        options =
-            options.backup(with_backup_options(given, BackupTarget::remote(address, identity)));
-    }
-    Ok(options.discard(given.discard != 0))
-}
-
-/// # Safety
-///
-/// The strings of the options are as [`read_string`] needs them.
-unsafe fn open_session(given: &FirnAppOptions) -> Result<Session, FirnAppFailure> {
-    // SAFETY: the caller's promise, here and below.
-    let options = unsafe { session_options(given) }?;
-    // SAFETY: as above.
-    let text = |pointer| unsafe { read_string(pointer) };
-    let Some(tracker) = text(given.tracker)?.filter(|name| is_host_tracker(name)) else {
-        return Ok(Session::open(options)?);
-    };
-    let name = text(given.name)?.unwrap_or_default();
-    let key = text(given.host_key)?.ok_or_else(|| {
-        let needs = "needs host_key: the key of this name in the policy of firn run --calls";
-        FirnAppFailure(EINVAL, format!("{tracker} {needs}"))
-    })?;
-    let notes = tracker == TrackerKind::Stores.name();
-    let host = HostTracker::open(name, key).and_then(|host| match notes {
-        true => host.noting_stores(Precision::Words),
-        false => Ok(host),
-    });
-    let host = host.map_err(|error| {
-        let number = if matches!(error, HostError::Key(_)) { EINVAL } else { ETRACKER };
-        FirnAppFailure(number, describe_error(&error))
-    })?;
-    Ok(Session::open_with(options, Box::new(host))?)
-}
-
-/// Whether this tracker is Firn's, below the guest.
-fn is_host_tracker(name: &str) -> bool {
-    [TrackerKind::Host, TrackerKind::Stores].iter().any(|kind| kind.name() == name)
-}
-
-fn with_backup_options(given: &FirnAppOptions, target: BackupTarget) -> BackupTarget {
-    let acknowledge = match given.lag_max {
-        0 => AcknowledgePolicy::Sync,
-        lag_max => AcknowledgePolicy::Async { lag_max },
-    };
-    let fsync = match u64::try_from(given.fsync_ms) {
-        Ok(0) => FsyncPolicy::EveryCommit,
-        Ok(ms) => FsyncPolicy::Interval(Duration::from_millis(ms)),
-        Err(_) => FsyncPolicy::Never,
-    };
-    let compression = if given.compress != 0 { Compression::Lz4 } else { Compression::None };
-    target.acknowledge(acknowledge).fsync(fsync).compression(compression)
-}
-
 /// See the header.
 ///
 /// # Safety
@@ -231,16 +149,20 @@ pub unsafe extern "C" fn firn_app_open(
 ) -> c_int {
     clamp_to_int(run_for_c(|| {
         // SAFETY: the caller's promise.
-        let given = unsafe { given.as_ref() }
-            .ok_or_else(|| FirnAppFailure::invalid_argument("no options"))?;
+        let given: FirnAppOptions = unsafe { read_struct(given, "firn_app_options") }?;
         // SAFETY: the caller's promise.
         let to = unsafe { to.as_mut() }.ok_or_else(|| {
             FirnAppFailure::invalid_argument("the pointer for the session is null")
         })?;
         // SAFETY: the caller's promise.
-        let session = unsafe { open_session(given) }?;
+        let session = unsafe { open_session(&given) }?;
         let tracker = CString::new(session.tracker_kind().name()).unwrap_or_default();
-        *to = Box::into_raw(Box::new(FirnApp { session, areas: Vec::new(), tracker }));
+        *to = Box::into_raw(Box::new(FirnApp {
+            session,
+            areas: Vec::new(),
+            tracker,
+            texts: Vec::new(),
+        }));
         Ok(0)
     }))
 }

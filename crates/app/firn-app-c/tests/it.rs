@@ -8,6 +8,7 @@
 mod counter;
 
 use std::ffi::OsStr;
+use std::os::unix::fs::PermissionsExt as _;
 use std::path::{Path, PathBuf};
 use std::process::Command;
 
@@ -85,10 +86,11 @@ fn the_man_page_has_every_function() {
         .filter(|line| line.ends_with(");") && line.contains("firn_app_"))
         .filter_map(|line| line.split('(').next()?.split([' ', '*']).next_back())
         .collect();
-    assert_eq!(functions.len(), 13, "{functions:?}");
+    assert_eq!(functions.len(), 18, "{functions:?}");
     for function in functions {
         assert!(page.contains(&format!("{function}(")), "{function}");
-        assert!(read("src/lib.rs").contains(&format!("fn {function}(")), "{function}");
+        let code = ["src/lib.rs", "src/status.rs", "src/standby.rs"].map(read).concat();
+        assert!(code.contains(&format!("fn {function}(")), "{function}");
     }
 }
 
@@ -156,7 +158,7 @@ lib = ctypes.CDLL(sys.argv[2])
 lib.firn_app_error.restype = ctypes.c_char_p
 for key in (None, b"5a" * 32):
     session = ctypes.c_void_p()
-    options = Options(name=b"ledger", tracker=b"pt_host", host_key=key)
+    options = Options(name=b"ledger", tracker=b"pt_host", host_key=key, no_backup=1)
     print(lib.firn_app_open(ctypes.byref(options), ctypes.byref(session)), lib.firn_app_error().decode())
 "#;
     let dir = tempfile::tempdir().unwrap();
@@ -168,4 +170,159 @@ for key in (None, b"5a" * 32):
     let lines: Vec<&str> = said.lines().collect();
     assert!(lines[0].starts_with("-1 pt_host needs host_key"), "{}", lines[0]);
     assert!(lines[1].starts_with("-3 no device to call the host through"), "{}", lines[1]);
+}
+
+/// Runs a script that has the declarations of the example, with the library and a directory.
+fn run_script(script: &str, dir: &Path) -> String {
+    install(dir);
+    let start = r#"
+import sys
+exec(open(sys.argv[1]).read().split("class State")[0])
+lib, directory = ctypes.CDLL(sys.argv[2]), sys.argv[3]
+lib.firn_app_error.restype = lib.firn_app_standby_address.restype = ctypes.c_char_p
+for name in ("recover", "commit", "standby_take_over"):
+    getattr(lib, "firn_app_" + name).restype = ctypes.c_int64
+
+class Target(ctypes.Structure):
+    _fields_ = [(name, ctypes.c_char_p) for name in ("file", "remote", "certificate", "key", "authority")]
+    _fields_ += [("lag_max", ctypes.c_uint64), ("fsync_ms", ctypes.c_int), ("compress", ctypes.c_int)]
+
+class Status(ctypes.Structure):
+    _fields_ = [("target", ctypes.c_char_p), ("condition", ctypes.c_int), ("since", ctypes.c_int64)]
+    _fields_ += [(name, ctypes.c_uint64) for name in ("acknowledged", "commits_behind", "bytes_behind", "state_transfers")]
+    _fields_ += [("last_error", ctypes.c_char_p)]
+
+def opened(*targets, **options):
+    session, array = ctypes.c_void_p(), (Target * len(targets))(*targets)
+    options = {"name": b"ledger", "targets": ctypes.cast(array, ctypes.c_void_p), "target_count": len(targets),
+               "target_size": ctypes.sizeof(Target), "timeout_ms": 200} | options
+    return lib.firn_app_open(ctypes.byref(Options(**options)), ctypes.byref(session)), session
+
+def area_of(session):
+    memory = ctypes.c_void_p()
+    assert lib.firn_app_allocate(session, b"area", ctypes.c_size_t(9000), ctypes.byref(memory)) == 0, lib.firn_app_error()
+    assert lib.firn_app_recover(session) >= 0, lib.firn_app_error()
+    return (ctypes.c_ubyte * 9000).from_address(memory.value)
+
+def commit(session, area, byte):
+    assert lib.firn_app_begin(session) == 0, lib.firn_app_error()
+    area[5000] = byte
+    return lib.firn_app_commit(session)
+
+def status(session):
+    found = (Status * 4)()
+    count = lib.firn_app_status(session, found, ctypes.c_size_t(ctypes.sizeof(Status)), ctypes.c_size_t(4))
+    return found[:count]
+
+def path(name):
+    return f"{directory}/{name}".encode()
+"#;
+    let (example, library) = (here().join("examples/counter.py"), dir.join("lib/libfirnapp.so"));
+    let script = format!("{start}{script}");
+    let arguments = ["-c".as_ref(), script.as_ref(), example.as_os_str(), library.as_os_str()];
+    run(Path::new("python3"), arguments.into_iter().chain([dir.as_os_str()]))
+}
+
+#[test]
+fn options_that_are_wrong_are_refused() {
+    const SCRIPT: &str = r#"
+file = Target(file=path("log"))
+both = Target(file=path("log"), remote=b"127.0.0.1:1", certificate=b"c", key=b"k", authority=b"a")
+size = ctypes.sizeof(Options)
+for targets, options in [
+    ((), {}), ((file,), {"no_backup": 1}), ((file,), {"require": b"most"}), ((file,), {"target_size": 8}),
+    ((Target(),), {}), ((both,), {}), ((file,), {"targets": None}),
+]:
+    print(opened(*targets, **options)[0], lib.firn_app_error().decode())
+class Larger(Options):
+    _fields_ = [("new", ctypes.c_uint64)]
+session = ctypes.c_void_p()
+for struct_size, new in ((0, 0), (size - 8, 0), (size + 8, 1), (size + 8, 0)):
+    options = Larger(name=b"ledger", no_backup=1)
+    options.struct_size, options.new = struct_size, new
+    result = lib.firn_app_open(ctypes.byref(options), ctypes.byref(session))
+    print(result, lib.firn_app_error().decode() if result else "opened")
+"#;
+    let dir = tempfile::tempdir().unwrap();
+    let output = run_script(SCRIPT, dir.path());
+    let lines: Vec<&str> = output.lines().collect();
+    let expected = [
+        "-1 no target: set file, remote or targets; no_backup = 1",
+        "-1 no_backup is set, and there is a target",
+        "-1 \"most\" is no count of backups: all, any, or a number",
+        "-1 target_size",
+        "-1 a target has file or remote",
+        "-1 a target has file or remote",
+        "-1 targets is null",
+        "-1 firn_app_options: struct_size is 0",
+        "-1 firn_app_options: struct_size is",
+        "-1 firn_app_options has members that this version",
+        "0 opened",
+    ];
+    assert_eq!(lines.len(), expected.len(), "{output}");
+    for (line, expected) in lines.iter().zip(expected) {
+        assert!(line.starts_with(expected), "{line}, not {expected}");
+    }
+    assert!(!dir.path().join("log").exists());
+}
+
+fn write_keys(dir: &Path) {
+    use rcgen::{BasicConstraints, CertificateParams, CertifiedIssuer, IsCa, KeyPair};
+    let mut authority = CertificateParams::new(Vec::new()).unwrap();
+    authority.is_ca = IsCa::Ca(BasicConstraints::Unconstrained);
+    let authority = CertifiedIssuer::self_signed(authority, KeyPair::generate().unwrap()).unwrap();
+    std::fs::write(dir.join("ca"), authority.pem()).unwrap();
+    for side in ["primary", "standby"] {
+        let key = KeyPair::generate().unwrap();
+        let params = CertificateParams::new(vec!["127.0.0.1".to_owned()]).unwrap();
+        let certificate = params.signed_by(&key, &authority).unwrap();
+        std::fs::write(dir.join(format!("{side}.cert")), certificate.pem()).unwrap();
+        let path = dir.join(format!("{side}.key"));
+        std::fs::write(&path, key.serialize_pem()).unwrap();
+        std::fs::set_permissions(&path, std::fs::Permissions::from_mode(0o600)).unwrap();
+    }
+}
+
+#[test]
+fn a_standby_takes_over_and_the_primary_reads_its_status() {
+    const SCRIPT: &str = r#"
+class StandbyOptions(ctypes.Structure):
+    _fields_ = [("struct_size", ctypes.c_size_t)]
+    _fields_ += [(name, ctypes.c_char_p) for name in ("listen", "directory", "certificate", "key", "authority", "sessions")]
+    _fields_ += [("fsync_ms", ctypes.c_int)]
+
+standby = ctypes.c_void_p()
+options = StandbyOptions(listen=b"127.0.0.1:0", directory=directory.encode(), certificate=path("standby.cert"),
+                         key=path("standby.key"), authority=path("ca"), fsync_ms=-1)
+print(lib.firn_app_standby_start(ctypes.byref(options), ctypes.byref(standby)), lib.firn_app_error().decode()[:50])
+options.struct_size = ctypes.sizeof(options)
+assert lib.firn_app_standby_start(ctypes.byref(options), ctypes.byref(standby)) == 0, lib.firn_app_error()
+remote = Target(remote=lib.firn_app_standby_address(standby), certificate=path("primary.cert"),
+                key=path("primary.key"), authority=path("ca"))
+result, primary = opened(Target(file=path("local.log"), fsync_ms=-1), remote, require=b"all")
+assert result == 0, lib.firn_app_error()
+area = area_of(primary)
+for number in range(1, 4):
+    assert commit(primary, area, number) == number
+print([(found.target == path("local.log"), found.condition, found.acknowledged, found.last_error) for found in status(primary)])
+
+result, second = opened(no_backup=1, targets=None, target_count=0)
+assert result == 0, lib.firn_app_error()
+memory = area_of(second)
+print(lib.firn_app_standby_take_over(standby, second), memory[5000])
+print(commit(primary, area, 9), "is stored by 1 of 2 backups" in lib.firn_app_error().decode())
+found = status(primary)
+print([target.condition for target in found], found[1].commits_behind, found[1].last_error is not None)
+assert commit(second, memory, 4) == 4, lib.firn_app_error()
+lib.firn_app_close(second)
+lib.firn_app_close(primary)
+lib.firn_app_standby_stop(None)
+"#;
+    let dir = tempfile::tempdir().unwrap();
+    write_keys(dir.path());
+    let output = run_script(SCRIPT, dir.path());
+    let lines: Vec<&str> = output.lines().collect();
+    assert!(lines[0].starts_with("-1 firn_app_standby_options: struct_size is 0"), "{output}");
+    assert_eq!(lines[1], "[(True, 0, 3, None), (False, 0, 3, None)]");
+    assert_eq!(lines[2..], ["3 3", "-4 True", "[0, 2] 1 True"]);
 }

@@ -78,8 +78,9 @@ pub enum Error {
         /// Its length in the backup.
         stored: usize,
     },
-    /// A backup does not store what was committed, or returns no state. A transaction that fails
-    /// with this error is committed in the areas, but not acknowledged.
+    /// Too few backups store what was committed, or none returns a state. A transaction that fails
+    /// with this error is committed in the areas, but not acknowledged; backups get it when they
+    /// return.
     #[error("the backup failed")]
     Backup(#[source] Arc<BackupError>),
     /// The session belongs to the process that this one was forked from.
@@ -91,6 +92,15 @@ pub enum Error {
         name: String,
         /// The process that opened it.
         pid: u32,
+    },
+    /// Another handler of SIGSEGV was installed after that of the session.
+    #[error(
+        "a handler of SIGSEGV that was installed later has replaced that of the tracker {kind}: install it before the first \
+         session, choose the tracker pt_assisted, or permit it (SessionOptions::later_handler) if it calls the one that it replaced"
+    )]
+    HandlerReplaced {
+        /// The tracker.
+        kind: TrackerKind,
     },
     /// The call does not fit the session's state: begin inside of a transaction, or commit and
     /// abort outside of one.

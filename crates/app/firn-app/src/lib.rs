@@ -54,8 +54,9 @@ mod sys;
 mod tracker;
 
 pub use backup::{
-    AcknowledgePolicy, BackupError, BackupServer, BackupServerOptions, BackupTarget, Compression,
-    FsyncPolicy, TlsIdentity, WarmStandby,
+    AcknowledgePolicy, BackupError, BackupEvent, BackupMonitor, BackupServer, BackupServerOptions,
+    BackupStatus, BackupTarget, Compression, FsyncPolicy, RequiredTargets, TargetCondition,
+    TlsIdentity, UnknownRequirement, WarmStandby, copy_session,
 };
 pub use changes::{AreaChange, AreaId, ChangeSet};
 pub use error::Error;

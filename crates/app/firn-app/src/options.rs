@@ -1,7 +1,12 @@
 //! Options of a session.
 
-use crate::backup::settings::BackupTarget;
+use std::time::Duration;
+
+use crate::backup::settings::{BackupTarget, RequiredTargets};
 use crate::tracker::kind::TrackerKind;
+
+/// How long calls wait for backups unless the options set another time.
+const BACKUP_TIMEOUT: Duration = Duration::from_secs(10);
 
 /// The unit in which changes are reported and transferred.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
@@ -41,6 +46,9 @@ pub struct SessionOptions {
     pub(crate) undo: bool,
     pub(crate) backups: Vec<BackupTarget>,
     pub(crate) discard: bool,
+    pub(crate) require: RequiredTargets,
+    pub(crate) later_handler: bool,
+    pub(crate) backup_timeout: Duration,
 }
 
 impl SessionOptions {
@@ -55,6 +63,9 @@ impl SessionOptions {
             undo: true,
             backups: Vec::new(),
             discard: false,
+            require: RequiredTargets::default(),
+            later_handler: false,
+            backup_timeout: BACKUP_TIMEOUT,
         }
     }
 
@@ -93,6 +104,30 @@ impl SessionOptions {
     /// Starts with an empty state: a state that a backup has is discarded instead of recovered.
     pub fn discard(mut self, discard: bool) -> Self {
         self.discard = discard;
+        self
+    }
+
+    /// Sets how many backups must have stored a transaction before its commit returns. All by
+    /// default.
+    pub fn require(mut self, targets: RequiredTargets) -> Self {
+        self.require = targets;
+        self
+    }
+
+    /// Sets how long a call waits for backups that are away: opening a session for enough of them
+    /// to know the last acknowledged transaction, a commit for the required acknowledgements, a
+    /// flush for all of them, and the end of a session for those that lack transactions. 10 s by
+    /// default.
+    pub fn backup_timeout(mut self, time: Duration) -> Self {
+        self.backup_timeout = time;
+        self
+    }
+
+    /// Permits a handler of SIGSEGV that is installed after the first session. The application
+    /// promises that it calls the handler that it replaced; otherwise the trackers PT and Emul miss
+    /// writes. Without this, [`crate::Session::begin`] is an error after such a change.
+    pub fn later_handler(mut self, permit: bool) -> Self {
+        self.later_handler = permit;
         self
     }
 }

@@ -15,7 +15,7 @@ use std::ptr::NonNull;
 use std::sync::Arc;
 
 use crate::backup::{
-    self, ApplicationLog, ApplicationState, BackupError, BackupHelper, BackupJob, FsyncPolicy,
+    self, ApplicationLog, ApplicationState, BackupMonitor, BackupSet, BackupStatus, FsyncPolicy,
     PayloadBuilder,
 };
 use crate::changes::{AreaId, ChangeSet};
@@ -58,7 +58,7 @@ pub struct Session {
     changes: ChangeSet,
     sequence: u64,
     open: bool,
-    helpers: Vec<BackupHelper>,
+    backups: Option<BackupSet>,
     /// Names of the areas that backups have, by their numbers there.
     stored: Vec<String>,
     /// The state that a backup has, until the first transaction.
@@ -144,9 +144,7 @@ impl Session {
         tracker.set_comparing(options.undo && options.precision == Precision::Words);
         let owner =
             OwnerProcess::this_process().map_err(Error::system("marking a page for forks"))?;
-        let (helpers, image) =
-            backup::open_targets(&options.name, &options.backups, options.discard)
-                .map_err(Error::backup)?;
+        let (backups, image) = backup::open_targets(&options, owner).map_err(Error::backup)?;
         let mut session = Self {
             owner,
             tracker,
@@ -157,7 +155,7 @@ impl Session {
             changes: ChangeSet::default(),
             sequence: 0,
             open: false,
-            helpers,
+            backups,
             stored: Vec::new(),
             pending: None,
         };
@@ -338,7 +336,7 @@ impl Session {
         image: ApplicationState,
         fsync: FsyncPolicy,
     ) -> Result<u64, Error> {
-        if !self.helpers.is_empty() || self.sequence > 0 {
+        if self.backups.is_some() || self.sequence > 0 {
             let why = "the session has a backup, or has committed";
             return Err(Error::State { what: "take over", why });
         }
@@ -350,7 +348,9 @@ impl Session {
             self.areas[n].number = self.backup_number(&name);
         }
         self.recover()?;
-        self.helpers.push(backup::log_helper(log, image, fsync).map_err(Error::backup)?);
+        let timeout = self.options.backup_timeout;
+        let backups = backup::continue_log(log, image, fsync, timeout, self.owner);
+        self.backups = Some(backups.map_err(Error::backup)?);
         Ok(self.sequence)
     }
 
@@ -380,13 +380,16 @@ impl Session {
         if self.open == open { Ok(()) } else { Err(Error::State { what, why }) }
     }
 
-    /// Begins a transaction. This does no work.
+    /// Begins a transaction. This does no work but checks.
     ///
     /// # Errors
-    /// If a transaction is open.
+    /// If a transaction is open, or other code has taken away what the tracker needs.
     pub fn begin(&mut self) -> Result<Transaction<'_>, Error> {
         self.check_state("begin", false)?;
         self.check_recovered()?;
+        if !self.options.later_handler {
+            self.tracker.check_working()?;
+        }
         self.open = true;
         Ok(Transaction { session: self })
     }
@@ -452,22 +455,19 @@ impl Session {
         self.update_copies();
         self.open = false;
         self.sequence += 1;
-        if !self.helpers.is_empty() {
-            self.back_up(&defined).map_err(Error::Backup)?;
-        }
+        self.back_up(&defined)?;
         Ok(self.sequence)
     }
 
-    /// Passes the changes to all backup helpers, then waits for all of them.
-    fn back_up(&self, defined: &[AreaId]) -> Result<(), Arc<BackupError>> {
-        let payload = Arc::new(self.encode_changes(defined).into_bytes());
-        for helper in &self.helpers {
-            helper.queue_transaction(BackupJob {
-                sequence: self.sequence,
-                payload: payload.clone(),
-            })?;
-        }
-        self.helpers.iter().try_for_each(|helper| helper.wait_for_commit(self.sequence))
+    /// Passes the changes to all backups, then waits until enough of them have stored them.
+    fn back_up(&self, defined: &[AreaId]) -> Result<(), Error> {
+        let Some(backups) = &self.backups else { return Ok(()) };
+        let payload = self.encode_changes(defined).into_bytes();
+        let committed = backups.committed();
+        committed
+            .add_commit(self.sequence, payload)
+            .and_then(|()| committed.wait_for_acknowledgement(self.sequence))
+            .map_err(Error::backup)
     }
 
     fn encode_changes(&self, defined: &[AreaId]) -> PayloadBuilder {
@@ -490,18 +490,32 @@ impl Session {
         if !self.owner.is_this_process() {
             return 0;
         }
-        self.helpers.iter().map(BackupHelper::acknowledged_sequence).min().unwrap_or(self.sequence)
+        self.backups.as_ref().map_or(self.sequence, |backups| backups.committed().stored_by_all())
     }
 
-    /// Waits until every backup has all committed transactions.
+    /// Waits until every backup has all committed transactions, for
+    /// [`SessionOptions::backup_timeout`] at most.
     ///
     /// # Errors
-    /// If a backup cannot store one of them.
+    /// If a backup lacks one of them then.
     pub fn flush_backups(&self) -> Result<(), Error> {
         self.check_process()?;
-        let flushed =
-            self.helpers.iter().try_for_each(|helper| helper.wait_until_stored(self.sequence));
-        flushed.map_err(Error::Backup)
+        let Some(backups) = &self.backups else { return Ok(()) };
+        backups.committed().wait_until_stored(self.sequence).map_err(Error::backup)
+    }
+
+    /// The status of each backup.
+    ///
+    /// # Errors
+    /// In a child of the process that opened the session.
+    pub fn backup_status(&self) -> Result<Vec<BackupStatus>, Error> {
+        self.backup_monitor().status()
+    }
+
+    /// Reads the status of the backups while the session is in use, and waits for changes of it.
+    pub fn backup_monitor(&self) -> BackupMonitor {
+        let committed = self.backups.as_ref().map(|backups| backups.committed().clone());
+        BackupMonitor { name: self.options.name.clone(), committed }
     }
 
     fn collect_writes(&mut self) -> Result<(), Error> {
@@ -644,7 +658,8 @@ impl Transaction<'_> {
     ///
     /// # Errors
     /// If the kernel cannot report what was written: the transaction stays open, and its changes
-    /// are unknown.
+    /// are unknown. [`Error::Backup`] if too few backups have acknowledged it in time: then it is
+    /// committed in the areas, and later transactions can be acknowledged when backups return.
     pub fn commit(self) -> Result<u64, Error> {
         let mut this = std::mem::ManuallyDrop::new(self);
         this.session.commit_transaction()

@@ -40,7 +40,10 @@ pub fn open_disk(path: &Path) -> io::Result<File> {
 /// # Errors
 /// If it cannot be read, is not a regular file ([`NotRegular`]), or is longer ([`TooLong`]).
 pub fn read_input(path: &Path, bytes_max: u64) -> io::Result<Vec<u8>> {
-    let file = open_input(path)?;
+    read_open(open_input(path)?, bytes_max)
+}
+
+pub(crate) fn read_open(file: File, bytes_max: u64) -> io::Result<Vec<u8>> {
     let too_long = || io::Error::new(io::ErrorKind::InvalidData, TooLong(bytes_max));
     // Files of /proc have no length, so the length does not replace the limit below.
     if file.metadata()?.len() > bytes_max {

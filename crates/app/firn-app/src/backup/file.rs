@@ -1,34 +1,41 @@
-//! A backup in a file: appends transactions to a log.
+//! A target in a file: appends commits to a log.
 
+use std::path::{Path, PathBuf};
 use std::time::{Duration, Instant};
 
+use super::committed::Commit;
 use super::error::BackupError;
-use super::helper::{BackupJob, BackupSink};
-use super::image::ApplicationState;
+use super::helper::BackupConnection;
+use super::image::StateId;
 use super::log::ApplicationLog;
 use super::record::{RecordKind, encode_record};
 use super::settings::{Compression, FsyncPolicy};
 
+/// The idle interval of a log that has nothing to do.
+const IDLE: Duration = Duration::from_secs(3600);
+
 /// A log, and the state that it describes.
 #[derive(Debug)]
-pub(crate) struct FileSink {
+pub(crate) struct FileTarget {
     log: ApplicationLog,
-    image: ApplicationState,
+    id: StateId,
     fsync: FsyncPolicy,
     compression: Compression,
     synced: Instant,
     dirty: bool,
+    is_marked: bool,
 }
 
-impl FileSink {
-    /// A log whose state is already `image`.
+impl FileTarget {
+    /// A log that has the state `id`.
     pub(crate) fn new(
         log: ApplicationLog,
-        image: ApplicationState,
+        id: StateId,
         fsync: FsyncPolicy,
         compression: Compression,
     ) -> Self {
-        Self { log, image, fsync, compression, synced: Instant::now(), dirty: false }
+        let is_marked = is_left_out(log.path());
+        Self { log, id, fsync, compression, synced: Instant::now(), dirty: false, is_marked }
     }
 
     fn is_sync_due(&self) -> bool {
@@ -46,35 +53,86 @@ impl FileSink {
     }
 }
 
-impl BackupSink for FileSink {
-    fn store_transactions(&mut self, jobs: &[BackupJob]) -> Result<u64, BackupError> {
-        for job in jobs {
+impl BackupConnection for FileTarget {
+    fn connect(&mut self) -> Result<Option<StateId>, BackupError> {
+        if self.dirty && self.fsync == FsyncPolicy::EveryCommit && !self.log.is_torn() {
+            self.sync_log()?;
+        }
+        Ok((!self.log.is_torn()).then_some(self.id))
+    }
+
+    fn append_commits(&mut self, commits: &[Commit]) -> Result<(), BackupError> {
+        // A compacted log may be later than the commits.
+        let has = self.id;
+        for commit in commits.iter().filter(|commit| commit.id > has) {
             let record =
-                encode_record(RecordKind::Change, job.sequence, &job.payload, self.compression);
+                encode_record(RecordKind::Change, commit.id, &commit.payload, self.compression);
             self.log.append_record(&record)?;
-            self.dirty = true;
-            self.image.apply_record(RecordKind::Change, job.sequence, &job.payload)?;
+            (self.id, self.dirty) = (commit.id, true);
         }
         if self.is_sync_due() {
             self.sync_log()?;
         }
-        self.log.compact_if_large(&self.image, self.compression)?;
-        Ok(self.image.sequence())
+        Ok(())
     }
 
-    fn idle_timeout(&self) -> Option<Duration> {
+    fn replace_state(&mut self, id: StateId, record: &[u8]) -> Result<(), BackupError> {
+        self.log.replace_by_record(record)?;
+        (self.id, self.synced, self.dirty) = (id, Instant::now(), false);
+        Ok(())
+    }
+
+    fn compression(&self) -> Compression {
+        self.compression
+    }
+
+    fn idle_timeout(&self) -> Duration {
         match self.fsync {
-            FsyncPolicy::Interval(time) if self.dirty => {
-                Some(time.saturating_sub(self.synced.elapsed()))
-            }
-            _ => None,
+            FsyncPolicy::Interval(time) if self.dirty => time.saturating_sub(self.synced.elapsed()),
+            _ => IDLE,
         }
     }
 
-    fn finish_pending_work(&mut self) -> Result<(), BackupError> {
+    fn do_idle_work(&mut self) -> Result<(), BackupError> {
         match self.dirty && self.fsync != FsyncPolicy::Never {
             true => self.sync_log(),
             false => Ok(()),
         }
     }
+
+    fn finish(&mut self) -> Result<(), BackupError> {
+        self.do_idle_work()
+    }
+
+    fn is_oversized(&self, state_bytes: u64) -> bool {
+        self.log.is_large(state_bytes)
+    }
+
+    fn compact(&mut self, id: StateId, record: &[u8]) -> Result<(), BackupError> {
+        if self.log.compact(record)? {
+            (self.id, self.synced, self.dirty) = (id, Instant::now(), false);
+        }
+        Ok(())
+    }
+
+    fn mark_left_out(&mut self, is_left_out: bool) -> Result<(), BackupError> {
+        if self.is_marked == is_left_out {
+            return Ok(());
+        }
+        self.log.set_mark(&mark_path(self.log.path()), is_left_out)?;
+        self.is_marked = is_left_out;
+        Ok(())
+    }
+}
+
+/// The file that marks a log that may lack acknowledged transactions.
+fn mark_path(log: &Path) -> PathBuf {
+    let mut path = log.to_owned().into_os_string();
+    path.push(".behind");
+    path.into()
+}
+
+/// Whether the log may lack transactions that other targets have acknowledged.
+pub(crate) fn is_left_out(log: &Path) -> bool {
+    std::fs::symlink_metadata(mark_path(log)).is_ok()
 }

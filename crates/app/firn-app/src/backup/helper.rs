@@ -1,193 +1,257 @@
-//! Helper thread of one backup target: takes transactions from a bounded queue, and reports which
-//! are stored safely.
+//! Helper thread of one target: connects, sends what the target lacks, and then each commit. It
+//! never gives up: when the target is lost, it tries again.
+//!
+//! ```text
+//!              +----------- error, then a delay of 0.1 s to 2 s ------------+
+//!              v                                                            |
+//!   connect: what does it have? -- an old state --> the backlog has the commits after it: send them
+//!              |                                    otherwise: send the whole state
+//!              |                                                            |
+//!              +-- a later session took over: end                           v
+//!                                                      connected: send each commit, report what is stored
+//! ```
 
 use std::fmt;
-use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
+use std::sync::Arc;
 use std::thread::{self, JoinHandle};
 use std::time::Duration;
 
-use crossbeam_channel::{Receiver, RecvTimeoutError, Sender, bounded};
-
+use super::committed::{Commit, CommittedState, TargetWork};
 use super::error::BackupError;
-use super::settings::AcknowledgePolicy;
-use crate::sys::fork::OwnerProcess;
+use super::image::{ApplicationState, StateId};
+use super::remote::SocketHandle;
+use super::settings::Compression;
+use super::status::TargetCondition;
 
-/// The maximum count of transactions in the queue.
-const QUEUE: usize = 256;
+/// The minimum and the maximum delay between two attempts to connect.
+const RETRY_DELAYS: [Duration; 2] = [Duration::from_millis(100), Duration::from_secs(2)];
 
-/// One transaction for a helper to store.
-#[derive(Clone, Debug)]
-pub(crate) struct BackupJob {
-    pub(crate) sequence: u64,
-    /// Shared by all targets.
-    pub(crate) payload: Arc<Vec<u8>>,
-}
-
-/// A target that a helper writes transactions to.
-pub(crate) trait BackupSink: Send {
-    /// Stores transactions safely, in order. Returns the last one that is safe, which may be an
-    /// earlier one.
+/// A target that a helper thread writes commits to.
+pub(crate) trait BackupConnection: Send {
+    /// Makes the target writable, and returns the state that it has; `None` if that is unknown.
     ///
     /// # Errors
-    /// If it cannot: then no later transaction will be stored either.
-    fn store_transactions(&mut self, jobs: &[BackupJob]) -> Result<u64, BackupError>;
+    /// If the target is away.
+    fn connect(&mut self) -> Result<Option<StateId>, BackupError>;
 
-    /// The time after which to call [`BackupSink::finish_pending_work`] if no transaction arrives.
-    fn idle_timeout(&self) -> Option<Duration> {
-        None
+    /// Stores commits safely, in order.
+    ///
+    /// # Errors
+    /// If it cannot. Some of them may be stored: the next `connect` returns how many.
+    fn append_commits(&mut self, commits: &[Commit]) -> Result<(), BackupError>;
+
+    /// Replaces the state that the target has, safely.
+    ///
+    /// # Errors
+    /// If it cannot. The next `connect` returns what the target has.
+    fn replace_state(&mut self, id: StateId, record: &[u8]) -> Result<(), BackupError>;
+
+    /// The encoding of records.
+    fn compression(&self) -> Compression;
+
+    /// The time after which to call [`BackupConnection::do_idle_work`] if there is no commit.
+    fn idle_timeout(&self) -> Duration;
+
+    /// Does deferred work, and checks that the target is still there.
+    ///
+    /// # Errors
+    /// If the target is lost.
+    fn do_idle_work(&mut self) -> Result<(), BackupError>;
+
+    /// Does the work that is due before the session ends.
+    ///
+    /// # Errors
+    /// If the target is lost.
+    fn finish(&mut self) -> Result<(), BackupError>;
+
+    /// Whether the log is so large that it should be compacted.
+    fn is_oversized(&self, _state_bytes: u64) -> bool {
+        false
     }
 
-    /// Does deferred work.
+    /// Compacts the log to this state, if there is space for that.
     ///
     /// # Errors
-    /// As for [`BackupSink::store_transactions`].
-    fn finish_pending_work(&mut self) -> Result<(), BackupError> {
+    /// As for [`BackupConnection::replace_state`].
+    fn compact(&mut self, id: StateId, record: &[u8]) -> Result<(), BackupError> {
+        self.replace_state(id, record)
+    }
+
+    /// Records for later sessions whether this target may lack acknowledged transactions.
+    ///
+    /// # Errors
+    /// If it cannot be recorded: then no transaction may be acknowledged without this target.
+    fn mark_left_out(&mut self, _is_left_out: bool) -> Result<(), BackupError> {
         Ok(())
     }
 }
 
-/// The state of a helper: the last transaction that is safe, and the error that ended the helper.
-#[derive(Debug, Default)]
-struct HelperProgress {
-    state: Mutex<(u64, Option<Arc<BackupError>>)>,
-    changed: Condvar,
+/// The helper threads of a session. Dropping this value waits until all targets have everything, or
+/// until the time limit is over.
+pub(crate) struct BackupSet {
+    committed: Arc<CommittedState>,
+    threads: Vec<JoinHandle<()>>,
+    sockets: Vec<SocketHandle>,
 }
 
-impl HelperProgress {
-    fn lock_state(&self) -> MutexGuard<'_, (u64, Option<Arc<BackupError>>)> {
-        self.state.lock().unwrap_or_else(PoisonError::into_inner)
-    }
+/// A target, and a handle of its socket if it has one.
+pub(crate) type TargetConnection = (Box<dyn BackupConnection>, Option<SocketHandle>);
 
-    fn update_state(&self, change: impl FnOnce(&mut (u64, Option<Arc<BackupError>>))) {
-        change(&mut self.lock_state());
-        self.changed.notify_all();
-    }
-
-    fn wait_until_safe(&self, sequence: u64) -> Result<(), Arc<BackupError>> {
-        let mut state = self.lock_state();
-        loop {
-            if state.0 >= sequence {
-                return Ok(());
-            }
-            if let Some(error) = &state.1 {
-                return Err(error.clone());
-            }
-            state = self.changed.wait(state).unwrap_or_else(PoisonError::into_inner);
-        }
-    }
-}
-
-/// A helper thread. Dropping this value waits until all its transactions are safe, or the helper
-/// has failed.
-pub(crate) struct BackupHelper {
-    queue: Option<Sender<BackupJob>>,
-    progress: Arc<HelperProgress>,
-    thread: Option<JoinHandle<()>>,
-    acknowledge: AcknowledgePolicy,
-    owner: OwnerProcess,
-}
-
-impl BackupHelper {
+impl BackupSet {
+    /// Starts a thread for each target.
     pub(crate) fn start(
-        sink: impl BackupSink + 'static,
-        sequence: u64,
-        acknowledge: AcknowledgePolicy,
-    ) -> std::io::Result<Self> {
-        let owner = OwnerProcess::this_process()?;
-        let (queue, jobs) = bounded(QUEUE);
-        let progress = Arc::new(HelperProgress::default());
-        progress.update_state(|state| state.0 = sequence);
-        let ending = HelperEndGuard(progress.clone());
-        let work = move || {
-            let Err(error) = serve_queue(sink, &jobs, &ending.0) else { return };
-            ending.0.update_state(|state| state.1 = Some(Arc::new(error)));
-        };
-        let thread = thread::Builder::new().name("firn-app-backup".into()).spawn(work)?;
-        Ok(Self { queue: Some(queue), progress, thread: Some(thread), acknowledge, owner })
+        committed: CommittedState,
+        connections: Vec<TargetConnection>,
+    ) -> Result<Self, BackupError> {
+        let (threads, sockets) = (Vec::new(), Vec::new());
+        let mut set = Self { committed: Arc::new(committed), threads, sockets };
+        for (target, (connection, socket)) in connections.into_iter().enumerate() {
+            set.sockets.extend(socket);
+            let committed = set.committed.clone();
+            let helper = TargetHelper { connection, committed, target, delay: RETRY_DELAYS[0] };
+            let thread = thread::Builder::new().name("firn-app-backup".into());
+            let started = thread.spawn(move || helper.run());
+            set.threads.push(started.map_err(BackupError::Thread)?);
+        }
+        Ok(set)
     }
 
-    /// Queues a transaction for the helper.
-    pub(crate) fn queue_transaction(&self, job: BackupJob) -> Result<(), Arc<BackupError>> {
-        let sent = self.queue.as_ref().is_some_and(|queue| queue.send(job).is_ok());
-        // A helper that has ended has left its error.
-        if sent { Ok(()) } else { self.progress.wait_until_safe(u64::MAX) }
-    }
-
-    /// Waits until a transaction counts as committed.
-    pub(crate) fn wait_for_commit(&self, sequence: u64) -> Result<(), Arc<BackupError>> {
-        let needed = match self.acknowledge {
-            AcknowledgePolicy::Sync => sequence,
-            AcknowledgePolicy::Async { lag_max } => sequence.saturating_sub(lag_max),
-        };
-        self.progress.wait_until_safe(needed)
-    }
-
-    /// Waits until a transaction is safe.
-    pub(crate) fn wait_until_stored(&self, sequence: u64) -> Result<(), Arc<BackupError>> {
-        self.progress.wait_until_safe(sequence)
-    }
-
-    /// The last transaction that is safe.
-    pub(crate) fn acknowledged_sequence(&self) -> u64 {
-        self.progress.lock_state().0
+    /// The state that the threads share with the session.
+    pub(crate) fn committed(&self) -> &Arc<CommittedState> {
+        &self.committed
     }
 }
 
-impl Drop for BackupHelper {
+impl Drop for BackupSet {
     fn drop(&mut self) {
-        if !self.owner.is_this_process() {
-            // The child has no such thread. The thread may have held the queue's lock at the fork.
-            std::mem::forget((self.queue.take(), self.thread.take()));
-            return;
+        let threads = std::mem::take(&mut self.threads);
+        if !self.committed.owner().is_this_process() {
+            // The child has no such threads. One may have held a lock at the fork.
+            return std::mem::forget(threads);
         }
-        self.queue = None;
-        if let Some(thread) = self.thread.take() {
+        self.committed.stop();
+        if !self.committed.wait_for_end(threads.len()) {
+            // These threads wait for replies, and would do so for longer.
+            self.sockets.iter().for_each(super::remote::cut_connection);
+        }
+        for thread in threads {
             // A panic has already been reported to the threads that wait.
             let _ = thread.join();
         }
     }
 }
 
-impl fmt::Debug for BackupHelper {
+impl fmt::Debug for BackupSet {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.debug_struct("BackupHelper")
-            .field("acknowledged", &self.acknowledged_sequence())
-            .finish_non_exhaustive()
+        f.debug_struct("BackupSet").field("targets", &self.threads.len()).finish_non_exhaustive()
     }
 }
 
-/// Reports the end of the helper to the threads that wait for it, however the thread ends.
-struct HelperEndGuard(Arc<HelperProgress>);
+struct TargetHelper {
+    connection: Box<dyn BackupConnection>,
+    committed: Arc<CommittedState>,
+    target: usize,
+    delay: Duration,
+}
 
-impl Drop for HelperEndGuard {
+impl Drop for TargetHelper {
     fn drop(&mut self) {
-        self.0.update_state(|state| {
-            state.1 = state.1.take().or_else(|| Some(Arc::new(BackupError::Gone)))
-        });
+        self.committed.update_board(|board| board.targets[self.target].has_ended = true);
     }
 }
 
-fn serve_queue(
-    mut sink: impl BackupSink,
-    queue: &Receiver<BackupJob>,
-    progress: &HelperProgress,
-) -> Result<(), BackupError> {
-    let mut jobs = Vec::new();
-    loop {
-        let first = match sink.idle_timeout() {
-            Some(time) => queue.recv_timeout(time),
-            None => queue.recv().map_err(|_| RecvTimeoutError::Disconnected),
-        };
-        match first {
-            Ok(job) => {
-                jobs.clear();
-                jobs.push(job);
-                jobs.extend(queue.try_iter());
-                let safe = sink.store_transactions(&jobs)?;
-                progress.update_state(|state| state.0 = state.0.max(safe));
+impl TargetHelper {
+    fn run(mut self) {
+        loop {
+            let Err(error) = self.serve() else { return };
+            if let BackupError::Superseded { generation } = error {
+                self.report(TargetCondition::Superseded, Some(&error));
+                let target = self.target;
+                return self.committed.update_board(|it| it.set_superseded(target, generation));
             }
-            Err(RecvTimeoutError::Timeout) => sink.finish_pending_work()?,
-            Err(RecvTimeoutError::Disconnected) => return sink.finish_pending_work(),
+            self.leave_out();
+            self.report(TargetCondition::Lost, Some(&error));
+            if !self.committed.wait_before_retry(self.target, self.delay) {
+                return;
+            }
+            self.delay = (self.delay * 2).min(RETRY_DELAYS[1]);
+        }
+    }
+
+    fn report(&self, condition: TargetCondition, error: Option<&BackupError>) {
+        self.committed.report_condition(self.target, condition, error);
+    }
+
+    /// Connects, and works until the session ends or the target is lost.
+    fn serve(&mut self) -> Result<(), BackupError> {
+        let has = self.connection.connect()?;
+        let known = has.and_then(|has| self.committed.position_of(has));
+        let mut position = match known {
+            Some(position) => self.report_stored(position)?,
+            None => self.send_state()?,
+        };
+        self.delay = RETRY_DELAYS[0];
+        loop {
+            match self.committed.wait_for_work(position, self.connection.idle_timeout()) {
+                TargetWork::Commits(commits) => position = self.send_commits(position, &commits)?,
+                TargetWork::State => position = self.send_state()?,
+                TargetWork::Idle => self.connection.do_idle_work()?,
+                TargetWork::Stop => return self.connection.finish(),
+            }
+        }
+    }
+
+    fn send_commits(&mut self, position: u64, commits: &[Commit]) -> Result<u64, BackupError> {
+        self.connection.append_commits(commits)?;
+        let last = commits.last().map_or(position, |commit| commit.id.sequence);
+        let position = self.report_stored(last)?;
+        let is_oversized = self.connection.is_oversized(self.committed.lock_image().byte_count());
+        if !is_oversized {
+            return Ok(position);
+        }
+        let (id, record) = self.encode_image();
+        self.connection.compact(id, &record)?;
+        // The image may be later than the commits, or the log may not have been compacted.
+        Ok(position)
+    }
+
+    fn send_state(&mut self) -> Result<u64, BackupError> {
+        self.report(TargetCondition::CatchingUp, None);
+        let (id, record) = self.encode_image();
+        self.connection.replace_state(id, &record)?;
+        self.committed.update_board(|board| board.count_state_transfer(self.target));
+        self.report_stored(id.sequence)
+    }
+
+    fn encode_image(&self) -> (StateId, Vec<u8>) {
+        let codec = self.connection.compression();
+        self.committed
+            .encode_image(|image: &ApplicationState| super::record::encode_state(image, codec))
+    }
+
+    /// Reports that the target has stored everything up to this transaction.
+    fn report_stored(&mut self, position: u64) -> Result<u64, BackupError> {
+        let (target, mut is_back) = (self.target, false);
+        self.committed.update_board(|board| {
+            board.set_stored(target, position);
+            if position >= board.latest {
+                board.set_condition(target, TargetCondition::Connected, None);
+                is_back = std::mem::take(&mut board.targets[target].is_left_out);
+            } else if board.condition(target) != TargetCondition::Connected {
+                board.set_condition(target, TargetCondition::CatchingUp, None);
+            }
+        });
+        if is_back {
+            // Each later commit waits for this target again.
+            self.connection.mark_left_out(false)?;
+        }
+        Ok(position)
+    }
+
+    /// Lets transactions be acknowledged without this target, if a later session will know that.
+    fn leave_out(&mut self) {
+        if self.committed.can_leave_out() && self.connection.mark_left_out(true).is_ok() {
+            self.committed.update_board(|board| board.targets[self.target].is_left_out = true);
         }
     }
 }

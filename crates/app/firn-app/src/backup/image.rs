@@ -23,18 +23,36 @@ pub(crate) struct StoredArea {
     pub(crate) bytes: Vec<u8>,
 }
 
-/// The state of an application: its areas after the transaction with number `sequence`. The index
-/// of an area is its number in records.
+/// Which state it is: the number of its last transaction, and the generation of the session that
+/// committed it. Each session that opens backups has a new generation, greater than those that it
+/// found, so that of two states the one with the greater generation is the later one.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, PartialOrd, Ord)]
+pub(crate) struct StateId {
+    pub(crate) generation: u64,
+    pub(crate) sequence: u64,
+}
+
+/// The state of an application: its areas after the transaction `id`. The index of an area is its
+/// number in records.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub(crate) struct ApplicationState {
-    sequence: u64,
+    id: StateId,
     areas: Vec<StoredArea>,
 }
 
 impl ApplicationState {
+    /// The first state of a generation, without areas.
+    pub(crate) fn empty(generation: u64) -> Self {
+        Self { id: StateId { generation, sequence: 0 }, areas: Vec::new() }
+    }
+
+    pub(crate) fn id(&self) -> StateId {
+        self.id
+    }
+
     /// The number of the last transaction that the state includes; 0 before the first.
     pub(crate) fn sequence(&self) -> u64 {
-        self.sequence
+        self.id.sequence
     }
 
     /// The areas, in the order of their numbers.
@@ -62,20 +80,25 @@ impl ApplicationState {
         payload
     }
 
-    /// Applies the record of transaction `sequence`. A change record must be the next one; a state
-    /// record replaces all areas. After an error the record may have been applied in part.
+    /// Applies the record that leads to the state `id`. A change record must be the next one; a state
+    /// record replaces all areas; a fence record changes nothing. After an error the record may have been applied in part.
     pub(crate) fn apply_record(
         &mut self,
         kind: RecordKind,
-        sequence: u64,
+        id: StateId,
         payload: &[u8],
     ) -> Result<(), BackupError> {
         match kind {
             RecordKind::State => self.areas.clear(),
-            RecordKind::Change if sequence != self.sequence + 1 => {
+            RecordKind::Change if id.sequence != self.id.sequence.wrapping_add(1) => {
                 return Err(BackupError::Malformed("the transaction before it is missing"));
             }
+            RecordKind::Change if id.generation < self.id.generation => {
+                return Err(BackupError::Malformed("a later session has committed before"));
+            }
             RecordKind::Change => {}
+            RecordKind::Fence if payload.is_empty() => return Ok(()),
+            RecordKind::Fence => return Err(BackupError::Malformed("a fence has a payload")),
         }
         let mut parts = PayloadReader(payload);
         for _ in 0..parts.read_u32()? {
@@ -92,7 +115,7 @@ impl ApplicationState {
         if !parts.0.is_empty() {
             return Err(BackupError::Malformed("the payload is too long"));
         }
-        self.sequence = sequence;
+        self.id = id;
         Ok(())
     }
 

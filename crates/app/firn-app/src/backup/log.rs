@@ -25,13 +25,13 @@ use rustix::fs::FlockOperation;
 use twox_hash::XxHash3_64;
 
 use super::error::BackupError;
-use super::image::ApplicationState;
-use super::record::{HEADER, MAGIC, RecordHeader, encode_state};
+use super::image::{ApplicationState, StateId};
+use super::record::{HEADER, MAGIC, RecordHeader, RecordKind, encode_record, encode_state};
 use super::settings::Compression;
 use crate::sys::fork::ParentOnly;
 
 const MAGIC_BYTES: [u8; 8] = *b"FIRNAPPL";
-const VERSION: u32 = 1;
+const VERSION: u32 = 2;
 /// How long to wait for a locked log before it counts as in use: a process that is just being
 /// started has its parent's locks until execve(2).
 const LOCK_WAIT: Duration = Duration::from_secs(1);
@@ -48,6 +48,10 @@ pub(crate) struct ApplicationLog {
     name: String,
     file: ParentOnly,
     len: u64,
+    /// The greatest generation of its records: sessions of an older one can't write any more.
+    fence: u64,
+    /// The end of the file is unknown: a record could be neither written nor removed.
+    is_torn: bool,
     /// The log is not compacted below this size: the disk had no space the last time.
     compact_bytes_min: u64,
 }
@@ -63,8 +67,7 @@ impl ApplicationLog {
         if bytes.len() < MAGIC_BYTES.len() + 8
             || bytes.len() < preamble.len() && preamble.starts_with(&bytes)
         {
-            let (path, name) = (path.to_owned(), name.to_owned());
-            let mut log = Self { path, name, file, len: 0, compact_bytes_min: 0 };
+            let mut log = Self::at_end(path.to_owned(), name.to_owned(), file, 0);
             log.truncate_to(0)?;
             log.append_record(&preamble)?;
             log.sync_file()?;
@@ -75,9 +78,9 @@ impl ApplicationLog {
         // A process that was killed while it compacted the log left this file. No process does so
         // now: the log is locked.
         let _ = std::fs::remove_file(compacted_path(path));
-        let (image, len) = replay_records(path, &bytes, preamble.len())?;
-        let (path, name) = (path.to_owned(), name.to_owned());
-        let mut log = Self { path, name, file, len, compact_bytes_min: 0 };
+        let Replayed { image, fence, len } = replay_records(path, &bytes, preamble.len())?;
+        let mut log = Self::at_end(path.to_owned(), name.to_owned(), file, len);
+        log.fence = fence;
         if len < bytes.len() as u64 {
             log.truncate_to(len)?;
         }
@@ -85,8 +88,31 @@ impl ApplicationLog {
         Ok((log, image))
     }
 
+    fn at_end(path: PathBuf, name: String, file: ParentOnly, len: u64) -> Self {
+        Self { path, name, file, len, fence: 0, is_torn: false, compact_bytes_min: 0 }
+    }
+
     pub(crate) fn path(&self) -> &Path {
         &self.path
+    }
+
+    /// The greatest generation that has written, or fenced, this log.
+    pub(crate) fn fence(&self) -> u64 {
+        self.fence
+    }
+
+    /// Whether the end of the file is unknown, so that only a new log is right again.
+    pub(crate) fn is_torn(&self) -> bool {
+        self.is_torn
+    }
+
+    /// Records that sessions of generations before this one can't write any more.
+    pub(crate) fn append_fence(&mut self, generation: u64) -> Result<(), BackupError> {
+        let id = StateId { generation, sequence: 0 };
+        self.append_record(&encode_record(RecordKind::Fence, id, &[], Compression::None))?;
+        self.sync_file()?;
+        self.fence = self.fence.max(generation);
+        Ok(())
     }
 
     /// Writes a record. If that fails, the log ends where it did before.
@@ -94,7 +120,11 @@ impl ApplicationLog {
         let written = self.file.write_all(record).map_err(file_error("cannot write", &self.path));
         match written {
             Ok(()) => self.len += record.len() as u64,
-            Err(_) => self.truncate_to(self.len)?,
+            Err(_) => {
+                self.is_torn = true;
+                self.truncate_to(self.len)?;
+                self.is_torn = false;
+            }
         }
         written
     }
@@ -104,31 +134,55 @@ impl ApplicationLog {
         cut.map(drop).map_err(file_error("cannot shorten", &self.path))
     }
 
-    /// Forces what was written to disk.
-    pub(crate) fn sync_file(&self) -> Result<(), BackupError> {
-        self.file.sync_data().map_err(file_error("cannot sync", &self.path))
+    /// Forces the log to disk. After an error the kernel may have dropped what was written, so the
+    /// log is torn.
+    pub(crate) fn sync_file(&mut self) -> Result<(), BackupError> {
+        let synced = self.file.sync_data().map_err(file_error("cannot sync", &self.path));
+        self.is_torn |= synced.is_err();
+        synced
     }
 
-    /// Compacts the log if it has grown enough. `image` is its state. If the disk has no space for
-    /// that, the log continues as it is.
+    /// Whether the log has grown to several times its state, which has this size.
+    pub(crate) fn is_large(&self, state_bytes: u64) -> bool {
+        let min = COMPACT_BYTES_MIN.max(COMPACT_RATIO * state_bytes);
+        self.len > min.max(self.compact_bytes_min)
+    }
+
+    /// Compacts the log if it has grown enough. `image` is its state.
     pub(crate) fn compact_if_large(
         &mut self,
         image: &ApplicationState,
         codec: Compression,
     ) -> Result<(), BackupError> {
-        if self.len
-            <= COMPACT_BYTES_MIN.max(COMPACT_RATIO * image.byte_count()).max(self.compact_bytes_min)
-        {
-            return Ok(());
+        match self.is_large(image.byte_count()) {
+            true => self.compact(&encode_state(image, codec)).map(drop),
+            false => Ok(()),
         }
-        match self.write_compacted(&encode_state(image, codec)) {
-            Ok(new) => self.replace_by_log(new),
-            Err(error) if error.is_out_of_space() => {
+    }
+
+    /// Replaces the log by a record of its state. If the disk has no space for that, the log
+    /// continues as it is. Returns whether it was replaced.
+    pub(crate) fn compact(&mut self, state: &[u8]) -> Result<bool, BackupError> {
+        match self.replace_by_record(state) {
+            Err(error) if error.is_out_of_space() && !self.is_torn => {
                 self.compact_bytes_min = 2 * self.len;
-                Ok(())
+                Ok(false)
             }
-            Err(error) => Err(error),
+            result => result.map(|()| true),
         }
+    }
+
+    /// Creates or removes an empty file beside the log, for good.
+    pub(crate) fn set_mark(&self, mark: &Path, exists: bool) -> Result<(), BackupError> {
+        let result = match exists {
+            true => File::create(mark).map(drop),
+            false => std::fs::remove_file(mark),
+        };
+        match result {
+            Err(error) if error.kind() == io::ErrorKind::NotFound => {}
+            result => result.map_err(file_error("cannot mark the log by", mark))?,
+        }
+        sync_parent(&self.path)
     }
 
     /// Replaces the whole log by one record. After a crash the file is the old log or the new one.
@@ -145,10 +199,10 @@ impl ApplicationLog {
         let file = ParentOnly::open(&path, &how).map_err(file_error("cannot make", &path))?;
         lock_file(&file, &path)?;
         let name = self.name.clone();
-        let mut new = Self { path, name, file, len: 0, compact_bytes_min: 0 };
+        let mut new = Self::at_end(path, name, file, 0);
         let written =
             new.append_record(&encode_preamble(&self.name)).and_then(|()| new.append_record(state));
-        match written.and_then(|()| new.sync_file()) {
+        match written.and_then(|()| new.append_fence(self.fence)) {
             Ok(()) => Ok(new),
             Err(error) => {
                 // The first error is the one to report.
@@ -164,8 +218,10 @@ impl ApplicationLog {
             let _ = std::fs::remove_file(&new.path);
             return Err(file_error("cannot rename", &new.path)(error));
         }
-        *self = Self { path: std::mem::take(&mut self.path), ..new };
-        sync_parent(&self.path)
+        *self = Self { path: std::mem::take(&mut self.path), is_torn: true, ..new };
+        sync_parent(&self.path)?;
+        self.is_torn = false;
+        Ok(())
     }
 }
 
@@ -208,33 +264,35 @@ fn session_name(bytes: &[u8]) -> Option<String> {
     String::from_utf8(bytes.get(16..16_usize.checked_add(len)?)?.to_vec()).ok()
 }
 
-/// The state after all whole records, and the offset at which the last of them ends.
-fn replay_records(
-    path: &Path,
-    bytes: &[u8],
-    start: usize,
-) -> Result<(ApplicationState, u64), BackupError> {
-    let (mut image, mut at) = (ApplicationState::default(), start);
+/// What the whole records of a log contain.
+struct Replayed {
+    image: ApplicationState,
+    fence: u64,
+    /// The offset at which the last of them ends.
+    len: u64,
+}
+
+fn replay_records(path: &Path, bytes: &[u8], start: usize) -> Result<Replayed, BackupError> {
+    let (mut image, mut at, mut fence) = (ApplicationState::default(), start, 0);
     while at < bytes.len() {
+        let damaged = |error: &BackupError| BackupError::Damaged {
+            path: path.to_owned(),
+            offset: at as u64,
+            why: damage_reason(error),
+        };
         match read_record(&bytes[at..]) {
             Ok((header, payload, len)) => {
-                image.apply_record(header.kind, header.sequence, &payload).map_err(|error| {
-                    BackupError::Damaged {
-                        path: path.to_owned(),
-                        offset: at as u64,
-                        why: damage_reason(&error),
-                    }
-                })?;
+                image
+                    .apply_record(header.kind, header.id, &payload)
+                    .map_err(|error| damaged(&error))?;
+                fence = fence.max(header.id.generation);
                 at += len;
             }
             Err(_) if is_truncated(&bytes[at..]) => break,
-            Err(error) => {
-                let (path, offset) = (path.to_owned(), at as u64);
-                return Err(BackupError::Damaged { path, offset, why: damage_reason(&error) });
-            }
+            Err(error) => return Err(damaged(&error)),
         }
     }
-    Ok((image, at as u64))
+    Ok(Replayed { image, fence, len: at as u64 })
 }
 
 fn damage_reason(error: &BackupError) -> &'static str {

@@ -1,11 +1,17 @@
 //! Backups of committed changes: files and other hosts, each written by a helper thread of its own.
 //!
 //! ```text
-//!   commit --- record ---> bounded queue ---> helper: compress, write to the log, fsync ----> acknowledge
-//!     |                                  \--> helper: compress, send by TLS, wait for it ---> acknowledge
-//!     +--- waits for all acknowledgements (sync), or until at most LAG are missing (async)
+//!   commit ---> committed state ---> helper: compress, append to the log, fsync ------> stored
+//!     |         and backlog     \--> helper: compress, send by TLS, wait for it ------> stored
+//!     +--- waits until enough targets have it (RequiredTargets), for a time limit
 //! ```
+//!
+//! docs/design/021-backups-that-return.md explains the rules.
 
+mod access;
+mod board;
+mod committed;
+mod copy;
 pub(crate) mod error;
 mod file;
 mod helper;
@@ -16,19 +22,23 @@ mod remote;
 mod server;
 pub(crate) mod settings;
 mod standby;
+mod status;
 mod targets;
 mod tls;
 mod wire;
 
+pub use copy::copy_session;
 pub use error::BackupError;
 pub use server::{BackupServer, BackupServerOptions};
-pub use settings::{AcknowledgePolicy, BackupTarget, Compression, FsyncPolicy};
+pub use settings::{
+    AcknowledgePolicy, BackupTarget, Compression, FsyncPolicy, RequiredTargets, UnknownRequirement,
+};
 pub use standby::WarmStandby;
+pub use status::{BackupEvent, BackupMonitor, BackupStatus, TargetCondition};
 pub use tls::TlsIdentity;
 
-pub(crate) use helper::{BackupHelper, BackupJob};
+pub(crate) use helper::BackupSet;
 pub(crate) use image::ApplicationState;
 pub(crate) use log::ApplicationLog;
 pub(crate) use record::PayloadBuilder;
-pub(crate) use standby::start_log_helper as log_helper;
-pub(crate) use targets::open_targets;
+pub(crate) use targets::{continue_log, open_targets};

@@ -1,11 +1,11 @@
 //! Records: one committed transaction, or a whole state, as bytes.
 //!
 //! ```text
-//!   0   magic "FARc"        16  bytes of the payload as stored     u64
-//!   4   kind                24  bytes of the payload               u64
-//!   5   codec               32  xxh3 of bytes 0 to 31 and of the stored payload
-//!   6   0 0                 40  payload
-//!   8   sequence u64
+//!   0   magic "FARc"        16  sequence u64
+//!   4   kind                24  bytes of the payload as stored     u64
+//!   5   codec               32  bytes of the payload               u64
+//!   6   0 0                 40  xxh3 of bytes 0 to 39 and of the stored payload
+//!   8   generation u64      48  payload
 //!
 //!   payload   areas u32     { number u32, length u64, name length u8, name }
 //!             changes u32   { area u32, offset u64, length u64 }
@@ -14,17 +14,18 @@
 //!
 //! All numbers are little-endian. A *change* record holds the changes of a transaction, and defines
 //! the areas that occur in it for the first time. A *state* record holds all areas in full; records
-//! before it do not matter.
+//! before it do not matter. A *fence* record has no payload: from it on, sessions of an older
+//! generation can't write.
 
 use std::hash::Hasher as _;
 
 use twox_hash::XxHash3_64;
 
 use super::error::BackupError;
-use super::image::ApplicationState;
+use super::image::{ApplicationState, StateId};
 use super::settings::Compression;
 
-pub(crate) const HEADER: usize = 40;
+pub(crate) const HEADER: usize = 48;
 pub(crate) const MAGIC: [u8; 4] = *b"FARc";
 /// The maximum factor by which LZ4 can compress: a header with a greater factor is wrong.
 const RATIO_MAX: u64 = 255;
@@ -34,6 +35,7 @@ const RATIO_MAX: u64 = 255;
 pub(crate) enum RecordKind {
     Change,
     State,
+    Fence,
 }
 
 /// A record's header.
@@ -41,7 +43,8 @@ pub(crate) enum RecordKind {
 pub(crate) struct RecordHeader {
     pub(crate) kind: RecordKind,
     codec: Compression,
-    pub(crate) sequence: u64,
+    /// The state after the record; of a fence, its generation.
+    pub(crate) id: StateId,
     pub(crate) stored: u64,
     raw: u64,
     checksum: u64,
@@ -89,7 +92,7 @@ impl PayloadBuilder {
 /// Encodes a whole record.
 pub(crate) fn encode_record(
     kind: RecordKind,
-    sequence: u64,
+    id: StateId,
     payload: &[u8],
     codec: Compression,
 ) -> Vec<u8> {
@@ -101,10 +104,10 @@ pub(crate) fn encode_record(
     let stored = packed.as_deref().unwrap_or(payload);
     let mut record = Vec::with_capacity(HEADER + stored.len());
     record.extend(MAGIC);
-    record.extend([u8::from(kind == RecordKind::State), u8::from(packed.is_some()), 0, 0]);
-    record.extend(sequence.to_le_bytes());
-    record.extend((stored.len() as u64).to_le_bytes());
-    record.extend((payload.len() as u64).to_le_bytes());
+    record.extend([kind as u8, u8::from(packed.is_some()), 0, 0]);
+    for number in [id.generation, id.sequence, stored.len() as u64, payload.len() as u64] {
+        record.extend(number.to_le_bytes());
+    }
     let sum = checksum(&record, stored);
     record.extend(sum.to_le_bytes());
     record.extend_from_slice(stored);
@@ -113,12 +116,12 @@ pub(crate) fn encode_record(
 
 /// Encodes the record of a whole state.
 pub(crate) fn encode_state(image: &ApplicationState, codec: Compression) -> Vec<u8> {
-    encode_record(RecordKind::State, image.sequence(), &image.payload().into_bytes(), codec)
+    encode_record(RecordKind::State, image.id(), &image.payload().into_bytes(), codec)
 }
 
 fn checksum(head: &[u8], stored: &[u8]) -> u64 {
     let mut hash = XxHash3_64::new();
-    hash.write(&head[..32]);
+    hash.write(&head[..HEADER - 8]);
     hash.write(stored);
     hash.finish()
 }
@@ -133,6 +136,7 @@ impl RecordHeader {
         let kind = match bytes[4] {
             0 => RecordKind::Change,
             1 => RecordKind::State,
+            2 => RecordKind::Fence,
             _ => return Err(BackupError::Malformed("unknown kind of record")),
         };
         let codec = match bytes[5..8] {
@@ -140,7 +144,7 @@ impl RecordHeader {
             [1, 0, 0] => Compression::Lz4,
             _ => return Err(BackupError::Malformed("unknown codec")),
         };
-        let [sequence, stored, raw, checksum] = [8, 16, 24, 32].map(number);
+        let [generation, sequence, stored, raw, checksum] = [8, 16, 24, 32, 40].map(number);
         let plausible = match codec {
             Compression::None => raw == stored,
             Compression::Lz4 => raw / RATIO_MAX <= stored,
@@ -148,15 +152,16 @@ impl RecordHeader {
         if !plausible {
             return Err(BackupError::Malformed("impossible length"));
         }
-        Ok(Self { kind, codec, sequence, stored, raw, checksum })
+        let id = StateId { generation, sequence };
+        Ok(Self { kind, codec, id, stored, raw, checksum })
     }
 
     /// Whether the record's checksum would be right if its length field named this count of stored
     /// bytes.
     pub(crate) fn is_whole_except_length(head: &[u8; HEADER], stored: &[u8]) -> bool {
         let mut head = *head;
-        head[16..24].copy_from_slice(&(stored.len() as u64).to_le_bytes());
-        let said = u64::from_le_bytes(copy_array(&head[32..40]));
+        head[24..32].copy_from_slice(&(stored.len() as u64).to_le_bytes());
+        let said = u64::from_le_bytes(copy_array(&head[40..48]));
         checksum(&head, stored) == said
     }
 

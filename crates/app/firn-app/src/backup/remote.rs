@@ -1,111 +1,123 @@
-//! A backup process on another host: sends it transactions by TLS.
+//! A target on another host: sends commits to a backup process by TLS.
 
 use std::io::{self, Write as _};
-use std::net::{TcpStream, ToSocketAddrs as _};
-use std::sync::Arc;
-use std::thread;
-use std::time::{Duration, Instant};
+use std::net::{Shutdown, TcpStream, ToSocketAddrs as _};
+use std::sync::{Arc, Mutex, PoisonError};
+use std::time::Duration;
 
 use rustls::{ClientConfig, ClientConnection, StreamOwned};
 
+use super::committed::Commit;
 use super::error::BackupError;
-use super::helper::{BackupJob, BackupSink};
-use super::image::ApplicationState;
-use super::record::{RecordKind, encode_record, encode_state};
+use super::helper::BackupConnection;
+use super::image::{ApplicationState, StateId};
+use super::record::{RecordKind, encode_record};
 use super::settings::Compression;
 use super::tls::{self, TlsIdentity};
 use super::wire::{self, BackupMessage};
 
-/// How long to wait for a reply before the connection counts as lost.
-const REPLY_TIMEOUT: Duration = Duration::from_secs(30);
-/// Interval between attempts to connect.
-const RECONNECT_INTERVAL: Duration = Duration::from_millis(100);
+/// The limits of the time to wait for a reply before the connection counts as lost.
+const REPLY_TIMEOUTS: [Duration; 2] = [Duration::from_secs(1), Duration::from_secs(30)];
+/// Bytes of a state that a backup stores in a second, at least: it gets more time for a larger one.
+const STORED_PER_SECOND_MIN: u64 = 8 << 20;
+/// The interval between checks of a connection on which nothing is sent.
+const CHECK_INTERVAL: Duration = Duration::from_millis(500);
+/// A peer that does not answer for this time is lost, also while nothing is sent.
+const KEEPALIVE_IDLE: Duration = Duration::from_secs(10);
+const KEEPALIVE_INTERVAL: Duration = Duration::from_secs(3);
+const KEEPALIVE_PROBES: u32 = 3;
 
 type ClientTlsStream = StreamOwned<ClientConnection, TcpStream>;
+/// A handle of the open socket, by which another thread can shut it down.
+pub(crate) type SocketHandle = Arc<Mutex<Option<TcpStream>>>;
 
-/// A connection to a backup process, and the state that it should have.
-pub(crate) struct RemoteBackup {
+/// A connection to a backup process.
+pub(crate) struct RemoteTarget {
     address: String,
-    name: String,
+    session: String,
     config: Arc<ClientConfig>,
-    patience: Duration,
+    generation: u64,
+    timeout: Duration,
     compression: Compression,
     stream: Option<ClientTlsStream>,
-    image: ApplicationState,
+    socket: SocketHandle,
+    /// The state that the backup had when the session was opened, until the helper has read it.
+    opened: Option<StateId>,
 }
 
-impl RemoteBackup {
-    /// Connects, and returns the sequence of the state that the backup has.
-    pub(crate) fn open(
+impl RemoteTarget {
+    /// A target that is not connected yet.
+    ///
+    /// # Errors
+    /// If the certificates cannot be used.
+    pub(crate) fn new(
         address: &str,
-        name: &str,
+        session: &str,
         identity: &TlsIdentity,
-        patience: Duration,
+        timeout: Duration,
         compression: Compression,
-    ) -> Result<(Self, u64), BackupError> {
-        let mut remote = Self {
+    ) -> Result<Self, BackupError> {
+        Ok(Self {
             address: address.to_owned(),
-            name: name.to_owned(),
+            session: session.to_owned(),
             config: identity.client_config()?,
-            patience,
+            generation: 0,
+            timeout: timeout.clamp(REPLY_TIMEOUTS[0], REPLY_TIMEOUTS[1]),
             compression,
             stream: None,
-            image: ApplicationState::default(),
-        };
-        let (stream, sequence) = remote.retry(|remote| remote.connect(0))?;
-        remote.stream = Some(stream);
-        Ok((remote, sequence))
+            socket: SocketHandle::default(),
+            opened: None,
+        })
+    }
+
+    /// Connects as the session of this generation: older ones can't write the backup any more.
+    pub(crate) fn open(&mut self, generation: u64) -> Result<StateId, BackupError> {
+        self.generation = generation;
+        let id = self.reconnect()?;
+        self.opened = Some(id);
+        Ok(id)
     }
 
     /// Requests the state that the backup has.
     pub(crate) fn fetch_state(&mut self) -> Result<ApplicationState, BackupError> {
-        let mut image = ApplicationState::default();
         let answer =
-            self.exchange_messages(|stream| wire::send_message(stream, &BackupMessage::Get))?;
+            self.exchange_messages(0, |stream| wire::send_message(stream, &BackupMessage::Get))?;
         let BackupMessage::Record { header, payload, .. } = answer else {
             return Err(BackupError::Refused("it does not reply with its state".into()));
         };
-        image.apply_record(header.kind, header.sequence, &payload)?;
+        let mut image = ApplicationState::default();
+        image.apply_record(header.kind, header.id, &payload)?;
         Ok(image)
     }
 
-    /// Replaces the backup's state by this one, whichever it has.
-    pub(crate) fn replace_state(&mut self, image: ApplicationState) -> Result<(), BackupError> {
-        self.image = image;
-        self.stream = None;
-        self.retry(|remote| remote.send_state(wire::REPLACE))
+    /// The handle of the socket.
+    pub(crate) fn socket(&self) -> SocketHandle {
+        self.socket.clone()
     }
 
     fn connection_error(&self, source: io::Error) -> BackupError {
-        BackupError::Connection { address: self.address.clone(), source }
-    }
-
-    /// Retries until the reconnect timeout, with a new connection each time the old one is lost.
-    fn retry<T>(
-        &mut self,
-        mut attempt: impl FnMut(&mut Self) -> Result<T, BackupError>,
-    ) -> Result<T, BackupError> {
-        let start = Instant::now();
-        loop {
-            match attempt(self) {
-                Err(error) if error.is_transient() && start.elapsed() < self.patience => {
-                    self.stream = None;
-                    thread::sleep(RECONNECT_INTERVAL);
-                }
-                result => return result,
-            }
+        let cause = source.get_ref().and_then(|error| error.downcast_ref::<rustls::Error>());
+        match cause {
+            Some(error) => BackupError::Tls(format!("{}: {error}", self.address)),
+            None => BackupError::Connection { address: self.address.clone(), source },
         }
     }
 
-    fn connect(&self, flags: u8) -> Result<(ClientTlsStream, u64), BackupError> {
-        let mut stream = self.open_stream().map_err(|error| self.connection_error(error))?;
-        let hello = BackupMessage::Hello { version: wire::VERSION, flags, name: self.name.clone() };
-        let answer = wire::send_message(&mut stream, &hello)
-            .and_then(|()| stream.flush())
-            .and_then(|()| wire::receive_message(&mut stream));
-        match answer.map_err(|error| self.connection_error(error))? {
-            BackupMessage::Acknowledge(sequence) => Ok((stream, sequence)),
-            BackupMessage::Error(text) => Err(BackupError::Refused(text)),
+    fn disconnect(&mut self) {
+        self.stream = None;
+        *self.socket.lock().unwrap_or_else(PoisonError::into_inner) = None;
+    }
+
+    fn reconnect(&mut self) -> Result<StateId, BackupError> {
+        self.disconnect();
+        self.stream = Some(self.open_stream().map_err(|error| self.connection_error(error))?);
+        let hello = BackupMessage::Hello {
+            version: wire::VERSION,
+            generation: self.generation,
+            name: self.session.clone(),
+        };
+        match self.exchange_messages(0, |stream| wire::send_message(stream, &hello))? {
+            BackupMessage::Acknowledge(id) => Ok(id),
             _ => Err(BackupError::Refused("it does not reply to a greeting".into())),
         }
     }
@@ -114,11 +126,9 @@ impl RemoteBackup {
         let name = tls::server_name(&self.address).map_err(io::Error::other)?;
         let mut last = io::Error::new(io::ErrorKind::NotFound, "no such host");
         for address in self.address.to_socket_addrs()? {
-            match TcpStream::connect_timeout(&address, REPLY_TIMEOUT) {
+            match TcpStream::connect_timeout(&address, self.timeout) {
                 Ok(socket) => {
-                    socket.set_nodelay(true)?;
-                    socket.set_read_timeout(Some(REPLY_TIMEOUT))?;
-                    socket.set_write_timeout(Some(REPLY_TIMEOUT))?;
+                    self.prepare_socket(&socket)?;
                     let tls = ClientConnection::new(self.config.clone(), name);
                     return Ok(StreamOwned::new(tls.map_err(io::Error::other)?, socket));
                 }
@@ -128,70 +138,149 @@ impl RemoteBackup {
         Err(last)
     }
 
-    /// Reconnects, and sends the whole state.
-    fn send_state(&mut self, flags: u8) -> Result<(), BackupError> {
-        let (stream, _) = self.connect(flags)?;
-        self.stream = Some(stream);
-        let record = encode_state(&self.image, self.compression);
-        self.send_records(&[record])
+    fn prepare_socket(&self, socket: &TcpStream) -> io::Result<()> {
+        use rustix::net::sockopt;
+        socket.set_nodelay(true)?;
+        socket.set_write_timeout(Some(self.timeout))?;
+        sockopt::set_socket_keepalive(socket, true)?;
+        sockopt::set_tcp_keepidle(socket, KEEPALIVE_IDLE)?;
+        sockopt::set_tcp_keepintvl(socket, KEEPALIVE_INTERVAL)?;
+        sockopt::set_tcp_keepcnt(socket, KEEPALIVE_PROBES)?;
+        let handle = socket.try_clone()?;
+        *self.socket.lock().unwrap_or_else(PoisonError::into_inner) = Some(handle);
+        Ok(())
     }
 
-    /// Sends records, and waits until they are stored safely.
-    fn send_records(&mut self, records: &[Vec<u8>]) -> Result<(), BackupError> {
-        let answer = self.exchange_messages(|stream| {
-            records.iter().try_for_each(|record| wire::send_record(stream, record))?;
-            wire::send_message(stream, &BackupMessage::Flush)
-        })?;
-        match answer {
-            BackupMessage::Acknowledge(sequence) if sequence == self.image.sequence() => Ok(()),
-            _ => Err(BackupError::Refused("it acknowledges another transaction".into())),
-        }
-    }
-
+    /// Sends messages, and receives the reply. `len` is the size of what the backup has to store
+    /// before it replies.
     fn exchange_messages(
         &mut self,
+        len: u64,
         send: impl FnOnce(&mut ClientTlsStream) -> io::Result<()>,
     ) -> Result<BackupMessage, BackupError> {
-        let lost = |error| BackupError::Connection { address: self.address.clone(), source: error };
-        let Some(stream) = &mut self.stream else {
-            return Err(lost(io::ErrorKind::NotConnected.into()));
+        let timeout = self.timeout + Duration::from_secs(len / STORED_PER_SECOND_MIN);
+        let answer = match &mut self.stream {
+            None => Err(io::ErrorKind::NotConnected.into()),
+            Some(stream) => exchange_on(stream, timeout, send),
         };
-        let answer =
-            send(stream).and_then(|()| stream.flush()).and_then(|()| wire::receive_message(stream));
-        match answer.map_err(lost)? {
-            BackupMessage::Error(text) => Err(BackupError::Refused(text)),
+        match answer.map_err(|error| self.connection_error(name_timeout(error)))? {
+            BackupMessage::Error(error) => Err(error.into()),
             message => Ok(message),
         }
     }
-}
 
-impl BackupSink for RemoteBackup {
-    fn store_transactions(&mut self, jobs: &[BackupJob]) -> Result<u64, BackupError> {
-        let mut records = Vec::with_capacity(jobs.len());
-        for job in jobs {
-            records.push(encode_record(
-                RecordKind::Change,
-                job.sequence,
-                &job.payload,
-                self.compression,
-            ));
-            self.image.apply_record(RecordKind::Change, job.sequence, &job.payload)?;
+    /// Sends records, and waits until they are stored safely.
+    fn send_records(
+        &mut self,
+        id: StateId,
+        len: u64,
+        records: impl Iterator<Item = Vec<u8>>,
+    ) -> Result<(), BackupError> {
+        let answer = self.exchange_messages(len, |stream| {
+            let mut records = records;
+            records.try_for_each(|record| wire::send_record(stream, &record))?;
+            wire::send_message(stream, &BackupMessage::Flush)
+        })?;
+        match answer {
+            BackupMessage::Acknowledge(stored) if stored == id => Ok(()),
+            _ => Err(BackupError::Failed("it acknowledges another transaction".into())),
         }
-        match self.send_records(&records) {
-            // How many of them the backup has stored is unknown: send it the whole state.
-            Err(error) if error.is_transient() => {
-                self.stream = None;
-                self.retry(|remote| remote.send_state(0))?;
-            }
-            result => result?,
-        }
-        Ok(self.image.sequence())
     }
 }
 
-impl RemoteBackup {
-    /// Records that the backup has this state.
-    pub(crate) fn set_state(&mut self, image: ApplicationState) {
-        self.image = image;
+impl BackupConnection for RemoteTarget {
+    fn connect(&mut self) -> Result<Option<StateId>, BackupError> {
+        match self.opened.take() {
+            Some(id) => Ok(Some(id)),
+            None => self.reconnect().map(Some),
+        }
+    }
+
+    fn append_commits(&mut self, commits: &[Commit]) -> Result<(), BackupError> {
+        let Some(last) = commits.last() else { return Ok(()) };
+        let len = commits.iter().map(|commit| commit.payload.len() as u64).sum();
+        let codec = self.compression;
+        let encode =
+            |commit: &Commit| encode_record(RecordKind::Change, commit.id, &commit.payload, codec);
+        self.send_records(last.id, len, commits.iter().map(encode))
+    }
+
+    fn replace_state(&mut self, id: StateId, record: &[u8]) -> Result<(), BackupError> {
+        let answer = self.exchange_messages(record.len() as u64, |stream| {
+            wire::send_record(stream, record)?;
+            wire::send_message(stream, &BackupMessage::Flush)
+        })?;
+        match answer {
+            BackupMessage::Acknowledge(stored) if stored == id => Ok(()),
+            _ => Err(BackupError::Failed("it acknowledges another state".into())),
+        }
+    }
+
+    fn compression(&self) -> Compression {
+        self.compression
+    }
+
+    fn idle_timeout(&self) -> Duration {
+        CHECK_INTERVAL
+    }
+
+    /// A backup sends nothing that was not requested, but the reason for the end of a connection.
+    fn do_idle_work(&mut self) -> Result<(), BackupError> {
+        let Some(stream) = &self.stream else { return Ok(()) };
+        if is_silent(&stream.sock).map_err(|error| self.connection_error(error))? {
+            return Ok(());
+        }
+        self.exchange_messages(0, |_| Ok(()))?;
+        Err(BackupError::Failed("it sends a message that was not requested".into()))
+    }
+
+    fn finish(&mut self) -> Result<(), BackupError> {
+        self.disconnect();
+        Ok(())
+    }
+}
+
+fn exchange_on(
+    stream: &mut ClientTlsStream,
+    timeout: Duration,
+    send: impl FnOnce(&mut ClientTlsStream) -> io::Result<()>,
+) -> io::Result<BackupMessage> {
+    stream.sock.set_read_timeout(Some(timeout))?;
+    let sent = send(stream).and_then(|()| stream.flush());
+    match sent {
+        Ok(()) => wire::receive_message(stream),
+        // The backup may have sent the reason before it closed the connection.
+        Err(error) => match wire::receive_message(stream) {
+            Ok(reason @ BackupMessage::Error(_)) => Ok(reason),
+            _ => Err(error),
+        },
+    }
+}
+
+/// The kernel reports a reply that does not arrive in time as `EAGAIN`.
+fn name_timeout(error: io::Error) -> io::Error {
+    match error.kind() {
+        io::ErrorKind::WouldBlock => io::Error::new(io::ErrorKind::TimedOut, "no reply in time"),
+        _ => error,
+    }
+}
+
+/// Whether nothing has arrived, also no end of the connection.
+fn is_silent(socket: &TcpStream) -> io::Result<bool> {
+    socket.set_nonblocking(true)?;
+    let peeked = socket.peek(&mut [0]);
+    socket.set_nonblocking(false)?;
+    match peeked {
+        Ok(_) => Ok(false),
+        Err(error) if error.kind() == io::ErrorKind::WouldBlock => Ok(true),
+        Err(error) => Err(error),
+    }
+}
+
+/// Ends a connection on which another thread waits.
+pub(crate) fn cut_connection(socket: &SocketHandle) {
+    if let Some(socket) = &*socket.lock().unwrap_or_else(PoisonError::into_inner) {
+        // A connection that is closed already needs no cut.
+        let _ = socket.shutdown(Shutdown::Both);
     }
 }

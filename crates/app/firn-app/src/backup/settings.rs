@@ -1,7 +1,10 @@
 //! Where committed changes are written to, and when a commit returns.
 
 use std::path::PathBuf;
+use std::str::FromStr;
 use std::time::Duration;
+
+use thiserror::Error;
 
 use super::tls::TlsIdentity;
 
@@ -50,7 +53,7 @@ pub struct BackupTarget {
 #[derive(Clone, Debug)]
 pub(crate) enum TargetLocation {
     File { path: PathBuf, fsync: FsyncPolicy },
-    Remote { address: String, identity: TlsIdentity, reconnect_timeout: Duration },
+    Remote { address: String, identity: TlsIdentity },
 }
 
 impl BackupTarget {
@@ -62,15 +65,10 @@ impl BackupTarget {
         })
     }
 
-    /// A backup process on another host, `HOST:PORT`. When the connection is lost, Firn tries to
-    /// reconnect for 10 s.
+    /// A backup process on another host, `HOST:PORT`. When the connection is lost, Firn connects
+    /// again as soon as that is possible, and sends what the backup lacks.
     pub fn remote(address: impl Into<String>, identity: TlsIdentity) -> Self {
-        let patience = Duration::from_secs(10);
-        Self::at_location(TargetLocation::Remote {
-            address: address.into(),
-            identity,
-            reconnect_timeout: patience,
-        })
+        Self::at_location(TargetLocation::Remote { address: address.into(), identity })
     }
 
     fn at_location(location: TargetLocation) -> Self {
@@ -97,11 +95,65 @@ impl BackupTarget {
         self
     }
 
-    /// Sets how long the helper tries to restore a lost connection before commits fail.
-    pub fn reconnect_timeout(mut self, time: Duration) -> Self {
-        if let TargetLocation::Remote { reconnect_timeout: patience, .. } = &mut self.location {
-            *patience = time;
+    /// The path of the log, or the address of the host.
+    pub(crate) fn name(&self) -> String {
+        match &self.location {
+            TargetLocation::File { path, .. } => path.display().to_string(),
+            TargetLocation::Remote { address, .. } => address.clone(),
         }
-        self
+    }
+
+    pub(crate) fn is_local(&self) -> bool {
+        matches!(self.location, TargetLocation::File { .. })
+    }
+}
+
+/// How many targets must have stored a transaction before a commit returns.
+///
+/// With every setting each commit is sent to all targets, and a target that was away gets what it
+/// lacks when it returns. A log in a file is waited for whenever it can be written, so one that
+/// was never left out has all acknowledged transactions.
+///
+/// A session that opens finds the last acknowledged transaction if it can read enough targets: one
+/// with `All`; with fewer, a log that was never left out, or so many targets that at least one of
+/// them has acknowledged each transaction. The list of targets and this setting must then be those
+/// of the session before.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub enum RequiredTargets {
+    /// Every target. Each of them alone is enough to recover.
+    #[default]
+    All,
+    /// Any one target.
+    Any,
+    /// This count of targets; at least one, at most all of them.
+    Count(usize),
+}
+
+impl RequiredTargets {
+    /// The count, of so many targets.
+    pub(crate) fn count_of(self, targets: usize) -> usize {
+        match self {
+            Self::All => targets,
+            Self::Any => targets.min(1),
+            Self::Count(count) => count.clamp(1, targets.max(1)),
+        }
+    }
+}
+
+/// The text is not `all`, `any` or a number above 0.
+#[derive(Clone, Debug, PartialEq, Eq, Error)]
+#[error("{0:?} is no count of backups: all, any, or a number from 1")]
+pub struct UnknownRequirement(String);
+
+impl FromStr for RequiredTargets {
+    type Err = UnknownRequirement;
+
+    fn from_str(text: &str) -> Result<Self, UnknownRequirement> {
+        match (text, text.parse()) {
+            ("all", _) => Ok(Self::All),
+            ("any", _) => Ok(Self::Any),
+            (_, Ok(count)) if count > 0 => Ok(Self::Count(count)),
+            _ => Err(UnknownRequirement(text.to_owned())),
+        }
     }
 }

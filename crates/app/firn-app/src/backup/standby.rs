@@ -1,10 +1,7 @@
 //! Warm standby: receives a session's state and changes, and takes over in one call.
 
-use super::error::BackupError;
-use super::image::ApplicationState;
-use super::log::ApplicationLog;
 use super::server::{BackupServer, BackupServerOptions};
-use super::settings::{AcknowledgePolicy, Compression, FsyncPolicy};
+use super::settings::FsyncPolicy;
 use crate::error::Error;
 use crate::session::Session;
 
@@ -16,9 +13,8 @@ use crate::session::Session;
 /// # fn wait_until_the_primary_is_gone() {}
 /// # fn main() -> Result<(), Error> {
 /// # let identity = TlsIdentity { certificate: "".into(), key: "".into(), authority: "".into() };
-/// let listen = "0.0.0.0:7700".to_owned();
-/// let directory = "/var/lib/ledger".into();
-/// let options = BackupServerOptions { listen, identity, directory, fsync: FsyncPolicy::Never };
+/// let options = BackupServerOptions::new("0.0.0.0:7700", identity, "/var/lib/ledger");
+/// let options = options.fsync(FsyncPolicy::Never);
 /// let standby = WarmStandby::start(options)?;
 /// let mut session = Session::open(SessionOptions::new("ledger"))?;
 /// let accounts = session.allocate("accounts", 1 << 20)?;
@@ -39,7 +35,7 @@ impl WarmStandby {
     /// # Errors
     /// If the address or the identity cannot be used.
     pub fn start(options: BackupServerOptions) -> Result<Self, Error> {
-        let fsync = options.fsync;
+        let fsync = options.fsync_policy();
         Ok(Self { server: BackupServer::start(options).map_err(Error::backup)?, fsync })
     }
 
@@ -62,17 +58,4 @@ impl WarmStandby {
         let Some(store) = self.server.take_store(&name) else { return Ok(0) };
         session.adopt_log(store.log, store.image, self.fsync)
     }
-}
-
-/// Starts the helper of a session that continues a log.
-pub(crate) fn start_log_helper(
-    log: ApplicationLog,
-    image: ApplicationState,
-    fsync: FsyncPolicy,
-) -> Result<super::BackupHelper, BackupError> {
-    let path = log.path().to_owned();
-    let sequence = image.sequence();
-    let sink = super::file::FileSink::new(log, image, fsync, Compression::None);
-    super::BackupHelper::start(sink, sequence, AcknowledgePolicy::Sync)
-        .map_err(|source| BackupError::File { what: "cannot start a thread for", path, source })
 }

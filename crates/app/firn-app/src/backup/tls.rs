@@ -5,7 +5,7 @@ use std::sync::Arc;
 
 use rustls::pki_types::pem::PemObject as _;
 use rustls::pki_types::{CertificateDer, PrivateKeyDer, ServerName};
-use rustls::server::WebPkiClientVerifier;
+use rustls::server::{NoServerSessionStorage, WebPkiClientVerifier};
 use rustls::version::TLS13;
 use rustls::{ClientConfig, RootCertStore, ServerConfig};
 
@@ -20,7 +20,7 @@ const FILE_BYTES_MAX: u64 = 1 << 20;
 pub struct TlsIdentity {
     /// The certificate, followed by intermediate certificates if there are any.
     pub certificate: PathBuf,
-    /// The certificate's private key.
+    /// The certificate's private key. A file that others can read is refused.
     pub key: PathBuf,
     /// The authority whose certificates are accepted from the peer.
     pub authority: PathBuf,
@@ -31,8 +31,9 @@ impl TlsIdentity {
         &self,
     ) -> Result<(Vec<CertificateDer<'static>>, PrivateKeyDer<'static>, RootCertStore), BackupError>
     {
-        let key = PrivateKeyDer::from_pem_slice(&read_file(&self.key)?)
-            .map_err(unusable_file(&self.key))?;
+        let pem =
+            firn_files::read_secret(&self.key, FILE_BYTES_MAX).map_err(unusable_file(&self.key))?;
+        let key = PrivateKeyDer::from_pem_slice(&pem).map_err(unusable_file(&self.key))?;
         let mut roots = RootCertStore::empty();
         for certificate in read_certificates(&self.authority)? {
             roots.add(certificate).map_err(unusable_file(&self.authority))?;
@@ -55,12 +56,15 @@ impl TlsIdentity {
         let (certificates, key, roots) = self.load_files()?;
         let verifier =
             WebPkiClientVerifier::builder_with_provider(Arc::new(roots), crypto_provider());
-        let config = ServerConfig::builder_with_provider(crypto_provider())
+        let mut config = ServerConfig::builder_with_provider(crypto_provider())
             .with_protocol_versions(&[&TLS13])
             .map_err(tls_error)?
             .with_client_cert_verifier(verifier.build().map_err(tls_error)?)
             .with_single_cert(certificates, key)
             .map_err(tls_error)?;
+        // A resumed connection would not verify the certificate again, which may have expired.
+        config.session_storage = Arc::new(NoServerSessionStorage {});
+        config.send_tls13_tickets = 0;
         Ok(Arc::new(config))
     }
 }

@@ -1,24 +1,28 @@
 //! Messages between an application and a backup process, inside of TLS.
 //!
 //! ```text
-//!   application                                   backup
-//!   H version u16, flags u8, name length u8, name
-//!                                                 A sequence     of the state that the backup has
-//!   G                                             R record       its state
-//!   R record, R record, ... F                     A sequence     once all of them are stored
-//!                                                 E length u16, text: an error; the connection ends
+//!   application                                        backup
+//!   H version u16, generation u64, name length u8, name
+//!                                                      A generation u64, sequence u64: the state that the backup has
+//!   G                                                  R record: its state
+//!   R record, R record, ... F                          A generation, sequence, once all of them are stored
+//!                                                      E code u8, number u64, length u16, text: the connection ends
 //! ```
+//!
+//! A greeting of generation 0 is for reading only. A greeting with another generation makes this
+//! connection the writer of the session: connections of older generations are refused from then on.
 
 use std::io::{self, Read, Write};
 
 use super::error::BackupError;
+use super::image::StateId;
 use super::record::{HEADER, RecordHeader};
 
-pub(crate) const VERSION: u16 = 1;
-/// Flag of the greeting: the backup may replace its state by an older one.
-pub(crate) const REPLACE: u8 = 1;
+pub(crate) const VERSION: u16 = 2;
 /// The maximum stored size of a record in bytes: a greater length is taken for an error.
 const STORED_MAX: u64 = 1 << 36;
+/// The maximum length of an error's text in bytes.
+const ERROR_BYTES_MAX: usize = 1000;
 /// Bytes of a record that are read at once: memory grows with the bytes that have arrived, not with
 /// the announced length.
 const CHUNK: u64 = 1 << 20;
@@ -26,39 +30,93 @@ const CHUNK: u64 = 1 << 20;
 /// One message.
 #[derive(Debug)]
 pub(crate) enum BackupMessage {
-    Hello { version: u16, flags: u8, name: String },
+    Hello { version: u16, generation: u64, name: String },
     Get,
     Record { header: RecordHeader, payload: Vec<u8>, bytes: Vec<u8> },
     Flush,
-    Acknowledge(u64),
-    Error(String),
+    Acknowledge(StateId),
+    Error(PeerError),
+}
+
+/// Why the backup ends a connection.
+#[derive(Debug)]
+pub(crate) enum PeerError {
+    /// It cannot do it now.
+    Failed(String),
+    /// It does not do it.
+    Refused(String),
+    /// A later session, of this generation, has taken over.
+    Superseded(u64),
+}
+
+impl PeerError {
+    /// The error as a peer is to see it.
+    pub(crate) fn from_error(error: &BackupError) -> Self {
+        match error {
+            BackupError::Superseded { generation } => Self::Superseded(*generation),
+            BackupError::Refused(text) => Self::Refused(text.clone()),
+            BackupError::File { .. }
+            | BackupError::InUse { .. }
+            | BackupError::Failed(_)
+            | BackupError::Connection { .. } => Self::Failed(error.describe()),
+            _ => Self::Refused(error.describe()),
+        }
+    }
+
+    fn code_and_text(&self) -> (u8, u64, &str) {
+        match self {
+            Self::Failed(text) => (0, 0, text),
+            Self::Refused(text) => (1, 0, text),
+            Self::Superseded(generation) => (2, *generation, ""),
+        }
+    }
+}
+
+impl From<PeerError> for BackupError {
+    fn from(error: PeerError) -> Self {
+        match error {
+            PeerError::Failed(text) => Self::Failed(text),
+            PeerError::Refused(text) => Self::Refused(text),
+            PeerError::Superseded(generation) => Self::Superseded { generation },
+        }
+    }
 }
 
 /// Writes a message.
 pub(crate) fn send_message(to: &mut impl Write, message: &BackupMessage) -> io::Result<()> {
     let mut bytes = Vec::new();
     match message {
-        BackupMessage::Hello { version, flags, name } => {
+        BackupMessage::Hello { version, generation, name } => {
             bytes.push(b'H');
             bytes.extend(version.to_le_bytes());
-            bytes.extend([*flags, name.len() as u8]);
+            bytes.extend(generation.to_le_bytes());
+            bytes.push(name.len() as u8);
             bytes.extend(name.as_bytes());
         }
         BackupMessage::Get => bytes.push(b'G'),
         BackupMessage::Flush => bytes.push(b'F'),
-        BackupMessage::Acknowledge(sequence) => {
+        BackupMessage::Acknowledge(id) => {
             bytes.push(b'A');
-            bytes.extend(sequence.to_le_bytes());
+            bytes.extend(id.generation.to_le_bytes());
+            bytes.extend(id.sequence.to_le_bytes());
         }
-        BackupMessage::Error(text) => {
-            let text = &text.as_bytes()[..text.len().min(1000)];
-            bytes.push(b'E');
+        BackupMessage::Error(error) => {
+            let (code, number, text) = error.code_and_text();
+            let text = shorten_text(text).as_bytes();
+            bytes.extend([b'E', code]);
+            bytes.extend(number.to_le_bytes());
             bytes.extend((text.len() as u16).to_le_bytes());
             bytes.extend(text);
         }
         BackupMessage::Record { bytes: record, .. } => return send_record(to, record),
     }
     to.write_all(&bytes)
+}
+
+/// The beginning of a text, cut after a whole character.
+fn shorten_text(text: &str) -> &str {
+    let ends = text.char_indices().map(|(at, char)| at + char.len_utf8());
+    &text[..ends.take_while(|end| *end <= ERROR_BYTES_MAX).last().unwrap_or(0)]
 }
 
 /// Writes a record.
@@ -71,20 +129,36 @@ pub(crate) fn send_record(to: &mut impl Write, record: &[u8]) -> io::Result<()> 
 pub(crate) fn receive_message(from: &mut impl Read) -> io::Result<BackupMessage> {
     Ok(match read_array::<1>(from)?[0] {
         b'H' => {
-            let [low, high, flags, len] = read_array(from)?;
+            let version = u16::from_le_bytes(read_array(from)?);
+            let generation = u64::from_le_bytes(read_array(from)?);
+            let [len] = read_array(from)?;
             let name = read_text(from, u64::from(len))?;
-            BackupMessage::Hello { version: u16::from_le_bytes([low, high]), flags, name }
+            BackupMessage::Hello { version, generation, name }
         }
         b'G' => BackupMessage::Get,
         b'F' => BackupMessage::Flush,
-        b'A' => BackupMessage::Acknowledge(u64::from_le_bytes(read_array(from)?)),
-        b'E' => {
-            let len = u16::from_le_bytes(read_array(from)?);
-            BackupMessage::Error(read_text(from, u64::from(len))?)
+        b'A' => {
+            let generation = u64::from_le_bytes(read_array(from)?);
+            let sequence = u64::from_le_bytes(read_array(from)?);
+            BackupMessage::Acknowledge(StateId { generation, sequence })
         }
+        b'E' => BackupMessage::Error(receive_error(from)?),
         b'R' => receive_record(from)?,
         _ => return Err(malformed_message("unknown kind of message")),
     })
+}
+
+fn receive_error(from: &mut impl Read) -> io::Result<PeerError> {
+    let [code] = read_array(from)?;
+    let number = u64::from_le_bytes(read_array(from)?);
+    let len = u16::from_le_bytes(read_array(from)?);
+    let text = read_text(from, u64::from(len))?;
+    match code {
+        0 => Ok(PeerError::Failed(text)),
+        1 => Ok(PeerError::Refused(text)),
+        2 => Ok(PeerError::Superseded(number)),
+        _ => Err(malformed_message("unknown kind of error")),
+    }
 }
 
 fn receive_record(from: &mut impl Read) -> io::Result<BackupMessage> {

@@ -153,6 +153,20 @@ fn install_handler() -> Result<(), Errno> {
     check_result(unsafe { libc::sigaction(libc::SIGSEGV, &raw const action, null_mut()) })
 }
 
+/// Whether the action of SIGSEGV is still this handler. True before the first span is followed.
+pub(crate) fn is_handler_installed() -> bool {
+    if PREVIOUS_ACTION.load(Ordering::Acquire).is_null() {
+        return true;
+    }
+    let mut now = MaybeUninit::<libc::sigaction>::zeroed();
+    // SAFETY: requests the action of SIGSEGV; the pointer is valid for one.
+    let asked = unsafe { libc::sigaction(libc::SIGSEGV, null(), now.as_mut_ptr()) };
+    // SAFETY: zeros are a valid action, and so is what the call above has filled in.
+    let now = unsafe { now.assume_init() };
+    let handler: extern "C" fn(c_int, *mut siginfo_t, *mut c_void) = on_fault;
+    asked == 0 && now.sa_sigaction == handler as usize
+}
+
 fn check_result(result: c_int) -> Result<(), Errno> {
     match result {
         0 => Ok(()),

@@ -12,7 +12,7 @@ use super::pages::push_pages;
 use crate::error::Error;
 use crate::memory::AreaMemory;
 use crate::span::PageSpan;
-use crate::sys::fault::WatchedSpan;
+use crate::sys::fault::{self, WatchedSpan};
 use crate::sys::notes::NotedStore;
 
 /// The unit in which noted stores are reported, in bytes.
@@ -46,6 +46,13 @@ impl Tracker for EmulationTracker {
         let watched = watched.map_err(Error::system("write-protecting an area"))?;
         self.watched.push((watched, memory.clone()));
         Ok(memory)
+    }
+
+    fn check_working(&self) -> Result<(), Error> {
+        match fault::is_handler_installed() {
+            true => Ok(()),
+            false => Err(Error::HandlerReplaced { kind: self.kind() }),
+        }
     }
 
     fn collect_writes(&mut self, found: &mut WrittenRuns) -> Result<(), Error> {

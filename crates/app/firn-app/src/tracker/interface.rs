@@ -103,6 +103,14 @@ pub trait Tracker: Send {
     /// If the kernel refuses: then what was written is unknown.
     fn collect_writes(&mut self, found: &mut WrittenRuns) -> Result<(), Error>;
 
+    /// Checks that other code has not taken away what the tracker needs.
+    ///
+    /// # Errors
+    /// If writes would not be found any more.
+    fn check_working(&self) -> Result<(), Error> {
+        Ok(())
+    }
+
     /// The counts of events so far.
     fn counts(&self) -> TrackerCounts {
         TrackerCounts::default()

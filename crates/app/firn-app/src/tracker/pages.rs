@@ -4,7 +4,7 @@ use super::interface::{Tracker, WrittenRuns};
 use super::kind::TrackerKind;
 use crate::error::Error;
 use crate::span::{PAGE, PageSpan};
-use crate::sys::fault::WatchedSpan;
+use crate::sys::fault::{self, WatchedSpan};
 use crate::sys::notes::NotedStore;
 
 /// See the module documentation.
@@ -25,6 +25,13 @@ impl Tracker for PageTracker {
             WatchedSpan::new(span, None).map_err(Error::system("write-protecting an area"))?;
         self.watched.push(watched);
         Ok(())
+    }
+
+    fn check_working(&self) -> Result<(), Error> {
+        match fault::is_handler_installed() {
+            true => Ok(()),
+            false => Err(Error::HandlerReplaced { kind: self.kind() }),
+        }
     }
 
     fn collect_writes(&mut self, found: &mut WrittenRuns) -> Result<(), Error> {

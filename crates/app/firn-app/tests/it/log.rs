@@ -302,7 +302,10 @@ impl Drop for Disk {
 /// Fills an area anew in each transaction until the disk is full. Gives the last one that was
 /// acknowledged.
 fn fill_up(path: &Path, len: usize) -> (u64, Error) {
-    let options = SessionOptions::new("full").tracker(TrackerKind::Compare).backup(target(path));
+    let options = SessionOptions::new("full")
+        .tracker(TrackerKind::Compare)
+        .backup(target(path))
+        .backup_timeout(Duration::from_millis(300));
     let mut session = Session::open(options).unwrap();
     let area = session.allocate("area", len).unwrap();
     let mut number = session.recover().unwrap();

@@ -1,11 +1,15 @@
 //! firn-app, used as its users do.
 
 #[cfg(test)]
+mod certificates;
+#[cfg(test)]
 mod fork;
 #[cfg(test)]
 mod log;
 #[cfg(test)]
 mod session;
+#[cfg(test)]
+mod size;
 #[cfg(test)]
 mod standby;
 #[cfg(test)]

@@ -354,3 +354,61 @@ fn faults_of_others_reach_their_handlers() {
     }
     panic!("it went on");
 }
+
+static REPLACED: std::sync::OnceLock<libc::sigaction> = std::sync::OnceLock::new();
+
+/// Calls the handler that it replaced, as other libraries do.
+extern "C" fn chain(signal: i32, info: *mut libc::siginfo_t, context: *mut libc::c_void) {
+    CAUGHT.fetch_add(1, Ordering::Relaxed);
+    let handler = REPLACED.get().unwrap().sa_sigaction;
+    type SignalHandler = extern "C" fn(i32, *mut libc::siginfo_t, *mut libc::c_void);
+    // SAFETY: the handler of the library, which was installed with SA_SIGINFO.
+    unsafe { std::mem::transmute::<usize, SignalHandler>(handler)(signal, info, context) };
+}
+
+/// Without a check a replaced handler ends the program at its next write.
+#[test]
+fn a_handler_that_is_installed_later_is_noticed() {
+    let Ok(what) = std::env::var(CHILD) else {
+        for what in ["replaced", "chained"] {
+            let ended = child("session::a_handler_that_is_installed_later_is_noticed", what);
+            assert!(ended.status.success(), "{what}: {ended:?}");
+        }
+        return;
+    };
+    for kind in [TrackerKind::Pages, TrackerKind::Emulate] {
+        let options = || SessionOptions::new("test").tracker(kind);
+        let is_permitted = what == "chained";
+        let mut session = Session::open(options().later_handler(is_permitted)).unwrap();
+        let area = session.allocate("area", 100).unwrap();
+        session.begin().unwrap().commit().unwrap();
+        // SAFETY: a complete action, whose handler has the right type.
+        let before = unsafe {
+            let (mut action, mut before): (libc::sigaction, _) =
+                (std::mem::zeroed(), std::mem::zeroed());
+            let handler: extern "C" fn(i32, *mut libc::siginfo_t, *mut libc::c_void) = chain;
+            action.sa_sigaction = handler as usize;
+            action.sa_flags = libc::SA_SIGINFO | libc::SA_NODEFER;
+            libc::sigaction(libc::SIGSEGV, &raw const action, &raw mut before);
+            before
+        };
+        REPLACED.get_or_init(|| before);
+        let refused = session.begin().err();
+        assert_eq!(refused.is_none(), is_permitted, "{refused:?}");
+        if let Some(error) = refused {
+            assert!(matches!(error, Error::HandlerReplaced { .. }), "{error}");
+            assert!(error.to_string().contains("pt_assisted"), "{error}");
+        } else {
+            let mut transaction = session.begin().unwrap();
+            transaction.bytes(&area)[7] = 1;
+            transaction.commit().unwrap();
+            assert_eq!(session.changes().bytes(), 8);
+            assert!(CAUGHT.load(Ordering::Relaxed) > 0);
+        }
+        // A tracker without signals works as before.
+        let mut other = Session::open(SessionOptions::new("test").tracker(TrackerKind::Compare));
+        other.as_mut().unwrap().begin().unwrap().commit().unwrap();
+        // SAFETY: the action that was there.
+        unsafe { libc::sigaction(libc::SIGSEGV, &raw const before, std::ptr::null_mut()) };
+    }
+}

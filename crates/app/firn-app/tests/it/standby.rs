@@ -3,6 +3,7 @@
 use std::fs;
 use std::io;
 use std::net::TcpStream;
+use std::os::unix::fs::PermissionsExt as _;
 use std::path::Path;
 use std::sync::Arc;
 use std::time::Duration;
@@ -36,18 +37,15 @@ pub fn identities(dir: &Path) -> [TlsIdentity; 2] {
         };
         fs::write(&identity.certificate, certificate.pem()).unwrap();
         fs::write(&identity.key, key.serialize_pem()).unwrap();
+        fs::set_permissions(&identity.key, fs::Permissions::from_mode(0o600)).unwrap();
         fs::write(&identity.authority, authority.pem()).unwrap();
         identity
     })
 }
 
 pub fn standby(dir: &Path, identity: &TlsIdentity) -> WarmStandby {
-    let options = BackupServerOptions {
-        listen: "127.0.0.1:0".into(),
-        identity: identity.clone(),
-        directory: dir.to_owned(),
-        fsync: FsyncPolicy::Never,
-    };
+    let options = BackupServerOptions::new("127.0.0.1:0", identity.clone(), dir);
+    let options = options.fsync(FsyncPolicy::Never);
     WarmStandby::start(options).unwrap()
 }
 
@@ -95,10 +93,12 @@ fn a_standby_goes_on_where_the_primary_was() {
         let [ours, theirs] = identities(dir.path());
         let standby = standby(dir.path(), &ours);
         let target = BackupTarget::remote(standby.address().to_string(), theirs)
-            .reconnect_timeout(Duration::ZERO)
             .acknowledge(acknowledge)
             .compression(Compression::Lz4);
-        let options = SessionOptions::new("pair").tracker(TrackerKind::Assisted).backup(target);
+        let options = SessionOptions::new("pair")
+            .tracker(TrackerKind::Assisted)
+            .backup(target)
+            .backup_timeout(Duration::from_millis(50));
         let mut primary = Session::open(options).unwrap();
         let area = primary.allocate("area", 10_000).unwrap();
         for number in 1..=50_u8 {

@@ -57,7 +57,7 @@ pub(super) struct MemcachedProgram {
 
 /// Memcached loads the library by its SONAME, which the file does not have where it is built.
 fn link_soname(libraries: &Path) -> Result<()> {
-    let link = libraries.join("libfirnapp.so.0");
+    let link = libraries.join("libfirnapp.so.1");
     match symlink("libfirnapp.so", &link) {
         Err(error) if error.kind() != io::ErrorKind::AlreadyExists => {
             Err(error).with_context(|| format!("cannot make the link {}", link.display()))

@@ -9,6 +9,7 @@
 //! few hundred times a second, which costs a thousandth of a processor.
 
 use std::fs::File;
+use std::io;
 use std::path::Path;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Mutex, PoisonError};
@@ -47,9 +48,12 @@ const LOGGED_MAX: u64 = 16;
 /// The maximum size of a file that names the applications that may call, in bytes.
 const POLICY_BYTES_MAX: u64 = 1 << 20;
 
-/// Reads the file that names the applications that may call.
+/// Reads the file that names the applications that may call. It has their keys, so a file that others
+/// can read is refused.
 pub(crate) fn read_policy(path: &Path) -> Result<CallPolicy, Failure> {
-    let text = firn_files::read_text(path, POLICY_BYTES_MAX);
+    let text = firn_files::read_secret(path, POLICY_BYTES_MAX).and_then(|bytes| {
+        String::from_utf8(bytes).map_err(|error| io::Error::new(io::ErrorKind::InvalidData, error))
+    });
     let policy = match &text {
         Ok(text) => {
             CallPolicy::parse(text).map_err(|it| Failure::from_error(FailureKind::Usage, &it))

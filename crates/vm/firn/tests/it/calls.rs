@@ -1,5 +1,6 @@
 //! Applications in a guest that call Firn on the host, around the guest's kernel.
 
+use std::os::unix::fs::PermissionsExt as _;
 use std::time::Duration;
 
 use firn_lab::guest::accel::Accel;
@@ -17,7 +18,7 @@ fn vm_with(pages: u32, how: &[&str]) -> Vm {
     let vm = Vm::new();
     let policy = vm.session.path("policy.toml");
     let entry = format!("[applications.ledger]\nkey = \"{KEY}\"\npages = {pages}\n");
-    std::fs::write(&policy, entry).unwrap();
+    firn_files::replace_private(&policy, entry.as_bytes()).unwrap();
     vm.booted_with(&[&["--calls", text(&policy)], how].concat())
 }
 
@@ -151,10 +152,14 @@ fn a_policy_that_is_none_is_named() {
     let policy = vm.session.path("policy.toml");
     let run = ["run", "web", "--calls", text(&policy), "--", "qemu-system-x86_64"];
     vm.session.firn(&run).fails(2, "policy.toml");
-    std::fs::write(&policy, "\n[applications.ledger]\nkey = \"abc\"\n").unwrap();
+    let write = |text: &str| firn_files::replace_private(&policy, text.as_bytes()).unwrap();
+    write("\n[applications.ledger]\nkey = \"abc\"\n");
     vm.session.firn(&run).fails(2, "a key is 64 hexadecimal digits");
-    std::fs::write(&policy, "\n[applications.ledger]\nkeys = \"abc\"\n").unwrap();
+    write("\n[applications.ledger]\nkeys = \"abc\"\n");
     vm.session.firn(&run).fails(2, "line 3");
+    // It has keys: others must not read it.
+    std::fs::set_permissions(&policy, std::fs::Permissions::from_mode(0o640)).unwrap();
+    vm.session.firn(&run).fails(2, "has mode 0640: `chmod 600");
 }
 
 /// Random programs in the guest, compared there with the same on plain memory.
@@ -244,7 +249,7 @@ fn stores_are_noted_through_saves_and_the_supervisors_death() {
 fn a_plugin_that_is_none_is_named() {
     let vm = Vm::new();
     let policy = vm.session.path("policy.toml");
-    std::fs::write(&policy, "").unwrap();
+    firn_files::replace_private(&policy, b"").unwrap();
     let run = |stores| ["run", "web", "--calls", text(&policy), stores, "--", "qemu-system-x86_64"];
     vm.session.firn(&run("--stores=/none.so")).fails(2, "there is no plugin /none.so");
     vm.session.firn(&["run", "web", "--stores", "--", "qemu-system-x86_64"]).fails(2, "required");

@@ -72,7 +72,7 @@ impl Bench {
         let path = |name: &str| session.path(name);
         ["good.firn", "other.firn", "spare.firn"].iter().for_each(|name| write_image(&path(name)));
         std::fs::write(path("good.ram"), vec![0; 16 * 4096]).unwrap();
-        std::fs::write(path("policy.toml"), POLICY).unwrap();
+        firn_files::replace_private(&path("policy.toml"), POLICY.as_bytes()).unwrap();
         for disk in ["disk.raw", "moved.raw"] {
             std::fs::write(path(disk), vec![0; 1 << 20]).unwrap();
             let file = std::fs::File::options().write(true).open(path(disk)).unwrap();

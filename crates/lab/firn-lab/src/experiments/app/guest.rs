@@ -35,10 +35,8 @@ impl<'a> TransactionGuest<'a> {
     /// notes its stores if a system needs that.
     pub(super) fn boot_guest(lab: &'a Lab, systems: &'static [TrackerSystem]) -> Result<Self> {
         let (agent, policy) = (lab.file("agent"), lab.file("policy.toml"));
-        std::fs::write(
-            &policy,
-            format!("[applications.{NAME}]\nkey = \"{KEY}\"\npages = {PAGES}\n"),
-        )?;
+        let entry = format!("[applications.{NAME}]\nkey = \"{KEY}\"\npages = {PAGES}\n");
+        firn_files::replace_private(&policy, entry.as_bytes())?;
         let args = QemuArgs::new(&GuestImage::small()?, accel::choose_accel().accel)
             .memory_mib(MIB)
             .vcpus(1)
