@@ -24,6 +24,7 @@
 
 use std::fs::OpenOptions;
 use std::io;
+use std::os::fd::AsFd;
 use std::os::unix::fs::MetadataExt;
 use std::path::{Path, PathBuf};
 use std::time::{Duration, Instant};
@@ -83,6 +84,15 @@ pub enum CopyError {
     /// QEMU refused a command.
     #[error("the copies of the VM's disks could not be monitored")]
     Qmp(#[from] QmpError),
+    /// The copy's file could not be opened.
+    #[error("cannot open {path}", path = .path.display())]
+    Open {
+        /// The copy's file.
+        path: PathBuf,
+        /// The kernel's error.
+        #[source]
+        source: io::Error,
+    },
     /// The job failed.
     #[error("the copy of a disk to {path} failed: {reason}", path = .path.display())]
     Failed {
@@ -251,8 +261,23 @@ pub fn list_backing_files(file: &Path) -> io::Result<Vec<(PathBuf, String)>> {
     Ok(below)
 }
 
-/// Opens the file of a copy. The VM may run.
-pub(crate) fn open_copy(qmp: &mut QmpClient, copy: &DriveCopy) -> Result<(), QmpError> {
+/// Opens the file of a copy. The VM may run. QEMU gets a descriptor: it may be another user, who
+/// may not enter the directory, or be confined to files that a policy names.
+pub(crate) fn open_copy(qmp: &mut QmpClient, copy: &DriveCopy) -> Result<(), CopyError> {
+    let file = OpenOptions::new().read(true).write(true).open(&copy.path);
+    let file = file.map_err(|source| CopyError::Open { path: copy.path.clone(), source })?;
+    let answer = qmp.execute_with_fd("add-fd", json!({ "opaque": copy.name }), file.as_fd())?;
+    let set = answer.get("fdset-id").and_then(Value::as_u64);
+    let set = set.ok_or_else(|| QmpError::unexpected("add-fd", "no fdset-id"))?;
+    let added = add_target(qmp, copy, &format!("/dev/fdset/{set}"));
+    // The node has a duplicate.
+    let removed = qmp.execute("remove-fd", json!({ "fdset-id": set }));
+    added?;
+    removed?;
+    Ok(())
+}
+
+fn add_target(qmp: &mut QmpClient, copy: &DriveCopy, filename: &str) -> Result<(), QmpError> {
     // The file is synced when it is closed: a flush of the VM's disks does not wait for it.
     let cache = json!({ "direct": false, "no-flush": true });
     let arguments = json!({
@@ -260,7 +285,7 @@ pub(crate) fn open_copy(qmp: &mut QmpClient, copy: &DriveCopy) -> Result<(), Qmp
         "node-name": copy.name,
         "backing": null,
         "cache": cache,
-        "file": { "driver": "file", "filename": copy.path, "cache": cache },
+        "file": { "driver": "file", "filename": filename, "cache": cache },
     });
     qmp.execute("blockdev-add", arguments).map(drop)
 }

@@ -230,7 +230,7 @@ impl QemuVm {
     }
 
     /// Opens the file of a copy of a drive. The VM may run.
-    pub fn open_copy(&mut self, copy: &DriveCopy) -> Result<(), QmpError> {
+    pub fn open_copy(&mut self, copy: &DriveCopy) -> Result<(), CopyError> {
         backup::open_copy(&mut self.qmp, copy)
     }
 

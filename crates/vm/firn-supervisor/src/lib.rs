@@ -57,6 +57,7 @@ pub use firn_epochs::primary_end::PrimaryEnd;
 pub use firn_vmm::command_line::{CommandOverrides, GuestConsole};
 pub use hypervisor::consoles::find_vm_consoles;
 pub use hypervisor::host_check::{HostCheck, check_host};
+pub use hypervisor::libvirt::find_libvirt_vm;
 pub use operations::process_check::check_process;
 pub use operations::protection::ProtectionStatus;
 pub use operations::restore::RestoreTimings;
@@ -75,6 +76,7 @@ pub use records::device_records::{DriveSnapshot, NetworkCard, ServedDisk, Snapsh
 pub use records::failure::{Failure, FailureContext, FailureKind, image_failure};
 pub use records::journal::{Journal, JournalError, JournalNote, VmPhase};
 pub use records::meta::{FrozenDrive, HostMismatch, ImageMeta, QemuFacts};
+pub use records::monitor_address::MonitorAddress;
 pub use records::name::{NAME_BYTES_MAX, NetworkName, NetworkNameError, VmName, VmNameError};
 pub use records::percentiles::Percentiles;
 pub use records::process_exit::ProcessExit;

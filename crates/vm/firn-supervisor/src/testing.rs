@@ -1,5 +1,7 @@
 //! Values for unit tests.
 
+use std::path::PathBuf;
+
 use firn_types::{HostVirt, RegionMap, ThreadId};
 
 use crate::processes::identity::ProcessIdentity;
@@ -10,7 +12,7 @@ use crate::records::meta::ImageMeta;
 pub fn machine(launched: bool) -> HypervisorRecord {
     HypervisorRecord {
         process: ProcessIdentity::from_pid(std::process::id() as i32).unwrap(),
-        qmp: "/run/firn/web/qmp.sock".into(),
+        qmp: PathBuf::from("/run/firn/web/qmp.sock").into(),
         launched,
         map: RegionMap::lay_out([("ram", 1 << 20)]).unwrap(),
         locations: vec![("ram".into(), HostVirt(0x7f00_0000_0000))],

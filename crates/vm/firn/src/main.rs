@@ -30,6 +30,7 @@ mod every;
 mod failover;
 mod hidden;
 mod image;
+mod libvirt;
 mod live;
 mod logs;
 mod ls;

@@ -110,7 +110,7 @@ fn describe_status(status: &VmStatus, qemu_log: &str) -> String {
     line("vCPUs", format!("{}, {}", status.vcpus, status.accel));
     line("QEMU", status.qemu.clone());
     if let Some(qmp) = &status.qmp {
-        line("monitor", qmp.display().to_string());
+        line("monitor", qmp.to_string());
     }
     if let Some(protection) = &status.protection {
         line("protected", describe_protection(protection));

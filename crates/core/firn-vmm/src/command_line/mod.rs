@@ -40,6 +40,7 @@ mod disks;
 mod drives;
 mod endpoints;
 mod error;
+mod libvirt;
 mod needs;
 mod overrides;
 mod plan;
@@ -53,6 +54,7 @@ pub use disks::{DiskPlan, with_disk};
 pub use drives::DriveFile;
 pub use endpoints::{EndpointRelocation, HostEndpoint};
 pub use error::CommandLineError;
+pub use libvirt::{PlainCommand, without_libvirt};
 pub use needs::{CommandNeeds, NamedDevice, SecretFile, find_needs};
 pub use overrides::CommandOverrides;
 pub use plan::{

@@ -11,6 +11,7 @@ use crate::operations::protection::ProtectionStatus;
 use crate::operations::standby::takeover::StandbyStatus;
 use crate::records::control_protocol::{OperationProgress, RestoreOutage};
 use crate::records::journal::{Journal, JournalNote, VmPhase};
+use crate::records::monitor_address::MonitorAddress;
 use crate::records::name::VmName;
 use crate::records::process_exit::ProcessExit;
 
@@ -41,9 +42,9 @@ pub struct VmStatus {
     pub accel: String,
     /// When Firn began to manage it, in seconds since 1970.
     pub since: u64,
-    /// The hypervisor's monitor socket.
+    /// The hypervisor's monitor: a socket, or a domain of libvirt.
     #[serde(default, skip_serializing_if = "Option::is_none")]
-    pub qmp: Option<PathBuf>,
+    pub qmp: Option<MonitorAddress>,
     /// The image that is being written or restored from.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub image: Option<PathBuf>,

@@ -16,6 +16,8 @@
 //! QEMU receives it (`-chardev socket,fd=N`, as libvirt does; `socket_listen` in QEMU
 //! `util/qemu-sockets.c`). A program in between, such as socat, is another process, and may lead to
 //! any QEMU, so it is refused.
+//!
+//! The monitor of a domain of libvirt is reached in another way, with a check of its own (`libvirt`).
 
 use std::io;
 use std::os::unix::net::UnixStream;
@@ -25,9 +27,11 @@ use std::time::{Duration, Instant};
 use firn_vmm::{QemuVm, QmpClient, QmpError};
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
 
+use crate::hypervisor::libvirt;
 use crate::processes::process_names::{self, ProcessName};
 use crate::processes::unix_sockets;
 use crate::records::failure::{Failure, FailureContext, FailureKind};
+use crate::records::monitor_address::MonitorAddress;
 
 /// The time after which a busy monitor is an error.
 const BUSY_WAIT: Duration = Duration::from_millis(1500);
@@ -38,9 +42,16 @@ pub(crate) const CONNECTING: &str = "connecting to QEMU's monitor";
 /// command.
 pub(crate) fn connect_checked(
     process: i32,
-    socket: &Path,
+    address: &MonitorAddress,
     timeout: Duration,
 ) -> Result<QemuVm, Failure> {
+    match address {
+        MonitorAddress::Socket(socket) => connect_socket(process, socket, timeout),
+        MonitorAddress::Domain(domain) => libvirt::connect_domain(process, domain, timeout),
+    }
+}
+
+fn connect_socket(process: i32, socket: &Path, timeout: Duration) -> Result<QemuVm, Failure> {
     let stream = open_socket(socket, timeout).map_err(|failure| failure.while_doing(CONNECTING))?;
     check_peer(&stream, process, socket)?;
     if !has_greeting(&stream, timeout).while_doing(CONNECTING)? {
@@ -55,11 +66,13 @@ pub(crate) fn connect_checked(
 /// nothing waits until the other process has left.
 pub(crate) fn connect_if_free(
     process: i32,
-    socket: &Path,
+    address: &MonitorAddress,
     timeout: Duration,
 ) -> Result<QemuVm, Failure> {
-    refuse_busy(socket).map_err(|failure| failure.while_doing(CONNECTING))?;
-    connect_checked(process, socket, timeout)
+    if let MonitorAddress::Socket(socket) = address {
+        refuse_busy(socket).map_err(|failure| failure.while_doing(CONNECTING))?;
+    }
+    connect_checked(process, address, timeout)
 }
 
 pub(crate) fn negotiate_qmp(stream: UnixStream, timeout: Duration) -> Result<QemuVm, QmpError> {
@@ -161,7 +174,7 @@ mod tests {
             stream.read_to_end(&mut all).unwrap();
             all
         });
-        let refused = connect_checked(1, &socket, Duration::from_secs(5)).unwrap_err();
+        let refused = connect_socket(1, &socket, Duration::from_secs(5)).unwrap_err();
         let me = std::process::id();
         assert_eq!(refused.kind, FailureKind::Usage);
         let text = refused.to_string();
@@ -176,11 +189,10 @@ mod tests {
         let dir = tempfile::tempdir().unwrap();
         let socket = dir.path().join("qmp");
         let _listener = UnixListener::bind(&socket).unwrap();
-        let refused =
-            connect_checked(std::process::id() as i32, &socket, Duration::from_millis(50));
+        let refused = connect_socket(std::process::id() as i32, &socket, Duration::from_millis(50));
         assert_eq!(refused.unwrap_err().kind, FailureKind::Other);
         let none =
-            connect_checked(1, &dir.path().join("none"), Duration::from_millis(50)).unwrap_err();
+            connect_socket(1, &dir.path().join("none"), Duration::from_millis(50)).unwrap_err();
         assert!(none.hint.unwrap().contains("-qmp unix:PATH"));
     }
 }

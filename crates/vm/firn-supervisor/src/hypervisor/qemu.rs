@@ -11,6 +11,7 @@ use std::time::{Duration, Instant};
 
 use firn_memory::{GuestMemory, Process, RegionLocation};
 use firn_types::ThreadId;
+use firn_vmm::command_line::PlainCommand;
 use firn_vmm::{AcceleratorKind, MemoryLayout, QemuVm, QmpError, command_line};
 use serde_json::Value;
 
@@ -22,6 +23,7 @@ use crate::records::device_records::{NetworkCard, ServedDisk};
 use crate::records::failure::{Failure, FailureContext, FailureKind};
 use crate::records::journal::{HypervisorRecord, unix_seconds};
 use crate::records::meta::{self, FrozenDrive, ImageMeta, QemuFacts};
+use crate::records::monitor_address::MonitorAddress;
 use crate::records::process_exit::ProcessExit;
 
 /// The maximum time that QEMU may take to answer a monitor command.
@@ -151,7 +153,7 @@ fn with_doctor_hint(failure: Failure) -> Failure {
 /// What is known of a QEMU before it is queried.
 pub(crate) struct KnownHypervisor {
     pub(crate) process: ProcessIdentity,
-    pub(crate) qmp: PathBuf,
+    pub(crate) qmp: MonitorAddress,
     pub(crate) launched: bool,
     pub(crate) user_args: Vec<String>,
     pub(crate) args: Vec<String>,
@@ -201,6 +203,7 @@ pub(crate) fn describe_hypervisor(
         paused: None,
         cpu,
         unrestorable: Vec::new(),
+        domain_xml: None,
     };
     Ok(HypervisorRecord {
         process: known.process,
@@ -300,6 +303,14 @@ pub(crate) fn is_paused(machine: &HypervisorRecord) -> Option<bool> {
 /// Whether a QEMU that did not answer before answers now.
 pub(crate) fn is_answering(machine: &HypervisorRecord) -> bool {
     connect_within(machine, HUNG_WAIT).is_ok()
+}
+
+/// The command line that a restore starts from of a VM that was started by `args` without Firn.
+pub(crate) fn restorable_command(monitor: &MonitorAddress, args: &[String]) -> PlainCommand {
+    match monitor {
+        MonitorAddress::Socket(_) => PlainCommand { args: args.to_vec(), notes: Vec::new() },
+        MonitorAddress::Domain(_) => command_line::without_libvirt(args),
+    }
 }
 
 /// The command line and working directory of a process, with which a VM was started that Firn

@@ -1,7 +1,5 @@
 //! The checks of a QEMU that Firn does not manage: nothing is attached, and nothing is changed.
 
-use std::path::Path;
-
 use crate::devices::served_disks::ServedDisks;
 use crate::hypervisor::monitor;
 use crate::hypervisor::qemu::{self, KnownHypervisor};
@@ -9,24 +7,26 @@ use crate::operations::vm_checks::{CheckedVm, OperationCheck};
 use crate::processes::identity::ProcessIdentity;
 use crate::records::failure::{Failure, FailureContext, FailureKind};
 use crate::records::journal::Journal;
+use crate::records::monitor_address::MonitorAddress;
 use crate::records::name::VmName;
 
 /// Checks which operations would work on the QEMU of that process, once it is attached.
 ///
 /// # Errors
 /// If there is no such process, or its monitor does not answer.
-pub fn check_process(pid: i32, qmp: &Path) -> Result<Vec<OperationCheck>, Failure> {
+pub fn check_process(pid: i32, qmp: &MonitorAddress) -> Result<Vec<OperationCheck>, Failure> {
     let no_process = |_| no_process(pid);
     let process = ProcessIdentity::from_pid(pid).map_err(no_process)?;
     let mut vm = monitor::connect_checked(pid, qmp, qemu::ANSWER_WAIT)?;
     let (args, directory) = qemu::command_line(pid).while_doing("reading QEMU's command line")?;
-    let layout = qemu::find_layout(&mut vm, &args)?;
+    let user_args = qemu::restorable_command(qmp, &args).args;
+    let layout = qemu::find_layout(&mut vm, &user_args)?;
     let name = VmName::new("unnamed").while_doing("naming the VM")?;
     let known = KnownHypervisor {
         process,
-        qmp: qmp.to_owned(),
+        qmp: qmp.clone(),
         launched: false,
-        user_args: args.clone(),
+        user_args,
         args,
         directory,
         drives: Vec::new(),

@@ -589,7 +589,7 @@ fn describe_hypervisor(
 ) -> Result<HypervisorRecord, Failure> {
     let known = KnownHypervisor {
         process: child.identity.clone(),
-        qmp: place.vm.qmp_socket(),
+        qmp: place.vm.qmp_socket().into(),
         launched: true,
         user_args: meta.qemu.user_args.clone(),
         args,

@@ -160,7 +160,7 @@ impl PreparedStandby {
         }
         let known = KnownHypervisor {
             process: child.identity.clone(),
-            qmp: place.vm.qmp_socket(),
+            qmp: place.vm.qmp_socket().into(),
             launched: true,
             user_args,
             args: augmented.args,

@@ -22,8 +22,8 @@ use crate::devices::disk_layers::{self, LayerMerger};
 use crate::devices::disk_snapshots::{self, DiskSnapshots};
 use crate::devices::network::{CardStatus, OUTPUT_BLOCKED, VmNetwork};
 use crate::devices::served_disks::ServedDisks;
-use crate::hypervisor::inspection;
 use crate::hypervisor::qemu::{self, VmMemory};
+use crate::hypervisor::{inspection, libvirt};
 use crate::operations::access_scan::{self, AccessScan, PageRanges};
 use crate::operations::calls::CallService;
 use crate::operations::dirty_tracking::{self, DirtyTracking};
@@ -370,7 +370,9 @@ impl QemuOperations {
         let parent = request.choices.parent.as_ref().map(open).transpose()?;
         let held = self.journal.current_journal().shut || self.network.is_output_blocked();
         let meta = machine.meta.clone().with_output_blocked(held).with_paused_state(paused);
-        let machine = HypervisorRecord { meta: meta.with_obstacles(unrestorable), ..machine };
+        let domain_xml = libvirt::read_domain_xml(&machine.qmp).map_err(explain)?;
+        let meta = meta.with_obstacles(unrestorable).with_domain_xml(domain_xml);
+        let machine = HypervisorRecord { meta, ..machine };
         let meta = machine.meta.clone();
         let policy =
             DiskPolicy::new(&machine, &self.journal.current_journal(), request, parent.as_deref());

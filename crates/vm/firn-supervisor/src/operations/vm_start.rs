@@ -30,6 +30,7 @@ use crate::records::device_records::NetworkCard;
 use crate::records::failure::{Failure, FailureContext, FailureKind, command_line_failure};
 use crate::records::journal::{HypervisorRecord, Journal, JournalFile, VmPhase};
 use crate::records::meta::ImageMeta;
+use crate::records::monitor_address::MonitorAddress;
 use crate::records::process_exit::ProcessExit;
 
 /// The maximum amount of QEMU's own output in an error, in bytes.
@@ -178,7 +179,7 @@ fn describe_vm(
     qemu::open_memory(child.identity.pid, &layout)?;
     let known = KnownHypervisor {
         process: child.identity.clone(),
-        qmp: place.vm.qmp_socket(),
+        qmp: place.vm.qmp_socket().into(),
         launched: true,
         user_args: args.to_vec(),
         args: augmented.args.clone(),
@@ -206,7 +207,7 @@ pub(crate) fn check_stores(meta: &ImageMeta) -> Result<(), Failure> {
 pub(crate) fn attach_vm(
     place: &StartContext<'_>,
     pid: i32,
-    qmp: &Path,
+    qmp: &MonitorAddress,
     before: Option<&HypervisorRecord>,
     old_disk: bool,
 ) -> Result<StartedVm, Failure> {
@@ -223,12 +224,13 @@ pub(crate) fn attach_vm(
     let notes =
         disk_layers::check_old_disks(&drives.iter().map(wanted).collect::<Vec<_>>(), old_disk)?;
     let (args, directory) = qemu::command_line(pid).while_doing("reading QEMU's command line")?;
-    let user_args = before.map_or_else(|| args.clone(), |it| it.meta.qemu.user_args.clone());
+    let plain = qemu::restorable_command(qmp, &args);
+    let user_args = before.map_or(plain.args, |it| it.meta.qemu.user_args.clone());
     let layout = qemu::find_layout(&mut vm, &user_args)?;
     qemu::open_memory(pid, &layout)?;
     let known = KnownHypervisor {
         process,
-        qmp: qmp.to_owned(),
+        qmp: qmp.clone(),
         launched: before.is_some_and(|before| before.launched),
         user_args,
         args,
@@ -239,7 +241,7 @@ pub(crate) fn attach_vm(
         served: Vec::new(),
     };
     let machine = qemu::describe_hypervisor(&mut vm, known, &layout, place.vm.name().as_str())?;
-    let facts = start_facts(&machine, &notes);
+    let facts = start_facts(&machine, &[notes, plain.notes].concat());
     record_running(place.journal, machine)?;
     let hypervisor = Arc::new(hypervisor);
     let (restoring, standby, network, served) = (None, None, None, None);

@@ -31,6 +31,7 @@ use serde::{Deserialize, Serialize};
 use thiserror::Error;
 
 use crate::records::failure::{Failure, FailureKind};
+use crate::records::monitor_address::MonitorAddress;
 
 /// The version of the messages. It goes up when an old reader would misunderstand a new message.
 pub const VERSION: u32 = 1;
@@ -285,8 +286,8 @@ pub enum SupervisorPlan {
     Attach {
         /// Its process.
         pid: i32,
-        /// Its monitor socket; absolute.
-        qmp: PathBuf,
+        /// Its monitor; absolute.
+        qmp: MonitorAddress,
         /// As with `Run`.
         #[serde(default)]
         access_bits: Option<u64>,

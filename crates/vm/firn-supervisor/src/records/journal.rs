@@ -38,6 +38,7 @@ use crate::processes::identity::ProcessIdentity;
 use crate::records::device_records::{DriveSnapshot, NetworkCard, ServedDisk};
 use crate::records::failure::Failure;
 use crate::records::meta::ImageMeta;
+use crate::records::monitor_address::MonitorAddress;
 use crate::records::name::VmName;
 use crate::records::process_exit::ProcessExit;
 
@@ -125,8 +126,8 @@ pub struct Journal {
 pub struct HypervisorRecord {
     /// The process.
     pub process: ProcessIdentity,
-    /// Its monitor socket.
-    pub qmp: PathBuf,
+    /// Its monitor.
+    pub qmp: MonitorAddress,
     /// Whether Firn started it (`run`, `restore`) or found it running (`attach`).
     pub launched: bool,
     /// Guest RAM: its regions and where the guest sees them.

@@ -70,6 +70,9 @@ pub struct ImageMeta {
     /// The reasons why no restore can succeed, if the user accepted them when the image was made.
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
     pub unrestorable: Vec<String>,
+    /// libvirt's XML of the running domain, without passwords, if the VM belonged to libvirt.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub domain_xml: Option<String>,
 }
 
 /// A drive at the cut.
@@ -166,6 +169,11 @@ impl ImageMeta {
     /// Sets the reasons why the image cannot be restored.
     pub(crate) fn with_obstacles(self, unrestorable: Vec<String>) -> Self {
         Self { unrestorable, ..self }.with_version()
+    }
+
+    /// Sets libvirt's description.
+    pub(crate) fn with_domain_xml(self, domain_xml: Option<String>) -> Self {
+        Self { domain_xml, ..self }
     }
 
     /// Sets the oldest version that can express the contents.

@@ -7,6 +7,7 @@ pub(crate) mod device_records;
 pub(crate) mod failure;
 pub(crate) mod journal;
 pub(crate) mod meta;
+pub(crate) mod monitor_address;
 pub(crate) mod name;
 pub(crate) mod percentiles;
 pub(crate) mod process_exit;

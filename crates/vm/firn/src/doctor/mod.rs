@@ -5,6 +5,7 @@ use std::path::PathBuf;
 use clap::Args as ClapArgs;
 use firn_supervisor::{Failure, FailureKind, OperationCheck, VmName, absolute_path, check_process};
 
+use crate::libvirt::LibvirtArgs;
 use crate::output::{FactPrinter, check_input, format_table};
 use crate::units;
 
@@ -33,9 +34,11 @@ use findings::{FindingGrade, HostFinding, judge_host};
   firn doctor
   firn doctor --kernel /srv/guest/vmlinuz
   firn doctor web
-  firn doctor --pid 4711 --qmp /run/web.qmp")]
+  firn doctor --pid 4711 --qmp /run/web.qmp
+  firn doctor --libvirt web")]
 pub struct DoctorArgs {
     /// A VM of this host, to check instead of the host.
+    #[arg(conflicts_with = "libvirt")]
     name: Option<VmName>,
     /// The process of a QEMU that Firn does not manage, to check instead of the host.
     #[arg(long, requires = "qmp", conflicts_with = "name", value_parser = units::parse_number::<i32>(1..=i32::MAX as u64))]
@@ -43,6 +46,8 @@ pub struct DoctorArgs {
     /// That QEMU's monitor socket.
     #[arg(long, requires = "pid", value_name = "SOCKET")]
     qmp: Option<PathBuf>,
+    #[command(flatten)]
+    domain: LibvirtArgs,
     /// The QEMU to check.
     #[arg(long, default_value = "qemu-system-x86_64", value_name = "PROGRAM")]
     qemu: String,
@@ -74,9 +79,12 @@ impl DoctorArgs {
 impl DoctorArgs {
     /// The checks of the VM that the user names; `None` if the host is to be checked.
     fn check_vm(&self) -> Result<Option<Vec<OperationCheck>>, Failure> {
+        if let Some((_, pid, monitor)) = self.domain.find_vm()? {
+            return check_process(pid, &monitor).map(Some);
+        }
         match (&self.name, self.pid, &self.qmp) {
             (Some(name), ..) => vm::check_managed(name).map(Some),
-            (_, Some(pid), Some(qmp)) => check_process(pid, &absolute_path(qmp)?).map(Some),
+            (_, Some(pid), Some(qmp)) => check_process(pid, &absolute_path(qmp)?.into()).map(Some),
             _ => Ok(None),
         }
     }

@@ -30,6 +30,7 @@ mod hostile_text;
 mod hypervisor_dies;
 mod incremental;
 mod input;
+mod libvirt;
 mod mistakes;
 mod model;
 mod neighbours;

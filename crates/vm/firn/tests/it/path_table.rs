@@ -138,8 +138,18 @@ pub const ARGUMENTS: &[PathArgument] = &[
 /// Arguments of these types whose paths Firn opens later or not at all.
 ///
 /// Disks of a standby are made later, by another process, and never replace a file: `firn-disks` tests that. An uplink
-/// of a standby is connected to when its VM runs. QEMU alone reads what is added to its command line. The directory of
+/// of a standby is connected to when its VM runs. QEMU alone reads what is added to its command line.
+/// A domain of libvirt has a name, and a URI names its daemon: the module `libvirt` tests both. The directory of
 /// manual pages is named by `make install`.
 #[allow(dead_code, reason = "shared with a unit test")]
-pub const NOT_OPENED: [&str; 5] =
-    ["standby disks", "standby uplinks", "restore netdev", "restore qemu_arg", "__man directory"];
+pub const NOT_OPENED: [&str; 9] = [
+    "standby disks",
+    "standby uplinks",
+    "restore netdev",
+    "restore qemu_arg",
+    "attach libvirt",
+    "attach connect",
+    "doctor libvirt",
+    "doctor connect",
+    "__man directory",
+];
