@@ -20,8 +20,7 @@ pub struct CallsArgs {
     /// one of them.
     #[arg(long, value_name = "POLICY", conflicts_with = "working_set")]
     calls: Option<PathBuf>,
-    /// Note each store of these applications to their tracked memory, from outside the guest. Their
-    /// commits then need no call, and learn of written words instead of pages. QEMU gets a plugin
+    /// Note each store of these applications to their tracked memory, from outside the guest. A commit then needs no call, and finds out which words were written, not only which pages. QEMU gets a plugin
     /// for that (libfirn_stores.so, as it was installed with this program, unless another is named)
     /// and must emulate the guest (TCG), which makes it slower: the plugin checks each of its
     /// stores.

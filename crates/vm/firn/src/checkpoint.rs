@@ -22,8 +22,8 @@ use crate::units;
 const STRATEGIES: &[Choice] = &[
     (
         "trace",
-        "copy-on-access: memory that the guest touches is copied first, and recorded: a restore \
-         reads it first",
+        "copy-on-access: memory that the guest touches is copied first; the image records which, \
+         and a restore reads it first",
     ),
     (
         "cow",
@@ -56,22 +56,22 @@ const DISK_METHODS: &[Choice] = &[
 
 /// Save a VM to an image; the VM continues to run.
 ///
-/// The guest is paused for some milliseconds, whatever its size. What it touches while the
-/// remaining memory is being written is copied first. Only you can read the image (mode 0600: it is
+/// The guest is paused for some milliseconds, whatever its size. While the remaining memory is
+/// being written, a page that the guest touches is copied before the guest gets it. Only you can read the image (mode 0600: it is
 /// a copy of a VM's memory). It holds all that `firn restore` needs except the disks. It appears
 /// under its name when it is complete; until then an older image of that name stays.
 ///
 /// With --parent the image holds only what changed since another image was made, and needs that one
-/// from then on. The first such checkpoint compares all of memory with its parent. The next ones,
-/// each on the one before, save what was written since (their strategy is pre-copy, unless another
+/// from then on. The first such checkpoint compares all of memory with its parent. Later ones have the image
+/// before them as parent, and save what was written since it was made (their strategy is pre-copy, unless another
 /// one is chosen). See `firn image chain`, `merge` and `rebase`.
 ///
 /// With --every it continues to make such checkpoints, each on the one before, until it is ended:
 /// --output web.firn names web-000001.firn and so on. Each can be restored. When there are more
-/// than --keep, the command now and then makes the oldest image that stays independent of the
-/// others, and removes the older ones.
+/// than --keep, the oldest ones are removed now and then; before that, the command makes the oldest
+/// of those that it keeps independent of them.
 ///
-/// The disks that the guest writes to are kept as they are at the same moment (--disks). Where the
+/// The disks that the guest writes to are saved as they are in the pause (--disks). Where the
 /// file system can share blocks, their files are cloned. Otherwise a VM that Firn started writes to
 /// overlays on top of them (qcow2) from then on, and the files below are not written any more. The
 /// disks of a VM that Firn did not start are copied to files beside the image, and the VM keeps its
@@ -106,8 +106,8 @@ pub struct CheckpointArgs {
     /// memory is private to QEMU.
     #[arg(long, value_name = "HOW", value_parser = parse_choice::<SaveStrategy>(STRATEGIES))]
     strategy: Option<SaveStrategy>,
-    /// With --strategy cow: copy first what programs have written, by the N address spaces that
-    /// were used last, so that the programs need not wait when they write it again.
+    /// With --strategy cow: copy first what programs have written in the N address spaces that were
+    /// used last, so that the programs need not wait when they write there again.
     #[arg(long, value_name = "N", requires = "strategy")]
     #[arg(value_parser = units::parse_number::<u16>(1..=1024))]
     first_spaces: Option<u16>,

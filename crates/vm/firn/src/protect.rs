@@ -19,7 +19,7 @@ use crate::output::FactPrinter;
 /// Replicate a VM to a standby, several times a second.
 ///
 /// For each epoch the VM is paused for some milliseconds, in which the pages it wrote are copied;
-/// they are sent afterwards. A failover continues the VM from the last but one of these moments.
+/// they are sent afterwards. A failover continues the VM from the last but one of these pauses.
 /// The command returns once the standby could run the VM; the protection continues until `firn
 /// release`, or until the connection ends. `firn status` shows its state.
 ///
@@ -31,10 +31,9 @@ use crate::output::FactPrinter;
 /// first, while the VM runs; each epoch has the changes on them. A VM that can write to another
 /// disk is refused.
 ///
-/// Frames that the VM sends through a network card of Firn's (`firn run --help`) are buffered until
-/// no failover can undo them, two intervals at most. Through other cards, peers may
-/// receive frames that a failover undoes. When the standby is lost, the VM continues to run, but
-/// its output stays buffered: the standby may have been made to run. `firn release` releases it.
+/// Frames that the VM sends through a network card of Firn's (`firn run --help`) are buffered until no failover can undo them, for two intervals while the protection works. Through other cards, peers may
+/// receive frames that a failover undoes. When the standby is lost, the VM continues to run, but its output stays buffered: a user or the other host may have made the standby run, and then
+/// two instances would send. `firn release` releases it.
 ///
 /// Where the hosts have consensus (`[membership]`, see `firn-agent --help`), a VM with --backup
 /// fails over automatically when its host is lost, and is then protected by another host. Its
@@ -61,7 +60,7 @@ pub struct ProtectArgs {
     interval: Duration,
     /// When the standby is lost, release the buffered output and continue without it.
     ///
-    /// Only where you make sure that the standby does not run then: two instances of the same VM on
+    /// Use it only if you make sure that the standby does not run then: two instances of the same VM on
     /// one network do harm.
     #[arg(long, conflicts_with = "backup")]
     go_on_alone: bool,

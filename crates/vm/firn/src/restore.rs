@@ -27,8 +27,8 @@ use crate::working_set::WorkingSetArgs;
 const MODES: &[Choice] = &[
     (
         "auto",
-        "what the guest used last as fast as possible, while it runs if that is possible; the rest \
-         as in locality",
+        "loads what the guest used last as fast as possible, while the guest runs where that is \
+         possible; loads the rest as locality does",
     ),
     ("locality", "one locality block per page fault, which brings what was used together"),
     ("lazy", "one memory block per page fault"),
@@ -60,18 +60,18 @@ const OUTAGES: &[Choice] = &[
 /// An image of another version of QEMU, or of disks that were written to since, is refused: they
 /// would contradict the guest's memory. --force restores it nevertheless.
 ///
-/// A VM that was paused when it was saved is paused after the restore too, while its memory is
-/// loaded; --run starts it.
+/// A VM that was paused when it was saved stays paused after the restore, until you continue it;
+/// --run starts it at once. Its memory is loaded meanwhile.
 ///
 /// The VM's disks are those of the image, and it writes to overlays of its own on top of them, so
 /// that an image can be restored any number of times, also side by side. `firn stop --discard`
 /// removes them with the VM.
 ///
-/// A VM that is restored beside the one that was saved takes nothing from it: a socket, port, log
-/// or pid file of the command line that another process has is moved to the VM's runtime directory,
-/// and the output shows that. A taken `hostfwd` port is an error: --netdev sets other ports. Only a
-/// QEMU of the system is started, one that /etc/firn/qemu.allow lists, or the one that --qemu
-/// names.
+/// A VM that is restored beside the one that was saved takes nothing from it. If another process has
+/// a socket, port, log or pid file of the command line, the new VM gets one in its runtime directory
+/// instead, and the output shows that. A taken `hostfwd` port is an error: --netdev sets other ports. These programs are
+/// started and no others: a QEMU of the system, one that /etc/firn/qemu.allow lists, or the one that
+/// --qemu names.
 #[derive(Debug, ClapArgs)]
 #[command(after_long_help = r"Examples:
   firn restore web.firn

@@ -13,11 +13,12 @@ const ESTIMATORS: &[Choice] = &[("access-bits", "by the access bits of the guest
 /// The estimator of the guest's working set.
 #[derive(Debug, ClapArgs)]
 pub struct WorkingSetArgs {
-    /// Scan the guest's accesses all the time. Without it, a suspend scans them for a second first.
+    /// Scan the guest's accesses all the time, so that a later suspend knows its working set. Without
+    /// this option a suspend first scans for a second.
     #[arg(long, value_name = "HOW", value_parser = parse_choice::<WorkingSetEstimator>(ESTIMATORS))]
     working_set: Option<WorkingSetEstimator>,
-    /// The speed at which this host restores memory, in bytes a second: the scan covers what the
-    /// guest uses in the time of a restore.
+    /// The speed at which this host restores memory, in bytes a second. The scan covers the memory that
+    /// the guest uses in as much time as a restore takes at this speed.
     #[arg(long, value_name = "SIZE", default_value = "100M", requires = "working_set", value_parser = parse_speed)]
     restore_speed: u64,
 }
