@@ -234,6 +234,8 @@ fn a_libvirt_that_is_not_there_is_named() {
     let attach = |uri: &str| session.firn(&["attach", "--libvirt", "web", "--connect", uri]);
     attach("xen:///").fails(2, "xen:/// is not a libvirt of this host");
     attach("qemu+unix:///system?socket=/nowhere").fails(7, "cannot connect to libvirt at /nowhere");
-    session.firn(&["attach", "web", "--connect", "qemu:///system"]).fails(2, "--libvirt");
+    session
+        .firn(&["attach", "web", "--connect", "qemu:///system"])
+        .fails(2, "were not provided: --libvirt");
     assert!(session.ls().is_empty());
 }
