@@ -32,7 +32,7 @@ impl TestDaemon {
         let fds = if numbers[3] == 4 { reader.number().unwrap() } else { 0 };
         let payload = reader.0.to_vec();
         let fds = (0..fds).map(|_| self.read_fd()).collect();
-        ReceivedCall { procedure: numbers[2].cast_signed(), serial: numbers[4], payload, fds }
+        ReceivedCall { procedure: numbers[2] as i32, serial: numbers[4], payload, fds }
     }
 
     fn read_fd(&self) -> OwnedFd {

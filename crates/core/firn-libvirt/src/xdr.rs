@@ -23,8 +23,9 @@ impl XdrWriter {
         self
     }
 
-    pub(crate) fn signed(self, number: i32) -> Self {
-        self.number(number.cast_unsigned())
+    pub(crate) fn signed(mut self, number: i32) -> Self {
+        self.0.extend(number.to_be_bytes());
+        self
     }
 
     pub(crate) fn string(mut self, text: &str) -> Self {
