@@ -15,8 +15,8 @@ use std::ptr::NonNull;
 use std::sync::Arc;
 
 use crate::backup::{
-    self, ApplicationLog, ApplicationState, BackupMonitor, BackupSet, BackupStatus, FsyncPolicy,
-    PayloadBuilder,
+    self, ApplicationLog, ApplicationState, BackupMonitor, BackupSet, BackupStatus, CommittedState,
+    FsyncPolicy, PayloadBuilder,
 };
 use crate::changes::{AreaId, ChangeSet};
 use crate::claims::PageClaims;
@@ -61,8 +61,8 @@ pub struct Session {
     backups: Option<BackupSet>,
     /// Names of the areas that backups have, by their numbers there.
     stored: Vec<String>,
-    /// The state that a backup has, until the first transaction.
-    pending: Option<ApplicationState>,
+    /// The backups have a state that the areas do not have yet.
+    is_recoverable: bool,
 }
 
 /// The session's own data of an area.
@@ -144,7 +144,7 @@ impl Session {
         tracker.set_comparing(options.undo && options.precision == Precision::Words);
         let owner =
             OwnerProcess::this_process().map_err(Error::system("marking a page for forks"))?;
-        let (backups, image) = backup::open_targets(&options, owner).map_err(Error::backup)?;
+        let backups = backup::open_targets(&options, owner).map_err(Error::backup)?;
         let mut session = Self {
             owner,
             tracker,
@@ -157,17 +157,24 @@ impl Session {
             open: false,
             backups,
             stored: Vec::new(),
-            pending: None,
+            is_recoverable: false,
         };
-        session.set_recoverable_state(image);
+        session.note_stored_areas();
         Ok(session)
     }
 
-    /// Stores the state that a backup has: the session can recover it until its first transaction.
-    fn set_recoverable_state(&mut self, image: ApplicationState) {
+    /// The committed state that the session shares with its backups.
+    fn committed(&self) -> Option<Arc<CommittedState>> {
+        self.backups.as_ref().map(|backups| backups.committed().clone())
+    }
+
+    /// Reads what the backups have: the session can recover it until its first transaction.
+    fn note_stored_areas(&mut self) {
+        let Some(committed) = self.committed() else { return };
+        let image = committed.lock_image();
         self.sequence = image.sequence();
         self.stored = image.areas().iter().map(|area| area.name.clone()).collect();
-        self.pending = (image.sequence() > 0).then_some(image);
+        self.is_recoverable = image.sequence() > 0;
     }
 
     /// The session's name.
@@ -301,10 +308,10 @@ impl Session {
     /// If an area has another size, or a transaction is open.
     pub fn recover(&mut self) -> Result<u64, Error> {
         self.check_state("recover", false)?;
-        let Some(image) = self.pending.take() else { return Ok(self.sequence) };
-        let recovered = self.load_state(&image);
-        self.pending = Some(image);
-        recovered.map(|()| self.sequence)
+        let committed = self.committed().filter(|_| self.is_recoverable);
+        let Some(committed) = committed else { return Ok(self.sequence) };
+        self.load_state(&committed.lock_image())?;
+        Ok(self.sequence)
     }
 
     fn load_state(&mut self, image: &ApplicationState) -> Result<(), Error> {
@@ -341,26 +348,32 @@ impl Session {
             return Err(Error::State { what: "take over", why });
         }
         self.check_state("take over", false)?;
+        let timeout = self.options.backup_timeout;
+        let backups = backup::continue_log(log, image, fsync, timeout, self.owner);
+        self.backups = Some(backups.map_err(Error::backup)?);
         // Areas registered before this call get the numbers that the log has for their names.
-        self.set_recoverable_state(image.clone());
+        self.note_stored_areas();
         for n in 0..self.areas.len() {
             let name = self.areas[n].name.clone();
             self.areas[n].number = self.backup_number(&name);
         }
-        self.recover()?;
-        let timeout = self.options.backup_timeout;
-        let backups = backup::continue_log(log, image, fsync, timeout, self.owner);
-        self.backups = Some(backups.map_err(Error::backup)?);
-        Ok(self.sequence)
+        let recovered = self.recover();
+        if recovered.is_err() {
+            (self.backups, self.sequence, self.is_recoverable) = (None, 0, false);
+        }
+        recovered
     }
 
     fn check_recovered(&mut self) -> Result<(), Error> {
-        let Some(image) = &self.pending else { return Ok(()) };
+        let Some(committed) = self.committed().filter(|_| self.is_recoverable) else {
+            return Ok(());
+        };
+        let image = committed.lock_image();
         if self.areas.iter().any(|state| state.fresh && image.area_number(&state.name).is_some()) {
             let why = "the backup has a committed state: recover it, or discard it (SessionOptions::discard)";
             return Err(Error::State { what: "begin", why });
         }
-        self.pending = None;
+        self.is_recoverable = false;
         Ok(())
     }
 
@@ -470,7 +483,7 @@ impl Session {
             .map_err(Error::backup)
     }
 
-    fn encode_changes(&self, defined: &[AreaId]) -> PayloadBuilder {
+    fn encode_changes(&self, defined: &[AreaId]) -> PayloadBuilder<'_> {
         let mut payload = PayloadBuilder::default();
         for area in defined {
             let state = &self.areas[area.0 as usize];
@@ -514,8 +527,7 @@ impl Session {
 
     /// Reads the status of the backups while the session is in use, and waits for changes of it.
     pub fn backup_monitor(&self) -> BackupMonitor {
-        let committed = self.backups.as_ref().map(|backups| backups.committed().clone());
-        BackupMonitor { name: self.options.name.clone(), committed }
+        BackupMonitor { name: self.options.name.clone(), committed: self.committed() }
     }
 
     fn collect_writes(&mut self) -> Result<(), Error> {
