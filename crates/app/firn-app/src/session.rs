@@ -15,8 +15,8 @@ use std::ptr::NonNull;
 use std::sync::Arc;
 
 use crate::backup::{
-    self, ApplicationLog, ApplicationState, BackupMonitor, BackupSet, BackupStatus, CommittedState,
-    FsyncPolicy, PayloadBuilder,
+    self, ApplicationLog, ApplicationState, BackupError, BackupMonitor, BackupSet, BackupStatus,
+    CommittedState, FsyncPolicy, PayloadBuilder,
 };
 use crate::changes::{AreaId, ChangeSet};
 use crate::claims::PageClaims;
@@ -69,7 +69,8 @@ pub struct Session {
 struct AreaState {
     name: String,
     region: AreaRegion,
-    /// The last committed bytes, if a copy is kept.
+    /// The last committed bytes, if a copy is kept here. Of an area that backups have, the committed
+    /// state that the session shares with them is the copy.
     copy: Option<Vec<u8>>,
     /// No transaction has committed any of it yet.
     fresh: bool,
@@ -277,7 +278,11 @@ impl Session {
         region: AreaRegion,
         memory: Option<Arc<AreaMemory>>,
     ) -> AreaId {
-        let copy = self.options.undo.then(|| region.bytes().to_vec());
+        // Zeros need no memory until they are written.
+        let copy = self.options.undo.then(|| match memory {
+            Some(_) => vec![0; region.len()],
+            None => region.bytes().to_vec(),
+        });
         let number = self.backup_number(name);
         self.areas.push(AreaState {
             name: name.to_owned(),
@@ -327,10 +332,7 @@ impl Session {
         for state in &mut self.areas {
             let Some(stored) = stored(state).filter(|_| state.fresh) else { continue };
             state.region.bytes_mut().copy_from_slice(&stored.bytes);
-            state.fresh = false;
-            if let Some(copy) = &mut state.copy {
-                copy.copy_from_slice(&stored.bytes);
-            }
+            (state.fresh, state.copy) = (false, None);
         }
         // Discards what was written here: it is not a change of the application.
         self.collect_writes()
@@ -465,22 +467,27 @@ impl Session {
         self.check_process()?;
         self.collect_writes()?;
         let defined = self.record_changes();
-        self.update_copies();
         self.open = false;
         self.sequence += 1;
-        self.back_up(&defined)?;
+        match self.committed() {
+            None => self.update_copies(),
+            Some(committed) => self.back_up(&committed, &defined).map_err(Error::backup)?,
+        }
         Ok(self.sequence)
     }
 
     /// Passes the changes to all backups, then waits until enough of them have stored them.
-    fn back_up(&self, defined: &[AreaId]) -> Result<(), Error> {
-        let Some(backups) = &self.backups else { return Ok(()) };
+    fn back_up(
+        &mut self,
+        committed: &CommittedState,
+        defined: &[AreaId],
+    ) -> Result<(), BackupError> {
         let payload = self.encode_changes(defined).into_bytes();
-        let committed = backups.committed();
-        committed
-            .add_commit(self.sequence, payload)
-            .and_then(|()| committed.wait_for_acknowledgement(self.sequence))
-            .map_err(Error::backup)
+        committed.add_commit(self.sequence, payload)?;
+        for area in defined {
+            self.areas[area.0 as usize].copy = None;
+        }
+        committed.wait_for_acknowledgement(self.sequence)
     }
 
     fn encode_changes(&self, defined: &[AreaId]) -> PayloadBuilder<'_> {
@@ -541,6 +548,8 @@ impl Session {
     /// first time.
     fn record_changes(&mut self) -> Vec<AreaId> {
         let mut first = Vec::new();
+        let committed = self.committed();
+        let image = committed.as_ref().map(|committed| committed.lock_image());
         self.changes.clear();
         for (id, state) in self.areas.iter_mut().enumerate() {
             let id = AreaId(id as u32);
@@ -549,8 +558,9 @@ impl Session {
                 first.push(id);
                 continue;
             }
-            let words = self.options.precision == Precision::Words;
-            let copy = state.copy.as_deref().filter(|_| words);
+            let compares = self.options.undo && self.options.precision == Precision::Words;
+            let copy = committed_bytes(&state.copy, state.number, image.as_deref());
+            let copy = copy.filter(|_| compares);
             for bytes in state.clip_runs(self.found.runs()) {
                 match copy {
                     Some(copy) => {
@@ -586,9 +596,12 @@ impl Session {
             return Err(Error::State { what: "abort", why });
         }
         self.collect_writes()?;
+        let committed = self.committed();
+        let image = committed.as_ref().map(|committed| committed.lock_image());
         for state in &mut self.areas {
             let runs: Vec<_> = state.clip_runs(self.found.runs()).collect();
-            let AreaState { region, copy: Some(copy), .. } = state else { continue };
+            let AreaState { region, copy, number, .. } = state;
+            let Some(copy) = committed_bytes(copy, *number, image.as_deref()) else { continue };
             for bytes in runs {
                 region.bytes_mut()[bytes.clone()].copy_from_slice(&copy[bytes]);
             }
@@ -617,6 +630,16 @@ impl AreaState {
             (*start).max(area.start) - area.start..(start + len).min(area.end) - area.start
         })
     }
+}
+
+/// The last committed bytes of an area: its own copy, or those of the state that backups share.
+fn committed_bytes<'a>(
+    copy: &'a Option<Vec<u8>>,
+    number: u32,
+    image: Option<&'a ApplicationState>,
+) -> Option<&'a [u8]> {
+    let shared = || image?.areas().get(number as usize).map(|stored| &stored.bytes[..]);
+    copy.as_deref().or_else(shared)
 }
 
 fn taken_error(name: &str, span: PageSpan) -> Error {
