@@ -320,7 +320,7 @@ fn damage_reason(error: &BackupError) -> &'static str {
 }
 
 /// Reads the record at the start of some bytes: its header, its payload, its length.
-fn read_record(bytes: &[u8]) -> Result<(RecordHeader, Vec<u8>, usize), BackupError> {
+fn read_record(bytes: &[u8]) -> Result<(RecordHeader, Cow<'_, [u8]>, usize), BackupError> {
     let short = || BackupError::Malformed("it is truncated");
     let head: &[u8; HEADER] = bytes.first_chunk().ok_or_else(short)?;
     let header = RecordHeader::parse_header(head)?;

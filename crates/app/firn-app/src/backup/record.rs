@@ -195,19 +195,21 @@ impl RecordHeader {
     }
 
     /// Decodes the payload, if the stored bytes match the checksum.
-    pub(crate) fn decode_payload(
+    /// A payload that is not compressed is not copied.
+    pub(crate) fn decode_payload<'a>(
         &self,
         head: &[u8; HEADER],
-        stored: &[u8],
-    ) -> Result<Vec<u8>, BackupError> {
+        stored: &'a [u8],
+    ) -> Result<Cow<'a, [u8]>, BackupError> {
         if stored.len() as u64 != self.stored || checksum(head, stored) != self.checksum {
             return Err(BackupError::Malformed("wrong checksum"));
         }
         match self.codec {
-            Compression::None => Ok(stored.to_vec()),
+            Compression::None => Ok(Cow::Borrowed(stored)),
             Compression::Lz4 => lz4_flex::block::decompress(stored, self.raw as usize)
                 .ok()
                 .filter(|payload| payload.len() as u64 == self.raw)
+                .map(Cow::Owned)
                 .ok_or(BackupError::Malformed("the payload cannot be decompressed")),
         }
     }

@@ -170,7 +170,7 @@ fn receive_record(from: &mut impl Read) -> io::Result<BackupMessage> {
     }
     let mut stored = Vec::new();
     read_bytes(from, header.stored, &mut stored)?;
-    let payload = header.decode_payload(&head, &stored).map_err(invalid_data)?;
+    let payload = header.decode_payload(&head, &stored).map_err(invalid_data)?.into_owned();
     let record = EncodedRecord { head, stored: Cow::Owned(stored) };
     Ok(BackupMessage::Record { header, payload, record })
 }
