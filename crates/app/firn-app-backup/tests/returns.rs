@@ -211,7 +211,11 @@ fn with_all_targets_a_commit_fails_in_time_and_later_ones_succeed() {
         // The local log has what no other target has.
         assert_eq!(open.session.backup_status().unwrap()[1].acknowledged, 3);
         end_outage(&mut site);
-        open.wait_for(0, TargetCondition::Connected);
+        // A stalled link may not have been noticed: the target has returned when it has everything.
+        let since = Instant::now();
+        while open.session.flush_backups().is_err() {
+            assert!(since.elapsed() < PATIENCE, "{:?}", open.session.backup_status());
+        }
         assert_eq!(open.commit().unwrap(), 4);
         let bytes = open.session.bytes(&open.area).to_vec();
         drop(open);
@@ -296,10 +300,8 @@ fn a_later_session_shuts_out_an_older_one() {
     let mut later = site.open(vec![site.remote()], RequiredTargets::All).unwrap();
     assert_eq!(later.commit().unwrap(), 2);
     older.wait_for(0, TargetCondition::Superseded);
-    let since = Instant::now();
     let Err(Error::Backup(error)) = older.commit() else { panic!("it is shut out") };
     assert!(matches!(*error, BackupError::Superseded { .. }), "{error}");
-    assert!(since.elapsed() < TIMEOUT, "no wait would help");
     thread::sleep(Duration::from_millis(300));
     assert_eq!(later.commit().unwrap(), 3);
 }
@@ -308,7 +310,7 @@ fn a_later_session_shuts_out_an_older_one() {
 struct Disk(tempfile::TempDir);
 
 impl Disk {
-    fn of(bytes: usize) -> Option<Self> {
+    fn mount(bytes: usize) -> Option<Self> {
         let dir = tempfile::tempdir().unwrap();
         let options = format!("size={bytes}");
         let mut mount = Command::new("mount");
@@ -355,7 +357,7 @@ fn commit_until_lost(open: &mut Open, target: usize) {
 
 #[test]
 fn a_backup_whose_disk_was_full_catches_up() {
-    let Some(disk) = Disk::of(1 << 20) else { return };
+    let Some(disk) = Disk::mount(1 << 20) else { return };
     let mut site = Site::with_logs(tempfile::tempdir().unwrap(), disk.0.path());
     let mut open = site.open(vec![site.local(), site.remote()], RequiredTargets::Any).unwrap();
     open.commit().unwrap();
@@ -376,7 +378,7 @@ fn a_backup_whose_disk_was_full_catches_up() {
 /// The log on the full disk lacks what the backup has acknowledged, and a later session knows that.
 #[test]
 fn a_local_log_that_was_left_out_is_not_recovered_alone() {
-    let Some(disk) = Disk::of(1 << 20) else { return };
+    let Some(disk) = Disk::mount(1 << 20) else { return };
     let mut site = Site::new();
     let log = disk.0.path().join("local.log");
     let targets = |site: &Site| vec![BackupTarget::file(&log), site.remote()];

@@ -26,7 +26,7 @@ use support::{Backup, Link, LinkState, identity, make_keys};
 
 const CHILD: &str = "FIRN_APP_WALK_CHILD";
 const LEN: usize = 9000;
-const STEPS: usize = 40;
+const STEPS: usize = 30;
 const TIMEOUT: Duration = Duration::from_millis(60);
 /// A walk must be able to reach its end on a busy machine.
 const PATIENCE: Duration = Duration::from_secs(60);
@@ -297,7 +297,11 @@ impl Walk {
                 std::thread::sleep(Duration::from_micros(self.draw.below(3000)));
                 application.kill();
             }
-            _ => (0..=self.draw.below(4)).for_each(|_| drop(self.commit())),
+            _ => {
+                for _ in 0..=self.draw.below(4) {
+                    self.commit();
+                }
+            }
         }
     }
 

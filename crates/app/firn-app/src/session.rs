@@ -15,8 +15,8 @@ use std::ptr::NonNull;
 use std::sync::Arc;
 
 use crate::backup::{
-    self, ApplicationLog, ApplicationState, BackupMonitor, BackupSet, BackupStatus, FsyncPolicy,
-    PayloadBuilder,
+    self, ApplicationLog, ApplicationState, BackupError, BackupMonitor, BackupSet, BackupStatus,
+    CommittedState, FsyncPolicy, PayloadBuilder,
 };
 use crate::changes::{AreaId, ChangeSet};
 use crate::claims::PageClaims;
@@ -61,15 +61,16 @@ pub struct Session {
     backups: Option<BackupSet>,
     /// Names of the areas that backups have, by their numbers there.
     stored: Vec<String>,
-    /// The state that a backup has, until the first transaction.
-    pending: Option<ApplicationState>,
+    /// The backups have a state that the areas do not have yet.
+    is_recoverable: bool,
 }
 
 /// The session's own data of an area.
 struct AreaState {
     name: String,
     region: AreaRegion,
-    /// The last committed bytes, if a copy is kept.
+    /// The last committed bytes, if a copy is kept here. Of an area that backups have, the committed
+    /// state that the session shares with them is the copy.
     copy: Option<Vec<u8>>,
     /// No transaction has committed any of it yet.
     fresh: bool,
@@ -144,7 +145,7 @@ impl Session {
         tracker.set_comparing(options.undo && options.precision == Precision::Words);
         let owner =
             OwnerProcess::this_process().map_err(Error::system("marking a page for forks"))?;
-        let (backups, image) = backup::open_targets(&options, owner).map_err(Error::backup)?;
+        let backups = backup::open_targets(&options, owner).map_err(Error::backup)?;
         let mut session = Self {
             owner,
             tracker,
@@ -157,17 +158,24 @@ impl Session {
             open: false,
             backups,
             stored: Vec::new(),
-            pending: None,
+            is_recoverable: false,
         };
-        session.set_recoverable_state(image);
+        session.note_stored_areas();
         Ok(session)
     }
 
-    /// Stores the state that a backup has: the session can recover it until its first transaction.
-    fn set_recoverable_state(&mut self, image: ApplicationState) {
+    /// The committed state that the session shares with its backups.
+    fn committed(&self) -> Option<Arc<CommittedState>> {
+        self.backups.as_ref().map(|backups| backups.committed().clone())
+    }
+
+    /// Reads what the backups have: the session can recover it until its first transaction.
+    fn note_stored_areas(&mut self) {
+        let Some(committed) = self.committed() else { return };
+        let image = committed.lock_image();
         self.sequence = image.sequence();
         self.stored = image.areas().iter().map(|area| area.name.clone()).collect();
-        self.pending = (image.sequence() > 0).then_some(image);
+        self.is_recoverable = image.sequence() > 0;
     }
 
     /// The session's name.
@@ -270,7 +278,11 @@ impl Session {
         region: AreaRegion,
         memory: Option<Arc<AreaMemory>>,
     ) -> AreaId {
-        let copy = self.options.undo.then(|| region.bytes().to_vec());
+        // Zeros need no memory until they are written.
+        let copy = self.options.undo.then(|| match memory {
+            Some(_) => vec![0; region.len()],
+            None => region.bytes().to_vec(),
+        });
         let number = self.backup_number(name);
         self.areas.push(AreaState {
             name: name.to_owned(),
@@ -301,10 +313,10 @@ impl Session {
     /// If an area has another size, or a transaction is open.
     pub fn recover(&mut self) -> Result<u64, Error> {
         self.check_state("recover", false)?;
-        let Some(image) = self.pending.take() else { return Ok(self.sequence) };
-        let recovered = self.load_state(&image);
-        self.pending = Some(image);
-        recovered.map(|()| self.sequence)
+        let committed = self.committed().filter(|_| self.is_recoverable);
+        let Some(committed) = committed else { return Ok(self.sequence) };
+        self.load_state(&committed.lock_image())?;
+        Ok(self.sequence)
     }
 
     fn load_state(&mut self, image: &ApplicationState) -> Result<(), Error> {
@@ -320,10 +332,7 @@ impl Session {
         for state in &mut self.areas {
             let Some(stored) = stored(state).filter(|_| state.fresh) else { continue };
             state.region.bytes_mut().copy_from_slice(&stored.bytes);
-            state.fresh = false;
-            if let Some(copy) = &mut state.copy {
-                copy.copy_from_slice(&stored.bytes);
-            }
+            (state.fresh, state.copy) = (false, None);
         }
         // Discards what was written here: it is not a change of the application.
         self.collect_writes()
@@ -341,26 +350,32 @@ impl Session {
             return Err(Error::State { what: "take over", why });
         }
         self.check_state("take over", false)?;
+        let timeout = self.options.backup_timeout;
+        let backups = backup::continue_log(log, image, fsync, timeout, self.owner);
+        self.backups = Some(backups.map_err(Error::backup)?);
         // Areas registered before this call get the numbers that the log has for their names.
-        self.set_recoverable_state(image.clone());
+        self.note_stored_areas();
         for n in 0..self.areas.len() {
             let name = self.areas[n].name.clone();
             self.areas[n].number = self.backup_number(&name);
         }
-        self.recover()?;
-        let timeout = self.options.backup_timeout;
-        let backups = backup::continue_log(log, image, fsync, timeout, self.owner);
-        self.backups = Some(backups.map_err(Error::backup)?);
-        Ok(self.sequence)
+        let recovered = self.recover();
+        if recovered.is_err() {
+            (self.backups, self.sequence, self.is_recoverable) = (None, 0, false);
+        }
+        recovered
     }
 
     fn check_recovered(&mut self) -> Result<(), Error> {
-        let Some(image) = &self.pending else { return Ok(()) };
+        let Some(committed) = self.committed().filter(|_| self.is_recoverable) else {
+            return Ok(());
+        };
+        let image = committed.lock_image();
         if self.areas.iter().any(|state| state.fresh && image.area_number(&state.name).is_some()) {
             let why = "the backup has a committed state: recover it, or discard it (SessionOptions::discard)";
             return Err(Error::State { what: "begin", why });
         }
-        self.pending = None;
+        self.is_recoverable = false;
         Ok(())
     }
 
@@ -452,25 +467,30 @@ impl Session {
         self.check_process()?;
         self.collect_writes()?;
         let defined = self.record_changes();
-        self.update_copies();
         self.open = false;
         self.sequence += 1;
-        self.back_up(&defined)?;
+        match self.committed() {
+            None => self.update_copies(),
+            Some(committed) => self.back_up(&committed, &defined).map_err(Error::backup)?,
+        }
         Ok(self.sequence)
     }
 
     /// Passes the changes to all backups, then waits until enough of them have stored them.
-    fn back_up(&self, defined: &[AreaId]) -> Result<(), Error> {
-        let Some(backups) = &self.backups else { return Ok(()) };
+    fn back_up(
+        &mut self,
+        committed: &CommittedState,
+        defined: &[AreaId],
+    ) -> Result<(), BackupError> {
         let payload = self.encode_changes(defined).into_bytes();
-        let committed = backups.committed();
-        committed
-            .add_commit(self.sequence, payload)
-            .and_then(|()| committed.wait_for_acknowledgement(self.sequence))
-            .map_err(Error::backup)
+        committed.add_commit(self.sequence, payload)?;
+        for area in defined {
+            self.areas[area.0 as usize].copy = None;
+        }
+        committed.wait_for_acknowledgement(self.sequence)
     }
 
-    fn encode_changes(&self, defined: &[AreaId]) -> PayloadBuilder {
+    fn encode_changes(&self, defined: &[AreaId]) -> PayloadBuilder<'_> {
         let mut payload = PayloadBuilder::default();
         for area in defined {
             let state = &self.areas[area.0 as usize];
@@ -514,8 +534,7 @@ impl Session {
 
     /// Reads the status of the backups while the session is in use, and waits for changes of it.
     pub fn backup_monitor(&self) -> BackupMonitor {
-        let committed = self.backups.as_ref().map(|backups| backups.committed().clone());
-        BackupMonitor { name: self.options.name.clone(), committed }
+        BackupMonitor { name: self.options.name.clone(), committed: self.committed() }
     }
 
     fn collect_writes(&mut self) -> Result<(), Error> {
@@ -529,6 +548,8 @@ impl Session {
     /// first time.
     fn record_changes(&mut self) -> Vec<AreaId> {
         let mut first = Vec::new();
+        let committed = self.committed();
+        let image = committed.as_ref().map(|committed| committed.lock_image());
         self.changes.clear();
         for (id, state) in self.areas.iter_mut().enumerate() {
             let id = AreaId(id as u32);
@@ -537,8 +558,9 @@ impl Session {
                 first.push(id);
                 continue;
             }
-            let words = self.options.precision == Precision::Words;
-            let copy = state.copy.as_deref().filter(|_| words);
+            let compares = self.options.undo && self.options.precision == Precision::Words;
+            let copy = committed_bytes(&state.copy, state.number, image.as_deref());
+            let copy = copy.filter(|_| compares);
             for bytes in state.clip_runs(self.found.runs()) {
                 match copy {
                     Some(copy) => {
@@ -574,9 +596,12 @@ impl Session {
             return Err(Error::State { what: "abort", why });
         }
         self.collect_writes()?;
+        let committed = self.committed();
+        let image = committed.as_ref().map(|committed| committed.lock_image());
         for state in &mut self.areas {
             let runs: Vec<_> = state.clip_runs(self.found.runs()).collect();
-            let AreaState { region, copy: Some(copy), .. } = state else { continue };
+            let AreaState { region, copy, number, .. } = state;
+            let Some(copy) = committed_bytes(copy, *number, image.as_deref()) else { continue };
             for bytes in runs {
                 region.bytes_mut()[bytes.clone()].copy_from_slice(&copy[bytes]);
             }
@@ -605,6 +630,16 @@ impl AreaState {
             (*start).max(area.start) - area.start..(start + len).min(area.end) - area.start
         })
     }
+}
+
+/// The last committed bytes of an area: its own copy, or those of the state that backups share.
+fn committed_bytes<'a>(
+    copy: &'a Option<Vec<u8>>,
+    number: u32,
+    image: Option<&'a ApplicationState>,
+) -> Option<&'a [u8]> {
+    let shared = || image?.areas().get(number as usize).map(|stored| &stored.bytes[..]);
+    copy.as_deref().or_else(shared)
 }
 
 fn taken_error(name: &str, span: PageSpan) -> Error {

@@ -17,7 +17,7 @@ use std::time::{Duration, Instant};
 use super::board::{Board, TargetRecord};
 use super::error::BackupError;
 use super::image::{ApplicationState, StateId};
-use super::record::RecordKind;
+use super::record::{EncodedRecord, RecordKind};
 use super::settings::RequiredTargets;
 use super::status::{BackupEvent, BackupStatus, TargetCondition};
 use crate::sys::fork::OwnerProcess;
@@ -249,8 +249,8 @@ impl CommittedState {
     /// The sequence and the record of the state that the session committed last.
     pub(crate) fn encode_image(
         &self,
-        encode: impl FnOnce(&ApplicationState) -> Vec<u8>,
-    ) -> (StateId, Vec<u8>) {
+        encode: impl FnOnce(&ApplicationState) -> EncodedRecord<'static>,
+    ) -> (StateId, EncodedRecord<'static>) {
         let image = self.lock_image();
         (image.id(), encode(&image))
     }

@@ -1,5 +1,6 @@
 //! A target in a file: appends commits to a log.
 
+use std::borrow::Cow;
 use std::path::{Path, PathBuf};
 use std::time::{Duration, Instant};
 
@@ -8,7 +9,7 @@ use super::error::BackupError;
 use super::helper::BackupConnection;
 use super::image::StateId;
 use super::log::ApplicationLog;
-use super::record::{RecordKind, encode_record};
+use super::record::{EncodedRecord, RecordKind, encode_record};
 use super::settings::{Compression, FsyncPolicy};
 
 /// The idle interval of a log that has nothing to do.
@@ -65,8 +66,8 @@ impl BackupConnection for FileTarget {
         // A compacted log may be later than the commits.
         let has = self.id;
         for commit in commits.iter().filter(|commit| commit.id > has) {
-            let record =
-                encode_record(RecordKind::Change, commit.id, &commit.payload, self.compression);
+            let payload = Cow::Borrowed(&commit.payload[..]);
+            let record = encode_record(RecordKind::Change, commit.id, payload, self.compression);
             self.log.append_record(&record)?;
             (self.id, self.dirty) = (commit.id, true);
         }
@@ -76,7 +77,11 @@ impl BackupConnection for FileTarget {
         Ok(())
     }
 
-    fn replace_state(&mut self, id: StateId, record: &[u8]) -> Result<(), BackupError> {
+    fn replace_state(
+        &mut self,
+        id: StateId,
+        record: &EncodedRecord<'_>,
+    ) -> Result<(), BackupError> {
         self.log.replace_by_record(record)?;
         (self.id, self.synced, self.dirty) = (id, Instant::now(), false);
         Ok(())
@@ -108,7 +113,7 @@ impl BackupConnection for FileTarget {
         self.log.is_large(state_bytes)
     }
 
-    fn compact(&mut self, id: StateId, record: &[u8]) -> Result<(), BackupError> {
+    fn compact(&mut self, id: StateId, record: &EncodedRecord<'_>) -> Result<(), BackupError> {
         if self.log.compact(record)? {
             (self.id, self.synced, self.dirty) = (id, Instant::now(), false);
         }

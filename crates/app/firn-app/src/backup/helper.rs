@@ -19,6 +19,7 @@ use std::time::Duration;
 use super::committed::{Commit, CommittedState, TargetWork};
 use super::error::BackupError;
 use super::image::{ApplicationState, StateId};
+use super::record::EncodedRecord;
 use super::remote::SocketHandle;
 use super::settings::Compression;
 use super::status::TargetCondition;
@@ -44,7 +45,8 @@ pub(crate) trait BackupConnection: Send {
     ///
     /// # Errors
     /// If it cannot. The next `connect` returns what the target has.
-    fn replace_state(&mut self, id: StateId, record: &[u8]) -> Result<(), BackupError>;
+    fn replace_state(&mut self, id: StateId, record: &EncodedRecord<'_>)
+    -> Result<(), BackupError>;
 
     /// The encoding of records.
     fn compression(&self) -> Compression;
@@ -73,7 +75,7 @@ pub(crate) trait BackupConnection: Send {
     ///
     /// # Errors
     /// As for [`BackupConnection::replace_state`].
-    fn compact(&mut self, id: StateId, record: &[u8]) -> Result<(), BackupError> {
+    fn compact(&mut self, id: StateId, record: &EncodedRecord<'_>) -> Result<(), BackupError> {
         self.replace_state(id, record)
     }
 
@@ -223,7 +225,7 @@ impl TargetHelper {
         self.report_stored(id.sequence)
     }
 
-    fn encode_image(&self) -> (StateId, Vec<u8>) {
+    fn encode_image(&self) -> (StateId, EncodedRecord<'static>) {
         let codec = self.connection.compression();
         self.committed
             .encode_image(|image: &ApplicationState| super::record::encode_state(image, codec))

@@ -71,7 +71,7 @@ impl ApplicationState {
     }
 
     /// The payload of a state record: defines each area, and changes all of its bytes.
-    pub(crate) fn payload(&self) -> PayloadBuilder {
+    pub(crate) fn payload(&self) -> PayloadBuilder<'_> {
         let mut payload = PayloadBuilder::default();
         for (number, area) in self.areas.iter().enumerate() {
             payload.add_area(number as u32, area.bytes.len() as u64, &area.name);

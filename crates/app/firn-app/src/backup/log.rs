@@ -15,6 +15,7 @@
 //! file, which then replaces the log by its name. The process that writes a log holds a lock on the
 //! file.
 
+use std::borrow::Cow;
 use std::fs::{File, OpenOptions};
 use std::io::{self, Read as _, Seek as _, SeekFrom, Write as _};
 use std::os::unix::fs::{MetadataExt as _, OpenOptionsExt as _};
@@ -26,7 +27,9 @@ use twox_hash::XxHash3_64;
 
 use super::error::BackupError;
 use super::image::{ApplicationState, StateId};
-use super::record::{HEADER, MAGIC, RecordHeader, RecordKind, encode_record, encode_state};
+use super::record::{
+    EncodedRecord, HEADER, MAGIC, RecordHeader, RecordKind, encode_record, encode_state,
+};
 use super::settings::Compression;
 use crate::sys::fork::ParentOnly;
 
@@ -69,7 +72,7 @@ impl ApplicationLog {
         {
             let mut log = Self::at_end(path.to_owned(), name.to_owned(), file, 0);
             log.truncate_to(0)?;
-            log.append_record(&preamble)?;
+            log.append_bytes(preamble.len() as u64, |file| file.write_all(&preamble))?;
             log.sync_file()?;
             sync_parent(&log.path)?;
             return Ok((log, ApplicationState::default()));
@@ -109,17 +112,26 @@ impl ApplicationLog {
     /// Records that sessions of generations before this one can't write any more.
     pub(crate) fn append_fence(&mut self, generation: u64) -> Result<(), BackupError> {
         let id = StateId { generation, sequence: 0 };
-        self.append_record(&encode_record(RecordKind::Fence, id, &[], Compression::None))?;
+        let record = encode_record(RecordKind::Fence, id, Cow::Borrowed(&[]), Compression::None);
+        self.append_record(&record)?;
         self.sync_file()?;
         self.fence = self.fence.max(generation);
         Ok(())
     }
 
     /// Writes a record. If that fails, the log ends where it did before.
-    pub(crate) fn append_record(&mut self, record: &[u8]) -> Result<(), BackupError> {
-        let written = self.file.write_all(record).map_err(file_error("cannot write", &self.path));
+    pub(crate) fn append_record(&mut self, record: &EncodedRecord<'_>) -> Result<(), BackupError> {
+        self.append_bytes(record.byte_count(), |file| record.write_to(file))
+    }
+
+    fn append_bytes(
+        &mut self,
+        len: u64,
+        write: impl FnOnce(&mut File) -> io::Result<()>,
+    ) -> Result<(), BackupError> {
+        let written = write(&mut self.file).map_err(file_error("cannot write", &self.path));
         match written {
-            Ok(()) => self.len += record.len() as u64,
+            Ok(()) => self.len += len,
             Err(_) => {
                 self.is_torn = true;
                 self.truncate_to(self.len)?;
@@ -162,7 +174,7 @@ impl ApplicationLog {
 
     /// Replaces the log by a record of its state. If the disk has no space for that, the log
     /// continues as it is. Returns whether it was replaced.
-    pub(crate) fn compact(&mut self, state: &[u8]) -> Result<bool, BackupError> {
+    pub(crate) fn compact(&mut self, state: &EncodedRecord<'_>) -> Result<bool, BackupError> {
         match self.replace_by_record(state) {
             Err(error) if error.is_out_of_space() && !self.is_torn => {
                 self.compact_bytes_min = 2 * self.len;
@@ -186,13 +198,16 @@ impl ApplicationLog {
     }
 
     /// Replaces the whole log by one record. After a crash the file is the old log or the new one.
-    pub(crate) fn replace_by_record(&mut self, state: &[u8]) -> Result<(), BackupError> {
+    pub(crate) fn replace_by_record(
+        &mut self,
+        state: &EncodedRecord<'_>,
+    ) -> Result<(), BackupError> {
         let new = self.write_compacted(state)?;
         self.replace_by_log(new)
     }
 
     /// Writes a log of one record beside this one, and forces it to disk.
-    fn write_compacted(&self, state: &[u8]) -> Result<Self, BackupError> {
+    fn write_compacted(&self, state: &EncodedRecord<'_>) -> Result<Self, BackupError> {
         let path = compacted_path(&self.path);
         let mut how = OpenOptions::new();
         how.read(true).write(true).create(true).truncate(true).mode(0o600);
@@ -200,8 +215,10 @@ impl ApplicationLog {
         lock_file(&file, &path)?;
         let name = self.name.clone();
         let mut new = Self::at_end(path, name, file, 0);
-        let written =
-            new.append_record(&encode_preamble(&self.name)).and_then(|()| new.append_record(state));
+        let preamble = encode_preamble(&self.name);
+        let written = new
+            .append_bytes(preamble.len() as u64, |file| file.write_all(&preamble))
+            .and_then(|()| new.append_record(state));
         match written.and_then(|()| new.append_fence(self.fence)) {
             Ok(()) => Ok(new),
             Err(error) => {
@@ -303,7 +320,7 @@ fn damage_reason(error: &BackupError) -> &'static str {
 }
 
 /// Reads the record at the start of some bytes: its header, its payload, its length.
-fn read_record(bytes: &[u8]) -> Result<(RecordHeader, Vec<u8>, usize), BackupError> {
+fn read_record(bytes: &[u8]) -> Result<(RecordHeader, Cow<'_, [u8]>, usize), BackupError> {
     let short = || BackupError::Malformed("it is truncated");
     let head: &[u8; HEADER] = bytes.first_chunk().ok_or_else(short)?;
     let header = RecordHeader::parse_header(head)?;

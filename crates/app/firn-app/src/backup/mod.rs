@@ -37,6 +37,7 @@ pub use standby::WarmStandby;
 pub use status::{BackupEvent, BackupMonitor, BackupStatus, TargetCondition};
 pub use tls::TlsIdentity;
 
+pub(crate) use committed::CommittedState;
 pub(crate) use helper::BackupSet;
 pub(crate) use image::ApplicationState;
 pub(crate) use log::ApplicationLog;

@@ -17,7 +17,9 @@
 //! before it do not matter. A *fence* record has no payload: from it on, sessions of an older
 //! generation can't write.
 
+use std::borrow::Cow;
 use std::hash::Hasher as _;
+use std::io::{self, Write};
 
 use twox_hash::XxHash3_64;
 
@@ -27,6 +29,8 @@ use super::settings::Compression;
 
 pub(crate) const HEADER: usize = 48;
 pub(crate) const MAGIC: [u8; 4] = *b"FARc";
+/// The maximum size of a payload that is copied to be written together with its header, in bytes.
+const ONE_WRITE_MAX: usize = 64 << 10;
 /// The maximum factor by which LZ4 can compress: a header with a greater factor is wrong.
 const RATIO_MAX: u64 = 255;
 
@@ -50,15 +54,22 @@ pub(crate) struct RecordHeader {
     checksum: u64,
 }
 
-/// Builds the payload of a record from areas and changes.
+/// Builds the payload of a record from areas and changes. Their bytes are copied once, at the end.
 #[derive(Clone, Debug, Default)]
-pub(crate) struct PayloadBuilder {
+pub(crate) struct PayloadBuilder<'a> {
     areas: (u32, Vec<u8>),
     changes: (u32, Vec<u8>),
-    bytes: Vec<u8>,
+    bytes: Vec<&'a [u8]>,
 }
 
-impl PayloadBuilder {
+/// A whole record: its header and its stored payload.
+#[derive(Debug)]
+pub(crate) struct EncodedRecord<'a> {
+    pub(crate) head: [u8; HEADER],
+    pub(crate) stored: Cow<'a, [u8]>,
+}
+
+impl<'a> PayloadBuilder<'a> {
     pub(crate) fn add_area(&mut self, number: u32, len: u64, name: &str) {
         self.areas.0 += 1;
         let to = &mut self.areas.1;
@@ -68,55 +79,73 @@ impl PayloadBuilder {
         to.extend(name.as_bytes());
     }
 
-    pub(crate) fn add_change(&mut self, area: u32, offset: u64, bytes: &[u8]) {
+    pub(crate) fn add_change(&mut self, area: u32, offset: u64, bytes: &'a [u8]) {
         self.changes.0 += 1;
         let to = &mut self.changes.1;
         to.extend(area.to_le_bytes());
         to.extend(offset.to_le_bytes());
         to.extend((bytes.len() as u64).to_le_bytes());
-        self.bytes.extend_from_slice(bytes);
+        self.bytes.push(bytes);
     }
 
     pub(crate) fn into_bytes(self) -> Vec<u8> {
-        let mut all =
-            Vec::with_capacity(8 + self.areas.1.len() + self.changes.1.len() + self.bytes.len());
+        let bytes: usize = self.bytes.iter().map(|part| part.len()).sum();
+        let mut all = Vec::with_capacity(8 + self.areas.1.len() + self.changes.1.len() + bytes);
         for (count, entries) in [self.areas, self.changes] {
             all.extend(count.to_le_bytes());
             all.extend(entries);
         }
-        all.extend(self.bytes);
+        self.bytes.iter().for_each(|part| all.extend_from_slice(part));
         all
     }
 }
 
-/// Encodes a whole record.
+/// Encodes a record. An uncompressed payload is not copied.
 pub(crate) fn encode_record(
     kind: RecordKind,
     id: StateId,
-    payload: &[u8],
+    payload: Cow<'_, [u8]>,
     codec: Compression,
-) -> Vec<u8> {
+) -> EncodedRecord<'_> {
     let packed = match codec {
         Compression::None => None,
-        Compression::Lz4 => Some(lz4_flex::block::compress(payload)),
+        Compression::Lz4 => Some(lz4_flex::block::compress(&payload)),
     };
     let packed = packed.filter(|packed| packed.len() < payload.len());
-    let stored = packed.as_deref().unwrap_or(payload);
-    let mut record = Vec::with_capacity(HEADER + stored.len());
-    record.extend(MAGIC);
-    record.extend([kind as u8, u8::from(packed.is_some()), 0, 0]);
-    for number in [id.generation, id.sequence, stored.len() as u64, payload.len() as u64] {
-        record.extend(number.to_le_bytes());
+    let (is_packed, len) = (packed.is_some(), payload.len());
+    let stored = packed.map_or(payload, Cow::Owned);
+    let mut head = [0; HEADER];
+    head[..4].copy_from_slice(&MAGIC);
+    head[4..6].copy_from_slice(&[kind as u8, u8::from(is_packed)]);
+    let numbers = [id.generation, id.sequence, stored.len() as u64, len as u64];
+    for (at, number) in numbers.into_iter().enumerate() {
+        head[8 + 8 * at..16 + 8 * at].copy_from_slice(&number.to_le_bytes());
     }
-    let sum = checksum(&record, stored);
-    record.extend(sum.to_le_bytes());
-    record.extend_from_slice(stored);
-    record
+    let sum = checksum(&head, &stored);
+    head[HEADER - 8..].copy_from_slice(&sum.to_le_bytes());
+    EncodedRecord { head, stored }
+}
+
+impl EncodedRecord<'_> {
+    /// The size of the record in bytes.
+    pub(crate) fn byte_count(&self) -> u64 {
+        (HEADER + self.stored.len()) as u64
+    }
+
+    /// Writes the record: a small one by one call.
+    pub(crate) fn write_to(&self, to: &mut impl Write) -> io::Result<()> {
+        if self.stored.len() <= ONE_WRITE_MAX {
+            return to.write_all(&[&self.head[..], &self.stored].concat());
+        }
+        to.write_all(&self.head)?;
+        to.write_all(&self.stored)
+    }
 }
 
 /// Encodes the record of a whole state.
-pub(crate) fn encode_state(image: &ApplicationState, codec: Compression) -> Vec<u8> {
-    encode_record(RecordKind::State, image.id(), &image.payload().into_bytes(), codec)
+pub(crate) fn encode_state(image: &ApplicationState, codec: Compression) -> EncodedRecord<'static> {
+    let payload = Cow::Owned(image.payload().into_bytes());
+    encode_record(RecordKind::State, image.id(), payload, codec)
 }
 
 fn checksum(head: &[u8], stored: &[u8]) -> u64 {
@@ -166,19 +195,21 @@ impl RecordHeader {
     }
 
     /// Decodes the payload, if the stored bytes match the checksum.
-    pub(crate) fn decode_payload(
+    /// A payload that is not compressed is not copied.
+    pub(crate) fn decode_payload<'a>(
         &self,
         head: &[u8; HEADER],
-        stored: &[u8],
-    ) -> Result<Vec<u8>, BackupError> {
+        stored: &'a [u8],
+    ) -> Result<Cow<'a, [u8]>, BackupError> {
         if stored.len() as u64 != self.stored || checksum(head, stored) != self.checksum {
             return Err(BackupError::Malformed("wrong checksum"));
         }
         match self.codec {
-            Compression::None => Ok(stored.to_vec()),
+            Compression::None => Ok(Cow::Borrowed(stored)),
             Compression::Lz4 => lz4_flex::block::decompress(stored, self.raw as usize)
                 .ok()
                 .filter(|payload| payload.len() as u64 == self.raw)
+                .map(Cow::Owned)
                 .ok_or(BackupError::Malformed("the payload cannot be decompressed")),
         }
     }

@@ -1,5 +1,6 @@
 //! A target on another host: sends commits to a backup process by TLS.
 
+use std::borrow::Cow;
 use std::io::{self, Write as _};
 use std::net::{Shutdown, TcpStream, ToSocketAddrs as _};
 use std::sync::{Arc, Mutex, PoisonError};
@@ -11,7 +12,7 @@ use super::committed::Commit;
 use super::error::BackupError;
 use super::helper::BackupConnection;
 use super::image::{ApplicationState, StateId};
-use super::record::{RecordKind, encode_record};
+use super::record::{EncodedRecord, RecordKind, encode_record};
 use super::settings::Compression;
 use super::tls::{self, TlsIdentity};
 use super::wire::{self, BackupMessage};
@@ -163,18 +164,18 @@ impl RemoteTarget {
             None => Err(io::ErrorKind::NotConnected.into()),
             Some(stream) => exchange_on(stream, timeout, send),
         };
-        match answer.map_err(|error| self.connection_error(name_timeout(error)))? {
+        match answer.map_err(|error| self.connection_error(name_loss(error)))? {
             BackupMessage::Error(error) => Err(error.into()),
             message => Ok(message),
         }
     }
 
     /// Sends records, and waits until they are stored safely.
-    fn send_records(
+    fn send_records<'a>(
         &mut self,
         id: StateId,
         len: u64,
-        records: impl Iterator<Item = Vec<u8>>,
+        records: impl Iterator<Item = EncodedRecord<'a>>,
     ) -> Result<(), BackupError> {
         let answer = self.exchange_messages(len, |stream| {
             let mut records = records;
@@ -200,13 +201,19 @@ impl BackupConnection for RemoteTarget {
         let Some(last) = commits.last() else { return Ok(()) };
         let len = commits.iter().map(|commit| commit.payload.len() as u64).sum();
         let codec = self.compression;
-        let encode =
-            |commit: &Commit| encode_record(RecordKind::Change, commit.id, &commit.payload, codec);
-        self.send_records(last.id, len, commits.iter().map(encode))
+        let records = commits.iter().map(|commit| {
+            let payload = Cow::Borrowed(&commit.payload[..]);
+            encode_record(RecordKind::Change, commit.id, payload, codec)
+        });
+        self.send_records(last.id, len, records)
     }
 
-    fn replace_state(&mut self, id: StateId, record: &[u8]) -> Result<(), BackupError> {
-        let answer = self.exchange_messages(record.len() as u64, |stream| {
+    fn replace_state(
+        &mut self,
+        id: StateId,
+        record: &EncodedRecord<'_>,
+    ) -> Result<(), BackupError> {
+        let answer = self.exchange_messages(record.byte_count(), |stream| {
             wire::send_record(stream, record)?;
             wire::send_message(stream, &BackupMessage::Flush)
         })?;
@@ -257,9 +264,11 @@ fn exchange_on(
     }
 }
 
-/// The kernel reports a reply that does not arrive in time as `EAGAIN`.
-fn name_timeout(error: io::Error) -> io::Error {
+/// The kernel reports a reply that does not arrive in time as `EAGAIN`, and TLS reports an end
+/// without a farewell in a sentence for programmers.
+fn name_loss(error: io::Error) -> io::Error {
     match error.kind() {
+        io::ErrorKind::UnexpectedEof => io::Error::new(error.kind(), "it ended the connection"),
         io::ErrorKind::WouldBlock => io::Error::new(io::ErrorKind::TimedOut, "no reply in time"),
         _ => error,
     }

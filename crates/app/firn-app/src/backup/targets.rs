@@ -46,21 +46,20 @@ struct TargetOpener<'a> {
     generation: u64,
 }
 
-/// Opens the targets, and returns the latest state that any of them has.
+/// Opens the targets, and makes the latest state that any of them has the committed one.
 pub(crate) fn open_targets(
     options: &SessionOptions,
     owner: OwnerProcess,
-) -> Result<(Option<BackupSet>, ApplicationState), BackupError> {
+) -> Result<Option<BackupSet>, BackupError> {
     if options.backups.is_empty() {
-        return Ok((None, ApplicationState::default()));
+        return Ok(None);
     }
     let mut opener = TargetOpener::new(options)?;
     opener.open_enough()?;
     if options.discard {
         opener.latest = ApplicationState::empty(opener.generation);
     }
-    let latest = opener.latest.clone();
-    Ok((Some(opener.start_helpers(owner)?), latest))
+    opener.start_helpers(owner).map(Some)
 }
 
 /// Starts the helper of a session that continues a log.

@@ -12,11 +12,12 @@
 //! A greeting of generation 0 is for reading only. A greeting with another generation makes this
 //! connection the writer of the session: connections of older generations are refused from then on.
 
+use std::borrow::Cow;
 use std::io::{self, Read, Write};
 
 use super::error::BackupError;
 use super::image::StateId;
-use super::record::{HEADER, RecordHeader};
+use super::record::{EncodedRecord, HEADER, RecordHeader};
 
 pub(crate) const VERSION: u16 = 2;
 /// The maximum stored size of a record in bytes: a greater length is taken for an error.
@@ -32,7 +33,7 @@ const CHUNK: u64 = 1 << 20;
 pub(crate) enum BackupMessage {
     Hello { version: u16, generation: u64, name: String },
     Get,
-    Record { header: RecordHeader, payload: Vec<u8>, bytes: Vec<u8> },
+    Record { header: RecordHeader, payload: Vec<u8>, record: EncodedRecord<'static> },
     Flush,
     Acknowledge(StateId),
     Error(PeerError),
@@ -108,7 +109,7 @@ pub(crate) fn send_message(to: &mut impl Write, message: &BackupMessage) -> io::
             bytes.extend((text.len() as u16).to_le_bytes());
             bytes.extend(text);
         }
-        BackupMessage::Record { bytes: record, .. } => return send_record(to, record),
+        BackupMessage::Record { record, .. } => return send_record(to, record),
     }
     to.write_all(&bytes)
 }
@@ -120,9 +121,9 @@ fn shorten_text(text: &str) -> &str {
 }
 
 /// Writes a record.
-pub(crate) fn send_record(to: &mut impl Write, record: &[u8]) -> io::Result<()> {
+pub(crate) fn send_record(to: &mut impl Write, record: &EncodedRecord<'_>) -> io::Result<()> {
     to.write_all(b"R")?;
-    to.write_all(record)
+    record.write_to(to)
 }
 
 /// Reads a message.
@@ -167,10 +168,11 @@ fn receive_record(from: &mut impl Read) -> io::Result<BackupMessage> {
     if header.stored > STORED_MAX {
         return Err(malformed_message("the record is too long"));
     }
-    let mut bytes = head.to_vec();
-    read_bytes(from, header.stored, &mut bytes)?;
-    let payload = header.decode_payload(&head, &bytes[HEADER..]).map_err(invalid_data)?;
-    Ok(BackupMessage::Record { header, payload, bytes })
+    let mut stored = Vec::new();
+    read_bytes(from, header.stored, &mut stored)?;
+    let payload = header.decode_payload(&head, &stored).map_err(invalid_data)?.into_owned();
+    let record = EncodedRecord { head, stored: Cow::Owned(stored) };
+    Ok(BackupMessage::Record { header, payload, record })
 }
 
 fn read_bytes(from: &mut impl Read, len: u64, to: &mut Vec<u8>) -> io::Result<()> {

@@ -49,9 +49,9 @@ fn memory_is_bounded_by_the_areas() {
         return use_area(Path::new(&log));
     }
     let dir = tempfile::tempdir().unwrap();
-    // The first commit has the area, the copy for abort, the committed state and the transaction; a
-    // recovery has the log, its payload and the state, and then the area and the copy.
-    for (what, max) in [("first commit", 4.3), ("recovery", 3.4)] {
+    // The first commit has the area, the committed state and the transaction; a recovery has the
+    // log and the state, and then the area and the state.
+    for (what, max) in [("first commit", 3.3), ("recovery", 2.2)] {
         let output = Command::new(std::env::current_exe().unwrap())
             .args(["--exact", NAME, "--nocapture", "--test-threads=1"])
             .env(CHILD, dir.path().join("log"))

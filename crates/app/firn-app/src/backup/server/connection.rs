@@ -66,10 +66,10 @@ impl LogConnection {
         loop {
             match self.receive_message(stream)? {
                 BackupMessage::Get => self.send_state(stream, &session)?,
-                BackupMessage::Record { header, payload, bytes } if session.generation > 0 => {
+                BackupMessage::Record { header, payload, record } if session.generation > 0 => {
                     let (generation, can_replace) = (session.generation, session.roles.take_over);
                     self.with_store(&session, |store| {
-                        store.store_record(&header, &payload, &bytes, generation, can_replace)
+                        store.store_record(&header, &payload, &record, generation, can_replace)
                     })?;
                 }
                 BackupMessage::Flush if session.generation > 0 => {

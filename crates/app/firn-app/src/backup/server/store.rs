@@ -6,7 +6,7 @@ use std::time::Instant;
 use crate::backup::error::BackupError;
 use crate::backup::image::ApplicationState;
 use crate::backup::log::ApplicationLog;
-use crate::backup::record::{RecordHeader, RecordKind};
+use crate::backup::record::{EncodedRecord, RecordHeader, RecordKind};
 use crate::backup::settings::{Compression, FsyncPolicy};
 
 /// A log, its state, and the connection that may write it.
@@ -62,17 +62,17 @@ impl SessionStore {
         &mut self,
         header: &RecordHeader,
         payload: &[u8],
-        bytes: &[u8],
+        record: &EncodedRecord<'_>,
         generation: u64,
         can_replace: bool,
     ) -> Result<(), BackupError> {
         match header.kind {
             RecordKind::Change if header.id.generation == generation => {
-                self.store_change(header, payload, bytes)
+                self.store_change(header, payload, record)
             }
             RecordKind::State if header.id.generation <= generation => {
                 self.check_replacement(header, can_replace)?;
-                self.store_state(header, payload, bytes)
+                self.store_state(header, payload, record)
             }
             _ => Err(BackupError::Malformed("a record of another session")),
         }
@@ -82,12 +82,12 @@ impl SessionStore {
         &mut self,
         header: &RecordHeader,
         payload: &[u8],
-        bytes: &[u8],
+        record: &EncodedRecord<'_>,
     ) -> Result<(), BackupError> {
         // After an error in the middle, the state in memory is one that no transaction committed.
         self.is_broken = true;
         self.image.apply_record(header.kind, header.id, payload)?;
-        self.log.append_record(bytes)?;
+        self.log.append_record(record)?;
         self.is_broken = false;
         Ok(())
     }
@@ -110,11 +110,11 @@ impl SessionStore {
         &mut self,
         header: &RecordHeader,
         payload: &[u8],
-        bytes: &[u8],
+        record: &EncodedRecord<'_>,
     ) -> Result<(), BackupError> {
         let mut image = ApplicationState::default();
         image.apply_record(header.kind, header.id, payload)?;
-        let replaced = self.log.replace_by_record(bytes);
+        let replaced = self.log.replace_by_record(record);
         self.is_broken |= self.log.is_torn();
         replaced?;
         self.image = image;
