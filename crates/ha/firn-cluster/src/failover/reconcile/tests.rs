@@ -30,7 +30,7 @@ fn record(web: HostId, db: HostId, backup: Option<HostId>) -> FailoverRecord {
     FailoverRecord::new(places.into()).with_backup(backup)
 }
 
-fn here(
+fn observe(
     record: &FailoverRecord,
     vms: &[(&'static str, ObservedVm)],
     is_kept: bool,
@@ -48,7 +48,7 @@ fn due_with(
     is_kept: bool,
 ) -> Action {
     let leases = leases.iter().copied().collect();
-    plan_action(ME, &[HostId(1)].into(), record, &leases, &here(record, vms, is_kept))
+    plan_action(ME, &[HostId(1)].into(), record, &leases, &observe(record, vms, is_kept))
 }
 
 fn due_of(record: &FailoverRecord, web: ObservedVm) -> Action {
@@ -66,7 +66,7 @@ fn what_happens_to_one_happens_to_all() {
     }
     for (lost, deed) in [(HELD, Action::Nothing), (DIED, Action::YieldLease)] {
         let at_once =
-            ObservedCluster { is_cut_off: false, ..here(&backed, &[("web", lost)], false) };
+            ObservedCluster { is_cut_off: false, ..observe(&backed, &[("web", lost)], false) };
         let leases = [ME, OTHER, BACKUP].into();
         assert_eq!(plan_action(ME, &BTreeSet::new(), &backed, &leases, &at_once), deed);
     }
