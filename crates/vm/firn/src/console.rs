@@ -120,14 +120,17 @@ fn is_connected(socket: &Path) -> io::Result<bool> {
 }
 
 /// Whether a line of /proc/net/unix is of this path and in this state (unix(7) and proc(5): `Num
-/// RefCount Protocol Flags Type St Inode Path`).
+/// RefCount Protocol Flags Type St Inode Path`). A path may have spaces.
 fn has_state(line: &[u8], path: &[u8], state: &str) -> bool {
-    let mut fields = line.split(|&byte| byte == b' ').filter(|field| !field.is_empty());
-    let found = fields.nth(5);
-    line.ends_with(path)
-        && line.len() > path.len()
-        && line[line.len() - path.len() - 1] == b' '
-        && found == Some(state.as_bytes())
+    let (mut rest, mut fields) = (line, Vec::new());
+    for _ in 0..7 {
+        rest = rest.trim_ascii_start();
+        let end = rest.iter().position(|&byte| byte == b' ').unwrap_or(rest.len());
+        let (field, after) = rest.split_at(end);
+        fields.push(field);
+        rest = after;
+    }
+    fields[5] == state.as_bytes() && rest.strip_prefix(b" ") == Some(path)
 }
 
 /// Copies input to the guest and its output to standard output, until the user or the guest ends.

@@ -142,12 +142,13 @@ pub const ARGUMENTS: &[PathArgument] = &[
 /// A domain of libvirt has a name, and a URI names its daemon: the module `libvirt` tests both. The directory of
 /// manual pages is named by `make install`.
 #[allow(dead_code, reason = "shared with a unit test")]
-pub const NOT_OPENED: [&str; 9] = [
+pub const NOT_OPENED: [&str; 10] = [
     "standby disks",
     "standby uplinks",
     "restore netdev",
     "restore qemu_arg",
     "attach libvirt",
+    "console device",
     "attach connect",
     "doctor libvirt",
     "doctor connect",

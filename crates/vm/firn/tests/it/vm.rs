@@ -277,7 +277,7 @@ impl Vm {
         GuestControl::connect(&self.session.path("agent"), PATIENCE).unwrap_or_else(|error| {
             let status = self.session.firn(&["status", "web", "--json"]).out;
             let threads = threads_of(self.session.status("web")["pid"].as_i64());
-            panic!("{error:?}\nstatus: {status}\nthreads of QEMU:\n{threads}")
+            unreachable!("{error:?}\nstatus: {status}\nthreads of QEMU:\n{threads}")
         })
     }
 
