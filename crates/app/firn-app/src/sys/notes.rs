@@ -9,10 +9,17 @@
 //!            2 emulated stores performed
 //!            3 faults   handled
 //!            6 own      the span is the child's own: 0 no, 1 being copied, 2 yes
+//!            7 lock     the thread that notes a page or takes the notes; 0 if none does
 //!            8 ..       one bit per page: noted and writable
 //!   halves   list of pages, in order of their first write
 //!   words    log of stores: offset in the span << 16 | length - 1
 //! ```
+//!
+//! The first and the last page of a span may have other data, which any thread may write at any
+//! time, also while a commit takes the notes. So a page is noted and made writable in one step, and
+//! notes are taken and pages protected in one step: a lock keeps them apart. A thread that has the
+//! lock may fault itself, because `take_notes` writes memory of its caller; then the handler runs
+//! without the lock, and adds to the list that is being read.
 
 use std::ops::Range;
 use std::sync::atomic::{AtomicU32, AtomicU64, Ordering};
@@ -121,16 +128,41 @@ impl SpanNotes {
         self.memory.half_words(offset, self.span.page_count())
     }
 
+    fn listed_pages(&self) -> &[AtomicU32] {
+        &self.page_list()[..self.counter_word(0).load(Ordering::Acquire) as usize]
+    }
+
     fn store_log(&self) -> &[AtomicU64] {
         let offset = (COUNTERS + self.page_bits().len() + self.span.page_count().div_ceil(2)) * 8;
         self.memory.atomic_words(offset, self.log)
     }
 
+    /// Does a step that no other thread may interrupt.
+    ///
+    /// Called by the signal handler, too: no allocation, and a lock that its own thread may have.
+    fn in_one_step<T>(&self, step: impl FnOnce() -> T) -> T {
+        let (lock, own) = (self.counter_word(7), rustix::thread::gettid().as_raw_nonzero());
+        let own = own.get().unsigned_abs().into();
+        if lock.load(Ordering::Acquire) == own {
+            return step();
+        }
+        while lock.compare_exchange_weak(0, own, Ordering::AcqRel, Ordering::Acquire).is_err() {
+            rustix::thread::sched_yield();
+        }
+        let result = step();
+        lock.store(0, Ordering::Release);
+        result
+    }
+
     /// Notes a page and makes it writable. If the kernel has no mapping left to split off, makes
     /// the whole span writable.
     ///
-    /// Called by the signal handler: no allocation, no lock.
+    /// Called by the signal handler: no allocation.
     pub(crate) fn note_page(&self, address: usize) -> Result<(), Errno> {
+        self.in_one_step(|| self.note_page_alone(address))
+    }
+
+    fn note_page_alone(&self, address: usize) -> Result<(), Errno> {
         self.counter_word(3).fetch_add(1, Ordering::Relaxed);
         let page = (address - self.span.start()) / PAGE;
         let bit = 1 << (page % 64);
@@ -168,8 +200,16 @@ impl SpanNotes {
     }
 
     /// Returns what was noted, forgets it, and protects what was made writable. No thread may write
-    /// the span meanwhile.
+    /// the area in the span meanwhile.
     pub(crate) fn take_notes(
+        &self,
+        pages: &mut Vec<u32>,
+        stores: &mut Vec<NotedStore>,
+    ) -> Result<(), Errno> {
+        self.in_one_step(|| self.take_notes_alone(pages, stores))
+    }
+
+    fn take_notes_alone(
         &self,
         pages: &mut Vec<u32>,
         stores: &mut Vec<NotedStore>,
@@ -180,12 +220,14 @@ impl SpanNotes {
         if self.counter_word(5).swap(0, Ordering::AcqRel) != 0 {
             return self.take_everything(pages);
         }
-        let count = self.counter_word(0).swap(0, Ordering::AcqRel) as usize;
-        for entry in &self.page_list()[..count] {
-            let page = entry.load(Ordering::Acquire);
-            self.page_bits()[page as usize / 64].fetch_and(!(1 << (page % 64)), Ordering::AcqRel);
-            pages.push(page);
+        // A write to the list that is returned may fault, and add a page.
+        while let Some(entry) = self.listed_pages().get(pages.len()) {
+            pages.push(entry.load(Ordering::Acquire));
         }
+        for page in pages.iter() {
+            self.page_bits()[*page as usize / 64].fetch_and(!(1 << (page % 64)), Ordering::AcqRel);
+        }
+        self.counter_word(0).store(0, Ordering::Release);
         pages.sort_unstable();
         match (pages.first(), pages.last()) {
             (Some(&first), Some(&last)) => self.protect_pages(first as usize..last as usize + 1),

@@ -3,7 +3,7 @@
 use std::os::unix::process::ExitStatusExt as _;
 use std::process::Command;
 use std::ptr::NonNull;
-use std::sync::atomic::{AtomicUsize, Ordering};
+use std::sync::atomic::{AtomicU8, AtomicUsize, Ordering};
 use std::thread;
 
 use firn_app::{
@@ -411,4 +411,40 @@ fn a_handler_that_is_installed_later_is_noticed() {
         // SAFETY: the action that was there.
         unsafe { libc::sigaction(libc::SIGSEGV, &raw const before, std::ptr::null_mut()) };
     }
+}
+
+/// Another thread writes data beside an area, on its first page, while transactions commit: what the
+/// transactions write is reported each time.
+#[test]
+fn data_beside_an_area_may_be_written_during_a_commit() {
+    const BESIDE: usize = 64;
+    let mut memory = vec![0_u8; 3 * 4096];
+    let page = memory.as_mut_ptr().wrapping_add(memory.as_ptr().align_offset(4096));
+    let start = page.wrapping_add(BESIDE);
+    let is_over = AtomicUsize::new(0);
+    let other = page as usize;
+    thread::scope(|scope| {
+        scope.spawn(|| {
+            while is_over.load(Ordering::Relaxed) == 0 {
+                // SAFETY: a byte of the vector before the area, which only this thread uses.
+                unsafe { AtomicU8::from_ptr(other as *mut u8) }.fetch_add(1, Ordering::Relaxed);
+            }
+        });
+        let mut session = open(TrackerKind::Pages);
+        // SAFETY: the vector lives longer than the session; only this thread uses these bytes.
+        let area = unsafe { session.register("area", NonNull::new(start).unwrap(), 4096) };
+        area.unwrap();
+        session.begin().unwrap().commit().unwrap();
+        let runs = std::env::var("FIRN_RUNS").map_or(100_000, |runs| runs.parse().unwrap());
+        let missed = (1..=runs).filter(|number: &usize| {
+            let (at, transaction) = (number * 8 % 4096, session.begin().unwrap());
+            // SAFETY: a byte of the area.
+            unsafe { start.add(at).write_volatile(start.add(at).read_volatile().wrapping_add(1)) };
+            transaction.commit().unwrap();
+            !changed(&session).iter().any(|(from, to)| (*from..*to).contains(&at))
+        });
+        let missed = missed.count();
+        is_over.store(1, Ordering::Relaxed);
+        assert_eq!(missed, 0, "transactions whose write was not reported");
+    });
 }
