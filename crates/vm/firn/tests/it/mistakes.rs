@@ -153,6 +153,10 @@ fn session() -> Session {
     write("text.firn", "hello");
     write("bad.toml", "x =\n");
     write("bad.json", "{\n");
+    // Others may not read a policy, which has keys.
+    for name in ["bad.toml", "bad.json"] {
+        std::fs::set_permissions(session.path(name), Permissions::from_mode(0o600)).unwrap();
+    }
     write("other.json", "{}");
     write("agent.toml", "name = 1\n");
     std::fs::create_dir(session.path("dir")).unwrap();
