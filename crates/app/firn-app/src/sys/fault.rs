@@ -3,10 +3,18 @@
 //!
 //! ```text
 //!   write to a protected page --> kernel --> SIGSEGV --> on_fault
-//!        a followed span, and a write?         no  --> the handler that was installed before (or the default action)
+//!        no write, or the page has no mapping      --> the handler that was installed before (or the default action)
 //!        a second mapping, supported instruction?  --> perform it through that mapping, note the words, skip it
-//!        otherwise                             --> note the page, make it writable, run the instruction again
+//!        a followed span                           --> note the page, make it writable, run the instruction again
+//!        no followed span, but writable by now     --> run the instruction again
+//!        otherwise                                 --> the handler that was installed before (or the default action)
 //! ```
+//!
+//! The first and the last page of a span may have data beside the area, which any thread may write
+//! at any time, also while the watch ends. So a thread may fault on a page that no longer is
+//! followed when its handler runs; the page is writable by then. And a handler may use the notes of
+//! a span whose watch ends: each slot counts the handlers that use its notes, and the end of a watch
+//! waits for them.
 //!
 //! In a child of the process that follows a span nothing is noted: the span becomes writable there,
 //! and private to the child.
@@ -15,7 +23,7 @@
 //! their own, and reads the table below. Once installed it stays installed: other code may have
 //! chained to it.
 
-use std::mem::MaybeUninit;
+use std::mem::{ManuallyDrop, MaybeUninit};
 use std::ptr::{null, null_mut};
 use std::sync::atomic::{AtomicPtr, AtomicUsize, Ordering};
 use std::sync::{Mutex, MutexGuard, PoisonError};
@@ -23,7 +31,7 @@ use std::sync::{Mutex, MutexGuard, PoisonError};
 use libc::{c_int, c_void, siginfo_t, ucontext_t};
 use rustix::io::Errno;
 
-use super::mapping::protect_span;
+use super::mapping::{is_writable, protect_span};
 use super::notes::SpanNotes;
 use super::perform::{StoreOutcome, perform_store};
 use crate::span::PageSpan;
@@ -39,6 +47,41 @@ struct WatchSlot {
     start: AtomicUsize,
     end: AtomicUsize,
     notes: AtomicPtr<SpanNotes>,
+    /// The count of handlers that use the notes.
+    users: AtomicUsize,
+}
+
+impl WatchSlot {
+    fn contains_address(&self, address: usize) -> bool {
+        // In this order: a slot that gets another span has the new start before the new end.
+        address < self.end.load(Ordering::SeqCst) && self.start.load(Ordering::Acquire) <= address
+    }
+
+    /// Empties the slot, and waits until no handler uses the notes.
+    ///
+    /// A handler counts itself before it reads `end`, and this function writes `end` before it reads
+    /// the count, both sequentially consistent: either the handler finds the slot empty, or this
+    /// function waits for it.
+    fn remove_notes(&self) {
+        self.end.store(0, Ordering::SeqCst);
+        while self.users.load(Ordering::SeqCst) != 0 {
+            rustix::thread::sched_yield();
+        }
+        self.start.store(0, Ordering::Release);
+        self.notes.store(null_mut(), Ordering::Release);
+    }
+}
+
+/// The notes of a slot, in use by a handler.
+struct NotesInUse {
+    slot: &'static WatchSlot,
+    notes: &'static SpanNotes,
+}
+
+impl Drop for NotesInUse {
+    fn drop(&mut self) {
+        self.slot.users.fetch_sub(1, Ordering::SeqCst);
+    }
 }
 
 /// An empty slot: its range contains no address.
@@ -47,6 +90,7 @@ const fn empty_slot() -> WatchSlot {
         start: AtomicUsize::new(0),
         end: AtomicUsize::new(0),
         notes: AtomicPtr::new(null_mut()),
+        users: AtomicUsize::new(0),
     }
 }
 
@@ -78,21 +122,22 @@ pub(super) fn stop_sharing(_changing: &MutexGuard<'_, ()>) {
 /// ends the notes.
 #[derive(Debug)]
 pub(crate) struct WatchedSpan {
-    notes: Box<SpanNotes>,
+    /// Never freed in a child: there a count of handlers may include threads of the parent.
+    notes: ManuallyDrop<Box<SpanNotes>>,
     slot: usize,
 }
 
 impl WatchedSpan {
     /// Protects a span. `alias` is the address of a second writable mapping of it.
     pub(crate) fn new(span: PageSpan, alias: Option<usize>) -> Result<Self, Errno> {
-        let notes = Box::new(SpanNotes::new(span, alias)?);
+        let notes = ManuallyDrop::new(Box::new(SpanNotes::new(span, alias)?));
         let changing = lock_table();
         install_handler()?;
         let empty = |slot: &WatchSlot| slot.end.load(Ordering::Acquire) == 0;
         let slot = TABLE.iter().position(empty).ok_or(Errno::NOSPC)?;
-        TABLE[slot].notes.store(std::ptr::from_ref(&*notes).cast_mut(), Ordering::Release);
+        TABLE[slot].notes.store(std::ptr::from_ref(&**notes).cast_mut(), Ordering::Release);
         TABLE[slot].start.store(span.start(), Ordering::Release);
-        TABLE[slot].end.store(span.end(), Ordering::Release);
+        TABLE[slot].end.store(span.end(), Ordering::SeqCst);
         drop(changing);
         let watched = Self { notes, slot };
         protect_span(span, false).map(|()| watched)
@@ -107,29 +152,41 @@ impl Drop for WatchedSpan {
     fn drop(&mut self) {
         // If a span cannot be made writable again, the next write faults, and no handler handles
         // it: the process ends.
-        let _ = match self.notes.owner().is_this_process() {
-            true => protect_span(self.notes.span(), true),
-            false => self.notes.make_private_to_child(),
-        };
-        let _changing = lock_table();
+        let changing = lock_table();
         let slot = &TABLE[self.slot];
-        slot.end.store(0, Ordering::Release);
-        slot.start.store(0, Ordering::Release);
-        slot.notes.store(null_mut(), Ordering::Release);
+        if !self.notes.owner().is_this_process() {
+            let _ = self.notes.make_private_to_child();
+            slot.end.store(0, Ordering::SeqCst);
+            return;
+        }
+        let _ = protect_span(self.notes.span(), true);
+        slot.remove_notes();
+        drop(changing);
+        // SAFETY: dropped once, here. No handler has the notes any more.
+        unsafe { ManuallyDrop::drop(&mut self.notes) };
     }
 }
 
 /// The notes of the span with an address in it. Called by the handler.
-fn find_notes(address: usize) -> Option<&'static SpanNotes> {
-    let has = |slot: &&WatchSlot| {
-        slot.start.load(Ordering::Acquire) <= address && address < slot.end.load(Ordering::Acquire)
-    };
-    let notes = TABLE.iter().find(has)?.notes.load(Ordering::Acquire);
-    // SAFETY: the slot has the address, so its span is watched. It stays watched while the handler
-    // runs: a thread that ends a watch has the session, and no thread may write its memory
-    // meanwhile (rule of `Session`), but this one is writing it. So the box that the pointer was
-    // taken from exists.
-    unsafe { notes.as_ref() }
+fn find_notes(address: usize) -> Option<NotesInUse> {
+    TABLE.iter().find_map(|slot| {
+        if !slot.contains_address(address) {
+            return None;
+        }
+        slot.users.fetch_add(1, Ordering::SeqCst);
+        let notes = match slot.contains_address(address) {
+            true => slot.notes.load(Ordering::Acquire),
+            false => null_mut(),
+        };
+        // SAFETY: null, or taken from a box that exists until the slot is empty and has no users.
+        // The slot was not empty after this handler had counted itself. In a child the box is never
+        // freed.
+        let found = unsafe { notes.as_ref() };
+        if found.is_none() {
+            slot.users.fetch_sub(1, Ordering::SeqCst);
+        }
+        found.map(|notes| NotesInUse { slot, notes })
+    })
 }
 
 fn install_handler() -> Result<(), Errno> {
@@ -190,7 +247,8 @@ fn handle_fault(fault: &siginfo_t, context: &mut ucontext_t) -> bool {
     }
     // SAFETY: `si_code` shows that the kernel reported a fault, so the address is set.
     let address = unsafe { fault.si_addr() }.addr();
-    let Some(notes) = find_notes(address) else { return false };
+    let Some(found) = find_notes(address) else { return is_writable(address) };
+    let notes = found.notes;
     if !notes.owner().is_this_process() {
         return notes.make_private_to_child().is_ok();
     }

@@ -148,6 +148,14 @@ pub(crate) fn protect_span(span: PageSpan, writable: bool) -> Result<(), Errno> 
     unsafe { rustix::mm::mprotect(start, span.byte_count(), flags) }
 }
 
+/// Whether the page with an address can be written now. False if the kernel is older than Linux
+/// 5.14 (madvise(2), `MADV_POPULATE_WRITE`). Called by the signal handler: no allocation, no lock.
+pub(crate) fn is_writable(address: usize) -> bool {
+    let page = std::ptr::without_provenance_mut(address / PAGE * PAGE);
+    // SAFETY: the kernel prepares the page for a write, if it may be written, and changes no content.
+    unsafe { rustix::mm::madvise(page, PAGE, Advice::LinuxPopulateWrite) }.is_ok()
+}
+
 /// Replaces the shared memory of a span by private memory of this process, with the same content.
 /// Called by the signal handler: no allocation, no lock.
 pub(crate) fn replace_by_copy(span: PageSpan) -> Result<(), Errno> {

@@ -448,3 +448,35 @@ fn data_beside_an_area_may_be_written_during_a_commit() {
         assert_eq!(missed, 0, "transactions whose write was not reported");
     });
 }
+
+/// Another thread writes data beside an area while sessions open and end: its writes never end the
+/// process, and never get lost.
+#[test]
+fn data_beside_an_area_may_be_written_while_sessions_end() {
+    let mut memory = vec![0_u8; 3 * 4096];
+    let page = memory.as_mut_ptr().wrapping_add(memory.as_ptr().align_offset(4096));
+    let (other, is_over) = (page as usize, AtomicUsize::new(0));
+    thread::scope(|scope| {
+        let written = scope.spawn(|| {
+            let mut written = 0_u8;
+            while is_over.load(Ordering::Relaxed) == 0 {
+                // SAFETY: a byte of the vector before the area, which only this thread uses.
+                unsafe { AtomicU8::from_ptr(other as *mut u8) }.fetch_add(1, Ordering::Relaxed);
+                written = written.wrapping_add(1);
+            }
+            written
+        });
+        let runs = std::env::var("FIRN_RUNS").map_or(3_000, |runs| runs.parse().unwrap());
+        for _ in 0..runs {
+            let mut session = open(TrackerKind::Pages);
+            let start = NonNull::new(page.wrapping_add(64)).unwrap();
+            // SAFETY: the vector lives longer than the session; only this thread uses these bytes.
+            unsafe { session.register("area", start, 4096) }.unwrap();
+            session.begin().unwrap().commit().unwrap();
+        }
+        is_over.store(1, Ordering::Relaxed);
+        let written = written.join().unwrap();
+        // SAFETY: as above; the thread has ended.
+        assert_eq!(unsafe { page.read_volatile() }, written);
+    });
+}
