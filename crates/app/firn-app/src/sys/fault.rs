@@ -19,19 +19,19 @@
 //! In a child of the process that follows a span nothing is noted: the span becomes writable there,
 //! and private to the child.
 //!
-//! The handler calls no function that allocates or locks. It writes [`SpanNotes`], on pages of
-//! their own, and reads the table below. Once installed it stays installed: other code may have
+//! The handler calls no function that allocates or locks. It writes [`SpanNotes`] and the counts of
+//! users, on pages of their own, and reads the table below. Once installed it stays installed: other code may have
 //! chained to it.
 
 use std::mem::{ManuallyDrop, MaybeUninit};
 use std::ptr::{null, null_mut};
-use std::sync::atomic::{AtomicPtr, AtomicUsize, Ordering};
+use std::sync::atomic::{AtomicPtr, AtomicU64, AtomicUsize, Ordering};
 use std::sync::{Mutex, MutexGuard, PoisonError};
 
 use libc::{c_int, c_void, siginfo_t, ucontext_t};
 use rustix::io::Errno;
 
-use super::mapping::{is_writable, protect_span};
+use super::mapping::{OwnedMapping, is_writable, protect_span};
 use super::notes::SpanNotes;
 use super::perform::{StoreOutcome, perform_store};
 use crate::span::PageSpan;
@@ -47,8 +47,6 @@ struct WatchSlot {
     start: AtomicUsize,
     end: AtomicUsize,
     notes: AtomicPtr<SpanNotes>,
-    /// The count of handlers that use the notes.
-    users: AtomicUsize,
 }
 
 impl WatchSlot {
@@ -57,14 +55,14 @@ impl WatchSlot {
         address < self.end.load(Ordering::SeqCst) && self.start.load(Ordering::Acquire) <= address
     }
 
-    /// Empties the slot, and waits until no handler uses the notes.
+    /// Empties the slot, and waits until no handler uses the notes, which `users` counts.
     ///
     /// A handler counts itself before it reads `end`, and this function writes `end` before it reads
     /// the count, both sequentially consistent: either the handler finds the slot empty, or this
     /// function waits for it.
-    fn remove_notes(&self) {
+    fn remove_notes(&self, users: &AtomicU64) {
         self.end.store(0, Ordering::SeqCst);
-        while self.users.load(Ordering::SeqCst) != 0 {
+        while users.load(Ordering::SeqCst) != 0 {
             rustix::thread::sched_yield();
         }
         self.start.store(0, Ordering::Release);
@@ -74,13 +72,13 @@ impl WatchSlot {
 
 /// The notes of a slot, in use by a handler.
 struct NotesInUse {
-    slot: &'static WatchSlot,
+    users: &'static AtomicU64,
     notes: &'static SpanNotes,
 }
 
 impl Drop for NotesInUse {
     fn drop(&mut self) {
-        self.slot.users.fetch_sub(1, Ordering::SeqCst);
+        self.users.fetch_sub(1, Ordering::SeqCst);
     }
 }
 
@@ -90,13 +88,24 @@ const fn empty_slot() -> WatchSlot {
         start: AtomicUsize::new(0),
         end: AtomicUsize::new(0),
         notes: AtomicPtr::new(null_mut()),
-        users: AtomicUsize::new(0),
     }
 }
 
 /// Read by the handler, written under `CHANGING`. An empty slot ends at 0.
 static TABLE: [WatchSlot; SLOTS_MAX] = [const { empty_slot() }; SLOTS_MAX];
 static CHANGING: Mutex<()> = Mutex::new(());
+/// The count of spans that were entered in the table so far.
+static ADDED: AtomicUsize = AtomicUsize::new(0);
+/// For each slot the count of handlers that use its notes. In a mapping of its own, which the
+/// handler may write: an area can be a static, on one page with the statics of this module. Null
+/// until the handler is installed.
+static USERS: AtomicPtr<OwnedMapping> = AtomicPtr::new(null_mut());
+
+fn user_counts() -> &'static [AtomicU64] {
+    // SAFETY: null, or a mapping that was leaked.
+    let counts = unsafe { USERS.load(Ordering::Acquire).as_ref() };
+    counts.map_or(&[], |counts| counts.atomic_words(0, SLOTS_MAX))
+}
 /// The action of SIGSEGV before this handler; null until the handler is installed.
 static PREVIOUS_ACTION: AtomicPtr<libc::sigaction> = AtomicPtr::new(null_mut());
 
@@ -138,6 +147,7 @@ impl WatchedSpan {
         TABLE[slot].notes.store(std::ptr::from_ref(&**notes).cast_mut(), Ordering::Release);
         TABLE[slot].start.store(span.start(), Ordering::Release);
         TABLE[slot].end.store(span.end(), Ordering::SeqCst);
+        ADDED.fetch_add(1, Ordering::SeqCst);
         drop(changing);
         let watched = Self { notes, slot };
         protect_span(span, false).map(|()| watched)
@@ -160,20 +170,50 @@ impl Drop for WatchedSpan {
             return;
         }
         let _ = protect_span(self.notes.span(), true);
-        slot.remove_notes();
+        if let Some(users) = user_counts().get(self.slot) {
+            slot.remove_notes(users);
+        }
         drop(changing);
         // SAFETY: dropped once, here. No handler has the notes any more.
         unsafe { ManuallyDrop::drop(&mut self.notes) };
     }
 }
 
-/// The notes of the span with an address in it. Called by the handler.
+/// What a write to a read-only page met.
+enum WriteFault {
+    Followed(NotesInUse),
+    /// The page is writable by now.
+    Over,
+    Foreign,
+}
+
+/// Finds the reason for a fault. Called by the handler.
+///
+/// A watch may end, and another one of the same page begin, while this function runs. A span is
+/// entered in the table, then counted, then protected: if the count did not change, no watch that
+/// the search has missed made the page read-only.
+fn classify_fault(address: usize) -> WriteFault {
+    loop {
+        let added = ADDED.load(Ordering::SeqCst);
+        if let Some(found) = find_notes(address) {
+            return WriteFault::Followed(found);
+        }
+        if is_writable(address) {
+            return WriteFault::Over;
+        }
+        if ADDED.load(Ordering::SeqCst) == added {
+            return WriteFault::Foreign;
+        }
+    }
+}
+
+/// The notes of the span with an address in it.
 fn find_notes(address: usize) -> Option<NotesInUse> {
-    TABLE.iter().find_map(|slot| {
+    TABLE.iter().zip(user_counts()).find_map(|(slot, users)| {
         if !slot.contains_address(address) {
             return None;
         }
-        slot.users.fetch_add(1, Ordering::SeqCst);
+        users.fetch_add(1, Ordering::SeqCst);
         let notes = match slot.contains_address(address) {
             true => slot.notes.load(Ordering::Acquire),
             false => null_mut(),
@@ -183,9 +223,9 @@ fn find_notes(address: usize) -> Option<NotesInUse> {
         // freed.
         let found = unsafe { notes.as_ref() };
         if found.is_none() {
-            slot.users.fetch_sub(1, Ordering::SeqCst);
+            users.fetch_sub(1, Ordering::SeqCst);
         }
-        found.map(|notes| NotesInUse { slot, notes })
+        found.map(|notes| NotesInUse { users, notes })
     })
 }
 
@@ -194,6 +234,8 @@ fn install_handler() -> Result<(), Errno> {
         return Ok(());
     }
     crate::instruction::prepare_decoder();
+    let users = Box::new(OwnedMapping::map_anonymous(SLOTS_MAX * size_of::<AtomicU64>())?);
+    USERS.store(Box::into_raw(users), Ordering::Release);
     let mut before = MaybeUninit::<libc::sigaction>::zeroed();
     // SAFETY: requests the action of SIGSEGV; the pointer is valid for one.
     check_result(unsafe { libc::sigaction(libc::SIGSEGV, null(), before.as_mut_ptr()) })?;
@@ -247,7 +289,11 @@ fn handle_fault(fault: &siginfo_t, context: &mut ucontext_t) -> bool {
     }
     // SAFETY: `si_code` shows that the kernel reported a fault, so the address is set.
     let address = unsafe { fault.si_addr() }.addr();
-    let Some(found) = find_notes(address) else { return is_writable(address) };
+    let found = match classify_fault(address) {
+        WriteFault::Followed(found) => found,
+        WriteFault::Over => return true,
+        WriteFault::Foreign => return false,
+    };
     let notes = found.notes;
     if !notes.owner().is_this_process() {
         return notes.make_private_to_child().is_ok();
