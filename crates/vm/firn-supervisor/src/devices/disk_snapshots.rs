@@ -92,7 +92,12 @@ impl<'a> DiskSnapshots<'a> {
         let mut obstacles = Vec::new();
         for drive in vm.drives().while_doing("querying the VM's disks")? {
             let is_as_started = is_as_started(meta, &drive);
-            match check_drive(meta, drive, adds_overlays) {
+            let checked = match needs_snapshots {
+                true => cutting.policy.check_kind(&drive),
+                false => check_reference(&drive),
+            };
+            let checked = checked.map_err(|obstacle| format!("{}: {obstacle}", drive.name));
+            match checked.and_then(|()| check_drive(meta, drive, adds_overlays)) {
                 Ok((named, drive)) => cutting.add_drive(named, drive),
                 Err(_) if !needs_snapshots && is_as_started => {}
                 Err(obstacle) => obstacles.push(obstacle),
@@ -285,6 +290,9 @@ impl<'a> DiskSnapshots<'a> {
     }
 }
 
+/// A chain has as many layers as it may have.
+const DEEP: &str = "layers lie on each other already";
+
 pub(crate) const DISK_DIR_HINT: &str =
     "--disk-dir DIR chooses the directory for the files of disks";
 
@@ -369,6 +377,14 @@ fn sync_file(file: &Path) -> io::Result<()> {
     sync(file).and_then(|()| sync(dir)).map_err(context)
 }
 
+/// Refuses a device in an image that only refers to disks: its contents can't be identified later.
+fn check_reference(drive: &Drive) -> Result<(), String> {
+    match drive.is_device {
+        true => Err(format!("{} is a device, not a file", drive.top_file().display())),
+        false => Ok(()),
+    }
+}
+
 /// The file of the command line that a drive stands for; or the reason why it can't have a
 /// snapshot.
 fn check_drive(
@@ -382,7 +398,7 @@ fn check_drive(
     if adds_overlay && drive.chain.len() >= CHAIN_MAX {
         let depth = drive.chain.len();
         let needed = disk_layers::describe_needs(&drive.chain);
-        return Err(format!("{}: {depth} layers lie on each other already{needed}", drive.name));
+        return Err(format!("{}: {depth} {DEEP}{needed}", drive.name));
     }
     match named_file(meta, &drive) {
         Some(named) => Ok((named, drive)),
@@ -422,11 +438,17 @@ fn is_as_started(meta: &ImageMeta, drive: &Drive) -> bool {
 }
 
 fn refuse_drives(obstacles: Vec<String>, goes_on: bool) -> Failure {
+    let is_deep = obstacles.iter().any(|obstacle| obstacle.contains(DEEP));
     let failure = Failure { kind: FailureKind::Refused, chain: obstacles, hint: None };
     match goes_on {
-        true => failure.while_doing("the VM's disks can't have snapshots").with_hint(
-            "remove images that are not wanted (`firn image rm`, also those whose files are gone), so that their layers are merged; or suspend the VM, or save it without its disks: with --disks reference a restore works only while they are unchanged",
-        ),
+        true => failure.while_doing("the VM's disks can't have snapshots").with_hint(format!(
+            "{}suspend the VM, or save it without its disks: with --disks reference a restore works only while they are unchanged",
+            if is_deep {
+                "remove images that are not wanted (`firn image rm`, also those whose files are gone), so that their layers are merged; or "
+            } else {
+                ""
+            }
+        )),
         false => failure
             .while_doing("a restore would give the VM other disks than it has")
             .with_hint("start the VM with what it uses now on its command line"),

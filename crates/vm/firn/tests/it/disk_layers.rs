@@ -111,9 +111,14 @@ fn qemu_io(session: &Session, vm: &str, drive: usize, command: &str) -> String {
 
 /// The same through a monitor that no other client uses.
 pub fn qemu_io_by(monitor: &Path, drive: usize, command: &str) -> String {
+    qemu_io_on(monitor, &format!("virtio{drive}"), command)
+}
+
+/// The same, on a drive or a node, or on a device (`-d ID`).
+pub fn qemu_io_on(monitor: &Path, drive: &str, command: &str) -> String {
     let mut stream = UnixStream::connect(monitor).unwrap();
     let mut lines = BufReader::new(stream.try_clone().unwrap()).lines();
-    let line = json!({ "command-line": format!("qemu-io virtio{drive} \"{command}\"") });
+    let line = json!({ "command-line": format!("qemu-io {drive} \"{command}\"") });
     let ask = json!({ "execute": "human-monitor-command", "arguments": line, "id": 1 });
     writeln!(stream, "{}\n{ask}", json!({ "execute": "qmp_capabilities" })).unwrap();
     let answer = loop {
