@@ -41,10 +41,9 @@ pub enum CallRequest {
     },
     /// End the session.
     Bye,
-    /// Have the plugin note the application's stores to the areas followed now. An epoch of notes
-    /// ends at each store of a token to this address, that of the slot's end word. Valid until the
+    /// Have the plugin record the application's stores to the areas followed now. An epoch ends at each store of a token to this address, that of the slot's end word. Valid until the
     /// next `Follow` or `Forget`.
-    Note {
+    RecordStores {
         /// A multiple of 8.
         end: u64,
     },
@@ -76,8 +75,8 @@ pub enum CallReply {
     Anything,
     /// The request was not carried out.
     Refused(CallRefusal),
-    /// To `Note`: the first epoch has begun.
-    Noting,
+    /// To `RecordStores`: the first epoch has begun.
+    RecordingStores,
 }
 
 /// Why a request is not carried out.

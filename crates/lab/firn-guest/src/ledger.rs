@@ -90,7 +90,8 @@ fn open_session(args: &LedgerArgs) -> Result<(Session, Area)> {
             Session::open_with(options, Box::new(HostTracker::open(&args.name, &args.key)?))?
         }
         "emul_host" => {
-            let host = HostTracker::open(&args.name, &args.key)?.noting_stores(Precision::Words)?;
+            let host =
+                HostTracker::open(&args.name, &args.key)?.recording_stores(Precision::Words)?;
             Session::open_with(options.undo(!args.no_undo), Box::new(host))?
         }
         other => Session::open(options.tracker(other.parse::<TrackerKind>()?))?,

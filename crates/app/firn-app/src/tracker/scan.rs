@@ -1,4 +1,4 @@
-//! Scan: page-table entries, read at commit, show which pages were written. Nothing is noted in
+//! Scan: page-table entries, read at commit, show which pages were written. Nothing is recorded in
 //! between.
 //!
 //! Linux shows programs no dirty bit of the processor. There are two substitutes:

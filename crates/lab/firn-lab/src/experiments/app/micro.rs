@@ -115,7 +115,7 @@ fn add_break_evens(report: &mut Report) {
         native("cda_kib", &format!("{name}_pt"), whole, pt);
     }
     let (noted_words, noted_pages) =
-        (TrackerSystem::Plain(TrackerKind::Stores), TrackerSystem::PagesNoted);
+        (TrackerSystem::Plain(TrackerKind::Stores), TrackerSystem::PagesRecorded);
     let mut guest = |name: &str, first, second| {
         add_break_even(report, TestEnvironment::Guest, "wpp", name, (first, second));
     };

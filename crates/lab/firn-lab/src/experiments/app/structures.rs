@@ -66,7 +66,7 @@ impl TestEnvironment {
                 ("compare", PT, TrackerSystem::Plain(TrackerKind::Compare)),
             ],
             Self::Guest => &[
-                ("pt_assisted", PT, TrackerSystem::PagesNoted),
+                ("pt_assisted", PT, TrackerSystem::PagesRecorded),
                 ("pt_protected", PT, TrackerSystem::AssistedByHost),
                 ("pt_protected_pages", PT, TrackerSystem::Plain(TrackerKind::Host)),
                 ("emul_assisted", EMULATE, TrackerSystem::Plain(TrackerKind::Stores)),
