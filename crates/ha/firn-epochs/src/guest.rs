@@ -248,7 +248,8 @@ impl ProtectedGuest {
         self.scan.arm_all()?;
         self.memory.open_window()?;
         self.pause_for(Duration::ZERO)?;
-        firn_fault::io("protect.armed").map_err(|error| GuestError::Refused(error.to_string()))
+        firn_fault::pass_io_point("protect.armed")
+            .map_err(|error| GuestError::Refused(error.to_string()))
     }
 
     /// The RAM of the VM.

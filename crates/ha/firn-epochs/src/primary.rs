@@ -150,7 +150,7 @@ impl<'a> BackupConnection<'a> {
             let seeded = spawn_thread(scope, "hear", move || read_messages(reading, &heard))
                 .and_then(|()| self.send_seed(guest, writer, &events));
             let ended = seeded.and_then(|writer| {
-                firn_fault::point("protect.seeded");
+                firn_fault::pass_point("protect.seeded");
                 let (jobs, taken) = crossbeam_channel::bounded(JOBS_MAX);
                 let sending = EpochSender::new(writer, tell);
                 spawn_thread(scope, "send", move || sending.run(&taken))?;
@@ -219,7 +219,7 @@ fn spawn_thread<'scope>(
     name: &str,
     run: impl FnOnce() + Send + 'scope,
 ) -> Result<(), ProtectionError> {
-    firn_fault::io("protect.thread").map_err(ProtectionError::Thread)?;
+    firn_fault::pass_io_point("protect.thread").map_err(ProtectionError::Thread)?;
     let builder = thread::Builder::new().name(name.into());
     builder.spawn_scoped(scope, run).map(drop).map_err(ProtectionError::Thread)
 }
@@ -484,7 +484,7 @@ impl ProtectionLoop<'_> {
         let (found, pause) = self.guest.pause_and_save(|still| inside.cut_guest(still))?;
         drop(stopping);
         let CutResult { plan, pages, disks, card, numbers } = found;
-        firn_fault::point("protect.cut");
+        firn_fault::pass_point("protect.cut");
         let numbers = CutNumbers {
             downtime_ms: as_millis(pause.downtime),
             device_bytes: pause.devices.len() as u64,

@@ -28,7 +28,7 @@ use std::io;
 use std::sync::Arc;
 
 use firn_cluster::epoch::{
-    BackupEpochs, EpochPiece, EpochProgress, EpochRestoreError, PieceArrival,
+    BackupEpochs, EpochPieceHeader, EpochProgress, PieceHandling, RollbackError,
 };
 use firn_cluster::member::{ClusterMembership, EPOCHS_KEPT_MAX, NicEpoch, StandbyNic};
 use firn_cluster::{Epoch, FrameNumber};
@@ -136,7 +136,7 @@ pub enum StandbyVmError {
     },
     /// An epoch that is not stored any more, or not yet committed.
     #[error(transparent)]
-    Restore(#[from] EpochRestoreError),
+    Restore(#[from] RollbackError),
 }
 
 /// An epoch that is not folded into RAM yet.
@@ -260,7 +260,7 @@ impl<R: StandbyRam> StandbyVm<R> {
         if epoch == Epoch(0) || self.is_spoiled {
             return Err(StandbyVmError::Nothing);
         }
-        let fold = self.epochs.restore_to(epoch)?.fold;
+        let fold = self.epochs.roll_back_to(epoch)?.fold;
         self.fold_epochs(fold)?;
         if self.member.is_some() {
             self.fold_disks(epoch)?;
@@ -378,15 +378,20 @@ impl<R: StandbyRam> StandbyVm<R> {
             return Err(StandbyVmError::Card { epoch });
         }
         let expected = self.progress().complete.next();
-        match self.epochs.receive_piece(EpochPiece { epoch, index: 0, of: 1, last }) {
-            PieceArrival::Store => {
+        match self.epochs.receive_piece(EpochPieceHeader {
+            epoch,
+            index: 0,
+            pieces: 1,
+            is_last_epoch: last,
+        }) {
+            PieceHandling::Store => {
                 self.disks.iter_mut().try_for_each(|disk| disk.complete_epoch(epoch))?;
                 if let (Some(of), Some((_, kept))) = (arrived.card.take(), &mut self.member) {
                     kept.complete_epoch(epoch, of);
                 }
                 self.kept.insert(epoch, arrived)
             }
-            PieceArrival::Known | PieceArrival::Refused => {
+            PieceHandling::Drop | PieceHandling::Refuse => {
                 return Err(StandbyVmError::Order { got: epoch, expected });
             }
         };

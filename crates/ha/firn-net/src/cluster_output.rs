@@ -121,7 +121,7 @@ impl ClusterOutput {
     pub fn cut_epoch(&mut self) -> NicEpoch {
         let of = self.member.cut_epoch();
         // Tests switch output commit off to observe the result.
-        if firn_fault::io("net.hold").is_err() {
+        if firn_fault::pass_io_point("net.hold").is_err() {
             self.open_output();
         }
         of
@@ -267,7 +267,7 @@ impl ClusterOutput {
 /// Removes the sender's mark from a frame. Tests use it to observe what happens when a receiver is
 /// not cut before it delivers.
 fn strip_mark(frame: &[u8]) -> Option<Vec<u8>> {
-    firn_fault::io("net.mark").err()?;
+    firn_fault::pass_io_point("net.mark").err()?;
     let MemberMessage { ends, stamp, content: says } = MemberMessage::from_frame(frame)?;
     let stamp = FrameStamp { mark: RequestNumber::default(), ..stamp };
     Some(MemberMessage { ends, stamp, content: says }.to_frame())

@@ -122,7 +122,7 @@ impl OutputPolicy {
         match self {
             Self::Single(buffer, _) => {
                 // Tests switch output commit off to observe the result.
-                if firn_fault::io("net.hold").is_ok() {
+                if firn_fault::pass_io_point("net.hold").is_ok() {
                     buffer.cut_epoch(epoch);
                 }
                 None

@@ -327,7 +327,7 @@ impl TraceFaultLoop {
         (lane, how): (PackingLane, FaultAttribution),
     ) -> Result<(), SaveError> {
         let block = self.trace.block_size.block_of(page);
-        firn_fault::point("save.fault");
+        firn_fault::pass_point("save.fault");
         self.counts.count_fault(how);
         self.trace.lock_touches().record_touch(block, self.trace.now());
         match self.trace.ledger.claim_block(block) {

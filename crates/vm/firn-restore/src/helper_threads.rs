@@ -8,7 +8,7 @@
 
 use std::time::{Duration, Instant};
 
-use firn_fault::point;
+use firn_fault::pass_point;
 
 use crate::error::RestoreError;
 use crate::image_bytes::UnitBytes;
@@ -127,7 +127,7 @@ struct ReaderThread<'a> {
 impl<'a> ReaderThread<'a> {
     fn read_units(&mut self, read: &UnitRead) {
         if read.why == ReadReason::Fill {
-            point("restore.fill");
+            pass_point("restore.fill");
         }
         let began = self.shared.now();
         self.storage.has_read();

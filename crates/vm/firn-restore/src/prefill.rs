@@ -30,7 +30,7 @@ use std::sync::{Arc, Mutex, PoisonError, RwLock};
 use std::thread::JoinHandle;
 use std::time::Instant;
 
-use firn_fault::point;
+use firn_fault::pass_point;
 use firn_image::{Image, LocalityBlockId};
 use firn_memory::{GuestMemory, mapped_pages};
 use firn_types::{Block, PAGE_SIZE, Page, RamRegion};
@@ -374,7 +374,7 @@ impl PrefillJob {
         while !self.is_over() {
             let next = self.lock_queue().next_read();
             let Some(next) = next else { break };
-            point("restore.prefill");
+            pass_point("restore.prefill");
             if self.fill_units(next, &mut raw, &mut storage).is_none() {
                 self.stop_writing();
             }

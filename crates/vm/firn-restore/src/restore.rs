@@ -3,7 +3,7 @@
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
-use firn_fault::point;
+use firn_fault::pass_point;
 use firn_image::Image;
 use firn_memory::{GuestMemory, PageFaults};
 use firn_types::{Page, RegionMap};
@@ -108,12 +108,12 @@ impl RunningRestore {
         on_fatal: OnFatal,
     ) -> Result<Self, RestoreError> {
         check_regions(&image, memory.region_map())?;
-        point("restore.begin");
+        pass_point("restore.begin");
         faults.register_all()?;
-        point("restore.registered");
+        pass_point("restore.registered");
         let mut settled = SettledPages::new(memory.region_map(), image.geometry().block_size);
         let kept = prefilled.keep_untouched(&memory, &mut settled)?;
-        point("restore.punched");
+        pass_point("restore.punched");
         let before = InitialState { settled, prefilled, kept };
         let restore =
             Self::start_threads(image, &memory, faults, options, presence, before, on_fatal)?;

@@ -13,7 +13,7 @@ use std::sync::atomic::{AtomicBool, AtomicU32, Ordering};
 use std::sync::{Arc, Condvar, Mutex, MutexGuard, OnceLock, PoisonError};
 use std::time::{Duration, Instant};
 
-use firn_fault::point;
+use firn_fault::pass_point;
 use firn_memory::PageFaults;
 use firn_types::{Block, Page};
 
@@ -202,13 +202,13 @@ impl SharedRestore {
         if self.finishing.swap(true, Ordering::AcqRel) {
             return;
         }
-        point("restore.filled");
+        pass_point("restore.filled");
         let let_go =
             self.write_presence_in_time().and_then(|()| Ok(self.faults.unregister_all()?));
         match let_go {
             Err(error) => self.fail_restore(error),
             Ok(()) => {
-                point("restore.unregistered");
+                pass_point("restore.unregistered");
                 let now = self.now();
                 let mut inner = self.lock_state();
                 inner.recorder.record_finish(now);

@@ -62,8 +62,8 @@ pub struct ProtectArgs {
     ///
     /// Use it only if you make sure that the standby does not run then: two instances of the same VM on
     /// one network do harm.
-    #[arg(long, conflicts_with = "backup")]
-    go_on_alone: bool,
+    #[arg(long, alias = "go-on-alone", conflicts_with = "backup")]
+    continue_unprotected: bool,
     /// Copy all written pages in the pause, and none before it.
     #[arg(long)]
     no_prediction: bool,
@@ -104,7 +104,7 @@ impl ProtectArgs {
                 client::protect_vm(base, &wanted, on_progress)
             }
             (None, Some(to)) => {
-                let (to, alone) = (to.clone(), self.go_on_alone);
+                let (to, alone) = (to.clone(), self.continue_unprotected);
                 let how = ProtectRequest { to, interval_ms, predicts, alone, lease: None };
                 let request = SupervisorRequest::Protect(how);
                 send_request(base, &self.name, &request, on_progress)

@@ -122,10 +122,10 @@ impl<'t> StoppedThread<'t> {
                 stub::registers_for_call(&self.own, self.stub, call.number, call.arguments);
             let set = ptrace::set_registers(self.target.tid, &calling);
             set.map_err(CallFailure::during("set registers"))?;
-            firn_fault::point("inject.set");
+            firn_fault::pass_point("inject.set");
             self.resume_to_call(&calling)?;
             let value = self.resume_to_call(&calling)?.rax;
-            firn_fault::point("inject.called");
+            firn_fault::pass_point("inject.called");
             if !stub::is_to_be_repeated(value) {
                 return Ok(value);
             }

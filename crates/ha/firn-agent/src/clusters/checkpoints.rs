@@ -171,7 +171,7 @@ impl CheckpointLoop {
             let request = request(vm);
             asked.spawn(async move {
                 // For tests in which a request has to reach some VMs late.
-                if firn_fault::io("cluster.ask").is_err() {
+                if firn_fault::pass_io_point("cluster.ask").is_err() {
                     tokio::time::sleep(LATE * u32::from(vm.0)).await;
                 }
                 let reply = far.ask_supervisor(request, ASK_WAIT).await;

@@ -54,7 +54,7 @@ pub(super) fn copy_ahead(
     }
     let pages = predictor.plan_ahead(&scanned);
     guest.protect_running(&pages)?;
-    firn_fault::point("protect.ahead");
+    firn_fault::pass_point("protect.ahead");
     guest.copy_running(&pages, bytes)?;
     Ok(pages.iter().collect())
 }
@@ -98,7 +98,7 @@ impl PauseWork<'_> {
             false => still.reprotect_written()?,
         };
         let scan_ms = as_millis(started.elapsed());
-        firn_fault::point("protect.scanned");
+        firn_fault::pass_point("protect.scanned");
         let mut plan = self.predictor.plan_cut(&scanned);
         if self.exceeds_buffer(&plan) {
             self.predictor.give_up_plan(&mut plan);
@@ -110,7 +110,7 @@ impl PauseWork<'_> {
         let protect_ms = as_millis(started.elapsed());
         let started = Instant::now();
         let pages = self.copy_pages(still, &plan.copy)?;
-        firn_fault::point("protect.copied");
+        firn_fault::pass_point("protect.copied");
         let numbers = CutNumbers {
             scan_ms,
             protect_ms,

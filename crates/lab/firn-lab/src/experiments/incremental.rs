@@ -265,7 +265,7 @@ fn measure_ttr(lab: &Lab, image: &Path, throttle: &DiskThrottle) -> Result<f64> 
     };
     let run = wait_for("the run record", LIMIT, whole)?;
     lab.firn().stop(VM);
-    Ok(firn_measure::time_to_responsiveness(&run.vcpu_stalls(), WINDOW_US, RESPONSIVE_SHARE))
+    Ok(firn_measure::time_to_responsiveness(&run.vcpu_waiting_time(), WINDOW_US, RESPONSIVE_SHARE))
 }
 
 fn add_figures(report: &mut Report) {

@@ -181,7 +181,8 @@ fn is_complete(run: &ReportedRun) -> bool {
 /// TTR by the waits of the vCPUs. `None` if the restore is incomplete, unless it was observed for
 /// long enough after that time.
 fn inside_ttr(run: &ReportedRun) -> Option<f64> {
-    let ttr = firn_measure::time_to_responsiveness(&run.vcpu_stalls(), WINDOW_US, RECOVERED_SHARE);
+    let ttr =
+        firn_measure::time_to_responsiveness(&run.vcpu_waiting_time(), WINDOW_US, RECOVERED_SHARE);
     let is_seen = run.record.recorded_us >= (ttr * 1e6) as u64 + WINDOW_US;
     (is_complete(run) || is_seen).then_some(ttr)
 }

@@ -21,7 +21,7 @@ pub(crate) fn check_disk_kinds(files: &[String], directory: &Path) -> Result<(),
         let found = found.file_type();
         if found.is_fifo() || found.is_socket() || found.is_dir() {
             let doing = format!("{named} can't be a disk");
-            NotRegular::check(found).while_doing_as(FailureKind::Usage, doing)?;
+            NotRegular::require_regular(found).while_doing_as(FailureKind::Usage, doing)?;
         }
     }
     Ok(())

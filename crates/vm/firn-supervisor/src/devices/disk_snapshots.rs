@@ -143,7 +143,7 @@ impl<'a> DiskSnapshots<'a> {
             self.create_files(vm)?;
             self.record_layers(journal)
         });
-        firn_fault::point("save.drives-ready");
+        firn_fault::pass_point("save.drives-ready");
         prepared.map_err(|failure| {
             self.undo_save(vm, journal);
             failure.while_doing(SNAPSHOTTING)
@@ -176,7 +176,7 @@ impl<'a> DiskSnapshots<'a> {
     fn record_layers(&self, journal: &JournalFile) -> Result<(), Failure> {
         let VmPhase::Saving { image, .. } = journal.current_journal().phase else { return Ok(()) };
         let noted = disk_layers::note_save(self.policy.vm_name, &image, &self.drive_snapshots());
-        firn_fault::point("save.layers-noted");
+        firn_fault::pass_point("save.layers-noted");
         noted
     }
 
@@ -630,7 +630,7 @@ impl RestoredDisks {
         let layers = meta.drives.iter().zip(&own.made);
         let layers: Vec<_> = layers.map(|(drive, made)| (&**made, &*drive.file)).collect();
         held.note_restore(vm_name, &layers)?;
-        firn_fault::point("restore.drives");
+        firn_fault::pass_point("restore.drives");
         Ok(own)
     }
 

@@ -178,7 +178,7 @@ pub(crate) fn restore_vm(
     check_disk_kinds(&plan.disk_files(), &meta.qemu.directory)?;
     let (plan, notes) = avoid_used_endpoints(place, &meta, plan)?;
     let (child, args, early) = launch_qemu(place, &meta, &image, &options, &plan)?;
-    firn_fault::point("restore.spawned");
+    firn_fault::pass_point("restore.spawned");
     timings.spawn = watch.take_lap();
     let files = image.try_clone_files().map_err(|error| image_failure(&error))?;
     let lives = Arc::new(AtomicBool::new(false));
@@ -373,7 +373,7 @@ impl RestoreRun<'_> {
 
     /// Records that a successor is to keep the VM, from here on.
     fn mark_started(&self) -> Result<(), Failure> {
-        firn_fault::point("restore.device-state");
+        firn_fault::pass_point("restore.device-state");
         update_journal(self.place.journal, set_started)
     }
 
@@ -387,7 +387,7 @@ impl RestoreRun<'_> {
     fn record_start_time(&self, (watch, timings): (&mut LapTimer, &mut RestoreTimings)) {
         timings.cont = watch.take_lap();
         timings.total = to_milliseconds(watch.since.elapsed());
-        firn_fault::point("restore.resumed");
+        firn_fault::pass_point("restore.resumed");
     }
 
     fn restore_facts(&self, machine: &HypervisorRecord, notes: Vec<String>) -> serde_json::Value {
@@ -411,7 +411,7 @@ impl RestoreRun<'_> {
             journal.machine = Some(machine.clone());
             journal.phase = self.restoring_phase();
         })?;
-        firn_fault::point("restore.journaled");
+        firn_fault::pass_point("restore.journaled");
         let memory = qemu::open_memory(machine.process.pid, &layout)?;
         Ok((machine, memory))
     }
@@ -441,7 +441,7 @@ impl RestoreRun<'_> {
         let pages = memory.guest.region_map().total_pages();
         let presence = PresenceFile::create(&place.vm.presence_file(), pages)
             .while_doing("making the presence file")?;
-        firn_fault::point("restore.attached");
+        firn_fault::pass_point("restore.attached");
         let lives = Arc::clone(&self.lives);
         let on_fatal = fatal_error_handler(place.clone_journal(), child.process_handle()?, lives);
         let (image, guest) = (Arc::clone(&self.image), memory.guest);
@@ -612,7 +612,8 @@ fn attach_page_faults(
     vcpus: &[ThreadId],
 ) -> Result<PageFaults, Failure> {
     const ATTACHING: &str = "attaching to QEMU";
-    firn_fault::io("restore.userfaultfd").while_doing_as(FailureKind::Host, ATTACHING)?;
+    firn_fault::pass_io_point("restore.userfaultfd")
+        .while_doing_as(FailureKind::Host, ATTACHING)?;
     let mut tracee = Tracee::seize(process, vcpus).while_doing_as(FailureKind::Host, ATTACHING)?;
     PageFaults::create(&mut tracee, Arc::clone(memory), TraceMode::Restore)
         .while_doing_as(FailureKind::Host, ATTACHING)

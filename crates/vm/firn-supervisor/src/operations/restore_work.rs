@@ -271,7 +271,7 @@ impl RestoreWork {
             Ok(true) => Failure { kind: FailureKind::Ended, ..failure },
             _ => failure,
         })?;
-        firn_fault::point("restore.finished");
+        firn_fault::pass_point("restore.finished");
         update_journal(&journal_file, |journal| journal.phase = VmPhase::Running)?;
         Ok(json!({ "restored": counts }))
     }

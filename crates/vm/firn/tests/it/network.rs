@@ -125,6 +125,7 @@ fn what_is_held_leaves_when_somebody_says_so() {
     let last = session.status("web")["last"]["text"].to_string();
     assert!(last.contains("firn release"), "{last}");
     let address = format!("unix:{}", text(&session.path("standby")));
+    // The former name of --continue-unprotected.
     let again = ["protect", "web", "--to", &address, "--go-on-alone"];
     session.firn(&again).fails(5, "its backup may run this VM");
     outside.hears_nothing();
@@ -142,7 +143,7 @@ fn what_is_held_leaves_when_somebody_says_so() {
     outside.is_answered(20);
     session.firn(&["stop", "other"]).succeeds();
 
-    protect(&vm, "web", standby_called(&vm, "alone"), &["--go-on-alone"]);
+    protect(&vm, "web", standby_called(&vm, "alone"), &["--continue-unprotected"]);
     session.firn(&["stop", "alone"]).succeeds();
     outside.is_answered(20);
     eventually("the end", PATIENCE, || session.status("web")["state"] == "running");

@@ -39,7 +39,7 @@ impl BankBooks {
         let (mut held, mut known) = (Vec::new(), Vec::new());
         for account in 0..client.shared.accounts {
             match client.perform_operation(BankOperation::Balance(account)) {
-                Some(BankAnswer::Holds(holds)) => held.push(holds),
+                Some(BankAnswer::Amount(holds)) => held.push(holds),
                 other => bail!("account {account} holds {other:?}"),
             }
         }
@@ -117,7 +117,7 @@ mod tests {
     fn look(seen: &mut ClientObservations, held: &[i64]) {
         for (account, &held) in held.iter().enumerate() {
             let called = 1000 + 10 * account as u64;
-            let answer = Some((called + 1, BankAnswer::Holds(held)));
+            let answer = Some((called + 1, BankAnswer::Amount(held)));
             let operation = BankOperation::Balance(account);
             seen.history.push(ClientCall { client: 9, called, operation, answer });
         }

@@ -226,7 +226,7 @@ impl BankClient {
         let link = self.links[vm].insert(link);
         link.send_line(question)?;
         let reply: BankReply = link.receive_line()?;
-        (reply.id == question.id()).then_some(reply.said).context("the answer to another request")
+        (reply.id == question.id()).then_some(reply.body).context("the answer to another request")
     }
 
     pub(super) fn into_observations(self) -> ClientObservations {
@@ -250,7 +250,7 @@ fn to_answer(said: &AnswerBody) -> Option<BankAnswer> {
     match said {
         AnswerBody::Done => Some(BankAnswer::Done),
         AnswerBody::Refused => Some(BankAnswer::Refused),
-        AnswerBody::Holds { held } => Some(BankAnswer::Holds(*held)),
+        AnswerBody::Amount { held } => Some(BankAnswer::Amount(*held)),
         AnswerBody::Elsewhere | AnswerBody::Known(_) => None,
     }
 }

@@ -91,7 +91,7 @@ fn measure_restore(
     for level in LEVELS {
         let utilization = f64::from(level) / 100.0;
         let inside_s = firn_measure::time_to_responsiveness(
-            &restored.run.vcpu_stalls(),
+            &restored.run.vcpu_waiting_time(),
             WINDOW_US,
             utilization,
         );
