@@ -148,7 +148,7 @@ mod tests {
     use proptest::prelude::*;
 
     #[test]
-    fn messages_come_back_as_they_were() {
+    fn a_decoded_message_equals_the_encoded_one() {
         let request = CallRequest::Hello { name: "kv".to_owned(), number: [3; 32] };
         assert_eq!(decode_message(&encode_message(&request)), Some(request.clone()));
         let run = PageRun { area: FollowedAreaId(1), first: 70_000, pages: 2 };

@@ -96,7 +96,7 @@ fn runs(changed: &WrittenPages) -> Vec<(u16, u32, u32)> {
 }
 
 #[test]
-fn an_application_is_told_what_it_wrote() {
+fn an_application_receives_the_pages_that_it_wrote() {
     let (mut server, mut guest) = (server(), Guest::new());
     guest.map(OWN, 0x40_0000, 10, 4);
     guest.map(OWN, 0x80_0000, 50, 2);
@@ -124,7 +124,7 @@ fn an_application_is_told_what_it_wrote() {
 }
 
 #[test]
-fn nobody_calls_without_the_key() {
+fn a_caller_without_the_key_is_refused() {
     let (mut server, mut guest) = (server(), Guest::new());
     let mut unknown = Caller::new("nobody", ApplicationKey::new(KEY), 0, [1; 32]);
     let hello = unknown.hello_request();
@@ -215,7 +215,7 @@ fn old_requests_and_lost_answers_lose_nothing() {
 }
 
 #[test]
-fn a_hello_of_somebody_else_ends_nothing() {
+fn a_hello_of_another_process_ends_no_session() {
     let (mut server, mut guest) = (server(), Guest::new());
     guest.map(OWN, 0x40_0000, 10, 4);
     let mut own = open(&mut server, &mut guest, 0, OWN).unwrap();
@@ -230,7 +230,7 @@ fn a_hello_of_somebody_else_ends_nothing() {
 }
 
 #[test]
-fn two_that_share_a_page_are_both_told() {
+fn two_applications_that_share_a_page_both_receive_it() {
     let (mut server, mut guest) = (server(), Guest::new());
     guest.map(OWN, 0x40_0000, 10, 2);
     guest.map(OTHER, 0x70_0000, 11, 1);
@@ -247,7 +247,7 @@ fn two_that_share_a_page_are_both_told() {
 
 /// The host also reports pages between the requested ones, and reports each write once.
 #[test]
-fn two_whose_pages_are_between_each_others_are_both_told() {
+fn two_applications_with_interleaved_pages_both_receive_them() {
     let (mut server, mut guest) = (server(), Guest::new());
     for (n, at) in [(0, 10), (1, 12), (2, 14)] {
         guest.map(OWN, 0x40_0000 + n * PAGE, at, 1);
@@ -270,7 +270,7 @@ fn two_whose_pages_are_between_each_others_are_both_told() {
 }
 
 #[test]
-fn what_the_host_did_not_see_may_be_anything() {
+fn pages_that_the_host_did_not_track_count_as_written() {
     let (mut server, mut guest) = (server(), Guest::new());
     guest.map(OWN, 0x40_0000, 10, 2);
     let mut caller = open(&mut server, &mut guest, 0, OWN).unwrap();

@@ -173,7 +173,7 @@ mod tests {
     }
 
     #[test]
-    fn what_a_file_had_is_gone() {
+    fn an_existing_file_is_truncated() {
         let dir = tempfile::tempdir().unwrap();
         let path = dir.path().join("file");
         fs::write(&path, "longer").unwrap();

@@ -138,7 +138,7 @@ mod tests {
     }
 
     #[test]
-    fn what_no_group_lists_comes_last() {
+    fn blocks_in_no_group_are_last() {
         let groups = [group(FilledBy::Device, &[9, 3, 9, 77]), group(FilledBy::Unknown, &[500])];
         let arranged = order_by_access(&set(&[1, 2, 3, 9]), &groups);
         let expected = [group(FilledBy::Device, &[9, 3]), group(FilledBy::Sweep, &[1, 2])];

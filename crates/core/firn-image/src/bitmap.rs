@@ -83,7 +83,7 @@ mod tests {
     }
 
     #[test]
-    fn the_largest_costs_what_it_has() {
+    fn the_largest_bitmap_takes_memory_only_for_its_bits() {
         let mut set = Bitmap::new(u32::MAX);
         set.insert(Block(u32::MAX - 1));
         set.insert(Block(u32::MAX));

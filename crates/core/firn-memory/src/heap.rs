@@ -78,7 +78,7 @@ mod tests {
     }
 
     #[test]
-    fn what_is_freed_is_the_kernels_again() {
+    fn freed_memory_is_returned_to_the_kernel() {
         let only = ["--exact", "heap::tests::memory_goes_back", "--ignored", "--nocapture"];
         let test = std::env::current_exe().unwrap();
         assert!(std::process::Command::new(test).args(only).status().unwrap().success());

@@ -274,7 +274,7 @@ mod tests {
     }
 
     #[test]
-    fn a_file_says_who_is_who() {
+    fn the_configuration_names_hosts_and_addresses() {
         let config = load(GOOD, 0o600).unwrap();
         assert_eq!((config.name.as_str(), config.listen.port()), ("a", 7415));
         assert_eq!(config.authority, Path::new("/etc/ca.pem"));

@@ -103,7 +103,7 @@ mod tests {
     }
 
     #[test]
-    fn what_reaches_beyond_the_disk_does_not_fit() {
+    fn a_change_beyond_the_disk_does_not_fit() {
         let zero = |at, length| DiskChange::Zero { at, length, hole: false };
         assert!(
             zero(4, 4).fits_within(8)

@@ -329,7 +329,7 @@ mod tests {
     }
 
     #[test]
-    fn what_is_no_file_is_refused() {
+    fn a_path_that_is_no_file_is_refused() {
         let dir = tempfile::tempdir().unwrap();
         let refused = FileStore::open(dir.path()).unwrap_err();
         assert!(matches!(refused, StoreError::Kind { .. }), "{refused}");

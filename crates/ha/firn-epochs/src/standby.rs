@@ -550,7 +550,7 @@ mod tests {
     }
 
     #[test]
-    fn what_makes_no_sense_is_refused() {
+    fn an_inconsistent_message_is_refused() {
         let mut standby = standby();
         assert!(matches!(standby.handle_message(end(1)), Err(StandbyVmError::Order { .. })));
         assert!(matches!(standby.handle_message(pages(0, 4, 1)), Err(StandbyVmError::Page { .. })));
@@ -571,7 +571,7 @@ mod tests {
     }
 
     #[test]
-    fn what_is_patched_is_what_was_there_before() {
+    fn a_delta_applies_to_the_previous_epoch() {
         let mut standby = standby();
         received(&mut standby, vec![pages(0, 0, 1), end(0)]);
         received(&mut standby, vec![pages(1, 1, 2), devices(1), end(1)]);
@@ -677,7 +677,7 @@ mod tests {
     }
 
     #[test]
-    fn what_has_left_is_known_whatever_is_undone() {
+    fn sent_frames_stay_known_after_a_rollback() {
         let run = |gone: Vec<EpochMessage>| {
             let mut standby = member();
             received(&mut standby, vec![end(0)]);
@@ -716,7 +716,7 @@ mod tests {
     }
 
     #[test]
-    fn a_global_checkpoint_is_of_what_is_committed_and_of_members() {
+    fn a_global_checkpoint_needs_a_committed_epoch_of_a_member() {
         let mut standby = member();
         received(&mut standby, vec![end(0)]);
         received(&mut standby, (1..=3).flat_map(epoch).collect());

@@ -215,7 +215,7 @@ impl World {
 
 /// The backup refuses, and closes its end while the primary still sends.
 #[test]
-fn why_a_backup_refuses_is_heard_also_when_sending_fails_first() {
+fn the_refusal_of_a_backup_is_received_though_sending_failed() {
     let (primary, backup) = EpochStream::connected_pair().unwrap();
     let mut sent = primary.try_clone().unwrap();
     sent.write_all(&[0; 4096]).unwrap();
@@ -296,7 +296,7 @@ fn a_backup_that_declines_is_understood() {
 }
 
 #[test]
-fn a_backup_that_dies_without_a_word_has_said_nothing() {
+fn a_backup_that_dies_silently_has_no_reason() {
     let (primary, backup) = EpochStream::connected_pair().unwrap();
     drop(backup);
     let broken = primary.try_clone().unwrap().write_all(&[0]).unwrap_err();

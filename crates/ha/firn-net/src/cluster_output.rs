@@ -339,7 +339,7 @@ mod tests {
     }
 
     #[test]
-    fn inside_waits_for_nobody_and_outside_for_everybodys_copy() {
+    fn frames_to_members_leave_at_once_and_to_the_outside_after_all_commits() {
         let mut a = joined(0);
         a.cut_epoch();
         a.push_frame(&frame(0, 1, 7));

@@ -363,7 +363,7 @@ mod tests {
     }
 
     #[test]
-    fn a_failure_says_what_firn_said() {
+    fn a_failure_contains_the_error_of_firn() {
         let error = parse_facts("restore", &output(3, "", "no such image")).unwrap_err();
         assert!(error.to_string().contains("restore") && error.to_string().contains("no such"));
         assert!(matches!(parse_facts("ls", &output(0, "{", "")), Err(FirnError::Facts { .. })));

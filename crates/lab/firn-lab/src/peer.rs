@@ -293,7 +293,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn each_way_reads_what_it_wrote() {
+    fn both_connections_decode_their_own_messages() {
         let file = Path::new("/x/y");
         assert_eq!(QemuSaveMethod::File.outgoing_uri(file), "exec:cat > '/x/y'");
         assert_eq!(QemuSaveMethod::BackgroundSnapshot.incoming_uri(file), "exec:cat '/x/y'");

@@ -258,7 +258,7 @@ mod tests {
     }
 
     #[test]
-    fn a_missing_figure_is_null_and_says_why() {
+    fn a_missing_figure_is_null_with_a_reason() {
         let report = report();
         let json = report.to_json();
         assert!(json["overhead_s.locality"].is_null());

@@ -233,7 +233,7 @@ mod tests {
     }
 
     #[test]
-    fn money_goes_where_it_is_sent() {
+    fn a_transfer_debits_one_account_and_credits_the_other() {
         let bank = BankModel(vec![10, 0]);
         let transfer = BankOperation::transfer(0, 1, 7);
         let state = bank
@@ -262,7 +262,7 @@ mod tests {
     }
 
     #[test]
-    fn of_an_unknown_account_the_first_look_tells() {
+    fn the_first_read_gives_an_unknown_balance() {
         let bank = BankModel(vec![10, 0]);
         let look = |state: &KnownBalances, told| {
             bank.apply_operation(state, &BankOperation::Balance(1), Some(&BankAnswer::Amount(told)))
@@ -276,7 +276,7 @@ mod tests {
     }
 
     #[test]
-    fn what_no_transfer_connects_is_apart() {
+    fn unconnected_accounts_are_independent_parts() {
         let bank = BankModel(vec![9; 5]);
         let history = [
             call(BankOperation::transfer(0, 1, 1), BankAnswer::Done),
@@ -291,7 +291,7 @@ mod tests {
     }
 
     #[test]
-    fn one_account_sees_its_own() {
+    fn the_view_of_an_account_has_its_own_operations() {
         let bank = BankModel(vec![9; 3]);
         let history = [
             call(BankOperation::transfer(0, 1, 1), BankAnswer::Done),

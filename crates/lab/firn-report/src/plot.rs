@@ -237,7 +237,7 @@ mod tests {
     }
 
     #[test]
-    fn figures_name_what_they_show() {
+    fn figures_have_titles_and_labels() {
         let svg = lines().to_svg().unwrap();
         assert!(["Guest time", "seconds", "locality"].iter().all(|text| svg.contains(text)));
         let svg = bars().to_svg().unwrap();

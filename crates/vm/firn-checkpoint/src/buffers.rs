@@ -102,7 +102,7 @@ mod tests {
     }
 
     #[test]
-    fn who_finds_none_sleeps_until_one_is_given_back_or_nobody_does() {
+    fn a_thread_waits_for_a_buffer_until_one_is_returned_or_none_can_be() {
         let buffers = Arc::new(SaveBuffers::new(1, 8));
         let only = buffers.take_buffer().unwrap();
         let waiting = {

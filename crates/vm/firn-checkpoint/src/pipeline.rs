@@ -374,7 +374,7 @@ mod tests {
 
     /// Every memory block is submitted with one content, then with another.
     #[test]
-    fn what_a_block_was_last_counts() {
+    fn the_last_content_of_a_block_counts() {
         let dir = tempfile::tempdir().unwrap();
         let path = dir.path().join("a.firn");
         let whole = ImageDraft::whole_image(Geometry::new(PAGES), BlockOrganization::Access);

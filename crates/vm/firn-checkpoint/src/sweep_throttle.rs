@@ -91,7 +91,7 @@ mod tests {
 
     proptest! {
         #[test]
-        fn it_never_stands_still_longer_than_its_patience(faults in prop::collection::vec(0u64..3000, 1..200)) {
+        fn the_sweep_never_waits_longer_than_its_limit(faults in prop::collection::vec(0u64..3000, 1..200)) {
             let mut pace = SweepThrottle::new(true, Duration::ZERO);
             let (mut now, mut idle_since) = (Duration::ZERO, Duration::ZERO);
             for gap_us in faults {

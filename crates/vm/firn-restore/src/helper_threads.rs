@@ -258,7 +258,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn nobody_rests_for_long() {
+    fn throttled_threads_wake_soon() {
         assert_eq!(pause_after(Duration::from_micros(50)), Duration::from_micros(350));
         assert_eq!(pause_after(Duration::from_secs(60)), Duration::from_millis(7));
     }

@@ -454,12 +454,12 @@ mod tests {
     use firn_types::{BlockSize, RegionMap};
 
     #[test]
-    fn this_kernel_tells_what_it_has_scanned() {
+    fn this_kernel_reports_the_scanned_range() {
         assert!(anonymous_pages_scanned().is_some());
     }
 
     #[test]
-    fn far_storage_is_read_by_place_unless_the_image_is_cached() {
+    fn high_latency_storage_is_read_in_file_order_unless_cached() {
         let runs = |first: u32, in_order| PendingRequests {
             runs: (0..9).map(|run| first + run..first + run + 1).collect(),
             in_order,
@@ -481,7 +481,7 @@ mod tests {
     }
 
     #[test]
-    fn what_is_backed_and_not_settled_is_told_in_runs() {
+    fn backed_and_unsettled_pages_are_reported_in_runs() {
         let ram = RegionMap::lay_out([("ram", 64 * 4096)]).unwrap();
         let mut settled = SettledPages::new(&ram, BlockSize::default());
         [3, 4, 9].into_iter().for_each(|page| settled.insert(Page(page)));

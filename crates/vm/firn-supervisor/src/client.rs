@@ -610,7 +610,7 @@ mod tests {
     }
 
     #[test]
-    fn who_watches_too_late_learns_why_the_vm_was_ended() {
+    fn a_late_client_learns_why_the_vm_was_ended() {
         let (_dir, base, vm) = dir();
         vm.create_private().unwrap();
         let damaged = Failure::new(FailureKind::Damaged, "memory block 7 is damaged");
@@ -627,7 +627,7 @@ mod tests {
     /// Some supervisors don't answer, and one does not even accept connections any more: all of
     /// them are listed, from their journals.
     #[test]
-    fn supervisors_that_stand_still_hide_nobody() {
+    fn stopped_supervisors_do_not_hide_other_vms() {
         let (_dir, base, _) = dir();
         let vms: Vec<VmDir> =
             (0..8).map(|n| base.vm_dir(&VmName::new(format!("vm{n}")).unwrap())).collect();

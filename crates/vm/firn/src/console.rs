@@ -199,7 +199,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_connected_socket_is_told_from_one_that_only_listens() {
+    fn connected_and_listening_sockets_are_distinguished() {
         let listens = b"0000000000000000: 00000002 00000000 00010000 0001 01 28115 /run/a b";
         let accepted = b"0000000000000000: 00000003 00000000 00000000 0001 03 28116 /run/a b";
         assert!(!has_state(listens, b"/run/a b", CONNECTED));

@@ -116,7 +116,7 @@ mod tests {
     }
 
     #[test]
-    fn tells_until_it_has_come() {
+    fn pages_are_reported_until_the_reply_has_arrived() {
         let mut area = FollowedArea::new(0, [9, 4, 5, 4].map(Page).to_vec());
         assert_eq!(told(&mut area), []);
         area.mark_written(&[Page(4), Page(7)]);
@@ -128,7 +128,7 @@ mod tests {
     }
 
     #[test]
-    fn what_moved_may_have_been_written() {
+    fn a_page_that_moved_counts_as_written() {
         let mut area = FollowedArea::new(0, [1, 2, 3].map(Page).to_vec());
         area.update_physical(&[Ok(Page(1)), Ok(Page(8)), Err(CallRefusal::Unmapped(0))]);
         assert_eq!(told(&mut area), [(1, 2)]);

@@ -112,7 +112,7 @@ fn all_kinds(from: u32) -> Vec<(u32, Content)> {
 }
 
 #[test]
-fn what_is_not_mentioned_is_as_in_the_parent() {
+fn blocks_that_are_not_stored_are_as_in_the_parent() {
     let mut chain = Chain::new();
     let summary = chain.add(&all_kinds(20));
     assert_eq!((summary.stored_blocks, summary.zero_blocks), (3, 2));
@@ -173,7 +173,7 @@ fn a_block_given_again_counts_as_given_last() {
 }
 
 #[test]
-fn merged_it_needs_nobody_and_rebased_it_needs_fewer() {
+fn a_merged_image_has_no_parent_and_a_rebased_one_a_shorter_chain() {
     let mut chain = Chain::new();
     for from in [10, 12, 50] {
         chain.add(&all_kinds(from));
@@ -230,7 +230,7 @@ fn a_parent_is_known_by_its_identity() {
 }
 
 #[test]
-fn what_can_not_be_a_parent_is_refused() {
+fn an_unsuitable_parent_is_refused() {
     let mut chain = Chain::new();
     chain.add(&all_kinds(10));
     let parent = Image::open(&chain.path(1)).unwrap();
@@ -322,7 +322,7 @@ fn change() -> impl Strategy<Value = (u32, Content)> {
 proptest! {
     #![proptest_config(ProptestConfig::with_cases(24))]
     #[test]
-    fn any_chain_is_what_was(
+    fn any_chain_gives_the_memory_that_was_saved(
         changes in proptest::collection::vec(proptest::collection::vec(change(), 0..40), 1..6),
     ) {
         let mut chain = Chain::new();

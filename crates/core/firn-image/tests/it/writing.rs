@@ -39,7 +39,7 @@ fn begin(dir: &Path) -> ImageWriter {
 }
 
 #[test]
-fn mistakes_are_told_and_leave_nothing_behind() {
+fn mistakes_are_errors_and_leave_no_file() {
     let dir = tempfile::tempdir().unwrap();
     let geometry = Geometry::new(10);
     let mut writer = begin(dir.path());

@@ -153,7 +153,7 @@ mod tests {
     }
 
     #[test]
-    fn what_is_no_such_disk_is_refused() {
+    fn an_unsuitable_disk_is_refused() {
         for line in [
             "-drive file=a,firn=on,id=d",
             "-drive file=a,format=vmdk,firn=on,id=d",

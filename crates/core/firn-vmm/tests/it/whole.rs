@@ -191,7 +191,7 @@ fn facts_about_a_vm() {
 }
 
 #[test]
-fn what_cannot_migrate_is_named() {
+fn devices_that_cannot_migrate_are_named() {
     need_qemu!();
     let home = Home::new(
         "-m 64M -object memory-backend-ram,id=iv,size=1M,share=on -device ivshmem-plain,memdev=iv",

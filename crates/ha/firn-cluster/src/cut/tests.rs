@@ -70,7 +70,7 @@ fn a_frame_from_behind_a_cut_waits_for_its_receivers() {
 }
 
 #[test]
-fn who_has_sent_nothing_since_a_cut_is_not_waited_for() {
+fn a_silent_member_is_not_awaited() {
     let mut marker = marker();
     for epoch in 6..9 {
         marker.record_cut(Epoch(epoch));

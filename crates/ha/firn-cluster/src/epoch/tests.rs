@@ -37,7 +37,7 @@ fn the_non_volatile_copy_is_one_behind() {
 }
 
 #[test]
-fn a_marked_epoch_can_be_had_until_a_newer_global_checkpoint_exists() {
+fn a_marked_epoch_is_kept_until_a_newer_global_checkpoint() {
     let mut backup = BackupEpochs::new(BASE, 9);
     (1..=5).for_each(|epoch| assert_eq!(backup.receive_piece(piece(epoch)), PieceHandling::Store));
     assert_eq!(backup.fold_up_to(Epoch(2)), Ok(vec![Epoch(1), Epoch(2)]));
@@ -98,7 +98,7 @@ fn at_the_bound_the_epoch_stretches_and_the_vm_is_slowed_then_stopped() {
 /// Otherwise the duration of the pauses would be added to the interval in each epoch, and a frame
 /// waits for one and a half intervals.
 #[test]
-fn what_a_cut_takes_does_not_add_to_the_interval() {
+fn the_duration_of_a_cut_is_part_of_the_interval() {
     let limits = EpochLimits { interval_min: 100 * MS, interval_max: 100 * MS, ..limits() };
     let mut primary = PrimaryEpochs::new(limits, BASE, Duration::ZERO);
     for (epoch, took) in [(1, 30 * MS), (2, 50 * MS), (3, 10 * MS)] {
@@ -123,7 +123,7 @@ fn an_epoch_larger_than_the_buffer_is_still_cut_once_the_buffer_is_empty() {
 }
 
 #[test]
-fn what_is_not_acknowledged_is_sent_again() {
+fn an_unacknowledged_piece_is_sent_again() {
     let mut primary = PrimaryEpochs::new(limits(), BASE, Duration::ZERO);
     cut(&mut primary, 50 * MS, 1);
     let again = PrimaryAction::Send { epoch: Epoch(1), last: false };

@@ -165,7 +165,7 @@ mod tests {
     }
 
     #[test]
-    fn who_has_no_copy_that_counts_runs_nothing() {
+    fn a_host_without_a_valid_standby_runs_no_vm() {
         let alone = backed().with_backup(None);
         assert_eq!(refused(&alone, &[B], B, &[]), ManualRefusal::OtherBackup(None));
         assert_eq!(

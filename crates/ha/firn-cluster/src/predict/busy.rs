@@ -125,7 +125,7 @@ mod tests {
     }
 
     #[test]
-    fn a_guest_that_comes_back_to_what_it_wrote_stays_busy() {
+    fn a_guest_that_rewrites_its_pages_stays_busy() {
         let mut busy = busy();
         for round in 0..100 {
             let spared = if round % 4 == 0 { 100 } else { 0 };
@@ -150,7 +150,7 @@ mod tests {
     }
 
     #[test]
-    fn what_is_copied_in_a_pause_has_a_bound() {
+    fn the_pages_copied_in_a_pause_have_a_limit() {
         let mut busy = busy();
         assert!(!busy.record_comparison(ComparedEpoch {
             copied: 999,

@@ -207,7 +207,7 @@ fn a_page_written_only_early_in_each_epoch_is_hot_for_four() {
 }
 
 #[test]
-fn what_is_not_written_at_the_end_of_an_epoch_is_not_copied_in_the_pause() {
+fn pages_not_written_late_are_not_copied_in_the_pause() {
     let mut host = Host::new(true, Protects::BeforeItsCopy);
     for step in [Step::Write(3, 1), Step::Ahead(4, 1), Step::Cut] {
         assert!(host.step(&step));
@@ -249,7 +249,7 @@ fn epoch(pages: u32, value: u8) -> Vec<Step> {
 }
 
 #[test]
-fn what_a_busy_guest_writes_again_costs_no_fault() {
+fn pages_that_a_busy_guest_rewrites_cause_no_fault() {
     let mut host = Host::busy(4..7);
     (1..=6).for_each(|value| take(&mut host, &epoch(5, value)));
     let PredictionCounts { faulted, predicted, unchanged } = host.predictor.counts();
@@ -259,7 +259,7 @@ fn what_a_busy_guest_writes_again_costs_no_fault() {
 }
 
 #[test]
-fn what_a_busy_guest_no_longer_writes_is_protected_again() {
+fn pages_that_a_busy_guest_leaves_are_protected_again() {
     let mut host = Host::busy(4..7);
     (1..=3).for_each(|value| take(&mut host, &epoch(5, value)));
     let patience = IDLE_EPOCHS_MAX as u8;
@@ -273,7 +273,7 @@ fn what_a_busy_guest_no_longer_writes_is_protected_again() {
 }
 
 #[test]
-fn what_a_busy_guest_writes_in_each_round_of_a_loop_costs_no_fault() {
+fn pages_written_in_each_round_of_a_loop_cause_no_fault() {
     let mut host = Host::busy(4..7);
     (1..=3).for_each(|value| take(&mut host, &epoch(5, value)));
     let faulted = host.predictor.counts().faulted;

@@ -706,7 +706,7 @@ fn without_waiting_for_the_cut_output_is_undone() {
 }
 
 #[test]
-fn without_generations_a_vm_has_what_nobody_sent() {
+fn without_generations_a_vm_receives_frames_that_were_never_sent() {
     goes_wrong(&bounds(Without::Generations, &[(A, FrameDestination::Vm(B))], 1), 8);
 }
 

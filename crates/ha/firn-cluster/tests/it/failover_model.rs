@@ -505,7 +505,7 @@ fn failovers_by_hand_with_a_crash() {
 }
 
 #[test]
-fn without_fencing_who_is_declared_dead_two_primaries_send() {
+fn without_manual_fencing_two_primaries_send() {
     goes_wrong(Without::FencingByHand);
 }
 

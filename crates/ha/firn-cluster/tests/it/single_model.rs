@@ -764,7 +764,7 @@ fn without_clearing_the_backup_first_released_output_is_undone() {
 }
 
 #[test]
-fn without_output_commit_what_the_outside_has_seen_is_undone() {
+fn without_output_commit_sent_output_is_undone() {
     goes_wrong(Without::OutputCommit, "what the outside has seen is undone");
 }
 

@@ -99,7 +99,7 @@ mod tests {
     }
 
     #[test]
-    fn a_term_begins_as_if_everybody_had_just_been_granted_a_lease() {
+    fn a_new_leader_assumes_that_all_leases_were_just_granted() {
         let mut offices = LeaseTable::new(LeaseTerms { ttl: 3 * S, drift_ppm_max: 100 });
         assert!(offices.enter_term(&web(), 5, &known(), 10 * S));
         assert_eq!(offices.unexpired_hosts(&web(), 13 * S), [HostId(1), HostId(2)].into());
@@ -112,7 +112,7 @@ mod tests {
     }
 
     #[test]
-    fn what_was_noted_before_the_term_was_known_counts_in_it() {
+    fn a_grant_before_the_term_is_known_counts_in_it() {
         let mut offices = LeaseTable::new(LeaseTerms { ttl: 3 * S, drift_ppm_max: 100 });
         offices.note_grant(&web(), HostId(7), 10 * S);
         assert!(offices.enter_term(&web(), 2, &known(), 11 * S));

@@ -118,7 +118,7 @@ mod tests {
     }
 
     #[test]
-    fn a_record_changes_only_from_what_it_is() {
+    fn a_record_changes_only_from_the_expected_version() {
         let (mut state, web) = (ReplicatedState::default(), ClusterName::new("web").unwrap());
         let mut change = |index, from, to: ClusterRecord| match state
             .apply_operation(index, StateOperation::Change(web.clone(), Revision(from), to))

@@ -159,7 +159,7 @@ mod tests {
     }
 
     #[test]
-    fn a_killed_program_says_by_what() {
+    fn a_killed_program_is_reported_with_its_signal() {
         assert_eq!(run(&["sh", "-c", "kill -9 $$"], "").exit, 137);
     }
 

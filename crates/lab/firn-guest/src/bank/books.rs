@@ -142,7 +142,7 @@ mod tests {
     }
 
     #[test]
-    fn who_pays_to_another_vm_is_locked_meanwhile() {
+    fn an_account_is_locked_during_a_transfer_to_another_vm() {
         let [mut a, mut b] = books();
         assert_eq!(a.begin_transfer(1, 0, 1, 30), RequestStep::Deposit);
         assert_eq!(a.begin_transfer(1, 0, 1, 30), RequestStep::Wait);

@@ -150,7 +150,7 @@ mod tests {
     /// Runs two VMs on this machine, and several clients that transfer money concurrently and check
     /// the replies.
     #[test]
-    fn the_sum_is_constant_whoever_moves_money() {
+    fn transfers_keep_the_sum_constant() {
         let listeners = [0; 2].map(|_| TcpListener::bind("127.0.0.1:0").unwrap());
         let vms: Vec<_> = listeners.iter().map(|it| it.local_addr().unwrap()).collect();
         for (number, listener) in listeners.into_iter().enumerate() {

@@ -236,7 +236,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn what_comes_back_is_told_right_from_wrong() {
+    fn right_and_wrong_replies_are_distinguished() {
         let known = KeyHistory { asked: 9, acknowledged: 5 };
         let is_lost = |there| {
             let mut known = known;

@@ -136,7 +136,7 @@ mod tests {
     }
 
     #[test]
-    fn what_is_shown_is_taken_away_before_it_is_shown_again() {
+    fn the_graph_is_erased_before_it_is_redrawn() {
         let mut graph = ReplyGraph { is_terminal: true, printed: 0, is_shown: false };
         assert!(!graph.redraw_rows(&[1]).contains('\x1b'));
         assert!(graph.redraw_rows(&[1, 2]).starts_with("\x1b[7A\x1b[J"));

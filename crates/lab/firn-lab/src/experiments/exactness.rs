@@ -145,7 +145,7 @@ mod tests {
     }
 
     #[test]
-    fn a_run_that_fails_is_told_by_its_seed() {
+    fn a_failed_run_is_reported_with_its_seed() {
         let mut tally = RunTally::default();
         tally.count_run(&TrialParameters::from_seed(7), &Ok(exact()));
         tally.count_run(&TrialParameters::from_seed(8), &Err(anyhow::anyhow!("no guest")));

@@ -582,7 +582,7 @@ mod tests {
     }
 
     #[test]
-    fn processes_that_end_or_begin_count_for_what_they_took() {
+    fn short_lived_processes_count_with_their_cpu_time() {
         let cpu = |beside: &[(i32, f64)]| ProcessorTimes {
             hypervisors: 0.0,
             others: beside.iter().copied().collect(),
@@ -592,7 +592,7 @@ mod tests {
     }
 
     #[test]
-    fn own_memory_grows_with_what_is_held() {
+    fn own_memory_grows_with_stored_epochs() {
         let pid = std::process::id() as i32;
         let before = own_memory(pid).unwrap();
         let held = std::hint::black_box(vec![1_u8; 64 << 20]);

@@ -163,7 +163,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn either_kind_of_program_tells_its_time() {
+    fn both_kinds_of_programs_report_their_time() {
         assert_eq!(
             parse_seconds("{\"ready\":true}\n{\"done\":true,\"seconds\":2.5}\n").unwrap(),
             2.5
@@ -184,7 +184,7 @@ mod tests {
     }
 
     #[test]
-    fn endless_work_says_where_it_is_looked_for() {
+    fn endless_work_names_its_output_file() {
         for workload in GuestWorkload::ALL {
             let endless = workload.endless_command(1024).join(" ");
             assert!(endless.ends_with(&format!("> {SAID}")), "{endless}");
@@ -193,7 +193,7 @@ mod tests {
     }
 
     #[test]
-    fn a_timed_program_says_when_it_began_and_ended() {
+    fn a_timed_program_reports_its_start_and_end() {
         let command = timed_command("true");
         let output = std::process::Command::new(&command[0]).args(&command[1..]).output().unwrap();
         let said = String::from_utf8(output.stdout).unwrap();

@@ -140,7 +140,7 @@ mod tests {
     }
 
     #[test]
-    fn a_slow_guest_did_not_stand_still() {
+    fn a_slow_guest_was_not_paused() {
         assert_eq!(largest_jump(&beats()[..240]), Some(Duration::ZERO));
     }
 
@@ -152,7 +152,7 @@ mod tests {
     }
 
     #[test]
-    fn a_few_beats_tell_nothing() {
+    fn a_few_beats_give_no_estimate() {
         assert_eq!(largest_jump(&beats()[..6]), None);
         assert_eq!(largest_jump(&[]), None);
     }

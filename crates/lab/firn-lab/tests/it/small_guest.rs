@@ -31,7 +31,7 @@ fn args(place: &GuestPlace) -> QemuArgs {
 }
 
 #[test]
-fn does_what_it_is_told() {
+fn the_small_guest_runs_commands() {
     let place = GuestPlace::new();
     let mut machine = PlainGuest::start(args(&place)).unwrap();
     machine.wait_ready(BOOT).unwrap();

@@ -36,14 +36,14 @@ proptest! {
     #![proptest_config(ProptestConfig::with_cases(400))]
 
     #[test]
-    fn what_was_done_one_after_another_is_right(steps in steps(5, 8, 200)) {
+    fn sequential_histories_are_linearizable(steps in steps(5, 8, 200)) {
         let bank = bank(5);
         prop_assert!(is_right(&bank, &done(&bank, &steps, Harm::None)));
     }
 
     /// Every one, right or wrong, is what all orders say it is.
     #[test]
-    fn small_histories_are_what_all_orders_say(
+    fn the_checker_agrees_with_trying_all_orders(
         steps in steps(2, 3, 6),
         harm in (0..3_usize, 0..6_usize),
         told in proptest::option::of((0..8_usize, 0..50_i64)),
@@ -76,7 +76,7 @@ proptest! {
 
     /// A look that sees what was before an acknowledged change.
     #[test]
-    fn a_stale_look_is_found(steps in steps(5, 8, 80), account in 0..5_usize) {
+    fn a_stale_read_is_found(steps in steps(5, 8, 80), account in 0..5_usize) {
         let bank = bank(5);
         let mut history = done(&bank, &steps.into_iter().map(Step::with_answer).collect::<Vec<_>>(), Harm::None);
         let end = history.last().unwrap().answer.unwrap().0;
@@ -152,7 +152,7 @@ fn call(
 }
 
 #[test]
-fn an_operation_without_an_answer_may_come_late_or_never() {
+fn an_unanswered_operation_may_take_effect_late_or_never() {
     let bank = bank(2);
     let open = ClientCall {
         client: 0,
@@ -176,7 +176,7 @@ fn an_operation_without_an_answer_may_come_late_or_never() {
 }
 
 #[test]
-fn an_explanation_is_short_and_says_what_is_the_matter() {
+fn an_explanation_is_short_and_names_the_conflict() {
     let bank = bank(3);
     let done =
         |from, to, times| call(0, times, BankOperation::transfer(from, to, 1), BankAnswer::Done);

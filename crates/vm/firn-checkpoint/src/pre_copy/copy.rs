@@ -393,7 +393,7 @@ mod tests {
     }
 
     #[test]
-    fn blocks_are_told_once() {
+    fn blocks_are_reported_once() {
         let runs = [0..1, 1..2, 3..6].map(|run: Range<u32>| Page(run.start)..Page(run.end));
         assert_eq!(blocks_of(BlockSize::default(), &runs), [0, 1, 2].map(Block));
         assert_eq!(

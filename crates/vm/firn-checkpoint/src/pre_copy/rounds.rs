@@ -92,7 +92,7 @@ mod tests {
     }
 
     #[test]
-    fn rounds_go_on_while_each_has_less() {
+    fn rounds_continue_while_each_has_fewer_pages() {
         assert_eq!(steps(false, &[100_000, 9_000, 700, 90]), [Copy, Copy, Copy, Cut]);
         assert_eq!(steps(false, &[100_000, 9_000, 100]), [Copy, Copy, Cut]);
     }
@@ -106,7 +106,7 @@ mod tests {
     }
 
     #[test]
-    fn what_is_little_is_kept_until_it_is_next_to_nothing() {
+    fn a_small_remainder_is_kept_in_memory() {
         assert_eq!(
             steps(true, &[9_000, 700, 750, 200, 60, 20]),
             [Copy, Copy, Keep, Keep, Keep, Cut]

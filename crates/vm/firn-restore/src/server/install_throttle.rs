@@ -85,7 +85,7 @@ mod tests {
     }
 
     #[test]
-    fn workers_run_at_once_when_the_guest_comes_back_to_a_unit() {
+    fn workers_run_at_once_when_the_guest_faults_in_a_unit_again() {
         let mut rest = after_a_fault_at(1000);
         rest.record_late_fault(1005 * US);
         assert!(rest.is_open(1005 * US));

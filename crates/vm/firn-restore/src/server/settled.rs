@@ -171,7 +171,7 @@ mod tests {
     }
 
     #[test]
-    fn what_is_no_ram_is_settled_from_the_start() {
+    fn pages_outside_of_ram_are_settled_from_the_start() {
         let settled = SettledPages::new(&ram(3), BlockSize::default());
         let missing: Vec<u32> = (0..30).filter(|&page| !settled.contains(Page(page))).collect();
         assert_eq!(missing, [0, 1, 2, 16, 17, 18, 19, 20]);
@@ -179,7 +179,7 @@ mod tests {
     }
 
     #[test]
-    fn changes_are_told_once() {
+    fn changes_are_reported_once() {
         let mut settled = SettledPages::new(&ram(200), BlockSize::default());
         settled.insert(Page(130));
         settled.insert_in(Block(0), PageMask(0b10));
@@ -193,7 +193,7 @@ mod tests {
     }
 
     #[test]
-    fn what_was_settled_can_be_taken_back() {
+    fn a_settled_page_can_be_unsettled() {
         let mut settled = SettledPages::new(&ram(200), BlockSize::default());
         settled.insert_in(Block(3), PageMask(0b11));
         settled.remove(Page(7));

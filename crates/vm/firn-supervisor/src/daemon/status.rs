@@ -168,7 +168,7 @@ mod tests {
     use crate::testing::machine;
 
     #[test]
-    fn an_ended_vm_says_how_it_ended() {
+    fn the_status_of_an_ended_vm_has_its_end() {
         let mut journal = Journal::new(VmName::new("web").unwrap(), None);
         journal.machine = Some(machine(true));
         journal.phase = VmPhase::Ended { exit: ProcessExit::Signal(11), at: 5 };

@@ -33,7 +33,7 @@ mod tests {
     use rustix::fs::{CWD, Mode, mkfifoat};
 
     #[test]
-    fn a_fifo_is_refused_and_what_may_be_a_disk_is_not() {
+    fn a_fifo_is_refused_and_possible_disks_are_accepted() {
         let dir = tempfile::tempdir().unwrap();
         mkfifoat(CWD, dir.path().join("fifo"), Mode::RUSR).unwrap();
         std::fs::write(dir.path().join("disk"), "").unwrap();

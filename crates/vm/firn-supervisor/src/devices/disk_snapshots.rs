@@ -680,7 +680,7 @@ mod tests {
     }
 
     #[test]
-    fn what_is_not_in_use_is_removed() {
+    fn unused_files_are_removed() {
         let dir = tempfile::tempdir().unwrap();
         let all = ["used", "idle", "lost"].map(|name| overlay(dir.path(), name, &["/a"]));
         let mut close = |overlay: &Overlay| match &*overlay.node {
@@ -698,7 +698,7 @@ mod tests {
 
     /// Overlays of failed saves, `/o0` and `/o1`, are below the file that the image refers to.
     #[test]
-    fn the_image_gets_all_that_it_stands_on() {
+    fn the_image_refers_to_its_whole_chain_of_disk_files() {
         let dir = tempfile::tempdir().unwrap();
         let saving = |drives: Vec<DriveSnapshot>| {
             let phase = VmPhase::Saving {

@@ -223,7 +223,7 @@ mod tests {
     }
 
     #[test]
-    fn answers_that_are_cut_short_are_read_as_far_as_they_go() {
+    fn truncated_answers_are_read_up_to_their_end() {
         assert_eq!(parse_messages(&[]), []);
         assert_eq!(parse_messages(&[200, 0, 0, 0, 20, 0, 0, 0]), []);
         assert_eq!(parse_socket(&[0; 7]), None);

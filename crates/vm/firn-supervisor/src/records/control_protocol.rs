@@ -580,7 +580,7 @@ mod tests {
     }
 
     #[test]
-    fn what_is_on_the_wire_is_what_the_documentation_shows() {
+    fn the_protocol_is_as_documented() {
         let line = String::from_utf8(encode_message(&SupervisorRequest::Status)).unwrap();
         assert_eq!(line, "{\"v\":1,\"request\":\"status\"}\n");
         let line = String::from_utf8(encode_message(&SupervisorRequest::Failover(
@@ -590,7 +590,7 @@ mod tests {
     }
 
     #[test]
-    fn another_version_is_told_apart_from_nonsense() {
+    fn another_version_is_distinguished_from_garbage() {
         let line = br#"{"v":2,"request":"levitate"}"#;
         assert!(matches!(decode_message::<SupervisorRequest>(line), Err(MessageError::Version(2))));
         let line = br#"{"v":1,"request":"levitate"}"#;

@@ -451,7 +451,7 @@ mod tests {
     }
 
     #[test]
-    fn what_is_stored_is_loaded() {
+    fn a_stored_journal_is_loaded() {
         let dir = tempfile::tempdir().unwrap();
         let path = dir.path().join("journal.json");
         assert_eq!(Journal::load(&path).unwrap(), None);
@@ -485,7 +485,7 @@ mod tests {
 
     /// A journal of a version without the later fields.
     #[test]
-    fn a_protection_of_which_nothing_is_said_has_stopped_nothing() {
+    fn a_protection_without_a_recorded_pause_has_paused_no_vm() {
         let phase: VmPhase = serde_json::from_str(r#"{"phase":"protecting"}"#).unwrap();
         assert_eq!(phase, VmPhase::Protecting { paused_by_us: false });
     }
@@ -508,7 +508,7 @@ mod tests {
     }
 
     #[test]
-    fn only_ended_and_detached_need_nobody() {
+    fn only_ended_and_detached_vms_need_no_supervisor() {
         assert!(journal(VmPhase::Detached).phase.is_over());
         assert!(!journal(VmPhase::Running).phase.is_over());
     }

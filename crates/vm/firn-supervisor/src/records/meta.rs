@@ -283,7 +283,7 @@ mod tests {
 
     /// A Firn that does not know blocked output must not restore such an image.
     #[test]
-    fn the_version_says_who_can_take_an_image_up() {
+    fn the_version_decides_which_firn_can_restore_an_image() {
         let drive = FrozenDrive {
             named: "d".into(),
             file: "/d".into(),

@@ -191,7 +191,7 @@ mod tests {
     }
 
     #[test]
-    fn what_is_over_stays_over() {
+    fn an_ended_vm_is_not_recovered() {
         let ended = journal(VmPhase::Ended { exit: ProcessExit::Code(0), at: 1 });
         for remains in [LIVES, GONE] {
             assert_eq!(decide_recovery(&ended, remains), RecoveryAction::Over);
@@ -235,7 +235,7 @@ mod tests {
     }
 
     #[test]
-    fn a_running_vm_goes_on() {
+    fn a_running_vm_continues() {
         assert_eq!(decide_recovery(&journal(VmPhase::Running), LIVES), RecoveryAction::GoOn);
         assert_eq!(
             decide_recovery(&journal(VmPhase::Running), GONE),

@@ -526,7 +526,7 @@ mod tests {
     }
 
     #[test]
-    fn an_overhead_is_what_was_lost_against_what_was_done() {
+    fn the_overhead_is_lost_work_per_work_done() {
         let turns = [turn(CompileSystem::None, 0.0, 0.1), turn(CompileSystem::Firn, 10.0, 12.0)];
         let mut report = Report::new("cow-compile", true);
         add_repetitions(&turns, &log(), &mut report).unwrap();
@@ -552,7 +552,7 @@ mod tests {
     }
 
     #[test]
-    fn each_system_comes_first_in_its_turn() {
+    fn each_system_is_first_in_some_round() {
         assert_eq!(CompileSystem::systems_in_round(0, 10), CompileSystem::ALL);
         assert_eq!(CompileSystem::systems_in_round(9, 10)[0], CompileSystem::Firn);
         let late = [

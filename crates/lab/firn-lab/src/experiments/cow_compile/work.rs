@@ -131,7 +131,7 @@ mod tests {
     }
 
     #[test]
-    fn what_is_lost_is_told_whichever_files_it_met() {
+    fn lost_work_is_estimated_for_any_files() {
         let quiet = [span(0.0, 12.0)];
         let work = CompileLog::parse_log(LOG, &quiet).unwrap();
         let lost = work.lost_in(span(11.0, 21.0), &quiet);
@@ -143,7 +143,7 @@ mod tests {
     }
 
     #[test]
-    fn garbage_is_told() {
+    fn garbage_is_an_error() {
         assert!(CompileLog::parse_log("", &[]).is_err());
         let error = CompileLog::parse_log("0 begun 1\n0 a\n", &[]).unwrap_err();
         assert!(error.to_string().contains("\"0 a\""), "{error}");

@@ -124,7 +124,7 @@ mod tests {
     }
 
     #[test]
-    fn what_is_lost_doubled_or_too_much_is_found() {
+    fn lost_and_doubled_transfers_are_found() {
         let bank = BankModel(vec![100, 100]);
         let known = |taken: &[u64], paid: &[u64]| TransferLog {
             taken: taken.to_vec(),

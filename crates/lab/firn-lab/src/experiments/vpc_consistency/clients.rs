@@ -272,7 +272,7 @@ mod tests {
     }
 
     #[test]
-    fn what_is_drawn_is_of_the_bank() {
+    fn random_requests_name_accounts_of_the_bank() {
         let shared = ClientsState::new(Vec::new(), 5, Duration::ZERO);
         let mut client = BankClient::new(shared, 3, 7);
         for _ in 0..100 {

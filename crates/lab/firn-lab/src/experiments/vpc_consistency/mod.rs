@@ -251,7 +251,7 @@ mod tests {
     }
 
     #[test]
-    fn a_lost_transfer_fails_it_and_is_what_the_control_is_for() {
+    fn a_lost_transfer_fails_a_run_and_is_expected_in_the_control() {
         assert!(report(ConsistencyVariant::Holding, 0).is_complete());
         let wrong = report(ConsistencyVariant::Holding, 1);
         assert!(

@@ -140,7 +140,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn what_is_told_does_not_go_back() {
+    fn reported_tokens_never_decrease() {
         let mut heard = TokenReports::default();
         let passed = TokenRecord { last: 8, passed: 4, wrong: 0, broken: 1 };
         heard.note_report(passed);

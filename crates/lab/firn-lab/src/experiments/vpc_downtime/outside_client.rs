@@ -165,7 +165,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn what_was_asked_before_does_not_count() {
+    fn an_answer_to_an_earlier_question_does_not_count() {
         let guests: Vec<Ipv4Addr> = [1, 2].map(HostSite::vm_address).into();
         let [one, other] = [guests[0], guests[1]].map(IpAddr::from);
         let mut asked = ClientState::new(guests);
