@@ -122,7 +122,7 @@ impl<S: DiskStore> StandbyDisk<S> {
         changes: Vec<DiskChange>,
     ) -> Result<(), StandbyDiskError> {
         self.check_order(epoch)?;
-        if let Some(change) = changes.iter().find(|change| !change.fits_within(self.size)) {
+        if let Some(change) = changes.iter().find(|change| !change.is_within(self.size)) {
             let (at, length) = (change.start_offset(), change.length());
             return Err(StandbyDiskError::Place { at, length, size: self.size });
         }

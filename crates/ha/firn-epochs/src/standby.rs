@@ -247,7 +247,7 @@ impl<R: StandbyRam> StandbyVm<R> {
             | EpochMessage::Refusal(_)
             | EpochMessage::Release
             | EpochMessage::PrimaryEnd(_)
-            | EpochMessage::EndNoted
+            | EpochMessage::EndRecorded
             | EpochMessage::Decline(_) => return Err(StandbyVmError::Message),
         }
         Ok(None)

@@ -156,8 +156,8 @@ impl ClusterOutput {
     }
 
     /// Whether a received frame waits for the running epoch to be cut.
-    pub fn wants_cut(&self) -> bool {
-        self.member.wants_cut()
+    pub fn is_cut_needed(&self) -> bool {
+        self.member.is_cut_needed()
     }
 
     /// Whether a received frame has waited for a cut, and can be delivered now.
@@ -373,9 +373,9 @@ mod tests {
         (7..9).for_each(|byte| a.push_frame(&frame(0, 1, byte)));
         let left = leaves(&mut a);
         assert!(left.iter().all(|frame| b.receive_frame(frame, NOW).is_empty()));
-        assert!(b.wants_cut() && !b.has_deliverable() && b.deliver_waiting(NOW).is_empty());
+        assert!(b.is_cut_needed() && !b.has_deliverable() && b.deliver_waiting(NOW).is_empty());
         b.cut_epoch();
-        assert!(!b.wants_cut());
+        assert!(!b.is_cut_needed());
         assert_eq!(
             [b.deliver_waiting(NOW), b.deliver_waiting(NOW)],
             [7, 8].map(|byte| vec![frame(0, 1, byte)])

@@ -174,7 +174,7 @@ impl Lab {
             Err(error) => {
                 let why = format!("disk profile {profile} is not available: {error:#}");
                 self.log_progress(&why);
-                report.add_note(why);
+                report.add_remark(why);
                 None
             }
         }

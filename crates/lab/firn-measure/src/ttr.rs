@@ -31,7 +31,7 @@ pub fn time_to_responsiveness(stalls: &VcpuWaitingTime, window_us: u64, utilizat
     let mut later: Option<(u64, f64)> = None;
     for at in corner_starts(stalls, window_us).into_iter().rev() {
         let here = waited(at);
-        if exceeds_allowed(here, allowed) {
+        if is_above_allowed(here, allowed) {
             return later.map_or(at as f64, |later| crossing_time((at, here), later, allowed))
                 / 1e6;
         }
@@ -59,7 +59,7 @@ pub fn utilization_curve(stalls: &VcpuWaitingTime, window_us: u64) -> Vec<(u64, 
 }
 
 /// More waiting than allowed, beyond what rounding of `allowed` explains.
-fn exceeds_allowed(waited: f64, allowed: f64) -> bool {
+fn is_above_allowed(waited: f64, allowed: f64) -> bool {
     waited > allowed + 1e-6
 }
 

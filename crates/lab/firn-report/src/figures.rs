@@ -6,7 +6,7 @@
 use firn_measure::{VcpuWaitingTime, responsiveness_curve, utilization_curve};
 use firn_restore::{FaultRecord, ReadRecord};
 
-use crate::figure::{Axis, Figure, Marks, Series};
+use crate::figure::{Axis, Figure, PlotMarks, Series};
 use crate::headline::seconds_up;
 use crate::run::{ReportedRun, WINDOWS_US, to_seconds, window_name};
 use crate::scale::Scale;
@@ -102,7 +102,7 @@ impl<'a> RunFigures<'a> {
         let series = |(number, (run, stalls)): (usize, (&ReportedRun, &VcpuWaitingTime))| Series {
             name: run.name.clone(),
             number,
-            marks: Marks::Line(line(stalls)),
+            marks: PlotMarks::Line(line(stalls)),
         };
         started.map(series).collect()
     }
@@ -118,7 +118,7 @@ impl<'a> RunFigures<'a> {
 
     fn reads_figure(&self) -> Figure {
         let series = |(number, run): (usize, &ReportedRun)| {
-            let marks = Marks::Line(summed_reads(run));
+            let marks = PlotMarks::Line(summed_reads(run));
             Series { name: run.name.clone(), number, marks }
         };
         let series: Vec<Series> = self.runs.iter().enumerate().map(series).collect();
@@ -139,7 +139,7 @@ impl<'a> RunFigures<'a> {
     fn requested_pages_figure(&self, number: usize, run: &ReportedRun) -> Figure {
         let pages = self.runs.iter().map(|run| run.record.ram_pages).max().unwrap_or(0);
         let (record, name) = (&run.record, &run.name);
-        let dots = Marks::Dots(record.faults.iter().map(fault_dot).collect());
+        let dots = PlotMarks::Dots(record.faults.iter().map(fault_dot).collect());
         let strip = (!record.prefetched.is_empty()).then(|| prefetched_strip(&record.prefetched));
         let series = |name: &str, marks| Series { name: name.to_owned(), number, marks };
         let strip = strip.map(|strip| series("prefetched (no time)", strip));
@@ -175,11 +175,11 @@ fn fault_dot(fault: &FaultRecord) -> (f64, f64) {
     (to_seconds(fault.t_us), pages_to_mib(fault.page.0))
 }
 
-fn prefetched_strip(runs: &[(u32, u32)]) -> Marks {
+fn prefetched_strip(runs: &[(u32, u32)]) -> PlotMarks {
     let range = |&(page, pages): &(u32, u32)| {
         (pages_to_mib(page), pages_to_mib(page.saturating_add(pages)))
     };
-    Marks::Strip(runs.iter().map(range).collect())
+    PlotMarks::Strip(runs.iter().map(range).collect())
 }
 
 fn pages_to_mib(pages: u32) -> f64 {

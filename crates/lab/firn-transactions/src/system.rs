@@ -56,7 +56,7 @@ impl TrackerSystem {
     ];
 
     /// The systems of interest in a guest whose stores are noted.
-    pub const NOTED: [Self; 6] = [
+    pub const RECORDED: [Self; 6] = [
         Self::Plain(TrackerKind::Pages),
         Self::Plain(TrackerKind::Emulate),
         Self::AssistedByHost,
@@ -113,7 +113,7 @@ impl FromStr for TrackerSystem {
     type Err = anyhow::Error;
 
     fn from_str(name: &str) -> Result<Self> {
-        let known = Self::NATIVE.into_iter().chain(Self::NOTED);
+        let known = Self::NATIVE.into_iter().chain(Self::RECORDED);
         let found = known.into_iter().find(|system| system.name() == name);
         found.ok_or_else(|| anyhow!("no system has the name {name:?}"))
     }

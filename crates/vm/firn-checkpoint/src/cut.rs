@@ -27,9 +27,9 @@ pub trait SaveSteps {
 }
 
 /// The caller has no steps around the pause.
-pub struct NoSteps;
+pub struct WithoutSaveSteps;
 
-impl SaveSteps for NoSteps {
+impl SaveSteps for WithoutSaveSteps {
     fn about_to_stop(&self) -> io::Result<()> {
         Ok(())
     }

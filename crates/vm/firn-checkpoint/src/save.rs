@@ -33,7 +33,7 @@ use crate::lane::LaneAttributor;
 use crate::options::{SaveOptions, SaveStrategy};
 use crate::order::{self, SweepOrder, ThrottledReader};
 use crate::pipeline::{ImagePipeline, PipelineIntake, PipelineLimits};
-use crate::pre_copy::{PreCopy, parent_stores};
+use crate::pre_copy::{PreCopy, is_stored_in_parent};
 use crate::report::{SaveProgress, SaveReport, to_ms};
 use crate::spaces;
 use crate::stop_and_copy::StopCopy;
@@ -229,7 +229,7 @@ impl MemoryCopy<'_, '_> {
     ) -> Result<CopiedMemory, SaveError> {
         traced.protect_all()?;
         if let Some(discards) = &traced.trace.discards {
-            discards.note_backed()?;
+            discards.record_backed()?;
         }
         let ready = PauseMethod::prepare_pause(self.context, true)?;
         let rounds = traced.protect_written()?;
@@ -279,11 +279,11 @@ impl MemoryCopy<'_, '_> {
 
     /// The period for which the guest is watched from now on.
     fn watch_period(&self, now: Duration) -> WatchPeriod {
-        let (at_least, at_most) = match self.is_watched() {
+        let (is_at_least, at_most) = match self.is_watched() {
             true => (self.options.watch, self.options.watch_max),
             false => Default::default(),
         };
-        WatchPeriod { until: now + at_least, at_most_until: now + at_most }
+        WatchPeriod { until: now + is_at_least, at_most_until: now + at_most }
     }
 
     /// The roots of the guest's page tables, the order of the sweep that they give, and the working
@@ -303,7 +303,7 @@ impl MemoryCopy<'_, '_> {
             discards.is_some_and(|discards| discards.may_hold(size.pages_of(block)))
         };
         order.add_unbacked(|block| {
-            parent_stores(self.context.parent.as_deref(), block) || may_hold(block)
+            is_stored_in_parent(self.context.parent.as_deref(), block) || may_hold(block)
         });
         let used = self.context.used.as_deref().unwrap_or_default();
         let working_set = order.bring_forward(used, self.options.block_size);

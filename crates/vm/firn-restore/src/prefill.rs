@@ -275,7 +275,7 @@ impl PrefillQueue {
         let (image, longest) = (storage.image(), options.run_max(storage.unit_bytes()));
         let (units, end, mode) =
             (wanted_units(image, options), image.locality_blocks(), options.mode);
-        let far = options.known_latency.filter(|_| options.adapts_to_storage());
+        let far = options.known_latency.filter(|_| options.is_adaptive_to_storage());
         let high_latency = far.map(|way| {
             let cost = StorageCost::from_known_latency(storage.unit_bytes(), way);
             let all = if options.may_read_all() { all_units(image) } else { Vec::new() };

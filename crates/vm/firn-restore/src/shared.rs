@@ -21,7 +21,7 @@ use crate::error::RestoreError;
 use crate::failures::{CurrentFailures, MemoryOutage};
 use crate::gate::InstallGate;
 use crate::image_bytes::UnitBytes;
-use crate::options::{OnError, RestoreOptions};
+use crate::options::{ReadFailurePolicy, RestoreOptions};
 use crate::presence::PresenceFile;
 use crate::record::{FaultRecord, RunRecorder};
 use crate::server::{BlockInstall, PageMask, PageServer, ThreadWakeups, UnitSource};
@@ -231,7 +231,7 @@ impl SharedRestore {
 
     /// Whether what failed with this error is tried again, for as long as it takes.
     pub(crate) fn can_retry(&self, error: &RestoreError) -> bool {
-        let waits = self.options.on_error == OnError::Stop;
+        let waits = self.options.on_error == ReadFailurePolicy::Stop;
         waits && self.may_run.load(Ordering::Acquire) && error.may_pass()
     }
 

@@ -11,7 +11,7 @@ use firn_types::make_printable;
 
 use crate::libvirt::{LibvirtArgs, name_of_domain};
 use crate::output::FactPrinter;
-use crate::run::{summarize_vm, supervisor_notes};
+use crate::run::{summarize_vm, supervisor_remarks};
 use crate::units;
 use crate::working_set::WorkingSetArgs;
 
@@ -64,7 +64,7 @@ impl AttachArgs {
         let facts = start_supervisor(&base, &name, &plan, &mut |_| ())
             .map_err(|failure| failure.while_doing(format!("can't attach {name}")))?;
         out.print_facts(&facts, || {
-            let notes: String = supervisor_notes(&facts)
+            let notes: String = supervisor_remarks(&facts)
                 .iter()
                 .map(|note| make_printable(note).into_owned() + "\n")
                 .collect();

@@ -6,7 +6,7 @@ use std::path::{Path, PathBuf};
 use clap::Args as ClapArgs;
 use clap::builder::TypedValueParser as _;
 use firn_report::ReportedRun;
-use firn_restore::{OnError, RestoreMode};
+use firn_restore::{ReadFailurePolicy, RestoreMode};
 use firn_supervisor::{
     Failure, FailureKind, ImageMeta, RestoreDisks, RuntimeDir, SupervisorPlan, SupervisorRequest,
     VmName, absolute_path, send_request, start_supervisor,
@@ -20,7 +20,7 @@ use crate::choices::{Choice, accept_words, parse_choice};
 use crate::live::RestoreView;
 use crate::output::{FactPrinter, check_directory};
 use crate::overrides::OverrideArgs;
-use crate::run::{summarize_vm, supervisor_notes};
+use crate::run::{summarize_vm, supervisor_remarks};
 use crate::units;
 use crate::working_set::WorkingSetArgs;
 
@@ -95,8 +95,8 @@ pub struct RestoreArgs {
     #[arg(long, value_name = "DIR")]
     disk_dir: Option<PathBuf>,
     /// What to do with the VM if a page that it needs cannot be read.
-    #[arg(long, value_name = "HOW", default_value_t, value_parser = parse_choice::<OnError>(OUTAGES))]
-    on_error: OnError,
+    #[arg(long, value_name = "HOW", default_value_t, value_parser = parse_choice::<ReadFailurePolicy>(OUTAGES))]
+    on_error: ReadFailurePolicy,
     #[command(flatten)]
     working_set: WorkingSetArgs,
     #[command(flatten)]
@@ -216,7 +216,7 @@ fn describe_restore(facts: &serde_json::Value) -> String {
         return news;
     }
     let mut text = String::new();
-    for note in supervisor_notes(facts) {
+    for note in supervisor_remarks(facts) {
         let _ = writeln!(text, "{}", make_printable(note));
     }
     let _ = writeln!(text, "{}", summarize_vm(facts));

@@ -141,7 +141,7 @@ impl WriteLog {
     /// Does a step that no other thread may interrupt.
     ///
     /// Called by the signal handler, too: no allocation, and a lock that its own thread may have.
-    fn in_one_step<T>(&self, step: impl FnOnce() -> T) -> T {
+    fn run_locked<T>(&self, step: impl FnOnce() -> T) -> T {
         let (lock, own) = (self.counter_word(7), rustix::thread::gettid().as_raw_nonzero());
         let own = own.get().unsigned_abs().into();
         if lock.load(Ordering::Acquire) == own {
@@ -160,7 +160,7 @@ impl WriteLog {
     ///
     /// Called by the signal handler: no allocation.
     pub(crate) fn record_page(&self, address: usize) -> Result<(), Errno> {
-        self.in_one_step(|| self.record_locked_page(address))
+        self.run_locked(|| self.record_locked_page(address))
     }
 
     fn record_locked_page(&self, address: usize) -> Result<(), Errno> {
@@ -207,7 +207,7 @@ impl WriteLog {
         pages: &mut Vec<u32>,
         stores: &mut Vec<RecordedStore>,
     ) -> Result<(), Errno> {
-        self.in_one_step(|| self.take_locked_log(pages, stores))
+        self.run_locked(|| self.take_locked_log(pages, stores))
     }
 
     fn take_locked_log(

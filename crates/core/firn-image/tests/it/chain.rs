@@ -5,8 +5,8 @@ use std::path::{Path, PathBuf};
 
 use firn_image::{
     BlockOrganization, BlockPlacement, Codec, CompressedBlock, FilledBy, Geometry, Image,
-    ImageDraft, ImageError, ImageSummary, ImageWriter, LocalityBlockId, Packer, ReadOrder,
-    compare_with_reference, compress_block, merge_chain, rebase_image, verify_image,
+    ImageDraft, ImageError, ImageSummary, ImageWriter, LocalityBlockId, LocalityBlockPacker,
+    ReadOrder, compare_with_reference, compress_block, merge_chain, rebase_image, verify_image,
 };
 use firn_types::Block;
 use proptest::prelude::*;
@@ -78,7 +78,7 @@ impl Chain {
 /// noise.
 fn write(model: &Model, path: &Path, draft: &ImageDraft<'_>, batches: &[&[Block]]) -> ImageSummary {
     let mut writer = ImageWriter::create(path, draft).unwrap();
-    let mut packer = Packer::filled_by(model.geometry, FilledBy::Sweep);
+    let mut packer = LocalityBlockPacker::filled_by(model.geometry, FilledBy::Sweep);
     for (number, batch) in batches.iter().enumerate() {
         for &block in *batch {
             let bytes = match number + 1 == batches.len() {

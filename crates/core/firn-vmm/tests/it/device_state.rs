@@ -68,7 +68,7 @@ fn a_damaged_state_is_an_error_and_not_a_hang() {
     let second = Qemu::start(&args(&file, &format!("-serial null {INCOMING}")));
     let mut vm = second.vm();
     match vm.load_device_state(&state[..state.len() / 2]).unwrap_err() {
-        DeviceStateError::Died { .. } => assert!(!vm.version().at_least(9, 1)),
+        DeviceStateError::Died { .. } => assert!(!vm.version().is_at_least(9, 1)),
         DeviceStateError::Refused { reason, .. } => {
             assert!(reason.contains("migration failed"), "{reason}");
         }

@@ -185,7 +185,7 @@ fn facts_about_a_vm() {
     assert_eq!(vm.balloon().unwrap().unwrap().actual_bytes, 64 << 20);
     assert_eq!(vm.migration_blockers().unwrap(), [""; 0]);
     assert_eq!(vm.page_table_roots().unwrap(), [], "not in long mode");
-    assert!(vm.version().at_least(7, 2));
+    assert!(vm.version().is_at_least(7, 2));
     vm.quit().unwrap();
     assert!(running.qemu.wait().unwrap().success());
 }

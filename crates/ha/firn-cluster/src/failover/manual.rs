@@ -156,7 +156,7 @@ mod tests {
                 decide_manual_failover(&next, &hosts(&[A, B]), B, &hosts(dead)),
                 ManualDecision::Wait
             );
-            let free = next.without_harmless(|_| true).unwrap();
+            let free = next.without_harmless_changes(|_| true).unwrap();
             assert_eq!(
                 decide_manual_failover(&free, &hosts(&[B]), B, &hosts(&[])),
                 ManualDecision::Runs

@@ -241,7 +241,7 @@ proptest! {
         let holder = |us| clock(holder_ppm, holder_ahead_ms, us);
         let granter = |us| clock(granter_ppm, granter_ahead_ms, us);
         let mut lease = HeldLease::new(TERMS);
-        let mut grants = GrantedLeases::taken_over(TERMS, [], granter(0));
+        let mut grants = GrantedLeases::after_takeover(TERMS, [], granter(0));
         grants.grant_lease(HostId(0), granter(under_way_us));
         lease.record_grant(holder(0));
         let over = grants.unexpired_hosts(granter(later_us)).is_empty();

@@ -431,7 +431,7 @@ fn a_frame_from_behind_a_cut_makes_its_receiver_be_cut_first() {
     world.send(0, 1);
     assert_eq!(world.wire.len(), 1, "it leaves at once");
     world.arrive(0);
-    assert!(world.nodes[1].guest.got.is_empty() && world.nodes[1].member.wants_cut());
+    assert!(world.nodes[1].guest.got.is_empty() && world.nodes[1].member.is_cut_needed());
     world.cut(1);
     assert_eq!(world.nodes[1].guest.got[&0], [1]);
     world.request(2);

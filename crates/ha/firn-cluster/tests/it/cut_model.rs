@@ -408,7 +408,7 @@ impl Bounds {
             node.live.inbox.newest_received(frame.from),
         );
         let of_now = of_now || self.without == Without::Generations;
-        let waits = frame.stamp.mark > stamp.mark && node.marker.wants_cut();
+        let waits = frame.stamp.mark > stamp.mark && node.marker.is_cut_needed();
         node.up && of_now && (frame.seq > known || frame.stamp.mark > stamp.mark) && !waits
     }
 

@@ -157,7 +157,7 @@ impl Hash for State {
 
 impl State {
     fn grants(&self) -> GrantedLeases {
-        let mut grants = GrantedLeases::taken_over(terms(), [], Duration::ZERO);
+        let mut grants = GrantedLeases::after_takeover(terms(), [], Duration::ZERO);
         self.granted.iter().for_each(|(host, at)| grants.grant_lease(*host, clock(*at)));
         grants
     }

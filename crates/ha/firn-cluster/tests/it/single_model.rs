@@ -187,7 +187,7 @@ impl Hash for State {
 
 impl State {
     fn leases(&self) -> BTreeSet<HostId> {
-        let mut grants = GrantedLeases::taken_over(TERMS, [], Duration::ZERO);
+        let mut grants = GrantedLeases::after_takeover(TERMS, [], Duration::ZERO);
         self.granted.iter().for_each(|(host, at)| grants.grant_lease(*host, clock(*at)));
         grants.unexpired_hosts(clock(self.now))
     }

@@ -392,5 +392,5 @@ fn the_protection_of_a_member_receives_its_cuts() {
     other.push_frame(&[&VM[..], &[2, 0, 0, 0, 0, 6, 8, 0, 5]].concat());
     let wrapped = other.next_frame().unwrap();
     outside.write_all(&[&(wrapped.len() as u32).to_be_bytes()[..], &wrapped].concat()).unwrap();
-    told_until(&|| port.wants_cut());
+    told_until(&|| port.is_cut_needed());
 }

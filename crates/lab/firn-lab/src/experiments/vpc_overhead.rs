@@ -123,7 +123,7 @@ pub fn run(lab: &Lab) -> Result<Report> {
     let protected = INTERVALS.into_iter().flat_map(|at| systems.iter().map(move |it| (*it, at)));
     let mut hows: Vec<(ProtectionSystem, u64)> = protected.collect();
     let mut pair = GuestPair::boot_guests(lab)?;
-    report.add_note(pair.describe_processors());
+    report.add_remark(pair.describe_processors());
     pair.run_turn(None, &programs, &mut report)?;
     for _ in 0..lab.extent.runs(ROUNDS.0, ROUNDS.1) {
         for &how in &hows {

@@ -1,8 +1,8 @@
 //! What is right is found right, what is wrong is found wrong, and of small histories all are.
 
 use firn_linear::{
-    BankAnswer, BankModel, BankOperation, ClientCall, Explanation, ModelCall, Verdict,
-    check_history,
+    BankAnswer, BankModel, BankOperation, ClientCall, Explanation, LinearizabilityVerdict,
+    ModelCall, check_history,
 };
 use proptest::prelude::*;
 
@@ -16,9 +16,9 @@ fn bank(accounts: usize) -> BankModel {
 
 fn is_right(bank: &BankModel, history: &[ModelCall<BankModel>]) -> bool {
     match check_history(bank, history, TRIES) {
-        Verdict::Linearizable => true,
-        Verdict::Wrong(_) => false,
-        Verdict::Undecided => panic!("{history:?}"),
+        LinearizabilityVerdict::Linearizable => true,
+        LinearizabilityVerdict::Wrong(_) => false,
+        LinearizabilityVerdict::Undecided => panic!("{history:?}"),
     }
 }
 
@@ -27,7 +27,7 @@ fn explained(
     history: &[ModelCall<BankModel>],
 ) -> Explanation<BankOperation, BankAnswer> {
     match check_history(bank, history, TRIES) {
-        Verdict::Wrong(explanation) => *explanation,
+        LinearizabilityVerdict::Wrong(explanation) => *explanation,
         other => panic!("{other:?}: {history:?}"),
     }
 }
@@ -242,10 +242,10 @@ fn thousands_of_operations_of_eight_clients() {
         history.push(ClientCall { client, called: moment - before, operation, answer });
     }
     let all = |history: &History| check_history(&bank, history, 1_000_000);
-    assert_eq!(all(&history), Verdict::Linearizable);
+    assert_eq!(all(&history), LinearizabilityVerdict::Linearizable);
     let end = 100 + 10 * 8000 + 100;
     history.push(call(99, [end, end + 1], BankOperation::Balance(3), BankAnswer::Amount(held[3])));
-    assert_eq!(all(&history), Verdict::Linearizable);
+    assert_eq!(all(&history), LinearizabilityVerdict::Linearizable);
     // If no transfer is open, none can have changed it.
     history.retain(|call| call.answer.is_some());
     history.push(call(
@@ -254,5 +254,5 @@ fn thousands_of_operations_of_eight_clients() {
         BankOperation::Balance(3),
         BankAnswer::Amount(held[3] + 1),
     ));
-    assert!(matches!(all(&history), Verdict::Wrong(_)));
+    assert!(matches!(all(&history), LinearizabilityVerdict::Wrong(_)));
 }

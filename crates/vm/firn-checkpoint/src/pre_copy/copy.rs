@@ -186,7 +186,9 @@ impl PreCopy<'_, '_> {
                 };
                 let spaces = order::find_address_spaces(self.context.vm, memory)?;
                 let mut order = order::plan_blocks(memory, &spaces, self.block_size())?;
-                order.add_unbacked(|block| parent_stores(self.context.parent.as_deref(), block));
+                order.add_unbacked(|block| {
+                    is_stored_in_parent(self.context.parent.as_deref(), block)
+                });
                 Ok((order.blocks, spaces.roots))
             }
         }
@@ -358,7 +360,7 @@ fn renew_working_set(hot: Vec<Block>, parents: &[Block]) -> Vec<Block> {
 }
 
 /// Whether the parent stores anything but zeros for a block.
-pub(crate) fn parent_stores(parent: Option<&Image>, block: Block) -> bool {
+pub(crate) fn is_stored_in_parent(parent: Option<&Image>, block: Block) -> bool {
     parent.is_some_and(|parent| matches!(parent.placement_of(block), BlockPlacement::Stored { .. }))
 }
 

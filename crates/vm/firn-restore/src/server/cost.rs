@@ -85,7 +85,7 @@ impl ReadTotals {
         self.seconds / self.reads.max(1.0)
     }
 
-    fn minus(&self, other: &Self) -> Self {
+    fn difference_from(&self, other: &Self) -> Self {
         Self {
             reads: self.reads - other.reads,
             units: self.units - other.units,
@@ -180,7 +180,7 @@ impl StorageCost {
     }
 
     fn update_latency(&mut self) {
-        let rest = self.all.without_delayed().minus(&self.free);
+        let rest = self.all.without_delayed().difference_from(&self.free);
         let single = self.single.without_delayed();
         let by =
             [(self.all.latency_min(self.unit), rest), (self.single.latency_min(self.unit), single)];

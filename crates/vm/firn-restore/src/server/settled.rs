@@ -94,7 +94,7 @@ impl SettledPages {
         let bit = 1 << (page.index() % 64);
         if *word & bit == 0 {
             *word |= bit;
-            self.note_change(at);
+            self.record_change(at);
         }
     }
 
@@ -103,11 +103,11 @@ impl SettledPages {
         let at = page.index() / 64;
         if self.contains(page) && at < self.words.len() {
             self.clear_page(page);
-            self.note_change(at);
+            self.record_change(at);
         }
     }
 
-    fn note_change(&mut self, at: usize) {
+    fn record_change(&mut self, at: usize) {
         if !std::mem::replace(&mut self.is_changed[at], true) {
             self.changed.push(at as u32);
         }
@@ -130,7 +130,7 @@ impl SettledPages {
         let bits = u64::from(pages.0) << (first % 64);
         if *word & bits != bits {
             *word |= bits;
-            self.note_change(first / 64);
+            self.record_change(first / 64);
         }
     }
 

@@ -138,7 +138,7 @@ impl SimulatedRestore {
         let rules = PageServerRules {
             run_max: 1 + dice.roll(8),
             known_latency: (dice.roll(4) == 0).then_some(Duration::from_millis(10)),
-            adapts: dice.roll(2) == 0,
+            is_adaptive: dice.roll(2) == 0,
             guest_runs: dice.roll(2) == 0,
             may_read_all: dice.roll(2) == 0,
             held_max: 1 + dice.roll(6),
@@ -710,7 +710,7 @@ fn high_latency_storage_is_read_in_file_order() {
     });
     let settled = SettledPages::new(&ram, block_size);
     let rules = PageServerRules {
-        adapts: true,
+        is_adaptive: true,
         may_read_all: true,
         held_max: 1000,
         ..PageServerRules::default()
@@ -749,7 +749,7 @@ fn background_reads_of_high_latency_storage_wait_for_the_guest_for_a_limited_tim
         plan.push_unit([Block(block)]);
     });
     let settled = SettledPages::new(&ram, block_size);
-    let rules = PageServerRules { adapts: true, held_max: 4000, ..PageServerRules::default() };
+    let rules = PageServerRules { is_adaptive: true, held_max: 4000, ..PageServerRules::default() };
     let mut server: PageServer<SimulatedBytes> =
         PageServer::new(block_size, plan, settled, rules, Duration::ZERO);
     seem_far(&mut server);

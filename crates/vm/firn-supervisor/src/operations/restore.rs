@@ -21,8 +21,8 @@ use std::time::{Duration, Instant};
 use firn_image::{AuxBlock, Image};
 use firn_memory::{GuestMemory, PageFaults, Process, TraceMode, Tracee, process_memory};
 use firn_restore::{
-    OnError, OnFatal, PrefillThreads, PrefilledMemory, PresenceFile, RestoreError, RestoreMode,
-    RestoreOptions, RunCounts, RunningRestore,
+    OnFatal, PrefillThreads, PrefilledMemory, PresenceFile, ReadFailurePolicy, RestoreError,
+    RestoreMode, RestoreOptions, RunCounts, RunningRestore,
 };
 use firn_types::{PAGE_SIZE, RamRegion, ThreadId, VcpuId};
 use firn_vmm::command_line::{
@@ -64,7 +64,7 @@ pub(crate) struct RestoreChoices<'a> {
     pub(crate) image: &'a Path,
     pub(crate) mode: RestoreMode,
     /// What happens to the VM when its memory can't be read.
-    pub(crate) on_error: OnError,
+    pub(crate) on_error: ReadFailurePolicy,
     /// Continue when QEMU's version or a disk differs.
     pub(crate) force: bool,
     /// Count which prefetched pages the guest uses.
@@ -104,12 +104,12 @@ pub struct RestoreTimings {
 }
 
 /// A stopwatch with laps.
-struct LapTimer {
+struct PhaseTimer {
     since: Instant,
     lap: Instant,
 }
 
-impl LapTimer {
+impl PhaseTimer {
     fn take_lap(&mut self) -> f64 {
         let now = Instant::now();
         let lap = now - std::mem::replace(&mut self.lap, now);
@@ -128,7 +128,7 @@ pub(crate) fn restore_vm(
     since: Instant,
     report: &mut dyn FnMut(OperationProgress),
 ) -> Result<StartedVm, Failure> {
-    let mut watch = LapTimer { since, lap: Instant::now() };
+    let mut watch = PhaseTimer { since, lap: Instant::now() };
     let mut timings = RestoreTimings::default();
     let (image, meta) = open_image(wanted.image)?;
     refuse_unrestorable(&meta, wanted.force)?;
@@ -142,9 +142,9 @@ pub(crate) fn restore_vm(
     timings.image_open = watch.take_lap();
     refuse_mismatches(&mismatches, wanted.force)?;
     keep_output_blocked(place, meta.held)?;
-    let stays_paused = stays_paused(&meta, wanted);
+    let must_stay_paused = must_stay_paused(&meta, wanted);
     // A guest that does not run causes no page faults.
-    let learns = wanted.learn && !stays_paused;
+    let learns = wanted.learn && !must_stay_paused;
     let learning = LearnedBlocksFile::for_image(&image, wanted.mode).filter(|_| learns);
     let storage = place
         .vm
@@ -208,7 +208,7 @@ pub(crate) fn restore_vm(
 }
 
 /// Whether the VM is paused after the restore, as it was when it was saved.
-fn stays_paused(meta: &ImageMeta, wanted: &RestoreChoices<'_>) -> bool {
+fn must_stay_paused(meta: &ImageMeta, wanted: &RestoreChoices<'_>) -> bool {
     meta.paused.is_some() && !wanted.run
 }
 
@@ -271,7 +271,7 @@ impl RestoreRun<'_> {
         args: Vec<String>,
         early: Option<PrefillThreads>,
         mut mismatches: Vec<HostMismatch>,
-        (watch, timings): (&mut LapTimer, &mut RestoreTimings),
+        (watch, timings): (&mut PhaseTimer, &mut RestoreTimings),
         report: &mut dyn FnMut(OperationProgress),
     ) -> Result<(RestoreTask, serde_json::Value), Failure> {
         let Self { place, wanted, child, .. } = self;
@@ -307,7 +307,7 @@ impl RestoreRun<'_> {
         prefill_memory(&restore, report).map_err(why)?;
         timings.prefill = watch.take_lap();
         self.mark_started()?;
-        self.lives.store(wanted.on_error == OnError::Stop, Ordering::Release);
+        self.lives.store(wanted.on_error == ReadFailurePolicy::Stop, Ordering::Release);
         restore.guest_may_run();
         // An earlier failure still ends the VM: the guest has not run.
         restore.wait_timeout(Duration::ZERO).map_err(|error| why(restore_failure(&error)))?;
@@ -347,7 +347,7 @@ impl RestoreRun<'_> {
             Vec<HostMismatch>,
         ),
         reason: &Failure,
-        (watch, timings): (&mut LapTimer, &mut RestoreTimings),
+        (watch, timings): (&mut PhaseTimer, &mut RestoreTimings),
         report: &mut dyn FnMut(OperationProgress),
     ) -> Result<(RestoreTask, serde_json::Value), Failure> {
         tracing::warn!("an eager restore without userfaultfd: {reason}");
@@ -378,13 +378,13 @@ impl RestoreRun<'_> {
     }
 
     fn start_vcpus(&self, vm: &mut QemuVm) -> Result<(), Failure> {
-        match stays_paused(&self.meta, self.wanted) {
+        match must_stay_paused(&self.meta, self.wanted) {
             true => Ok(()),
             false => vm.cont().while_doing("starting the vCPUs"),
         }
     }
 
-    fn record_start_time(&self, (watch, timings): (&mut LapTimer, &mut RestoreTimings)) {
+    fn record_start_time(&self, (watch, timings): (&mut PhaseTimer, &mut RestoreTimings)) {
         timings.cont = watch.take_lap();
         timings.total = to_milliseconds(watch.since.elapsed());
         firn_fault::pass_point("restore.resumed");
@@ -394,7 +394,7 @@ impl RestoreRun<'_> {
         let mut facts = vm_start::start_facts(machine, &notes);
         facts["mode"] = json!(self.wanted.mode);
         facts["image"] = json!(self.wanted.image);
-        let is_paused = stays_paused(&self.meta, self.wanted);
+        let is_paused = must_stay_paused(&self.meta, self.wanted);
         facts["paused"] = json!(self.meta.paused.as_ref().filter(|_| is_paused));
         facts
     }
@@ -422,7 +422,7 @@ impl RestoreRun<'_> {
             identity: self.image.identity(),
             mode: self.wanted.mode,
             started: false,
-            stays_paused: stays_paused(&self.meta, self.wanted),
+            must_stay_paused: must_stay_paused(&self.meta, self.wanted),
             on_error: self.wanted.on_error,
             paused_by_us: false,
         }

@@ -23,7 +23,7 @@ use firn_cluster::switch::MacAddress;
 use firn_cluster::{Epoch, Generation, RequestNumber};
 use firn_epochs::endpoint::BackupEndpoint;
 use firn_image::Codec;
-use firn_restore::{OnError, RestoreMode};
+use firn_restore::{ReadFailurePolicy, RestoreMode};
 use firn_types::BlockSize;
 use firn_vmm::command_line::CommandOverrides;
 use serde::de::DeserializeOwned;
@@ -303,7 +303,7 @@ pub enum SupervisorPlan {
         mode: RestoreMode,
         /// What happens to the VM when its memory can't be read.
         #[serde(default)]
-        on_error: OnError,
+        on_error: ReadFailurePolicy,
         /// Continue when QEMU's version or a disk differs.
         force: bool,
         /// Count which prefetched pages the guest uses, at a cost to the guest.

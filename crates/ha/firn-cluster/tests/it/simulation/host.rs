@@ -242,7 +242,7 @@ impl Node {
             Sync::Done => {
                 let pages = around.net.dice.roll(200);
                 let mut actions = running.primary.advance_time(now, pages);
-                if running.marker.wants_cut() {
+                if running.marker.is_cut_needed() {
                     actions.extend(running.primary.request_cut(now));
                 }
                 self.epoch_acts(vm, pages, actions, around);

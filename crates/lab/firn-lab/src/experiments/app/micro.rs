@@ -194,7 +194,7 @@ fn add_break_even(
     let key = format!("{}.break_even.{sweep}.{name}", place.name());
     match find_crossing(&points) {
         Some(at) => report.add_number(key, at),
-        None => report.add_note(format!("{key}: none within the measured values")),
+        None => report.add_remark(format!("{key}: none within the measured values")),
     }
 }
 

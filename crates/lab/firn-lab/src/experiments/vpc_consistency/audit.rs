@@ -6,14 +6,14 @@ use std::thread;
 
 use anyhow::{Context as _, Result, anyhow, bail};
 use firn_guest::bank::{AnswerBody, BankRequest, TransferLog};
-use firn_linear::{BankAnswer, BankModel, BankOperation, Verdict, check_history};
+use firn_linear::{BankAnswer, BankModel, BankOperation, LinearizabilityVerdict, check_history};
 use serde_json::{Value, json};
 
 use super::clients::{BankClient, COUNT, ClientObservations, ClientsState};
 use crate::site::NetworkNamespace;
 
 /// Steps of the checker, for each operation.
-const TRIES: u64 = 2_000;
+const STEPS_PER_OPERATION_MAX: u64 = 2_000;
 
 /// The number of the auditor: the one after those of all clients.
 const AUDITOR: u64 = COUNT;
@@ -79,15 +79,16 @@ pub(super) fn compare_books(
     if sum != right {
         why.push(format!("all accounts hold {sum} instead of {right}"));
     }
-    let verdict = check_history(bank, &seen.history, TRIES * seen.history.len() as u64);
+    let verdict =
+        check_history(bank, &seen.history, STEPS_PER_OPERATION_MAX * seen.history.len() as u64);
     let (mut not_linearizable, mut undecided) = (0, 0);
     match &verdict {
-        Verdict::Linearizable => (),
-        Verdict::Wrong(explanation) => {
+        LinearizabilityVerdict::Linearizable => (),
+        LinearizabilityVerdict::Wrong(explanation) => {
             not_linearizable = 1;
             why.push(explanation.to_string());
         }
-        Verdict::Undecided => undecided = 1,
+        LinearizabilityVerdict::Undecided => undecided = 1,
     }
     let broken: u64 = books.known.iter().map(|known| known.broken).sum();
     json!({

@@ -82,7 +82,7 @@ fn measure_restore(
         RestoreSettings { afterwards: OBSERVATION_TIME, ..RestoreSettings::new(mode, disk) },
     )?;
     let Some(complete_us) = restored.run.record.finished_us else {
-        report.add_note(format!("{mode}, round {round}: not all memory was present in time"));
+        report.add_remark(format!("{mode}, round {round}: not all memory was present in time"));
         return Ok(());
     };
     let steps = beats.steps_since(restored.since);
