@@ -25,9 +25,9 @@ const CONNECTED: &str = "03";
 
 /// Connect this terminal to a guest's serial console.
 ///
-/// Ctrl-] ends the connection; the VM continues to run. QEMU must have been started with a serial
-/// port, or a virtual console, whose other end is a Unix socket that QEMU listens on. A restored VM
-/// keeps it.
+/// Ctrl-] ends the connection; the VM continues to run. QEMU must have a serial port or a virtual
+/// console that is connected to a Unix socket on which QEMU listens. A restored VM has the same
+/// console.
 #[derive(Debug, ClapArgs)]
 #[command(after_long_help = "Examples:
   firn run web -- qemu-system-x86_64 ... \\
