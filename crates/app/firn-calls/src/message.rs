@@ -41,8 +41,9 @@ pub enum CallRequest {
     },
     /// End the session.
     Bye,
-    /// Have the plugin record the application's stores to the areas followed now. An epoch ends at each store of a token to this address, that of the slot's end word. Valid until the
-    /// next `Follow` or `Forget`.
+    /// Have the plugin record the application's stores to the areas followed now. An epoch ends at
+    /// each store of a token to this address, that of the slot's end word. Valid until the next
+    /// `Follow` or `Forget`.
     RecordStores {
         /// A multiple of 8.
         end: u64,

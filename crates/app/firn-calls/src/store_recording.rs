@@ -13,9 +13,9 @@
 //! ```
 //!
 //! A store is identified by its virtual address. Other processes may store at the same addresses,
-//! which records too many words. That is harmless: the application reads the bytes of recorded words
-//! from its own memory. No word is missed, wherever the kernel moves pages, because no store at an
-//! area's address is ignored.
+//! which records too many words. That is harmless: the application reads the bytes of recorded
+//! words from its own memory. No word is missed, wherever the kernel moves pages, because no store
+//! at an area's address is ignored.
 //!
 //! A store is recorded just after it is done, by the processor that did it. Before the application
 //! ends an epoch, it makes sure that its other threads have passed that point (membarrier(2)).
@@ -67,7 +67,8 @@ impl PluginOrder {
     }
 }
 
-/// The application whose stores the plugin is to record: the content of [`PluginOrder::RecordStores`].
+/// The application whose stores the plugin is to record: the content of
+/// [`PluginOrder::RecordStores`].
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct RecordedApplication {
     /// The slot that reports are written to.
@@ -82,8 +83,8 @@ pub struct RecordedApplication {
 
 /// The key with which the plugin seals its reports, and with which the application checks that a
 /// report is the plugin's. The application and the supervisor compute it (`key`), and the
-/// supervisor sends it to the plugin. Each recording request has a new one. `Debug` does not print it, so it
-/// does not get into logs.
+/// supervisor sends it to the plugin. Each recording request has a new one. `Debug` does not print
+/// it, so it does not get into logs.
 #[derive(Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub struct ReportKey([u8; 16]);
 

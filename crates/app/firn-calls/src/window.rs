@@ -225,8 +225,8 @@ impl WindowSlot<'_> {
         self.0[END[0]].as_ptr() as u64
     }
 
-    /// Application: ends an epoch. If stores are recorded, the epoch's report is in the slot when this
-    /// returns.
+    /// Application: ends an epoch. If stores are recorded, the epoch's report is in the slot when
+    /// this returns.
     pub fn end_epoch(self, token: u64) {
         self.0[END[0]].store(token as u32, Ordering::Release);
         self.0[END[1]].store((token >> 32) as u32, Ordering::Release);

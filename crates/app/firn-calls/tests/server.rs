@@ -487,8 +487,8 @@ fn stores_are_recorded_if_the_hypervisor_has_the_plugin() {
     assert_eq!(guest.recorded.as_mut().unwrap().get_mut(&0).unwrap().end_epoch(token), None);
     assert_eq!(end(&mut guest, 0, &mut second), Some(StoreReport::Words(vec![])));
 
-    // The followed areas change: an application with records of the earlier areas must request recording
-    // again.
+    // The followed areas change: an application with records of the earlier areas must request
+    // recording again.
     follow(&mut server, &mut guest, 0, &mut own, 0x40_0000, 1).unwrap();
     assert_eq!(end(&mut guest, 0, &mut second), None);
     let mut third = request_recording(&mut server, &mut guest, 0, &mut own, END).unwrap();

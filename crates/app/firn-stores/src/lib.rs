@@ -10,10 +10,10 @@
 //!            and writes its report to the window
 //! ```
 //!
-//! The recorded stores, and the reason why they are exact, are in `firn_calls` (`RecordedStores`): this crate
-//! decides nothing. The plugin checks all stores of the guest, also those of its kernel, which
-//! writes into areas when an application reads files or sockets. A store to another page costs a
-//! load and a test.
+//! The recorded stores, and the reason why they are exact, are in `firn_calls` (`RecordedStores`):
+//! this crate decides nothing. The plugin checks all stores of the guest, also those of its kernel,
+//! which writes into areas when an application reads files or sockets. A store to another page
+//! costs a load and a test.
 //!
 //! The plugin never harms the guest: any failure here ends recording, and applications find that no
 //! report arrives.

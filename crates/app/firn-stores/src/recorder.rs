@@ -34,8 +34,8 @@ pub(crate) fn open_window(window: &Path) -> io::Result<()> {
 pub(crate) fn stop_recording() {
     let mut recorder = lock_recorder();
     *recorder = None;
-    // After the recorder is gone, and before recording can begin again: an epoch whose stores the filter
-    // ignores must not end as if they had been recorded.
+    // After the recorder is gone, and before recording can begin again: an epoch whose stores the
+    // filter ignores must not end as if they had been recorded.
     FILTER.replace_pages([].into_iter());
 }
 
@@ -54,9 +54,9 @@ pub(crate) fn carry_out_order(order: PluginOrder) -> bool {
     true
 }
 
-/// Handles a store of `bytes` bytes to the virtual address `at`, whose page is in the filter: records
-/// it for each application that has an area there. A store to an application's end word ends its
-/// epoch instead.
+/// Handles a store of `bytes` bytes to the virtual address `at`, whose page is in the filter:
+/// records it for each application that has an area there. A store to an application's end word
+/// ends its epoch instead.
 pub(crate) fn handle_store(at: u64, bytes: u64) {
     let mut recorder = lock_recorder();
     let Some(StoreRecorder { window, slots }) = recorder.as_mut() else { return };

@@ -76,8 +76,8 @@ fn delay_thread(action: &FaultAction) {
     }
 }
 
-/// Creates the file, and returns when it is removed. If it can't be created, the test that waits for
-/// it fails.
+/// Creates the file, and returns when it is removed. If it can't be created, the test that waits
+/// for it fails.
 fn create_and_await_removal(file: &Path) {
     let _ = fs::write(file, "");
     while file.exists() {

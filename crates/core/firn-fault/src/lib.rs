@@ -1,9 +1,10 @@
 //! Fault points: named steps at which a test makes Firn die, or makes its I/O fail.
 //!
-//! A promise such as "a checkpoint is whole or it does not exist" is tested by breaking each step on
-//! purpose. Each step that matters calls [`pass_point`] with its name, or [`pass_io_point`] if the
-//! step is I/O. Only programs that are built with the feature `armed` read the environment variable
-//! `FIRN_FAULT`. A release is built without the feature: both functions are empty there. With it:
+//! A promise such as "a checkpoint is whole or it does not exist" is tested by breaking each step
+//! on purpose. Each step that matters calls [`pass_point`] with its name, or [`pass_io_point`] if
+//! the step is I/O. Only programs that are built with the feature `armed` read the environment
+//! variable `FIRN_FAULT`. A release is built without the feature: both functions are empty there.
+//! With it:
 //!
 //! ```text
 //!   FIRN_FAULT=save.armed             the process kills itself with SIGKILL when it gets there
@@ -43,5 +44,6 @@ use std::time::Duration;
 /// The environment variable that activates fault points.
 pub const VARIABLE: &str = "FIRN_FAULT";
 
-/// How long a thread sleeps at a point with `HOLD`. Long enough for any step of a test on a busy machine.
+/// How long a thread sleeps at a point with `HOLD`. Long enough for any step of a test on a busy
+/// machine.
 pub const SLEEP_TIME: Duration = Duration::from_secs(8);

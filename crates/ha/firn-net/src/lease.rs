@@ -49,8 +49,8 @@ fn encode_lease(generation: u32, until: Duration) -> [u8; LEASE_BYTES] {
     bytes
 }
 
-/// The generation and the end of the lease. `None` if the bytes are no lease, or were read while they
-/// were written.
+/// The generation and the end of the lease. `None` if the bytes are no lease, or were read while
+/// they were written.
 fn decode_lease(bytes: &[u8; LEASE_BYTES]) -> Option<(u64, Duration)> {
     let mut words = bytes.chunks_exact(8).map(|word| {
         let mut number = [0; 8];
@@ -76,7 +76,8 @@ pub struct OutputLease {
 }
 
 impl OutputLease {
-    /// The lease for frames of this generation, from the lease file at `path`, which need not exist yet.
+    /// The lease for frames of this generation, from the lease file at `path`, which need not exist
+    /// yet.
     pub fn new(path: &Path, generation: u32) -> Self {
         Self { path: path.to_owned(), generation: generation.into(), file: Mutex::default() }
     }

@@ -254,8 +254,8 @@ impl NicPort {
         self.shared.lock_output().policy.cluster_output().is_some_and(ClusterOutput::is_cut_needed)
     }
 
-    /// Wakes the thread that cuts a member's epochs: [`Self::is_cut_needed`], [`Self::global_epoch`] or
-    /// [`Self::released_up_to`] has changed.
+    /// Wakes the thread that cuts a member's epochs: [`Self::is_cut_needed`],
+    /// [`Self::global_epoch`] or [`Self::released_up_to`] has changed.
     pub fn member_events(&self) -> Receiver<()> {
         self.shared.news.1.clone()
     }

@@ -32,8 +32,8 @@ struct StallStep {
 }
 
 impl VcpuWaitingTime {
-    /// The waiting time of a VM with `vcpus` vCPUs (at least one). Overlapping stalls of one vCPU count
-    /// once; stalls of vCPUs that it does not have are left out.
+    /// The waiting time of a VM with `vcpus` vCPUs (at least one). Overlapping stalls of one vCPU
+    /// count once; stalls of vCPUs that it does not have are left out.
     pub fn new(vcpus: u16, stalls: &[StallInterval]) -> Self {
         let vcpus = vcpus.max(1);
         let mut changes: Vec<(u64, i64)> = Vec::with_capacity(stalls.len() * 2);

@@ -136,8 +136,8 @@ fn contains_key(words: &WordSlice, key: u64) -> bool {
 }
 
 /// Enlarges the child on a side, a 2-node, so that it is no 2-node any more (it or one of its
-/// children is red then): the child takes a key from its sibling if that is a 3-node, and else joins with it.
-/// Returns the new top.
+/// children is red then): the child takes a key from its sibling if that is a 3-node, and else
+/// joins with it. Returns the new top.
 fn grow_two_node_child(words: &mut WordSlice, node: u64, side: u64) -> u64 {
     flip_colours(words, node);
     let other = LEFT + RIGHT - side;

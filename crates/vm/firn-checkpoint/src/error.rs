@@ -35,8 +35,8 @@ pub enum SaveError {
     /// In a pause without disk snapshots: the hypervisor could not save the device state.
     #[error("the VM's devices could not be saved")]
     DeviceState(#[from] DeviceStateError),
-    /// In a pause with disk snapshots: the hypervisor could not save the device state, or not switch
-    /// its disks to overlays, at one instant.
+    /// In a pause with disk snapshots: the hypervisor could not save the device state, or not
+    /// switch its disks to overlays, at one instant.
     #[error("the VM's state could not be cut at one instant")]
     DevicesAndDisks(#[from] CutError),
     /// A disk could not be cloned.
@@ -87,7 +87,8 @@ pub enum SaveError {
          (/sys/kernel/mm/transparent_hugepage/shmem_enabled, the option huge of the mount)"
     )]
     LargePages,
-    /// A device wrote to guest memory during the pause: memory and device state are not of one instant.
+    /// A device wrote to guest memory during the pause: memory and device state are not of one
+    /// instant.
     #[error("a device wrote to the guest's memory while the VM was paused; save it again")]
     DeviceWroteInPause,
     /// The caller cancelled the save.

@@ -2,8 +2,8 @@
 //!
 //! A guest that touches memory quickly makes the checkpoint progress by itself, and a sweep beside
 //! it only delays it (Halite, section 6). So the sweep runs when there was no fault for a moment.
-//! It never starves: after [`SweepThrottle::SWEEP_WAIT_MAX`] it copies a small batch whatever the guest
-//! does, so a checkpoint always ends.
+//! It never starves: after [`SweepThrottle::SWEEP_WAIT_MAX`] it copies a small batch whatever the
+//! guest does, so a checkpoint always ends.
 //!
 //! ```text
 //!   faults   | ||| |  |||||||||||||||||||||||||||||| |

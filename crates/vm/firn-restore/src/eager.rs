@@ -72,8 +72,8 @@ impl EagerFill<'_> {
         })
     }
 
-    /// The loop of one thread: fills the next run of locality blocks until none is left, or a thread has
-    /// failed.
+    /// The loop of one thread: fills the next run of locality blocks until none is left, or a
+    /// thread has failed.
     fn fill_until_done(&self) -> Result<(), RestoreError> {
         let end = self.storage.image().locality_blocks();
         let mut raw = vec![0; self.storage.image().geometry().block_size.byte_count()];

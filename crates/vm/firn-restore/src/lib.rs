@@ -32,8 +32,9 @@
 //! At any moment a page that is in the RAM file is complete and correct. A page that is not is
 //! missing, and a guest that touches it waits. Damage in the image, or storage that fails, never
 //! causes a wrong page: the guest waits. What failed is tried again until it succeeds, and
-//! [`RunningRestore::outage`] reports it until then. Where that is not wanted ([`ReadFailurePolicy::Kill`]),
-//! and before the guest may run, [`OnFatal`] is called after a few attempts.
+//! [`RunningRestore::outage`] reports it until then. Where that is not wanted
+//! ([`ReadFailurePolicy::Kill`]), and before the guest may run, [`OnFatal`] is called after a few
+//! attempts.
 
 #![forbid(unsafe_code)]
 

@@ -10,9 +10,10 @@
 //! finds what changed. The same holds if Firn is gone altogether. That takes longer, and
 //! [`TrackerCounts`](crate::TrackerCounts) counts such commits.
 //!
-//! If the hypervisor emulates the guest's processor and has Firn's plugin, the plugin can record the
-//! application's stores ([`HostTracker::recording_stores`]). Then a commit is one store and no call,
-//! and its result is words. If the plugin cannot report an epoch, the host reports pages as above.
+//! If the hypervisor emulates the guest's processor and has Firn's plugin, the plugin can record
+//! the application's stores ([`HostTracker::recording_stores`]). Then a commit is one store and no
+//! call, and its result is words. If the plugin cannot report an epoch, the host reports pages as
+//! above.
 
 mod device;
 mod store_recording;

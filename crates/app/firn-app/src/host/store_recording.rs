@@ -1,5 +1,5 @@
-//! State of store recording: whether the host's plugin records the application's stores, and the reader
-//! of its reports.
+//! State of store recording: whether the host's plugin records the application's stores, and the
+//! reader of its reports.
 //!
 //! ```text
 //!   not recording ---begin---> recording ---collect: an epoch is reported---> recording
@@ -7,8 +7,9 @@
 //!      `--- nothing is reported, or not the stores themselves (too many for a reply, pages that moved)
 //! ```
 //!
-//! If the epochs of an application are never reported, a request to record stores in each transaction
-//! would be in vain. After a few failed attempts the application requests it only rarely.
+//! If the epochs of an application are never reported, a request to record stores in each
+//! transaction would be in vain. After a few failed attempts the application requests it only
+//! rarely.
 
 use std::time::{Duration, Instant};
 

@@ -16,8 +16,8 @@
 //! a span whose watch ends: each slot counts the handlers that use its log, and the end of a watch
 //! waits for them.
 //!
-//! In a child of the process that follows a span nothing is recorded: the span becomes writable there,
-//! and private to the child.
+//! In a child of the process that follows a span nothing is recorded: the span becomes writable
+//! there, and private to the child.
 //!
 //! The handler calls no function that allocates or locks. It writes [`WriteLog`], on pages of
 //! their own, and reads the table below. Once installed it stays installed: other code may have

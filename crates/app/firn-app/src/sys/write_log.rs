@@ -17,10 +17,10 @@
 //! ```
 //!
 //! The first and the last page of a span may have other data, which any thread may write at any
-//! time, also while a commit takes the log. So a page is recorded and made writable in one step, and
-//! the log is taken and pages are protected in one step: a lock keeps them apart. A thread that has the
-//! lock may fault itself, because `take_log` writes memory of its caller; then the handler runs
-//! without the lock, and adds to the list that is being read.
+//! time, also while a commit takes the log. So a page is recorded and made writable in one step,
+//! and the log is taken and pages are protected in one step: a lock keeps them apart. A thread that
+//! has the lock may fault itself, because `take_log` writes memory of its caller; then the handler
+//! runs without the lock, and adds to the list that is being read.
 
 use std::ops::Range;
 use std::sync::atomic::{AtomicU32, AtomicU64, Ordering};
@@ -200,8 +200,8 @@ impl WriteLog {
         self.counter_word(4).load(Ordering::Relaxed)
     }
 
-    /// Returns the recorded pages and stores, clears the log, and protects the pages again. No thread may write
-    /// the area in the span meanwhile.
+    /// Returns the recorded pages and stores, clears the log, and protects the pages again. No
+    /// thread may write the area in the span meanwhile.
     pub(crate) fn take_log(
         &self,
         pages: &mut Vec<u32>,

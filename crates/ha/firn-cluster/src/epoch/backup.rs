@@ -146,8 +146,8 @@ impl BackupEpochs {
         Ok(std::mem::replace(&mut self.kept, later).into_keys().collect())
     }
 
-    /// Plans the rollback of the VM's memory to the end of `epoch`, and forgets all later epochs. The
-    /// caller moves the bytes.
+    /// Plans the rollback of the VM's memory to the end of `epoch`, and forgets all later epochs.
+    /// The caller moves the bytes.
     pub fn roll_back_to(&mut self, epoch: Epoch) -> Result<RollbackPlan, RollbackError> {
         self.check_rollback_target(epoch)?;
         let fold = self.fold_up_to(epoch)?;

@@ -97,8 +97,8 @@ impl<'a> FirstLevelLauncher<'a> {
         FirstLevelGuest::connect(child, self.directory.path(), BOOT_TIMEOUT)
     }
 
-    /// The command line. Paths may differ between runs: a saved state does not contain them. All other
-    /// values are in [`machine_args`] or in the hash of [`Self::state_key`].
+    /// The command line. Paths may differ between runs: a saved state does not contain them. All
+    /// other values are in [`machine_args`] or in the hash of [`Self::state_key`].
     fn qemu_args(&self, payload: &Path) -> Vec<String> {
         let at = |name: &str| self.file_path(name).display().to_string();
         let mut args: Vec<String> = machine_args().iter().map(|&word| word.to_owned()).collect();
@@ -118,8 +118,8 @@ impl<'a> FirstLevelLauncher<'a> {
         args
     }
 
-    /// Hash of what a saved state depends on: QEMU's version and the machine. It is part of the name of
-    /// the state file; the directory of that file belongs to one set of guest files.
+    /// Hash of what a saved state depends on: QEMU's version and the machine. It is part of the
+    /// name of the state file; the directory of that file belongs to one set of guest files.
     fn state_key(&self) -> Result<u64, KvmHostError> {
         let version = Command::new(QEMU).arg("--version").output();
         let version = version.map_err(KvmHostError::file_error(format!("run {QEMU}")))?;

@@ -7,8 +7,8 @@
 //!                                                      ^back to 90 % of the steady rate
 //! ```
 //!
-//! [`Prober`] sends requests continuously and records the times of replies; [`ReplyTimeline`] evaluates
-//! them. [`GuestClock`] measures how long the guest was paused.
+//! [`Prober`] sends requests continuously and records the times of replies; [`ReplyTimeline`]
+//! evaluates them. [`GuestClock`] measures how long the guest was paused.
 
 mod guest_clock;
 mod source;

@@ -39,7 +39,8 @@
 //!
 //! # Storage and guest
 //!
-//! With [`PageServerRules::is_adaptive`] the server adapts to both (`cost`, `prefetch`, `divergence`):
+//! With [`PageServerRules::is_adaptive`] the server adapts to both (`cost`, `prefetch`,
+//! `divergence`):
 //!
 //! ```text
 //!                      low latency: flash             high latency: a disk
