@@ -237,7 +237,7 @@ mod tests {
     }
 
     #[test]
-    fn a_disk_that_is_read_past_the_page_cache_is_told() {
+    fn a_disk_with_direct_io_is_reported() {
         let is_past = |drv: &str, direct: bool| {
             let way =
                 serde_json::json!({ "drv": drv, "cache": { "direct": direct, "writeback": true } });

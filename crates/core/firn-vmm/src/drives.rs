@@ -683,7 +683,7 @@ mod tests {
     }
 
     #[test]
-    fn a_drive_is_what_can_be_written_to() {
+    fn only_writable_block_devices_are_drives() {
         let dir = tempfile::tempdir().unwrap();
         let path = dir.path().join("a");
         std::fs::write(&path, vec![0; 1000]).unwrap();
@@ -733,7 +733,7 @@ mod tests {
     }
 
     #[test]
-    fn what_cannot_be_kept_says_why() {
+    fn a_disk_that_cannot_be_snapshotted_has_a_reason() {
         let dir = tempfile::tempdir().unwrap();
         let path = dir.path().join("a");
         std::fs::write(&path, vec![0; 2048]).unwrap();
@@ -757,7 +757,7 @@ mod tests {
     }
 
     #[test]
-    fn a_file_of_two_devices_is_told() {
+    fn a_file_of_two_devices_is_an_error() {
         let dir = tempfile::tempdir().unwrap();
         let path = |name: &str| dir.path().join(name);
         for name in ["a", "b"] {
@@ -774,7 +774,7 @@ mod tests {
     }
 
     #[test]
-    fn a_drive_that_has_changed_is_told() {
+    fn a_drive_that_has_changed_is_an_error() {
         let drive = found(&device("raw", "/a", 512));
         let cut = DriveCut { expected: vec![drive.to_expected()], ..DriveCut::default() };
         let said = |file: &str, bytes: u64| {
@@ -805,7 +805,7 @@ mod tests {
     }
 
     #[test]
-    fn a_file_system_that_cannot_clone_says_so() {
+    fn a_file_system_that_cannot_clone_is_an_error() {
         let dir = tempfile::tempdir().unwrap();
         let (from, to) = (dir.path().join("a"), dir.path().join("b"));
         std::fs::write(&from, "contents").unwrap();

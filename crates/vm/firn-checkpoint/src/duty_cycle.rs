@@ -159,14 +159,14 @@ mod tests {
     }
 
     #[test]
-    fn a_guest_that_nobody_looks_at_counts_as_busy() {
+    fn an_unobserved_guest_counts_as_busy() {
         let turns = DutyCycle::new();
         turns.pause_if_due();
         assert_eq!(turns.busy_until_us.load(Ordering::Relaxed), u64::MAX);
     }
 
     #[test]
-    fn nobody_rests_while_the_guest_waits() {
+    fn no_throttle_applies_while_the_guest_waits() {
         let turns = DutyCycle::new();
         let look = |turns: &DutyCycle| turns.is_guest_paused.load(Ordering::Relaxed);
         assert!(turns.without_pauses(|| look(&turns)));

@@ -104,7 +104,7 @@ impl BackgroundSweep<'_> {
         order: &mut impl Iterator<Item = (Block, bool)>,
         blocks: u32,
     ) -> Result<bool, SaveError> {
-        firn_fault::point("save.sweep");
+        firn_fault::pass_point("save.sweep");
         let mut left = blocks;
         while left > 0 {
             let Some((block, lets_go)) = order.next() else {

@@ -2,8 +2,8 @@
 //!
 //! A guest that touches memory quickly makes the checkpoint progress by itself, and a sweep beside
 //! it only delays it (Halite, section 6). So the sweep runs when there was no fault for a moment.
-//! It never starves: after [`SweepThrottle::PATIENCE`] it copies a small batch whatever the guest
-//! does, so a checkpoint always ends.
+//! It never starves: after [`SweepThrottle::SWEEP_WAIT_MAX`] it copies a small batch whatever the
+//! guest does, so a checkpoint always ends.
 //!
 //! ```text
 //!   faults   | ||| |  |||||||||||||||||||||||||||||| |
@@ -31,9 +31,9 @@ pub(crate) struct SweepThrottle {
 
 impl SweepThrottle {
     /// The sweep runs when the last fault was at least this long ago.
-    pub(crate) const QUIET: Duration = Duration::from_millis(2);
+    pub(crate) const QUIET_TIME: Duration = Duration::from_millis(2);
     /// The longest time for which the sweep copies nothing.
-    pub(crate) const PATIENCE: Duration = Duration::from_millis(20);
+    pub(crate) const SWEEP_WAIT_MAX: Duration = Duration::from_millis(20);
     /// Blocks in a batch that is copied in spite of faults.
     const SMALL_BATCH: u32 = 64;
     /// Blocks between two checks for faults.
@@ -47,16 +47,16 @@ impl SweepThrottle {
     /// The step to take now, given the time of the last fault.
     pub(crate) fn next_step(&mut self, now: Duration, last_fault: Option<Duration>) -> SweepStep {
         let since_fault = last_fault.map_or(Duration::MAX, |at| now.saturating_sub(at));
-        if !self.throttled || since_fault >= Self::QUIET {
+        if !self.throttled || since_fault >= Self::QUIET_TIME {
             self.last_batch = now;
             return SweepStep::Copy(Self::BATCH);
         }
         let waited = now.saturating_sub(self.last_batch);
-        if waited >= Self::PATIENCE {
+        if waited >= Self::SWEEP_WAIT_MAX {
             self.last_batch = now;
             return SweepStep::Copy(Self::SMALL_BATCH);
         }
-        SweepStep::Wait((Self::QUIET - since_fault).min(Self::PATIENCE - waited))
+        SweepStep::Wait((Self::QUIET_TIME - since_fault).min(Self::SWEEP_WAIT_MAX - waited))
     }
 }
 
@@ -91,7 +91,7 @@ mod tests {
 
     proptest! {
         #[test]
-        fn it_never_stands_still_longer_than_its_patience(faults in prop::collection::vec(0u64..3000, 1..200)) {
+        fn the_sweep_never_waits_longer_than_its_limit(faults in prop::collection::vec(0u64..3000, 1..200)) {
             let mut pace = SweepThrottle::new(true, Duration::ZERO);
             let (mut now, mut idle_since) = (Duration::ZERO, Duration::ZERO);
             for gap_us in faults {
@@ -100,7 +100,7 @@ mod tests {
                     SweepStep::Copy(_) => idle_since = now,
                     SweepStep::Wait(wait) => now += wait,
                 }
-                prop_assert!(now - idle_since <= SweepThrottle::PATIENCE + Duration::from_millis(3));
+                prop_assert!(now - idle_since <= SweepThrottle::SWEEP_WAIT_MAX + Duration::from_millis(3));
             }
         }
     }

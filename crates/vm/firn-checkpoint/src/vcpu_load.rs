@@ -70,7 +70,7 @@ mod tests {
     }
 
     #[test]
-    fn who_computes_wants_a_processor() {
+    fn a_computing_thread_counts_as_load() {
         let myself = ThreadId(rustix::thread::gettid().as_raw_nonzero().get());
         let mut demand = VcpuLoad::from_threads(std::process::id() as i32, &[myself]);
         let started = Instant::now();
@@ -86,7 +86,7 @@ mod tests {
     }
 
     #[test]
-    fn threads_that_are_not_there_tell_nothing() {
+    fn missing_threads_give_no_load() {
         let mut demand = VcpuLoad::from_threads(std::process::id() as i32, &[ThreadId(i32::MAX)]);
         assert_eq!(
             (demand.load_since_last(Duration::ZERO), demand.load_since_last(Duration::MAX)),

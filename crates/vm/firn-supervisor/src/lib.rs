@@ -51,7 +51,7 @@ pub use client::{
 };
 pub use daemon::status::{UnattendedVm, VmStatus};
 pub use daemon::supervisor_process::{run_successor, run_supervisor};
-pub use devices::disk_layers::{RemovedImage, note_copy, remove_images, resolve_current_disks};
+pub use devices::disk_layers::{RemovedImage, record_copy, remove_images, resolve_current_disks};
 pub use devices::network::CardStatus;
 pub use firn_epochs::primary_end::PrimaryEnd;
 pub use firn_vmm::command_line::{CommandOverrides, GuestConsole};
@@ -74,7 +74,7 @@ pub use records::control_protocol::{
 pub use records::cpu::CpuFacts;
 pub use records::device_records::{DriveSnapshot, NetworkCard, ServedDisk, SnapshotFile};
 pub use records::failure::{Failure, FailureContext, FailureKind, image_failure};
-pub use records::journal::{Journal, JournalError, JournalNote, VmPhase};
+pub use records::journal::{Journal, JournalError, JournalResult, VmPhase};
 pub use records::meta::{FrozenDrive, HostMismatch, ImageMeta, QemuFacts};
 pub use records::monitor_address::MonitorAddress;
 pub use records::name::{NAME_BYTES_MAX, NetworkName, NetworkNameError, VmName, VmNameError};
@@ -83,6 +83,6 @@ pub use records::process_exit::ProcessExit;
 pub use recovery::force::stop_by_force;
 pub use recovery::guard::{run_guard, run_watcher};
 pub use recovery::suggested_command::{
-    SuggestedCommand, SupervisorState, VmRemnant, suggest_command, suggest_command_after,
+    SuggestedCommand, SupervisorState, VmState, suggest_command, suggest_command_after,
 };
 pub use recovery::vm_survey::{inspect_vm, list_statuses, restart_supervisors};

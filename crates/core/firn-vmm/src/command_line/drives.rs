@@ -133,9 +133,7 @@ fn replace_in(argument: &mut CommandArgument, drive: &DriveFile) -> Option<Strin
         properties.set_nested(&protocol, "file");
     }
     let node = match (argument.name(), key) {
-        ("blockdev", "filename") => {
-            properties.nested_text("node-name")
-        }
+        ("blockdev", "filename") => properties.nested_text("node-name"),
         (option, _) => {
             set_format(option, &mut properties, format_node(key), &drive.format);
             None

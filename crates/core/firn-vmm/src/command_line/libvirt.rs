@@ -99,7 +99,7 @@ mod tests {
     }
 
     #[test]
-    fn what_libvirt_controls_is_left_out() {
+    fn options_that_libvirt_controls_are_left_out() {
         let words = r#"/usr/bin/qemu -name guest=web,debug-threads=on -S
             -object {"qom-type":"secret","id":"masterKey0","format":"raw","file":"/run/key"}
             -chardev socket,id=charmonitor,fd=24,server=on,wait=off

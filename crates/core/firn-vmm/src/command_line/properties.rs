@@ -286,7 +286,7 @@ mod tests {
 
     proptest! {
         #[test]
-        fn text_comes_back(values in proptest::collection::vec("[a-z,=]{0,8}", 1..5)) {
+        fn parsed_text_is_printed_unchanged(values in proptest::collection::vec("[a-z,=]{0,8}", 1..5)) {
             let mut properties = OptionProperties::default();
             for (at, value) in values.iter().enumerate() {
                 properties.set(&format!("k{at}"), value);

@@ -101,7 +101,7 @@ impl<'a> DiskPolicy<'a> {
     }
 
     /// Whether the image only refers to the drives.
-    pub(crate) fn refers_only(&self) -> bool {
+    pub(crate) fn is_reference_only(&self) -> bool {
         self.how == Some(SaveDisks::Reference)
     }
 
@@ -197,7 +197,7 @@ impl<'a> DiskPolicy<'a> {
     ) -> Result<Option<(CopyExtent, CopyFile)>, Failure> {
         let Some((parent, copy)) = self.find_parent(drive, named) else { return Ok(None) };
         let Ok(below) = list_backing_files(&parent.file) else { return Ok(None) };
-        let is_long = below.len() + 1 >= COPIES_MAX || wastes_space(drive, &below);
+        let is_long = below.len() + 1 >= COPIES_MAX || has_excess_copies(drive, &below);
         if is_long || !is_unchanged(parent) {
             return Ok(None);
         }
@@ -252,7 +252,7 @@ fn drive_bytes(drive: &Drive) -> io::Result<u64> {
 
 /// Whether the copies below hold more contents that no image is made of than the drive has: then a
 /// full copy, after which they can be removed with the images on them, takes less space.
-fn wastes_space(drive: &Drive, below: &[(PathBuf, String)]) -> bool {
+fn has_excess_copies(drive: &Drive, below: &[(PathBuf, String)]) -> bool {
     let below: Vec<PathBuf> = below.iter().map(|(file, _)| file.clone()).collect();
     let drive_bytes = drive_bytes(drive).unwrap_or(u64::MAX);
     intermediate_copy_bytes(&below) > drive_bytes

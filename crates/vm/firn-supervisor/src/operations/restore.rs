@@ -21,8 +21,8 @@ use std::time::{Duration, Instant};
 use firn_image::{AuxBlock, Image};
 use firn_memory::{GuestMemory, PageFaults, Process, TraceMode, Tracee, process_memory};
 use firn_restore::{
-    OnError, OnFatal, PrefillThreads, PrefilledMemory, PresenceFile, RestoreError, RestoreMode,
-    RestoreOptions, RunCounts, RunningRestore,
+    OnFatal, PrefillThreads, PrefilledMemory, PresenceFile, ReadFailurePolicy, RestoreError,
+    RestoreMode, RestoreOptions, RunCounts, RunningRestore,
 };
 use firn_types::{PAGE_SIZE, RamRegion, ThreadId, VcpuId};
 use firn_vmm::command_line::{
@@ -64,7 +64,7 @@ pub(crate) struct RestoreChoices<'a> {
     pub(crate) image: &'a Path,
     pub(crate) mode: RestoreMode,
     /// What happens to the VM when its memory can't be read.
-    pub(crate) on_error: OnError,
+    pub(crate) on_error: ReadFailurePolicy,
     /// Continue when QEMU's version or a disk differs.
     pub(crate) force: bool,
     /// Count which prefetched pages the guest uses.
@@ -104,12 +104,12 @@ pub struct RestoreTimings {
 }
 
 /// A stopwatch with laps.
-struct LapTimer {
+struct PhaseTimer {
     since: Instant,
     lap: Instant,
 }
 
-impl LapTimer {
+impl PhaseTimer {
     fn take_lap(&mut self) -> f64 {
         let now = Instant::now();
         let lap = now - std::mem::replace(&mut self.lap, now);
@@ -128,7 +128,7 @@ pub(crate) fn restore_vm(
     since: Instant,
     report: &mut dyn FnMut(OperationProgress),
 ) -> Result<StartedVm, Failure> {
-    let mut watch = LapTimer { since, lap: Instant::now() };
+    let mut watch = PhaseTimer { since, lap: Instant::now() };
     let mut timings = RestoreTimings::default();
     let (image, meta) = open_image(wanted.image)?;
     refuse_unrestorable(&meta, wanted.force)?;
@@ -142,9 +142,9 @@ pub(crate) fn restore_vm(
     timings.image_open = watch.take_lap();
     refuse_mismatches(&mismatches, wanted.force)?;
     keep_output_blocked(place, meta.held)?;
-    let stays_paused = stays_paused(&meta, wanted);
+    let must_stay_paused = must_stay_paused(&meta, wanted);
     // A guest that does not run causes no page faults.
-    let learns = wanted.learn && !stays_paused;
+    let learns = wanted.learn && !must_stay_paused;
     let learning = LearnedBlocksFile::for_image(&image, wanted.mode).filter(|_| learns);
     let storage = place
         .vm
@@ -178,7 +178,7 @@ pub(crate) fn restore_vm(
     check_disk_kinds(&plan.disk_files(), &meta.qemu.directory)?;
     let (plan, notes) = avoid_used_endpoints(place, &meta, plan)?;
     let (child, args, early) = launch_qemu(place, &meta, &image, &options, &plan)?;
-    firn_fault::point("restore.spawned");
+    firn_fault::pass_point("restore.spawned");
     timings.spawn = watch.take_lap();
     let files = image.try_clone_files().map_err(|error| image_failure(&error))?;
     let lives = Arc::new(AtomicBool::new(false));
@@ -208,7 +208,7 @@ pub(crate) fn restore_vm(
 }
 
 /// Whether the VM is paused after the restore, as it was when it was saved.
-fn stays_paused(meta: &ImageMeta, wanted: &RestoreChoices<'_>) -> bool {
+fn must_stay_paused(meta: &ImageMeta, wanted: &RestoreChoices<'_>) -> bool {
     meta.paused.is_some() && !wanted.run
 }
 
@@ -271,7 +271,7 @@ impl RestoreRun<'_> {
         args: Vec<String>,
         early: Option<PrefillThreads>,
         mut mismatches: Vec<HostMismatch>,
-        (watch, timings): (&mut LapTimer, &mut RestoreTimings),
+        (watch, timings): (&mut PhaseTimer, &mut RestoreTimings),
         report: &mut dyn FnMut(OperationProgress),
     ) -> Result<(RestoreTask, serde_json::Value), Failure> {
         let Self { place, wanted, child, .. } = self;
@@ -307,7 +307,7 @@ impl RestoreRun<'_> {
         prefill_memory(&restore, report).map_err(why)?;
         timings.prefill = watch.take_lap();
         self.mark_started()?;
-        self.lives.store(wanted.on_error == OnError::Stop, Ordering::Release);
+        self.lives.store(wanted.on_error == ReadFailurePolicy::Stop, Ordering::Release);
         restore.guest_may_run();
         // An earlier failure still ends the VM: the guest has not run.
         restore.wait_timeout(Duration::ZERO).map_err(|error| why(restore_failure(&error)))?;
@@ -347,7 +347,7 @@ impl RestoreRun<'_> {
             Vec<HostMismatch>,
         ),
         reason: &Failure,
-        (watch, timings): (&mut LapTimer, &mut RestoreTimings),
+        (watch, timings): (&mut PhaseTimer, &mut RestoreTimings),
         report: &mut dyn FnMut(OperationProgress),
     ) -> Result<(RestoreTask, serde_json::Value), Failure> {
         tracing::warn!("an eager restore without userfaultfd: {reason}");
@@ -373,28 +373,28 @@ impl RestoreRun<'_> {
 
     /// Records that a successor is to keep the VM, from here on.
     fn mark_started(&self) -> Result<(), Failure> {
-        firn_fault::point("restore.device-state");
+        firn_fault::pass_point("restore.device-state");
         update_journal(self.place.journal, set_started)
     }
 
     fn start_vcpus(&self, vm: &mut QemuVm) -> Result<(), Failure> {
-        match stays_paused(&self.meta, self.wanted) {
+        match must_stay_paused(&self.meta, self.wanted) {
             true => Ok(()),
             false => vm.cont().while_doing("starting the vCPUs"),
         }
     }
 
-    fn record_start_time(&self, (watch, timings): (&mut LapTimer, &mut RestoreTimings)) {
+    fn record_start_time(&self, (watch, timings): (&mut PhaseTimer, &mut RestoreTimings)) {
         timings.cont = watch.take_lap();
         timings.total = to_milliseconds(watch.since.elapsed());
-        firn_fault::point("restore.resumed");
+        firn_fault::pass_point("restore.resumed");
     }
 
     fn restore_facts(&self, machine: &HypervisorRecord, notes: Vec<String>) -> serde_json::Value {
         let mut facts = vm_start::start_facts(machine, &notes);
         facts["mode"] = json!(self.wanted.mode);
         facts["image"] = json!(self.wanted.image);
-        let is_paused = stays_paused(&self.meta, self.wanted);
+        let is_paused = must_stay_paused(&self.meta, self.wanted);
         facts["paused"] = json!(self.meta.paused.as_ref().filter(|_| is_paused));
         facts
     }
@@ -411,7 +411,7 @@ impl RestoreRun<'_> {
             journal.machine = Some(machine.clone());
             journal.phase = self.restoring_phase();
         })?;
-        firn_fault::point("restore.journaled");
+        firn_fault::pass_point("restore.journaled");
         let memory = qemu::open_memory(machine.process.pid, &layout)?;
         Ok((machine, memory))
     }
@@ -422,7 +422,7 @@ impl RestoreRun<'_> {
             identity: self.image.identity(),
             mode: self.wanted.mode,
             started: false,
-            stays_paused: stays_paused(&self.meta, self.wanted),
+            must_stay_paused: must_stay_paused(&self.meta, self.wanted),
             on_error: self.wanted.on_error,
             paused_by_us: false,
         }
@@ -441,7 +441,7 @@ impl RestoreRun<'_> {
         let pages = memory.guest.region_map().total_pages();
         let presence = PresenceFile::create(&place.vm.presence_file(), pages)
             .while_doing("making the presence file")?;
-        firn_fault::point("restore.attached");
+        firn_fault::pass_point("restore.attached");
         let lives = Arc::clone(&self.lives);
         let on_fatal = fatal_error_handler(place.clone_journal(), child.process_handle()?, lives);
         let (image, guest) = (Arc::clone(&self.image), memory.guest);
@@ -612,7 +612,8 @@ fn attach_page_faults(
     vcpus: &[ThreadId],
 ) -> Result<PageFaults, Failure> {
     const ATTACHING: &str = "attaching to QEMU";
-    firn_fault::io("restore.userfaultfd").while_doing_as(FailureKind::Host, ATTACHING)?;
+    firn_fault::pass_io_point("restore.userfaultfd")
+        .while_doing_as(FailureKind::Host, ATTACHING)?;
     let mut tracee = Tracee::seize(process, vcpus).while_doing_as(FailureKind::Host, ATTACHING)?;
     PageFaults::create(&mut tracee, Arc::clone(memory), TraceMode::Restore)
         .while_doing_as(FailureKind::Host, ATTACHING)

@@ -355,7 +355,7 @@ impl QemuOperations {
         cancel: &AtomicBool,
         progress: &dyn Fn(OperationProgress),
     ) -> Result<serde_json::Value, Failure> {
-        firn_fault::point("save.asked");
+        firn_fault::pass_point("save.asked");
         let machine = self.hypervisor_record()?;
         refuse_served_disks(&machine)?;
         self.shorten_chains(&machine, cancel, progress)?;
@@ -382,7 +382,7 @@ impl QemuOperations {
         let scanned = self.usage.finish_scan();
         self.record_save_begin(request, then_stop, was_running, &mut vm, &layout)
             .map_err(explain)?;
-        firn_fault::point("save.journaled");
+        firn_fault::pass_point("save.journaled");
         let save =
             SaveRun { operations: self, request, then_stop, was_running, cancel, scanned, parent };
         let report = save.run_save(&mut vm, meta.clone(), &layout, memory, &mut cutting, progress);
@@ -575,7 +575,7 @@ impl SaveRun<'_> {
         let firn = env!("CARGO_PKG_VERSION").to_owned();
         let mut meta =
             ImageMeta { created: unix_seconds(), firn, disks, drives: Vec::new(), ..meta };
-        firn_fault::point("save.disks");
+        firn_fault::pass_point("save.disks");
         let journal = &self.operations.journal;
         cutting.prepare_files(vm, journal)?;
         let layers = cutting.find_layers()?;
@@ -701,14 +701,14 @@ fn save_failure(error: &SaveError) -> Failure {
     let kind = match error {
         SaveError::Cancelled => FailureKind::Interrupted,
         SaveError::Image(error) => image_failure(error).kind,
-        SaveError::Attach(_) => FailureKind::Host,
+        SaveError::StopThreads(_) => FailureKind::Host,
         SaveError::Discarded { .. } => FailureKind::Discarded,
         SaveError::Fault(PageFaultError::Private) => FailureKind::Refused,
         _ => FailureKind::Other,
     };
     let failure = Failure::from_error(kind, error);
     match error {
-        SaveError::Copies(_) => failure.with_hint(disk_snapshots::DISK_DIR_HINT),
+        SaveError::CopyDisks(_) => failure.with_hint(disk_snapshots::DISK_DIR_HINT),
         SaveError::Fault(PageFaultError::Private) => {
             failure.with_hint("`--strategy cow` saves it as it is")
         }

@@ -202,7 +202,7 @@ impl ImageMeta {
             let then = disk.identity?;
             match identify(disk) {
                 None => Some(HostMismatch::DiskMissing(disk.file.clone())),
-                Some(now) if same_content(now, then) => None,
+                Some(now) if has_same_content(now, then) => None,
                 Some(_) => Some(HostMismatch::DiskChanged(disk.file.clone())),
             }
         };
@@ -218,7 +218,7 @@ impl ImageMeta {
             let name = drive.file.display().to_string();
             match identify(drive) {
                 None => Some(HostMismatch::DiskMissing(name)),
-                Some(now) if same_content(now, drive.identity) => None,
+                Some(now) if has_same_content(now, drive.identity) => None,
                 Some(_) => Some(HostMismatch::DiskChanged(name)),
             }
         };
@@ -248,7 +248,7 @@ fn version_number(version: &str) -> &str {
     version.split_once(' ').map_or(version, |(number, _)| number)
 }
 
-fn same_content(now: FileIdentity, then: FileIdentity) -> bool {
+fn has_same_content(now: FileIdentity, then: FileIdentity) -> bool {
     (now.size, now.mtime_ns) == (then.size, then.mtime_ns)
 }
 
@@ -283,7 +283,7 @@ mod tests {
 
     /// A Firn that does not know blocked output must not restore such an image.
     #[test]
-    fn the_version_says_who_can_take_an_image_up() {
+    fn the_version_decides_which_firn_can_restore_an_image() {
         let drive = FrozenDrive {
             named: "d".into(),
             file: "/d".into(),

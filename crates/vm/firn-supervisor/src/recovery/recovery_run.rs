@@ -23,7 +23,7 @@ use crate::records::control_protocol::StopRequest;
 use crate::records::failure::{Failure, FailureContext, FailureKind};
 use crate::records::journal::{HypervisorRecord, Journal, JournalFile, VmPhase, unix_seconds};
 use crate::records::process_exit::ProcessExit;
-use crate::recovery::recovery_plan::{RecoveryAction, VmRemains, decide_recovery};
+use crate::recovery::recovery_plan::{RecoveryAction, SurvivingParts, decide_recovery};
 
 /// The VM that the successor continues to manage, if there is one.
 type RecoveredVm = Option<(Arc<JournalFile>, StartedVm)>;
@@ -39,8 +39,8 @@ pub(crate) fn take_over(
         let owned = QemuOwnership::take_again(&machine.process)?;
         owned.into_iter().for_each(|owned| hypervisor.keep_ownership(owned));
     }
-    let remains = VmRemains {
-        hypervisor_lives: hypervisor.is_some(),
+    let remains = SurvivingParts {
+        is_hypervisor_alive: hypervisor.is_some(),
         image_whole: journal.is_image_complete(),
     };
     let recovery = decide_recovery(&journal, remains);

@@ -187,7 +187,7 @@ fn a_stopped_vm_is_not_started_on_its_old_disks() {
 }
 
 #[test]
-fn images_go_with_what_only_they_need_and_layers_are_committed() {
+fn a_removed_image_frees_its_layers_and_others_are_merged() {
     let vm = Vm::new();
     let session = &vm.session;
     let bare = Bare::new(session, &session.path(""));

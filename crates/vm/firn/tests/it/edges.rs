@@ -461,7 +461,7 @@ fn strings_of_an_image_are_shown_and_not_obeyed() {
 }
 
 #[test]
-fn outputs_replace_files_and_links_and_what_links_point_to_stays() {
+fn an_output_replaces_a_link_and_not_its_target() {
     let session = plain_session();
     std::fs::write(session.path("old"), "old").unwrap();
     symlink("old", session.path("link")).unwrap();
