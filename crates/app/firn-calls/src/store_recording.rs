@@ -262,7 +262,7 @@ impl RecordedStores {
             self.epochs.seal.seal_message(MessageSender::Plugin, self.epochs.number, &report);
         let epoch = self.epochs.number as u32;
         self.epochs.number += 1;
-        Some(SealedReport { epoch, report: report })
+        Some(SealedReport { epoch, report })
     }
 
     /// Encodes the report of the epoch, and clears the recorded stores.

@@ -195,10 +195,10 @@ fn a_vm_of_proxmox_is_saved_and_restored() {
     qemu.end();
     for (image, number) in [("b.firn", 2), ("a.firn", 1)] {
         session.firn(&["restore", image, "--name", "web", "--wait"]).succeeds();
-        let test = session.path("test.qmp");
+        let monitor = PathBuf::from(session.status("web")["qmp"].as_str().unwrap());
         for disk in &qemu.disks {
             let read = format!("read -P {number} 1M 256k");
-            assert_eq!(qemu_io_on(&test, &format!("-d {disk}"), &read), "", "{image}, {disk}");
+            assert_eq!(qemu_io_on(&monitor, &format!("-d {disk}"), &read), "", "{image}, {disk}");
         }
         // A restored VM can be saved again: its disks are files of Firn's now, below the throttle.
         let again = format!("again-{image}");
@@ -213,8 +213,8 @@ fn save_and_detach(session: &Session, qemu: &ProxmoxVm, client: &StatusClient) {
     let of_vm = ["--pid", &pid, "--qmp", text(&monitor)];
     let checks = session.json(&[&["doctor"][..], &of_vm].concat());
     let row = |operation: &str| {
-        let rows = checks.as_array().unwrap().iter();
-        rows.cloned().find(|row| row["operation"] == operation).unwrap()
+        let mut rows = checks.as_array().unwrap().iter();
+        rows.find(|row| row["operation"] == operation).unwrap()
     };
     for operation in ["checkpoint", "checkpoint --parent IMAGE", "restore"] {
         assert_ne!(row(operation)["verdict"], "refused", "{checks}");

@@ -174,6 +174,7 @@ impl OwnLibvirt {
 /// Starts the daemon and reaps its QEMUs, which are orphans: libvirt waits until they are gone, and
 /// not every init process reaps at once.
 #[test]
+#[expect(clippy::zombie_processes, reason = "the loop waits for all children")]
 fn the_daemon_of_a_test_runs() {
     if std::env::var_os(REAPER).is_none() {
         return;
