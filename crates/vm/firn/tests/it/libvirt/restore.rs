@@ -45,9 +45,11 @@ impl SavedDomain {
         list.split_whitespace().last().unwrap().to_owned()
     }
 
+    /// The count of files of disks that a VM of this name has made, beside images and disks.
     fn overlays(&self, vm: &str) -> usize {
-        let disks = std::fs::read_dir(self.libvirt.dir.join("disks")).unwrap();
-        let names = disks.map(|file| file.unwrap().file_name().into_string().unwrap());
+        let dirs = [self.session.path(""), self.libvirt.dir.join("disks")];
+        let files = dirs.iter().flat_map(|dir| std::fs::read_dir(dir).unwrap());
+        let names = files.map(|file| file.unwrap().file_name().into_string().unwrap());
         names.filter(|name| name.contains(&format!(".{vm}-"))).count()
     }
 }
@@ -172,7 +174,7 @@ fn ends_as_any_domain(saved: &SavedDomain) {
     let disk = saved.disk("web", false);
     libvirt.virsh(&["snapshot-create-as", "web", "s", "--disk-only", "--no-metadata"]);
     assert_ne!(saved.disk("web", false), disk);
-    libvirt.virsh(&["blockcommit", "web", "vda", "--active", "--pivot", "--wait"]);
+    libvirt.virsh(&["blockcommit", "web", "vda", "--shallow", "--active", "--pivot", "--wait"]);
     assert_eq!(saved.disk("web", false), disk);
     libvirt.virsh(&["reset", "web"]);
     eventually("another start", PATIENCE, || libvirt.ask_guest("web").seed != seed);
