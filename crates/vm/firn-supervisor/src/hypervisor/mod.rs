@@ -7,5 +7,4 @@ pub(crate) mod libvirt;
 pub(crate) mod monitor;
 pub(crate) mod qemu;
 pub(crate) mod relocation;
-pub(crate) mod restored_domain;
 pub(crate) mod store_plugin;

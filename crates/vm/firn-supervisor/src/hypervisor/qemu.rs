@@ -204,7 +204,6 @@ pub(crate) fn describe_hypervisor(
         cpu,
         unrestorable: Vec::new(),
         domain_xml: None,
-        domain_definition: None,
     };
     Ok(HypervisorRecord {
         process: known.process,
