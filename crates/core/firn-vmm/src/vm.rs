@@ -480,4 +480,14 @@ impl QemuVm {
         let says_why = self.version.is_at_least(9, 1);
         device_state::load_state(&mut self.qmp, state, says_why)
     }
+
+    /// Loads device state into a QEMU that was started with `-S -incoming defer` alone, as libvirt
+    /// starts it: such a QEMU expects the name of its machine type first.
+    pub fn load_device_state_of(
+        &mut self,
+        machine: &str,
+        state: &[u8],
+    ) -> Result<(), DeviceStateError> {
+        self.load_device_state(&device_state::with_configuration(state, machine))
+    }
 }

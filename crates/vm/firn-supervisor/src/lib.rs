@@ -57,7 +57,7 @@ pub use firn_epochs::primary_end::PrimaryEnd;
 pub use firn_vmm::command_line::{CommandOverrides, GuestConsole};
 pub use hypervisor::consoles::find_vm_consoles;
 pub use hypervisor::host_check::{HostCheck, check_host};
-pub use hypervisor::libvirt::find_libvirt_vm;
+pub use hypervisor::libvirt::{find_libvirt_vm, restore_target};
 pub use operations::process_check::check_process;
 pub use operations::protection::ProtectionStatus;
 pub use operations::restore::RestoreTimings;
@@ -80,6 +80,7 @@ pub use records::monitor_address::MonitorAddress;
 pub use records::name::{NAME_BYTES_MAX, NetworkName, NetworkNameError, VmName, VmNameError};
 pub use records::percentiles::Percentiles;
 pub use records::process_exit::ProcessExit;
+pub use records::restored_domain::{LibvirtTarget, RestoredDomain};
 pub use recovery::force::stop_by_force;
 pub use recovery::guard::{run_guard, run_watcher};
 pub use recovery::suggested_command::{

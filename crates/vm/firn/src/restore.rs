@@ -8,8 +8,8 @@ use clap::builder::TypedValueParser as _;
 use firn_report::ReportedRun;
 use firn_restore::{ReadFailurePolicy, RestoreMode};
 use firn_supervisor::{
-    Failure, FailureKind, ImageMeta, RestoreDisks, RuntimeDir, SupervisorPlan, SupervisorRequest,
-    VmName, absolute_path, send_request, start_supervisor,
+    Failure, FailureKind, ImageMeta, LibvirtTarget, RestoreDisks, RuntimeDir, SupervisorPlan,
+    SupervisorRequest, VmName, absolute_path, restore_target, send_request, start_supervisor,
 };
 use firn_types::make_printable;
 
@@ -72,10 +72,15 @@ const OUTAGES: &[Choice] = &[
 /// shows that. A used `hostfwd` port is an error: --netdev sets other ports. Firn starts only these
 /// programs: a QEMU of the system, one that /etc/firn/qemu.allow lists, and the one that --qemu
 /// names.
+///
+/// --libvirt gives an image of a domain of libvirt back to libvirt: libvirt starts QEMU from the XML
+/// in the image, and manages the domain like any other; Firn is attached to it. The domain has the
+/// name of the one that was saved, which must not run meanwhile, or the name that --name gives.
 #[derive(Debug, ClapArgs)]
 #[command(after_long_help = r"Examples:
   firn restore web.firn
   firn restore web.firn --name web2 --mode eager --json
+  firn restore web.firn --libvirt
   firn restore web.firn --name web2 --set vnc=:5 \
     --netdev net0=user,hostfwd=tcp::2223-:22")]
 pub struct RestoreArgs {
@@ -103,6 +108,14 @@ pub struct RestoreArgs {
     calls: CallsArgs,
     #[command(flatten)]
     overrides: OverrideArgs,
+    /// Have libvirt start the VM, as the domain that was saved, or as a domain with another name:
+    /// --name. Its XML decides about QEMU's command line.
+    #[arg(long, conflicts_with_all = ["qemu", "set", "netdev", "qemu_arg", "calls"])]
+    libvirt: bool,
+    /// The libvirt of this host that gets the domain. By default that of LIBVIRT_DEFAULT_URI, or
+    /// qemu:///system for root, or qemu:///session.
+    #[arg(long, value_name = "URI", requires = "libvirt")]
+    connect: Option<String>,
     /// Return only when all memory is loaded.
     #[arg(long)]
     wait: bool,
@@ -157,6 +170,7 @@ impl RestoreArgs {
             calls: self.calls.policy_path()?,
             stores: self.calls.plugin_path()?,
             overrides: self.overrides.to_overrides()?,
+            libvirt: self.find_libvirt()?,
         };
         let mut facts = {
             let mut bar = TerminalBar::new();
@@ -173,6 +187,17 @@ impl RestoreArgs {
             facts["run"] = serde_json::to_value(run.compute_facts()).unwrap_or_default();
         }
         Ok(facts)
+    }
+}
+
+impl RestoreArgs {
+    /// The libvirt that gets the VM, if one does.
+    fn find_libvirt(&self) -> Result<Option<LibvirtTarget>, Failure> {
+        let name = self.name.as_ref().map(ToString::to_string);
+        match self.libvirt {
+            true => restore_target(name, self.connect.as_deref()).map(Some),
+            false => Ok(None),
+        }
     }
 }
 
@@ -211,6 +236,14 @@ fn read_name(image: &Path) -> Result<VmName, Failure> {
     })
 }
 
+/// How a user starts a VM that is paused after its restore.
+fn describe_continuation(facts: &serde_json::Value) -> String {
+    match (facts["domain"].as_str(), facts["qmp"].as_str()) {
+        (Some(domain), _) => format!("`virsh resume {}`", make_printable(domain)),
+        (None, qmp) => format!("`cont` on its monitor {}", make_printable(qmp.unwrap_or("?"))),
+    }
+}
+
 fn describe_restore(facts: &serde_json::Value) -> String {
     if let Some(news) = recovery_notice(facts) {
         return news;
@@ -226,11 +259,10 @@ fn describe_restore(facts: &serde_json::Value) -> String {
     let total = facts["timings_ms"]["total"].as_f64().unwrap_or(0.0);
     match facts["paused"].as_str() {
         Some(state) => {
-            let (total, qmp) = (units::format_ms(total), facts["qmp"].as_str().unwrap_or("?"));
-            let qmp = make_printable(qmp);
+            let (total, start) = (units::format_ms(total), describe_continuation(facts));
             let _ = writeln!(
                 text,
-                "paused after {total}, as it was saved ({state}): `cont` on its monitor {qmp} starts it, or `firn restore --run`"
+                "paused after {total}, as it was saved ({state}): {start} starts it, or `firn restore --run`"
             );
         }
         None => {

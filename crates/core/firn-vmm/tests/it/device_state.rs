@@ -46,6 +46,23 @@ fn a_saved_vm_continues_in_another_qemu() {
     assert!(vm.status().unwrap().running);
 }
 
+/// libvirt starts QEMU without `send-configuration=off`.
+#[test]
+fn a_qemu_that_expects_a_machine_type_gets_it_and_refuses_another() {
+    need_qemu!();
+    let file = inherited_memfd(256 * MIB);
+    let (qemu, mut vm, state) = stopped(&file);
+    let machine = vm.machine_type().unwrap();
+    drop((vm, qemu));
+    let load = |machine: &str| {
+        let second = Qemu::start(&args(&file, "-serial null -S -incoming defer"));
+        let mut vm = second.vm();
+        vm.load_device_state_of(machine, &state).map(|()| vm.status().unwrap().status)
+    };
+    assert_eq!(load(&machine).unwrap(), "paused");
+    load("pc-i440fx-2.1").unwrap_err();
+}
+
 #[test]
 fn saves_can_be_repeated_and_leave_the_vm_as_it_was() {
     need_qemu!();

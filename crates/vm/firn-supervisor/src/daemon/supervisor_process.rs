@@ -159,6 +159,7 @@ impl NewSupervisor {
                 disks,
                 disk_dir,
                 overrides,
+                libvirt,
                 ..
             } => {
                 let (mode, force, account_use, learn) = (*mode, *force, *account_use, *learn);
@@ -177,6 +178,7 @@ impl NewSupervisor {
                     disk_dir,
                     calls,
                     overrides,
+                    libvirt: libvirt.as_ref(),
                 };
                 restore::restore_vm(&place, &choices, since, &mut report)
             }

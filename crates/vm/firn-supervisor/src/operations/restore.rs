@@ -25,10 +25,10 @@ use firn_restore::{
     RestoreMode, RestoreOptions, RunCounts, RunningRestore,
 };
 use firn_types::{PAGE_SIZE, RamRegion, ThreadId, VcpuId};
+use firn_vmm::QemuVm;
 use firn_vmm::command_line::{
     self, CommandOverrides, CommandPlan, EndpointRelocation, HostEndpoint, RamPlan,
 };
-use firn_vmm::{MemoryLayout, QemuVm};
 use serde::{Deserialize, Serialize};
 use serde_json::json;
 
@@ -37,8 +37,10 @@ use crate::devices::disk_layers::LockedLayers;
 use crate::devices::disk_snapshots::RestoredDisks;
 use crate::devices::network::{CardSockets, OUTPUT_BLOCKED};
 use crate::hypervisor::qemu::{self, KnownHypervisor, VmMemory};
+use crate::hypervisor::restored_domain;
 use crate::operations::auxiliary;
 use crate::operations::calls;
+use crate::operations::domain_restore::{self, CreatedDomain};
 use crate::operations::learned_blocks::LearnedBlocksFile;
 use crate::operations::outage::OutagePauser;
 use crate::operations::restore_task::RestoreTask;
@@ -52,6 +54,7 @@ use crate::records::control_protocol::{OperationProgress, RestoreDisks};
 use crate::records::failure::{self, Failure, FailureContext, FailureKind, image_failure};
 use crate::records::journal::{HypervisorRecord, Journal, JournalFile, VmPhase};
 use crate::records::meta::{self, HostMismatch, ImageMeta};
+use crate::records::restored_domain::LibvirtTarget;
 
 /// What a failure to restore memory was doing.
 pub(crate) const RESTORING: &str = "restoring memory";
@@ -80,6 +83,8 @@ pub(crate) struct RestoreChoices<'a> {
     pub(crate) calls: Option<&'a Path>,
     /// Changes to the command line that the image holds.
     pub(crate) overrides: &'a CommandOverrides,
+    /// The libvirt that starts QEMU, as a domain.
+    pub(crate) libvirt: Option<&'a LibvirtTarget>,
 }
 
 /// The duration of each step of a restore, in milliseconds.
@@ -133,7 +138,6 @@ pub(crate) fn restore_vm(
     let (image, meta) = open_image(wanted.image)?;
     refuse_unrestorable(&meta, wanted.force)?;
     let meta = meta.with_overrides(wanted.overrides)?;
-    let program = choose_program(&meta, wanted.overrides)?;
     let held = LockedLayers::lock(&meta)?;
     let meta = held.resolve_disks(meta);
     wanted.calls.map(|policy| check_calls(&meta, policy)).transpose()?;
@@ -172,12 +176,10 @@ pub(crate) fn restore_vm(
         place.journal,
         held,
     )?;
-    let plan = command_line::plan_command(&meta.qemu.user_args)
-        .and_then(|plan| plan.with_program(&program).with_drives(own.files()))
-        .map_err(failure::command_line_failure)?;
-    check_disk_kinds(&plan.disk_files(), &meta.qemu.directory)?;
-    let (plan, notes) = avoid_used_endpoints(place, &meta, plan)?;
-    let (child, args, early) = launch_qemu(place, &meta, &image, &options, &plan)?;
+    let StartedQemu { child, args, early, notes } = match wanted.libvirt {
+        Some(target) => create_domain(place, wanted, &meta, target, &own)?,
+        None => start_qemu(place, wanted, (&meta, &image), &options, &own)?,
+    };
     firn_fault::pass_point("restore.spawned");
     timings.spawn = watch.take_lap();
     let files = image.try_clone_files().map_err(|error| image_failure(&error))?;
@@ -205,6 +207,49 @@ pub(crate) fn restore_vm(
     let (standby, network, served) = (None, None, None);
     let guards = Vec::new();
     Ok(StartedVm { hypervisor, restoring, standby, network, served, facts, guards, files })
+}
+
+/// A QEMU that waits for the state of the VM.
+struct StartedQemu {
+    child: HypervisorChild,
+    args: Vec<String>,
+    /// The threads that fill its memory already.
+    early: Option<PrefillThreads>,
+    /// The changes to the command line.
+    notes: Vec<String>,
+}
+
+/// Starts QEMU with the command line of the image, and begins to fill its memory.
+fn start_qemu(
+    place: &StartContext<'_>,
+    wanted: &RestoreChoices<'_>,
+    (meta, image): (&ImageMeta, &Arc<Image>),
+    options: &RestoreOptions,
+    own: &RestoredDisks,
+) -> Result<StartedQemu, Failure> {
+    let program = choose_program(meta, wanted.overrides)?;
+    let plan = command_line::plan_command(&meta.qemu.user_args)
+        .and_then(|plan| plan.with_program(&program).with_drives(own.files()))
+        .map_err(failure::command_line_failure)?;
+    check_disk_kinds(&plan.disk_files(), &meta.qemu.directory)?;
+    let (plan, notes) = avoid_used_endpoints(place, meta, plan)?;
+    let (child, args, early) = launch_qemu(place, meta, image, options, &plan)?;
+    Ok(StartedQemu { child, args, early, notes })
+}
+
+/// Has libvirt start QEMU, as a domain.
+fn create_domain(
+    place: &StartContext<'_>,
+    wanted: &RestoreChoices<'_>,
+    meta: &ImageMeta,
+    target: &LibvirtTarget,
+    own: &RestoredDisks,
+) -> Result<StartedQemu, Failure> {
+    let (files, moved) = (own.files(), &wanted.overrides.disks);
+    let created = domain_restore::create_domain(place.journal, meta, target, files, moved)?;
+    let CreatedDomain { domain, identity, handle, args, notes } = created;
+    let child = HypervisorChild::of_domain(identity, Arc::new(handle), domain);
+    Ok(StartedQemu { child, args, early: None, notes })
 }
 
 /// Whether the VM is paused after the restore, as it was when it was saved.
@@ -314,7 +359,8 @@ impl RestoreRun<'_> {
         self.start_vcpus(&mut vm).map_err(why)?;
         restore.record_resume();
         self.record_start_time((watch, timings));
-        let notes = [self.notes.clone(), mismatch_warnings(&mismatches)].concat();
+        let mut notes = [self.notes.clone(), mismatch_warnings(&mismatches)].concat();
+        notes.extend(domain_restore::finish_domain(place.journal)?);
         let facts = self.restore_facts(&machine, notes);
         let (hypervisor, journal) = (Arc::clone(child.process_handle()?), place.clone_journal());
         let (vcpus, run_record) = (machine.vcpus, place.vm.run_record());
@@ -360,6 +406,7 @@ impl RestoreRun<'_> {
         self.start_vcpus(vm)?;
         self.record_start_time((watch, timings));
         let mut notes = mismatch_warnings(&mismatches);
+        notes.extend(domain_restore::finish_domain(self.place.journal)?);
         notes.push(format!(
             "without userfaultfd ({reason}): memory was restored before the VM started"
         ));
@@ -380,7 +427,10 @@ impl RestoreRun<'_> {
     fn start_vcpus(&self, vm: &mut QemuVm) -> Result<(), Failure> {
         match must_stay_paused(&self.meta, self.wanted) {
             true => Ok(()),
-            false => vm.cont().while_doing("starting the vCPUs"),
+            false => match &self.child.domain {
+                Some(domain) => restored_domain::resume_domain(&domain.address),
+                None => vm.cont().while_doing("starting the vCPUs"),
+            },
         }
     }
 
@@ -394,6 +444,7 @@ impl RestoreRun<'_> {
         let mut facts = vm_start::start_facts(machine, &notes);
         facts["mode"] = json!(self.wanted.mode);
         facts["image"] = json!(self.wanted.image);
+        facts["domain"] = json!(self.child.domain.as_ref().map(|it| &it.address.domain));
         let is_paused = must_stay_paused(&self.meta, self.wanted);
         facts["paused"] = json!(self.meta.paused.as_ref().filter(|_| is_paused));
         facts
@@ -405,8 +456,13 @@ impl RestoreRun<'_> {
         args: Vec<String>,
         vm: &mut QemuVm,
     ) -> Result<(HypervisorRecord, VmMemory), Failure> {
-        let layout = vm.layout().while_doing("finding the guest's memory")?;
-        let machine = describe_hypervisor(self.place, &self.meta, self.child, args, vm, &layout)?;
+        let known = known_hypervisor(self.place, &self.meta, self.child, args);
+        let layout = match self.child.domain {
+            Some(_) => qemu::find_layout(vm, &known.user_args)?,
+            None => vm.layout().while_doing("finding the guest's memory")?,
+        };
+        let name = self.place.vm.name().as_str();
+        let machine = qemu::describe_hypervisor(vm, known, &layout, name)?;
         update_journal(self.place.journal, |journal| {
             journal.machine = Some(machine.clone());
             journal.phase = self.restoring_phase();
@@ -452,7 +508,12 @@ impl RestoreRun<'_> {
     }
 
     fn load_devices(&self, vm: &mut QemuVm, process: &Process) -> Result<(), Failure> {
-        vm.load_device_state(self.image.device_state())
+        let state = self.image.device_state();
+        let loaded = match self.child.domain {
+            Some(_) => vm.load_device_state_of(&self.meta.machine, state),
+            None => vm.load_device_state(state),
+        };
+        loaded
             .while_doing("loading the VM's devices")
             .map_err(|failure| vm_start::with_output(failure, self.place.vm))?;
         auxiliary::write_image_aux(vm, process, &self.image)
@@ -579,27 +640,32 @@ fn start_prefill(
     Some(PrefillThreads::start_fill(Arc::clone(image), options, files))
 }
 
-fn describe_hypervisor(
+/// What is known of a QEMU that was started with `args`. A domain belongs to libvirt: its command
+/// line for another restore is its own without what libvirt adds.
+fn known_hypervisor(
     place: &StartContext<'_>,
     meta: &ImageMeta,
     child: &HypervisorChild,
     args: Vec<String>,
-    vm: &mut QemuVm,
-    layout: &MemoryLayout,
-) -> Result<HypervisorRecord, Failure> {
-    let known = KnownHypervisor {
+) -> KnownHypervisor {
+    let qmp = child.monitor_address(place.vm);
+    let is_launched = child.domain.is_none();
+    let user_args = match is_launched {
+        true => meta.qemu.user_args.clone(),
+        false => qemu::restorable_command(&qmp, &args).args,
+    };
+    KnownHypervisor {
         process: child.identity.clone(),
-        qmp: place.vm.qmp_socket().into(),
-        launched: true,
-        user_args: meta.qemu.user_args.clone(),
+        qmp,
+        launched: is_launched,
+        user_args,
         args,
         directory: meta.qemu.directory.clone(),
-        drives: meta.drives.clone(),
+        drives: if is_launched { meta.drives.clone() } else { Vec::new() },
         cards: child.cards.clone(),
         // No image has served disks.
         served: Vec::new(),
-    };
-    qemu::describe_hypervisor(vm, known, layout, place.vm.name().as_str())
+    }
 }
 
 pub(crate) fn numbered_vcpus(machine: &HypervisorRecord) -> Vec<(ThreadId, VcpuId)> {

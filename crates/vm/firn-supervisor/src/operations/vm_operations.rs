@@ -370,8 +370,8 @@ impl QemuOperations {
         let parent = request.choices.parent.as_ref().map(open).transpose()?;
         let held = self.journal.current_journal().shut || self.network.is_output_blocked();
         let meta = machine.meta.clone().with_output_blocked(held).with_paused_state(paused);
-        let domain_xml = libvirt::read_domain_xml(&machine.qmp).map_err(explain)?;
-        let meta = meta.with_obstacles(unrestorable).with_domain_xml(domain_xml);
+        let (domain_xml, definition) = libvirt::read_domain_xml(&machine.qmp).map_err(explain)?;
+        let meta = meta.with_obstacles(unrestorable).with_domain_xml(domain_xml, definition);
         let machine = HypervisorRecord { meta, ..machine };
         let meta = machine.meta.clone();
         let policy =

@@ -32,6 +32,7 @@ use thiserror::Error;
 
 use crate::records::failure::{Failure, FailureKind};
 use crate::records::monitor_address::MonitorAddress;
+use crate::records::restored_domain::LibvirtTarget;
 
 /// The version of the messages. It goes up when an old reader would misunderstand a new message.
 pub const VERSION: u32 = 1;
@@ -324,6 +325,9 @@ pub enum SupervisorPlan {
         /// Changes to the command line that the image holds.
         #[serde(default)]
         overrides: CommandOverrides,
+        /// The libvirt that starts the hypervisor, as a domain.
+        #[serde(default)]
+        libvirt: Option<LibvirtTarget>,
         /// As with `Run`.
         #[serde(default)]
         access_bits: Option<u64>,

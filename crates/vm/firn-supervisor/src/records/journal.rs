@@ -41,6 +41,7 @@ use crate::records::meta::ImageMeta;
 use crate::records::monitor_address::MonitorAddress;
 use crate::records::name::VmName;
 use crate::records::process_exit::ProcessExit;
+use crate::records::restored_domain::RestoredDomain;
 
 /// The version of the journal: a journal of another Firn is not interpreted.
 pub const VERSION: u32 = 2;
@@ -116,6 +117,10 @@ pub struct Journal {
     /// needed.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub protection_end: Option<PrimaryEnd>,
+    /// The domain of libvirt that a restore creates, until the restore is complete as far as libvirt
+    /// is concerned.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub domain: Option<RestoredDomain>,
     /// Its hypervisor did not answer the last query.
     #[serde(default, skip_serializing_if = "std::ops::Not::not")]
     pub hung: bool,
@@ -324,6 +329,7 @@ impl Journal {
             shut: false,
             lease: None,
             protection_end: None,
+            domain: None,
             hung: false,
         }
     }

@@ -73,6 +73,10 @@ pub struct ImageMeta {
     /// libvirt's XML of the running domain, without passwords, if the VM belonged to libvirt.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub domain_xml: Option<String>,
+    /// libvirt's definition of the domain, from which its next start would have been, without
+    /// passwords; `None` if the domain was not persistent.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub domain_definition: Option<String>,
 }
 
 /// A drive at the cut.
@@ -171,9 +175,13 @@ impl ImageMeta {
         Self { unrestorable, ..self }.with_version()
     }
 
-    /// Sets libvirt's description.
-    pub(crate) fn with_domain_xml(self, domain_xml: Option<String>) -> Self {
-        Self { domain_xml, ..self }
+    /// Sets libvirt's description of the running domain, and its definition.
+    pub(crate) fn with_domain_xml(
+        self,
+        domain_xml: Option<String>,
+        domain_definition: Option<String>,
+    ) -> Self {
+        Self { domain_xml, domain_definition, ..self }
     }
 
     /// Sets the oldest version that can express the contents.
