@@ -458,7 +458,11 @@ impl RestoreRun<'_> {
     ) -> Result<(HypervisorRecord, VmMemory), Failure> {
         let known = known_hypervisor(self.place, &self.meta, self.child, args);
         let layout = match self.child.domain {
-            Some(_) => qemu::find_layout(vm, &known.user_args)?,
+            Some(_) => {
+                let layout = qemu::find_layout(vm, &known.user_args)?;
+                domain_restore::check_firmware(&layout.aux, &self.image)?;
+                layout
+            }
             None => vm.layout().while_doing("finding the guest's memory")?,
         };
         let name = self.place.vm.name().as_str();

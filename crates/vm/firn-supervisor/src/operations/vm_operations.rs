@@ -533,6 +533,11 @@ fn prepare_save(
     let (was_running, paused) = (state.running, inspection::paused_state(&state));
     let unrestorable = inspection::check_restorable(&mut vm, machine, accepted)?;
     let layout = inspection::mapped_layout(&mut vm, machine, was_running, cancel)?;
+    let layout = match machine.qmp.domain() {
+        // The QEMU of a restored domain waits for a migration.
+        Some(_) => layout.with_firmware_saved(),
+        None => layout,
+    };
     let memory = qemu::open_memory(machine.process.pid, &layout)?;
     Ok(PreparedSave { vm, was_running, paused, unrestorable, layout, memory })
 }
