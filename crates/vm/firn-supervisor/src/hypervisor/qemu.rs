@@ -39,6 +39,9 @@ const HUNG_WAIT: Duration = Duration::from_millis(200);
 /// The maximum time that QEMU may take to end after `quit`: it flushes its disks.
 const QUIT_WAIT: Duration = Duration::from_secs(20);
 
+/// The largest option file of QEMU that is read. Known ones have a few KiB.
+const OPTION_FILE_BYTES_MAX: u64 = 1 << 20;
+
 /// The interval between attempts to connect to a monitor that does not exist yet.
 const RETRY_INTERVAL: Duration = Duration::from_millis(1);
 
@@ -306,12 +309,34 @@ pub(crate) fn is_answering(machine: &HypervisorRecord) -> bool {
     connect_within(machine, HUNG_WAIT).is_ok()
 }
 
-/// The command line that a restore starts from of a VM that was started by `args` without Firn.
-pub(crate) fn restorable_command(monitor: &MonitorAddress, args: &[String]) -> PlainCommand {
+/// The command line that a restore starts from, of a VM that was started by `args` without Firn as
+/// process `pid`. An option file that cannot be read stays, with a note: such a VM cannot be saved.
+pub(crate) fn restorable_command(
+    monitor: &MonitorAddress,
+    pid: i32,
+    args: &[String],
+) -> PlainCommand {
+    let seen_by_qemu = |file: &str| match Path::new(file).strip_prefix("/") {
+        Ok(inner) => PathBuf::from(format!("/proc/{pid}/root")).join(inner),
+        Err(_) => PathBuf::from(format!("/proc/{pid}/cwd")).join(file),
+    };
+    let read = |file: &str| read_option_file(&seen_by_qemu(file));
+    let (args, notes) = match command_line::expand_option_files(args, read) {
+        Ok(args) => (args, Vec::new()),
+        Err(error) => (args.to_vec(), vec![format!("the VM can't be saved: {error}")]),
+    };
     match monitor {
-        MonitorAddress::Socket(_) => PlainCommand { args: args.to_vec(), notes: Vec::new() },
-        MonitorAddress::Domain(_) => command_line::without_libvirt(args),
+        MonitorAddress::Socket(_) => PlainCommand { args, notes },
+        MonitorAddress::Domain(_) => {
+            let plain = command_line::without_libvirt(&args);
+            PlainCommand { notes: [notes, plain.notes].concat(), ..plain }
+        }
     }
+}
+
+/// Reads an option file (`-readconfig`).
+pub(crate) fn read_option_file(path: &Path) -> io::Result<String> {
+    firn_files::read_text(path, OPTION_FILE_BYTES_MAX)
 }
 
 /// The command line and working directory of a process, with which a VM was started that Firn

@@ -19,7 +19,7 @@ pub fn check_process(pid: i32, qmp: &MonitorAddress) -> Result<Vec<OperationChec
     let process = ProcessIdentity::from_pid(pid).map_err(no_process)?;
     let mut vm = monitor::connect_checked(pid, qmp, qemu::ANSWER_WAIT)?;
     let (args, directory) = qemu::command_line(pid).while_doing("reading QEMU's command line")?;
-    let user_args = qemu::restorable_command(qmp, &args).args;
+    let user_args = qemu::restorable_command(qmp, pid, &args).args;
     let layout = qemu::find_layout(&mut vm, &user_args)?;
     let name = VmName::new("unnamed").while_doing("naming the VM")?;
     let known = KnownHypervisor {

@@ -656,7 +656,7 @@ fn known_hypervisor(
     let is_launched = child.domain.is_none();
     let user_args = match is_launched {
         true => meta.qemu.user_args.clone(),
-        false => qemu::restorable_command(&qmp, &args).args,
+        false => qemu::restorable_command(&qmp, child.identity.pid, &args).args,
     };
     KnownHypervisor {
         process: child.identity.clone(),

@@ -166,8 +166,12 @@ pub(crate) fn run_vm(
     old_disk: bool,
 ) -> Result<StartedVm, Failure> {
     calls.map(calls::read_policy).transpose()?;
-    let args = match calls {
-        Some(_) => &command_line::with_calls(args)[..],
+    let args = command_line::expand_option_files(args, |file| {
+        qemu::read_option_file(&place.directory.join(file))
+    });
+    let args = args.map_err(command_line_failure)?;
+    let args = &match calls {
+        Some(_) => command_line::with_calls(&args),
         None => args,
     };
     let plan = command_line::plan_command(args).map_err(command_line_failure)?;
@@ -258,7 +262,7 @@ pub(crate) fn attach_vm(
     let notes =
         disk_layers::check_old_disks(&drives.iter().map(wanted).collect::<Vec<_>>(), old_disk)?;
     let (args, directory) = qemu::command_line(pid).while_doing("reading QEMU's command line")?;
-    let plain = qemu::restorable_command(qmp, &args);
+    let plain = qemu::restorable_command(qmp, pid, &args);
     let user_args = before.map_or(plain.args, |it| it.meta.qemu.user_args.clone());
     let layout = qemu::find_layout(&mut vm, &user_args)?;
     qemu::open_memory(pid, &layout)?;
