@@ -26,6 +26,7 @@ mod pauses;
 mod peers_restore;
 mod peers_ttr;
 mod synthetic;
+mod vm_matrix;
 mod vpc_consistency;
 mod vpc_downtime;
 mod vpc_overhead;
@@ -140,6 +141,11 @@ pub const ALL: &[Experiment] = &[
         name: "peers-ttr",
         about: "time to responsiveness seen by a client: Firn's modes and QEMU itself, on four disks",
         run: peers_ttr::run,
+    },
+    Experiment {
+        name: "vm-matrix",
+        about: "checkpoints, restores and protection of many kinds of VMs, checked by their guests",
+        run: vm_matrix::run,
     },
     Experiment {
         name: "vpc-consistency",
