@@ -66,7 +66,7 @@ const ROOM: usize = 48;
 #[derive(Clone, Debug)]
 pub(crate) struct PlannedWrite {
     pub(crate) area: prop::sample::Index,
-    pub(crate) place: u32,
+    pub(crate) offset: u32,
     pub(crate) len: u16,
     pub(crate) way: StoreKind,
     pub(crate) value: u64,
@@ -108,9 +108,9 @@ fn step_strategy() -> impl Strategy<Value = ProgramStep> {
         prop::sample::select(&STORE_KINDS[..]),
         any::<u64>(),
     )
-        .prop_map(|(area, place, len, way, value)| PlannedWrite {
+        .prop_map(|(area, offset, len, way, value)| PlannedWrite {
             area,
-            place,
+            offset,
             len,
             way,
             value,
@@ -136,12 +136,12 @@ pub(crate) unsafe fn perform_write(write: &PlannedWrite, start: *mut u8, len: us
     }
     let fits = len >= 2 * ROOM;
     let way = if fits { write.way } else { StoreKind::Byte };
-    let place = write.place as usize % (if fits { len - ROOM } else { len });
-    let room = (len - place).min(usize::from(write.len));
+    let offset = write.offset as usize % (if fits { len - ROOM } else { len });
+    let room = (len - offset).min(usize::from(write.len));
     // Equal memory lies at other addresses: alignment is by offset, and checked where it matters.
     // SAFETY: `place` and the bytes written behind it lie in the `len` bytes that the caller
     // guarantees: at most `room` for the copying kinds, `ROOM` otherwise.
-    unsafe { store_bytes(way, start.add(place), room, write.value) }
+    unsafe { store_bytes(way, start.add(offset), room, write.value) }
 }
 
 fn align_up(at: *mut u8, to: usize) -> *mut u8 {
