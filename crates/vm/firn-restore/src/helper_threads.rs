@@ -171,8 +171,8 @@ impl<'a> ReaderThread<'a> {
                 if is_sparse { UnitSource::PageCache } else { self.shared.unit_source(bytes) };
             stir = stir.merge_with(inner.server.record_arrival(now, unit, source, why));
         }
-        let place = self.shared.storage.extent_of(&read.units);
-        inner.recorder.record_read(began, now, place, read.why);
+        let extent = self.shared.storage.extent_of(&read.units);
+        inner.recorder.record_read(began, now, extent, read.why);
         if from_storage || (is_read && now.saturating_sub(began) >= STORAGE_READ_MIN) {
             inner.server.record_storage_access();
         }

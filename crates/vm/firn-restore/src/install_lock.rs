@@ -1,79 +1,84 @@
-//! Install gate: keeps reads of events apart from installs of pages.
+//! Install lock: keeps reads of events apart from installs of pages.
 //!
 //! When the guest gives a page back, the kernel blocks the thread that does so until the event is
-//! *read*, and resumes it at once then: the page disappears. A worker that decided to install the
-//! page before, and does so after, would restore its old contents, where there must be zeros. So a
-//! worker decides and installs inside the gate, and the handler reads with the gate closed:
+//! *read*. The moment the event is read, the kernel resumes the thread, and the page disappears. A
+//! worker may have decided before that moment to install the page. If it installed the page after
+//! it, the page would have its old contents again, where there must be zeros. So workers share the
+//! lock while they decide and install, and the handler reads events with the lock for itself:
 //!
 //! ```text
-//!   worker    enter [ still missing? -> UFFDIO_COPY ] leave
-//!   handler                                                close [ read -> settle what was given back ] open
+//!   worker    lock_shared [ still missing? -> UFFDIO_COPY ] unlock
+//!   handler                                                 lock_exclusive [ read -> record removed pages ] unlock
 //! ```
 //!
-//! Waiting for workers would cost every fault some microseconds. But while a page is being given
-//! back and the event is not read, every install fails (`EAGAIN`), and checking for that takes a
-//! tenth of a microsecond. So if workers are inside and no event waits, the handler reads with the
-//! gate open. One case remains: an event comes between the check and the read, and in the same
-//! moment a worker is delayed between its decision and its install, for longer than it takes to
+//! If the handler always waited for workers, every fault would cost some microseconds. But while a
+//! page is being given back and the event is not read, every install fails (`EAGAIN`), and a check for
+//! that takes a tenth of a microsecond. So if workers hold the lock and no event waits, the handler
+//! reads without the lock. One case remains: an event comes between the check and the read, and in the
+//! same moment a worker is delayed between its decision and its install, for longer than it takes to
 //! give a page back. The guest then finds the page's old contents, which it must expect of a page
 //! it gave back anyway.
 
 use std::sync::atomic::{AtomicBool, AtomicU32, Ordering};
 use std::time::Duration;
 
-/// How often the handler checks for workers inside before it sleeps between checks.
+/// How often a thread that waits for the lock checks it before it sleeps between checks.
 const SPIN_CHECKS: u32 = 100;
 
-/// Pause between checks after that.
+/// The sleep between checks after that.
 const PAUSE: Duration = Duration::from_micros(20);
 
-/// The gate between installs and reads of events.
+/// A lock that workers share to install pages, and the handler has alone to read events.
 #[derive(Debug, Default)]
-pub(crate) struct InstallGate {
-    inside: AtomicU32,
-    closed: AtomicBool,
+pub(crate) struct InstallLock {
+    shared_holds: AtomicU32,
+    is_exclusive: AtomicBool,
 }
 
-/// A thread that holds this is inside the gate.
-pub(crate) struct InstallPermit<'a>(&'a InstallGate);
+/// A share of the lock: the handler does not have it meanwhile.
+pub(crate) struct SharedHold<'a>(&'a InstallLock);
 
-/// The gate is closed and no thread is inside.
-pub(crate) struct ClosedGate<'a>(&'a InstallGate);
+/// The whole lock: no worker has a share of it meanwhile.
+pub(crate) struct ExclusiveHold<'a>(&'a InstallLock);
 
-impl InstallGate {
-    /// Enters, as soon as the gate is open.
-    pub(crate) fn enter_gate(&self) -> InstallPermit<'_> {
+impl InstallLock {
+    /// Takes a share of the lock, as soon as the handler does not hold it.
+    pub(crate) fn lock_shared(&self) -> SharedHold<'_> {
         loop {
-            self.inside.fetch_add(1, Ordering::SeqCst);
-            let inside = InstallPermit(self);
-            if !self.closed.load(Ordering::SeqCst) {
-                return inside;
+            self.shared_holds.fetch_add(1, Ordering::SeqCst);
+            let hold = SharedHold(self);
+            if !self.is_exclusive.load(Ordering::SeqCst) {
+                return hold;
             }
-            drop(inside);
-            self.wait_while(|gate| gate.closed.load(Ordering::SeqCst));
+            drop(hold);
+            self.wait_while(|lock| lock.is_exclusive.load(Ordering::SeqCst));
         }
     }
 
-    /// Closes the gate and waits until no thread is inside. Leaves it open, and returns `None`, if
-    /// a thread is inside and `is_urgent` returns false. Only one thread may close it.
-    pub(crate) fn close_gate(&self, is_urgent: impl FnOnce() -> bool) -> Option<ClosedGate<'_>> {
-        self.closed.store(true, Ordering::SeqCst);
-        let closed = ClosedGate(self);
-        let is_inside = |gate: &Self| gate.inside.load(Ordering::SeqCst) > 0;
-        if is_inside(self) {
+    /// Takes the whole lock, and waits until no worker has a share. If a worker has one, and
+    /// `is_urgent` returns false, it does not take the lock, and returns `None`. Only one thread may
+    /// call it.
+    pub(crate) fn lock_exclusive(
+        &self,
+        is_urgent: impl FnOnce() -> bool,
+    ) -> Option<ExclusiveHold<'_>> {
+        self.is_exclusive.store(true, Ordering::SeqCst);
+        let hold = ExclusiveHold(self);
+        let is_shared = |lock: &Self| lock.shared_holds.load(Ordering::SeqCst) > 0;
+        if is_shared(self) {
             if !is_urgent() {
                 return None;
             }
-            self.wait_while(is_inside);
+            self.wait_while(is_shared);
         }
-        Some(closed)
+        Some(hold)
     }
 
     fn wait_while(&self, condition: impl Fn(&Self) -> bool) {
-        let mut looks = 0;
+        let mut checks = 0;
         while condition(self) {
-            looks += 1;
-            match looks {
+            checks += 1;
+            match checks {
                 ..SPIN_CHECKS => std::hint::spin_loop(),
                 _ => std::thread::sleep(PAUSE),
             }
@@ -81,15 +86,15 @@ impl InstallGate {
     }
 }
 
-impl Drop for InstallPermit<'_> {
+impl Drop for SharedHold<'_> {
     fn drop(&mut self) {
-        self.0.inside.fetch_sub(1, Ordering::SeqCst);
+        self.0.shared_holds.fetch_sub(1, Ordering::SeqCst);
     }
 }
 
-impl Drop for ClosedGate<'_> {
+impl Drop for ExclusiveHold<'_> {
     fn drop(&mut self) {
-        self.0.closed.store(false, Ordering::SeqCst);
+        self.0.is_exclusive.store(false, Ordering::SeqCst);
     }
 }
 
@@ -98,35 +103,35 @@ mod tests {
     use super::*;
 
     #[test]
-    fn no_thread_is_inside_a_closed_gate() {
-        let gate = InstallGate::default();
+    fn no_worker_shares_an_exclusive_lock() {
+        let lock = InstallLock::default();
         let (value, stop) = (AtomicU32::new(0), AtomicBool::new(false));
         std::thread::scope(|scope| {
             for _ in 0..3 {
                 scope.spawn(|| {
                     while !stop.load(Ordering::Relaxed) {
-                        let _inside = gate.enter_gate();
+                        let _hold = lock.lock_shared();
                         value.fetch_add(1, Ordering::SeqCst);
                     }
                 });
             }
             for _ in 0..2000 {
-                let closed = gate.close_gate(|| true).unwrap();
+                let hold = lock.lock_exclusive(|| true).unwrap();
                 let before = value.load(Ordering::SeqCst);
                 std::hint::spin_loop();
                 assert_eq!(value.load(Ordering::SeqCst), before);
-                drop(closed);
+                drop(hold);
             }
             stop.store(true, Ordering::Relaxed);
         });
     }
 
     #[test]
-    fn it_stays_open_if_there_is_no_need() {
-        let gate = InstallGate::default();
-        let inside = gate.enter_gate();
-        assert!(gate.close_gate(|| false).is_none());
-        drop((inside, gate.enter_gate()));
-        assert!(gate.close_gate(|| false).is_some());
+    fn a_shared_lock_is_not_taken_without_need() {
+        let lock = InstallLock::default();
+        let hold = lock.lock_shared();
+        assert!(lock.lock_exclusive(|| false).is_none());
+        drop((hold, lock.lock_shared()));
+        assert!(lock.lock_exclusive(|| false).is_some());
     }
 }

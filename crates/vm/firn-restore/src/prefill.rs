@@ -76,7 +76,7 @@ pub(crate) struct PrefillRead {
     /// Whether the page cache did not have them.
     pub(crate) from_storage: bool,
     /// Offset and length in the image, in bytes.
-    pub(crate) place: (u64, u32),
+    pub(crate) extent: (u64, u32),
 }
 
 /// The state that the threads share.
@@ -412,10 +412,10 @@ impl PrefillJob {
     fn read_units(&self, read: UnitRead, storage: &mut StorageReads) -> Option<Vec<UnitBytes>> {
         let began = Instant::now();
         let units = self.storage.read_units(&read.units, read.in_order).ok()?;
-        let (ended, place) = (Instant::now(), self.storage.extent_of(&read.units));
+        let (ended, extent) = (Instant::now(), self.storage.extent_of(&read.units));
         let from_storage = storage.has_read();
         self.lock_queue().record_read(from_storage);
-        self.lock_reads().push(PrefillRead { began, ended, read, from_storage, place });
+        self.lock_reads().push(PrefillRead { began, ended, read, from_storage, extent });
         Some(units)
     }
 

@@ -331,7 +331,7 @@ fn record_prefill_reads(shared: &SharedRestore, prefilled: &PrefilledMemory) {
     let recorder = &mut shared.lock_state().recorder;
     for read in prefilled.prefill_reads() {
         let (began, ended) = (read.began - since, read.ended - since);
-        recorder.record_read(began, ended, read.place, ReadReason::Ahead);
+        recorder.record_read(began, ended, read.extent, ReadReason::Ahead);
     }
 }
 

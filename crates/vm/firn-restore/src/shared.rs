@@ -19,8 +19,8 @@ use firn_types::{Block, Page};
 
 use crate::error::RestoreError;
 use crate::failures::{CurrentFailures, MemoryOutage};
-use crate::gate::InstallGate;
 use crate::image_bytes::UnitBytes;
+use crate::install_lock::InstallLock;
 use crate::options::{ReadFailurePolicy, RestoreOptions};
 use crate::presence::PresenceFile;
 use crate::record::{FaultRecord, RunRecorder};
@@ -37,7 +37,7 @@ pub(crate) struct SharedRestore {
     pub(crate) storage: UnitStorage,
     pub(crate) faults: PageFaults,
     pub(crate) options: RestoreOptions,
-    pub(crate) gate: InstallGate,
+    pub(crate) install_lock: InstallLock,
     presence: PresenceFile,
     inner: Mutex<LockedState>,
     demand: Condvar,
@@ -106,7 +106,7 @@ impl SharedRestore {
             storage,
             faults,
             options,
-            gate: InstallGate::default(),
+            install_lock: InstallLock::default(),
             presence,
             inner: Mutex::new(inner),
             demand: Condvar::new(),

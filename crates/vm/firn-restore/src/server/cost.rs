@@ -126,7 +126,7 @@ pub(crate) struct StorageCost {
 impl StorageCost {
     /// The cost of units of `unit_bytes` bytes, from storage whose latency other restores may have
     /// found.
-    pub(super) fn new(unit_bytes: u32, told: Option<Duration>) -> Self {
+    pub(super) fn new(unit_bytes: u32, known: Option<Duration>) -> Self {
         Self {
             unit: f64::from(unit_bytes) / SEQUENCE_MIN,
             last_end: Duration::ZERO,
@@ -137,7 +137,7 @@ impl StorageCost {
             singles: 0,
             slow_reads: 0,
             latency: None,
-            known: told.as_ref().map(Duration::as_secs_f64),
+            known: known.as_ref().map(Duration::as_secs_f64),
             found: None,
             certain_at: f64::INFINITY,
         }
