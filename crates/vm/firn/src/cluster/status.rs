@@ -109,10 +109,16 @@ fn join_hosts(hosts: &[String]) -> String {
 fn placement_rows(clusters: &[ClusterView]) -> Vec<Vec<String>> {
     let heading = ["CLUSTER", "VM", "PRIMARY", "BACKUP", "GENERATION"].map(str::to_owned).to_vec();
     let rows = clusters.iter().flat_map(|cluster| {
-        cluster.vms.iter().map(|place| {
-            let backup = place.backup.clone().unwrap_or_else(|| "-".to_owned());
+        cluster.vms.iter().map(|placement| {
+            let backup = placement.backup.clone().unwrap_or_else(|| "-".to_owned());
             let generation = cluster.generation.to_string();
-            vec![cluster.name.clone(), place.vm.clone(), place.primary.clone(), backup, generation]
+            vec![
+                cluster.name.clone(),
+                placement.vm.clone(),
+                placement.primary.clone(),
+                backup,
+                generation,
+            ]
         })
     });
     std::iter::once(heading).chain(rows).collect()
