@@ -187,7 +187,9 @@ impl ClusterMember {
         let asks = |record: &&ClusterRecord| yielded != Some(record.register.generation);
         record.filter(asks).is_some_and(|record| {
             let mut places = record.register.places.values();
-            places.any(|place| place.primary == self.host || place.backup == Some(self.host))
+            places.any(|placement| {
+                placement.primary == self.host || placement.backup == Some(self.host)
+            })
         })
     }
 
