@@ -80,11 +80,11 @@ async fn begin_standby(
     let (shared, peer, name) = (Arc::clone(agent), peer.clone(), vm.clone());
     let near = agent.run_blocking(move |vms| {
         make_room(&shared, &peer, &name)?;
-        let (place, vm) = (shared.paths.clone(), name.clone());
+        let (paths, vm) = (shared.paths.clone(), name.clone());
         let on_ready = move |result: Result<_, Failure>| {
             drop(claim);
             match result {
-                Ok(_) => store_primary_host(&place, &vm, &peer),
+                Ok(_) => store_primary_host(&paths, &vm, &peer),
                 Err(failure) => tracing::warn!("{vm} for host {peer}: {failure}"),
             }
         };
@@ -128,9 +128,9 @@ fn make_room(agent: &Agent, peer: &HostName, vm: &VmName) -> Result<(), Failure>
     }
 }
 
-fn store_primary_host(place: &AgentPaths, vm: &VmName, peer: &HostName) {
+fn store_primary_host(paths: &AgentPaths, vm: &VmName, peer: &HostName) {
     tracing::info!("{vm} is a standby for host {peer}");
-    if let Err(error) = place.set_primary_host(vm, peer) {
+    if let Err(error) = paths.set_primary_host(vm, peer) {
         tracing::warn!("the host of {vm}'s primary is not stored: {error}");
     }
 }

@@ -158,11 +158,11 @@ impl NicPort {
     }
 
     /// Prepares for a stop of the VM. When this returns, the card's socket is empty, and it is kept
-    /// empty until [`Self::finish_stop`]; see [`OutputBuffer::input_flow`]. A member is given no
+    /// empty until [`Self::finish_pause`]; see [`OutputBuffer::input_flow`]. A member is given no
     /// frames from now on, and has read the frames that it was given.
-    pub fn prepare_stop(&self) {
+    pub fn prepare_pause(&self) {
         let mut output = self.shared.lock_output();
-        output.policy.set_stopping(true);
+        output.policy.set_pausing(true);
         output.is_frozen = output.policy.cluster_output().is_some();
         while self.shared.read_card(&mut output) {}
         let is_member = output.is_frozen;
@@ -174,9 +174,9 @@ impl NicPort {
     }
 
     /// Ends the preparation, because the VM was not stopped, or runs again.
-    pub fn finish_stop(&self) {
+    pub fn finish_pause(&self) {
         let mut output = self.shared.lock_output();
-        output.policy.set_stopping(false);
+        output.policy.set_pausing(false);
         output.is_frozen = false;
         drop(output);
         self.shared.wake_relay();
@@ -314,15 +314,15 @@ impl NicPort {
 
     /// The current state of the card.
     pub fn port_status(&self) -> PortStatus {
-        let gate = &self.shared.lock_output().policy;
+        let policy = &self.shared.lock_output().policy;
         PortStatus {
             is_connected: self.shared.is_connected.load(Ordering::Relaxed),
-            is_open: gate.is_open(),
+            is_open: policy.is_open(),
             waits_for_lease: !self.shared.may_send(),
-            held: gate.buffer_usage(),
-            left: gate.sent_count(),
+            held: policy.buffer_usage(),
+            left: policy.sent_count(),
             came: self.shared.came.load(Ordering::Relaxed),
-            delays: gate.release_delays(),
+            delays: policy.release_delays(),
         }
     }
 }

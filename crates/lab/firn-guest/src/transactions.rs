@@ -7,7 +7,9 @@
 
 use anyhow::{Context as _, Result};
 use clap::Args;
-use firn_transactions::{CallIdentity, RunResult, StructureWorkload, TrackerSystem, WriteShape};
+use firn_transactions::{
+    GuestCallIdentity, RunResult, StructureWorkload, TrackerSystem, WriteShape,
+};
 use serde::{Deserialize, Serialize};
 
 /// Measures operations on a data structure, or writes of a shape, once with each tracker in each
@@ -44,7 +46,7 @@ impl TransactionsArgs {
     fn measure_run(
         &self,
         system: TrackerSystem,
-        calls: &CallIdentity,
+        calls: &GuestCallIdentity,
         opt: usize,
     ) -> Result<RunResult> {
         if let Some(shape) = self.shape {
@@ -76,7 +78,7 @@ pub struct MeasuredRun {
 /// # Errors
 /// If there is no such workload, or a tracker does not work here.
 pub fn run(args: &TransactionsArgs) -> Result<()> {
-    let calls = CallIdentity { name: args.name.clone(), key: args.key.clone() };
+    let calls = GuestCallIdentity { name: args.name.clone(), key: args.key.clone() };
     for round in 0..args.rounds {
         for &opt in &args.opt {
             for &system in &args.systems {

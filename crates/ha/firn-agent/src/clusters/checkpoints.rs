@@ -181,9 +181,9 @@ impl CheckpointLoop {
         let mut answers = Vec::new();
         while let Some(reply) = asked.join_next().await {
             match reply {
-                Ok((vm, far, told)) => {
+                Ok((vm, far, answer)) => {
                     self.vms.insert(vm, far);
-                    answers.push(told);
+                    answers.push(answer);
                 }
                 Err(error) => answers.push(Err(error).while_doing("asking a VM")),
             }

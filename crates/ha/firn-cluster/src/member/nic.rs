@@ -272,10 +272,10 @@ impl MemberNic {
     pub fn record_global_checkpoint(&mut self, epoch: Epoch) -> Vec<MemberAction> {
         let mut included = self.inbox.record_global_checkpoint(epoch);
         included.retain(|(_, seq)| *seq > FrameNumber(0));
-        let told = included
+        let notices = included
             .into_iter()
             .filter_map(|(vm, seq)| self.build_message(vm, MessageContent::Included(seq)));
-        let mut actions: Vec<MemberAction> = told.collect();
+        let mut actions: Vec<MemberAction> = notices.collect();
         self.global = epoch.max(self.global);
         if self.may_send_inside() {
             actions.extend(self.release_inside_now());

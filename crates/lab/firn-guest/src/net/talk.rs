@@ -22,7 +22,7 @@ pub(super) fn run_talk(to: SocketAddr, bytes: usize, rate: f64) -> Result<bool> 
     let mut stream = TcpStream::connect(to).with_context(|| format!("cannot connect to {to}"))?;
     stream.set_nodelay(true)?;
     let (mut pace, mut echo) = (RateLimiter::new(rate), vec![0; bytes]);
-    let (mut told, mut longest) = (Instant::now(), Duration::ZERO);
+    let (mut last_report, mut longest) = (Instant::now(), Duration::ZERO);
     for echoed in 0_u64.. {
         let (message, since) = (build_message(echoed, bytes), Instant::now());
         stream
@@ -34,9 +34,9 @@ pub(super) fn run_talk(to: SocketAddr, bytes: usize, rate: f64) -> Result<bool> 
             return Ok(false);
         }
         longest = longest.max(since.elapsed());
-        if told.elapsed() >= PROGRESS_INTERVAL {
+        if last_report.elapsed() >= PROGRESS_INTERVAL {
             println!("{}", json!({ "progress": echoed + 1, "longest_ms": longest.as_millis() }));
-            told = Instant::now();
+            last_report = Instant::now();
         }
         pace.wait_for(1);
     }

@@ -120,8 +120,8 @@ impl WriterRegion {
             Err(broken) => format!("{expected:?} expected: {broken}"),
         };
         self.report.wrong += 1;
-        if self.report.told.len() < DESCRIBED_MAX {
-            self.report.told.push(problem);
+        if self.report.problems.len() < DESCRIBED_MAX {
+            self.report.problems.push(problem);
         }
     }
 }
@@ -153,7 +153,7 @@ mod tests {
         *region.arena.page_mut(5) = old;
         let report = region.verify_all();
         assert_eq!(report.wrong, 1);
-        assert!(report.told[0].contains("index: 5"), "{:?}", report.told);
+        assert!(report.problems[0].contains("index: 5"), "{:?}", report.problems);
     }
 
     #[test]

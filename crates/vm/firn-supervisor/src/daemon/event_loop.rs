@@ -165,11 +165,11 @@ impl VmSupervisor {
             Some(_) => SupervisorCore::new_standby(),
             None => SupervisorCore::new(self.restoring.is_some()),
         };
-        let machine = self.journal.current_journal().machine;
+        let hypervisor_record = self.journal.current_journal().hypervisor_record;
         let keeps_vm = self.journal.current_journal().phase.leaves_vm_to_successor();
-        let core = core
-            .with_vm_left_to_successor(keeps_vm)
-            .with_served_disks(machine.is_some_and(|machine| !machine.served.is_empty()));
+        let core = core.with_vm_left_to_successor(keeps_vm).with_served_disks(
+            hypervisor_record.is_some_and(|hypervisor_record| !hypervisor_record.served.is_empty()),
+        );
         if let Some(restoring) = self.restoring.take() {
             start_restoring(restoring, sender.clone())?;
         }
@@ -436,8 +436,11 @@ impl EventLoop {
             })
             .map_err(io::Error::other)?;
         keeper.hypervisor.release_ownership();
-        let launched =
-            keeper.journal.current_journal().machine.is_none_or(|machine| machine.launched);
+        let launched = keeper
+            .journal
+            .current_journal()
+            .hypervisor_record
+            .is_none_or(|hypervisor_record| hypervisor_record.launched);
         match launched {
             true => remove_file(&keeper.vm.control_socket()),
             false => keeper.vm.remove_dir().map_err(io::Error::other),

@@ -157,9 +157,9 @@ pub fn run(lab: &Lab) -> Result<Report> {
         let faults = lab.extent.runs(quick, full);
         for number in 0..faults {
             let seed = lab.extent.seed + number as u64;
-            let told = run_trial(lab, &mut site, &vms, way, seed);
-            lab.log_progress(&format!("{}, {} of {faults}: {told}", way.name(), number + 1));
-            report.add_repetition(told);
+            let facts = run_trial(lab, &mut site, &vms, way, seed);
+            lab.log_progress(&format!("{}, {} of {faults}: {facts}", way.name(), number + 1));
+            report.add_repetition(facts);
         }
         add_figures(way, &mut report);
     }
@@ -175,18 +175,20 @@ fn run_trial(
     seed: u64,
 ) -> Value {
     let plan = Fault::draw_plan(seed);
-    let mut told = json!({ "way": way.name(), "seed": seed, "kind": plan.kind.name() });
+    let mut facts = json!({ "way": way.name(), "seed": seed, "kind": plan.kind.name() });
     let life = FaultTrial::begin_trial(lab, site, vms, way, seed);
     match life.and_then(|life| life.run_to_end(&plan)) {
-        Ok(found) => merge_facts(&mut told, found),
-        Err(error) => merge_facts(&mut told, json!({ "failed": 1, "why": [format!("{error:#}")] })),
+        Ok(found) => merge_facts(&mut facts, found),
+        Err(error) => {
+            merge_facts(&mut facts, json!({ "failed": 1, "why": [format!("{error:#}")] }))
+        }
     }
-    told
+    facts
 }
 
-fn merge_facts(told: &mut Value, more: Value) {
-    if let (Some(told), Value::Object(more)) = (told.as_object_mut(), more) {
-        told.extend(more);
+fn merge_facts(facts: &mut Value, more: Value) {
+    if let (Some(facts), Value::Object(more)) = (facts.as_object_mut(), more) {
+        facts.extend(more);
     }
 }
 

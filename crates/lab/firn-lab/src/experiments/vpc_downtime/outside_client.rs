@@ -69,7 +69,7 @@ impl OutsideClient {
         let addresses = guests.iter().map(|&guest| HostSite::vm_address(guest)).collect();
         let asked = Arc::new(Mutex::new(ClientState::new(addresses)));
         let (station, outside) = (Arc::downgrade(&asked), site.outside_namespace()?);
-        let (tell, told) = mpsc::channel();
+        let (tell, ready) = mpsc::channel();
         thread::spawn(move || {
             let ready = outside.enter().and_then(|()| open_sockets(&guests));
             match ready {
@@ -83,7 +83,7 @@ impl OutsideClient {
                 Err(error) => drop(tell.send(Err(error))),
             }
         });
-        told.recv().context("the client ended")??;
+        ready.recv().context("the client ended")??;
         Ok(Self(asked))
     }
 
