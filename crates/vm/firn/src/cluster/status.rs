@@ -17,8 +17,9 @@ use crate::units;
 /// Show the clusters that this host is the backup of, and the hosts' consensus: its leader, the
 /// hosts of each cluster's VMs, and the hosts that hold a lease.
 ///
-/// A host with a number is the agent of that host from one start to the next. A fenced host may
-/// still send in an older generation; while there is one, none of the cluster's VMs runs.
+/// If a host is shown with a number, the number stands for one run of that host's agent. A fenced
+/// host may still send in an older generation; while any host is fenced, none of the cluster's VMs
+/// runs.
 #[derive(Debug, ClapArgs)]
 #[command(after_long_help = "Examples:
   firn cluster status
