@@ -405,8 +405,8 @@ impl ProtectedGuest {
         let started = Instant::now();
         let drain = &mut || self.disks.begin_drain();
         let first = RealtimeGuard::enter();
-        let look = if first.is_some() { WaitMode::Sleep } else { WaitMode::Spin };
-        let Some(held) = self.vm.begin_pause_with(drain, look)? else { return Ok(None) };
+        let wait_mode = if first.is_some() { WaitMode::Sleep } else { WaitMode::Spin };
+        let Some(held) = self.vm.begin_pause_with(drain, wait_mode)? else { return Ok(None) };
         let aux = read_aux(&self.process, &self.aux)?;
         let (scan, memory, disks) = (&self.scan, &*self.memory, &self.disks);
         let value = inside(&PausedGuest { scan, memory, disks })?;

@@ -143,18 +143,18 @@ impl<'a> BackupConnection<'a> {
             Epoch(0),
             Duration::ZERO,
         );
-        let (tell, events) = crossbeam_channel::unbounded();
+        let (event_sender, events) = crossbeam_channel::unbounded();
         let (reading, writer) =
             (self.stream.try_clone()?, buffered_writer(self.stream.try_clone()?));
         thread::scope(|scope| {
             let _closing = ConnectionCloser(self.stream);
-            let heard = tell.clone();
-            let seeded = spawn_thread(scope, "hear", move || read_messages(reading, &heard))
+            let sender = event_sender.clone();
+            let seeded = spawn_thread(scope, "hear", move || read_messages(reading, &sender))
                 .and_then(|()| self.send_seed(guest, writer, &events));
             let ended = seeded.and_then(|writer| {
                 firn_fault::pass_point("protect.seeded");
                 let (jobs, taken) = crossbeam_channel::bounded(JOBS_MAX);
-                let sending = EpochSender::new(writer, tell);
+                let sending = EpochSender::new(writer, event_sender);
                 spawn_thread(scope, "send", move || sending.run(&taken))?;
                 self.start_loop(guest, epochs, jobs, events.clone())?.run()
             });
@@ -201,7 +201,7 @@ impl<'a> BackupConnection<'a> {
             copied: 0,
             last_heard: Duration::ZERO,
             cut: None,
-            pace: GuestSpeed::Free,
+            speed: GuestSpeed::Free,
             reported_to_backup: self.hello.member.as_ref().map(|_| Default::default()),
         })
     }
@@ -265,7 +265,7 @@ struct ProtectionLoop<'a> {
     last_heard: Duration,
     /// The newest epoch that was cut, until it is sent.
     cut: Option<Box<EpochCopy>>,
-    pace: GuestSpeed,
+    speed: GuestSpeed,
     /// For a member of a cluster: the newest epoch that the backup was ordered to fold, and the
     /// newest frame that it knows to have been sent.
     reported_to_backup: Option<(Epoch, FrameNumber)>,
@@ -294,11 +294,11 @@ impl ProtectionLoop<'_> {
     }
 
     fn run_loop(&mut self) -> Result<(), ProtectionError> {
-        let news = self.callbacks.member_events();
+        let member_events = self.callbacks.member_events();
         while !self.ending.is_end_requested() {
             select! {
                 recv(self.events) -> event => self.handle_event(event.map_err(|_| GuestError::SenderStopped)?)?,
-                recv(news) -> _ => {}
+                recv(member_events) -> _ => {}
                 default(self.poll_timeout()) => {}
             }
             self.run_step()?;
@@ -405,7 +405,7 @@ impl ProtectionLoop<'_> {
             actions.extend(self.epochs.request_cut(self.elapsed_time()));
         }
         self.perform_actions(actions)?;
-        match self.pace {
+        match self.speed {
             GuestSpeed::Free => Ok(()),
             GuestSpeed::Slowed => self.pause_guest(SLOWED_PAUSE),
             GuestSpeed::Stopped => self.pause_guest(STOPPED_PAUSE),
@@ -445,7 +445,7 @@ impl ProtectionLoop<'_> {
                 PrimaryAction::Committed(epoch) => {
                     self.callbacks.on_event(ProtectionEvent::Committed(epoch))
                 }
-                PrimaryAction::SetSpeed(pace) => self.pace = pace,
+                PrimaryAction::SetSpeed(speed) => self.speed = speed,
             }
         }
         Ok(())

@@ -268,9 +268,9 @@ impl ClusterOutput {
 /// not cut before it delivers.
 fn strip_mark(frame: &[u8]) -> Option<Vec<u8>> {
     firn_fault::pass_io_point("net.mark").err()?;
-    let MemberMessage { ends, stamp, content: says } = MemberMessage::from_frame(frame)?;
+    let MemberMessage { ends, stamp, content } = MemberMessage::from_frame(frame)?;
     let stamp = FrameStamp { mark: RequestNumber::default(), ..stamp };
-    Some(MemberMessage { ends, stamp, content: says }.to_frame())
+    Some(MemberMessage { ends, stamp, content }.to_frame())
 }
 
 #[cfg(test)]

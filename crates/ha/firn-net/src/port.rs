@@ -130,7 +130,7 @@ impl NicPort {
             is_plugged: AtomicBool::new(false),
             is_connected: AtomicBool::new(false),
             is_over: AtomicBool::new(false),
-            news: crossbeam_channel::bounded(1),
+            wakeups: crossbeam_channel::bounded(1),
             came: AtomicU64::new(0),
             since: Instant::now(),
         });
@@ -257,7 +257,7 @@ impl NicPort {
     /// Wakes the thread that cuts a member's epochs: [`Self::is_cut_needed`],
     /// [`Self::global_epoch`] or [`Self::released_up_to`] has changed.
     pub fn member_events(&self) -> Receiver<()> {
-        self.shared.news.1.clone()
+        self.shared.wakeups.1.clone()
     }
 
     /// Records a global checkpoint, which includes this VM at that epoch. `false` if the VM is in
@@ -362,7 +362,7 @@ struct PortState {
     is_connected: AtomicBool,
     is_over: AtomicBool,
     /// Wakes the thread that cuts epochs.
-    news: (Sender<()>, Receiver<()>),
+    wakeups: (Sender<()>, Receiver<()>),
     came: AtomicU64,
     since: Instant,
 }
@@ -441,7 +441,7 @@ impl PortState {
 
     /// Wakes the thread that cuts epochs, unless a wakeup is pending.
     fn notify_member_events(&self) {
-        let _ = self.news.0.try_send(());
+        let _ = self.wakeups.0.try_send(());
     }
 
     /// Whether QEMU's end of the socket pair is empty.

@@ -275,9 +275,9 @@ impl PrefillQueue {
         let (image, longest) = (storage.image(), options.run_max(storage.unit_bytes()));
         let (units, end, mode) =
             (wanted_units(image, options), image.locality_blocks(), options.mode);
-        let far = options.known_latency.filter(|_| options.is_adaptive_to_storage());
-        let high_latency = far.map(|way| {
-            let cost = StorageCost::from_known_latency(storage.unit_bytes(), way);
+        let known_latency = options.known_latency.filter(|_| options.is_adaptive_to_storage());
+        let high_latency = known_latency.map(|latency| {
+            let cost = StorageCost::from_known_latency(storage.unit_bytes(), latency);
             let all = if options.may_read_all() { all_units(image) } else { Vec::new() };
             PrefetchRequests::new(&units, &all, options.expected_misses(), (end, longest), &cost)
                 .into()
@@ -307,13 +307,13 @@ impl PrefillQueue {
 
     fn is_empty(&self) -> bool {
         self.low_latency.runs.is_empty()
-            && self.high_latency.as_ref().is_none_or(|far| far.runs.is_empty())
+            && self.high_latency.as_ref().is_none_or(|requests| requests.runs.is_empty())
     }
 
     fn next_read(&mut self) -> Option<UnitRead> {
-        let is_far = self.uses_high_latency();
+        let is_high_latency = self.uses_high_latency();
         let PendingRequests { runs, in_order } = match &mut self.high_latency {
-            Some(far) if is_far => far,
+            Some(requests) if is_high_latency => requests,
             _ => &mut self.low_latency,
         };
         let in_order = *in_order;

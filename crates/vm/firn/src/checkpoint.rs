@@ -276,8 +276,8 @@ pub fn request_save(
 
 /// The outcome of a checkpoint, in a line.
 pub fn describe_checkpoint(facts: &serde_json::Value) -> String {
-    if let Some(news) = recovery_notice(facts) {
-        return news;
+    if let Some(notice) = recovery_notice(facts) {
+        return notice;
     }
     let report = &facts["report"];
     let number = |value: &serde_json::Value| value.as_f64().unwrap_or(0.0);
@@ -329,6 +329,6 @@ fn describe_drive(drive: &serde_json::Value) -> String {
 /// The report of the next supervisor, if the supervisor died after its work and before its reply.
 pub fn recovery_notice(facts: &serde_json::Value) -> Option<String> {
     facts["recovered"].as_bool().filter(|&recovered| recovered)?;
-    let news = facts["status"]["last"]["text"].as_str().unwrap_or("the VM runs");
-    Some(format!("{news} (the supervisor died meanwhile; a new one has recovered the VM)\n"))
+    let notice = facts["status"]["last"]["text"].as_str().unwrap_or("the VM runs");
+    Some(format!("{notice} (the supervisor died meanwhile; a new one has recovered the VM)\n"))
 }

@@ -248,8 +248,8 @@ fn describe_continuation(facts: &serde_json::Value) -> String {
 }
 
 fn describe_restore(facts: &serde_json::Value) -> String {
-    if let Some(news) = recovery_notice(facts) {
-        return news;
+    if let Some(notice) = recovery_notice(facts) {
+        return notice;
     }
     let mut text = String::new();
     for note in supervisor_remarks(facts) {

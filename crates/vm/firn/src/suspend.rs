@@ -43,8 +43,8 @@ impl SuspendArgs {
 }
 
 fn describe_suspend(facts: &serde_json::Value) -> String {
-    if let Some(news) = recovery_notice(facts) {
-        return news;
+    if let Some(notice) = recovery_notice(facts) {
+        return notice;
     }
     format!(
         "{}: {}; the VM has ended\n",

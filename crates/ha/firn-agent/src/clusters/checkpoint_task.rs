@@ -27,8 +27,8 @@ impl CheckpointTask {
         async move {
             let over =
                 || Failure::new(FailureKind::Interrupted, "no more global checkpoints are made");
-            let (tell, answer) = oneshot::channel();
-            orders.send(tell).await.map_err(|_| over())?;
+            let (reply_to, answer) = oneshot::channel();
+            orders.send(reply_to).await.map_err(|_| over())?;
             answer.await.map_err(|_| over())?
         }
     }

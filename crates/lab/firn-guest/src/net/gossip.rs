@@ -67,7 +67,7 @@ pub(super) fn run_gossip(port: u16, to: SocketAddr, rate: f64) -> Result<()> {
     let socket = UdpSocket::bind((Ipv4Addr::UNSPECIFIED, port))
         .with_context(|| format!("cannot bind UDP port {port}"))?;
     socket.set_nonblocking(true)?;
-    let (mut known, mut pace, mut datagram) =
+    let (mut known, mut limiter, mut datagram) =
         (GossipState::default(), RateLimiter::new(rate), [0; 64]);
     let mut last_report = Instant::now();
     loop {
@@ -80,7 +80,7 @@ pub(super) fn run_gossip(port: u16, to: SocketAddr, rate: f64) -> Result<()> {
             println!("{}", known.progress_line());
             last_report = Instant::now();
         }
-        pace.wait_for(1);
+        limiter.wait_for(1);
     }
 }
 

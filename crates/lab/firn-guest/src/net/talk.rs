@@ -21,7 +21,7 @@ const PROGRESS_INTERVAL: Duration = Duration::from_millis(200);
 pub(super) fn run_talk(to: SocketAddr, bytes: usize, rate: f64) -> Result<bool> {
     let mut stream = TcpStream::connect(to).with_context(|| format!("cannot connect to {to}"))?;
     stream.set_nodelay(true)?;
-    let (mut pace, mut echo) = (RateLimiter::new(rate), vec![0; bytes]);
+    let (mut limiter, mut echo) = (RateLimiter::new(rate), vec![0; bytes]);
     let (mut last_report, mut longest) = (Instant::now(), Duration::ZERO);
     for echoed in 0_u64.. {
         let (message, since) = (build_message(echoed, bytes), Instant::now());
@@ -38,7 +38,7 @@ pub(super) fn run_talk(to: SocketAddr, bytes: usize, rate: f64) -> Result<bool> 
             println!("{}", json!({ "progress": echoed + 1, "longest_ms": longest.as_millis() }));
             last_report = Instant::now();
         }
-        pace.wait_for(1);
+        limiter.wait_for(1);
     }
     Ok(true)
 }

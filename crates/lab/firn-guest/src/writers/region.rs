@@ -68,7 +68,7 @@ impl WriterRegion {
         stop: &AtomicBool,
     ) {
         let batch = if rate > 0.0 { BATCH.min((rate / 20.0).ceil() as u32).max(1) } else { BATCH };
-        let mut pace = RateLimiter::new(rate);
+        let mut limiter = RateLimiter::new(rate);
         while !stop.load(Ordering::Relaxed) {
             (0..batch).for_each(|_| self.write_next());
             if let Ok((check, answer)) = questions.try_recv() {
@@ -76,7 +76,7 @@ impl WriterRegion {
                 // The client may have disconnected.
                 let _ = answer.send(report);
             }
-            pace.wait_for(batch);
+            limiter.wait_for(batch);
         }
     }
 

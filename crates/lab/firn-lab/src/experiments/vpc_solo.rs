@@ -267,11 +267,11 @@ impl<'a> CutGuest<'a> {
                     ..CopiedEpoch::default()
                 };
                 let mut times = CutMeasurements::default();
-                let (pages, pause) = guest.pause_by_commands(|still| {
-                    let pages = time_call(&mut times.scan_ms, || still.written_pages())?;
-                    time_call(&mut times.protect_ms, || still.protect_all())?;
+                let (pages, pause) = guest.pause_by_commands(|paused| {
+                    let pages = time_call(&mut times.scan_ms, || paused.written_pages())?;
+                    time_call(&mut times.protect_ms, || paused.protect_all())?;
                     time_call(&mut times.copy_ms, || {
-                        still.copy_pages(&pages, 0, &mut copied.bytes)
+                        paused.copy_pages(&pages, 0, &mut copied.bytes)
                     })?;
                     Ok(pages)
                 })?;
@@ -297,9 +297,9 @@ impl<'a> CutGuest<'a> {
             guest.reset_tracking()?;
             copy_backed_pages(&guest, &mut snapshot, &mut buffer)?;
             let mut times = CutMeasurements::default();
-            let (pages, pause) = guest.pause_by_commands(|still| {
-                let pages = time_call(&mut times.scan_ms, || still.written_pages())?;
-                time_call(&mut times.copy_ms, || still.copy_pages(&pages, 0, &mut buffer))?;
+            let (pages, pause) = guest.pause_by_commands(|paused| {
+                let pages = time_call(&mut times.scan_ms, || paused.written_pages())?;
+                time_call(&mut times.copy_ms, || paused.copy_pages(&pages, 0, &mut buffer))?;
                 Ok(pages)
             })?;
             store_pages(&pages.iter().collect::<Vec<_>>(), &buffer, &mut snapshot);

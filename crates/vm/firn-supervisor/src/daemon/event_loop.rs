@@ -324,9 +324,9 @@ impl EventLoop {
         let (operations, cancel) = (Arc::clone(&self.keeper.operations), Arc::clone(&self.cancel));
         let sender = self.sender.clone();
         event_sources::spawn_thread("merge", move || {
-            let pace = ProgressThrottle::default();
+            let throttle = ProgressThrottle::default();
             let progress =
-                |now| pace.run_throttled(|| drop(sender.send(SupervisorEvent::Progress(now))));
+                |now| throttle.run_throttled(|| drop(sender.send(SupervisorEvent::Progress(now))));
             let merged =
                 catch_panic("the merge", || operations.merge_layers(all, &cancel, &progress));
             let _ = sender.send(SupervisorEvent::MergeEnded(merged));
@@ -338,9 +338,9 @@ impl EventLoop {
         let (operations, ending) = (Arc::clone(&self.keeper.operations), Arc::clone(&self.ending));
         let sender = self.sender.clone();
         event_sources::spawn_thread("protect", move || {
-            let pace = ProgressThrottle::default();
+            let throttle = ProgressThrottle::default();
             let progress =
-                |now| pace.run_throttled(|| drop(sender.send(SupervisorEvent::Progress(now))));
+                |now| throttle.run_throttled(|| drop(sender.send(SupervisorEvent::Progress(now))));
             let begun = || {
                 let facts = serde_json::to_value(operations.protection()).unwrap_or_default();
                 drop(sender.send(SupervisorEvent::Protected(facts)));
@@ -506,9 +506,9 @@ fn remove_file(path: &Path) -> io::Result<()> {
 
 fn start_restoring(restoring: RestoreTask, sender: Sender<SupervisorEvent>) -> io::Result<()> {
     event_sources::spawn_thread("restore", move || {
-        let pace = ProgressThrottle::default();
+        let throttle = ProgressThrottle::default();
         let progress =
-            |now| pace.run_throttled(|| drop(sender.send(SupervisorEvent::Progress(now))));
+            |now| throttle.run_throttled(|| drop(sender.send(SupervisorEvent::Progress(now))));
         let restored = catch_panic("the restore", || restoring(&progress));
         let _ = sender.send(SupervisorEvent::RestoreEnded(restored));
     })

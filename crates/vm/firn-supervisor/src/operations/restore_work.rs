@@ -123,7 +123,7 @@ impl InheritedRestore {
             Err(_) => {
                 let files = Vec::new();
                 let restoring: RestoreTask =
-                    Box::new(move |tell| self.serve_when_open(adopted, tell));
+                    Box::new(move |report| self.serve_when_open(adopted, report));
                 Ok(Some(ContinuedRestore { restoring, files }))
             }
         }
@@ -132,13 +132,13 @@ impl InheritedRestore {
     fn serve_when_open(
         self,
         adopted: AdoptedMemory,
-        tell: &dyn Fn(OperationProgress),
+        report: &dyn Fn(OperationProgress),
     ) -> Result<serde_json::Value, Failure> {
         let since = unix_seconds();
         let image = loop {
             match self.open_image() {
                 Ok(image) => break image,
-                Err(failure) => tell(self.outage_progress(&failure, since)),
+                Err(failure) => report(self.outage_progress(&failure, since)),
             }
             let gone =
                 self.hypervisor.wait_gone(REOPEN_INTERVAL).while_doing("waiting for storage")?;
@@ -146,7 +146,7 @@ impl InheritedRestore {
                 return Err(Failure::new(FailureKind::Ended, "the VM has ended"));
             }
         };
-        self.begin_page_server(image, adopted)?.serve_until_complete(tell)
+        self.begin_page_server(image, adopted)?.serve_until_complete(report)
     }
 
     /// The progress while the image can't be opened. The guest blocks as soon as it touches a
@@ -255,7 +255,7 @@ pub(crate) struct RestoreWork {
 
 impl RestoreWork {
     pub(crate) fn into_task(self) -> RestoreTask {
-        Box::new(move |tell| self.serve_until_complete(tell))
+        Box::new(move |report| self.serve_until_complete(report))
     }
 
     /// Does the whole rest of the restore. It waits until the page server has installed all memory, and
@@ -263,9 +263,9 @@ impl RestoreWork {
     /// and records in the journal that the VM runs as if it had never been restored.
     fn serve_until_complete(
         mut self,
-        tell: &dyn Fn(OperationProgress),
+        report: &dyn Fn(OperationProgress),
     ) -> Result<serde_json::Value, Failure> {
-        self.wait_for_memory(tell).map_err(|error| restore_failure(&error))?;
+        self.wait_for_memory(report).map_err(|error| restore_failure(&error))?;
         self.pauser.end_pause();
         let (hypervisor, journal_file) = (Arc::clone(&self.hypervisor), Arc::clone(&self.journal));
         self.store_learned_and_latency();
@@ -310,13 +310,13 @@ impl RestoreWork {
     /// costs at the end.
     fn wait_for_memory(
         &mut self,
-        tell: &dyn Fn(OperationProgress),
+        report: &dyn Fn(OperationProgress),
     ) -> Result<(), Arc<RestoreError>> {
         let since = Instant::now();
         let mut record_at = FIRST_RECORD_AFTER;
-        self.update_pause_and_report(tell);
+        self.update_pause_and_report(report);
         while !self.restore.wait_timeout(PROGRESS_INTERVAL)? {
-            self.update_pause_and_report(tell);
+            self.update_pause_and_report(report);
             if since.elapsed() >= record_at {
                 self.write_run_record();
                 record_at *= 2;
@@ -330,11 +330,11 @@ impl RestoreWork {
 
     /// Pauses the other vCPUs if the guest waits for storage, or resumes them if it does not any more;
     /// then reports the progress.
-    fn update_pause_and_report(&mut self, tell: &dyn Fn(OperationProgress)) {
+    fn update_pause_and_report(&mut self, report: &dyn Fn(OperationProgress)) {
         let outage = self.restore.outage();
         let waiting = outage.map(|outage| outage::describe_outage(&outage, &self.image, &self.map));
         self.pauser.update_wait(waiting.as_ref().is_some_and(|waiting| waiting.guest_waits));
-        tell(restore_progress(&self.restore, waiting));
+        report(restore_progress(&self.restore, waiting));
     }
 
     /// Stops the page server, and closes the userfaultfd in the hypervisor. Guest memory stays as it

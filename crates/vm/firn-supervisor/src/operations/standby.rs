@@ -259,9 +259,10 @@ impl StandbyTask {
 
     fn receive_then_run(mut self) -> Result<serde_json::Value, Failure> {
         let takeover = Arc::clone(&self.takeover);
-        let (on_progress, on_end) = (&mut |far| takeover.record_progress(far), &mut |end: &_| {
-            takeover.record_primary_end(end)
-        });
+        let (on_progress, on_end) =
+            (&mut |progress| takeover.record_progress(progress), &mut |end: &_| {
+                takeover.record_primary_end(end)
+            });
         let ended = self.receiver.receive_epochs(&mut self.standby, on_progress, on_end);
         takeover.part_from_primary(&mut self.receiver);
         let FailoverRequest { lease, member: to, .. } = self.takeover.wait_for_failover(&ended);

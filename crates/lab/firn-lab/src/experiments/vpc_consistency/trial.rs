@@ -52,10 +52,11 @@ impl<'a> FaultTrial<'a> {
         lab: &'a Lab,
         site: &'a mut HostSite,
         vms: &SavedVms,
-        way: ConsistencyVariant,
+        variant: ConsistencyVariant,
         seed: u64,
     ) -> Result<Self> {
-        let (fault, is_by_record) = (way.armed_fault(), way == ConsistencyVariant::ByRecord);
+        let (fault, is_by_record) =
+            (variant.armed_fault(), variant == ConsistencyVariant::ByRecord);
         reboot_hosts(site)?;
         for number in 0..vms::COUNT {
             vms.restore_vm(site, number, fault).with_context(|| vms::vm_name(number))?;
@@ -184,8 +185,8 @@ impl<'a> FaultTrial<'a> {
         let shared = std::sync::Arc::clone(&self.clients.shared);
         let mut seen = self.clients.end_clients()?;
         let (wrong, broken) = self.ring.end_watchers()?;
-        let (books, looks) = BankBooks::read_books(&shared, &self.outside)?;
-        seen.history.extend(looks.history);
+        let (books, reads) = BankBooks::read_books(&shared, &self.outside)?;
+        seen.history.extend(reads.history);
         let mut facts = compare_books(&vms::initial_bank(), &seen, &books);
         facts["ring_wrong"] = json!(wrong.len());
         facts["broken_connections"] =
