@@ -80,7 +80,7 @@ pub enum GuestError {
     /// The hypervisor process is not accessible.
     #[error("the hypervisor process is not accessible")]
     Process(#[from] ProcessError),
-    /// The pause could not be recorded. A VM is stopped by a command only if a successor would know
+    /// The pause could not be recorded. A VM is paused by a command only if a successor would know
     /// to start it again.
     #[error("the pause of the VM could not be recorded")]
     Witness(#[source] io::Error),
@@ -115,7 +115,7 @@ impl GuestError {
 
 /// A record that outlives this process, so that a successor resumes a VM that was left paused.
 pub trait PauseJournal: fmt::Debug + Send {
-    /// Records that the VM is about to be stopped by a command, or runs again.
+    /// Records that the VM is about to be paused by a command, or runs again.
     ///
     /// # Errors
     /// If a successor would not know it. Then the VM is not stopped.

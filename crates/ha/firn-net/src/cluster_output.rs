@@ -7,7 +7,7 @@
 //!   the VM <--------'<---------- unwrapped, each once and in order <-------------
 //! ```
 //!
-//! While the VM is about to be stopped, and while it is paused, it is given no frames: at the cut,
+//! While the VM is about to be paused, and while it is paused, it is given no frames: at the cut,
 //! the frames that its state has received must be the same as the frames that are counted as
 //! received.
 
@@ -224,7 +224,7 @@ impl ClusterOutput {
         while self.leaving_bytes > WAITING_BYTES_MAX && self.pop_frame().is_some() {}
     }
 
-    /// Sets whether the VM is about to be stopped.
+    /// Sets whether the VM is about to be paused.
     pub fn set_pausing(&mut self, is_pausing: bool) {
         self.is_pausing = is_pausing;
     }

@@ -15,7 +15,7 @@
 //! After that only [`OutputBuffer::open_output`] opens the output. The end of the protection does
 //! not, because the backup may be running the VM.
 //!
-//! At the bound no frame is taken, except from a VM that is about to be stopped: QEMU drops a frame
+//! At the bound no frame is taken, except from a VM that is about to be paused: QEMU drops a frame
 //! that waits for room when it stops a VM (`net_vm_change_state_handler`, net/net.c).
 
 use std::collections::VecDeque;
@@ -27,7 +27,7 @@ use firn_cluster::{Epoch, FrameNumber};
 
 /// The memory that is counted for a frame besides its bytes.
 const FRAME_COST: usize = 64;
-/// The maximum number of bytes taken beyond the bound, so that a VM that is about to be stopped has
+/// The maximum number of bytes taken beyond the bound, so that a VM that is about to be paused has
 /// no frames left to send.
 pub(crate) const OVERSHOOT_BYTES_MAX: usize = 1 << 20;
 /// The number of delays that are stored: the newest.
@@ -60,7 +60,7 @@ pub struct OutputBuffer {
     running: Epoch,
     leaving: VecDeque<SentFrame<BufferedFrame>>,
     held: BufferUsage,
-    /// The VM is about to be stopped.
+    /// The VM is about to be paused.
     is_pausing: bool,
     /// The bytes taken since the bound was reached.
     overshoot_bytes: usize,
@@ -162,7 +162,7 @@ impl OutputBuffer {
         self.outbox.trim_up_to(FrameDestination::Outside, last);
     }
 
-    /// Sets whether the VM is about to be stopped.
+    /// Sets whether the VM is about to be paused.
     pub fn set_pausing(&mut self, is_pausing: bool) {
         self.is_pausing = is_pausing;
     }

@@ -45,7 +45,7 @@ const BATCH: usize = 32;
 const RETRY_INTERVAL: Duration = Duration::from_millis(100);
 /// The interval at which a member checks whether others have received its frames.
 const TICK_INTERVAL: Duration = Duration::from_millis(50);
-/// The time that a member's card gets, before the VM is stopped, to read the frames that it was
+/// The time that a member's card gets, before the VM is paused, to read the frames that it was
 /// given. A card that does not read them in time is treated as one that has no room: its frames are
 /// lost.
 const READ_TIMEOUT: Duration = Duration::from_millis(20);
@@ -157,7 +157,7 @@ impl NicPort {
         self.shared.lock_output().policy.begin_protection();
     }
 
-    /// Prepares for a stop of the VM. When this returns, the card's socket is empty, and it is kept
+    /// Prepares for a pause of the VM. When this returns, the card's socket is empty, and it is kept
     /// empty until [`Self::finish_pause`]; see [`OutputBuffer::input_flow`]. A member is given no
     /// frames from now on, and has read the frames that it was given.
     pub fn prepare_pause(&self) {
@@ -173,7 +173,7 @@ impl NicPort {
         }
     }
 
-    /// Ends the preparation, because the VM was not stopped, or runs again.
+    /// Ends the preparation, because the VM could not be paused, or runs again.
     pub fn finish_pause(&self) {
         let mut output = self.shared.lock_output();
         output.policy.set_pausing(false);

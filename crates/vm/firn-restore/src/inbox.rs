@@ -1,8 +1,9 @@
 //! Event inbox: the events of the guest, in the order in which they are processed.
 //!
-//! When the guest gives pages back, the inbox records them as removed in the moment in which it reads
-//! the event. It reads under the exclusive install lock, so that no worker installs such a page with
-//! its old contents (see [`crate::install_lock`]). Faults are queued.
+//! When the guest gives pages back, the inbox records them as removed in the moment in which it
+//! reads the event. If such an event waits, no worker may install pages at that moment: a worker
+//! could install a page with its old contents. The install lock ensures that
+//! ([`crate::install_lock`]). Faults are queued.
 
 use std::collections::VecDeque;
 use std::time::Duration;

@@ -76,9 +76,9 @@ const OUTAGES: &[Choice] = &[
 /// --qemu names.
 ///
 /// --libvirt gives an image of a domain of libvirt back to libvirt: libvirt starts QEMU from the
-/// XML in the image, and manages the domain like any other; Firn is attached to the new domain. It
-/// has the name of the saved domain, which must not run meanwhile. With --name it gets another
-/// name.
+/// XML in the image, and manages the domain like any other; Firn is attached to the new domain. The
+/// new domain has the name of the saved domain, which must not run meanwhile. With --name it gets
+/// another name.
 #[derive(Debug, ClapArgs)]
 #[command(after_long_help = r"Examples:
   firn restore web.firn

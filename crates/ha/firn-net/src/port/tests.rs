@@ -295,7 +295,7 @@ fn comes(byte: u8) -> Vec<u8> {
     [&[0, 0, 0, 15][..], &VM, &[2, 0, 0, 0, 0, 9, 8, 0, byte]].concat()
 }
 
-/// A member that is about to be stopped is given no frames until it runs again, and has read the
+/// A member that is about to be paused is given no frames until it runs again, and has read the
 /// frames that it was given before.
 #[test]
 fn a_paused_member_receives_no_frame() {

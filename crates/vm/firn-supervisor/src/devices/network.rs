@@ -204,12 +204,12 @@ impl VmNetwork {
         self.ports().for_each(NicPort::begin_protection);
     }
 
-    /// Makes room for the VM's frames, because it is about to be stopped.
+    /// Makes room for the VM's frames, because it is about to be paused.
     pub(crate) fn prepare_pause(&self) {
         self.ports().for_each(NicPort::prepare_pause);
     }
 
-    /// Ends what [`Self::prepare_pause`] began: the VM was not stopped, or it continues.
+    /// Ends what [`Self::prepare_pause`] began: the VM could not be paused, or it continues.
     pub(crate) fn end_pause(&self) {
         self.ports().for_each(NicPort::finish_pause);
     }
