@@ -16,7 +16,8 @@ use firn_lab::report::Report;
 use firn_lab::site::ConsensusKind;
 use firn_lab::{demo, demo_app, demo_cluster, disk_profile, recorder, toucher};
 
-/// Reproduces tables and figures, and measures Firn against its floors and its peers.
+/// Reproduces tables and figures of papers. Compares Firn with the minimum that QEMU and the kernel
+/// need (the floor), and with other programs.
 #[derive(Parser)]
 #[command(version)]
 struct Cli {

@@ -247,14 +247,14 @@ impl MemoryCopy<'_, '_> {
         scheduling::set_background();
         let (roots, order, working_set) = self.plan_sweep(first, traced)?;
         traced.mark_unbacked_saved(&order.unbacked);
-        let pace = SweepThrottle::new(self.options.throttle, traced.trace.now());
+        let throttle = SweepThrottle::new(self.options.throttle, traced.trace.now());
         let (intake, progress, steps) = (self.intake, self.progress, self.context.steps);
         let (let_go, reported) = (0, Duration::ZERO);
         let trace = &traced.trace;
         let mut sweep = BackgroundSweep {
             trace,
             intake,
-            throttle: pace,
+            throttle,
             progress,
             steps,
             watch,
@@ -320,12 +320,12 @@ impl MemoryCopy<'_, '_> {
         let Self { options, intake, progress, .. } = *self;
         let used = self.context.used.take().unwrap_or_default();
         let parent = self.context.parent.clone();
-        let still =
+        let stopped =
             StopCopy { memory: &memory, spaces: &spaces, used, parent, options, intake, progress };
         let ready = PauseMethod::prepare_pause(self.context, false)?;
         let mut working_set = Vec::new();
         let cut = CutState::make_cut(self.context, options, ready, &mut || {
-            working_set = intake.duty_cycle().without_pauses(|| still.copy_all())?;
+            working_set = intake.duty_cycle().without_pauses(|| stopped.copy_all())?;
             Ok(0)
         })?;
         let report = self.base_report(&cut);

@@ -42,7 +42,7 @@ impl Tracker for EmulationTracker {
 
     fn allocate_memory(&mut self, bytes: usize) -> Result<Arc<AreaMemory>, Error> {
         let memory = Arc::new(AreaMemory::map_twice(bytes)?);
-        let watched = WatchedSpan::new(memory.span(), memory.alias_address());
+        let watched = WatchedSpan::new(memory.span(), memory.second_address());
         let watched = watched.map_err(Error::system("write-protecting an area"))?;
         self.watched.push((watched, memory.clone()));
         Ok(memory)

@@ -108,7 +108,7 @@ impl MemoryWalk {
         }
         filled.wait();
         pinned?;
-        let mut pace = RateLimiter::new(self.rate);
+        let mut limiter = RateLimiter::new(self.rate);
         let mut step = 0;
         while step < self.visits {
             let batch = BATCH.min(self.visits - step);
@@ -117,7 +117,7 @@ impl MemoryWalk {
             step += batch;
             tally.visits.fetch_add(batch, Ordering::Relaxed);
             tally.wrong.fetch_add(wrong as u64, Ordering::Relaxed);
-            pace.wait_for(batch as u32);
+            limiter.wait_for(batch as u32);
         }
         Ok(())
     }

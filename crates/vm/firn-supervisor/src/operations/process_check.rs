@@ -33,9 +33,10 @@ pub fn check_process(pid: i32, qmp: &MonitorAddress) -> Result<Vec<OperationChec
         cards: Vec::new(),
         served: Vec::new(),
     };
-    let machine = qemu::describe_hypervisor(&mut vm, known, &layout, name.as_str())?;
+    let hypervisor_record = qemu::describe_hypervisor(&mut vm, known, &layout, name.as_str())?;
     let (journal, served) = (&Journal::new(name, None), &ServedDisks::default());
-    CheckedVm { machine: &machine, journal, served }.check_operations(&mut vm, Ok(()))
+    CheckedVm { hypervisor_record: &hypervisor_record, journal, served }
+        .check_operations(&mut vm, Ok(()))
 }
 
 /// The failure for a process that does not exist.

@@ -4,8 +4,8 @@ use crate::records::failure::{Failure, FailureKind};
 use crate::records::journal::HypervisorRecord;
 
 /// Refuses a VM with disks that images can't contain yet.
-pub(crate) fn refuse_served_disks(machine: &HypervisorRecord) -> Result<(), Failure> {
-    let Some(disk) = machine.served.first() else { return Ok(()) };
+pub(crate) fn refuse_served_disks(hypervisor_record: &HypervisorRecord) -> Result<(), Failure> {
+    let Some(disk) = hypervisor_record.served.first() else { return Ok(()) };
     let text = format!(
         "the disk {} is served by Firn (firn=on), and images can't keep such disks",
         disk.id

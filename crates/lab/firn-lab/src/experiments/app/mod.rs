@@ -1,6 +1,6 @@
 //! Application checkpointing: the cost of transactions, by tracker.
 
+mod environment;
 mod guest;
 pub(super) mod micro;
-mod place;
 pub(super) mod structures;

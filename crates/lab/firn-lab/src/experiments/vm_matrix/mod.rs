@@ -12,8 +12,8 @@
 //!
 //! ```text
 //!   ok           the command worked, and the guest found its memory and its disk right
-//!   refused      the command refused the VM, and `firn doctor` had said so before
-//!   unforeseen   the command refused the VM, and `firn doctor` had said that it works
+//!   refused      the command refused the VM, as `firn doctor` announced
+//!   unforeseen   the command refused the VM, although `firn doctor` announced that it works
 //!   failed       another error
 //!   wrong        the guest found memory or disk wrong
 //! ```
