@@ -15,12 +15,12 @@ use std::ptr::NonNull;
 use std::sync::Arc;
 
 use crate::backup::{
-    self, ApplicationLog, ApplicationState, BackupError, BackupMonitor, BackupSet, BackupStatus,
-    CommittedState, FsyncPolicy, PayloadBuilder,
+    self, ApplicationLog, ApplicationState, AreaDefinition, BackupError, BackupMonitor, BackupSet,
+    BackupStatus, CommittedState, FsyncPolicy, NewChanges, SharedBytes,
 };
 use crate::changes::{AreaId, ChangeSet};
 use crate::claims::PageClaims;
-use crate::difference;
+use crate::committed_bytes::{AreaCopy, CommittedBytes};
 use crate::error::Error;
 use crate::memory::AreaMemory;
 use crate::options::{Precision, SessionOptions};
@@ -71,7 +71,7 @@ struct AreaState {
     region: AreaRegion,
     /// The last committed bytes, if a copy is kept here. Of an area that backups have, the committed
     /// state that the session shares with them is the copy.
-    copy: Option<Vec<u8>>,
+    copy: Option<AreaCopy>,
     /// No transaction has committed any of it yet.
     fresh: bool,
     /// Its number in backups.
@@ -278,10 +278,11 @@ impl Session {
         region: AreaRegion,
         memory: Option<Arc<AreaMemory>>,
     ) -> AreaId {
-        // Zeros need no memory until they are written.
         let copy = self.options.undo.then(|| match memory {
-            Some(_) => vec![0; region.len()],
-            None => region.bytes().to_vec(),
+            // Until the first commit: then it is in the committed state.
+            Some(_) if self.backups.is_some() => AreaCopy::Shared(SharedBytes::zeros(region.len())),
+            Some(_) => AreaCopy::Own(vec![0; region.len()]),
+            None => AreaCopy::Own(region.bytes().to_vec()),
         });
         let number = self.backup_number(name);
         self.areas.push(AreaState {
@@ -331,7 +332,8 @@ impl Session {
         }
         for state in &mut self.areas {
             let Some(stored) = stored(state).filter(|_| state.fresh) else { continue };
-            state.region.bytes_mut().copy_from_slice(&stored.bytes);
+            let committed = CommittedBytes::Shared(&stored.bytes);
+            committed.copy_to(state.region.bytes_mut(), 0..stored.bytes.len());
             (state.fresh, state.copy) = (false, None);
         }
         // Discards what was written here: it is not a change of the application.
@@ -482,26 +484,29 @@ impl Session {
         committed: &CommittedState,
         defined: &[AreaId],
     ) -> Result<(), BackupError> {
-        let payload = self.encode_changes(defined).into_bytes();
-        committed.add_commit(self.sequence, payload)?;
+        // The committed state is the copy from now on.
         for area in defined {
             self.areas[area.0 as usize].copy = None;
         }
+        committed.add_commit(self.sequence, self.new_changes(defined))?;
         committed.wait_for_acknowledgement(self.sequence)
     }
 
-    fn encode_changes(&self, defined: &[AreaId]) -> PayloadBuilder<'_> {
-        let mut payload = PayloadBuilder::default();
-        for area in defined {
+    fn new_changes(&self, defined: &[AreaId]) -> NewChanges<'_> {
+        let define_area = |area: &AreaId| {
             let state = &self.areas[area.0 as usize];
-            payload.add_area(state.number, state.region.len() as u64, &state.name);
-        }
-        for change in self.changes.iter() {
+            let (len, name) = (state.region.len() as u64, state.name.clone());
+            AreaDefinition { number: state.number, len, name }
+        };
+        let changes = self.changes.iter().map(|change| {
             let state = &self.areas[change.area.0 as usize];
             let bytes = &state.region.bytes()[change.bytes.clone()];
-            payload.add_change(state.number, change.bytes.start as u64, bytes);
+            (state.number, change.bytes.start as u64, bytes)
+        });
+        NewChanges {
+            defined: defined.iter().map(define_area).collect(),
+            changes: changes.collect(),
         }
-        payload
     }
 
     /// The last transaction that every backup has; the last committed one if there is no backup. 0
@@ -564,13 +569,8 @@ impl Session {
             for bytes in state.clip_runs(self.found.runs()) {
                 match copy {
                     Some(copy) => {
-                        let push_change = |run| self.changes.push(id, run);
-                        difference::find_changed_words(
-                            state.region.bytes(),
-                            copy,
-                            bytes,
-                            push_change,
-                        );
+                        let now = state.region.bytes();
+                        copy.find_changed_words(now, bytes, |run| self.changes.push(id, run));
                     }
                     None => self.changes.push(id, bytes),
                 }
@@ -584,7 +584,7 @@ impl Session {
         for change in &self.changes.list {
             let AreaState { region, copy, .. } = &mut self.areas[change.area.0 as usize];
             if let Some(copy) = copy {
-                copy[change.bytes.clone()].copy_from_slice(&region.bytes()[change.bytes.clone()]);
+                copy.update(region.bytes(), change.bytes.clone());
             }
         }
     }
@@ -603,7 +603,7 @@ impl Session {
             let AreaState { region, copy, number, .. } = state;
             let Some(copy) = committed_bytes(copy, *number, image.as_deref()) else { continue };
             for bytes in runs {
-                region.bytes_mut()[bytes.clone()].copy_from_slice(&copy[bytes]);
+                copy.copy_to(region.bytes_mut(), bytes);
             }
         }
         // Discards what was written back: it is not a change of the application.
@@ -634,12 +634,12 @@ impl AreaState {
 
 /// The last committed bytes of an area: its own copy, or those of the state that backups share.
 fn committed_bytes<'a>(
-    copy: &'a Option<Vec<u8>>,
+    copy: &'a Option<AreaCopy>,
     number: u32,
     image: Option<&'a ApplicationState>,
-) -> Option<&'a [u8]> {
-    let shared = || image?.areas().get(number as usize).map(|stored| &stored.bytes[..]);
-    copy.as_deref().or_else(shared)
+) -> Option<CommittedBytes<'a>> {
+    let shared = || Some(CommittedBytes::Shared(&image?.areas().get(number as usize)?.bytes));
+    copy.as_ref().map(AreaCopy::committed).or_else(shared)
 }
 
 fn taken_error(name: &str, span: PageSpan) -> Error {
