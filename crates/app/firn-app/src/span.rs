@@ -60,6 +60,11 @@ impl PageSpan {
         taken.iter().fold(vec![self], cut)
     }
 
+    /// Removes pages from spans.
+    pub(crate) fn remove_from(self, spans: &mut Vec<Self>) {
+        *spans = spans.iter().flat_map(|span| span.without_spans(&[self])).collect();
+    }
+
     fn without_span(self, hole: Self) -> impl Iterator<Item = Self> {
         let before = Self { start: self.start, end: self.end.min(hole.start) };
         let after = Self { start: self.start.max(hole.end), end: self.end };

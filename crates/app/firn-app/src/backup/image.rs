@@ -27,6 +27,13 @@ pub(crate) struct StoredArea {
     pub(crate) bytes: SharedBytes,
 }
 
+impl StoredArea {
+    /// Whether the application has forgotten it: an area has at least one byte.
+    pub(crate) fn is_removed(&self) -> bool {
+        self.bytes.len() == 0
+    }
+}
+
 /// Which state it is: the number of its last transaction, and the generation of the session that
 /// committed it. Each session that opens backups has a new generation, greater than those that it
 /// found, so that of two states the one with the greater generation is the later one.

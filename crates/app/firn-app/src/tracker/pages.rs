@@ -15,6 +15,13 @@ pub(super) struct PageTracker {
     stores: Vec<RecordedStore>,
 }
 
+impl PageTracker {
+    /// Whether it follows nothing.
+    pub(super) fn is_empty(&self) -> bool {
+        self.watched.is_empty()
+    }
+}
+
 impl Tracker for PageTracker {
     fn kind(&self) -> TrackerKind {
         TrackerKind::Pages
@@ -24,6 +31,27 @@ impl Tracker for PageTracker {
         let watched =
             WatchedSpan::new(span, None).map_err(Error::system("write-protecting an area"))?;
         self.watched.push(watched);
+        Ok(())
+    }
+
+    fn forget_span(&mut self, span: PageSpan) -> Result<(), Error> {
+        let is_met = |watched: &WatchedSpan| watched.write_log().span().overlaps(span);
+        let forgotten: Vec<_>;
+        (forgotten, self.watched) = std::mem::take(&mut self.watched).into_iter().partition(is_met);
+        for old in forgotten {
+            let all = old.write_log().span();
+            drop(old);
+            for left in all.without_spans(&[span]) {
+                self.watch_span(left)?;
+                // They may have been written: the log that knew is gone.
+                if let Some(new) = self.watched.last() {
+                    let pages = (left.start()..left.end()).step_by(PAGE);
+                    let recorded = pages.map(|page| new.write_log().record_page(page));
+                    let failed = Error::system("making a page writable");
+                    recorded.collect::<Result<(), _>>().map_err(failed)?;
+                }
+            }
+        }
         Ok(())
     }
 
