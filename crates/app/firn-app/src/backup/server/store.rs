@@ -155,8 +155,9 @@ impl SessionStore {
 
     /// Drops a transaction whose last record has not arrived.
     pub(in crate::backup) fn drop_staged(&mut self) -> Result<(), BackupError> {
-        let new_log = self.staged.take().and_then(|staged| staged.new_log);
-        new_log.map(ApplicationLog::remove_file);
+        if let Some(new_log) = self.staged.take().and_then(|staged| staged.new_log) {
+            new_log.remove_file();
+        }
         let dropped = self.log.drop_unfinished();
         self.is_broken |= self.log.is_torn();
         dropped

@@ -3,4 +3,5 @@
 mod guest;
 pub(super) mod micro;
 mod place;
+pub mod size;
 pub(super) mod structures;
