@@ -84,14 +84,13 @@ impl AdaptiveTracker {
     /// Decides at the end of a window. No thread writes the areas meanwhile.
     fn decide(&mut self) -> Result<(), Error> {
         let Window { scans, written, .. } = std::mem::take(&mut self.window);
-        if self.on_pages.is_empty() {
-            let large = self.large_spans();
-            if !large.is_empty() && scans > GAIN * written * self.costs.pages {
-                self.scan_cost = scans;
-                return large.into_iter().try_for_each(|span| self.move_to_pages(span));
-            }
-        } else if written * self.costs.pages
-            > GAIN * (self.scan_cost + written * self.costs.assisted)
+        let large = self.large_spans();
+        if !large.is_empty() && scans > GAIN * written * self.costs.pages {
+            self.scan_cost = scans;
+            return large.into_iter().try_for_each(|span| self.move_to_pages(span));
+        }
+        if !self.on_pages.is_empty()
+            && written * self.costs.pages > GAIN * (self.scan_cost + written * self.costs.assisted)
         {
             let moved = std::mem::take(&mut self.on_pages);
             return moved.into_iter().try_for_each(|span| self.move_to_assisted(span));
@@ -105,7 +104,7 @@ impl AdaptiveTracker {
         if self.pages.watch_span(span).is_ok() {
             self.on_pages.push(span);
         } else if self.assisted.watch_span(span).is_ok() {
-            self.on_assisted.push(span);
+            span.add_to(&mut self.on_assisted);
         } else {
             self.unfollowed.push(span);
         }
@@ -115,7 +114,7 @@ impl AdaptiveTracker {
     fn move_to_assisted(&mut self, span: PageSpan) -> Result<(), Error> {
         self.pages.forget_span(span)?;
         match self.assisted.watch_span(span) {
-            Ok(()) => self.on_assisted.push(span),
+            Ok(()) => span.add_to(&mut self.on_assisted),
             Err(_) => self.unfollowed.push(span),
         }
         Ok(())
@@ -150,7 +149,7 @@ impl Tracker for AdaptiveTracker {
 
     fn watch_span(&mut self, span: PageSpan) -> Result<(), Error> {
         match self.assisted.watch_span(span) {
-            Ok(()) => self.on_assisted.push(span),
+            Ok(()) => span.add_to(&mut self.on_assisted),
             Err(error) => self.pages.watch_span(span).map_err(|_| error)?,
         }
         Ok(())

@@ -75,7 +75,8 @@ impl Tracker for AssistedTracker {
             return Err(Error::Unavailable { kind: TrackerKind::Assisted, why: why.to_owned() });
         }
         self.full_compare.reset_after_growth();
-        self.spans.push(span);
+        // One scan for all areas that are side by side.
+        span.add_to(&mut self.spans);
         Ok(())
     }
 

@@ -190,6 +190,42 @@ fn auto_follows_a_large_area_by_what_is_written() {
     assert_eq!(kinds, [TrackerKind::Assisted, TrackerKind::Pages, TrackerKind::Assisted]);
 }
 
+/// Areas that are side by side are followed as one, and forgotten one by one.
+#[test]
+fn a_part_of_what_is_followed_is_forgotten() {
+    for kind in [None, Some(TrackerKind::Assisted), Some(TrackerKind::Pages)] {
+        let mapping = Mapping::private(64 << 20);
+        let third = mapping.len / 3 / PAGE * PAGE;
+        let mut session = Session::open(options(kind)).unwrap();
+        let areas = [0, 1, 2].map(|n| {
+            let start = NonNull::new(mapping.start.as_ptr().wrapping_add(n * third)).unwrap();
+            // SAFETY: a part of the mapping, which lives as long as the session.
+            unsafe { session.register(&n.to_string(), start, third) }.unwrap()
+        });
+        (0..mapping.len).step_by(PAGE).for_each(|at| mapping.write(at, 1));
+        commit(&mut session, || ());
+        // In this time auto changes to PT.
+        for round in 2..150 {
+            let changes = commit(&mut session, || mapping.write(2 * third + 8, round));
+            assert_eq!(changes, [(areas[2], 8..16)], "{kind:?}, round {round}");
+        }
+        // Outside of a transaction: the next one has it.
+        mapping.write(5 * PAGE, 9);
+        mapping.write(2 * third + 9 * PAGE, 9);
+        session.forget_area(areas[1]).unwrap();
+        mapping.write(third, 9);
+        let changes = commit(&mut session, || mapping.write(8, 9));
+        let expected = [
+            (areas[0], 8..16),
+            (areas[0], 5 * PAGE..5 * PAGE + 8),
+            (areas[2], 9 * PAGE..9 * PAGE + 8),
+        ];
+        assert_eq!(changes, expected, "{kind:?}");
+        let changes = commit(&mut session, || mapping.write(third - 8, 9));
+        assert_eq!(changes, [(areas[0], third - 8..third)], "{kind:?}");
+    }
+}
+
 #[test]
 fn a_forgotten_area_may_be_unmapped() {
     for kind in

@@ -86,7 +86,8 @@ fn measure_commits(
     })?;
     let name = tracker_name(tracker);
     for ((_, medians), mib) in areas.iter().zip(sizes) {
-        report.add_repetition(json!({ "tracker": name, "areas": count, "mib": mib, "us": medians }));
+        report
+            .add_repetition(json!({ "tracker": name, "areas": count, "mib": mib, "us": medians }));
         let key = format!("commit_us.{name}.areas{count}.mib{mib}");
         report.add_sample(key, medians.iter().copied());
     }
