@@ -58,6 +58,13 @@ enum LabVerb {
     TouchMemory {
         pages: u32,
     },
+    /// Commits areas of a size with a log, and prints the maximum of memory as a multiple of them.
+    #[command(hide = true)]
+    AppMemory {
+        mib: usize,
+        areas: usize,
+        log: PathBuf,
+    },
     /// Restores the guest that is described on standard input, and prints a run record.
     #[command(hide = true)]
     RestoreRecorded,
@@ -131,6 +138,9 @@ fn run_verb(verb: LabVerb) -> Result<bool> {
             Ok(true)
         }
         LabVerb::TouchMemory { pages } => toucher::serve_touches(pages).map(|()| true),
+        LabVerb::AppMemory { mib, areas, log } => {
+            experiments::app::size::serve_memory(mib, areas, &log).map(|()| true)
+        }
         LabVerb::RestoreRecorded => recorder::serve_restore().map(|()| true),
     }
 }

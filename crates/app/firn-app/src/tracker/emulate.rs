@@ -48,6 +48,12 @@ impl Tracker for EmulationTracker {
         Ok(memory)
     }
 
+    fn forget_span(&mut self, span: PageSpan) -> Result<(), Error> {
+        // Areas have memory of their own here: a span is all pages of one.
+        self.watched.retain(|(_, memory)| memory.span() != span);
+        Ok(())
+    }
+
     fn check_working(&self) -> Result<(), Error> {
         match fault::is_handler_installed() {
             true => Ok(()),

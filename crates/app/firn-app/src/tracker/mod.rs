@@ -14,6 +14,7 @@
 //! of the application, is one more implementation of [`Tracker`]: `watch_span` requests the list,
 //! `collect_writes` reads it.
 
+mod adaptive;
 mod assisted;
 mod auto;
 mod compare;

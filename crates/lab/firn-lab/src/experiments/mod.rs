@@ -5,7 +5,7 @@
 //! applications, the library, except where they measure a floor or a single page fault. Ratios are
 //! computed inside one run, from systems that ran alternately on the same machine.
 
-mod app;
+pub mod app;
 mod application;
 mod cow_compile;
 mod cow_downtime;
@@ -56,6 +56,11 @@ pub const ALL: &[Experiment] = &[
         name: "app-micro",
         about: "application checkpointing: pages and writes per transaction, size of the area, by tracker",
         run: app::micro::run,
+    },
+    Experiment {
+        name: "app-size",
+        about: "application checkpointing: time of a commit and memory, by size and count of areas, by tracker",
+        run: app::size::run,
     },
     Experiment {
         name: "app-structures",

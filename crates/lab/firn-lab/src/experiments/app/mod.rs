@@ -3,4 +3,5 @@
 mod environment;
 mod guest;
 pub(super) mod micro;
+pub mod size;
 pub(super) mod structures;
