@@ -21,9 +21,8 @@ impl PageTracker {
     fn record_pages_again(&self, all: PageSpan, part: PageSpan) -> Result<(), Error> {
         let Some(new) = self.watched.last() else { return Ok(()) };
         let written = self.pages.iter().map(|page| all.start() + *page as usize * PAGE);
-        let written = written.filter(|page| (part.start()..part.end()).contains(page));
-        let recorded: Result<(), _> =
-            written.map(|page| new.write_log().record_page(page)).collect();
+        let mut written = written.filter(|page| (part.start()..part.end()).contains(page));
+        let recorded = written.try_for_each(|page| new.write_log().record_page(page));
         recorded.map_err(Error::system("making a page writable"))
     }
 
