@@ -19,7 +19,7 @@ pub(crate) fn refuse_blocked(blockers: Vec<String>) -> Result<(), Failure> {
     if blockers.is_empty() {
         return Ok(());
     }
-    let mut failure = Failure::new(FailureKind::Other, "QEMU can't save the state of this VM");
+    let mut failure = Failure::new(FailureKind::Refused, "QEMU can't save the state of this VM");
     failure.chain.extend(blockers);
     Err(failure.with_hint("start the VM without the device or CPU feature named here"))
 }

@@ -368,7 +368,8 @@ fn disk_kinds() -> Vec<MatrixConfiguration> {
             let device = host.create_loop_device()?;
             let line = format!(
                 "-blockdev driver=host_device,filename={device},node-name=block,cache.direct=on \
-                 -device virtio-blk-pci,drive=block"
+                 -blockdev driver=raw,file=block,node-name=format \
+                 -device virtio-blk-pci,drive=format"
             );
             Ok(add_options(args, &line))
         })
@@ -404,7 +405,7 @@ fn disk_kinds() -> Vec<MatrixConfiguration> {
             ));
             host.start_server(command, &socket).context("qemu-storage-daemon")?;
             let line = format!(
-                "-chardev socket,id=user,path={} -device vhost-user-blk-pci,chardev=user",
+                "-chardev socket,id=user,path={} -device vhost-user-blk-pci,chardev=user,num-queues=1",
                 socket.display()
             );
             Ok(add_options(with_memory(args, SHARED), &line))
@@ -434,7 +435,8 @@ fn device_kinds() -> Vec<MatrixConfiguration> {
             let line = format!(
                 "-spice unix=on,addr={},disable-ticketing=on -device qxl-vga \
                  -chardev spicevmc,id=vdagent,name=vdagent \
-                 -device virtserialport,bus=ports.0,chardev=vdagent,name=com.redhat.spice.0",
+                 -device virtio-serial-pci,id=agents \
+                 -device virtserialport,bus=agents.0,chardev=vdagent,name=com.redhat.spice.0",
                 host.file("spice").display()
             );
             Ok(add_options(args, &line))

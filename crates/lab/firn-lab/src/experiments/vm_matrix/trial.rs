@@ -35,6 +35,8 @@ const WRITERS: &str = "writers";
 const DISK: &str = "disk";
 /// The exit code of a command that refuses a VM.
 const REFUSED: &str = "exit status: 5";
+/// The exit codes of `firn attach` for a VM that Firn can't manage: its memory, or a command line.
+const ATTACH_REFUSED: [&str; 2] = ["exit status: 7", REFUSED];
 /// Epochs that a protection has to commit.
 const EPOCHS: u64 = 5;
 
@@ -178,6 +180,9 @@ impl MatrixTrial<'_> {
 
     fn run_operations(&mut self, args: QemuArgs) -> Result<()> {
         let machine = self.start_guest(args)?;
+        if !self.attach_guest(&machine)? {
+            return Ok(());
+        }
         let foreseen = self.ask_doctor()?;
         let mut images = Vec::new();
         for (strategy, row) in SAVES {
@@ -225,9 +230,25 @@ impl MatrixTrial<'_> {
         control.spawn_job(DISK, &split_words(disk))?;
         control.wait_output(DISK, "\"ready\":true", GUEST_TIMEOUT)?;
         events::prepare_vm(self.configuration.event, &self.host)?;
-        let (pid, qmp) = (machine.pid().to_string(), self.host.file("qmp").display().to_string());
-        self.firn().attach(VM, &["--pid", &pid, "--qmp", &qmp])?;
         Ok(machine)
+    }
+
+    /// Attaches Firn to the VM. Firn may refuse that, as `firn doctor` does then.
+    fn attach_guest(&mut self, machine: &UnmanagedGuest) -> Result<bool> {
+        let (pid, qmp) = (machine.pid().to_string(), self.host.file("qmp").display().to_string());
+        let of_vm = ["--pid", &pid, "--qmp", &qmp];
+        match self.firn().attach(VM, &of_vm) {
+            Ok(_) => Ok(true),
+            Err(FirnError::Failed { status, said, .. }) if ATTACH_REFUSED.contains(&&*status) => {
+                let outcome = match self.firn().run_verb("doctor", &of_vm) {
+                    Err(_) => OperationOutcome::Refused(said),
+                    Ok(_) => OperationOutcome::Unforeseen(said),
+                };
+                self.add_result("attach", outcome);
+                Ok(false)
+            }
+            Err(error) => Err(error.into()),
+        }
     }
 
     fn connect_control(&self) -> Result<GuestControl> {
