@@ -102,9 +102,11 @@ pub(super) fn prepare_vm(event: SaveEvent, host: &MatrixHost) -> Result<()> {
     }
 }
 
-/// What happens during a save.
-pub(super) fn cause_event(event: SaveEvent, host: &MatrixHost) -> Result<()> {
+/// What happens during a save with that strategy.
+pub(super) fn cause_event(event: SaveEvent, strategy: &str, host: &MatrixHost) -> Result<()> {
     match event {
+        // QEMU ignores `stop` in the pause, which is the whole save here.
+        SaveEvent::Pause if strategy == "stop" => Ok(()),
         SaveEvent::BalloonGrows => {
             thread::sleep(DELAY);
             resize_balloon(host, LITTLE)?;
@@ -120,8 +122,11 @@ pub(super) fn cause_event(event: SaveEvent, host: &MatrixHost) -> Result<()> {
         }
         SaveEvent::InternalSnapshot => {
             thread::sleep(DELAY);
-            let said = second_monitor(host)?.qmp().execute_hmp("savevm by-user")?;
-            ensure!(said.trim().is_empty(), "savevm: {said}");
+            // While Firn copies the disk, QEMU refuses: the user tries again.
+            wait_for("the user's snapshot", TIMEOUT, || {
+                let said = second_monitor(host)?.qmp().execute_hmp("savevm by-user")?;
+                Ok(said.trim().is_empty().then_some(()))
+            })?;
             second_monitor(host)?.qmp().execute_hmp("delvm by-user")?;
             Ok(())
         }

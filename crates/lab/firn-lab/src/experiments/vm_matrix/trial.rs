@@ -185,16 +185,18 @@ impl MatrixTrial<'_> {
         }
         let foreseen = self.ask_doctor()?;
         let mut images = Vec::new();
-        for (strategy, row) in SAVES {
+        // The first save of a guest that ends is the only one.
+        let ends = self.configuration.event.ends_guest();
+        for (strategy, row) in SAVES.into_iter().filter(|(it, _)| !ends || *it == "cow") {
             let how = SaveArgs::default().with_option("--strategy", strategy);
             images.extend(self.save_guest(strategy, how, &foreseen[row])?);
         }
-        if let Some((_, parent)) = images.first().cloned() {
+        if let Some((_, parent)) = images.first().cloned().filter(|_| !ends) {
             let how = SaveArgs::default().with_option("--parent", parent);
             let row = &foreseen["checkpoint --parent IMAGE"];
             images.extend(self.save_guest("incremental", how, row)?);
         }
-        if !self.configuration.event.ends_guest() {
+        if !ends {
             let outcome = self.protect_guest(&foreseen["protect"]);
             self.add_result("protect", outcome);
             let wrong = self.check_guest(false).context("the guest that was saved")?;
@@ -279,7 +281,7 @@ impl MatrixTrial<'_> {
         let image = self.host.file(&format!("{operation}.firn"));
         let (event, host) = (self.configuration.event, &self.host);
         let (saved, after) = thread::scope(|scope| {
-            let event = scope.spawn(|| events::cause_event(event, host));
+            let event = scope.spawn(|| events::cause_event(event, operation, host));
             let saved = self.firn().checkpoint(VM, &image, &how);
             (saved, event.join())
         });
@@ -301,11 +303,13 @@ impl MatrixTrial<'_> {
         Ok(None)
     }
 
-    /// A VM that ends during its save has no image, and that is right.
+    /// A VM that ends during its save has no image, and that is right. A job of the user, which did
+    /// not run when `firn doctor` was asked, is a reason to refuse.
     fn judge_error(&self, error: &FirnError, foreseen: &str) -> OperationOutcome {
         match error {
             FirnError::Failed { status, said, .. } if status == REFUSED => match foreseen {
                 "refused" => OperationOutcome::Refused(said.clone()),
+                _ if said.contains("by-user") => OperationOutcome::Refused(said.clone()),
                 _ => OperationOutcome::Unforeseen(said.clone()),
             },
             _ if self.configuration.event == SaveEvent::PowerOff => OperationOutcome::Ok,
