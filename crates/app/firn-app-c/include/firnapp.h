@@ -142,7 +142,7 @@ int firn_app_status(firn_app *session, firn_app_target_status *targets, size_t s
 /* The number of the last transaction that every backup has; 0 in a child of the process that opened the session. */
 uint64_t firn_app_acknowledged(const firn_app *session);
 
-/* The tracker with which the session was opened. If none was named, a large area may be followed by "pt" instead later. */
+/* The tracker with which the session was opened. */
 const char *firn_app_tracker(const firn_app *session);
 
 /* Ends a session: an open transaction is aborted, and backups get the transactions that they lack. NULL is allowed.

@@ -230,7 +230,7 @@ impl Session {
     /// [`Transaction::abort`] or a recovery writes it, no thread reads it.
     ///
     /// With the trackers PT and Emul, a system call that writes the area (read(2), for one) may
-    /// fail with EFAULT. A session that chooses its tracker may follow the area by PT, also later.
+    /// fail with EFAULT.
     ///
     /// # Errors
     /// If the tracker cannot follow this memory, it overlaps with another area, or a transaction is

@@ -1,11 +1,9 @@
-//! Choice of a tracker: times several trackers on small transactions, and opens the fastest. The
-//! choice between PT and PT assisted by the operating system is made again while transactions run,
-//! as it depends on the size of the areas ([`AdaptiveTracker`]).
+//! Choice of a tracker: times several trackers on small transactions, and opens the fastest.
 
 use std::time::{Duration, Instant};
 
-use super::adaptive::{AdaptiveTracker, PageCosts};
 use super::assisted::AssistedTracker;
+use super::fallback::FallbackTracker;
 use super::interface::{Tracker, WrittenRuns};
 use super::kind::TrackerKind;
 use super::open::open_tracker;
@@ -30,20 +28,11 @@ pub(crate) fn choose_tracker(source: MemorySource) -> Result<Box<dyn Tracker>, E
         }
     };
     let timed = candidates.iter().filter_map(|&kind| Some((time_tracker(kind).ok()?, kind)));
-    let timed: Vec<_> = timed.collect();
     // PT works on every kernel.
-    let fastest = timed.iter().min_by_key(|(time, _)| *time);
-    let kind = fastest.map_or(TrackerKind::Pages, |(_, kind)| *kind);
-    let page_cost = |kind| {
-        let time = timed.iter().find_map(|(time, timed)| (*timed == kind).then_some(*time));
-        time.map(|time| time / WRITTEN_COUNTS.0 as u32)
-    };
-    match (kind, page_cost(TrackerKind::Assisted), page_cost(TrackerKind::Pages)) {
-        (TrackerKind::Assisted | TrackerKind::Pages, Some(assisted), Some(pages)) => {
-            let costs = PageCosts { assisted, pages };
-            Ok(Box::new(AdaptiveTracker::new(AssistedTracker::open()?, costs)))
-        }
-        _ => open_tracker(kind),
+    let kind = timed.min_by_key(|(time, _)| *time).map_or(TrackerKind::Pages, |(_, kind)| kind);
+    match kind {
+        TrackerKind::Assisted => Ok(Box::new(FallbackTracker::new(AssistedTracker::open()?))),
+        kind => open_tracker(kind),
     }
 }
 

@@ -14,11 +14,11 @@
 //! of the application, is one more implementation of [`Tracker`]: `watch_span` requests the list,
 //! `collect_writes` reads it.
 
-mod adaptive;
 mod assisted;
 mod auto;
 mod compare;
 mod emulate;
+mod fallback;
 mod hot;
 pub(crate) mod interface;
 pub(crate) mod kind;

@@ -15,7 +15,7 @@
 //! Each host that has VMs or copies of the cluster has one
 //! [`ClusterMember`](firn_membership::ClusterMember), which requests one lease for all its VMs
 //! there. Beside it a reconcile loop carries out the planned actions
-//! ([`reconcile`](super::reconcile)). Which VMs belong to the cluster is stored in their runtime
+//! ([`reconciler`](super::reconciler)). Which VMs belong to the cluster is stored in their runtime
 //! directories ([`AgentPaths::cluster_of`](firn_control::AgentPaths::cluster_of)), so that an agent
 //! that starts again knows them.
 //!

@@ -36,7 +36,7 @@ impl MatrixConfiguration {
         Self { name, is_default: false, event: SaveEvent::Nothing, arrange }
     }
 
-    fn as_default(self) -> Self {
+    fn made_by_default(self) -> Self {
         Self { is_default: true, ..self }
     }
 
@@ -235,19 +235,19 @@ fn managed_kinds() -> Vec<MatrixConfiguration> {
             ensure!(chosen.accel == Accel::Kvm, "its guest needs KVM's clock: {}", chosen.why);
             Ok(args.with_machine("microvm,pcie=on,acpi=on"))
         }),
-        Kind::new("libvirt-private", |_, args| Ok(add_options(args, LIBVIRT))).as_default(),
+        Kind::new("libvirt-private", |_, args| Ok(add_options(args, LIBVIRT))).made_by_default(),
         Kind::new("libvirt-memfd", |_, args| Ok(with_memory(add_options(args, LIBVIRT), SHARED)))
-            .as_default(),
+            .made_by_default(),
         Kind::new("openstack", |_, args| {
             Ok(add_options(args.with_machine("pc-i440fx-7.2"), OPENSTACK))
         })
-        .as_default(),
-        Kind::new("kubevirt", |_, args| Ok(add_options(args, KUBEVIRT))).as_default(),
+        .made_by_default(),
+        Kind::new("kubevirt", |_, args| Ok(add_options(args, KUBEVIRT))).made_by_default(),
         Kind::new("proxmox-pc", |_, args| {
             let args = args.with_machine("pc-i440fx-7.2").with_machine_property("hpet=off");
             Ok(add_options(args, PROXMOX))
         })
-        .as_default(),
+        .made_by_default(),
         Kind::new("proxmox-q35", |host, args| {
             let file = host.file("q35.cfg");
             std::fs::write(&file, PROXMOX_Q35)?;
@@ -258,7 +258,7 @@ fn managed_kinds() -> Vec<MatrixConfiguration> {
             );
             Ok(add_options(args, &line))
         })
-        .as_default(),
+        .made_by_default(),
     ]
 }
 
@@ -329,23 +329,23 @@ fn disk_kinds() -> Vec<MatrixConfiguration> {
         Kind::new("virtio-scsi", |host, args| {
             with_disk(host, add_options(args, "-device virtio-scsi-pci,id=scsi"), "-device scsi-hd,bus=scsi.0")
         })
-        .as_default(),
+        .made_by_default(),
         Kind::new("iothread", |host, args| {
             let args = add_options(args, "-object iothread,id=io");
             with_disk(host, args, "-device virtio-blk-pci,iothread=io")
         })
-        .as_default(),
+        .made_by_default(),
         Kind::new("raw", |host, args| {
             let file = host.create_disk("other", "raw")?;
             Ok(args.add_disk(VirtioDisk { file, format: "raw", read_only: false }))
         })
-        .as_default(),
+        .made_by_default(),
         Kind::new("writeback", |host, args| {
             let file = host.disk("other", "qcow2")?;
             let drive = format!("-drive if=virtio,cache=writeback,format=qcow2,file={file}");
             Ok(add_options(args, &drive))
         })
-        .as_default(),
+        .made_by_default(),
         Kind::new("blockdev", |host, args| {
             let file = host.disk("other", "qcow2")?;
             let line = format!(
@@ -355,7 +355,7 @@ fn disk_kinds() -> Vec<MatrixConfiguration> {
             );
             Ok(add_options(args, &line))
         })
-        .as_default(),
+        .made_by_default(),
         Kind::new("backing-file", |host, args| {
             let (base, file) = (host.disk("base", "qcow2")?, host.file("top.qcow2"));
             let mut command = Command::new("qemu-img");
@@ -363,7 +363,7 @@ fn disk_kinds() -> Vec<MatrixConfiguration> {
             run_command(command)?;
             Ok(args.add_disk(VirtioDisk { file, format: "qcow2", read_only: false }))
         })
-        .as_default(),
+        .made_by_default(),
         Kind::new("loop-device", |host, args| {
             let device = host.create_loop_device()?;
             let line = format!(
@@ -373,7 +373,7 @@ fn disk_kinds() -> Vec<MatrixConfiguration> {
             );
             Ok(add_options(args, &line))
         })
-        .as_default(),
+        .made_by_default(),
         Kind::new("throttled", |host, args| {
             let file = host.disk("other", "qcow2")?;
             let line = format!(
@@ -385,7 +385,7 @@ fn disk_kinds() -> Vec<MatrixConfiguration> {
             );
             Ok(add_options(args, &line))
         })
-        .as_default(),
+        .made_by_default(),
         Kind::new("cd-rom", |host, args| {
             let file = host.disk("medium", "raw")?;
             let line = format!(
@@ -394,7 +394,7 @@ fn disk_kinds() -> Vec<MatrixConfiguration> {
             );
             Ok(add_options(args, &line))
         })
-        .as_default(),
+        .made_by_default(),
         Kind::new("vhost-user", |host, args| {
             let (file, socket) = (host.disk("other", "raw")?, host.file("vhost-user"));
             let mut command = Command::new("qemu-storage-daemon");
@@ -416,14 +416,15 @@ fn disk_kinds() -> Vec<MatrixConfiguration> {
 fn device_kinds() -> Vec<MatrixConfiguration> {
     type Kind = MatrixConfiguration;
     vec![
-        Kind::new("vga", |_, args| Ok(add_options(args, "-device VGA"))).as_default(),
+        Kind::new("vga", |_, args| Ok(add_options(args, "-device VGA"))).made_by_default(),
         Kind::new("qxl", |_, args| Ok(add_options(args, "-device qxl-vga"))),
-        Kind::new("virtio-vga", |_, args| Ok(add_options(args, "-device virtio-vga"))).as_default(),
+        Kind::new("virtio-vga", |_, args| Ok(add_options(args, "-device virtio-vga")))
+            .made_by_default(),
         Kind::new("cirrus", |_, args| Ok(add_options(args, "-device cirrus-vga"))),
         Kind::new("xhci-tablet", |_, args| {
             Ok(add_options(args, "-device qemu-xhci,id=usb -device usb-tablet,bus=usb.0"))
         })
-        .as_default(),
+        .made_by_default(),
         Kind::new("sound", |_, args| {
             Ok(add_options(
                 args,
@@ -526,9 +527,11 @@ fn event_kinds() -> Vec<MatrixConfiguration> {
         Ok(add_options(args, "-device pcie-root-port,id=slot,chassis=9"))
     };
     vec![
-        Kind::new("balloon-idle", balloon).as_default(),
+        Kind::new("balloon-idle", balloon).made_by_default(),
         Kind::new("balloon-inflates", balloon).with_event(SaveEvent::BalloonGrows),
-        Kind::new("balloon-inflated", balloon).with_event(SaveEvent::BalloonHasGrown).as_default(),
+        Kind::new("balloon-inflated", balloon)
+            .with_event(SaveEvent::BalloonHasGrown)
+            .made_by_default(),
         Kind::new("shared-balloon-inflates", |_, args| {
             Ok(with_memory(add_options(args, "-device virtio-balloon-pci"), SHARED))
         })
@@ -536,10 +539,10 @@ fn event_kinds() -> Vec<MatrixConfiguration> {
         Kind::new("free-page-reporting", |_, args| {
             Ok(add_options(args, "-device virtio-balloon-pci,free-page-reporting=on"))
         })
-        .as_default(),
+        .made_by_default(),
         Kind::new("busy-monitor", |_, args| Ok(args))
             .with_event(SaveEvent::BusyMonitor)
-            .as_default(),
+            .made_by_default(),
         Kind::new("user-pauses", |_, args| Ok(args)).with_event(SaveEvent::Pause),
         Kind::new("user-savevm", |_, args| Ok(args)).with_event(SaveEvent::InternalSnapshot),
         Kind::new("user-backup", |_, args| Ok(args)).with_event(SaveEvent::DiskBackup),
