@@ -524,7 +524,7 @@ fn event_kinds() -> Vec<MatrixConfiguration> {
     type Kind = MatrixConfiguration;
     let balloon = |_: &mut MatrixHost, args| Ok(add_options(args, "-device virtio-balloon-pci"));
     let slot = |_: &mut MatrixHost, args| {
-        Ok(add_options(args, "-device pcie-root-port,id=slot,chassis=9"))
+        Ok(add_options(args, "-device pcie-root-port,id=port9,chassis=9"))
     };
     vec![
         Kind::new("balloon-idle", balloon).made_by_default(),

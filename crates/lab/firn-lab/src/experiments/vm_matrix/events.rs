@@ -80,12 +80,12 @@ pub(super) fn prepare_vm(event: SaveEvent, host: &MatrixHost) -> Result<()> {
             let node = json!({ "node-name": "added", "driver": "qcow2",
                 "file": { "driver": "file", "filename": file } });
             let device = json!({ "driver": "virtio-blk-pci", "id": "added", "drive": "added",
-                "bus": "slot" });
+                "bus": "port9" });
             execute(host, &[("blockdev-add", node), ("device_add", device)])
         }
         SaveEvent::CardAdded => {
             let card = json!({ "driver": "virtio-net-pci", "id": "added", "netdev": "added",
-                "bus": "slot", "romfile": "" });
+                "bus": "port9", "romfile": "" });
             let netdev = json!({ "type": "user", "id": "added" });
             execute(host, &[("netdev_add", netdev), ("device_add", card)])
         }
