@@ -1,5 +1,5 @@
 //! Kinds of VMs. Each adds options to the command line of a VM with 192 MiB of RAM, 2 vCPUs, a
-//! virtio disk, a port for its agent, and two monitors.
+//! virtio disk (most of them), a port for its agent, and two monitors.
 //!
 //! Sources: `virsh domxml-to-native` for libvirt, qemu-server's `src/test/cfg2cmd` for Proxmox VE,
 //! nova's `nova/virt/libvirt` and virt-launcher's converter for OpenStack and KubeVirt.
@@ -19,12 +19,18 @@ const DISK_MIB: u32 = 16;
 /// Free huge pages that a VM needs, of 2 MiB.
 const HUGE_PAGES: u64 = 96;
 const SHARED: &str = "memory-backend-memfd,id=ram,size=192M,share=on";
+const TWO_NODES: &str = "-object memory-backend-memfd,id=n0,size=96M,share=on \
+    -object memory-backend-memfd,id=n1,size=96M,share=on \
+    -numa node,memdev=n0,cpus=0 -numa node,memdev=n1,cpus=1";
 
 /// A kind of VM.
 pub(super) struct MatrixConfiguration {
     pub(super) name: &'static str,
     /// Whether libvirt, OpenStack, KubeVirt or Proxmox VE make such a VM by default.
     pub(super) is_default: bool,
+    /// Whether it has a disk that its guest writes to. `firn protect` refuses such a VM, unless Firn
+    /// serves the disk.
+    pub(super) has_disk: bool,
     /// What happens before or during its saves.
     pub(super) event: SaveEvent,
     /// Adds its options. An error says what this host lacks.
@@ -33,7 +39,11 @@ pub(super) struct MatrixConfiguration {
 
 impl MatrixConfiguration {
     fn new(name: &'static str, arrange: fn(&mut MatrixHost, QemuArgs) -> Result<QemuArgs>) -> Self {
-        Self { name, is_default: false, event: SaveEvent::Nothing, arrange }
+        Self { name, is_default: false, has_disk: true, event: SaveEvent::Nothing, arrange }
+    }
+
+    fn without_disk(self) -> Self {
+        Self { has_disk: false, ..self }
     }
 
     fn made_by_default(self) -> Self {
@@ -50,13 +60,15 @@ pub(super) struct MatrixHost {
     dir: PathBuf,
     numbers: AtomicU32,
     devices: Vec<PathBuf>,
+    volume_groups: Vec<String>,
     processes: Vec<Child>,
 }
 
 impl MatrixHost {
     pub(super) fn new(dir: &Path) -> Self {
-        let (devices, processes) = Default::default();
-        Self { dir: dir.to_owned(), numbers: AtomicU32::new(0), devices, processes }
+        let (devices, volume_groups, processes) = Default::default();
+        let numbers = AtomicU32::new(0);
+        Self { dir: dir.to_owned(), numbers, devices, volume_groups, processes }
     }
 
     pub(super) fn file(&self, name: &str) -> PathBuf {
@@ -81,10 +93,31 @@ impl MatrixHost {
         Ok(self.create_disk(name, format)?.display().to_string())
     }
 
+    /// A logical volume of a new group, which is on a loop device.
+    fn create_logical_volume(&mut self) -> Result<String> {
+        need_file("/dev/mapper/control")?;
+        let file = self.file("group.raw");
+        std::fs::File::create(&file)?.set_len(u64::from(4 * DISK_MIB) << 20)?;
+        let (device, group) =
+            (self.attach_loop_device(&file)?, format!("firn{}", std::process::id()));
+        let mut create_group = Command::new("vgcreate");
+        create_group.args([&group, &device]);
+        run_command(create_group)?;
+        self.volume_groups.push(group.clone());
+        let mut create_volume = Command::new("lvcreate");
+        create_volume.args(["--yes", "--name", "disk", "--size", &format!("{DISK_MIB}m"), &group]);
+        run_command(create_volume)?;
+        Ok(format!("/dev/{group}/disk"))
+    }
+
     /// A loop device over a new file.
     fn create_loop_device(&mut self) -> Result<String> {
         let file = self.create_disk("block", "raw")?;
-        let output = Command::new("losetup").args(["--find", "--show"]).arg(&file).output();
+        self.attach_loop_device(&file)
+    }
+
+    fn attach_loop_device(&mut self, file: &Path) -> Result<String> {
+        let output = Command::new("losetup").args(["--find", "--show"]).arg(file).output();
         let output = output.context("cannot run losetup")?;
         ensure!(output.status.success(), "{}", String::from_utf8_lossy(&output.stderr).trim());
         let device = String::from_utf8_lossy(&output.stdout).trim().to_owned();
@@ -111,6 +144,9 @@ impl Drop for MatrixHost {
         for process in &mut self.processes {
             let _ = process.kill();
             let _ = process.wait();
+        }
+        for group in &self.volume_groups {
+            let _ = Command::new("vgremove").args(["--yes", group]).status();
         }
         for device in &self.devices {
             let _ = Command::new("losetup").arg("--detach").arg(device).status();
@@ -218,7 +254,7 @@ const PROXMOX_Q35: &str = r#"[device "ehci"]
 
 /// All kinds of VMs.
 pub(super) fn all_configurations() -> Vec<MatrixConfiguration> {
-    [managed_kinds(), memory_kinds(), disk_kinds(), device_kinds(), event_kinds()]
+    [managed_kinds(), diskless_kinds(), memory_kinds(), disk_kinds(), device_kinds(), event_kinds()]
         .into_iter()
         .flatten()
         .collect()
@@ -262,6 +298,26 @@ fn managed_kinds() -> Vec<MatrixConfiguration> {
     ]
 }
 
+/// VMs that write to no disk: a standby can have all of their state.
+fn diskless_kinds() -> Vec<MatrixConfiguration> {
+    type Kind = MatrixConfiguration;
+    let kinds = vec![
+        Kind::new("diskless", |_, args| Ok(args)),
+        Kind::new("diskless-memfd", |_, args| Ok(with_memory(args, SHARED))),
+        Kind::new("diskless-pc", |_, args| Ok(args.with_machine("pc-i440fx-7.2"))),
+        Kind::new("diskless-libvirt", |_, args| Ok(add_options(args, LIBVIRT))),
+        Kind::new("diskless-balloon", |_, args| {
+            Ok(with_memory(add_options(args, "-device virtio-balloon-pci"), SHARED))
+        }),
+        Kind::new("diskless-nodes", |_, args| Ok(add_options(args, TWO_NODES))),
+        Kind::new("diskless-cd-rom", |host, args| {
+            let file = host.disk("medium", "raw")?;
+            Ok(add_options(args, &format!("-drive if=virtio,readonly=on,format=raw,file={file}")))
+        }),
+    ];
+    kinds.into_iter().map(Kind::without_disk).collect()
+}
+
 fn memory_kinds() -> Vec<MatrixConfiguration> {
     type Kind = MatrixConfiguration;
     vec![
@@ -283,14 +339,7 @@ fn memory_kinds() -> Vec<MatrixConfiguration> {
             let backend = "memory-backend-memfd,id=ram,size=192M,share=on,hugetlb=on,hugetlbsize=2M";
             Ok(with_memory(args, backend))
         }),
-        Kind::new("two-nodes", |_, args| {
-            Ok(add_options(
-                args,
-                "-object memory-backend-memfd,id=n0,size=96M,share=on \
-                 -object memory-backend-memfd,id=n1,size=96M,share=on \
-                 -numa node,memdev=n0,cpus=0 -numa node,memdev=n1,cpus=1",
-            ))
-        }),
+        Kind::new("two-nodes", |_, args| Ok(add_options(args, TWO_NODES))),
         Kind::new("two-private-nodes", |_, args| {
             Ok(add_options(
                 args,
@@ -366,6 +415,16 @@ fn disk_kinds() -> Vec<MatrixConfiguration> {
         .made_by_default(),
         Kind::new("loop-device", |host, args| {
             let device = host.create_loop_device()?;
+            let line = format!(
+                "-blockdev driver=host_device,filename={device},node-name=block,cache.direct=on \
+                 -blockdev driver=raw,file=block,node-name=format \
+                 -device virtio-blk-pci,drive=format"
+            );
+            Ok(add_options(args, &line))
+        })
+        .made_by_default(),
+        Kind::new("lvm", |host, args| {
+            let device = host.create_logical_volume()?;
             let line = format!(
                 "-blockdev driver=host_device,filename={device},node-name=block,cache.direct=on \
                  -blockdev driver=raw,file=block,node-name=format \

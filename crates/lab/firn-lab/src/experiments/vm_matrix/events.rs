@@ -90,8 +90,9 @@ pub(super) fn prepare_vm(event: SaveEvent, host: &MatrixHost) -> Result<()> {
             execute(host, &[("netdev_add", netdev), ("device_add", card)])
         }
         SaveEvent::VcpuAdded => {
-            let vcpu = json!({ "driver": "qemu64-x86_64-cpu", "id": "added", "socket-id": 2,
-                "core-id": 0, "thread-id": 0 });
+            let vcpu = describe_missing_vcpu(
+                second_monitor(host)?.qmp().query("query-hotpluggable-cpus")?,
+            )?;
             execute(host, &[("device_add", vcpu)])
         }
         SaveEvent::MemoryPlugged => {
@@ -100,6 +101,17 @@ pub(super) fn prepare_vm(event: SaveEvent, host: &MatrixHost) -> Result<()> {
         }
         _ => Ok(()),
     }
+}
+
+/// The arguments of `device_add` for the first vCPU that is not there.
+fn describe_missing_vcpu(vcpus: Value) -> Result<Value> {
+    let is_missing = |vcpu: &&Value| vcpu["qom-path"].is_null();
+    let all = vcpus.as_array().context("no list of vCPUs")?;
+    let vcpu = all.iter().find(is_missing).context("all vCPUs are there")?;
+    let mut arguments = vcpu["props"].clone();
+    arguments["driver"] = vcpu["type"].clone();
+    arguments["id"] = "added".into();
+    Ok(arguments)
 }
 
 /// What happens during a save with that strategy.

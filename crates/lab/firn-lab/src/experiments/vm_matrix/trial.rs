@@ -135,7 +135,7 @@ impl<'a> MatrixBench<'a> {
         let dir = self.lab.file(configuration.name);
         std::fs::create_dir(&dir)?;
         let mut host = MatrixHost::new(&dir);
-        let args = self.base_args(&host)?;
+        let args = self.base_args(configuration, &host)?;
         let args = (configuration.arrange)(&mut host, args)?;
         let mut trial = MatrixTrial { bench: self, configuration, host, results: Vec::new() };
         if let Err(error) = trial.run_operations(args) {
@@ -149,16 +149,23 @@ impl<'a> MatrixBench<'a> {
         Ok(results)
     }
 
-    fn base_args(&self, host: &MatrixHost) -> Result<QemuArgs> {
-        let disk = host.create_disk("vda", "qcow2")?;
+    fn base_args(
+        &self,
+        configuration: &MatrixConfiguration,
+        host: &MatrixHost,
+    ) -> Result<QemuArgs> {
         let qmp = |name: &str| format!("unix:{},server=on,wait=off", host.file(name).display());
-        Ok(QemuArgs::new(&self.image, accel::choose_accel().accel)
+        let args = QemuArgs::new(&self.image, accel::choose_accel().accel)
             .memory_mib(192)
             .append_kernel_arg("no_timer_check")
             .with_console(&host.file("console"))
             .with_agent_socket(&host.file("agent"))
-            .add_disk(VirtioDisk { file: disk, format: "qcow2", read_only: false })
-            .add_args(&["-qmp", &qmp("qmp"), "-qmp", &qmp("second")]))
+            .add_args(&["-qmp", &qmp("qmp"), "-qmp", &qmp("second")]);
+        if !configuration.has_disk {
+            return Ok(args);
+        }
+        let disk = host.create_disk("vda", "qcow2")?;
+        Ok(args.add_disk(VirtioDisk { file: disk, format: "qcow2", read_only: false }))
     }
 }
 
@@ -228,9 +235,12 @@ impl MatrixTrial<'_> {
         let writers = "firn-guest writers --mib 24 --rate 500 --compresses-to 50 --order random";
         control.spawn_job(WRITERS, &split_words(writers))?;
         control.wait_output(WRITERS, "\"ready\":true", GUEST_TIMEOUT)?;
-        let disk = "firn-guest disk-dma write --mib 16 --block-kib 16 --device /dev/vda --rate 50";
-        control.spawn_job(DISK, &split_words(disk))?;
-        control.wait_output(DISK, "\"ready\":true", GUEST_TIMEOUT)?;
+        if self.configuration.has_disk {
+            let disk =
+                "firn-guest disk-dma write --mib 16 --block-kib 16 --device /dev/vda --rate 50";
+            control.spawn_job(DISK, &split_words(disk))?;
+            control.wait_output(DISK, "\"ready\":true", GUEST_TIMEOUT)?;
+        }
         events::prepare_vm(self.configuration.event, &self.host)?;
         Ok(machine)
     }
@@ -396,6 +406,10 @@ impl MatrixTrial<'_> {
         control.run_within(&split_words("firn-guest verify stop"), "", GUEST_TIMEOUT)?;
         let writers = last_line(&control.wait_job(WRITERS, GUEST_TIMEOUT)?.stdout)?;
         wrong = wrong.max(writers["wrong"].as_u64().context("no count")?);
-        Ok(wrong + disk_report(&mut control, DISK)?["wrong"].as_u64().unwrap_or(0))
+        if !self.configuration.has_disk {
+            return Ok(wrong);
+        }
+        let disk = disk_report(&mut control, DISK)?;
+        Ok(wrong + disk["wrong"].as_u64().context("no count of wrong blocks")?)
     }
 }
