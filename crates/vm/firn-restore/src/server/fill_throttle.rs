@@ -224,6 +224,8 @@ mod tests {
         /// The time between the end of one demand read and the next.
         think: Duration,
         next_demand: Duration,
+        /// The demand read that runs: when it began, and when it will end.
+        running: Option<(Duration, Duration)>,
         free_at: Duration,
         demanded: u32,
         filled: u32,
@@ -242,6 +244,7 @@ mod tests {
                 unit: Duration::from_micros(unit_us),
                 think,
                 next_demand: think,
+                running: None,
                 free_at: Duration::ZERO,
                 demanded: 0,
                 filled: 0,
@@ -253,18 +256,27 @@ mod tests {
         /// The demand reads until `then`.
         fn run_demand_reads(&mut self, then: Duration) {
             while self.next_demand < then {
+                self.end_demand_read(self.next_demand);
                 let begins = self.next_demand.max(self.free_at);
                 let ends = begins + self.access + self.unit;
                 self.delayed += begins - self.next_demand;
                 self.throttle.record_fault(self.next_demand);
-                self.throttle.record_demand_read(self.next_demand, ends);
+                self.running = Some((self.next_demand, ends));
                 (self.free_at, self.next_demand) = (ends, ends + self.think);
                 self.demanded += 1;
             }
         }
 
+        /// Reports the demand read that runs, if it has ended.
+        fn end_demand_read(&mut self, now: Duration) {
+            if let Some((began, ended)) = self.running.take_if(|(_, ended)| *ended <= now) {
+                self.throttle.record_demand_read(began, ended);
+            }
+        }
+
         fn step(&mut self) {
             self.run_demand_reads(self.now);
+            self.end_demand_read(self.now);
             let storage = StorageUse { is_guest_waiting: self.free_at > self.now, ..IDLE };
             match self.throttle.permit_read(&self.rules, storage, self.now) {
                 FillPermission::At(then) => {
@@ -280,6 +292,7 @@ mod tests {
                     self.filled += units;
                     self.run_demand_reads(ends);
                     self.throttle.record_fill_end(ends);
+                    self.end_demand_read(ends);
                 }
             }
         }
