@@ -251,9 +251,9 @@ pub(crate) unsafe fn open_session(given: &FirnAppOptions) -> Result<Session, Fir
         let needs = "needs host_key: the key of this name in the policy of firn run --calls";
         FirnAppFailure(EINVAL, format!("{tracker} {needs}"))
     })?;
-    let notes = tracker == TrackerKind::Stores.name();
-    let host = HostTracker::open(name, key).and_then(|host| match notes {
-        true => host.noting_stores(Precision::Words),
+    let records_stores = tracker == TrackerKind::Stores.name();
+    let host = HostTracker::open(name, key).and_then(|host| match records_stores {
+        true => host.recording_stores(Precision::Words),
         false => Ok(host),
     });
     let host = host.map_err(|error| {

@@ -150,7 +150,7 @@ for tracker in (b"pt", b"emul", b"pt_assisted", b"scan", b"compare"):
 
 /// Without a host below there is an error, in words.
 #[test]
-fn a_host_that_is_not_there_is_said_to_be_missing() {
+fn a_missing_host_is_reported() {
     const SCRIPT: &str = r#"
 import sys
 exec(open(sys.argv[1]).read().split("class State")[0])

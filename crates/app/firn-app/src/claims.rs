@@ -5,10 +5,10 @@ use std::sync::{Mutex, MutexGuard, PoisonError};
 
 use crate::span::PageSpan;
 
-static CLAIMED: Mutex<Vec<PageSpan>> = Mutex::new(Vec::new());
+static CLAIMED_SPANS: Mutex<Vec<PageSpan>> = Mutex::new(Vec::new());
 
 pub(crate) fn lock_claims() -> MutexGuard<'static, Vec<PageSpan>> {
-    CLAIMED.lock().unwrap_or_else(PoisonError::into_inner)
+    CLAIMED_SPANS.lock().unwrap_or_else(PoisonError::into_inner)
 }
 
 /// The pages that one session has claimed. Dropping this value releases them.

@@ -89,7 +89,7 @@ impl SessionOptions {
     }
 
     /// Whether to keep a copy of the last committed state. Without it no transaction can be
-    /// aborted, and only trackers that note words report words. On by default.
+    /// aborted, and only trackers that record words report words. On by default.
     pub fn undo(mut self, keep: bool) -> Self {
         self.undo = keep;
         self

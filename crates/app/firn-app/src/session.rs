@@ -160,7 +160,7 @@ impl Session {
             stored: Vec::new(),
             is_recoverable: false,
         };
-        session.note_stored_areas();
+        session.record_stored_areas();
         Ok(session)
     }
 
@@ -170,7 +170,7 @@ impl Session {
     }
 
     /// Reads what the backups have: the session can recover it until its first transaction.
-    fn note_stored_areas(&mut self) {
+    fn record_stored_areas(&mut self) {
         let Some(committed) = self.committed() else { return };
         let image = committed.lock_image();
         self.sequence = image.sequence();
@@ -354,7 +354,7 @@ impl Session {
         let backups = backup::continue_log(log, image, fsync, timeout, self.owner);
         self.backups = Some(backups.map_err(Error::backup)?);
         // Areas registered before this call get the numbers that the log has for their names.
-        self.note_stored_areas();
+        self.record_stored_areas();
         for n in 0..self.areas.len() {
             let name = self.areas[n].name.clone();
             self.areas[n].number = self.backup_number(&name);

@@ -8,7 +8,7 @@ use thiserror::Error;
 
 use crate::key::{ApplicationKey, MessageSender, Nonce, Proof, SealKey};
 use crate::message::{self, CallRefusal, CallReply, CallRequest, FollowedAreaId, PageRun};
-use crate::noting::ReportReader;
+use crate::store_recording::ReportReader;
 
 /// Why a call did not succeed.
 #[derive(Debug, Error, PartialEq, Eq)]
@@ -78,7 +78,7 @@ impl Caller {
         match message::decode_message(answer) {
             Some(CallReply::Challenge(hosts)) => {
                 let numbers = [self.own, hosts];
-                self.seal = Some(self.key.seal_key(&numbers, self.slot));
+                self.seal = Some(self.key.derive_seal_key(&numbers, self.slot));
                 Ok(self.key.compute_proof(&numbers))
             }
             Some(CallReply::Refused(refusal)) => Err(refusal.into()),
@@ -96,14 +96,14 @@ impl Caller {
         }
     }
 
-    /// Opens the reply to `Note`. Returns the reader of the epochs from now on.
+    /// Opens the reply to `RecordStores`. Returns the reader of the epochs from now on.
     ///
     /// # Errors
     /// As [`Self::open_reply`].
-    pub fn accept_noting(&self, sealed: &[u8]) -> Result<ReportReader, CallError> {
+    pub fn accept_recording(&self, sealed: &[u8]) -> Result<ReportReader, CallError> {
         match (self.open_reply(sealed)?, &self.seal) {
-            (CallReply::Noting, Some(seal)) => {
-                Ok(ReportReader::new(&seal.report_key(self.sequence)))
+            (CallReply::RecordingStores, Some(seal)) => {
+                Ok(ReportReader::new(&seal.derive_report_key(self.sequence)))
             }
             _ => Err(CallError::Confused),
         }

@@ -6,7 +6,7 @@
 //!   proof      HMAC(key, "proof" || numbers)                          only in the application's memory, at an address it names
 //!   seal key   HMAC(key, "seal" || numbers || slot)                   never in the window
 //!   seal       SipHash(seal key, sender || request number || message) before each message
-//!   noting     SipHash(seal key, "4" || request number)               the key of the seals of notes from this request on
+//!   report key SipHash(seal key, "4" || request number)               the plugin seals its reports with it, from this request on
 //! ```
 //!
 //! HMAC is with SHA-256 (RFC 2104). Two seals are made for each call, in a guest that may be
@@ -78,7 +78,8 @@ impl ApplicationKey {
         compute_hmac(&self.0, &[b"firn calls: proof", &numbers[0], &numbers[1]])
     }
 
-    pub(crate) fn seal_key(&self, numbers: &[Nonce; 2], slot: u32) -> SealKey {
+    /// Derives the key that seals the messages of one session, in one slot of the window.
+    pub(crate) fn derive_seal_key(&self, numbers: &[Nonce; 2], slot: u32) -> SealKey {
         let key = compute_hmac(
             &self.0,
             &[b"firn calls: seal", &numbers[0], &numbers[1], &slot.to_le_bytes()],
@@ -92,7 +93,7 @@ impl ApplicationKey {
 pub(crate) enum MessageSender {
     Application,
     Host,
-    /// The plugin, which notes stores.
+    /// The plugin of the hypervisor, which records the application's stores to its areas.
     Plugin,
 }
 
@@ -111,10 +112,10 @@ impl SealKey {
             MessageSender::Host => 2,
             MessageSender::Plugin => 3,
         };
-        self.keyed_hash(purpose, sequence, message)
+        self.compute_keyed_hash(purpose, sequence, message)
     }
 
-    fn keyed_hash(&self, purpose: u8, sequence: u64, message: &[u8]) -> u128 {
+    fn compute_keyed_hash(&self, purpose: u8, sequence: u64, message: &[u8]) -> u128 {
         let mut hash = SipHasher24::new_with_key(&self.0);
         hash.write(&[purpose]);
         hash.write(&sequence.to_le_bytes());
@@ -122,14 +123,14 @@ impl SealKey {
         hash.finish128().as_u128()
     }
 
-    /// A separate key for the notes that this request began.
-    pub(crate) fn derive_key(&self, sequence: u64) -> [u8; 16] {
-        self.keyed_hash(4, sequence, &[]).to_le_bytes()
+    /// The bytes of the key with which the plugin seals its reports, from this request on.
+    pub(crate) fn derive_key_bytes(&self, sequence: u64) -> [u8; 16] {
+        self.compute_keyed_hash(4, sequence, &[]).to_le_bytes()
     }
 
-    /// The token that ends an epoch.
-    pub(crate) fn epoch_token(&self, epoch: u64) -> u64 {
-        self.keyed_hash(5, epoch, &[]) as u64
+    /// The value by which the application ends an epoch: it stores the token to the end word.
+    pub(crate) fn compute_epoch_token(&self, epoch: u64) -> u64 {
+        self.compute_keyed_hash(5, epoch, &[]) as u64
     }
 
     /// Puts a seal before the message.
@@ -188,14 +189,16 @@ mod tests {
     #[test]
     fn a_seal_is_for_one_speaker_one_request_and_one_session() {
         let key = ApplicationKey::new([7; 32]);
-        let seal = key.seal_key(&NUMBERS, 3);
+        let seal = key.derive_seal_key(&NUMBERS, 3);
         let sealed = seal.seal_message(MessageSender::Host, 9, b"yes");
         assert_eq!(seal.open_message(MessageSender::Host, 9, &sealed), Some(&b"yes"[..]));
         assert_eq!(seal.open_message(MessageSender::Application, 9, &sealed), None);
         assert_eq!(seal.open_message(MessageSender::Host, 10, &sealed), None);
         assert_eq!(seal.open_message(MessageSender::Host, 9, &sealed[..10]), None);
-        for other in [key.seal_key(&NUMBERS, 4), ApplicationKey::new([8; 32]).seal_key(&NUMBERS, 3)]
-        {
+        for other in [
+            key.derive_seal_key(&NUMBERS, 4),
+            ApplicationKey::new([8; 32]).derive_seal_key(&NUMBERS, 3),
+        ] {
             assert_eq!(other.open_message(MessageSender::Host, 9, &sealed), None);
         }
         let mut bent = sealed;

@@ -17,7 +17,7 @@
 //!     collect                          ------>       which pages were written since the last time?
 //! ```
 //!
-//! # Noted stores
+//! # Recorded stores
 //!
 //! A plugin in the hypervisor may observe the application's stores. Then a commit needs no call. An
 //! *epoch* in this crate is the time between two commits of an application, not an epoch of a
@@ -25,7 +25,7 @@
 //!
 //! ```text
 //!   supervisor  -- PluginOrder: areas, end word, ReportKey ------>  plugin
-//!                                                 StoreNotes: the words stored to since the last commit
+//!                                                 RecordedStores: the words stored to since the last commit
 //!   application -- commit: a store to the end word ------------->   plugin
 //!               <------------- SealedReport, in the application's slot of the window
 //!   ReportReader: opens it, and returns the StoreReport: which words were stored to, or that this is unknown
@@ -45,18 +45,18 @@
 mod caller;
 mod key;
 mod message;
-mod noting;
 mod policy;
 mod server;
+mod store_recording;
 mod window;
 
 pub use caller::{CallError, Caller, WrittenPages};
 pub use key::{ApplicationKey, KeyError, Nonce, Proof};
 pub use message::{CallRefusal, CallReply, CallRequest, FollowedAreaId, PageRun};
-pub use noting::{
-    NotedApplication, NotedArea, PluginOrder, ReportKey, ReportReader, SealedReport, StoreNotes,
-    StoreReport, WORD, WordRun,
-};
 pub use policy::{CallPolicy, PolicyError};
 pub use server::{CallLogEvent, GuestAccess, ServedCall, SessionServer};
+pub use store_recording::{
+    PluginOrder, RecordedApplication, RecordedArea, RecordedStores, ReportKey, ReportReader,
+    SealedReport, StoreReport, WORD, WordRun,
+};
 pub use window::{CallWindow, SLOT_BYTES, SlotField, WindowError, WindowSlot};

@@ -41,10 +41,10 @@ pub enum CallRequest {
     },
     /// End the session.
     Bye,
-    /// Have the plugin note the application's stores to the areas followed now. An epoch of notes
-    /// ends at each store of a token to this address, that of the slot's end word. Valid until the
-    /// next `Follow` or `Forget`.
-    Note {
+    /// Have the plugin record the application's stores to the areas followed now. An epoch ends at
+    /// each store of a token to this address, that of the slot's end word. Valid until the next
+    /// `Follow` or `Forget`.
+    RecordStores {
         /// A multiple of 8.
         end: u64,
     },
@@ -76,8 +76,8 @@ pub enum CallReply {
     Anything,
     /// The request was not carried out.
     Refused(CallRefusal),
-    /// To `Note`: the first epoch has begun.
-    Noting,
+    /// To `RecordStores`: the first epoch has begun.
+    RecordingStores,
 }
 
 /// Why a request is not carried out.
@@ -149,7 +149,7 @@ mod tests {
     use proptest::prelude::*;
 
     #[test]
-    fn messages_come_back_as_they_were() {
+    fn a_decoded_message_equals_the_encoded_one() {
         let request = CallRequest::Hello { name: "kv".to_owned(), number: [3; 32] };
         assert_eq!(decode_message(&encode_message(&request)), Some(request.clone()));
         let run = PageRun { area: FollowedAreaId(1), first: 70_000, pages: 2 };

@@ -93,7 +93,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn says_who_may_call_and_how_much() {
+    fn a_policy_lists_callers_and_their_limits() {
         let key = "ab".repeat(32);
         let text = format!(
             "[applications.a]\nkey = \"{key}\"\n[applications.b]\nkey = \"{key}\"\npages = 7"
@@ -106,7 +106,7 @@ mod tests {
     }
 
     #[test]
-    fn what_is_wrong_is_named() {
+    fn a_mistake_is_named() {
         let said = |text: &str| {
             let error = CallPolicy::parse(text).unwrap_err();
             std::error::Error::source(&error)

@@ -11,8 +11,8 @@
 //!          8      length of the request
 //!         12      answered    number of the request that the reply belongs to   written last by the host
 //!         16      length of the reply
-//!         24      end word    8 bytes, a store to which ends an epoch   by the application, where stores are noted
-//!         32      told        the epoch that the report describes       written last by the plugin
+//!         24      end word    8 bytes, a store to which ends an epoch   by the application, where stores are recorded
+//!         32      reported    the epoch that the report describes       written last by the plugin
 //!         36      length of the report
 //!         64      request     up to 1 KiB
 //!       1088      answer      reply or report, up to the end of the slot
@@ -38,8 +38,8 @@ const ASKED_LEN: usize = 2;
 const ANSWERED: usize = 3;
 const ANSWERED_LEN: usize = 4;
 const END: [usize; 2] = [6, 7];
-const TOLD: usize = 8;
-const TOLD_LEN: usize = 9;
+const REPORTED_EPOCH: usize = 8;
+const REPORT_LEN: usize = 9;
 const REQUEST: SlotField = SlotField { word: 16, bytes: 1 << 10 };
 const ANSWER: SlotField = SlotField { word: 16 + 256, bytes: SLOT_BYTES - 64 - (1 << 10) };
 
@@ -171,9 +171,17 @@ impl WindowSlot<'_> {
 
     /// Host: resets the slot to its unused state.
     pub fn clear(self) {
-        for word in
-            [ASKED, ASKED_LEN, ANSWERED, ANSWERED_LEN, END[0], END[1], TOLD, TOLD_LEN, OWNER]
-        {
+        for word in [
+            ASKED,
+            ASKED_LEN,
+            ANSWERED,
+            ANSWERED_LEN,
+            END[0],
+            END[1],
+            REPORTED_EPOCH,
+            REPORT_LEN,
+            OWNER,
+        ] {
             self.0[word].store(0, Ordering::Release);
         }
     }
@@ -217,8 +225,8 @@ impl WindowSlot<'_> {
         self.0[END[0]].as_ptr() as u64
     }
 
-    /// Application: ends an epoch. If stores are noted, the epoch's report is in the slot when this
-    /// returns.
+    /// Application: ends an epoch. If stores are recorded, the epoch's report is in the slot when
+    /// this returns.
     pub fn end_epoch(self, token: u64) {
         self.0[END[0]].store(token as u32, Ordering::Release);
         self.0[END[1]].store((token >> 32) as u32, Ordering::Release);
@@ -231,17 +239,17 @@ impl WindowSlot<'_> {
     }
 
     /// Plugin: writes the report of an epoch's stores, of at most [`SlotField::ANSWER_BYTES`].
-    pub fn write_report(self, epoch: u32, told: &[u8]) {
-        self.write_range(ANSWER, told);
-        self.0[TOLD_LEN].store(told.len() as u32, Ordering::Relaxed);
-        self.0[TOLD].store(epoch, Ordering::Release);
+    pub fn write_report(self, epoch: u32, report: &[u8]) {
+        self.write_range(ANSWER, report);
+        self.0[REPORT_LEN].store(report.len() as u32, Ordering::Relaxed);
+        self.0[REPORTED_EPOCH].store(epoch, Ordering::Release);
     }
 
     /// Application: reads the report of this epoch, if there is one. Any program may have written
     /// it.
     pub fn read_report(self, epoch: u32) -> Option<Vec<u8>> {
-        let is_told = self.0[TOLD].load(Ordering::Acquire) == epoch;
-        is_told.then(|| self.read_range(ANSWER, self.0[TOLD_LEN].load(Ordering::Relaxed)))?
+        let is_reported = self.0[REPORTED_EPOCH].load(Ordering::Acquire) == epoch;
+        is_reported.then(|| self.read_range(ANSWER, self.0[REPORT_LEN].load(Ordering::Relaxed)))?
     }
 
     fn write_range(self, place: SlotField, bytes: &[u8]) {
@@ -292,7 +300,7 @@ mod tests {
     }
 
     #[test]
-    fn an_epoch_is_told_where_answers_are() {
+    fn an_epoch_is_reported_where_answers_are() {
         let memory = memory(2 * SLOT_BYTES);
         let slot = CallWindow::new(&memory).unwrap().slot(0).unwrap();
         slot.end_epoch(0x1234_5678_9abc_def0);
@@ -301,7 +309,7 @@ mod tests {
         assert_eq!(slot.end_address(), &raw const memory[SLOT_WORDS + 6] as u64);
         slot.write_report(7, b"words");
         assert_eq!((slot.read_report(7), slot.read_report(8)), (Some(b"words".to_vec()), None));
-        memory[SLOT_WORDS + TOLD_LEN].store(u32::MAX, Ordering::Relaxed);
+        memory[SLOT_WORDS + REPORT_LEN].store(u32::MAX, Ordering::Relaxed);
         assert_eq!(slot.read_report(7), None);
     }
 

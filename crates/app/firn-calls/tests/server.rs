@@ -96,7 +96,7 @@ fn runs(changed: &WrittenPages) -> Vec<(u16, u32, u32)> {
 }
 
 #[test]
-fn an_application_is_told_what_it_wrote() {
+fn an_application_receives_the_pages_that_it_wrote() {
     let (mut server, mut guest) = (server(), Guest::new());
     guest.map(OWN, 0x40_0000, 10, 4);
     guest.map(OWN, 0x80_0000, 50, 2);
@@ -116,15 +116,15 @@ fn an_application_is_told_what_it_wrote() {
     guest.write(OWN, 0x40_1000);
     assert_eq!(runs(&collect(&mut server, &mut guest, 0, &mut caller).unwrap()), []);
     let bye = caller.seal_request(&CallRequest::Bye);
-    let ServedCall { bytes: answer, event: noted, .. } =
+    let ServedCall { bytes: answer, event, .. } =
         server.answer_request(0, caller.request_number(), Some(&bye), &mut guest);
     assert_eq!(caller.accept_done(&answer), Ok(()));
-    assert_eq!(noted, Some(CallLogEvent::Closed { name: "ledger".into() }));
+    assert_eq!(event, Some(CallLogEvent::Closed { name: "ledger".into() }));
     assert!(collect(&mut server, &mut guest, 0, &mut caller).is_err());
 }
 
 #[test]
-fn nobody_calls_without_the_key() {
+fn a_caller_without_the_key_is_refused() {
     let (mut server, mut guest) = (server(), Guest::new());
     let mut unknown = Caller::new("nobody", ApplicationKey::new(KEY), 0, [1; 32]);
     let hello = unknown.hello_request();
@@ -207,15 +207,15 @@ fn old_requests_and_lost_answers_lose_nothing() {
     let changed = collect(&mut server, &mut guest, 0, &mut caller).unwrap();
     assert_eq!(runs(&changed), [(0, 1, 1), (0, 3, 1)], "the first is told again");
     // A request of long ago.
-    let ServedCall { bytes: answer, event: noted, .. } =
+    let ServedCall { bytes: answer, event, .. } =
         server.answer_request(0, number, Some(&first), &mut guest);
     assert!(caller.accept_written(&answer).is_err());
-    assert!(matches!(noted, Some(CallLogEvent::Refused { refusal: CallRefusal::Garbled, .. })));
+    assert!(matches!(event, Some(CallLogEvent::Refused { refusal: CallRefusal::Garbled, .. })));
     assert_eq!(runs(&collect(&mut server, &mut guest, 0, &mut caller).unwrap()), []);
 }
 
 #[test]
-fn a_hello_of_somebody_else_ends_nothing() {
+fn a_hello_of_another_process_ends_no_session() {
     let (mut server, mut guest) = (server(), Guest::new());
     guest.map(OWN, 0x40_0000, 10, 4);
     let mut own = open(&mut server, &mut guest, 0, OWN).unwrap();
@@ -230,7 +230,7 @@ fn a_hello_of_somebody_else_ends_nothing() {
 }
 
 #[test]
-fn two_that_share_a_page_are_both_told() {
+fn two_applications_that_share_a_page_both_receive_it() {
     let (mut server, mut guest) = (server(), Guest::new());
     guest.map(OWN, 0x40_0000, 10, 2);
     guest.map(OTHER, 0x70_0000, 11, 1);
@@ -247,7 +247,7 @@ fn two_that_share_a_page_are_both_told() {
 
 /// The host also reports pages between the requested ones, and reports each write once.
 #[test]
-fn two_whose_pages_are_between_each_others_are_both_told() {
+fn two_applications_with_interleaved_pages_both_receive_them() {
     let (mut server, mut guest) = (server(), Guest::new());
     for (n, at) in [(0, 10), (1, 12), (2, 14)] {
         guest.map(OWN, 0x40_0000 + n * PAGE, at, 1);
@@ -270,7 +270,7 @@ fn two_whose_pages_are_between_each_others_are_both_told() {
 }
 
 #[test]
-fn what_the_host_did_not_see_may_be_anything() {
+fn pages_that_the_host_did_not_track_count_as_written() {
     let (mut server, mut guest) = (server(), Guest::new());
     guest.map(OWN, 0x40_0000, 10, 2);
     let mut caller = open(&mut server, &mut guest, 0, OWN).unwrap();
@@ -441,63 +441,63 @@ fn two_that_follow_one_another_do_not_count_alike() {
     assert_ne!(first.request_number(), second.request_number());
 }
 
-fn note(
+fn request_recording(
     server: &mut SessionServer,
     guest: &mut Guest,
     slot: u32,
     caller: &mut Caller,
     end: u64,
 ) -> Result<ReportReader, CallError> {
-    let request = caller.seal_request(&CallRequest::Note { end });
-    caller.accept_noting(&ask(server, guest, slot, caller, &request))
+    let request = caller.seal_request(&CallRequest::RecordStores { end });
+    caller.accept_recording(&ask(server, guest, slot, caller, &request))
 }
 
-/// Ends an epoch as the application and the plugin do, if anything is noted.
+/// Ends an epoch as the application and the plugin do, if stores are recorded.
 fn end(guest: &mut Guest, slot: u32, reader: &mut ReportReader) -> Option<StoreReport> {
     let (_, token) = reader.current_epoch();
-    let ended = guest.notes.as_mut().unwrap().get_mut(&slot)?.end_epoch(token)?;
+    let ended = guest.recorded.as_mut().unwrap().get_mut(&slot)?.end_epoch(token)?;
     reader.open_report(&ended.report)
 }
 
 #[test]
-fn stores_are_noted_where_they_are_seen() {
+fn stores_are_recorded_if_the_hypervisor_has_the_plugin() {
     const END: u64 = 0x70_0018;
     let (mut server, mut guest) = (server(), Guest::new());
     guest.map(OWN, 0x40_0000, 10, 2);
     let mut own = open(&mut server, &mut guest, 0, OWN).unwrap();
     let area = follow(&mut server, &mut guest, 0, &mut own, 0x40_0000, 2).unwrap();
-    let none = note(&mut server, &mut guest, 0, &mut own, END).unwrap_err();
+    let none = request_recording(&mut server, &mut guest, 0, &mut own, END).unwrap_err();
     assert_eq!(none, CallError::Refused(CallRefusal::NoStores));
 
-    guest.notes = Some(Default::default());
+    guest.recorded = Some(Default::default());
     for (at, refusal) in
         [(END + 1, CallRefusal::Misplaced(END + 1)), (1 << 63, CallRefusal::Kernel(1 << 63))]
     {
-        let refused = note(&mut server, &mut guest, 0, &mut own, at).unwrap_err();
+        let refused = request_recording(&mut server, &mut guest, 0, &mut own, at).unwrap_err();
         assert_eq!(refused, CallError::Refused(refusal));
     }
-    let mut reader = note(&mut server, &mut guest, 0, &mut own, END).unwrap();
-    guest.notes.as_mut().unwrap().get_mut(&0).unwrap().note_store(0x40_1008, 8);
+    let mut reader = request_recording(&mut server, &mut guest, 0, &mut own, END).unwrap();
+    guest.recorded.as_mut().unwrap().get_mut(&0).unwrap().record_store(0x40_1008, 8);
     let word = WordRun { area, first: 513, words: 1 };
     assert_eq!(end(&mut guest, 0, &mut reader), Some(StoreReport::Words(vec![word])));
 
-    // Another noting: it does not accept reports of the first.
-    let mut second = note(&mut server, &mut guest, 0, &mut own, END).unwrap();
+    // Another request to record: it does not accept reports of the first.
+    let mut second = request_recording(&mut server, &mut guest, 0, &mut own, END).unwrap();
     let (_, token) = reader.current_epoch();
-    assert_eq!(guest.notes.as_mut().unwrap().get_mut(&0).unwrap().end_epoch(token), None);
+    assert_eq!(guest.recorded.as_mut().unwrap().get_mut(&0).unwrap().end_epoch(token), None);
     assert_eq!(end(&mut guest, 0, &mut second), Some(StoreReport::Words(vec![])));
 
-    // The followed areas change: an application with notes of the earlier areas must request notes
-    // again.
+    // The followed areas change: an application with records of the earlier areas must request
+    // recording again.
     follow(&mut server, &mut guest, 0, &mut own, 0x40_0000, 1).unwrap();
     assert_eq!(end(&mut guest, 0, &mut second), None);
-    let mut third = note(&mut server, &mut guest, 0, &mut own, END).unwrap();
+    let mut third = request_recording(&mut server, &mut guest, 0, &mut own, END).unwrap();
     assert_eq!(end(&mut guest, 0, &mut third), Some(StoreReport::Words(vec![])));
 
     // A session of another process in the slot, or none any more.
     let mut other = open(&mut server, &mut guest, 0, OTHER).unwrap();
     assert_eq!(end(&mut guest, 0, &mut third), None);
-    let mut reader = note(&mut server, &mut guest, 0, &mut other, END).unwrap();
+    let mut reader = request_recording(&mut server, &mut guest, 0, &mut other, END).unwrap();
     assert_eq!(end(&mut guest, 0, &mut reader), Some(StoreReport::Words(vec![])));
     let bye = other.seal_request(&CallRequest::Bye);
     other.accept_done(&ask(&mut server, &mut guest, 0, &other, &bye)).unwrap();

@@ -1,4 +1,4 @@
-//! Filter of the pages whose stores must be noted: a bit for each page, by the low part of its
+//! Filter of the pages whose stores must be recorded: a bit for each page, by the low part of its
 //! number.
 //!
 //! Pages with the same low part as a page in the filter are checked in vain; pages of areas are

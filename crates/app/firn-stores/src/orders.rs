@@ -1,5 +1,5 @@
 //! Orders of the supervisor, by a socket: one connection at a time. When the connection ends, all
-//! noting ends.
+//! recording ends.
 
 use std::io::{self, Read as _, Write as _};
 use std::os::unix::net::{UnixListener, UnixStream};
@@ -10,7 +10,7 @@ use std::time::Duration;
 use firn_calls::PluginOrder;
 use nix::sys::signal::SigSet;
 
-use crate::noter;
+use crate::recorder;
 
 /// The maximum size of an order in bytes.
 const ORDER_BYTES_MAX: usize = 256 << 20;
@@ -60,14 +60,14 @@ fn serve_connections(listener: &UnixListener, window: &Path) {
             // No descriptor may be free now, but later.
             Err(_) => thread::sleep(RETRY_INTERVAL),
         }
-        noter::stop_noting();
+        recorder::stop_recording();
     }
 }
 
 fn serve_orders(mut supervisor: UnixStream, window: &Path) -> io::Result<()> {
-    noter::open_window(window)?;
+    recorder::open_window(window)?;
     loop {
-        if !noter::carry_out_order(read_order(&mut supervisor)?) {
+        if !recorder::carry_out_order(read_order(&mut supervisor)?) {
             return Err(io::ErrorKind::BrokenPipe.into());
         }
         supervisor.write_all(&[1])?;

@@ -8,8 +8,8 @@ use std::sync::Mutex;
 use std::sync::PoisonError;
 use std::sync::atomic::{AtomicI32, Ordering};
 
-use crate::noter::{self, FILTER};
 use crate::orders::{self, PluginPaths};
+use crate::recorder::{self, FILTER};
 
 /// `QEMU_PLUGIN_CB_NO_REGS`, `QEMU_PLUGIN_MEM_W`.
 const NO_REGISTERS: c_int = 0;
@@ -162,7 +162,7 @@ fn record_store(info: u32, at: u64) {
     }
     // SAFETY: as QEMU gave it.
     let bytes = 1 << unsafe { qemu_plugin_mem_size_shift(info) };
-    if catch_unwind(|| noter::note_store(at, bytes)).is_err() {
-        let _ = catch_unwind(noter::stop_noting);
+    if catch_unwind(|| recorder::handle_store(at, bytes)).is_err() {
+        let _ = catch_unwind(recorder::stop_recording);
     }
 }

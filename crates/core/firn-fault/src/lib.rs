@@ -1,9 +1,10 @@
-//! Named fault points: places where a test makes Firn die, or makes its I/O fail.
+//! Fault points: named steps at which a test makes Firn die, or makes its I/O fail.
 //!
-//! A promise such as "a checkpoint is whole or it does not exist" is tested by breaking each step on purpose. Each step
-//! that matters calls [`point`] (or [`io()`], where the step is I/O) with its name. Only programs that are built with the
-//! feature `armed` read the environment variable `FIRN_FAULT`; a release is built without it, and both functions are
-//! empty there. With it:
+//! A promise such as "a checkpoint is whole or it does not exist" is tested by breaking each step
+//! on purpose. Each step that matters calls [`pass_point`] with its name, or [`pass_io_point`] if
+//! the step is I/O. Only programs that are built with the feature `armed` read the environment
+//! variable `FIRN_FAULT`. A release is built without the feature: both functions are empty there.
+//! With it:
 //!
 //! ```text
 //!   FIRN_FAULT=save.armed             the process kills itself with SIGKILL when it gets there
@@ -11,7 +12,7 @@
 //!   FIRN_FAULT=image.write=ENOSPC     the I/O step fails with that error (ENOSPC, EIO), as if the disk had failed
 //!   FIRN_FAULT=image.write@5=EIO      ... from the fifth time on
 //!   FIRN_FAULT=image.read=EIO:/a/file ... as long as that file exists: a test breaks storage, and repairs it
-//!   FIRN_FAULT=save.retraced=HOLD     the thread that gets there sleeps for HOLD_FOR: a test can inspect what is half done
+//!   FIRN_FAULT=save.retraced=HOLD     the thread that gets there sleeps for SLEEP_TIME: a test can inspect what is half done
 //!   FIRN_FAULT=save.armed=WAIT:/a/file  the thread that gets there makes that file, and continues when it is removed: a
 //!                                     test can break something else just then (kill the hypervisor), on any machine
 //!   FIRN_FAULT=a.point=WAIT:/f,b.point=EIO:/g   several at once
@@ -27,21 +28,22 @@
     not(feature = "armed"),
     allow(dead_code, reason = "its tests run without the feature too")
 )]
-mod armed;
+mod active;
 mod points;
 #[cfg(not(feature = "armed"))]
 mod release;
 
 #[cfg(feature = "armed")]
-pub use armed::{io, point};
+pub use active::{pass_io_point, pass_point};
 pub use points::POINTS;
 #[cfg(not(feature = "armed"))]
-pub use release::{io, point};
+pub use release::{pass_io_point, pass_point};
 
 use std::time::Duration;
 
-/// The environment variable that arms fault points.
+/// The environment variable that activates fault points.
 pub const VARIABLE: &str = "FIRN_FAULT";
 
-/// How long `HOLD` holds. Long enough for any step of a test on a busy machine.
-pub const HOLD_FOR: Duration = Duration::from_secs(8);
+/// How long a thread sleeps at a point with `HOLD`. Long enough for any step of a test on a busy
+/// machine.
+pub const SLEEP_TIME: Duration = Duration::from_secs(8);

@@ -68,6 +68,7 @@ pub const POINTS: &[&str] = &[
     "image.open",
     "image.read",
     // A restore, in the supervisor.
+    "libvirt.created",
     "restore.drives",
     "restore.prefill",
     "restore.begin",

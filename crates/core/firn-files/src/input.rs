@@ -20,7 +20,7 @@ pub struct TooLong(pub u64);
 /// # Errors
 /// If it cannot be opened, or is not a regular file ([`NotRegular`]).
 pub fn open_input(path: &Path) -> io::Result<File> {
-    open_checked(path, |found| Ok(NotRegular::check(found)?))
+    open_checked(path, |found| Ok(NotRegular::require_regular(found)?))
 }
 
 /// Opens a file with the contents of a disk (a regular file or a block device) for reading, without
@@ -31,7 +31,7 @@ pub fn open_input(path: &Path) -> io::Result<File> {
 pub fn open_disk(path: &Path) -> io::Result<File> {
     open_checked(path, |found| match found.is_block_device() {
         true => Ok(()),
-        false => Ok(NotRegular::check(found)?),
+        false => Ok(NotRegular::require_regular(found)?),
     })
 }
 
@@ -75,7 +75,7 @@ fn open_checked(path: &Path, check: impl Fn(FileType) -> io::Result<()>) -> io::
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::kind::FileKind;
+    use crate::kind::NonRegularKind;
     use rustix::fs::{CWD, Mode};
     use std::os::unix::net::UnixListener;
 
@@ -87,11 +87,11 @@ mod tests {
         let _socket = UnixListener::bind(path("socket")).unwrap();
         std::os::unix::fs::symlink("fifo", path("link")).unwrap();
         let cases = [
-            (path("fifo"), FileKind::Fifo),
-            (path("link"), FileKind::Fifo),
-            (path("socket"), FileKind::Socket),
-            (dir.path().to_owned(), FileKind::Directory),
-            ("/dev/zero".into(), FileKind::CharacterDevice),
+            (path("fifo"), NonRegularKind::Fifo),
+            (path("link"), NonRegularKind::Fifo),
+            (path("socket"), NonRegularKind::Socket),
+            (dir.path().to_owned(), NonRegularKind::Directory),
+            ("/dev/zero".into(), NonRegularKind::CharacterDevice),
         ];
         for (path, kind) in cases {
             for error in [open_input(&path).unwrap_err(), open_disk(&path).unwrap_err()] {

@@ -1,4 +1,4 @@
-//! Kinds of files, and the error for one of the wrong kind.
+//! Kinds of files that are not regular, and the error for such a file.
 
 use std::fmt;
 use std::fs::FileType;
@@ -9,7 +9,7 @@ use thiserror::Error;
 
 /// The kind of a file that is not regular.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum FileKind {
+pub enum NonRegularKind {
     /// A directory.
     Directory,
     /// A named pipe.
@@ -26,9 +26,9 @@ pub enum FileKind {
     Unknown,
 }
 
-impl FileKind {
+impl NonRegularKind {
     /// The kind, or `None` for a regular file.
-    pub(crate) fn unless_regular(found: FileType) -> Option<Self> {
+    pub(crate) fn of_non_regular(found: FileType) -> Option<Self> {
         match found {
             it if it.is_file() => None,
             it if it.is_dir() => Some(Self::Directory),
@@ -42,7 +42,7 @@ impl FileKind {
     }
 }
 
-impl fmt::Display for FileKind {
+impl fmt::Display for NonRegularKind {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         f.write_str(match self {
             Self::Directory => "a directory",
@@ -59,15 +59,15 @@ impl fmt::Display for FileKind {
 /// A path names something other than a regular file.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Error)]
 #[error("it is {0}, not a regular file")]
-pub struct NotRegular(pub FileKind);
+pub struct NotRegular(pub NonRegularKind);
 
 impl NotRegular {
-    /// Checks that a file is regular.
+    /// Requires that a file is regular.
     ///
     /// # Errors
-    /// If it is not.
-    pub fn check(found: FileType) -> Result<(), Self> {
-        FileKind::unless_regular(found).map_or(Ok(()), |kind| Err(Self(kind)))
+    /// [`NotRegular`] if it is of another kind.
+    pub fn require_regular(found: FileType) -> Result<(), Self> {
+        NonRegularKind::of_non_regular(found).map_or(Ok(()), |kind| Err(Self(kind)))
     }
 
     /// The [`NotRegular`] inside an error of this crate, if there is one.

@@ -22,6 +22,6 @@ mod mode;
 mod output;
 
 pub use input::{TooLong, open_disk, open_input, read_input, read_text};
-pub use kind::{FileKind, NotRegular};
+pub use kind::{NonRegularKind, NotRegular};
 pub use mode::{ExposedFile, read_permissions, read_secret};
 pub use output::{OutputError, check_output, create_output, replace_output, replace_private};

@@ -11,7 +11,7 @@ use thiserror::Error;
 use crate::input::{open_input, read_open};
 
 /// The mode bits with which users other than the owner can read or write a file, or write it.
-const OTHERS: u32 = 0o077;
+const OTHER_USERS_BITS: u32 = 0o077;
 const OTHERS_WRITE: u32 = 0o022;
 
 /// A file with a mode that does not fit its contents.
@@ -41,7 +41,7 @@ pub enum ExposedFile {
 /// As [`crate::read_input`], and if users other than the owner can access the file
 /// ([`ExposedFile`]).
 pub fn read_secret(path: &Path, bytes_max: u64) -> io::Result<Vec<u8>> {
-    read_with_mode(path, bytes_max, |mode| match mode & OTHERS {
+    read_with_mode(path, bytes_max, |mode| match mode & OTHER_USERS_BITS {
         0 => Ok(()),
         _ => Err(ExposedFile::Secret { path: path.to_owned(), mode }),
     })

@@ -11,7 +11,7 @@ use std::sync::atomic::{AtomicU64, Ordering};
 use rustix::fs::OFlags;
 use thiserror::Error;
 
-use crate::kind::{FileKind, NotRegular};
+use crate::kind::{NonRegularKind, NotRegular};
 
 /// The reason why Firn does not write a file at a path.
 #[derive(Debug, Error)]
@@ -22,7 +22,7 @@ pub enum OutputError {
         /// The path.
         path: PathBuf,
         /// The kind of the existing file.
-        kind: FileKind,
+        kind: NonRegularKind,
     },
     /// It ends in a slash, or has no last part.
     #[error("{path} is not a file name", path = .0.display())]
@@ -45,12 +45,12 @@ pub enum OutputError {
 pub fn check_output(path: &Path) -> Result<(), OutputError> {
     if path.file_name().is_none() || path.as_os_str().as_bytes().ends_with(b"/") {
         return Err(match path.is_dir() {
-            true => OutputError::Kind { path: path.to_owned(), kind: FileKind::Directory },
+            true => OutputError::Kind { path: path.to_owned(), kind: NonRegularKind::Directory },
             false => OutputError::Name(path.to_owned()),
         });
     }
     match fs::metadata(path) {
-        Ok(found) => match NotRegular::check(found.file_type()) {
+        Ok(found) => match NotRegular::require_regular(found.file_type()) {
             Ok(()) => Ok(()),
             Err(NotRegular(kind)) => Err(OutputError::Kind { path: path.to_owned(), kind }),
         },
@@ -66,7 +66,7 @@ pub fn check_output(path: &Path) -> Result<(), OutputError> {
 /// If it cannot be opened, or is not a regular file ([`NotRegular`]).
 pub fn create_output(path: &Path) -> io::Result<File> {
     if let Ok(found) = fs::metadata(path) {
-        NotRegular::check(found.file_type())?;
+        NotRegular::require_regular(found.file_type())?;
     }
     let flags = OFlags::NONBLOCK | OFlags::NOCTTY;
     let mut options = OpenOptions::new();
@@ -76,7 +76,7 @@ pub fn create_output(path: &Path) -> io::Result<File> {
         .truncate(false)
         .custom_flags(flags.bits() as i32)
         .open(path)?;
-    NotRegular::check(file.metadata()?.file_type())?;
+    NotRegular::require_regular(file.metadata()?.file_type())?;
     file.set_len(0)?;
     Ok(file)
 }
@@ -173,7 +173,7 @@ mod tests {
     }
 
     #[test]
-    fn what_a_file_had_is_gone() {
+    fn an_existing_file_is_truncated() {
         let dir = tempfile::tempdir().unwrap();
         let path = dir.path().join("file");
         fs::write(&path, "longer").unwrap();

@@ -19,7 +19,7 @@ use std::time::{Duration, Instant};
 use anyhow::{Context, Result, ensure};
 use firn_image::{
     BlockEntry, BlockOrganization, Codec, CompressedBlock, Geometry, Image, ImageDraft,
-    ImageSections, ImageWriter, LocalityBlockId, Packer, StoredAs, compress_block,
+    ImageSections, ImageWriter, LocalityBlockId, LocalityBlockPacker, StoredAs, compress_block,
 };
 use firn_types::{Block, BlockSize, RegionMap};
 use rustix::time::{ClockId, clock_gettime};
@@ -132,7 +132,7 @@ fn us(time: Duration) -> f64 {
 fn pack(codec: Codec, sample: &[Vec<u8>], geometry: Geometry, path: &Path) -> Result<Duration> {
     let mut writer =
         ImageWriter::create(path, &ImageDraft::whole_image(geometry, BlockOrganization::Access))?;
-    let mut packer = Packer::new(geometry);
+    let mut packer = LocalityBlockPacker::new(geometry);
     let mut cpu = Duration::ZERO;
     for (number, raw) in sample.iter().enumerate() {
         let start = cpu_time()?;

@@ -6,7 +6,7 @@ use firn_types::{Block, BlockSize};
 
 use crate::locality::FilledBy;
 use crate::reorder::ListedWorkingSet;
-use crate::runs::{BlockRuns, UntakenBlocks};
+use crate::runs::{BlockRuns, RemainingBlocks};
 use crate::sections::AccessGroup;
 
 /// Orders memory blocks by number.
@@ -24,12 +24,12 @@ pub(crate) fn order_randomly(stored: &BlockRuns, seed: u64) -> Vec<AccessGroup> 
 /// Orders memory blocks as the groups list them; blocks that no group lists follow by number, as if
 /// swept.
 pub(crate) fn order_by_access(stored: &BlockRuns, groups: &[AccessGroup]) -> Vec<AccessGroup> {
-    let mut left = UntakenBlocks::new(stored);
+    let mut left = RemainingBlocks::new(stored);
     let mut out: Vec<_> = groups
         .iter()
         .map(|group| {
             let blocks =
-                group.blocks.iter().copied().filter(|&block| left.take_block(block)).collect();
+                group.blocks.iter().copied().filter(|&block| left.remove_block(block)).collect();
             AccessGroup { filled_by: group.filled_by, blocks }
         })
         .collect();
@@ -62,9 +62,9 @@ pub(crate) fn degrade_working_set(
             working_set.into_iter().filter(|block| !dropped.contains(block)).collect()
         }
         ListedWorkingSet::Wrong => {
-            let mut others = UntakenBlocks::new(stored);
+            let mut others = RemainingBlocks::new(stored);
             for &block in &working_set {
-                others.take_block(block);
+                others.remove_block(block);
             }
             some(others.remaining_blocks().blocks().collect(), listed)
         }
@@ -138,7 +138,7 @@ mod tests {
     }
 
     #[test]
-    fn what_no_group_lists_comes_last() {
+    fn blocks_in_no_group_are_last() {
         let groups = [group(FilledBy::Device, &[9, 3, 9, 77]), group(FilledBy::Unknown, &[500])];
         let arranged = order_by_access(&set(&[1, 2, 3, 9]), &groups);
         let expected = [group(FilledBy::Device, &[9, 3]), group(FilledBy::Sweep, &[1, 2])];

@@ -32,7 +32,7 @@ impl Bitmap {
     }
 
     /// Removes a block, and returns whether the set had it.
-    pub(crate) fn take(&mut self, block: Block) -> bool {
+    pub(crate) fn remove_block(&mut self, block: Block) -> bool {
         let (word, bit) = bit_position(block);
         let Some(Some(part)) = self.parts.get_mut(block.index() / PART) else { return false };
         let was_there = part[word] & bit != 0;
@@ -75,7 +75,7 @@ mod tests {
             let mut set = Bitmap::new(4000);
             blocks.iter().for_each(|&block| set.insert(Block(block)));
             let mut expected: Vec<u32> = blocks.into_iter().filter(|&it| it < 4000).collect();
-            prop_assert_eq!(set.take(Block(taken)), expected.contains(&taken));
+            prop_assert_eq!(set.remove_block(Block(taken)), expected.contains(&taken));
             expected.retain(|&it| it != taken);
             prop_assert_eq!(set.len() as usize, expected.len());
             prop_assert_eq!(set.iter().map(|it| it.0).collect::<Vec<_>>(), expected);
@@ -83,7 +83,7 @@ mod tests {
     }
 
     #[test]
-    fn the_largest_costs_what_it_has() {
+    fn the_largest_bitmap_takes_memory_only_for_its_bits() {
         let mut set = Bitmap::new(u32::MAX);
         set.insert(Block(u32::MAX - 1));
         set.insert(Block(u32::MAX));

@@ -2,7 +2,7 @@
 //!
 //! ```text
 //!   memory of an open chain  <=  32 MiB + 32 x bytes of its files        budget: sections and index, decoded and parsed
-//!                              + 16 MiB + 16 x bytes of its files        tables of placements, beyond which they are sparse
+//!                              + 16 MiB + 16 x bytes of its files        tables of placements (where each memory block lies); larger ones become sparse
 //!                              + 16 MiB                                  directory of placements
 //! ```
 //!
@@ -78,8 +78,13 @@ pub(crate) fn table_bytes_max(file_bytes: u64, is_first: bool) -> u64 {
     file_bytes.saturating_mul(TABLES_PER_FILE_BYTE).saturating_add(floor)
 }
 
-/// Whether a reader of any image accepts a section of this kind with these lengths.
-pub(crate) fn is_explained(kind: SectionKind, stored_len: usize, decoded_len: usize) -> bool {
+/// Whether any reader accepts a compressed section of this kind with these lengths: the budget of a
+/// reader depends on the length of the file, which the writer of a section does not know yet.
+pub(crate) fn is_accepted_by_any_reader(
+    kind: SectionKind,
+    stored_len: usize,
+    decoded_len: usize,
+) -> bool {
     let cost = (decoded_len as u64).saturating_mul(memory_factor(kind));
     cost <= FLOOR_PER_SECTION || cost <= (stored_len as u64).saturating_mul(PER_FILE_BYTE)
 }
@@ -106,7 +111,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_file_explains_so_much() {
+    fn a_file_justifies_memory_by_its_length() {
         let mut budget = MemoryBudget::of_file(1 << 20);
         assert!(budget.charge_section(SectionKind::WorkingSet, 16 << 20).is_ok());
         assert!(budget.charge_section(SectionKind::Index, 4 << 20).is_ok());
@@ -119,11 +124,11 @@ mod tests {
     }
 
     #[test]
-    fn what_is_stored_as_it_is_is_always_explained() {
+    fn an_uncompressed_section_is_always_accepted() {
         for kind in SectionKind::ALL {
-            assert!(is_explained(kind, 1 << 30, 1 << 30), "{kind:?}");
+            assert!(is_accepted_by_any_reader(kind, 1 << 30, 1 << 30), "{kind:?}");
             assert!(
-                kind == SectionKind::AuxBlocks || !is_explained(kind, 1000, 1 << 30),
+                kind == SectionKind::AuxBlocks || !is_accepted_by_any_reader(kind, 1000, 1 << 30),
                 "{kind:?}"
             );
         }

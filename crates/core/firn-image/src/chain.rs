@@ -386,7 +386,7 @@ mod tests {
     }
 
     #[test]
-    fn what_goes_in_comes_out() {
+    fn decoding_returns_the_encoded_value() {
         let parent = ParentLink { identity: ImageIdentity([3; 16]), path: "base.firn".into() };
         assert_eq!(ParentLink::parse(&parent.encode()), Ok(parent.clone()));
         assert_eq!(parent.resolve_from(Path::new("/a/d.firn")), Path::new("/a/base.firn"));

@@ -129,7 +129,7 @@ mod tests {
     }
 
     #[test]
-    fn what_does_not_shrink_is_stored_as_it_is() {
+    fn a_block_that_does_not_shrink_is_stored_uncompressed() {
         let noise: Vec<u8> = (0..2048u64)
             .flat_map(|i| XxHash3_64::oneshot(&i.to_le_bytes()).to_le_bytes())
             .collect();

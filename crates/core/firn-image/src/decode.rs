@@ -136,7 +136,7 @@ mod tests {
     }
 
     #[test]
-    fn a_wrong_length_is_told() {
+    fn a_wrong_length_is_an_error() {
         let CompressedBlock::Packed(packed) = compress_block(Codec::Lz4, Block(0), &[1; 4096])
         else {
             panic!("not zero")
@@ -148,7 +148,7 @@ mod tests {
 
     proptest! {
         #[test]
-        fn what_goes_in_comes_out(
+        fn decoding_returns_the_encoded_value(
             seeds in proptest::collection::vec(any::<u8>(), 1..40),
             repeat in 1usize..200,
         ) {

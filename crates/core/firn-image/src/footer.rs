@@ -270,7 +270,7 @@ mod tests {
     }
 
     #[test]
-    fn what_goes_in_comes_out() {
+    fn decoding_returns_the_encoded_value() {
         let (footer, geometry) = footer();
         let bytes = footer.encode(&geometry);
         assert_eq!(bytes.len(), LEN);

@@ -149,7 +149,7 @@ mod tests {
     }
 
     #[test]
-    fn what_goes_in_comes_out() {
+    fn decoding_returns_the_encoded_value() {
         assert_eq!(header().encode().len() as u64, HEADER_BYTES);
         assert_eq!(Header::parse(&header().encode()), Ok(header()));
     }

@@ -360,7 +360,7 @@ mod tests {
     }
 
     #[test]
-    fn what_goes_in_comes_out() {
+    fn decoding_returns_the_encoded_value() {
         let geometry = Geometry::new(200);
         let index = parse_index(&builder().encode(), 1, &geometry, 2, u64::MAX).unwrap();
         assert_eq!(index.entries_of(LocalityBlockId(0)).unwrap()[1], entry(3, 100, 8192));
@@ -425,7 +425,7 @@ mod tests {
     }
 
     #[test]
-    fn what_is_listed_again_counts_once() {
+    fn a_block_that_is_listed_twice_counts_once() {
         let index = again();
         assert_eq!(index.entries_of(LocalityBlockId(0)).unwrap(), [entry(3, 100, 50)]);
         assert_eq!(index.entries_of(LocalityBlockId(1)).unwrap(), [entry(9, 10, 20)]);
@@ -436,7 +436,7 @@ mod tests {
     }
 
     #[test]
-    fn an_older_image_has_what_the_newer_one_does_not_mention() {
+    fn blocks_that_an_image_lacks_are_read_from_its_parent() {
         let mut index = again();
         let geometry = Geometry::new(200);
         index.add_older(&parse_index(&builder().encode(), 1, &geometry, 2, u64::MAX).unwrap());

@@ -68,7 +68,7 @@ impl IndexBuilder {
     /// Stored bytes of the memory blocks, each by its last listing.
     pub(crate) fn stored_bytes(&self) -> u64 {
         let mut left = self.stored.clone();
-        let last = self.entries.iter().rev().filter(|entry| left.take(entry.block));
+        let last = self.entries.iter().rev().filter(|entry| left.remove_block(entry.block));
         last.map(|entry| u64::from(entry.stored_len)).sum()
     }
 
@@ -136,7 +136,7 @@ impl IndexBuilder {
         if block.0 >= self.geometry.block_count() {
             return Err(AppendRefusal::Range(block));
         }
-        let was_recorded = self.stored.take(block) | self.zeros.take(block);
+        let was_recorded = self.stored.remove_block(block) | self.zeros.remove_block(block);
         if !self.zero_runs.is_empty() && self.zero_runs.contains(block) {
             return Err(AppendRefusal::Twice(block));
         }

@@ -24,7 +24,7 @@
 //! are opened and read as one image; [`merge_chain()`] and [`rebase_image()`] make one file of
 //! several.
 //!
-//! [`Packer`] is pure: memory blocks in, locality blocks out.
+//! [`LocalityBlockPacker`] is pure: memory blocks in, locality blocks out.
 
 #![forbid(unsafe_code)]
 
@@ -72,7 +72,9 @@ pub use geometry::{
     LOCALITY_BLOCK_BYTES_MAX, LOCALITY_BLOCK_BYTES_MIN, OrganizationError,
 };
 pub use header::VERSION;
-pub use locality::{BlockEntry, ENTRIES_MAX, FilledBy, LocalityBlock, LocalityBlockId, Packer};
+pub use locality::{
+    BlockEntry, ENTRIES_MAX, FilledBy, LocalityBlock, LocalityBlockId, LocalityBlockPacker,
+};
 pub use partial::{abandon_partial, remove_partial};
 pub use placement::BlockPlacement;
 pub use reader::{ChainFile, Image};

@@ -133,13 +133,13 @@ pub struct LocalityBlock {
 ///
 /// Pure: blocks in, locality blocks out. A save has one packer for each vCPU and one for the sweep.
 #[derive(Debug)]
-pub struct Packer {
+pub struct LocalityBlockPacker {
     capacity: usize,
     filled_by: FilledBy,
     open: LocalityBlock,
 }
 
-impl Packer {
+impl LocalityBlockPacker {
     /// A packer of blocks whose origin is not recorded.
     pub fn new(geometry: Geometry) -> Self {
         Self::filled_by(geometry, FilledBy::Unknown)
@@ -175,7 +175,7 @@ impl Packer {
     }
 
     /// Whether it has a memory block that is in no locality block yet.
-    pub fn holds_block(&self, block: Block) -> bool {
+    pub fn has_open_block(&self, block: Block) -> bool {
         self.open.entries.iter().any(|entry| entry.block == block)
     }
 
@@ -199,7 +199,7 @@ mod tests {
 
     #[test]
     fn eight_raw_blocks_fill_a_locality_block_exactly() {
-        let mut packer = Packer::new(Geometry::new(100));
+        let mut packer = LocalityBlockPacker::new(Geometry::new(100));
         let full: Vec<_> =
             (0..17).filter_map(|block| packer.push_block(packed(block, 8192))).collect();
         assert_eq!(full.len(), 2);
@@ -211,7 +211,7 @@ mod tests {
 
     #[test]
     fn blocks_follow_one_another_without_gaps() {
-        let mut packer = Packer::filled_by(Geometry::new(100), FilledBy::Sweep);
+        let mut packer = LocalityBlockPacker::filled_by(Geometry::new(100), FilledBy::Sweep);
         assert_eq!(packer.push_block(packed(1, 10)), None);
         assert_eq!(packer.push_block(packed(2, 20)), None);
         let filled = packer.take_filled().unwrap();
@@ -222,7 +222,7 @@ mod tests {
 
     #[test]
     fn tiny_blocks_are_limited_in_number() {
-        let mut packer = Packer::new(Geometry::new(100));
+        let mut packer = LocalityBlockPacker::new(Geometry::new(100));
         let full = (0..=ENTRIES_MAX as u32).find_map(|block| packer.push_block(packed(block, 1)));
         assert_eq!(full.map(|full| full.entries.len()), Some(ENTRIES_MAX));
     }

@@ -112,7 +112,7 @@ fn remove_stale(path: &Path, target: &Path) -> Result<bool, ImageError> {
 
 /// Opens a file without waiting, and without following a link.
 fn open_stale(path: &Path) -> io::Result<File> {
-    NotRegular::check(std::fs::symlink_metadata(path)?.file_type())?;
+    NotRegular::require_regular(std::fs::symlink_metadata(path)?.file_type())?;
     let flags = OFlags::NONBLOCK | OFlags::NOFOLLOW;
     OpenOptions::new().write(true).custom_flags(flags.bits() as i32).open(path)
 }
@@ -149,7 +149,7 @@ fn busy_error(target: &Path) -> ImageError {
 }
 
 fn with_fault<T>(point: &'static str, step: impl FnOnce() -> io::Result<T>) -> io::Result<T> {
-    firn_fault::io(point).and_then(|()| step())
+    firn_fault::pass_io_point(point).and_then(|()| step())
 }
 
 fn io_error<'a>(step: &'static str, path: &'a Path) -> impl Fn(io::Error) -> ImageError + use<'a> {

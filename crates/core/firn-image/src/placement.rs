@@ -329,7 +329,7 @@ mod tests {
     }
 
     #[test]
-    fn zeros_fill_what_is_untouched() {
+    fn untouched_blocks_are_zero() {
         let mut map = PlacementMap::new(1000, 0, u64::MAX);
         assert!(map.set_stored(Block(300), LocalityBlockId(1), 2) && map.set_zero(Block(301), 9));
         assert_eq!(map.fill_zero(Block(290), 600), 590);
@@ -340,7 +340,7 @@ mod tests {
     }
 
     #[test]
-    fn the_largest_guest_costs_what_it_uses() {
+    fn the_largest_guest_takes_memory_only_for_used_blocks() {
         let mut map = PlacementMap::new(u32::MAX - 64, 0, 1 << 20);
         assert_eq!((map.directory.len(), map.chunk_blocks()), (4 << 20, 1024));
         for chunk in 0..1000 {

@@ -24,7 +24,7 @@ use crate::compress::{CompressedBlock, PackedBlock, compress_block};
 use crate::error::ImageError;
 use crate::geometry::{BlockOrganization, Geometry};
 use crate::header::ImageIdentity;
-use crate::locality::{FilledBy, LocalityBlockId, Packer};
+use crate::locality::{FilledBy, LocalityBlockId, LocalityBlockPacker};
 use crate::reader::Image;
 use crate::rebase::difference_from_parent;
 use crate::runs::BlockRuns;
@@ -231,7 +231,7 @@ fn convert_sections(image: &Image, to: Geometry) -> ImageSections {
 /// The output of a rewrite: one packer for each origin of blocks, as in a save.
 struct RewriteOutput {
     writer: ImageWriter,
-    open: BTreeMap<FilledBy, Packer>,
+    open: BTreeMap<FilledBy, LocalityBlockPacker>,
     keeps_groups: bool,
 }
 
@@ -242,8 +242,10 @@ impl RewriteOutput {
         blocks: Vec<(Block, CompressedBlock)>,
     ) -> Result<(), ImageError> {
         let geometry = self.writer.geometry();
-        let packer =
-            self.open.entry(filled_by).or_insert_with(|| Packer::filled_by(geometry, filled_by));
+        let packer = self
+            .open
+            .entry(filled_by)
+            .or_insert_with(|| LocalityBlockPacker::filled_by(geometry, filled_by));
         for (block, compressed) in blocks {
             match compressed {
                 CompressedBlock::Zero => self.writer.set_zero(block),
@@ -261,14 +263,14 @@ impl RewriteOutput {
     /// it was.
     fn end_group(&mut self, filled_by: FilledBy) -> Result<(), ImageError> {
         let packer = self.open.get_mut(&filled_by).filter(|_| self.keeps_groups);
-        match packer.and_then(Packer::take_filled) {
+        match packer.and_then(LocalityBlockPacker::take_filled) {
             Some(rest) => self.writer.append(rest).map(drop),
             None => Ok(()),
         }
     }
 
     fn finish(mut self) -> Result<ImageWriter, ImageError> {
-        for rest in self.open.values_mut().filter_map(Packer::take_filled) {
+        for rest in self.open.values_mut().filter_map(LocalityBlockPacker::take_filled) {
             self.writer.append(rest)?;
         }
         Ok(self.writer)

@@ -82,7 +82,7 @@ impl FromIterator<Range<u32>> for BlockRuns {
 }
 
 /// The blocks of a set that have not been taken yet.
-pub(crate) struct UntakenBlocks<'a> {
+pub(crate) struct RemainingBlocks<'a> {
     all: &'a BlockRuns,
     /// The number of blocks in the runs before each.
     before: Vec<u32>,
@@ -90,7 +90,7 @@ pub(crate) struct UntakenBlocks<'a> {
     taken: Vec<u64>,
 }
 
-impl<'a> UntakenBlocks<'a> {
+impl<'a> RemainingBlocks<'a> {
     pub(crate) fn new(all: &'a BlockRuns) -> Self {
         let before = all.iter_runs().scan(0, |sum, run| {
             let before = *sum;
@@ -102,7 +102,7 @@ impl<'a> UntakenBlocks<'a> {
     }
 
     /// Takes a block. False if it is not in the set, or was taken before.
-    pub(crate) fn take_block(&mut self, block: Block) -> bool {
+    pub(crate) fn remove_block(&mut self, block: Block) -> bool {
         let Some(at) = self.all.run_index(block) else { return false };
         let (Some(run), Some(before)) = (self.all.0.get(at), self.before.get(at)) else {
             return false;
@@ -148,10 +148,10 @@ mod tests {
             prop_assert_eq!(a.without(&b), runs(&(&one - &other)));
             prop_assert_eq!(a.union(&b), runs(&(&one | &other)));
             prop_assert!((0..200).all(|it| a.contains(Block(it)) == one.contains(&it)));
-            let mut untaken = UntakenBlocks::new(&a);
+            let mut untaken = RemainingBlocks::new(&a);
             for &block in &other {
-                prop_assert_eq!(untaken.take_block(Block(block)), one.contains(&block));
-                prop_assert!(!untaken.take_block(Block(block)));
+                prop_assert_eq!(untaken.remove_block(Block(block)), one.contains(&block));
+                prop_assert!(!untaken.remove_block(Block(block)));
             }
             prop_assert_eq!(untaken.remaining_blocks(), a.without(&b));
         }

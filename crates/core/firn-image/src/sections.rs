@@ -256,7 +256,7 @@ mod tests {
     }
 
     #[test]
-    fn the_working_set_comes_back() {
+    fn the_working_set_is_read_as_written() {
         let (blocks, geometry) = ([9, 10, 2].map(Block), Geometry::new(22));
         let bytes = encode_working_set(&blocks);
         assert_eq!(parse_working_set(&bytes, &geometry), Ok(blocks.to_vec()));
@@ -265,7 +265,7 @@ mod tests {
     }
 
     #[test]
-    fn the_access_order_comes_back() {
+    fn the_access_order_is_read_as_written() {
         let groups = vec![
             AccessGroup { filled_by: FilledBy::Vcpu(VcpuId(1)), blocks: vec![Block(9), Block(2)] },
             AccessGroup { filled_by: FilledBy::Sweep, blocks: vec![Block(3)] },

@@ -58,7 +58,7 @@ impl ImageFile {
     /// Opens the image that is called `path` by another path: that of a descriptor.
     pub(crate) fn open_from(path: &Path, from: &Path) -> Result<Self, ImageError> {
         let failed = |source| ImageError::Io { step: "open", path: path.to_owned(), source };
-        firn_fault::io("image.open").map_err(failed)?;
+        firn_fault::pass_io_point("image.open").map_err(failed)?;
         let file = open_for_reading(from).map_err(|error| match NotRegular::find_in(&error) {
             Some(source) => ImageError::NotRegular { path: path.to_owned(), source },
             None => failed(error),
@@ -153,7 +153,8 @@ impl ImageFile {
     }
 
     fn read_exact_of(&self, file: &File, bytes: &mut [u8], offset: u64) -> Result<(), ImageError> {
-        let read = firn_fault::io("image.read").and_then(|()| file.read_exact_at(bytes, offset));
+        let read = firn_fault::pass_io_point("image.read")
+            .and_then(|()| file.read_exact_at(bytes, offset));
         read.map_err(|source| ImageError::Read {
             path: self.path.clone(),
             offset,
@@ -176,7 +177,7 @@ impl ImageFile {
         }
         let len = bytes.len();
         let failed = |source| ImageError::Read { path: self.path.clone(), offset, len, source };
-        firn_fault::io("image.read").map_err(failed)?;
+        firn_fault::pass_io_point("image.read").map_err(failed)?;
         let mut vector = [IoSliceMut::new(bytes)];
         match preadv2(&open_file.file, &mut vector, offset, ReadWriteFlags::NOWAIT) {
             Ok(read) if read == len => Ok(true),

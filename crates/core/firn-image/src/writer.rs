@@ -15,7 +15,7 @@ use firn_types::{Block, RegionMap};
 use serde::Serialize;
 use twox_hash::XxHash3_64;
 
-use crate::budget::is_explained;
+use crate::budget::is_accepted_by_any_reader;
 use crate::chain::{CHAIN_MAX, ParentLink};
 use crate::error::ImageError;
 use crate::footer::{Footer, JSON_VALUES_MAX, SectionKind, SectionLocation};
@@ -358,7 +358,8 @@ fn write_section(
 ) -> Result<SectionLocation, ImageError> {
     let compressed = zstd::bulk::compress(decoded, ZSTD_LEVEL).ok();
     let is_fit = |compressed: &Vec<u8>| {
-        compressed.len() < decoded.len() && is_explained(kind, compressed.len(), decoded.len())
+        compressed.len() < decoded.len()
+            && is_accepted_by_any_reader(kind, compressed.len(), decoded.len())
     };
     let compressed = compressed.filter(is_fit);
     let stored = compressed.as_deref().unwrap_or(decoded);

@@ -251,7 +251,7 @@ fn reply_of(id: &Value, result: Result<Vec<u8>, LibvirtError>) -> Result<Value, 
             let text = XdrReader(&payload).string()?;
             serde_json::from_str::<Value>(&text).ok().filter(Value::is_object)
         }
-        Err(error) if error.ends_monitor() => return Err(error),
+        Err(error) if error.is_end_of_monitor() => return Err(error),
         Err(error) => {
             Some(json!({ "error": { "class": "GenericError", "desc": error.to_string() } }))
         }

@@ -26,7 +26,7 @@ const AUTH_NONE: u32 = 0;
 /// libvirt's number for polkit.
 const AUTH_POLKIT: u32 = 2;
 /// The maximum number of ways to authenticate.
-const AUTH_WAYS_MAX: u32 = 20;
+const AUTH_METHODS_MAX: u32 = 20;
 
 /// A connection to a daemon, with its driver open.
 #[derive(Debug)]
@@ -63,7 +63,7 @@ impl LibvirtConnection {
 
     fn authenticate(&mut self) -> Result<(), LibvirtError> {
         let ways = self.call(message::LIST_AUTH, XdrWriter::default(), |reader| {
-            let count = reader.number()?.min(AUTH_WAYS_MAX);
+            let count = reader.number()?.min(AUTH_METHODS_MAX);
             (0..count).map(|_| reader.number()).collect::<Result<Vec<_>, _>>()
         })?;
         match ways {

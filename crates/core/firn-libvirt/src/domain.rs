@@ -1,4 +1,4 @@
-//! Domains: their names, numbers and XML.
+//! Domains: their names, numbers and XML, their start and their end.
 
 use std::time::Duration;
 
@@ -10,6 +10,10 @@ use crate::xdr::{Uuid, XdrReader, XdrWriter};
 
 /// No flags: the XML of the running domain, without passwords.
 const PLAIN: u32 = 0;
+/// The flag for the XML that the next start of a domain uses, without passwords.
+const INACTIVE: u32 = 2;
+/// The flag for a domain whose vCPUs do not run yet.
+const START_PAUSED: u32 = 1;
 
 /// A domain, as libvirt's calls name it.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -38,10 +42,15 @@ impl Domain {
         [part(0, 8), part(8, 12), part(12, 16), part(16, 20), part(20, 32)].join("-")
     }
 
+    /// Whether it runs, or is paused.
+    pub fn is_active(&self) -> bool {
+        self.id != -1
+    }
+
     pub(crate) fn check_running(self) -> Result<Self, LibvirtError> {
-        match self.id {
-            -1 => Err(LibvirtError::NotRunning { name: self.name }),
-            _ => Ok(self),
+        match self.is_active() {
+            false => Err(LibvirtError::NotRunning { name: self.name }),
+            true => Ok(self),
         }
     }
 }
@@ -77,6 +86,23 @@ pub fn find_domain(
 }
 
 impl LibvirtConnection {
+    /// The domain of this name, running or not; `None` if there is none.
+    ///
+    /// # Errors
+    /// If the daemon does not answer.
+    pub fn domain_named(&mut self, name: &str) -> Result<Option<Domain>, LibvirtError> {
+        found_or_none(self.find_by_name(name))
+    }
+
+    /// The domain with this UUID, running or not; `None` if there is none.
+    ///
+    /// # Errors
+    /// If the daemon does not answer.
+    pub fn domain_with_uuid(&mut self, uuid: &str) -> Result<Option<Domain>, LibvirtError> {
+        let bad = LibvirtError::Message { what: "the UUID of the domain is wrong" };
+        found_or_none(self.find_by_uuid(&parse_uuid(uuid).ok_or(bad)?))
+    }
+
     fn find_by_name(&mut self, name: &str) -> Result<Domain, LibvirtError> {
         self.call(message::FIND_BY_NAME, XdrWriter::default().string(name), Domain::decode)
     }
@@ -101,6 +127,62 @@ impl LibvirtConnection {
     /// If the daemon refuses, as to a user who may only read.
     pub fn domain_xml(&mut self, domain: &Domain) -> Result<String, LibvirtError> {
         self.call(message::GET_XML, domain.encode().number(PLAIN), |reader| reader.string())
+    }
+
+    /// The definition of a persistent domain, which its next start uses; `None` if libvirt forgets
+    /// the domain when it ends.
+    ///
+    /// # Errors
+    /// If the daemon refuses.
+    pub fn domain_definition(&mut self, domain: &Domain) -> Result<Option<String>, LibvirtError> {
+        match self.call(message::IS_PERSISTENT, domain.encode(), |reader| reader.signed())? {
+            0 => Ok(None),
+            _ => {
+                let arguments = domain.encode().number(INACTIVE);
+                self.call(message::GET_XML, arguments, |reader| reader.string()).map(Some)
+            }
+        }
+    }
+
+    /// Starts a domain from its XML, paused. A definition that it has remains.
+    ///
+    /// # Errors
+    /// If libvirt refuses the XML, or if QEMU does not start.
+    pub fn create_paused(&mut self, xml: &str) -> Result<Domain, LibvirtError> {
+        let arguments = XdrWriter::default().string(xml).number(START_PAUSED);
+        self.call(message::CREATE, arguments, Domain::decode)
+    }
+
+    /// Defines a domain: makes it persistent, or replaces its definition.
+    ///
+    /// # Errors
+    /// If libvirt refuses the XML.
+    pub fn define_domain(&mut self, xml: &str) -> Result<Domain, LibvirtError> {
+        self.call(message::DEFINE, XdrWriter::default().string(xml), Domain::decode)
+    }
+
+    /// Starts the vCPUs.
+    ///
+    /// # Errors
+    /// If the domain has ended.
+    pub fn resume_domain(&mut self, domain: &Domain) -> Result<(), LibvirtError> {
+        self.call(message::RESUME, domain.encode(), |_| Ok(()))
+    }
+
+    /// Ends a domain at once.
+    ///
+    /// # Errors
+    /// If it has ended already.
+    pub fn destroy_domain(&mut self, domain: &Domain) -> Result<(), LibvirtError> {
+        self.call(message::DESTROY, domain.encode(), |_| Ok(()))
+    }
+}
+
+fn found_or_none(found: Result<Domain, LibvirtError>) -> Result<Option<Domain>, LibvirtError> {
+    match found {
+        Ok(domain) => Ok(Some(domain)),
+        Err(error) if error.is_no_domain() => Ok(None),
+        Err(error) => Err(error),
     }
 }
 

@@ -78,7 +78,7 @@ impl LibvirtError {
     }
 
     /// Whether a command failed because the domain's monitor is closed, or because it may be.
-    pub(crate) fn ends_monitor(&self) -> bool {
+    pub(crate) fn is_end_of_monitor(&self) -> bool {
         const CODES: [i32; 4] = [INTERNAL_ERROR, OPERATION_FAILED, NO_DOMAIN, OPERATION_INVALID];
         matches!(self, Self::Refused { code, .. } if CODES.contains(code))
     }

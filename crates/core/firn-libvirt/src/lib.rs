@@ -13,7 +13,8 @@
 //! | `address` | where a domain is: its daemon's socket, its UUID |
 //! | `xdr`, `message` | the encoding of calls, replies and events |
 //! | `connection` | one connection: calls, and events that arrive in between |
-//! | `domain` | domains by name, their XML |
+//! | `domain` | domains by name, their XML, their start and end |
+//! | `definition` | the XML of a domain that is restored from an image |
 //! | `bridge` | QMP on one side, RPC on the other |
 //!
 //! The daemon's messages are untrusted input: lengths are limited, and waits have a deadline.
@@ -23,6 +24,7 @@
 mod address;
 mod bridge;
 mod connection;
+mod definition;
 mod domain;
 mod error;
 mod message;
@@ -33,5 +35,6 @@ mod xdr;
 pub use address::{DaemonAddress, DomainAddress};
 pub use bridge::open_monitor;
 pub use connection::LibvirtConnection;
+pub use definition::{DefinitionError, DiskReplacement, DomainChanges, DomainIdentity, has_mark};
 pub use domain::{Domain, find_domain};
 pub use error::LibvirtError;

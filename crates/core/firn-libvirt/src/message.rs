@@ -41,11 +41,16 @@ impl Procedure {
 pub(crate) const OPEN: Procedure = Procedure::remote("opening the driver", 1);
 pub(crate) const CLOSE: Procedure = Procedure::remote("closing the driver", 2);
 pub(crate) const GET_TYPE: Procedure = Procedure::remote("asking for the driver's type", 3);
+pub(crate) const CREATE: Procedure = Procedure::remote("creating the domain", 10);
+pub(crate) const DEFINE: Procedure = Procedure::remote("defining the domain", 11);
+pub(crate) const DESTROY: Procedure = Procedure::remote("ending the domain", 12);
 pub(crate) const GET_XML: Procedure = Procedure::remote("reading the domain's XML", 14);
 pub(crate) const FIND_BY_NAME: Procedure = Procedure::remote("finding the domain", 23);
 pub(crate) const FIND_BY_UUID: Procedure = Procedure::remote("finding the domain", 24);
+pub(crate) const RESUME: Procedure = Procedure::remote("resuming the domain", 28);
 pub(crate) const LIST_AUTH: Procedure = Procedure::remote("listing ways to authenticate", 66);
 pub(crate) const AUTH_POLKIT: Procedure = Procedure::remote("authenticating by polkit", 70);
+pub(crate) const IS_PERSISTENT: Procedure = Procedure::remote("querying the domain", 151);
 pub(crate) const MONITOR_COMMAND: Procedure = Procedure::qemu("executing a monitor command", 1);
 pub(crate) const REGISTER_EVENTS: Procedure = Procedure::qemu("registering for events", 4);
 pub(crate) const MONITOR_EVENT: Procedure = Procedure::qemu("reporting an event", 6);

@@ -17,7 +17,7 @@ const KEPT_BYTES: i32 = 4 << 20;
 /// From now on freed large blocks are returned to the kernel (`M_MMAP_THRESHOLD`,
 /// `M_TRIM_THRESHOLD`, mallopt(3)). Allocating one takes a system call, and a page fault for each
 /// page of it. `false` if this C library has no such setting.
-pub fn give_back_large_blocks() -> bool {
+pub fn return_large_blocks_when_freed() -> bool {
     heap::map_blocks_from(LARGE_BYTES, KEPT_BYTES)
 }
 
@@ -70,7 +70,7 @@ mod tests {
     #[test]
     #[ignore = "measures its whole process"]
     fn memory_goes_back() {
-        match give_back_large_blocks() {
+        match return_large_blocks_when_freed() {
             true => nothing_is_kept_of_large_blocks(),
             false => return firn_skip::skip_test("this C library decides for itself"),
         }
@@ -78,7 +78,7 @@ mod tests {
     }
 
     #[test]
-    fn what_is_freed_is_the_kernels_again() {
+    fn freed_memory_is_returned_to_the_kernel() {
         let only = ["--exact", "heap::tests::memory_goes_back", "--ignored", "--nocapture"];
         let test = std::env::current_exe().unwrap();
         assert!(std::process::Command::new(test).args(only).status().unwrap().success());

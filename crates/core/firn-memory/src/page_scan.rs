@@ -158,7 +158,7 @@ impl PageScan {
 
     fn from_faults(faults: PageFaults, pagemap: Pagemap) -> Self {
         let unmapped = UnmappedReporting {
-            is_reported: passes::kernel_reports_unmapped(),
+            is_reported: passes::can_kernel_report_unmapped(),
             keeps_tables: false,
         };
         Self { faults, pagemap, unmapped, regions: Mutex::new(Pagemap::region_buffer(REGIONS)) }

@@ -81,7 +81,7 @@ mod tests {
     const POLICY: usize = 41;
 
     #[test]
-    fn whoever_may_comes_first_and_whom_it_starts_does_not() {
+    fn priority_is_raised_if_permitted_and_not_inherited_by_children() {
         std::thread::spawn(|| {
             let Err(why) = set_realtime() else {
                 assert_eq!(stat(POLICY), 1);

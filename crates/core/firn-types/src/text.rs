@@ -49,14 +49,14 @@ mod tests {
     use super::*;
 
     #[test]
-    fn what_is_shown_stays() {
+    fn printable_text_is_unchanged() {
         for text in ["", "web-1.firn", "größer 日本 🦀", "a\\u{1b}"] {
             assert!(matches!(make_printable(text), Cow::Borrowed(same) if same == text));
         }
     }
 
     #[test]
-    fn what_a_terminal_obeys_is_escaped() {
+    fn control_characters_are_escaped() {
         assert_eq!(make_printable("a\u{1b}[2Kb\r\n"), "a\\u{1b}[2Kb\\u{d}\\u{a}");
         assert_eq!(make_printable("\u{9b}1m \u{7f} \u{202e}x"), "\\u{9b}1m \\u{7f} \\u{202e}x");
         assert_eq!(make_printable_lines("a\n\tb\r"), "a\n\tb\\u{d}");

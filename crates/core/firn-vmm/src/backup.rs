@@ -508,7 +508,7 @@ mod tests {
     }
 
     #[test]
-    fn what_was_written_is_known_by_a_sound_bitmap_only() {
+    fn only_a_valid_bitmap_shows_written_blocks() {
         let with = |granularity: u64, recording: bool| {
             nodes(json!([{ "node-name": "n", "dirty-bitmaps": [{ "name": "firn-1",
                 "count": 8192, "granularity": granularity, "recording": recording, "busy": false }] }]))

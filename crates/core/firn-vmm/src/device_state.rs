@@ -187,6 +187,25 @@ fn memfd_with_writer() -> io::Result<(File, OwnedFd)> {
     Ok((File::from(file), writer))
 }
 
+/// The length of the magic number and version at the start of device state.
+const HEADER_BYTES: usize = 8;
+
+/// The type of the section with the machine type (QEMU `migration/savevm.h`).
+const CONFIGURATION: u8 = 7;
+
+/// Device state with the section that a QEMU with `send-configuration` expects after the header. It
+/// refuses the state of another machine type.
+///
+/// ```text
+///   magic, version | 7 | length of the name | name | sections of devices
+///         8 B      | 1 |       4 B          |
+/// ```
+pub(crate) fn with_configuration(state: &[u8], machine: &str) -> Vec<u8> {
+    let (header, sections) = state.split_at(HEADER_BYTES.min(state.len()));
+    let length = (machine.len() as u32).to_be_bytes();
+    [header, &[CONFIGURATION], &length, machine.as_bytes(), sections].concat()
+}
+
 /// Loads device state into a QEMU that was started with `-S -incoming defer`, and waits until it is
 /// loaded.
 pub(crate) fn load_state(

@@ -18,6 +18,7 @@ use std::path::{Path, PathBuf};
 use serde::{Deserialize, Serialize};
 use serde_json::Value;
 
+use crate::drives::is_filter;
 use crate::qmp::{QmpClient, QmpError};
 
 /// Block drivers of a local file or device. A format driver may be on top of them.
@@ -122,13 +123,11 @@ impl NodeAccess {
 }
 
 /// Makes one disk of each image: of the node of its format, or of the node of its file where no
-/// format is on top. An image that is open twice counts once, and as writable if one of the nodes
+/// format is on top. Filters on top of them are no images. An image that is open twice counts once, and as writable if one of the nodes
 /// is.
 fn group_by_image(nodes: Vec<DiskNode>) -> Vec<DiskImage> {
     let mut by_file: BTreeMap<String, DiskNode> = BTreeMap::new();
-    for mut node in
-        nodes.into_iter().map(DiskNode::with_plain_file).filter(|node| !node.file.is_empty())
-    {
+    for mut node in nodes.into_iter().map(DiskNode::with_plain_file).filter(DiskNode::is_image) {
         match by_file.get_mut(&node.file) {
             Some(known) if is_file(&node.drv) || !is_file(&known.drv) => known.ro &= node.ro,
             known => {
@@ -141,6 +140,10 @@ fn group_by_image(nodes: Vec<DiskNode>) -> Vec<DiskImage> {
 }
 
 impl DiskNode {
+    fn is_image(&self) -> bool {
+        !self.file.is_empty() && !is_filter(&self.drv)
+    }
+
     fn with_plain_file(mut self) -> Self {
         self.file = plain_file(&self.file);
         self
@@ -149,14 +152,12 @@ impl DiskNode {
 
 /// Extracts the path of an image. Where options keep QEMU from naming an image by its path, QEMU
 /// prints them: `json:{"driver": "qcow2", "file": {"driver": "file", "filename": "a.qcow2"}, ...}`.
-/// They contain the path.
+/// They contain the path, below as many nodes as there are on top of the file.
 pub(crate) fn plain_file(name: &str) -> String {
     let options = name.strip_prefix("json:");
     let options: Option<Value> = options.and_then(|json| serde_json::from_str(json).ok());
-    let path = options.as_ref().and_then(|options| {
-        let path = options.pointer("/file/filename").or_else(|| options.get("filename"));
-        path?.as_str()
-    });
+    let nodes = std::iter::successors(options.as_ref(), |node| node.get("file"));
+    let path = nodes.filter_map(|node| node.get("filename")?.as_str()).next();
     path.unwrap_or(name).to_owned()
 }
 
@@ -236,7 +237,7 @@ mod tests {
     }
 
     #[test]
-    fn a_disk_that_is_read_past_the_page_cache_is_told() {
+    fn a_disk_with_direct_io_is_reported() {
         let is_past = |drv: &str, direct: bool| {
             let way =
                 serde_json::json!({ "drv": drv, "cache": { "direct": direct, "writeback": true } });
@@ -255,6 +256,7 @@ mod tests {
             node("n", "nbd", "nbd://host:10809/x"),
             node("#block4", "file", "z"),
             node("#block5", "qcow2", r#"json:{"driver": "qcow2", "file": {"filename": "z"}}"#),
+            node("t", "throttle", r#"json:{"file": {"file": {"filename": "z"}}}"#),
         ];
         let disks = group_by_image(nodes(all.into()));
         let seen: Vec<_> = disks.iter().map(|disk| (&*disk.node, &*disk.format)).collect();

@@ -15,13 +15,15 @@
 //! On a file system that can share blocks (`FICLONE`, ioctl_ficlone(2)) Firn clones the file in the
 //! pause instead, and the guest continues with its own.
 //!
+//! Filters, such as a throttle, may be between the device and the topmost image. They change no
+//! data: an overlay is put below them, and a copy is made of what is below them.
 //!
 //! Source: QEMU `docs/interop/live-block-operations.rst`, `qapi/block-core.json`.
 
 use std::collections::{HashMap, HashSet};
 use std::fs::File;
 use std::io;
-use std::os::unix::fs::{MetadataExt, PermissionsExt, chown};
+use std::os::unix::fs::{FileTypeExt, MetadataExt, PermissionsExt, chown};
 use std::path::{Path, PathBuf};
 use std::process::Command;
 
@@ -50,8 +52,10 @@ const TOOL: &str = "qemu-img";
 pub struct Drive {
     /// The user's name for it: its id, or else its device's path in QEMU.
     pub name: String,
-    /// QEMU's name for its topmost node.
+    /// QEMU's name for the node of its topmost image.
     pub node: String,
+    /// The device's own node: that of the topmost image, or of a filter on top of it.
+    root: DriveRoot,
     /// The images that it consists of, the topmost first, which is the only one that is written to.
     /// Absolute paths, except where an image is not a file.
     pub chain: Vec<PathBuf>,
@@ -67,8 +71,18 @@ pub struct Drive {
     direct: bool,
     /// Whether QEMU ignores the guest's flushes.
     no_flush: bool,
+    /// Whether its topmost image is a block device and not a file: it can only be copied.
+    pub is_device: bool,
     /// The reason why its contents can't be preserved, if there is one.
     pub obstacle: Option<String>,
+}
+
+/// The node of a device.
+#[derive(Clone, Debug, PartialEq, Eq)]
+struct DriveRoot {
+    node: String,
+    /// QEMU's name for what the node has.
+    file: String,
 }
 
 /// The properties of a drive that must not have changed when the pause has begun.
@@ -219,7 +233,12 @@ struct BlockJobInfo {
 pub(crate) fn find_drives(qmp: &mut QmpClient, view: &FileView) -> Result<Vec<Drive>, QmpError> {
     let devices: Vec<BlockInfo> = qmp.query("query-block")?;
     let jobs: Vec<BlockJobInfo> = qmp.query("query-block-jobs")?;
-    let mut drives: Vec<Drive> = devices.iter().filter_map(|it| describe_drive(it, view)).collect();
+    let nodes: Vec<BlockDeviceInfo> = match devices.iter().any(BlockInfo::has_filter) {
+        true => qmp.query("query-named-block-nodes")?,
+        false => Vec::new(),
+    };
+    let mut drives: Vec<Drive> =
+        devices.iter().filter_map(|it| describe_drive(it, &nodes, view)).collect();
     let shared = shared_files(&devices, view);
     for drive in &mut drives {
         let is_shared = drive.chain.first().is_some_and(|top| shared.contains(&file_id(top)));
@@ -254,13 +273,54 @@ fn shared_files(devices: &[BlockInfo], view: &FileView) -> Vec<Option<(u64, u64)
     seen.into_iter().filter(|&(_, count)| count > 1).map(|(file, _)| Some(file)).collect()
 }
 
-fn describe_drive(device: &BlockInfo, view: &FileView) -> Option<Drive> {
-    let inserted = device.inserted.as_ref().filter(|inserted| !inserted.ro)?;
+/// Whether a driver passes data through. `query-block` has what is below its node as a backing image.
+pub(crate) fn is_filter(driver: &str) -> bool {
+    matches!(driver, "throttle" | "copy-on-read")
+}
+
+impl BlockInfo {
+    fn has_filter(&self) -> bool {
+        self.inserted.as_ref().is_some_and(BlockDeviceInfo::is_filter)
+    }
+}
+
+impl BlockDeviceInfo {
+    fn is_filter(&self) -> bool {
+        is_filter(&self.drv)
+    }
+
+    /// The node below the filters, itself if there is none. `nodes` are all nodes; a filter whose
+    /// lower node is not the only one of its image is returned itself.
+    fn below_filters<'a>(&'a self, nodes: &'a [Self]) -> &'a Self {
+        let mut top = self;
+        // Each node is passed once at most, whatever QEMU answers.
+        for _ in nodes {
+            if !top.is_filter() {
+                break;
+            }
+            let Some(image) = &top.image.backing else { return top };
+            let is_below =
+                |node: &&Self| node.drv == image.format && node.image.filename == image.filename;
+            let mut below = nodes.iter().filter(is_below);
+            match (below.next(), below.next()) {
+                (Some(node), None) => top = node,
+                _ => return top,
+            }
+        }
+        top
+    }
+}
+
+fn describe_drive(device: &BlockInfo, nodes: &[BlockDeviceInfo], view: &FileView) -> Option<Drive> {
+    let root = device.inserted.as_ref().filter(|inserted| !inserted.ro)?;
+    let inserted = root.below_filters(nodes);
     let chain = chain_paths(inserted, view);
     let name = if device.device.is_empty() { &device.qdev } else { &device.device };
     Some(Drive {
         name: name.clone(),
         node: inserted.node.clone(),
+        root: DriveRoot { node: root.node.clone(), file: root.file.clone() },
+        is_device: chain.first().is_some_and(|top| is_block_device(top)),
         obstacle: check_drive(inserted, &chain, view).err(),
         formats: chain_formats(&inserted.image),
         chain,
@@ -270,6 +330,10 @@ fn describe_drive(device: &BlockInfo, view: &FileView) -> Option<Drive> {
         direct: inserted.cache.direct,
         no_flush: inserted.cache.no_flush,
     })
+}
+
+fn is_block_device(path: &Path) -> bool {
+    path.metadata().is_ok_and(|metadata| metadata.file_type().is_block_device())
 }
 
 fn chain_paths(inserted: &BlockDeviceInfo, view: &FileView) -> Vec<PathBuf> {
@@ -296,8 +360,8 @@ fn check_drive(drive: &BlockDeviceInfo, chain: &[PathBuf], view: &FileView) -> R
         return Err(format!("{} is not a file that Firn can access", drive.file));
     };
     let metadata = top.metadata().map_err(|error| format!("{}: {error}", top.display()))?;
-    if !metadata.is_file() {
-        return Err(format!("{} is a device, so no file can be created beside it", top.display()));
+    if !metadata.is_file() && !metadata.file_type().is_block_device() {
+        return Err(format!("{} is neither a file nor a block device", top.display()));
     }
     let layers = std::iter::successors(Some(&drive.image), |layer| layer.backing.as_deref());
     let layers: Vec<(&Path, &ImageLayer)> =
@@ -592,7 +656,8 @@ impl Drive {
 
     /// The properties that it must still have in the pause.
     pub fn to_expected(&self) -> ExpectedDrive {
-        ExpectedDrive { node: self.node.clone(), file: self.named.clone(), bytes: self.bytes }
+        let DriveRoot { node, file } = self.root.clone();
+        ExpectedDrive { node, file, bytes: self.bytes }
     }
 }
 
@@ -614,11 +679,11 @@ mod tests {
     }
 
     fn found(device: &BlockInfo) -> Drive {
-        describe_drive(device, &FileView::of_process(None)).unwrap()
+        describe_drive(device, &[], &FileView::of_process(None)).unwrap()
     }
 
     #[test]
-    fn a_drive_is_what_can_be_written_to() {
+    fn only_writable_block_devices_are_drives() {
         let dir = tempfile::tempdir().unwrap();
         let path = dir.path().join("a");
         std::fs::write(&path, vec![0; 1000]).unwrap();
@@ -629,13 +694,46 @@ mod tests {
         assert_eq!((drive.obstacle.as_deref(), drive.top_file()), (None, &*path));
         assert_eq!(found(&device("raw", text, 1024)).chain, [path.clone(), "/base".into()]);
         plain.inserted.as_mut().unwrap().ro = true;
-        assert!(super::describe_drive(&plain, &FileView::of_process(None)).is_none());
+        assert!(super::describe_drive(&plain, &[], &FileView::of_process(None)).is_none());
         let empty = BlockInfo { device: "cd".into(), qdev: String::new(), inserted: None };
-        assert!(super::describe_drive(&empty, &FileView::of_process(None)).is_none());
+        assert!(super::describe_drive(&empty, &[], &FileView::of_process(None)).is_none());
     }
 
     #[test]
-    fn what_cannot_be_kept_says_why() {
+    fn an_image_below_filters_is_found() {
+        let options = r#"json:{"driver":"throttle","file":{"driver":"raw","file":{"driver":"file","filename":"/a"}}}"#;
+        let cache = |direct: bool| json!({ "direct": direct, "no-flush": false });
+        let node = |name: &str, drv: &str, file: &str, image: Value| {
+            json!({ "node-name": name, "file": file, "drv": drv, "ro": false, "image": image,
+                "cache": cache(drv == "raw") })
+        };
+        let base = json!({ "filename": "/base", "format": "raw", "virtual-size": 512 });
+        let raw = json!({ "filename": "/a", "format": "raw", "virtual-size": 512,
+            "backing-image": base });
+        let filtered = json!({ "filename": options, "format": "throttle", "virtual-size": 512,
+            "backing-image": raw });
+        let root = node("t", "throttle", options, filtered);
+        let parse = |value: &Value| serde_json::from_value::<BlockDeviceInfo>(value.clone());
+        let device =
+            BlockInfo { device: String::new(), qdev: "scsi0".into(), inserted: parse(&root).ok() };
+        assert!(device.has_filter());
+        let below = [node("r", "raw", "/a", raw), node("b", "raw", "/base", base)];
+        let mut nodes: Vec<_> =
+            [&root, &below[0], &below[1]].iter().map(|node| parse(node).unwrap()).collect();
+        let view = FileView::of_process(None);
+        let drive = describe_drive(&device, &nodes, &view).unwrap();
+        assert_eq!((&*drive.node, &*drive.format, drive.direct), ("r", "raw", true));
+        assert_eq!(drive.chain, ["/a", "/base"].map(PathBuf::from));
+        let ExpectedDrive { node, file, .. } = drive.to_expected();
+        assert_eq!((&*node, &*file), ("t", options));
+        // Two nodes of one image: which one is below the filter is not known.
+        nodes.push(nodes[1].clone());
+        let drive = describe_drive(&device, &nodes, &view).unwrap();
+        assert!(drive.obstacle.unwrap().contains("throttle"));
+    }
+
+    #[test]
+    fn a_disk_that_cannot_be_snapshotted_has_a_reason() {
         let dir = tempfile::tempdir().unwrap();
         let path = dir.path().join("a");
         std::fs::write(&path, vec![0; 2048]).unwrap();
@@ -649,7 +747,7 @@ mod tests {
         assert!(why(&alone("vmdk", text, 2048)).contains("vmdk"));
         assert!(why(&alone("raw", text, 1024)).contains("only a part of"));
         assert!(why(&alone("raw", "/nowhere/b", 1024)).contains("/nowhere/b is not a file"));
-        assert!(why(&alone("raw", "/dev", 1024)).contains("is a device"));
+        assert!(why(&alone("raw", "/dev", 1024)).contains("is neither a file nor"));
         assert!(why(&alone("qcow2", text, 2048)).contains("is no qcow2 file"));
         assert_eq!(why(&alone("raw", text, 2048)), "");
         assert!(why(&device("raw", text, 2048)).contains("has a backing file all the same"));
@@ -659,7 +757,7 @@ mod tests {
     }
 
     #[test]
-    fn a_file_of_two_devices_is_told() {
+    fn a_file_of_two_devices_is_an_error() {
         let dir = tempfile::tempdir().unwrap();
         let path = |name: &str| dir.path().join(name);
         for name in ["a", "b"] {
@@ -676,7 +774,7 @@ mod tests {
     }
 
     #[test]
-    fn a_drive_that_has_changed_is_told() {
+    fn a_drive_that_has_changed_is_an_error() {
         let drive = found(&device("raw", "/a", 512));
         let cut = DriveCut { expected: vec![drive.to_expected()], ..DriveCut::default() };
         let said = |file: &str, bytes: u64| {
@@ -707,7 +805,7 @@ mod tests {
     }
 
     #[test]
-    fn a_file_system_that_cannot_clone_says_so() {
+    fn a_file_system_that_cannot_clone_is_an_error() {
         let dir = tempfile::tempdir().unwrap();
         let (from, to) = (dir.path().join("a"), dir.path().join("b"));
         std::fs::write(&from, "contents").unwrap();

@@ -233,7 +233,7 @@ mod tests {
     }
 
     #[test]
-    fn what_cannot_start_says_so() {
+    fn a_program_that_cannot_start_is_an_error() {
         let log = Path::new("/nonexistent/log");
         let message = |command: &[&str]| {
             let command: Vec<String> = command.iter().map(|word| (*word).to_owned()).collect();

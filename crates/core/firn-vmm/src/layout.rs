@@ -301,7 +301,7 @@ fn ranges_by_block<'a>(
 ) -> BTreeMap<&'a str, Vec<&'a FlatRange>> {
     let mut mapped: BTreeMap<&str, Vec<&FlatRange>> = BTreeMap::new();
     for range in view.ranges.iter().filter(|range| range.kind != RangeKind::Other) {
-        let mut owners = blocks.iter().filter(|block| owns_region(block, &range.region));
+        let mut owners = blocks.iter().filter(|block| is_block_of_region(block, &range.region));
         if let (Some(owner), None) = (owners.next(), owners.next()) {
             mapped.entry(&owner.id).or_default().push(range);
         }
@@ -309,7 +309,7 @@ fn ranges_by_block<'a>(
     mapped
 }
 
-fn owns_region(block: &RamBlock, region: &str) -> bool {
+fn is_block_of_region(block: &RamBlock, region: &str) -> bool {
     block.id == region || block.id.strip_suffix(region).is_some_and(|device| device.ends_with('/'))
 }
 

@@ -70,7 +70,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn an_opening_is_told_once_and_what_is_written_is_not() {
+    fn each_open_is_reported_once_and_writes_are_not() {
         let (reader, writer) = pipe_with(PipeFlags::CLOEXEC).unwrap();
         let openings = OpenWatch::watch_pipe(&reader).unwrap();
         let path = format!("/proc/self/fd/{}", writer.as_raw_fd());

@@ -145,7 +145,7 @@ mod tests {
     }
 
     #[test]
-    fn a_head_says_what_lies_below() {
+    fn a_header_names_its_backing_file() {
         let dir = tempfile::tempdir().unwrap();
         let path = dir.path().join("a");
         let expected = |below: Option<PathBuf>, is_encrypted, has_data_file| {

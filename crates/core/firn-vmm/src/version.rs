@@ -27,7 +27,7 @@ pub struct VersionNumber {
 
 impl QemuVersion {
     /// Whether this is release `major.minor` or later.
-    pub fn at_least(&self, major: u32, minor: u32) -> bool {
+    pub fn is_at_least(&self, major: u32, minor: u32) -> bool {
         (self.qemu.major, self.qemu.minor) >= (major, minor)
     }
 }
@@ -49,6 +49,8 @@ mod tests {
         let said = r#"{"qemu": {"micro": 22, "minor": 2, "major": 7}, "package": "Debian 1:7.2"}"#;
         let version: QemuVersion = serde_json::from_str(said).unwrap();
         assert_eq!(version.to_string(), "7.2.22 (Debian 1:7.2)");
-        assert!(version.at_least(7, 2) && version.at_least(6, 9) && !version.at_least(9, 1));
+        assert!(
+            version.is_at_least(7, 2) && version.is_at_least(6, 9) && !version.is_at_least(9, 1)
+        );
     }
 }

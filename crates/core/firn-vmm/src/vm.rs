@@ -418,7 +418,7 @@ impl QemuVm {
             return Ok(self.stop_and_save_device_state()?);
         }
         let mut problem = Ok(());
-        let fails_alone = self.version.at_least(10, 1);
+        let fails_alone = self.version.is_at_least(10, 1);
         let saved = self.with_state_file(|qmp, file| {
             let stop = qmp.send("stop", Value::Null)?;
             let look = qmp.send("query-block", Value::Null)?;
@@ -477,7 +477,17 @@ impl QemuVm {
     /// Loads device state into a QEMU that was started with `-S -incoming defer` and
     /// `-global migration.send-configuration=off`. On return the VM is loaded and stopped.
     pub fn load_device_state(&mut self, state: &[u8]) -> Result<(), DeviceStateError> {
-        let says_why = self.version.at_least(9, 1);
+        let says_why = self.version.is_at_least(9, 1);
         device_state::load_state(&mut self.qmp, state, says_why)
+    }
+
+    /// Loads device state into a QEMU that was started with `-S -incoming defer` alone, as libvirt
+    /// starts it: such a QEMU expects the name of its machine type first.
+    pub fn load_device_state_of(
+        &mut self,
+        machine: &str,
+        state: &[u8],
+    ) -> Result<(), DeviceStateError> {
+        self.load_device_state(&device_state::with_configuration(state, machine))
     }
 }

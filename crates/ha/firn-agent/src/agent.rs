@@ -107,10 +107,10 @@ impl Agent {
     }
 
     /// Notes that a VM's epochs are carried to a peer, until the value is dropped.
-    pub(crate) fn note_carried(&self, vm: &VmName, backup: &HostName) -> CarriedVm<'_> {
+    pub(crate) fn record_relayed(&self, vm: &VmName, backup: &HostName) -> RelayedVm<'_> {
         let entry = (vm.clone(), backup.clone());
         self.lock_carried().push(entry.clone());
-        CarriedVm { agent: self, entry }
+        RelayedVm { agent: self, entry }
     }
 
     fn lock_carried(&self) -> MutexGuard<'_, Vec<(VmName, HostName)>> {
@@ -137,12 +137,12 @@ impl Agent {
 }
 
 /// A VM whose epochs are carried to a peer, until this is dropped.
-pub(crate) struct CarriedVm<'a> {
+pub(crate) struct RelayedVm<'a> {
     agent: &'a Agent,
     entry: (VmName, HostName),
 }
 
-impl Drop for CarriedVm<'_> {
+impl Drop for RelayedVm<'_> {
     fn drop(&mut self) {
         let mut carried = self.agent.lock_carried();
         if let Some(at) = carried.iter().position(|entry| *entry == self.entry) {

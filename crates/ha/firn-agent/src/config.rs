@@ -242,7 +242,8 @@ fn check_key(path: &Path) -> Result<(), ConfigError> {
     let read = |source| ConfigError::Read { path: path.to_owned(), source };
     let metadata = fs::metadata(path).map_err(read)?;
     // A link to a device would otherwise get the advice to change the mode of the device.
-    firn_files::NotRegular::check(metadata.file_type()).map_err(|error| read(error.into()))?;
+    firn_files::NotRegular::require_regular(metadata.file_type())
+        .map_err(|error| read(error.into()))?;
     let mode = metadata.permissions().mode() & 0o7777;
     match mode & 0o077 {
         0 => Ok(()),
@@ -273,7 +274,7 @@ mod tests {
     }
 
     #[test]
-    fn a_file_says_who_is_who() {
+    fn the_configuration_names_hosts_and_addresses() {
         let config = load(GOOD, 0o600).unwrap();
         assert_eq!((config.name.as_str(), config.listen.port()), ("a", 7415));
         assert_eq!(config.authority, Path::new("/etc/ca.pem"));

@@ -62,7 +62,7 @@ async fn ask_repeatedly(
         let patience = agent.peers.times.suspect_after;
         let answer = timeout(patience, ask_once(&agent, &name, &mut link)).await;
         let answer = answer.unwrap_or_else(|_| Err(late_failure(patience)));
-        agent.peers.note_answer(&name, &answer);
+        agent.peers.record_answer(&name, &answer);
         let event = match answer {
             Ok(()) => DetectorEvent::Answered(name.clone(), asked),
             Err(_) => {

@@ -95,7 +95,7 @@ impl PeerMonitor {
     }
 
     /// Stores and logs why a peer does not answer, or clears that.
-    pub(crate) fn note_answer(&self, name: &HostName, answer: &Result<(), Failure>) {
+    pub(crate) fn record_answer(&self, name: &HostName, answer: &Result<(), Failure>) {
         let Some(peer) = self.peers.get(name) else { return };
         let mut trouble = peer.trouble.lock().unwrap_or_else(PoisonError::into_inner);
         let now = answer.as_ref().err().map(ToString::to_string);

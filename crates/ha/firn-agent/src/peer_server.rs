@@ -9,7 +9,9 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use firn_control::HostName;
-use firn_control::api::{HEARTBEAT, HeartbeatAnswer, KEEP, MEMBERS, NETWORKS, STANDBYS, VMS};
+use firn_control::api::{
+    HEARTBEAT, HeartbeatAnswer, KEEP_PROTECTED_PATH, MEMBERS, NETWORKS, STANDBYS, VMS,
+};
 use hyper::body::Incoming;
 use hyper::{Method, Request};
 use tokio::io::{self, AsyncReadExt as _, AsyncWriteExt as _};
@@ -148,8 +150,13 @@ async fn answer_peer(
             Err(failure) => http::failure_response(&failure),
         },
         (&Method::POST, MEMBERS, _) => agent.membership.answer_peer(&peer, request).await,
-        (&Method::POST, path, _) if path.starts_with(KEEP) => {
-            clusters::peer_answers::answer_reprotect(&agent, &path[KEEP.len()..], request).await
+        (&Method::POST, path, _) if path.starts_with(KEEP_PROTECTED_PATH) => {
+            clusters::peer_answers::answer_reprotect(
+                &agent,
+                &path[KEEP_PROTECTED_PATH.len()..],
+                request,
+            )
+            .await
         }
         (&Method::POST, _, Some(vm)) => standbys::answer_standby(&agent, peer, vm, request).await,
         _ => http::not_found_response(&request),

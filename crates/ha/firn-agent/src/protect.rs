@@ -192,7 +192,7 @@ impl StandbyStream {
         // The receiver is gone if the supervisor has connected too late.
         let _ = connected.send(());
         drop(socket);
-        let _noted = agent.note_carried(&vm, &backup);
+        let _noted = agent.record_relayed(&vm, &backup);
         log_tunnel_end(&vm, &backup, &tunnel::carry_stream(near, far, health).await);
     }
 }

@@ -135,7 +135,7 @@ mod tests {
 
     /// The user who made the directory could replace each socket in it.
     #[test]
-    fn a_directory_of_somebody_elses_is_refused() {
+    fn a_directory_of_another_user_is_refused() {
         let dir = tempfile::tempdir().unwrap();
         let [run, own] = ["run", "own"].map(|name| dir.path().join(name));
         for path in [&run, &own, &own.join(".agent")] {

@@ -186,7 +186,7 @@ mod tests {
     }
 
     #[test]
-    fn a_standby_whose_primary_is_gone_says_what_to_do() {
+    fn a_standby_without_a_primary_shows_the_next_command() {
         assert_eq!(told(7, None, HostHealth::Alive), "");
         assert_eq!(told(7, None, HostHealth::Suspected), "");
         let lost = told(7, Some("the connection failed"), HostHealth::Lost);
@@ -199,7 +199,7 @@ mod tests {
     }
 
     #[test]
-    fn a_failover_is_advised_only_of_what_was_lost() {
+    fn a_failover_is_advised_only_for_lost_vms() {
         let told = |end: PrimaryEnd| {
             let mut status = status(7, Some("it ended"));
             status.standby.as_mut().unwrap().end = Some(end);
@@ -237,7 +237,7 @@ mod tests {
     }
 
     #[test]
-    fn nobody_is_told_to_run_a_vm_that_may_run_elsewhere() {
+    fn no_failover_is_advised_of_a_vm_that_may_run() {
         let still = told(7, None, HostHealth::Lost);
         assert!(still.contains("may well run there") && !still.contains("failover"), "{still}");
         let mut released = status(7, Some("its primary has released it"));

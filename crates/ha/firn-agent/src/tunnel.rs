@@ -40,7 +40,7 @@ const BUFFER_BYTES: usize = 256 << 10;
 
 /// How long the other host may be silent before the tunnel closes a connection whose supervisor on
 /// this host is gone.
-const LINGER: Duration = Duration::from_secs(5);
+const CLOSE_WAIT_MAX: Duration = Duration::from_secs(5);
 
 /// Time between two checks whether a supervisor that has sent everything still has its socket open.
 const HANGUP_POLL_INTERVAL: Duration = Duration::from_millis(100);
@@ -89,7 +89,7 @@ pub async fn carry_stream(
     let has_left = async {
         said.notified().await;
         wait_for_hangup(&socket).await;
-        while timeout(LINGER, heard.notified()).await.is_ok() {}
+        while timeout(CLOSE_WAIT_MAX, heard.notified()).await.is_ok() {}
     };
     tokio::select! {
         done = both => done.map_or_else(TunnelEnd::Broken, |()| TunnelEnd::Finished),

@@ -47,7 +47,7 @@ impl DiskChange {
     }
 
     /// Whether it lies within a disk of `size` bytes.
-    pub fn fits_within(&self, size: u64) -> bool {
+    pub fn is_within(&self, size: u64) -> bool {
         self.start_offset().checked_add(self.length()).is_some_and(|end| end <= size)
     }
 
@@ -103,12 +103,12 @@ mod tests {
     }
 
     #[test]
-    fn what_reaches_beyond_the_disk_does_not_fit() {
+    fn a_change_beyond_the_disk_does_not_fit() {
         let zero = |at, length| DiskChange::Zero { at, length, hole: false };
         assert!(
-            zero(4, 4).fits_within(8)
-                && !zero(4, 5).fits_within(8)
-                && !zero(u64::MAX, 2).fits_within(u64::MAX)
+            zero(4, 4).is_within(8)
+                && !zero(4, 5).is_within(8)
+                && !zero(u64::MAX, 2).is_within(u64::MAX)
         );
     }
 }

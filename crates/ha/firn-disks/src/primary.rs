@@ -218,7 +218,7 @@ mod tests {
     }
 
     #[test]
-    fn a_change_is_noted_as_far_as_the_copy_has_been() {
+    fn a_change_is_logged_only_in_the_copied_part() {
         let mut primary = PrimaryDisk::new(100);
         primary.record_change(zero(0, 1));
         primary.begin_protection(1000);
@@ -259,7 +259,7 @@ mod tests {
     }
 
     #[test]
-    fn a_full_log_has_room_for_what_a_stop_waits_for() {
+    fn a_full_log_has_room_for_pending_writes() {
         let mut primary = seeded(100);
         primary.record_change(DiskChange::Write { at: 0, bytes: vec![1; 100] });
         assert!(!primary.has_room());
@@ -276,7 +276,7 @@ mod tests {
     }
 
     #[test]
-    fn a_log_that_nobody_cuts_is_given_up() {
+    fn a_log_without_cuts_is_abandoned() {
         let mut primary = PrimaryDisk::new(1 << 40);
         primary.begin_protection(100);
         assert!(primary.advance_seed(None, 10).unwrap().is_whole);

@@ -122,7 +122,7 @@ impl<S: DiskStore> StandbyDisk<S> {
         changes: Vec<DiskChange>,
     ) -> Result<(), StandbyDiskError> {
         self.check_order(epoch)?;
-        if let Some(change) = changes.iter().find(|change| !change.fits_within(self.size)) {
+        if let Some(change) = changes.iter().find(|change| !change.is_within(self.size)) {
             let (at, length) = (change.start_offset(), change.length());
             return Err(StandbyDiskError::Place { at, length, size: self.size });
         }
@@ -256,7 +256,7 @@ mod tests {
     }
 
     #[test]
-    fn a_failover_folds_what_is_committed_and_drops_the_rest() {
+    fn a_failover_folds_committed_epochs_and_drops_others() {
         let mut standby = standby();
         for number in 0..4 {
             epoch(&mut standby, number, write(number, 9));
@@ -282,7 +282,7 @@ mod tests {
     }
 
     #[test]
-    fn what_makes_no_sense_is_refused() {
+    fn an_inconsistent_message_is_refused() {
         let mut standby = standby();
         let order = standby.receive_changes(Epoch(1), write(0, 1)).unwrap_err();
         assert!(matches!(order, StandbyDiskError::Order { got: Epoch(1), expected: Epoch(0) }));
@@ -293,7 +293,7 @@ mod tests {
     }
 
     #[test]
-    fn it_is_full_of_what_is_committed_until_that_is_folded() {
+    fn a_standby_is_full_until_committed_epochs_are_folded() {
         let mut standby = standby();
         epoch(&mut standby, 0, vec![]);
         for number in 1..4 {

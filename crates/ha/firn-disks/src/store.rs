@@ -208,7 +208,7 @@ impl FileStore {
 
 impl DiskStore for FileStore {
     fn read_at(&self, at: u64, into: &mut [u8]) -> io::Result<()> {
-        firn_fault::io("disk.read")?;
+        firn_fault::pass_io_point("disk.read")?;
         let mut done = 0;
         while done < into.len() {
             match self.file.read_at(&mut into[done..], at + done as u64) {
@@ -223,7 +223,7 @@ impl DiskStore for FileStore {
     }
 
     fn write_at(&self, at: u64, bytes: &[u8]) -> io::Result<()> {
-        firn_fault::io("disk.write")?;
+        firn_fault::pass_io_point("disk.write")?;
         self.file.write_all_at(bytes, at)
     }
 
@@ -243,7 +243,7 @@ impl DiskStore for FileStore {
     }
 
     fn sync_data(&self) -> io::Result<()> {
-        firn_fault::io("disk.sync")?;
+        firn_fault::pass_io_point("disk.sync")?;
         self.file.sync_data()
     }
 
@@ -329,7 +329,7 @@ mod tests {
     }
 
     #[test]
-    fn what_is_no_file_is_refused() {
+    fn a_path_that_is_no_file_is_refused() {
         let dir = tempfile::tempdir().unwrap();
         let refused = FileStore::open(dir.path()).unwrap_err();
         assert!(matches!(refused, StoreError::Kind { .. }), "{refused}");

@@ -338,7 +338,7 @@ fn after_a_flush_that_failed_none_succeeds() {
 /// Many threads write to the same few ranges while the disk is seeded and cut. At a cut they are
 /// blocked, as in a paused VM.
 #[test]
-fn threads_that_write_to_one_place_leave_the_same_on_both_sides() {
+fn concurrent_writes_to_one_block_leave_primary_and_standby_equal() {
     let mut world = World::new(&[]);
     world.disk.begin_protection(1 << 10);
     let disk = Arc::new(std::mem::replace(
@@ -422,7 +422,7 @@ impl DiskStore for Meddling {
 }
 
 #[test]
-fn what_is_written_while_a_piece_is_read_is_not_missed() {
+fn a_write_during_a_read_of_the_seed_is_not_missed() {
     let memory = Memory::default();
     memory.write_at(0, &[1; SIZE as usize]).unwrap();
     let store = Arc::new(Meddling { memory: memory.clone(), disk: Default::default() });

@@ -237,7 +237,7 @@ mod tests {
     }
 
     #[test]
-    fn what_is_long_is_cut() {
+    fn a_long_change_is_split() {
         let bytes: Vec<u8> = (0..3 << 20).map(|at: u32| (at / 100) as u8).collect();
         let long = [
             DiskChange::Write { at: 11, bytes: bytes.clone() },
@@ -278,7 +278,7 @@ mod tests {
     }
 
     #[test]
-    fn what_is_whole_but_makes_no_sense_is_an_error() {
+    fn a_complete_but_invalid_message_is_an_error() {
         let entry = |at: u64, length: u32, kind: u32| {
             [&at.to_le_bytes()[..], &length.to_le_bytes(), &kind.to_le_bytes()].concat()
         };

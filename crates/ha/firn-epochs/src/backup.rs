@@ -150,7 +150,7 @@ impl BackupReceiver {
             false => BackupReceiveError::TakenUp,
             true => self
                 .writer
-                .write_end_noted()
+                .write_end_recorded()
                 .map_or_else(Into::into, |()| BackupReceiveError::Ended(end)),
         }
     }

@@ -145,7 +145,7 @@ mod tests {
     }
 
     #[test]
-    fn what_is_as_before_is_not_sent_and_of_the_rest_what_is_new() {
+    fn only_changed_pages_are_sent_as_deltas() {
         let before = copy(&[(3, 1), (4, 1), (9, 1)], &[]);
         let mut now = copy(&[(3, 1), (4, 2), (9, 1), (10, 1)], &[9, 10]);
         now.bytes[2 * PAGE_SIZE + 16] = 5;

@@ -109,7 +109,7 @@ mod tests {
     }
 
     #[test]
-    fn what_is_no_patch_is_refused() {
+    fn an_invalid_delta_is_refused() {
         let mut patches = PagePatches::default();
         patches.add_runs(Page(7), &[4080..4088, 4088..4096], &[9; PAGE_SIZE]);
         let bytes = patches.bytes().to_vec();
@@ -124,7 +124,7 @@ mod tests {
 
     proptest! {
         #[test]
-        fn a_patched_page_is_what_it_was_made_from(
+        fn applying_a_delta_gives_the_new_page(
             edits in prop::collection::vec((0..PAGE_SIZE, any::<u8>()), 0..40),
         ) {
             let before = vec![1; PAGE_SIZE];

@@ -22,7 +22,7 @@
 //! Firn pauses it by one command that the hypervisor begins and ends by itself: no `stop` of
 //! another client comes in between, and one that came before is respected. A hypervisor that lacks
 //! this command is stopped and started by two commands, if the VM ran before; a `stop` between them
-//! is lost. If Firn dies between them, its successor reads what a [`PauseWitness`] recorded.
+//! is lost. If Firn dies between them, its successor reads what a [`PauseJournal`] recorded.
 
 use std::fmt;
 use std::io;
@@ -50,7 +50,7 @@ mod health;
 mod state_sizes;
 
 use health::DeviceSet;
-pub use health::{ExitReport, RunTrouble};
+pub use health::{ExitReport, GuestRunTrouble};
 use state_sizes::StateSizes;
 
 /// How long a hypervisor may take to answer before it counts as hung.
@@ -114,7 +114,7 @@ impl GuestError {
 }
 
 /// A record that outlives this process, so that a successor resumes a VM that was left paused.
-pub trait PauseWitness: fmt::Debug + Send {
+pub trait PauseJournal: fmt::Debug + Send {
     /// Records that the VM is about to be stopped by a command, or runs again.
     ///
     /// # Errors
@@ -123,7 +123,7 @@ pub trait PauseWitness: fmt::Debug + Send {
 }
 
 /// A witness for a process without a successor.
-impl PauseWitness for () {
+impl PauseJournal for () {
     fn record_stop(&mut self, _: bool) -> io::Result<()> {
         Ok(())
     }
@@ -195,7 +195,7 @@ pub struct ProtectedGuest {
     aux: Vec<AuxRam>,
     vcpus: Vec<ThreadId>,
     scan: PageScan,
-    witness: Box<dyn PauseWitness>,
+    witness: Box<dyn PauseJournal>,
     disks: EpochDisks,
     devices: DeviceSet,
     state_sizes: StateSizes,
@@ -215,7 +215,7 @@ impl ProtectedGuest {
         memory: Arc<GuestMemory>,
         aux: Vec<AuxRam>,
         disks: EpochDisks,
-        witness: Box<dyn PauseWitness>,
+        witness: Box<dyn PauseJournal>,
     ) -> Result<Self, GuestError> {
         check_protectable(&mut vm, &memory, &disks)?;
         let devices = DeviceSet::list_devices(&mut vm)?;
@@ -248,7 +248,8 @@ impl ProtectedGuest {
         self.scan.arm_all()?;
         self.memory.open_window()?;
         self.pause_for(Duration::ZERO)?;
-        firn_fault::io("protect.armed").map_err(|error| GuestError::Refused(error.to_string()))
+        firn_fault::pass_io_point("protect.armed")
+            .map_err(|error| GuestError::Refused(error.to_string()))
     }
 
     /// The RAM of the VM.
@@ -357,9 +358,9 @@ impl ProtectedGuest {
     ///
     /// # Errors
     /// If a device was added or removed since Firn attached.
-    pub fn check_before_cut(&mut self) -> Result<Option<RunTrouble>, GuestError> {
+    pub fn check_before_cut(&mut self) -> Result<Option<GuestRunTrouble>, GuestError> {
         self.devices.check_unchanged(&mut self.vm)?;
-        Ok(RunTrouble::from_state(&self.vm.status()?))
+        Ok(GuestRunTrouble::from_state(&self.vm.status()?))
     }
 
     /// Presses the VM's power button. The monitor serves one client, which is this one.

@@ -10,7 +10,7 @@
 //!       |     the last copy                                |
 //!       |  unchanged           <------- progress --------  |  StandbyVm: the newest stored apart,
 //!       v                                                  v             the one before it folded
-//!     Predictor, PrimaryEpochs (firn-cluster)            RamFiles: memory that a hypervisor maps
+//!     DirtyPagePredictor, PrimaryEpochs (firn-cluster)            RamFiles: memory that a hypervisor maps
 //! ```
 //!
 //! `firn-cluster` makes the decisions: when to cut, which pages start an epoch writable, which

@@ -17,7 +17,7 @@ use std::time::{Duration, Instant};
 use crossbeam_channel::{Receiver, RecvTimeoutError, Sender, select};
 use firn_cluster::epoch::{GuestSpeed, LimitsError, PrimaryAction, PrimaryEpochs};
 use firn_cluster::member::EPOCHS_KEPT_MAX;
-use firn_cluster::predict::Predictor;
+use firn_cluster::predict::DirtyPagePredictor;
 use firn_cluster::{Epoch, FrameNumber};
 use firn_memory::heap;
 use firn_types::PAGE_SIZE;
@@ -150,7 +150,7 @@ impl<'a> BackupConnection<'a> {
             let seeded = spawn_thread(scope, "hear", move || read_messages(reading, &heard))
                 .and_then(|()| self.send_seed(guest, writer, &events));
             let ended = seeded.and_then(|writer| {
-                firn_fault::point("protect.seeded");
+                firn_fault::pass_point("protect.seeded");
                 let (jobs, taken) = crossbeam_channel::bounded(JOBS_MAX);
                 let sending = EpochSender::new(writer, tell);
                 spawn_thread(scope, "send", move || sending.run(&taken))?;
@@ -187,7 +187,7 @@ impl<'a> BackupConnection<'a> {
         Ok(ProtectionLoop {
             guest,
             epochs,
-            predictor: Predictor::new(predicts).with_busy(options.busy_pages()),
+            predictor: DirtyPagePredictor::new(predicts).with_busy(options.busy_pages()),
             options,
             jobs,
             events,
@@ -219,7 +219,7 @@ fn spawn_thread<'scope>(
     name: &str,
     run: impl FnOnce() + Send + 'scope,
 ) -> Result<(), ProtectionError> {
-    firn_fault::io("protect.thread").map_err(ProtectionError::Thread)?;
+    firn_fault::pass_io_point("protect.thread").map_err(ProtectionError::Thread)?;
     let builder = thread::Builder::new().name(name.into());
     builder.spawn_scoped(scope, run).map(drop).map_err(ProtectionError::Thread)
 }
@@ -248,7 +248,7 @@ pub(crate) fn prefer_backup_reason(
 struct ProtectionLoop<'a> {
     guest: &'a mut ProtectedGuest,
     epochs: PrimaryEpochs,
-    predictor: Predictor,
+    predictor: DirtyPagePredictor,
     options: EpochOptions,
     jobs: Sender<SendJob>,
     events: Receiver<ConnectionEvent>,
@@ -332,7 +332,7 @@ impl ProtectionLoop<'_> {
     fn poll_timeout(&self) -> Duration {
         match self.next_due().saturating_sub(self.elapsed_time()) {
             Duration::ZERO => SLOWED_PAUSE,
-            until_due if self.observer.wants_cut() => until_due.min(WANTED_CUT_POLL_INTERVAL),
+            until_due if self.observer.is_cut_needed() => until_due.min(WANTED_CUT_POLL_INTERVAL),
             until_due => until_due.min(POLL_INTERVAL),
         }
     }
@@ -372,7 +372,7 @@ impl ProtectionLoop<'_> {
                 self.perform_actions(actions)?;
             }
             // Not requested yet.
-            ConnectionEvent::Released | ConnectionEvent::EndNoted => {
+            ConnectionEvent::Released | ConnectionEvent::EndRecorded => {
                 return Err(ProtectionError::Confused);
             }
             ConnectionEvent::Lost(error) => return Err(error),
@@ -398,7 +398,7 @@ impl ProtectionLoop<'_> {
         let is_scarce = self.elapsed_time() >= self.next_due() && self.epochs.buffered_pages() > 0;
         let written = if is_scarce { self.guest.scan_written()?.len() as u64 } else { 0 };
         let mut actions = self.epochs.advance_time(self.elapsed_time(), written);
-        if self.observer.wants_cut() {
+        if self.observer.is_cut_needed() {
             actions.extend(self.epochs.request_cut(self.elapsed_time()));
         }
         self.perform_actions(actions)?;
@@ -484,7 +484,7 @@ impl ProtectionLoop<'_> {
         let (found, pause) = self.guest.pause_and_save(|still| inside.cut_guest(still))?;
         drop(stopping);
         let CutResult { plan, pages, disks, card, numbers } = found;
-        firn_fault::point("protect.cut");
+        firn_fault::pass_point("protect.cut");
         let numbers = CutNumbers {
             downtime_ms: as_millis(pause.downtime),
             device_bytes: pause.devices.len() as u64,

@@ -46,7 +46,7 @@ pub(crate) enum ConnectionEvent {
     /// The backup confirms that it never runs the VM.
     Released,
     /// The backup has recorded how the protection ended.
-    EndNoted,
+    EndRecorded,
     /// The connection can't be used any more.
     Lost(ProtectionError),
 }
@@ -123,7 +123,7 @@ pub(crate) fn read_messages(stream: EpochStream, events: &Sender<ConnectionEvent
         let event = match reader.read_message() {
             Ok(EpochMessage::Progress(progress)) => ConnectionEvent::Progress(progress),
             Ok(EpochMessage::Release) => ConnectionEvent::Released,
-            Ok(EpochMessage::EndNoted) => ConnectionEvent::EndNoted,
+            Ok(EpochMessage::EndRecorded) => ConnectionEvent::EndRecorded,
             Ok(EpochMessage::Decline(why)) => ConnectionEvent::Lost(ProtectionError::Declined(why)),
             Ok(EpochMessage::Refusal(why)) => ConnectionEvent::Lost(ProtectionError::Refused(why)),
             Ok(_) => ConnectionEvent::Lost(ProtectionError::Confused),

@@ -28,7 +28,7 @@ use std::io;
 use std::sync::Arc;
 
 use firn_cluster::epoch::{
-    BackupEpochs, EpochPiece, EpochProgress, EpochRestoreError, PieceArrival,
+    BackupEpochs, EpochPieceHeader, EpochProgress, PieceHandling, RollbackError,
 };
 use firn_cluster::member::{ClusterMembership, EPOCHS_KEPT_MAX, NicEpoch, StandbyNic};
 use firn_cluster::{Epoch, FrameNumber};
@@ -136,7 +136,7 @@ pub enum StandbyVmError {
     },
     /// An epoch that is not stored any more, or not yet committed.
     #[error(transparent)]
-    Restore(#[from] EpochRestoreError),
+    Restore(#[from] RollbackError),
 }
 
 /// An epoch that is not folded into RAM yet.
@@ -247,7 +247,7 @@ impl<R: StandbyRam> StandbyVm<R> {
             | EpochMessage::Refusal(_)
             | EpochMessage::Release
             | EpochMessage::PrimaryEnd(_)
-            | EpochMessage::EndNoted
+            | EpochMessage::EndRecorded
             | EpochMessage::Decline(_) => return Err(StandbyVmError::Message),
         }
         Ok(None)
@@ -260,7 +260,7 @@ impl<R: StandbyRam> StandbyVm<R> {
         if epoch == Epoch(0) || self.is_spoiled {
             return Err(StandbyVmError::Nothing);
         }
-        let fold = self.epochs.restore_to(epoch)?.fold;
+        let fold = self.epochs.roll_back_to(epoch)?.fold;
         self.fold_epochs(fold)?;
         if self.member.is_some() {
             self.fold_disks(epoch)?;
@@ -378,15 +378,20 @@ impl<R: StandbyRam> StandbyVm<R> {
             return Err(StandbyVmError::Card { epoch });
         }
         let expected = self.progress().complete.next();
-        match self.epochs.receive_piece(EpochPiece { epoch, index: 0, of: 1, last }) {
-            PieceArrival::Store => {
+        match self.epochs.receive_piece(EpochPieceHeader {
+            epoch,
+            index: 0,
+            pieces: 1,
+            is_last_epoch: last,
+        }) {
+            PieceHandling::Store => {
                 self.disks.iter_mut().try_for_each(|disk| disk.complete_epoch(epoch))?;
                 if let (Some(of), Some((_, kept))) = (arrived.card.take(), &mut self.member) {
                     kept.complete_epoch(epoch, of);
                 }
                 self.kept.insert(epoch, arrived)
             }
-            PieceArrival::Known | PieceArrival::Refused => {
+            PieceHandling::Drop | PieceHandling::Refuse => {
                 return Err(StandbyVmError::Order { got: epoch, expected });
             }
         };
@@ -545,7 +550,7 @@ mod tests {
     }
 
     #[test]
-    fn what_makes_no_sense_is_refused() {
+    fn an_inconsistent_message_is_refused() {
         let mut standby = standby();
         assert!(matches!(standby.handle_message(end(1)), Err(StandbyVmError::Order { .. })));
         assert!(matches!(standby.handle_message(pages(0, 4, 1)), Err(StandbyVmError::Page { .. })));
@@ -566,7 +571,7 @@ mod tests {
     }
 
     #[test]
-    fn what_is_patched_is_what_was_there_before() {
+    fn a_delta_applies_to_the_previous_epoch() {
         let mut standby = standby();
         received(&mut standby, vec![pages(0, 0, 1), end(0)]);
         received(&mut standby, vec![pages(1, 1, 2), devices(1), end(1)]);
@@ -672,7 +677,7 @@ mod tests {
     }
 
     #[test]
-    fn what_has_left_is_known_whatever_is_undone() {
+    fn sent_frames_stay_known_after_a_rollback() {
         let run = |gone: Vec<EpochMessage>| {
             let mut standby = member();
             received(&mut standby, vec![end(0)]);
@@ -711,7 +716,7 @@ mod tests {
     }
 
     #[test]
-    fn a_global_checkpoint_is_of_what_is_committed_and_of_members() {
+    fn a_global_checkpoint_needs_a_committed_epoch_of_a_member() {
         let mut standby = member();
         received(&mut standby, vec![end(0)]);
         received(&mut standby, (1..=3).flat_map(epoch).collect());

@@ -11,7 +11,7 @@ use std::rc::Rc;
 
 use crossbeam_channel::Receiver;
 use firn_cluster::Epoch;
-use firn_cluster::predict::{PageSet, Predictor};
+use firn_cluster::predict::{DirtyPagePredictor, PageSet};
 use firn_types::{PAGE_SIZE, Page, RegionMap};
 use proptest::prelude::*;
 
@@ -88,7 +88,7 @@ enum Step {
 struct World {
     memory: Bytes,
     protected: [bool; PAGES as usize],
-    predictor: Predictor,
+    predictor: DirtyPagePredictor,
     /// Pages copied ahead, with their contents.
     ahead: (Vec<Page>, Vec<u8>),
     sending: EpochSender<Link>,
@@ -110,7 +110,7 @@ impl World {
         Self {
             memory: [0; PAGES as usize],
             protected: [true; PAGES as usize],
-            predictor: Predictor::new(predicts).with_busy(BUSY),
+            predictor: DirtyPagePredictor::new(predicts).with_busy(BUSY),
             ahead: (Vec::new(), Vec::new()),
             sending: EpochSender::new(writer, tell),
             events,
@@ -215,7 +215,7 @@ impl World {
 
 /// The backup refuses, and closes its end while the primary still sends.
 #[test]
-fn why_a_backup_refuses_is_heard_also_when_sending_fails_first() {
+fn the_refusal_of_a_backup_is_received_though_sending_failed() {
     let (primary, backup) = EpochStream::connected_pair().unwrap();
     let mut sent = primary.try_clone().unwrap();
     sent.write_all(&[0; 4096]).unwrap();
@@ -279,7 +279,7 @@ fn how_the_primary_ended_is_noted_or_not_answered() {
         let (tell, events) = crossbeam_channel::unbounded();
         read_messages(primary, &tell);
         let heard = events.try_recv().unwrap();
-        assert_eq!(matches!(heard, ConnectionEvent::EndNoted), notes, "{heard:?}");
+        assert_eq!(matches!(heard, ConnectionEvent::EndRecorded), notes, "{heard:?}");
     }
 }
 
@@ -296,7 +296,7 @@ fn a_backup_that_declines_is_understood() {
 }
 
 #[test]
-fn a_backup_that_dies_without_a_word_has_said_nothing() {
+fn a_backup_that_dies_silently_has_no_reason() {
     let (primary, backup) = EpochStream::connected_pair().unwrap();
     drop(backup);
     let broken = primary.try_clone().unwrap().write_all(&[0]).unwrap_err();

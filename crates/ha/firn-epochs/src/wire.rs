@@ -91,7 +91,7 @@ const GLOBAL: u32 = 11;
 const GONE: u32 = 12;
 const PATCHES: u32 = 13;
 const PRIMARY_END: u32 = 14;
-const END_NOTED: u32 = 15;
+const END_RECORDED: u32 = 15;
 const DECLINE: u32 = 16;
 
 /// Why a stream can't continue.
@@ -229,7 +229,7 @@ pub enum EpochMessage {
     /// How the protection ended at the primary.
     PrimaryEnd(PrimaryEnd),
     /// The backup has recorded how it ended.
-    EndNoted,
+    EndRecorded,
     /// Why the backup never runs the VM.
     Decline(String),
 }
@@ -367,8 +367,8 @@ impl<W: Write> EpochWriter<W> {
     }
 
     /// Reports that the backup has recorded how it ended.
-    pub fn write_end_noted(&mut self) -> Result<(), EpochStreamError> {
-        self.write_message(END_NOTED, Epoch(0), &[])?;
+    pub fn write_end_recorded(&mut self) -> Result<(), EpochStreamError> {
+        self.write_message(END_RECORDED, Epoch(0), &[])?;
         Ok(self.to.flush()?)
     }
 
@@ -464,7 +464,7 @@ impl<R: Read> EpochReader<R> {
             REFUSAL => Some(EpochMessage::Refusal(String::from_utf8_lossy(&body).into_owned())),
             RELEASE => Some(EpochMessage::Release),
             PRIMARY_END => serde_json::from_slice(&body).ok().map(EpochMessage::PrimaryEnd),
-            END_NOTED => Some(EpochMessage::EndNoted),
+            END_RECORDED => Some(EpochMessage::EndRecorded),
             DECLINE => Some(EpochMessage::Decline(String::from_utf8_lossy(&body).into_owned())),
             _ => None,
         };
@@ -659,7 +659,7 @@ mod tests {
         writer.write_refusal("full").unwrap();
         let end = PrimaryEnd::Lost("killed".into());
         writer.write_primary_end(&end).unwrap();
-        writer.write_end_noted().unwrap();
+        writer.write_end_recorded().unwrap();
         writer.write_decline("stopped").unwrap();
         let expected = [
             EpochMessage::Hello(Box::new(hello)),
@@ -669,7 +669,7 @@ mod tests {
             EpochMessage::Gone(FrameNumber(1 << 40)),
             EpochMessage::Refusal("full".into()),
             EpochMessage::PrimaryEnd(end),
-            EpochMessage::EndNoted,
+            EpochMessage::EndRecorded,
             EpochMessage::Decline("stopped".into()),
         ];
         assert_eq!(read(&writer.to).0, expected);

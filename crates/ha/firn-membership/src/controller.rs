@@ -21,7 +21,7 @@ pub async fn run_controllers(members: Arc<dyn MembershipStore>, name: &str, term
         if members.request_leadership(name).await.is_ok_and(|leader| leader == name) {
             for cluster in members.list_clusters().await.unwrap_or_default() {
                 let polled = poll_cluster(&*members, &cluster, terms, &mut missing).await;
-                troubles.note_failure(&cluster, polled.err());
+                troubles.record_failure(&cluster, polled.err());
             }
         }
         sleep(terms.ttl / POLLS_PER_LEASE).await;
@@ -106,7 +106,7 @@ async fn propose_record(
 struct FailureLog(BTreeMap<ClusterName, String>);
 
 impl FailureLog {
-    fn note_failure(&mut self, cluster: &ClusterName, trouble: Option<String>) {
+    fn record_failure(&mut self, cluster: &ClusterName, trouble: Option<String>) {
         if let Some(trouble) = &trouble {
             if self.0.get(cluster) != Some(trouble) {
                 tracing::warn!("cluster {cluster}: {trouble}");

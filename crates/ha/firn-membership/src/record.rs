@@ -98,7 +98,7 @@ mod tests {
     }
 
     #[test]
-    fn a_record_has_a_bound_and_comes_back() {
+    fn a_record_is_limited_and_decodes_to_itself() {
         let short = record();
         assert_eq!(ClusterRecord::from_json(&short.to_json().unwrap()).unwrap(), short);
         assert!(short.to_ended().to_json().is_ok());
@@ -127,7 +127,7 @@ mod tests {
     }
 
     #[test]
-    fn what_makes_no_sense_is_refused_both_ways() {
+    fn an_invalid_record_is_neither_encoded_nor_decoded() {
         type Change = fn(&mut ClusterRecord);
         let mistakes: [(Change, &str); 6] = [
             (|it| it.vms.clear(), "has no name"),

@@ -121,7 +121,7 @@ impl ClusterOutput {
     pub fn cut_epoch(&mut self) -> NicEpoch {
         let of = self.member.cut_epoch();
         // Tests switch output commit off to observe the result.
-        if firn_fault::io("net.hold").is_err() {
+        if firn_fault::pass_io_point("net.hold").is_err() {
             self.open_output();
         }
         of
@@ -156,8 +156,8 @@ impl ClusterOutput {
     }
 
     /// Whether a received frame waits for the running epoch to be cut.
-    pub fn wants_cut(&self) -> bool {
-        self.member.wants_cut()
+    pub fn is_cut_needed(&self) -> bool {
+        self.member.is_cut_needed()
     }
 
     /// Whether a received frame has waited for a cut, and can be delivered now.
@@ -267,7 +267,7 @@ impl ClusterOutput {
 /// Removes the sender's mark from a frame. Tests use it to observe what happens when a receiver is
 /// not cut before it delivers.
 fn strip_mark(frame: &[u8]) -> Option<Vec<u8>> {
-    firn_fault::io("net.mark").err()?;
+    firn_fault::pass_io_point("net.mark").err()?;
     let MemberMessage { ends, stamp, content: says } = MemberMessage::from_frame(frame)?;
     let stamp = FrameStamp { mark: RequestNumber::default(), ..stamp };
     Some(MemberMessage { ends, stamp, content: says }.to_frame())
@@ -339,7 +339,7 @@ mod tests {
     }
 
     #[test]
-    fn inside_waits_for_nobody_and_outside_for_everybodys_copy() {
+    fn frames_to_members_leave_at_once_and_to_the_outside_after_all_commits() {
         let mut a = joined(0);
         a.cut_epoch();
         a.push_frame(&frame(0, 1, 7));
@@ -373,9 +373,9 @@ mod tests {
         (7..9).for_each(|byte| a.push_frame(&frame(0, 1, byte)));
         let left = leaves(&mut a);
         assert!(left.iter().all(|frame| b.receive_frame(frame, NOW).is_empty()));
-        assert!(b.wants_cut() && !b.has_deliverable() && b.deliver_waiting(NOW).is_empty());
+        assert!(b.is_cut_needed() && !b.has_deliverable() && b.deliver_waiting(NOW).is_empty());
         b.cut_epoch();
-        assert!(!b.wants_cut());
+        assert!(!b.is_cut_needed());
         assert_eq!(
             [b.deliver_waiting(NOW), b.deliver_waiting(NOW)],
             [7, 8].map(|byte| vec![frame(0, 1, byte)])

@@ -1,5 +1,5 @@
 //! Output lease: the time until which frames may leave. The process that requests the VM's lease
-//! writes it to a page in a file; the card reads the page for each frame.
+//! writes it to the lease file, 32 bytes; the network card reads the file for each frame.
 //!
 //! ```text
 //!   agent: lease is granted -- write --> | magic | generation | until | check |  8 bytes each,
@@ -13,7 +13,7 @@
 //!
 //! The card reads it by pread(2), which costs some hundred nanoseconds beside the write of the
 //! frame. A mapping would be quicker, but the reader would be killed if the file were truncated. A
-//! page that is read while it is written has a wrong `check`, and counts as no lease.
+//! lease that is read while it is written has a wrong `check`, and does not count.
 
 use std::fs::{File, OpenOptions};
 use std::io;
@@ -25,42 +25,44 @@ use std::time::Duration;
 use rustix::time::{ClockId, clock_gettime};
 
 const MAGIC: u64 = u64::from_le_bytes(*b"FIRNlea1");
-const BYTES: usize = 32;
-/// How many times a page is read if it is being written at that moment.
+const LEASE_BYTES: usize = 32;
+/// How many times the file is read if it is being written at that moment.
 const READS_MAX: u32 = 3;
 
-/// Writes to the page until when frames of a generation may leave.
+/// Writes to the lease file until when frames of a generation may leave.
 ///
 /// # Errors
-/// If the file can't be written; the page then has its old contents.
+/// If the file can't be written; it then has its old contents.
 pub fn write_lease(path: &Path, generation: u32, until: Duration) -> io::Result<()> {
     let mut options = OpenOptions::new();
     let file = options.write(true).create(true).truncate(false).mode(0o600).open(path)?;
-    file.write_all_at(&encode_page(generation, until), 0)
+    file.write_all_at(&encode_lease(generation, until), 0)
 }
 
-fn encode_page(generation: u32, until: Duration) -> [u8; BYTES] {
+fn encode_lease(generation: u32, until: Duration) -> [u8; LEASE_BYTES] {
     let until = u64::try_from(until.as_nanos()).unwrap_or(u64::MAX);
-    let words = [MAGIC, generation.into(), until, page_checksum(generation.into(), until)];
-    let mut page = [0; BYTES];
-    page.chunks_exact_mut(8).zip(words).for_each(|(at, word)| {
+    let words = [MAGIC, generation.into(), until, compute_checksum(generation.into(), until)];
+    let mut bytes = [0; LEASE_BYTES];
+    bytes.chunks_exact_mut(8).zip(words).for_each(|(at, word)| {
         at.copy_from_slice(&word.to_le_bytes());
     });
-    page
+    bytes
 }
 
-fn decode_page(page: &[u8; BYTES]) -> Option<(u64, Duration)> {
-    let mut words = page.chunks_exact(8).map(|word| {
-        let mut bytes = [0; 8];
-        bytes.copy_from_slice(word);
-        u64::from_le_bytes(bytes)
+/// The generation and the end of the lease. `None` if the bytes are no lease, or were read while
+/// they were written.
+fn decode_lease(bytes: &[u8; LEASE_BYTES]) -> Option<(u64, Duration)> {
+    let mut words = bytes.chunks_exact(8).map(|word| {
+        let mut number = [0; 8];
+        number.copy_from_slice(word);
+        u64::from_le_bytes(number)
     });
     let (magic, generation, until) = (words.next()?, words.next()?, words.next()?);
-    let is_whole = magic == MAGIC && words.next()? == page_checksum(generation, until);
+    let is_whole = magic == MAGIC && words.next()? == compute_checksum(generation, until);
     is_whole.then_some((generation, Duration::from_nanos(until)))
 }
 
-fn page_checksum(generation: u64, until: u64) -> u64 {
+fn compute_checksum(generation: u64, until: u64) -> u64 {
     !(MAGIC ^ generation.rotate_left(32) ^ until)
 }
 
@@ -69,14 +71,15 @@ fn page_checksum(generation: u64, until: u64) -> u64 {
 pub struct OutputLease {
     path: PathBuf,
     generation: u64,
-    /// Opened once the file exists.
-    page: Mutex<Option<File>>,
+    /// Opened once it exists.
+    file: Mutex<Option<File>>,
 }
 
 impl OutputLease {
-    /// The lease for frames of this generation, by the page at `path`, which need not exist yet.
+    /// The lease for frames of this generation, from the lease file at `path`, which need not exist
+    /// yet.
     pub fn new(path: &Path, generation: u32) -> Self {
-        Self { path: path.to_owned(), generation: generation.into(), page: Mutex::default() }
+        Self { path: path.to_owned(), generation: generation.into(), file: Mutex::default() }
     }
 
     /// Whether a frame may leave. The caller checks this for every frame, right before it sends it.
@@ -85,20 +88,20 @@ impl OutputLease {
     }
 
     fn is_held_at(&self, now: Duration) -> bool {
-        self.read_page()
+        self.read_lease_file()
             .is_some_and(|(generation, until)| generation == self.generation && now < until)
     }
 
-    fn read_page(&self) -> Option<(u64, Duration)> {
-        let mut page = self.page.lock().unwrap_or_else(PoisonError::into_inner);
-        if page.is_none() {
-            *page = File::open(&self.path).ok();
+    fn read_lease_file(&self) -> Option<(u64, Duration)> {
+        let mut opened = self.file.lock().unwrap_or_else(PoisonError::into_inner);
+        if opened.is_none() {
+            *opened = File::open(&self.path).ok();
         }
-        let file = page.as_ref()?;
-        let mut bytes = [0; BYTES];
+        let file = opened.as_ref()?;
+        let mut bytes = [0; LEASE_BYTES];
         (0..READS_MAX).find_map(|_| {
             file.read_exact_at(&mut bytes, 0).ok()?;
-            decode_page(&bytes)
+            decode_lease(&bytes)
         })
     }
 }
@@ -118,11 +121,11 @@ mod tests {
     const S: Duration = Duration::from_secs(1);
 
     #[test]
-    fn a_lease_is_held_until_it_is_over_and_in_its_own_timeline() {
+    fn a_lease_is_valid_until_its_end_and_for_its_own_generation() {
         let dir = tempfile::tempdir().unwrap();
         let path = dir.path().join("lease");
         let lease = OutputLease::new(&path, 2);
-        assert!(!lease.is_held_at(S), "there is no page");
+        assert!(!lease.is_held_at(S), "there is no file");
         write_lease(&path, 2, 5 * S).unwrap();
         assert!(lease.is_held_at(4 * S));
         assert!(!lease.is_held_at(5 * S) && !lease.is_held_at(6 * S));
@@ -130,33 +133,35 @@ mod tests {
         assert!(lease.is_held_at(6 * S));
         for other in [1, 3] {
             write_lease(&path, other, 8 * S).unwrap();
-            assert!(!lease.is_held_at(6 * S), "of timeline {other}");
+            assert!(!lease.is_held_at(6 * S), "of generation {other}");
         }
         write_lease(&path, 2, Duration::ZERO).unwrap();
         assert!(!lease.is_held_at(Duration::ZERO), "it was given up");
     }
 
     #[test]
-    fn what_is_no_page_is_no_lease() {
+    fn invalid_bytes_are_no_lease() {
         let dir = tempfile::tempdir().unwrap();
         let path = dir.path().join("lease");
-        for bytes in [&b""[..], &[0; BYTES], &[0xff; BYTES], &encode_page(2, 9 * S)[..31]] {
+        for bytes in
+            [&b""[..], &[0; LEASE_BYTES], &[0xff; LEASE_BYTES], &encode_lease(2, 9 * S)[..31]]
+        {
             std::fs::write(&path, bytes).unwrap();
             assert!(!OutputLease::new(&path, 2).is_held_at(S), "{bytes:?}");
         }
     }
 
     proptest! {
-        /// A page that is partly overwritten by a newer one is read as one of the two, or as none.
+        /// A lease that is partly overwritten by a newer one is read as one of the two, or as none.
         #[test]
-        fn a_page_that_is_half_written_is_none(
+        fn a_half_written_lease_is_none(
             old in (0..4_u32, 0..u64::MAX), new in (0..4_u32, 0..u64::MAX), words in 0..5_usize,
         ) {
-            let of = |(generation, until)| encode_page(generation, Duration::from_nanos(until));
-            let mut page = of(old);
-            page[..8 * words.min(4)].copy_from_slice(&of(new)[..8 * words.min(4)]);
+            let of = |(generation, until)| encode_lease(generation, Duration::from_nanos(until));
+            let mut bytes = of(old);
+            bytes[..8 * words.min(4)].copy_from_slice(&of(new)[..8 * words.min(4)]);
             let is = |it: (u32, u64)| Some((u64::from(it.0), Duration::from_nanos(it.1)));
-            let read = decode_page(&page);
+            let read = decode_lease(&bytes);
             prop_assert!(read.is_none() || read == is(old) || read == is(new), "{read:?}");
         }
     }

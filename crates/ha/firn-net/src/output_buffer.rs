@@ -230,7 +230,7 @@ mod tests {
     }
 
     #[test]
-    fn an_open_gate_lets_everything_through() {
+    fn an_unprotected_vm_sends_at_once() {
         let mut gate = gate();
         send(&mut gate, 1);
         assert_eq!((leaves(&mut gate), gate.buffer_usage()), (vec![1], BufferUsage::default()));
@@ -258,7 +258,7 @@ mod tests {
     }
 
     #[test]
-    fn what_an_earlier_protection_held_waits_for_the_first_epoch_of_the_next() {
+    fn output_of_an_earlier_protection_waits_for_the_next_epoch() {
         let mut gate = gate();
         gate.begin_protection();
         (1..=5).for_each(|epoch| gate.cut_epoch(Epoch(epoch)));
@@ -289,7 +289,7 @@ mod tests {
     }
 
     #[test]
-    fn a_vm_that_is_about_to_be_stopped_is_heard_beyond_the_bound() {
+    fn output_before_a_stop_may_exceed_the_limit() {
         let mut gate = OutputBuffer::new(1000, false);
         (0..9).for_each(|_| send(&mut gate, 1));
         for _ in 0..2 {

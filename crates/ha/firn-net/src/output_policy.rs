@@ -122,7 +122,7 @@ impl OutputPolicy {
         match self {
             Self::Single(buffer, _) => {
                 // Tests switch output commit off to observe the result.
-                if firn_fault::io("net.hold").is_ok() {
+                if firn_fault::pass_io_point("net.hold").is_ok() {
                     buffer.cut_epoch(epoch);
                 }
                 None
@@ -265,7 +265,7 @@ mod tests {
 
     /// Frames that were in flight or lost while only one of the two had left arrive once.
     #[test]
-    fn who_has_left_hears_who_is_about_to() {
+    fn a_vm_that_left_its_cluster_still_exchanges_frames_with_a_member() {
         let (mut a, mut b) = (way(0), way(1));
         (1..3).for_each(|byte| a.push_frame(&frame(byte), NOW));
         let under_way = leaves(&mut a);

@@ -250,12 +250,12 @@ impl NicPort {
     }
 
     /// Whether a frame of another member waits for the running epoch to be cut.
-    pub fn wants_cut(&self) -> bool {
-        self.shared.lock_output().policy.cluster_output().is_some_and(ClusterOutput::wants_cut)
+    pub fn is_cut_needed(&self) -> bool {
+        self.shared.lock_output().policy.cluster_output().is_some_and(ClusterOutput::is_cut_needed)
     }
 
-    /// Wakes the thread that cuts a member's epochs: [`Self::wants_cut`], [`Self::global_epoch`] or
-    /// [`Self::released_up_to`] has changed.
+    /// Wakes the thread that cuts a member's epochs: [`Self::is_cut_needed`],
+    /// [`Self::global_epoch`] or [`Self::released_up_to`] has changed.
     pub fn member_events(&self) -> Receiver<()> {
         self.shared.news.1.clone()
     }
@@ -425,7 +425,7 @@ impl PortState {
         now: Duration,
     ) -> Vec<Vec<u8>> {
         let given = policy.receive_frame(frame, now);
-        if policy.cluster_output().is_some_and(ClusterOutput::wants_cut) {
+        if policy.cluster_output().is_some_and(ClusterOutput::is_cut_needed) {
             self.notify_member_events();
         }
         given

@@ -156,7 +156,7 @@ mod tests {
     }
 
     #[test]
-    fn finds_what_it_wrote_and_what_somebody_else_wrote() {
+    fn own_blocks_and_foreign_blocks_are_distinguished() {
         // A file stands in for the disk; not every file system has O_DIRECT.
         let directory = tempfile::tempdir_in(".").unwrap();
         let device = directory.path().join("disk");

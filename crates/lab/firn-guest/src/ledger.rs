@@ -90,7 +90,8 @@ fn open_session(args: &LedgerArgs) -> Result<(Session, Area)> {
             Session::open_with(options, Box::new(HostTracker::open(&args.name, &args.key)?))?
         }
         "emul_host" => {
-            let host = HostTracker::open(&args.name, &args.key)?.noting_stores(Precision::Words)?;
+            let host =
+                HostTracker::open(&args.name, &args.key)?.recording_stores(Precision::Words)?;
             Session::open_with(options.undo(!args.no_undo), Box::new(host))?
         }
         other => Session::open(options.tracker(other.parse::<TrackerKind>()?))?,
@@ -170,7 +171,7 @@ mod tests {
     }
 
     #[test]
-    fn what_it_does_is_what_it_is_told() {
+    fn the_ledger_carries_out_its_operations() {
         for tracker in ["pt", "compare"] {
             assert!(run(&ledger(&["--tracker", tracker, "--transactions", "50"])).unwrap());
             let pages = ["--tracker", tracker, "--transactions", "50", "--whole-pages"];
@@ -179,7 +180,7 @@ mod tests {
     }
 
     #[test]
-    fn a_change_that_is_not_told_is_seen() {
+    fn an_unreported_change_is_detected() {
         let args = ledger(&["--tracker", "compare", "--pages", "2"]);
         let (mut session, area) = open_session(&args).unwrap();
         let mut tally =
@@ -192,7 +193,7 @@ mod tests {
     }
 
     #[test]
-    fn without_a_host_it_says_so() {
+    fn a_missing_host_is_an_error() {
         let error = run(&ledger(&["--key", &"00".repeat(32)])).unwrap_err().to_string();
         assert!(error.contains("no device to call the host through"), "{error}");
     }

@@ -40,8 +40,8 @@ impl ProgramsArgs {
         let host = HostTracker::open(&self.name, &self.key)?;
         Ok(match self.tracker.as_str() {
             "pt_host" => host,
-            "pt_host_noted" => host.noting_stores(Precision::Pages)?,
-            "emul_host" => host.noting_stores(Precision::Words)?,
+            "pt_host_noted" => host.recording_stores(Precision::Pages)?,
+            "emul_host" => host.recording_stores(Precision::Words)?,
             other => bail!("no tracker {other:?}"),
         })
     }

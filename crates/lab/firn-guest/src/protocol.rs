@@ -155,7 +155,7 @@ mod tests {
     }
 
     #[test]
-    fn answers_come_back_as_they_were() {
+    fn a_decoded_answer_equals_the_encoded_one() {
         let outcomes = [
             AgentOutcome::Started { started: true },
             AgentOutcome::Pong { uptime_ms: 7 },

@@ -206,7 +206,7 @@ mod tests {
     }
 
     #[test]
-    fn a_page_tells_what_it_is() {
+    fn a_page_contains_its_stamp() {
         let stamp = PageStamp { region: 3, index: 77, sequence: 12 };
         for style in [FULL, LIGHTLY] {
             let mut page = [0; WORDS];

@@ -208,14 +208,14 @@ impl Firn {
         how: &[&str],
         throttle: &DiskThrottle,
     ) -> Result<CommandOutput, FirnError> {
-        self.note_disk_change(throttle.profile());
+        self.record_disk_change(throttle.profile());
         let mut command = self.throttled_command(throttle, "restore");
         command.arg(image).args(["--name", name]).args(how);
         self.run_command("restore", command)
     }
 
     /// Forgets what restores have measured about storage when the disk profile changes.
-    fn note_disk_change(&self, profile: DiskProfile) {
+    fn record_disk_change(&self, profile: DiskProfile) {
         let mut disk = self.disk.lock().unwrap_or_else(PoisonError::into_inner);
         if disk.replace(profile) != Some(profile) {
             // There may be nothing to forget.
@@ -368,7 +368,7 @@ mod tests {
     }
 
     #[test]
-    fn a_failure_says_what_firn_said() {
+    fn a_failure_contains_the_error_of_firn() {
         let error = parse_facts("restore", &output(3, "", "no such image")).unwrap_err();
         assert!(error.to_string().contains("restore") && error.to_string().contains("no such"));
         assert!(matches!(parse_facts("ls", &output(0, "{", "")), Err(FirnError::Facts { .. })));

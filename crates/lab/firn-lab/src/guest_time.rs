@@ -3,7 +3,7 @@
 //! A vCPU that waits for a page does not run. The run record contains every wait. The guest's time
 //! in a second is the share of that second in which no page was awaited, averaged over all vCPUs.
 
-use firn_measure::{StallInterval, VcpuStalls};
+use firn_measure::{StallInterval, VcpuWaitingTime};
 use firn_restore::RunRecord;
 
 /// A second, in microseconds.
@@ -23,9 +23,9 @@ pub fn percent_per_second(record: &RunRecord, seconds: usize) -> Vec<f64> {
         .collect()
 }
 
-fn recorded_stalls(record: &RunRecord) -> VcpuStalls {
+fn recorded_stalls(record: &RunRecord) -> VcpuWaitingTime {
     let waits: Vec<StallInterval> = firn_report::vcpu_waits(record).collect();
-    VcpuStalls::new(record.vcpus.len() as u16, &waits)
+    VcpuWaitingTime::new(record.vcpus.len() as u16, &waits)
 }
 
 #[cfg(test)]

@@ -174,7 +174,7 @@ impl Lab {
             Err(error) => {
                 let why = format!("disk profile {profile} is not available: {error:#}");
                 self.log_progress(&why);
-                report.add_note(why);
+                report.add_remark(why);
                 None
             }
         }
@@ -310,7 +310,7 @@ mod tests {
     }
 
     #[test]
-    fn what_the_user_asks_for_goes_first() {
+    fn the_users_options_have_priority() {
         let extent =
             |quick, runs| ExperimentOptions { quick, runs, ..ExperimentOptions::default() };
         assert_eq!(extent(true, None).runs(2, 10), 2);

@@ -238,7 +238,7 @@ impl SharedMemory {
         Ok(since.elapsed())
     }
 
-    fn spawn_qemu(&self, more: &[&str]) -> Result<KillOnDrop> {
+    fn spawn_qemu(&self, more: &[&str]) -> Result<KilledChild> {
         let size = self.guest.memory_bytes();
         let object = format!(
             "memory-backend-file,id=lab.ram,size={size},mem-path={},share=on",
@@ -250,14 +250,14 @@ impl SharedMemory {
         command.args(["-object", &object, "-machine", "memory-backend=lab.ram", "-qmp", &monitor]);
         command.args(more).stdin(Stdio::null()).stdout(Stdio::null());
         command.stderr(File::create(self.dir.join("start.log"))?);
-        Ok(KillOnDrop(command.spawn().context("cannot start QEMU")?))
+        Ok(KilledChild(command.spawn().context("cannot start QEMU")?))
     }
 
     fn qmp_path(&self) -> PathBuf {
         self.dir.join("start.qmp")
     }
 
-    fn connect_monitor(&self, child: &mut KillOnDrop) -> Result<QmpClient> {
+    fn connect_monitor(&self, child: &mut KilledChild) -> Result<QmpClient> {
         let mut alive = || matches!(child.0.try_wait(), Ok(None));
         Ok(QmpClient::connect_started(&self.qmp_path(), Duration::from_secs(20), &mut alive)?)
     }
@@ -278,9 +278,9 @@ fn ignore_shared(qmp: &mut QmpClient) -> Result<()> {
 
 /// A process that is killed when the value is dropped.
 #[derive(Debug)]
-struct KillOnDrop(Child);
+struct KilledChild(Child);
 
-impl Drop for KillOnDrop {
+impl Drop for KilledChild {
     fn drop(&mut self) {
         // It may have ended by itself; either way it is reaped.
         let _ = self.0.kill();
@@ -293,7 +293,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn each_way_reads_what_it_wrote() {
+    fn both_connections_decode_their_own_messages() {
         let file = Path::new("/x/y");
         assert_eq!(QemuSaveMethod::File.outgoing_uri(file), "exec:cat > '/x/y'");
         assert_eq!(QemuSaveMethod::BackgroundSnapshot.incoming_uri(file), "exec:cat '/x/y'");

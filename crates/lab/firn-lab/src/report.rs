@@ -101,14 +101,14 @@ impl Report {
     }
 
     /// Adds a note that a reader of the figures needs.
-    pub fn add_note(&mut self, note: impl Into<String>) {
+    pub fn add_remark(&mut self, note: impl Into<String>) {
         self.notes.push(note.into());
     }
 
     /// Marks the report as failed because something came out wrong, whatever its figures are.
     pub fn mark_failed(&mut self, why: impl Into<String>) {
         self.failed = true;
-        self.add_note(why);
+        self.add_remark(why);
     }
 
     /// Records one run as it was measured.
@@ -258,7 +258,7 @@ mod tests {
     }
 
     #[test]
-    fn a_missing_figure_is_null_and_says_why() {
+    fn a_missing_figure_is_null_with_a_reason() {
         let report = report();
         let json = report.to_json();
         assert!(json["overhead_s.locality"].is_null());

@@ -147,7 +147,7 @@ mod tests {
     }
 
     #[test]
-    fn what_is_not_a_number_does_not_count() {
+    fn nan_values_are_left_out() {
         assert_eq!(Sample::new([f64::NAN, f64::INFINITY]), None);
         assert_eq!(sample(&[f64::NAN, 2.0]).count(), 1);
     }

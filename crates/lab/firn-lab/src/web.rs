@@ -242,7 +242,7 @@ mod tests {
     }
 
     #[test]
-    fn what_is_no_page_is_an_error() {
+    fn an_invalid_page_is_an_error() {
         for answer in
             ["HTTP/1.1 404 Not Found\r\n\r\n", "HTTP/1.1 200 OK\r\nContent-Length: 9\r\n\r\nx"]
         {
@@ -253,7 +253,7 @@ mod tests {
     }
 
     #[test]
-    fn nobody_there_is_no_page() {
+    fn a_missing_server_is_an_error() {
         let listener = TcpListener::bind("127.0.0.1:0").unwrap();
         let address = listener.local_addr().unwrap();
         drop(listener);

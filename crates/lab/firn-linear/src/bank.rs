@@ -38,7 +38,7 @@ pub enum BankAnswer {
     /// The balance is too low, and nothing was done.
     Refused,
     /// The balance or the sum.
-    Holds(i64),
+    Amount(i64),
 }
 
 /// The known balances of the accounts.
@@ -91,7 +91,7 @@ fn apply_read(
     let held = *state.get(account)?;
     match answer {
         None => Some(state.clone()),
-        Some(&BankAnswer::Holds(told)) if held.is_none_or(|held| held == told) => {
+        Some(&BankAnswer::Amount(told)) if held.is_none_or(|held| held == told) => {
             let mut state = state.clone();
             state[account] = Some(told);
             Some(state)
@@ -129,8 +129,10 @@ impl SequentialModel for BankModel {
             }
             BankOperation::Balance(account) => apply_read(state, account, answer),
             BankOperation::Total => match (answer, sum_balances(state)) {
-                (None, _) | (Some(BankAnswer::Holds(_)), None) => Some(state.clone()),
-                (Some(BankAnswer::Holds(told)), Some(held)) if *told == held => Some(state.clone()),
+                (None, _) | (Some(BankAnswer::Amount(_)), None) => Some(state.clone()),
+                (Some(BankAnswer::Amount(told)), Some(held)) if *told == held => {
+                    Some(state.clone())
+                }
                 _ => None,
             },
         }
@@ -146,8 +148,8 @@ impl SequentialModel for BankModel {
                 let held = (*state.get(from?)?)?;
                 Some(if held >= amount { BankAnswer::Done } else { BankAnswer::Refused })
             }
-            BankOperation::Balance(account) => (*state.get(account)?).map(BankAnswer::Holds),
-            BankOperation::Total => sum_balances(state).map(BankAnswer::Holds),
+            BankOperation::Balance(account) => (*state.get(account)?).map(BankAnswer::Amount),
+            BankOperation::Total => sum_balances(state).map(BankAnswer::Amount),
         }
     }
 
@@ -231,7 +233,7 @@ mod tests {
     }
 
     #[test]
-    fn money_goes_where_it_is_sent() {
+    fn a_transfer_debits_one_account_and_credits_the_other() {
         let bank = BankModel(vec![10, 0]);
         let transfer = BankOperation::transfer(0, 1, 7);
         let state = bank
@@ -246,7 +248,7 @@ mod tests {
         assert_eq!(bank.apply_operation(&state, &transfer, None), Some(state.clone()));
         assert_eq!(
             bank.expected_answer(&state, &BankOperation::Total),
-            Some(BankAnswer::Holds(10))
+            Some(BankAnswer::Amount(10))
         );
         let own = BankOperation::transfer(1, 1, 7);
         assert_eq!(
@@ -254,16 +256,16 @@ mod tests {
             Some(state.clone())
         );
         assert!(
-            bank.apply_operation(&state, &BankOperation::Balance(1), Some(&BankAnswer::Holds(8)))
+            bank.apply_operation(&state, &BankOperation::Balance(1), Some(&BankAnswer::Amount(8)))
                 .is_none()
         );
     }
 
     #[test]
-    fn of_an_unknown_account_the_first_look_tells() {
+    fn the_first_read_gives_an_unknown_balance() {
         let bank = BankModel(vec![10, 0]);
         let look = |state: &KnownBalances, told| {
-            bank.apply_operation(state, &BankOperation::Balance(1), Some(&BankAnswer::Holds(told)))
+            bank.apply_operation(state, &BankOperation::Balance(1), Some(&BankAnswer::Amount(told)))
         };
         let state = look(&bank.unknown_state(), 5).unwrap();
         assert_eq!(state, [None, Some(5)]);
@@ -274,27 +276,27 @@ mod tests {
     }
 
     #[test]
-    fn what_no_transfer_connects_is_apart() {
+    fn unconnected_accounts_are_independent_parts() {
         let bank = BankModel(vec![9; 5]);
         let history = [
             call(BankOperation::transfer(0, 1, 1), BankAnswer::Done),
             call(BankOperation::transfer(3, 2, 1), BankAnswer::Done),
             call(BankOperation::transfer(1, 2, 1), BankAnswer::Done),
-            call(BankOperation::Balance(4), BankAnswer::Holds(9)),
+            call(BankOperation::Balance(4), BankAnswer::Amount(9)),
         ];
         let parts = bank.independent_parts(&history);
         assert_eq!(parts.iter().map(Vec::len).collect::<Vec<_>>(), [3, 1]);
-        let total = [&history[..], &[call(BankOperation::Total, BankAnswer::Holds(45))]].concat();
+        let total = [&history[..], &[call(BankOperation::Total, BankAnswer::Amount(45))]].concat();
         assert_eq!(bank.independent_parts(&total).len(), 1);
     }
 
     #[test]
-    fn one_account_sees_its_own() {
+    fn the_view_of_an_account_has_its_own_operations() {
         let bank = BankModel(vec![9; 3]);
         let history = [
             call(BankOperation::transfer(0, 1, 1), BankAnswer::Done),
             call(BankOperation::transfer(2, 1, 99), BankAnswer::Refused),
-            call(BankOperation::Balance(1), BankAnswer::Holds(10)),
+            call(BankOperation::Balance(1), BankAnswer::Amount(10)),
         ];
         let views = bank.simpler_views(&history);
         assert_eq!(views.iter().map(Vec::len).collect::<Vec<_>>(), [1, 2, 1]);

@@ -6,7 +6,7 @@ use crate::search::{SearchOutcome, search_order};
 
 /// The result of a check.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub enum Verdict<O, A> {
+pub enum LinearizabilityVerdict<O, A> {
     /// There is an order of the operations.
     Linearizable,
     /// There is none.
@@ -22,14 +22,16 @@ pub fn check_history<M: SequentialModel>(
     model: &M,
     history: &[ModelCall<M>],
     tries_max: u64,
-) -> Verdict<M::Operation, M::Answer> {
-    let mut verdict = Verdict::Linearizable;
+) -> LinearizabilityVerdict<M::Operation, M::Answer> {
+    let mut verdict = LinearizabilityVerdict::Linearizable;
     for part in model.independent_parts(history) {
         match search_order(model, model.initial_state(), &part, &[], tries_max) {
             SearchOutcome::Possible => (),
-            SearchOutcome::Undecided => verdict = Verdict::Undecided,
+            SearchOutcome::Undecided => verdict = LinearizabilityVerdict::Undecided,
             SearchOutcome::Impossible { call, possible } => {
-                return Verdict::Wrong(Box::new(explain_history(model, &part, call, possible)));
+                return LinearizabilityVerdict::Wrong(Box::new(explain_history(
+                    model, &part, call, possible,
+                )));
             }
         }
     }

@@ -19,7 +19,7 @@ use crate::search::{SearchOutcome, search_order};
 
 /// The maximum count of tries for a shorter explanation: a step that is not decided by then is not
 /// taken.
-const TRIES_MAX: u64 = 50_000;
+const ATTEMPTS_MAX: u64 = 50_000;
 
 /// The maximum count of possible answers to print.
 const POSSIBLE_PRINTED_MAX: usize = 6;
@@ -104,7 +104,7 @@ fn earliest_wrong_view<M: SequentialModel>(
     history: &[ModelCall<M>],
 ) -> Option<WrongHistory<M>> {
     let views = model.simpler_views(history).into_iter().filter_map(|history| {
-        match search_order(model, model.initial_state(), &history, &[], TRIES_MAX) {
+        match search_order(model, model.initial_state(), &history, &[], ATTEMPTS_MAX) {
             SearchOutcome::Impossible { call, possible } => {
                 Some(WrongHistory::new(history, call, possible))
             }
@@ -175,7 +175,7 @@ impl<M: SequentialModel> WrongHistory<M> {
 
     fn search_order(&self, model: &M, optional: &[bool]) -> SearchOutcome<M::Answer> {
         let start = if self.from_any_state { model.unknown_state() } else { model.initial_state() };
-        search_order(model, start, &self.history, optional, TRIES_MAX)
+        search_order(model, start, &self.history, optional, ATTEMPTS_MAX)
     }
 
     /// Makes operations optional, many at once at first.

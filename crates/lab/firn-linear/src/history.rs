@@ -56,7 +56,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn questions_come_before_answers_of_the_same_time() {
+    fn at_equal_times_calls_are_ordered_before_answers() {
         let call = |called, answered| ClientCall {
             client: 0,
             called,

@@ -23,7 +23,7 @@
 //! - [`SequentialModel`]: the sequential program. [`BankModel`] is the only one here.
 //! - [`ClientCall`]: one operation of a history. [`ModelCall`] is the same type with the requests
 //!   and answers of a given model.
-//! - [`check_history`]: returns a [`Verdict`]: linearizable, wrong, or undecided if the search needs
+//! - [`check_history`]: returns a [`LinearizabilityVerdict`]: linearizable, wrong, or undecided if the search needs
 //!   too many tries. A wrong history comes with an [`Explanation`]: a few operations that
 //!   contradict each other, whatever else happened.
 #![forbid(unsafe_code)]
@@ -36,7 +36,7 @@ mod model;
 mod search;
 
 pub use bank::{BankAnswer, BankModel, BankOperation};
-pub use check::{Verdict, check_history};
+pub use check::{LinearizabilityVerdict, check_history};
 pub use explain::Explanation;
 pub use history::ClientCall;
 pub use model::{ModelCall, SequentialModel};

@@ -12,7 +12,7 @@
 //!   TTR(w, u): the earliest t with MMU(t, w) >= u
 //! ```
 //!
-//! There are two measures: from inside, the waits of vCPUs ([`VcpuStalls`]); from outside, the
+//! There are two measures: from inside, the waits of vCPUs ([`VcpuWaitingTime`]); from outside, the
 //! replies of a guest that gets requests all the time ([`ReplyTimes`]), whatever program restored
 //! it.
 //!
@@ -25,7 +25,7 @@ mod stalls;
 mod ttr;
 
 pub use replies::ReplyTimes;
-pub use stalls::{StallInterval, VcpuStalls};
+pub use stalls::{StallInterval, VcpuWaitingTime};
 pub use ttr::{
     CurvePoint, minimum_utilization, responsiveness_curve, time_to_responsiveness,
     utilization_curve,

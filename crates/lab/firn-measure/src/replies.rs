@@ -96,7 +96,7 @@ mod tests {
     }
 
     #[test]
-    fn a_guest_that_never_comes_back_has_no_ttr() {
+    fn a_guest_that_never_replies_has_no_ttr() {
         let hesitant = ReplyTimes::new((0..50).map(|n| n * 100_000).collect(), 5_000_000, 100.0);
         assert_eq!(hesitant.time_to_responsiveness(1_000_000, 0.9), None);
         assert_eq!(hesitant.time_to_responsiveness(1_000_000, 0.0), Some(0.0));

@@ -1,4 +1,4 @@
-//! Stalls: the intervals in which vCPUs waited.
+//! Waiting times of vCPUs: from the intervals in which each waited (its stalls).
 
 use serde::{Deserialize, Serialize};
 
@@ -13,9 +13,10 @@ pub struct StallInterval {
     pub end_us: u64,
 }
 
-/// All stalls of one restore, as a function: the waiting time before any instant.
+/// The waiting time of the vCPUs of one restore, as a function of time: how long all vCPUs together
+/// waited before any instant.
 #[derive(Clone, Debug, PartialEq)]
-pub struct VcpuStalls {
+pub struct VcpuWaitingTime {
     vcpus: u16,
     /// The instants at which the number of waiting vCPUs changes: the instant, the waiting time of
     /// all vCPUs before it, and the number that wait from it on. Sorted by instant; after the last
@@ -30,9 +31,9 @@ struct StallStep {
     waiting: u64,
 }
 
-impl VcpuStalls {
-    /// The stalls of a VM with `vcpus` vCPUs (at least one). Overlapping stalls of one vCPU count
-    /// once; stalls of vCPUs that it does not have are left out.
+impl VcpuWaitingTime {
+    /// The waiting time of a VM with `vcpus` vCPUs (at least one). Overlapping stalls of one vCPU
+    /// count once; stalls of vCPUs that it does not have are left out.
     pub fn new(vcpus: u16, stalls: &[StallInterval]) -> Self {
         let vcpus = vcpus.max(1);
         let mut changes: Vec<(u64, i64)> = Vec::with_capacity(stalls.len() * 2);
@@ -115,20 +116,20 @@ mod tests {
 
     #[test]
     fn half_a_window_of_waiting_is_half_utilization() {
-        let stalls = VcpuStalls::new(1, &[stall(0, 10, 15)]);
+        let stalls = VcpuWaitingTime::new(1, &[stall(0, 10, 15)]);
         assert_eq!(stalls.window_utilization(10, 10), 0.5);
         assert_eq!(stalls.window_utilization(15, 10), 1.0);
     }
 
     #[test]
     fn one_of_two_vcpus_waiting_is_half_utilization() {
-        let stalls = VcpuStalls::new(2, &[stall(1, 0, 100)]);
+        let stalls = VcpuWaitingTime::new(2, &[stall(1, 0, 100)]);
         assert_eq!(stalls.window_utilization(0, 100), 0.5);
     }
 
     #[test]
     fn overlapping_stalls_of_a_vcpu_count_once() {
-        let stalls = VcpuStalls::new(1, &[stall(0, 0, 10), stall(0, 5, 12), stall(0, 12, 14)]);
+        let stalls = VcpuWaitingTime::new(1, &[stall(0, 0, 10), stall(0, 5, 12), stall(0, 12, 14)]);
         assert_eq!(stalls.waited_before(100), 14);
         assert_eq!(stalls.end_us(), 14);
     }

@@ -6,7 +6,7 @@
 
 use serde::{Deserialize, Serialize};
 
-use crate::stalls::VcpuStalls;
+use crate::stalls::VcpuWaitingTime;
 
 /// A point of a TTR curve.
 #[derive(Clone, Copy, Debug, PartialEq, Serialize, Deserialize)]
@@ -18,20 +18,20 @@ pub struct CurvePoint {
 }
 
 /// The lowest utilization of any window of `window_us` that begins at `from_us` or later.
-pub fn minimum_utilization(stalls: &VcpuStalls, from_us: u64, window_us: u64) -> f64 {
+pub fn minimum_utilization(stalls: &VcpuWaitingTime, from_us: u64, window_us: u64) -> f64 {
     let later = corner_starts(stalls, window_us).into_iter().filter(|&at| at > from_us);
     later.chain([from_us]).map(|at| stalls.window_utilization(at, window_us)).fold(1.0, f64::min)
 }
 
 /// TTR(w, u): the earliest time, in seconds since the command, from which on every window of
 /// `window_us` has a utilization of at least `utilization` (section 2.3).
-pub fn time_to_responsiveness(stalls: &VcpuStalls, window_us: u64, utilization: f64) -> f64 {
+pub fn time_to_responsiveness(stalls: &VcpuWaitingTime, window_us: u64, utilization: f64) -> f64 {
     let allowed = (1.0 - utilization) * window_us as f64 * f64::from(stalls.vcpu_count());
     let waited = |at: u64| (stalls.waited_before(at + window_us) - stalls.waited_before(at)) as f64;
     let mut later: Option<(u64, f64)> = None;
     for at in corner_starts(stalls, window_us).into_iter().rev() {
         let here = waited(at);
-        if exceeds_allowed(here, allowed) {
+        if is_above_allowed(here, allowed) {
             return later.map_or(at as f64, |later| crossing_time((at, here), later, allowed))
                 / 1e6;
         }
@@ -41,7 +41,7 @@ pub fn time_to_responsiveness(stalls: &VcpuStalls, window_us: u64, utilization: 
 }
 
 /// TTR over utilizations of 0, 1, 2 ... 100 %.
-pub fn responsiveness_curve(stalls: &VcpuStalls, window_us: u64) -> Vec<CurvePoint> {
+pub fn responsiveness_curve(stalls: &VcpuWaitingTime, window_us: u64) -> Vec<CurvePoint> {
     (0..=100)
         .map(|percent| f64::from(percent) / 100.0)
         .map(|utilization| CurvePoint {
@@ -53,13 +53,13 @@ pub fn responsiveness_curve(stalls: &VcpuStalls, window_us: u64) -> Vec<CurvePoi
 
 /// The utilization of the window of `window_us` that begins at an instant, over these instants in
 /// microseconds: the corners of a curve that is linear between them.
-pub fn utilization_curve(stalls: &VcpuStalls, window_us: u64) -> Vec<(u64, f64)> {
+pub fn utilization_curve(stalls: &VcpuWaitingTime, window_us: u64) -> Vec<(u64, f64)> {
     let corners = corner_starts(stalls, window_us).into_iter();
     corners.map(|at| (at, stalls.window_utilization(at, window_us))).collect()
 }
 
 /// More waiting than allowed, beyond what rounding of `allowed` explains.
-fn exceeds_allowed(waited: f64, allowed: f64) -> bool {
+fn is_above_allowed(waited: f64, allowed: f64) -> bool {
     waited > allowed + 1e-6
 }
 
@@ -71,7 +71,7 @@ fn crossing_time(bad: (u64, f64), good: (u64, f64), allowed: f64) -> f64 {
 }
 
 /// Window starts at which the waiting time changes its slope, sorted; with 0.
-fn corner_starts(stalls: &VcpuStalls, window_us: u64) -> Vec<u64> {
+fn corner_starts(stalls: &VcpuWaitingTime, window_us: u64) -> Vec<u64> {
     let mut corners: Vec<u64> = stalls
         .change_instants()
         .flat_map(|at| [Some(at), at.checked_sub(window_us)])
@@ -89,12 +89,12 @@ mod tests {
     use crate::stalls::StallInterval;
     use proptest::prelude::*;
 
-    fn one(stalls: &[(u64, u64)]) -> VcpuStalls {
+    fn one(stalls: &[(u64, u64)]) -> VcpuWaitingTime {
         let stalls: Vec<_> = stalls
             .iter()
             .map(|&(start_us, end_us)| StallInterval { vcpu: 0, start_us, end_us })
             .collect();
-        VcpuStalls::new(1, &stalls)
+        VcpuWaitingTime::new(1, &stalls)
     }
 
     #[test]
@@ -122,13 +122,13 @@ mod tests {
     }
 
     /// Section 2.3 taken literally, by trying every microsecond.
-    fn slow_ttr(stalls: &VcpuStalls, window_us: u64, utilization: f64) -> f64 {
+    fn slow_ttr(stalls: &VcpuWaitingTime, window_us: u64, utilization: f64) -> f64 {
         let bad = |at: &u64| stalls.window_utilization(*at, window_us) < utilization - 1e-9;
         let last_bad = (0..=stalls.end_us() + 1).rev().find(bad);
         last_bad.map_or(0.0, |at| at as f64 / 1e6)
     }
 
-    fn any_stalls() -> impl Strategy<Value = VcpuStalls> {
+    fn any_stalls() -> impl Strategy<Value = VcpuWaitingTime> {
         let stall = (0u16..3, 0u64..300, 0u64..40);
         prop::collection::vec(stall, 0..25).prop_map(|stalls| {
             let stalls: Vec<_> = stalls
@@ -139,7 +139,7 @@ mod tests {
                     end_us: start_us + length,
                 })
                 .collect();
-            VcpuStalls::new(3, &stalls)
+            VcpuWaitingTime::new(3, &stalls)
         })
     }
 

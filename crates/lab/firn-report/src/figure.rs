@@ -58,12 +58,12 @@ pub(crate) struct Series {
     pub(crate) name: String,
     /// The number of its run.
     pub(crate) number: usize,
-    pub(crate) marks: Marks,
+    pub(crate) marks: PlotMarks,
 }
 
 /// How data is drawn.
 #[derive(Clone, Debug)]
-pub(crate) enum Marks {
+pub(crate) enum PlotMarks {
     /// A line through points that are ordered by x.
     Line(Vec<(f64, f64)>),
     /// A dot at each point.
@@ -125,19 +125,19 @@ impl Figure {
         let on_screen = |&(x, y): &(f64, f64)| (self.x_of(x), self.y_of(y));
         markup! {
             @match &series.marks {
-                Marks::Line(points) => {
+                PlotMarks::Line(points) => {
                     polyline class={ "line " (color) } data-name=(series.name) points=(points_text(points, on_screen)) {}
                 }
-                Marks::Dots(dots) => {
-                    path class={ "dots " (color) } d=(dots_path(dots.iter().filter(finite).map(on_screen))) {}
+                PlotMarks::Dots(dots) => {
+                    path class={ "dots " (color) } d=(dots_path(dots.iter().filter(is_finite_point).map(on_screen))) {}
                 }
-                Marks::Strip(ranges) => { path class="strip" d=(self.strip_path(ranges)) {} }
+                PlotMarks::Strip(ranges) => { path class="strip" d=(self.strip_path(ranges)) {} }
             }
         }
     }
 
     fn strip_path(&self, ranges: &[(f64, f64)]) -> String {
-        let rows = ranges.iter().filter(finite).flat_map(|&(from, to)| {
+        let rows = ranges.iter().filter(is_finite_point).flat_map(|&(from, to)| {
             let (top, bottom) = (self.y_of(to).floor() as i32, self.y_of(from).ceil() as i32);
             (top..bottom.max(top + 1)).map(|row| (STRIP, f64::from(row)))
         });
@@ -156,9 +156,9 @@ impl Figure {
 impl Series {
     fn kind(&self) -> &'static str {
         match self.marks {
-            Marks::Line(_) => "of-line",
-            Marks::Dots(_) => "of-dots",
-            Marks::Strip(_) => "of-strip",
+            PlotMarks::Line(_) => "of-line",
+            PlotMarks::Dots(_) => "of-dots",
+            PlotMarks::Strip(_) => "of-strip",
         }
     }
 }
@@ -170,13 +170,13 @@ pub(crate) fn color_class(number: usize) -> String {
 }
 
 fn points_text(points: &[(f64, f64)], on_screen: impl Fn(&(f64, f64)) -> (f64, f64)) -> String {
-    let points: Vec<(f64, f64)> = points.iter().filter(finite).map(on_screen).collect();
+    let points: Vec<(f64, f64)> = points.iter().filter(is_finite_point).map(on_screen).collect();
     let texts: Vec<String> =
         thin_line(&points).iter().map(|&(x, y)| format!("{},{}", number(x), number(y))).collect();
     texts.join(" ")
 }
 
-fn finite(point: &&(f64, f64)) -> bool {
+fn is_finite_point(point: &&(f64, f64)) -> bool {
     point.0.is_finite() && point.1.is_finite()
 }
 
@@ -189,7 +189,7 @@ fn number(coordinate: f64) -> String {
 mod tests {
     use super::*;
 
-    fn figure(marks: Marks) -> Figure {
+    fn figure(marks: PlotMarks) -> Figure {
         let axis = |label| Axis { label, scale: Scale::up_to(10.0) };
         let series = vec![Series { name: "a<b>".into(), number: 7, marks }];
         Figure {
@@ -203,7 +203,8 @@ mod tests {
 
     #[test]
     fn a_figure_has_a_title_a_description_and_a_legend() {
-        let text = figure(Marks::Line(vec![(0.0, 0.0), (10.0, 10.0)])).render("f1").into_string();
+        let text =
+            figure(PlotMarks::Line(vec![(0.0, 0.0), (10.0, 10.0)])).render("f1").into_string();
         assert!(text.contains("<title id=\"f1-title\">Reads</title>"), "{text}");
         assert!(text.contains("<desc id=\"f1-text\">a&lt;b&gt;: 7 MiB</desc>"), "{text}");
         assert!(text.contains("points=\"44,196 352,22\""), "{text}");
@@ -215,16 +216,16 @@ mod tests {
     #[test]
     fn values_that_are_no_numbers_are_not_drawn() {
         let odd = vec![(f64::NAN, 1.0), (1.0, f64::INFINITY), (5.0, 5.0)];
-        let line = figure(Marks::Line(odd.clone())).render("f").into_string();
+        let line = figure(PlotMarks::Line(odd.clone())).render("f").into_string();
         assert!(line.contains("points=\"198,109\""), "{line}");
-        let dots = figure(Marks::Dots(odd.clone())).render("f").into_string();
+        let dots = figure(PlotMarks::Dots(odd.clone())).render("f").into_string();
         assert!(dots.contains("d=\"M199 108v2\""), "{dots}");
-        assert!(!figure(Marks::Strip(odd)).render("f").into_string().contains("NaN"));
+        assert!(!figure(PlotMarks::Strip(odd)).render("f").into_string().contains("NaN"));
     }
 
     #[test]
     fn a_strip_is_left_of_the_axis() {
-        let strip = figure(Marks::Strip(vec![(0.0, 5.0)])).render("f").into_string();
+        let strip = figure(PlotMarks::Strip(vec![(0.0, 5.0)])).render("f").into_string();
         assert!(strip.contains("class=\"strip\" d=\"M41 108v88\""), "{strip}");
     }
 }

@@ -3,10 +3,10 @@
 //! All runs of a page share their axes, so that figures beside each other can be compared. Waits
 //! and reads have a time axis each: the background fill may read long after the last wait.
 
-use firn_measure::{VcpuStalls, responsiveness_curve, utilization_curve};
+use firn_measure::{VcpuWaitingTime, responsiveness_curve, utilization_curve};
 use firn_restore::{FaultRecord, ReadRecord};
 
-use crate::figure::{Axis, Figure, Marks, Series};
+use crate::figure::{Axis, Figure, PlotMarks, Series};
 use crate::headline::seconds_up;
 use crate::run::{ReportedRun, WINDOWS_US, to_seconds, window_name};
 use crate::scale::Scale;
@@ -19,7 +19,7 @@ const SECONDS: &str = "seconds since the command";
 /// The runs of a page, with what their figures share.
 pub(crate) struct RunFigures<'a> {
     runs: &'a [ReportedRun],
-    stalls: Vec<VcpuStalls>,
+    stalls: Vec<VcpuWaitingTime>,
     /// Until the last wait.
     waits: Scale,
     /// Until the last read.
@@ -28,9 +28,10 @@ pub(crate) struct RunFigures<'a> {
 
 impl<'a> RunFigures<'a> {
     pub(crate) fn new(runs: &'a [ReportedRun]) -> Self {
-        let stalls: Vec<VcpuStalls> = runs.iter().map(ReportedRun::vcpu_stalls).collect();
+        let stalls: Vec<VcpuWaitingTime> =
+            runs.iter().map(ReportedRun::vcpu_waiting_time).collect();
         let faults = runs.iter().flat_map(|run| run.record.faults.iter());
-        let ends = stalls.iter().map(VcpuStalls::end_us);
+        let ends = stalls.iter().map(VcpuWaitingTime::end_us);
         let ends = ends.chain(faults.map(FaultRecord::answered_us));
         let waits = Scale::containing(ends.map(|us| to_seconds(us + WINDOW_US)));
         let ends = runs.iter().flat_map(|run| run.record.reads.iter()).map(ReadRecord::ended_us);
@@ -38,41 +39,45 @@ impl<'a> RunFigures<'a> {
         Self { runs, stalls, waits, reads }
     }
 
-    /// The vCPUs' share of time.
-    pub(crate) fn speed_figures(&self) -> Vec<Figure> {
+    /// Utilization, and for each window the TTR.
+    pub(crate) fn responsiveness_figures(&self) -> Vec<Figure> {
         let ttr = WINDOWS_US.iter().map(|&window| self.ttr_figure(window));
         [self.utilization_figure()].into_iter().chain(ttr).collect()
     }
 
-    /// Pages and reads.
+    /// Bytes read, and for each run the requested pages over time.
     pub(crate) fn memory_figures(&self) -> Vec<Figure> {
-        let maps = self.runs.iter().enumerate().map(|(number, run)| self.memory_map(number, run));
+        let maps = self
+            .runs
+            .iter()
+            .enumerate()
+            .map(|(number, run)| self.requested_pages_figure(number, run));
         [self.reads_figure()].into_iter().chain(maps).collect()
     }
 
     fn utilization_figure(&self) -> Figure {
         let end_us = (self.waits.end() * 1e6) as u64;
-        let line = |stalls: &VcpuStalls| {
+        let line = |stalls: &VcpuWaitingTime| {
             let last = (end_us, stalls.window_utilization(end_us, WINDOW_US));
             let corners = utilization_curve(stalls, WINDOW_US).into_iter().chain([last]);
             corners.map(|(us, share)| (to_seconds(us), 100.0 * share)).collect()
         };
-        let describe = |run: &ReportedRun, _: &VcpuStalls| run.headline();
+        let describe = |run: &ReportedRun, _: &VcpuWaitingTime| run.headline();
         Figure {
             title: "Utilization over the next 0.1 s".to_owned(),
             description: self.describe_runs(describe),
             x: Axis { label: SECONDS, scale: self.waits },
             y: Axis { label: "%", scale: Scale::up_to(100.0) },
-            series: self.speed_lines(line),
+            series: self.lines_of_started_runs(line),
         }
     }
 
     fn ttr_figure(&self, window_us: u64) -> Figure {
-        let line = |stalls: &VcpuStalls| {
+        let line = |stalls: &VcpuWaitingTime| {
             let points = responsiveness_curve(stalls, window_us).into_iter();
             points.map(|point| (100.0 * point.utilization, point.ttr_s)).collect()
         };
-        let describe = |_: &ReportedRun, stalls: &VcpuStalls| {
+        let describe = |_: &ReportedRun, stalls: &VcpuWaitingTime| {
             let at =
                 |utilization| firn_measure::time_to_responsiveness(stalls, window_us, utilization);
             let (half, most) = (seconds_up(at(0.5)), seconds_up(at(0.9)));
@@ -83,24 +88,27 @@ impl<'a> RunFigures<'a> {
             description: self.describe_runs(describe),
             x: Axis { label: "utilization u, %", scale: Scale::up_to(100.0) },
             y: Axis { label: SECONDS, scale: self.waits },
-            series: self.speed_lines(line),
+            series: self.lines_of_started_runs(line),
         }
     }
 
     /// A line for each run whose vCPUs are known to run.
-    fn speed_lines(&self, line: impl Fn(&VcpuStalls) -> Vec<(f64, f64)>) -> Vec<Series> {
+    fn lines_of_started_runs(
+        &self,
+        line: impl Fn(&VcpuWaitingTime) -> Vec<(f64, f64)>,
+    ) -> Vec<Series> {
         let runs = self.runs.iter().zip(&self.stalls).enumerate();
         let started = runs.filter(|(_, (run, _))| run.record.resumed_us.is_some());
-        let series = |(number, (run, stalls)): (usize, (&ReportedRun, &VcpuStalls))| Series {
+        let series = |(number, (run, stalls)): (usize, (&ReportedRun, &VcpuWaitingTime))| Series {
             name: run.name.clone(),
             number,
-            marks: Marks::Line(line(stalls)),
+            marks: PlotMarks::Line(line(stalls)),
         };
         started.map(series).collect()
     }
 
     /// "lazy: ...; auto: ..."
-    fn describe_runs(&self, text: impl Fn(&ReportedRun, &VcpuStalls) -> String) -> String {
+    fn describe_runs(&self, text: impl Fn(&ReportedRun, &VcpuWaitingTime) -> String) -> String {
         let started = self.runs.iter().zip(&self.stalls);
         let started = started.filter(|(run, _)| run.record.resumed_us.is_some());
         let texts: Vec<String> =
@@ -110,7 +118,7 @@ impl<'a> RunFigures<'a> {
 
     fn reads_figure(&self) -> Figure {
         let series = |(number, run): (usize, &ReportedRun)| {
-            let marks = Marks::Line(summed_reads(run));
+            let marks = PlotMarks::Line(summed_reads(run));
             Series { name: run.name.clone(), number, marks }
         };
         let series: Vec<Series> = self.runs.iter().enumerate().map(series).collect();
@@ -128,10 +136,10 @@ impl<'a> RunFigures<'a> {
         }
     }
 
-    fn memory_map(&self, number: usize, run: &ReportedRun) -> Figure {
+    fn requested_pages_figure(&self, number: usize, run: &ReportedRun) -> Figure {
         let pages = self.runs.iter().map(|run| run.record.ram_pages).max().unwrap_or(0);
         let (record, name) = (&run.record, &run.name);
-        let dots = Marks::Dots(record.faults.iter().map(requested_page).collect());
+        let dots = PlotMarks::Dots(record.faults.iter().map(fault_dot).collect());
         let strip = (!record.prefetched.is_empty()).then(|| prefetched_strip(&record.prefetched));
         let series = |name: &str, marks| Series { name: name.to_owned(), number, marks };
         let strip = strip.map(|strip| series("prefetched (no time)", strip));
@@ -162,15 +170,16 @@ fn summed_reads(run: &ReportedRun) -> Vec<(f64, f64)> {
     std::iter::once((0.0, 0.0)).chain(ended).collect()
 }
 
-fn requested_page(fault: &FaultRecord) -> (f64, f64) {
+/// The dot of a fault: when it was, in seconds, and where in memory, in MiB.
+fn fault_dot(fault: &FaultRecord) -> (f64, f64) {
     (to_seconds(fault.t_us), pages_to_mib(fault.page.0))
 }
 
-fn prefetched_strip(runs: &[(u32, u32)]) -> Marks {
+fn prefetched_strip(runs: &[(u32, u32)]) -> PlotMarks {
     let range = |&(page, pages): &(u32, u32)| {
         (pages_to_mib(page), pages_to_mib(page.saturating_add(pages)))
     };
-    Marks::Strip(runs.iter().map(range).collect())
+    PlotMarks::Strip(runs.iter().map(range).collect())
 }
 
 fn pages_to_mib(pages: u32) -> f64 {
@@ -209,12 +218,12 @@ mod tests {
             .collect();
         assert_eq!(ends[0], ends[1]);
         assert!(ends[0].0 > 9.2 && ends[0].1 == 16.0, "{ends:?}");
-        let ttr = figures.speed_figures().split_off(1);
+        let ttr = figures.responsiveness_figures().split_off(1);
         assert!(ttr.iter().all(|figure| figure.y.scale == ttr[0].y.scale));
     }
 
     #[test]
-    fn a_run_without_a_start_has_no_speed() {
+    fn a_run_that_never_resumed_is_not_drawn() {
         let mut adopted = run();
         adopted.record.resumed_us = None;
         let runs = [adopted, run()];

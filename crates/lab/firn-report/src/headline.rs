@@ -17,7 +17,7 @@ impl ReportedRun {
     pub fn responsive_s(&self) -> Option<f64> {
         let (record, (window_us, utilization)) = (&self.record, RESPONSIVE);
         let resumed_s = to_seconds(record.resumed_us?);
-        let ttr_s = time_to_responsiveness(&self.vcpu_stalls(), window_us, utilization);
+        let ttr_s = time_to_responsiveness(&self.vcpu_waiting_time(), window_us, utilization);
         let responsive_s = ttr_s.max(resumed_s);
         let seen_s = responsive_s + to_seconds(window_us);
         let is_seen = record.finished_us.is_some() || to_seconds(record.recorded_us) >= seen_s;

@@ -94,7 +94,7 @@ mod tests {
     use std::fs;
 
     #[test]
-    fn what_is_no_run_record_is_named() {
+    fn an_invalid_run_record_is_named() {
         let directory = tempfile::tempdir().unwrap();
         let path = directory.path().join("web.json");
         assert!(matches!(ReportedRun::read_file(&path), Err(RunError::Read { .. })));

@@ -49,7 +49,7 @@ pub fn render_page(runs: &[ReportedRun]) -> String {
             body {
                 h1 { "Restores" }
                 (render_headlines(runs))
-                (render_section("Speed", "speed", SPEED_TEXT, figures.speed_figures()))
+                (render_section("Speed", "speed", SPEED_TEXT, figures.responsiveness_figures()))
                 (render_section("Memory", "memory", MEMORY_TEXT, figures.memory_figures()))
                 h2 id="numbers" { "Numbers" }
                 // A table that is wider than the screen is scrolled, with the keyboard too.

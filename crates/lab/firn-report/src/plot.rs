@@ -16,7 +16,7 @@ const SIZE: (u32, u32) = (760, 420);
 /// The color of text and axes, which the style sheet replaces.
 const INK: RGBColor = RGBColor(0x1c, 0x1c, 0x1c);
 /// The same for grid lines.
-const FAINT: RGBColor = RGBColor(0xd4, 0xd4, 0xd4);
+const GRID_COLOUR: RGBColor = RGBColor(0xd4, 0xd4, 0xd4);
 /// The colors of series, in this order.
 const COLORS: [RGBColor; 6] = [
     RGBColor(0x2f, 0x7e, 0xc7),
@@ -79,7 +79,7 @@ impl LinePlot {
             chart_builder(root, &self.title).build_cartesian_2d(0.0..right, 0.0..top)?;
         let mut mesh = chart.configure_mesh();
         mesh.x_desc(&self.x).y_desc(&self.y).axis_style(INK).label_style(text_style(13));
-        mesh.bold_line_style(FAINT).light_line_style(TRANSPARENT).draw()?;
+        mesh.bold_line_style(GRID_COLOUR).light_line_style(TRANSPARENT).draw()?;
         for (number, (name, points)) in self.lines.iter().enumerate() {
             let style = series_color(number).stroke_width(2);
             let line = LineSeries::new(points.iter().copied(), style);
@@ -88,7 +88,11 @@ impl LinePlot {
                 .label(name)
                 .legend(move |(x, y)| PathElement::new(vec![(x, y), (x + 16, y)], style));
         }
-        chart.configure_series_labels().label_font(text_style(13)).border_style(FAINT).draw()?;
+        chart
+            .configure_series_labels()
+            .label_font(text_style(13))
+            .border_style(GRID_COLOUR)
+            .draw()?;
         Ok(())
     }
 }
@@ -106,7 +110,7 @@ impl BarPlot {
         let mut chart = chart_builder(root, &self.title).build_cartesian_2d(named, 0.0..top)?;
         let mut mesh = chart.configure_mesh();
         mesh.disable_x_mesh().y_desc(&self.y).axis_style(INK).label_style(text_style(13));
-        mesh.bold_line_style(FAINT).light_line_style(TRANSPARENT).draw()?;
+        mesh.bold_line_style(GRID_COLOUR).light_line_style(TRANSPARENT).draw()?;
         for (number, (name, values)) in self.series.iter().enumerate() {
             let bars = values.iter().enumerate().map(|(group, &value)| {
                 let (left, right) = bar_edges(group, number, self.series.len());
@@ -123,7 +127,7 @@ impl BarPlot {
             chart
                 .configure_series_labels()
                 .label_font(text_style(13))
-                .border_style(FAINT)
+                .border_style(GRID_COLOUR)
                 .draw()?;
         }
         Ok(())
@@ -237,7 +241,7 @@ mod tests {
     }
 
     #[test]
-    fn figures_name_what_they_show() {
+    fn figures_have_titles_and_labels() {
         let svg = lines().to_svg().unwrap();
         assert!(["Guest time", "seconds", "locality"].iter().all(|text| svg.contains(text)));
         let svg = bars().to_svg().unwrap();

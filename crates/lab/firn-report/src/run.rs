@@ -2,7 +2,7 @@
 
 use std::collections::BTreeMap;
 
-use firn_measure::{StallInterval, VcpuStalls, time_to_responsiveness};
+use firn_measure::{StallInterval, VcpuWaitingTime, time_to_responsiveness};
 use firn_restore::{FaultRecord, RestoreMode, RunRecord};
 use serde::Serialize;
 
@@ -57,7 +57,7 @@ pub struct RunFacts {
 
 impl ReportedRun {
     /// When vCPUs did not run: before they were started, and while they waited for pages.
-    pub fn vcpu_stalls(&self) -> VcpuStalls {
+    pub fn vcpu_waiting_time(&self) -> VcpuWaitingTime {
         let record = &self.record;
         let start = record.resumed_us.unwrap_or_default();
         let before = record.vcpus.iter().map(|it| StallInterval {
@@ -66,12 +66,12 @@ impl ReportedRun {
             end_us: start,
         });
         let all: Vec<StallInterval> = before.chain(vcpu_waits(record)).collect();
-        VcpuStalls::new(record.vcpus.len().max(1) as u16, &all)
+        VcpuWaitingTime::new(record.vcpus.len().max(1) as u16, &all)
     }
 
     /// The numbers.
     pub fn compute_facts(&self) -> RunFacts {
-        let (record, stalls) = (&self.record, self.vcpu_stalls());
+        let (record, stalls) = (&self.record, self.vcpu_waiting_time());
         let counts = &record.counts;
         let waits = vcpu_waits(record).map(|wait| wait.end_us - wait.start_us);
         let waited_us = waits.fold(0, u64::saturating_add);
@@ -111,7 +111,7 @@ pub fn vcpu_waits(record: &RunRecord) -> impl Iterator<Item = StallInterval> + '
     })
 }
 
-fn ttr_by_utilization(stalls: &VcpuStalls, window_us: u64) -> BTreeMap<String, f64> {
+fn ttr_by_utilization(stalls: &VcpuWaitingTime, window_us: u64) -> BTreeMap<String, f64> {
     let at = |&utilization: &f64| {
         (utilization.to_string(), time_to_responsiveness(stalls, window_us, utilization))
     };
@@ -153,7 +153,7 @@ pub(crate) mod tests {
 
     #[test]
     fn a_vcpu_that_has_not_been_started_or_waits_does_not_run() {
-        let stalls = run().vcpu_stalls();
+        let stalls = run().vcpu_waiting_time();
         assert_eq!(stalls.window_utilization(0, 100_000), 0.0);
         assert_eq!(stalls.window_utilization(100_000, 100_000), 1.0);
         assert_eq!(stalls.window_utilization(200_000, 500_000), 0.5);

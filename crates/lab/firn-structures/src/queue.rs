@@ -3,7 +3,7 @@
 use crate::{COUNT, DataStructure, FIRST, ROOT, WordSlice};
 
 /// The word that has the position of the next new element.
-const REAR: usize = 4;
+const NEXT_POSITION: usize = 4;
 
 pub(crate) const STRUCTURE: DataStructure = DataStructure {
     name: "queue",
@@ -22,9 +22,9 @@ fn capacity(words: &WordSlice) -> u64 {
 
 fn insert_key(words: &mut WordSlice, key: u64) {
     assert!(words[COUNT] < capacity(words), "the queue is full");
-    let rear = words[REAR];
+    let rear = words[NEXT_POSITION];
     words[(FIRST + rear) as usize] = key;
-    words[REAR] = (rear + 1) % capacity(words);
+    words[NEXT_POSITION] = (rear + 1) % capacity(words);
     words[COUNT] += 1;
 }
 

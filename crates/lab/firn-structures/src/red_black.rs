@@ -135,10 +135,10 @@ fn contains_key(words: &WordSlice, key: u64) -> bool {
     node != NIL
 }
 
-/// Makes the child on a side, or one of its children, red, so that this child is no 2-node any
-/// more: the child takes a key from its sibling if that is a 3-node, and else joins with it.
-/// Returns the new top.
-fn make_child_red(words: &mut WordSlice, node: u64, side: u64) -> u64 {
+/// Enlarges the child on a side, a 2-node, so that it is no 2-node any more (it or one of its
+/// children is red then): the child takes a key from its sibling if that is a 3-node, and else
+/// joins with it. Returns the new top.
+fn grow_two_node_child(words: &mut WordSlice, node: u64, side: u64) -> u64 {
     flip_colours(words, node);
     let other = LEFT + RIGHT - side;
     let sibling = words[field_index(node, other)];
@@ -165,7 +165,7 @@ fn delete_below(words: &mut WordSlice, node: u64, key: u64) -> u64 {
     let mut node = node;
     if key < words[field_index(node, KEY)] {
         if is_two_node(words, node, LEFT) {
-            node = make_child_red(words, node, LEFT);
+            node = grow_two_node_child(words, node, LEFT);
         }
         let child = delete_below(words, words[field_index(node, LEFT)], key);
         words[field_index(node, LEFT)] = child;
@@ -179,7 +179,7 @@ fn delete_below(words: &mut WordSlice, node: u64, key: u64) -> u64 {
         return NIL;
     }
     if is_two_node(words, node, RIGHT) {
-        node = make_child_red(words, node, RIGHT);
+        node = grow_two_node_child(words, node, RIGHT);
     }
     let right = words[field_index(node, RIGHT)];
     let child = match key == words[field_index(node, KEY)] {
@@ -210,7 +210,7 @@ fn delete_least(words: &mut WordSlice, node: u64) -> u64 {
         return NIL;
     }
     if is_two_node(words, node, LEFT) {
-        node = make_child_red(words, node, LEFT);
+        node = grow_two_node_child(words, node, LEFT);
     }
     let child = delete_least(words, words[field_index(node, LEFT)]);
     words[field_index(node, LEFT)] = child;

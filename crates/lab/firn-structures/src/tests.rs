@@ -56,7 +56,7 @@ fn run(structure: &DataStructure, steps: &[Step]) -> Result<(), TestCaseError> {
 proptest! {
     #![proptest_config(ProptestConfig::with_cases(40))]
     #[test]
-    fn each_holds_what_a_set_holds(steps in steps()) {
+    fn each_structure_behaves_as_a_set(steps in steps()) {
         for structure in &ALL {
             run(structure, &steps)?;
         }

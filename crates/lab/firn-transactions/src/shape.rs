@@ -89,7 +89,7 @@ mod tests {
     }
 
     #[test]
-    fn a_transaction_writes_what_its_shape_says() {
+    fn a_transaction_writes_the_shape_of_its_options() {
         for (ppt, wpp, pages) in [(1, 4, 256), (32, 4, 256), (2, 16, 256), (4, 4, 16)] {
             let shape = WriteShape { ppt, wpp, pages };
             for transaction in 0..50 {

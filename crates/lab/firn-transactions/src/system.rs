@@ -18,7 +18,7 @@ pub enum TrackerSystem {
     /// PT by Firn on the host, in the same way.
     AssistedByHost,
     /// Pages, of stores that Firn's plugin in the hypervisor notes.
-    PagesNoted,
+    PagesRecorded,
 }
 
 /// The name and key with which Firn on the host is called, if it is the tracker.
@@ -56,12 +56,12 @@ impl TrackerSystem {
     ];
 
     /// The systems of interest in a guest whose stores are noted.
-    pub const NOTED: [Self; 6] = [
+    pub const RECORDED: [Self; 6] = [
         Self::Plain(TrackerKind::Pages),
         Self::Plain(TrackerKind::Emulate),
         Self::AssistedByHost,
         Self::Plain(TrackerKind::Host),
-        Self::PagesNoted,
+        Self::PagesRecorded,
         Self::Plain(TrackerKind::Stores),
     ];
 
@@ -73,7 +73,7 @@ impl TrackerSystem {
             Self::Plain(kind) => kind.name(),
             Self::Assisted => "pt_assisted",
             Self::AssistedByHost => "pt_host",
-            Self::PagesNoted => "pt_host_noted",
+            Self::PagesRecorded => "pt_host_noted",
         }
     }
 
@@ -91,11 +91,11 @@ impl TrackerSystem {
                 Session::open_with(options, Box::new(calls.open_host()?))
             }
             Self::Plain(TrackerKind::Stores) => {
-                let host = calls.open_host()?.noting_stores(Precision::Words)?;
+                let host = calls.open_host()?.recording_stores(Precision::Words)?;
                 Session::open_with(options.undo(false), Box::new(host))
             }
-            Self::PagesNoted => {
-                let host = calls.open_host()?.noting_stores(Precision::Pages)?;
+            Self::PagesRecorded => {
+                let host = calls.open_host()?.recording_stores(Precision::Pages)?;
                 let options = options.precision(Precision::Pages).undo(false);
                 Session::open_with(options, Box::new(host))
             }
@@ -113,7 +113,7 @@ impl FromStr for TrackerSystem {
     type Err = anyhow::Error;
 
     fn from_str(name: &str) -> Result<Self> {
-        let known = Self::NATIVE.into_iter().chain(Self::NOTED);
+        let known = Self::NATIVE.into_iter().chain(Self::RECORDED);
         let found = known.into_iter().find(|system| system.name() == name);
         found.ok_or_else(|| anyhow!("no system has the name {name:?}"))
     }

@@ -15,12 +15,12 @@ const READY: usize = 256;
 pub(crate) struct SaveBuffers {
     block_bytes: usize,
     count_max: usize,
-    stock: Mutex<BufferStock>,
+    stock: Mutex<EmptyBuffers>,
     changed: Condvar,
 }
 
 #[derive(Debug)]
-struct BufferStock {
+struct EmptyBuffers {
     empty: Vec<Box<[u8]>>,
     unmade: usize,
     /// No thread returns any more buffers.
@@ -33,18 +33,18 @@ impl SaveBuffers {
         let ready = count_max.min(READY);
         let mut empty = Vec::with_capacity(count_max);
         empty.extend((0..ready).map(|_| empty_buffer(block_bytes)));
-        let stock = BufferStock { empty, unmade: count_max - ready, is_closed: false };
+        let stock = EmptyBuffers { empty, unmade: count_max - ready, is_closed: false };
         Self { block_bytes, count_max, stock: Mutex::new(stock), changed: Condvar::new() }
     }
 
-    fn lock_stock(&self) -> MutexGuard<'_, BufferStock> {
+    fn lock_stock(&self) -> MutexGuard<'_, EmptyBuffers> {
         self.stock.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
     /// An empty buffer, waiting for one if necessary. `None` once no more buffers are returned and
     /// none is left.
     pub(crate) fn take_buffer(&self) -> Option<Box<[u8]>> {
-        let none = |stock: &mut BufferStock| {
+        let none = |stock: &mut EmptyBuffers| {
             stock.empty.is_empty() && stock.unmade == 0 && !stock.is_closed
         };
         let waited = self.changed.wait_while(self.lock_stock(), none);
@@ -102,7 +102,7 @@ mod tests {
     }
 
     #[test]
-    fn who_finds_none_sleeps_until_one_is_given_back_or_nobody_does() {
+    fn a_thread_waits_for_a_buffer_until_one_is_returned_or_none_can_be() {
         let buffers = Arc::new(SaveBuffers::new(1, 8));
         let only = buffers.take_buffer().unwrap();
         let waiting = {

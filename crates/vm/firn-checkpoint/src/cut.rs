@@ -27,9 +27,9 @@ pub trait SaveSteps {
 }
 
 /// The caller has no steps around the pause.
-pub struct NoSteps;
+pub struct WithoutSaveSteps;
 
-impl SaveSteps for NoSteps {
+impl SaveSteps for WithoutSaveSteps {
     fn about_to_stop(&self) -> io::Result<()> {
         Ok(())
     }
@@ -122,10 +122,10 @@ impl CutState {
         let started = Instant::now();
         let Some(held) = vm.begin_pause()? else { return Ok(None) };
         let mut pause = PauseReport::default();
-        firn_fault::point("save.stopped");
+        firn_fault::pass_point("save.stopped");
         let aux = fix_memory(&mut pause, || read_all_aux(process, aux), fix)?;
         reference::write_reference(memory, options.reference.as_deref())?;
-        firn_fault::point("save.reprotected");
+        firn_fault::pass_point("save.reprotected");
         let cont_started = Instant::now();
         let released = held.resume_vm()?;
         pause.cont_ms = to_ms(cont_started.elapsed());
@@ -163,11 +163,11 @@ impl CutState {
         let (device_state, took) = time_step(|| Ok(context.vm.stop_and_cut(&context.drives)?))?;
         pause.device_state_ms = took;
         ((), pause.clone_ms) = time_step(|| Ok(context.drives.clone_files()?))?;
-        firn_fault::point("save.drives-cut");
-        firn_fault::point("save.stopped");
+        firn_fault::pass_point("save.drives-cut");
+        firn_fault::pass_point("save.stopped");
         let aux = fix_memory(&mut pause, || read_all_aux(&context.process, context.aux), fix)?;
         reference::write_reference(&context.memory, options.reference.as_deref())?;
-        firn_fault::point("save.reprotected");
+        firn_fault::pass_point("save.reprotected");
         Ok(Self { device_state, aux, pause, untouched_until: None })
     }
 }
@@ -180,7 +180,7 @@ fn fix_memory(
 ) -> Result<Vec<AuxBlock>, SaveError> {
     let (aux, took) = time_step(aux)?;
     pause.aux_ms = took;
-    firn_fault::point("save.device-state");
+    firn_fault::pass_point("save.device-state");
     (pause.protected_pages, pause.protect_ms) = time_step(fix)?;
     Ok(aux)
 }

@@ -49,7 +49,7 @@ use firn_types::{Block, Page};
 use firn_vmm::QemuVm;
 
 use crate::error::SaveError;
-use crate::page_bits::PageBits;
+use crate::page_bits::AtomicPageSet;
 
 /// What a copy of a block is.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -67,7 +67,7 @@ pub(crate) enum CopyOutcome {
 pub(crate) struct DiscardCheck {
     memory: Arc<GuestMemory>,
     /// The pages that may have had contents at the cut; `None` for private memory: all pages.
-    held: Option<PageBits>,
+    held: Option<AtomicPageSet>,
     /// The first block whose contents were lost.
     lost: OnceLock<Block>,
 }
@@ -81,7 +81,7 @@ impl DiscardCheck {
         if !may_discard(vm, memory)? {
             return Ok(None);
         }
-        let bits = || PageBits::new(memory.region_map().total_pages());
+        let bits = || AtomicPageSet::new(memory.region_map().total_pages());
         let (held, lost) = (memory.is_shared().then(bits), OnceLock::new());
         Ok(Some(Arc::new(Self { memory: Arc::clone(memory), held, lost })))
     }
@@ -92,14 +92,14 @@ impl DiscardCheck {
     }
 
     /// Notes the pages that have contents now. Accesses to holes must fault already.
-    pub(crate) fn note_backed(&self) -> Result<(), MemoryError> {
+    pub(crate) fn record_backed(&self) -> Result<(), MemoryError> {
         let Some(held) = &self.held else { return Ok(()) };
         self.memory.backed_runs()?.into_iter().for_each(|run| held.add_pages(run));
         Ok(())
     }
 
     /// Notes a page that was filled before the cut.
-    pub(crate) fn note_filled(&self, page: Page) {
+    pub(crate) fn record_filled(&self, page: Page) {
         if let Some(held) = &self.held {
             held.add_pages(page..Page(page.0 + 1));
         }

@@ -11,9 +11,9 @@ use thiserror::Error;
 /// Why there is no checkpoint. The VM continues to run (or, for a suspend, runs again).
 #[derive(Debug, Error)]
 pub enum SaveError {
-    /// Attaching to the hypervisor failed, or detaching from it.
+    /// ptrace could not stop the hypervisor's threads, or not release them.
     #[error("the hypervisor could not be attached to")]
-    Attach(#[from] TraceError),
+    StopThreads(#[from] TraceError),
     /// The hypervisor is gone, or can't be accessed.
     #[error("the hypervisor process cannot be accessed")]
     Process(#[from] ProcessError),
@@ -23,27 +23,28 @@ pub enum SaveError {
     /// A page fault could not be answered, or a page protected.
     #[error("accesses to the guest's memory could not be traced")]
     Fault(#[from] PageFaultError),
-    /// The guest's writes could not be tracked.
+    /// Dirty tracking failed.
     #[error("the guest's writes could not be tracked")]
-    Scan(#[from] ScanError),
-    /// Page-table entries could not be dropped.
+    DirtyTracking(#[from] ScanError),
+    /// Page-table entries could not be dropped, so reads cause no faults that would show them.
     #[error("reads of the guest's memory could not be traced")]
-    Drop(#[from] DropError),
+    DropEntries(#[from] DropError),
     /// The hypervisor refused a command.
     #[error("the hypervisor refused a command")]
     Qmp(#[from] QmpError),
-    /// The hypervisor could not save its devices.
+    /// In a pause without disk snapshots: the hypervisor could not save the device state.
     #[error("the VM's devices could not be saved")]
     DeviceState(#[from] DeviceStateError),
-    /// The hypervisor could not save its devices, or cut its disks.
+    /// In a pause with disk snapshots: the hypervisor could not save the device state, or not
+    /// switch its disks to overlays, at one instant.
     #[error("the VM's state could not be cut at one instant")]
-    Cut(#[from] CutError),
+    DevicesAndDisks(#[from] CutError),
     /// A disk could not be cloned.
     #[error("the VM's disks could not be cloned")]
-    Drives(#[from] DriveError),
+    CloneDisks(#[from] DriveError),
     /// A disk could not be copied.
     #[error("the VM's disks could not be copied")]
-    Copies(#[source] CopyError),
+    CopyDisks(#[source] CopyError),
     /// The image could not be written.
     #[error("the image could not be written")]
     Image(#[from] ImageError),
@@ -86,9 +87,10 @@ pub enum SaveError {
          (/sys/kernel/mm/transparent_hugepage/shmem_enabled, the option huge of the mount)"
     )]
     LargePages,
-    /// Memory and devices are not of one instant.
+    /// A device wrote to guest memory during the pause: memory and device state are not of one
+    /// instant.
     #[error("a device wrote to the guest's memory while the VM was paused; save it again")]
-    Touched,
+    DeviceWroteInPause,
     /// The caller cancelled the save.
     #[error("the save was cancelled")]
     Cancelled,

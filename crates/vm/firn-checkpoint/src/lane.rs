@@ -111,7 +111,7 @@ mod tests {
     }
 
     #[test]
-    fn a_device_thread_is_no_vcpu_whatever_lies_beside() {
+    fn a_device_thread_is_never_taken_for_a_vcpu() {
         let mut lanes = lanes();
         lanes.attribute_fault(ThreadId(10), Block(5), nobody);
         let device = lanes.attribute_fault(ThreadId(1), Block(6), |_| Some(VcpuId(0)));

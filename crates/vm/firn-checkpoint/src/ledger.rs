@@ -111,7 +111,7 @@ mod tests {
     }
 
     #[test]
-    fn whoever_comes_second_sees_a_finished_copy() {
+    fn a_thread_that_does_not_copy_the_block_waits_for_the_copy() {
         let ledger = Arc::new(CopyLedger::new(1000));
         let copies: Arc<Vec<AtomicU64>> = Arc::new((0..1000).map(|_| AtomicU64::new(0)).collect());
         let workers: Vec<_> = (0..4)

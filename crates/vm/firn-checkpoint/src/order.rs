@@ -205,7 +205,7 @@ mod tests {
     }
 
     #[test]
-    fn walked_pages_come_first_and_in_their_order() {
+    fn walked_pages_are_first_in_walk_order() {
         let mut planner = planner(&[Page(0)..Page(16)]);
         planner.take_pages(Page(9)..Page(11));
         planner.take_pages(Page(2)..Page(3));
@@ -215,7 +215,7 @@ mod tests {
     }
 
     #[test]
-    fn what_was_used_comes_forward() {
+    fn used_blocks_are_moved_to_the_front() {
         let mut planner = planner(&[Page(0)..Page(12)]);
         planner.take_pages(Page(8)..Page(10));
         let mut order = planner.finish_order();

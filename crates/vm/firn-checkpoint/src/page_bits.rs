@@ -7,9 +7,9 @@ use firn_types::Page;
 
 /// A set of pages.
 #[derive(Debug)]
-pub(crate) struct PageBits(Vec<AtomicU64>);
+pub(crate) struct AtomicPageSet(Vec<AtomicU64>);
 
-impl PageBits {
+impl AtomicPageSet {
     /// An empty set of pages below `total`.
     pub(crate) fn new(total: u32) -> Self {
         Self((0..total.div_ceil(64)).map(|_| AtomicU64::new(0)).collect())
@@ -70,7 +70,7 @@ mod tests {
 
     #[test]
     fn pages_are_found_in_runs() {
-        let bits = PageBits::new(300);
+        let bits = AtomicPageSet::new(300);
         bits.add_pages(page(3..5));
         bits.add_pages(page(60..70));
         bits.remove_pages(page(62..63));
@@ -81,7 +81,7 @@ mod tests {
 
     #[test]
     fn pages_outside_of_runs_are_those_that_became_holes() {
-        let bits = PageBits::new(100);
+        let bits = AtomicPageSet::new(100);
         bits.add_pages(page(10..20));
         bits.add_pages(page(98..100));
         assert_eq!(bits.runs_outside(&[page(0..12), page(15..50)]), [12..15, 98..100].map(page));

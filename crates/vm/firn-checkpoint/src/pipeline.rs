@@ -22,8 +22,8 @@ use std::time::Duration;
 
 use crossbeam_channel::{Receiver, Sender, bounded};
 use firn_image::{
-    Codec, CompressedBlock, FilledBy, Geometry, Image, ImageError, ImageWriter, PackedBlock,
-    Packer, compress_block,
+    Codec, CompressedBlock, FilledBy, Geometry, Image, ImageError, ImageWriter,
+    LocalityBlockPacker, PackedBlock, compress_block,
 };
 use firn_memory::scheduling;
 use firn_types::Block;
@@ -312,7 +312,7 @@ fn write_all(
 /// One open locality block per lane.
 struct LanePackers {
     geometry: Geometry,
-    open: BTreeMap<PackingLane, Packer>,
+    open: BTreeMap<PackingLane, LocalityBlockPacker>,
 }
 
 impl LanePackers {
@@ -332,8 +332,10 @@ impl LanePackers {
             }
             FinishedBlock::Packed(lane, packed) => (lane, packed),
         };
-        let packer =
-            self.open.entry(lane).or_insert_with(|| Packer::filled_by(self.geometry, lane.into()));
+        let packer = self
+            .open
+            .entry(lane)
+            .or_insert_with(|| LocalityBlockPacker::filled_by(self.geometry, lane.into()));
         match packer.push_block(packed) {
             Some(full) => writer.append(full).map(drop),
             None => Ok(()),
@@ -343,7 +345,7 @@ impl LanePackers {
     /// The content that the writer receives last counts. Earlier content of the block may still be
     /// in a packer here, so it is written first.
     fn write_out(&mut self, block: Block, writer: &mut ImageWriter) -> Result<(), ImageError> {
-        let mut holding = self.open.values_mut().filter(|packer| packer.holds_block(block));
+        let mut holding = self.open.values_mut().filter(|packer| packer.has_open_block(block));
         holding.try_for_each(|packer| match packer.take_filled() {
             Some(part) => writer.append(part).map(drop),
             None => Ok(()),
@@ -391,7 +393,7 @@ mod tests {
 
     /// Every memory block is submitted with one content, then with another.
     #[test]
-    fn what_a_block_was_last_counts() {
+    fn the_last_content_of_a_block_counts() {
         let dir = tempfile::tempdir().unwrap();
         let path = dir.path().join("a.firn");
         let whole = ImageDraft::whole_image(Geometry::new(PAGES), BlockOrganization::Access);

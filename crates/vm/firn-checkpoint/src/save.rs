@@ -33,7 +33,7 @@ use crate::lane::LaneAttributor;
 use crate::options::{SaveOptions, SaveStrategy};
 use crate::order::{self, SweepOrder, ThrottledReader};
 use crate::pipeline::{ImagePipeline, PipelineIntake, PipelineLimits};
-use crate::pre_copy::{PreCopy, parent_stores};
+use crate::pre_copy::{PreCopy, is_stored_in_parent};
 use crate::report::{SaveProgress, SaveReport, to_ms};
 use crate::spaces;
 use crate::stop_and_copy::StopCopy;
@@ -51,7 +51,7 @@ pub fn save_vm(
     options: &SaveOptions,
     progress: &dyn Fn(SaveProgress),
 ) -> Result<SaveReport, SaveError> {
-    firn_fault::point("save.begin");
+    firn_fault::pass_point("save.begin");
     let started = Instant::now();
     if options.leave_stopped && options.strategy != SaveStrategy::Stop {
         return Err(SaveError::Options("a VM can be left stopped only by the strategy `stop`"));
@@ -91,10 +91,10 @@ fn finish_image(
         return Err(SaveError::Cancelled);
     }
     finish_copies(context)?;
-    firn_fault::point("save.sections");
+    firn_fault::pass_point("save.sections");
     let meta = describe(copied.report.found_late).map_err(SaveError::Step)?;
     let summary = writer.finish(image_sections(context, meta, &mut copied))?;
-    firn_fault::point("save.finished");
+    firn_fault::pass_point("save.finished");
     let (image_bytes, blocks_inherited) = (summary.file_bytes, summary.inherited_blocks);
     Ok(SaveReport { image_bytes, blocks_inherited, ..copied.report })
 }
@@ -105,12 +105,12 @@ fn finish_copies(context: &mut SaveContext<'_>) -> Result<(), SaveError> {
     if drives.copies.is_empty() {
         return Ok(());
     }
-    firn_fault::point("copies.begun");
+    firn_fault::pass_point("copies.begun");
     let finished = vm.finish_copies(&drives.copies, &|| steps.is_cancelled());
-    firn_fault::point("copies.finished");
+    firn_fault::pass_point("copies.finished");
     finished.map_err(|error| match error {
         CopyError::Cancelled => SaveError::Cancelled,
-        error => SaveError::Copies(error),
+        error => SaveError::CopyDisks(error),
     })
 }
 
@@ -195,7 +195,7 @@ impl MemoryCopy<'_, '_> {
         let workers = KernelWorkers::for_vcpus(self.context.process.pid(), threads.clone());
         let lanes = LaneAttributor::new(threads, self.context.process.list_threads()?);
         let intake = self.intake.clone();
-        let armed = TracedMemory::attach_to_hypervisor(
+        let traced = TracedMemory::attach_to_hypervisor(
             self.context,
             self.options,
             tids,
@@ -204,9 +204,9 @@ impl MemoryCopy<'_, '_> {
             discards.clone(),
             intake,
         )?;
-        let copied = self.copy_after_attach(&armed, &first);
-        let log = armed.detach_from_hypervisor();
-        firn_fault::point("save.disarmed");
+        let copied = self.copy_after_attach(&traced, &first);
+        let log = traced.detach_from_hypervisor();
+        firn_fault::pass_point("save.disarmed");
         // The fault handler may have lost a block after the end of the sweep.
         discards.map_or(Ok(()), |discards| discards.check_none_lost())?;
         let (mut copied, FaultLog { touches, counts }) = (copied?, log?);
@@ -221,33 +221,33 @@ impl MemoryCopy<'_, '_> {
     /// Copies what the address spaces in `first` have written before anything else.
     fn copy_after_attach(
         &mut self,
-        armed: &TracedMemory,
+        traced: &TracedMemory,
         first: &[GuestPhys],
     ) -> Result<CopiedMemory, SaveError> {
-        armed.protect_all()?;
-        if let Some(discards) = &armed.trace.discards {
-            discards.note_backed()?;
+        traced.protect_all()?;
+        if let Some(discards) = &traced.trace.discards {
+            discards.record_backed()?;
         }
         let ready = PauseMethod::prepare_pause(self.context, true)?;
-        let rounds = armed.protect_written()?;
+        let rounds = traced.protect_written()?;
         let arm_ms = to_ms(self.started.elapsed());
-        let cut = CutState::make_cut(self.context, self.options, ready, &mut || armed.make_cut())?;
-        firn_fault::point("save.resumed");
-        if cut.untouched_until.is_some_and(|resumed| armed.trace.was_written_before(resumed)) {
-            return Err(SaveError::Touched);
+        let cut = CutState::make_cut(self.context, self.options, ready, &mut || traced.make_cut())?;
+        firn_fault::pass_point("save.resumed");
+        if cut.untouched_until.is_some_and(|resumed| traced.trace.was_written_before(resumed)) {
+            return Err(SaveError::DeviceWroteInPause);
         }
-        let watch = self.watch_period(armed.trace.now());
+        let watch = self.watch_period(traced.trace.now());
         if self.options.strategy == SaveStrategy::Trace {
-            armed.drop_mappings()?;
+            traced.drop_mappings()?;
         }
-        firn_fault::point("save.retraced");
+        firn_fault::pass_point("save.retraced");
         scheduling::set_background();
-        let (roots, order, working_set) = self.plan_sweep(first, armed)?;
-        armed.mark_unbacked_saved(&order.unbacked);
+        let (roots, order, working_set) = self.plan_sweep(first, traced)?;
+        traced.mark_unbacked_saved(&order.unbacked);
         let throttle = SweepThrottle::new(self.options.throttle);
         let (intake, progress, steps) = (self.intake, self.progress, self.context.steps);
         let (let_go, reported) = (0, Duration::ZERO);
-        let trace = &armed.trace;
+        let trace = &traced.trace;
         let mut sweep = BackgroundSweep {
             trace,
             intake,
@@ -261,9 +261,9 @@ impl MemoryCopy<'_, '_> {
         };
         let watched = sweep.run_sweep(order.blocks, order.release_count)?;
         let (blocks_let_go, copied_ms) = (sweep.released_blocks, to_ms(sweep.copied_at));
-        firn_fault::point("save.swept");
+        firn_fault::pass_point("save.swept");
         let found_late =
-            armed.trace.lock_touches().late_share(watched).filter(|_| self.is_watched());
+            traced.trace.lock_touches().late_share(watched).filter(|_| self.is_watched());
         let facts = self.base_report(&cut);
         let report = SaveReport { rounds, arm_ms, copied_ms, found_late, blocks_let_go, ..facts };
         Ok(CopiedMemory { cut, working_set, roots, report })
@@ -277,11 +277,11 @@ impl MemoryCopy<'_, '_> {
 
     /// The period for which the guest is watched from now on.
     fn watch_period(&self, now: Duration) -> WatchPeriod {
-        let (at_least, at_most) = match self.is_watched() {
+        let (is_at_least, at_most) = match self.is_watched() {
             true => (self.options.watch, self.options.watch_max),
             false => Default::default(),
         };
-        WatchPeriod { until: now + at_least, at_most_until: now + at_most }
+        WatchPeriod { until: now + is_at_least, at_most_until: now + at_most }
     }
 
     /// The roots of the guest's page tables, the order of the sweep that they give, and the working
@@ -289,7 +289,7 @@ impl MemoryCopy<'_, '_> {
     fn plan_sweep(
         &mut self,
         first: &[GuestPhys],
-        armed: &TracedMemory,
+        traced: &TracedMemory,
     ) -> Result<(Vec<GuestPhys>, SweepOrder, Vec<Block>), SaveError> {
         let memory =
             &ThrottledReader { memory: &self.context.memory, duty_cycle: self.intake.duty_cycle() };
@@ -297,11 +297,11 @@ impl MemoryCopy<'_, '_> {
         let mut order = order::plan_blocks(memory, &spaces, self.options.block_size)?;
         let size = self.options.block_size;
         let may_hold = |block| {
-            let discards = armed.trace.discards.as_ref();
+            let discards = traced.trace.discards.as_ref();
             discards.is_some_and(|discards| discards.may_hold(size.pages_of(block)))
         };
         order.add_unbacked(|block| {
-            parent_stores(self.context.parent.as_deref(), block) || may_hold(block)
+            is_stored_in_parent(self.context.parent.as_deref(), block) || may_hold(block)
         });
         let used = self.context.used.as_deref().unwrap_or_default();
         let working_set = order.bring_forward(used, self.options.block_size);

@@ -48,7 +48,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn the_last_ones_come_first_and_once() {
+    fn recent_spaces_are_first_and_listed_once() {
         let mut seen = RecentSpaces::default();
         [7, 8, 7, 9, 8, 8].into_iter().for_each(|root| seen.record_use(GuestPhys(root)));
         assert_eq!(seen.take_first(2), [GuestPhys(8), GuestPhys(9)]);

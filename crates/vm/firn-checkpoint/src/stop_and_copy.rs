@@ -12,11 +12,11 @@ use crate::lane::PackingLane;
 use crate::options::SaveOptions;
 use crate::order::{self, AddressSpaces, ThrottledReader};
 use crate::pipeline::{PipelineIntake, RawBlock};
-use crate::pre_copy::parent_stores;
+use crate::pre_copy::is_stored_in_parent;
 use crate::report::SaveProgress;
 
 /// Blocks between two progress reports.
-const REPORT_EVERY: usize = 1024;
+const BLOCKS_PER_REPORT: usize = 1024;
 
 /// Copies the memory of a stopped VM.
 pub(crate) struct StopCopy<'a> {
@@ -40,12 +40,12 @@ impl StopCopy<'_> {
             self.spaces,
             size,
         )?;
-        order.add_unbacked(|block| parent_stores(self.parent.as_deref(), block));
+        order.add_unbacked(|block| is_stored_in_parent(self.parent.as_deref(), block));
         let working_set = order.bring_forward(&self.used, size);
         let blocks = order.blocks;
         for (done, &block) in blocks.iter().enumerate() {
             self.copy_block(block)?;
-            if done % REPORT_EVERY == 0 {
+            if done % BLOCKS_PER_REPORT == 0 {
                 self.report_progress(done, blocks.len());
             }
             if self.intake.has_failed() {

@@ -107,7 +107,7 @@ impl BackgroundSweep<'_> {
         order: &mut impl Iterator<Item = (Block, bool)>,
         blocks: u32,
     ) -> Result<bool, SaveError> {
-        firn_fault::point("save.sweep");
+        firn_fault::pass_point("save.sweep");
         let began = self.trace.now();
         let (mut left, mut paused) = (blocks, Duration::ZERO);
         while left > 0 {

@@ -126,7 +126,7 @@ mod tests {
     }
 
     #[test]
-    fn blocks_come_in_order_and_once() {
+    fn touched_blocks_are_in_order_and_listed_once() {
         let touches = touching([7, 3, 7, 7, 5, 3]);
         assert_eq!(touches.len(), 3);
         assert_eq!(touches.into_blocks(), [7, 3, 5].map(Block));
@@ -139,7 +139,7 @@ mod tests {
     }
 
     #[test]
-    fn a_guest_that_goes_on_finds_an_eighth_of_all_late() {
+    fn a_steady_guest_touches_an_eighth_late() {
         let late = touching(0..800).late_share(ms(1800)).unwrap();
         assert!((0.12..0.13).contains(&late), "{late}");
     }
@@ -162,7 +162,7 @@ mod tests {
     }
 
     #[test]
-    fn what_came_later_does_not_count() {
+    fn touches_after_the_period_do_not_count() {
         let touches = touching(0..900);
         assert_eq!(touches.late_share(ms(1500)), touching(0..501).late_share(ms(1500)));
         assert_eq!(touches.late_share(ms(1050)), None);

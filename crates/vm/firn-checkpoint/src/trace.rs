@@ -269,7 +269,7 @@ impl TraceFaultLoop {
 
     fn handle_event(&mut self, event: &MemoryEvent, was_arming: bool) -> Result<(), SaveError> {
         let &MemoryEvent::Fault { page, tid, kind, write } = event else { return Ok(()) };
-        if self.trace.is_arming() && self.note_written(page, kind, write)? {
+        if self.trace.is_arming() && self.record_written(page, kind, write)? {
             return Ok(());
         }
         let how = self.attribute_fault(page, tid);
@@ -285,7 +285,7 @@ impl TraceFaultLoop {
 
     /// While arming: allows the access, and notes the page if it is written. `false` if the cut was
     /// made in the meantime.
-    fn note_written(
+    fn record_written(
         &mut self,
         page: Page,
         kind: FaultKind,
@@ -302,7 +302,7 @@ impl TraceFaultLoop {
         let stays_protected = trace.faults.features().resume_protected;
         if write || kind != FaultKind::Minor || !stays_protected {
             if let Some(discards) = trace.discards.as_ref().filter(|_| kind == FaultKind::Missing) {
-                discards.note_filled(page);
+                discards.record_filled(page);
             }
             written.add_pages(trace.block_size.pages_of(trace.block_size.block_of(page)));
             self.release_block(page, kind)?;
@@ -326,7 +326,7 @@ impl TraceFaultLoop {
         (lane, how): (PackingLane, FaultAttribution),
     ) -> Result<(), SaveError> {
         let block = self.trace.block_size.block_of(page);
-        firn_fault::point("save.fault");
+        firn_fault::pass_point("save.fault");
         self.counts.count_fault(how);
         self.trace.lock_touches().record_touch(block, self.trace.now());
         match self.trace.ledger.claim_block(block) {

@@ -59,18 +59,18 @@ impl TracedMemory {
         if discards.as_ref().is_some_and(|discards| discards.needs_hole_faults()) {
             faults.with_holes();
         }
-        firn_fault::point("save.attached");
+        firn_fault::pass_point("save.attached");
         let turns = Arc::clone(intake.duty_cycle());
         let memory = Arc::clone(&context.memory);
         let trace = Arc::new(SaveTrace::new(memory, faults, options.block_size, discards, turns));
         let handler = TraceHandler::start_thread(Arc::clone(&trace), lanes, workers, intake);
-        let armed = Self { trace, handler, process: Arc::clone(&context.process), vcpus };
-        if let Err(error) = armed.trace.faults.register_all() {
-            drop(armed.detach_from_hypervisor());
+        let traced = Self { trace, handler, process: Arc::clone(&context.process), vcpus };
+        if let Err(error) = traced.trace.faults.register_all() {
+            drop(traced.detach_from_hypervisor());
             return Err(error.into());
         }
-        firn_fault::point("save.registered");
-        Ok(armed)
+        firn_fault::pass_point("save.registered");
+        Ok(traced)
     }
 
     /// Write-protects all RAM while the guest runs.
@@ -79,7 +79,7 @@ impl TracedMemory {
             self.trace.faults.protect_pages(chunk)?;
             self.trace.duty_cycle().pause_if_due();
         }
-        firn_fault::point("save.armed");
+        firn_fault::pass_point("save.armed");
         Ok(())
     }
 
@@ -91,7 +91,7 @@ impl TracedMemory {
             let runs = self.trace.lock_written().drain();
             self.protect_runs(&runs)?;
         }
-        firn_fault::point("save.rounds");
+        firn_fault::pass_point("save.rounds");
         Ok(rounds.rounds_done())
     }
 

@@ -104,7 +104,7 @@ mod tests {
     }
 
     #[test]
-    fn rounds_go_on_while_the_set_shrinks() {
+    fn rounds_continue_while_the_set_shrinks() {
         let mut rounds = ProtectRounds::new();
         let sizes = [50_000, 5_000, 900, 300, 90, 10];
         let ran = sizes.iter().take_while(|&&size| rounds.needs_another(size)).count();

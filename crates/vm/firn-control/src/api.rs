@@ -77,7 +77,7 @@ pub const PROTECTED: &str = "protect";
 pub const CLUSTERS: &str = "/v1/clusters";
 
 /// Path of requests that the peer protect a cluster that it runs no VM of; the name follows.
-pub const KEEP: &str = "/v1/keep/";
+pub const KEEP_PROTECTED_PATH: &str = "/v1/keep/";
 
 /// Path of requests to start a standby; the name follows.
 pub const STANDBYS: &str = "/v1/standbys/";

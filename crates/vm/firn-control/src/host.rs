@@ -103,7 +103,7 @@ mod tests {
     }
 
     #[test]
-    fn what_has_two_spellings_or_is_a_path_does_not() {
+    fn ambiguous_names_and_paths_are_refused() {
         let long = "a".repeat(64);
         for name in ["", "A", "a.", "a b", "../a", "10.0.0.1", "::1", "*.org", "a_b", &long] {
             assert!(HostName::new(name).is_err(), "{name:?}");

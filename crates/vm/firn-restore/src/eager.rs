@@ -7,7 +7,7 @@
 use std::sync::atomic::{AtomicBool, AtomicU32, AtomicU64, Ordering};
 use std::thread;
 
-use firn_fault::point;
+use firn_fault::pass_point;
 use firn_image::{Image, LocalityBlockId};
 use firn_memory::{GuestMemory, process_memory};
 use firn_types::{Block, PAGE_SIZE, Page};
@@ -32,7 +32,7 @@ pub fn fill_all(
 ) -> Result<(), RestoreError> {
     check_regions(image, memory.region_map())?;
     memory.punch_out(memory.all_pages())?;
-    point("restore.punched");
+    pass_point("restore.punched");
     let storage = UnitStorage::new(image.clone(), RestoreMode::Eager);
     let total =
         u64::from(image.summary().stored_blocks) * image.geometry().block_size.byte_count() as u64;
@@ -65,13 +65,16 @@ struct EagerFill<'a> {
 impl EagerFill<'_> {
     fn run_threads(&self, threads: usize) -> Result<(), RestoreError> {
         thread::scope(|scope| {
-            let threads: Vec<_> = (0..threads).map(|_| scope.spawn(|| self.fill_runs())).collect();
+            let threads: Vec<_> =
+                (0..threads).map(|_| scope.spawn(|| self.fill_until_done())).collect();
             let died = |_| Err(RestoreError::Died { name: "eager-fill" });
             threads.into_iter().try_for_each(|thread| thread.join().unwrap_or_else(died))
         })
     }
 
-    fn fill_runs(&self) -> Result<(), RestoreError> {
+    /// The loop of one thread: fills the next run of locality blocks until none is left, or a
+    /// thread has failed.
+    fn fill_until_done(&self) -> Result<(), RestoreError> {
         let end = self.storage.image().locality_blocks();
         let mut raw = vec![0; self.storage.image().geometry().block_size.byte_count()];
         while !self.has_failed.load(Ordering::Relaxed) {
@@ -90,19 +93,19 @@ impl EagerFill<'_> {
     fn fill_run(&self, units: std::ops::Range<u32>, raw: &mut [u8]) -> Result<(), RestoreError> {
         let bytes = self.storage.read_units(&units, true)?;
         for (unit, bytes) in units.zip(bytes) {
-            self.fill_unit(LocalityBlockId(unit), &bytes, raw)?;
+            self.fill_locality_block(LocalityBlockId(unit), &bytes, raw)?;
         }
         Ok(())
     }
 
-    fn fill_unit(
+    fn fill_locality_block(
         &self,
-        unit: LocalityBlockId,
+        id: LocalityBlockId,
         bytes: &UnitBytes,
         raw: &mut [u8],
     ) -> Result<(), RestoreError> {
         let image = self.storage.image();
-        for entry in image.entries(unit) {
+        for entry in image.entries(id) {
             image.decode_block(entry, self.storage.stored_in(bytes, entry), raw)?;
             self.write_block(entry.block, raw)?;
             self.written_bytes.fetch_add(raw.len() as u64, Ordering::Relaxed);

@@ -118,7 +118,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_hypervisor_that_is_gone_is_told_from_other_trouble() {
+    fn the_end_of_the_hypervisor_is_distinguished_from_other_errors() {
         let gone = PageFaultError::from(ProcessError::Gone { pid: 1 });
         assert!(RestoreError::PageFaults(gone).is_hypervisor_gone());
         let own = PageFaultError::from(ProcessError::Own { pid: 1 });

@@ -98,7 +98,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn nobody_is_inside_while_it_is_closed() {
+    fn no_thread_is_inside_a_closed_gate() {
         let gate = InstallGate::default();
         let (value, stop) = (AtomicU32::new(0), AtomicBool::new(false));
         std::thread::scope(|scope| {

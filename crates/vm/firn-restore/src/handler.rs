@@ -19,7 +19,7 @@
 use std::ops::Range;
 use std::time::Duration;
 
-use firn_fault::point;
+use firn_fault::pass_point;
 use firn_memory::FaultKind;
 use firn_types::Page;
 
@@ -90,7 +90,7 @@ impl<'a> FaultHandler<'a> {
     }
 
     fn handle_fault(&mut self, fault: PendingFault) -> Result<(), RestoreError> {
-        point("restore.fault");
+        pass_point("restore.fault");
         if fault.kind != FaultKind::Missing {
             return self.resume_thread(fault);
         }

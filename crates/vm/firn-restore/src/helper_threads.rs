@@ -8,7 +8,7 @@
 
 use std::time::{Duration, Instant};
 
-use firn_fault::point;
+use firn_fault::pass_point;
 
 use crate::error::RestoreError;
 use crate::image_bytes::UnitBytes;
@@ -32,7 +32,7 @@ const STORAGE_READ_MIN: Duration = Duration::from_millis(2);
 const WORK_MAX: Duration = Duration::from_millis(1);
 
 /// The longest time for which settled pages stay unwritten while the filler has nothing to read.
-const PRESENCE_EVERY: Duration = Duration::from_millis(20);
+const PRESENCE_WRITE_INTERVAL: Duration = Duration::from_millis(20);
 
 /// Nice value of workers: their priority is below that of vCPUs and of the fault handler, which
 /// must run at once when they wake up, but enough for about a tenth of a processor each if those
@@ -127,7 +127,7 @@ struct ReaderThread<'a> {
 impl<'a> ReaderThread<'a> {
     fn read_units(&mut self, read: &UnitRead) {
         if read.why == ReadReason::Fill {
-            point("restore.fill");
+            pass_point("restore.fill");
         }
         let began = self.shared.now();
         self.storage.has_read();
@@ -238,7 +238,9 @@ impl<'a> ReaderThread<'a> {
         if inner.server.may_install(now) {
             shared.wake_worker();
         }
-        if inner.server.settled_pages().has_changed() && now >= self.written + PRESENCE_EVERY {
+        if inner.server.settled_pages().has_changed()
+            && now >= self.written + PRESENCE_WRITE_INTERVAL
+        {
             drop(inner);
             self.written = now;
             match shared.write_presence() {
@@ -249,7 +251,7 @@ impl<'a> ReaderThread<'a> {
             }
             inner = shared.lock_state();
         }
-        let next_write = now + PRESENCE_EVERY;
+        let next_write = now + PRESENCE_WRITE_INTERVAL;
         shared.wait_for_work(inner, ThreadRole::Filler, Some(then.min(next_write)))
     }
 }
@@ -259,7 +261,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn nobody_rests_for_long() {
+    fn throttled_threads_wake_soon() {
         assert_eq!(pause_after(Duration::from_micros(50)), Duration::from_micros(350));
         assert_eq!(pause_after(Duration::from_secs(60)), Duration::from_millis(7));
     }

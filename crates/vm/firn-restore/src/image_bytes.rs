@@ -72,7 +72,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_buffer_comes_back_after_its_last_use() {
+    fn a_buffer_returns_to_the_pool_after_its_last_use() {
         let pool = Arc::new(BufferPool::default());
         let run = pool.wrap_buffer(vec![1, 2, 3, 4]);
         let (first, second) = (UnitBytes::new(run.clone(), 0), UnitBytes::new(run, 2));

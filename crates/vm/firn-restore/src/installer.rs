@@ -8,7 +8,7 @@
 use std::ops::Range;
 use std::time::Duration;
 
-use firn_fault::point;
+use firn_fault::pass_point;
 use firn_image::{BlockEntry, LocalityBlockId};
 use firn_memory::{InstallAttempt, PageFaultError};
 use firn_types::{PAGE_SIZE, Page};
@@ -112,7 +112,7 @@ impl<'a> BlockInstaller<'a> {
     /// The requested page is not installed before the others: on the processor of the handler the
     /// guest would run first, and fault on its neighbour.
     fn install_decoded<B>(&mut self, install: &BlockInstall<B>) -> Result<(), RestoreError> {
-        point("restore.install");
+        pass_point("restore.install");
         loop {
             match self.copy_pages(install) {
                 Ok(InstallAttempt::Busy) => self.await_hypervisor()?,
@@ -154,7 +154,7 @@ impl<'a> BlockInstaller<'a> {
     }
 
     fn copy_pages<B>(&mut self, install: &BlockInstall<B>) -> Result<InstallAttempt, RestoreError> {
-        firn_fault::io("restore.copy").map_err(|source| no_memory(install, &source))?;
+        firn_fault::pass_io_point("restore.copy").map_err(|source| no_memory(install, &source))?;
         let _inside = match self.role {
             InstallerRole::Handler(_) => None,
             InstallerRole::Helper => Some(self.shared.gate.enter_gate()),

@@ -151,7 +151,7 @@ mod tests {
     }
 
     #[test]
-    fn what_is_always_used_is_hardly_ever_missed() {
+    fn always_used_blocks_are_rarely_left_out() {
         let mut learned = LearnedBlocks::new("a");
         let used: Vec<u32> = (100..200).collect();
         let mut missed = 0;
@@ -178,7 +178,7 @@ mod tests {
     }
 
     #[test]
-    fn what_came_too_late_starts_anew() {
+    fn late_blocks_start_with_a_new_count() {
         let mut learned = LearnedBlocks::new("a");
         for _ in 0..20 {
             learned.learn_from(&[Block(7)]);
@@ -214,7 +214,7 @@ mod tests {
 
     proptest! {
         #[test]
-        fn what_is_not_used_any_more_is_forgotten(
+        fn unused_blocks_are_forgotten(
             past in prop::collection::vec(prop::collection::vec(0u32..50, 0..20), 0..40),
         ) {
             let mut learned = LearnedBlocks::new("a");

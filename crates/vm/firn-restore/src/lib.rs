@@ -32,8 +32,9 @@
 //! At any moment a page that is in the RAM file is complete and correct. A page that is not is
 //! missing, and a guest that touches it waits. Damage in the image, or storage that fails, never
 //! causes a wrong page: the guest waits. What failed is tried again until it succeeds, and
-//! [`RunningRestore::outage`] reports it until then. Where that is not wanted ([`OnError::Kill`]),
-//! and before the guest may run, [`OnFatal`] is called after a few attempts.
+//! [`RunningRestore::outage`] reports it until then. Where that is not wanted
+//! ([`ReadFailurePolicy::Kill`]), and before the guest may run, [`OnFatal`] is called after a few
+//! attempts.
 
 #![forbid(unsafe_code)]
 
@@ -62,7 +63,10 @@ pub use eager::fill_all;
 pub use error::RestoreError;
 pub use failures::MemoryOutage;
 pub use learned::{LEARNED_MAX, LearnedBlocks};
-pub use options::{BackgroundFill, ModeError, OnError, OnErrorError, RestoreMode, RestoreOptions};
+pub use options::{
+    BackgroundFill, ModeError, ReadFailurePolicy, ReadFailurePolicyError, RestoreMode,
+    RestoreOptions,
+};
 pub use prefill::{PrefillThreads, PrefilledMemory};
 pub use presence::PresenceFile;
 pub use record::{

@@ -83,7 +83,7 @@ pub enum BackgroundFill {
 /// What happens to a VM whose guest needs a page that can't be read or installed.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash, Serialize, Deserialize)]
 #[serde(rename_all = "kebab-case")]
-pub enum OnError {
+pub enum ReadFailurePolicy {
     /// The guest waits: the page is tried again until it is installed.
     #[default]
     Stop,
@@ -91,11 +91,11 @@ pub enum OnError {
     Kill,
 }
 
-impl OnError {
+impl ReadFailurePolicy {
     const NAMES: [(Self, &'static str); 2] = [(Self::Stop, "stop"), (Self::Kill, "kill")];
 }
 
-impl fmt::Display for OnError {
+impl fmt::Display for ReadFailurePolicy {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         let name =
             Self::NAMES.iter().find(|(choice, _)| choice == self).map_or("", |(_, name)| name);
@@ -103,17 +103,17 @@ impl fmt::Display for OnError {
     }
 }
 
-/// A word that is not the name of an [`OnError`].
+/// A word that is not the name of a [`ReadFailurePolicy`].
 #[derive(Debug, Error, PartialEq, Eq)]
 #[error("{0:?} is neither stop nor kill")]
-pub struct OnErrorError(String);
+pub struct ReadFailurePolicyError(String);
 
-impl FromStr for OnError {
-    type Err = OnErrorError;
+impl FromStr for ReadFailurePolicy {
+    type Err = ReadFailurePolicyError;
 
-    fn from_str(word: &str) -> Result<Self, OnErrorError> {
+    fn from_str(word: &str) -> Result<Self, ReadFailurePolicyError> {
         let found = Self::NAMES.iter().find(|(_, name)| *name == word);
-        found.map(|(choice, _)| *choice).ok_or_else(|| OnErrorError(word.to_owned()))
+        found.map(|(choice, _)| *choice).ok_or_else(|| ReadFailurePolicyError(word.to_owned()))
     }
 }
 
@@ -128,7 +128,7 @@ pub struct RestoreOptions {
     pub mode: RestoreMode,
     /// What happens to a VM whose guest may run and whose memory can't be read. Before that, a
     /// restore fails.
-    pub on_error: OnError,
+    pub on_error: ReadFailurePolicy,
     /// Memory blocks that are expected to be used beside the working set of the image; see
     /// [`crate::LearnedBlocks`].
     pub also_expected: Vec<Block>,
@@ -161,7 +161,7 @@ impl Default for RestoreOptions {
     fn default() -> Self {
         Self {
             mode: RestoreMode::default(),
-            on_error: OnError::default(),
+            on_error: ReadFailurePolicy::default(),
             also_expected: Vec::new(),
             workers: 2,
             readers: 4,
@@ -197,7 +197,7 @@ impl RestoreOptions {
     }
 
     /// Whether the restore adapts to the storage.
-    pub(crate) fn adapts_to_storage(&self) -> bool {
+    pub(crate) fn is_adaptive_to_storage(&self) -> bool {
         matches!(self.mode, RestoreMode::Auto | RestoreMode::WorkingSet)
     }
 
@@ -234,8 +234,8 @@ impl RestoreOptions {
             account_use: self.account_use,
             unit_bytes,
             expected_misses: self.expected_misses(),
-            known_latency: self.known_latency.filter(|_| self.adapts_to_storage()),
-            adapts: self.adapts_to_storage(),
+            known_latency: self.known_latency.filter(|_| self.is_adaptive_to_storage()),
+            is_adaptive: self.is_adaptive_to_storage(),
             guest_runs: self.mode == RestoreMode::Auto,
             may_read_all: self.may_read_all(),
             ..PageServerRules::default()

@@ -30,7 +30,7 @@ use std::sync::{Arc, Mutex, PoisonError, RwLock};
 use std::thread::JoinHandle;
 use std::time::Instant;
 
-use firn_fault::point;
+use firn_fault::pass_point;
 use firn_image::{Image, LocalityBlockId};
 use firn_memory::{GuestMemory, mapped_pages};
 use firn_types::{Block, PAGE_SIZE, Page, RamRegion};
@@ -275,7 +275,7 @@ impl PrefillQueue {
         let (image, longest) = (storage.image(), options.run_max(storage.unit_bytes()));
         let (units, end, mode) =
             (wanted_units(image, options), image.locality_blocks(), options.mode);
-        let far = options.known_latency.filter(|_| options.adapts_to_storage());
+        let far = options.known_latency.filter(|_| options.is_adaptive_to_storage());
         let high_latency = far.map(|way| {
             let cost = StorageCost::from_known_latency(storage.unit_bytes(), way);
             let all = if options.may_read_all() { all_units(image) } else { Vec::new() };
@@ -374,7 +374,7 @@ impl PrefillJob {
         while !self.is_over() {
             let next = self.lock_queue().next_read();
             let Some(next) = next else { break };
-            point("restore.prefill");
+            pass_point("restore.prefill");
             if self.fill_units(next, &mut raw, &mut storage).is_none() {
                 self.stop_writing();
             }
@@ -454,12 +454,12 @@ mod tests {
     use firn_types::{BlockSize, RegionMap};
 
     #[test]
-    fn this_kernel_tells_what_it_has_scanned() {
+    fn this_kernel_reports_the_scanned_range() {
         assert!(anonymous_pages_scanned().is_some());
     }
 
     #[test]
-    fn far_storage_is_read_by_place_unless_the_image_is_cached() {
+    fn high_latency_storage_is_read_in_file_order_unless_cached() {
         let runs = |first: u32, in_order| PendingRequests {
             runs: (0..9).map(|run| first + run..first + run + 1).collect(),
             in_order,
@@ -481,7 +481,7 @@ mod tests {
     }
 
     #[test]
-    fn what_is_backed_and_not_settled_is_told_in_runs() {
+    fn backed_and_unsettled_pages_are_reported_in_runs() {
         let ram = RegionMap::lay_out([("ram", 64 * 4096)]).unwrap();
         let mut settled = SettledPages::new(&ram, BlockSize::default());
         [3, 4, 9].into_iter().for_each(|page| settled.insert(Page(page)));

@@ -162,7 +162,7 @@ mod tests {
     }
 
     #[test]
-    fn a_successor_reads_what_was_written() {
+    fn a_successor_reads_the_presence_map() {
         let dir = tempfile::tempdir().unwrap();
         let path = dir.path().join("presence");
         let presence = PresenceFile::create(&path, 1000).unwrap();
@@ -177,7 +177,7 @@ mod tests {
     }
 
     #[test]
-    fn what_is_of_another_vm_is_refused() {
+    fn a_presence_map_of_another_vm_is_refused() {
         let dir = tempfile::tempdir().unwrap();
         let path = dir.path().join("presence");
         let error = |pages| PresenceFile::open(&path, pages).unwrap_err().to_string();

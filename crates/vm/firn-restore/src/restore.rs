@@ -3,7 +3,7 @@
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
-use firn_fault::point;
+use firn_fault::pass_point;
 use firn_image::Image;
 use firn_memory::{GuestMemory, PageFaults, VcpuWaits};
 use firn_types::{Page, RegionMap, ThreadId};
@@ -108,12 +108,12 @@ impl RunningRestore {
         on_fatal: OnFatal,
     ) -> Result<Self, RestoreError> {
         check_regions(&image, memory.region_map())?;
-        point("restore.begin");
+        pass_point("restore.begin");
         faults.register_all()?;
-        point("restore.registered");
+        pass_point("restore.registered");
         let mut settled = SettledPages::new(memory.region_map(), image.geometry().block_size);
         let kept = prefilled.keep_untouched(&memory, &mut settled)?;
-        point("restore.punched");
+        pass_point("restore.punched");
         let before = InitialState { settled, prefilled, kept };
         let restore =
             Self::start_threads(image, &memory, faults, options, presence, before, on_fatal)?;
@@ -205,9 +205,9 @@ impl RunningRestore {
     /// # Errors
     /// The error because of which memory can't be restored.
     pub fn await_prefill(&self) -> Result<(), Arc<RestoreError>> {
-        let adapts = self.shared.options.mode == RestoreMode::Auto;
-        if !adapts || self.shared.lock_state().server.must_guest_wait() {
-            let deadline = adapts.then(|| Instant::now() + PREFILL_WAIT_MAX);
+        let is_adaptive = self.shared.options.mode == RestoreMode::Auto;
+        if !is_adaptive || self.shared.lock_state().server.must_guest_wait() {
+            let deadline = is_adaptive.then(|| Instant::now() + PREFILL_WAIT_MAX);
             self.shared.wait_until(|inner| inner.server.is_prefetch_done(), deadline)?;
         }
         self.shared.lock_state().recorder.record_prefill(self.shared.now());
@@ -253,8 +253,8 @@ impl RunningRestore {
     }
 
     /// Whether the restore adapts to the storage, and to what earlier restores have found.
-    pub fn adapts(&self) -> bool {
-        self.shared.options.adapts_to_storage()
+    pub fn is_adaptive(&self) -> bool {
+        self.shared.options.is_adaptive_to_storage()
     }
 
     /// The number of virtual CPUs.

@@ -13,7 +13,7 @@ use std::sync::atomic::{AtomicBool, AtomicU32, Ordering};
 use std::sync::{Arc, Condvar, Mutex, MutexGuard, OnceLock, PoisonError};
 use std::time::{Duration, Instant};
 
-use firn_fault::point;
+use firn_fault::pass_point;
 use firn_memory::{PageFaults, VcpuWaits};
 use firn_types::{Block, Page};
 
@@ -21,7 +21,7 @@ use crate::error::RestoreError;
 use crate::failures::{CurrentFailures, MemoryOutage};
 use crate::gate::InstallGate;
 use crate::image_bytes::UnitBytes;
-use crate::options::{OnError, RestoreOptions};
+use crate::options::{ReadFailurePolicy, RestoreOptions};
 use crate::presence::PresenceFile;
 use crate::record::{FaultRecord, RunRecorder};
 use crate::server::{BlockInstall, PageMask, PageServer, ThreadWakeups, UnitSource};
@@ -212,13 +212,13 @@ impl SharedRestore {
         if self.finishing.swap(true, Ordering::AcqRel) {
             return;
         }
-        point("restore.filled");
+        pass_point("restore.filled");
         let let_go =
             self.write_presence_in_time().and_then(|()| Ok(self.faults.unregister_all()?));
         match let_go {
             Err(error) => self.fail_restore(error),
             Ok(()) => {
-                point("restore.unregistered");
+                pass_point("restore.unregistered");
                 let now = self.now();
                 let mut inner = self.lock_state();
                 inner.recorder.record_finish(now);
@@ -241,7 +241,7 @@ impl SharedRestore {
 
     /// Whether what failed with this error is tried again, for as long as it takes.
     pub(crate) fn can_retry(&self, error: &RestoreError) -> bool {
-        let waits = self.options.on_error == OnError::Stop;
+        let waits = self.options.on_error == ReadFailurePolicy::Stop;
         waits && self.may_run.load(Ordering::Acquire) && error.may_pass()
     }
 

@@ -23,7 +23,7 @@ use crate::records::control_protocol::{
     self, LINE_BYTES_MAX, OperationProgress, SupervisorPlan, SupervisorReply, SupervisorRequest,
 };
 use crate::records::failure::{Failure, FailureContext, FailureKind};
-use crate::records::journal::{Journal, JournalNote, VmPhase};
+use crate::records::journal::{Journal, JournalResult, VmPhase};
 use crate::records::name::VmName;
 use crate::recovery::guard;
 use crate::recovery::vm_survey;
@@ -116,7 +116,7 @@ impl SupervisorStart {
 fn result_after_start(base: &RuntimeDir, vm: &VmDir) -> Result<serde_json::Value, Failure> {
     let status = status_after(base, vm, "the VM was not started, and nothing is left of it")?;
     match (&status.last, status.state.as_str()) {
-        (Some(note), _) => result_of_note(&status, note),
+        (Some(note), _) => reply_of_result(&status, note),
         (None, "running" | "restoring" | "paused") => Ok(recovered_facts(&status)),
         (None, state) => supervisor_died(format!("the VM is {state}")),
     }
@@ -127,11 +127,11 @@ fn result_after_start(base: &RuntimeDir, vm: &VmDir) -> Result<serde_json::Value
 fn result_after_save(
     base: &RuntimeDir,
     vm: &VmDir,
-    before: Option<&JournalNote>,
+    before: Option<&JournalResult>,
 ) -> Option<Result<serde_json::Value, Failure>> {
     match status_after(base, vm, "the VM is gone") {
         Ok(status) => match &status.last {
-            Some(note) if Some(note) != before => Some(result_of_note(&status, note)),
+            Some(note) if Some(note) != before => Some(reply_of_result(&status, note)),
             _ => None,
         },
         Err(failure) => Some(Err(failure)),
@@ -156,7 +156,7 @@ fn status_after(base: &RuntimeDir, vm: &VmDir, gone: &str) -> Result<VmStatus, F
     }
 }
 
-fn result_of_note(status: &VmStatus, note: &JournalNote) -> Result<serde_json::Value, Failure> {
+fn reply_of_result(status: &VmStatus, note: &JournalResult) -> Result<serde_json::Value, Failure> {
     if note.good { Ok(recovered_facts(status)) } else { supervisor_died(note.text.clone()) }
 }
 
@@ -610,7 +610,7 @@ mod tests {
     }
 
     #[test]
-    fn who_watches_too_late_learns_why_the_vm_was_ended() {
+    fn a_late_client_learns_why_the_vm_was_ended() {
         let (_dir, base, vm) = dir();
         vm.create_private().unwrap();
         let damaged = Failure::new(FailureKind::Damaged, "memory block 7 is damaged");
@@ -627,7 +627,7 @@ mod tests {
     /// Some supervisors don't answer, and one does not even accept connections any more: all of
     /// them are listed, from their journals.
     #[test]
-    fn supervisors_that_stand_still_hide_nobody() {
+    fn stopped_supervisors_do_not_hide_other_vms() {
         let (_dir, base, _) = dir();
         let vms: Vec<VmDir> =
             (0..8).map(|n| base.vm_dir(&VmName::new(format!("vm{n}")).unwrap())).collect();

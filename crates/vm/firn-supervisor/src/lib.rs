@@ -51,13 +51,13 @@ pub use client::{
 };
 pub use daemon::status::{UnattendedVm, VmStatus};
 pub use daemon::supervisor_process::{run_successor, run_supervisor};
-pub use devices::disk_layers::{RemovedImage, note_copy, remove_images, resolve_current_disks};
+pub use devices::disk_layers::{RemovedImage, record_copy, remove_images, resolve_current_disks};
 pub use devices::network::CardStatus;
 pub use firn_epochs::primary_end::PrimaryEnd;
 pub use firn_vmm::command_line::{CommandOverrides, GuestConsole};
 pub use hypervisor::consoles::find_vm_consoles;
 pub use hypervisor::host_check::{HostCheck, check_host};
-pub use hypervisor::libvirt::find_libvirt_vm;
+pub use hypervisor::libvirt::{find_libvirt_vm, restore_target};
 pub use operations::process_check::check_process;
 pub use operations::protection::ProtectionStatus;
 pub use operations::restore::RestoreTimings;
@@ -74,15 +74,16 @@ pub use records::control_protocol::{
 pub use records::cpu::CpuFacts;
 pub use records::device_records::{DriveSnapshot, NetworkCard, ServedDisk, SnapshotFile};
 pub use records::failure::{Failure, FailureContext, FailureKind, image_failure};
-pub use records::journal::{Journal, JournalError, JournalNote, VmPhase};
+pub use records::journal::{Journal, JournalError, JournalResult, VmPhase};
 pub use records::meta::{FrozenDrive, HostMismatch, ImageMeta, QemuFacts};
 pub use records::monitor_address::MonitorAddress;
 pub use records::name::{NAME_BYTES_MAX, NetworkName, NetworkNameError, VmName, VmNameError};
 pub use records::percentiles::Percentiles;
 pub use records::process_exit::ProcessExit;
+pub use records::restored_domain::{LibvirtTarget, RestoredDomain};
 pub use recovery::force::stop_by_force;
 pub use recovery::guard::{run_guard, run_watcher};
 pub use recovery::suggested_command::{
-    SuggestedCommand, SupervisorState, VmRemnant, suggest_command, suggest_command_after,
+    SuggestedCommand, SupervisorState, VmState, suggest_command, suggest_command_after,
 };
 pub use recovery::vm_survey::{inspect_vm, list_statuses, restart_supervisors};

@@ -11,14 +11,14 @@ use firn_types::make_printable;
 
 use crate::libvirt::{LibvirtArgs, name_of_domain};
 use crate::output::FactPrinter;
-use crate::run::{summarize_vm, supervisor_notes};
+use crate::run::{summarize_vm, supervisor_remarks};
 use crate::units;
 use crate::working_set::WorkingSetArgs;
 
 /// Manage a VM that runs already.
 ///
-/// Its QEMU needs a QMP monitor on a unix socket (-qmp unix:PATH,server=on,wait=off). Nothing in it
-/// is changed. Firn uses the monitor only while it has work to do there.
+/// Its QEMU needs a QMP monitor on a Unix socket (-qmp unix:PATH,server=on,wait=off). Firn changes
+/// nothing in QEMU, and uses the monitor only while it executes commands.
 ///
 /// If guest memory is in a shared file (a memory-backend-memfd or memory-backend-file with
 /// share=on), Firn can trace reads and writes, which makes restores faster. If it is private to
@@ -40,8 +40,7 @@ pub struct AttachArgs {
     name: Option<VmName>,
     #[command(flatten)]
     working_set: WorkingSetArgs,
-    /// Attach although the VM runs on a disk file that is an old state of the disk: see `firn run
-    /// --old-disk`.
+    /// Attach also if the VM's disk file is an old state of the disk: see `firn run --old-disk`.
     #[arg(long)]
     old_disk: bool,
     /// QEMU's process id.
@@ -64,7 +63,7 @@ impl AttachArgs {
         let facts = start_supervisor(&base, &name, &plan, &mut |_| ())
             .map_err(|failure| failure.while_doing(format!("can't attach {name}")))?;
         out.print_facts(&facts, || {
-            let notes: String = supervisor_notes(&facts)
+            let notes: String = supervisor_remarks(&facts)
                 .iter()
                 .map(|note| make_printable(note).into_owned() + "\n")
                 .collect();

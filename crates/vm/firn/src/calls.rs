@@ -20,10 +20,11 @@ pub struct CallsArgs {
     /// one of them.
     #[arg(long, value_name = "POLICY", conflicts_with = "working_set")]
     calls: Option<PathBuf>,
-    /// Note each store of these applications to their tracked memory, from outside the guest. A commit then needs no call, and finds out which words were written, not only which pages. QEMU gets a plugin
-    /// for that (libfirn_stores.so, as it was installed with this program, unless another is named)
-    /// and must emulate the guest (TCG), which makes it slower: the plugin checks each of its
-    /// stores.
+    /// Record each store of these applications to their tracked memory, from outside the guest. A
+    /// commit then needs no call, and returns which words were written, not only which pages. A
+    /// plugin in QEMU records them (by default the libfirn_stores.so that was installed with this
+    /// program). QEMU must emulate the guest (TCG). The guest gets slower, because the plugin
+    /// checks each store.
     #[arg(
         long,
         value_name = "PLUGIN",

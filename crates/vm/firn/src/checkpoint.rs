@@ -56,32 +56,33 @@ const DISK_METHODS: &[Choice] = &[
 
 /// Save a VM to an image; the VM continues to run.
 ///
-/// The guest is paused for some milliseconds, whatever its size. While the remaining memory is
-/// being written, a page that the guest touches is copied before the guest gets it. Only you can read the image (mode 0600: it is
-/// a copy of a VM's memory). It holds all that `firn restore` needs except the disks. It appears
-/// under its name when it is complete; until then an older image of that name stays.
+/// The guest is paused for some milliseconds, whatever its size. Then it runs, and Firn copies each
+/// page before the guest changes it. The image has all that `firn restore` needs except the disks.
+/// Only you can read it (mode 0600), because it is a copy of the VM's memory. It gets its name when
+/// it is complete; until then an older image of that name stays.
 ///
-/// With --parent the image holds only what changed since another image was made, and needs that one
-/// from then on. The first such checkpoint compares all of memory with its parent. Later ones have the image
-/// before them as parent, and save what was written since it was made (their strategy is pre-copy, unless another
-/// one is chosen). See `firn image chain`, `merge` and `rebase`.
+/// With --parent the image holds only what changed since another image, its parent, and needs that
+/// image from then on. The first such checkpoint compares all of memory with the parent. A later
+/// one, whose parent is the image before it, saves only the pages that were written since. Its
+/// strategy is pre-copy, unless you choose another one. See `firn image chain`, `merge` and
+/// `rebase`.
 ///
-/// With --every it continues to make such checkpoints, each on the one before, until it is ended:
-/// --output web.firn names web-000001.firn and so on. Each can be restored. When there are more
-/// than --keep, the oldest ones are removed now and then; before that, the command makes the oldest
-/// of those that it keeps independent of them.
+/// With --every the command makes such checkpoints until you end it. Each has the image before it
+/// as parent, and each can be restored: --output web.firn names web-000001.firn and so on. When
+/// there are more than --keep, the command merges the oldest image that it keeps with its parents,
+/// and removes these.
 ///
-/// The disks that the guest writes to are saved as they are in the pause (--disks). Where the
-/// file system can share blocks, their files are cloned. Otherwise a VM that Firn started writes to
-/// overlays on top of them (qcow2) from then on, and the files below are not written any more. The
-/// disks of a VM that Firn did not start are copied to files beside the image, and the VM keeps its
-/// files: with --parent or --every only what was written since the parent is copied. If a disk
-/// cannot be kept, the command names it before it does anything.
+/// Firn makes a snapshot of each disk that the guest writes to, as it is in the pause (--disks). If
+/// the file system can share blocks, Firn clones the disk's file. If it can't, a VM that Firn
+/// started writes to an overlay (qcow2) from then on, and its file is not written any more. The
+/// disks of any other VM are copied to files beside the image, and the VM keeps its files; with
+/// --parent or --every only the blocks that were written since the parent are copied. If a disk
+/// permits none of these, the command names it before it does anything.
 ///
-/// Firn inspects the VM first. If it has devices that its command line does not describe
-/// (hot-plugged ones, or ones with open descriptors), or devices that write to memory untraced
-/// (VFIO, vhost-user), no restore could succeed: the checkpoint is refused, with all reasons.
-/// --accept-unrestorable makes it nevertheless, and the image records the reasons.
+/// Firn inspects the VM first. It refuses a checkpoint that could not be restored, and gives all
+/// reasons: devices that the VM's command line does not describe (hot-plugged ones, or ones with
+/// open descriptors), and devices whose writes to memory Firn can't trace (VFIO, vhost-user).
+/// --accept-unrestorable makes the image nevertheless, and records the reasons in it.
 ///
 /// If this command is interrupted the checkpoint continues; `firn status` shows it.
 #[derive(Debug, ClapArgs)]
@@ -96,7 +97,7 @@ pub struct CheckpointArgs {
     name: VmName,
     #[command(flatten)]
     image: ImageArgs,
-    /// Do not throttle for the guest: end sooner, and slow it more.
+    /// Do not throttle the copying: the checkpoint ends sooner, and slows the guest more.
     #[arg(long)]
     no_throttle: bool,
     /// Abort the checkpoint if this command is interrupted.
@@ -106,8 +107,8 @@ pub struct CheckpointArgs {
     /// memory is private to QEMU.
     #[arg(long, value_name = "HOW", value_parser = parse_choice::<SaveStrategy>(STRATEGIES))]
     strategy: Option<SaveStrategy>,
-    /// With --strategy cow: copy first what programs have written in the N address spaces that were
-    /// used last, so that the programs need not wait when they write there again.
+    /// With --strategy cow: copy the dirty pages of the N address spaces that were used last before
+    /// all other memory, so that their programs need not wait when they write there again.
     #[arg(long, value_name = "N", requires = "strategy")]
     #[arg(value_parser = units::parse_number::<u16>(1..=1024))]
     first_spaces: Option<u16>,
@@ -115,7 +116,7 @@ pub struct CheckpointArgs {
     /// stop.
     #[arg(long, value_name = "HOW", value_parser = parse_choice::<WorkingSetEstimator>(ESTIMATORS))]
     working_set: Option<WorkingSetEstimator>,
-    /// Make an image even if it cannot be restored; `firn image inspect` shows why.
+    /// Make an image even if it cannot be restored; `firn image inspect` shows the reasons.
     #[arg(long)]
     accept_unrestorable: bool,
     /// Make a checkpoint at this interval: 30s, 5m, 2h; 100ms at least.
@@ -150,9 +151,9 @@ pub struct ImageArgs {
     /// Size of a locality block: a power of two from 16K to 1M.
     #[arg(long, value_name = "SIZE", value_parser = parse_locality_block)]
     locality_block: Option<u32>,
-    /// How to keep the disks that the guest writes to. By default they are cloned where the file
-    /// system supports it. Otherwise a VM that `firn run` or `firn restore` started gets overlays,
-    /// and the disks of any other VM are copied.
+    /// How to make snapshots of the disks that the guest writes to. By default Firn clones them if
+    /// the file system supports that. If not, a VM that `firn run` or `firn restore` started gets
+    /// overlays, and the disks of any other VM are copied.
     #[arg(long, value_name = "HOW", value_parser = accept_words(DISK_METHODS).map(find_disk_method))]
     disks: Option<SaveDisks>,
     /// The directory for disk files; by default that of the disks, and for copies that of the

@@ -25,9 +25,9 @@ const CONNECTED: &str = "03";
 
 /// Connect this terminal to a guest's serial console.
 ///
-/// Ctrl-] ends the connection; the VM continues to run. QEMU must have been started with a serial
-/// port, or a virtual console, whose other end is a Unix socket that QEMU listens on. A restored VM
-/// keeps it.
+/// Ctrl-] ends the connection; the VM continues to run. QEMU must have a serial port or a virtual
+/// console that is connected to a Unix socket on which QEMU listens. A restored VM has the same
+/// console.
 #[derive(Debug, ClapArgs)]
 #[command(after_long_help = "Examples:
   firn run web -- qemu-system-x86_64 ... \\
@@ -199,7 +199,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_connected_socket_is_told_from_one_that_only_listens() {
+    fn connected_and_listening_sockets_are_distinguished() {
         let listens = b"0000000000000000: 00000002 00000000 00010000 0001 01 28115 /run/a b";
         let accepted = b"0000000000000000: 00000003 00000000 00000000 0001 03 28116 /run/a b";
         assert!(!has_state(listens, b"/run/a b", CONNECTED));

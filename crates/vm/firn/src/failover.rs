@@ -32,15 +32,15 @@ const POLL_INTERVAL: Duration = Duration::from_millis(50);
 ///
 /// The VM continues from its newest committed epoch, the last but one that arrived.
 ///
-/// Where hosts have consensus (`firn cluster status`), the failover follows their record: it waits
-/// until the old primary's lease is over, and is refused while that host holds it. If a host still
-/// holds it although the VM is dead there, declare it dead by its name: the record then fences it,
-/// and nothing that it still sends is ever released.
+/// If hosts have consensus (`firn cluster status`), their record decides. The command waits until
+/// the lease of the old primary's host is over, and is refused while that host renews it. If the VM
+/// is dead there although the host renews the lease, declare the host dead by its name: then the
+/// record fences it, and none of its output is released.
 ///
-/// Where hosts have no consensus, Firn relies on you: make sure first that the VM runs on no other
-/// host. While epochs arrive from the primary, the VM runs there: the failover is refused.
+/// Without consensus, Firn relies on you: make sure first that the VM runs on no other host. While
+/// epochs arrive from the primary, the VM runs there, and the failover is refused.
 ///
-/// A VM that was stopped, or whose guest shut down, was not lost: its failover is refused.
+/// A failover of a VM that was stopped, or whose guest shut down, is refused: that VM was not lost.
 #[derive(Debug, ClapArgs)]
 #[command(after_long_help = "Examples:
   firn failover web
@@ -51,10 +51,10 @@ pub struct FailoverArgs {
     /// The host of the old primary, which does not run the VM any more.
     #[arg(long, value_name = "HOST")]
     i_know_it_is_dead: Option<HostName>,
-    /// Run it also if its primary was stopped or its guest shut down.
+    /// Run the VM also if its primary was stopped or its guest shut down.
     #[arg(long)]
     accept_stopped: bool,
-    /// Run it also while its primary runs and sends epochs. Two instances of the VM then run.
+    /// Run the VM also while its primary runs and sends epochs. Then two instances of the VM run.
     #[arg(long)]
     accept_running: bool,
 }

@@ -131,7 +131,7 @@ mod tests {
     }
 
     #[test]
-    fn utilization_is_what_was_not_waited() {
+    fn utilization_is_the_time_without_waits() {
         let since = Instant::now();
         let mut utilization = UtilizationGraph::new(since);
         utilization.add_sample(since + Duration::from_millis(100), &now(200));

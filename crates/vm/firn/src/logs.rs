@@ -21,9 +21,9 @@ const FOLLOW_INTERVAL: Duration = Duration::from_millis(200);
 
 /// Print the log of a VM's supervisor and the output of its QEMU.
 ///
-/// The supervisor's log has what Firn did, and nothing of the guest. The output of QEMU has its
-/// error messages, and the guest's console if QEMU was started with `-serial stdio`. Of each log the
-/// last MiB is printed. `firn status` shows the path of QEMU's output.
+/// The supervisor's log lists Firn's actions, and has no data of the guest. The output of QEMU has
+/// its error messages, and the guest's console if QEMU was started with `-serial stdio`. The
+/// command prints the last MiB of each. `firn status` shows the path of QEMU's output.
 #[derive(Debug, ClapArgs)]
 #[command(after_long_help = "Examples:
   firn logs web

@@ -164,7 +164,7 @@ impl FirnCommand {
 }
 
 fn main() -> ExitCode {
-    firn_fault::point("command.started");
+    firn_fault::pass_point("command.started");
     completions::answer_shell();
     let (out, done) = match FirnCli::try_parse() {
         Ok(cli) => {

@@ -197,7 +197,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn json_says_the_same_without_control_characters() {
+    fn json_has_the_same_text_without_control_characters() {
         let facts =
             serde_json::json!({ "a": "\u{1b}[2K\u{9b}\u{7f}\u{202e}\u{e0041}\n", "b": "größer" });
         let json = serde_json::to_string_pretty(&facts).unwrap();

@@ -18,29 +18,31 @@ use crate::output::FactPrinter;
 
 /// Replicate a VM to a standby, several times a second.
 ///
-/// For each epoch the VM is paused for some milliseconds, in which the pages it wrote are copied;
-/// they are sent afterwards. A failover continues the VM from the last but one of these pauses.
-/// The command returns once the standby could run the VM; the protection continues until `firn
-/// release`, or until the connection ends. `firn status` shows its state.
+/// Each epoch ends with a pause of some milliseconds, in which Firn copies the pages that the VM
+/// has written. It sends them while the VM runs. A failover continues the VM from the last but one
+/// of these pauses. The command returns when the standby is able to run the VM. The protection
+/// continues until `firn release`, or until the connection ends. `firn status` shows its state.
 ///
 /// With --backup, this host's agent makes the other host's agent start a standby of the same name,
-/// and transfers the epochs by TLS (see `firn-agent --help`). `firn failover` there runs it. A
-/// standby of this VM that exists there already is replaced if it was released; otherwise it may be
-/// all that is left of the VM, and stays. With --to, the epochs are sent unencrypted, to a socket
-/// on this host (see `firn standby --help`). Disks that Firn serves (`firn run --help`) are copied
-/// first, while the VM runs; each epoch has the changes on them. A VM that can write to another
-/// disk is refused.
+/// and transfers the epochs by TLS (see `firn-agent --help`). `firn failover` on that host runs the
+/// standby. If that host has a standby of this VM already, its agent replaces it only if it was
+/// released; otherwise the command fails, because that standby may be all that is left of the VM.
+/// With --to, the epochs are sent unencrypted, to a socket on this host (see `firn standby
+/// --help`). Firn first copies the disks that it serves (`firn run --help`) while the VM runs; each
+/// epoch has the changes to them. A VM that can write to any other disk is refused.
 ///
-/// Frames that the VM sends through a network card of Firn's (`firn run --help`) are buffered until no failover can undo them, for two intervals while the protection works. Through other cards, peers may
-/// receive frames that a failover undoes. When the standby is lost, the VM continues to run, but its output stays buffered: a user or the other host may have made the standby run, and then
-/// two instances would send. `firn release` releases it.
+/// Firn buffers the frames that the VM sends through a network card of Firn's (`firn run --help`)
+/// until no failover can undo them, for two intervals while the protection works. Through other
+/// cards, peers may receive frames that a failover undoes. When the standby is lost, the VM
+/// continues to run, but its output stays buffered: a user or the other host may have made the
+/// standby run, and then two instances would send. `firn release` releases it.
 ///
 /// Where the hosts have consensus (`[membership]`, see `firn-agent --help`), a VM with --backup
 /// fails over automatically when its host is lost, and is then protected by another host. Its
 /// output leaves only while its host holds a lease.
 ///
-/// QEMU saves all devices each time. Devices of virtio take the least time with
-/// `disable-modern=on`, and a virtio-serial with the lowest possible `max_ports`.
+/// QEMU saves all devices in each pause. That is quickest if virtio devices have
+/// `disable-modern=on`, and a virtio-serial device the lowest possible `max_ports`.
 #[derive(Debug, ClapArgs)]
 #[command(group = ArgGroup::new("where").required(true), after_long_help = r"Examples:
   firn protect web --backup host2
@@ -60,10 +62,10 @@ pub struct ProtectArgs {
     interval: Duration,
     /// When the standby is lost, release the buffered output and continue without it.
     ///
-    /// Use it only if you make sure that the standby does not run then: two instances of the same VM on
-    /// one network do harm.
-    #[arg(long, conflicts_with = "backup")]
-    go_on_alone: bool,
+    /// Use it only if you make sure that a lost standby does not run: two instances of a VM on one
+    /// network do harm.
+    #[arg(long, alias = "go-on-alone", conflicts_with = "backup")]
+    continue_unprotected: bool,
     /// Copy all written pages in the pause, and none before it.
     #[arg(long)]
     no_prediction: bool,
@@ -104,7 +106,7 @@ impl ProtectArgs {
                 client::protect_vm(base, &wanted, on_progress)
             }
             (None, Some(to)) => {
-                let (to, alone) = (to.clone(), self.go_on_alone);
+                let (to, alone) = (to.clone(), self.continue_unprotected);
                 let how = ProtectRequest { to, interval_ms, predicts, alone, lease: None };
                 let request = SupervisorRequest::Protect(how);
                 send_request(base, &self.name, &request, on_progress)

@@ -7,9 +7,10 @@ use crate::output::FactPrinter;
 
 /// End the protection of a VM; it continues to run.
 ///
-/// Its standby first confirms that it never runs the VM; then the VM's buffered output leaves. If
-/// the standby cannot be reached, the protection ends, but the output stays buffered; a second
-/// release lets it leave without any confirmation: make sure that the standby does not run.
+/// The standby first confirms that it will never run the VM. Then Firn releases the VM's buffered
+/// output. If the standby cannot be reached, the protection ends, but the output stays buffered. A
+/// second `firn release` releases it without a confirmation: make sure first that the standby does
+/// not run.
 #[derive(Debug, ClapArgs)]
 #[command(after_long_help = "Example:
   firn release web")]

@@ -6,10 +6,10 @@ use std::path::{Path, PathBuf};
 use clap::Args as ClapArgs;
 use clap::builder::TypedValueParser as _;
 use firn_report::ReportedRun;
-use firn_restore::{OnError, RestoreMode};
+use firn_restore::{ReadFailurePolicy, RestoreMode};
 use firn_supervisor::{
-    Failure, FailureKind, ImageMeta, RestoreDisks, RuntimeDir, SupervisorPlan, SupervisorRequest,
-    VmName, absolute_path, send_request, start_supervisor,
+    Failure, FailureKind, ImageMeta, LibvirtTarget, RestoreDisks, RuntimeDir, SupervisorPlan,
+    SupervisorRequest, VmName, absolute_path, restore_target, send_request, start_supervisor,
 };
 use firn_types::make_printable;
 
@@ -20,7 +20,7 @@ use crate::choices::{Choice, accept_words, parse_choice};
 use crate::live::RestoreView;
 use crate::output::{FactPrinter, check_directory};
 use crate::overrides::OverrideArgs;
-use crate::run::{summarize_vm, supervisor_notes};
+use crate::run::{summarize_vm, supervisor_remarks};
 use crate::units;
 use crate::working_set::WorkingSetArgs;
 
@@ -51,31 +51,36 @@ const OUTAGES: &[Choice] = &[
 
 /// Start a VM from an image.
 ///
-/// The command returns once the guest runs. Memory is loaded meanwhile: what the guest touches at
-/// once, the rest when it is idle. `firn status --watch` waits until all of it is loaded; so does
-/// --wait, which then shows how soon the guest was responsive.
+/// The command returns once the guest runs. Firn loads memory while it runs: a page that the guest
+/// touches at once, the other pages when the guest is idle. `firn status --watch` waits until all
+/// memory is loaded. So does --wait, which then shows how soon the guest was responsive.
 ///
-/// Once all memory is loaded, the VM has a run record of its restore: `firn report` draws it.
+/// When all memory is loaded, Firn writes a run record of the restore: `firn report` draws it.
 ///
-/// An image of another version of QEMU, or of disks that were written to since, is refused: they
-/// would contradict the guest's memory. --force restores it nevertheless.
+/// Firn refuses an image of another version of QEMU, and one whose disks were written to since: the
+/// guest's memory would not match them. --force restores it nevertheless.
 ///
 /// A VM that was paused when it was saved stays paused after the restore, until you continue it;
 /// --run starts it at once. Its memory is loaded meanwhile.
 ///
-/// The VM's disks are those of the image, and it writes to overlays of its own on top of them, so
-/// that an image can be restored any number of times, also side by side. `firn stop --discard`
-/// removes them with the VM.
+/// The VM reads the disks of the image, and writes to overlays of its own. So you can restore an
+/// image any number of times, and run the VMs side by side. `firn stop --discard` removes the
+/// overlays with the VM.
 ///
-/// A VM that is restored beside the one that was saved takes nothing from it. If another process has
-/// a socket, port, log or pid file of the command line, the new VM gets one in its runtime directory
-/// instead, and the output shows that. A taken `hostfwd` port is an error: --netdev sets other ports. These programs are
-/// started and no others: a QEMU of the system, one that /etc/firn/qemu.allow lists, or the one that
-/// --qemu names.
+/// The VM may run beside the one that was saved. If another process uses a socket, port, log or pid
+/// file of the command line, the new VM gets one in its runtime directory instead, and the output
+/// shows that. A used `hostfwd` port is an error: --netdev sets other ports. Firn starts only these
+/// programs: a QEMU of the system, one that /etc/firn/qemu.allow lists, and the one that --qemu
+/// names.
+///
+/// --libvirt gives an image of a domain of libvirt back to libvirt: libvirt starts QEMU from the XML
+/// in the image, and manages the domain like any other; Firn is attached to it. The domain has the
+/// name of the one that was saved, which must not run meanwhile, or the name that --name gives.
 #[derive(Debug, ClapArgs)]
 #[command(after_long_help = r"Examples:
   firn restore web.firn
   firn restore web.firn --name web2 --mode eager --json
+  firn restore web.firn --libvirt
   firn restore web.firn --name web2 --set vnc=:5 \
     --netdev net0=user,hostfwd=tcp::2223-:22")]
 pub struct RestoreArgs {
@@ -95,33 +100,41 @@ pub struct RestoreArgs {
     #[arg(long, value_name = "DIR")]
     disk_dir: Option<PathBuf>,
     /// What to do with the VM if a page that it needs cannot be read.
-    #[arg(long, value_name = "HOW", default_value_t, value_parser = parse_choice::<OnError>(OUTAGES))]
-    on_error: OnError,
+    #[arg(long, value_name = "HOW", default_value_t, value_parser = parse_choice::<ReadFailurePolicy>(OUTAGES))]
+    on_error: ReadFailurePolicy,
     #[command(flatten)]
     working_set: WorkingSetArgs,
     #[command(flatten)]
     calls: CallsArgs,
     #[command(flatten)]
     overrides: OverrideArgs,
+    /// Have libvirt start the VM, as the domain that was saved, or as a domain with another name:
+    /// --name. Its XML decides about QEMU's command line.
+    #[arg(long, conflicts_with_all = ["qemu", "set", "netdev", "qemu_arg", "calls"])]
+    libvirt: bool,
+    /// The libvirt of this host that gets the domain. By default that of LIBVIRT_DEFAULT_URI, or
+    /// qemu:///system for root, or qemu:///session.
+    #[arg(long, value_name = "URI", requires = "libvirt")]
+    connect: Option<String>,
     /// Return only when all memory is loaded.
     #[arg(long)]
     wait: bool,
     /// As --wait, and show the guest's utilization on the terminal meanwhile.
     #[arg(long)]
     watch: bool,
-    /// Continue with another version of QEMU, or with changed disks.
+    /// Restore with another version of QEMU, or with changed disks.
     #[arg(long)]
     force: bool,
     /// Start the VM even if it was paused when it was saved.
     #[arg(long)]
     run: bool,
-    /// Do not use the blocks that earlier restores of this image had to read on demand, and record
-    /// none of this one. Otherwise they are kept beside the image, in IMAGE.learned. (The latency
-    /// of its storage is recorded in either case.)
+    /// Do not use learned blocks, and record none: the blocks that restores of this image had to
+    /// read on demand. By default they are stored beside the image, in IMAGE.learned. (The latency
+    /// of the image's storage is recorded in either case.)
     #[arg(long)]
     no_learn: bool,
-    /// For experiments: count in the run record which prefetched pages the guest uses. The guest
-    /// waits for each of them.
+    /// For experiments: count in the run record which prefetched pages the guest uses. Each of them
+    /// costs the guest a page fault.
     #[arg(long, hide = true)]
     account_use: bool,
 }
@@ -157,6 +170,7 @@ impl RestoreArgs {
             calls: self.calls.policy_path()?,
             stores: self.calls.plugin_path()?,
             overrides: self.overrides.to_overrides()?,
+            libvirt: self.find_libvirt()?,
         };
         let mut facts = {
             let mut bar = TerminalBar::new();
@@ -173,6 +187,17 @@ impl RestoreArgs {
             facts["run"] = serde_json::to_value(run.compute_facts()).unwrap_or_default();
         }
         Ok(facts)
+    }
+}
+
+impl RestoreArgs {
+    /// The libvirt that gets the VM, if one does.
+    fn find_libvirt(&self) -> Result<Option<LibvirtTarget>, Failure> {
+        let name = self.name.as_ref().map(ToString::to_string);
+        match self.libvirt {
+            true => restore_target(name, self.connect.as_deref()).map(Some),
+            false => Ok(None),
+        }
     }
 }
 
@@ -211,12 +236,20 @@ fn read_name(image: &Path) -> Result<VmName, Failure> {
     })
 }
 
+/// How a user starts a VM that is paused after its restore.
+fn describe_continuation(facts: &serde_json::Value) -> String {
+    match (facts["domain"].as_str(), facts["qmp"].as_str()) {
+        (Some(domain), _) => format!("`virsh resume {}`", make_printable(domain)),
+        (None, qmp) => format!("`cont` on its monitor {}", make_printable(qmp.unwrap_or("?"))),
+    }
+}
+
 fn describe_restore(facts: &serde_json::Value) -> String {
     if let Some(news) = recovery_notice(facts) {
         return news;
     }
     let mut text = String::new();
-    for note in supervisor_notes(facts) {
+    for note in supervisor_remarks(facts) {
         let _ = writeln!(text, "{}", make_printable(note));
     }
     let _ = writeln!(text, "{}", summarize_vm(facts));
@@ -226,11 +259,10 @@ fn describe_restore(facts: &serde_json::Value) -> String {
     let total = facts["timings_ms"]["total"].as_f64().unwrap_or(0.0);
     match facts["paused"].as_str() {
         Some(state) => {
-            let (total, qmp) = (units::format_ms(total), facts["qmp"].as_str().unwrap_or("?"));
-            let qmp = make_printable(qmp);
+            let (total, start) = (units::format_ms(total), describe_continuation(facts));
             let _ = writeln!(
                 text,
-                "paused after {total}, as it was saved ({state}): `cont` on its monitor {qmp} starts it, or `firn restore --run`"
+                "paused after {total}, as it was saved ({state}): {start} starts it, or `firn restore --run`"
             );
         }
         None => {

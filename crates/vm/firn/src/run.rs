@@ -82,7 +82,7 @@ impl RunVmArgs {
 
     fn describe_start(&self, facts: &serde_json::Value) -> String {
         let mut text = String::new();
-        for note in supervisor_notes(facts).into_iter().filter(|_| !self.quiet) {
+        for note in supervisor_remarks(facts).into_iter().filter(|_| !self.quiet) {
             let _ = writeln!(text, "{}", make_printable(note));
         }
         let _ = writeln!(text, "{}", summarize_vm(facts));
@@ -91,7 +91,7 @@ impl RunVmArgs {
 }
 
 /// The notes of the supervisor.
-pub fn supervisor_notes(facts: &serde_json::Value) -> Vec<&str> {
+pub fn supervisor_remarks(facts: &serde_json::Value) -> Vec<&str> {
     let notes = facts["notes"].as_array();
     notes.into_iter().flatten().filter_map(serde_json::Value::as_str).collect()
 }

@@ -11,19 +11,19 @@ use crate::output::FactPrinter;
 
 /// Receive the epochs of a VM on another host, and be ready to run it.
 ///
-/// Listens, waits until `firn protect` connects, and starts a QEMU like the VM's own, which waits.
-/// Its memory is updated with each epoch, one behind the newest. `firn failover` runs it; `firn
-/// stop` ends it. Disks that the VM only reads must exist at the same paths on this host, with the
-/// same contents.
+/// The command listens, and waits until `firn protect` connects. Then it starts a QEMU like that of
+/// the VM, whose vCPUs do not run. Its memory is that of the last epoch but one. `firn failover`
+/// runs it; `firn stop` ends it. Disks that the VM only reads must exist at the same paths on this
+/// host, with the same contents.
 ///
 /// A disk that the VM's Firn serves (`firn run --help`) is copied to a file on this host,
 /// NAME.ID.FORMAT in the current directory unless --disk gives a path. It has the state of the
 /// epoch that a failover runs. `firn stop` leaves the file, `firn stop --discard` removes it.
 ///
-/// The process that connects determines how QEMU is started: only you can access the socket. If the
-/// VM runs on another host, `firn protect NAME --backup HOST` does all this through the hosts'
-/// agents; without agents, forward the socket by a program that authenticates its peer, such as
-/// ssh.
+/// Only you can access the socket, because the process that connects to it determines how QEMU is
+/// started. If the VM runs on another host, `firn protect NAME --backup HOST` does all this through
+/// the hosts' agents; without agents, forward the socket by a program that authenticates its peer,
+/// such as ssh.
 #[derive(Debug, ClapArgs)]
 #[command(after_long_help = r"Examples:
   firn standby web-2 --listen unix:/run/web.standby

@@ -15,9 +15,9 @@ use crate::units;
 /// Without options this is like pulling the plug: QEMU flushes its disks and ends, without notice
 /// to the guest. A QEMU that does not end by itself then continues to run: only --force kills it.
 ///
-/// A VM that was checkpointed may write to layers on top of its disks' files. Then the command
-/// prints the command line to continue with, which names the newest layers; `firn disk commit`
-/// returns a running VM to its disks' own files.
+/// After a checkpoint a VM may write to layers on top of its disks' files. Then the command prints
+/// the command line that starts the VM with the newest layers. `firn disk commit` returns a running
+/// VM to the files of its disks.
 #[derive(Debug, ClapArgs)]
 #[command(after_long_help = "Examples:
   firn stop web
@@ -39,16 +39,16 @@ pub struct StopArgs {
         value_parser = units::parse_number::<u64>(0..=u64::MAX)
     )]
     powerdown: Option<u64>,
-    /// End it in any case: while a checkpoint is being written (which is lost), if QEMU does not
-    /// end on request (data that it has not written to its disks is lost), and if its supervisor is
-    /// gone or does not answer.
+    /// End the VM in any case: while a checkpoint is being written, which is lost; if QEMU does not
+    /// end on request, which loses data that it has not written to its disks; and if the supervisor
+    /// is gone or does not answer.
     #[arg(long)]
     force: bool,
-    /// Remove the overlays that it writes to: what it wrote since it was last saved or restored is
-    /// lost.
+    /// Remove the overlays that the VM writes to. All that it wrote since it was last saved or
+    /// restored is lost.
     #[arg(long, conflicts_with = "keep")]
     discard: bool,
-    /// Leave the overlays that it writes to, and print their paths (the default).
+    /// Leave the overlays that the VM writes to, and print their paths (the default).
     #[arg(long)]
     keep: bool,
 }

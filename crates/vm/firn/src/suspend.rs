@@ -11,10 +11,10 @@ use crate::units;
 
 /// Save a VM to an image and end it.
 ///
-/// Firn scans the guest's accesses for a second, so that a restore knows what to read first (unless
-/// that is known from `firn run --working-set access-bits`). From then on the guest is paused, so
-/// its disks are in the state of the image, and `firn restore` continues it from there. If the
-/// image cannot be written the VM continues to run.
+/// Firn first scans for a second which memory the guest uses, because a restore reads that first.
+/// (With `firn run --working-set access-bits` Firn knows it already.) Then it pauses the guest, so
+/// that the disks stay in the state of the image, and `firn restore` continues the guest from
+/// there. If the image cannot be written the VM continues to run.
 #[derive(Debug, ClapArgs)]
 #[command(after_long_help = "Example:
   firn suspend web -o web.firn")]

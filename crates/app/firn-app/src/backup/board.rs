@@ -59,7 +59,7 @@ impl TargetRecord {
     }
 
     /// Whether a commit of this transaction need not wait for this target.
-    fn satisfies(&self, sequence: u64) -> bool {
+    fn has_acknowledged_enough(&self, sequence: u64) -> bool {
         let needed = match self.policy {
             AcknowledgePolicy::Sync => sequence,
             AcknowledgePolicy::Async { lag_max } => sequence.saturating_sub(lag_max),
@@ -76,7 +76,7 @@ impl TargetRecord {
 
 /// The last commits and the targets.
 #[derive(Debug)]
-pub(crate) struct Board {
+pub(crate) struct BackupBoard {
     /// The last committed transaction.
     pub(crate) latest: u64,
     pub(crate) targets: Vec<TargetRecord>,
@@ -88,7 +88,7 @@ pub(crate) struct Board {
     bytes: u64,
 }
 
-impl Board {
+impl BackupBoard {
     pub(crate) fn new(latest: u64, targets: Vec<TargetRecord>) -> Self {
         let (events, backlog) = (VecDeque::new(), VecDeque::new());
         Self { latest, targets, events, stop: None, backlog, bytes: 0 }
@@ -140,10 +140,15 @@ impl Board {
     /// Whether enough targets have a transaction: the required count of them, and each local log
     /// that is not left out.
     pub(crate) fn is_acknowledged(&self, sequence: u64, required: usize) -> bool {
-        let satisfied = self.targets.iter().filter(|target| target.satisfies(sequence)).count();
+        let satisfied =
+            self.targets.iter().filter(|target| target.has_acknowledged_enough(sequence)).count();
         let is_waited_for = |target: &&TargetRecord| target.is_local && !target.is_left_out;
         satisfied >= required
-            && self.targets.iter().filter(is_waited_for).all(|target| target.satisfies(sequence))
+            && self
+                .targets
+                .iter()
+                .filter(is_waited_for)
+                .all(|target| target.has_acknowledged_enough(sequence))
     }
 
     /// The error of a session that can't commit any more, because a later one has too many targets.

@@ -14,7 +14,7 @@
 use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant};
 
-use super::board::{Board, TargetRecord};
+use super::board::{BackupBoard, TargetRecord};
 use super::error::BackupError;
 use super::image::{ApplicationState, StateId};
 use super::record::{EncodedRecord, RecordKind};
@@ -53,7 +53,7 @@ pub(crate) struct CommittedState {
     timeout: Duration,
     owner: OwnerProcess,
     image: Mutex<ApplicationState>,
-    board: Mutex<Board>,
+    board: Mutex<BackupBoard>,
     changed: Condvar,
 }
 
@@ -66,7 +66,7 @@ impl CommittedState {
         timeout: Duration,
         owner: OwnerProcess,
     ) -> Self {
-        let board = Mutex::new(Board::new(image.sequence(), targets));
+        let board = Mutex::new(BackupBoard::new(image.sequence(), targets));
         let (base, image, changed) = (image.id(), Mutex::new(image), Condvar::new());
         Self { base, generation, required, timeout, owner, image, board, changed }
     }
@@ -86,12 +86,12 @@ impl CommittedState {
         self.image.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    fn lock_board(&self) -> MutexGuard<'_, Board> {
+    fn lock_board(&self) -> MutexGuard<'_, BackupBoard> {
         self.board.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
     /// Changes the board, and wakes all threads that wait for a change.
-    pub(crate) fn update_board<T>(&self, change: impl FnOnce(&mut Board) -> T) -> T {
+    pub(crate) fn update_board<T>(&self, change: impl FnOnce(&mut BackupBoard) -> T) -> T {
         let result = change(&mut self.lock_board());
         self.changed.notify_all();
         result
@@ -119,7 +119,7 @@ impl CommittedState {
     fn wait_for(
         &self,
         sequence: u64,
-        is_done: impl Fn(&Board, usize) -> bool,
+        is_done: impl Fn(&BackupBoard, usize) -> bool,
     ) -> Result<(), BackupError> {
         let until = Instant::now() + self.timeout;
         let mut board = self.lock_board();
@@ -141,9 +141,9 @@ impl CommittedState {
 
     fn wait_for_change<'a>(
         &self,
-        board: MutexGuard<'a, Board>,
+        board: MutexGuard<'a, BackupBoard>,
         timeout: Duration,
-    ) -> MutexGuard<'a, Board> {
+    ) -> MutexGuard<'a, BackupBoard> {
         self.changed.wait_timeout(board, timeout).unwrap_or_else(PoisonError::into_inner).0
     }
 

@@ -81,7 +81,7 @@ impl ApplicationLog {
         // A process that was killed while it compacted the log left this file. No process does so
         // now: the log is locked.
         let _ = std::fs::remove_file(compacted_path(path));
-        let Replayed { image, fence, len } = replay_records(path, &bytes, preamble.len())?;
+        let ReplayedLog { image, fence, len } = replay_records(path, &bytes, preamble.len())?;
         let mut log = Self::at_end(path.to_owned(), name.to_owned(), file, len);
         log.fence = fence;
         if len < bytes.len() as u64 {
@@ -282,14 +282,14 @@ fn session_name(bytes: &[u8]) -> Option<String> {
 }
 
 /// What the whole records of a log contain.
-struct Replayed {
+struct ReplayedLog {
     image: ApplicationState,
     fence: u64,
     /// The offset at which the last of them ends.
     len: u64,
 }
 
-fn replay_records(path: &Path, bytes: &[u8], start: usize) -> Result<Replayed, BackupError> {
+fn replay_records(path: &Path, bytes: &[u8], start: usize) -> Result<ReplayedLog, BackupError> {
     let (mut image, mut at, mut fence) = (ApplicationState::default(), start, 0);
     while at < bytes.len() {
         let damaged = |error: &BackupError| BackupError::Damaged {
@@ -309,7 +309,7 @@ fn replay_records(path: &Path, bytes: &[u8], start: usize) -> Result<Replayed, B
             Err(error) => return Err(damaged(&error)),
         }
     }
-    Ok(Replayed { image, fence, len: at as u64 })
+    Ok(ReplayedLog { image, fence, len: at as u64 })
 }
 
 fn damage_reason(error: &BackupError) -> &'static str {

@@ -10,12 +10,13 @@
 //! finds what changed. The same holds if Firn is gone altogether. That takes longer, and
 //! [`TrackerCounts`](crate::TrackerCounts) counts such commits.
 //!
-//! If the hypervisor emulates the guest's processor and has Firn's plugin, the plugin can note the
-//! application's stores ([`HostTracker::noting_stores`]). Then a commit is one store and no call,
-//! and its result is words. If the plugin cannot report an epoch, the host reports pages as above.
+//! If the hypervisor emulates the guest's processor and has Firn's plugin, the plugin can record
+//! the application's stores ([`HostTracker::recording_stores`]). Then a commit is one store and no
+//! call, and its result is words. If the plugin cannot report an epoch, the host reports pages as
+//! above.
 
 mod device;
-mod noted;
+mod store_recording;
 
 use std::collections::BTreeMap;
 use std::time::{Duration, Instant};
@@ -35,7 +36,7 @@ use crate::sys::mapping::OwnedMapping;
 use crate::tracker::interface::{Tracker, TrackerCounts, WrittenRuns};
 use crate::tracker::kind::TrackerKind;
 use device::IvshmemDevice;
-use noted::StoreNoting;
+use store_recording::StoreRecording;
 
 /// The maximum time that the host may take to reply.
 const REPLY_TIMEOUT: Duration = Duration::from_secs(10);
@@ -92,8 +93,8 @@ pub struct HostTracker {
     /// The time of the last attempt to reach the host, and the interval until the next.
     last_attempt: Option<Instant>,
     retry_interval: Duration,
-    /// The unit in which noted stores are reported; `None` if stores are not to be noted.
-    notes: Option<Precision>,
+    /// The unit in which recorded stores are reported; `None` if stores are not to be recorded.
+    store_unit: Option<Precision>,
     counts: TrackerCounts,
     owner: OwnerProcess,
 }
@@ -111,7 +112,7 @@ struct HostSession {
     caller: Caller,
     claim: SlotClaim,
     areas: BTreeMap<FollowedAreaId, PageSpan>,
-    noting: StoreNoting,
+    recording: StoreRecording,
 }
 
 impl HostTracker {
@@ -128,7 +129,7 @@ impl HostTracker {
         let (name, key) = (name.to_owned(), key.parse()?);
         let (spans, line, tried) = (Vec::new(), None, None);
         let again = RECONNECT_INTERVALS.0;
-        let (notes, counts) = (None, TrackerCounts::default());
+        let (store_unit, counts) = (None, TrackerCounts::default());
         let mut host = Self {
             name,
             key,
@@ -138,7 +139,7 @@ impl HostTracker {
             session: line,
             last_attempt: tried,
             retry_interval: again,
-            notes,
+            store_unit,
             counts,
             owner,
         };
@@ -146,7 +147,7 @@ impl HostTracker {
         Ok(host)
     }
 
-    /// Has the plugin note this process's stores, and report their words, or pages. A commit then
+    /// Has the plugin record this process's stores, and report their words, or pages. A commit then
     /// costs one store. The plugin does not notice writes that are no stores at the areas' own
     /// addresses: devices that write into an area directly (`O_DIRECT`), a second mapping of the
     /// same memory, ptrace(2) and the like.
@@ -154,12 +155,12 @@ impl HostTracker {
     /// # Errors
     /// If no plugin observes the stores of this guest (`firn run --stores`), or its kernel has no
     /// membarrier(2).
-    pub fn noting_stores(mut self, told: Precision) -> Result<Self, HostError> {
+    pub fn recording_stores(mut self, unit: Precision) -> Result<Self, HostError> {
         membarrier(MembarrierCommand::RegisterPrivateExpedited)
             .map_err(|errno| HostError::Barrier(errno.into()))?;
-        self.notes = Some(told);
+        self.store_unit = Some(unit);
         if let Some(mut line) = self.session.take() {
-            let begun = self.begin_noting(&mut line);
+            let begun = self.begin_recording(&mut line);
             self.session = Some(line);
             begun?;
         }
@@ -187,7 +188,7 @@ impl HostTracker {
             caller,
             claim: seat,
             areas: BTreeMap::new(),
-            noting: StoreNoting::default(),
+            recording: StoreRecording::default(),
         };
         self.spans.iter().try_for_each(|&span| self.follow_span(&mut line, span))?;
         Ok(line)
@@ -219,8 +220,8 @@ impl HostTracker {
         let id =
             line.caller.accept_following(&self.call_host(&line.caller, line.claim, &request)?)?;
         line.areas.insert(id, span);
-        // The notes are of the areas as they were.
-        line.noting.end_noting();
+        // The recorded stores are of the areas as they were.
+        line.recording.end_recording();
         Ok(())
     }
 
@@ -275,17 +276,17 @@ impl HostTracker {
         Err(last)
     }
 
-    /// The writes as the plugin noted them. `None` if only a call can report them.
-    fn collect_noted(&self, line: &mut HostSession, found: &mut WrittenRuns) -> Option<()> {
-        let unit = match self.notes? {
+    /// The writes as the plugin recorded them. `None` if only a call can report them.
+    fn collect_recorded(&self, line: &mut HostSession, found: &mut WrittenRuns) -> Option<()> {
+        let unit = match self.store_unit? {
             Precision::Words => WORD as usize,
             Precision::Pages => PAGE,
         };
-        // The plugin notes a store just after it is done. After this barrier it has noted all
+        // The plugin records a store just after it is done. After this barrier it has recorded all
         // stores of other threads that this thread knows of.
         membarrier(MembarrierCommand::PrivateExpedited).ok()?;
         let window = self.device.window().ok()?;
-        let runs = line.noting.collect_epoch(window.slot(line.claim.slot)?)?;
+        let runs = line.recording.collect_epoch(window.slot(line.claim.slot)?)?;
         for run in runs {
             let Some(span) = line.areas.get(&run.area) else { continue };
             let from = run.first as usize * WORD as usize;
@@ -297,13 +298,13 @@ impl HostTracker {
         Some(())
     }
 
-    /// Begins to note stores. A call must report what was written before.
-    fn begin_noting(&self, line: &mut HostSession) -> Result<(), HostError> {
+    /// Begins to record stores. A call must report what was written before.
+    fn begin_recording(&self, line: &mut HostSession) -> Result<(), HostError> {
         let window = self.device.window()?;
         let end = window.slot(line.claim.slot).ok_or(WindowError::NotServed)?.end_address();
-        let request = line.caller.seal_request(&CallRequest::Note { end });
-        line.noting.record_attempt();
-        line.noting.begin_noting(line.caller.accept_noting(&self.call_host(
+        let request = line.caller.seal_request(&CallRequest::RecordStores { end });
+        line.recording.record_attempt();
+        line.recording.begin_recording(line.caller.accept_recording(&self.call_host(
             &line.caller,
             line.claim,
             &request,
@@ -362,14 +363,14 @@ fn unavailable(error: &HostError) -> Error {
 
 impl Tracker for HostTracker {
     fn kind(&self) -> TrackerKind {
-        match self.notes {
+        match self.store_unit {
             Some(Precision::Words) => TrackerKind::Stores,
             _ => TrackerKind::Host,
         }
     }
 
     fn reports_words(&self) -> bool {
-        self.notes == Some(Precision::Words)
+        self.store_unit == Some(Precision::Words)
     }
 
     fn watch_span(&mut self, span: PageSpan) -> Result<(), Error> {
@@ -391,15 +392,15 @@ impl Tracker for HostTracker {
 
     fn collect_writes(&mut self, found: &mut WrittenRuns) -> Result<(), Error> {
         if let Some(mut line) = self.session.take() {
-            if self.notes.is_some() {
-                if self.collect_noted(&mut line, found).is_some() {
+            if self.store_unit.is_some() {
+                if self.collect_recorded(&mut line, found).is_some() {
                     self.session = Some(line);
                     return Ok(());
                 }
                 self.counts.called += 1;
-                // Notes begin before the call, so that no write falls between the two.
-                if line.noting.is_due() {
-                    let _ = self.begin_noting(&mut line);
+                // Recording begins before the call, so that no write falls between the two.
+                if line.recording.is_due() {
+                    let _ = self.begin_recording(&mut line);
                 }
             }
             match self.collect_by_call(&mut line) {

@@ -42,7 +42,7 @@ fn addresses_have_four_parts() {
 }
 
 #[test]
-fn what_is_not_known_is_refused() {
+fn an_unknown_instruction_is_refused() {
     // mov fs:[rdi], rax; cmpxchg16b [rdi]; shl qword ptr [rdi], 1; mov [edi], rax; nop; mov rax,
     // [rdi]
     for code in [

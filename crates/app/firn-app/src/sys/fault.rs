@@ -4,36 +4,36 @@
 //! ```text
 //!   write to a protected page --> kernel --> SIGSEGV --> on_fault
 //!        no write, or the page has no mapping      --> the handler that was installed before (or the default action)
-//!        a second mapping, supported instruction?  --> perform it through that mapping, note the words, skip it
-//!        a followed span                           --> note the page, make it writable, run the instruction again
+//!        a second mapping, supported instruction?  --> perform it through that mapping, record the words, skip it
+//!        a followed span                           --> record the page, make it writable, run the instruction again
 //!        no followed span, but writable by now     --> run the instruction again
 //!        otherwise                                 --> the handler that was installed before (or the default action)
 //! ```
 //!
 //! The first and the last page of a span may have data beside the area, which any thread may write
 //! at any time, also while the watch ends. So a thread may fault on a page that no longer is
-//! followed when its handler runs; the page is writable by then. And a handler may use the notes of
-//! a span whose watch ends: each slot counts the handlers that use its notes, and the end of a watch
+//! followed when its handler runs; the page is writable by then. And a handler may use the log of
+//! a span whose watch ends: each slot counts the handlers that use its log, and the end of a watch
 //! waits for them.
 //!
-//! In a child of the process that follows a span nothing is noted: the span becomes writable there,
-//! and private to the child.
+//! In a child of the process that follows a span nothing is recorded: the span becomes writable
+//! there, and private to the child.
 //!
-//! The handler calls no function that allocates or locks. It writes [`SpanNotes`], on pages of
-//! their own, and reads the table below. Once installed it stays installed: other code may have
+//! The handler calls no function that allocates or locks. It writes [`WriteLog`] and the counts of
+//! users, on pages of their own, and reads the table below. Once installed it stays installed: other code may have
 //! chained to it.
 
 use std::mem::{ManuallyDrop, MaybeUninit};
 use std::ptr::{null, null_mut};
-use std::sync::atomic::{AtomicPtr, AtomicUsize, Ordering};
+use std::sync::atomic::{AtomicPtr, AtomicU64, AtomicUsize, Ordering};
 use std::sync::{Mutex, MutexGuard, PoisonError};
 
 use libc::{c_int, c_void, siginfo_t, ucontext_t};
 use rustix::io::Errno;
 
-use super::mapping::{is_writable, protect_span};
-use super::notes::SpanNotes;
+use super::mapping::{OwnedMapping, is_writable, protect_span};
 use super::perform::{StoreOutcome, perform_store};
+use super::write_log::WriteLog;
 use crate::span::PageSpan;
 
 /// The maximum count of spans that can be followed by faults at once, in all sessions together.
@@ -46,9 +46,7 @@ const SEGV_ACCERR: c_int = 2;
 struct WatchSlot {
     start: AtomicUsize,
     end: AtomicUsize,
-    notes: AtomicPtr<SpanNotes>,
-    /// The count of handlers that use the notes.
-    users: AtomicUsize,
+    log: AtomicPtr<WriteLog>,
 }
 
 impl WatchSlot {
@@ -57,30 +55,30 @@ impl WatchSlot {
         address < self.end.load(Ordering::SeqCst) && self.start.load(Ordering::Acquire) <= address
     }
 
-    /// Empties the slot, and waits until no handler uses the notes.
+    /// Empties the slot, and waits until no handler uses the log, which `users` counts.
     ///
     /// A handler counts itself before it reads `end`, and this function writes `end` before it reads
     /// the count, both sequentially consistent: either the handler finds the slot empty, or this
     /// function waits for it.
-    fn remove_notes(&self) {
+    fn remove_log(&self, users: &AtomicU64) {
         self.end.store(0, Ordering::SeqCst);
-        while self.users.load(Ordering::SeqCst) != 0 {
+        while users.load(Ordering::SeqCst) != 0 {
             rustix::thread::sched_yield();
         }
         self.start.store(0, Ordering::Release);
-        self.notes.store(null_mut(), Ordering::Release);
+        self.log.store(null_mut(), Ordering::Release);
     }
 }
 
-/// The notes of a slot, in use by a handler.
-struct NotesInUse {
-    slot: &'static WatchSlot,
-    notes: &'static SpanNotes,
+/// The write log of a slot, in use by a handler.
+struct WriteLogInUse {
+    users: &'static AtomicU64,
+    log: &'static WriteLog,
 }
 
-impl Drop for NotesInUse {
+impl Drop for WriteLogInUse {
     fn drop(&mut self) {
-        self.slot.users.fetch_sub(1, Ordering::SeqCst);
+        self.users.fetch_sub(1, Ordering::SeqCst);
     }
 }
 
@@ -89,14 +87,25 @@ const fn empty_slot() -> WatchSlot {
     WatchSlot {
         start: AtomicUsize::new(0),
         end: AtomicUsize::new(0),
-        notes: AtomicPtr::new(null_mut()),
-        users: AtomicUsize::new(0),
+        log: AtomicPtr::new(null_mut()),
     }
 }
 
 /// Read by the handler, written under `CHANGING`. An empty slot ends at 0.
 static TABLE: [WatchSlot; SLOTS_MAX] = [const { empty_slot() }; SLOTS_MAX];
 static CHANGING: Mutex<()> = Mutex::new(());
+/// The count of spans that were entered in the table so far.
+static ADDED: AtomicUsize = AtomicUsize::new(0);
+/// For each slot the count of handlers that use its log. In a mapping of its own, which the
+/// handler may write: an area can be a static, on one page with the statics of this module. Null
+/// until the handler is installed.
+static USERS: AtomicPtr<OwnedMapping> = AtomicPtr::new(null_mut());
+
+fn user_counts() -> &'static [AtomicU64] {
+    // SAFETY: null, or a mapping that was leaked.
+    let counts = unsafe { USERS.load(Ordering::Acquire).as_ref() };
+    counts.map_or(&[], |counts| counts.atomic_words(0, SLOTS_MAX))
+}
 /// The action of SIGSEGV before this handler; null until the handler is installed.
 static PREVIOUS_ACTION: AtomicPtr<libc::sigaction> = AtomicPtr::new(null_mut());
 
@@ -108,43 +117,44 @@ pub(super) fn lock_table() -> MutexGuard<'static, ()> {
 /// are the parent's memory; the child gets memory of its own when it writes them.
 pub(super) fn stop_sharing(_changing: &MutexGuard<'_, ()>) {
     for slot in TABLE.iter().filter(|slot| slot.end.load(Ordering::Acquire) != 0) {
-        // SAFETY: a slot that is not empty has the notes of a span that is watched. No watch ends
+        // SAFETY: a slot that is not empty has the log of a span that is watched. No watch ends
         // meanwhile: the table is locked, and a child has one thread.
-        let notes = unsafe { slot.notes.load(Ordering::Acquire).as_ref() };
-        if let Some(notes) = notes.filter(|notes| notes.is_shared()) {
+        let log = unsafe { slot.log.load(Ordering::Acquire).as_ref() };
+        if let Some(log) = log.filter(|log| log.is_shared()) {
             // If it fails the child can write the parent's memory, as before.
-            let _ = protect_span(notes.span(), false);
+            let _ = protect_span(log.span(), false);
         }
     }
 }
 
-/// A span whose first writes, or all writes, are noted. Dropping it makes the span writable and
-/// ends the notes.
+/// A span whose first writes, or all writes, are recorded. Dropping it makes the span writable and
+/// drops the log.
 #[derive(Debug)]
 pub(crate) struct WatchedSpan {
     /// Never freed in a child: there a count of handlers may include threads of the parent.
-    notes: ManuallyDrop<Box<SpanNotes>>,
+    log: ManuallyDrop<Box<WriteLog>>,
     slot: usize,
 }
 
 impl WatchedSpan {
     /// Protects a span. `alias` is the address of a second writable mapping of it.
     pub(crate) fn new(span: PageSpan, alias: Option<usize>) -> Result<Self, Errno> {
-        let notes = ManuallyDrop::new(Box::new(SpanNotes::new(span, alias)?));
+        let log = ManuallyDrop::new(Box::new(WriteLog::new(span, alias)?));
         let changing = lock_table();
         install_handler()?;
         let empty = |slot: &WatchSlot| slot.end.load(Ordering::Acquire) == 0;
         let slot = TABLE.iter().position(empty).ok_or(Errno::NOSPC)?;
-        TABLE[slot].notes.store(std::ptr::from_ref(&**notes).cast_mut(), Ordering::Release);
+        TABLE[slot].log.store(std::ptr::from_ref(&**log).cast_mut(), Ordering::Release);
         TABLE[slot].start.store(span.start(), Ordering::Release);
         TABLE[slot].end.store(span.end(), Ordering::SeqCst);
+        ADDED.fetch_add(1, Ordering::SeqCst);
         drop(changing);
-        let watched = Self { notes, slot };
+        let watched = Self { log, slot };
         protect_span(span, false).map(|()| watched)
     }
 
-    pub(crate) fn notes(&self) -> &SpanNotes {
-        &self.notes
+    pub(crate) fn write_log(&self) -> &WriteLog {
+        &self.log
     }
 }
 
@@ -154,38 +164,68 @@ impl Drop for WatchedSpan {
         // it: the process ends.
         let changing = lock_table();
         let slot = &TABLE[self.slot];
-        if !self.notes.owner().is_this_process() {
-            let _ = self.notes.make_private_to_child();
+        if !self.log.owner().is_this_process() {
+            let _ = self.log.make_private_to_child();
             slot.end.store(0, Ordering::SeqCst);
             return;
         }
-        let _ = protect_span(self.notes.span(), true);
-        slot.remove_notes();
+        let _ = protect_span(self.log.span(), true);
+        if let Some(users) = user_counts().get(self.slot) {
+            slot.remove_log(users);
+        }
         drop(changing);
-        // SAFETY: dropped once, here. No handler has the notes any more.
-        unsafe { ManuallyDrop::drop(&mut self.notes) };
+        // SAFETY: dropped once, here. No handler has the log any more.
+        unsafe { ManuallyDrop::drop(&mut self.log) };
     }
 }
 
-/// The notes of the span with an address in it. Called by the handler.
-fn find_notes(address: usize) -> Option<NotesInUse> {
-    TABLE.iter().find_map(|slot| {
+/// What a write to a read-only page met.
+enum WriteFault {
+    Followed(WriteLogInUse),
+    /// The page is writable by now.
+    Over,
+    Foreign,
+}
+
+/// Finds the reason for a fault. Called by the handler.
+///
+/// A watch may end, and another one of the same page begin, while this function runs. A span is
+/// entered in the table, then counted, then protected: if the count did not change, no watch that
+/// the search has missed made the page read-only.
+fn classify_fault(address: usize) -> WriteFault {
+    loop {
+        let added = ADDED.load(Ordering::SeqCst);
+        if let Some(found) = find_write_log(address) {
+            return WriteFault::Followed(found);
+        }
+        if is_writable(address) {
+            return WriteFault::Over;
+        }
+        if ADDED.load(Ordering::SeqCst) == added {
+            return WriteFault::Foreign;
+        }
+    }
+}
+
+/// The write log of the span with an address in it.
+fn find_write_log(address: usize) -> Option<WriteLogInUse> {
+    TABLE.iter().zip(user_counts()).find_map(|(slot, users)| {
         if !slot.contains_address(address) {
             return None;
         }
-        slot.users.fetch_add(1, Ordering::SeqCst);
-        let notes = match slot.contains_address(address) {
-            true => slot.notes.load(Ordering::Acquire),
+        users.fetch_add(1, Ordering::SeqCst);
+        let log = match slot.contains_address(address) {
+            true => slot.log.load(Ordering::Acquire),
             false => null_mut(),
         };
         // SAFETY: null, or taken from a box that exists until the slot is empty and has no users.
         // The slot was not empty after this handler had counted itself. In a child the box is never
         // freed.
-        let found = unsafe { notes.as_ref() };
+        let found = unsafe { log.as_ref() };
         if found.is_none() {
-            slot.users.fetch_sub(1, Ordering::SeqCst);
+            users.fetch_sub(1, Ordering::SeqCst);
         }
-        found.map(|notes| NotesInUse { slot, notes })
+        found.map(|log| WriteLogInUse { users, log })
     })
 }
 
@@ -194,6 +234,8 @@ fn install_handler() -> Result<(), Errno> {
         return Ok(());
     }
     crate::instruction::prepare_decoder();
+    let users = Box::new(OwnedMapping::map_anonymous(SLOTS_MAX * size_of::<AtomicU64>())?);
+    USERS.store(Box::into_raw(users), Ordering::Release);
     let mut before = MaybeUninit::<libc::sigaction>::zeroed();
     // SAFETY: requests the action of SIGSEGV; the pointer is valid for one.
     check_result(unsafe { libc::sigaction(libc::SIGSEGV, null(), before.as_mut_ptr()) })?;
@@ -247,19 +289,23 @@ fn handle_fault(fault: &siginfo_t, context: &mut ucontext_t) -> bool {
     }
     // SAFETY: `si_code` shows that the kernel reported a fault, so the address is set.
     let address = unsafe { fault.si_addr() }.addr();
-    let Some(found) = find_notes(address) else { return is_writable(address) };
-    let notes = found.notes;
-    if !notes.owner().is_this_process() {
-        return notes.make_private_to_child().is_ok();
+    let found = match classify_fault(address) {
+        WriteFault::Followed(found) => found,
+        WriteFault::Over => return true,
+        WriteFault::Foreign => return false,
+    };
+    let log = found.log;
+    if !log.owner().is_this_process() {
+        return log.make_private_to_child().is_ok();
     }
-    if notes.alias().is_some() {
-        match perform_store(notes, context) {
+    if log.alias().is_some() {
+        match perform_store(log, context) {
             StoreOutcome::Yes => return true,
-            StoreOutcome::Unsupported => notes.note_unsupported(),
+            StoreOutcome::Unsupported => log.count_unsupported(),
             StoreOutcome::Full => {}
         }
     }
-    notes.note_page(address).is_ok()
+    log.record_page(address).is_ok()
 }
 
 /// Does what would have happened without this handler.

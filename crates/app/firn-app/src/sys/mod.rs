@@ -3,8 +3,8 @@
 pub(crate) mod fault;
 pub(crate) mod fork;
 pub(crate) mod mapping;
-pub(crate) mod notes;
 pub(crate) mod pagemap;
 pub(crate) mod perform;
 pub(crate) mod region;
 pub(crate) mod uffd;
+pub(crate) mod write_log;

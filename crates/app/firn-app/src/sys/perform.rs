@@ -4,7 +4,7 @@ use std::sync::atomic::{AtomicU8, AtomicU16, AtomicU32, AtomicU64, Ordering};
 
 use libc::{c_int, ucontext_t};
 
-use super::notes::{NotedStore, SpanNotes};
+use super::write_log::{RecordedStore, WriteLog};
 use crate::instruction::{
     ArithmeticOperation, DecodedStore, EvaluationError, FLAGS, INSTRUCTION_BYTES_MAX,
     ProcessorState, StoreAction, evaluate_store, set_general,
@@ -51,9 +51,9 @@ const XSAVE_FEATURES: usize = 472;
 const YMM_COMPONENT: (u64, usize) = (1 << 2, 576);
 
 /// Performs the instruction that faulted.
-pub(crate) fn perform_store(notes: &SpanNotes, context: &mut ucontext_t) -> StoreOutcome {
+pub(crate) fn perform_store(log: &WriteLog, context: &mut ucontext_t) -> StoreOutcome {
     let Some(store) = decode_store(context) else { return StoreOutcome::Unsupported };
-    let window = AliasedSpan { notes, alias: notes.alias().unwrap_or_default() };
+    let window = AliasedSpan { log, alias: log.alias().unwrap_or_default() };
     match &store.action {
         StoreAction::Bytes(bytes) => window.write_bytes(&store, &bytes[..store.size], context),
         StoreAction::Modify(operation) => window.modify_memory(&store, *operation, context),
@@ -127,22 +127,22 @@ fn read_register(context: &ucontext_t, register: c_int) -> u64 {
 
 /// A span and its second mapping.
 struct AliasedSpan<'a> {
-    notes: &'a SpanNotes,
+    log: &'a WriteLog,
     alias: usize,
 }
 
 impl AliasedSpan<'_> {
     /// The address to write to in the second mapping, if all bytes lie in the span.
     fn alias_pointer(&self, address: u64, len: usize) -> Option<*mut u8> {
-        let span = self.notes.span();
+        let span = self.log.span();
         let start = address as usize;
         let inside = start >= span.start() && start.checked_add(len)? <= span.end();
         let place = || std::ptr::with_exposed_provenance_mut(start - span.start() + self.alias);
         inside.then(place)
     }
 
-    fn note_store(&self, address: u64, len: usize) -> bool {
-        self.notes.note_store(NotedStore { address: address as usize, len })
+    fn record_store(&self, address: u64, len: usize) -> bool {
+        self.log.record_store(RecordedStore { address: address as usize, len })
     }
 
     fn write_bytes(
@@ -154,7 +154,7 @@ impl AliasedSpan<'_> {
         let Some(to) = self.alias_pointer(store.address, bytes.len()) else {
             return StoreOutcome::Unsupported;
         };
-        if !self.note_store(store.address, bytes.len()) {
+        if !self.record_store(store.address, bytes.len()) {
             return StoreOutcome::Full;
         }
         write_atomically(to, bytes);
@@ -172,7 +172,7 @@ impl AliasedSpan<'_> {
         let Some(to) = place.filter(|to| to.addr() % store.size == 0) else {
             return StoreOutcome::Unsupported;
         };
-        if !self.note_store(store.address, store.size) {
+        if !self.record_store(store.address, store.size) {
             return StoreOutcome::Full;
         }
         let flags = read_register(context, libc::REG_EFL);
@@ -249,11 +249,11 @@ impl AliasedSpan<'_> {
         context: &mut ucontext_t,
         mut round: impl FnMut(*mut u8),
     ) -> StoreOutcome {
-        let room = self.notes.span().end().saturating_sub(store.address as usize);
+        let room = self.log.span().end().saturating_sub(store.address as usize);
         let rounds = rounds.min(room / store.size);
         let place = self.alias_pointer(store.address, rounds * store.size).filter(|_| rounds > 0);
         let Some(to) = place else { return StoreOutcome::Unsupported };
-        if !self.note_store(store.address, rounds * store.size) {
+        if !self.record_store(store.address, rounds * store.size) {
             return StoreOutcome::Full;
         }
         for number in 0..rounds {

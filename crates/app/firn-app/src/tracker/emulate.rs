@@ -1,5 +1,5 @@
 //! Emul: the application's mapping stays write-protected; each store is performed through a second
-//! mapping of the same memory, and its words are noted.
+//! mapping of the same memory, and its words are recorded.
 //!
 //! A store that cannot be performed (an unknown instruction, or the log is full) makes its page
 //! writable until commit, as PT does; the page is then reported as a whole.
@@ -13,9 +13,9 @@ use crate::error::Error;
 use crate::memory::AreaMemory;
 use crate::span::PageSpan;
 use crate::sys::fault::{self, WatchedSpan};
-use crate::sys::notes::NotedStore;
+use crate::sys::write_log::RecordedStore;
 
-/// The unit in which noted stores are reported, in bytes.
+/// The unit in which recorded stores are reported, in bytes.
 const WORD: usize = 8;
 
 /// See the module documentation.
@@ -24,7 +24,7 @@ pub(super) struct EmulationTracker {
     /// Watches end before their memory does.
     watched: Vec<(WatchedSpan, Arc<AreaMemory>)>,
     pages: Vec<u32>,
-    stores: Vec<NotedStore>,
+    stores: Vec<RecordedStore>,
 }
 
 impl Tracker for EmulationTracker {
@@ -57,9 +57,9 @@ impl Tracker for EmulationTracker {
 
     fn collect_writes(&mut self, found: &mut WrittenRuns) -> Result<(), Error> {
         for (watched, _) in &self.watched {
-            let taken = watched.notes().take_notes(&mut self.pages, &mut self.stores);
+            let taken = watched.write_log().take_log(&mut self.pages, &mut self.stores);
             taken.map_err(Error::system("write-protecting pages"))?;
-            push_pages(watched.notes().span(), &self.pages, found);
+            push_pages(watched.write_log().span(), &self.pages, found);
             for stored in &self.stores {
                 let start = stored.address / WORD * WORD;
                 let end = (stored.address + stored.len).next_multiple_of(WORD);
@@ -72,8 +72,8 @@ impl Tracker for EmulationTracker {
     fn counts(&self) -> TrackerCounts {
         let sum = |count: fn(&WatchedSpan) -> u64| self.watched.iter().map(|(w, _)| count(w)).sum();
         TrackerCounts {
-            emulated: sum(|watched| watched.notes().emulated_stores()),
-            unsupported: sum(|watched| watched.notes().unsupported_instructions()),
+            emulated: sum(|watched| watched.write_log().emulated_stores()),
+            unsupported: sum(|watched| watched.write_log().unsupported_instructions()),
             ..TrackerCounts::default()
         }
     }

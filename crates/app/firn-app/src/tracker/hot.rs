@@ -117,7 +117,7 @@ mod tests {
     }
 
     #[test]
-    fn what_is_written_often_is_hot() {
+    fn a_page_that_is_written_often_becomes_hot() {
         assert!(hot_transactions(1, 10_000) > 9_900);
         assert_eq!(hot_transactions(3, 10_000), 0);
     }
@@ -137,7 +137,7 @@ mod tests {
     }
 
     #[test]
-    fn what_is_no_longer_written_cools() {
+    fn a_page_that_is_no_longer_written_cools() {
         let mut heat = PageHeat::default();
         while !heat.record_write(3) {
             heat.end_transaction();

@@ -57,7 +57,7 @@ pub struct TrackerCounts {
     /// Commits for which the host could not report what was written, so that everything counted as
     /// written.
     pub blind: u64,
-    /// Commits for which the host was called, though stores are noted from below.
+    /// Commits for which the host was called, though stores are recorded from below.
     pub called: u64,
 }
 

@@ -7,9 +7,9 @@ use std::str::FromStr;
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 #[non_exhaustive]
 pub enum TrackerKind {
-    /// Write-protect, fault, note the page (PT): `mprotect` and SIGSEGV.
+    /// Write-protect, fault, record the page (PT): `mprotect` and SIGSEGV.
     Pages,
-    /// Each store is performed through a second mapping, and its words are noted (Emul).
+    /// Each store is performed through a second mapping, and its words are recorded (Emul).
     Emulate,
     /// Write protection whose faults the kernel itself handles and remembers (PT assisted by the
     /// operating system).
@@ -21,8 +21,8 @@ pub enum TrackerKind {
     /// Page tracking by Firn on the host, below the guest (PT assisted by the hypervisor): see
     /// [`crate::HostTracker`].
     Host,
-    /// Stores noted by Firn's plugin in the hypervisor, below the guest (Emul assisted by the
-    /// hypervisor): see [`crate::HostTracker::noting_stores`].
+    /// Stores recorded by Firn's plugin in the hypervisor, below the guest (Emul assisted by the
+    /// hypervisor): see [`crate::HostTracker::recording_stores`].
     Stores,
     /// A tracker that the caller provides: see [`crate::Session::open_with`].
     External,

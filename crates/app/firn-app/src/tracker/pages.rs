@@ -5,14 +5,14 @@ use super::kind::TrackerKind;
 use crate::error::Error;
 use crate::span::{PAGE, PageSpan};
 use crate::sys::fault::{self, WatchedSpan};
-use crate::sys::notes::NotedStore;
+use crate::sys::write_log::RecordedStore;
 
 /// See the module documentation.
 #[derive(Debug, Default)]
 pub(super) struct PageTracker {
     watched: Vec<WatchedSpan>,
     pages: Vec<u32>,
-    stores: Vec<NotedStore>,
+    stores: Vec<RecordedStore>,
 }
 
 impl Tracker for PageTracker {
@@ -36,9 +36,9 @@ impl Tracker for PageTracker {
 
     fn collect_writes(&mut self, found: &mut WrittenRuns) -> Result<(), Error> {
         for watched in &self.watched {
-            let taken = watched.notes().take_notes(&mut self.pages, &mut self.stores);
+            let taken = watched.write_log().take_log(&mut self.pages, &mut self.stores);
             taken.map_err(Error::system("write-protecting pages"))?;
-            push_pages(watched.notes().span(), &self.pages, found);
+            push_pages(watched.write_log().span(), &self.pages, found);
         }
         Ok(())
     }

@@ -1,4 +1,4 @@
-//! Scan: page-table entries, read at commit, show which pages were written. Nothing is noted in
+//! Scan: page-table entries, read at commit, show which pages were written. Nothing is recorded in
 //! between.
 //!
 //! Linux shows programs no dirty bit of the processor. There are two substitutes:
@@ -32,7 +32,7 @@ static SOFT_DIRTY_OF: AtomicU64 = AtomicU64::new(0);
 
 /// Opens the tracker that this kernel supports.
 pub(super) fn open_scan() -> Result<Box<dyn Tracker>, Error> {
-    match soft_dirty_works()? {
+    match probe_soft_dirty()? {
         true => Ok(Box::new(SoftDirtyTracker::open()?)),
         false => Ok(Box::new(PrivateCopyTracker::open()?)),
     }
@@ -44,7 +44,7 @@ fn open_pagemap() -> Result<SelfPagemap, Error> {
 
 /// A kernel without the bits shows them as 0, also for a page that has just been mapped and
 /// written.
-fn soft_dirty_works() -> Result<bool, Error> {
+fn probe_soft_dirty() -> Result<bool, Error> {
     let memory = AreaMemory::anonymous(1)?;
     // SAFETY: one byte of memory that no other code knows.
     unsafe { memory.start().write_volatile(1) };

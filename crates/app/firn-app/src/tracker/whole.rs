@@ -111,7 +111,7 @@ mod tests {
     }
 
     #[test]
-    fn more_to_look_at_is_followed_first() {
+    fn areas_with_more_pages_are_followed_first() {
         let mut whole = FullCompare::default();
         while !whole.count_followed(5, 0, 20) {}
         whole.reset_after_growth();

@@ -63,7 +63,7 @@ fn damage(result: Result<(u64, Vec<u8>), Error>) -> Option<BackupError> {
 }
 
 #[test]
-fn cut_at_any_byte_it_gives_the_last_whole_transaction() {
+fn a_log_cut_at_any_byte_gives_the_last_complete_transaction() {
     let dir = tempfile::tempdir().unwrap();
     let path = dir.path().join("log");
     let states = write(&path, 5);
@@ -84,7 +84,7 @@ fn cut_at_any_byte_it_gives_the_last_whole_transaction() {
 }
 
 #[test]
-fn damage_is_an_error_that_says_where() {
+fn a_damaged_record_is_an_error_with_its_offset() {
     let dir = tempfile::tempdir().unwrap();
     let path = dir.path().join("log");
     let states = write(&path, 4);
@@ -183,7 +183,7 @@ fn a_log_does_not_grow_for_ever() {
 }
 
 #[test]
-fn what_is_there_is_not_overwritten_by_mistake() {
+fn an_existing_log_is_not_overwritten() {
     let dir = tempfile::tempdir().unwrap();
     let path = dir.path().join("log");
     let states = write(&path, 3);
@@ -262,7 +262,7 @@ fn every_policy_keeps_everything_when_closed() {
 }
 
 #[test]
-fn what_is_no_file_is_no_log() {
+fn a_path_that_is_no_regular_file_is_refused() {
     for path in ["/dev/full", "/dev/zero", "/proc/self/mem"] {
         let opened = Session::open(options(Path::new(path)));
         assert!(matches!(opened, Err(Error::Backup(_))), "{path}");

@@ -21,7 +21,7 @@ fn changed(session: &Session) -> Vec<(usize, usize)> {
 }
 
 #[test]
-fn words_that_differ_are_told() {
+fn words_that_differ_are_reported() {
     for kind in TrackerKind::ALL {
         let mut session = open(kind);
         let area = session.allocate("area", 20_000).unwrap();
@@ -39,7 +39,7 @@ fn words_that_differ_are_told() {
 }
 
 #[test]
-fn pages_are_told_where_nothing_is_compared() {
+fn pages_are_reported_where_nothing_is_compared() {
     for kind in [TrackerKind::Pages, TrackerKind::Assisted, TrackerKind::Scan] {
         let options =
             SessionOptions::new("test").tracker(kind).precision(Precision::Pages).undo(false);
@@ -163,7 +163,7 @@ fn memory_that_cannot_be_mapped_twice_is_refused() {
 }
 
 #[test]
-fn all_threads_writes_are_told() {
+fn writes_of_all_threads_are_reported() {
     for kind in TrackerKind::ALL {
         let mut session = open(kind);
         let area = session.allocate("area", 64 * 1000).unwrap();
@@ -202,7 +202,7 @@ fn a_system_call_may_write_an_area_where_the_kernel_helps() {
 }
 
 #[test]
-fn what_cannot_be_emulated_is_counted_and_told() {
+fn stores_that_cannot_be_emulated_are_counted_and_reported() {
     let mut session = open(TrackerKind::Emulate);
     let area = session.allocate("area", 10_000).unwrap();
     session.begin().unwrap().commit().unwrap();

@@ -87,7 +87,7 @@ fn a_client_that_speaks_tls_1_2_is_refused() {
 }
 
 #[test]
-fn a_standby_goes_on_where_the_primary_was() {
+fn a_standby_continues_from_the_primarys_last_commit() {
     for acknowledge in [AcknowledgePolicy::Sync, AcknowledgePolicy::Async { lag_max: 3 }] {
         let dir = tempfile::tempdir().unwrap();
         let [ours, theirs] = identities(dir.path());

@@ -64,7 +64,7 @@ impl Dice {
 /// The application, once it may call.
 struct Application {
     caller: Caller,
-    /// What it reads of its stores, while they are noted.
+    /// What it reads of its stores, while they are recorded.
     reader: Option<ReportReader>,
 }
 
@@ -89,7 +89,7 @@ impl Round {
         let policy = CallPolicy::parse(&policy).unwrap_or_default();
         let mut guest = Guest::new();
         guest.map(OWN, START, 10, PAGES);
-        guest.notes = Some(Default::default());
+        guest.recorded = Some(Default::default());
         Self {
             dice,
             words: (0..(SLOTS + 1) * SLOT_BYTES / 4).map(|_| AtomicU32::new(0)).collect(),
@@ -165,10 +165,10 @@ impl Round {
     /// The plugin, when something is stored to an end word.
     fn plugin(&mut self) {
         let window = CallWindow::new(&self.words).unwrap_or_else(|_| unreachable!());
-        for (number, notes) in self.guest.notes.iter_mut().flatten() {
+        for (number, stores) in self.guest.recorded.iter_mut().flatten() {
             let Some(slot) = window.slot(*number as usize) else { continue };
             let ended =
-                notes.is_end_word(END).then(|| notes.end_epoch(slot.read_end_word())).flatten();
+                stores.is_end_word(END).then(|| stores.end_epoch(slot.read_end_word())).flatten();
             if let Some(ended) = ended {
                 slot.write_report(ended.epoch, &ended.report);
                 self.seen.push(ended.report);
@@ -178,7 +178,11 @@ impl Round {
 
     /// The plugin, when something is stored by anybody.
     fn store(&mut self, at: u64) {
-        self.guest.notes.iter_mut().flatten().for_each(|(_, notes)| notes.note_store(at, WORD));
+        self.guest
+            .recorded
+            .iter_mut()
+            .flatten()
+            .for_each(|(_, stores)| stores.record_store(at, WORD));
     }
 
     /// An earlier message, unchanged or modified.
@@ -244,15 +248,15 @@ impl Round {
         Some(caller)
     }
 
-    /// From now on its stores are noted, if the others let that come about.
-    fn begin_noting(&mut self, own: &mut Application) {
-        let note = own.caller.seal_request(&CallRequest::Note { end: END });
-        let answer = self.ask(&own.caller, &note);
-        own.reader = answer.and_then(|answer| own.caller.accept_noting(&answer).ok());
+    /// From now on its stores are recorded, unless the others prevent it.
+    fn begin_recording(&mut self, own: &mut Application) {
+        let request = own.caller.seal_request(&CallRequest::RecordStores { end: END });
+        let answer = self.ask(&own.caller, &request);
+        own.reader = answer.and_then(|answer| own.caller.accept_recording(&answer).ok());
     }
 
-    /// What it has stored, as it was noted.
-    fn noted(&mut self, own: &mut Application) -> Option<BTreeSet<u64>> {
+    /// What it has stored, as it was recorded.
+    fn read_recorded(&mut self, own: &mut Application) -> Option<BTreeSet<u64>> {
         let mut reader = own.reader.take()?;
         let (epoch, token) = reader.current_epoch();
         self.window().slot(0)?.end_epoch(token);
@@ -271,15 +275,15 @@ impl Round {
 
     /// The words written since the last reply; whole pages where the host reports pages.
     fn collect(&mut self, own: &mut Application) -> Option<BTreeSet<u64>> {
-        if let Some(words) = self.noted(own) {
+        if let Some(words) = self.read_recorded(own) {
             return Some(words);
         }
         if self.dice.below(2) == 0 {
-            self.begin_noting(own);
+            self.begin_recording(own);
         }
         let told = self.collect_pages(own);
         if told.is_none() {
-            // What was written before stores were noted is not known yet.
+            // What was written before stores were recorded is not known yet.
             own.reader = None;
         }
         told

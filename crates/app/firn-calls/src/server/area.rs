@@ -3,7 +3,7 @@
 use firn_types::Page;
 
 use crate::message::{CallRefusal, FollowedAreaId, PageRun};
-use crate::noting::NotedArea;
+use crate::store_recording::RecordedArea;
 
 /// A followed area of one address space.
 #[derive(Debug)]
@@ -63,11 +63,11 @@ impl FollowedArea {
         }
     }
 
-    /// The area in the form that the plugin needs to note stores; `None` if it is too large for
+    /// The area in the form that the plugin needs to record stores; `None` if it is too large for
     /// that.
-    pub(super) fn noted_area(&self, id: FollowedAreaId) -> Option<NotedArea> {
+    pub(super) fn recorded_area(&self, id: FollowedAreaId) -> Option<RecordedArea> {
         let (start, pages) = (self.start, self.page_count());
-        (pages <= NotedArea::PAGES_MAX).then_some(NotedArea { id, start, pages })
+        (pages <= RecordedArea::PAGES_MAX).then_some(RecordedArea { id, start, pages })
     }
 
     /// Records that these physical pages, in ascending order, were written.
@@ -92,9 +92,9 @@ impl FollowedArea {
 
     /// Adds the runs of pages to report.
     pub(super) fn report_runs(&mut self, id: FollowedAreaId, runs: &mut Vec<PageRun>) {
-        for (page, (told, fresh)) in (0..).zip(self.reported.iter_mut().zip(&mut self.written)) {
-            *told |= std::mem::take(fresh);
-            if !*told {
+        for (page, (known, fresh)) in (0..).zip(self.reported.iter_mut().zip(&mut self.written)) {
+            *known |= std::mem::take(fresh);
+            if !*known {
                 continue;
             }
             match runs.last_mut() {
@@ -116,7 +116,7 @@ mod tests {
     }
 
     #[test]
-    fn tells_until_it_has_come() {
+    fn pages_are_reported_until_the_reply_has_arrived() {
         let mut area = FollowedArea::new(0, [9, 4, 5, 4].map(Page).to_vec());
         assert_eq!(told(&mut area), []);
         area.mark_written(&[Page(4), Page(7)]);
@@ -128,7 +128,7 @@ mod tests {
     }
 
     #[test]
-    fn what_moved_may_have_been_written() {
+    fn a_page_that_moved_counts_as_written() {
         let mut area = FollowedArea::new(0, [1, 2, 3].map(Page).to_vec());
         area.update_physical(&[Ok(Page(1)), Ok(Page(8)), Err(CallRefusal::Unmapped(0))]);
         assert_eq!(told(&mut area), [(1, 2)]);

@@ -20,8 +20,8 @@ use firn_types::{GuestPhys, Page};
 
 use crate::key::{MessageSender, Nonce, Proof, SealKey};
 use crate::message::{self, CallRefusal, CallReply, CallRequest};
-use crate::noting::PluginOrder;
 use crate::policy::{ApplicationPolicy, CallPolicy};
+use crate::store_recording::PluginOrder;
 use session::CallSession;
 
 /// The server's access to the guest.
@@ -153,8 +153,8 @@ impl SessionServer {
             _ => CallReply::Refused(self.garbled_refusal(slot)),
         };
         // Text of an unknown sender is not repeated, in no log either.
-        let (bytes, noted) = (message::encode_message(&answer), refusal_event(None, &answer));
-        ServedCall { bytes, event: noted, is_known: false }
+        let (bytes, event) = (message::encode_message(&answer), refusal_event(None, &answer));
+        ServedCall { bytes, event, is_known: false }
     }
 
     /// Ends the sessions of processes that are gone. Returns the slots in use: those of sessions,
@@ -167,18 +167,18 @@ impl SessionServer {
             self.slots.iter_mut().filter_map(|(slot, state)| Some((*slot, state.open.as_mut()?)));
         let gone: Vec<u32> =
             open.filter_map(|(slot, session)| session.is_gone(below).then_some(slot)).collect();
-        let noted = gone.into_iter().filter_map(|slot| self.end_session(slot, below)).collect();
+        let events = gone.into_iter().filter_map(|slot| self.end_session(slot, below)).collect();
         self.slots.retain(|_, state| {
             let is_young = state.pending.as_ref().is_some_and(|pending| !pending.is_old);
             state.pending.iter_mut().for_each(|pending| pending.is_old = true);
             is_young || state.open.is_some()
         });
-        (self.slots.keys().copied().collect(), noted)
+        (self.slots.keys().copied().collect(), events)
     }
 
     fn end_session(&mut self, slot: u32, below: &mut dyn GuestAccess) -> Option<CallLogEvent> {
         let mut session = self.slots.remove(&slot)?.open?;
-        session.end_noting(below);
+        session.end_recording(below);
         Some(CallLogEvent::Closed { name: session.name })
     }
 
@@ -198,7 +198,7 @@ impl SessionServer {
         };
         let own = below.random_number();
         let numbers = [number, own];
-        let seal = application.key.seal_key(&numbers, slot);
+        let seal = application.key.derive_seal_key(&numbers, slot);
         let (name, application) = (name.to_owned(), application.clone());
         self.slots.entry(slot).or_default().pending =
             Some(PendingSession { slot, name, application, numbers, seal, is_old: false });
@@ -251,10 +251,10 @@ impl SessionServer {
         let request = message::decode_message::<CallRequest>(plain);
         let pending = state.pending.take()?;
         let (seal, name) = (pending.seal.clone(), pending.name.clone());
-        let (answer, noted) = match request {
+        let (answer, event) = match request {
             Some(CallRequest::Prove { at }) => match pending.open_session(sequence, at, below) {
                 Ok(session) => {
-                    state.open.iter_mut().for_each(|session| session.end_noting(below));
+                    state.open.iter_mut().for_each(|session| session.end_recording(below));
                     state.open = Some(session);
                     (CallReply::Done, Some(CallLogEvent::Opened { name }))
                 }
@@ -273,7 +273,7 @@ impl SessionServer {
         };
         let sealed =
             seal.seal_message(MessageSender::Host, sequence, &message::encode_message(&answer));
-        Some(ServedCall::from_known_caller(sealed, noted))
+        Some(ServedCall::from_known_caller(sealed, event))
     }
 }
 
@@ -298,7 +298,7 @@ impl PendingSession {
 
 fn refusal_event(name: Option<String>, answer: &CallReply) -> Option<CallLogEvent> {
     match *answer {
-        // Each application makes this request to find out whether stores are noted.
+        // Each application makes this request to find out whether stores are recorded.
         CallReply::Refused(CallRefusal::NoStores) => None,
         CallReply::Refused(refusal) => Some(CallLogEvent::Refused { name, refusal }),
         _ => None,

@@ -8,7 +8,7 @@ use super::area::FollowedArea;
 use super::{GuestAccess, PendingSession};
 use crate::key::{MessageSender, Proof, SealKey};
 use crate::message::{self, CallRefusal, CallReply, CallRequest, FollowedAreaId, PageRun};
-use crate::noting::{NotedApplication, PluginOrder, WORD};
+use crate::store_recording::{PluginOrder, RecordedApplication, WORD};
 use crate::window::SlotField;
 
 /// The maximum count of areas of a session.
@@ -38,8 +38,8 @@ pub(super) struct CallSession {
     replied_anything: bool,
     /// The last sweep did not find its process.
     is_suspect: bool,
-    /// The plugin notes its stores.
-    is_noting: bool,
+    /// The plugin records its stores.
+    is_recording: bool,
 }
 
 impl std::fmt::Debug for CallSession {
@@ -76,7 +76,7 @@ impl CallSession {
             last_collect: 0,
             replied_anything: false,
             is_suspect: false,
-            is_noting: false,
+            is_recording: false,
         }
     }
 
@@ -128,12 +128,12 @@ impl CallSession {
             CallRequest::Hello { .. } | CallRequest::Prove { .. } => Err(CallRefusal::Early),
             CallRequest::Bye => Ok(CallReply::Done),
             CallRequest::Forget(id) => {
-                self.end_noting(below);
+                self.end_recording(below);
                 self.areas.remove(&id).map(|_| CallReply::Done).ok_or(CallRefusal::NoArea)
             }
             CallRequest::Follow { start, pages } => self.follow_area(start, pages, below, written),
             CallRequest::Collect { known } => self.collect_writes(sequence, known, below, written),
-            CallRequest::Note { end } => self.begin_noting(sequence, end, below),
+            CallRequest::RecordStores { end } => self.begin_recording(sequence, end, below),
         }
     }
 
@@ -153,7 +153,7 @@ impl CallSession {
     ) -> Result<CallReply, CallRefusal> {
         self.check_space(below)?;
         self.check_range(start, pages)?;
-        self.end_noting(below);
+        self.end_recording(below);
         let places: Result<Vec<Page>, CallRefusal> =
             below.translate_pages(self.space, start, pages).into_iter().collect();
         let area = FollowedArea::new(start, places?);
@@ -218,7 +218,7 @@ impl CallSession {
         Ok(self.report_writes())
     }
 
-    fn begin_noting(
+    fn begin_recording(
         &mut self,
         sequence: u64,
         end: u64,
@@ -231,18 +231,19 @@ impl CallSession {
         if end >= PROGRAMS_END {
             return Err(CallRefusal::Kernel(end));
         }
-        self.end_noting(below);
+        self.end_recording(below);
         let areas: Option<Vec<_>> =
-            self.areas.iter().map(|(id, area)| area.noted_area(*id)).collect();
-        let key = self.seal.report_key(sequence);
-        let order = areas
-            .map(|areas| PluginOrder::Note(NotedApplication { slot: self.slot, key, end, areas }));
-        self.is_noting = order.is_some_and(|order| below.order_plugin(&order));
-        self.is_noting.then_some(CallReply::Noting).ok_or(CallRefusal::NoStores)
+            self.areas.iter().map(|(id, area)| area.recorded_area(*id)).collect();
+        let key = self.seal.derive_report_key(sequence);
+        let order = areas.map(|areas| {
+            PluginOrder::RecordStores(RecordedApplication { slot: self.slot, key, end, areas })
+        });
+        self.is_recording = order.is_some_and(|order| below.order_plugin(&order));
+        self.is_recording.then_some(CallReply::RecordingStores).ok_or(CallRefusal::NoStores)
     }
 
-    pub(super) fn end_noting(&mut self, below: &mut dyn GuestAccess) {
-        if std::mem::take(&mut self.is_noting) {
+    pub(super) fn end_recording(&mut self, below: &mut dyn GuestAccess) {
+        if std::mem::take(&mut self.is_recording) {
             below.order_plugin(&PluginOrder::End { slot: self.slot });
         }
     }

@@ -2,7 +2,7 @@
 
 use std::collections::{BTreeMap, BTreeSet};
 
-use firn_calls::{CallRefusal, GuestAccess, Nonce, PluginOrder, Proof, StoreNotes};
+use firn_calls::{CallRefusal, GuestAccess, Nonce, PluginOrder, Proof, RecordedStores};
 use firn_types::{GuestPhys, Page};
 
 /// Bytes of a page.
@@ -18,8 +18,8 @@ pub struct Guest {
     pub era: Option<u64>,
     pub numbers: u8,
     pub searches: usize,
-    /// What is noted of each slot, if stores are seen here.
-    pub notes: Option<BTreeMap<u32, StoreNotes>>,
+    /// The recorded stores of each slot, if this hypervisor records stores.
+    pub recorded: Option<BTreeMap<u32, RecordedStores>>,
 }
 
 impl Guest {
@@ -84,10 +84,12 @@ impl GuestAccess for Guest {
     }
 
     fn order_plugin(&mut self, order: &PluginOrder) -> bool {
-        let Some(notes) = &mut self.notes else { return false };
+        let Some(recorded) = &mut self.recorded else { return false };
         match order.clone() {
-            PluginOrder::Note(order) => notes.insert(order.slot, StoreNotes::new(order)),
-            PluginOrder::End { slot } => notes.remove(&slot),
+            PluginOrder::RecordStores(order) => {
+                recorded.insert(order.slot, RecordedStores::new(order))
+            }
+            PluginOrder::End { slot } => recorded.remove(&slot),
         };
         true
     }

@@ -18,7 +18,7 @@ use std::time::{Duration, Instant};
 use anyhow::{Context, Result, bail};
 use firn_image::{
     AuxBlock, BlockOrganization, Codec, CompressedBlock, FilledBy, Geometry, Image, ImageDraft,
-    ImageSections, ImageWriter, Packer, ReorderOptions, compress_block, reorder_image,
+    ImageSections, ImageWriter, LocalityBlockPacker, ReorderOptions, compress_block, reorder_image,
 };
 use firn_types::{Block, BlockSize, GuestPhys, RegionMap, VcpuId};
 use rustix::process::{Resource, Rlimit, setrlimit};
@@ -165,7 +165,7 @@ fn write(path: &Path, codec: Codec, draft: ImageDraft<'_>) -> Result<()> {
     let (geometry, block_size) = (draft.geometry, draft.geometry.block_size);
     let mut writer = ImageWriter::create(path, &draft)?;
     let mut packers = [FilledBy::Vcpu(VcpuId(0)), FilledBy::Sweep]
-        .map(|filled_by| Packer::filled_by(geometry, filled_by));
+        .map(|filled_by| LocalityBlockPacker::filled_by(geometry, filled_by));
     let some = (0..40u32).filter(|number| number % 5 != 0);
     let (some, again): (Vec<u32>, Vec<u32>) = match draft.parent {
         None => (some.collect(), vec![4, 6, 2]),
@@ -184,7 +184,7 @@ fn write(path: &Path, codec: Codec, draft: ImageDraft<'_>) -> Result<()> {
             }
         }
     }
-    for rest in packers.iter_mut().filter_map(Packer::take_filled) {
+    for rest in packers.iter_mut().filter_map(LocalityBlockPacker::take_filled) {
         writer.append(rest)?;
     }
     let sections = ImageSections {

@@ -5,8 +5,8 @@ use std::path::{Path, PathBuf};
 
 use firn_image::{
     BlockOrganization, BlockPlacement, Codec, CompressedBlock, FilledBy, Geometry, Image,
-    ImageDraft, ImageError, ImageSummary, ImageWriter, LocalityBlockId, Packer, ReadOrder,
-    compare_with_reference, compress_block, merge_chain, rebase_image, verify_image,
+    ImageDraft, ImageError, ImageSummary, ImageWriter, LocalityBlockId, LocalityBlockPacker,
+    ReadOrder, compare_with_reference, compress_block, merge_chain, rebase_image, verify_image,
 };
 use firn_types::Block;
 use proptest::prelude::*;
@@ -78,7 +78,7 @@ impl Chain {
 /// noise.
 fn write(model: &Model, path: &Path, draft: &ImageDraft<'_>, batches: &[&[Block]]) -> ImageSummary {
     let mut writer = ImageWriter::create(path, draft).unwrap();
-    let mut packer = Packer::filled_by(model.geometry, FilledBy::Sweep);
+    let mut packer = LocalityBlockPacker::filled_by(model.geometry, FilledBy::Sweep);
     for (number, batch) in batches.iter().enumerate() {
         for &block in *batch {
             let bytes = match number + 1 == batches.len() {
@@ -112,7 +112,7 @@ fn all_kinds(from: u32) -> Vec<(u32, Content)> {
 }
 
 #[test]
-fn what_is_not_mentioned_is_as_in_the_parent() {
+fn blocks_that_are_not_stored_are_as_in_the_parent() {
     let mut chain = Chain::new();
     let summary = chain.add(&all_kinds(20));
     assert_eq!((summary.stored_blocks, summary.zero_blocks), (3, 2));
@@ -173,7 +173,7 @@ fn a_block_given_again_counts_as_given_last() {
 }
 
 #[test]
-fn merged_it_needs_nobody_and_rebased_it_needs_fewer() {
+fn a_merged_image_has_no_parent_and_a_rebased_one_a_shorter_chain() {
     let mut chain = Chain::new();
     for from in [10, 12, 50] {
         chain.add(&all_kinds(from));
@@ -230,7 +230,7 @@ fn a_parent_is_known_by_its_identity() {
 }
 
 #[test]
-fn what_can_not_be_a_parent_is_refused() {
+fn an_unsuitable_parent_is_refused() {
     let mut chain = Chain::new();
     chain.add(&all_kinds(10));
     let parent = Image::open(&chain.path(1)).unwrap();
@@ -322,7 +322,7 @@ fn change() -> impl Strategy<Value = (u32, Content)> {
 proptest! {
     #![proptest_config(ProptestConfig::with_cases(24))]
     #[test]
-    fn any_chain_is_what_was(
+    fn any_chain_gives_the_memory_that_was_saved(
         changes in proptest::collection::vec(proptest::collection::vec(change(), 0..40), 1..6),
     ) {
         let mut chain = Chain::new();

@@ -161,7 +161,7 @@ fn parts_of_two_images_make_none() {
 }
 
 #[test]
-fn what_is_no_image_is_called_that() {
+fn a_file_that_is_no_image_is_an_error() {
     let subject = Subject::new(Codec::None);
     let path = subject.with_file(&[b'x'; 10_000]);
     let error = Image::open(&path).unwrap_err();

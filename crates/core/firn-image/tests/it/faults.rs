@@ -81,7 +81,7 @@ fn a_failing_disk_leaves_the_old_image_and_nothing_else() {
 }
 
 #[test]
-fn a_killed_writer_leaves_the_old_image_and_what_the_next_one_clears() {
+fn a_killed_writer_leaves_the_old_image_and_a_partial_file_that_the_next_one_removes() {
     for point in WRITING {
         let dir = tempfile::tempdir().unwrap();
         let path = dir.path().join("a.firn");
@@ -101,7 +101,7 @@ fn a_killed_writer_leaves_the_old_image_and_what_the_next_one_clears() {
 }
 
 #[test]
-fn a_failing_disk_is_told_when_reading() {
+fn a_read_error_of_the_disk_is_reported() {
     for fault in ["image.open=EIO", "image.read=EIO", "image.read@2=EIO", "image.read@4=EIO"] {
         let dir = tempfile::tempdir().unwrap();
         old().write(&dir.path().join("a.firn"));

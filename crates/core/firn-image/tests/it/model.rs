@@ -5,7 +5,7 @@ use std::path::Path;
 
 use firn_image::{
     AuxBlock, BlockOrganization, Codec, CompressedBlock, FilledBy, Geometry, Image, ImageDraft,
-    ImageError, ImageSections, ImageSummary, ImageWriter, Packer, compress_block,
+    ImageError, ImageSections, ImageSummary, ImageWriter, LocalityBlockPacker, compress_block,
 };
 use firn_types::{Block, GuestPhys, RegionMap, VcpuId};
 
@@ -133,7 +133,9 @@ impl Model {
             if self.contents[block.index()] == Content::Untouched {
                 continue;
             }
-            let packer = packers.entry(by).or_insert_with(|| Packer::filled_by(self.geometry, by));
+            let packer = packers
+                .entry(by)
+                .or_insert_with(|| LocalityBlockPacker::filled_by(self.geometry, by));
             match compress_block(self.codec_of(block), block, &self.block_bytes(block)) {
                 CompressedBlock::Zero => writer.set_zero(block),
                 CompressedBlock::Packed(packed) => {
@@ -143,7 +145,7 @@ impl Model {
                 }
             }
         }
-        for rest in packers.values_mut().filter_map(Packer::take_filled) {
+        for rest in packers.values_mut().filter_map(LocalityBlockPacker::take_filled) {
             writer.append(rest)?;
         }
         Ok(writer)

@@ -179,7 +179,7 @@ fn born_physical(path: &Path, working_set: &[u32]) -> Image {
         &ImageDraft::whole_image(geometry, BlockOrganization::Physical),
     )
     .unwrap();
-    let mut packer = firn_image::Packer::new(geometry);
+    let mut packer = firn_image::LocalityBlockPacker::new(geometry);
     for block in (0..10).map(Block) {
         let raw = vec![block.0 as u8 + 1; 8192];
         let compressed = firn_image::compress_block(Codec::None, block, &raw);

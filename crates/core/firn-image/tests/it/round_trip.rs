@@ -97,7 +97,7 @@ proptest! {
     #![proptest_config(ProptestConfig::with_cases(64))]
 
     #[test]
-    fn any_memory_comes_back(model in models()) {
+    fn any_memory_is_read_as_written(model in models()) {
         let dir = tempfile::tempdir().unwrap();
         let path = dir.path().join("a.firn");
         model.write(&path);
@@ -122,7 +122,7 @@ proptest! {
 }
 
 #[test]
-fn every_way_of_reading_gives_the_same_bytes() {
+fn each_kind_of_read_gives_the_same_bytes() {
     for parent in [std::env::temp_dir(), "/dev/shm".into()] {
         let dir = tempfile::tempdir_in(parent).unwrap();
         let path = dir.path().join("a.firn");

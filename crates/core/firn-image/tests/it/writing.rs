@@ -4,7 +4,7 @@ use std::path::Path;
 
 use firn_image::{
     AuxBlock, BlockOrganization, Codec, CompressedBlock, Geometry, Image, ImageDraft, ImageError,
-    ImageSections, ImageWriter, LocalityBlock, Packer, compress_block,
+    ImageSections, ImageWriter, LocalityBlock, LocalityBlockPacker, compress_block,
 };
 use firn_types::{Block, RegionMap};
 
@@ -20,7 +20,7 @@ fn filled(geometry: Geometry, block: u32) -> LocalityBlock {
     let CompressedBlock::Packed(packed) = compress_block(Codec::Lz4, Block(block), &raw) else {
         panic!("not zero")
     };
-    let mut packer = Packer::new(geometry);
+    let mut packer = LocalityBlockPacker::new(geometry);
     assert_eq!(packer.push_block(packed), None);
     packer.take_filled().unwrap()
 }
@@ -39,7 +39,7 @@ fn begin(dir: &Path) -> ImageWriter {
 }
 
 #[test]
-fn mistakes_are_told_and_leave_nothing_behind() {
+fn mistakes_are_errors_and_leave_no_file() {
     let dir = tempfile::tempdir().unwrap();
     let geometry = Geometry::new(10);
     let mut writer = begin(dir.path());

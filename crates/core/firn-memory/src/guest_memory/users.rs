@@ -57,7 +57,7 @@ mod tests {
     use rustix::fs::{MemfdFlags, ftruncate, memfd_create};
 
     #[test]
-    fn whoever_maps_a_file_is_found() {
+    fn each_process_that_maps_a_file_is_found() {
         let file = memfd_create("firn-users", MemfdFlags::CLOEXEC).unwrap();
         ftruncate(&file, 4096).unwrap();
         let file = fs::File::from(file);

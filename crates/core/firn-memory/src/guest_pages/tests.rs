@@ -115,7 +115,7 @@ fn pages_of_every_size_are_found_in_order() {
 }
 
 #[test]
-fn a_look_up_finds_what_a_walk_does() {
+fn a_lookup_and_a_walk_find_the_same_page() {
     for levels in [4, 5] {
         let mut guest = Guest::new();
         let root = guest.new_table();
@@ -135,7 +135,7 @@ fn a_look_up_finds_what_a_walk_does() {
 }
 
 #[test]
-fn every_entry_on_the_way_must_allow_it() {
+fn a_write_needs_permission_at_every_level() {
     const WRITABLE: u64 = 1 << 1;
     const USER: u64 = 1 << 2;
     for (taken_away, expected) in
@@ -263,7 +263,7 @@ fn other_address_spaces_are_found_by_their_kernel_half() {
 }
 
 #[test]
-fn the_second_table_of_an_isolated_pair_stands_for_the_first() {
+fn both_page_tables_of_an_isolated_kernel_are_one_space() {
     let mut guest = Guest::new();
     let tables: Vec<_> = (0..4).map(|_| guest.new_table()).collect();
     for table in [tables[0], tables[2]] {
@@ -284,7 +284,7 @@ fn wild_entry() -> impl Strategy<Value = u64> {
 
 proptest! {
     #[test]
-    fn what_is_mapped_is_what_is_found(
+    fn the_mapped_pages_are_found_and_no_others(
         pages in prop::collection::btree_map(0u64..1 << 36, 1000u64..2048, 0..64),
         five in any::<bool>(),
     ) {

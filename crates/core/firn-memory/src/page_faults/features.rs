@@ -165,7 +165,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_descriptor_tells_what_it_was_made_for() {
+    fn the_features_of_a_descriptor_are_read() {
         for trace in TraceMode::ALL {
             assert_eq!(
                 TraceMode::of_features(trace.required_features() | INITIALIZED),
@@ -179,7 +179,7 @@ mod tests {
     }
 
     #[test]
-    fn what_is_missing_is_named() {
+    fn a_missing_feature_is_named() {
         let known = TraceMode::Save.required_features() & !flag::FEATURE_MINOR_SHMEM;
         assert_eq!(
             missing_names(TraceMode::Save.required_features(), known),

@@ -79,7 +79,7 @@ pub(super) fn first_page(span: AddressSpan) -> AddressSpan {
 
 /// Whether this kernel reports a page without an entry as written. Firn tries it on pages of its
 /// own. One table maps the pages in the middle together with a neighbour that has an entry.
-pub(super) fn kernel_reports_unmapped() -> bool {
+pub(super) fn can_kernel_report_unmapped() -> bool {
     test_own_pages().unwrap_or_default()
 }
 

@@ -196,14 +196,14 @@ mod tests {
     }
 
     #[test]
-    fn the_main_thread_is_told_from_others() {
+    fn the_main_thread_is_distinguished_from_others() {
         let own = || ThreadId(rustix::thread::gettid().as_raw_nonzero().get());
         assert!(is_main_thread(ThreadId(std::process::id() as i32)));
         assert!(!is_main_thread(std::thread::spawn(own).join().unwrap()));
     }
 
     #[test]
-    fn stops_are_told_apart() {
+    fn kinds_of_stops_are_distinguished() {
         let stopped = |signal: i32, event: i32| (event << 16) | (signal << 8) | 0x7f;
         assert_eq!(
             decode_stop(stopped(libc::SIGTRAP, libc::PTRACE_EVENT_STOP)),

@@ -287,7 +287,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_request_that_stopped_half_way_has_made_progress() {
+    fn an_interrupted_request_reports_its_progress() {
         assert_eq!(request_progress(Ok(()), 0, 8192), Ok(8192));
         assert_eq!(request_progress(Err(Errno::AGAIN), 4096, 8192), Ok(4096));
         assert_eq!(request_progress(Err(Errno::AGAIN), 0, 8192), Err(Errno::AGAIN));

@@ -96,7 +96,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_sleeping_helper_comes_first_and_a_vcpu_last() {
+    fn a_sleeping_helper_thread_is_preferred_to_a_vcpu() {
         let helper = rank_thread(ThreadActivity::Call(libc::SYS_futex), false, false);
         let main = rank_thread(ThreadActivity::Call(libc::SYS_ppoll), false, true);
         let vcpu = rank_thread(ThreadActivity::Call(libc::SYS_futex), true, false);
@@ -105,7 +105,7 @@ mod tests {
     }
 
     #[test]
-    fn a_thread_without_a_filter_comes_before_one_with() {
+    fn a_thread_without_a_filter_is_preferred() {
         let vcpu = rank_thread(ThreadActivity::Running, true, false);
         let helper = rank_thread(ThreadActivity::Call(libc::SYS_futex), false, false);
         assert!(sort_key(vcpu, false) < sort_key(helper, true));

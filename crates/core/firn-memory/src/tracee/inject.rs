@@ -36,7 +36,7 @@ use crate::sys::ptrace::{self, Registers, StopReason};
 /// The time that a thread may take to stop before another is tried.
 const STOP_TIMEOUT: Duration = Duration::from_millis(300);
 /// The number of times that a thread is resumed for a moment because it was stopped at a bad one.
-const MOMENTS: u32 = 10;
+const RESUMES_MAX: u32 = 10;
 /// The `syscall` instruction.
 pub(super) const SYSCALL: [u8; 2] = [0x0f, 0x05];
 /// The code segment of 64-bit user programs.
@@ -122,10 +122,10 @@ impl<'t> StoppedThread<'t> {
                 stub::registers_for_call(&self.own, self.stub, call.number, call.arguments);
             let set = ptrace::set_registers(self.target.tid, &calling);
             set.map_err(CallFailure::during("set registers"))?;
-            firn_fault::point("inject.set");
+            firn_fault::pass_point("inject.set");
             self.resume_to_call(&calling)?;
             let value = self.resume_to_call(&calling)?.rax;
-            firn_fault::point("inject.called");
+            firn_fault::pass_point("inject.called");
             if !stub::is_to_be_repeated(value) {
                 return Ok(value);
             }
@@ -211,7 +211,7 @@ impl TargetThread {
     /// Stops the thread where its instruction pointer may be moved, and returns its registers.
     /// `None` if it ends, or if it reaches no such point in time.
     pub(super) fn stop_at_a_good_moment(&self) -> Result<Option<Registers>, Errno> {
-        for _ in 0..MOMENTS {
+        for _ in 0..RESUMES_MAX {
             ptrace::interrupt(self.tid)?;
             if !self.await_interruption()? {
                 return Ok(None);

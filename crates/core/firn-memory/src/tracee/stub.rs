@@ -143,7 +143,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn the_code_is_what_the_drawing_says() {
+    fn the_stub_has_the_documented_instructions() {
         let code = stub_code();
         // The call, 5 bytes for each register, 3 for the return.
         assert_eq!(code.len(), (2 + 9 * 5 + 3_usize).next_multiple_of(8));
@@ -203,7 +203,7 @@ mod tests {
     }
 
     #[test]
-    fn an_interrupted_call_is_restarted_on_the_way_back() {
+    fn the_stub_restarts_an_interrupted_call() {
         let back = |rax, orig| {
             let registers = resumption_registers(&stopped(rax, orig));
             (registers.rip, registers.rax as i64)

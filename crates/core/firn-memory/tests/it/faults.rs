@@ -189,7 +189,7 @@ fn closing_leaves_no_trace() {
 }
 
 #[test]
-fn what_is_stale_can_be_closed() {
+fn a_descriptor_of_a_dead_firn_can_be_closed() {
     let child = Child::spawn(&[64]);
     drop(child.trace(TraceMode::Save));
     assert_eq!(PageFaults::close_stale(&mut child.tracee()).unwrap(), 1);
@@ -198,7 +198,7 @@ fn what_is_stale_can_be_closed() {
 }
 
 #[test]
-fn unregistering_wakes_who_waits() {
+fn unregistering_wakes_waiting_threads() {
     let mut child = Child::spawn(&[64]);
     child.ask(Who::First, "fill 0 64 1");
     let faults = child.trace(TraceMode::Save);
@@ -227,7 +227,7 @@ fn two_firns_do_not_share_memory() {
 }
 
 #[test]
-fn the_death_of_the_hypervisor_is_told() {
+fn the_death_of_the_hypervisor_is_reported() {
     let mut child = Child::spawn(&[64]);
     let faults = child.trace(TraceMode::Restore);
     child.kill();
@@ -254,7 +254,7 @@ fn pages_given_back_are_reported() {
 }
 
 #[test]
-fn installing_makes_way_for_a_removal() {
+fn an_install_waits_for_a_removal() {
     let mut child = Child::spawn(&[64]);
     child.ask(Who::First, "fill 0 32 1");
     let faults = child.trace(TraceMode::Restore);

@@ -57,7 +57,7 @@ fn no_call_is_injected_under_an_unknown_filter() {
 }
 
 #[test]
-fn a_thread_without_a_filter_comes_first() {
+fn the_call_is_injected_into_a_thread_without_a_filter() {
     let mut child = Child::spawn(&[1]);
     assert_eq!(child.ask(Who::First, "filter one"), 0);
     assert_eq!(child.ask(Who::Main, "filter one"), 0);

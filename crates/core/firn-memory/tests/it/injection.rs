@@ -69,22 +69,22 @@ fn sleeps_undisturbed(call: &str) {
 }
 
 #[test]
-fn nanosleep_goes_on() {
+fn an_interrupted_nanosleep_continues() {
     sleeps_undisturbed("nanosleep");
 }
 
 #[test]
-fn ppoll_goes_on() {
+fn an_interrupted_ppoll_continues() {
     sleeps_undisturbed("ppoll");
 }
 
 #[test]
-fn futex_goes_on() {
+fn an_interrupted_futex_continues() {
     sleeps_undisturbed("futex");
 }
 
 #[test]
-fn reading_a_pipe_goes_on() {
+fn an_interrupted_read_continues() {
     let mut child = Child::spawn(&[1]);
     child.send(Who::First, "pipe");
     std::thread::sleep(Duration::from_millis(20));
@@ -107,7 +107,7 @@ fn a_running_thread_keeps_its_registers() {
 }
 
 #[test]
-fn a_dead_process_is_said_to_be_gone() {
+fn a_dead_process_is_reported_as_gone() {
     let mut child = Child::spawn(&[1]);
     let process = child.process.clone();
     child.kill();
@@ -261,7 +261,7 @@ fn a_signal_ends_the_call_that_it_would_have_ended() {
 }
 
 #[test]
-fn a_thread_finds_its_way_back_without_firn() {
+fn a_thread_resumes_its_work_without_firn() {
     for call in ["nanosleep 800", "futex 800", "ppoll 800"] {
         let mut child = Child::spawn(&[1]);
         child.send(Who::First, call);
@@ -274,7 +274,7 @@ fn a_thread_finds_its_way_back_without_firn() {
 }
 
 #[test]
-fn a_running_thread_finds_its_way_back_without_firn() {
+fn a_running_thread_resumes_its_work_without_firn() {
     const ROUNDS: u64 = 30_000_000;
     let mut child = Child::spawn(&[1]);
     child.send(Who::First, &format!("churn {ROUNDS}"));
@@ -284,7 +284,7 @@ fn a_running_thread_finds_its_way_back_without_firn() {
 }
 
 #[test]
-fn an_error_of_a_long_call_is_told_too() {
+fn an_error_of_a_long_call_is_returned() {
     let child = Child::spawn(&[1]);
     let error = child.tracee().syscall(SYS_close, [9999, 0, 0, 0, 0, 0]).unwrap_err();
     assert!(matches!(error, TraceError::Call { number, .. } if number == SYS_close), "{error}");

@@ -95,7 +95,7 @@ fn punched_pages_are_gone_for_the_guest_too() {
 }
 
 #[test]
-fn what_is_not_the_guests_memory_is_refused() {
+fn memory_that_is_not_the_guests_is_refused() {
     let child = Child::spawn(&[64]);
     let elsewhere = open(&child.process, &[64], &[HostVirt(0x1000)]);
     assert!(matches!(elsewhere, Err(MemoryError::Unmapped { .. })), "{elsewhere:?}");

@@ -107,7 +107,7 @@ fn serve(faults: &PageFaults, mut answer: impl FnMut(Page)) -> usize {
 }
 
 #[test]
-fn a_running_qemu_is_traced_and_let_go() {
+fn a_running_qemu_is_traced_and_detached_from() {
     let Some(mut qemu) = Qemu::start(&[]) else { return };
     std::thread::sleep(Duration::from_millis(300));
     let faults =

@@ -47,7 +47,7 @@ fn arm(child: &Child, scan: PageScan) -> Option<PageScan> {
 }
 
 #[test]
-fn what_the_hypervisor_maps_is_told() {
+fn pages_that_the_hypervisor_maps_are_reported() {
     let mut child = Child::spawn(&[100, 64]);
     child.ask(Who::First, "fill 3 6 1");
     child.ask(Who::Second, "fill 112 114 2");
@@ -60,7 +60,7 @@ fn what_the_hypervisor_maps_is_told() {
 }
 
 #[test]
-fn each_write_is_told_once() {
+fn each_write_is_reported_once() {
     let mut child = Child::spawn(&[100, 64]);
     child.ask(Who::First, "fill 0 50 1");
     let Some(scan) = armed(&child) else { return };
@@ -84,7 +84,7 @@ fn each_write_is_told_once() {
 }
 
 #[test]
-fn each_write_is_told_once_where_tables_last() {
+fn each_write_is_reported_once_if_page_tables_persist() {
     // The first half has memory, a later table nothing at all yet.
     let mut child = Child::spawn(&[2000]);
     child.ask(Who::First, "fill 0 1000 1");
@@ -109,7 +109,7 @@ fn each_write_is_told_once_where_tables_last() {
 }
 
 #[test]
-fn many_runs_are_all_told() {
+fn many_runs_are_all_reported() {
     let mut child = Child::spawn(&[5000]);
     let Some(scan) = armed(&child) else { return };
     for page in (0..5000).step_by(2) {
@@ -125,7 +125,7 @@ fn many_runs_are_all_told() {
 }
 
 #[test]
-fn touches_are_told_page_by_page() {
+fn touches_are_reported_page_by_page() {
     let mut child = Child::spawn(&[64]);
     child.ask(Who::First, "fill 0 64 1");
     let scan = scan(&child);
@@ -140,7 +140,7 @@ fn touches_are_told_page_by_page() {
 }
 
 #[test]
-fn what_was_written_is_not_forgotten_with_the_touches() {
+fn written_pages_stay_recorded_when_touches_are_forgotten() {
     let mut child = Child::spawn(&[64]);
     child.ask(Who::First, "fill 0 64 1");
     let Some(scan) = armed(&child) else { return };
@@ -156,7 +156,7 @@ fn what_was_written_is_not_forgotten_with_the_touches() {
 }
 
 #[test]
-fn whole_page_tables_without_an_entry_are_told_as_written() {
+fn missing_page_tables_are_reported_as_written() {
     let mut child = Child::spawn(&[2000]);
     let all = pages(0..2000);
     child.ask(Who::First, "fill 0 2000 1");
@@ -189,7 +189,7 @@ fn pages_given_back_are_holes_whether_written_or_not() {
 }
 
 #[test]
-fn the_next_firn_goes_on_scanning() {
+fn a_successor_continues_the_scan() {
     let mut child = Child::spawn(&[64]);
     let Some(scan) = armed(&child) else { return };
     drop(scan);

@@ -20,7 +20,7 @@ use super::properties::OptionProperties;
 
 /// The type of the back end of such a card.
 const KIND: &str = "firn";
-const HOW: &str = "give it as -netdev firn,id=ID,uplink=PATH, with the socket that its frames go to, \
+const SYNTAX_HINT: &str = "give it as -netdev firn,id=ID,uplink=PATH, with the socket that its frames go to, \
     or as -netdev firn,id=ID,network=NAME, with a network of this host's agent";
 
 /// The connection of a card to the outside, as the command line names it.
@@ -61,9 +61,9 @@ fn read_card(argument: &CommandArgument) -> Result<Option<CardPlan>, CommandLine
     let uplink = match (given("uplink"), given("network")) {
         (Some(path), None) => CardUplink::Socket(PathBuf::from(&*path)),
         (None, Some(name)) => CardUplink::Network(name.into()),
-        _ => return Err(CommandLineError::refuse_option(argument, HOW)),
+        _ => return Err(CommandLineError::refuse_option(argument, SYNTAX_HINT)),
     };
-    let id = given("id").ok_or_else(|| CommandLineError::refuse_option(argument, HOW))?;
+    let id = given("id").ok_or_else(|| CommandLineError::refuse_option(argument, SYNTAX_HINT))?;
     Ok(Some(CardPlan { id: id.into(), uplink }))
 }
 

@@ -101,7 +101,7 @@ mod tests {
     }
 
     #[test]
-    fn what_is_no_console_or_has_no_socket_is_none() {
+    fn a_device_without_a_socket_is_no_console() {
         for command in [
             "qemu",
             "qemu -serial stdio",

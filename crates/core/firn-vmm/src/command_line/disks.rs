@@ -21,7 +21,7 @@ use super::size;
 /// How long QEMU waits for a server that has died, in seconds: a week. A new supervisor serves
 /// sooner, or an operator has to intervene.
 const RECONNECT_SECONDS: &str = "604800";
-const HOW: &str = "give it as -drive file=PATH,format=raw|qcow2,if=none,id=ID,firn=on";
+const SYNTAX_HINT: &str = "give it as -drive file=PATH,format=raw|qcow2,if=none,id=ID,firn=on";
 const WRITABLE: &str =
     "firn=on is for disks whose writes are kept; leave out readonly and snapshot";
 
@@ -67,7 +67,7 @@ fn read_disk(argument: &CommandArgument) -> Result<Option<DiskPlan>, CommandLine
         (Some(id), Some(file), Some(format)) if matches!(&*format, "raw" | "qcow2") => {
             Ok(Some(DiskPlan { id, file: file.into(), format, size }))
         }
-        _ => Err(CommandLineError::refuse_option(argument, HOW)),
+        _ => Err(CommandLineError::refuse_option(argument, SYNTAX_HINT)),
     }
 }
 
@@ -79,7 +79,7 @@ fn disk_properties(
     match (argument.name(), properties.is_on("firn")) {
         (_, false) => Ok(None),
         ("drive", true) => Ok(Some(properties)),
-        ("blockdev", true) => Err(CommandLineError::refuse_option(argument, HOW)),
+        ("blockdev", true) => Err(CommandLineError::refuse_option(argument, SYNTAX_HINT)),
         (_, true) => Ok(None),
     }
 }
@@ -153,7 +153,7 @@ mod tests {
     }
 
     #[test]
-    fn what_is_no_such_disk_is_refused() {
+    fn an_unsuitable_disk_is_refused() {
         for line in [
             "-drive file=a,firn=on,id=d",
             "-drive file=a,format=vmdk,firn=on,id=d",

@@ -5,12 +5,15 @@
 //!   -blockdev driver=file,node-name=f,filename=a     -blockdev driver=file,node-name=f,filename=o.qcow2
 //!   -blockdev driver=raw,node-name=d,file=f          -blockdev driver=qcow2,node-name=d,file=f
 //!   -hda a.img                                       -hda o.qcow2
+//!   -blockdev {"driver":"throttle","file":           -blockdev {"driver":"throttle","file":
+//!     {"driver":"raw","file":                          {"driver":"qcow2","file":
+//!       {"driver":"file","filename":"a"}}}               {"driver":"file","filename":"o.qcow2"}}}
 //! ```
+//!
+//! A node of a filter, such as a throttle, may be on top of the node of the format.
 //!
 //! QEMU finds a backing file through the file itself, so an option that names one (`backing=`) is
 //! removed.
-
-use serde_json::Value;
 
 use super::arguments::CommandArgument;
 use super::properties::OptionProperties;
@@ -18,8 +21,10 @@ use super::properties::OptionProperties;
 /// Options whose whole value is the file of a disk. A bare word is one too.
 const PLAIN: &[&str] = &["hda", "hdb", "hdc", "hdd", "mtdblock", "pflash", "sd"];
 
-/// The keys of a file name among the properties of `-drive` and `-blockdev`.
-const FILE_KEYS: &[&str] = &["file", "file.filename", "filename"];
+/// The keys of a file name among the properties of `-drive` and `-blockdev`. Below one filter there
+/// is one more `file`.
+const FILE_KEYS: &[&str] =
+    &["file", "file.filename", "file.file.filename", "file.file.file.filename", "filename"];
 
 /// Block drivers whose `filename` is a local file.
 const PROTOCOLS: &[&str] = &["file", "host_device"];
@@ -49,7 +54,7 @@ fn named_file(argument: &CommandArgument) -> Option<String> {
         CommandArgument::Option { name, .. } if matches!(&**name, "drive" | "blockdev") => {
             let properties = OptionProperties::parse_value(argument.value(), "")?;
             let key = file_key(name, &properties)?;
-            nested_text(&properties, key)
+            properties.nested_text(key)
         }
         CommandArgument::Option { .. } => None,
     }
@@ -57,7 +62,7 @@ fn named_file(argument: &CommandArgument) -> Option<String> {
 
 /// The key under which the properties of `-drive` or `-blockdev` name a file.
 fn file_key(option: &str, properties: &OptionProperties) -> Option<&'static str> {
-    let is_there = |key: &str| nested_text(properties, key).is_some();
+    let is_there = |key: &str| properties.nested_text(key).is_some();
     let protocol = || properties.get("driver").is_some_and(|it| PROTOCOLS.contains(&&*it));
     FILE_KEYS.iter().copied().find(|&key| match (option, key) {
         // In -blockdev it is the name of another node.
@@ -66,28 +71,6 @@ fn file_key(option: &str, properties: &OptionProperties) -> Option<&'static str>
         ("blockdev", "filename") => is_there(key) && protocol(),
         _ => is_there(key),
     })
-}
-
-/// A property as text, which JSON may have in a nested object.
-fn nested_text(properties: &OptionProperties, key: &str) -> Option<String> {
-    let flat = properties.get(key).map(Into::into);
-    flat.or_else(|| match (properties, key.split_once('.')) {
-        (OptionProperties::Json(object), Some((outer, inner))) => {
-            Some(object.get(outer)?.get(inner)?.as_str()?.to_owned())
-        }
-        _ => None,
-    })
-}
-
-fn set_nested(properties: &mut OptionProperties, key: &str, value: &str) {
-    if let (OptionProperties::Json(object), Some((outer, inner))) =
-        (&mut *properties, key.split_once('.'))
-        && let Some(Value::Object(nested)) = object.get_mut(outer)
-    {
-        nested.insert(inner.to_owned(), value.into());
-        return;
-    }
-    properties.set(key, value);
 }
 
 /// Replaces a file by another. `false` if no option names it.
@@ -131,7 +114,7 @@ pub(super) fn rename_file(
                     continue;
                 };
                 let Some(key) = file_key(name, &properties) else { continue };
-                set_nested(&mut properties, key, new);
+                properties.set_nested(key, new);
                 CommandArgument::new(name, properties.to_text(""))
             }
         };
@@ -143,15 +126,16 @@ pub(super) fn rename_file(
 fn replace_in(argument: &mut CommandArgument, drive: &DriveFile) -> Option<String> {
     let mut properties = OptionProperties::parse_value(argument.value(), "")?;
     let key = file_key(argument.name(), &properties)?;
-    set_nested(&mut properties, key, &drive.file);
+    properties.set_nested(key, &drive.file);
+    // The new file is a regular one, whatever the old one was.
+    let protocol = format!("{}driver", key.strip_suffix("filename").unwrap_or(key));
+    if properties.nested_text(&protocol).is_some_and(|driver| driver == "host_device") {
+        properties.set_nested(&protocol, "file");
+    }
     let node = match (argument.name(), key) {
-        ("blockdev", "filename") => {
-            // The new file is a regular one, whatever the old one was.
-            properties.set("driver", "file");
-            nested_text(&properties, "node-name")
-        }
+        ("blockdev", "filename") => properties.nested_text("node-name"),
         (option, _) => {
-            set_format(option, &mut properties, &drive.format);
+            set_format(option, &mut properties, format_node(key), &drive.format);
             None
         }
     };
@@ -159,11 +143,17 @@ fn replace_in(argument: &mut CommandArgument, drive: &DriveFile) -> Option<Strin
     node
 }
 
-fn set_format(option: &str, properties: &mut OptionProperties, format: &str) {
-    let has_driver = option == "blockdev" || properties.get("driver").is_some();
-    properties.set(if has_driver { "driver" } else { "format" }, format);
-    properties.remove("backing");
-    properties.remove_prefix("backing.");
+/// The key of the node that has the format of a file, with a dot; nothing if it is the topmost. The
+/// node of the file is below it.
+fn format_node(file_key: &str) -> &str {
+    file_key.strip_suffix("file.filename").unwrap_or("")
+}
+
+fn set_format(option: &str, properties: &mut OptionProperties, node: &str, format: &str) {
+    let has_driver = option == "blockdev" || !node.is_empty() || properties.get("driver").is_some();
+    let key = if has_driver { "driver" } else { "format" };
+    properties.set_nested(&format!("{node}{key}"), format);
+    properties.remove_nested(&format!("{node}backing"));
 }
 
 /// Sets the format of a node on top of a replaced file.
@@ -173,7 +163,7 @@ fn set_format_over(argument: &mut CommandArgument, nodes: &[String], format: &st
     }
     let Some(mut properties) = OptionProperties::parse_value(argument.value(), "") else { return };
     if properties.get("file").is_some_and(|file| nodes.iter().any(|node| **node == *file)) {
-        set_format("blockdev", &mut properties, format);
+        set_format("blockdev", &mut properties, "", format);
         *argument = CommandArgument::new("blockdev", properties.to_text(""));
     }
 }
@@ -231,6 +221,16 @@ mod tests {
             "-blockdev driver=raw,file.driver=file,file.filename=a",
             "a",
             "-blockdev driver=qcow2,file.driver=file,file.filename=/o,,1",
+        );
+        same(
+            "-blockdev {\"driver\":\"throttle\",\"file\":{\"backing\":\"x\",\"driver\":\"raw\",\"file\":{\"driver\":\"host_device\",\"filename\":\"a\"}},\"node-name\":\"d\"}",
+            "a",
+            "-blockdev {\"driver\":\"throttle\",\"file\":{\"driver\":\"qcow2\",\"file\":{\"driver\":\"file\",\"filename\":\"/o,1\"}},\"node-name\":\"d\"}",
+        );
+        same(
+            "-blockdev driver=throttle,file.driver=raw,file.backing.driver=raw,file.file.driver=file,file.file.filename=a",
+            "a",
+            "-blockdev driver=throttle,file.driver=qcow2,file.file.driver=file,file.file.filename=/o,,1",
         );
         assert_eq!(replaced("-drive file=a -cdrom b", "b"), None);
     }

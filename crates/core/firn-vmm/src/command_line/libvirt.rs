@@ -4,6 +4,7 @@
 //! ```text
 //!   -chardev socket,id=charmonitor,fd=24,...  -mon chardev=charmonitor,...    its monitor
 //!   -object secret,id=masterKey0,file=...     encrypts passwords on the command line, if there are any
+//!   -incoming defer                           waits for the state of a domain that Firn has restored
 //!   -no-shutdown                              it ends QEMU itself when the guest has powered off
 //!   -S                                        it starts the vCPUs itself
 //!   -chardev socket,id=charchannel0,fd=25,... a socket that it listens on, such as the guest agent's
@@ -70,7 +71,7 @@ fn is_control(argument: &CommandArgument, needs_key: bool) -> bool {
         properties.is_some_and(|it| it.get(key).as_deref() == Some(wanted))
     };
     match argument.name() {
-        "S" | "no-shutdown" => true,
+        "S" | "no-shutdown" | "incoming" => true,
         "chardev" => has("id", MONITOR),
         "mon" => has("chardev", MONITOR),
         "object" => has("id", MASTER_KEY) && !needs_key,
@@ -99,11 +100,11 @@ mod tests {
     }
 
     #[test]
-    fn what_libvirt_controls_is_left_out() {
+    fn options_that_libvirt_controls_are_left_out() {
         let words = r#"/usr/bin/qemu -name guest=web,debug-threads=on -S
             -object {"qom-type":"secret","id":"masterKey0","format":"raw","file":"/run/key"}
             -chardev socket,id=charmonitor,fd=24,server=on,wait=off
-            -mon chardev=charmonitor,id=monitor,mode=control -no-shutdown
+            -mon chardev=charmonitor,id=monitor,mode=control -no-shutdown -incoming defer
             -chardev socket,id=charchannel0,fd=22,server=on,wait=off
             -chardev pty,id=charserial0 -m 256"#;
         let kept = "/usr/bin/qemu -name guest=web,debug-threads=on -chardev null,id=charchannel0 \

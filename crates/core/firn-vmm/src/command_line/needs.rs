@@ -154,7 +154,7 @@ mod tests {
     }
 
     #[test]
-    fn what_a_restore_provides_itself_is_no_need() {
+    fn devices_that_a_restore_provides_are_not_required() {
         for option in [
             "-netdev firn,id=n,uplink=/run/passt.sock",
             "-netdev tap,id=n,ifname=tap0,script=no",

@@ -177,7 +177,7 @@ fn commas_in_paths_are_doubled() {
 }
 
 #[test]
-fn what_firn_added_before_is_not_added_again() {
+fn options_that_firn_added_are_not_added_twice() {
     let first = augmented("-M q35 -m 1G");
     let plan = plan_command(&first.args).unwrap();
     assert_eq!(plan.ram(), first.ram);
@@ -220,7 +220,7 @@ fn a_restore_waits_for_its_state() {
 }
 
 #[test]
-fn what_firn_cannot_work_with_is_refused_with_a_reason() {
+fn unsupported_options_are_refused_with_a_reason() {
     for (line, part) in [
         ("-mem-path /dev/hugepages", "leave -mem-path out"),
         ("-incoming defer", "without -incoming"),
@@ -270,7 +270,7 @@ proptest! {
     }
 
     #[test]
-    fn options_firn_does_not_know_come_through(words in proptest::collection::vec("[a-z0-9=,./]{1,12}", 0..6)) {
+    fn unknown_options_are_passed_on(words in proptest::collection::vec("[a-z0-9=,./]{1,12}", 0..6)) {
         let mut command = command("");
         words.iter().for_each(|word| command.extend(["-append".to_owned(), word.clone()]));
         let args = plan_command(&command).unwrap().augment(&paths(1)).unwrap().args;
@@ -292,7 +292,7 @@ fn the_device_for_calls_has_a_file_of_the_vms_own() {
 }
 
 #[test]
-fn a_plugin_notes_stores_in_the_memory_for_calls() {
+fn the_plugin_writes_reports_to_the_call_window() {
     let (library, orders) = ("/lib/a,b.so".into(), "/run/s".into());
     let paths = AddedPaths { stores: Some(StorePlugin { library, orders }), ..paths(1) };
     let plan = plan_command(&calls::with_calls(&command("-m 64"))).unwrap();

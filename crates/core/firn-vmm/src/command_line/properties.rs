@@ -56,15 +56,46 @@ impl OptionProperties {
         }
     }
 
-    /// The value of a key as text, which JSON may have in a nested object: `addr.port`.
+    /// The value of a key as text, which JSON may have in nested objects: `file.file.filename`.
     pub(super) fn nested_text(&self, key: &str) -> Option<String> {
-        match (self.get(key), self, key.split_once('.')) {
+        match (self.get(key), self, key.rsplit_once('.')) {
             (Some(value), ..) => Some(value.into_owned()),
             (None, Self::Json(object), Some((outer, inner))) => {
-                as_text(object.get(outer)?.get(inner)?).map(Cow::into_owned)
+                let nested = outer
+                    .split('.')
+                    .try_fold(object, |object, key| object.get(key).and_then(Value::as_object));
+                as_text(nested?.get(inner)?).map(Cow::into_owned)
             }
             (None, ..) => None,
         }
+    }
+
+    /// Sets a key, in JSON in the nested object that has it.
+    pub(super) fn set_nested(&mut self, key: &str, value: &str) {
+        match self.nested_object(key) {
+            Some((object, inner)) => drop(object.insert(inner.to_owned(), value.into())),
+            None => self.set(key, value),
+        }
+    }
+
+    /// Removes a key with all that is below it, in JSON from the nested object that has it.
+    pub(super) fn remove_nested(&mut self, key: &str) {
+        if let Some((object, inner)) = self.nested_object(key) {
+            object.remove(inner);
+        }
+        self.remove(key);
+        self.remove_prefix(&format!("{key}."));
+    }
+
+    /// The nested object that a key with dots is in, and the last part of the key.
+    fn nested_object<'k>(&mut self, key: &'k str) -> Option<(&mut Map<String, Value>, &'k str)> {
+        let (Self::Json(object), Some((outer, inner))) = (self, key.rsplit_once('.')) else {
+            return None;
+        };
+        let nested = outer
+            .split('.')
+            .try_fold(object, |object, key| object.get_mut(key).and_then(Value::as_object_mut));
+        nested.map(|object| (object, inner))
     }
 
     /// All values of a key that may occur more than once; in JSON, a list of objects with one text
@@ -255,7 +286,7 @@ mod tests {
 
     proptest! {
         #[test]
-        fn text_comes_back(values in proptest::collection::vec("[a-z,=]{0,8}", 1..5)) {
+        fn parsed_text_is_printed_unchanged(values in proptest::collection::vec("[a-z,=]{0,8}", 1..5)) {
             let mut properties = OptionProperties::default();
             for (at, value) in values.iter().enumerate() {
                 properties.set(&format!("k{at}"), value);

@@ -63,7 +63,7 @@ mod tests {
     }
 
     #[test]
-    fn refuses_what_is_no_size() {
+    fn invalid_sizes_are_refused() {
         for text in
             ["", "G", "-1G", "+1G", "1GG", "1 G", "99999999999P", "1.G5", "0x", "ten", "1.2.3"]
         {
@@ -78,7 +78,7 @@ mod tests {
         }
 
         #[test]
-        fn a_number_with_its_suffix_comes_back(number in 1u64..1 << 20) {
+        fn a_printed_size_is_parsed_to_the_same_number(number in 1u64..1 << 20) {
             prop_assert_eq!(parse_size(&format!("{number}M"), 1), Some(number * MIB));
         }
     }

@@ -175,7 +175,7 @@ FlatView #2
         }
 
         #[test]
-        fn a_printed_range_comes_back(first in 0u64..1 << 50, bytes in 1u64..1 << 40, offset in 1u64..1 << 40) {
+        fn a_printed_range_is_parsed_to_the_same_range(first in 0u64..1 << 50, bytes in 1u64..1 << 40, offset in 1u64..1 << 40) {
             let last = first + bytes - 1;
             let text = format!("FlatView #0\n  {first:016x}-{last:016x} (prio 0, ram): m 1 @{offset:016x}\n");
             let range = FlatRange { first, last, priority: 0, kind: RangeKind::Ram, region: "m 1".into(), offset };

@@ -150,7 +150,7 @@ mod tests {
     }
 
     #[test]
-    fn says_what_is_wrong_with_a_line() {
+    fn a_malformed_line_is_described() {
         let message = |line: &[u8]| parse_reply(line).unwrap_err().to_string();
         assert_eq!(message(b"nonsense"), "line of 8 bytes is not JSON");
         assert_eq!(message(b"[1]"), "line of 3 bytes is neither a greeting, a reply nor an event");
@@ -173,7 +173,7 @@ mod tests {
         }
 
         #[test]
-        fn an_error_comes_back_word_for_word(desc in ".*", id in any::<u64>()) {
+        fn an_error_is_returned_verbatim(desc in ".*", id in any::<u64>()) {
             let line = json!({"error": {"class": "GenericError", "desc": desc}, "id": id}).to_string();
             let expected = QmpReply::Error { id: Some(id), class: "GenericError".into(), desc };
             prop_assert_eq!(parse_reply(line.as_bytes()).unwrap(), expected);

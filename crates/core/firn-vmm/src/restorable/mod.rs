@@ -18,7 +18,7 @@ mod obstacle;
 mod rules;
 
 pub use facts::{BackendFacts, DeviceFacts, MachineFacts, MediumFacts};
-pub use obstacle::{RestoreObstacle, UnseenKind};
+pub use obstacle::{InaccessibleDeviceKind, RestoreObstacle};
 pub use rules::{CommandLines, find_obstacles};
 
 pub(crate) use facts::collect_facts;

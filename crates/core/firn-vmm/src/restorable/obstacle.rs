@@ -4,7 +4,7 @@ use std::fmt;
 
 /// A kind of device whose memory accesses, or whose state, Firn has no access to.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum UnseenKind {
+pub enum InaccessibleDeviceKind {
     /// A device of the host (`vfio-pci`).
     Vfio,
     /// A virtio device in hardware.
@@ -21,7 +21,7 @@ pub enum UnseenKind {
     Enclave,
 }
 
-impl UnseenKind {
+impl InaccessibleDeviceKind {
     /// The kind of a device of this driver; `None` if Firn has access to all of its state.
     pub(super) fn of_driver(driver: &str) -> Option<Self> {
         match driver {
@@ -100,7 +100,7 @@ pub enum RestoreObstacle {
         /// Its driver or type.
         driver: String,
         /// The kind of the device.
-        kind: UnseenKind,
+        kind: InaccessibleDeviceKind,
     },
     /// Encrypted guest memory.
     Confidential {

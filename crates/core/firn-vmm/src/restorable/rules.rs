@@ -3,7 +3,7 @@
 use std::path::Path;
 
 use super::facts::{DeviceFacts, MachineFacts};
-use super::obstacle::{RestoreObstacle, UnseenKind};
+use super::obstacle::{InaccessibleDeviceKind, RestoreObstacle};
 use crate::command_line::{self, CommandNeeds};
 
 /// The command lines of a running QEMU, and its start directory.
@@ -46,7 +46,7 @@ fn device_name(device: &DeviceFacts) -> String {
 fn device_obstacles(facts: &MachineFacts) -> Vec<RestoreObstacle> {
     let obstacle = |device: &DeviceFacts| {
         let driver = device.driver.clone();
-        match (UnseenKind::of_driver(&driver), device.is_hotplugged) {
+        match (InaccessibleDeviceKind::of_driver(&driver), device.is_hotplugged) {
             (Some(kind), _) => {
                 Some(RestoreObstacle::Unseen { device: device_name(device), driver, kind })
             }
@@ -61,7 +61,7 @@ fn device_obstacles(facts: &MachineFacts) -> Vec<RestoreObstacle> {
 
 fn backend_obstacles(facts: &MachineFacts) -> Vec<RestoreObstacle> {
     let unseen = facts.backends.iter().filter_map(|backend| {
-        let kind = UnseenKind::of_backend(&backend.kind)?;
+        let kind = InaccessibleDeviceKind::of_backend(&backend.kind)?;
         let (device, driver) = (format!("network back end {}", backend.name), backend.kind.clone());
         Some(RestoreObstacle::Unseen { device, driver, kind })
     });

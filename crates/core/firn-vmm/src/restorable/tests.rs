@@ -96,7 +96,7 @@ fn another_medium_is_named() {
 }
 
 #[test]
-fn what_firn_cannot_see_is_refused_from_the_start() {
+fn devices_that_firn_cannot_inspect_are_refused() {
     for driver in ["vfio-pci", "vhost-vdpa-device-pci", "vhost-user-fs-pci", "vhost-user-blk-pci"] {
         let command = format!("{COMMAND} -device {driver},id=x");
         let mut facts = facts();
@@ -121,7 +121,7 @@ fn what_firn_cannot_see_is_refused_from_the_start() {
 }
 
 #[test]
-fn what_the_command_line_cannot_give_again_is_named() {
+fn devices_missing_in_the_command_line_are_named() {
     for (more, why) in [
         ("-netdev tap,id=n1,fd=5", "-netdev tap,id=n1,fd=5: a restore has no such open descriptor"),
         ("-add-fd fd=3,set=1", "-add-fd fd=3,set=1"),

@@ -28,7 +28,7 @@ fn stopped(file: &OwnedFd) -> (Qemu, QemuVm, Vec<u8>) {
 }
 
 #[test]
-fn a_saved_vm_goes_on_in_another_qemu() {
+fn a_saved_vm_continues_in_another_qemu() {
     need_qemu!();
     let file = inherited_memfd(256 * MIB);
     let (qemu, mut vm, state) = stopped(&file);
@@ -44,6 +44,23 @@ fn a_saved_vm_goes_on_in_another_qemu() {
     assert_eq!(vm.qmp().execute_hmp("info registers").unwrap(), before);
     vm.cont().unwrap();
     assert!(vm.status().unwrap().running);
+}
+
+/// libvirt starts QEMU without `send-configuration=off`.
+#[test]
+fn a_qemu_that_expects_a_machine_type_gets_it_and_refuses_another() {
+    need_qemu!();
+    let file = inherited_memfd(256 * MIB);
+    let (qemu, mut vm, state) = stopped(&file);
+    let machine = vm.machine_type().unwrap();
+    drop((vm, qemu));
+    let load = |machine: &str| {
+        let second = Qemu::start(&args(&file, "-serial null -S -incoming defer"));
+        let mut vm = second.vm();
+        vm.load_device_state_of(machine, &state).map(|()| vm.status().unwrap().status)
+    };
+    assert_eq!(load(&machine).unwrap(), "paused");
+    load("pc-i440fx-2.1").unwrap_err();
 }
 
 #[test]
@@ -68,7 +85,7 @@ fn a_damaged_state_is_an_error_and_not_a_hang() {
     let second = Qemu::start(&args(&file, &format!("-serial null {INCOMING}")));
     let mut vm = second.vm();
     match vm.load_device_state(&state[..state.len() / 2]).unwrap_err() {
-        DeviceStateError::Died { .. } => assert!(!vm.version().at_least(9, 1)),
+        DeviceStateError::Died { .. } => assert!(!vm.version().is_at_least(9, 1)),
         DeviceStateError::Refused { reason, .. } => {
             assert!(reason.contains("migration failed"), "{reason}");
         }
@@ -79,7 +96,7 @@ fn a_damaged_state_is_an_error_and_not_a_hang() {
 /// A Firn process that died leaves a descriptor in QEMU if another monitor is connected. The
 /// next one removes it.
 #[test]
-fn what_a_dead_firn_left_is_taken_back() {
+fn leftovers_of_a_dead_firn_are_removed() {
     need_qemu!();
     let file = inherited_memfd(256 * MIB);
     let dir = tempfile::tempdir().unwrap();

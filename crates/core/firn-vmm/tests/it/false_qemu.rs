@@ -82,7 +82,7 @@ fn quickly<T>(work: impl FnOnce() -> T) -> T {
 }
 
 #[test]
-fn a_peer_that_is_no_monitor_is_told_apart() {
+fn a_peer_that_is_no_monitor_is_recognized() {
     let connect = |bytes: &'static [u8]| {
         let (stream, _thread) = serve(move |mut peer| peer.send(bytes));
         quickly(|| QmpClient::negotiate(stream, PATIENCE)).unwrap_err()
@@ -115,7 +115,7 @@ fn a_full_backlog_does_not_block_for_ever() {
 }
 
 #[test]
-fn a_socket_that_is_not_there_is_waited_for_only_while_it_may_come() {
+fn a_missing_socket_is_awaited_only_while_it_may_appear() {
     let dir = tempfile::tempdir().unwrap();
     let path = dir.path().join("qmp");
     let error = quickly(|| QemuVm::connect(&path)).unwrap_err();
@@ -349,7 +349,7 @@ fn asked_to_hold(reply: Option<Value>) -> QemuVm {
 }
 
 #[test]
-fn a_qemu_that_cannot_be_held_is_told_apart() {
+fn a_qemu_that_cannot_be_paused_by_pipe_is_recognized() {
     let refusal = json!({ "error": { "class": "GenericError", "desc": "Could not open it" } });
     assert!(asked_to_hold(Some(refusal)).begin_pause().unwrap().is_none());
     let error = asked_to_hold(Some(json!({ "return": {} }))).begin_pause().unwrap_err();

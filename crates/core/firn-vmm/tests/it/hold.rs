@@ -40,7 +40,7 @@ fn fdsets(vm: &mut QemuVm) -> Value {
 }
 
 #[test]
-fn a_vm_that_is_held_stands_still_and_goes_on_when_released() {
+fn a_vm_is_paused_until_it_is_released() {
     need_qemu!();
     let file = inherited_memfd(256 * MIB);
     let (_qemu, mut vm) = running(&file);
@@ -111,7 +111,7 @@ fn a_vm_whose_devices_took_less_than_was_known_was_not_held() {
 }
 
 #[test]
-fn a_pause_in_which_somebody_else_opened_the_pipe_has_failed() {
+fn a_pause_fails_if_another_process_opened_the_pipe() {
     need_qemu!();
     let file = inherited_memfd(256 * MIB);
     let (qemu, mut vm) = running(&file);
@@ -133,7 +133,7 @@ fn a_pause_in_which_somebody_else_opened_the_pipe_has_failed() {
 }
 
 #[test]
-fn what_was_saved_goes_on_in_another_qemu() {
+fn the_saved_state_continues_in_another_qemu() {
     need_qemu!();
     let file = inherited_memfd(256 * MIB);
     let (qemu, mut vm) = running(&file);
@@ -158,7 +158,7 @@ fn what_was_saved_goes_on_in_another_qemu() {
 }
 
 #[test]
-fn a_vm_that_is_let_go_of_goes_on() {
+fn an_abandoned_pause_ends() {
     need_qemu!();
     let file = inherited_memfd(256 * MIB);
     let (qemu, mut vm) = running(&file);
@@ -187,7 +187,7 @@ fn hold_until_killed() {
 }
 
 #[test]
-fn a_vm_goes_on_when_whoever_holds_it_is_killed() {
+fn a_pause_ends_when_its_process_is_killed() {
     need_qemu!();
     let file = inherited_memfd(256 * MIB);
     let dir = tempfile::tempdir().unwrap();

@@ -101,7 +101,7 @@ fn two_numa_nodes_are_two_regions() {
 }
 
 #[test]
-fn private_ram_is_found_and_said_to_be_private() {
+fn private_ram_is_found_and_marked_as_private() {
     need_qemu!();
     let qemu = Qemu::start(&words("-M q35 -m 256M"));
     let layout = qemu.vm().layout().unwrap();

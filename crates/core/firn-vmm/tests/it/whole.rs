@@ -185,13 +185,13 @@ fn facts_about_a_vm() {
     assert_eq!(vm.balloon().unwrap().unwrap().actual_bytes, 64 << 20);
     assert_eq!(vm.migration_blockers().unwrap(), [""; 0]);
     assert_eq!(vm.page_table_roots().unwrap(), [], "not in long mode");
-    assert!(vm.version().at_least(7, 2));
+    assert!(vm.version().is_at_least(7, 2));
     vm.quit().unwrap();
     assert!(running.qemu.wait().unwrap().success());
 }
 
 #[test]
-fn what_cannot_migrate_is_named() {
+fn devices_that_cannot_migrate_are_named() {
     need_qemu!();
     let home = Home::new(
         "-m 64M -object memory-backend-ram,id=iv,size=1M,share=on -device ivshmem-plain,memdev=iv",

@@ -34,7 +34,7 @@ use super::remote_vm::{ASK_WAIT, RemoteVm};
 use crate::agent::Agent;
 
 /// In tests: how much later each VM is asked than the one before.
-const LATE: Duration = Duration::from_millis(800);
+const TEST_DELAY: Duration = Duration::from_millis(800);
 
 /// Starts the task that makes global checkpoints of a cluster.
 pub(super) fn spawn_checkpoints(
@@ -91,13 +91,13 @@ impl CheckpointLoop {
                 },
             };
             let made = self.make_checkpoint().await;
-            self.note_failure(made.as_ref().err());
+            self.record_failure(made.as_ref().err());
             // The client may have disconnected.
             order.into_iter().for_each(|order| drop(order.send(made.clone())));
         }
     }
 
-    fn note_failure(&self, failure: Option<&Failure>) {
+    fn record_failure(&self, failure: Option<&Failure>) {
         let text = failure.map(ToString::to_string);
         let mut trouble = self.trouble.lock().unwrap_or_else(PoisonError::into_inner);
         if let Some(text) = text.as_ref().filter(|text| trouble.as_ref() != Some(text)) {
@@ -171,8 +171,8 @@ impl CheckpointLoop {
             let request = request(vm);
             asked.spawn(async move {
                 // For tests in which a request has to reach some VMs late.
-                if firn_fault::io("cluster.ask").is_err() {
-                    tokio::time::sleep(LATE * u32::from(vm.0)).await;
+                if firn_fault::pass_io_point("cluster.ask").is_err() {
+                    tokio::time::sleep(TEST_DELAY * u32::from(vm.0)).await;
                 }
                 let reply = far.ask_supervisor(request, ASK_WAIT).await;
                 (vm, far, reply)

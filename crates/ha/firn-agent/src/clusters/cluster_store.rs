@@ -56,7 +56,7 @@ impl ClusterStore {
     pub(super) fn store_cluster(&self, record: &StoredCluster) -> Result<(), Failure> {
         let path = self.path(&record.name);
         let doing = || format!("writing {}", path.display());
-        firn_fault::io("cluster.record").while_doing(doing())?;
+        firn_fault::pass_io_point("cluster.record").while_doing(doing())?;
         make_private(&self.0).while_doing(doing())?;
         let record = StoredCluster { trouble: None, ..record.clone() };
         let text = serde_json::to_vec(&record).while_doing(doing())?;

@@ -21,7 +21,7 @@ use crate::agent::Agent;
 use crate::status;
 
 /// How often the record is read again if other hosts change it meanwhile.
-const TRIES: usize = 5;
+const ATTEMPTS_MAX: usize = 5;
 
 /// Ends the record if all hosts that it names are gone.
 pub(super) async fn forget_record(
@@ -35,7 +35,7 @@ pub(super) async fn forget_record(
     };
     let mut sole = agent.clusters.locks.lock_cluster(name).await;
     let cluster = record_name(name).map_err(membership_failure)?;
-    for _ in 0..TRIES {
+    for _ in 0..ATTEMPTS_MAX {
         let RecordView { known, leases, names } =
             members.read_view(&cluster).await.map_err(membership_failure)?;
         let Some(record) = known.record.filter(|it| !it.register.is_ended()) else {

@@ -92,7 +92,7 @@ mod tests {
     }
 
     #[test]
-    fn a_host_that_holds_a_lease_is_not_gone_whatever_is_seen() {
+    fn a_host_with_a_valid_lease_is_never_gone() {
         for seen in [
             HostEvidence::Lost(Some(60.0)),
             HostEvidence::Lost(None),

@@ -4,7 +4,7 @@
 use std::collections::BTreeSet;
 use std::sync::Arc;
 
-use firn_control::api::{KEEP, ProtectVmRequest, ProtectionOptions};
+use firn_control::api::{KEEP_PROTECTED_PATH, ProtectVmRequest, ProtectionOptions};
 use firn_control::{HostHealth, HostName};
 use firn_supervisor::{Failure, FailureContext as _, FailureKind, VmName};
 use tokio::task::JoinHandle;
@@ -50,7 +50,7 @@ impl Reprotection {
         let peers: Vec<&HostName> = peers.collect();
         let after = |host: &&&HostName| self.tried.as_ref().is_none_or(|tried| **host > tried);
         let Some(host) = peers.iter().find(after).or(peers.first()) else {
-            return note_trouble(agent, unit, "no other host answers".to_owned());
+            return record_trouble(agent, unit, "no other host answers".to_owned());
         };
         let host = (*host).clone();
         self.tried = Some(host.clone());
@@ -63,7 +63,7 @@ impl Reprotection {
                     tracing::info!("{unit} is protected again, by host {host}");
                 }
                 Err(failure) => {
-                    note_trouble(&agent, &unit, format!("host {host} can't: {failure}"))
+                    record_trouble(&agent, &unit, format!("host {host} can't: {failure}"))
                 }
             }
         }));
@@ -97,12 +97,13 @@ async fn ask_host(agent: &Arc<Agent>, name: &VmName, host: &HostName) -> Result<
     let how = ProtectionOptions { interval_ms, predicts: true, cluster: None };
     let how = serde_json::to_vec(&how).while_doing("writing a request")?;
     let mut link = PeerConnection::open(&agent.identity, host, agent.peer_address(host)?).await?;
-    let reply = timeout(PROTECT_WAIT, link.post_bytes(&format!("{KEEP}{name}"), how)).await;
+    let reply =
+        timeout(PROTECT_WAIT, link.post_bytes(&format!("{KEEP_PROTECTED_PATH}{name}"), how)).await;
     let late = |_| Failure::new(FailureKind::Other, format!("host {host} has not answered"));
     reply.map_err(late)?.map(drop)
 }
 
-fn note_trouble(agent: &Agent, unit: &FailoverUnit, why: String) {
+fn record_trouble(agent: &Agent, unit: &FailoverUnit, why: String) {
     let text = format!("{unit} is not protected: {why}");
     let before = lock_mutex(&agent.clusters.troubles).insert(unit.clone(), text.clone());
     if before.as_ref() != Some(&text) {

@@ -70,7 +70,7 @@ pub(super) async fn run_from_checkpoint(
         record.state = ClusterState::FailingOver;
         records.store_cluster(&record)?;
     }
-    firn_fault::point("cluster.failover");
+    firn_fault::pass_point("cluster.failover");
     run_standbys(agent, &record, waiting, lease).await?;
     let host = agent.config.name.clone();
     record.vms.iter_mut().for_each(|placed| placed.host = host.clone());

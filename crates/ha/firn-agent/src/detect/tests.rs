@@ -100,7 +100,7 @@ fn one_that_never_answered_is_lost_too() {
 }
 
 #[test]
-fn an_answer_tells_how_it_was_when_it_was_asked() {
+fn an_answer_counts_from_the_time_of_its_request() {
     let mut detector = FailureDetector::new(DetectorTiming::default(), [name("b")], ms(0));
     for at in [900, 1800, 2700] {
         detector.handle_event(ms(at), DetectorEvent::Tick);
@@ -127,7 +127,7 @@ fn a_late_answer_makes_a_lost_peer_a_suspected_one() {
 
 /// The host slept, or the agent was stopped: no peer was asked.
 #[test]
-fn time_that_this_host_slept_counts_against_nobody() {
+fn sleep_of_this_host_makes_no_peer_suspected() {
     let mut world = World::new();
     world.pass(1_000, Some(0));
     world.seen.clear();
@@ -140,7 +140,7 @@ fn time_that_this_host_slept_counts_against_nobody() {
 }
 
 #[test]
-fn a_lost_peer_does_not_come_back_because_this_host_slept() {
+fn sleep_of_this_host_does_not_revive_a_lost_peer() {
     let mut world = World::new();
     world.pass(6_000, None);
     world.seen.clear();
@@ -171,7 +171,7 @@ fn a_question_that_is_open_is_not_asked_again() {
 }
 
 #[test]
-fn a_stranger_is_nobody() {
+fn an_unknown_peer_has_no_health() {
     let mut detector = FailureDetector::new(DetectorTiming::default(), [name("b")], ms(0));
     assert_eq!(detector.handle_event(ms(1), DetectorEvent::Answered(name("c"), ms(0))), []);
     assert_eq!(detector.handle_event(ms(1), DetectorEvent::Failed(name("c"))), []);
@@ -183,7 +183,7 @@ proptest! {
     /// the last 2 s in which this agent was awake, and no peer is lost that answered a question
     /// that was asked within 5 s.
     #[test]
-    fn nobody_is_believed_alive_or_lost_without_reason(
+    fn health_changes_only_by_answers_and_silence(
         steps in proptest::collection::vec((0u64..900, 0u8..4, 0u64..7000), 1..300)
     ) {
         let b = name("b");

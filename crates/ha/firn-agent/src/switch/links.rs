@@ -37,7 +37,7 @@ pub(super) async fn dial_peer(agent: Arc<Agent>, network: Arc<NetworkSwitch>, pe
     loop {
         match open_link(&agent, &network, &peer).await {
             Ok(stream) => carry_link(&agent, &network, &peer, stream).await,
-            Err(failure) => network.note_trouble(&to, &failure.to_string()),
+            Err(failure) => network.record_trouble(&to, &failure.to_string()),
         }
         sleep(RETRY_INTERVAL).await;
     }
@@ -72,7 +72,7 @@ async fn carry_link(
         () = tunnel::wait_for_loss(health) => "the host is lost".to_owned(),
     };
     drop(port);
-    network.note_trouble(&to, &why);
+    network.record_trouble(&to, &why);
 }
 
 /// Answers a peer that requests a link.

@@ -107,7 +107,7 @@ impl NetworkSwitch {
     }
 
     /// Stores and logs why a target is not connected.
-    pub(super) fn note_trouble(&self, to: &LinkTarget, why: &str) {
+    pub(super) fn record_trouble(&self, to: &LinkTarget, why: &str) {
         if self.counters.get(to).is_some_and(|lane| lane.set_trouble(why)) {
             tracing::warn!("network {}: {to} is not connected: {why}", self.name);
         }

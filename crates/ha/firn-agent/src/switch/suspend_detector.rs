@@ -63,7 +63,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_sleep_is_noticed_by_whoever_looks_first_and_counts_once() {
+    fn a_host_sleep_is_detected_once() {
         let (awake, at) = (SuspendDetector::default(), Duration::from_millis);
         assert_eq!(awake.count_suspends_at(at(50_000)), 0);
         assert_eq!(awake.count_suspends_at(at(51_000)), 0);
@@ -74,7 +74,7 @@ mod tests {
     }
 
     #[test]
-    fn what_lay_here_goes_nowhere_and_what_comes_does() {
+    fn work_from_before_a_sleep_is_rejected() {
         let awake = SuspendDetector::default();
         let before = awake.count_suspends();
         assert!(awake.check_since(before).is_ok());

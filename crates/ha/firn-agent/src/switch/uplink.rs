@@ -23,7 +23,7 @@ pub(super) async fn serve_uplink(network: Arc<NetworkSwitch>, uplink: Uplink) {
             Ok(()) => "it has closed the connection".to_owned(),
             Err(error) => error.to_string(),
         };
-        network.note_trouble(&LinkTarget::Uplink, &format!("{uplink}: {why}"));
+        network.record_trouble(&LinkTarget::Uplink, &format!("{uplink}: {why}"));
         sleep(RETRY_INTERVAL).await;
     }
 }

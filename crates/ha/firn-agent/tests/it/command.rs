@@ -209,7 +209,7 @@ fn certificates_that_cannot_be_made_leave_nothing() {
 }
 
 #[test]
-fn it_ends_when_it_is_told_to_and_leaves_nothing_behind() {
+fn an_agent_ends_at_sigterm_and_leaves_no_file() {
     let dir = tempfile::tempdir().unwrap();
     let authority = Authority::new();
     let identity = authority.issue(&["a"], |_| ());

@@ -71,7 +71,7 @@ fn lonely() -> (Authority, Host) {
 }
 
 #[test]
-fn a_peer_is_let_in() {
+fn a_configured_peer_is_accepted() {
     let (authority, b) = lonely();
     let mut stream = greet(b.listen, &authority, Some(authority.issue(&["a"], |_| ())));
     let answer = request(&mut stream, HEARTBEAT).unwrap();
@@ -84,7 +84,7 @@ fn a_peer_is_let_in() {
 }
 
 #[test]
-fn nobody_else_is() {
+fn a_peer_without_a_configured_certificate_is_refused() {
     let (authority, b) = lonely();
     let stranger = Authority::new();
     let expired = |params: &mut rcgen::CertificateParams| {
@@ -138,7 +138,7 @@ fn a_peer_that_speaks_tls_1_2_is_refused() {
 /// An agent sends nothing to a server that is not the intended host, whichever answers at its
 /// address.
 #[test]
-fn who_is_called_is_who_is_meant() {
+fn a_host_connects_only_to_the_peer_that_it_named() {
     let authority = Authority::new();
     let stranger = Authority::new();
     let [at_a, at_b, at_c] = [free_address(), free_address(), free_address()];
@@ -160,7 +160,7 @@ fn who_is_called_is_who_is_meant() {
 
 /// A host with a certificate that its peers would refuse does not even begin.
 #[test]
-fn a_host_whose_certificate_is_of_no_use_says_so() {
+fn an_unusable_certificate_is_reported() {
     let authority = Authority::new();
     let dir = tempfile::tempdir().unwrap();
     let cases = [
@@ -252,7 +252,7 @@ fn a_crowd_at_the_door_keeps_no_peer_out() {
 }
 
 #[test]
-fn a_peer_that_sends_too_much_is_told_so() {
+fn a_peer_that_sends_too_much_receives_an_error() {
     let (authority, b) = lonely();
     let get = |head: &str| {
         let mut stream = greet(b.listen, &authority, Some(authority.issue(&["a"], |_| ())));

@@ -259,7 +259,7 @@ fn a_vm_that_dies_runs_at_its_backup_though_its_agent_lives() {
 }
 
 #[test]
-fn a_vm_whose_backup_is_lost_goes_on_and_is_protected_by_the_third() {
+fn a_vm_without_its_backup_continues_and_is_protected_by_the_third_host() {
     let mut hosts = Hosts::start();
     hosts.protect();
     hosts.hosts[1].kill();
@@ -300,7 +300,7 @@ fn a_vm_that_is_stopped_leaves_no_record_and_no_standby() {
 /// A failover by a user follows the record: a primary that holds its lease keeps its VM, unless its
 /// host is declared dead by its name.
 #[test]
-fn a_failover_by_hand_goes_by_the_record() {
+fn a_manual_failover_obeys_the_record() {
     let hosts = Hosts::start();
     hosts.protect();
     let refused = hosts.fail_over(None).unwrap_err();

@@ -46,7 +46,7 @@ fn view(host: &Host) -> MembershipView {
 }
 
 #[test]
-fn three_hosts_agree_who_leads_and_go_on_without_one() {
+fn three_hosts_elect_a_leader_and_tolerate_the_loss_of_one() {
     let configured = configured();
     for (_, file) in &configured {
         let (code, said) = found(file);
@@ -82,7 +82,7 @@ fn a_host_that_was_not_founded_does_not_begin() {
 }
 
 #[test]
-fn who_agrees_on_nothing_says_so() {
+fn a_host_without_consensus_reports_that() {
     let [a, _b] = pair();
     let failure = client::read_membership(&a.base).unwrap_err();
     assert_eq!(failure.kind, FailureKind::Usage);

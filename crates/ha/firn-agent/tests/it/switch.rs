@@ -91,7 +91,7 @@ fn connected(host: &Host, vms: u64) {
 }
 
 #[test]
-fn a_frame_finds_its_way_to_vms_of_both_hosts() {
+fn a_frame_reaches_vms_of_both_hosts() {
     let [a, b] = linked(["a", "b"], LAN);
     let (mut x, mut y, mut z) = (Card::of(&a, 1), Card::of(&b, 2), Card::of(&b, 3));
     connected(&b, 2);
@@ -182,7 +182,7 @@ fn below_the_bound_nothing_is_lost_or_doubled() {
 }
 
 #[test]
-fn a_port_that_takes_nothing_holds_up_nobody() {
+fn a_blocked_port_blocks_no_other() {
     let [a, b] = linked(["a", "b"], LAN);
     let (mut x, mut slow, mut y) = (Card::of(&a, 1), Card::of(&a, 2), Card::of(&b, 3));
     slow.send(ALL, "soon silent");
@@ -213,7 +213,7 @@ fn a_port_that_takes_nothing_holds_up_nobody() {
 }
 
 #[test]
-fn what_is_no_frame_ends_its_port_and_no_other() {
+fn an_invalid_frame_closes_only_its_port() {
     let [a, b] = linked(["a", "b"], LAN);
     let (mut x, mut y) = (Card::of(&a, 1), Card::of(&b, 2));
     connected(&b, 1);
@@ -236,7 +236,7 @@ fn what_is_no_frame_ends_its_port_and_no_other() {
 }
 
 #[test]
-fn a_host_that_comes_back_is_linked_again() {
+fn a_host_that_returns_is_linked_again() {
     let authority = Authority::new();
     let [at_a, at_b] = [free_address(), free_address()];
     let start_b = || Host::start_with(&authority, "b", at_b, &[("a", at_a)], LAN);
@@ -299,7 +299,7 @@ fn a_link_over_a_dead_network_ends() {
 }
 
 #[test]
-fn a_network_that_the_other_host_has_not_is_told() {
+fn a_network_missing_at_the_peer_is_reported() {
     let authority = Authority::new();
     let [at_a, at_b] = [free_address(), free_address()];
     let a = Host::start_with(&authority, "a", at_a, &[("b", at_b)], LAN);

@@ -401,7 +401,7 @@ fn places(host: &Host) -> Vec<Vec<String>> {
 }
 
 #[test]
-fn all_vms_of_a_cluster_go_on_when_the_host_of_one_dies_and_are_protected_by_another() {
+fn all_vms_of_a_cluster_continue_when_one_host_dies_and_are_protected_again() {
     let mut hosts = Hosts::start();
     hosts.protect();
     hosts.hosts[0].kill();
@@ -441,7 +441,7 @@ fn a_vm_whose_supervisor_dies_takes_its_cluster_back() {
 }
 
 #[test]
-fn vms_whose_copies_are_lost_go_on() {
+fn vms_without_their_standbys_continue() {
     let mut hosts = Hosts::start();
     hosts.protect();
     hosts.hosts[2].kill();
@@ -471,7 +471,7 @@ fn a_host_that_dies_while_the_agent_of_the_copies_is_started_again_is_no_loss() 
 
 /// If all VMs still run, there is no failover because of it.
 #[test]
-fn vms_go_on_when_the_agent_of_the_copies_is_started_again_and_are_protected_anew() {
+fn vms_continue_when_the_backups_agent_restarts_and_are_protected_again() {
     let mut hosts = Hosts::start();
     hosts.protect();
     hosts.hosts[2].kill();
@@ -515,7 +515,7 @@ fn a_cluster_that_is_released_is_none_and_may_be_one_again() {
 
 /// The others do not fail over without it.
 #[test]
-fn a_vm_that_hears_late_of_the_loss_of_its_copy_is_released() {
+fn a_vm_that_learns_late_of_its_lost_standby_is_released() {
     let hosts = Hosts::start();
     hosts.protect();
     hosts.models[1].with(&vm("db"), |it| it.hears_late = true);

@@ -48,7 +48,7 @@ fn receive(mut from: UnixStream) -> (usize, Vec<u8>) {
 }
 
 #[test]
-fn what_is_sent_arrives_both_ways_at_once() {
+fn bytes_are_relayed_in_both_directions() {
     const BYTES: usize = 100 << 20;
     let [a, b] = pair();
     let [primary, standby] = protected(&a, &b);
@@ -124,7 +124,7 @@ fn an_end_of_one_direction_leaves_the_other() {
 /// A standby that accepts no more bytes sends the reason, and ends: its primary receives that while
 /// it is still sending.
 #[test]
-fn last_words_are_heard_though_the_stream_is_busy() {
+fn the_last_message_arrives_on_a_busy_stream() {
     let [a, b] = pair();
     let words = vec![7; 300_000];
     for _ in 0..10 {
@@ -145,7 +145,7 @@ fn last_words_are_heard_though_the_stream_is_busy() {
 
 /// A standby that reads no more still sends.
 #[test]
-fn who_does_not_listen_may_speak() {
+fn a_half_closed_stream_still_sends() {
     let [a, b] = pair();
     let [mut primary, mut standby] = protected(&a, &b);
     standby.shutdown(Shutdown::Read).unwrap();
@@ -162,7 +162,7 @@ fn who_does_not_listen_may_speak() {
 /// The last bytes of a primary that died reach its standby, though the standby is slow, and has
 /// sent answers that no process read.
 #[test]
-fn what_is_on_its_way_when_a_primary_dies_arrives() {
+fn bytes_in_flight_arrive_after_the_primary_died() {
     let [a, b] = pair();
     for round in 0..4 {
         let [mut primary, standby] = protected(&a, &b);
@@ -254,7 +254,7 @@ fn it_is_known_whom_a_vm_is_protected_by() {
 }
 
 #[test]
-fn why_nobody_stands_by_is_told() {
+fn the_reason_for_a_missing_standby_is_returned() {
     let [a, mut b] = pair();
     let failure = a.protect("refused", "b").unwrap_err();
     assert!(

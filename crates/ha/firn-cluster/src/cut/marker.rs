@@ -71,7 +71,7 @@ impl CutMarker {
     }
 
     /// Whether the initiator or a frame waits for a cut.
-    pub fn wants_cut(&self) -> bool {
+    pub fn is_cut_needed(&self) -> bool {
         self.requested > self.stamp.mark
     }
 
@@ -91,7 +91,7 @@ impl CutMarker {
     /// newest one that is copied is marked, if there is one. So the cluster does not wait for a VM
     /// that is idle, or stays paused, or can't be cut.
     fn update_mark(&mut self) {
-        let cuts = self.cuts.filter(|(_, last)| *last >= self.newest_sent && self.wants_cut());
+        let cuts = self.cuts.filter(|(_, last)| *last >= self.newest_sent && self.is_cut_needed());
         if let Some((first, _)) = cuts {
             let copied = self.committed.unwrap_or(first);
             (self.stamp.mark, self.marked) =

@@ -29,11 +29,11 @@ fn answer(count: u32, vm: VmId, epoch: u64) -> MarkAnswer {
 #[test]
 fn a_mark_is_the_next_cut_and_answered_for_when_it_is_copied() {
     let mut marker = marker();
-    assert!(!marker.wants_cut());
+    assert!(!marker.is_cut_needed());
     assert_eq!(marker.request_mark(G, request(1)), None);
-    assert!(marker.wants_cut() && marker.current_stamp().mark < request(1));
+    assert!(marker.is_cut_needed() && marker.current_stamp().mark < request(1));
     marker.record_cut(Epoch(6));
-    assert!(!marker.wants_cut() && marker.current_stamp().mark == request(1));
+    assert!(!marker.is_cut_needed() && marker.current_stamp().mark == request(1));
     assert_eq!(marker.request_mark(G, request(1)), None, "nobody has a copy");
     marker.record_commit(Epoch(6));
     assert_eq!(marker.request_mark(G, request(1)), Some(answer(1, A, 6)));
@@ -51,7 +51,7 @@ fn a_mark_is_the_next_cut_and_answered_for_when_it_is_copied() {
     assert_eq!(marker.request_mark(G, request(2)), Some(answer(2, A, 8)));
     assert_eq!(marker.request_mark(G, request(1)), None, "it can't be answered truly any more");
     assert_eq!(marker.request_mark(Generation(2), request(3)), None);
-    assert!(!marker.wants_cut());
+    assert!(!marker.is_cut_needed());
 }
 
 #[test]
@@ -61,7 +61,7 @@ fn a_frame_from_behind_a_cut_waits_for_its_receivers() {
     marker.record_sent(Epoch(6));
     assert_eq!(marker.check_frame(stamp), StampDecision::AfterCut);
     assert_eq!(marker.check_frame(stamp), StampDecision::AfterCut, "asking is no cut");
-    assert!(marker.wants_cut());
+    assert!(marker.is_cut_needed());
     marker.record_cut(Epoch(6));
     assert_eq!(marker.check_frame(stamp), StampDecision::Deliver);
     assert_eq!(marker.current_stamp(), stamp);
@@ -70,7 +70,7 @@ fn a_frame_from_behind_a_cut_waits_for_its_receivers() {
 }
 
 #[test]
-fn who_has_sent_nothing_since_a_cut_is_not_waited_for() {
+fn a_silent_member_is_not_awaited() {
     let mut marker = marker();
     for epoch in 6..9 {
         marker.record_cut(Epoch(epoch));
@@ -83,7 +83,7 @@ fn who_has_sent_nothing_since_a_cut_is_not_waited_for() {
     );
     marker.record_sent(Epoch(8));
     assert_eq!(marker.request_mark(G, request(2)), None);
-    assert!(!marker.wants_cut(), "it is marked, and not copied");
+    assert!(!marker.is_cut_needed(), "it is marked, and not copied");
     marker.record_commit(Epoch(8));
     assert_eq!(marker.request_mark(G, request(2)), Some(answer(2, A, 8)));
     marker.record_sent(Epoch(9));

@@ -41,7 +41,7 @@ mod backup;
 mod limits;
 mod primary;
 
-pub use backup::{BackupEpochs, EpochPiece, EpochRestoreError, PieceArrival, RestorePlan};
+pub use backup::{BackupEpochs, EpochPieceHeader, PieceHandling, RollbackError, RollbackPlan};
 pub use limits::{EpochLimits, LimitsError};
 pub use primary::{GuestSpeed, PrimaryAction, PrimaryEpochs};
 

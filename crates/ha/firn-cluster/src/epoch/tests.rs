@@ -18,8 +18,8 @@ fn cut(primary: &mut PrimaryEpochs, now: Duration, pages: u64) {
     primary.finish_cut(now, pages);
 }
 
-fn piece(epoch: u64) -> EpochPiece {
-    EpochPiece { epoch: Epoch(epoch), index: 0, of: 1, last: false }
+fn piece(epoch: u64) -> EpochPieceHeader {
+    EpochPieceHeader { epoch: Epoch(epoch), index: 0, pieces: 1, is_last_epoch: false }
 }
 
 #[test]
@@ -31,42 +31,48 @@ fn the_non_volatile_copy_is_one_behind() {
     assert_eq!(backup.progress().complete, Epoch(1), "2 is missing");
     backup.receive_piece(piece(2));
     assert_eq!(backup.progress(), EpochProgress { complete: Epoch(3), committed: Epoch(2) });
-    assert!(backup.restore_to(Epoch(3)).is_err());
-    let restored = RestorePlan { fold: vec![Epoch(1), Epoch(2)], discard: vec![Epoch(3)] };
-    assert_eq!(backup.restore_to(Epoch(2)), Ok(restored));
+    assert!(backup.roll_back_to(Epoch(3)).is_err());
+    let restored = RollbackPlan { fold: vec![Epoch(1), Epoch(2)], discard: vec![Epoch(3)] };
+    assert_eq!(backup.roll_back_to(Epoch(2)), Ok(restored));
 }
 
 #[test]
-fn a_marked_epoch_can_be_had_until_a_newer_global_checkpoint_exists() {
+fn a_marked_epoch_is_kept_until_a_newer_global_checkpoint() {
     let mut backup = BackupEpochs::new(BASE, 9);
-    (1..=5).for_each(|epoch| assert_eq!(backup.receive_piece(piece(epoch)), PieceArrival::Store));
+    (1..=5).for_each(|epoch| assert_eq!(backup.receive_piece(piece(epoch)), PieceHandling::Store));
     assert_eq!(backup.fold_up_to(Epoch(2)), Ok(vec![Epoch(1), Epoch(2)]));
     assert_eq!(backup.fold_up_to(Epoch(1)), Ok(vec![]), "an older one comes late");
-    assert_eq!(backup.receive_piece(piece(2)), PieceArrival::Known);
-    let gone = EpochRestoreError { wanted: Epoch(1), base: Epoch(2), committed: Epoch(4) };
-    assert_eq!(backup.clone().restore_to(Epoch(1)), Err(gone));
-    let restored = RestorePlan { fold: vec![], discard: vec![Epoch(3), Epoch(4), Epoch(5)] };
-    assert_eq!(backup.restore_to(Epoch(2)), Ok(restored));
+    assert_eq!(backup.receive_piece(piece(2)), PieceHandling::Drop);
+    let gone = RollbackError { wanted: Epoch(1), base: Epoch(2), committed: Epoch(4) };
+    assert_eq!(backup.clone().roll_back_to(Epoch(1)), Err(gone));
+    let restored = RollbackPlan { fold: vec![], discard: vec![Epoch(3), Epoch(4), Epoch(5)] };
+    assert_eq!(backup.roll_back_to(Epoch(2)), Ok(restored));
 }
 
 #[test]
 fn a_backup_keeps_a_bounded_number_of_epochs() {
     let mut backup = BackupEpochs::new(BASE, 2);
-    assert_eq!(backup.receive_piece(piece(3)), PieceArrival::Refused);
-    (1..=2).for_each(|epoch| assert_eq!(backup.receive_piece(piece(epoch)), PieceArrival::Store));
+    assert_eq!(backup.receive_piece(piece(3)), PieceHandling::Refuse);
+    (1..=2).for_each(|epoch| assert_eq!(backup.receive_piece(piece(epoch)), PieceHandling::Store));
     backup.fold_up_to(Epoch(1)).unwrap();
-    assert_eq!(backup.receive_piece(piece(3)), PieceArrival::Store);
+    assert_eq!(backup.receive_piece(piece(3)), PieceHandling::Store);
 }
 
 #[test]
 fn pieces_that_make_no_sense_are_refused() {
     let mut backup = BackupEpochs::new(BASE, 9);
-    assert_eq!(backup.receive_piece(EpochPiece { index: 1, ..piece(1) }), PieceArrival::Refused);
-    assert_eq!(backup.receive_piece(EpochPiece { of: 0, ..piece(1) }), PieceArrival::Refused);
-    backup.receive_piece(EpochPiece { of: 2, ..piece(1) });
     assert_eq!(
-        backup.receive_piece(EpochPiece { of: 3, index: 2, ..piece(1) }),
-        PieceArrival::Refused
+        backup.receive_piece(EpochPieceHeader { index: 1, ..piece(1) }),
+        PieceHandling::Refuse
+    );
+    assert_eq!(
+        backup.receive_piece(EpochPieceHeader { pieces: 0, ..piece(1) }),
+        PieceHandling::Refuse
+    );
+    backup.receive_piece(EpochPieceHeader { pieces: 2, ..piece(1) });
+    assert_eq!(
+        backup.receive_piece(EpochPieceHeader { pieces: 3, index: 2, ..piece(1) }),
+        PieceHandling::Refuse
     );
 }
 
@@ -92,7 +98,7 @@ fn at_the_bound_the_epoch_stretches_and_the_vm_is_slowed_then_stopped() {
 /// Otherwise the duration of the pauses would be added to the interval in each epoch, and a frame
 /// waits for one and a half intervals.
 #[test]
-fn what_a_cut_takes_does_not_add_to_the_interval() {
+fn the_duration_of_a_cut_is_part_of_the_interval() {
     let limits = EpochLimits { interval_min: 100 * MS, interval_max: 100 * MS, ..limits() };
     let mut primary = PrimaryEpochs::new(limits, BASE, Duration::ZERO);
     for (epoch, took) in [(1, 30 * MS), (2, 50 * MS), (3, 10 * MS)] {
@@ -117,7 +123,7 @@ fn an_epoch_larger_than_the_buffer_is_still_cut_once_the_buffer_is_empty() {
 }
 
 #[test]
-fn what_is_not_acknowledged_is_sent_again() {
+fn an_unacknowledged_piece_is_sent_again() {
     let mut primary = PrimaryEpochs::new(limits(), BASE, Duration::ZERO);
     cut(&mut primary, 50 * MS, 1);
     let again = PrimaryAction::Send { epoch: Epoch(1), last: false };
@@ -131,7 +137,7 @@ fn the_last_epoch_is_committed_at_once() {
     let mut backup = BackupEpochs::new(BASE, 9);
     primary.begin_final_cut(MS);
     assert_eq!(primary.finish_cut(MS, 3), [PrimaryAction::Send { epoch: Epoch(1), last: true }]);
-    backup.receive_piece(EpochPiece { last: true, ..piece(1) });
+    backup.receive_piece(EpochPieceHeader { is_last_epoch: true, ..piece(1) });
     let actions = primary.record_progress(2 * MS, backup.progress());
     assert_eq!(actions, [PrimaryAction::Free(Epoch(1)), PrimaryAction::Committed(Epoch(1))]);
     assert_eq!(primary.advance_time(900 * MS, 0), [], "the VM stays paused");
@@ -171,7 +177,7 @@ impl Pair {
     fn deliver(&mut self, now: Duration, message: Message) {
         match message {
             Message::Epoch(epoch) => {
-                if self.backup.receive_piece(piece(epoch.0)) != PieceArrival::Refused {
+                if self.backup.receive_piece(piece(epoch.0)) != PieceHandling::Refuse {
                     self.link.push(Message::Progress(self.backup.progress()));
                 }
             }

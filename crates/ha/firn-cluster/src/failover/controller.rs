@@ -95,7 +95,7 @@ impl FailoverController {
         let register = &self.record;
         // This comes first: a primary that is fenced itself, because a cluster of its name has
         // ended, has no lease before.
-        if let Some(next) = register.without_harmless(|host| self.is_harmless(host)) {
+        if let Some(next) = register.without_harmless_changes(|host| self.is_harmless(host)) {
             return ControllerDecision::Propose(next);
         }
         if let Some(vm) = self.unrecoverable_vm() {

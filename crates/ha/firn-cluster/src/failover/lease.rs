@@ -74,7 +74,7 @@ pub struct GrantedLeases {
 impl GrantedLeases {
     /// A granter that has just taken office: its predecessor may have granted every host a lease a
     /// moment ago.
-    pub fn taken_over(
+    pub fn after_takeover(
         terms: LeaseTerms,
         hosts: impl IntoIterator<Item = HostId>,
         now: Duration,

@@ -156,7 +156,7 @@ mod tests {
                 decide_manual_failover(&next, &hosts(&[A, B]), B, &hosts(dead)),
                 ManualDecision::Wait
             );
-            let free = next.without_harmless(|_| true).unwrap();
+            let free = next.without_harmless_changes(|_| true).unwrap();
             assert_eq!(
                 decide_manual_failover(&free, &hosts(&[B]), B, &hosts(&[])),
                 ManualDecision::Runs
@@ -165,7 +165,7 @@ mod tests {
     }
 
     #[test]
-    fn who_has_no_copy_that_counts_runs_nothing() {
+    fn a_host_without_a_valid_standby_runs_no_vm() {
         let alone = backed().with_backup(None);
         assert_eq!(refused(&alone, &[B], B, &[]), ManualRefusal::OtherBackup(None));
         assert_eq!(

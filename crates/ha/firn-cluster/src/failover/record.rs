@@ -174,7 +174,10 @@ impl FailoverRecord {
     }
 
     /// The record without fenced hosts that can't send any more; `None` if there are none.
-    pub(super) fn without_harmless(&self, harmless: impl Fn(HostId) -> bool) -> Option<Self> {
+    pub(super) fn without_harmless_changes(
+        &self,
+        harmless: impl Fn(HostId) -> bool,
+    ) -> Option<Self> {
         let mut next = self.next_version();
         next.fence.retain(|host| !harmless(*host));
         (next.fence != self.fence).then_some(next)

@@ -135,7 +135,7 @@ fn a_host_that_was_stopped_and_wakes_sends_nothing() {
 }
 
 #[test]
-fn a_host_obeys_the_register_that_comes_with_its_lease() {
+fn a_host_obeys_the_record_of_its_lease() {
     let mut guard = HostGuard::new(HostId(0), TERMS);
     let old = FailoverRecord::new(places());
     guard.record_grant(S, &old);
@@ -193,7 +193,7 @@ fn a_vm_of_its_own_has_the_backup_that_has_its_copy() {
 }
 
 #[test]
-fn who_ran_a_cluster_that_has_ended_may_run_the_next_when_its_lease_is_over() {
+fn a_former_primary_may_run_a_new_cluster_after_its_lease() {
     let place = BTreeMap::from([(VmId(0), VmPlacement { primary: HostId(0), backup: None })]);
     let again = FailoverRecord::new(place.clone()).with_end().with_restart(place);
     assert_eq!(
@@ -208,7 +208,7 @@ fn who_ran_a_cluster_that_has_ended_may_run_the_next_when_its_lease_is_over() {
 }
 
 #[test]
-fn who_finds_no_register_stops() {
+fn a_host_that_finds_no_record_stops() {
     let mut guard = HostGuard::new(HostId(0), TERMS);
     assert_eq!(guard.lose_record(), None);
     guard.record_grant(S, &FailoverRecord::new(places()));
@@ -218,7 +218,7 @@ fn who_finds_no_register_stops() {
 }
 
 #[test]
-fn nobody_runs_while_somebody_is_fenced() {
+fn no_new_primary_runs_while_a_host_is_in_the_fence() {
     let mut controller = controller(&[2]);
     let mut guard = HostGuard::new(HostId(2), TERMS);
     assert_eq!(guard.learn_record(&proposed(&mut controller)), []);
@@ -241,7 +241,7 @@ proptest! {
         let holder = |us| clock(holder_ppm, holder_ahead_ms, us);
         let granter = |us| clock(granter_ppm, granter_ahead_ms, us);
         let mut lease = HeldLease::new(TERMS);
-        let mut grants = GrantedLeases::taken_over(TERMS, [], granter(0));
+        let mut grants = GrantedLeases::after_takeover(TERMS, [], granter(0));
         grants.grant_lease(HostId(0), granter(under_way_us));
         lease.record_grant(holder(0));
         let over = grants.unexpired_hosts(granter(later_us)).is_empty();

@@ -294,7 +294,7 @@ impl MemberNic {
     }
 
     /// Whether a received frame waits for the running epoch to be cut.
-    pub fn wants_cut(&self) -> bool {
+    pub fn is_cut_needed(&self) -> bool {
         !self.waiting.is_empty() && !self.has_deliverable()
     }
 

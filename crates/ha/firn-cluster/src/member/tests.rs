@@ -431,7 +431,7 @@ fn a_frame_from_behind_a_cut_makes_its_receiver_be_cut_first() {
     world.send(0, 1);
     assert_eq!(world.wire.len(), 1, "it leaves at once");
     world.arrive(0);
-    assert!(world.nodes[1].guest.got.is_empty() && world.nodes[1].member.wants_cut());
+    assert!(world.nodes[1].guest.got.is_empty() && world.nodes[1].member.is_cut_needed());
     world.cut(1);
     assert_eq!(world.nodes[1].guest.got[&0], [1]);
     world.request(2);
@@ -462,7 +462,7 @@ fn a_lost_frame_of_the_cut_is_there_after_a_rollback() {
 /// Frames that arrived before the first cut are not in the first copy, and later frames keep their
 /// numbers nevertheless.
 #[test]
-fn the_first_copy_knows_where_each_way_begins() {
+fn the_first_epoch_has_the_start_of_each_lane() {
     let mut world = World::opened();
     (0..2).for_each(|_| world.send(0, 1));
     for _ in 0..3 {
@@ -489,7 +489,7 @@ fn the_first_copy_knows_where_each_way_begins() {
 /// Frames that a VM without a backup has received will never be needed again, even if the sender's
 /// epoch has not ended.
 #[test]
-fn what_has_arrived_for_good_before_it_is_cut_has_its_number() {
+fn committed_frames_are_numbered_before_the_cut() {
     let mut world = World::opened();
     world.cut(0);
     world.send(0, 1);
@@ -529,7 +529,7 @@ fn a_copy_that_everybody_gets_is_not_taken_twice() {
 
 /// A missing frame is reported once, then again after a while.
 #[test]
-fn a_hole_is_told_and_filled() {
+fn a_missing_frame_is_requested_and_sent_again() {
     let mut world = World::new();
     (0..4).for_each(|_| world.send(0, 1));
     world.wire.remove(0);
@@ -553,7 +553,7 @@ fn a_hole_is_told_and_filled() {
 
 /// The outside receives those frames twice that the backup does not know to have been sent.
 #[test]
-fn only_what_was_not_told_to_have_left_comes_twice() {
+fn only_frames_without_a_sent_report_are_sent_twice() {
     for (is_gone, at_once, cuts, twice) in
         [(false, false, 1, 2), (true, false, 0, 2), (true, false, 1, 0), (true, true, 0, 0)]
     {
@@ -573,7 +573,7 @@ fn only_what_was_not_told_to_have_left_comes_twice() {
 
 /// Frames sent after the output was opened don't count as buffered or in flight.
 #[test]
-fn who_is_settled_may_be_sending() {
+fn a_settled_member_may_still_send() {
     let mut world = World::new();
     world.send(0, 1);
     let actions = world.node(0).member.open_output();

@@ -158,7 +158,7 @@ mod tests {
 
     proptest! {
         #[test]
-        fn what_is_said_is_heard(
+        fn a_decoded_member_message_equals_the_encoded_one(
             numbers in any::<[u32; 4]>(),
             seq in any::<u64>(),
             says in 0..4_u8,
@@ -174,7 +174,7 @@ mod tests {
         }
 
         #[test]
-        fn garbage_is_nothing_or_comes_back(mut frame in prop::collection::vec(any::<u8>(), 0..120)) {
+        fn invalid_bytes_are_refused_or_reencoded_unchanged(mut frame in prop::collection::vec(any::<u8>(), 0..120)) {
             if frame.len() > 16 {
                 frame[12..15].copy_from_slice(&[0x88, 0xb5, 1]);
             }

@@ -28,7 +28,7 @@ fn frames_to_the_outside_wait_for_a_global_checkpoint() {
 }
 
 #[test]
-fn what_was_in_flight_is_sent_again_after_a_rollback() {
+fn frames_in_flight_are_sent_again_after_a_rollback() {
     let mut outbox = FrameOutbox::new(100);
     for epoch in 1..=4 {
         outbox.push_frame(Epoch(epoch), B, epoch as u32, 1);
@@ -43,7 +43,7 @@ fn what_was_in_flight_is_sent_again_after_a_rollback() {
 }
 
 #[test]
-fn what_has_not_left_cannot_be_trimmed() {
+fn an_unreleased_frame_cannot_be_trimmed() {
     let mut outbox = FrameOutbox::new(100);
     outbox.push_frame(Epoch(1), B, 10, 1);
     outbox.trim_up_to(B, FrameNumber(9));

@@ -5,7 +5,7 @@
 //!            so many pages were written         no longer so for some epochs, or no comparison
 //!   at rest -----------------------------> busy -----------------------------------> at rest
 //!      ^                                    |
-//!      |  REST_CUTS cuts                    |  too many pages are copied, or copying costs more
+//!      |  RETEST_CUTS cuts                    |  too many pages are copied, or copying costs more
 //!      '------------------ resting <--------'  than the faults that it saves
 //! ```
 //!
@@ -19,7 +19,7 @@ use super::IDLE_EPOCHS_MAX;
 /// The cost of a page fault, in page copies.
 const FAULT_COPIES: usize = 5;
 /// The number of cuts until a guest is tested again, after copying cost more than it saved.
-const REST_CUTS: usize = 64;
+const RETEST_CUTS: usize = 64;
 /// The maximum cost beyond the savings, at first, and after large savings, in multiples of the
 /// number of pages that makes a guest busy.
 const CREDIT_FACTORS: (usize, usize) = (8, 16);
@@ -95,7 +95,7 @@ impl BusyDetector {
 
     /// Ends the busy state, for some time.
     pub(super) fn end_busy(&mut self) {
-        (self.left, self.rest) = (0, REST_CUTS);
+        (self.left, self.rest) = (0, RETEST_CUTS);
     }
 }
 
@@ -125,7 +125,7 @@ mod tests {
     }
 
     #[test]
-    fn a_guest_that_comes_back_to_what_it_wrote_stays_busy() {
+    fn a_guest_that_rewrites_its_pages_stays_busy() {
         let mut busy = busy();
         for round in 0..100 {
             let spared = if round % 4 == 0 { 100 } else { 0 };
@@ -142,7 +142,7 @@ mod tests {
         let epoch = |same| ComparedEpoch { copied: 100 + same, written: 100, spared: 0, same };
         let cuts = (1..).find(|times| busy.record_comparison(epoch(100 * times))).unwrap();
         assert!(cuts < 5 && !busy.is_busy(), "{cuts}");
-        (0..REST_CUTS).for_each(|_| {
+        (0..RETEST_CUTS).for_each(|_| {
             assert!(!busy.record_comparison(MANY) && !busy.is_busy());
             busy.record_cut();
         });
@@ -150,7 +150,7 @@ mod tests {
     }
 
     #[test]
-    fn what_is_copied_in_a_pause_has_a_bound() {
+    fn the_pages_copied_in_a_pause_have_a_limit() {
         let mut busy = busy();
         assert!(!busy.record_comparison(ComparedEpoch {
             copied: 999,

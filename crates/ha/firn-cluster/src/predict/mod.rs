@@ -84,7 +84,7 @@ pub struct PredictionCounts {
 
 /// Which pages of one VM are copied ahead, and which stay writable.
 #[derive(Clone, Debug)]
-pub struct Predictor {
+pub struct DirtyPagePredictor {
     predicts: bool,
     /// Pages left writable at the last cut, and in its `copy`.
     hot: PageSet,
@@ -106,7 +106,7 @@ const TRIALS: u32 = 4;
 /// The number of epochs for which a busy guest, or a hot page of one, may be idle.
 const IDLE_EPOCHS_MAX: usize = 4;
 
-impl Predictor {
+impl DirtyPagePredictor {
     /// A predictor for a VM whose pages are all write-protected. Without prediction no page is
     /// copied ahead, and every written page is protected again at each cut.
     pub fn new(predicts: bool) -> Self {
@@ -125,7 +125,7 @@ impl Predictor {
     }
 
     /// Whether pages are copied ahead of the next cut.
-    pub fn copies_ahead(&self) -> bool {
+    pub fn is_copying_ahead(&self) -> bool {
         self.predicts && !self.busy.is_busy()
     }
 
@@ -133,7 +133,7 @@ impl Predictor {
     /// `scanned` are the pages that a scan found written or not protected. It may be called several
     /// times: the newest copy of a page counts.
     pub fn plan_ahead(&mut self, scanned: &PageSet) -> PageSet {
-        if !self.copies_ahead() {
+        if !self.is_copying_ahead() {
             return PageSet::new();
         }
         self.cool_some();
@@ -158,8 +158,8 @@ impl Predictor {
         let mut again = scanned.clone();
         again.intersect(&ahead);
         ahead.subtract(scanned);
-        let written = self.surely_written(scanned, &ahead, &again);
-        self.hot.extend_from(&self.newly_hot(scanned, again, &written));
+        let written = self.find_surely_written(scanned, &ahead, &again);
+        self.hot.extend_from(&self.find_newly_hot(scanned, again, &written));
         self.cooled = PageSet::new();
         self.busy.record_cut();
         let mut protect = scanned.clone();
@@ -168,7 +168,7 @@ impl Predictor {
     }
 
     /// The pages that are left writable, besides those that are hot already.
-    fn newly_hot(&self, scanned: &PageSet, again: PageSet, written: &PageSet) -> PageSet {
+    fn find_newly_hot(&self, scanned: &PageSet, again: PageSet, written: &PageSet) -> PageSet {
         if !self.busy.is_busy() {
             return again;
         }
@@ -179,7 +179,12 @@ impl Predictor {
 
     /// All pages but those left writable at the last cut, unless they were protected and written
     /// since.
-    fn surely_written(&mut self, scanned: &PageSet, ahead: &PageSet, again: &PageSet) -> PageSet {
+    fn find_surely_written(
+        &mut self,
+        scanned: &PageSet,
+        ahead: &PageSet,
+        again: &PageSet,
+    ) -> PageSet {
         let mut written = scanned.clone();
         written.extend_from(ahead);
         written.subtract(&self.hot);

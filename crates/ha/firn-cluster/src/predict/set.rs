@@ -188,7 +188,7 @@ mod tests {
 
     proptest! {
         #[test]
-        fn it_does_what_a_set_of_numbers_does(a in some_pages(), b in some_pages()) {
+        fn a_page_set_behaves_as_a_set_of_numbers(a in some_pages(), b in some_pages()) {
             let mut union = set(&a);
             union.extend_from(&set(&b));
             check(&union, a.union(&b).copied());

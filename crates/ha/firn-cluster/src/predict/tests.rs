@@ -35,7 +35,7 @@ struct Host {
     memory: Vec<u8>,
     protected: Vec<bool>,
     backup: Vec<u8>,
-    predictor: Predictor,
+    predictor: DirtyPagePredictor,
     /// The pages copied ahead of the next cut.
     ahead: BTreeMap<Page, u8>,
     last: Option<(CutPlan, BTreeMap<Page, u8>)>,
@@ -44,15 +44,15 @@ struct Host {
 
 impl Host {
     fn new(predicts: bool, protects: Protects) -> Self {
-        Self::with(Predictor::new(predicts), protects)
+        Self::with(DirtyPagePredictor::new(predicts), protects)
     }
 
     /// The number of pages per epoch that makes the guest busy.
     fn busy(busy: Range<usize>) -> Self {
-        Self::with(Predictor::new(true).with_busy(busy), Protects::BeforeItsCopy)
+        Self::with(DirtyPagePredictor::new(true).with_busy(busy), Protects::BeforeItsCopy)
     }
 
-    fn with(predictor: Predictor, protects: Protects) -> Self {
+    fn with(predictor: DirtyPagePredictor, protects: Protects) -> Self {
         let (memory, protected) = (vec![0; PAGES as usize], vec![true; PAGES as usize]);
         let ahead = BTreeMap::new();
         Self { backup: memory.clone(), memory, protected, predictor, ahead, last: None, protects }
@@ -151,7 +151,7 @@ proptest! {
         predicts: bool,
         busy in (0_usize..4, 0_usize..9),
     ) {
-        let predictor = Predictor::new(predicts).with_busy(busy.0..busy.1);
+        let predictor = DirtyPagePredictor::new(predicts).with_busy(busy.0..busy.1);
         let mut host = Host::with(predictor, Protects::BeforeItsCopy);
         for (at, step) in steps.iter().enumerate() {
             prop_assert!(host.step(step), "step {at} of {steps:?}");
@@ -207,7 +207,7 @@ fn a_page_written_only_early_in_each_epoch_is_hot_for_four() {
 }
 
 #[test]
-fn what_is_not_written_at_the_end_of_an_epoch_is_not_copied_in_the_pause() {
+fn pages_not_written_late_are_not_copied_in_the_pause() {
     let mut host = Host::new(true, Protects::BeforeItsCopy);
     for step in [Step::Write(3, 1), Step::Ahead(4, 1), Step::Cut] {
         assert!(host.step(&step));
@@ -249,31 +249,31 @@ fn epoch(pages: u32, value: u8) -> Vec<Step> {
 }
 
 #[test]
-fn what_a_busy_guest_writes_again_costs_no_fault() {
+fn pages_that_a_busy_guest_rewrites_cause_no_fault() {
     let mut host = Host::busy(4..7);
     (1..=6).for_each(|value| take(&mut host, &epoch(5, value)));
     let PredictionCounts { faulted, predicted, unchanged } = host.predictor.counts();
     // One is hot from the first epoch on, the others from the second.
     assert_eq!((faulted, predicted, unchanged), (5 + 4, 1 + 4 * 5, 0));
-    assert!(host.protected[5] && !host.protected[4] && !host.predictor.copies_ahead());
+    assert!(host.protected[5] && !host.protected[4] && !host.predictor.is_copying_ahead());
 }
 
 #[test]
-fn what_a_busy_guest_no_longer_writes_is_protected_again() {
+fn pages_that_a_busy_guest_leaves_are_protected_again() {
     let mut host = Host::busy(4..7);
     (1..=3).for_each(|value| take(&mut host, &epoch(5, value)));
     let patience = IDLE_EPOCHS_MAX as u8;
     for value in 4..4 + patience {
-        assert!(!host.protected[4] && !host.predictor.copies_ahead());
+        assert!(!host.protected[4] && !host.predictor.is_copying_ahead());
         take(&mut host, &epoch(2, value));
     }
     take(&mut host, &epoch(2, 4 + patience));
-    assert!(host.predictor.copies_ahead());
+    assert!(host.predictor.is_copying_ahead());
     assert!(host.protected[2..].iter().all(|&it| it));
 }
 
 #[test]
-fn what_a_busy_guest_writes_in_each_round_of_a_loop_costs_no_fault() {
+fn pages_written_in_each_round_of_a_loop_cause_no_fault() {
     let mut host = Host::busy(4..7);
     (1..=3).for_each(|value| take(&mut host, &epoch(5, value)));
     let faulted = host.predictor.counts().faulted;
@@ -290,14 +290,14 @@ fn what_a_busy_guest_writes_in_each_round_of_a_loop_costs_no_fault() {
 fn a_guest_that_writes_too_much_to_be_copied_in_a_pause_is_not_busy() {
     let mut host = Host::busy(2..4);
     (1..=3).for_each(|value| take(&mut host, &epoch(3, value)));
-    assert!(!host.predictor.copies_ahead());
+    assert!(!host.predictor.is_copying_ahead());
     (4..=5).for_each(|value| take(&mut host, &epoch(5, value)));
-    assert!(host.predictor.copies_ahead());
+    assert!(host.predictor.is_copying_ahead());
 }
 
 #[test]
 fn a_guest_that_goes_through_its_memory_is_seldom_copied_in_pauses() {
-    let mut predictor = Predictor::new(true).with_busy(100..8000);
+    let mut predictor = DirtyPagePredictor::new(true).with_busy(100..8000);
     let (mut writable, mut copied) = (PageSet::new(), Vec::new());
     for epoch in 0..200 {
         let new: PageSet = (epoch * 100..(epoch + 1) * 100).map(Page).collect();

@@ -30,7 +30,7 @@ fn linked() -> Switch {
 }
 
 #[test]
-fn what_comes_from_another_host_goes_to_vms_only() {
+fn frames_from_another_host_go_only_to_local_vms() {
     let mut switch = linked();
     let near = [1, 2, 3].map(SwitchPort);
     assert_eq!(switch.route_frame(SwitchPort(4), &frame(MacAddress::BROADCAST, A), S), near);
@@ -49,7 +49,7 @@ fn what_comes_from_another_host_goes_to_vms_only() {
 }
 
 #[test]
-fn what_comes_round_by_the_world_is_dropped() {
+fn a_frame_that_returns_by_the_uplink_is_dropped() {
     let mut switch = linked();
     switch.route_frame(SwitchPort(4), &frame(MacAddress::BROADCAST, A), S);
     assert_eq!(switch.route_frame(SwitchPort(6), &frame(MacAddress::BROADCAST, A), 2 * S), []);
@@ -88,7 +88,7 @@ fn an_address_that_moved_is_found_by_its_announcement() {
 }
 
 #[test]
-fn what_is_old_or_gone_is_not_used() {
+fn expired_addresses_are_not_used() {
     let mut switch = switch();
     switch.route_frame(SwitchPort(1), &frame(B, A), S);
     assert_eq!(switch.port_behind(A, 301 * S), Some(SwitchPort(1)));
@@ -140,7 +140,7 @@ fn a_length_beyond_any_frame_ends_the_stream() {
 
 proptest! {
     #[test]
-    fn frames_come_out_as_they_went_in_however_the_stream_is_cut(
+    fn frames_are_decoded_from_any_split_of_the_stream(
         frames in prop::collection::vec(prop::collection::vec(any::<u8>(), 0..200), 0..20),
         cuts in prop::collection::vec(1..50_usize, 1..50),
     ) {

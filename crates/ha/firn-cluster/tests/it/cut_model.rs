@@ -20,7 +20,9 @@ use firn_cluster::cut::{
     CheckpointInitiator, CutMarker, FrameStamp, GlobalCheckpoint, InitiatorAction as Cut,
     MarkAnswer, RequestTiming, StampDecision,
 };
-use firn_cluster::epoch::{BackupEpochs, EpochLimits, EpochPiece, PrimaryAction, PrimaryEpochs};
+use firn_cluster::epoch::{
+    BackupEpochs, EpochLimits, EpochPieceHeader, PrimaryAction, PrimaryEpochs,
+};
 use firn_cluster::output::{FrameDestination, FrameInbox, FrameOutbox, InboxDecision, SentFrame};
 use firn_cluster::{Epoch, FrameNumber, Generation, RequestNumber, VmId};
 
@@ -258,7 +260,12 @@ impl Bounds {
     fn transfer(&self, state: &mut State, vm: VmId) {
         let node = state.node(vm);
         let Some(epoch) = node.in_transfer() else { return };
-        node.backup.receive_piece(EpochPiece { epoch, index: 0, of: 1, last: false });
+        node.backup.receive_piece(EpochPieceHeader {
+            epoch,
+            index: 0,
+            pieces: 1,
+            is_last_epoch: false,
+        });
         let progress = node.backup.progress();
         for action in node.primary.record_progress(Duration::ZERO, progress) {
             if let PrimaryAction::Committed(epoch) = action {
@@ -339,7 +346,7 @@ impl Bounds {
         for vm in vms() {
             let (epoch, generation) = (marks[&vm], state.generation);
             let node = state.node(vm);
-            if node.backup.restore_to(epoch).is_err() {
+            if node.backup.roll_back_to(epoch).is_err() {
                 state.wrong = Some("a checkpoint can't be restored");
                 return;
             }
@@ -401,7 +408,7 @@ impl Bounds {
             node.live.inbox.newest_received(frame.from),
         );
         let of_now = of_now || self.without == Without::Generations;
-        let waits = frame.stamp.mark > stamp.mark && node.marker.wants_cut();
+        let waits = frame.stamp.mark > stamp.mark && node.marker.is_cut_needed();
         node.up && of_now && (frame.seq > known || frame.stamp.mark > stamp.mark) && !waits
     }
 
@@ -699,7 +706,7 @@ fn without_waiting_for_the_cut_output_is_undone() {
 }
 
 #[test]
-fn without_generations_a_vm_has_what_nobody_sent() {
+fn without_generations_a_vm_receives_frames_that_were_never_sent() {
     goes_wrong(&bounds(Without::Generations, &[(A, FrameDestination::Vm(B))], 1), 8);
 }
 

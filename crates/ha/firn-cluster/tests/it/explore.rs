@@ -217,7 +217,7 @@ impl Hasher for Folded {
 }
 
 #[test]
-fn it_finds_the_shortest_way_and_every_state() {
+fn the_explorer_finds_the_shortest_path_and_every_state() {
     struct Steps;
     impl Model for Steps {
         type State = (u32, bool);

@@ -157,7 +157,7 @@ impl Hash for State {
 
 impl State {
     fn grants(&self) -> GrantedLeases {
-        let mut grants = GrantedLeases::taken_over(terms(), [], Duration::ZERO);
+        let mut grants = GrantedLeases::after_takeover(terms(), [], Duration::ZERO);
         self.granted.iter().for_each(|(host, at)| grants.grant_lease(*host, clock(*at)));
         grants
     }
@@ -505,7 +505,7 @@ fn failovers_by_hand_with_a_crash() {
 }
 
 #[test]
-fn without_fencing_who_is_declared_dead_two_primaries_send() {
+fn without_manual_fencing_two_primaries_send() {
     goes_wrong(Without::FencingByHand);
 }
 

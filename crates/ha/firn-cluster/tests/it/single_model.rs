@@ -187,7 +187,7 @@ impl Hash for State {
 
 impl State {
     fn leases(&self) -> BTreeSet<HostId> {
-        let mut grants = GrantedLeases::taken_over(TERMS, [], Duration::ZERO);
+        let mut grants = GrantedLeases::after_takeover(TERMS, [], Duration::ZERO);
         self.granted.iter().for_each(|(host, at)| grants.grant_lease(*host, clock(*at)));
         grants.unexpired_hosts(clock(self.now))
     }
@@ -764,7 +764,7 @@ fn without_clearing_the_backup_first_released_output_is_undone() {
 }
 
 #[test]
-fn without_output_commit_what_the_outside_has_seen_is_undone() {
+fn without_output_commit_sent_output_is_undone() {
     goes_wrong(Without::OutputCommit, "what the outside has seen is undone");
 }
 

@@ -71,7 +71,7 @@ impl DiskWriter<'_> {
     ) -> io::Result<()> {
         let mut state = self.wait_for_room()?;
         let made = act(&change, &*self.disk.store);
-        firn_fault::point("disk.changed");
+        firn_fault::pass_point("disk.changed");
         match &made {
             Ok(true) => state.primary.record_change(change),
             Ok(false) => {}

@@ -221,7 +221,7 @@ mod tests {
     }
 
     #[test]
-    fn what_is_wrong_has_an_error() {
+    fn an_invalid_option_has_an_error_reply() {
         assert_eq!(asked(GO, &go(b"vdc")), [ERR_UNKNOWN]);
         assert_eq!(asked(GO, &go(b"")), [ERR_UNKNOWN], "there are two");
         assert_eq!(asked(GO, &go(b"vda")[..9]), [ERR_INVALID]);
@@ -231,7 +231,7 @@ mod tests {
     }
 
     #[test]
-    fn the_old_way_has_zeroes_unless_they_are_not_wanted() {
+    fn export_name_sends_zeroes_unless_the_client_declines() {
         let exports = exports();
         for (flags, bytes) in [(1, 134), (3, 10)] {
             let handshake = NbdHandshake::new(&exports, flags).unwrap();

@@ -188,7 +188,7 @@ mod tests {
     }
 
     #[test]
-    fn what_is_wrong_has_the_error_of_the_protocol() {
+    fn an_invalid_request_has_the_protocols_error() {
         use NbdCommand::*;
         for (command, beyond) in [(Read, 22), (Write, 28), (Trim, 22), (WriteZeroes, 28)] {
             assert_eq!(request(command, 1, 990, 10).check_request(SIZE), Ok(()));

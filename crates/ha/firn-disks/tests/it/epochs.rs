@@ -209,7 +209,7 @@ fn writes_wait_for_the_cut_where_the_log_is_full() {
 /// A connection ends with writes that wait. The client sends newer ones on another connection, and
 /// those remain.
 #[test]
-fn what_waits_of_a_connection_that_has_ended_is_not_done_after_newer_writes() {
+fn pending_writes_of_an_ended_connection_do_not_overwrite_newer_ones() {
     let place = Place::raw(64 * MIB);
     let disk = place.disk();
     let _server = place.serve(&disk);

@@ -60,7 +60,7 @@ impl Io {
 }
 
 #[test]
-fn what_was_acknowledged_is_there_after_a_kill_and_the_rest_comes_again() {
+fn acknowledged_writes_survive_a_kill_and_others_are_repeated() {
     let place = Place::raw((BLOCK * BLOCKS) as u64);
     let mut served = place.child(None);
     let mut io = Io::start(&place);
@@ -93,7 +93,7 @@ fn what_was_acknowledged_is_there_after_a_kill_and_the_rest_comes_again() {
 }
 
 #[test]
-fn a_request_that_was_carried_out_but_not_answered_comes_again() {
+fn a_request_without_a_reply_is_repeated() {
     let place = Place::raw((BLOCK * BLOCKS) as u64);
     let mut served = place.child(Some("disk.changed@3"));
     let mut io = Io::start(&place);

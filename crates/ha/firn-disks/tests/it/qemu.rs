@@ -10,7 +10,7 @@ use crate::served::{Place, ok, words};
 const MIB: u64 = 1 << 20;
 
 #[test]
-fn what_is_written_is_read_back_and_in_the_file() {
+fn written_bytes_are_read_back_and_are_in_the_file() {
     let place = Place::raw(64 * MIB);
     let server = place.serve(&place.disk());
     let commands = [
@@ -85,7 +85,7 @@ fn a_qcow2_file_grows_and_is_sound() {
 }
 
 #[test]
-fn disks_are_listed_and_a_wrong_name_is_told() {
+fn disks_are_listed_and_an_unknown_name_is_an_error() {
     let place = Place::raw(MIB);
     let _server = place.serve(&place.disk());
     let socket = format!("nbd+unix:///?socket={}", place.socket().display());
@@ -99,7 +99,7 @@ fn disks_are_listed_and_a_wrong_name_is_told() {
 }
 
 #[test]
-fn qemu_does_not_open_a_file_that_is_served_nor_we_what_it_has() {
+fn a_file_is_opened_by_qemu_or_by_the_server_but_not_both() {
     let place = Place::raw(MIB);
     let server = place.serve(&place.disk());
     let file = place.file();

@@ -14,7 +14,7 @@ use super::GuestError;
 /// Why a VM does not run, as its hypervisor reports it.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "kebab-case")]
-pub enum RunTrouble {
+pub enum GuestRunTrouble {
     /// The guest's kernel reported a panic.
     GuestPanicked,
     /// The hypervisor met an error of its own or of KVM's.
@@ -27,7 +27,7 @@ pub enum RunTrouble {
     Watchdog,
 }
 
-impl RunTrouble {
+impl GuestRunTrouble {
     /// From QEMU's `RunState`. A VM that its user paused is in no trouble.
     pub fn from_state(state: &RunState) -> Option<Self> {
         match state.status.as_str() {
@@ -128,10 +128,10 @@ mod tests {
     #[test]
     fn a_paused_vm_is_in_no_trouble() {
         let state = |status: &str| RunState { running: false, status: status.to_owned() };
-        assert_eq!(RunTrouble::from_state(&state("paused")), None);
+        assert_eq!(GuestRunTrouble::from_state(&state("paused")), None);
         assert_eq!(
-            RunTrouble::from_state(&state("guest-panicked")),
-            Some(RunTrouble::GuestPanicked)
+            GuestRunTrouble::from_state(&state("guest-panicked")),
+            Some(GuestRunTrouble::GuestPanicked)
         );
     }
 }

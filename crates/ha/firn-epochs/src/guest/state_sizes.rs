@@ -45,7 +45,7 @@ mod tests {
     }
 
     #[test]
-    fn what_is_the_same_for_some_time_is_known() {
+    fn an_unchanged_size_becomes_known() {
         assert_eq!(after([]), 0);
         assert_eq!(after(vec![80_000; SAVES_MIN - 1]), 0);
         assert_eq!(after(vec![80_000; SAVES_MIN]), 80_000);

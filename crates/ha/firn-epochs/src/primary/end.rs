@@ -24,7 +24,7 @@ pub(super) fn report_end(
     }
     while let Ok(event) = events.recv_deadline(deadline) {
         match event {
-            ConnectionEvent::EndNoted => return,
+            ConnectionEvent::EndRecorded => return,
             ConnectionEvent::Lost(error) => {
                 return tracing::warn!("the backup has not acknowledged how this ended: {error}");
             }

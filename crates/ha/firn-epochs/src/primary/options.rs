@@ -11,7 +11,7 @@ use firn_cluster::predict::PredictionCounts;
 use firn_cluster::{Epoch, FrameNumber};
 use serde::{Deserialize, Serialize};
 
-use crate::guest::{ExitReport, GuestError, RunTrouble};
+use crate::guest::{ExitReport, GuestError, GuestRunTrouble};
 use crate::primary_end::PrimaryEnd;
 
 /// The guest time that a page fault takes which only records a write. Copying the page takes a
@@ -155,7 +155,7 @@ pub trait ProtectionObserver {
     }
 
     /// Whether a frame of another member waits for the running epoch to be cut.
-    fn wants_cut(&self) -> bool {
+    fn is_cut_needed(&self) -> bool {
         false
     }
 
@@ -212,5 +212,5 @@ pub enum ProtectionEvent {
     Counts(PredictionCounts),
     /// Why the VM does not run, as its hypervisor reports it; `None` if it runs, or its user paused
     /// it.
-    Trouble(Option<RunTrouble>),
+    Trouble(Option<GuestRunTrouble>),
 }

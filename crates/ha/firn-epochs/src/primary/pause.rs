@@ -6,7 +6,7 @@ use std::time::{Duration, Instant};
 use crossbeam_channel::{SendTimeoutError, Sender};
 use firn_cluster::Epoch;
 use firn_cluster::member::NicEpoch;
-use firn_cluster::predict::{CutPlan, PageSet, Predictor};
+use firn_cluster::predict::{CutPlan, DirtyPagePredictor, PageSet};
 use firn_disks::DiskChange;
 use firn_types::Page;
 
@@ -41,11 +41,11 @@ impl Drop for StopNotice<'_> {
 /// `bytes`. Returns the pages, in order.
 pub(super) fn copy_ahead(
     guest: &mut ProtectedGuest,
-    predictor: &mut Predictor,
+    predictor: &mut DirtyPagePredictor,
     options: &EpochOptions,
     bytes: &mut Vec<u8>,
 ) -> Result<Vec<Page>, GuestError> {
-    if !predictor.copies_ahead() {
+    if !predictor.is_copying_ahead() {
         return Ok(Vec::new());
     }
     let scanned = guest.scan_written()?;
@@ -54,7 +54,7 @@ pub(super) fn copy_ahead(
     }
     let pages = predictor.plan_ahead(&scanned);
     guest.protect_running(&pages)?;
-    firn_fault::point("protect.ahead");
+    firn_fault::pass_point("protect.ahead");
     guest.copy_running(&pages, bytes)?;
     Ok(pages.iter().collect())
 }
@@ -62,7 +62,7 @@ pub(super) fn copy_ahead(
 /// The work in the pause.
 pub(super) struct PauseWork<'a> {
     pub(super) epoch: Epoch,
-    pub(super) predictor: &'a mut Predictor,
+    pub(super) predictor: &'a mut DirtyPagePredictor,
     pub(super) options: &'a EpochOptions,
     pub(super) jobs: &'a Sender<SendJob>,
     pub(super) ending: &'a EndRequest,
@@ -98,9 +98,9 @@ impl PauseWork<'_> {
             false => still.reprotect_written()?,
         };
         let scan_ms = as_millis(started.elapsed());
-        firn_fault::point("protect.scanned");
+        firn_fault::pass_point("protect.scanned");
         let mut plan = self.predictor.plan_cut(&scanned);
-        if self.exceeds_buffer(&plan) {
+        if self.is_above_buffer(&plan) {
             self.predictor.give_up_plan(&mut plan);
         }
         let started = Instant::now();
@@ -110,7 +110,7 @@ impl PauseWork<'_> {
         let protect_ms = as_millis(started.elapsed());
         let started = Instant::now();
         let pages = self.copy_pages(still, &plan.copy)?;
-        firn_fault::point("protect.copied");
+        firn_fault::pass_point("protect.copied");
         let numbers = CutNumbers {
             scan_ms,
             protect_ms,
@@ -144,7 +144,7 @@ impl PauseWork<'_> {
     }
 
     /// Whether the epoch is too large for the buffer, and is sent in parts from within the pause.
-    fn exceeds_buffer(&self, plan: &CutPlan) -> bool {
+    fn is_above_buffer(&self, plan: &CutPlan) -> bool {
         (self.ahead + plan.copy.len()) as u64 > self.options.buffer_pages
     }
 

@@ -17,7 +17,7 @@ use crate::wire::{EpochWriter, PAGES_MAX};
 /// The number of rounds that bring the seed up to date before the first cut.
 const SEED_ROUNDS: usize = 3;
 /// The number of pages that are left to the first epoch without another round.
-const SEED_REST_PAGES: usize = 2048;
+const SEED_REMAINDER_PAGES_MAX: usize = 2048;
 
 /// Sends all of memory to a backup that has nothing.
 pub(super) struct SeedSender<'a> {
@@ -38,7 +38,7 @@ impl SeedSender<'_> {
         for _ in 0..SEED_ROUNDS {
             self.send_pages(&pages, &mut sent)?;
             pages = self.guest.reprotect_running()?;
-            if pages.len() <= SEED_REST_PAGES {
+            if pages.len() <= SEED_REMAINDER_PAGES_MAX {
                 break;
             }
         }

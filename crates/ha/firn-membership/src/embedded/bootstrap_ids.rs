@@ -15,7 +15,7 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
 use serde::{Deserialize, Serialize};
 
-use super::log_store::{LogStore, MET};
+use super::log_store::{KNOWN_SERVERS, LogStore};
 use crate::MembershipError;
 
 /// The identity of one bootstrap of one server.
@@ -45,7 +45,7 @@ impl BootstrapIds {
     /// # Errors
     /// If it can't be read.
     pub fn open(store: LogStore, own: BootstrapId) -> Result<Self, redb::Error> {
-        let met = Arc::new(Mutex::new(store.read_meta(MET)?.unwrap_or_default()));
+        let met = Arc::new(Mutex::new(store.read_meta(KNOWN_SERVERS)?.unwrap_or_default()));
         Ok(Self { own, store, known: met, reported: Arc::default() })
     }
 
@@ -90,7 +90,7 @@ impl BootstrapIds {
     async fn store_identity(&self, server: u64, from: BootstrapId) -> Result<(), MembershipError> {
         let mut all = self.lock_known().clone();
         all.insert(server, from);
-        let kept = self.store.set_meta(MET, all).await;
+        let kept = self.store.set_meta(KNOWN_SERVERS, all).await;
         kept.map_err(|error| MembershipError::Unreachable(format!("keeping who is met: {error}")))?;
         // If another message has stored one meanwhile, the next message is checked against that.
         self.lock_known().entry(server).or_insert(from);

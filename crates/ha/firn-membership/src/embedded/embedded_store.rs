@@ -17,7 +17,7 @@ use crate::{
 
 /// How long one server may take: for a change, longer than it takes by itself. For a request that
 /// may be sent to another server as well, no longer than a healthy server needs.
-const SURE_WAIT: Duration = server::ANSWER_WAIT.saturating_add(Duration::from_millis(500));
+const SINGLE_SERVER_WAIT: Duration = server::ANSWER_WAIT.saturating_add(Duration::from_millis(500));
 const ASK_WAIT: Duration = Duration::from_millis(1500);
 
 /// The membership store by the servers in the agents.
@@ -76,7 +76,7 @@ impl EmbeddedStore {
         message: Vec<u8>,
         is_sure: bool,
     ) -> Result<StoreResponse, MembershipError> {
-        let wait = if is_sure { SURE_WAIT } else { ASK_WAIT };
+        let wait = if is_sure { SINGLE_SERVER_WAIT } else { ASK_WAIT };
         match timeout(wait, self.wire.call_server(to, message)).await {
             Ok(answer) => message::decode_message(&answer?)
                 .map_err(|error| MembershipError::Unknown(error.to_string())),

@@ -39,8 +39,8 @@ impl LeaseTable {
     }
 
     /// Notes a grant before it is confirmed. It counts even if the term turns out to be an old one.
-    pub fn note_grant(&mut self, cluster: &ClusterName, host: HostId, now: Duration) {
-        let none = || (0, GrantedLeases::taken_over(self.terms, [], now));
+    pub fn record_grant(&mut self, cluster: &ClusterName, host: HostId, now: Duration) {
+        let none = || (0, GrantedLeases::after_takeover(self.terms, [], now));
         self.granted.entry(cluster.clone()).or_insert_with(none).1.grant_lease(host, now);
     }
 
@@ -58,7 +58,7 @@ impl LeaseTable {
             let mut hosts =
                 known.record.as_ref().map(|record| record.named_hosts()).unwrap_or_default();
             hosts.extend(self.unexpired_hosts(cluster, now));
-            let grants = GrantedLeases::taken_over(self.terms, hosts, now);
+            let grants = GrantedLeases::after_takeover(self.terms, hosts, now);
             self.granted.insert(cluster.clone(), (term, grants));
         }
         before <= term
@@ -99,25 +99,25 @@ mod tests {
     }
 
     #[test]
-    fn a_term_begins_as_if_everybody_had_just_been_granted_a_lease() {
-        let mut offices = LeaseTable::new(LeaseTerms { ttl: 3 * S, drift_ppm_max: 100 });
-        assert!(offices.enter_term(&web(), 5, &known(), 10 * S));
-        assert_eq!(offices.unexpired_hosts(&web(), 13 * S), [HostId(1), HostId(2)].into());
-        assert!(offices.unexpired_hosts(&web(), 14 * S).is_empty());
-        assert!(offices.enter_term(&web(), 5, &known(), 20 * S));
-        assert!(offices.unexpired_hosts(&web(), 20 * S).is_empty(), "the same term goes on");
-        assert!(offices.enter_term(&web(), 6, &known(), 30 * S));
-        assert_eq!(offices.unexpired_hosts(&web(), 31 * S).len(), 2);
-        assert!(!offices.enter_term(&web(), 5, &known(), 40 * S), "it has led since");
+    fn a_new_leader_assumes_that_all_leases_were_just_granted() {
+        let mut leases = LeaseTable::new(LeaseTerms { ttl: 3 * S, drift_ppm_max: 100 });
+        assert!(leases.enter_term(&web(), 5, &known(), 10 * S));
+        assert_eq!(leases.unexpired_hosts(&web(), 13 * S), [HostId(1), HostId(2)].into());
+        assert!(leases.unexpired_hosts(&web(), 14 * S).is_empty());
+        assert!(leases.enter_term(&web(), 5, &known(), 20 * S));
+        assert!(leases.unexpired_hosts(&web(), 20 * S).is_empty(), "the same term goes on");
+        assert!(leases.enter_term(&web(), 6, &known(), 30 * S));
+        assert_eq!(leases.unexpired_hosts(&web(), 31 * S).len(), 2);
+        assert!(!leases.enter_term(&web(), 5, &known(), 40 * S), "it has led since");
     }
 
     #[test]
-    fn what_was_noted_before_the_term_was_known_counts_in_it() {
-        let mut offices = LeaseTable::new(LeaseTerms { ttl: 3 * S, drift_ppm_max: 100 });
-        offices.note_grant(&web(), HostId(7), 10 * S);
-        assert!(offices.enter_term(&web(), 2, &known(), 11 * S));
-        assert!(offices.unexpired_hosts(&web(), 14 * S).contains(&HostId(7)));
-        offices.retain_clusters(|_| false);
-        assert!(offices.unexpired_hosts(&web(), 11 * S).is_empty());
+    fn a_grant_before_the_term_is_known_counts_in_it() {
+        let mut leases = LeaseTable::new(LeaseTerms { ttl: 3 * S, drift_ppm_max: 100 });
+        leases.record_grant(&web(), HostId(7), 10 * S);
+        assert!(leases.enter_term(&web(), 2, &known(), 11 * S));
+        assert!(leases.unexpired_hosts(&web(), 14 * S).contains(&HostId(7)));
+        leases.retain_clusters(|_| false);
+        assert!(leases.unexpired_hosts(&web(), 11 * S).is_empty());
     }
 }

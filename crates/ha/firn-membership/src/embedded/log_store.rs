@@ -46,8 +46,8 @@ const FILE: &str = "members.redb";
 const CACHE_BYTES: usize = 4 << 20;
 
 pub(super) const SNAPSHOT: &str = "snapshot";
-pub(super) const MET: &str = "met";
-const FOUNDED: &str = "founded";
+pub(super) const KNOWN_SERVERS: &str = "met";
+const BOOTSTRAP_RECORD_KEY: &str = "founded";
 const VOTE: &str = "vote";
 const PURGED: &str = "purged";
 
@@ -99,7 +99,7 @@ impl LogStore {
             write.open_table(LOG)?;
             let founded =
                 BootstrapRecord { founding: BootstrapId::new(), servers: servers.clone() };
-            put_meta(&write, FOUNDED, &founded)?;
+            put_meta(&write, BOOTSTRAP_RECORD_KEY, &founded)?;
             Ok::<_, redb::Error>(write.commit()?)
         };
         write().map_err(|error| failed(&error))?;
@@ -128,7 +128,7 @@ impl LogStore {
         };
         let database = Arc::new(opened.map_err(|error| failed(&error))?);
         let store = Self { database, me };
-        let founded = store.read_meta(FOUNDED).map_err(|error| failed(&error))?;
+        let founded = store.read_meta(BOOTSTRAP_RECORD_KEY).map_err(|error| failed(&error))?;
         let founded = founded.ok_or_else(|| failed(&"it does not say who the servers are"))?;
         Ok((store, founded))
     }

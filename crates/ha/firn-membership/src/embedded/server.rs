@@ -164,7 +164,7 @@ impl RaftServer {
                 to.to_json().map_err(StoreResponse::Trouble)?;
                 let leader = running.confirm_leadership().await?;
                 let are_there =
-                    running.read_state(&leader, |state| state.have_joined(&to.named_hosts()))?;
+                    running.read_state(&leader, |state| state.has_members(&to.named_hosts()))?;
                 self.require(are_there, "the record names a host that has never joined")?;
                 match running.write_entry(StateOperation::Change(cluster, from, to)).await? {
                     OperationResult::Changed(changed) => Ok(StoreResponse::Changed(changed)),
@@ -210,7 +210,7 @@ impl RaftServer {
             let known = running.read_state(&leader, |state| state.record_of(cluster))?;
             return Ok(StoreResponse::Leased(LeaseResult::Refused(known)));
         }
-        self.lock_leases().note_grant(cluster, host, read_boot_clock());
+        self.lock_leases().record_grant(cluster, host, read_boot_clock());
         let leader = running.confirm_leadership().await?;
         let known = running.read_state(&leader, |state| state.record_of(cluster))?;
         if is_fenced(&known, host) {

@@ -63,7 +63,7 @@ impl ReplicatedState {
     }
 
     /// Whether hosts with all these numbers have joined.
-    pub fn have_joined(&self, hosts: &BTreeSet<HostId>) -> bool {
+    pub fn has_members(&self, hosts: &BTreeSet<HostId>) -> bool {
         hosts.iter().all(|host| u32::from(host.0) < self.next)
     }
 
@@ -118,7 +118,7 @@ mod tests {
     }
 
     #[test]
-    fn a_record_changes_only_from_what_it_is() {
+    fn a_record_changes_only_from_the_expected_version() {
         let (mut state, web) = (ReplicatedState::default(), ClusterName::new("web").unwrap());
         let mut change = |index, from, to: ClusterRecord| match state
             .apply_operation(index, StateOperation::Change(web.clone(), Revision(from), to))
@@ -151,8 +151,8 @@ mod tests {
         assert_eq!(join(&mut state, "a"), Some(HostId(1)));
         assert_eq!(join(&mut state, "a"), Some(HostId(2)));
         assert!(
-            state.have_joined(&[HostId(0), HostId(2)].into())
-                && !state.have_joined(&[HostId(3)].into())
+            state.has_members(&[HostId(0), HostId(2)].into())
+                && !state.has_members(&[HostId(3)].into())
         );
         let known: Vec<HostId> = state.names().keys().copied().collect();
         assert_eq!(known, [HostId(0), HostId(2)], "the record names 0, nobody names 1");

@@ -151,7 +151,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn what_a_successor_has_changed_is_not_the_leaders_own() {
+    fn a_change_by_a_successor_is_not_the_leaders() {
         let leader = RaftLeader::new(5, 1);
         let at =
             |leader| AppliedState { last: Some(LogId::new(leader, 9)), ..AppliedState::default() };

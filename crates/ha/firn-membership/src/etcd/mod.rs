@@ -55,7 +55,7 @@ use crate::{
 };
 
 /// How often an operation is tried that other hosts may conflict with.
-const TRIES_MAX: usize = 8;
+const ATTEMPTS_MAX: usize = 8;
 
 /// The membership store in etcd.
 #[derive(Clone)]
@@ -84,7 +84,7 @@ impl EtcdStore {
 
     async fn join_by_number(&self, name: &str) -> Result<HostId, MembershipError> {
         let next = self.keys.next_host_key();
-        for _ in 0..TRIES_MAX {
+        for _ in 0..ATTEMPTS_MAX {
             let known = self.servers.get_pairs(next.clone(), None).await?.pop();
             let number = known.as_ref().map_or(Ok(0), decode_number)?;
             let after = number.checked_add(1).ok_or_else(|| {
@@ -114,7 +114,7 @@ impl EtcdStore {
         let mut changes = vec![TxnOp::put(key.clone(), to.to_json()?, None)];
         self.check_joined(to).await?;
         if from == Revision(0) {
-            changes.extend(self.first_leases(cluster, to).await?);
+            changes.extend(self.initial_leases(cluster, to).await?);
         }
         let txn = Txn::new()
             .when([record_at(&key, from)?])
@@ -123,7 +123,9 @@ impl EtcdStore {
         let answer = self.servers.transact_once(txn).await?;
         match answer.succeeded() {
             true => Ok(ChangeResult::Done(Revision(revision_of(&answer)?))),
-            false => Ok(ChangeResult::Other(decode_record(got_pairs(&answer).first_pair())?)),
+            false => {
+                Ok(ChangeResult::Other(decode_record(read_found_pairs(&answer).first_pair())?))
+            }
         }
     }
 
@@ -142,7 +144,7 @@ impl EtcdStore {
 
     /// The leases of a new cluster: it begins as if all its hosts had just been granted one, so
     /// they have time to request theirs.
-    async fn first_leases(
+    async fn initial_leases(
         &self,
         cluster: &ClusterName,
         record: &ClusterRecord,
@@ -159,7 +161,7 @@ impl EtcdStore {
     ) -> Result<LeaseResult, MembershipError> {
         let lease = self.servers.grant_lease(self.ttl_s).await?;
         let mut seen = self.read_lease_state(cluster, host).await?;
-        for _ in 0..TRIES_MAX {
+        for _ in 0..ATTEMPTS_MAX {
             if !seen.may_have_lease(host) {
                 return Ok(LeaseResult::Refused(seen.known));
             }
@@ -205,7 +207,7 @@ impl EtcdStore {
             .and_then([put])
             .or_else([TxnOp::txn(keep)]);
         let answer = self.servers.transact_repeatable(take).await?;
-        let other = got_pairs(&answer)
+        let other = read_found_pairs(&answer)
             .first_pair()
             .map(|pair| String::from_utf8_lossy(pair.value()).into_owned());
         Ok(other.unwrap_or_else(|| name.to_owned()))
@@ -315,13 +317,13 @@ fn get_responses(answer: &TxnResponse) -> Vec<GetResponse> {
     answer.op_responses().into_iter().flat_map(range).collect()
 }
 
-fn got_pairs(answer: &TxnResponse) -> GotPairs {
-    GotPairs(get_responses(answer))
+fn read_found_pairs(answer: &TxnResponse) -> FoundPairs {
+    FoundPairs(get_responses(answer))
 }
 
-struct GotPairs(Vec<GetResponse>);
+struct FoundPairs(Vec<GetResponse>);
 
-impl GotPairs {
+impl FoundPairs {
     /// The first pair, if the key exists.
     fn first_pair(&self) -> Option<&KeyValue> {
         self.0.first()?.kvs().first()

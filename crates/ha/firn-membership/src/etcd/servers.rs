@@ -15,7 +15,7 @@ use crate::MembershipError;
 
 /// How long a server may take for a change: an election takes a second or two. And for a request
 /// that may be sent to another server as well.
-const SURE_WAIT: Duration = Duration::from_secs(4);
+const SINGLE_SERVER_WAIT: Duration = Duration::from_secs(4);
 const ASK_WAIT: Duration = Duration::from_millis(1500);
 
 /// The servers.
@@ -42,7 +42,7 @@ impl EtcdServers {
 
     /// Sends a transaction that is made once, or not at all.
     pub async fn transact_once(&self, txn: Txn) -> Result<TxnResponse, MembershipError> {
-        self.ask_current(SURE_WAIT, |client| send_transaction(client, txn.clone())).await
+        self.ask_current(SINGLE_SERVER_WAIT, |client| send_transaction(client, txn.clone())).await
     }
 
     /// Sends a transaction that does no harm if it was made without an answer.

@@ -73,7 +73,7 @@ fn frames_pass_in_both_directions() {
 }
 
 #[test]
-fn what_was_sent_before_the_pause_belongs_to_the_epoch_that_ends() {
+fn frames_sent_before_the_pause_belong_to_the_ending_epoch() {
     let scene = Scene::new();
     let mut outside = scene.outside();
     scene.port.begin_protection();
@@ -148,7 +148,7 @@ fn a_closed_gate_is_bounded() {
 }
 
 #[test]
-fn what_makes_no_sense_ends_the_connection_and_not_the_port() {
+fn an_invalid_frame_ends_the_connection_and_not_the_port() {
     let scene = Scene::new();
     scene.outside().write_all(&[0xff; 100]).unwrap();
     let mut outside = scene.outside();
@@ -196,7 +196,7 @@ fn boot_time() -> Duration {
 }
 
 #[test]
-fn what_needs_a_lease_waits_while_it_is_over() {
+fn frames_that_need_a_lease_wait_until_it_is_valid() {
     let scene = Scene::new();
     let mut outside = scene.outside();
     let page = scene.dir.path().join("lease");
@@ -233,7 +233,7 @@ fn what_needs_a_lease_waits_while_it_is_over() {
 /// The whole process is stopped, as by a debugger, and continues after its lease has ended. The
 /// process is this test again, as a child.
 #[test]
-fn who_was_stopped_and_wakes_sends_nothing() {
+fn a_stopped_host_that_wakes_sends_no_frame() {
     let dir = tempfile::tempdir().unwrap();
     let listener = UnixListener::bind(dir.path().join("uplink")).unwrap();
     let page = dir.path().join("lease");
@@ -298,7 +298,7 @@ fn comes(byte: u8) -> Vec<u8> {
 /// A member that is about to be stopped is given no frames until it runs again, and has read the
 /// frames that it was given before.
 #[test]
-fn a_member_that_stands_still_is_given_nothing() {
+fn a_paused_member_receives_no_frame() {
     let dir = tempfile::tempdir().unwrap();
     let path = dir.path().join("uplink");
     let listener = UnixListener::bind(&path).unwrap();
@@ -355,7 +355,7 @@ fn a_member_that_reads_nothing_is_not_waited_for() {
 /// The thread that cuts is woken for a global checkpoint, for sent frames, and for frames that wait
 /// for a cut.
 #[test]
-fn who_cuts_epochs_of_a_member_is_told() {
+fn the_protection_of_a_member_receives_its_cuts() {
     let dir = tempfile::tempdir().unwrap();
     let path = dir.path().join("uplink");
     let listener = UnixListener::bind(&path).unwrap();
@@ -392,5 +392,5 @@ fn who_cuts_epochs_of_a_member_is_told() {
     other.push_frame(&[&VM[..], &[2, 0, 0, 0, 0, 6, 8, 0, 5]].concat());
     let wrapped = other.next_frame().unwrap();
     outside.write_all(&[&(wrapped.len() as u32).to_be_bytes()[..], &wrapped].concat()).unwrap();
-    told_until(&|| port.wants_cut());
+    told_until(&|| port.is_cut_needed());
 }

@@ -108,8 +108,8 @@ impl AgentJob {
             Some(exit) => AgentOutcome::Ended(end_of(&state, exit)),
             None => AgentOutcome::Running {
                 running: true,
-                stdout: lossy_text(&state.stdout),
-                stderr: lossy_text(&state.stderr),
+                stdout: decode_lossy(&state.stdout),
+                stderr: decode_lossy(&state.stderr),
             },
         }
     }
@@ -132,10 +132,10 @@ fn write_stdin(child: &mut Child, stdin: String) {
 }
 
 fn end_of(state: &JobProgress, exit: i32) -> ProgramEnd {
-    ProgramEnd { exit, stdout: lossy_text(&state.stdout), stderr: lossy_text(&state.stderr) }
+    ProgramEnd { exit, stdout: decode_lossy(&state.stdout), stderr: decode_lossy(&state.stderr) }
 }
 
-fn lossy_text(bytes: &[u8]) -> String {
+fn decode_lossy(bytes: &[u8]) -> String {
     String::from_utf8_lossy(bytes).into_owned()
 }
 
@@ -159,7 +159,7 @@ mod tests {
     }
 
     #[test]
-    fn a_killed_program_says_by_what() {
+    fn a_killed_program_is_reported_with_its_signal() {
         assert_eq!(run(&["sh", "-c", "kill -9 $$"], "").exit, 137);
     }
 

@@ -50,8 +50,8 @@ impl AccountBooks {
         to: usize,
         amount: i64,
     ) -> RequestStep {
-        if let Some(said) = self.answers.get(&id) {
-            return RequestStep::Answer(said.clone());
+        if let Some(answer) = self.answers.get(&id) {
+            return RequestStep::Answer(answer.clone());
         }
         let is_under_way = self.under_way.contains(&id);
         let is_here = self.accounts.contains_key(&to);
@@ -90,9 +90,9 @@ impl AccountBooks {
         self.record_answer(id, AnswerBody::Done)
     }
 
-    fn record_answer(&mut self, id: u64, said: AnswerBody) -> AnswerBody {
-        self.answers.insert(id, said.clone());
-        said
+    fn record_answer(&mut self, id: u64, answer: AnswerBody) -> AnswerBody {
+        self.answers.insert(id, answer.clone());
+        answer
     }
 
     pub(super) fn book_deposit(&mut self, id: u64, to: usize, amount: i64) -> AnswerBody {
@@ -108,7 +108,7 @@ impl AccountBooks {
         match self.accounts.get(&account) {
             None => RequestStep::Answer(AnswerBody::Elsewhere),
             Some(account) if account.is_locked => RequestStep::Wait,
-            Some(account) => RequestStep::Answer(AnswerBody::Holds { held: account.held }),
+            Some(account) => RequestStep::Answer(AnswerBody::Amount { held: account.held }),
         }
     }
 }
@@ -118,7 +118,7 @@ mod tests {
     use super::*;
 
     fn holds(held: i64) -> RequestStep {
-        RequestStep::Answer(AnswerBody::Holds { held })
+        RequestStep::Answer(AnswerBody::Amount { held })
     }
 
     fn books() -> [AccountBooks; 2] {
@@ -142,7 +142,7 @@ mod tests {
     }
 
     #[test]
-    fn who_pays_to_another_vm_is_locked_meanwhile() {
+    fn an_account_is_locked_during_a_transfer_to_another_vm() {
         let [mut a, mut b] = books();
         assert_eq!(a.begin_transfer(1, 0, 1, 30), RequestStep::Deposit);
         assert_eq!(a.begin_transfer(1, 0, 1, 30), RequestStep::Wait);

@@ -66,7 +66,7 @@ pub struct BankReply {
     pub id: u64,
     /// The answer.
     #[serde(flatten)]
-    pub said: AnswerBody,
+    pub body: AnswerBody,
 }
 
 /// The answer to a request.
@@ -77,8 +77,9 @@ pub enum AnswerBody {
     Done,
     /// The account holds too little money.
     Refused,
-    /// The balance.
-    Holds {
+    /// The balance of the account, or the sum of all.
+    #[serde(rename = "holds")]
+    Amount {
         /// The amount.
         held: i64,
     },
@@ -109,10 +110,10 @@ mod tests {
         let transfer = BankRequest::Transfer { id: 7, from: 3, to: 4, amount: 10 };
         assert_eq!(serde_json::from_str::<BankRequest>(text).unwrap(), transfer);
         let text = r#"{"id":8,"said":"holds","held":1010}"#;
-        let holds = BankReply { id: 8, said: AnswerBody::Holds { held: 1010 } };
+        let holds = BankReply { id: 8, body: AnswerBody::Amount { held: 1010 } };
         assert_eq!(serde_json::from_str::<BankReply>(text).unwrap(), holds);
         let known = AnswerBody::Known(TransferLog { taken: vec![7], paid: vec![], broken: 1 });
-        let known = BankReply { id: 9, said: known };
+        let known = BankReply { id: 9, body: known };
         let line = serde_json::to_string(&known).unwrap();
         assert_eq!(serde_json::from_str::<BankReply>(&line).unwrap(), known);
     }

@@ -63,8 +63,8 @@ impl BankServer {
         let mut peers = PeerLinks { shared: self, links };
         loop {
             let question: BankRequest = lines.receive_line()?;
-            let said = self.answer_request(question, &mut peers);
-            lines.send_line(&BankReply { id: question.id(), said })?;
+            let body = self.answer_request(question, &mut peers);
+            lines.send_line(&BankReply { id: question.id(), body })?;
         }
     }
 
@@ -72,7 +72,7 @@ impl BankServer {
         match question {
             BankRequest::Transfer { id, from, to, amount } => {
                 match self.wait_answer(|books| books.begin_transfer(id, from, to, amount)) {
-                    Some(said) => said,
+                    Some(answer) => answer,
                     None => {
                         peers.send_deposit(to, BankRequest::Deposit { id, to, amount });
                         self.change_books(|books| books.complete_transfer(id, from, amount))
@@ -100,7 +100,7 @@ impl BankServer {
         let mut books = self.lock_books();
         loop {
             match ask(&mut books) {
-                RequestStep::Answer(said) => return Some(said),
+                RequestStep::Answer(answer) => return Some(answer),
                 RequestStep::Deposit => return None,
                 RequestStep::Wait => {
                     books = self.changed.wait(books).unwrap_or_else(PoisonError::into_inner);
@@ -110,9 +110,9 @@ impl BankServer {
     }
 
     fn change_books(&self, change: impl FnOnce(&mut AccountBooks) -> AnswerBody) -> AnswerBody {
-        let said = change(&mut self.lock_books());
+        let answer = change(&mut self.lock_books());
         self.changed.notify_all();
-        said
+        answer
     }
 }
 
@@ -136,9 +136,9 @@ impl PeerLinks<'_> {
         let link = self.links[vm].insert(link);
         link.send_line(deposit)?;
         let reply: BankReply = link.receive_line()?;
-        match (reply.id == deposit.id(), reply.said) {
+        match (reply.id == deposit.id(), reply.body) {
             (true, AnswerBody::Done) => Ok(()),
-            (_, said) => Err(io::Error::other(format!("{deposit:?}: {said:?}"))),
+            (_, answer) => Err(io::Error::other(format!("{deposit:?}: {answer:?}"))),
         }
     }
 }
@@ -150,7 +150,7 @@ mod tests {
     /// Runs two VMs on this machine, and several clients that transfer money concurrently and check
     /// the replies.
     #[test]
-    fn the_sum_is_constant_whoever_moves_money() {
+    fn transfers_keep_the_sum_constant() {
         let listeners = [0; 2].map(|_| TcpListener::bind("127.0.0.1:0").unwrap());
         let vms: Vec<_> = listeners.iter().map(|it| it.local_addr().unwrap()).collect();
         for (number, listener) in listeners.into_iter().enumerate() {
@@ -161,7 +161,7 @@ mod tests {
             lines.send_line(&question).unwrap();
             let reply: BankReply = lines.receive_line().unwrap();
             assert_eq!(reply.id, question.id());
-            reply.said
+            reply.body
         };
         thread::scope(|scope| {
             for client in 0..4_usize {
@@ -173,9 +173,12 @@ mod tests {
                         let id = (client * 100 + step) as u64;
                         let question = BankRequest::Transfer { id, from, to, amount: 30 };
                         // Twice, as a client does that has received no reply.
-                        let said = ask(&mut to_vm[from % 2], question);
-                        assert_eq!(ask(&mut to_vm[from % 2], question), said);
-                        assert!(matches!(said, AnswerBody::Done | AnswerBody::Refused), "{said:?}");
+                        let answer = ask(&mut to_vm[from % 2], question);
+                        assert_eq!(ask(&mut to_vm[from % 2], question), answer);
+                        assert!(
+                            matches!(answer, AnswerBody::Done | AnswerBody::Refused),
+                            "{answer:?}"
+                        );
                     }
                 });
             }
@@ -183,14 +186,14 @@ mod tests {
         let mut to_vm = [0, 1].map(|vm: usize| JsonLines::connect(vms[vm]).unwrap());
         let held = (0..6).map(|account| {
             match ask(&mut to_vm[account % 2], BankRequest::Balance { id: 1, account }) {
-                AnswerBody::Holds { held } => held,
-                said => panic!("{said:?}"),
+                AnswerBody::Amount { held } => held,
+                answer => panic!("{answer:?}"),
             }
         });
         assert_eq!(held.sum::<i64>(), 600);
         let known = to_vm.each_mut().map(|vm| match ask(vm, BankRequest::Known { id: 2 }) {
             AnswerBody::Known(known) => known,
-            said => panic!("{said:?}"),
+            answer => panic!("{answer:?}"),
         });
         let all = |of: fn(&super::super::TransferLog) -> &Vec<u64>| {
             let mut all: Vec<u64> = known.iter().flat_map(of).copied().collect();

@@ -89,7 +89,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn who_went_back_alone_is_found_out() {
+    fn a_vm_that_was_rolled_back_alone_is_detected() {
         let (mut one, mut other) = (GossipState::default(), GossipState::default());
         for _ in 0..3 {
             other.receive_message(&one.next_message());

@@ -161,7 +161,7 @@ mod tests {
     }
 
     #[test]
-    fn nobody_there_is_not_wrong() {
+    fn a_missing_server_is_no_wrong_answer() {
         let mut load = EchoLoad::new(([127, 0, 0, 1], 9).into(), false, 100);
         assert_eq!(load.run_for(Duration::from_millis(20), 0.0).wrong, 0);
     }

@@ -70,7 +70,7 @@ mod tests {
     }
 
     #[test]
-    fn a_wrong_echo_and_a_broken_connection_are_told() {
+    fn a_wrong_echo_and_a_broken_connection_are_reported() {
         let changed = echo(3, |message| {
             message[50] ^= 1;
             true

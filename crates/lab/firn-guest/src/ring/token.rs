@@ -51,7 +51,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_token_comes_back_higher_by_the_number_of_vms() {
+    fn a_token_returns_increased_by_the_number_of_vms() {
         let mut passed = TokenRecord::default();
         assert!(
             passed.record_token(2, 3, true)

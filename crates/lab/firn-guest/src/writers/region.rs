@@ -138,7 +138,7 @@ mod tests {
     }
 
     #[test]
-    fn what_it_wrote_is_right() {
+    fn written_pages_pass_the_check() {
         for order in [WriteOrder::Sequential, WriteOrder::Random] {
             let report = region(order).verify_all();
             assert_eq!((report.pages, report.writes, report.wrong), (16, 100, 0));

@@ -19,10 +19,10 @@ const KEYS: usize = 500;
 /// One operation in this many increments the counter.
 const INCREMENT_INTERVAL: u64 = 4;
 /// Bytes of a value: the minimum, and the number of possible lengths from there. One value in
-/// `LONG_EVERY` is longer than memcached reads at once.
+/// `LONG_VALUE_INTERVAL` is longer than memcached reads at once.
 const BYTES: (usize, u64) = (32, 900);
-const LONG: usize = 100_000;
-const LONG_EVERY: u64 = 64;
+const LONG_VALUE_BYTES: usize = 100_000;
+const LONG_VALUE_INTERVAL: u64 = 64;
 /// How long a reply may take.
 const REPLY_TIMEOUT: Duration = Duration::from_secs(60);
 
@@ -177,8 +177,8 @@ impl KeyHistory {
 
 /// The value for an operation: its number, and letters that are derived from the number.
 fn value_for(operation: u64) -> String {
-    let length = match mix(operation) % LONG_EVERY {
-        0 => LONG,
+    let length = match mix(operation) % LONG_VALUE_INTERVAL {
+        0 => LONG_VALUE_BYTES,
         _ => BYTES.0 + (mix(operation) % BYTES.1) as usize,
     };
     let letters = (0..length as u64).map(|at| char::from(b'a' + (mix(operation + at) % 26) as u8));
@@ -236,7 +236,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn what_comes_back_is_told_right_from_wrong() {
+    fn right_and_wrong_replies_are_distinguished() {
         let known = KeyHistory { asked: 9, acknowledged: 5 };
         let is_lost = |there| {
             let mut known = known;

@@ -11,7 +11,7 @@ use anyhow::{Context as _, Result, ensure};
 
 use super::journal::WriteJournal;
 use crate::guest::{RedisClient, RedisError};
-use crate::prober::Timeline;
+use crate::prober::ReplyTimeline;
 use crate::site::NetworkNamespace;
 
 /// Number of clients. Output of a protected VM is buffered for some tenths of a second, and each
@@ -21,7 +21,7 @@ const CLIENTS: usize = 48;
 /// and after the VM is protected.
 const REQUEST_INTERVAL: Duration = Duration::from_millis(200);
 /// A client reads its numbers after this many writes.
-const READ_EVERY: u64 = 8;
+const WRITES_PER_READ: u64 = 8;
 /// How long a reply may take before the client repeats the request on another connection.
 const REPLY_TIMEOUT: Duration = Duration::from_millis(2500);
 /// How long the primary waits for its replica. Traffic between the two is buffered too.
@@ -110,8 +110,8 @@ impl ExternalClients {
     }
 
     /// The times of all replies.
-    pub(super) fn timeline(&self) -> Timeline {
-        Timeline::new(self.shared.lock_replies().clone())
+    pub(super) fn timeline(&self) -> ReplyTimeline {
+        ReplyTimeline::new(self.shared.lock_replies().clone())
     }
 
     /// Stops the clients, and checks at primary and replica for all writes that were acknowledged.
@@ -202,7 +202,7 @@ impl WriterClient {
                 self.journal.record_acknowledged(number);
                 self.record_reply();
             }
-            if number % READ_EVERY == 0 {
+            if number % WRITES_PER_READ == 0 {
                 let lost = count_lost(&self.journal, self.id, &mut replica)?;
                 ensure!(lost == 0, "{lost} acknowledged writes of client {} are gone", self.id);
                 self.record_reply();

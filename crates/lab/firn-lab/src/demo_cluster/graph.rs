@@ -10,7 +10,7 @@
 use std::io::{self, IsTerminal as _, Write as _};
 use std::time::Duration;
 
-use crate::prober::Timeline;
+use crate::prober::ReplyTimeline;
 
 /// The time that a column covers.
 const COLUMN_TIME: Duration = Duration::from_millis(100);
@@ -38,7 +38,7 @@ impl ReplyGraph {
     }
 
     /// Shows all replies until now.
-    pub(super) fn draw_graph(&mut self, timeline: &Timeline, now: Duration) {
+    pub(super) fn draw_graph(&mut self, timeline: &ReplyTimeline, now: Duration) {
         let columns = count_columns(timeline, now);
         let text = match self.is_terminal {
             true => self.redraw_rows(&columns),
@@ -91,7 +91,7 @@ impl ReplyGraph {
 }
 
 /// Counts the replies in each complete tenth of a second.
-fn count_columns(timeline: &Timeline, now: Duration) -> Vec<usize> {
+fn count_columns(timeline: &ReplyTimeline, now: Duration) -> Vec<usize> {
     let many = (now.as_millis() / COLUMN_TIME.as_millis()) as u32;
     (0..many).map(|at| timeline.count_in(at * COLUMN_TIME..(at + 1) * COLUMN_TIME)).collect()
 }
@@ -114,7 +114,7 @@ mod tests {
     #[test]
     fn columns_are_tenths_of_a_second() {
         let at = [10, 20, 150, 310].map(Duration::from_millis);
-        let timeline = Timeline::new(at.to_vec());
+        let timeline = ReplyTimeline::new(at.to_vec());
         assert_eq!(count_columns(&timeline, Duration::from_millis(399)), [2, 1, 0]);
     }
 
@@ -136,7 +136,7 @@ mod tests {
     }
 
     #[test]
-    fn what_is_shown_is_taken_away_before_it_is_shown_again() {
+    fn the_graph_is_erased_before_it_is_redrawn() {
         let mut graph = ReplyGraph { is_terminal: true, printed: 0, is_shown: false };
         assert!(!graph.redraw_rows(&[1]).contains('\x1b'));
         assert!(graph.redraw_rows(&[1, 2]).starts_with("\x1b[7A\x1b[J"));

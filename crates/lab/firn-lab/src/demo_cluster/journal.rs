@@ -77,21 +77,21 @@ mod tests {
     }
 
     #[test]
-    fn what_was_not_answered_may_be_there_or_not() {
+    fn an_unacknowledged_entry_may_be_missing() {
         for there in ["1 2 4 ", "1 2 3 4 5 ", "1 2 4 5 3"] {
             assert_eq!(journal().count_lost(there).unwrap(), 0, "{there}");
         }
     }
 
     #[test]
-    fn what_was_acknowledged_is_missed() {
+    fn a_missing_acknowledged_entry_is_an_error() {
         assert_eq!(journal().count_lost("1 2 ").unwrap(), 1);
         assert_eq!(journal().count_lost("").unwrap(), 3);
         assert_eq!(journal().count_lost("2 3 4").unwrap(), 1);
     }
 
     #[test]
-    fn what_can_not_be_is_an_error() {
+    fn an_impossible_journal_is_an_error() {
         for there in ["1 2 4 4", "1 2 3 3 4", "2 1 4", "1 2 4 6", "1 2 x"] {
             assert!(journal().count_lost(there).is_err(), "{there}");
         }

@@ -11,7 +11,7 @@ use rustix::fs::{Advice, fadvise};
 use super::profile::{ThrottleError, io_error_at};
 
 /// How often eviction of just the files is tried, and the pause after each time.
-const TRIES: u32 = 20;
+const ATTEMPTS_MAX: u32 = 20;
 const PAUSE: Duration = Duration::from_millis(50);
 
 /// Evicts files from the page cache, so that the next read of them is disk I/O.
@@ -38,7 +38,7 @@ pub fn make_cold<'a>(files: impl IntoIterator<Item = &'a Path>) -> Result<(), Th
 
 /// Evicts a file repeatedly, because another process may still use one of its pages for a moment.
 fn evict_patiently(path: &Path) -> Result<(), ThrottleError> {
-    for _ in 0..TRIES {
+    for _ in 0..ATTEMPTS_MAX {
         evict_file(path)?;
         if cached_pages(path)? == 0 {
             break;

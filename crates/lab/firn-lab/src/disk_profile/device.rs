@@ -90,7 +90,7 @@ mod tests {
 31 22 0:28 / /dev/shm rw - tmpfs tmpfs rw";
 
     #[test]
-    fn a_file_system_is_found_by_what_it_was_mounted_from() {
+    fn the_device_of_a_file_system_is_read_from_the_mounts() {
         let source = |major, minor| source_of(MOUNTS, BlockDevice { major, minor });
         assert_eq!(source(0, 27), Some("/dev/vdb1"));
         assert_eq!(source(0, 28), Some("tmpfs"));
@@ -104,7 +104,7 @@ mod tests {
     }
 
     #[test]
-    fn what_is_in_memory_is_on_no_disk() {
+    fn a_memory_file_system_has_no_device() {
         assert!(matches!(device_of(Path::new("/proc/self")), Err(ThrottleError::NoDevice(_))));
     }
 }

@@ -216,7 +216,7 @@ cgroup /sys/fs/cgroup/blkio cgroup rw,relatime,blkio 0 0
 cgroup2 /sys/fs/cgroup/unified cgroup2 rw,relatime 0 0";
 
     #[test]
-    fn version_one_comes_first_where_it_has_block_io() {
+    fn cgroup_version_one_is_preferred_if_it_has_block_io() {
         let found = find_hierarchies(BOTH);
         assert_eq!(found[0].root, Path::new("/sys/fs/cgroup/blkio"));
         assert_eq!(found[1].version, CgroupVersion::Two);

@@ -28,7 +28,7 @@ use serde_json::{Value, json};
 
 use crate::experiments::synthetic::split_words;
 use crate::firn::SaveArgs;
-use crate::guest::{GuestControl, GuestImage, PlainGuest, QemuArgs, accel};
+use crate::guest::{GuestControl, GuestImage, QemuArgs, UnmanagedGuest, accel};
 use crate::lab::{Lab, run_interleaved};
 use crate::peer::{self, QemuSaveMethod};
 use crate::prober::GuestClock;
@@ -111,7 +111,7 @@ impl IdleGuest {
 struct DowntimeBench<'a> {
     lab: &'a Lab,
     plain: IdleGuest,
-    machine: PlainGuest,
+    machine: UnmanagedGuest,
     /// The experiment's own monitor connection, and the monitor that Firn is given.
     bare: QemuVm,
     monitor: PathBuf,
@@ -128,7 +128,7 @@ impl<'a> DowntimeBench<'a> {
             "-qmp",
             &qmp(&monitor),
         ]);
-        let mut machine = PlainGuest::start(args)?;
+        let mut machine = UnmanagedGuest::start(args)?;
         machine.wait_ready(BOOT)?;
         let plain = IdleGuest::start_heartbeats(lab, "plain")?;
         lab.firn().run_vm(VM, &IdleGuest::guest_args(lab, "shared")?)?;
@@ -142,7 +142,7 @@ impl<'a> DowntimeBench<'a> {
         for way in QemuSaveMethod::ALL {
             match way.is_supported_by(self.bare.qmp())? {
                 true => systems.push(DowntimeSystem::Qemu(way)),
-                false => report.add_note(format!("this QEMU has no {way}")),
+                false => report.add_remark(format!("this QEMU has no {way}")),
             }
         }
         systems.extend(strategies);

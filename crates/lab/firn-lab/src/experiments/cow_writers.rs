@@ -49,7 +49,7 @@ pub fn run(lab: &Lab) -> Result<Report> {
     let cases: Vec<PauseCase> = wanted.into_iter().map(|number| all[number].clone()).collect();
     let mut guests = Vec::new();
     for case in &cases {
-        report.add_note(format!("{}: {}", case.name, case.load.describe_load()));
+        report.add_remark(format!("{}: {}", case.name, case.load.describe_load()));
         let mut guest = LoadedGuest::boot_under_load(lab, case.clone())?;
         guest.stop_guest()?;
         guests.push(guest);

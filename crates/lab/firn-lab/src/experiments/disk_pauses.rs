@@ -18,7 +18,9 @@ use serde_json::json;
 
 use crate::experiments::synthetic::split_words;
 use crate::firn::SaveArgs;
-use crate::guest::{GuestControl, GuestImage, JobState, PlainGuest, QemuArgs, VirtioDisk, accel};
+use crate::guest::{
+    GuestControl, GuestImage, JobState, QemuArgs, UnmanagedGuest, VirtioDisk, accel,
+};
 use crate::lab::{Lab, run_interleaved};
 use crate::report::Report;
 use crate::stats::Sample;
@@ -70,7 +72,7 @@ pub fn run(lab: &Lab) -> Result<Report> {
 /// The guest, and the experiment's own monitor connection.
 struct DiskPauseBench<'a> {
     lab: &'a Lab,
-    _machine: PlainGuest,
+    _machine: UnmanagedGuest,
     control: GuestControl,
     bare: QemuVm,
 }
@@ -94,7 +96,7 @@ impl<'a> DiskPauseBench<'a> {
             create_disk(&file, format)?;
             Ok::<_, anyhow::Error>(args.add_disk(VirtioDisk { file, format, read_only: false }))
         })?;
-        let mut machine = PlainGuest::start(args)?;
+        let mut machine = UnmanagedGuest::start(args)?;
         machine.wait_ready(BOOT)?;
         let mut control = GuestControl::connect(&agent, BOOT)?;
         for (number, device) in ["/dev/vda", "/dev/vdb"].iter().enumerate() {

@@ -116,7 +116,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn what_is_sent_belongs_to_its_cut() {
+    fn sent_frames_belong_to_their_epoch() {
         let mut all = Vec::new();
         for epoch in [3, 4] {
             record_event(

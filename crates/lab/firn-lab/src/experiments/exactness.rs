@@ -39,7 +39,7 @@ use crate::report::Report;
 pub fn run(lab: &Lab) -> Result<Report> {
     let mut report = lab.vm_report("exactness");
     let bench = TrialBench::new(lab)?;
-    let mut tally = RunTally::default();
+    let mut tally = TrialCounts::default();
     for number in 0..lab.extent.runs(6, 216) {
         let drawn = TrialParameters::from_seed(lab.extent.seed + number as u64);
         let since = Instant::now();
@@ -55,7 +55,7 @@ pub fn run(lab: &Lab) -> Result<Report> {
 
 /// Counts over all runs.
 #[derive(Default)]
-struct RunTally {
+struct TrialCounts {
     runs: u64,
     sums: BTreeMap<&'static str, u64>,
     drawn: BTreeMap<String, u64>,
@@ -63,7 +63,7 @@ struct RunTally {
     not_exact: Vec<u64>,
 }
 
-impl RunTally {
+impl TrialCounts {
     fn count_run(&mut self, drawn: &TrialParameters, outcome: &Result<TrialOutcome>) {
         self.runs += 1;
         for label in drawn.figure_labels() {
@@ -145,8 +145,8 @@ mod tests {
     }
 
     #[test]
-    fn a_run_that_fails_is_told_by_its_seed() {
-        let mut tally = RunTally::default();
+    fn a_failed_run_is_reported_with_its_seed() {
+        let mut tally = TrialCounts::default();
         tally.count_run(&TrialParameters::from_seed(7), &Ok(exact()));
         tally.count_run(&TrialParameters::from_seed(8), &Err(anyhow::anyhow!("no guest")));
         let mut report = Report::new("exactness", true);

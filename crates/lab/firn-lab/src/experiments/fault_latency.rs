@@ -26,7 +26,7 @@ use anyhow::{Context as _, Result, anyhow, ensure};
 use firn_guest::stamp::mix;
 use firn_image::{
     BlockOrganization, Codec, CompressedBlock, Geometry, Image, ImageDraft, ImageSections,
-    ImageWriter, LocalityBlockId, Packer, compress_block,
+    ImageWriter, LocalityBlockId, LocalityBlockPacker, compress_block,
 };
 use firn_memory::{MemoryEvent, PageFaults, TraceMode};
 use firn_restore::{BackgroundFill, PresenceFile, RestoreOptions, RunningRestore};
@@ -230,7 +230,7 @@ fn write_image(
 ) -> Result<()> {
     let mut writer =
         ImageWriter::create(path, &ImageDraft::whole_image(geometry, BlockOrganization::Access))?;
-    let mut packer = Packer::new(geometry);
+    let mut packer = LocalityBlockPacker::new(geometry);
     for (number, raw) in copy.chunks(geometry.block_size.byte_count()).enumerate() {
         let block = Block(number as u32);
         match compress_block(codec, block, raw) {

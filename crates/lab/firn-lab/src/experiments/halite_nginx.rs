@@ -37,7 +37,7 @@ use serde_json::{Value, json};
 
 use crate::disk_profile::{DiskProfile, DiskThrottle, make_cold, warm_file};
 use crate::firn::SaveArgs;
-use crate::guest::{GuestImage, HostForward, PlainGuest, QemuArgs, accel, free_tcp_port};
+use crate::guest::{GuestImage, HostForward, QemuArgs, UnmanagedGuest, accel, free_tcp_port};
 use crate::lab::{Lab, run_interleaved};
 use crate::report::Report;
 use crate::stats::Sample;
@@ -222,7 +222,7 @@ impl<'a> WebGuest<'a> {
         };
         let output = match system {
             ServerStart::Boot => {
-                return Ok(RunningServer::Booted(PlainGuest::start_throttled(
+                return Ok(RunningServer::Booted(UnmanagedGuest::start_throttled(
                     self.args.clone(),
                     throttle,
                 )?));
@@ -248,7 +248,7 @@ fn request_pages(mut client: WebClient, pages: impl Iterator<Item = u32>) -> Res
 
 /// A running server; dropping it ends the server.
 enum RunningServer<'a> {
-    Booted(#[expect(dead_code, reason = "it is held to be dropped")] PlainGuest),
+    Booted(#[expect(dead_code, reason = "it is held to be dropped")] UnmanagedGuest),
     Restored(&'a Lab, Value),
 }
 

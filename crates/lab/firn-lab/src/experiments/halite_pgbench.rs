@@ -16,7 +16,7 @@ use crate::lab::Lab;
 use crate::report::Report;
 
 /// Transactions of each client before the checkpoint.
-const BEFORE: u32 = 2000;
+const TRANSACTIONS_BEFORE: u32 = 2000;
 /// Transactions of each client after the checkpoint, without those of about a second.
 const QUICK: u32 = 2000;
 const FULL: u32 = 3000;
@@ -36,5 +36,5 @@ pub fn run(lab: &Lab) -> Result<Report> {
 }
 
 fn guest_script(after: u32) -> String {
-    format!("before={BEFORE} after={after}\n{}", include_str!("halite_pgbench.sh"))
+    format!("before={TRANSACTIONS_BEFORE} after={after}\n{}", include_str!("halite_pgbench.sh"))
 }

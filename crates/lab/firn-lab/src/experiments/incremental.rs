@@ -42,7 +42,7 @@ const RAM_MIB: (u32, u32) = (384, 1024);
 /// Pages that the guest writes per second and vCPU.
 const RATES: [u32; 3] = [100, 1000, 10_000];
 /// Time between two checkpoints.
-const BETWEEN: Duration = Duration::from_secs(1);
+const CHECKPOINT_INTERVAL: Duration = Duration::from_secs(1);
 /// Increments in a chain, in quick and in full runs.
 const DEPTHS: ([usize; 2], [usize; 3]) = ([1, 10], [1, 10, 100]);
 const PROFILES: [DiskProfile; 2] = [DiskProfile::None, DiskProfile::Hdd15k];
@@ -145,7 +145,7 @@ impl<'a> WritingGuest<'a> {
             let full = self.checkpoint_vm(&image("full.firn"), &SaveArgs::default())?;
             let pre_copy = SaveArgs::default().with_option("--strategy", "pre-copy");
             let base = self.checkpoint_vm(&image("base.firn"), &pre_copy)?;
-            std::thread::sleep(BETWEEN);
+            std::thread::sleep(CHECKPOINT_INTERVAL);
             let how = SaveArgs::default().with_option("--parent", image("base.firn"));
             let small = self.checkpoint_vm(&image("small.firn"), &how)?;
             let number = |said: &CommandOutput, what: &str| said.number(&format!("/report/{what}"));
@@ -173,7 +173,7 @@ impl<'a> WritingGuest<'a> {
         let base = SaveArgs::default().with_option("--strategy", "pre-copy");
         self.checkpoint_vm(&files[0], &base)?;
         for pair in files.windows(2) {
-            std::thread::sleep(BETWEEN / 10);
+            std::thread::sleep(CHECKPOINT_INTERVAL / 10);
             self.checkpoint_vm(&pair[1], &SaveArgs::default().with_option("--parent", &pair[0]))?;
         }
         let (last, merged) = (&files[depth], merged_file(self.lab, depth));
@@ -265,7 +265,7 @@ fn measure_ttr(lab: &Lab, image: &Path, throttle: &DiskThrottle) -> Result<f64> 
     };
     let run = wait_for("the run record", LIMIT, whole)?;
     lab.firn().stop(VM);
-    Ok(firn_measure::time_to_responsiveness(&run.vcpu_stalls(), WINDOW_US, RESPONSIVE_SHARE))
+    Ok(firn_measure::time_to_responsiveness(&run.vcpu_waiting_time(), WINDOW_US, RESPONSIVE_SHARE))
 }
 
 fn add_figures(report: &mut Report) {

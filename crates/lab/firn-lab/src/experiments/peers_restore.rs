@@ -30,7 +30,7 @@ use serde_json::json;
 use crate::disk_profile::{DiskProfile, DiskThrottle, warm_file};
 use crate::firn::SaveArgs;
 use crate::guest::{
-    GuestImage, HostForward, PlainGuest, QemuArgs, RedisClient, RedisLoad, accel, free_tcp_port,
+    GuestImage, HostForward, QemuArgs, RedisClient, RedisLoad, UnmanagedGuest, accel, free_tcp_port,
 };
 use crate::lab::{Lab, run_interleaved};
 use crate::peer::{self, QemuRestore, QemuSaveMethod};
@@ -88,7 +88,7 @@ pub fn run(lab: &Lab) -> Result<Report> {
     images.extend(guest.save_by_qemu(&mut report)?);
     for way in QemuSaveMethod::ALL.map(PeerSystem::Qemu) {
         if !images.iter().any(|image| image.system == way) {
-            report.add_note(format!("this QEMU has no {}", way.name()));
+            report.add_remark(format!("this QEMU has no {}", way.name()));
         }
     }
     let rounds = lab.extent.runs(2, 7);
@@ -159,7 +159,7 @@ impl<'a> PeerGuest<'a> {
     pub(super) fn save_by_qemu(&self, report: &mut Report) -> Result<Vec<SavedGuest>> {
         let socket = self.lab.file("source.qmp");
         let monitor = format!("unix:{},server=on,wait=off", socket.display());
-        let mut machine = PlainGuest::start(self.args.clone().add_args(&["-qmp", &monitor]))?;
+        let mut machine = UnmanagedGuest::start(self.args.clone().add_args(&["-qmp", &monitor]))?;
         machine.wait_ready(BOOT)?;
         let mut qmp = QmpClient::connect(&socket, Duration::from_secs(20))?;
         let (_client, steady) = self.warm_up()?;

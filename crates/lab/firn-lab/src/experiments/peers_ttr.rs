@@ -42,7 +42,7 @@ const MODES: [RestoreMode; 5] = [
 ];
 /// How long the client continues its requests once the guest has recovered: a later slowdown still
 /// counts.
-const AFTER: Duration = Duration::from_secs(3);
+const SETTLE_TIME: Duration = Duration::from_secs(3);
 /// How long a restored guest may take to recover.
 const LIMIT: Duration = Duration::from_secs(90);
 /// How long a restore may take after that until all memory is present.
@@ -131,7 +131,8 @@ fn measure_restore(
     let since = Instant::now();
     let is_settled = || {
         let back = outside().time_to_responsiveness(WINDOW_US, RECOVERED_SHARE);
-        let settled = Duration::from_secs_f64(back.unwrap_or(f64::from(u16::MAX))) + WINDOW + AFTER;
+        let settled =
+            Duration::from_secs_f64(back.unwrap_or(f64::from(u16::MAX))) + WINDOW + SETTLE_TIME;
         since.elapsed() >= settled
     };
     while !is_settled() && since.elapsed() < LIMIT {
@@ -156,7 +157,7 @@ fn measure_restore(
         row.name
     ));
     if ttr.is_none() {
-        report.add_note(format!(
+        report.add_remark(format!(
             "{} on {profile}: no recovery within {} s",
             row.name,
             LIMIT.as_secs()
@@ -181,7 +182,8 @@ fn is_complete(run: &ReportedRun) -> bool {
 /// TTR by the waits of the vCPUs. `None` if the restore is incomplete, unless it was observed for
 /// long enough after that time.
 fn inside_ttr(run: &ReportedRun) -> Option<f64> {
-    let ttr = firn_measure::time_to_responsiveness(&run.vcpu_stalls(), WINDOW_US, RECOVERED_SHARE);
+    let ttr =
+        firn_measure::time_to_responsiveness(&run.vcpu_waiting_time(), WINDOW_US, RECOVERED_SHARE);
     let is_seen = run.record.recorded_us >= (ttr * 1e6) as u64 + WINDOW_US;
     (is_complete(run) || is_seen).then_some(ttr)
 }

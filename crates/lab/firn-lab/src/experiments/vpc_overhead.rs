@@ -123,7 +123,7 @@ pub fn run(lab: &Lab) -> Result<Report> {
     let protected = INTERVALS.into_iter().flat_map(|at| systems.iter().map(move |it| (*it, at)));
     let mut hows: Vec<(ProtectionSystem, u64)> = protected.collect();
     let mut pair = GuestPair::boot_guests(lab)?;
-    report.add_note(pair.describe_processors());
+    report.add_remark(pair.describe_processors());
     pair.run_turn(None, &programs, &mut report)?;
     for _ in 0..lab.extent.runs(ROUNDS.0, ROUNDS.1) {
         for &how in &hows {
@@ -582,7 +582,7 @@ mod tests {
     }
 
     #[test]
-    fn processes_that_end_or_begin_count_for_what_they_took() {
+    fn short_lived_processes_count_with_their_cpu_time() {
         let cpu = |beside: &[(i32, f64)]| ProcessorTimes {
             hypervisors: 0.0,
             others: beside.iter().copied().collect(),
@@ -592,7 +592,7 @@ mod tests {
     }
 
     #[test]
-    fn own_memory_grows_with_what_is_held() {
+    fn own_memory_grows_with_stored_epochs() {
         let pid = std::process::id() as i32;
         let before = own_memory(pid).unwrap();
         let held = std::hint::black_box(vec![1_u8; 64 << 20]);

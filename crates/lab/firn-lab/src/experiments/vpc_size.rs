@@ -48,10 +48,10 @@ const PROGRAMS: [&str; 4] = ["perl", "bzip2", "gcc", "xalan"];
 /// Time from one cut to the next, in milliseconds.
 const INTERVALS: [u64; 3] = [50, 100, 500];
 /// Minimum duration of a turn, and its minimum number of cuts, in quick and in full runs.
-const TURN_DURATION: (Duration, Duration) = (Duration::from_secs(3), Duration::from_secs(10));
+const REPETITION_TIME: (Duration, Duration) = (Duration::from_secs(3), Duration::from_secs(10));
 const CUTS: (usize, usize) = (15, 50);
 /// Turns of each program, in quick and in full runs.
-const TURNS: (usize, usize) = (1, 3);
+const REPETITIONS: (usize, usize) = (1, 3);
 const PERCENTILES: [(&str, f64); 2] = [("p50", 50.0), ("p95", 95.0)];
 /// The values that are reported of each epoch.
 const FIELDS: [&str; 3] = ["pages", "faults", "sent"];
@@ -71,9 +71,11 @@ pub fn run(lab: &Lab) -> Result<Report> {
             .into_iter()
             .flat_map(|interval| SYSTEMS.map(|(predicts, _)| (interval, predicts)))
             .collect();
-        run_interleaved(lab.extent.runs(TURNS.0, TURNS.1), &turns, |_, &(interval, predicts)| {
-            guest.run_turn(program, interval, predicts, &mut report)
-        })?;
+        run_interleaved(
+            lab.extent.runs(REPETITIONS.0, REPETITIONS.1),
+            &turns,
+            |_, &(interval, predicts)| guest.run_turn(program, interval, predicts, &mut report),
+        )?;
         guest.end_program(program)?;
         add_figures(program, &mut report);
     }
@@ -141,8 +143,8 @@ impl<'a> SizeGuest<'a> {
         predicts: bool,
         report: &mut Report,
     ) -> Result<()> {
-        let long =
-            self.lab.extent.pick(TURN_DURATION.0, TURN_DURATION.1).as_millis() as u64 / interval;
+        let long = self.lab.extent.pick(REPETITION_TIME.0, REPETITION_TIME.1).as_millis() as u64
+            / interval;
         let cuts = self.lab.extent.pick(CUTS.0, CUTS.1).max(usize::try_from(long)?);
         let interval_of = Duration::from_millis(interval);
         let options = EpochOptions { interval: interval_of, predicts, ..EpochOptions::default() };

@@ -77,7 +77,7 @@ const RETRY_INTERVAL: Duration = Duration::from_millis(250);
 const PAGE_TIMEOUT: Duration = Duration::from_secs(60);
 const HTTP: u16 = 80;
 /// Turns of each system, in quick and in full runs, and cuts in each turn.
-const TURNS: (usize, usize) = (2, 6);
+const REPETITIONS: (usize, usize) = (2, 6);
 const CUTS: (usize, usize) = (30, 100);
 /// Pages copied at once while the guest runs.
 const PASS_PAGES: usize = 1024;
@@ -148,9 +148,11 @@ pub fn run(lab: &Lab) -> Result<Report> {
         lab.extent.select_wanted(&SoloWorkload::ALL, |workload| workload.name().to_owned());
     for &workload in &workloads {
         let guest = CutGuest::start_guest(lab, workload)?;
-        run_interleaved(lab.extent.runs(TURNS.0, TURNS.1), &CutSystem::ALL, |_, &system| {
-            guest.run_turn(system, &mut report).with_context(|| system.name())
-        })?;
+        run_interleaved(
+            lab.extent.runs(REPETITIONS.0, REPETITIONS.1),
+            &CutSystem::ALL,
+            |_, &system| guest.run_turn(system, &mut report).with_context(|| system.name()),
+        )?;
         lab.firn().stop(workload.name());
         add_figures(workload, &mut report);
     }

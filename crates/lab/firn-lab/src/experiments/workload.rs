@@ -13,7 +13,7 @@ pub(super) const VCPUS: u32 = 2;
 const WORK: u32 = 16;
 
 /// The guest's file in which endless work writes its output.
-pub(super) const SAID: &str = "/tmp/work.said";
+pub(super) const OUTPUT_PATH: &str = "/tmp/work.said";
 
 /// A kind of work in a guest.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -84,14 +84,16 @@ impl GuestWorkload {
                 format!("{} & {} & wait", load("set"), load("get"))
             }
         };
-        ["sh", "-c", &format!("rm -f {SAID}; {{ {program}; }} > {SAID}")].map(str::to_owned).into()
+        ["sh", "-c", &format!("rm -f {OUTPUT_PATH}; {{ {program}; }} > {OUTPUT_PATH}")]
+            .map(str::to_owned)
+            .into()
     }
 
     /// The command line that prints the progress of endless work: `progress` in units of that work,
     /// `seconds` by the guest's clock.
     pub(super) fn progress_command(self) -> Vec<String> {
         let script = match self {
-            Self::Synthetic | Self::Writers | Self::Sha => format!("tail -n 1 {SAID}"),
+            Self::Synthetic | Self::Writers | Self::Sha => format!("tail -n 1 {OUTPUT_PATH}"),
             Self::Redis => r#"
                 n=$(printf 'INFO stats\r\nQUIT\r\n' | nc 127.0.0.1 6379 | tr -d '\r' |
                     sed -n 's/^total_commands_processed://p')
@@ -163,7 +165,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn either_kind_of_program_tells_its_time() {
+    fn both_kinds_of_programs_report_their_time() {
         assert_eq!(
             parse_seconds("{\"ready\":true}\n{\"done\":true,\"seconds\":2.5}\n").unwrap(),
             2.5
@@ -184,16 +186,16 @@ mod tests {
     }
 
     #[test]
-    fn endless_work_says_where_it_is_looked_for() {
+    fn endless_work_names_its_output_file() {
         for workload in GuestWorkload::ALL {
             let endless = workload.endless_command(1024).join(" ");
-            assert!(endless.ends_with(&format!("> {SAID}")), "{endless}");
+            assert!(endless.ends_with(&format!("> {OUTPUT_PATH}")), "{endless}");
             assert!(!endless.contains("--progress-ms 0"), "{endless}");
         }
     }
 
     #[test]
-    fn a_timed_program_says_when_it_began_and_ended() {
+    fn a_timed_program_reports_its_start_and_end() {
         let command = timed_command("true");
         let output = std::process::Command::new(&command[0]).args(&command[1..]).output().unwrap();
         let said = String::from_utf8(output.stdout).unwrap();

@@ -11,7 +11,7 @@ use std::str::FromStr;
 use std::sync::OnceLock;
 use std::time::Duration;
 
-use super::{GuestImage, PlainGuest, QemuArgs};
+use super::{GuestImage, QemuArgs, UnmanagedGuest};
 
 /// How long the small guest may take to boot under KVM.
 pub const TRIAL_TIMEOUT: Duration = Duration::from_secs(20);
@@ -107,7 +107,7 @@ fn tcg_because(why: String) -> AccelChoice {
 fn try_kvm() -> Result<Duration, String> {
     let image = GuestImage::small().map_err(|error| error.to_string())?;
     let args = QemuArgs::new(&image, Accel::Kvm).memory_mib(256).vcpus(1);
-    let mut machine = PlainGuest::start(args).map_err(|error| error.to_string())?;
+    let mut machine = UnmanagedGuest::start(args).map_err(|error| error.to_string())?;
     machine.wait_ready(TRIAL_TIMEOUT).map_err(|error| error.to_string())
 }
 

@@ -303,7 +303,7 @@ mod tests {
     }
 
     #[test]
-    fn skips_what_former_clients_asked_for() {
+    fn replies_to_earlier_clients_are_skipped() {
         let directory = tempfile::tempdir().unwrap();
         let path = directory.path().join("agent");
         let stale = "tail of a line\n{\"id\":1,\"exit\":9,\"stdout\":\"\",\"stderr\":\"\"}\n";
@@ -319,7 +319,7 @@ mod tests {
     }
 
     #[test]
-    fn says_that_nobody_is_there() {
+    fn a_missing_guest_agent_is_an_error() {
         let error = GuestControl::connect(Path::new("/nonexistent"), Duration::ZERO).unwrap_err();
         assert!(matches!(error, ControlError::NoAgent { .. }));
     }

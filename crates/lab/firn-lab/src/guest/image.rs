@@ -154,7 +154,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn an_incomplete_image_says_what_it_lacks() {
+    fn an_incomplete_image_names_the_missing_files() {
         let directory = tempfile::tempdir().unwrap();
         std::fs::write(directory.path().join("kernel"), "").unwrap();
         let error = GuestImage::in_directory("small", directory.path()).unwrap_err();

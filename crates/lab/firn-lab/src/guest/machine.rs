@@ -45,7 +45,7 @@ pub enum MachineError {
 
 /// A running QEMU without Firn; dropping it kills the process.
 #[derive(Debug)]
-pub struct PlainGuest {
+pub struct UnmanagedGuest {
     child: Child,
     console: PathBuf,
     log: PathBuf,
@@ -53,7 +53,7 @@ pub struct PlainGuest {
     _directory: TempDir,
 }
 
-impl PlainGuest {
+impl UnmanagedGuest {
     /// Starts QEMU. The console goes to a temporary file unless the arguments name one.
     pub fn start(args: QemuArgs) -> Result<Self, MachineError> {
         let command = Command::new(args.program_name());
@@ -141,7 +141,7 @@ impl PlainGuest {
     }
 }
 
-impl Drop for PlainGuest {
+impl Drop for UnmanagedGuest {
     fn drop(&mut self) {
         self.kill_and_reap();
     }

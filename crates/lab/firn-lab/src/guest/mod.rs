@@ -3,7 +3,7 @@
 //! ```text
 //!   GuestImage::small()      kernel and initrd, built by guests/build if they are not cached
 //!   QemuArgs                 the command line of a guest, as a user would type it; Firn adds options to it
-//!   PlainGuest               a QEMU started from it without Firn: for boots, floors and peers
+//!   UnmanagedGuest               a QEMU started from it without Firn: for boots, floors and peers
 //!   GuestControl             runs programs in the guest, over a virtio port
 //!   RedisClient              loads the guest's Redis and checks its data
 //! ```
@@ -21,7 +21,7 @@ mod redis_load;
 
 pub use control::{ControlError, GuestControl, JobState};
 pub use image::{GuestImage, ImageError};
-pub use machine::{MachineError, PlainGuest};
+pub use machine::{MachineError, UnmanagedGuest};
 pub use port::free_tcp_port;
 pub use qemu_args::{HostForward, QemuArgs, VirtioDisk, default_program, lean_virtio_options};
 pub use redis::{RedisClient, RedisError};

@@ -342,7 +342,7 @@ mod tests {
     }
 
     #[test]
-    fn attaches_only_what_is_asked_for() {
+    fn only_requested_devices_are_attached() {
         let plain = QemuArgs::new(&image(), Accel::Tcg).memory_mib(256).args().join(" ");
         assert!(plain.contains("-m 256M -smp 2 -kernel /k -initrd /i"), "{plain}");
         assert!(!plain.contains("virtio"), "{plain}");
@@ -351,7 +351,7 @@ mod tests {
     }
 
     #[test]
-    fn a_root_in_memory_may_be_read_by_way_of_the_page_cache() {
+    fn a_root_in_memory_may_use_the_page_cache() {
         let args = QemuArgs::new(&image(), Accel::Tcg).cached_root_in_memory(&image()).args();
         let args = args.join(" ");
         assert!(args.contains("file=/d,,1,format=qcow2,readonly=on,cache=writeback"), "{args}");

@@ -150,7 +150,7 @@ mod tests {
     }
 
     #[test]
-    fn a_value_says_whose_it_is() {
+    fn a_value_names_its_writer() {
         let load = RedisLoad { keys: 0..2, value_bytes: 100, generation: 3 };
         assert!(load.value_for(7).starts_with(b"7 3 "));
         assert_eq!(load.value_for(7).len(), 100);

@@ -1,4 +1,7 @@
-//! First-level guest start: boots the guest once and saves it; later runs restore it.
+//! First-level launcher: boots the first-level guest once and saves it; later runs restore it.
+//!
+//! The first-level guest is a VM that QEMU emulates (TCG) with the virtualization of a processor.
+//! Its Linux has `/dev/kvm`: the second-level guests, which experiments run in it, use KVM.
 
 use std::fs::{self, File};
 use std::hash::{DefaultHasher, Hash, Hasher};
@@ -22,13 +25,13 @@ const BOOT_TIMEOUT: Duration = Duration::from_secs(180);
 /// How long writing a state of about 100 MB may take.
 const SAVE_TIMEOUT: Duration = Duration::from_secs(120);
 
-/// A first-level guest to start, with a directory for its sockets.
-pub(super) struct FirstLevelBoot<'a> {
+/// Starts the first-level guest. Has a directory for its sockets.
+pub(super) struct FirstLevelLauncher<'a> {
     host: &'a KvmHost,
     directory: TempDir,
 }
 
-impl<'a> FirstLevelBoot<'a> {
+impl<'a> FirstLevelLauncher<'a> {
     pub(super) fn new(host: &'a KvmHost) -> Result<Self, KvmHostError> {
         let operation = "make a directory for the first-level guest";
         let directory = tempfile::Builder::new()
@@ -43,8 +46,9 @@ impl<'a> FirstLevelBoot<'a> {
         self.directory.path().join(name)
     }
 
-    /// The file with the booted guest. Boots and saves the guest if the file does not exist.
-    pub(super) fn saved_state(&self) -> Result<PathBuf, KvmHostError> {
+    /// The file with the saved state of the booted guest. If it does not exist, boots and saves the
+    /// guest, which may take minutes.
+    pub(super) fn ensure_saved_state(&self) -> Result<PathBuf, KvmHostError> {
         let state = self.host.disk.with_file_name(format!("state-{:016x}", self.state_key()?));
         let operation = || format!("lock {}", state.display());
         let lock = File::create(state.with_extension("lock"))
@@ -93,8 +97,8 @@ impl<'a> FirstLevelBoot<'a> {
         FirstLevelGuest::connect(child, self.directory.path(), BOOT_TIMEOUT)
     }
 
-    /// The command line. Values that a saved state depends on must not differ between runs, so it
-    /// includes no path.
+    /// The command line. Paths may differ between runs: a saved state does not contain them. All
+    /// other values are in [`machine_args`] or in the hash of [`Self::state_key`].
     fn qemu_args(&self, payload: &Path) -> Vec<String> {
         let at = |name: &str| self.file_path(name).display().to_string();
         let mut args: Vec<String> = machine_args().iter().map(|&word| word.to_owned()).collect();
@@ -114,8 +118,8 @@ impl<'a> FirstLevelBoot<'a> {
         args
     }
 
-    /// Hash of QEMU and machine. A saved state is valid only for the very same guest files, QEMU
-    /// and machine.
+    /// Hash of what a saved state depends on: QEMU's version and the machine. It is part of the
+    /// name of the state file; the directory of that file belongs to one set of guest files.
     fn state_key(&self) -> Result<u64, KvmHostError> {
         let version = Command::new(QEMU).arg("--version").output();
         let version = version.map_err(KvmHostError::file_error(format!("run {QEMU}")))?;

@@ -30,7 +30,7 @@ pub use error::KvmHostError;
 pub use payload::GuestPayload;
 
 use crate::guest::GuestImage;
-use boot::FirstLevelBoot;
+use boot::FirstLevelLauncher;
 
 /// A first-level guest that can be started.
 #[derive(Clone, Debug)]
@@ -82,9 +82,9 @@ impl KvmHost {
         stdout: &mut (dyn Write + Send),
         stderr: &mut (dyn Write + Send),
     ) -> Result<i32, KvmHostError> {
-        let boot = FirstLevelBoot::new(self)?;
+        let boot = FirstLevelLauncher::new(self)?;
         let tar = payload.write_tar(&boot.file_path("payload.tar"))?;
-        let state = boot.saved_state()?;
+        let state = boot.ensure_saved_state()?;
         let mut task = boot.restore_guest(&tar.file, &state)?;
         task.run_command(tar.bytes, limit, stdout, stderr)
     }

@@ -28,13 +28,13 @@ use std::thread;
 use std::time::{Duration, Instant};
 
 /// Beats this close to an instant are used, by the guest's time: enough that some are prompt.
-const NEAR_NS: u64 = 250_000_000;
+const USED_BEATS_WINDOW_NS: u64 = 250_000_000;
 /// With fewer beats than this on a side, there is no result.
 const BEATS_MIN: usize = 5;
 
 /// A heartbeat.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-struct GuestBeat {
+struct GuestHeartbeat {
     /// When it came, in the host's time since the clock was started.
     host_ns: u64,
     /// When the guest sent it, by its own clock.
@@ -43,7 +43,7 @@ struct GuestBeat {
     stall_us: u64,
 }
 
-impl GuestBeat {
+impl GuestHeartbeat {
     /// Parses a heartbeat line.
     fn from_line(host_ns: u64, line: &str) -> Option<Self> {
         let numbers: Result<Vec<u64>, _> = line.split(' ').map(str::parse).collect();
@@ -62,7 +62,7 @@ impl GuestBeat {
 #[derive(Debug)]
 pub struct GuestClock {
     started: Instant,
-    beats: Arc<Mutex<Vec<GuestBeat>>>,
+    beats: Arc<Mutex<Vec<GuestHeartbeat>>>,
 }
 
 impl GuestClock {
@@ -74,7 +74,7 @@ impl GuestClock {
         thread::Builder::new().name("guest clock".into()).spawn(move || {
             for line in lines.map_while(Result::ok) {
                 let host_ns = started.elapsed().as_nanos() as u64;
-                let beat = GuestBeat::from_line(host_ns, &line);
+                let beat = GuestHeartbeat::from_line(host_ns, &line);
                 seen.lock().unwrap_or_else(PoisonError::into_inner).extend(beat);
             }
         })?;
@@ -108,20 +108,20 @@ impl GuestClock {
 }
 
 /// The largest jump between two neighbouring beats, each with its earliest neighbours.
-fn largest_jump(beats: &[GuestBeat]) -> Option<Duration> {
+fn largest_jump(beats: &[GuestHeartbeat]) -> Option<Duration> {
     let jumps = (1..beats.len()).filter_map(|at| offset_jump(&beats[..at], &beats[at..]));
     jumps.max().map(|ns| Duration::from_nanos(ns.max(0).unsigned_abs()))
 }
 
-fn offset_jump(before: &[GuestBeat], after: &[GuestBeat]) -> Option<i64> {
+fn offset_jump(before: &[GuestHeartbeat], after: &[GuestHeartbeat]) -> Option<i64> {
     let (last, first) = (before.last()?.guest_ns, after.first()?.guest_ns);
-    let near = before.partition_point(|beat| beat.guest_ns + NEAR_NS < last)..;
-    let until = after.partition_point(|beat| beat.guest_ns < first + NEAR_NS);
+    let near = before.partition_point(|beat| beat.guest_ns + USED_BEATS_WINDOW_NS < last)..;
+    let until = after.partition_point(|beat| beat.guest_ns < first + USED_BEATS_WINDOW_NS);
     Some(earliest_offset(&after[..until])? - earliest_offset(&before[near])?)
 }
 
 /// The offset of the most prompt of some beats.
-fn earliest_offset(beats: &[GuestBeat]) -> Option<i64> {
+fn earliest_offset(beats: &[GuestHeartbeat]) -> Option<i64> {
     let enough = beats.len() >= BEATS_MIN;
     beats.iter().map(|beat| beat.offset_ns()).min().filter(|_| enough)
 }
@@ -133,12 +133,12 @@ mod tests {
     const MS: u64 = 1_000_000;
 
     /// A beat every 2 ms for a second, some late, with a pause of 5 ms after half of it.
-    fn beats() -> Vec<GuestBeat> {
+    fn beats() -> Vec<GuestHeartbeat> {
         let beat = |number: u64| {
             let pause = if number >= 250 { 5 * MS } else { 0 };
             let late = if number % 3 == 0 { number % 2 * MS } else { 0 };
             let host_ns = number * 2 * MS + pause + late;
-            GuestBeat { host_ns, guest_ns: 77 * MS + number * 2 * MS, stall_us: 0 }
+            GuestHeartbeat { host_ns, guest_ns: 77 * MS + number * 2 * MS, stall_us: 0 }
         };
         (0..500).map(beat).collect()
     }
@@ -149,7 +149,7 @@ mod tests {
     }
 
     #[test]
-    fn a_slow_guest_did_not_stand_still() {
+    fn a_slow_guest_was_not_paused() {
         assert_eq!(largest_jump(&beats()[..240]), Some(Duration::ZERO));
     }
 
@@ -161,17 +161,17 @@ mod tests {
     }
 
     #[test]
-    fn a_few_beats_tell_nothing() {
+    fn a_few_beats_give_no_estimate() {
         assert_eq!(largest_jump(&beats()[..6]), None);
         assert_eq!(largest_jump(&[]), None);
     }
 
     #[test]
     fn lines_that_are_no_beats_are_skipped() {
-        let beat = GuestBeat { host_ns: 5, guest_ns: 123_456, stall_us: 70 };
-        assert_eq!(GuestBeat::from_line(5, "17 123456 9 70"), Some(beat));
+        let beat = GuestHeartbeat { host_ns: 5, guest_ns: 123_456, stall_us: 70 };
+        assert_eq!(GuestHeartbeat::from_line(5, "17 123456 9 70"), Some(beat));
         for line in ["17", "17 123456 9", "a b c d", "17 123456 9 70 1"] {
-            assert_eq!(GuestBeat::from_line(5, line), None, "{line}");
+            assert_eq!(GuestHeartbeat::from_line(5, line), None, "{line}");
         }
     }
 }

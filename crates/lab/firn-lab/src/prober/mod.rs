@@ -7,8 +7,8 @@
 //!                                                      ^back to 90 % of the steady rate
 //! ```
 //!
-//! [`Prober`] sends requests continuously and records the times of replies; [`Timeline`] evaluates
-//! them. [`GuestClock`] measures how long the guest was paused.
+//! [`Prober`] sends requests continuously and records the times of replies; [`ReplyTimeline`]
+//! evaluates them. [`GuestClock`] measures how long the guest was paused.
 
 mod guest_clock;
 mod source;
@@ -16,7 +16,7 @@ mod timeline;
 
 pub use guest_clock::GuestClock;
 pub use source::{Heartbeats, HttpGets, RedisPings, ReplySource};
-pub use timeline::Timeline;
+pub use timeline::ReplyTimeline;
 
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Mutex, PoisonError};
@@ -58,7 +58,7 @@ impl Prober {
         Self { started, stop, replies, thread: Some(thread) }
     }
 
-    /// When the prober was started, which is the zero of its [`Timeline`].
+    /// When the prober was started, which is the zero of its [`ReplyTimeline`].
     pub fn started(&self) -> Instant {
         self.started
     }
@@ -69,12 +69,12 @@ impl Prober {
     }
 
     /// The replies so far.
-    pub fn timeline(&self) -> Timeline {
-        Timeline::new(self.replies.lock().unwrap_or_else(PoisonError::into_inner).clone())
+    pub fn timeline(&self) -> ReplyTimeline {
+        ReplyTimeline::new(self.replies.lock().unwrap_or_else(PoisonError::into_inner).clone())
     }
 
     /// Stops the requests, and returns all replies.
-    pub fn finish(mut self) -> Timeline {
+    pub fn finish(mut self) -> ReplyTimeline {
         self.stop_and_join();
         self.timeline()
     }

@@ -1,15 +1,15 @@
-//! Timeline: the times of replies, and the rates and gaps that follow from them.
+//! Timeline of replies: the times of replies, and the rates and gaps that follow from them.
 
 use std::ops::Range;
 use std::time::Duration;
 
 /// Times of replies, ascending, from the start of the prober.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
-pub struct Timeline {
+pub struct ReplyTimeline {
     replies: Vec<Duration>,
 }
 
-impl Timeline {
+impl ReplyTimeline {
     /// A timeline of ascending times.
     pub fn new(replies: Vec<Duration>) -> Self {
         debug_assert!(replies.is_sorted());
@@ -76,11 +76,11 @@ mod tests {
 
     /// 100 replies per second for a second, silence, 3 hesitant replies from 1.5 s on, steady again
     /// from 2 s on.
-    fn restored() -> Timeline {
+    fn restored() -> ReplyTimeline {
         let steady = (0..100).map(|n| ms(n * 10));
         let hesitant = [ms(1500), ms(1600), ms(1800)];
         let again = (200..300).map(|n| ms(n * 10));
-        Timeline::new(steady.chain(hesitant).chain(again).collect())
+        ReplyTimeline::new(steady.chain(hesitant).chain(again).collect())
     }
 
     #[test]

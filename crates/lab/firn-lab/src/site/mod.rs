@@ -37,7 +37,7 @@ use network::SiteNetwork;
 pub use network::{HostProcess, NetworkNamespace};
 
 /// How long an agent may take to listen, and hosts to connect to each other.
-const PATIENCE: Duration = Duration::from_secs(60);
+const CONNECT_TIMEOUT: Duration = Duration::from_secs(60);
 
 /// The consensus by which hosts decide which host may run a VM.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -173,7 +173,7 @@ impl SiteHost {
         let alive = |peers: &Value| {
             peers.as_array().is_some_and(|all| all.iter().all(|it| it["health"] == "alive"))
         };
-        wait_for(&format!("host {} sees all others", self.name), PATIENCE, || {
+        wait_for(&format!("host {} sees all others", self.name), CONNECT_TIMEOUT, || {
             let status = self.firn.run_verb("agent", &["status"])?.facts;
             Ok(alive(&status["peers"]).then_some(()))
         })

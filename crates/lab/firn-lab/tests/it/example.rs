@@ -9,7 +9,7 @@ fn row(table: &str, system: &str) -> Vec<f64> {
 }
 
 #[test]
-fn what_memcached_acknowledged_survives_its_being_killed() {
+fn values_that_memcached_acknowledged_survive_a_kill() {
     let output = Command::new(env!("CARGO_BIN_EXE_firn-lab"))
         .args(["demo-app", "--kills", "5"])
         .output()

@@ -2,7 +2,7 @@
 
 use std::time::Duration;
 
-use firn_lab::guest::{GuestControl, GuestImage, HostForward, PlainGuest, QemuArgs, accel};
+use firn_lab::guest::{GuestControl, GuestImage, HostForward, QemuArgs, UnmanagedGuest, accel};
 use firn_lab::prober::{HttpGets, Prober};
 
 use crate::place::{BOOT, GuestPlace};
@@ -16,7 +16,7 @@ fn every_workload_works() {
         .memory_mib(1024)
         .add_network(&[HostForward::tcp(place.web.port(), 80)])
         .root_in_memory(&image);
-    let mut machine = PlainGuest::start(place.common(args)).unwrap();
+    let mut machine = UnmanagedGuest::start(place.common(args)).unwrap();
     machine.wait_ready(BOOT).unwrap();
     let mut control = GuestControl::connect(&place.at("agent"), BOOT).unwrap();
 

@@ -9,8 +9,8 @@ use std::time::{Duration, Instant};
 use firn_guest::net::PORT;
 use firn_guest::net::load::EchoLoad;
 use firn_lab::guest::{
-    GuestControl, GuestImage, HostForward, JobState, PlainGuest, QemuArgs, RedisClient, RedisLoad,
-    VirtioDisk, accel,
+    GuestControl, GuestImage, HostForward, JobState, QemuArgs, RedisClient, RedisLoad,
+    UnmanagedGuest, VirtioDisk, accel,
 };
 use firn_lab::prober::{Heartbeats, Prober, RedisPings};
 
@@ -31,9 +31,9 @@ fn args(place: &GuestPlace) -> QemuArgs {
 }
 
 #[test]
-fn does_what_it_is_told() {
+fn the_small_guest_runs_commands() {
     let place = GuestPlace::new();
-    let mut machine = PlainGuest::start(args(&place)).unwrap();
+    let mut machine = UnmanagedGuest::start(args(&place)).unwrap();
     machine.wait_ready(BOOT).unwrap();
     let mut control = GuestControl::connect(&place.at("agent"), BOOT).unwrap();
     assert!(control.run_program(&["uname", "-r"]).unwrap().contains("cloud-amd64"));
@@ -98,7 +98,7 @@ fn probes_see_a_pause(place: &GuestPlace, control: &mut GuestControl) {
 #[test]
 fn the_agent_outlives_its_hypervisor() {
     let place = GuestPlace::new();
-    let mut machine = PlainGuest::start(args(&place)).unwrap();
+    let mut machine = UnmanagedGuest::start(args(&place)).unwrap();
     machine.wait_ready(BOOT).unwrap();
     let mut control = GuestControl::connect(&place.at("agent"), BOOT).unwrap();
     control.spawn_job("load", &["firn-guest", "writers", "--mib", "8", "--rate", "500"]).unwrap();
@@ -111,7 +111,7 @@ fn the_agent_outlives_its_hypervisor() {
     machine.kill();
 
     let incoming = format!("exec:cat {}", state.display());
-    let _machine = PlainGuest::start(args(&place).add_args(&["-incoming", &incoming])).unwrap();
+    let _machine = UnmanagedGuest::start(args(&place).add_args(&["-incoming", &incoming])).unwrap();
     let mut control = GuestControl::connect(&place.at("agent"), BOOT).unwrap();
     assert!(matches!(control.poll_job("load").unwrap(), JobState::Running { .. }));
     let report = control.run_program(&["firn-guest", "verify", "stop"]).unwrap();

@@ -1,8 +1,8 @@
 //! What is right is found right, what is wrong is found wrong, and of small histories all are.
 
 use firn_linear::{
-    BankAnswer, BankModel, BankOperation, ClientCall, Explanation, ModelCall, Verdict,
-    check_history,
+    BankAnswer, BankModel, BankOperation, ClientCall, Explanation, LinearizabilityVerdict,
+    ModelCall, check_history,
 };
 use proptest::prelude::*;
 
@@ -16,9 +16,9 @@ fn bank(accounts: usize) -> BankModel {
 
 fn is_right(bank: &BankModel, history: &[ModelCall<BankModel>]) -> bool {
     match check_history(bank, history, TRIES) {
-        Verdict::Linearizable => true,
-        Verdict::Wrong(_) => false,
-        Verdict::Undecided => panic!("{history:?}"),
+        LinearizabilityVerdict::Linearizable => true,
+        LinearizabilityVerdict::Wrong(_) => false,
+        LinearizabilityVerdict::Undecided => panic!("{history:?}"),
     }
 }
 
@@ -27,7 +27,7 @@ fn explained(
     history: &[ModelCall<BankModel>],
 ) -> Explanation<BankOperation, BankAnswer> {
     match check_history(bank, history, TRIES) {
-        Verdict::Wrong(explanation) => *explanation,
+        LinearizabilityVerdict::Wrong(explanation) => *explanation,
         other => panic!("{other:?}: {history:?}"),
     }
 }
@@ -36,14 +36,14 @@ proptest! {
     #![proptest_config(ProptestConfig::with_cases(400))]
 
     #[test]
-    fn what_was_done_one_after_another_is_right(steps in steps(5, 8, 200)) {
+    fn sequential_histories_are_linearizable(steps in steps(5, 8, 200)) {
         let bank = bank(5);
         prop_assert!(is_right(&bank, &done(&bank, &steps, Harm::None)));
     }
 
     /// Every one, right or wrong, is what all orders say it is.
     #[test]
-    fn small_histories_are_what_all_orders_say(
+    fn the_checker_agrees_with_trying_all_orders(
         steps in steps(2, 3, 6),
         harm in (0..3_usize, 0..6_usize),
         told in proptest::option::of((0..8_usize, 0..50_i64)),
@@ -52,7 +52,7 @@ proptest! {
         let harm = [Harm::None, Harm::Lost(harm.1), Harm::Doubled(harm.1)][harm.0];
         let mut history = done(&bank, &steps, harm);
         if let Some((number, wrong)) = told {
-            if let Some((_, BankAnswer::Holds(held))) = history.get_mut(number).and_then(|call| call.answer.as_mut()) {
+            if let Some((_, BankAnswer::Amount(held))) = history.get_mut(number).and_then(|call| call.answer.as_mut()) {
                 *held = wrong;
             }
         }
@@ -76,17 +76,17 @@ proptest! {
 
     /// A look that sees what was before an acknowledged change.
     #[test]
-    fn a_stale_look_is_found(steps in steps(5, 8, 80), account in 0..5_usize) {
+    fn a_stale_read_is_found(steps in steps(5, 8, 80), account in 0..5_usize) {
         let bank = bank(5);
         let mut history = done(&bank, &steps.into_iter().map(Step::with_answer).collect::<Vec<_>>(), Harm::None);
         let end = history.last().unwrap().answer.unwrap().0;
         let held = balances(&history)[account];
         let stale = held + 1;
         let operation = BankOperation::Balance(account);
-        history.push(ClientCall { client: 98, called: end + 1, operation, answer: Some((end + 2, BankAnswer::Holds(stale))) });
+        history.push(ClientCall { client: 98, called: end + 1, operation, answer: Some((end + 2, BankAnswer::Amount(stale))) });
         let explanation = explained(&bank, &history);
         prop_assert_eq!(explanation.answer.client, 98);
-        prop_assert_eq!(&explanation.possible, &[BankAnswer::Holds(held)]);
+        prop_assert_eq!(&explanation.possible, &[BankAnswer::Amount(held)]);
         // One look says what it was, and nothing happened since.
         prop_assert_eq!(explanation.against.len(), 1, "{}", explanation);
         prop_assert!(explanation.from_any_state && explanation.whatever.is_empty());
@@ -98,7 +98,7 @@ fn balances(history: &History) -> Vec<i64> {
     let looks = history.iter().filter(|call| call.client == 99);
     looks
         .map(|call| match call.answer {
-            Some((_, BankAnswer::Holds(held))) => held,
+            Some((_, BankAnswer::Amount(held))) => held,
             _ => unreachable!(),
         })
         .collect()
@@ -152,7 +152,7 @@ fn call(
 }
 
 #[test]
-fn an_operation_without_an_answer_may_come_late_or_never() {
+fn an_unanswered_operation_may_take_effect_late_or_never() {
     let bank = bank(2);
     let open = ClientCall {
         client: 0,
@@ -161,7 +161,7 @@ fn an_operation_without_an_answer_may_come_late_or_never() {
         answer: None,
     };
     let look = |client, times, held| {
-        call(client, times, BankOperation::Balance(1), BankAnswer::Holds(held))
+        call(client, times, BankOperation::Balance(1), BankAnswer::Amount(held))
     };
     let history = |looks: &[i64]| {
         let looks = looks.iter().zip(1..).map(|(&held, at)| look(1, [10 * at, 10 * at + 5], held));
@@ -176,12 +176,12 @@ fn an_operation_without_an_answer_may_come_late_or_never() {
 }
 
 #[test]
-fn an_explanation_is_short_and_says_what_is_the_matter() {
+fn an_explanation_is_short_and_names_the_conflict() {
     let bank = bank(3);
     let done =
         |from, to, times| call(0, times, BankOperation::transfer(from, to, 1), BankAnswer::Done);
     let look = |account, times, held| {
-        call(1, times, BankOperation::Balance(account), BankAnswer::Holds(held))
+        call(1, times, BankOperation::Balance(account), BankAnswer::Amount(held))
     };
     let mut history: History = Vec::new();
     for round in 0..198 {
@@ -195,7 +195,7 @@ fn an_explanation_is_short_and_says_what_is_the_matter() {
     let explanation = explained(&bank, &history);
     let into = BankOperation::Transfer { from: None, to: Some(2), amount: 1 };
     assert_eq!(explanation.answer.called, 20_030);
-    assert_eq!(explanation.possible, [BankAnswer::Holds(21)]);
+    assert_eq!(explanation.possible, [BankAnswer::Amount(21)]);
     assert_eq!(
         explanation.against.iter().map(|it| it.operation).collect::<Vec<_>>(),
         [BankOperation::Balance(2), into]
@@ -203,7 +203,7 @@ fn an_explanation_is_short_and_says_what_is_the_matter() {
     let text = explanation.to_string();
     assert!(
         text.starts_with(
-            "client 1, 20030: Balance(2) -> 20040: Holds(20), but it could have been [Holds(21)]"
+            "client 1, 20030: Balance(2) -> 20040: Amount(20), but it could have been [Amount(21)]"
         ),
         "{text}"
     );
@@ -225,7 +225,7 @@ fn thousands_of_operations_of_eight_clients() {
         let moment = 100 + 10 * number;
         let (from, to, amount) = (any(16) as usize, any(16) as usize, any(1500) as i64);
         let (operation, answer) = match any(3) {
-            0 => (BankOperation::Balance(from), BankAnswer::Holds(held[from])),
+            0 => (BankOperation::Balance(from), BankAnswer::Amount(held[from])),
             _ if held[from] < amount => {
                 (BankOperation::transfer(from, to, amount), BankAnswer::Refused)
             }
@@ -242,17 +242,17 @@ fn thousands_of_operations_of_eight_clients() {
         history.push(ClientCall { client, called: moment - before, operation, answer });
     }
     let all = |history: &History| check_history(&bank, history, 1_000_000);
-    assert_eq!(all(&history), Verdict::Linearizable);
+    assert_eq!(all(&history), LinearizabilityVerdict::Linearizable);
     let end = 100 + 10 * 8000 + 100;
-    history.push(call(99, [end, end + 1], BankOperation::Balance(3), BankAnswer::Holds(held[3])));
-    assert_eq!(all(&history), Verdict::Linearizable);
+    history.push(call(99, [end, end + 1], BankOperation::Balance(3), BankAnswer::Amount(held[3])));
+    assert_eq!(all(&history), LinearizabilityVerdict::Linearizable);
     // If no transfer is open, none can have changed it.
     history.retain(|call| call.answer.is_some());
     history.push(call(
         99,
         [end + 2, end + 3],
         BankOperation::Balance(3),
-        BankAnswer::Holds(held[3] + 1),
+        BankAnswer::Amount(held[3] + 1),
     ));
-    assert!(matches!(all(&history), Verdict::Wrong(_)));
+    assert!(matches!(all(&history), LinearizabilityVerdict::Wrong(_)));
 }

@@ -33,7 +33,7 @@ fn views() -> impl Iterator<Item = View> {
 
 #[test]
 #[ignore = "needs Chromium: scripts/test-report"]
-fn the_page_shows_what_the_records_say() {
+fn the_page_shows_the_values_of_the_records() {
     let runs = records::runs_of_all_modes();
     let dir = tempfile::tempdir().unwrap();
     let page = render_page(&runs);

@@ -86,7 +86,7 @@ mod tests {
     }
 
     #[test]
-    fn the_first_round_says_nothing() {
+    fn the_first_round_gives_no_accesses() {
         let mut clock = ScanClock::new([pages(0, 8)], 4);
         clock.record_visit(vec![pages(0, 4)]);
         assert!(!clock.is_round_complete());
@@ -98,7 +98,7 @@ mod tests {
     }
 
     #[test]
-    fn what_is_no_longer_used_is_forgotten_after_a_round() {
+    fn unused_pages_are_forgotten_after_a_round() {
         let mut clock = ScanClock::new([pages(0, 8)], 4);
         let rounds = [[0..0, 0..0], [1..2, 5..7], [0..0, 6..7]];
         for chunk in rounds.into_iter().flatten() {
@@ -109,7 +109,7 @@ mod tests {
     }
 
     #[test]
-    fn a_guest_without_memory_has_nothing_to_look_at() {
+    fn a_guest_without_memory_is_scanned_at_once() {
         let mut clock = ScanClock::new([], 4);
         assert_eq!(clock.current_chunk(), None);
         clock.record_visit(Vec::new());

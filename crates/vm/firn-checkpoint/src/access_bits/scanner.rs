@@ -87,7 +87,7 @@ impl AccessScanner {
     ) -> Result<Self, ScanError> {
         let target = ScanTarget { process, memory, vcpus };
         let scan = target.create_scan()?;
-        firn_fault::point("scan.begun");
+        firn_fault::pass_point("scan.begun");
         let (end, ended) = bounded(0);
         let every = chunk_interval(bytes_per_s);
         let thread = std::thread::spawn(move || {
@@ -193,7 +193,7 @@ impl<'a> ScanRound<'a> {
         let mut touched = Vec::new();
         self.scan.collect_touched(chunk.clone(), &mut touched)?;
         self.scan.forget_touches(&mut self.target.seize_hypervisor()?, chunk.clone())?;
-        firn_fault::point("scan.visited");
+        firn_fault::pass_point("scan.visited");
         // In the first round the time of the use is not known.
         if self.clock.was_visited() {
             let found = touched.iter().map(Page::count_in).sum();
@@ -228,7 +228,7 @@ pub fn watch_accesses(
 ) -> Result<Vec<Range<Page>>, ScanError> {
     let target = ScanTarget { process, memory, vcpus };
     let scan = target.create_scan()?;
-    firn_fault::point("watch.begun");
+    firn_fault::pass_point("watch.begun");
     let found = watch_with(&target, &scan, time, cancelled);
     target.close_scan(scan)?;
     found
@@ -241,7 +241,7 @@ fn watch_with(
     cancelled: &dyn Fn() -> bool,
 ) -> Result<Vec<Range<Page>>, ScanError> {
     scan.forget_touches(&mut target.seize_hypervisor()?, target.memory.all_pages())?;
-    firn_fault::point("watch.forgotten");
+    firn_fault::pass_point("watch.forgotten");
     let until = Instant::now() + time;
     while Instant::now() < until && !cancelled() {
         std::thread::sleep(

@@ -60,11 +60,11 @@ impl PreCopy<'_, '_> {
         let memory = Arc::clone(&self.context.memory);
         self.has_holes = memory.is_shared() && may_discard(self.context.vm, &memory)?;
         let mut tracker = self.take_tracker()?;
-        firn_fault::point("pre-copy.armed");
+        firn_fault::pass_point("pre-copy.armed");
         let copied = self.copy_memory(&mut tracker, &mut others);
         self.context.tracker = Some(tracker);
         let is_alone = others.check_none().is_ok();
-        if !is_alone || self.has_holes || matches!(&copied, Err(SaveError::Scan(_))) {
+        if !is_alone || self.has_holes || matches!(&copied, Err(SaveError::DirtyTracking(_))) {
             // Writes of other processes are not reported at all, some pages may have been protected
             // again without a report, and a guest must not depend on Firn to fill its holes.
             self.drop_tracker();
@@ -125,7 +125,7 @@ impl PreCopy<'_, '_> {
                 RoundStep::Copy => self.copy_all(&written, &mut done)?,
                 _ => self.keep_all(&written, &mut done)?,
             }
-            firn_fault::point("pre-copy.round");
+            firn_fault::pass_point("pre-copy.round");
             written = self.blocks_of(&tracker.newly_written()?);
             self.open_window_for(&written)?;
             done.hot.extend(&written);
@@ -144,10 +144,10 @@ impl PreCopy<'_, '_> {
                 left.iter().try_for_each(|&block| done.copy_last(block, &memory, size, &intake))
             })?;
             done.hot.extend(last);
-            firn_fault::point("pre-copy.copied");
+            firn_fault::pass_point("pre-copy.copied");
             Ok(left.len() as u64 * size.page_count() as u64)
         })?;
-        firn_fault::point("save.resumed");
+        firn_fault::pass_point("save.resumed");
         done.submit_kept(self.intake);
         self.report_progress(&done);
         let report = SaveReport {
@@ -186,7 +186,9 @@ impl PreCopy<'_, '_> {
                 };
                 let spaces = order::find_address_spaces(self.context.vm, memory)?;
                 let mut order = order::plan_blocks(memory, &spaces, self.block_size())?;
-                order.add_unbacked(|block| parent_stores(self.context.parent.as_deref(), block));
+                order.add_unbacked(|block| {
+                    is_stored_in_parent(self.context.parent.as_deref(), block)
+                });
                 Ok((order.blocks, spaces.roots))
             }
         }
@@ -206,7 +208,7 @@ impl PreCopy<'_, '_> {
         self.context.steps.about_to_stop().map_err(SaveError::Step)?;
         let since = Instant::now();
         let stopped = self.context.vm.stop();
-        firn_fault::point("pre-copy.drained");
+        firn_fault::pass_point("pre-copy.drained");
         let continued = self.context.vm.cont();
         stopped?;
         continued?;
@@ -358,7 +360,7 @@ fn renew_working_set(hot: Vec<Block>, parents: &[Block]) -> Vec<Block> {
 }
 
 /// Whether the parent stores anything but zeros for a block.
-pub(crate) fn parent_stores(parent: Option<&Image>, block: Block) -> bool {
+pub(crate) fn is_stored_in_parent(parent: Option<&Image>, block: Block) -> bool {
     parent.is_some_and(|parent| matches!(parent.placement_of(block), BlockPlacement::Stored { .. }))
 }
 
@@ -393,7 +395,7 @@ mod tests {
     }
 
     #[test]
-    fn blocks_are_told_once() {
+    fn blocks_are_reported_once() {
         let runs = [0..1, 1..2, 3..6].map(|run: Range<u32>| Page(run.start)..Page(run.end));
         assert_eq!(blocks_of(BlockSize::default(), &runs), [0, 1, 2].map(Block));
         assert_eq!(

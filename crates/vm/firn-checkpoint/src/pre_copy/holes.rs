@@ -37,7 +37,7 @@ use firn_memory::{
 };
 use firn_types::{PAGE_SIZE, Page};
 
-use crate::page_bits::PageBits;
+use crate::page_bits::AtomicPageSet;
 use crate::trace::abort_on_panic;
 
 /// How long the thread sleeps without faults before it checks whether it should end.
@@ -49,7 +49,7 @@ pub(super) struct HoleTracker {
     filler: Arc<HoleFiller>,
     thread: Option<JoinHandle<()>>,
     /// Pages that may have been copied with contents.
-    held: PageBits,
+    held: AtomicPageSet,
     /// The number of the last search: see the module's documentation.
     searched_at: i128,
 }
@@ -66,7 +66,7 @@ struct HoleFiller {
 impl HoleTracker {
     /// Starts to answer accesses to holes, which must fault.
     pub(super) fn start_thread(scan: Arc<PageScan>) -> Self {
-        let held = PageBits::new(scan.memory().region_map().total_pages());
+        let held = AtomicPageSet::new(scan.memory().region_map().total_pages());
         let (filled, ended, failed) = Default::default();
         let filler = Arc::new(HoleFiller { scan, filled, ended, failed });
         let of_thread = Arc::clone(&filler);
@@ -75,7 +75,7 @@ impl HoleTracker {
     }
 
     /// Notes which pages have contents now: a page that loses them later is found.
-    pub(super) fn note_backed(&mut self) -> Result<(), MemoryError> {
+    pub(super) fn record_backed(&mut self) -> Result<(), MemoryError> {
         self.searched_at = self.filler.unfilled_bytes()?;
         self.memory().backed_runs()?.into_iter().for_each(|run| self.held.add_pages(run));
         Ok(())

@@ -37,5 +37,5 @@ mod holes;
 mod rounds;
 mod tracker;
 
-pub(crate) use copy::{PreCopy, parent_stores};
+pub(crate) use copy::{PreCopy, is_stored_in_parent};
 pub use tracker::WriteTracker;

@@ -8,7 +8,7 @@
 
 /// Memory blocks that may be copied to memory instead of the image: some 4 MiB, in about a
 /// millisecond.
-const FEW_BLOCKS: usize = 512;
+const SMALL_ROUND_BLOCKS: usize = 512;
 /// Rounds after which nothing is copied to the image before the cut, whatever the guest does.
 /// Copies of a memory block in one image are limited ([`firn_image::Draft::again`]).
 const ROUNDS_MAX: u32 = 3;
@@ -50,11 +50,13 @@ impl CopyRounds {
         // never decreases.
         let gets_less = written < self.last - self.last / 4;
         self.last = written;
-        let copies = self.kept == 0 && self.done < ROUNDS_MAX && gets_less && written > FEW_BLOCKS;
+        let copies =
+            self.kept == 0 && self.done < ROUNDS_MAX && gets_less && written > SMALL_ROUND_BLOCKS;
         // The first kept round comes after one that compressed: its number does not predict those
         // of the next rounds.
         let is_worth_it = written > SETTLED_BLOCKS && (self.kept == 0 || gets_less);
-        let keeps = self.is_smooth && self.kept < KEPT_ROUNDS_MAX && written <= 2 * FEW_BLOCKS;
+        let keeps =
+            self.is_smooth && self.kept < KEPT_ROUNDS_MAX && written <= 2 * SMALL_ROUND_BLOCKS;
         match (copies, keeps && is_worth_it) {
             (true, _) => {
                 self.done += 1;
@@ -86,13 +88,13 @@ mod tests {
 
     #[test]
     fn little_is_copied_at_once() {
-        assert_eq!(steps(false, &[FEW_BLOCKS]), [Cut]);
+        assert_eq!(steps(false, &[SMALL_ROUND_BLOCKS]), [Cut]);
         assert_eq!(steps(true, &[SETTLED_BLOCKS]), [Cut]);
         assert_eq!(steps(true, &[0]), [Cut]);
     }
 
     #[test]
-    fn rounds_go_on_while_each_has_less() {
+    fn rounds_continue_while_each_has_fewer_pages() {
         assert_eq!(steps(false, &[100_000, 9_000, 700, 90]), [Copy, Copy, Copy, Cut]);
         assert_eq!(steps(false, &[100_000, 9_000, 100]), [Copy, Copy, Cut]);
     }
@@ -106,7 +108,7 @@ mod tests {
     }
 
     #[test]
-    fn what_is_little_is_kept_until_it_is_next_to_nothing() {
+    fn a_small_remainder_is_kept_in_memory() {
         assert_eq!(
             steps(true, &[9_000, 700, 750, 200, 60, 20]),
             [Copy, Copy, Keep, Keep, Keep, Cut]

@@ -66,7 +66,7 @@ impl WriteTracker {
         drop(tracee);
         let holes = HoleTracker::start_thread(Arc::clone(&scan));
         let mut tracker = Self::from_scan(scan, Some(holes), process, vcpus)?;
-        match tracker.holes.as_mut().map_or(Ok(()), HoleTracker::note_backed) {
+        match tracker.holes.as_mut().map_or(Ok(()), HoleTracker::record_backed) {
             Ok(()) => Ok(tracker),
             Err(error) => {
                 // The first error is the one to report.

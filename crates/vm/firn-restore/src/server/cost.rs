@@ -85,7 +85,7 @@ impl ReadTotals {
         self.seconds / self.reads.max(1.0)
     }
 
-    fn minus(&self, other: &Self) -> Self {
+    fn difference_from(&self, other: &Self) -> Self {
         Self {
             reads: self.reads - other.reads,
             units: self.units - other.units,
@@ -180,7 +180,7 @@ impl StorageCost {
     }
 
     fn update_latency(&mut self) {
-        let rest = self.all.without_delayed().minus(&self.free);
+        let rest = self.all.without_delayed().difference_from(&self.free);
         let single = self.single.without_delayed();
         let by =
             [(self.all.latency_min(self.unit), rest), (self.single.latency_min(self.unit), single)];
@@ -309,7 +309,7 @@ mod tests {
     }
 
     #[test]
-    fn what_is_held_up_by_long_reads_is_not_far() {
+    fn delays_by_long_reads_are_no_storage_latency() {
         // 125 MB a second, which delays the read that follows sixteen long reads.
         let (mut cost, mut now) = (new(), Duration::ZERO);
         for at in 0..400 {
@@ -322,7 +322,7 @@ mod tests {
     }
 
     #[test]
-    fn how_far_it_is_becomes_certain_with_more_reads() {
+    fn the_latency_estimate_becomes_certain_with_more_reads() {
         // Limits that let requests pass for a tenth of a second, and then delay one: 12.5 ms
         // each in the end.
         let held_up = |at: u32| if at % 8 == 5 { 100_000 } else { 0 };
@@ -342,7 +342,7 @@ mod tests {
     }
 
     #[test]
-    fn a_disk_is_far() {
+    fn a_disk_has_high_latency() {
         let cost = after(30, |units| 8000 + 600 * u64::from(units));
         assert!(cost.is_high_latency());
         assert!((8..=20).contains(&cost.units_per_access()), "{}", cost.units_per_access());
@@ -351,7 +351,7 @@ mod tests {
     }
 
     #[test]
-    fn a_limit_on_requests_is_far() {
+    fn a_request_limit_counts_as_high_latency() {
         assert!(after(30, |units| u64::from(units * 625).max(12_500)).is_high_latency());
         let cost = after_bursts(|_| 12_500);
         assert!(cost.is_high_latency());
@@ -378,7 +378,7 @@ mod tests {
     }
 
     #[test]
-    fn what_a_unit_may_cost_depends_on_its_size() {
+    fn the_cost_limit_of_a_unit_depends_on_its_size() {
         let is_far = |unit_bytes| {
             let (mut cost, mut now) = (StorageCost::new(unit_bytes, None), Duration::ZERO);
             (0..20).for_each(|_| {
@@ -402,14 +402,14 @@ mod tests {
     }
 
     #[test]
-    fn what_was_found_holds() {
+    fn a_certain_estimate_is_kept() {
         let (mut cost, ms) = (after(30, |_| 12_500), Duration::from_millis);
         (0..100).for_each(|at| cost.record_read(15, ms(1000 + 12 * at), ms(1012 + 12 * at)));
         assert!(cost.is_high_latency() && cost.units_per_access() > 0);
     }
 
     #[test]
-    fn a_read_that_was_held_up_makes_no_way_longer() {
+    fn a_delayed_read_does_not_raise_the_latency() {
         let (mut cost, mut now) = (new(), Duration::ZERO);
         for ms in [400, 8, 8, 8, 8, 8, 8, 8] {
             let began = now;
@@ -420,7 +420,7 @@ mod tests {
     }
 
     #[test]
-    fn what_others_found_counts_from_the_first_read() {
+    fn a_known_latency_counts_from_the_first_read() {
         let ms = Duration::from_millis;
         let mut cost = StorageCost::new(65_536, Some(ms(12)));
         assert!(!cost.is_high_latency());
@@ -435,7 +435,7 @@ mod tests {
     }
 
     #[test]
-    fn nothing_is_far_before_enough_was_read() {
+    fn no_storage_has_high_latency_before_enough_reads() {
         assert!(!after(READS_MIN as u32 + SLOW_READS_MIN - 2, |_| 20_000).is_high_latency());
         assert!(after(READS_MIN as u32 + SLOW_READS_MIN - 1, |_| 20_000).is_high_latency());
     }

@@ -57,7 +57,7 @@ mod tests {
     }
 
     #[test]
-    fn a_guest_that_does_what_was_expected_does_not_diverge() {
+    fn a_guest_that_uses_its_working_set_does_not_diverge() {
         assert!(!diverges(0.5, (0..1000).map(|read| read % 2 == 0)));
         assert!(!diverges(0.5, (0..1000).map(|read| read % 8 == 0)));
     }

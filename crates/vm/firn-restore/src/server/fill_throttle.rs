@@ -42,7 +42,7 @@ pub struct PageServerRules {
     /// The storage latency that earlier restores found, if it is high.
     pub known_latency: Option<Duration>,
     /// Whether the server adapts to the measured storage: see [`super`].
-    pub adapts: bool,
+    pub is_adaptive: bool,
     /// Whether the guest runs while units are prefetched: it may need the storage, or use other
     /// pages than predicted.
     pub guest_runs: bool,
@@ -71,7 +71,7 @@ impl Default for PageServerRules {
             unit_bytes: 64 << 10,
             expected_misses: 400,
             known_latency: None,
-            adapts: false,
+            is_adaptive: false,
             guest_runs: false,
             may_read_all: false,
             account_use: false,

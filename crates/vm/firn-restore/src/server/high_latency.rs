@@ -133,7 +133,7 @@ mod tests {
     }
 
     #[test]
-    fn what_lies_together_is_no_further_for_a_way_that_is_measured_badly() {
+    fn a_bad_latency_estimate_does_not_split_adjacent_units() {
         let (third, all): (Vec<u32>, Vec<u32>) = ((0..1_800).collect(), (0..5_200).collect());
         let hurried = StorageCost::from_known_latency(65_536, Duration::from_millis(40));
         assert!(
@@ -156,13 +156,13 @@ mod tests {
     }
 
     #[test]
-    fn what_is_scattered_everywhere_comes_with_all_the_rest() {
+    fn scattered_units_are_read_with_the_whole_file() {
         let scattered: Vec<u32> = (0..9_000).step_by(23).collect();
         assert!(requests(&scattered, 9_000).in_order);
     }
 
     #[test]
-    fn what_is_full_of_gaps_is_not_read_whole() {
+    fn a_range_with_many_gaps_is_not_read_whole() {
         let all: Vec<u32> = (0..9_990).step_by(15).collect();
         let wanted: Vec<u32> = all.iter().copied().step_by(12).collect();
         assert!(!PrefetchRequests::new(&wanted, &all, 200, (END, 15), &disk()).in_order);

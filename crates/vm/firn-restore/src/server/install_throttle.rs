@@ -13,8 +13,8 @@
 //! ```
 //!
 //! A guest that stays within units soon faults on one that is in memory, if workers have not
-//! installed it. Then workers run at once for [`KEEN_TIME`]; after that, another such fault starts
-//! this time again. It costs that guest about one fault per [`KEEN_TIME`].
+//! installed it. Then workers run at once for [`EAGER_TIME`]; after that, another such fault starts
+//! this time again. It costs that guest about one fault per [`EAGER_TIME`].
 
 use std::time::Duration;
 
@@ -22,11 +22,11 @@ use std::time::Duration;
 pub(crate) const FAULT_PAUSE_MIN: Duration = Duration::from_micros(200);
 
 /// How long workers run at once after a fault on a unit in memory.
-const KEEN_TIME: Duration = Duration::from_millis(10);
+const EAGER_TIME: Duration = Duration::from_millis(10);
 
 /// The longest time in which workers install nothing though there is something. With
 /// [`INSTALL_TIME`] it is the floor of workers: an eighth of the time, and so of what they can do.
-const PATIENCE: Duration = Duration::from_micros(3500);
+const INSTALL_WAIT_MAX: Duration = Duration::from_micros(3500);
 
 /// How long workers may install after that.
 const INSTALL_TIME: Duration = Duration::from_micros(500);
@@ -47,18 +47,18 @@ impl InstallThrottle {
 
     /// A vCPU waits for a page whose unit is in memory, so that workers could have installed it.
     pub(super) fn record_late_fault(&mut self, now: Duration) {
-        self.open_until = self.open_until.max(now + KEEN_TIME);
+        self.open_until = self.open_until.max(now + EAGER_TIME);
     }
 
     /// Whether workers may install now.
     pub(super) fn is_open(&self, now: Duration) -> bool {
         let is_lull = self.last_fault.is_none_or(|fault| now >= fault + FAULT_PAUSE_MIN);
-        is_lull || now < self.open_until || now >= self.last_install + PATIENCE
+        is_lull || now < self.open_until || now >= self.last_install + INSTALL_WAIT_MAX
     }
 
     /// A worker installs.
     pub(super) fn record_install(&mut self, now: Duration) {
-        if now >= self.last_install + PATIENCE {
+        if now >= self.last_install + INSTALL_WAIT_MAX {
             self.open_until = self.open_until.max(now + INSTALL_TIME);
         }
         self.last_install = now;
@@ -86,7 +86,7 @@ mod tests {
     }
 
     #[test]
-    fn workers_run_at_once_when_the_guest_comes_back_to_a_unit() {
+    fn workers_run_at_once_when_the_guest_faults_in_a_unit_again() {
         let mut rest = after_a_fault_at(1000);
         rest.record_late_fault(1005 * US);
         assert!(rest.is_open(1005 * US));

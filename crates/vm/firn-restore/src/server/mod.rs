@@ -39,7 +39,8 @@
 //!
 //! # Storage and guest
 //!
-//! With [`PageServerRules::adapts`] the server adapts to both (`cost`, `prefetch`, `divergence`):
+//! With [`PageServerRules::is_adaptive`] the server adapts to both (`cost`, `prefetch`,
+//! `divergence`):
 //!
 //! ```text
 //!                      low latency: flash             high latency: a disk
@@ -284,7 +285,7 @@ impl<B: Clone> PageServer<B> {
             UnitState::Stored => {
                 self.start_unit(unit, UnitState::Trying);
                 let install = self.start_install(unit, block, page, UnitSource::PageCache);
-                match self.rules.adapts && self.cost.is_high_latency() {
+                match self.rules.is_adaptive && self.cost.is_high_latency() {
                     true => FaultAnswer::RequestRead(install),
                     false => FaultAnswer::TryPageCache(install),
                 }

@@ -26,7 +26,7 @@ impl ReadUnit {
 }
 
 /// Marks a memory block that is in no unit.
-const NOWHERE: u32 = u32::MAX;
+const NO_UNIT: u32 = u32::MAX;
 
 /// The memory blocks of each unit, and the unit of each memory block.
 #[derive(Clone, Debug)]
@@ -39,7 +39,7 @@ pub struct ReadPlan {
 impl ReadPlan {
     /// A plan over memory blocks `0..blocks`, still without units.
     pub fn new(blocks: u32) -> Self {
-        Self { unit_of: vec![NOWHERE; blocks as usize], starts: vec![0], members: Vec::new() }
+        Self { unit_of: vec![NO_UNIT; blocks as usize], starts: vec![0], members: Vec::new() }
     }
 
     /// Adds the next unit. Blocks past the last one, and those that an earlier unit holds, are left
@@ -47,7 +47,7 @@ impl ReadPlan {
     pub fn push_unit(&mut self, blocks: impl IntoIterator<Item = Block>) -> ReadUnit {
         let unit = self.unit_count();
         for block in blocks {
-            let Some(slot) = self.unit_of.get_mut(block.index()).filter(|slot| **slot == NOWHERE)
+            let Some(slot) = self.unit_of.get_mut(block.index()).filter(|slot| **slot == NO_UNIT)
             else {
                 continue;
             };
@@ -75,7 +75,7 @@ impl ReadPlan {
 
     /// The unit that holds a memory block; `None` if it is all zeros.
     pub fn unit_of(&self, block: Block) -> Option<ReadUnit> {
-        self.unit_of.get(block.index()).copied().filter(|&unit| unit != NOWHERE).map(ReadUnit)
+        self.unit_of.get(block.index()).copied().filter(|&unit| unit != NO_UNIT).map(ReadUnit)
     }
 
     /// The memory blocks of a unit, in the order in which they are stored.

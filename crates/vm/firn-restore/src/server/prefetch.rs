@@ -206,14 +206,14 @@ impl<B: Clone> PageServer<B> {
     /// if all can be there soon.
     pub fn must_guest_wait(&self) -> bool {
         match self.cost.is_high_latency() && self.is_latency_certain() {
-            true => self.rules.adapts && self.prefetch_time() <= GUEST_WAIT_MAX,
+            true => self.rules.is_adaptive && self.prefetch_time() <= GUEST_WAIT_MAX,
             false => !self.rules.guest_runs,
         }
     }
 
-    /// The guest runs. If it `adapts`, prefetching leaves storage to it from now on.
-    pub fn record_resume(&mut self, adapts: bool) {
-        self.rules.guest_runs |= adapts;
+    /// The guest runs. If it `is_adaptive`, prefetching leaves storage to it from now on.
+    pub fn record_resume(&mut self, is_adaptive: bool) {
+        self.rules.guest_runs |= is_adaptive;
     }
 
     fn prefetch_time(&self) -> Duration {
@@ -226,7 +226,7 @@ impl<B: Clone> PageServer<B> {
 
     /// The next request; short, and after a pause, if the guest needs the storage.
     pub(super) fn take_prefetch(&mut self, now: Duration) -> ReadDecision {
-        let is_near = self.rules.adapts && !self.cost.is_high_latency();
+        let is_near = self.rules.is_adaptive && !self.cost.is_high_latency();
         let yields = is_near && self.rules.guest_runs && self.prefetch.is_pressed(now);
         let at_once = if yields { 1 } else { CONCURRENT_READS_MAX };
         let longest = if yields && self.cost.is_known() { SHORT_REQUEST_UNITS } else { u32::MAX };
@@ -263,7 +263,8 @@ impl<B: Clone> PageServer<B> {
 
     /// Storage turned out to have high latency: see [`super::high_latency`].
     pub(super) fn reorder_if_high_latency(&mut self) {
-        let is_far = self.rules.adapts && self.cost.is_high_latency() && self.is_latency_certain();
+        let is_far =
+            self.rules.is_adaptive && self.cost.is_high_latency() && self.is_latency_certain();
         if is_far && self.prefetch.has_more() && !self.prefetch.in_stored_order {
             self.reorder_requests();
         }

@@ -78,7 +78,7 @@ impl<B: Clone> PageServer<B> {
         let fills = self.rules.fill && !self.prefetch.has_more();
         let all_comes = self.prefetch.covers_all_units()
             || (fills && self.fill_urgency() == Some(FillUrgency::AtOnce));
-        let is_worth_it = self.rules.adapts && self.cost.is_high_latency() && !all_comes;
+        let is_worth_it = self.rules.is_adaptive && self.cost.is_high_latency() && !all_comes;
         match is_worth_it && self.units.held_count() < self.rules.held_max {
             true => self.cost.units_per_access().clamp(1, self.rules.run_max.max(1)),
             false => 1,
@@ -155,7 +155,7 @@ impl<B: Clone> PageServer<B> {
     /// everything is read: at most twice the time of the best choice.
     fn fill_urgency(&self) -> Option<FillUrgency> {
         let left = self.units.unfinished_count();
-        let is_soon = self.rules.adapts
+        let is_soon = self.rules.is_adaptive
             && self.cost.is_high_latency()
             && self.cost.estimate_reads(left, self.rules.run_max) <= FILL_TIME_MAX;
         is_soon.then_some(match self.read_on_demand_for >= self.cost.request_time_min(left) {
@@ -183,7 +183,7 @@ impl<B: Clone> PageServer<B> {
         let is_wanted = |unit: &u32| {
             matches!(self.units.state_of(ReadUnit(*unit)), UnitState::Stored | UnitState::Asked)
         };
-        let run = match self.rules.adapts && self.cost.is_high_latency() {
+        let run = match self.rules.is_adaptive && self.cost.is_high_latency() {
             true => first.0..(first.0..end).rfind(is_wanted).map_or(first.0, |last| last + 1),
             false => {
                 let is_stored = |unit: &u32| self.units.is_stored(ReadUnit(*unit));

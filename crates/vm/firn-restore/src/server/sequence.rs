@@ -104,7 +104,7 @@ mod tests {
     }
 
     #[test]
-    fn what_is_wanted_much_earlier_is_read_earlier() {
+    fn a_unit_that_is_needed_much_earlier_is_read_earlier() {
         let near = CoalescingRules::low_latency(1000);
         let late_first: Vec<u32> = (1000..1000 + near.window as u32).chain([0]).collect();
         assert_eq!(order_requests(&late_first, 2000, near).last(), Some(&(0..1)));
@@ -115,7 +115,7 @@ mod tests {
     }
 
     #[test]
-    fn far_storage_is_read_through_gaps() {
+    fn high_latency_storage_is_read_through_gaps() {
         let far = CoalescingRules::high_latency(16, 9);
         assert_eq!(order_requests(&[30, 0, 8, 40], 60, far), [0..9, 30..41]);
     }

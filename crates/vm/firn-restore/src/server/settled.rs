@@ -94,7 +94,7 @@ impl SettledPages {
         let bit = 1 << (page.index() % 64);
         if *word & bit == 0 {
             *word |= bit;
-            self.note_change(at);
+            self.record_change(at);
         }
     }
 
@@ -103,11 +103,11 @@ impl SettledPages {
         let at = page.index() / 64;
         if self.contains(page) && at < self.words.len() {
             self.clear_page(page);
-            self.note_change(at);
+            self.record_change(at);
         }
     }
 
-    fn note_change(&mut self, at: usize) {
+    fn record_change(&mut self, at: usize) {
         if !std::mem::replace(&mut self.is_changed[at], true) {
             self.changed.push(at as u32);
         }
@@ -130,7 +130,7 @@ impl SettledPages {
         let bits = u64::from(pages.0) << (first % 64);
         if *word & bits != bits {
             *word |= bits;
-            self.note_change(first / 64);
+            self.record_change(first / 64);
         }
     }
 
@@ -171,7 +171,7 @@ mod tests {
     }
 
     #[test]
-    fn what_is_no_ram_is_settled_from_the_start() {
+    fn pages_outside_of_ram_are_settled_from_the_start() {
         let settled = SettledPages::new(&ram(3), BlockSize::default());
         let missing: Vec<u32> = (0..30).filter(|&page| !settled.contains(Page(page))).collect();
         assert_eq!(missing, [0, 1, 2, 16, 17, 18, 19, 20]);
@@ -179,7 +179,7 @@ mod tests {
     }
 
     #[test]
-    fn changes_are_told_once() {
+    fn changes_are_reported_once() {
         let mut settled = SettledPages::new(&ram(200), BlockSize::default());
         settled.insert(Page(130));
         settled.insert_in(Block(0), PageMask(0b10));
@@ -193,7 +193,7 @@ mod tests {
     }
 
     #[test]
-    fn what_was_settled_can_be_taken_back() {
+    fn a_settled_page_can_be_unsettled() {
         let mut settled = SettledPages::new(&ram(200), BlockSize::default());
         settled.insert_in(Block(3), PageMask(0b11));
         settled.remove(Page(7));

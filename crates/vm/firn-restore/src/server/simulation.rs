@@ -139,7 +139,7 @@ impl SimulatedRestore {
         let rules = PageServerRules {
             run_max: 1 + dice.roll(8),
             known_latency: (dice.roll(4) == 0).then_some(Duration::from_millis(10)),
-            adapts: dice.roll(2) == 0,
+            is_adaptive: dice.roll(2) == 0,
             guest_runs: dice.roll(2) == 0,
             may_read_all: dice.roll(2) == 0,
             held_max: 1 + dice.roll(6),
@@ -574,7 +574,7 @@ proptest! {
     #![proptest_config(ProptestConfig::with_cases(3000))]
 
     #[test]
-    fn every_page_is_right_whatever_the_order(seed in any::<u64>()) {
+    fn every_page_is_right_in_any_order(seed in any::<u64>()) {
         run(seed);
     }
 }
@@ -702,7 +702,7 @@ fn a_block_that_workers_passed_before_accounting_ended_is_completed() {
 }
 
 #[test]
-fn far_storage_is_read_from_front_to_back() {
+fn high_latency_storage_is_read_in_file_order() {
     let ram = RegionMap::lay_out([("ram", 4096 * 1000)]).unwrap();
     let block_size = BlockSize::new(1).unwrap();
     let mut plan = ReadPlan::new(1000);
@@ -711,7 +711,7 @@ fn far_storage_is_read_from_front_to_back() {
     });
     let settled = SettledPages::new(&ram, block_size);
     let rules = PageServerRules {
-        adapts: true,
+        is_adaptive: true,
         may_read_all: true,
         held_max: 1000,
         ..PageServerRules::default()
@@ -742,7 +742,7 @@ fn ask(server: &mut PageServer<SimulatedBytes>, unit: u32, from: Duration, to: D
 }
 
 #[test]
-fn the_rest_of_far_storage_waits_for_the_guest_but_not_for_ever() {
+fn background_reads_of_high_latency_storage_wait_for_the_guest_for_a_limited_time() {
     let ram = RegionMap::lay_out([("ram", 4096 * 2000)]).unwrap();
     let block_size = BlockSize::new(1).unwrap();
     let mut plan = ReadPlan::new(2000);
@@ -750,7 +750,7 @@ fn the_rest_of_far_storage_waits_for_the_guest_but_not_for_ever() {
         plan.push_unit([Block(block)]);
     });
     let settled = SettledPages::new(&ram, block_size);
-    let rules = PageServerRules { adapts: true, held_max: 4000, ..PageServerRules::default() };
+    let rules = PageServerRules { is_adaptive: true, held_max: 4000, ..PageServerRules::default() };
     let mut server: PageServer<SimulatedBytes> =
         PageServer::new(block_size, plan, settled, rules, Duration::ZERO);
     seem_far(&mut server);

@@ -4,7 +4,7 @@ use std::path::Path;
 
 use firn_image::{
     BlockOrganization, Codec, CompressedBlock, Geometry, Image, ImageDraft, ImageSections,
-    ImageWriter, Packer, compress_block,
+    ImageWriter, LocalityBlockPacker, compress_block,
 };
 use firn_types::{Block, BlockSize, PAGE_SIZE, Page, RegionMap};
 
@@ -118,7 +118,7 @@ impl Model {
             &ImageDraft::whole_image(geometry, BlockOrganization::Access),
         )
         .unwrap();
-        let mut packer = Packer::new(geometry);
+        let mut packer = LocalityBlockPacker::new(geometry);
         let mut zeros = Vec::new();
         for &block in order {
             match compress_block(codec, block, &self.block(&geometry, block)) {

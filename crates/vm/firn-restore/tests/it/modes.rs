@@ -115,7 +115,7 @@ fn pages_are_given_back_while_others_are_touched() {
 }
 
 #[test]
-fn what_the_guest_writes_stays() {
+fn pages_that_the_guest_writes_are_not_overwritten() {
     let mut scene = Scene::new(&[1024], 2, Codec::Lz4);
     let restore =
         scene.begin(RestoreOptions { fill: BackgroundFill::Off, ..options(RestoreMode::Locality) });
@@ -174,7 +174,7 @@ fn a_vm_with_other_ram_is_refused() {
 }
 
 #[test]
-fn the_end_of_the_hypervisor_is_told() {
+fn the_end_of_the_hypervisor_is_reported() {
     let mut scene = Scene::new(&[2048], 2, Codec::Lz4);
     let restore =
         scene.begin(RestoreOptions { fill: BackgroundFill::Off, ..options(RestoreMode::Locality) });

@@ -65,7 +65,7 @@ fn all_of_memory_can_be_there_before() {
 }
 
 #[test]
-fn what_the_hypervisor_has_written_is_not_kept() {
+fn prefilled_pages_that_the_hypervisor_wrote_are_dropped() {
     let working_set: Vec<Block> = (0..512).map(Block).collect();
     let mut scene = Scene::with(&[4096], 2, Codec::Lz4, working_set);
     // Before and after Firn wrote there, inside the working set and outside.

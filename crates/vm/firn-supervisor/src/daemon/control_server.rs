@@ -208,7 +208,7 @@ mod tests {
     }
 
     #[test]
-    fn a_request_comes_in_and_its_reply_goes_out() {
+    fn a_request_is_received_and_its_reply_sent() {
         let mut session = Session::open();
         session.say("{\"v\":1,\"request\":\"status\"}\n");
         let SupervisorEvent::Request(client, SupervisorRequest::Status) = session.event() else {

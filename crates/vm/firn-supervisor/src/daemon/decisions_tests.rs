@@ -50,7 +50,7 @@ fn a_vm_whose_disks_are_served_is_not_left() {
 }
 
 #[test]
-fn a_checkpoint_is_reported_to_who_asked_and_who_watches() {
+fn a_checkpoint_is_reported_to_its_client_and_to_watchers() {
     let mut core = saving(false);
     let now = OperationProgress::new("saving", 1, 2);
     assert_eq!(
@@ -114,7 +114,7 @@ fn a_protected_vm_is_busy_until_it_is_released() {
 }
 
 #[test]
-fn what_is_held_leaves_only_when_that_is_asked_for() {
+fn buffered_output_leaves_only_on_request() {
     let ended =
         |core: &mut SupervisorCore, how| core.handle_event(SupervisorEvent::ProtectionEnded(how));
     let lets_out =
@@ -162,7 +162,7 @@ fn protection_that_does_not_begin_fails() {
 }
 
 #[test]
-fn a_protected_vm_is_let_go_of_before_it_is_stopped() {
+fn a_protected_vm_is_released_before_it_is_stopped() {
     let mut core = protecting();
     assert_eq!(
         core.handle_event(SupervisorEvent::Request(B, stop(false))),
@@ -218,7 +218,7 @@ fn a_standby_ends_at_once_when_it_is_stopped() {
 }
 
 #[test]
-fn a_failover_that_is_refused_is_told_once_and_can_be_tried_again() {
+fn a_refused_failover_is_reported_once_and_can_be_repeated() {
     let mut core = SupervisorCore::new_standby();
     assert_eq!(
         core.handle_event(SupervisorEvent::Request(A, SupervisorRequest::Failover(HOW))),
@@ -239,7 +239,7 @@ fn a_failover_that_is_refused_is_told_once_and_can_be_tried_again() {
 }
 
 #[test]
-fn a_failover_that_loses_its_hypervisor_says_what_it_knows() {
+fn a_failover_without_hypervisor_reports_the_known_cause() {
     let mut core = SupervisorCore::new_standby();
     core.handle_event(SupervisorEvent::Request(A, SupervisorRequest::Failover(HOW)));
     let wait = [SupervisorAction::CancelSave, SupervisorAction::StartGrace];
@@ -261,7 +261,7 @@ fn a_failed_checkpoint_leaves_an_idle_supervisor() {
 }
 
 #[test]
-fn a_client_that_dies_takes_the_checkpoint_along_only_if_it_said_so() {
+fn a_dead_client_cancels_its_checkpoint_only_if_requested() {
     assert_eq!(saving(false).handle_event(SupervisorEvent::ClientGone(A)), []);
     assert_eq!(saving(true).handle_event(SupervisorEvent::ClientGone(B)), []);
     assert_eq!(
@@ -317,7 +317,7 @@ fn stopping_during_a_checkpoint_needs_force() {
 }
 
 #[test]
-fn everybody_who_asked_to_stop_is_told() {
+fn every_client_that_requested_a_stop_receives_a_reply() {
     let mut core = SupervisorCore::new(false);
     core.handle_event(SupervisorEvent::Request(A, stop(false)));
     assert_eq!(core.handle_event(SupervisorEvent::Request(B, stop(false))), []);
@@ -349,7 +349,7 @@ fn a_hypervisor_that_dies_during_a_save_is_recorded_once_the_save_is_wound_up() 
 }
 
 #[test]
-fn what_a_hypervisor_that_dies_cuts_short_is_told_with_how_it_died() {
+fn an_operation_ended_by_the_hypervisors_death_reports_that_death() {
     let exit = ProcessExit::Signal(9);
     let record = SupervisorAction::RecordEnd { exit, reason: None };
     let told = |what: &str| {
@@ -385,7 +385,7 @@ fn what_a_hypervisor_that_dies_cuts_short_is_told_with_how_it_died() {
 }
 
 #[test]
-fn a_restore_that_failed_says_why_also_if_its_hypervisor_went_first() {
+fn a_failed_restore_reports_its_cause_though_the_hypervisor_died() {
     let mut core = SupervisorCore::new(true);
     core.handle_event(SupervisorEvent::Request(A, SupervisorRequest::Watch));
     let exit = ProcessExit::Signal(9);
@@ -419,7 +419,7 @@ fn a_save_that_hangs_without_its_hypervisor_is_not_waited_for() {
 }
 
 #[test]
-fn a_restore_that_can_not_go_on_takes_its_vm_down_and_says_why() {
+fn a_restore_that_cannot_continue_ends_its_vm_with_a_reason() {
     let mut core = SupervisorCore::new(true);
     assert_eq!(core.handle_event(SupervisorEvent::Request(A, SupervisorRequest::Watch)), []);
     assert_eq!(
@@ -436,7 +436,7 @@ fn a_restore_that_can_not_go_on_takes_its_vm_down_and_says_why() {
 }
 
 #[test]
-fn while_pages_are_missing_firn_does_not_let_go() {
+fn no_detach_while_pages_are_missing() {
     let mut core = SupervisorCore::new(true);
     let refused = core.handle_event(SupervisorEvent::Request(A, SupervisorRequest::Detach));
     assert_eq!(kinds(&refused), [Some(FailureKind::Busy)]);
@@ -520,7 +520,7 @@ fn any_event() -> impl Strategy<Value = SupervisorEvent> {
 
 /// According to the record it runs elsewhere: its operation ends here, and the reason is reported.
 #[test]
-fn a_vm_that_runs_elsewhere_is_ended_and_says_why() {
+fn a_vm_that_runs_elsewhere_is_ended_with_a_reason() {
     let fence = || SupervisorRequest::Fence { why: "it runs on b".to_owned() };
     let kill = SupervisorAction::KillHypervisor { discard: false };
     let mut protecting = SupervisorCore::new(false);
@@ -543,7 +543,7 @@ fn a_vm_that_runs_elsewhere_is_ended_and_says_why() {
 }
 
 #[test]
-fn what_a_protected_vm_holds_is_not_let_out_by_its_lease() {
+fn a_lease_does_not_release_buffered_output() {
     let mut core = SupervisorCore::new(false);
     assert_eq!(
         core.handle_event(SupervisorEvent::Request(A, SupervisorRequest::GoOn)),
@@ -560,7 +560,7 @@ fn what_a_protected_vm_holds_is_not_let_out_by_its_lease() {
 proptest! {
     /// Every request gets one last reply, whatever happens meanwhile and however the VM ends.
     #[test]
-    fn nobody_waits_for_ever(
+    fn every_client_receives_a_reply(
         events in proptest::collection::vec(any_event(), 0..40),
         begun in 0..3_u8,
     ) {

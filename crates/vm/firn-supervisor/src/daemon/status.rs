@@ -10,7 +10,7 @@ use crate::devices::network::CardStatus;
 use crate::operations::protection::ProtectionStatus;
 use crate::operations::standby::takeover::StandbyStatus;
 use crate::records::control_protocol::{OperationProgress, RestoreOutage};
-use crate::records::journal::{Journal, JournalNote, VmPhase};
+use crate::records::journal::{Journal, JournalResult, VmPhase};
 use crate::records::monitor_address::MonitorAddress;
 use crate::records::name::VmName;
 use crate::records::process_exit::ProcessExit;
@@ -56,7 +56,7 @@ pub struct VmStatus {
     pub overlays: Vec<PathBuf>,
     /// The last event.
     #[serde(default, skip_serializing_if = "Option::is_none")]
-    pub last: Option<JournalNote>,
+    pub last: Option<JournalResult>,
     /// How often a successor has taken over from a dead supervisor.
     pub recoveries: u32,
     /// The state of its protection, if it is protected.
@@ -168,7 +168,7 @@ mod tests {
     use crate::testing::machine;
 
     #[test]
-    fn an_ended_vm_says_how_it_ended() {
+    fn the_status_of_an_ended_vm_has_its_end() {
         let mut journal = Journal::new(VmName::new("web").unwrap(), None);
         journal.machine = Some(machine(true));
         journal.phase = VmPhase::Ended { exit: ProcessExit::Signal(11), at: 5 };

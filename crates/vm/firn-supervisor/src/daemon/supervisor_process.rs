@@ -46,7 +46,7 @@ const ROLE_RETRY: Duration = Duration::from_millis(1);
 pub fn run_supervisor(base: &RuntimeDir, name: &VmName) -> io::Result<()> {
     let since = Instant::now();
     spawn::detach_session();
-    firn_memory::heap::give_back_large_blocks();
+    firn_memory::heap::return_large_blocks_when_freed();
     let mut replies = StartReplyWriter::new(io::stdout());
     let vm = base.vm_dir(name);
     let begun = read_plan().and_then(|plan| {
@@ -159,6 +159,7 @@ impl NewSupervisor {
                 disks,
                 disk_dir,
                 overrides,
+                libvirt,
                 ..
             } => {
                 let (mode, force, account_use, learn) = (*mode, *force, *account_use, *learn);
@@ -177,6 +178,7 @@ impl NewSupervisor {
                     disk_dir,
                     calls,
                     overrides,
+                    libvirt: libvirt.as_ref(),
                 };
                 restore::restore_vm(&place, &choices, since, &mut report)
             }
@@ -357,7 +359,7 @@ fn record_disk_failure(journal: &JournalFile, failure: &Failure) {
 /// there is one. It is no error if another successor was faster.
 pub fn run_successor(base: &RuntimeDir, name: &VmName) -> io::Result<()> {
     spawn::detach_session();
-    firn_memory::heap::give_back_large_blocks();
+    firn_memory::heap::return_large_blocks_when_freed();
     let vm = base.vm_dir(name);
     if !vm.exists() {
         return Ok(());

@@ -6,6 +6,9 @@
 //! | (not given) | clone, or else overlay | clone, or else copy |
 //! | `copy`, `clone`, `overlay` | as chosen | as chosen |
 //!
+//! A drive on a block device (an LVM or ZFS volume, a loop device) is always copied: the device has
+//! no directory for an overlay beside it, and an image could not check later that it is unchanged.
+//!
 //! An overlay changes the block graph: the VM writes to another file than its command line names.
 //! The graph of a VM that Firn did not start stays as it is, because its user starts it again by
 //! that command line.
@@ -98,7 +101,7 @@ impl<'a> DiskPolicy<'a> {
     }
 
     /// Whether the image only refers to the drives.
-    pub(crate) fn refers_only(&self) -> bool {
+    pub(crate) fn is_reference_only(&self) -> bool {
         self.how == Some(SaveDisks::Reference)
     }
 
@@ -128,7 +131,7 @@ impl<'a> DiskPolicy<'a> {
     }
 
     fn can_clone(&self, drive: &Drive, path: &Path) -> Result<bool, Failure> {
-        if matches!(self.how, Some(SaveDisks::Copy | SaveDisks::Overlay)) {
+        if drive.is_device || matches!(self.how, Some(SaveDisks::Copy | SaveDisks::Overlay)) {
             return Ok(false);
         }
         let dir = path.parent().unwrap_or(Path::new("/"));
@@ -142,7 +145,22 @@ impl<'a> DiskPolicy<'a> {
         }
     }
 
+    /// Whether a drive can be preserved, as far as its kind is concerned. The reason as an error if
+    /// not.
+    pub(crate) fn check_kind(&self, drive: &Drive) -> Result<(), String> {
+        let is_copied = matches!(self.how, None | Some(SaveDisks::Copy));
+        match drive.is_device && !is_copied {
+            true => {
+                Err(format!("{} is a device, which can only be copied", drive.top_file().display()))
+            }
+            false => Ok(()),
+        }
+    }
+
     fn check_method(&self, can_clone: bool, drive: &Drive) -> Result<DiskMethod, Failure> {
+        if drive.is_device {
+            return Ok(DiskMethod::Copy);
+        }
         match (choose_method(self.how, self.is_launched, can_clone), drive.top_file().display()) {
             (Some(method), _) => Ok(method),
             (None, file) => {
@@ -179,7 +197,7 @@ impl<'a> DiskPolicy<'a> {
     ) -> Result<Option<(CopyExtent, CopyFile)>, Failure> {
         let Some((parent, copy)) = self.find_parent(drive, named) else { return Ok(None) };
         let Ok(below) = list_backing_files(&parent.file) else { return Ok(None) };
-        let is_long = below.len() + 1 >= COPIES_MAX || wastes_space(drive, &below);
+        let is_long = below.len() + 1 >= COPIES_MAX || has_excess_copies(drive, &below);
         if is_long || !is_unchanged(parent) {
             return Ok(None);
         }
@@ -213,7 +231,7 @@ fn choose_method(how: Option<SaveDisks>, is_launched: bool, can_clone: bool) -> 
 
 /// Plans a copy of a whole drive, or of all of its topmost layer.
 fn plan_full_copy(drive: &Drive) -> io::Result<(CopyExtent, CopyFile)> {
-    let bytes = allocated_bytes(drive.top_file())?;
+    let bytes = drive_bytes(drive)?;
     // Each file of the chain names the one below it: drives for which this is not true are refused.
     let below: Vec<_> = match drive.chain.get(1..) {
         None | Some([]) => Vec::new(),
@@ -227,11 +245,16 @@ fn plan_full_copy(drive: &Drive) -> io::Result<(CopyExtent, CopyFile)> {
     Ok((extent, CopyFile { below, bytes }))
 }
 
+/// The number of bytes that a drive's topmost image takes; of a device, all that it has.
+fn drive_bytes(drive: &Drive) -> io::Result<u64> {
+    if drive.is_device { Ok(drive.bytes) } else { allocated_bytes(drive.top_file()) }
+}
+
 /// Whether the copies below hold more contents that no image is made of than the drive has: then a
 /// full copy, after which they can be removed with the images on them, takes less space.
-fn wastes_space(drive: &Drive, below: &[(PathBuf, String)]) -> bool {
+fn has_excess_copies(drive: &Drive, below: &[(PathBuf, String)]) -> bool {
     let below: Vec<PathBuf> = below.iter().map(|(file, _)| file.clone()).collect();
-    let drive_bytes = allocated_bytes(drive.top_file()).unwrap_or(u64::MAX);
+    let drive_bytes = drive_bytes(drive).unwrap_or(u64::MAX);
     intermediate_copy_bytes(&below) > drive_bytes
 }
 

@@ -21,7 +21,7 @@ pub(crate) fn check_disk_kinds(files: &[String], directory: &Path) -> Result<(),
         let found = found.file_type();
         if found.is_fifo() || found.is_socket() || found.is_dir() {
             let doing = format!("{named} can't be a disk");
-            NotRegular::check(found).while_doing_as(FailureKind::Usage, doing)?;
+            NotRegular::require_regular(found).while_doing_as(FailureKind::Usage, doing)?;
         }
     }
     Ok(())
@@ -33,7 +33,7 @@ mod tests {
     use rustix::fs::{CWD, Mode, mkfifoat};
 
     #[test]
-    fn a_fifo_is_refused_and_what_may_be_a_disk_is_not() {
+    fn a_fifo_is_refused_and_possible_disks_are_accepted() {
         let dir = tempfile::tempdir().unwrap();
         mkfifoat(CWD, dir.path().join("fifo"), Mode::RUSR).unwrap();
         std::fs::write(dir.path().join("disk"), "").unwrap();

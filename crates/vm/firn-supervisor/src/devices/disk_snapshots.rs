@@ -48,7 +48,7 @@ pub(crate) struct DiskSnapshots<'a> {
     program: &'a str,
     policy: DiskPolicy<'a>,
     /// The image only refers to the disks, and they continue to belong to the VM.
-    refers_only: bool,
+    is_reference_only: bool,
     then_stop: bool,
     drives: Vec<PlannedDrive>,
     /// Whether the pause has begun: until then no overlay is in use.
@@ -78,21 +78,26 @@ impl<'a> DiskSnapshots<'a> {
         policy: DiskPolicy<'a>,
         then_stop: bool,
     ) -> Result<Self, Failure> {
-        let refers_only = policy.refers_only();
+        let is_reference_only = policy.is_reference_only();
         let mut cutting = Self {
             program: meta.qemu.args.first().map_or("", String::as_str),
             policy,
-            refers_only,
+            is_reference_only,
             then_stop,
             drives: Vec::new(),
             has_pause_begun: AtomicBool::default(),
         };
-        let needs_snapshots = !then_stop && !refers_only;
+        let needs_snapshots = !then_stop && !is_reference_only;
         let adds_overlays = needs_snapshots && cutting.policy.adds_overlays();
         let mut obstacles = Vec::new();
         for drive in vm.drives().while_doing("querying the VM's disks")? {
             let is_as_started = is_as_started(meta, &drive);
-            match check_drive(meta, drive, adds_overlays) {
+            let checked = match needs_snapshots {
+                true => cutting.policy.check_kind(&drive),
+                false => check_reference(&drive),
+            };
+            let checked = checked.map_err(|obstacle| format!("{}: {obstacle}", drive.name));
+            match checked.and_then(|()| check_drive(meta, drive, adds_overlays)) {
                 Ok((named, drive)) => cutting.add_drive(named, drive),
                 Err(_) if !needs_snapshots && is_as_started => {}
                 Err(obstacle) => obstacles.push(obstacle),
@@ -106,7 +111,7 @@ impl<'a> DiskSnapshots<'a> {
     }
 
     fn add_drive(&mut self, named: String, drive: Drive) {
-        let is_written = self.refers_only && !self.then_stop;
+        let is_written = self.is_reference_only && !self.then_stop;
         let before = is_written.then(|| FileIdentity::from_path(drive.top_file()).ok()).flatten();
         self.drives.push(PlannedDrive { named, drive, before, made: None, copy_file: None });
     }
@@ -143,7 +148,7 @@ impl<'a> DiskSnapshots<'a> {
             self.create_files(vm)?;
             self.record_layers(journal)
         });
-        firn_fault::point("save.drives-ready");
+        firn_fault::pass_point("save.drives-ready");
         prepared.map_err(|failure| {
             self.undo_save(vm, journal);
             failure.while_doing(SNAPSHOTTING)
@@ -152,7 +157,7 @@ impl<'a> DiskSnapshots<'a> {
 
     /// Chooses the file to make for each drive.
     fn choose_files(&mut self, vm: &mut QemuVm) -> Result<(), Failure> {
-        if self.then_stop || self.refers_only {
+        if self.then_stop || self.is_reference_only {
             return Ok(());
         }
         for planned in &mut self.drives {
@@ -175,13 +180,13 @@ impl<'a> DiskSnapshots<'a> {
     /// Records the layers, before the VM uses one and before there is an image that needs one.
     fn record_layers(&self, journal: &JournalFile) -> Result<(), Failure> {
         let VmPhase::Saving { image, .. } = journal.current_journal().phase else { return Ok(()) };
-        let noted = disk_layers::note_save(self.policy.vm_name, &image, &self.drive_snapshots());
-        firn_fault::point("save.layers-noted");
+        let noted = disk_layers::record_save(self.policy.vm_name, &image, &self.drive_snapshots());
+        firn_fault::pass_point("save.layers-noted");
         noted
     }
 
     fn drive_snapshots(&self) -> Vec<DriveSnapshot> {
-        match self.refers_only {
+        match self.is_reference_only {
             true => Vec::new(),
             false => self.drives.iter().map(PlannedDrive::to_snapshot).collect(),
         }
@@ -281,9 +286,12 @@ impl<'a> DiskSnapshots<'a> {
                 "how": planned.name_method(),
             })
         };
-        self.drives.iter().filter(|_| !self.refers_only).map(fact).collect()
+        self.drives.iter().filter(|_| !self.is_reference_only).map(fact).collect()
     }
 }
+
+/// A chain has as many layers as it may have.
+const DEEP: &str = "layers lie on each other already";
 
 pub(crate) const DISK_DIR_HINT: &str =
     "--disk-dir DIR chooses the directory for the files of disks";
@@ -369,6 +377,14 @@ fn sync_file(file: &Path) -> io::Result<()> {
     sync(file).and_then(|()| sync(dir)).map_err(context)
 }
 
+/// Refuses a device in an image that only refers to disks: its contents can't be identified later.
+fn check_reference(drive: &Drive) -> Result<(), String> {
+    match drive.is_device {
+        true => Err(format!("{} is a device, not a file", drive.top_file().display())),
+        false => Ok(()),
+    }
+}
+
 /// The file of the command line that a drive stands for; or the reason why it can't have a
 /// snapshot.
 fn check_drive(
@@ -382,7 +398,7 @@ fn check_drive(
     if adds_overlay && drive.chain.len() >= CHAIN_MAX {
         let depth = drive.chain.len();
         let needed = disk_layers::describe_needs(&drive.chain);
-        return Err(format!("{}: {depth} layers lie on each other already{needed}", drive.name));
+        return Err(format!("{}: {depth} {DEEP}{needed}", drive.name));
     }
     match named_file(meta, &drive) {
         Some(named) => Ok((named, drive)),
@@ -422,11 +438,17 @@ fn is_as_started(meta: &ImageMeta, drive: &Drive) -> bool {
 }
 
 fn refuse_drives(obstacles: Vec<String>, goes_on: bool) -> Failure {
+    let is_deep = obstacles.iter().any(|obstacle| obstacle.contains(DEEP));
     let failure = Failure { kind: FailureKind::Refused, chain: obstacles, hint: None };
     match goes_on {
-        true => failure.while_doing("the VM's disks can't have snapshots").with_hint(
-            "remove images that are not wanted (`firn image rm`, also those whose files are gone), so that their layers are merged; or suspend the VM, or save it without its disks: with --disks reference a restore works only while they are unchanged",
-        ),
+        true => failure.while_doing("the VM's disks can't have snapshots").with_hint(format!(
+            "{}suspend the VM, or save it without its disks: with --disks reference a restore works only while they are unchanged",
+            if is_deep {
+                "remove images that are not wanted (`firn image rm`, also those whose files are gone), so that their layers are merged; or "
+            } else {
+                ""
+            }
+        )),
         false => failure
             .while_doing("a restore would give the VM other disks than it has")
             .with_hint("start the VM with what it uses now on its command line"),
@@ -566,7 +588,7 @@ pub(crate) fn has_snapshot_files(journal: &Journal) -> (bool, bool) {
 /// Removes the overlays that belong to the VM.
 pub(crate) fn discard_overlays(journal: &Journal) {
     for path in &journal.overlays {
-        match disk_layers::covers_partial(path) {
+        match disk_layers::must_cover_partial_merge(path) {
             true => tracing::warn!("{} is kept: a part of it is merged already", path.display()),
             false => remove_file(path),
         }
@@ -629,8 +651,8 @@ impl RestoredDisks {
         own.create_overlays(meta)?;
         let layers = meta.drives.iter().zip(&own.made);
         let layers: Vec<_> = layers.map(|(drive, made)| (&**made, &*drive.file)).collect();
-        held.note_restore(vm_name, &layers)?;
-        firn_fault::point("restore.drives");
+        held.record_restore(vm_name, &layers)?;
+        firn_fault::pass_point("restore.drives");
         Ok(own)
     }
 
@@ -680,7 +702,7 @@ mod tests {
     }
 
     #[test]
-    fn what_is_not_in_use_is_removed() {
+    fn unused_files_are_removed() {
         let dir = tempfile::tempdir().unwrap();
         let all = ["used", "idle", "lost"].map(|name| overlay(dir.path(), name, &["/a"]));
         let mut close = |overlay: &Overlay| match &*overlay.node {
@@ -698,7 +720,7 @@ mod tests {
 
     /// Overlays of failed saves, `/o0` and `/o1`, are below the file that the image refers to.
     #[test]
-    fn the_image_gets_all_that_it_stands_on() {
+    fn the_image_refers_to_its_whole_chain_of_disk_files() {
         let dir = tempfile::tempdir().unwrap();
         let saving = |drives: Vec<DriveSnapshot>| {
             let phase = VmPhase::Saving {

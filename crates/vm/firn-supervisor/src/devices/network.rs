@@ -285,8 +285,8 @@ impl VmNetwork {
     }
 
     /// Whether a frame of another member waits until the running epoch is cut.
-    pub(crate) fn wants_cut(&self) -> bool {
-        self.ports().any(NicPort::wants_cut)
+    pub(crate) fn is_cut_needed(&self) -> bool {
+        self.ports().any(NicPort::is_cut_needed)
     }
 
     /// Wakes the thread that cuts the epochs of a member, which has one card.

@@ -105,7 +105,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn only_a_vm_that_somebody_paused_comes_back_paused() {
+    fn only_a_vm_paused_by_its_user_is_restored_paused() {
         let state = |running, status: &str| RunState { running, status: status.to_owned() };
         assert_eq!(paused_state(&state(true, "running")), None);
         assert_eq!(paused_state(&state(false, "suspended")), None);

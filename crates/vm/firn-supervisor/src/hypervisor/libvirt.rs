@@ -19,6 +19,7 @@ use crate::hypervisor::monitor::{CONNECTING, negotiate_qmp};
 use crate::hypervisor::qemu::{ANSWER_WAIT, command_line};
 use crate::records::failure::{Failure, FailureContext, FailureKind};
 use crate::records::monitor_address::MonitorAddress;
+use crate::records::restored_domain::LibvirtTarget;
 
 const HINT: &str = "`virsh list --all` lists the domains; --connect URI names another libvirt of this host (qemu:///system, qemu:///session)";
 
@@ -33,6 +34,20 @@ pub fn find_libvirt_vm(domain: &str, uri: Option<&str>) -> Result<(i32, MonitorA
     let mut vm = open_domain(&address, ANSWER_WAIT)?;
     let pid = find_process(&mut vm, &address)?;
     Ok((pid, MonitorAddress::Domain(address)))
+}
+
+/// The libvirt that gets a restored VM, and the domain's name if the user chose one.
+///
+/// # Errors
+/// If the URI names no libvirt of this host.
+pub fn restore_target(name: Option<String>, uri: Option<&str>) -> Result<LibvirtTarget, Failure> {
+    let daemon = DaemonAddress::of_environment(uri).map_err(libvirt_failure)?;
+    Ok(LibvirtTarget { daemon, name })
+}
+
+/// The process of a domain of this host.
+pub(crate) fn open_process(address: &DomainAddress) -> Result<i32, Failure> {
+    find_process(&mut open_domain(address, ANSWER_WAIT)?, address)
 }
 
 /// Connects to the monitor of the domain that this process runs.
@@ -53,16 +68,18 @@ pub(crate) fn connect_domain(
     }
 }
 
-/// libvirt's XML of the VM, if it is a domain.
-pub(crate) fn read_domain_xml(monitor: &MonitorAddress) -> Result<Option<String>, Failure> {
-    let Some(address) = monitor.domain() else { return Ok(None) };
+/// libvirt's XML of the VM, if it is a domain; and its definition, if it is persistent.
+pub(crate) fn read_domain_xml(
+    monitor: &MonitorAddress,
+) -> Result<(Option<String>, Option<String>), Failure> {
+    let Some(address) = monitor.domain() else { return Ok((None, None)) };
     let read = || {
         let mut connection = LibvirtConnection::connect(&address.daemon, ANSWER_WAIT)?;
         let domain = connection.domain_at(address)?;
-        connection.domain_xml(&domain)
+        let definition = connection.domain_definition(&domain)?;
+        Ok((Some(connection.domain_xml(&domain)?), definition))
     };
-    let failure = |error| libvirt_failure(error).while_doing("reading the domain's XML");
-    read().map(Some).map_err(failure)
+    read().map_err(|error| libvirt_failure(error).while_doing("reading the domain's XML"))
 }
 
 fn open_domain(address: &DomainAddress, timeout: Duration) -> Result<QemuVm, Failure> {
@@ -91,7 +108,7 @@ fn process_of(thread: i32) -> Option<i32> {
     status.lines().find_map(|line| line.strip_prefix("Tgid:"))?.trim().parse().ok()
 }
 
-fn libvirt_failure(error: LibvirtError) -> Failure {
+pub(crate) fn libvirt_failure(error: LibvirtError) -> Failure {
     let kind = match &error {
         LibvirtError::Uri { .. } => FailureKind::Usage,
         LibvirtError::NotRunning { .. } => FailureKind::NoSuchVm,

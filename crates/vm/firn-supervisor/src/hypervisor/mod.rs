@@ -7,4 +7,5 @@ pub(crate) mod libvirt;
 pub(crate) mod monitor;
 pub(crate) mod qemu;
 pub(crate) mod relocation;
+pub(crate) mod restored_domain;
 pub(crate) mod store_plugin;

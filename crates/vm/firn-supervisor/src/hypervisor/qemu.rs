@@ -204,6 +204,7 @@ pub(crate) fn describe_hypervisor(
         cpu,
         unrestorable: Vec::new(),
         domain_xml: None,
+        domain_definition: None,
     };
     Ok(HypervisorRecord {
         process: known.process,

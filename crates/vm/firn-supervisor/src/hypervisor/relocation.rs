@@ -106,7 +106,7 @@ mod tests {
     }
 
     #[test]
-    fn what_an_image_keeps_elsewhere_is_named_by_that() {
+    fn files_of_a_moved_image_are_named_by_its_path() {
         let other = moved("/vms/a.qcow2.web-1", "/vms/a.qcow2.web-1").unwrap();
         assert_eq!(other.drives[0].file, Path::new("/mnt/b"));
         assert_eq!(other.drives[0].named, "a.qcow2");

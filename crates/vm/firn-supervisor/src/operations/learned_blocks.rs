@@ -135,7 +135,7 @@ mod tests {
     }
 
     #[test]
-    fn what_the_guest_waited_for_is_remembered() {
+    fn requested_blocks_are_learned() {
         let dir = tempfile::tempdir().unwrap();
         let late = 1_000 + LEARNING_WINDOW.as_micros() as u64;
         learning(dir.path()).update_file(&record(&[
@@ -156,7 +156,7 @@ mod tests {
     }
 
     #[test]
-    fn where_nothing_can_be_kept_nothing_is_said() {
+    fn a_missing_cache_directory_is_no_error() {
         let dir = tempfile::tempdir().unwrap();
         learning(&dir.path().join("none")).update_file(&record(&[(2_000, 21, "storage")]));
         assert_eq!(fs::read_dir(dir.path()).unwrap().count(), 0);
@@ -165,7 +165,7 @@ mod tests {
     }
 
     #[test]
-    fn what_is_no_such_file_counts_as_nothing() {
+    fn an_invalid_file_counts_as_empty() {
         let dir = tempfile::tempdir().unwrap();
         let path = dir.path().join("web.firn.learned");
         assert!(read_file(&path).unwrap().is_none());

@@ -8,7 +8,7 @@ use std::time::Duration;
 use crossbeam_channel::Receiver;
 use firn_cluster::member::NicEpoch;
 use firn_cluster::{Epoch, FrameNumber};
-use firn_epochs::guest::{ExitReport, GuestError, PauseWitness, ProtectedGuest, RunTrouble};
+use firn_epochs::guest::{ExitReport, GuestError, GuestRunTrouble, PauseJournal, ProtectedGuest};
 use firn_epochs::primary::{
     self, CutNumbers, EndRequest, EpochOptions, ProtectionError, ProtectionEvent,
     ProtectionObserver,
@@ -63,7 +63,7 @@ pub struct ProtectionStatus {
     /// The reason why the VM does not run, if its hypervisor reports one. That state is replicated:
     /// a failover would not undo it.
     #[serde(default, skip_serializing_if = "Option::is_none")]
-    pub trouble: Option<RunTrouble>,
+    pub trouble: Option<GuestRunTrouble>,
 }
 
 #[derive(Debug, Default)]
@@ -133,8 +133,8 @@ impl ProtectionObserver for ProtectionWatch<'_> {
         self.network.last_released_frame()
     }
 
-    fn wants_cut(&self) -> bool {
-        self.network.wants_cut()
+    fn is_cut_needed(&self) -> bool {
+        self.network.is_cut_needed()
     }
 
     fn member_events(&self) -> Receiver<()> {
@@ -342,7 +342,7 @@ impl VmProtection {
 #[derive(Debug)]
 struct StopRecorder(Arc<JournalFile>);
 
-impl PauseWitness for StopRecorder {
+impl PauseJournal for StopRecorder {
     fn record_stop(&mut self, is_stopped: bool) -> io::Result<()> {
         let change = |journal: &mut Journal| {
             if let VmPhase::Protecting { paused_by_us } = &mut journal.phase {

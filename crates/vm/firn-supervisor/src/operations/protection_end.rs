@@ -83,7 +83,7 @@ mod tests {
     }
 
     #[test]
-    fn a_stop_by_the_user_is_one_whatever_else_is_known() {
+    fn a_stop_by_the_user_has_priority_over_other_causes() {
         let words = ExitReport::default();
         let known = EndEvidence {
             is_stop: true,

@@ -21,14 +21,14 @@ use std::time::{Duration, Instant};
 use firn_image::{AuxBlock, Image};
 use firn_memory::{GuestMemory, PageFaults, Process, TraceMode, Tracee, process_memory};
 use firn_restore::{
-    OnError, OnFatal, PrefillThreads, PrefilledMemory, PresenceFile, RestoreError, RestoreMode,
-    RestoreOptions, RunCounts, RunningRestore,
+    OnFatal, PrefillThreads, PrefilledMemory, PresenceFile, ReadFailurePolicy, RestoreError,
+    RestoreMode, RestoreOptions, RunCounts, RunningRestore,
 };
 use firn_types::{PAGE_SIZE, RamRegion, ThreadId, VcpuId};
+use firn_vmm::QemuVm;
 use firn_vmm::command_line::{
     self, CommandOverrides, CommandPlan, EndpointRelocation, HostEndpoint, RamPlan,
 };
-use firn_vmm::{MemoryLayout, QemuVm};
 use serde::{Deserialize, Serialize};
 use serde_json::json;
 
@@ -37,8 +37,10 @@ use crate::devices::disk_layers::LockedLayers;
 use crate::devices::disk_snapshots::RestoredDisks;
 use crate::devices::network::{CardSockets, OUTPUT_BLOCKED};
 use crate::hypervisor::qemu::{self, KnownHypervisor, VmMemory};
+use crate::hypervisor::restored_domain;
 use crate::operations::auxiliary;
 use crate::operations::calls;
+use crate::operations::domain_restore::{self, CreatedDomain};
 use crate::operations::learned_blocks::LearnedBlocksFile;
 use crate::operations::outage::OutagePauser;
 use crate::operations::restore_task::RestoreTask;
@@ -52,6 +54,7 @@ use crate::records::control_protocol::{OperationProgress, RestoreDisks};
 use crate::records::failure::{self, Failure, FailureContext, FailureKind, image_failure};
 use crate::records::journal::{HypervisorRecord, Journal, JournalFile, VmPhase};
 use crate::records::meta::{self, HostMismatch, ImageMeta};
+use crate::records::restored_domain::LibvirtTarget;
 
 /// What a failure to restore memory was doing.
 pub(crate) const RESTORING: &str = "restoring memory";
@@ -64,7 +67,7 @@ pub(crate) struct RestoreChoices<'a> {
     pub(crate) image: &'a Path,
     pub(crate) mode: RestoreMode,
     /// What happens to the VM when its memory can't be read.
-    pub(crate) on_error: OnError,
+    pub(crate) on_error: ReadFailurePolicy,
     /// Continue when QEMU's version or a disk differs.
     pub(crate) force: bool,
     /// Count which prefetched pages the guest uses.
@@ -80,6 +83,8 @@ pub(crate) struct RestoreChoices<'a> {
     pub(crate) calls: Option<&'a Path>,
     /// Changes to the command line that the image holds.
     pub(crate) overrides: &'a CommandOverrides,
+    /// The libvirt that starts QEMU, as a domain.
+    pub(crate) libvirt: Option<&'a LibvirtTarget>,
 }
 
 /// The duration of each step of a restore, in milliseconds.
@@ -104,12 +109,12 @@ pub struct RestoreTimings {
 }
 
 /// A stopwatch with laps.
-struct LapTimer {
+struct PhaseTimer {
     since: Instant,
     lap: Instant,
 }
 
-impl LapTimer {
+impl PhaseTimer {
     fn take_lap(&mut self) -> f64 {
         let now = Instant::now();
         let lap = now - std::mem::replace(&mut self.lap, now);
@@ -128,12 +133,11 @@ pub(crate) fn restore_vm(
     since: Instant,
     report: &mut dyn FnMut(OperationProgress),
 ) -> Result<StartedVm, Failure> {
-    let mut watch = LapTimer { since, lap: Instant::now() };
+    let mut watch = PhaseTimer { since, lap: Instant::now() };
     let mut timings = RestoreTimings::default();
     let (image, meta) = open_image(wanted.image)?;
     refuse_unrestorable(&meta, wanted.force)?;
     let meta = meta.with_overrides(wanted.overrides)?;
-    let program = choose_program(&meta, wanted.overrides)?;
     let held = LockedLayers::lock(&meta)?;
     let meta = held.resolve_disks(meta);
     wanted.calls.map(|policy| check_calls(&meta, policy)).transpose()?;
@@ -142,9 +146,9 @@ pub(crate) fn restore_vm(
     timings.image_open = watch.take_lap();
     refuse_mismatches(&mismatches, wanted.force)?;
     keep_output_blocked(place, meta.held)?;
-    let stays_paused = stays_paused(&meta, wanted);
+    let must_stay_paused = must_stay_paused(&meta, wanted);
     // A guest that does not run causes no page faults.
-    let learns = wanted.learn && !stays_paused;
+    let learns = wanted.learn && !must_stay_paused;
     let learning = LearnedBlocksFile::for_image(&image, wanted.mode).filter(|_| learns);
     let storage = place
         .vm
@@ -172,13 +176,11 @@ pub(crate) fn restore_vm(
         place.journal,
         held,
     )?;
-    let plan = command_line::plan_command(&meta.qemu.user_args)
-        .and_then(|plan| plan.with_program(&program).with_drives(own.files()))
-        .map_err(failure::command_line_failure)?;
-    check_disk_kinds(&plan.disk_files(), &meta.qemu.directory)?;
-    let (plan, notes) = avoid_used_endpoints(place, &meta, plan)?;
-    let (child, args, early) = launch_qemu(place, &meta, &image, &options, &plan)?;
-    firn_fault::point("restore.spawned");
+    let StartedQemu { child, args, early, notes } = match wanted.libvirt {
+        Some(target) => create_domain(place, wanted, &meta, target, &own)?,
+        None => start_qemu(place, wanted, (&meta, &image), &options, &own)?,
+    };
+    firn_fault::pass_point("restore.spawned");
     timings.spawn = watch.take_lap();
     let files = image.try_clone_files().map_err(|error| image_failure(&error))?;
     let lives = Arc::new(AtomicBool::new(false));
@@ -207,8 +209,51 @@ pub(crate) fn restore_vm(
     Ok(StartedVm { hypervisor, restoring, standby, network, served, facts, guards, files })
 }
 
+/// A QEMU that waits for the state of the VM.
+struct StartedQemu {
+    child: HypervisorChild,
+    args: Vec<String>,
+    /// The threads that fill its memory already.
+    early: Option<PrefillThreads>,
+    /// The changes to the command line.
+    notes: Vec<String>,
+}
+
+/// Starts QEMU with the command line of the image, and begins to fill its memory.
+fn start_qemu(
+    place: &StartContext<'_>,
+    wanted: &RestoreChoices<'_>,
+    (meta, image): (&ImageMeta, &Arc<Image>),
+    options: &RestoreOptions,
+    own: &RestoredDisks,
+) -> Result<StartedQemu, Failure> {
+    let program = choose_program(meta, wanted.overrides)?;
+    let plan = command_line::plan_command(&meta.qemu.user_args)
+        .and_then(|plan| plan.with_program(&program).with_drives(own.files()))
+        .map_err(failure::command_line_failure)?;
+    check_disk_kinds(&plan.disk_files(), &meta.qemu.directory)?;
+    let (plan, notes) = avoid_used_endpoints(place, meta, plan)?;
+    let (child, args, early) = launch_qemu(place, meta, image, options, &plan)?;
+    Ok(StartedQemu { child, args, early, notes })
+}
+
+/// Has libvirt start QEMU, as a domain.
+fn create_domain(
+    place: &StartContext<'_>,
+    wanted: &RestoreChoices<'_>,
+    meta: &ImageMeta,
+    target: &LibvirtTarget,
+    own: &RestoredDisks,
+) -> Result<StartedQemu, Failure> {
+    let (files, moved) = (own.files(), &wanted.overrides.disks);
+    let created = domain_restore::create_domain(place.journal, meta, target, files, moved)?;
+    let CreatedDomain { domain, identity, handle, args, notes } = created;
+    let child = HypervisorChild::of_domain(identity, Arc::new(handle), domain);
+    Ok(StartedQemu { child, args, early: None, notes })
+}
+
 /// Whether the VM is paused after the restore, as it was when it was saved.
-fn stays_paused(meta: &ImageMeta, wanted: &RestoreChoices<'_>) -> bool {
+fn must_stay_paused(meta: &ImageMeta, wanted: &RestoreChoices<'_>) -> bool {
     meta.paused.is_some() && !wanted.run
 }
 
@@ -271,7 +316,7 @@ impl RestoreRun<'_> {
         args: Vec<String>,
         early: Option<PrefillThreads>,
         mut mismatches: Vec<HostMismatch>,
-        (watch, timings): (&mut LapTimer, &mut RestoreTimings),
+        (watch, timings): (&mut PhaseTimer, &mut RestoreTimings),
         report: &mut dyn FnMut(OperationProgress),
     ) -> Result<(RestoreTask, serde_json::Value), Failure> {
         let Self { place, wanted, child, .. } = self;
@@ -307,14 +352,15 @@ impl RestoreRun<'_> {
         prefill_memory(&restore, report).map_err(why)?;
         timings.prefill = watch.take_lap();
         self.mark_started()?;
-        self.lives.store(wanted.on_error == OnError::Stop, Ordering::Release);
+        self.lives.store(wanted.on_error == ReadFailurePolicy::Stop, Ordering::Release);
         restore.guest_may_run();
         // An earlier failure still ends the VM: the guest has not run.
         restore.wait_timeout(Duration::ZERO).map_err(|error| why(restore_failure(&error)))?;
         self.start_vcpus(&mut vm).map_err(why)?;
         restore.record_resume();
         self.record_start_time((watch, timings));
-        let notes = [self.notes.clone(), mismatch_warnings(&mismatches)].concat();
+        let mut notes = [self.notes.clone(), mismatch_warnings(&mismatches)].concat();
+        notes.extend(domain_restore::finish_domain(place.journal)?);
         let facts = self.restore_facts(&machine, notes);
         let (hypervisor, journal) = (Arc::clone(child.process_handle()?), place.clone_journal());
         let (vcpus, run_record) = (machine.vcpus, place.vm.run_record());
@@ -347,7 +393,7 @@ impl RestoreRun<'_> {
             Vec<HostMismatch>,
         ),
         reason: &Failure,
-        (watch, timings): (&mut LapTimer, &mut RestoreTimings),
+        (watch, timings): (&mut PhaseTimer, &mut RestoreTimings),
         report: &mut dyn FnMut(OperationProgress),
     ) -> Result<(RestoreTask, serde_json::Value), Failure> {
         tracing::warn!("an eager restore without userfaultfd: {reason}");
@@ -360,6 +406,7 @@ impl RestoreRun<'_> {
         self.start_vcpus(vm)?;
         self.record_start_time((watch, timings));
         let mut notes = mismatch_warnings(&mismatches);
+        notes.extend(domain_restore::finish_domain(self.place.journal)?);
         notes.push(format!(
             "without userfaultfd ({reason}): memory was restored before the VM started"
         ));
@@ -373,28 +420,32 @@ impl RestoreRun<'_> {
 
     /// Records that a successor is to keep the VM, from here on.
     fn mark_started(&self) -> Result<(), Failure> {
-        firn_fault::point("restore.device-state");
+        firn_fault::pass_point("restore.device-state");
         update_journal(self.place.journal, set_started)
     }
 
     fn start_vcpus(&self, vm: &mut QemuVm) -> Result<(), Failure> {
-        match stays_paused(&self.meta, self.wanted) {
+        match must_stay_paused(&self.meta, self.wanted) {
             true => Ok(()),
-            false => vm.cont().while_doing("starting the vCPUs"),
+            false => match &self.child.domain {
+                Some(domain) => restored_domain::resume_domain(&domain.address),
+                None => vm.cont().while_doing("starting the vCPUs"),
+            },
         }
     }
 
-    fn record_start_time(&self, (watch, timings): (&mut LapTimer, &mut RestoreTimings)) {
+    fn record_start_time(&self, (watch, timings): (&mut PhaseTimer, &mut RestoreTimings)) {
         timings.cont = watch.take_lap();
         timings.total = to_milliseconds(watch.since.elapsed());
-        firn_fault::point("restore.resumed");
+        firn_fault::pass_point("restore.resumed");
     }
 
     fn restore_facts(&self, machine: &HypervisorRecord, notes: Vec<String>) -> serde_json::Value {
         let mut facts = vm_start::start_facts(machine, &notes);
         facts["mode"] = json!(self.wanted.mode);
         facts["image"] = json!(self.wanted.image);
-        let is_paused = stays_paused(&self.meta, self.wanted);
+        facts["domain"] = json!(self.child.domain.as_ref().map(|it| &it.address.domain));
+        let is_paused = must_stay_paused(&self.meta, self.wanted);
         facts["paused"] = json!(self.meta.paused.as_ref().filter(|_| is_paused));
         facts
     }
@@ -405,13 +456,18 @@ impl RestoreRun<'_> {
         args: Vec<String>,
         vm: &mut QemuVm,
     ) -> Result<(HypervisorRecord, VmMemory), Failure> {
-        let layout = vm.layout().while_doing("finding the guest's memory")?;
-        let machine = describe_hypervisor(self.place, &self.meta, self.child, args, vm, &layout)?;
+        let known = known_hypervisor(self.place, &self.meta, self.child, args);
+        let layout = match self.child.domain {
+            Some(_) => qemu::find_layout(vm, &known.user_args)?,
+            None => vm.layout().while_doing("finding the guest's memory")?,
+        };
+        let name = self.place.vm.name().as_str();
+        let machine = qemu::describe_hypervisor(vm, known, &layout, name)?;
         update_journal(self.place.journal, |journal| {
             journal.machine = Some(machine.clone());
             journal.phase = self.restoring_phase();
         })?;
-        firn_fault::point("restore.journaled");
+        firn_fault::pass_point("restore.journaled");
         let memory = qemu::open_memory(machine.process.pid, &layout)?;
         Ok((machine, memory))
     }
@@ -422,7 +478,7 @@ impl RestoreRun<'_> {
             identity: self.image.identity(),
             mode: self.wanted.mode,
             started: false,
-            stays_paused: stays_paused(&self.meta, self.wanted),
+            must_stay_paused: must_stay_paused(&self.meta, self.wanted),
             on_error: self.wanted.on_error,
             paused_by_us: false,
         }
@@ -441,7 +497,7 @@ impl RestoreRun<'_> {
         let pages = memory.guest.region_map().total_pages();
         let presence = PresenceFile::create(&place.vm.presence_file(), pages)
             .while_doing("making the presence file")?;
-        firn_fault::point("restore.attached");
+        firn_fault::pass_point("restore.attached");
         let lives = Arc::clone(&self.lives);
         let on_fatal = fatal_error_handler(place.clone_journal(), child.process_handle()?, lives);
         let (image, guest) = (Arc::clone(&self.image), memory.guest);
@@ -452,7 +508,12 @@ impl RestoreRun<'_> {
     }
 
     fn load_devices(&self, vm: &mut QemuVm, process: &Process) -> Result<(), Failure> {
-        vm.load_device_state(self.image.device_state())
+        let state = self.image.device_state();
+        let loaded = match self.child.domain {
+            Some(_) => vm.load_device_state_of(&self.meta.machine, state),
+            None => vm.load_device_state(state),
+        };
+        loaded
             .while_doing("loading the VM's devices")
             .map_err(|failure| vm_start::with_output(failure, self.place.vm))?;
         auxiliary::write_image_aux(vm, process, &self.image)
@@ -579,27 +640,32 @@ fn start_prefill(
     Some(PrefillThreads::start_fill(Arc::clone(image), options, files))
 }
 
-fn describe_hypervisor(
+/// What is known of a QEMU that was started with `args`. A domain belongs to libvirt: its command
+/// line for another restore is its own without what libvirt adds.
+fn known_hypervisor(
     place: &StartContext<'_>,
     meta: &ImageMeta,
     child: &HypervisorChild,
     args: Vec<String>,
-    vm: &mut QemuVm,
-    layout: &MemoryLayout,
-) -> Result<HypervisorRecord, Failure> {
-    let known = KnownHypervisor {
+) -> KnownHypervisor {
+    let qmp = child.monitor_address(place.vm);
+    let is_launched = child.domain.is_none();
+    let user_args = match is_launched {
+        true => meta.qemu.user_args.clone(),
+        false => qemu::restorable_command(&qmp, &args).args,
+    };
+    KnownHypervisor {
         process: child.identity.clone(),
-        qmp: place.vm.qmp_socket().into(),
-        launched: true,
-        user_args: meta.qemu.user_args.clone(),
+        qmp,
+        launched: is_launched,
+        user_args,
         args,
         directory: meta.qemu.directory.clone(),
-        drives: meta.drives.clone(),
+        drives: if is_launched { meta.drives.clone() } else { Vec::new() },
         cards: child.cards.clone(),
         // No image has served disks.
         served: Vec::new(),
-    };
-    qemu::describe_hypervisor(vm, known, layout, place.vm.name().as_str())
+    }
 }
 
 pub(crate) fn numbered_vcpus(machine: &HypervisorRecord) -> Vec<(ThreadId, VcpuId)> {
@@ -612,7 +678,8 @@ fn attach_page_faults(
     vcpus: &[ThreadId],
 ) -> Result<PageFaults, Failure> {
     const ATTACHING: &str = "attaching to QEMU";
-    firn_fault::io("restore.userfaultfd").while_doing_as(FailureKind::Host, ATTACHING)?;
+    firn_fault::pass_io_point("restore.userfaultfd")
+        .while_doing_as(FailureKind::Host, ATTACHING)?;
     let mut tracee = Tracee::seize(process, vcpus).while_doing_as(FailureKind::Host, ATTACHING)?;
     PageFaults::create(&mut tracee, Arc::clone(memory), TraceMode::Restore)
         .while_doing_as(FailureKind::Host, ATTACHING)

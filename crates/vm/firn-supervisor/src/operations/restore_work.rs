@@ -16,7 +16,8 @@ use std::time::{Duration, Instant};
 use firn_image::Image;
 use firn_memory::{GuestMemory, PageFaults, Process, Tracee};
 use firn_restore::{
-    OnError, PresenceFile, RestoreError, RestoreMode, RestoreOptions, RunCounts, RunningRestore,
+    PresenceFile, ReadFailurePolicy, RestoreError, RestoreMode, RestoreOptions, RunCounts,
+    RunningRestore,
 };
 use firn_types::{PAGE_SIZE, RegionMap, ThreadId};
 use serde_json::json;
@@ -80,7 +81,7 @@ pub(crate) struct InheritedRestore {
     pub(crate) identity: String,
     pub(crate) files: Vec<File>,
     pub(crate) mode: RestoreMode,
-    pub(crate) on_error: OnError,
+    pub(crate) on_error: ReadFailurePolicy,
     /// Whether the guest is to run: it was not paused when it was saved.
     pub(crate) cont: bool,
 }
@@ -118,7 +119,7 @@ impl InheritedRestore {
                 let restoring = self.begin_page_server(image, adopted)?.into_task();
                 Ok(Some(ContinuedRestore { restoring, files }))
             }
-            Err(failure) if self.on_error == OnError::Kill => Err(failure),
+            Err(failure) if self.on_error == ReadFailurePolicy::Kill => Err(failure),
             Err(_) => {
                 let files = Vec::new();
                 let restoring: RestoreTask =
@@ -204,7 +205,7 @@ impl InheritedRestore {
             ..RestoreOptions::default()
         };
         let (journal, hypervisor) = (Arc::clone(&self.journal), Arc::clone(&self.hypervisor));
-        let lives = Arc::new(AtomicBool::new(self.on_error == OnError::Stop));
+        let lives = Arc::new(AtomicBool::new(self.on_error == ReadFailurePolicy::Stop));
         let on_fatal = fatal_error_handler(Arc::clone(&journal), &hypervisor, lives);
         let restore = RunningRestore::resume(image, memory, faults, options, presence, on_fatal)
             .while_doing("adopting the guest's memory")?;
@@ -271,7 +272,7 @@ impl RestoreWork {
             Ok(true) => Failure { kind: FailureKind::Ended, ..failure },
             _ => failure,
         })?;
-        firn_fault::point("restore.finished");
+        firn_fault::pass_point("restore.finished");
         update_journal(&journal_file, |journal| journal.phase = VmPhase::Running)?;
         Ok(json!({ "restored": counts }))
     }
@@ -296,7 +297,7 @@ impl RestoreWork {
             }
         }
         if let Some(storage) = self.storage.take() {
-            storage.update_record(self.restore.found_latency(), self.restore.adapts());
+            storage.update_record(self.restore.found_latency(), self.restore.is_adaptive());
         }
     }
 

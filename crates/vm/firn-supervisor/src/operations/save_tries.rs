@@ -1,5 +1,5 @@
 //! Tries of a save: a save fails if the guest gives memory back that is not copied yet. Nothing is
-//! left of it, and it is tried again, [`TRIES_MAX`] times in all.
+//! left of it, and it is tried again, [`ATTEMPTS_MAX`] times in all.
 //!
 //! A guest gives memory back in bursts: while its balloon grows, or every two seconds if it reports
 //! free pages. So the next try begins a moment later, and not in the same burst.
@@ -12,7 +12,7 @@ use crate::records::control_protocol::OperationProgress;
 use crate::records::failure::{Failure, FailureKind};
 
 /// The maximum number of tries.
-const TRIES_MAX: u32 = 3;
+const ATTEMPTS_MAX: u32 = 3;
 /// The time between two tries.
 const PAUSE: Duration = Duration::from_millis(500);
 /// How often the pause checks for a cancelled save.
@@ -27,23 +27,23 @@ pub(crate) fn repeat_discarded<T>(
     cancel: &AtomicBool,
     mut save: impl FnMut(u32) -> Result<T, Failure>,
 ) -> Result<T, Failure> {
-    for number in 1..TRIES_MAX {
+    for number in 1..ATTEMPTS_MAX {
         match save(number) {
             Err(failure) if failure.kind == FailureKind::Discarded => {
-                tracing::info!("try {number} of {TRIES_MAX} of a save failed: {failure}");
+                tracing::info!("try {number} of {ATTEMPTS_MAX} of a save failed: {failure}");
                 pause(cancel)?;
             }
             result => return result,
         }
     }
-    save(TRIES_MAX).map_err(|failure| match failure.kind {
+    save(ATTEMPTS_MAX).map_err(|failure| match failure.kind {
         FailureKind::Discarded => mark_last(failure),
         _ => failure,
     })
 }
 
 fn mark_last(mut failure: Failure) -> Failure {
-    failure.chain.insert(1.min(failure.chain.len()), format!("{TRIES_MAX} tries failed"));
+    failure.chain.insert(1.min(failure.chain.len()), format!("{ATTEMPTS_MAX} tries failed"));
     failure.with_hint(HINT)
 }
 
@@ -61,7 +61,7 @@ fn pause(cancel: &AtomicBool) -> Result<(), Failure> {
 /// Adds the number of the try to the progress of a save, except of the first one.
 pub(crate) fn mark_try(mut progress: OperationProgress, number: u32) -> OperationProgress {
     if number > 1 {
-        progress.stage = format!("{} (try {number} of {TRIES_MAX})", progress.stage);
+        progress.stage = format!("{} (try {number} of {ATTEMPTS_MAX})", progress.stage);
     }
     progress
 }

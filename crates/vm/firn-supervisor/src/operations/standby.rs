@@ -179,7 +179,7 @@ impl PreparedStandby {
             journal.phase = VmPhase::Standby { started: false };
         };
         place.journal.update(change).while_doing("writing the journal")?;
-        firn_fault::point("standby.ready");
+        firn_fault::pass_point("standby.ready");
         let ram = match_ram_files(&hello.regions, plan.ram(), files)?;
         let network = VmNetwork::open_cards(child.identity.pid, &child.cards, Vec::new(), true)?;
         let (process, network) = (memory.process, Arc::new(network));
@@ -272,7 +272,7 @@ impl StandbyTask {
         let CommittedState { epoch, devices, aux, card, .. } = committed;
         vm.load_device_state(&devices).while_doing("loading the VM's devices")?;
         write_aux_blocks(&mut vm, &process, &aux)?;
-        firn_fault::point("failover.loaded");
+        firn_fault::pass_point("failover.loaded");
         let enter =
             |phase| journal.update(|it| it.phase = phase).while_doing("writing the journal");
         // From here on the disks belong to the VM, and may not be discarded.
@@ -282,7 +282,7 @@ impl StandbyTask {
             journal.overlays.clear();
         };
         journal.update(own).while_doing("writing the journal")?;
-        firn_fault::point("failover.started");
+        firn_fault::pass_point("failover.started");
         network.set_lease(&page, lease);
         if let (Some((of, kept)), Some(FailoverMember { generation, .. })) = (card, to) {
             network.resume_as_member(&ClusterMembership { generation, ..of }, epoch, &kept);
@@ -290,7 +290,7 @@ impl StandbyTask {
         network.plug_uplinks();
         vm.cont().while_doing("starting the vCPUs")?;
         announce_addresses(&mut vm);
-        firn_fault::point("failover.running");
+        firn_fault::pass_point("failover.running");
         enter(VmPhase::Running)?;
         let took_ms = since.elapsed().as_secs_f64() * 1e3;
         tracing::info!("runs from the end of {epoch}, after {took_ms:.1} ms");

@@ -112,7 +112,7 @@ mod tests {
     }
 
     #[test]
-    fn what_was_found_is_believed_for_some_restores() {
+    fn a_measured_latency_is_used_for_some_restores() {
         let dir = tempfile::tempdir().unwrap();
         assert_eq!(storage(dir.path()).recorded_latency(), None);
         storage(dir.path()).update_record(Some(WAY), true);
@@ -126,7 +126,7 @@ mod tests {
     }
 
     #[test]
-    fn what_was_found_badly_gets_better() {
+    fn an_uncertain_latency_is_refined() {
         let dir = tempfile::tempdir().unwrap();
         storage(dir.path()).update_record(Some(WAY * 4), false);
         (0..4).for_each(|_| storage(dir.path()).update_record(Some(WAY), true));
@@ -162,7 +162,7 @@ mod tests {
     }
 
     #[test]
-    fn where_nothing_can_be_kept_nothing_is_said() {
+    fn a_missing_cache_directory_is_no_error() {
         let dir = tempfile::tempdir().unwrap();
         fs::write(dir.path().join(DIRECTORY), "in the way").unwrap();
         storage(dir.path()).update_record(Some(WAY), true);

@@ -355,7 +355,7 @@ impl QemuOperations {
         cancel: &AtomicBool,
         progress: &dyn Fn(OperationProgress),
     ) -> Result<serde_json::Value, Failure> {
-        firn_fault::point("save.asked");
+        firn_fault::pass_point("save.asked");
         let machine = self.hypervisor_record()?;
         refuse_served_disks(&machine)?;
         self.shorten_chains(&machine, cancel, progress)?;
@@ -370,8 +370,8 @@ impl QemuOperations {
         let parent = request.choices.parent.as_ref().map(open).transpose()?;
         let held = self.journal.current_journal().shut || self.network.is_output_blocked();
         let meta = machine.meta.clone().with_output_blocked(held).with_paused_state(paused);
-        let domain_xml = libvirt::read_domain_xml(&machine.qmp).map_err(explain)?;
-        let meta = meta.with_obstacles(unrestorable).with_domain_xml(domain_xml);
+        let (domain_xml, definition) = libvirt::read_domain_xml(&machine.qmp).map_err(explain)?;
+        let meta = meta.with_obstacles(unrestorable).with_domain_xml(domain_xml, definition);
         let machine = HypervisorRecord { meta, ..machine };
         let meta = machine.meta.clone();
         let policy =
@@ -382,7 +382,7 @@ impl QemuOperations {
         let scanned = self.usage.finish_scan();
         self.record_save_begin(request, then_stop, was_running, &mut vm, &layout)
             .map_err(explain)?;
-        firn_fault::point("save.journaled");
+        firn_fault::pass_point("save.journaled");
         let save =
             SaveRun { operations: self, request, then_stop, was_running, cancel, scanned, parent };
         let report = save.run_save(&mut vm, meta.clone(), &layout, memory, &mut cutting, progress);
@@ -575,7 +575,7 @@ impl SaveRun<'_> {
         let firn = env!("CARGO_PKG_VERSION").to_owned();
         let mut meta =
             ImageMeta { created: unix_seconds(), firn, disks, drives: Vec::new(), ..meta };
-        firn_fault::point("save.disks");
+        firn_fault::pass_point("save.disks");
         let journal = &self.operations.journal;
         cutting.prepare_files(vm, journal)?;
         let layers = cutting.find_layers()?;
@@ -701,14 +701,14 @@ fn save_failure(error: &SaveError) -> Failure {
     let kind = match error {
         SaveError::Cancelled => FailureKind::Interrupted,
         SaveError::Image(error) => image_failure(error).kind,
-        SaveError::Attach(_) => FailureKind::Host,
+        SaveError::StopThreads(_) => FailureKind::Host,
         SaveError::Discarded { .. } => FailureKind::Discarded,
         SaveError::Fault(PageFaultError::Private) => FailureKind::Refused,
         _ => FailureKind::Other,
     };
     let failure = Failure::from_error(kind, error);
     match error {
-        SaveError::Copies(_) => failure.with_hint(disk_snapshots::DISK_DIR_HINT),
+        SaveError::CopyDisks(_) => failure.with_hint(disk_snapshots::DISK_DIR_HINT),
         SaveError::Fault(PageFaultError::Private) => {
             failure.with_hint("`--strategy cow` saves it as it is")
         }

@@ -19,6 +19,7 @@ use crate::devices::network::{CardSockets, VmNetwork};
 use crate::devices::served_disks::ServedDisks;
 use crate::hypervisor::monitor;
 use crate::hypervisor::qemu::{self, KnownHypervisor};
+use crate::hypervisor::restored_domain;
 use crate::operations::restore_task::RestoreTask;
 use crate::operations::standby::StandbyControl;
 use crate::operations::{calls, process_check};
@@ -32,6 +33,7 @@ use crate::records::journal::{HypervisorRecord, Journal, JournalFile, VmPhase};
 use crate::records::meta::ImageMeta;
 use crate::records::monitor_address::MonitorAddress;
 use crate::records::process_exit::ProcessExit;
+use crate::records::restored_domain::RestoredDomain;
 
 /// The maximum amount of QEMU's own output in an error, in bytes.
 const TAIL_BYTES: u64 = 2000;
@@ -80,11 +82,31 @@ pub(crate) struct HypervisorChild {
     pub(crate) handle: Option<Arc<ProcessHandle>>,
     /// Its network cards whose frames pass through the supervisor.
     pub(crate) cards: Vec<NetworkCard>,
+    /// The domain that it runs, if libvirt has started it for this restore.
+    pub(crate) domain: Option<RestoredDomain>,
     /// Its RAM: the files stay open here until QEMU has opened them.
     _ram: Vec<File>,
 }
 
 impl HypervisorChild {
+    /// The QEMU of a domain that libvirt has created for a restore.
+    pub(crate) fn of_domain(
+        identity: ProcessIdentity,
+        handle: Arc<ProcessHandle>,
+        domain: RestoredDomain,
+    ) -> Self {
+        let (cards, _ram) = Default::default();
+        Self { identity, handle: Some(handle), cards, domain: Some(domain), _ram }
+    }
+
+    /// The address of its monitor.
+    pub(crate) fn monitor_address(&self, vm: &VmDir) -> MonitorAddress {
+        match &self.domain {
+            Some(domain) => MonitorAddress::Domain(domain.address.clone()),
+            None => vm.qmp_socket().into(),
+        }
+    }
+
     pub(crate) fn process_handle(&self) -> Result<&Arc<ProcessHandle>, Failure> {
         let gone = || Failure::new(FailureKind::Ended, "QEMU has ended");
         self.handle.as_ref().ok_or_else(gone)
@@ -92,7 +114,11 @@ impl HypervisorChild {
 
     /// Connects to its monitor, as soon as that exists.
     pub(crate) fn connect_monitor(&self, vm: &VmDir) -> Result<QemuVm, Failure> {
-        qemu::connect_new((self.identity.pid, self.process_handle()?), &vm.qmp_socket())
+        let pid = self.identity.pid;
+        match self.domain {
+            Some(_) => monitor::connect_checked(pid, &self.monitor_address(vm), qemu::ANSWER_WAIT),
+            None => qemu::connect_new((pid, self.process_handle()?), &vm.qmp_socket()),
+        }
     }
 
     /// Keeps it alive when this value is dropped.
@@ -107,7 +133,14 @@ impl HypervisorChild {
         let is_explained = matches!(failure.kind, Damaged | Refused | Usage);
         match &self.handle {
             Some(handle) if !is_explained && matches!(handle.wait_gone(DYING_WAIT), Ok(true)) => {
-                with_output(qemu::end_during_start(handle.reap_exit()), vm)
+                let ended = qemu::end_during_start(handle.reap_exit());
+                match &self.domain {
+                    Some(domain) => ended.with_hint(format!(
+                        "libvirt's log of the domain has the reason: /var/log/libvirt/qemu/{}.log",
+                        domain.address.domain
+                    )),
+                    None => with_output(ended, vm),
+                }
             }
             _ => failure,
         }
@@ -117,6 +150,7 @@ impl HypervisorChild {
 impl Drop for HypervisorChild {
     fn drop(&mut self) {
         if let Some(handle) = &self.handle {
+            self.domain.iter().for_each(restored_domain::log_end);
             let _ = handle.send_kill();
             let _ = handle.wait_gone_forever();
             handle.reap_exit();
@@ -342,7 +376,8 @@ pub(crate) fn launch_qemu(
         .while_doing("starting QEMU")
         .map_err(|failure| failure.with_hint("is QEMU installed? `firn doctor` checks it"))?;
     let (identity, handle) = identify_qemu(launched, vm)?;
-    Ok(HypervisorChild { identity, handle: Some(Arc::new(handle)), cards, _ram: ram })
+    let handle = Some(Arc::new(handle));
+    Ok(HypervisorChild { identity, handle, cards, domain: None, _ram: ram })
 }
 
 /// Opens a pidfd, which reports the end of the process from here on; [`ProcessHandle::reap_exit`]

@@ -16,7 +16,7 @@ use crate::processes::unix_sockets;
 /// The state of a listening socket in `/proc/net/tcp`.
 const LISTENING: &str = "0A";
 
-const UNSEEN: &str = "another process";
+const UNKNOWN_PROCESS: &str = "another process";
 
 /// The process that uses an endpoint, in words. Relative paths start in `directory`.
 pub(crate) fn endpoint_holder(endpoint: &HostEndpoint, directory: &Path) -> Option<String> {
@@ -30,7 +30,7 @@ pub(crate) fn endpoint_holder(endpoint: &HostEndpoint, directory: &Path) -> Opti
 }
 
 fn describe_process(pid: Option<i32>) -> String {
-    pid.map_or_else(|| UNSEEN.to_owned(), |pid| ProcessName::with_id(pid).to_string())
+    pid.map_or_else(|| UNKNOWN_PROCESS.to_owned(), |pid| ProcessName::with_id(pid).to_string())
 }
 
 /// The process that listens on a socket. A socket file without a listener is left when its QEMU is
@@ -41,7 +41,7 @@ fn socket_holder(path: &Path) -> Option<String> {
     match listeners.is_empty() {
         false => Some(describe_process(process_names::find_socket_user(&listeners))),
         // The listener may be in another network namespace.
-        true => accepts_connections(path).then(|| UNSEEN.to_owned()),
+        true => accepts_connections(path).then(|| UNKNOWN_PROCESS.to_owned()),
     }
 }
 

@@ -223,7 +223,7 @@ mod tests {
     }
 
     #[test]
-    fn finds_a_process_by_what_it_was_told() {
+    fn a_process_is_found_by_its_arguments() {
         let token = format!("firn-test-{}", std::process::id());
         let mut command = Command::new("sh");
         command.args(["-c", "read x", &format!("path=/x/{token}/qmp.sock")]).stdin(Stdio::piped());
@@ -243,7 +243,7 @@ mod tests {
 
     #[test]
     #[expect(clippy::zombie_processes, reason = "the handle waits for it")]
-    fn tells_its_parent_how_a_child_ended() {
+    fn the_end_of_a_child_is_reported_to_its_parent() {
         let mut command = Command::new("sh");
         command.args(["-c", "read x; exit 3"]).stdin(Stdio::piped());
         let mut child = command.spawn().unwrap();

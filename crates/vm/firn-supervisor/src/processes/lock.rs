@@ -90,7 +90,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn nobody_holds_a_role_in_an_empty_directory() {
+    fn no_role_is_taken_in_an_empty_directory() {
         let dir = tempfile::tempdir().unwrap();
         assert_eq!(role_holder(dir.path(), ProcessRole::Supervisor).unwrap(), None);
     }
@@ -106,7 +106,7 @@ mod tests {
     }
 
     #[test]
-    fn a_role_is_of_one_directory_whatever_has_its_name_later() {
+    fn a_role_belongs_to_a_directory_and_not_to_its_name() {
         let dir = tempfile::tempdir().unwrap();
         let web = dir.path().join("web");
         std::fs::create_dir(&web).unwrap();

@@ -152,7 +152,7 @@ mod tests {
     }
 
     #[test]
-    fn a_process_has_one_owner_who_is_named() {
+    fn a_process_has_one_owner_which_an_error_names() {
         let (mut child, identity) = sleeper();
         let owned = QemuOwnership::take_process(&identity).unwrap();
         let refused = QemuOwnership::take_within(&identity, Duration::ZERO).unwrap_err();

@@ -85,7 +85,7 @@ mod tests {
     use std::os::unix::net::UnixStream;
 
     #[test]
-    fn a_process_is_named_with_what_it_has_open() {
+    fn a_process_is_named_with_its_open_file() {
         let me = std::process::id() as i32;
         let (socket, _other) = UnixStream::pair().unwrap();
         let inode = rustix::fs::fstat(socket.as_fd()).unwrap().st_ino as u32;

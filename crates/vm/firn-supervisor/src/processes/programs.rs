@@ -149,7 +149,7 @@ mod tests {
     }
 
     #[test]
-    fn a_shell_is_no_qemu_by_whatever_name() {
+    fn a_shell_is_no_qemu_under_any_name() {
         let dir = tempfile::tempdir().unwrap();
         let link = dir.path().join("qemu-system-x86_64");
         std::os::unix::fs::symlink("/bin/sh", &link).unwrap();

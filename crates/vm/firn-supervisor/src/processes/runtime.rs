@@ -325,7 +325,7 @@ mod tests {
     }
 
     #[test]
-    fn what_it_makes_is_for_the_owner_alone() {
+    fn files_and_directories_have_modes_for_the_owner_alone() {
         let dir = tempfile::tempdir().unwrap();
         let base = dir.path().join("firn");
         let web = vm(&base, "web");

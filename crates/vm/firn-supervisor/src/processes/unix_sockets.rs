@@ -26,7 +26,7 @@ const DUMP: u16 = 0x301;
 const ERROR: u16 = 2;
 const DONE: u16 = 3;
 /// `UDIAG_SHOW_NAME | UDIAG_SHOW_VFS | UDIAG_SHOW_PEER`
-const SHOW: u32 = 1 | 2 | 4;
+const SHOW_NAME_VFS_PEER: u32 = 1 | 2 | 4;
 const NAME: u16 = 0;
 const FILE: u16 = 1;
 const PEER: u16 = 2;
@@ -101,7 +101,7 @@ pub(crate) fn list_sockets() -> io::Result<Vec<UnixSocket>> {
 
 /// The dump request: a `nlmsghdr`, then a `unix_diag_req` for all states.
 fn dump_request() -> Vec<u8> {
-    let wanted = [u32::from(AddressFamily::UNIX.as_raw()), u32::MAX, 0, SHOW, 0, 0];
+    let wanted = [u32::from(AddressFamily::UNIX.as_raw()), u32::MAX, 0, SHOW_NAME_VFS_PEER, 0, 0];
     let len = (HEADER + size_of_val(&wanted)) as u32;
     let mut bytes = len.to_ne_bytes().to_vec();
     bytes.extend(SOCK_DIAG_BY_FAMILY.to_ne_bytes());
@@ -223,7 +223,7 @@ mod tests {
     }
 
     #[test]
-    fn answers_that_are_cut_short_are_read_as_far_as_they_go() {
+    fn truncated_answers_are_read_up_to_their_end() {
         assert_eq!(parse_messages(&[]), []);
         assert_eq!(parse_messages(&[200, 0, 0, 0, 20, 0, 0, 0]), []);
         assert_eq!(parse_socket(&[0; 7]), None);

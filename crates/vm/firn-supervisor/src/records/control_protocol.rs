@@ -23,7 +23,7 @@ use firn_cluster::switch::MacAddress;
 use firn_cluster::{Epoch, Generation, RequestNumber};
 use firn_epochs::endpoint::BackupEndpoint;
 use firn_image::Codec;
-use firn_restore::{OnError, RestoreMode};
+use firn_restore::{ReadFailurePolicy, RestoreMode};
 use firn_types::BlockSize;
 use firn_vmm::command_line::CommandOverrides;
 use serde::de::DeserializeOwned;
@@ -32,6 +32,7 @@ use thiserror::Error;
 
 use crate::records::failure::{Failure, FailureKind};
 use crate::records::monitor_address::MonitorAddress;
+use crate::records::restored_domain::LibvirtTarget;
 
 /// The version of the messages. It goes up when an old reader would misunderstand a new message.
 pub const VERSION: u32 = 1;
@@ -303,7 +304,7 @@ pub enum SupervisorPlan {
         mode: RestoreMode,
         /// What happens to the VM when its memory can't be read.
         #[serde(default)]
-        on_error: OnError,
+        on_error: ReadFailurePolicy,
         /// Continue when QEMU's version or a disk differs.
         force: bool,
         /// Count which prefetched pages the guest uses, at a cost to the guest.
@@ -324,6 +325,9 @@ pub enum SupervisorPlan {
         /// Changes to the command line that the image holds.
         #[serde(default)]
         overrides: CommandOverrides,
+        /// The libvirt that starts the hypervisor, as a domain.
+        #[serde(default)]
+        libvirt: Option<LibvirtTarget>,
         /// As with `Run`.
         #[serde(default)]
         access_bits: Option<u64>,
@@ -580,7 +584,7 @@ mod tests {
     }
 
     #[test]
-    fn what_is_on_the_wire_is_what_the_documentation_shows() {
+    fn the_protocol_is_as_documented() {
         let line = String::from_utf8(encode_message(&SupervisorRequest::Status)).unwrap();
         assert_eq!(line, "{\"v\":1,\"request\":\"status\"}\n");
         let line = String::from_utf8(encode_message(&SupervisorRequest::Failover(
@@ -590,7 +594,7 @@ mod tests {
     }
 
     #[test]
-    fn another_version_is_told_apart_from_nonsense() {
+    fn another_version_is_distinguished_from_garbage() {
         let line = br#"{"v":2,"request":"levitate"}"#;
         assert!(matches!(decode_message::<SupervisorRequest>(line), Err(MessageError::Version(2))));
         let line = br#"{"v":1,"request":"levitate"}"#;

@@ -224,7 +224,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn the_chain_runs_from_what_was_asked_to_the_cause() {
+    fn the_error_chain_begins_with_the_request_and_ends_with_the_cause() {
         let io: Result<(), _> = Err(io::Error::from(io::ErrorKind::NotFound));
         let failure = io.while_doing("reading web.firn").unwrap_err().while_doing("restoring web");
         assert_eq!(failure.to_string(), "restoring web: reading web.firn: entity not found");

@@ -28,7 +28,7 @@ use std::sync::{Mutex, PoisonError};
 use std::time::{SystemTime, UNIX_EPOCH};
 
 use firn_epochs::primary_end::PrimaryEnd;
-use firn_restore::{OnError, RestoreMode};
+use firn_restore::{ReadFailurePolicy, RestoreMode};
 use firn_types::{HostVirt, RegionMap, ThreadId};
 use firn_vmm::DriveCopy;
 use serde::{Deserialize, Serialize};
@@ -41,6 +41,7 @@ use crate::records::meta::ImageMeta;
 use crate::records::monitor_address::MonitorAddress;
 use crate::records::name::VmName;
 use crate::records::process_exit::ProcessExit;
+use crate::records::restored_domain::RestoredDomain;
 
 /// The version of the journal: a journal of another Firn is not interpreted.
 pub const VERSION: u32 = 2;
@@ -92,7 +93,7 @@ pub struct Journal {
     pub phase: VmPhase,
     /// The last thing that happened that a user should know of.
     #[serde(default, skip_serializing_if = "Option::is_none")]
-    pub last: Option<JournalNote>,
+    pub last: Option<JournalResult>,
     /// How often a successor has taken over.
     #[serde(default)]
     pub recoveries: u32,
@@ -116,6 +117,10 @@ pub struct Journal {
     /// needed.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub protection_end: Option<PrimaryEnd>,
+    /// The domain of libvirt that a restore creates, until the restore is complete as far as libvirt
+    /// is concerned.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub domain: Option<RestoredDomain>,
     /// Its hypervisor did not answer the last query.
     #[serde(default, skip_serializing_if = "std::ops::Not::not")]
     pub hung: bool,
@@ -205,10 +210,10 @@ pub enum VmPhase {
         started: bool,
         /// The guest was paused when it was saved, and is to stay paused.
         #[serde(default)]
-        stays_paused: bool,
+        must_stay_paused: bool,
         /// What happens to the VM when its memory can't be read.
         #[serde(default)]
-        on_error: OnError,
+        on_error: ReadFailurePolicy,
         /// The guest waits for storage, and Firn has paused it by a command, or is about to.
         #[serde(default)]
         paused_by_us: bool,
@@ -242,7 +247,7 @@ pub enum VmPhase {
 
 /// Something that happened, with its time.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
-pub struct JournalNote {
+pub struct JournalResult {
     /// When it happened, in seconds since 1970.
     pub at: u64,
     /// Whether it is what the user wanted.
@@ -274,7 +279,7 @@ impl FileIdentity {
 impl VmPhase {
     /// Whether a restore that can't continue leaves the VM to a successor, instead of ending it.
     pub fn leaves_vm_to_successor(&self) -> bool {
-        matches!(self, Self::Restoring { on_error: OnError::Stop, .. })
+        matches!(self, Self::Restoring { on_error: ReadFailurePolicy::Stop, .. })
     }
 
     /// Whether the VM has not run yet, and its supervisor may not answer until it does.
@@ -324,6 +329,7 @@ impl Journal {
             shut: false,
             lease: None,
             protection_end: None,
+            domain: None,
             hung: false,
         }
     }
@@ -341,21 +347,29 @@ impl Journal {
 
     /// Records that something succeeded.
     pub fn record_success(&mut self, text: impl Into<String>) {
-        self.last =
-            Some(JournalNote { at: unix_seconds(), good: true, text: text.into(), failure: None });
+        self.last = Some(JournalResult {
+            at: unix_seconds(),
+            good: true,
+            text: text.into(),
+            failure: None,
+        });
     }
 
     /// Records that something failed.
     pub fn record_failure(&mut self, text: impl Into<String>) {
-        self.last =
-            Some(JournalNote { at: unix_seconds(), good: false, text: text.into(), failure: None });
+        self.last = Some(JournalResult {
+            at: unix_seconds(),
+            good: false,
+            text: text.into(),
+            failure: None,
+        });
     }
 
     /// Records why Firn ended the VM.
     pub fn record_end_reason(&mut self, failure: Failure) {
         let text = format!("the restore failed: {failure}");
         self.last =
-            Some(JournalNote { at: unix_seconds(), good: false, text, failure: Some(failure) });
+            Some(JournalResult { at: unix_seconds(), good: false, text, failure: Some(failure) });
     }
 
     /// Reads a journal; `None` if there is none.
@@ -451,7 +465,7 @@ mod tests {
     }
 
     #[test]
-    fn what_is_stored_is_loaded() {
+    fn a_stored_journal_is_loaded() {
         let dir = tempfile::tempdir().unwrap();
         let path = dir.path().join("journal.json");
         assert_eq!(Journal::load(&path).unwrap(), None);
@@ -469,8 +483,8 @@ mod tests {
                 identity: "1f".into(),
                 mode: RestoreMode::Lazy,
                 started: true,
-                stays_paused: false,
-                on_error: OnError::Kill,
+                must_stay_paused: false,
+                on_error: ReadFailurePolicy::Kill,
                 paused_by_us: true,
             },
             VmPhase::Ended { exit: ProcessExit::Signal(9), at: 12 },
@@ -485,7 +499,7 @@ mod tests {
 
     /// A journal of a version without the later fields.
     #[test]
-    fn a_protection_of_which_nothing_is_said_has_stopped_nothing() {
+    fn a_protection_without_a_recorded_pause_has_paused_no_vm() {
         let phase: VmPhase = serde_json::from_str(r#"{"phase":"protecting"}"#).unwrap();
         assert_eq!(phase, VmPhase::Protecting { paused_by_us: false });
     }
@@ -508,7 +522,7 @@ mod tests {
     }
 
     #[test]
-    fn only_ended_and_detached_need_nobody() {
+    fn only_ended_and_detached_vms_need_no_supervisor() {
         assert!(journal(VmPhase::Detached).phase.is_over());
         assert!(!journal(VmPhase::Running).phase.is_over());
     }

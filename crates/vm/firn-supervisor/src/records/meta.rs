@@ -73,6 +73,10 @@ pub struct ImageMeta {
     /// libvirt's XML of the running domain, without passwords, if the VM belonged to libvirt.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub domain_xml: Option<String>,
+    /// libvirt's definition of the domain, from which its next start would have been, without
+    /// passwords; `None` if the domain was not persistent.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub domain_definition: Option<String>,
 }
 
 /// A drive at the cut.
@@ -171,9 +175,13 @@ impl ImageMeta {
         Self { unrestorable, ..self }.with_version()
     }
 
-    /// Sets libvirt's description.
-    pub(crate) fn with_domain_xml(self, domain_xml: Option<String>) -> Self {
-        Self { domain_xml, ..self }
+    /// Sets libvirt's description of the running domain, and its definition.
+    pub(crate) fn with_domain_xml(
+        self,
+        domain_xml: Option<String>,
+        domain_definition: Option<String>,
+    ) -> Self {
+        Self { domain_xml, domain_definition, ..self }
     }
 
     /// Sets the oldest version that can express the contents.
@@ -202,7 +210,7 @@ impl ImageMeta {
             let then = disk.identity?;
             match identify(disk) {
                 None => Some(HostMismatch::DiskMissing(disk.file.clone())),
-                Some(now) if same_content(now, then) => None,
+                Some(now) if has_same_content(now, then) => None,
                 Some(_) => Some(HostMismatch::DiskChanged(disk.file.clone())),
             }
         };
@@ -218,7 +226,7 @@ impl ImageMeta {
             let name = drive.file.display().to_string();
             match identify(drive) {
                 None => Some(HostMismatch::DiskMissing(name)),
-                Some(now) if same_content(now, drive.identity) => None,
+                Some(now) if has_same_content(now, drive.identity) => None,
                 Some(_) => Some(HostMismatch::DiskChanged(name)),
             }
         };
@@ -248,7 +256,7 @@ fn version_number(version: &str) -> &str {
     version.split_once(' ').map_or(version, |(number, _)| number)
 }
 
-fn same_content(now: FileIdentity, then: FileIdentity) -> bool {
+fn has_same_content(now: FileIdentity, then: FileIdentity) -> bool {
     (now.size, now.mtime_ns) == (then.size, then.mtime_ns)
 }
 
@@ -283,7 +291,7 @@ mod tests {
 
     /// A Firn that does not know blocked output must not restore such an image.
     #[test]
-    fn the_version_says_who_can_take_an_image_up() {
+    fn the_version_decides_which_firn_can_restore_an_image() {
         let drive = FrozenDrive {
             named: "d".into(),
             file: "/d".into(),

@@ -11,3 +11,4 @@ pub(crate) mod monitor_address;
 pub(crate) mod name;
 pub(crate) mod percentiles;
 pub(crate) mod process_exit;
+pub(crate) mod restored_domain;

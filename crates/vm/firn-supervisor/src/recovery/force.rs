@@ -148,7 +148,7 @@ impl ForcedStop<'_> {
 }
 
 /// Whether the hypervisor process of a VM lives.
-pub(crate) fn hypervisor_lives(vm: &VmDir, journal: Option<&Journal>) -> bool {
+pub(crate) fn is_hypervisor_alive(vm: &VmDir, journal: Option<&Journal>) -> bool {
     let by_socket = || {
         let socket = vm.qmp_socket();
         let found = identity::find_by_argument(&socket.to_string_lossy());

@@ -26,15 +26,15 @@
 
 use std::path::{Path, PathBuf};
 
-use firn_restore::{OnError, RestoreMode};
+use firn_restore::{ReadFailurePolicy, RestoreMode};
 
 use crate::records::journal::{Journal, VmPhase};
 
 /// What is left of a VM whose supervisor has died.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
-pub struct VmRemains {
+pub struct SurvivingParts {
     /// The hypervisor process still runs.
-    pub hypervisor_lives: bool,
+    pub is_hypervisor_alive: bool,
     /// The image that was being written is complete: it was renamed to its final name.
     pub image_whole: bool,
 }
@@ -97,14 +97,14 @@ pub enum RecoveryAction {
         /// The guest is to run: it was not paused when it was saved.
         cont: bool,
         /// What happens to the VM when its memory can't be read.
-        on_error: OnError,
+        on_error: ReadFailurePolicy,
     },
 }
 
 /// Decides what a successor does.
-pub fn decide_recovery(journal: &Journal, remains: VmRemains) -> RecoveryAction {
+pub fn decide_recovery(journal: &Journal, remains: SurvivingParts) -> RecoveryAction {
     let launched = journal.machine.as_ref().is_none_or(|machine| machine.launched);
-    let lives = remains.hypervisor_lives;
+    let lives = remains.is_hypervisor_alive;
     match &journal.phase {
         VmPhase::Ended { .. } | VmPhase::Detached => RecoveryAction::Over,
         VmPhase::Starting { .. } if journal.machine.is_some() && lives => {
@@ -131,13 +131,19 @@ pub fn decide_recovery(journal: &Journal, remains: VmRemains) -> RecoveryAction 
             recover_save(image, *paused_by_us, *then_stop, remains.image_whole)
         }
         VmPhase::Restoring {
-            image, identity, mode, started: true, on_error, stays_paused, ..
+            image,
+            identity,
+            mode,
+            started: true,
+            on_error,
+            must_stay_paused,
+            ..
         } => RecoveryAction::ServeOn {
             image: image.clone(),
             identity: identity.clone(),
             mode: *mode,
             on_error: *on_error,
-            cont: !stays_paused,
+            cont: !must_stay_paused,
         },
     }
 }
@@ -158,9 +164,10 @@ mod tests {
     use crate::testing::machine;
 
     const IMAGE: &str = "1f";
-    const LIVES: VmRemains = VmRemains { hypervisor_lives: true, image_whole: false };
-    const LIVES_WHOLE: VmRemains = VmRemains { hypervisor_lives: true, image_whole: true };
-    const GONE: VmRemains = VmRemains { hypervisor_lives: false, image_whole: false };
+    const LIVES: SurvivingParts = SurvivingParts { is_hypervisor_alive: true, image_whole: false };
+    const LIVES_WHOLE: SurvivingParts =
+        SurvivingParts { is_hypervisor_alive: true, image_whole: true };
+    const GONE: SurvivingParts = SurvivingParts { is_hypervisor_alive: false, image_whole: false };
 
     fn journal(phase: VmPhase) -> Journal {
         let journal = Journal::new(VmName::new("web").unwrap(), None);
@@ -184,14 +191,14 @@ mod tests {
             identity: IMAGE.into(),
             mode: RestoreMode::Locality,
             started,
-            stays_paused: false,
-            on_error: OnError::Kill,
+            must_stay_paused: false,
+            on_error: ReadFailurePolicy::Kill,
             paused_by_us: false,
         })
     }
 
     #[test]
-    fn what_is_over_stays_over() {
+    fn an_ended_vm_is_not_recovered() {
         let ended = journal(VmPhase::Ended { exit: ProcessExit::Code(0), at: 1 });
         for remains in [LIVES, GONE] {
             assert_eq!(decide_recovery(&ended, remains), RecoveryAction::Over);
@@ -235,7 +242,7 @@ mod tests {
     }
 
     #[test]
-    fn a_running_vm_goes_on() {
+    fn a_running_vm_continues() {
         assert_eq!(decide_recovery(&journal(VmPhase::Running), LIVES), RecoveryAction::GoOn);
         assert_eq!(
             decide_recovery(&journal(VmPhase::Running), GONE),
@@ -292,7 +299,7 @@ mod tests {
             decide_recovery(&saving(true, false), GONE),
             RecoveryAction::RecordEnd { unfinished }
         );
-        let whole = VmRemains { image_whole: true, ..GONE };
+        let whole = SurvivingParts { image_whole: true, ..GONE };
         assert_eq!(
             decide_recovery(&saving(true, true), whole),
             RecoveryAction::RecordEnd { unfinished: None }
@@ -302,7 +309,7 @@ mod tests {
     #[test]
     fn a_started_restore_is_served_on() {
         let mode = RestoreMode::Locality;
-        let (image, identity, on_error) = ("/i".into(), IMAGE.into(), OnError::Kill);
+        let (image, identity, on_error) = ("/i".into(), IMAGE.into(), ReadFailurePolicy::Kill);
         let serve = RecoveryAction::ServeOn { image, identity, mode, on_error, cont: true };
         assert_eq!(decide_recovery(&restoring(true), LIVES), serve);
         assert_eq!(

@@ -12,7 +12,8 @@ use crate::daemon::event_loop;
 use crate::devices::disk_layers;
 use crate::devices::disk_snapshots;
 use crate::devices::network::OUTPUT_BLOCKED;
-use crate::hypervisor::qemu;
+use crate::hypervisor::{qemu, restored_domain};
+use crate::operations::domain_restore;
 use crate::operations::restore_work::InheritedRestore;
 use crate::operations::standby::announce_addresses;
 use crate::operations::vm_start::StartedVm;
@@ -23,7 +24,7 @@ use crate::records::control_protocol::StopRequest;
 use crate::records::failure::{Failure, FailureContext, FailureKind};
 use crate::records::journal::{HypervisorRecord, Journal, JournalFile, VmPhase, unix_seconds};
 use crate::records::process_exit::ProcessExit;
-use crate::recovery::recovery_plan::{RecoveryAction, VmRemains, decide_recovery};
+use crate::recovery::recovery_plan::{RecoveryAction, SurvivingParts, decide_recovery};
 
 /// The VM that the successor continues to manage, if there is one.
 type RecoveredVm = Option<(Arc<JournalFile>, StartedVm)>;
@@ -39,8 +40,8 @@ pub(crate) fn take_over(
         let owned = QemuOwnership::take_again(&machine.process)?;
         owned.into_iter().for_each(|owned| hypervisor.keep_ownership(owned));
     }
-    let remains = VmRemains {
-        hypervisor_lives: hypervisor.is_some(),
+    let remains = SurvivingParts {
+        is_hypervisor_alive: hypervisor.is_some(),
         image_whole: journal.is_image_complete(),
     };
     let recovery = decide_recovery(&journal, remains);
@@ -125,10 +126,15 @@ impl RecoveryRun<'_> {
         kill: bool,
         hypervisor: Option<ProcessHandle>,
     ) -> Result<RecoveredVm, Failure> {
-        if let (true, Some(hypervisor)) = (kill, hypervisor) {
+        let journal = self.journal.current_journal();
+        if let Some(domain) = &journal.domain {
+            let wait = restored_domain::APPEAR_WAIT;
+            restored_domain::end_domain(domain, wait)
+                .unwrap_or_else(|failure| tracing::warn!("{failure}"));
+        }
+        if let (true, Some(hypervisor)) = (kill || journal.domain.is_some(), hypervisor) {
             hypervisor.send_kill().while_doing("ending a QEMU whose VM never ran")?;
         }
-        let journal = self.journal.current_journal();
         match journal.phase {
             // A VM that Firn was only attaching to has its own files.
             VmPhase::Starting { launching: None } => {}
@@ -212,6 +218,7 @@ impl RecoveryRun<'_> {
             cont,
         };
         let resumed = taken_over.continue_restore()?;
+        domain_restore::finish_domain(&self.journal)?;
         if resumed.is_none() {
             resume_vm(&machine, cont)?;
             self.journal

@@ -32,13 +32,13 @@ pub enum SupervisorState {
 
 /// What is left of a VM.
 #[derive(Clone, Copy, Debug, PartialEq)]
-pub struct VmRemnant<'a> {
+pub struct VmState<'a> {
     /// The phase in the journal; `None` if the journal can't be read.
     pub phase: Option<&'a VmPhase>,
     /// Whether a supervisor answers for it.
     pub supervision: SupervisorState,
     /// Whether the hypervisor process lives.
-    pub hypervisor_lives: bool,
+    pub is_hypervisor_alive: bool,
 }
 
 /// A command that ends a VM or puts it under a supervisor again.
@@ -73,10 +73,10 @@ impl fmt::Display for SuggestedCommand {
 }
 
 /// The command that helps in this state.
-pub fn suggest_command(remnant: VmRemnant<'_>) -> SuggestedCommand {
+pub fn suggest_command(remnant: VmState<'_>) -> SuggestedCommand {
     let Some(phase) = remnant.phase else { return SuggestedCommand::StopForce };
     match (phase, remnant.supervision) {
-        (VmPhase::Detached, _) if remnant.hypervisor_lives => SuggestedCommand::Attach,
+        (VmPhase::Detached, _) if remnant.is_hypervisor_alive => SuggestedCommand::Attach,
         (phase, _) if phase.is_over() => SuggestedCommand::Rm,
         (_, SupervisorState::Answers) => SuggestedCommand::Stop,
         (_, SupervisorState::Mute | SupervisorState::Absent) => SuggestedCommand::StopForce,
@@ -109,7 +109,7 @@ pub enum ForcedStopStep {
 }
 
 /// The steps of `firn stop --force`, in order. The request may fail; then the other steps follow.
-pub fn forced_stop_steps(remnant: VmRemnant<'_>) -> &'static [ForcedStopStep] {
+pub fn forced_stop_steps(remnant: VmState<'_>) -> &'static [ForcedStopStep] {
     let is_over = remnant.phase.is_some_and(VmPhase::is_over);
     match remnant.supervision {
         _ if is_over => &[ForcedStopStep::EndHypervisor, ForcedStopStep::Forget],
@@ -133,7 +133,7 @@ pub fn forced_stop_steps(remnant: VmRemnant<'_>) -> &'static [ForcedStopStep] {
 mod tests {
     use super::*;
     use crate::records::process_exit::ProcessExit;
-    use firn_restore::{OnError, RestoreMode};
+    use firn_restore::{ReadFailurePolicy, RestoreMode};
     use std::collections::BTreeSet;
 
     fn phases() -> Vec<Option<VmPhase>> {
@@ -164,9 +164,9 @@ mod tests {
                 identity: "1f".into(),
                 mode: RestoreMode::Lazy,
                 started: first,
-                on_error: if second { OnError::Stop } else { OnError::Kill },
+                on_error: if second { ReadFailurePolicy::Stop } else { ReadFailurePolicy::Kill },
                 paused_by_us: first && second,
-                stays_paused: false,
+                must_stay_paused: false,
             });
         }
         phases.into_iter().map(Some).chain([None]).collect()
@@ -195,17 +195,17 @@ mod tests {
     struct World {
         phase: Option<VmPhase>,
         supervision: SupervisorState,
-        hypervisor_lives: bool,
+        is_hypervisor_alive: bool,
         /// QEMU's main thread answers its monitor.
         monitor_answers: bool,
         forgotten: bool,
     }
 
     impl World {
-        fn remnant(&self) -> VmRemnant<'_> {
-            let Self { phase, supervision, hypervisor_lives, .. } = self;
-            let (supervision, hypervisor_lives) = (*supervision, *hypervisor_lives);
-            VmRemnant { phase: phase.as_ref(), supervision, hypervisor_lives }
+        fn remnant(&self) -> VmState<'_> {
+            let Self { phase, supervision, is_hypervisor_alive, .. } = self;
+            let (supervision, is_hypervisor_alive) = (*supervision, *is_hypervisor_alive);
+            VmState { phase: phase.as_ref(), supervision, is_hypervisor_alive }
         }
 
         fn is_well(&self) -> bool {
@@ -220,7 +220,7 @@ mod tests {
                     self.forgotten = self.phase.as_ref().is_some_and(VmPhase::is_over);
                     self.forgotten
                 }
-                SuggestedCommand::Attach if self.monitor_answers && self.hypervisor_lives => {
+                SuggestedCommand::Attach if self.monitor_answers && self.is_hypervisor_alive => {
                     (self.phase, self.supervision) =
                         (Some(VmPhase::Running), SupervisorState::Answers);
                     true
@@ -228,7 +228,7 @@ mod tests {
                 SuggestedCommand::Attach => false,
                 SuggestedCommand::Stop => {
                     let asks = self.supervision == SupervisorState::Answers;
-                    self.forgotten = asks && (self.monitor_answers || !self.hypervisor_lives);
+                    self.forgotten = asks && (self.monitor_answers || !self.is_hypervisor_alive);
                     self.forgotten
                 }
                 SuggestedCommand::StopForce => self.force(),
@@ -240,10 +240,10 @@ mod tests {
                 match deed {
                     // It kills a QEMU that does not quit; whether it gets to it is not certain.
                     ForcedStopStep::Ask => {}
-                    ForcedStopStep::EndHypervisor => self.hypervisor_lives = false,
+                    ForcedStopStep::EndHypervisor => self.is_hypervisor_alive = false,
                     ForcedStopStep::EndSupervisor => self.supervision = SupervisorState::Absent,
                     ForcedStopStep::Settle => {
-                        assert!(!self.hypervisor_lives, "a successor would go on");
+                        assert!(!self.is_hypervisor_alive, "a successor would go on");
                         assert_ne!(
                             self.supervision,
                             SupervisorState::Mute,
@@ -252,7 +252,7 @@ mod tests {
                         self.phase = Some(VmPhase::Ended { exit: ProcessExit::Unknown, at: 1 });
                     }
                     ForcedStopStep::Forget => {
-                        assert!(!self.hypervisor_lives, "nobody would know it");
+                        assert!(!self.is_hypervisor_alive, "nobody would know it");
                         self.forgotten = true;
                     }
                 }
@@ -269,11 +269,16 @@ mod tests {
                 [SupervisorState::Answers, SupervisorState::Mute, SupervisorState::Absent]
             {
                 for bits in 0..4u8 {
-                    let (hypervisor_lives, monitor_answers) = (bits & 1 == 1, bits & 2 == 2);
+                    let (is_hypervisor_alive, monitor_answers) = (bits & 1 == 1, bits & 2 == 2);
                     let phase = phase.clone();
                     let forgotten = false;
-                    let mut world =
-                        World { phase, supervision, hypervisor_lives, monitor_answers, forgotten };
+                    let mut world = World {
+                        phase,
+                        supervision,
+                        is_hypervisor_alive,
+                        monitor_answers,
+                        forgotten,
+                    };
                     let start = world.clone();
                     let first = suggest_command(world.remnant());
                     if !world.run(first) {

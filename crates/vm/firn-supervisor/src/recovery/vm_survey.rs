@@ -19,7 +19,7 @@ use crate::records::name::VmName;
 use crate::recovery::force;
 use crate::recovery::guard;
 use crate::recovery::suggested_command::{
-    SuggestedCommand, SupervisorState, VmRemnant, suggest_command,
+    SuggestedCommand, SupervisorState, VmState, suggest_command,
 };
 
 /// The maximum time that a supervisor may take to answer. It queries QEMU, which may be busy.
@@ -37,7 +37,7 @@ pub(crate) struct VmExamination {
     /// `None` if the journal can't be read.
     pub(crate) journal: Option<Journal>,
     supervision: SupervisorState,
-    hypervisor_lives: bool,
+    is_hypervisor_alive: bool,
     /// The supervisor's status of the VM, if it answers.
     told: Option<VmStatus>,
     /// The reason why there is no answer.
@@ -46,10 +46,10 @@ pub(crate) struct VmExamination {
 }
 
 impl VmExamination {
-    pub(crate) fn vm_remnant(&self) -> VmRemnant<'_> {
-        let Self { journal, supervision, hypervisor_lives, .. } = self;
+    pub(crate) fn vm_remnant(&self) -> VmState<'_> {
+        let Self { journal, supervision, is_hypervisor_alive, .. } = self;
         let phase = journal.as_ref().map(|journal| &journal.phase);
-        VmRemnant { phase, supervision: *supervision, hypervisor_lives: *hypervisor_lives }
+        VmState { phase, supervision: *supervision, is_hypervisor_alive: *is_hypervisor_alive }
     }
 
     /// The command that helps.
@@ -138,9 +138,9 @@ fn examine_once(vm: &VmDir, journal: Result<Journal, Failure>) -> VmExamination 
     };
     let why = explain_silence(vm, supervisor_pid, journal.as_ref().err());
     let journal = journal.ok();
-    let hypervisor_lives = force::hypervisor_lives(vm, journal.as_ref());
+    let is_hypervisor_alive = force::is_hypervisor_alive(vm, journal.as_ref());
     let name = vm.name().clone();
-    VmExamination { name, journal, supervision, hypervisor_lives, told, why, supervisor_pid }
+    VmExamination { name, journal, supervision, is_hypervisor_alive, told, why, supervisor_pid }
 }
 
 enum SupervisorAnswer {

@@ -123,7 +123,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn what_is_kept_here_is_told_first() {
+    fn local_standbys_are_listed_first() {
         let record = serde_json::json!({
             "name": "shop", "id": 1, "state": "protected", "interval_ms": 100, "term": 1, "generation": 2,
             "vms": [{ "vm": "web", "host": "a", "mac": [2, 0, 0, 0, 0, 1] }], "trouble": "no word from a",

@@ -294,7 +294,7 @@ mod tests {
     }
 
     #[test]
-    fn kernels_are_told_apart() {
+    fn kernel_versions_are_compared() {
         let kernel =
             |release: &str| grade(&HostFacts { kernel: release.into(), ..good() }, "kernel");
         assert_eq!(kernel("6.1.0-28-amd64"), FindingGrade::Lesser);
@@ -331,7 +331,7 @@ mod tests {
     }
 
     #[test]
-    fn what_is_not_good_says_what_follows() {
+    fn a_finding_names_its_consequence() {
         let bad = HostFacts {
             kernel: "4.19".into(),
             userfaultfd: Err("no".into()),

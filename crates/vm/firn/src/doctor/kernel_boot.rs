@@ -78,15 +78,15 @@ fn writes_first_line(qemu: &str, accel: &str, kernel: &Path, wait: Duration) -> 
     command.args(["-display", "none", "-no-reboot", "-serial", "stdio", "-append", APPEND]);
     command.arg("-kernel").arg(kernel);
     command.stdin(Stdio::null()).stdout(Stdio::piped()).stderr(Stdio::null());
-    let mut child = KilledOnDrop(command.spawn()?);
+    let mut child = KilledChild(command.spawn()?);
     let output = child.0.stdout.take().map(forward_output);
     Ok(output.is_some_and(|output| has_first_line(&output, wait)))
 }
 
 /// A process that is killed on drop.
-struct KilledOnDrop(Child);
+struct KilledChild(Child);
 
-impl Drop for KilledOnDrop {
+impl Drop for KilledChild {
     fn drop(&mut self) {
         // A process that has ended by itself needs only the wait.
         let _ = self.0.kill();

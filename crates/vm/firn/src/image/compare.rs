@@ -12,7 +12,7 @@ use serde_json::json;
 use crate::output::{FactPrinter, check_input};
 
 /// The maximum number of differences that are printed; the others are counted.
-const SHOWN_MAX: usize = 20;
+const PRINTED_MAX: usize = 20;
 
 /// Compare an image's memory with a flat copy of it.
 ///
@@ -42,7 +42,7 @@ impl ImageCompareArgs {
             "pages": pages,
             "differing_pages": differing.len(),
             "differing_blocks": count_blocks(&differing, image.geometry().block_size),
-            "first": differing.iter().take(SHOWN_MAX).map(mismatch_facts).collect::<Vec<_>>(),
+            "first": differing.iter().take(PRINTED_MAX).map(mismatch_facts).collect::<Vec<_>>(),
         });
         out.print_facts(&facts, || describe_mismatches(&differing, pages))?;
         match differing.len() {
@@ -72,7 +72,7 @@ fn mismatch_facts(page: &PageMismatch) -> serde_json::Value {
 
 fn describe_mismatches(differing: &[PageMismatch], pages: u32) -> String {
     let mut text = String::new();
-    for page in differing.iter().take(SHOWN_MAX) {
+    for page in differing.iter().take(PRINTED_MAX) {
         let _ = writeln!(
             text,
             "{}: {} bytes differ, the first at {:#x}: {:#04x} in the image, {:#04x} in the copy",

@@ -3,7 +3,7 @@
 use std::path::PathBuf;
 
 use clap::Args as ClapArgs;
-use firn_supervisor::{Failure, note_copy};
+use firn_supervisor::{Failure, record_copy};
 
 use super::rewrite::{RewriteProgress, describe_rewrite, rewrite_facts};
 use crate::output::{FactPrinter, check_output};
@@ -30,7 +30,7 @@ impl ImageMergeArgs {
         self.output.as_deref().map_or(Ok(()), check_output)?;
         let target = self.output.as_ref().unwrap_or(&self.image);
         let image = super::open::open_image(&self.image)?;
-        note_copy(&self.image, target)?;
+        record_copy(&self.image, target)?;
         let rewriting = RewriteProgress::new("merging", &image);
         let summary =
             firn_image::merge_chain(&image, target, super::open::worker_count(), &|done, total| {

@@ -4,7 +4,7 @@ use std::path::PathBuf;
 
 use clap::Args as ClapArgs;
 use firn_image::Image;
-use firn_supervisor::{Failure, note_copy};
+use firn_supervisor::{Failure, record_copy};
 
 use super::rewrite::{RewriteProgress, describe_rewrite, rewrite_facts};
 use crate::output::{FactPrinter, check_output};
@@ -49,7 +49,7 @@ impl ImageRebaseArgs {
         let parent = super::open::open_image(
             self.moved.as_ref().or(self.parent.as_ref()).unwrap_or(&self.image),
         )?;
-        note_copy(&self.image, target)?;
+        record_copy(&self.image, target)?;
         let rewriting = RewriteProgress::new("rebasing", &image);
         let show = |done, total| rewriting.show_progress(done, total);
         let summary =

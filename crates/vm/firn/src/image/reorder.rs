@@ -4,7 +4,7 @@ use std::path::PathBuf;
 
 use clap::Args as ClapArgs;
 use firn_image::{BlockOrganization, Codec, Image, ImageSummary, ReorderOptions};
-use firn_supervisor::{Failure, note_copy};
+use firn_supervisor::{Failure, record_copy};
 
 use super::rewrite::{RewriteProgress, describe_rewrite, rewrite_facts};
 use crate::choices::{Choice, parse_choice};
@@ -61,7 +61,7 @@ impl ImageReorderArgs {
             threads: super::open::worker_count(),
             ..ReorderOptions::for_organization(self.by)
         };
-        note_copy(&self.image, &self.output)?;
+        record_copy(&self.image, &self.output)?;
         let rewriting = RewriteProgress::new("reordering", image);
         let show = |done, total| rewriting.show_progress(done, total);
         firn_image::reorder_image(image, &how, &self.output, &show)

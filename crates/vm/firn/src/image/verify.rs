@@ -13,7 +13,7 @@ use crate::bar::TerminalBar;
 use crate::output::FactPrinter;
 
 /// The maximum number of problems that are printed; the others are counted.
-const SHOWN_MAX: usize = 20;
+const PRINTED_MAX: usize = 20;
 
 /// Check every byte of an image.
 ///
@@ -63,11 +63,11 @@ impl ImageVerifyArgs {
 
     fn describe_report(&self, report: &VerifyReport, problems: &[String]) -> String {
         let mut text = String::new();
-        for problem in problems.iter().take(SHOWN_MAX) {
+        for problem in problems.iter().take(PRINTED_MAX) {
             let _ = writeln!(text, "{}", make_printable(problem));
         }
-        if report.problem_count > SHOWN_MAX {
-            let _ = writeln!(text, "... and {} more", report.problem_count - SHOWN_MAX);
+        if report.problem_count > PRINTED_MAX {
+            let _ = writeln!(text, "... and {} more", report.problem_count - PRINTED_MAX);
         }
         if problems.is_empty() {
             let blocks = report.good_blocks;

@@ -264,7 +264,7 @@ impl Cluster {
 }
 
 #[test]
-fn a_vm_whose_host_dies_goes_on_at_its_backup() {
+fn a_vm_whose_host_dies_continues_at_its_backup() {
     let mut cluster = Cluster::start();
     cluster.protect();
     let (a, b) = (&cluster.vm.session, &cluster.b);

@@ -443,7 +443,7 @@ fn a_copy_without_room_is_one_clear_error() {
 }
 
 #[test]
-fn a_copy_has_below_it_what_the_disk_has() {
+fn a_disk_copy_has_the_backing_file_of_the_disk() {
     let vm = Vm::new();
     let session = &vm.session;
     let (base, disk) = (session.path("base.qcow2"), session.path("disk.qcow2"));

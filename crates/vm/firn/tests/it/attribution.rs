@@ -74,7 +74,7 @@ fn region(image: &Image, ram: &File, block: Block) -> Option<u32> {
 }
 
 #[test]
-fn locality_blocks_hold_what_one_vcpu_touched() {
+fn locality_blocks_hold_pages_that_one_vcpu_touched() {
     let vm = Vm::alone().booted(&["--mib", "64", "--compresses-to", "70"]);
     let mut found = Attributed::default();
     // On a busy host the sweep leaves the guest little to touch first.

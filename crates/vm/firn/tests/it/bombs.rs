@@ -7,7 +7,7 @@ use std::process::{Command, Stdio};
 
 use firn_image::{
     BlockOrganization, Codec, CompressedBlock, Geometry, Image, ImageDraft, ImageSections,
-    ImageWriter, Packer, compress_block,
+    ImageWriter, LocalityBlockPacker, compress_block,
 };
 use firn_types::{Block, BlockSize, RegionMap};
 use serde_json::json;
@@ -109,7 +109,7 @@ fn write_good(session: &Session, name: &str) {
     };
     let draft = ImageDraft::whole_image(geometry, BlockOrganization::Access);
     let mut writer = ImageWriter::create(&session.path(name), &draft).unwrap();
-    let mut packer = Packer::new(geometry);
+    let mut packer = LocalityBlockPacker::new(geometry);
     for block in 0..64u32 {
         let codec = [Codec::Lz4, Codec::Zstd { level: 1 }, Codec::Zlib { level: 1 }, Codec::None];
         let mut bytes = vec![block as u8 | 1; 4096];

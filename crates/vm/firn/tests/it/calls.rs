@@ -37,7 +37,7 @@ fn ledger(control: &mut GuestControl, how: &[&str]) -> Result<Value, String> {
 }
 
 #[test]
-fn an_application_is_told_by_the_host_what_it_wrote() {
+fn an_application_receives_its_writes_from_the_host() {
     let vm = vm();
     let mut control = vm.control();
     for how in [&["--pages", "80"][..], &["--pages", "1"], &["--pages", "64", "--whole-pages"]] {
@@ -61,7 +61,7 @@ fn an_application_is_told_by_the_host_what_it_wrote() {
 }
 
 #[test]
-fn who_may_not_call_is_refused() {
+fn a_caller_that_the_policy_lacks_is_refused() {
     let vm = vm();
     let mut control = vm.control();
     let mut refused = |how: &[&str]| ledger(&mut control, how).unwrap_err();
@@ -78,7 +78,7 @@ fn who_may_not_call_is_refused() {
 /// A save follows the guest's memory by itself, and a supervisor that died knows nothing of calls: what was written meanwhile
 /// may be anything, and nothing is missed.
 #[test]
-fn calls_go_on_through_saves_and_the_supervisors_death() {
+fn calls_continue_during_saves_and_after_the_supervisors_death() {
     let vm = vm();
     let mut control = vm.control();
     let words = ["firn-guest", "ledger", "--key", KEY, "--transactions", "0"];
@@ -172,12 +172,12 @@ fn programs(control: &mut GuestControl, tracker: &str) {
 }
 
 #[test]
-fn random_programs_are_told_exactly_by_the_host() {
+fn the_host_reports_exactly_the_pages_of_random_programs() {
     programs(&mut vm_with(4096, &[]).control(), "pt_host");
 }
 
 #[test]
-fn random_programs_are_told_exactly_by_noted_stores() {
+fn recorded_stores_are_exactly_those_of_random_programs() {
     if accel::choose_accel().accel != Accel::Tcg {
         return firn_skip::skip_test("stores are noted where QEMU emulates");
     }
@@ -187,7 +187,7 @@ fn random_programs_are_told_exactly_by_noted_stores() {
 
 /// Whatever happens to the VM or to Firn, what is noted is what was written, or a call tells.
 #[test]
-fn stores_are_noted_through_saves_and_the_supervisors_death() {
+fn stores_are_recorded_during_saves_and_after_the_supervisors_death() {
     if accel::choose_accel().accel != Accel::Tcg {
         return firn_skip::skip_test("stores are noted where QEMU emulates");
     }

@@ -218,7 +218,7 @@ fn peer(b: &Session) -> GuestControl {
 /// All primaries are killed at once. Nobody has received what its peer has not sent, nothing that was under way is lost, and the client
 /// outside sees nothing undone.
 #[test]
-fn a_cluster_goes_on_from_one_consistent_state() {
+fn a_cluster_continues_from_one_consistent_state() {
     let mut hosts = Hosts::start(None);
     hosts.outside.is_answered(20);
     hosts.protect();

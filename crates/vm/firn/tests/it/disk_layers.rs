@@ -111,9 +111,14 @@ fn qemu_io(session: &Session, vm: &str, drive: usize, command: &str) -> String {
 
 /// The same through a monitor that no other client uses.
 pub fn qemu_io_by(monitor: &Path, drive: usize, command: &str) -> String {
+    qemu_io_on(monitor, &format!("virtio{drive}"), command)
+}
+
+/// The same, on a drive or a node, or on a device (`-d ID`).
+pub fn qemu_io_on(monitor: &Path, drive: &str, command: &str) -> String {
     let mut stream = UnixStream::connect(monitor).unwrap();
     let mut lines = BufReader::new(stream.try_clone().unwrap()).lines();
-    let line = json!({ "command-line": format!("qemu-io virtio{drive} \"{command}\"") });
+    let line = json!({ "command-line": format!("qemu-io {drive} \"{command}\"") });
     let ask = json!({ "execute": "human-monitor-command", "arguments": line, "id": 1 });
     writeln!(stream, "{}\n{ask}", json!({ "execute": "qmp_capabilities" })).unwrap();
     let answer = loop {
@@ -182,7 +187,7 @@ fn a_stopped_vm_is_not_started_on_its_old_disks() {
 }
 
 #[test]
-fn images_go_with_what_only_they_need_and_layers_are_committed() {
+fn a_removed_image_frees_its_layers_and_others_are_merged() {
     let vm = Vm::new();
     let session = &vm.session;
     let bare = Bare::new(session, &session.path(""));

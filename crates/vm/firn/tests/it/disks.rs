@@ -56,7 +56,7 @@ fn a_guest_never_finds_a_disk_that_is_older_or_newer_than_its_memory() {
 }
 
 #[test]
-fn what_a_vm_wrote_is_kept_or_discarded_as_one_says() {
+fn written_overlays_are_kept_or_discarded_as_the_option_states() {
     let vm = Vm::boot_with_disks();
     let session = &vm.session;
     session.firn(&["checkpoint", "web", "-o", "web.firn"]).succeeds();
@@ -225,7 +225,7 @@ fn a_disk_that_cannot_be_kept_is_named_before_anything_is_done() {
 
 /// What failed saves have put on a drive belongs to the next image, too.
 #[test]
-fn an_image_keeps_all_that_it_stands_on() {
+fn disk_files_that_an_image_refers_to_are_not_removed() {
     let mut vm = base();
     vm.session.arm(Some("save.sections"));
     vm.session.firn(&["restore", "base.firn", "--name", "web", "--wait"]).succeeds();

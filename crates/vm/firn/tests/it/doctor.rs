@@ -142,7 +142,7 @@ fn a_checked_vm_is_left_as_it_was() {
 }
 
 #[test]
-fn what_works_on_a_vm_is_known_before() {
+fn doctor_lists_the_operations_that_a_vm_permits() {
     let session = Session::new();
     let disk = session.path("disk.raw");
     std::fs::write(&disk, vec![0; 1 << 20]).unwrap();

@@ -185,15 +185,20 @@ impl HostileFiles {
 const MODE: Mode = Mode::RUSR.union(Mode::WUSR);
 
 /// A block device, which is a node in the session's directory.
-struct LoopDevice {
+pub struct LoopDevice {
     device: String,
     file: PathBuf,
 }
 
 impl LoopDevice {
     fn attach(session: &Session) -> Result<Self, String> {
+        Self::with_bytes(session, 1 << 20)
+    }
+
+    /// One of this size, all zeros, at `block` of the session.
+    pub fn with_bytes(session: &Session, bytes: usize) -> Result<Self, String> {
         let file = session.path("loop.raw");
-        std::fs::write(&file, vec![0; 1 << 20]).unwrap();
+        std::fs::write(&file, vec![0; bytes]).unwrap();
         let made = Command::new("losetup").args(["--find", "--show"]).arg(&file).output();
         let made = made.map_err(|error| error.to_string())?;
         if !made.status.success() {
@@ -456,7 +461,7 @@ fn strings_of_an_image_are_shown_and_not_obeyed() {
 }
 
 #[test]
-fn outputs_replace_files_and_links_and_what_links_point_to_stays() {
+fn an_output_replaces_a_link_and_not_its_target() {
     let session = plain_session();
     std::fs::write(session.path("old"), "old").unwrap();
     symlink("old", session.path("link")).unwrap();

@@ -84,7 +84,7 @@ fn supervisor(session: &Session) -> i64 {
 
 /// The VM is lost, goes on at its standby, is protected from there, and lost again.
 #[test]
-fn a_vm_that_is_lost_goes_on_with_the_disks_that_its_memory_knows() {
+fn a_lost_vm_continues_with_the_disks_of_its_epoch() {
     let vm = booted(Vm::one_of_hosts());
     let session = &vm.session;
     session.firn(&["checkpoint", "web", "-o", "web.firn"]).fails(5, "images can't keep such disks");
@@ -179,7 +179,7 @@ fn a_full_disk_at_the_standby_ends_protection() {
 }
 
 #[test]
-fn what_is_no_disk_is_refused_before_anything_is_started() {
+fn an_unsuitable_disk_file_is_refused_before_the_start() {
     let vm = Vm::one_of_hosts();
     let session = &vm.session;
     let run = |disk: &str| {

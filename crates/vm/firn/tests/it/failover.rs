@@ -305,7 +305,7 @@ fn a_host_is_killed(kind: Kind) {
 }
 
 #[test]
-fn a_vm_whose_host_is_killed_goes_on_without_a_person() {
+fn a_vm_whose_host_is_killed_fails_over_automatically() {
     a_host_is_killed(Kind::Embedded);
 }
 
@@ -316,7 +316,7 @@ fn also_where_hosts_agree_by_etcd() {
 
 /// Everything of a host stands still, and wakes when its VM runs elsewhere: nothing of the old one is heard, and it is ended.
 #[test]
-fn a_host_that_was_frozen_and_wakes_is_not_heard() {
+fn a_frozen_host_that_wakes_sends_no_frame() {
     let hosts = Hosts::start(Kind::Embedded);
     hosts.protect();
     let processes = hosts.processes();
@@ -345,7 +345,7 @@ fn a_host_that_was_frozen_and_wakes_is_not_heard() {
 
 /// The VM alone dies, its host does not.
 #[test]
-fn a_vm_whose_hypervisor_dies_goes_on_at_its_backup() {
+fn a_vm_whose_hypervisor_dies_continues_at_its_backup() {
     let hosts = Hosts::start(Kind::Embedded);
     hosts.protect();
     let since = Instant::now();
@@ -358,7 +358,7 @@ fn a_vm_whose_hypervisor_dies_goes_on_at_its_backup() {
 
 /// A hypervisor that does not answer counts as lost, though its process is there: its host gives up the lease, and ends it.
 #[test]
-fn a_vm_whose_hypervisor_hangs_goes_on_at_its_backup() {
+fn a_vm_whose_hypervisor_hangs_continues_at_its_backup() {
     let hosts = Hosts::start(Kind::Embedded);
     hosts.protect();
     let (pid, since) = (hosts.vm.pid(), Instant::now());
@@ -375,7 +375,7 @@ fn a_vm_whose_hypervisor_hangs_goes_on_at_its_backup() {
 
 /// A person decides nothing against the record: who holds the lease runs the VM, unless that host is declared dead by its name.
 #[test]
-fn a_failover_by_hand_goes_by_the_record() {
+fn a_manual_failover_obeys_the_record() {
     let hosts = Hosts::start(Kind::Embedded);
     hosts.protect();
     let (a, b) = (&hosts.vm.session, &hosts.others[0]);

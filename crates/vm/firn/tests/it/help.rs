@@ -137,7 +137,7 @@ fn exit_codes_are_documented() {
 }
 
 #[test]
-fn what_belongs_to_firn_alone_is_hidden() {
+fn internal_commands_are_hidden() {
     let help = Session::new().firn(&["--help"]).succeeds().out;
     assert!(!help.contains("__"), "{help}");
 }

@@ -33,7 +33,7 @@ fn inherited(saved: &Value) -> f64 {
 
 /// Writers that write all the time, 48 MiB of a guest of 192.
 #[test]
-fn a_chain_is_what_was_at_each_of_its_cuts() {
+fn each_image_of_a_chain_has_the_memory_at_its_cut() {
     let vm = Vm::resumed();
     let session = &vm.session;
     save(session, "d0.firn", &["--strategy", "pre-copy"]);
@@ -118,7 +118,7 @@ fn without_a_tracker_memory_is_compared() {
 }
 
 #[test]
-fn what_can_not_be_a_parent_is_refused() {
+fn an_unsuitable_parent_is_refused() {
     let vm = base();
     let session = &vm.session;
     session.firn(&["restore", "base.firn", "--name", "web", "--wait"]).succeeds();
@@ -159,7 +159,7 @@ fn a_dead_supervisor_costs_a_comparison() {
 
 /// Twelve checkpoints of which four are kept, and then any of those.
 #[test]
-fn a_series_goes_on_and_old_ones_go() {
+fn a_series_continues_and_old_images_are_removed() {
     let vm = Vm::resumed();
     let session = &vm.session;
     let every = ["checkpoint", "web", "-o", "web.firn", "--every", "200ms", "--keep", "4"];

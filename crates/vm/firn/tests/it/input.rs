@@ -79,7 +79,7 @@ fn command_lines_that_firn_can_not_work_with() {
 }
 
 #[test]
-fn a_qemu_that_does_not_start_says_why() {
+fn a_qemu_that_does_not_start_is_an_error_with_its_output() {
     let session = Session::new();
     let answer = session.firn(&["run", "web", "--", "qemu-system-x86_64", "-frobnicate"]);
     answer.fails(8, "-frobnicate: invalid option");
@@ -142,7 +142,7 @@ fn a_reader_that_has_seen_enough() {
 }
 
 #[test]
-fn hosts_that_nobody_knows() {
+fn unknown_hosts_are_refused() {
     let session = Session::new();
     let protect = |how: &[&str]| session.firn(&[&["protect", "web"], how].concat());
     protect(&[]).fails(2, "required arguments were not provided");

@@ -1,164 +1,19 @@
-//! Domains of a libvirt of the test's own: its files and its users are in a private mount namespace, its sockets in the
-//! session's directory.
+//! Domains of a libvirt of the test's own.
 
-use std::os::unix::fs::PermissionsExt as _;
-use std::path::{Path, PathBuf};
-use std::process::{Child, Command, Stdio};
+mod counting_guest;
+mod own_libvirt;
+mod restore;
+
 use std::time::Duration;
 
-use firn_skip::skip_test;
-use serde_json::Value;
+use crate::libvirt::own_libvirt::OwnLibvirt;
+use crate::session::{Session, eventually};
 
-use crate::session::{Answer, Session, eventually, text};
-
-/// How long libvirt may take to start, or QEMU to end, on a busy host. The first start examines QEMU.
+/// How long QEMU may take to end, on a busy host.
 const PATIENCE: Duration = Duration::from_secs(120);
 
 /// Environment variable with the number of checkpoints of a long run.
 const RUNS: &str = "FIRN_RUNS";
-
-/// Starts libvirt with other directories, and with the user that its QEMUs run as.
-const START: &str = r#"
-mount --make-rprivate /
-mkdir -p /run/libvirt && mount -t tmpfs none /run/libvirt
-for part in lib:/var/lib/libvirt etc:/etc/libvirt log:/var/log/libvirt; do
-  mkdir -p "$D/${part%%:*}" "${part#*:}" && mount --bind "$D/${part%%:*}" "${part#*:}" || exit 1
-done
-mkdir -p "$CACHE" /var/cache/libvirt && mount --bind "$CACHE" /var/cache/libvirt || exit 1
-for users in passwd group; do
-  grep -v '^libvirt-qemu:' /etc/$users > "$D/$users"
-done
-echo 'libvirt-qemu:x:64055:64055::/var/lib/libvirt:/usr/sbin/nologin' >> "$D/passwd"
-echo 'libvirt-qemu:x:64055:' >> "$D/group"
-mount --bind "$D/passwd" /etc/passwd && mount --bind "$D/group" /etc/group || exit 1
-exec libvirtd -f /etc/libvirt/libvirtd.conf -p /run/libvirt/libvirtd.pid
-"#;
-
-const QEMU_CONF: &str = r#"
-user = "libvirt-qemu"
-group = "libvirt-qemu"
-stdio_handler = "file"
-cgroup_controllers = []
-namespaces = []
-security_driver = "none"
-"#;
-
-/// A libvirt. Its domains end with it.
-struct OwnLibvirt {
-    daemon: Child,
-    dir: PathBuf,
-}
-
-impl OwnLibvirt {
-    /// Starts one; `None` where that is impossible.
-    fn start(session: &Session) -> Option<Self> {
-        let is_there = |program: &str| {
-            ["/usr/sbin", "/usr/bin"].iter().any(|dir| Path::new(dir).join(program).exists())
-        };
-        if !is_there("libvirtd") || !is_there("virsh") {
-            skip_test("libvirt is not installed");
-            return None;
-        }
-        if !rustix::process::geteuid().is_root() {
-            skip_test("libvirt's directories can be replaced by root only");
-            return None;
-        }
-        let dir = session.path("libvirt");
-        for part in ["etc", "sock", "disks"] {
-            std::fs::create_dir_all(dir.join(part)).unwrap();
-        }
-        // QEMU runs as another user.
-        let others = std::fs::Permissions::from_mode(0o711);
-        std::fs::set_permissions(session.path(""), others).unwrap();
-        let conf = format!(
-            "unix_sock_dir = \"{}\"\nauth_unix_rw = \"none\"\nauth_unix_ro = \"none\"\nlog_outputs = \"2:file:{}\"\n",
-            text(&dir.join("sock")),
-            text(&dir.join("libvirtd.log"))
-        );
-        std::fs::write(dir.join("etc/libvirtd.conf"), conf).unwrap();
-        std::fs::write(dir.join("etc/qemu.conf"), QEMU_CONF).unwrap();
-        let cache = Path::new(env!("CARGO_TARGET_TMPDIR")).join("libvirt-cache");
-        let mut command = Command::new("unshare");
-        command.args(["--mount", "sh", "-ec", START]).env("D", &dir).env("CACHE", cache);
-        command.env("PATH", "/usr/sbin:/usr/bin:/sbin:/bin").stdin(Stdio::null());
-        let log = std::fs::File::create(dir.join("out")).unwrap();
-        let daemon = command.stdout(log.try_clone().unwrap()).stderr(log).spawn().unwrap();
-        let libvirt = Self { daemon, dir };
-        eventually("libvirt", PATIENCE, || libvirt.try_virsh(&["version"]).code == 0);
-        Some(libvirt)
-    }
-
-    fn uri(&self) -> String {
-        format!("qemu+unix:///system?socket={}", text(&self.dir.join("sock/libvirt-sock")))
-    }
-
-    fn try_virsh(&self, args: &[&str]) -> Answer {
-        let mut command = Command::new("virsh");
-        Answer::of(command.args(["-q", "-c", &self.uri()]).args(args).output().unwrap())
-    }
-
-    #[track_caller]
-    fn virsh(&self, args: &[&str]) -> String {
-        self.try_virsh(args).succeeds().out.trim().to_owned()
-    }
-
-    /// Starts a domain as a user has it: a qcow2 disk, private RAM, a balloon, QEMU's sandbox.
-    fn start_domain(&self, name: &str) {
-        self.define_domain(name);
-        self.virsh(&["start", name]);
-    }
-
-    fn define_domain(&self, name: &str) {
-        let disk = self.dir.join(format!("disks/{name}.qcow2"));
-        let create = ["create", "-q", "-f", "qcow2", text(&disk), "64M"];
-        assert!(Command::new("qemu-img").args(create).status().unwrap().success());
-        let xml = format!(
-            "<domain type='qemu'><name>{name}</name><memory unit='MiB'>64</memory><vcpu>1</vcpu>
-            <os><type arch='x86_64' machine='q35'>hvm</type></os><features><acpi/></features><devices>
-            <disk type='file' device='disk'><driver name='qemu' type='qcow2'/><source file='{}'/>
-            <target dev='vda' bus='virtio'/></disk><interface type='user'><model type='virtio'/></interface>
-            <channel type='unix'><target type='virtio' name='org.qemu.guest_agent.0'/></channel>
-            <serial type='pty'/><memballoon model='virtio'/></devices></domain>",
-            text(&disk)
-        );
-        let file = self.dir.join(format!("{name}.xml"));
-        std::fs::write(&file, xml).unwrap();
-        self.virsh(&["define", text(&file)]);
-    }
-
-    /// Block nodes, jobs and descriptor sets of a domain's QEMU.
-    fn monitor_state(&self, name: &str) -> Vec<Value> {
-        let query = |command: &str| -> Value {
-            let text = self.virsh(&[
-                "qemu-monitor-command",
-                name,
-                &format!("{{\"execute\":\"{command}\"}}"),
-            ]);
-            serde_json::from_str::<Value>(&text).unwrap()["return"].take()
-        };
-        let nodes = query("query-named-block-nodes");
-        let keys = ["node-name", "drv", "file", "ro", "backing_file", "dirty-bitmaps"];
-        let node = |node: &Value| keys.map(|key| node[key].to_string()).join(" ");
-        let mut nodes: Vec<String> = nodes.as_array().unwrap().iter().map(node).collect();
-        nodes.sort();
-        vec![nodes.into(), query("query-jobs"), query("query-fdsets"), query("query-migrate")]
-    }
-
-    /// What libvirt shows of a domain.
-    fn shown(&self, name: &str) -> [String; 3] {
-        ["domstate", "domblklist", "dumpxml"].map(|verb| self.virsh(&[verb, name]))
-    }
-}
-
-impl Drop for OwnLibvirt {
-    fn drop(&mut self) {
-        for name in self.try_virsh(&["list", "--name"]).out.split_whitespace() {
-            self.try_virsh(&["destroy", name]);
-        }
-        let _ = self.daemon.kill();
-        let _ = self.daemon.wait();
-    }
-}
 
 fn run_count(few: usize) -> usize {
     std::env::var(RUNS).ok().and_then(|runs| runs.parse().ok()).unwrap_or(few)
@@ -202,30 +57,29 @@ fn a_domain_is_saved_while_it_runs_and_libvirt_notices_nothing() {
     assert!(xml.contains("<name>web</name>"), "{xml}");
     session.firn(&["restore", &parent, "--name", "copy"]).succeeds();
     eventually("the restore", PATIENCE, || session.status("copy")["state"] == "running");
+    a_domain_that_does_not_run_is_no_vm(&libvirt);
 }
 
-#[test]
-fn a_domain_that_does_not_run_is_no_vm() {
+fn a_domain_that_does_not_run_is_no_vm(libvirt: &OwnLibvirt) {
     let session = Session::new();
-    let Some(libvirt) = OwnLibvirt::start(&session) else { return };
     let uri = libvirt.uri();
     let attach = |name: &str, domain: &str| {
         session.firn(&["attach", name, "--libvirt", domain, "--connect", &uri])
     };
     attach("none", "none").fails(3, "no domain with matching name 'none'");
-    libvirt.define_domain("web");
-    attach("off", "web").fails(3, "domain web does not run");
+    libvirt.define_domain("idle");
+    attach("off", "idle").fails(3, "domain idle does not run");
     session
-        .firn(&["doctor", "--libvirt", "web", "--connect", &uri])
-        .fails(3, "domain web does not run");
-    libvirt.virsh(&["start", "web"]);
-    attach("first", "web").succeeds();
-    attach("second", "web").fails(4, "is VM first already");
+        .firn(&["doctor", "--libvirt", "idle", "--connect", &uri])
+        .fails(3, "domain idle does not run");
+    libvirt.virsh(&["start", "idle"]);
+    attach("first", "idle").succeeds();
+    attach("second", "idle").fails(4, "is VM first already");
     session.firn(&["detach", "first"]).succeeds();
-    attach("second", &libvirt.virsh(&["domuuid", "web"])).succeeds();
-    libvirt.virsh(&["destroy", "web"]);
+    attach("second", &libvirt.virsh(&["domuuid", "idle"])).succeeds();
+    libvirt.virsh(&["destroy", "idle"]);
     eventually("the end", PATIENCE, || session.status("second")["state"] == "ended");
-    attach("third", "web").fails(3, "domain web does not run");
+    attach("third", "idle").fails(3, "domain idle does not run");
 }
 
 #[test]

@@ -42,6 +42,7 @@ mod path_table;
 mod pause;
 mod pool;
 mod protect;
+mod proxmox;
 mod restorable;
 mod session;
 mod storage;

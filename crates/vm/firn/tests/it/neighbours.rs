@@ -60,7 +60,7 @@ fn a_vm_and_its_copy_are_ended_each_by_its_own_name() {
 }
 
 #[test]
-fn nothing_is_sent_to_a_qemu_that_took_over_the_socket() {
+fn no_command_is_sent_to_another_qemu_on_the_same_socket() {
     let session = Session::new();
     let mut mine = OwnQemu::start(&session, &[]);
     mine.attach(&session, "mine");
@@ -143,7 +143,7 @@ fn connect_at_once(qemu: &OwnQemu) -> Option<std::os::fd::OwnedFd> {
 }
 
 #[test]
-fn one_qemu_has_one_owner() {
+fn one_qemu_has_one_supervisor() {
     let (session, elsewhere) = (Session::new(), Session::new());
     let qemu = OwnQemu::start(&session, &[]);
     qemu.attach(&session, "mine");
@@ -189,7 +189,7 @@ fn a_restore_starts_only_a_qemu() {
 }
 
 #[test]
-fn a_restore_changes_what_its_user_wants_changed() {
+fn a_restore_changes_only_the_requested_options() {
     let session = Session::new();
     let disk = session.path("disk.raw");
     std::fs::write(&disk, vec![7; 1 << 20]).unwrap();

@@ -61,7 +61,7 @@ fn fail_over(vm: &Vm, outside: &Outside, name: &str, standby: std::process::Chil
 /// A guest that counts is killed again and again. Whatever number the client outside has heard, the guest never counts on from a
 /// lower one. And if what it sends were not held, it would.
 #[test]
-fn nobody_outside_sees_what_a_failover_undoes() {
+fn no_output_of_an_undone_epoch_leaves() {
     let outside = Outside::start();
     let mut vm = booted(&outside);
     eprintln!("not protected: {:?} ms", outside.delays_ms());
@@ -97,7 +97,7 @@ fn nobody_outside_sees_what_a_failover_undoes() {
 
 /// Who may be running elsewhere says nothing until somebody decides that it is the one.
 #[test]
-fn what_is_held_leaves_when_somebody_says_so() {
+fn buffered_output_leaves_by_the_release_command() {
     let outside = Outside::start();
     let vm = booted(&outside);
     // A standby's QEMU takes the name of this socket.
@@ -125,6 +125,7 @@ fn what_is_held_leaves_when_somebody_says_so() {
     let last = session.status("web")["last"]["text"].to_string();
     assert!(last.contains("firn release"), "{last}");
     let address = format!("unix:{}", text(&session.path("standby")));
+    // The former name of --continue-unprotected.
     let again = ["protect", "web", "--to", &address, "--go-on-alone"];
     session.firn(&again).fails(5, "its backup may run this VM");
     outside.hears_nothing();
@@ -142,7 +143,7 @@ fn what_is_held_leaves_when_somebody_says_so() {
     outside.is_answered(20);
     session.firn(&["stop", "other"]).succeeds();
 
-    protect(&vm, "web", standby_called(&vm, "alone"), &["--go-on-alone"]);
+    protect(&vm, "web", standby_called(&vm, "alone"), &["--continue-unprotected"]);
     session.firn(&["stop", "alone"]).succeeds();
     outside.is_answered(20);
     eventually("the end", PATIENCE, || session.status("web")["state"] == "running");
@@ -156,7 +157,7 @@ fn what_is_held_leaves_when_somebody_says_so() {
 
 /// A VM whose standby may run is not heard either when it is saved and goes on elsewhere, until somebody says so.
 #[test]
-fn what_is_held_is_held_after_a_restore_too() {
+fn buffered_output_stays_buffered_after_a_restore() {
     let outside = Outside::start();
     let vm = booted(&outside);
     let session = &vm.session;

@@ -142,9 +142,10 @@ pub const ARGUMENTS: &[PathArgument] = &[
 /// A domain of libvirt has a name, and a URI names its daemon: the module `libvirt` tests both. The directory of
 /// manual pages is named by `make install`.
 #[allow(dead_code, reason = "shared with a unit test")]
-pub const NOT_OPENED: [&str; 10] = [
+pub const NOT_OPENED: [&str; 11] = [
     "standby disks",
     "standby uplinks",
+    "restore connect",
     "restore netdev",
     "restore qemu_arg",
     "attach libvirt",

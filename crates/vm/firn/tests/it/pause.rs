@@ -48,7 +48,7 @@ fn qemu_killed_while_it_waits() {
 
 /// A thread of QEMU that writes after memory is fixed and before devices are saved would make the two disagree.
 #[test]
-fn what_is_written_in_the_pause_ends_the_save() {
+fn a_device_write_in_the_pause_fails_the_save() {
     let mut vm = base();
     let stop = Stop::arm(&mut vm, "save.reprotected");
     vm.session.firn(&["restore", "base.firn", "--mode", "eager", "--wait"]).succeeds();

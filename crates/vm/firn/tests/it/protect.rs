@@ -77,7 +77,7 @@ fn a_killed_vm_goes_on(how: &[&str]) {
 }
 
 #[test]
-fn a_vm_whose_hypervisor_is_killed_goes_on_at_its_standby() {
+fn a_vm_whose_hypervisor_is_killed_continues_at_its_standby() {
     a_killed_vm_goes_on(&["--interval", "100ms"]);
 }
 
@@ -87,7 +87,7 @@ fn also_without_prediction() {
 }
 
 #[test]
-fn what_a_protected_vm_refuses_and_how_it_is_released() {
+fn a_protected_vm_refuses_other_operations_until_its_release() {
     let vm = Vm::resumed();
     let session = &vm.session;
     session.firn(&["release", "web"]).fails(2, "not being protected");
@@ -120,7 +120,7 @@ fn a_standby_that_goes_leaves_the_vm_running() {
 /// Pages that were protected and copied while it ran may have been written since: nobody knows. Nor could the standby take the state of a
 /// device that it does not have.
 #[test]
-fn what_comes_later_and_cannot_be_followed_ends_protection() {
+fn an_unsupported_device_added_later_ends_protection() {
     let vm = Vm::new();
     let monitor = vm.session.path("monitor");
     let disk = vm.session.path("late.raw");
@@ -314,7 +314,7 @@ fn a_backup_that_reads_nothing_is_named() {
 
 /// Before a primary has connected there is no VM, and nobody waits for one.
 #[test]
-fn a_standby_that_waits_says_so_and_can_be_stopped() {
+fn a_waiting_standby_is_listed_and_can_be_stopped() {
     let vm = Vm::new();
     let standby = standby(&vm);
     assert_eq!(vm.session.status("twin")["state"], "starting");
@@ -348,7 +348,7 @@ fn a_standby_that_was_stopped_leaves_its_successor_alone() {
 
 /// A QEMU that can't open a pipe of Firn's is stopped and started by commands. Whoever dies in between, it goes on.
 #[test]
-fn a_vm_that_cannot_be_held_goes_on_after_a_death_in_its_pause() {
+fn a_vm_paused_by_command_is_resumed_after_the_supervisor_dies() {
     if !rustix::process::geteuid().is_root() {
         return firn_skip::skip_test("only root can keep a QEMU from opening files");
     }
@@ -374,7 +374,7 @@ fn a_vm_that_cannot_be_held_goes_on_after_a_death_in_its_pause() {
 
 /// A failover whose supervisor dies: once the VM's state is in place a successor runs it, before that it is said to be lost.
 #[test]
-fn a_failover_goes_on_where_its_supervisor_died() {
+fn a_failover_continues_after_its_supervisor_died() {
     let mut vm = Vm::resumed();
     let steps =
         [("failover.started", true), ("failover.running", true), ("failover.loaded", false)];

@@ -545,7 +545,7 @@ fn copy_on_write_is_exact() {
 
 /// Another process writes to the guest's memory without any page fault of the hypervisor's.
 #[test]
-fn memory_that_somebody_else_maps_is_refused() {
+fn memory_that_another_process_maps_is_refused() {
     let vm = Vm::resumed();
     let session = &vm.session;
     let ram = mapped_ram(vm.pid());
@@ -603,7 +603,7 @@ impl Drop for OtherUser {
 }
 
 #[test]
-fn a_vm_that_firn_let_go_of_can_be_taken_up_again() {
+fn a_detached_vm_can_be_attached_again() {
     let vm = Vm::resumed();
     let session = &vm.session;
     session.firn(&["detach", "web"]).succeeds();
@@ -651,7 +651,7 @@ fn supervisor_and_guard_replace_each_other() {
 }
 
 #[test]
-fn a_terminated_supervisor_lets_go() {
+fn a_terminated_supervisor_detaches() {
     let vm = Vm::resumed();
     let session = &vm.session;
     let supervisor = session.status("web")["supervisor_pid"].as_i64().unwrap();
@@ -663,7 +663,7 @@ fn a_terminated_supervisor_lets_go() {
 }
 
 #[test]
-fn what_does_not_fit_is_refused_unless_forced() {
+fn an_unsuitable_host_is_refused_unless_forced() {
     let vm = Vm::new();
     let session = &vm.session;
     let disk = session.path("disk.raw");

@@ -95,7 +95,7 @@ fn a_restore_learns_from_those_before_it() {
 }
 
 #[test]
-fn a_scanned_guest_can_be_saved_let_go_of_and_taken_up() {
+fn a_scanned_guest_can_be_saved_detached_and_attached() {
     let vm = Vm::boot_scanned();
     let session = &vm.session;
     eventually("a scan", PATIENCE, || userfaultfds(vm.pid()) == 1);
@@ -121,7 +121,7 @@ fn a_scanned_guest_can_be_saved_let_go_of_and_taken_up() {
 }
 
 #[test]
-fn a_supervisor_killed_while_it_scans_leaves_nothing_in_the_way() {
+fn a_supervisor_killed_during_a_scan_is_succeeded() {
     let vm = Vm::boot_scanned();
     let session = &vm.session;
     for delay_ms in [0, 30, 70] {

@@ -72,7 +72,7 @@ fn files_that_are_written_go_to_the_directory() {
 }
 
 #[test]
-fn what_has_no_place_of_its_own_leads_nowhere() {
+fn an_endpoint_without_an_address_is_left_out() {
     becomes("-serial pipe:/x/p", "/x/p.in", "-serial null");
     becomes("-chardev pipe,id=c,path=/x/p", "/x/p.out", "-chardev null,id=c");
     becomes("-serial udp:h:1@:2", "UDP port 2", "-serial null");
@@ -101,7 +101,7 @@ fn displays_and_debuggers_go_to_the_directory() {
 }
 
 #[test]
-fn what_is_no_listener_stays() {
+fn an_endpoint_that_does_not_listen_is_unchanged() {
     let line = concat!(
         "-serial stdio -serial mon:stdio -serial chardev:c -serial pty -monitor none -qmp tcp:h:1 ",
         "-qmp unix:/x -chardev socket,id=a,path=/x -chardev socket,id=b,host=h,port=1 -chardev stdio,id=d ",

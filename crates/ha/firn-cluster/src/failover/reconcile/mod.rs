@@ -109,7 +109,7 @@ pub fn plan_action<V: Ord + Clone>(
     leases: &BTreeSet<HostId>,
     here: &ObservedCluster<V>,
 ) -> ReconcileAction<V> {
-    let plan = Plan { me, mine, record, leases, here };
+    let plan = ReconcilePlan { me, mine, record, leases, here };
     if record.primaries().contains(&me) && !record.fence.is_empty() {
         return ReconcileAction::Nothing;
     }
@@ -117,7 +117,7 @@ pub fn plan_action<V: Ord + Clone>(
     stray.or_else(|| plan.plan_copies()).unwrap_or_else(|| plan.plan_primary())
 }
 
-struct Plan<'a, V> {
+struct ReconcilePlan<'a, V> {
     me: HostId,
     mine: &'a BTreeSet<HostId>,
     record: &'a FailoverRecord,
@@ -125,7 +125,7 @@ struct Plan<'a, V> {
     here: &'a ObservedCluster<V>,
 }
 
-impl<V: Ord + Clone> Plan<'_, V> {
+impl<V: Ord + Clone> ReconcilePlan<'_, V> {
     fn is_primary_coordinator(&self) -> bool {
         self.here.coordinator == Coordinator::Primary
     }

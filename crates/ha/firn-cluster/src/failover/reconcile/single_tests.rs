@@ -42,7 +42,7 @@ fn standby(has_ended: bool) -> ObservedVm {
 }
 
 #[test]
-fn a_primary_keeps_the_record_true_and_its_vm_protected() {
+fn a_primary_updates_the_record_and_keeps_its_vm_protected() {
     let (alone, backed) = (record(ME, None), record(ME, Some(OTHER)));
     assert_eq!(due_at_me(&backed, runs(Some(OTHER), true, true)), Action::Nothing);
     assert_eq!(due_at_me(&alone, runs(Some(OTHER), true, true)), Action::RecordBackup(Some(OTHER)));
@@ -94,7 +94,7 @@ fn a_hung_vm_gives_up_its_lease_and_a_panicked_one_keeps_it() {
 
 /// A VM that was stopped is run by no host, and its name is free.
 #[test]
-fn what_was_stopped_leaves_nothing_behind() {
+fn a_stopped_vm_leaves_no_record() {
     let over = ObservedVm::Standby { has_ended: true, is_over: true };
     assert_eq!(due_at_me(&record(ME, None), over), Action::EndRecord, "its host died as well");
     let ended = record(OTHER, Some(ME)).with_end();
@@ -107,7 +107,7 @@ fn what_was_stopped_leaves_nothing_behind() {
 }
 
 #[test]
-fn what_runs_elsewhere_does_not_run_here() {
+fn a_vm_that_runs_elsewhere_is_ended_here() {
     for elsewhere in [record(OTHER, None), record(OTHER, Some(ME)), record(OTHER, Some(HostId(9)))]
     {
         assert_eq!(due_at_me(&elsewhere, runs(None, true, true)), Action::Fence("web"));
@@ -122,7 +122,7 @@ fn what_runs_elsewhere_does_not_run_here() {
 }
 
 #[test]
-fn a_standby_is_kept_while_somebody_counts_on_it() {
+fn a_standby_is_kept_while_the_record_names_it() {
     let has_ended = standby(true);
     for backup in [ME, HostId(1)] {
         assert_eq!(due_at_me(&record(OTHER, Some(backup)), has_ended), Action::Nothing);
@@ -134,7 +134,7 @@ fn a_standby_is_kept_while_somebody_counts_on_it() {
 }
 
 #[test]
-fn an_agent_takes_up_what_its_predecessor_ran_unless_it_was_fenced() {
+fn an_agent_adopts_the_vms_of_its_predecessor_unless_fenced() {
     let mut before = record(HostId(2), Some(OTHER));
     assert_eq!(due_at_me(&before, runs(None, true, true)), Action::Adopt(HostId(2)));
     before.fence.insert(HostId(2));

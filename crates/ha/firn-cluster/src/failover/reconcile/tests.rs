@@ -56,7 +56,7 @@ fn due_of(record: &FailoverRecord, web: ObservedVm) -> Action {
 }
 
 #[test]
-fn what_happens_to_one_happens_to_all() {
+fn all_vms_of_a_cluster_fail_over_together() {
     let backed = record(ME, OTHER, Some(BACKUP));
     assert_eq!(due_of(&backed, RUNS), Action::Nothing);
     for lost in [DIED, HELD, OPEN] {
@@ -78,7 +78,7 @@ fn what_happens_to_one_happens_to_all() {
 }
 
 #[test]
-fn nothing_is_let_out_while_somebody_could_go_back() {
+fn no_output_is_released_while_a_backup_could_roll_back() {
     assert_eq!(due_of(&record(ME, OTHER, Some(BACKUP)), HELD), Action::YieldLease);
     let alone = record(ME, OTHER, None);
     assert_eq!(due_of(&alone, HELD), Action::ReleaseOutput(["web"].into()));
@@ -113,7 +113,7 @@ fn where_all_run_after_a_failover() {
 }
 
 #[test]
-fn what_runs_elsewhere_does_not_run_here() {
+fn a_vm_that_runs_elsewhere_is_ended_here() {
     let elsewhere = record(BACKUP, BACKUP, None);
     assert_eq!(due_of(&elsewhere, HELD), Action::Fence("web"));
     assert_eq!(due_of(&elsewhere, RELEASED), Action::Nothing, "it is another one");
@@ -126,7 +126,7 @@ fn what_runs_elsewhere_does_not_run_here() {
 }
 
 #[test]
-fn an_agent_takes_up_what_nobody_else_can_run() {
+fn an_agent_adopts_a_cluster_that_no_other_host_can_run() {
     let earlier = HostId(1);
     let backed = record(earlier, OTHER, Some(BACKUP));
     assert_eq!(due_of(&backed, HELD), Action::Nothing, "all are about to go back");
@@ -160,7 +160,7 @@ fn copies_outlive_the_agent_of_their_host() {
 }
 
 #[test]
-fn copies_are_kept_while_somebody_counts_on_them() {
+fn standbys_are_kept_while_the_record_names_them() {
     let standbys = [("web", STANDBY), ("db", STANDBY)];
     let due = |record: &FailoverRecord| due_with(record, &[OTHER], &standbys, true);
     for backup in [ME, HostId(1)] {

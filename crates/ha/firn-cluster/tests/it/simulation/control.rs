@@ -36,7 +36,7 @@ const TELL_MS: Ms = 100;
 
 impl Control {
     pub fn new(register: FailoverRecord, hosts: Vec<HostId>, ppm: i64) -> Self {
-        let grants = GrantedLeases::taken_over(TERMS, hosts.iter().copied(), clock(0, 0, ppm));
+        let grants = GrantedLeases::after_takeover(TERMS, hosts.iter().copied(), clock(0, 0, ppm));
         Self {
             grants,
             controller: FailoverController::new(register.clone(), hosts.iter().copied().collect()),
@@ -60,7 +60,7 @@ impl Control {
     pub fn restart(&mut self, net: &Network) {
         self.term += 1;
         let now = self.clock(net);
-        self.grants = GrantedLeases::taken_over(TERMS, self.hosts.iter().copied(), now);
+        self.grants = GrantedLeases::after_takeover(TERMS, self.hosts.iter().copied(), now);
         let hosts = self.hosts.iter().copied().collect();
         self.controller = FailoverController::new((*self.register).clone(), hosts);
         self.initiator = initiator(&self.register, self.term);

@@ -6,7 +6,7 @@ use std::time::Duration;
 
 use firn_cluster::cut::{CutMarker, FrameStamp, StampDecision};
 use firn_cluster::epoch::{
-    self, BackupEpochs, EpochLimits, EpochPiece, EpochProgress, PieceArrival, PrimaryEpochs,
+    self, BackupEpochs, EpochLimits, EpochPieceHeader, EpochProgress, PieceHandling, PrimaryEpochs,
 };
 use firn_cluster::failover::{FailoverRecord, GuardAction, HostGuard, LeaseTerms};
 use firn_cluster::output::{
@@ -242,7 +242,7 @@ impl Node {
             Sync::Done => {
                 let pages = around.net.dice.roll(200);
                 let mut actions = running.primary.advance_time(now, pages);
-                if running.marker.wants_cut() {
+                if running.marker.is_cut_needed() {
                     actions.extend(running.primary.request_cut(now));
                 }
                 self.epoch_acts(vm, pages, actions, around);
@@ -305,7 +305,7 @@ impl Node {
         let (backup, copy) = (self.register.places[&vm].backup, running.copies.get(&epoch));
         let (Some(copy), true) = (copy, backup.is_some()) else { return };
         for index in 0..2 {
-            let piece = EpochPiece { epoch, index, of: 2, last };
+            let piece = EpochPieceHeader { epoch, index, pieces: 2, is_last_epoch: last };
             let (from, copy) = (self.host, copy.clone());
             let message = Message::Epoch { vm, generation, from, piece, copy };
             around.net.send(Some(self.host), backup, message);
@@ -527,7 +527,7 @@ impl Node {
             let first = (generation == Generation(0)).then(Copy::first);
             let restored = || {
                 let store = self.stores.get_mut(&(vm, of))?;
-                store.backup.restore_to(epoch).ok()?;
+                store.backup.roll_back_to(epoch).ok()?;
                 store.copies.get(&epoch).map(|copy| (**copy).clone())
             };
             let Some(mut live) = first.or_else(restored) else {
@@ -623,15 +623,15 @@ impl Node {
         vm: VmId,
         generation: Generation,
         from: HostId,
-        piece: EpochPiece,
+        piece: EpochPieceHeader,
         copy: Rc<Copy>,
         around: &mut Around<'_>,
     ) {
         let Some(store) = self.stores.get_mut(&(vm, generation)) else { return };
         match store.backup.receive_piece(piece) {
-            PieceArrival::Refused => return,
-            PieceArrival::Store => drop(store.copies.insert(piece.epoch, copy)),
-            PieceArrival::Known => {}
+            PieceHandling::Refuse => return,
+            PieceHandling::Store => drop(store.copies.insert(piece.epoch, copy)),
+            PieceHandling::Drop => {}
         }
         let progress = store.backup.progress();
         let message = Message::Progress { vm, generation, from: self.host, full: None, progress };

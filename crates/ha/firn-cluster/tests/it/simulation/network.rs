@@ -5,7 +5,7 @@ use std::collections::{BTreeSet, BinaryHeap};
 use std::rc::Rc;
 
 use firn_cluster::cut::{FrameStamp, MarkAnswer};
-use firn_cluster::epoch::{EpochPiece, EpochProgress};
+use firn_cluster::epoch::{EpochPieceHeader, EpochProgress};
 use firn_cluster::failover::FailoverRecord;
 use firn_cluster::{Epoch, FrameNumber, Generation, HostId, RequestNumber, VmId};
 
@@ -51,7 +51,7 @@ pub enum Message {
         vm: VmId,
         generation: Generation,
         from: HostId,
-        piece: EpochPiece,
+        piece: EpochPieceHeader,
         copy: Rc<Copy>,
     },
     Full {

@@ -43,8 +43,9 @@ impl<'a> TransactionGuest<'a> {
             .with_console(&lab.file("console"))
             .with_agent_socket(&agent);
         let mut options: Vec<&OsStr> = vec!["--calls".as_ref(), policy.as_os_str()];
-        options
-            .extend(systems.contains(&TrackerSystem::PagesNoted).then_some(OsStr::new("--stores")));
+        options.extend(
+            systems.contains(&TrackerSystem::PagesRecorded).then_some(OsStr::new("--stores")),
+        );
         lab.firn().run_with(VM, &options, &args)?;
         let guest = Self { lab, agent, systems };
         GuestControl::connect(&guest.agent, BOOT)?;

@@ -115,7 +115,7 @@ fn add_break_evens(report: &mut Report) {
         native("cda_kib", &format!("{name}_pt"), whole, pt);
     }
     let (noted_words, noted_pages) =
-        (TrackerSystem::Plain(TrackerKind::Stores), TrackerSystem::PagesNoted);
+        (TrackerSystem::Plain(TrackerKind::Stores), TrackerSystem::PagesRecorded);
     let mut guest = |name: &str, first, second| {
         add_break_even(report, TestEnvironment::Guest, "wpp", name, (first, second));
     };
@@ -194,7 +194,7 @@ fn add_break_even(
     let key = format!("{}.break_even.{sweep}.{name}", place.name());
     match find_crossing(&points) {
         Some(at) => report.add_number(key, at),
-        None => report.add_note(format!("{key}: none within the measured values")),
+        None => report.add_remark(format!("{key}: none within the measured values")),
     }
 }
 

@@ -28,7 +28,7 @@ impl TestEnvironment {
     pub(super) fn systems(self) -> &'static [TrackerSystem] {
         match self {
             Self::Native => &TrackerSystem::NATIVE,
-            Self::Guest => &TrackerSystem::NOTED,
+            Self::Guest => &TrackerSystem::RECORDED,
             Self::Plain => &TrackerSystem::GUEST,
         }
     }

@@ -66,7 +66,7 @@ impl TestEnvironment {
                 ("compare", PT, TrackerSystem::Plain(TrackerKind::Compare)),
             ],
             Self::Guest => &[
-                ("pt_assisted", PT, TrackerSystem::PagesNoted),
+                ("pt_assisted", PT, TrackerSystem::PagesRecorded),
                 ("pt_protected", PT, TrackerSystem::AssistedByHost),
                 ("pt_protected_pages", PT, TrackerSystem::Plain(TrackerKind::Host)),
                 ("emul_assisted", EMULATE, TrackerSystem::Plain(TrackerKind::Stores)),
@@ -113,7 +113,7 @@ pub fn run(lab: &Lab) -> Result<Report> {
         }
     }
     OPT.into_iter().for_each(|opt| add_speedups_over_plain(&mut report, opt));
-    report.add_note("native.speedup.emul_assisted is emul over pt_assisted: natively no lower layer observes single stores, and comparing \
+    report.add_remark("native.speedup.emul_assisted is emul over pt_assisted: natively no lower layer observes single stores, and comparing \
         pages with the last committed copy yields their words");
     Ok(report)
 }

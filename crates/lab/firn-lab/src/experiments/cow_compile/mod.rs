@@ -89,7 +89,7 @@ const ALL_UNTIL_S: u64 = 30;
 /// is about.
 const FEW_FROM_S: u64 = 60;
 /// One checkpoint in this many of a series is made whole (`firn checkpoint --keep 20`).
-const WHOLE_EVERY: f64 = 6.0;
+const CHECKPOINTS_PER_FULL: f64 = 6.0;
 /// The time after a checkpoint that still belongs to it.
 const SETTLE: Duration = Duration::from_secs(3);
 
@@ -189,7 +189,7 @@ impl MeasuredInterval {
 
     fn cost_s(&self, beside: &[&Self]) -> f64 {
         let waited = self.excess_times(beside);
-        let whole_s = self.whole_s.unwrap_or_default() / WHOLE_EVERY;
+        let whole_s = self.whole_s.unwrap_or_default() / CHECKPOINTS_PER_FULL;
         self.faults_s() + waited.stood_s + waited.saver_s + whole_s
     }
 
@@ -420,7 +420,7 @@ fn add_repetitions(turns: &[MeasuredInterval], log: &str, report: &mut Report) -
     for turn in turns {
         let beside: Vec<&MeasuredInterval> = turns.iter().filter(|it| it.is_beside(turn)).collect();
         let quiet: Vec<TimeSpan> = beside.iter().map(|turn| turn.quiet_span()).collect();
-        let lost_s = work.lost_in(turn.window_span(), &quiet);
+        let lost_s = work.lost_seconds_in(turn.window_span(), &quiet);
         let waited = turn.excess_times(&beside);
         let cost_s = turn.cost_s(&beside);
         let longer = |by_s: f64| by_s / (turn.duration_s() - by_s);
@@ -526,7 +526,7 @@ mod tests {
     }
 
     #[test]
-    fn an_overhead_is_what_was_lost_against_what_was_done() {
+    fn the_overhead_is_lost_work_per_work_done() {
         let turns = [turn(CompileSystem::None, 0.0, 0.1), turn(CompileSystem::Firn, 10.0, 12.0)];
         let mut report = Report::new("cow-compile", true);
         add_repetitions(&turns, &log(), &mut report).unwrap();
@@ -552,7 +552,7 @@ mod tests {
     }
 
     #[test]
-    fn each_system_comes_first_in_its_turn() {
+    fn each_system_is_first_in_some_round() {
         assert_eq!(CompileSystem::systems_in_round(0, 10), CompileSystem::ALL);
         assert_eq!(CompileSystem::systems_in_round(9, 10)[0], CompileSystem::Firn);
         let late = [

@@ -83,7 +83,7 @@ impl CompileLog {
 
     /// The time that was lost in a span, in seconds, if work otherwise proceeds as fast as in
     /// `quiet`.
-    pub(super) fn lost_in(&self, span: TimeSpan, quiet: &[TimeSpan]) -> f64 {
+    pub(super) fn lost_seconds_in(&self, span: TimeSpan, quiet: &[TimeSpan]) -> f64 {
         let done: f64 = quiet.iter().map(|&quiet| self.work_in(quiet)).sum();
         let seconds: f64 = quiet.iter().map(|quiet| quiet.duration_s()).sum();
         span.duration_s() - self.work_in(span) * seconds / done
@@ -131,19 +131,19 @@ mod tests {
     }
 
     #[test]
-    fn what_is_lost_is_told_whichever_files_it_met() {
+    fn lost_work_is_estimated_for_any_files() {
         let quiet = [span(0.0, 12.0)];
         let work = CompileLog::parse_log(LOG, &quiet).unwrap();
-        let lost = work.lost_in(span(11.0, 21.0), &quiet);
+        let lost = work.lost_seconds_in(span(11.0, 21.0), &quiet);
         assert!((lost - 4.0).abs() < 1e-9, "{lost}");
-        assert!(work.lost_in(span(3.0, 7.0), &quiet).abs() < 1e-9);
+        assert!(work.lost_seconds_in(span(3.0, 7.0), &quiet).abs() < 1e-9);
         // Where quiet times are half as fast, the machine is slower, and no time is lost.
         let slow = [span(12.0, 20.0)];
-        assert!(work.lost_in(span(11.0, 21.0), &slow) < 0.0);
+        assert!(work.lost_seconds_in(span(11.0, 21.0), &slow) < 0.0);
     }
 
     #[test]
-    fn garbage_is_told() {
+    fn garbage_is_an_error() {
         assert!(CompileLog::parse_log("", &[]).is_err());
         let error = CompileLog::parse_log("0 begun 1\n0 a\n", &[]).unwrap_err();
         assert!(error.to_string().contains("\"0 a\""), "{error}");

@@ -299,7 +299,7 @@ mod tests {
     }
 
     #[test]
-    fn backends_are_whole_pages_and_make_up_what_qemu_takes() {
+    fn memory_backends_have_whole_pages_and_an_aligned_sum() {
         for seed in 0..1000 {
             let ram = TrialParameters::from_seed(seed).ram;
             assert!(

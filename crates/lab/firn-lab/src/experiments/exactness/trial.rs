@@ -24,13 +24,13 @@ use super::drawn::TrialParameters;
 use crate::disk_profile::{DiskProfile, DiskThrottle};
 use crate::experiments::synthetic::{last_line, split_words};
 use crate::guest::{
-    GuestControl, GuestImage, HostForward, JobState, PlainGuest, QemuArgs, VirtioDisk, accel,
+    GuestControl, GuestImage, HostForward, JobState, QemuArgs, UnmanagedGuest, VirtioDisk, accel,
     free_tcp_port,
 };
 use crate::lab::{Lab, wait_for};
 
 /// How long a guest may take to boot, to fill its memory, or to check it.
-const PATIENCE: Duration = Duration::from_secs(300);
+const GUEST_TIMEOUT: Duration = Duration::from_secs(300);
 /// Name of the VM under Firn.
 const VM: &str = "exact";
 const WRITERS: &str = "writers";
@@ -185,7 +185,7 @@ impl<'a> ExactnessTrial<'a> {
     }
 
     fn connect_control(&self) -> Result<GuestControl> {
-        Ok(GuestControl::connect(&self.agent, PATIENCE)?)
+        Ok(GuestControl::connect(&self.agent, GUEST_TIMEOUT)?)
     }
 
     fn create_written_disk(&self) -> Result<()> {
@@ -200,7 +200,7 @@ impl<'a> ExactnessTrial<'a> {
 
     /// Starts the guest by Firn; or by hand, with Firn attached to it: that guest ends when the
     /// returned value is dropped.
-    fn start_guest(&self) -> Result<Option<PlainGuest>> {
+    fn start_guest(&self) -> Result<Option<UnmanagedGuest>> {
         let (lab, args) = (self.bench.lab, self.qemu_args());
         if !self.drawn.private {
             lab.firn().run_vm(VM, &args)?;
@@ -208,8 +208,8 @@ impl<'a> ExactnessTrial<'a> {
         }
         let monitor = lab.file("monitor").display().to_string();
         let qmp = format!("unix:{monitor},server=on,wait=off");
-        let mut machine = PlainGuest::start(args.add_args(&["-qmp", &qmp]))?;
-        machine.wait_ready(PATIENCE)?;
+        let mut machine = UnmanagedGuest::start(args.add_args(&["-qmp", &qmp]))?;
+        machine.wait_ready(GUEST_TIMEOUT)?;
         let pid = machine.pid().to_string();
         lab.firn().attach(VM, &["--pid", &pid, "--qmp", &monitor])?;
         Ok(Some(machine))
@@ -220,13 +220,13 @@ impl<'a> ExactnessTrial<'a> {
         [DISK].into_iter().chain(self.drawn.written.map(|_| WRITTEN))
     }
 
-    fn boot_under_load(&self) -> Result<Option<PlainGuest>> {
+    fn boot_under_load(&self) -> Result<Option<UnmanagedGuest>> {
         self.create_written_disk()?;
         let machine = self.start_guest()?;
         let mut control = self.connect_control()?;
         let given: Vec<&str> = self.drawn.writers.iter().map(String::as_str).collect();
         control.spawn_job(WRITERS, &[&["firn-guest", "writers"], &given[..]].concat())?;
-        control.wait_output(WRITERS, "\"ready\":true", PATIENCE)?;
+        control.wait_output(WRITERS, "\"ready\":true", GUEST_TIMEOUT)?;
         let (mib, kib) = (DISK_MIB, self.drawn.disk_block_kib);
         let read = format!("firn-guest disk-dma read --mib {mib} --block-kib {kib}");
         let write = format!(
@@ -239,7 +239,7 @@ impl<'a> ExactnessTrial<'a> {
                 _ => "firn-guest net-dma echo",
             };
             control.spawn_job(job, &split_words(line))?;
-            control.wait_output(job, "\"ready\":true", PATIENCE)?;
+            control.wait_output(job, "\"ready\":true", GUEST_TIMEOUT)?;
         }
         let sha::ShaArgs { seed, mib, rounds, threads, .. } = self.drawn.sha;
         let compute = format!(
@@ -322,11 +322,11 @@ impl<'a> ExactnessTrial<'a> {
             wrong_pages += count_wrong_pages(&mut control)?;
             self.wait_for_memory()?;
         }
-        control.run_within(&split_words("firn-guest verify stop"), "", PATIENCE)?;
+        control.run_within(&split_words("firn-guest verify stop"), "", GUEST_TIMEOUT)?;
         // The writers' last output covers all of their memory, from the start.
-        let writers = last_line(&control.wait_job(WRITERS, PATIENCE)?.stdout)?;
+        let writers = last_line(&control.wait_job(WRITERS, GUEST_TIMEOUT)?.stdout)?;
         wrong_pages = wrong_pages.max(writers["wrong"].as_u64().context("no count")?);
-        let result = control.wait_job(SHA, PATIENCE)?.stdout.trim().to_owned();
+        let result = control.wait_job(SHA, GUEST_TIMEOUT)?.stdout.trim().to_owned();
         for job in self.disk_jobs() {
             wrong_pages += disk_report(&mut control, job)?["wrong"].as_u64().unwrap_or(0);
         }
@@ -335,7 +335,7 @@ impl<'a> ExactnessTrial<'a> {
     }
 
     fn wait_for_memory(&self) -> Result<()> {
-        wait_for("the end of the restore", PATIENCE, || {
+        wait_for("the end of the restore", GUEST_TIMEOUT, || {
             let status = self.bench.lab.firn().status(VM)?;
             ensure!(status["state"] != "ended", "the VM has ended: {status}");
             Ok((status["state"] == "running").then_some(()))
@@ -353,7 +353,7 @@ fn disk_report(control: &mut GuestControl, job: &str) -> Result<Value> {
 
 /// Pages that running writers have found wrong so far; they first check all their pages.
 fn count_wrong_pages(control: &mut GuestControl) -> Result<u64> {
-    let ended = control.run_within(&split_words("firn-guest verify"), "", PATIENCE)?;
+    let ended = control.run_within(&split_words("firn-guest verify"), "", GUEST_TIMEOUT)?;
     let report = last_line(&ended.stdout).with_context(|| format!("{ended:?}"))?;
     report["wrong"].as_u64().context("no count")
 }

@@ -56,7 +56,7 @@ pub(super) fn run_downtime(lab: &Lab, report: &mut Report) -> Result<()> {
         )?;
         let (quick, full) = size.rounds;
         let rounds = lab.extent.runs(quick, full);
-        report.add_note(format!("{}: {}", size.name, load.describe_load()));
+        report.add_remark(format!("{}: {}", size.name, load.describe_load()));
         run_interleaved(rounds, &PauseSystem::ALL, |_, &system| {
             guest.measure_pause(system, report)
         })?;

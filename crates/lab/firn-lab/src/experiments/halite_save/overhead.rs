@@ -20,7 +20,7 @@ const BOOT: Duration = Duration::from_secs(120);
 /// How long the work may take.
 const LIMIT: Duration = Duration::from_secs(600);
 /// Time from the begin of the work proper to the save.
-const LEAD: Duration = Duration::from_millis(1000);
+const TIME_BEFORE_SAVE: Duration = Duration::from_millis(1000);
 
 /// Sizes of a run.
 #[derive(Clone, Copy, Debug)]
@@ -124,7 +124,7 @@ impl<'a> OverheadBench<'a> {
         let facts = save.as_ref().map(|save| &save.said.facts["report"]);
         let within = save.as_ref().map(|save| save.within);
         if within == Some(false) {
-            report.add_note(format!(
+            report.add_remark(format!(
                 "{} {}: the work ended before the save did",
                 workload.name(),
                 system.name()
@@ -160,7 +160,7 @@ impl<'a> OverheadBench<'a> {
         control: &mut GuestControl,
         how: &SaveArgs,
     ) -> Result<SaveDuringWork> {
-        thread::sleep(LEAD);
+        thread::sleep(TIME_BEFORE_SAVE);
         let save_output = self.lab.firn().checkpoint(VM, &self.image, how)?;
         let within = matches!(control.poll_job(JOB)?, JobState::Running { .. });
         Ok(SaveDuringWork { said: save_output, within })

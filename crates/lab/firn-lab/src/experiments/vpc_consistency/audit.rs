@@ -6,14 +6,14 @@ use std::thread;
 
 use anyhow::{Context as _, Result, anyhow, bail};
 use firn_guest::bank::{AnswerBody, BankRequest, TransferLog};
-use firn_linear::{BankAnswer, BankModel, BankOperation, Verdict, check_history};
+use firn_linear::{BankAnswer, BankModel, BankOperation, LinearizabilityVerdict, check_history};
 use serde_json::{Value, json};
 
 use super::clients::{BankClient, COUNT, ClientObservations, ClientsState};
 use crate::site::NetworkNamespace;
 
 /// Steps of the checker, for each operation.
-const TRIES: u64 = 2_000;
+const STEPS_PER_OPERATION_MAX: u64 = 2_000;
 
 /// The number of the auditor: the one after those of all clients.
 const AUDITOR: u64 = COUNT;
@@ -39,7 +39,7 @@ impl BankBooks {
         let (mut held, mut known) = (Vec::new(), Vec::new());
         for account in 0..client.shared.accounts {
             match client.perform_operation(BankOperation::Balance(account)) {
-                Some(BankAnswer::Holds(holds)) => held.push(holds),
+                Some(BankAnswer::Amount(holds)) => held.push(holds),
                 other => bail!("account {account} holds {other:?}"),
             }
         }
@@ -79,15 +79,16 @@ pub(super) fn compare_books(
     if sum != right {
         why.push(format!("all accounts hold {sum} instead of {right}"));
     }
-    let verdict = check_history(bank, &seen.history, TRIES * seen.history.len() as u64);
+    let verdict =
+        check_history(bank, &seen.history, STEPS_PER_OPERATION_MAX * seen.history.len() as u64);
     let (mut not_linearizable, mut undecided) = (0, 0);
     match &verdict {
-        Verdict::Linearizable => (),
-        Verdict::Wrong(explanation) => {
+        LinearizabilityVerdict::Linearizable => (),
+        LinearizabilityVerdict::Wrong(explanation) => {
             not_linearizable = 1;
             why.push(explanation.to_string());
         }
-        Verdict::Undecided => undecided = 1,
+        LinearizabilityVerdict::Undecided => undecided = 1,
     }
     let broken: u64 = books.known.iter().map(|known| known.broken).sum();
     json!({
@@ -117,14 +118,14 @@ mod tests {
     fn look(seen: &mut ClientObservations, held: &[i64]) {
         for (account, &held) in held.iter().enumerate() {
             let called = 1000 + 10 * account as u64;
-            let answer = Some((called + 1, BankAnswer::Holds(held)));
+            let answer = Some((called + 1, BankAnswer::Amount(held)));
             let operation = BankOperation::Balance(account);
             seen.history.push(ClientCall { client: 9, called, operation, answer });
         }
     }
 
     #[test]
-    fn what_is_lost_doubled_or_too_much_is_found() {
+    fn lost_and_doubled_transfers_are_found() {
         let bank = BankModel(vec![100, 100]);
         let known = |taken: &[u64], paid: &[u64]| TransferLog {
             taken: taken.to_vec(),

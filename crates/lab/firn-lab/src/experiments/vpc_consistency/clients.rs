@@ -22,7 +22,7 @@ use crate::site::NetworkNamespace;
 /// The number of clients.
 pub(super) const COUNT: u64 = 6;
 /// How long impatient clients wait until they close a connection.
-const IMPATIENT_WAIT: Duration = Duration::from_secs(1);
+const SHORT_REPLY_WAIT: Duration = Duration::from_secs(1);
 /// How long until they retry.
 const RETRY_INTERVAL: Duration = Duration::from_millis(50);
 /// The maximum amount of a transfer: some transfers are refused.
@@ -67,7 +67,7 @@ impl ClientsState {
         self.answered.load(Ordering::Relaxed)
     }
 
-    fn note_answer(&self, at: u64) {
+    fn record_answer(&self, at: u64) {
         self.answered.fetch_add(1, Ordering::Relaxed);
         self.answers.lock().unwrap_or_else(PoisonError::into_inner).push(at);
     }
@@ -149,7 +149,7 @@ pub(super) struct BankClient {
 impl BankClient {
     pub(super) fn new(shared: Arc<ClientsState>, number: u64, seed: u64) -> Self {
         let is_patient = number % 2 == 0;
-        let patience = if is_patient { shared.give_up } else { IMPATIENT_WAIT };
+        let patience = if is_patient { shared.give_up } else { SHORT_REPLY_WAIT };
         let links = shared.vms.iter().map(|_| None).collect();
         let (state, asked, seen) = (mix(seed ^ mix(number)), 0, ClientObservations::default());
         Self { shared, number, state, asked, patience, links, seen }
@@ -188,7 +188,7 @@ impl BankClient {
         let answer = said.as_ref().and_then(to_answer);
         let at = self.shared.elapsed_ns();
         if answer.is_some() {
-            self.shared.note_answer(at);
+            self.shared.record_answer(at);
         }
         if said == Some(AnswerBody::Done) {
             self.seen.acknowledged.push(id);
@@ -208,7 +208,7 @@ impl BankClient {
             match self.try_ask_once(vm, question) {
                 Ok(said) => return Some(said),
                 Err(_) => {
-                    if self.links[vm].take().is_some() && self.patience > IMPATIENT_WAIT {
+                    if self.links[vm].take().is_some() && self.patience > SHORT_REPLY_WAIT {
                         self.seen.broken += 1;
                     }
                     thread::sleep(RETRY_INTERVAL);
@@ -226,7 +226,7 @@ impl BankClient {
         let link = self.links[vm].insert(link);
         link.send_line(question)?;
         let reply: BankReply = link.receive_line()?;
-        (reply.id == question.id()).then_some(reply.said).context("the answer to another request")
+        (reply.id == question.id()).then_some(reply.body).context("the answer to another request")
     }
 
     pub(super) fn into_observations(self) -> ClientObservations {
@@ -250,7 +250,7 @@ fn to_answer(said: &AnswerBody) -> Option<BankAnswer> {
     match said {
         AnswerBody::Done => Some(BankAnswer::Done),
         AnswerBody::Refused => Some(BankAnswer::Refused),
-        AnswerBody::Holds { held } => Some(BankAnswer::Holds(*held)),
+        AnswerBody::Amount { held } => Some(BankAnswer::Amount(*held)),
         AnswerBody::Elsewhere | AnswerBody::Known(_) => None,
     }
 }
@@ -264,7 +264,7 @@ mod tests {
         let shared = ClientsState::new(Vec::new(), 1, Duration::ZERO);
         let second = 1_000_000_000;
         for at in [1, 9, 2, 10, 15, 16] {
-            shared.note_answer(at * second);
+            shared.record_answer(at * second);
         }
         assert_eq!(shared.longest_gap(10 * second), Some(Duration::from_secs(5)));
         assert_eq!(shared.longest_gap(8 * second), Some(Duration::from_secs(7)));
@@ -272,7 +272,7 @@ mod tests {
     }
 
     #[test]
-    fn what_is_drawn_is_of_the_bank() {
+    fn random_requests_name_accounts_of_the_bank() {
         let shared = ClientsState::new(Vec::new(), 5, Duration::ZERO);
         let mut client = BankClient::new(shared, 3, 7);
         for _ in 0..100 {

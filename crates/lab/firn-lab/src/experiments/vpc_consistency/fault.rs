@@ -147,7 +147,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_seed_is_a_plan_and_all_kinds_come() {
+    fn a_seed_gives_one_plan_and_all_kinds_of_faults_occur() {
         let kinds: Vec<LossKind> = (5..12).map(|seed| FaultPlan::draw_plan(seed).kind).collect();
         assert!(LossKind::ALL.iter().all(|kind| kinds.contains(kind)));
         assert_eq!(FaultPlan::draw_plan(7), FaultPlan::draw_plan(7));

@@ -209,7 +209,7 @@ fn add_figures(way: ConsistencyVariant, report: &mut Report) {
     let wrong: Vec<&Value> = faults.iter().filter(is_wrong).collect();
     report.add_number(way.report_key("wrong"), wrong.len() as f64);
     for fault in &wrong {
-        report.add_note(format!("{}, seed {}: {}", way.name(), fault["seed"], error_text(fault)));
+        report.add_remark(format!("{}, seed {}: {}", way.name(), fault["seed"], error_text(fault)));
     }
     let gaps = faults.iter().filter_map(|fault| fault["gap_s"].as_f64()).collect();
     add_percentiles(&way.report_key("gap_s"), gaps, &PERCENTILES, report);
@@ -251,7 +251,7 @@ mod tests {
     }
 
     #[test]
-    fn a_lost_transfer_fails_it_and_is_what_the_control_is_for() {
+    fn a_lost_transfer_fails_a_run_and_is_expected_in_the_control() {
         assert!(report(ConsistencyVariant::Holding, 0).is_complete());
         let wrong = report(ConsistencyVariant::Holding, 1);
         assert!(

@@ -25,7 +25,7 @@ pub(super) struct TokenReports {
 }
 
 impl TokenReports {
-    fn note_report(&mut self, passed: TokenRecord) {
+    fn record_report(&mut self, passed: TokenRecord) {
         let before = self.newest;
         let is_less = passed.last < before.last
             || passed.passed < before.passed
@@ -70,7 +70,7 @@ impl TokenWatchers {
 
     /// Waits until every VM has passed the token on `times` more times; false if one doesn't in
     /// time.
-    pub(super) fn completes_rounds(&self, times: u64, limit: Duration) -> bool {
+    pub(super) fn has_completed_rounds(&self, times: u64, limit: Duration) -> bool {
         let (before, since) = (self.pass_counts(), Instant::now());
         let is_far = |(now, before): (u64, &u64)| now >= before + times;
         while since.elapsed() < limit {
@@ -107,7 +107,7 @@ fn watch_vm(number: usize, vm: SocketAddr, heard: &Mutex<Vec<TokenReports>>, end
     while !ends.load(Ordering::Relaxed) {
         match poll_vm(&mut link, vm, &mut is_begun) {
             Ok(passed) => {
-                heard.lock().unwrap_or_else(PoisonError::into_inner)[number].note_report(passed);
+                heard.lock().unwrap_or_else(PoisonError::into_inner)[number].record_report(passed);
             }
             Err(_) => link = None,
         }
@@ -140,14 +140,14 @@ mod tests {
     use super::*;
 
     #[test]
-    fn what_is_told_does_not_go_back() {
+    fn reported_tokens_never_decrease() {
         let mut heard = TokenReports::default();
         let passed = TokenRecord { last: 8, passed: 4, wrong: 0, broken: 1 };
-        heard.note_report(passed);
-        heard.note_report(TokenRecord { last: 10, passed: 5, ..passed });
+        heard.record_report(passed);
+        heard.record_report(TokenRecord { last: 10, passed: 5, ..passed });
         assert_eq!(heard.undone, 0);
-        heard.note_report(passed);
-        heard.note_report(passed);
+        heard.record_report(passed);
+        heard.record_report(passed);
         assert_eq!(heard.undone, 1);
     }
 }

@@ -22,8 +22,8 @@ const CLUSTER: &str = "bank";
 const INTERVAL: &str = "50ms";
 /// How long until a question counts as never answered: with output commit, and without it, where
 /// many questions are never answered.
-const GIVE_UP: Duration = Duration::from_secs(60);
-const GIVE_UP_SOON: Duration = Duration::from_secs(12);
+const ANSWER_TIMEOUT: Duration = Duration::from_secs(60);
+const SHORT_ANSWER_TIMEOUT: Duration = Duration::from_secs(12);
 /// How long global checkpoints may take to continue by themselves, where they may.
 const RECOVERY_WAIT: Duration = Duration::from_secs(4);
 /// How long a command may be refused, because a loss is not detected yet, or hosts have not agreed
@@ -73,7 +73,7 @@ impl<'a> FaultTrial<'a> {
             })?;
         }
         let outside = site.outside_namespace()?;
-        let give_up = if fault.is_some() { GIVE_UP_SOON } else { GIVE_UP };
+        let give_up = if fault.is_some() { SHORT_ANSWER_TIMEOUT } else { ANSWER_TIMEOUT };
         let shared = ClientsState::new(vms::bank_addresses(), vms::initial_bank().0.len(), give_up);
         let clients = ClientThreads::start_clients(&shared, &outside, seed);
         let ring = TokenWatchers::start_watchers(&vms::ring_addresses(), &outside);
@@ -83,7 +83,7 @@ impl<'a> FaultTrial<'a> {
     /// Injects a fault; returns the observations and the results of the audit.
     pub(super) fn run_to_end(mut self, plan: &FaultPlan) -> Result<Value> {
         ensure!(
-            self.makes_progress(),
+            self.is_progressing(),
             "clients are not answered, or the token does not move, before the fault"
         );
         thread::sleep(plan.after);
@@ -93,11 +93,11 @@ impl<'a> FaultTrial<'a> {
             true => self.recover_by_record(plan)?,
             false => self.recover_by_operator(plan)?,
         }
-        let goes_on = self.makes_progress();
+        let goes_on = self.is_progressing();
         self.trial_facts(struck, goes_on)
     }
 
-    fn makes_progress(&self) -> bool {
+    fn is_progressing(&self) -> bool {
         let shared = &self.clients.shared;
         let (before, since) = (shared.answer_count(), Instant::now());
         while shared.answer_count() < before + ANSWERS {
@@ -106,7 +106,7 @@ impl<'a> FaultTrial<'a> {
             }
             thread::sleep(POLL_INTERVAL);
         }
-        self.ring.completes_rounds(ROUNDS, shared.give_up)
+        self.ring.has_completed_rounds(ROUNDS, shared.give_up)
     }
 
     /// Recovers without an operator. A host that was cut off or stopped returns: some time later,
@@ -114,7 +114,7 @@ impl<'a> FaultTrial<'a> {
     fn recover_by_record(&mut self, plan: &FaultPlan) -> Result<()> {
         match (plan.kind, plan.duration) {
             (LossKind::Link | LossKind::Frozen, None) => {
-                ensure!(self.makes_progress(), "it was not replaced")
+                ensure!(self.is_progressing(), "it was not replaced")
             }
             (_, lasts) => thread::sleep(lasts.unwrap_or_default()),
         }
@@ -123,7 +123,7 @@ impl<'a> FaultTrial<'a> {
             thread::sleep(plan.operator_delay);
             self.site.restart_hosts(BACKUP_HOST..BACKUP_HOST + 1)?;
         }
-        ensure!(self.makes_progress(), "clients are not answered, or the token does not move");
+        ensure!(self.is_progressing(), "clients are not answered, or the token does not move");
         self.failovers = u64::from(is_named_for_all(self.site, "primary"));
         Ok(())
     }

@@ -59,7 +59,7 @@ const SIMULATED: [usize; 4] = [32, 64, 128, 1024];
 /// How often each of those fails over.
 const SIMULATED_FAILOVERS: u64 = 100;
 /// Turns, in quick and in full runs.
-const TURNS: (usize, usize) = (2, 6);
+const REPETITIONS: (usize, usize) = (2, 6);
 /// The hosts; the last is the backup.
 const HOSTS: [&str; 3] = ["a", "b", "c"];
 const BACKUP_HOST: usize = 2;
@@ -93,7 +93,7 @@ pub fn run(lab: &Lab) -> Result<Report> {
     let mut report = lab.vm_report("vpc-downtime");
     let real = lab.extent.select_wanted(&REAL, |vms| vms.to_string());
     let mut cluster = TestCluster::boot_all(lab)?;
-    for round in 0..lab.extent.runs(TURNS.0, TURNS.1) {
+    for round in 0..lab.extent.runs(REPETITIONS.0, REPETITIONS.1) {
         for &vms in &real {
             cluster
                 .run_turn(vms, &mut report)
@@ -412,7 +412,7 @@ fn add_simulated(decided: &[ProtocolOutcome], seed: u64, report: &mut Report) ->
         let drawn = measured.each_ref().map(|turns| draw_failovers(decided, turns, round_s, seed));
         add_figures(vms, &drawn, report);
     }
-    report.add_note(format!(
+    report.add_remark(format!(
         "{} VMs and more are simulated: hosts of {REAL_MAX}, each as one of the measured turns of {REAL_MAX}, behind the protocol's decisions: its \
          own time, and twice that of asking all hosts ({:.0} ms)",
         SIMULATED[0],

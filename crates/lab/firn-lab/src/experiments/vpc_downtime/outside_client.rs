@@ -49,7 +49,7 @@ impl ClientState {
         self.answered.fill(None);
     }
 
-    fn note_answer(&mut self, from: IpAddr, answer: &[u8], now: Instant) {
+    fn record_answer(&mut self, from: IpAddr, answer: &[u8], now: Instant) {
         let question = answer.first_chunk().copied().map(u64::from_le_bytes);
         let guest = self.guests.iter().position(|guest| from == *guest);
         let counts = question.is_some_and(|question| question >= self.from);
@@ -151,7 +151,7 @@ fn receive_answers(station: &Weak<Mutex<ClientState>>, socket: &UdpSocket) {
         let Some(asked) = station.upgrade() else { return };
         match heard {
             Ok((bytes, from)) => {
-                lock_state(&asked).note_answer(from.ip(), &answer[..bytes], Instant::now());
+                lock_state(&asked).record_answer(from.ip(), &answer[..bytes], Instant::now());
             }
             // No answer within the timeout, or a guest that does not listen yet.
             Err(error) if error.kind() != io::ErrorKind::InvalidInput => {}
@@ -165,7 +165,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn what_was_asked_before_does_not_count() {
+    fn an_answer_to_an_earlier_question_does_not_count() {
         let guests: Vec<Ipv4Addr> = [1, 2].map(HostSite::vm_address).into();
         let [one, other] = [guests[0], guests[1]].map(IpAddr::from);
         let mut asked = ClientState::new(guests);
@@ -173,12 +173,12 @@ mod tests {
         asked.forget_answers();
         let now = Instant::now();
         let answer = |question: u64| [question.to_le_bytes(), [1; 8]].concat();
-        asked.note_answer(one, &answer(4), now);
+        asked.record_answer(one, &answer(4), now);
         assert_eq!(asked.answered, [None, None]);
-        asked.note_answer(one, &answer(5), now);
-        asked.note_answer(one, &answer(6), now + QUESTION_INTERVAL);
-        asked.note_answer(other, b"short", now);
-        asked.note_answer(Ipv4Addr::LOCALHOST.into(), &answer(6), now);
+        asked.record_answer(one, &answer(5), now);
+        asked.record_answer(one, &answer(6), now + QUESTION_INTERVAL);
+        asked.record_answer(other, b"short", now);
+        asked.record_answer(Ipv4Addr::LOCALHOST.into(), &answer(6), now);
         assert_eq!(asked.answered, [Some(now), None]);
         asked.forget_answers();
         assert_eq!(asked.answered, [None, None]);

@@ -82,7 +82,7 @@ fn measure_restore(
         RestoreSettings { afterwards: OBSERVATION_TIME, ..RestoreSettings::new(mode, disk) },
     )?;
     let Some(complete_us) = restored.run.record.finished_us else {
-        report.add_note(format!("{mode}, round {round}: not all memory was present in time"));
+        report.add_remark(format!("{mode}, round {round}: not all memory was present in time"));
         return Ok(());
     };
     let steps = beats.steps_since(restored.since);
@@ -91,7 +91,7 @@ fn measure_restore(
     for level in LEVELS {
         let utilization = f64::from(level) / 100.0;
         let inside_s = firn_measure::time_to_responsiveness(
-            &restored.run.vcpu_stalls(),
+            &restored.run.vcpu_waiting_time(),
             WINDOW_US,
             utilization,
         );

@@ -125,7 +125,7 @@ mod tests {
     }
 
     #[test]
-    fn the_steady_pace_is_what_most_windows_have() {
+    fn the_steady_rate_is_that_of_most_windows() {
         // 10 steps per 10 ms; none in the first second, and for 50 ms later on.
         let beat = |n: u64| (n * 10_000, if n < 100 { 0 } else { 10 * (n - 100) });
         let steps =
@@ -136,14 +136,14 @@ mod tests {
     }
 
     #[test]
-    fn what_a_guest_says_of_its_progress() {
+    fn progress_lines_of_a_guest_are_parsed() {
         assert_eq!(parse_steps(r#"{"progress":12000,"seconds":1.0,"wrong":0}"#), Some(12_000));
         assert_eq!(parse_steps(r#"{"ready":true}"#), None);
         assert_eq!(parse_steps(r#"gress":12000,"seconds""#), None);
     }
 
     #[test]
-    fn what_is_left_of_one_beat_counts_in_the_next() {
+    fn a_partial_beat_counts_in_the_next_window() {
         let steps = StepTimes(vec![(0, 0), (1_000, 6), (2_000, 12), (3_000, 18), (4_000, 20)]);
         assert_eq!(steps.times_us(10_000.0).len(), 2);
     }

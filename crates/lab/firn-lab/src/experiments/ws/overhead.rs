@@ -120,7 +120,7 @@ impl<'a> ScanBench<'a> {
     fn start_work(&self, workload: GuestWorkload) -> Result<()> {
         let mut control = self.connect_control()?;
         // The output of earlier work must not be taken for this one's.
-        control.run_program(&["rm", "-f", workload::SAID])?;
+        control.run_program(&["rm", "-f", workload::OUTPUT_PATH])?;
         let command = workload.endless_command(self.mib);
         control.spawn_job(JOB, &as_argv(&command))?;
         let mut works = || Ok(read_progress(&mut control, workload).ok());

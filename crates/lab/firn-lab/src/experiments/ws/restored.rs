@@ -71,12 +71,12 @@ impl ObservedRestore {
     /// TTR(1 s, 80 %) in seconds, from the waits of the vCPUs. If the guest was not responsive by
     /// the end of the record, about the time of that end, which is a lower bound.
     pub(super) fn ttr_s(&self) -> f64 {
-        firn_measure::time_to_responsiveness(&self.run.vcpu_stalls(), WINDOW_US, RESPONSIVE)
+        firn_measure::time_to_responsiveness(&self.run.vcpu_waiting_time(), WINDOW_US, RESPONSIVE)
     }
 
     /// TTR by utilization in percent.
     pub(super) fn ttr_curve(&self) -> Vec<(f64, f64)> {
-        let curve = firn_measure::responsiveness_curve(&self.run.vcpu_stalls(), WINDOW_US);
+        let curve = firn_measure::responsiveness_curve(&self.run.vcpu_waiting_time(), WINDOW_US);
         curve.into_iter().map(|point| (100.0 * point.utilization, point.ttr_s)).collect()
     }
 

@@ -92,7 +92,7 @@ mod tests {
     }
 
     #[test]
-    fn reports_are_heard_and_forgotten() {
+    fn old_reports_are_dropped() {
         let throughput = ThroughputReceiver::start_receiving().unwrap();
         let guest = UdpSocket::bind((Ipv4Addr::LOCALHOST, 0)).unwrap();
         let say = |text: &str| {

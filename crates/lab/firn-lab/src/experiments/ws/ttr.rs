@@ -48,7 +48,7 @@ const MODES: [RestoreMode; 5] = [
 ];
 const DISKS: [DiskProfile; 3] = [DiskProfile::Hdd7200, DiskProfile::NetSsd, DiskProfile::None];
 /// The disk of the figures.
-const DRAWN: DiskProfile = DiskProfile::Hdd7200;
+const FIGURE_DISK: DiskProfile = DiskProfile::Hdd7200;
 const ROUNDS: (usize, usize) = (1, 3);
 
 /// Points of a line.
@@ -113,9 +113,9 @@ fn measure_restore(
     let (ttr, profile, name) = (restored.ttr_s(), disk.profile(), work.name());
     lab.log_progress(&format!("{name}, {profile}, {mode}: TTR(1 s, 80 %) {ttr:.2} s"));
     if !restored.is_complete() {
-        report.add_note(format!("{name}, {profile}, {mode}: not all memory was present in time"));
+        report.add_remark(format!("{name}, {profile}, {mode}: not all memory was present in time"));
     }
-    if profile == DRAWN && round == 0 {
+    if profile == FIGURE_DISK && round == 0 {
         drawn.curves.push((mode.to_string(), restored.ttr_curve()));
         drawn.throughput.push((mode.to_string(), work_per_second(&reports)));
     }
@@ -171,7 +171,7 @@ fn figure_key(disk: DiskProfile, work: &str, mode: RestoreMode) -> String {
     format!("ttr_1s_80.{disk}.{work}.{mode}")
 }
 
-/// The data of the plots, from the first round on [`DRAWN`], by mode.
+/// The data of the plots, from the first round on [`FIGURE_DISK`], by mode.
 #[derive(Default)]
 struct FirstRoundPlots {
     curves: Vec<(String, LinePoints)>,
@@ -182,7 +182,7 @@ impl FirstRoundPlots {
     fn draw_plots(self, work: SubjectWork, report: &mut Report) -> Result<()> {
         let name = work.name();
         let curves = LinePlot {
-            title: format!("TTR(1 s, u) of {name} on {DRAWN}"),
+            title: format!("TTR(1 s, u) of {name} on {FIGURE_DISK}"),
             x: "minimum utilization u, %".into(),
             y: "seconds since the command".into(),
             lines: self.curves,
@@ -196,7 +196,7 @@ impl FirstRoundPlots {
             _ => return Ok(()),
         };
         let throughput = LinePlot {
-            title: format!("{title}, restored on {DRAWN}"),
+            title: format!("{title}, restored on {FIGURE_DISK}"),
             x: "seconds since the command".into(),
             y: y.into(),
             lines: self.throughput,
@@ -206,16 +206,16 @@ impl FirstRoundPlots {
     }
 }
 
-/// Draws the TTR of all modes side by side, for every work on [`DRAWN`].
+/// Draws the TTR of all modes side by side, for every work on [`FIGURE_DISK`].
 fn draw_side_by_side(report: &Report) -> Result<String> {
     let of_mode = |mode: RestoreMode| {
         let of = |work: SubjectWork| {
-            report.figure_value(&figure_key(DRAWN, &work.name(), mode)).unwrap_or(0.0)
+            report.figure_value(&figure_key(FIGURE_DISK, &work.name(), mode)).unwrap_or(0.0)
         };
         (mode.to_string(), WORKS.map(of).into())
     };
     let plot = BarPlot {
-        title: format!("TTR(1 s, 80 %) on {DRAWN}"),
+        title: format!("TTR(1 s, 80 %) on {FIGURE_DISK}"),
         y: "seconds since the command".into(),
         groups: WORKS.map(SubjectWork::name).into(),
         series: MODES.map(of_mode).into(),

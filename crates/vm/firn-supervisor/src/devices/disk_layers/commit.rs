@@ -58,10 +58,10 @@ impl LayerMerger<'_> {
         folder.record.merges.push(merge);
         folder.store_record()?;
         drop(folder);
-        firn_fault::point("commit.noted");
+        firn_fault::pass_point("commit.noted");
         let commit = build_commit(drive, 0, *base);
         let ready = self.run_job(drive, &commit, true);
-        firn_fault::point("commit.ready");
+        firn_fault::pass_point("commit.ready");
         match ready {
             Ok(()) => self.switch_to_base(target, &commit.job, &dir, &tops),
             failed => self.settle_merges(&dir).and(failed),
@@ -79,13 +79,13 @@ impl LayerMerger<'_> {
         let was_running = self.vm.status().while_doing("asking whether the VM runs")?.running;
         self.enter_phase(was_running)?;
         self.vm.stop().while_doing("pausing the VM")?;
-        firn_fault::point("commit.paused");
+        firn_fault::pass_point("commit.paused");
         let turned = self.complete_job(job);
-        firn_fault::point("commit.completed");
+        firn_fault::pass_point("commit.completed");
         let settled = self
             .close_merged_layers(&target.drive, 0, target.base)
             .and_then(|()| self.settle_merges(dir));
-        firn_fault::point("commit.settled");
+        firn_fault::pass_point("commit.settled");
         if settled.is_ok() && turned.is_ok() {
             let is_gone = |path: &PathBuf| tops.contains(&record_key(path)) || !path.exists();
             let change = |journal: &mut Journal| {

@@ -103,13 +103,13 @@ impl LayerMerger<'_> {
         folder.record.merges.push(merge);
         folder.store_record()?;
         drop(folder);
-        firn_fault::point("merge.noted");
+        firn_fault::pass_point("merge.noted");
         let commit = build_commit(drive, step.top, step.base);
         let ended = self.run_job(drive, &commit, false);
-        firn_fault::point("merge.ended");
+        firn_fault::pass_point("merge.ended");
         self.close_merged_layers(drive, step.top, step.base)?;
         self.settle_merges(&dir)?;
-        firn_fault::point("merge.settled");
+        firn_fault::pass_point("merge.settled");
         ended
     }
 
@@ -148,7 +148,7 @@ impl LayerMerger<'_> {
         until_ready: bool,
     ) -> Result<(), Failure> {
         self.vm.begin_commit(drive, commit).while_doing(MERGING)?;
-        firn_fault::point("merge.begun");
+        firn_fault::pass_point("merge.begun");
         let (mut wait, mut is_cancelled) = (JOB_RETRY, false);
         loop {
             let job = self.find_job(&commit.job)?;

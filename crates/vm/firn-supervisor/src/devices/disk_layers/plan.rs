@@ -157,7 +157,7 @@ mod tests {
     }
 
     #[test]
-    fn a_free_file_takes_what_lies_on_it() {
+    fn a_free_file_receives_the_layers_above_it() {
         assert_eq!(Case::new(5, &[1, 2, 3, 4]).steps(true, &[]), []);
         assert_eq!(Case::new(5, &[1, 2, 3]).steps(true, &[]), [(3, 4)]);
         assert_eq!(Case::new(5, &[1]).steps(true, &[]), [(1, 4)], "several at once");

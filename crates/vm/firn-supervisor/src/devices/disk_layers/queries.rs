@@ -116,7 +116,7 @@ pub(crate) fn intermediate_copy_bytes(chain: &[PathBuf]) -> u64 {
 
 /// Whether a file has to stay over one that has a part of its contents, because a merge ended
 /// early.
-pub(crate) fn covers_partial(file: &Path) -> bool {
+pub(crate) fn must_cover_partial_merge(file: &Path) -> bool {
     let file = record_key(file);
     let record = match read_record(record_dir(&file)) {
         Ok(Some(record)) => record,

@@ -25,7 +25,7 @@ struct NewEntries {
 
 /// Records the files that a save to `image` makes and freezes. The files exist; the VM does not use
 /// them yet.
-pub(crate) fn note_save(vm: &str, image: &Path, drives: &[DriveSnapshot]) -> Result<(), Failure> {
+pub(crate) fn record_save(vm: &str, image: &Path, drives: &[DriveSnapshot]) -> Result<(), Failure> {
     let mut notes = NewEntries::default();
     for kept in drives {
         notes.add_kept(vm, image, kept);
@@ -47,7 +47,7 @@ pub(crate) fn note_save(vm: &str, image: &Path, drives: &[DriveSnapshot]) -> Res
 
 /// Records that an image is about to be written once more, under another name, which will need the
 /// same files.
-pub fn note_copy(image: &Path, copy: &Path) -> Result<(), Failure> {
+pub fn record_copy(image: &Path, copy: &Path) -> Result<(), Failure> {
     let (from, to) = (record_key(image), record_key(copy));
     let source = ReplacedImage::open_at(image).filter(|_| from != to);
     let replaced = ReplacedImage::open_at(copy);

@@ -178,14 +178,14 @@ impl ImageRemoval {
             }
             drop(folder);
         }
-        firn_fault::point("image-rm.noted");
+        firn_fault::pass_point("image-rm.noted");
         for suffix in SUFFIXES {
             let mut path = self.image.as_os_str().to_owned();
             path.push(suffix);
             remove_if_exists(Path::new(&path)).while_doing(removing())?;
         }
         remove_if_exists(&self.image).while_doing(removing())?;
-        firn_fault::point("image-rm.removed");
+        firn_fault::pass_point("image-rm.removed");
         self.remove_unneeded_files(with_disks)
     }
 

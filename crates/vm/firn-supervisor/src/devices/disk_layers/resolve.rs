@@ -62,7 +62,7 @@ impl LockedLayers {
 
     /// Records the files that the restored VM writes to. The files exist; the VM does not use them
     /// yet.
-    pub(crate) fn note_restore(
+    pub(crate) fn record_restore(
         mut self,
         vm: &str,
         pairs: &[(&Path, &Path)],

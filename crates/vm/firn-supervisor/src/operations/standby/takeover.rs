@@ -256,7 +256,7 @@ mod tests {
     }
 
     #[test]
-    fn a_vm_that_was_released_is_run_by_nobody_here() {
+    fn a_released_vm_is_not_run_by_its_standby() {
         let released = StandbyStatus { released: true, ..ready(Some(PrimaryEnd::Released)) };
         let accepts = FailoverRequest { accept_stopped: true, ..FailoverRequest::default() };
         assert!(refusal(&released, accepts).contains("released it"));

@@ -41,7 +41,7 @@ pub(super) fn accept_primary(
     place: &StartContext<'_>,
     listen: &BackupEndpoint,
 ) -> Result<EpochStream, Failure> {
-    firn_fault::point("standby.listen");
+    firn_fault::pass_point("standby.listen");
     let listener = listen.listen().while_doing(format!("listening at {listen}"))?;
     let control = control_server::bind_private(&place.vm.control_socket())
         .while_doing("opening the control socket")?;
@@ -109,7 +109,7 @@ fn answer_command(place: &StartContext<'_>, control: &UnixListener) -> Result<()
     // The client may have disconnected.
     let _ = control_protocol::write_message(&mut &stream, &reply);
     if is_stop {
-        firn_fault::point("standby.stopped");
+        firn_fault::pass_point("standby.stopped");
     }
     match is_stop {
         true => Err(Failure::new(FailureKind::Interrupted, "it was stopped")),

@@ -82,7 +82,7 @@ impl Machines {
 
 /// Name, disk and standby are free again by two commands, each of which the one before names.
 #[test]
-fn a_power_cut_of_all_hosts_leaves_nothing_in_the_way() {
+fn after_a_power_cut_of_all_hosts_the_vm_can_be_started() {
     let mut machines = Machines::start();
     machines.run();
     machines.protect();

@@ -1,14 +1,15 @@
-//! State of store noting: whether the host's plugin notes the application's stores, and the reader
-//! of its notes.
+//! State of store recording: whether the host's plugin records the application's stores, and the
+//! reader of its reports.
 //!
 //! ```text
-//!   not noted ---begin---> noted ---collect: an epoch is reported---> noted
+//!   not recording ---begin---> recording ---collect: an epoch is reported---> recording
 //!      ^                     |
 //!      `--- nothing is reported, or not the stores themselves (too many for a reply, pages that moved)
 //! ```
 //!
-//! If the epochs of an application are never reported, a request for notes in each transaction
-//! would be in vain. After a few failed attempts the application requests notes only rarely.
+//! If the epochs of an application are never reported, a request to record stores in each
+//! transaction would be in vain. After a few failed attempts the application requests it only
+//! rarely.
 
 use std::time::{Duration, Instant};
 
@@ -20,14 +21,14 @@ const FAILURES_MAX: u32 = 3;
 const RETRY_INTERVAL: Duration = Duration::from_secs(5);
 
 #[derive(Debug, Default)]
-pub(super) struct StoreNoting {
+pub(super) struct StoreRecording {
     reader: Option<ReportReader>,
     /// Attempts since an epoch was last reported.
     failures: u32,
     last_attempt: Option<Instant>,
 }
 
-impl StoreNoting {
+impl StoreRecording {
     /// Records that an attempt is made.
     pub(super) fn record_attempt(&mut self) {
         self.reader = None;
@@ -35,17 +36,17 @@ impl StoreNoting {
         self.last_attempt = Some(Instant::now());
     }
 
-    /// Records that stores are noted from now on.
-    pub(super) fn begin_noting(&mut self, reader: ReportReader) {
+    /// Records that stores are recorded from now on.
+    pub(super) fn begin_recording(&mut self, reader: ReportReader) {
         self.reader = Some(reader);
     }
 
-    /// Records that stores are no longer noted.
-    pub(super) fn end_noting(&mut self) {
+    /// Records that stores are no longer recorded.
+    pub(super) fn end_recording(&mut self) {
         self.reader = None;
     }
 
-    /// Whether to request notes, if there are none.
+    /// Whether to request recording, if it is off.
     pub(super) fn is_due(&self) -> bool {
         let is_rested = || self.last_attempt.is_none_or(|tried| tried.elapsed() >= RETRY_INTERVAL);
         self.reader.is_none() && (self.failures < FAILURES_MAX || is_rested())
@@ -56,7 +57,7 @@ impl StoreNoting {
         let mut reader = self.reader.take()?;
         let (epoch, token) = reader.current_epoch();
         slot.end_epoch(token);
-        match slot.read_report(epoch).and_then(|told| reader.open_report(&told)) {
+        match slot.read_report(epoch).and_then(|report| reader.open_report(&report)) {
             Some(StoreReport::Words(runs)) => {
                 self.failures = 0;
                 self.reader = Some(reader);

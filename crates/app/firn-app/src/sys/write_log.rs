@@ -1,6 +1,7 @@
-//! Notes of the signal handler: written pages and words, in memory of their own.
+//! Write log: the pages and words that were written in a span. The signal handler appends to it, in
+//! memory of its own.
 //!
-//! Notes never share a page with data that could be write-protected: a fault inside the handler
+//! The log never shares a page with data that could be write-protected: a fault inside the handler
 //! would end the process.
 //!
 //! ```text
@@ -9,17 +10,17 @@
 //!            2 emulated stores performed
 //!            3 faults   handled
 //!            6 own      the span is the child's own: 0 no, 1 being copied, 2 yes
-//!            7 lock     the thread that notes a page or takes the notes; 0 if none does
-//!            8 ..       one bit per page: noted and writable
+//!            7 lock     the thread that records a page or takes the log; 0 if none does
+//!            8 ..       one bit per page: recorded and writable
 //!   halves   list of pages, in order of their first write
 //!   words    log of stores: offset in the span << 16 | length - 1
 //! ```
 //!
 //! The first and the last page of a span may have other data, which any thread may write at any
-//! time, also while a commit takes the notes. So a page is noted and made writable in one step, and
-//! notes are taken and pages protected in one step: a lock keeps them apart. A thread that has the
-//! lock may fault itself, because `take_notes` writes memory of its caller; then the handler runs
-//! without the lock, and adds to the list that is being read.
+//! time, also while a commit takes the log. So a page is recorded and made writable in one step,
+//! and the log is taken and pages are protected in one step: a lock keeps them apart. A thread that
+//! has the lock may fault itself, because `take_log` writes memory of its caller; then the handler
+//! runs without the lock, and adds to the list that is being read.
 
 use std::ops::Range;
 use std::sync::atomic::{AtomicU32, AtomicU64, Ordering};
@@ -39,9 +40,9 @@ const SHARED: u64 = 0;
 const COPYING: u64 = 1;
 const OWN: u64 = 2;
 
-/// The notes of one span.
+/// The writes to one span since the log was last taken.
 #[derive(Debug)]
-pub(crate) struct SpanNotes {
+pub(crate) struct WriteLog {
     span: PageSpan,
     /// The address of a second, writable mapping of the span; 0 if there is none.
     alias: usize,
@@ -50,14 +51,14 @@ pub(crate) struct SpanNotes {
     owner: OwnerProcess,
 }
 
-/// A store that the handler noted.
+/// A store that the handler recorded.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(crate) struct NotedStore {
+pub(crate) struct RecordedStore {
     pub(crate) address: usize,
     pub(crate) len: usize,
 }
 
-impl SpanNotes {
+impl WriteLog {
     pub(crate) fn new(span: PageSpan, alias: Option<usize>) -> Result<Self, Errno> {
         let log = if alias.is_some() { LOG_STORES_MAX } else { 0 };
         let bits = span.page_count().div_ceil(64);
@@ -140,7 +141,7 @@ impl SpanNotes {
     /// Does a step that no other thread may interrupt.
     ///
     /// Called by the signal handler, too: no allocation, and a lock that its own thread may have.
-    fn in_one_step<T>(&self, step: impl FnOnce() -> T) -> T {
+    fn run_locked<T>(&self, step: impl FnOnce() -> T) -> T {
         let (lock, own) = (self.counter_word(7), rustix::thread::gettid().as_raw_nonzero());
         let own = own.get().unsigned_abs().into();
         if lock.load(Ordering::Acquire) == own {
@@ -154,15 +155,15 @@ impl SpanNotes {
         result
     }
 
-    /// Notes a page and makes it writable. If the kernel has no mapping left to split off, makes
+    /// Records a page and makes it writable. If the kernel has no mapping left to split off, makes
     /// the whole span writable.
     ///
     /// Called by the signal handler: no allocation.
-    pub(crate) fn note_page(&self, address: usize) -> Result<(), Errno> {
-        self.in_one_step(|| self.note_page_alone(address))
+    pub(crate) fn record_page(&self, address: usize) -> Result<(), Errno> {
+        self.run_locked(|| self.record_locked_page(address))
     }
 
-    fn note_page_alone(&self, address: usize) -> Result<(), Errno> {
+    fn record_locked_page(&self, address: usize) -> Result<(), Errno> {
         self.counter_word(3).fetch_add(1, Ordering::Relaxed);
         let page = (address - self.span.start()) / PAGE;
         let bit = 1 << (page % 64);
@@ -176,9 +177,9 @@ impl SpanNotes {
         })
     }
 
-    /// Notes a store. False if the log is full: then the store must not be performed without a
-    /// note.
-    pub(crate) fn note_store(&self, stored: NotedStore) -> bool {
+    /// Records a store. False if the log is full: then the store must not be performed without a
+    /// record.
+    pub(crate) fn record_store(&self, stored: RecordedStore) -> bool {
         let at = self.counter_word(1).fetch_add(1, Ordering::AcqRel) as usize;
         let Some(entry) = self.store_log().get(at) else { return false };
         let offset = (stored.address - self.span.start()) as u64;
@@ -187,7 +188,7 @@ impl SpanNotes {
         true
     }
 
-    pub(crate) fn note_unsupported(&self) {
+    pub(crate) fn count_unsupported(&self) {
         self.counter_word(4).fetch_add(1, Ordering::Relaxed);
     }
 
@@ -199,20 +200,20 @@ impl SpanNotes {
         self.counter_word(4).load(Ordering::Relaxed)
     }
 
-    /// Returns what was noted, forgets it, and protects what was made writable. No thread may write
-    /// the area in the span meanwhile.
-    pub(crate) fn take_notes(
+    /// Returns the recorded pages and stores, clears the log, and protects the pages again. No
+    /// thread may write the area in the span meanwhile.
+    pub(crate) fn take_log(
         &self,
         pages: &mut Vec<u32>,
-        stores: &mut Vec<NotedStore>,
+        stores: &mut Vec<RecordedStore>,
     ) -> Result<(), Errno> {
-        self.in_one_step(|| self.take_notes_alone(pages, stores))
+        self.run_locked(|| self.take_locked_log(pages, stores))
     }
 
-    fn take_notes_alone(
+    fn take_locked_log(
         &self,
         pages: &mut Vec<u32>,
-        stores: &mut Vec<NotedStore>,
+        stores: &mut Vec<RecordedStore>,
     ) -> Result<(), Errno> {
         pages.clear();
         stores.clear();
@@ -249,13 +250,13 @@ impl SpanNotes {
         protect_span(self.span, false)
     }
 
-    fn take_stores(&self, stores: &mut Vec<NotedStore>) {
+    fn take_stores(&self, stores: &mut Vec<RecordedStore>) {
         let count = self.counter_word(1).swap(0, Ordering::AcqRel) as usize;
-        let noted = self.store_log().iter().take(count).map(|entry| {
+        let recorded = self.store_log().iter().take(count).map(|entry| {
             let entry = entry.load(Ordering::Acquire);
             let address = self.span.start() + (entry >> 16) as usize;
-            NotedStore { address, len: (entry & 0xffff) as usize + 1 }
+            RecordedStore { address, len: (entry & 0xffff) as usize + 1 }
         });
-        stores.extend(noted);
+        stores.extend(recorded);
     }
 }
