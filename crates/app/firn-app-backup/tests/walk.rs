@@ -3,8 +3,12 @@
 //! acknowledged; in the end all targets are equal.
 //!
 //! The application (this program, started as a child) executes one command per line. The contents of
-//! its area are the commit's identity, its parent's identity, and bytes that follow from both.
-//! `FIRN_RUNS` sets the count of walks, `FIRN_SEED` the first one.
+//! its area are the commit's identity, its parent's identity, and bytes that follow from both. In
+//! one walk of four the area is so large that a transaction is several records.
+//!
+//! `FIRN_RUNS` sets the count of walks, `FIRN_SEED` the first one, `FIRN_OUTAGE_MS` the longest
+//! outage in which the application continues. With `FIRN_FSYNC` all logs are forced to disk at
+//! every commit.
 
 #![cfg(test)]
 #![allow(clippy::unwrap_used, clippy::expect_used, clippy::panic, reason = "tests may fail so")]
@@ -25,9 +29,10 @@ use firn_app::{
 use support::{Backup, Link, LinkState, identity, make_keys};
 
 const CHILD: &str = "FIRN_APP_WALK_CHILD";
-const LEN: usize = 9000;
+const LENS: [usize; 2] = [9000, 3 << 20];
 const STEPS: usize = 30;
-const TIMEOUT: Duration = Duration::from_millis(60);
+/// How long a commit waits, with a small and with a large area.
+const TIMEOUTS: [Duration; 2] = [Duration::from_millis(60), Duration::from_millis(500)];
 /// A walk must be able to reach its end on a busy machine.
 const PATIENCE: Duration = Duration::from_secs(60);
 
@@ -39,25 +44,32 @@ fn byte(identity: u64, at: usize) -> u8 {
     (identity.wrapping_mul(0x9e37_79b9_7f4a_7c15).rotate_left(at as u32 % 64) >> 56) as u8
 }
 
-/// Opens a session whose targets are words: `file=PATH` or `remote=ADDRESS`.
-fn open(text: &str, timeout: Duration) -> Result<(Session, Area), Error> {
+/// Opens a session as words describe it: the required targets, the directory of the keys, the
+/// length of the area, and targets: `file=PATH` or `remote=ADDRESS`.
+fn open(text: &str, timeout: Option<Duration>) -> Result<(Session, Area), Error> {
     let mut words = text.split(' ');
     let require: RequiredTargets = words.next().unwrap().parse().unwrap();
     let keys = identity(Path::new(words.next().unwrap()));
+    let len: usize = words.next().unwrap().parse().unwrap();
+    let timeout = timeout.unwrap_or(TIMEOUTS[usize::from(len == LENS[1])]);
+    let fsync = match std::env::var_os("FIRN_FSYNC") {
+        Some(_) => FsyncPolicy::EveryCommit,
+        None => FsyncPolicy::Never,
+    };
     let mut options = SessionOptions::new("walk")
         .tracker(TrackerKind::Assisted)
         .require(require)
         .backup_timeout(timeout);
     for word in words {
         options = options.backup(match word.split_once('=').unwrap() {
-            ("file", path) => BackupTarget::file(path).fsync(FsyncPolicy::Never),
+            ("file", path) => BackupTarget::file(path).fsync(fsync),
             (_, address) => {
                 BackupTarget::remote(address, keys.clone()).compression(Compression::Lz4)
             }
         });
     }
     let mut session = Session::open(options)?;
-    let area = session.allocate("area", LEN)?;
+    let area = session.allocate("area", len)?;
     session.recover()?;
     Ok((session, area))
 }
@@ -83,7 +95,7 @@ fn read(session: &Session, area: &Area) -> (u64, u64) {
 fn child() {
     let Ok(text) = std::env::var(CHILD) else { return };
     let mut out = std::io::stdout();
-    let (mut session, area) = match open(&text, TIMEOUT) {
+    let (mut session, area) = match open(&text, None) {
         Ok(opened) => opened,
         Err(error) => {
             writeln!(out, "\nrefused {error} {:?}", std::error::Error::source(&error)).unwrap();
@@ -99,7 +111,7 @@ fn child() {
         let bytes = transaction.bytes(&area);
         bytes[..8].copy_from_slice(&identity.to_le_bytes());
         bytes[8..16].copy_from_slice(&parent.to_le_bytes());
-        for at in (16..LEN).filter(|at| *at as u64 % 3 == identity % 3) {
+        for at in (16..bytes.len()).filter(|at| *at as u64 % 3 == identity % 3) {
             bytes[at] = byte(identity, at);
         }
         match transaction.commit() {
@@ -219,6 +231,7 @@ struct Walk {
     application: Option<Application>,
     trace: String,
     draw: Draw,
+    kills: u64,
 }
 
 impl Walk {
@@ -234,10 +247,10 @@ impl Walk {
         let turn = draw.below(3) as usize;
         targets.rotate_left(turn);
         let require = ["all", "any", "2"][draw.below(3) as usize];
-        let keys = dir.join("application");
-        let orders = format!("{require} {} {}", keys.display(), targets.join(" "));
+        let (keys, len) = (dir.join("application"), LENS[usize::from(seed % 4 == 0)]);
+        let orders = format!("{require} {} {len} {}", keys.display(), targets.join(" "));
         let (model, trace) = (Model::default(), format!("seed {seed} require {require}:"));
-        Self { backups, links, log, orders, model, application: None, trace, draw }
+        Self { backups, links, log, orders, model, application: None, trace, draw, kills: 0 }
     }
 
     fn heal(&mut self) {
@@ -265,6 +278,11 @@ impl Walk {
         let application = self.application.as_mut().unwrap();
         let identity = self.model.begin_commit();
         application.order(identity);
+        self.await_reply(identity)
+    }
+
+    fn await_reply(&mut self, identity: u64) -> bool {
+        let application = self.application.as_mut().unwrap();
         let reply = application.reply().expect("the application ended by itself");
         let is_acknowledged = reply == format!("acknowledged {identity}");
         match is_acknowledged {
@@ -279,9 +297,10 @@ impl Walk {
 
     fn step(&mut self) {
         self.start_application();
-        let action = self.draw.below(13);
+        let action = self.draw.below(16);
         let which = self.draw.below(2) as usize;
         write!(self.trace, " {action}/{which}").unwrap();
+        self.kills += u64::from(matches!(action, 0..=4 | 7..=8 | 13..=15));
         match action {
             0 => self.backups[which].kill(),
             1 | 2 => self.backups[which].restart(),
@@ -297,6 +316,9 @@ impl Walk {
                 std::thread::sleep(Duration::from_micros(self.draw.below(3000)));
                 application.kill();
             }
+            13 => self.interrupt_commit(|walk| walk.backups[which].kill()),
+            14 => self.interrupt_commit(|walk| walk.links[which].set(LinkState::Cut)),
+            15 => self.commit_in_outage(which),
             _ => {
                 for _ in 0..=self.draw.below(4) {
                     self.commit();
@@ -305,8 +327,36 @@ impl Walk {
         }
     }
 
+    /// Something breaks within a commit.
+    fn interrupt_commit(&mut self, interrupt: impl FnOnce(&mut Self)) {
+        let identity = self.model.begin_commit();
+        self.application.as_mut().unwrap().order(identity);
+        std::thread::sleep(Duration::from_micros(self.draw.below(3000)));
+        interrupt(self);
+        self.await_reply(identity);
+    }
+
+    /// Commits for a while without a backup or its link, which then returns.
+    fn commit_in_outage(&mut self, which: usize) {
+        let outage = Duration::from_millis(self.draw.below(number_from("FIRN_OUTAGE_MS", 50)));
+        match self.draw.below(3) {
+            0 => self.backups[which].kill(),
+            1 => self.links[which].set(LinkState::Cut),
+            _ => self.links[which].set(LinkState::Stalled),
+        }
+        let since = Instant::now();
+        while since.elapsed() < outage {
+            self.commit();
+            std::thread::sleep(Duration::from_millis(10));
+        }
+        match self.backups[which].is_running() {
+            true => self.links[which].set(LinkState::Whole),
+            false => self.backups[which].restart(),
+        }
+    }
+
     /// All is mended, and one more commit is acknowledged by all: then all logs are equal.
-    fn finish(mut self) -> (u64, u64) {
+    fn finish(mut self) -> [u64; 3] {
         self.heal();
         self.start_application();
         let since = Instant::now();
@@ -320,13 +370,15 @@ impl Walk {
         assert!(child.wait().unwrap().success(), "{}", self.trace);
         // A target that is being tried again when the application ends is updated by the next one.
         let all = self.orders.replacen(self.orders.split(' ').next().unwrap(), "all", 1);
-        let (session, _) = open(&all, PATIENCE).unwrap();
+        let (session, _) = open(&all, Some(PATIENCE)).unwrap();
         session.flush_backups().unwrap();
         drop(session);
         self.backups.iter_mut().for_each(Backup::kill);
         let mut states = Vec::new();
+        let len = self.orders.split(' ').nth(2).unwrap();
         for path in self.backups.iter().map(|it| it.logs.join("walk.log")).chain([self.log]) {
-            let (session, area) = open(&format!("all - file={}", path.display()), TIMEOUT).unwrap();
+            let targets = format!("all - {len} file={}", path.display());
+            let (session, area) = open(&targets, None).unwrap();
             let (identity, parent) = read(&session, &area);
             self.model.recover(identity, parent, &self.trace);
             states.push((session.sequence(), session.bytes(&area).to_vec()));
@@ -334,14 +386,14 @@ impl Walk {
         let heads: Vec<_> = states.iter().map(|(number, bytes)| (number, &bytes[..16])).collect();
         let are_equal = states.iter().all(|state| *state == states[0]);
         assert!(are_equal, "{heads:?}; {}", self.trace);
-        (self.model.acknowledged_count, self.model.failed_count)
+        [self.model.acknowledged_count, self.model.failed_count, self.kills]
     }
 }
 
 #[test]
 fn nothing_acknowledged_is_lost() {
-    let first = number_from("FIRN_SEED", 1);
-    let (mut acknowledged, mut failed) = (0, 0);
+    let first = number_from("FIRN_SEED", 3);
+    let mut sums = [0; 3];
     for seed in first..first + number_from("FIRN_RUNS", 2) {
         let dir = tempfile::tempdir().unwrap();
         let mut walk = Walk::new(dir.path(), seed);
@@ -349,8 +401,9 @@ fn nothing_acknowledged_is_lost() {
             walk.step();
         }
         let counts = walk.finish();
-        (acknowledged, failed) = (acknowledged + counts.0, failed + counts.1);
+        sums.iter_mut().zip(counts).for_each(|(sum, count)| *sum += count);
     }
-    println!("{acknowledged} commits acknowledged, {failed} not");
+    let [acknowledged, failed, kills] = sums;
+    println!("{kills} kills and outages: {acknowledged} commits acknowledged, {failed} not");
     assert!(acknowledged > 10, "{acknowledged}");
 }

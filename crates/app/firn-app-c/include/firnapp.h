@@ -106,12 +106,17 @@ typedef struct {
 /* Opens a session into *session. */
 int firn_app_open(const firn_app_options *options, firn_app **session);
 
-/* Allocates an area of zeros, aligned to a page. Returns its number, and its address in *start. It exists as long as the session. */
+/* Allocates an area of zeros, aligned to a page. Returns its number, and its address in *start. It exists until it is forgotten
+ * or the session is closed. */
 int firn_app_allocate(firn_app *session, const char *name, size_t length, void **start);
 
-/* Makes existing memory an area, and returns its number. The memory must exist until the session is closed, must not be a
- * stack, and no other code may protect or unmap its pages. Not with "emul", maybe not with "scan". */
+/* Makes existing memory an area, and returns its number. The memory must exist until it is forgotten or the session is closed,
+ * must not be a stack, and no other code may protect or unmap its pages. Not with "emul", maybe not with "scan". */
 int firn_app_register(firn_app *session, const char *name, void *start, size_t length);
+
+/* Forgets an area, by its number: it is no part of later transactions, and the next committed one removes it from the backups.
+ * Registered memory may be unmapped or freed then; allocated memory is unmapped by this call. Not inside of a transaction. */
+int firn_app_forget_area(firn_app *session, int area);
 
 /* Fills the areas with the last committed state of the backups. Returns its number; 0 if there is none. */
 int64_t firn_app_recover(firn_app *session);
@@ -137,7 +142,7 @@ int firn_app_status(firn_app *session, firn_app_target_status *targets, size_t s
 /* The number of the last transaction that every backup has; 0 in a child of the process that opened the session. */
 uint64_t firn_app_acknowledged(const firn_app *session);
 
-/* The tracker in use. */
+/* The tracker with which the session was opened. */
 const char *firn_app_tracker(const firn_app *session);
 
 /* Ends a session: an open transaction is aborted, and backups get the transactions that they lack. NULL is allowed.

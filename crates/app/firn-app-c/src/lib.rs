@@ -167,10 +167,6 @@ pub unsafe extern "C" fn firn_app_open(
     }))
 }
 
-fn area_number(session: &Session, area: AreaId) -> i64 {
-    session.areas().position(|(id, _)| id == area).map_or(EINTERNAL, |number| number as i64)
-}
-
 /// See the header.
 ///
 /// # Safety
@@ -195,7 +191,7 @@ pub unsafe extern "C" fn firn_app_allocate(
             .ok_or_else(|| FirnAppFailure::invalid_argument("the pointer for the start is null"))?;
         let area = app.session.allocate(name, length)?;
         *start = area.as_ptr().cast();
-        let number = area_number(&app.session, area.id());
+        let number = i64::from(area.id().index());
         app.areas.push(area);
         Ok(number)
     }))
@@ -224,7 +220,29 @@ pub unsafe extern "C" fn firn_app_register(
             .ok_or_else(|| FirnAppFailure::invalid_argument("no memory"))?;
         // SAFETY: as above.
         let area = unsafe { app.session.register(name, start, length) }?;
-        Ok(area_number(&app.session, area))
+        Ok(i64::from(area.index()))
+    }))
+}
+
+/// See the header.
+///
+/// # Safety
+///
+/// `app` is a session that no other code uses at the moment, and no thread uses an area that the
+/// library allocated.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn firn_app_forget_area(app: *mut FirnApp, area: c_int) -> c_int {
+    clamp_to_int(run_for_c(|| {
+        // SAFETY: the caller's promise.
+        let app = unsafe { session_from_pointer(app) }?;
+        let number = u32::try_from(area).ok();
+        let find = |(id, _): (AreaId, &str)| (Some(id.index()) == number).then_some(id);
+        let id = app.session.areas().find_map(find).ok_or_else(|| {
+            FirnAppFailure::invalid_argument(&format!("the session has no area {area}"))
+        })?;
+        app.session.forget_area(id)?;
+        app.areas.retain(|area| area.id() != id);
+        Ok(0)
     }))
 }
 
@@ -301,7 +319,7 @@ pub unsafe extern "C" fn firn_app_changes(
         }
         for (at, change) in session.changes().iter().take(count).enumerate() {
             let (offset, length) = (change.bytes.start, change.bytes.len());
-            let area = area_number(session, change.area) as u32;
+            let area = change.area.index();
             // SAFETY: `at` is below `count`, for which there is room.
             unsafe { changes.add(at).write(FirnAppChange { area, offset, length }) };
         }

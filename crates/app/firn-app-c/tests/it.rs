@@ -77,6 +77,234 @@ fn the_examples_count_on_in_each_others_logs() {
     assert!(words.starts_with("open: the backup failed: cannot open /nowhere/log"), "{words}");
 }
 
+/// A library that was installed for a package: below a directory, for another prefix.
+struct Installed {
+    dir: tempfile::TempDir,
+}
+
+impl Installed {
+    fn new() -> Self {
+        let dir = tempfile::tempdir().unwrap();
+        let program = std::env::current_exe().unwrap();
+        let output = Command::new(here().join("install.sh"))
+            .args([Path::new("/opt/firn"), program.parent().unwrap()])
+            .env("DESTDIR", dir.path())
+            .output()
+            .unwrap();
+        assert!(output.status.success(), "{}", String::from_utf8_lossy(&output.stderr));
+        Self { dir }
+    }
+
+    fn library_directory(&self) -> PathBuf {
+        self.dir.path().join("opt/firn/lib")
+    }
+
+    /// The example of the installed manual page, compiled against the installed files.
+    fn compile_example(&self) -> PathBuf {
+        let page = self.dir.path().join("opt/firn/share/man/man3/firnapp.3");
+        let page = std::fs::read_to_string(page).unwrap();
+        let start = page.find("#include <firnapp.h>\n#include <stdio.h>").unwrap();
+        let example = page[start..].split(".fi\n").next().unwrap().replace("\\e", "\\");
+        let lines = example.lines().count();
+        assert!(lines <= 35, "{lines} lines");
+        let [source, program] = ["starts.c", "starts"].map(|name| self.dir.path().join(name));
+        std::fs::write(&source, example).unwrap();
+        let flags = Command::new("pkg-config")
+            .args(["--cflags", "--libs", "firnapp"])
+            .env("PKG_CONFIG_PATH", self.library_directory().join("pkgconfig"))
+            .env("PKG_CONFIG_SYSROOT_DIR", self.dir.path())
+            .output()
+            .unwrap();
+        let flags = String::from_utf8(flags.stdout).unwrap();
+        let mut arguments: Vec<String> =
+            ["-Wall", "-Wextra", "-Werror", "-std=c99"].map(str::to_owned).into();
+        arguments.push(source.display().to_string());
+        arguments.extend(flags.split_whitespace().map(str::to_owned));
+        arguments.extend(["-o".into(), program.display().to_string()]);
+        run(Path::new("cc"), arguments);
+        program
+    }
+
+    /// The wheel of the Python package, unpacked as an installer does.
+    fn install_python(&self) -> PathBuf {
+        const SCRIPT: &str = "import sys, zipfile, wheel_backend\n\
+            wheel = wheel_backend.build_wheel(sys.argv[1])\n\
+            zipfile.ZipFile(f'{sys.argv[1]}/{wheel}').extractall(f'{sys.argv[1]}/site')";
+        let output = Command::new("python3")
+            .args(["-B", "-c", SCRIPT])
+            .arg(self.dir.path())
+            .current_dir(here().join("python"))
+            .output()
+            .unwrap();
+        assert!(output.status.success(), "{}", String::from_utf8_lossy(&output.stderr));
+        let site = self.dir.path().join("site");
+        let info = site.join("firnapp-0.1.0.dist-info");
+        assert!(info.join("METADATA").exists() && info.join("RECORD").exists());
+        site
+    }
+
+    fn python(&self, script: &str) -> Command {
+        let mut command = Command::new("python3");
+        command.args(["-c", script]).env("PYTHONPATH", self.install_python());
+        command.env("LD_LIBRARY_PATH", self.library_directory()).current_dir(self.dir.path());
+        command
+    }
+
+    /// Runs a program that counts its starts and prints them, and kills it at some instant, many
+    /// times. At the end the count includes all starts that were printed.
+    fn check_kills(&self, command: impl Fn() -> Command, delay_max: u64) {
+        let (mut printed, mut runs) = (0, 0);
+        for delay in (0..12).map(|number| number * delay_max / 11) {
+            let mut started = command().stdout(std::process::Stdio::piped()).spawn().unwrap();
+            std::thread::sleep(std::time::Duration::from_millis(delay));
+            started.kill().unwrap();
+            let output = started.wait_with_output().unwrap();
+            runs += 1;
+            printed += u64::from(!output.stdout.is_empty());
+        }
+        let output = command().output().unwrap();
+        let text = String::from_utf8(output.stdout).unwrap();
+        let errors = String::from_utf8_lossy(&output.stderr);
+        let count = text.strip_prefix("start ").and_then(|text| text.split_whitespace().next());
+        let count: u64 = count.unwrap_or_else(|| panic!("{text}{errors}")).parse().unwrap();
+        assert!((printed + 1..=runs + 1).contains(&count), "{printed} of {runs}: {text}");
+    }
+}
+
+#[test]
+fn the_example_of_the_man_page_survives_kills() {
+    let installed = Installed::new();
+    let program = installed.compile_example();
+    let command = || {
+        let mut command = Command::new(&program);
+        command.env("LD_LIBRARY_PATH", installed.library_directory());
+        command.current_dir(installed.dir.path());
+        command
+    };
+    installed.check_kills(command, 22);
+}
+
+/// The code of the package's README.
+fn python_example() -> String {
+    let text = std::fs::read_to_string(here().join("python/README.md")).unwrap();
+    let code = text.split("```python\n").nth(1).unwrap().split("```").next().unwrap();
+    let lines = code.lines().filter(|line| !line.is_empty()).count();
+    assert!(lines <= 20, "{lines} lines");
+    code.to_owned()
+}
+
+#[test]
+fn the_example_of_the_python_package_survives_kills() {
+    let installed = Installed::new();
+    installed.install_python();
+    let code = python_example();
+    let command = || {
+        let mut command = Command::new("python3");
+        command.args(["-c", &code]).env("PYTHONPATH", installed.dir.path().join("site"));
+        command.env("LD_LIBRARY_PATH", installed.library_directory());
+        command.current_dir(installed.dir.path());
+        command
+    };
+    installed.check_kills(command, 220);
+}
+
+#[test]
+fn the_python_package_has_areas_transactions_and_errors() {
+    const SCRIPT: &str = r#"
+import firnapp
+
+session = firnapp.Session("python", file="python.log", fsync_ms=-1, tracker="pt_assisted")
+area, other = session.allocate("area", 9000), session.allocate("other", 10)
+assert (len(area), area.readonly, area.format, session.tracker) == (9000, False, "B", "pt_assisted")
+with session.transaction():
+    area[5000:5003] = b"abc"
+try:
+    with session.transaction():
+        area[5000:5003] = b"xyz"
+        raise KeyError("a mistake")
+except KeyError:
+    pass
+assert bytes(area[5000:5003]) == b"abc"
+with session.transaction():
+    area[8] = 7
+print([(change.area, change.offset, change.length) for change in session.changes()], session.acknowledged)
+try:
+    session.allocate("area", 5)
+except firnapp.Error as error:
+    print(error.errno, error.strerror)
+part = other[:10]
+for call in (lambda: session.forget(other), session.close):
+    try:
+        call()
+        print("a slice is in use")
+    except BufferError as error:
+        pass
+part[0] = 1
+del part
+session.forget(other)
+other = session.allocate("again", 10)
+session.forget(other)
+session.flush()
+print(session.status())
+session.close()
+for view in (area, other):
+    try:
+        view[0]
+    except ValueError as error:
+        print(error)
+targets = [firnapp.Target(file="python.log"), firnapp.Target(file="second.log")]
+with firnapp.Session("python", targets=targets, require="all", timeout_ms=3000) as session:
+    area = session.allocate("area", 9000)
+    print(session.recover(), bytes(area[5000:5003]), area[8], len(session.status()))
+try:
+    firnapp.Session("python")
+except firnapp.Error as error:
+    print(error.errno)
+"#;
+    let installed = Installed::new();
+    let output = installed.python(SCRIPT).output().unwrap();
+    let errors = String::from_utf8_lossy(&output.stderr);
+    assert!(output.status.success(), "{errors}");
+    let text = String::from_utf8(output.stdout).unwrap();
+    let expected = "[(0, 8, 8)] 2\n\
+        -1 the area \"area\" overlaps with the area \"area\", or has its name\n\
+        [<python.log: connected, transaction 2>]\n\
+        operation forbidden on released memoryview object\n\
+        operation forbidden on released memoryview object\n\
+        2 b'abc' 7 2\n\
+        -1\n";
+    assert_eq!(text, expected, "{errors}");
+}
+
+#[test]
+fn an_area_is_forgotten_by_its_number() {
+    const SCRIPT: &str = r#"
+result, session = opened(Target(file=path("log"), fsync_ms=-1))
+memory = [ctypes.c_void_p() for _ in range(3)]
+for number, start in enumerate(memory):
+    assert lib.firn_app_allocate(session, b"area%d" % number, ctypes.c_size_t(9000), ctypes.byref(start)) == number
+assert lib.firn_app_begin(session) == 0 and lib.firn_app_commit(session) == 1
+print(lib.firn_app_forget_area(session, 1), lib.firn_app_forget_area(session, 1), lib.firn_app_error().decode())
+print(lib.firn_app_forget_area(session, 7), lib.firn_app_forget_area(session, -1))
+assert lib.firn_app_begin(session) == 0
+print(lib.firn_app_forget_area(session, 0), lib.firn_app_error().decode())
+ctypes.memset(memory[2].value + 100, 5, 8)
+assert lib.firn_app_commit(session) == 2
+class Change(ctypes.Structure):
+    _fields_ = [("area", ctypes.c_uint32), ("offset", ctypes.c_size_t), ("length", ctypes.c_size_t)]
+found = (Change * 4)()
+lib.firn_app_changes.restype = ctypes.c_int64
+count = lib.firn_app_changes(session, found, ctypes.c_size_t(4))
+print([(change.area, change.offset, change.length) for change in found[:count]])
+lib.firn_app_close(session)
+"#;
+    let dir = tempfile::tempdir().unwrap();
+    let output = run_script(SCRIPT, dir.path());
+    let expected = "0 -1 the session has no area 1\n-1 -1\n\
+        -2 forget an area: a transaction is open\n[(2, 96, 16)]\n";
+    assert_eq!(output, expected);
+}
+
 #[test]
 fn the_man_page_has_every_function() {
     let read = |path: &str| std::fs::read_to_string(here().join(path)).unwrap();
@@ -86,7 +314,7 @@ fn the_man_page_has_every_function() {
         .filter(|line| line.ends_with(");") && line.contains("firn_app_"))
         .filter_map(|line| line.split('(').next()?.split([' ', '*']).next_back())
         .collect();
-    assert_eq!(functions.len(), 18, "{functions:?}");
+    assert_eq!(functions.len(), 19, "{functions:?}");
     for function in functions {
         assert!(page.contains(&format!("{function}(")), "{function}");
         let code = ["src/lib.rs", "src/status.rs", "src/standby.rs"].map(read).concat();

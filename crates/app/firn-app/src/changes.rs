@@ -6,6 +6,14 @@ use std::ops::Range;
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
 pub struct AreaId(pub(crate) u32);
 
+impl AreaId {
+    /// The number: 0 for the first area of a session, and so on. A number is not used again after
+    /// the area was forgotten.
+    pub fn index(self) -> u32 {
+        self.0
+    }
+}
+
 /// A range of bytes of an area that changed.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct AreaChange {

@@ -37,6 +37,15 @@ impl PageClaims {
     }
 }
 
+impl PageClaims {
+    /// Releases the pages of a span, which may be a part of claimed spans.
+    pub(crate) fn release_pages(&mut self, span: PageSpan) {
+        let mut claimed = lock_claims();
+        span.remove_from(&mut claimed);
+        span.remove_from(&mut self.0);
+    }
+}
+
 impl Drop for PageClaims {
     fn drop(&mut self) {
         let all = std::mem::take(&mut self.0);

@@ -42,6 +42,7 @@
 mod backup;
 mod changes;
 mod claims;
+mod committed_bytes;
 mod difference;
 mod error;
 mod host;

@@ -10,7 +10,7 @@ use crate::error::Error;
 use crate::span::{PAGE, PageSpan};
 use crate::sys::mapping::OwnedMapping;
 
-/// Pages that the application uses. Some trackers need a second mapping of them.
+/// Pages that the application uses, and a second mapping of them if the tracker needs one.
 ///
 /// The pages stay mapped until the last owner is dropped: an [`crate::Area`] can outlive its
 /// session.
@@ -33,16 +33,18 @@ impl AreaMemory {
 
     /// Maps a memory file twice, both times writable.
     pub(crate) fn map_twice(bytes: usize) -> Result<Self, Error> {
-        Self::from_file(bytes, OwnedMapping::map_shared)
+        Self::map_memfd(bytes, OwnedMapping::map_shared)
     }
 
     /// Maps a memory file twice: the first mapping copies each page that is written; the second is
     /// the file.
     pub(crate) fn map_copying(bytes: usize) -> Result<Self, Error> {
-        Self::from_file(bytes, OwnedMapping::map_private)
+        Self::map_memfd(bytes, OwnedMapping::map_private)
     }
 
-    fn from_file(
+    /// Creates a memory file and maps it: by `map` for the application, and a second time shared and
+    /// writable for the tracker.
+    fn map_memfd(
         bytes: usize,
         map: impl Fn(std::os::fd::BorrowedFd<'_>, usize) -> Result<OwnedMapping, rustix::io::Errno>,
     ) -> Result<Self, Error> {
@@ -67,7 +69,7 @@ impl AreaMemory {
     }
 
     /// The second mapping's address.
-    pub(crate) fn alias_address(&self) -> Option<usize> {
+    pub(crate) fn second_address(&self) -> Option<usize> {
         self.second.as_ref().map(|second| second.start().as_ptr().expose_provenance())
     }
 

@@ -15,12 +15,12 @@ use std::ptr::NonNull;
 use std::sync::Arc;
 
 use crate::backup::{
-    self, ApplicationLog, ApplicationState, BackupError, BackupMonitor, BackupSet, BackupStatus,
-    CommittedState, FsyncPolicy, PayloadBuilder,
+    self, ApplicationLog, ApplicationState, AreaDefinition, BackupError, BackupMonitor, BackupSet,
+    BackupStatus, CommittedState, FsyncPolicy, NewChanges, SharedBytes,
 };
 use crate::changes::{AreaId, ChangeSet};
 use crate::claims::PageClaims;
-use crate::difference;
+use crate::committed_bytes::{AreaCopy, CommittedBytes};
 use crate::error::Error;
 use crate::memory::AreaMemory;
 use crate::options::{Precision, SessionOptions};
@@ -61,6 +61,8 @@ pub struct Session {
     backups: Option<BackupSet>,
     /// Names of the areas that backups have, by their numbers there.
     stored: Vec<String>,
+    /// The numbers of areas that the next commit removes from backups.
+    removed: Vec<u32>,
     /// The backups have a state that the areas do not have yet.
     is_recoverable: bool,
 }
@@ -71,13 +73,15 @@ struct AreaState {
     region: AreaRegion,
     /// The last committed bytes, if a copy is kept here. Of an area that backups have, the committed
     /// state that the session shares with them is the copy.
-    copy: Option<Vec<u8>>,
+    copy: Option<AreaCopy>,
     /// No transaction has committed any of it yet.
     fresh: bool,
     /// Its number in backups.
     number: u32,
     /// The memory, if the library allocated it.
     memory: Option<Arc<AreaMemory>>,
+    /// The application has forgotten the area. Its place is kept: areas are found by number.
+    is_forgotten: bool,
 }
 
 /// An area whose memory the library allocated. The memory stays mapped for as long as this value or
@@ -158,6 +162,7 @@ impl Session {
             open: false,
             backups,
             stored: Vec::new(),
+            removed: Vec::new(),
             is_recoverable: false,
         };
         session.record_stored_areas();
@@ -266,7 +271,7 @@ impl Session {
             let overlaps = |new: &Range<usize>| new.start < there.end && there.start < new.end;
             state.name == name || addresses.as_ref().is_some_and(overlaps)
         };
-        match self.areas.iter().find(meets) {
+        match self.areas.iter().filter(|state| !state.is_forgotten).find(meets) {
             Some(state) => Err(Error::Overlap { name: name.to_owned(), other: state.name.clone() }),
             None => Ok(()),
         }
@@ -278,10 +283,11 @@ impl Session {
         region: AreaRegion,
         memory: Option<Arc<AreaMemory>>,
     ) -> AreaId {
-        // Zeros need no memory until they are written.
         let copy = self.options.undo.then(|| match memory {
-            Some(_) => vec![0; region.len()],
-            None => region.bytes().to_vec(),
+            // Until the first commit: then it is in the committed state.
+            Some(_) if self.backups.is_some() => AreaCopy::Shared(SharedBytes::zeros(region.len())),
+            Some(_) => AreaCopy::Own(vec![0; region.len()]),
+            None => AreaCopy::Own(region.bytes().to_vec()),
         });
         let number = self.backup_number(name);
         self.areas.push(AreaState {
@@ -291,8 +297,40 @@ impl Session {
             fresh: true,
             number,
             memory,
+            is_forgotten: false,
         });
         AreaId(self.areas.len() as u32 - 1)
+    }
+
+    /// Forgets an area: from now on it is memory like any other, and the application may unmap or
+    /// free it. The next committed transaction removes it from backups; a recovery before that
+    /// still finds it. The name can be used again. Memory that the library allocated stays mapped
+    /// until its [`Area`] is dropped.
+    ///
+    /// # Errors
+    /// If there is no such area, or a transaction is open.
+    pub fn forget_area(&mut self, area: AreaId) -> Result<(), Error> {
+        self.check_state("forget an area", false)?;
+        let own = self.live_area(area)?.region.addresses();
+        let is_other =
+            |(id, state): &(usize, &AreaState)| *id != area.0 as usize && !state.is_forgotten;
+        let others = self.areas.iter().enumerate().filter(is_other);
+        let others: Vec<_> =
+            others.map(|(_, state)| PageSpan::covering_range(state.region.addresses())).collect();
+        // Other areas may need the first and the last page.
+        let own = PageSpan::covering_range(own).without_spans(&others);
+        own.iter().try_for_each(|span| self.tracker.forget_span(*span))?;
+        own.iter().for_each(|span| self.claims.release_pages(*span));
+        let state = &mut self.areas[area.0 as usize];
+        (state.region, state.copy, state.fresh) = (AreaRegion::empty(), None, false);
+        (state.memory, state.is_forgotten) = (None, true);
+        self.removed.push(state.number);
+        Ok(())
+    }
+
+    fn live_area(&self, area: AreaId) -> Result<&AreaState, Error> {
+        let state = self.areas.get(area.0 as usize);
+        state.filter(|state| !state.is_forgotten).ok_or(Error::NoArea)
     }
 
     /// The number of an area in backups; a new one for a name that backups do not have.
@@ -320,8 +358,12 @@ impl Session {
     }
 
     fn load_state(&mut self, image: &ApplicationState) -> Result<(), Error> {
-        let stored =
-            |state: &AreaState| image.areas().get(image.area_number(&state.name)? as usize);
+        let stored = |state: &AreaState| {
+            let number = image.area_number(&state.name)?;
+            let is_removed = state.is_forgotten || self.removed.contains(&number);
+            let stored = image.areas().get(number as usize).filter(|_| !is_removed);
+            stored.filter(|stored| !stored.is_removed())
+        };
         for state in &self.areas {
             let Some(stored) = stored(state) else { continue };
             let (len, stored) = (state.region.len(), stored.bytes.len());
@@ -331,7 +373,8 @@ impl Session {
         }
         for state in &mut self.areas {
             let Some(stored) = stored(state).filter(|_| state.fresh) else { continue };
-            state.region.bytes_mut().copy_from_slice(&stored.bytes);
+            let committed = CommittedBytes::Shared(&stored.bytes);
+            committed.copy_to(state.region.bytes_mut(), 0..stored.bytes.len());
             (state.fresh, state.copy) = (false, None);
         }
         // Discards what was written here: it is not a change of the application.
@@ -371,7 +414,13 @@ impl Session {
             return Ok(());
         };
         let image = committed.lock_image();
-        if self.areas.iter().any(|state| state.fresh && image.area_number(&state.name).is_some()) {
+        let is_stored = |state: &AreaState| {
+            let number = image.area_number(&state.name);
+            number.is_some_and(|number| {
+                !self.removed.contains(&number) && !image.areas()[number as usize].is_removed()
+            })
+        };
+        if self.areas.iter().any(|state| state.fresh && is_stored(state)) {
             let why = "the backup has a committed state: recover it, or discard it (SessionOptions::discard)";
             return Err(Error::State { what: "begin", why });
         }
@@ -426,7 +475,7 @@ impl Session {
     /// The bytes of an area.
     ///
     /// # Panics
-    /// If the area belongs to another session.
+    /// If the area belongs to another session, or was forgotten.
     pub fn bytes(&self, area: &Area) -> &[u8] {
         self.area_state(area).region.bytes()
     }
@@ -437,12 +486,13 @@ impl Session {
     /// # Errors
     /// If there is no such area.
     pub fn area_bytes(&self, area: AreaId) -> Result<&[u8], Error> {
-        self.areas.get(area.0 as usize).map(|state| state.region.bytes()).ok_or(Error::NoArea)
+        self.live_area(area).map(|state| state.region.bytes())
     }
 
     /// The areas' numbers and names.
     pub fn areas(&self) -> impl Iterator<Item = (AreaId, &str)> {
-        self.areas.iter().enumerate().map(|(id, state)| (AreaId(id as u32), state.name.as_str()))
+        let live = self.areas.iter().enumerate().filter(|(_, state)| !state.is_forgotten);
+        live.map(|(id, state)| (AreaId(id as u32), state.name.as_str()))
     }
 
     fn area_state(&self, area: &Area) -> &AreaState {
@@ -482,26 +532,34 @@ impl Session {
         committed: &CommittedState,
         defined: &[AreaId],
     ) -> Result<(), BackupError> {
-        let payload = self.encode_changes(defined).into_bytes();
-        committed.add_commit(self.sequence, payload)?;
+        // The committed state is the copy from now on.
         for area in defined {
             self.areas[area.0 as usize].copy = None;
         }
+        committed.add_commit(self.sequence, self.new_changes(defined))?;
+        self.removed.clear();
         committed.wait_for_acknowledgement(self.sequence)
     }
 
-    fn encode_changes(&self, defined: &[AreaId]) -> PayloadBuilder<'_> {
-        let mut payload = PayloadBuilder::default();
-        for area in defined {
+    fn new_changes(&self, defined: &[AreaId]) -> NewChanges<'_> {
+        let define_area = |area: &AreaId| {
             let state = &self.areas[area.0 as usize];
-            payload.add_area(state.number, state.region.len() as u64, &state.name);
-        }
-        for change in self.changes.iter() {
+            let (len, name) = (state.region.len() as u64, state.name.clone());
+            AreaDefinition { number: state.number, len, name }
+        };
+        let areas = self.removed.iter().map(|&number| {
+            let name = self.stored[number as usize].clone();
+            AreaDefinition { number, len: 0, name }
+        });
+        let changes = self.changes.iter().map(|change| {
             let state = &self.areas[change.area.0 as usize];
             let bytes = &state.region.bytes()[change.bytes.clone()];
-            payload.add_change(state.number, change.bytes.start as u64, bytes);
-        }
-        payload
+            (state.number, change.bytes.start as u64, bytes)
+        });
+        let mut defined: Vec<_> = areas.chain(defined.iter().map(define_area)).collect();
+        // Numbers have no gaps; a name that is used again is removed, and then defined.
+        defined.sort_by_key(|area| area.number);
+        NewChanges { defined, changes: changes.collect() }
     }
 
     /// The last transaction that every backup has; the last committed one if there is no backup. 0
@@ -564,13 +622,8 @@ impl Session {
             for bytes in state.clip_runs(self.found.runs()) {
                 match copy {
                     Some(copy) => {
-                        let push_change = |run| self.changes.push(id, run);
-                        difference::find_changed_words(
-                            state.region.bytes(),
-                            copy,
-                            bytes,
-                            push_change,
-                        );
+                        let now = state.region.bytes();
+                        copy.find_changed_words(now, bytes, |run| self.changes.push(id, run));
                     }
                     None => self.changes.push(id, bytes),
                 }
@@ -584,7 +637,7 @@ impl Session {
         for change in &self.changes.list {
             let AreaState { region, copy, .. } = &mut self.areas[change.area.0 as usize];
             if let Some(copy) = copy {
-                copy[change.bytes.clone()].copy_from_slice(&region.bytes()[change.bytes.clone()]);
+                copy.update(region.bytes(), change.bytes.clone());
             }
         }
     }
@@ -603,7 +656,7 @@ impl Session {
             let AreaState { region, copy, number, .. } = state;
             let Some(copy) = committed_bytes(copy, *number, image.as_deref()) else { continue };
             for bytes in runs {
-                region.bytes_mut()[bytes.clone()].copy_from_slice(&copy[bytes]);
+                copy.copy_to(region.bytes_mut(), bytes);
             }
         }
         // Discards what was written back: it is not a change of the application.
@@ -634,12 +687,12 @@ impl AreaState {
 
 /// The last committed bytes of an area: its own copy, or those of the state that backups share.
 fn committed_bytes<'a>(
-    copy: &'a Option<Vec<u8>>,
+    copy: &'a Option<AreaCopy>,
     number: u32,
     image: Option<&'a ApplicationState>,
-) -> Option<&'a [u8]> {
-    let shared = || image?.areas().get(number as usize).map(|stored| &stored.bytes[..]);
-    copy.as_deref().or_else(shared)
+) -> Option<CommittedBytes<'a>> {
+    let shared = || Some(CommittedBytes::Shared(&image?.areas().get(number as usize)?.bytes));
+    copy.as_ref().map(AreaCopy::committed).or_else(shared)
 }
 
 fn taken_error(name: &str, span: PageSpan) -> Error {

@@ -60,6 +60,23 @@ impl PageSpan {
         taken.iter().fold(vec![self], cut)
     }
 
+    /// Adds pages to sorted spans. Spans without a gap between them become one.
+    pub(crate) fn add_to(self, spans: &mut Vec<Self>) {
+        spans.insert(spans.partition_point(|span| span.start < self.start), self);
+        spans.dedup_by(|next, kept| {
+            let joins = kept.end == next.start;
+            if joins {
+                kept.end = next.end;
+            }
+            joins
+        });
+    }
+
+    /// Removes pages from spans.
+    pub(crate) fn remove_from(self, spans: &mut Vec<Self>) {
+        *spans = spans.iter().flat_map(|span| span.without_spans(&[self])).collect();
+    }
+
     fn without_span(self, hole: Self) -> impl Iterator<Item = Self> {
         let before = Self { start: self.start, end: self.end.min(hole.start) };
         let after = Self { start: self.start.max(hole.end), end: self.end };
@@ -76,6 +93,19 @@ mod tests {
         let span = PageSpan::covering_range(4095..4097);
         assert_eq!((span.start(), span.end(), span.page_count()), (0, 8192, 2));
         assert_eq!(PageSpan::covering_range(8192..8192).page_count(), 1);
+    }
+
+    #[test]
+    fn spans_without_a_gap_are_one() {
+        let pages =
+            |range: Range<usize>| PageSpan::covering_range(range.start * PAGE..range.end * PAGE);
+        let mut spans = Vec::new();
+        for range in [5..6, 1..2, 9..12, 2..5] {
+            pages(range).add_to(&mut spans);
+        }
+        assert_eq!(spans, [pages(1..6), pages(9..12)]);
+        pages(3..4).remove_from(&mut spans);
+        assert_eq!(spans, [pages(1..3), pages(4..6), pages(9..12)]);
     }
 
     #[test]

@@ -39,8 +39,9 @@
 //! can write anything anywhere in the window, but cannot forge messages.
 //!
 //! This crate is pure: [`SessionServer`] receives requests and accesses the guest by
-//! [`GuestAccess`]; [`Caller`] makes requests and opens replies. Neither does I/O, and the host's
-//! side accepts any bytes.
+//! [`GuestAccess`]; [`Caller`] makes requests and opens replies. Neither does I/O. The guest may
+//! write any bytes into the window: the host's side refuses those that are no valid request, and
+//! never fails because of them.
 
 mod caller;
 mod key;

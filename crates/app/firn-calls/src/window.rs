@@ -252,18 +252,18 @@ impl WindowSlot<'_> {
         is_reported.then(|| self.read_range(ANSWER, self.0[REPORT_LEN].load(Ordering::Relaxed)))?
     }
 
-    fn write_range(self, place: SlotField, bytes: &[u8]) {
-        debug_assert!(bytes.len() <= place.bytes);
-        for (word, chunk) in self.0[place.word..].iter().zip(bytes.chunks(4)) {
+    fn write_range(self, field: SlotField, bytes: &[u8]) {
+        debug_assert!(bytes.len() <= field.bytes);
+        for (word, chunk) in self.0[field.word..].iter().zip(bytes.chunks(4)) {
             let mut whole = [0; 4];
             whole[..chunk.len()].copy_from_slice(chunk);
             word.store(u32::from_le_bytes(whole), Ordering::Relaxed);
         }
     }
 
-    fn read_range(self, place: SlotField, len: u32) -> Option<Vec<u8>> {
-        let len = usize::try_from(len).ok().filter(|&len| len <= place.bytes)?;
-        let words = &self.0[place.word..place.word + len.div_ceil(4)];
+    fn read_range(self, field: SlotField, len: u32) -> Option<Vec<u8>> {
+        let len = usize::try_from(len).ok().filter(|&len| len <= field.bytes)?;
+        let words = &self.0[field.word..field.word + len.div_ceil(4)];
         let mut bytes: Vec<u8> =
             words.iter().flat_map(|word| word.load(Ordering::Relaxed).to_le_bytes()).collect();
         bytes.truncate(len);

@@ -27,8 +27,8 @@ pub enum NonRegularKind {
 }
 
 impl NonRegularKind {
-    /// The kind, or `None` for a regular file.
-    pub(crate) fn of_non_regular(found: FileType) -> Option<Self> {
+    /// The kind of a file of this type, or `None` if it is a regular file.
+    pub(crate) fn from_file_type(found: FileType) -> Option<Self> {
         match found {
             it if it.is_file() => None,
             it if it.is_dir() => Some(Self::Directory),
@@ -67,7 +67,7 @@ impl NotRegular {
     /// # Errors
     /// [`NotRegular`] if it is of another kind.
     pub fn require_regular(found: FileType) -> Result<(), Self> {
-        NonRegularKind::of_non_regular(found).map_or(Ok(()), |kind| Err(Self(kind)))
+        NonRegularKind::from_file_type(found).map_or(Ok(()), |kind| Err(Self(kind)))
     }
 
     /// The [`NotRegular`] inside an error of this crate, if there is one.

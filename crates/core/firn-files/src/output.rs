@@ -18,7 +18,7 @@ use crate::kind::{NonRegularKind, NotRegular};
 pub enum OutputError {
     /// The path names something that a file must not replace.
     #[error("{path} is {kind}: a file is written to a regular file or a new name only", path = .path.display())]
-    Kind {
+    NotRegular {
         /// The path.
         path: PathBuf,
         /// The kind of the existing file.
@@ -45,14 +45,16 @@ pub enum OutputError {
 pub fn check_output(path: &Path) -> Result<(), OutputError> {
     if path.file_name().is_none() || path.as_os_str().as_bytes().ends_with(b"/") {
         return Err(match path.is_dir() {
-            true => OutputError::Kind { path: path.to_owned(), kind: NonRegularKind::Directory },
+            true => {
+                OutputError::NotRegular { path: path.to_owned(), kind: NonRegularKind::Directory }
+            }
             false => OutputError::Name(path.to_owned()),
         });
     }
     match fs::metadata(path) {
         Ok(found) => match NotRegular::require_regular(found.file_type()) {
             Ok(()) => Ok(()),
-            Err(NotRegular(kind)) => Err(OutputError::Kind { path: path.to_owned(), kind }),
+            Err(NotRegular(kind)) => Err(OutputError::NotRegular { path: path.to_owned(), kind }),
         },
         Err(error) if error.kind() == io::ErrorKind::NotFound => Ok(()),
         Err(source) => Err(OutputError::Io { path: path.to_owned(), source }),
@@ -151,7 +153,7 @@ mod tests {
             check_output(&path(good)).unwrap();
         }
         for bad in [path("device"), "/dev/null".into(), "/dev/full".into(), fifo(dir.path())] {
-            assert!(matches!(check_output(&bad), Err(OutputError::Kind { .. })), "{bad:?}");
+            assert!(matches!(check_output(&bad), Err(OutputError::NotRegular { .. })), "{bad:?}");
             assert!(create_output(&bad).is_err() && replace_output(&bad, b"x").is_err());
         }
         for bad in ["/", "..", "new/"].map(|name| dir.path().join(name)) {

@@ -5,15 +5,15 @@ use crate::error::ImageFlaw;
 /// A part of the file that is being parsed.
 #[derive(Clone)]
 pub(crate) struct ByteReader<'a> {
-    place: &'static str,
+    part: &'static str,
     all: &'a [u8],
     at: usize,
 }
 
 impl<'a> ByteReader<'a> {
-    /// A reader of the bytes of a part, which errors will call `place`.
-    pub(crate) fn new(place: &'static str, all: &'a [u8]) -> Self {
-        Self { place, all, at: 0 }
+    /// A reader of the bytes of a part, which errors will call `part`.
+    pub(crate) fn new(part: &'static str, all: &'a [u8]) -> Self {
+        Self { part, all, at: 0 }
     }
 
     /// The next `len` bytes.
@@ -73,14 +73,14 @@ impl<'a> ByteReader<'a> {
             None => Ok(()),
             Some(at) => {
                 let offset = (self.at + at) as u64;
-                Err(ImageFlaw::new(self.place, offset, "a reserved byte is not zero"))
+                Err(ImageFlaw::new(self.part, offset, "a reserved byte is not zero"))
             }
         }
     }
 
     /// A flaw in the bytes that were read last.
     pub(crate) fn flaw_here(&self, problem: impl Into<String>) -> ImageFlaw {
-        ImageFlaw::new(self.place, self.at as u64, problem)
+        ImageFlaw::new(self.part, self.at as u64, problem)
     }
 }
 
@@ -131,7 +131,7 @@ mod tests {
         let mut bytes = ByteReader::new("test", &[1, 0, 2]);
         assert_eq!(bytes.read_u16(), Ok(1));
         let flaw = bytes.read_u32().unwrap_err();
-        assert_eq!((flaw.place, flaw.offset), ("test", 2));
+        assert_eq!((flaw.part, flaw.offset), ("test", 2));
         assert!(bytes.clone().read_column::<8>(usize::MAX).is_err());
         assert!(bytes.clone().expect_end().is_err());
         assert_eq!(bytes.expect_zeros().unwrap_err().offset, 2);

@@ -86,10 +86,10 @@ pub enum ImageError {
     #[error("the region map is not valid")]
     Regions(#[from] RegionMapError),
     /// A section can't be stored.
-    #[error("the {place} can't be stored: {problem}")]
+    #[error("the {part} can't be stored: {problem}")]
     Section {
         /// The section.
-        place: &'static str,
+        part: &'static str,
         /// The reason.
         problem: String,
     },
@@ -186,10 +186,10 @@ pub enum ImageError {
 
 /// A flaw in the bytes of an image, and its offset.
 #[derive(Clone, Debug, Error, PartialEq, Eq)]
-#[error("{place} at byte {offset}: {problem}")]
+#[error("{part} at byte {offset}: {problem}")]
 pub struct ImageFlaw {
     /// The part of the file.
-    pub place: &'static str,
+    pub part: &'static str,
     /// The offset of the part, or of the flaw in it, counted from the start of the file.
     pub offset: u64,
     /// The description of the flaw.
@@ -197,8 +197,8 @@ pub struct ImageFlaw {
 }
 
 impl ImageFlaw {
-    pub(crate) fn new(place: &'static str, offset: u64, problem: impl Into<String>) -> Self {
-        Self { place, offset, problem: problem.into() }
+    pub(crate) fn new(part: &'static str, offset: u64, problem: impl Into<String>) -> Self {
+        Self { part, offset, problem: problem.into() }
     }
 
     /// The same flaw, with its offset counted from the start of the file, in which the part starts

@@ -197,18 +197,18 @@ impl Footer {
     fn check_offsets(&self, geometry: &Geometry, file_bytes: u64) -> Result<(), ImageFlaw> {
         let mut end = geometry.offset_of(LocalityBlockId(self.locality_blocks));
         for (number, section) in self.sections.iter().enumerate() {
-            let place = section.kind.section_name();
+            let part = section.kind.section_name();
             let flaw = |problem| ImageFlaw::new(PLACE, 48 + number as u64 * 40, problem);
             if section.offset != end {
                 let offset = section.offset;
-                return Err(flaw(format!("the {place} is at {offset} instead of {end}")));
+                return Err(flaw(format!("the {part} is at {offset} instead of {end}")));
             }
             end = end
                 .checked_add(section.stored_len)
                 .filter(|&end| end <= file_bytes)
-                .ok_or_else(|| flaw(format!("the {place} reaches past the end of the file")))?;
+                .ok_or_else(|| flaw(format!("the {part} reaches past the end of the file")))?;
             if self.sections.iter().take(number).any(|before| before.kind == section.kind) {
-                return Err(flaw(format!("there are two of the {place}")));
+                return Err(flaw(format!("there are two of the {part}")));
             }
         }
         if end + FOOTER_BYTES != file_bytes {
@@ -244,8 +244,8 @@ impl SectionLocation {
         let (offset, stored_len) = (foot.read_u64()?, foot.read_u64()?);
         let (decoded_len, checksum) = (foot.read_u64()?, foot.read_u64()?);
         if !is_zstd && decoded_len != stored_len {
-            let place = kind.section_name();
-            let problem = format!("the {place} has {stored_len} bytes instead of {decoded_len}");
+            let part = kind.section_name();
+            let problem = format!("the {part} has {stored_len} bytes instead of {decoded_len}");
             return Err(foot.flaw_here(problem));
         }
         Ok(Self { kind, is_zstd, offset, stored_len, decoded_len, checksum })

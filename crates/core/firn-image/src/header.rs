@@ -108,8 +108,8 @@ pub(crate) fn append_seal(mut bytes: Vec<u8>, len: usize) -> Vec<u8> {
 }
 
 /// Checks the checksum that [`append_seal`] wrote.
-pub(crate) fn check_seal(place: &'static str, bytes: &[u8], len: usize) -> Result<(), ImageFlaw> {
-    let mut all = ByteReader::new(place, bytes);
+pub(crate) fn check_seal(part: &'static str, bytes: &[u8], len: usize) -> Result<(), ImageFlaw> {
+    let mut all = ByteReader::new(part, bytes);
     let found = XxHash3_64::oneshot(all.take_bytes(len - 8)?);
     let expected = all.read_u64()?;
     all.expect_end()?;
@@ -117,12 +117,12 @@ pub(crate) fn check_seal(place: &'static str, bytes: &[u8], len: usize) -> Resul
         return Ok(());
     }
     let problem = format!("checksum is {found:#018x} instead of {expected:#018x}");
-    Err(ImageFlaw::new(place, 0, problem))
+    Err(ImageFlaw::new(part, 0, problem))
 }
 
 /// Reads the next number, which must be a version that this Firn reads.
 pub(crate) fn parse_version(
-    place: &'static str,
+    part: &'static str,
     bytes: &mut ByteReader<'_>,
 ) -> Result<u32, ImageFlaw> {
     match bytes.read_u32()? {
@@ -130,7 +130,7 @@ pub(crate) fn parse_version(
         other => {
             let problem =
                 format!("format version {other}, and this Firn reads versions 1 to {VERSION}");
-            Err(ImageFlaw::new(place, 8, problem))
+            Err(ImageFlaw::new(part, 8, problem))
         }
     }
 }

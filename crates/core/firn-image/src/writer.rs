@@ -278,7 +278,7 @@ impl ImageWriter {
         }
         if let Some(problem) = unstorable_aux(&sections.aux_blocks) {
             return Err(ImageError::Section {
-                place: SectionKind::AuxBlocks.section_name(),
+                part: SectionKind::AuxBlocks.section_name(),
                 problem,
             });
         }
@@ -337,7 +337,7 @@ pub(crate) fn overhead_bytes(footer: &Footer, geometry: &Geometry) -> u64 {
 
 /// Refuses a section that a reader would refuse.
 fn check_length(kind: SectionKind, bytes: &[u8]) -> Result<(), ImageError> {
-    let refused = |problem| Err(ImageError::Section { place: kind.section_name(), problem });
+    let refused = |problem| Err(ImageError::Section { part: kind.section_name(), problem });
     if bytes.len() as u64 > kind.bytes_max() {
         return refused(format!("{} bytes, at most {} fit", bytes.len(), kind.bytes_max()));
     }

@@ -81,14 +81,16 @@ impl GuestMemory {
         locations: &[RegionLocation],
     ) -> Result<Self, MemoryError> {
         let mappings = process.read_mappings()?;
-        if let Some(stray) = locations.iter().find(|place| !map.regions().contains(&place.region)) {
+        if let Some(stray) =
+            locations.iter().find(|location| !map.regions().contains(&location.region))
+        {
             return Err(MemoryError::Unlocated(stray.region.id.clone()));
         }
         let backings = map
             .regions()
             .iter()
             .map(|region| {
-                let location = locations.iter().find(|place| place.region == *region);
+                let location = locations.iter().find(|location| location.region == *region);
                 let location = location.ok_or_else(|| MemoryError::Unlocated(region.id.clone()))?;
                 RegionBacking::from_mappings(&process, &mappings, location)
             })

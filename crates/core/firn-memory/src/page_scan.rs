@@ -292,12 +292,12 @@ impl PageScan {
     fn run_passes(
         &self,
         range: Range<Page>,
-        looks: &[ScanPass],
+        passes: &[ScanPass],
         out: &mut Vec<Range<Page>>,
     ) -> Result<(), ScanError> {
         let mut found = Vec::new();
-        for &look in looks {
-            match look {
+        for &pass in passes {
+            match pass {
                 ScanPass::All(sought) => self.scan_range(range.clone(), sought, &mut found)?,
                 ScanPass::Missing(sought) => {
                     self.scan_missing(range.clone(), sought, &mut found)?

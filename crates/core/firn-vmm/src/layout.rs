@@ -28,6 +28,9 @@ use crate::command_line::{CALLS_ID, CommandPlan, RAM_ID};
 use crate::hmp::{self, FlatRange, FlatView, RamBlock, RangeKind};
 use crate::qmp::{QmpClient, QmpError};
 
+/// QEMU's name for the block of firmware that is not on a flash device.
+const FIRMWARE_ID: &str = "pc.bios";
+
 /// The layout of all memory of a VM.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct MemoryLayout {
@@ -80,6 +83,24 @@ impl MemoryLayout {
             at.for_each(|location| RAM_ID.clone_into(&mut location.id));
         }
         self
+    }
+
+    /// Has checkpoints contain firmware that QEMU reads from a file of its own.
+    ///
+    /// A QEMU that waits for a migration (`-incoming`) does not fill it, and forgets the file's
+    /// contents: `rom_reset()` in QEMU's `hw/core/loader.c`. A guest that is reset there later needs
+    /// the firmware of the image.
+    pub fn with_firmware_saved(mut self) -> Self {
+        let firmware = self.aux.iter_mut().filter(|aux| aux.is_firmware());
+        firmware.for_each(|aux| aux.rom = false);
+        self
+    }
+}
+
+impl AuxRam {
+    /// Whether this is the block that QEMU fills with the file of `-bios` when the VM is reset.
+    pub fn is_firmware(&self) -> bool {
+        self.id == FIRMWARE_ID
     }
 }
 
@@ -318,7 +339,7 @@ fn is_block_of_region(block: &RamBlock, region: &str) -> bool {
 fn is_rebuilt(id: &str) -> bool {
     let name = id.rsplit('/').next().unwrap_or(id);
     id.starts_with("/rom@")
-        || matches!(name, "pc.bios" | "pc.rom" | "isa-bios")
+        || matches!(name, FIRMWARE_ID | "pc.rom" | "isa-bios")
         || name.ends_with(".rom")
         || name.starts_with("system.flash")
 }

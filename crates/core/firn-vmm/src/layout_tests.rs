@@ -103,6 +103,20 @@ fn what_qemu_rebuilds_at_start() {
     }
 }
 
+#[test]
+fn only_firmware_is_saved_on_demand() {
+    let aux = ["pc.bios", "pc.rom", "0000:00:02.0/e1000e.rom"].map(|id| AuxRam {
+        id: id.to_owned(),
+        bytes: MIB,
+        hva: None,
+        rom: true,
+    });
+    let map = RegionMap::lay_out([("ram", MIB)]).unwrap();
+    let layout = MemoryLayout { map, locations: Vec::new(), aux: aux.to_vec() };
+    let roms: Vec<_> = layout.with_firmware_saved().aux.iter().map(|aux| aux.rom).collect();
+    assert_eq!(roms, [false, true, true]);
+}
+
 proptest! {
     /// Every address in a RAM range of the view maps to the page at its offset.
     #[test]

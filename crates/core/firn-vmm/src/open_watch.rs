@@ -27,8 +27,9 @@ impl OpenWatch {
     /// otherwise.
     pub(crate) fn watch_pipe(pipe: impl AsFd) -> Option<Self> {
         let watching = Self::add_watch(pipe.as_fd());
-        let told = |errno: &Errno| tracing::debug!("openings of a pipe can't be watched: {errno}");
-        watching.inspect_err(told).ok()
+        let log_error =
+            |errno: &Errno| tracing::debug!("openings of a pipe can't be watched: {errno}");
+        watching.inspect_err(log_error).ok()
     }
 
     fn add_watch(pipe: BorrowedFd<'_>) -> Result<Self, Errno> {

@@ -165,9 +165,9 @@ impl PausePipe {
     }
 
     /// The same, after waiting for a short time.
-    fn wait_for_stop(&self, look: WaitMode) -> Result<bool, DeviceStateError> {
+    fn wait_for_stop(&self, wait_mode: WaitMode) -> Result<bool, DeviceStateError> {
         let since = Instant::now();
-        while look == WaitMode::Spin && since.elapsed() < SPIN_TIME {
+        while wait_mode == WaitMode::Spin && since.elapsed() < SPIN_TIME {
             if self.has_stopped_vm()? {
                 return Ok(true);
             }
@@ -254,14 +254,14 @@ impl<'a> PausedVm<'a> {
         qmp: &'a mut QmpClient,
         home: &'a mut Option<PausePipe>,
         asked: &mut dyn FnMut(),
-        look: WaitMode,
+        wait_mode: WaitMode,
     ) -> Result<Option<Self>, DeviceStateError> {
         let Some(holder) = home.take() else { return Ok(None) };
         drop(qmp.take_events());
         let deadline = Instant::now() + qmp.timeout();
         let save = holder.send_save(qmp)?;
         asked();
-        while !holder.wait_for_stop(look)? {
+        while !holder.wait_for_stop(wait_mode)? {
             match qmp.try_reply(&save) {
                 Ok(None) => {}
                 Ok(Some(_)) => return Err(DeviceStateError::Size { bytes: 0 }),

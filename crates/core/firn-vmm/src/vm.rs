@@ -370,12 +370,12 @@ impl QemuVm {
     pub fn begin_pause_with(
         &mut self,
         asked: &mut dyn FnMut(),
-        look: WaitMode,
+        wait_mode: WaitMode,
     ) -> Result<Option<PausedVm<'_>>, DeviceStateError> {
         if self.pause_pipe.is_none() {
             self.prepare_pause()?;
         }
-        PausedVm::pause_vm(&mut self.qmp, &mut self.pause_pipe, asked, look)
+        PausedVm::pause_vm(&mut self.qmp, &mut self.pause_pipe, asked, wait_mode)
     }
 
     /// The length of the last pause by QEMU's own clock: from when its vCPUs had stopped until just
@@ -421,19 +421,19 @@ impl QemuVm {
         let fails_alone = self.version.is_at_least(10, 1);
         let saved = self.with_state_file(|qmp, file| {
             let stop = qmp.send("stop", Value::Null)?;
-            let look = qmp.send("query-block", Value::Null)?;
+            let disks = qmp.send("query-block", Value::Null)?;
             let jobs = qmp.send("query-block-jobs", Value::Null)?;
             let save = file.send_save(qmp)?;
             let put = drives.build_transaction(fails_alone).map(|all| qmp.send("transaction", all));
             let put = put.transpose()?;
             qmp.wait_reply(stop)?;
-            let (look, jobs) = (qmp.wait_reply(look), qmp.wait_reply(jobs));
+            let (disks, jobs) = (qmp.wait_reply(disks), qmp.wait_reply(jobs));
             let save = qmp.wait_reply(save);
             let put = put.map(|put| qmp.wait_reply(put)).transpose();
-            problem = look
-                .and_then(|look| Ok((look, jobs?)))
+            problem = disks
+                .and_then(|disks| Ok((disks, jobs?)))
                 .map_err(CutError::Drives)
-                .and_then(|(look, jobs)| drives.check_unchanged(look, jobs))
+                .and_then(|(disks, jobs)| drives.check_unchanged(disks, jobs))
                 .and(put.map(drop).map_err(CutError::Drives));
             save?;
             file.read_state()

@@ -47,23 +47,23 @@ impl PreparedAgent {
     /// If a resource is not available.
     pub async fn new(
         config: AgentConfig,
-        place: AgentPaths,
+        paths: AgentPaths,
         vms: Arc<dyn LocalVms>,
         times: DetectorTiming,
     ) -> Result<Self, Failure> {
         let identity = HostIdentity::load(&config)
             .while_doing_as(FailureKind::Usage, "proving who this is")?;
-        let sole = lock_directory(&place, config.peers.keys())?;
+        let sole = lock_directory(&paths, config.peers.keys())?;
         let peers = bind_listener(config.listen).await?;
         let at = peers.local_addr().while_doing("listening for peers")?;
         let metrics = match config.metrics {
             Some(address) => Some(bind_listener(address).await?),
             None => None,
         };
-        let local = listen_at(place.control_socket())?;
-        let (switches, networks) = NetworkSwitches::open(&config, &place)?;
+        let local = listen_at(paths.control_socket())?;
+        let (switches, networks) = NetworkSwitches::open(&config, &paths)?;
         let membership = MembershipService::begin_membership(&config, &identity).await?;
-        let mut agent = Agent::new(config, at, identity, place, vms, times, membership);
+        let mut agent = Agent::new(config, at, identity, paths, vms, times, membership);
         agent.networks = switches;
         let agent = Arc::new(agent);
         Ok(Self { agent, peers, local, networks, metrics, _lock: sole })

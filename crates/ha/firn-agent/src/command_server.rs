@@ -115,11 +115,11 @@ async fn answer_failover(agent: Arc<Agent>, request: Request<Incoming>) -> Resul
 
 /// Protects a VM. That continues when the client disconnects.
 fn answer_protect(agent: Arc<Agent>, wanted: ProtectVmRequest) -> HttpResponse {
-    let (tell, replies) = mpsc::channel(REPLIES_MAX);
+    let (reply_sender, replies) = mpsc::channel(REPLIES_MAX);
     let (lines, body) = Channel::new(REPLIES_MAX);
     tokio::spawn(forward_replies(replies, lines));
     tokio::spawn(async move {
-        let progress = tell.clone();
+        let progress = reply_sender.clone();
         let on_progress =
             move |now: &_| drop(progress.try_send(SupervisorReply::Progress(Clone::clone(now))));
         let last = match protect::protect_vm(&agent, wanted, on_progress).await {
@@ -127,7 +127,7 @@ fn answer_protect(agent: Arc<Agent>, wanted: ProtectVmRequest) -> HttpResponse {
             Err(failure) => SupervisorReply::Failed(failure),
         };
         // The client may have disconnected.
-        let _ = tell.send(last).await;
+        let _ = reply_sender.send(last).await;
     });
     http::response_with_body(StatusCode::OK, "application/x-ndjson", body)
 }

@@ -321,9 +321,9 @@ mod tests {
         for (text, said) in mistakes {
             let error = load(&text, 0o600).unwrap_err();
             let source = error.source().map(ToString::to_string).unwrap_or_default();
-            let told = format!("{error}: {source}");
-            assert!(told.contains(said), "{told:?} does not say {said:?}");
-            assert!(!told.contains('\n'), "{told:?}");
+            let message = format!("{error}: {source}");
+            assert!(message.contains(said), "{message:?} does not say {said:?}");
+            assert!(!message.contains('\n'), "{message:?}");
         }
         let many: String = (0..65).map(|n| format!("c{n} = \"h:1\"\n")).collect();
         assert!(matches!(load(&format!("{GOOD}{many}"), 0o600), Err(ConfigError::Many(66))));

@@ -26,11 +26,16 @@ const EVENTS_MAX: usize = 64;
 
 /// Asks all peers. Never returns.
 pub(crate) async fn run_heartbeats(agent: Arc<Agent>) {
-    let (tell, mut events) = mpsc::channel(EVENTS_MAX);
+    let (event_sender, mut events) = mpsc::channel(EVENTS_MAX);
     let mut askers = BTreeMap::new();
     for name in agent.config.peers.keys() {
         let (ask, questions) = mpsc::channel(1);
-        tokio::spawn(ask_repeatedly(Arc::clone(&agent), name.clone(), questions, tell.clone()));
+        tokio::spawn(ask_repeatedly(
+            Arc::clone(&agent),
+            name.clone(),
+            questions,
+            event_sender.clone(),
+        ));
         askers.insert(name.clone(), ask);
     }
     let mut ticks = interval(TICK_INTERVAL);

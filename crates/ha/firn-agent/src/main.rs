@@ -1,7 +1,7 @@
 //! The `firn-agent` program: one per host.
 //!
-//! It starts the supervisors of standbys, and is their parent until they or it end. It reaps those
-//! that have ended. They continue to run after it.
+//! The agent starts the supervisors of standbys, and is their parent as long as it runs. It reaps
+//! supervisors that have ended. Supervisors continue to run when the agent ends.
 
 #![forbid(unsafe_code)]
 #![allow(rustdoc::broken_intra_doc_links, reason = "doc comments of options are the help")]
@@ -88,11 +88,12 @@ Environment:
 
 /// Watch other hosts, and carry the epochs of protected VMs to them and from them.
 ///
-/// One runs on each host, as the user whose VMs it is for. `firn protect NAME --backup HOST` and
-/// `firn agent status` send their requests to it. Its peers identify themselves by certificates. A
-/// peer can have programs run here, so only hosts that may do that belong into the configuration.
+/// One agent runs on each host, as the user of the VMs. `firn protect NAME --backup HOST` and `firn
+/// agent status` send their requests to this agent. Its peers are the agents of other hosts, which
+/// identify themselves by certificates. A peer can have programs run on this host, so the
+/// configuration must name only hosts that may do that.
 ///
-/// Exit codes are those of firn(1). It ends by SIGTERM or SIGINT with 0; protected VMs then
+/// Exit codes are those of firn(1). The agent ends by SIGTERM or SIGINT with 0; protected VMs then
 /// continue unprotected, and standbys wait.
 #[derive(Debug, Parser)]
 #[command(name = "firn-agent", version, disable_help_subcommand = true, after_long_help = NOTES)]
@@ -115,9 +116,10 @@ enum AgentVerb {
     },
     /// Make this host a server of a new cluster.
     ///
-    /// Run it once on each host that `servers` of `[membership]` names, before its agent runs. From
-    /// then on records are stored in `state-dir`. A host that has lost that directory may not
-    /// return under the same name: it could forget what it has acknowledged.
+    /// Run this command once on each host that `servers` of `[membership]` names, before the agent
+    /// of that host runs. From then on records are stored in `state-dir`. A host that has lost this
+    /// directory must not return under the same name: the host could have forgotten what it has
+    /// acknowledged.
     Found {
         /// The configuration.
         file: PathBuf,

@@ -73,11 +73,11 @@ async fn begin_protection(
     // Subscribed from here on: a protection by a host that is lost meanwhile fails.
     let health = agent.peer_health(&backup)?;
     let remote = request_standby(agent, &backup, address, &vm, health.clone()).await?;
-    let (tell, connected) = oneshot::channel();
+    let (on_connected, connected) = oneshot::channel();
     let (name, to_host) = (vm.clone(), backup.clone());
     let stream =
         StandbyStream { agent: Arc::clone(agent), backup, vm: vm.clone(), socket, remote, health };
-    let sending = tokio::spawn(stream.carry_epochs(tell));
+    let sending = tokio::spawn(stream.carry_epochs(on_connected));
     let how = ProtectRequest { to, interval_ms, predicts, alone: false, lease };
     let begun = tokio::select! {
         begun = agent.run_blocking(move |vms| vms.protect_vm(&vm, how, &mut on_progress)) => begun,
@@ -187,12 +187,12 @@ struct StandbyStream {
 impl StandbyStream {
     /// Carries the supervisor's stream, from when it connects; `connected` is notified then.
     async fn carry_epochs(self, connected: oneshot::Sender<()>) {
-        let Self { agent, backup, vm, socket, remote: far, health } = self;
-        let Ok((near, _)) = socket.listener.accept().await else { return };
+        let Self { agent, backup, vm, socket, remote, health } = self;
+        let Ok((local, _)) = socket.listener.accept().await else { return };
         // The receiver is gone if the supervisor has connected too late.
         let _ = connected.send(());
         drop(socket);
         let _noted = agent.record_relayed(&vm, &backup);
-        log_tunnel_end(&vm, &backup, &tunnel::carry_stream(near, far, health).await);
+        log_tunnel_end(&vm, &backup, &tunnel::carry_stream(local, remote, health).await);
     }
 }

@@ -47,8 +47,8 @@ pub(crate) async fn answer_standby(
         (Err(failure), _) | (_, Err(failure)) => Err(failure),
     };
     match begun {
-        Ok(((vm, near), health)) => {
-            tokio::spawn(receive_epochs(Arc::clone(agent), peer, vm, near, request, health));
+        Ok(((vm, local), health)) => {
+            tokio::spawn(receive_epochs(Arc::clone(agent), peer, vm, local, request, health));
             http::upgrade_response(EPOCHS)
         }
         Err(failure) => {
@@ -78,22 +78,22 @@ async fn begin_standby(
     check_length(&path)?;
     remove_if_present(&path).while_doing("clearing the standby's socket")?;
     let (shared, peer, name) = (Arc::clone(agent), peer.clone(), vm.clone());
-    let near = agent.run_blocking(move |vms| {
+    let local = agent.run_blocking(move |vms| {
         make_room(&shared, &peer, &name)?;
-        let (place, vm) = (shared.paths.clone(), name.clone());
+        let (paths, vm) = (shared.paths.clone(), name.clone());
         let on_ready = move |result: Result<_, Failure>| {
             drop(claim);
             match result {
-                Ok(_) => store_primary_host(&place, &vm, &peer),
+                Ok(_) => store_primary_host(&paths, &vm, &peer),
                 Err(failure) => tracing::warn!("{vm} for host {peer}: {failure}"),
             }
         };
         vms.start_standby(&name, &path, Box::new(on_ready))
     });
-    let near = near.await?;
-    near.set_nonblocking(true).while_doing("preparing the standby's connection")?;
-    let near = UnixStream::from_std(near).while_doing("preparing the standby's connection")?;
-    Ok((vm, near))
+    let local = local.await?;
+    local.set_nonblocking(true).while_doing("preparing the standby's connection")?;
+    let local = UnixStream::from_std(local).while_doing("preparing the standby's connection")?;
+    Ok((vm, local))
 }
 
 /// Claims a VM, and waits for a short time if a standby of that name is just being removed.
@@ -128,9 +128,9 @@ fn make_room(agent: &Agent, peer: &HostName, vm: &VmName) -> Result<(), Failure>
     }
 }
 
-fn store_primary_host(place: &AgentPaths, vm: &VmName, peer: &HostName) {
+fn store_primary_host(paths: &AgentPaths, vm: &VmName, peer: &HostName) {
     tracing::info!("{vm} is a standby for host {peer}");
-    if let Err(error) = place.set_primary_host(vm, peer) {
+    if let Err(error) = paths.set_primary_host(vm, peer) {
         tracing::warn!("the host of {vm}'s primary is not stored: {error}");
     }
 }
@@ -141,13 +141,17 @@ async fn receive_epochs(
     agent: Arc<Agent>,
     peer: HostName,
     vm: VmName,
-    near: UnixStream,
+    local: UnixStream,
     request: Request<Incoming>,
     health: watch::Receiver<HostHealth>,
 ) {
     let upgraded = timeout(http::REQUEST_WAIT, hyper::upgrade::on(request)).await;
-    if let Ok(Ok(far)) = upgraded {
-        log_tunnel_end(&vm, &peer, &tunnel::carry_stream(near, TokioIo::new(far), health).await);
+    if let Ok(Ok(remote)) = upgraded {
+        log_tunnel_end(
+            &vm,
+            &peer,
+            &tunnel::carry_stream(local, TokioIo::new(remote), health).await,
+        );
         remove_if_over(&agent, &vm).await;
     }
 }

@@ -175,11 +175,11 @@ mod tests {
         .unwrap()
     }
 
-    fn told(committed: u64, ended: Option<&str>, health: HostHealth) -> String {
-        told_of(&status(committed, ended), health)
+    fn advice_for(committed: u64, ended: Option<&str>, health: HostHealth) -> String {
+        advice_for_status(&status(committed, ended), health)
     }
 
-    fn told_of(status: &VmStatus, health: HostHealth) -> String {
+    fn advice_for_status(status: &VmStatus, health: HostHealth) -> String {
         let host = HostName::new("a").unwrap();
         let standby = status.standby.clone().unwrap();
         advise_owner(status, &standby, &host, health).unwrap_or_default()
@@ -187,30 +187,30 @@ mod tests {
 
     #[test]
     fn a_standby_without_a_primary_shows_the_next_command() {
-        assert_eq!(told(7, None, HostHealth::Alive), "");
-        assert_eq!(told(7, None, HostHealth::Suspected), "");
-        let lost = told(7, Some("the connection failed"), HostHealth::Lost);
+        assert_eq!(advice_for(7, None, HostHealth::Alive), "");
+        assert_eq!(advice_for(7, None, HostHealth::Suspected), "");
+        let lost = advice_for(7, Some("the connection failed"), HostHealth::Lost);
         assert!(lost.contains("a is lost") && lost.contains("`firn failover web`"), "{lost}");
         assert!(lost.contains("epoch 7"), "{lost}");
-        let ended = told(7, Some("the connection failed"), HostHealth::Alive);
+        let ended = advice_for(7, Some("the connection failed"), HostHealth::Alive);
         assert!(ended.contains("the connection failed") && ended.contains("failover"), "{ended}");
-        let nothing = told(0, Some("x"), HostHealth::Lost);
+        let nothing = advice_for(0, Some("x"), HostHealth::Lost);
         assert!(nothing.contains("`firn stop web`") && !nothing.contains("failover"), "{nothing}");
     }
 
     #[test]
     fn a_failover_is_advised_only_for_lost_vms() {
-        let told = |end: PrimaryEnd| {
+        let advice_at_end = |end: PrimaryEnd| {
             let mut status = status(7, Some("it ended"));
             status.standby.as_mut().unwrap().end = Some(end);
-            told_of(&status, HostHealth::Alive)
+            advice_for_status(&status, HostHealth::Alive)
         };
-        let lost = told(PrimaryEnd::Lost("killed by signal 9".into()));
+        let lost = advice_at_end(PrimaryEnd::Lost("killed by signal 9".into()));
         assert!(lost.contains("`firn failover web`"), "{lost}");
         let ends = [PrimaryEnd::Stopped, PrimaryEnd::ShutDown, PrimaryEnd::Unprotected("x".into())];
         for end in ends {
-            let told = told(end);
-            assert!(told.contains("`firn stop web`") && !told.contains("failover"), "{told}");
+            let advice = advice_at_end(end);
+            assert!(advice.contains("`firn stop web`") && !advice.contains("failover"), "{advice}");
         }
     }
 
@@ -238,13 +238,13 @@ mod tests {
 
     #[test]
     fn no_failover_is_advised_of_a_vm_that_may_run() {
-        let still = told(7, None, HostHealth::Lost);
+        let still = advice_for(7, None, HostHealth::Lost);
         assert!(still.contains("may well run there") && !still.contains("failover"), "{still}");
         let mut released = status(7, Some("its primary has released it"));
         released.standby.as_mut().unwrap().released = true;
         for health in [HostHealth::Alive, HostHealth::Suspected, HostHealth::Lost] {
-            let told = told_of(&released, health);
-            assert!(told.contains("`firn stop web`") && !told.contains("failover"), "{told}");
+            let advice = advice_for_status(&released, health);
+            assert!(advice.contains("`firn stop web`") && !advice.contains("failover"), "{advice}");
         }
     }
 }

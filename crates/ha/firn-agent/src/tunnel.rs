@@ -67,29 +67,30 @@ pub enum TunnelEnd {
 ///
 /// Subscribe to `peer` before the connection is opened: a loss since then counts.
 pub async fn carry_stream(
-    near: UnixStream,
-    far: impl AsyncRead + AsyncWrite,
+    local: UnixStream,
+    remote: impl AsyncRead + AsyncWrite,
     peer: watch::Receiver<HostHealth>,
 ) -> TunnelEnd {
-    let socket = match near.as_fd().try_clone_to_owned() {
+    let socket = match local.as_fd().try_clone_to_owned() {
         Ok(socket) => socket,
         Err(error) => return TunnelEnd::Broken(error),
     };
-    let ((near_in, near_out), (far_in, far_out)) = (near.into_split(), split(far));
-    let (said, heard) = (Notify::new(), Notify::new());
+    let ((local_in, local_out), (remote_in, remote_out)) = (local.into_split(), split(remote));
+    let (sent, received) = (Notify::new(), Notify::new());
     let forth = async {
-        let carried = send_to_host(near_in, far_out).await;
-        said.notify_one();
+        let carried = send_to_host(local_in, remote_out).await;
+        sent.notify_one();
         Ok(carried)
     };
     let both = async {
-        let (carried, ()) = tokio::try_join!(forth, receive_from_host(far_in, near_out, &heard))?;
+        let (carried, ()) =
+            tokio::try_join!(forth, receive_from_host(remote_in, local_out, &received))?;
         carried
     };
     let has_left = async {
-        said.notified().await;
+        sent.notified().await;
         wait_for_hangup(&socket).await;
-        while timeout(CLOSE_WAIT_MAX, heard.notified()).await.is_ok() {}
+        while timeout(CLOSE_WAIT_MAX, received.notified()).await.is_ok() {}
     };
     tokio::select! {
         done = both => done.map_or_else(TunnelEnd::Broken, |()| TunnelEnd::Finished),
@@ -101,34 +102,34 @@ pub async fn carry_stream(
 /// Sends the supervisor's bytes to the other host, up to their end, whatever ends them: bytes that
 /// were sent before are read first.
 async fn send_to_host(
-    mut near: impl AsyncRead + Unpin,
-    mut far: impl AsyncWrite + Unpin,
+    mut local: impl AsyncRead + Unpin,
+    mut remote: impl AsyncWrite + Unpin,
 ) -> io::Result<()> {
     let mut buffer = vec![0; BUFFER_BYTES];
-    while let Ok(count @ 1..) = near.read(&mut buffer).await {
-        far.write_all(&buffer[..count]).await?;
-        far.flush().await?;
+    while let Ok(count @ 1..) = local.read(&mut buffer).await {
+        remote.write_all(&buffer[..count]).await?;
+        remote.flush().await?;
     }
-    far.shutdown().await
+    remote.shutdown().await
 }
 
 /// Passes the other host's bytes to the supervisor, up to their end. Bytes that the supervisor does
 /// not accept are dropped.
 async fn receive_from_host(
-    mut far: impl AsyncRead + Unpin,
-    mut near: impl AsyncWrite + Unpin,
-    heard: &Notify,
+    mut remote: impl AsyncRead + Unpin,
+    mut local: impl AsyncWrite + Unpin,
+    received: &Notify,
 ) -> io::Result<()> {
     let (mut buffer, mut is_taken) = (vec![0; BUFFER_BYTES], true);
     loop {
-        let count = far.read(&mut buffer).await?;
-        heard.notify_one();
+        let count = remote.read(&mut buffer).await?;
+        received.notify_one();
         if count == 0 {
             // The supervisor may be gone.
-            let _ = near.shutdown().await;
+            let _ = local.shutdown().await;
             return Ok(());
         }
-        is_taken = is_taken && near.write_all(&buffer[..count]).await.is_ok();
+        is_taken = is_taken && local.write_all(&buffer[..count]).await.is_ok();
     }
 }
 

@@ -112,7 +112,7 @@ pub enum StoreError {
     },
     /// The path names a directory or a device.
     #[error("{path} is no regular file: give the disk as a file, raw or qcow2")]
-    Kind {
+    NotRegular {
         /// The path.
         path: PathBuf,
     },
@@ -183,12 +183,12 @@ impl FileStore {
         let opened = |source| StoreError::Open { path: path.to_owned(), source };
         // Opening a device or a FIFO could block or have side effects.
         if path.exists() && !path.metadata().map_err(opened)?.is_file() {
-            return Err(StoreError::Kind { path: path.to_owned() });
+            return Err(StoreError::NotRegular { path: path.to_owned() });
         }
         let file = options.open(path).map_err(opened)?;
         // The path may name something else by now.
         if !file.metadata().map_err(opened)?.is_file() {
-            return Err(StoreError::Kind { path: path.to_owned() });
+            return Err(StoreError::NotRegular { path: path.to_owned() });
         }
         match lock_file(&file).map_err(opened)? {
             true => Ok(Self { file }),
@@ -231,7 +231,7 @@ impl DiskStore for FileStore {
         if hole && self.punch_hole(at, length)? {
             return Ok(());
         }
-        match is_supported(fallocate(&self.file, FallocateFlags::ZERO_RANGE, at, length))? {
+        match accept_unsupported(fallocate(&self.file, FallocateFlags::ZERO_RANGE, at, length))? {
             true => Ok(()),
             false => self.write_zeros(at, length),
         }
@@ -239,7 +239,7 @@ impl DiskStore for FileStore {
 
     fn punch_hole(&self, at: u64, length: u64) -> io::Result<bool> {
         let hole = FallocateFlags::PUNCH_HOLE | FallocateFlags::KEEP_SIZE;
-        is_supported(fallocate(&self.file, hole, at, length))
+        accept_unsupported(fallocate(&self.file, hole, at, length))
     }
 
     fn sync_data(&self) -> io::Result<()> {
@@ -257,9 +257,10 @@ impl DiskStore for FileStore {
     }
 }
 
-/// Whether the file system supports an operation, which was tried.
-fn is_supported(done: rustix::io::Result<()>) -> io::Result<bool> {
-    match done {
+/// Accepts that the file system does not support an operation: `true` if the operation was done,
+/// `false` if it is not supported, and any other error as it is.
+fn accept_unsupported(result: rustix::io::Result<()>) -> io::Result<bool> {
+    match result {
         Ok(()) => Ok(true),
         Err(rustix::io::Errno::OPNOTSUPP) => Ok(false),
         Err(errno) => Err(errno.into()),
@@ -332,9 +333,9 @@ mod tests {
     fn a_path_that_is_no_file_is_refused() {
         let dir = tempfile::tempdir().unwrap();
         let refused = FileStore::open(dir.path()).unwrap_err();
-        assert!(matches!(refused, StoreError::Kind { .. }), "{refused}");
+        assert!(matches!(refused, StoreError::NotRegular { .. }), "{refused}");
         let device = FileStore::open(Path::new("/dev/null")).unwrap_err();
-        assert!(matches!(device, StoreError::Kind { .. }), "{device}");
+        assert!(matches!(device, StoreError::NotRegular { .. }), "{device}");
         let none = FileStore::open(&dir.path().join("none")).unwrap_err();
         assert!(matches!(none, StoreError::Open { .. }), "{none}");
     }

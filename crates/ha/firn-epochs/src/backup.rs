@@ -170,7 +170,7 @@ impl BackupReceiver {
     fn receive_message<R: StandbyRam>(
         &mut self,
         standby: &mut StandbyVm<R>,
-        told: &mut dyn FnMut(EpochProgress),
+        on_progress: &mut dyn FnMut(EpochProgress),
         ends: &mut dyn FnMut(&PrimaryEnd) -> bool,
     ) -> Result<(), BackupReceiveError> {
         let message = self.reader.read_message()?;
@@ -184,7 +184,7 @@ impl BackupReceiver {
         };
         if let Some(progress) = standby.handle_message(message)? {
             self.writer.write_progress(progress)?;
-            told(progress);
+            on_progress(progress);
         }
         Ok(())
     }

@@ -70,16 +70,16 @@ impl EpochCopy {
 
     /// Compares it with the epoch before, which the backup has: determines what to send.
     pub fn compare_with(&self, before: &Self) -> PageComparison {
-        let mut news = PageComparison::default();
+        let mut comparison = PageComparison::default();
         for (page, bytes) in self.iter() {
             let runs = before.page_contents(page).map(|before| changed_runs(before, bytes));
             match runs {
-                Some(runs) if runs.is_empty() => news.same.insert(page),
-                Some(runs) if is_small_delta(&runs) => news.patched.insert(page),
-                _ => news.whole.insert(page),
+                Some(runs) if runs.is_empty() => comparison.same.insert(page),
+                Some(runs) if is_small_delta(&runs) => comparison.patched.insert(page),
+                _ => comparison.whole.insert(page),
             }
         }
-        news
+        comparison
     }
 
     /// Passes the deltas of some pages to `give`, about [`PATCHES_BYTES`] at a time. All of them at

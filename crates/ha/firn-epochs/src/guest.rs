@@ -80,7 +80,7 @@ pub enum GuestError {
     /// The hypervisor process is not accessible.
     #[error("the hypervisor process is not accessible")]
     Process(#[from] ProcessError),
-    /// The pause could not be recorded. A VM is stopped by a command only if a successor would know
+    /// The pause could not be recorded. A VM is paused by a command only if a successor would know
     /// to start it again.
     #[error("the pause of the VM could not be recorded")]
     Witness(#[source] io::Error),
@@ -115,7 +115,7 @@ impl GuestError {
 
 /// A record that outlives this process, so that a successor resumes a VM that was left paused.
 pub trait PauseJournal: fmt::Debug + Send {
-    /// Records that the VM is about to be stopped by a command, or runs again.
+    /// Records that the VM is about to be paused by a command, or runs again.
     ///
     /// # Errors
     /// If a successor would not know it. Then the VM is not stopped.
@@ -405,8 +405,8 @@ impl ProtectedGuest {
         let started = Instant::now();
         let drain = &mut || self.disks.begin_drain();
         let first = RealtimeGuard::enter();
-        let look = if first.is_some() { WaitMode::Sleep } else { WaitMode::Spin };
-        let Some(held) = self.vm.begin_pause_with(drain, look)? else { return Ok(None) };
+        let wait_mode = if first.is_some() { WaitMode::Sleep } else { WaitMode::Spin };
+        let Some(held) = self.vm.begin_pause_with(drain, wait_mode)? else { return Ok(None) };
         let aux = read_aux(&self.process, &self.aux)?;
         let (scan, memory, disks) = (&self.scan, &*self.memory, &self.disks);
         let value = inside(&PausedGuest { scan, memory, disks })?;

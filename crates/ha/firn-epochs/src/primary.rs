@@ -35,8 +35,10 @@ mod options;
 mod pause;
 mod seed;
 
-pub use options::{CutNumbers, EndRequest, EpochOptions, ProtectionEvent, ProtectionObserver};
-use pause::{CutResult, PauseWork, StopNotice};
+pub use options::{
+    CutMeasurements, EndRequest, EpochOptions, ProtectionCallbacks, ProtectionEvent,
+};
+use pause::{CutResult, PauseNotice, PauseWork};
 use seed::SeedSender;
 
 /// The maximum number of jobs that wait for the sender. Parts of a large epoch are jobs as well.
@@ -108,10 +110,10 @@ pub fn protect_vm(
     hello: &PrimaryHello,
     options: EpochOptions,
     ending: &EndRequest,
-    observer: &dyn ProtectionObserver,
+    callbacks: &dyn ProtectionCallbacks,
 ) -> Result<(), ProtectionError> {
     let ended =
-        BackupConnection { stream, hello, options, ending, observer }.run_protection(&mut guest);
+        BackupConnection { stream, hello, options, ending, callbacks }.run_protection(&mut guest);
     let detached = match &ended {
         Err(ProtectionError::Guest(error)) if error.is_hang() => {
             guest.abandon();
@@ -130,7 +132,7 @@ struct BackupConnection<'a> {
     hello: &'a PrimaryHello,
     options: EpochOptions,
     ending: &'a EndRequest,
-    observer: &'a dyn ProtectionObserver,
+    callbacks: &'a dyn ProtectionCallbacks,
 }
 
 impl<'a> BackupConnection<'a> {
@@ -141,18 +143,18 @@ impl<'a> BackupConnection<'a> {
             Epoch(0),
             Duration::ZERO,
         );
-        let (tell, events) = crossbeam_channel::unbounded();
+        let (event_sender, events) = crossbeam_channel::unbounded();
         let (reading, writer) =
             (self.stream.try_clone()?, buffered_writer(self.stream.try_clone()?));
         thread::scope(|scope| {
             let _closing = ConnectionCloser(self.stream);
-            let heard = tell.clone();
-            let seeded = spawn_thread(scope, "hear", move || read_messages(reading, &heard))
+            let sender = event_sender.clone();
+            let seeded = spawn_thread(scope, "hear", move || read_messages(reading, &sender))
                 .and_then(|()| self.send_seed(guest, writer, &events));
             let ended = seeded.and_then(|writer| {
                 firn_fault::pass_point("protect.seeded");
                 let (jobs, taken) = crossbeam_channel::bounded(JOBS_MAX);
-                let sending = EpochSender::new(writer, tell);
+                let sending = EpochSender::new(writer, event_sender);
                 spawn_thread(scope, "send", move || sending.run(&taken))?;
                 self.start_loop(guest, epochs, jobs, events.clone())?.run()
             });
@@ -167,8 +169,8 @@ impl<'a> BackupConnection<'a> {
         events: &Receiver<ConnectionEvent>,
     ) -> Result<EpochWriter<BufWriter<EpochStream>>, ProtectionError> {
         writer.write_hello(self.hello)?;
-        let (ending, told) = (self.ending, self.observer);
-        SeedSender { guest, writer: &mut writer, events, ending, observer: told }.run()?;
+        let (ending, callbacks) = (self.ending, self.callbacks);
+        SeedSender { guest, writer: &mut writer, events, ending, callbacks }.run()?;
         Ok(writer)
     }
 
@@ -187,18 +189,19 @@ impl<'a> BackupConnection<'a> {
         Ok(ProtectionLoop {
             guest,
             epochs,
-            predictor: DirtyPagePredictor::new(predicts).with_busy(options.busy_pages()),
+            predictor: DirtyPagePredictor::new(predicts)
+                .with_busy_counts(options.busy_page_counts()),
             options,
             jobs,
             events,
             ending: self.ending,
-            observer: self.observer,
+            callbacks: self.callbacks,
             started: Instant::now(),
             spares: Vec::new(),
             copied: 0,
             last_heard: Duration::ZERO,
             cut: None,
-            pace: GuestSpeed::Free,
+            speed: GuestSpeed::Free,
             reported_to_backup: self.hello.member.as_ref().map(|_| Default::default()),
         })
     }
@@ -253,7 +256,7 @@ struct ProtectionLoop<'a> {
     jobs: Sender<SendJob>,
     events: Receiver<ConnectionEvent>,
     ending: &'a EndRequest,
-    observer: &'a dyn ProtectionObserver,
+    callbacks: &'a dyn ProtectionCallbacks,
     started: Instant,
     spares: Vec<Vec<u8>>,
     /// The number of pages that the last cut copied.
@@ -262,7 +265,7 @@ struct ProtectionLoop<'a> {
     last_heard: Duration,
     /// The newest epoch that was cut, until it is sent.
     cut: Option<Box<EpochCopy>>,
-    pace: GuestSpeed,
+    speed: GuestSpeed,
     /// For a member of a cluster: the newest epoch that the backup was ordered to fold, and the
     /// newest frame that it knows to have been sent.
     reported_to_backup: Option<(Epoch, FrameNumber)>,
@@ -286,16 +289,16 @@ impl ProtectionLoop<'_> {
             Err(ProtectionError::Guest(error)) => Some(error),
             Err(_) => return None,
         };
-        let words = self.guest.exit_report();
-        self.observer.describe_end(error, &words)
+        let exit_report = self.guest.exit_report();
+        self.callbacks.describe_end(error, &exit_report)
     }
 
     fn run_loop(&mut self) -> Result<(), ProtectionError> {
-        let news = self.observer.member_events();
+        let member_events = self.callbacks.member_events();
         while !self.ending.is_end_requested() {
             select! {
                 recv(self.events) -> event => self.handle_event(event.map_err(|_| GuestError::SenderStopped)?)?,
-                recv(news) -> _ => {}
+                recv(member_events) -> _ => {}
                 default(self.poll_timeout()) => {}
             }
             self.run_step()?;
@@ -332,7 +335,7 @@ impl ProtectionLoop<'_> {
     fn poll_timeout(&self) -> Duration {
         match self.next_due().saturating_sub(self.elapsed_time()) {
             Duration::ZERO => SLOWED_PAUSE,
-            until_due if self.observer.is_cut_needed() => until_due.min(WANTED_CUT_POLL_INTERVAL),
+            until_due if self.callbacks.is_cut_needed() => until_due.min(WANTED_CUT_POLL_INTERVAL),
             until_due => until_due.min(POLL_INTERVAL),
         }
     }
@@ -344,12 +347,12 @@ impl ProtectionLoop<'_> {
                 if epoch.next() == self.epochs.running_epoch() =>
             {
                 self.predictor.record_unchanged(&plan, &same);
-                self.observer.on_event(ProtectionEvent::Counts(self.predictor.counts()));
+                self.callbacks.on_event(ProtectionEvent::Prediction(self.predictor.counts()));
             }
             ConnectionEvent::Compared { .. } => {}
             ConnectionEvent::Sent { epoch, pages, bytes } => {
                 tracing::trace!("{epoch} is sent: {pages} pages, {bytes} bytes");
-                self.observer.on_event(ProtectionEvent::Sent(epoch, pages, bytes));
+                self.callbacks.on_event(ProtectionEvent::Sent(epoch, pages, bytes));
             }
             ConnectionEvent::Spare(bytes) if self.spares.len() < SPARES_MAX => {
                 self.spares.push(bytes)
@@ -366,7 +369,7 @@ impl ProtectionLoop<'_> {
                     progress.complete,
                     progress.committed
                 );
-                self.observer.on_event(ProtectionEvent::Progress(progress));
+                self.callbacks.on_event(ProtectionEvent::Progress(progress));
                 self.last_heard = self.elapsed_time();
                 let actions = self.epochs.record_progress(self.elapsed_time(), progress);
                 self.perform_actions(actions)?;
@@ -381,7 +384,7 @@ impl ProtectionLoop<'_> {
     }
 
     fn run_step(&mut self) -> Result<(), ProtectionError> {
-        if self.observer.take_power_button_press() {
+        if self.callbacks.take_power_button_press() {
             self.guest.press_power_button()?;
         }
         match self.epochs.buffered_pages() {
@@ -398,11 +401,11 @@ impl ProtectionLoop<'_> {
         let is_scarce = self.elapsed_time() >= self.next_due() && self.epochs.buffered_pages() > 0;
         let written = if is_scarce { self.guest.scan_written()?.len() as u64 } else { 0 };
         let mut actions = self.epochs.advance_time(self.elapsed_time(), written);
-        if self.observer.is_cut_needed() {
+        if self.callbacks.is_cut_needed() {
             actions.extend(self.epochs.request_cut(self.elapsed_time()));
         }
         self.perform_actions(actions)?;
-        match self.pace {
+        match self.speed {
             GuestSpeed::Free => Ok(()),
             GuestSpeed::Slowed => self.pause_guest(SLOWED_PAUSE),
             GuestSpeed::Stopped => self.pause_guest(STOPPED_PAUSE),
@@ -415,12 +418,12 @@ impl ProtectionLoop<'_> {
     /// checkpoint.
     fn report_to_member_backup(&mut self) -> Result<bool, ProtectionError> {
         let Some((global, gone)) = &mut self.reported_to_backup else { return Ok(false) };
-        let newest = self.observer.global_epoch();
+        let newest = self.callbacks.global_epoch();
         if newest > *global {
             *global = newest;
             self.jobs.send(SendJob::Globally(newest)).map_err(|_| GuestError::SenderStopped)?;
         }
-        let newest = self.observer.released_up_to();
+        let newest = self.callbacks.released_up_to();
         if newest > *gone {
             *gone = newest;
             self.jobs.send(SendJob::Gone(newest)).map_err(|_| GuestError::SenderStopped)?;
@@ -429,7 +432,7 @@ impl ProtectionLoop<'_> {
     }
 
     fn pause_guest(&mut self, time: Duration) -> Result<(), ProtectionError> {
-        let _stopping = StopNotice::announce_stop(self.observer);
+        let _pause = PauseNotice::announce_pause(self.callbacks);
         Ok(self.guest.pause_for(time)?)
     }
 
@@ -440,9 +443,9 @@ impl ProtectionLoop<'_> {
                 PrimaryAction::Send { .. } => self.send_epoch()?,
                 PrimaryAction::Free(_) => {}
                 PrimaryAction::Committed(epoch) => {
-                    self.observer.on_event(ProtectionEvent::Committed(epoch))
+                    self.callbacks.on_event(ProtectionEvent::Committed(epoch))
                 }
-                PrimaryAction::SetSpeed(pace) => self.pace = pace,
+                PrimaryAction::SetSpeed(speed) => self.speed = speed,
             }
         }
         Ok(())
@@ -465,30 +468,30 @@ impl ProtectionLoop<'_> {
         let mut bytes = self.take_buffer();
         tracing::trace!("{epoch} is to be cut");
         let trouble = self.guest.check_before_cut()?;
-        self.observer.on_event(ProtectionEvent::Trouble(trouble));
+        self.callbacks.on_event(ProtectionEvent::Trouble(trouble));
         self.guest.prepare_pause()?;
         let ahead = pause::copy_ahead(self.guest, &mut self.predictor, &self.options, &mut bytes)?;
         tracing::trace!("{epoch} is being cut, {} pages are copied", ahead.len());
-        let stopping = StopNotice::announce_stop(self.observer);
+        let notice = PauseNotice::announce_pause(self.callbacks);
         let mut inside = PauseWork {
             epoch,
             predictor: &mut self.predictor,
             options: &self.options,
             jobs: &self.jobs,
             ending: self.ending,
-            observer: self.observer,
+            callbacks: self.callbacks,
             bytes: &mut bytes,
             ahead: ahead.len(),
-            numbers: CutNumbers { epoch, ..CutNumbers::default() },
+            measurements: CutMeasurements { epoch, ..CutMeasurements::default() },
         };
-        let (found, pause) = self.guest.pause_and_save(|still| inside.cut_guest(still))?;
-        drop(stopping);
-        let CutResult { plan, pages, disks, card, numbers } = found;
+        let (found, pause) = self.guest.pause_and_save(|paused| inside.cut_guest(paused))?;
+        drop(notice);
+        let CutResult { plan, pages, disks, card, measurements } = found;
         firn_fault::pass_point("protect.cut");
-        let numbers = CutNumbers {
+        let measurements = CutMeasurements {
             downtime_ms: as_millis(pause.downtime),
             device_bytes: pause.devices.len() as u64,
-            ..numbers
+            ..measurements
         };
         tracing::trace!("{epoch} is cut, with {} pages", pages.len());
         self.copied = ahead.len() + pages.len();
@@ -497,7 +500,7 @@ impl ProtectionLoop<'_> {
         let copy = EpochCopy { epoch, plan, ahead, pages, bytes, devices, aux, disks, card, last };
         let copied = copy.plan.page_count() as u64 + copy.disk_pages();
         self.cut = Some(Box::new(copy));
-        self.observer.on_event(ProtectionEvent::Cut(numbers));
+        self.callbacks.on_event(ProtectionEvent::Cut(measurements));
         let actions = self.epochs.finish_cut(self.elapsed_time(), copied);
         self.perform_actions(actions)
     }

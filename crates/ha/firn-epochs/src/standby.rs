@@ -660,8 +660,8 @@ mod tests {
             let far = received(&mut standby, epochs.collect());
             assert_eq!(far, Some(EpochProgress { complete: Epoch(6), committed: Epoch(5) }));
             assert_eq!(standby.ram, Bytes::default(), "all of them are kept");
-            let told = globally.map(|epoch| EpochMessage::Globally(Epoch(epoch)));
-            received(&mut standby, told.into_iter().collect());
+            let message = globally.map(|epoch| EpochMessage::Globally(Epoch(epoch)));
+            received(&mut standby, message.into_iter().collect());
             standby.promote_at(Some(Epoch(at)))
         };
         for (globally, at) in [(None, 1), (None, 5), (Some(3), 3), (Some(3), 5)] {

@@ -110,7 +110,7 @@ impl World {
         Self {
             memory: [0; PAGES as usize],
             protected: [true; PAGES as usize],
-            predictor: DirtyPagePredictor::new(predicts).with_busy(BUSY),
+            predictor: DirtyPagePredictor::new(predicts).with_busy_counts(BUSY),
             ahead: (Vec::new(), Vec::new()),
             sending: EpochSender::new(writer, tell),
             events,

@@ -187,14 +187,16 @@ impl ClusterMember {
         let asks = |record: &&ClusterRecord| yielded != Some(record.register.generation);
         record.filter(asks).is_some_and(|record| {
             let mut places = record.register.places.values();
-            places.any(|place| place.primary == self.host || place.backup == Some(self.host))
+            places.any(|placement| {
+                placement.primary == self.host || placement.backup == Some(self.host)
+            })
         })
     }
 
     fn apply_record(
         &self,
         known: VersionedRecord,
-        tell: impl FnOnce(&mut HostGuard, &FailoverRecord) -> Vec<GuardAction>,
+        ask_guard: impl FnOnce(&mut HostGuard, &FailoverRecord) -> Vec<GuardAction>,
     ) -> Vec<PendingAction<'_>> {
         if let Some(Err(trouble)) = known.record.as_ref().map(ClusterRecord::check_rules) {
             tracing::warn!("cluster {} is not obeyed: {trouble}", self.cluster);
@@ -202,7 +204,7 @@ impl ClusterMember {
         }
         let mut guard = self.lock_guard();
         let (actions, vms) = match &known.record {
-            Some(ClusterRecord { register, vms }) => (tell(&mut guard, register), vms.clone()),
+            Some(ClusterRecord { register, vms }) => (ask_guard(&mut guard, register), vms.clone()),
             // A record stays after its cluster has ended, so there was none yet.
             None => (guard.lose_record().into_iter().collect(), BTreeMap::new()),
         };

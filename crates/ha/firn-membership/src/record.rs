@@ -55,7 +55,7 @@ impl ClusterRecord {
 
     /// Every host that the register names.
     pub fn named_hosts(&self) -> BTreeSet<HostId> {
-        let backups = self.register.places.values().filter_map(|place| place.backup);
+        let backups = self.register.places.values().filter_map(|placement| placement.backup);
         let named = self.register.primaries().into_iter().chain(backups);
         named.chain(self.register.fence.iter().copied()).collect()
     }
@@ -92,8 +92,8 @@ mod tests {
     use super::*;
 
     fn record() -> ClusterRecord {
-        let place = VmPlacement { primary: HostId(1), backup: Some(HostId(2)) };
-        let register = FailoverRecord::new(BTreeMap::from([(VmId(7), place)]));
+        let placement = VmPlacement { primary: HostId(1), backup: Some(HostId(2)) };
+        let register = FailoverRecord::new(BTreeMap::from([(VmId(7), placement)]));
         ClusterRecord { register, vms: BTreeMap::from([(VmId(7), "web".to_owned())]) }
     }
 

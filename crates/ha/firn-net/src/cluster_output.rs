@@ -7,7 +7,7 @@
 //!   the VM <--------'<---------- unwrapped, each once and in order <-------------
 //! ```
 //!
-//! While the VM is about to be stopped, and while it is paused, it is given no frames: at the cut,
+//! While the VM is about to be paused, and while it is paused, it is given no frames: at the cut,
 //! the frames that its state has received must be the same as the frames that are counted as
 //! received.
 
@@ -36,7 +36,7 @@ pub struct ClusterOutput {
     member: MemberNic,
     leaving: VecDeque<OutgoingFrame>,
     leaving_bytes: usize,
-    is_stopping: bool,
+    is_pausing: bool,
     over: usize,
     left: u64,
     global: Epoch,
@@ -59,14 +59,14 @@ impl ClusterOutput {
     pub fn resume_from(of: ClusterMembership, base: Epoch, kept: StandbyNic) -> Self {
         let member = MemberNic::new(&of, MemberTimes::default(), base, kept);
         let leaving = VecDeque::new();
-        let (leaving_bytes, is_stopping, over, left) = (0, false, 0, 0);
+        let (leaving_bytes, is_pausing, over, left) = (0, false, 0, 0);
         let (global, gone) = (Epoch(0), FrameNumber(0));
         let mut joined = Self {
             of,
             member,
             leaving,
             leaving_bytes,
-            is_stopping,
+            is_pausing,
             over,
             left,
             global,
@@ -224,15 +224,15 @@ impl ClusterOutput {
         while self.leaving_bytes > WAITING_BYTES_MAX && self.pop_frame().is_some() {}
     }
 
-    /// Sets whether the VM is about to be stopped.
-    pub fn set_stopping(&mut self, is_stopping: bool) {
-        self.is_stopping = is_stopping;
+    /// Sets whether the VM is about to be paused.
+    pub fn set_pausing(&mut self, is_pausing: bool) {
+        self.is_pausing = is_pausing;
     }
 
     /// Whether to continue to read from the VM's socket.
     pub fn input_flow(&self) -> InputFlow {
         match self.leaving_bytes > BYTES_MAX {
-            _ if self.is_stopping && self.over < OVERSHOOT_BYTES_MAX => InputFlow::Go,
+            _ if self.is_pausing && self.over < OVERSHOOT_BYTES_MAX => InputFlow::Go,
             true => InputFlow::Stop,
             false => self.member.input_flow(),
         }
@@ -268,9 +268,9 @@ impl ClusterOutput {
 /// not cut before it delivers.
 fn strip_mark(frame: &[u8]) -> Option<Vec<u8>> {
     firn_fault::pass_io_point("net.mark").err()?;
-    let MemberMessage { ends, stamp, content: says } = MemberMessage::from_frame(frame)?;
+    let MemberMessage { ends, stamp, content } = MemberMessage::from_frame(frame)?;
     let stamp = FrameStamp { mark: RequestNumber::default(), ..stamp };
-    Some(MemberMessage { ends, stamp, content: says }.to_frame())
+    Some(MemberMessage { ends, stamp, content }.to_frame())
 }
 
 #[cfg(test)]
@@ -427,7 +427,7 @@ mod tests {
             a.push_frame(&large);
         }
         assert!((BYTES_MAX..BYTES_MAX + 100_000).contains(&a.buffer_usage().bytes));
-        a.set_stopping(true);
+        a.set_pausing(true);
         assert_eq!(a.input_flow(), InputFlow::Go);
     }
 }

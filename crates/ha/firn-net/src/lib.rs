@@ -35,7 +35,7 @@
 //!
 //! Buffered frames take at most [`port::BYTES_MAX`] and one frame. At the bound the card's socket
 //! isn't read until half of the buffer is free: QEMU waits, then the guest's ring fills, and the
-//! guest sees a slow network. No frame is dropped for this reason. A VM that is about to be stopped
+//! guest sees a slow network. No frame is dropped for this reason. A VM that is about to be paused
 //! may send a little more, because QEMU then drops frames that still wait for room.
 //!
 //! # Lost frames

@@ -15,7 +15,7 @@
 //! After that only [`OutputBuffer::open_output`] opens the output. The end of the protection does
 //! not, because the backup may be running the VM.
 //!
-//! At the bound no frame is taken, except from a VM that is about to be stopped: QEMU drops a frame
+//! At the bound no frame is taken, except from a VM that is about to be paused: QEMU drops a frame
 //! that waits for room when it stops a VM (`net_vm_change_state_handler`, net/net.c).
 
 use std::collections::VecDeque;
@@ -27,7 +27,7 @@ use firn_cluster::{Epoch, FrameNumber};
 
 /// The memory that is counted for a frame besides its bytes.
 const FRAME_COST: usize = 64;
-/// The maximum number of bytes taken beyond the bound, so that a VM that is about to be stopped has
+/// The maximum number of bytes taken beyond the bound, so that a VM that is about to be paused has
 /// no frames left to send.
 pub(crate) const OVERSHOOT_BYTES_MAX: usize = 1 << 20;
 /// The number of delays that are stored: the newest.
@@ -60,8 +60,8 @@ pub struct OutputBuffer {
     running: Epoch,
     leaving: VecDeque<SentFrame<BufferedFrame>>,
     held: BufferUsage,
-    /// The VM is about to be stopped.
-    is_stopping: bool,
+    /// The VM is about to be paused.
+    is_pausing: bool,
     /// The bytes taken since the bound was reached.
     overshoot_bytes: usize,
     delays: VecDeque<Duration>,
@@ -78,7 +78,7 @@ impl OutputBuffer {
             running: Epoch(1),
             leaving: VecDeque::new(),
             held: BufferUsage::default(),
-            is_stopping: false,
+            is_pausing: false,
             overshoot_bytes: 0,
             delays: VecDeque::new(),
             sent_frames: 0,
@@ -162,14 +162,14 @@ impl OutputBuffer {
         self.outbox.trim_up_to(FrameDestination::Outside, last);
     }
 
-    /// Sets whether the VM is about to be stopped.
-    pub fn set_stopping(&mut self, is_stopping: bool) {
-        self.is_stopping = is_stopping;
+    /// Sets whether the VM is about to be paused.
+    pub fn set_pausing(&mut self, is_pausing: bool) {
+        self.is_pausing = is_pausing;
     }
 
     /// Whether to continue to read from the VM's socket.
     pub fn input_flow(&self) -> InputFlow {
-        match self.is_stopping && self.overshoot_bytes < OVERSHOOT_BYTES_MAX {
+        match self.is_pausing && self.overshoot_bytes < OVERSHOOT_BYTES_MAX {
             true => InputFlow::Go,
             false => self.outbox.input_flow(),
         }
@@ -212,97 +212,97 @@ mod tests {
 
     const NOW: Duration = Duration::from_secs(1);
 
-    fn gate() -> OutputBuffer {
+    fn buffer() -> OutputBuffer {
         OutputBuffer::new(1 << 20, true)
     }
 
-    fn send(gate: &mut OutputBuffer, byte: u8) {
-        gate.push_frame(&[byte; 60], NOW);
+    fn send(buffer: &mut OutputBuffer, byte: u8) {
+        buffer.push_frame(&[byte; 60], NOW);
     }
 
-    fn leaves(gate: &mut OutputBuffer) -> Vec<u8> {
+    fn leaves(buffer: &mut OutputBuffer) -> Vec<u8> {
         let mut left = Vec::new();
-        while let Some(frame) = gate.next_frame() {
+        while let Some(frame) = buffer.next_frame() {
             left.push(frame[0]);
-            gate.confirm_sent(NOW);
+            buffer.confirm_sent(NOW);
         }
         left
     }
 
     #[test]
     fn an_unprotected_vm_sends_at_once() {
-        let mut gate = gate();
-        send(&mut gate, 1);
-        assert_eq!((leaves(&mut gate), gate.buffer_usage()), (vec![1], BufferUsage::default()));
+        let mut buffer = buffer();
+        send(&mut buffer, 1);
+        assert_eq!((leaves(&mut buffer), buffer.buffer_usage()), (vec![1], BufferUsage::default()));
     }
 
     #[test]
     fn a_frame_waits_for_its_epoch() {
-        let mut gate = gate();
-        gate.begin_protection();
-        send(&mut gate, 1);
-        assert_eq!(leaves(&mut gate), [1], "there is nothing yet that could be gone back to");
-        gate.cut_epoch(Epoch(1));
-        send(&mut gate, 2);
-        gate.cut_epoch(Epoch(2));
-        send(&mut gate, 3);
-        gate.commit_epoch(Epoch(1));
+        let mut buffer = buffer();
+        buffer.begin_protection();
+        send(&mut buffer, 1);
+        assert_eq!(leaves(&mut buffer), [1], "there is nothing yet that could be gone back to");
+        buffer.cut_epoch(Epoch(1));
+        send(&mut buffer, 2);
+        buffer.cut_epoch(Epoch(2));
+        send(&mut buffer, 3);
+        buffer.commit_epoch(Epoch(1));
         assert_eq!(
-            (leaves(&mut gate), gate.buffer_usage()),
+            (leaves(&mut buffer), buffer.buffer_usage()),
             (vec![], BufferUsage { frames: 2, bytes: 120 })
         );
-        gate.commit_epoch(Epoch(2));
-        assert_eq!(leaves(&mut gate), [2]);
-        gate.open_output();
-        assert_eq!((leaves(&mut gate), gate.buffer_usage()), (vec![3], BufferUsage::default()));
+        buffer.commit_epoch(Epoch(2));
+        assert_eq!(leaves(&mut buffer), [2]);
+        buffer.open_output();
+        assert_eq!((leaves(&mut buffer), buffer.buffer_usage()), (vec![3], BufferUsage::default()));
     }
 
     #[test]
     fn output_of_an_earlier_protection_waits_for_the_next_epoch() {
-        let mut gate = gate();
-        gate.begin_protection();
-        (1..=5).for_each(|epoch| gate.cut_epoch(Epoch(epoch)));
-        send(&mut gate, 1);
-        gate.begin_protection();
-        send(&mut gate, 2);
-        gate.commit_epoch(Epoch(0));
-        assert_eq!(leaves(&mut gate), []);
-        gate.cut_epoch(Epoch(1));
-        send(&mut gate, 3);
-        gate.commit_epoch(Epoch(1));
-        assert_eq!(leaves(&mut gate), [1, 2]);
+        let mut buffer = buffer();
+        buffer.begin_protection();
+        (1..=5).for_each(|epoch| buffer.cut_epoch(Epoch(epoch)));
+        send(&mut buffer, 1);
+        buffer.begin_protection();
+        send(&mut buffer, 2);
+        buffer.commit_epoch(Epoch(0));
+        assert_eq!(leaves(&mut buffer), []);
+        buffer.cut_epoch(Epoch(1));
+        send(&mut buffer, 3);
+        buffer.commit_epoch(Epoch(1));
+        assert_eq!(leaves(&mut buffer), [1, 2]);
     }
 
     #[test]
     fn a_closed_gate_stays_so_and_stops_the_vm_at_its_bound() {
-        let mut gate = OutputBuffer::new(1000, false);
-        (0..8).for_each(|_| send(&mut gate, 1));
-        assert_eq!(gate.input_flow(), InputFlow::Go);
-        send(&mut gate, 1);
-        assert_eq!((gate.input_flow(), gate.next_frame().is_some()), (InputFlow::Stop, false));
-        gate.open_output();
-        assert_eq!(gate.input_flow(), InputFlow::Stop, "what can leave takes room until it has");
-        gate.drop_released();
-        assert_eq!((gate.input_flow(), gate.sent_count()), (InputFlow::Go, 0));
-        send(&mut gate, 2);
-        assert_eq!(leaves(&mut gate), [2]);
+        let mut buffer = OutputBuffer::new(1000, false);
+        (0..8).for_each(|_| send(&mut buffer, 1));
+        assert_eq!(buffer.input_flow(), InputFlow::Go);
+        send(&mut buffer, 1);
+        assert_eq!((buffer.input_flow(), buffer.next_frame().is_some()), (InputFlow::Stop, false));
+        buffer.open_output();
+        assert_eq!(buffer.input_flow(), InputFlow::Stop, "what can leave takes room until it has");
+        buffer.drop_released();
+        assert_eq!((buffer.input_flow(), buffer.sent_count()), (InputFlow::Go, 0));
+        send(&mut buffer, 2);
+        assert_eq!(leaves(&mut buffer), [2]);
     }
 
     #[test]
     fn output_before_a_stop_may_exceed_the_limit() {
-        let mut gate = OutputBuffer::new(1000, false);
-        (0..9).for_each(|_| send(&mut gate, 1));
+        let mut buffer = OutputBuffer::new(1000, false);
+        (0..9).for_each(|_| send(&mut buffer, 1));
         for _ in 0..2 {
-            assert_eq!(gate.input_flow(), InputFlow::Stop);
-            gate.set_stopping(true);
-            assert_eq!(gate.input_flow(), InputFlow::Go);
-            (0..100).for_each(|_| send(&mut gate, 2));
-            gate.set_stopping(false);
+            assert_eq!(buffer.input_flow(), InputFlow::Stop);
+            buffer.set_pausing(true);
+            assert_eq!(buffer.input_flow(), InputFlow::Go);
+            (0..100).for_each(|_| send(&mut buffer, 2));
+            buffer.set_pausing(false);
         }
-        gate.set_stopping(true);
+        buffer.set_pausing(true);
         let mut more = 0;
-        while gate.input_flow() == InputFlow::Go {
-            send(&mut gate, 3);
+        while buffer.input_flow() == InputFlow::Go {
+            send(&mut buffer, 3);
             more += 1;
         }
         let bytes = (more + 200) * (60 + FRAME_COST);
@@ -310,20 +310,20 @@ mod tests {
             (OVERSHOOT_BYTES_MAX..OVERSHOOT_BYTES_MAX + 200).contains(&bytes),
             "{bytes}: not twice as much for two"
         );
-        gate.open_output();
-        gate.drop_released();
-        gate.set_stopping(false);
-        assert_eq!(gate.input_flow(), InputFlow::Go);
+        buffer.open_output();
+        buffer.drop_released();
+        buffer.set_pausing(false);
+        assert_eq!(buffer.input_flow(), InputFlow::Go);
     }
 
     #[test]
     fn delays_are_those_of_the_newest() {
-        let mut gate = gate();
+        let mut buffer = buffer();
         for ms in 0..2 * DELAYS_MAX as u64 {
-            send(&mut gate, 1);
-            gate.confirm_sent(NOW + Duration::from_millis(ms));
+            send(&mut buffer, 1);
+            buffer.confirm_sent(NOW + Duration::from_millis(ms));
         }
-        let delays: Vec<Duration> = gate.release_delays().collect();
+        let delays: Vec<Duration> = buffer.release_delays().collect();
         assert_eq!(
             (delays.len(), delays[0]),
             (DELAYS_MAX, Duration::from_millis(DELAYS_MAX as u64))
@@ -350,34 +350,34 @@ mod tests {
             ],
             0..200,
         )) {
-            let mut gate = gate();
-            gate.begin_protection();
-            gate.cut_epoch(Epoch(1));
+            let mut buffer = buffer();
+            buffer.begin_protection();
+            buffer.cut_epoch(Epoch(1));
             let (mut running, mut committed, mut expected) = (2_u64, 0_u64, 0_u64);
             let mut epochs = Vec::new();
             for step in steps {
                 match step {
                     Step::Send => {
-                        gate.push_frame(&(epochs.len() as u64).to_le_bytes(), NOW);
+                        buffer.push_frame(&(epochs.len() as u64).to_le_bytes(), NOW);
                         epochs.push(running);
                     }
                     Step::Cut => {
-                        gate.cut_epoch(Epoch(running));
+                        buffer.cut_epoch(Epoch(running));
                         running += 1;
                     }
                     Step::Commit(some) => {
                         committed = (committed + some).min(running - 1);
-                        gate.commit_epoch(Epoch(committed));
+                        buffer.commit_epoch(Epoch(committed));
                     }
-                    Step::Write => if let Some(frame) = gate.next_frame() {
+                    Step::Write => if let Some(frame) = buffer.next_frame() {
                         prop_assert_eq!(&frame[..], expected.to_le_bytes());
                         prop_assert!(epochs[expected as usize] <= committed);
                         expected += 1;
-                        gate.confirm_sent(NOW);
+                        buffer.confirm_sent(NOW);
                     }
                 }
                 let waiting = epochs.iter().filter(|epoch| **epoch > committed).count();
-                prop_assert_eq!(gate.buffer_usage().frames, waiting);
+                prop_assert_eq!(buffer.buffer_usage().frames, waiting);
             }
         }
     }

@@ -186,10 +186,10 @@ impl OutputPolicy {
 
     /// Sets whether Firn is about to pause the VM. While it is, the output accepts some frames
     /// beyond its bound: when QEMU stops a VM, it drops frames that still wait for room.
-    pub(crate) fn set_stopping(&mut self, is_stopping: bool) {
+    pub(crate) fn set_pausing(&mut self, is_pausing: bool) {
         match self {
-            Self::Single(buffer, _) => buffer.set_stopping(is_stopping),
-            Self::Member(joined) => joined.set_stopping(is_stopping),
+            Self::Single(buffer, _) => buffer.set_pausing(is_pausing),
+            Self::Member(joined) => joined.set_pausing(is_pausing),
         }
     }
 

@@ -45,7 +45,7 @@ const BATCH: usize = 32;
 const RETRY_INTERVAL: Duration = Duration::from_millis(100);
 /// The interval at which a member checks whether others have received its frames.
 const TICK_INTERVAL: Duration = Duration::from_millis(50);
-/// The time that a member's card gets, before the VM is stopped, to read the frames that it was
+/// The time that a member's card gets, before the VM is paused, to read the frames that it was
 /// given. A card that does not read them in time is treated as one that has no room: its frames are
 /// lost.
 const READ_TIMEOUT: Duration = Duration::from_millis(20);
@@ -130,7 +130,7 @@ impl NicPort {
             is_plugged: AtomicBool::new(false),
             is_connected: AtomicBool::new(false),
             is_over: AtomicBool::new(false),
-            news: crossbeam_channel::bounded(1),
+            wakeups: crossbeam_channel::bounded(1),
             came: AtomicU64::new(0),
             since: Instant::now(),
         });
@@ -157,12 +157,12 @@ impl NicPort {
         self.shared.lock_output().policy.begin_protection();
     }
 
-    /// Prepares for a stop of the VM. When this returns, the card's socket is empty, and it is kept
-    /// empty until [`Self::finish_stop`]; see [`OutputBuffer::input_flow`]. A member is given no
+    /// Prepares for a pause of the VM. When this returns, the card's socket is empty, and it is kept
+    /// empty until [`Self::finish_pause`]; see [`OutputBuffer::input_flow`]. A member is given no
     /// frames from now on, and has read the frames that it was given.
-    pub fn prepare_stop(&self) {
+    pub fn prepare_pause(&self) {
         let mut output = self.shared.lock_output();
-        output.policy.set_stopping(true);
+        output.policy.set_pausing(true);
         output.is_frozen = output.policy.cluster_output().is_some();
         while self.shared.read_card(&mut output) {}
         let is_member = output.is_frozen;
@@ -173,10 +173,10 @@ impl NicPort {
         }
     }
 
-    /// Ends the preparation, because the VM was not stopped, or runs again.
-    pub fn finish_stop(&self) {
+    /// Ends the preparation, because the VM could not be paused, or runs again.
+    pub fn finish_pause(&self) {
         let mut output = self.shared.lock_output();
-        output.policy.set_stopping(false);
+        output.policy.set_pausing(false);
         output.is_frozen = false;
         drop(output);
         self.shared.wake_relay();
@@ -257,7 +257,7 @@ impl NicPort {
     /// Wakes the thread that cuts a member's epochs: [`Self::is_cut_needed`],
     /// [`Self::global_epoch`] or [`Self::released_up_to`] has changed.
     pub fn member_events(&self) -> Receiver<()> {
-        self.shared.news.1.clone()
+        self.shared.wakeups.1.clone()
     }
 
     /// Records a global checkpoint, which includes this VM at that epoch. `false` if the VM is in
@@ -314,15 +314,15 @@ impl NicPort {
 
     /// The current state of the card.
     pub fn port_status(&self) -> PortStatus {
-        let gate = &self.shared.lock_output().policy;
+        let policy = &self.shared.lock_output().policy;
         PortStatus {
             is_connected: self.shared.is_connected.load(Ordering::Relaxed),
-            is_open: gate.is_open(),
+            is_open: policy.is_open(),
             waits_for_lease: !self.shared.may_send(),
-            held: gate.buffer_usage(),
-            left: gate.sent_count(),
+            held: policy.buffer_usage(),
+            left: policy.sent_count(),
             came: self.shared.came.load(Ordering::Relaxed),
-            delays: gate.release_delays(),
+            delays: policy.release_delays(),
         }
     }
 }
@@ -362,7 +362,7 @@ struct PortState {
     is_connected: AtomicBool,
     is_over: AtomicBool,
     /// Wakes the thread that cuts epochs.
-    news: (Sender<()>, Receiver<()>),
+    wakeups: (Sender<()>, Receiver<()>),
     came: AtomicU64,
     since: Instant,
 }
@@ -441,7 +441,7 @@ impl PortState {
 
     /// Wakes the thread that cuts epochs, unless a wakeup is pending.
     fn notify_member_events(&self) {
-        let _ = self.news.0.try_send(());
+        let _ = self.wakeups.0.try_send(());
     }
 
     /// Whether QEMU's end of the socket pair is empty.

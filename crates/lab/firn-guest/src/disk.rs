@@ -71,7 +71,7 @@ pub fn run(args: &DiskDma) -> Result<bool> {
         return Ok(true);
     }
     println!("{}", json!({"ready": true, "blocks": disk.blocks}));
-    let (start, mut pace) = (Instant::now(), RateLimiter::new(args.rate));
+    let (start, mut limiter) = (Instant::now(), RateLimiter::new(args.rate));
     let (mut reported, mut requests) = (start, 0_u64);
     let mut sequences = vec![0; disk.blocks as usize];
     while args.seconds <= 0.0 || start.elapsed().as_secs_f64() < args.seconds {
@@ -90,7 +90,7 @@ pub fn run(args: &DiskDma) -> Result<bool> {
             reported = Instant::now();
             println!("{}", json!({"progress": requests, "wrong": disk.wrong}));
         }
-        pace.wait_for(1);
+        limiter.wait_for(1);
     }
     println!("{}", json!({"done": true, "requests": requests, "wrong": disk.wrong}));
     Ok(disk.wrong == 0)

@@ -67,13 +67,13 @@ pub fn run(args: &HeartbeatArgs) -> Result<()> {
     let work = Arc::new(AtomicU64::new(0));
     start_work(args.work_mib, args.work_rate, Arc::clone(&work))?;
     let stalls = StallRecorder::watch_vcpus(args.stall_mib)?;
-    let mut pace = RateLimiter::new(args.rate);
+    let mut limiter = RateLimiter::new(args.rate);
     for sequence in 0_u64.. {
         let (work, stall) = (work.load(Ordering::Relaxed), stalls.take_longest());
         if !outlet.send_beat(&format!("{sequence} {} {work} {stall}\n", guest_clock_ns())) {
             stalls.record_stall(stall);
         }
-        pace.wait_for(1);
+        limiter.wait_for(1);
     }
     Ok(())
 }
@@ -149,14 +149,14 @@ fn start_work(mib: usize, rate: f64, count: Arc<AtomicU64>) -> Result<()> {
     }
     thread::Builder::new().name("work".into()).spawn(move || {
         let mut arena = PageArena::of_mib(mib);
-        let mut pace = RateLimiter::new(rate);
+        let mut limiter = RateLimiter::new(rate);
         let batch = ((rate / 100.0) as u32).max(1);
         for step in 0_u64.. {
             let page = arena.page_mut(step as usize);
             page[0] = mix(page[0] ^ step);
             count.fetch_add(1, Ordering::Relaxed);
             if step % u64::from(batch) == 0 {
-                pace.wait_for(batch);
+                limiter.wait_for(batch);
             }
         }
     })?;

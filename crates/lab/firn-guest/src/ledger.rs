@@ -68,12 +68,12 @@ pub fn run(args: &LedgerArgs) -> Result<bool> {
     let (mut session, area) = open_session(args)?;
     println!("{}", json!({ "ready": true, "tracker": session.tracker_kind().name() }));
     let mut tally = LedgerTally { since: Instant::now(), count: 0, wrong: 0, busy: Duration::ZERO };
-    let mut told = Duration::ZERO;
+    let mut last_report = Duration::ZERO;
     while args.transactions == 0 || tally.count < args.transactions {
         let expected = run_transaction(&mut session, &area, args, &mut tally)?;
         tally.wrong += u64::from(!is_reported(&session, args.whole_pages, &expected));
-        if tally.since.elapsed() >= told + Duration::from_millis(args.progress_ms) {
-            told = tally.since.elapsed();
+        if tally.since.elapsed() >= last_report + Duration::from_millis(args.progress_ms) {
+            last_report = tally.since.elapsed();
             println!("{}", tally.progress_line(&session));
         }
     }
@@ -126,12 +126,12 @@ fn run_transaction(
 
 /// Whether each of these words was reported, and, where the tracker reports words, no other.
 fn is_reported(session: &Session, whole_pages: bool, expected: &BTreeSet<usize>) -> bool {
-    let told: BTreeSet<usize> = session
+    let reported: BTreeSet<usize> = session
         .changes()
         .iter()
         .flat_map(|change| change.bytes.start / 8..change.bytes.end.div_ceil(8))
         .collect();
-    if whole_pages { expected.is_subset(&told) } else { *expected == told }
+    if whole_pages { expected.is_subset(&reported) } else { *expected == reported }
 }
 
 struct LedgerTally {

@@ -33,7 +33,9 @@ pub struct NpbArgs {
 /// A benchmark.
 #[derive(Clone, Copy, Debug, ValueEnum)]
 enum NpbProgram {
+    /// Embarrassingly parallel: computes, and hardly communicates.
     Ep,
+    /// Integer sort: sends most of its keys to other processes.
     Is,
 }
 

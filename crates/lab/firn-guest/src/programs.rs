@@ -94,7 +94,7 @@ fn check_reads_unreported(mut session: Session) -> Result<()> {
 /// Checks one size. Recorded stores match by address, whichever program made them, so the check is
 /// tried several times.
 fn check_read_unreported(session: &mut Session, area: &Area, bytes: usize) -> Result<()> {
-    let mut told = String::new();
+    let mut reported = String::new();
     for _ in 0..3 {
         let mut transaction = session.begin()?;
         let copy = std::hint::black_box(transaction.bytes(area)[..bytes].to_vec());
@@ -102,7 +102,9 @@ fn check_read_unreported(session: &mut Session, area: &Area, bytes: usize) -> Re
         if copy.iter().all(|&byte| byte == 1) && session.changes().is_empty() {
             return Ok(());
         }
-        told = format!("{:?}", session.changes());
+        reported = format!("{:?}", session.changes());
     }
-    bail!("{bytes} bytes were read and nothing was written, but the reported changes are {told}")
+    bail!(
+        "{bytes} bytes were read and nothing was written, but the reported changes are {reported}"
+    )
 }

@@ -7,7 +7,9 @@
 
 use anyhow::{Context as _, Result};
 use clap::Args;
-use firn_transactions::{CallIdentity, RunResult, StructureWorkload, TrackerSystem, WriteShape};
+use firn_transactions::{
+    GuestCallIdentity, RunResult, StructureWorkload, TrackerSystem, WriteShape,
+};
 use serde::{Deserialize, Serialize};
 
 /// Measures operations on a data structure, or writes of a shape, once with each tracker in each
@@ -44,16 +46,16 @@ impl TransactionsArgs {
     fn measure_run(
         &self,
         system: TrackerSystem,
-        calls: &CallIdentity,
+        identity: &GuestCallIdentity,
         opt: usize,
     ) -> Result<RunResult> {
         if let Some(shape) = self.shape {
-            return shape.measure_tracker(system, calls, self.operations);
+            return shape.measure_tracker(system, identity, self.operations);
         }
         let name = self.workload.as_deref().unwrap_or_default();
         let workload = StructureWorkload::find_by_name(name)
             .with_context(|| format!("no workload {name:?}"))?;
-        workload.measure_tracker(system, calls, self.operations, opt)
+        workload.measure_tracker(system, identity, self.operations, opt)
     }
 }
 
@@ -76,11 +78,11 @@ pub struct MeasuredRun {
 /// # Errors
 /// If there is no such workload, or a tracker does not work here.
 pub fn run(args: &TransactionsArgs) -> Result<()> {
-    let calls = CallIdentity { name: args.name.clone(), key: args.key.clone() };
+    let identity = GuestCallIdentity { name: args.name.clone(), key: args.key.clone() };
     for round in 0..args.rounds {
         for &opt in &args.opt {
             for &system in &args.systems {
-                let taken = args.measure_run(system, &calls, opt.max(1))?;
+                let taken = args.measure_run(system, &identity, opt.max(1))?;
                 let measured = MeasuredRun { round, opt, system: system.name().to_owned(), taken };
                 println!("{}", serde_json::to_string(&measured)?);
             }

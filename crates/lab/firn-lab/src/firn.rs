@@ -157,6 +157,11 @@ impl Firn {
         &self.program
     }
 
+    /// The directory of its VMs.
+    pub fn runtime_dir(&self) -> &Path {
+        &self.runtime
+    }
+
     /// `firn run`: starts a guest.
     pub fn run_vm(&self, name: &str, guest: &QemuArgs) -> Result<CommandOutput, FirnError> {
         self.run_with(name, &[], guest)

@@ -16,7 +16,8 @@ use firn_lab::report::Report;
 use firn_lab::site::ConsensusKind;
 use firn_lab::{demo, demo_app, demo_cluster, disk_profile, recorder, toucher};
 
-/// Reproduces tables and figures, and measures Firn against its floors and its peers.
+/// Reproduces tables and figures of papers. Compares Firn with the minimum that QEMU and the kernel
+/// need (the floor), and with other programs.
 #[derive(Parser)]
 #[command(version)]
 struct Cli {
@@ -56,6 +57,13 @@ enum LabVerb {
     #[command(hide = true)]
     TouchMemory {
         pages: u32,
+    },
+    /// Commits areas of a size with a log, and prints the maximum of memory as a multiple of them.
+    #[command(hide = true)]
+    AppMemory {
+        mib: usize,
+        areas: usize,
+        log: PathBuf,
     },
     /// Restores the guest that is described on standard input, and prints a run record.
     #[command(hide = true)]
@@ -130,6 +138,9 @@ fn run_verb(verb: LabVerb) -> Result<bool> {
             Ok(true)
         }
         LabVerb::TouchMemory { pages } => toucher::serve_touches(pages).map(|()| true),
+        LabVerb::AppMemory { mib, areas, log } => {
+            experiments::app::size::serve_memory(mib, areas, &log).map(|()| true)
+        }
         LabVerb::RestoreRecorded => recorder::serve_restore().map(|()| true),
     }
 }

@@ -110,14 +110,14 @@ pub struct QemuSaveReport {
 }
 
 /// Saves the VM of this monitor. The VM continues to run afterwards.
-pub fn save_vm(qmp: &mut QmpClient, way: QemuSaveMethod, file: &Path) -> Result<QemuSaveReport> {
-    way.set_capability(qmp, true)?;
+pub fn save_vm(qmp: &mut QmpClient, method: QemuSaveMethod, file: &Path) -> Result<QemuSaveReport> {
+    method.set_capability(qmp, true)?;
     qmp.execute("migrate-set-parameters", json!({ "max-bandwidth": BANDWIDTH }))?;
     let start = Instant::now();
-    qmp.execute("migrate", json!({ "uri": way.outgoing_uri(file) }))?;
-    let end = wait_for_migration(qmp, way.name())?;
+    qmp.execute("migrate", json!({ "uri": method.outgoing_uri(file) }))?;
+    let end = wait_for_migration(qmp, method.name())?;
     let total_ms = start.elapsed().as_secs_f64() * 1e3;
-    way.set_capability(qmp, false)?;
+    method.set_capability(qmp, false)?;
     qmp.execute("cont", Value::Null)?;
     File::open(file)?.sync_all()?;
     let downtime_ms = end["downtime"].as_f64().unwrap_or(f64::NAN);
@@ -148,7 +148,7 @@ impl QemuRestore {
     /// read.
     pub fn start(
         guest: &QemuArgs,
-        way: QemuSaveMethod,
+        method: QemuSaveMethod,
         file: &Path,
         throttle: &DiskThrottle,
         dir: &Path,
@@ -158,23 +158,23 @@ impl QemuRestore {
         let monitor = format!("unix:{},server=on,wait=off", qmp.display());
         let mut command = throttle.command(guest.program_name());
         command.args(guest.args()).args(["-qmp", &monitor]);
-        match way {
+        match method {
             QemuSaveMethod::MappedRam => command.args(["-incoming", "defer"]),
-            _ => command.args(["-incoming", &way.incoming_uri(file)]),
+            _ => command.args(["-incoming", &method.incoming_uri(file)]),
         };
         command.stdin(Stdio::null()).stdout(Stdio::null()).stderr(File::create(&log)?);
         let mut restored = Self { child: command.spawn().context("cannot start QEMU")?, log };
-        if way == QemuSaveMethod::MappedRam {
-            restored.start_incoming(way, file, &qmp)?;
+        if method == QemuSaveMethod::MappedRam {
+            restored.start_incoming(method, file, &qmp)?;
         }
         Ok(restored)
     }
 
-    fn start_incoming(&mut self, way: QemuSaveMethod, file: &Path, path: &Path) -> Result<()> {
+    fn start_incoming(&mut self, method: QemuSaveMethod, file: &Path, path: &Path) -> Result<()> {
         let mut alive = || matches!(self.child.try_wait(), Ok(None));
         let mut qmp = QmpClient::connect_started(path, Duration::from_secs(20), &mut alive)?;
-        way.set_capability(&mut qmp, true)?;
-        qmp.execute("migrate-incoming", json!({ "uri": way.incoming_uri(file) }))?;
+        method.set_capability(&mut qmp, true)?;
+        qmp.execute("migrate-incoming", json!({ "uri": method.incoming_uri(file) }))?;
         Ok(())
     }
 

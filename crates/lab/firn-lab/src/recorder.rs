@@ -215,11 +215,11 @@ pub(crate) fn open_memory(
     process: &Arc<Process>,
     layout: &MemoryLayout,
 ) -> Result<Arc<GuestMemory>> {
-    let place = |region: &firn_types::RamRegion| {
+    let locate = |region: &firn_types::RamRegion| {
         let location = layout.locations.iter().find(|location| location.id == region.id)?;
         Some(RegionLocation { region: region.clone(), hva: location.hva })
     };
-    let locations: Vec<_> = layout.map.regions().iter().filter_map(place).collect();
+    let locations: Vec<_> = layout.map.regions().iter().filter_map(locate).collect();
     Ok(Arc::new(GuestMemory::open(process.clone(), layout.map.clone(), &locations)?))
 }
 

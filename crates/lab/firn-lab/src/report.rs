@@ -35,6 +35,8 @@ pub enum Figure {
     Sample(Sample),
     /// A value per second, or per step.
     Series(Vec<f64>),
+    /// A verdict.
+    Text(String),
     /// The figure could not be measured here; the text is the reason.
     Missing(String),
 }
@@ -95,6 +97,11 @@ impl Report {
         self.add_figure(key, figure);
     }
 
+    /// Adds a verdict.
+    pub fn add_verdict(&mut self, key: impl Into<String>, verdict: impl Into<String>) {
+        self.add_figure(key, Figure::Text(verdict.into()));
+    }
+
     /// Adds a figure that could not be measured.
     pub fn add_missing(&mut self, key: impl Into<String>, why: impl Into<String>) {
         self.add_figure(key, Figure::Missing(why.into()));
@@ -136,7 +143,7 @@ impl Report {
         match self.figures.iter().find(|(known, _)| known == key)?.1 {
             Figure::Number(value) => Some(value),
             Figure::Sample(ref sample) => Some(sample.median()),
-            Figure::Series(_) | Figure::Missing(_) => None,
+            Figure::Series(_) | Figure::Text(_) | Figure::Missing(_) => None,
         }
     }
 
@@ -206,6 +213,7 @@ fn insert_figure(object: &mut Map<String, Value>, key: &str, figure: &Figure) {
         Figure::Number(value) => json!(value),
         Figure::Sample(sample) => json!(sample.median()),
         Figure::Series(values) => json!(values),
+        Figure::Text(text) => json!(text),
         Figure::Missing(_) => Value::Null,
     };
     object.insert(key.to_owned(), value);
@@ -221,6 +229,7 @@ fn format_figure(figure: &Figure) -> String {
         Figure::Number(value) => format_short(*value),
         Figure::Sample(sample) => format!("{sample}  n={}", sample.count()),
         Figure::Series(values) => format_series(values),
+        Figure::Text(text) => text.clone(),
         Figure::Missing(_) => "-".to_owned(),
     }
 }

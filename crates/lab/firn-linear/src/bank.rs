@@ -91,9 +91,9 @@ fn apply_read(
     let held = *state.get(account)?;
     match answer {
         None => Some(state.clone()),
-        Some(&BankAnswer::Amount(told)) if held.is_none_or(|held| held == told) => {
+        Some(&BankAnswer::Amount(amount)) if held.is_none_or(|held| held == amount) => {
             let mut state = state.clone();
-            state[account] = Some(told);
+            state[account] = Some(amount);
             Some(state)
         }
         Some(_) => None,
@@ -130,7 +130,7 @@ impl SequentialModel for BankModel {
             BankOperation::Balance(account) => apply_read(state, account, answer),
             BankOperation::Total => match (answer, sum_balances(state)) {
                 (None, _) | (Some(BankAnswer::Amount(_)), None) => Some(state.clone()),
-                (Some(BankAnswer::Amount(told)), Some(held)) if *told == held => {
+                (Some(BankAnswer::Amount(amount)), Some(held)) if *amount == held => {
                     Some(state.clone())
                 }
                 _ => None,
@@ -264,8 +264,12 @@ mod tests {
     #[test]
     fn the_first_read_gives_an_unknown_balance() {
         let bank = BankModel(vec![10, 0]);
-        let look = |state: &KnownBalances, told| {
-            bank.apply_operation(state, &BankOperation::Balance(1), Some(&BankAnswer::Amount(told)))
+        let look = |state: &KnownBalances, amount| {
+            bank.apply_operation(
+                state,
+                &BankOperation::Balance(1),
+                Some(&BankAnswer::Amount(amount)),
+            )
         };
         let state = look(&bank.unknown_state(), 5).unwrap();
         assert_eq!(state, [None, Some(5)]);

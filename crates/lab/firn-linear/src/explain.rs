@@ -1,13 +1,17 @@
 //! Explanation of a wrong history: few operations that contradict each other.
 //!
-//! A reader cannot understand a wrong history of thousands of operations. Each step here leaves out
-//! only what makes more orders possible: the remaining history has no order either, so the whole
-//! has none.
+//! An *order* of a history puts each operation at one moment between its request and its answer, so
+//! that the sequential program gives the same answers; a history that is not linearizable has none.
 //!
-//! 1. A view, if one is wrong: of a bank, one account.
-//! 2. The end: nothing is needed after the answer before which there is an order.
-//! 3. The beginning: the state at some moment may have been any, and operations in progress may
-//!    have been done before.
+//! A reader cannot understand a wrong history of thousands of operations. So four steps shorten it.
+//! Each step leaves out only operations and knowledge whose loss makes more orders possible. If the
+//! remaining history has no order either, neither has the whole.
+//!
+//! 1. If a *view* of the history is wrong, only that view remains. A view is a simpler history that
+//!    the model makes of the whole ([`SequentialModel::simpler_views`]): of a bank, one account.
+//! 2. The end is left out: all operations that were requested after the impossible answer.
+//! 3. The beginning is left out. After that, the state at the new beginning may be any, and
+//!    operations in progress at that moment may have been done before it.
 //! 4. Of the remaining operations as many as possible become optional.
 
 use std::fmt;
@@ -31,10 +35,10 @@ pub struct Explanation<O, A> {
     pub answer: ClientCall<O, A>,
     /// The answers that would have been possible instead.
     pub possible: Vec<A>,
-    /// The other answers, by the time of their requests.
-    pub against: Vec<ClientCall<O, A>>,
-    /// Operations that may have been done within their time or not: it makes no difference.
-    pub whatever: Vec<ClientCall<O, A>>,
+    /// The answers that contradict it, by the time of their requests.
+    pub contradicted: Vec<ClientCall<O, A>>,
+    /// Operations that make no difference: they may have been done within their time, or not.
+    pub irrelevant: Vec<ClientCall<O, A>>,
     /// Whether nothing needs to be known of the state before these operations.
     pub from_any_state: bool,
 }
@@ -50,8 +54,8 @@ impl<O: fmt::Debug, A: fmt::Debug> fmt::Display for Explanation<O, A> {
         }
         let before = if self.from_any_state { "any state" } else { "the beginning" };
         writeln!(f, "from {before}, given")?;
-        self.against.iter().try_for_each(|call| writeln!(f, "  {}", CallLine(call)))?;
-        match self.whatever.len() {
+        self.contradicted.iter().try_for_each(|call| writeln!(f, "  {}", CallLine(call)))?;
+        match self.irrelevant.len() {
             0 => Ok(()),
             others => writeln!(f, "  regardless of {others} other calls"),
         }
@@ -72,7 +76,7 @@ impl<O: fmt::Debug, A: fmt::Debug> fmt::Display for CallLine<'_, O, A> {
     }
 }
 
-/// A part of a history that has no order.
+/// A part of a history that has no order (see the module), and that the steps shorten.
 struct WrongHistory<M: SequentialModel> {
     history: Vec<ModelCall<M>>,
     /// Which of the calls are optional.
@@ -92,8 +96,8 @@ pub(crate) fn explain_history<M: SequentialModel>(
 ) -> Explanation<M::Operation, M::Answer> {
     let mut wrong = earliest_wrong_view(model, history)
         .unwrap_or_else(|| WrongHistory::new(history.to_vec(), call, possible));
-    wrong.cut_end();
-    wrong.cut_beginning(model);
+    wrong.drop_later_calls();
+    wrong.drop_earlier_calls(model);
     wrong.make_optional(model);
     wrong.into_explanation(model)
 }
@@ -134,15 +138,16 @@ impl<M: SequentialModel> WrongHistory<M> {
         self.history = kept.into_iter().map(|number| self.history[number].clone()).collect();
     }
 
-    /// Leaves out calls after the answer: they cannot affect it.
-    fn cut_end(&mut self) {
+    /// Drops the calls that were made after the answer: they cannot affect it.
+    fn drop_later_calls(&mut self) {
         let until = self.answer_time();
         self.retain_calls(|call| call.called <= until);
     }
 
-    /// Begins at the latest moment from which on the history is wrong, whatever the state was then.
-    /// This moment is not after the request of the operation itself.
-    fn cut_beginning(&mut self, model: &M) {
+    /// Drops the calls that were finished before a new beginning. That is the latest moment from which
+    /// on the history is wrong with any state at that moment, and at the latest the request of the
+    /// operation with the impossible answer.
+    fn drop_earlier_calls(&mut self, model: &M) {
         let called = self.history[self.call].called;
         let times = self.history.iter().map(|call| call.called);
         let mut times: Vec<u64> = times.filter(|&time| time <= called).collect();
@@ -164,8 +169,8 @@ impl<M: SequentialModel> WrongHistory<M> {
             Self { history, optional, possible: possible.clone(), from_any_state: true, ..*self };
         since.retain_calls(|call| call.answer_time().is_none_or(|at| at >= time));
         let (history, call) = (&since.history, since.call);
-        let is_under_way = |number: usize| number != call && history[number].called < time;
-        since.optional = (0..history.len()).map(is_under_way).collect();
+        let is_in_progress = |number: usize| number != call && history[number].called < time;
+        since.optional = (0..history.len()).map(is_in_progress).collect();
         since
     }
 
@@ -205,16 +210,16 @@ impl<M: SequentialModel> WrongHistory<M> {
         }
         let Self { call, possible, from_any_state, .. } = self;
         let answer = self.history[call].clone();
-        let (mut against, mut whatever) = (Vec::new(), Vec::new());
+        let (mut contradicted, mut irrelevant) = (Vec::new(), Vec::new());
         for (number, (other, optional)) in self.history.into_iter().zip(self.optional).enumerate() {
             if number == call {
                 continue;
             } else if other.answer.is_some() && !optional {
-                against.push(other);
+                contradicted.push(other);
             } else if model.can_change_state(&other.operation) {
-                whatever.push(other);
+                irrelevant.push(other);
             }
         }
-        Explanation { answer, possible, against, whatever, from_any_state }
+        Explanation { answer, possible, contradicted, irrelevant, from_any_state }
     }
 }

@@ -176,8 +176,8 @@ impl<M: SequentialModel> OrderSearch<'_, M> {
     /// operation that changes nothing.
     fn apply_call(&self, state: &M::State, call: u32) -> Option<M::State> {
         let ClientCall { operation, .. } = &self.history[call as usize];
-        let told = self.history[call as usize].answer_value();
-        let next = self.model.apply_operation(state, operation, told)?;
+        let answer = self.history[call as usize].answer_value();
+        let next = self.model.apply_operation(state, operation, answer)?;
         (self.is_needed(call) || next != *state).then_some(next)
     }
 

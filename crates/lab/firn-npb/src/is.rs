@@ -140,15 +140,15 @@ impl ProcessKeys {
     /// Sets the two keys that change in each iteration.
     fn change_keys(&mut self, iteration: u32) {
         let top = 1 << self.class.size_bits().1;
-        for (place, value) in [(iteration, iteration), (iteration + ITERATIONS, top - iteration)] {
-            if let Some(key) = self.local_key(u64::from(place)) {
+        for (index, value) in [(iteration, iteration), (iteration + ITERATIONS, top - iteration)] {
+            if let Some(key) = self.local_key(u64::from(index)) {
                 *key = value;
             }
         }
     }
 
-    fn local_key(&mut self, place: u64) -> Option<&mut u32> {
-        self.keys.get_mut(usize::try_from(place.checked_sub(self.first)?).ok()?)
+    fn local_key(&mut self, index: u64) -> Option<&mut u32> {
+        self.keys.get_mut(usize::try_from(index.checked_sub(self.first)?).ok()?)
     }
 
     /// The values of keys, from the processes that have them.
@@ -157,7 +157,7 @@ impl ProcessKeys {
         places: &[u64; 5],
         talk: &mut impl Communicator,
     ) -> std::result::Result<[u32; 5], PeersError> {
-        let mut values = places.map(|place| self.local_key(place).map_or(0, |key| u64::from(*key)));
+        let mut values = places.map(|index| self.local_key(index).map_or(0, |key| u64::from(*key)));
         talk.sum_numbers(&mut values)?;
         Ok(values.map(|value| value as u32))
     }

@@ -125,7 +125,7 @@ impl PeerGroup {
         for _ in rank + 1..size {
             let (higher, line) = accept_peer(&listener).map_err(listen)?;
             match peers.connections.get_mut(higher).filter(|_| higher > rank) {
-                Some(place) => *place = Some(line),
+                Some(slot) => *slot = Some(line),
                 None => return Err(PeersError::Rank { rank: higher, size }),
             }
         }
@@ -233,8 +233,8 @@ impl Communicator for PeerGroup {
         let own = floats.iter().map(|float| float.to_bits()).chain(numbers.iter().copied());
         let split = floats.len();
         let add = |all: &mut [u64], other: &[u64]| {
-            for (place, (all, other)) in all.iter_mut().zip(other).enumerate() {
-                *all = match place < split {
+            for (index, (all, other)) in all.iter_mut().zip(other).enumerate() {
+                *all = match index < split {
                     true => (f64::from_bits(*all) + f64::from_bits(*other)).to_bits(),
                     false => all.wrapping_add(*other),
                 };

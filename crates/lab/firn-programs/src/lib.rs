@@ -37,23 +37,24 @@ pub struct TestExtent {
     pub seed: u64,
     /// The count of random programs, of [`STEPS`] transactions each.
     pub programs: usize,
-    /// The count of transactions on each structure.
-    pub operations: usize,
+    /// The count of transactions on each data structure.
+    pub structure_transactions: usize,
 }
 
 impl TestExtent {
     /// 10,000 transactions in all.
     pub fn new(seed: u64) -> Self {
-        Self { seed, programs: 140, operations: 235 }
+        Self { seed, programs: 140, structure_transactions: 235 }
     }
 
     /// The total count of transactions.
     pub fn transaction_count(self) -> usize {
-        self.programs * STEPS + self.operations * firn_structures::ALL.len()
+        self.programs * STEPS + self.structure_transactions * firn_structures::ALL.len()
     }
 }
 
-/// Runs random programs, with the variants in turn; then the structures.
+/// Runs random programs, then the data structures: each program and each structure with one of the
+/// variants, in turn.
 ///
 /// # Panics
 /// If memory or the committed image ever differs from its expected content, or a session does not
@@ -67,5 +68,5 @@ pub fn run_all(variants: &[SessionVariant<'_>], extent: TestExtent) {
         let program = program::program_strategy(STEPS).new_tree(&mut runner).unwrap().current();
         running::run_program(variants[number % variants.len()], &program);
     }
-    structures::run_structures(variants, extent.operations);
+    structures::run_structures(variants, extent.structure_transactions);
 }

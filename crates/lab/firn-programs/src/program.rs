@@ -66,9 +66,9 @@ const ROOM: usize = 48;
 #[derive(Clone, Debug)]
 pub(crate) struct PlannedWrite {
     pub(crate) area: prop::sample::Index,
-    pub(crate) place: u32,
+    pub(crate) offset: u32,
     pub(crate) len: u16,
-    pub(crate) way: StoreKind,
+    pub(crate) kind: StoreKind,
     pub(crate) value: u64,
 }
 
@@ -108,11 +108,11 @@ fn step_strategy() -> impl Strategy<Value = ProgramStep> {
         prop::sample::select(&STORE_KINDS[..]),
         any::<u64>(),
     )
-        .prop_map(|(area, place, len, way, value)| PlannedWrite {
+        .prop_map(|(area, offset, len, kind, value)| PlannedWrite {
             area,
-            place,
+            offset,
             len,
-            way,
+            kind,
             value,
         });
     let threads = prop_oneof![8 => Just(1_usize), 1 => 2_usize..4];
@@ -135,25 +135,25 @@ pub(crate) unsafe fn perform_write(write: &PlannedWrite, start: *mut u8, len: us
         return;
     }
     let fits = len >= 2 * ROOM;
-    let way = if fits { write.way } else { StoreKind::Byte };
-    let place = write.place as usize % (if fits { len - ROOM } else { len });
-    let room = (len - place).min(usize::from(write.len));
+    let kind = if fits { write.kind } else { StoreKind::Byte };
+    let offset = write.offset as usize % (if fits { len - ROOM } else { len });
+    let room = (len - offset).min(usize::from(write.len));
     // Equal memory lies at other addresses: alignment is by offset, and checked where it matters.
     // SAFETY: `place` and the bytes written behind it lie in the `len` bytes that the caller
     // guarantees: at most `room` for the copying kinds, `ROOM` otherwise.
-    unsafe { store_bytes(way, start.add(place), room, write.value) }
+    unsafe { store_bytes(kind, start.add(offset), room, write.value) }
 }
 
 fn align_up(at: *mut u8, to: usize) -> *mut u8 {
     at.wrapping_add(at.align_offset(to))
 }
 
-unsafe fn store_bytes(way: StoreKind, at: *mut u8, room: usize, value: u64) {
+unsafe fn store_bytes(kind: StoreKind, at: *mut u8, room: usize, value: u64) {
     let pattern: Vec<u8> = (0..room).map(|n| (value >> (n % 57)) as u8 ^ n as u8).collect();
     // SAFETY: the caller guarantees `room` bytes, and 48, at `at`; each instruction writes at most
     // 32, behind an alignment of up to 15. Registers and flags are declared.
     unsafe {
-        match way {
+        match kind {
             StoreKind::Byte => at.write_volatile(value as u8),
             StoreKind::Word16 => asm!("mov [{a}], {v:x}", a = in(reg) at, v = in(reg) value),
             StoreKind::Word32 => asm!("mov [{a} + 4], {v:e}", a = in(reg) at, v = in(reg) value),

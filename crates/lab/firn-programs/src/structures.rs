@@ -4,11 +4,12 @@ use firn_app::Session;
 
 use crate::SessionVariant;
 
-/// Tests all structures, with one and with five operations in a transaction.
-pub(crate) fn run_structures(variants: &[SessionVariant<'_>], operations: usize) {
+/// Tests each structure with one of the variants, in turn: every second structure with one operation
+/// in a transaction, the others with five.
+pub(crate) fn run_structures(variants: &[SessionVariant<'_>], transactions: usize) {
     for (number, structure) in firn_structures::ALL.iter().enumerate() {
         let per_transaction = if number % 2 == 0 { 1 } else { 5 };
-        let len = (structure.words)(operations * per_transaction) * 8;
+        let len = (structure.words)(transactions * per_transaction) * 8;
         let mut session = (variants[number % variants.len()].open)();
         let area = session.allocate(structure.name, len).unwrap();
         let mut plain = vec![0_u64; len / 8];
@@ -16,7 +17,7 @@ pub(crate) fn run_structures(variants: &[SessionVariant<'_>], operations: usize)
         (structure.create)(&mut plain);
         let mut begun = session.begin().unwrap();
         (structure.create)(begun.words(&area));
-        for transaction in 0..operations {
+        for transaction in 0..transactions {
             for number in 0..per_transaction {
                 let operation = (transaction * per_transaction + number) as u64;
                 run_operation(structure, begun.words(&area), operation);

@@ -7,7 +7,7 @@ use firn_measure::{VcpuWaitingTime, responsiveness_curve, utilization_curve};
 use firn_restore::{FaultRecord, ReadRecord};
 
 use crate::figure::{Axis, Figure, PlotMarks, Series};
-use crate::headline::seconds_up;
+use crate::headline::format_seconds_rounded_up;
 use crate::run::{ReportedRun, WINDOWS_US, to_seconds, window_name};
 use crate::scale::Scale;
 
@@ -80,7 +80,8 @@ impl<'a> RunFigures<'a> {
         let describe = |_: &ReportedRun, stalls: &VcpuWaitingTime| {
             let at =
                 |utilization| firn_measure::time_to_responsiveness(stalls, window_us, utilization);
-            let (half, most) = (seconds_up(at(0.5)), seconds_up(at(0.9)));
+            let (half, most) =
+                (format_seconds_rounded_up(at(0.5)), format_seconds_rounded_up(at(0.9)));
             format!("50 % from {half}, 90 % from {most}")
         };
         Figure {
@@ -125,7 +126,7 @@ impl<'a> RunFigures<'a> {
         let sums = self.runs.iter().map(|run| summed_reads(run).last().map_or(0.0, |last| last.1));
         let describe = |run: &ReportedRun| {
             let (end, mib) = summed_reads(run).last().copied().unwrap_or_default();
-            format!("{}: {mib:.1} MiB after {}", run.name, seconds_up(end))
+            format!("{}: {mib:.1} MiB after {}", run.name, format_seconds_rounded_up(end))
         };
         Figure {
             title: "Read from the image, summed up".to_owned(),

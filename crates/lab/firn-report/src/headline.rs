@@ -9,11 +9,12 @@ use crate::run::{ReportedRun, to_seconds};
 const RESPONSIVE: (u64, f64) = (1_000_000, 0.9);
 
 impl ReportedRun {
-    /// From when on the VM had 90 % of its speed: [`crate::RunFacts::responsive_s`].
+    /// The earliest time from which on the VM had 90 % of its speed in *every* window of a second:
+    /// [`crate::RunFacts::responsive_s`]. Earlier windows may have had it, too, before a longer wait.
     ///
-    /// A window of TTR may begin before the vCPUs run, but the VM has no speed then. A record that
-    /// was written during the restore must have seen the whole window, and one that does not list
-    /// all faults has no answer.
+    /// A window of TTR may begin before the vCPUs run, but the VM has no speed then. If the record was
+    /// written during the restore, it must contain the whole first window. If it does not list all
+    /// faults, the time is unknown (`None`).
     pub fn responsive_s(&self) -> Option<f64> {
         let (record, (window_us, utilization)) = (&self.record, RESPONSIVE);
         let resumed_s = to_seconds(record.resumed_us?);
@@ -27,7 +28,9 @@ impl ReportedRun {
     /// From when on the VM had 90 % of its speed, or why that is unknown.
     pub(crate) fn headline(&self) -> String {
         match self.responsive_s() {
-            Some(seconds) => format!("90 % of its speed from {} on", seconds_up(seconds)),
+            Some(seconds) => {
+                format!("90 % of its speed from {} on", format_seconds_rounded_up(seconds))
+            }
             None => format!("90 % of its speed: {}", reason_unknown(&self.record)),
         }
     }
@@ -35,9 +38,11 @@ impl ReportedRun {
     /// When the VM ran and had its memory.
     pub(crate) fn subline(&self) -> String {
         let record = &self.record;
-        let ran = record.resumed_us.map(|us| format!("ran from {} on", seconds_up(to_seconds(us))));
+        let ran = record
+            .resumed_us
+            .map(|us| format!("ran from {} on", format_seconds_rounded_up(to_seconds(us))));
         let memory = match record.finished_us {
-            Some(us) => format!("all memory after {}", seconds_up(to_seconds(us))),
+            Some(us) => format!("all memory after {}", format_seconds_rounded_up(to_seconds(us))),
             None => "not all memory when the record was written".to_owned(),
         };
         let mut parts: Vec<String> = ran.into_iter().chain([memory]).collect();
@@ -49,7 +54,7 @@ impl ReportedRun {
 }
 
 fn reason_unknown(record: &RunRecord) -> String {
-    let written = seconds_up(to_seconds(record.recorded_us));
+    let written = format_seconds_rounded_up(to_seconds(record.recorded_us));
     if record.resumed_us.is_none() {
         return "unknown, the record has no time at which the VM began to run".to_owned();
     }
@@ -59,9 +64,9 @@ fn reason_unknown(record: &RunRecord) -> String {
     }
 }
 
-/// A time, rounded up: nothing is claimed for an earlier instant than the record has. No line ends
-/// between the number and its unit.
-pub(crate) fn seconds_up(seconds: f64) -> String {
+/// Formats a time in seconds, rounded up, because the record supports no claim about an earlier
+/// instant. No line ends between the number and its unit.
+pub(crate) fn format_seconds_rounded_up(seconds: f64) -> String {
     let hundredths = ((seconds * 1e6).round() / 1e4).ceil();
     format!("{:.2}\u{a0}s", hundredths / 100.0)
 }
@@ -108,7 +113,7 @@ mod tests {
 
     #[test]
     fn times_are_rounded_up() {
-        let up = [0.22, 0.220_000_1, 0.220_001, 0.229, 61.0].map(seconds_up);
+        let up = [0.22, 0.220_000_1, 0.220_001, 0.229, 61.0].map(format_seconds_rounded_up);
         assert_eq!(
             up,
             ["0.22\u{a0}s", "0.22\u{a0}s", "0.23\u{a0}s", "0.23\u{a0}s", "61.00\u{a0}s"]

@@ -13,5 +13,5 @@ mod system;
 mod workload;
 
 pub use shape::WriteShape;
-pub use system::{CallIdentity, RunResult, TrackerSystem};
+pub use system::{GuestCallIdentity, RunResult, TrackerSystem};
 pub use workload::{ELEMENTS, StructureWorkload};

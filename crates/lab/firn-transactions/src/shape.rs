@@ -5,7 +5,7 @@ use std::str::FromStr;
 
 use anyhow::{Context as _, Result};
 
-use crate::system::{CallIdentity, RunResult, TrackerSystem, measure_area};
+use crate::system::{GuestCallIdentity, RunResult, TrackerSystem, measure_area};
 
 /// Words per page.
 const PAGE: usize = 512;
@@ -48,11 +48,11 @@ impl WriteShape {
     pub fn measure_tracker(
         self,
         system: TrackerSystem,
-        calls: &CallIdentity,
+        identity: &GuestCallIdentity,
         transactions: usize,
     ) -> Result<RunResult> {
         let work = |words: &mut [u64], transaction: usize| self.write_words(words, transaction);
-        measure_area(system, calls, self.area_words(), transactions, |_| {}, work)
+        measure_area(system, identity, self.area_words(), transactions, |_| {}, work)
     }
 
     /// The text that [`Self::from_str`] parses.

@@ -21,16 +21,17 @@ pub enum TrackerSystem {
     PagesRecorded,
 }
 
-/// The name and key with which Firn on the host is called, if it is the tracker.
+/// The name and key of an application, with which it makes guest calls. Used if the tracker is Firn
+/// on the host.
 #[derive(Clone, Debug, Default)]
-pub struct CallIdentity {
+pub struct GuestCallIdentity {
     /// The application's name.
     pub name: String,
     /// The application's key.
     pub key: String,
 }
 
-impl CallIdentity {
+impl GuestCallIdentity {
     fn open_host(&self) -> Result<HostTracker> {
         Ok(HostTracker::open(&self.name, &self.key)?)
     }
@@ -77,7 +78,7 @@ impl TrackerSystem {
         }
     }
 
-    fn open_session(self, calls: &CallIdentity) -> Result<Session> {
+    fn open_session(self, identity: &GuestCallIdentity) -> Result<Session> {
         let options = SessionOptions::new("lab").source(MemorySource::Allocated);
         let session = match self {
             Self::Plain(TrackerKind::Compare) => {
@@ -88,14 +89,14 @@ impl TrackerSystem {
             }
             Self::Plain(TrackerKind::Host) => {
                 let options = options.precision(Precision::Pages).undo(false);
-                Session::open_with(options, Box::new(calls.open_host()?))
+                Session::open_with(options, Box::new(identity.open_host()?))
             }
             Self::Plain(TrackerKind::Stores) => {
-                let host = calls.open_host()?.recording_stores(Precision::Words)?;
+                let host = identity.open_host()?.recording_stores(Precision::Words)?;
                 Session::open_with(options.undo(false), Box::new(host))
             }
             Self::PagesRecorded => {
-                let host = calls.open_host()?.recording_stores(Precision::Pages)?;
+                let host = identity.open_host()?.recording_stores(Precision::Pages)?;
                 let options = options.precision(Precision::Pages).undo(false);
                 Session::open_with(options, Box::new(host))
             }
@@ -103,7 +104,7 @@ impl TrackerSystem {
                 Session::open(options.tracker(kind).precision(Precision::Pages).undo(false))
             }
             Self::Assisted => Session::open(options.tracker(TrackerKind::Assisted)),
-            Self::AssistedByHost => Session::open_with(options, Box::new(calls.open_host()?)),
+            Self::AssistedByHost => Session::open_with(options, Box::new(identity.open_host()?)),
         };
         Ok(session?)
     }
@@ -205,14 +206,14 @@ impl TrackedArea {
 /// If the tracker does not work here.
 pub fn measure_area(
     system: TrackerSystem,
-    calls: &CallIdentity,
+    identity: &GuestCallIdentity,
     words: usize,
     transactions: usize,
     fill: impl Fn(&mut [u64]),
     work: impl Fn(&mut [u64], usize),
 ) -> Result<RunResult> {
     let run = |copies| {
-        TrackedArea::new(system.open_session(calls)?, words, &fill)?.run_transactions(
+        TrackedArea::new(system.open_session(identity)?, words, &fill)?.run_transactions(
             transactions,
             copies,
             &work,

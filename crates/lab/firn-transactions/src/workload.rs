@@ -3,7 +3,7 @@
 use anyhow::Result;
 use firn_structures::DataStructure;
 
-use crate::system::{CallIdentity, RunResult, TrackerSystem, measure_area};
+use crate::system::{GuestCallIdentity, RunResult, TrackerSystem, measure_area};
 
 /// The count of elements that areas have space for.
 pub const ELEMENTS: usize = 10_000;
@@ -16,7 +16,7 @@ pub struct StructureWorkload {
 }
 
 impl StructureWorkload {
-    /// All pairs of structure and operation in Table 2.
+    /// All pairs of structure and operation in Table 2 of Lee et al.
     pub fn all_pairs() -> Vec<Self> {
         let both = |structure: DataStructure| {
             let deletions = structure.deletes.then_some(true);
@@ -39,7 +39,8 @@ impl StructureWorkload {
         format!("{}-{operation}", self.structure.name)
     }
 
-    fn fill_structure(self, words: &mut [u64]) {
+    /// Creates the structure. It is empty if insertions are measured, and full if deletions are.
+    fn prepare_structure(self, words: &mut [u64]) {
         (self.structure.create)(words);
         if self.deletes {
             (0..ELEMENTS).for_each(|number| (self.structure.insert)(words, scattered_key(number)));
@@ -53,27 +54,31 @@ impl StructureWorkload {
         }
     }
 
-    /// Measures this count of operations, of which `opt` form a transaction.
+    /// Runs this count of operations with a tracker, `per_transaction` of them in each transaction.
+    /// Returns the time per transaction without and with a copy of the changes, and the bytes and runs
+    /// that the tracker reported. A tracker on the host is called with the name and key of `identity`.
     ///
     /// # Errors
     /// If the tracker does not work here.
     pub fn measure_tracker(
         self,
         system: TrackerSystem,
-        calls: &CallIdentity,
+        identity: &GuestCallIdentity,
         operations: usize,
-        opt: usize,
+        per_transaction: usize,
     ) -> Result<RunResult> {
         let words = (self.structure.words)(ELEMENTS);
         let work = |words: &mut [u64], transaction: usize| {
-            (0..opt).for_each(|number| self.run_operation(words, transaction * opt + number));
+            (0..per_transaction).for_each(|number| {
+                self.run_operation(words, transaction * per_transaction + number);
+            });
         };
         measure_area(
             system,
-            calls,
+            identity,
             words,
-            operations / opt,
-            |words| self.fill_structure(words),
+            operations / per_transaction,
+            |words| self.prepare_structure(words),
             work,
         )
     }
@@ -105,7 +110,8 @@ mod tests {
     fn every_workload_changes_something_in_every_transaction() {
         for workload in StructureWorkload::all_pairs() {
             let compare = TrackerSystem::Plain(TrackerKind::Compare);
-            let taken = workload.measure_tracker(compare, &CallIdentity::default(), 20, 5).unwrap();
+            let taken =
+                workload.measure_tracker(compare, &GuestCallIdentity::default(), 20, 5).unwrap();
             assert!(taken.bytes >= 4.0 * 8.0, "{}", workload.name());
         }
     }

@@ -66,9 +66,9 @@ impl CopyLedger {
     /// one.
     fn wait_saved(&self, block: Block) -> BlockClaim {
         let is_saved = || self.states[block.index()].load(Ordering::Acquire) == SAVED;
-        let mut looks = 0..SPINS_MAX;
+        let mut checks = 0..SPINS_MAX;
         while !is_saved() {
-            match looks.next() {
+            match checks.next() {
                 Some(_) => std::hint::spin_loop(),
                 None => std::thread::sleep(POLL_INTERVAL),
             }

@@ -318,12 +318,12 @@ impl MemoryCopy<'_, '_> {
         let Self { options, intake, progress, .. } = *self;
         let used = self.context.used.take().unwrap_or_default();
         let parent = self.context.parent.clone();
-        let still =
+        let stopped =
             StopCopy { memory: &memory, spaces: &spaces, used, parent, options, intake, progress };
         let ready = PauseMethod::prepare_pause(self.context, false)?;
         let mut working_set = Vec::new();
         let cut = CutState::make_cut(self.context, options, ready, &mut || {
-            working_set = intake.duty_cycle().without_pauses(|| still.copy_all())?;
+            working_set = intake.duty_cycle().without_pauses(|| stopped.copy_all())?;
             Ok(0)
         })?;
         let report = self.base_report(&cut);

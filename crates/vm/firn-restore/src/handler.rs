@@ -76,7 +76,7 @@ impl<'a> FaultHandler<'a> {
         let Some(inbox) = self.installer.event_inbox() else { return Ok(()) };
         inbox.read_events()?;
         if inbox.is_empty() && self.wake_worker == WakeWorker::AfterPause {
-            inbox.wait_for_events(FAULT_PAUSE_MIN)?;
+            inbox.wait_until_readable(FAULT_PAUSE_MIN)?;
             inbox.read_events()?;
         }
         if !inbox.is_empty() {
@@ -85,7 +85,7 @@ impl<'a> FaultHandler<'a> {
         if std::mem::take(&mut self.wake_worker) != WakeWorker::No {
             self.shared.wake_worker();
         }
-        inbox.wait_for_events(SLEEP_MAX)?;
+        inbox.wait_until_readable(SLEEP_MAX)?;
         inbox.read_events()
     }
 
@@ -149,12 +149,12 @@ impl<'a> FaultHandler<'a> {
 
     /// Answers from a unit in memory.
     fn install_from_memory(&mut self, fault: PendingFault, install: &BlockInstall<UnitBytes>) {
-        let place = self.shared.storage.locate_block(install.block);
-        let installed = place.and_then(|place| match &install.source {
+        let stored_block = self.shared.storage.locate_block(install.block);
+        let installed = stored_block.and_then(|stored_block| match &install.source {
             UnitSource::Held(bytes) => {
-                self.installer.install_held(install, bytes, place).map(|()| true)
+                self.installer.install_held(install, bytes, stored_block).map(|()| true)
             }
-            UnitSource::PageCache => self.installer.install_cached(install, place),
+            UnitSource::PageCache => self.installer.install_cached(install, stored_block),
         });
         match installed {
             Ok(true) => {
@@ -199,16 +199,16 @@ impl<'a> FaultHandler<'a> {
         install: &BlockInstall<()>,
     ) -> Result<Option<UnitSource<UnitBytes>>, RestoreError> {
         let storage = &self.shared.storage;
-        let place = storage.locate_block(install.block)?;
+        let stored_block = storage.locate_block(install.block)?;
         if self.warm >= CACHED_UNITS_MIN {
-            let cached = self.installer.install_cached(install, place)?;
+            let cached = self.installer.install_cached(install, stored_block)?;
             return Ok(cached.then_some(UnitSource::PageCache));
         }
         // The reader reports an error, after more attempts.
         let Some(bytes) = storage.try_read_unit(install.unit).unwrap_or(None) else {
             return Ok(None);
         };
-        self.installer.install_held(install, &bytes, place)?;
+        self.installer.install_held(install, &bytes, stored_block)?;
         Ok(Some(self.shared.unit_source(bytes)))
     }
 

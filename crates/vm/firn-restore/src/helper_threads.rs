@@ -75,7 +75,7 @@ pub(crate) fn run_worker(shared: &SharedRestore) {
 }
 
 /// Reads the units that the page server returns, until the restore is over.
-pub(crate) fn run_reader(shared: &SharedRestore, who: ThreadRole) {
+pub(crate) fn run_reader(shared: &SharedRestore, role: ThreadRole) {
     let (hands, storage) =
         (BlockInstaller::new(shared, InstallerRole::Helper), StorageReads::of_this_thread());
     let mut reader =
@@ -89,7 +89,7 @@ pub(crate) fn run_reader(shared: &SharedRestore, who: ThreadRole) {
             inner = shared.lock_state();
             continue;
         }
-        let take = inner.server.take_read(now, who == ThreadRole::Filler);
+        let take = inner.server.take_read(now, role == ThreadRole::Filler);
         if inner.server.has_installs() && take == ReadDecision::Idle {
             shared.wake_threads(inner, ThreadWakeups { workers: true, ..ThreadWakeups::default() });
             inner = shared.lock_state();
@@ -107,9 +107,9 @@ pub(crate) fn run_reader(shared: &SharedRestore, who: ThreadRole) {
             ReadDecision::At(then) => Some(then),
             ReadDecision::Idle => None,
         };
-        inner = match who {
+        inner = match role {
             ThreadRole::Filler => reader.sleep_as_filler(inner, then.unwrap_or(Duration::MAX)),
-            _ => shared.wait_for_work(inner, who, then),
+            _ => shared.wait_for_work(inner, role, then),
         };
     }
 }
@@ -171,8 +171,8 @@ impl<'a> ReaderThread<'a> {
                 if is_sparse { UnitSource::PageCache } else { self.shared.unit_source(bytes) };
             stir = stir.merge_with(inner.server.record_arrival(now, unit, source, why));
         }
-        let place = self.shared.storage.extent_of(&read.units);
-        inner.recorder.record_read(began, now, place, read.why);
+        let extent = self.shared.storage.extent_of(&read.units);
+        inner.recorder.record_read(began, now, extent, read.why);
         if from_storage || (is_read && now.saturating_sub(began) >= STORAGE_READ_MIN) {
             inner.server.record_storage_access();
         }

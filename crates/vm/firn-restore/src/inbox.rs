@@ -1,7 +1,9 @@
 //! Event inbox: the events of the guest, in the order in which they are processed.
 //!
-//! Pages given back are settled the moment the event is read, with the gate closed; faults are
-//! queued.
+//! When the guest gives pages back, the inbox records them as removed in the moment in which it
+//! reads the event. If such an event waits, no worker may install pages at that moment: a worker
+//! could install a page with its old contents. The install lock ensures that
+//! ([`crate::install_lock`]). Faults are queued.
 
 use std::collections::VecDeque;
 use std::time::Duration;
@@ -45,10 +47,14 @@ impl<'a> EventInbox<'a> {
         self.faults.is_empty()
     }
 
-    /// Reads all pending events, without waiting.
+    /// Reads all pending events, without waiting for one. Faults are queued, removed pages are
+    /// recorded.
+    ///
+    /// The kernel is asked whether it holds an event about pages that are given back. If so, or if no
+    /// worker is installing, the events are read while all workers are kept from installing.
     pub(crate) fn read_events(&mut self) -> Result<(), RestoreError> {
         let shared = self.shared;
-        let _closed = shared.gate.close_gate(|| shared.faults.is_giving_back());
+        let _exclusive = shared.install_lock.lock_exclusive(|| shared.faults.is_giving_back());
         shared.faults.wait_for_events(&mut self.events, Duration::ZERO)?;
         if self.events.is_empty() {
             return Ok(());
@@ -65,8 +71,8 @@ impl<'a> EventInbox<'a> {
         Ok(())
     }
 
-    /// Sleeps until there is something to read, at most `timeout`.
-    pub(crate) fn wait_for_events(&self, timeout: Duration) -> Result<(), RestoreError> {
+    /// Waits until there is an event to read, at most for `timeout`. Reads none.
+    pub(crate) fn wait_until_readable(&self, timeout: Duration) -> Result<(), RestoreError> {
         let process = self.shared.faults.memory().process();
         let timeout = Timespec::try_from(timeout).ok();
         let mut fds = [

@@ -1,7 +1,7 @@
 //! Block installer: decodes and installs memory blocks. Every thread has one, with its own buffers.
 //!
 //! After an install was decided, the guest may give the page back before it is done; see
-//! [`crate::gate`]. During that time the kernel refuses to install anything until the event is
+//! [`crate::install_lock`]. During that time the kernel refuses to install anything until the event is
 //! read. The handler, which reads the events, reads it at once then; the other threads wait for the
 //! handler.
 
@@ -61,12 +61,12 @@ impl<'a> BlockInstaller<'a> {
         &mut self,
         install: &BlockInstall<B>,
         bytes: &UnitBytes,
-        place: StoredBlock,
+        stored_block: StoredBlock,
     ) -> Result<(), RestoreError> {
         let storage = &self.shared.storage;
         storage.image().decode_block(
-            &place.1,
-            storage.stored_in(bytes, &place.1),
+            &stored_block.1,
+            storage.stored_in(bytes, &stored_block.1),
             &mut self.raw,
         )?;
         self.install_decoded(install)
@@ -76,12 +76,13 @@ impl<'a> BlockInstaller<'a> {
     pub(crate) fn install_cached<B>(
         &mut self,
         install: &BlockInstall<B>,
-        place: StoredBlock,
+        stored_block: StoredBlock,
     ) -> Result<bool, RestoreError> {
         // The thread that reads the block next reports an error, after more attempts.
-        let cached = self.shared.storage.try_read_block(place, &mut self.stored).unwrap_or(false);
+        let cached =
+            self.shared.storage.try_read_block(stored_block, &mut self.stored).unwrap_or(false);
         if cached {
-            self.install_stored(install, place)?;
+            self.install_stored(install, stored_block)?;
         }
         Ok(cached)
     }
@@ -90,10 +91,10 @@ impl<'a> BlockInstaller<'a> {
     fn install_from_file<B>(
         &mut self,
         install: &BlockInstall<B>,
-        place: StoredBlock,
+        stored_block: StoredBlock,
     ) -> Result<(), RestoreError> {
-        self.shared.storage.read_block(place, &mut self.stored)?;
-        self.install_stored(install, place)
+        self.shared.storage.read_block(stored_block, &mut self.stored)?;
+        self.install_stored(install, stored_block)
     }
 
     fn install_stored<B>(
@@ -155,9 +156,9 @@ impl<'a> BlockInstaller<'a> {
 
     fn copy_pages<B>(&mut self, install: &BlockInstall<B>) -> Result<InstallAttempt, RestoreError> {
         firn_fault::pass_io_point("restore.copy").map_err(|source| no_memory(install, &source))?;
-        let _inside = match self.role {
+        let _hold = match self.role {
             InstallerRole::Handler(_) => None,
-            InstallerRole::Helper => Some(self.shared.gate.enter_gate()),
+            InstallerRole::Helper => Some(self.shared.install_lock.lock_shared()),
         };
         let first = self.shared.first_page(install.block).0;
         let missing = self.shared.still_missing(install);
@@ -251,10 +252,10 @@ impl<'a> BlockInstaller<'a> {
     }
 
     fn install_block(&mut self, install: &BlockInstall<UnitBytes>) {
-        let place = self.shared.storage.locate_block(install.block);
-        let installed = place.and_then(|place| match &install.source {
-            UnitSource::Held(bytes) => self.install_held(install, bytes, place),
-            UnitSource::PageCache => self.install_from_file(install, place),
+        let stored_block = self.shared.storage.locate_block(install.block);
+        let installed = stored_block.and_then(|stored_block| match &install.source {
+            UnitSource::Held(bytes) => self.install_held(install, bytes, stored_block),
+            UnitSource::PageCache => self.install_from_file(install, stored_block),
         });
         match installed {
             Ok(()) => self.shared.record_install(install),

@@ -19,7 +19,7 @@
 //! | `handler`, `inbox` | page faults |
 //! | `helper_threads` | threads that read, and threads that install |
 //! | `installer`, `shared` | the steps they have in common |
-//! | `gate` | pages that the guest gives back while they are being installed |
+//! | `install_lock` | pages that the guest gives back while they are being installed |
 //! | [`PrefillThreads`] | memory that is filled while the hypervisor is still starting |
 //! | `storage`, `image_bytes` | the image, read unit by read unit |
 //! | [`fill_all`] | an eager restore where there is no userfaultfd |
@@ -41,11 +41,11 @@
 mod eager;
 mod error;
 mod failures;
-mod gate;
 mod handler;
 mod helper_threads;
 mod image_bytes;
 mod inbox;
+mod install_lock;
 mod installer;
 mod learned;
 mod options;

@@ -76,7 +76,7 @@ pub(crate) struct PrefillRead {
     /// Whether the page cache did not have them.
     pub(crate) from_storage: bool,
     /// Offset and length in the image, in bytes.
-    pub(crate) place: (u64, u32),
+    pub(crate) extent: (u64, u32),
 }
 
 /// The state that the threads share.
@@ -275,9 +275,9 @@ impl PrefillQueue {
         let (image, longest) = (storage.image(), options.run_max(storage.unit_bytes()));
         let (units, end, mode) =
             (wanted_units(image, options), image.locality_blocks(), options.mode);
-        let far = options.known_latency.filter(|_| options.is_adaptive_to_storage());
-        let high_latency = far.map(|way| {
-            let cost = StorageCost::from_known_latency(storage.unit_bytes(), way);
+        let known_latency = options.known_latency.filter(|_| options.is_adaptive_to_storage());
+        let high_latency = known_latency.map(|latency| {
+            let cost = StorageCost::from_known_latency(storage.unit_bytes(), latency);
             let all = if options.may_read_all() { all_units(image) } else { Vec::new() };
             PrefetchRequests::new(&units, &all, options.expected_misses(), (end, longest), &cost)
                 .into()
@@ -307,13 +307,13 @@ impl PrefillQueue {
 
     fn is_empty(&self) -> bool {
         self.low_latency.runs.is_empty()
-            && self.high_latency.as_ref().is_none_or(|far| far.runs.is_empty())
+            && self.high_latency.as_ref().is_none_or(|requests| requests.runs.is_empty())
     }
 
     fn next_read(&mut self) -> Option<UnitRead> {
-        let is_far = self.uses_high_latency();
+        let is_high_latency = self.uses_high_latency();
         let PendingRequests { runs, in_order } = match &mut self.high_latency {
-            Some(far) if is_far => far,
+            Some(requests) if is_high_latency => requests,
             _ => &mut self.low_latency,
         };
         let in_order = *in_order;
@@ -412,10 +412,10 @@ impl PrefillJob {
     fn read_units(&self, read: UnitRead, storage: &mut StorageReads) -> Option<Vec<UnitBytes>> {
         let began = Instant::now();
         let units = self.storage.read_units(&read.units, read.in_order).ok()?;
-        let (ended, place) = (Instant::now(), self.storage.extent_of(&read.units));
+        let (ended, extent) = (Instant::now(), self.storage.extent_of(&read.units));
         let from_storage = storage.has_read();
         self.lock_queue().record_read(from_storage);
-        self.lock_reads().push(PrefillRead { began, ended, read, from_storage, place });
+        self.lock_reads().push(PrefillRead { began, ended, read, from_storage, extent });
         Some(units)
     }
 

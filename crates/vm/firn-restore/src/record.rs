@@ -318,7 +318,7 @@ impl RunRecorder {
         &mut self,
         began: Duration,
         now: Duration,
-        place: (u64, u32),
+        extent: (u64, u32),
         why: ReadReason,
     ) {
         if self.reads.len() >= READS_MAX {
@@ -326,7 +326,7 @@ impl RunRecorder {
             return;
         }
         let us = micros(now.saturating_sub(began));
-        let (offset, len) = place;
+        let (offset, len) = extent;
         self.reads.push(ReadRecord { t_us: micros(began), offset, len, us, why: why.into() });
     }
 

@@ -334,7 +334,7 @@ fn record_prefill_reads(shared: &SharedRestore, prefilled: &PrefilledMemory) {
     let recorder = &mut shared.lock_state().recorder;
     for read in prefilled.prefill_reads() {
         let (began, ended) = (read.began - since, read.ended - since);
-        recorder.record_read(began, ended, read.place, ReadReason::Ahead);
+        recorder.record_read(began, ended, read.extent, ReadReason::Ahead);
     }
 }
 
@@ -352,7 +352,7 @@ fn make_record(shared: &SharedRestore, ram_pages: u32, stored_pages: u32) -> Run
         resumed_us: None,
         finished_us: None,
         recorded_us: shared.now().as_micros() as u64,
-        way_us: inner.server.found_latency().map(|way| way.as_micros() as u64),
+        way_us: inner.server.found_latency().map(|latency| latency.as_micros() as u64),
         prefetched: inner.server.prefetched_runs(),
         counts: RunCounts::new(inner.server.counts(), options.account_use),
         faults: Vec::new(),

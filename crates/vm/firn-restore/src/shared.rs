@@ -19,8 +19,8 @@ use firn_types::{Block, Page};
 
 use crate::error::RestoreError;
 use crate::failures::{CurrentFailures, MemoryOutage};
-use crate::gate::InstallGate;
 use crate::image_bytes::UnitBytes;
+use crate::install_lock::InstallLock;
 use crate::options::{ReadFailurePolicy, RestoreOptions};
 use crate::presence::PresenceFile;
 use crate::record::{FaultRecord, RunRecorder};
@@ -37,7 +37,7 @@ pub(crate) struct SharedRestore {
     pub(crate) storage: UnitStorage,
     pub(crate) faults: PageFaults,
     pub(crate) options: RestoreOptions,
-    pub(crate) gate: InstallGate,
+    pub(crate) install_lock: InstallLock,
     presence: PresenceFile,
     vcpu_waits: VcpuWaits,
     inner: Mutex<LockedState>,
@@ -108,7 +108,7 @@ impl SharedRestore {
             storage,
             faults,
             options,
-            gate: InstallGate::default(),
+            install_lock: InstallLock::default(),
             presence,
             vcpu_waits,
             inner: Mutex::new(inner),
@@ -161,15 +161,15 @@ impl SharedRestore {
     pub(crate) fn wait_for_work<'a>(
         &self,
         mut inner: MutexGuard<'a, LockedState>,
-        who: ThreadRole,
+        role: ThreadRole,
         then: Option<Duration>,
     ) -> MutexGuard<'a, LockedState> {
         if self.is_over() {
             return inner;
         }
-        inner.count_idle(who, 1);
+        inner.count_idle(role, 1);
         let wait = then.map(|then| then.saturating_sub(self.now()));
-        let bell = match who {
+        let bell = match role {
             ThreadRole::Reader => &self.demand,
             ThreadRole::Filler => &self.fill,
             ThreadRole::Worker => &self.work,
@@ -178,7 +178,7 @@ impl SharedRestore {
             None => bell.wait(inner).unwrap_or_else(PoisonError::into_inner),
             Some(wait) => bell.wait_timeout(inner, wait).unwrap_or_else(PoisonError::into_inner).0,
         };
-        inner.count_idle(who, -1);
+        inner.count_idle(role, -1);
         inner
     }
 
@@ -414,8 +414,8 @@ impl SharedRestore {
 }
 
 impl LockedState {
-    fn count_idle(&mut self, who: ThreadRole, change: i32) {
-        let count = match who {
+    fn count_idle(&mut self, role: ThreadRole, change: i32) {
+        let count = match role {
             ThreadRole::Worker => &mut self.idle_workers,
             ThreadRole::Reader => &mut self.idle_readers,
             ThreadRole::Filler => return,

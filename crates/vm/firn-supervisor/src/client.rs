@@ -345,7 +345,7 @@ pub fn quick_statuses(vms: &[VmDir]) -> Vec<VmStatus> {
             asked.spawn_scoped(scope, move || quick_status(vm).ok()).ok()
         };
         let asked: Vec<_> = vms.iter().map(ask).collect();
-        asked.into_iter().flatten().filter_map(|told| told.join().ok().flatten()).collect()
+        asked.into_iter().flatten().filter_map(|query| query.join().ok().flatten()).collect()
     })
 }
 
@@ -644,9 +644,9 @@ mod tests {
             crowd.push(stream);
         }
         let since = Instant::now();
-        let told = quick_statuses(&vms);
+        let statuses = quick_statuses(&vms);
         assert!(since.elapsed() < 2 * QUICK_STATUS_WAIT, "{:?}", since.elapsed());
-        let names: Vec<&str> = told.iter().map(|status| status.name.as_str()).collect();
+        let names: Vec<&str> = statuses.iter().map(|status| status.name.as_str()).collect();
         assert_eq!(names, ["vm0", "vm1", "vm2", "vm3", "vm4", "vm5", "vm6", "vm7"]);
         drop((crowd, sockets));
     }

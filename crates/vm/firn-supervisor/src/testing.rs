@@ -9,7 +9,7 @@ use crate::records::journal::HypervisorRecord;
 use crate::records::meta::ImageMeta;
 
 /// A hypervisor with one region of 1 MiB, run by this process.
-pub fn machine(launched: bool) -> HypervisorRecord {
+pub fn hypervisor_record(launched: bool) -> HypervisorRecord {
     HypervisorRecord {
         process: ProcessIdentity::from_pid(std::process::id() as i32).unwrap(),
         qmp: PathBuf::from("/run/firn/web/qmp.sock").into(),

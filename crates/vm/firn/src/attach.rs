@@ -40,7 +40,9 @@ pub struct AttachArgs {
     name: Option<VmName>,
     #[command(flatten)]
     working_set: WorkingSetArgs,
-    /// Attach also if the VM's disk file is an old state of the disk: see `firn run --old-disk`.
+    /// Attach although the VM's disk file is an old state of the disk, because a VM has written to
+    /// a newer layer of that disk. The newer layers, and images that need the file unchanged, are
+    /// worthless from then on.
     #[arg(long)]
     old_disk: bool,
     /// QEMU's process id.

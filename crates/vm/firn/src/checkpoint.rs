@@ -58,26 +58,26 @@ const DISK_METHODS: &[Choice] = &[
 ///
 /// The guest is paused for some milliseconds, whatever its size. Then it runs, and Firn copies each
 /// page before the guest changes it. The image has all that `firn restore` needs except the disks.
-/// Only you can read it (mode 0600), because it is a copy of the VM's memory. It gets its name when
-/// it is complete; until then an older image of that name stays.
+/// Only you can read the image (mode 0600), because it is a copy of the VM's memory. Its file gets
+/// its name when the image is complete; until then an older image of that name stays.
 ///
 /// With --parent the image holds only what changed since another image, its parent, and needs that
 /// image from then on. The first such checkpoint compares all of memory with the parent. A later
-/// one, whose parent is the image before it, saves only the pages that were written since. Its
-/// strategy is pre-copy, unless you choose another one. See `firn image chain`, `merge` and
-/// `rebase`.
+/// checkpoint whose parent is the image before saves only the pages that were written since that
+/// image. The strategy is then pre-copy, unless you choose another one. See `firn image chain`,
+/// `merge` and `rebase`.
 ///
 /// With --every the command makes such checkpoints until you end it. Each has the image before it
-/// as parent, and each can be restored: --output web.firn names web-000001.firn and so on. When
-/// there are more than --keep, the command merges the oldest image that it keeps with its parents,
-/// and removes these.
+/// as parent, and each can be restored: --output web.firn names web-000001.firn and so on. The
+/// command keeps only the newest images, as many as --keep: it merges the oldest of them with its
+/// parents, and then removes the parents.
 ///
 /// Firn makes a snapshot of each disk that the guest writes to, as it is in the pause (--disks). If
 /// the file system can share blocks, Firn clones the disk's file. If it can't, a VM that Firn
-/// started writes to an overlay (qcow2) from then on, and its file is not written any more. The
-/// disks of any other VM are copied to files beside the image, and the VM keeps its files; with
+/// started writes to an overlay (qcow2) from then on, and the disk's file is not written any more.
+/// The disks of any other VM are copied to files beside the image, and the VM keeps its files; with
 /// --parent or --every only the blocks that were written since the parent are copied. If a disk
-/// permits none of these, the command names it before it does anything.
+/// permits none of these methods, the command names the disk and fails, before it does anything.
 ///
 /// Firn inspects the VM first. It refuses a checkpoint that could not be restored, and gives all
 /// reasons: devices that the VM's command line does not describe (hot-plugged ones, or ones with
@@ -276,8 +276,8 @@ pub fn request_save(
 
 /// The outcome of a checkpoint, in a line.
 pub fn describe_checkpoint(facts: &serde_json::Value) -> String {
-    if let Some(news) = recovery_notice(facts) {
-        return news;
+    if let Some(notice) = recovery_notice(facts) {
+        return notice;
     }
     let report = &facts["report"];
     let number = |value: &serde_json::Value| value.as_f64().unwrap_or(0.0);
@@ -329,6 +329,6 @@ fn describe_drive(drive: &serde_json::Value) -> String {
 /// The report of the next supervisor, if the supervisor died after its work and before its reply.
 pub fn recovery_notice(facts: &serde_json::Value) -> Option<String> {
     facts["recovered"].as_bool().filter(|&recovered| recovered)?;
-    let news = facts["status"]["last"]["text"].as_str().unwrap_or("the VM runs");
-    Some(format!("{news} (the supervisor died meanwhile; a new one has recovered the VM)\n"))
+    let notice = facts["status"]["last"]["text"].as_str().unwrap_or("the VM runs");
+    Some(format!("{notice} (the supervisor died meanwhile; a new one has recovered the VM)\n"))
 }

@@ -10,8 +10,9 @@ use crate::overlays;
 ///
 /// Nothing of Firn stays in the hypervisor: no descriptor, no registered memory. Firn cannot detach
 /// from a VM whose memory is still being restored; `firn status --watch` waits for that. A VM that
-/// Firn started itself keeps its name and its monitor socket, so that `firn attach NAME` finds it
-/// again. Until then no frame passes through a network card of Firn's (`firn run --help`).
+/// Firn started itself keeps its name and its monitor socket, so that `firn attach NAME` finds the
+/// VM again. Until you attach the VM again, no frame passes through a network card of Firn's (`firn
+/// run --help`).
 #[derive(Debug, ClapArgs)]
 #[command(after_long_help = "Example:
   firn detach web")]

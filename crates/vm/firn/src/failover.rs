@@ -28,14 +28,14 @@ const WATCH_TIME: Duration = Duration::from_secs(3);
 const SETTLE_TIME: Duration = Duration::from_millis(500);
 const POLL_INTERVAL: Duration = Duration::from_millis(50);
 
-/// Run a standby's VM, whose primary is lost.
+/// Continue a VM from its standby on this host, after its primary was lost.
 ///
 /// The VM continues from its newest committed epoch, the last but one that arrived.
 ///
 /// If hosts have consensus (`firn cluster status`), their record decides. The command waits until
-/// the lease of the old primary's host is over, and is refused while that host renews it. If the VM
-/// is dead there although the host renews the lease, declare the host dead by its name: then the
-/// record fences it, and none of its output is released.
+/// the lease of the old primary's host is over, and is refused while that host renews the lease. If
+/// the VM is dead there although the host renews the lease, declare the host dead by its name: then
+/// the record fences the host, and none of the host's output is released.
 ///
 /// Without consensus, Firn relies on you: make sure first that the VM runs on no other host. While
 /// epochs arrive from the primary, the VM runs there, and the failover is refused.

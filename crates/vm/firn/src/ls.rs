@@ -61,13 +61,13 @@ fn describe_trouble(status: &VmStatus) -> Option<String> {
 
 /// The effect of unreadable memory on the guest.
 pub fn describe_outage(waiting: &RestoreOutage) -> String {
-    let who = match (&waiting.address, waiting.guest_waits) {
+    let waiter = match (&waiting.address, waiting.guest_waits) {
         (Some(address), _) => format!("the guest waits for memory at {address}"),
         (None, true) => "the guest waits for memory".to_owned(),
         (None, false) => "the guest runs, but some of its memory is missing".to_owned(),
     };
     let since = units::format_seconds(seconds_since(waiting.since));
-    format!("{who} since {since}: {} (tried again until it succeeds)", waiting.error)
+    format!("{waiter} since {since}: {} (tried again until it succeeds)", waiting.error)
 }
 
 /// The state of a VM, in a few words.

@@ -94,43 +94,70 @@ struct FirnCli {
     #[arg(long, global = true)]
     json: bool,
     #[command(subcommand)]
-    verb: FirnCommand,
+    verb: FirnVerb,
 }
 
+/// A verb with its arguments. A doc comment of a variant would replace the verb's help.
 #[derive(Debug, Subcommand)]
-enum FirnCommand {
+enum FirnVerb {
+    // Starts a VM from a QEMU command line.
     Run(run::RunVmArgs),
+    // Begins to manage a VM that runs already.
     Attach(attach::AttachArgs),
+    // Ends to manage a VM, which continues to run.
     Detach(detach::DetachArgs),
+    // Lists the VMs that Firn manages.
     Ls(ls::LsArgs),
+    // Shows the state of a VM.
     Status(status::StatusArgs),
+    // Prints the log of a VM's supervisor, and the output of its QEMU.
     Logs(logs::LogsArgs),
+    // Connects the terminal to a guest's serial console.
     Console(console::ConsoleArgs),
+    // Saves a VM, which continues to run.
     Checkpoint(checkpoint::CheckpointArgs),
+    // Saves a VM and ends it.
     Suspend(suspend::SuspendArgs),
+    // Starts a VM from an image.
     Restore(restore::RestoreArgs),
+    // Replicates a VM to a standby on another host.
     Protect(protect::ProtectArgs),
+    // Ends the protection of a VM, which continues to run.
     Release(release::ReleaseArgs),
+    // Receives another host's VM epoch by epoch, and is ready to run it.
     Standby(standby::StandbyArgs),
+    // Runs the VM of a standby.
     Failover(failover::FailoverArgs),
+    // Queries this host's agent: the process that connects it to other hosts.
     Agent(agent::AgentCommandArgs),
+    // Protects several VMs as one, and shows what the hosts have recorded.
     Cluster(cluster::ClusterCommandArgs),
+    // Ends a VM.
     Stop(stop::StopArgs),
+    // Removes the logs of a VM that has ended.
     Rm(rm::RmArgs),
+    // Inspects, checks and rewrites images.
     Image(image::ImageCommandArgs),
+    // Merges the layers (overlays) of a VM's disks.
     Disk(disk::DiskCommandArgs),
+    // Draws a page that compares restores, from their run records.
     Report(report::ReportArgs),
+    // Shows what this host, or a VM, lacks for Firn.
     Doctor(doctor::DoctorArgs),
+    // Prints a shell's completion script.
     Completions(completions::CompletionsArgs),
+    // Writes the manual pages, for packages.
     #[command(name = man::VERB, hide = true)]
     Man(man::ManArgs),
+    // Is the supervisor of a VM; started by Firn.
     #[command(name = firn_supervisor::SUPERVISE, hide = true)]
     Supervise(hidden::SuperviseVmArgs),
+    // Is a guard of a supervisor; started by Firn.
     #[command(name = firn_supervisor::GUARD, hide = true)]
     Guard(hidden::GuardVmArgs),
 }
 
-impl FirnCommand {
+impl FirnVerb {
     fn run(&self, out: FactPrinter) -> Result<(), Failure> {
         match self {
             Self::Run(args) => args.run(out),

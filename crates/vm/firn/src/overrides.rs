@@ -20,8 +20,8 @@ pub struct OverrideArgs {
     /// more than once.
     #[arg(long, value_name = "ID=BACKEND", value_parser = parse_pair)]
     netdev: Vec<(String, String)>,
-    /// Name the file that now has the contents of a disk of the image. They must be those of the
-    /// checkpoint. Can be given more than once.
+    /// Use the file NEW in place of the disk file OLD that the image names. NEW must have the
+    /// contents that the disk had at the checkpoint. Can be given more than once.
     #[arg(long, value_name = "OLD=NEW", value_parser = parse_pair)]
     disk: Vec<(String, String)>,
     /// Add a word to the end of QEMU's command line: --qemu-arg=-vnc --qemu-arg=:5

@@ -19,23 +19,25 @@ use crate::output::FactPrinter;
 /// Replicate a VM to a standby, several times a second.
 ///
 /// Each epoch ends with a pause of some milliseconds, in which Firn copies the pages that the VM
-/// has written. It sends them while the VM runs. A failover continues the VM from the last but one
-/// of these pauses. The command returns when the standby is able to run the VM. The protection
-/// continues until `firn release`, or until the connection ends. `firn status` shows its state.
+/// has written. It sends them while the VM runs. The standby commits an epoch only when it has the
+/// next one, too. So a failover continues the VM from the last but one of the epochs that arrived.
+/// The command returns when the standby is able to run the VM. The protection continues until `firn
+/// release`, or until the connection ends. `firn status` shows its state.
 ///
 /// With --backup, this host's agent makes the other host's agent start a standby of the same name,
 /// and transfers the epochs by TLS (see `firn-agent --help`). `firn failover` on that host runs the
-/// standby. If that host has a standby of this VM already, its agent replaces it only if it was
-/// released; otherwise the command fails, because that standby may be all that is left of the VM.
-/// With --to, the epochs are sent unencrypted, to a socket on this host (see `firn standby
-/// --help`). Firn first copies the disks that it serves (`firn run --help`) while the VM runs; each
-/// epoch has the changes to them. A VM that can write to any other disk is refused.
+/// standby. The other host may have a standby of this VM already. If that standby was released, the
+/// agent there replaces it. Otherwise the command fails, because the old standby may be all that is
+/// left of the VM. With --to, the epochs are sent unencrypted, to a socket on this host (see `firn
+/// standby --help`). Firn first copies the disks that it serves (`firn run --help`) while the VM
+/// runs; each epoch has the changes to them. A VM that can write to any other disk is refused.
 ///
 /// Firn buffers the frames that the VM sends through a network card of Firn's (`firn run --help`)
-/// until no failover can undo them, for two intervals while the protection works. Through other
-/// cards, peers may receive frames that a failover undoes. When the standby is lost, the VM
-/// continues to run, but its output stays buffered: a user or the other host may have made the
-/// standby run, and then two instances would send. `firn release` releases it.
+/// until no failover can undo the state that sent them. While the protection works, that takes two
+/// intervals. Through other cards, peers may receive frames that a failover undoes. When the
+/// standby is lost, the VM continues to run, but its output stays buffered: a user or the other
+/// host may have made the standby run, and then two instances would send. `firn release` releases
+/// the output.
 ///
 /// Where the hosts have consensus (`[membership]`, see `firn-agent --help`), a VM with --backup
 /// fails over automatically when its host is lost, and is then protected by another host. Its

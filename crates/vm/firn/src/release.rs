@@ -9,8 +9,8 @@ use crate::output::FactPrinter;
 ///
 /// The standby first confirms that it will never run the VM. Then Firn releases the VM's buffered
 /// output. If the standby cannot be reached, the protection ends, but the output stays buffered. A
-/// second `firn release` releases it without a confirmation: make sure first that the standby does
-/// not run.
+/// second `firn release` releases the output without a confirmation: make sure first that the
+/// standby does not run.
 #[derive(Debug, ClapArgs)]
 #[command(after_long_help = "Example:
   firn release web")]

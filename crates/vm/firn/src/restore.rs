@@ -27,8 +27,8 @@ use crate::working_set::WorkingSetArgs;
 const MODES: &[Choice] = &[
     (
         "auto",
-        "loads what the guest used last as fast as possible, while the guest runs where that is \
-         possible; loads the rest as locality does",
+        "loads what the guest used last at full speed, then the rest as locality does. The guest \
+         runs meanwhile, except on storage of high latency, where it first gets what it used last",
     ),
     ("locality", "one locality block per page fault, which brings what was used together"),
     ("lazy", "one memory block per page fault"),
@@ -51,14 +51,16 @@ const OUTAGES: &[Choice] = &[
 
 /// Start a VM from an image.
 ///
-/// The command returns once the guest runs. Firn loads memory while it runs: a page that the guest
-/// touches at once, the other pages when the guest is idle. `firn status --watch` waits until all
-/// memory is loaded. So does --wait, which then shows how soon the guest was responsive.
+/// The command returns once the guest runs. Firn loads memory while the guest runs. If the guest
+/// touches a page that is missing, Firn loads that page before all others. When the guest is idle,
+/// Firn loads the rest. `firn status --watch` waits until all memory is loaded. So does --wait,
+/// which then shows how soon the guest was responsive.
 ///
 /// When all memory is loaded, Firn writes a run record of the restore: `firn report` draws it.
 ///
-/// Firn refuses an image of another version of QEMU, and one whose disks were written to since: the
-/// guest's memory would not match them. --force restores it nevertheless.
+/// Firn refuses an image of another version of QEMU. It also refuses an image if one of its disks
+/// was written to after the checkpoint: the guest's memory would not match the disk. --force
+/// restores such an image nevertheless.
 ///
 /// A VM that was paused when it was saved stays paused after the restore, until you continue it;
 /// --run starts it at once. Its memory is loaded meanwhile.
@@ -68,14 +70,15 @@ const OUTAGES: &[Choice] = &[
 /// overlays with the VM.
 ///
 /// The VM may run beside the one that was saved. If another process uses a socket, port, log or pid
-/// file of the command line, the new VM gets one in its runtime directory instead, and the output
-/// shows that. A used `hostfwd` port is an error: --netdev sets other ports. Firn starts only these
-/// programs: a QEMU of the system, one that /etc/firn/qemu.allow lists, and the one that --qemu
-/// names.
+/// file of the command line, the new VM gets another one in its runtime directory, and the output
+/// names it. A used `hostfwd` port is an error: --netdev sets other ports. Firn starts only these
+/// QEMU programs: those of the system, those that /etc/firn/qemu.allow lists, and the program that
+/// --qemu names.
 ///
-/// --libvirt gives an image of a domain of libvirt back to libvirt: libvirt starts QEMU from the XML
-/// in the image, and manages the domain like any other; Firn is attached to it. The domain has the
-/// name of the one that was saved, which must not run meanwhile, or the name that --name gives.
+/// --libvirt gives an image of a domain of libvirt back to libvirt: libvirt starts QEMU from the
+/// XML in the image, and manages the domain like any other; Firn is attached to the new domain. The
+/// new domain has the name of the saved domain, which must not run meanwhile. With --name it gets
+/// another name.
 #[derive(Debug, ClapArgs)]
 #[command(after_long_help = r"Examples:
   firn restore web.firn
@@ -108,8 +111,8 @@ pub struct RestoreArgs {
     calls: CallsArgs,
     #[command(flatten)]
     overrides: OverrideArgs,
-    /// Have libvirt start the VM, as the domain that was saved, or as a domain with another name:
-    /// --name. Its XML decides about QEMU's command line.
+    /// Have libvirt start the VM, as the domain that was saved, or with --name as a domain with
+    /// another name. The XML of the domain determines QEMU's command line.
     #[arg(long, conflicts_with_all = ["qemu", "set", "netdev", "qemu_arg", "calls"])]
     libvirt: bool,
     /// The libvirt of this host that gets the domain. By default that of LIBVIRT_DEFAULT_URI, or
@@ -245,8 +248,8 @@ fn describe_continuation(facts: &serde_json::Value) -> String {
 }
 
 fn describe_restore(facts: &serde_json::Value) -> String {
-    if let Some(news) = recovery_notice(facts) {
-        return news;
+    if let Some(notice) = recovery_notice(facts) {
+        return notice;
     }
     let mut text = String::new();
     for note in supervisor_remarks(facts) {

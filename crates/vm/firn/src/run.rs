@@ -13,23 +13,25 @@ use crate::working_set::WorkingSetArgs;
 
 /// Start a VM from a QEMU command line.
 ///
-/// Firn adds what it needs to the command line, shared memory and a monitor of its own, and prints
-/// what it added. The VM continues to run after this command ends; it has no terminal. The output
-/// of QEMU itself (and of the guest's console, with `-serial stdio`) goes to qemu.log in the VM's
-/// runtime directory, which only you can read. `firn status` shows its path.
+/// Firn adds two things to the command line, shared memory and a monitor of its own, and prints the
+/// words that it added. The VM continues to run after this command ends; the VM has no terminal.
+/// The output of QEMU itself (and of the guest's console, with `-serial stdio`) goes to qemu.log in
+/// the VM's runtime directory, which only you can read. `firn status` shows the path of this log.
 ///
 /// The frames of a network card that ends in `-netdev firn,id=ID,uplink=PATH` pass through Firn, to
 /// a socket that speaks QEMU's stream framing, such as passt's; `firn protect` can then buffer what
-/// the VM sends. With `network=NAME` instead they go to that network of this host's agent; those of
-/// a standby go to that network of the standby's host.
+/// the VM sends. If the card has `network=NAME` instead of `uplink=PATH`, its frames go to the
+/// network of that name of this host's agent. After a failover they go to the network of that name
+/// on the standby's host.
 ///
 /// After a checkpoint a VM may write to a layer on top of its disk's file (see `firn checkpoint`).
 /// Then a command line that names the old file is refused, and the error names the newest layer:
 /// `firn stop` prints the command line to continue with.
 ///
 /// Firn serves a disk that is given as `-drive file=PATH,format=raw|qcow2,if=none,id=ID,firn=on`.
-/// When the VM is protected, the disk is replicated to the standby with its memory. A qcow2 file
-/// may grow to twice its disk; with `size=BYTES`, to that. Such a VM cannot be checkpointed yet.
+/// When the VM is protected, the disk is replicated to the standby together with memory. A qcow2
+/// file may grow to twice the size of its disk, or with `size=BYTES` to that size. Such a VM cannot
+/// be checkpointed yet.
 #[derive(Debug, ClapArgs)]
 #[command(after_long_help = r"Examples:
   firn run web -- qemu-system-x86_64 -M q35 -m 1G \

@@ -12,13 +12,14 @@ use crate::output::FactPrinter;
 /// Receive the epochs of a VM on another host, and be ready to run it.
 ///
 /// The command listens, and waits until `firn protect` connects. Then it starts a QEMU like that of
-/// the VM, whose vCPUs do not run. Its memory is that of the last epoch but one. `firn failover`
-/// runs it; `firn stop` ends it. Disks that the VM only reads must exist at the same paths on this
-/// host, with the same contents.
+/// the VM. This QEMU is the standby: its vCPUs do not run, and its memory is that of the last epoch
+/// but one. `firn failover` runs the standby; `firn stop` ends it. Disks that the VM only reads
+/// must exist at the same paths on this host, with the same contents.
 ///
 /// A disk that the VM's Firn serves (`firn run --help`) is copied to a file on this host,
-/// NAME.ID.FORMAT in the current directory unless --disk gives a path. It has the state of the
-/// epoch that a failover runs. `firn stop` leaves the file, `firn stop --discard` removes it.
+/// NAME.ID.FORMAT in the current directory unless --disk gives a path. The file has the state of
+/// the epoch that a failover would continue from. `firn stop` leaves the file, `firn stop
+/// --discard` removes it.
 ///
 /// Only you can access the socket, because the process that connects to it determines how QEMU is
 /// started. If the VM runs on another host, `firn protect NAME --backup HOST` does all this through

@@ -13,7 +13,8 @@ use crate::units;
 /// End a VM.
 ///
 /// Without options this is like pulling the plug: QEMU flushes its disks and ends, without notice
-/// to the guest. A QEMU that does not end by itself then continues to run: only --force kills it.
+/// to the guest. If QEMU does not end on this request, the VM continues to run: only --force kills
+/// QEMU.
 ///
 /// After a checkpoint a VM may write to layers on top of its disks' files. Then the command prints
 /// the command line that starts the VM with the newest layers. `firn disk commit` returns a running
@@ -28,8 +29,8 @@ use crate::units;
 pub struct StopArgs {
     /// The VM.
     name: VmName,
-    /// Press the guest's power button and wait this many seconds; the VM continues to run if that
-    /// is not enough.
+    /// Press the guest's power button and wait this many seconds. If the guest needs longer to shut
+    /// down, the VM continues to run.
     #[arg(
         long,
         value_name = "SECONDS",
@@ -39,13 +40,13 @@ pub struct StopArgs {
         value_parser = units::parse_number::<u64>(0..=u64::MAX)
     )]
     powerdown: Option<u64>,
-    /// End the VM in any case: while a checkpoint is being written, which is lost; if QEMU does not
-    /// end on request, which loses data that it has not written to its disks; and if the supervisor
-    /// is gone or does not answer.
+    /// End the VM in three more cases. While a checkpoint is being written: the checkpoint is lost.
+    /// If QEMU does not end on request: data that QEMU has not written to the disks is lost. If the
+    /// supervisor is gone or does not answer.
     #[arg(long)]
     force: bool,
-    /// Remove the overlays that the VM writes to. All that it wrote since it was last saved or
-    /// restored is lost.
+    /// Remove the overlays that the VM writes to. All that the VM has written to its disks since it
+    /// was last saved or restored is lost.
     #[arg(long, conflicts_with = "keep")]
     discard: bool,
     /// Leave the overlays that the VM writes to, and print their paths (the default).

@@ -11,10 +11,10 @@ use crate::units;
 
 /// Save a VM to an image and end it.
 ///
-/// Firn first scans for a second which memory the guest uses, because a restore reads that first.
-/// (With `firn run --working-set access-bits` Firn knows it already.) Then it pauses the guest, so
-/// that the disks stay in the state of the image, and `firn restore` continues the guest from
-/// there. If the image cannot be written the VM continues to run.
+/// Firn first scans for a second which memory the guest uses, because a restore reads that memory
+/// first. (With `firn run --working-set access-bits` Firn knows this already.) Then Firn pauses the
+/// guest, so that the disks stay in the state that belongs to the image. `firn restore` continues
+/// the guest from that state. If the image cannot be written the VM continues to run.
 #[derive(Debug, ClapArgs)]
 #[command(after_long_help = "Example:
   firn suspend web -o web.firn")]
@@ -43,8 +43,8 @@ impl SuspendArgs {
 }
 
 fn describe_suspend(facts: &serde_json::Value) -> String {
-    if let Some(news) = recovery_notice(facts) {
-        return news;
+    if let Some(notice) = recovery_notice(facts) {
+        return notice;
     }
     format!(
         "{}: {}; the VM has ended\n",

@@ -31,6 +31,11 @@ pub fn make_keys(dir: &Path) {
     }
 }
 
+/// When backups force their logs to disk: at every commit if `FIRN_FSYNC` is set.
+fn fsync_word() -> &'static str {
+    if std::env::var_os("FIRN_FSYNC").is_some() { "commit" } else { "never" }
+}
+
 /// The files of one side.
 pub fn identity(dir: &Path) -> TlsIdentity {
     TlsIdentity { certificate: dir.join("cert"), key: dir.join("key"), authority: dir.join("ca") }
@@ -61,7 +66,7 @@ impl Backup {
     pub fn restart(&mut self) {
         self.kill();
         let mut child = Command::new(env!("CARGO_BIN_EXE_firn-app-backup"))
-            .args(["--listen", &self.address, "--fsync", "never"])
+            .args(["--listen", &self.address, "--fsync", fsync_word()])
             .arg("--directory")
             .arg(&self.logs)
             .arg("--certificate")

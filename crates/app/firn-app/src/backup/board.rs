@@ -3,14 +3,13 @@
 use std::collections::VecDeque;
 use std::time::{Duration, Instant, SystemTime};
 
-use super::committed::Commit;
 use super::error::BackupError;
 use super::settings::{AcknowledgePolicy, BackupTarget};
 use super::status::{BackupEvent, BackupStatus, TargetCondition};
+use super::transaction::Commit;
 
-/// The maximum count and size of the commits that are kept for targets that lack them.
+/// The maximum count of the commits that are kept for targets that lack them.
 const BACKLOG_COMMITS_MAX: usize = 256;
-const BACKLOG_BYTES_MAX: u64 = 64 << 20;
 /// The maximum count of events that the application has not read.
 const EVENTS_MAX: usize = 256;
 
@@ -84,6 +83,8 @@ pub(crate) struct BackupBoard {
     /// Set when the session ends: the time at which threads give up.
     pub(crate) stop: Option<Instant>,
     backlog: VecDeque<(Commit, u64)>,
+    /// The maximum size of the commits in the backlog, in bytes.
+    backlog_max: u64,
     /// The bytes of all commits of this session.
     bytes: u64,
 }
@@ -91,12 +92,21 @@ pub(crate) struct BackupBoard {
 impl BackupBoard {
     pub(crate) fn new(latest: u64, targets: Vec<TargetRecord>) -> Self {
         let (events, backlog) = (VecDeque::new(), VecDeque::new());
-        Self { latest, targets, events, stop: None, backlog, bytes: 0 }
+        Self { latest, targets, events, stop: None, backlog, backlog_max: 0, bytes: 0 }
     }
 
-    pub(crate) fn add_commit(&mut self, commit: Commit) {
+    /// Drops the commits that have copies of the state, and those before them. A target that
+    /// lacks one of them gets the whole state.
+    pub(crate) fn drop_shared_commits(&mut self) {
+        if let Some(last) = self.backlog.iter().rposition(|(commit, _)| commit.shares_state()) {
+            self.backlog.drain(..=last);
+        }
+    }
+
+    pub(crate) fn add_commit(&mut self, commit: Commit, backlog_max: u64) {
         self.latest = commit.id.sequence;
-        self.bytes += commit.payload.len() as u64;
+        self.backlog_max = backlog_max;
+        self.bytes += commit.byte_count();
         self.backlog.push_back((commit, self.bytes));
         self.trim_backlog();
     }
@@ -106,10 +116,10 @@ impl BackupBoard {
     fn trim_backlog(&mut self) {
         let stored = self.stored_by_all();
         while let Some((commit, end)) = self.backlog.front() {
-            let start = end - commit.payload.len() as u64;
+            let start = end - commit.byte_count();
             let is_too_much = self.backlog.len() > 1
                 && (self.backlog.len() > BACKLOG_COMMITS_MAX
-                    || self.bytes - start > BACKLOG_BYTES_MAX);
+                    || self.bytes - start > self.backlog_max);
             if commit.id.sequence > stored && !is_too_much {
                 return;
             }

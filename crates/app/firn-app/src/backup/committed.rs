@@ -9,26 +9,19 @@
 //!                                                   or the whole image if the backlog begins later.
 //! ```
 //!
-//! The backlog is bounded: a target that is away for long does not use memory.
+//! The backlog is bounded: a target that is away for long does not use memory. A target that is
+//! sent the whole image has a copy of it, which takes memory for what is committed meanwhile.
 
-use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
+use std::sync::{Condvar, Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant};
 
 use super::board::{BackupBoard, TargetRecord};
 use super::error::BackupError;
 use super::image::{ApplicationState, StateId};
-use super::record::{EncodedRecord, RecordKind};
 use super::settings::RequiredTargets;
 use super::status::{BackupEvent, BackupStatus, TargetCondition};
+use super::transaction::{Commit, NewChanges, backlog_max};
 use crate::sys::fork::OwnerProcess;
-
-/// One committed transaction.
-#[derive(Clone, Debug)]
-pub(crate) struct Commit {
-    pub(crate) id: StateId,
-    /// Shared by all targets.
-    pub(crate) payload: Arc<Vec<u8>>,
-}
 
 /// The next work of a target's thread.
 #[derive(Debug)]
@@ -98,11 +91,15 @@ impl CommittedState {
     }
 
     /// Adds a transaction, which all targets get.
-    pub(crate) fn add_commit(&self, sequence: u64, payload: Vec<u8>) -> Result<(), BackupError> {
+    pub(crate) fn add_commit(&self, sequence: u64, new: NewChanges<'_>) -> Result<(), BackupError> {
         let id = StateId { generation: self.generation, sequence };
-        self.lock_image().apply_record(RecordKind::Change, id, &payload)?;
-        let commit = Commit { id, payload: Arc::new(payload) };
-        self.update_board(|board| board.add_commit(commit));
+        // What it shares with the image would take memory twice.
+        self.lock_board().drop_shared_commits();
+        let mut image = self.lock_image();
+        let commit = Commit::apply_changes(new, &mut image, id)?;
+        let backlog_max = backlog_max(image.byte_count());
+        drop(image);
+        self.update_board(|board| board.add_commit(commit, backlog_max));
         Ok(())
     }
 
@@ -246,12 +243,8 @@ impl CommittedState {
         self.update_board(|board| board.set_condition(target, condition, error));
     }
 
-    /// The sequence and the record of the state that the session committed last.
-    pub(crate) fn encode_image(
-        &self,
-        encode: impl FnOnce(&ApplicationState) -> EncodedRecord<'static>,
-    ) -> (StateId, EncodedRecord<'static>) {
-        let image = self.lock_image();
-        (image.id(), encode(&image))
+    /// A copy of the state that the session committed last.
+    pub(crate) fn copy_image(&self) -> ApplicationState {
+        self.lock_image().clone()
     }
 }

@@ -6,7 +6,6 @@ use std::time::Duration;
 
 use super::error::BackupError;
 use super::log::ApplicationLog;
-use super::record::encode_state;
 use super::remote::RemoteTarget;
 use super::settings::Compression;
 use super::tls::TlsIdentity;
@@ -34,6 +33,6 @@ pub fn copy_session(
         let (path, source) = (to.to_owned(), io::ErrorKind::AlreadyExists.into());
         return Err(BackupError::File { what: "cannot copy a state to", path, source });
     }
-    log.replace_by_record(&encode_state(&state, Compression::None))?;
+    log.replace_by_state(&state, Compression::None)?;
     Ok(state.sequence())
 }

@@ -1,16 +1,14 @@
 //! A target in a file: appends commits to a log.
 
-use std::borrow::Cow;
 use std::path::{Path, PathBuf};
 use std::time::{Duration, Instant};
 
-use super::committed::Commit;
 use super::error::BackupError;
 use super::helper::BackupConnection;
-use super::image::StateId;
+use super::image::{ApplicationState, StateId};
 use super::log::ApplicationLog;
-use super::record::{EncodedRecord, RecordKind, encode_record};
 use super::settings::{Compression, FsyncPolicy};
+use super::transaction::Commit;
 
 /// The idle interval of a log that has nothing to do.
 const IDLE: Duration = Duration::from_secs(3600);
@@ -66,9 +64,8 @@ impl BackupConnection for FileTarget {
         // A compacted log may be later than the commits.
         let has = self.id;
         for commit in commits.iter().filter(|commit| commit.id > has) {
-            let payload = Cow::Borrowed(&commit.payload[..]);
-            let record = encode_record(RecordKind::Change, commit.id, payload, self.compression);
-            self.log.append_record(&record)?;
+            let log = &mut self.log;
+            commit.encode(self.compression, |record| log.append_record(record))?;
             (self.id, self.dirty) = (commit.id, true);
         }
         if self.is_sync_due() {
@@ -77,18 +74,10 @@ impl BackupConnection for FileTarget {
         Ok(())
     }
 
-    fn replace_state(
-        &mut self,
-        id: StateId,
-        record: &EncodedRecord<'_>,
-    ) -> Result<(), BackupError> {
-        self.log.replace_by_record(record)?;
-        (self.id, self.synced, self.dirty) = (id, Instant::now(), false);
+    fn replace_state(&mut self, state: &ApplicationState) -> Result<(), BackupError> {
+        self.log.replace_by_state(state, self.compression)?;
+        (self.id, self.synced, self.dirty) = (state.id(), Instant::now(), false);
         Ok(())
-    }
-
-    fn compression(&self) -> Compression {
-        self.compression
     }
 
     fn idle_timeout(&self) -> Duration {
@@ -113,9 +102,9 @@ impl BackupConnection for FileTarget {
         self.log.is_large(state_bytes)
     }
 
-    fn compact(&mut self, id: StateId, record: &EncodedRecord<'_>) -> Result<(), BackupError> {
-        if self.log.compact(record)? {
-            (self.id, self.synced, self.dirty) = (id, Instant::now(), false);
+    fn compact(&mut self, state: &ApplicationState) -> Result<(), BackupError> {
+        if self.log.compact(state, self.compression)? {
+            (self.id, self.synced, self.dirty) = (state.id(), Instant::now(), false);
         }
         Ok(())
     }

@@ -16,13 +16,12 @@ use std::sync::Arc;
 use std::thread::{self, JoinHandle};
 use std::time::Duration;
 
-use super::committed::{Commit, CommittedState, TargetWork};
+use super::committed::{CommittedState, TargetWork};
 use super::error::BackupError;
 use super::image::{ApplicationState, StateId};
-use super::record::EncodedRecord;
 use super::remote::SocketHandle;
-use super::settings::Compression;
 use super::status::TargetCondition;
+use super::transaction::Commit;
 
 /// The minimum and the maximum delay between two attempts to connect.
 const RETRY_DELAYS: [Duration; 2] = [Duration::from_millis(100), Duration::from_secs(2)];
@@ -45,11 +44,7 @@ pub(crate) trait BackupConnection: Send {
     ///
     /// # Errors
     /// If it cannot. The next `connect` returns what the target has.
-    fn replace_state(&mut self, id: StateId, record: &EncodedRecord<'_>)
-    -> Result<(), BackupError>;
-
-    /// The encoding of records.
-    fn compression(&self) -> Compression;
+    fn replace_state(&mut self, state: &ApplicationState) -> Result<(), BackupError>;
 
     /// The time after which to call [`BackupConnection::do_idle_work`] if there is no commit.
     fn idle_timeout(&self) -> Duration;
@@ -75,8 +70,8 @@ pub(crate) trait BackupConnection: Send {
     ///
     /// # Errors
     /// As for [`BackupConnection::replace_state`].
-    fn compact(&mut self, id: StateId, record: &EncodedRecord<'_>) -> Result<(), BackupError> {
-        self.replace_state(id, record)
+    fn compact(&mut self, state: &ApplicationState) -> Result<(), BackupError> {
+        self.replace_state(state)
     }
 
     /// Records for later sessions whether this target may lack acknowledged transactions.
@@ -195,7 +190,7 @@ impl TargetHelper {
         self.delay = RETRY_DELAYS[0];
         loop {
             match self.committed.wait_for_work(position, self.connection.idle_timeout()) {
-                TargetWork::Commits(commits) => position = self.send_commits(position, &commits)?,
+                TargetWork::Commits(commits) => position = self.send_commits(position, commits)?,
                 TargetWork::State => position = self.send_state()?,
                 TargetWork::Idle => self.connection.do_idle_work()?,
                 TargetWork::Stop => return self.connection.finish(),
@@ -203,32 +198,40 @@ impl TargetHelper {
         }
     }
 
-    fn send_commits(&mut self, position: u64, commits: &[Commit]) -> Result<u64, BackupError> {
-        self.connection.append_commits(commits)?;
+    fn send_commits(&mut self, position: u64, commits: Vec<Commit>) -> Result<u64, BackupError> {
+        self.connection.append_commits(&commits)?;
         let last = commits.last().map_or(position, |commit| commit.id.sequence);
-        let position = self.report_stored(last)?;
-        let is_oversized = self.connection.is_oversized(self.committed.lock_image().byte_count());
-        if !is_oversized {
-            return Ok(position);
+        // While a log is compacted, a commit takes memory for what it changes. So the application
+        // waits for that after a large one.
+        let is_large = commits.iter().any(Commit::shares_state);
+        drop(commits);
+        if is_large {
+            self.compact_if_oversized()?;
         }
-        let (id, record) = self.encode_image();
-        self.connection.compact(id, &record)?;
+        let position = self.report_stored(last)?;
+        if !is_large {
+            self.compact_if_oversized()?;
+        }
         // The image may be later than the commits, or the log may not have been compacted.
         Ok(position)
     }
 
-    fn send_state(&mut self) -> Result<u64, BackupError> {
-        self.report(TargetCondition::CatchingUp, None);
-        let (id, record) = self.encode_image();
-        self.connection.replace_state(id, &record)?;
-        self.committed.update_board(|board| board.count_state_transfer(self.target));
-        self.report_stored(id.sequence)
+    fn compact_if_oversized(&mut self) -> Result<(), BackupError> {
+        let state_bytes = self.committed.lock_image().byte_count();
+        match self.connection.is_oversized(state_bytes) {
+            true => self.connection.compact(&self.committed.copy_image()),
+            false => Ok(()),
+        }
     }
 
-    fn encode_image(&self) -> (StateId, EncodedRecord<'static>) {
-        let codec = self.connection.compression();
-        self.committed
-            .encode_image(|image: &ApplicationState| super::record::encode_state(image, codec))
+    fn send_state(&mut self) -> Result<u64, BackupError> {
+        self.report(TargetCondition::CatchingUp, None);
+        let state = self.committed.copy_image();
+        self.connection.replace_state(&state)?;
+        let sequence = state.sequence();
+        drop(state);
+        self.committed.update_board(|board| board.count_state_transfer(self.target));
+        self.report_stored(sequence)
     }
 
     /// Reports that the target has stored everything up to this transaction.

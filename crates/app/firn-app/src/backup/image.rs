@@ -2,25 +2,36 @@
 //! backup stores it.
 //!
 //! ```text
-//!   state n  -- change record n + 1 -->  state n + 1  -- change record n + 2 -->  state n + 2
-//!   any state  -- state record m -->  state m: replaces all areas
+//!   state n  -- change n + 1 -->  state n + 1  -- change n + 2 -->  state n + 2
+//!   any state  -- state m -->  state m: replaces all areas
 //! ```
+//!
+//! A transaction is one record or several. [`StagedState`] applies those of an unfinished
+//! transaction to a copy.
 //!
 //! Records come from files and from other hosts, so each length and number in them is checked
 //! before it is used.
 
 use super::error::BackupError;
-use super::record::{PayloadBuilder, PayloadReader, RecordKind};
+use super::record::{PayloadReader, RecordHeader, RecordKind};
+use super::shared_bytes::SharedBytes;
 
 /// The maximum count of areas of a state, and the maximum size of one area in bytes.
 const AREAS_MAX: u32 = 1 << 16;
 const LEN_MAX: u64 = 1 << 40;
 
 /// The name and the content of one area.
-#[derive(Clone, Debug, PartialEq, Eq)]
+#[derive(Clone, Debug)]
 pub(crate) struct StoredArea {
     pub(crate) name: String,
-    pub(crate) bytes: Vec<u8>,
+    pub(crate) bytes: SharedBytes,
+}
+
+impl StoredArea {
+    /// Whether the application has forgotten it: an area has at least one byte.
+    pub(crate) fn is_removed(&self) -> bool {
+        self.bytes.len() == 0
+    }
 }
 
 /// Which state it is: the number of its last transaction, and the generation of the session that
@@ -33,8 +44,8 @@ pub(crate) struct StateId {
 }
 
 /// The state of an application: its areas after the transaction `id`. The index of an area is its
-/// number in records.
-#[derive(Clone, Debug, Default, PartialEq, Eq)]
+/// number in records. A copy shares the bytes of its areas.
+#[derive(Clone, Debug, Default)]
 pub(crate) struct ApplicationState {
     id: StateId,
     areas: Vec<StoredArea>,
@@ -70,65 +81,59 @@ impl ApplicationState {
         self.areas.iter().position(|area| area.name == name).map(|number| number as u32)
     }
 
-    /// The payload of a state record: defines each area, and changes all of its bytes.
-    pub(crate) fn payload(&self) -> PayloadBuilder<'_> {
-        let mut payload = PayloadBuilder::default();
-        for (number, area) in self.areas.iter().enumerate() {
-            payload.add_area(number as u32, area.bytes.len() as u64, &area.name);
-            payload.add_change(number as u32, 0, &area.bytes);
-        }
-        payload
-    }
-
-    /// Applies the record that leads to the state `id`. A change record must be the next one; a state
-    /// record replaces all areas; a fence record changes nothing. After an error the record may have been applied in part.
-    pub(crate) fn apply_record(
-        &mut self,
-        kind: RecordKind,
-        id: StateId,
-        payload: &[u8],
-    ) -> Result<(), BackupError> {
-        match kind {
-            RecordKind::State => self.areas.clear(),
-            RecordKind::Change if id.sequence != self.id.sequence.wrapping_add(1) => {
+    /// Begins the transaction that leads to the state `id`. A change must be the next one; a state
+    /// replaces all areas.
+    pub(crate) fn begin(&mut self, kind: RecordKind, id: StateId) -> Result<(), BackupError> {
+        if kind == RecordKind::Change {
+            if id.sequence != self.id.sequence.wrapping_add(1) {
                 return Err(BackupError::Malformed("the transaction before it is missing"));
             }
-            RecordKind::Change if id.generation < self.id.generation => {
+            if id.generation < self.id.generation {
                 return Err(BackupError::Malformed("a later session has committed before"));
             }
-            RecordKind::Change => {}
-            RecordKind::Fence if payload.is_empty() => return Ok(()),
-            RecordKind::Fence => return Err(BackupError::Malformed("a fence has a payload")),
         }
+        if kind == RecordKind::State {
+            self.areas.clear();
+        }
+        self.id = id;
+        Ok(())
+    }
+
+    /// Applies the payload of a record of the transaction that has begun. After an error it may
+    /// have been applied in part.
+    pub(crate) fn apply_payload(&mut self, payload: &[u8]) -> Result<(), BackupError> {
         let mut parts = PayloadReader(payload);
         for _ in 0..parts.read_u32()? {
-            self.define_area(&mut parts)?;
+            let (number, len, name_len) = (parts.read_u32()?, parts.read_u64()?, parts.read_u8()?);
+            let name = std::str::from_utf8(parts.read_bytes(u64::from(name_len))?)
+                .map_err(|_| BackupError::Malformed("the name of an area is not UTF-8"))?;
+            self.define_area(number, len, name)?;
         }
         let count = parts.read_u32()?;
         let mut changes = PayloadReader(parts.read_bytes(u64::from(count) * 20)?);
         for _ in 0..count {
             let (area, offset, len) =
                 (changes.read_u32()?, changes.read_u64()?, changes.read_u64()?);
-            let bytes = parts.read_bytes(len)?;
-            self.changed_bytes(area, offset, bytes.len())?.copy_from_slice(bytes);
+            self.write(area, offset, parts.read_bytes(len)?)?;
         }
-        if !parts.0.is_empty() {
-            return Err(BackupError::Malformed("the payload is too long"));
+        match parts.0 {
+            [] => Ok(()),
+            _ => Err(BackupError::Malformed("the payload is too long")),
         }
-        self.id = id;
-        Ok(())
     }
 
-    /// Reads the definition of an area from the payload, and makes the area, filled with zeros. It
-    /// replaces an area of the same number. Numbers have no gaps.
-    fn define_area(&mut self, parts: &mut PayloadReader<'_>) -> Result<(), BackupError> {
-        let (number, len, name_len) = (parts.read_u32()?, parts.read_u64()?, parts.read_u8()?);
-        let name = std::str::from_utf8(parts.read_bytes(u64::from(name_len))?)
-            .map_err(|_| BackupError::Malformed("the name of an area is not UTF-8"))?;
+    /// Makes an area, filled with zeros. It replaces an area of the same number. Numbers have no
+    /// gaps.
+    pub(crate) fn define_area(
+        &mut self,
+        number: u32,
+        len: u64,
+        name: &str,
+    ) -> Result<(), BackupError> {
         if len > LEN_MAX || number >= AREAS_MAX || number as usize > self.areas.len() {
             return Err(BackupError::Malformed("the area has an impossible number or length"));
         }
-        let area = StoredArea { name: name.to_owned(), bytes: vec![0; len as usize] };
+        let area = StoredArea { name: name.to_owned(), bytes: SharedBytes::zeros(len as usize) };
         match self.areas.get_mut(number as usize) {
             Some(known) => *known = area,
             None => self.areas.push(area),
@@ -136,19 +141,56 @@ impl ApplicationState {
         Ok(())
     }
 
-    /// The bytes of an area that a change overwrites. An error if they are not all within the area.
-    fn changed_bytes(
+    /// Overwrites bytes of an area. An error if they are not all within it.
+    pub(crate) fn write(
         &mut self,
         area: u32,
         offset: u64,
-        len: usize,
-    ) -> Result<&mut [u8], BackupError> {
+        bytes: &[u8],
+    ) -> Result<(), BackupError> {
         let area = self.areas.get_mut(area as usize);
-        let bytes =
-            area.ok_or(BackupError::Malformed("a change of an unknown area"))?.bytes.as_mut_slice();
-        let start = usize::try_from(offset).unwrap_or(usize::MAX);
-        bytes
-            .get_mut(start..start.saturating_add(len))
-            .ok_or(BackupError::Malformed("a change outside of its area"))
+        let area = area.ok_or(BackupError::Malformed("a change of an unknown area"))?;
+        let offset = usize::try_from(offset).unwrap_or(usize::MAX);
+        let written = area.bytes.write(offset, bytes);
+        written.ok_or(BackupError::Malformed("a change outside of its area"))
+    }
+}
+
+/// The state that an unfinished transaction leads to. It shares with the committed state what the
+/// transaction does not change.
+#[derive(Debug)]
+pub(crate) struct StagedState {
+    kind: RecordKind,
+    state: ApplicationState,
+}
+
+impl StagedState {
+    /// Begins a transaction on the committed state.
+    pub(crate) fn begin(
+        committed: &ApplicationState,
+        header: &RecordHeader,
+    ) -> Result<Self, BackupError> {
+        let mut state = match header.kind {
+            RecordKind::State => ApplicationState::default(),
+            _ => committed.clone(),
+        };
+        state.begin(header.kind, header.id)?;
+        Ok(Self { kind: header.kind, state })
+    }
+
+    /// Applies a record, which must be one of this transaction.
+    pub(crate) fn apply_record(
+        &mut self,
+        header: &RecordHeader,
+        payload: &[u8],
+    ) -> Result<(), BackupError> {
+        match header.kind == self.kind && header.id == self.state.id {
+            true => self.state.apply_payload(payload),
+            false => Err(BackupError::Malformed("a record inside of another transaction")),
+        }
+    }
+
+    pub(crate) fn into_state(self) -> ApplicationState {
+        self.state
     }
 }

@@ -11,9 +11,13 @@
 //! was acknowledged may be lost, and Firn cannot know which. A damaged length does not make a
 //! record look truncated: with the length that is there its checksum is right.
 //!
-//! When the log has grown to several times its state, it is compacted: one state record in a new
-//! file, which then replaces the log by its name. The process that writes a log holds a lock on the
-//! file.
+//! A transaction of several records counts when its last record is there; without it, all of them
+//! are cut off.
+//!
+//! When the log has grown to several times its state, it is compacted: its state in a new file,
+//! which then replaces the log by its name. The process that writes a log holds a lock on the file.
+
+mod replay;
 
 use std::borrow::Cow;
 use std::fs::{File, OpenOptions};
@@ -25,16 +29,18 @@ use std::time::{Duration, Instant};
 use rustix::fs::FlockOperation;
 use twox_hash::XxHash3_64;
 
+use self::replay::{ReplayedLog, replay_records};
 use super::error::BackupError;
 use super::image::{ApplicationState, StateId};
-use super::record::{
-    EncodedRecord, HEADER, MAGIC, RecordHeader, RecordKind, encode_record, encode_state,
-};
+use super::record::{EncodedRecord, RecordKind, encode_record};
 use super::settings::Compression;
+use super::transaction::encode_state;
 use crate::sys::fork::ParentOnly;
 
 const MAGIC_BYTES: [u8; 8] = *b"FIRNAPPL";
-const VERSION: u32 = 2;
+const VERSION: u32 = 3;
+/// The maximum size of the preamble of a log, with the longest name of a session, in bytes.
+const PREAMBLE_MAX: u64 = 4 + 8 + 8 + 64 + (1 << 16);
 /// How long to wait for a locked log before it counts as in use: a process that is just being
 /// started has its parent's locks until execve(2).
 const LOCK_WAIT: Duration = Duration::from_secs(1);
@@ -51,6 +57,8 @@ pub(crate) struct ApplicationLog {
     name: String,
     file: ParentOnly,
     len: u64,
+    /// The offset of a transaction whose last record is not there yet.
+    unfinished: Option<u64>,
     /// The greatest generation of its records: sessions of an older one can't write any more.
     fence: u64,
     /// The end of the file is unknown: a record could be neither written nor removed.
@@ -64,7 +72,9 @@ impl ApplicationLog {
     pub(crate) fn open(path: &Path, name: &str) -> Result<(Self, ApplicationState), BackupError> {
         let mut file = open_locked(path)?;
         let mut bytes = Vec::new();
-        file.read_to_end(&mut bytes).map_err(file_error("cannot read", path))?;
+        let read = (&mut *file).take(PREAMBLE_MAX).read_to_end(&mut bytes);
+        let end =
+            read.and_then(|_| file.metadata()).map_err(file_error("cannot read", path))?.len();
         let preamble = encode_preamble(name);
         // Shorter than any preamble: created, but never written.
         if bytes.len() < MAGIC_BYTES.len() + 8
@@ -81,10 +91,11 @@ impl ApplicationLog {
         // A process that was killed while it compacted the log left this file. No process does so
         // now: the log is locked.
         let _ = std::fs::remove_file(compacted_path(path));
-        let ReplayedLog { image, fence, len } = replay_records(path, &bytes, preamble.len())?;
+        let start = preamble.len() as u64;
+        let ReplayedLog { image, fence, len } = replay_records(path, &file, start, end)?;
         let mut log = Self::at_end(path.to_owned(), name.to_owned(), file, len);
         log.fence = fence;
-        if len < bytes.len() as u64 {
+        if len < end {
             log.truncate_to(len)?;
         }
         log.file.seek(SeekFrom::Start(len)).map_err(file_error("cannot read", &log.path))?;
@@ -92,7 +103,8 @@ impl ApplicationLog {
     }
 
     fn at_end(path: PathBuf, name: String, file: ParentOnly, len: u64) -> Self {
-        Self { path, name, file, len, fence: 0, is_torn: false, compact_bytes_min: 0 }
+        let (fence, is_torn, compact_bytes_min, unfinished) = (0, false, 0, None);
+        Self { path, name, file, len, unfinished, fence, is_torn, compact_bytes_min }
     }
 
     pub(crate) fn path(&self) -> &Path {
@@ -111,17 +123,29 @@ impl ApplicationLog {
 
     /// Records that sessions of generations before this one can't write any more.
     pub(crate) fn append_fence(&mut self, generation: u64) -> Result<(), BackupError> {
-        let id = StateId { generation, sequence: 0 };
-        let record = encode_record(RecordKind::Fence, id, Cow::Borrowed(&[]), Compression::None);
+        let (id, payload) = (StateId { generation, sequence: 0 }, Cow::Borrowed(&[][..]));
+        let record = encode_record(RecordKind::Fence, id, payload, Compression::None, false);
         self.append_record(&record)?;
         self.sync_file()?;
         self.fence = self.fence.max(generation);
         Ok(())
     }
 
-    /// Writes a record. If that fails, the log ends where it did before.
+    /// Writes a record. If that fails, the log ends where its transaction began.
     pub(crate) fn append_record(&mut self, record: &EncodedRecord<'_>) -> Result<(), BackupError> {
-        self.append_bytes(record.byte_count(), |file| record.write_to(file))
+        let start = self.unfinished.unwrap_or(self.len);
+        self.append_bytes(record.byte_count(), |file| record.write_to(file))?;
+        self.unfinished = record.is_continued().then_some(start);
+        Ok(())
+    }
+
+    /// Removes a transaction whose last record has not been written.
+    pub(crate) fn drop_unfinished(&mut self) -> Result<(), BackupError> {
+        let Some(start) = self.unfinished.take() else { return Ok(()) };
+        self.is_torn = true;
+        self.truncate_to(start)?;
+        (self.len, self.is_torn) = (start, false);
+        Ok(())
     }
 
     fn append_bytes(
@@ -133,9 +157,8 @@ impl ApplicationLog {
         match written {
             Ok(()) => self.len += len,
             Err(_) => {
-                self.is_torn = true;
-                self.truncate_to(self.len)?;
-                self.is_torn = false;
+                self.unfinished.get_or_insert(self.len);
+                self.drop_unfinished()?;
             }
         }
         written
@@ -167,15 +190,19 @@ impl ApplicationLog {
         codec: Compression,
     ) -> Result<(), BackupError> {
         match self.is_large(image.byte_count()) {
-            true => self.compact(&encode_state(image, codec)).map(drop),
+            true => self.compact(image, codec).map(drop),
             false => Ok(()),
         }
     }
 
-    /// Replaces the log by a record of its state. If the disk has no space for that, the log
-    /// continues as it is. Returns whether it was replaced.
-    pub(crate) fn compact(&mut self, state: &EncodedRecord<'_>) -> Result<bool, BackupError> {
-        match self.replace_by_record(state) {
+    /// Replaces the log by its state. If the disk has no space for that, the log continues as it
+    /// is. Returns whether it was replaced.
+    pub(crate) fn compact(
+        &mut self,
+        state: &ApplicationState,
+        codec: Compression,
+    ) -> Result<bool, BackupError> {
+        match self.replace_by_state(state, codec) {
             Err(error) if error.is_out_of_space() && !self.is_torn => {
                 self.compact_bytes_min = 2 * self.len;
                 Ok(false)
@@ -197,43 +224,63 @@ impl ApplicationLog {
         sync_parent(&self.path)
     }
 
-    /// Replaces the whole log by one record. After a crash the file is the old log or the new one.
-    pub(crate) fn replace_by_record(
+    /// Replaces the whole log by a state. After a crash the file is the old log or the new one.
+    pub(crate) fn replace_by_state(
         &mut self,
-        state: &EncodedRecord<'_>,
+        state: &ApplicationState,
+        codec: Compression,
     ) -> Result<(), BackupError> {
-        let new = self.write_compacted(state)?;
-        self.replace_by_log(new)
-    }
-
-    /// Writes a log of one record beside this one, and forces it to disk.
-    fn write_compacted(&self, state: &EncodedRecord<'_>) -> Result<Self, BackupError> {
-        let path = compacted_path(&self.path);
-        let mut how = OpenOptions::new();
-        how.read(true).write(true).create(true).truncate(true).mode(0o600);
-        let file = ParentOnly::open(&path, &how).map_err(file_error("cannot make", &path))?;
-        lock_file(&file, &path)?;
-        let name = self.name.clone();
-        let mut new = Self::at_end(path, name, file, 0);
-        let preamble = encode_preamble(&self.name);
-        let written = new
-            .append_bytes(preamble.len() as u64, |file| file.write_all(&preamble))
-            .and_then(|()| new.append_record(state));
-        match written.and_then(|()| new.append_fence(self.fence)) {
-            Ok(()) => Ok(new),
+        let mut new = self.begin_replacement()?;
+        match encode_state(state, codec, |record| new.append_record(record)) {
+            Ok(()) => self.finish_replacement(new),
             Err(error) => {
-                // The first error is the one to report.
-                let _ = std::fs::remove_file(&new.path);
+                new.remove_file();
                 Err(error)
             }
         }
     }
 
+    /// Makes an empty log beside this one, which is to replace it.
+    pub(crate) fn begin_replacement(&self) -> Result<Self, BackupError> {
+        let path = compacted_path(&self.path);
+        let mut how = OpenOptions::new();
+        how.read(true).write(true).create(true).truncate(true).mode(0o600);
+        let file = ParentOnly::open(&path, &how).map_err(file_error("cannot make", &path))?;
+        lock_file(&file, &path)?;
+        let mut new = Self::at_end(path, self.name.clone(), file, 0);
+        let preamble = encode_preamble(&self.name);
+        let written = new.append_bytes(preamble.len() as u64, |file| file.write_all(&preamble));
+        match written {
+            Ok(()) => Ok(new),
+            Err(error) => {
+                new.remove_file();
+                Err(error)
+            }
+        }
+    }
+
+    /// Forces a log that is to replace this one to disk, and gives it the name of this one.
+    pub(crate) fn finish_replacement(&mut self, mut new: Self) -> Result<(), BackupError> {
+        match new.append_fence(self.fence) {
+            Ok(()) => self.replace_by_log(new),
+            Err(error) => {
+                new.remove_file();
+                Err(error)
+            }
+        }
+    }
+
+    /// Removes a log that is not to replace another one after all. The error that led to that is
+    /// the one to report.
+    pub(crate) fn remove_file(self) {
+        let _ = std::fs::remove_file(&self.path);
+    }
+
     fn replace_by_log(&mut self, new: Self) -> Result<(), BackupError> {
         if let Err(error) = std::fs::rename(&new.path, &self.path) {
-            // The error of the rename is the one to report.
-            let _ = std::fs::remove_file(&new.path);
-            return Err(file_error("cannot rename", &new.path)(error));
+            let error = file_error("cannot rename", &new.path)(error);
+            new.remove_file();
+            return Err(error);
         }
         *self = Self { path: std::mem::take(&mut self.path), is_torn: true, ..new };
         sync_parent(&self.path)?;
@@ -281,77 +328,6 @@ fn session_name(bytes: &[u8]) -> Option<String> {
     String::from_utf8(bytes.get(16..16_usize.checked_add(len)?)?.to_vec()).ok()
 }
 
-/// What the whole records of a log contain.
-struct ReplayedLog {
-    image: ApplicationState,
-    fence: u64,
-    /// The offset at which the last of them ends.
-    len: u64,
-}
-
-fn replay_records(path: &Path, bytes: &[u8], start: usize) -> Result<ReplayedLog, BackupError> {
-    let (mut image, mut at, mut fence) = (ApplicationState::default(), start, 0);
-    while at < bytes.len() {
-        let damaged = |error: &BackupError| BackupError::Damaged {
-            path: path.to_owned(),
-            offset: at as u64,
-            why: damage_reason(error),
-        };
-        match read_record(&bytes[at..]) {
-            Ok((header, payload, len)) => {
-                image
-                    .apply_record(header.kind, header.id, &payload)
-                    .map_err(|error| damaged(&error))?;
-                fence = fence.max(header.id.generation);
-                at += len;
-            }
-            Err(_) if is_truncated(&bytes[at..]) => break,
-            Err(error) => return Err(damaged(&error)),
-        }
-    }
-    Ok(ReplayedLog { image, fence, len: at as u64 })
-}
-
-fn damage_reason(error: &BackupError) -> &'static str {
-    match error {
-        BackupError::Malformed(why) => why,
-        _ => "it cannot be read",
-    }
-}
-
-/// Reads the record at the start of some bytes: its header, its payload, its length.
-fn read_record(bytes: &[u8]) -> Result<(RecordHeader, Cow<'_, [u8]>, usize), BackupError> {
-    let short = || BackupError::Malformed("it is truncated");
-    let head: &[u8; HEADER] = bytes.first_chunk().ok_or_else(short)?;
-    let header = RecordHeader::parse_header(head)?;
-    let len = usize::try_from(header.stored).ok().and_then(|len| len.checked_add(HEADER));
-    let stored = len.and_then(|len| bytes.get(HEADER..len)).ok_or_else(short)?;
-    let payload = header.decode_payload(head, stored)?;
-    Ok((header, payload, HEADER + stored.len()))
-}
-
-/// Whether these bytes, which are no record and extend to the end of the log, are the rest of a
-/// truncated record.
-fn is_truncated(rest: &[u8]) -> bool {
-    let is_shorter = match rest.first_chunk::<HEADER>() {
-        None => MAGIC.starts_with(&rest[..rest.len().min(MAGIC.len())]),
-        Some(head) => is_missing_bytes(head, &rest[HEADER..]),
-    };
-    rest.iter().all(|byte| *byte == 0) || is_shorter && !contains_record(&rest[1..])
-}
-
-/// Whether a record's header names more bytes than there are. False if only its length is damaged,
-/// and these bytes are all of the record.
-fn is_missing_bytes(head: &[u8; HEADER], stored: &[u8]) -> bool {
-    let Ok(header) = RecordHeader::parse_header(head) else { return false };
-    header.stored > stored.len() as u64 && !RecordHeader::is_whole_except_length(head, stored)
-}
-
-fn contains_record(bytes: &[u8]) -> bool {
-    let places = bytes.windows(MAGIC.len()).enumerate().filter(|(_, window)| *window == MAGIC);
-    places.map(|(at, _)| at).any(|at| read_record(&bytes[at..]).is_ok())
-}
-
 fn open_locked(path: &Path) -> Result<ParentOnly, BackupError> {
     loop {
         let mut how = OpenOptions::new();
@@ -394,6 +370,3 @@ fn file_error(what: &'static str, path: &Path) -> impl Fn(io::Error) -> BackupEr
     let path = path.to_owned();
     move |source| BackupError::File { what, path: path.clone(), source }
 }
-
-#[cfg(test)]
-mod tests;

@@ -1,10 +1,11 @@
-//! Records: one committed transaction, or a whole state, as bytes.
+//! Records: a committed transaction, or a whole state, as bytes.
 //!
 //! ```text
 //!   0   magic "FARc"        16  sequence u64
 //!   4   kind                24  bytes of the payload as stored     u64
 //!   5   codec               32  bytes of the payload               u64
-//!   6   0 0                 40  xxh3 of bytes 0 to 39 and of the stored payload
+//!   6   1: continued         40  xxh3 of bytes 0 to 39 and of the stored payload
+//!   7   0
 //!   8   generation u64      48  payload
 //!
 //!   payload   areas u32     { number u32, length u64, name length u8, name }
@@ -13,9 +14,13 @@
 //! ```
 //!
 //! All numbers are little-endian. A *change* record holds the changes of a transaction, and defines
-//! the areas that occur in it for the first time. A *state* record holds all areas in full; records
-//! before it do not matter. A *fence* record has no payload: from it on, sessions of an older
-//! generation can't write.
+//! the areas that occur in it for the first time. A *state* record defines all areas, which begin
+//! as zeros; records before it do not matter. A *fence* record has no payload: from it on, sessions
+//! of an older generation can't write.
+//!
+//! A large transaction, or state, is several records with the same kind and id, so that neither
+//! side needs memory for all of it. All but the last are marked as continued; the transaction
+//! counts once the last one is there.
 
 use std::borrow::Cow;
 use std::hash::Hasher as _;
@@ -24,7 +29,7 @@ use std::io::{self, Write};
 use twox_hash::XxHash3_64;
 
 use super::error::BackupError;
-use super::image::{ApplicationState, StateId};
+use super::image::StateId;
 use super::settings::Compression;
 
 pub(crate) const HEADER: usize = 48;
@@ -33,6 +38,8 @@ pub(crate) const MAGIC: [u8; 4] = *b"FARc";
 const ONE_WRITE_MAX: usize = 64 << 10;
 /// The maximum factor by which LZ4 can compress: a header with a greater factor is wrong.
 const RATIO_MAX: u64 = 255;
+/// The maximum size of a payload in bytes: a greater length is taken for an error.
+pub(crate) const PAYLOAD_MAX: u64 = 128 << 20;
 
 /// The kind of a record.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -47,7 +54,9 @@ pub(crate) enum RecordKind {
 pub(crate) struct RecordHeader {
     pub(crate) kind: RecordKind,
     codec: Compression,
-    /// The state after the record; of a fence, its generation.
+    /// The next record continues the transaction.
+    pub(crate) is_continued: bool,
+    /// The state after the transaction; of a fence, its generation.
     pub(crate) id: StateId,
     pub(crate) stored: u64,
     raw: u64,
@@ -60,6 +69,8 @@ pub(crate) struct PayloadBuilder<'a> {
     areas: (u32, Vec<u8>),
     changes: (u32, Vec<u8>),
     bytes: Vec<&'a [u8]>,
+    /// The sum of their lengths.
+    len: usize,
 }
 
 /// A whole record: its header and its stored payload.
@@ -86,11 +97,16 @@ impl<'a> PayloadBuilder<'a> {
         to.extend(offset.to_le_bytes());
         to.extend((bytes.len() as u64).to_le_bytes());
         self.bytes.push(bytes);
+        self.len += bytes.len();
+    }
+
+    /// The size of the payload so far, in bytes.
+    pub(crate) fn byte_count(&self) -> usize {
+        8 + self.areas.1.len() + self.changes.1.len() + self.len
     }
 
     pub(crate) fn into_bytes(self) -> Vec<u8> {
-        let bytes: usize = self.bytes.iter().map(|part| part.len()).sum();
-        let mut all = Vec::with_capacity(8 + self.areas.1.len() + self.changes.1.len() + bytes);
+        let mut all = Vec::with_capacity(self.byte_count());
         for (count, entries) in [self.areas, self.changes] {
             all.extend(count.to_le_bytes());
             all.extend(entries);
@@ -106,6 +122,7 @@ pub(crate) fn encode_record(
     id: StateId,
     payload: Cow<'_, [u8]>,
     codec: Compression,
+    is_continued: bool,
 ) -> EncodedRecord<'_> {
     let packed = match codec {
         Compression::None => None,
@@ -116,7 +133,7 @@ pub(crate) fn encode_record(
     let stored = packed.map_or(payload, Cow::Owned);
     let mut head = [0; HEADER];
     head[..4].copy_from_slice(&MAGIC);
-    head[4..6].copy_from_slice(&[kind as u8, u8::from(is_packed)]);
+    head[4..7].copy_from_slice(&[kind as u8, u8::from(is_packed), u8::from(is_continued)]);
     let numbers = [id.generation, id.sequence, stored.len() as u64, len as u64];
     for (at, number) in numbers.into_iter().enumerate() {
         head[8 + 8 * at..16 + 8 * at].copy_from_slice(&number.to_le_bytes());
@@ -127,6 +144,11 @@ pub(crate) fn encode_record(
 }
 
 impl EncodedRecord<'_> {
+    /// Whether the next record continues the transaction.
+    pub(crate) fn is_continued(&self) -> bool {
+        self.head[6] == 1
+    }
+
     /// The size of the record in bytes.
     pub(crate) fn byte_count(&self) -> u64 {
         (HEADER + self.stored.len()) as u64
@@ -140,12 +162,6 @@ impl EncodedRecord<'_> {
         to.write_all(&self.head)?;
         to.write_all(&self.stored)
     }
-}
-
-/// Encodes the record of a whole state.
-pub(crate) fn encode_state(image: &ApplicationState, codec: Compression) -> EncodedRecord<'static> {
-    let payload = Cow::Owned(image.payload().into_bytes());
-    encode_record(RecordKind::State, image.id(), payload, codec)
 }
 
 fn checksum(head: &[u8], stored: &[u8]) -> u64 {
@@ -168,21 +184,26 @@ impl RecordHeader {
             2 => RecordKind::Fence,
             _ => return Err(BackupError::Malformed("unknown kind of record")),
         };
-        let codec = match bytes[5..8] {
-            [0, 0, 0] => Compression::None,
-            [1, 0, 0] => Compression::Lz4,
+        let codec = match bytes[5] {
+            0 => Compression::None,
+            1 => Compression::Lz4,
             _ => return Err(BackupError::Malformed("unknown codec")),
+        };
+        let is_continued = match bytes[6..8] {
+            [0, 0] => false,
+            [1, 0] if kind != RecordKind::Fence => true,
+            _ => return Err(BackupError::Malformed("unknown flags")),
         };
         let [generation, sequence, stored, raw, checksum] = [8, 16, 24, 32, 40].map(number);
         let plausible = match codec {
             Compression::None => raw == stored,
             Compression::Lz4 => raw / RATIO_MAX <= stored,
         };
-        if !plausible {
+        if !plausible || raw.max(stored) > PAYLOAD_MAX {
             return Err(BackupError::Malformed("impossible length"));
         }
         let id = StateId { generation, sequence };
-        Ok(Self { kind, codec, id, stored, raw, checksum })
+        Ok(Self { kind, codec, is_continued, id, stored, raw, checksum })
     }
 
     /// Whether the record's checksum would be right if its length field named this count of stored

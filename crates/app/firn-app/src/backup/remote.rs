@@ -1,6 +1,5 @@
 //! A target on another host: sends commits to a backup process by TLS.
 
-use std::borrow::Cow;
 use std::io::{self, Write as _};
 use std::net::{Shutdown, TcpStream, ToSocketAddrs as _};
 use std::sync::{Arc, Mutex, PoisonError};
@@ -8,13 +7,13 @@ use std::time::Duration;
 
 use rustls::{ClientConfig, ClientConnection, StreamOwned};
 
-use super::committed::Commit;
 use super::error::BackupError;
 use super::helper::BackupConnection;
-use super::image::{ApplicationState, StateId};
-use super::record::{EncodedRecord, RecordKind, encode_record};
+use super::image::{ApplicationState, StagedState, StateId};
+use super::record::RecordKind;
 use super::settings::Compression;
 use super::tls::{self, TlsIdentity};
+use super::transaction::{Commit, encode_state};
 use super::wire::{self, BackupMessage};
 
 /// The limits of the time to wait for a reply before the connection counts as lost.
@@ -81,14 +80,25 @@ impl RemoteTarget {
 
     /// Requests the state that the backup has.
     pub(crate) fn fetch_state(&mut self) -> Result<ApplicationState, BackupError> {
-        let answer =
+        let mut answer =
             self.exchange_messages(0, |stream| wire::send_message(stream, &BackupMessage::Get))?;
-        let BackupMessage::Record { header, payload, .. } = answer else {
-            return Err(BackupError::Refused("it does not reply with its state".into()));
-        };
-        let mut image = ApplicationState::default();
-        image.apply_record(header.kind, header.id, &payload)?;
-        Ok(image)
+        let mut staged: Option<StagedState> = None;
+        loop {
+            let BackupMessage::Record { header, payload, .. } = answer else {
+                return Err(BackupError::Refused("it does not reply with its state".into()));
+            };
+            if header.kind != RecordKind::State {
+                return Err(BackupError::Malformed("a record that is no state"));
+            }
+            let before = ApplicationState::default();
+            let mut now = staged.take().map_or_else(|| StagedState::begin(&before, &header), Ok)?;
+            now.apply_record(&header, &payload)?;
+            if !header.is_continued {
+                return Ok(now.into_state());
+            }
+            staged = Some(now);
+            answer = self.exchange_messages(0, |_| Ok(()))?;
+        }
     }
 
     /// The handle of the socket.
@@ -171,15 +181,14 @@ impl RemoteTarget {
     }
 
     /// Sends records, and waits until they are stored safely.
-    fn send_records<'a>(
+    fn send_records(
         &mut self,
         id: StateId,
         len: u64,
-        records: impl Iterator<Item = EncodedRecord<'a>>,
+        send: impl FnOnce(&mut ClientTlsStream) -> io::Result<()>,
     ) -> Result<(), BackupError> {
         let answer = self.exchange_messages(len, |stream| {
-            let mut records = records;
-            records.try_for_each(|record| wire::send_record(stream, &record))?;
+            send(stream)?;
             wire::send_message(stream, &BackupMessage::Flush)
         })?;
         match answer {
@@ -199,32 +208,20 @@ impl BackupConnection for RemoteTarget {
 
     fn append_commits(&mut self, commits: &[Commit]) -> Result<(), BackupError> {
         let Some(last) = commits.last() else { return Ok(()) };
-        let len = commits.iter().map(|commit| commit.payload.len() as u64).sum();
+        let len = commits.iter().map(Commit::byte_count).sum();
         let codec = self.compression;
-        let records = commits.iter().map(|commit| {
-            let payload = Cow::Borrowed(&commit.payload[..]);
-            encode_record(RecordKind::Change, commit.id, payload, codec)
-        });
-        self.send_records(last.id, len, records)
+        self.send_records(last.id, len, |stream| {
+            commits.iter().try_for_each(|commit| {
+                commit.encode(codec, |record| wire::send_record(stream, record))
+            })
+        })
     }
 
-    fn replace_state(
-        &mut self,
-        id: StateId,
-        record: &EncodedRecord<'_>,
-    ) -> Result<(), BackupError> {
-        let answer = self.exchange_messages(record.byte_count(), |stream| {
-            wire::send_record(stream, record)?;
-            wire::send_message(stream, &BackupMessage::Flush)
-        })?;
-        match answer {
-            BackupMessage::Acknowledge(stored) if stored == id => Ok(()),
-            _ => Err(BackupError::Failed("it acknowledges another state".into())),
-        }
-    }
-
-    fn compression(&self) -> Compression {
-        self.compression
+    fn replace_state(&mut self, state: &ApplicationState) -> Result<(), BackupError> {
+        let codec = self.compression;
+        self.send_records(state.id(), state.byte_count(), |stream| {
+            encode_state(state, codec, |record| wire::send_record(stream, record))
+        })
     }
 
     fn idle_timeout(&self) -> Duration {

@@ -55,7 +55,8 @@ impl WarmStandby {
         if !owner.is_this_process() {
             return Err(Error::Forked { name, pid: owner.pid() });
         }
-        let Some(store) = self.server.take_store(&name) else { return Ok(0) };
+        let Some(mut store) = self.server.take_store(&name) else { return Ok(0) };
+        store.drop_staged().map_err(Error::backup)?;
         session.adopt_log(store.log, store.image, self.fsync)
     }
 }

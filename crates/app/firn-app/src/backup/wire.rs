@@ -19,9 +19,7 @@ use super::error::BackupError;
 use super::image::StateId;
 use super::record::{EncodedRecord, HEADER, RecordHeader};
 
-pub(crate) const VERSION: u16 = 2;
-/// The maximum stored size of a record in bytes: a greater length is taken for an error.
-const STORED_MAX: u64 = 1 << 36;
+pub(crate) const VERSION: u16 = 3;
 /// The maximum length of an error's text in bytes.
 const ERROR_BYTES_MAX: usize = 1000;
 /// Bytes of a record that are read at once: memory grows with the bytes that have arrived, not with
@@ -165,9 +163,6 @@ fn receive_error(from: &mut impl Read) -> io::Result<PeerError> {
 fn receive_record(from: &mut impl Read) -> io::Result<BackupMessage> {
     let head: [u8; HEADER] = read_array(from)?;
     let header = RecordHeader::parse_header(&head).map_err(invalid_data)?;
-    if header.stored > STORED_MAX {
-        return Err(malformed_message("the record is too long"));
-    }
     let mut stored = Vec::new();
     read_bytes(from, header.stored, &mut stored)?;
     let payload = header.decode_payload(&head, &stored).map_err(invalid_data)?.into_owned();

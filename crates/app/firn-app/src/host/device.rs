@@ -52,8 +52,8 @@ impl IvshmemDevice {
 }
 
 fn is_ivshmem(device: &Path) -> bool {
-    let says = |file: &str, wanted: &str| {
+    let has_content = |file: &str, wanted: &str| {
         fs::read_to_string(device.join(file)).is_ok_and(|text| text.trim() == wanted)
     };
-    says("vendor", IVSHMEM[0]) && says("device", IVSHMEM[1])
+    has_content("vendor", IVSHMEM[0]) && has_content("device", IVSHMEM[1])
 }

@@ -390,6 +390,15 @@ impl Tracker for HostTracker {
         Ok(())
     }
 
+    fn forget_span(&mut self, span: PageSpan) -> Result<(), Error> {
+        span.remove_from(&mut self.spans);
+        // The host follows what a session has; a new one has what is left.
+        if let Some(line) = self.session.take() {
+            self.drop_session(&line);
+        }
+        Ok(())
+    }
+
     fn collect_writes(&mut self, found: &mut WrittenRuns) -> Result<(), Error> {
         if let Some(mut line) = self.session.take() {
             if self.store_unit.is_some() {

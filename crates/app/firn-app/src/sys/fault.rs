@@ -13,8 +13,8 @@
 //! The first and the last page of a span may have data beside the area, which any thread may write
 //! at any time, also while the watch ends. So a thread may fault on a page that no longer is
 //! followed when its handler runs; the page is writable by then. And a handler may use the log of
-//! a span whose watch ends: each slot counts the handlers that use its log, and the end of a watch
-//! waits for them.
+//! a span whose watch ends: handlers are counted, and the end of a watch waits for those that may
+//! have found it in the table.
 //!
 //! In a child of the process that follows a span nothing is recorded: the span becomes writable
 //! there, and private to the child.
@@ -36,75 +36,94 @@ use super::perform::{StoreOutcome, perform_store};
 use super::write_log::WriteLog;
 use crate::span::PageSpan;
 
-/// The maximum count of spans that can be followed by faults at once, in all sessions together.
-const SLOTS_MAX: usize = 512;
 /// The bit of the page-fault error code for a write.
 const WAS_WRITE: i64 = 1 << 1;
 /// `si_code`: the mapping does not permit the access.
 const SEGV_ACCERR: c_int = 2;
 
-struct WatchSlot {
-    start: AtomicUsize,
-    end: AtomicUsize,
-    log: AtomicPtr<WriteLog>,
+/// A span in the table.
+#[derive(Clone, Copy)]
+struct WatchEntry {
+    start: usize,
+    end: usize,
+    log: *const WriteLog,
 }
 
-impl WatchSlot {
-    fn contains_address(&self, address: usize) -> bool {
-        // In this order: a slot that gets another span has the new start before the new end.
-        address < self.end.load(Ordering::SeqCst) && self.start.load(Ordering::Acquire) <= address
-    }
-
-    /// Empties the slot, and waits until no handler uses the log, which `users` counts.
-    ///
-    /// A handler counts itself before it reads `end`, and this function writes `end` before it reads
-    /// the count, both sequentially consistent: either the handler finds the slot empty, or this
-    /// function waits for it.
-    fn remove_log(&self, users: &AtomicU64) {
-        self.end.store(0, Ordering::SeqCst);
-        while users.load(Ordering::SeqCst) != 0 {
-            rustix::thread::sched_yield();
-        }
-        self.start.store(0, Ordering::Release);
-        self.log.store(null_mut(), Ordering::Release);
-    }
-}
-
-/// The write log of a slot, in use by a handler.
-struct WriteLogInUse {
-    users: &'static AtomicU64,
-    log: &'static WriteLog,
-}
-
-impl Drop for WriteLogInUse {
-    fn drop(&mut self) {
-        self.users.fetch_sub(1, Ordering::SeqCst);
-    }
-}
-
-/// An empty slot: its range contains no address.
-const fn empty_slot() -> WatchSlot {
-    WatchSlot {
-        start: AtomicUsize::new(0),
-        end: AtomicUsize::new(0),
-        log: AtomicPtr::new(null_mut()),
-    }
-}
-
-/// Read by the handler, written under `CHANGING`. An empty slot ends at 0.
-static TABLE: [WatchSlot; SLOTS_MAX] = [const { empty_slot() }; SLOTS_MAX];
+/// The followed spans, sorted by address; null before the first. Read by the handler, replaced as
+/// a whole under `CHANGING`.
+static TABLE: AtomicPtr<Vec<WatchEntry>> = AtomicPtr::new(null_mut());
 static CHANGING: Mutex<()> = Mutex::new(());
 /// The count of spans that were entered in the table so far.
 static ADDED: AtomicUsize = AtomicUsize::new(0);
-/// For each slot the count of handlers that use its log. In a mapping of its own, which the
-/// handler may write: an area can be a static, on one page with the statics of this module. Null
-/// until the handler is installed.
+/// The count of tables that were replaced so far.
+static REPLACED: AtomicUsize = AtomicUsize::new(0);
+/// Two counts of handlers that use a table: those that began when `REPLACED` was even, and odd. In
+/// a mapping of its own, which the handler may write: an area can be a static, on one page with the
+/// statics of this module. Null until the handler is installed.
 static USERS: AtomicPtr<OwnedMapping> = AtomicPtr::new(null_mut());
 
 fn user_counts() -> &'static [AtomicU64] {
     // SAFETY: null, or a mapping that was leaked.
     let counts = unsafe { USERS.load(Ordering::Acquire).as_ref() };
-    counts.map_or(&[], |counts| counts.atomic_words(0, SLOTS_MAX))
+    counts.map_or(&[], |counts| counts.atomic_words(0, 2))
+}
+
+/// A handler that uses the table, and what it found there.
+struct TableInUse(&'static AtomicU64);
+
+impl TableInUse {
+    /// Counts this handler. `None` if the handler is not installed.
+    ///
+    /// The thread that replaces a table publishes the new one, counts it, and waits until the
+    /// handlers that were counted before have ended. All of this is sequentially consistent: a
+    /// handler that reads the same count twice, before and after it is counted itself, is waited
+    /// for, or finds the new table.
+    fn begin() -> Option<Self> {
+        loop {
+            let replaced = REPLACED.load(Ordering::SeqCst);
+            let users = user_counts().get(replaced % 2)?;
+            users.fetch_add(1, Ordering::SeqCst);
+            let in_use = Self(users);
+            if REPLACED.load(Ordering::SeqCst) == replaced {
+                return Some(in_use);
+            }
+        }
+    }
+}
+
+impl Drop for TableInUse {
+    fn drop(&mut self) {
+        self.0.fetch_sub(1, Ordering::SeqCst);
+    }
+}
+
+/// A write log that a handler uses.
+struct WriteLogInUse {
+    _table: TableInUse,
+    log: &'static WriteLog,
+}
+
+/// The entries of the table. The table must not be replaced meanwhile: the caller has it locked, or
+/// is counted as a user.
+fn table_entries<'a>() -> &'a [WatchEntry] {
+    // SAFETY: null, or a table that is freed only after it was replaced and has no users, which the
+    // caller prevents.
+    unsafe { TABLE.load(Ordering::SeqCst).as_ref() }.map_or(&[], |table| &table[..])
+}
+
+/// Replaces the table. Returns when no handler uses the old one, or anything that only the old one
+/// has.
+fn replace_table(_changing: &MutexGuard<'_, ()>, new: Vec<WatchEntry>) {
+    let old = TABLE.swap(Box::into_raw(Box::new(new)), Ordering::SeqCst);
+    let replaced = REPLACED.fetch_add(1, Ordering::SeqCst);
+    let users = user_counts().get(replaced % 2);
+    while users.is_some_and(|users| users.load(Ordering::SeqCst) != 0) {
+        rustix::thread::sched_yield();
+    }
+    if !old.is_null() {
+        // SAFETY: made by `Box::into_raw`, replaced above, and without users.
+        drop(unsafe { Box::from_raw(old) });
+    }
 }
 /// The action of SIGSEGV before this handler; null until the handler is installed.
 static PREVIOUS_ACTION: AtomicPtr<libc::sigaction> = AtomicPtr::new(null_mut());
@@ -116,11 +135,13 @@ pub(super) fn lock_table() -> MutexGuard<'static, ()> {
 /// In a child: makes all pages of emulated spans read-only. Pages that were writable in the parent
 /// are the parent's memory; the child gets memory of its own when it writes them.
 pub(super) fn stop_sharing(_changing: &MutexGuard<'_, ()>) {
-    for slot in TABLE.iter().filter(|slot| slot.end.load(Ordering::Acquire) != 0) {
-        // SAFETY: a slot that is not empty has the log of a span that is watched. No watch ends
-        // meanwhile: the table is locked, and a child has one thread.
-        let log = unsafe { slot.log.load(Ordering::Acquire).as_ref() };
-        if let Some(log) = log.filter(|log| log.is_shared()) {
+    // Threads of the parent, which do not exist here.
+    user_counts().iter().for_each(|users| users.store(0, Ordering::SeqCst));
+    for entry in table_entries() {
+        // SAFETY: an entry has the log of a span that is watched. No watch ends meanwhile: the
+        // table is locked, and a child has one thread.
+        let log = unsafe { &*entry.log };
+        if log.is_shared() {
             // If it fails the child can write the parent's memory, as before.
             let _ = protect_span(log.span(), false);
         }
@@ -131,26 +152,27 @@ pub(super) fn stop_sharing(_changing: &MutexGuard<'_, ()>) {
 /// drops the log.
 #[derive(Debug)]
 pub(crate) struct WatchedSpan {
-    /// Never freed in a child: there a count of handlers may include threads of the parent.
+    /// Never freed in a child: there a thread of the parent may have been using it.
     log: ManuallyDrop<Box<WriteLog>>,
-    slot: usize,
 }
 
 impl WatchedSpan {
     /// Protects a span. `alias` is the address of a second writable mapping of it.
     pub(crate) fn new(span: PageSpan, alias: Option<usize>) -> Result<Self, Errno> {
-        let log = ManuallyDrop::new(Box::new(WriteLog::new(span, alias)?));
+        let watched = Self { log: ManuallyDrop::new(Box::new(WriteLog::new(span, alias)?)) };
         let changing = lock_table();
         install_handler()?;
-        let empty = |slot: &WatchSlot| slot.end.load(Ordering::Acquire) == 0;
-        let slot = TABLE.iter().position(empty).ok_or(Errno::NOSPC)?;
-        TABLE[slot].log.store(std::ptr::from_ref(&**log).cast_mut(), Ordering::Release);
-        TABLE[slot].start.store(span.start(), Ordering::Release);
-        TABLE[slot].end.store(span.end(), Ordering::SeqCst);
+        let entry = WatchEntry { start: span.start(), end: span.end(), log: watched.log_address() };
+        let mut table = table_entries().to_vec();
+        table.insert(table.partition_point(|other| other.start < entry.start), entry);
+        replace_table(&changing, table);
         ADDED.fetch_add(1, Ordering::SeqCst);
         drop(changing);
-        let watched = Self { log, slot };
         protect_span(span, false).map(|()| watched)
+    }
+
+    fn log_address(&self) -> *const WriteLog {
+        std::ptr::from_ref(&**self.log)
     }
 
     pub(crate) fn write_log(&self) -> &WriteLog {
@@ -163,19 +185,19 @@ impl Drop for WatchedSpan {
         // If a span cannot be made writable again, the next write faults, and no handler handles
         // it: the process ends.
         let changing = lock_table();
-        let slot = &TABLE[self.slot];
-        if !self.log.owner().is_this_process() {
-            let _ = self.log.make_private_to_child();
-            slot.end.store(0, Ordering::SeqCst);
-            return;
-        }
-        let _ = protect_span(self.log.span(), true);
-        if let Some(users) = user_counts().get(self.slot) {
-            slot.remove_log(users);
-        }
+        let is_owner = self.log.owner().is_this_process();
+        let _ = match is_owner {
+            true => protect_span(self.log.span(), true),
+            false => self.log.make_private_to_child(),
+        };
+        let own = self.log_address();
+        let others = table_entries().iter().filter(|entry| !std::ptr::eq(entry.log, own));
+        replace_table(&changing, others.copied().collect());
         drop(changing);
-        // SAFETY: dropped once, here. No handler has the log any more.
-        unsafe { ManuallyDrop::drop(&mut self.log) };
+        if is_owner {
+            // SAFETY: dropped once, here. No handler has the log any more.
+            unsafe { ManuallyDrop::drop(&mut self.log) };
+        }
     }
 }
 
@@ -209,24 +231,13 @@ fn classify_fault(address: usize) -> WriteFault {
 
 /// The write log of the span with an address in it.
 fn find_write_log(address: usize) -> Option<WriteLogInUse> {
-    TABLE.iter().zip(user_counts()).find_map(|(slot, users)| {
-        if !slot.contains_address(address) {
-            return None;
-        }
-        users.fetch_add(1, Ordering::SeqCst);
-        let log = match slot.contains_address(address) {
-            true => slot.log.load(Ordering::Acquire),
-            false => null_mut(),
-        };
-        // SAFETY: null, or taken from a box that exists until the slot is empty and has no users.
-        // The slot was not empty after this handler had counted itself. In a child the box is never
-        // freed.
-        let found = unsafe { log.as_ref() };
-        if found.is_none() {
-            users.fetch_sub(1, Ordering::SeqCst);
-        }
-        found.map(|log| WriteLogInUse { users, log })
-    })
+    let table = TableInUse::begin()?;
+    let entries = table_entries();
+    let entry = entries.get(entries.partition_point(|entry| entry.end <= address))?;
+    // SAFETY: taken from a box that exists until a table without it is published and no handler
+    // uses an older one. This handler is counted. In a child the box is never freed.
+    let log = (entry.start <= address).then(|| unsafe { &*entry.log })?;
+    Some(WriteLogInUse { _table: table, log })
 }
 
 fn install_handler() -> Result<(), Errno> {
@@ -234,7 +245,7 @@ fn install_handler() -> Result<(), Errno> {
         return Ok(());
     }
     crate::instruction::prepare_decoder();
-    let users = Box::new(OwnedMapping::map_anonymous(SLOTS_MAX * size_of::<AtomicU64>())?);
+    let users = Box::new(OwnedMapping::map_anonymous(2 * size_of::<AtomicU64>())?);
     USERS.store(Box::into_raw(users), Ordering::Release);
     let mut before = MaybeUninit::<libc::sigaction>::zeroed();
     // SAFETY: requests the action of SIGSEGV; the pointer is valid for one.

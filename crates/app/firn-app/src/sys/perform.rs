@@ -137,8 +137,8 @@ impl AliasedSpan<'_> {
         let span = self.log.span();
         let start = address as usize;
         let inside = start >= span.start() && start.checked_add(len)? <= span.end();
-        let place = || std::ptr::with_exposed_provenance_mut(start - span.start() + self.alias);
-        inside.then(place)
+        let pointer = || std::ptr::with_exposed_provenance_mut(start - span.start() + self.alias);
+        inside.then(pointer)
     }
 
     fn record_store(&self, address: u64, len: usize) -> bool {
@@ -168,8 +168,8 @@ impl AliasedSpan<'_> {
         operation: ArithmeticOperation,
         context: &mut ucontext_t,
     ) -> StoreOutcome {
-        let place = self.alias_pointer(store.address, store.size);
-        let Some(to) = place.filter(|to| to.addr() % store.size == 0) else {
+        let pointer = self.alias_pointer(store.address, store.size);
+        let Some(to) = pointer.filter(|to| to.addr() % store.size == 0) else {
             return StoreOutcome::Unsupported;
         };
         if !self.record_store(store.address, store.size) {
@@ -251,8 +251,8 @@ impl AliasedSpan<'_> {
     ) -> StoreOutcome {
         let room = self.log.span().end().saturating_sub(store.address as usize);
         let rounds = rounds.min(room / store.size);
-        let place = self.alias_pointer(store.address, rounds * store.size).filter(|_| rounds > 0);
-        let Some(to) = place else { return StoreOutcome::Unsupported };
+        let pointer = self.alias_pointer(store.address, rounds * store.size).filter(|_| rounds > 0);
+        let Some(to) = pointer else { return StoreOutcome::Unsupported };
         if !self.record_store(store.address, rounds * store.size) {
             return StoreOutcome::Full;
         }

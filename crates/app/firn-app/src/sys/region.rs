@@ -29,6 +29,11 @@ impl AreaRegion {
         Self { start, len }
     }
 
+    /// No bytes.
+    pub(crate) fn empty() -> Self {
+        Self { start: NonNull::dangling(), len: 0 }
+    }
+
     pub(crate) fn len(&self) -> usize {
         self.len
     }

@@ -67,9 +67,26 @@ impl Tracker for AssistedTracker {
     }
 
     fn watch_span(&mut self, span: PageSpan) -> Result<(), Error> {
-        self.protect_span(span)?;
+        if self.protect_span(span).is_err() {
+            // It may have been registered: then another tracker could not follow it.
+            let _ = self.uffd.unregister_span(span);
+            let why = "userfaultfd cannot follow this memory, maybe because another one does: \
+                       use the tracker pt, or auto";
+            return Err(Error::Unavailable { kind: TrackerKind::Assisted, why: why.to_owned() });
+        }
         self.full_compare.reset_after_growth();
-        self.spans.push(span);
+        // One scan for all areas that are side by side.
+        span.add_to(&mut self.spans);
+        Ok(())
+    }
+
+    fn forget_span(&mut self, span: PageSpan) -> Result<(), Error> {
+        let unregistered = self.uffd.unregister_span(span);
+        unregistered.map_err(Error::system("taking an area out of userfaultfd"))?;
+        span.remove_from(&mut self.spans);
+        if let Some(heat) = &mut self.heat {
+            heat.forget_span(span);
+        }
         Ok(())
     }
 

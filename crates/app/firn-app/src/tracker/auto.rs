@@ -2,6 +2,8 @@
 
 use std::time::{Duration, Instant};
 
+use super::assisted::AssistedTracker;
+use super::fallback::FallbackTracker;
 use super::interface::{Tracker, WrittenRuns};
 use super::kind::TrackerKind;
 use super::open::open_tracker;
@@ -28,7 +30,10 @@ pub(crate) fn choose_tracker(source: MemorySource) -> Result<Box<dyn Tracker>, E
     let timed = candidates.iter().filter_map(|&kind| Some((time_tracker(kind).ok()?, kind)));
     // PT works on every kernel.
     let kind = timed.min_by_key(|(time, _)| *time).map_or(TrackerKind::Pages, |(_, kind)| kind);
-    open_tracker(kind)
+    match kind {
+        TrackerKind::Assisted => Ok(Box::new(FallbackTracker::new(AssistedTracker::open()?))),
+        kind => open_tracker(kind),
+    }
 }
 
 fn time_tracker(kind: TrackerKind) -> Result<Duration, Error> {

@@ -25,6 +25,11 @@ impl Tracker for CompareTracker {
         Ok(())
     }
 
+    fn forget_span(&mut self, span: PageSpan) -> Result<(), Error> {
+        span.remove_from(&mut self.spans);
+        Ok(())
+    }
+
     fn collect_writes(&mut self, found: &mut WrittenRuns) -> Result<(), Error> {
         for span in &self.spans {
             found.push_run(span.start(), span.byte_count());

@@ -42,10 +42,16 @@ impl Tracker for EmulationTracker {
 
     fn allocate_memory(&mut self, bytes: usize) -> Result<Arc<AreaMemory>, Error> {
         let memory = Arc::new(AreaMemory::map_twice(bytes)?);
-        let watched = WatchedSpan::new(memory.span(), memory.alias_address());
+        let watched = WatchedSpan::new(memory.span(), memory.second_address());
         let watched = watched.map_err(Error::system("write-protecting an area"))?;
         self.watched.push((watched, memory.clone()));
         Ok(memory)
+    }
+
+    fn forget_span(&mut self, span: PageSpan) -> Result<(), Error> {
+        // Areas have memory of their own here: a span is all pages of one.
+        self.watched.retain(|(_, memory)| memory.span() != span);
+        Ok(())
     }
 
     fn check_working(&self) -> Result<(), Error> {

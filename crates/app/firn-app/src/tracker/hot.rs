@@ -13,6 +13,8 @@
 use std::collections::HashMap;
 use std::hash::{BuildHasherDefault, Hasher};
 
+use crate::span::PageSpan;
+
 const HEAT_PER_WRITE: u32 = 2;
 const HOT_FROM: u32 = 12;
 const HEAT_MAX: u32 = 20;
@@ -83,6 +85,13 @@ impl PageHeat {
         self.hot.push((page, self.now + entry.stay));
         entry.stay = (entry.stay * 2).min(HOT_TRANSACTIONS.1);
         true
+    }
+
+    /// Forgets pages that are no longer followed.
+    pub(super) fn forget_span(&mut self, span: PageSpan) {
+        let is_left = |page: usize| !(span.start()..span.end()).contains(&page);
+        self.pages.retain(|page, _| is_left(*page));
+        self.hot.retain(|(page, _)| is_left(*page));
     }
 
     /// Removes one page whose hot period is over, and returns it.

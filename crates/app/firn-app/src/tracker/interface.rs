@@ -97,6 +97,17 @@ pub trait Tracker: Send {
         self.watch_span(memory.span()).map(|()| memory)
     }
 
+    /// Ends to follow pages: the application may unmap them afterwards. Spans that were followed
+    /// may have other pages, too, which are followed as before.
+    ///
+    /// # Errors
+    /// If the kernel refuses, or the tracker cannot: then the pages are followed as before.
+    fn forget_span(&mut self, span: PageSpan) -> Result<(), Error> {
+        let _ = span;
+        let why = "it cannot forget areas".to_owned();
+        Err(Error::Unavailable { kind: self.kind(), why })
+    }
+
     /// Adds the runs that may have been written since the last call, and begins a new period.
     ///
     /// # Errors

@@ -18,6 +18,7 @@ mod assisted;
 mod auto;
 mod compare;
 mod emulate;
+mod fallback;
 mod hot;
 pub(crate) mod interface;
 pub(crate) mod kind;

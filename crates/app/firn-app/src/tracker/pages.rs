@@ -15,6 +15,23 @@ pub(super) struct PageTracker {
     stores: Vec<RecordedStore>,
 }
 
+impl PageTracker {
+    /// Records pages that the log of a span had, in the log of a part of it, which is followed
+    /// last.
+    fn record_pages_again(&self, all: PageSpan, part: PageSpan) -> Result<(), Error> {
+        let Some(new) = self.watched.last() else { return Ok(()) };
+        let written = self.pages.iter().map(|page| all.start() + *page as usize * PAGE);
+        let mut written = written.filter(|page| (part.start()..part.end()).contains(page));
+        let recorded = written.try_for_each(|page| new.write_log().record_page(page));
+        recorded.map_err(Error::system("making a page writable"))
+    }
+
+    /// Whether it follows nothing.
+    pub(super) fn is_empty(&self) -> bool {
+        self.watched.is_empty()
+    }
+}
+
 impl Tracker for PageTracker {
     fn kind(&self) -> TrackerKind {
         TrackerKind::Pages
@@ -24,6 +41,23 @@ impl Tracker for PageTracker {
         let watched =
             WatchedSpan::new(span, None).map_err(Error::system("write-protecting an area"))?;
         self.watched.push(watched);
+        Ok(())
+    }
+
+    fn forget_span(&mut self, span: PageSpan) -> Result<(), Error> {
+        let is_met = |watched: &WatchedSpan| watched.write_log().span().overlaps(span);
+        let forgotten: Vec<_>;
+        (forgotten, self.watched) = std::mem::take(&mut self.watched).into_iter().partition(is_met);
+        for old in forgotten {
+            let all = old.write_log().span();
+            let taken = old.write_log().take_log(&mut self.pages, &mut self.stores);
+            taken.map_err(Error::system("write-protecting pages"))?;
+            drop(old);
+            for left in all.without_spans(&[span]) {
+                self.watch_span(left)?;
+                self.record_pages_again(all, left)?;
+            }
+        }
         Ok(())
     }
 

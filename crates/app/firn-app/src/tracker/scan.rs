@@ -95,6 +95,11 @@ impl Tracker for SoftDirtyTracker {
         Ok(())
     }
 
+    fn forget_span(&mut self, span: PageSpan) -> Result<(), Error> {
+        span.remove_from(&mut self.spans);
+        Ok(())
+    }
+
     fn collect_writes(&mut self, found: &mut WrittenRuns) -> Result<(), Error> {
         for span in &self.spans {
             let read = self.pagemap.scan_soft_dirty(*span, found);
@@ -138,6 +143,12 @@ impl Tracker for PrivateCopyTracker {
         let memory = Arc::new(AreaMemory::map_copying(bytes)?);
         self.memories.push(memory.clone());
         Ok(memory)
+    }
+
+    fn forget_span(&mut self, span: PageSpan) -> Result<(), Error> {
+        // Areas have memory of their own here: a span is all pages of one.
+        self.memories.retain(|memory| memory.span() != span);
+        Ok(())
     }
 
     fn collect_writes(&mut self, found: &mut WrittenRuns) -> Result<(), Error> {

@@ -140,6 +140,67 @@ fn every_bit_of_the_last_record_counts() {
     }
 }
 
+/// Where the records of a log begin, by their headers.
+fn record_offsets(log: &[u8]) -> Vec<usize> {
+    let (mut at, mut offsets) = (8 + 4 + 4 + 3 + 8, Vec::new());
+    while at < log.len() {
+        offsets.push(at);
+        at += 48 + u64::from_le_bytes(log[at + 24..at + 32].try_into().unwrap()) as usize;
+    }
+    offsets
+}
+
+/// A transaction of several records: it counts when its last record is there.
+#[test]
+fn a_large_transaction_is_recovered_as_a_whole() {
+    const LARGE: usize = 5 << 19;
+    let dir = tempfile::tempdir().unwrap();
+    let path = dir.path().join("log");
+    let open = || {
+        let mut session = Session::open(options(&path)).unwrap();
+        let area = session.allocate("area", LARGE).unwrap();
+        let sequence = session.recover();
+        (session, area, sequence)
+    };
+    let (mut session, area, _) = open();
+    for number in 1..=2 {
+        let mut transaction = session.begin().unwrap();
+        transaction.bytes(&area).fill(number);
+        transaction.commit().unwrap();
+    }
+    drop(session);
+    let whole = fs::read(&path).unwrap();
+    let offsets = record_offsets(&whole);
+    assert_eq!(offsets.len(), 6, "three records for each transaction");
+    for (number, &offset) in offsets.iter().enumerate().skip(3) {
+        for len in [offset, offset + 1, offset + 47, offset + 48, offset + 1000, whole.len() - 1] {
+            fs::write(&path, &whole[..len.min(whole.len() - 1)]).unwrap();
+            let (mut session, area, sequence) = open();
+            assert_eq!(sequence.unwrap(), 1, "cut at {len}");
+            assert!(session.bytes(&area).iter().all(|byte| *byte == 1), "cut at {len}");
+            let mut transaction = session.begin().unwrap();
+            transaction.bytes(&area)[7] = 9;
+            transaction.commit().unwrap();
+            drop(session);
+            let (session, area, sequence) = open();
+            assert_eq!((sequence.unwrap(), session.bytes(&area)[7]), (2, 9));
+        }
+        // The flag of a record that is continued, its length, its kind, a byte of its payload.
+        for at in [6, 24, 4, 100] {
+            let mut damaged = whole.clone();
+            damaged[offset + at] ^= 1;
+            fs::write(&path, &damaged).unwrap();
+            let result = Session::open(options(&path)).map(|_| (0, Vec::new()));
+            match damage(result) {
+                Some(BackupError::Damaged { offset: found, .. }) => {
+                    assert_eq!(found, offset as u64, "byte {at} of record {number}");
+                }
+                other => panic!("byte {at} of record {number}: {other:?}"),
+            }
+        }
+    }
+}
+
 /// A power cut may leave a file longer than what was written to it.
 #[test]
 fn zeros_at_the_end_were_cut_short() {

@@ -14,3 +14,5 @@ mod size;
 mod standby;
 #[cfg(test)]
 mod trackers;
+#[cfg(test)]
+mod uses;

@@ -266,8 +266,8 @@ impl Round {
         }
         self.plugin();
         self.disturb();
-        let told = self.window().slot(0)?.read_report(epoch)?;
-        let StoreReport::Words(runs) = reader.open_report(&told)? else { return None };
+        let reported = self.window().slot(0)?.read_report(epoch)?;
+        let StoreReport::Words(runs) = reader.open_report(&reported)? else { return None };
         own.reader = Some(reader);
         let words = |first: u32, words: u32| u64::from(first)..u64::from(first + words);
         Some(runs.iter().flat_map(|run| words(run.first, run.words)).collect())
@@ -281,12 +281,12 @@ impl Round {
         if self.dice.below(2) == 0 {
             self.begin_recording(own);
         }
-        let told = self.collect_pages(own);
-        if told.is_none() {
+        let reported = self.collect_pages(own);
+        if reported.is_none() {
             // What was written before stores were recorded is not known yet.
             own.reader = None;
         }
-        told
+        reported
     }
 
     fn collect_pages(&mut self, own: &mut Application) -> Option<BTreeSet<u64>> {
@@ -334,10 +334,10 @@ impl Round {
             if self.dice.below(40) == 0 {
                 self.guest.era = self.guest.era.map(|era| era + 1);
             }
-            if let Some(told) = self.collect(&mut own) {
+            if let Some(reported) = self.collect(&mut own) {
                 self.accepted += 1;
-                if !dirty.is_subset(&told) {
-                    return Err(format!("written {dirty:?}, told {told:?}"));
+                if !dirty.is_subset(&reported) {
+                    return Err(format!("written {dirty:?}, reported {reported:?}"));
                 }
                 dirty.clear();
             }

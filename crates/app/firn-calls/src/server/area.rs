@@ -35,7 +35,8 @@ impl FollowedArea {
 
     fn rebuild_index(&mut self) {
         let pages = self.physical.iter().zip(0..);
-        self.by_physical = pages.filter_map(|(place, page)| Some(((*place)?, page))).collect();
+        self.by_physical =
+            pages.filter_map(|(physical, page)| Some(((*physical)?, page))).collect();
         self.by_physical.sort_unstable();
     }
 
@@ -45,7 +46,7 @@ impl FollowedArea {
 
     /// The physical pages, in ascending order.
     pub(super) fn physical_pages(&self) -> impl Iterator<Item = Page> + '_ {
-        self.by_physical.iter().map(|(place, _)| *place)
+        self.by_physical.iter().map(|(physical, _)| *physical)
     }
 
     /// Updates the physical pages. The guest's kernel may have moved some, or unmapped them for a
@@ -72,9 +73,9 @@ impl FollowedArea {
 
     /// Records that these physical pages, in ascending order, were written.
     pub(super) fn mark_written(&mut self, written: &[Page]) {
-        for place in written {
-            let from = self.by_physical.partition_point(|(it, _)| it < place);
-            for (_, page) in self.by_physical[from..].iter().take_while(|(it, _)| it == place) {
+        for physical in written {
+            let from = self.by_physical.partition_point(|(it, _)| it < physical);
+            for (_, page) in self.by_physical[from..].iter().take_while(|(it, _)| it == physical) {
                 self.written[*page as usize] = true;
             }
         }
@@ -109,7 +110,7 @@ impl FollowedArea {
 mod tests {
     use super::*;
 
-    fn told(area: &mut FollowedArea) -> Vec<(u32, u32)> {
+    fn reported_runs(area: &mut FollowedArea) -> Vec<(u32, u32)> {
         let mut runs = Vec::new();
         area.report_runs(FollowedAreaId(0), &mut runs);
         runs.into_iter().map(|run| (run.first, run.pages)).collect()
@@ -118,23 +119,23 @@ mod tests {
     #[test]
     fn pages_are_reported_until_the_reply_has_arrived() {
         let mut area = FollowedArea::new(0, [9, 4, 5, 4].map(Page).to_vec());
-        assert_eq!(told(&mut area), []);
+        assert_eq!(reported_runs(&mut area), []);
         area.mark_written(&[Page(4), Page(7)]);
-        assert_eq!(told(&mut area), [(1, 1), (3, 1)], "a page that is there twice");
+        assert_eq!(reported_runs(&mut area), [(1, 1), (3, 1)], "a page that is there twice");
         area.mark_written(&[Page(5)]);
-        assert_eq!(told(&mut area), [(1, 3)], "the answer before may not have come");
+        assert_eq!(reported_runs(&mut area), [(1, 3)], "the answer before may not have come");
         area.acknowledge_reported();
-        assert_eq!(told(&mut area), []);
+        assert_eq!(reported_runs(&mut area), []);
     }
 
     #[test]
     fn a_page_that_moved_counts_as_written() {
         let mut area = FollowedArea::new(0, [1, 2, 3].map(Page).to_vec());
         area.update_physical(&[Ok(Page(1)), Ok(Page(8)), Err(CallRefusal::Unmapped(0))]);
-        assert_eq!(told(&mut area), [(1, 2)]);
+        assert_eq!(reported_runs(&mut area), [(1, 2)]);
         area.acknowledge_reported();
         assert_eq!(area.physical_pages().collect::<Vec<_>>(), [Page(1), Page(8)]);
         area.update_physical(&[Ok(Page(1)), Ok(Page(8)), Err(CallRefusal::Unmapped(0))]);
-        assert_eq!(told(&mut area), [(2, 1)], "as long as it is away");
+        assert_eq!(reported_runs(&mut area), [(2, 1)], "as long as it is away");
     }
 }

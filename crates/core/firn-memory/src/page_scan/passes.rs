@@ -88,10 +88,11 @@ fn test_own_pages() -> Option<bool> {
     (own[0], own[3 * PAGE as usize]) = (1, 1);
     let pagemap = Pagemap::new(std::fs::File::open("/proc/self/pagemap").ok()?.into());
     let start = own.as_ptr().addr() as u64;
-    let told = |sought| reported_pages(&pagemap, AddressSpan { start, len: 4 * PAGE }, sought).ok();
+    let query =
+        |sought| reported_pages(&pagemap, AddressSpan { start, len: 4 * PAGE }, sought).ok();
     // With large folios the kernel has mapped the neighbours as well.
-    let is_tried = told(PageQuery::Unmapped)? == [1, 2];
-    Some(is_tried && told(PageQuery::Unprotected)? == [0, 1, 2, 3])
+    let is_tried = query(PageQuery::Unmapped)? == [1, 2];
+    Some(is_tried && query(PageQuery::Unprotected)? == [0, 1, 2, 3])
 }
 
 fn reported_pages(
@@ -99,11 +100,11 @@ fn reported_pages(
     span: AddressSpan,
     sought: PageQuery,
 ) -> Result<Vec<u64>, Errno> {
-    let (mut regions, mut told) = (Pagemap::region_buffer(4), Vec::new());
+    let (mut regions, mut found) = (Pagemap::region_buffer(4), Vec::new());
     pagemap.scan_pages(span, sought, &mut regions, |start, end| {
-        told.extend((start - span.start) / PAGE..(end - span.start) / PAGE);
+        found.extend((start - span.start) / PAGE..(end - span.start) / PAGE);
     })?;
-    Ok(told)
+    Ok(found)
 }
 
 #[cfg(test)]

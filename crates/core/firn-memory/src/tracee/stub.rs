@@ -48,10 +48,10 @@ const ERESTART_RESTARTBLOCK: u64 = -516i64 as u64;
 /// The code, in whole words.
 pub(super) fn stub_code() -> Vec<u8> {
     let mut code = SYSCALL.to_vec();
-    for (register, place) in LOADED.into_iter().zip((8u8..).step_by(8)) {
+    for (register, offset) in LOADED.into_iter().zip((8u8..).step_by(8)) {
         // mov register, [rsp + place]
         let high = if register >= 8 { 0x4c } else { 0x48 };
-        code.extend([high, 0x8b, 0x40 | (register & 7) << 3 | 0b100, 0x24, place]);
+        code.extend([high, 0x8b, 0x40 | (register & 7) << 3 | 0b100, 0x24, offset]);
     }
     // ret DISTANCE - 8
     code.push(0xc2);

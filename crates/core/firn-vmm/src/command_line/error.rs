@@ -24,6 +24,14 @@ pub enum CommandLineError {
         /// The part that cannot be read.
         what: &'static str,
     },
+    /// An option file that cannot be read.
+    #[error("-readconfig {file}: {problem}")]
+    OptionFile {
+        /// The file, as the command line names it.
+        file: String,
+        /// The line and the reason.
+        problem: String,
+    },
     /// A backend that is used as guest RAM is missing.
     #[error(
         "memory backend {id:?} is used as guest RAM, but no -object on the command line makes it"

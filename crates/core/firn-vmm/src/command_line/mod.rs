@@ -29,6 +29,8 @@
 //! ([`CommandPlan::relocate_endpoints`]). [`CommandOverrides`] has the changes that its user
 //! requests.
 //!
+//! Options in files become options of the command line ([`expand_option_files`]).
+//!
 //! The first word of a command line is the program.
 
 mod arguments;
@@ -42,6 +44,7 @@ mod endpoints;
 mod error;
 mod libvirt;
 mod needs;
+mod option_files;
 mod overrides;
 mod plan;
 mod properties;
@@ -56,6 +59,7 @@ pub use endpoints::{EndpointRelocation, HostEndpoint};
 pub use error::CommandLineError;
 pub use libvirt::{PlainCommand, without_libvirt};
 pub use needs::{CommandNeeds, NamedDevice, SecretFile, find_needs};
+pub use option_files::expand_option_files;
 pub use overrides::CommandOverrides;
 pub use plan::{
     AddedPaths, AugmentedCommand, CommandPlan, MONITOR_ID, RAM_ID, RamPlan, StorePlugin,

@@ -137,7 +137,7 @@ fn check_argument(argument: &CommandArgument) -> Result<(), CommandLineError> {
     let value = || OptionProperties::parse_value(argument.value(), "").unwrap_or_default();
     let reason = match argument.name() {
         "mem-path" => "Firn gives the VM a RAM file of its own; leave -mem-path out",
-        "readconfig" => "Firn does not read option files; write the options on the command line",
+        "readconfig" => "Firn could not read this file; write its options on the command line",
         "preconfig" | "-preconfig" => "Firn starts the VM itself; leave --preconfig out",
         "overcommit" if value().is_on("mem-lock") => {
             "locked memory cannot be tracked or restored lazily; leave mem-lock out"

@@ -224,7 +224,7 @@ fn unsupported_options_are_refused_with_a_reason() {
     for (line, part) in [
         ("-mem-path /dev/hugepages", "leave -mem-path out"),
         ("-incoming defer", "without -incoming"),
-        ("-readconfig f", "option files"),
+        ("-readconfig f", "could not read this file"),
         ("--preconfig", "leave --preconfig out"),
         ("-overcommit mem-lock=on", "locked memory"),
         ("-numa node,mem=128M", "-numa node,memdev=ID"),

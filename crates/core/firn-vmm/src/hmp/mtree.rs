@@ -82,8 +82,8 @@ fn parse_range(line: &str) -> Option<FlatRange> {
     let (bounds, rest) = line.split_once(" (prio ")?;
     let (first, last) = bounds.split_once('-')?;
     let (priority, rest) = rest.split_once(", ")?;
-    let (kind, place) = rest.split_once("): ")?;
-    let (region, offset) = region_and_offset(place);
+    let (kind, location) = rest.split_once("): ")?;
+    let (region, offset) = region_and_offset(location);
     let (first, last) = (parse_hex(first)?, parse_hex(last)?);
     (first <= last).then_some(FlatRange {
         first,
@@ -97,14 +97,14 @@ fn parse_range(line: &str) -> Option<FlatRange> {
 
 /// Splits `name` or `name @offset`, either followed by the accelerator's name if it maps the range.
 /// A name may contain blanks.
-fn region_and_offset(place: &str) -> (&str, u64) {
-    let place = place.strip_suffix(" KVM").unwrap_or(place);
-    match place.rsplit_once(" @") {
+fn region_and_offset(location: &str) -> (&str, u64) {
+    let location = location.strip_suffix(" KVM").unwrap_or(location);
+    match location.rsplit_once(" @") {
         Some((region, offset)) if offset.len() == 16 => match parse_hex(offset) {
             Some(offset) => (region, offset),
-            None => (place, 0),
+            None => (location, 0),
         },
-        _ => (place, 0),
+        _ => (location, 0),
     }
 }
 

@@ -27,16 +27,16 @@ pub(super) struct LineReader {
     searched: usize,
 }
 
-/// The reason why there is no next line.
+/// The reason why no complete line could be read.
 #[derive(Debug)]
-pub(super) enum LineEnd {
+pub(super) enum LineError {
     Closed,
     TimedOut { waited_ms: u128 },
     TooLong,
     Io(io::Error),
 }
 
-impl LineEnd {
+impl LineError {
     pub(super) fn during_command(self, command: &str) -> QmpError {
         let command = command.to_owned();
         match self {
@@ -49,12 +49,12 @@ impl LineEnd {
 }
 
 impl LineReader {
-    /// The next line, without its end. Blocks until it is complete or `deadline` has passed.
+    /// The next line, without its newline. Blocks until it is complete or `deadline` has passed.
     pub(super) fn next_line(
         &mut self,
         from: impl AsFd,
         deadline: Instant,
-    ) -> Result<&[u8], LineEnd> {
+    ) -> Result<&[u8], LineError> {
         let begun = Instant::now();
         self.buffer.drain(..self.consumed);
         self.searched -= self.consumed;
@@ -66,10 +66,10 @@ impl LineReader {
                 return Ok(self.buffer[..end].trim_ascii_end());
             }
             if self.buffer.len() >= LINE_BYTES_MAX {
-                return Err(LineEnd::TooLong);
+                return Err(LineError::TooLong);
             }
-            if !wait_readable(&from, deadline).map_err(LineEnd::Io)? {
-                return Err(LineEnd::TimedOut { waited_ms: begun.elapsed().as_millis() });
+            if !wait_readable(&from, deadline).map_err(LineError::Io)? {
+                return Err(LineError::TimedOut { waited_ms: begun.elapsed().as_millis() });
             }
             self.fill_buffer(&from)?;
         }
@@ -84,14 +84,14 @@ impl LineReader {
         found
     }
 
-    fn fill_buffer(&mut self, from: &impl AsFd) -> Result<(), LineEnd> {
+    fn fill_buffer(&mut self, from: &impl AsFd) -> Result<(), LineError> {
         self.buffer.reserve(READ_BYTES);
         let space = rustix::buffer::spare_capacity(&mut self.buffer);
         match rustix::net::recv(from, space, RecvFlags::DONTWAIT) {
-            Ok((_, 0)) => Err(LineEnd::Closed),
+            Ok((_, 0)) => Err(LineError::Closed),
             Ok(_) | Err(rustix::io::Errno::INTR | rustix::io::Errno::AGAIN) => Ok(()),
-            Err(rustix::io::Errno::CONNRESET) => Err(LineEnd::Closed),
-            Err(errno) => Err(LineEnd::Io(errno.into())),
+            Err(rustix::io::Errno::CONNRESET) => Err(LineError::Closed),
+            Err(errno) => Err(LineError::Io(errno.into())),
         }
     }
 }

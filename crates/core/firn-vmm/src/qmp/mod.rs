@@ -40,7 +40,7 @@ pub use line::LINE_BYTES_MAX;
 pub use reply::{QmpEvent, QmpReply, ReplyError, parse_reply};
 
 use crate::wait::wait_writable;
-use line::{LineEnd, LineReader};
+use line::{LineError, LineReader};
 
 /// Maximum number of events kept for [`QmpClient::wait_event`]; older ones are dropped.
 const EVENTS_MAX: usize = 256;
@@ -185,11 +185,11 @@ impl QmpClient {
         match write_all(&self.stream, line.as_bytes(), fds, deadline) {
             Ok(true) => Ok(SentCommand { id, command: command.to_owned() }),
             Ok(false) => {
-                Err(LineEnd::TimedOut { waited_ms: self.timeout.as_millis() }
+                Err(LineError::TimedOut { waited_ms: self.timeout.as_millis() }
                     .during_command(command))
             }
-            Err(rustix::io::Errno::PIPE) => Err(LineEnd::Closed.during_command(command)),
-            Err(errno) => Err(LineEnd::Io(errno.into()).during_command(command)),
+            Err(rustix::io::Errno::PIPE) => Err(LineError::Closed.during_command(command)),
+            Err(errno) => Err(LineError::Io(errno.into()).during_command(command)),
         }
     }
 

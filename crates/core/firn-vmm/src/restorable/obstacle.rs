@@ -112,7 +112,7 @@ pub enum RestoreObstacle {
         /// Its id.
         id: String,
         /// The place of the secret, and why it is unavailable.
-        place: String,
+        location: String,
     },
     /// Firn could not start the command line again.
     CommandLine {
@@ -152,10 +152,10 @@ impl fmt::Display for RestoreObstacle {
             Self::Confidential { object } => {
                 write!(f, "guest memory is encrypted ({object}): start the VM without encryption")
             }
-            Self::Secret { id, place } => {
+            Self::Secret { id, location } => {
                 write!(
                     f,
-                    "secret {id} cannot be read again ({place}): give it in a file that stays"
+                    "secret {id} cannot be read again ({location}): give it in a file that stays"
                 )
             }
             Self::CommandLine { reason } => {

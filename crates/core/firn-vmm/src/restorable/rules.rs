@@ -104,5 +104,5 @@ fn secret_obstacles(needs: &CommandNeeds, directory: &Path) -> Vec<RestoreObstac
     let gone = gone.map(|secret| (secret.id.clone(), format!("{} is gone", secret.path)));
     let held = needs.keyring_secrets.iter().cloned();
     let held = held.map(|id| (id, "the kernel's keyring holds it".to_owned()));
-    gone.chain(held).map(|(id, place)| RestoreObstacle::Secret { id, place }).collect()
+    gone.chain(held).map(|(id, location)| RestoreObstacle::Secret { id, location }).collect()
 }

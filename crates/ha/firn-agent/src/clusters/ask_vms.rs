@@ -30,10 +30,10 @@ pub(super) async fn ask_each_vm(
     let asked: Vec<_> = record
         .numbered_vms()
         .map(|(vm, placed)| {
-            let (mut far, placed, request) =
+            let (mut vm, placed, request) =
                 (RemoteVm::new(agent, placed), placed.clone(), request(vm));
             tokio::spawn(async move {
-                far.ask_supervisor(request, wait)
+                vm.ask_supervisor(request, wait)
                     .await
                     .map_err(|failure| with_vm_context(&placed, failure))
             })

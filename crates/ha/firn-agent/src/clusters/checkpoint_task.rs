@@ -27,9 +27,9 @@ impl CheckpointTask {
         async move {
             let over =
                 || Failure::new(FailureKind::Interrupted, "no more global checkpoints are made");
-            let (tell, told) = oneshot::channel();
-            orders.send(tell).await.map_err(|_| over())?;
-            told.await.map_err(|_| over())?
+            let (reply_to, answer) = oneshot::channel();
+            orders.send(reply_to).await.map_err(|_| over())?;
+            answer.await.map_err(|_| over())?
         }
     }
 

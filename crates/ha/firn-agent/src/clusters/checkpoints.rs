@@ -69,12 +69,12 @@ impl CheckpointLoop {
         let vms: BTreeMap<VmId, RemoteVm> =
             record.numbered_vms().map(|(vm, placed)| (vm, RemoteVm::new(agent, placed))).collect();
         let every = Duration::from_millis(record.interval_ms);
-        let pace =
+        let timing =
             RequestTiming { cut_interval: every, retry_after: ASK_WAIT, give_up_after: ASK_WAIT };
         let number = record.checkpoint.as_ref().map_or(0, |checkpoint| checkpoint.number);
         let timeline = (record.generation, 0);
         let initiator =
-            CheckpointInitiator::new(timeline, record.term, number, vms.keys().copied(), pace);
+            CheckpointInitiator::new(timeline, record.term, number, vms.keys().copied(), timing);
         let (pending, began) = (None, Instant::now());
         Self { records, record, vms, initiator, pending, began, trouble }
     }
@@ -167,23 +167,23 @@ impl CheckpointLoop {
         request: impl Fn(VmId) -> SupervisorRequest,
     ) -> Vec<Result<serde_json::Value, Failure>> {
         let mut asked = JoinSet::new();
-        for (vm, mut far) in std::mem::take(&mut self.vms) {
+        for (vm, mut connection) in std::mem::take(&mut self.vms) {
             let request = request(vm);
             asked.spawn(async move {
                 // For tests in which a request has to reach some VMs late.
                 if firn_fault::pass_io_point("cluster.ask").is_err() {
                     tokio::time::sleep(TEST_DELAY * u32::from(vm.0)).await;
                 }
-                let reply = far.ask_supervisor(request, ASK_WAIT).await;
-                (vm, far, reply)
+                let reply = connection.ask_supervisor(request, ASK_WAIT).await;
+                (vm, connection, reply)
             });
         }
         let mut answers = Vec::new();
         while let Some(reply) = asked.join_next().await {
             match reply {
-                Ok((vm, far, told)) => {
-                    self.vms.insert(vm, far);
-                    answers.push(told);
+                Ok((vm, connection, answer)) => {
+                    self.vms.insert(vm, connection);
+                    answers.push(answer);
                 }
                 Err(error) => answers.push(Err(error).while_doing("asking a VM")),
             }

@@ -15,7 +15,7 @@
 //! Each host that has VMs or copies of the cluster has one
 //! [`ClusterMember`](firn_membership::ClusterMember), which requests one lease for all its VMs
 //! there. Beside it a reconcile loop carries out the planned actions
-//! ([`reconcile`](super::reconcile)). Which VMs belong to the cluster is stored in their runtime
+//! ([`reconciler`](super::reconciler)). Which VMs belong to the cluster is stored in their runtime
 //! directories ([`AgentPaths::cluster_of`](firn_control::AgentPaths::cluster_of)), so that an agent
 //! that starts again knows them.
 //!
@@ -87,15 +87,15 @@ fn current_places(
     of: &StoredCluster,
     names: &BTreeMap<HostId, String>,
 ) -> Option<BTreeMap<VmId, VmPlacement>> {
-    let place = |(vm, placed): (VmId, &ClusterVm)| {
+    let placement = |(vm, placed): (VmId, &ClusterVm)| {
         Some((vm, VmPlacement { primary: newest_host(names, &placed.host)?, backup: None }))
     };
-    of.numbered_vms().map(place).collect()
+    of.numbered_vms().map(placement).collect()
 }
 
 fn is_elsewhere(register: &FailoverRecord, places: &BTreeMap<VmId, VmPlacement>) -> bool {
     let primaries = |places: &BTreeMap<VmId, VmPlacement>| -> Vec<HostId> {
-        places.values().map(|place| place.primary).collect()
+        places.values().map(|placement| placement.primary).collect()
     };
     primaries(&register.places) != primaries(places) || !register.fence.is_empty()
 }
@@ -103,7 +103,7 @@ fn is_elsewhere(register: &FailoverRecord, places: &BTreeMap<VmId, VmPlacement>)
 /// Whether no host has changed the record since a protection began in that generation. If seeding
 /// takes long, the controller names a backup, which does not have copies by that.
 fn is_unchanged(register: &FailoverRecord, begun: Generation) -> bool {
-    let is_named = register.places.values().any(|place| place.backup.is_some());
+    let is_named = register.places.values().any(|placement| placement.backup.is_some());
     match is_named && !register.is_protected() {
         true => frame_generation(register) == begun.next(),
         false => frame_generation(register) == begun,
@@ -123,7 +123,7 @@ pub(super) async fn record_backup(agent: &Arc<Agent>, of: &StoredCluster) -> Res
         let over = || MembershipError::Refused(format!("{} was changed by another host", of.name));
         let record = known.record.ok_or_else(over)?;
         let register = &record.register;
-        let is_here = register.places.values().all(|place| place.backup == Some(ours.host));
+        let is_here = register.places.values().all(|placement| placement.backup == Some(ours.host));
         if is_here && register.is_protected() {
             return Ok(Some(()));
         }
@@ -221,9 +221,9 @@ pub(super) async fn read_recorded_vms(
         let Some(ClusterRecord { register, vms }) = known.record else {
             return Ok(Some(Vec::new()));
         };
-        let at = |(vm, place): (&VmId, &VmPlacement)| {
+        let at = |(vm, placement): (&VmId, &VmPlacement)| {
             let vm = VmName::new(vms.get(vm)?.clone()).ok()?;
-            Some((vm, HostName::new(names.get(&place.primary)?.clone()).ok()?))
+            Some((vm, HostName::new(names.get(&placement.primary)?.clone()).ok()?))
         };
         Ok(Some(register.places.iter().filter_map(at).collect()))
     })
@@ -240,8 +240,8 @@ mod tests {
 
     #[test]
     fn a_backup_that_the_controller_names_has_no_copies() {
-        let place = VmPlacement { primary: HostId(1), backup: None };
-        let begun = FailoverRecord::new(BTreeMap::from([(VmId(0), place)]));
+        let placement = VmPlacement { primary: HostId(1), backup: None };
+        let begun = FailoverRecord::new(BTreeMap::from([(VmId(0), placement)]));
         let since = frame_generation(&begun);
         let hosts = [HostId(1), BACKUP].into();
         let ControllerDecision::Propose(named) =

@@ -14,8 +14,8 @@ use firn_supervisor::{Failure, FailureContext as _, FailureKind, VmName, make_pr
 pub(super) struct ClusterStore(PathBuf);
 
 impl ClusterStore {
-    pub(super) fn from_paths(place: &AgentPaths) -> Self {
-        Self(place.clusters_dir())
+    pub(super) fn from_paths(paths: &AgentPaths) -> Self {
+        Self(paths.clusters_dir())
     }
 
     pub(super) fn load_cluster(&self, name: &VmName) -> Result<Option<StoredCluster>, Failure> {

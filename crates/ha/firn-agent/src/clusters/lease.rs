@@ -104,7 +104,7 @@ async fn read_generation(
 
 /// A record in which a VM runs at this host, and has no backup.
 fn begin_vm_record(before: Option<&ClusterRecord>, ours: &LocalNode, vm: &VmName) -> ClusterRecord {
-    let place = VmPlacement { primary: ours.host, backup: None };
-    let register = begin_register(before, BTreeMap::from([(VmId(0), place)]));
+    let placement = VmPlacement { primary: ours.host, backup: None };
+    let register = begin_register(before, BTreeMap::from([(VmId(0), placement)]));
     ClusterRecord { register, vms: BTreeMap::from([(VmId(0), vm.to_string())]) }
 }

@@ -24,7 +24,7 @@ pub(super) async fn observe_unit(
 ) -> Option<ObservedCluster<VmName>> {
     let mut vms: BTreeSet<VmName> = unit.local_vms(&agent.paths).into_iter().collect();
     if let FailoverUnit::Cluster(_) = unit {
-        let places = record.register.places.iter().filter(|(_, place)| place.primary == me);
+        let places = record.register.places.iter().filter(|(_, placement)| placement.primary == me);
         let names = places.filter_map(|(vm, _)| record.vms.get(vm));
         vms.extend(names.filter_map(|vm| VmName::new(vm.clone()).ok()));
     }
@@ -103,7 +103,7 @@ pub(super) fn are_backups_alive(
     names: &BTreeMap<HostId, String>,
 ) -> bool {
     let backups: BTreeSet<HostId> =
-        record.register.places.values().filter_map(|place| place.backup).collect();
+        record.register.places.values().filter_map(|placement| placement.backup).collect();
     backups.iter().all(|host| {
         let name = names.get(host).and_then(|name| HostName::new(name.clone()).ok());
         let is_newest = name.as_ref().and_then(|name| newest_host(names, name)) == Some(*host);

@@ -186,10 +186,10 @@ fn cluster_view(
         None => format!("? ({})", host.0),
     };
     let register = &record.register;
-    let places = register.places.iter().map(|(vm, place)| PlacementView {
+    let places = register.places.iter().map(|(vm, placement)| PlacementView {
         vm: record.vms.get(vm).cloned().unwrap_or_else(|| vm.to_string()),
-        primary: called(place.primary),
-        backup: place.backup.map(called),
+        primary: called(placement.primary),
+        backup: placement.backup.map(called),
     });
     ClusterView {
         name: cluster.to_string(),

@@ -19,12 +19,12 @@ impl NetworkSwitches {
     /// Opens a switch for each network of the configuration, and the sockets that VMs connect to.
     pub(crate) fn open(
         config: &AgentConfig,
-        place: &AgentPaths,
+        paths: &AgentPaths,
     ) -> Result<(Self, Vec<ListeningSocket>), Failure> {
         let mut networks = BTreeMap::new();
         let mut sockets = Vec::new();
         for (name, settings) in &config.networks {
-            let socket = place.network_socket(name)?;
+            let socket = paths.network_socket(name)?;
             let network = NetworkSwitch::new(name.clone(), socket.clone(), config, settings);
             sockets.push(listen_at(socket)?);
             networks.insert(name.clone(), Arc::new(network));

@@ -38,7 +38,7 @@ pub(super) async fn serve_vms(network: Arc<NetworkSwitch>, socket: ListeningSock
 
 async fn connect_vm(network: Arc<NetworkSwitch>, stream: UnixStream) {
     let name = &network.name;
-    let pid = stream.peer_cred().ok().and_then(|who| who.pid()).unwrap_or_default();
+    let pid = stream.peer_cred().ok().and_then(|credentials| credentials.pid()).unwrap_or_default();
     let Some(port) = network.connect_port(&LinkTarget::Vms) else {
         return tracing::warn!("network {name}: process {pid} is refused: there are too many");
     };

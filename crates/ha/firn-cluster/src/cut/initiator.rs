@@ -60,7 +60,7 @@ pub struct CheckpointInitiator {
     generation: Generation,
     layout: u64,
     vms: BTreeSet<VmId>,
-    pace: RequestTiming,
+    timing: RequestTiming,
     request: RequestNumber,
     number: u64,
     phase: InitiatorPhase,
@@ -75,13 +75,13 @@ impl CheckpointInitiator {
         term: u32,
         number: u64,
         vms: impl IntoIterator<Item = VmId>,
-        pace: RequestTiming,
+        timing: RequestTiming,
     ) -> Self {
         Self {
             generation,
             layout,
             vms: vms.into_iter().collect(),
-            pace,
+            timing,
             request: RequestNumber { term, count: 0 },
             number,
             phase: InitiatorPhase::Idle,
@@ -93,15 +93,15 @@ impl CheckpointInitiator {
     pub fn advance_time(&mut self, now: Duration) -> Vec<InitiatorAction> {
         match &mut self.phase {
             InitiatorPhase::Idle if now >= self.due => self.begin_request(now),
-            InitiatorPhase::Asking { since, .. } if now >= *since + self.pace.give_up_after => {
+            InitiatorPhase::Asking { since, .. } if now >= *since + self.timing.give_up_after => {
                 self.begin_request(now)
             }
-            InitiatorPhase::Asking { asked, .. } if now >= *asked + self.pace.retry_after => {
+            InitiatorPhase::Asking { asked, .. } if now >= *asked + self.timing.retry_after => {
                 *asked = now;
                 vec![self.build_request()]
             }
             InitiatorPhase::Recording { asked, checkpoint } => {
-                let late = asked.is_some_and(|asked| now >= asked + self.pace.retry_after);
+                let late = asked.is_some_and(|asked| now >= asked + self.timing.retry_after);
                 asked.get_or_insert(now);
                 if !late {
                     return Vec::new();
@@ -119,7 +119,7 @@ impl CheckpointInitiator {
             return Vec::new();
         }
         self.request = self.request.next();
-        self.due = now + self.pace.cut_interval;
+        self.due = now + self.timing.cut_interval;
         self.phase = InitiatorPhase::Asking { since: now, asked: now, marks: BTreeMap::new() };
         vec![self.build_request()]
     }

@@ -87,7 +87,7 @@ pub struct PrimaryEpochs {
     flights: VecDeque<InFlightEpoch>,
     committed: Epoch,
     transfer: Duration,
-    pace: GuestSpeed,
+    speed: GuestSpeed,
 }
 
 impl PrimaryEpochs {
@@ -103,7 +103,7 @@ impl PrimaryEpochs {
             flights: VecDeque::new(),
             committed: base,
             transfer: Duration::ZERO,
-            pace: GuestSpeed::Free,
+            speed: GuestSpeed::Free,
         }
     }
 
@@ -230,8 +230,8 @@ impl PrimaryEpochs {
 
     fn begin_cut(&mut self, due: Duration) -> Vec<PrimaryAction> {
         self.phase = EpochPhase::Cutting { due };
-        let pace = self.set_speed(GuestSpeed::Free);
-        pace.into_iter().chain([PrimaryAction::Cut(self.epoch)]).collect()
+        let speed = self.set_speed(GuestSpeed::Free);
+        speed.into_iter().chain([PrimaryAction::Cut(self.epoch)]).collect()
     }
 
     /// Whether the pages that this epoch wrote fit into the buffer beside the pages that wait. An
@@ -252,9 +252,9 @@ impl PrimaryEpochs {
         }
     }
 
-    fn set_speed(&mut self, pace: GuestSpeed) -> Option<PrimaryAction> {
-        let changed = std::mem::replace(&mut self.pace, pace) != pace;
-        changed.then_some(PrimaryAction::SetSpeed(pace))
+    fn set_speed(&mut self, speed: GuestSpeed) -> Option<PrimaryAction> {
+        let changed = std::mem::replace(&mut self.speed, speed) != speed;
+        changed.then_some(PrimaryAction::SetSpeed(speed))
     }
 
     fn resend_late(&mut self, now: Duration) -> Vec<PrimaryAction> {

@@ -79,7 +79,7 @@ pub fn decide_manual_failover(
     if !dead.is_subset(&primaries) {
         return ManualDecision::Refused(ManualRefusal::OtherPrimary(primary));
     }
-    if let Some(other) = record.places.values().find(|place| place.backup != Some(me)) {
+    if let Some(other) = record.places.values().find(|placement| placement.backup != Some(me)) {
         return ManualDecision::Refused(ManualRefusal::OtherBackup(other.backup));
     }
     if !record.is_protected() {
@@ -115,8 +115,8 @@ mod tests {
     }
 
     fn backed() -> FailoverRecord {
-        let place = VmPlacement { primary: A, backup: None };
-        FailoverRecord::new(BTreeMap::from([(VmId(0), place)])).with_backup(Some(B))
+        let placement = VmPlacement { primary: A, backup: None };
+        FailoverRecord::new(BTreeMap::from([(VmId(0), placement)])).with_backup(Some(B))
     }
 
     fn refused(

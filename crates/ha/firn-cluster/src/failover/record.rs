@@ -88,7 +88,7 @@ impl FailoverRecord {
     pub fn with_backup(&self, backup: Option<HostId>) -> Self {
         let mut next = self.next_version();
         next.layout += 1;
-        next.places.values_mut().for_each(|place| place.backup = backup);
+        next.places.values_mut().for_each(|placement| placement.backup = backup);
         if backup.is_some() {
             next.checkpoint.number += 1;
             (next.checkpoint.generation, next.checkpoint.layout) = (next.generation, next.layout);
@@ -100,8 +100,8 @@ impl FailoverRecord {
     /// run. Their backups have to be chosen again.
     pub fn with_adopting_host(&self, before: HostId, now: HostId) -> Self {
         let mut next = self.with_backup(None);
-        let its = next.places.values_mut().filter(|place| place.primary == before);
-        its.for_each(|place| place.primary = now);
+        let its = next.places.values_mut().filter(|placement| placement.primary == before);
+        its.for_each(|placement| placement.primary = now);
         next
     }
 
@@ -109,16 +109,17 @@ impl FailoverRecord {
     /// them. They are where they were.
     pub fn with_inheriting_host(&self, before: HostId, now: HostId) -> Self {
         let mut next = self.next_version();
-        for place in next.places.values_mut() {
+        for placement in next.places.values_mut() {
             let own = |host| if host == before { now } else { host };
-            *place = VmPlacement { primary: own(place.primary), backup: place.backup.map(own) };
+            *placement =
+                VmPlacement { primary: own(placement.primary), backup: placement.backup.map(own) };
         }
         next
     }
 
     /// The hosts that run a VM.
     pub fn primaries(&self) -> BTreeSet<HostId> {
-        self.places.values().map(|place| place.primary).collect()
+        self.places.values().map(|placement| placement.primary).collect()
     }
 
     /// Whether today's backups have the standbys of the newest checkpoint.
@@ -129,7 +130,11 @@ impl FailoverRecord {
     /// Whether no primary is a backup.
     pub fn is_separate(&self) -> bool {
         let primaries = self.primaries();
-        !self.places.values().filter_map(|place| place.backup).any(|host| primaries.contains(&host))
+        !self
+            .places
+            .values()
+            .filter_map(|placement| placement.backup)
+            .any(|host| primaries.contains(&host))
     }
 
     /// The record with a new global checkpoint; `None` if it was made in another generation or
@@ -145,8 +150,9 @@ impl FailoverRecord {
     /// The record with every VM at its backup, and new backups on these hosts; `None` if there are
     /// no standbys to go back to.
     pub fn with_failover(&self, hosts: &BTreeSet<HostId>) -> Option<Self> {
-        let ready =
-            |place: &VmPlacement| place.backup.is_some_and(|backup| hosts.contains(&backup));
+        let ready = |placement: &VmPlacement| {
+            placement.backup.is_some_and(|backup| hosts.contains(&backup))
+        };
         if !self.is_protected() || !self.places.values().all(ready) {
             return None;
         }
@@ -154,8 +160,8 @@ impl FailoverRecord {
         next.generation = self.generation.next();
         next.layout += 1;
         next.fence.extend(self.primaries());
-        for place in next.places.values_mut() {
-            place.primary = place.backup.take().unwrap_or(place.primary);
+        for placement in next.places.values_mut() {
+            placement.primary = placement.backup.take().unwrap_or(placement.primary);
         }
         next.choose_backups(hosts);
         Some(next)
@@ -165,8 +171,8 @@ impl FailoverRecord {
     /// changes nothing.
     pub(super) fn with_missing_backups(&self, hosts: &BTreeSet<HostId>) -> Option<Self> {
         let mut next = self.next_version();
-        for place in next.places.values_mut() {
-            place.backup = place.backup.filter(|backup| hosts.contains(backup));
+        for placement in next.places.values_mut() {
+            placement.backup = placement.backup.filter(|backup| hosts.contains(backup));
         }
         next.choose_backups(hosts);
         next.layout += 1;
@@ -191,7 +197,9 @@ impl FailoverRecord {
     fn choose_backups(&mut self, hosts: &BTreeSet<HostId>) {
         let primaries = self.primaries();
         let free: Vec<HostId> = hosts.difference(&primaries).copied().collect();
-        let missing = self.places.values_mut().filter(|place| place.backup.is_none());
-        missing.zip(free.iter().cycle()).for_each(|(place, host)| place.backup = Some(*host));
+        let missing = self.places.values_mut().filter(|placement| placement.backup.is_none());
+        missing
+            .zip(free.iter().cycle())
+            .for_each(|(placement, host)| placement.backup = Some(*host));
     }
 }

@@ -11,8 +11,8 @@ const S: Duration = Duration::from_secs(1);
 const TERMS: LeaseTerms = LeaseTerms { ttl: Duration::from_secs(3), drift_ppm_max: 100 };
 
 fn places() -> BTreeMap<VmId, VmPlacement> {
-    let place = |primary| VmPlacement { primary: HostId(primary), backup: Some(HostId(2)) };
-    BTreeMap::from([(VmId(0), place(0)), (VmId(1), place(1))])
+    let placement = |primary| VmPlacement { primary: HostId(primary), backup: Some(HostId(2)) };
+    BTreeMap::from([(VmId(0), placement(0)), (VmId(1), placement(1))])
 }
 
 fn hosts(hosts: &[u16]) -> std::collections::BTreeSet<HostId> {
@@ -47,7 +47,7 @@ fn a_failure_takes_every_vm_to_its_backup_once_the_old_primaries_are_fenced() {
     let register = proposed(&mut controller);
     assert_eq!(register.generation, Generation(1));
     assert_eq!(register.primaries(), hosts(&[2]));
-    assert!(register.places.values().all(|place| place.backup == Some(HostId(1))));
+    assert!(register.places.values().all(|placement| placement.backup == Some(HostId(1))));
     assert_eq!(register.fence, hosts(&[0, 1]));
     let register = proposed(&mut controller);
     assert_eq!(register.fence, hosts(&[1]), "the lease of 0 is over");
@@ -67,7 +67,7 @@ fn a_lost_backup_is_replaced_without_going_back() {
     let mut controller = controller(&[0, 1, 3]);
     let register = proposed(&mut controller);
     assert_eq!((register.generation, register.layout), (Generation(0), 1));
-    assert!(register.places.values().all(|place| place.backup == Some(HostId(3))));
+    assert!(register.places.values().all(|placement| placement.backup == Some(HostId(3))));
     assert!(!register.is_protected());
     controller.set_lease_holders(hosts(&[1, 3]));
     assert_eq!(
@@ -84,7 +84,7 @@ fn a_lost_backup_is_replaced_without_going_back() {
 fn a_primary_never_becomes_a_backup() {
     let mut controller = controller(&[0, 1]);
     let register = proposed(&mut controller);
-    assert!(register.places.values().all(|place| place.backup.is_none()));
+    assert!(register.places.values().all(|placement| placement.backup.is_none()));
     assert_eq!(controller.next_decision(), ControllerDecision::Wait);
     controller.set_lease_holders(hosts(&[0, 1, 4]));
     assert!(proposed(&mut controller).is_separate());
@@ -171,8 +171,9 @@ fn a_cluster_that_has_ended_leaves_its_timeline_behind() {
 
 #[test]
 fn a_vm_of_its_own_has_the_backup_that_has_its_copy() {
-    let place = |backup| BTreeMap::from([(VmId(0), VmPlacement { primary: HostId(0), backup })]);
-    let alone = FailoverRecord::new(place(None));
+    let placement =
+        |backup| BTreeMap::from([(VmId(0), VmPlacement { primary: HostId(0), backup })]);
+    let alone = FailoverRecord::new(placement(None));
     let lost = FailoverController::new(alone.clone(), hosts(&[1]));
     assert_eq!(lost.next_decision(), ControllerDecision::Lost(VmId(0)), "1 has nothing");
     let backed = alone.with_backup(Some(HostId(1)));
@@ -194,8 +195,8 @@ fn a_vm_of_its_own_has_the_backup_that_has_its_copy() {
 
 #[test]
 fn a_former_primary_may_run_a_new_cluster_after_its_lease() {
-    let place = BTreeMap::from([(VmId(0), VmPlacement { primary: HostId(0), backup: None })]);
-    let again = FailoverRecord::new(place.clone()).with_end().with_restart(place);
+    let placement = BTreeMap::from([(VmId(0), VmPlacement { primary: HostId(0), backup: None })]);
+    let again = FailoverRecord::new(placement.clone()).with_end().with_restart(placement);
     assert_eq!(
         FailoverController::new(again.clone(), hosts(&[0])).next_decision(),
         ControllerDecision::Wait

@@ -165,14 +165,14 @@ impl MemberNic {
             .iter()
             .filter(|(_, other)| meant(other))
             .map(|(&vm, _)| FrameDestination::Vm(vm));
-        let mut ways: Vec<FrameDestination> = members.collect();
-        if ways.is_empty() || to.is_group() {
-            ways.push(FrameDestination::Outside);
+        let mut directions: Vec<FrameDestination> = members.collect();
+        if directions.is_empty() || to.is_group() {
+            directions.push(FrameDestination::Outside);
         }
         let frame = StoredFrame(frame.into());
-        for way in ways {
+        for direction in directions {
             let cost = frame.memory_bytes();
-            self.outbox.push_frame(self.running, way, frame.clone(), cost);
+            self.outbox.push_frame(self.running, direction, frame.clone(), cost);
         }
         match (self.is_open, self.may_send_inside()) {
             (true, _) => self.release_up_to(self.running),
@@ -272,10 +272,10 @@ impl MemberNic {
     pub fn record_global_checkpoint(&mut self, epoch: Epoch) -> Vec<MemberAction> {
         let mut included = self.inbox.record_global_checkpoint(epoch);
         included.retain(|(_, seq)| *seq > FrameNumber(0));
-        let told = included
+        let notices = included
             .into_iter()
             .filter_map(|(vm, seq)| self.build_message(vm, MessageContent::Included(seq)));
-        let mut actions: Vec<MemberAction> = told.collect();
+        let mut actions: Vec<MemberAction> = notices.collect();
         self.global = epoch.max(self.global);
         if self.may_send_inside() {
             actions.extend(self.release_inside_now());
@@ -381,10 +381,10 @@ impl MemberNic {
     }
 
     /// Builds a message to a member, stamped by this one.
-    fn build_message(&self, to: VmId, says: MessageContent<'_>) -> Option<MemberAction> {
+    fn build_message(&self, to: VmId, content: MessageContent<'_>) -> Option<MemberAction> {
         let mac = self.others.get(&to)?.mac;
         let ends = MessageEnds { cluster: self.cluster, from: self.own, to: (to, mac) };
-        let message = MemberMessage { ends, stamp: self.marker.current_stamp(), content: says };
+        let message = MemberMessage { ends, stamp: self.marker.current_stamp(), content };
         Some(MemberAction::Send(message.to_frame()))
     }
 
@@ -431,7 +431,7 @@ impl MemberNic {
                 let newest = self.inbox.newest_received(from);
                 actions.extend(self.build_message(from, MessageContent::Expects(newest.next())));
                 let included = self.is_open.then_some(MessageContent::Included(newest));
-                actions.extend(included.and_then(|says| self.build_message(from, says)));
+                actions.extend(included.and_then(|content| self.build_message(from, content)));
             }
             MessageContent::Expects(next) => actions.extend(self.resend_from(from, next)),
             MessageContent::Included(seq) => self.trim_sent(FrameDestination::Vm(from), seq),

@@ -95,14 +95,14 @@ impl<'a> MemberMessage<'a> {
         let (head, carried) = frame.split_at_checked(HEAD_BYTES)?;
         let (macs, head) = head.split_at(12);
         let (to, from) = macs.split_at(6);
-        let [kind @ .., version, says] = *head.first_chunk::<4>()?;
+        let [kind @ .., version, content] = *head.first_chunk::<4>()?;
         if (kind, version) != (ETHER_TYPE, VERSION) {
             return None;
         }
         let short = |at: usize| Some(u16::from_be_bytes(*head.get(at..)?.first_chunk()?));
         let word = |at: usize| Some(u32::from_be_bytes(*head.get(at..)?.first_chunk()?));
         let seq = FrameNumber(u64::from_be_bytes(*head.get(24..)?.first_chunk()?));
-        let says = match (says, carried.is_empty()) {
+        let content = match (content, carried.is_empty()) {
             (1, false) => MessageContent::Frame(seq, carried),
             (2, true) => MessageContent::Newest(seq),
             (3, true) => MessageContent::Expects(seq),
@@ -115,11 +115,7 @@ impl<'a> MemberMessage<'a> {
             to: (VmId(short(10)?), MacAddress(*to.first_chunk()?)),
         };
         let mark = RequestNumber { term: word(16)?, count: word(20)? };
-        Some(Self {
-            ends,
-            stamp: FrameStamp { generation: Generation(word(12)?), mark },
-            content: says,
-        })
+        Some(Self { ends, stamp: FrameStamp { generation: Generation(word(12)?), mark }, content })
     }
 }
 
@@ -129,7 +125,7 @@ mod tests {
 
     use super::*;
 
-    fn message(numbers: [u32; 4], seq: u64, says: u8, carried: &[u8]) -> MemberMessage<'_> {
+    fn message(numbers: [u32; 4], seq: u64, content: u8, carried: &[u8]) -> MemberMessage<'_> {
         let [cluster, generation, term, count] = numbers;
         let ends = MessageEnds {
             cluster,
@@ -138,13 +134,13 @@ mod tests {
         };
         let stamp =
             FrameStamp { generation: Generation(generation), mark: RequestNumber { term, count } };
-        let says = match says {
+        let content = match content {
             0 => MessageContent::Frame(FrameNumber(seq), carried),
             1 => MessageContent::Newest(FrameNumber(seq)),
             2 => MessageContent::Expects(FrameNumber(seq)),
             _ => MessageContent::Included(FrameNumber(seq)),
         };
-        MemberMessage { ends, stamp, content: says }
+        MemberMessage { ends, stamp, content }
     }
 
     #[test]
@@ -161,10 +157,10 @@ mod tests {
         fn a_decoded_member_message_equals_the_encoded_one(
             numbers in any::<[u32; 4]>(),
             seq in any::<u64>(),
-            says in 0..4_u8,
+            content in 0..4_u8,
             carried in prop::collection::vec(any::<u8>(), 1..100),
         ) {
-            let message = message(numbers, seq, says, &carried);
+            let message = message(numbers, seq, content, &carried);
             let frame = message.to_frame();
             prop_assert!(is_wrapped(&frame));
             prop_assert_eq!(MemberMessage::from_frame(&frame), Some(message));

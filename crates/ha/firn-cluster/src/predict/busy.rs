@@ -27,9 +27,9 @@ const CREDIT_FACTORS: (usize, usize) = (8, 16);
 /// Detects a busy guest.
 #[derive(Clone, Debug, Default)]
 pub(super) struct BusyDetector {
-    /// The number of pages that a busy guest writes in an epoch, and the maximum number copied in a
-    /// pause.
-    pages: Range<usize>,
+    /// The counts of pages in an epoch of a busy guest: from the minimum that it writes, up to the
+    /// maximum that may be copied in a pause.
+    page_counts: Range<usize>,
     /// The guest counts as busy for this number of cuts.
     left: usize,
     /// The guest does not count as busy for this number of cuts.
@@ -52,8 +52,8 @@ pub(super) struct ComparedEpoch {
 }
 
 impl BusyDetector {
-    pub(super) fn new(pages: Range<usize>) -> Self {
-        Self { pages, ..Self::default() }
+    pub(super) fn new(page_counts: Range<usize>) -> Self {
+        Self { page_counts, ..Self::default() }
     }
 
     pub(super) fn is_busy(&self) -> bool {
@@ -68,7 +68,7 @@ impl BusyDetector {
 
     /// Records the comparison of an epoch. `true` if the guest was busy and is no longer.
     pub(super) fn record_comparison(&mut self, epoch: ComparedEpoch) -> bool {
-        let Range { start, end } = self.pages;
+        let Range { start, end } = self.page_counts;
         let is_too_much = epoch.copied.max(epoch.written) >= end;
         let is_worth_it = !self.is_busy() || self.charge_epoch(epoch);
         if self.is_busy() && (is_too_much || !is_worth_it) {
@@ -87,9 +87,9 @@ impl BusyDetector {
 
     /// Charges the cost of an epoch. Returns whether copying is still worthwhile.
     fn charge_epoch(&mut self, epoch: ComparedEpoch) -> bool {
-        let most = CREDIT_FACTORS.1 * self.pages.start;
+        let credit_max = CREDIT_FACTORS.1 * self.page_counts.start;
         let credit = (self.credit + FAULT_COPIES * epoch.spared).checked_sub(epoch.same);
-        self.credit = credit.unwrap_or_default().min(most);
+        self.credit = credit.unwrap_or_default().min(credit_max);
         credit.is_some()
     }
 

@@ -120,8 +120,8 @@ impl DirtyPagePredictor {
     /// Sets the number of pages per epoch that make a guest busy, and the number of copied pages in
     /// its pause at which it is not busy any more. By default no guest is busy.
     #[must_use]
-    pub fn with_busy(self, pages: Range<usize>) -> Self {
-        Self { busy: BusyDetector::new(pages), ..self }
+    pub fn with_busy_counts(self, page_counts: Range<usize>) -> Self {
+        Self { busy: BusyDetector::new(page_counts), ..self }
     }
 
     /// Whether pages are copied ahead of the next cut.

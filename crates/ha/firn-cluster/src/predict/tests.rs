@@ -49,7 +49,7 @@ impl Host {
 
     /// The number of pages per epoch that makes the guest busy.
     fn busy(busy: Range<usize>) -> Self {
-        Self::with(DirtyPagePredictor::new(true).with_busy(busy), Protects::BeforeItsCopy)
+        Self::with(DirtyPagePredictor::new(true).with_busy_counts(busy), Protects::BeforeItsCopy)
     }
 
     fn with(predictor: DirtyPagePredictor, protects: Protects) -> Self {
@@ -151,7 +151,7 @@ proptest! {
         predicts: bool,
         busy in (0_usize..4, 0_usize..9),
     ) {
-        let predictor = DirtyPagePredictor::new(predicts).with_busy(busy.0..busy.1);
+        let predictor = DirtyPagePredictor::new(predicts).with_busy_counts(busy.0..busy.1);
         let mut host = Host::with(predictor, Protects::BeforeItsCopy);
         for (at, step) in steps.iter().enumerate() {
             prop_assert!(host.step(step), "step {at} of {steps:?}");
@@ -297,7 +297,7 @@ fn a_guest_that_writes_too_much_to_be_copied_in_a_pause_is_not_busy() {
 
 #[test]
 fn a_guest_that_goes_through_its_memory_is_seldom_copied_in_pauses() {
-    let mut predictor = DirtyPagePredictor::new(true).with_busy(100..8000);
+    let mut predictor = DirtyPagePredictor::new(true).with_busy_counts(100..8000);
     let (mut writable, mut copied) = (PageSet::new(), Vec::new());
     for epoch in 0..200 {
         let new: PageSet = (epoch * 100..(epoch + 1) * 100).map(Page).collect();

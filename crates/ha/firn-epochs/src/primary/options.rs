@@ -41,23 +41,28 @@ impl Default for EpochOptions {
 }
 
 impl EpochOptions {
-    /// The numbers of pages written in an interval at which avoiding their faults is cheaper for
-    /// the guest.
-    pub(super) fn busy_pages(&self) -> Range<usize> {
-        let least = self.interval.as_nanos() / u128::from(FAULT_SHARE) / FAULT_TIME.as_nanos();
-        usize::try_from(least).unwrap_or(usize::MAX)..BUSY_PAGES_MAX
+    /// The range of counts of dirty pages per interval in which the guest is faster without their
+    /// page faults. From the start on, the faults would take more of the guest's time than copying
+    /// the pages in the pause. From the end on, that pause would be too long.
+    pub(super) fn busy_page_counts(&self) -> Range<usize> {
+        let minimum = self.interval.as_nanos() / u128::from(FAULT_SHARE) / FAULT_TIME.as_nanos();
+        usize::try_from(minimum).unwrap_or(usize::MAX)..BUSY_PAGES_MAX
     }
 
-    /// The limits of the epochs. A member may be cut after half an interval, because other members
-    /// may have been cut just before.
+    /// The limits of the epochs, checked.
+    ///
+    /// The interval is fixed, so its minimum and its maximum are equal. An epoch is cut earlier only
+    /// on request, and not before it is as old as the error latency. Of a VM that is protected alone
+    /// no early cut is requested. A member of a cluster is cut early if frames of other members wait
+    /// for it; so its error latency is half an interval at most.
     pub(super) fn epoch_limits(&self, is_member: bool) -> Result<EpochLimits, LimitsError> {
-        let least = if is_member { self.interval / 2 } else { self.interval };
+        let early_cut_after = if is_member { self.interval / 2 } else { self.interval };
         let limits = EpochLimits {
             interval_min: self.interval,
             interval_max: self.interval,
             pages_per_epoch: self.buffer_pages.min(4096),
             output_delay_max: Duration::MAX,
-            error_latency_max: least.min(EpochLimits::default().error_latency_max),
+            error_latency_max: early_cut_after.min(EpochLimits::default().error_latency_max),
             buffer_pages: self.buffer_pages,
             // The stream loses no message unless the connection is lost.
             resend_after: Duration::MAX,
@@ -75,24 +80,27 @@ pub struct EndRequest {
 }
 
 impl EndRequest {
-    /// Ends the protection. The backup retains its state, and may run the VM.
+    /// Ends the protection, for example because the user cancels it. The VM continues to run here,
+    /// without protection. The backup keeps its newest committed epoch and may run it, so the output
+    /// of this VM stays buffered.
     pub fn request_end(&self) {
         self.is_requested.store(true, Ordering::Release);
     }
 
-    /// Ends the protection because the user stops the VM. The backup is informed.
+    /// Ends the protection because the user ends the VM (`firn stop`). The backup is informed, so
+    /// that it does not take the end for a failure.
     pub fn request_stop(&self) {
         self.is_stop.store(true, Ordering::Release);
         self.request_end();
     }
 
-    /// Whether the user stops the VM.
+    /// Whether the user ends the VM.
     pub fn is_stop_requested(&self) -> bool {
         self.is_stop.load(Ordering::Acquire)
     }
 
-    /// Releases the VM, which continues alone. The backup has to confirm first that it never runs
-    /// the VM.
+    /// Ends the protection after the backup has confirmed that it never runs the VM. The VM
+    /// continues to run here, without protection.
     pub fn request_release(&self) {
         self.is_release.store(true, Ordering::Release);
         self.request_end();
@@ -110,7 +118,7 @@ impl EndRequest {
 
 /// Measurements of one cut.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Serialize, Deserialize)]
-pub struct CutNumbers {
+pub struct CutMeasurements {
     /// The epoch that it ended.
     pub epoch: Epoch,
     /// The downtime, in milliseconds.
@@ -133,11 +141,12 @@ pub struct CutNumbers {
     pub device_bytes: u64,
 }
 
-/// An observer of a protection, which also has the VM's network card. For a VM outside a cluster, a
+/// The functions that a protection calls: to report events, to pass the cut on to the VM's network
+/// cards, and to ask for state and requests that it depends on. For a VM outside a cluster, a
 /// function that receives events suffices.
-pub trait ProtectionObserver {
+pub trait ProtectionCallbacks {
     /// Receives an event.
-    fn on_event(&self, told: ProtectionEvent);
+    fn on_event(&self, event: ProtectionEvent);
 
     /// The VM is paused at the end of an epoch: frames that it sends from now on are not part of
     /// the epoch. Returns the state of the network card that belongs to the epoch, for a member of
@@ -166,7 +175,11 @@ pub trait ProtectionObserver {
 
     /// Describes for the backup how the protection ended: by this error, or without one, and with
     /// the last reports of the hypervisor. `None` if there is nothing to report.
-    fn describe_end(&self, _error: Option<&GuestError>, _words: &ExitReport) -> Option<PrimaryEnd> {
+    fn describe_end(
+        &self,
+        _error: Option<&GuestError>,
+        _exit_report: &ExitReport,
+    ) -> Option<PrimaryEnd> {
         None
     }
 
@@ -176,9 +189,9 @@ pub trait ProtectionObserver {
     }
 }
 
-impl<F: Fn(ProtectionEvent)> ProtectionObserver for F {
-    fn on_event(&self, told: ProtectionEvent) {
-        self(told);
+impl<F: Fn(ProtectionEvent)> ProtectionCallbacks for F {
+    fn on_event(&self, event: ProtectionEvent) {
+        self(event);
     }
 
     fn on_paused(&self, epoch: Epoch) -> Option<NicEpoch> {
@@ -194,22 +207,23 @@ pub enum ProtectionEvent {
     Seeding(u64),
     /// The number of bytes of the disks' seed that were sent, and of all bytes.
     SeedingDisks(u64, u64),
-    /// The VM is about to be stopped. The protection waits until the observer returns.
-    Stopping,
-    /// The VM is paused at the end of an epoch (see [`ProtectionObserver::on_paused`]).
+    /// A pause begins: the VM is about to be paused, for a cut or because the backup is slow. The
+    /// protection pauses it when the callback has returned.
+    Pausing,
+    /// The VM is paused at the end of an epoch (see [`ProtectionCallbacks::on_paused`]).
     Paused(Epoch),
-    /// The VM runs again, or was not stopped.
-    Resumed,
+    /// The pause that `Pausing` announced is over: the VM runs again, or pausing it failed.
+    PauseOver,
     /// An epoch was cut.
-    Cut(CutNumbers),
+    Cut(CutMeasurements),
     /// An epoch was sent: its pages, and the bytes sent.
     Sent(Epoch, u64, u64),
     /// The progress of the backup.
     Progress(EpochProgress),
     /// An epoch was committed: a failover would not undo it.
     Committed(Epoch),
-    /// The counters of dirty-page prediction.
-    Counts(PredictionCounts),
+    /// The counts of right and wrong predictions of dirty pages so far.
+    Prediction(PredictionCounts),
     /// Why the VM does not run, as its hypervisor reports it; `None` if it runs, or its user paused
     /// it.
     Trouble(Option<GuestRunTrouble>),

@@ -11,7 +11,7 @@ use firn_disks::DiskChange;
 use firn_types::Page;
 
 use super::{
-    CutNumbers, EndRequest, EpochOptions, POLL_INTERVAL, ProtectionEvent, ProtectionObserver,
+    CutMeasurements, EndRequest, EpochOptions, POLL_INTERVAL, ProtectionCallbacks, ProtectionEvent,
     as_millis,
 };
 use crate::guest::{GuestError, PausedGuest, ProtectedGuest};
@@ -21,19 +21,19 @@ use crate::wire::{PAGES_MAX, PageBatch};
 /// The maximum length of a pause in which an epoch is sent.
 const PAUSE_MAX: Duration = Duration::from_secs(10);
 
-/// Announces that the VM is about to be stopped, until this is dropped.
-pub(super) struct StopNotice<'a>(&'a dyn ProtectionObserver);
+/// Announces that the VM is about to be paused; when it is dropped, that the pause is over.
+pub(super) struct PauseNotice<'a>(&'a dyn ProtectionCallbacks);
 
-impl<'a> StopNotice<'a> {
-    pub(super) fn announce_stop(told: &'a dyn ProtectionObserver) -> Self {
-        told.on_event(ProtectionEvent::Stopping);
-        Self(told)
+impl<'a> PauseNotice<'a> {
+    pub(super) fn announce_pause(callbacks: &'a dyn ProtectionCallbacks) -> Self {
+        callbacks.on_event(ProtectionEvent::Pausing);
+        Self(callbacks)
     }
 }
 
-impl Drop for StopNotice<'_> {
+impl Drop for PauseNotice<'_> {
     fn drop(&mut self) {
-        self.0.on_event(ProtectionEvent::Resumed);
+        self.0.on_event(ProtectionEvent::PauseOver);
     }
 }
 
@@ -66,11 +66,11 @@ pub(super) struct PauseWork<'a> {
     pub(super) options: &'a EpochOptions,
     pub(super) jobs: &'a Sender<SendJob>,
     pub(super) ending: &'a EndRequest,
-    pub(super) observer: &'a dyn ProtectionObserver,
+    pub(super) callbacks: &'a dyn ProtectionCallbacks,
     /// The buffer for copies. It begins with the copies of `ahead` pages.
     pub(super) bytes: &'a mut Vec<u8>,
     pub(super) ahead: usize,
-    pub(super) numbers: CutNumbers,
+    pub(super) measurements: CutMeasurements,
 }
 
 /// The result of a cut: the changes of the VM in an epoch.
@@ -83,19 +83,19 @@ pub(super) struct CutResult {
     pub(super) disks: Vec<Vec<DiskChange>>,
     /// The state of its network card that belongs to the epoch.
     pub(super) card: Option<NicEpoch>,
-    pub(super) numbers: CutNumbers,
+    pub(super) measurements: CutMeasurements,
 }
 
 impl PauseWork<'_> {
     /// Cuts disks and memory.
-    pub(super) fn cut_guest(&mut self, still: &PausedGuest<'_>) -> Result<CutResult, GuestError> {
-        let card = self.observer.on_paused(self.epoch);
-        let disks = still.cut_disks(self.epoch)?;
+    pub(super) fn cut_guest(&mut self, paused: &PausedGuest<'_>) -> Result<CutResult, GuestError> {
+        let card = self.callbacks.on_paused(self.epoch);
+        let disks = paused.cut_disks(self.epoch)?;
         let started = Instant::now();
         let scanned = match self.options.predicts {
-            true => still.written_pages()?,
+            true => paused.written_pages()?,
             // All written pages are to be protected, which this call does as well.
-            false => still.reprotect_written()?,
+            false => paused.reprotect_written()?,
         };
         let scan_ms = as_millis(started.elapsed());
         firn_fault::pass_point("protect.scanned");
@@ -105,13 +105,13 @@ impl PauseWork<'_> {
         }
         let started = Instant::now();
         if self.options.predicts {
-            still.protect_pages(&plan.protect)?;
+            paused.protect_pages(&plan.protect)?;
         }
         let protect_ms = as_millis(started.elapsed());
         let started = Instant::now();
-        let pages = self.copy_pages(still, &plan.copy)?;
+        let pages = self.copy_pages(paused, &plan.copy)?;
         firn_fault::pass_point("protect.copied");
-        let numbers = CutNumbers {
+        let measurements = CutMeasurements {
             scan_ms,
             protect_ms,
             copy_ms: as_millis(started.elapsed()),
@@ -119,25 +119,25 @@ impl PauseWork<'_> {
             ahead: plan.ahead.len() as u64,
             written: plan.written.len() as u64,
             protected: plan.protect.len() as u64,
-            ..self.numbers
+            ..self.measurements
         };
-        Ok(CutResult { plan, pages, disks, card, numbers })
+        Ok(CutResult { plan, pages, disks, card, measurements })
     }
 
     fn copy_pages(
         &mut self,
-        still: &PausedGuest<'_>,
+        paused: &PausedGuest<'_>,
         pages: &PageSet,
     ) -> Result<Vec<Page>, GuestError> {
-        let numbers: Vec<Page> = pages.iter().collect();
-        if (self.ahead + numbers.len()) as u64 <= self.options.buffer_pages {
-            still.copy_pages(pages, self.ahead, self.bytes)?;
-            return Ok(numbers);
+        let pages_in_order: Vec<Page> = pages.iter().collect();
+        if (self.ahead + pages_in_order.len()) as u64 <= self.options.buffer_pages {
+            paused.copy_pages(pages, self.ahead, self.bytes)?;
+            return Ok(pages_in_order);
         }
         let since = Instant::now();
-        for some in numbers.chunks(PAGES_MAX) {
+        for some in pages_in_order.chunks(PAGES_MAX) {
             let mut bytes = Vec::new();
-            still.copy_pages(&some.iter().copied().collect(), 0, &mut bytes)?;
+            paused.copy_pages(&some.iter().copied().collect(), 0, &mut bytes)?;
             self.send_part(PageBatch { numbers: some.to_vec(), bytes }, since)?;
         }
         Ok(Vec::new())

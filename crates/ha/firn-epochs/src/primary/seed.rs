@@ -8,7 +8,7 @@ use firn_cluster::Epoch;
 use firn_cluster::predict::PageSet;
 use firn_types::{PAGE_SIZE, Page};
 
-use super::{EndRequest, ProtectionError, ProtectionEvent, ProtectionObserver};
+use super::{EndRequest, ProtectionCallbacks, ProtectionError, ProtectionEvent};
 use crate::endpoint::EpochStream;
 use crate::guest::{GuestError, ProtectedGuest};
 use crate::sender::ConnectionEvent;
@@ -25,7 +25,7 @@ pub(super) struct SeedSender<'a> {
     pub(super) writer: &'a mut EpochWriter<BufWriter<EpochStream>>,
     pub(super) events: &'a Receiver<ConnectionEvent>,
     pub(super) ending: &'a EndRequest,
-    pub(super) observer: &'a dyn ProtectionObserver,
+    pub(super) callbacks: &'a dyn ProtectionCallbacks,
 }
 
 impl SeedSender<'_> {
@@ -54,7 +54,7 @@ impl SeedSender<'_> {
         self.guest.disks().begin_protection();
         while !self.seed_disks_step()? && !self.is_cancelled()? {
             let (done, all) = self.guest.disks().seeded_bytes();
-            self.observer.on_event(ProtectionEvent::SeedingDisks(done, all));
+            self.callbacks.on_event(ProtectionEvent::SeedingDisks(done, all));
         }
         Ok(())
     }
@@ -90,7 +90,7 @@ impl SeedSender<'_> {
             let contents = bytes.chunks_exact(PAGE_SIZE);
             self.writer.write_pages(Epoch(0), some.iter().copied().zip(contents))?;
             *sent += some.len() as u64;
-            self.observer.on_event(ProtectionEvent::Seeding(*sent));
+            self.callbacks.on_event(ProtectionEvent::Seeding(*sent));
         }
         Ok(())
     }

@@ -61,9 +61,9 @@ impl EmbeddedStore {
                     troubles.push(why);
                 }
                 Ok(StoreResponse::Trouble(trouble)) | Err(trouble) => return Err(trouble),
-                Ok(told) => {
+                Ok(answer) => {
                     move_to_front(&mut self.servers_mut(), Some(&to));
-                    return Ok(told);
+                    return Ok(answer);
                 }
             }
         }

@@ -90,8 +90,8 @@ mod tests {
     }
 
     fn known() -> VersionedRecord {
-        let place = VmPlacement { primary: HostId(1), backup: Some(HostId(2)) };
-        let register = FailoverRecord::new(BTreeMap::from([(VmId(0), place)]));
+        let placement = VmPlacement { primary: HostId(1), backup: Some(HostId(2)) };
+        let register = FailoverRecord::new(BTreeMap::from([(VmId(0), placement)]));
         VersionedRecord {
             revision: Revision(3),
             record: Some(ClusterRecord { register, vms: BTreeMap::new() }),

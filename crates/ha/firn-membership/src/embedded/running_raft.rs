@@ -67,12 +67,12 @@ impl RunningRaft {
     pub fn read_state<T>(
         &self,
         leader: &RaftLeader,
-        look: impl FnOnce(&ReplicatedState) -> T,
+        read: impl FnOnce(&ReplicatedState) -> T,
     ) -> Result<T, StoreResponse> {
         self.machine
             .lock_applied()
             .state_under(leader)
-            .map(look)
+            .map(read)
             .ok_or(StoreResponse::Elsewhere(None))
     }
 

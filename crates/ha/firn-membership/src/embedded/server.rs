@@ -135,7 +135,7 @@ impl RaftServer {
 
     async fn answer_request(&self, from: Option<&str>, ask: StoreRequest) -> StoreResponse {
         match timeout(ANSWER_WAIT, self.execute_request(from, ask)).await {
-            Ok(Ok(told) | Err(told)) => told,
+            Ok(Ok(answer) | Err(answer)) => answer,
             Err(_) => {
                 let wait = ANSWER_WAIT.as_secs();
                 let text = format!("{} does not reach a majority within {wait} s", self.me);

@@ -112,8 +112,8 @@ mod tests {
     use super::*;
 
     fn record(primary: HostId) -> ClusterRecord {
-        let place = VmPlacement { primary, backup: None };
-        let register = FailoverRecord::new(BTreeMap::from([(VmId(0), place)]));
+        let placement = VmPlacement { primary, backup: None };
+        let register = FailoverRecord::new(BTreeMap::from([(VmId(0), placement)]));
         ClusterRecord { register, vms: BTreeMap::from([(VmId(0), "web".to_owned())]) }
     }
 

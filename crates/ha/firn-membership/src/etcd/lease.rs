@@ -114,8 +114,8 @@ mod tests {
     }
 
     async fn begun(etcd: &EtcdStore, web: &ClusterName) {
-        let place = VmPlacement { primary: HostId(0), backup: None };
-        let register = FailoverRecord::new(BTreeMap::from([(VmId(0), place)]));
+        let placement = VmPlacement { primary: HostId(0), backup: None };
+        let register = FailoverRecord::new(BTreeMap::from([(VmId(0), placement)]));
         let record = ClusterRecord { register, vms: BTreeMap::from([(VmId(0), "web".to_owned())]) };
         for _ in 0..300 {
             let joined = etcd.join_host("a").await;

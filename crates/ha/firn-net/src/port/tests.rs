@@ -179,10 +179,10 @@ fn a_vm_that_is_about_to_be_stopped_has_room() {
     assert_eq!(fill(), 0);
     let held = scene.port.port_status().held.frames;
     for _ in 0..3 {
-        scene.port.prepare_stop();
+        scene.port.prepare_pause();
         scene.vm.send(b"the last one").unwrap();
         scene.port.cut_epoch(Epoch(2));
-        scene.port.finish_stop();
+        scene.port.finish_pause();
     }
     let more = scene.port.port_status().held.frames - held;
     assert!(more > 3, "{more}: what waited in the socket is taken too");
@@ -295,7 +295,7 @@ fn comes(byte: u8) -> Vec<u8> {
     [&[0, 0, 0, 15][..], &VM, &[2, 0, 0, 0, 0, 9, 8, 0, byte]].concat()
 }
 
-/// A member that is about to be stopped is given no frames until it runs again, and has read the
+/// A member that is about to be paused is given no frames until it runs again, and has read the
 /// frames that it was given before.
 #[test]
 fn a_paused_member_receives_no_frame() {
@@ -317,7 +317,7 @@ fn a_paused_member_receives_no_frame() {
         let first = reader.recv(&mut got).map(|_| got[14]).unwrap();
         (first, reader.recv(&mut got).map(|_| got[0]).unwrap())
     });
-    port.prepare_stop();
+    port.prepare_pause();
     assert!(
         port.shared.is_card_queue_empty() && !port.shared.lock_output().is_stuck,
         "it was waited for"
@@ -327,7 +327,7 @@ fn a_paused_member_receives_no_frame() {
     vm.set_read_timeout(Some(Duration::from_millis(200))).unwrap();
     assert!(vm.recv(&mut got).is_err(), "it stands still");
     assert!(port.cut_epoch(Epoch(1)).is_some());
-    port.finish_stop();
+    port.finish_pause();
     vm.recv(&mut got).unwrap();
     assert_eq!((got[14], port.port_status().came), (2, 2));
     assert!(!port.is_new() && !port.is_open());
@@ -343,12 +343,12 @@ fn a_member_that_reads_nothing_is_not_waited_for() {
     let port = NicPort::open(ours, Some(theirs), Path::new("/none"), None, true).unwrap();
     port.join_cluster(membership());
     for _ in 0..3 {
-        port.prepare_stop();
+        port.prepare_pause();
         assert!(port.shared.lock_output().is_stuck);
-        port.finish_stop();
+        port.finish_pause();
     }
     let since = Instant::now();
-    (0..100).for_each(|_| port.prepare_stop());
+    (0..100).for_each(|_| port.prepare_pause());
     assert!(since.elapsed() < 100 * READ_TIMEOUT / 4, "{:?}", since.elapsed());
 }
 

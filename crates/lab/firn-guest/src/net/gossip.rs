@@ -67,20 +67,20 @@ pub(super) fn run_gossip(port: u16, to: SocketAddr, rate: f64) -> Result<()> {
     let socket = UdpSocket::bind((Ipv4Addr::UNSPECIFIED, port))
         .with_context(|| format!("cannot bind UDP port {port}"))?;
     socket.set_nonblocking(true)?;
-    let (mut known, mut pace, mut datagram) =
+    let (mut known, mut limiter, mut datagram) =
         (GossipState::default(), RateLimiter::new(rate), [0; 64]);
-    let mut told = Instant::now();
+    let mut last_report = Instant::now();
     loop {
         // Errors are those of earlier messages, sent before the other listened.
         let _ = socket.send_to(&known.next_message(), to);
         while let Ok((bytes, _)) = socket.recv_from(&mut datagram) {
             known.receive_message(&datagram[..bytes]);
         }
-        if told.elapsed() >= PROGRESS_INTERVAL {
+        if last_report.elapsed() >= PROGRESS_INTERVAL {
             println!("{}", known.progress_line());
-            told = Instant::now();
+            last_report = Instant::now();
         }
-        pace.wait_for(1);
+        limiter.wait_for(1);
     }
 }
 

@@ -53,10 +53,10 @@ impl EchoLoad {
     /// Sends for this duration, at most `rate` messages per second (0: as fast as echoes arrive).
     pub fn run_for(&mut self, duration: Duration, rate: f64) -> EchoReport {
         let start = Instant::now();
-        let mut pace = RateLimiter::new(rate);
+        let mut limiter = RateLimiter::new(rate);
         while start.elapsed() < duration {
             self.exchange_one();
-            pace.wait_for(1);
+            limiter.wait_for(1);
         }
         self.report
     }

@@ -21,8 +21,8 @@ const PROGRESS_INTERVAL: Duration = Duration::from_millis(200);
 pub(super) fn run_talk(to: SocketAddr, bytes: usize, rate: f64) -> Result<bool> {
     let mut stream = TcpStream::connect(to).with_context(|| format!("cannot connect to {to}"))?;
     stream.set_nodelay(true)?;
-    let (mut pace, mut echo) = (RateLimiter::new(rate), vec![0; bytes]);
-    let (mut told, mut longest) = (Instant::now(), Duration::ZERO);
+    let (mut limiter, mut echo) = (RateLimiter::new(rate), vec![0; bytes]);
+    let (mut last_report, mut longest) = (Instant::now(), Duration::ZERO);
     for echoed in 0_u64.. {
         let (message, since) = (build_message(echoed, bytes), Instant::now());
         stream
@@ -34,11 +34,11 @@ pub(super) fn run_talk(to: SocketAddr, bytes: usize, rate: f64) -> Result<bool> 
             return Ok(false);
         }
         longest = longest.max(since.elapsed());
-        if told.elapsed() >= PROGRESS_INTERVAL {
+        if last_report.elapsed() >= PROGRESS_INTERVAL {
             println!("{}", json!({ "progress": echoed + 1, "longest_ms": longest.as_millis() }));
-            told = Instant::now();
+            last_report = Instant::now();
         }
-        pace.wait_for(1);
+        limiter.wait_for(1);
     }
     Ok(true)
 }

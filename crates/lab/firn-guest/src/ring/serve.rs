@@ -78,9 +78,9 @@ impl RingServer {
     }
 
     fn forward_tokens(&self, tokens: &Receiver<u64>, to: SocketAddr, rate: f64) {
-        let (mut link, mut pace) = (None, RateLimiter::new(rate));
+        let (mut link, mut limiter) = (None, RateLimiter::new(rate));
         for number in tokens {
-            pace.wait_for(1);
+            limiter.wait_for(1);
             while let Err(error) = send_token(&mut link, to, number) {
                 link = None;
                 self.lock_record().broken += 1;

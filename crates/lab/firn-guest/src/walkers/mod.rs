@@ -111,7 +111,7 @@ impl MemoryWalk {
         }
         filled.wait();
         pinned?;
-        let mut pace = RateLimiter::new(self.rate);
+        let mut limiter = RateLimiter::new(self.rate);
         let mut step = 0;
         let is_slow = self.rate > 0.0 && self.rate <= SINGLE_RATE_MAX;
         let batch_max = if is_slow { 1 } else { BATCH };
@@ -122,7 +122,7 @@ impl MemoryWalk {
             step += batch;
             tally.visits.fetch_add(batch, Ordering::Relaxed);
             tally.wrong.fetch_add(wrong as u64, Ordering::Relaxed);
-            pace.wait_for(batch as u32);
+            limiter.wait_for(batch as u32);
         }
         Ok(())
     }

@@ -68,7 +68,7 @@ impl WriterRegion {
         stop: &AtomicBool,
     ) {
         let batch = if rate > 0.0 { BATCH.min((rate / 20.0).ceil() as u32).max(1) } else { BATCH };
-        let mut pace = RateLimiter::new(rate);
+        let mut limiter = RateLimiter::new(rate);
         while !stop.load(Ordering::Relaxed) {
             (0..batch).for_each(|_| self.write_next());
             if let Ok((check, answer)) = questions.try_recv() {
@@ -76,7 +76,7 @@ impl WriterRegion {
                 // The client may have disconnected.
                 let _ = answer.send(report);
             }
-            pace.wait_for(batch);
+            limiter.wait_for(batch);
         }
     }
 
@@ -120,8 +120,8 @@ impl WriterRegion {
             Err(broken) => format!("{expected:?} expected: {broken}"),
         };
         self.report.wrong += 1;
-        if self.report.told.len() < DESCRIBED_MAX {
-            self.report.told.push(problem);
+        if self.report.problems.len() < DESCRIBED_MAX {
+            self.report.problems.push(problem);
         }
     }
 }
@@ -153,7 +153,7 @@ mod tests {
         *region.arena.page_mut(5) = old;
         let report = region.verify_all();
         assert_eq!(report.wrong, 1);
-        assert!(report.told[0].contains("index: 5"), "{:?}", report.told);
+        assert!(report.problems[0].contains("index: 5"), "{:?}", report.problems);
     }
 
     #[test]

@@ -15,7 +15,8 @@ pub struct WritersReport {
     /// Pages found wrong so far, in verifications and before being overwritten.
     pub wrong: u64,
     /// The first of them, region by region, in words.
-    pub told: Vec<String>,
+    #[serde(rename = "told")]
+    pub problems: Vec<String>,
     /// Writes of each region.
     pub region_writes: Vec<u64>,
 }
@@ -30,7 +31,7 @@ pub struct RegionReport {
     /// Pages found wrong so far.
     pub wrong: u64,
     /// The first of them in words.
-    pub told: Vec<String>,
+    pub problems: Vec<String>,
 }
 
 impl WritersReport {
@@ -41,7 +42,7 @@ impl WritersReport {
             report.pages += region.pages;
             report.writes += region.writes;
             report.wrong += region.wrong;
-            report.told.extend(region.told);
+            report.problems.extend(region.problems);
             report.region_writes.push(region.writes);
         }
         report

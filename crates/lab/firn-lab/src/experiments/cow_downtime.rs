@@ -60,7 +60,7 @@ impl DowntimeSystem {
         match self {
             Self::Floor => "floor".to_owned(),
             Self::QemuStop => "qemu-stop".to_owned(),
-            Self::Qemu(way) => way.name().to_owned(),
+            Self::Qemu(method) => method.name().to_owned(),
             Self::Firn(strategy) => format!("firn-{}", strategy.unwrap_or("default")),
             Self::FirnShared => "firn-shared".to_owned(),
         }
@@ -139,10 +139,10 @@ impl<'a> DowntimeBench<'a> {
     fn list_systems(&mut self, report: &mut Report) -> Result<Vec<DowntimeSystem>> {
         let strategies = ["stop", "pre-copy", "cow"].map(|it| DowntimeSystem::Firn(Some(it)));
         let mut systems = vec![DowntimeSystem::Floor, DowntimeSystem::QemuStop];
-        for way in QemuSaveMethod::ALL {
-            match way.is_supported_by(self.bare.qmp())? {
-                true => systems.push(DowntimeSystem::Qemu(way)),
-                false => report.add_remark(format!("this QEMU has no {way}")),
+        for method in QemuSaveMethod::ALL {
+            match method.is_supported_by(self.bare.qmp())? {
+                true => systems.push(DowntimeSystem::Qemu(method)),
+                false => report.add_remark(format!("this QEMU has no {method}")),
             }
         }
         systems.extend(strategies);
@@ -169,8 +169,8 @@ impl<'a> DowntimeBench<'a> {
         match system {
             DowntimeSystem::Floor => self.measure_floor(),
             DowntimeSystem::QemuStop => self.stop_and_migrate(&file),
-            DowntimeSystem::Qemu(way) => {
-                Ok(peer::save_vm(self.bare.qmp(), way, &file)?.downtime_ms)
+            DowntimeSystem::Qemu(method) => {
+                Ok(peer::save_vm(self.bare.qmp(), method, &file)?.downtime_ms)
             }
             DowntimeSystem::Firn(strategy) => {
                 let how = SaveArgs::default();

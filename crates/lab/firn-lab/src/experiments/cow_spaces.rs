@@ -92,7 +92,7 @@ fn measure_checkpoint(
     let before = Instant::now();
     let save_output = lab.firn().checkpoint(VM, &lab.file("spaces.firn"), &how)?;
     std::thread::sleep(SETTLE);
-    let stall_ms = clock.paused_since(before).map(|still| still.as_secs_f64() * 1e3);
+    let stall_ms = clock.paused_since(before).map(|pause| pause.as_secs_f64() * 1e3);
     let number = |path: &str| save_output.number(path).with_context(|| format!("no {path}"));
     let by = ["by_vcpu", "by_worker", "by_neighbour", "by_others"];
     let faults: f64 =

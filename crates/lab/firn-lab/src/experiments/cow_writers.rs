@@ -112,7 +112,7 @@ fn add_figures(cases: &[PauseCase], report: &mut Report) {
 fn longest_stalls(cases: &[PauseCase], system: PauseSystem, report: &Report) -> Vec<f64> {
     let of = |case: &PauseCase| {
         let field = |field| measured_values(report, &case.name, system, field);
-        let longer = |(still, stall): (f64, f64)| still.max(stall);
+        let longer = |(pause, stall): (f64, f64)| pause.max(stall);
         field("still_ms").into_iter().zip(field("stall_ms")).map(longer).collect::<Vec<_>>()
     };
     cases.iter().flat_map(of).collect()

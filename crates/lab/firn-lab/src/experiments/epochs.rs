@@ -10,7 +10,9 @@ use firn_epochs::backup::{BackupReceiver, RamFiles};
 use firn_epochs::disks::EpochDisks;
 use firn_epochs::endpoint::EpochStream;
 use firn_epochs::guest::ProtectedGuest;
-use firn_epochs::primary::{CutNumbers, EndRequest, EpochOptions, ProtectionEvent, protect_vm};
+use firn_epochs::primary::{
+    CutMeasurements, EndRequest, EpochOptions, ProtectionEvent, protect_vm,
+};
 use firn_epochs::standby::StandbyVm;
 use firn_epochs::wire::{PrimaryHello, VERSION};
 use firn_memory::Process;
@@ -21,9 +23,9 @@ use crate::recorder::open_memory;
 
 /// The measurements of an epoch.
 #[derive(Clone, Copy, Debug, Default, PartialEq)]
-pub struct EpochNumbers {
+pub struct EpochMeasurements {
     /// The measurements of its cut.
-    pub cut: CutNumbers,
+    pub cut: CutMeasurements,
     /// Pages that were sent, without pages whose content had not changed. `None` if the epoch was
     /// not sent by the end.
     pub sent: Option<u64>,
@@ -81,28 +83,28 @@ pub fn run_epochs(
     mut guest: ProtectedGuest,
     options: EpochOptions,
     cuts: usize,
-) -> Result<Vec<EpochNumbers>> {
+) -> Result<Vec<EpochMeasurements>> {
     let is_predicted = !options.predicts || guest.can_be_copied_ahead()?;
     ensure!(is_predicted, "the guest has a disk that is read past the page cache");
     let hello = hello_for(&guest);
     let ending = EndRequest::default();
     let all = Mutex::new(Vec::new());
-    let told = |told: ProtectionEvent| {
+    let on_event = |event: ProtectionEvent| {
         let mut all = all.lock().unwrap_or_else(PoisonError::into_inner);
-        record_event(&mut all, told);
+        record_event(&mut all, event);
         if all.len() > cuts {
             ending.request_end();
         }
     };
     with_backup(|stream| {
-        protect_vm(guest, stream, &hello, options, &ending, &told).context("epochs")
+        protect_vm(guest, stream, &hello, options, &ending, &on_event).context("epochs")
     })?;
     Ok(all.into_inner().unwrap_or_else(PoisonError::into_inner))
 }
 
-fn record_event(all: &mut Vec<EpochNumbers>, told: ProtectionEvent) {
-    match told {
-        ProtectionEvent::Cut(cut) => all.push(EpochNumbers { cut, sent: None }),
+fn record_event(all: &mut Vec<EpochMeasurements>, event: ProtectionEvent) {
+    match event {
+        ProtectionEvent::Cut(cut) => all.push(EpochMeasurements { cut, sent: None }),
         ProtectionEvent::Sent(epoch, pages, _) => {
             let its = all.iter_mut().find(|numbers| numbers.cut.epoch == epoch);
             its.into_iter().for_each(|numbers| numbers.sent = Some(pages));
@@ -121,7 +123,10 @@ mod tests {
         for epoch in [3, 4] {
             record_event(
                 &mut all,
-                ProtectionEvent::Cut(CutNumbers { epoch: Epoch(epoch), ..CutNumbers::default() }),
+                ProtectionEvent::Cut(CutMeasurements {
+                    epoch: Epoch(epoch),
+                    ..CutMeasurements::default()
+                }),
             );
         }
         record_event(&mut all, ProtectionEvent::Sent(Epoch(3), 70, 1 << 16));

@@ -22,7 +22,7 @@
 //! Each run is identified by its seed: `firn-lab run exactness --seed SEED --runs 1` repeats it.
 
 mod drawn;
-mod trial;
+pub(super) mod trial;
 
 use std::collections::BTreeMap;
 use std::time::Instant;

@@ -5,7 +5,7 @@
 //! applications, the library, except where they measure a floor or a single page fault. Ratios are
 //! computed inside one run, from systems that ran alternately on the same machine.
 
-mod app;
+pub mod app;
 mod application;
 mod cow_compile;
 mod cow_downtime;
@@ -27,6 +27,7 @@ mod peers_restore;
 mod peers_ttr;
 mod scale_busy;
 mod synthetic;
+mod vm_matrix;
 mod vpc_consistency;
 mod vpc_downtime;
 mod vpc_overhead;
@@ -56,6 +57,11 @@ pub const ALL: &[Experiment] = &[
         name: "app-micro",
         about: "application checkpointing: pages and writes per transaction, size of the area, by tracker",
         run: app::micro::run,
+    },
+    Experiment {
+        name: "app-size",
+        about: "application checkpointing: time of a commit and memory, by size and count of areas, by tracker",
+        run: app::size::run,
     },
     Experiment {
         name: "app-structures",
@@ -146,6 +152,11 @@ pub const ALL: &[Experiment] = &[
         name: "scale-busy",
         about: "a save and a background fill beside a guest that touches and rewrites memory, against an idle one",
         run: scale_busy::run,
+    },
+    Experiment {
+        name: "vm-matrix",
+        about: "checkpoints, restores and protection of many kinds of VMs, checked by their guests",
+        run: vm_matrix::run,
     },
     Experiment {
         name: "vpc-consistency",

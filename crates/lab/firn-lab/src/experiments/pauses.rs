@@ -137,9 +137,9 @@ impl<'a> LoadedGuest<'a> {
         let still_ms = self.clock.paused_since(before).map(to_ms);
         let stall_ms = self.clock.stalled_since(before).map(to_ms);
         let said = format!("{}: {} {pause_ms:.1} ms", self.case.name, system.name());
-        let [still, stall] = [still_ms, stall_ms].map(|ms| ms.unwrap_or(f64::NAN));
+        let [pause, stall] = [still_ms, stall_ms].map(|ms| ms.unwrap_or(f64::NAN));
         self.lab
-            .log_progress(&format!("{said}, guest's clock {still:.1} ms, a vCPU {stall:.1} ms"));
+            .log_progress(&format!("{said}, guest's clock {pause:.1} ms, a vCPU {stall:.1} ms"));
         report.add_repetition(json!({ "system": system.name(), "case": self.case.name,
             "pause_ms": pause_ms, "still_ms": still_ms, "stall_ms": stall_ms, "facts": facts }));
         Ok(())

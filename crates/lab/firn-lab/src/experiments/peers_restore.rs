@@ -67,7 +67,7 @@ impl PeerSystem {
     pub(super) fn name(self) -> &'static str {
         match self {
             Self::Firn => "firn",
-            Self::Qemu(way) => way.name(),
+            Self::Qemu(method) => method.name(),
         }
     }
 }
@@ -86,9 +86,9 @@ pub fn run(lab: &Lab) -> Result<Report> {
     let guest = PeerGuest::new(lab)?;
     let mut images = vec![guest.save_by_firn(&mut report)?];
     images.extend(guest.save_by_qemu(&mut report)?);
-    for way in QemuSaveMethod::ALL.map(PeerSystem::Qemu) {
-        if !images.iter().any(|image| image.system == way) {
-            report.add_remark(format!("this QEMU has no {}", way.name()));
+    for method in QemuSaveMethod::ALL.map(PeerSystem::Qemu) {
+        if !images.iter().any(|image| image.system == method) {
+            report.add_remark(format!("this QEMU has no {}", method.name()));
         }
     }
     let rounds = lab.extent.runs(2, 7);
@@ -164,15 +164,17 @@ impl<'a> PeerGuest<'a> {
         let mut qmp = QmpClient::connect(&socket, Duration::from_secs(20))?;
         let (_client, steady) = self.warm_up()?;
         let mut images = Vec::new();
-        for way in QemuSaveMethod::ALL {
-            if !way.is_supported_by(&mut qmp)? {
+        for method in QemuSaveMethod::ALL {
+            if !method.is_supported_by(&mut qmp)? {
                 continue;
             }
-            self.lab.log_progress(&format!("saving by {way}"));
-            let file = self.lab.file(&format!("{way}.image"));
-            let saved = peer::save_vm(&mut qmp, way, &file)?;
-            report.add_repetition(json!({ "system": way.name(), "save": saved, "steady": steady }));
-            images.push(SavedGuest { system: PeerSystem::Qemu(way), file, steady });
+            self.lab.log_progress(&format!("saving by {method}"));
+            let file = self.lab.file(&format!("{method}.image"));
+            let saved = peer::save_vm(&mut qmp, method, &file)?;
+            report.add_repetition(
+                json!({ "system": method.name(), "save": saved, "steady": steady }),
+            );
+            images.push(SavedGuest { system: PeerSystem::Qemu(method), file, steady });
         }
         Ok(images)
     }
@@ -222,9 +224,9 @@ impl<'a> PeerGuest<'a> {
                 self.lab.firn().restore(&image.file, VM, &["--mode", &mode], throttle)?;
                 Ok(RestoredGuest::Firn(self.lab))
             }
-            PeerSystem::Qemu(way) => {
+            PeerSystem::Qemu(method) => {
                 let dir = self.lab.dir();
-                let peer = QemuRestore::start(&self.args, way, &image.file, throttle, dir)?;
+                let peer = QemuRestore::start(&self.args, method, &image.file, throttle, dir)?;
                 Ok(RestoredGuest::Qemu(peer))
             }
         }

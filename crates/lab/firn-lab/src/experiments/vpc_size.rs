@@ -29,7 +29,7 @@ use firn_epochs::primary::EpochOptions;
 use firn_report::plot::BarPlot;
 use serde_json::{Value, json};
 
-use crate::experiments::epochs::{EpochNumbers, attach_guest, run_epochs};
+use crate::experiments::epochs::{EpochMeasurements, attach_guest, run_epochs};
 use crate::experiments::pauses::add_percentiles;
 use crate::guest::{GuestControl, GuestImage, QemuArgs, accel};
 use crate::lab::{Lab, run_interleaved};
@@ -159,7 +159,7 @@ impl<'a> SizeGuest<'a> {
     }
 }
 
-fn turn_facts(program: &str, interval: u64, predicts: bool, epochs: &[EpochNumbers]) -> Value {
+fn turn_facts(program: &str, interval: u64, predicts: bool, epochs: &[EpochMeasurements]) -> Value {
     let rest = || epochs.iter().skip(1);
     json!({ "program": program, "interval": interval, "predicts": predicts,
         "pages": rest().map(|it| it.cut.copied + it.cut.ahead).collect::<Vec<_>>(),
@@ -216,15 +216,15 @@ fn draw_plot(programs: &[&str], report: &Report) -> Result<String> {
 
 #[cfg(test)]
 mod tests {
-    use firn_epochs::primary::CutNumbers;
+    use firn_epochs::primary::CutMeasurements;
 
     use super::*;
 
     #[test]
     fn epochs_of_all_turns_count_but_for_the_first_of_each() {
         let mut report = Report::new("vpc-size", true);
-        let numbers = |copied, ahead, sent| EpochNumbers {
-            cut: CutNumbers { copied, ahead, written: copied, ..CutNumbers::default() },
+        let numbers = |copied, ahead, sent| EpochMeasurements {
+            cut: CutMeasurements { copied, ahead, written: copied, ..CutMeasurements::default() },
             sent,
         };
         let seed = numbers(9000, 0, Some(9000));

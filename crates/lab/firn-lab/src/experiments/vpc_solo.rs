@@ -48,7 +48,7 @@ use firn_cluster::Epoch;
 use firn_cluster::predict::PageSet;
 use firn_epochs::endpoint::EpochStream;
 use firn_epochs::guest::{PauseResult, ProtectedGuest as Followed};
-use firn_epochs::primary::{CutNumbers, EpochOptions};
+use firn_epochs::primary::{CutMeasurements, EpochOptions};
 use firn_epochs::wire::EpochWriter;
 use firn_report::plot::BarPlot;
 use firn_types::{PAGE_SIZE, Page};
@@ -211,7 +211,8 @@ impl<'a> CutGuest<'a> {
         };
         thread::sleep(SETTLE);
         let still_ms = self.clock.paused_since(before).map(as_ms);
-        let of = |field: fn(&CutNumbers) -> f64| cuts.iter().skip(1).map(field).collect::<Vec<_>>();
+        let of =
+            |field: fn(&CutMeasurements) -> f64| cuts.iter().skip(1).map(field).collect::<Vec<_>>();
         let downtime_ms = of(|cut| cut.downtime_ms);
         let median = Sample::new(downtime_ms.iter().copied()).context("no cut")?.median();
         let (workload, name) = (self.workload.name(), system.name());
@@ -233,13 +234,13 @@ impl<'a> CutGuest<'a> {
     }
 
     /// Firn's own epochs.
-    fn run_epochs(&self, predicts: bool, cuts: usize) -> Result<Vec<CutNumbers>> {
+    fn run_epochs(&self, predicts: bool, cuts: usize) -> Result<Vec<CutMeasurements>> {
         let options = EpochOptions { interval: INTERVAL, predicts, ..EpochOptions::default() };
         let epochs = run_epochs(self.attach_guest()?, options, cuts)?;
         Ok(epochs.into_iter().map(|epoch| epoch.cut).collect())
     }
 
-    fn run_remus_like(&self, cuts: usize) -> Result<Vec<CutNumbers>> {
+    fn run_remus_like(&self, cuts: usize) -> Result<Vec<CutMeasurements>> {
         let mut guest = self.attach_guest()?;
         let hello = hello_for(&guest);
         let numbers = with_backup(|stream| {
@@ -265,12 +266,12 @@ impl<'a> CutGuest<'a> {
                     bytes: emptied.recv()?,
                     ..CopiedEpoch::default()
                 };
-                let mut times = CutNumbers::default();
-                let (pages, pause) = guest.pause_by_commands(|still| {
-                    let pages = time_call(&mut times.scan_ms, || still.written_pages())?;
-                    time_call(&mut times.protect_ms, || still.protect_all())?;
+                let mut times = CutMeasurements::default();
+                let (pages, pause) = guest.pause_by_commands(|paused| {
+                    let pages = time_call(&mut times.scan_ms, || paused.written_pages())?;
+                    time_call(&mut times.protect_ms, || paused.protect_all())?;
                     time_call(&mut times.copy_ms, || {
-                        still.copy_pages(&pages, 0, &mut copied.bytes)
+                        paused.copy_pages(&pages, 0, &mut copied.bytes)
                     })?;
                     Ok(pages)
                 })?;
@@ -286,7 +287,7 @@ impl<'a> CutGuest<'a> {
         numbers
     }
 
-    fn run_vnsnap_like(&self, cuts: usize) -> Result<Vec<CutNumbers>> {
+    fn run_vnsnap_like(&self, cuts: usize) -> Result<Vec<CutMeasurements>> {
         let mut guest = self.attach_guest()?;
         let pages = guest.memory().region_map().total_pages() as usize;
         let mut snapshot = vec![0; pages * PAGE_SIZE];
@@ -295,10 +296,10 @@ impl<'a> CutGuest<'a> {
             let begun = Instant::now();
             guest.reset_tracking()?;
             copy_backed_pages(&guest, &mut snapshot, &mut buffer)?;
-            let mut times = CutNumbers::default();
-            let (pages, pause) = guest.pause_by_commands(|still| {
-                let pages = time_call(&mut times.scan_ms, || still.written_pages())?;
-                time_call(&mut times.copy_ms, || still.copy_pages(&pages, 0, &mut buffer))?;
+            let mut times = CutMeasurements::default();
+            let (pages, pause) = guest.pause_by_commands(|paused| {
+                let pages = time_call(&mut times.scan_ms, || paused.written_pages())?;
+                time_call(&mut times.copy_ms, || paused.copy_pages(&pages, 0, &mut buffer))?;
                 Ok(pages)
             })?;
             store_pages(&pages.iter().collect::<Vec<_>>(), &buffer, &mut snapshot);
@@ -376,11 +377,11 @@ fn time_call<T, E>(took_ms: &mut f64, run: impl FnOnce() -> Result<T, E>) -> Res
     done
 }
 
-fn cut_numbers(times: CutNumbers, pages: &PageSet, pause: &PauseResult) -> CutNumbers {
+fn cut_numbers(times: CutMeasurements, pages: &PageSet, pause: &PauseResult) -> CutMeasurements {
     let pages = pages.len() as u64;
     let device_bytes = pause.devices.len() as u64;
     let downtime_ms = as_ms(pause.downtime);
-    CutNumbers { downtime_ms, copied: pages, written: pages, device_bytes, ..times }
+    CutMeasurements { downtime_ms, copied: pages, written: pages, device_bytes, ..times }
 }
 
 fn as_ms(duration: Duration) -> f64 {

@@ -87,6 +87,8 @@ pub struct QemuArgs {
     disks: Vec<VirtioDisk>,
     network: Option<Vec<HostForward>>,
     more: Vec<String>,
+    /// Whether QEMU ends when the guest reboots.
+    ends_at_reboot: bool,
 }
 
 /// The hypervisor: the environment's, or the default.
@@ -112,7 +114,20 @@ impl QemuArgs {
             disks: Vec::new(),
             network: None,
             more: Vec::new(),
+            ends_at_reboot: true,
         }
+    }
+
+    /// Starts the guest again when it reboots; otherwise QEMU ends.
+    pub fn with_reboots(mut self) -> Self {
+        self.ends_at_reboot = false;
+        self
+    }
+
+    /// Adds a word to the machine type: a property.
+    pub fn with_machine_property(mut self, property: &str) -> Self {
+        self.machine = format!("{},{property}", self.machine);
+        self
     }
 
     /// Uses another QEMU program.
@@ -238,6 +253,7 @@ impl QemuArgs {
             args.extend(network_args(forwards, self.accel));
         }
         args.extend(self.more.iter().cloned());
+        args.extend(self.ends_at_reboot.then(|| "-no-reboot".to_owned()));
         args
     }
 
@@ -245,7 +261,6 @@ impl QemuArgs {
         to_strings(&[
             "-nodefaults",
             "-no-user-config",
-            "-no-reboot",
             "-display",
             "none",
             "-machine",

@@ -45,11 +45,11 @@ impl Prober {
         let replies = Arc::new(Mutex::new(Vec::new()));
         let (stopped, seen) = (Arc::clone(&stop), Arc::clone(&replies));
         let thread = thread::spawn(move || {
-            let mut pace = RequestRate::new(per_second);
+            let mut rate = RequestRate::new(per_second);
             while !stopped.load(Ordering::Relaxed) {
                 if source.wait_reply() {
                     seen.lock().unwrap_or_else(PoisonError::into_inner).push(started.elapsed());
-                    pace.wait_for_next();
+                    rate.wait_for_next();
                 } else {
                     thread::sleep(RETRY_INTERVAL);
                 }

@@ -88,8 +88,8 @@ proptest! {
         prop_assert_eq!(explanation.answer.client, 98);
         prop_assert_eq!(&explanation.possible, &[BankAnswer::Amount(held)]);
         // One look says what it was, and nothing happened since.
-        prop_assert_eq!(explanation.against.len(), 1, "{}", explanation);
-        prop_assert!(explanation.from_any_state && explanation.whatever.is_empty());
+        prop_assert_eq!(explanation.contradicted.len(), 1, "{}", explanation);
+        prop_assert!(explanation.from_any_state && explanation.irrelevant.is_empty());
     }
 }
 
@@ -128,13 +128,13 @@ fn is_contradiction(bank: &BankModel, told: &Explanation<BankOperation, BankAnsw
         true => (-40..=160).map(|held| BankModel(vec![held; bank.0.len()])).collect(),
     };
     // Of many not all combinations are tried.
-    let others = told.whatever.len().min(6);
+    let others = told.irrelevant.len().min(6);
     (0..1 << others).all(|done: u32| {
-        let others = told.whatever.iter().enumerate();
+        let others = told.irrelevant.iter().enumerate();
         let others = others.filter(|(number, _)| *number >= 6 || done & 1 << number != 0);
         let history: History = others
             .map(|(_, call)| call)
-            .chain(&told.against)
+            .chain(&told.contradicted)
             .chain(std::iter::once(&told.answer))
             .cloned()
             .collect();
@@ -197,7 +197,7 @@ fn an_explanation_is_short_and_names_the_conflict() {
     assert_eq!(explanation.answer.called, 20_030);
     assert_eq!(explanation.possible, [BankAnswer::Amount(21)]);
     assert_eq!(
-        explanation.against.iter().map(|it| it.operation).collect::<Vec<_>>(),
+        explanation.contradicted.iter().map(|it| it.operation).collect::<Vec<_>>(),
         [BankOperation::Balance(2), into]
     );
     let text = explanation.to_string();

@@ -126,7 +126,7 @@ pub(crate) struct StorageCost {
 impl StorageCost {
     /// The cost of units of `unit_bytes` bytes, from storage whose latency other restores may have
     /// found.
-    pub(super) fn new(unit_bytes: u32, told: Option<Duration>) -> Self {
+    pub(super) fn new(unit_bytes: u32, known: Option<Duration>) -> Self {
         Self {
             unit: f64::from(unit_bytes) / SEQUENCE_MIN,
             last_end: Duration::ZERO,
@@ -137,15 +137,15 @@ impl StorageCost {
             singles: 0,
             slow_reads: 0,
             latency: None,
-            known: told.as_ref().map(Duration::as_secs_f64),
+            known: known.as_ref().map(Duration::as_secs_f64),
             found: None,
             certain_at: f64::INFINITY,
         }
     }
 
     /// The cost of storage whose latency other restores have found.
-    pub(crate) fn from_known_latency(unit_bytes: u32, way: Duration) -> Self {
-        let latency = Some(way.as_secs_f64());
+    pub(crate) fn from_known_latency(unit_bytes: u32, latency: Duration) -> Self {
+        let latency = Some(latency.as_secs_f64());
         Self { latency, ..Self::new(unit_bytes, None) }
     }
 
@@ -184,15 +184,15 @@ impl StorageCost {
         let single = self.single.without_delayed();
         let by =
             [(self.all.latency_min(self.unit), rest), (self.single.latency_min(self.unit), single)];
-        let far = by.into_iter().find_map(|(least, of)| {
+        let found = by.into_iter().find_map(|(least, of)| {
             let least = least.filter(|least| *least >= HIGH_LATENCY_SECONDS)?;
             Some(of.mean_seconds().max(least))
         });
-        self.slow_reads = if far.is_some() { self.slow_reads + 1 } else { 0 };
+        self.slow_reads = if found.is_some() { self.slow_reads + 1 } else { 0 };
         if self.slow_reads >= SLOW_READS_MIN && self.all.reads <= self.certain_at {
             self.certain_at = self.certain_at.min(self.all.reads + CERTAIN_READS);
-            self.found = far;
-            self.latency = self.known.or(far);
+            self.found = found;
+            self.latency = self.known.or(found);
         }
     }
 
@@ -230,9 +230,9 @@ impl StorageCost {
     /// The time to read this many units, at most `longest` in one request; of low-latency storage,
     /// the cost of the units.
     pub(super) fn estimate_reads(&self, units: u32, longest: u32) -> Duration {
-        let ways = units.div_ceil(longest.max(1));
-        let way = self.latency.unwrap_or_default();
-        Duration::from_secs_f64(way * f64::from(ways) + self.unit * f64::from(units))
+        let accesses = units.div_ceil(longest.max(1));
+        let latency = self.latency.unwrap_or_default();
+        Duration::from_secs_f64(latency * f64::from(accesses) + self.unit * f64::from(units))
     }
 
     /// The time to read this many units with one request, if the access and the transfer overlap,

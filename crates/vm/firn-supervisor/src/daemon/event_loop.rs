@@ -165,11 +165,11 @@ impl VmSupervisor {
             Some(_) => SupervisorCore::new_standby(),
             None => SupervisorCore::new(self.restoring.is_some()),
         };
-        let machine = self.journal.current_journal().machine;
+        let hypervisor_record = self.journal.current_journal().hypervisor_record;
         let keeps_vm = self.journal.current_journal().phase.leaves_vm_to_successor();
-        let core = core
-            .with_vm_left_to_successor(keeps_vm)
-            .with_served_disks(machine.is_some_and(|machine| !machine.served.is_empty()));
+        let core = core.with_vm_left_to_successor(keeps_vm).with_served_disks(
+            hypervisor_record.is_some_and(|hypervisor_record| !hypervisor_record.served.is_empty()),
+        );
         if let Some(restoring) = self.restoring.take() {
             start_restoring(restoring, sender.clone())?;
         }
@@ -324,9 +324,9 @@ impl EventLoop {
         let (operations, cancel) = (Arc::clone(&self.keeper.operations), Arc::clone(&self.cancel));
         let sender = self.sender.clone();
         event_sources::spawn_thread("merge", move || {
-            let pace = ProgressThrottle::default();
+            let throttle = ProgressThrottle::default();
             let progress =
-                |now| pace.run_throttled(|| drop(sender.send(SupervisorEvent::Progress(now))));
+                |now| throttle.run_throttled(|| drop(sender.send(SupervisorEvent::Progress(now))));
             let merged =
                 catch_panic("the merge", || operations.merge_layers(all, &cancel, &progress));
             let _ = sender.send(SupervisorEvent::MergeEnded(merged));
@@ -338,9 +338,9 @@ impl EventLoop {
         let (operations, ending) = (Arc::clone(&self.keeper.operations), Arc::clone(&self.ending));
         let sender = self.sender.clone();
         event_sources::spawn_thread("protect", move || {
-            let pace = ProgressThrottle::default();
+            let throttle = ProgressThrottle::default();
             let progress =
-                |now| pace.run_throttled(|| drop(sender.send(SupervisorEvent::Progress(now))));
+                |now| throttle.run_throttled(|| drop(sender.send(SupervisorEvent::Progress(now))));
             let begun = || {
                 let facts = serde_json::to_value(operations.protection()).unwrap_or_default();
                 drop(sender.send(SupervisorEvent::Protected(facts)));
@@ -436,8 +436,11 @@ impl EventLoop {
             })
             .map_err(io::Error::other)?;
         keeper.hypervisor.release_ownership();
-        let launched =
-            keeper.journal.current_journal().machine.is_none_or(|machine| machine.launched);
+        let launched = keeper
+            .journal
+            .current_journal()
+            .hypervisor_record
+            .is_none_or(|hypervisor_record| hypervisor_record.launched);
         match launched {
             true => remove_file(&keeper.vm.control_socket()),
             false => keeper.vm.remove_dir().map_err(io::Error::other),
@@ -503,9 +506,9 @@ fn remove_file(path: &Path) -> io::Result<()> {
 
 fn start_restoring(restoring: RestoreTask, sender: Sender<SupervisorEvent>) -> io::Result<()> {
     event_sources::spawn_thread("restore", move || {
-        let pace = ProgressThrottle::default();
+        let throttle = ProgressThrottle::default();
         let progress =
-            |now| pace.run_throttled(|| drop(sender.send(SupervisorEvent::Progress(now))));
+            |now| throttle.run_throttled(|| drop(sender.send(SupervisorEvent::Progress(now))));
         let restored = catch_panic("the restore", || restoring(&progress));
         let _ = sender.send(SupervisorEvent::RestoreEnded(restored));
     })

@@ -122,8 +122,10 @@ impl VmStatus {
 
     /// The status as the journal alone describes it.
     pub fn from_journal(journal: &Journal) -> Self {
-        let machine = journal.machine.as_ref();
-        let meta = machine.map(|machine| machine.meta.clone()).unwrap_or_default();
+        let hypervisor_record = journal.hypervisor_record.as_ref();
+        let meta = hypervisor_record
+            .map(|hypervisor_record| hypervisor_record.meta.clone())
+            .unwrap_or_default();
         let (image, exit) = match &journal.phase {
             VmPhase::Saving { image, .. } | VmPhase::Restoring { image, .. } => {
                 (Some(image.clone()), None)
@@ -135,14 +137,16 @@ impl VmStatus {
             name: journal.name.clone(),
             state: journal.phase.state_word().to_owned(),
             exit,
-            pid: machine.map(|machine| machine.process.pid),
-            launched: machine.is_none_or(|machine| machine.launched),
+            pid: hypervisor_record.map(|hypervisor_record| hypervisor_record.process.pid),
+            launched: hypervisor_record.is_none_or(|hypervisor_record| hypervisor_record.launched),
             memory_bytes: meta.memory_bytes,
             vcpus: meta.vcpus,
             qemu: meta.qemu.version,
             accel: meta.qemu.accel,
-            since: machine.map(|machine| machine.since).unwrap_or_default(),
-            qmp: machine.map(|machine| machine.qmp.clone()),
+            since: hypervisor_record
+                .map(|hypervisor_record| hypervisor_record.since)
+                .unwrap_or_default(),
+            qmp: hypervisor_record.map(|hypervisor_record| hypervisor_record.qmp.clone()),
             image,
             progress: None,
             overlays: overlays_left(journal),
@@ -165,12 +169,12 @@ impl VmStatus {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::testing::machine;
+    use crate::testing::hypervisor_record;
 
     #[test]
     fn the_status_of_an_ended_vm_has_its_end() {
         let mut journal = Journal::new(VmName::new("web").unwrap(), None);
-        journal.machine = Some(machine(true));
+        journal.hypervisor_record = Some(hypervisor_record(true));
         journal.phase = VmPhase::Ended { exit: ProcessExit::Signal(11), at: 5 };
         let status = VmStatus::from_journal(&journal);
         assert_eq!((status.state.as_str(), status.exit), ("ended", Some(ProcessExit::Signal(11))));

@@ -110,12 +110,13 @@ impl NewSupervisor {
         crate::processes::log::open_log(vm).while_doing("opening the log")?;
         tracing::info!("supervisor of {} in {}", vm.name(), base.path().display());
         let launching = (!matches!(plan, SupervisorPlan::Attach { .. })).then(|| vm.qmp_socket());
-        let machine = before.as_ref().and_then(|journal| journal.machine.clone());
+        let hypervisor_record =
+            before.as_ref().and_then(|journal| journal.hypervisor_record.clone());
         let overlays = before.as_ref().map(|it| it.overlays.clone()).unwrap_or_default();
         let shut = before.as_ref().is_some_and(|journal| journal.shut);
         let lease = before.as_ref().and_then(|journal| journal.lease);
         let new = Journal::new(vm.name().clone(), launching);
-        let journal = Journal { machine, overlays, shut, lease, ..new };
+        let journal = Journal { hypervisor_record, overlays, shut, lease, ..new };
         let journal =
             JournalFile::create(vm.journal_file(), journal).while_doing("writing the journal")?;
         Ok(Self { vm: vm.clone(), journal: Arc::new(journal), before, role })
@@ -130,7 +131,7 @@ impl NewSupervisor {
     ) -> Result<StartedVm, Failure> {
         let directory = std::env::current_dir().unwrap_or_else(|_| PathBuf::from("/"));
         let stores = plan.stores_plugin();
-        let place = StartContext { vm: &self.vm, journal: &self.journal, directory, stores };
+        let context = StartContext { vm: &self.vm, journal: &self.journal, directory, stores };
         // The run record of an earlier VM of this name.
         let _ = std::fs::remove_file(self.vm.run_record());
         // The guards start while QEMU does, because they need not wait for anything.
@@ -139,14 +140,15 @@ impl NewSupervisor {
         let started = match plan {
             SupervisorPlan::Standby { listen, uplinks, disks } => {
                 let choices = standby::StandbyChoices { uplinks, disks };
-                standby::start_standby(&place, listen, &choices, &mut report)
+                standby::start_standby(&context, listen, &choices, &mut report)
             }
             SupervisorPlan::Run { args, old_disk, .. } => {
-                vm_start::run_vm(&place, args, plan.calls_file(), *old_disk)
+                vm_start::run_vm(&context, args, plan.calls_file(), *old_disk)
             }
             SupervisorPlan::Attach { pid, qmp, old_disk, .. } => {
-                let before = self.before.as_ref().and_then(|journal| journal.machine.as_ref());
-                vm_start::attach_vm(&place, *pid, qmp, before, *old_disk)
+                let before =
+                    self.before.as_ref().and_then(|journal| journal.hypervisor_record.as_ref());
+                vm_start::attach_vm(&context, *pid, qmp, before, *old_disk)
             }
             SupervisorPlan::Restore {
                 image,
@@ -180,7 +182,7 @@ impl NewSupervisor {
                     overrides,
                     libvirt: libvirt.as_ref(),
                 };
-                restore::restore_vm(&place, &choices, since, &mut report)
+                restore::restore_vm(&context, &choices, since, &mut report)
             }
         };
         self.record_idle_work(plan)?;
@@ -210,9 +212,9 @@ impl NewSupervisor {
     fn record_idle_work(&self, plan: &SupervisorPlan) -> Result<(), Failure> {
         let (access_bits, calls) = (plan.access_bits(), plan.calls_file());
         let change = |journal: &mut Journal| {
-            if let Some(machine) = &mut journal.machine {
-                machine.access_bits = access_bits;
-                machine.calls = calls.map(Path::to_owned);
+            if let Some(hypervisor_record) = &mut journal.hypervisor_record {
+                hypervisor_record.access_bits = access_bits;
+                hypervisor_record.calls = calls.map(Path::to_owned);
             }
         };
         match access_bits.is_some() || calls.is_some() {
@@ -244,14 +246,19 @@ impl NewSupervisor {
 /// Whether the name is in use. A VM that runs without Firn after a detach keeps its name, so that
 /// its monitor socket is not lost.
 fn is_in_use(journal: &Journal) -> bool {
-    let alive = journal.machine.as_ref().is_some_and(|machine| machine.process.is_alive());
+    let alive = journal
+        .hypervisor_record
+        .as_ref()
+        .is_some_and(|hypervisor_record| hypervisor_record.process.is_alive());
     !journal.phase.is_over() || (alive && journal.phase == VmPhase::Detached)
 }
 
 /// Whether the plan attaches to the VM that Firn detached from.
 fn is_reattached_by(journal: &Journal, plan: &SupervisorPlan) -> bool {
-    let machine = journal.machine.as_ref();
-    let same = |wanted: i32| machine.is_some_and(|machine| machine.process.pid == wanted);
+    let hypervisor_record = journal.hypervisor_record.as_ref();
+    let same = |wanted: i32| {
+        hypervisor_record.is_some_and(|hypervisor_record| hypervisor_record.process.pid == wanted)
+    };
     journal.phase == VmPhase::Detached
         && matches!(plan, SupervisorPlan::Attach { pid, .. } if same(*pid))
 }
@@ -322,11 +329,16 @@ fn manage_vm(
 /// Opens the network cards. If that fails, the VM continues without them, and the journal records
 /// it.
 fn open_network(journal: &JournalFile) -> Arc<VmNetwork> {
-    let Journal { machine, shut, .. } = journal.current_journal();
-    let open = |machine: &HypervisorRecord| {
-        VmNetwork::open_cards(machine.process.pid, &machine.cards, Vec::new(), !shut)
+    let Journal { hypervisor_record, shut, .. } = journal.current_journal();
+    let open = |hypervisor_record: &HypervisorRecord| {
+        VmNetwork::open_cards(
+            hypervisor_record.process.pid,
+            &hypervisor_record.cards,
+            Vec::new(),
+            !shut,
+        )
     };
-    let opened = machine.as_ref().map_or_else(|| Ok(VmNetwork::default()), open);
+    let opened = hypervisor_record.as_ref().map_or_else(|| Ok(VmNetwork::default()), open);
     Arc::new(opened.unwrap_or_else(|failure| {
         let text = format!("the VM has no network: {failure}");
         tracing::error!("{text}");
@@ -339,8 +351,11 @@ fn open_network(journal: &JournalFile) -> Arc<VmNetwork> {
 
 /// Serves again the disks of a VM that lives.
 fn reopen_disks(vm: &VmDir, journal: &Journal) -> Result<ServedDisks, Failure> {
-    let machine = journal.machine.as_ref().filter(|machine| machine.process.is_alive());
-    machine.map_or_else(
+    let hypervisor_record = journal
+        .hypervisor_record
+        .as_ref()
+        .filter(|hypervisor_record| hypervisor_record.process.is_alive());
+    hypervisor_record.map_or_else(
         || Ok(ServedDisks::default()),
         |it| ServedDisks::reopen_disks(&it.served, &vm.disks_socket()),
     )

@@ -82,7 +82,7 @@ enum DiskMethod {
 
 impl<'a> DiskPolicy<'a> {
     pub(crate) fn new(
-        machine: &'a HypervisorRecord,
+        hypervisor_record: &'a HypervisorRecord,
         journal: &Journal,
         request: &'a SaveRequest,
         parent: Option<&Image>,
@@ -91,8 +91,8 @@ impl<'a> DiskPolicy<'a> {
             parent.and_then(|it| serde_json::from_value::<ImageMeta>(it.meta().clone()).ok());
         Self {
             how: request.choices.disks,
-            is_launched: machine.launched,
-            vm_name: &machine.meta.name,
+            is_launched: hypervisor_record.launched,
+            vm_name: &hypervisor_record.meta.name,
             disk_dir: request.choices.disk_dir.as_deref(),
             image_dir: request.image.parent().unwrap_or(Path::new("/")),
             parents: parent.map(|meta| meta.drives).unwrap_or_default(),
@@ -340,10 +340,10 @@ pub(crate) fn remove_old_bitmaps(vm: &mut QemuVm, journal: &Journal) {
 
 /// Removes all dirty bitmaps of Firn's, before Firn detaches from the VM.
 pub(crate) fn remove_all_bitmaps(journal: &JournalFile) {
-    let Journal { machine, copies, .. } = journal.current_journal();
-    let Some(machine) = machine.filter(|_| !copies.is_empty()) else { return };
+    let Journal { hypervisor_record, copies, .. } = journal.current_journal();
+    let Some(hypervisor_record) = hypervisor_record.filter(|_| !copies.is_empty()) else { return };
     const LEAVING: &str = "removing dirty bitmaps from the VM's disks";
-    let left = qemu::connect_monitor(&machine)
+    let left = qemu::connect_monitor(&hypervisor_record)
         .and_then(|mut vm| vm.remove_bitmaps(&[]).while_doing(LEAVING))
         .and_then(|()| {
             journal.update(|journal| journal.copies.clear()).while_doing("writing the journal")

@@ -204,14 +204,14 @@ impl VmNetwork {
         self.ports().for_each(NicPort::begin_protection);
     }
 
-    /// Makes room for the VM's frames, because it is about to be stopped.
-    pub(crate) fn prepare_stop(&self) {
-        self.ports().for_each(NicPort::prepare_stop);
+    /// Makes room for the VM's frames, because it is about to be paused.
+    pub(crate) fn prepare_pause(&self) {
+        self.ports().for_each(NicPort::prepare_pause);
     }
 
-    /// Ends what [`Self::prepare_stop`] began: the VM was not stopped, or it continues.
-    pub(crate) fn end_stop(&self) {
-        self.ports().for_each(NicPort::finish_stop);
+    /// Ends what [`Self::prepare_pause`] began: the VM could not be paused, or it continues.
+    pub(crate) fn end_pause(&self) {
+        self.ports().for_each(NicPort::finish_pause);
     }
 
     /// Ends an epoch while the VM is paused.
@@ -228,7 +228,7 @@ impl VmNetwork {
     pub(crate) fn answer_member_request(
         &self,
         request: &MemberRequest,
-        machine: &HypervisorRecord,
+        hypervisor_record: &HypervisorRecord,
     ) -> Result<Value, Failure> {
         let [(card, port)] = &self.0[..] else { return Err(no_card()) };
         let done = |is_done: bool| is_done.then_some(Value::Null);
@@ -236,7 +236,7 @@ impl VmNetwork {
             MemberRequest::Card => {
                 let mac = match port.membership() {
                     Some(of) => of.members.iter().find(|(vm, _)| *vm == of.own).map(|it| it.1),
-                    None => card_address(card, machine)?,
+                    None => card_address(card, hypervisor_record)?,
                 };
                 let mac = mac.ok_or_else(no_card)?;
                 let facts = MemberCard { mac, is_settled: port.is_output_received() };
@@ -331,14 +331,14 @@ impl VmNetwork {
 /// on its command line.
 fn card_address(
     card: &NetworkCard,
-    machine: &HypervisorRecord,
+    hypervisor_record: &HypervisorRecord,
 ) -> Result<Option<MacAddress>, Failure> {
-    let plan = command_line::plan_command(&machine.meta.qemu.user_args)
+    let plan = command_line::plan_command(&hypervisor_record.meta.qemu.user_args)
         .while_doing("reading the VM's command line")?;
     if !plan.other_cards().is_empty() {
         return Ok(None);
     }
-    let address = qemu::connect_monitor(machine)?.mac_address(&card.id);
+    let address = qemu::connect_monitor(hypervisor_record)?.mac_address(&card.id);
     Ok(address.while_doing("querying the card's address from QEMU")?.map(MacAddress))
 }
 

@@ -21,10 +21,10 @@ const FIRMWARE_CHECK_INTERVAL: Duration = Duration::from_millis(100);
 /// Returns the reasons.
 pub(crate) fn check_restorable(
     vm: &mut QemuVm,
-    machine: &HypervisorRecord,
+    hypervisor_record: &HypervisorRecord,
     accepted: bool,
 ) -> Result<Vec<String>, Failure> {
-    let reasons = restore_obstacles(vm, machine)?;
+    let reasons = restore_obstacles(vm, hypervisor_record)?;
     if reasons.is_empty() || accepted {
         return Ok(reasons);
     }
@@ -35,18 +35,21 @@ pub(crate) fn check_restorable(
 /// Refuses to protect a VM that no standby could run.
 pub(crate) fn check_protectable(
     vm: &mut QemuVm,
-    machine: &HypervisorRecord,
+    hypervisor_record: &HypervisorRecord,
 ) -> Result<(), Failure> {
-    match restore_obstacles(vm, machine)? {
+    match restore_obstacles(vm, hypervisor_record)? {
         reasons if reasons.is_empty() => Ok(()),
         reasons => Err(refuse_with(reasons, "a standby could not run this VM")),
     }
 }
 
 /// The reasons why no QEMU could continue this VM.
-fn restore_obstacles(vm: &mut QemuVm, machine: &HypervisorRecord) -> Result<Vec<String>, Failure> {
+fn restore_obstacles(
+    vm: &mut QemuVm,
+    hypervisor_record: &HypervisorRecord,
+) -> Result<Vec<String>, Failure> {
     let facts = vm.machine_facts().while_doing("checking whether the VM could be restored")?;
-    let qemu = &machine.meta.qemu;
+    let qemu = &hypervisor_record.meta.qemu;
     let lines =
         CommandLines { user: &qemu.user_args, actual: &qemu.args, directory: &qemu.directory };
     Ok(find_obstacles(&lines, &facts).iter().map(ToString::to_string).collect())
@@ -66,14 +69,14 @@ pub(crate) fn paused_state(state: &RunState) -> Option<String> {
 /// firmware that has just started.
 pub(crate) fn mapped_layout(
     vm: &mut QemuVm,
-    machine: &HypervisorRecord,
+    hypervisor_record: &HypervisorRecord,
     is_running: bool,
     cancel: &AtomicBool,
 ) -> Result<MemoryLayout, Failure> {
     let wait = if is_running { FIRMWARE_WAIT } else { Duration::ZERO };
     let deadline = Instant::now() + wait;
     loop {
-        let layout = qemu::find_layout(vm, &machine.meta.qemu.user_args)?;
+        let layout = qemu::find_layout(vm, &hypervisor_record.meta.qemu.user_args)?;
         let Some(block) = unmapped_block(&layout) else { return Ok(layout) };
         if cancel.load(Ordering::Relaxed) {
             return Err(Failure::new(FailureKind::Interrupted, "the save was cancelled"));

@@ -39,6 +39,9 @@ const HUNG_WAIT: Duration = Duration::from_millis(200);
 /// The maximum time that QEMU may take to end after `quit`: it flushes its disks.
 const QUIT_WAIT: Duration = Duration::from_secs(20);
 
+/// The largest option file of QEMU that is read. Known ones have a few KiB.
+const OPTION_FILE_BYTES_MAX: u64 = 1 << 20;
+
 /// The interval between attempts to connect to a monitor that does not exist yet.
 const RETRY_INTERVAL: Duration = Duration::from_millis(1);
 
@@ -82,20 +85,20 @@ pub(crate) fn end_during_start(exit: ProcessExit) -> Failure {
 }
 
 /// Connects to the monitor of a running VM.
-pub(crate) fn connect_monitor(machine: &HypervisorRecord) -> Result<QemuVm, Failure> {
-    connect_within(machine, ANSWER_WAIT)
+pub(crate) fn connect_monitor(hypervisor_record: &HypervisorRecord) -> Result<QemuVm, Failure> {
+    connect_within(hypervisor_record, ANSWER_WAIT)
 }
 
 pub(crate) fn connect_within(
-    machine: &HypervisorRecord,
+    hypervisor_record: &HypervisorRecord,
     timeout: Duration,
 ) -> Result<QemuVm, Failure> {
-    monitor::connect_checked(machine.process.pid, &machine.qmp, timeout)
+    monitor::connect_checked(hypervisor_record.process.pid, &hypervisor_record.qmp, timeout)
 }
 
 /// Connects for an answer that a command can do without, unless another process uses the monitor.
-pub(crate) fn connect_if_free(machine: &HypervisorRecord) -> Result<QemuVm, Failure> {
-    monitor::connect_if_free(machine.process.pid, &machine.qmp, SHORT_WAIT)
+pub(crate) fn connect_if_free(hypervisor_record: &HypervisorRecord) -> Result<QemuVm, Failure> {
+    monitor::connect_if_free(hypervisor_record.process.pid, &hypervisor_record.qmp, SHORT_WAIT)
 }
 
 /// Finds a VM's memory, with the names that its regions would have after a restore.
@@ -124,14 +127,15 @@ pub(crate) fn open_memory(pid: i32, layout: &MemoryLayout) -> Result<VmMemory, F
 /// Opens a VM's memory at the addresses in the journal, without a query to a hypervisor that may
 /// not be able to answer.
 pub(crate) fn open_journaled(
-    machine: &HypervisorRecord,
+    hypervisor_record: &HypervisorRecord,
 ) -> Result<(Arc<Process>, Arc<GuestMemory>), Failure> {
-    let process =
-        Process::open(machine.process.pid).while_doing("opening the hypervisor process")?;
+    let process = Process::open(hypervisor_record.process.pid)
+        .while_doing("opening the hypervisor process")?;
     let process = Arc::new(process);
-    let locations = locate_regions(machine.map.regions(), &machine.locations);
-    let memory = GuestMemory::open_any(Arc::clone(&process), machine.map.clone(), &locations)
-        .while_doing("opening the guest's memory")?;
+    let locations = locate_regions(hypervisor_record.map.regions(), &hypervisor_record.locations);
+    let memory =
+        GuestMemory::open_any(Arc::clone(&process), hypervisor_record.map.clone(), &locations)
+            .while_doing("opening the guest's memory")?;
     Ok((process, Arc::new(memory)))
 }
 
@@ -211,7 +215,11 @@ pub(crate) fn describe_hypervisor(
         qmp: known.qmp,
         launched: known.launched,
         map: layout.map.clone(),
-        locations: layout.locations.iter().map(|place| (place.id.clone(), place.hva)).collect(),
+        locations: layout
+            .locations
+            .iter()
+            .map(|location| (location.id.clone(), location.hva))
+            .collect(),
         vcpus,
         meta,
         since: unix_seconds(),
@@ -226,22 +234,22 @@ pub(crate) fn describe_hypervisor(
 /// Ends a QEMU. If QEMU does not quit on request it is killed only by force; if its guest ignores
 /// the power button, it is not killed.
 pub(crate) fn end_hypervisor(
-    machine: &HypervisorRecord,
+    hypervisor_record: &HypervisorRecord,
     hypervisor: &ProcessHandle,
     request: StopRequest,
 ) -> Result<(), Failure> {
     match request.powerdown_s {
-        Some(seconds) => power_down(machine, hypervisor, Duration::from_secs(seconds)),
-        None => quit_qemu(machine, hypervisor, request.force),
+        Some(seconds) => power_down(hypervisor_record, hypervisor, Duration::from_secs(seconds)),
+        None => quit_qemu(hypervisor_record, hypervisor, request.force),
     }
 }
 
 fn power_down(
-    machine: &HypervisorRecord,
+    hypervisor_record: &HypervisorRecord,
     hypervisor: &ProcessHandle,
     wait: Duration,
 ) -> Result<(), Failure> {
-    let mut vm = connect_monitor(machine)?;
+    let mut vm = connect_monitor(hypervisor_record)?;
     vm.qmp().execute("system_powerdown", Value::Null).while_doing("pressing the power button")?;
     drop(vm);
     wait_powerdown(hypervisor, wait)
@@ -258,12 +266,12 @@ pub(crate) fn wait_powerdown(hypervisor: &ProcessHandle, wait: Duration) -> Resu
 }
 
 fn quit_qemu(
-    machine: &HypervisorRecord,
+    hypervisor_record: &HypervisorRecord,
     hypervisor: &ProcessHandle,
     force: bool,
 ) -> Result<(), Failure> {
     let wait = if force { SHORT_WAIT } else { QUIT_WAIT };
-    let asked = connect_within(machine, wait)
+    let asked = connect_within(hypervisor_record, wait)
         .and_then(|mut vm| vm.quit().while_doing("sending `quit` to QEMU"));
     let quits = match &asked {
         Ok(()) => hypervisor.wait_gone(QUIT_WAIT).while_doing("waiting for QEMU to end")?,
@@ -276,42 +284,65 @@ fn quit_qemu(
     match (quits, asked) {
         (true, _) => Ok(()),
         (false, _) if force => hypervisor.send_kill().while_doing("killing QEMU"),
-        (false, Ok(())) => Err(still_running(machine, "did not end")),
+        (false, Ok(())) => Err(still_running(hypervisor_record, "did not end")),
         (false, Err(failure)) => Err(Failure {
-            chain: [still_running(machine, "can't be asked to end").chain, failure.chain].concat(),
-            ..still_running(machine, "")
+            chain: [still_running(hypervisor_record, "can't be asked to end").chain, failure.chain]
+                .concat(),
+            ..still_running(hypervisor_record, "")
         }),
     }
 }
 
 /// The failure for a QEMU that continues to run: it is not killed, because data that it has not
 /// written to its disks would be lost.
-fn still_running(machine: &HypervisorRecord, how: &str) -> Failure {
-    let text = format!("QEMU (process {}) {how}", machine.process.pid);
+fn still_running(hypervisor_record: &HypervisorRecord, how: &str) -> Failure {
+    let text = format!("QEMU (process {}) {how}", hypervisor_record.process.pid);
     let hint = format!(
         "run the command again, or `firn stop --force {}` kills it: what it has not written to its disks is lost",
-        machine.meta.name
+        hypervisor_record.meta.name
     );
     Failure::new(FailureKind::Interrupted, text).with_hint(hint)
 }
 
 /// Whether the vCPUs are paused; `None` if QEMU does not report that at once.
-pub(crate) fn is_paused(machine: &HypervisorRecord) -> Option<bool> {
-    let mut vm = connect_if_free(machine).ok()?;
+pub(crate) fn is_paused(hypervisor_record: &HypervisorRecord) -> Option<bool> {
+    let mut vm = connect_if_free(hypervisor_record).ok()?;
     Some(!vm.status().ok()?.running)
 }
 
 /// Whether a QEMU that did not answer before answers now.
-pub(crate) fn is_answering(machine: &HypervisorRecord) -> bool {
-    connect_within(machine, HUNG_WAIT).is_ok()
+pub(crate) fn is_answering(hypervisor_record: &HypervisorRecord) -> bool {
+    connect_within(hypervisor_record, HUNG_WAIT).is_ok()
 }
 
-/// The command line that a restore starts from of a VM that was started by `args` without Firn.
-pub(crate) fn restorable_command(monitor: &MonitorAddress, args: &[String]) -> PlainCommand {
+/// The command line that a restore starts from, of a VM that was started by `args` without Firn as
+/// process `pid`. An option file that cannot be read stays, with a note: such a VM cannot be saved.
+pub(crate) fn restorable_command(
+    monitor: &MonitorAddress,
+    pid: i32,
+    args: &[String],
+) -> PlainCommand {
+    let seen_by_qemu = |file: &str| match Path::new(file).strip_prefix("/") {
+        Ok(inner) => PathBuf::from(format!("/proc/{pid}/root")).join(inner),
+        Err(_) => PathBuf::from(format!("/proc/{pid}/cwd")).join(file),
+    };
+    let read = |file: &str| read_option_file(&seen_by_qemu(file));
+    let (args, notes) = match command_line::expand_option_files(args, read) {
+        Ok(args) => (args, Vec::new()),
+        Err(error) => (args.to_vec(), vec![format!("the VM can't be saved: {error}")]),
+    };
     match monitor {
-        MonitorAddress::Socket(_) => PlainCommand { args: args.to_vec(), notes: Vec::new() },
-        MonitorAddress::Domain(_) => command_line::without_libvirt(args),
+        MonitorAddress::Socket(_) => PlainCommand { args, notes },
+        MonitorAddress::Domain(_) => {
+            let plain = command_line::without_libvirt(&args);
+            PlainCommand { notes: [notes, plain.notes].concat(), ..plain }
+        }
     }
+}
+
+/// Reads an option file (`-readconfig`).
+pub(crate) fn read_option_file(path: &Path) -> io::Result<String> {
+    firn_files::read_text(path, OPTION_FILE_BYTES_MAX)
 }
 
 /// The command line and working directory of a process, with which a VM was started that Firn

@@ -30,12 +30,13 @@ pub(crate) struct AccessScan {
 
 impl AccessScan {
     /// Starts the scan, if the VM is to be scanned and the scan does not run yet.
-    pub(crate) fn start_scan(&self, machine: &HypervisorRecord) {
-        let Some(bytes_per_s) = machine.access_bits else { return };
+    pub(crate) fn start_scan(&self, hypervisor_record: &HypervisorRecord) {
+        let Some(bytes_per_s) = hypervisor_record.access_bits else { return };
         let mut scanner = self.scanner.lock().unwrap_or_else(PoisonError::into_inner);
         if scanner.is_none() {
-            *scanner =
-                start_scanner(machine, bytes_per_s).map_err(|failure| log_failure(&failure)).ok();
+            *scanner = start_scanner(hypervisor_record, bytes_per_s)
+                .map_err(|failure| log_failure(&failure))
+                .ok();
         }
     }
 
@@ -46,9 +47,12 @@ impl AccessScan {
     }
 }
 
-fn start_scanner(machine: &HypervisorRecord, bytes_per_s: u64) -> Result<AccessScanner, Failure> {
-    let (process, memory) = qemu::open_journaled(machine)?;
-    AccessScanner::start_scan(process, memory, machine.vcpus.clone(), bytes_per_s)
+fn start_scanner(
+    hypervisor_record: &HypervisorRecord,
+    bytes_per_s: u64,
+) -> Result<AccessScanner, Failure> {
+    let (process, memory) = qemu::open_journaled(hypervisor_record)?;
+    AccessScanner::start_scan(process, memory, hypervisor_record.vcpus.clone(), bytes_per_s)
         .map_err(|error| Failure::from_error(FailureKind::Other, &error))
 }
 

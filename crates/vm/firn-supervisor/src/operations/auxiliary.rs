@@ -19,8 +19,8 @@ pub(crate) fn write_image_aux(
     }
     let locations = vm.layout().while_doing("finding video memory")?.aux;
     let written = image.each_aux_piece(|piece: AuxPiece<'_>| {
-        let of = |place: &&AuxRam| place.id == piece.id && place.bytes == piece.block_bytes;
-        let Some(hva) = locations.iter().find(of).and_then(|place| place.hva) else {
+        let of = |block: &&AuxRam| block.id == piece.id && block.bytes == piece.block_bytes;
+        let Some(hva) = locations.iter().find(of).and_then(|block| block.hva) else {
             return Err(no_location(piece.id, piece.block_bytes).into());
         };
         if piece.bytes.is_empty() {

@@ -76,11 +76,11 @@ impl CallService {
     /// Starts to answer, if the VM's applications may call and the service does not run yet.
     pub(crate) fn start_service(
         &self,
-        machine: &HypervisorRecord,
+        hypervisor_record: &HypervisorRecord,
         vm: &VmDir,
         changes: &Arc<DirtyTracking>,
     ) -> Result<(), Failure> {
-        let Some(file) = &machine.calls else { return Ok(()) };
+        let Some(file) = &hypervisor_record.calls else { return Ok(()) };
         let mut service = self.0.lock().unwrap_or_else(PoisonError::into_inner);
         if service.as_ref().is_some_and(|service| !service.thread.is_finished()) {
             return Ok(());
@@ -90,11 +90,11 @@ impl CallService {
         // Whatever fails from here on, no application waits for an earlier service.
         CallWindow::new(words.words()).while_doing("opening the memory for guest calls")?.clear();
         let server = SessionServer::new(read_policy(file)?);
-        let (_, memory) = qemu::open_journaled(machine)?;
+        let (_, memory) = qemu::open_journaled(hypervisor_record)?;
         memory.open_window().while_doing("mapping the guest's memory")?;
-        let (machine, changes) = (machine.clone(), Arc::clone(changes));
+        let (hypervisor_record, changes) = (hypervisor_record.clone(), Arc::clone(changes));
         let plugin = StorePluginClient::at_socket(vm.stores_socket());
-        let guest = CallingGuest { machine, memory, changes, plugin, levels: 4 };
+        let guest = CallingGuest { hypervisor_record, memory, changes, plugin, levels: 4 };
         let end = Arc::new(AtomicBool::new(false));
         let thread = thread::Builder::new().name("firn-calls".into());
         let is_over = Arc::clone(&end);
@@ -237,7 +237,7 @@ impl CallServer<'_> {
 
 /// The guest, as the server accesses it.
 struct CallingGuest {
-    machine: HypervisorRecord,
+    hypervisor_record: HypervisorRecord,
     memory: Arc<GuestMemory>,
     changes: Arc<DirtyTracking>,
     plugin: StorePluginClient,
@@ -248,7 +248,7 @@ impl CallingGuest {
     /// The page tables that the vCPUs use now, which show the format of this guest's page tables.
     fn page_table_roots(&self) -> Result<Vec<PageTableRoot>, Failure> {
         // A save may have the monitor, and other callers do not wait for it.
-        let mut vm = qemu::connect_within(&self.machine, MONITOR_WAIT)?;
+        let mut vm = qemu::connect_within(&self.hypervisor_record, MONITOR_WAIT)?;
         vm.page_table_roots().while_doing("querying the vCPUs' page tables")
     }
 

@@ -27,12 +27,16 @@ struct TrackingState {
 
 impl DirtyTracking {
     /// Starts to track the guest's memory, for purposes other than a save.
-    pub(crate) fn start_tracking(&self, machine: &HypervisorRecord) -> Result<(), Failure> {
+    pub(crate) fn start_tracking(
+        &self,
+        hypervisor_record: &HypervisorRecord,
+    ) -> Result<(), Failure> {
         let mut state = self.lock_state();
         if state.tracker.is_none() {
-            let (process, memory) = qemu::open_journaled(machine)?;
+            let (process, memory) = qemu::open_journaled(hypervisor_record)?;
             refuse_other_writers(&memory)?;
-            let started = WriteTracker::start_tracking(process, memory, machine.vcpus.clone());
+            let started =
+                WriteTracker::start_tracking(process, memory, hypervisor_record.vcpus.clone());
             state.tracker = Some(started.while_doing("starting to track the guest's writes")?);
             state.era += 1;
         }

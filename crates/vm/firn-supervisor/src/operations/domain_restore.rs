@@ -8,13 +8,15 @@
 //! From then on the restore is that of a QEMU which Firn started: memory is registered or filled, and
 //! device state is loaded over the monitor, which is libvirt's.
 
+use firn_image::Image;
 use firn_libvirt::{DiskReplacement, DomainAddress, DomainChanges, DomainIdentity};
+use firn_vmm::AuxRam;
 use firn_vmm::command_line::DriveFile;
 
 use crate::hypervisor::{qemu, restored_domain};
 use crate::processes::identity::{ProcessHandle, ProcessIdentity};
 use crate::processes::ownership::QemuOwnership;
-use crate::records::failure::{Failure, FailureContext, FailureKind};
+use crate::records::failure::{Failure, FailureContext, FailureKind, image_failure};
 use crate::records::journal::{Journal, JournalFile};
 use crate::records::meta::ImageMeta;
 use crate::records::restored_domain::{LibvirtTarget, RestoredDomain};
@@ -138,6 +140,21 @@ fn identify_qemu(pid: i32) -> Result<(ProcessIdentity, ProcessHandle, Vec<String
     handle.keep_ownership(QemuOwnership::take_process(&identity)?);
     let (args, _) = qemu::command_line(pid).while_doing("reading QEMU's command line")?;
     Ok((identity, handle, args))
+}
+
+/// Refuses an image without the firmware that this QEMU uses when the VM is reset: a QEMU that waits
+/// for a migration has none of its own. Versions of Firn before `restore --libvirt` made such images.
+pub(crate) fn check_firmware(aux: &[AuxRam], image: &Image) -> Result<(), Failure> {
+    let saved = image.aux_list().map_err(|error| image_failure(&error))?;
+    let is_saved = |block: &AuxRam| saved.iter().any(|it| it.id == block.id);
+    match aux.iter().find(|block| block.is_firmware() && !is_saved(block)) {
+        None => Ok(()),
+        Some(_) => {
+            let text = "the image has no firmware, so the domain could not be reset";
+            let hint = "`firn restore` without --libvirt starts the VM; a checkpoint of a domain contains it now";
+            Err(Failure::new(FailureKind::Refused, text).with_hint(hint))
+        }
+    }
 }
 
 /// Defines the domain, if it was persistent, and records that the restore is complete as far as

@@ -134,10 +134,12 @@ struct PauseThread {
 
 impl PauseThread {
     fn run_pause(&self, is_paused: bool) {
-        let Some(machine) = self.journal.current_journal().machine else { return };
-        let paused = if is_paused { Ok(true) } else { self.pause_vm(&machine) };
+        let Some(hypervisor_record) = self.journal.current_journal().hypervisor_record else {
+            return;
+        };
+        let paused = if is_paused { Ok(true) } else { self.pause_vm(&hypervisor_record) };
         match paused {
-            Ok(true) => self.resume_when_allowed(&machine),
+            Ok(true) => self.resume_when_allowed(&hypervisor_record),
             Ok(false) => {}
             Err(failure) => tracing::info!("the VM is not paused while it waits: {failure}"),
         }
@@ -145,8 +147,8 @@ impl PauseThread {
 
     /// Pauses the VM. Returns whether it is paused by this, or will be. A VM that its user has
     /// paused is left alone.
-    fn pause_vm(&self, machine: &HypervisorRecord) -> Result<bool, Failure> {
-        let mut vm = qemu::connect_within(machine, qemu::SHORT_WAIT)?;
+    fn pause_vm(&self, hypervisor_record: &HypervisorRecord) -> Result<bool, Failure> {
+        let mut vm = qemu::connect_within(hypervisor_record, qemu::SHORT_WAIT)?;
         if !vm.status().while_doing("querying whether the VM runs")?.running {
             return Ok(false);
         }
@@ -157,8 +159,8 @@ impl PauseThread {
         Ok(true)
     }
 
-    fn resume_when_allowed(&self, machine: &HypervisorRecord) {
-        while !self.may_continue.load(Ordering::Acquire) || !try_resume(machine) {
+    fn resume_when_allowed(&self, hypervisor_record: &HypervisorRecord) {
+        while !self.may_continue.load(Ordering::Acquire) || !try_resume(hypervisor_record) {
             if matches!(self.hypervisor.wait_gone(RETRY_INTERVAL), Ok(true)) {
                 return;
             }
@@ -179,8 +181,8 @@ impl PauseThread {
 }
 
 /// Resumes a VM; returns whether it runs.
-fn try_resume(machine: &HypervisorRecord) -> bool {
-    let continued = qemu::connect_within(machine, qemu::SHORT_WAIT).and_then(|mut vm| {
+fn try_resume(hypervisor_record: &HypervisorRecord) -> bool {
+    let continued = qemu::connect_within(hypervisor_record, qemu::SHORT_WAIT).and_then(|mut vm| {
         let running = vm.status().while_doing("querying whether the VM runs")?.running;
         if running { Ok(()) } else { vm.cont().while_doing("resuming the VM") }
     });

@@ -19,7 +19,7 @@ pub fn check_process(pid: i32, qmp: &MonitorAddress) -> Result<Vec<OperationChec
     let process = ProcessIdentity::from_pid(pid).map_err(no_process)?;
     let mut vm = monitor::connect_checked(pid, qmp, qemu::ANSWER_WAIT)?;
     let (args, directory) = qemu::command_line(pid).while_doing("reading QEMU's command line")?;
-    let user_args = qemu::restorable_command(qmp, &args).args;
+    let user_args = qemu::restorable_command(qmp, pid, &args).args;
     let layout = qemu::find_layout(&mut vm, &user_args)?;
     let name = VmName::new("unnamed").while_doing("naming the VM")?;
     let known = KnownHypervisor {
@@ -33,9 +33,10 @@ pub fn check_process(pid: i32, qmp: &MonitorAddress) -> Result<Vec<OperationChec
         cards: Vec::new(),
         served: Vec::new(),
     };
-    let machine = qemu::describe_hypervisor(&mut vm, known, &layout, name.as_str())?;
+    let hypervisor_record = qemu::describe_hypervisor(&mut vm, known, &layout, name.as_str())?;
     let (journal, served) = (&Journal::new(name, None), &ServedDisks::default());
-    CheckedVm { machine: &machine, journal, served }.check_operations(&mut vm, Ok(()))
+    CheckedVm { hypervisor_record: &hypervisor_record, journal, served }
+        .check_operations(&mut vm, Ok(()))
 }
 
 /// The failure for a process that does not exist.

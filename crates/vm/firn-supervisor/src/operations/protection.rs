@@ -10,8 +10,8 @@ use firn_cluster::member::NicEpoch;
 use firn_cluster::{Epoch, FrameNumber};
 use firn_epochs::guest::{ExitReport, GuestError, GuestRunTrouble, PauseJournal, ProtectedGuest};
 use firn_epochs::primary::{
-    self, CutNumbers, EndRequest, EpochOptions, ProtectionError, ProtectionEvent,
-    ProtectionObserver,
+    self, CutMeasurements, EndRequest, EpochOptions, ProtectionCallbacks, ProtectionError,
+    ProtectionEvent,
 };
 use firn_epochs::primary_end::PrimaryEnd;
 use firn_epochs::wire::{self, PrimaryHello};
@@ -75,15 +75,15 @@ struct ProtectionTally {
 }
 
 impl ProtectionTally {
-    fn record_report(&mut self, report: ProtectionEvent) {
-        match report {
+    fn record_event(&mut self, event: ProtectionEvent) {
+        match event {
             ProtectionEvent::Seeding(_)
             | ProtectionEvent::SeedingDisks(..)
-            | ProtectionEvent::Stopping
+            | ProtectionEvent::Pausing
             | ProtectionEvent::Paused(_)
-            | ProtectionEvent::Resumed
+            | ProtectionEvent::PauseOver
             | ProtectionEvent::Committed(_) => {}
-            ProtectionEvent::Cut(CutNumbers { epoch, downtime_ms, copied, .. }) => {
+            ProtectionEvent::Cut(CutMeasurements { epoch, downtime_ms, copied, .. }) => {
                 self.now.epoch = epoch.0;
                 self.downtime_ms.push_value(downtime_ms);
                 self.copied.push_value(copied as f64);
@@ -97,7 +97,7 @@ impl ProtectionTally {
                 self.now.committed = progress.committed.0;
             }
             ProtectionEvent::Trouble(trouble) => self.now.trouble = trouble,
-            ProtectionEvent::Counts(counts) => {
+            ProtectionEvent::Prediction(counts) => {
                 (self.now.predicted, self.now.faulted) = (counts.predicted, counts.faulted);
                 self.now.unchanged = counts.unchanged;
             }
@@ -106,8 +106,8 @@ impl ProtectionTally {
 }
 
 /// The callbacks of a protection, which involve the VM's network cards and its power button.
-struct ProtectionWatch<'a> {
-    told: &'a dyn Fn(ProtectionEvent),
+struct VmProtectionCallbacks<'a> {
+    on_event: &'a dyn Fn(ProtectionEvent),
     network: &'a VmNetwork,
     hypervisor: &'a ProcessHandle,
     ending: &'a EndRequest,
@@ -116,9 +116,9 @@ struct ProtectionWatch<'a> {
     end: &'a Mutex<Option<PrimaryEnd>>,
 }
 
-impl ProtectionObserver for ProtectionWatch<'_> {
-    fn on_event(&self, told: ProtectionEvent) {
-        (self.told)(told);
+impl ProtectionCallbacks for VmProtectionCallbacks<'_> {
+    fn on_event(&self, event: ProtectionEvent) {
+        (self.on_event)(event);
     }
 
     fn on_paused(&self, epoch: Epoch) -> Option<NicEpoch> {
@@ -145,16 +145,24 @@ impl ProtectionObserver for ProtectionWatch<'_> {
         self.powerdown.swap(false, Ordering::AcqRel)
     }
 
-    fn describe_end(&self, error: Option<&GuestError>, words: &ExitReport) -> Option<PrimaryEnd> {
+    fn describe_end(
+        &self,
+        error: Option<&GuestError>,
+        exit_report: &ExitReport,
+    ) -> Option<PrimaryEnd> {
         let is_stop = self.ending.is_stop_requested();
-        let end =
-            decide_end(&EndEvidence { is_stop, exit: self.hypervisor_exit(error), words, error });
+        let end = decide_end(&EndEvidence {
+            is_stop,
+            exit: self.hypervisor_exit(error),
+            exit_report,
+            error,
+        });
         *self.end.lock().unwrap_or_else(PoisonError::into_inner) = Some(end.clone());
         Some(end)
     }
 }
 
-impl ProtectionWatch<'_> {
+impl VmProtectionCallbacks<'_> {
     /// How the hypervisor ended, if it has. A hypervisor that closes its monitor is about to end.
     fn hypervisor_exit(&self, error: Option<&GuestError>) -> Option<ProcessExit> {
         let wait = match error {
@@ -242,7 +250,7 @@ impl VmProtection {
     /// committed.
     pub(crate) fn run_protection(
         &self,
-        (machine, journal): (&HypervisorRecord, &Arc<JournalFile>),
+        (hypervisor_record, journal): (&HypervisorRecord, &Arc<JournalFile>),
         request: &ProtectRequest,
         with: &ProtectedParts<'_>,
         ending: &EndRequest,
@@ -250,14 +258,20 @@ impl VmProtection {
         progress: &dyn Fn(OperationProgress),
     ) -> (Option<PrimaryEnd>, Result<(), ProtectionFailure>) {
         let end = Mutex::default();
-        let ended =
-            self.run_until((machine, journal), request, with, ending, (begun, progress), &end);
+        let ended = self.run_until(
+            (hypervisor_record, journal),
+            request,
+            with,
+            ending,
+            (begun, progress),
+            &end,
+        );
         (end.into_inner().unwrap_or_else(PoisonError::into_inner), ended)
     }
 
     fn run_until(
         &self,
-        (machine, journal): (&HypervisorRecord, &Arc<JournalFile>),
+        (hypervisor_record, journal): (&HypervisorRecord, &Arc<JournalFile>),
         request: &ProtectRequest,
         with: &ProtectedParts<'_>,
         ending: &EndRequest,
@@ -266,9 +280,10 @@ impl VmProtection {
     ) -> Result<(), ProtectionFailure> {
         let ProtectedParts { hypervisor, network, served } = *with;
         let to = request.to.to_string();
-        let meta = serde_json::to_value(&machine.meta).while_doing("describing the VM")?;
+        let meta =
+            serde_json::to_value(&hypervisor_record.meta).while_doing("describing the VM")?;
         // The VM is checked first: a VM that is refused leaves the backup waiting for another.
-        let guest = attach_guest(machine, served, StopRecorder(Arc::clone(journal)))?;
+        let guest = attach_guest(hypervisor_record, served, PauseRecorder(Arc::clone(journal)))?;
         let connected =
             request.to.connect().while_doing(format!("connecting to the backup at {to}"));
         let (guest, stream) = match connected {
@@ -284,7 +299,7 @@ impl VmProtection {
         let (version, leased) = (wire::VERSION, request.lease.is_some());
         let hello = PrimaryHello { version, regions, disks, leased, member, meta };
         let interval_ms = request.interval_ms;
-        let not_held = command_line::plan_command(&machine.meta.qemu.user_args)
+        let not_held = command_line::plan_command(&hypervisor_record.meta.qemu.user_args)
             .map(|plan| plan.other_cards())
             .unwrap_or_default();
         let now = ProtectionStatus {
@@ -294,9 +309,9 @@ impl VmProtection {
             ..ProtectionStatus::default()
         };
         *self.lock_tally() = Some(ProtectionTally { now, ..ProtectionTally::default() });
-        let total = machine.meta.memory_bytes;
-        let told = |told: ProtectionEvent| {
-            match told {
+        let total = hypervisor_record.meta.memory_bytes;
+        let on_event = |event: ProtectionEvent| {
+            match event {
                 ProtectionEvent::Seeding(pages) => {
                     let bytes = pages * firn_types::PAGE_SIZE as u64;
                     progress(OperationProgress::new("copying all memory", bytes, total));
@@ -304,12 +319,12 @@ impl VmProtection {
                 ProtectionEvent::SeedingDisks(done, all) => {
                     progress(OperationProgress::new("copying its disks", done, all));
                 }
-                ProtectionEvent::Stopping => network.prepare_stop(),
-                ProtectionEvent::Resumed => network.end_stop(),
+                ProtectionEvent::Pausing => network.prepare_pause(),
+                ProtectionEvent::PauseOver => network.end_pause(),
                 ProtectionEvent::Committed(epoch) => network.commit_epoch(epoch),
                 _ => {}
             }
-            if self.record_report(told) {
+            if self.record_event(event) {
                 begun();
             }
         };
@@ -318,18 +333,20 @@ impl VmProtection {
             EpochOptions { interval, predicts: request.predicts, ..EpochOptions::default() };
         network.begin_protection();
         let powerdown = &self.powerdown;
-        let watch = ProtectionWatch { told: &told, network, hypervisor, ending, powerdown, end };
-        let ended = primary::protect_vm(guest, &stream, &hello, options, ending, &watch);
+        let on_event = &on_event;
+        let callbacks =
+            VmProtectionCallbacks { on_event, network, hypervisor, ending, powerdown, end };
+        let ended = primary::protect_vm(guest, &stream, &hello, options, ending, &callbacks);
         *self.lock_tally() = None;
         ended.map_err(|error| ProtectionFailure::from(&error).with_backup(&to))
     }
 
-    /// Adds a report to the tally; returns whether the first epoch has been committed by it.
-    fn record_report(&self, told: ProtectionEvent) -> bool {
+    /// Adds an event to the tally; returns whether the first epoch has been committed by it.
+    fn record_event(&self, event: ProtectionEvent) -> bool {
         let mut tally = self.lock_tally();
         let Some(tally) = tally.as_mut() else { return false };
         let before = tally.now.committed;
-        tally.record_report(told);
+        tally.record_event(event);
         Epoch(before) == Epoch(0) && tally.now.committed > 0
     }
 
@@ -340,9 +357,9 @@ impl VmProtection {
 
 /// Records in the journal that Firn has paused the VM, for a successor.
 #[derive(Debug)]
-struct StopRecorder(Arc<JournalFile>);
+struct PauseRecorder(Arc<JournalFile>);
 
-impl PauseJournal for StopRecorder {
+impl PauseJournal for PauseRecorder {
     fn record_stop(&mut self, is_stopped: bool) -> io::Result<()> {
         let change = |journal: &mut Journal| {
             if let VmPhase::Protecting { paused_by_us } = &mut journal.phase {
@@ -354,15 +371,16 @@ impl PauseJournal for StopRecorder {
 }
 
 fn attach_guest(
-    machine: &HypervisorRecord,
+    hypervisor_record: &HypervisorRecord,
     served: &ServedDisks,
-    witness: StopRecorder,
+    witness: PauseRecorder,
 ) -> Result<ProtectedGuest, Failure> {
-    let mut vm = qemu::connect_monitor(machine)?;
-    inspection::check_protectable(&mut vm, machine)?;
+    let mut vm = qemu::connect_monitor(hypervisor_record)?;
+    inspection::check_protectable(&mut vm, hypervisor_record)?;
     let is_running = vm.status().while_doing("querying whether the VM runs")?.running;
-    let layout = inspection::mapped_layout(&mut vm, machine, is_running, &AtomicBool::new(false))?;
-    let memory = qemu::open_memory(machine.process.pid, &layout)?;
+    let layout =
+        inspection::mapped_layout(&mut vm, hypervisor_record, is_running, &AtomicBool::new(false))?;
+    let memory = qemu::open_memory(hypervisor_record.process.pid, &layout)?;
     ProtectedGuest::attach(
         vm,
         memory.process,

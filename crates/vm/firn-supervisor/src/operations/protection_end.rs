@@ -25,7 +25,7 @@ pub(crate) struct EndEvidence<'a> {
     /// How the hypervisor ended, if it has.
     pub(crate) exit: Option<ProcessExit>,
     /// The last events that it reported.
-    pub(crate) words: &'a ExitReport,
+    pub(crate) exit_report: &'a ExitReport,
     /// The error that ended the protection, if there was one.
     pub(crate) error: Option<&'a GuestError>,
 }
@@ -34,16 +34,16 @@ pub(crate) struct EndEvidence<'a> {
 pub(crate) fn decide_end(known: &EndEvidence<'_>) -> PrimaryEnd {
     match (known.is_stop, known.exit) {
         (true, _) => PrimaryEnd::Stopped,
-        (false, Some(exit)) => end_of_dead(exit, known.words),
+        (false, Some(exit)) => end_of_dead(exit, known.exit_report),
         (false, None) => end_of_live(known.error),
     }
 }
 
-fn end_of_dead(exit: ProcessExit, words: &ExitReport) -> PrimaryEnd {
-    if words.has_panicked {
+fn end_of_dead(exit: ProcessExit, exit_report: &ExitReport) -> PrimaryEnd {
+    if exit_report.has_panicked {
         return PrimaryEnd::Panicked;
     }
-    match words.shutdown.as_deref() {
+    match exit_report.shutdown.as_deref() {
         Some(cause @ ("host-error" | "host-signal")) => {
             PrimaryEnd::Lost(format!("QEMU ended ({exit}; it reported {cause})"))
         }
@@ -78,17 +78,17 @@ mod tests {
         cause: Option<&str>,
         error: Option<&GuestError>,
     ) -> PrimaryEnd {
-        let words = ExitReport { shutdown: cause.map(str::to_owned), has_panicked: false };
-        decide_end(&EndEvidence { is_stop: false, exit, words: &words, error })
+        let exit_report = ExitReport { shutdown: cause.map(str::to_owned), has_panicked: false };
+        decide_end(&EndEvidence { is_stop: false, exit, exit_report: &exit_report, error })
     }
 
     #[test]
     fn a_stop_by_the_user_has_priority_over_other_causes() {
-        let words = ExitReport::default();
+        let exit_report = ExitReport::default();
         let known = EndEvidence {
             is_stop: true,
             exit: Some(ProcessExit::Signal(9)),
-            words: &words,
+            exit_report: &exit_report,
             error: None,
         };
         assert_eq!(decide_end(&known), PrimaryEnd::Stopped);
@@ -102,11 +102,11 @@ mod tests {
         assert_eq!(end(Some(ProcessExit::Code(0)), None, None), PrimaryEnd::ShutDown);
         assert!(end(Some(ProcessExit::Signal(9)), None, None).is_loss());
         assert!(end(Some(ProcessExit::Code(0)), Some("host-signal"), None).is_loss());
-        let words = ExitReport { shutdown: Some("guest-panic".into()), has_panicked: true };
+        let exit_report = ExitReport { shutdown: Some("guest-panic".into()), has_panicked: true };
         let known = EndEvidence {
             is_stop: false,
             exit: Some(ProcessExit::Code(0)),
-            words: &words,
+            exit_report: &exit_report,
             error: None,
         };
         assert_eq!(decide_end(&known), PrimaryEnd::Panicked);

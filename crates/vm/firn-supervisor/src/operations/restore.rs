@@ -128,7 +128,7 @@ fn to_milliseconds(time: Duration) -> f64 {
 
 /// Restores a VM: `firn restore`.
 pub(crate) fn restore_vm(
-    place: &StartContext<'_>,
+    context: &StartContext<'_>,
     wanted: &RestoreChoices<'_>,
     since: Instant,
     report: &mut dyn FnMut(OperationProgress),
@@ -141,16 +141,16 @@ pub(crate) fn restore_vm(
     let held = LockedLayers::lock(&meta)?;
     let meta = held.resolve_disks(meta);
     wanted.calls.map(|policy| check_calls(&meta, policy)).transpose()?;
-    place.stores.map(|_| vm_start::check_stores(&meta)).transpose()?;
+    context.stores.map(|_| vm_start::check_stores(&meta)).transpose()?;
     let mismatches = meta.file_mismatches();
     timings.image_open = watch.take_lap();
     refuse_mismatches(&mismatches, wanted.force)?;
-    keep_output_blocked(place, meta.held)?;
+    keep_output_blocked(context, meta.held)?;
     let must_stay_paused = must_stay_paused(&meta, wanted);
     // A guest that does not run causes no page faults.
     let learns = wanted.learn && !must_stay_paused;
     let learning = LearnedBlocksFile::for_image(&image, wanted.mode).filter(|_| learns);
-    let storage = place
+    let storage = context
         .vm
         .path()
         .parent()
@@ -171,14 +171,14 @@ pub(crate) fn restore_vm(
     let disks = (wanted.disks, wanted.disk_dir);
     let own = RestoredDisks::create_for_restore(
         &meta,
-        place.vm.name().as_str(),
+        context.vm.name().as_str(),
         disks,
-        place.journal,
+        context.journal,
         held,
     )?;
     let StartedQemu { child, args, early, notes } = match wanted.libvirt {
-        Some(target) => create_domain(place, wanted, &meta, target, &own)?,
-        None => start_qemu(place, wanted, (&meta, &image), &options, &own)?,
+        Some(target) => create_domain(context, wanted, &meta, target, &own)?,
+        None => start_qemu(context, wanted, (&meta, &image), &options, &own)?,
     };
     firn_fault::pass_point("restore.spawned");
     timings.spawn = watch.take_lap();
@@ -186,7 +186,7 @@ pub(crate) fn restore_vm(
     let lives = Arc::new(AtomicBool::new(false));
     let child_ref = &child;
     let load = RestoreRun {
-        place,
+        context,
         wanted,
         image,
         meta,
@@ -200,7 +200,7 @@ pub(crate) fn restore_vm(
     let loaded = load.load_vm(args, early, mismatches, (&mut watch, &mut timings), report);
     let (restoring, mut facts) = loaded?;
     facts["timings_ms"] = json!(timings);
-    facts["overlays"] = json!(place.journal.current_journal().overlays);
+    facts["overlays"] = json!(context.journal.current_journal().overlays);
     let restoring = Some(restoring);
     let hypervisor = child.keep_running()?;
     own.keep_files();
@@ -221,7 +221,7 @@ struct StartedQemu {
 
 /// Starts QEMU with the command line of the image, and begins to fill its memory.
 fn start_qemu(
-    place: &StartContext<'_>,
+    context: &StartContext<'_>,
     wanted: &RestoreChoices<'_>,
     (meta, image): (&ImageMeta, &Arc<Image>),
     options: &RestoreOptions,
@@ -232,21 +232,21 @@ fn start_qemu(
         .and_then(|plan| plan.with_program(&program).with_drives(own.files()))
         .map_err(failure::command_line_failure)?;
     check_disk_kinds(&plan.disk_files(), &meta.qemu.directory)?;
-    let (plan, notes) = avoid_used_endpoints(place, meta, plan)?;
-    let (child, args, early) = launch_qemu(place, meta, image, options, &plan)?;
+    let (plan, notes) = avoid_used_endpoints(context, meta, plan)?;
+    let (child, args, early) = launch_qemu(context, meta, image, options, &plan)?;
     Ok(StartedQemu { child, args, early, notes })
 }
 
 /// Has libvirt start QEMU, as a domain.
 fn create_domain(
-    place: &StartContext<'_>,
+    context: &StartContext<'_>,
     wanted: &RestoreChoices<'_>,
     meta: &ImageMeta,
     target: &LibvirtTarget,
     own: &RestoredDisks,
 ) -> Result<StartedQemu, Failure> {
     let (files, moved) = (own.files(), &wanted.overrides.disks);
-    let created = domain_restore::create_domain(place.journal, meta, target, files, moved)?;
+    let created = domain_restore::create_domain(context.journal, meta, target, files, moved)?;
     let CreatedDomain { domain, identity, handle, args, notes } = created;
     let child = HypervisorChild::of_domain(identity, Arc::new(handle), domain);
     Ok(StartedQemu { child, args, early: None, notes })
@@ -271,13 +271,13 @@ fn refuse_unrestorable(meta: &ImageMeta, force: bool) -> Result<(), Failure> {
 
 /// Keeps output that was buffered at the save blocked until `firn release`, on whatever host the VM
 /// continues.
-fn keep_output_blocked(place: &StartContext<'_>, held: bool) -> Result<(), Failure> {
+fn keep_output_blocked(context: &StartContext<'_>, held: bool) -> Result<(), Failure> {
     let change = |journal: &mut Journal| {
         journal.shut = true;
         journal.record_success(format!("restored{OUTPUT_BLOCKED}"));
     };
     match held {
-        true => place.journal.update(change).while_doing("writing the journal"),
+        true => context.journal.update(change).while_doing("writing the journal"),
         false => Ok(()),
     }
 }
@@ -296,7 +296,7 @@ fn check_calls(meta: &ImageMeta, policy: &Path) -> Result<(), Failure> {
 
 /// A restore into a QEMU that has been started, up to the guest's first instruction.
 struct RestoreRun<'a> {
-    place: &'a StartContext<'a>,
+    context: &'a StartContext<'a>,
     wanted: &'a RestoreChoices<'a>,
     image: Arc<Image>,
     meta: ImageMeta,
@@ -319,32 +319,33 @@ impl RestoreRun<'_> {
         (watch, timings): (&mut PhaseTimer, &mut RestoreTimings),
         report: &mut dyn FnMut(OperationProgress),
     ) -> Result<(RestoreTask, serde_json::Value), Failure> {
-        let Self { place, wanted, child, .. } = self;
+        let Self { context, wanted, child, .. } = self;
         let mut vm = child
-            .connect_monitor(place.vm)
-            .map_err(|failure| vm_start::with_output(failure, place.vm))?;
+            .connect_monitor(context.vm)
+            .map_err(|failure| vm_start::with_output(failure, context.vm))?;
         timings.qmp = watch.take_lap();
         let differs = self.meta.qemu_mismatch(&vm.version().to_string());
         refuse_mismatches(differs.as_slice(), wanted.force)?;
         mismatches.extend(differs);
-        let explain = |failure| child.explain_failure(failure, place.vm);
-        let (machine, memory) = self.record_hypervisor(args, &mut vm).map_err(explain)?;
+        let explain = |failure| child.explain_failure(failure, context.vm);
+        let (hypervisor_record, memory) = self.record_hypervisor(args, &mut vm).map_err(explain)?;
         let process = Arc::clone(&memory.process);
         let prefilled = early.map(PrefillThreads::finish_fill).unwrap_or_default();
-        let faults = match attach_page_faults(&process, &memory.guest, &machine.vcpus) {
+        let faults = match attach_page_faults(&process, &memory.guest, &hypervisor_record.vcpus) {
             Ok(faults) => faults,
             Err(failure)
                 if failure.kind == FailureKind::Host && wanted.mode == RestoreMode::Eager =>
             {
-                let loading = (&mut vm, machine, memory, mismatches);
+                let loading = (&mut vm, hypervisor_record, memory, mismatches);
                 return self
                     .load_vm_eagerly(loading, &failure, (watch, timings), report)
                     .map_err(explain);
             }
             Err(failure) => return Err(explain(failure.with_hint(NEEDS_NO_USERFAULTFD))),
         };
-        let restore =
-            self.begin_page_server(memory, faults, &prefilled, &machine).map_err(explain)?;
+        let restore = self
+            .begin_page_server(memory, faults, &prefilled, &hypervisor_record)
+            .map_err(explain)?;
         timings.attach = watch.take_lap();
         let why = |failure| self.explain_failure(&restore, failure);
         self.load_devices(&mut vm, &process).map_err(why)?;
@@ -360,11 +361,11 @@ impl RestoreRun<'_> {
         restore.record_resume();
         self.record_start_time((watch, timings));
         let mut notes = [self.notes.clone(), mismatch_warnings(&mismatches)].concat();
-        notes.extend(domain_restore::finish_domain(place.journal)?);
-        let facts = self.restore_facts(&machine, notes);
-        let (hypervisor, journal) = (Arc::clone(child.process_handle()?), place.clone_journal());
-        let (vcpus, run_record) = (machine.vcpus, place.vm.run_record());
-        let (learning, storage, map) = (self.learning, self.storage, machine.map);
+        notes.extend(domain_restore::finish_domain(context.journal)?);
+        let facts = self.restore_facts(&hypervisor_record, notes);
+        let (hypervisor, journal) = (Arc::clone(child.process_handle()?), context.clone_journal());
+        let (vcpus, run_record) = (hypervisor_record.vcpus, context.vm.run_record());
+        let (learning, storage, map) = (self.learning, self.storage, hypervisor_record.map);
         let image = wanted.image.to_owned();
         let pauser = OutagePauser::new(Arc::clone(&journal), Arc::clone(&hypervisor));
         let work = RestoreWork {
@@ -386,7 +387,7 @@ impl RestoreRun<'_> {
     /// Restores eagerly without userfaultfd: all memory is written before the vCPUs run.
     fn load_vm_eagerly(
         &self,
-        (vm, machine, memory, mismatches): (
+        (vm, hypervisor_record, memory, mismatches): (
             &mut QemuVm,
             HypervisorRecord,
             VmMemory,
@@ -406,22 +407,22 @@ impl RestoreRun<'_> {
         self.start_vcpus(vm)?;
         self.record_start_time((watch, timings));
         let mut notes = mismatch_warnings(&mismatches);
-        notes.extend(domain_restore::finish_domain(self.place.journal)?);
+        notes.extend(domain_restore::finish_domain(self.context.journal)?);
         notes.push(format!(
             "without userfaultfd ({reason}): memory was restored before the VM started"
         ));
-        let journal_file = self.place.clone_journal();
+        let journal_file = self.context.clone_journal();
         let finish = move |_: &dyn Fn(OperationProgress)| {
             update_journal(&journal_file, |journal| journal.phase = VmPhase::Running)?;
             Ok(json!({ "restored": RunCounts::default() }))
         };
-        Ok((Box::new(finish), self.restore_facts(&machine, notes)))
+        Ok((Box::new(finish), self.restore_facts(&hypervisor_record, notes)))
     }
 
     /// Records that a successor is to keep the VM, from here on.
     fn mark_started(&self) -> Result<(), Failure> {
         firn_fault::pass_point("restore.device-state");
-        update_journal(self.place.journal, set_started)
+        update_journal(self.context.journal, set_started)
     }
 
     fn start_vcpus(&self, vm: &mut QemuVm) -> Result<(), Failure> {
@@ -440,8 +441,12 @@ impl RestoreRun<'_> {
         firn_fault::pass_point("restore.resumed");
     }
 
-    fn restore_facts(&self, machine: &HypervisorRecord, notes: Vec<String>) -> serde_json::Value {
-        let mut facts = vm_start::start_facts(machine, &notes);
+    fn restore_facts(
+        &self,
+        hypervisor_record: &HypervisorRecord,
+        notes: Vec<String>,
+    ) -> serde_json::Value {
+        let mut facts = vm_start::start_facts(hypervisor_record, &notes);
         facts["mode"] = json!(self.wanted.mode);
         facts["image"] = json!(self.wanted.image);
         facts["domain"] = json!(self.child.domain.as_ref().map(|it| &it.address.domain));
@@ -456,20 +461,24 @@ impl RestoreRun<'_> {
         args: Vec<String>,
         vm: &mut QemuVm,
     ) -> Result<(HypervisorRecord, VmMemory), Failure> {
-        let known = known_hypervisor(self.place, &self.meta, self.child, args);
+        let known = known_hypervisor(self.context, &self.meta, self.child, args);
         let layout = match self.child.domain {
-            Some(_) => qemu::find_layout(vm, &known.user_args)?,
+            Some(_) => {
+                let layout = qemu::find_layout(vm, &known.user_args)?;
+                domain_restore::check_firmware(&layout.aux, &self.image)?;
+                layout
+            }
             None => vm.layout().while_doing("finding the guest's memory")?,
         };
-        let name = self.place.vm.name().as_str();
-        let machine = qemu::describe_hypervisor(vm, known, &layout, name)?;
-        update_journal(self.place.journal, |journal| {
-            journal.machine = Some(machine.clone());
+        let name = self.context.vm.name().as_str();
+        let hypervisor_record = qemu::describe_hypervisor(vm, known, &layout, name)?;
+        update_journal(self.context.journal, |journal| {
+            journal.hypervisor_record = Some(hypervisor_record.clone());
             journal.phase = self.restoring_phase();
         })?;
         firn_fault::pass_point("restore.journaled");
-        let memory = qemu::open_memory(machine.process.pid, &layout)?;
-        Ok((machine, memory))
+        let memory = qemu::open_memory(hypervisor_record.process.pid, &layout)?;
+        Ok((hypervisor_record, memory))
     }
 
     fn restoring_phase(&self) -> VmPhase {
@@ -490,16 +499,17 @@ impl RestoreRun<'_> {
         memory: VmMemory,
         faults: PageFaults,
         prefilled: &PrefilledMemory,
-        machine: &HypervisorRecord,
+        hypervisor_record: &HypervisorRecord,
     ) -> Result<RunningRestore, Failure> {
-        let Self { place, child, .. } = self;
-        let options = RestoreOptions { vcpus: numbered_vcpus(machine), ..self.options.clone() };
+        let Self { context, child, .. } = self;
+        let options =
+            RestoreOptions { vcpus: numbered_vcpus(hypervisor_record), ..self.options.clone() };
         let pages = memory.guest.region_map().total_pages();
-        let presence = PresenceFile::create(&place.vm.presence_file(), pages)
+        let presence = PresenceFile::create(&context.vm.presence_file(), pages)
             .while_doing("making the presence file")?;
         firn_fault::pass_point("restore.attached");
         let lives = Arc::clone(&self.lives);
-        let on_fatal = fatal_error_handler(place.clone_journal(), child.process_handle()?, lives);
+        let on_fatal = fatal_error_handler(context.clone_journal(), child.process_handle()?, lives);
         let (image, guest) = (Arc::clone(&self.image), memory.guest);
         RunningRestore::begin_prefilled(
             image, guest, faults, options, presence, prefilled, on_fatal,
@@ -515,7 +525,7 @@ impl RestoreRun<'_> {
         };
         loaded
             .while_doing("loading the VM's devices")
-            .map_err(|failure| vm_start::with_output(failure, self.place.vm))?;
+            .map_err(|failure| vm_start::with_output(failure, self.context.vm))?;
         auxiliary::write_image_aux(vm, process, &self.image)
     }
 
@@ -524,7 +534,7 @@ impl RestoreRun<'_> {
     fn explain_failure(&self, restore: &RunningRestore, failure: Failure) -> Failure {
         match restore.wait_timeout(Duration::ZERO) {
             Err(error) if !error.is_hypervisor_gone() => restore_failure(&error),
-            _ => self.child.explain_failure(failure, self.place.vm),
+            _ => self.child.explain_failure(failure, self.context.vm),
         }
     }
 }
@@ -587,13 +597,13 @@ fn choose_program(meta: &ImageMeta, overrides: &CommandOverrides) -> Result<Path
 
 /// Changes endpoints that another process uses: a VM with the same command line may run here.
 fn avoid_used_endpoints(
-    place: &StartContext<'_>,
+    context: &StartContext<'_>,
     meta: &ImageMeta,
     plan: CommandPlan,
 ) -> Result<(CommandPlan, Vec<String>), Failure> {
     let holder =
         |endpoint: &HostEndpoint| endpoints::endpoint_holder(endpoint, &meta.qemu.directory);
-    let beside = EndpointRelocation { directory: place.vm.path(), holder: &holder };
+    let beside = EndpointRelocation { directory: context.vm.path(), holder: &holder };
     plan.relocate_endpoints(&beside).map_err(|error| {
         let failure = Failure::from_error(FailureKind::Busy, &error);
         failure.with_hint("--netdev ID=user,hostfwd=... gives the restored VM other ports")
@@ -603,19 +613,19 @@ fn avoid_used_endpoints(
 /// Starts QEMU in its former working directory, if that still exists, and begins to fill its
 /// memory.
 fn launch_qemu(
-    place: &StartContext<'_>,
+    context: &StartContext<'_>,
     meta: &ImageMeta,
     image: &Arc<Image>,
     options: &RestoreOptions,
     plan: &CommandPlan,
 ) -> Result<(HypervisorChild, Vec<String>, Option<PrefillThreads>), Failure> {
     let ram = vm_start::create_ram_files(plan.ram()).while_doing("making the VM's memory")?;
-    let sockets = CardSockets::create_pairs(plan.cards(), &meta.qemu.directory, place.vm)?;
-    let paths = vm_start::qemu_paths(place, &ram, &sockets);
+    let sockets = CardSockets::create_pairs(plan.cards(), &meta.qemu.directory, context.vm)?;
+    let paths = vm_start::qemu_paths(context, &ram, &sockets);
     let augmented = plan.for_restore(&paths).map_err(failure::command_line_failure)?;
     vm_start::enter_directory(&meta.qemu.directory);
     let prefill = start_prefill(image, options, plan.ram(), &ram);
-    let child = vm_start::launch_qemu(place.vm, &augmented, ram, &sockets)?;
+    let child = vm_start::launch_qemu(context.vm, &augmented, ram, &sockets)?;
     Ok((child, augmented.args, prefill))
 }
 
@@ -643,16 +653,16 @@ fn start_prefill(
 /// What is known of a QEMU that was started with `args`. A domain belongs to libvirt: its command
 /// line for another restore is its own without what libvirt adds.
 fn known_hypervisor(
-    place: &StartContext<'_>,
+    context: &StartContext<'_>,
     meta: &ImageMeta,
     child: &HypervisorChild,
     args: Vec<String>,
 ) -> KnownHypervisor {
-    let qmp = child.monitor_address(place.vm);
+    let qmp = child.monitor_address(context.vm);
     let is_launched = child.domain.is_none();
     let user_args = match is_launched {
         true => meta.qemu.user_args.clone(),
-        false => qemu::restorable_command(&qmp, &args).args,
+        false => qemu::restorable_command(&qmp, child.identity.pid, &args).args,
     };
     KnownHypervisor {
         process: child.identity.clone(),
@@ -668,8 +678,8 @@ fn known_hypervisor(
     }
 }
 
-pub(crate) fn numbered_vcpus(machine: &HypervisorRecord) -> Vec<(ThreadId, VcpuId)> {
-    machine.vcpus.iter().zip(0..).map(|(&tid, id)| (tid, VcpuId(id))).collect()
+pub(crate) fn numbered_vcpus(hypervisor_record: &HypervisorRecord) -> Vec<(ThreadId, VcpuId)> {
+    hypervisor_record.vcpus.iter().zip(0..).map(|(&tid, id)| (tid, VcpuId(id))).collect()
 }
 
 fn attach_page_faults(
@@ -720,8 +730,8 @@ pub(crate) fn write_aux_blocks(
     for block in blocks {
         let location = locations
             .iter()
-            .find(|place| place.id == block.id && place.bytes == block.bytes.len() as u64);
-        let Some(hva) = location.and_then(|place| place.hva) else {
+            .find(|context| context.id == block.id && context.bytes == block.bytes.len() as u64);
+        let Some(hva) = location.and_then(|context| context.hva) else {
             let text = format!("QEMU has no block of {} bytes for {}", block.bytes.len(), block.id);
             return Err(Failure::new(FailureKind::Other, text));
         };

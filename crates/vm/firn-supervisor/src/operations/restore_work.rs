@@ -2,7 +2,7 @@
 //!
 //! ```text
 //!   started here ----------------------------------.
-//!   recovered: adopt the descriptor -> open image --+-> wait, report, record -> release the memory -> "running"
+//!   recovered: adopt the descriptor -> open image --+-> wait, report, record -> close the userfaultfd -> "running"
 //!                                  ^        | fails
 //!                                  '- pause '   the guest waits meanwhile; the supervisor answers requests
 //! ```
@@ -72,7 +72,7 @@ pub(crate) fn restore_progress(
 
 /// What a successor needs to continue a restore.
 pub(crate) struct InheritedRestore {
-    pub(crate) machine: HypervisorRecord,
+    pub(crate) hypervisor_record: HypervisorRecord,
     pub(crate) journal: Arc<JournalFile>,
     pub(crate) vm: VmDir,
     pub(crate) hypervisor: Arc<ProcessHandle>,
@@ -105,7 +105,7 @@ impl InheritedRestore {
     /// journal did not record it.
     pub(crate) fn continue_restore(self) -> Result<Option<ContinuedRestore>, Failure> {
         const ADOPTING: &str = "adopting the guest's memory";
-        let (process, memory) = qemu::open_journaled(&self.machine)?;
+        let (process, memory) = qemu::open_journaled(&self.hypervisor_record)?;
         let Some(faults) =
             PageFaults::adopt(&process, Arc::clone(&memory)).while_doing(ADOPTING)?
         else {
@@ -123,7 +123,7 @@ impl InheritedRestore {
             Err(_) => {
                 let files = Vec::new();
                 let restoring: RestoreTask =
-                    Box::new(move |tell| self.serve_when_open(adopted, tell));
+                    Box::new(move |report| self.serve_when_open(adopted, report));
                 Ok(Some(ContinuedRestore { restoring, files }))
             }
         }
@@ -132,13 +132,13 @@ impl InheritedRestore {
     fn serve_when_open(
         self,
         adopted: AdoptedMemory,
-        tell: &dyn Fn(OperationProgress),
+        report: &dyn Fn(OperationProgress),
     ) -> Result<serde_json::Value, Failure> {
         let since = unix_seconds();
         let image = loop {
             match self.open_image() {
                 Ok(image) => break image,
-                Err(failure) => tell(self.outage_progress(&failure, since)),
+                Err(failure) => report(self.outage_progress(&failure, since)),
             }
             let gone =
                 self.hypervisor.wait_gone(REOPEN_INTERVAL).while_doing("waiting for storage")?;
@@ -146,7 +146,7 @@ impl InheritedRestore {
                 return Err(Failure::new(FailureKind::Ended, "the VM has ended"));
             }
         };
-        self.begin_page_server(image, adopted)?.finish_restore(tell)
+        self.begin_page_server(image, adopted)?.serve_until_complete(report)
     }
 
     /// The progress while the image can't be opened. The guest blocks as soon as it touches a
@@ -201,7 +201,7 @@ impl InheritedRestore {
         let options = RestoreOptions {
             mode: self.mode,
             on_error: self.on_error,
-            vcpus: numbered_vcpus(&self.machine),
+            vcpus: numbered_vcpus(&self.hypervisor_record),
             ..RestoreOptions::default()
         };
         let (journal, hypervisor) = (Arc::clone(&self.journal), Arc::clone(&self.hypervisor));
@@ -216,14 +216,14 @@ impl InheritedRestore {
         Ok(RestoreWork {
             restore,
             process,
-            vcpus: self.machine.vcpus.clone(),
+            vcpus: self.hypervisor_record.vcpus.clone(),
             journal,
             hypervisor,
             run_record: self.vm.run_record(),
             learning: None,
             storage: None,
             image: self.image.clone(),
-            map: self.machine.map.clone(),
+            map: self.hypervisor_record.map.clone(),
             pauser,
         })
     }
@@ -255,22 +255,26 @@ pub(crate) struct RestoreWork {
 
 impl RestoreWork {
     pub(crate) fn into_task(self) -> RestoreTask {
-        Box::new(move |tell| self.finish_restore(tell))
+        Box::new(move |report| self.serve_until_complete(report))
     }
 
-    /// Waits until all memory is installed, then leaves the VM as if it had never been restored.
-    fn finish_restore(
+    /// Does the whole rest of the restore. It waits until the page server has installed all memory, and
+    /// reports progress meanwhile. Then it stores what the restore found out, closes the userfaultfd
+    /// and records in the journal that the VM runs as if it had never been restored.
+    fn serve_until_complete(
         mut self,
-        tell: &dyn Fn(OperationProgress),
+        report: &dyn Fn(OperationProgress),
     ) -> Result<serde_json::Value, Failure> {
-        self.wait_for_memory(tell).map_err(|error| restore_failure(&error))?;
+        self.wait_for_memory(report).map_err(|error| restore_failure(&error))?;
         self.pauser.end_pause();
         let (hypervisor, journal_file) = (Arc::clone(&self.hypervisor), Arc::clone(&self.journal));
-        self.record_learned();
+        self.store_learned_and_latency();
         let counts = self.write_run_record();
-        self.release_memory().map_err(|failure| match hypervisor.wait_gone(qemu::SHORT_WAIT) {
-            Ok(true) => Failure { kind: FailureKind::Ended, ..failure },
-            _ => failure,
+        self.close_page_faults().map_err(|failure| {
+            match hypervisor.wait_gone(qemu::SHORT_WAIT) {
+                Ok(true) => Failure { kind: FailureKind::Ended, ..failure },
+                _ => failure,
+            }
         })?;
         firn_fault::pass_point("restore.finished");
         update_journal(&journal_file, |journal| journal.phase = VmPhase::Running)?;
@@ -289,8 +293,8 @@ impl RestoreWork {
         record.counts
     }
 
-    /// Records learned blocks and the storage latency, once.
-    fn record_learned(&mut self) {
+    /// Stores the learned blocks and the storage latency, once.
+    fn store_learned_and_latency(&mut self) {
         if let Some(learning) = self.learning.take() {
             if !self.restore.has_read_all() {
                 learning.update_file(&self.restore.record());
@@ -306,32 +310,36 @@ impl RestoreWork {
     /// costs at the end.
     fn wait_for_memory(
         &mut self,
-        tell: &dyn Fn(OperationProgress),
+        report: &dyn Fn(OperationProgress),
     ) -> Result<(), Arc<RestoreError>> {
         let since = Instant::now();
         let mut record_at = FIRST_RECORD_AFTER;
-        self.report_progress(tell);
+        self.update_pause_and_report(report);
         while !self.restore.wait_timeout(PROGRESS_INTERVAL)? {
-            self.report_progress(tell);
+            self.update_pause_and_report(report);
             if since.elapsed() >= record_at {
                 self.write_run_record();
                 record_at *= 2;
             }
             if since.elapsed() >= learned_blocks::LEARNING_WINDOW {
-                self.record_learned();
+                self.store_learned_and_latency();
             }
         }
         Ok(())
     }
 
-    fn report_progress(&mut self, tell: &dyn Fn(OperationProgress)) {
+    /// Pauses the other vCPUs if the guest waits for storage, or resumes them if it does not any more;
+    /// then reports the progress.
+    fn update_pause_and_report(&mut self, report: &dyn Fn(OperationProgress)) {
         let outage = self.restore.outage();
         let waiting = outage.map(|outage| outage::describe_outage(&outage, &self.image, &self.map));
         self.pauser.update_wait(waiting.as_ref().is_some_and(|waiting| waiting.guest_waits));
-        tell(restore_progress(&self.restore, waiting));
+        report(restore_progress(&self.restore, waiting));
     }
 
-    fn release_memory(self) -> Result<(), Failure> {
+    /// Stops the page server, and closes the userfaultfd in the hypervisor. Guest memory stays as it
+    /// is; Firn handles its page faults no more.
+    fn close_page_faults(self) -> Result<(), Failure> {
         let stopped = self.restore.stop().while_doing(RESTORING)?;
         let mut tracee = Tracee::seize(&self.process, &self.vcpus).while_doing(RESTORING)?;
         stopped.faults.close(&mut tracee).while_doing(RESTORING)

@@ -4,8 +4,8 @@ use crate::records::failure::{Failure, FailureKind};
 use crate::records::journal::HypervisorRecord;
 
 /// Refuses a VM with disks that images can't contain yet.
-pub(crate) fn refuse_served_disks(machine: &HypervisorRecord) -> Result<(), Failure> {
-    let Some(disk) = machine.served.first() else { return Ok(()) };
+pub(crate) fn refuse_served_disks(hypervisor_record: &HypervisorRecord) -> Result<(), Failure> {
+    let Some(disk) = hypervisor_record.served.first() else { return Ok(()) };
     let text = format!(
         "the disk {} is served by Firn (firn=on), and images can't keep such disks",
         disk.id
@@ -19,7 +19,7 @@ pub(crate) fn refuse_blocked(blockers: Vec<String>) -> Result<(), Failure> {
     if blockers.is_empty() {
         return Ok(());
     }
-    let mut failure = Failure::new(FailureKind::Other, "QEMU can't save the state of this VM");
+    let mut failure = Failure::new(FailureKind::Refused, "QEMU can't save the state of this VM");
     failure.chain.extend(blockers);
     Err(failure.with_hint("start the VM without the device or CPU feature named here"))
 }

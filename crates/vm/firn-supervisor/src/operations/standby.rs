@@ -63,7 +63,7 @@ impl StandbyChoices<'_> {
     /// user names it.
     fn command_line(
         &self,
-        place: &StartContext<'_>,
+        context: &StartContext<'_>,
         args: &[String],
     ) -> Result<Vec<String>, CommandLineError> {
         let mut uplinks = self.uplinks.iter();
@@ -72,7 +72,7 @@ impl StandbyChoices<'_> {
         })?;
         let mut disks = self.disks.clone();
         for disk in command_line::plan_command(&args)?.disks() {
-            let free = || find_free_name(&place.directory, place.vm.name(), disk);
+            let free = || find_free_name(&context.directory, context.vm.name(), disk);
             disks.entry(disk.id.clone()).or_insert_with(free);
         }
         disks.iter().try_fold(args, |args, (id, path)| {
@@ -84,18 +84,18 @@ impl StandbyChoices<'_> {
 /// Starts a standby (`firn standby`): returns once a primary has connected and the hypervisor is
 /// ready.
 pub(crate) fn start_standby(
-    place: &StartContext<'_>,
+    context: &StartContext<'_>,
     listen: &BackupEndpoint,
     here: &StandbyChoices<'_>,
     report: &mut dyn FnMut(OperationProgress),
 ) -> Result<StartedVm, Failure> {
     report(OperationProgress::new("waiting for the primary", 0, 0));
-    let stream = waiting::accept_primary(place, listen)?;
+    let stream = waiting::accept_primary(context, listen)?;
     let (mut receiver, hello) = BackupReceiver::accept_hello(&stream)
         .map_err(|error| Failure::from_error(FailureKind::Refused, &error))
         .map_err(|failure| failure.while_doing("receiving the primary's description"))?;
-    match PreparedStandby::from_hello(place, &hello, here) {
-        Ok(prepared) => prepared.into_started(place, receiver, stream, hello),
+    match PreparedStandby::from_hello(context, &hello, here) {
+        Ok(prepared) => prepared.into_started(context, receiver, stream, hello),
         Err(failure) => {
             receiver.send_refusal(&failure.to_string());
             Err(failure)
@@ -117,7 +117,7 @@ struct PreparedStandby {
 
 impl PreparedStandby {
     fn from_hello(
-        place: &StartContext<'_>,
+        context: &StartContext<'_>,
         hello: &PrimaryHello,
         here: &StandbyChoices<'_>,
     ) -> Result<Self, Failure> {
@@ -128,11 +128,11 @@ impl PreparedStandby {
             false,
         )?;
         let user_args = here
-            .command_line(place, &meta.qemu.user_args)
+            .command_line(context, &meta.qemu.user_args)
             .map_err(failure::command_line_failure)?;
         let plan = command_line::plan_command(&user_args).map_err(failure::command_line_failure)?;
         check_disk_kinds(&plan.disk_files(), &meta.qemu.directory)?;
-        let (directory, socket) = (&place.directory, place.vm.disks_socket());
+        let (directory, socket) = (&context.directory, context.vm.disks_socket());
         let (served, copies) =
             ServedDisks::create_for_standby(plan.disks(), &hello.disks, directory, &socket)?;
         let name = user_args.first().map_or("", String::as_str);
@@ -140,18 +140,18 @@ impl PreparedStandby {
         let plan = plan.with_disks(&socket).with_program(&program);
         let files = served.disk_records().into_iter().map(|disk| disk.file);
         let change = |journal: &mut Journal| journal.overlays = files.collect();
-        place.journal.update(change).while_doing("writing the journal")?;
-        let sockets = CardSockets::create_pairs(plan.cards(), &meta.qemu.directory, place.vm)?;
+        context.journal.update(change).while_doing("writing the journal")?;
+        let sockets = CardSockets::create_pairs(plan.cards(), &meta.qemu.directory, context.vm)?;
         let ram = vm_start::create_ram_files(plan.ram()).while_doing("making the VM's memory")?;
-        let paths = vm_start::qemu_paths(place, &ram, &sockets);
+        let paths = vm_start::qemu_paths(context, &ram, &sockets);
         let augmented = plan.for_restore(&paths).map_err(failure::command_line_failure)?;
         let files = ram.iter().map(std::fs::File::try_clone).collect::<Result<_, _>>();
         let files = files.while_doing("making the VM's memory")?;
         vm_start::enter_directory(&meta.qemu.directory);
-        let child = vm_start::launch_qemu(place.vm, &augmented, ram, &sockets)?;
+        let child = vm_start::launch_qemu(context.vm, &augmented, ram, &sockets)?;
         let mut vm = child
-            .connect_monitor(place.vm)
-            .map_err(|failure| vm_start::with_output(failure, place.vm))?;
+            .connect_monitor(context.vm)
+            .map_err(|failure| vm_start::with_output(failure, context.vm))?;
         refuse_mismatches(meta.qemu_mismatch(&vm.version().to_string()).as_slice(), false)?;
         let layout = vm.layout().while_doing("finding the guest's memory")?;
         if layout.map.regions() != hello.regions.regions() {
@@ -160,7 +160,7 @@ impl PreparedStandby {
         }
         let known = KnownHypervisor {
             process: child.identity.clone(),
-            qmp: place.vm.qmp_socket().into(),
+            qmp: context.vm.qmp_socket().into(),
             launched: true,
             user_args,
             args: augmented.args,
@@ -169,16 +169,17 @@ impl PreparedStandby {
             cards: child.cards.clone(),
             served: served.disk_records(),
         };
-        let machine = qemu::describe_hypervisor(&mut vm, known, &layout, place.vm.name().as_str())?;
-        let facts = vm_start::start_facts(&machine, &[]);
-        let memory = qemu::open_memory(machine.process.pid, &layout)?;
+        let hypervisor_record =
+            qemu::describe_hypervisor(&mut vm, known, &layout, context.vm.name().as_str())?;
+        let facts = vm_start::start_facts(&hypervisor_record, &[]);
+        let memory = qemu::open_memory(hypervisor_record.process.pid, &layout)?;
         // Its firmware has written to memory.
         memory.guest.punch_out(memory.guest.all_pages()).while_doing("emptying the VM's memory")?;
         let change = |journal: &mut Journal| {
-            journal.machine = Some(machine);
+            journal.hypervisor_record = Some(hypervisor_record);
             journal.phase = VmPhase::Standby { started: false };
         };
-        place.journal.update(change).while_doing("writing the journal")?;
+        context.journal.update(change).while_doing("writing the journal")?;
         firn_fault::pass_point("standby.ready");
         let ram = match_ram_files(&hello.regions, plan.ram(), files)?;
         let network = VmNetwork::open_cards(child.identity.pid, &child.cards, Vec::new(), true)?;
@@ -188,7 +189,7 @@ impl PreparedStandby {
 
     fn into_started(
         self,
-        place: &StartContext<'_>,
+        context: &StartContext<'_>,
         receiver: BackupReceiver,
         stream: EpochStream,
         hello: PrimaryHello,
@@ -196,10 +197,10 @@ impl PreparedStandby {
         let takeover = StandbyControl::new(stream, &hello);
         let standby = StandbyVm::with_disks(hello.regions, self.ram, self.copies);
         let standby = standby.with_membership(hello.member);
-        let (vm, process, journal) = (self.vm, self.process, place.clone_journal());
+        let (vm, process, journal) = (self.vm, self.process, context.clone_journal());
         let network = Arc::clone(&self.network);
         let taking = Arc::clone(&takeover);
-        let page = place.vm.lease_file();
+        let page = context.vm.lease_file();
         let work = StandbyTask {
             receiver,
             standby,
@@ -258,9 +259,10 @@ impl StandbyTask {
 
     fn receive_then_run(mut self) -> Result<serde_json::Value, Failure> {
         let takeover = Arc::clone(&self.takeover);
-        let (on_progress, on_end) = (&mut |far| takeover.record_progress(far), &mut |end: &_| {
-            takeover.record_primary_end(end)
-        });
+        let (on_progress, on_end) =
+            (&mut |progress| takeover.record_progress(progress), &mut |end: &_| {
+                takeover.record_primary_end(end)
+            });
         let ended = self.receiver.receive_epochs(&mut self.standby, on_progress, on_end);
         takeover.part_from_primary(&mut self.receiver);
         let FailoverRequest { lease, member: to, .. } = self.takeover.wait_for_failover(&ended);

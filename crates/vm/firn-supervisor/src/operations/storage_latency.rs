@@ -74,8 +74,8 @@ impl ImageStorage {
     /// record is the mean of the measured and the recorded latency.
     pub(crate) fn update_record(self, found: Option<Duration>, used_record: bool) {
         let next = match (found, self.known.filter(|_| used_record)) {
-            (Some(way), _) => {
-                let mean = (self.recorded_latency().unwrap_or(way) + way) / 2;
+            (Some(found), _) => {
+                let mean = (self.recorded_latency().unwrap_or(found) + found) / 2;
                 LatencyRecord { way_us: mean.as_micros() as u64, restores: RECORD_USES }
             }
             (None, Some(known)) => {
@@ -130,8 +130,8 @@ mod tests {
         let dir = tempfile::tempdir().unwrap();
         storage(dir.path()).update_record(Some(WAY * 4), false);
         (0..4).for_each(|_| storage(dir.path()).update_record(Some(WAY), true));
-        let way = storage(dir.path()).recorded_latency().unwrap();
-        assert!(way > WAY && way < WAY.mul_f64(1.2), "{way:?}");
+        let found = storage(dir.path()).recorded_latency().unwrap();
+        assert!(found > WAY && found < WAY.mul_f64(1.2), "{found:?}");
     }
 
     #[test]

@@ -69,7 +69,7 @@ impl OperationCheck {
 
 /// A VM that is checked, and the context that its commands have.
 pub(crate) struct CheckedVm<'a> {
-    pub(crate) machine: &'a HypervisorRecord,
+    pub(crate) hypervisor_record: &'a HypervisorRecord,
     pub(crate) journal: &'a Journal,
     pub(crate) served: &'a ServedDisks,
 }
@@ -81,8 +81,8 @@ impl CheckedVm<'_> {
         vm: &mut QemuVm,
         protectable: Result<(), Failure>,
     ) -> Result<Vec<OperationCheck>, Failure> {
-        let layout = qemu::find_layout(vm, &self.machine.meta.qemu.user_args)?;
-        let memory = qemu::open_memory(self.machine.process.pid, &layout)?;
+        let layout = qemu::find_layout(vm, &self.hypervisor_record.meta.qemu.user_args)?;
+        let memory = qemu::open_memory(self.hypervisor_record.process.pid, &layout)?;
         let save = self.check_save(vm, false);
         let live = save.clone().and_then(|()| check_live(vm, &memory));
         let trace = live.clone().and_then(|limit| check_trace(&memory).map(|()| limit));
@@ -105,24 +105,24 @@ impl CheckedVm<'_> {
     }
 
     fn check_save(&self, vm: &mut QemuVm, then_stop: bool) -> Result<(), Failure> {
-        refuse_served_disks(self.machine)?;
+        refuse_served_disks(self.hypervisor_record)?;
         refuse_blocked(vm.migration_blockers().while_doing("querying migration blockers")?)?;
-        inspection::check_restorable(vm, self.machine, false)?;
+        inspection::check_restorable(vm, self.hypervisor_record, false)?;
         let (image, choices) = (PathBuf::from("/image.firn"), SaveChoices::default());
         let request = SaveRequest { image, choices, cancel_with_client: false };
-        let policy = DiskPolicy::new(self.machine, self.journal, &request, None);
-        DiskSnapshots::plan_drives(vm, &self.machine.meta, policy, then_stop).map(drop)
+        let policy = DiskPolicy::new(self.hypervisor_record, self.journal, &request, None);
+        DiskSnapshots::plan_drives(vm, &self.hypervisor_record.meta, policy, then_stop).map(drop)
     }
 
     fn check_restore(&self, vm: &mut QemuVm) -> Result<OperationLimit, Failure> {
-        inspection::check_restorable(vm, self.machine, false)?;
+        inspection::check_restorable(vm, self.hypervisor_record, false)?;
         let state = vm.status().while_doing("querying whether the VM runs")?;
         let paused = inspection::paused_state(&state);
         Ok(paused.map(|state| format!("the VM is paused ({state}) and comes back paused")))
     }
 
     fn check_protect(&self, vm: &mut QemuVm, memory: &VmMemory) -> Result<OperationLimit, Failure> {
-        inspection::check_protectable(vm, self.machine)?;
+        inspection::check_protectable(vm, self.hypervisor_record)?;
         guest::check_protectable(vm, &memory.guest, &self.served.epoch_disks())
             .map_err(|error| Failure::from_error(FailureKind::Refused, &error))?;
         Ok(None)

@@ -82,10 +82,10 @@ impl VmOperations for QemuOperations {
         cancel: &AtomicBool,
         progress: &dyn Fn(OperationProgress),
     ) -> Result<serde_json::Value, Failure> {
-        let machine = self.hypervisor_record()?;
-        let mut vm = qemu::connect_monitor(&machine)?;
-        let (vm, machine, journal) = (&mut vm, &machine, &*self.journal);
-        let mut merging = LayerMerger { vm, machine, journal, cancel, progress };
+        let hypervisor_record = self.hypervisor_record()?;
+        let mut vm = qemu::connect_monitor(&hypervisor_record)?;
+        let (vm, hypervisor_record, journal) = (&mut vm, &hypervisor_record, &*self.journal);
+        let mut merging = LayerMerger { vm, hypervisor_record, journal, cancel, progress };
         let merged = match all {
             true => merging.commit_all(),
             false => merging.merge_unneeded().map(|layers| json!({ "merged": layers })),
@@ -100,8 +100,8 @@ impl VmOperations for QemuOperations {
         begun: &dyn Fn(),
         progress: &dyn Fn(OperationProgress),
     ) -> Result<serde_json::Value, Failure> {
-        let machine = self.hypervisor_record()?;
-        self.refuse_protection(&machine)?;
+        let hypervisor_record = self.hypervisor_record()?;
+        self.refuse_protection(&hypervisor_record)?;
         if request.lease.is_some() {
             self.apply_lease(request.lease)?;
         }
@@ -116,7 +116,7 @@ impl VmOperations for QemuOperations {
             network: &self.network,
             served: &self.served,
         };
-        let records = (&machine, &self.journal);
+        let records = (&hypervisor_record, &self.journal);
         let (end, ended) =
             self.protecting.run_protection(records, request, &context, ending, begun, progress);
         let is_hung = ended.as_ref().is_err_and(|it| it.is_hung);
@@ -190,15 +190,15 @@ impl VmOperations for QemuOperations {
     }
 
     fn start_idle_work(&self) {
-        let Ok(machine) = self.hypervisor_record() else { return };
-        if machine.calls.is_some() {
-            if let Err(failure) = self.start_guest_calls(&machine) {
+        let Ok(hypervisor_record) = self.hypervisor_record() else { return };
+        if hypervisor_record.calls.is_some() {
+            if let Err(failure) = self.start_guest_calls(&hypervisor_record) {
                 tracing::error!("{}", failure.while_doing("answering guest calls"));
             }
         }
         // Only one descriptor at a time can register the guest's memory.
         if !self.changes.is_tracking() {
-            self.usage.start_scan(&machine);
+            self.usage.start_scan(&hypervisor_record);
         }
     }
 
@@ -207,8 +207,8 @@ impl VmOperations for QemuOperations {
         self.calls.stop_service();
         self.usage.finish_scan();
         self.changes.stop_tracking();
-        if let Ok(machine) = self.hypervisor_record() {
-            close_left_descriptors(&machine);
+        if let Ok(hypervisor_record) = self.hypervisor_record() {
+            close_left_descriptors(&hypervisor_record);
         }
     }
 
@@ -228,17 +228,18 @@ impl VmOperations for QemuOperations {
     }
 
     fn command_line(&self) -> Result<serde_json::Value, Failure> {
-        let machine = self.hypervisor_record()?;
-        let mut vm = qemu::connect_if_free(&machine)?;
-        disk_layers::restart_command_line(&mut vm, &machine.meta)
+        let hypervisor_record = self.hypervisor_record()?;
+        let mut vm = qemu::connect_if_free(&hypervisor_record)?;
+        disk_layers::restart_command_line(&mut vm, &hypervisor_record.meta)
     }
 
     fn check_operations(&self) -> Result<serde_json::Value, Failure> {
-        let machine = self.hypervisor_record()?;
-        let mut vm = qemu::connect_if_free(&machine)?;
+        let hypervisor_record = self.hypervisor_record()?;
+        let mut vm = qemu::connect_if_free(&hypervisor_record)?;
         let (journal, served) = (&self.journal.current_journal(), &*self.served);
-        let checked = CheckedVm { machine: &machine, journal, served };
-        let checks = checked.check_operations(&mut vm, self.refuse_protection(&machine))?;
+        let checked = CheckedVm { hypervisor_record: &hypervisor_record, journal, served };
+        let checks =
+            checked.check_operations(&mut vm, self.refuse_protection(&hypervisor_record))?;
         serde_json::to_value(checks).while_doing("writing the checks")
     }
 
@@ -250,7 +251,9 @@ impl VmOperations for QemuOperations {
         if !self.journal.current_journal().hung {
             return false;
         }
-        let answers = self.hypervisor_record().is_ok_and(|machine| qemu::is_answering(&machine));
+        let answers = self
+            .hypervisor_record()
+            .is_ok_and(|hypervisor_record| qemu::is_answering(&hypervisor_record));
         if answers {
             let change = |journal: &mut Journal| journal.hung = false;
             if let Err(error) = self.journal.update(change) {
@@ -275,8 +278,8 @@ impl QemuOperations {
     }
 
     /// Refuses a protection for reasons that need no monitor.
-    fn refuse_protection(&self, machine: &HypervisorRecord) -> Result<(), Failure> {
-        if machine.calls.is_some() {
+    fn refuse_protection(&self, hypervisor_record: &HypervisorRecord) -> Result<(), Failure> {
+        if hypervisor_record.calls.is_some() {
             let text = "Firn tracks the guest's writes for its applications (--calls)";
             let failure = Failure::new(FailureKind::Refused, text);
             return Err(failure.with_hint("protect a VM that was started without --calls"));
@@ -305,18 +308,19 @@ impl QemuOperations {
     /// Merges layers before a drive has more of them than a save accepts.
     fn shorten_chains(
         &self,
-        machine: &HypervisorRecord,
+        hypervisor_record: &HypervisorRecord,
         cancel: &AtomicBool,
         progress: &dyn Fn(OperationProgress),
     ) -> Result<(), Failure> {
-        let mut vm = qemu::connect_monitor(machine)
+        let mut vm = qemu::connect_monitor(hypervisor_record)
             .map_err(|failure| self.explain_end_during_save(failure))?;
         let drives = vm.drives().while_doing("querying the VM's disks")?;
         if drives.iter().all(|drive| drive.chain.len() < MERGE_LAYERS_MIN) {
             return Ok(());
         }
         let (vm, journal) = (&mut vm, &*self.journal);
-        let merged = LayerMerger { vm, machine, journal, cancel, progress }.merge_unneeded();
+        let merged =
+            LayerMerger { vm, hypervisor_record, journal, cancel, progress }.merge_unneeded();
         merged.map(drop).map_err(|failure| self.explain_end_during_save(failure))
     }
 
@@ -329,18 +333,24 @@ impl QemuOperations {
     }
 
     /// Tracks what the guest writes, and answers the guest calls of its applications with it.
-    fn start_guest_calls(&self, machine: &HypervisorRecord) -> Result<(), Failure> {
+    fn start_guest_calls(&self, hypervisor_record: &HypervisorRecord) -> Result<(), Failure> {
         let followed = |journal: &mut Journal| {
-            journal.machine.iter_mut().for_each(|machine| machine.followed = true);
+            journal
+                .hypervisor_record
+                .iter_mut()
+                .for_each(|hypervisor_record| hypervisor_record.followed = true);
         };
         self.journal.update(followed).while_doing("writing the journal")?;
-        self.calls.start_service(machine, &self.vm, &self.changes)?;
-        self.changes.start_tracking(machine)
+        self.calls.start_service(hypervisor_record, &self.vm, &self.changes)?;
+        self.changes.start_tracking(hypervisor_record)
     }
 
     fn enter_phase(&self, phase: VmPhase, note: impl FnOnce(&mut Journal)) -> Result<(), Failure> {
         let change = |journal: &mut Journal| {
-            journal.machine.iter_mut().for_each(|machine| machine.followed = false);
+            journal
+                .hypervisor_record
+                .iter_mut()
+                .for_each(|hypervisor_record| hypervisor_record.followed = false);
             journal.phase = phase;
             note(journal);
         };
@@ -356,26 +366,32 @@ impl QemuOperations {
         progress: &dyn Fn(OperationProgress),
     ) -> Result<serde_json::Value, Failure> {
         firn_fault::pass_point("save.asked");
-        let machine = self.hypervisor_record()?;
-        refuse_served_disks(&machine)?;
-        self.shorten_chains(&machine, cancel, progress)?;
+        let hypervisor_record = self.hypervisor_record()?;
+        refuse_served_disks(&hypervisor_record)?;
+        self.shorten_chains(&hypervisor_record, cancel, progress)?;
         let explain = |failure: Failure| match failure.kind {
             FailureKind::Refused | FailureKind::Interrupted => failure,
             _ => self.explain_end_during_save(failure),
         };
         let accepted = request.choices.accept_unrestorable && !then_stop;
-        let prepared = prepare_save(&machine, accepted, cancel).map_err(explain)?;
+        let prepared = prepare_save(&hypervisor_record, accepted, cancel).map_err(explain)?;
         let PreparedSave { mut vm, paused, was_running, unrestorable, layout, memory } = prepared;
         let open = |path: &PathBuf| open_parent(path, &layout);
         let parent = request.choices.parent.as_ref().map(open).transpose()?;
         let held = self.journal.current_journal().shut || self.network.is_output_blocked();
-        let meta = machine.meta.clone().with_output_blocked(held).with_paused_state(paused);
-        let (domain_xml, definition) = libvirt::read_domain_xml(&machine.qmp).map_err(explain)?;
+        let meta =
+            hypervisor_record.meta.clone().with_output_blocked(held).with_paused_state(paused);
+        let (domain_xml, definition) =
+            libvirt::read_domain_xml(&hypervisor_record.qmp).map_err(explain)?;
         let meta = meta.with_obstacles(unrestorable).with_domain_xml(domain_xml, definition);
-        let machine = HypervisorRecord { meta, ..machine };
-        let meta = machine.meta.clone();
-        let policy =
-            DiskPolicy::new(&machine, &self.journal.current_journal(), request, parent.as_deref());
+        let hypervisor_record = HypervisorRecord { meta, ..hypervisor_record };
+        let meta = hypervisor_record.meta.clone();
+        let policy = DiskPolicy::new(
+            &hypervisor_record,
+            &self.journal.current_journal(),
+            request,
+            parent.as_deref(),
+        );
         let mut cutting =
             DiskSnapshots::plan_drives(&mut vm, &meta, policy, then_stop).map_err(explain)?;
         // Only one descriptor at a time can register the guest's memory.
@@ -407,7 +423,7 @@ impl QemuOperations {
 
     fn hypervisor_record(&self) -> Result<HypervisorRecord, Failure> {
         let none = || Failure::new(FailureKind::Other, "the journal names no hypervisor");
-        self.journal.current_journal().machine.ok_or_else(none)
+        self.journal.current_journal().hypervisor_record.ok_or_else(none)
     }
 
     /// Records what a successor has to know: where memory is, and what is about to happen to it.
@@ -421,7 +437,7 @@ impl QemuOperations {
     ) -> Result<(), Failure> {
         let vcpus = vm.vcpus().while_doing("querying the vCPUs")?;
         let locations =
-            layout.locations.iter().map(|place| (place.id.clone(), place.hva)).collect();
+            layout.locations.iter().map(|location| (location.id.clone(), location.hva)).collect();
         let phase = VmPhase::Saving {
             image: request.image.clone(),
             replaces: FileIdentity::from_path(&request.image),
@@ -431,10 +447,10 @@ impl QemuOperations {
         };
         let change = |journal: &mut Journal| {
             disk_snapshots::finish_unrecorded_save(journal);
-            if let Some(machine) = &mut journal.machine {
-                machine.map = layout.map.clone();
-                machine.locations = locations;
-                machine.vcpus = vcpus.iter().map(|vcpu| vcpu.tid).collect();
+            if let Some(hypervisor_record) = &mut journal.hypervisor_record {
+                hypervisor_record.map = layout.map.clone();
+                hypervisor_record.locations = locations;
+                hypervisor_record.vcpus = vcpus.iter().map(|vcpu| vcpu.tid).collect();
             }
             journal.phase = phase;
         };
@@ -502,7 +518,10 @@ impl QemuOperations {
         };
         let followed = self.changes.is_tracking();
         let change = |journal: &mut Journal| {
-            journal.machine.iter_mut().for_each(|machine| machine.followed = followed);
+            journal
+                .hypervisor_record
+                .iter_mut()
+                .for_each(|hypervisor_record| hypervisor_record.followed = followed);
             change(journal);
         };
         self.journal.update(change).while_doing("writing the journal")
@@ -523,17 +542,22 @@ struct PreparedSave {
 
 /// Checks a VM, without changing it.
 fn prepare_save(
-    machine: &HypervisorRecord,
+    hypervisor_record: &HypervisorRecord,
     accepted: bool,
     cancel: &AtomicBool,
 ) -> Result<PreparedSave, Failure> {
-    let mut vm = qemu::connect_monitor(machine)?;
+    let mut vm = qemu::connect_monitor(hypervisor_record)?;
     refuse_blocked(vm.migration_blockers().while_doing("querying migration blockers")?)?;
     let state = vm.status().while_doing("querying whether the VM runs")?;
     let (was_running, paused) = (state.running, inspection::paused_state(&state));
-    let unrestorable = inspection::check_restorable(&mut vm, machine, accepted)?;
-    let layout = inspection::mapped_layout(&mut vm, machine, was_running, cancel)?;
-    let memory = qemu::open_memory(machine.process.pid, &layout)?;
+    let unrestorable = inspection::check_restorable(&mut vm, hypervisor_record, accepted)?;
+    let layout = inspection::mapped_layout(&mut vm, hypervisor_record, was_running, cancel)?;
+    let layout = match hypervisor_record.qmp.domain() {
+        // The QEMU of a restored domain waits for a migration.
+        Some(_) => layout.with_firmware_saved(),
+        None => layout,
+    };
+    let memory = qemu::open_memory(hypervisor_record.process.pid, &layout)?;
     Ok(PreparedSave { vm, was_running, paused, unrestorable, layout, memory })
 }
 
@@ -728,8 +752,8 @@ fn close_descriptors(vm: &mut QemuVm) {
 
 /// Closes descriptors that an earlier operation left in QEMU because it failed or because the VM
 /// was paused.
-fn close_left_descriptors(machine: &HypervisorRecord) {
-    let closed = qemu::connect_within(machine, qemu::SHORT_WAIT)
+fn close_left_descriptors(hypervisor_record: &HypervisorRecord) {
+    let closed = qemu::connect_within(hypervisor_record, qemu::SHORT_WAIT)
         .and_then(|mut vm| vm.remove_left_descriptors().while_doing("closing descriptors in QEMU"));
     if let Err(failure) = closed {
         tracing::debug!("{failure}");

@@ -160,40 +160,44 @@ impl Drop for HypervisorChild {
 
 /// Runs a VM: `firn run`. `calls` names the applications that may make guest calls.
 pub(crate) fn run_vm(
-    place: &StartContext<'_>,
+    context: &StartContext<'_>,
     args: &[String],
     calls: Option<&Path>,
     old_disk: bool,
 ) -> Result<StartedVm, Failure> {
     calls.map(calls::read_policy).transpose()?;
-    let args = match calls {
-        Some(_) => &command_line::with_calls(args)[..],
+    let args = command_line::expand_option_files(args, |file| {
+        qemu::read_option_file(&context.directory.join(file))
+    });
+    let args = args.map_err(command_line_failure)?;
+    let args = &match calls {
+        Some(_) => command_line::with_calls(&args),
         None => args,
     };
     let plan = command_line::plan_command(args).map_err(command_line_failure)?;
     let files = plan.disk_files();
-    check_disk_kinds(&files, &place.directory)?;
+    check_disk_kinds(&files, &context.directory)?;
     let wanted = files.into_iter();
-    let wanted = wanted.map(|named| WantedDisk { file: place.directory.join(&named), named });
+    let wanted = wanted.map(|named| WantedDisk { file: context.directory.join(&named), named });
     let notes = disk_layers::check_old_disks(&wanted.collect::<Vec<_>>(), old_disk)?;
     let served =
-        ServedDisks::open_planned(plan.disks(), &place.directory, &place.vm.disks_socket())?;
-    let plan = plan.with_disks(&place.vm.disks_socket());
+        ServedDisks::open_planned(plan.disks(), &context.directory, &context.vm.disks_socket())?;
+    let plan = plan.with_disks(&context.vm.disks_socket());
     let ram = create_ram_files(plan.ram()).while_doing("creating the VM's memory")?;
-    let mut sockets = CardSockets::create_pairs(plan.cards(), &place.directory, place.vm)?;
+    let mut sockets = CardSockets::create_pairs(plan.cards(), &context.directory, context.vm)?;
     sockets.connect_uplinks()?;
     let augmented =
-        plan.augment(&qemu_paths(place, &ram, &sockets)).map_err(command_line_failure)?;
-    let child = launch_qemu(place.vm, &augmented, ram, &sockets)?;
-    let qemu_log = |failure| with_output(failure, place.vm);
-    let mut vm = child.connect_monitor(place.vm).map_err(qemu_log)?;
-    let machine = describe_vm(place, args, &augmented, &child, &served, &mut vm)
-        .map_err(|failure| child.explain_failure(failure, place.vm))?;
-    let facts = start_facts(&machine, &[notes, augmented.notes].concat());
-    record_running(place.journal, machine)?;
+        plan.augment(&qemu_paths(context, &ram, &sockets)).map_err(command_line_failure)?;
+    let child = launch_qemu(context.vm, &augmented, ram, &sockets)?;
+    let qemu_log = |failure| with_output(failure, context.vm);
+    let mut vm = child.connect_monitor(context.vm).map_err(qemu_log)?;
+    let hypervisor_record = describe_vm(context, args, &augmented, &child, &served, &mut vm)
+        .map_err(|failure| child.explain_failure(failure, context.vm))?;
+    let facts = start_facts(&hypervisor_record, &[notes, augmented.notes].concat());
+    record_running(context.journal, hypervisor_record)?;
     let (pid, connections) = (child.identity.pid, sockets.uplink_connections());
     let network = VmNetwork::open_cards(pid, &child.cards, connections, true)
-        .map_err(|failure| child.explain_failure(failure, place.vm))?;
+        .map_err(|failure| child.explain_failure(failure, context.vm))?;
     let (network, served) = (Some(Arc::new(network)), Some(Arc::new(served)));
     let (restoring, standby) = (None, None);
     let (guards, files) = Default::default();
@@ -202,7 +206,7 @@ pub(crate) fn run_vm(
 }
 
 fn describe_vm(
-    place: &StartContext<'_>,
+    context: &StartContext<'_>,
     args: &[String],
     augmented: &AugmentedCommand,
     child: &HypervisorChild,
@@ -213,18 +217,19 @@ fn describe_vm(
     qemu::open_memory(child.identity.pid, &layout)?;
     let known = KnownHypervisor {
         process: child.identity.clone(),
-        qmp: place.vm.qmp_socket().into(),
+        qmp: context.vm.qmp_socket().into(),
         launched: true,
         user_args: args.to_vec(),
         args: augmented.args.clone(),
-        directory: place.directory.clone(),
+        directory: context.directory.clone(),
         drives: Vec::new(),
         cards: child.cards.clone(),
         served: served.disk_records(),
     };
-    let machine = qemu::describe_hypervisor(vm, known, &layout, place.vm.name().as_str())?;
-    place.stores.map(|_| check_stores(&machine.meta)).transpose()?;
-    Ok(machine)
+    let hypervisor_record =
+        qemu::describe_hypervisor(vm, known, &layout, context.vm.name().as_str())?;
+    context.stores.map(|_| check_stores(&hypervisor_record.meta)).transpose()?;
+    Ok(hypervisor_record)
 }
 
 /// Checks whether stores can be recorded in this VM.
@@ -239,7 +244,7 @@ pub(crate) fn check_stores(meta: &ImageMeta) -> Result<(), Failure> {
 
 /// Attaches to a VM: `firn attach`. `before` is the record of a VM that Firn was detached from.
 pub(crate) fn attach_vm(
-    place: &StartContext<'_>,
+    context: &StartContext<'_>,
     pid: i32,
     qmp: &MonitorAddress,
     before: Option<&HypervisorRecord>,
@@ -249,7 +254,7 @@ pub(crate) fn attach_vm(
     let process = ProcessIdentity::from_pid(pid).map_err(|_| no_process())?;
     let hypervisor =
         process.open_handle().while_doing("opening the process")?.ok_or_else(no_process)?;
-    refuse_known_process(place, &process)?;
+    refuse_known_process(context, &process)?;
     hypervisor.keep_ownership(QemuOwnership::take_process(&process)?);
     let mut vm = monitor::connect_checked(pid, qmp, qemu::ANSWER_WAIT)?;
     let drives = vm.drives().while_doing("querying the VM's disks")?;
@@ -258,7 +263,7 @@ pub(crate) fn attach_vm(
     let notes =
         disk_layers::check_old_disks(&drives.iter().map(wanted).collect::<Vec<_>>(), old_disk)?;
     let (args, directory) = qemu::command_line(pid).while_doing("reading QEMU's command line")?;
-    let plain = qemu::restorable_command(qmp, &args);
+    let plain = qemu::restorable_command(qmp, pid, &args);
     let user_args = before.map_or(plain.args, |it| it.meta.qemu.user_args.clone());
     let layout = qemu::find_layout(&mut vm, &user_args)?;
     qemu::open_memory(pid, &layout)?;
@@ -274,9 +279,10 @@ pub(crate) fn attach_vm(
         // Firn does not detach from a VM with served disks.
         served: Vec::new(),
     };
-    let machine = qemu::describe_hypervisor(&mut vm, known, &layout, place.vm.name().as_str())?;
-    let facts = start_facts(&machine, &[notes, plain.notes].concat());
-    record_running(place.journal, machine)?;
+    let hypervisor_record =
+        qemu::describe_hypervisor(&mut vm, known, &layout, context.vm.name().as_str())?;
+    let facts = start_facts(&hypervisor_record, &[notes, plain.notes].concat());
+    record_running(context.journal, hypervisor_record)?;
     let hypervisor = Arc::new(hypervisor);
     let (restoring, standby, network, served) = (None, None, None, None);
     let (guards, files) = Default::default();
@@ -286,17 +292,17 @@ pub(crate) fn attach_vm(
 /// Refuses a process that another VM of this runtime directory has, even if that VM has no
 /// supervisor at the moment.
 fn refuse_known_process(
-    place: &StartContext<'_>,
+    context: &StartContext<'_>,
     process: &ProcessIdentity,
 ) -> Result<(), Failure> {
-    for vm in place.vm.runtime_dir().list_vms().while_doing("listing the other VMs")? {
+    for vm in context.vm.runtime_dir().list_vms().while_doing("listing the other VMs")? {
         let journal = Journal::load(&vm.journal_file()).ok().flatten();
         let is_it = |journal: &Journal| {
-            let machine = journal.machine.as_ref();
-            machine.is_some_and(|machine| machine.process == *process)
+            let hypervisor_record = journal.hypervisor_record.as_ref();
+            hypervisor_record.is_some_and(|hypervisor_record| hypervisor_record.process == *process)
                 && !matches!(journal.phase, VmPhase::Ended { .. })
         };
-        let Some(journal) = journal.filter(is_it).filter(|_| vm.name() != place.vm.name()) else {
+        let Some(journal) = journal.filter(is_it).filter(|_| vm.name() != context.vm.name()) else {
             continue;
         };
         let (pid, name) = (process.pid, vm.name());
@@ -310,24 +316,30 @@ fn refuse_known_process(
     Ok(())
 }
 
-fn record_running(journal: &JournalFile, machine: HypervisorRecord) -> Result<(), Failure> {
+fn record_running(
+    journal: &JournalFile,
+    hypervisor_record: HypervisorRecord,
+) -> Result<(), Failure> {
     let change = |journal: &mut Journal| {
-        journal.machine = Some(machine);
+        journal.hypervisor_record = Some(hypervisor_record);
         journal.phase = VmPhase::Running;
     };
     journal.update(change).while_doing("writing the journal")
 }
 
-pub(crate) fn start_facts(machine: &HypervisorRecord, notes: &[String]) -> serde_json::Value {
+pub(crate) fn start_facts(
+    hypervisor_record: &HypervisorRecord,
+    notes: &[String],
+) -> serde_json::Value {
     json!({
-        "name": machine.meta.name,
-        "pid": machine.process.pid,
-        "qmp": machine.qmp,
-        "qemu": machine.meta.qemu.version,
-        "accel": machine.meta.qemu.accel,
-        "memory_bytes": machine.meta.memory_bytes,
-        "vcpus": machine.meta.vcpus,
-        "args": machine.meta.qemu.args,
+        "name": hypervisor_record.meta.name,
+        "pid": hypervisor_record.process.pid,
+        "qmp": hypervisor_record.qmp,
+        "qemu": hypervisor_record.meta.qemu.version,
+        "accel": hypervisor_record.meta.qemu.accel,
+        "memory_bytes": hypervisor_record.meta.memory_bytes,
+        "vcpus": hypervisor_record.meta.vcpus,
+        "args": hypervisor_record.meta.qemu.args,
         "notes": notes,
     })
 }
@@ -343,15 +355,15 @@ pub(crate) fn create_ram_files(plans: &[RamPlan]) -> io::Result<Vec<File>> {
 }
 
 pub(crate) fn qemu_paths(
-    place: &StartContext<'_>,
+    context: &StartContext<'_>,
     ram: &[File],
     sockets: &CardSockets,
 ) -> AddedPaths {
     let path = |file: &File| PathBuf::from(format!("/proc/self/fd/{}", file.as_raw_fd()));
-    let vm = place.vm;
+    let vm = context.vm;
     let plugin =
         |library: &Path| StorePlugin { library: library.to_owned(), orders: vm.stores_socket() };
-    let stores = place.stores.map(plugin);
+    let stores = context.stores.map(plugin);
     let (qmp, calls, cards) = (vm.qmp_socket(), vm.calls_file(), sockets.descriptor_numbers());
     AddedPaths { qmp, ram: ram.iter().map(path).collect(), calls, stores, cards }
 }

@@ -1,4 +1,4 @@
-//! The [`Endpoint`]s of a command line that another process of this host uses, and that process.
+//! The [`HostEndpoint`]s of a command line that another process of this host uses, and that process.
 
 use std::fs;
 use std::io;

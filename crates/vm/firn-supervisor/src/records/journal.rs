@@ -87,8 +87,8 @@ pub struct Journal {
     /// The VM.
     pub name: VmName,
     /// Its hypervisor process, once that answers.
-    #[serde(default, skip_serializing_if = "Option::is_none")]
-    pub machine: Option<HypervisorRecord>,
+    #[serde(rename = "machine", default, skip_serializing_if = "Option::is_none")]
+    pub hypervisor_record: Option<HypervisorRecord>,
     /// The operation that runs.
     pub phase: VmPhase,
     /// The last thing that happened that a user should know of.
@@ -319,7 +319,7 @@ impl Journal {
         Self {
             version: VERSION,
             name,
-            machine: None,
+            hypervisor_record: None,
             phase,
             last: None,
             recoveries: 0,

@@ -66,9 +66,13 @@ impl ForcedStop<'_> {
     fn end_hypervisor(&self) -> Result<(), Failure> {
         const ENDING: &str = "ending QEMU";
         let Some(hypervisor) = self.find_hypervisor()? else { return Ok(()) };
-        let quits = self.quittable_hypervisor().is_some_and(|machine| {
-            qemu::end_hypervisor(&machine, &hypervisor, StopRequest { force: true, ..self.request })
-                .is_ok()
+        let quits = self.quittable_hypervisor().is_some_and(|hypervisor_record| {
+            qemu::end_hypervisor(
+                &hypervisor_record,
+                &hypervisor,
+                StopRequest { force: true, ..self.request },
+            )
+            .is_ok()
         });
         if !quits {
             hypervisor.send_kill().while_doing(ENDING)?;
@@ -83,14 +87,16 @@ impl ForcedStop<'_> {
     /// The record of the hypervisor, unless its disks wait for a supervisor that does not serve
     /// them: then QEMU can't quit.
     fn quittable_hypervisor(&self) -> Option<HypervisorRecord> {
-        let machine = self.journal.as_ref()?.machine.clone()?;
-        machine.served.is_empty().then_some(machine)
+        let hypervisor_record = self.journal.as_ref()?.hypervisor_record.clone()?;
+        hypervisor_record.served.is_empty().then_some(hypervisor_record)
     }
 
     fn find_hypervisor(&self) -> Result<Option<ProcessHandle>, Failure> {
         const FINDING: &str = "finding the hypervisor";
-        if let Some(machine) = self.journal.as_ref().and_then(|journal| journal.machine.as_ref()) {
-            return machine.process.open_handle().while_doing(FINDING);
+        if let Some(hypervisor_record) =
+            self.journal.as_ref().and_then(|journal| journal.hypervisor_record.as_ref())
+        {
+            return hypervisor_record.process.open_handle().while_doing(FINDING);
         }
         let socket = self.vm.qmp_socket();
         let found = identity::find_by_argument(&socket.to_string_lossy()).while_doing(FINDING)?;
@@ -155,7 +161,9 @@ pub(crate) fn is_hypervisor_alive(vm: &VmDir, journal: Option<&Journal>) -> bool
         found.is_ok_and(|found| !found.is_empty())
     };
     match journal {
-        Some(Journal { machine: Some(machine), .. }) => machine.process.is_alive(),
+        Some(Journal { hypervisor_record: Some(hypervisor_record), .. }) => {
+            hypervisor_record.process.is_alive()
+        }
         Some(Journal { phase: VmPhase::Starting { launching: None }, .. }) => false,
         _ => by_socket(),
     }

@@ -103,14 +103,17 @@ pub enum RecoveryAction {
 
 /// Decides what a successor does.
 pub fn decide_recovery(journal: &Journal, remains: SurvivingParts) -> RecoveryAction {
-    let launched = journal.machine.as_ref().is_none_or(|machine| machine.launched);
+    let launched = journal
+        .hypervisor_record
+        .as_ref()
+        .is_none_or(|hypervisor_record| hypervisor_record.launched);
     let lives = remains.is_hypervisor_alive;
     match &journal.phase {
         VmPhase::Ended { .. } | VmPhase::Detached => RecoveryAction::Over,
-        VmPhase::Starting { .. } if journal.machine.is_some() && lives => {
+        VmPhase::Starting { .. } if journal.hypervisor_record.is_some() && lives => {
             RecoveryAction::StayDetached
         }
-        VmPhase::Starting { .. } if journal.machine.is_some() => {
+        VmPhase::Starting { .. } if journal.hypervisor_record.is_some() => {
             RecoveryAction::RecordEnd { unfinished: None }
         }
         VmPhase::Starting { launching } => {
@@ -161,7 +164,7 @@ mod tests {
     use super::*;
     use crate::records::name::VmName;
     use crate::records::process_exit::ProcessExit;
-    use crate::testing::machine;
+    use crate::testing::hypervisor_record;
 
     const IMAGE: &str = "1f";
     const LIVES: SurvivingParts = SurvivingParts { is_hypervisor_alive: true, image_whole: false };
@@ -171,7 +174,7 @@ mod tests {
 
     fn journal(phase: VmPhase) -> Journal {
         let journal = Journal::new(VmName::new("web").unwrap(), None);
-        Journal { phase, machine: Some(machine(true)), ..journal }
+        Journal { phase, hypervisor_record: Some(hypervisor_record(true)), ..journal }
     }
 
     fn saving(paused_by_us: bool, then_stop: bool) -> Journal {
@@ -209,7 +212,7 @@ mod tests {
     #[test]
     fn a_vm_that_never_ran_leaves_nothing() {
         let starting = |launching: Option<PathBuf>| Journal {
-            machine: None,
+            hypervisor_record: None,
             ..journal(VmPhase::Starting { launching })
         };
         let ours = starting(Some("/q".into()));
@@ -228,9 +231,10 @@ mod tests {
     #[test]
     fn a_vm_that_firn_only_attached_to_is_never_killed() {
         let attaching = journal(VmPhase::Starting { launching: None });
-        let attaching = Journal { machine: None, ..attaching };
+        let attaching = Journal { hypervisor_record: None, ..attaching };
         assert_eq!(decide_recovery(&attaching, LIVES), RecoveryAction::Forget { kill: false });
-        let attached = Journal { machine: Some(machine(false)), ..restoring(false) };
+        let attached =
+            Journal { hypervisor_record: Some(hypervisor_record(false)), ..restoring(false) };
         assert_eq!(decide_recovery(&attached, LIVES), RecoveryAction::Forget { kill: false });
     }
 

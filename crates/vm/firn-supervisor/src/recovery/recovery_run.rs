@@ -36,8 +36,8 @@ pub(crate) fn take_over(
     files: Vec<File>,
 ) -> Result<RecoveredVm, Failure> {
     let hypervisor = find_hypervisor(&journal)?;
-    if let (Some(hypervisor), Some(machine)) = (&hypervisor, &journal.machine) {
-        let owned = QemuOwnership::take_again(&machine.process)?;
+    if let (Some(hypervisor), Some(hypervisor_record)) = (&hypervisor, &journal.hypervisor_record) {
+        let owned = QemuOwnership::take_again(&hypervisor_record.process)?;
         owned.into_iter().for_each(|owned| hypervisor.keep_ownership(owned));
     }
     let remains = SurvivingParts {
@@ -62,8 +62,8 @@ pub(crate) fn take_over(
 /// command line if its supervisor died before it could journal the identity.
 fn find_hypervisor(journal: &Journal) -> Result<Option<ProcessHandle>, Failure> {
     const FINDING: &str = "finding the hypervisor";
-    if let Some(machine) = &journal.machine {
-        return machine.process.open_handle().while_doing(FINDING);
+    if let Some(hypervisor_record) = &journal.hypervisor_record {
+        return hypervisor_record.process.open_handle().while_doing(FINDING);
     }
     let VmPhase::Starting { launching: Some(socket) } = &journal.phase else { return Ok(None) };
     let found = identity::find_by_argument(&socket.to_string_lossy()).while_doing(FINDING)?;
@@ -180,8 +180,10 @@ impl RecoveryRun<'_> {
 
     fn continue_vm(self, hypervisor: ProcessHandle) -> Result<RecoveredVm, Failure> {
         let is_registered = |it: &HypervisorRecord| it.access_bits.is_some() || it.followed;
-        if let Some(machine) = self.journal.current_journal().machine.filter(is_registered) {
-            release_memory(&machine)?;
+        if let Some(hypervisor_record) =
+            self.journal.current_journal().hypervisor_record.filter(is_registered)
+        {
+            close_page_faults(&hypervisor_record)?;
         }
         let hypervisor = Arc::new(hypervisor);
         let (restoring, standby, network, served) = (None, None, None, None);
@@ -200,13 +202,13 @@ impl RecoveryRun<'_> {
         hypervisor: ProcessHandle,
         serve_on: RecoveryAction,
     ) -> Result<RecoveredVm, Failure> {
-        let machine = self.hypervisor_record()?;
+        let hypervisor_record = self.hypervisor_record()?;
         let hypervisor = Arc::new(hypervisor);
         let RecoveryAction::ServeOn { image, identity, mode, on_error, cont } = serve_on else {
             return Ok(None);
         };
         let taken_over = InheritedRestore {
-            machine: machine.clone(),
+            hypervisor_record: hypervisor_record.clone(),
             journal: Arc::clone(&self.journal),
             vm: self.vm.clone(),
             hypervisor: Arc::clone(&hypervisor),
@@ -220,7 +222,7 @@ impl RecoveryRun<'_> {
         let resumed = taken_over.continue_restore()?;
         domain_restore::finish_domain(&self.journal)?;
         if resumed.is_none() {
-            resume_vm(&machine, cont)?;
+            resume_vm(&hypervisor_record, cont)?;
             self.journal
                 .update(|journal| journal.phase = VmPhase::Running)
                 .while_doing("writing the journal")?;
@@ -239,11 +241,11 @@ impl RecoveryRun<'_> {
     /// Ends a save that can't be finished. The guest comes first: it may wait for a page, or be
     /// paused.
     fn abort_save(&self, cont: bool, unfinished: &Path) -> Result<(), Failure> {
-        let machine = self.hypervisor_record()?;
-        release_memory(&machine)?;
-        resume_vm(&machine, cont)?;
+        let hypervisor_record = self.hypervisor_record()?;
+        close_page_faults(&hypervisor_record)?;
+        resume_vm(&hypervisor_record, cont)?;
         remove_unfinished(unfinished);
-        self.abandon_drive_files(&machine)?;
+        self.abandon_drive_files(&hypervisor_record)?;
         let text = format!(
             "the checkpoint to {} was aborted: the supervisor died; the VM runs on",
             unfinished.display()
@@ -255,15 +257,15 @@ impl RecoveryRun<'_> {
     /// by a command is started by one (`cont`). A VM that is paused for another reason was paused
     /// by its user, as far as can be known.
     fn end_protection(&self, cont: bool) -> Result<(), Failure> {
-        let machine = self.hypervisor_record()?;
-        release_memory(&machine)?;
-        resume_vm(&machine, cont)?;
-        let state = qemu::connect_monitor(&machine)?
+        let hypervisor_record = self.hypervisor_record()?;
+        close_page_faults(&hypervisor_record)?;
+        resume_vm(&hypervisor_record, cont)?;
+        let state = qemu::connect_monitor(&hypervisor_record)?
             .status()
             .while_doing("querying whether the VM runs")?;
         let how = if state.running { "the VM runs on" } else { "the VM stands still" };
         // The standby may run any epoch that it has, except the newest.
-        let is_output_blocked = !machine.cards.is_empty();
+        let is_output_blocked = !hypervisor_record.cards.is_empty();
         let held = if is_output_blocked { OUTPUT_BLOCKED } else { "" };
         let text = format!("the VM is not protected any more: the supervisor died; {how}{held}");
         self.record_running(|journal| {
@@ -274,9 +276,12 @@ impl RecoveryRun<'_> {
 
     /// Ends a merge. Its record is settled before the guest runs again.
     fn end_merge(&self, cont: bool) -> Result<(), Failure> {
-        let machine = self.hypervisor_record()?;
-        disk_layers::end_merges(&mut qemu::connect_monitor(&machine)?, &machine)?;
-        resume_vm(&machine, cont)?;
+        let hypervisor_record = self.hypervisor_record()?;
+        disk_layers::end_merges(
+            &mut qemu::connect_monitor(&hypervisor_record)?,
+            &hypervisor_record,
+        )?;
+        resume_vm(&hypervisor_record, cont)?;
         self.record_running(|journal| {
             journal.overlays.retain(|path| path.exists());
             journal.record_failure(
@@ -286,9 +291,9 @@ impl RecoveryRun<'_> {
     }
 
     fn finish_failover(&self) -> Result<(), Failure> {
-        let machine = self.hypervisor_record()?;
-        resume_vm(&machine, true)?;
-        match qemu::connect_monitor(&machine) {
+        let hypervisor_record = self.hypervisor_record()?;
+        resume_vm(&hypervisor_record, true)?;
+        match qemu::connect_monitor(&hypervisor_record) {
             Ok(mut vm) => announce_addresses(&mut vm),
             Err(failure) => tracing::warn!("the VM's addresses are not announced: {failure}"),
         }
@@ -296,9 +301,9 @@ impl RecoveryRun<'_> {
     }
 
     fn finish_save(&self, cont: bool, image: &Path) -> Result<(), Failure> {
-        let machine = self.hypervisor_record()?;
-        release_memory(&machine)?;
-        resume_vm(&machine, cont)?;
+        let hypervisor_record = self.hypervisor_record()?;
+        close_page_faults(&hypervisor_record)?;
+        resume_vm(&hypervisor_record, cont)?;
         let text = format!("checkpoint {} is whole", image.display());
         self.record_running(|journal| {
             disk_snapshots::hand_over_files(journal);
@@ -307,12 +312,12 @@ impl RecoveryRun<'_> {
     }
 
     /// Removes the disk files of a save that failed.
-    fn abandon_drive_files(&self, machine: &HypervisorRecord) -> Result<(), Failure> {
+    fn abandon_drive_files(&self, hypervisor_record: &HypervisorRecord) -> Result<(), Failure> {
         match disk_snapshots::has_snapshot_files(&self.journal.current_journal()) {
             (true, true) => {
                 disk_snapshots::abandon_snapshots(
                     &self.journal,
-                    Some(&mut qemu::connect_monitor(machine)?),
+                    Some(&mut qemu::connect_monitor(hypervisor_record)?),
                 );
             }
             (true, false) => disk_snapshots::abandon_snapshots(&self.journal, None),
@@ -326,12 +331,12 @@ impl RecoveryRun<'_> {
         image: &Path,
         hypervisor: &ProcessHandle,
     ) -> Result<RecoveredVm, Failure> {
-        let machine = self.hypervisor_record()?;
-        release_memory(&machine)?;
+        let hypervisor_record = self.hypervisor_record()?;
+        close_page_faults(&hypervisor_record)?;
         // It is paused, its disks are flushed, and the image has the rest: killing QEMU loses
         // nothing.
         let by_force = StopRequest { force: true, ..StopRequest::default() };
-        qemu::end_hypervisor(&machine, hypervisor, by_force)?;
+        qemu::end_hypervisor(&hypervisor_record, hypervisor, by_force)?;
         let text = format!("suspended to {}", image.display());
         let change = |journal: &mut Journal| {
             disk_snapshots::hand_over_files(journal);
@@ -353,21 +358,21 @@ impl RecoveryRun<'_> {
 
     fn hypervisor_record(&self) -> Result<HypervisorRecord, Failure> {
         let none = || Failure::new(FailureKind::Other, "the journal names no hypervisor");
-        self.journal.current_journal().machine.ok_or_else(none)
+        self.journal.current_journal().hypervisor_record.ok_or_else(none)
     }
 }
 
-/// Releases the guest's memory: wakes every thread that waits for a page, drops all write
-/// protection, and closes the descriptor in the hypervisor.
-fn release_memory(machine: &HypervisorRecord) -> Result<(), Failure> {
+/// Ends the handling of the guest's page faults: wakes every thread that waits for a page, drops all
+/// write protection, and closes the userfaultfd in the hypervisor.
+fn close_page_faults(hypervisor_record: &HypervisorRecord) -> Result<(), Failure> {
     const RELEASING: &str = "releasing the guest's memory";
-    let (process, memory) = qemu::open_journaled(machine)?;
+    let (process, memory) = qemu::open_journaled(hypervisor_record)?;
     let adopted = PageFaults::adopt(&process, memory).while_doing(RELEASING)?;
     if let Some(faults) = &adopted {
         // At once, because with this the guest runs, even if a later step fails.
         faults.unregister_all().while_doing(RELEASING)?;
     }
-    let mut tracee = Tracee::seize(&process, &machine.vcpus).while_doing(RELEASING)?;
+    let mut tracee = Tracee::seize(&process, &hypervisor_record.vcpus).while_doing(RELEASING)?;
     match adopted {
         Some(faults) => faults.close(&mut tracee).while_doing(RELEASING)?,
         None => drop(PageFaults::close_stale(&mut tracee).while_doing(RELEASING)?),
@@ -376,11 +381,11 @@ fn release_memory(machine: &HypervisorRecord) -> Result<(), Failure> {
 }
 
 /// Resumes a VM that the dead supervisor has paused.
-fn resume_vm(machine: &HypervisorRecord, cont: bool) -> Result<(), Failure> {
+fn resume_vm(hypervisor_record: &HypervisorRecord, cont: bool) -> Result<(), Failure> {
     if !cont {
         return Ok(());
     }
-    let mut vm = qemu::connect_monitor(machine)?;
+    let mut vm = qemu::connect_monitor(hypervisor_record)?;
     let running = vm.status().while_doing("querying whether the VM runs")?.running;
     if running { Ok(()) } else { vm.cont().while_doing("resuming the VM") }
 }

@@ -39,7 +39,7 @@ pub(crate) struct VmExamination {
     supervision: SupervisorState,
     is_hypervisor_alive: bool,
     /// The supervisor's status of the VM, if it answers.
-    told: Option<VmStatus>,
+    status: Option<VmStatus>,
     /// The reason why there is no answer.
     why: String,
     supervisor_pid: Option<i32>,
@@ -62,14 +62,14 @@ impl VmExamination {
         let needs_no_supervisor =
             self.journal.as_ref().is_some_and(|journal| journal.phase.is_over());
         let holder = lock::role_holder(vm.path(), ProcessRole::Supervisor).ok().flatten();
-        let is_silent = self.told.is_none() && self.supervision != SupervisorState::Answers;
+        let is_silent = self.status.is_none() && self.supervision != SupervisorState::Answers;
         !needs_no_supervisor && is_silent && (holder != self.supervisor_pid || !vm.exists())
     }
 
     fn into_status(self) -> VmStatus {
         let unattended = self.unattended_vm();
-        let mut status = match (self.told, &self.journal) {
-            (Some(told), _) => told,
+        let mut status = match (self.status, &self.journal) {
+            (Some(status), _) => status,
             (None, Some(journal)) => VmStatus::from_journal(journal),
             (None, None) => VmStatus::for_unreadable_journal(self.name),
         };
@@ -130,7 +130,7 @@ fn examine_once(vm: &VmDir, journal: Result<Journal, Failure>) -> VmExamination 
         (_, Some(pid)) if is_stopped(pid) => SupervisorAnswer::Silence,
         (journal, Some(_)) => query_supervisor(vm, journal.as_ref().ok()),
     };
-    let (supervision, told) = match answer {
+    let (supervision, status) = match answer {
         SupervisorAnswer::Status(status) => (SupervisorState::Answers, Some(*status)),
         SupervisorAnswer::Starts => (SupervisorState::Answers, None),
         SupervisorAnswer::Silence if supervisor_pid.is_some() => (SupervisorState::Mute, None),
@@ -140,7 +140,7 @@ fn examine_once(vm: &VmDir, journal: Result<Journal, Failure>) -> VmExamination 
     let journal = journal.ok();
     let is_hypervisor_alive = force::is_hypervisor_alive(vm, journal.as_ref());
     let name = vm.name().clone();
-    VmExamination { name, journal, supervision, is_hypervisor_alive, told, why, supervisor_pid }
+    VmExamination { name, journal, supervision, is_hypervisor_alive, status, why, supervisor_pid }
 }
 
 enum SupervisorAnswer {
@@ -207,7 +207,7 @@ pub fn list_statuses(base: &RuntimeDir) -> Result<Vec<VmStatus>, Failure> {
             asked.spawn_scoped(scope, move || inspect_vm(base, vm).ok()).ok()
         };
         let asked: Vec<_> = vms.iter().map(ask).collect();
-        Ok(asked.into_iter().flatten().filter_map(|told| told.join().ok().flatten()).collect())
+        Ok(asked.into_iter().flatten().filter_map(|query| query.join().ok().flatten()).collect())
     })
 }
 

@@ -10,10 +10,10 @@ use crate::output::FactPrinter;
 
 /// Make VMs of other hosts a virtual cluster, which fails over as one to this host.
 ///
-/// Run this on the host that is to be the backup of all these VMs; none of them may run there. Each
-/// VM has one network card of Firn's, `-netdev firn,id=ID,network=NAME`, and no other, and all are
-/// on the same network (`firn-agent --help`). A VM that is not named here is outside of the
-/// cluster. Nothing is protected yet.
+/// Run this command on the host that is to be the backup of all these VMs; no VM of the cluster may
+/// run there. Each VM has one network card of Firn's, `-netdev firn,id=ID,network=NAME`, and no
+/// other card. All these cards are on the same network (`firn-agent --help`). A VM that is not
+/// named here is outside of the cluster. Nothing is protected yet.
 #[derive(Debug, ClapArgs)]
 #[command(after_long_help = "Example:
   firn cluster create shop --vm web@host1 --vm db@host2")]

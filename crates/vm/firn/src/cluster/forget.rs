@@ -9,14 +9,14 @@ use firn_supervisor::{Failure, VmName};
 
 use crate::output::FactPrinter;
 
-/// Free the name of a cluster, or of a protected VM, whose hosts are all gone.
+/// Free the name of a cluster or of a protected VM after the loss of all its hosts.
 ///
-/// Where hosts have consensus, a record holds where the VMs of a cluster run, or one VM that `firn
-/// protect` protects. When a host and its backup are lost at the same time, or power fails at all
-/// hosts, no host changes that record any more. This command ends the record, from any host. It is
-/// refused while a host that the record names holds a lease, has one of the VMs, or does not list
-/// its VMs. If a VM comes back after that, its host ends it. The command prints its grounds: each
-/// host, and why no VM runs there.
+/// Where hosts have consensus, a record names the hosts of the VMs of a cluster, or of one VM that
+/// `firn protect` protects. When a host and its backup are lost at the same time, or power fails at
+/// all hosts, no host changes that record any more. This command ends the record, from any host.
+/// The command is refused while a host of the record holds a lease, has one of the VMs, or does not
+/// list its VMs. If a VM of the record appears again later, its host ends the VM. The command
+/// prints the reasons why it ended the record: for each host, why no VM runs there.
 #[derive(Debug, ClapArgs)]
 #[command(after_long_help = "Examples:
   firn cluster status

@@ -10,7 +10,7 @@ mod forget;
 mod status;
 mod verbs;
 
-/// Protect several VMs as one virtual cluster, and show what the hosts' consensus records.
+/// Protect several VMs as one virtual cluster, and show the records of the hosts' consensus.
 ///
 /// All verbs are for the backup host, where the cluster was made. Where hosts have consensus, any
 /// other host may run `protect` as well, and every host may run `forget`.

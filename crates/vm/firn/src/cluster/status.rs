@@ -17,8 +17,9 @@ use crate::units;
 /// Show the clusters that this host is the backup of, and the hosts' consensus: its leader, the
 /// hosts of each cluster's VMs, and the hosts that hold a lease.
 ///
-/// A host with a number is the agent of that host from one start to the next. A fenced host may
-/// still send in an older generation; while there is one, none of the cluster's VMs runs.
+/// If a host is shown with a number, the number stands for one run of that host's agent. A fenced
+/// host may still send in an older generation; while any host is fenced, none of the cluster's VMs
+/// runs.
 #[derive(Debug, ClapArgs)]
 #[command(after_long_help = "Examples:
   firn cluster status
@@ -109,10 +110,16 @@ fn join_hosts(hosts: &[String]) -> String {
 fn placement_rows(clusters: &[ClusterView]) -> Vec<Vec<String>> {
     let heading = ["CLUSTER", "VM", "PRIMARY", "BACKUP", "GENERATION"].map(str::to_owned).to_vec();
     let rows = clusters.iter().flat_map(|cluster| {
-        cluster.vms.iter().map(|place| {
-            let backup = place.backup.clone().unwrap_or_else(|| "-".to_owned());
+        cluster.vms.iter().map(|placement| {
+            let backup = placement.backup.clone().unwrap_or_else(|| "-".to_owned());
             let generation = cluster.generation.to_string();
-            vec![cluster.name.clone(), place.vm.clone(), place.primary.clone(), backup, generation]
+            vec![
+                cluster.name.clone(),
+                placement.vm.clone(),
+                placement.primary.clone(),
+                backup,
+                generation,
+            ]
         })
     });
     std::iter::once(heading).chain(rows).collect()

@@ -12,13 +12,14 @@ use crate::output::FactPrinter;
 
 /// Protect all VMs of a cluster by this host, with common global checkpoints.
 ///
-/// Each VM is protected as by `firn protect`. All the time, global checkpoints are made: an epoch
-/// of each VM, which together are one consistent state, in which no VM has received a frame that
-/// another has not sent. A frame from a VM to another waits until the sender's epoch is here; a
-/// frame to any host outside waits until a global checkpoint includes it. So until all VMs are
-/// protected, none of their output leaves. The command returns when there is a global checkpoint.
-/// Where hosts have consensus, the VMs fail over to this host automatically from then on, and any
-/// host that runs none of them can protect them after that.
+/// Each VM is protected as by `firn protect`. The agents make global checkpoints continuously. A
+/// global checkpoint has one epoch of each VM. Together these epochs are one consistent state: no
+/// VM has received a frame in it that another VM has not sent in it. A frame from one VM to another
+/// waits until the sender's epoch is on this host. A frame to any host outside waits until a global
+/// checkpoint includes the epoch that sent it. So until all VMs are protected, none of their output
+/// leaves. The command returns when there is a global checkpoint. Where hosts have consensus, the
+/// VMs fail over to this host automatically from then on. After a failover, any host that runs no
+/// VM of the cluster can protect the cluster.
 #[derive(Debug, ClapArgs)]
 #[command(after_long_help = "Example:
   firn cluster protect shop --interval 50ms")]
@@ -44,11 +45,12 @@ pub struct ClusterCheckpointArgs {
 
 /// Run all VMs of a cluster on this host, from the newest global checkpoint.
 ///
-/// Frames that the VMs had sent each other and not received by then are sent again: nothing between
-/// them is lost. Where hosts have consensus ([membership] of firn-agent), they change the record
-/// first, so that no VM sends from two hosts; when a host is lost, the failover happens
-/// automatically. Where they have no consensus, make sure first that none of the VMs runs on
-/// another host: Firn cannot check that. If the command is interrupted, it can be repeated.
+/// If a VM had sent a frame to another VM, which had not received it at that checkpoint, Firn sends
+/// the frame again: no frame between the VMs is lost. Where hosts have consensus ([membership] of
+/// firn-agent), the hosts change the record first, so that no VM sends from two hosts; when a host
+/// is lost, the failover happens automatically. Where the hosts have no consensus, make sure first
+/// that none of the VMs runs on another host: Firn cannot check that. If the command is
+/// interrupted, it can be repeated.
 #[derive(Debug, ClapArgs)]
 #[command(after_long_help = "Example:
   firn cluster failover shop")]
@@ -61,7 +63,7 @@ pub struct ClusterFailoverArgs {
 ///
 /// No VM goes back to a checkpoint of the cluster from then on: the standbys here confirm that they
 /// never run, and buffered output leaves. If a standby cannot be reached, repeat the command, or
-/// run `firn release VM` on its host, which declares that the standby never runs.
+/// run `firn release VM` on the host of the VM: with that you declare that the standby never runs.
 #[derive(Debug, ClapArgs)]
 #[command(after_long_help = "Example:
   firn cluster release shop")]

@@ -8,10 +8,11 @@ use crate::output::FactPrinter;
 
 /// Return a running VM to its disks' own files.
 ///
-/// After a checkpoint a VM writes to a layer on top of its disk's file, which belongs to the image.
-/// When no image needs the file and the layers any more (`firn image rm`), this command merges them
-/// into the file, and the VM writes to that file again: then its own command line starts it on its
-/// newest state. The VM is paused for some milliseconds at the end.
+/// After a checkpoint a VM may write to a layer on top of its disk's file, because the file belongs
+/// to the image. When no image needs the file and the layers any more (`firn image rm`), this
+/// command merges the layers into the file, and the VM writes to the file again. From then on the
+/// VM's own command line starts the VM on its newest state. The VM is paused for some milliseconds
+/// at the end.
 #[derive(Debug, ClapArgs)]
 #[command(after_long_help = "Example:
   firn disk commit web")]

@@ -17,8 +17,8 @@ mod vm;
 
 use findings::{FindingGrade, HostFinding, judge_host};
 
-/// Show what this host lacks, and what therefore does not work or is slower; with the name of a VM,
-/// or a QEMU, what works on that VM.
+/// Show what this host lacks for Firn, and what does not work or is slower because of that. For a
+/// VM or a QEMU process, show which operations work on it.
 ///
 /// To check KVM, it boots this host's kernel until it writes its first line. To check whether this
 /// user may trace page faults, it makes a userfaultfd. An ordinary user needs the group of

@@ -14,7 +14,7 @@ use crate::output::{FactPrinter, check_input};
 /// The maximum number of differences that are printed; the others are counted.
 const PRINTED_MAX: usize = 20;
 
-/// Compare an image's memory with a flat copy of it.
+/// Compare an image's memory with a flat copy of guest memory: one file, uncompressed.
 ///
 /// The copy is a file with all RAM regions one after another, each beginning at a multiple of 64
 /// KiB. Exits with code 6 if a page differs.

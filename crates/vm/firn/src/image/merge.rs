@@ -8,10 +8,10 @@ use firn_supervisor::{Failure, record_copy};
 use super::rewrite::{RewriteProgress, describe_rewrite, rewrite_facts};
 use crate::output::{FactPrinter, check_output};
 
-/// Merge an image with those it builds on, so that it needs none of them.
+/// Merge an image with the images that it builds on, so that it needs no other image.
 ///
-/// The checkpoint stays the same, and so does its identity: images that build on it continue to do
-/// so if it stays at its path.
+/// The checkpoint stays the same, and so does its identity. So images that build on the image can
+/// still be restored, if the merged image is at the same path.
 #[derive(Debug, ClapArgs)]
 #[command(after_long_help = "Examples:
   firn image merge web-20.firn -o web.firn

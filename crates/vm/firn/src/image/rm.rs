@@ -9,13 +9,14 @@ use crate::output::{FactPrinter, printable_path};
 
 /// Remove images, with the files that only they need.
 ///
-/// Copies of disks that were made for an image are removed with it, and so are its learned blocks.
-/// A layer that is part of a VM's disk stays: the running VM merges it (`firn checkpoint --every`,
-/// `firn disk merge`). The newest state of a disk stays until it is removed on purpose (--disks).
+/// Copies of disks that were made for an image are removed with the image, and so are the learned
+/// blocks of the image. A layer that is part of a VM's disk stays: the running VM merges it (`firn
+/// checkpoint --every`, `firn disk merge`). The newest state of a disk stays until it is removed on
+/// purpose (--disks).
 ///
-/// Images that are in use are refused: if other images build on them, restores still read them, or
-/// VMs have disks on top of theirs. An image whose file is gone already can be named as well: its
-/// disks are not needed then.
+/// The command refuses an image that is in use: another image builds on it, a restore still reads
+/// it, or a VM has a disk on top of one of its disks. You can also name an image whose file is gone
+/// already: then its disks are not needed any more.
 #[derive(Debug, ClapArgs)]
 #[command(after_long_help = "Example:
   firn image rm web-1.firn web-2.firn")]

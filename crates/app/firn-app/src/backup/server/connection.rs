@@ -12,8 +12,8 @@ use super::store::SessionStore;
 use super::{BackupServerOptions, BackupServerState, SessionSlot, lock_ignoring_poison};
 use crate::backup::access::{self, PeerCertificate, Roles};
 use crate::backup::error::BackupError;
-use crate::backup::record::encode_state;
 use crate::backup::settings::Compression;
+use crate::backup::transaction::encode_state;
 use crate::backup::wire::{self, BackupMessage, PeerError};
 
 /// A connection on which no bytes arrive for this time during the greeting is closed.
@@ -108,9 +108,9 @@ impl LogConnection {
             let why = "the certificate lacks the role read, which fetching the state needs";
             return Err(BackupError::Refused(why.into()));
         }
-        let record =
-            self.with_store(session, |store| Ok(encode_state(&store.image, Compression::Lz4)))?;
-        wire::send_record(stream, &record)
+        // A copy: the writer need not wait for a reader.
+        let state = self.with_store(session, |store| Ok(store.image.clone()))?;
+        encode_state(&state, Compression::Lz4, |record| wire::send_record(stream, record))
             .and_then(|()| stream.flush())
             .map_err(|error| self.connection_error(error))
     }

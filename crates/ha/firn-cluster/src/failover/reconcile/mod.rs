@@ -132,18 +132,18 @@ impl<V: Ord + Clone> ReconcilePlan<'_, V> {
 
     /// The host that runs the VM.
     fn primary_of(&self, vm: LocalVm) -> Option<HostId> {
-        self.record.places.get(&vm.number?).map(|place| place.primary)
+        self.record.places.get(&vm.number?).map(|placement| placement.primary)
     }
 
     /// Whether the cluster could fail over: every VM has a backup, which has a copy of it.
     fn is_protected(&self) -> bool {
         let mut places = self.record.places.values();
-        self.record.is_protected() && places.all(|place| place.backup.is_some())
+        self.record.is_protected() && places.all(|placement| placement.backup.is_some())
     }
 
     /// Whether the hosts with the copies hold their leases.
     fn is_backed(&self) -> bool {
-        let mut backups = self.record.places.values().map(|place| place.backup);
+        let mut backups = self.record.places.values().map(|placement| placement.backup);
         self.is_protected()
             && backups.all(|backup| backup.is_some_and(|host| self.leases.contains(&host)))
     }
@@ -177,8 +177,8 @@ impl<V: Ord + Clone> ReconcilePlan<'_, V> {
         }
         let is_ours = |host: HostId| host == self.me || self.mine.contains(&host);
         let mut places = self.record.places.values();
-        let is_needed =
-            places.any(|place| is_ours(place.primary) || place.backup.is_some_and(is_ours));
+        let is_needed = places
+            .any(|placement| is_ours(placement.primary) || placement.backup.is_some_and(is_ours));
         (!is_needed).then_some(ReconcileAction::DropCopies)
     }
 
@@ -194,7 +194,7 @@ impl<V: Ord + Clone> ReconcilePlan<'_, V> {
             return runs;
         }
         let keeps = first.backup.filter(is_earlier);
-        let is_one = places.all(|place| place.backup == keeps);
+        let is_one = places.all(|placement| placement.backup == keeps);
         let is_lost = !record.primaries().is_subset(self.leases);
         keeps.filter(|_| is_one && is_lost && self.is_protected())
     }
@@ -262,7 +262,7 @@ impl<V: Ord + Clone> ReconcilePlan<'_, V> {
         if self.is_primary_coordinator() {
             let commits = vms.iter().find_map(|(_, vm)| vm.committed_backup());
             if let Some(host) = commits {
-                let is_recorded = places.values().all(|place| place.backup == Some(host));
+                let is_recorded = places.values().all(|placement| placement.backup == Some(host));
                 let is_recorded = is_recorded && self.record.is_protected();
                 let record = ReconcileAction::RecordBackup(Some(host));
                 return Some(if is_recorded { ReconcileAction::Nothing } else { record });
@@ -273,7 +273,7 @@ impl<V: Ord + Clone> ReconcilePlan<'_, V> {
         // Where epochs are sent, the host that receives them is about to be recorded. A standby is
         // about to run.
         let is_all = vms.len() == places.len();
-        let is_open = places.values().all(|place| place.backup.is_none());
+        let is_open = places.values().all(|placement| placement.backup.is_none());
         let is_busy = |vm: ObservedVm| vm.is_replicated() || vm.is_standby();
         let is_clear = is_all && !is_open && !vms.iter().any(|(_, vm)| is_busy(*vm));
         is_clear.then_some(ReconcileAction::RecordBackup(None))
@@ -281,7 +281,7 @@ impl<V: Ord + Clone> ReconcilePlan<'_, V> {
 
     fn plan_unprotected(&self, vms: &[(&V, ObservedVm)]) -> ReconcileAction<V> {
         let places = &self.record.places;
-        if places.values().any(|place| place.backup.is_some()) {
+        if places.values().any(|placement| placement.backup.is_some()) {
             return ReconcileAction::Nothing;
         }
         let held = vms.iter().filter(|(_, vm)| vm.is_ready() && vm.is_held());
@@ -290,7 +290,7 @@ impl<V: Ord + Clone> ReconcilePlan<'_, V> {
             return ReconcileAction::ReleaseOutput(held);
         }
         // One host is enough to have the cluster protected again.
-        let is_first = places.values().next().is_some_and(|place| place.primary == self.me);
+        let is_first = places.values().next().is_some_and(|placement| placement.primary == self.me);
         match is_first && vms.iter().all(|(_, vm)| vm.is_ready()) {
             true => ReconcileAction::Protect,
             false => ReconcileAction::Nothing,

@@ -65,8 +65,8 @@ impl<'a> TransactionGuest<'a> {
         let opt = list(opt.iter().map(usize::to_string).collect());
         let [operations, rounds] = [operations, rounds].map(|number| number.to_string());
         let how = ["--systems", &systems, "--opt", &opt, "--operations", &operations];
-        let who = ["--rounds", &rounds, "--name", NAME, "--key", KEY];
-        let words = [&["firn-guest", "transactions"], what, &how, &who].concat();
+        let identity = ["--rounds", &rounds, "--name", NAME, "--key", KEY];
+        let words = [&["firn-guest", "transactions"], what, &how, &identity].concat();
         let ended = GuestControl::connect(&self.agent, BOOT)?.run_within(&words, "", LIMIT)?;
         ensure!(ended.exit == 0, "{what:?} in the guest: {}", ended.stderr.trim());
         let parse = |line| serde_json::from_str(line).with_context(|| format!("{line:?}"));

@@ -16,11 +16,11 @@
 use anyhow::{Context as _, Result};
 use firn_app::TrackerKind;
 use firn_report::plot::LinePlot;
-use firn_transactions::{CallIdentity, TrackerSystem, WriteShape};
+use firn_transactions::{GuestCallIdentity, TrackerSystem, WriteShape};
 use serde_json::json;
 
+use super::environment::TestEnvironment;
 use super::guest::TransactionGuest;
-use super::place::TestEnvironment;
 use crate::lab::{Lab, run_interleaved};
 use crate::report::Report;
 
@@ -72,25 +72,26 @@ const SWEEPS: [ParameterSweep; 3] = [
 /// Runs the experiment.
 pub fn run(lab: &Lab) -> Result<Report> {
     let mut report = lab.vm_report("app-micro");
-    for place in
-        lab.extent.select_wanted(&[TestEnvironment::Native, TestEnvironment::Guest], |place| {
-            place.name().to_owned()
+    for environment in lab
+        .extent
+        .select_wanted(&[TestEnvironment::Native, TestEnvironment::Guest], |environment| {
+            environment.name().to_owned()
         })
     {
-        let guest = (place == TestEnvironment::Guest)
-            .then(|| TransactionGuest::boot_guest(lab, place.systems()))
+        let guest = (environment == TestEnvironment::Guest)
+            .then(|| TransactionGuest::boot_guest(lab, environment.systems()))
             .transpose()?;
         for sweep in &SWEEPS {
-            lab.log_progress(&format!("{}, {}", sweep.title, place.name()));
+            lab.log_progress(&format!("{}, {}", sweep.title, environment.name()));
             for &value in sweep.values {
                 let shape = (sweep.at)(value);
                 let runs = match &guest {
                     None => measure_natively(lab, shape)?,
                     Some(guest) => measure_in_guest(lab, guest, shape)?,
                 };
-                add_times(&mut report, place, (sweep.name, value), runs);
+                add_times(&mut report, environment, (sweep.name, value), runs);
             }
-            draw_plot(&mut report, place, sweep)?;
+            draw_plot(&mut report, environment, sweep)?;
         }
     }
     add_break_evens(&mut report);
@@ -123,8 +124,13 @@ fn add_break_evens(report: &mut Report) {
     guest("emul_assisted_pt_assisted", noted_words, noted_pages);
 }
 
-fn report_key(place: TestEnvironment, sweep: &str, value: usize, system: TrackerSystem) -> String {
-    format!("{}.us_per_transaction.{sweep}{value}.{}", place.name(), system.name())
+fn report_key(
+    environment: TestEnvironment,
+    sweep: &str,
+    value: usize,
+    system: TrackerSystem,
+) -> String {
+    format!("{}.us_per_transaction.{sweep}{value}.{}", environment.name(), system.name())
 }
 
 /// Microseconds per transaction, by system.
@@ -137,7 +143,7 @@ fn measure_natively(lab: &Lab, shape: WriteShape) -> Result<SystemTimes> {
     let numbers: Vec<usize> = (0..runs.len()).collect();
     run_interleaved(lab.extent.runs(ROUNDS.0, ROUNDS.1), &numbers, |_, &number| {
         let (system, times) = &mut runs[number];
-        times.push(shape.measure_tracker(*system, &CallIdentity::default(), transactions)?.us);
+        times.push(shape.measure_tracker(*system, &GuestCallIdentity::default(), transactions)?.us);
         Ok(())
     })?;
     Ok(runs)
@@ -162,21 +168,21 @@ fn measure_in_guest(
 
 fn add_times(
     report: &mut Report,
-    place: TestEnvironment,
+    environment: TestEnvironment,
     (sweep, value): (&str, usize),
     runs: SystemTimes,
 ) {
     for (system, times) in runs {
-        report.add_repetition(json!({ "place": place.name(), "sweep": sweep, "value": value,
+        report.add_repetition(json!({ "place": environment.name(), "sweep": sweep, "value": value,
             "tracker": system.name(), "us": times }));
-        report.add_sample(report_key(place, sweep, value, system), times);
+        report.add_sample(report_key(environment, sweep, value, system), times);
     }
 }
 
 /// Adds the value at which the first system stops being the cheaper one.
 fn add_break_even(
     report: &mut Report,
-    place: TestEnvironment,
+    environment: TestEnvironment,
     sweep: &str,
     name: &str,
     (first, second): (TrackerSystem, TrackerSystem),
@@ -184,14 +190,14 @@ fn add_break_even(
     let values =
         SWEEPS.iter().find(|known| known.name == sweep).map_or(&[][..], |sweep| sweep.values);
     let points = values.iter().filter_map(|&value| {
-        let cost = |system| report.figure_value(&report_key(place, sweep, value, system));
+        let cost = |system| report.figure_value(&report_key(environment, sweep, value, system));
         Some((value as f64, cost(first)? - cost(second)?))
     });
     let points: Vec<_> = points.collect();
     if points.is_empty() {
         return;
     }
-    let key = format!("{}.break_even.{sweep}.{name}", place.name());
+    let key = format!("{}.break_even.{sweep}.{name}", environment.name());
     match find_crossing(&points) {
         Some(at) => report.add_number(key, at),
         None => report.add_remark(format!("{key}: none within the measured values")),
@@ -206,24 +212,28 @@ fn find_crossing(points: &[(f64, f64)]) -> Option<f64> {
     })
 }
 
-fn draw_plot(report: &mut Report, place: TestEnvironment, sweep: &ParameterSweep) -> Result<()> {
+fn draw_plot(
+    report: &mut Report,
+    environment: TestEnvironment,
+    sweep: &ParameterSweep,
+) -> Result<()> {
     let line = |system: TrackerSystem| {
         let point = |&value: &usize| {
             Some((
                 value as f64,
-                report.figure_value(&report_key(place, sweep.name, value, system))?,
+                report.figure_value(&report_key(environment, sweep.name, value, system))?,
             ))
         };
         (system.name().to_owned(), sweep.values.iter().filter_map(point).collect())
     };
     let plot = LinePlot {
-        title: format!("{}, {}", sweep.title, place.name()),
+        title: format!("{}, {}", sweep.title, environment.name()),
         x: sweep.x.into(),
         y: "microseconds per transaction".into(),
-        lines: place.systems().iter().map(|&system| line(system)).collect(),
+        lines: environment.systems().iter().map(|&system| line(system)).collect(),
     };
     report.add_drawing(
-        format!("app-micro-{}-{}", place.name(), sweep.name),
+        format!("app-micro-{}-{}", environment.name(), sweep.name),
         plot.to_svg().context("Figures 6 to 10")?,
     );
     Ok(())

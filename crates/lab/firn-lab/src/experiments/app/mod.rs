@@ -1,6 +1,7 @@
 //! Application checkpointing: the cost of transactions, by tracker.
 
+mod environment;
 mod guest;
 pub(super) mod micro;
-mod place;
+pub mod size;
 pub(super) mod structures;

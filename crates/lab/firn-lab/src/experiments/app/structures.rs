@@ -25,11 +25,11 @@
 use anyhow::{Context as _, Result, ensure};
 use firn_app::TrackerKind;
 use firn_report::plot::BarPlot;
-use firn_transactions::{CallIdentity, RunResult, StructureWorkload, TrackerSystem};
+use firn_transactions::{GuestCallIdentity, RunResult, StructureWorkload, TrackerSystem};
 use serde_json::json;
 
+use super::environment::TestEnvironment;
 use super::guest::TransactionGuest;
-use super::place::TestEnvironment;
 use crate::lab::{Lab, run_interleaved};
 use crate::report::Report;
 use crate::stats::Sample;
@@ -83,7 +83,7 @@ impl TestEnvironment {
 /// All runs of one workload, system and count of operations per transaction.
 #[derive(Clone, Debug)]
 struct MeasuredCell {
-    place: TestEnvironment,
+    environment: TestEnvironment,
     workload: StructureWorkload,
     system: TrackerSystem,
     opt: usize,
@@ -99,17 +99,19 @@ impl MeasuredCell {
 /// Runs the experiment.
 pub fn run(lab: &Lab) -> Result<Report> {
     let mut report = lab.vm_report("app-structures");
-    for place in lab.extent.select_wanted(&TestEnvironment::ALL, |place| place.name().to_owned()) {
-        let cells = match place {
+    for environment in
+        lab.extent.select_wanted(&TestEnvironment::ALL, |environment| environment.name().to_owned())
+    {
+        let cells = match environment {
             TestEnvironment::Native => measure_natively(lab)?,
-            place => measure_in_guest(lab, place)?,
+            environment => measure_in_guest(lab, environment)?,
         };
         for cell in &cells {
-            add_results(&mut report, cell, place.operation_count(lab))?;
+            add_results(&mut report, cell, environment.operation_count(lab))?;
         }
         for opt in OPT {
-            add_speedups(&mut report, place, opt);
-            draw_plot(&mut report, place, opt)?;
+            add_speedups(&mut report, environment, opt);
+            draw_plot(&mut report, environment, opt)?;
         }
     }
     OPT.into_iter().for_each(|opt| add_speedups_over_plain(&mut report, opt));
@@ -129,7 +131,7 @@ fn measure_natively(lab: &Lab) -> Result<Vec<MeasuredCell>> {
             let operations = TestEnvironment::Native.operation_count(lab);
             runs.push(workload.measure_tracker(
                 *system,
-                &CallIdentity::default(),
+                &GuestCallIdentity::default(),
                 operations,
                 *opt,
             )?);
@@ -140,17 +142,17 @@ fn measure_natively(lab: &Lab) -> Result<Vec<MeasuredCell>> {
     Ok(cells)
 }
 
-fn measure_in_guest(lab: &Lab, place: TestEnvironment) -> Result<Vec<MeasuredCell>> {
-    let guest = TransactionGuest::boot_guest(lab, place.systems())?;
+fn measure_in_guest(lab: &Lab, environment: TestEnvironment) -> Result<Vec<MeasuredCell>> {
+    let guest = TransactionGuest::boot_guest(lab, environment.systems())?;
     let rounds = lab.extent.runs(ROUNDS_IN_GUEST.0, ROUNDS_IN_GUEST.1);
     let mut cells = Vec::new();
     for workload in StructureWorkload::all_pairs() {
-        lab.log_progress(&format!("{} in {}", workload.name(), place.name()));
-        let mut row = empty_cells(place, workload);
+        lab.log_progress(&format!("{} in {}", workload.name(), environment.name()));
+        let mut row = empty_cells(environment, workload);
         for measured in guest.measure_systems(
             &["--workload", &workload.name()],
             &OPT,
-            place.operation_count(lab),
+            environment.operation_count(lab),
             rounds,
         )? {
             let blind = measured.taken.blind;
@@ -165,9 +167,9 @@ fn measure_in_guest(lab: &Lab, place: TestEnvironment) -> Result<Vec<MeasuredCel
     Ok(cells)
 }
 
-fn empty_cells(place: TestEnvironment, workload: StructureWorkload) -> Vec<MeasuredCell> {
-    let cell = |system, opt| MeasuredCell { place, workload, system, opt, runs: Vec::new() };
-    let of = |opt| place.systems().iter().map(move |&system| cell(system, opt));
+fn empty_cells(environment: TestEnvironment, workload: StructureWorkload) -> Vec<MeasuredCell> {
+    let cell = |system, opt| MeasuredCell { environment, workload, system, opt, runs: Vec::new() };
+    let of = |opt| environment.systems().iter().map(move |&system| cell(system, opt));
     OPT.into_iter().flat_map(of).collect()
 }
 
@@ -177,22 +179,28 @@ fn opt_suffix(opt: usize) -> String {
 }
 
 fn us_key(
-    place: TestEnvironment,
+    environment: TestEnvironment,
     workload: StructureWorkload,
     system: TrackerSystem,
     opt: usize,
     figure: &str,
 ) -> String {
-    format!("{}.{figure}{}.{}.{}", place.name(), opt_suffix(opt), workload.name(), system.name())
+    format!(
+        "{}.{figure}{}.{}.{}",
+        environment.name(),
+        opt_suffix(opt),
+        workload.name(),
+        system.name()
+    )
 }
 
 fn add_results(report: &mut Report, cell: &MeasuredCell, operations: usize) -> Result<()> {
-    let MeasuredCell { place, workload, system, opt, .. } = *cell;
-    let key = |figure| us_key(place, workload, system, opt, figure);
+    let MeasuredCell { environment, workload, system, opt, .. } = *cell;
+    let key = |figure| us_key(environment, workload, system, opt, figure);
     report.add_sample(key("us_per_transaction"), cell.runs.iter().map(|taken| taken.us));
     report.add_sample(key("us_with_copy"), cell.runs.iter().map(|taken| taken.us_with_copy));
     let bytes = cell.median_of(|taken| taken.bytes)?;
-    let has_bytes = match place {
+    let has_bytes = match environment {
         TestEnvironment::Native => true,
         TestEnvironment::Guest => !TrackerSystem::NATIVE.contains(&system),
         TestEnvironment::Plain => false,
@@ -203,7 +211,7 @@ fn add_results(report: &mut Report, cell: &MeasuredCell, operations: usize) -> R
             bytes,
         );
     }
-    report.add_repetition(json!({ "place": place.name(), "workload": workload.name(),
+    report.add_repetition(json!({ "place": environment.name(), "workload": workload.name(),
         "tracker": system.name(), "opt": opt, "operations": operations,
         "us": cell.runs.iter().map(|taken| taken.us).collect::<Vec<_>>(),
         "called": cell.runs.iter().map(|taken| taken.called).sum::<u64>(),
@@ -212,14 +220,15 @@ fn add_results(report: &mut Report, cell: &MeasuredCell, operations: usize) -> R
 }
 
 /// Adds mean and maximum of the speedup of one system over another, over all workloads.
-fn add_speedups(report: &mut Report, place: TestEnvironment, opt: usize) {
-    for &(name, slow, quick) in place.compared_systems() {
+fn add_speedups(report: &mut Report, environment: TestEnvironment, opt: usize) {
+    for &(name, slow, quick) in environment.compared_systems() {
         for (figure, key) in
             [("us_per_transaction", "speedup"), ("us_with_copy", "speedup_with_copy")]
         {
-            let ratios = time_ratios(report, opt, figure, ((place, slow), (place, quick)));
+            let ratios =
+                time_ratios(report, opt, figure, ((environment, slow), (environment, quick)));
             let Some(ratios) = Sample::new(ratios) else { continue };
-            let key = format!("{}.{key}{}.{name}", place.name(), opt_suffix(opt));
+            let key = format!("{}.{key}{}.{name}", environment.name(), opt_suffix(opt));
             report.add_number(format!("{key}.mean"), ratios.mean());
             report.add_number(format!("{key}.max"), ratios.max());
         }
@@ -244,30 +253,33 @@ fn time_ratios(
     figure: &str,
     (slow, quick): ((TestEnvironment, TrackerSystem), (TestEnvironment, TrackerSystem)),
 ) -> Vec<f64> {
-    let value = |workload, (place, system)| {
-        report.figure_value(&us_key(place, workload, system, opt, figure))
+    let value = |workload, (environment, system)| {
+        report.figure_value(&us_key(environment, workload, system, opt, figure))
     };
     let ratio =
         |workload: &StructureWorkload| Some(value(*workload, slow)? / value(*workload, quick)?);
     StructureWorkload::all_pairs().iter().filter_map(ratio).collect()
 }
 
-fn draw_plot(report: &mut Report, place: TestEnvironment, opt: usize) -> Result<()> {
+fn draw_plot(report: &mut Report, environment: TestEnvironment, opt: usize) -> Result<()> {
     let workloads = StructureWorkload::all_pairs();
     let series = |system: TrackerSystem| {
         let value = |workload: &StructureWorkload| {
-            let key = us_key(place, *workload, system, opt, "us_per_transaction");
+            let key = us_key(environment, *workload, system, opt, "us_per_transaction");
             report.figure_value(&key).unwrap_or(0.0)
         };
         (system.name().to_owned(), workloads.iter().map(value).collect())
     };
     let plot = BarPlot {
-        title: format!("Transactions of {opt} operation(s) on data structures ({})", place.name()),
+        title: format!(
+            "Transactions of {opt} operation(s) on data structures ({})",
+            environment.name()
+        ),
         y: "microseconds per transaction".into(),
         groups: workloads.iter().map(|workload| workload.name()).collect(),
-        series: place.systems().iter().map(|&system| series(system)).collect(),
+        series: environment.systems().iter().map(|&system| series(system)).collect(),
     };
     let svg = plot.to_svg().context("Figures 11 and 13")?;
-    report.add_drawing(format!("app-structures-{}-opt{opt}", place.name()), svg);
+    report.add_drawing(format!("app-structures-{}-opt{opt}", environment.name()), svg);
     Ok(())
 }

@@ -344,7 +344,7 @@ impl<'a> ExactnessTrial<'a> {
 }
 
 /// The last progress line of a disk job of the guest.
-fn disk_report(control: &mut GuestControl, job: &str) -> Result<Value> {
+pub(in crate::experiments) fn disk_report(control: &mut GuestControl, job: &str) -> Result<Value> {
     match control.poll_job(job)? {
         JobState::Running { stdout, .. } => last_line(&stdout),
         JobState::Ended(ended) => Err(anyhow!("{job} has ended: {ended:?}")),
@@ -352,7 +352,7 @@ fn disk_report(control: &mut GuestControl, job: &str) -> Result<Value> {
 }
 
 /// Pages that running writers have found wrong so far; they first check all their pages.
-fn count_wrong_pages(control: &mut GuestControl) -> Result<u64> {
+pub(in crate::experiments) fn count_wrong_pages(control: &mut GuestControl) -> Result<u64> {
     let ended = control.run_within(&split_words("firn-guest verify"), "", GUEST_TIMEOUT)?;
     let report = last_line(&ended.stdout).with_context(|| format!("{ended:?}"))?;
     report["wrong"].as_u64().context("no count")

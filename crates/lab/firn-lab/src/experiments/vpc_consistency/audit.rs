@@ -135,9 +135,9 @@ mod tests {
         let numbers = |books: BankBooks| {
             let mut seen = seen(&[1, 2]);
             look(&mut seen, &books.held);
-            let told = compare_books(&bank, &seen, &books);
+            let facts = compare_books(&bank, &seen, &books);
             ["lost_transfers", "doubled_transfers", "sum_wrong", "not_linearizable"]
-                .map(|key| told[key].as_u64().unwrap())
+                .map(|key| facts[key].as_u64().unwrap())
         };
         let books = |known: [TransferLog; 2], held: [i64; 2]| BankBooks {
             known: known.into(),

@@ -151,17 +151,19 @@ pub fn run(lab: &Lab) -> Result<Report> {
         lab,
         &HostSite::build_site(lab, &ConsistencyVariant::Holding.site_plan())?,
     )?;
-    for way in lab.extent.select_wanted(&ConsistencyVariant::ALL, |way| way.name().to_owned()) {
-        let mut site = HostSite::build_site(lab, &way.site_plan())?;
-        let (quick, full) = way.fault_counts();
+    for variant in
+        lab.extent.select_wanted(&ConsistencyVariant::ALL, |variant| variant.name().to_owned())
+    {
+        let mut site = HostSite::build_site(lab, &variant.site_plan())?;
+        let (quick, full) = variant.fault_counts();
         let faults = lab.extent.runs(quick, full);
         for number in 0..faults {
             let seed = lab.extent.seed + number as u64;
-            let told = run_trial(lab, &mut site, &vms, way, seed);
-            lab.log_progress(&format!("{}, {} of {faults}: {told}", way.name(), number + 1));
-            report.add_repetition(told);
+            let facts = run_trial(lab, &mut site, &vms, variant, seed);
+            lab.log_progress(&format!("{}, {} of {faults}: {facts}", variant.name(), number + 1));
+            report.add_repetition(facts);
         }
-        add_figures(way, &mut report);
+        add_figures(variant, &mut report);
     }
     Ok(report)
 }
@@ -171,49 +173,56 @@ fn run_trial(
     lab: &Lab,
     site: &mut HostSite,
     vms: &SavedVms,
-    way: ConsistencyVariant,
+    variant: ConsistencyVariant,
     seed: u64,
 ) -> Value {
     let plan = Fault::draw_plan(seed);
-    let mut told = json!({ "way": way.name(), "seed": seed, "kind": plan.kind.name() });
-    let life = FaultTrial::begin_trial(lab, site, vms, way, seed);
+    let mut facts = json!({ "way": variant.name(), "seed": seed, "kind": plan.kind.name() });
+    let life = FaultTrial::begin_trial(lab, site, vms, variant, seed);
     match life.and_then(|life| life.run_to_end(&plan)) {
-        Ok(found) => merge_facts(&mut told, found),
-        Err(error) => merge_facts(&mut told, json!({ "failed": 1, "why": [format!("{error:#}")] })),
+        Ok(found) => merge_facts(&mut facts, found),
+        Err(error) => {
+            merge_facts(&mut facts, json!({ "failed": 1, "why": [format!("{error:#}")] }))
+        }
     }
-    told
+    facts
 }
 
-fn merge_facts(told: &mut Value, more: Value) {
-    if let (Some(told), Value::Object(more)) = (told.as_object_mut(), more) {
-        told.extend(more);
+fn merge_facts(facts: &mut Value, more: Value) {
+    if let (Some(facts), Value::Object(more)) = (facts.as_object_mut(), more) {
+        facts.extend(more);
     }
 }
 
-fn add_figures(way: ConsistencyVariant, report: &mut Report) {
-    let of_way = |fault: &&Value| fault["way"] == way.name();
-    let faults: Vec<Value> = report.repetitions().iter().filter(of_way).cloned().collect();
-    report.add_number(way.report_key("faults"), faults.len() as f64);
+fn add_figures(variant: ConsistencyVariant, report: &mut Report) {
+    let of_variant = |fault: &&Value| fault["way"] == variant.name();
+    let faults: Vec<Value> = report.repetitions().iter().filter(of_variant).cloned().collect();
+    report.add_number(variant.report_key("faults"), faults.len() as f64);
     for kind in LossKind::ALL {
         let count = faults.iter().filter(|fault| fault["kind"] == kind.name()).count();
-        report.add_number(way.report_key(&format!("faults.{}", kind.name())), count as f64);
+        report.add_number(variant.report_key(&format!("faults.{}", kind.name())), count as f64);
     }
     let sum = |key: &str| faults.iter().filter_map(|fault| fault[key].as_f64()).sum::<f64>();
     for key in ["failovers", "operations", "transfers"] {
-        report.add_number(way.report_key(key), sum(key));
+        report.add_number(variant.report_key(key), sum(key));
     }
     for key in COUNTS {
-        report.add_number(way.report_key(key), sum(key));
+        report.add_number(variant.report_key(key), sum(key));
     }
     let is_wrong = |fault: &&Value| WRONG.iter().any(|&key| fault[key].as_u64() > Some(0));
     let wrong: Vec<&Value> = faults.iter().filter(is_wrong).collect();
-    report.add_number(way.report_key("wrong"), wrong.len() as f64);
+    report.add_number(variant.report_key("wrong"), wrong.len() as f64);
     for fault in &wrong {
-        report.add_remark(format!("{}, seed {}: {}", way.name(), fault["seed"], error_text(fault)));
+        report.add_remark(format!(
+            "{}, seed {}: {}",
+            variant.name(),
+            fault["seed"],
+            error_text(fault)
+        ));
     }
     let gaps = faults.iter().filter_map(|fault| fault["gap_s"].as_f64()).collect();
-    add_percentiles(&way.report_key("gap_s"), gaps, &PERCENTILES, report);
-    match (way, wrong.len()) {
+    add_percentiles(&variant.report_key("gap_s"), gaps, &PERCENTILES, report);
+    match (variant, wrong.len()) {
         (ConsistencyVariant::Holding | ConsistencyVariant::ByRecord, 1..) => {
             report.mark_failed("clients observed errors, see above")
         }
@@ -238,15 +247,15 @@ fn error_text(fault: &Value) -> String {
 mod tests {
     use super::*;
 
-    fn report(way: ConsistencyVariant, lost: u64) -> Report {
+    fn report(variant: ConsistencyVariant, lost: u64) -> Report {
         let mut report = Report::new("vpc-consistency", true);
         for (seed, lost) in [(1, 0), (2, lost)] {
             report.add_repetition(
-                json!({ "way": way.name(), "seed": seed, "kind": "host", "gap_s": 1.5,
+                json!({ "way": variant.name(), "seed": seed, "kind": "host", "gap_s": 1.5,
                 "lost_transfers": lost, "why": ["transfer 7 is lost"] }),
             );
         }
-        add_figures(way, &mut report);
+        add_figures(variant, &mut report);
         report
     }
 

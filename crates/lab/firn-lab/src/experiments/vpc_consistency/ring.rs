@@ -38,7 +38,7 @@ impl TokenReports {
 
 /// The watchers.
 pub(super) struct TokenWatchers {
-    heard: Arc<Mutex<Vec<TokenReports>>>,
+    reports: Arc<Mutex<Vec<TokenReports>>>,
     ends: Arc<AtomicBool>,
     threads: Vec<JoinHandle<Result<()>>>,
 }
@@ -46,26 +46,27 @@ pub(super) struct TokenWatchers {
 impl TokenWatchers {
     /// Has the first VM begin, and watches all.
     pub(super) fn start_watchers(vms: &[SocketAddr], outside: &NetworkNamespace) -> Self {
-        let heard = Arc::new(Mutex::new(vec![TokenReports::default(); vms.len()]));
+        let reports = Arc::new(Mutex::new(vec![TokenReports::default(); vms.len()]));
         let ends = Arc::new(AtomicBool::new(false));
         let watch = |(number, &vm): (usize, &SocketAddr)| {
-            let (heard, ends, outside) = (Arc::clone(&heard), Arc::clone(&ends), outside.clone());
+            let (reports, ends, outside) =
+                (Arc::clone(&reports), Arc::clone(&ends), outside.clone());
             thread::spawn(move || {
                 outside.enter()?;
-                watch_vm(number, vm, &heard, &ends);
+                watch_vm(number, vm, &reports, &ends);
                 Ok(())
             })
         };
         let threads = vms.iter().enumerate().map(watch).collect();
-        Self { heard, ends, threads }
+        Self { reports, ends, threads }
     }
 
     fn lock_reports(&self) -> MutexGuard<'_, Vec<TokenReports>> {
-        self.heard.lock().unwrap_or_else(PoisonError::into_inner)
+        self.reports.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
     fn pass_counts(&self) -> Vec<u64> {
-        self.lock_reports().iter().map(|heard| heard.newest.passed).collect()
+        self.lock_reports().iter().map(|reports| reports.newest.passed).collect()
     }
 
     /// Waits until every VM has passed the token on `times` more times; false if one doesn't in
@@ -85,13 +86,14 @@ impl TokenWatchers {
     /// Ends the watchers; returns the errors, and the number of connections between VMs that broke.
     pub(super) fn end_watchers(mut self) -> Result<(Vec<String>, u64)> {
         self.ends.store(true, Ordering::Relaxed);
-        let heard = self.lock_reports().clone();
+        let reports = self.lock_reports().clone();
         for thread in self.threads.drain(..) {
             thread.join().map_err(|_| anyhow!("a watcher panicked"))??;
         }
-        let is_wrong = |heard: &&TokenReports| heard.newest.wrong > 0 || heard.undone > 0;
-        let wrong = heard.iter().filter(is_wrong).map(|heard| format!("of the token: {heard:?}"));
-        let broken = heard.iter().map(|heard| heard.newest.broken).sum();
+        let is_wrong = |reports: &&TokenReports| reports.newest.wrong > 0 || reports.undone > 0;
+        let wrong =
+            reports.iter().filter(is_wrong).map(|reports| format!("of the token: {reports:?}"));
+        let broken = reports.iter().map(|reports| reports.newest.broken).sum();
         Ok((wrong.collect(), broken))
     }
 }
@@ -102,12 +104,13 @@ impl Drop for TokenWatchers {
     }
 }
 
-fn watch_vm(number: usize, vm: SocketAddr, heard: &Mutex<Vec<TokenReports>>, ends: &AtomicBool) {
+fn watch_vm(number: usize, vm: SocketAddr, reports: &Mutex<Vec<TokenReports>>, ends: &AtomicBool) {
     let (mut link, mut is_begun) = (None, number > 0);
     while !ends.load(Ordering::Relaxed) {
         match poll_vm(&mut link, vm, &mut is_begun) {
             Ok(passed) => {
-                heard.lock().unwrap_or_else(PoisonError::into_inner)[number].record_report(passed);
+                reports.lock().unwrap_or_else(PoisonError::into_inner)[number]
+                    .record_report(passed);
             }
             Err(_) => link = None,
         }
@@ -141,13 +144,13 @@ mod tests {
 
     #[test]
     fn reported_tokens_never_decrease() {
-        let mut heard = TokenReports::default();
+        let mut reports = TokenReports::default();
         let passed = TokenRecord { last: 8, passed: 4, wrong: 0, broken: 1 };
-        heard.record_report(passed);
-        heard.record_report(TokenRecord { last: 10, passed: 5, ..passed });
-        assert_eq!(heard.undone, 0);
-        heard.record_report(passed);
-        heard.record_report(passed);
-        assert_eq!(heard.undone, 1);
+        reports.record_report(passed);
+        reports.record_report(TokenRecord { last: 10, passed: 5, ..passed });
+        assert_eq!(reports.undone, 0);
+        reports.record_report(passed);
+        reports.record_report(passed);
+        assert_eq!(reports.undone, 1);
     }
 }

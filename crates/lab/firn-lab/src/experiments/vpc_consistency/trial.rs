@@ -52,10 +52,11 @@ impl<'a> FaultTrial<'a> {
         lab: &'a Lab,
         site: &'a mut HostSite,
         vms: &SavedVms,
-        way: ConsistencyVariant,
+        variant: ConsistencyVariant,
         seed: u64,
     ) -> Result<Self> {
-        let (fault, is_by_record) = (way.armed_fault(), way == ConsistencyVariant::ByRecord);
+        let (fault, is_by_record) =
+            (variant.armed_fault(), variant == ConsistencyVariant::ByRecord);
         reboot_hosts(site)?;
         for number in 0..vms::COUNT {
             vms.restore_vm(site, number, fault).with_context(|| vms::vm_name(number))?;
@@ -184,22 +185,22 @@ impl<'a> FaultTrial<'a> {
         let shared = std::sync::Arc::clone(&self.clients.shared);
         let mut seen = self.clients.end_clients()?;
         let (wrong, broken) = self.ring.end_watchers()?;
-        let (books, looks) = BankBooks::read_books(&shared, &self.outside)?;
-        seen.history.extend(looks.history);
-        let mut told = compare_books(&vms::initial_bank(), &seen, &books);
-        told["ring_wrong"] = json!(wrong.len());
-        told["broken_connections"] =
-            json!(told["broken_connections"].as_u64().unwrap_or_default() + broken);
-        told["failovers"] = json!(self.failovers);
-        told["failed"] = json!(u64::from(!goes_on));
-        told["gap_s"] = json!(shared.longest_gap(struck).map(|gap| gap.as_secs_f64()));
-        if let Some(why) = told["why"].as_array_mut() {
+        let (books, reads) = BankBooks::read_books(&shared, &self.outside)?;
+        seen.history.extend(reads.history);
+        let mut facts = compare_books(&vms::initial_bank(), &seen, &books);
+        facts["ring_wrong"] = json!(wrong.len());
+        facts["broken_connections"] =
+            json!(facts["broken_connections"].as_u64().unwrap_or_default() + broken);
+        facts["failovers"] = json!(self.failovers);
+        facts["failed"] = json!(u64::from(!goes_on));
+        facts["gap_s"] = json!(shared.longest_gap(struck).map(|gap| gap.as_secs_f64()));
+        if let Some(why) = facts["why"].as_array_mut() {
             why.extend(wrong.into_iter().map(Value::from));
             why.extend(
                 (!goes_on).then(|| json!("clients are not answered, or the token does not move")),
             );
         }
-        Ok(told)
+        Ok(facts)
     }
 }
 

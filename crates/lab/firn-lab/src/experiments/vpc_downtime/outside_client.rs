@@ -69,21 +69,21 @@ impl OutsideClient {
         let addresses = guests.iter().map(|&guest| HostSite::vm_address(guest)).collect();
         let asked = Arc::new(Mutex::new(ClientState::new(addresses)));
         let (station, outside) = (Arc::downgrade(&asked), site.outside_namespace()?);
-        let (tell, told) = mpsc::channel();
+        let (ready_sender, ready) = mpsc::channel();
         thread::spawn(move || {
             let ready = outside.enter().and_then(|()| open_sockets(&guests));
             match ready {
                 Ok((asking, hearing)) => {
-                    let heard = station.clone();
-                    thread::spawn(move || receive_answers(&heard, &hearing));
+                    let clients = station.clone();
+                    thread::spawn(move || receive_answers(&clients, &hearing));
                     // The caller may have given up.
-                    let _ = tell.send(Ok(()));
+                    let _ = ready_sender.send(Ok(()));
                     send_questions(&station, &asking);
                 }
-                Err(error) => drop(tell.send(Err(error))),
+                Err(error) => drop(ready_sender.send(Err(error))),
             }
         });
-        told.recv().context("the client ended")??;
+        ready.recv().context("the client ended")??;
         Ok(Self(asked))
     }
 
@@ -147,9 +147,9 @@ fn send_questions(station: &Weak<Mutex<ClientState>>, socket: &UdpSocket) {
 fn receive_answers(station: &Weak<Mutex<ClientState>>, socket: &UdpSocket) {
     let mut answer = [0; 64];
     loop {
-        let heard = socket.recv_from(&mut answer);
+        let received = socket.recv_from(&mut answer);
         let Some(asked) = station.upgrade() else { return };
-        match heard {
+        match received {
             Ok((bytes, from)) => {
                 lock_state(&asked).record_answer(from.ip(), &answer[..bytes], Instant::now());
             }

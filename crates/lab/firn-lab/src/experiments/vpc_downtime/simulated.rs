@@ -139,11 +139,11 @@ fn store_register(register: &FailoverRecord, dir: &Path) -> Result<Vec<u8>> {
 
 /// The register of a protected cluster, with a global checkpoint.
 fn protected_register(vms: usize, per_host: usize) -> Result<FailoverRecord> {
-    let place = |vm: u16| -> Result<(VmId, VmPlacement)> {
+    let place_vm = |vm: u16| -> Result<(VmId, VmPlacement)> {
         let at = u16::try_from(usize::from(vm) / per_host)?;
         Ok((VmId(vm), VmPlacement { primary: HostId(at), backup: Some(HostId(BACKUPS + at)) }))
     };
-    let places = (0..u16::try_from(vms)?).map(place);
+    let places = (0..u16::try_from(vms)?).map(place_vm);
     let places: BTreeMap<VmId, VmPlacement> = places.collect::<Result<_>>()?;
     let register = FailoverRecord::new(places);
     let checkpoint = GlobalCheckpoint {

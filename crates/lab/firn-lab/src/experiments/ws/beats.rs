@@ -21,7 +21,7 @@ const RETRY_INTERVAL: Duration = Duration::from_millis(2);
 /// Receives heartbeats in its own thread, until it is dropped or the guest ends.
 pub(super) struct StepReceiver {
     since: Instant,
-    heard: Arc<Mutex<StepTimes>>,
+    received: Arc<Mutex<StepTimes>>,
     over: Arc<AtomicBool>,
 }
 
@@ -32,9 +32,10 @@ pub(super) struct StepTimes(Vec<(u64, u64)>);
 impl StepReceiver {
     /// Connects to the socket of a guest's heartbeats as soon as it exists.
     pub(super) fn start_receiving(socket: &Path) -> Self {
-        let (since, heard) = (Instant::now(), Arc::new(Mutex::new(StepTimes::default())));
+        let (since, received) = (Instant::now(), Arc::new(Mutex::new(StepTimes::default())));
         let over = Arc::new(AtomicBool::new(false));
-        let (ears, is_over, socket) = (Arc::clone(&heard), Arc::clone(&over), socket.to_owned());
+        let (shared, is_over, socket) =
+            (Arc::clone(&received), Arc::clone(&over), socket.to_owned());
         thread::spawn(move || {
             while !is_over.load(Ordering::Relaxed) {
                 let Ok(stream) = UnixStream::connect(&socket) else {
@@ -43,20 +44,20 @@ impl StepReceiver {
                 };
                 for line in BufReader::new(stream).lines().map_while(Result::ok) {
                     let at = since.elapsed().as_micros() as u64;
-                    let mut heard = ears.lock().unwrap_or_else(PoisonError::into_inner);
-                    heard.0.extend(parse_steps(&line).map(|steps| (at, steps)));
+                    let mut received = shared.lock().unwrap_or_else(PoisonError::into_inner);
+                    received.0.extend(parse_steps(&line).map(|steps| (at, steps)));
                 }
             }
         });
-        Self { since, heard, over }
+        Self { since, received, over }
     }
 
     /// The steps since an instant.
     pub(super) fn steps_since(&self, since: Instant) -> StepTimes {
         let before_us = since.saturating_duration_since(self.since).as_micros() as u64;
-        let heard = self.heard.lock().unwrap_or_else(PoisonError::into_inner);
+        let received = self.received.lock().unwrap_or_else(PoisonError::into_inner);
         let later =
-            heard.0.iter().filter_map(|&(at, steps)| Some((at.checked_sub(before_us)?, steps)));
+            received.0.iter().filter_map(|&(at, steps)| Some((at.checked_sub(before_us)?, steps)));
         StepTimes(later.collect())
     }
 
@@ -81,12 +82,12 @@ impl StepTimes {
     /// The median of steps per second, over windows of this length from then on.
     pub(super) fn steady_rate(&self, from_us: u64, window_us: u64) -> Option<f64> {
         let later = &self.0[self.0.partition_point(|beat| beat.0 < from_us)..];
-        let pace = |&(from, before): &(u64, u64)| {
+        let rate = |&(from, before): &(u64, u64)| {
             let next = later.partition_point(|beat| beat.0 < from + window_us);
             let &(until, after) = later.get(next)?;
             Some(after.saturating_sub(before) as f64 * 1e6 / (until - from) as f64)
         };
-        Sample::new(later.iter().filter_map(pace)).map(|paces| paces.median())
+        Sample::new(later.iter().filter_map(rate)).map(|rates| rates.median())
     }
 
     /// Times of events, in microseconds. A guest at its steady rate has [`EVENTS_PER_S`] events a
@@ -130,8 +131,8 @@ mod tests {
         let beat = |n: u64| (n * 10_000, if n < 100 { 0 } else { 10 * (n - 100) });
         let steps =
             StepTimes((0..300).map(beat).filter(|beat| beat.0 % 1_000_000 > 50_000).collect());
-        let pace = steps.steady_rate(1_000_000, 100_000).unwrap();
-        assert!((pace - 1000.0).abs() < 20.0, "{pace}");
+        let rate = steps.steady_rate(1_000_000, 100_000).unwrap();
+        assert!((rate - 1000.0).abs() < 20.0, "{rate}");
         assert_eq!(steps.steady_rate(2_950_000, 100_000), None);
     }
 

@@ -12,7 +12,7 @@ use std::time::Instant;
 /// Receives reports, in a thread that ends with the program.
 pub(super) struct ThroughputReceiver {
     port: u16,
-    heard: Arc<Mutex<ReceivedReports>>,
+    received: Arc<Mutex<ReceivedReports>>,
 }
 
 struct ReceivedReports {
@@ -26,19 +26,19 @@ impl ThroughputReceiver {
     pub(super) fn start_receiving() -> io::Result<Self> {
         let socket = UdpSocket::bind((Ipv4Addr::LOCALHOST, 0))?;
         let port = socket.local_addr()?.port();
-        let heard =
+        let received =
             Arc::new(Mutex::new(ReceivedReports { since: Instant::now(), reports: Vec::new() }));
-        let ears = Arc::clone(&heard);
+        let shared = Arc::clone(&received);
         thread::Builder::new().name("throughput".into()).spawn(move || {
             let mut buffer = [0; 64];
             while let Ok(length) = socket.recv(&mut buffer) {
                 let text = String::from_utf8_lossy(&buffer[..length]);
-                let mut heard = ears.lock().unwrap_or_else(PoisonError::into_inner);
-                let at = heard.since.elapsed().as_secs_f64();
-                heard.reports.extend(text.trim().parse().ok().map(|number| (at, number)));
+                let mut received = shared.lock().unwrap_or_else(PoisonError::into_inner);
+                let at = received.since.elapsed().as_secs_f64();
+                received.reports.extend(text.trim().parse().ok().map(|number| (at, number)));
             }
         })?;
-        Ok(Self { port, heard })
+        Ok(Self { port, received })
     }
 
     pub(super) fn port(&self) -> u16 {
@@ -47,16 +47,16 @@ impl ThroughputReceiver {
 
     /// Discards all reports.
     pub(super) fn clear_reports(&self) {
-        let mut heard = self.heard.lock().unwrap_or_else(PoisonError::into_inner);
-        *heard = ReceivedReports { since: Instant::now(), reports: Vec::new() };
+        let mut received = self.received.lock().unwrap_or_else(PoisonError::into_inner);
+        *received = ReceivedReports { since: Instant::now(), reports: Vec::new() };
     }
 
     /// The time of each report, in seconds since `start`, and its number, without reports before
     /// `start`.
     pub(super) fn reports_since(&self, start: Instant) -> Vec<(f64, f64)> {
-        let heard = self.heard.lock().unwrap_or_else(PoisonError::into_inner);
-        let late = start.saturating_duration_since(heard.since).as_secs_f64();
-        let reports = heard.reports.iter().map(|&(at, number)| (at - late, number));
+        let received = self.received.lock().unwrap_or_else(PoisonError::into_inner);
+        let late = start.saturating_duration_since(received.since).as_secs_f64();
+        let reports = received.reports.iter().map(|&(at, number)| (at - late, number));
         reports.filter(|report| report.0 >= 0.0).collect()
     }
 }

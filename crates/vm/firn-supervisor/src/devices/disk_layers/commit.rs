@@ -32,7 +32,8 @@ impl LayerMerger<'_> {
     /// Merges all layers of all drives into the files that the command line names.
     pub(crate) fn commit_all(&mut self) -> Result<Value, Failure> {
         let drives = self.vm.drives().while_doing("asking for the VM's disks")?;
-        let targets = drives.into_iter().map(|drive| find_target(&self.machine.meta, drive));
+        let targets =
+            drives.into_iter().map(|drive| find_target(&self.hypervisor_record.meta, drive));
         let targets: Vec<CommitTarget> = targets.collect::<Result<_, _>>()?;
         targets.iter().try_for_each(check_uses)?;
         let mut done = Vec::new();
@@ -90,7 +91,10 @@ impl LayerMerger<'_> {
             let is_gone = |path: &PathBuf| tops.contains(&record_key(path)) || !path.exists();
             let change = |journal: &mut Journal| {
                 journal.overlays.retain(|path| !is_gone(path));
-                journal.machine.iter_mut().for_each(|it| target.update_command_line(&mut it.meta));
+                journal
+                    .hypervisor_record
+                    .iter_mut()
+                    .for_each(|it| target.update_command_line(&mut it.meta));
             };
             self.journal.update(change).while_doing("writing the journal")?;
         }

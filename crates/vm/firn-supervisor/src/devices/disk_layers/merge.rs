@@ -35,7 +35,7 @@ const CANCEL_WAIT: Duration = Duration::from_secs(30);
 /// Merges the layers of one VM.
 pub(crate) struct LayerMerger<'a> {
     pub(crate) vm: &'a mut QemuVm,
-    pub(crate) machine: &'a HypervisorRecord,
+    pub(crate) hypervisor_record: &'a HypervisorRecord,
     pub(crate) journal: &'a JournalFile,
     pub(crate) cancel: &'a AtomicBool,
     pub(crate) progress: &'a dyn Fn(OperationProgress),
@@ -71,7 +71,7 @@ impl LayerMerger<'_> {
             if failed.contains(&drive.name) || drive.chain.len() < 3 {
                 continue;
             }
-            let chain = layer_chain(self.machine, &drive);
+            let chain = layer_chain(self.hypervisor_record, &drive);
             let kept = self.journal.current_journal().overlays;
             let kept: Vec<PathBuf> = kept.iter().map(|file| record_key(file)).collect();
             let chain = LayerChain { kept: &kept, ..chain };
@@ -91,7 +91,7 @@ impl LayerMerger<'_> {
         let merge = self.describe_merge(drive, step.top, step.base).while_doing(MERGING)?;
         let dir = record_dir(&merge.base).to_owned();
         let mut folder = RecordFolder::lock(&dir)?;
-        let chain = layer_chain(self.machine, drive);
+        let chain = layer_chain(self.hypervisor_record, drive);
         let kept: Vec<PathBuf> =
             self.journal.current_journal().overlays.iter().map(|it| record_key(it)).collect();
         // An image or a restore may have begun to need a layer meanwhile.
@@ -130,8 +130,8 @@ impl LayerMerger<'_> {
             }
         }
         Ok(PendingMerge {
-            process: self.machine.process.clone(),
-            vm: self.machine.meta.name.clone(),
+            process: self.hypervisor_record.process.clone(),
+            vm: self.hypervisor_record.meta.name.clone(),
             base: files[base].clone(),
             format: drive.formats.get(base).cloned().unwrap_or_default(),
             tops: files[top..base].to_vec(),
@@ -205,7 +205,7 @@ impl LayerMerger<'_> {
         let drives = self.vm.drives().while_doing("asking for the VM's disks")?;
         let active: Vec<PathBuf> =
             drives.iter().map(|drive| record_key(drive.top_file())).collect();
-        RecordFolder::lock(dir)?.settle_process(&self.machine.process, &active)
+        RecordFolder::lock(dir)?.settle_process(&self.hypervisor_record.process, &active)
     }
 
     pub(super) fn enter_phase(&self, paused_by_us: bool) -> Result<(), Failure> {
@@ -227,16 +227,19 @@ pub(super) fn build_commit(drive: &Drive, top: usize, base: usize) -> BlockCommi
 
 /// The chain of a drive for planning. In a restored VM, the files below its own layers belong to
 /// the image.
-fn layer_chain<'a>(machine: &'a HypervisorRecord, drive: &Drive) -> LayerChain<'a> {
-    let is_restored = !machine.meta.drives.is_empty();
-    let named = named_file(&machine.meta, drive).filter(|_| !is_restored);
-    let named = named.map(|named| record_key(&machine.meta.qemu.directory.join(named)));
+fn layer_chain<'a>(hypervisor_record: &'a HypervisorRecord, drive: &Drive) -> LayerChain<'a> {
+    let is_restored = !hypervisor_record.meta.drives.is_empty();
+    let named = named_file(&hypervisor_record.meta, drive).filter(|_| !is_restored);
+    let named = named.map(|named| record_key(&hypervisor_record.meta.qemu.directory.join(named)));
     let files = drive.chain.iter().map(|file| record_key(file)).collect();
-    LayerChain { files, vm: &machine.meta.name, named, kept: &[] }
+    LayerChain { files, vm: &hypervisor_record.meta.name, named, kept: &[] }
 }
 
 /// After a supervisor has died: ends its jobs, and records the results of its merges.
-pub(crate) fn end_merges(vm: &mut QemuVm, machine: &HypervisorRecord) -> Result<(), Failure> {
+pub(crate) fn end_merges(
+    vm: &mut QemuVm,
+    hypervisor_record: &HypervisorRecord,
+) -> Result<(), Failure> {
     end_jobs(vm)?;
     let drives = vm.drives().while_doing("asking for the VM's disks")?;
     let active: Vec<PathBuf> = drives.iter().map(|drive| record_key(drive.top_file())).collect();
@@ -247,11 +250,12 @@ pub(crate) fn end_merges(vm: &mut QemuVm, machine: &HypervisorRecord) -> Result<
     dirs.dedup();
     for dir in dirs {
         let Some(mut folder) = RecordFolder::lock_existing(dir)? else { continue };
-        let of_vm = folder.record.merges.iter().filter(|it| it.process == machine.process);
+        let of_vm =
+            folder.record.merges.iter().filter(|it| it.process == hypervisor_record.process);
         let tops = of_vm.flat_map(|it| &it.tops).filter(|top| !files.contains(top));
         let tops: Vec<PathBuf> = tops.cloned().collect();
         vm.close_layers(&tops).while_doing("closing merged layers")?;
-        folder.settle_process(&machine.process, &active)?;
+        folder.settle_process(&hypervisor_record.process, &active)?;
     }
     Ok(())
 }

@@ -38,12 +38,12 @@ enum WaitEvent {
 /// Accepts one connection of a primary, within the time limit, while the command that started the
 /// standby waits, and unless another command stops the standby.
 pub(super) fn accept_primary(
-    place: &StartContext<'_>,
+    context: &StartContext<'_>,
     listen: &BackupEndpoint,
 ) -> Result<EpochStream, Failure> {
     firn_fault::pass_point("standby.listen");
     let listener = listen.listen().while_doing(format!("listening at {listen}"))?;
-    let control = control_server::bind_private(&place.vm.control_socket())
+    let control = control_server::bind_private(&context.vm.control_socket())
         .while_doing("opening the control socket")?;
     let deadline = Instant::now() + CONNECT_WAIT;
     loop {
@@ -53,7 +53,7 @@ pub(super) fn accept_primary(
             WaitEvent::Primary => {
                 return listener.accept().while_doing("accepting the primary's connection");
             }
-            WaitEvent::Command => answer_command(place, &control)?,
+            WaitEvent::Command => answer_command(context, &control)?,
             WaitEvent::Nobody => {
                 let text = format!("no primary has connected within {} s", CONNECT_WAIT.as_secs());
                 let hint =
@@ -89,15 +89,15 @@ fn wait_for_event(
 
 /// Answers a command. One that disconnects, or sends nothing in time, is ignored. A stop is an
 /// error.
-fn answer_command(place: &StartContext<'_>, control: &UnixListener) -> Result<(), Failure> {
+fn answer_command(context: &StartContext<'_>, control: &UnixListener) -> Result<(), Failure> {
     let Ok((stream, _)) = control.accept() else { return Ok(()) };
     let Ok(request) = read_request(&stream) else { return Ok(()) };
     let is_stop = matches!(request, SupervisorRequest::Stop(_));
     let reply = match request {
-        SupervisorRequest::Status => SupervisorReply::Done { facts: standby_status(place) },
+        SupervisorRequest::Status => SupervisorReply::Done { facts: standby_status(context) },
         SupervisorRequest::Stop(_) => {
             // Removed first, so that a client that gets the reply finds it removed.
-            place.vm.remove_dir().while_doing("removing the standby's directory")?;
+            context.vm.remove_dir().while_doing("removing the standby's directory")?;
             SupervisorReply::Done { facts: serde_json::Value::Null }
         }
         _ => {
@@ -124,9 +124,9 @@ fn read_request(stream: &UnixStream) -> Result<SupervisorRequest, Failure> {
     Ok(control_protocol::decode_message(&line.unwrap_or_default())?)
 }
 
-fn standby_status(place: &StartContext<'_>) -> serde_json::Value {
+fn standby_status(context: &StartContext<'_>) -> serde_json::Value {
     let supervisor_pid = Some(std::process::id() as i32);
     let status =
-        VmStatus { supervisor_pid, ..VmStatus::from_journal(&place.journal.current_journal()) };
+        VmStatus { supervisor_pid, ..VmStatus::from_journal(&context.journal.current_journal()) };
     serde_json::to_value(status).unwrap_or_default()
 }
