@@ -35,6 +35,7 @@ pub mod process_memory;
 pub mod scheduling;
 mod sys;
 mod tracee;
+mod vcpu_waits;
 
 pub use guest_memory::{GuestMemory, MemoryError, RamUser, RegionLocation};
 pub use page_faults::{
@@ -46,3 +47,4 @@ pub use page_tables::{DropError, drop_page_tables};
 pub use process::{Process, ProcessError};
 pub use sys::shared_words::SharedWords;
 pub use tracee::{TraceError, Tracee};
+pub use vcpu_waits::VcpuWaits;

@@ -139,6 +139,11 @@ impl Firn {
         Self { fault: fault.map(str::to_owned), ..self.clone() }
     }
 
+    /// The same with another program, in the same runtime directory.
+    pub fn with_program(&self, program: &Path) -> Self {
+        Self { program: program.to_owned(), ..self.clone() }
+    }
+
     /// Whether the program was built with fault points. Without them an experiment would break
     /// nothing, and show nothing.
     pub fn has_fault_points(&self) -> io::Result<bool> {

@@ -19,7 +19,7 @@
 //! | `pre_copy` | copying in rounds, and what was written since the last checkpoint |
 //! | `access_bits` | which pages the guest used before a suspend, after which nothing runs that could be traced |
 //! | `pipeline` | compressing, packing, writing |
-//! | `duty_cycle`, `vcpu_load` | when background work pauses, according to the load of the vCPUs |
+//! | `duty_cycle` | when background work pauses, because vCPUs wait for processors |
 
 #![forbid(unsafe_code)]
 
@@ -47,7 +47,6 @@ mod sweep_throttle;
 mod touches;
 mod trace;
 mod traced_memory;
-mod vcpu_load;
 mod worker;
 mod written;
 

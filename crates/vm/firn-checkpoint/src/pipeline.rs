@@ -74,6 +74,16 @@ struct PipelineState {
     /// The numbers of blocks that entered the pipeline, and that left it.
     submitted: AtomicU64,
     done: AtomicU64,
+    /// The number of blocks that the guest's accesses saved and that the image stores.
+    guest_blocks: AtomicU64,
+}
+
+impl PipelineState {
+    fn count_guest_block(&self, done: &FinishedBlock) {
+        let is_guests =
+            matches!(done, FinishedBlock::Packed(lane, _) if *lane != PackingLane::Sweep);
+        self.guest_blocks.fetch_add(u64::from(is_guests), Ordering::Relaxed);
+    }
 }
 
 /// Marks the pipeline as failed if its thread panics: blocks that the thread had taken will never
@@ -136,6 +146,12 @@ impl PipelineIntake {
     /// Whether the image can no longer be written.
     pub(crate) fn has_failed(&self) -> bool {
         self.state.failed.load(Ordering::Acquire)
+    }
+
+    /// The number of blocks so far that an access of the guest saved and that the image stores: not
+    /// those that hold zeros, or equal the parent's.
+    pub(crate) fn guest_block_count(&self) -> u64 {
+        self.state.guest_blocks.load(Ordering::Relaxed)
     }
 
     /// Bytes written to the image so far.
@@ -254,6 +270,7 @@ impl CompressorThread {
                     CompressedBlock::Packed(packed) => FinishedBlock::Packed(lane, packed),
                 },
             };
+            alarm.0.count_guest_block(&done);
             giver.0.return_buffer(bytes);
             // A guest that waits for a buffer waits for this thread.
             if giver.0.free_count() > 1 {

@@ -88,6 +88,10 @@ pub struct SaveReport {
     pub round_pauses_ms: Vec<f64>,
     /// From the command to the pause, in milliseconds.
     pub arm_ms: f64,
+    /// From the command until every block was copied, in milliseconds; 0 where all are copied in the
+    /// pause or before. The guest may be watched for longer.
+    #[serde(default)]
+    pub copied_ms: f64,
     /// From the command to the finished file, in milliseconds.
     pub total_ms: f64,
     /// Faults.

@@ -41,7 +41,6 @@ use crate::sweep::{BackgroundSweep, WatchPeriod};
 use crate::sweep_throttle::SweepThrottle;
 use crate::trace::FaultLog;
 use crate::traced_memory::TracedMemory;
-use crate::vcpu_load::VcpuLoad;
 use crate::worker::KernelWorkers;
 
 /// Saves a VM to an image at `out`. The result of `describe` is stored unchanged.
@@ -163,9 +162,7 @@ struct MemoryCopy<'c, 'a> {
 impl MemoryCopy<'_, '_> {
     fn copy_memory(mut self) -> Result<CopiedMemory, SaveError> {
         let vcpus: Vec<ThreadId> = self.context.vm.vcpus()?.iter().map(|vcpu| vcpu.tid).collect();
-        self.intake
-            .duty_cycle()
-            .watch_load(VcpuLoad::from_threads(self.context.process.pid(), &vcpus));
+        self.intake.duty_cycle().watch_vcpus(self.context.process.pid(), &vcpus);
         if self.options.strategy == SaveStrategy::PreCopy {
             let Self { context, options, intake, progress, started } = self;
             let has_holes = false;
@@ -247,7 +244,7 @@ impl MemoryCopy<'_, '_> {
         scheduling::set_background();
         let (roots, order, working_set) = self.plan_sweep(first, traced)?;
         traced.mark_unbacked_saved(&order.unbacked);
-        let throttle = SweepThrottle::new(self.options.throttle, traced.trace.now());
+        let throttle = SweepThrottle::new(self.options.throttle);
         let (intake, progress, steps) = (self.intake, self.progress, self.context.steps);
         let (let_go, reported) = (0, Duration::ZERO);
         let trace = &traced.trace;
@@ -259,15 +256,16 @@ impl MemoryCopy<'_, '_> {
             steps,
             watch,
             released_blocks: let_go,
+            copied_at: Duration::ZERO,
             reported,
         };
         let watched = sweep.run_sweep(order.blocks, order.release_count)?;
-        let blocks_let_go = sweep.released_blocks;
+        let (blocks_let_go, copied_ms) = (sweep.released_blocks, to_ms(sweep.copied_at));
         firn_fault::pass_point("save.swept");
         let found_late =
             traced.trace.lock_touches().late_share(watched).filter(|_| self.is_watched());
-        let report =
-            SaveReport { rounds, arm_ms, found_late, blocks_let_go, ..self.base_report(&cut) };
+        let facts = self.base_report(&cut);
+        let report = SaveReport { rounds, arm_ms, copied_ms, found_late, blocks_let_go, ..facts };
         Ok(CopiedMemory { cut, working_set, roots, report })
     }
 

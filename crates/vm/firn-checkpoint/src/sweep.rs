@@ -46,6 +46,8 @@ pub(crate) struct BackgroundSweep<'a> {
     pub(crate) watch: WatchPeriod,
     /// The number of blocks that were copied and released.
     pub(crate) released_blocks: u32,
+    /// When every block was copied, on the clock of [`SaveTrace::now`].
+    pub(crate) copied_at: Duration,
     /// When it last reported its progress, on the clock of [`SaveTrace::now`].
     pub(crate) reported: Duration,
 }
@@ -66,10 +68,11 @@ impl BackgroundSweep<'_> {
                 return Err(SaveError::Cancelled);
             }
             self.trace.check_none_lost()?;
-            match self.throttle.next_step(self.trace.now(), self.trace.duty_cycle().last_fault()) {
+            match self.throttle.next_step(self.intake.guest_block_count()) {
                 SweepStep::Wait(wait) => thread::sleep(wait),
                 SweepStep::Copy(blocks) => {
                     if !self.copy_some(&mut order, blocks)? || self.intake.has_failed() {
+                        self.copied_at = self.trace.now();
                         return self.watch_guest();
                     }
                 }
@@ -105,12 +108,14 @@ impl BackgroundSweep<'_> {
         blocks: u32,
     ) -> Result<bool, SaveError> {
         firn_fault::pass_point("save.sweep");
-        let mut left = blocks;
+        let began = self.trace.now();
+        let (mut left, mut paused) = (blocks, Duration::ZERO);
         while left > 0 {
             let Some((block, lets_go)) = order.next() else {
                 self.report_progress();
                 return Ok(false);
             };
+            paused += self.wait_for_turn();
             let is_copied = self.copy_block(block)?;
             if is_copied && lets_go {
                 self.trace.faults.unprotect_pages(self.trace.block_size.pages_of(block))?;
@@ -118,15 +123,22 @@ impl BackgroundSweep<'_> {
             }
             left -= u32::from(is_copied);
         }
+        let took = self.trace.now().saturating_sub(began + paused);
+        self.throttle.record_batch(blocks, took);
         self.report_at_times();
         Ok(true)
     }
 
-    fn copy_block(&self, block: Block) -> Result<bool, SaveError> {
+    /// Waits until compressors have caught up, and while background work pauses. Returns the length
+    /// of the pause.
+    fn wait_for_turn(&self) -> Duration {
         while !self.intake.has_room() && !self.intake.has_failed() {
             thread::sleep(ROOM_POLL_INTERVAL);
         }
-        self.trace.duty_cycle().pause_if_due();
+        self.trace.duty_cycle().pause_if_due()
+    }
+
+    fn copy_block(&self, block: Block) -> Result<bool, SaveError> {
         let mine = self.trace.ledger.try_claim(block);
         if mine {
             self.trace.copy_claimed(block, PackingLane::Sweep, self.intake)?;

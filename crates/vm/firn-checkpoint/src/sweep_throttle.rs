@@ -1,15 +1,23 @@
 //! Sweep throttle: how fast the background sweep may copy.
 //!
 //! A guest that touches memory quickly makes the checkpoint progress by itself, and a sweep beside
-//! it only delays it (Halite, section 6). So the sweep runs when there was no fault for a moment.
-//! It never starves: after [`SweepThrottle::SWEEP_WAIT_MAX`] it copies a small batch whatever the
-//! guest does, so a checkpoint always ends.
+//! it only delays it (Halite, section 6). *Progress* is a block that was saved for the first time
+//! because of an access, and that the image stores: faults on blocks that are saved already, and
+//! blocks of zeros, cost compressors and storage nothing. For each block of progress, the sweep
+//! leaves compressors and storage alone for the time that one of its own blocks takes:
 //!
 //! ```text
-//!   faults   | ||| |  |||||||||||||||||||||||||||||| |
-//!   sweep            #              #                  ##################
-//!                    ^ patience over: one batch        ^ quiet: full speed
+//!   progress     |     |     |     ||||||||||||||||||||||||||||
+//!   sweep    #########.######.#####.###.........###.........###.........#############
+//!                     ^ one block           ^ at most three times its own work: the floor
 //! ```
+//!
+//! So both together copy what compressors and storage can take, at a rate *C*: a guest with a rate
+//! of progress *G* leaves the sweep *C - G*. The time of a block is measured while the sweep works,
+//! including its waits for compressors. The floor of the sweep is a quarter of its time, so a quarter
+//! of *C* where the guest does not fill the buffers by itself. A larger share would fill the buffers
+//! that the pipeline reserves for the guest's blocks, a quarter as well. A smaller one would help no
+//! guest: one that makes three quarters of *C* as progress has a checkpoint at the rate *C* anyway.
 
 use std::time::Duration;
 
@@ -22,41 +30,59 @@ pub(crate) enum SweepStep {
     Wait(Duration),
 }
 
-/// The throttle of one sweep. Times are counted from any fixed instant.
+/// The throttle of one sweep.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct SweepThrottle {
     throttled: bool,
-    last_batch: Duration,
+    /// How long the sweep has worked since its last rest, and how many blocks it has copied.
+    worked: Duration,
+    copied: u32,
+    /// How long the sweep is to rest for the progress since its last rest.
+    owed: Duration,
+    /// The progress that is accounted for, in blocks.
+    progress: u64,
 }
 
 impl SweepThrottle {
-    /// The sweep runs when the last fault was at least this long ago.
-    pub(crate) const QUIET_TIME: Duration = Duration::from_millis(2);
-    /// The longest time for which the sweep copies nothing.
-    pub(crate) const SWEEP_WAIT_MAX: Duration = Duration::from_millis(20);
-    /// Blocks in a batch that is copied in spite of faults.
-    const SMALL_BATCH: u32 = 64;
-    /// Blocks between two checks for faults.
+    /// The sweep works for at least this share of its time.
+    pub(crate) const FLOOR_SHARE: f64 = 0.25;
+    /// The longest rest.
+    pub(crate) const REST_MAX: Duration = Duration::from_millis(20);
+    /// The shortest rest: the kernel's timers are not more exact. Shorter ones are added up.
+    const REST_MIN: Duration = Duration::from_millis(1);
+    /// Blocks between two calls.
     const BATCH: u32 = 32;
 
-    /// A throttle that yields to faults, or one that never does.
-    pub(crate) fn new(throttled: bool, now: Duration) -> Self {
-        Self { throttled, last_batch: now }
+    /// A throttle that yields to the guest's progress, or one that never does.
+    pub(crate) fn new(throttled: bool) -> Self {
+        let zero = Duration::ZERO;
+        Self { throttled, worked: zero, copied: 0, owed: zero, progress: 0 }
     }
 
-    /// The step to take now, given the time of the last fault.
-    pub(crate) fn next_step(&mut self, now: Duration, last_fault: Option<Duration>) -> SweepStep {
-        let since_fault = last_fault.map_or(Duration::MAX, |at| now.saturating_sub(at));
-        if !self.throttled || since_fault >= Self::QUIET_TIME {
-            self.last_batch = now;
+    /// The sweep copied `blocks` blocks in this time, without the pauses of [`crate::duty_cycle`].
+    pub(crate) fn record_batch(&mut self, blocks: u32, took: Duration) {
+        self.worked += took;
+        self.copied = self.copied.saturating_add(blocks);
+    }
+
+    /// The step to take now. `progress` is the number of blocks that the guest's accesses have
+    /// saved so far.
+    pub(crate) fn next_step(&mut self, progress: u64) -> SweepStep {
+        let new = progress.saturating_sub(self.progress);
+        self.progress = progress;
+        if !self.throttled {
             return SweepStep::Copy(Self::BATCH);
         }
-        let waited = now.saturating_sub(self.last_batch);
-        if waited >= Self::SWEEP_WAIT_MAX {
-            self.last_batch = now;
-            return SweepStep::Copy(Self::SMALL_BATCH);
+        let floor = self.worked.mul_f64(1.0 / Self::FLOOR_SHARE - 1.0);
+        let block_time = self.worked / self.copied.max(1);
+        let new = u32::try_from(new).unwrap_or(u32::MAX);
+        self.owed = self.owed.saturating_add(block_time.saturating_mul(new)).min(floor);
+        if self.owed < Self::REST_MIN {
+            return SweepStep::Copy(Self::BATCH);
         }
-        SweepStep::Wait((Self::QUIET_TIME - since_fault).min(Self::SWEEP_WAIT_MAX - waited))
+        let rest = self.owed.min(Self::REST_MAX);
+        (self.worked, self.copied, self.owed) = (Duration::ZERO, 0, Duration::ZERO);
+        SweepStep::Wait(rest)
     }
 }
 
@@ -65,43 +91,146 @@ mod tests {
     use super::*;
     use proptest::prelude::*;
 
-    const MS: Duration = Duration::from_millis(1);
+    /// A save on a clock of its own: buffers that the guest and the sweep fill, and that compressors
+    /// and storage empty, a block in `block_us`.
+    struct SimulatedSave {
+        throttle: SweepThrottle,
+        block_us: f64,
+        /// Blocks that the guest touches for the first time each microsecond.
+        guest_rate: f64,
+        now_us: f64,
+        /// Blocks in buffers.
+        queue: f64,
+        progress: f64,
+        swept: u64,
+        rested: Duration,
+        longest_rest: Duration,
+    }
 
-    #[test]
-    fn a_quiet_guest_is_swept_at_full_speed() {
-        let mut pace = SweepThrottle::new(true, Duration::ZERO);
-        assert_eq!(pace.next_step(MS, None), SweepStep::Copy(SweepThrottle::BATCH));
+    /// Buffers, and how many of them the sweep may fill.
+    const BUFFERS: f64 = 8192.0;
+    const ROOM: f64 = 0.75 * BUFFERS;
+    /// The time to copy a block to a buffer.
+    const COPY_US: f64 = 2.0;
+    const BLOCKS: u64 = 100_000;
+
+    impl SimulatedSave {
+        fn new(throttled: bool, block_us: f64, guest_rate: f64) -> Self {
+            Self {
+                throttle: SweepThrottle::new(throttled),
+                block_us,
+                guest_rate,
+                now_us: 0.0,
+                queue: 0.0,
+                progress: 0.0,
+                swept: 0,
+                rested: Duration::ZERO,
+                longest_rest: Duration::ZERO,
+            }
+        }
+
+        /// Time passes, in which the guest touches new blocks, as long as there are buffers.
+        fn advance(&mut self, us: f64) {
+            self.now_us += us;
+            self.queue = (self.queue - us / self.block_us).max(0.0);
+            let touched = (us * self.guest_rate).min(BUFFERS - self.queue);
+            self.progress += touched;
+            self.queue += touched;
+        }
+
+        fn is_saved(&self) -> bool {
+            self.progress as u64 + self.swept >= BLOCKS
+        }
+
+        fn step(&mut self) {
+            match self.throttle.next_step(self.progress as u64) {
+                SweepStep::Wait(rest) => {
+                    self.rested += rest;
+                    self.longest_rest = self.longest_rest.max(rest);
+                    self.advance(rest.as_secs_f64() * 1e6);
+                }
+                SweepStep::Copy(blocks) => {
+                    let began = self.now_us;
+                    (0..blocks).for_each(|_| self.copy_block());
+                    let took = Duration::from_secs_f64((self.now_us - began) / 1e6);
+                    self.throttle.record_batch(blocks, took);
+                }
+            }
+        }
+
+        fn copy_block(&mut self) {
+            while self.queue > ROOM && !self.is_saved() {
+                self.advance(1000.0);
+            }
+            self.advance(COPY_US);
+            self.queue += 1.0;
+            self.swept += 1;
+        }
+
+        /// Runs until everything is written.
+        fn run(mut self) -> Self {
+            while !self.is_saved() {
+                self.step();
+            }
+            self.now_us += self.queue * self.block_us;
+            self
+        }
+
+        fn rest_share(&self) -> f64 {
+            self.rested.as_secs_f64() * 1e6 / self.now_us
+        }
     }
 
     #[test]
-    fn a_busy_guest_is_left_alone_for_a_while() {
-        let mut pace = SweepThrottle::new(true, Duration::ZERO);
-        assert!(matches!(pace.next_step(5 * MS, Some(5 * MS)), SweepStep::Wait(_)));
-        assert_eq!(
-            pace.next_step(25 * MS, Some(25 * MS)),
-            SweepStep::Copy(SweepThrottle::SMALL_BATCH)
-        );
+    fn a_guest_without_progress_is_swept_at_full_speed() {
+        let save = SimulatedSave::new(true, 20.0, 0.0).run();
+        assert!(save.now_us <= 1.02 * 20.0 * BLOCKS as f64, "{}", save.now_us);
+        assert_eq!(save.longest_rest, Duration::ZERO);
     }
 
     #[test]
-    fn without_throttle_faults_do_not_matter() {
-        let mut pace = SweepThrottle::new(false, Duration::ZERO);
-        assert_eq!(pace.next_step(MS, Some(MS)), SweepStep::Copy(SweepThrottle::BATCH));
+    fn without_throttle_progress_does_not_matter() {
+        let mut throttle = SweepThrottle::new(false);
+        throttle.record_batch(1, Duration::from_secs(1));
+        assert_eq!(throttle.next_step(1000), SweepStep::Copy(SweepThrottle::BATCH));
+    }
+
+    /// By the rule before, a fault in each 2 ms held the sweep down to 64 blocks in each 20 ms: to
+    /// a sixteenth of what these compressors can take.
+    #[test]
+    fn one_new_block_each_millisecond_hardly_lengthens_a_save() {
+        let alone = SimulatedSave::new(true, 20.0, 0.0).run();
+        let beside = SimulatedSave::new(true, 20.0, 0.001).run();
+        assert!(beside.now_us < 1.05 * alone.now_us, "{} against {}", beside.now_us, alone.now_us);
+        assert!(beside.progress > 1700.0);
+    }
+
+    #[test]
+    fn progress_holds_the_sweep_back_as_far_as_its_floor() {
+        let mut throttle = SweepThrottle::new(true);
+        throttle.record_batch(32, Duration::from_millis(4));
+        assert_eq!(throttle.next_step(16), SweepStep::Wait(Duration::from_millis(2)));
+        throttle.record_batch(32, Duration::from_millis(4));
+        assert_eq!(throttle.next_step(1_000_000), SweepStep::Wait(Duration::from_millis(12)));
+        throttle.record_batch(32, Duration::from_secs(4));
+        assert_eq!(throttle.next_step(2_000_000), SweepStep::Wait(SweepThrottle::REST_MAX));
+        assert_eq!(throttle.next_step(3_000_000), SweepStep::Copy(SweepThrottle::BATCH));
     }
 
     proptest! {
         #[test]
-        fn the_sweep_never_waits_longer_than_its_limit(faults in prop::collection::vec(0u64..3000, 1..200)) {
-            let mut pace = SweepThrottle::new(true, Duration::ZERO);
-            let (mut now, mut idle_since) = (Duration::ZERO, Duration::ZERO);
-            for gap_us in faults {
-                now += Duration::from_micros(gap_us);
-                match pace.next_step(now, Some(now)) {
-                    SweepStep::Copy(_) => idle_since = now,
-                    SweepStep::Wait(wait) => now += wait,
-                }
-                prop_assert!(now - idle_since <= SweepThrottle::SWEEP_WAIT_MAX + Duration::from_millis(3));
-            }
+        fn no_guest_lengthens_a_save_by_half_or_keeps_the_sweep_from_its_floor(
+            block_us in 3.0_f64..500.0,
+            guest_rate in 0.0_f64..1.0,
+        ) {
+            let alone = SimulatedSave::new(true, block_us, 0.0).run();
+            let beside = SimulatedSave::new(true, block_us, guest_rate).run();
+            prop_assert!(
+                beside.now_us <= 1.5 * alone.now_us,
+                "{} against {}", beside.now_us, alone.now_us
+            );
+            prop_assert!(beside.rest_share() <= 1.01 - SweepThrottle::FLOOR_SHARE);
+            prop_assert!(beside.longest_rest <= SweepThrottle::REST_MAX);
         }
     }
 }

@@ -269,7 +269,6 @@ impl TraceFaultLoop {
 
     fn handle_event(&mut self, event: &MemoryEvent, was_arming: bool) -> Result<(), SaveError> {
         let &MemoryEvent::Fault { page, tid, kind, write } = event else { return Ok(()) };
-        self.trace.duty_cycle().record_fault();
         if self.trace.is_arming() && self.record_written(page, kind, write)? {
             return Ok(());
         }

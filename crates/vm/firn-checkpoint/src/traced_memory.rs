@@ -138,8 +138,10 @@ impl TracedMemory {
     /// behind.
     pub(crate) fn detach_from_hypervisor(self) -> Result<FaultLog, SaveError> {
         self.trace.begin_release();
-        let unregistered =
-            self.trace.faults.unregister_by_pieces(&|| self.trace.duty_cycle().pause_if_due());
+        let pause = || {
+            self.trace.duty_cycle().pause_if_due();
+        };
+        let unregistered = self.trace.faults.unregister_by_pieces(&pause);
         let counts = self.handler.join_thread();
         let touches = std::mem::take(&mut *self.trace.lock_touches());
         if let Some(trace) = Arc::into_inner(self.trace) {

@@ -41,8 +41,8 @@ const PRESENCE_WRITE_INTERVAL: Duration = Duration::from_millis(20);
 const WORKER_NICE: i32 = 10;
 
 /// A guest that was just restored has much to do at once: caches of all kinds are cold, clients
-/// wait. For each moment of a processor that background work takes, this many moments are left to
-/// the guest.
+/// wait. While its vCPUs are found waiting for processors, background work leaves them this many
+/// moments for each one that it takes.
 const PAUSE_FACTOR: u32 = 7;
 
 /// How long to sleep after work of this duration. The guest may begin to wait for the sleeping
@@ -58,14 +58,14 @@ pub(crate) fn run_worker(shared: &SharedRestore) {
     let mut hands = BlockInstaller::new(shared, InstallerRole::Helper);
     let mut inner = shared.lock_state();
     while !shared.is_over() {
-        let is_new = inner.recorder.is_new(shared.now());
+        let must_pause = shared.must_pause(&inner);
         inner = match inner.server.take_install(shared.now()) {
             None => shared.wait_for_work(inner, ThreadRole::Worker, None),
             Some(work) => {
                 drop(inner);
                 let (began, is_wanted) = (Instant::now(), work.is_wanted());
                 hands.do_work(work);
-                if is_new && !is_wanted {
+                if must_pause && !is_wanted {
                     std::thread::sleep(pause_after(began.elapsed()));
                 }
                 shared.lock_state()
@@ -99,9 +99,9 @@ pub(crate) fn run_reader(shared: &SharedRestore, role: ThreadRole) {
                 drop(inner);
                 reader.read_units(&read);
                 reader.serve_urgent();
-                reader.pause_if_new(&read, now);
+                reader.pause_if_due(&read, now);
                 inner = shared.lock_state();
-                inner.server.finish_read(read.why);
+                inner.server.finish_read(read.why, shared.now());
                 continue;
             }
             ReadDecision::At(then) => Some(then),
@@ -182,10 +182,11 @@ impl<'a> ReaderThread<'a> {
         self.shared.wake_threads(inner, stir);
     }
 
-    /// Sleeps after work that took a processor from a guest that has just begun to run.
-    fn pause_if_new(&self, read: &UnitRead, began: Duration) {
-        let is_new = || self.shared.lock_state().recorder.is_new(self.shared.now());
-        if read.why != ReadReason::Demand && !read.in_order && self.is_cached && is_new() {
+    /// Sleeps after work that took a processor from a guest that has just begun to run, and whose
+    /// vCPUs wait for processors.
+    fn pause_if_due(&self, read: &UnitRead, began: Duration) {
+        let is_due = || self.shared.must_pause(&self.shared.lock_state());
+        if read.why != ReadReason::Demand && !read.in_order && self.is_cached && is_due() {
             std::thread::sleep(pause_after(self.shared.now().saturating_sub(began)));
         }
     }

@@ -10,7 +10,7 @@
 //!        v                                                 v
 //!     readers --- read, install what the guest waits for   workers --- decode, install
 //!        ^
-//!        | when faults are quiet: what no vCPU has requested yet
+//!        | while the guest seldom waits: what no vCPU has requested yet
 //! ```
 //!
 //! | module | its task |

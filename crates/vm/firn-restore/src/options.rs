@@ -72,7 +72,7 @@ impl FromStr for RestoreMode {
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "kebab-case")]
 pub enum BackgroundFill {
-    /// Everything, when there are no faults.
+    /// Everything, while the guest seldom waits for storage.
     #[default]
     Quiet,
     /// Nothing: memory that the guest does not touch is never read, and the restore does not end by

@@ -5,8 +5,8 @@ use std::time::{Duration, Instant};
 
 use firn_fault::pass_point;
 use firn_image::Image;
-use firn_memory::{GuestMemory, PageFaults};
-use firn_types::{Page, RegionMap};
+use firn_memory::{GuestMemory, PageFaults, VcpuWaits};
+use firn_types::{Page, RegionMap, ThreadId};
 
 use crate::error::RestoreError;
 use crate::failures::MemoryOutage;
@@ -181,7 +181,10 @@ impl RunningRestore {
             }
         };
         let is_finished = server.is_finished();
-        let shared = SharedRestore::new(storage, faults, options, presence, server, on_fatal);
+        let vcpus: Vec<ThreadId> = options.vcpus.iter().map(|&(tid, _)| tid).collect();
+        let waits = VcpuWaits::of_threads(memory.process().pid(), &vcpus);
+        let shared =
+            SharedRestore::new(storage, faults, options, presence, waits, server, on_fatal);
         record_prefill_reads(&shared, before.prefilled);
         let shared = Arc::new(shared);
         let crew = RestoreThreads::start_all(shared.clone())?;

@@ -14,7 +14,7 @@ use std::sync::{Arc, Condvar, Mutex, MutexGuard, OnceLock, PoisonError};
 use std::time::{Duration, Instant};
 
 use firn_fault::pass_point;
-use firn_memory::PageFaults;
+use firn_memory::{PageFaults, VcpuWaits};
 use firn_types::{Block, Page};
 
 use crate::error::RestoreError;
@@ -39,6 +39,7 @@ pub(crate) struct SharedRestore {
     pub(crate) options: RestoreOptions,
     pub(crate) install_lock: InstallLock,
     presence: PresenceFile,
+    vcpu_waits: VcpuWaits,
     inner: Mutex<LockedState>,
     demand: Condvar,
     fill: Condvar,
@@ -89,6 +90,7 @@ impl SharedRestore {
         faults: PageFaults,
         options: RestoreOptions,
         presence: PresenceFile,
+        vcpu_waits: VcpuWaits,
         server: PageServer<UnitBytes>,
         on_fatal: OnFatal,
     ) -> Self {
@@ -108,6 +110,7 @@ impl SharedRestore {
             options,
             install_lock: InstallLock::default(),
             presence,
+            vcpu_waits,
             inner: Mutex::new(inner),
             demand: Condvar::new(),
             fill: Condvar::new(),
@@ -125,6 +128,13 @@ impl SharedRestore {
     /// Time since the user requested the restore.
     pub(crate) fn now(&self) -> Duration {
         self.options.since.elapsed()
+    }
+
+    /// Whether background work leaves processors to the guest after each piece: the guest has just
+    /// begun to run, and its vCPUs wait for processors.
+    pub(crate) fn must_pause(&self, inner: &LockedState) -> bool {
+        let now = self.now();
+        inner.recorder.is_new(now) && self.vcpu_waits.is_waiting(now)
     }
 
     pub(crate) fn lock_state(&self) -> MutexGuard<'_, LockedState> {
@@ -327,7 +337,7 @@ impl SharedRestore {
         let mut inner = self.lock_state();
         let mut stir = ThreadWakeups::default();
         if let Some(source) = fetched {
-            stir = inner.server.record_cache_hit(now, install.unit, source);
+            stir = inner.server.record_cache_hit(install.unit, source);
         }
         stir = stir.merge_with(inner.server.record_install(install));
         inner.server.record_answer(now);

@@ -34,6 +34,9 @@ use path::WalkPath;
 
 /// Visits between checks of the clock.
 const BATCH: u64 = 16;
+/// Up to this rate, in visits per second, the clock is checked after each visit: a burst of visits
+/// at longer intervals is another load than single visits.
+const SINGLE_RATE_MAX: f64 = 2000.0;
 
 /// A walk of several threads.
 #[derive(Clone, Debug)]
@@ -110,8 +113,10 @@ impl MemoryWalk {
         pinned?;
         let mut limiter = RateLimiter::new(self.rate);
         let mut step = 0;
+        let is_slow = self.rate > 0.0 && self.rate <= SINGLE_RATE_MAX;
+        let batch_max = if is_slow { 1 } else { BATCH };
         while step < self.visits {
-            let batch = BATCH.min(self.visits - step);
+            let batch = batch_max.min(self.visits - step);
             let wrong =
                 (step..step + batch).filter(|&step| !self.visit_page(&mut arena, step)).count();
             step += batch;

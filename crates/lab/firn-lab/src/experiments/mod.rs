@@ -25,6 +25,7 @@ mod incremental;
 mod pauses;
 mod peers_restore;
 mod peers_ttr;
+mod scale_busy;
 mod synthetic;
 mod vm_matrix;
 mod vpc_consistency;
@@ -146,6 +147,11 @@ pub const ALL: &[Experiment] = &[
         name: "peers-ttr",
         about: "time to responsiveness seen by a client: Firn's modes and QEMU itself, on four disks",
         run: peers_ttr::run,
+    },
+    Experiment {
+        name: "scale-busy",
+        about: "a save and a background fill beside a guest that touches and rewrites memory, against an idle one",
+        run: scale_busy::run,
     },
     Experiment {
         name: "vm-matrix",

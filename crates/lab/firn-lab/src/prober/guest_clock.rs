@@ -89,6 +89,15 @@ impl GuestClock {
         beats[first..].iter().map(|beat| beat.stall_us).max().map(Duration::from_micros)
     }
 
+    /// The stalls of vCPUs that the beats since an instant reported, in milliseconds: for each beat
+    /// the longest one.
+    pub fn stalls_since(&self, since: Instant) -> Vec<f64> {
+        let since_ns = since.saturating_duration_since(self.started).as_nanos() as u64;
+        let beats = self.beats.lock().unwrap_or_else(PoisonError::into_inner);
+        let first = beats.partition_point(|beat| beat.host_ns < since_ns);
+        beats[first..].iter().map(|beat| beat.stall_us as f64 / 1e3).collect()
+    }
+
     /// The longest pause of the guest since an instant. `None` if there were too few beats.
     pub fn paused_since(&self, since: Instant) -> Option<Duration> {
         let since_ns = since.saturating_duration_since(self.started).as_nanos() as u64;

@@ -48,8 +48,8 @@
 //!   prefetches         in the order of first access;  all in stored order, gaps read through,
 //!                      while the guest waits for      whatever the guest does, which may not
 //!                      storage, short, half the time  even run before it is there; or everything, in stored order
-//!   background fill    when faults are quiet          between the guest's own reads, if all can be there soon, and
-//!                                                     at once when it has waited for long; else when faults are quiet
+//!   background fill    when the guest waits           between the guest's own reads, if all can be there soon, and
+//!                      seldom for storage             at once when it has waited for long; else as on flash
 //! ```
 //!
 //! # Pages given back
@@ -267,7 +267,6 @@ impl<B: Clone> PageServer<B> {
     /// Decides how to answer a vCPU that faults on a page.
     pub fn answer_fault(&mut self, now: Duration, page: Page) -> FaultAnswer<B> {
         self.fill_throttle.record_fault(now);
-        self.install_throttle.record_fault(now);
         self.counts.faults += 1;
         if self.settled.contains(page) {
             self.counts.late_faults += 1;
@@ -281,6 +280,7 @@ impl<B: Clone> PageServer<B> {
             self.counts.zero_faults += 1;
             return FaultAnswer::Zero(self.zeros_around(page));
         };
+        self.install_throttle.record_fault(now);
         match self.units.state_of(unit) {
             UnitState::Stored => {
                 self.start_unit(unit, UnitState::Trying);

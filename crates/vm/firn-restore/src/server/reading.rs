@@ -4,7 +4,7 @@ use std::ops::Range;
 use std::time::Duration;
 
 use super::actions::{BlockInstall, ReadDecision, ReadReason, ThreadWakeups, UnitRead, UnitSource};
-use super::fill_throttle::FillPermission;
+use super::fill_throttle::{DEMAND_POLL, FillPermission, StorageUse};
 use super::plan::ReadUnit;
 use super::units::UnitState;
 use super::{PageServer, WaitingFault};
@@ -86,9 +86,11 @@ impl<B: Clone> PageServer<B> {
     }
 
     /// A reader thread has finished a [`UnitRead`], whatever the result.
-    pub fn finish_read(&mut self, why: ReadReason) {
-        if why == ReadReason::Ahead {
-            self.prefetch.record_done();
+    pub fn finish_read(&mut self, why: ReadReason, now: Duration) {
+        match why {
+            ReadReason::Ahead => self.prefetch.record_done(),
+            ReadReason::Fill => self.fill_throttle.record_fill_end(now),
+            ReadReason::Demand => {}
         }
     }
 
@@ -105,6 +107,7 @@ impl<B: Clone> PageServer<B> {
         }
         if read.why == ReadReason::Demand {
             self.read_on_demand_for += ended.saturating_sub(began);
+            self.fill_throttle.record_demand_read(began, ended);
         }
         if read.why == ReadReason::Ahead {
             self.has_read_all |= read.in_order;
@@ -115,8 +118,8 @@ impl<B: Clone> PageServer<B> {
 
     fn take_fill(&mut self, now: Duration) -> ReadDecision {
         let soon = self.fill_urgency();
-        if self.reads_on_demand > 0 && soon != Some(FillUrgency::AtOnce) {
-            return ReadDecision::At(now + self.rules.quiet);
+        if self.reads_on_demand > 0 && soon == Some(FillUrgency::Beside) {
+            return ReadDecision::At(now + DEMAND_POLL);
         }
         let Some(first) = self.next_to_fill() else {
             return self.release_withheld();
@@ -124,18 +127,22 @@ impl<B: Clone> PageServer<B> {
         let (in_order, leave) = match soon {
             Some(FillUrgency::AtOnce) => (true, FillPermission::Read(self.rules.run_max)),
             Some(FillUrgency::Beside) => (false, self.prefetch.permit_fill(now, &self.rules)),
-            None => (
-                false,
-                self.fill_throttle.permit_read(&self.rules, self.cost.double_latency(), now),
-            ),
+            None => (false, self.fill_throttle.permit_read(&self.rules, self.storage_use(), now)),
         };
         match leave {
             FillPermission::At(then) => ReadDecision::At(then),
             FillPermission::Read(len) => {
-                self.fill_throttle.record_read(now);
                 let units = self.start_run(first, len);
                 ReadDecision::Read(UnitRead { units, why: ReadReason::Fill, in_order })
             }
+        }
+    }
+
+    fn storage_use(&self) -> StorageUse {
+        StorageUse {
+            is_guest_waiting: self.reads_on_demand > 0,
+            round: self.cost.double_latency(),
+            run_min: self.cost.units_per_access(),
         }
     }
 
@@ -208,14 +215,8 @@ impl<B: Clone> PageServer<B> {
 
     /// The page cache had the unit of this [`super::FaultAnswer::TryPageCache`]. To be reported
     /// before [`Self::record_install`].
-    pub fn record_cache_hit(
-        &mut self,
-        now: Duration,
-        unit: ReadUnit,
-        source: UnitSource<B>,
-    ) -> ThreadWakeups {
+    pub fn record_cache_hit(&mut self, unit: ReadUnit, source: UnitSource<B>) -> ThreadWakeups {
         self.counts.demand_units += 1;
-        self.fill_throttle.record_read(now);
         self.enter_memory(unit, source, ReadReason::Demand, 1)
     }
 
@@ -264,7 +265,6 @@ impl<B: Clone> PageServer<B> {
         source: UnitSource<B>,
         why: ReadReason,
     ) -> ThreadWakeups {
-        self.fill_throttle.record_read(now);
         self.retries.record_success();
         // A read that only passed over a failed unit has read it all the same.
         let is_wanted = matches!(self.units.state_of(unit), UnitState::Reading | UnitState::Failed);

@@ -46,7 +46,7 @@ fn a_failed_unit_that_another_read_brings_is_installed() {
 fn a_failed_unit_that_is_lost_once_more_is_read_by_one_reader() {
     let mut server = server(1, PageServerRules::default());
     let FaultAnswer::TryPageCache(fetch) = server.answer_fault(NOW, Page(0)) else { panic!() };
-    let _ = server.record_cache_hit(NOW, ReadUnit(0), UnitSource::PageCache);
+    let _ = server.record_cache_hit(ReadUnit(0), UnitSource::PageCache);
     let _ = server.record_install(&fetch);
     let FaultAnswer::Install(first) = server.answer_fault(NOW, Page(2)) else { panic!() };
     let FaultAnswer::Install(second) = server.answer_fault(NOW, Page(3)) else { panic!() };
@@ -65,7 +65,7 @@ fn a_failed_unit_that_is_lost_once_more_is_read_by_one_reader() {
 fn a_block_stays_scheduled_until_its_last_page_is_settled() {
     let mut server = server(1, PageServerRules { account_use: true, ..PageServerRules::default() });
     let FaultAnswer::TryPageCache(fetch) = server.answer_fault(NOW, Page(2)) else { panic!() };
-    let _ = server.record_cache_hit(NOW, ReadUnit(0), UnitSource::PageCache);
+    let _ = server.record_cache_hit(ReadUnit(0), UnitSource::PageCache);
     let _ = server.record_install(&fetch);
     let FaultAnswer::Install(first) = server.answer_fault(NOW, Page(0)) else { panic!() };
     let FaultAnswer::Install(second) = server.answer_fault(NOW, Page(1)) else { panic!() };
@@ -83,7 +83,7 @@ fn a_block_stays_scheduled_until_its_last_page_is_settled() {
 fn a_page_given_back_while_its_install_failed_is_answered_with_zeros() {
     let mut server = server(1, PageServerRules::default());
     let FaultAnswer::TryPageCache(fetch) = server.answer_fault(NOW, Page(0)) else { panic!() };
-    let _ = server.record_cache_hit(NOW, ReadUnit(0), UnitSource::PageCache);
+    let _ = server.record_cache_hit(ReadUnit(0), UnitSource::PageCache);
     let _ = server.record_removal(Page(0)..Page(1));
     assert!(server.set_aside(NOW, &fetch).workers);
     server.check_schedule(0);

@@ -17,6 +17,7 @@ use std::time::Duration;
 use firn_types::{Block, BlockSize, Page, RegionMap};
 use proptest::prelude::*;
 
+use super::fill_throttle::REST_MAX;
 use super::*;
 
 /// Stands for the bytes of a unit in memory.
@@ -361,7 +362,7 @@ impl SimulatedRestore {
             true => UnitSource::Held(self.bytes_of(install.unit)),
             false => UnitSource::PageCache,
         };
-        let stir = self.server.record_cache_hit(self.now, install.unit, source);
+        let stir = self.server.record_cache_hit(install.unit, source);
         self.note(stir);
         self.put(install);
     }
@@ -447,7 +448,7 @@ impl SimulatedRestore {
                 ReaderStep::Reads(read, self.now + takes)
             }
             ReadDecision::At(then) => {
-                assert!(then <= self.now + self.rules.patience.max(self.rules.retry_max));
+                assert!(then <= self.now + REST_MAX.max(self.rules.retry_max));
                 ReaderStep::Idle
             }
             ReadDecision::Idle => ReaderStep::Idle,
@@ -466,7 +467,7 @@ impl SimulatedRestore {
                 self.may_read[unit.index()] = true;
             }
         }
-        self.server.finish_read(read.why);
+        self.server.finish_read(read.why, self.now);
         ReaderStep::Serves
     }
 
@@ -479,7 +480,7 @@ impl SimulatedRestore {
             self.server.record_storage_access();
         }
         self.server.record_read_time(&read, began, self.now);
-        self.server.finish_read(read.why);
+        self.server.finish_read(read.why, self.now);
         read.units_with_reasons().for_each(|(unit, why)| self.arrive_one(unit, why));
         ReaderStep::Serves
     }
@@ -593,11 +594,11 @@ fn a_guest_that_only_touches_zeros_does_not_stop_the_fill() {
     let (mut now, mut units) = (Duration::ZERO, 0);
     while units < 16 {
         now += Duration::from_micros(500);
-        assert!(now < rules.patience * 17);
+        assert!(now < Duration::from_millis(16));
         assert!(matches!(server.answer_fault(now, Page(40)), FaultAnswer::Zero(_)));
         if let ReadDecision::Read(read) = server.take_read(now, true) {
             units += read.units.len();
-            server.finish_read(read.why);
+            server.finish_read(read.why, now);
             let _ = server.record_arrival(
                 now,
                 ReadUnit(read.units.start),
@@ -656,7 +657,7 @@ fn a_block_installed_in_part_while_accounting_ended_is_completed() {
         panic!()
     };
     assert_eq!(fetch.pages, PageMask(0b10));
-    let _ = server.record_cache_hit(Duration::ZERO, fetch.unit, UnitSource::PageCache);
+    let _ = server.record_cache_hit(fetch.unit, UnitSource::PageCache);
     assert_eq!(server.take_read(at, true), ReadDecision::Idle);
     assert_eq!(server.take_install(at), None, "the handler has taken the block");
     assert!(server.record_install(&fetch).workers);
@@ -680,7 +681,7 @@ fn a_block_that_workers_passed_before_accounting_ended_is_completed() {
     let read = |server: &mut PageServer<()>, why| {
         let ReadDecision::Read(read) = server.take_read(at, true) else { panic!() };
         assert_eq!(read.why, why);
-        server.finish_read(why);
+        server.finish_read(why, at);
         let _ = server.record_arrival(at, ReadUnit(0), UnitSource::PageCache, why);
     };
     read(&mut server, ReadReason::Fill);
@@ -723,7 +724,7 @@ fn high_latency_storage_is_read_in_file_order() {
     while let ReadDecision::Read(read) = server.take_read(Duration::from_secs(1), false) {
         assert!(read.in_order && read.units.start == next, "{read:?}");
         next = read.units.end;
-        server.finish_read(read.why);
+        server.finish_read(read.why, Duration::from_secs(1));
     }
     assert_eq!(next, 1000);
 }
@@ -737,7 +738,7 @@ fn ask(server: &mut PageServer<SimulatedBytes>, unit: u32, from: Duration, to: D
     for (unit, why) in read.units_with_reasons() {
         let _ = server.record_arrival(to, unit, UnitSource::PageCache, why);
     }
-    server.finish_read(read.why);
+    server.finish_read(read.why, to);
 }
 
 #[test]
@@ -756,7 +757,7 @@ fn background_reads_of_high_latency_storage_wait_for_the_guest_for_a_limited_tim
     let ms = Duration::from_millis;
     let ReadDecision::Read(fill) = server.take_read(ms(1000), true) else { panic!() };
     assert!(!fill.in_order && fill.why == ReadReason::Fill);
-    server.finish_read(fill.why);
+    server.finish_read(fill.why, ms(1000));
     let mut now = ms(1000);
     let mut asked = 0;
     let all = loop {
@@ -785,7 +786,7 @@ fn a_unit_that_fails_is_read_again_sooner_if_a_vcpu_waits_for_it() {
     for _ in 0..10 {
         now += Duration::from_secs(20);
         let ReadDecision::Read(read) = server.take_read(now, true) else { panic!("{server:?}") };
-        server.finish_read(read.why);
+        server.finish_read(read.why, now);
         for (unit, why) in read.units_with_reasons() {
             assert!(server.record_failed_read(now, unit, why));
         }
