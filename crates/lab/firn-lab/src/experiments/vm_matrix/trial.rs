@@ -8,6 +8,7 @@
 
 use std::collections::BTreeMap;
 use std::fmt;
+use std::os::unix::fs::DirBuilderExt as _;
 use std::path::PathBuf;
 use std::process::Command;
 use std::thread;
@@ -120,7 +121,7 @@ impl<'a> MatrixBench<'a> {
     pub(super) fn new(lab: &'a Lab) -> Result<Self> {
         let throttle = DiskThrottle::new(DiskProfile::None, lab.dir())?;
         let other = lab.file("other");
-        std::fs::create_dir(&other)?;
+        std::fs::DirBuilder::new().mode(0o700).create(&other)?;
         Ok(Self { lab, image: GuestImage::small()?, throttle, other_host: Firn::new(&other) })
     }
 
