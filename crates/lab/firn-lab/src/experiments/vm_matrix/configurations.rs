@@ -75,6 +75,16 @@ impl MatrixHost {
         self.dir.join(name)
     }
 
+    /// A socket that the VM's QEMU makes. The standby has another directory there: both QEMUs have
+    /// the same command line.
+    pub(super) fn socket(&self, name: &str) -> PathBuf {
+        self.sockets().join(name)
+    }
+
+    pub(super) fn sockets(&self) -> PathBuf {
+        self.dir.join("sockets")
+    }
+
     /// A number that was not given before.
     pub(super) fn next_number(&self) -> u32 {
         self.numbers.fetch_add(1, Ordering::Relaxed)

@@ -60,7 +60,7 @@ impl SaveEvent {
 }
 
 fn second_monitor(host: &MatrixHost) -> Result<QemuVm> {
-    QemuVm::connect(&host.file("second")).context("connecting to the second monitor")
+    QemuVm::connect(&host.socket("second")).context("connecting to the second monitor")
 }
 
 fn execute(host: &MatrixHost, commands: &[(&str, Value)]) -> Result<()> {
@@ -160,8 +160,8 @@ pub(super) fn cause_event(event: SaveEvent, strategy: &str, host: &MatrixHost) -
             }
             Ok(())
         }
-        SaveEvent::Reboot => run_in_guest(&host.file("agent"), "reboot"),
-        SaveEvent::PowerOff => run_in_guest(&host.file("agent"), "poweroff"),
+        SaveEvent::Reboot => run_in_guest(&host.socket("agent"), "reboot"),
+        SaveEvent::PowerOff => run_in_guest(&host.socket("agent"), "poweroff"),
         _ => Ok(()),
     }
 }

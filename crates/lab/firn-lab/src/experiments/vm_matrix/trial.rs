@@ -10,7 +10,7 @@ use std::collections::BTreeMap;
 use std::fmt;
 use std::os::unix::fs::DirBuilderExt as _;
 use std::path::PathBuf;
-use std::process::Command;
+use std::process::{Command, Stdio};
 use std::thread;
 use std::time::Duration;
 
@@ -136,6 +136,7 @@ impl<'a> MatrixBench<'a> {
         let dir = self.lab.file(configuration.name);
         std::fs::create_dir(&dir)?;
         let mut host = MatrixHost::new(&dir);
+        std::fs::create_dir(host.sockets())?;
         let args = self.base_args(configuration, &host)?;
         let args = (configuration.arrange)(&mut host, args)?;
         let mut trial = MatrixTrial { bench: self, configuration, host, results: Vec::new() };
@@ -155,12 +156,12 @@ impl<'a> MatrixBench<'a> {
         configuration: &MatrixConfiguration,
         host: &MatrixHost,
     ) -> Result<QemuArgs> {
-        let qmp = |name: &str| format!("unix:{},server=on,wait=off", host.file(name).display());
+        let qmp = |name: &str| format!("unix:{},server=on,wait=off", host.socket(name).display());
         let args = QemuArgs::new(&self.image, accel::choose_accel().accel)
             .memory_mib(192)
             .append_kernel_arg("no_timer_check")
             .with_console(&host.file("console"))
-            .with_agent_socket(&host.file("agent"))
+            .with_agent_socket(&host.socket("agent"))
             .add_args(&["-qmp", &qmp("qmp"), "-qmp", &qmp("second")]);
         if !configuration.has_disk {
             return Ok(args);
@@ -205,7 +206,7 @@ impl MatrixTrial<'_> {
             images.extend(self.save_guest("incremental", how, row)?);
         }
         if !ends {
-            let outcome = self.protect_guest(&foreseen["protect"]);
+            let outcome = self.protect_guest(&foreseen["protect"])?;
             self.add_result("protect", outcome);
             let wrong = self.check_guest(false).context("the guest that was saved")?;
             ensure!(wrong == 0, "the guest that was saved found {wrong} pages wrong");
@@ -248,7 +249,7 @@ impl MatrixTrial<'_> {
 
     /// Attaches Firn to the VM. Firn may refuse that, as `firn doctor` does then.
     fn attach_guest(&mut self, machine: &UnmanagedGuest) -> Result<bool> {
-        let (pid, qmp) = (machine.pid().to_string(), self.host.file("qmp").display().to_string());
+        let (pid, qmp) = (machine.pid().to_string(), self.host.socket("qmp").display().to_string());
         let of_vm = ["--pid", &pid, "--qmp", &qmp];
         match self.firn().attach(VM, &of_vm) {
             Ok(_) => Ok(true),
@@ -265,7 +266,7 @@ impl MatrixTrial<'_> {
     }
 
     fn connect_control(&self) -> Result<GuestControl> {
-        Ok(GuestControl::connect(&self.host.file("agent"), GUEST_TIMEOUT)?)
+        Ok(GuestControl::connect(&self.host.socket("agent"), GUEST_TIMEOUT)?)
     }
 
     /// The verdict of `firn doctor` on each operation. It exits with an error if one is refused.
@@ -328,32 +329,41 @@ impl MatrixTrial<'_> {
         }
     }
 
-    fn protect_guest(&self, foreseen: &str) -> OperationOutcome {
-        let address = format!("unix:{}", self.host.file("epochs").display());
-        thread::scope(|scope| {
-            let listening = ["--listen", &address, STANDBY];
-            let standby =
-                scope.spawn(move || self.bench.other_host.run_verb("standby", &listening));
-            let socket = self.host.file("epochs");
-            let is_listening = || Ok((socket.exists() || standby.is_finished()).then_some(()));
-            let listened = wait_for("the standby", GUEST_TIMEOUT, is_listening);
-            let protected = self.firn().run_verb("protect", &["--to", &address, VM]);
-            let outcome = match (listened, protected) {
-                (Err(error), _) => OperationOutcome::Failed(format!("{error:#}")),
-                (_, Err(error)) => self.judge_error(&error, foreseen),
-                (Ok(()), Ok(_)) => match self.wait_for_epochs() {
-                    Ok(()) => OperationOutcome::Ok,
-                    Err(error) => OperationOutcome::Failed(format!("{error:#}")),
-                },
-            };
-            let released = self.firn().run_verb("release", &[VM]);
-            self.bench.other_host.stop(STANDBY);
-            let _ = standby.join();
-            match (&outcome, released) {
-                (OperationOutcome::Ok, Err(error)) => OperationOutcome::Failed(error.to_string()),
-                _ => outcome,
-            }
+    fn protect_guest(&self, foreseen: &str) -> Result<OperationOutcome> {
+        let socket = self.host.file("epochs");
+        let address = format!("unix:{}", socket.display());
+        let mut standby = self.standby_command(&address).spawn().context("cannot run unshare")?;
+        let is_listening = || Ok((socket.exists() || standby.try_wait()?.is_some()).then_some(()));
+        let listened = wait_for("the standby", GUEST_TIMEOUT, is_listening);
+        let protected = self.firn().run_verb("protect", &["--to", &address, VM]);
+        let outcome = match (listened, protected) {
+            (Err(error), _) => OperationOutcome::Failed(format!("{error:#}")),
+            (_, Err(error)) => self.judge_error(&error, foreseen),
+            (Ok(()), Ok(_)) => match self.wait_for_epochs() {
+                Ok(()) => OperationOutcome::Ok,
+                Err(error) => OperationOutcome::Failed(format!("{error:#}")),
+            },
+        };
+        let released = self.firn().run_verb("release", &[VM]);
+        self.bench.other_host.stop(STANDBY);
+        let _ = standby.kill();
+        standby.wait()?;
+        Ok(match (&outcome, released) {
+            (OperationOutcome::Ok, Err(error)) => OperationOutcome::Failed(error.to_string()),
+            _ => outcome,
         })
+    }
+
+    /// A standby on the same host, but with a directory of its own for the sockets of its QEMU.
+    fn standby_command(&self, address: &str) -> Command {
+        let other_host = &self.bench.other_host;
+        let script = r#"mount -t tmpfs tmpfs "$1" && shift && exec "$@""#;
+        let mut command = Command::new("unshare");
+        command.args(["--mount", "--propagation", "private", "sh", "-c", script, "sh"]);
+        command.arg(self.host.sockets()).arg(other_host.program());
+        command.args(["standby", "--listen", address, STANDBY]);
+        command.env("FIRN_RUNTIME_DIR", other_host.runtime_dir()).stdout(Stdio::null());
+        command
     }
 
     fn wait_for_epochs(&self) -> Result<()> {
