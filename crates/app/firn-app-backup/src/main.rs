@@ -38,8 +38,8 @@ struct BackupCommand {
     #[arg(long)]
     authority: PathBuf,
     /// A table of permissions (TOML): which certificates may read, append to and take over which
-    /// sessions. It is read for each connection; SIGHUP has it apply to open ones. Without it the
-    /// first certificate that creates a session owns it.
+    /// sessions. The table is read for each new connection. After SIGHUP it also applies to open
+    /// connections. Without a table, a session belongs to the certificate that created it.
     #[arg(long)]
     sessions: Option<PathBuf>,
     /// When logs are forced to disk: commit, never, or a number of milliseconds.
@@ -86,7 +86,9 @@ fn run(cli: BackupCommand) -> Result<()> {
             break;
         }
         if let Err(error) = server.reload() {
-            eprintln!("firn-app-backup: {error}; new connections are refused until it is mended");
+            eprintln!(
+                "firn-app-backup: {error}; new connections are refused until the table is correct"
+            );
         }
     }
     drop(server);

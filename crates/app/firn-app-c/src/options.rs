@@ -40,6 +40,7 @@ pub struct FirnAppOptions {
     lag_max: u64,
     fsync_ms: c_int,
     compress: c_int,
+    /// Not 0: the state that a backup has is discarded.
     discard: c_int,
     host_key: *const c_char,
     targets: *const FirnAppTarget,
@@ -48,18 +49,20 @@ pub struct FirnAppOptions {
     require: *const c_char,
     timeout_ms: u64,
     no_backup: c_int,
+    /// Not 0: a handler of SIGSEGV that the application installs later calls the one that it
+    /// replaces.
     later_handler: c_int,
 }
 
-/// Structures whose first member is their size.
+/// Structures of C whose first member is their size in bytes, by which versions differ.
 ///
 /// # Safety
 ///
 /// `repr(C)`, the first member is a `usize`, and zeros are a valid value.
-pub(crate) unsafe trait SizedStruct: Copy {}
+pub(crate) unsafe trait SizePrefixedStruct: Copy {}
 
 // SAFETY: as required: numbers and pointers.
-unsafe impl SizedStruct for FirnAppOptions {}
+unsafe impl SizePrefixedStruct for FirnAppOptions {}
 
 /// Copies a structure of C. A larger one, of a later version, is accepted if its further members
 /// are zero: then it requests nothing that this version does not know.
@@ -67,7 +70,7 @@ unsafe impl SizedStruct for FirnAppOptions {}
 /// # Safety
 ///
 /// Null, or the address of a structure of the size that its first member has.
-pub(crate) unsafe fn read_struct<T: SizedStruct>(
+pub(crate) unsafe fn read_struct<T: SizePrefixedStruct>(
     given: *const T,
     name: &str,
 ) -> Result<T, FirnAppFailure> {
@@ -104,10 +107,6 @@ pub(crate) fn fsync_policy(fsync_ms: c_int) -> FsyncPolicy {
     }
 }
 
-fn missing(what: &'static str) -> impl Fn() -> FirnAppFailure {
-    move || FirnAppFailure::invalid_argument(what)
-}
-
 /// The files of an identity.
 ///
 /// # Safety
@@ -118,7 +117,8 @@ pub(crate) unsafe fn read_identity(
 ) -> Result<TlsIdentity, FirnAppFailure> {
     let path = |pointer, what| {
         // SAFETY: the caller's promise.
-        unsafe { read_string(pointer) }?.map(Into::into).ok_or_else(missing(what))
+        let text = unsafe { read_string(pointer) }?;
+        text.map(Into::into).ok_or_else(|| FirnAppFailure::invalid_argument(what))
     };
     Ok(TlsIdentity {
         certificate: path(certificate, "no certificate")?,
@@ -181,9 +181,15 @@ impl FirnAppOptions {
     unsafe fn targets(&self) -> Result<Vec<BackupTarget>, FirnAppFailure> {
         let more: &[FirnAppTarget] = match (self.target_count, self.targets.is_null()) {
             (0, _) => &[],
-            (_, true) => return Err(missing("targets is null, and target_count is not 0")()),
+            (_, true) => {
+                return Err(FirnAppFailure::invalid_argument(
+                    "targets is null, and target_count is not 0",
+                ));
+            }
             _ if self.target_size != size_of::<FirnAppTarget>() => {
-                return Err(missing("target_size: set it to sizeof(firn_app_target)")());
+                return Err(FirnAppFailure::invalid_argument(
+                    "target_size: set it to sizeof(firn_app_target)",
+                ));
             }
             // SAFETY: the caller's promise.
             (count, false) => unsafe { std::slice::from_raw_parts(self.targets, count) },
@@ -194,15 +200,19 @@ impl FirnAppOptions {
             // SAFETY: as above.
             let named = unsafe { target.targets() }?;
             if named.len() != 1 {
-                return Err(missing("a target has file or remote, and not both")());
+                return Err(FirnAppFailure::invalid_argument(
+                    "a target has file or remote, and not both",
+                ));
             }
             targets.extend(named);
         }
         match (targets.is_empty(), self.no_backup != 0) {
-            (true, false) => Err(missing(
+            (true, false) => Err(FirnAppFailure::invalid_argument(
                 "no target: set file, remote or targets; no_backup = 1 keeps nothing, on purpose",
-            )()),
-            (false, true) => Err(missing("no_backup is set, and there is a target")()),
+            )),
+            (false, true) => {
+                Err(FirnAppFailure::invalid_argument("no_backup is set, and there is a target"))
+            }
             _ => Ok(targets),
         }
     }
@@ -214,7 +224,9 @@ impl FirnAppOptions {
 unsafe fn session_options(given: &FirnAppOptions) -> Result<SessionOptions, FirnAppFailure> {
     // SAFETY: the caller's promise, here and below.
     let text = |pointer| unsafe { read_string(pointer) };
-    let mut options = SessionOptions::new(text(given.name)?.ok_or_else(missing("no name"))?);
+    let mut options = SessionOptions::new(
+        text(given.name)?.ok_or_else(|| FirnAppFailure::invalid_argument("no name"))?,
+    );
     if let Some(name) = text(given.tracker)?.filter(|name| !is_host_tracker(name)) {
         let kind = name
             .parse::<TrackerKind>()

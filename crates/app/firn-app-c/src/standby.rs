@@ -5,7 +5,7 @@ use std::ptr::null;
 
 use firn_app::{BackupServerOptions, WarmStandby};
 
-use crate::options::{SizedStruct, fsync_policy, read_identity, read_struct};
+use crate::options::{SizePrefixedStruct, fsync_policy, read_identity, read_struct};
 use crate::{FirnApp, FirnAppFailure, clamp_to_int, read_string, run_for_c, session_from_pointer};
 
 /// `firn_app_standby`.
@@ -30,7 +30,7 @@ pub struct FirnAppStandbyOptions {
 }
 
 // SAFETY: as required: numbers and pointers.
-unsafe impl SizedStruct for FirnAppStandbyOptions {}
+unsafe impl SizePrefixedStruct for FirnAppStandbyOptions {}
 
 /// # Safety
 ///
@@ -38,11 +38,11 @@ unsafe impl SizedStruct for FirnAppStandbyOptions {}
 unsafe fn start_standby(given: &FirnAppStandbyOptions) -> Result<FirnAppStandby, FirnAppFailure> {
     // SAFETY: the caller's promise, here and below.
     let text = |pointer| unsafe { read_string(pointer) };
-    let missing = |what| move || FirnAppFailure::invalid_argument(what);
+    let invalid = |what| move || FirnAppFailure::invalid_argument(what);
     // SAFETY: as above.
     let identity = unsafe { read_identity([given.certificate, given.key, given.authority]) }?;
-    let listen = text(given.listen)?.ok_or_else(missing("no listen"))?;
-    let directory = text(given.directory)?.ok_or_else(missing("no directory"))?;
+    let listen = text(given.listen)?.ok_or_else(invalid("no listen"))?;
+    let directory = text(given.directory)?.ok_or_else(invalid("no directory"))?;
     let mut options = BackupServerOptions::new(listen, identity, directory);
     if let Some(table) = text(given.sessions)? {
         options = options.sessions(table);

@@ -43,12 +43,12 @@ impl PluginPaths {
 }
 
 /// Listens for the supervisor, in a thread of the plugin's own that handles none of QEMU's signals.
-pub(crate) fn start_listener(places: PluginPaths) -> io::Result<()> {
-    let _ = std::fs::remove_file(&places.orders);
-    let listener = UnixListener::bind(&places.orders)?;
+pub(crate) fn start_listener(paths: PluginPaths) -> io::Result<()> {
+    let _ = std::fs::remove_file(&paths.orders);
+    let listener = UnixListener::bind(&paths.orders)?;
     let before = SigSet::all().thread_swap_mask(nix::sys::signal::SigmaskHow::SIG_SETMASK)?;
     let thread = thread::Builder::new().name("firn-stores".into());
-    let spawned = thread.spawn(move || serve_connections(&listener, &places.window));
+    let spawned = thread.spawn(move || serve_connections(&listener, &paths.window));
     before.thread_set_mask()?;
     spawned.map(drop)
 }

@@ -101,10 +101,10 @@ pub unsafe extern "C" fn qemu_plugin_install(
             "version {version} of QEMU's interface for plugins is not supported"
         ));
     }
-    let Some(places) = PluginPaths::parse_arguments((0..argc).map(argument)) else {
+    let Some(paths) = PluginPaths::parse_arguments((0..argc).map(argument)) else {
         return print_refusal("expected window=FILE,orders=SOCKET");
     };
-    *PATHS.lock().unwrap_or_else(PoisonError::into_inner) = Some(places);
+    *PATHS.lock().unwrap_or_else(PoisonError::into_inner) = Some(paths);
     // SAFETY: the id is the one that QEMU gave, and the functions exist for as long as the plugin.
     unsafe {
         qemu_plugin_register_vcpu_init_cb(id, vcpu_created);
@@ -123,9 +123,11 @@ fn print_message(what: &str) {
     let _ = writeln!(io::stderr(), "firn-stores: {what}");
 }
 
+/// At the first vCPU: starts the thread that receives the supervisor's orders, which name the areas
+/// whose stores are to be recorded ([`crate::orders`]).
 extern "C" fn vcpu_created(_: u64, _: c_uint) {
-    let places = PATHS.lock().unwrap_or_else(PoisonError::into_inner).take();
-    let listened = places.map(|places| catch_unwind(|| orders::start_listener(places)));
+    let paths = PATHS.lock().unwrap_or_else(PoisonError::into_inner).take();
+    let listened = paths.map(|paths| catch_unwind(|| orders::start_listener(paths)));
     if let Some(Ok(Err(error))) = listened {
         print_message(&format!("cannot listen for orders: {error}"));
     }

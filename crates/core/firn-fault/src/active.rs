@@ -151,18 +151,18 @@ mod tests {
             let fault = parse_fault(text)?;
             Some((fault.name, fault.first_pass, fault.action))
         };
-        let at = |from, action| Some(("save.armed".to_owned(), from, action));
-        assert_eq!(parsed("save.armed"), at(1, FaultAction::Kill));
-        assert_eq!(parsed("save.armed@3"), at(3, FaultAction::Kill));
-        assert_eq!(parsed("save.armed@5=EIO"), at(5, FaultAction::Fail(rustix::io::Errno::IO)));
+        let at = |from, action| Some(("save.protected".to_owned(), from, action));
+        assert_eq!(parsed("save.protected"), at(1, FaultAction::Kill));
+        assert_eq!(parsed("save.protected@3"), at(3, FaultAction::Kill));
+        assert_eq!(parsed("save.protected@5=EIO"), at(5, FaultAction::Fail(rustix::io::Errno::IO)));
         let fail = FaultAction::FailWhile(rustix::io::Errno::NOSPC, "/a/file".into());
-        assert_eq!(parsed("save.armed=ENOSPC:/a/file"), at(1, fail));
-        assert_eq!(parsed("save.armed=HOLD"), at(1, FaultAction::Sleep));
+        assert_eq!(parsed("save.protected=ENOSPC:/a/file"), at(1, fail));
+        assert_eq!(parsed("save.protected=HOLD"), at(1, FaultAction::Sleep));
         assert_eq!(
-            parsed("save.armed@2=WAIT:/a/file"),
+            parsed("save.protected@2=WAIT:/a/file"),
             at(2, FaultAction::WaitForRemoval("/a/file".into()))
         );
-        assert_eq!(parsed("save.armed=EWHAT"), None);
+        assert_eq!(parsed("save.protected=EWHAT"), None);
     }
 
     #[test]

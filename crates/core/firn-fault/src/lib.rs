@@ -7,13 +7,13 @@
 //! With it:
 //!
 //! ```text
-//!   FIRN_FAULT=save.armed             the process kills itself with SIGKILL when it gets there
-//!   FIRN_FAULT=save.armed@3           ... the third time
+//!   FIRN_FAULT=save.protected             the process kills itself with SIGKILL when it gets there
+//!   FIRN_FAULT=save.protected@3           ... the third time
 //!   FIRN_FAULT=image.write=ENOSPC     the I/O step fails with that error (ENOSPC, EIO), as if the disk had failed
 //!   FIRN_FAULT=image.write@5=EIO      ... from the fifth time on
 //!   FIRN_FAULT=image.read=EIO:/a/file ... as long as that file exists: a test breaks storage, and repairs it
-//!   FIRN_FAULT=save.retraced=HOLD     the thread that gets there sleeps for SLEEP_TIME: a test can inspect what is half done
-//!   FIRN_FAULT=save.armed=WAIT:/a/file  the thread that gets there makes that file, and continues when it is removed: a
+//!   FIRN_FAULT=save.tracing=HOLD     the thread that gets there sleeps for SLEEP_TIME: a test can inspect what is half done
+//!   FIRN_FAULT=save.protected=WAIT:/a/file  the thread that gets there makes that file, and continues when it is removed: a
 //!                                     test can break something else just then (kill the hypervisor), on any machine
 //!   FIRN_FAULT=a.point=WAIT:/f,b.point=EIO:/g   several at once
 //! ```

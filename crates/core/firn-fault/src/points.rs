@@ -1,4 +1,5 @@
-//! Every fault point, in the order in which a save or a restore passes them.
+//! Every fault point: those of a save, of merging layers and of a restore, each in the order in
+//! which they are passed; then those of protection, clusters, standbys and served disks.
 
 /// The names of all fault points.
 pub const POINTS: &[&str] = &[
@@ -10,53 +11,60 @@ pub const POINTS: &[&str] = &[
     "save.journaled",
     "save.attached",
     "save.registered",
-    "save.armed",
+    // All RAM is write-protected, and the guest runs.
+    "save.protected",
     "save.rounds",
     "save.disks",
-    "save.layers-noted",
+    // The record of disk layers names the new overlays.
+    "save.layers-recorded",
     "save.drives-ready",
     "save.drives-cut",
     "save.stopped",
     "save.device-state",
     "save.reprotected",
     "save.resumed",
-    "save.retraced",
+    // The cut is made. If reads are traced as well, the page-table entries are dropped.
+    "save.tracing",
     "save.first-fault",
     "save.fault",
     "save.sweep",
     "save.swept",
-    "save.disarmed",
+    // Memory is unregistered, and the descriptor in the hypervisor is closed.
+    "save.detached",
     "save.sections",
     "save.finished",
-    // The same by rounds.
-    "pre-copy.armed",
+    // A save with `pre-copy`. First: the kernel records the guest's writes.
+    "pre-copy.tracking",
     "pre-copy.drained",
     "pre-copy.round",
     "pre-copy.copied",
     // Waiting for the jobs that copy disks.
     "copies.begun",
     "copies.finished",
-    // Merging layers of disks.
-    "merge.noted",
+    // Merging layers of disks: the record of disk layers has the merge, the job runs, the job has
+    // ended, the record has its result.
+    "merge.recorded",
     "merge.begun",
     "merge.ended",
     "merge.settled",
-    "commit.noted",
-    "commit.ready",
-    "commit.paused",
-    "commit.completed",
-    "commit.settled",
-    // Removing an image.
-    "image-rm.noted",
+    // `firn disk commit`, in the same order; in between the VM is paused and switched to its base.
+    "disk-commit.recorded",
+    "disk-commit.ready",
+    "disk-commit.paused",
+    "disk-commit.completed",
+    "disk-commit.settled",
+    // Removing an image: the record of disk layers has that, the files are removed.
+    "image-rm.recorded",
     "image-rm.removed",
-    // A system call in a thread of the hypervisor.
-    "inject.set",
+    // A system call in a thread of the hypervisor: its registers are set, it has returned.
+    "inject.registers-set",
     "inject.called",
-    // Finding out what a guest uses: all the time, or for a moment before a suspend.
+    // Access scans: chunk by chunk as long as the VM runs, or one scan of all memory before a
+    // suspend, in which the page-table entries are dropped once.
     "scan.begun",
     "scan.visited",
-    "watch.begun",
-    "watch.forgotten",
+    "single-scan.begun",
+    "single-scan.unmapped",
     // Writing an image file.
     "image.create",
     "image.write",
@@ -78,35 +86,39 @@ pub const POINTS: &[&str] = &[
     "restore.userfaultfd",
     "restore.attached",
     "restore.registered",
+    // The pages that QEMU had mapped are removed from the RAM files.
     "restore.punched",
     "restore.device-state",
     "restore.resumed",
     "restore.fault",
+    // Before a memory block is installed: passed once.
     "restore.install",
-    // The host has no memory for a page, if this fails.
+    // Before each attempt to install it. The host has no memory for a page, if this fails.
     "restore.copy",
     "restore.fill",
     "restore.filled",
     "restore.unregistered",
     "restore.finished",
-    // An epoch.
-    "protect.armed",
-    "protect.thread",
+    // Protection of a VM: the kernel records the guest's writes.
+    "protect.tracking",
+    // A thread of the protection can't be started, if this fails.
+    "protect.start-thread",
     "protect.seeded",
-    "protect.ahead",
+    // The pages to copy ahead of the pause are write-protected, and not copied yet.
+    "protect.protected-ahead",
     "protect.scanned",
     "protect.copied",
     "protect.cut",
-    // What a protected VM sends is held, unless this fails.
+    // Frames that a protected VM sends are buffered, unless this fails.
     "net.hold",
-    // What comes to a member of a cluster is marked first, unless this fails.
-    "net.mark",
+    // Frames to a member of a cluster have their sender's marker, unless this fails.
+    "net.marker",
     // A global checkpoint of a cluster.
     "cluster.record",
     // VMs are asked for their marks at the same time, unless this fails.
     "cluster.ask",
     "cluster.failover",
-    // A standby's.
+    // A standby, and its failover.
     "standby.listen",
     "standby.stopped",
     "standby.ready",
@@ -117,5 +129,6 @@ pub const POINTS: &[&str] = &[
     "disk.read",
     "disk.write",
     "disk.sync",
+    // A change is made to the file, and is not in the change log yet.
     "disk.changed",
 ];

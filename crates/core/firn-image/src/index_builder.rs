@@ -180,8 +180,8 @@ impl IndexBuilder {
 
     /// Zero blocks as runs, each as long as possible: (first, length in blocks).
     fn zero_runs(&self) -> Vec<(u32, u32)> {
-        let noted: BlockRuns = self.zeros.iter().map(|block| block.0..block.0 + 1).collect();
-        let all = noted.union(&self.zero_runs);
+        let added: BlockRuns = self.zeros.iter().map(|block| block.0..block.0 + 1).collect();
+        let all = added.union(&self.zero_runs);
         all.iter_runs().map(|run| (run.start, run.end - run.start)).collect()
     }
 }

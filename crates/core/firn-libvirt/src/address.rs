@@ -6,7 +6,8 @@ use serde::{Deserialize, Serialize};
 
 use crate::error::LibvirtError;
 
-/// The sockets of the daemons that run QEMU: the one of its own, and that of all drivers.
+/// The sockets of the two daemons that can run QEMU: virtqemud, which runs only QEMU, and libvirtd,
+/// which runs every hypervisor.
 const SOCKET_NAMES: [&str; 2] = ["virtqemud-sock", "libvirt-sock"];
 
 /// The directory of the system's sockets.
@@ -39,7 +40,7 @@ impl DaemonAddress {
     ///
     /// # Errors
     /// If the URI names another host or another hypervisor.
-    pub fn of_uri(uri: &str, session_directory: Option<&Path>) -> Result<Self, LibvirtError> {
+    pub fn from_uri(uri: &str, session_directory: Option<&Path>) -> Result<Self, LibvirtError> {
         let bad = || LibvirtError::Uri { uri: uri.to_owned() };
         let (plain, query) = uri.split_once('?').unwrap_or((uri, ""));
         let path = ["qemu://", "qemu+unix://"].iter().find_map(|it| plain.strip_prefix(it));
@@ -53,30 +54,31 @@ impl DaemonAddress {
         let session = || session_directory.map(Path::to_owned);
         let socket = match named {
             Some(socket) => PathBuf::from(socket),
-            None => find_socket(&if is_system { system() } else { session() }.ok_or_else(bad)?),
+            None => choose_socket(&if is_system { system() } else { session() }.ok_or_else(bad)?),
         };
         let driver = if is_system { "qemu:///system" } else { "qemu:///session" };
         Ok(Self { driver: driver.to_owned(), socket })
     }
 
-    /// The daemon that `virsh` would use: that of `LIBVIRT_DEFAULT_URI`, or the system's for root,
-    /// or that of this user's session.
+    /// The daemon of this URI. Without a URI, the daemon that `virsh` would use: that of
+    /// `LIBVIRT_DEFAULT_URI`, or the system's for root, or that of this user's session.
     ///
     /// # Errors
-    /// As with [`Self::of_uri`].
-    pub fn of_environment(uri: Option<&str>) -> Result<Self, LibvirtError> {
+    /// As with [`Self::from_uri`].
+    pub fn from_uri_or_environment(uri: Option<&str>) -> Result<Self, LibvirtError> {
         let set = std::env::var("LIBVIRT_DEFAULT_URI").ok().filter(|uri| !uri.is_empty());
         let is_root = rustix::process::geteuid().is_root();
         let usual = if is_root { "qemu:///system" } else { "qemu:///session" };
         let uri = uri.or(set.as_deref()).unwrap_or(usual);
         let runtime = std::env::var_os("XDG_RUNTIME_DIR").map(PathBuf::from);
         let session = runtime.filter(|it| it.is_absolute()).map(|it| it.join("libvirt"));
-        Self::of_uri(uri, session.as_deref())
+        Self::from_uri(uri, session.as_deref())
     }
 }
 
-/// The first socket that exists.
-fn find_socket(directory: &Path) -> PathBuf {
+/// The first socket that exists, or libvirtd's if none does: connecting to it then fails with an
+/// error that names it.
+fn choose_socket(directory: &Path) -> PathBuf {
     let mut sockets = SOCKET_NAMES.iter().map(|name| directory.join(name));
     let last = directory.join(SOCKET_NAMES[SOCKET_NAMES.len() - 1]);
     sockets.find(|socket| socket.exists()).unwrap_or(last)
@@ -89,12 +91,12 @@ mod tests {
     #[test]
     fn a_uri_names_a_socket() {
         let session = Path::new("/nowhere/libvirt");
-        let of = |uri| DaemonAddress::of_uri(uri, Some(session)).unwrap();
+        let of = |uri| DaemonAddress::from_uri(uri, Some(session)).unwrap();
         let named = of("qemu+unix:///system?mode=direct&socket=/run/own.sock");
         assert_eq!(named.driver, "qemu:///system");
         assert_eq!(named.socket, Path::new("/run/own.sock"));
         assert_eq!(of("qemu:///session").socket, session.join("libvirt-sock"));
-        let is_refused = |uri| DaemonAddress::of_uri(uri, None).is_err();
+        let is_refused = |uri| DaemonAddress::from_uri(uri, None).is_err();
         for uri in
             ["qemu+ssh://host/system", "qemu://host/system", "xen:///", "", "qemu:///session"]
         {
@@ -107,7 +109,7 @@ mod tests {
         let directory = tempfile::tempdir().unwrap();
         for name in ["libvirt-sock", "virtqemud-sock"] {
             std::fs::write(directory.path().join(name), "").unwrap();
-            assert_eq!(find_socket(directory.path()), directory.path().join(name));
+            assert_eq!(choose_socket(directory.path()), directory.path().join(name));
         }
     }
 }

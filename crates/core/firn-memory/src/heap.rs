@@ -21,9 +21,9 @@ pub fn return_large_blocks_when_freed() -> bool {
     heap::map_blocks_from(LARGE_BYTES, KEPT_BYTES)
 }
 
-/// Returns the free memory of small blocks as well (malloc_trim(3)). After work that needed many of
-/// them this takes milliseconds.
-pub fn give_back() {
+/// Returns the free memory of small blocks to the kernel as well (malloc_trim(3)). After work that
+/// needed many of them this takes milliseconds.
+pub fn trim_heap() {
     heap::trim();
 }
 
@@ -52,7 +52,7 @@ mod tests {
         let held = std::hint::black_box(vec![1_u8; 100_000]);
         drop(blocks);
         let before = resident_kib();
-        give_back();
+        trim_heap();
         let after = resident_kib();
         drop(held);
         assert!(after + 10_000 < before, "{before} KiB, then {after} KiB");

@@ -5,7 +5,7 @@ use std::time::Duration;
 
 use firn_control::api::{AgentStatus, VMS, VmView};
 use firn_control::{HostHealth, HostName};
-use firn_supervisor::{Failure, PrimaryEnd, StandbyStatus, VmName, VmStatus};
+use firn_supervisor::{Failure, ProtectionEnd, StandbyStatus, VmName, VmStatus};
 use tokio::task::JoinSet;
 use tokio::time::timeout;
 
@@ -127,18 +127,18 @@ fn advice_by_end(status: &VmStatus, standby: &StandbyStatus, host: &HostName) ->
         _ if standby.released => Some(format!(
             "{name} continues alone on host {host}: `firn stop {name}` here ends this standby"
         )),
-        Some(end @ (PrimaryEnd::Stopped | PrimaryEnd::ShutDown)) => Some(format!(
+        Some(end @ (ProtectionEnd::Stopped | ProtectionEnd::ShutDown)) => Some(format!(
             "{name} was not lost on host {host} ({end}): `firn stop {name}` here ends this standby"
         )),
-        Some(PrimaryEnd::Panicked) => Some(format!(
+        Some(ProtectionEnd::Panicked) => Some(format!(
             "the guest of {name} panicked on host {host}: `firn stop {name}` here ends this standby, a failover goes back to epoch {}, \
              before the panic",
             standby.committed
         )),
-        Some(PrimaryEnd::Unprotected(why)) => Some(format!(
+        Some(ProtectionEnd::Unprotected(why)) => Some(format!(
             "{name} runs on host {host} without protection ({why}): `firn stop {name}` here ends this standby"
         )),
-        Some(PrimaryEnd::Lost(_) | PrimaryEnd::Released) | None => None,
+        Some(ProtectionEnd::Lost(_) | ProtectionEnd::Released) | None => None,
     }
 }
 
@@ -200,14 +200,18 @@ mod tests {
 
     #[test]
     fn a_failover_is_advised_only_for_lost_vms() {
-        let advice_at_end = |end: PrimaryEnd| {
+        let advice_at_end = |end: ProtectionEnd| {
             let mut status = status(7, Some("it ended"));
             status.standby.as_mut().unwrap().end = Some(end);
             advice_for_status(&status, HostHealth::Alive)
         };
-        let lost = advice_at_end(PrimaryEnd::Lost("killed by signal 9".into()));
+        let lost = advice_at_end(ProtectionEnd::Lost("killed by signal 9".into()));
         assert!(lost.contains("`firn failover web`"), "{lost}");
-        let ends = [PrimaryEnd::Stopped, PrimaryEnd::ShutDown, PrimaryEnd::Unprotected("x".into())];
+        let ends = [
+            ProtectionEnd::Stopped,
+            ProtectionEnd::ShutDown,
+            ProtectionEnd::Unprotected("x".into()),
+        ];
         for end in ends {
             let advice = advice_at_end(end);
             assert!(advice.contains("`firn stop web`") && !advice.contains("failover"), "{advice}");

@@ -12,7 +12,7 @@ use rustix::fs::{MemfdFlags, ftruncate, memfd_create};
 use thiserror::Error;
 
 use crate::endpoint::EpochStream;
-use crate::primary_end::PrimaryEnd;
+use crate::protection_end::ProtectionEnd;
 use crate::standby::{StandbyRam, StandbyVm, StandbyVmError};
 use crate::wire::{EpochMessage, EpochReader, EpochStreamError, EpochWriter, PrimaryHello};
 
@@ -39,7 +39,7 @@ pub enum BackupReceiveError {
     Released,
     /// The primary reported how the protection ended.
     #[error("{0}")]
-    Ended(PrimaryEnd),
+    Ended(ProtectionEnd),
     /// The primary requested to continue alone, and got no confirmation: the VM runs here.
     #[error("its primary requested to continue alone, but the VM is about to run here")]
     TakenUp,
@@ -120,7 +120,7 @@ impl BackupReceiver {
         &mut self,
         standby: &mut StandbyVm<R>,
         report_progress: &mut dyn FnMut(EpochProgress),
-        record_end: &mut dyn FnMut(&PrimaryEnd) -> bool,
+        record_end: &mut dyn FnMut(&ProtectionEnd) -> bool,
     ) -> BackupReceiveError {
         loop {
             if let Err(error) = self.receive_message(standby, report_progress, record_end) {
@@ -145,8 +145,8 @@ impl BackupReceiver {
     }
 
     /// Confirms the primary's end. The caller has recorded it before.
-    fn confirm_end(&mut self, end: PrimaryEnd, is_noted: bool) -> BackupReceiveError {
-        match is_noted {
+    fn confirm_end(&mut self, end: ProtectionEnd, is_recorded: bool) -> BackupReceiveError {
+        match is_recorded {
             false => BackupReceiveError::TakenUp,
             true => self
                 .writer
@@ -171,14 +171,16 @@ impl BackupReceiver {
         &mut self,
         standby: &mut StandbyVm<R>,
         on_progress: &mut dyn FnMut(EpochProgress),
-        ends: &mut dyn FnMut(&PrimaryEnd) -> bool,
+        ends: &mut dyn FnMut(&ProtectionEnd) -> bool,
     ) -> Result<(), BackupReceiveError> {
         let message = self.reader.read_message()?;
         let message = match message {
-            EpochMessage::Release => return Err(self.confirm_release(ends(&PrimaryEnd::Released))),
-            EpochMessage::PrimaryEnd(end) => {
-                let is_noted = ends(&end);
-                return Err(self.confirm_end(end, is_noted));
+            EpochMessage::Release => {
+                return Err(self.confirm_release(ends(&ProtectionEnd::Released)));
+            }
+            EpochMessage::ProtectionEnd(end) => {
+                let is_recorded = ends(&end);
+                return Err(self.confirm_end(end, is_recorded));
             }
             message => message,
         };

@@ -225,7 +225,7 @@ impl ProtectedGuest {
         // `check_protectable` has refused VMs that return memory to the kernel.
         let scan = PageScan::create(&mut tracee, Arc::clone(&memory))?.with_lasting_tables();
         drop(tracee);
-        let (state_sizes, is_let_go) = (StateSizes::default(), false);
+        let (state_sizes, is_detached) = (StateSizes::default(), false);
         vm.qmp().set_timeout(HANG_TIMEOUT);
         let mut guest = Self {
             vm,
@@ -238,7 +238,7 @@ impl ProtectedGuest {
             disks,
             devices,
             state_sizes,
-            is_detached: is_let_go,
+            is_detached,
         };
         guest.begin_tracking()?;
         Ok(guest)
@@ -248,7 +248,7 @@ impl ProtectedGuest {
         self.scan.arm_all()?;
         self.memory.open_window()?;
         self.pause_for(Duration::ZERO)?;
-        firn_fault::pass_io_point("protect.armed")
+        firn_fault::pass_io_point("protect.tracking")
             .map_err(|error| GuestError::Refused(error.to_string()))
     }
 

@@ -25,7 +25,7 @@
 //! | [`disks`] | the disks that are replicated with the epochs |
 //! | [`guest`] | tracks a VM's writes, and pauses it |
 //! | [`primary`] | runs a VM's epochs, from the first to the last |
-//! | [`primary_end`] | how the protection ended, as reported to the backup |
+//! | [`protection_end`] | how the protection ended, as reported to the backup |
 //! | [`backup`] | receives epochs |
 //! | [`endpoint`] | sockets |
 //!
@@ -60,7 +60,7 @@ pub mod disks;
 pub mod endpoint;
 pub mod guest;
 pub mod primary;
-pub mod primary_end;
+pub mod protection_end;
 mod sender;
 pub mod standby;
 pub mod wire;

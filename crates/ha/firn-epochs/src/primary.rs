@@ -26,7 +26,7 @@ use thiserror::Error;
 use crate::copy::EpochCopy;
 use crate::endpoint::EpochStream;
 use crate::guest::{GuestError, ProtectedGuest};
-use crate::primary_end::PrimaryEnd;
+use crate::protection_end::ProtectionEnd;
 use crate::sender::{ConnectionEvent, EpochSender, SendJob, buffered_writer, read_messages};
 use crate::wire::{EpochStreamError, EpochWriter, PrimaryHello};
 
@@ -121,7 +121,7 @@ pub fn protect_vm(
         }
         _ => guest.detach(),
     };
-    heap::give_back();
+    heap::trim_heap();
     ended?;
     Ok(detached?)
 }
@@ -222,7 +222,7 @@ fn spawn_thread<'scope>(
     name: &str,
     run: impl FnOnce() + Send + 'scope,
 ) -> Result<(), ProtectionError> {
-    firn_fault::pass_io_point("protect.thread").map_err(ProtectionError::Thread)?;
+    firn_fault::pass_io_point("protect.start-thread").map_err(ProtectionError::Thread)?;
     let builder = thread::Builder::new().name(name.into());
     builder.spawn_scoped(scope, run).map(drop).map_err(ProtectionError::Thread)
 }
@@ -281,7 +281,7 @@ impl ProtectionLoop<'_> {
     }
 
     /// How the protection ended, if the backup can and should be informed.
-    fn end_to_report(&mut self, ended: &Result<(), ProtectionError>) -> Option<PrimaryEnd> {
+    fn end_to_report(&mut self, ended: &Result<(), ProtectionError>) -> Option<ProtectionEnd> {
         let error = match ended {
             Ok(()) if self.ending.is_release_requested() => return None,
             Ok(()) => None,

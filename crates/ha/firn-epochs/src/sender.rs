@@ -12,7 +12,7 @@ use crate::copy::{EpochCopy, PageComparison};
 use crate::delta::PagePatches;
 use crate::endpoint::EpochStream;
 use crate::primary::ProtectionError;
-use crate::primary_end::PrimaryEnd;
+use crate::protection_end::ProtectionEnd;
 use crate::wire::{EpochMessage, EpochReader, EpochStreamError, EpochWriter, PageBatch};
 
 /// A job of the sender.
@@ -29,7 +29,7 @@ pub(crate) enum SendJob {
     /// The primary continues alone.
     Release,
     /// The protection ended at the primary, in this way.
-    PrimaryEnd(PrimaryEnd),
+    ProtectionEnd(ProtectionEnd),
 }
 
 /// An event of the connection, for the thread that controls the VM.
@@ -80,7 +80,7 @@ impl<W: Write> EpochSender<W> {
             SendJob::Globally(epoch) => self.writer.write_global_epoch(epoch),
             SendJob::Gone(seq) => self.writer.write_released(seq),
             SendJob::Release => self.writer.write_release(),
-            SendJob::PrimaryEnd(end) => self.writer.write_primary_end(&end),
+            SendJob::ProtectionEnd(end) => self.writer.write_protection_end(&end),
         }
     }
 

@@ -246,7 +246,7 @@ impl<R: StandbyRam> StandbyVm<R> {
             | EpochMessage::Progress(_)
             | EpochMessage::Refusal(_)
             | EpochMessage::Release
-            | EpochMessage::PrimaryEnd(_)
+            | EpochMessage::ProtectionEnd(_)
             | EpochMessage::EndRecorded
             | EpochMessage::Decline(_) => return Err(StandbyVmError::Message),
         }

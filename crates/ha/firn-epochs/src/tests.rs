@@ -19,7 +19,7 @@ use crate::backup::{BackupReceiveError, BackupReceiver as Backup};
 use crate::copy::EpochCopy;
 use crate::endpoint::EpochStream;
 use crate::primary::{ProtectionError, prefer_backup_reason};
-use crate::primary_end::PrimaryEnd;
+use crate::protection_end::ProtectionEnd;
 use crate::sender::{ConnectionEvent, EpochSender, SendJob, read_messages};
 use crate::standby::{StandbyRam, StandbyVm};
 use crate::wire::{EpochReader, EpochStreamError, EpochWriter, PageBatch, PrimaryHello, VERSION};
@@ -257,7 +257,7 @@ fn a_release_is_agreed_to_or_not_answered() {
 /// The backup records how the protection ended at the primary, and the primary is informed of that.
 /// A backup that is about to run the VM records nothing.
 #[test]
-fn how_the_primary_ended_is_noted_or_not_answered() {
+fn a_protection_end_is_recorded_or_not_answered() {
     for notes in [true, false] {
         let (primary, backup) = EpochStream::connected_pair().unwrap();
         let regions = RegionMap::lay_out([("ram", u64::from(PAGES) * PAGE_SIZE as u64)]).unwrap();
@@ -266,15 +266,15 @@ fn how_the_primary_ended_is_noted_or_not_answered() {
             PrimaryHello { version: VERSION, regions, disks, leased: false, member: None, meta };
         let mut writer = EpochWriter::new(primary.try_clone().unwrap());
         writer.write_hello(&hello).unwrap();
-        writer.write_primary_end(&PrimaryEnd::Stopped).unwrap();
+        writer.write_protection_end(&ProtectionEnd::Stopped).unwrap();
         let (mut receiver, hello) = Backup::accept_hello(&backup).unwrap();
         let mut standby = StandbyVm::new(hello.regions, all(&[0; PAGES as usize]));
         let ended = receiver.receive_epochs(&mut standby, &mut |_| (), &mut |end| {
-            assert_eq!(*end, PrimaryEnd::Stopped);
+            assert_eq!(*end, ProtectionEnd::Stopped);
             notes
         });
-        let is_noted = matches!(ended, BackupReceiveError::Ended(PrimaryEnd::Stopped));
-        assert_eq!(is_noted, notes, "{ended:?}");
+        let is_recorded = matches!(ended, BackupReceiveError::Ended(ProtectionEnd::Stopped));
+        assert_eq!(is_recorded, notes, "{ended:?}");
         drop((receiver, backup));
         let (tell, events) = crossbeam_channel::unbounded();
         read_messages(primary, &tell);

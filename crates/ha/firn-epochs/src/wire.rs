@@ -25,7 +25,7 @@
 //!   12    a frame     empty: frames to the outside were sent, up to this one        member's (*)
 //!   13    of these    per run of bytes: page (4 bytes), offset (2), length (2),     repeated
 //!                     bytes; the rest of the page is as in the epoch before
-//!   14    0           how the protection ended: `PrimaryEnd` as JSON                last
+//!   14    0           how the protection ended: `ProtectionEnd` as JSON                last
 //!   15    0           empty: the backup has recorded that end                       backup's, last
 //!   16    0           why the backup never runs the VM, UTF-8                       backup's, last
 //!
@@ -56,7 +56,7 @@ use thiserror::Error;
 use twox_hash::XxHash3_64;
 
 use crate::delta::PagePatches;
-use crate::primary_end::PrimaryEnd;
+use crate::protection_end::ProtectionEnd;
 
 /// The version of the protocol, on which both sides must agree.
 pub const VERSION: u32 = 6;
@@ -90,7 +90,7 @@ const CARD: u32 = 10;
 const GLOBAL: u32 = 11;
 const GONE: u32 = 12;
 const PATCHES: u32 = 13;
-const PRIMARY_END: u32 = 14;
+const PROTECTION_END: u32 = 14;
 const END_RECORDED: u32 = 15;
 const DECLINE: u32 = 16;
 
@@ -227,7 +227,7 @@ pub enum EpochMessage {
     /// The primary continues alone; or the backup confirms that, and never runs the VM.
     Release,
     /// How the protection ended at the primary.
-    PrimaryEnd(PrimaryEnd),
+    ProtectionEnd(ProtectionEnd),
     /// The backup has recorded how it ended.
     EndRecorded,
     /// Why the backup never runs the VM.
@@ -360,9 +360,9 @@ impl<W: Write> EpochWriter<W> {
     }
 
     /// Reports how the protection ended at the primary.
-    pub fn write_primary_end(&mut self, end: &PrimaryEnd) -> Result<(), EpochStreamError> {
+    pub fn write_protection_end(&mut self, end: &ProtectionEnd) -> Result<(), EpochStreamError> {
         let json = serde_json::to_vec(end).map_err(io::Error::other)?;
-        self.write_message(PRIMARY_END, Epoch(0), &[&json])?;
+        self.write_message(PROTECTION_END, Epoch(0), &[&json])?;
         Ok(self.to.flush()?)
     }
 
@@ -463,7 +463,7 @@ impl<R: Read> EpochReader<R> {
             }),
             REFUSAL => Some(EpochMessage::Refusal(String::from_utf8_lossy(&body).into_owned())),
             RELEASE => Some(EpochMessage::Release),
-            PRIMARY_END => serde_json::from_slice(&body).ok().map(EpochMessage::PrimaryEnd),
+            PROTECTION_END => serde_json::from_slice(&body).ok().map(EpochMessage::ProtectionEnd),
             END_RECORDED => Some(EpochMessage::EndRecorded),
             DECLINE => Some(EpochMessage::Decline(String::from_utf8_lossy(&body).into_owned())),
             _ => None,
@@ -500,7 +500,7 @@ fn body_bytes_max(kind: u32) -> usize {
         DISK => firn_disks::wire::BYTES_MAX,
         CARD => CARD_BYTES_MAX,
         PROGRESS => 8,
-        REFUSAL | PRIMARY_END | DECLINE => REFUSAL_BYTES_MAX,
+        REFUSAL | PROTECTION_END | DECLINE => REFUSAL_BYTES_MAX,
         _ => 0,
     }
 }
@@ -657,8 +657,8 @@ mod tests {
         writer.write_global_epoch(Epoch(2)).unwrap();
         writer.write_released(FrameNumber(1 << 40)).unwrap();
         writer.write_refusal("full").unwrap();
-        let end = PrimaryEnd::Lost("killed".into());
-        writer.write_primary_end(&end).unwrap();
+        let end = ProtectionEnd::Lost("killed".into());
+        writer.write_protection_end(&end).unwrap();
         writer.write_end_recorded().unwrap();
         writer.write_decline("stopped").unwrap();
         let expected = [
@@ -668,7 +668,7 @@ mod tests {
             EpochMessage::Globally(Epoch(2)),
             EpochMessage::Gone(FrameNumber(1 << 40)),
             EpochMessage::Refusal("full".into()),
-            EpochMessage::PrimaryEnd(end),
+            EpochMessage::ProtectionEnd(end),
             EpochMessage::EndRecorded,
             EpochMessage::Decline("stopped".into()),
         ];

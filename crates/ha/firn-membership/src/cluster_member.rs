@@ -186,8 +186,8 @@ impl ClusterMember {
         let yielded = *self.yielded.lock().unwrap_or_else(PoisonError::into_inner);
         let asks = |record: &&ClusterRecord| yielded != Some(record.register.generation);
         record.filter(asks).is_some_and(|record| {
-            let mut places = record.register.places.values();
-            places.any(|placement| {
+            let mut placements = record.register.placements.values();
+            placements.any(|placement| {
                 placement.primary == self.host || placement.backup == Some(self.host)
             })
         })

@@ -55,7 +55,7 @@ impl ClusterRecord {
 
     /// Every host that the register names.
     pub fn named_hosts(&self) -> BTreeSet<HostId> {
-        let backups = self.register.places.values().filter_map(|placement| placement.backup);
+        let backups = self.register.placements.values().filter_map(|placement| placement.backup);
         let named = self.register.primaries().into_iter().chain(backups);
         named.chain(self.register.fence.iter().copied()).collect()
     }
@@ -65,12 +65,12 @@ impl ClusterRecord {
     /// # Errors
     /// The rule that it breaks.
     pub fn check_rules(&self) -> Result<(), MembershipError> {
-        let FailoverRecord { places, checkpoint, generation, layout, .. } = &self.register;
+        let FailoverRecord { placements, checkpoint, generation, layout, .. } = &self.register;
         let name = |vm: &VmId| self.vms.get(vm).is_some_and(|name| is_plain(name));
         let rules = [
-            (places.keys().all(name), "a VM in it has no name that a VM can have"),
+            (placements.keys().all(name), "a VM in it has no name that a VM can have"),
             (self.vms.values().all(|name| is_plain(name)), "a name in it is none of a VM"),
-            (places.keys().eq(checkpoint.marks.keys()), "its checkpoint is of other VMs"),
+            (placements.keys().eq(checkpoint.marks.keys()), "its checkpoint is of other VMs"),
             (self.register.is_separate(), "a host in it is both primary and backup"),
             (checkpoint.generation <= *generation, "its checkpoint is of a timeline to come"),
             (checkpoint.layout <= *layout, "its checkpoint is of a layout to come"),
@@ -121,7 +121,7 @@ mod tests {
             assert_eq!(String::from_utf8(record.to_json().unwrap()).unwrap(), stored);
         }
         let record = ClusterRecord::from_json(alone.as_bytes()).unwrap();
-        assert_eq!(record.register.places.len(), 1);
+        assert_eq!(record.register.placements.len(), 1);
         assert!(record.register.is_protected() && !record.register.is_ended());
         assert_eq!(record.to_ended(), ClusterRecord::from_json(ended.as_bytes()).unwrap());
     }
@@ -136,7 +136,7 @@ mod tests {
             (|it| it.register.checkpoint.marks.extend([(VmId(8), Epoch(1))]), "of other VMs"),
             (|it| it.register.checkpoint.generation = Generation(1), "a timeline to come"),
             (
-                |it| it.register.places.get_mut(&VmId(7)).unwrap().primary = HostId(2),
+                |it| it.register.placements.get_mut(&VmId(7)).unwrap().primary = HostId(2),
                 "both primary",
             ),
         ];

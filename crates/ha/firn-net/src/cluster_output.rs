@@ -109,7 +109,7 @@ impl ClusterOutput {
     /// Receives a frame from the uplink while the VM is not paused, and returns the frames that the
     /// VM is to be given.
     pub fn receive_frame(&mut self, frame: &[u8], now: Duration) -> Vec<Vec<u8>> {
-        let actions = match strip_mark(frame) {
+        let actions = match strip_marker(frame) {
             Some(frame) => self.member.receive_frame(&frame, now),
             None => self.member.receive_frame(frame, now),
         };
@@ -264,10 +264,10 @@ impl ClusterOutput {
     }
 }
 
-/// Removes the sender's mark from a frame. Tests use it to observe what happens when a receiver is
-/// not cut before it delivers.
-fn strip_mark(frame: &[u8]) -> Option<Vec<u8>> {
-    firn_fault::pass_io_point("net.mark").err()?;
+/// Removes the sender's marker from a frame. Tests use it to observe what happens when a receiver
+/// is not cut before it delivers.
+fn strip_marker(frame: &[u8]) -> Option<Vec<u8>> {
+    firn_fault::pass_io_point("net.marker").err()?;
     let MemberMessage { ends, stamp, content } = MemberMessage::from_frame(frame)?;
     let stamp = FrameStamp { mark: RequestNumber::default(), ..stamp };
     Some(MemberMessage { ends, stamp, content }.to_frame())

@@ -266,11 +266,11 @@ impl NicPort {
         let mut output = self.shared.lock_output();
         let joined =
             output.policy.cluster_output_mut().filter(|it| it.membership().generation == of);
-        let is_heard = joined.map(|joined| joined.record_global_checkpoint(epoch)).is_some();
+        let is_recorded = joined.map(|joined| joined.record_global_checkpoint(epoch)).is_some();
         drop(output);
         self.shared.wake_relay();
         self.shared.notify_member_events();
-        is_heard
+        is_recorded
     }
 
     /// The newest epoch of a member that belongs to a global checkpoint.

@@ -89,11 +89,12 @@ impl StampStyle {
 
 impl PageStamp {
     fn compute_seal(&self, style: StampStyle) -> u64 {
-        let first = mix(mix(self.owner_word(style)) ^ self.index);
+        let first = mix(mix(self.pack_region_and_style(style)) ^ self.index);
         mix(first.wrapping_add(self.sequence)) | 1
     }
 
-    fn owner_word(&self, style: StampStyle) -> u64 {
+    /// The header word that has the region in its lower half and the style in its upper half.
+    fn pack_region_and_style(&self, style: StampStyle) -> u64 {
         u64::from(self.region) | u64::from(style.to_bits()) << 32
     }
 
@@ -111,18 +112,22 @@ pub fn fill_page(page: &mut PageWords, stamp: PageStamp, style: StampStyle) {
     for (at, word) in body.iter_mut().enumerate() {
         *word = if at < noise { noise_word(seed, at) } else { 0 };
     }
-    write_seal(page, stamp, style);
+    write_header_and_tail(page, stamp, style);
 }
 
 /// Stamps a page that was filled before: in full, or header and tail only for a light style.
 pub fn rewrite_page(page: &mut PageWords, stamp: PageStamp, style: StampStyle) {
-    if style.light { write_seal(page, stamp, style) } else { fill_page(page, stamp, style) }
+    if style.light {
+        write_header_and_tail(page, stamp, style)
+    } else {
+        fill_page(page, stamp, style)
+    }
 }
 
-fn write_seal(page: &mut PageWords, stamp: PageStamp, style: StampStyle) {
+fn write_header_and_tail(page: &mut PageWords, stamp: PageStamp, style: StampStyle) {
     let seal = stamp.compute_seal(style);
     page[0] = MAGIC;
-    page[1] = stamp.owner_word(style);
+    page[1] = stamp.pack_region_and_style(style);
     page[2] = stamp.index;
     page[3] = stamp.sequence;
     page[4] = seal;
@@ -148,9 +153,9 @@ pub fn check_page(page: &PageWords) -> Result<PageStamp, StampError> {
     }
 }
 
-/// The stamp of a page from outside, as bytes; `None` where the page is not a stamped one. Only the
-/// header is checked: enough to identify the page's owner.
-pub fn owner_of(page: &[u8]) -> Option<PageStamp> {
+/// Reads the stamp of a page from outside, as bytes; `None` where the page is not a stamped one.
+/// Only the header is checked: enough to identify the page's region, and so the vCPU that wrote it.
+pub fn read_stamp(page: &[u8]) -> Option<PageStamp> {
     let word = |at: usize| Some(u64::from_le_bytes(page.get(at * 8..at * 8 + 8)?.try_into().ok()?));
     let mut words = [0; WORDS];
     for (at, slot) in words.iter_mut().enumerate().take(HEADER_WORDS) {
@@ -173,7 +178,8 @@ fn read_header(page: &PageWords) -> Result<(PageStamp, StampStyle), StampError> 
     }
     let style = StampStyle::from_bits((page[1] >> 32) as u32);
     let stamp = PageStamp { region: page[1] as u32, index: page[2], sequence: page[3] };
-    let whole = page[4] == stamp.compute_seal(style) && page[1] == stamp.owner_word(style);
+    let whole =
+        page[4] == stamp.compute_seal(style) && page[1] == stamp.pack_region_and_style(style);
     if whole { Ok((stamp, style)) } else { Err(StampError::Header(stamp)) }
 }
 
@@ -213,7 +219,7 @@ mod tests {
             fill_page(&mut page, stamp, style);
             assert_eq!(check_page(&page), Ok(stamp));
             assert_eq!(check_bytes(&bytes(&page)), Ok(stamp));
-            assert_eq!(owner_of(&bytes(&page)), Some(stamp));
+            assert_eq!(read_stamp(&bytes(&page)), Some(stamp));
         }
         assert_eq!(check_page(&[0; WORDS]), Err(StampError::NotStamped(0)));
     }

@@ -32,21 +32,23 @@ impl ReplyTimes {
         if steady > 0.0 { (count as f64 / steady).min(1.0) } else { 1.0 }
     }
 
-    /// TTR(w, u), in seconds since the command. `None` if no completely observed window had this
-    /// utilization.
+    /// TTR(w, u), in seconds since the command. `None` if the last completely observed window had a
+    /// lower utilization, or if the observation is shorter than a window.
     pub fn time_to_responsiveness(&self, window_us: u64, utilization: f64) -> Option<f64> {
         let last_start = self.observed_us.checked_sub(window_us)?;
         let wanted = utilization * self.steady_per_s * window_us as f64 / 1e6;
         let wanted = (wanted - 1e-9).ceil().max(0.0) as usize;
-        let back = self.last_short_start(window_us, wanted, last_start).map_or(0, |last| last + 1);
+        let back = self
+            .start_of_last_short_window(window_us, wanted, last_start)
+            .map_or(0, |last| last + 1);
         (back <= last_start).then_some(back as f64 / 1e6)
     }
 
-    /// The start of the last *short* window: one with fewer replies than wanted. `None` if no
-    /// window that starts by `last_start` is short.
+    /// A window is *short* if it has fewer replies than wanted. Returns the start of the last short
+    /// window, or `None` if no window that starts by `last_start` is short.
     ///
-    /// To try every microsecond would take too long. Instead the function tries each gap between
-    /// two replies, from the last gap to the first:
+    /// A window can start at every microsecond, and to try them all would take too long. Instead
+    /// the function tries each gap between two replies, from the last gap to the first:
     ///
     /// ```text
     ///   replies        |        |    |       |                 wanted: 3
@@ -58,7 +60,12 @@ impl ReplyTimes {
     /// If a window starts later in the same gap, it loses no reply at its start, and may gain some
     /// at its end. So the last short window of the gap is the one that ends just at the reply with
     /// which it would have enough, or the last one of the gap if no window of the gap has enough.
-    fn last_short_start(&self, window_us: u64, wanted: usize, last_start: u64) -> Option<u64> {
+    fn start_of_last_short_window(
+        &self,
+        window_us: u64,
+        wanted: usize,
+        last_start: u64,
+    ) -> Option<u64> {
         if wanted == 0 {
             return None;
         }

@@ -54,7 +54,7 @@ pub fn run(
     let (mut sums, mut counts) = ([0.0; 2], [0; 10]);
     let mut numbers = vec![0.0; 2 * BATCH_PAIRS];
     for batch in part_of_rank(class.pair_count() / BATCH_PAIRS as u64, talk.rank(), talk.size()) {
-        let mut random = NpbRandom::skip_ahead(SEED, batch * numbers.len() as u64);
+        let mut random = NpbRandom::after_skipping(SEED, batch * numbers.len() as u64);
         numbers.fill_with(|| random.next());
         tally_pairs(&numbers, &mut sums, &mut counts);
     }

@@ -130,7 +130,7 @@ impl ProcessKeys {
     fn new(class: ProblemClass, rank: usize, size: usize) -> Self {
         let (keys, values) = class.size_bits();
         let part = part_of_rank(1 << keys, rank, size);
-        let mut random = NpbRandom::skip_ahead(SEED, 4 * part.start);
+        let mut random = NpbRandom::after_skipping(SEED, 4 * part.start);
         let quarter = f64::from(1_u32 << (values - 2));
         let mut key = || (0..4).map(|_| random.next()).sum::<f64>();
         let keys = part.clone().map(|_| (quarter * key()) as u32).collect();
@@ -154,10 +154,11 @@ impl ProcessKeys {
     /// The values of keys, from the processes that have them.
     fn key_values(
         &mut self,
-        places: &[u64; 5],
+        indexes: &[u64; 5],
         talk: &mut impl Communicator,
     ) -> std::result::Result<[u32; 5], PeersError> {
-        let mut values = places.map(|index| self.local_key(index).map_or(0, |key| u64::from(*key)));
+        let mut values =
+            indexes.map(|index| self.local_key(index).map_or(0, |key| u64::from(*key)));
         talk.sum_numbers(&mut values)?;
         Ok(values.map(|value| value as u32))
     }

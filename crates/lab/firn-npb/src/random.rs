@@ -8,8 +8,8 @@ const A: u64 = 1_220_703_125;
 pub(crate) struct NpbRandom(u64);
 
 impl NpbRandom {
-    /// The generator with this seed, after `skipped` numbers.
-    pub(crate) fn skip_ahead(seed: u64, skipped: u64) -> Self {
+    /// Makes a generator with this seed whose first `skipped` numbers are skipped.
+    pub(crate) fn after_skipping(seed: u64, skipped: u64) -> Self {
         Self(multiply(seed, raise_to_power(A, skipped)))
     }
 
@@ -43,11 +43,11 @@ mod tests {
 
     #[test]
     fn a_leap_is_as_many_steps() {
-        let mut steps = NpbRandom::skip_ahead(271_828_183, 0);
+        let mut steps = NpbRandom::after_skipping(271_828_183, 0);
         (0..1000).for_each(|_| {
             steps.next();
         });
-        let mut leap = NpbRandom::skip_ahead(271_828_183, 1000);
+        let mut leap = NpbRandom::after_skipping(271_828_183, 1000);
         assert_eq!(steps.next(), leap.next());
     }
 }

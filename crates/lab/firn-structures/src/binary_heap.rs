@@ -4,13 +4,14 @@ use crate::{COUNT, DataStructure, FIRST, WordSlice};
 
 pub(crate) const STRUCTURE: DataStructure = DataStructure {
     name: "heap",
-    words: |elements| 16 + elements + 1,
+    // The words before the first element, and one word per element; one is to spare.
+    words: |elements| FIRST as usize + elements + 1,
     create: |_| {},
     insert: insert_key,
-    delete: delete_next,
+    delete: delete_minimum,
     keys: |words| words[FIRST as usize..][..words[COUNT] as usize].to_vec(),
-    deletes: true,
-    by_key: false,
+    has_deletions_in_paper: true,
+    deletes_given_key: false,
 };
 
 /// The word of an element; they count from 1.
@@ -28,7 +29,7 @@ fn insert_key(words: &mut WordSlice, key: u64) {
     words[element_index(hole)] = key;
 }
 
-fn delete_next(words: &mut WordSlice, _: u64) {
+fn delete_minimum(words: &mut WordSlice, _: u64) {
     let count = words[COUNT];
     if count == 0 {
         return;

@@ -21,10 +21,10 @@ pub(crate) const STRUCTURE: DataStructure = DataStructure {
         words[crate::NEXT] = (TREES + MOST) as u64;
     },
     insert: insert_key,
-    delete: delete_next,
+    delete: delete_minimum,
     keys: collect_keys,
-    deletes: false,
-    by_key: false,
+    has_deletions_in_paper: false,
+    deletes_given_key: false,
 };
 
 /// Makes one tree of two equal ones.
@@ -59,7 +59,7 @@ fn insert_key(words: &mut WordSlice, key: u64) {
     words[COUNT] += 1;
 }
 
-fn delete_next(words: &mut WordSlice, _: u64) {
+fn delete_minimum(words: &mut WordSlice, _: u64) {
     let trees = (0..MOST).filter(|rank| words[TREES + rank] != NIL);
     let Some(rank) = trees.min_by_key(|rank| words[field_index(words[TREES + rank], KEY)]) else {
         return;

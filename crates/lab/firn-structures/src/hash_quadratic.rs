@@ -16,8 +16,8 @@ pub(crate) const STRUCTURE: DataStructure = DataStructure {
     insert: insert_key,
     delete: delete_key,
     keys: collect_keys,
-    deletes: false,
-    by_key: true,
+    has_deletions_in_paper: false,
+    deletes_given_key: true,
 };
 
 /// The largest prime up to a number.

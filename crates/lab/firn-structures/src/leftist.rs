@@ -16,10 +16,10 @@ pub(crate) const STRUCTURE: DataStructure = DataStructure {
     words: |elements| 16 + elements * SIZE as usize,
     create: initialize_words,
     insert: insert_key,
-    delete: delete_next,
+    delete: delete_minimum,
     keys: |words| keys_in_order(words, [KEY, LEFT, RIGHT]),
-    deletes: true,
-    by_key: false,
+    has_deletions_in_paper: true,
+    deletes_given_key: false,
 };
 
 fn right_path_length(words: &WordSlice, node: u64) -> u64 {
@@ -56,7 +56,7 @@ fn insert_key(words: &mut WordSlice, key: u64) {
     words[COUNT] += 1;
 }
 
-fn delete_next(words: &mut WordSlice, _: u64) {
+fn delete_minimum(words: &mut WordSlice, _: u64) {
     let top = words[ROOT];
     if top == NIL {
         return;

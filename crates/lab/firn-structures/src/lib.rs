@@ -53,15 +53,15 @@ pub struct DataStructure {
     pub create: fn(&mut WordSlice),
     /// Inserts a key; each at most once.
     pub insert: fn(&mut WordSlice, u64),
-    /// Deletes a key: the given key, or, from heaps and queues, the next one. Does nothing if there
-    /// is none.
+    /// Deletes a key: the given key; from heaps the minimum, from queues the first. Does nothing if
+    /// there is none.
     pub delete: fn(&mut WordSlice, u64),
     /// All keys, in the structure's own order.
     pub keys: fn(&WordSlice) -> Vec<u64>,
     /// Whether the paper's table includes its deletions.
-    pub deletes: bool,
+    pub has_deletions_in_paper: bool,
     /// Whether `delete` deletes the given key.
-    pub by_key: bool,
+    pub deletes_given_key: bool,
 }
 
 /// All structures, in the order of the paper's table.

@@ -10,10 +10,10 @@ pub(crate) const STRUCTURE: DataStructure = DataStructure {
     words: |elements| 16 + elements.max(1),
     create: |_| {},
     insert: insert_key,
-    delete: delete_next,
+    delete: delete_first,
     keys: collect_keys,
-    deletes: true,
-    by_key: false,
+    has_deletions_in_paper: true,
+    deletes_given_key: false,
 };
 
 fn capacity(words: &WordSlice) -> u64 {
@@ -28,7 +28,7 @@ fn insert_key(words: &mut WordSlice, key: u64) {
     words[COUNT] += 1;
 }
 
-fn delete_next(words: &mut WordSlice, _: u64) {
+fn delete_first(words: &mut WordSlice, _: u64) {
     if words[COUNT] > 0 {
         words[ROOT] = (words[ROOT] + 1) % capacity(words);
         words[COUNT] -= 1;

@@ -32,8 +32,8 @@ pub(crate) const STRUCTURE: DataStructure = DataStructure {
     insert: insert_key,
     delete: delete_key,
     keys: |words| keys_in_order(words, [KEY, LEFT, RIGHT]),
-    deletes: false,
-    by_key: true,
+    has_deletions_in_paper: false,
+    deletes_given_key: true,
 };
 
 /// Whether there is a node, and it is red.

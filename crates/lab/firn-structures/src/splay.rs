@@ -19,8 +19,8 @@ pub(crate) const STRUCTURE: DataStructure = DataStructure {
     insert: insert_key,
     delete: delete_key,
     keys: |words| keys_in_order(words, [KEY, LEFT, RIGHT]),
-    deletes: true,
-    by_key: true,
+    has_deletions_in_paper: true,
+    deletes_given_key: true,
 };
 
 fn rotate_child(words: &mut WordSlice, node: u64, side: u64) -> u64 {

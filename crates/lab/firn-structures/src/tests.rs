@@ -32,7 +32,7 @@ fn run(structure: &DataStructure, steps: &[Step]) -> Result<(), TestCaseError> {
         match *step {
             Step::Insert(key) if expected.insert(key) => (structure.insert)(&mut words, key),
             Step::Insert(_) => {}
-            Step::Delete(key) if structure.by_key => {
+            Step::Delete(key) if structure.deletes_given_key => {
                 (structure.delete)(&mut words, key);
                 expected.remove(&key);
             }

@@ -17,8 +17,8 @@ pub(crate) const STRUCTURE: DataStructure = DataStructure {
     insert: insert_key,
     delete: delete_key,
     keys: |words| keys_in_order(words, [KEY, LEFT, RIGHT]),
-    deletes: true,
-    by_key: true,
+    has_deletions_in_paper: true,
+    deletes_given_key: true,
 };
 
 fn insert_key(words: &mut WordSlice, key: u64) {

@@ -17,7 +17,7 @@ pub enum TrackerSystem {
     Assisted,
     /// PT by Firn on the host, in the same way.
     AssistedByHost,
-    /// Pages, of stores that Firn's plugin in the hypervisor notes.
+    /// Pages, of stores that Firn's plugin in the hypervisor records.
     PagesRecorded,
 }
 
@@ -56,7 +56,7 @@ impl TrackerSystem {
         Self::Plain(TrackerKind::Host),
     ];
 
-    /// The systems of interest in a guest whose stores are noted.
+    /// The systems of interest in a guest whose stores are recorded.
     pub const RECORDED: [Self; 6] = [
         Self::Plain(TrackerKind::Pages),
         Self::Plain(TrackerKind::Emulate),
@@ -133,7 +133,7 @@ pub struct RunResult {
     pub runs: f64,
     /// Transactions for which the host could not report what they wrote.
     pub blind: u64,
-    /// Transactions for which the host was called though stores are noted.
+    /// Transactions for which the host was called though stores are recorded.
     pub called: u64,
 }
 

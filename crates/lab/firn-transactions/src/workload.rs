@@ -19,7 +19,7 @@ impl StructureWorkload {
     /// All pairs of structure and operation in Table 2 of Lee et al.
     pub fn all_pairs() -> Vec<Self> {
         let both = |structure: DataStructure| {
-            let deletions = structure.deletes.then_some(true);
+            let deletions = structure.has_deletions_in_paper.then_some(true);
             [Some(false), deletions]
                 .into_iter()
                 .flatten()

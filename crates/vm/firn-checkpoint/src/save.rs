@@ -206,7 +206,7 @@ impl MemoryCopy<'_, '_> {
         )?;
         let copied = self.copy_after_attach(&traced, &first);
         let log = traced.detach_from_hypervisor();
-        firn_fault::pass_point("save.disarmed");
+        firn_fault::pass_point("save.detached");
         // The fault handler may have lost a block after the end of the sweep.
         discards.map_or(Ok(()), |discards| discards.check_none_lost())?;
         let (mut copied, FaultLog { touches, counts }) = (copied?, log?);
@@ -240,13 +240,13 @@ impl MemoryCopy<'_, '_> {
         if self.options.strategy == SaveStrategy::Trace {
             traced.drop_mappings()?;
         }
-        firn_fault::pass_point("save.retraced");
+        firn_fault::pass_point("save.tracing");
         scheduling::set_background();
         let (roots, order, working_set) = self.plan_sweep(first, traced)?;
         traced.mark_unbacked_saved(&order.unbacked);
         let throttle = SweepThrottle::new(self.options.throttle);
         let (intake, progress, steps) = (self.intake, self.progress, self.context.steps);
-        let (let_go, reported) = (0, Duration::ZERO);
+        let (released_blocks, reported) = (0, Duration::ZERO);
         let trace = &traced.trace;
         let mut sweep = BackgroundSweep {
             trace,
@@ -255,7 +255,7 @@ impl MemoryCopy<'_, '_> {
             progress,
             steps,
             watch,
-            released_blocks: let_go,
+            released_blocks,
             copied_at: Duration::ZERO,
             reported,
         };

@@ -53,16 +53,16 @@ pub(crate) struct BackgroundSweep<'a> {
 }
 
 impl BackgroundSweep<'_> {
-    /// Copies every block of `order` that is not copied yet, and releases the first `let_go` of
-    /// them. Ends early if the image can't be written. Returns when all was copied, and the minimum
-    /// watch time was over.
+    /// Copies every block of `order` that is not copied yet, and releases the first `release_count`
+    /// of them. Ends early if the image can't be written. Returns when all was copied, and the
+    /// minimum watch time was over.
     pub(crate) fn run_sweep(
         &mut self,
         order: Vec<Block>,
-        let_go: usize,
+        release_count: usize,
     ) -> Result<Duration, SaveError> {
         let numbered = order.into_iter().enumerate();
-        let mut order = numbered.map(|(number, block)| (block, number < let_go));
+        let mut order = numbered.map(|(number, block)| (block, number < release_count));
         loop {
             if self.steps.is_cancelled() {
                 return Err(SaveError::Cancelled);

@@ -79,7 +79,7 @@ impl TracedMemory {
             self.trace.faults.protect_pages(chunk)?;
             self.trace.duty_cycle().pause_if_due();
         }
-        firn_fault::pass_point("save.armed");
+        firn_fault::pass_point("save.protected");
         Ok(())
     }
 

@@ -2,10 +2,10 @@
 //! protect again.
 //!
 //! The whole of RAM is write-protected while the guest runs, however long that takes. Pages that
-//! the guest writes in that time are noted here and made writable. A few rounds protect those pages
-//! again, still with the guest running; each round is shorter than the one before, so fewer pages
-//! are written during it. A few hundred pages are left when the vCPUs stop, whatever the size of
-//! RAM: the pause does not grow with it.
+//! the guest writes in that time are recorded here and made writable. A few rounds protect those
+//! pages again, still with the guest running; each round is shorter than the one before, so fewer
+//! pages are written during it. A few hundred pages are left when the vCPUs stop, whatever the size
+//! of RAM: the pause does not grow with it.
 
 use std::ops::Range;
 
@@ -27,7 +27,7 @@ impl WrittenSet {
         self.pages.extend(Page::iter_range(pages));
     }
 
-    /// The number of noted pages; a page noted twice counts twice.
+    /// The number of recorded pages; a page recorded twice counts twice.
     pub(crate) fn len(&self) -> usize {
         self.pages.len()
     }
@@ -113,7 +113,7 @@ mod tests {
 
     proptest! {
         #[test]
-        fn runs_cover_every_noted_page_in_order(pages in prop::collection::vec(0u32..5000, 0..300)) {
+        fn runs_cover_every_recorded_page_in_order(pages in prop::collection::vec(0u32..5000, 0..300)) {
             let mut set = WrittenSet::default();
             pages.iter().for_each(|&page| set.add_pages(Page(page)..Page(page + 2)));
             let runs = set.drain();

@@ -45,11 +45,11 @@ pub fn read_status(base: &RuntimeDir) -> Result<AgentStatus, Failure> {
     })
 }
 
-/// Reads the records that hosts agree on, from this host's agent.
+/// Reads the records of the hosts' consensus from this host's agent.
 ///
 /// # Errors
 /// If there is no agent, or it has no membership.
-pub fn read_membership(base: &RuntimeDir) -> Result<MembershipView, Failure> {
+pub fn read_records(base: &RuntimeDir) -> Result<MembershipView, Failure> {
     block_on(async {
         let asked = send_request(base, Method::GET, MEMBERS, None::<&()>);
         let answer = timeout(ANSWER_WAIT, async { http_client::read_answer(asked.await?).await });
@@ -89,12 +89,12 @@ pub fn fail_over_vm(base: &RuntimeDir, wanted: &FailoverVmRequest) -> Result<Val
     })
 }
 
-/// Sends a request about clusters that this host is the backup of. A failover or a protection has
-/// no timeout.
+/// Sends a request of `firn cluster` to this host's agent: about virtual clusters, or to forget a
+/// record. This function has no timeout, because a failover or a protection may take long.
 ///
 /// # Errors
 /// The failure that the agent reports.
-pub fn ask_clusters<T: DeserializeOwned>(
+pub fn send_cluster_request<T: DeserializeOwned>(
     base: &RuntimeDir,
     method: Method,
     path: &str,

@@ -9,7 +9,7 @@ use firn_types::{Block, ThreadId, VcpuId};
 use serde::{Deserialize, Serialize};
 use thiserror::Error;
 
-use crate::server::{PageServerRules, expected_misses, is_complete};
+use crate::server::{PageServerRules, expected_misses, is_working_set_complete};
 
 /// The order in which memory is restored.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash, Serialize, Deserialize)]
@@ -221,7 +221,9 @@ impl RestoreOptions {
     /// for each of them.
     pub(crate) fn must_guest_wait(&self, units: usize, unit_bytes: u32) -> bool {
         let bytes = units as u64 * u64::from(unit_bytes);
-        self.mode == RestoreMode::Auto && is_complete(self.found_late) && bytes <= AWAITED_BYTES_MAX
+        self.mode == RestoreMode::Auto
+            && is_working_set_complete(self.found_late)
+            && bytes <= AWAITED_BYTES_MAX
     }
 
     /// The page server's limits, for read units of `unit_bytes`.

@@ -108,7 +108,7 @@ struct PrefillQueue {
 #[derive(Debug)]
 struct PendingRequests {
     runs: VecDeque<Range<u32>>,
-    in_order: bool,
+    covers_all_units: bool,
 }
 
 impl PendingRequests {
@@ -118,8 +118,8 @@ impl PendingRequests {
 }
 
 impl From<PrefetchRequests> for PendingRequests {
-    fn from(PrefetchRequests { runs, in_order }: PrefetchRequests) -> Self {
-        Self { runs: runs.into(), in_order }
+    fn from(PrefetchRequests { runs, covers_all_units }: PrefetchRequests) -> Self {
+        Self { runs: runs.into(), covers_all_units }
     }
 }
 
@@ -282,12 +282,12 @@ impl PrefillQueue {
             PrefetchRequests::new(&units, &all, options.expected_misses(), (end, longest), &cost)
                 .into()
         });
-        let (runs, in_order) = (
+        let (runs, covers_all_units) = (
             order_requests(&units, end, CoalescingRules::low_latency(longest)),
             mode == RestoreMode::Eager,
         );
         Self {
-            low_latency: PrefetchRequests { runs, in_order }.into(),
+            low_latency: PrefetchRequests { runs, covers_all_units }.into(),
             high_latency,
             from_storage: None,
         }
@@ -312,11 +312,11 @@ impl PrefillQueue {
 
     fn next_read(&mut self) -> Option<UnitRead> {
         let is_high_latency = self.uses_high_latency();
-        let PendingRequests { runs, in_order } = match &mut self.high_latency {
+        let PendingRequests { runs, covers_all_units } = match &mut self.high_latency {
             Some(requests) if is_high_latency => requests,
             _ => &mut self.low_latency,
         };
-        let in_order = *in_order;
+        let in_order = *covers_all_units;
         runs.pop_front().map(|units| UnitRead { units, why: ReadReason::Ahead, in_order })
     }
 }
@@ -460,9 +460,9 @@ mod tests {
 
     #[test]
     fn high_latency_storage_is_read_in_file_order_unless_cached() {
-        let runs = |first: u32, in_order| PendingRequests {
+        let runs = |first: u32, covers_all_units| PendingRequests {
             runs: (0..9).map(|run| first + run..first + run + 1).collect(),
-            in_order,
+            covers_all_units,
         };
         let mut queue = PrefillQueue {
             low_latency: runs(0, false),

@@ -53,7 +53,7 @@ pub use daemon::status::{UnattendedVm, VmStatus};
 pub use daemon::supervisor_process::{run_successor, run_supervisor};
 pub use devices::disk_layers::{RemovedImage, record_copy, remove_images, resolve_current_disks};
 pub use devices::network::CardStatus;
-pub use firn_epochs::primary_end::PrimaryEnd;
+pub use firn_epochs::protection_end::ProtectionEnd;
 pub use firn_vmm::command_line::{CommandOverrides, GuestConsole};
 pub use hypervisor::consoles::find_vm_consoles;
 pub use hypervisor::host_check::{HostCheck, check_host};

@@ -40,9 +40,9 @@ pub struct AttachArgs {
     name: Option<VmName>,
     #[command(flatten)]
     working_set: WorkingSetArgs,
-    /// Attach although the VM's disk file is an old state of the disk, because a VM has written to
-    /// a newer layer of that disk. The newer layers, and images that need the file unchanged, are
-    /// worthless from then on.
+    /// Attach even if the VM's disk file is an old state of the disk: a VM has written to a newer
+    /// layer of that disk. Once the attached VM has written to the file, the newer layers are
+    /// worthless, and so are images that need the file unchanged.
     #[arg(long)]
     old_disk: bool,
     /// QEMU's process id.

@@ -1,5 +1,5 @@
 //! Options of the verbs that start a VM: whether its applications may make guest calls, and whether
-//! their stores are noted.
+//! their stores are recorded.
 
 use std::path::{Path, PathBuf};
 
@@ -8,7 +8,7 @@ use firn_supervisor::{Failure, FailureKind, absolute_path};
 
 use crate::output::check_input;
 
-/// The file name of the plugin that notes stores.
+/// The file name of the plugin that records stores.
 const PLUGIN: &str = "libfirn_stores.so";
 
 /// The applications that may make guest calls.
@@ -16,8 +16,8 @@ const PLUGIN: &str = "libfirn_stores.so";
 pub struct CallsArgs {
     /// Answer guest calls of the applications that this file lists with their keys (TOML:
     /// [applications.NAME], key = "64 hexadecimal digits", pages = N). The VM gets a device for
-    /// that (ivshmem). Not together with --working-set: Firn can trace the guest's memory for only
-    /// one of them.
+    /// that (ivshmem). The option excludes --working-set, because Firn can trace the guest's memory
+    /// for only one of the two.
     #[arg(long, value_name = "POLICY", conflicts_with = "working_set")]
     calls: Option<PathBuf>,
     /// Record each store of these applications to their tracked memory, from outside the guest. A

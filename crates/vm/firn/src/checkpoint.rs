@@ -22,8 +22,8 @@ use crate::units;
 const STRATEGIES: &[Choice] = &[
     (
         "trace",
-        "copy-on-access: memory that the guest touches is copied first; the image records which, \
-         and a restore reads it first",
+        "copy-on-access: memory that the guest touches is copied first. The image records which \
+         memory that is, and a restore reads it first",
     ),
     (
         "cow",
@@ -32,9 +32,9 @@ const STRATEGIES: &[Choice] = &[
     ),
     (
         "pre-copy",
-        "memory is copied while the guest runs, and what it writes meanwhile is copied again, until \
-         little is left. Slows the guest only by a pause, which is longer the more it writes. Its \
-         writes are tracked afterwards, so that the next checkpoint can be fast",
+        "memory is copied while the guest runs, and what the guest writes meanwhile is copied again, \
+         until little is left. Only the pause slows the guest: it is longer, the more the guest \
+         writes. Firn tracks the guest's writes afterwards, so that the next checkpoint can be fast",
     ),
     ("stop", "the guest is paused until all of its memory is copied"),
 ];
@@ -160,7 +160,8 @@ pub struct ImageArgs {
     /// image.
     #[arg(long, value_name = "DIR")]
     disk_dir: Option<PathBuf>,
-    /// Save only what changed since this image was made, and build on it. It must stay at its path.
+    /// Save only what changed since this image was made. The new image builds on this image, which
+    /// must stay at its path.
     #[arg(long, value_name = "IMAGE")]
     parent: Option<PathBuf>,
     /// The number of threads that compress.

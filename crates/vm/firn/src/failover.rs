@@ -30,7 +30,7 @@ const POLL_INTERVAL: Duration = Duration::from_millis(50);
 
 /// Continue a VM from its standby on this host, after its primary was lost.
 ///
-/// The VM continues from its newest committed epoch, the last but one that arrived.
+/// The VM continues from its newest committed epoch: the one before the newest that arrived.
 ///
 /// If hosts have consensus (`firn cluster status`), their record decides. The command waits until
 /// the lease of the old primary's host is over, and is refused while that host renews the lease. If

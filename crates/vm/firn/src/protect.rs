@@ -19,18 +19,19 @@ use crate::output::FactPrinter;
 /// Replicate a VM to a standby, several times a second.
 ///
 /// Each epoch ends with a pause of some milliseconds, in which Firn copies the pages that the VM
-/// has written. It sends them while the VM runs. The standby commits an epoch only when it has the
-/// next one, too. So a failover continues the VM from the last but one of the epochs that arrived.
-/// The command returns when the standby is able to run the VM. The protection continues until `firn
-/// release`, or until the connection ends. `firn status` shows its state.
+/// has written. Firn sends the pages while the VM runs. The standby commits an epoch only when it
+/// has the next one, too. So a failover continues the VM from the epoch before the newest that
+/// arrived. The command returns when the standby is able to run the VM. The protection continues
+/// until `firn release`, or until the connection ends. `firn status` shows its state.
 ///
 /// With --backup, this host's agent makes the other host's agent start a standby of the same name,
 /// and transfers the epochs by TLS (see `firn-agent --help`). `firn failover` on that host runs the
 /// standby. The other host may have a standby of this VM already. If that standby was released, the
-/// agent there replaces it. Otherwise the command fails, because the old standby may be all that is
-/// left of the VM. With --to, the epochs are sent unencrypted, to a socket on this host (see `firn
-/// standby --help`). Firn first copies the disks that it serves (`firn run --help`) while the VM
-/// runs; each epoch has the changes to them. A VM that can write to any other disk is refused.
+/// agent there replaces it. If it was not released, the command fails, because the old standby may
+/// be the only remaining copy of the VM. With --to, the epochs are sent unencrypted, to a socket on
+/// this host (see `firn standby --help`). Firn first copies the disks that it serves (`firn run
+/// --help`) while the VM runs; each epoch has the changes to them. A VM that can write to any other
+/// disk is refused.
 ///
 /// Firn buffers the frames that the VM sends through a network card of Firn's (`firn run --help`)
 /// until no failover can undo the state that sent them. While the protection works, that takes two
@@ -62,10 +63,10 @@ pub struct ProtectArgs {
     /// The time from one cut to the next, 50ms to 500ms.
     #[arg(long, default_value = "100ms", value_parser = parse_interval)]
     interval: Duration,
-    /// When the standby is lost, release the buffered output and continue without it.
+    /// When the standby is lost, release the buffered output and continue without a standby.
     ///
-    /// Use it only if you make sure that a lost standby does not run: two instances of a VM on one
-    /// network do harm.
+    /// Use this option only if you make sure that a lost standby does not run: two instances of a
+    /// VM on one network do harm.
     #[arg(long, alias = "go-on-alone", conflicts_with = "backup")]
     continue_unprotected: bool,
     /// Copy all written pages in the pause, and none before it.

@@ -13,8 +13,8 @@ use crate::output::{FactPrinter, check_output, print_text};
 /// Draw a report of restores, from their run records.
 ///
 /// A run record is kept with the VM once all its memory is loaded: `restore.json` in its runtime
-/// directory. Give it by the VM's name, or as a file, which may have been copied and renamed: the
-/// run has the name of the file.
+/// directory. Name a run record by its VM or by its file. The file may have been copied and
+/// renamed: the report gives the run the name of the file.
 ///
 /// The page compares the runs: from when on each VM had 90 % of its speed, utilization over time,
 /// TTR curves, reads of the image, which pages were prefetched and requested, and the numbers. All

@@ -27,20 +27,22 @@ use crate::working_set::WorkingSetArgs;
 const MODES: &[Choice] = &[
     (
         "auto",
-        "loads what the guest used last at full speed, then the rest as locality does. The guest \
-         runs meanwhile, except on storage of high latency, where it first gets what it used last",
+        "first loads at full speed the memory that the guest used last (the working set), then the \
+         rest as in the mode locality. The guest runs meanwhile. On high-latency storage it starts \
+         when the working set is loaded",
     ),
     ("locality", "one locality block per page fault, which brings what was used together"),
     ("lazy", "one memory block per page fault"),
-    ("working-set", "what the guest used last before it runs, then as in locality"),
+    ("working-set", "the working set before the guest runs, then the rest as in the mode locality"),
     ("eager", "all memory before the guest runs"),
 ];
 
 const DISK_USES: &[Choice] = &[
-    ("own", "overlays on top of those of the image"),
+    ("own", "new overlays on top of the image's disk files"),
     (
         "in-place",
-        "those of the image: neither this image nor any that builds on them can be restored again",
+        "the image's disk files themselves. After that neither this image nor any other that needs \
+         these files can be restored",
     ),
 ];
 
@@ -75,10 +77,10 @@ const OUTAGES: &[Choice] = &[
 /// QEMU programs: those of the system, those that /etc/firn/qemu.allow lists, and the program that
 /// --qemu names.
 ///
-/// --libvirt gives an image of a domain of libvirt back to libvirt: libvirt starts QEMU from the
-/// XML in the image, and manages the domain like any other; Firn is attached to the new domain. The
-/// new domain has the name of the saved domain, which must not run meanwhile. With --name it gets
-/// another name.
+/// --libvirt restores an image of a libvirt domain as a new domain. libvirt starts QEMU from the
+/// XML in the image and manages the new domain like any other. Firn is attached to the new domain.
+/// The new domain has the name of the saved domain, which must not run meanwhile. With --name the
+/// new domain gets another name.
 #[derive(Debug, ClapArgs)]
 #[command(after_long_help = r"Examples:
   firn restore web.firn

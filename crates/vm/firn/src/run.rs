@@ -25,8 +25,8 @@ use crate::working_set::WorkingSetArgs;
 /// on the standby's host.
 ///
 /// After a checkpoint a VM may write to a layer on top of its disk's file (see `firn checkpoint`).
-/// Then a command line that names the old file is refused, and the error names the newest layer:
-/// `firn stop` prints the command line to continue with.
+/// Then Firn refuses a command line that names the old file, and the error names the newest layer.
+/// When `firn stop` ends such a VM, it prints the command line that starts the VM again.
 ///
 /// Firn serves a disk that is given as `-drive file=PATH,format=raw|qcow2,if=none,id=ID,firn=on`.
 /// When the VM is protected, the disk is replicated to the standby together with memory. A qcow2
@@ -50,8 +50,9 @@ pub struct RunVmArgs {
     working_set: WorkingSetArgs,
     #[command(flatten)]
     calls: CallsArgs,
-    /// Start on a disk file although a VM has written to a newer layer of that disk since. The
-    /// newer layers, and images that need the file unchanged, are worthless from then on.
+    /// Start on a disk file even if a VM has written to a newer layer of that disk since. Once the
+    /// started VM has written to the file, the newer layers are worthless, and so are images that
+    /// need the file unchanged.
     #[arg(long)]
     old_disk: bool,
     /// Do not print what was added to the command line.

@@ -12,13 +12,13 @@ use crate::output::FactPrinter;
 /// Receive the epochs of a VM on another host, and be ready to run it.
 ///
 /// The command listens, and waits until `firn protect` connects. Then it starts a QEMU like that of
-/// the VM. This QEMU is the standby: its vCPUs do not run, and its memory is that of the last epoch
-/// but one. `firn failover` runs the standby; `firn stop` ends it. Disks that the VM only reads
-/// must exist at the same paths on this host, with the same contents.
+/// the VM. This QEMU is the standby: its vCPUs do not run, and its memory is that of the epoch
+/// before the newest that arrived. `firn failover` runs the standby; `firn stop` ends it. Disks
+/// that the VM only reads must exist at the same paths on this host, with the same contents.
 ///
 /// A disk that the VM's Firn serves (`firn run --help`) is copied to a file on this host,
 /// NAME.ID.FORMAT in the current directory unless --disk gives a path. The file has the state of
-/// the epoch that a failover would continue from. `firn stop` leaves the file, `firn stop
+/// the epoch from which a failover would continue. `firn stop` leaves the file, `firn stop
 /// --discard` removes it.
 ///
 /// Only you can access the socket, because the process that connects to it determines how QEMU is

@@ -17,8 +17,8 @@ use crate::units;
 /// QEMU.
 ///
 /// After a checkpoint a VM may write to layers on top of its disks' files. Then the command prints
-/// the command line that starts the VM with the newest layers. `firn disk commit` returns a running
-/// VM to the files of its disks.
+/// the command line that starts the VM with the newest layers. `firn disk commit` merges the layers
+/// of a running VM into its disks' original files.
 #[derive(Debug, ClapArgs)]
 #[command(after_long_help = "Examples:
   firn stop web

@@ -17,9 +17,9 @@ pub struct WorkingSetArgs {
     /// this option a suspend first scans for a second.
     #[arg(long, value_name = "HOW", value_parser = parse_choice::<WorkingSetEstimator>(ESTIMATORS))]
     working_set: Option<WorkingSetEstimator>,
-    /// The speed at which this host restores memory, in bytes a second. Firn scans memory at this
-    /// speed, so that one round over all memory takes as long as a restore of all memory. The
-    /// working set is what the guest used during the last round.
+    /// The speed of the scan, in bytes a second. Give the speed at which this host restores memory:
+    /// then one round of the scan takes as long as a restore of all memory. The working set is the
+    /// memory that the guest used during the last round.
     #[arg(long, value_name = "SIZE", default_value = "100M", requires = "working_set", value_parser = parse_speed)]
     restore_speed: u64,
 }

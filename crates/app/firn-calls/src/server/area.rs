@@ -20,11 +20,11 @@ pub(super) struct FollowedArea {
 }
 
 impl FollowedArea {
-    pub(super) fn new(start: u64, places: Vec<Page>) -> Self {
-        let none = vec![false; places.len()];
+    pub(super) fn new(start: u64, physical: Vec<Page>) -> Self {
+        let none = vec![false; physical.len()];
         let mut area = Self {
             start,
-            physical: places.into_iter().map(Some).collect(),
+            physical: physical.into_iter().map(Some).collect(),
             by_physical: Vec::new(),
             written: none.clone(),
             reported: none,

@@ -154,9 +154,9 @@ impl CallSession {
         self.check_space(below)?;
         self.check_range(start, pages)?;
         self.end_recording(below);
-        let places: Result<Vec<Page>, CallRefusal> =
+        let physical: Result<Vec<Page>, CallRefusal> =
             below.translate_pages(self.space, start, pages).into_iter().collect();
-        let area = FollowedArea::new(start, places?);
+        let area = FollowedArea::new(start, physical?);
         // Earlier writes there are no news for this session, but for sessions that already follow
         // these pages.
         let found = below.take_written(&sort_distinct(area.physical_pages()));

@@ -122,7 +122,7 @@ impl<'t> StoppedThread<'t> {
                 stub::registers_for_call(&self.own, self.stub, call.number, call.arguments);
             let set = ptrace::set_registers(self.target.tid, &calling);
             set.map_err(CallFailure::during("set registers"))?;
-            firn_fault::pass_point("inject.set");
+            firn_fault::pass_point("inject.registers-set");
             self.resume_to_call(&calling)?;
             let value = self.resume_to_call(&calling)?.rax;
             firn_fault::pass_point("inject.called");

@@ -195,7 +195,9 @@ fn killed_at(child: &Child, point: &str) {
 #[test]
 fn a_thread_is_lost_at_no_step() {
     const ROUNDS: u64 = 300_000_000;
-    for point in ["inject.set", "inject.set@3", "inject.called", "inject.called@3"] {
+    for point in
+        ["inject.registers-set", "inject.registers-set@3", "inject.called", "inject.called@3"]
+    {
         for call in ["nanosleep 800", "futex 800", "ppoll 800"] {
             let mut child = Child::spawn(&[1]);
             child.send(Who::First, call);

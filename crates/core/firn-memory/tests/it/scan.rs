@@ -89,7 +89,7 @@ fn each_write_is_reported_once_if_page_tables_persist() {
     let mut child = Child::spawn(&[2000]);
     child.ask(Who::First, "fill 0 1000 1");
     let Some(scan) = arm(&child, scan(&child).with_lasting_tables()) else { return };
-    let told = |rearms: bool| {
+    let reported = |rearms: bool| {
         let mut out = Vec::new();
         match rearms {
             true => scan.collect_written_and_rearm(pages(0..2000), &mut out).unwrap(),
@@ -97,15 +97,15 @@ fn each_write_is_reported_once_if_page_tables_persist() {
         }
         out
     };
-    assert_eq!(told(true), []);
+    assert_eq!(reported(true), []);
     child.ask(Who::First, "fill 3 6 2");
     child.ask(Who::Second, "fill 511 513 2");
     child.ask(Who::Second, "fill 1700 1701 2");
     child.ask(Who::Second, "sum 0 1600");
     let expected = [pages(3..6), pages(511..513), pages(1700..1701)];
-    assert_eq!(told(false), expected);
-    assert_eq!(told(true), expected);
-    assert_eq!(told(true), []);
+    assert_eq!(reported(false), expected);
+    assert_eq!(reported(true), expected);
+    assert_eq!(reported(true), []);
 }
 
 #[test]
@@ -163,7 +163,7 @@ fn missing_page_tables_are_reported_as_written() {
     let Some(scan) = armed(&child) else { return };
     child.ask(Who::First, "fill 0 2000 2");
     scan.forget_touches(&mut child.tracee(), all.clone()).unwrap();
-    let told = |rearms: bool| {
+    let reported = |rearms: bool| {
         let mut out = Vec::new();
         match rearms {
             true => scan.collect_written_and_rearm(all.clone(), &mut out).unwrap(),
@@ -171,9 +171,9 @@ fn missing_page_tables_are_reported_as_written() {
         }
         out
     };
-    assert_eq!(told(false), std::slice::from_ref(&all));
-    assert_eq!(told(true), std::slice::from_ref(&all));
-    assert_eq!(told(true), []);
+    assert_eq!(reported(false), std::slice::from_ref(&all));
+    assert_eq!(reported(true), std::slice::from_ref(&all));
+    assert_eq!(reported(true), []);
 }
 
 #[test]

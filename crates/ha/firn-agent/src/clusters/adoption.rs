@@ -7,7 +7,7 @@ use std::sync::Arc;
 use firn_cluster::HostId;
 use firn_cluster::failover::LeaseTerms;
 use firn_membership::{MembershipStore, run_controllers};
-use firn_supervisor::{PrimaryEnd, VmStatus};
+use firn_supervisor::{ProtectionEnd, VmStatus};
 use tokio::time::sleep;
 
 use super::cluster_manager::{LocalNode, POLLS_PER_LEASE};
@@ -59,7 +59,7 @@ fn unit_of(agent: &Agent, status: &VmStatus) -> Option<FailoverUnit> {
         return None;
     }
     let is_standby = standby.is_some() && agent.paths.primary_host(&status.name).is_some();
-    let has_panicked = status.protection_end == Some(PrimaryEnd::Panicked);
+    let has_panicked = status.protection_end == Some(ProtectionEnd::Panicked);
     let is_leased = status.lease.is_some() && (status.state != "ended" || has_panicked);
     (is_leased || is_standby).then(|| FailoverUnit::Vm(status.name.clone()))
 }

@@ -55,17 +55,17 @@ pub(super) async fn begin_record(
     retry_attempt(agent, &what, |ours| async move {
         let cluster = record_name(&of.name)?;
         let RecordView { known, names, .. } = ours.members.read_view(&cluster).await?;
-        let Some(places) = current_places(of, &names) else { return Ok(None) };
+        let Some(placements) = current_places(of, &names) else { return Ok(None) };
         let vms = of.numbered_vms().map(|(vm, placed)| (vm, placed.vm.to_string())).collect();
         let was_there = known.record.as_ref().is_some_and(|it| !it.register.is_ended());
         let register = match &known.record {
             Some(record) if was_there && record.vms != vms => return Err(name_taken(&of.name)),
             // One of its agents was started again, and has to adopt its VM.
-            Some(record) if was_there && is_elsewhere(&record.register, &places) => {
+            Some(record) if was_there && is_elsewhere(&record.register, &placements) => {
                 return Ok(None);
             }
             Some(record) if was_there => record.register.with_backup(None),
-            before => begin_register(before.as_ref(), places),
+            before => begin_register(before.as_ref(), placements),
         };
         let begins = (frame_generation(&register), was_there);
         let to = ClusterRecord { register, vms };
@@ -93,17 +93,17 @@ fn current_places(
     of.numbered_vms().map(placement).collect()
 }
 
-fn is_elsewhere(register: &FailoverRecord, places: &BTreeMap<VmId, VmPlacement>) -> bool {
-    let primaries = |places: &BTreeMap<VmId, VmPlacement>| -> Vec<HostId> {
-        places.values().map(|placement| placement.primary).collect()
+fn is_elsewhere(register: &FailoverRecord, placements: &BTreeMap<VmId, VmPlacement>) -> bool {
+    let primaries = |placements: &BTreeMap<VmId, VmPlacement>| -> Vec<HostId> {
+        placements.values().map(|placement| placement.primary).collect()
     };
-    primaries(&register.places) != primaries(places) || !register.fence.is_empty()
+    primaries(&register.placements) != primaries(placements) || !register.fence.is_empty()
 }
 
 /// Whether no host has changed the record since a protection began in that generation. If seeding
 /// takes long, the controller names a backup, which does not have copies by that.
 fn is_unchanged(register: &FailoverRecord, begun: Generation) -> bool {
-    let is_named = register.places.values().any(|placement| placement.backup.is_some());
+    let is_named = register.placements.values().any(|placement| placement.backup.is_some());
     match is_named && !register.is_protected() {
         true => frame_generation(register) == begun.next(),
         false => frame_generation(register) == begun,
@@ -123,7 +123,8 @@ pub(super) async fn record_backup(agent: &Arc<Agent>, of: &StoredCluster) -> Res
         let over = || MembershipError::Refused(format!("{} was changed by another host", of.name));
         let record = known.record.ok_or_else(over)?;
         let register = &record.register;
-        let is_here = register.places.values().all(|placement| placement.backup == Some(ours.host));
+        let is_here =
+            register.placements.values().all(|placement| placement.backup == Some(ours.host));
         if is_here && register.is_protected() {
             return Ok(Some(()));
         }
@@ -225,7 +226,7 @@ pub(super) async fn read_recorded_vms(
             let vm = VmName::new(vms.get(vm)?.clone()).ok()?;
             Some((vm, HostName::new(names.get(&placement.primary)?.clone()).ok()?))
         };
-        Ok(Some(register.places.iter().filter_map(at).collect()))
+        Ok(Some(register.placements.iter().filter_map(at).collect()))
     })
     .await
 }
@@ -249,7 +250,7 @@ mod tests {
         else {
             panic!("no backup is named")
         };
-        assert_eq!(named.places[&VmId(0)].backup, Some(BACKUP));
+        assert_eq!(named.placements[&VmId(0)].backup, Some(BACKUP));
         assert!(!named.is_protected() && is_unchanged(&named, since));
         let backed = named.with_backup(Some(BACKUP));
         assert!(backed.is_protected() && !is_unchanged(&backed, since));

@@ -86,7 +86,7 @@ async fn read_generation(
         return Ok(None);
     };
     let number = vms.iter().find(|(_, it)| *it == vm.as_str()).map(|(number, _)| number);
-    let primary = number.and_then(|number| register.places.get(number)).map(|it| it.primary);
+    let primary = number.and_then(|number| register.placements.get(number)).map(|it| it.primary);
     match primary {
         None if is_alone => return Err(name_taken(vm)),
         Some(host) if is_alone && host != ours.host => {

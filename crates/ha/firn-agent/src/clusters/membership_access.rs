@@ -39,11 +39,11 @@ pub(super) async fn change_record(
 /// The register of a cluster that begins, where its name had no record or one that has ended.
 pub(super) fn begin_register(
     before: Option<&ClusterRecord>,
-    places: BTreeMap<VmId, VmPlacement>,
+    placements: BTreeMap<VmId, VmPlacement>,
 ) -> FailoverRecord {
     match before {
-        None => FailoverRecord::new(places),
-        Some(ended) => ended.register.with_restart(places),
+        None => FailoverRecord::new(placements),
+        Some(ended) => ended.register.with_restart(placements),
     }
 }
 

@@ -7,7 +7,7 @@ use firn_cluster::HostId;
 use firn_cluster::failover::reconcile::{LocalVm, ObservedCluster, ObservedVm};
 use firn_control::{ClusterState, HostHealth, HostName};
 use firn_membership::ClusterRecord;
-use firn_supervisor::{FailureKind, PrimaryEnd, ProcessExit, VmName, VmStatus};
+use firn_supervisor::{FailureKind, ProcessExit, ProtectionEnd, VmName, VmStatus};
 
 use super::cluster_store::ClusterStore;
 use super::failover_unit::FailoverUnit;
@@ -24,8 +24,9 @@ pub(super) async fn observe_unit(
 ) -> Option<ObservedCluster<VmName>> {
     let mut vms: BTreeSet<VmName> = unit.local_vms(&agent.paths).into_iter().collect();
     if let FailoverUnit::Cluster(_) = unit {
-        let places = record.register.places.iter().filter(|(_, placement)| placement.primary == me);
-        let names = places.filter_map(|(vm, _)| record.vms.get(vm));
+        let placements =
+            record.register.placements.iter().filter(|(_, placement)| placement.primary == me);
+        let names = placements.filter_map(|(vm, _)| record.vms.get(vm));
         vms.extend(names.filter_map(|vm| VmName::new(vm.clone()).ok()));
     }
     let backups: BTreeMap<VmName, HostId> = vms
@@ -69,7 +70,7 @@ fn observe_vm(status: &VmStatus, backup: Option<HostId>) -> ObservedVm {
     let commits = status.protection.as_ref().is_some_and(|it| it.committed > 0);
     match (status.state.as_str(), &status.standby) {
         ("ended", _) => {
-            let has_panicked = status.protection_end == Some(PrimaryEnd::Panicked);
+            let has_panicked = status.protection_end == Some(ProtectionEnd::Panicked);
             ObservedVm::Ended { shut_down: was_wanted(status), has_panicked }
         }
         (_, Some(standby)) => {
@@ -90,8 +91,8 @@ fn observe_vm(status: &VmStatus, backup: Option<HostId>) -> ObservedVm {
 /// more than an exit code: a host that shuts down ends its processes as politely as a guest does.
 fn was_wanted(status: &VmStatus) -> bool {
     match &status.protection_end {
-        Some(PrimaryEnd::Stopped | PrimaryEnd::ShutDown) => true,
-        Some(PrimaryEnd::Lost(_)) => false,
+        Some(ProtectionEnd::Stopped | ProtectionEnd::ShutDown) => true,
+        Some(ProtectionEnd::Lost(_)) => false,
         _ => matches!(status.exit, Some(ProcessExit::Code(0) | ProcessExit::Stopped)),
     }
 }
@@ -103,7 +104,7 @@ pub(super) fn are_backups_alive(
     names: &BTreeMap<HostId, String>,
 ) -> bool {
     let backups: BTreeSet<HostId> =
-        record.register.places.values().filter_map(|placement| placement.backup).collect();
+        record.register.placements.values().filter_map(|placement| placement.backup).collect();
     backups.iter().all(|host| {
         let name = names.get(host).and_then(|name| HostName::new(name.clone()).ok());
         let is_newest = name.as_ref().and_then(|name| newest_host(names, name)) == Some(*host);

@@ -186,7 +186,7 @@ fn cluster_view(
         None => format!("? ({})", host.0),
     };
     let register = &record.register;
-    let places = register.places.iter().map(|(vm, placement)| PlacementView {
+    let placements = register.placements.iter().map(|(vm, placement)| PlacementView {
         vm: record.vms.get(vm).cloned().unwrap_or_else(|| vm.to_string()),
         primary: called(placement.primary),
         backup: placement.backup.map(called),
@@ -195,7 +195,7 @@ fn cluster_view(
         name: cluster.to_string(),
         generation: register.generation.0,
         checkpoint: register.checkpoint.number,
-        vms: places.collect(),
+        vms: placements.collect(),
         leases: leases.into_iter().map(called).collect(),
         fence: register.fence.iter().copied().map(called).collect(),
     }

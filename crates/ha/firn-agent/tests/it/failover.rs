@@ -219,7 +219,7 @@ impl Hosts {
 }
 
 fn view(host: &Host) -> MembershipView {
-    client::read_membership(&host.base).unwrap()
+    client::read_records(&host.base).unwrap()
 }
 
 /// The names of primary and backup in the record.
@@ -339,7 +339,12 @@ fn a_vm_that_is_lost_with_its_backup_is_forgotten_by_command_and_its_name_is_fre
     hosts.protect();
     let forget = |host: &Host| {
         let path = format!("{CLUSTERS}/web/forget");
-        client::ask_clusters::<ForgottenRecord>(&host.base, Method::POST, &path, None::<&()>)
+        client::send_cluster_request::<ForgottenRecord>(
+            &host.base,
+            Method::POST,
+            &path,
+            None::<&()>,
+        )
     };
     let refused = forget(&hosts.hosts[2]).unwrap_err();
     assert_eq!(refused.kind, FailureKind::Refused, "{refused}");

@@ -42,7 +42,7 @@ fn found(file: &Path) -> (Option<i32>, String) {
 }
 
 fn view(host: &Host) -> MembershipView {
-    client::read_membership(&host.base).unwrap()
+    client::read_records(&host.base).unwrap()
 }
 
 #[test]
@@ -84,7 +84,7 @@ fn a_host_that_was_not_founded_does_not_begin() {
 #[test]
 fn a_host_without_consensus_reports_that() {
     let [a, _b] = pair();
-    let failure = client::read_membership(&a.base).unwrap_err();
+    let failure = client::read_records(&a.base).unwrap_err();
     assert_eq!(failure.kind, FailureKind::Usage);
     assert!(failure.hint.unwrap().contains("[membership]"));
 }

@@ -319,7 +319,7 @@ impl Hosts {
 
     fn forget(&self, host: usize) -> Result<ForgottenRecord, Failure> {
         let path = format!("{CLUSTERS}/shop/forget");
-        client::ask_clusters(&self.hosts[host].base, Method::POST, &path, None::<&()>)
+        client::send_cluster_request(&self.hosts[host].base, Method::POST, &path, None::<&()>)
     }
 
     fn boot(&self) {
@@ -344,7 +344,7 @@ impl Hosts {
         asked(&self.hosts[2], CLUSTERS, Some(&create)).unwrap();
         let record = self.ask(2, "protect").unwrap();
         assert!(record.state == ClusterState::Protected && record.checkpoint.is_some());
-        assert_eq!(places(&self.hosts[2]), [["a", "c"], ["b", "c"]]);
+        assert_eq!(placements(&self.hosts[2]), [["a", "c"], ["b", "c"]]);
         assert!(self.models[0].is("web", "protected") && self.models[1].is("db", "protected"));
     }
 
@@ -365,13 +365,16 @@ impl Hosts {
             assert_eq!(epoch, checkpoint.marks[&number]);
             assert!(generation > checkpoint.generation);
         }
-        eventually("hosts agree", || places(&self.hosts[2]).iter().all(|place| place[0] == "c"));
+        eventually("hosts agree", || {
+            placements(&self.hosts[2]).iter().all(|place| place[0] == "c")
+        });
     }
 
     /// The stored cluster of `c`.
     fn kept(&self) -> StoredCluster {
         let all: Vec<StoredCluster> =
-            client::ask_clusters(&self.hosts[2].base, Method::GET, CLUSTERS, None::<&()>).unwrap();
+            client::send_cluster_request(&self.hosts[2].base, Method::GET, CLUSTERS, None::<&()>)
+                .unwrap();
         all.into_iter().find(|it| it.name == vm("shop")).unwrap()
     }
 
@@ -384,15 +387,15 @@ impl Hosts {
 }
 
 fn asked(host: &Host, path: &str, body: Option<&impl Serialize>) -> Result<StoredCluster, Failure> {
-    client::ask_clusters(&host.base, Method::POST, path, body)
+    client::send_cluster_request(&host.base, Method::POST, path, body)
 }
 
 fn view(host: &Host) -> MembershipView {
-    client::read_membership(&host.base).unwrap()
+    client::read_records(&host.base).unwrap()
 }
 
 /// The names of primary and backup of each VM in the record.
-fn places(host: &Host) -> Vec<Vec<String>> {
+fn placements(host: &Host) -> Vec<Vec<String>> {
     let name = |it: &str| it.split(' ').next().unwrap_or_default().to_owned();
     let of = |vm: &PlacementView| {
         [name(&vm.primary)].into_iter().chain(vm.backup.as_deref().map(name)).collect()
@@ -411,7 +414,7 @@ fn all_vms_of_a_cluster_continue_when_one_host_dies_and_are_protected_again() {
     // before it has copies.
     let c = &hosts.models[2];
     eventually("both are protected", || c.is("web", "protected") && c.is("db", "protected"));
-    eventually("hosts agree", || places(&hosts.hosts[1]) == [["c", "b"], ["c", "b"]]);
+    eventually("hosts agree", || placements(&hosts.hosts[1]) == [["c", "b"], ["c", "b"]]);
     let again = hosts.ask(1, "protect").unwrap_err();
     assert!(again.to_string().contains("protected already"), "{again}");
     assert!(c.is("web", "protected") && c.is("db", "protected"));
@@ -450,7 +453,7 @@ fn vms_without_their_standbys_continue() {
         let granted = hosts.models[host].with(&vm(it), |it| (it.lease, it.granted.clone()));
         assert_eq!(granted, (Some(0), vec![0]), "nothing was rolled back");
     }
-    assert_eq!(places(&hosts.hosts[0]), [["a"], ["b"]]);
+    assert_eq!(placements(&hosts.hosts[0]), [["a"], ["b"]]);
 }
 
 /// An agent holds no copies: a restarted one adopts those of its predecessor.
@@ -479,7 +482,7 @@ fn vms_continue_when_the_backups_agent_restarts_and_are_protected_again() {
     let protected =
         || hosts.models[0].is("web", "protected") && hosts.models[1].is("db", "protected");
     eventually("they are protected by c", || {
-        protected() && places(&hosts.hosts[2]) == [["a", "c"], ["b", "c"]]
+        protected() && placements(&hosts.hosts[2]) == [["a", "c"], ["b", "c"]]
     });
     let granted = hosts.models[0].with(&vm("web"), |it| (it.lease, it.granted.clone()));
     assert_eq!(granted, (Some(0), vec![0]), "nothing was rolled back");
@@ -501,7 +504,7 @@ fn a_cluster_that_is_released_is_none_and_may_be_one_again() {
     hosts.protect();
     hosts.ask(2, "release").unwrap();
     for host in &hosts.hosts {
-        eventually("it is no cluster", || places(host).is_empty());
+        eventually("it is no cluster", || placements(host).is_empty());
     }
     for (host, it) in [(0, "web"), (1, "db")] {
         let now = hosts.models[host].with(&vm(it), |it| (it.state, it.lease, it.is_held));
@@ -510,7 +513,7 @@ fn a_cluster_that_is_released_is_none_and_may_be_one_again() {
     let refused = hosts.ask(2, "failover").unwrap_err();
     assert!(refused.to_string().contains("can't be run here"), "{refused}");
     hosts.ask(2, "protect").unwrap();
-    assert_eq!(places(&hosts.hosts[2]), [["a", "c"], ["b", "c"]]);
+    assert_eq!(placements(&hosts.hosts[2]), [["a", "c"], ["b", "c"]]);
 }
 
 /// The others do not fail over without it.
@@ -551,7 +554,7 @@ fn a_cluster_fails_over_while_another_is_seeded() {
     let seeding = std::thread::spawn(move || {
         let how = ProtectionOptions { interval_ms: 100, predicts: true, cluster: None };
         let path = format!("{CLUSTERS}/zoo/protect");
-        client::ask_clusters::<StoredCluster>(&base, Method::POST, &path, Some(&how))
+        client::send_cluster_request::<StoredCluster>(&base, Method::POST, &path, Some(&how))
     });
     eventually("the other is being seeded", || b.with(&vm("till"), |it| it.is_seeded));
     hosts.hosts[0].kill();
@@ -586,7 +589,7 @@ fn a_name_is_free_again_after_a_power_cut() {
     assert!(rests.values().all(|why| why.contains("none of the VMs")), "{rests:?}");
     assert_eq!(hosts.forget(0).unwrap_err().kind, FailureKind::NoSuchVm);
     hosts.ask(2, "protect").unwrap();
-    assert_eq!(places(&hosts.hosts[2]), [["a", "c"], ["b", "c"]]);
+    assert_eq!(placements(&hosts.hosts[2]), [["a", "c"], ["b", "c"]]);
     let refused = hosts.forget(0).unwrap_err();
     assert_eq!(refused.kind, FailureKind::Refused, "{refused}");
 }
@@ -602,5 +605,5 @@ fn one_of_a_cluster_is_not_protected_alone() {
     let refused = hosts.hosts[0].protect("shop", "b").unwrap_err();
     assert_eq!(refused.kind, FailureKind::Busy);
     assert!(refused.to_string().contains("a record of a cluster shop of other VMs"), "{refused}");
-    assert_eq!(places(&hosts.hosts[2]), [["a", "c"], ["b", "c"]]);
+    assert_eq!(placements(&hosts.hosts[2]), [["a", "c"], ["b", "c"]]);
 }

@@ -29,7 +29,7 @@ pub struct MarkAnswer {
 /// How to handle a frame that has arrived from another VM.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum StampDecision {
-    /// Give it to the inbox.
+    /// Give it to the receive counters.
     Deliver,
     /// Cut the running epoch first.
     AfterCut,
@@ -136,7 +136,8 @@ impl CutMarker {
         })
     }
 
-    /// Handles the stamp of a frame. The caller does this before it gives the frame to the inbox.
+    /// Handles the stamp of a frame. The caller does this before it gives the frame to the receive
+    /// counters.
     pub fn check_frame(&mut self, stamp: FrameStamp) -> StampDecision {
         if stamp.generation < self.stamp.generation {
             return StampDecision::Undone;

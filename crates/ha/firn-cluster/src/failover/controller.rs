@@ -136,8 +136,8 @@ impl FailoverController {
             return None;
         }
         let gone = |vm: &VmId| {
-            self.failed.contains(vm) || !self.hosts.contains(&register.places[vm].primary)
+            self.failed.contains(vm) || !self.hosts.contains(&register.placements[vm].primary)
         };
-        register.places.keys().copied().find(gone)
+        register.placements.keys().copied().find(gone)
     }
 }

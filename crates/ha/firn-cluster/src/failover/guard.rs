@@ -114,7 +114,8 @@ impl HostGuard {
     }
 
     fn run_assigned(&mut self, register: &FailoverRecord) -> Option<GuardAction> {
-        let here = register.places.iter().filter(|(_, placement)| placement.primary == self.host);
+        let here =
+            register.placements.iter().filter(|(_, placement)| placement.primary == self.host);
         let marks = &register.checkpoint.marks;
         let vms: BTreeMap<VmId, Epoch> = here.map(|(vm, _)| (*vm, marks[vm])).collect();
         if self.runs.is_some() || !register.fence.is_empty() || vms.is_empty() {

@@ -79,7 +79,7 @@ pub fn decide_manual_failover(
     if !dead.is_subset(&primaries) {
         return ManualDecision::Refused(ManualRefusal::OtherPrimary(primary));
     }
-    if let Some(other) = record.places.values().find(|placement| placement.backup != Some(me)) {
+    if let Some(other) = record.placements.values().find(|placement| placement.backup != Some(me)) {
         return ManualDecision::Refused(ManualRefusal::OtherBackup(other.backup));
     }
     if !record.is_protected() {
@@ -151,7 +151,7 @@ mod tests {
             assert_eq!(next.primaries(), hosts(&[B]));
             assert_eq!(next.fence, hosts(&[A]), "until its lease is over");
             assert_eq!(next.generation, Generation(1));
-            assert_eq!(next.places[&VmId(0)].backup, None, "it is no backup at once");
+            assert_eq!(next.placements[&VmId(0)].backup, None, "it is no backup at once");
             assert_eq!(
                 decide_manual_failover(&next, &hosts(&[A, B]), B, &hosts(dead)),
                 ManualDecision::Wait

@@ -24,11 +24,12 @@ pub struct FailoverRecord {
     pub version: u64,
     /// The generation.
     pub generation: Generation,
-    /// Counts the changes of `places`: a checkpoint of another layout has its standbys on other
+    /// Counts the changes of `placements`: a checkpoint of another layout has its standbys on other
     /// hosts.
     pub layout: u64,
     /// The hosts of each VM.
-    pub places: BTreeMap<VmId, VmPlacement>,
+    #[serde(rename = "places")]
+    pub placements: BTreeMap<VmId, VmPlacement>,
     /// Hosts that may still send in an older generation. While there are any, no VM runs.
     pub fence: BTreeSet<HostId>,
     /// The newest global checkpoint: the one with which this generation began, or a newer one.
@@ -37,13 +38,13 @@ pub struct FailoverRecord {
 
 impl FailoverRecord {
     /// A cluster whose VMs run, each from its first epoch, which its backup has.
-    pub fn new(places: BTreeMap<VmId, VmPlacement>) -> Self {
+    pub fn new(placements: BTreeMap<VmId, VmPlacement>) -> Self {
         let checkpoint = GlobalCheckpoint {
-            marks: places.keys().map(|&vm| (vm, Epoch(0))).collect(),
+            marks: placements.keys().map(|&vm| (vm, Epoch(0))).collect(),
             ..GlobalCheckpoint::default()
         };
         let (generation, fence) = (checkpoint.generation, BTreeSet::new());
-        Self { version: 0, generation, layout: 0, places, fence, checkpoint }
+        Self { version: 0, generation, layout: 0, placements, fence, checkpoint }
     }
 
     /// The end of the cluster: no VM runs in the generation that begins, and all primaries are
@@ -58,29 +59,29 @@ impl FailoverRecord {
 
     /// Whether no VM is to run.
     pub fn is_ended(&self) -> bool {
-        self.places.is_empty()
+        self.placements.is_empty()
     }
 
     /// A new cluster with the name of one that has ended. No VM runs until no host of the old one
     /// can send any more.
-    pub fn with_restart(&self, places: BTreeMap<VmId, VmPlacement>) -> Self {
+    pub fn with_restart(&self, placements: BTreeMap<VmId, VmPlacement>) -> Self {
         let mut next = self.next_version();
-        next.begin_generation(places);
+        next.begin_generation(placements);
         next
     }
 
     /// Begins another generation, in which VMs start from the first epochs of these hosts.
-    fn begin_generation(&mut self, places: BTreeMap<VmId, VmPlacement>) {
+    fn begin_generation(&mut self, placements: BTreeMap<VmId, VmPlacement>) {
         self.generation = self.generation.next();
         self.layout += 1;
         self.checkpoint = GlobalCheckpoint {
             number: self.checkpoint.number + 1,
             generation: self.generation,
             layout: self.layout,
-            marks: places.keys().map(|&vm| (vm, Epoch(0))).collect(),
+            marks: placements.keys().map(|&vm| (vm, Epoch(0))).collect(),
             ..self.checkpoint.clone()
         };
-        self.places = places;
+        self.placements = placements;
     }
 
     /// For a single VM: its backup has a standby from which it can run, or it has no backup any
@@ -88,7 +89,7 @@ impl FailoverRecord {
     pub fn with_backup(&self, backup: Option<HostId>) -> Self {
         let mut next = self.next_version();
         next.layout += 1;
-        next.places.values_mut().for_each(|placement| placement.backup = backup);
+        next.placements.values_mut().for_each(|placement| placement.backup = backup);
         if backup.is_some() {
             next.checkpoint.number += 1;
             (next.checkpoint.generation, next.checkpoint.layout) = (next.generation, next.layout);
@@ -100,7 +101,7 @@ impl FailoverRecord {
     /// run. Their backups have to be chosen again.
     pub fn with_adopting_host(&self, before: HostId, now: HostId) -> Self {
         let mut next = self.with_backup(None);
-        let its = next.places.values_mut().filter(|placement| placement.primary == before);
+        let its = next.placements.values_mut().filter(|placement| placement.primary == before);
         its.for_each(|placement| placement.primary = now);
         next
     }
@@ -109,7 +110,7 @@ impl FailoverRecord {
     /// them. They are where they were.
     pub fn with_inheriting_host(&self, before: HostId, now: HostId) -> Self {
         let mut next = self.next_version();
-        for placement in next.places.values_mut() {
+        for placement in next.placements.values_mut() {
             let own = |host| if host == before { now } else { host };
             *placement =
                 VmPlacement { primary: own(placement.primary), backup: placement.backup.map(own) };
@@ -119,7 +120,7 @@ impl FailoverRecord {
 
     /// The hosts that run a VM.
     pub fn primaries(&self) -> BTreeSet<HostId> {
-        self.places.values().map(|placement| placement.primary).collect()
+        self.placements.values().map(|placement| placement.primary).collect()
     }
 
     /// Whether today's backups have the standbys of the newest checkpoint.
@@ -131,7 +132,7 @@ impl FailoverRecord {
     pub fn is_separate(&self) -> bool {
         let primaries = self.primaries();
         !self
-            .places
+            .placements
             .values()
             .filter_map(|placement| placement.backup)
             .any(|host| primaries.contains(&host))
@@ -142,7 +143,7 @@ impl FailoverRecord {
     pub fn with_checkpoint(&self, checkpoint: &GlobalCheckpoint) -> Option<Self> {
         let here = (self.generation, self.layout, self.checkpoint.number + 1);
         let made = (checkpoint.generation, checkpoint.layout, checkpoint.number);
-        let all = self.places.keys().eq(checkpoint.marks.keys());
+        let all = self.placements.keys().eq(checkpoint.marks.keys());
         (made == here && all)
             .then(|| Self { checkpoint: checkpoint.clone(), ..self.next_version() })
     }
@@ -153,14 +154,14 @@ impl FailoverRecord {
         let ready = |placement: &VmPlacement| {
             placement.backup.is_some_and(|backup| hosts.contains(&backup))
         };
-        if !self.is_protected() || !self.places.values().all(ready) {
+        if !self.is_protected() || !self.placements.values().all(ready) {
             return None;
         }
         let mut next = self.next_version();
         next.generation = self.generation.next();
         next.layout += 1;
         next.fence.extend(self.primaries());
-        for placement in next.places.values_mut() {
+        for placement in next.placements.values_mut() {
             placement.primary = placement.backup.take().unwrap_or(placement.primary);
         }
         next.choose_backups(hosts);
@@ -171,12 +172,12 @@ impl FailoverRecord {
     /// changes nothing.
     pub(super) fn with_missing_backups(&self, hosts: &BTreeSet<HostId>) -> Option<Self> {
         let mut next = self.next_version();
-        for placement in next.places.values_mut() {
+        for placement in next.placements.values_mut() {
             placement.backup = placement.backup.filter(|backup| hosts.contains(backup));
         }
         next.choose_backups(hosts);
         next.layout += 1;
-        (next.places != self.places).then_some(next)
+        (next.placements != self.placements).then_some(next)
     }
 
     /// The record without fenced hosts that can't send any more; `None` if there are none.
@@ -197,7 +198,7 @@ impl FailoverRecord {
     fn choose_backups(&mut self, hosts: &BTreeSet<HostId>) {
         let primaries = self.primaries();
         let free: Vec<HostId> = hosts.difference(&primaries).copied().collect();
-        let missing = self.places.values_mut().filter(|placement| placement.backup.is_none());
+        let missing = self.placements.values_mut().filter(|placement| placement.backup.is_none());
         missing
             .zip(free.iter().cycle())
             .for_each(|(placement, host)| placement.backup = Some(*host));

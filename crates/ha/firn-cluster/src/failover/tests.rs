@@ -10,7 +10,7 @@ use crate::{Epoch, Generation, HostId, RequestNumber, VmId};
 const S: Duration = Duration::from_secs(1);
 const TERMS: LeaseTerms = LeaseTerms { ttl: Duration::from_secs(3), drift_ppm_max: 100 };
 
-fn places() -> BTreeMap<VmId, VmPlacement> {
+fn placements() -> BTreeMap<VmId, VmPlacement> {
     let placement = |primary| VmPlacement { primary: HostId(primary), backup: Some(HostId(2)) };
     BTreeMap::from([(VmId(0), placement(0)), (VmId(1), placement(1))])
 }
@@ -20,7 +20,7 @@ fn hosts(hosts: &[u16]) -> std::collections::BTreeSet<HostId> {
 }
 
 fn controller(alive: &[u16]) -> FailoverController {
-    FailoverController::new(FailoverRecord::new(places()), hosts(alive))
+    FailoverController::new(FailoverRecord::new(placements()), hosts(alive))
 }
 
 fn proposed(controller: &mut FailoverController) -> FailoverRecord {
@@ -37,7 +37,7 @@ fn checkpoint(register: &FailoverRecord) -> GlobalCheckpoint {
         generation: register.generation,
         layout: register.layout,
         request: RequestNumber::default(),
-        marks: register.places.keys().map(|&vm| (vm, Epoch(9))).collect(),
+        marks: register.placements.keys().map(|&vm| (vm, Epoch(9))).collect(),
     }
 }
 
@@ -47,7 +47,7 @@ fn a_failure_takes_every_vm_to_its_backup_once_the_old_primaries_are_fenced() {
     let register = proposed(&mut controller);
     assert_eq!(register.generation, Generation(1));
     assert_eq!(register.primaries(), hosts(&[2]));
-    assert!(register.places.values().all(|placement| placement.backup == Some(HostId(1))));
+    assert!(register.placements.values().all(|placement| placement.backup == Some(HostId(1))));
     assert_eq!(register.fence, hosts(&[0, 1]));
     let register = proposed(&mut controller);
     assert_eq!(register.fence, hosts(&[1]), "the lease of 0 is over");
@@ -67,7 +67,7 @@ fn a_lost_backup_is_replaced_without_going_back() {
     let mut controller = controller(&[0, 1, 3]);
     let register = proposed(&mut controller);
     assert_eq!((register.generation, register.layout), (Generation(0), 1));
-    assert!(register.places.values().all(|placement| placement.backup == Some(HostId(3))));
+    assert!(register.placements.values().all(|placement| placement.backup == Some(HostId(3))));
     assert!(!register.is_protected());
     controller.set_lease_holders(hosts(&[1, 3]));
     assert_eq!(
@@ -84,7 +84,7 @@ fn a_lost_backup_is_replaced_without_going_back() {
 fn a_primary_never_becomes_a_backup() {
     let mut controller = controller(&[0, 1]);
     let register = proposed(&mut controller);
-    assert!(register.places.values().all(|placement| placement.backup.is_none()));
+    assert!(register.placements.values().all(|placement| placement.backup.is_none()));
     assert_eq!(controller.next_decision(), ControllerDecision::Wait);
     controller.set_lease_holders(hosts(&[0, 1, 4]));
     assert!(proposed(&mut controller).is_separate());
@@ -105,7 +105,7 @@ fn a_planned_move_waits_for_a_checkpoint_of_everything() {
     controller.plan_failover();
     (0..2).for_each(|vm| controller.record_drained(VmId(vm), Epoch(9), Generation(0)));
     assert_eq!(controller.next_decision(), ControllerDecision::Wait);
-    let register = FailoverRecord::new(places());
+    let register = FailoverRecord::new(placements());
     controller.learn_record(&register.with_checkpoint(&checkpoint(&register)).unwrap());
     assert_eq!(proposed(&mut controller).generation, Generation(1));
     assert!(!controller.is_failover_planned());
@@ -113,7 +113,7 @@ fn a_planned_move_waits_for_a_checkpoint_of_everything() {
 
 #[test]
 fn a_checkpoint_of_another_timeline_or_layout_is_not_recorded() {
-    let register = FailoverRecord::new(places());
+    let register = FailoverRecord::new(placements());
     let good = checkpoint(&register);
     assert!(register.with_checkpoint(&good).is_some());
     let refused = |checkpoint| register.with_checkpoint(&checkpoint).is_none();
@@ -127,7 +127,7 @@ fn a_checkpoint_of_another_timeline_or_layout_is_not_recorded() {
 fn a_host_that_was_stopped_and_wakes_sends_nothing() {
     let mut guard = HostGuard::new(HostId(0), TERMS);
     assert!(matches!(
-        guard.record_grant(S, &FailoverRecord::new(places()))[..],
+        guard.record_grant(S, &FailoverRecord::new(placements()))[..],
         [GuardAction::Run { .. }]
     ));
     assert!(guard.may_send(2 * S) && guard.may_send(3 * S));
@@ -137,7 +137,7 @@ fn a_host_that_was_stopped_and_wakes_sends_nothing() {
 #[test]
 fn a_host_obeys_the_record_of_its_lease() {
     let mut guard = HostGuard::new(HostId(0), TERMS);
-    let old = FailoverRecord::new(places());
+    let old = FailoverRecord::new(placements());
     guard.record_grant(S, &old);
     let new = controller(&[1, 2]).clone();
     let ControllerDecision::Propose(new) = new.next_decision() else { panic!() };
@@ -151,14 +151,14 @@ fn a_host_obeys_the_record_of_its_lease() {
 #[test]
 fn a_cluster_that_has_ended_leaves_its_timeline_behind() {
     let mut guard = HostGuard::new(HostId(0), TERMS);
-    let first = FailoverRecord::new(places());
+    let first = FailoverRecord::new(placements());
     guard.record_grant(S, &first);
     let ended = first.with_end();
     assert!(ended.is_ended() && ended.is_protected());
     assert_eq!(ended.fence, hosts(&[0, 1]));
     let mut controller = FailoverController::new(ended.clone(), hosts(&[0]));
     assert_eq!(proposed(&mut controller).fence, hosts(&[0]), "1 can't send any more");
-    let again = ended.with_restart(places());
+    let again = ended.with_restart(placements());
     assert_eq!((again.generation, again.version), (Generation(2), 2));
     assert_eq!(again.fence, hosts(&[0, 1]), "who ran before may still send");
     assert_eq!(guard.learn_record(&again)[0], GuardAction::Stop(Generation(0)));
@@ -183,7 +183,7 @@ fn a_vm_of_its_own_has_the_backup_that_has_its_copy() {
     assert!(!next.is_protected(), "a second failure now would lose it");
     let taken_up = backed.with_adopting_host(HostId(0), HostId(7));
     assert_eq!(
-        taken_up.places,
+        taken_up.placements,
         BTreeMap::from([(VmId(0), VmPlacement { primary: HostId(7), backup: None })])
     );
     assert_eq!(
@@ -212,7 +212,7 @@ fn a_former_primary_may_run_a_new_cluster_after_its_lease() {
 fn a_host_that_finds_no_record_stops() {
     let mut guard = HostGuard::new(HostId(0), TERMS);
     assert_eq!(guard.lose_record(), None);
-    guard.record_grant(S, &FailoverRecord::new(places()));
+    guard.record_grant(S, &FailoverRecord::new(placements()));
     assert_eq!(guard.may_send_until().map(|(generation, _)| generation), Some(Generation(0)));
     assert_eq!(guard.lose_record(), Some(GuardAction::Stop(Generation(0))));
     assert!(!guard.may_send(2 * S) && guard.may_send_until().is_none());

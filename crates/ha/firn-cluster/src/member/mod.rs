@@ -6,7 +6,7 @@
 //!         send_frame                                             receive_frame
 //!    VM a ----------> FrameOutbox, stored ------> switches ... ------------> CutMarker: cut first
 //!                      |  stamped with a's mark   (may drop, duplicate, reorder)   |
-//!                      |                                            FrameInbox: once, in order
+//!                      |                                            ReceiveCounters: once, in order
 //!                      |  <----------- "send again from 7 on" -------------        |
 //!                      '-- with the epoch to the backup: StandbyNic                '--> VM b
 //! ```

@@ -11,7 +11,7 @@ use super::standby_nic::{NicEpoch, StandbyNic};
 use super::wire::{CARRIED_BYTES_MAX, MemberMessage, MessageContent, MessageEnds, is_wrapped};
 use crate::cut::{CutMarker, MarkAnswer, StampDecision};
 use crate::output::{
-    FrameDestination, FrameInbox, FrameOutbox, InboxDecision, InputFlow, SentFrame,
+    FrameDestination, FrameOutbox, InputFlow, ReceiveCounters, ReceiveDecision, SentFrame,
 };
 use crate::switch::MacAddress;
 use crate::{Epoch, FrameNumber, Generation, RequestNumber, VmId};
@@ -106,7 +106,7 @@ pub struct MemberNic {
     others: BTreeMap<VmId, PeerMember>,
     times: MemberTimes,
     outbox: FrameOutbox<StoredFrame>,
-    inbox: FrameInbox,
+    counters: ReceiveCounters,
     marker: CutMarker,
     running: Epoch,
     global: Epoch,
@@ -141,7 +141,7 @@ impl MemberNic {
             others: others.map(|&(vm, mac)| (vm, other(mac))).collect(),
             times,
             outbox: kept.outbox,
-            inbox: kept.inbox,
+            counters: kept.counters,
             marker: CutMarker::new(generation, layout, own, base),
             running: base.next(),
             global: base,
@@ -227,13 +227,17 @@ impl MemberNic {
     pub fn cut_epoch(&mut self) -> NicEpoch {
         let epoch = self.running;
         let is_first = std::mem::replace(&mut self.is_open, false);
-        self.inbox.record_cut(epoch);
+        self.counters.record_cut(epoch);
         self.marker.record_cut(epoch);
         self.running = epoch.next();
         NicEpoch {
             begins: if is_first { self.outbox.lane_starts().collect() } else { Vec::new() },
             sent: self.outbox.frames_of(epoch),
-            received: self.others.keys().map(|&vm| (vm, self.inbox.newest_received(vm))).collect(),
+            received: self
+                .others
+                .keys()
+                .map(|&vm| (vm, self.counters.newest_received(vm)))
+                .collect(),
             trimmed: std::mem::take(&mut self.trimmed).into_iter().collect(),
         }
     }
@@ -270,7 +274,7 @@ impl MemberNic {
     /// Records a global checkpoint that includes this VM at that epoch: its frames to the outside
     /// are released, and the other members are informed which frames they need not store any more.
     pub fn record_global_checkpoint(&mut self, epoch: Epoch) -> Vec<MemberAction> {
-        let mut included = self.inbox.record_global_checkpoint(epoch);
+        let mut included = self.counters.drop_cuts_before(epoch);
         included.retain(|(_, seq)| *seq > FrameNumber(0));
         let notices = included
             .into_iter()
@@ -420,15 +424,15 @@ impl MemberNic {
         let (from, _) = message.ends.from;
         let mut actions = Vec::new();
         match message.content {
-            MessageContent::Frame(seq, frame) => match self.inbox.accept_frame(from, seq) {
-                InboxDecision::Deliver => actions.push(MemberAction::Deliver(frame.to_vec())),
-                InboxDecision::Known => {}
-                InboxDecision::Missing(next) => {
+            MessageContent::Frame(seq, frame) => match self.counters.accept_frame(from, seq) {
+                ReceiveDecision::Deliver => actions.push(MemberAction::Deliver(frame.to_vec())),
+                ReceiveDecision::Known => {}
+                ReceiveDecision::Missing(next) => {
                     actions.extend(self.report_missing(from, next, now))
                 }
             },
             MessageContent::Newest(_) => {
-                let newest = self.inbox.newest_received(from);
+                let newest = self.counters.newest_received(from);
                 actions.extend(self.build_message(from, MessageContent::Expects(newest.next())));
                 let included = self.is_open.then_some(MessageContent::Included(newest));
                 actions.extend(included.and_then(|content| self.build_message(from, content)));

@@ -4,7 +4,7 @@
 use serde::{Deserialize, Serialize};
 
 use super::nic::StoredFrame;
-use crate::output::{FrameDestination, FrameInbox, FrameOutbox, SentFrame};
+use crate::output::{FrameDestination, FrameOutbox, ReceiveCounters, SentFrame};
 use crate::{Epoch, FrameNumber, VmId};
 
 /// The state of a card that belongs to an epoch of its VM.
@@ -26,14 +26,14 @@ pub struct NicEpoch {
 #[derive(Clone, Debug)]
 pub struct StandbyNic {
     pub(super) outbox: FrameOutbox<StoredFrame>,
-    pub(super) inbox: FrameInbox,
+    pub(super) counters: ReceiveCounters,
 }
 
 impl StandbyNic {
     /// The copy of a card that has sent and received no frames at the end of `base`, for
     /// `bytes_max` bytes.
     pub fn new(base: Epoch, bytes_max: usize) -> Self {
-        Self { outbox: FrameOutbox::new(bytes_max), inbox: FrameInbox::new(base) }
+        Self { outbox: FrameOutbox::new(bytes_max), counters: ReceiveCounters::new(base) }
     }
 
     /// Completes an epoch. It may still be dropped, with those after it, by [`Self::roll_back`].
@@ -53,7 +53,7 @@ impl StandbyNic {
             let cost = frame.memory_bytes();
             self.outbox.push_frame(epoch, to, frame, cost);
         }
-        self.inbox.record_cut_with(epoch, of.received);
+        self.counters.record_cut_with(epoch, of.received);
     }
 
     /// Records that frames to the outside were sent, up to this one. The primary reports it without
@@ -65,7 +65,7 @@ impl StandbyNic {
     /// Records a global checkpoint that includes the VM at that epoch: no failover goes back behind
     /// it.
     pub fn record_global_checkpoint(&mut self, epoch: Epoch) {
-        self.inbox.record_global_checkpoint(epoch);
+        self.counters.drop_cuts_before(epoch);
     }
 
     /// The stored bytes, with their overhead.
@@ -76,6 +76,6 @@ impl StandbyNic {
     /// Goes back to the end of that epoch, from which the VM is to run.
     pub fn roll_back(&mut self, epoch: Epoch) {
         self.outbox.roll_back(epoch);
-        self.inbox.roll_back(epoch);
+        self.counters.roll_back(epoch);
     }
 }

@@ -49,7 +49,7 @@ struct Node {
     /// The newest frame that was transmitted to the outside, and the newest one that the backup
     /// knows to have been transmitted.
     out: FrameNumber,
-    told: FrameNumber,
+    newest_reported: FrameNumber,
 }
 
 struct World {
@@ -92,7 +92,7 @@ impl World {
                 complete: Epoch(0),
                 committed: Epoch(0),
                 out: FrameNumber(0),
-                told: FrameNumber(0),
+                newest_reported: FrameNumber(0),
             }
         };
         Self {
@@ -150,7 +150,7 @@ impl World {
             .iter()
             .filter(|(to, _)| *to == FrameDestination::Outside)
             .map(|(_, seq)| *seq);
-        node.told = gone.max().unwrap_or_default().max(node.told);
+        node.newest_reported = gone.max().unwrap_or_default().max(node.newest_reported);
         node.kept.complete_epoch(epoch, of);
         node.states.insert(epoch, node.guest.clone());
         node.complete = epoch;
@@ -176,7 +176,7 @@ impl World {
                 MemberAction::Send(frame) => self.wire.push(frame),
                 MemberAction::Out(seq, frame) => {
                     let node = self.node(vm);
-                    assert!(seq > node.told, "the backup knew that {seq:?} had left");
+                    assert!(seq > node.newest_reported, "the backup knew that {seq:?} had left");
                     node.out = seq;
                     self.outside.push(read(&frame));
                 }
@@ -216,7 +216,7 @@ impl World {
         node.member.record_released(node.out);
         if at_once {
             node.kept.record_released(node.out);
-            node.told = node.out.max(node.told);
+            node.newest_reported = node.out.max(node.newest_reported);
         }
     }
 

@@ -24,14 +24,14 @@
 //!
 //! Frames are numbered per sender and destination. The sender's half ([`FrameOutbox`]) stores each
 //! frame until the receiver's part of a global checkpoint includes it, and is sent to the backup
-//! with the epoch. The receiver's half ([`FrameInbox`]) records the newest received frame at each
-//! of its cuts. After a rollback, frames that the sender's state has sent and the receiver's state
-//! has not received are sent again: none is lost, so that TCP doesn't back off, and none is
+//! with the epoch. The receiver's half ([`ReceiveCounters`]) records the newest received frame at
+//! each of its cuts. After a rollback, frames that the sender's state has sent and the receiver's
+//! state has not received are sent again: none is lost, so that TCP doesn't back off, and none is
 //! received twice.
 //!
-//! The outside has no inbox. If a host dies between sending a frame and reporting it, the backup
-//! sends the frame again: the same bytes, which are a retransmission to TCP. The alternative would
-//! be to lose it; without the receiver's help there is no third.
+//! The outside has no receive counters. If a host dies between sending a frame and reporting it,
+//! the backup sends the frame again: the same bytes, which are a retransmission to TCP. The
+//! alternative would be to lose it; without the receiver's help there is no third.
 //!
 //! # At the bound
 //!
@@ -41,11 +41,11 @@
 //! slow network. Epochs continue, so that buffered frames will be released. A frame that was being
 //! read is still taken: the bound may be exceeded by one frame per network card.
 
-mod inbox;
 mod outbox;
+mod receive_counters;
 
-pub use inbox::{FrameInbox, InboxDecision};
 pub use outbox::{FrameDestination, FrameOutbox, InputFlow, SentFrame};
+pub use receive_counters::{ReceiveCounters, ReceiveDecision};
 
 #[cfg(test)]
 mod tests;

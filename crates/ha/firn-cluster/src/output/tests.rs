@@ -65,17 +65,20 @@ fn at_the_bound_the_vm_is_not_read_from_until_half_is_free() {
 }
 
 #[test]
-fn an_inbox_takes_each_frame_once_and_in_order() {
-    let mut inbox = FrameInbox::new(Epoch(0));
-    assert_eq!(inbox.accept_frame(VmId(7), FrameNumber(2)), InboxDecision::Missing(FrameNumber(1)));
-    assert_eq!(inbox.accept_frame(VmId(7), FrameNumber(1)), InboxDecision::Deliver);
-    assert_eq!(inbox.accept_frame(VmId(7), FrameNumber(1)), InboxDecision::Known);
-    inbox.record_cut(Epoch(1));
-    assert_eq!(inbox.accept_frame(VmId(7), FrameNumber(2)), InboxDecision::Deliver);
-    inbox.record_cut(Epoch(2));
-    assert_eq!(inbox.record_global_checkpoint(Epoch(1)), [(VmId(7), FrameNumber(1))]);
-    inbox.roll_back(Epoch(1));
-    assert_eq!(inbox.accept_frame(VmId(7), FrameNumber(2)), InboxDecision::Deliver);
+fn each_frame_is_accepted_once_and_in_order() {
+    let mut counters = ReceiveCounters::new(Epoch(0));
+    assert_eq!(
+        counters.accept_frame(VmId(7), FrameNumber(2)),
+        ReceiveDecision::Missing(FrameNumber(1))
+    );
+    assert_eq!(counters.accept_frame(VmId(7), FrameNumber(1)), ReceiveDecision::Deliver);
+    assert_eq!(counters.accept_frame(VmId(7), FrameNumber(1)), ReceiveDecision::Known);
+    counters.record_cut(Epoch(1));
+    assert_eq!(counters.accept_frame(VmId(7), FrameNumber(2)), ReceiveDecision::Deliver);
+    counters.record_cut(Epoch(2));
+    assert_eq!(counters.drop_cuts_before(Epoch(1)), [(VmId(7), FrameNumber(1))]);
+    counters.roll_back(Epoch(1));
+    assert_eq!(counters.accept_frame(VmId(7), FrameNumber(2)), ReceiveDecision::Deliver);
 }
 
 proptest! {

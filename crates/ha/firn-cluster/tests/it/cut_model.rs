@@ -23,7 +23,9 @@ use firn_cluster::cut::{
 use firn_cluster::epoch::{
     BackupEpochs, EpochLimits, EpochPieceHeader, PrimaryAction, PrimaryEpochs,
 };
-use firn_cluster::output::{FrameDestination, FrameInbox, FrameOutbox, InboxDecision, SentFrame};
+use firn_cluster::output::{
+    FrameDestination, FrameOutbox, ReceiveCounters, ReceiveDecision, SentFrame,
+};
 use firn_cluster::{Epoch, FrameNumber, Generation, RequestNumber, VmId};
 
 use crate::explore::{Effort, Model, Wrong, explore, fingerprint};
@@ -75,7 +77,7 @@ struct Guest {
 struct Copy {
     guest: Guest,
     outbox: FrameOutbox<Born>,
-    inbox: FrameInbox,
+    counters: ReceiveCounters,
 }
 
 #[derive(Clone, Debug, PartialEq, Eq, Hash)]
@@ -251,7 +253,7 @@ impl Bounds {
         let node = state.node(vm);
         let epoch = node.primary.running_epoch();
         assert_eq!(node.primary.request_cut(NOW), [PrimaryAction::Cut(epoch)]);
-        node.live.inbox.record_cut(epoch);
+        node.live.counters.record_cut(epoch);
         node.marker.record_cut(epoch);
         node.copies.insert(epoch, node.live.clone());
         node.primary.finish_cut(Duration::ZERO, 1);
@@ -289,7 +291,7 @@ impl Bounds {
         if node.marker.check_frame(stamp) != StampDecision::Deliver {
             return;
         }
-        if node.live.inbox.accept_frame(frame.from, frame.seq) == InboxDecision::Deliver {
+        if node.live.counters.accept_frame(frame.from, frame.seq) == ReceiveDecision::Deliver {
             node.live.guest.received.entry(frame.from).or_default().push(frame.born);
         }
     }
@@ -331,7 +333,7 @@ impl Bounds {
             return;
         }
         node.copies = node.copies.split_off(&epoch);
-        let trims = node.live.inbox.record_global_checkpoint(epoch);
+        let trims = node.live.counters.drop_cuts_before(epoch);
         for (from, seq) in trims {
             let outbox = &mut state.node(from).live.outbox;
             outbox.trim_up_to(FrameDestination::Vm(vm), seq);
@@ -352,7 +354,7 @@ impl Bounds {
             }
             let mut live = node.copies[&epoch].clone();
             live.outbox.roll_back(epoch);
-            live.inbox.roll_back(epoch);
+            live.counters.roll_back(epoch);
             *node = Node::new(vm, generation, epoch, live);
         }
         state.initiator = initiator(state.generation, state.term, state.register.number);
@@ -405,7 +407,7 @@ impl Bounds {
         let stamp = node.marker.current_stamp();
         let (of_now, known) = (
             frame.stamp.generation == stamp.generation,
-            node.live.inbox.newest_received(frame.from),
+            node.live.counters.newest_received(frame.from),
         );
         let of_now = of_now || self.without == Without::Generations;
         let waits = frame.stamp.mark > stamp.mark && node.marker.is_cut_needed();
@@ -472,7 +474,7 @@ impl Model for Bounds {
         let live = Copy {
             guest: Guest::default(),
             outbox: FrameOutbox::new(99),
-            inbox: FrameInbox::new(Epoch(0)),
+            counters: ReceiveCounters::new(Epoch(0)),
         };
         let generation = Generation(1);
         let register = GlobalCheckpoint {

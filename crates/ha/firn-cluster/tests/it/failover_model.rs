@@ -117,11 +117,11 @@ fn hosts() -> impl Iterator<Item = HostId> {
 }
 
 fn first_register() -> FailoverRecord {
-    let place = |primary| VmPlacement { primary: HostId(primary), backup: Some(HostId(2)) };
+    let placement = |primary| VmPlacement { primary: HostId(primary), backup: Some(HostId(2)) };
     FailoverRecord::new(BTreeMap::from([
-        (VmId(0), place(0)),
-        (VmId(1), place(0)),
-        (VmId(2), place(1)),
+        (VmId(0), placement(0)),
+        (VmId(1), placement(0)),
+        (VmId(2), placement(1)),
     ]))
 }
 
@@ -146,8 +146,8 @@ impl Hash for State {
         self.granted.iter().for_each(|(host, at)| (host, self.now - at).hash(hasher));
         for register in [Some(&self.register), Some(&self.before), self.proposal.as_ref()] {
             let essence = |of: &Rc<FailoverRecord>| {
-                let FailoverRecord { generation, places, fence, .. } = &**of;
-                (*generation, places.clone(), fence.clone(), of.is_protected())
+                let FailoverRecord { generation, placements, fence, .. } = &**of;
+                (*generation, placements.clone(), fence.clone(), of.is_protected())
             };
             register.map(essence).hash(hasher);
         }
@@ -265,7 +265,7 @@ impl Bounds {
     /// dead.
     fn decision_by_hand(&self, state: &State, dead: &[HostId]) -> Option<Rc<FailoverRecord>> {
         let register = &state.register;
-        let backup = register.places.values().next()?.backup?;
+        let backup = register.placements.values().next()?.backup?;
         let dead: BTreeSet<HostId> = dead.iter().copied().collect();
         let leases = state.grants().unexpired_hosts(clock(state.now));
         let decision = decide_manual_failover(register, &leases, backup, &dead);
@@ -290,10 +290,12 @@ impl Bounds {
     fn checkpoint_is_possible(&self, state: &State) -> bool {
         let register = &state.register;
         let runs = |host| !state.crashed(host) && state.runs(host) == Some(register.generation);
-        let good = |place: &VmPlacement| {
-            runs(place.primary) && place.backup.is_some_and(|backup| !state.crashed(backup))
+        let good = |placement: &VmPlacement| {
+            runs(placement.primary) && placement.backup.is_some_and(|backup| !state.crashed(backup))
         };
-        !register.is_protected() && register.fence.is_empty() && register.places.values().all(good)
+        !register.is_protected()
+            && register.fence.is_empty()
+            && register.placements.values().all(good)
     }
 
     fn checkpoint(&self, state: &mut State) {
@@ -442,13 +444,14 @@ impl Model for Bounds {
             return Some(format!("{wrong}, when all is well again"));
         }
         let register = &state.register;
-        let runs = |place: &VmPlacement| {
-            let now = state.runs(place.primary) == Some(register.generation);
-            now && register.fence.is_empty() && self.may_send(&state, place.primary)
+        let runs = |placement: &VmPlacement| {
+            let now = state.runs(placement.primary) == Some(register.generation);
+            now && register.fence.is_empty() && self.may_send(&state, placement.primary)
         };
-        let all_run = register.places.values().all(runs);
-        let copy = |place: &VmPlacement| place.backup.is_some_and(|backup| !state.crashed(backup));
-        let copies = register.is_protected() && register.places.values().all(copy);
+        let all_run = register.placements.values().all(runs);
+        let copy =
+            |placement: &VmPlacement| placement.backup.is_some_and(|backup| !state.crashed(backup));
+        let copies = register.is_protected() && register.placements.values().all(copy);
         let lost = register.primaries().into_iter().any(|host| state.crashed(host)) && !copies;
         (!all_run && !lost).then(|| "the cluster stands still".to_owned())
     }

@@ -165,7 +165,7 @@ impl Hash for Host {
 }
 
 fn hash_record(record: &FailoverRecord, hasher: &mut impl Hasher) {
-    (record.generation, &record.places, &record.fence, record.is_protected()).hash(hasher);
+    (record.generation, &record.placements, &record.fence, record.is_protected()).hash(hasher);
 }
 
 /// Times and versions of records matter only by their differences.
@@ -200,8 +200,8 @@ impl State {
 
     fn is_named(&self, at: usize) -> bool {
         let number = self.hosts[at].number;
-        let mut places = self.record.places.values();
-        places.any(|place| place.primary == number || place.backup == Some(number))
+        let mut placements = self.record.placements.values();
+        placements.any(|placement| placement.primary == number || placement.backup == Some(number))
     }
 
     /// The host requests the lease, or only reads the record.
@@ -288,7 +288,7 @@ impl State {
     fn plan_of(&self, at: usize) -> Action {
         let me = self.hosts[at].number;
         let mine = (0..me.0).map(HostId).filter(|it| host(*it) == at).collect();
-        let number = self.record.places.keys().next().copied();
+        let number = self.record.placements.keys().next().copied();
         let vms = BTreeMap::from([((), LocalVm { number, state: self.observe(at) })]);
         let (coordinator, is_kept, is_cut_off) = (Coordinator::Primary, false, false);
         let here = ObservedCluster { coordinator, vms, is_kept, is_cut_off };
@@ -607,8 +607,8 @@ impl Model for Bounds {
     type Step = Step;
 
     fn start(&self) -> State {
-        let place = VmPlacement { primary: HostId(0), backup: Some(HostId(1)) };
-        let record = Rc::new(FailoverRecord::new(BTreeMap::from([(VmId(0), place)])));
+        let placement = VmPlacement { primary: HostId(0), backup: Some(HostId(1)) };
+        let record = Rc::new(FailoverRecord::new(BTreeMap::from([(VmId(0), placement)])));
         let (lease, version, is_hung, is_undone) = (Some(0), 0, false, false);
         let stream = Some((1, true));
         let runs =
@@ -708,9 +708,9 @@ impl Model for Bounds {
             return Some(format!("{wrong}, when all is well again"));
         }
         let record = &state.record;
-        let place = record.places.values().next()?;
-        let at = host(place.primary);
-        let is_heard = state.hosts[at].number == place.primary
+        let placement = record.placements.values().next()?;
+        let at = host(placement.primary);
+        let is_heard = state.hosts[at].number == placement.primary
             && state.sends(at)
             && matches!(&state.hosts[at].vm, Vm::Runs { version, released, .. } if version == released);
         let counts = |number: HostId| {
@@ -722,8 +722,8 @@ impl Model for Bounds {
             let has_yielded = it.yielded == Some(record.generation);
             has && it.number == number && !it.has_given_up && !has_yielded
         };
-        let has_copy =
-            counts(place.primary) || (record.is_protected() && place.backup.is_some_and(counts));
+        let has_copy = counts(placement.primary)
+            || (record.is_protected() && placement.backup.is_some_and(counts));
         (!is_heard && has_copy).then(|| "the VM stands still, though a copy is there".to_owned())
     }
 }

@@ -214,7 +214,8 @@ impl<'a> NbdConnection<'a> {
             NbdCommand::Flush => disk.flush()?,
             NbdCommand::Disconnect | NbdCommand::Unknown(_) => {}
         }
-        if request.is_durable() && !matches!(request.command, NbdCommand::Read | NbdCommand::Flush)
+        if request.requires_durability()
+            && !matches!(request.command, NbdCommand::Read | NbdCommand::Flush)
         {
             disk.flush()?;
         }

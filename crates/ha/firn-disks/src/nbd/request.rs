@@ -89,8 +89,8 @@ impl NbdRequest {
         if self.command == NbdCommand::Write { self.length } else { 0 }
     }
 
-    /// Whether the reply must wait until the change is durable.
-    pub fn is_durable(&self) -> bool {
+    /// Whether the client requires that the change is durable before the reply (FUA).
+    pub fn requires_durability(&self) -> bool {
         self.flags & FLAG_FUA != 0
     }
 
@@ -182,7 +182,7 @@ mod tests {
             length: 512,
         };
         assert_eq!(NbdRequest::parse(&bytes), Some(expected));
-        assert!(expected.is_durable() && expected.data_bytes() == 512);
+        assert!(expected.requires_durability() && expected.data_bytes() == 512);
         bytes[0] ^= 1;
         assert_eq!(NbdRequest::parse(&bytes), None);
     }

@@ -4,7 +4,7 @@ use std::time::{Duration, Instant};
 
 use crossbeam_channel::{Receiver, Sender};
 
-use crate::primary_end::PrimaryEnd;
+use crate::protection_end::ProtectionEnd;
 use crate::sender::{ConnectionEvent, SendJob};
 
 /// How long the message may take to be sent and acknowledged. A backup that misses it learns of the
@@ -15,11 +15,11 @@ const REPORT_TIMEOUT: Duration = Duration::from_secs(2);
 pub(super) fn report_end(
     jobs: &Sender<SendJob>,
     events: &Receiver<ConnectionEvent>,
-    end: PrimaryEnd,
+    end: ProtectionEnd,
 ) {
     let deadline = Instant::now() + REPORT_TIMEOUT;
     tracing::info!("the backup is informed: {end}");
-    if jobs.send_deadline(SendJob::PrimaryEnd(end), deadline).is_err() {
+    if jobs.send_deadline(SendJob::ProtectionEnd(end), deadline).is_err() {
         return tracing::warn!("the sender has stopped: the backup is not informed how this ended");
     }
     while let Ok(event) = events.recv_deadline(deadline) {

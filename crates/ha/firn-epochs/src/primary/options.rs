@@ -12,7 +12,7 @@ use firn_cluster::{Epoch, FrameNumber};
 use serde::{Deserialize, Serialize};
 
 use crate::guest::{ExitReport, GuestError, GuestRunTrouble};
-use crate::primary_end::PrimaryEnd;
+use crate::protection_end::ProtectionEnd;
 
 /// The guest time that a page fault takes which only records a write. Copying the page takes a
 /// fifth of that.
@@ -179,7 +179,7 @@ pub trait ProtectionCallbacks {
         &self,
         _error: Option<&GuestError>,
         _exit_report: &ExitReport,
-    ) -> Option<PrimaryEnd> {
+    ) -> Option<ProtectionEnd> {
         None
     }
 

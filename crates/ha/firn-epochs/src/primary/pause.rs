@@ -54,7 +54,7 @@ pub(super) fn copy_ahead(
     }
     let pages = predictor.plan_ahead(&scanned);
     guest.protect_running(&pages)?;
-    firn_fault::pass_point("protect.ahead");
+    firn_fault::pass_point("protect.protected-ahead");
     guest.copy_running(&pages, bytes)?;
     Ok(pages.iter().collect())
 }

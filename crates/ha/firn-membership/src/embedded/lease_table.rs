@@ -7,9 +7,9 @@
 //!   a view:            still the leader? --- the record --- the grants
 //! ```
 //!
-//! A grant is noted *before* the leader confirms that it leads and reads the record again. So a
+//! A grant is recorded *before* the leader confirms that it leads and reads the record again. So a
 //! view whose record fences a host comes with every grant that this leader made to it: a grant that
-//! is noted later is followed by a later read of the record, and is refused.
+//! is recorded later is followed by a later read of the record, and is refused.
 //!
 //! The start of a term covers the grants of earlier leaders. A host that was granted a lease had
 //! requested it before its leader was confirmed by a majority. That was before the election of any

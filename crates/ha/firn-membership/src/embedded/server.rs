@@ -163,8 +163,8 @@ impl RaftServer {
             StoreRequest::Change(cluster, from, to) => {
                 to.to_json().map_err(StoreResponse::Trouble)?;
                 let leader = running.confirm_leadership().await?;
-                let are_there =
-                    running.read_state(&leader, |state| state.has_members(&to.named_hosts()))?;
+                let are_there = running
+                    .read_state(&leader, |state| state.have_all_joined(&to.named_hosts()))?;
                 self.require(are_there, "the record names a host that has never joined")?;
                 match running.write_entry(StateOperation::Change(cluster, from, to)).await? {
                     OperationResult::Changed(changed) => Ok(StoreResponse::Changed(changed)),
@@ -203,7 +203,7 @@ impl RaftServer {
             running.machine.lock_applied().state.names().get(&host).is_none_or(|it| it == name)
         };
         self.require(from.is_none_or(is_its), "asks for another host's lease")?;
-        // A request of a fenced host is not noted: its lease would never expire.
+        // A request of a fenced host is not recorded: its lease would never expire.
         let early = running.machine.lock_applied().state.record_of(cluster);
         if is_fenced(&early, host) {
             let leader = running.confirm_leadership().await?;

@@ -20,7 +20,8 @@ pub enum StateOperation {
 /// The result of an entry.
 #[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 pub enum OperationResult {
-    /// Nothing that a client waits for.
+    /// The result of an entry of raft's own: a blank entry, or a change of the raft servers. No
+    /// client waits for it.
     #[default]
     Nothing,
     /// The host's number; `None` if all numbers are taken.
@@ -62,8 +63,8 @@ impl ReplicatedState {
         self.records.keys().cloned().collect()
     }
 
-    /// Whether hosts with all these numbers have joined.
-    pub fn has_members(&self, hosts: &BTreeSet<HostId>) -> bool {
+    /// Whether hosts with all these numbers have ever joined. Some of them may have ended since.
+    pub fn have_all_joined(&self, hosts: &BTreeSet<HostId>) -> bool {
         hosts.iter().all(|host| u32::from(host.0) < self.next)
     }
 
@@ -76,12 +77,13 @@ impl ReplicatedState {
         let host = HostId(u16::try_from(self.next).ok()?);
         self.next += 1;
         // Earlier hosts of that name have ended. A record may still name them.
-        let named = |host: &HostId| {
+        let is_in_a_record = |host: &HostId| {
             self.records.values().any(|(_, record)| record.named_hosts().contains(host))
         };
         let gone: Vec<HostId> =
             self.names.iter().filter(|(_, old)| **old == name).map(|(host, _)| *host).collect();
-        let forgotten: Vec<HostId> = gone.into_iter().filter(|host| !named(host)).collect();
+        let forgotten: Vec<HostId> =
+            gone.into_iter().filter(|host| !is_in_a_record(host)).collect();
         forgotten.iter().for_each(|host| drop(self.names.remove(host)));
         self.names.insert(host, name);
         Some(host)
@@ -151,8 +153,8 @@ mod tests {
         assert_eq!(join(&mut state, "a"), Some(HostId(1)));
         assert_eq!(join(&mut state, "a"), Some(HostId(2)));
         assert!(
-            state.has_members(&[HostId(0), HostId(2)].into())
-                && !state.has_members(&[HostId(3)].into())
+            state.have_all_joined(&[HostId(0), HostId(2)].into())
+                && !state.have_all_joined(&[HostId(3)].into())
         );
         let known: Vec<HostId> = state.names().keys().copied().collect();
         assert_eq!(known, [HostId(0), HostId(2)], "the record names 0, nobody names 1");

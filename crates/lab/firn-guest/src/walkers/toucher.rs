@@ -1,7 +1,7 @@
 //! `firn-guest toucher`: every vCPU touches pages of its own, and only those.
 //!
-//! Each page records its owner ([`crate::stamp::owner_of`]), so a check of an image shows whether
-//! one vCPU touched all pages of one locality block.
+//! Each page records its writer ([`crate::stamp::read_stamp`]), so a check of an image shows
+//! whether one vCPU touched all pages of one locality block.
 
 use std::time::Duration;
 

@@ -86,11 +86,11 @@ fn fill_file(path: &Path) -> Result<(), ThrottleError> {
 pub fn probe_disk(path: &Path) -> Result<ProbeResult, ThrottleError> {
     let file = File::open(path).map_err(io_error_at(path))?;
     fadvise(&file, 0, None, Advice::Random).map_err(|errno| io_error_at(path)(errno.into()))?;
-    let places = file.metadata().map_err(io_error_at(path))?.len() / READ_BYTES as u64;
+    let read_count = file.metadata().map_err(io_error_at(path))?.len() / READ_BYTES as u64;
     let mut buffer = [0; READ_BYTES];
     let (start, mut reads) = (Instant::now(), 0_u64);
-    while reads < places && start.elapsed() < READ_TIME_MAX {
-        let offset = scattered_index(reads, places) * READ_BYTES as u64;
+    while reads < read_count && start.elapsed() < READ_TIME_MAX {
+        let offset = scattered_index(reads, read_count) * READ_BYTES as u64;
         file.read_exact_at(&mut buffer, offset).map_err(io_error_at(path))?;
         reads += 1;
     }
@@ -98,10 +98,10 @@ pub fn probe_disk(path: &Path) -> Result<ProbeResult, ThrottleError> {
     Ok(ProbeResult { iops: reads as f64 / seconds, read_ms: seconds * 1e3 / reads.max(1) as f64 })
 }
 
-/// A permutation of `0..places` that jumps: the step has no divisor in common with any power of
+/// A permutation of `0..read_count` that jumps: the step has no divisor in common with any power of
 /// two.
-fn scattered_index(index: u64, places: u64) -> u64 {
-    (index * 7919 + 13) % places.max(1)
+fn scattered_index(index: u64, read_count: u64) -> u64 {
+    (index * 7919 + 13) % read_count.max(1)
 }
 
 #[cfg(test)]
@@ -110,10 +110,11 @@ mod tests {
 
     #[test]
     fn every_place_is_read_once() {
-        let places = FILE_BYTES / READ_BYTES as u64;
-        let mut seen: Vec<u64> = (0..places).map(|index| scattered_index(index, places)).collect();
+        let read_count = FILE_BYTES / READ_BYTES as u64;
+        let mut seen: Vec<u64> =
+            (0..read_count).map(|index| scattered_index(index, read_count)).collect();
         seen.sort_unstable();
-        assert!(seen.iter().copied().eq(0..places));
+        assert!(seen.iter().copied().eq(0..read_count));
     }
 
     #[test]

@@ -76,7 +76,7 @@ pub fn run(lab: &Lab) -> Result<Report> {
         bench.measure_pause(system, &mut report)
     })?;
     lab.firn().stop(VM);
-    add_figures(&systems, &mut report);
+    add_numbers(&systems, &mut report);
     let drawing = draw_plot(&systems, &report)?;
     report.add_drawing("cow-downtime", drawing);
     Ok(report)
@@ -219,7 +219,7 @@ fn to_ms(duration: Duration) -> f64 {
     duration.as_secs_f64() * 1e3
 }
 
-fn add_figures(systems: &[DowntimeSystem], report: &mut Report) {
+fn add_numbers(systems: &[DowntimeSystem], report: &mut Report) {
     for system in systems {
         let name = system.name();
         let key = |what: &str| match system {

@@ -64,7 +64,7 @@ pub fn run(lab: &Lab) -> Result<Report> {
         guest.stop_guest()
     })?;
     guests.into_iter().for_each(LoadedGuest::end_guest);
-    add_figures(&cases, &mut report);
+    add_numbers(&cases, &mut report);
     let drawing = draw_plot(sizes, &report)?;
     report.add_drawing("cow-writers", drawing);
     Ok(report)
@@ -84,7 +84,7 @@ fn cases_for(mib: u32) -> impl Iterator<Item = PauseCase> {
     })
 }
 
-fn add_figures(cases: &[PauseCase], report: &mut Report) {
+fn add_numbers(cases: &[PauseCase], report: &mut Report) {
     for PauseCase { name, .. } in cases {
         for (key, system) in [("downtime_ms", PauseSystem::Firn), ("floor_ms", PauseSystem::Floor)]
         {
@@ -156,7 +156,7 @@ mod tests {
                     "pause_ms": pause_ms, "still_ms": pause_ms, "stall_ms": pause_ms * 2.0 }));
             }
         }
-        add_figures(&cases, &mut report);
+        add_numbers(&cases, &mut report);
         assert_eq!(report.figure_value("flatness_p95"), Some(4.0));
         assert_eq!(report.figure_value("flatness_to_floor_p95"), Some(1.0));
         assert_eq!(report.figure_value("longest_stall_ms.p999"), Some(16.0));

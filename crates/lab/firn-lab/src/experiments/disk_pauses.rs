@@ -65,7 +65,7 @@ pub fn run(lab: &Lab) -> Result<Report> {
     })?;
     bench.check_disks()?;
     lab.firn().detach(VM)?;
-    add_figures(&systems, &mut report);
+    add_numbers(&systems, &mut report);
     Ok(report)
 }
 
@@ -177,7 +177,7 @@ fn create_disk(file: &std::path::Path, format: &str) -> Result<()> {
     Ok(())
 }
 
-fn add_figures(systems: &[PausingSystem], report: &mut Report) {
+fn add_numbers(systems: &[PausingSystem], report: &mut Report) {
     for system in systems {
         let name = system.name();
         let pauses = measured_values(report, &name, "pause_ms");

@@ -49,7 +49,7 @@ pub fn run(lab: &Lab) -> Result<Report> {
         tally.count_run(&drawn, &outcome);
         report.add_repetition(to_repetition(&drawn, &outcome, took_s));
     }
-    tally.add_figures(&mut report);
+    tally.add_numbers(&mut report);
     Ok(report)
 }
 
@@ -77,7 +77,7 @@ impl TrialCounts {
         }
     }
 
-    fn add_figures(&self, report: &mut Report) {
+    fn add_numbers(&self, report: &mut Report) {
         report.add_number("runs", self.runs as f64);
         for (key, value) in self.sums.iter().map(|(key, value)| (*key, value)) {
             report.add_number(key, *value as f64);
@@ -150,7 +150,7 @@ mod tests {
         tally.count_run(&TrialParameters::from_seed(7), &Ok(exact()));
         tally.count_run(&TrialParameters::from_seed(8), &Err(anyhow::anyhow!("no guest")));
         let mut report = Report::new("exactness", true);
-        tally.add_figures(&mut report);
+        tally.add_numbers(&mut report);
         assert_eq!(report.figure_value("runs"), Some(2.0));
         assert_eq!(report.figure_value("runs_exact"), Some(1.0));
         assert!(!report.is_complete());

@@ -102,7 +102,7 @@ impl CompressionBench<'_> {
                 self.measure_system(round, system, compresses_to, baseline)?;
             }
         }
-        SYSTEMS.iter().for_each(|&system| self.add_figures(system, compresses_to));
+        SYSTEMS.iter().for_each(|&system| self.add_numbers(system, compresses_to));
         Ok(())
     }
 
@@ -172,7 +172,7 @@ impl CompressionBench<'_> {
         done
     }
 
-    fn add_figures(&mut self, system: CompressionSystem, compresses_to: u8) {
+    fn add_numbers(&mut self, system: CompressionSystem, compresses_to: u8) {
         for (figure, by) in [("overhead_s", "system"), ("image_mib", "image")] {
             let is_it =
                 |run: &&Value| run[by] == system.name() && run["compresses_to"] == compresses_to;

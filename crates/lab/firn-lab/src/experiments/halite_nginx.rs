@@ -95,7 +95,7 @@ pub fn run(lab: &Lab) -> Result<Report> {
     run_interleaved(lab.extent.runs(1, 5), &ServerStart::ALL, |round, system| {
         guest.measure_responses(*system, &throttle, round, &mut report)
     })?;
-    add_figures(&mut report)?;
+    add_numbers(&mut report)?;
     Ok(report)
 }
 
@@ -279,7 +279,7 @@ fn each_key(mut visit: impl FnMut(&str, ServerStart, String)) {
     }
 }
 
-fn add_figures(report: &mut Report) -> Result<()> {
+fn add_numbers(report: &mut Report) -> Result<()> {
     each_key(|measured, system, key| {
         let runs = report.repetitions().iter().filter(|run| run["system"] == system.name());
         let values: Vec<f64> = runs.filter_map(|run| run[measured].as_f64()).collect();

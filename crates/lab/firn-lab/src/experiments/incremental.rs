@@ -60,7 +60,7 @@ pub fn run(lab: &Lab) -> Result<Report> {
         guest.write_at_rate(rate)?;
         guest.measure_increments(&rate.to_string(), &mut report)?;
     }
-    add_figures(&mut report);
+    add_numbers(&mut report);
     guest.write_at_rate(RATES[0])?;
     let depths: &[usize] = if lab.extent.quick { &DEPTHS.0 } else { &DEPTHS.1 };
     for &depth in depths {
@@ -268,7 +268,7 @@ fn measure_ttr(lab: &Lab, image: &Path, throttle: &DiskThrottle) -> Result<f64> 
     Ok(firn_measure::time_to_responsiveness(&run.vcpu_waiting_time(), WINDOW_US, RESPONSIVE_SHARE))
 }
 
-fn add_figures(report: &mut Report) {
+fn add_numbers(report: &mut Report) {
     let rates = ["idle".to_owned()].into_iter().chain(RATES.map(|rate| rate.to_string()));
     for rate in rates {
         for key in ["size_ratio", "time_ratio", "downtime_ms", "size_mib", "total_ms", "full_ms"] {

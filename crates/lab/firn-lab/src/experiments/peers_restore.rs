@@ -56,14 +56,14 @@ pub(super) const VM: &str = "peer";
 const REDIS: u16 = 6379;
 const VALUE_BYTES: usize = 1000;
 
-/// The system that saves and restores.
+/// A system that saves and restores: Firn, or one of QEMU's own methods, with which it is compared.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(super) enum PeerSystem {
+pub(super) enum ComparedSystem {
     Firn,
     Qemu(QemuSaveMethod),
 }
 
-impl PeerSystem {
+impl ComparedSystem {
     pub(super) fn name(self) -> &'static str {
         match self {
             Self::Firn => "firn",
@@ -74,7 +74,7 @@ impl PeerSystem {
 
 /// A saved guest.
 pub(super) struct SavedGuest {
-    pub(super) system: PeerSystem,
+    pub(super) system: ComparedSystem,
     pub(super) file: PathBuf,
     /// Replies per second before the save.
     pub(super) steady: f64,
@@ -83,10 +83,10 @@ pub(super) struct SavedGuest {
 /// Runs the experiment.
 pub fn run(lab: &Lab) -> Result<Report> {
     let mut report = lab.vm_report("peers-restore");
-    let guest = PeerGuest::new(lab)?;
+    let guest = GuestSetup::new(lab)?;
     let mut images = vec![guest.save_by_firn(&mut report)?];
     images.extend(guest.save_by_qemu(&mut report)?);
-    for method in QemuSaveMethod::ALL.map(PeerSystem::Qemu) {
+    for method in QemuSaveMethod::ALL.map(ComparedSystem::Qemu) {
         if !images.iter().any(|image| image.system == method) {
             report.add_remark(format!("this QEMU has no {}", method.name()));
         }
@@ -98,13 +98,14 @@ pub fn run(lab: &Lab) -> Result<Report> {
                 guest.measure_restore(image, &throttle, round, &mut report)
             })?;
         }
-        add_figures(profile, &images, &mut report);
+        add_numbers(profile, &images, &mut report);
     }
     Ok(report)
 }
 
-/// The guest that all systems save, and the address of its Redis.
-pub(super) struct PeerGuest<'a> {
+/// What the guests of all systems have in common: image, command line, load, and the address of
+/// Redis. Each system starts its own guest from it.
+pub(super) struct GuestSetup<'a> {
     lab: &'a Lab,
     image: GuestImage,
     pub(super) args: QemuArgs,
@@ -112,7 +113,7 @@ pub(super) struct PeerGuest<'a> {
     load: RedisLoad,
 }
 
-impl<'a> PeerGuest<'a> {
+impl<'a> GuestSetup<'a> {
     pub(super) fn new(lab: &'a Lab) -> Result<Self> {
         let image = GuestImage::small()?;
         let port = free_tcp_port()?;
@@ -153,7 +154,7 @@ impl<'a> PeerGuest<'a> {
         report.add_repetition(
             json!({ "system": "firn", "save": save_output.facts, "steady": steady }),
         );
-        Ok(SavedGuest { system: PeerSystem::Firn, file, steady })
+        Ok(SavedGuest { system: ComparedSystem::Firn, file, steady })
     }
 
     pub(super) fn save_by_qemu(&self, report: &mut Report) -> Result<Vec<SavedGuest>> {
@@ -174,7 +175,7 @@ impl<'a> PeerGuest<'a> {
             report.add_repetition(
                 json!({ "system": method.name(), "save": saved, "steady": steady }),
             );
-            images.push(SavedGuest { system: PeerSystem::Qemu(method), file, steady });
+            images.push(SavedGuest { system: ComparedSystem::Qemu(method), file, steady });
         }
         Ok(images)
     }
@@ -202,7 +203,7 @@ impl<'a> PeerGuest<'a> {
         Ok(())
     }
 
-    /// Evicts the image from the page cache, and reads everything else into it.
+    /// Evicts the image from the page cache, and reads the guest's kernel and initrd into it.
     pub(super) fn prepare_caches(&self, file: &Path, profile: DiskProfile) -> Result<()> {
         self.lab.make_cold(file, profile)?;
         [&self.image.kernel, &self.image.initrd]
@@ -219,12 +220,12 @@ impl<'a> PeerGuest<'a> {
         throttle: &DiskThrottle,
     ) -> Result<RestoredGuest<'_>> {
         match image.system {
-            PeerSystem::Firn => {
+            ComparedSystem::Firn => {
                 let mode = mode.unwrap_or_default().to_string();
                 self.lab.firn().restore(&image.file, VM, &["--mode", &mode], throttle)?;
                 Ok(RestoredGuest::Firn(self.lab))
             }
-            PeerSystem::Qemu(method) => {
+            ComparedSystem::Qemu(method) => {
                 let dir = self.lab.dir();
                 let peer = QemuRestore::start(&self.args, method, &image.file, throttle, dir)?;
                 Ok(RestoredGuest::Qemu(peer))
@@ -265,7 +266,7 @@ impl Drop for RestoredGuest<'_> {
     }
 }
 
-fn add_figures(profile: DiskProfile, images: &[SavedGuest], report: &mut Report) {
+fn add_numbers(profile: DiskProfile, images: &[SavedGuest], report: &mut Report) {
     for image in images {
         let system = image.system.name();
         for key in ["first_reply_s", "steady_s"] {
@@ -273,12 +274,13 @@ fn add_figures(profile: DiskProfile, images: &[SavedGuest], report: &mut Report)
             report.add_sample(format!("{key}.{system}.{profile}"), values);
         }
     }
-    let steady =
-        |system: PeerSystem| report.figure_value(&format!("steady_s.{}.{profile}", system.name()));
+    let steady = |system: ComparedSystem| {
+        report.figure_value(&format!("steady_s.{}.{profile}", system.name()))
+    };
     let peers =
-        images.iter().map(|image| image.system).filter(|system| *system != PeerSystem::Firn);
+        images.iter().map(|image| image.system).filter(|system| *system != ComparedSystem::Firn);
     let best = peers.filter_map(steady).fold(f64::INFINITY, f64::min);
-    let firn = steady(PeerSystem::Firn).unwrap_or(f64::NAN);
+    let firn = steady(ComparedSystem::Firn).unwrap_or(f64::NAN);
     report.add_number(format!("firn_faster_than_best_peer.{profile}"), best / firn);
 }
 

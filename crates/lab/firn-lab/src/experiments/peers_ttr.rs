@@ -24,7 +24,7 @@ use firn_report::ReportedRun;
 use firn_restore::RestoreMode;
 use serde_json::{Value, json};
 
-use super::peers_restore::{PeerGuest, PeerSystem, RECOVERED_SHARE, SavedGuest, VM, WINDOW};
+use super::peers_restore::{ComparedSystem, GuestSetup, RECOVERED_SHARE, SavedGuest, VM, WINDOW};
 use crate::disk_profile::{DiskProfile, DiskThrottle, warm_file};
 use crate::lab::{Lab, run_interleaved, wait_for};
 use crate::peer::SharedMemory;
@@ -59,7 +59,7 @@ struct RestoreSystem<'a> {
 /// Runs the experiment.
 pub fn run(lab: &Lab) -> Result<Report> {
     let mut report = lab.vm_report("peers-ttr");
-    let guest = PeerGuest::new(lab)?;
+    let guest = GuestSetup::new(lab)?;
     let ours = guest.save_by_firn(&mut report)?;
     let theirs = guest.save_by_qemu(&mut report)?;
     measure_start(lab, &guest, &mut report)?;
@@ -72,7 +72,7 @@ pub fn run(lab: &Lab) -> Result<Report> {
                 measure_restore(lab, &guest, row, &throttle, round, &mut report)
             })?;
         }
-        add_figures(profile, &rows, all, &mut report);
+        add_numbers(profile, &rows, all, &mut report);
     }
     let drawing = draw_plot(&profiles, &rows, &report)?;
     report.add_drawing("peers-ttr", drawing);
@@ -98,7 +98,7 @@ fn list_systems<'a>(
 }
 
 /// Measures how long QEMU takes to load its device state and start.
-fn measure_start(lab: &Lab, guest: &PeerGuest<'_>, report: &mut Report) -> Result<()> {
+fn measure_start(lab: &Lab, guest: &GuestSetup<'_>, report: &mut Report) -> Result<()> {
     let saved = SharedMemory::boot_and_save(&guest.args, lab.dir())?;
     let starts = (0..lab.extent.runs(3, 9)).map(|_| saved.start());
     let starts = starts.collect::<Result<Vec<Duration>>>()?;
@@ -108,7 +108,7 @@ fn measure_start(lab: &Lab, guest: &PeerGuest<'_>, report: &mut Report) -> Resul
 
 fn measure_restore(
     lab: &Lab,
-    guest: &PeerGuest<'_>,
+    guest: &GuestSetup<'_>,
     row: &RestoreSystem<'_>,
     throttle: &DiskThrottle,
     round: usize,
@@ -141,13 +141,13 @@ fn measure_restore(
     let ttr = outside().time_to_responsiveness(WINDOW_US, RECOVERED_SHARE);
     let profile = throttle.profile();
     let inside = match row.image.system {
-        PeerSystem::Firn => {
+        ComparedSystem::Firn => {
             let run = wait_for_record(lab)?;
             let record = serde_json::to_string(&run.record)?;
             report.add_file(format!("peers-ttr-{profile}-{}-{round}.run.json", row.name), record);
             inside_ttr(&run)
         }
-        PeerSystem::Qemu(_) => None,
+        ComparedSystem::Qemu(_) => None,
     };
     drop(running);
     let seconds = |it: Option<f64>| it.map_or("-".to_owned(), |it| format!("{it:.2} s"));
@@ -188,7 +188,7 @@ fn inside_ttr(run: &ReportedRun) -> Option<f64> {
     (is_complete(run) || is_seen).then_some(ttr)
 }
 
-fn add_figures(profile: DiskProfile, rows: &[RestoreSystem<'_>], all: bool, report: &mut Report) {
+fn add_numbers(profile: DiskProfile, rows: &[RestoreSystem<'_>], all: bool, report: &mut Report) {
     for row in rows {
         for key in ["ttr_1s_90", "inside_ttr_1s_90"] {
             if key == "ttr_1s_90" || row.mode.is_some() {

@@ -132,7 +132,7 @@ pub fn run(lab: &Lab) -> Result<Report> {
         }
         hows.rotate_left(1);
     }
-    programs.iter().for_each(|program| add_figures(program, &mut report));
+    programs.iter().for_each(|program| add_numbers(program, &mut report));
     add_memory_overhead(&mut report);
     let drawing = draw_plot(&programs, &report)?;
     report.add_drawing("vpc-overhead", drawing);
@@ -492,7 +492,7 @@ fn normalized_values(
     protected.into_iter().filter_map(|(turn, it)| Some(it / beside(turn)?)).collect()
 }
 
-fn add_figures(program: &str, report: &mut Report) {
+fn add_numbers(program: &str, report: &mut Report) {
     let seconds = values_by_turn(report, program, None, "seconds");
     report.add_sample(format!("seconds.{program}.none"), seconds.into_values());
     for (system, interval) in all_setups() {
@@ -565,7 +565,7 @@ mod tests {
         }
         ran(Some((ProtectionSystem::RemusLike, 50)), 4, 14.0);
         ran(Some((ProtectionSystem::RemusLike, 50)), 8, 99.0);
-        add_figures("ep", &mut report);
+        add_numbers("ep", &mut report);
         add_memory_overhead(&mut report);
         assert_eq!(report.figure_value("normalized_time.ep.vpc.100"), Some(1.25));
         assert_eq!(report.to_json()["normalized_time.ep.vpc.100.n"], 3);

@@ -77,7 +77,7 @@ pub fn run(lab: &Lab) -> Result<Report> {
             |_, &(interval, predicts)| guest.run_turn(program, interval, predicts, &mut report),
         )?;
         guest.end_program(program)?;
-        add_figures(program, &mut report);
+        add_numbers(program, &mut report);
     }
     lab.firn().stop(VM);
     let drawing = draw_plot(&programs, &report)?;
@@ -183,7 +183,7 @@ fn epoch_values(
     values.filter_map(Value::as_f64).collect()
 }
 
-fn add_figures(program: &str, report: &mut Report) {
+fn add_numbers(program: &str, report: &mut Report) {
     for interval in INTERVALS {
         for field in FIELDS {
             for (predicts, ending) in SYSTEMS {
@@ -232,7 +232,7 @@ mod tests {
             let turn = [seed, numbers(pages, 20, Some(pages)), numbers(pages, 20, None)];
             report.add_repetition(turn_facts("gcc", 100, predicts, &turn));
         }
-        add_figures("gcc", &mut report);
+        add_numbers("gcc", &mut report);
         assert_eq!(report.figure_value("pages.gcc.100.p50"), Some(120.0));
         assert_eq!(report.figure_value("pages.gcc.100.p95"), Some(320.0));
         assert_eq!(report.figure_value("pages.gcc.100.n"), Some(4.0));

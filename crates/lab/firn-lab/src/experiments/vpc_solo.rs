@@ -154,7 +154,7 @@ pub fn run(lab: &Lab) -> Result<Report> {
             |_, &system| guest.run_turn(system, &mut report).with_context(|| system.name()),
         )?;
         lab.firn().stop(workload.name());
-        add_figures(workload, &mut report);
+        add_numbers(workload, &mut report);
     }
     let drawing = draw_plot(&workloads, &report)?;
     report.add_drawing("vpc-solo", drawing);
@@ -405,7 +405,7 @@ fn cut_values(report: &Report, workload: SoloWorkload, system: CutSystem, field:
     values.flatten().filter_map(Value::as_f64).collect()
 }
 
-fn add_figures(workload: SoloWorkload, report: &mut Report) {
+fn add_numbers(workload: SoloWorkload, report: &mut Report) {
     for system in CutSystem::ALL {
         let of = format!("{}.{}", workload.name(), system.name());
         for field in [
@@ -470,7 +470,7 @@ mod tests {
                 "downtime_ms": [downtime, downtime], "still_ms": null }),
             );
         }
-        add_figures(SoloWorkload::Idle, &mut report);
+        add_numbers(SoloWorkload::Idle, &mut report);
         assert_eq!(report.figure_value("downtime_ms.idle.vpc.p50"), Some(1.0));
         assert_eq!(report.figure_value("downtime_ms.idle.vpc.p95"), Some(3.0));
         assert_eq!(report.figure_value("downtime_ms.idle.vpc.n"), Some(4.0));

@@ -228,7 +228,7 @@ pub fn watch_accesses(
 ) -> Result<Vec<Range<Page>>, ScanError> {
     let target = ScanTarget { process, memory, vcpus };
     let scan = target.create_scan()?;
-    firn_fault::pass_point("watch.begun");
+    firn_fault::pass_point("single-scan.begun");
     let found = watch_with(&target, &scan, time, cancelled);
     target.close_scan(scan)?;
     found
@@ -241,7 +241,7 @@ fn watch_with(
     cancelled: &dyn Fn() -> bool,
 ) -> Result<Vec<Range<Page>>, ScanError> {
     scan.forget_touches(&mut target.seize_hypervisor()?, target.memory.all_pages())?;
-    firn_fault::pass_point("watch.forgotten");
+    firn_fault::pass_point("single-scan.unmapped");
     let until = Instant::now() + time;
     while Instant::now() < until && !cancelled() {
         std::thread::sleep(

@@ -60,7 +60,7 @@ impl PreCopy<'_, '_> {
         let memory = Arc::clone(&self.context.memory);
         self.has_holes = memory.is_shared() && may_discard(self.context.vm, &memory)?;
         let mut tracker = self.take_tracker()?;
-        firn_fault::pass_point("pre-copy.armed");
+        firn_fault::pass_point("pre-copy.tracking");
         let copied = self.copy_memory(&mut tracker, &mut others);
         self.context.tracker = Some(tracker);
         let is_alone = others.check_none().is_ok();

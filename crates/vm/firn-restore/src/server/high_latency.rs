@@ -34,7 +34,7 @@ const LATE_SHARE_INCOMPLETE: f64 = 0.012;
 pub(crate) struct PrefetchRequests {
     pub(crate) runs: Vec<Range<u32>>,
     /// Whether they cover all units, from front to back.
-    pub(crate) in_order: bool,
+    pub(crate) covers_all_units: bool,
 }
 
 impl PrefetchRequests {
@@ -57,14 +57,14 @@ impl PrefetchRequests {
         let is_more = !wanted.is_empty() && all.len() > wanted.len();
         let alone = separate_time(&runs, cost).min(sequential_time(&runs, cost));
         match is_more && sequential_time(&everything, cost) <= alone + missed {
-            true => Self { runs: everything, in_order: true },
-            false => Self { runs, in_order: false },
+            true => Self { runs: everything, covers_all_units: true },
+            false => Self { runs, covers_all_units: false },
         }
     }
 }
 
 /// Whether a working set of which this share was found late is complete, or nearly so.
-pub(crate) fn is_complete(found_late: Option<f64>) -> bool {
+pub(crate) fn is_working_set_complete(found_late: Option<f64>) -> bool {
     found_late.is_some_and(|late| late <= LATE_SHARE_COMPLETE)
 }
 
@@ -78,7 +78,8 @@ pub(crate) fn expected_misses(found_late: Option<f64>) -> u32 {
     (MISSES_MIN + lack * (MISSES_MAX - MISSES_MIN)) as u32
 }
 
-/// Whether this is the minimum of [`expected_misses`].
+/// Whether this count of expected misses is the minimum, which [`expected_misses`] gives a working
+/// set that is complete.
 pub(super) fn is_misses_min(missed: u32) -> bool {
     f64::from(missed) <= MISSES_MIN
 }
@@ -128,8 +129,8 @@ mod tests {
     #[test]
     fn a_complete_working_set_is_read_alone() {
         let third: Vec<u32> = (0..1_800).collect();
-        assert!(!missing(&third, 5_200, expected_misses(Some(0.001))).in_order);
-        assert!(missing(&third, 5_200, expected_misses(Some(0.4))).in_order);
+        assert!(!missing(&third, 5_200, expected_misses(Some(0.001))).covers_all_units);
+        assert!(missing(&third, 5_200, expected_misses(Some(0.4))).covers_all_units);
     }
 
     #[test]
@@ -138,44 +139,44 @@ mod tests {
         let hurried = StorageCost::from_known_latency(65_536, Duration::from_millis(40));
         assert!(
             !PrefetchRequests::new(&third, &all, expected_misses(Some(0.001)), (END, 15), &hurried)
-                .in_order
+                .covers_all_units
         );
     }
 
     #[test]
     fn a_little_of_much_is_read_alone() {
-        let PrefetchRequests { runs, in_order } = requests(&[700, 3, 5], 9_000);
-        assert_eq!((runs, in_order), (vec![3..6, 700..701], false));
+        let PrefetchRequests { runs, covers_all_units } = requests(&[700, 3, 5], 9_000);
+        assert_eq!((runs, covers_all_units), (vec![3..6, 700..701], false));
     }
 
     #[test]
     fn an_image_that_is_soon_there_is_read_whole() {
-        let PrefetchRequests { runs, in_order } = requests(&[700, 3, 5], 1_000);
-        assert!(in_order && runs.len() == 1_000_usize.div_ceil(15));
+        let PrefetchRequests { runs, covers_all_units } = requests(&[700, 3, 5], 1_000);
+        assert!(covers_all_units && runs.len() == 1_000_usize.div_ceil(15));
         assert!(runs.windows(2).all(|pair| pair[0].end == pair[1].start));
     }
 
     #[test]
     fn scattered_units_are_read_with_the_whole_file() {
         let scattered: Vec<u32> = (0..9_000).step_by(23).collect();
-        assert!(requests(&scattered, 9_000).in_order);
+        assert!(requests(&scattered, 9_000).covers_all_units);
     }
 
     #[test]
     fn a_range_with_many_gaps_is_not_read_whole() {
         let all: Vec<u32> = (0..9_990).step_by(15).collect();
         let wanted: Vec<u32> = all.iter().copied().step_by(12).collect();
-        assert!(!PrefetchRequests::new(&wanted, &all, 200, (END, 15), &disk()).in_order);
+        assert!(!PrefetchRequests::new(&wanted, &all, 200, (END, 15), &disk()).covers_all_units);
     }
 
     #[test]
     fn where_nothing_is_wanted_any_more_nothing_is_read() {
-        let PrefetchRequests { runs, in_order } = requests(&[], 1_000);
-        assert!(runs.is_empty() && !in_order);
+        let PrefetchRequests { runs, covers_all_units } = requests(&[], 1_000);
+        assert!(runs.is_empty() && !covers_all_units);
     }
 
     #[test]
     fn where_all_is_wanted_nothing_else_is_read() {
-        assert!(!requests(&(0..100).collect::<Vec<_>>(), 100).in_order);
+        assert!(!requests(&(0..100).collect::<Vec<_>>(), 100).covers_all_units);
     }
 }

@@ -89,7 +89,7 @@ pub use actions::{
 };
 pub(crate) use cost::StorageCost;
 pub use fill_throttle::PageServerRules;
-pub(crate) use high_latency::{PrefetchRequests, expected_misses, is_complete};
+pub(crate) use high_latency::{PrefetchRequests, expected_misses, is_working_set_complete};
 pub(crate) use install_throttle::FAULT_PAUSE_MIN;
 pub use plan::{ReadPlan, ReadUnit};
 pub(crate) use sequence::{CoalescingRules, order_requests};

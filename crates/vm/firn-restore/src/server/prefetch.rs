@@ -289,7 +289,7 @@ impl<B: Clone> PageServer<B> {
         let requests =
             PrefetchRequests::new(&wanted, &all, self.rules.expected_misses, reach, &self.cost);
         self.prefetch.requests = requests.runs.into();
-        self.prefetch.in_order = requests.in_order;
+        self.prefetch.in_order = requests.covers_all_units;
     }
 
     fn unstarted_units(&self, units: impl Iterator<Item = ReadUnit>) -> Vec<u32> {

@@ -32,9 +32,9 @@ fn a_damaged_block_is_never_seen(mode: RestoreMode, codec: Codec) {
     let offset = flip(&scene, Block(33));
     let restore = scene.begin(nothing_in_the_background(mode));
     scene.guest.send(0, "sum 67 68");
-    let told = scene.fatal_within(PATIENCE).expect("somebody should be told");
+    let failure = scene.fatal_within(PATIENCE).expect("the failure should be reported");
     for part in ["memory block 33", &format!("at byte {offset}"), "image.firn"] {
-        assert!(told.contains(part), "{told:?} does not say {part:?}");
+        assert!(failure.contains(part), "{failure:?} does not say {part:?}");
     }
     assert_eq!(scene.guest.result_within(0, Duration::from_millis(300)), None);
     assert!(restore.wait().is_err());
@@ -110,8 +110,8 @@ fn an_image_cut_short_while_it_is_used() {
         .find(|&block| scene.image.entry_of(block).is_some_and(|(id, _)| id.0 == 1));
     let page = lost.unwrap().0 * 2;
     scene.guest.send(0, &format!("sum {page} {}", page + 1));
-    let told = scene.fatal_within(PATIENCE).expect("somebody should be told");
-    assert!(told.contains("cannot read") && told.contains("69632"), "{told}");
+    let failure = scene.fatal_within(PATIENCE).expect("the failure should be reported");
+    assert!(failure.contains("cannot read") && failure.contains("69632"), "{failure}");
     assert_eq!(scene.guest.result_within(0, Duration::from_millis(100)), None);
     drop(restore);
 }
@@ -144,8 +144,8 @@ fn a_guest_that_runs_waits_until_a_damaged_block_is_repaired() {
     let restore = scene.begin(nothing_in_the_background(RestoreMode::Locality));
     restore.guest_may_run();
     scene.guest.send(0, "sum 67 68");
-    let told = outage_at(&restore, 67);
-    assert!(told.contains("memory block 33") && told.contains("image.firn"), "{told}");
+    let failure = outage_at(&restore, 67);
+    assert!(failure.contains("memory block 33") && failure.contains("image.firn"), "{failure}");
     // Everything else is restored as usual.
     scene.check(1, 700..720);
     assert_eq!(scene.guest.result_within(0, Duration::from_millis(200)), None);
@@ -167,8 +167,8 @@ fn a_guest_that_runs_waits_until_an_image_is_put_back() {
     file.set_len(HEADER_BYTES).unwrap();
     std::fs::remove_file(scene.image_path()).unwrap();
     scene.guest.send(0, "sum 67 68");
-    let told = outage_at(&restore, 67);
-    assert!(told.contains("cannot read"), "{told}");
+    let failure = outage_at(&restore, 67);
+    assert!(failure.contains("cannot read"), "{failure}");
     std::fs::write(scene.image_path(), whole).unwrap();
     assert_eq!(scene.guest.result(0), scene.model.sum(67..68).to_string());
     restore.set_fill(BackgroundFill::Quiet);

@@ -352,7 +352,7 @@ fn a_hypervisor_that_dies_during_a_save_is_recorded_once_the_save_is_wound_up() 
 fn an_operation_ended_by_the_hypervisors_death_reports_that_death() {
     let exit = ProcessExit::Signal(9);
     let record = SupervisorAction::RecordEnd { exit, reason: None };
-    let told = |what: &str| {
+    let reply = |what: &str| {
         let text = format!("the VM ended while it was being {what} (killed by signal 9)");
         failure_reply(A, Failure::new(FailureKind::Ended, text))
     };
@@ -360,27 +360,27 @@ fn an_operation_ended_by_the_hypervisors_death_reports_that_death() {
         let mut core = saving(false);
         core.handle_event(SupervisorEvent::HypervisorGone(exit));
         let over = core.handle_event(SupervisorEvent::SaveEnded(Err(cut_short)));
-        assert_eq!(over, [record.clone(), told("saved")]);
+        assert_eq!(over, [record.clone(), reply("saved")]);
     }
     let mut core = saving(false);
     assert_eq!(core.handle_event(SupervisorEvent::SaveEnded(Err(ended()))), []);
     assert_eq!(
         core.handle_event(SupervisorEvent::HypervisorGone(exit)),
-        [record.clone(), told("saved")]
+        [record.clone(), reply("saved")]
     );
     let mut core = SupervisorCore::new(true);
     core.handle_event(SupervisorEvent::Request(A, SupervisorRequest::Watch));
     assert_eq!(core.handle_event(SupervisorEvent::RestoreEnded(Err(ended()))), []);
     assert_eq!(
         core.handle_event(SupervisorEvent::HypervisorGone(exit)),
-        [record.clone(), told("restored")]
+        [record.clone(), reply("restored")]
     );
     let mut core = SupervisorCore::new(true);
     core.handle_event(SupervisorEvent::Request(A, SupervisorRequest::Watch));
     core.handle_event(SupervisorEvent::HypervisorGone(exit));
     assert_eq!(
         core.handle_event(SupervisorEvent::RestoreEnded(Err(ended()))),
-        [record, told("restored")]
+        [record, reply("restored")]
     );
 }
 

@@ -2,7 +2,7 @@
 
 use std::path::PathBuf;
 
-use firn_epochs::primary_end::PrimaryEnd;
+use firn_epochs::protection_end::ProtectionEnd;
 use serde::{Deserialize, Serialize};
 
 use crate::devices::disk_snapshots::overlays_left;
@@ -67,7 +67,7 @@ pub struct VmStatus {
     pub standby: Option<StandbyStatus>,
     /// How its protection ended, if it was protected.
     #[serde(default, skip_serializing_if = "Option::is_none")]
-    pub protection_end: Option<PrimaryEnd>,
+    pub protection_end: Option<ProtectionEnd>,
     /// The generation whose lease its output needs, if it needs one.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub lease: Option<u32>,

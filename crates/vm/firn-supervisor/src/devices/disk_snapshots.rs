@@ -180,9 +180,10 @@ impl<'a> DiskSnapshots<'a> {
     /// Records the layers, before the VM uses one and before there is an image that needs one.
     fn record_layers(&self, journal: &JournalFile) -> Result<(), Failure> {
         let VmPhase::Saving { image, .. } = journal.current_journal().phase else { return Ok(()) };
-        let noted = disk_layers::record_save(self.policy.vm_name, &image, &self.drive_snapshots());
-        firn_fault::pass_point("save.layers-noted");
-        noted
+        let recorded =
+            disk_layers::record_save(self.policy.vm_name, &image, &self.drive_snapshots());
+        firn_fault::pass_point("save.layers-recorded");
+        recorded
     }
 
     fn drive_snapshots(&self) -> Vec<DriveSnapshot> {

@@ -258,7 +258,7 @@ impl VmNetwork {
             MemberRequest::Leave => {
                 let left = done(port.leave_cluster()).ok_or_else(buffered_output);
                 // The frames that were kept are many small blocks.
-                heap::give_back();
+                heap::trim_heap();
                 left
             }
         }

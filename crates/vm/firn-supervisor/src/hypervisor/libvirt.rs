@@ -28,7 +28,7 @@ const HINT: &str = "`virsh list --all` lists the domains; --connect URI names an
 /// # Errors
 /// If libvirt does not answer, does not have the domain, or does not run it on this host.
 pub fn find_libvirt_vm(domain: &str, uri: Option<&str>) -> Result<(i32, MonitorAddress), Failure> {
-    let daemon = DaemonAddress::of_environment(uri).map_err(libvirt_failure)?;
+    let daemon = DaemonAddress::from_uri_or_environment(uri).map_err(libvirt_failure)?;
     let address = find_domain(&daemon, domain, ANSWER_WAIT)
         .map_err(|error| libvirt_failure(error).while_doing(format!("finding domain {domain}")))?;
     let mut vm = open_domain(&address, ANSWER_WAIT)?;
@@ -41,7 +41,7 @@ pub fn find_libvirt_vm(domain: &str, uri: Option<&str>) -> Result<(i32, MonitorA
 /// # Errors
 /// If the URI names no libvirt of this host.
 pub fn restore_target(name: Option<String>, uri: Option<&str>) -> Result<LibvirtTarget, Failure> {
-    let daemon = DaemonAddress::of_environment(uri).map_err(libvirt_failure)?;
+    let daemon = DaemonAddress::from_uri_or_environment(uri).map_err(libvirt_failure)?;
     Ok(LibvirtTarget { daemon, name })
 }
 

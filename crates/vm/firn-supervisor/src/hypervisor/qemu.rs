@@ -141,10 +141,10 @@ pub(crate) fn open_journaled(
 
 fn locate_regions(
     regions: &[firn_types::RamRegion],
-    places: &[(String, firn_types::HostVirt)],
+    host_addresses: &[(String, firn_types::HostVirt)],
 ) -> Vec<RegionLocation> {
     let location = |region: &firn_types::RamRegion| {
-        let (_, hva) = places.iter().find(|(id, _)| *id == region.id)?;
+        let (_, hva) = host_addresses.iter().find(|(id, _)| *id == region.id)?;
         Some(RegionLocation { region: region.clone(), hva: *hva })
     };
     regions.iter().filter_map(location).collect()

@@ -202,8 +202,8 @@ impl CallServer<'_> {
 
     /// Frees unused slots: those that have an owner but were not in use, now and at the last sweep.
     fn free_slots(&mut self, suspects: &[(usize, u32)]) -> Vec<(usize, u32)> {
-        let (in_use, noted) = self.server.sweep_sessions(&mut self.guest);
-        noted.into_iter().for_each(|noted| self.log_event(Some(noted)));
+        let (in_use, events) = self.server.sweep_sessions(&mut self.guest);
+        events.into_iter().for_each(|event| self.log_event(Some(event)));
         let owned = |number| Some((number, self.window.slot(number)?.owner()));
         let taken =
             (0..self.window.slot_count()).filter_map(owned).filter(|(_, owner)| *owner != 0);
@@ -216,8 +216,8 @@ impl CallServer<'_> {
     }
 
     /// Logs an event. A guest whose calls are refused repeatedly does not fill the disk.
-    fn log_event(&mut self, noted: Option<CallLogEvent>) {
-        match noted {
+    fn log_event(&mut self, event: Option<CallLogEvent>) {
+        match event {
             None => {}
             Some(CallLogEvent::Opened { name }) => tracing::info!("application {name} may call"),
             Some(CallLogEvent::Closed { name }) => {

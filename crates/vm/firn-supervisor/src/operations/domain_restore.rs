@@ -57,8 +57,8 @@ pub(crate) fn create_domain(
     let definition = definition.map(|it| changes.apply_to_definition(it)).transpose();
     let definition = definition.map_err(xml_failure)?;
     let domain = RestoredDomain { address, mark, definition };
-    let noted = domain.clone();
-    let change = |journal: &mut Journal| journal.domain = Some(noted);
+    let recorded = domain.clone();
+    let change = |journal: &mut Journal| journal.domain = Some(recorded);
     journal.update(change).while_doing("writing the journal")?;
     let pid = restored_domain::create_domain(&domain, &xml)?;
     let found = identify_qemu(pid).inspect_err(|_| restored_domain::log_end(&domain));

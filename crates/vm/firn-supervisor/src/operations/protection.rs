@@ -13,7 +13,7 @@ use firn_epochs::primary::{
     self, CutMeasurements, EndRequest, EpochOptions, ProtectionCallbacks, ProtectionError,
     ProtectionEvent,
 };
-use firn_epochs::primary_end::PrimaryEnd;
+use firn_epochs::protection_end::ProtectionEnd;
 use firn_epochs::wire::{self, PrimaryHello};
 use firn_vmm::command_line;
 use serde::{Deserialize, Serialize};
@@ -113,7 +113,7 @@ struct VmProtectionCallbacks<'a> {
     ending: &'a EndRequest,
     powerdown: &'a AtomicBool,
     /// How the protection ended on this side, once that is known.
-    end: &'a Mutex<Option<PrimaryEnd>>,
+    end: &'a Mutex<Option<ProtectionEnd>>,
 }
 
 impl ProtectionCallbacks for VmProtectionCallbacks<'_> {
@@ -149,7 +149,7 @@ impl ProtectionCallbacks for VmProtectionCallbacks<'_> {
         &self,
         error: Option<&GuestError>,
         exit_report: &ExitReport,
-    ) -> Option<PrimaryEnd> {
+    ) -> Option<ProtectionEnd> {
         let is_stop = self.ending.is_stop_requested();
         let end = decide_end(&EndEvidence {
             is_stop,
@@ -256,7 +256,7 @@ impl VmProtection {
         ending: &EndRequest,
         begun: &dyn Fn(),
         progress: &dyn Fn(OperationProgress),
-    ) -> (Option<PrimaryEnd>, Result<(), ProtectionFailure>) {
+    ) -> (Option<ProtectionEnd>, Result<(), ProtectionFailure>) {
         let end = Mutex::default();
         let ended = self.run_until(
             (hypervisor_record, journal),
@@ -276,7 +276,7 @@ impl VmProtection {
         with: &ProtectedParts<'_>,
         ending: &EndRequest,
         (begun, progress): (&dyn Fn(), &dyn Fn(OperationProgress)),
-        end: &Mutex<Option<PrimaryEnd>>,
+        end: &Mutex<Option<ProtectionEnd>>,
     ) -> Result<(), ProtectionFailure> {
         let ProtectedParts { hypervisor, network, served } = *with;
         let to = request.to.to_string();

@@ -13,7 +13,7 @@
 //! A host that shuts down sends a signal to all its processes: the VM then continues at its backup.
 
 use firn_epochs::guest::{ExitReport, GuestError};
-use firn_epochs::primary_end::PrimaryEnd;
+use firn_epochs::protection_end::ProtectionEnd;
 
 use crate::records::failure::{Failure, FailureKind};
 use crate::records::process_exit::ProcessExit;
@@ -31,35 +31,35 @@ pub(crate) struct EndEvidence<'a> {
 }
 
 /// Decides how the protection ended.
-pub(crate) fn decide_end(known: &EndEvidence<'_>) -> PrimaryEnd {
+pub(crate) fn decide_end(known: &EndEvidence<'_>) -> ProtectionEnd {
     match (known.is_stop, known.exit) {
-        (true, _) => PrimaryEnd::Stopped,
+        (true, _) => ProtectionEnd::Stopped,
         (false, Some(exit)) => end_of_dead(exit, known.exit_report),
         (false, None) => end_of_live(known.error),
     }
 }
 
-fn end_of_dead(exit: ProcessExit, exit_report: &ExitReport) -> PrimaryEnd {
+fn end_of_dead(exit: ProcessExit, exit_report: &ExitReport) -> ProtectionEnd {
     if exit_report.has_panicked {
-        return PrimaryEnd::Panicked;
+        return ProtectionEnd::Panicked;
     }
     match exit_report.shutdown.as_deref() {
         Some(cause @ ("host-error" | "host-signal")) => {
-            PrimaryEnd::Lost(format!("QEMU ended ({exit}; it reported {cause})"))
+            ProtectionEnd::Lost(format!("QEMU ended ({exit}; it reported {cause})"))
         }
-        Some(_) => PrimaryEnd::ShutDown,
-        None if exit == ProcessExit::Code(0) => PrimaryEnd::ShutDown,
-        None => PrimaryEnd::Lost(format!("QEMU ended ({exit})")),
+        Some(_) => ProtectionEnd::ShutDown,
+        None if exit == ProcessExit::Code(0) => ProtectionEnd::ShutDown,
+        None => ProtectionEnd::Lost(format!("QEMU ended ({exit})")),
     }
 }
 
-fn end_of_live(error: Option<&GuestError>) -> PrimaryEnd {
+fn end_of_live(error: Option<&GuestError>) -> ProtectionEnd {
     match error {
         Some(error) if error.is_hang() => {
-            PrimaryEnd::Lost(format!("QEMU does not answer ({})", error_text(error)))
+            ProtectionEnd::Lost(format!("QEMU does not answer ({})", error_text(error)))
         }
-        Some(error) => PrimaryEnd::Unprotected(error_text(error)),
-        None => PrimaryEnd::Unprotected("its supervisor was terminated".to_owned()),
+        Some(error) => ProtectionEnd::Unprotected(error_text(error)),
+        None => ProtectionEnd::Unprotected("its supervisor was terminated".to_owned()),
     }
 }
 
@@ -77,7 +77,7 @@ mod tests {
         exit: Option<ProcessExit>,
         cause: Option<&str>,
         error: Option<&GuestError>,
-    ) -> PrimaryEnd {
+    ) -> ProtectionEnd {
         let exit_report = ExitReport { shutdown: cause.map(str::to_owned), has_panicked: false };
         decide_end(&EndEvidence { is_stop: false, exit, exit_report: &exit_report, error })
     }
@@ -91,15 +91,15 @@ mod tests {
             exit_report: &exit_report,
             error: None,
         };
-        assert_eq!(decide_end(&known), PrimaryEnd::Stopped);
+        assert_eq!(decide_end(&known), ProtectionEnd::Stopped);
     }
 
     #[test]
     fn a_hypervisor_that_is_gone_was_lost_unless_it_reported_a_shutdown() {
         for cause in ["guest-shutdown", "host-qmp-quit", "guest-reset"] {
-            assert_eq!(end(Some(ProcessExit::Unknown), Some(cause), None), PrimaryEnd::ShutDown);
+            assert_eq!(end(Some(ProcessExit::Unknown), Some(cause), None), ProtectionEnd::ShutDown);
         }
-        assert_eq!(end(Some(ProcessExit::Code(0)), None, None), PrimaryEnd::ShutDown);
+        assert_eq!(end(Some(ProcessExit::Code(0)), None, None), ProtectionEnd::ShutDown);
         assert!(end(Some(ProcessExit::Signal(9)), None, None).is_loss());
         assert!(end(Some(ProcessExit::Code(0)), Some("host-signal"), None).is_loss());
         let exit_report = ExitReport { shutdown: Some("guest-panic".into()), has_panicked: true };
@@ -109,7 +109,7 @@ mod tests {
             exit_report: &exit_report,
             error: None,
         };
-        assert_eq!(decide_end(&known), PrimaryEnd::Panicked);
+        assert_eq!(decide_end(&known), ProtectionEnd::Panicked);
     }
 
     #[test]
@@ -118,7 +118,7 @@ mod tests {
         assert!(end(None, None, Some(&hang.into())).is_loss());
         let change = GuestError::Devices("a (edu) was added".into());
         let unprotected = end(None, None, Some(&change));
-        assert!(matches!(&unprotected, PrimaryEnd::Unprotected(why) if why.contains("a (edu)")));
+        assert!(matches!(&unprotected, ProtectionEnd::Unprotected(why) if why.contains("a (edu)")));
         assert!(!unprotected.is_loss() && !unprotected.is_intended());
     }
 }

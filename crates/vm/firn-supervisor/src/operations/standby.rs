@@ -261,7 +261,7 @@ impl StandbyTask {
         let takeover = Arc::clone(&self.takeover);
         let (on_progress, on_end) =
             (&mut |progress| takeover.record_progress(progress), &mut |end: &_| {
-                takeover.record_primary_end(end)
+                takeover.record_protection_end(end)
             });
         let ended = self.receiver.receive_epochs(&mut self.standby, on_progress, on_end);
         takeover.part_from_primary(&mut self.receiver);

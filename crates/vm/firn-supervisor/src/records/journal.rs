@@ -27,7 +27,7 @@ use std::path::{Path, PathBuf};
 use std::sync::{Mutex, PoisonError};
 use std::time::{SystemTime, UNIX_EPOCH};
 
-use firn_epochs::primary_end::PrimaryEnd;
+use firn_epochs::protection_end::ProtectionEnd;
 use firn_restore::{ReadFailurePolicy, RestoreMode};
 use firn_types::{HostVirt, RegionMap, ThreadId};
 use firn_vmm::DriveCopy;
@@ -116,7 +116,7 @@ pub struct Journal {
     /// How its protection ended, if it was protected: the reason why its standby is or is not
     /// needed.
     #[serde(default, skip_serializing_if = "Option::is_none")]
-    pub protection_end: Option<PrimaryEnd>,
+    pub protection_end: Option<ProtectionEnd>,
     /// The domain of libvirt that a restore creates, until the restore is complete as far as libvirt
     /// is concerned.
     #[serde(default, skip_serializing_if = "Option::is_none")]

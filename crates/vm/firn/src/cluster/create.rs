@@ -2,7 +2,7 @@
 
 use clap::Args as ClapArgs;
 use firn_control::api::{CLUSTERS, CreateCluster};
-use firn_control::client::{Method, ask_clusters};
+use firn_control::client::{Method, send_cluster_request};
 use firn_control::{HostName, StoredCluster};
 use firn_supervisor::{Failure, VmName};
 
@@ -13,7 +13,7 @@ use crate::output::FactPrinter;
 /// Run this command on the host that is to be the backup of all these VMs; no VM of the cluster may
 /// run there. Each VM has one network card of Firn's, `-netdev firn,id=ID,network=NAME`, and no
 /// other card. All these cards are on the same network (`firn-agent --help`). A VM that is not
-/// named here is outside of the cluster. Nothing is protected yet.
+/// named here is outside of the cluster. This command does not protect the VMs yet.
 #[derive(Debug, ClapArgs)]
 #[command(after_long_help = "Example:
   firn cluster create shop --vm web@host1 --vm db@host2")]
@@ -30,8 +30,9 @@ impl ClusterCreateArgs {
     pub fn run(&self, out: FactPrinter) -> Result<(), Failure> {
         let base = crate::hidden::runtime_dir()?;
         let wanted = CreateCluster { name: self.name.clone(), vms: self.vms.clone() };
-        let record: StoredCluster = ask_clusters(&base, Method::POST, CLUSTERS, Some(&wanted))
-            .map_err(|failure| failure.while_doing(format!("can't make {}", self.name)))?;
+        let record: StoredCluster =
+            send_cluster_request(&base, Method::POST, CLUSTERS, Some(&wanted))
+                .map_err(|failure| failure.while_doing(format!("can't make {}", self.name)))?;
         out.print_facts(&record, || {
             let vms = record.vms.iter().map(|placed| format!("{} on {}", placed.vm, placed.host));
             let vms: Vec<String> = vms.collect();

@@ -4,7 +4,7 @@ use std::fmt::Write as _;
 
 use clap::Args as ClapArgs;
 use firn_control::api::{CLUSTERS, ForgottenRecord};
-use firn_control::client::{Method, ask_clusters};
+use firn_control::client::{Method, send_cluster_request};
 use firn_supervisor::{Failure, VmName};
 
 use crate::output::FactPrinter;
@@ -31,8 +31,9 @@ impl ClusterForgetArgs {
     pub fn run(&self, out: FactPrinter) -> Result<(), Failure> {
         let base = crate::hidden::runtime_dir()?;
         let path = format!("{CLUSTERS}/{}/forget", self.name);
-        let forgotten: ForgottenRecord = ask_clusters(&base, Method::POST, &path, None::<&()>)
-            .map_err(|failure| failure.while_doing(format!("can't forget {}", self.name)))?;
+        let forgotten: ForgottenRecord =
+            send_cluster_request(&base, Method::POST, &path, None::<&()>)
+                .map_err(|failure| failure.while_doing(format!("can't forget {}", self.name)))?;
         out.print_facts(&forgotten, || describe_forgotten(&forgotten))
     }
 }

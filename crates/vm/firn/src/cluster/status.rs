@@ -4,7 +4,7 @@ use std::fmt::Write as _;
 
 use clap::Args as ClapArgs;
 use firn_control::api::{CLUSTERS, ClusterView, MembershipView};
-use firn_control::client::{Method, ask_clusters};
+use firn_control::client::{Method, send_cluster_request};
 use firn_control::{ClusterState, StoredCluster, client};
 use firn_supervisor::Failure;
 use firn_types::make_printable;
@@ -33,9 +33,9 @@ impl ClusterStatusArgs {
         let base = crate::hidden::runtime_dir()?;
         let doing = |failure: Failure| failure.while_doing("cannot query this host's agent");
         let kept: Vec<StoredCluster> =
-            ask_clusters(&base, Method::GET, CLUSTERS, None::<&()>).map_err(doing)?;
+            send_cluster_request(&base, Method::GET, CLUSTERS, None::<&()>).map_err(doing)?;
         // A host that is a backup of clusters need not take part in consensus.
-        let agreed = match client::read_membership(&base) {
+        let agreed = match client::read_records(&base) {
             Err(failure) if kept.is_empty() => return Err(doing(failure)),
             agreed => agreed.ok(),
         };

@@ -5,7 +5,7 @@ use std::time::Duration;
 use clap::Args as ClapArgs;
 use firn_control::StoredCluster;
 use firn_control::api::{CLUSTERS, ProtectionOptions};
-use firn_control::client::{Method, ask_clusters};
+use firn_control::client::{Method, send_cluster_request};
 use firn_supervisor::{Failure, VmName};
 
 use crate::output::FactPrinter;
@@ -13,8 +13,8 @@ use crate::output::FactPrinter;
 /// Protect all VMs of a cluster by this host, with common global checkpoints.
 ///
 /// Each VM is protected as by `firn protect`. The agents make global checkpoints continuously. A
-/// global checkpoint has one epoch of each VM. Together these epochs are one consistent state: no
-/// VM has received a frame in it that another VM has not sent in it. A frame from one VM to another
+/// global checkpoint has one epoch of each VM. Together these epochs are one consistent state: in
+/// them no VM has received a frame that another VM has not sent. A frame from one VM to another
 /// waits until the sender's epoch is on this host. A frame to any host outside waits until a global
 /// checkpoint includes the epoch that sent it. So until all VMs are protected, none of their output
 /// leaves. The command returns when there is a global checkpoint. Where hosts have consensus, the
@@ -121,7 +121,7 @@ fn request_verb(
 ) -> Result<(), Failure> {
     let base = crate::hidden::runtime_dir()?;
     let path = format!("{CLUSTERS}/{name}/{verb}");
-    let record: StoredCluster = ask_clusters(&base, Method::POST, &path, body)
+    let record: StoredCluster = send_cluster_request(&base, Method::POST, &path, body)
         .map_err(|failure| failure.while_doing(format!("can't {verb} cluster {name}")))?;
     out.print_facts(&record, || describe(&record))
 }

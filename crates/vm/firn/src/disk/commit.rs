@@ -6,7 +6,7 @@ use firn_types::make_printable;
 
 use crate::output::FactPrinter;
 
-/// Return a running VM to its disks' own files.
+/// Merge all layers of a running VM's disks into the disks' original files.
 ///
 /// After a checkpoint a VM may write to a layer on top of its disk's file, because the file belongs
 /// to the image. When no image needs the file and the layers any more (`firn image rm`), this

@@ -20,12 +20,14 @@ use findings::{FindingGrade, HostFinding, judge_host};
 /// Show what this host lacks for Firn, and what does not work or is slower because of that. For a
 /// VM or a QEMU process, show which operations work on it.
 ///
-/// To check KVM, it boots this host's kernel until it writes its first line. To check whether this
-/// user may trace page faults, it makes a userfaultfd. An ordinary user needs the group of
-/// /dev/userfaultfd for that: packaging/udev has a rule.
+/// To check KVM, the command boots this host's kernel in a VM until the kernel writes its first
+/// line. To check whether this user may trace page faults, the command makes a userfaultfd. An
+/// ordinary user must be in the group of /dev/userfaultfd for that. The udev rule that is installed
+/// with Firn gives the device to the group kvm.
 ///
-/// For a VM, it checks each operation as its command does, and changes nothing: it prints what
-/// works, what works with a limit, and what is refused, with the reason and what changes it.
+/// For a VM, the command checks each operation as the verb of that operation does, and changes
+/// nothing. It prints which operations work, which work with a limit, and which are refused, with
+/// the reason and its remedy.
 ///
 /// Exits with code 7 if something is missing that Firn needs, and with code 5 if the VM can't be
 /// saved while it runs.

@@ -16,7 +16,7 @@ use crate::output::{FactPrinter, check_output};
 /// stays the same, and so does its identity.
 ///
 /// An image whose parent was moved cannot be opened. Give the new path of its parent with --moved:
-/// it must be that very image.
+/// the file there must be the same image.
 #[derive(Debug, ClapArgs)]
 #[command(after_long_help = "Examples:
   firn image rebase web-20.firn --parent web-10.firn

@@ -19,8 +19,8 @@ const ORDERS: &[Choice] = &[
 
 /// Rewrite an image with its memory blocks in another order.
 ///
-/// The checkpoint stays the same: only the locations of its memory blocks in the file change. For
-/// comparisons that vary one thing.
+/// The checkpoint stays the same: only the locations of its memory blocks in the file change. Use
+/// this command for comparisons in which images differ in that order alone.
 #[derive(Debug, ClapArgs)]
 #[command(after_long_help = r"Example:
   firn image reorder web.firn --by physical \

@@ -16,7 +16,7 @@ use crate::output::{FactPrinter, printable_path};
 ///
 /// The command refuses an image that is in use: another image builds on it, a restore still reads
 /// it, or a VM has a disk on top of one of its disks. You can also name an image whose file is gone
-/// already: then its disks are not needed any more.
+/// already: then Firn counts the files of its disks as unneeded.
 #[derive(Debug, ClapArgs)]
 #[command(after_long_help = "Example:
   firn image rm web-1.firn web-2.firn")]

@@ -20,8 +20,9 @@ const PRINTED_MAX: usize = 20;
 /// Exits with code 6 if a byte differs from what was written, and names the memory blocks and their
 /// offsets.
 ///
-/// With --restorable it does not read memory, but checks whether this host could restore the image:
-/// its QEMU, machine type, accelerator, CPU, disks, memory, userfaultfd. Exits with code 5 if not.
+/// With --restorable the command does not read memory. It checks whether this host could restore
+/// the image: its QEMU, machine type, accelerator, CPU, disks, memory, userfaultfd. Exits with code
+/// 5 if this host could not.
 #[derive(Debug, ClapArgs)]
 #[command(after_long_help = "Examples:
   firn image verify web.firn
@@ -29,7 +30,7 @@ const PRINTED_MAX: usize = 20;
 pub struct ImageVerifyArgs {
     /// The image.
     image: PathBuf,
-    /// Check whether this host could restore it.
+    /// Check whether this host could restore the image.
     #[arg(long)]
     restorable: bool,
 }

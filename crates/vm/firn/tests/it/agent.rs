@@ -287,9 +287,9 @@ fn a_vm_whose_host_dies_continues_at_its_backup() {
     eprintln!("the standby knows after {:?}", since.elapsed());
     eventually("lost", PATIENCE, || health(b) == "lost");
     eprintln!("a is lost after {:?}", since.elapsed());
-    let told = b.firn(&["agent", "status"]).succeeds().out;
-    eprintln!("{told}");
-    assert!(told.contains("`firn failover web` here continues from epoch"), "{told}");
+    let output = b.firn(&["agent", "status"]).succeeds().out;
+    eprintln!("{output}");
+    assert!(output.contains("`firn failover web` here continues from epoch"), "{output}");
     cluster.fail_over();
     assert!(!b.firn(&["agent", "status"]).succeeds().out.contains("failover"));
 }
@@ -303,8 +303,8 @@ fn a_vm_that_is_stopped_leaves_no_standby() {
     a.firn(&["stop", "web"]).succeeds();
     eventually("the standby is gone", PATIENCE, || b.ls().is_empty());
     for session in [a, b] {
-        let told = session.firn(&["agent", "status"]).succeeds().out;
-        assert!(!told.contains("failover"), "{told}");
+        let output = session.firn(&["agent", "status"]).succeeds().out;
+        assert!(!output.contains("failover"), "{output}");
     }
 }
 

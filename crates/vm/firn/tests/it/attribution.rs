@@ -67,7 +67,7 @@ fn region(image: &Image, ram: &File, block: Block) -> Option<u32> {
     let pages = pages.start.0..pages.end.0.min(image.geometry().total_pages);
     let owner = pages.filter_map(|number| {
         ram.read_exact_at(&mut page, u64::from(number) * PAGE_SIZE as u64).unwrap();
-        Some(stamp::owner_of(&page)?.region)
+        Some(stamp::read_stamp(&page)?.region)
     });
     let regions: BTreeSet<u32> = owner.collect();
     if regions.len() == 1 { regions.first().copied() } else { None }

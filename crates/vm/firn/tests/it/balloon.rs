@@ -172,10 +172,10 @@ const BALLOON: &str = "virtio-balloon-pci";
 const REPORTING: &str = "virtio-balloon-pci,free-page-reporting=on";
 
 /// A point stops once, so each of these stops another save: its number is that of the try.
-const AFTER_THE_CUT: &[&str] = &["save.retraced"];
-const AFTER_TWO_CUTS: &[&str] = &["save.retraced", "save.resumed@2"];
-const AFTER_THE_FIRST_AND_THIRD_CUT: &[&str] = &["save.retraced", "save.resumed@3"];
-const IN_A_ROUND: &[&str] = &["pre-copy.round", "pre-copy.armed@3"];
+const AFTER_THE_CUT: &[&str] = &["save.tracing"];
+const AFTER_TWO_CUTS: &[&str] = &["save.tracing", "save.resumed@2"];
+const AFTER_THE_FIRST_AND_THIRD_CUT: &[&str] = &["save.tracing", "save.resumed@3"];
+const IN_A_ROUND: &[&str] = &["pre-copy.round", "pre-copy.tracking@3"];
 
 fn nothing(_: u32) {}
 

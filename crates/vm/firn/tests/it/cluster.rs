@@ -234,7 +234,7 @@ fn a_cluster_continues_from_one_consistent_state() {
 /// The same where a receiver does not mark before it delivers: one of them has received what the other has not sent.
 #[test]
 fn without_marks_the_state_is_not_consistent() {
-    let mut hosts = Hosts::start(Some("net.mark=EIO"));
+    let mut hosts = Hosts::start(Some("net.marker=EIO"));
     hosts.protect();
     hosts.goes_on(50);
     hosts.fail_over();

@@ -234,7 +234,7 @@ fn a_removed_image_frees_its_layers_and_others_are_merged() {
 #[test]
 fn killed_while_layers_are_merged() {
     let mut vm = Vm::new();
-    for point in part_of(["merge.noted", "merge.begun", "merge.ended", "merge.settled"]) {
+    for point in part_of(["merge.recorded", "merge.begun", "merge.ended", "merge.settled"]) {
         let dir = vm.session.path(point);
         std::fs::create_dir(&dir).unwrap();
         vm.session.arm(Some(point));
@@ -257,11 +257,11 @@ fn killed_while_layers_are_merged() {
         vm.session.firn(&["stop", "web"]).succeeds();
     }
     for point in part_of([
-        "commit.noted",
-        "commit.ready",
-        "commit.paused",
-        "commit.completed",
-        "commit.settled",
+        "disk-commit.recorded",
+        "disk-commit.ready",
+        "disk-commit.paused",
+        "disk-commit.completed",
+        "disk-commit.settled",
     ]) {
         let dir = vm.session.path(point);
         std::fs::create_dir(&dir).unwrap();

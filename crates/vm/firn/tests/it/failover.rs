@@ -250,9 +250,9 @@ impl Drop for Hosts {
 
 /// Where the VM is, as hosts have agreed.
 fn place(session: &Session) -> Value {
-    let told = session.firn(&["--json", "cluster", "status"]);
-    let told: Value = serde_json::from_str(&told.out).unwrap_or_default();
-    told["clusters"][0]["vms"][0].clone()
+    let output = session.firn(&["--json", "cluster", "status"]);
+    let status: Value = serde_json::from_str(&output.out).unwrap_or_default();
+    status["clusters"][0]["vms"][0].clone()
 }
 
 fn configure(kind: Kind, site: &Site, sessions: [&Session; 3]) {

@@ -37,8 +37,8 @@ fn a_guest_that_switches_itself_off_is_not_run_again() {
     assert_eq!(session.status("web")["protection_end"]["how"], "shut-down");
     let listed = session.firn(&["ls"]).succeeds().out;
     assert!(listed.contains("standby, its VM shut down"), "{listed}");
-    let told = session.firn(&["status", "twin"]).succeeds().out;
-    assert!(told.contains("`firn stop twin` removes this standby"), "{told}");
+    let output = session.firn(&["status", "twin"]).succeeds().out;
+    assert!(output.contains("`firn stop twin` removes this standby"), "{output}");
     session.firn(&["failover", "twin"]).fails(5, "the guest shut down");
     assert_eq!(session.status("twin")["state"], "standby");
     session.firn(&["stop", "twin"]).succeeds();
@@ -60,8 +60,8 @@ fn agents_leave_a_guest_off_that_switched_itself_off() {
     eventually("it has ended", PATIENCE, || a.status("web")["state"] == "ended");
     eventually("the standby is gone", PATIENCE, || b.ls().is_empty());
     for session in [a, &b] {
-        let told = session.firn(&["agent", "status"]).succeeds().out;
-        assert!(!told.contains("failover"), "{told}");
+        let output = session.firn(&["agent", "status"]).succeeds().out;
+        assert!(!output.contains("failover"), "{output}");
     }
 }
 
@@ -92,8 +92,8 @@ fn a_guest_that_panics_and_stays_is_shown_as_trouble() {
     eventually("the trouble", PATIENCE, || trouble() == "guest-panicked");
     let listed = session.firn(&["ls"]).succeeds().out;
     assert!(listed.contains("protected, guest panicked"), "{listed}");
-    let told = session.firn(&["status", "web"]).succeeds().out;
-    assert!(told.contains("guest panicked; its standby has the same trouble"), "{told}");
+    let output = session.firn(&["status", "web"]).succeeds().out;
+    assert!(output.contains("guest panicked; its standby has the same trouble"), "{output}");
     let before = committed_of(&vm, "twin");
     eventually("epochs go on", PATIENCE, || committed_of(&vm, "twin") > before + 3);
     assert_eq!(session.status("web")["state"], "protected");

@@ -241,7 +241,7 @@ fn ended_in_a_restore(vm: &Vm, restored: Answer, point: &str) {
 fn qemu_standing_still_in_a_save() {
     let mut vm = base();
     for point in
-        ["save.journaled", "save.registered", "save.rounds", "save.stopped", "save.retraced"]
+        ["save.journaled", "save.registered", "save.rounds", "save.stopped", "save.tracing"]
     {
         let stop = Stop::arm(&mut vm, point);
         vm.session.firn(&["restore", "base.firn", "--mode", "eager", "--wait"]).succeeds();

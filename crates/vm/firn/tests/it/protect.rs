@@ -190,8 +190,8 @@ fn a_protected_vm_can_be_stopped() {
     assert_eq!(ended(&vm, "twin"), serde_json::json!({ "how": "stopped" }));
     let listed = session.firn(&["ls"]).succeeds().out;
     assert!(listed.contains("standby, its VM stopped"), "{listed}");
-    let told = session.firn(&["status", "twin"]).succeeds().out;
-    assert!(told.contains("`firn stop twin` removes this standby"), "{told}");
+    let output = session.firn(&["status", "twin"]).succeeds().out;
+    assert!(output.contains("`firn stop twin` removes this standby"), "{output}");
     let refused = session.firn(&["failover", "twin"]).fails(5, "the VM was not lost");
     assert!(refused.err.contains("--accept-stopped"), "{}", refused.err);
     // Who stopped it by mistake may have it back.
@@ -407,7 +407,7 @@ fn a_failover_continues_after_its_supervisor_died() {
 fn a_vm_that_its_user_stops_stays_stopped() {
     let mut vm = Vm::new();
     let monitor = vm.session.path("monitor");
-    let stop = Stop::arm(&mut vm, "protect.armed");
+    let stop = Stop::arm(&mut vm, "protect.tracking");
     let qmp = format!("unix:{},server=on,wait=off", text(&monitor));
     let mut vm = vm.with(&["-qmp", &qmp]).booted_with(&[]);
     vm.session.arm(None);
@@ -443,9 +443,9 @@ fn a_protection_that_fails_to_begin_leaves_the_vm_running() {
     let mut vm = Vm::resumed();
     vm.session.firn(&["suspend", "web", "-o", "web.firn"]).succeeds();
     let faults = [
-        ("protect.armed=EIO", "can't be protected"),
-        ("protect.thread=EIO", "can't be started"),
-        ("protect.thread@2=EIO", "can't be started"),
+        ("protect.tracking=EIO", "can't be protected"),
+        ("protect.start-thread=EIO", "can't be started"),
+        ("protect.start-thread@2=EIO", "can't be started"),
     ];
     for (fault, why) in faults {
         vm.session.arm(Some(fault));

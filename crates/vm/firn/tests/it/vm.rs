@@ -177,7 +177,7 @@ impl Vm {
     /// Boots a guest whose saves stay half done for a while, so that a test can look at them.
     pub fn boot_with_slow_saves() -> Self {
         let mut vm = Self::new();
-        vm.session.arm(Some("save.retraced=HOLD"));
+        vm.session.arm(Some("save.tracing=HOLD"));
         let mut vm = vm.booted(&["--mib", "48", "--rate", "2000"]);
         vm.session.arm(None);
         vm

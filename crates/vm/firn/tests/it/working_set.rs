@@ -141,7 +141,7 @@ fn a_supervisor_killed_during_a_scan_is_succeeded() {
 #[test]
 fn killed_while_it_watches_before_a_suspend() {
     let mut vm = base();
-    for point in ["watch.begun", "watch.forgotten"] {
+    for point in ["single-scan.begun", "single-scan.unmapped"] {
         vm.session.arm(Some(point));
         vm.session.firn(&["restore", "base.firn", "--mode", "eager", "--wait"]).succeeds();
         vm.session.arm(None);

@@ -25,26 +25,26 @@ const OF_NETWORK: &[&str] = &[
 pub(super) fn relocate_short(
     value: &str,
     listens: bool,
-    places: &mut EndpointPaths<'_>,
+    paths: &mut EndpointPaths<'_>,
 ) -> Option<MovedValue> {
     let shared = value.strip_prefix("mon:");
     let (lead, rest) = (if shared.is_some() { "mon:" } else { "" }, shared.unwrap_or(value));
     let (kind, rest) = rest.split_once(':')?;
     let MovedValue { value, held } = match kind {
         "unix" | "tcp" | "telnet" | "tn3270" | "websocket" => {
-            relocate_short_socket(kind, rest, listens, places)?
+            relocate_short_socket(kind, rest, listens, paths)?
         }
         "udp" => {
             let (_, local) = rest.split_once('@')?;
             let (host, port) = host_and_port(local)?;
-            let held = places.find_holder(&HostEndpoint::Port { udp: true, host, port })?;
+            let held = paths.find_holder(&HostEndpoint::Port { udp: true, host, port })?;
             MovedValue { value: "null".to_owned(), held }
         }
         "file" => {
-            let held = places.find_holder(&HostEndpoint::File(rest.into()))?;
-            MovedValue { value: format!("file:{}", places.file_path(rest)), held }
+            let held = paths.find_holder(&HostEndpoint::File(rest.into()))?;
+            MovedValue { value: format!("file:{}", paths.file_path(rest)), held }
         }
-        "pipe" => MovedValue { value: "null".to_owned(), held: find_pipe_holder(rest, places)? },
+        "pipe" => MovedValue { value: "null".to_owned(), held: find_pipe_holder(rest, paths)? },
         _ => return None,
     };
     Some(MovedValue { value: format!("{lead}{value}"), held })
@@ -54,7 +54,7 @@ fn relocate_short_socket(
     kind: &str,
     rest: &str,
     listens: bool,
-    places: &mut EndpointPaths<'_>,
+    paths: &mut EndpointPaths<'_>,
 ) -> Option<MovedValue> {
     let properties = OptionProperties::parse_value(rest, "address")?;
     let address = properties.get("address")?.into_owned();
@@ -68,29 +68,29 @@ fn relocate_short_socket(
             (HostEndpoint::tcp_port(&host, port), format!("{kind}-{port}"))
         }
     };
-    let held = places.find_holder(&endpoint)?;
-    let path = places.socket_path(&name);
+    let held = paths.find_holder(&endpoint)?;
+    let path = paths.socket_path(&name);
     Some(MovedValue { value: format!("unix:{},server=on,wait=off", escape_commas(&path)), held })
 }
 
 /// The long form, with its log file.
-pub(super) fn relocate_chardev(value: &str, places: &mut EndpointPaths<'_>) -> Option<MovedValue> {
+pub(super) fn relocate_chardev(value: &str, paths: &mut EndpointPaths<'_>) -> Option<MovedValue> {
     let mut properties = OptionProperties::parse_value(value, "backend")?;
     let id = properties.get("id").unwrap_or_default().into_owned();
     let backend = properties.get("backend")?.into_owned();
     let held = match &*backend {
-        "socket" => relocate_socket(&mut properties, &id, places),
-        "udp" => relocate_udp(&mut properties, places),
-        "file" => relocate_path(&mut properties, "path", places),
+        "socket" => relocate_socket(&mut properties, &id, paths),
+        "udp" => relocate_udp(&mut properties, paths),
+        "file" => relocate_path(&mut properties, "path", paths),
         "pipe" => property_text(&properties, "path").and_then(|path| {
-            let held = find_pipe_holder(&path, places)?;
+            let held = find_pipe_holder(&path, paths)?;
             properties.remove("path");
             properties.set("backend", "null");
             Some(held)
         }),
         _ => None,
     };
-    let log = relocate_path(&mut properties, "logfile", places);
+    let log = relocate_path(&mut properties, "logfile", paths);
     let held: Vec<String> = held.into_iter().chain(log).collect();
     let value = properties.to_text("backend");
     (!held.is_empty()).then(|| MovedValue { value, held: held.join(", ") })
@@ -103,7 +103,7 @@ fn property_text(properties: &OptionProperties, key: &str) -> Option<String> {
 fn relocate_socket(
     properties: &mut OptionProperties,
     id: &str,
-    places: &mut EndpointPaths<'_>,
+    paths: &mut EndpointPaths<'_>,
 ) -> Option<String> {
     if !properties.is_on("server") || properties.is_on("abstract") {
         return None;
@@ -117,9 +117,9 @@ fn relocate_socket(
             }
             (None, None) => return None,
         };
-    let held = places.find_holder(&endpoint)?;
+    let held = paths.find_holder(&endpoint)?;
     OF_NETWORK.iter().for_each(|key| properties.remove(key));
-    properties.set("path", &places.socket_path(&name));
+    properties.set("path", &paths.socket_path(&name));
     properties.set("server", "on");
     properties.set("wait", "off");
     Some(held)
@@ -128,11 +128,11 @@ fn relocate_socket(
 /// Replaces it by the null device: output is lost, and there is no input.
 fn relocate_udp(
     properties: &mut OptionProperties,
-    places: &mut EndpointPaths<'_>,
+    paths: &mut EndpointPaths<'_>,
 ) -> Option<String> {
     let port = property_text(properties, "localport")?.parse().ok()?;
     let host = property_text(properties, "localaddr").unwrap_or_default();
-    let held = places.find_holder(&HostEndpoint::Port { udp: true, host, port })?;
+    let held = paths.find_holder(&HostEndpoint::Port { udp: true, host, port })?;
     ["host", "port", "localaddr", "localport", "ipv4", "ipv6"]
         .iter()
         .for_each(|key| properties.remove(key));
@@ -143,16 +143,16 @@ fn relocate_udp(
 fn relocate_path(
     properties: &mut OptionProperties,
     key: &str,
-    places: &mut EndpointPaths<'_>,
+    paths: &mut EndpointPaths<'_>,
 ) -> Option<String> {
     let path = property_text(properties, key)?;
-    let held = places.find_holder(&HostEndpoint::File(path.clone().into()))?;
-    properties.set(key, &places.file_path(&path));
+    let held = paths.find_holder(&HostEndpoint::File(path.clone().into()))?;
+    properties.set(key, &paths.file_path(&path));
     Some(held)
 }
 
 /// Checks a pipe: two FIFOs, or one for both directions.
-fn find_pipe_holder(path: &str, places: &EndpointPaths<'_>) -> Option<String> {
+fn find_pipe_holder(path: &str, paths: &EndpointPaths<'_>) -> Option<String> {
     let names = ["", ".in", ".out"].map(|end| format!("{path}{end}"));
-    names.iter().find_map(|name| places.find_holder(&HostEndpoint::File(name.into())))
+    names.iter().find_map(|name| paths.find_holder(&HostEndpoint::File(name.into())))
 }

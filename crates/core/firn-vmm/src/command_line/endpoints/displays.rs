@@ -8,15 +8,14 @@ const VNC_PORT: u16 = 5900;
 const WEB_PORT: u16 = 5700;
 
 /// `-vnc DISPLAY,PROPERTY,...`. With `to=` QEMU finds a free display itself.
-pub(super) fn relocate_vnc(value: &str, places: &mut EndpointPaths<'_>) -> Option<MovedValue> {
+pub(super) fn relocate_vnc(value: &str, paths: &mut EndpointPaths<'_>) -> Option<MovedValue> {
     let mut properties = OptionProperties::parse_value(value, "vnc")?;
     if properties.is_on("reverse") || properties.get("to").is_some() {
         return None;
     }
     let display = properties.get("vnc")?.into_owned();
-    let held =
-        vnc_endpoints(&display, &properties)?.iter().find_map(|it| places.find_holder(it))?;
-    let path = places.socket_path(display.strip_prefix("unix:").unwrap_or("vnc"));
+    let held = vnc_endpoints(&display, &properties)?.iter().find_map(|it| paths.find_holder(it))?;
+    let path = paths.socket_path(display.strip_prefix("unix:").unwrap_or("vnc"));
     properties.remove("websocket");
     properties.set("vnc", &format!("unix:{path}"));
     Some(MovedValue { value: properties.to_text("vnc"), held })
@@ -39,13 +38,13 @@ fn vnc_endpoints(display: &str, properties: &OptionProperties) -> Option<Vec<Hos
 }
 
 /// `-display vnc=DISPLAY,PROPERTY,...`
-pub(super) fn relocate_display(value: &str, places: &mut EndpointPaths<'_>) -> Option<MovedValue> {
-    let MovedValue { value, held } = relocate_vnc(value.strip_prefix("vnc=")?, places)?;
+pub(super) fn relocate_display(value: &str, paths: &mut EndpointPaths<'_>) -> Option<MovedValue> {
+    let MovedValue { value, held } = relocate_vnc(value.strip_prefix("vnc=")?, paths)?;
     Some(MovedValue { value: format!("vnc={value}"), held })
 }
 
 /// `-spice port=...,tls-port=...,addr=...`, or `unix=on,addr=PATH`.
-pub(super) fn relocate_spice(value: &str, places: &mut EndpointPaths<'_>) -> Option<MovedValue> {
+pub(super) fn relocate_spice(value: &str, paths: &mut EndpointPaths<'_>) -> Option<MovedValue> {
     let mut properties = OptionProperties::parse_value(value, "")?;
     let address = properties.get("addr").unwrap_or_default().into_owned();
     let ends = match properties.is_on("unix") {
@@ -55,10 +54,10 @@ pub(super) fn relocate_spice(value: &str, places: &mut EndpointPaths<'_>) -> Opt
             ports.into_iter().flatten().map(|port| HostEndpoint::tcp_port(&address, port)).collect()
         }
     };
-    let held = ends.iter().find_map(|end| places.find_holder(end))?;
+    let held = ends.iter().find_map(|end| paths.find_holder(end))?;
     let name = if properties.is_on("unix") { &*address } else { "spice" };
     ["port", "tls-port", "ipv4", "ipv6"].iter().for_each(|key| properties.remove(key));
     properties.turn_on("unix");
-    properties.set("addr", &places.socket_path(name));
+    properties.set("addr", &paths.socket_path(name));
     Some(MovedValue { value: properties.to_text(""), held })
 }

@@ -88,10 +88,10 @@ pub(super) fn relocate_endpoints(
     arguments: &mut [CommandArgument],
     beside: &EndpointRelocation<'_>,
 ) -> Result<Vec<String>, CommandLineError> {
-    let mut places = EndpointPaths { beside, used: BTreeSet::new() };
+    let mut paths = EndpointPaths { beside, used: BTreeSet::new() };
     let mut notes = Vec::new();
     for argument in arguments {
-        let Some((new, held)) = relocate_argument(argument, &mut places)? else { continue };
+        let Some((new, held)) = relocate_argument(argument, &mut paths)? else { continue };
         notes.push(format!("{argument} is now {new}: {held}"));
         *argument = new;
     }
@@ -101,25 +101,25 @@ pub(super) fn relocate_endpoints(
 /// The argument with other endpoints, and the reason; `None` if it can stay.
 fn relocate_argument(
     argument: &CommandArgument,
-    places: &mut EndpointPaths<'_>,
+    paths: &mut EndpointPaths<'_>,
 ) -> Result<Option<(CommandArgument, String)>, CommandLineError> {
     let (name, value) = (argument.name(), argument.value());
     let new = match name {
         "qmp" | "qmp-pretty" | "monitor" | "serial" | "parallel" | "debugcon" | "qtest" => {
-            chardev::relocate_short(value, false, places)
+            chardev::relocate_short(value, false, paths)
         }
-        "gdb" => chardev::relocate_short(value, true, places),
-        "s" => return Ok(relocate_gdb(places)),
-        "chardev" => chardev::relocate_chardev(value, places),
-        "vnc" => displays::relocate_vnc(value, places),
-        "display" => displays::relocate_display(value, places),
-        "spice" => displays::relocate_spice(value, places),
-        "pidfile" | "D" => relocate_file(value, places),
-        "trace" => file_property(value, "enable", "file", places),
-        "audiodev" => file_property(value, "driver", "path", places),
-        "object" => file_property(value, "qom-type", "file", places),
+        "gdb" => chardev::relocate_short(value, true, paths),
+        "s" => return Ok(relocate_gdb(paths)),
+        "chardev" => chardev::relocate_chardev(value, paths),
+        "vnc" => displays::relocate_vnc(value, paths),
+        "display" => displays::relocate_display(value, paths),
+        "spice" => displays::relocate_spice(value, paths),
+        "pidfile" | "D" => relocate_file(value, paths),
+        "trace" => file_property(value, "enable", "file", paths),
+        "audiodev" => file_property(value, "driver", "path", paths),
+        "object" => file_property(value, "qom-type", "file", paths),
         "netdev" | "nic" | "net" => {
-            network::check_netdev(argument, places)?;
+            network::check_netdev(argument, paths)?;
             None
         }
         _ => None,
@@ -134,15 +134,15 @@ struct MovedValue {
 }
 
 /// `-s` is `-gdb tcp::1234`.
-fn relocate_gdb(places: &mut EndpointPaths<'_>) -> Option<(CommandArgument, String)> {
-    let MovedValue { value, held } = chardev::relocate_short("tcp::1234", true, places)?;
+fn relocate_gdb(paths: &mut EndpointPaths<'_>) -> Option<(CommandArgument, String)> {
+    let MovedValue { value, held } = chardev::relocate_short("tcp::1234", true, paths)?;
     Some((CommandArgument::new("gdb", value), held))
 }
 
 /// An option whose value is a file.
-fn relocate_file(value: &str, places: &mut EndpointPaths<'_>) -> Option<MovedValue> {
-    let held = places.find_holder(&HostEndpoint::File(value.into()))?;
-    Some(MovedValue { value: places.file_path(value), held })
+fn relocate_file(value: &str, paths: &mut EndpointPaths<'_>) -> Option<MovedValue> {
+    let held = paths.find_holder(&HostEndpoint::File(value.into()))?;
+    Some(MovedValue { value: paths.file_path(value), held })
 }
 
 /// An option that has a file among its properties. Of `-object`, only a `filter-dump` writes to its
@@ -151,7 +151,7 @@ fn file_property(
     value: &str,
     implied: &str,
     key: &str,
-    places: &mut EndpointPaths<'_>,
+    paths: &mut EndpointPaths<'_>,
 ) -> Option<MovedValue> {
     let mut properties = OptionProperties::parse_value(value, implied)?;
     let kind = properties.get("qom-type").map(String::from);
@@ -159,8 +159,8 @@ fn file_property(
         return None;
     }
     let path = properties.get(key)?.into_owned();
-    let held = places.find_holder(&HostEndpoint::File(path.clone().into()))?;
-    properties.set(key, &places.file_path(&path));
+    let held = paths.find_holder(&HostEndpoint::File(path.clone().into()))?;
+    properties.set(key, &paths.file_path(&path));
     Some(MovedValue { value: properties.to_text(implied), held })
 }
 

@@ -9,12 +9,12 @@ use crate::command_line::properties::OptionProperties;
 /// Refuses a back end that needs an endpoint that another process has.
 pub(super) fn check_netdev(
     argument: &CommandArgument,
-    places: &EndpointPaths<'_>,
+    paths: &EndpointPaths<'_>,
 ) -> Result<(), CommandLineError> {
     let Some(properties) = OptionProperties::parse_value(argument.value(), "type") else {
         return Ok(());
     };
-    let held = netdev_endpoints(&properties).iter().find_map(|end| places.find_holder(end));
+    let held = netdev_endpoints(&properties).iter().find_map(|end| paths.find_holder(end));
     match held {
         Some(held) => Err(CommandLineError::Held { option: argument.to_string(), held }),
         None => Ok(()),

@@ -132,18 +132,18 @@ impl<V: Ord + Clone> ReconcilePlan<'_, V> {
 
     /// The host that runs the VM.
     fn primary_of(&self, vm: LocalVm) -> Option<HostId> {
-        self.record.places.get(&vm.number?).map(|placement| placement.primary)
+        self.record.placements.get(&vm.number?).map(|placement| placement.primary)
     }
 
     /// Whether the cluster could fail over: every VM has a backup, which has a copy of it.
     fn is_protected(&self) -> bool {
-        let mut places = self.record.places.values();
-        self.record.is_protected() && places.all(|placement| placement.backup.is_some())
+        let mut placements = self.record.placements.values();
+        self.record.is_protected() && placements.all(|placement| placement.backup.is_some())
     }
 
     /// Whether the hosts with the copies hold their leases.
     fn is_backed(&self) -> bool {
-        let mut backups = self.record.places.values().map(|placement| placement.backup);
+        let mut backups = self.record.placements.values().map(|placement| placement.backup);
         self.is_protected()
             && backups.all(|backup| backup.is_some_and(|host| self.leases.contains(&host)))
     }
@@ -176,8 +176,8 @@ impl<V: Ord + Clone> ReconcilePlan<'_, V> {
             return Some(ReconcileAction::AdoptCopies(before));
         }
         let is_ours = |host: HostId| host == self.me || self.mine.contains(&host);
-        let mut places = self.record.places.values();
-        let is_needed = places
+        let mut placements = self.record.placements.values();
+        let is_needed = placements
             .any(|placement| is_ours(placement.primary) || placement.backup.is_some_and(is_ours));
         (!is_needed).then_some(ReconcileAction::DropCopies)
     }
@@ -185,16 +185,16 @@ impl<V: Ord + Clone> ReconcilePlan<'_, V> {
     /// Returns an earlier agent of this host that was to run all VMs, or has to.
     fn earlier_copy_holder(&self) -> Option<HostId> {
         let record = self.record;
-        let mut places = record.places.values();
+        let mut placements = record.placements.values();
         let is_allowed = record.fence.is_empty() && !self.is_primary_coordinator();
-        let first = *places.next().filter(|_| is_allowed)?;
+        let first = *placements.next().filter(|_| is_allowed)?;
         let is_earlier = |host: &HostId| self.mine.contains(host);
         let runs = Some(first.primary).filter(is_earlier);
         if runs.is_some() && record.primaries().len() == 1 {
             return runs;
         }
         let keeps = first.backup.filter(is_earlier);
-        let is_one = places.all(|placement| placement.backup == keeps);
+        let is_one = placements.all(|placement| placement.backup == keeps);
         let is_lost = !record.primaries().is_subset(self.leases);
         keeps.filter(|_| is_one && is_lost && self.is_protected())
     }
@@ -233,7 +233,7 @@ impl<V: Ord + Clone> ReconcilePlan<'_, V> {
             true => vms.iter().any(|(_, vm)| is_left(*vm)),
             false => false,
         };
-        let is_all = vms.len() == self.record.places.len();
+        let is_all = vms.len() == self.record.placements.len();
         let has_all_ended = is_all && !is_protected && vms.iter().all(|(_, vm)| vm.has_ended());
         (is_end || has_all_ended).then_some(ReconcileAction::EndRecord)
     }
@@ -258,11 +258,12 @@ impl<V: Ord + Clone> ReconcilePlan<'_, V> {
 
     /// Keeps the backup in the record correct.
     fn plan_backup(&self, vms: &[(&V, ObservedVm)]) -> Option<ReconcileAction<V>> {
-        let places = &self.record.places;
+        let placements = &self.record.placements;
         if self.is_primary_coordinator() {
             let commits = vms.iter().find_map(|(_, vm)| vm.committed_backup());
             if let Some(host) = commits {
-                let is_recorded = places.values().all(|placement| placement.backup == Some(host));
+                let is_recorded =
+                    placements.values().all(|placement| placement.backup == Some(host));
                 let is_recorded = is_recorded && self.record.is_protected();
                 let record = ReconcileAction::RecordBackup(Some(host));
                 return Some(if is_recorded { ReconcileAction::Nothing } else { record });
@@ -272,16 +273,16 @@ impl<V: Ord + Clone> ReconcilePlan<'_, V> {
         }
         // Where epochs are sent, the host that receives them is about to be recorded. A standby is
         // about to run.
-        let is_all = vms.len() == places.len();
-        let is_open = places.values().all(|placement| placement.backup.is_none());
+        let is_all = vms.len() == placements.len();
+        let is_open = placements.values().all(|placement| placement.backup.is_none());
         let is_busy = |vm: ObservedVm| vm.is_replicated() || vm.is_standby();
         let is_clear = is_all && !is_open && !vms.iter().any(|(_, vm)| is_busy(*vm));
         is_clear.then_some(ReconcileAction::RecordBackup(None))
     }
 
     fn plan_unprotected(&self, vms: &[(&V, ObservedVm)]) -> ReconcileAction<V> {
-        let places = &self.record.places;
-        if places.values().any(|placement| placement.backup.is_some()) {
+        let placements = &self.record.placements;
+        if placements.values().any(|placement| placement.backup.is_some()) {
             return ReconcileAction::Nothing;
         }
         let held = vms.iter().filter(|(_, vm)| vm.is_ready() && vm.is_held());
@@ -290,7 +291,8 @@ impl<V: Ord + Clone> ReconcilePlan<'_, V> {
             return ReconcileAction::ReleaseOutput(held);
         }
         // One host is enough to have the cluster protected again.
-        let is_first = places.values().next().is_some_and(|placement| placement.primary == self.me);
+        let is_first =
+            placements.values().next().is_some_and(|placement| placement.primary == self.me);
         match is_first && vms.iter().all(|(_, vm)| vm.is_ready()) {
             true => ReconcileAction::Protect,
             false => ReconcileAction::Nothing,

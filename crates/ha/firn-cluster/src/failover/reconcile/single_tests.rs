@@ -18,7 +18,7 @@ fn record(primary: HostId, backup: Option<HostId>) -> FailoverRecord {
 
 /// No plan depends on the lease of another host, nor on how long epochs were not sent.
 fn due_at_me(record: &FailoverRecord, here: ObservedVm) -> Action {
-    let (coordinator, number) = (Coordinator::Primary, record.places.keys().next().copied());
+    let (coordinator, number) = (Coordinator::Primary, record.placements.keys().next().copied());
     let vms = BTreeMap::from([("web", LocalVm { number, state: here })]);
     let mut here = ObservedCluster { coordinator, vms, is_kept: false, is_cut_off: false };
     let mine = [HostId(1), HostId(2)].into();

@@ -26,8 +26,8 @@ const fn runs(lease: Option<u32>, is_protected: bool, is_held: bool) -> Observed
 /// `web` at one host, `db` at another.
 fn record(web: HostId, db: HostId, backup: Option<HostId>) -> FailoverRecord {
     let placement = |primary| VmPlacement { primary, backup: None };
-    let places = [(VmId(0), placement(web)), (VmId(1), placement(db))];
-    FailoverRecord::new(places.into()).with_backup(backup)
+    let placements = [(VmId(0), placement(web)), (VmId(1), placement(db))];
+    FailoverRecord::new(placements.into()).with_backup(backup)
 }
 
 fn observe(
@@ -88,7 +88,7 @@ fn no_output_is_released_while_a_backup_could_roll_back() {
     let second = due_with(&record(OTHER, ME, None), &[ME, OTHER], &[("db", OPEN)], false);
     assert_eq!(second, Action::Nothing, "the host of the first sees to that");
     let mut named = alone;
-    named.places.values_mut().for_each(|placement| placement.backup = Some(BACKUP));
+    named.placements.values_mut().for_each(|placement| placement.backup = Some(BACKUP));
     named.layout += 1;
     assert_eq!(due_of(&named, HELD), Action::Nothing);
 }
@@ -103,7 +103,7 @@ fn where_all_run_after_a_failover() {
     let none = [("web", ObservedVm::Nothing), ("db", DIED)];
     assert_eq!(due_with(&all, &[ME], &none, true), Action::EndRecord);
     // The controller has chosen a backup, which has no copies yet.
-    all.places.values_mut().for_each(|placement| placement.backup = Some(OTHER));
+    all.placements.values_mut().for_each(|placement| placement.backup = Some(OTHER));
     all.layout += 1;
     assert_eq!(due_with(&all, &[ME, OTHER], &both, true), Action::RecordBackup(None));
     let sent = [("web", RUNS), ("db", RUNS)];

@@ -28,11 +28,11 @@ pub struct Control {
     /// The VMs that were stopped to be moved, and their last epochs.
     drained: BTreeMap<VmId, Epoch>,
     term: u32,
-    told: Ms,
+    last_report: Ms,
     ppm: i64,
 }
 
-const TELL_MS: Ms = 100;
+const REPORT_MS: Ms = 100;
 
 impl Control {
     pub fn new(register: FailoverRecord, hosts: Vec<HostId>, ppm: i64) -> Self {
@@ -47,7 +47,7 @@ impl Control {
             lost: false,
             drained: BTreeMap::new(),
             term: 1,
-            told: 0,
+            last_report: 0,
             ppm,
         }
     }
@@ -98,7 +98,7 @@ impl Control {
                 self.set(register, net);
             }
         }
-        if net.now >= self.told + TELL_MS {
+        if net.now >= self.last_report + REPORT_MS {
             self.tell(net);
         }
         if self.controller.is_failover_planned() {
@@ -123,7 +123,7 @@ impl Control {
     }
 
     fn tell(&mut self, net: &mut Network) {
-        self.told = net.now;
+        self.last_report = net.now;
         let message = Message::Register(self.register.clone());
         self.send_all(net, &message);
     }
@@ -187,16 +187,16 @@ fn initiator(register: &FailoverRecord, term: u32) -> CheckpointInitiator {
         about,
         term,
         register.checkpoint.number,
-        register.places.keys().copied(),
+        register.placements.keys().copied(),
         pace,
     )
 }
 
 /// The initial placement: VMs spread over the primaries, standbys over the backups.
-pub fn places(vms: u64, primaries: u64, backups: u64) -> BTreeMap<VmId, VmPlacement> {
-    let place = |vm: u64| VmPlacement {
+pub fn placements(vms: u64, primaries: u64, backups: u64) -> BTreeMap<VmId, VmPlacement> {
+    let placement = |vm: u64| VmPlacement {
         primary: HostId((vm % primaries) as u16),
         backup: Some(HostId((primaries + vm % backups) as u16)),
     };
-    (0..vms).map(|vm| (VmId(vm as u16), place(vm))).collect()
+    (0..vms).map(|vm| (VmId(vm as u16), placement(vm))).collect()
 }

@@ -10,7 +10,7 @@ use firn_cluster::epoch::{
 };
 use firn_cluster::failover::{FailoverRecord, GuardAction, HostGuard, LeaseTerms};
 use firn_cluster::output::{
-    FrameDestination, FrameInbox, FrameOutbox, InboxDecision, InputFlow, SentFrame,
+    FrameDestination, FrameOutbox, InputFlow, ReceiveCounters, ReceiveDecision, SentFrame,
 };
 use firn_cluster::{Epoch, FrameNumber, Generation, HostId, RequestNumber, VmId};
 
@@ -44,13 +44,13 @@ pub struct Guest {
 pub struct Copy {
     pub guest: Guest,
     pub outbox: FrameOutbox<Frame>,
-    pub inbox: FrameInbox,
+    pub counters: ReceiveCounters,
 }
 
 impl Copy {
     pub fn first() -> Self {
-        let (outbox, inbox) = (FrameOutbox::new(HELD_BYTES_MAX), FrameInbox::new(Epoch(0)));
-        Self { guest: Guest::default(), outbox, inbox }
+        let (outbox, counters) = (FrameOutbox::new(HELD_BYTES_MAX), ReceiveCounters::new(Epoch(0)));
+        Self { guest: Guest::default(), outbox, counters }
     }
 }
 
@@ -210,7 +210,8 @@ impl Node {
         if !around.net.dice.chance(25) {
             return;
         }
-        let others: Vec<VmId> = self.register.places.keys().copied().filter(|v| *v != vm).collect();
+        let others: Vec<VmId> =
+            self.register.placements.keys().copied().filter(|v| *v != vm).collect();
         let to = match around.net.dice.chance(30) {
             true => Some(FrameDestination::Outside),
             false => around.net.dice.pick(&others).map(FrameDestination::Vm),
@@ -252,7 +253,7 @@ impl Node {
 
     fn send_full(&mut self, vm: VmId, epoch: Epoch, copy: Rc<Copy>, around: &mut Around<'_>) {
         let Some(generation) = self.runs() else { return };
-        let backup = self.register.places[&vm].backup;
+        let backup = self.register.placements[&vm].backup;
         let message = Message::Full { vm, generation, from: self.host, epoch, copy };
         if backup.is_some() {
             around.net.send(Some(self.host), backup, message);
@@ -288,7 +289,7 @@ impl Node {
     fn copy_now(&mut self, vm: VmId, epoch: Epoch, around: &mut Around<'_>) -> Option<Rc<Copy>> {
         let generation = self.runs()?;
         let running = self.vms.get_mut(&vm)?;
-        running.live.inbox.record_cut(epoch);
+        running.live.counters.record_cut(epoch);
         running.marker.record_cut(epoch);
         let copy = Rc::new(running.live.clone());
         running.copies.insert(epoch, copy.clone());
@@ -302,7 +303,7 @@ impl Node {
         else {
             return;
         };
-        let (backup, copy) = (self.register.places[&vm].backup, running.copies.get(&epoch));
+        let (backup, copy) = (self.register.placements[&vm].backup, running.copies.get(&epoch));
         let (Some(copy), true) = (copy, backup.is_some()) else { return };
         for index in 0..2 {
             let piece = EpochPieceHeader { epoch, index, pieces: 2, is_last_epoch: last };
@@ -365,9 +366,9 @@ impl Node {
                     }
                 }
                 FrameDestination::Vm(to) => {
-                    let (place, back) = (self.register.places[&to], self.host);
+                    let (placement, back) = (self.register.placements[&to], self.host);
                     let message = Message::Frame { from: vm, to, seq, frame, stamp, back };
-                    around.net.send(Some(self.host), Some(place.primary), message);
+                    around.net.send(Some(self.host), Some(placement.primary), message);
                 }
             }
         }
@@ -377,7 +378,7 @@ impl Node {
         if !self.may_send(around) {
             return;
         }
-        let peers: Vec<VmId> = self.register.places.keys().copied().collect();
+        let peers: Vec<VmId> = self.register.placements.keys().copied().collect();
         let vms: Vec<VmId> = self.vms.keys().copied().collect();
         for (vm, to) in vms.iter().flat_map(|vm| peers.iter().map(move |to| (*vm, *to))) {
             let Some(running) = self.vms.get(&vm) else { continue };
@@ -477,14 +478,14 @@ impl Node {
         }
         // A frame that has to wait for a cut is sent again.
         (running.marker.check_frame(stamp) == StampDecision::Deliver).then_some(())?;
-        match running.live.inbox.accept_frame(from, seq) {
-            InboxDecision::Deliver => {
+        match running.live.counters.accept_frame(from, seq) {
+            ReceiveDecision::Deliver => {
                 around.checks.tally.inside += 1;
                 running.live.guest.received.entry(from).or_default().push(frame);
                 Some(seq)
             }
-            InboxDecision::Known => Some(running.live.inbox.newest_received(from)),
-            InboxDecision::Missing(_) => None,
+            ReceiveDecision::Known => Some(running.live.counters.newest_received(from)),
+            ReceiveDecision::Missing(_) => None,
         }
     }
 
@@ -535,7 +536,7 @@ impl Node {
                 return;
             };
             live.outbox.roll_back(epoch);
-            live.inbox.roll_back(epoch);
+            live.counters.roll_back(epoch);
             around.checks.runs(generation, vm, epoch, &live.guest);
             let marker = CutMarker::new(generation, u64::MAX, vm, epoch);
             let mut running = Running::new(marker, epoch, live, now);
@@ -551,9 +552,9 @@ impl Node {
         let register = self.register.clone();
         let vms: Vec<VmId> = self.vms.keys().copied().collect();
         for vm in vms {
-            let backup = register.places[&vm].backup;
+            let backup = register.placements[&vm].backup;
             let same_timeline = before.generation == register.generation;
-            let same = same_timeline && before.places[&vm].backup == backup;
+            let same = same_timeline && before.placements[&vm].backup == backup;
             let Some(running) = self.vms.get_mut(&vm) else { continue };
             let is_kept = same && !matches!(running.sync, Sync::None);
             running.marker.change_layout(register.layout, !is_kept);
@@ -591,10 +592,10 @@ impl Node {
         for (&to, running) in &mut self.vms {
             let epoch = checkpoint.marks[&to];
             running.globally = epoch.max(running.globally);
-            for (from, seq) in running.live.inbox.record_global_checkpoint(epoch) {
-                let place = register.places[&from].primary;
+            for (from, seq) in running.live.counters.drop_cuts_before(epoch) {
+                let placement = register.placements[&from].primary;
                 let trim = Message::Trim { from, to, seq, generation };
-                around.net.send(Some(host), Some(place), trim);
+                around.net.send(Some(host), Some(placement), trim);
             }
         }
     }
@@ -604,7 +605,7 @@ impl Node {
         let register = self.register.clone();
         let checkpoint = &register.checkpoint;
         for ((vm, generation), store) in &mut self.stores {
-            let mine = register.places[vm].backup == Some(self.host);
+            let mine = register.placements[vm].backup == Some(self.host);
             if *generation != checkpoint.generation || !mine {
                 continue;
             }
@@ -671,7 +672,7 @@ impl Node {
         around: &mut Around<'_>,
     ) {
         let now = self.clock(around.net.now);
-        if self.register.places[&vm].backup != Some(from) {
+        if self.register.placements[&vm].backup != Some(from) {
             return;
         }
         let Some(running) = self.of(vm, generation) else { return };

@@ -9,7 +9,7 @@ use firn_cluster::output::FrameDestination;
 use firn_cluster::{Epoch, Generation, HostId, VmId};
 
 use super::checks::{Checks, orphan};
-use super::control::{Control, places};
+use super::control::{Control, placements};
 use super::dice::Dice;
 use super::host::{Around, Copy, Guest, Health, Node, Store, TICK_MS};
 use super::network::{Event, Message, Ms, Network};
@@ -33,7 +33,7 @@ impl World {
         let mut dice = Dice::new(seed);
         let (vms, primaries) = (3 + dice.roll(6), 2 + dice.roll(3));
         let (backups, spares) = (1 + dice.roll(2), dice.roll(3));
-        let register = FailoverRecord::new(places(vms, primaries, backups));
+        let register = FailoverRecord::new(placements(vms, primaries, backups));
         let hosts: Vec<HostId> =
             (0..primaries + backups + spares).map(|host| HostId(host as u16)).collect();
         let ppm = dice.roll(901) as i64 - 450;
@@ -63,10 +63,10 @@ impl World {
     }
 
     fn first_copies(&mut self) {
-        for (&vm, place) in &self.control.register.places {
+        for (&vm, placement) in &self.control.register.placements {
             let copies = BTreeMap::from([(Epoch(0), Rc::new(Copy::first()))]);
             let store = Store { backup: BackupEpochs::new(Epoch(0), 12), copies };
-            let backup = place.backup.and_then(|backup| self.nodes.get_mut(&backup));
+            let backup = placement.backup.and_then(|backup| self.nodes.get_mut(&backup));
             backup.map(|node| node.stores.insert((vm, Generation(0)), store));
         }
     }
@@ -219,7 +219,7 @@ impl World {
         let nodes = self.nodes.values().filter(here);
         let guests: BTreeMap<VmId, Guest> =
             nodes.flat_map(|node| node.guests().map(|(vm, guest)| (vm, guest.clone()))).collect();
-        (guests.len() == register.places.len()).then_some(guests)
+        (guests.len() == register.placements.len()).then_some(guests)
     }
 
     fn nobody_has_what_nobody_sent(&mut self) {
@@ -239,7 +239,7 @@ impl World {
             return Ok(());
         }
         let guests = self.guests().ok_or_else(|| format!("not all run: {register:?}"))?;
-        if register.places.values().any(|place| place.backup.is_none()) {
+        if register.placements.values().any(|placement| placement.backup.is_none()) {
             return Ok(()); // No host is left for standbys: it runs, and waits for one.
         }
         if register.checkpoint.generation != register.generation || !register.is_protected() {

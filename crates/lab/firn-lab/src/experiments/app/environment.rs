@@ -6,7 +6,7 @@ use firn_transactions::TrackerSystem;
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum TestEnvironment {
     Native,
-    /// A guest whose stores are noted, by a plugin that makes all of it slower.
+    /// A guest whose stores are recorded, by a plugin that makes all of it slower.
     Guest,
     /// The same guest without the plugin.
     Plain,

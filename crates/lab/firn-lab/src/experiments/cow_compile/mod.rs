@@ -190,7 +190,7 @@ impl MeasuredInterval {
     fn cost_s(&self, beside: &[&Self]) -> f64 {
         let waited = self.excess_times(beside);
         let whole_s = self.whole_s.unwrap_or_default() / CHECKPOINTS_PER_FULL;
-        self.faults_s() + waited.stood_s + waited.saver_s + whole_s
+        self.faults_s() + waited.stopped_s + waited.saver_s + whole_s
     }
 
     fn faults_s(&self) -> f64 {
@@ -232,7 +232,7 @@ pub fn run(lab: &Lab) -> Result<Report> {
     lab.firn().stop(VM);
     add_repetitions(&turns, &log, &mut report)?;
     let intervals: Vec<u64> = plan.iter().map(|(interval_s, _)| *interval_s).collect();
-    add_figures(&intervals, &mut report);
+    add_numbers(&intervals, &mut report);
     let drawing = draw_plot(&intervals, &report)?;
     report.add_drawing("cow-compile", drawing);
     Ok(report)
@@ -428,7 +428,7 @@ fn add_repetitions(turns: &[MeasuredInterval], log: &str, report: &mut Report) -
             "round": turn.round, "downtime_ms": turn.downtime_ms, "saved_s": turn.saved - turn.from,
             "turn_s": turn.duration_s(), "lost_s": lost_s, "overhead": longer(lost_s),
             "waited_s": waited.waited_s(), "delayed_s": waited.delayed_s, "kernel_s": waited.kernel_s,
-            "faults_s": turn.faults_s(), "stood_s": waited.stood_s, "saver_s": waited.saver_s,
+            "faults_s": turn.faults_s(), "stood_s": waited.stopped_s, "saver_s": waited.saver_s,
             "whole_s": turn.whole_s, "cost_s": cost_s, "cost": longer(cost_s), "report": turn.report }));
     }
     report.add_file("compiled.log", log);
@@ -445,7 +445,7 @@ fn measured_values(
     report.repetitions().iter().filter(is_it).filter_map(|run| run[field].as_f64()).collect()
 }
 
-fn add_figures(intervals: &[u64], report: &mut Report) {
+fn add_numbers(intervals: &[u64], report: &mut Report) {
     for system in CompileSystem::ALL {
         for &interval_s in intervals {
             for field in FIELDS {
@@ -499,7 +499,7 @@ mod tests {
             kernel_s: 0.05 * seconds,
             faults_s: less / 3.0,
             delayed_s: 0.1 * seconds + less,
-            stood_s: 0.1 * seconds,
+            stopped_s: 0.1 * seconds,
             saver_s: 0.01 * seconds + less,
         };
         let less = if system == CompileSystem::None { 0.0 } else { 0.75 };
@@ -530,7 +530,7 @@ mod tests {
         let turns = [turn(CompileSystem::None, 0.0, 0.1), turn(CompileSystem::Firn, 10.0, 12.0)];
         let mut report = Report::new("cow-compile", true);
         add_repetitions(&turns, &log(), &mut report).unwrap();
-        add_figures(&[10], &mut report);
+        add_numbers(&[10], &mut report);
         let percent = |key: &str| report.figure_value(key).map(|it| (it * 100.0).round());
         assert_eq!(percent("lost_s.firn.10s"), Some(200.0));
         assert_eq!(percent("overhead.firn.10s"), Some(25.0));

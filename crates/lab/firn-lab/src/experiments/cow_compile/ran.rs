@@ -42,10 +42,10 @@ impl CpuTimeSources {
             let faults = (stat.minflt + stat.majflt) as f64;
             all.faults_s += faults * self.fault_s / self.vcpus.len() as f64;
             all.delayed_s += share(times.run_delay);
-            all.stood_s -= share(times.sum_exec_runtime + times.run_delay);
+            all.stopped_s -= share(times.sum_exec_runtime + times.run_delay);
             all.saver_s -= share(times.sum_exec_runtime);
         }
-        all.stood_s += all.seconds;
+        all.stopped_s += all.seconds;
         for process in [&self.hypervisor, &self.supervisor] {
             all.saver_s += process_seconds(process)? / self.vcpus.len() as f64;
         }
@@ -76,7 +76,7 @@ pub(super) struct CpuTimes {
     /// Another thread had its processor.
     pub(super) delayed_s: f64,
     /// It waited for something else, or was idle.
-    pub(super) stood_s: f64,
+    pub(super) stopped_s: f64,
     /// The supervisor ran, or the hypervisor's other threads.
     pub(super) saver_s: f64,
 }
@@ -92,13 +92,13 @@ impl CpuTimes {
             kernel_s: self.kernel_s + factor * other.kernel_s,
             faults_s: self.faults_s + factor * other.faults_s,
             delayed_s: self.delayed_s + factor * other.delayed_s,
-            stood_s: self.stood_s + factor * other.stood_s,
+            stopped_s: self.stopped_s + factor * other.stopped_s,
             saver_s: self.saver_s + factor * other.saver_s,
         }
     }
 
     /// Time in which the vCPU did not run the guest.
     pub(super) fn waited_s(self) -> f64 {
-        self.kernel_s + self.delayed_s + self.stood_s
+        self.kernel_s + self.delayed_s + self.stopped_s
     }
 }

@@ -61,14 +61,14 @@ pub(super) fn run_downtime(lab: &Lab, report: &mut Report) -> Result<()> {
             guest.measure_pause(system, report)
         })?;
         guest.end_guest();
-        add_figures(size, report);
+        add_numbers(size, report);
     }
     let drawing = draw_plot(report)?;
     report.add_drawing("halite-save-downtime", drawing);
     Ok(())
 }
 
-fn add_figures(size: GuestSize, report: &mut Report) {
+fn add_numbers(size: GuestSize, report: &mut Report) {
     let name = size.name;
     for system in PauseSystem::ALL {
         for (key, field) in [(pause_key(system), "pause_ms"), (still_key(system), "still_ms")] {
@@ -114,7 +114,7 @@ mod tests {
             report.add_repetition(json!({ "system": "floor", "case": SIZES[0].name,
                 "pause_ms": 2.0 * pause_ms, "still_ms": floor_still_ms }));
         }
-        add_figures(SIZES[0], &mut report);
+        add_numbers(SIZES[0], &mut report);
         report
     }
 

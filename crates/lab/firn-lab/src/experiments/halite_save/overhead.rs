@@ -75,7 +75,7 @@ pub(super) fn run_overhead(lab: &Lab, report: &mut Report) -> Result<()> {
         run_interleaved(rounds, &SaveSystem::ALL, |round, &system| {
             bench.run_round(round, workload, units, system, report)
         })?;
-        SaveSystem::SAVES.iter().for_each(|&system| add_figures(workload, system, report));
+        SaveSystem::SAVES.iter().for_each(|&system| add_numbers(workload, system, report));
     }
     lab.firn().stop(VM);
     Ok(())
@@ -175,7 +175,7 @@ struct SaveDuringWork {
 }
 
 /// Compares each run with a save with the run without in the same round.
-fn add_figures(workload: GuestWorkload, system: SaveSystem, report: &mut Report) {
+fn add_numbers(workload: GuestWorkload, system: SaveSystem, report: &mut Report) {
     let times = |of: SaveSystem| -> Vec<f64> {
         let is_it = |run: &&Value| run["workload"] == workload.name() && run["system"] == of.name();
         report

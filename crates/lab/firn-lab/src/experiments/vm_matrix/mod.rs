@@ -67,7 +67,7 @@ pub fn run(lab: &Lab) -> Result<Report> {
             }
         }
     }
-    counts.add_figures(&mut report);
+    counts.add_numbers(&mut report);
     Ok(report)
 }
 
@@ -110,7 +110,7 @@ impl MatrixCounts {
         }
     }
 
-    fn add_figures(&self, report: &mut Report) {
+    fn add_numbers(&self, report: &mut Report) {
         report.add_number("configurations", self.configurations as f64);
         report.add_number("skipped", self.skipped as f64);
         for verdict in OperationOutcome::VERDICTS {
@@ -144,7 +144,7 @@ mod tests {
         let configuration = all.iter().find(|it| it.is_default == is_default).unwrap();
         let (mut counts, mut report) = (MatrixCounts::default(), Report::new("vm-matrix", true));
         counts.add_results(configuration, results, &mut report);
-        counts.add_figures(&mut report);
+        counts.add_numbers(&mut report);
         report
     }
 

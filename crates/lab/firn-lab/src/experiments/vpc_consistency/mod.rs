@@ -163,7 +163,7 @@ pub fn run(lab: &Lab) -> Result<Report> {
             lab.log_progress(&format!("{}, {} of {faults}: {facts}", variant.name(), number + 1));
             report.add_repetition(facts);
         }
-        add_figures(variant, &mut report);
+        add_numbers(variant, &mut report);
     }
     Ok(report)
 }
@@ -194,7 +194,7 @@ fn merge_facts(facts: &mut Value, more: Value) {
     }
 }
 
-fn add_figures(variant: ConsistencyVariant, report: &mut Report) {
+fn add_numbers(variant: ConsistencyVariant, report: &mut Report) {
     let of_variant = |fault: &&Value| fault["way"] == variant.name();
     let faults: Vec<Value> = report.repetitions().iter().filter(of_variant).cloned().collect();
     report.add_number(variant.report_key("faults"), faults.len() as f64);
@@ -255,7 +255,7 @@ mod tests {
                 "lost_transfers": lost, "why": ["transfer 7 is lost"] }),
             );
         }
-        add_figures(variant, &mut report);
+        add_numbers(variant, &mut report);
         report
     }
 

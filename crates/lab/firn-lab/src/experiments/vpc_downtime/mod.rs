@@ -100,7 +100,7 @@ pub fn run(lab: &Lab) -> Result<Report> {
                 .with_context(|| format!("{vms} VMs, turn {round}"))?;
         }
     }
-    real.iter().for_each(|&vms| add_figures(vms, &measured_turns(&report, vms), &mut report));
+    real.iter().for_each(|&vms| add_numbers(vms, &measured_turns(&report, vms), &mut report));
     let simulated = real.contains(&REAL_MAX);
     if simulated {
         simulate_clusters(lab, &mut report)?;
@@ -375,7 +375,7 @@ fn measured_turns(report: &Report, vms: usize) -> [Vec<RecoveryTimes>; 2] {
     })
 }
 
-fn add_figures(vms: usize, turns: &[Vec<RecoveryTimes>; 2], report: &mut Report) {
+fn add_numbers(vms: usize, turns: &[Vec<RecoveryTimes>; 2], report: &mut Report) {
     for (system, turns) in RecoverySystem::ALL.iter().zip(turns) {
         for (key, time) in [
             ("vc_downtime_s", RecoveryTimes::downtime as fn(&RecoveryTimes) -> f64),
@@ -410,7 +410,7 @@ fn add_simulated(decided: &[ProtocolOutcome], seed: u64, report: &mut Report) ->
     for (vms, decided) in SIMULATED.into_iter().zip(decided) {
         report.add_number(format!("cores_s.{vms}"), decided.cores_s);
         let drawn = measured.each_ref().map(|turns| draw_failovers(decided, turns, round_s, seed));
-        add_figures(vms, &drawn, report);
+        add_numbers(vms, &drawn, report);
     }
     report.add_remark(format!(
         "{} VMs and more are simulated: hosts of {REAL_MAX}, each as one of the measured turns of {REAL_MAX}, behind the protocol's decisions: its \
@@ -466,7 +466,7 @@ mod tests {
             report.add_repetition(json!({ "vms": 8, "system": system, "ran_s": [0.1, ran],
                 "answered_s": [ran + 0.2, 0.5], "round_s": 0.05 }));
         }
-        add_figures(8, &measured_turns(&report, 8), &mut report);
+        add_numbers(8, &measured_turns(&report, 8), &mut report);
         assert_eq!(report.to_json()["vc_downtime_s.8.vpc.n"], 2);
         close(&report, "vc_downtime_s.8.vpc", 0.3);
         close(&report, "first_answer_s.8.vpc", 0.45);

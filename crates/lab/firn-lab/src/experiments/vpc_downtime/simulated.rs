@@ -143,12 +143,12 @@ fn protected_register(vms: usize, per_host: usize) -> Result<FailoverRecord> {
         let at = u16::try_from(usize::from(vm) / per_host)?;
         Ok((VmId(vm), VmPlacement { primary: HostId(at), backup: Some(HostId(BACKUPS + at)) }))
     };
-    let places = (0..u16::try_from(vms)?).map(place_vm);
-    let places: BTreeMap<VmId, VmPlacement> = places.collect::<Result<_>>()?;
-    let register = FailoverRecord::new(places);
+    let placements = (0..u16::try_from(vms)?).map(place_vm);
+    let placements: BTreeMap<VmId, VmPlacement> = placements.collect::<Result<_>>()?;
+    let register = FailoverRecord::new(placements);
     let checkpoint = GlobalCheckpoint {
         number: 1,
-        marks: register.places.keys().map(|&vm| (vm, Epoch(1))).collect(),
+        marks: register.placements.keys().map(|&vm| (vm, Epoch(1))).collect(),
         ..register.checkpoint.clone()
     };
     register.with_checkpoint(&checkpoint).context("the checkpoint is of another layout")

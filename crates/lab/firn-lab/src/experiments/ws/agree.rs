@@ -55,7 +55,7 @@ pub fn run(lab: &Lab) -> Result<Report> {
             measure_restore(lab, &image, (mode, &disk, round), &mut report)
         })?;
     }
-    add_figures(&mut report);
+    add_numbers(&mut report);
     Ok(report)
 }
 
@@ -107,7 +107,7 @@ fn measure_restore(
     Ok(())
 }
 
-fn add_figures(report: &mut Report) {
+fn add_numbers(report: &mut Report) {
     for mode in MODES {
         for level in LEVELS {
             let is_it = |run: &&Value| run["mode"] == json!(mode) && run["level"] == level;

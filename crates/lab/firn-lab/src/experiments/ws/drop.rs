@@ -94,7 +94,7 @@ pub fn run(lab: &Lab) -> Result<Report> {
         }
         Ok(())
     })?;
-    add_figures(&cases, &mut report);
+    add_numbers(&cases, &mut report);
     measure_learning(lab, &disk, &mut report)?;
     let drawing = draw_plot(curves)?;
     report.add_drawing("ws-drop", drawing);
@@ -156,7 +156,7 @@ fn measure_learning(lab: &Lab, disk: &DiskThrottle, report: &mut Report) -> Resu
     Ok(())
 }
 
-fn add_figures(cases: &[DropCase], report: &mut Report) {
+fn add_numbers(cases: &[DropCase], report: &mut Report) {
     for name in cases.iter().map(|case| case.name()) {
         let runs = report.repetitions().iter().filter(|run| run["case"] == name.as_str());
         let values: Vec<f64> = runs.filter_map(|run| run["ttr_1s_80"].as_f64()).collect();

@@ -100,7 +100,7 @@ pub fn run(lab: &Lab) -> Result<Report> {
         run_interleaved(rounds, &all_known, |round, &known| {
             measure_restore(lab, work, known, &disk, round, &mut report)
         })?;
-        add_figures(&work.name(), &all_known, &mut report);
+        add_numbers(&work.name(), &all_known, &mut report);
     }
     let drawing = draw_plot(&report)?;
     report.add_drawing("ws-estimators", drawing);
@@ -166,7 +166,7 @@ fn measure_restore(
     Ok(())
 }
 
-fn add_figures(work: &str, all_known: &[PageEstimate], report: &mut Report) {
+fn add_numbers(work: &str, all_known: &[PageEstimate], report: &mut Report) {
     for known in all_known {
         for key in KEYS {
             let is_it = |run: &&Value| run["work"] == work && run["known"] == known.name();

@@ -41,7 +41,7 @@ pub fn run(lab: &Lab) -> Result<Report> {
         if let Some(disk) = &disk {
             measure_percent(lab, percent, disk, &mut lines, &mut report)?;
         }
-        add_figures(percent, &mut report);
+        add_numbers(percent, &mut report);
     }
     for mode in MODES.into_iter().filter(|_| disk.is_some()) {
         let drawing = draw_plot(mode, &lines)?;
@@ -77,7 +77,7 @@ fn measure_percent(
     Ok(std::fs::remove_file(&image)?)
 }
 
-fn add_figures(percent: u32, report: &mut Report) {
+fn add_numbers(percent: u32, report: &mut Report) {
     for mode in MODES {
         let is_it = |run: &&Value| run["percent"] == percent && run["mode"] == json!(mode);
         let runs = report.repetitions().iter().filter(is_it);

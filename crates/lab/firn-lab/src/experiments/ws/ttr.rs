@@ -90,7 +90,7 @@ fn measure_work(
     }
     std::fs::remove_file(&image)?;
     let wanted = lab.extent.select_wanted(&DISKS, |disk| disk.to_string());
-    wanted.into_iter().for_each(|disk| add_figures(disk, &name, &modes, report));
+    wanted.into_iter().for_each(|disk| add_numbers(disk, &name, &modes, report));
     drawn.draw_plots(work, report)
 }
 
@@ -140,7 +140,7 @@ fn observation_time(work: SubjectWork) -> Duration {
     }
 }
 
-fn add_figures(disk: DiskProfile, work: &str, modes: &[RestoreMode], report: &mut Report) {
+fn add_numbers(disk: DiskProfile, work: &str, modes: &[RestoreMode], report: &mut Report) {
     for &mode in modes {
         let is_it = |run: &&Value| {
             run["work"] == work && run["disk"] == disk.name() && run["mode"] == json!(mode)

@@ -59,10 +59,10 @@ impl LayerMerger<'_> {
         folder.record.merges.push(merge);
         folder.store_record()?;
         drop(folder);
-        firn_fault::pass_point("commit.noted");
+        firn_fault::pass_point("disk-commit.recorded");
         let commit = build_commit(drive, 0, *base);
         let ready = self.run_job(drive, &commit, true);
-        firn_fault::pass_point("commit.ready");
+        firn_fault::pass_point("disk-commit.ready");
         match ready {
             Ok(()) => self.switch_to_base(target, &commit.job, &dir, &tops),
             failed => self.settle_merges(&dir).and(failed),
@@ -80,14 +80,14 @@ impl LayerMerger<'_> {
         let was_running = self.vm.status().while_doing("asking whether the VM runs")?.running;
         self.enter_phase(was_running)?;
         self.vm.stop().while_doing("pausing the VM")?;
-        firn_fault::pass_point("commit.paused");
-        let turned = self.complete_job(job);
-        firn_fault::pass_point("commit.completed");
+        firn_fault::pass_point("disk-commit.paused");
+        let switched = self.complete_job(job);
+        firn_fault::pass_point("disk-commit.completed");
         let settled = self
             .close_merged_layers(&target.drive, 0, target.base)
             .and_then(|()| self.settle_merges(dir));
-        firn_fault::pass_point("commit.settled");
-        if settled.is_ok() && turned.is_ok() {
+        firn_fault::pass_point("disk-commit.settled");
+        if settled.is_ok() && switched.is_ok() {
             let is_gone = |path: &PathBuf| tops.contains(&record_key(path)) || !path.exists();
             let change = |journal: &mut Journal| {
                 journal.overlays.retain(|path| !is_gone(path));
@@ -101,7 +101,7 @@ impl LayerMerger<'_> {
         if was_running {
             self.vm.cont().while_doing("letting the VM run")?;
         }
-        turned.and(settled)
+        switched.and(settled)
     }
 
     fn complete_job(&mut self, job: &str) -> Result<(), Failure> {

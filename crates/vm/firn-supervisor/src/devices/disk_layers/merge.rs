@@ -103,7 +103,7 @@ impl LayerMerger<'_> {
         folder.record.merges.push(merge);
         folder.store_record()?;
         drop(folder);
-        firn_fault::pass_point("merge.noted");
+        firn_fault::pass_point("merge.recorded");
         let commit = build_commit(drive, step.top, step.base);
         let ended = self.run_job(drive, &commit, false);
         firn_fault::pass_point("merge.ended");

@@ -178,7 +178,7 @@ impl ImageRemoval {
             }
             drop(folder);
         }
-        firn_fault::pass_point("image-rm.noted");
+        firn_fault::pass_point("image-rm.recorded");
         for suffix in SUFFIXES {
             let mut path = self.image.as_os_str().to_owned();
             path.push(suffix);

@@ -6,7 +6,7 @@ use std::time::Duration;
 use firn_cluster::epoch::EpochProgress as Far;
 use firn_epochs::backup::{BackupReceiveError, BackupReceiver};
 use firn_epochs::endpoint::EpochStream;
-use firn_epochs::primary_end::PrimaryEnd;
+use firn_epochs::protection_end::ProtectionEnd;
 use firn_epochs::wire::PrimaryHello;
 use serde::{Deserialize, Serialize};
 
@@ -37,7 +37,7 @@ pub struct StandbyStatus {
     pub leased: bool,
     /// How its primary ended, as the primary reported.
     #[serde(default, skip_serializing_if = "Option::is_none")]
-    pub end: Option<PrimaryEnd>,
+    pub end: Option<ProtectionEnd>,
     /// The reason why no more epochs arrive, if none do.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub ended: Option<String>,
@@ -46,7 +46,7 @@ pub struct StandbyStatus {
 impl StandbyStatus {
     /// Whether its primary ended as its user or its guest wanted.
     pub fn is_over(&self) -> bool {
-        self.released || self.end.as_ref().is_some_and(PrimaryEnd::is_intended)
+        self.released || self.end.as_ref().is_some_and(ProtectionEnd::is_intended)
     }
 }
 
@@ -132,12 +132,12 @@ impl StandbyControl {
 
     /// Records how the primary ended, as it reports. Returns whether that is recorded: after a
     /// wanted end the VM does not run here without a user's request, from now on.
-    pub(super) fn record_primary_end(&self, end: &PrimaryEnd) -> bool {
+    pub(super) fn record_protection_end(&self, end: &ProtectionEnd) -> bool {
         let mut state = self.lock_state();
         if state.how.is_some() {
             return false;
         }
-        state.now.released = *end == PrimaryEnd::Released;
+        state.now.released = *end == ProtectionEnd::Released;
         state.now.end = Some(end.clone());
         true
     }
@@ -224,7 +224,7 @@ mod tests {
 
     use super::*;
 
-    fn ready(end: Option<PrimaryEnd>) -> StandbyStatus {
+    fn ready(end: Option<ProtectionEnd>) -> StandbyStatus {
         StandbyStatus { complete: 8, committed: 7, end, ..StandbyStatus::default() }
     }
 
@@ -235,10 +235,11 @@ mod tests {
     #[test]
     fn a_vm_that_was_lost_is_run_and_one_that_was_stopped_is_not() {
         let plain = FailoverRequest::default();
-        for end in [None, Some(PrimaryEnd::Lost("killed".into())), Some(PrimaryEnd::Panicked)] {
+        for end in [None, Some(ProtectionEnd::Lost("killed".into())), Some(ProtectionEnd::Panicked)]
+        {
             check_failover(&ready(end), plain).unwrap();
         }
-        for end in [PrimaryEnd::Stopped, PrimaryEnd::ShutDown] {
+        for end in [ProtectionEnd::Stopped, ProtectionEnd::ShutDown] {
             let stopped = ready(Some(end));
             assert!(refusal(&stopped, plain).contains("was not lost"));
             let accepts = FailoverRequest { accept_stopped: true, ..plain };
@@ -248,7 +249,7 @@ mod tests {
 
     #[test]
     fn a_member_that_was_stopped_goes_back_with_its_cluster() {
-        let stopped = StandbyStatus { member: true, ..ready(Some(PrimaryEnd::Stopped)) };
+        let stopped = StandbyStatus { member: true, ..ready(Some(ProtectionEnd::Stopped)) };
         let (epoch, generation) = (Epoch(7), Generation(1));
         let member = Some(FailoverMember { epoch, generation });
         let how = FailoverRequest { member, ..FailoverRequest::default() };
@@ -257,7 +258,7 @@ mod tests {
 
     #[test]
     fn a_released_vm_is_not_run_by_its_standby() {
-        let released = StandbyStatus { released: true, ..ready(Some(PrimaryEnd::Released)) };
+        let released = StandbyStatus { released: true, ..ready(Some(ProtectionEnd::Released)) };
         let accepts = FailoverRequest { accept_stopped: true, ..FailoverRequest::default() };
         assert!(refusal(&released, accepts).contains("released it"));
     }

@@ -1,20 +1,22 @@
-//! Primary end: how the protection ended at the primary, which is the last message of the stream.
+//! Protection end: how a VM's protection ended at its primary. It is the last message of the
+//! stream.
 
 use std::fmt;
 
 use serde::{Deserialize, Serialize};
 
-/// How a VM's protection ended at its primary.
+/// How a VM's protection ended at its primary, and why.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(tag = "how", content = "why", rename_all = "kebab-case")]
-pub enum PrimaryEnd {
+pub enum ProtectionEnd {
     /// The user stopped the VM.
     Stopped,
     /// The user released the VM, which continues alone.
     Released,
     /// The guest shut down, or the hypervisor was asked to quit.
     ShutDown,
-    /// The guest panicked, and the hypervisor ended with it.
+    /// The guest panicked, and the hypervisor ended with it. The user decides: a failover goes back
+    /// to an epoch before the panic.
     Panicked,
     /// The VM continues at the primary, which sends no more epochs; with the reason.
     Unprotected(String),
@@ -22,7 +24,7 @@ pub enum PrimaryEnd {
     Lost(String),
 }
 
-impl PrimaryEnd {
+impl ProtectionEnd {
     /// Whether the user or the guest intended the end, so that the standby has no purpose any more.
     pub fn is_intended(&self) -> bool {
         matches!(self, Self::Stopped | Self::Released | Self::ShutDown)
@@ -46,7 +48,7 @@ impl PrimaryEnd {
     }
 }
 
-impl fmt::Display for PrimaryEnd {
+impl fmt::Display for ProtectionEnd {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         match self {
             Self::Stopped => f.write_str("its user stopped the VM"),
@@ -67,23 +69,23 @@ mod tests {
 
     #[test]
     fn only_a_loss_advises_a_failover_and_only_a_wanted_end_removes_a_standby() {
-        let lost = PrimaryEnd::Lost("killed by signal 9".into());
+        let lost = ProtectionEnd::Lost("killed by signal 9".into());
         assert!(lost.is_loss() && !lost.is_intended());
-        for end in [PrimaryEnd::Stopped, PrimaryEnd::Released, PrimaryEnd::ShutDown] {
+        for end in [ProtectionEnd::Stopped, ProtectionEnd::Released, ProtectionEnd::ShutDown] {
             assert!(end.is_intended() && !end.is_loss(), "{end}");
         }
-        for end in [PrimaryEnd::Panicked, PrimaryEnd::Unprotected("x".into())] {
+        for end in [ProtectionEnd::Panicked, ProtectionEnd::Unprotected("x".into())] {
             assert!(!end.is_intended() && !end.is_loss(), "{end}");
         }
     }
 
     #[test]
     fn it_is_json_and_back() {
-        let lost = PrimaryEnd::Lost("x".into());
+        let lost = ProtectionEnd::Lost("x".into());
         let json = serde_json::to_string(&lost).unwrap();
         assert_eq!(json, r#"{"how":"lost","why":"x"}"#);
-        assert_eq!(serde_json::from_str::<PrimaryEnd>(&json).unwrap(), lost);
-        let stopped = serde_json::to_string(&PrimaryEnd::Stopped).unwrap();
+        assert_eq!(serde_json::from_str::<ProtectionEnd>(&json).unwrap(), lost);
+        let stopped = serde_json::to_string(&ProtectionEnd::Stopped).unwrap();
         assert_eq!(stopped, r#"{"how":"stopped"}"#);
     }
 }

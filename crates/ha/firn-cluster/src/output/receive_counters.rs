@@ -1,5 +1,5 @@
-//! Frame inbox: the receiver's half, which records the frames received from each sender, now and at
-//! each cut.
+//! Receive counters: the receiver's half. They have the number of the newest frame received from
+//! each sender, now and at each cut.
 
 use std::collections::BTreeMap;
 
@@ -7,7 +7,7 @@ use crate::{Epoch, FrameNumber, VmId};
 
 /// How to handle a frame that has arrived.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum InboxDecision {
+pub enum ReceiveDecision {
     /// Give it to the VM.
     Deliver,
     /// Drop it: the VM has it already.
@@ -16,21 +16,22 @@ pub enum InboxDecision {
     Missing(FrameNumber),
 }
 
-type ReceivedFrames = BTreeMap<VmId, FrameNumber>;
+/// For each sender, the number of the newest frame that was received from it.
+type NewestReceived = BTreeMap<VmId, FrameNumber>;
 
-/// The frames that one VM has received from the others.
+/// The numbers of the newest frames that one VM has received from the others.
 #[derive(Clone, Debug, PartialEq, Eq, Hash)]
-pub struct FrameInbox {
-    received: ReceivedFrames,
-    cuts: BTreeMap<Epoch, ReceivedFrames>,
+pub struct ReceiveCounters {
+    received: NewestReceived,
+    cuts: BTreeMap<Epoch, NewestReceived>,
 }
 
-impl FrameInbox {
+impl ReceiveCounters {
     /// A VM at the end of `base` that has received nothing.
     pub fn new(base: Epoch) -> Self {
         Self {
-            received: ReceivedFrames::new(),
-            cuts: BTreeMap::from([(base, ReceivedFrames::new())]),
+            received: NewestReceived::new(),
+            cuts: BTreeMap::from([(base, NewestReceived::new())]),
         }
     }
 
@@ -41,16 +42,16 @@ impl FrameInbox {
 
     /// Handles a frame. Whether it is too early or too late is checked by the cut (see
     /// [`crate::cut::CutMarker::check_frame`]).
-    pub fn accept_frame(&mut self, from: VmId, seq: FrameNumber) -> InboxDecision {
+    pub fn accept_frame(&mut self, from: VmId, seq: FrameNumber) -> ReceiveDecision {
         let next = self.newest_received(from).next();
         if seq > next {
-            return InboxDecision::Missing(next);
+            return ReceiveDecision::Missing(next);
         }
         if seq < next {
-            return InboxDecision::Known;
+            return ReceiveDecision::Known;
         }
         self.received.insert(from, seq);
-        InboxDecision::Deliver
+        ReceiveDecision::Deliver
     }
 
     /// Records a cut while the VM is paused. It is part of that epoch's checkpoint.
@@ -67,9 +68,9 @@ impl FrameInbox {
         self.cuts.insert(epoch, received.into_iter().collect());
     }
 
-    /// Records a global checkpoint that includes this VM at `epoch`. Returns, for each sender, the
-    /// newest frame that the sender need not store any more.
-    pub fn record_global_checkpoint(&mut self, epoch: Epoch) -> Vec<(VmId, FrameNumber)> {
+    /// Drops the cuts before `epoch`, after a global checkpoint that includes this VM at `epoch`.
+    /// Returns, for each sender, the newest frame that the sender need not store any more.
+    pub fn drop_cuts_before(&mut self, epoch: Epoch) -> Vec<(VmId, FrameNumber)> {
         self.cuts = self.cuts.split_off(&epoch);
         let received = self.cuts.get(&epoch);
         received.into_iter().flatten().map(|(&from, &seq)| (from, seq)).collect()
