@@ -26,6 +26,7 @@ mod pauses;
 mod peers_restore;
 mod peers_ttr;
 mod synthetic;
+mod typical;
 mod vm_matrix;
 mod vpc_consistency;
 mod vpc_downtime;
