@@ -31,8 +31,8 @@
 //! `runs_refused`, and not by `runs_exact`: then its image, made with `--accept-unrestorable`, is
 //! compared, and not restored. `DEVICE.KEY` has the same counts for each device.
 //!
-//! `FIRN_FAULT=discards.check=EIO` switches the check of such memory off in a `firn` with fault points:
-//! then `differing_blocks` and `wrong_pages` must not be zero.
+//! `FIRN_FAULT=discards.check=EIO` switches the check of such memory off in a `firn` with fault
+//! points: then `differing_blocks` is not zero, and the experiment fails.
 
 mod drawn;
 mod memory_device;
