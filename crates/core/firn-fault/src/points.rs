@@ -38,6 +38,8 @@ pub const POINTS: &[&str] = &[
     "pre-copy.drained",
     "pre-copy.round",
     "pre-copy.copied",
+    // A copy of memory that was given back before counts as complete, if this fails.
+    "discards.check",
     // Waiting for the jobs that copy disks.
     "copies.begun",
     "copies.finished",

@@ -273,6 +273,18 @@ impl Firn {
         Ok(self.run_command("status", command)?.facts)
     }
 
+    /// `firn doctor`: its rows about a VM. It exits with an error if an operation is refused.
+    pub fn doctor_rows(&self, name: &str) -> Result<Vec<Value>, FirnError> {
+        let mut command = self.new_command("doctor");
+        command.arg(name);
+        let output = self.capture_output(command)?;
+        // Any other failure prints no rows.
+        match serde_json::from_slice(&output.stdout) {
+            Ok(rows) => Ok(rows),
+            Err(_) => Ok(parse_facts("doctor", &output)?.as_array().cloned().unwrap_or_default()),
+        }
+    }
+
     /// The path of a VM's run record.
     pub fn run_record(&self, name: &str) -> PathBuf {
         self.runtime.join(name).join("restore.json")

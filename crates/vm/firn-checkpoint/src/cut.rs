@@ -4,9 +4,9 @@ use std::io;
 use std::time::{Duration, Instant};
 
 use firn_image::AuxBlock;
-use firn_memory::{Process, process_memory};
-use firn_vmm::AuxRam;
+use firn_types::ThreadId;
 
+use crate::auxiliary::AuxCopies;
 use crate::context::SaveContext;
 use crate::error::SaveError;
 use crate::options::SaveOptions;
@@ -39,10 +39,9 @@ impl SaveSteps for WithoutSaveSteps {
     }
 }
 
-/// How the VM is paused. It is prepared before the pause, so that the preparation does not delay
-/// the pause after the last round, when the guest would write more.
+/// How the VM is paused.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(crate) enum PauseMethod {
+enum PauseMethod {
     /// The hypervisor stops and starts the VM by itself.
     ToHold,
     /// Commands stop and start it.
@@ -51,29 +50,54 @@ pub(crate) enum PauseMethod {
     Stopped,
 }
 
-impl PauseMethod {
-    /// Gives the hypervisor the descriptor for its device state, and reports to the caller that a
-    /// pause is coming. In a `short` pause the hypervisor may wait for this save.
+/// A pause that is prepared, so that the preparation does not delay the pause after the last round,
+/// when the guest would write more.
+pub(crate) struct PreparedPause {
+    method: PauseMethod,
+    aux: AuxCopies,
+}
+
+impl PreparedPause {
+    /// Copies video memory ahead, gives the hypervisor the descriptor for its device state, and
+    /// reports to the caller that a pause is coming. In a `short` pause the hypervisor may wait for
+    /// this save.
     pub(crate) fn prepare_pause(
         context: &mut SaveContext<'_>,
         short: bool,
     ) -> Result<Self, SaveError> {
         let was_running = context.vm.status()?.running;
         // Disks are cut by commands, and a hypervisor that waits does not read any.
-        let ready = match was_running {
-            true if short && context.drives.is_empty() => Self::ToHold,
-            true => Self::ToStop,
-            false => Self::Stopped,
+        let method = match was_running {
+            true if short && context.drives.is_empty() => PauseMethod::ToHold,
+            true => PauseMethod::ToStop,
+            false => PauseMethod::Stopped,
         };
-        match ready {
-            Self::ToHold => context.vm.prepare_pause()?,
-            Self::ToStop | Self::Stopped => context.vm.prepare_save()?,
+        let aux = match was_running {
+            true => {
+                let vcpus: Vec<ThreadId> =
+                    context.vm.vcpus()?.iter().map(|vcpu| vcpu.tid).collect();
+                AuxCopies::copied_ahead(&context.process, context.aux, &vcpus)
+            }
+            false => AuxCopies::copied_late(&context.process, context.aux),
+        };
+        match Self::announce_pause(context, method) {
+            Ok(()) => Ok(Self { method, aux }),
+            Err(error) => {
+                aux.close();
+                Err(error)
+            }
         }
-        if was_running {
+    }
+
+    fn announce_pause(context: &mut SaveContext<'_>, method: PauseMethod) -> Result<(), SaveError> {
+        match method {
+            PauseMethod::ToHold => context.vm.prepare_pause()?,
+            PauseMethod::ToStop | PauseMethod::Stopped => context.vm.prepare_save()?,
+        }
+        if method != PauseMethod::Stopped {
             context.drives.flush_files();
         }
-        context.steps.about_to_stop().map_err(SaveError::Step)?;
-        Ok(ready)
+        context.steps.about_to_stop().map_err(SaveError::Step)
     }
 }
 
@@ -95,35 +119,49 @@ impl CutState {
     pub(crate) fn make_cut(
         context: &mut SaveContext<'_>,
         options: &SaveOptions,
-        ready: PauseMethod,
+        ready: PreparedPause,
         fix: &mut dyn FnMut() -> Result<u64, SaveError>,
     ) -> Result<Self, SaveError> {
-        let held = match ready {
-            PauseMethod::ToHold => Self::pause_by_hypervisor(context, options, fix)?,
-            PauseMethod::ToStop | PauseMethod::Stopped => None,
-        };
-        let cut = match held {
-            Some(cut) => cut,
-            None => Self::pause_by_commands(context, options, ready, fix)?,
-        };
+        let PreparedPause { method, mut aux } = ready;
+        let cut = Self::pause_by(context, options, method, &mut aux, fix);
+        aux.close();
+        let cut = cut?;
         context.vm.lift_copy_limits(&context.drives.copies)?;
         context.vm.finish_save()?;
         context.steps.record_resume().map_err(SaveError::Step)?;
         Ok(cut)
     }
 
+    fn pause_by(
+        context: &mut SaveContext<'_>,
+        options: &SaveOptions,
+        method: PauseMethod,
+        aux: &mut AuxCopies,
+        fix: &mut dyn FnMut() -> Result<u64, SaveError>,
+    ) -> Result<Self, SaveError> {
+        let held = match method {
+            PauseMethod::ToHold => Self::pause_by_hypervisor(context, options, aux, fix)?,
+            PauseMethod::ToStop | PauseMethod::Stopped => None,
+        };
+        match held {
+            Some(cut) => Ok(cut),
+            None => Self::pause_by_commands(context, options, method, aux, fix),
+        }
+    }
+
     /// The hypervisor stops and starts the VM, and waits in between. `None` if it can't.
     fn pause_by_hypervisor(
         context: &mut SaveContext<'_>,
         options: &SaveOptions,
+        aux: &mut AuxCopies,
         fix: &mut dyn FnMut() -> Result<u64, SaveError>,
     ) -> Result<Option<Self>, SaveError> {
-        let SaveContext { vm, process, memory, aux, .. } = context;
+        let SaveContext { vm, memory, .. } = context;
         let started = Instant::now();
         let Some(held) = vm.begin_pause()? else { return Ok(None) };
         let mut pause = PauseReport::default();
         firn_fault::pass_point("save.stopped");
-        let aux = fix_memory(&mut pause, || read_all_aux(process, aux), fix)?;
+        let aux = fix_memory(&mut pause, aux, fix)?;
         reference::write_reference(memory, options.reference.as_deref())?;
         firn_fault::pass_point("save.reprotected");
         let cont_started = Instant::now();
@@ -139,13 +177,14 @@ impl CutState {
     fn pause_by_commands(
         context: &mut SaveContext<'_>,
         options: &SaveOptions,
-        ready: PauseMethod,
+        method: PauseMethod,
+        aux: &mut AuxCopies,
         fix: &mut dyn FnMut() -> Result<u64, SaveError>,
     ) -> Result<Self, SaveError> {
         let started = Instant::now();
-        let cut = Self::save_stopped(context, options, fix);
+        let cut = Self::save_stopped(context, options, aux, fix);
         let cont_started = Instant::now();
-        let go_on = ready != PauseMethod::Stopped && !(options.leave_stopped && cut.is_ok());
+        let go_on = method != PauseMethod::Stopped && !(options.leave_stopped && cut.is_ok());
         let continued = if go_on { context.vm.cont() } else { Ok(()) };
         let mut cut = cut?;
         continued?;
@@ -157,6 +196,7 @@ impl CutState {
     fn save_stopped(
         context: &mut SaveContext<'_>,
         options: &SaveOptions,
+        aux: &mut AuxCopies,
         fix: &mut dyn FnMut() -> Result<u64, SaveError>,
     ) -> Result<Self, SaveError> {
         let mut pause = PauseReport::default();
@@ -165,20 +205,20 @@ impl CutState {
         ((), pause.clone_ms) = time_step(|| Ok(context.drives.clone_files()?))?;
         firn_fault::pass_point("save.drives-cut");
         firn_fault::pass_point("save.stopped");
-        let aux = fix_memory(&mut pause, || read_all_aux(&context.process, context.aux), fix)?;
+        let aux = fix_memory(&mut pause, aux, fix)?;
         reference::write_reference(&context.memory, options.reference.as_deref())?;
         firn_fault::pass_point("save.reprotected");
         Ok(Self { device_state, aux, pause, untouched_until: None })
     }
 }
 
-/// Copies the auxiliary blocks, and fixes guest RAM.
+/// Completes the copies of the auxiliary blocks, and fixes guest RAM.
 fn fix_memory(
     pause: &mut PauseReport,
-    aux: impl FnOnce() -> Result<Vec<AuxBlock>, SaveError>,
+    aux: &mut AuxCopies,
     fix: &mut dyn FnMut() -> Result<u64, SaveError>,
 ) -> Result<Vec<AuxBlock>, SaveError> {
-    let (aux, took) = time_step(aux)?;
+    let (aux, took) = time_step(|| aux.complete())?;
     pause.aux_ms = took;
     firn_fault::pass_point("save.device-state");
     (pause.protected_pages, pause.protect_ms) = time_step(fix)?;
@@ -189,19 +229,4 @@ fn time_step<T>(run: impl FnOnce() -> Result<T, SaveError>) -> Result<(T, f64), 
     let started = Instant::now();
     let result = run()?;
     Ok((result, to_ms(started.elapsed())))
-}
-
-fn read_all_aux(process: &Process, aux: &[AuxRam]) -> Result<Vec<AuxBlock>, SaveError> {
-    aux.iter().filter(|aux| !aux.rom).map(|aux| read_aux(process, aux)).collect()
-}
-
-/// Copies an auxiliary block that device state does not contain and the hypervisor does not rebuild
-/// (video memory).
-fn read_aux(process: &Process, aux: &AuxRam) -> Result<AuxBlock, SaveError> {
-    let hva = aux.hva.ok_or(SaveError::Options(
-        "an auxiliary RAM block is not mapped by the hypervisor; remove its device",
-    ))?;
-    let mut bytes = vec![0; aux.bytes as usize];
-    process_memory::read_memory(process, hva, &mut bytes)?;
-    Ok(AuxBlock { id: aux.id.clone(), bytes })
 }

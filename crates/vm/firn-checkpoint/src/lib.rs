@@ -24,6 +24,7 @@
 #![forbid(unsafe_code)]
 
 mod access_bits;
+mod auxiliary;
 mod buffers;
 mod context;
 mod cut;

@@ -26,7 +26,7 @@ use firn_types::{Block, GuestPhys, ThreadId};
 use firn_vmm::CopyError;
 
 use crate::context::{CopiedMemory, DescribeVm, SaveContext};
-use crate::cut::{CutState, PauseMethod};
+use crate::cut::{CutState, PreparedPause};
 use crate::discards::DiscardCheck;
 use crate::error::SaveError;
 use crate::lane::LaneAttributor;
@@ -228,7 +228,7 @@ impl MemoryCopy<'_, '_> {
         if let Some(discards) = &traced.trace.discards {
             discards.record_backed()?;
         }
-        let ready = PauseMethod::prepare_pause(self.context, true)?;
+        let ready = PreparedPause::prepare_pause(self.context, true)?;
         let rounds = traced.protect_written()?;
         let arm_ms = to_ms(self.started.elapsed());
         let cut = CutState::make_cut(self.context, self.options, ready, &mut || traced.make_cut())?;
@@ -320,7 +320,7 @@ impl MemoryCopy<'_, '_> {
         let parent = self.context.parent.clone();
         let stopped =
             StopCopy { memory: &memory, spaces: &spaces, used, parent, options, intake, progress };
-        let ready = PauseMethod::prepare_pause(self.context, false)?;
+        let ready = PreparedPause::prepare_pause(self.context, false)?;
         let mut working_set = Vec::new();
         let cut = CutState::make_cut(self.context, options, ready, &mut || {
             working_set = intake.duty_cycle().without_pauses(|| stopped.copy_all())?;

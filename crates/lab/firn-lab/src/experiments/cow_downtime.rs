@@ -16,7 +16,8 @@
 //! from the stop command until QEMU has resumed the guest. `stood_still_ms`: for how long the
 //! guest's own clock stopped, by heartbeats. Of Firn's two defaults the worse counts
 //! (`default_to_best_peer_p95` by the reported pause, `default_to_best_peer_stood_still_p95` by the
-//! guest's clock).
+//! guest's clock). The rows `typical` are of a VM as managers of VMs make it, of 256 MiB as well
+//! ([`typical`]; `--only typical`).
 
 use std::path::PathBuf;
 use std::time::{Duration, Instant};
@@ -27,6 +28,7 @@ use firn_vmm::QemuVm;
 use serde_json::{Value, json};
 
 use crate::experiments::synthetic::split_words;
+use crate::experiments::typical;
 use crate::firn::SaveArgs;
 use crate::guest::{GuestControl, GuestImage, QemuArgs, UnmanagedGuest, accel};
 use crate::lab::{Lab, run_interleaved};
@@ -70,11 +72,17 @@ impl DowntimeSystem {
 /// Runs the experiment.
 pub fn run(lab: &Lab) -> Result<Report> {
     let mut report = lab.vm_report("cow-downtime");
+    let rounds = lab.extent.runs(ROUNDS.0, ROUNDS.1);
+    let (has_typical, is_alone) = typical::is_wanted(&lab.extent);
+    if has_typical {
+        typical::measure_typical(lab, &[MIB], rounds, &mut report)?;
+    }
+    if is_alone {
+        return Ok(report);
+    }
     let mut bench = DowntimeBench::start_guests(lab)?;
     let systems = bench.list_systems(&mut report)?;
-    run_interleaved(lab.extent.runs(ROUNDS.0, ROUNDS.1), &systems, |_, &system| {
-        bench.measure_pause(system, &mut report)
-    })?;
+    run_interleaved(rounds, &systems, |_, &system| bench.measure_pause(system, &mut report))?;
     lab.firn().stop(VM);
     add_numbers(&systems, &mut report);
     let drawing = draw_plot(&systems, &report)?;

@@ -17,7 +17,8 @@
 //! each millisecond. `longest_stall_ms.floor` is the same around the floor's pauses, which take
 //! less time. `flatness_p95` is the longest pause of a case (p95) against that of the shortest;
 //! `flatness_to_floor_p95` is the same for the time that Firn takes beyond the floor of the same
-//! case, which is the part that Firn determines.
+//! case, which is the part that Firn determines. The rows `typical` are of VMs as managers of VMs make
+//! them ([`typical`]; `--only typical`).
 
 use anyhow::{Context as _, Result};
 use firn_report::plot::BarPlot;
@@ -25,11 +26,14 @@ use firn_report::plot::BarPlot;
 use crate::experiments::pauses::{
     GuestLoad, LoadedGuest, PauseCase, PauseSystem, add_percentiles, measured_values,
 };
+use crate::experiments::typical;
 use crate::lab::{Lab, run_interleaved};
 use crate::report::Report;
 
 /// RAM in MiB, in quick and in full runs.
 const SIZES: (&[u32], &[u32]) = (&[256, 2048], &[256, 1024, 4096, 8192]);
+/// The same of VMs as managers of VMs make them.
+const TYPICAL_SIZES: (&[u32], &[u32]) = (&[256, 512], &[256, 1024, 2048, 4096, 8192]);
 /// Pages per second on each vCPU.
 const RATE: u32 = 1000;
 /// Maximum memory that is written to, in MiB: filling it takes long under emulation.
@@ -42,6 +46,20 @@ const STALLS: [(&str, f64); 3] = [("p50", 50.0), ("p95", 95.0), ("p999", 99.9)];
 /// Runs the experiment.
 pub fn run(lab: &Lab) -> Result<Report> {
     let mut report = lab.vm_report("cow-writers");
+    let (has_typical, is_alone) = typical::is_wanted(&lab.extent);
+    if has_typical {
+        let sizes = lab.extent.pick(TYPICAL_SIZES.0, TYPICAL_SIZES.1);
+        let rounds = lab.extent.runs(ROUNDS.0, ROUNDS.1);
+        typical::measure_typical(lab, sizes, rounds, &mut report)?;
+    }
+    if !is_alone {
+        measure_cases(lab, &mut report)?;
+    }
+    Ok(report)
+}
+
+/// Measures the guests that Firn starts.
+fn measure_cases(lab: &Lab, report: &mut Report) -> Result<()> {
     let sizes: &[u32] = if lab.extent.quick { SIZES.0 } else { SIZES.1 };
     let all: Vec<PauseCase> = sizes.iter().flat_map(|&mib| cases_for(mib)).collect();
     let everyone: Vec<usize> = (0..all.len()).collect();
@@ -58,16 +76,14 @@ pub fn run(lab: &Lab) -> Result<Report> {
     run_interleaved(lab.extent.runs(ROUNDS.0, ROUNDS.1), &numbers, |_, &number| {
         let guest = &mut guests[number];
         guest.resume_guest()?;
-        PauseSystem::ALL
-            .into_iter()
-            .try_for_each(|system| guest.measure_pause(system, &mut report))?;
+        PauseSystem::ALL.into_iter().try_for_each(|system| guest.measure_pause(system, report))?;
         guest.stop_guest()
     })?;
     guests.into_iter().for_each(LoadedGuest::end_guest);
-    add_numbers(&cases, &mut report);
-    let drawing = draw_plot(sizes, &report)?;
+    add_numbers(&cases, report);
+    let drawing = draw_plot(sizes, report)?;
     report.add_drawing("cow-writers", drawing);
-    Ok(report)
+    Ok(())
 }
 
 fn cases_for(mib: u32) -> impl Iterator<Item = PauseCase> {

@@ -20,17 +20,32 @@
 //! fault. `in_the_middle`: runs whose restored guest had not finished yet.
 //!
 //! Each run is identified by its seed: `firn-lab run exactness --seed SEED --runs 1` repeats it.
+//!
+//! **Memory that the guest gives back**: `--only balloon,free-page-reporting,virtio-mem`, or some of
+//! these words, gives each run one of these devices, which is active during the save
+//! ([`memory_device`]). Each run has a strategy that saves a VM that runs, shared or private memory,
+//! and often images that the compared one builds on. A program in the guest allocates, checks and
+//! frees memory all the time. A run is exact, or it has *failed closed*: three tries of its last save
+//! lost memory, no image is left, and the guest is right. `runs_failed_closed` counts these. Saves that
+//! succeeded in a later try are counted by `saves_tried_again`. A VM that Firn refuses is counted by
+//! `runs_refused`, and not by `runs_exact`: then its image, made with `--accept-unrestorable`, is
+//! compared, and not restored. `DEVICE.KEY` has the same counts for each device.
+//!
+//! `FIRN_FAULT=discards.check=EIO` switches the check of such memory off in a `firn` with fault
+//! points: then `differing_blocks` is not zero, and the experiment fails.
 
 mod drawn;
+mod memory_device;
 pub(super) mod trial;
 
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, BTreeSet};
 use std::time::Instant;
 
 use anyhow::Result;
 use serde_json::{Value, json};
 
 use self::drawn::TrialParameters;
+use self::memory_device::MemoryDevice;
 use self::trial::{TrialBench, TrialOutcome};
 use crate::lab::Lab;
 use crate::report::Report;
@@ -40,8 +55,13 @@ pub fn run(lab: &Lab) -> Result<Report> {
     let mut report = lab.vm_report("exactness");
     let bench = TrialBench::new(lab)?;
     let mut tally = TrialCounts::default();
-    for number in 0..lab.extent.runs(6, 216) {
-        let drawn = TrialParameters::from_seed(lab.extent.seed + number as u64);
+    let devices = named_devices(lab);
+    for number in 0..lab.extent.runs(6, if devices.is_empty() { 216 } else { 100 }) {
+        let seed = lab.extent.seed + number as u64;
+        let drawn = match &devices[..] {
+            [] => TrialParameters::from_seed(seed),
+            devices => TrialParameters::with_device(seed, devices),
+        };
         let since = Instant::now();
         let outcome = bench.run_trial(&drawn);
         let took_s = since.elapsed().as_secs_f64();
@@ -53,14 +73,22 @@ pub fn run(lab: &Lab) -> Result<Report> {
     Ok(report)
 }
 
+/// The memory devices that the user names.
+fn named_devices(lab: &Lab) -> Vec<MemoryDevice> {
+    let is_named = |device: &MemoryDevice| lab.extent.only.iter().any(|it| it == device.name());
+    MemoryDevice::ALL.into_iter().filter(is_named).collect()
+}
+
 /// Counts over all runs.
 #[derive(Default)]
 struct TrialCounts {
     runs: u64,
-    sums: BTreeMap<&'static str, u64>,
+    sums: BTreeMap<String, u64>,
     drawn: BTreeMap<String, u64>,
-    /// Seeds of runs that were not exact.
+    /// Seeds of runs that were neither exact nor failed closed nor refused.
     not_exact: Vec<u64>,
+    /// Each reason for which Firn refused a VM.
+    refusals: BTreeSet<String>,
 }
 
 impl TrialCounts {
@@ -69,19 +97,25 @@ impl TrialCounts {
         for label in drawn.figure_labels() {
             *self.drawn.entry(label).or_default() += 1;
         }
-        for (key, value) in figure_values(outcome) {
-            *self.sums.entry(key).or_default() += value;
+        let device = drawn.device.map(|drawn| drawn.device.name());
+        for (key, value) in figure_values(outcome, device.is_some()) {
+            *self.sums.entry(key.to_owned()).or_default() += value;
+            if let Some(device) = device {
+                *self.sums.entry(format!("{device}.{key}")).or_default() += value;
+            }
         }
-        if !outcome.as_ref().is_ok_and(TrialOutcome::is_exact) {
+        if !outcome.as_ref().is_ok_and(TrialOutcome::is_right) {
             self.not_exact.push(drawn.seed);
         }
+        self.refusals.extend(outcome.as_ref().ok().and_then(|found| found.refusal.clone()));
     }
 
     fn add_numbers(&self, report: &mut Report) {
         report.add_number("runs", self.runs as f64);
-        for (key, value) in self.sums.iter().map(|(key, value)| (*key, value)) {
+        for (key, value) in &self.sums {
             report.add_number(key, *value as f64);
         }
+        self.refusals.iter().for_each(|why| report.add_remark(format!("refused: {why}")));
         for (label, count) in &self.drawn {
             report.add_number(label, *count as f64);
         }
@@ -93,25 +127,38 @@ impl TrialCounts {
 
 /// The values that a run adds to each figure. A failed run adds nothing to figures that must be
 /// high.
-fn figure_values(outcome: &Result<TrialOutcome>) -> [(&'static str, u64); 6] {
+fn figure_values(outcome: &Result<TrialOutcome>, has_device: bool) -> Vec<(&'static str, u64)> {
     let none = TrialOutcome::default();
     let found = outcome.as_ref().unwrap_or(&none);
-    [
+    let mut values = vec![
         ("differing_blocks", found.differing_blocks),
         ("wrong_pages", found.wrong_pages),
         ("wrong_echoes", found.wrong_echoes),
         ("runs_exact", u64::from(outcome.is_ok() && found.is_exact())),
         ("results_equal", u64::from(found.results_equal)),
         ("in_the_middle", u64::from(found.in_the_middle)),
-    ]
+    ];
+    if has_device {
+        let saves = found.saves;
+        values.extend([
+            ("runs_failed_closed", u64::from(found.has_no_image)),
+            ("runs_refused", u64::from(found.refusal.is_some())),
+            ("saves_succeeded", saves.succeeded),
+            ("saves_tried_again", saves.tried_again),
+            ("saves_failed_closed", saves.failed_closed),
+        ]);
+    }
+    values
 }
 
 fn to_repetition(drawn: &TrialParameters, outcome: &Result<TrialOutcome>, took_s: f64) -> Value {
     let mut run = json!({ "seed": drawn.seed, "took_s": took_s, "drawn": drawn.to_facts() });
     match outcome {
         Ok(found) => {
-            figure_values(outcome).into_iter().for_each(|(key, value)| run[key] = json!(value));
+            let values = figure_values(outcome, drawn.device.is_some());
+            values.into_iter().for_each(|(key, value)| run[key] = json!(value));
             run["facts"] = found.facts.clone();
+            run["refusal"] = json!(found.refusal);
         }
         Err(error) => run["error"] = json!(format!("{error:#}")),
     }
@@ -120,12 +167,18 @@ fn to_repetition(drawn: &TrialParameters, outcome: &Result<TrialOutcome>, took_s
 
 fn describe_run(drawn: &TrialParameters, outcome: &Result<TrialOutcome>, took_s: f64) -> String {
     let came = match outcome {
-        Ok(found) if found.is_exact() => "exact".to_owned(),
-        Ok(found) => format!("NOT EXACT: {found:?}"),
+        Ok(found) if !found.is_right() => format!("NOT EXACT: {found:?}"),
+        Ok(found) if found.refusal.is_some() => "refused, its marked image is exact".to_owned(),
+        Ok(found) if found.has_no_image => "failed closed".to_owned(),
+        Ok(found) => format!("exact, {} saves tried again", found.saves.tried_again),
         Err(error) => format!("FAILED: {error:#}"),
     };
     let (mib, vcpus, mode) = (drawn.ram.total_kib() >> 10, drawn.vcpus, drawn.mode);
-    format!("seed {}: {vcpus} vCPUs, {mib} MiB, {mode}: {came}, {took_s:.0} s", drawn.seed)
+    let device = drawn.device.map_or(String::new(), |given| {
+        let memory = if drawn.private { "private" } else { "shared" };
+        format!(", {}, {memory}, {}", given.device.name(), drawn.strategy)
+    });
+    format!("seed {}: {vcpus} vCPUs, {mib} MiB, {mode}{device}: {came}, {took_s:.0} s", drawn.seed)
 }
 
 #[cfg(test)]
@@ -142,6 +195,27 @@ mod tests {
         assert!(!TrialOutcome { differing_blocks: 1, ..exact() }.is_exact());
         assert!(!TrialOutcome { wrong_pages: 1, ..exact() }.is_exact());
         assert!(!TrialOutcome { results_equal: false, ..exact() }.is_exact());
+    }
+
+    #[test]
+    fn a_run_without_an_image_is_right_and_not_exact() {
+        let closed = || TrialOutcome { has_no_image: true, ..exact() };
+        let refused = || TrialOutcome { refusal: Some("virtio-mem".into()), ..exact() };
+        let drawn = TrialParameters::with_device(1, &MemoryDevice::ALL[..1]);
+        let mut tally = TrialCounts::default();
+        for outcome in [exact(), closed(), refused()] {
+            tally.count_run(&drawn, &Ok(outcome));
+        }
+        let mut report = Report::new("exactness", true);
+        tally.add_figures(&mut report);
+        for key in ["runs_exact", "runs_failed_closed", "balloon.runs_refused"] {
+            assert_eq!(report.figure_value(key), Some(1.0), "{key}");
+        }
+        assert!(report.is_complete());
+        assert!(report.to_table().contains("refused: virtio-mem"), "{}", report.to_table());
+        tally.count_run(&drawn, &Ok(TrialOutcome { wrong_pages: 2, ..closed() }));
+        tally.add_figures(&mut report);
+        assert!(!report.is_complete());
     }
 
     #[test]

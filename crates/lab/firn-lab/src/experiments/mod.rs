@@ -27,6 +27,7 @@ mod peers_restore;
 mod peers_ttr;
 mod scale_busy;
 mod synthetic;
+mod typical;
 mod vm_matrix;
 mod vpc_consistency;
 mod vpc_downtime;

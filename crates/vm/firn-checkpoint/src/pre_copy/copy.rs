@@ -13,7 +13,7 @@ use firn_types::{Block, BlockSize, GuestPhys, Page};
 use super::rounds::{CopyRounds, RoundStep};
 use super::tracker::WriteTracker;
 use crate::context::{CopiedMemory, SaveContext};
-use crate::cut::{CutState, PauseMethod};
+use crate::cut::{CutState, PreparedPause};
 use crate::discards::may_discard;
 use crate::error::SaveError;
 use crate::lane::PackingLane;
@@ -132,7 +132,7 @@ impl PreCopy<'_, '_> {
             step = next(written.len(), &done);
         }
         others.check_none()?;
-        let ready = PauseMethod::prepare_pause(self.context, false)?;
+        let ready = PreparedPause::prepare_pause(self.context, false)?;
         let arm_ms = to_ms(self.started.elapsed());
         let (memory, size, intake) =
             (Arc::clone(&self.context.memory), self.block_size(), self.intake.clone());

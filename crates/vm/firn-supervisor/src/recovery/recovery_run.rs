@@ -373,10 +373,11 @@ fn close_page_faults(hypervisor_record: &HypervisorRecord) -> Result<(), Failure
         faults.unregister_all().while_doing(RELEASING)?;
     }
     let mut tracee = Tracee::seize(&process, &hypervisor_record.vcpus).while_doing(RELEASING)?;
-    match adopted {
-        Some(faults) => faults.close(&mut tracee).while_doing(RELEASING)?,
-        None => drop(PageFaults::close_stale(&mut tracee).while_doing(RELEASING)?),
+    if let Some(faults) = adopted {
+        faults.close(&mut tracee).while_doing(RELEASING)?;
     }
+    // One more may follow the writes to video memory.
+    PageFaults::close_stale(&mut tracee).while_doing(RELEASING)?;
     Ok(())
 }
 

@@ -49,6 +49,7 @@ mod storage;
 mod switch;
 mod tiny_guest;
 mod two_users;
+mod video_memory;
 mod vm;
 mod ways_out;
 mod working_set;

@@ -6,6 +6,14 @@
 //!   seed / 9 % 4     the strategy
 //!   dice(seed)       sizes to the page, backends, load, options of the save and the restore
 //! ```
+//!
+//! A run with a device by which the guest gives memory back has little RAM, and other cycles:
+//!
+//! ```text
+//!   seed / 3 % n     the device, of the n that the user names
+//!   seed / 9 % 3     the strategy
+//!   seed / 27 % 2    whether memory is private
+//! ```
 
 use std::fmt::Display;
 
@@ -14,6 +22,7 @@ use firn_guest::stamp::mix;
 use firn_restore::RestoreMode;
 use serde_json::{Value, json};
 
+use super::memory_device::MemoryDevice;
 use crate::firn::SaveArgs;
 use crate::guest::QemuArgs;
 
@@ -30,6 +39,14 @@ const KINDS: [&str; 3] = ["memory-backend-memfd", "memory-backend-ram", "memory-
 /// The only kind that can be private everywhere.
 const PRIVATE_KIND: &str = "memory-backend-ram";
 const STRATEGIES: [&str; 4] = ["trace", "cow", "pre-copy", "stop"];
+/// RAM of a run with a memory device, in MiB: minimum, maximum.
+const DEVICE_RAM_MIB: (u64, u64) = (288, 448);
+/// Memory that a program of such a run allocates and frees over and over, in MiB: minimum, maximum.
+const BRIEF_MIB: (u64, u64) = (8, 40);
+/// The part of RAM that the guest gives back, in MiB: minimum, maximum. The rest is enough for it.
+const STEP_MIB: (u64, u64) = (16, 96);
+/// The strategies that save a VM that runs.
+const LIVE: [&str; 3] = ["trace", "cow", "pre-copy"];
 
 /// A random number generator, determined by a seed.
 struct TrialRandom(u64);
@@ -52,6 +69,18 @@ pub(super) enum DrawnRam {
     Plain(u64),
     /// `-object` backends of one kind, with their sizes in KiB; with several, each is a NUMA node.
     Backends(&'static str, Vec<u64>),
+}
+
+/// The memory device of a run, and its work.
+#[derive(Clone, Copy, Debug)]
+pub(super) struct DrawnDevice {
+    pub(super) device: MemoryDevice,
+    /// Memory that a program allocates and frees over and over, in MiB.
+    pub(super) brief_mib: u64,
+    /// How much the guest gives back and receives again, in MiB.
+    pub(super) step_mib: u64,
+    /// The time between two changes.
+    pub(super) interval_ms: u64,
 }
 
 /// All parameters of one run.
@@ -84,6 +113,8 @@ pub(super) struct TrialParameters {
     pub(super) private: bool,
     /// Number of address spaces whose memory is copied first, with copy-on-write.
     pub(super) first_spaces: u32,
+    /// The device by which the guest gives memory back during the save, if it has one.
+    pub(super) device: Option<DrawnDevice>,
 }
 
 impl TrialParameters {
@@ -124,6 +155,39 @@ impl TrialParameters {
             private: dice.next_below(3) == 0,
             first_spaces: dice.pick_one(&[0, 1, 4]),
             strategy: STRATEGIES[(seed / 9 % 4) as usize],
+            device: None,
+        }
+        .make_possible()
+    }
+
+    /// The parameters of a run with one of these devices; there is at least one.
+    pub(super) fn with_device(seed: u64, devices: &[MemoryDevice]) -> Self {
+        let mut dice = TrialRandom(mix(seed ^ 0xba11));
+        let mut between = |(from, to): (u64, u64)| from + dice.next_below(to - from);
+        let device = DrawnDevice {
+            device: devices[(seed / 3) as usize % devices.len()],
+            brief_mib: between(BRIEF_MIB),
+            step_mib: between(STEP_MIB),
+            interval_ms: 0,
+        };
+        let interval_ms = dice.pick_one(&[0, 1000, 4000, 10_000]);
+        let drawn = Self::from_seed(seed);
+        // One region: a node of its own for the device is another experiment.
+        let ram = DrawnRam::draw_ram(DEVICE_RAM_MIB, &mut dice);
+        let ram = match device.device {
+            MemoryDevice::VirtioMem => DrawnRam::Plain(ram.total_kib()),
+            _ => ram,
+        };
+        let writers = draw_writers(ram.total_kib() >> 12, &mut dice);
+        let sha = ShaArgs { rounds: drawn.sha.rounds / 4, ..drawn.sha };
+        Self {
+            ram,
+            writers,
+            sha,
+            strategy: LIVE[(seed / 9 % 3) as usize],
+            private: seed / 27 % 2 == 1,
+            device: Some(DrawnDevice { interval_ms, ..device }),
+            ..drawn
         }
         .make_possible()
     }
@@ -175,6 +239,7 @@ impl TrialParameters {
             label("written", &self.written.unwrap_or("none")),
             label("first_spaces", &self.first_spaces),
             label("memory", if self.private { &"private" } else { &"shared" }),
+            label("device", &self.device.map_or("none", |drawn| drawn.device.name())),
         ]
     }
 
@@ -188,6 +253,9 @@ impl TrialParameters {
             "codec": self.codec, "throttled": self.throttled, "strategy": self.strategy,
             "mode": self.mode, "below": self.below, "written": self.written, "private": self.private,
             "first_spaces": self.first_spaces,
+            "device": self.device.map(|drawn| json!({ "name": drawn.device.name(),
+                "brief_mib": drawn.brief_mib, "step_mib": drawn.step_mib,
+                "interval_ms": drawn.interval_ms })),
         })
     }
 }
@@ -309,6 +377,24 @@ mod tests {
             assert_eq!(ram.total_kib() % RAM_ALIGN_KIB, 0, "{ram:?}");
             assert!((256 << 10..=4608 << 10).contains(&ram.total_kib()), "{ram:?}");
         }
+    }
+
+    #[test]
+    fn each_device_works_during_each_strategy_with_both_kinds_of_memory() {
+        let runs = (1..101).map(|seed| TrialParameters::with_device(seed, &MemoryDevice::ALL));
+        let kinds: BTreeSet<_> = runs
+            .map(|run| {
+                assert!((256 << 10..=448 << 10).contains(&run.ram.total_kib()), "{:?}", run.ram);
+                (run.device.unwrap().device.name(), run.strategy, run.private)
+            })
+            .collect();
+        // Reads of private memory can't be traced.
+        assert_eq!(kinds.len(), 3 * (3 + 2), "{kinds:?}");
+        assert!(
+            (0..100).any(|seed| {
+                TrialParameters::with_device(seed, &MemoryDevice::ALL[..1]).below > 0
+            })
+        );
     }
 
     #[test]

@@ -269,18 +269,13 @@ impl MatrixTrial<'_> {
         Ok(GuestControl::connect(&self.host.socket("agent"), GUEST_TIMEOUT)?)
     }
 
-    /// The verdict of `firn doctor` on each operation. It exits with an error if one is refused.
+    /// The verdict of `firn doctor` on each operation.
     fn ask_doctor(&self) -> Result<BTreeMap<String, String>> {
-        let mut command = Command::new(self.firn().program());
-        command.args(["--json", "doctor", VM]).env("FIRN_RUNTIME_DIR", self.firn().runtime_dir());
-        let output = command.output().context("cannot run firn doctor")?;
-        let rows: Vec<Value> = serde_json::from_slice(&output.stdout)
-            .with_context(|| String::from_utf8_lossy(&output.stderr).into_owned())?;
         let verdict = |row: &Value| {
             let text = |key: &str| row[key].as_str().unwrap_or_default().to_owned();
             (text("operation"), text("verdict"))
         };
-        Ok(rows.iter().map(verdict).collect())
+        Ok(self.firn().doctor_rows(VM)?.iter().map(verdict).collect())
     }
 
     /// Makes a checkpoint while the event of the configuration happens. Returns its image.
