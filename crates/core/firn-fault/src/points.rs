@@ -73,6 +73,7 @@ pub const POINTS: &[&str] = &[
     "restore.prefill",
     "restore.begin",
     "restore.journaled",
+    "restore.mapped",
     "restore.spawned",
     // userfaultfd cannot be had, if this fails: an eager restore needs none.
     "restore.userfaultfd",
@@ -89,6 +90,10 @@ pub const POINTS: &[&str] = &[
     "restore.filled",
     "restore.unregistered",
     "restore.finished",
+    // The holder of a template.
+    "template.sealed",
+    "template.listening",
+    "template.fill",
     // An epoch.
     "protect.armed",
     "protect.thread",

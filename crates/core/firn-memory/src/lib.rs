@@ -34,6 +34,7 @@ mod process;
 pub mod process_memory;
 pub mod scheduling;
 mod sys;
+pub mod template;
 mod tracee;
 
 pub use guest_memory::{GuestMemory, MemoryError, RamUser, RegionLocation};
