@@ -20,6 +20,7 @@ mod bar;
 mod calls;
 mod checkpoint;
 mod choices;
+mod clones;
 mod cluster;
 mod completions;
 mod console;
@@ -155,6 +156,9 @@ enum FirnVerb {
     // Is a guard of a supervisor; started by Firn.
     #[command(name = firn_supervisor::GUARD, hide = true)]
     Guard(hidden::GuardVmArgs),
+    // Is the holder of a template of clones; started by Firn.
+    #[command(name = firn_supervisor::HOLD_TEMPLATE, hide = true)]
+    HoldTemplate(hidden::HoldTemplateArgs),
 }
 
 impl FirnVerb {
@@ -186,6 +190,7 @@ impl FirnVerb {
             Self::Man(args) => args.run(),
             Self::Supervise(args) => args.run(),
             Self::Guard(args) => args.run(),
+            Self::HoldTemplate(args) => args.run(),
         }
     }
 }

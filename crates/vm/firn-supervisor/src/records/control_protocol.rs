@@ -31,6 +31,7 @@ use serde::{Deserialize, Serialize};
 use thiserror::Error;
 
 use crate::records::failure::{Failure, FailureKind};
+use crate::records::family::FamilyRecord;
 use crate::records::monitor_address::MonitorAddress;
 use crate::records::restored_domain::LibvirtTarget;
 
@@ -328,6 +329,9 @@ pub enum SupervisorPlan {
         /// The libvirt that starts the hypervisor, as a domain.
         #[serde(default)]
         libvirt: Option<LibvirtTarget>,
+        /// The family of clones that the VM joins.
+        #[serde(default)]
+        family: Option<FamilyRecord>,
         /// As with `Run`.
         #[serde(default)]
         access_bits: Option<u64>,
