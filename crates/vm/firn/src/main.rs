@@ -29,6 +29,7 @@ mod disk;
 mod doctor;
 mod every;
 mod failover;
+mod fork;
 mod hidden;
 mod image;
 mod libvirt;
@@ -121,6 +122,8 @@ enum FirnVerb {
     Suspend(suspend::SuspendArgs),
     // Starts a VM from an image.
     Restore(restore::RestoreArgs),
+    // Starts clones of a running VM.
+    Fork(fork::ForkArgs),
     // Replicates a VM to a standby on another host.
     Protect(protect::ProtectArgs),
     // Ends the protection of a VM, which continues to run.
@@ -174,6 +177,7 @@ impl FirnVerb {
             Self::Checkpoint(args) => args.run(out),
             Self::Suspend(args) => args.run(out),
             Self::Restore(args) => args.run(out),
+            Self::Fork(args) => args.run(out),
             Self::Protect(args) => args.run(out),
             Self::Release(args) => args.run(out),
             Self::Standby(args) => args.run(out),

@@ -72,7 +72,7 @@ fn absolute_text(path: &Path) -> Result<String, Failure> {
 }
 
 /// Splits at the first `=`.
-fn parse_pair(text: &str) -> Result<(String, String), String> {
+pub fn parse_pair(text: &str) -> Result<(String, String), String> {
     match text.split_once('=') {
         Some((key, value)) if !key.is_empty() => Ok((key.to_owned(), value.to_owned())),
         _ => Err(format!("{text:?} is not of the form NAME=VALUE")),

@@ -305,6 +305,33 @@ fn clones_are_saved_and_cloned_again() {
     origin.is_exact(2);
 }
 
+/// The source is a running VM; it continues to run, and no clone sees what it writes later.
+#[test]
+fn a_running_vm_is_forked() {
+    let session = Session::new();
+    let mut guest = TinyGuest::run(&session, &[]);
+    let source = session.status("web")["pid"].as_i64().unwrap();
+    let at = QUIET.start;
+    write_ram(source, at, &page_with(at as u64));
+    let facts = session.json(&["fork", "web", "--count", "2", "--wait"]);
+    assert!(facts["checkpoint"]["report"]["pause"]["downtime_ms"].is_number(), "{facts}");
+    write_ram(source, at, b"later");
+    guest.answers();
+    let pid = |name: &str| session.status(name)["pid"].as_i64().unwrap();
+    for name in ["web-1", "web-2"] {
+        assert_eq!(read_ram(pid(name), at, PAGE), page_with(at as u64), "{name}");
+    }
+    write_ram(pid("web-1"), at, b"first");
+    session
+        .firn(&["fork", "web-1", "--count", "1", "--name", "deep", "-o", "deep.firn", "--wait"])
+        .succeeds();
+    assert_eq!(&read_ram(pid("deep"), at, 5), b"first");
+    session.firn(&["fork", "web", "--count", "2", "-o", "no.firn"]).fails(4, "web-1, web-2");
+    assert_eq!(session.files("no.firn"), Vec::<String>::new());
+    session.firn(&["fork", "none", "--count", "2"]).fails(3, "no VM called none");
+    guest.answers();
+}
+
 /// Guests with a kernel that write all the time, and check what they have written.
 #[test]
 fn busy_clones_lose_their_holder() {
