@@ -43,10 +43,11 @@ impl FamilyLink {
     /// Gets the template of a family from its holder. `map` has the regions of the image.
     pub(crate) fn connect(record: &FamilyRecord, map: &RegionMap) -> Result<Self, Failure> {
         let text = firn_files::read_text(&record.description_file(), DESCRIPTION_BYTES_MAX)
-            .while_doing(CONNECTING)?;
+            .while_doing_as(FailureKind::Interrupted, CONNECTING)?;
         let TemplateDescription { addresses } =
             serde_json::from_str(&text).while_doing(CONNECTING)?;
-        let holder = UnixStream::connect(record.holder_socket()).while_doing(CONNECTING)?;
+        let holder = UnixStream::connect(record.holder_socket())
+            .while_doing_as(FailureKind::Interrupted, CONNECTING)?;
         let received = descriptors::receive_once(&holder).while_doing(CONNECTING)?;
         let ended = || Failure::new(FailureKind::Interrupted, "the template's holder has ended");
         let received = received.ok_or_else(|| ended().while_doing(CONNECTING))?;
