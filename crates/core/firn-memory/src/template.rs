@@ -12,7 +12,7 @@
 //! The seals (`F_SEAL_FUTURE_WRITE` of fcntl(2)) refuse every later writable mapping and every
 //! `write(2)`, so that no hypervisor can change the memory of another one. The mapping of the holder
 //! is older than the seals, and pages enter the template through that mapping only. `UFFDIO_COPY`
-//! makes a page appear whole or not at all. It changes no page that is there: whoever comes second
+//! makes a page appear whole or not at all. It changes no page that is there: a second process
 //! gets `EEXIST`.
 //!
 //! A hypervisor that is not registered would fill a hole by reading it, with zeros. So a hypervisor

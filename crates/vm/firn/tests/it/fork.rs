@@ -207,7 +207,7 @@ fn no_clone_can_change_the_template() {
     origin.is_exact(2);
 }
 
-/// While the template is being filled, one process after the other is killed; the others go on exactly.
+/// While the template is being filled, one process after the other is killed; the other VMs continue exactly.
 #[test]
 fn processes_of_a_family_are_killed_while_it_fills() {
     let mut origin = Origin::save();
