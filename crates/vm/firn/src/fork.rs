@@ -141,6 +141,6 @@ fn clone_plan(
         stores: None,
         overrides,
         libvirt: None,
-        family: Some(family),
+        family: Some(Box::new(family)),
     }
 }

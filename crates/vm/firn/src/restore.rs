@@ -245,7 +245,7 @@ impl RestoreArgs {
             stores: self.calls.plugin_path()?,
             overrides,
             libvirt: self.find_libvirt()?,
-            family,
+            family: family.map(Box::new),
         })
     }
 }

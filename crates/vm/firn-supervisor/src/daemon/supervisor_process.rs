@@ -182,7 +182,7 @@ impl NewSupervisor {
                     calls,
                     overrides,
                     libvirt: libvirt.as_ref(),
-                    family: family.as_ref(),
+                    family: family.as_deref(),
                 };
                 restore::restore_vm(&context, &choices, since, &mut report)
             }

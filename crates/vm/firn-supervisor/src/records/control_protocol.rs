@@ -266,6 +266,7 @@ pub struct StopRequest {
 /// The VM that a new supervisor is to manage.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 #[serde(tag = "plan", rename_all = "kebab-case")]
+#[expect(clippy::large_enum_variant, reason = "a process has one plan, for a moment")]
 pub enum SupervisorPlan {
     /// Start a hypervisor.
     Run {
@@ -331,7 +332,7 @@ pub enum SupervisorPlan {
         libvirt: Option<LibvirtTarget>,
         /// The family of clones that the VM joins.
         #[serde(default)]
-        family: Option<FamilyRecord>,
+        family: Option<Box<FamilyRecord>>,
         /// As with `Run`.
         #[serde(default)]
         access_bits: Option<u64>,
