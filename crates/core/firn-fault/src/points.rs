@@ -83,6 +83,7 @@ pub const POINTS: &[&str] = &[
     "restore.prefill",
     "restore.begin",
     "restore.journaled",
+    "restore.mapped",
     "restore.spawned",
     // userfaultfd cannot be had, if this fails: an eager restore needs none.
     "restore.userfaultfd",
@@ -101,6 +102,10 @@ pub const POINTS: &[&str] = &[
     "restore.filled",
     "restore.unregistered",
     "restore.finished",
+    // The holder of a template.
+    "template.sealed",
+    "template.listening",
+    "template.fill",
     // Protection of a VM: the kernel records the guest's writes.
     "protect.tracking",
     // A thread of the protection can't be started, if this fails.

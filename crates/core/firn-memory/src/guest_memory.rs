@@ -103,6 +103,23 @@ impl GuestMemory {
         self.backings.iter().all(RegionBacking::is_shared)
     }
 
+    /// Whether RAM is a private mapping of a template ([`crate::template`]).
+    pub fn has_template(&self) -> bool {
+        self.backings.iter().any(RegionBacking::is_template)
+    }
+
+    /// The pages that the template of this RAM has, in runs, in order. None without a template.
+    ///
+    /// # Errors
+    /// If the kernel refuses the query, which it has no reason to.
+    pub fn template_runs(&self) -> Result<Vec<Range<Page>>, MemoryError> {
+        let mut runs = Vec::new();
+        for backing in &self.backings {
+            backing.append_template_runs(&mut runs)?;
+        }
+        Ok(runs)
+    }
+
     /// The regions, and their guest-physical addresses.
     pub fn region_map(&self) -> &RegionMap {
         &self.map

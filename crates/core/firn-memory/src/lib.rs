@@ -34,6 +34,7 @@ mod process;
 pub mod process_memory;
 pub mod scheduling;
 mod sys;
+pub mod template;
 mod tracee;
 mod vcpu_waits;
 

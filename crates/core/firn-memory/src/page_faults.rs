@@ -28,6 +28,7 @@ use rustix::io::Errno;
 use crate::guest_memory::GuestMemory;
 use crate::process::ProcessError;
 use crate::sys::uffd::{AddressSpan, Uffd, UffdMessage, flag};
+use crate::template::TemplateWriter;
 use crate::tracee::Tracee;
 
 mod access;
@@ -64,6 +65,8 @@ pub struct PageFaults {
     /// Whether accesses to pages that are not in the RAM file fault too.
     with_holes: bool,
     features: KernelFeatures,
+    /// Where pages are installed in place of the hypervisor's own memory.
+    template: Option<Arc<TemplateWriter>>,
     /// The registered ranges. Only these may be unregistered, as another process may have
     /// registered others.
     registered: Mutex<Vec<Range<Page>>>,
@@ -114,6 +117,7 @@ impl PageFaults {
         features: KernelFeatures,
     ) -> Self {
         let (with_holes, registered, pending_events, has_pending) = Default::default();
+        let template = None;
         Self {
             memory,
             uffd,
@@ -121,6 +125,7 @@ impl PageFaults {
             trace,
             with_holes,
             features,
+            template,
             registered,
             pending_events,
             has_pending,
@@ -132,6 +137,17 @@ impl PageFaults {
     /// without an answer ([`Self::install_zeros`]). Shared memory only.
     pub fn with_holes(&mut self) {
         self.with_holes = true;
+    }
+
+    /// From now on [`Self::try_install`] puts pages into this template, for all that share it. If
+    /// the template's holder has ended, pages are installed in the hypervisor's own memory.
+    pub fn share_template(&mut self, template: Arc<TemplateWriter>) {
+        self.template = Some(template);
+    }
+
+    /// The template that pages are put into.
+    pub fn template(&self) -> Option<&TemplateWriter> {
+        self.template.as_deref()
     }
 
     fn register_mode(&self) -> u64 {
@@ -171,6 +187,9 @@ impl PageFaults {
     /// Registers a range, as [`Self::register_all`].
     pub fn register_range(&self, range: Range<Page>) -> Result<(), PageFaultError> {
         for (part, hva) in self.memory.locate_parts(range) {
+            if lock_list(&self.registered).contains(&part) {
+                continue;
+            }
             self.uffd
                 .register(span_of_part(hva, &part), self.register_mode())
                 .map_err(|errno| self.request_error("registering", &part, errno))?;

@@ -101,9 +101,10 @@ impl<'a> FaultHandler<'a> {
         }
         drop(inner);
         match answer {
-            FaultAnswer::Zero(range) => self.install_zeros(fault, range, AnswerKind::Zero)?,
+            FaultAnswer::Zero(range) => self.install_zeros(fault, range)?,
             FaultAnswer::AlreadySettled(page) => {
-                self.install_zeros(fault, page..Page(page.0 + 1), AnswerKind::Late)?
+                self.installer.answer_present(page)?;
+                self.record_zeros(fault, AnswerKind::Late);
             }
             FaultAnswer::Install(install) => self.install_from_memory(fault, &install),
             FaultAnswer::TryPageCache(install) => self.install_from_cache(fault, &install),
@@ -139,12 +140,16 @@ impl<'a> FaultHandler<'a> {
         &mut self,
         fault: PendingFault,
         range: Range<Page>,
-        answered: AnswerKind,
     ) -> Result<(), RestoreError> {
         self.installer.install_zeros(range)?;
+        self.record_zeros(fault, AnswerKind::Zero);
+        Ok(())
+    }
+
+    /// Records a fault that needed nothing of the image.
+    fn record_zeros(&self, fault: PendingFault, answered: AnswerKind) {
         let record = FaultRecord::new(fault, self.installer.answered_at(), answered);
         self.shared.lock_state().recorder.record_fault(record);
-        Ok(())
     }
 
     /// Answers from a unit in memory.

@@ -162,7 +162,8 @@ impl<'a> BlockInstaller<'a> {
         };
         let first = self.shared.first_page(install.block).0;
         let missing = self.shared.still_missing(install);
-        if install.wanted.is_some() && missing != install.pages {
+        let is_clone = self.shared.is_clone();
+        if install.wanted.is_some() && missing != install.pages && !is_clone {
             for run in install.pages.without(missing).runs() {
                 let zeros = Page(first + run.start)..Page(first + run.end);
                 if self.check_attempt(self.shared.faults.try_install_zeros(zeros))?
@@ -244,8 +245,22 @@ impl<'a> BlockInstaller<'a> {
         }
     }
 
+    /// Answers a fault on a page that is settled: it is zeros, unless it is present. A settled page
+    /// of a clone is always present, perhaps in the template only.
+    pub(crate) fn answer_present(&mut self, page: Page) -> Result<(), RestoreError> {
+        let pages = page..Page(page.0 + 1);
+        match self.shared.is_clone() {
+            false => self.install_zeros(pages),
+            true => {
+                self.shared.faults.wake_waiters(pages)?;
+                self.answered_at = self.shared.now();
+                Ok(())
+            }
+        }
+    }
+
     fn answer_settled(&mut self, page: Page) {
-        match self.install_zeros(page..Page(page.0 + 1)) {
+        match self.answer_present(page) {
             Ok(()) | Err(RestoreError::Stopped) => {}
             Err(error) => self.shared.fail_restore(error),
         }

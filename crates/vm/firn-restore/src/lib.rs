@@ -22,6 +22,7 @@
 //! | `install_lock` | pages that the guest gives back while they are being installed |
 //! | [`PrefillThreads`] | memory that is filled while the hypervisor is still starting |
 //! | `storage`, `image_bytes` | the image, read unit by read unit |
+//! | `template_poll`, [`TemplateFill`] | memory that clones of an image share |
 //! | [`fill_all`] | an eager restore where there is no userfaultfd |
 //! | [`PresenceFile`] | the state that a successor needs if Firn is killed |
 //! | `failures` | errors of reads and installs that are tried again |
@@ -57,6 +58,8 @@ pub mod server;
 mod shared;
 mod storage;
 mod storage_reads;
+mod template_fill;
+mod template_poll;
 mod thread_group;
 
 pub use eager::fill_all;
@@ -75,3 +78,4 @@ pub use record::{
 };
 pub use restore::{MemoryProgress, RunningRestore, StoppedRestore};
 pub use shared::OnFatal;
+pub use template_fill::TemplateFill;

@@ -112,7 +112,10 @@ impl RunningRestore {
         faults.register_all()?;
         pass_point("restore.registered");
         let mut settled = SettledPages::new(memory.region_map(), image.geometry().block_size);
-        let kept = prefilled.keep_untouched(&memory, &mut settled)?;
+        let kept = match memory.has_template() {
+            true => settle_backed(&memory, &mut settled).map(|()| 0)?,
+            false => prefilled.keep_untouched(&memory, &mut settled)?,
+        };
         pass_point("restore.punched");
         let before = InitialState { settled, prefilled, kept };
         let restore =
@@ -140,9 +143,7 @@ impl RunningRestore {
         check_regions(&image, memory.region_map())?;
         let mut settled = SettledPages::new(memory.region_map(), image.geometry().block_size);
         settled.merge_words(presence.words());
-        for run in memory.backed_runs()? {
-            Page::iter_range(run).for_each(|page| settled.insert(page));
-        }
+        settle_backed(&memory, &mut settled)?;
         let before = InitialState { settled, prefilled: &PrefilledMemory::default(), kept: 0 };
         let restore =
             Self::start_threads(image, &memory, faults, options, presence, before, on_fatal)?;
@@ -170,6 +171,8 @@ impl RunningRestore {
         server.count_prefilled(before.kept, before.prefilled.filled_blocks());
         // No thread exists yet that could be woken.
         let _ = match options.mode {
+            // The holder of a template prefetches for all clones.
+            _ if memory.has_template() => ThreadWakeups::default(),
             RestoreMode::Lazy | RestoreMode::Locality => ThreadWakeups::default(),
             RestoreMode::Eager => server.prefetch_all(),
             RestoreMode::WorkingSet | RestoreMode::Auto => {
@@ -205,7 +208,12 @@ impl RunningRestore {
     /// # Errors
     /// The error because of which memory can't be restored.
     pub fn await_prefill(&self) -> Result<(), Arc<RestoreError>> {
-        let is_adaptive = self.shared.options.mode == RestoreMode::Auto;
+        let mode = self.shared.options.mode;
+        if self.shared.is_clone() && mode == RestoreMode::Eager {
+            self.shared.set_fill(self.shared.options.fill);
+            return self.wait();
+        }
+        let is_adaptive = mode == RestoreMode::Auto;
         if !is_adaptive || self.shared.lock_state().server.must_guest_wait() {
             let deadline = is_adaptive.then(|| Instant::now() + PREFILL_WAIT_MAX);
             self.shared.wait_until(|inner| inner.server.is_prefetch_done(), deadline)?;
@@ -236,9 +244,7 @@ impl RunningRestore {
 
     /// Turns the background fill on or off.
     pub fn set_fill(&self, fill: BackgroundFill) {
-        let mut inner = self.shared.lock_state();
-        let stir = inner.server.set_fill(fill == BackgroundFill::Quiet);
-        self.shared.wake_threads(inner, stir);
+        self.shared.set_fill(fill);
     }
 
     /// The storage latency, if reads of this restore have shown that it is high.
@@ -325,6 +331,14 @@ impl std::fmt::Debug for RunningRestore {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
         f.debug_struct("RunningRestore").field("progress", &self.progress()).finish_non_exhaustive()
     }
+}
+
+/// Settles the pages that memory has.
+fn settle_backed(memory: &GuestMemory, settled: &mut SettledPages) -> Result<(), RestoreError> {
+    for run in memory.backed_runs()? {
+        Page::iter_range(run).for_each(|page| settled.insert(page));
+    }
+    Ok(())
 }
 
 /// Records the reads of the prefill. To be called before threads start: their reads are later, and

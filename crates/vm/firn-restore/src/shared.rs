@@ -14,6 +14,7 @@ use std::sync::{Arc, Condvar, Mutex, MutexGuard, OnceLock, PoisonError};
 use std::time::{Duration, Instant};
 
 use firn_fault::pass_point;
+use firn_memory::template::TemplateWriter;
 use firn_memory::{PageFaults, VcpuWaits};
 use firn_types::{Block, Page};
 
@@ -21,7 +22,7 @@ use crate::error::RestoreError;
 use crate::failures::{CurrentFailures, MemoryOutage};
 use crate::image_bytes::UnitBytes;
 use crate::install_lock::InstallLock;
-use crate::options::{ReadFailurePolicy, RestoreOptions};
+use crate::options::{BackgroundFill, ReadFailurePolicy, RestoreOptions};
 use crate::presence::PresenceFile;
 use crate::record::{FaultRecord, RunRecorder};
 use crate::server::{BlockInstall, PageMask, PageServer, ThreadWakeups, UnitSource};
@@ -314,6 +315,31 @@ impl SharedRestore {
         self.write_presence_in_time()?;
         self.wake_threads(self.lock_state(), stir);
         Ok(())
+    }
+
+    /// Whether the guest's memory is a private mapping of a template.
+    pub(crate) fn is_clone(&self) -> bool {
+        self.faults.memory().has_template()
+    }
+
+    /// Whether no process fills the template any more.
+    pub(crate) fn is_template_orphaned(&self) -> bool {
+        self.faults.template().is_none_or(TemplateWriter::is_holder_gone)
+    }
+
+    /// Turns the background fill on or off.
+    pub(crate) fn set_fill(&self, fill: BackgroundFill) {
+        let mut inner = self.lock_state();
+        let stir = inner.server.set_fill(fill == BackgroundFill::Quiet);
+        self.wake_threads(inner, stir);
+    }
+
+    /// The template has these pages: no vCPU waits for them any more.
+    pub(crate) fn record_present(&self, pages: Range<Page>) {
+        let mut inner = self.lock_state();
+        let stir = inner.server.record_present(pages);
+        inner.settle_waiting(self.now());
+        self.wake_threads(inner, stir);
     }
 
     /// A block was installed that no vCPU is known to have waited for.

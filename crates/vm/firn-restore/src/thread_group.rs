@@ -7,6 +7,7 @@ use crate::error::RestoreError;
 use crate::handler::FaultHandler;
 use crate::helper_threads;
 use crate::shared::{SharedRestore, ThreadRole};
+use crate::template_poll;
 
 /// All threads of one restore. Dropping this value ends them, at the latest when the reads in
 /// progress end.
@@ -16,8 +17,8 @@ pub(crate) struct RestoreThreads {
 }
 
 impl RestoreThreads {
-    /// Starts the fault handler, the filler, and the numbers of other readers and of workers that
-    /// the options give.
+    /// Starts the fault handler, the filler, the numbers of other readers and of workers that the
+    /// options give, and of a clone the thread that follows its template.
     pub(crate) fn start_all(shared: Arc<SharedRestore>) -> Result<Self, RestoreError> {
         let (readers, workers) = (shared.options.readers.max(2), shared.options.workers.max(1));
         let mut crew = Self { shared, threads: Vec::new() };
@@ -33,6 +34,12 @@ impl RestoreThreads {
         for _ in 1..readers {
             crew.spawn_thread("firn-read", |shared| {
                 helper_threads::run_reader(shared, ThreadRole::Reader)
+            })?;
+        }
+        if crew.shared.is_clone() {
+            crew.spawn_thread("firn-template", |shared| {
+                template_poll::follow_template(shared)
+                    .unwrap_or_else(|error| shared.fail_restore(error));
             })?;
         }
         for _ in 0..workers {

@@ -494,7 +494,7 @@ fn find_supervisor(vm: &VmDir) -> Result<Option<()>, Failure> {
 }
 
 /// Reads replies up to the last one; `None` if the supervisor ends without one.
-fn read_replies(
+pub(crate) fn read_replies(
     from: &mut BufReader<impl Read>,
     on_progress: OnProgress<'_>,
 ) -> Result<Option<Result<serde_json::Value, Failure>>, Failure> {

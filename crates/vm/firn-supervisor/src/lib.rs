@@ -27,7 +27,7 @@
 //! | `operations` | start, checkpoint, restore, protect | the four above |
 //! | `daemon` | the supervisor process: event loop and decisions | all above |
 //! | `recovery` | guards, successors, VMs without a supervisor | all above |
-//! | `client` | what commands ask of a supervisor | `records`, `processes`, `recovery` |
+//! | `client`, `families` | what commands ask of a supervisor, and of a template's holder | `records`, `processes`, `recovery` |
 //!
 //! Everything here is for one user: directories are 0700, sockets and files 0600, and logs contain
 //! nothing of a guest.
@@ -37,6 +37,7 @@
 mod client;
 mod daemon;
 mod devices;
+mod families;
 mod hypervisor;
 mod operations;
 mod processes;
@@ -51,13 +52,16 @@ pub use client::{
 };
 pub use daemon::status::{UnattendedVm, VmStatus};
 pub use daemon::supervisor_process::{run_successor, run_supervisor};
+pub use daemon::template_holder::run_template_holder;
 pub use devices::disk_layers::{RemovedImage, record_copy, remove_images, resolve_current_disks};
 pub use devices::network::CardStatus;
+pub use families::{NewFamily, check_clones};
 pub use firn_epochs::protection_end::ProtectionEnd;
 pub use firn_vmm::command_line::{CommandOverrides, GuestConsole};
 pub use hypervisor::consoles::find_vm_consoles;
 pub use hypervisor::host_check::{HostCheck, check_host};
 pub use hypervisor::libvirt::{find_libvirt_vm, restore_target};
+pub use hypervisor::memory_use::MemoryUse;
 pub use operations::process_check::check_process;
 pub use operations::protection::ProtectionStatus;
 pub use operations::restore::RestoreTimings;
@@ -65,7 +69,7 @@ pub use operations::standby::takeover::StandbyStatus;
 pub use operations::vm_checks::{OperationCheck, OperationVerdict};
 pub use processes::identity::{ProcessHandle, ProcessIdentity};
 pub use processes::runtime::{RuntimeDir, RuntimeError, VmDir, make_private};
-pub use processes::spawn::{GUARD, RECOVER, SUPERVISE, WATCHER};
+pub use processes::spawn::{GUARD, HOLD_TEMPLATE, RECOVER, SUPERVISE, WATCHER};
 pub use records::control_protocol::{
     FailoverMember, FailoverRequest, MemberCard, MemberRequest, OperationProgress, ProtectRequest,
     RestoreDisks, RestoreOutage, RestoreProgress, SaveChoices, SaveDisks, SaveRequest, StopRequest,
@@ -74,6 +78,7 @@ pub use records::control_protocol::{
 pub use records::cpu::CpuFacts;
 pub use records::device_records::{DriveSnapshot, NetworkCard, ServedDisk, SnapshotFile};
 pub use records::failure::{Failure, FailureContext, FailureKind, image_failure};
+pub use records::family::FamilyRecord;
 pub use records::journal::{Journal, JournalError, JournalResult, VmPhase};
 pub use records::meta::{FrozenDrive, HostMismatch, ImageMeta, QemuFacts};
 pub use records::monitor_address::MonitorAddress;

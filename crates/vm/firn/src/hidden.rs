@@ -3,7 +3,7 @@
 use clap::Args as ClapArgs;
 use firn_supervisor::{
     Failure, FailureContext, FailureKind, RuntimeDir, VmName, run_guard, run_successor,
-    run_supervisor, run_watcher,
+    run_supervisor, run_template_holder, run_watcher,
 };
 
 /// Manages a VM.
@@ -24,6 +24,17 @@ pub struct GuardVmArgs {
     /// Act only where the guard does not.
     #[arg(long)]
     watcher: bool,
+}
+
+/// Holds the template of clones.
+#[derive(Debug, ClapArgs)]
+pub struct HoldTemplateArgs {}
+
+impl HoldTemplateArgs {
+    /// Runs the verb.
+    pub fn run(&self) -> Result<(), Failure> {
+        run_template_holder().while_doing("holding a template of guest memory")
+    }
 }
 
 impl SuperviseVmArgs {

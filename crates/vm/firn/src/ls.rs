@@ -1,14 +1,18 @@
 //! `firn ls`
 
+use std::collections::BTreeMap;
 use std::time::{SystemTime, UNIX_EPOCH};
 
 use clap::Args as ClapArgs;
-use firn_supervisor::{Failure, RestoreOutage, VmStatus, list_statuses};
+use firn_supervisor::{Failure, FamilyRecord, RestoreOutage, VmStatus, list_statuses};
+use firn_types::make_printable;
 
 use crate::output::{FactPrinter, format_table};
 use crate::units;
 
 /// List the VMs that Firn manages.
+///
+/// Clones that share memory are listed by family below the table.
 ///
 /// VMs that have ended by themselves are listed, with how they ended, until `firn rm` or until
 /// their name is used again. If a VM's supervisor does not answer, or the VM waits for storage, the
@@ -35,7 +39,23 @@ fn describe_vms(statuses: &[VmStatus]) -> String {
     let heading = ["NAME", "STATE", "PID", "MEMORY", "VCPUS", "ACCEL", "SINCE"];
     let mut rows = vec![heading.map(str::to_owned).to_vec()];
     rows.extend(statuses.iter().map(vm_row));
-    format_table(&rows) + &statuses.iter().filter_map(describe_trouble).collect::<String>()
+    let troubles = statuses.iter().filter_map(describe_trouble);
+    format_table(&rows) + &describe_families(statuses) + &troubles.collect::<String>()
+}
+
+/// The families of clones, in a line each.
+fn describe_families(statuses: &[VmStatus]) -> String {
+    let mut families: BTreeMap<&str, (&FamilyRecord, Vec<&str>)> = BTreeMap::new();
+    for status in statuses.iter().filter(|status| status.exit.is_none()) {
+        let Some(family) = &status.family else { continue };
+        let (_, names) = families.entry(&family.id).or_insert_with(|| (family, Vec::new()));
+        names.push(status.name.as_str());
+    }
+    let line = |(family, names): &(&FamilyRecord, Vec<&str>)| {
+        let image = make_printable(&family.image.to_string_lossy()).into_owned();
+        format!("family of {image}: {}\n", names.join(", "))
+    };
+    families.values().map(line).collect()
 }
 
 fn vm_row(status: &VmStatus) -> Vec<String> {

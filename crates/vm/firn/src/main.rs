@@ -20,6 +20,7 @@ mod bar;
 mod calls;
 mod checkpoint;
 mod choices;
+mod clones;
 mod cluster;
 mod completions;
 mod console;
@@ -28,6 +29,7 @@ mod disk;
 mod doctor;
 mod every;
 mod failover;
+mod fork;
 mod hidden;
 mod image;
 mod libvirt;
@@ -120,6 +122,8 @@ enum FirnVerb {
     Suspend(suspend::SuspendArgs),
     // Starts a VM from an image.
     Restore(restore::RestoreArgs),
+    // Starts clones of a running VM.
+    Fork(fork::ForkArgs),
     // Replicates a VM to a standby on another host.
     Protect(protect::ProtectArgs),
     // Ends the protection of a VM, which continues to run.
@@ -155,6 +159,9 @@ enum FirnVerb {
     // Is a guard of a supervisor; started by Firn.
     #[command(name = firn_supervisor::GUARD, hide = true)]
     Guard(hidden::GuardVmArgs),
+    // Is the holder of a template of clones; started by Firn.
+    #[command(name = firn_supervisor::HOLD_TEMPLATE, hide = true)]
+    HoldTemplate(hidden::HoldTemplateArgs),
 }
 
 impl FirnVerb {
@@ -170,6 +177,7 @@ impl FirnVerb {
             Self::Checkpoint(args) => args.run(out),
             Self::Suspend(args) => args.run(out),
             Self::Restore(args) => args.run(out),
+            Self::Fork(args) => args.run(out),
             Self::Protect(args) => args.run(out),
             Self::Release(args) => args.run(out),
             Self::Standby(args) => args.run(out),
@@ -186,6 +194,7 @@ impl FirnVerb {
             Self::Man(args) => args.run(),
             Self::Supervise(args) => args.run(),
             Self::Guard(args) => args.run(),
+            Self::HoldTemplate(args) => args.run(),
         }
     }
 }

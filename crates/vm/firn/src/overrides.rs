@@ -5,6 +5,8 @@ use std::path::{Path, PathBuf};
 use clap::Args as ClapArgs;
 use firn_supervisor::{CommandOverrides, Failure, absolute_path};
 
+use crate::clones::NUMBER;
+
 /// The changes to the VM of an image.
 #[derive(Debug, ClapArgs)]
 pub struct OverrideArgs {
@@ -13,7 +15,8 @@ pub struct OverrideArgs {
     qemu: Option<PathBuf>,
     /// Change a value of QEMU's command line: OPTION.ID.PROPERTY=VALUE, or OPTION.PROPERTY=VALUE or
     /// OPTION=VALUE where the option occurs once; OPTION= removes the option. Can be given more
-    /// than once. If the guest would miss a device, the restore fails.
+    /// than once. If the guest would miss a device, the restore fails. For clones, {} in VALUE
+    /// stands for the number of the clone; also in --netdev and --qemu-arg.
     #[arg(long, value_name = "OPTION=VALUE", value_parser = parse_pair)]
     set: Vec<(String, String)>,
     /// Give a network card another back end, such as net0=user,hostfwd=tcp::2223-:22. Can be given
@@ -43,6 +46,18 @@ impl OverrideArgs {
     }
 }
 
+/// The changes for the clone with a number.
+pub fn number_overrides(overrides: &CommandOverrides, number: u32) -> CommandOverrides {
+    let with_number = |text: &String| text.replace(NUMBER, &number.to_string());
+    let pair = |(key, value): &(String, String)| (key.clone(), with_number(value));
+    CommandOverrides {
+        netdevs: overrides.netdevs.iter().map(pair).collect(),
+        values: overrides.values.iter().map(pair).collect(),
+        words: overrides.words.iter().map(with_number).collect(),
+        ..overrides.clone()
+    }
+}
+
 /// The program; a name without a slash is searched in PATH.
 fn resolve_program(path: &Path) -> Result<String, Failure> {
     match path.components().count() {
@@ -57,7 +72,7 @@ fn absolute_text(path: &Path) -> Result<String, Failure> {
 }
 
 /// Splits at the first `=`.
-fn parse_pair(text: &str) -> Result<(String, String), String> {
+pub fn parse_pair(text: &str) -> Result<(String, String), String> {
     match text.split_once('=') {
         Some((key, value)) if !key.is_empty() => Ok((key.to_owned(), value.to_owned())),
         _ => Err(format!("{text:?} is not of the form NAME=VALUE")),

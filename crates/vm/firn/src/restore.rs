@@ -8,8 +8,9 @@ use clap::builder::TypedValueParser as _;
 use firn_report::ReportedRun;
 use firn_restore::{ReadFailurePolicy, RestoreMode};
 use firn_supervisor::{
-    Failure, FailureKind, ImageMeta, LibvirtTarget, RestoreDisks, RuntimeDir, SupervisorPlan,
-    SupervisorRequest, VmName, absolute_path, restore_target, send_request, start_supervisor,
+    CommandOverrides, Failure, FailureKind, FamilyRecord, ImageMeta, LibvirtTarget, RestoreDisks,
+    RuntimeDir, SupervisorPlan, SupervisorRequest, VmName, absolute_path, restore_target,
+    send_request, start_supervisor,
 };
 use firn_types::make_printable;
 
@@ -17,6 +18,9 @@ use crate::bar::TerminalBar;
 use crate::calls::CallsArgs;
 use crate::checkpoint::recovery_notice;
 use crate::choices::{Choice, accept_words, parse_choice};
+use crate::clones::{
+    COUNT_MAX, CloneOrder, NamePattern, check_names, describe_clones, start_clones, wait_for_clones,
+};
 use crate::live::RestoreView;
 use crate::output::{FactPrinter, check_directory};
 use crate::overrides::OverrideArgs;
@@ -77,6 +81,11 @@ const OUTAGES: &[Choice] = &[
 /// QEMU programs: those of the system, those that /etc/firn/qemu.allow lists, and the program that
 /// --qemu names.
 ///
+/// --count starts several clones of the image at once. They share each page of memory that none of
+/// them has written: it is loaded once. Each clone has a name, a monitor and overlays of its own. A
+/// `hostfwd` port can't be shared: give each clone its own, as in the example. All or none of the
+/// names must be free.
+///
 /// --libvirt restores an image of a libvirt domain as a new domain. libvirt starts QEMU from the
 /// XML in the image and manages the new domain like any other. Firn is attached to the new domain.
 /// The new domain has the name of the saved domain, which must not run meanwhile. With --name the
@@ -87,13 +96,20 @@ const OUTAGES: &[Choice] = &[
   firn restore web.firn --name web2 --mode eager --json
   firn restore web.firn --libvirt
   firn restore web.firn --name web2 --set vnc=:5 \
-    --netdev net0=user,hostfwd=tcp::2223-:22")]
+    --netdev net0=user,hostfwd=tcp::2223-:22
+  firn restore web.firn --count 20 --name 'web-{}' \
+    --netdev 'net0=user,hostfwd=tcp::300{}-:22'")]
 pub struct RestoreArgs {
     /// The image.
     image: PathBuf,
-    /// The name to give the VM; by default that in the image.
+    /// The name to give the VM; by default that in the image. With --count, {} in it stands for a
+    /// number from 1 on; by default NAME-{}.
     #[arg(long)]
-    name: Option<VmName>,
+    name: Option<NamePattern>,
+    /// Start this many clones, which share all memory that none of them has written.
+    #[arg(long, value_name = "N", value_parser = units::parse_number::<u32>(1..=COUNT_MAX))]
+    #[arg(conflicts_with_all = ["libvirt", "watch", "account_use"])]
+    count: Option<u32>,
     /// How memory is loaded.
     #[arg(long, value_name = "HOW", default_value_t, value_parser = parse_choice::<RestoreMode>(MODES))]
     mode: RestoreMode,
@@ -148,35 +164,51 @@ impl RestoreArgs {
     /// Runs the verb.
     pub fn run(&self, out: FactPrinter) -> Result<(), Failure> {
         let base = crate::hidden::runtime_dir()?;
-        let facts = self.start_restore(&base).map_err(|failure| {
+        let explain = |failure: Failure| {
             failure.while_doing(format!("can't restore {}", self.image.display()))
-        })?;
+        };
+        if let Some(count) = self.count {
+            let facts = self.start_clones(&base, count).map_err(explain)?;
+            return out.print_facts(&facts, || describe_clones(&facts));
+        }
+        let facts = self.start_restore(&base).map_err(explain)?;
         out.print_facts(&facts, || describe_restore(&facts))
+    }
+
+    /// Starts several clones; waits for all of their memory if the user wants that.
+    fn start_clones(&self, base: &RuntimeDir, count: u32) -> Result<serde_json::Value, Failure> {
+        let image = absolute_path(&self.image)?;
+        let pattern = match &self.name {
+            Some(pattern) => pattern.clone(),
+            None => NamePattern::for_clones_of(&read_name(&image)?),
+        };
+        if count > 1 && self.disks == RestoreDisks::InPlace {
+            let text = "clones can't write to the same disks";
+            let failure = Failure::new(FailureKind::Usage, text);
+            return Err(failure.with_hint("omit --disks in-place: each clone gets overlays"));
+        }
+        let names = pattern.list_names(count)?;
+        check_names(base, &names)?;
+        self.disk_dir.as_deref().map_or(Ok(()), check_directory)?;
+        let overrides = self.overrides.to_overrides()?;
+        let make_plan = |overrides, family| self.make_plan(image.clone(), overrides, Some(family));
+        let (learn, names, overrides) = (!self.no_learn, &names, &overrides);
+        let order = CloneOrder { image: &image, learn, names, overrides };
+        let facts = start_clones(base, &order, &make_plan)?;
+        if self.wait {
+            wait_for_clones(base, names)?;
+        }
+        Ok(facts)
     }
 
     fn start_restore(&self, base: &RuntimeDir) -> Result<serde_json::Value, Failure> {
         let image = absolute_path(&self.image)?;
         let name = match &self.name {
-            Some(name) => name.clone(),
+            Some(name) => name.single_name()?,
             None => read_name(&image)?,
         };
         self.disk_dir.as_deref().map_or(Ok(()), check_directory)?;
-        let plan = SupervisorPlan::Restore {
-            image,
-            mode: self.mode,
-            on_error: self.on_error,
-            force: self.force,
-            account_use: self.account_use,
-            learn: !self.no_learn,
-            run: self.run,
-            disks: self.disks,
-            disk_dir: self.disk_dir.as_deref().map(absolute_path).transpose()?,
-            access_bits: self.working_set.access_bits(),
-            calls: self.calls.policy_path()?,
-            stores: self.calls.plugin_path()?,
-            overrides: self.overrides.to_overrides()?,
-            libvirt: self.find_libvirt()?,
-        };
+        let plan = self.make_plan(image, self.overrides.to_overrides()?, None)?;
         let mut facts = {
             let mut bar = TerminalBar::new();
             start_supervisor(base, &name, &plan, &mut |progress| bar.show_progress(progress))?
@@ -193,16 +225,41 @@ impl RestoreArgs {
         }
         Ok(facts)
     }
+
+    fn make_plan(
+        &self,
+        image: PathBuf,
+        overrides: CommandOverrides,
+        family: Option<FamilyRecord>,
+    ) -> Result<SupervisorPlan, Failure> {
+        Ok(SupervisorPlan::Restore {
+            image,
+            mode: self.mode,
+            on_error: self.on_error,
+            force: self.force,
+            account_use: self.account_use,
+            learn: !self.no_learn,
+            run: self.run,
+            disks: self.disks,
+            disk_dir: self.disk_dir.as_deref().map(absolute_path).transpose()?,
+            access_bits: self.working_set.access_bits(),
+            calls: self.calls.policy_path()?,
+            stores: self.calls.plugin_path()?,
+            overrides,
+            libvirt: self.find_libvirt()?,
+            family: family.map(Box::new),
+        })
+    }
 }
 
 impl RestoreArgs {
     /// The libvirt that gets the VM, if one does.
     fn find_libvirt(&self) -> Result<Option<LibvirtTarget>, Failure> {
-        let name = self.name.as_ref().map(ToString::to_string);
-        match self.libvirt {
-            true => restore_target(name, self.connect.as_deref()).map(Some),
-            false => Ok(None),
+        if !self.libvirt {
+            return Ok(None);
         }
+        let name = self.name.as_ref().map(NamePattern::single_name).transpose()?;
+        restore_target(name.map(String::from), self.connect.as_deref()).map(Some)
     }
 }
 

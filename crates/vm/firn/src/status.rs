@@ -4,7 +4,7 @@ use std::fmt::Write;
 
 use clap::Args as ClapArgs;
 use firn_supervisor::{
-    CardStatus, Failure, Percentiles, ProtectionStatus, RuntimeDir, StandbyStatus,
+    CardStatus, Failure, MemoryUse, Percentiles, ProtectionStatus, RuntimeDir, StandbyStatus,
     SupervisorRequest, VmName, VmStatus, inspect_vm, query_status, send_request,
 };
 use firn_types::make_printable;
@@ -64,6 +64,13 @@ fn describe_standby(standby: &StandbyStatus) -> String {
     format!("{complete} epochs, of which {committed} are committed{ended}")
 }
 
+fn describe_memory_use(memory_use: &MemoryUse) -> String {
+    let [shared, private, pss] =
+        [memory_use.shared_bytes, memory_use.private_bytes, memory_use.pss_bytes]
+            .map(units::format_bytes);
+    format!("{shared} of the template, {private} of its own; its part of both (PSS): {pss}")
+}
+
 fn card_line(card: &CardStatus) -> String {
     let uplink = card.uplink.display();
     let there = if card.connected { "" } else { ", not connected" };
@@ -107,6 +114,12 @@ fn describe_status(status: &VmStatus, qemu_log: &str) -> String {
         line("process", format!("{pid}, {how}"));
     }
     line("memory", units::format_bytes(status.memory_bytes));
+    if let Some(family) = &status.family {
+        line("clone of", family.image.display().to_string());
+    }
+    if let Some(memory_use) = &status.memory_use {
+        line("memory use", describe_memory_use(memory_use));
+    }
     line("vCPUs", format!("{}, {}", status.vcpus, status.accel));
     line("QEMU", status.qemu.clone());
     if let Some(qmp) = &status.qmp {

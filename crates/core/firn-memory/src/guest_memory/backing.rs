@@ -9,11 +9,12 @@ use firn_types::{HostVirt, PAGE_SIZE, Page, RamRegion};
 use rustix::fs::{OFlags, SeekFrom, Stat, fstat, fstatfs, seek};
 use rustix::io::Errno;
 
-use super::source::{PrivateRam, RamFile, RamSource};
+use super::source::{PrivateRam, RamFile, RamSource, TemplateRam};
 use super::users::FileId;
 use super::{MemoryError, RegionLocation};
 use crate::process::maps::{MemoryMapping, find_covering};
 use crate::process::{Process, ProcessError};
+use crate::template::is_template_path;
 
 /// `TMPFS_MAGIC` and `HUGETLBFS_MAGIC` of `linux/magic.h`.
 const TMPFS: u64 = 0x0102_1994;
@@ -39,9 +40,14 @@ impl RegionBacking {
     ) -> Result<Self, MemoryError> {
         let RegionLocation { region, hva } = location.clone();
         let mapped = find_mappings(process, mappings, &region, hva)?;
-        let source = match mapped.iter().all(|mapping| !mapping.shared && mapping.inode == 0) {
-            true => RamSource::Private(PrivateRam::open(process.clone(), hva)?),
-            false => RamSource::File(Self::open_ram_file(process, mapped, &region, hva)?),
+        let open_file = || Self::open_ram_file(process, mapped, &region, hva);
+        let open_own = || PrivateRam::open(process.clone(), hva);
+        let source = match MappingKind::of_mappings(mapped) {
+            MappingKind::Private => RamSource::Private(open_own()?),
+            MappingKind::Template => {
+                RamSource::Template(TemplateRam { own: open_own()?, template: open_file()? })
+            }
+            MappingKind::Shared => RamSource::File(open_file()?),
         };
         Ok(Self { region, hva, source })
     }
@@ -72,8 +78,31 @@ impl RegionBacking {
     pub(super) fn ram_file(&self) -> Option<(&File, u64)> {
         match &self.source {
             RamSource::File(file) => Some((&file.file, file.start)),
-            RamSource::Private(_) => None,
+            RamSource::Private(_) | RamSource::Template(_) => None,
         }
+    }
+
+    /// Whether it is a private mapping of a template.
+    pub(super) fn is_template(&self) -> bool {
+        matches!(self.source, RamSource::Template(_))
+    }
+
+    /// Appends all runs of pages that its template has.
+    pub(super) fn append_template_runs(
+        &self,
+        runs: &mut Vec<Range<Page>>,
+    ) -> Result<(), MemoryError> {
+        let RamSource::Template(ram) = &self.source else { return Ok(()) };
+        let mut rest = 0..self.region.byte_len();
+        while !rest.is_empty() {
+            let run = ram.template.first_run(rest.clone());
+            let run =
+                run.map_err(|error| MemoryError::from_io("querying", &self.pages(), error))?;
+            let Some(run) = run else { break };
+            rest.start = run.end;
+            runs.push(self.page_at_offset(run.start)..self.page_at_offset(run.end));
+        }
+        Ok(())
     }
 
     /// Its file, as `/proc/PID/maps` names it.
@@ -190,6 +219,31 @@ impl RegionBacking {
     }
 }
 
+/// How a hypervisor maps a region.
+enum MappingKind {
+    /// As anonymous memory.
+    Private,
+    /// As a private mapping of a template.
+    Template,
+    /// As a shared file, or in a manner that is refused later.
+    Shared,
+}
+
+impl MappingKind {
+    fn of_mappings(mapped: &[MemoryMapping]) -> Self {
+        let is_each = |property: fn(&MemoryMapping) -> bool| mapped.iter().all(property);
+        match () {
+            () if is_each(|mapping| !mapping.shared && mapping.inode == 0) => Self::Private,
+            () if is_each(is_template) => Self::Template,
+            () => Self::Shared,
+        }
+    }
+}
+
+fn is_template(mapping: &MemoryMapping) -> bool {
+    !mapping.shared && is_template_path(&mapping.path)
+}
+
 /// The mappings that hold a region without gaps.
 fn find_mappings<'m>(
     process: &Process,
@@ -202,15 +256,15 @@ fn find_mappings<'m>(
     mapped.ok_or_else(|| unmapped_error(process, region, hva))
 }
 
-/// The offset at which a region starts in its file. Its mappings must be shared, of one file, and
-/// consecutive in it.
+/// The offset at which a region starts in its file. Its mappings must be shared, or of a template;
+/// of one file, and consecutive in it.
 fn file_offset(
     process: &Process,
     mapped: &[MemoryMapping],
     region: &RamRegion,
     hva: HostVirt,
 ) -> Result<u64, MemoryError> {
-    if mapped.iter().any(|mapping| !mapping.shared) {
+    if mapped.iter().any(|mapping| !mapping.shared && !is_template(mapping)) {
         return Err(MemoryError::Private { id: region.id.clone() });
     }
     let follows = |pair: &[MemoryMapping]| {

@@ -21,6 +21,15 @@ use crate::sys::uffd::AddressSpan;
 pub(super) enum RamSource {
     File(RamFile),
     Private(PrivateRam),
+    Template(TemplateRam),
+}
+
+/// A private mapping of a template. A page is the template's until the guest writes it; then it is
+/// private memory.
+#[derive(Debug)]
+pub(super) struct TemplateRam {
+    pub(super) own: PrivateRam,
+    pub(super) template: RamFile,
 }
 
 /// Shared memory: a file that Firn has opened too.
@@ -45,6 +54,7 @@ impl RamSource {
         match self {
             Self::File(file) => file.file.read_exact_at(out, file.start + offset),
             Self::Private(private) => private.read_bytes(offset, out),
+            Self::Template(ram) => ram.read_bytes(offset, out),
         }
     }
 
@@ -53,6 +63,7 @@ impl RamSource {
         match self {
             Self::File(file) => file.first_run(part),
             Self::Private(private) => private.first_run(part),
+            Self::Template(ram) => ram.first_run(part),
         }
     }
 
@@ -60,7 +71,7 @@ impl RamSource {
     pub(super) fn has_kept(&self, part: Range<u64>) -> io::Result<bool> {
         match self {
             Self::File(file) => Ok(file.first_run(part.clone())? == Some(part)),
-            Self::Private(private) => {
+            Self::Private(private) | Self::Template(TemplateRam { own: private, .. }) => {
                 let start = private.hva.0 + part.start;
                 private.pagemap.are_protected(AddressSpan { start, len: part.end - part.start })
             }
@@ -73,13 +84,13 @@ impl RamSource {
                 let flags = FallocateFlags::PUNCH_HOLE | FallocateFlags::KEEP_SIZE;
                 Ok(fallocate(&file.file, flags, file.start + offset, len)?)
             }
-            Self::Private(_) => Err(io::ErrorKind::Unsupported.into()),
+            Self::Private(_) | Self::Template(_) => Err(io::ErrorKind::Unsupported.into()),
         }
     }
 }
 
 impl RamFile {
-    fn first_run(&self, part: Range<u64>) -> io::Result<Option<Range<u64>>> {
+    pub(super) fn first_run(&self, part: Range<u64>) -> io::Result<Option<Range<u64>>> {
         let data = match seek(&self.file, SeekFrom::Data(self.start + part.start)) {
             Err(Errno::NXIO) => return Ok(None),
             other => other?,
@@ -89,6 +100,19 @@ impl RamFile {
         }
         let hole = seek(&self.file, SeekFrom::Hole(data))?.next_multiple_of(PAGE_SIZE as u64);
         Ok(Some(data - self.start..(hole - self.start).min(part.end)))
+    }
+}
+
+impl TemplateRam {
+    /// Reads through the hypervisor's page tables, which have the page that the guest has.
+    fn read_bytes(&self, offset: u64, out: &mut [u8]) -> io::Result<()> {
+        self.own.read_runs(offset, out, |part| self.first_run(part))
+    }
+
+    /// The first run of bytes that the template or the hypervisor has.
+    fn first_run(&self, part: Range<u64>) -> io::Result<Option<Range<u64>>> {
+        let runs = [self.own.first_run(part.clone())?, self.template.first_run(part)?];
+        Ok(runs.into_iter().flatten().min_by_key(|run| (run.start, std::cmp::Reverse(run.end))))
     }
 }
 
@@ -103,9 +127,20 @@ impl PrivateRam {
     /// Reads the backed pages. Pages that were never backed are not touched, and are zeros in
     /// `out`.
     fn read_bytes(&self, offset: u64, out: &mut [u8]) -> io::Result<()> {
+        self.read_runs(offset, out, |part| self.first_run(part))
+    }
+
+    /// Reads the pages of the runs that `first_run` finds; the others are not touched, and are zeros
+    /// in `out`.
+    fn read_runs(
+        &self,
+        offset: u64,
+        out: &mut [u8],
+        first_run: impl Fn(Range<u64>) -> io::Result<Option<Range<u64>>>,
+    ) -> io::Result<()> {
         let end = offset + out.len() as u64;
         let mut at = offset;
-        while let Some(run) = self.first_run(at..end)? {
+        while let Some(run) = first_run(at..end)? {
             let (from, to) = ((run.start - offset) as usize, (run.end - offset) as usize);
             out[(at - offset) as usize..from].fill(0);
             let start = self.hva.offset_by(run.start);

@@ -14,6 +14,7 @@ use rustix::io::Errno;
 use super::answer::pages_from;
 use super::{PageFaultError, PageFaults, span_of_part};
 use crate::sys::uffd::AddressSpan;
+use crate::template::TemplateWriter;
 
 /// The outcome of an answer that was tried once.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -42,8 +43,29 @@ impl PageFaults {
         self.request_once("installing", range, |part, at| {
             let from = Page::count_in(&(first..part.start)) * PAGE_SIZE;
             let to = Page::count_in(&(first..part.end)) * PAGE_SIZE;
-            self.uffd.copy_pages(at.start, &bytes[from..to])
+            match &self.template {
+                Some(template) => self.install_shared(template, part.start, at, &bytes[from..to]),
+                None => self.uffd.copy_pages(at.start, &bytes[from..to]),
+            }
         })
+    }
+
+    /// Puts pages into a template, and wakes the threads of this hypervisor that wait for them. If
+    /// the template's holder has ended, installs one page in the hypervisor's own memory, unless the
+    /// template has that page.
+    fn install_shared(
+        &self,
+        template: &TemplateWriter,
+        first: Page,
+        at: AddressSpan,
+        bytes: &[u8],
+    ) -> Result<u64, Errno> {
+        match template.copy_pages(first, bytes) {
+            Ok(done) => self.uffd.wake(AddressSpan { len: done, ..at }).map(|()| done),
+            Err(Errno::SRCH) if template.has_page(first) => Err(Errno::EXIST),
+            Err(Errno::SRCH) => self.uffd.copy_pages(at.start, &bytes[..PAGE_SIZE]),
+            Err(errno) => Err(errno),
+        }
     }
 
     /// Installs pages of zeros, as [`Self::try_install`].

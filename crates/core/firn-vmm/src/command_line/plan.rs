@@ -11,7 +11,7 @@ use super::calls;
 use super::cards::{self, CardPlan};
 use super::disks::{self, DiskPlan};
 use super::drives::{self, DriveFile};
-use super::endpoints::{self, EndpointRelocation};
+use super::endpoints::{self, EndpointRelocation, HostEndpoint};
 use super::error::CommandLineError;
 use super::properties::{OptionProperties, escape_commas};
 use super::size;
@@ -310,6 +310,11 @@ impl CommandPlan {
     /// The same command line with another program.
     pub fn with_program(self, program: &Path) -> Self {
         Self { program: program.to_string_lossy().into_owned(), ..self }
+    }
+
+    /// The ports and sockets at which the back ends of network cards listen.
+    pub fn network_endpoints(&self) -> Vec<HostEndpoint> {
+        endpoints::network_endpoints(&self.arguments)
     }
 
     /// Relocates the endpoints that another process has: sockets and ports that QEMU listens on,

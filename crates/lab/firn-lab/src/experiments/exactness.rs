@@ -207,14 +207,14 @@ mod tests {
             tally.count_run(&drawn, &Ok(outcome));
         }
         let mut report = Report::new("exactness", true);
-        tally.add_figures(&mut report);
+        tally.add_numbers(&mut report);
         for key in ["runs_exact", "runs_failed_closed", "balloon.runs_refused"] {
             assert_eq!(report.figure_value(key), Some(1.0), "{key}");
         }
         assert!(report.is_complete());
         assert!(report.to_table().contains("refused: virtio-mem"), "{}", report.to_table());
         tally.count_run(&drawn, &Ok(TrialOutcome { wrong_pages: 2, ..closed() }));
-        tally.add_figures(&mut report);
+        tally.add_numbers(&mut report);
         assert!(!report.is_complete());
     }
 

@@ -113,7 +113,7 @@ pub(super) fn measure_typical(
         Ok(guest.bare.stop()?)
     })?;
     guests.iter_mut().try_for_each(TypicalGuest::check_guest)?;
-    add_figures(sizes, &systems, report);
+    add_numbers(sizes, &systems, report);
     Ok(())
 }
 
@@ -291,7 +291,7 @@ fn to_ms(duration: Duration) -> f64 {
     duration.as_secs_f64() * 1e3
 }
 
-fn add_figures(sizes: &[u32], systems: &[TypicalSystem], report: &mut Report) {
+fn add_numbers(sizes: &[u32], systems: &[TypicalSystem], report: &mut Report) {
     for &mib in sizes {
         for system in systems {
             let values = measured_values(report, mib, *system, "/pause_ms");
@@ -359,7 +359,7 @@ mod tests {
                     "pause_ms": pause_ms, "parts": { "aux_ms": 0.25 } }));
             }
         }
-        add_figures(
+        add_numbers(
             &[256, 512],
             &[TypicalSystem::Floor, TypicalSystem::Firn, snapshot],
             &mut report,
@@ -373,7 +373,7 @@ mod tests {
     #[test]
     fn a_system_that_was_not_measured_gives_no_ratio() {
         let mut report = Report::new("cow-writers", true);
-        add_figures(&[256], &[TypicalSystem::Floor, TypicalSystem::Firn], &mut report);
+        add_numbers(&[256], &[TypicalSystem::Floor, TypicalSystem::Firn], &mut report);
         assert_eq!(report.figure_value("typical.pause_ratio_p95"), None);
         assert_eq!(report.figure_value("typical.qemu_ratio"), None);
     }

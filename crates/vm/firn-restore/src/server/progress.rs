@@ -154,15 +154,36 @@ impl<B: Clone> PageServer<B> {
     /// The guest gave these pages back: from now on they are zeros.
     pub fn record_removal(&mut self, pages: Range<Page>) -> ThreadWakeups {
         self.version = self.version.wrapping_add(1);
+        let before = self.missing_pages_in(&pages);
+        self.counts.removed_pages += before;
+        self.settle_range(pages)
+    }
+
+    /// Another process has put these pages into the guest's memory.
+    pub fn record_present(&mut self, pages: Range<Page>) -> ThreadWakeups {
+        self.settle_range(pages)
+    }
+
+    /// The blocks of a range of pages.
+    fn blocks_of(&self, pages: &Range<Page>) -> impl Iterator<Item = Block> + use<B> {
         let first = self.block_size.block_of(pages.start).0;
         let end = self.block_size.blocks_in(pages.end.0).min(self.plan.block_count());
+        (first..end).map(Block)
+    }
+
+    fn missing_pages_in(&self, pages: &Range<Page>) -> u64 {
+        let missing = |block| self.settled.missing_in(block).and(self.mask_in_block(block, pages));
+        self.blocks_of(pages).map(|block| u64::from(missing(block).count())).sum()
+    }
+
+    /// These pages do not come from the image any more.
+    fn settle_range(&mut self, pages: Range<Page>) -> ThreadWakeups {
         let mut stir = ThreadWakeups::default();
         self.answer_waiting_for(&pages);
         let requested = self.retries.take_requested(&pages).into_iter();
         self.urgent.extend(requested.map(|(unit, block, page)| WaitingFault { unit, block, page }));
-        for block in (first..end).map(Block) {
+        for block in self.blocks_of(&pages) {
             let new = self.settled.missing_in(block).and(self.mask_in_block(block, &pages));
-            self.counts.removed_pages += u64::from(new.count());
             stir = stir.merge_with(self.settle_pages(block, new));
         }
         stir.merge_with(ThreadWakeups {

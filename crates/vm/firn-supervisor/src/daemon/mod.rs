@@ -7,3 +7,4 @@ pub(crate) mod event_loop;
 pub(crate) mod event_sources;
 pub(crate) mod status;
 pub(crate) mod supervisor_process;
+pub(crate) mod template_holder;

@@ -7,9 +7,11 @@ use serde::{Deserialize, Serialize};
 
 use crate::devices::disk_snapshots::overlays_left;
 use crate::devices::network::CardStatus;
+use crate::hypervisor::memory_use::MemoryUse;
 use crate::operations::protection::ProtectionStatus;
 use crate::operations::standby::takeover::StandbyStatus;
 use crate::records::control_protocol::{OperationProgress, RestoreOutage};
+use crate::records::family::FamilyRecord;
 use crate::records::journal::{Journal, JournalResult, VmPhase};
 use crate::records::monitor_address::MonitorAddress;
 use crate::records::name::VmName;
@@ -77,6 +79,12 @@ pub struct VmStatus {
     /// The memory that can't be read or installed at present, if the VM is being restored.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub waiting: Option<RestoreOutage>,
+    /// The family of clones that it belongs to.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub family: Option<FamilyRecord>,
+    /// What its memory uses of the host's, if it belongs to a family.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub memory_use: Option<MemoryUse>,
     /// The reason why no supervisor answers for it, and what helps.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub unattended: Option<UnattendedVm>,
@@ -158,6 +166,8 @@ impl VmStatus {
             lease: journal.lease,
             network: Vec::new(),
             waiting: None,
+            family: journal.family.clone(),
+            memory_use: None,
             unattended: None,
             supervisor_pid: None,
             guard_pid: None,

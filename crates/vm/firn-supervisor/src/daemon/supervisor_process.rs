@@ -162,6 +162,7 @@ impl NewSupervisor {
                 disk_dir,
                 overrides,
                 libvirt,
+                family,
                 ..
             } => {
                 let (mode, force, account_use, learn) = (*mode, *force, *account_use, *learn);
@@ -181,6 +182,7 @@ impl NewSupervisor {
                     calls,
                     overrides,
                     libvirt: libvirt.as_ref(),
+                    family: family.as_deref(),
                 };
                 restore::restore_vm(&context, &choices, since, &mut report)
             }
@@ -407,7 +409,7 @@ pub fn run_successor(base: &RuntimeDir, name: &VmName) -> io::Result<()> {
 }
 
 /// Closes the pipes to the process that started this supervisor, and leaves its directory.
-fn to_background() -> io::Result<()> {
+pub(crate) fn to_background() -> io::Result<()> {
     let null = File::options().read(true).write(true).open("/dev/null")?;
     rustix::stdio::dup2_stdin(&null)?;
     rustix::stdio::dup2_stdout(&null)?;

@@ -4,6 +4,7 @@ pub(crate) mod consoles;
 pub(crate) mod host_check;
 pub(crate) mod inspection;
 pub(crate) mod libvirt;
+pub(crate) mod memory_use;
 pub(crate) mod monitor;
 pub(crate) mod qemu;
 pub(crate) mod relocation;

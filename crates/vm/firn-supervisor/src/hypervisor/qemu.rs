@@ -139,7 +139,7 @@ pub(crate) fn open_journaled(
     Ok((process, Arc::new(memory)))
 }
 
-fn locate_regions(
+pub(crate) fn locate_regions(
     regions: &[firn_types::RamRegion],
     host_addresses: &[(String, firn_types::HostVirt)],
 ) -> Vec<RegionLocation> {

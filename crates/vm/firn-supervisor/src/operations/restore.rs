@@ -21,8 +21,8 @@ use std::time::{Duration, Instant};
 use firn_image::{AuxBlock, Image};
 use firn_memory::{GuestMemory, PageFaults, Process, TraceMode, Tracee, process_memory};
 use firn_restore::{
-    OnFatal, PrefillThreads, PrefilledMemory, PresenceFile, ReadFailurePolicy, RestoreError,
-    RestoreMode, RestoreOptions, RunCounts, RunningRestore,
+    BackgroundFill, OnFatal, PrefillThreads, PrefilledMemory, PresenceFile, ReadFailurePolicy,
+    RestoreError, RestoreMode, RestoreOptions, RunCounts, RunningRestore,
 };
 use firn_types::{PAGE_SIZE, RamRegion, ThreadId, VcpuId};
 use firn_vmm::QemuVm;
@@ -41,6 +41,7 @@ use crate::hypervisor::restored_domain;
 use crate::operations::auxiliary;
 use crate::operations::calls;
 use crate::operations::domain_restore::{self, CreatedDomain};
+use crate::operations::family::FamilyLink;
 use crate::operations::learned_blocks::LearnedBlocksFile;
 use crate::operations::outage::OutagePauser;
 use crate::operations::restore_task::RestoreTask;
@@ -52,6 +53,7 @@ use crate::processes::identity::ProcessHandle;
 use crate::processes::programs;
 use crate::records::control_protocol::{OperationProgress, RestoreDisks};
 use crate::records::failure::{self, Failure, FailureContext, FailureKind, image_failure};
+use crate::records::family::FamilyRecord;
 use crate::records::journal::{HypervisorRecord, Journal, JournalFile, VmPhase};
 use crate::records::meta::{self, HostMismatch, ImageMeta};
 use crate::records::restored_domain::LibvirtTarget;
@@ -85,6 +87,8 @@ pub(crate) struct RestoreChoices<'a> {
     pub(crate) overrides: &'a CommandOverrides,
     /// The libvirt that starts QEMU, as a domain.
     pub(crate) libvirt: Option<&'a LibvirtTarget>,
+    /// The family of clones that the VM joins.
+    pub(crate) family: Option<&'a FamilyRecord>,
 }
 
 /// The duration of each step of a restore, in milliseconds.
@@ -146,9 +150,11 @@ pub(crate) fn restore_vm(
     timings.image_open = watch.take_lap();
     refuse_mismatches(&mismatches, wanted.force)?;
     keep_output_blocked(context, meta.held)?;
+    let join = |record| FamilyLink::join_family(record, image.regions(), context.journal);
+    let family = wanted.family.map(join).transpose()?;
     let must_stay_paused = must_stay_paused(&meta, wanted);
     // A guest that does not run causes no page faults.
-    let learns = wanted.learn && !must_stay_paused;
+    let learns = wanted.learn && !must_stay_paused && family.is_none();
     let learning = LearnedBlocksFile::for_image(&image, wanted.mode).filter(|_| learns);
     let storage = context
         .vm
@@ -165,6 +171,7 @@ pub(crate) fn restore_vm(
             .map(LearnedBlocksFile::expected_blocks)
             .unwrap_or_default(),
         account_use: wanted.account_use,
+        fill: choose_fill(family.as_ref()),
         since,
         ..RestoreOptions::default()
     };
@@ -178,7 +185,7 @@ pub(crate) fn restore_vm(
     )?;
     let StartedQemu { child, args, early, notes } = match wanted.libvirt {
         Some(target) => create_domain(context, wanted, &meta, target, &own)?,
-        None => start_qemu(context, wanted, (&meta, &image), &options, &own)?,
+        None => start_qemu(context, wanted, (&meta, &image), &options, &own, family.as_ref())?,
     };
     firn_fault::pass_point("restore.spawned");
     timings.spawn = watch.take_lap();
@@ -196,6 +203,7 @@ pub(crate) fn restore_vm(
         storage,
         notes,
         lives,
+        family,
     };
     let loaded = load.load_vm(args, early, mismatches, (&mut watch, &mut timings), report);
     let (restoring, mut facts) = loaded?;
@@ -226,14 +234,15 @@ fn start_qemu(
     (meta, image): (&ImageMeta, &Arc<Image>),
     options: &RestoreOptions,
     own: &RestoredDisks,
+    family: Option<&FamilyLink>,
 ) -> Result<StartedQemu, Failure> {
     let program = choose_program(meta, wanted.overrides)?;
     let plan = command_line::plan_command(&meta.qemu.user_args)
         .and_then(|plan| plan.with_program(&program).with_drives(own.files()))
         .map_err(failure::command_line_failure)?;
     check_disk_kinds(&plan.disk_files(), &meta.qemu.directory)?;
-    let (plan, notes) = avoid_used_endpoints(context, meta, plan)?;
-    let (child, args, early) = launch_qemu(context, meta, image, options, &plan)?;
+    let (plan, notes) = avoid_used_endpoints(context, meta, plan, family.is_some())?;
+    let (child, args, early) = launch_qemu(context, meta, image, options, &plan, family)?;
     Ok(StartedQemu { child, args, early, notes })
 }
 
@@ -250,6 +259,14 @@ fn create_domain(
     let CreatedDomain { domain, identity, handle, args, notes } = created;
     let child = HypervisorChild::of_domain(identity, Arc::new(handle), domain);
     Ok(StartedQemu { child, args, early: None, notes })
+}
+
+/// The holder of a family's template fills it for all clones.
+pub(crate) fn choose_fill(family: Option<&FamilyLink>) -> BackgroundFill {
+    match family {
+        Some(_) => BackgroundFill::Off,
+        None => BackgroundFill::Quiet,
+    }
 }
 
 /// Whether the VM is paused after the restore, as it was when it was saved.
@@ -308,6 +325,8 @@ struct RestoreRun<'a> {
     notes: Vec<String>,
     /// The guest may run, and failures do not end it.
     lives: Arc<AtomicBool>,
+    /// The template that the VM shares.
+    family: Option<FamilyLink>,
 }
 
 impl RestoreRun<'_> {
@@ -331,10 +350,13 @@ impl RestoreRun<'_> {
         let (hypervisor_record, memory) = self.record_hypervisor(args, &mut vm).map_err(explain)?;
         let process = Arc::clone(&memory.process);
         let prefilled = early.map(PrefillThreads::finish_fill).unwrap_or_default();
-        let faults = match attach_page_faults(&process, &memory.guest, &hypervisor_record.vcpus) {
+        let attached = self.attach_page_faults(&process, &memory.guest, &hypervisor_record.vcpus);
+        let faults = match attached {
             Ok(faults) => faults,
             Err(failure)
-                if failure.kind == FailureKind::Host && wanted.mode == RestoreMode::Eager =>
+                if failure.kind == FailureKind::Host
+                    && wanted.mode == RestoreMode::Eager
+                    && self.family.is_none() =>
             {
                 let loading = (&mut vm, hypervisor_record, memory, mismatches);
                 return self
@@ -477,8 +499,33 @@ impl RestoreRun<'_> {
             journal.phase = self.restoring_phase();
         })?;
         firn_fault::pass_point("restore.journaled");
+        self.map_template(vm, &hypervisor_record)?;
         let memory = qemu::open_memory(hypervisor_record.process.pid, &layout)?;
         Ok((hypervisor_record, memory))
+    }
+
+    /// Maps the template of a clone's family over its RAM, which its guest has not used.
+    fn map_template(&self, vm: &mut QemuVm, record: &HypervisorRecord) -> Result<(), Failure> {
+        let Some(family) = &self.family else { return Ok(()) };
+        refuse_balloon(vm)?;
+        let process = Process::open(record.process.pid)
+            .while_doing_as(FailureKind::Host, "opening the hypervisor process")?;
+        let locations = qemu::locate_regions(record.map.regions(), &record.locations);
+        family.map_over_ram(&process, &locations, &record.vcpus)?;
+        self.child.empty_ram_files().while_doing("emptying the VM's own memory")
+    }
+
+    fn attach_page_faults(
+        &self,
+        process: &Process,
+        memory: &Arc<GuestMemory>,
+        vcpus: &[ThreadId],
+    ) -> Result<PageFaults, Failure> {
+        let (mut tracee, mut faults) = attach_page_faults(process, memory, vcpus)?;
+        if let Some(family) = &self.family {
+            family.share_memory(&mut faults, memory, &mut tracee)?;
+        }
+        Ok(faults)
     }
 
     fn restoring_phase(&self) -> VmPhase {
@@ -600,9 +647,13 @@ fn avoid_used_endpoints(
     context: &StartContext<'_>,
     meta: &ImageMeta,
     plan: CommandPlan,
+    is_clone: bool,
 ) -> Result<(CommandPlan, Vec<String>), Failure> {
-    let holder =
-        |endpoint: &HostEndpoint| endpoints::endpoint_holder(endpoint, &meta.qemu.directory);
+    let of_cards = plan.network_endpoints();
+    let holder = |endpoint: &HostEndpoint| match is_clone && !of_cards.contains(endpoint) {
+        true => Some("the other clones".to_owned()),
+        false => endpoints::endpoint_holder(endpoint, &meta.qemu.directory),
+    };
     let beside = EndpointRelocation { directory: context.vm.path(), holder: &holder };
     plan.relocate_endpoints(&beside).map_err(|error| {
         let failure = Failure::from_error(FailureKind::Busy, &error);
@@ -618,14 +669,19 @@ fn launch_qemu(
     image: &Arc<Image>,
     options: &RestoreOptions,
     plan: &CommandPlan,
+    family: Option<&FamilyLink>,
 ) -> Result<(HypervisorChild, Vec<String>, Option<PrefillThreads>), Failure> {
     let ram = vm_start::create_ram_files(plan.ram()).while_doing("making the VM's memory")?;
     let sockets = CardSockets::create_pairs(plan.cards(), &meta.qemu.directory, context.vm)?;
     let paths = vm_start::qemu_paths(context, &ram, &sockets);
     let augmented = plan.for_restore(&paths).map_err(failure::command_line_failure)?;
     vm_start::enter_directory(&meta.qemu.directory);
-    let prefill = start_prefill(image, options, plan.ram(), &ram);
-    let child = vm_start::launch_qemu(context.vm, &augmented, ram, &sockets)?;
+    let prefill = match family {
+        None => start_prefill(image, options, plan.ram(), &ram),
+        Some(_) => check_regions(image, plan.ram()).map(|()| None)?,
+    };
+    let template = family.map(FamilyLink::files).unwrap_or_default();
+    let child = vm_start::launch_qemu(context.vm, &augmented, (ram, template), &sockets)?;
     Ok((child, augmented.args, prefill))
 }
 
@@ -638,16 +694,42 @@ fn start_prefill(
     plans: &[RamPlan],
     ram: &[File],
 ) -> Option<PrefillThreads> {
-    let regions = image.regions().regions();
-    let is_same = |(region, plan): (&RamRegion, &RamPlan)| {
-        region.id == plan.id && region.byte_len() == plan.bytes.next_multiple_of(PAGE_SIZE as u64)
-    };
-    let are_same = regions.len() == plans.len() && regions.iter().zip(plans).all(is_same);
-    if options.account_use || !are_same {
+    if options.account_use || !has_regions(image, plans) {
         return None;
     }
     let files = ram.iter().map(File::try_clone).collect::<Result<_, _>>().ok()?;
     Some(PrefillThreads::start_fill(Arc::clone(image), options, files))
+}
+
+/// Whether the RAM of a command line is that of the image.
+fn has_regions(image: &Image, plans: &[RamPlan]) -> bool {
+    let regions = image.regions().regions();
+    let is_same = |(region, plan): (&RamRegion, &RamPlan)| {
+        region.id == plan.id && region.byte_len() == plan.bytes.next_multiple_of(PAGE_SIZE as u64)
+    };
+    regions.len() == plans.len() && regions.iter().zip(plans).all(is_same)
+}
+
+/// Refuses a clone with other RAM than the image has.
+fn check_regions(image: &Image, plans: &[RamPlan]) -> Result<(), Failure> {
+    if has_regions(image, plans) {
+        return Ok(());
+    }
+    let text = "the command line has other RAM than the image, so clones can't share the image's";
+    Err(Failure::new(FailureKind::Refused, text))
+}
+
+/// Refuses a clone with a balloon: memory that its guest gives back would become the template's
+/// again, in place of zeros.
+fn refuse_balloon(vm: &mut QemuVm) -> Result<(), Failure> {
+    match vm.balloon().while_doing("querying the VM's balloon")? {
+        None => Ok(()),
+        Some(_) => Err(Failure::new(
+            FailureKind::Refused,
+            "a VM with a balloon can't share memory with its clones",
+        )
+        .with_hint("restore it without --count")),
+    }
 }
 
 /// What is known of a QEMU that was started with `args`. A domain belongs to libvirt: its command
@@ -682,18 +764,19 @@ pub(crate) fn numbered_vcpus(hypervisor_record: &HypervisorRecord) -> Vec<(Threa
     hypervisor_record.vcpus.iter().zip(0..).map(|(&tid, id)| (tid, VcpuId(id))).collect()
 }
 
-fn attach_page_faults(
-    process: &Process,
+fn attach_page_faults<'p>(
+    process: &'p Process,
     memory: &Arc<GuestMemory>,
     vcpus: &[ThreadId],
-) -> Result<PageFaults, Failure> {
+) -> Result<(Tracee<'p>, PageFaults), Failure> {
     const ATTACHING: &str = "attaching to QEMU";
     firn_fault::pass_io_point("restore.userfaultfd")
         .while_doing_as(FailureKind::Host, ATTACHING)?;
     let mut tracee = Tracee::seize(process, vcpus).while_doing_as(FailureKind::Host, ATTACHING)?;
-    PageFaults::create(&mut tracee, Arc::clone(memory), TraceMode::Restore)
+    let faults = PageFaults::create(&mut tracee, Arc::clone(memory), TraceMode::Restore)
         .while_doing_as(FailureKind::Host, ATTACHING)
-        .map_err(|failure| failure.with_hint("`firn doctor` lists what this host and user lack"))
+        .map_err(|failure| failure.with_hint("`firn doctor` lists what this host and user lack"))?;
+    Ok((tracee, faults))
 }
 
 /// What to do when a page can't be restored, because QEMU would wait for it for ever. A VM that has

@@ -16,13 +16,14 @@ use std::time::{Duration, Instant};
 use firn_image::Image;
 use firn_memory::{GuestMemory, PageFaults, Process, Tracee};
 use firn_restore::{
-    PresenceFile, ReadFailurePolicy, RestoreError, RestoreMode, RestoreOptions, RunCounts,
-    RunningRestore,
+    BackgroundFill, PresenceFile, ReadFailurePolicy, RestoreError, RestoreMode, RestoreOptions,
+    RunCounts, RunningRestore,
 };
 use firn_types::{PAGE_SIZE, RegionMap, ThreadId};
 use serde_json::json;
 
 use crate::hypervisor::qemu;
+use crate::operations::family::FamilyLink;
 use crate::operations::learned_blocks::{self, LearnedBlocksFile};
 use crate::operations::outage::{self, OutagePauser};
 use crate::operations::restore::{
@@ -98,6 +99,8 @@ struct AdoptedMemory {
     process: Arc<Process>,
     memory: Arc<GuestMemory>,
     faults: PageFaults,
+    /// Whether this process fills it in the background.
+    fill: BackgroundFill,
 }
 
 impl InheritedRestore {
@@ -106,12 +109,10 @@ impl InheritedRestore {
     pub(crate) fn continue_restore(self) -> Result<Option<ContinuedRestore>, Failure> {
         const ADOPTING: &str = "adopting the guest's memory";
         let (process, memory) = qemu::open_journaled(&self.hypervisor_record)?;
-        let Some(faults) =
-            PageFaults::adopt(&process, Arc::clone(&memory)).while_doing(ADOPTING)?
-        else {
-            return Ok(None);
-        };
-        let adopted = AdoptedMemory { process, memory, faults };
+        let adopted = PageFaults::adopt(&process, Arc::clone(&memory)).while_doing(ADOPTING)?;
+        let Some(mut faults) = adopted else { return Ok(None) };
+        let fill = self.rejoin_family(&mut faults);
+        let adopted = AdoptedMemory { process, memory, faults, fill };
         match self.open_image() {
             // At once, because the guest may be waiting.
             Ok(image) => {
@@ -127,6 +128,20 @@ impl InheritedRestore {
                 Ok(Some(ContinuedRestore { restoring, files }))
             }
         }
+    }
+
+    /// Gets the template of a clone's family again. If its holder has ended, this VM's memory is
+    /// installed and filled for itself.
+    fn rejoin_family(&self, faults: &mut PageFaults) -> BackgroundFill {
+        let record = self.journal.current_journal().family;
+        let record = record.filter(|_| faults.memory().has_template());
+        let joined = record.map(|it| FamilyLink::connect(&it, &self.hypervisor_record.map));
+        let family = joined.transpose().unwrap_or_else(|failure| {
+            tracing::warn!("{failure}: the VM's memory is loaded without the template");
+            None
+        });
+        family.iter().for_each(|family| family.fill_through(faults));
+        restore::choose_fill(family.as_ref())
     }
 
     fn serve_when_open(
@@ -194,7 +209,7 @@ impl InheritedRestore {
         image: Arc<Image>,
         adopted: AdoptedMemory,
     ) -> Result<RestoreWork, Failure> {
-        let AdoptedMemory { process, memory, faults } = adopted;
+        let AdoptedMemory { process, memory, faults, fill } = adopted;
         let presence =
             PresenceFile::open(&self.vm.presence_file(), memory.region_map().total_pages())
                 .while_doing("reading the presence file")?;
@@ -202,6 +217,7 @@ impl InheritedRestore {
             mode: self.mode,
             on_error: self.on_error,
             vcpus: numbered_vcpus(&self.hypervisor_record),
+            fill,
             ..RestoreOptions::default()
         };
         let (journal, hypervisor) = (Arc::clone(&self.journal), Arc::clone(&self.hypervisor));

@@ -148,7 +148,7 @@ impl PreparedStandby {
         let files = ram.iter().map(std::fs::File::try_clone).collect::<Result<_, _>>();
         let files = files.while_doing("making the VM's memory")?;
         vm_start::enter_directory(&meta.qemu.directory);
-        let child = vm_start::launch_qemu(context.vm, &augmented, ram, &sockets)?;
+        let child = vm_start::launch_qemu(context.vm, &augmented, (ram, &[]), &sockets)?;
         let mut vm = child
             .connect_monitor(context.vm)
             .map_err(|failure| vm_start::with_output(failure, context.vm))?;

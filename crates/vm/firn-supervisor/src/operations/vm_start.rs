@@ -85,7 +85,7 @@ pub(crate) struct HypervisorChild {
     /// The domain that it runs, if libvirt has started it for this restore.
     pub(crate) domain: Option<RestoredDomain>,
     /// Its RAM: the files stay open here until QEMU has opened them.
-    _ram: Vec<File>,
+    ram: Vec<File>,
 }
 
 impl HypervisorChild {
@@ -95,8 +95,13 @@ impl HypervisorChild {
         handle: Arc<ProcessHandle>,
         domain: RestoredDomain,
     ) -> Self {
-        let (cards, _ram) = Default::default();
-        Self { identity, handle: Some(handle), cards, domain: Some(domain), _ram }
+        let (cards, ram) = Default::default();
+        Self { identity, handle: Some(handle), cards, domain: Some(domain), ram }
+    }
+
+    /// Gives back what QEMU has written to its RAM files, of a clone: it does not use them any more.
+    pub(crate) fn empty_ram_files(&self) -> io::Result<()> {
+        self.ram.iter().try_for_each(firn_memory::template::empty_file)
     }
 
     /// The address of its monitor.
@@ -188,7 +193,7 @@ pub(crate) fn run_vm(
     sockets.connect_uplinks()?;
     let augmented =
         plan.augment(&qemu_paths(context, &ram, &sockets)).map_err(command_line_failure)?;
-    let child = launch_qemu(context.vm, &augmented, ram, &sockets)?;
+    let child = launch_qemu(context.vm, &augmented, (ram, &[]), &sockets)?;
     let qemu_log = |failure| with_output(failure, context.vm);
     let mut vm = child.connect_monitor(context.vm).map_err(qemu_log)?;
     let hypervisor_record = describe_vm(context, args, &augmented, &child, &served, &mut vm)
@@ -375,21 +380,22 @@ pub(crate) fn enter_directory(directory: &Path) {
     }
 }
 
-/// Starts QEMU.
+/// Starts QEMU. It inherits its RAM files, and the files of the template if it is a clone.
 pub(crate) fn launch_qemu(
     vm: &VmDir,
     augmented: &AugmentedCommand,
-    ram: Vec<File>,
+    (ram, template): (Vec<File>, &[File]),
     sockets: &CardSockets,
 ) -> Result<HypervisorChild, Failure> {
     let cards = sockets.card_records()?;
-    let inherit: Vec<_> = ram.iter().map(AsFd::as_fd).chain(sockets.descriptors()).collect();
+    let inherit: Vec<_> =
+        ram.iter().chain(template).map(AsFd::as_fd).chain(sockets.descriptors()).collect();
     let launched = firn_vmm::launch_hypervisor(&augmented.args, &inherit, &vm.qemu_log())
         .while_doing("starting QEMU")
         .map_err(|failure| failure.with_hint("is QEMU installed? `firn doctor` checks it"))?;
     let (identity, handle) = identify_qemu(launched, vm)?;
     let handle = Some(Arc::new(handle));
-    Ok(HypervisorChild { identity, handle, cards, domain: None, _ram: ram })
+    Ok(HypervisorChild { identity, handle, cards, domain: None, ram })
 }
 
 /// Opens a pidfd, which reports the end of the process from here on; [`ProcessHandle::reap_exit`]

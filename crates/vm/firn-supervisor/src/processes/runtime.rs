@@ -4,6 +4,7 @@
 //!   /run/firn/                 0700   (or $FIRN_RUNTIME_DIR, or $XDG_RUNTIME_DIR/firn)
 //!     .storage/                0700   storage latency, from earlier restores (storage_latency.rs)
 //!     .agent/                  0700   sockets of this host's agent (firn-agent, place.rs)
+//!     .families/               0700   a directory for each template of clones that is being filled (family.rs)
 //!     .network/                0700   a socket for each network that the agent has a switch for
 //!     web/                     0700   one VM
 //!       supervisor.lock               held by the VM's supervisor   (lock.rs)
@@ -113,6 +114,11 @@ impl RuntimeDir {
     /// The socket that leads to a network, if this host's agent has a switch for it.
     pub fn network_socket(&self, name: &NetworkName) -> PathBuf {
         self.path.join(".network").join(format!("{name}.sock"))
+    }
+
+    /// The directory of the families of clones whose template has a holder.
+    pub fn families_dir(&self) -> PathBuf {
+        self.path.join(".families")
     }
 
     /// A VM's subdirectory, which need not exist.

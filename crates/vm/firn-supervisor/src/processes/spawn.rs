@@ -25,6 +25,9 @@ pub const SUPERVISE: &str = "__supervise";
 /// The hidden verb of a guard.
 pub const GUARD: &str = "__guard";
 
+/// The hidden verb of the holder of a template.
+pub const HOLD_TEMPLATE: &str = "__hold-template";
+
 /// The option of [`GUARD`] that makes it the watcher.
 pub const WATCHER: &str = "--watcher";
 
@@ -35,6 +38,15 @@ pub const RECOVER: &str = "--recover";
 /// input and replies on its standard output.
 pub(crate) fn spawn_supervisor(base: &RuntimeDir, vm: &VmDir) -> io::Result<Child> {
     let mut command = firn_command(base, SUPERVISE, vm);
+    command.stdin(Stdio::piped()).stdout(Stdio::piped()).stderr(Stdio::null());
+    command.spawn()
+}
+
+/// Starts the holder of a template. It reads a plan from its standard input and replies on its
+/// standard output.
+pub(crate) fn spawn_template_holder(base: &RuntimeDir) -> io::Result<Child> {
+    let mut command = Command::new("/proc/self/exe");
+    command.arg0("firn").arg(HOLD_TEMPLATE).env(runtime::VARIABLE, base.path()).current_dir("/");
     command.stdin(Stdio::piped()).stdout(Stdio::piped()).stderr(Stdio::null());
     command.spawn()
 }

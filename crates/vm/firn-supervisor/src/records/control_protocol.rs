@@ -31,6 +31,7 @@ use serde::{Deserialize, Serialize};
 use thiserror::Error;
 
 use crate::records::failure::{Failure, FailureKind};
+use crate::records::family::FamilyRecord;
 use crate::records::monitor_address::MonitorAddress;
 use crate::records::restored_domain::LibvirtTarget;
 
@@ -265,6 +266,7 @@ pub struct StopRequest {
 /// The VM that a new supervisor is to manage.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 #[serde(tag = "plan", rename_all = "kebab-case")]
+#[expect(clippy::large_enum_variant, reason = "a process has one plan, for a moment")]
 pub enum SupervisorPlan {
     /// Start a hypervisor.
     Run {
@@ -328,6 +330,9 @@ pub enum SupervisorPlan {
         /// The libvirt that starts the hypervisor, as a domain.
         #[serde(default)]
         libvirt: Option<LibvirtTarget>,
+        /// The family of clones that the VM joins.
+        #[serde(default)]
+        family: Option<Box<FamilyRecord>>,
         /// As with `Run`.
         #[serde(default)]
         access_bits: Option<u64>,

@@ -37,6 +37,7 @@ use thiserror::Error;
 use crate::processes::identity::ProcessIdentity;
 use crate::records::device_records::{DriveSnapshot, NetworkCard, ServedDisk};
 use crate::records::failure::Failure;
+use crate::records::family::FamilyRecord;
 use crate::records::meta::ImageMeta;
 use crate::records::monitor_address::MonitorAddress;
 use crate::records::name::VmName;
@@ -121,6 +122,9 @@ pub struct Journal {
     /// is concerned.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub domain: Option<RestoredDomain>,
+    /// The family of clones that it belongs to.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub family: Option<FamilyRecord>,
     /// Its hypervisor did not answer the last query.
     #[serde(default, skip_serializing_if = "std::ops::Not::not")]
     pub hung: bool,
@@ -330,6 +334,7 @@ impl Journal {
             lease: None,
             protection_end: None,
             domain: None,
+            family: None,
             hung: false,
         }
     }

@@ -5,6 +5,7 @@ pub(crate) mod control_protocol;
 pub(crate) mod cpu;
 pub(crate) mod device_records;
 pub(crate) mod failure;
+pub(crate) mod family;
 pub(crate) mod journal;
 pub(crate) mod meta;
 pub(crate) mod monitor_address;

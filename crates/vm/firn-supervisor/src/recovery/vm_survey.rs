@@ -10,6 +10,7 @@ use std::time::{Duration, Instant};
 
 use crate::client;
 use crate::daemon::status::{UnattendedVm, VmStatus};
+use crate::hypervisor::memory_use::MemoryUse;
 use crate::processes::identity::is_stopped;
 use crate::processes::lock::{self, ProcessRole};
 use crate::processes::runtime::{RuntimeDir, VmDir};
@@ -68,12 +69,16 @@ impl VmExamination {
 
     fn into_status(self) -> VmStatus {
         let unattended = self.unattended_vm();
+        let clone = self.journal.as_ref().filter(|journal| journal.family.is_some());
+        let record = clone.and_then(|journal| journal.hypervisor_record.as_ref());
+        let memory_use = record.and_then(MemoryUse::of_hypervisor);
         let mut status = match (self.status, &self.journal) {
             (Some(status), _) => status,
             (None, Some(journal)) => VmStatus::from_journal(journal),
             (None, None) => VmStatus::for_unreadable_journal(self.name),
         };
         status.unattended = unattended;
+        status.memory_use = memory_use;
         status
     }
 

@@ -24,6 +24,7 @@ mod failover;
 mod faults;
 mod file_system;
 mod forge;
+mod fork;
 mod guest_ends;
 mod help;
 mod hostile_text;

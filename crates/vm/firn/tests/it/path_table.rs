@@ -76,6 +76,13 @@ pub const ARGUMENTS: &[PathArgument] = &[
     argument("suspend output", Output, "suspend live -o @", "new.firn"),
     argument("suspend disk_dir", Directory, "suspend live -o new.firn --disk-dir @", "directory"),
     argument("suspend parent", Input, "suspend live -o new.firn --parent @", "vm.firn"),
+    argument("fork output", Output, "fork live --count 1 --name web -o @", "new.firn"),
+    argument(
+        "fork disk_dir",
+        Directory,
+        "fork live --count 1 --name web -o new.firn --disk-dir @",
+        "directory",
+    ),
     argument("restore image", Input, "restore @ --name web", "vm.firn"),
     argument("restore disk_dir", Directory, "restore vm.firn --name web --disk-dir @", "directory"),
     argument("restore disk", Disk, "restore vm.firn --name web --disk disk.raw=@", "moved.raw"),
@@ -142,11 +149,12 @@ pub const ARGUMENTS: &[PathArgument] = &[
 /// A domain of libvirt has a name, and a URI names its daemon: the module `libvirt` tests both. The directory of
 /// manual pages is named by `make install`.
 #[allow(dead_code, reason = "shared with a unit test")]
-pub const NOT_OPENED: [&str; 11] = [
+pub const NOT_OPENED: [&str; 12] = [
     "standby disks",
     "standby uplinks",
     "restore connect",
     "restore netdev",
+    "fork netdev",
     "restore qemu_arg",
     "attach libvirt",
     "console device",

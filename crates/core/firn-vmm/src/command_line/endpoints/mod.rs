@@ -98,6 +98,16 @@ pub(super) fn relocate_endpoints(
     Ok(notes)
 }
 
+/// The ports and sockets at which the back ends of network cards listen.
+pub(super) fn network_endpoints(arguments: &[CommandArgument]) -> Vec<HostEndpoint> {
+    let is_card = |argument: &&CommandArgument| is_network_option(argument.name());
+    arguments.iter().filter(is_card).flat_map(network::endpoints_of).collect()
+}
+
+fn is_network_option(name: &str) -> bool {
+    matches!(name, "netdev" | "nic" | "net")
+}
+
 /// The argument with other endpoints, and the reason; `None` if it can stay.
 fn relocate_argument(
     argument: &CommandArgument,
@@ -118,7 +128,7 @@ fn relocate_argument(
         "trace" => file_property(value, "enable", "file", paths),
         "audiodev" => file_property(value, "driver", "path", paths),
         "object" => file_property(value, "qom-type", "file", paths),
-        "netdev" | "nic" | "net" => {
+        name if is_network_option(name) => {
             network::check_netdev(argument, paths)?;
             None
         }

@@ -11,14 +11,17 @@ pub(super) fn check_netdev(
     argument: &CommandArgument,
     paths: &EndpointPaths<'_>,
 ) -> Result<(), CommandLineError> {
-    let Some(properties) = OptionProperties::parse_value(argument.value(), "type") else {
-        return Ok(());
-    };
-    let held = netdev_endpoints(&properties).iter().find_map(|end| paths.find_holder(end));
+    let held = endpoints_of(argument).iter().find_map(|end| paths.find_holder(end));
     match held {
         Some(held) => Err(CommandLineError::Held { option: argument.to_string(), held }),
         None => Ok(()),
     }
+}
+
+/// The ports and sockets at which a back end listens.
+pub(super) fn endpoints_of(argument: &CommandArgument) -> Vec<HostEndpoint> {
+    let properties = OptionProperties::parse_value(argument.value(), "type");
+    properties.map(|properties| netdev_endpoints(&properties)).unwrap_or_default()
 }
 
 fn netdev_endpoints(properties: &OptionProperties) -> Vec<HostEndpoint> {
