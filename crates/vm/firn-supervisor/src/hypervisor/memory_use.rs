@@ -75,7 +75,7 @@ mod tests {
             )
         };
         let smaps = mapping(0x1000, 0x2000) + &mapping(0x2000, 0x4000) + &mapping(0x8000, 0x9000);
-        let found = MemoryUse::sum_mappings(&smaps, &[0x1000..0x4000]);
+        let found = MemoryUse::sum_mappings(&smaps, &[0x1000..0x2000, 0x2000..0x4000]);
         let (shared_bytes, private_bytes, pss_bytes) = (80 << 10, 16 << 10, 40 << 10);
         assert_eq!(found, MemoryUse { shared_bytes, private_bytes, pss_bytes });
     }

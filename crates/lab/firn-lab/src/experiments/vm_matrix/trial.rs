@@ -415,7 +415,9 @@ impl MatrixTrial<'_> {
         if !self.configuration.has_disk {
             return Ok(wrong);
         }
-        let disk = disk_report(&mut control, DISK)?;
-        Ok(wrong + disk["wrong"].as_u64().context("no count of wrong blocks")?)
+        let of_disk = wait_for("a report about the disk", GUEST_TIMEOUT, || {
+            Ok(disk_report(&mut control, DISK)?["wrong"].as_u64())
+        })?;
+        Ok(wrong + of_disk)
     }
 }
