@@ -380,6 +380,8 @@ fn names_that_no_text_is_and_names_that_a_terminal_obeys() {
                 assert!(!is_forged, "{what}: {}", answer.out);
                 std::fs::remove_file(session.path("").join(OsString::from_vec(name.to_vec())))
                     .unwrap();
+                // A fork has started a clone.
+                bench.end_web();
                 continue;
             }
             if argument.name == "doctor qemu" && answer.code == 7 {

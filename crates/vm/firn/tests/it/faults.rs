@@ -94,7 +94,10 @@ fn killed_anywhere_in_a_save() {
 fn killed_anywhere_in_a_restore() {
     let mut vm = base();
     let mut untouched = Vec::new();
-    for point in part_of(points(&["restore.", "image.open", "image.read"])) {
+    let mut all = points(&["restore.", "image.open", "image.read"]);
+    // Only the restore of a clone passes it (see `fork`).
+    all.retain(|point| *point != "restore.mapped");
+    for point in part_of(all) {
         vm.session.arm(Some(point));
         let since = Instant::now();
         let restored = vm.session.command(&["restore", "base.firn", "--name", "web"]).output();
