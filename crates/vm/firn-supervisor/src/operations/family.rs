@@ -17,7 +17,6 @@ use firn_memory::template::{self, TemplateWriter};
 use firn_memory::{GuestMemory, PageFaults, Process, RegionLocation, Tracee};
 use firn_types::{RegionMap, ThreadId};
 
-use crate::operations::restore::update_journal;
 use crate::processes::descriptors;
 use crate::records::failure::{Failure, FailureContext, FailureKind};
 use crate::records::family::{FamilyRecord, TemplateDescription};
@@ -66,7 +65,9 @@ impl FamilyLink {
         journal: &JournalFile,
     ) -> Result<Self, Failure> {
         let link = Self::connect(record, map)?;
-        update_journal(journal, |journal| journal.family = Some(record.clone()))?;
+        journal
+            .update(|journal| journal.family = Some(record.clone()))
+            .while_doing("writing the journal")?;
         Ok(link)
     }
 
