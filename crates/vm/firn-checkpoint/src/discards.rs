@@ -1,5 +1,5 @@
 //! Discarded memory: pages that the guest gives back while it is being saved (virtio-balloon,
-//! free-page reporting, virtio-mem).
+//! free-page reporting).
 //!
 //! The hypervisor removes such a page: it is zeros from then on. If the page had contents at the
 //! cut and is not copied yet, they are lost, and an image with zeros there would be wrong. No page
@@ -46,7 +46,7 @@ use std::sync::{Arc, OnceLock};
 
 use firn_memory::{GuestMemory, MemoryError};
 use firn_types::{Block, Page};
-use firn_vmm::{QemuVm, QmpError};
+use firn_vmm::QemuVm;
 
 use crate::error::SaveError;
 use crate::page_bits::AtomicPageSet;
@@ -73,7 +73,7 @@ pub(crate) struct DiscardCheck {
 }
 
 impl DiscardCheck {
-    /// The check for a VM that may give memory back; `None` if it has no device for that.
+    /// The check for a VM that may give memory back; `None` if it has no balloon.
     pub(crate) fn for_vm(
         vm: &mut QemuVm,
         memory: &Arc<GuestMemory>,
@@ -164,19 +164,11 @@ fn copy_outcome<E>(
 /// # Errors
 /// If what it gives back could not be recognized on this host.
 pub(crate) fn may_discard(vm: &mut QemuVm, memory: &GuestMemory) -> Result<bool, SaveError> {
-    match vm.balloon()?.is_some() || has_virtio_mem(vm)? {
-        false => Ok(false),
-        true if memory.may_be_in_large_pages() => Err(SaveError::LargePages),
-        true => Ok(true),
+    match vm.balloon()? {
+        None => Ok(false),
+        Some(_) if memory.may_be_in_large_pages() => Err(SaveError::LargePages),
+        Some(_) => Ok(true),
     }
-}
-
-/// Whether the VM has memory that the guest unplugs in pieces. Only an image that is marked as not
-/// restorable can be made of such a VM; it is exact all the same.
-fn has_virtio_mem(vm: &mut QemuVm) -> Result<bool, QmpError> {
-    let devices: serde_json::Value = vm.qmp().query("query-memory-devices")?;
-    let mut devices = devices.as_array().into_iter().flatten();
-    Ok(devices.any(|device| device["type"] == "virtio-mem"))
 }
 
 #[cfg(test)]

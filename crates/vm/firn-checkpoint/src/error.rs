@@ -73,8 +73,8 @@ pub enum SaveError {
     Foreign(String),
     /// Memory that the guest gave back was not saved before. Another save may succeed.
     #[error(
-        "the guest gave memory back (balloon, free-page reporting, virtio-mem) before it was saved: the contents that \
-         {block} had at the instant of the checkpoint are lost"
+        "the guest gave memory back (balloon, free-page reporting) before it was saved: the contents that {block} had \
+         at the instant of the checkpoint are lost"
     )]
     Discarded {
         /// The first block that was lost.
@@ -82,8 +82,8 @@ pub enum SaveError {
     },
     /// What the guest gives back can't be recognized.
     #[error(
-        "the VM has a balloon or virtio-mem, and this host may keep shared memory in large pages: what the guest gives \
-         back during the save could not be recognized. Save it while it is paused (firn checkpoint --strategy stop), or turn them off \
+        "the VM has a balloon, and this host may keep shared memory in large pages: what the guest gives back during the \
+         save could not be recognized. Save it while it is paused (firn checkpoint --strategy stop), or turn them off \
          (/sys/kernel/mm/transparent_hugepage/shmem_enabled, the option huge of the mount)"
     )]
     LargePages,
