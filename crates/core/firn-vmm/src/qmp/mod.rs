@@ -11,6 +11,11 @@
 //!        <--- return, id 3 -----------------
 //! ```
 //!
+//! QEMU reads a byte at a time, and by default no command before the previous one is done: so it would
+//! read the later commands of a pause in the pause. With the capability `oob`, where it offers that, a
+//! thread of QEMU reads up to eight commands ahead. Firn sends no command out of band. A command with a
+//! file descriptor is sent alone, because QEMU keeps only the descriptors that it read last.
+//!
 //! Every command carries an id, so that the late reply to a command that timed out is never taken
 //! for the reply to the next one. The client keeps events that arrive in between, up to a limit,
 //! for [`QmpClient::wait_event`].
@@ -44,6 +49,9 @@ use line::{LineError, LineReader};
 
 /// Maximum number of events kept for [`QmpClient::wait_event`]; older ones are dropped.
 const EVENTS_MAX: usize = 256;
+
+/// The capability with which QEMU reads commands while it executes an earlier one.
+const READ_AHEAD: &str = "oob";
 
 /// Interval between attempts to connect to a monitor socket that does not exist yet.
 const CONNECT_RETRY_INTERVAL: Duration = Duration::from_millis(2);
@@ -98,14 +106,18 @@ impl QmpClient {
         let lines = LineReader::default();
         let (shutdown, has_panicked, events) = (None, false, VecDeque::new());
         let mut qmp = Self { stream, lines, next_id: 1, events, timeout, shutdown, has_panicked };
-        qmp.read_greeting()?;
-        qmp.execute("qmp_capabilities", Value::Null)?;
+        let wanted = match qmp.read_greeting()?.iter().any(|name| name == READ_AHEAD) {
+            true => json!({ "enable": [READ_AHEAD] }),
+            false => Value::Null,
+        };
+        qmp.execute("qmp_capabilities", wanted)?;
         Ok(qmp)
     }
 
-    fn read_greeting(&mut self) -> Result<(), QmpError> {
+    /// Reads the greeting, and returns the capabilities that QEMU offers.
+    fn read_greeting(&mut self) -> Result<Vec<String>, QmpError> {
         match self.read_reply("connect", Instant::now() + self.timeout)? {
-            QmpReply::Greeting => Ok(()),
+            QmpReply::Greeting { capabilities } => Ok(capabilities),
             _ => Err(QmpError::unexpected("connect", "no QMP greeting")),
         }
     }

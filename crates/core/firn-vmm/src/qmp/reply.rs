@@ -22,7 +22,10 @@ use thiserror::Error;
 #[derive(Clone, Debug, PartialEq)]
 pub enum QmpReply {
     /// The first line after connecting.
-    Greeting,
+    Greeting {
+        /// The capabilities that QEMU offers, such as `oob`.
+        capabilities: Vec<String>,
+    },
     /// A command succeeded.
     Return {
         /// The command's id; `None` if the command was sent without one.
@@ -101,7 +104,12 @@ fn classify_object(mut object: Map<String, Value>) -> Option<QmpReply> {
         let at = object.get("timestamp").and_then(parse_time);
         return Some(QmpReply::Event(QmpEvent { name, data, at }));
     }
-    object.contains_key("QMP").then_some(QmpReply::Greeting)
+    Some(QmpReply::Greeting { capabilities: list_capabilities(object.get("QMP")?) })
+}
+
+fn list_capabilities(greeting: &Value) -> Vec<String> {
+    let offered = greeting.get("capabilities").and_then(Value::as_array);
+    offered.into_iter().flatten().filter_map(|name| Some(name.as_str()?.to_owned())).collect()
 }
 
 /// Parses a timestamp. Both numbers are -1 if QEMU could not read its clock.
@@ -124,7 +132,8 @@ mod tests {
     #[test]
     fn reads_the_four_forms() {
         let line = br#"{"QMP": {"version": {"qemu": {"major": 7}}, "capabilities": ["oob"]}}"#;
-        assert_eq!(parse_reply(line).unwrap(), QmpReply::Greeting);
+        let capabilities = vec!["oob".to_owned()];
+        assert_eq!(parse_reply(line).unwrap(), QmpReply::Greeting { capabilities });
 
         let line = br#"{"return": {"running": true}, "id": 7}"#;
         let value = json!({"running": true});

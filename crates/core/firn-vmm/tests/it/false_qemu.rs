@@ -39,6 +39,7 @@ impl Peer {
         self.send(GREETING);
         let command = self.command().unwrap();
         assert_eq!(command["execute"], "qmp_capabilities");
+        assert_eq!(command["arguments"], Value::Null);
         self.reply(&command, json!({ "return": {} }));
     }
 }
@@ -79,6 +80,19 @@ fn quickly<T>(work: impl FnOnce() -> T) -> T {
     let result = work();
     assert!(begun.elapsed() < Duration::from_secs(3), "took {:?}", begun.elapsed());
     result
+}
+
+#[test]
+fn qemu_reads_ahead_where_it_offers_that() {
+    let (stream, thread) = serve(|mut peer| {
+        peer.send(b"{\"QMP\": {\"version\": {}, \"capabilities\": [\"oob\"]}}\r\n");
+        let command = peer.command().unwrap();
+        assert_eq!(command["execute"], "qmp_capabilities");
+        assert_eq!(command["arguments"], json!({ "enable": ["oob"] }));
+        peer.reply(&command, json!({ "return": {} }));
+    });
+    QmpClient::negotiate(stream, PATIENCE).unwrap();
+    thread.join().unwrap();
 }
 
 #[test]
