@@ -3,6 +3,7 @@
 //! ```text
 //!   XML of the running domain, in the image          XML of the restored domain
 //!     <name>, <uuid>                                   others, if the user chose another name
+//!     <genid>                                          another one, if it has one
 //!     <memoryBacking>                                  RAM in a shared memfd, which Firn fills
 //!     <disk><source>, <backingStore>                   the files of the restore
 //!     <metadata>                                       the mark of this restore
@@ -63,6 +64,8 @@ pub struct DiskReplacement {
 pub struct DomainChanges {
     /// Another name and UUID.
     pub identity: Option<DomainIdentity>,
+    /// Another generation ID, for a domain that has one.
+    pub generation_id: Option<String>,
     /// Disks with other files. The XML must have each of them.
     pub disks: Vec<DiskReplacement>,
     /// Disks whose files the user has moved. The XML need not have them.
@@ -135,12 +138,16 @@ impl DomainChanges {
     }
 
     fn change_identity(&self, edit: &mut XmlEdit<'_>, root: Node<'_, '_>) {
-        let Some(DomainIdentity { name, uuid }) = &self.identity else { return };
-        for (element, text) in [("name", name), ("uuid", uuid)] {
-            let new = format!("<{element}>{}</{element}>", escape(text));
-            child(root, element)
-                .into_iter()
-                .for_each(|node| edit.replace(node.range(), new.clone()));
+        let identity = self.identity.as_ref();
+        let texts = [
+            ("name", identity.map(|it| &it.name)),
+            ("uuid", identity.map(|it| &it.uuid)),
+            ("genid", self.generation_id.as_ref()),
+        ];
+        for (element, text) in texts {
+            if let (Some(node), Some(text)) = (child(root, element), text) {
+                edit.replace(node.range(), format!("<{element}>{}</{element}>", escape(text)));
+            }
         }
     }
 

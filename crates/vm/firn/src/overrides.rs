@@ -42,6 +42,7 @@ impl OverrideArgs {
             disks: self.disk.iter().map(moved).collect::<Result<_, Failure>>()?,
             values: self.set.clone(),
             words: self.qemu_arg.clone(),
+            same_identity: false,
         })
     }
 }

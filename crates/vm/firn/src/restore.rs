@@ -146,6 +146,10 @@ pub struct RestoreArgs {
     /// Restore with another version of QEMU, or with changed disks.
     #[arg(long)]
     force: bool,
+    /// Keep the VM generation ID. By default each restored VM gets a new one (where QEMU has the
+    /// device vmgenid), so that its guest draws other random numbers than its copies.
+    #[arg(long)]
+    same_identity: bool,
     /// Start the VM even if it was paused when it was saved.
     #[arg(long)]
     run: bool,
@@ -190,7 +194,7 @@ impl RestoreArgs {
         let names = pattern.list_names(count)?;
         check_names(base, &names)?;
         self.disk_dir.as_deref().map_or(Ok(()), check_directory)?;
-        let overrides = self.overrides.to_overrides()?;
+        let overrides = self.find_overrides()?;
         let make_plan = |overrides, family| self.make_plan(image.clone(), overrides, Some(family));
         let (learn, names, overrides) = (!self.no_learn, &names, &overrides);
         let order = CloneOrder { image: &image, learn, names, overrides };
@@ -208,7 +212,7 @@ impl RestoreArgs {
             None => read_name(&image)?,
         };
         self.disk_dir.as_deref().map_or(Ok(()), check_directory)?;
-        let plan = self.make_plan(image, self.overrides.to_overrides()?, None)?;
+        let plan = self.make_plan(image, self.find_overrides()?, None)?;
         let mut facts = {
             let mut bar = TerminalBar::new();
             start_supervisor(base, &name, &plan, &mut |progress| bar.show_progress(progress))?
@@ -253,6 +257,11 @@ impl RestoreArgs {
 }
 
 impl RestoreArgs {
+    fn find_overrides(&self) -> Result<CommandOverrides, Failure> {
+        let same_identity = self.same_identity;
+        Ok(CommandOverrides { same_identity, ..self.overrides.to_overrides()? })
+    }
+
     /// The libvirt that gets the VM, if one does.
     fn find_libvirt(&self) -> Result<Option<LibvirtTarget>, Failure> {
         if !self.libvirt {

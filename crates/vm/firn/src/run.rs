@@ -13,8 +13,10 @@ use crate::working_set::WorkingSetArgs;
 
 /// Start a VM from a QEMU command line.
 ///
-/// Firn adds two things to the command line, shared memory and a monitor of its own, and prints the
-/// words that it added. The VM continues to run after this command ends; the VM has no terminal.
+/// Firn adds three things to the command line, shared memory, a monitor of its own, and the device
+/// vmgenid where the machine supports it, and prints the words that it added. By vmgenid a guest
+/// notices that it was restored, so that copies of it do not draw the same random numbers. The VM
+/// continues to run after this command ends; the VM has no terminal.
 /// The output of QEMU itself (and of the guest's console, with `-serial stdio`) goes to qemu.log in
 /// the VM's runtime directory, which only you can read. `firn status` shows the path of this log.
 ///
@@ -55,6 +57,9 @@ pub struct RunVmArgs {
     /// need the file unchanged.
     #[arg(long)]
     old_disk: bool,
+    /// Do not add the device vmgenid.
+    #[arg(long)]
+    no_vmgenid: bool,
     /// Do not print what was added to the command line.
     #[arg(long, short)]
     quiet: bool,
@@ -78,6 +83,7 @@ impl RunVmArgs {
             calls: self.calls.policy_path()?,
             stores: self.calls.plugin_path()?,
             old_disk: self.old_disk,
+            generation_id: !self.no_vmgenid,
         };
         start_supervisor(base, &self.name, &plan, &mut |_| ())
             .map_err(|failure| failure.while_doing(format!("can't run {}", self.name)))

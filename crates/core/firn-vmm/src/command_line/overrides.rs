@@ -33,6 +33,8 @@ pub struct CommandOverrides {
     pub values: Vec<(String, String)>,
     /// Words that are added at the end.
     pub words: Vec<String>,
+    /// Whether the VM keeps its generation ID: it is to be the same machine.
+    pub same_identity: bool,
 }
 
 impl CommandOverrides {

@@ -151,7 +151,7 @@ fn check_argument(argument: &CommandArgument) -> Result<(), CommandLineError> {
 }
 
 /// The properties of all options of these names; the later ones override the earlier ones.
-fn merge_options(
+pub(super) fn merge_options(
     arguments: &[CommandArgument],
     names: &[&str],
     implied: &str,

@@ -21,7 +21,7 @@ use crate::devices::served_disks::ServedDisks;
 use crate::operations::restore::{self, RestoreChoices};
 use crate::operations::standby;
 use crate::operations::vm_operations::QemuOperations;
-use crate::operations::vm_start::{self, StartContext, StartedVm};
+use crate::operations::vm_start::{self, Additions, StartContext, StartedVm};
 use crate::processes::descriptors;
 use crate::processes::identity::ProcessHandle;
 use crate::processes::lock::{ProcessRole, RoleLock};
@@ -142,8 +142,10 @@ impl NewSupervisor {
                 let choices = standby::StandbyChoices { uplinks, disks };
                 standby::start_standby(&context, listen, &choices, &mut report)
             }
-            SupervisorPlan::Run { args, old_disk, .. } => {
-                vm_start::run_vm(&context, args, plan.calls_file(), *old_disk)
+            SupervisorPlan::Run { args, old_disk, generation_id, .. } => {
+                let additions =
+                    Additions { calls: plan.calls_file(), generation_id: *generation_id };
+                vm_start::run_vm(&context, args, &additions, *old_disk)
             }
             SupervisorPlan::Attach { pid, qmp, old_disk, .. } => {
                 let before =

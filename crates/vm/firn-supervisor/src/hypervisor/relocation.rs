@@ -3,9 +3,9 @@
 
 use std::path::Path;
 
-use firn_vmm::command_line::CommandOverrides;
+use firn_vmm::command_line::{self, CommandOverrides};
 
-use crate::records::failure::{self, Failure, FailureKind};
+use crate::records::failure::{self, Failure, FailureContext, FailureKind};
 use crate::records::meta::{ImageMeta, QemuFacts};
 
 impl ImageMeta {
@@ -15,8 +15,12 @@ impl ImageMeta {
             self.move_disk(old, new)?;
         }
         let QemuFacts { user_args, directory, .. } = &self.qemu;
+        let args = match overrides.same_identity {
+            true => user_args.clone(),
+            false => command_line::replace_generation_id(user_args, &random_uuid()?),
+        };
         self.qemu.user_args =
-            overrides.apply_to(user_args, directory).map_err(failure::command_line_failure)?;
+            overrides.apply_to(&args, directory).map_err(failure::command_line_failure)?;
         Ok(self)
     }
 
@@ -52,6 +56,12 @@ impl ImageMeta {
             false => Err(no_disk(self, old)),
         }
     }
+}
+
+/// A UUID that no other has.
+pub(crate) fn random_uuid() -> Result<String, Failure> {
+    let uuid = std::fs::read_to_string("/proc/sys/kernel/random/uuid");
+    uuid.map(|uuid| uuid.trim().to_owned()).while_doing("making a UUID")
 }
 
 fn no_disk(meta: &ImageMeta, old: &str) -> Failure {

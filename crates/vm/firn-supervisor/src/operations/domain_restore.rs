@@ -11,8 +11,9 @@
 use firn_image::Image;
 use firn_libvirt::{DiskReplacement, DomainAddress, DomainChanges, DomainIdentity};
 use firn_vmm::AuxRam;
-use firn_vmm::command_line::DriveFile;
+use firn_vmm::command_line::{CommandOverrides, DriveFile};
 
+use crate::hypervisor::relocation::random_uuid;
 use crate::hypervisor::{qemu, restored_domain};
 use crate::processes::identity::{ProcessHandle, ProcessIdentity};
 use crate::processes::ownership::QemuOwnership;
@@ -34,19 +35,20 @@ pub(crate) struct CreatedDomain {
     pub(crate) notes: Vec<String>,
 }
 
-/// Has libvirt create the domain of an image, paused. `files` replace its disks; `moved` are the
-/// disks whose files the user has moved.
+/// Has libvirt create the domain of an image, paused. `files` replace its disks. Of the `overrides`
+/// only the disks whose files the user has moved, and the generation ID, concern a domain.
 pub(crate) fn create_domain(
     journal: &JournalFile,
     meta: &ImageMeta,
     target: &LibvirtTarget,
     files: &[DriveFile],
-    moved: &[(String, String)],
+    overrides: &CommandOverrides,
 ) -> Result<CreatedDomain, Failure> {
     let saved = meta.domain_xml.as_deref().ok_or_else(no_domain)?;
     let (old, identity) = choose_identity(saved, target)?;
-    let mut changes = replace_disks(files, moved);
+    let mut changes = replace_disks(files, &overrides.disks);
     changes.identity = identity;
+    changes.generation_id = (!overrides.same_identity).then(random_uuid).transpose()?;
     let notes = protect_consoles(meta, &mut changes)?;
     let DomainIdentity { name, uuid } = changes.identity.clone().unwrap_or(old);
     let address = DomainAddress { daemon: target.daemon.clone(), uuid, domain: name };
@@ -87,11 +89,6 @@ fn choose_identity(
     let other = target.name.clone().filter(|name| *name != old.name);
     let identity = |name| Ok::<_, Failure>(DomainIdentity { name, uuid: random_uuid()? });
     Ok((old, other.map(identity).transpose()?))
-}
-
-fn random_uuid() -> Result<String, Failure> {
-    let uuid = std::fs::read_to_string("/proc/sys/kernel/random/uuid");
-    uuid.map(|uuid| uuid.trim().to_owned()).while_doing("making a UUID")
 }
 
 /// The disks of the XML that get other files. The image names a disk that has moved by its new name.

@@ -254,8 +254,8 @@ fn create_domain(
     target: &LibvirtTarget,
     own: &RestoredDisks,
 ) -> Result<StartedQemu, Failure> {
-    let (files, moved) = (own.files(), &wanted.overrides.disks);
-    let created = domain_restore::create_domain(context.journal, meta, target, files, moved)?;
+    let (files, overrides) = (own.files(), wanted.overrides);
+    let created = domain_restore::create_domain(context.journal, meta, target, files, overrides)?;
     let CreatedDomain { domain, identity, handle, args, notes } = created;
     let child = HypervisorChild::of_domain(identity, Arc::new(handle), domain);
     Ok(StartedQemu { child, args, early: None, notes })

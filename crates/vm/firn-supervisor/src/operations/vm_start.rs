@@ -19,6 +19,7 @@ use crate::devices::network::{CardSockets, VmNetwork};
 use crate::devices::served_disks::ServedDisks;
 use crate::hypervisor::monitor;
 use crate::hypervisor::qemu::{self, KnownHypervisor};
+use crate::hypervisor::relocation::random_uuid;
 use crate::hypervisor::restored_domain;
 use crate::operations::restore_task::RestoreTask;
 use crate::operations::standby::StandbyControl;
@@ -163,22 +164,52 @@ impl Drop for HypervisorChild {
     }
 }
 
-/// Runs a VM: `firn run`. `calls` names the applications that may make guest calls.
+/// Devices that `firn run` adds to a VM.
+pub(crate) struct Additions<'a> {
+    /// The file that names the applications that may make guest calls, if the VM gets that device.
+    pub(crate) calls: Option<&'a Path>,
+    /// Whether the VM gets a generation ID where its machine supports one.
+    pub(crate) generation_id: bool,
+}
+
+impl Additions<'_> {
+    /// Adds the devices to the user's command line. Returns a note for each one that the user did
+    /// not request.
+    fn add_to(&self, args: Vec<String>) -> Result<(Vec<String>, Vec<String>), Failure> {
+        let args = match self.calls {
+            Some(_) => command_line::with_calls(&args),
+            None => args,
+        };
+        if !self.generation_id {
+            return Ok((args, Vec::new()));
+        }
+        let added = command_line::with_generation_id(&args, &random_uuid()?);
+        Ok(match added.map_err(command_line_failure)? {
+            Some(args) => {
+                let device = args.last().map(String::as_str).unwrap_or_default();
+                let note = format!(
+                    "added -device {device}: by this a restored guest notices that it is a copy"
+                );
+                (args, vec![note])
+            }
+            None => (args, Vec::new()),
+        })
+    }
+}
+
+/// Runs a VM: `firn run`.
 pub(crate) fn run_vm(
     context: &StartContext<'_>,
     args: &[String],
-    calls: Option<&Path>,
+    additions: &Additions<'_>,
     old_disk: bool,
 ) -> Result<StartedVm, Failure> {
-    calls.map(calls::read_policy).transpose()?;
+    additions.calls.map(calls::read_policy).transpose()?;
     let args = command_line::expand_option_files(args, |file| {
         qemu::read_option_file(&context.directory.join(file))
     });
-    let args = args.map_err(command_line_failure)?;
-    let args = &match calls {
-        Some(_) => command_line::with_calls(&args),
-        None => args,
-    };
+    let (args, added) = additions.add_to(args.map_err(command_line_failure)?)?;
+    let args = &args;
     let plan = command_line::plan_command(args).map_err(command_line_failure)?;
     let files = plan.disk_files();
     check_disk_kinds(&files, &context.directory)?;
@@ -198,7 +229,7 @@ pub(crate) fn run_vm(
     let mut vm = child.connect_monitor(context.vm).map_err(qemu_log)?;
     let hypervisor_record = describe_vm(context, args, &augmented, &child, &served, &mut vm)
         .map_err(|failure| child.explain_failure(failure, context.vm))?;
-    let facts = start_facts(&hypervisor_record, &[notes, augmented.notes].concat());
+    let facts = start_facts(&hypervisor_record, &[notes, added, augmented.notes].concat());
     record_running(context.journal, hypervisor_record)?;
     let (pid, connections) = (child.identity.pid, sockets.uplink_connections());
     let network = VmNetwork::open_cards(pid, &child.cards, connections, true)

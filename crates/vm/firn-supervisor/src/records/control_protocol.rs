@@ -284,6 +284,9 @@ pub enum SupervisorPlan {
         /// Use disks whose files hold old states of them.
         #[serde(default)]
         old_disk: bool,
+        /// Add a generation ID where the machine supports one.
+        #[serde(default)]
+        generation_id: bool,
     },
     /// Manage a hypervisor that runs already.
     Attach {

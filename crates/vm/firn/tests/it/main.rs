@@ -29,6 +29,7 @@ mod guest_ends;
 mod help;
 mod hostile_text;
 mod hypervisor_dies;
+mod identity;
 mod incremental;
 mod input;
 mod libvirt;
