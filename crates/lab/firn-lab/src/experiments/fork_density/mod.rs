@@ -17,15 +17,17 @@
 //! until each guest replies to a PING. `started_s`: until the last start has returned.
 //! `pss_idle_mib`, `pss_loaded_mib`: proportional share of the mapping of guest RAM, per guest, some
 //! seconds after the last reply, and after 500 values were written to the Redis of each.
-//! `written_idle_mib`, `written_loaded_mib`: of it, pages that a guest has for itself (in `qemu-file`
-//! all). `host_mib`: by how much the memory available to the host fell, per guest; it includes
-//! hypervisors and supervisors. `pss_of_bound`: the sum of `pss_loaded_mib`, by what the saved guest
-//! takes once plus 1.1 times what all guests have written. `first_reply_p95_of_best_peer`: clones
-//! by the better of `firn-restores` and `qemu-template`. `pause_ms`: the pause of the source by
-//! `firn fork` and by `firn checkpoint`, alternately.
+//! `written_idle_mib`, `written_loaded_mib`: of it, pages of a private mapping that a guest has for
+//! itself (in `qemu-file` all are; `firn-restores` have shared mappings, each of a file of its own).
+//! `host_mib`: by how much the memory available to the host fell, per guest; it includes hypervisors
+//! and supervisors, and whatever else the host does. `pss_of_bound`: the sum of `pss_loaded_mib`, by
+//! what the saved guest takes once plus 1.1 times what all guests have written.
+//! `first_reply_p95_of_best_peer`: clones by the better of `firn-restores` and `qemu-template`.
+//! `pause_ms`: the pause of the source by `firn fork` and by `firn checkpoint`, alternately.
 
 mod memory;
 mod replies;
+mod starts;
 mod systems;
 
 use std::time::{Duration, Instant};
@@ -39,7 +41,8 @@ use crate::report::Report;
 use crate::stats::Sample;
 
 use memory::RamUse;
-use systems::{DensitySystem, RESERVE_MIB, SavedSource, start_each};
+use starts::{RESERVE_MIB, start_each};
+use systems::{DensitySystem, SavedSource};
 
 /// The numbers of guests, in full and in quick runs.
 const COUNTS: &[usize] = &[1, 10, 50, 100];
