@@ -108,14 +108,15 @@ impl GuestMemory {
         self.backings.iter().any(RegionBacking::is_template)
     }
 
-    /// The pages that the template of this RAM has, in runs, in order. None without a template.
+    /// The pages of a clone that are in its hypervisor's page tables: pages of the template that
+    /// have been mapped, and its own. None without a template.
     ///
     /// # Errors
     /// If the kernel refuses the query, which it has no reason to.
-    pub fn template_runs(&self) -> Result<Vec<Range<Page>>, MemoryError> {
+    pub fn mapped_template_runs(&self) -> Result<Vec<Range<Page>>, MemoryError> {
         let mut runs = Vec::new();
         for backing in &self.backings {
-            backing.append_template_runs(&mut runs)?;
+            backing.append_mapped_template_runs(&mut runs)?;
         }
         Ok(runs)
     }

@@ -2,7 +2,7 @@
 //!
 //! ```text
 //!                 TraceMode::Restore                    TraceMode::Save                               TraceMode::Writes
-//!   registered    MISSING                               MINOR | WP                                    WP
+//!   registered    MISSING; of a template MINOR too      MINOR | WP                                    WP
 //!   fault kinds   Missing: page not in the RAM file     Minor: in the file, not in the page tables    -
 //!                                                       WriteProtect: a write to a protected page     WriteProtect
 //!   answers       install_pages, install_zeros          resume_minor, unprotect_pages                 unprotect_pages
@@ -139,8 +139,9 @@ impl PageFaults {
         self.with_holes = true;
     }
 
-    /// From now on [`Self::try_install`] puts pages into this template, for all that share it. If
-    /// the template's holder has ended, pages are installed in the hypervisor's own memory.
+    /// From now on [`Self::try_install`] puts pages into this template, for all that share it, and
+    /// maps them in this hypervisor. If the template's holder has ended, pages are installed in the
+    /// hypervisor's own memory.
     pub fn share_template(&mut self, template: Arc<TemplateWriter>) {
         self.template = Some(template);
     }
@@ -152,7 +153,9 @@ impl PageFaults {
 
     fn register_mode(&self) -> u64 {
         let holes = if self.with_holes { flag::REGISTER_MISSING } else { 0 };
-        self.trace.register_mode() | holes
+        let is_clone = self.trace == TraceMode::Restore && self.memory.has_template();
+        let unfilled = if is_clone { flag::REGISTER_MINOR } else { 0 };
+        self.trace.register_mode() | holes | unfilled
     }
 
     /// The mode it was created for.

@@ -125,7 +125,7 @@ pub fn save_vm(qmp: &mut QmpClient, method: QemuSaveMethod, file: &Path) -> Resu
 }
 
 /// Waits for the end of a migration, outgoing or incoming.
-fn wait_for_migration(qmp: &mut QmpClient, what: &str) -> Result<Value> {
+pub(crate) fn wait_for_migration(qmp: &mut QmpClient, what: &str) -> Result<Value> {
     wait_for(what, MIGRATION_TIMEOUT, || {
         let state = qmp.execute("query-migrate", Value::Null)?;
         match state["status"].as_str() {
@@ -270,7 +270,7 @@ impl Drop for SharedMemory {
     }
 }
 
-fn ignore_shared(qmp: &mut QmpClient) -> Result<()> {
+pub(crate) fn ignore_shared(qmp: &mut QmpClient) -> Result<()> {
     let capability = json!({ "capability": "x-ignore-shared", "state": true });
     qmp.execute("migrate-set-capabilities", json!({ "capabilities": [capability] }))?;
     Ok(())

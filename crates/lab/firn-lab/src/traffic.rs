@@ -64,14 +64,14 @@ impl Iterator for ZipfRanks {
 
 /// Connections on which a client has sent a PING and waits for the reply.
 #[derive(Debug, Default)]
-struct ConnectionProbes {
+pub(crate) struct ConnectionProbes {
     pending: Vec<TcpStream>,
     last: Option<Instant>,
 }
 
 impl ConnectionProbes {
     /// Whether a server replies within 2 ms. Then all attempts are dropped.
-    fn poll_reply(&mut self, address: SocketAddr) -> bool {
+    pub(crate) fn poll_reply(&mut self, address: SocketAddr) -> bool {
         if self.last.is_none_or(|last| last.elapsed() >= PROBE_INTERVAL) {
             self.last = Some(Instant::now());
             self.open_probe(address);

@@ -91,8 +91,15 @@ impl<'a> FaultHandler<'a> {
 
     fn handle_fault(&mut self, fault: PendingFault) -> Result<(), RestoreError> {
         pass_point("restore.fault");
-        if fault.kind != FaultKind::Missing {
-            return self.resume_thread(fault);
+        let is_clone = self.shared.is_clone();
+        match fault.kind {
+            FaultKind::Missing => {}
+            // The template has a page there, which is filled or not.
+            FaultKind::Minor if is_clone => {}
+            FaultKind::Minor | FaultKind::WriteProtect => return self.resume_thread(fault),
+        }
+        if is_clone {
+            self.shared.settle_filled(fault.page);
         }
         let mut inner = self.shared.lock_state();
         let answer = inner.server.answer_fault(fault.since, fault.page);

@@ -186,11 +186,21 @@ impl<'a> BlockInstaller<'a> {
 
     /// Answers with zeros; pages that are present are not changed.
     pub(crate) fn install_zeros(&mut self, pages: Range<Page>) -> Result<(), RestoreError> {
+        let faults = &self.shared.faults;
+        self.answer_until_done(pages.start, || faults.try_install_zeros(pages.clone()))
+    }
+
+    /// Repeats an answer to a fault on a page until it is given.
+    fn answer_until_done(
+        &mut self,
+        page: Page,
+        answer: impl Fn() -> Result<InstallAttempt, PageFaultError>,
+    ) -> Result<(), RestoreError> {
         loop {
-            match self.check_attempt(self.shared.faults.try_install_zeros(pages.clone())) {
+            match self.check_attempt(answer()) {
                 Ok(InstallAttempt::Busy) => self.await_hypervisor()?,
                 Ok(_) => break,
-                Err(error) => self.wait_for_memory(error, Some(pages.start))?,
+                Err(error) => self.wait_for_memory(error, Some(page))?,
             }
         }
         self.has_memory();
@@ -246,16 +256,12 @@ impl<'a> BlockInstaller<'a> {
     }
 
     /// Answers a fault on a page that is settled: it is zeros, unless it is present. A settled page
-    /// of a clone is always present, perhaps in the template only.
+    /// of a clone may also be in the template.
     pub(crate) fn answer_present(&mut self, page: Page) -> Result<(), RestoreError> {
-        let pages = page..Page(page.0 + 1);
+        let (faults, pages) = (&self.shared.faults, page..Page(page.0 + 1));
         match self.shared.is_clone() {
             false => self.install_zeros(pages),
-            true => {
-                self.shared.faults.wake_waiters(pages)?;
-                self.answered_at = self.shared.now();
-                Ok(())
-            }
+            true => self.answer_until_done(page, || faults.try_resume(page)),
         }
     }
 

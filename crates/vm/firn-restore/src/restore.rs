@@ -113,7 +113,7 @@ impl RunningRestore {
         pass_point("restore.registered");
         let mut settled = SettledPages::new(memory.region_map(), image.geometry().block_size);
         let kept = match memory.has_template() {
-            true => settle_backed(&memory, &mut settled).map(|()| 0)?,
+            true => settle_backed(&memory, &faults, &mut settled).map(|()| 0)?,
             false => prefilled.keep_untouched(&memory, &mut settled)?,
         };
         pass_point("restore.punched");
@@ -143,7 +143,7 @@ impl RunningRestore {
         check_regions(&image, memory.region_map())?;
         let mut settled = SettledPages::new(memory.region_map(), image.geometry().block_size);
         settled.merge_words(presence.words());
-        settle_backed(&memory, &mut settled)?;
+        settle_backed(&memory, &faults, &mut settled)?;
         let before = InitialState { settled, prefilled: &PrefilledMemory::default(), kept: 0 };
         let restore =
             Self::start_threads(image, &memory, faults, options, presence, before, on_fatal)?;
@@ -333,9 +333,19 @@ impl std::fmt::Debug for RunningRestore {
     }
 }
 
-/// Settles the pages that memory has.
-fn settle_backed(memory: &GuestMemory, settled: &mut SettledPages) -> Result<(), RestoreError> {
-    for run in memory.backed_runs()? {
+/// Settles the pages that memory has. A page of a template counts if it is filled or mapped.
+fn settle_backed(
+    memory: &GuestMemory,
+    faults: &PageFaults,
+    settled: &mut SettledPages,
+) -> Result<(), RestoreError> {
+    let mut runs = match memory.has_template() {
+        true => memory.mapped_template_runs()?,
+        false => memory.backed_runs()?,
+    };
+    let filled = faults.template().map(|it| it.take_new_runs(&mut Vec::new(), u32::MAX));
+    runs.extend(filled.unwrap_or_default());
+    for run in runs {
         Page::iter_range(run).for_each(|page| settled.insert(page));
     }
     Ok(())

@@ -14,7 +14,6 @@ use std::sync::{Arc, Condvar, Mutex, MutexGuard, OnceLock, PoisonError};
 use std::time::{Duration, Instant};
 
 use firn_fault::pass_point;
-use firn_memory::template::TemplateWriter;
 use firn_memory::{PageFaults, VcpuWaits};
 use firn_types::{Block, Page};
 
@@ -322,11 +321,6 @@ impl SharedRestore {
         self.faults.memory().has_template()
     }
 
-    /// Whether no process fills the template any more.
-    pub(crate) fn is_template_orphaned(&self) -> bool {
-        self.faults.template().is_none_or(TemplateWriter::is_holder_gone)
-    }
-
     /// Turns the background fill on or off.
     pub(crate) fn set_fill(&self, fill: BackgroundFill) {
         let mut inner = self.lock_state();
@@ -334,12 +328,19 @@ impl SharedRestore {
         self.wake_threads(inner, stir);
     }
 
-    /// The template has these pages: no vCPU waits for them any more.
+    /// These pages are filled in the template: no vCPU waits for storage because of them any more.
     pub(crate) fn record_present(&self, pages: Range<Page>) {
         let mut inner = self.lock_state();
         let stir = inner.server.record_present(pages);
         inner.settle_waiting(self.now());
         self.wake_threads(inner, stir);
+    }
+
+    /// Settles a page that another process has put into the template.
+    pub(crate) fn settle_filled(&self, page: Page) {
+        if self.faults.template().is_some_and(|template| template.is_filled(page)) {
+            self.record_present(page..Page(page.0 + 1));
+        }
     }
 
     /// A block was installed that no vCPU is known to have waited for.

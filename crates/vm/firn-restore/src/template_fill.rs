@@ -1,7 +1,7 @@
 //! The fill of a template by its holder: what the image's guest used last first, then the rest.
 //!
 //! Clones put what their guests request into the same template, at the same time. A page that is
-//! there is not written again, and a unit of which all pages are there is not read.
+//! filled is not written again, and a unit of which all pages are filled is not read.
 //!
 //! An error ends one pass, and the next pass begins after a pause: a clone whose guest needs the
 //! page meets the error too, and reports it.
@@ -112,7 +112,6 @@ impl FillJob {
         let _ = rustix::process::setpriority_process(None, NICE);
         let mut raw = vec![0; self.storage.image().geometry().block_size.byte_count()];
         while let Some(request) = self.next_request() {
-            pass_point("template.fill");
             if let Err(error) = self.fill_units(&request, &mut raw) {
                 tracing::debug!("the template is not filled at units {request:?}: {error}");
                 self.return_later();
@@ -128,6 +127,8 @@ impl FillJob {
         let mut next = self.next.lock().unwrap_or_else(PoisonError::into_inner);
         let request = self.requests.get(*next).filter(|_| !self.must_end())?.clone();
         *next += 1;
+        // Under the lock: where a test waits, no thread fills.
+        pass_point("template.fill");
         Some(request)
     }
 

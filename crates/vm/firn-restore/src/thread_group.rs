@@ -37,10 +37,7 @@ impl RestoreThreads {
             })?;
         }
         if crew.shared.is_clone() {
-            crew.spawn_thread("firn-template", |shared| {
-                template_poll::follow_template(shared)
-                    .unwrap_or_else(|error| shared.fail_restore(error));
-            })?;
+            crew.spawn_thread("firn-template", template_poll::follow_template)?;
         }
         for _ in 0..workers {
             crew.spawn_thread("firn-install", helper_threads::run_worker)?;

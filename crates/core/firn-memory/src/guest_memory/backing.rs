@@ -87,15 +87,15 @@ impl RegionBacking {
         matches!(self.source, RamSource::Template(_))
     }
 
-    /// Appends all runs of pages that its template has.
-    pub(super) fn append_template_runs(
+    /// Appends all runs of pages of a template's region that the hypervisor has mapped.
+    pub(super) fn append_mapped_template_runs(
         &self,
         runs: &mut Vec<Range<Page>>,
     ) -> Result<(), MemoryError> {
         let RamSource::Template(ram) = &self.source else { return Ok(()) };
         let mut rest = 0..self.region.byte_len();
         while !rest.is_empty() {
-            let run = ram.template.first_run(rest.clone());
+            let run = ram.own.first_run(rest.clone());
             let run =
                 run.map_err(|error| MemoryError::from_io("querying", &self.pages(), error))?;
             let Some(run) = run else { break };

@@ -152,7 +152,7 @@ impl PrivateRam {
         Ok(())
     }
 
-    fn first_run(&self, part: Range<u64>) -> io::Result<Option<Range<u64>>> {
+    pub(super) fn first_run(&self, part: Range<u64>) -> io::Result<Option<Range<u64>>> {
         let span = AddressSpan { start: self.hva.0 + part.start, len: part.end - part.start };
         let mut run: Option<Range<u64>> = None;
         self.pagemap.scan_present(span, true, |start, end| {

@@ -16,6 +16,10 @@ use super::{PageFaultError, PageFaults, span_of_part};
 use crate::sys::uffd::AddressSpan;
 use crate::template::TemplateWriter;
 
+/// A fault on a filled page of a template maps pages of an aligned run of this many, as the kernel
+/// does around a fault that it handles itself.
+const AROUND_PAGES: u32 = 16;
+
 /// The outcome of an answer that was tried once.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum InstallAttempt {
@@ -50,9 +54,8 @@ impl PageFaults {
         })
     }
 
-    /// Puts pages into a template, and wakes the threads of this hypervisor that wait for them. If
-    /// the template's holder has ended, installs one page in the hypervisor's own memory, unless the
-    /// template has that page.
+    /// Puts pages into a template, and maps them in this hypervisor. If the template's holder has
+    /// ended, installs one page in the hypervisor's own memory, unless the template has that page.
     fn install_shared(
         &self,
         template: &TemplateWriter,
@@ -60,11 +63,38 @@ impl PageFaults {
         at: AddressSpan,
         bytes: &[u8],
     ) -> Result<u64, Errno> {
-        match template.copy_pages(first, bytes) {
-            Ok(done) => self.uffd.wake(AddressSpan { len: done, ..at }).map(|()| done),
-            Err(Errno::SRCH) if template.has_page(first) => Err(Errno::EXIST),
+        let one = AddressSpan { len: PAGE_SIZE as u64, ..at };
+        match template.write_pages(first, bytes) {
+            Ok(()) => self.uffd.map_existing(at, 0),
+            Err(Errno::SRCH) if template.is_filled(first) => self.uffd.map_existing(one, 0),
             Err(Errno::SRCH) => self.uffd.copy_pages(at.start, &bytes[..PAGE_SIZE]),
             Err(errno) => Err(errno),
+        }
+    }
+
+    /// Resumes the threads of a hypervisor that wait for a page of a template. The page must be
+    /// final: filled in the template, in the hypervisor's own memory, or zeros. If it is filled, the
+    /// filled pages after it are mapped as well, up to an aligned run of some pages.
+    ///
+    /// # Errors
+    /// As [`Self::try_install`].
+    pub fn try_resume(&self, page: Page) -> Result<InstallAttempt, PageFaultError> {
+        let one = page..Page(page.0 + 1);
+        let Some(template) = &self.template else {
+            return self.request_once("resuming", one, |_, at| self.map_template_or_zeros(at));
+        };
+        let end = Page((page.0 / AROUND_PAGES + 1).saturating_mul(AROUND_PAGES));
+        match template.filled_run(page, end) {
+            run if run.is_empty() => self.try_install_zeros(one),
+            run => self.request_once("resuming", run, |_, at| self.uffd.map_existing(at, 0)),
+        }
+    }
+
+    /// Without its holder only the kernel knows whether the template has a page.
+    fn map_template_or_zeros(&self, at: AddressSpan) -> Result<u64, Errno> {
+        match self.uffd.map_existing(at, 0) {
+            Err(Errno::FAULT) => self.uffd.map_zeros(at),
+            result => result,
         }
     }
 

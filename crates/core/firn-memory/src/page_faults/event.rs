@@ -34,9 +34,9 @@ pub enum MemoryEvent {
 /// The reason why a thread waits.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub enum FaultKind {
-    /// The page is not in the RAM file.
+    /// The page is not in the RAM file or template.
     Missing,
-    /// The page is in the RAM file, but not in the hypervisor's page tables.
+    /// The page is in the RAM file or template, but not in the hypervisor's page tables.
     Minor,
     /// The page is write-protected, and the thread writes to it.
     WriteProtect,

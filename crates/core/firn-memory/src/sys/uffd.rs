@@ -1,8 +1,7 @@
 //! The requests of `userfaultfd(2)` (`linux/userfaultfd.h`), on a descriptor of another process.
 //!
 //! All addresses in these requests but one lie in the address space that the descriptor belongs to,
-//! which is never Firn's own (see [`crate::Process`]), except for mappings of a template that this
-//! process never touches ([`own_for_template`]). The other exception is the source of
+//! which is never Firn's own (see [`crate::Process`]). The exception is the source of
 //! `UFFDIO_COPY`, which is a borrowed slice here.
 
 use std::os::fd::{AsFd, AsRawFd, BorrowedFd, FromRawFd, OwnedFd};
@@ -168,8 +167,8 @@ impl Uffd {
 
     fn run_ioctl<T: IoctlArgument>(&self, argument: &mut T) -> Result<(), Errno> {
         // SAFETY: `IoctlCall` upholds the contract of `Ioctl` for this argument, and the descriptor
-        // belongs to another address space (module documentation) or to mappings that this process
-        // never touches (`own_for_template`), so that the request changes no memory in use here.
+        // belongs to another address space (module documentation), so that the request changes no
+        // mapping of this process.
         unsafe { ioctl::ioctl(&self.0, IoctlCall(argument)) }
     }
 
@@ -237,21 +236,13 @@ impl AsFd for Uffd {
     }
 }
 
-/// A descriptor of Firn's own address space, to query features. No memory that this process uses
-/// may be registered with it.
+/// A descriptor of Firn's own address space, to query features. Nothing may be registered with it.
 pub(crate) fn own_for_probing() -> Result<Uffd, Errno> {
     let user_mode_only = UserfaultfdFlags::from_bits_retain(raw::UFFD_USER_MODE_ONLY);
     let flags = UserfaultfdFlags::CLOEXEC | UserfaultfdFlags::NONBLOCK | user_mode_only;
-    // SAFETY: a userfaultfd changes an address space only through what is registered with it. No
-    // caller registers anything with this one but raw mappings that no code of this process reads
-    // or writes.
+    // SAFETY: a userfaultfd changes an address space only through what is registered with it, and
+    // no caller registers anything with this one.
     unsafe { rustix::mm::userfaultfd(flags) }.map(Uffd)
-}
-
-/// A descriptor of Firn's own address space, for memory that this process maps and never touches: a
-/// template of guest memory. Faults of the kernel itself are not handled, and none occur.
-pub(crate) fn own_for_template() -> Result<Uffd, Errno> {
-    own_for_probing()
 }
 
 /// As [`own_for_probing`], without the restriction to faults of user space, as a hypervisor needs

@@ -15,6 +15,7 @@ mod disk_pauses;
 mod epochs;
 mod exactness;
 mod fault_latency;
+mod fork_density;
 mod halite_compression;
 mod halite_desktop;
 mod halite_nginx;
@@ -103,6 +104,11 @@ pub const ALL: &[Experiment] = &[
         name: "fault-latency",
         about: "time from a page fault to the page, image cached, against a bare floor",
         run: fault_latency::run,
+    },
+    Experiment {
+        name: "fork-density",
+        about: "many guests from one saved VM: first replies and memory, by clones, restores and QEMU itself",
+        run: fork_density::run,
     },
     Experiment {
         name: "halite-compression",

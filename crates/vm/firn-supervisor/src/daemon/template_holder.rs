@@ -1,8 +1,8 @@
 //! The holder of a template: a process that exists once for a family, while its clones are being
 //! restored.
 //!
-//! A userfaultfd works on the memory of the process that made it. So one process maps the template,
-//! and the supervisors of all clones put pages into that mapping by its userfaultfd; see
+//! A sealed file can be written through an older mapping only. So one process maps the template
+//! before it seals it, and the supervisors of all clones write pages through that mapping; see
 //! [`firn_memory::template`]. The holder itself fills the template in the background.
 //!
 //! ```text
@@ -39,7 +39,8 @@ use crate::records::family::{
     FamilyRecord, TemplateDescription, TemplatePlan, description_file, holder_socket,
 };
 
-/// The regions that one message with descriptors can carry, beside the userfaultfd.
+/// The regions that one message with descriptors can carry, beside the holder's memory and the bits
+/// of filled pages.
 const REGIONS_MAX: usize = 60;
 
 /// The time without any connection after which the holder ends: for its first connection, and after
@@ -111,7 +112,7 @@ impl TemplateHolder {
             also_expected: learned.unwrap_or_default(),
             ..RestoreOptions::new(RestoreMode::Auto)
         };
-        let description = TemplateDescription { addresses };
+        let description = TemplateDescription { identity: image.identity(), addresses };
         let (directory, listener) =
             create_directory(&plan.families, &description).while_doing(CREATING)?;
         let id = directory.file_name().unwrap_or_default().to_string_lossy().into_owned();

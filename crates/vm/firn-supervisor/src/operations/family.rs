@@ -4,8 +4,8 @@
 //!   supervisor                                    holder
 //!      template.json: addresses  <---------------- writes it before it listens
 //!      connect to holder.sock    ----------------> accepts, keeps the connection open
-//!      userfaultfd, memfds       <---------------- SCM_RIGHTS
-//!      UFFDIO_COPY through the userfaultfd ------> the template, by the holder's mapping
+//!      its memory, bits, memfds  <---------------- SCM_RIGHTS
+//!      pwrite to the holder's memory ------------> the template, by the holder's mapping
 //!      end of the connection     ----------------> the last one: the holder ends
 //! ```
 
@@ -13,6 +13,7 @@ use std::fs::File;
 use std::os::unix::net::UnixStream;
 use std::sync::Arc;
 
+use firn_image::Image;
 use firn_memory::template::{self, TemplateWriter};
 use firn_memory::{GuestMemory, PageFaults, Process, RegionLocation, Tracee};
 use firn_types::{RegionMap, ThreadId};
@@ -39,12 +40,21 @@ pub(crate) struct FamilyLink {
 }
 
 impl FamilyLink {
-    /// Gets the template of a family from its holder. `map` has the regions of the image.
-    pub(crate) fn connect(record: &FamilyRecord, map: &RegionMap) -> Result<Self, Failure> {
+    /// Gets the template of a family from its holder. `map` has the regions of the image with this
+    /// identity.
+    pub(crate) fn connect(
+        record: &FamilyRecord,
+        map: &RegionMap,
+        identity: &str,
+    ) -> Result<Self, Failure> {
         let text = firn_files::read_text(&record.description_file(), DESCRIPTION_BYTES_MAX)
             .while_doing_as(FailureKind::Interrupted, CONNECTING)?;
-        let TemplateDescription { addresses } =
+        let TemplateDescription { identity: filled_from, addresses } =
             serde_json::from_str(&text).while_doing(CONNECTING)?;
+        let differs = || Failure::new(FailureKind::Refused, "the template is of another image");
+        if filled_from != identity {
+            return Err(differs().while_doing(CONNECTING));
+        }
         let holder = UnixStream::connect(record.holder_socket())
             .while_doing_as(FailureKind::Interrupted, CONNECTING)?;
         let received = descriptors::receive_once(&holder).while_doing(CONNECTING)?;
@@ -52,19 +62,18 @@ impl FamilyLink {
         let received = received.ok_or_else(|| ended().while_doing(CONNECTING))?;
         let received = received.into_iter().map(File::from).collect();
         let template = TemplateWriter::new(map, &addresses, received, Some(holder.into()));
-        let differs = || Failure::new(FailureKind::Refused, "the template is of another VM");
         let template = Arc::new(template.ok_or_else(differs)?);
         let files = template.clone_files().while_doing(CONNECTING)?;
         Ok(Self { template, files })
     }
 
-    /// As [`Self::connect`], and records the family in the journal.
+    /// As [`Self::connect`] for an opened image, and records the family in the journal.
     pub(crate) fn join_family(
         record: &FamilyRecord,
-        map: &RegionMap,
+        image: &Image,
         journal: &JournalFile,
     ) -> Result<Self, Failure> {
-        let link = Self::connect(record, map)?;
+        let link = Self::connect(record, image.regions(), &image.identity())?;
         journal
             .update(|journal| journal.family = Some(record.clone()))
             .while_doing("writing the journal")?;

@@ -150,7 +150,7 @@ pub(crate) fn restore_vm(
     timings.image_open = watch.take_lap();
     refuse_mismatches(&mismatches, wanted.force)?;
     keep_output_blocked(context, meta.held)?;
-    let join = |record| FamilyLink::join_family(record, image.regions(), context.journal);
+    let join = |record| FamilyLink::join_family(record, &image, context.journal);
     let family = wanted.family.map(join).transpose()?;
     let must_stay_paused = must_stay_paused(&meta, wanted);
     // A guest that does not run causes no page faults.

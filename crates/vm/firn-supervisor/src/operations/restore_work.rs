@@ -135,7 +135,8 @@ impl InheritedRestore {
     fn rejoin_family(&self, faults: &mut PageFaults) -> BackgroundFill {
         let record = self.journal.current_journal().family;
         let record = record.filter(|_| faults.memory().has_template());
-        let joined = record.map(|it| FamilyLink::connect(&it, &self.hypervisor_record.map));
+        let map = &self.hypervisor_record.map;
+        let joined = record.map(|it| FamilyLink::connect(&it, map, &self.identity));
         let family = joined.transpose().unwrap_or_else(|failure| {
             tracing::warn!("{failure}: the VM's memory is loaded without the template");
             None

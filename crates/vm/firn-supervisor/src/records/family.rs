@@ -37,10 +37,12 @@ pub(crate) fn description_file(directory: &Path) -> PathBuf {
     directory.join("template.json")
 }
 
-/// The description of a template: where its files are mapped in the holder.
+/// The description of a template.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub(crate) struct TemplateDescription {
-    /// The address of each region's file.
+    /// The identity of the image.
+    pub(crate) identity: String,
+    /// The address of each region's file in the holder.
     pub(crate) addresses: Vec<u64>,
 }
 

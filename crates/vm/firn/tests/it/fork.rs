@@ -8,8 +8,9 @@ use std::path::{Path, PathBuf};
 use std::time::Duration;
 
 use firn_lab::guest::GuestControl;
-use firn_memory::{Process, process_memory};
-use firn_types::HostVirt;
+use firn_memory::{Process, Tracee, process_memory};
+use firn_types::{HostVirt, ThreadId};
+use nix::libc;
 use serde_json::Value;
 
 use crate::session::{Answer, Session, eventually, kill, text};
@@ -185,18 +186,23 @@ fn clones_have_the_memory_of_the_image_and_writes_of_their_own() {
     (1..=4).for_each(|number| origin.answers(number));
 }
 
+/// The descriptor by which a QEMU has its template.
+fn template_descriptor(pid: i64) -> PathBuf {
+    let descriptors = std::fs::read_dir(format!("/proc/{pid}/fd")).unwrap();
+    let mut paths = descriptors.map(|entry| entry.unwrap().path());
+    let is_template = |path: &PathBuf| {
+        std::fs::read_link(path).is_ok_and(|link| text(&link).contains("firn-template"))
+    };
+    paths.find(is_template).unwrap()
+}
+
 /// What a QEMU that has been taken over could try.
 #[test]
 fn no_clone_can_change_the_template() {
     let origin = Origin::save();
     origin.start_clones(2);
     let pid = origin.pid(1);
-    let descriptors = std::fs::read_dir(format!("/proc/{pid}/fd")).unwrap();
-    let paths = descriptors.map(|entry| entry.unwrap().path());
-    let is_template = |path: &PathBuf| {
-        std::fs::read_link(path).is_ok_and(|link| text(&link).contains("firn-template"))
-    };
-    let path = paths.into_iter().find(is_template).unwrap();
+    let path = template_descriptor(pid);
     let file = File::options().read(true).write(true).open(path).unwrap();
     let denied = Some(rustix::io::Errno::PERM.raw_os_error());
     assert_eq!(file.write_at(b"x", 0).unwrap_err().raw_os_error(), denied);
@@ -205,6 +211,90 @@ fn no_clone_can_change_the_template() {
     let punched = rustix::fs::fallocate(&file, flags, 0, PAGE as u64);
     assert_eq!(punched, Err(rustix::io::Errno::PERM));
     origin.is_exact(2);
+}
+
+/// A QEMU that its guest has taken over.
+struct HostileQemu {
+    process: Process,
+    /// Its vCPUs.
+    vcpus: Vec<ThreadId>,
+    /// Its descriptor of the template.
+    template: u64,
+    ram: u64,
+}
+
+impl HostileQemu {
+    fn new(pid: i64) -> Self {
+        let process = Process::open(pid as i32).unwrap();
+        let is_vcpu = |tid: &ThreadId| {
+            let name = std::fs::read_to_string(format!("/proc/{pid}/task/{}/comm", tid.0));
+            name.is_ok_and(|name| name.starts_with("CPU "))
+        };
+        let vcpus = process.list_threads().unwrap().into_iter().filter(is_vcpu).collect();
+        let descriptor = template_descriptor(pid);
+        let number = descriptor.file_name().and_then(|name| name.to_str()?.parse().ok());
+        Self { template: number.unwrap(), ram: ram_address(pid), process, vcpus }
+    }
+
+    fn syscall(&self, number: i64, arguments: [u64; 6]) -> u64 {
+        let mut tracee = Tracee::seize(&self.process, &self.vcpus).unwrap();
+        tracee.syscall(number, arguments).unwrap()
+    }
+
+    /// Maps pages of the template privately, without a userfaultfd: at this address, or anywhere.
+    fn map_template(&self, at: Option<u64>, part: std::ops::Range<usize>) -> u64 {
+        let fixed = at.map_or(0, |_| libc::MAP_FIXED);
+        let protection = (libc::PROT_READ | libc::PROT_WRITE) as u64;
+        let (flags, len) = ((libc::MAP_PRIVATE | fixed) as u64, part.len() as u64);
+        let arguments = [at.unwrap_or(0), len, protection, flags, self.template, part.start as u64];
+        self.syscall(libc::SYS_mmap, arguments)
+    }
+
+    /// Moves pages of its RAM to another address: they leave their userfaultfd.
+    fn move_ram(&self, part: std::ops::Range<usize>, to: u64) {
+        let (from, len) = (self.ram + part.start as u64, part.len() as u64);
+        let flags = (libc::MREMAP_MAYMOVE | libc::MREMAP_FIXED) as u64;
+        self.syscall(libc::SYS_mremap, [from, len, len, flags, to, 0]);
+    }
+
+    fn read(&self, at: u64, len: usize) -> Vec<u8> {
+        let mut bytes = vec![0; len];
+        process_memory::read_memory(&self.process, HostVirt(at), &mut bytes).unwrap();
+        bytes
+    }
+}
+
+/// It touches pages that are not filled yet, where no fault is handled.
+#[test]
+fn no_clone_can_spoil_pages_that_are_not_filled_yet() {
+    let mut origin = Origin::save();
+    let filling = origin.session.path("filling");
+    origin.session.arm(Some(&format!("template.fill@2=WAIT:{}", text(&filling))));
+    origin.session.json(&["restore", "web.firn", "--count", "3", "--mode", "lazy"]);
+    origin.session.arm(None);
+    assert!(filling.exists(), "the fill does not wait");
+    let hostile = HostileQemu::new(origin.pid(1));
+    let again = hostile.map_template(None, QUIET);
+    let found = hostile.read(again, QUIET.len());
+    let is_spoiled = |&at: &usize| {
+        found[at..at + PAGE] == [0; PAGE] && origin.memory[at..at + PAGE] != [0; PAGE]
+    };
+    let spoiled = (0..QUIET.len()).step_by(PAGE).filter(is_spoiled).count();
+    eprintln!("{spoiled} pages that are not filled were touched");
+    assert!(spoiled > 2000, "there is nothing to spoil");
+    let (first, second) = (QUIET.start..QUIET.start + (1 << 20), QUIET.end - (1 << 20)..QUIET.end);
+    let replaced = hostile.map_template(Some(hostile.ram + first.start as u64), first.clone());
+    process_memory::write_memory(&hostile.process, HostVirt(replaced), &vec![1; first.len()])
+        .unwrap();
+    hostile.move_ram(second.clone(), again);
+    hostile.read(again, second.len());
+    std::fs::remove_file(&filling).unwrap();
+    for number in [2, 3] {
+        origin.wait(number);
+        origin.is_exact(number);
+        let own = template_use(origin.pid(number), "Anonymous:");
+        assert!(own < 4 << 20, "clone {number} has {own} bytes of its own");
+    }
 }
 
 /// While the template is being filled, one process after the other is killed; the other VMs continue exactly.
