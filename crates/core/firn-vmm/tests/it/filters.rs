@@ -124,8 +124,7 @@ fn a_filter_that_qemu_refuses_leaves_nothing() {
     let qemu = Qemu::start(&words("-netdev user,id=net -device e1000,netdev=net,romfile="));
     let mut vm = qemu.vm();
     let before = names(&mut vm);
-    let descriptors =
-        || std::fs::read_dir(format!("/proc/{}/fd", qemu.pid())).unwrap().count();
+    let descriptors = || std::fs::read_dir(format!("/proc/{}/fd", qemu.pid())).unwrap().count();
     let had = descriptors();
     let path = dir.path().join("socket");
     let listener = UnixListener::bind(&path).unwrap();

@@ -336,7 +336,7 @@ fn a_frozen_host_sends_no_frame_through_filters() {
     assert_eq!(b.status("web")["network"][0]["filtered"], true);
     b.firn(&["release", "web"]).succeeds();
     eventually("it needs no lease", PATIENCE, || b.status("web")["lease"].is_null());
-    eventually("it has no filters", PATIENCE, || b.status("web")["network"] == serde_json::json!([]));
+    eventually("it has no filters", PATIENCE, || b.status("web")["network"].is_null());
     hosts.outside.is_answered(20);
 }
 

@@ -62,7 +62,7 @@ struct Connection {
 }
 
 impl Connection {
-    /// Sends a frame, if there is room. A frame that was begun is finished first. `false` if nobody is there any more.
+    /// Sends a frame, if there is room. A frame that was begun is finished first. `false` if the other end is closed.
     fn send(&mut self, frame: &[u8]) -> bool {
         if self.rest.is_empty() {
             self.rest.extend_from_slice(frame);

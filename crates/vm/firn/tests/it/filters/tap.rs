@@ -17,7 +17,6 @@ use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
 
 use rustix::process::Signal;
-use serde_json::json;
 
 use crate::network::{kill_standby, some_time};
 use crate::session::{Answer, eventually, kill, signal, text};
@@ -41,7 +40,7 @@ impl Site {
         match site.cabled() {
             Ok(()) => Some(site),
             Err(why) => {
-                firn_skip::skip_test(&format!("no network namespaces here: {why}"));
+                firn_skip::skip_test(format_args!("no network namespaces here: {why}"));
                 None
             }
         }
@@ -137,8 +136,8 @@ impl Site {
 
 impl Drop for Site {
     fn drop(&mut self) {
-        for host in 0..HOSTS.len() {
-            let port = format!("ft{}{}", self.0, HOSTS[host]);
+        for (host, name) in HOSTS.iter().enumerate() {
+            let port = format!("ft{}{name}", self.0);
             let _ = (ip(&["netns", "delete", &self.space(host)]), ip(&["link", "delete", &port]));
         }
         let _ = ip(&["link", "delete", &format!("ft{}", self.0)]);
@@ -172,7 +171,7 @@ impl Talk {
         Self { echoes, is_over, thread: Some(std::thread::spawn(talk)) }
     }
 
-    /// The connection goes on.
+    /// Waits until more echoes have come by this connection.
     #[track_caller]
     fn goes_on(&self) {
         let before = self.echoes.load(Ordering::Relaxed);
@@ -319,7 +318,7 @@ fn a_connection_through_a_tap_outlives_the_host() {
     vm.session.firn(&["release", "web"]).succeeds();
     talk.goes_on();
     eprintln!("the connection went on {:?} after the supervisor's death", since.elapsed());
-    assert_eq!(vm.session.status("web")["network"], json!([]));
+    assert!(vm.session.status("web")["network"].is_null());
     vm.session.firn(&["stop", "twin"]).succeeds();
     writes(&mut control);
 
