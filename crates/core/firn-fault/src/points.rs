@@ -116,6 +116,12 @@ pub const POINTS: &[&str] = &[
     "protect.scanned",
     "protect.copied",
     "protect.cut",
+    // The filters of a network card that is not Firn's own: added, and removed.
+    "filter.recorded",
+    "filter.half-added",
+    "filter.added",
+    "filter.opened",
+    "filter.removed",
     // Frames that a protected VM sends are buffered, unless this fails.
     "net.hold",
     // Frames to a member of a cluster have their sender's marker, unless this fails.

@@ -11,6 +11,10 @@ use crate::qmp::{QmpClient, QmpError};
 
 /// The containers in QEMU's object tree: for devices with an id, and for those without one.
 const CONTAINERS: [&str; 2] = ["/machine/peripheral", "/machine/peripheral-anon"];
+/// The container for objects, of which network filters count as devices: one that is removed, or
+/// added by another program, changes what the VM sends.
+const OBJECTS: &str = "/objects";
+const FILTER_CLASS_PREFIX: &str = "filter-";
 
 /// A device of a VM.
 #[derive(Clone, Debug, PartialEq, Eq, PartialOrd, Ord)]
@@ -36,13 +40,16 @@ struct ObjectProperty {
     class: String,
 }
 
-/// Lists all devices that a user added.
+/// Lists all devices that a user added, and network filters.
 pub(crate) fn list_devices(qmp: &mut QmpClient) -> Result<BTreeSet<DevicePath>, QmpError> {
     let mut devices = BTreeSet::new();
     for container in CONTAINERS {
         let answer = qmp.execute("qom-list", json!({ "path": container }))?;
         devices.extend(parse_children(container, answer)?);
     }
+    let answer = qmp.execute("qom-list", json!({ "path": OBJECTS }))?;
+    let objects = parse_children(OBJECTS, answer)?.into_iter();
+    devices.extend(objects.filter(|object| object.class.starts_with(FILTER_CLASS_PREFIX)));
     Ok(devices)
 }
 

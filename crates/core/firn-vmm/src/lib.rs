@@ -31,6 +31,7 @@ mod device_state;
 mod devices;
 mod disks;
 mod drives;
+mod filters;
 mod flush;
 pub mod hmp;
 mod launch;
@@ -55,6 +56,8 @@ pub use drives::{
     CHAIN_MAX, CutError, Drive, DriveCut, DriveError, ExpectedDrive, Overlay, OverlayBase,
     can_clone, create_overlay,
 };
+pub use filters::FilterSide;
+pub use hmp::ConnectedCard;
 pub use launch::{LaunchError, LaunchedProcess, find_program, launch_hypervisor, read_log_tail};
 pub use layout::{AuxRam, LayoutError, MemoryLayout, RegionMapping};
 pub use pause_pipe::{PauseOutcome, PausedVm, WaitMode};

@@ -1,6 +1,7 @@
 //! Control of one VM over its monitor.
 
 use std::collections::BTreeSet;
+use std::os::fd::BorrowedFd;
 use std::path::{Path, PathBuf};
 use std::time::Duration;
 
@@ -14,7 +15,8 @@ use crate::device_state::{self, DeviceStateError, StateFile};
 use crate::devices::{self, DevicePath};
 use crate::disks::{self, DiskImage, FileView};
 use crate::drives::{self, CutError, Drive, DriveCut, Overlay};
-use crate::hmp;
+use crate::filters::{self, FilterSide};
+use crate::hmp::{self, ConnectedCard};
 use crate::layout::{self, LayoutError, MemoryLayout};
 use crate::pause_pipe::{PausePipe, PausedVm, WaitMode};
 use crate::qmp::{QmpClient, QmpError};
@@ -146,6 +148,47 @@ impl QemuVm {
     /// The MAC address of the network card with this back end.
     pub fn mac_address(&mut self, netdev: &str) -> Result<Option<[u8; 6]>, QmpError> {
         Ok(hmp::parse_card_address(&self.qmp.execute_hmp("info network")?, netdev))
+    }
+
+    /// The network cards that are connected to a back end.
+    pub fn connected_cards(&mut self) -> Result<Vec<ConnectedCard>, QmpError> {
+        Ok(hmp::parse_connected_cards(&self.qmp.execute_hmp("info network")?))
+    }
+
+    /// Hands over the socket at which QEMU listens for a filter that is added later.
+    pub fn add_filter_socket(
+        &mut self,
+        number: u32,
+        side: FilterSide,
+        listener: BorrowedFd<'_>,
+    ) -> Result<(), QmpError> {
+        filters::add_socket(&mut self.qmp, (number, side), listener)
+    }
+
+    /// Adds a filter to a back end, whose socket was handed over. QEMU refuses it if it does not see
+    /// the frames of the back end.
+    pub fn add_filter(
+        &mut self,
+        netdev: &str,
+        number: u32,
+        side: FilterSide,
+    ) -> Result<(), QmpError> {
+        filters::add_filter(&mut self.qmp, netdev, (number, side))
+    }
+
+    /// Whether a filter is there.
+    pub fn has_filter(&mut self, number: u32, side: FilterSide) -> Result<bool, QmpError> {
+        filters::has_filter(&mut self.qmp, (number, side))
+    }
+
+    /// Removes a filter, if it is there.
+    pub fn remove_filter(&mut self, number: u32, side: FilterSide) -> Result<(), QmpError> {
+        filters::remove_filter(&mut self.qmp, (number, side))
+    }
+
+    /// Closes the socket of a filter that was removed, if it is there.
+    pub fn remove_filter_socket(&mut self, number: u32, side: FilterSide) -> Result<(), QmpError> {
+        filters::remove_socket(&mut self.qmp, (number, side))
     }
 
     /// Ends the VM. A QEMU that dies before it has answered counts as ended.

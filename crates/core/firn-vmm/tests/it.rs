@@ -6,6 +6,8 @@
 mod device_state;
 #[path = "it/false_qemu.rs"]
 mod false_qemu;
+#[path = "it/filters.rs"]
+mod filters;
 #[path = "it/guest.rs"]
 mod guest;
 #[path = "it/hold.rs"]

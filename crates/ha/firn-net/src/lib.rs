@@ -46,6 +46,7 @@
 
 #![forbid(unsafe_code)]
 
+mod card_socket;
 pub mod cluster_output;
 pub mod lease;
 pub mod output_buffer;

@@ -15,7 +15,7 @@
 use std::collections::VecDeque;
 use std::io::{self, ErrorKind};
 use std::os::fd::{AsFd, OwnedFd};
-use std::os::unix::net::UnixDatagram;
+use std::os::unix::net::{UnixDatagram, UnixStream};
 use std::path::{Path, PathBuf};
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
@@ -30,6 +30,7 @@ use firn_cluster::switch::FRAME_BYTES_MAX;
 use firn_cluster::{Epoch, FrameNumber, Generation, RequestNumber};
 use rustix::event::{EventfdFlags, PollFd, PollFlags, Timespec, eventfd, poll};
 
+use crate::card_socket::{CardSocket, FilterStream};
 use crate::cluster_output::ClusterOutput;
 use crate::lease::OutputLease;
 use crate::output_buffer::{BufferUsage, OutputBuffer};
@@ -117,6 +118,38 @@ impl NicPort {
     ) -> io::Result<Self> {
         let card = UnixDatagram::from(card);
         card.set_nonblocking(true)?;
+        Self::open_socket(CardSocket::Pair(card), theirs, uplink, first, is_open)
+    }
+
+    /// Begins to carry frames from one filter of a card to another: the first gives the frames that
+    /// the VM sends (`captured`), the second transmits those that may leave (`released`, which is
+    /// connected again by `uplink` if it ends).
+    ///
+    /// # Errors
+    /// If the system has no more descriptors or threads.
+    pub fn open_filters(
+        captured: UnixStream,
+        released: UnixStream,
+        uplink: &Path,
+        is_open: bool,
+    ) -> io::Result<Self> {
+        captured.set_nonblocking(true)?;
+        released.set_nonblocking(true)?;
+        let to_netdev = released.try_clone()?;
+        let card = CardSocket::Filter(FilterStream::new(captured, released));
+        let first = UplinkStream::from_stream(to_netdev);
+        let port = Self::open_socket(card, None, uplink, Some(first), is_open)?;
+        port.connect_uplink();
+        Ok(port)
+    }
+
+    fn open_socket(
+        card: CardSocket,
+        theirs: Option<OwnedFd>,
+        uplink: &Path,
+        first: Option<UplinkStream>,
+        is_open: bool,
+    ) -> io::Result<Self> {
         let policy = OutputPolicy::Single(OutputBuffer::new(BYTES_MAX, is_open), None);
         let (is_frozen, buffer) = (false, vec![0; FRAME_BYTES_MAX]);
         let output = PortOutput { policy, is_frozen, is_stuck: false, buffer };
@@ -150,6 +183,30 @@ impl NicPort {
     pub fn connect_uplink(&self) {
         self.shared.is_plugged.store(true, Ordering::Relaxed);
         self.shared.wake_relay();
+    }
+
+    /// Waits until every frame that the VM has sent so far has left, or until the time limit, for a
+    /// card with filters whose output is open. Returns whether they all have.
+    pub fn wait_until_sent(&self, limit: Duration) -> bool {
+        let since = Instant::now();
+        while !self.shared.is_all_sent() {
+            if since.elapsed() >= limit {
+                return false;
+            }
+            thread::sleep(READ_POLL_INTERVAL);
+        }
+        true
+    }
+
+    /// Ends a port with filters, of which the first gives no more frames. Waits, up to the time
+    /// limit, until the second has transmitted all. Returns whether it has.
+    pub fn finish_filters(mut self, limit: Duration) -> bool {
+        let is_sent = self.wait_until_sent(limit);
+        self.stop_relay();
+        match &self.shared.card {
+            CardSocket::Filter(filter) => filter.finish(limit) && is_sent,
+            CardSocket::Pair(_) => is_sent,
+        }
     }
 
     /// Begins a protection: see [`OutputBuffer::begin_protection`].
@@ -327,14 +384,20 @@ impl NicPort {
     }
 }
 
-impl Drop for NicPort {
-    fn drop(&mut self) {
+impl NicPort {
+    fn stop_relay(&mut self) {
         self.shared.is_over.store(true, Ordering::Relaxed);
         self.shared.wake_relay();
         if let Some(relay) = self.relay.take() {
             // A relay thread that panicked has reported it.
             let _ = relay.join();
         }
+    }
+}
+
+impl Drop for NicPort {
+    fn drop(&mut self) {
+        self.stop_relay();
     }
 }
 
@@ -351,7 +414,7 @@ struct PortOutput {
 /// The state that other threads share with the relay thread.
 #[derive(Debug)]
 struct PortState {
-    card: UnixDatagram,
+    card: CardSocket,
     /// QEMU's end.
     theirs: Option<OwnedFd>,
     uplink: PathBuf,
@@ -382,14 +445,28 @@ impl PortState {
     }
 
     /// Reads a batch of frames from the card's socket. Returns whether there may be more. At the
-    /// bound none are read.
+    /// bound none are read, or with filters, they are dropped.
     fn read_card(&self, output: &mut PortOutput) -> bool {
+        let now = || self.since.elapsed();
         let PortOutput { policy, buffer, .. } = output;
+        match &self.card {
+            CardSocket::Pair(socket) => self.read_pair(socket, policy, buffer),
+            CardSocket::Filter(filter) => filter.read_frames(buffer, |frame| {
+                let has_room = policy.input_flow() == InputFlow::Go;
+                if has_room {
+                    policy.push_frame(frame, now());
+                }
+                has_room
+            }),
+        }
+    }
+
+    fn read_pair(&self, card: &UnixDatagram, policy: &mut OutputPolicy, buffer: &mut [u8]) -> bool {
         for _ in 0..BATCH {
             if policy.input_flow() == InputFlow::Stop {
                 return false;
             }
-            match self.card.recv(buffer) {
+            match card.recv(buffer) {
                 Ok(bytes) => policy.push_frame(&buffer[..bytes], self.since.elapsed()),
                 Err(error) if error.kind() == ErrorKind::Interrupted => {}
                 Err(_) => return false,
@@ -404,7 +481,7 @@ impl PortState {
             return;
         }
         // If there is no room for it, the card does not read, and the wait below times out.
-        let _ = self.card.send(&PROBE);
+        self.card.give_frame(&PROBE);
         let since = Instant::now();
         while !self.is_card_queue_empty() && since.elapsed() < READ_TIMEOUT {
             thread::sleep(READ_POLL_INTERVAL);
@@ -450,10 +527,21 @@ impl PortState {
         theirs.is_none_or(|theirs| rustix::io::ioctl_fionread(theirs).is_ok_and(|bytes| bytes == 0))
     }
 
+    /// Whether nothing that a VM with filters has sent is left here.
+    fn is_all_sent(&self) -> bool {
+        let output = self.lock_output();
+        let is_read = match &self.card {
+            CardSocket::Filter(filter) => filter.is_read(),
+            CardSocket::Pair(_) => true,
+        };
+        is_read && output.policy.next_frame().is_none()
+    }
+
     /// Whether the VM can be given a frame.
     fn has_room(&self) -> bool {
+        let CardSocket::Pair(card) = &self.card else { return false };
         let now = Timespec { tv_sec: 0, tv_nsec: 0 };
-        let mut all = [PollFd::new(&self.card, PollFlags::OUT)];
+        let mut all = [PollFd::new(card, PollFlags::OUT)];
         let polled = rustix::io::retry_on_intr(|| poll(&mut all, Some(&now)));
         polled.is_ok() && !all[0].revents().is_empty()
     }
@@ -525,7 +613,7 @@ impl FrameRelay {
         let output = self.shared.lock_output();
         let policy = &output.policy;
         let mut card = PollFlags::empty();
-        card.set(PollFlags::IN, policy.input_flow() == InputFlow::Go);
+        card.set(PollFlags::IN, self.shared.card.is_read_at(policy.input_flow()));
         let is_let_in = policy.cluster_output().is_some_and(ClusterOutput::has_deliverable);
         card.set(PollFlags::OUT, (is_let_in || !self.inward.is_empty()) && !output.is_frozen);
         let mut outside = PollFlags::empty();
@@ -608,7 +696,7 @@ impl FrameRelay {
             };
             for frame in given {
                 // A frame that the socket does not take, or a VM that has ended, is no error.
-                if self.shared.card.send(&frame).is_ok() {
+                if self.shared.card.give_frame(&frame) {
                     self.shared.came.fetch_add(1, Ordering::Relaxed);
                 }
             }

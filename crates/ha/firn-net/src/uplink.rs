@@ -41,13 +41,18 @@ impl UplinkStream {
         let flags = SocketFlags::CLOEXEC | SocketFlags::NONBLOCK;
         let socket = socket_with(AddressFamily::UNIX, SocketType::STREAM, flags, None)?;
         connect(&socket, &SocketAddrUnix::new(path)?)?;
-        Ok(Self {
-            stream: socket.into(),
+        Ok(Self::from_stream(socket.into()))
+    }
+
+    /// Uses a connection that does not block.
+    pub(crate) fn from_stream(stream: UnixStream) -> Self {
+        Self {
+            stream,
             decoder: FrameDecoder::new(),
             leaving: Vec::new(),
             written: 0,
             buffer: vec![0; READ_BYTES],
-        })
+        }
     }
 
     /// Whether it can take a frame.

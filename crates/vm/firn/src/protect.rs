@@ -33,9 +33,11 @@ use crate::output::FactPrinter;
 /// --help`) while the VM runs; each epoch has the changes to them. A VM that can write to any other
 /// disk is refused.
 ///
-/// Firn buffers the frames that the VM sends through a network card of Firn's (`firn run --help`)
-/// until no failover can undo the state that sent them. While the protection works, that takes two
-/// intervals. Through other cards, peers may receive frames that a failover undoes. When the
+/// Firn buffers the frames that the VM sends until no failover can undo the state that sent them.
+/// While the protection works, that takes two intervals. For a network card that is not Firn's own
+/// (`firn run --help`), Firn adds filters to the running QEMU, and removes them at the release. The
+/// command names the cards that can't have filters, for example with vhost: through these, peers may
+/// receive frames that a failover undoes. When the
 /// standby is lost, the VM continues to run, but its output stays buffered: a user or the other
 /// host may have made the standby run, and then two instances would send. `firn release` releases
 /// the output.

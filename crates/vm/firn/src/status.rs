@@ -72,7 +72,10 @@ fn describe_memory_use(memory_use: &MemoryUse) -> String {
 }
 
 fn card_line(card: &CardStatus) -> String {
-    let uplink = card.uplink.display();
+    let uplink = match card.filtered {
+        true => "its back end, by filters".to_owned(),
+        false => card.uplink.display().to_string(),
+    };
     let there = if card.connected { "" } else { ", not connected" };
     let how = match card.open {
         true => "open".to_owned(),

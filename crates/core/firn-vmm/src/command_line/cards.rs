@@ -76,19 +76,58 @@ fn card_properties(argument: &CommandArgument) -> Option<OptionProperties> {
     (properties.get("type").as_deref() == Some(KIND)).then_some(properties)
 }
 
+/// An option that gives the VM a network card, or a back end for one, that is not Firn's.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct OtherCard {
+    /// The id of a back end.
+    pub id: Option<String>,
+    /// The option, or what adds the card without one.
+    pub option: String,
+    /// Why QEMU does not see the frames that are sent by it.
+    pub bypass: Option<&'static str>,
+}
+
+impl OtherCard {
+    fn from_argument(argument: &CommandArgument) -> Self {
+        let properties = OptionProperties::parse_value(argument.value(), "type");
+        let id = properties.as_ref().and_then(|it| it.get("id")).map(Into::into);
+        let bypass = properties.as_ref().and_then(find_bypass);
+        Self { id, option: argument.to_string(), bypass }
+    }
+}
+
+/// Why QEMU does not pass on the frames of a back end itself, if it does not.
+fn find_bypass(properties: &OptionProperties) -> Option<&'static str> {
+    let is_on = |key| matches!(properties.get(key).as_deref(), Some("on" | "yes" | "true"));
+    let has = |key| properties.get(key).is_some();
+    let is_vhost = matches!(properties.get("type").as_deref(), Some("vhost-user" | "vhost-vdpa"))
+        || is_on("vhost")
+        || is_on("vhostforce")
+        || has("vhostfd")
+        || has("vhostfds");
+    let queues = properties.get("queues").and_then(|queues| queues.parse::<u32>().ok());
+    let descriptors = properties.get("fds").is_some_and(|fds| fds.contains(':'));
+    match (is_vhost, queues.is_some_and(|queues| queues > 1) || descriptors) {
+        (true, _) => Some("with vhost its frames do not pass through QEMU"),
+        (false, true) => Some("QEMU has no filters for a back end with several queues"),
+        (false, false) => None,
+    }
+}
+
 /// The options through which the VM may send frames past Firn. QEMU adds a card of its own to a
 /// machine without one.
-pub(super) fn find_other_cards(arguments: &[CommandArgument]) -> Vec<String> {
+pub(super) fn find_other_cards(arguments: &[CommandArgument]) -> Vec<OtherCard> {
     let has = |name: &str| arguments.iter().any(|argument| argument.name() == name);
     if !["netdev", "nic", "net", "nodefaults"].into_iter().any(has) {
-        return vec!["QEMU's own card".to_owned()];
+        let (id, option, bypass) = (None, "QEMU's own card".to_owned(), None);
+        return vec![OtherCard { id, option, bypass }];
     }
     let is_other = |argument: &&CommandArgument| match argument.name() {
         "netdev" => card_properties(argument).is_none(),
         "nic" | "net" => argument.value() != "none",
         _ => false,
     };
-    arguments.iter().filter(is_other).map(ToString::to_string).collect()
+    arguments.iter().filter(is_other).map(OtherCard::from_argument).collect()
 }
 
 /// The same back end over a descriptor, if this option is that of the card.

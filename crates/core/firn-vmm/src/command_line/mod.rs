@@ -55,7 +55,7 @@ mod properties;
 mod size;
 
 pub use calls::{CALLS_BYTES, CALLS_ID, with_calls};
-pub use cards::{CardPlan, CardUplink, with_uplink};
+pub use cards::{CardPlan, CardUplink, OtherCard, with_uplink};
 pub use consoles::{GuestConsole, find_consoles};
 pub use disks::{DiskPlan, with_disk};
 pub use drives::DriveFile;

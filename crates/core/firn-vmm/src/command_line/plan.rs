@@ -8,7 +8,7 @@ use serde::{Deserialize, Serialize};
 use super::arguments::{self, CommandArgument};
 use super::backend::{self, RamBackend};
 use super::calls;
-use super::cards::{self, CardPlan};
+use super::cards::{self, CardPlan, OtherCard};
 use super::disks::{self, DiskPlan};
 use super::drives::{self, DriveFile};
 use super::endpoints::{self, EndpointRelocation, HostEndpoint};
@@ -273,8 +273,8 @@ impl CommandPlan {
         self
     }
 
-    /// The options through which the VM may send frames past Firn, a word or two each.
-    pub fn other_cards(&self) -> Vec<String> {
+    /// The options through which the VM may send frames past Firn.
+    pub fn other_cards(&self) -> Vec<OtherCard> {
         cards::find_other_cards(&self.arguments)
     }
 

@@ -324,13 +324,36 @@ fn a_card_of_firns_gets_a_socket() {
 
 #[test]
 fn cards_that_are_not_firns_are_named() {
-    let others = |line: &str| plan_command(&command(line)).unwrap().other_cards();
+    let cards = |line: &str| plan_command(&command(line)).unwrap().other_cards();
+    let others =
+        |line: &str| -> Vec<String> { cards(line).into_iter().map(|card| card.option).collect() };
     let firns = "-netdev firn,id=b,uplink=/u";
     assert!(others(firns).is_empty() && others("-nodefaults").is_empty());
     assert!(others("-nic none").is_empty());
     assert_eq!(others("-m 1G"), ["QEMU's own card"]);
     let given = format!("{firns} -netdev user,id=a -nic tap");
     assert_eq!(others(&given), ["-netdev user,id=a", "-nic tap"]);
+    assert_eq!(cards("-netdev user,id=a")[0].id.as_deref(), Some("a"));
+}
+
+#[test]
+fn cards_whose_frames_pass_qemu_by_are_known() {
+    let bypass = |line: &str| plan_command(&command(line)).unwrap().other_cards()[0].bypass;
+    for seen in ["tap,id=a,vhost=off", "user,id=a", "tap,id=a,queues=1,fds=7", "bridge,id=a"] {
+        assert_eq!(bypass(&format!("-netdev {seen}")), None, "{seen}");
+    }
+    for vhost in [
+        "tap,id=a,vhost=on",
+        "tap,id=a,fd=3,vhostfd=4",
+        "vhost-user,id=a,chardev=c",
+        r#"{"type":"tap","fd":"3","vhost":true,"id":"a"}"#,
+    ] {
+        let words = ["q".to_owned(), "-netdev".to_owned(), vhost.to_owned()];
+        let card = plan_command(&words).unwrap().other_cards().remove(0);
+        assert!(card.bypass.is_some_and(|why| why.contains("vhost")), "{vhost}");
+    }
+    assert!(bypass("-netdev tap,id=a,queues=2").is_some_and(|why| why.contains("queues")));
+    assert!(bypass("-netdev tap,id=a,fds=3:4").is_some_and(|why| why.contains("queues")));
 }
 
 #[test]

@@ -10,6 +10,7 @@ mod hva;
 mod mtree;
 mod network;
 mod network_backends;
+mod network_cards;
 mod ramblock;
 mod registers;
 
@@ -17,6 +18,7 @@ pub use hva::parse_hva;
 pub use mtree::{FlatRange, FlatView, RangeKind, parse_mtree};
 pub use network::parse_card_address;
 pub use network_backends::parse_backends;
+pub use network_cards::{ConnectedCard, parse_connected_cards};
 pub use ramblock::{RamBlock, parse_ramblock};
 pub use registers::{VcpuRegisters, parse_registers};
 

@@ -16,8 +16,10 @@ use std::time::{Duration, Instant};
 
 use crate::client::StartReplyWriter;
 use crate::daemon::event_loop::VmSupervisor;
+use crate::devices::card_filters::FilterContext;
 use crate::devices::network::VmNetwork;
 use crate::devices::served_disks::ServedDisks;
+use crate::hypervisor::qemu;
 use crate::operations::restore::{self, RestoreChoices};
 use crate::operations::standby;
 use crate::operations::vm_operations::QemuOperations;
@@ -115,8 +117,9 @@ impl NewSupervisor {
         let overlays = before.as_ref().map(|it| it.overlays.clone()).unwrap_or_default();
         let shut = before.as_ref().is_some_and(|journal| journal.shut);
         let lease = before.as_ref().and_then(|journal| journal.lease);
+        let filters = before.as_ref().map(|it| it.filters.clone()).unwrap_or_default();
         let new = Journal::new(vm.name().clone(), launching);
-        let journal = Journal { hypervisor_record, overlays, shut, lease, ..new };
+        let journal = Journal { hypervisor_record, overlays, shut, lease, filters, ..new };
         let journal =
             JournalFile::create(vm.journal_file(), journal).while_doing("writing the journal")?;
         Ok(Self { vm: vm.clone(), journal: Arc::new(journal), before, role })
@@ -308,7 +311,7 @@ fn manage_vm(
     ready: impl FnOnce(),
 ) -> io::Result<()> {
     let hypervisor = started.hypervisor;
-    let network = started.network.unwrap_or_else(|| open_network(&journal));
+    let network = started.network.unwrap_or_else(|| open_network(vm, &journal));
     network.set_lease(&vm.lease_file(), journal.current_journal().lease);
     if started.standby.is_none() {
         network.plug_uplinks();
@@ -332,7 +335,7 @@ fn manage_vm(
 
 /// Opens the network cards. If that fails, the VM continues without them, and the journal records
 /// it.
-fn open_network(journal: &JournalFile) -> Arc<VmNetwork> {
+fn open_network(vm: &VmDir, journal: &JournalFile) -> Arc<VmNetwork> {
     let Journal { hypervisor_record, shut, .. } = journal.current_journal();
     let open = |hypervisor_record: &HypervisorRecord| {
         VmNetwork::open_cards(
@@ -343,14 +346,37 @@ fn open_network(journal: &JournalFile) -> Arc<VmNetwork> {
         )
     };
     let opened = hypervisor_record.as_ref().map_or_else(|| Ok(VmNetwork::default()), open);
-    Arc::new(opened.unwrap_or_else(|failure| {
-        let text = format!("the VM has no network: {failure}");
-        tracing::error!("{text}");
-        if let Err(error) = journal.update(|journal| journal.record_failure(text)) {
-            tracing::error!("{error}");
-        }
+    let network = opened.unwrap_or_else(|failure| {
+        record_network_failure(journal, &failure);
         VmNetwork::default()
-    }))
+    });
+    if let Err(failure) = take_over_filters(vm, journal, &network) {
+        record_network_failure(journal, &failure);
+    }
+    Arc::new(network)
+}
+
+/// Continues with the filters of a dead supervisor, or removes them.
+fn take_over_filters(
+    vm: &VmDir,
+    journal: &JournalFile,
+    network: &VmNetwork,
+) -> Result<(), Failure> {
+    let Journal { hypervisor_record, shut, lease, filters, .. } = journal.current_journal();
+    let Some(hypervisor_record) = hypervisor_record.filter(|_| !filters.is_empty()) else {
+        return Ok(());
+    };
+    let mut qemu = qemu::connect_monitor(&hypervisor_record)?;
+    let context = FilterContext { qemu: &mut qemu, vm, journal };
+    network.take_over_filters(context, shut || lease.is_some(), !shut)
+}
+
+fn record_network_failure(journal: &JournalFile, failure: &Failure) {
+    let text = format!("the VM has no network: {failure}");
+    tracing::error!("{text}");
+    if let Err(error) = journal.update(|journal| journal.record_failure(text)) {
+        tracing::error!("{error}");
+    }
 }
 
 /// Serves again the disks of a VM that lives.

@@ -13,12 +13,16 @@
 //! if it has failed over. So no frame leaves any more until a release states that this VM is the
 //! one that continues. The journal records that too, for a successor.
 //!
+//! **Filtered.** A card that is not Firn's own has filters of QEMU while it is protected
+//! (`card_filters`), and a port like the others.
+//!
 //! **Leased.** Where hosts agree which of them may run a VM (`firn-membership`), frames leave only
 //! while this host's lease is held, as a page states that the agent writes (`firn_net::lease`). The
 //! journal has the generation that the lease must belong to.
 
 use std::os::fd::{AsFd, AsRawFd, BorrowedFd, OwnedFd};
 use std::path::{Path, PathBuf};
+use std::sync::{Mutex, MutexGuard, PoisonError};
 use std::thread;
 use std::time::{Duration, Instant};
 
@@ -35,6 +39,7 @@ use firn_vmm::command_line::{self, CardPlan, CardUplink as Named};
 use serde::{Deserialize, Serialize};
 use serde_json::Value;
 
+use crate::devices::card_filters::{FilterContext, FilteredCard};
 use crate::hypervisor::qemu;
 use crate::processes::runtime::VmDir;
 use crate::records::control_protocol::{MemberCard, MemberRequest};
@@ -57,8 +62,11 @@ pub(crate) const OUTPUT_BLOCKED: &str =
 pub struct CardStatus {
     /// Its back end's id on QEMU's command line.
     pub id: String,
-    /// The socket that its frames go to.
+    /// The socket that its frames go to; empty if the card has filters.
     pub uplink: PathBuf,
+    /// The card is not Firn's own: filters of QEMU pass its frames to Firn.
+    #[serde(default)]
+    pub filtered: bool,
     /// A process at the uplink is connected.
     pub connected: bool,
     /// Frames leave at once. Otherwise they wait until their epoch is committed.
@@ -166,9 +174,14 @@ fn socket_inode(socket: &OwnedFd) -> Result<u64, Failure> {
     Ok(rustix::fs::fstat(socket).while_doing("examining a network card's socket")?.st_ino)
 }
 
-/// All network cards of a VM.
+/// All network cards of a VM whose frames pass through Firn.
 #[derive(Debug, Default)]
-pub(crate) struct VmNetwork(Vec<(NetworkCard, NicPort)>);
+pub(crate) struct VmNetwork {
+    /// Firn's own cards.
+    cards: Vec<(NetworkCard, NicPort)>,
+    /// Cards that have filters.
+    filtered: Mutex<Vec<FilteredCard>>,
+}
 
 impl VmNetwork {
     /// Copies the sockets from the hypervisor. `connections` are the existing ones; with `is_open`,
@@ -191,7 +204,53 @@ impl VmNetwork {
                 .while_doing(format!("opening the network card {}", card.id))?;
             Ok((card.clone(), port))
         };
-        Ok(Self(cards.iter().zip(connections).map(open).collect::<Result<_, Failure>>()?))
+        let cards = cards.iter().zip(connections).map(open).collect::<Result<_, Failure>>()?;
+        Ok(Self { cards, filtered: Mutex::default() })
+    }
+
+    /// Adds filters to the cards that are not Firn's own, before a protection. Returns a text about
+    /// each card that can't have any.
+    pub(crate) fn add_filters(
+        &self,
+        mut context: FilterContext<'_>,
+        hypervisor_record: &HypervisorRecord,
+    ) -> Result<Vec<String>, Failure> {
+        let mut filtered = self.lock_filtered();
+        let (added, unfiltered) = context.add_filters(hypervisor_record, &filtered)?;
+        filtered.extend(added);
+        Ok(unfiltered)
+    }
+
+    /// Continues with the filters of a dead supervisor: see [`FilterContext::take_over`].
+    pub(crate) fn take_over_filters(
+        &self,
+        mut context: FilterContext<'_>,
+        stays: bool,
+        is_open: bool,
+    ) -> Result<(), Failure> {
+        self.lock_filtered().extend(context.take_over(stays, is_open)?);
+        Ok(())
+    }
+
+    /// Removes all filters. The output is open.
+    pub(crate) fn remove_filters(&self, mut context: FilterContext<'_>) -> Result<(), Failure> {
+        let filtered = std::mem::take(&mut *self.lock_filtered());
+        context.remove_filters(filtered)
+    }
+
+    /// Whether any card has filters.
+    pub(crate) fn has_filters(&self) -> bool {
+        !self.lock_filtered().is_empty()
+    }
+
+    fn lock_filtered(&self) -> MutexGuard<'_, Vec<FilteredCard>> {
+        self.filtered.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// Applies a function to all ports.
+    fn for_each_port(&self, apply: impl Fn(&NicPort)) {
+        self.ports().for_each(&apply);
+        self.lock_filtered().iter().for_each(|card| apply(&card.port));
     }
 
     /// Connects each card to its uplink.
@@ -201,27 +260,29 @@ impl VmNetwork {
 
     /// Begins to buffer output, for a protection.
     pub(crate) fn begin_protection(&self) {
-        self.ports().for_each(NicPort::begin_protection);
+        self.for_each_port(NicPort::begin_protection);
     }
 
     /// Makes room for the VM's frames, because it is about to be paused.
     pub(crate) fn prepare_pause(&self) {
-        self.ports().for_each(NicPort::prepare_pause);
+        self.for_each_port(NicPort::prepare_pause);
     }
 
     /// Ends what [`Self::prepare_pause`] began: the VM could not be paused, or it continues.
     pub(crate) fn end_pause(&self) {
-        self.ports().for_each(NicPort::finish_pause);
+        self.for_each_port(NicPort::finish_pause);
     }
 
     /// Ends an epoch while the VM is paused.
     pub(crate) fn cut_epoch(&self, epoch: Epoch) -> Option<NicEpoch> {
+        // A member of a cluster has no card with filters.
+        self.lock_filtered().iter().for_each(|card| drop(card.port.cut_epoch(epoch)));
         self.ports().fold(None, |of, port| port.cut_epoch(epoch).or(of))
     }
 
     /// Releases the output of an epoch that is committed.
     pub(crate) fn commit_epoch(&self, epoch: Epoch) {
-        self.ports().for_each(|port| port.commit_epoch(epoch));
+        self.for_each_port(|port| port.commit_epoch(epoch));
     }
 
     /// Answers a request of the coordinator of a cluster's global checkpoints.
@@ -230,7 +291,7 @@ impl VmNetwork {
         request: &MemberRequest,
         hypervisor_record: &HypervisorRecord,
     ) -> Result<Value, Failure> {
-        let [(card, port)] = &self.0[..] else { return Err(no_card()) };
+        let [(card, port)] = &self.cards[..] else { return Err(no_card()) };
         let done = |is_done: bool| is_done.then_some(Value::Null);
         match request {
             MemberRequest::Card => {
@@ -301,13 +362,13 @@ impl VmNetwork {
 
     /// Releases all output: no failover can undo what sent it any more.
     pub(crate) fn release_output(&self) {
-        self.ports().for_each(NicPort::release_output);
+        self.for_each_port(NicPort::release_output);
     }
 
     /// Sets the lease that frames need from now on, by the page that holds it; with `None` they
     /// need none.
     pub(crate) fn set_lease(&self, page: &Path, lease: Option<u32>) {
-        self.ports().for_each(|port| {
+        self.for_each_port(|port| {
             port.set_lease(lease.map(|generation| OutputLease::new(page, generation)))
         });
     }
@@ -315,15 +376,26 @@ impl VmNetwork {
     /// Whether there are cards whose output is buffered.
     pub(crate) fn is_output_blocked(&self) -> bool {
         self.ports().any(|port| !port.is_open())
+            || self.lock_filtered().iter().any(|card| !card.port.is_open())
     }
 
     /// The status of each card.
     pub(crate) fn card_statuses(&self) -> Vec<CardStatus> {
-        self.0.iter().map(|(card, port)| card_status(card, &port.port_status())).collect()
+        let own = self.cards.iter();
+        let mut statuses: Vec<CardStatus> = own
+            .map(|(card, port)| card_status(&card.id, &card.uplink, &port.port_status()))
+            .collect();
+        let filtered = self.lock_filtered();
+        statuses.extend(filtered.iter().map(|card| {
+            let netdev = &card.filter.netdev;
+            let status = card_status(netdev, Path::new(""), &card.port.port_status());
+            CardStatus { filtered: true, ..status }
+        }));
+        statuses
     }
 
     fn ports(&self) -> impl Iterator<Item = &NicPort> {
-        self.0.iter().map(|(_, port)| port)
+        self.cards.iter().map(|(_, port)| port)
     }
 }
 
@@ -393,10 +465,11 @@ fn socket_of(
     }
 }
 
-fn card_status(card: &NetworkCard, now: &port::PortStatus) -> CardStatus {
+fn card_status(id: &str, uplink: &Path, now: &port::PortStatus) -> CardStatus {
     CardStatus {
-        id: card.id.clone(),
-        uplink: card.uplink.clone(),
+        id: id.to_owned(),
+        uplink: uplink.to_owned(),
+        filtered: false,
         connected: now.is_connected,
         open: now.is_open,
         waits_for_lease: now.waits_for_lease,

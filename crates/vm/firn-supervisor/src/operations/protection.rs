@@ -15,7 +15,6 @@ use firn_epochs::primary::{
 };
 use firn_epochs::protection_end::ProtectionEnd;
 use firn_epochs::wire::{self, PrimaryHello};
-use firn_vmm::command_line;
 use serde::{Deserialize, Serialize};
 
 use crate::devices::network::VmNetwork;
@@ -37,7 +36,8 @@ pub struct ProtectionStatus {
     pub to: String,
     /// Milliseconds between cuts.
     pub interval_ms: u64,
-    /// Network cards whose output is not buffered, as the VM's command line has them.
+    /// Network cards whose output is not buffered, as the VM's command line has them, each with the
+    /// reason.
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
     pub not_held: Vec<String>,
     /// The newest epoch that was cut.
@@ -215,6 +215,8 @@ pub(crate) struct ProtectedParts<'a> {
     pub(crate) hypervisor: &'a ProcessHandle,
     pub(crate) network: &'a VmNetwork,
     pub(crate) served: &'a ServedDisks,
+    /// Network cards whose output is not buffered.
+    pub(crate) not_held: Vec<String>,
 }
 
 /// The protection of a VM, if it is protected.
@@ -278,7 +280,7 @@ impl VmProtection {
         (begun, progress): (&dyn Fn(), &dyn Fn(OperationProgress)),
         end: &Mutex<Option<ProtectionEnd>>,
     ) -> Result<(), ProtectionFailure> {
-        let ProtectedParts { hypervisor, network, served } = *with;
+        let ProtectedParts { hypervisor, network, served, .. } = *with;
         let to = request.to.to_string();
         let meta =
             serde_json::to_value(&hypervisor_record.meta).while_doing("describing the VM")?;
@@ -299,9 +301,7 @@ impl VmProtection {
         let (version, leased) = (wire::VERSION, request.lease.is_some());
         let hello = PrimaryHello { version, regions, disks, leased, member, meta };
         let interval_ms = request.interval_ms;
-        let not_held = command_line::plan_command(&hypervisor_record.meta.qemu.user_args)
-            .map(|plan| plan.other_cards())
-            .unwrap_or_default();
+        let not_held = with.not_held.clone();
         let now = ProtectionStatus {
             to: to.clone(),
             interval_ms,

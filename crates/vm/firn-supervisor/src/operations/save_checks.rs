@@ -1,7 +1,7 @@
 //! Why a VM can't be saved, whichever strategy is chosen.
 
 use crate::records::failure::{Failure, FailureKind};
-use crate::records::journal::HypervisorRecord;
+use crate::records::journal::{HypervisorRecord, Journal};
 
 /// Refuses a VM with disks that images can't contain yet.
 pub(crate) fn refuse_served_disks(hypervisor_record: &HypervisorRecord) -> Result<(), Failure> {
@@ -12,6 +12,17 @@ pub(crate) fn refuse_served_disks(hypervisor_record: &HypervisorRecord) -> Resul
     );
     let failure = Failure::new(FailureKind::Refused, text);
     Err(failure.with_hint("start the VM without firn=on to save it, or protect it instead"))
+}
+
+/// Refuses a VM whose output is blocked by filters: a restored VM has none, and would send.
+pub(crate) fn refuse_filtered_output(journal: &Journal) -> Result<(), Failure> {
+    if !journal.shut || journal.filters.is_empty() {
+        return Ok(());
+    }
+    let text =
+        "the VM's output is blocked, because its standby may run, and a restored VM would send";
+    let failure = Failure::new(FailureKind::Refused, text);
+    Err(failure.with_hint("`firn release` releases the output, if the standby never runs the VM"))
 }
 
 /// Refuses a VM whose state QEMU can't save.

@@ -31,6 +31,7 @@ use firn_vmm::QemuVm;
 use firn_vmm::command_line::{self, CommandLineError, RamPlan};
 use serde_json::json;
 
+use crate::devices::card_filters::FilterContext;
 use crate::devices::disk_kinds::check_disk_kinds;
 use crate::devices::network::{CardSockets, VmNetwork};
 use crate::devices::served_disks::ServedDisks;
@@ -40,6 +41,7 @@ use crate::operations::restore_task::RestoreTask;
 use crate::operations::standby_files::find_free_name;
 use crate::operations::vm_start::{self, HypervisorChild, StartContext, StartedVm};
 use crate::processes::programs;
+use crate::processes::runtime::VmDir;
 use crate::records::control_protocol::{FailoverMember, FailoverRequest, OperationProgress};
 use crate::records::failure::{self, Failure, FailureContext, FailureKind};
 use crate::records::journal::{Journal, JournalFile, VmPhase};
@@ -200,17 +202,9 @@ impl PreparedStandby {
         let (vm, process, journal) = (self.vm, self.process, context.clone_journal());
         let network = Arc::clone(&self.network);
         let taking = Arc::clone(&takeover);
-        let page = context.vm.lease_file();
-        let work = StandbyTask {
-            receiver,
-            standby,
-            vm,
-            process,
-            journal,
-            network,
-            takeover: taking,
-            page,
-        };
+        let dir = context.vm.clone();
+        let work =
+            StandbyTask { receiver, standby, vm, process, journal, network, takeover: taking, dir };
         let restoring = Some(work.into_task());
         let hypervisor = self.child.keep_running()?;
         let standby = Some(takeover);
@@ -248,8 +242,7 @@ struct StandbyTask {
     journal: Arc<JournalFile>,
     network: Arc<VmNetwork>,
     takeover: Arc<StandbyControl>,
-    /// The lease file.
-    page: PathBuf,
+    dir: VmDir,
 }
 
 impl StandbyTask {
@@ -267,7 +260,7 @@ impl StandbyTask {
         takeover.part_from_primary(&mut self.receiver);
         let FailoverRequest { lease, member: to, .. } = self.takeover.wait_for_failover(&ended);
         let since = Instant::now();
-        let Self { standby, mut vm, process, journal, network, page, .. } = self;
+        let Self { standby, mut vm, process, journal, network, dir, .. } = self;
         let committed = standby
             .promote_at(to.map(|to| to.epoch))
             .map_err(|error| Failure::from_error(FailureKind::Other, &error))?;
@@ -285,7 +278,10 @@ impl StandbyTask {
         };
         journal.update(own).while_doing("writing the journal")?;
         firn_fault::pass_point("failover.started");
-        network.set_lease(&page, lease);
+        if lease.is_some() {
+            add_leased_filters(&mut vm, &dir, &journal, &network);
+        }
+        network.set_lease(&dir.lease_file(), lease);
         if let (Some((of, kept)), Some(FailoverMember { generation, .. })) = (card, to) {
             network.resume_as_member(&ClusterMembership { generation, ..of }, epoch, &kept);
         }
@@ -297,6 +293,20 @@ impl StandbyTask {
         let took_ms = since.elapsed().as_secs_f64() * 1e3;
         tracing::info!("runs from the end of {epoch}, after {took_ms:.1} ms");
         Ok(json!({ "epoch": epoch, "took_ms": took_ms }))
+    }
+}
+
+/// Adds filters to the network cards that are not Firn's own, because the VM's frames may leave only
+/// while a lease is held. If that fails, the VM runs all the same, as one whose cards can't have
+/// filters.
+fn add_leased_filters(qemu: &mut QemuVm, vm: &VmDir, journal: &JournalFile, network: &VmNetwork) {
+    let Some(hypervisor_record) = journal.current_journal().hypervisor_record else { return };
+    let context = FilterContext { qemu, vm, journal };
+    match network.add_filters(context, &hypervisor_record) {
+        Ok(unfiltered) => unfiltered
+            .iter()
+            .for_each(|card| tracing::warn!("no lease holds back what the VM sends by {card}")),
+        Err(failure) => tracing::warn!("no lease holds back what the VM sends: {failure}"),
     }
 }
 

@@ -14,13 +14,14 @@ use firn_epochs::guest;
 use firn_vmm::QemuVm;
 use serde::{Deserialize, Serialize};
 
+use crate::devices::card_filters;
 use crate::devices::disk_copies::DiskPolicy;
 use crate::devices::disk_snapshots::DiskSnapshots;
 use crate::devices::served_disks::ServedDisks;
 use crate::hypervisor::qemu::VmMemory;
 use crate::hypervisor::{inspection, qemu};
 use crate::operations::dirty_tracking;
-use crate::operations::save_checks::{refuse_blocked, refuse_served_disks};
+use crate::operations::save_checks::{refuse_blocked, refuse_filtered_output, refuse_served_disks};
 use crate::records::control_protocol::{SaveChoices, SaveRequest};
 use crate::records::failure::{Failure, FailureContext, FailureKind};
 use crate::records::journal::{HypervisorRecord, Journal};
@@ -106,6 +107,7 @@ impl CheckedVm<'_> {
 
     fn check_save(&self, vm: &mut QemuVm, then_stop: bool) -> Result<(), Failure> {
         refuse_served_disks(self.hypervisor_record)?;
+        refuse_filtered_output(self.journal)?;
         refuse_blocked(vm.migration_blockers().while_doing("querying migration blockers")?)?;
         inspection::check_restorable(vm, self.hypervisor_record, false)?;
         let (image, choices) = (PathBuf::from("/image.firn"), SaveChoices::default());
@@ -125,7 +127,9 @@ impl CheckedVm<'_> {
         inspection::check_protectable(vm, self.hypervisor_record)?;
         guest::check_protectable(vm, &memory.guest, &self.served.epoch_disks())
             .map_err(|error| Failure::from_error(FailureKind::Refused, &error))?;
-        Ok(None)
+        let unfiltered = card_filters::predict_unfiltered(vm, self.hypervisor_record)?;
+        let limit = format!("output is not buffered through {}", unfiltered.join(", "));
+        Ok((!unfiltered.is_empty()).then_some(limit))
     }
 }
 

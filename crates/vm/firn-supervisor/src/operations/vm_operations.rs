@@ -17,6 +17,7 @@ use firn_vmm::{MemoryLayout, QemuVm};
 use serde_json::json;
 
 use crate::daemon::event_loop::VmOperations;
+use crate::devices::card_filters::FilterContext;
 use crate::devices::disk_copies::{self, DiskPolicy};
 use crate::devices::disk_layers::{self, LayerMerger};
 use crate::devices::disk_snapshots::{self, DiskSnapshots};
@@ -30,7 +31,7 @@ use crate::operations::dirty_tracking::{self, DirtyTracking};
 use crate::operations::protection::{
     ProtectedParts, ProtectionFailure, ProtectionStatus, VmProtection,
 };
-use crate::operations::save_checks::{refuse_blocked, refuse_served_disks};
+use crate::operations::save_checks::{refuse_blocked, refuse_filtered_output, refuse_served_disks};
 use crate::operations::save_tries;
 use crate::operations::vm_checks::CheckedVm;
 use crate::processes::identity::ProcessHandle;
@@ -111,14 +112,19 @@ impl VmOperations for QemuOperations {
         self.enter_phase(VmPhase::Protecting { paused_by_us: false }, |journal| {
             (journal.protection_end, journal.hung) = (None, false);
         })?;
-        let context = ProtectedParts {
-            hypervisor: &self.hypervisor,
-            network: &self.network,
-            served: &self.served,
+        let (end, ended) = match self.add_filters(&hypervisor_record, request.lease) {
+            Ok(not_held) => {
+                let context = ProtectedParts {
+                    hypervisor: &self.hypervisor,
+                    network: &self.network,
+                    served: &self.served,
+                    not_held,
+                };
+                let records = (&hypervisor_record, &self.journal);
+                self.protecting.run_protection(records, request, &context, ending, begun, progress)
+            }
+            Err(failure) => (None, Err(failure.into())),
         };
-        let records = (&hypervisor_record, &self.journal);
-        let (end, ended) =
-            self.protecting.run_protection(records, request, &context, ending, begun, progress);
         let is_hung = ended.as_ref().is_err_and(|it| it.is_hung);
         if ended.as_ref().is_err_and(|it| it.is_declined) && self.is_output_ungoverned() {
             // No other host can run the VM.
@@ -129,6 +135,9 @@ impl VmOperations for QemuOperations {
             false => self.explain_end_during_save(failure),
         });
         let shut = self.network.is_output_blocked();
+        if !shut && self.is_output_ungoverned() {
+            self.remove_filters_later();
+        }
         let held = if shut { OUTPUT_BLOCKED } else { "" };
         self.enter_phase(VmPhase::Running, |journal| {
             journal.shut |= shut;
@@ -153,7 +162,7 @@ impl VmOperations for QemuOperations {
     }
 
     fn release_output(&self) -> Result<bool, Failure> {
-        let was_shut = self.network.is_output_blocked();
+        let was_shut = self.network.is_output_blocked() || self.network.has_filters();
         let change = |journal: &mut Journal| {
             (journal.shut, journal.lease) = (false, None);
             journal
@@ -165,6 +174,7 @@ impl VmOperations for QemuOperations {
         self.journal.update(change).while_doing("writing the journal")?;
         self.network.release_output();
         self.network.set_lease(&self.vm.lease_file(), None);
+        self.remove_filters()?;
         Ok(was_shut || had_lease)
     }
 
@@ -178,7 +188,11 @@ impl VmOperations for QemuOperations {
         };
         self.journal.update(change).while_doing("writing the journal")?;
         self.network.release_output();
-        Ok(())
+        match self.journal.current_journal().lease {
+            // The filters obey it.
+            Some(_) => Ok(()),
+            None => self.remove_filters(),
+        }
     }
 
     fn answer_member_request(&self, request: &MemberRequest) -> Result<serde_json::Value, Failure> {
@@ -305,6 +319,47 @@ impl QemuOperations {
         self.journal.current_journal().lease.is_none() && !self.is_member()
     }
 
+    /// Adds filters to the network cards that are not Firn's own. Returns a text about each card that
+    /// can't have any.
+    fn add_filters(
+        &self,
+        hypervisor_record: &HypervisorRecord,
+        lease: Option<u32>,
+    ) -> Result<Vec<String>, Failure> {
+        let mut qemu = qemu::connect_monitor(hypervisor_record)?;
+        let context = self.filter_context(&mut qemu);
+        let not_held = self.network.add_filters(context, hypervisor_record)?;
+        self.network.set_lease(&self.vm.lease_file(), lease);
+        Ok(not_held)
+    }
+
+    /// Removes all filters. The output is open.
+    fn remove_filters(&self) -> Result<(), Failure> {
+        if !self.network.has_filters() {
+            return Ok(());
+        }
+        let hint = "the VM's output is released; `firn release` tries again";
+        let mut qemu = qemu::connect_monitor(&self.hypervisor_record()?)
+            .map_err(|failure| failure.with_hint(hint))?;
+        self.network
+            .remove_filters(self.filter_context(&mut qemu))
+            .map_err(|failure| failure.with_hint(hint))
+    }
+
+    /// The same, at the end of a protection, whose result is not that of the removal.
+    fn remove_filters_later(&self) {
+        if self.hypervisor.wait_gone(Duration::ZERO).unwrap_or(false) {
+            return;
+        }
+        if let Err(failure) = self.remove_filters() {
+            tracing::warn!("{failure}");
+        }
+    }
+
+    fn filter_context<'a>(&'a self, qemu: &'a mut QemuVm) -> FilterContext<'a> {
+        FilterContext { qemu, vm: &self.vm, journal: &self.journal }
+    }
+
     /// Merges layers before a drive has more of them than a save accepts.
     fn shorten_chains(
         &self,
@@ -368,6 +423,7 @@ impl QemuOperations {
         firn_fault::pass_point("save.asked");
         let hypervisor_record = self.hypervisor_record()?;
         refuse_served_disks(&hypervisor_record)?;
+        refuse_filtered_output(&self.journal.current_journal())?;
         self.shorten_chains(&hypervisor_record, cancel, progress)?;
         let explain = |failure: Failure| match failure.kind {
             FailureKind::Refused | FailureKind::Interrupted => failure,

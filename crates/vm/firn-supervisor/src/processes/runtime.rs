@@ -31,6 +31,7 @@ use std::os::unix::fs::{DirBuilderExt, MetadataExt, PermissionsExt};
 use std::path::{Path, PathBuf};
 use std::time::Duration;
 
+use firn_vmm::FilterSide;
 use thiserror::Error;
 
 use crate::records::name::{NetworkName, VmName};
@@ -183,6 +184,11 @@ impl VmDir {
     /// The socket on which disks are served, if the VM has any.
     pub fn disks_socket(&self) -> PathBuf {
         self.path.join("disks.sock")
+    }
+
+    /// The socket of a filter of the network card with this number, if the card has filters.
+    pub fn filter_socket(&self, number: u32, side: FilterSide) -> PathBuf {
+        self.path.join(format!("card{number}.{}", side.word()))
     }
 
     /// The socket of the plugin that records stores, if the VM has one.

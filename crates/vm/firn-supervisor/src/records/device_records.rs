@@ -23,6 +23,15 @@ pub struct NetworkCard {
     pub theirs: Option<(i32, u64)>,
 }
 
+/// The filters that a card has which is not Firn's own, while its frames pass through Firn.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub struct CardFilter {
+    /// The number in the names of the filters and of their sockets.
+    pub number: u32,
+    /// QEMU's name of the back end that has the filters.
+    pub netdev: String,
+}
+
 /// A disk that a supervisor serves.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct ServedDisk {

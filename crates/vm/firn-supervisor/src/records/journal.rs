@@ -35,7 +35,7 @@ use serde::{Deserialize, Serialize};
 use thiserror::Error;
 
 use crate::processes::identity::ProcessIdentity;
-use crate::records::device_records::{DriveSnapshot, NetworkCard, ServedDisk};
+use crate::records::device_records::{CardFilter, DriveSnapshot, NetworkCard, ServedDisk};
 use crate::records::failure::Failure;
 use crate::records::family::FamilyRecord;
 use crate::records::meta::ImageMeta;
@@ -114,6 +114,9 @@ pub struct Journal {
     /// Its output leaves only while the lease of this generation is held.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub lease: Option<u32>,
+    /// The filters that its network cards have, or are about to get.
+    #[serde(default, skip_serializing_if = "Vec::is_empty")]
+    pub filters: Vec<CardFilter>,
     /// How its protection ended, if it was protected: the reason why its standby is or is not
     /// needed.
     #[serde(default, skip_serializing_if = "Option::is_none")]
@@ -332,6 +335,7 @@ impl Journal {
             copies: Vec::new(),
             shut: false,
             lease: None,
+            filters: Vec::new(),
             protection_end: None,
             domain: None,
             family: None,

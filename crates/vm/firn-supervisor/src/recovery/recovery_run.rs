@@ -6,6 +6,7 @@ use std::sync::Arc;
 use std::time::Instant;
 
 use firn_memory::{PageFaults, Tracee};
+use firn_vmm::{FilterSide, QemuVm};
 use serde_json::json;
 
 use crate::daemon::event_loop;
@@ -260,18 +261,29 @@ impl RecoveryRun<'_> {
         let hypervisor_record = self.hypervisor_record()?;
         close_page_faults(&hypervisor_record)?;
         resume_vm(&hypervisor_record, cont)?;
-        let state = qemu::connect_monitor(&hypervisor_record)?
-            .status()
-            .while_doing("querying whether the VM runs")?;
+        let mut vm = qemu::connect_monitor(&hypervisor_record)?;
+        let state = vm.status().while_doing("querying whether the VM runs")?;
         let how = if state.running { "the VM runs on" } else { "the VM stands still" };
         // The standby may run any epoch that it has, except the newest.
-        let is_output_blocked = !hypervisor_record.cards.is_empty();
+        let is_output_blocked =
+            !hypervisor_record.cards.is_empty() || self.has_filter_in_force(&mut vm)?;
         let held = if is_output_blocked { OUTPUT_BLOCKED } else { "" };
         let text = format!("the VM is not protected any more: the supervisor died; {how}{held}");
         self.record_running(|journal| {
             journal.shut |= is_output_blocked;
             journal.record_failure(text);
         })
+    }
+
+    /// Whether a filter gives Firn the frames of a card. Before all cards have one there was no cut.
+    fn has_filter_in_force(&self, vm: &mut QemuVm) -> Result<bool, Failure> {
+        for filter in self.journal.current_journal().filters {
+            let is_there = vm.has_filter(filter.number, FilterSide::Captured);
+            if is_there.while_doing("querying the filters of a network card")? {
+                return Ok(true);
+            }
+        }
+        Ok(false)
     }
 
     /// Ends a merge. Its record is settled before the guest runs again.

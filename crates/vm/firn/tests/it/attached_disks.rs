@@ -17,10 +17,10 @@ const MACHINE: [&str; 8] =
     ["qemu-system-x86_64", "-M", "pc", "-m", "64", "-nodefaults", "-display", "none"];
 
 /// A QEMU that its user started, with a monitor for Firn and one for the test.
-struct OwnQemu {
+pub struct OwnQemu {
     args: Vec<String>,
-    dir: PathBuf,
-    child: Child,
+    pub dir: PathBuf,
+    pub child: Child,
 }
 
 impl OwnQemu {
@@ -42,13 +42,13 @@ impl OwnQemu {
     }
 
     /// A guest that writes to disks, in shared memory.
-    fn guest(vm: &Vm) -> Self {
+    pub fn guest(vm: &Vm) -> Self {
         let ram = "memory-backend-memfd,id=ram,size=192M,share=on";
         let shared = ["-object", ram, "-machine", "memory-backend=ram"].map(str::to_owned);
         Self::start(&vm.session, vm.qemu_args().into_iter().chain(shared).collect())
     }
 
-    fn attach(&self, session: &Session) {
+    pub fn attach(&self, session: &Session) {
         let (pid, qmp) = (self.child.id().to_string(), self.dir.join("qmp"));
         eventually("the monitor", PATIENCE, || qmp.exists());
         session.firn(&["attach", "web", "--pid", &pid, "--qmp", text(&qmp)]).succeeds();
@@ -68,7 +68,7 @@ impl OwnQemu {
         }
     }
 
-    fn monitor(&self) -> firn_vmm::QemuVm {
+    pub fn monitor(&self) -> firn_vmm::QemuVm {
         let path = self.dir.join("monitor");
         eventually("the monitor", PATIENCE, || path.exists());
         firn_vmm::QemuVm::connect(&path).unwrap()

@@ -150,6 +150,11 @@ struct Hosts {
 
 impl Hosts {
     fn start(kind: Kind) -> Self {
+        Self::start_with(kind, |uplink| format!("firn,id=net,uplink={uplink}"))
+    }
+
+    /// The same, with another back end for its card.
+    fn start_with(kind: Kind, netdev: fn(&str) -> String) -> Self {
         let (vm, others, site) =
             (Vm::one_of_hosts(), [Session::new(), Session::new()], Site::new());
         let outside = Outside::start();
@@ -162,7 +167,7 @@ impl Hosts {
             Agent::spawn(site.command(host, &Session::program_beside("firn-agent")), session)
         };
         let agents = sessions.iter().enumerate().map(start).collect();
-        let netdev = format!("firn,id=net,uplink={}", text(&uplink));
+        let netdev = netdev(text(&uplink));
         let card = ["-netdev", &netdev, "-device", "virtio-net-pci,netdev=net,romfile="];
         let vm = vm.with(&card).booted_with(&[]);
         let mut control = vm.control();
@@ -317,7 +322,25 @@ fn also_where_hosts_agree_by_etcd() {
 /// Everything of a host stands still, and wakes when its VM runs elsewhere: nothing of the old one is heard, and it is ended.
 #[test]
 fn a_frozen_host_that_wakes_sends_no_frame() {
-    let hosts = Hosts::start(Kind::Embedded);
+    a_host_is_frozen(&Hosts::start(Kind::Embedded));
+}
+
+/// Nor through a card that is not Firn's own. At the other host it has filters from the start, because it needs the lease there.
+#[test]
+fn a_frozen_host_sends_no_frame_through_filters() {
+    let netdev =
+        |uplink: &str| format!("stream,id=net,server=off,addr.type=unix,addr.path={uplink}");
+    let hosts = Hosts::start_with(Kind::Embedded, netdev);
+    a_host_is_frozen(&hosts);
+    let b = &hosts.others[0];
+    assert_eq!(b.status("web")["network"][0]["filtered"], true);
+    b.firn(&["release", "web"]).succeeds();
+    eventually("it needs no lease", PATIENCE, || b.status("web")["lease"].is_null());
+    eventually("it has no filters", PATIENCE, || b.status("web")["network"].is_null());
+    hosts.outside.is_answered(20);
+}
+
+fn a_host_is_frozen(hosts: &Hosts) {
     hosts.protect();
     let processes = hosts.processes();
     let since = Instant::now();

@@ -23,6 +23,7 @@ mod epoch_disks;
 mod failover;
 mod faults;
 mod file_system;
+mod filters;
 mod forge;
 mod fork;
 mod guest_ends;

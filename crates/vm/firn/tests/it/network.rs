@@ -18,8 +18,12 @@ fn booted(outside: &Outside) -> Vm {
     let vm = Vm::one_of_hosts();
     let uplink = vm.session.path("uplink");
     outside.listen(&uplink);
-    let netdev = format!("firn,id=net,uplink={}", text(&uplink));
-    let card = ["-netdev", &netdev, "-device", "virtio-net-pci,netdev=net,romfile="];
+    booted_in(vm, outside, &format!("firn,id=net,uplink={}", text(&uplink)))
+}
+
+/// Such a guest, with this back end.
+pub fn booted_in(vm: Vm, outside: &Outside, netdev: &str) -> Vm {
+    let card = ["-netdev", netdev, "-device", "virtio-net-pci,netdev=net,romfile="];
     let vm = vm.with(&card).booted_with(&[]);
     let mut control = vm.control();
     control.spawn_job("count", &["firn-guest", "net-dma", "count"]).unwrap();
@@ -28,19 +32,19 @@ fn booted(outside: &Outside) -> Vm {
     vm
 }
 
-fn card(vm: &Vm, name: &str) -> serde_json::Value {
+pub fn card(vm: &Vm, name: &str) -> serde_json::Value {
     vm.session.status(name)["network"][0].clone()
 }
 
 /// Ends a standby so that its primary cannot know whether it runs: one that its user stops reports that, and holds nothing back.
-fn kill_standby(vm: &Vm, name: &str) {
+pub fn kill_standby(vm: &Vm, name: &str) {
     let status = vm.session.status(name);
     for process in ["guard_pid", "watcher_pid", "supervisor_pid", "pid"] {
         status[process].as_i64().into_iter().for_each(kill);
     }
 }
 
-fn some_time() -> Duration {
+pub fn some_time() -> Duration {
     let now = SystemTime::now().duration_since(SystemTime::UNIX_EPOCH).unwrap();
     Duration::from_millis(u64::from(now.subsec_micros()) % 300)
 }

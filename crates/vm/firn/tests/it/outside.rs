@@ -43,6 +43,8 @@ pub struct Heard {
     pub delays_ms: Vec<f64>,
     /// How many frames came by each connection.
     pub frames_by: Vec<u64>,
+    /// The connection by which the guest was heard last: there it is asked, as a switch does.
+    port: Option<usize>,
     /// How often the guest's address was announced.
     pub announced: u64,
     asked: BTreeMap<u64, Instant>,
@@ -51,13 +53,36 @@ pub struct Heard {
     numbers: BTreeMap<u64, u64>,
 }
 
+/// Who has connected to the uplink.
+struct Connection {
+    number: usize,
+    stream: UnixStream,
+    /// What is left of a frame of which a part was written.
+    rest: Vec<u8>,
+}
+
+impl Connection {
+    /// Sends a frame, if there is room. A frame that was begun is finished first. `false` if the other end is closed.
+    fn send(&mut self, frame: &[u8]) -> bool {
+        if self.rest.is_empty() {
+            self.rest.extend_from_slice(frame);
+        }
+        match self.stream.write(&self.rest) {
+            Ok(bytes) => drop(self.rest.drain(..bytes)),
+            Err(error) if error.kind() == io::ErrorKind::WouldBlock => {}
+            Err(_) => return false,
+        }
+        true
+    }
+}
+
 /// The client; it asks until it is dropped.
 #[derive(Default)]
 pub struct Outside(Arc<Station>);
 
 #[derive(Default)]
 struct Station {
-    connections: Mutex<Vec<UnixStream>>,
+    connections: Mutex<Vec<Connection>>,
     heard: Mutex<Heard>,
 }
 
@@ -85,12 +110,14 @@ impl Outside {
             for stream in listener.incoming().flatten() {
                 let Some(station) = station.upgrade() else { return };
                 stream.set_write_timeout(Some(EVERY)).unwrap();
-                station.connections.lock().unwrap().push(stream.try_clone().unwrap());
                 let number = {
                     let mut heard = station.heard.lock().unwrap();
                     heard.frames_by.push(0);
                     heard.frames_by.len() - 1
                 };
+                let (writer, rest) = (stream.try_clone().unwrap(), Vec::new());
+                let connection = Connection { number, stream: writer, rest };
+                station.connections.lock().unwrap().push(connection);
                 thread::spawn(move || station.hear(stream, number));
             }
         });
@@ -135,12 +162,12 @@ impl Station {
         self.heard.lock().unwrap().asked.insert(question, Instant::now());
         let frame = behind_length(&datagram(question));
         let mut connections = self.connections.lock().unwrap();
+        let port = self.heard.lock().unwrap().port;
+        let is_known = connections.iter().any(|connection| Some(connection.number) == port);
         // A guest that takes nothing now, such as one that boots, isn't asked now.
-        let is_there = |written: io::Result<()>| match written {
-            Err(error) => error.kind() == io::ErrorKind::WouldBlock,
-            Ok(()) => true,
-        };
-        connections.retain_mut(|stream| is_there(stream.write_all(&frame)));
+        connections.retain_mut(|connection| {
+            (is_known && Some(connection.number) != port) || connection.send(&frame)
+        });
     }
 
     fn hear(&self, mut stream: UnixStream, number: usize) {
@@ -150,7 +177,11 @@ impl Station {
             if stream.read_exact(&mut frame).is_err() {
                 return;
             }
-            self.heard.lock().unwrap().frames_by[number] += 1;
+            {
+                let mut heard = self.heard.lock().unwrap();
+                heard.frames_by[number] += 1;
+                heard.port = Some(number);
+            }
             match frame.get(12..14) {
                 Some(kind) if kind == ARP => {
                     if let Some(answer) = arp_answer(&frame) {
