@@ -29,6 +29,9 @@
 //! ([`CommandPlan::relocate_endpoints`]). [`CommandOverrides`] has the changes that its user
 //! requests.
 //!
+//! A restore of an image of unknown origin runs only options that open nothing of the host
+//! ([`find_host_accesses`]).
+//!
 //! Options in files become options of the command line ([`expand_option_files`]).
 //!
 //! The first word of a command line is the program.
@@ -42,6 +45,7 @@ mod disks;
 mod drives;
 mod endpoints;
 mod error;
+mod host_access;
 mod libvirt;
 mod needs;
 mod option_files;
@@ -57,6 +61,7 @@ pub use disks::{DiskPlan, with_disk};
 pub use drives::DriveFile;
 pub use endpoints::{EndpointRelocation, HostEndpoint};
 pub use error::CommandLineError;
+pub use host_access::{HostAccess, find_host_accesses};
 pub use libvirt::{PlainCommand, without_libvirt};
 pub use needs::{CommandNeeds, NamedDevice, SecretFile, find_needs};
 pub use option_files::expand_option_files;

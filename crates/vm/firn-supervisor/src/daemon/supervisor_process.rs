@@ -155,6 +155,7 @@ impl NewSupervisor {
                 mode,
                 on_error,
                 force,
+                trust,
                 account_use,
                 learn,
                 run,
@@ -166,7 +167,7 @@ impl NewSupervisor {
                 ..
             } => {
                 let (mode, force, account_use, learn) = (*mode, *force, *account_use, *learn);
-                let (on_error, run) = (*on_error, *run);
+                let (on_error, run, trust) = (*on_error, *run, *trust);
                 let (disks, disk_dir) = (*disks, disk_dir.as_deref());
                 let calls = plan.calls_file();
                 let choices = RestoreChoices {
@@ -174,6 +175,7 @@ impl NewSupervisor {
                     mode,
                     on_error,
                     force,
+                    trust,
                     account_use,
                     learn,
                     run,
