@@ -300,7 +300,7 @@ mod tests {
     #[test]
     fn the_files_that_the_description_names_are_accesses() {
         let named = disks(&meta("/etc/shadow", "raw"), &[]);
-        assert!(named[0].contains("/etc/shadow") && named[1].contains("/base"), "{named:?}");
+        assert!(named[0].contains("/base") && named[1].contains("/etc/shadow"), "{named:?}");
         let moved = [("/etc/shadow", "/mnt/a"), ("/base", "/mnt/b")];
         assert_eq!(disks(&meta("/etc/shadow", "raw"), &moved), [""; 0]);
         assert_eq!(disks(&meta("/etc/shadow", "raw"), &moved[..1]).len(), 1);

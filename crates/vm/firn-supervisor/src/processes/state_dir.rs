@@ -16,6 +16,7 @@ use std::fs::{self, DirBuilder};
 use std::io;
 use std::os::unix::fs::{DirBuilderExt, MetadataExt};
 use std::path::{Path, PathBuf};
+use std::thread;
 
 use rustix::rand::{GetRandomFlags, getrandom};
 use serde_json::json;
@@ -102,7 +103,8 @@ impl StateDir {
     fn make_key(&self) -> io::Result<()> {
         let mut key = [0; KEY_BYTES];
         getrandom(&mut key, GetRandomFlags::empty())?;
-        let draft = self.origin.join(format!(".key.{}", std::process::id()));
+        let draft =
+            self.origin.join(format!(".key.{}.{:?}", std::process::id(), thread::current().id()));
         firn_files::replace_private(&draft, &key)?;
         let linked = fs::hard_link(&draft, self.key_file());
         fs::remove_file(&draft)?;

@@ -136,7 +136,7 @@ fn a_malicious_description_does_nothing_without_trust() {
     }
     let forge = with_meta(&good, |meta| meta["domain_xml"] = json!("<domain type='qemu'/>"));
     write(&session, &forge);
-    let domain = ["restore", "bad.firn", "--libvirt", "--connect", "test:///default"];
+    let domain = ["restore", "bad.firn", "--libvirt"];
     does_nothing(&session, &bait, &domain, &["libvirt start a domain"]);
     let mut forge = good.clone();
     forge.set_version(2);
@@ -279,10 +279,14 @@ fn bombs_in_the_description_do_nothing() {
         eprintln!("{name}");
         write(&session, &forge);
         let start = Instant::now();
-        let refused = does_nothing(&session, &bait, &RESTORE, &[]);
+        // Some take more memory than their files explain.
+        let refused = session.firn(&RESTORE);
+        assert!(matches!(refused.code, 5 | 6), "{name}: exit {}: {}", refused.code, refused.err);
         assert!(refused.err.len() < 20_000, "{name}: {} bytes", refused.err.len());
-        assert!(start.elapsed() < Duration::from_secs(60));
-        session.firn(&["image", "inspect", "bad.firn"]).succeeds();
+        assert!(bait.is_untouched() && session.ls().is_empty(), "{name}");
+        let inspected = session.firn(&["image", "inspect", "bad.firn"]);
+        assert_eq!(inspected.code == 0, refused.code == 5, "{name}: {}", inspected.err);
+        assert!(start.elapsed() < Duration::from_secs(60), "{name}");
     }
 }
 
@@ -377,7 +381,7 @@ fn an_image_of_another_user_is_trusted_once() {
     firn(&restore).succeeds();
     end_copy(&session);
     let trusted = firn(&["--json", "image", "inspect", "web.firn"]).succeeds().out;
-    assert!(trusted.contains("\"origin\":\"trusted\""), "{trusted}");
+    assert!(trusted.contains("\"origin\": \"trusted\""), "{trusted}");
     // A changed image is another one.
     let good = Forge::read(&session.path("web.firn"));
     write(&session, &with_words(&good, &["-s".to_owned()]));
@@ -466,7 +470,7 @@ fn each_user_has_a_key() {
         Answer::of(command.uid(65534).gid(65534).output().unwrap())
     };
     let other = inspect(Path::new("/nonexistent/state")).succeeds();
-    assert!(other.out.contains("\"origin\":\"other-user\""), "{}", other.out);
+    assert!(other.out.contains("\"origin\": \"other-user\""), "{}", other.out);
     // The directory of root is closed to others.
     let closed = inspect(&session.state_dir());
     assert_eq!(closed.code, 7, "{}{}", closed.out, closed.err);
