@@ -334,6 +334,11 @@ impl Firn {
 
     fn add_common_args(&self, mut command: Command, verb: &str) -> Command {
         command.arg(verb).arg("--json").env("FIRN_RUNTIME_DIR", &self.runtime);
+        command.env("FIRN_STATE_DIR", self.runtime.join(".state"));
+        if verb == "restore" {
+            // Images of experiments outlive the directory that has the key of their mark.
+            command.arg("--trust");
+        }
         command.env(QEMU_ALLOW_VARIABLE, default_program());
         command.envs(self.fault.as_ref().map(|fault| ("FIRN_FAULT", fault)));
         command.stdin(Stdio::null());

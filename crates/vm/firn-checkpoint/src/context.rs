@@ -5,7 +5,7 @@ use std::sync::Arc;
 
 use firn_image::Image;
 use firn_memory::{GuestMemory, Process};
-use firn_types::{Block, GuestPhys, Page};
+use firn_types::{Block, GuestPhys, Page, RegionMap};
 use firn_vmm::{AuxRam, DriveCut, QemuVm};
 
 use crate::cut::{CutState, SaveSteps};
@@ -38,12 +38,21 @@ pub struct SaveContext<'a> {
     pub steps: &'a dyn SaveSteps,
 }
 
+/// What a save has found, for the description of the VM.
+#[derive(Clone, Copy, Debug)]
+pub struct SavedState<'a> {
+    /// The share of the working set that was found in the last eighth of the time in which the
+    /// guest was traced, if the working set was found that way: the larger the share, the more was
+    /// missed.
+    pub found_late: Option<f64>,
+    /// The layout of RAM in the image.
+    pub regions: &'a RegionMap,
+    /// The state of devices and vCPUs in the image.
+    pub device_state: &'a [u8],
+}
+
 /// Describes the VM. Called once its memory and disks are fixed.
-///
-/// The argument is the share of the working set that was found in the last eighth of the time in
-/// which the guest was traced, if the working set was found that way: the larger the share, the
-/// more was missed.
-pub type DescribeVm<'a> = dyn Fn(Option<f64>) -> std::io::Result<serde_json::Value> + 'a;
+pub type DescribeVm<'a> = dyn Fn(&SavedState<'_>) -> std::io::Result<serde_json::Value> + 'a;
 
 /// All memory has been given to the pipeline, and the guest runs without faults.
 pub(crate) struct CopiedMemory {

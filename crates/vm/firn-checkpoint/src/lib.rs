@@ -52,7 +52,7 @@ mod worker;
 mod written;
 
 pub use access_bits::{AccessScanner, watch_accesses};
-pub use context::{DescribeVm, SaveContext};
+pub use context::{DescribeVm, SaveContext, SavedState};
 pub use cut::{SaveSteps, WithoutSaveSteps};
 pub use error::SaveError;
 pub use options::{EstimatorError, SaveOptions, SaveStrategy, StrategyError, WorkingSetEstimator};

@@ -25,7 +25,7 @@ use firn_memory::scheduling;
 use firn_types::{Block, GuestPhys, ThreadId};
 use firn_vmm::CopyError;
 
-use crate::context::{CopiedMemory, DescribeVm, SaveContext};
+use crate::context::{CopiedMemory, DescribeVm, SaveContext, SavedState};
 use crate::cut::{CutState, PreparedPause};
 use crate::discards::DiscardCheck;
 use crate::error::SaveError;
@@ -92,7 +92,12 @@ fn finish_image(
     }
     finish_copies(context)?;
     firn_fault::pass_point("save.sections");
-    let meta = describe(copied.report.found_late).map_err(SaveError::Step)?;
+    let state = SavedState {
+        found_late: copied.report.found_late,
+        regions: context.memory.region_map(),
+        device_state: &copied.cut.device_state,
+    };
+    let meta = describe(&state).map_err(SaveError::Step)?;
     let summary = writer.finish(image_sections(context, meta, &mut copied))?;
     firn_fault::pass_point("save.finished");
     let (image_bytes, blocks_inherited) = (summary.file_bytes, summary.inherited_blocks);

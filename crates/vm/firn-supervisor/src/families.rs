@@ -7,6 +7,7 @@ use std::path::Path;
 use firn_vmm::command_line::{self, CommandOverrides, HostEndpoint};
 
 use crate::client;
+use crate::operations::image_origin::{self, TrustChoices};
 use crate::operations::restore;
 use crate::processes::runtime::{self, RuntimeDir};
 use crate::processes::spawn;
@@ -61,11 +62,14 @@ impl NewFamily {
 /// these changes to its command line.
 ///
 /// # Errors
-/// If two clones would listen on one port, or the VM can't share memory.
-pub fn check_clones(image: &Path, clones: &[CommandOverrides]) -> Result<(), Failure> {
-    let (_, meta) = restore::open_image(image)?;
+/// If two clones would listen on one port, the VM can't share memory, or the user does not trust the
+/// image.
+pub fn check_clones(image: &Path, clones: &[CommandOverrides], trust: bool) -> Result<(), Failure> {
+    let (image, meta) = restore::open_image(image)?;
     let mut used: Vec<(HostEndpoint, usize)> = Vec::new();
     for (number, overrides) in clones.iter().enumerate() {
+        let choices = TrustChoices { trust, overrides, libvirt: false };
+        image_origin::check_origin(&image, &meta, &choices)?;
         let args = meta.clone().with_overrides(overrides)?.qemu.user_args;
         if let Some(word) = args.iter().find(|word| word.contains(BALLOON)) {
             let text = format!("a VM with a balloon can't share memory with its clones: {word}");

@@ -62,6 +62,7 @@ pub use hypervisor::consoles::find_vm_consoles;
 pub use hypervisor::host_check::{HostCheck, check_host};
 pub use hypervisor::libvirt::{find_libvirt_vm, restore_target};
 pub use hypervisor::memory_use::MemoryUse;
+pub use operations::image_origin::{ImageOrigin, OriginReport, report_origin};
 pub use operations::process_check::check_process;
 pub use operations::protection::ProtectionStatus;
 pub use operations::restore::RestoreTimings;

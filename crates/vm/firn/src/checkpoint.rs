@@ -293,6 +293,14 @@ pub fn describe_checkpoint(facts: &serde_json::Value) -> String {
         units::format_ms(number(&report["pause"]["downtime_ms"])),
         describe_round_pauses(report),
     ) + &describe_obstacles(facts)
+        + &describe_missing_mark(facts)
+}
+
+fn describe_missing_mark(facts: &serde_json::Value) -> String {
+    let reason = facts["unmarked"].as_str().map(make_printable);
+    let line =
+        |reason| format!("a restore needs --trust, because the image has no mark: {reason}\n");
+    reason.map(line).unwrap_or_default()
 }
 
 fn describe_obstacles(facts: &serde_json::Value) -> String {

@@ -93,6 +93,8 @@ pub struct CloneOrder<'a> {
     pub image: &'a Path,
     /// Load first what earlier restores of the image had to read on demand.
     pub learn: bool,
+    /// The user trusts the image, whatever its origin is.
+    pub trust: bool,
     /// The name of each clone.
     pub names: &'a [VmName],
     /// The changes to the command line, before numbers are put in.
@@ -110,10 +112,10 @@ pub fn start_clones(
     order: &CloneOrder<'_>,
     make_plan: &PlanMaker<'_>,
 ) -> Result<Value, Failure> {
-    let CloneOrder { image, learn, names, overrides } = *order;
+    let CloneOrder { image, learn, trust, names, overrides } = *order;
     let overrides: Vec<CommandOverrides> =
         (1..=names.len() as u32).map(|number| number_overrides(overrides, number)).collect();
-    check_clones(image, &overrides)?;
+    check_clones(image, &overrides, trust)?;
     let family = NewFamily::start(base, image, learn)?;
     let start_one = |at: usize| {
         make_plan(overrides[at].clone(), family.record().clone())

@@ -93,13 +93,14 @@ impl ForkArgs {
         let make_plan = |overrides: CommandOverrides, family| {
             Ok(clone_plan(&image, disk_dir.clone(), overrides, family))
         };
-        let order = CloneOrder { image: &image, learn: true, names: &names, overrides: &overrides };
+        let (names, overrides) = (&*names, &overrides);
+        let order = CloneOrder { image: &image, learn: true, trust: false, names, overrides };
         let mut facts = clones::start_clones(base, &order, &make_plan).map_err(|failure| {
             failure.with_hint(format!("the checkpoint is {}", image.display()))
         })?;
         facts["checkpoint"] = saved;
         if self.wait {
-            wait_for_clones(base, &names)?;
+            wait_for_clones(base, names)?;
         }
         Ok(facts)
     }
@@ -131,6 +132,7 @@ fn clone_plan(
         mode: RestoreMode::default(),
         on_error: ReadFailurePolicy::default(),
         force: false,
+        trust: false,
         account_use: false,
         learn: true,
         run: false,

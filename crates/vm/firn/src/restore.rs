@@ -81,6 +81,12 @@ const OUTAGES: &[Choice] = &[
 /// QEMU programs: those of the system, those that /etc/firn/qemu.allow lists, and the program that
 /// --qemu names.
 ///
+/// An image names a command line of QEMU, so restoring the image of another user runs options of
+/// that user. Firn marks the images that it saves for you. Any other image is restored only if its
+/// command line opens no file, socket, port or program of this host except what you name anew:
+/// --disk, --netdev, --set. Else the command fails and lists what the image would open. `firn image
+/// inspect` lists it too. --trust restores the image all the same.
+///
 /// --count starts several clones of the image at once. They share each page of memory that none of
 /// them has written: it is loaded once. Each clone has a name, a monitor and overlays of its own. A
 /// `hostfwd` port can't be shared: give each clone its own, as in the example. All or none of the
@@ -150,6 +156,10 @@ pub struct RestoreArgs {
     /// device vmgenid), so that its guest draws other random numbers than its copies.
     #[arg(long)]
     same_identity: bool,
+    /// Restore the image although Firn does not know its origin, and whatever it opens on this host.
+    /// Firn records this: the next restore of the same image does not need it.
+    #[arg(long)]
+    trust: bool,
     /// Start the VM even if it was paused when it was saved.
     #[arg(long)]
     run: bool,
@@ -197,7 +207,7 @@ impl RestoreArgs {
         let overrides = self.find_overrides()?;
         let make_plan = |overrides, family| self.make_plan(image.clone(), overrides, Some(family));
         let (learn, names, overrides) = (!self.no_learn, &names, &overrides);
-        let order = CloneOrder { image: &image, learn, names, overrides };
+        let order = CloneOrder { image: &image, learn, trust: self.trust, names, overrides };
         let facts = start_clones(base, &order, &make_plan)?;
         if self.wait {
             wait_for_clones(base, names)?;
@@ -241,6 +251,7 @@ impl RestoreArgs {
             mode: self.mode,
             on_error: self.on_error,
             force: self.force,
+            trust: self.trust,
             account_use: self.account_use,
             learn: !self.no_learn,
             run: self.run,

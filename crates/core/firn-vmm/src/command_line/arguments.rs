@@ -90,7 +90,7 @@ pub(super) fn split_words(words: &[String]) -> Vec<CommandArgument> {
     let mut arguments = Vec::new();
     while let Some(word) = words.next() {
         arguments.push(match option_name(word) {
-            Some(name) if WITHOUT_VALUE.contains(&name) => CommandArgument::flag(name),
+            Some(name) if is_flag(name) => CommandArgument::flag(name),
             Some(name) => {
                 CommandArgument::Option { name: name.into(), value: words.next().cloned() }
             }
@@ -98,6 +98,11 @@ pub(super) fn split_words(words: &[String]) -> Vec<CommandArgument> {
         });
     }
     arguments
+}
+
+/// Whether an option takes no value.
+pub(super) fn is_flag(name: &str) -> bool {
+    WITHOUT_VALUE.contains(&name)
 }
 
 /// The option's name in a word. QEMU accepts one dash or two; a dash alone is a word.

@@ -61,7 +61,7 @@ fn named_file(argument: &CommandArgument) -> Option<String> {
 }
 
 /// The key under which the properties of `-drive` or `-blockdev` name a file.
-fn file_key(option: &str, properties: &OptionProperties) -> Option<&'static str> {
+pub(super) fn file_key(option: &str, properties: &OptionProperties) -> Option<&'static str> {
     let is_there = |key: &str| properties.nested_text(key).is_some();
     let protocol = || properties.get("driver").is_some_and(|it| PROTOCOLS.contains(&&*it));
     FILE_KEYS.iter().copied().find(|&key| match (option, key) {

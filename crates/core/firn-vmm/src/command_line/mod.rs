@@ -32,6 +32,9 @@
 //! A VM has a generation ID, and gets another one in each restore ([`with_generation_id`],
 //! [`replace_generation_id`]).
 //!
+//! A restore of an image of unknown origin runs only options that open nothing of the host
+//! ([`find_host_accesses`]).
+//!
 //! Options in files become options of the command line ([`expand_option_files`]).
 //!
 //! The first word of a command line is the program.
@@ -46,6 +49,7 @@ mod drives;
 mod endpoints;
 mod error;
 mod generation;
+mod host_access;
 mod libvirt;
 mod needs;
 mod option_files;
@@ -62,6 +66,7 @@ pub use drives::DriveFile;
 pub use endpoints::{EndpointRelocation, HostEndpoint};
 pub use error::CommandLineError;
 pub use generation::{replace_generation_id, with_generation_id};
+pub use host_access::{HostAccess, find_host_accesses};
 pub use libvirt::{PlainCommand, without_libvirt};
 pub use needs::{CommandNeeds, NamedDevice, SecretFile, find_needs};
 pub use option_files::expand_option_files;

@@ -48,43 +48,117 @@ impl CommandOverrides {
         command: &[String],
         directory: &Path,
     ) -> Result<Vec<String>, CommandLineError> {
-        let (program, words) = command.split_first().ok_or(CommandLineError::Empty)?;
-        let mut arguments = arguments::split_words(words);
+        let program = command.first().ok_or(CommandLineError::Empty)?;
+        let program = self.program.as_ref().unwrap_or(program);
+        let arguments: Vec<_> = self.change_arguments(command, directory)?;
+        let arguments: Vec<_> = arguments.into_iter().map(|it| it.argument).collect();
+        Ok([vec![program.clone()], arguments::join_arguments(&arguments), self.words.clone()]
+            .concat())
+    }
+
+    /// The changed arguments of a command line, the program first, and which parts are the user's.
+    pub(super) fn apply_with_sources(
+        &self,
+        command: &[String],
+        directory: &Path,
+    ) -> Result<Vec<SourcedArgument>, CommandLineError> {
+        let mut arguments = self.change_arguments(command, directory)?;
+        let words = arguments::split_words(&self.words).into_iter();
+        arguments.extend(
+            words.map(|argument| SourcedArgument { argument, named: NamedByUser::Everything }),
+        );
+        Ok(arguments)
+    }
+
+    /// The changed arguments, without the words at the end.
+    fn change_arguments(
+        &self,
+        command: &[String],
+        directory: &Path,
+    ) -> Result<Vec<SourcedArgument>, CommandLineError> {
+        let words = command.get(1..).ok_or(CommandLineError::Empty)?;
+        let arguments = arguments::split_words(words).into_iter();
+        let of_image = |argument| SourcedArgument { argument, named: NamedByUser::default() };
+        let mut arguments: Vec<_> = arguments.map(of_image).collect();
         for (id, backend) in &self.netdevs {
             set_netdev(&mut arguments, id, backend)?;
         }
         for (old, new) in &self.disks {
             // A disk that no option names is the caller's concern.
             let is_old = |file: &str| directory.join(file) == directory.join(old);
-            drives::rename_file(&mut arguments, is_old, new);
+            arguments.iter_mut().for_each(|it| it.move_disk(is_old, new));
         }
         for (key, value) in &self.values {
             set_value(&mut arguments, key, value)?;
         }
-        let program = self.program.as_ref().unwrap_or(program);
-        Ok([vec![program.clone()], arguments::join_arguments(&arguments), self.words.clone()]
-            .concat())
+        Ok(arguments)
+    }
+}
+
+/// The parts of an option that the user of a restore has named.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+pub(super) enum NamedByUser {
+    #[default]
+    Nothing,
+    /// The values of these properties.
+    Properties(Vec<String>),
+    Everything,
+}
+
+impl NamedByUser {
+    fn add_property(&mut self, key: &str) {
+        match self {
+            Self::Nothing => *self = Self::Properties(vec![key.to_owned()]),
+            Self::Properties(keys) => keys.push(key.to_owned()),
+            Self::Everything => {}
+        }
+    }
+}
+
+/// An argument, and which parts of it are the user's. The others are the image's.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub(super) struct SourcedArgument {
+    pub(super) argument: CommandArgument,
+    pub(super) named: NamedByUser,
+}
+
+impl SourcedArgument {
+    fn move_disk(&mut self, is_old: impl Fn(&str) -> bool, new: &str) {
+        let files = drives::disk_files(std::slice::from_ref(&self.argument));
+        if !files.iter().any(|file| is_old(file)) {
+            return;
+        }
+        drives::rename_file(std::slice::from_mut(&mut self.argument), is_old, new);
+        let parsed = OptionProperties::parse_value(self.argument.value(), "");
+        let key = parsed.and_then(|it| drives::file_key(self.argument.name(), &it));
+        match (self.argument.name(), key) {
+            ("drive" | "blockdev", Some(key)) => self.named.add_property(key),
+            ("drive" | "blockdev", None) => {}
+            _ => self.named = NamedByUser::Everything,
+        }
     }
 }
 
 fn set_netdev(
-    arguments: &mut [CommandArgument],
+    arguments: &mut [SourcedArgument],
     id: &str,
     backend: &str,
 ) -> Result<(), CommandLineError> {
     let given = format!("--netdev {id}={backend}");
-    let is_it = |argument: &&mut CommandArgument| {
-        matches!(argument.name(), "netdev" | "nic") && id_of(argument).as_deref() == Some(id)
+    let is_it = |it: &&mut SourcedArgument| {
+        matches!(it.argument.name(), "netdev" | "nic") && id_of(&it.argument).as_deref() == Some(id)
     };
     let found = arguments.iter_mut().find(is_it);
-    let argument = found.ok_or_else(|| CommandLineError::override_of_none(&given))?;
+    let found = found.ok_or_else(|| CommandLineError::override_of_none(&given))?;
+    let argument = &found.argument;
     let mut new = OptionProperties::parse_value(backend, "type")
         .ok_or_else(|| CommandLineError::unreadable_option(&given, "its JSON"))?;
     new.set("id", id);
     if argument.name() == "nic" {
         copy_card(argument, &mut new);
     }
-    *argument = CommandArgument::new(argument.name(), new.to_text("type"));
+    let argument = CommandArgument::new(argument.name(), new.to_text("type"));
+    *found = SourcedArgument { argument, named: NamedByUser::Everything };
     Ok(())
 }
 
@@ -119,7 +193,7 @@ fn id_of(argument: &CommandArgument) -> Option<String> {
 }
 
 fn set_value(
-    arguments: &mut Vec<CommandArgument>,
+    arguments: &mut Vec<SourcedArgument>,
     key: &str,
     value: &str,
 ) -> Result<(), CommandLineError> {
@@ -129,23 +203,35 @@ fn set_value(
         arguments.remove(at);
         return Ok(());
     }
+    let changed = &mut arguments[at];
     let new = match property.is_empty() {
-        true => value.to_owned(),
-        false => with_property(&arguments[at], &property, value, &given)?,
+        true => {
+            changed.named = NamedByUser::Everything;
+            value.to_owned()
+        }
+        false => {
+            // In JSON the image may have the same key in a nested object, which stays.
+            let is_json = changed.argument.value().starts_with('{');
+            if !(is_json && property.contains('.')) {
+                changed.named.add_property(&property);
+            }
+            with_property(&changed.argument, &property, value, &given)?
+        }
     };
-    arguments[at] = CommandArgument::new(arguments[at].name(), new);
+    changed.argument = CommandArgument::new(changed.argument.name(), new);
     Ok(())
 }
 
 /// Finds the option that a key names. Returns its index, and the name of the property, which is
 /// empty for the whole value.
 fn find_option(
-    arguments: &[CommandArgument],
+    arguments: &[SourcedArgument],
     key: &str,
     given: &str,
 ) -> Result<(usize, String), CommandLineError> {
     let (option, rest) = key.split_once('.').unwrap_or((key, ""));
-    let of_option = arguments.iter().enumerate().filter(|(_, it)| is_option(it.name(), option));
+    let all = arguments.iter().map(|it| &it.argument).enumerate();
+    let of_option = all.filter(|(_, it)| is_option(it.name(), option));
     let all: Vec<(usize, &CommandArgument)> = of_option.collect();
     let property = |argument: &CommandArgument| {
         Some(rest.strip_prefix(&id_of(argument)?)?.strip_prefix('.')?.to_owned())

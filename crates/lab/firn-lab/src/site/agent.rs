@@ -29,6 +29,7 @@ impl AgentProcess {
         let mut command = Command::new("ip");
         command.args(["netns", "exec", namespace]).arg(&program).arg("run").arg(&config);
         command.env("FIRN_RUNTIME_DIR", dir.join("run")).env_remove("FIRN_FAULT");
+        command.env("FIRN_STATE_DIR", dir.join("run/.state"));
         command.env(QEMU_ALLOW_VARIABLE, default_program());
         command.stdin(Stdio::null()).stdout(Stdio::piped()).stderr(File::create(log_path(dir))?);
         let mut child = command.spawn().with_context(|| format!("{}", program.display()))?;

@@ -160,6 +160,7 @@ impl NewSupervisor {
                 mode,
                 on_error,
                 force,
+                trust,
                 account_use,
                 learn,
                 run,
@@ -171,7 +172,7 @@ impl NewSupervisor {
                 ..
             } => {
                 let (mode, force, account_use, learn) = (*mode, *force, *account_use, *learn);
-                let (on_error, run) = (*on_error, *run);
+                let (on_error, run, trust) = (*on_error, *run, *trust);
                 let (disks, disk_dir) = (*disks, disk_dir.as_deref());
                 let calls = plan.calls_file();
                 let choices = RestoreChoices {
@@ -179,6 +180,7 @@ impl NewSupervisor {
                     mode,
                     on_error,
                     force,
+                    trust,
                     account_use,
                     learn,
                     run,

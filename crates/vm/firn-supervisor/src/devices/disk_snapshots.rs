@@ -628,7 +628,7 @@ pub(crate) struct RestoredDisks {
 impl RestoredDisks {
     /// Makes an overlay for each drive, or uses the image's own files.
     pub(crate) fn create_for_restore(
-        meta: &ImageMeta,
+        (meta, program): (&ImageMeta, &Path),
         vm_name: &str,
         (disks, dir): (RestoreDisks, Option<&Path>),
         journal: &JournalFile,
@@ -649,7 +649,7 @@ impl RestoredDisks {
         }
         let made = own.made.clone();
         journal.update(|journal| journal.overlays = made).while_doing("writing the journal")?;
-        own.create_overlays(meta)?;
+        own.create_overlays(meta, program)?;
         let layers = meta.drives.iter().zip(&own.made);
         let layers: Vec<_> = layers.map(|(drive, made)| (&**made, &*drive.file)).collect();
         held.record_restore(vm_name, &layers)?;
@@ -657,8 +657,10 @@ impl RestoredDisks {
         Ok(own)
     }
 
-    fn create_overlays(&self, meta: &ImageMeta) -> Result<(), Failure> {
-        let program = meta.qemu.args.first().map_or("", String::as_str);
+    /// Makes the overlays, by the tool beside this program, which has been checked: the image may
+    /// name any.
+    fn create_overlays(&self, meta: &ImageMeta, program: &Path) -> Result<(), Failure> {
+        let program = &*program.to_string_lossy();
         for (drive, path) in meta.drives.iter().zip(&self.made) {
             let (file, format, bytes) = (&*drive.file, &*drive.format, drive.bytes);
             create_overlay(program, &OverlayBase { file, named: "", format, bytes }, path)

@@ -11,9 +11,7 @@ use crate::records::meta::{ImageMeta, QemuFacts};
 impl ImageMeta {
     /// The same VM with another command line and with disks that have moved.
     pub(crate) fn with_overrides(mut self, overrides: &CommandOverrides) -> Result<Self, Failure> {
-        for (old, new) in &overrides.disks {
-            self.move_disk(old, new)?;
-        }
+        self = self.with_disks_moved(overrides)?;
         let QemuFacts { user_args, directory, .. } = &self.qemu;
         let args = match overrides.same_identity {
             true => user_args.clone(),
@@ -21,6 +19,17 @@ impl ImageMeta {
         };
         self.qemu.user_args =
             overrides.apply_to(&args, directory).map_err(failure::command_line_failure)?;
+        Ok(self)
+    }
+
+    /// The description with the paths of disks that the user gives; the command line stays.
+    pub(crate) fn with_disks_moved(
+        mut self,
+        overrides: &CommandOverrides,
+    ) -> Result<Self, Failure> {
+        for (old, new) in &overrides.disks {
+            self.move_disk(old, new)?;
+        }
         Ok(self)
     }
 

@@ -42,6 +42,7 @@ use crate::operations::auxiliary;
 use crate::operations::calls;
 use crate::operations::domain_restore::{self, CreatedDomain};
 use crate::operations::family::FamilyLink;
+use crate::operations::image_origin::{self, TrustChoices};
 use crate::operations::learned_blocks::LearnedBlocksFile;
 use crate::operations::outage::OutagePauser;
 use crate::operations::restore_task::RestoreTask;
@@ -72,6 +73,8 @@ pub(crate) struct RestoreChoices<'a> {
     pub(crate) on_error: ReadFailurePolicy,
     /// Continue when QEMU's version or a disk differs.
     pub(crate) force: bool,
+    /// The user trusts the image, whatever its origin is.
+    pub(crate) trust: bool,
     /// Count which prefetched pages the guest uses.
     pub(crate) account_use: bool,
     /// Use the learned blocks of earlier restores, and record those of this one.
@@ -89,6 +92,13 @@ pub(crate) struct RestoreChoices<'a> {
     pub(crate) libvirt: Option<&'a LibvirtTarget>,
     /// The family of clones that the VM joins.
     pub(crate) family: Option<&'a FamilyRecord>,
+}
+
+impl RestoreChoices<'_> {
+    fn trust_choices(&self) -> TrustChoices<'_> {
+        let (trust, libvirt) = (self.trust, self.libvirt.is_some());
+        TrustChoices { trust, overrides: self.overrides, libvirt }
+    }
 }
 
 /// The duration of each step of a restore, in milliseconds.
@@ -140,6 +150,7 @@ pub(crate) fn restore_vm(
     let mut watch = PhaseTimer { since, lap: Instant::now() };
     let mut timings = RestoreTimings::default();
     let (image, meta) = open_image(wanted.image)?;
+    let origin = image_origin::check_origin(&image, &meta, &wanted.trust_choices())?;
     refuse_unrestorable(&meta, wanted.force)?;
     let meta = meta.with_overrides(wanted.overrides)?;
     let held = LockedLayers::lock(&meta)?;
@@ -175,17 +186,26 @@ pub(crate) fn restore_vm(
         since,
         ..RestoreOptions::default()
     };
+    // libvirt chooses the program of its domain.
+    let program = match wanted.libvirt {
+        Some(_) => PathBuf::new(),
+        None => choose_program(&meta, wanted.overrides)?,
+    };
     let disks = (wanted.disks, wanted.disk_dir);
     let own = RestoredDisks::create_for_restore(
-        &meta,
+        (&meta, &program),
         context.vm.name().as_str(),
         disks,
         context.journal,
         held,
     )?;
+    let meta = if origin.is_known() { meta } else { meta.without_directory() };
     let StartedQemu { child, args, early, notes } = match wanted.libvirt {
         Some(target) => create_domain(context, wanted, &meta, target, &own)?,
-        None => start_qemu(context, wanted, (&meta, &image), &options, &own, family.as_ref())?,
+        None => {
+            let started = (&meta, &image, &*program);
+            start_qemu(context, started, &options, &own, family.as_ref())?
+        }
     };
     firn_fault::pass_point("restore.spawned");
     timings.spawn = watch.take_lap();
@@ -230,15 +250,13 @@ struct StartedQemu {
 /// Starts QEMU with the command line of the image, and begins to fill its memory.
 fn start_qemu(
     context: &StartContext<'_>,
-    wanted: &RestoreChoices<'_>,
-    (meta, image): (&ImageMeta, &Arc<Image>),
+    (meta, image, program): (&ImageMeta, &Arc<Image>, &Path),
     options: &RestoreOptions,
     own: &RestoredDisks,
     family: Option<&FamilyLink>,
 ) -> Result<StartedQemu, Failure> {
-    let program = choose_program(meta, wanted.overrides)?;
     let plan = command_line::plan_command(&meta.qemu.user_args)
-        .and_then(|plan| plan.with_program(&program).with_drives(own.files()))
+        .and_then(|plan| plan.with_program(program).with_drives(own.files()))
         .map_err(failure::command_line_failure)?;
     check_disk_kinds(&plan.disk_files(), &meta.qemu.directory)?;
     let (plan, notes) = avoid_used_endpoints(context, meta, plan, family.is_some())?;

@@ -7,7 +7,8 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::Duration;
 
 use firn_checkpoint::{
-    SaveContext, SaveError, SaveOptions, SaveReport, SaveSteps, SaveStrategy, WorkingSetEstimator,
+    SaveContext, SaveError, SaveOptions, SaveReport, SaveSteps, SaveStrategy, SavedState,
+    WorkingSetEstimator,
 };
 use firn_epochs::primary::EndRequest;
 use firn_image::{Image, ImageError};
@@ -36,6 +37,7 @@ use crate::operations::save_tries;
 use crate::operations::vm_checks::CheckedVm;
 use crate::processes::identity::ProcessHandle;
 use crate::processes::runtime::VmDir;
+use crate::processes::state_dir::StateDir;
 use crate::records::control_protocol::{
     MemberRequest, OperationProgress, ProtectRequest, SaveChoices, SaveRequest, StopRequest,
 };
@@ -44,6 +46,7 @@ use crate::records::journal::{
     FileIdentity, HypervisorRecord, Journal, JournalFile, VmPhase, unix_seconds,
 };
 use crate::records::meta::ImageMeta;
+use crate::records::origin::{OriginDigest, OriginKey};
 
 /// If a drive has this number of layers, those that no image needs are merged before a save.
 const MERGE_LAYERS_MIN: usize = 16;
@@ -455,8 +458,17 @@ impl QemuOperations {
         self.record_save_begin(request, then_stop, was_running, &mut vm, &layout)
             .map_err(explain)?;
         firn_fault::pass_point("save.journaled");
-        let save =
-            SaveRun { operations: self, request, then_stop, was_running, cancel, scanned, parent };
+        let key = StateDir::from_env().and_then(|state| state.get_key());
+        let save = SaveRun {
+            operations: self,
+            request,
+            then_stop,
+            was_running,
+            cancel,
+            scanned,
+            parent,
+            key: key.as_ref().ok(),
+        };
         let report = save.run_save(&mut vm, meta.clone(), &layout, memory, &mut cutting, progress);
         let report = report.map_err(|failure| {
             if !self.journal.is_image_complete() {
@@ -474,7 +486,10 @@ impl QemuOperations {
         }
         self.record_save_end(request, then_stop, &report)?;
         disk_copies::remove_old_bitmaps(&mut vm, &self.journal.current_journal());
-        report.map(|report| save_facts(request, &report, &cutting, &meta.unrestorable))
+        let mut facts = save_facts(request, &report?, &cutting, &meta.unrestorable);
+        // The image is good all the same.
+        facts["unmarked"] = json!(key.err().map(|failure| failure.to_string()));
+        Ok(facts)
     }
 
     fn hypervisor_record(&self) -> Result<HypervisorRecord, Failure> {
@@ -628,6 +643,8 @@ struct SaveRun<'a> {
     scanned: Option<PageRanges>,
     /// The image that the new one builds on.
     parent: Option<Arc<Image>>,
+    /// The key that marks the image as one of this user.
+    key: Option<&'a OriginKey>,
 }
 
 impl SaveRun<'_> {
@@ -662,11 +679,16 @@ impl SaveRun<'_> {
         meta.add_disks(layers);
         let cutting = &*cutting;
         let was_running = self.was_running;
-        let describe = |found_late: Option<f64>| {
+        let describe = |state: &SavedState<'_>| {
             // While the guest is paused, only QEMU can have touched pages.
-            let found_late = found_late.filter(|_| was_running);
+            let found_late = state.found_late.filter(|_| was_running);
             let meta = ImageMeta { found_late, ..meta.clone() };
-            Ok(serde_json::to_value(meta.with_drives(cutting.frozen_drives()?))?)
+            let mut meta = serde_json::to_value(meta.with_drives(cutting.frozen_drives()?))?;
+            if let Some(key) = self.key {
+                let digest = OriginDigest::of_parts(&meta, state.regions, state.device_state);
+                key.mark(&digest).add_to(&mut meta);
+            }
+            Ok(meta)
         };
         let (paused, cancel) = (self.was_running, self.cancel);
         let steps = JournalSteps { journal, paused, cancel, cutting };

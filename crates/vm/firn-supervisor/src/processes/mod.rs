@@ -12,4 +12,5 @@ pub(crate) mod programs;
 pub(crate) mod restarts;
 pub(crate) mod runtime;
 pub(crate) mod spawn;
+pub(crate) mod state_dir;
 pub(crate) mod unix_sockets;

@@ -312,6 +312,9 @@ pub enum SupervisorPlan {
         on_error: ReadFailurePolicy,
         /// Continue when QEMU's version or a disk differs.
         force: bool,
+        /// The user trusts the image, whatever its origin is.
+        #[serde(default)]
+        trust: bool,
         /// Count which prefetched pages the guest uses, at a cost to the guest.
         #[serde(default)]
         account_use: bool,

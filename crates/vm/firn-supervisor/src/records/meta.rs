@@ -184,6 +184,13 @@ impl ImageMeta {
         Self { domain_xml, domain_definition, ..self }
     }
 
+    /// Has QEMU work in a directory where only root can put files. QEMU searches its directory for
+    /// firmware, and an image of unknown origin may name one that has some.
+    pub(crate) fn without_directory(self) -> Self {
+        let qemu = QemuFacts { directory: PathBuf::from("/"), ..self.qemu };
+        Self { qemu, ..self }
+    }
+
     /// Sets the oldest version that can express the contents.
     fn with_version(self) -> Self {
         let is_marked = self.paused.is_some() || !self.unrestorable.is_empty();

@@ -10,6 +10,7 @@ pub(crate) mod journal;
 pub(crate) mod meta;
 pub(crate) mod monitor_address;
 pub(crate) mod name;
+pub(crate) mod origin;
 pub(crate) mod percentiles;
 pub(crate) mod process_exit;
 pub(crate) mod restored_domain;

@@ -5,7 +5,7 @@ use std::path::{Path, PathBuf};
 
 use clap::Args as ClapArgs;
 use firn_image::{AuxInfo, Image};
-use firn_supervisor::{Failure, ImageMeta, resolve_current_disks};
+use firn_supervisor::{Failure, ImageMeta, OriginReport, report_origin, resolve_current_disks};
 use firn_types::make_printable;
 use serde_json::json;
 
@@ -14,6 +14,9 @@ use crate::output::FactPrinter;
 use crate::units;
 
 /// Show the contents of an image, without its memory.
+///
+/// The lines "opens" list the files, sockets, ports and programs of the host that a restore of the
+/// image would use. A restore of an image whose origin is unknown needs --trust for them.
 #[derive(Debug, ClapArgs)]
 #[command(after_long_help = "Examples:
   firn image inspect web.firn
@@ -28,11 +31,12 @@ impl ImageInspectArgs {
     pub fn run(&self, out: FactPrinter) -> Result<(), Failure> {
         let image = super::open::open_image(&self.image)?;
         let aux = image.aux_list().map_err(|error| super::open::to_failure(&error))?;
-        out.print_facts(&image_facts(&image, &aux), || describe_image(&image))
+        let origin = report_origin(&image)?;
+        out.print_facts(&image_facts(&image, &aux, &origin), || describe_image(&image, &origin))
     }
 }
 
-fn image_facts(image: &Image, aux: &[AuxInfo]) -> serde_json::Value {
+fn image_facts(image: &Image, aux: &[AuxInfo], origin: &OriginReport) -> serde_json::Value {
     let summary = image.summary();
     let aux = aux.iter();
     let aux: Vec<_> = aux.map(|aux| json!({ "id": aux.id, "bytes": aux.bytes })).collect();
@@ -57,6 +61,8 @@ fn image_facts(image: &Image, aux: &[AuxInfo]) -> serde_json::Value {
         "page_table_roots": image.page_table_roots().len(),
         "regions": image.regions(),
         "drives_now": drives_now(image),
+        "origin": origin.origin,
+        "opens": origin.opens,
         "meta": image.meta(),
     })
 }
@@ -68,7 +74,7 @@ fn drives_now(image: &Image) -> Vec<PathBuf> {
     now.into_iter().flat_map(|meta| meta.drives).map(|drive| drive.file).collect()
 }
 
-fn describe_image(image: &Image) -> String {
+fn describe_image(image: &Image, origin: &OriginReport) -> String {
     let summary = image.summary();
     let block_bytes = summary.geometry.block_size.byte_count() as u64;
     let blocks =
@@ -99,6 +105,8 @@ fn describe_image(image: &Image) -> String {
     for region in image.regions().regions() {
         line("RAM", format!("{} {}", region.id, units::format_bytes(region.byte_len())));
     }
+    line("origin", origin.origin.describe().to_owned());
+    origin.opens.iter().for_each(|access| line("opens", access.to_string()));
     match serde_json::from_value::<ImageMeta>(image.meta().clone()) {
         Ok(meta) => describe_meta(&resolve_current_disks(meta.clone()).unwrap_or(meta), &mut line),
         Err(_) => line("VM", "this Firn cannot read the metadata of the image".into()),

@@ -142,6 +142,7 @@ impl Agent {
         command.stderr(fs::File::create(&log).unwrap());
         command.env("FIRN_RUNTIME_DIR", session.runtime_dir()).env_remove("FIRN_FAULT");
         command.env("FIRN_QEMU_ALLOW", firn_lab::guest::default_program());
+        command.env("FIRN_STATE_DIR", session.state_dir());
         command.envs(fault.map(|fault| ("FIRN_FAULT", fault)));
         let mut child = command.spawn().unwrap();
         let mut line = String::new();

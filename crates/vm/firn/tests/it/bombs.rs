@@ -44,10 +44,11 @@ const VERBS: [&str; 12] = [
     "image rm @",
 ];
 
-/// Verbs that need an image of a VM; tried on changed images of one that has only firmware.
+/// Verbs that need an image of a VM; tried on changed images of one that has only firmware. A changed image is of unknown
+/// origin: the module `trust` restores such images without `--trust`.
 const VERBS_OF_VMS: [&str; 3] = [
-    "restore @ --name copy --mode eager --on-error kill --wait",
-    "restore @ --name copy --mode lazy --on-error kill --wait",
+    "restore @ --name copy --mode eager --on-error kill --wait --trust",
+    "restore @ --name copy --mode lazy --on-error kill --wait --trust",
     "image compare @ good.ram",
 ];
 
@@ -93,6 +94,7 @@ fn limited(session: &Session, inner: &Command) -> Answer {
     command.args([(MEMORY_KIB + threads * 3 * 1024).to_string(), SECONDS.to_string()]);
     command.arg(inner.get_program()).args(inner.get_args()).current_dir(session.path(""));
     command.env("FIRN_RUNTIME_DIR", session.runtime_dir()).stdin(Stdio::null());
+    command.env("FIRN_STATE_DIR", session.state_dir());
     Answer::of(command.output().unwrap())
 }
 

@@ -51,6 +51,8 @@ mod session;
 mod storage;
 mod switch;
 mod tiny_guest;
+mod traps;
+mod trust;
 mod two_users;
 mod video_memory;
 mod vm;

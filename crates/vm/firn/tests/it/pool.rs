@@ -88,8 +88,7 @@ pub fn note(session: &Session, disks: &Disks) -> Saved {
 pub fn put_back(mut session: Session, saved: Saved) {
     session.arm(None);
     end_of_test(&session, |path| saved.files.contains_key(path));
-    let is_first =
-        |path: &PathBuf| saved.files.contains_key(path) || *path == session.runtime_dir();
+    let is_first = |path: &PathBuf| saved.files.contains_key(path) || is_of_session(&session, path);
     let has_more = !entries(&session.path("")).iter().all(is_first);
     if !has_more && saved.files.iter().all(|(file, first)| first.restore(file)) {
         free().push((session, saved));
@@ -102,9 +101,13 @@ fn end_of_test(session: &Session, is_kept: impl Fn(&Path) -> bool) {
     session.end_vms();
     remove(entries(&session.runtime_dir()));
     let added = entries(&session.path("")).into_iter();
-    remove(
-        added.filter(|path| *path != session.runtime_dir() && !(path.is_file() && is_kept(path))),
-    );
+    let stays = |path: &PathBuf| is_of_session(session, path) || (path.is_file() && is_kept(path));
+    remove(added.filter(|path| !stays(path)));
+}
+
+/// Whether a directory is one of the session itself. The key of its images stays.
+fn is_of_session(session: &Session, path: &Path) -> bool {
+    [session.runtime_dir(), session.state_dir()].iter().any(|it| it == path)
 }
 
 fn remove(paths: impl IntoIterator<Item = PathBuf>) {

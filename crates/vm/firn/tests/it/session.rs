@@ -47,6 +47,11 @@ impl Session {
         self.path("run")
     }
 
+    /// The directory of the key that marks its images.
+    pub fn state_dir(&self) -> PathBuf {
+        self.path("state")
+    }
+
     /// Arms a fault point for the commands that follow, and the supervisors they start.
     pub fn arm(&mut self, fault: Option<&str>) {
         self.fault = fault.map(str::to_owned);
@@ -66,6 +71,7 @@ impl Session {
         let mut command = Command::new(program());
         command.args(args).current_dir(self.dir.path()).stdin(Stdio::null());
         command.env("FIRN_RUNTIME_DIR", self.runtime_dir()).env_remove("FIRN_FAULT");
+        command.env("FIRN_STATE_DIR", self.state_dir());
         // A hypervisor that the tests are to use may be restored too, wherever it is.
         command.env("FIRN_QEMU_ALLOW", firn_lab::guest::default_program());
         if let Some(fault) = &self.fault {
