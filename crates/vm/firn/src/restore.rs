@@ -85,7 +85,8 @@ const OUTAGES: &[Choice] = &[
 /// that user. Firn marks the images that it saves for you. Any other image is restored only if its
 /// command line opens no file, socket, port or program of this host except what you name anew:
 /// --disk, --netdev, --set. Else the command fails and lists what the image would open. `firn image
-/// inspect` lists it too. --trust restores the image all the same.
+/// inspect` lists it too. --trust restores the image all the same, and so does a signature, IMAGE.sig,
+/// by a key in /etc/firn/allowed_signers.
 ///
 /// --count starts several clones of the image at once. They share each page of memory that none of
 /// them has written: it is loaded once. Each clone has a name, a monitor and overlays of its own. A

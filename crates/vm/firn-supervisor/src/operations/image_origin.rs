@@ -5,8 +5,9 @@
 //!   restored with --trust before ----> trusted         restored
 //!   else ----------------------------> unknown         opens nothing of the host, or what the user
 //!                                                      names anew --> restored
-//!                                                      opens more --> refused, with a list of it
 //!                                                      --trust -----> recorded as trusted, restored
+//!                                                      opens more: signed by a listed key --> restored
+//!                                                                  else -> refused, with a list of it
 //! ```
 //!
 //! The check is made on the image that is open already, so the file can't be another one when the
@@ -18,6 +19,7 @@ use firn_image::Image;
 use firn_vmm::command_line::{self, CommandOverrides, HostAccess};
 use serde::Serialize;
 
+use crate::operations::image_signature;
 use crate::processes::state_dir::StateDir;
 use crate::records::failure::{self, Failure, FailureKind};
 use crate::records::meta::{FrozenDrive, ImageMeta};
@@ -41,6 +43,8 @@ pub enum ImageOrigin {
     ThisUser,
     /// This user trusts it.
     Trusted,
+    /// It is signed by a key that this host lists.
+    Signed,
     /// It has no mark: an older Firn saved it.
     Unmarked,
     /// Another user, or this user on another host, saved it.
@@ -52,7 +56,7 @@ pub enum ImageOrigin {
 impl ImageOrigin {
     /// Whether a restore may run everything that the image names.
     pub fn is_known(self) -> bool {
-        matches!(self, Self::ThisUser | Self::Trusted)
+        matches!(self, Self::ThisUser | Self::Trusted | Self::Signed)
     }
 
     /// The origin in a few words.
@@ -60,6 +64,7 @@ impl ImageOrigin {
         match self {
             Self::ThisUser => "saved by this user",
             Self::Trusted => "trusted by this user",
+            Self::Signed => "signed by a key that this host lists",
             Self::Unmarked => "unknown: the image has no mark of a user",
             Self::OtherUser => "unknown: another user, or another host, saved the image",
             Self::Changed => "unknown: the image was changed after this user had saved it",
@@ -72,6 +77,8 @@ impl ImageOrigin {
 pub struct OriginReport {
     /// Its origin.
     pub origin: ImageOrigin,
+    /// The listed signer, if the origin is a signature.
+    pub signed_by: Option<String>,
     /// What a restore opens, unless the user names something else.
     pub opens: Vec<HostAccess>,
 }
@@ -79,10 +86,16 @@ pub struct OriginReport {
 /// Finds the origin of an image, and what a restore without further arguments opens.
 pub fn report_origin(image: &Image) -> Result<OriginReport, Failure> {
     let origin = find_origin(&StateDir::from_env()?, image, &digest_of(image))?;
+    // What is wrong with a signature is a failure of a restore only.
+    let signed_by = match origin.is_known() {
+        true => None,
+        false => image_signature::find_signer(image).ok().flatten(),
+    };
+    let origin = if signed_by.is_some() { ImageOrigin::Signed } else { origin };
     let (none, libvirt) = (CommandOverrides::default(), false);
     let meta = serde_json::from_value::<ImageMeta>(image.meta().clone()).ok();
     let opens = meta.map(|meta| find_accesses(image, &meta, &none, libvirt)).transpose()?;
-    Ok(OriginReport { origin, opens: opens.unwrap_or_default() })
+    Ok(OriginReport { origin, signed_by, opens: opens.unwrap_or_default() })
 }
 
 /// What a restore changes on request, and whether the user trusts the image.
@@ -111,10 +124,16 @@ pub(crate) fn check_origin(
         return Ok(ImageOrigin::Trusted);
     }
     let accesses = find_accesses(image, meta, choices.overrides, choices.libvirt)?;
-    match accesses.is_empty() {
-        true => Ok(origin),
-        false => Err(refuse_accesses(origin, &accesses)),
+    if accesses.is_empty() {
+        return Ok(origin);
     }
+    let mut refusal = refuse_accesses(origin, &accesses);
+    match image_signature::find_signer(image) {
+        Ok(Some(_)) => return Ok(ImageOrigin::Signed),
+        Ok(None) => {}
+        Err(failure) => refusal.chain.push(failure.to_string()),
+    }
+    Err(refusal)
 }
 
 fn refuse_accesses(origin: ImageOrigin, accesses: &[HostAccess]) -> Failure {

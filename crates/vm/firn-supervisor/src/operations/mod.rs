@@ -7,6 +7,7 @@ pub(crate) mod dirty_tracking;
 pub(crate) mod domain_restore;
 pub(crate) mod family;
 pub(crate) mod image_origin;
+pub(crate) mod image_signature;
 pub(crate) mod learned_blocks;
 pub(crate) mod outage;
 pub(crate) mod process_check;

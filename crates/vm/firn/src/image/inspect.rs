@@ -62,6 +62,7 @@ fn image_facts(image: &Image, aux: &[AuxInfo], origin: &OriginReport) -> serde_j
         "regions": image.regions(),
         "drives_now": drives_now(image),
         "origin": origin.origin,
+        "signed_by": origin.signed_by,
         "opens": origin.opens,
         "meta": image.meta(),
     })
@@ -105,7 +106,8 @@ fn describe_image(image: &Image, origin: &OriginReport) -> String {
     for region in image.regions().regions() {
         line("RAM", format!("{} {}", region.id, units::format_bytes(region.byte_len())));
     }
-    line("origin", origin.origin.describe().to_owned());
+    let signer = origin.signed_by.iter().map(|signer| format!(": {signer}"));
+    line("origin", origin.origin.describe().to_owned() + &signer.collect::<String>());
     origin.opens.iter().for_each(|access| line("opens", access.to_string()));
     match serde_json::from_value::<ImageMeta>(image.meta().clone()) {
         Ok(meta) => describe_meta(&resolve_current_disks(meta.clone()).unwrap_or(meta), &mut line),

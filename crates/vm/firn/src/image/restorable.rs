@@ -33,7 +33,7 @@ pub fn run(path: &Path, image: &Image, out: FactPrinter) -> Result<(), Failure> 
 
 /// Whether a restore of the image needs --trust.
 fn check_origin(image: &Image) -> Result<HostCheck, Failure> {
-    let OriginReport { origin, opens } = report_origin(image)?;
+    let OriginReport { origin, opens, .. } = report_origin(image)?;
     let passed = origin.is_known() || opens.is_empty();
     let found = match opens.first().filter(|_| !passed) {
         None => origin.describe().to_owned(),

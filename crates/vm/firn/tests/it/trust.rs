@@ -390,6 +390,61 @@ fn an_image_of_another_user_is_trusted_once() {
     end_copy(&session);
 }
 
+/// Runs `ssh-keygen` in the session's directory.
+fn ssh_keygen(session: &Session, words: &[&str]) {
+    let mut command = Command::new("ssh-keygen");
+    command.args(words).current_dir(session.path("")).stdin(Stdio::null());
+    let done = command.output().unwrap();
+    assert!(done.status.success(), "{}", String::from_utf8_lossy(&done.stderr));
+}
+
+#[test]
+fn a_signature_by_a_listed_key_is_enough() {
+    if Command::new("ssh-keygen").arg("-?").output().is_err() {
+        return firn_skip::skip_test("ssh-keygen is not installed");
+    }
+    let session = session_with("-nic user");
+    let list = session.path("allowed_signers");
+    let firn_with = |args: &[&str], path: &str| {
+        let mut command = session.command(args);
+        command.env("FIRN_STATE_DIR", session.path("mine")).env("PATH", path);
+        Answer::of(command.env("FIRN_ALLOWED_SIGNERS", &list).output().unwrap())
+    };
+    let path = std::env::var("PATH").unwrap();
+    let firn = |args: &[&str]| firn_with(args, &path);
+    let restore = ["restore", "web.firn", "--name", "copy"];
+    for key in ["listed", "other"] {
+        ssh_keygen(&session, &["-q", "-t", "ed25519", "-N", "", "-C", key, "-f", key]);
+    }
+    let public = fs::read_to_string(session.path("listed.pub")).unwrap();
+    fs::write(&list, format!("alice@example.org {public}")).unwrap();
+    fs::set_permissions(&list, fs::Permissions::from_mode(0o644)).unwrap();
+    let sign = |key: &str, purpose: &str| {
+        let _ = fs::remove_file(session.path("web.firn.sig"));
+        ssh_keygen(&session, &["-q", "-Y", "sign", "-f", key, "-n", purpose, "web.firn"]);
+    };
+    firn(&restore).fails(5, "its origin is unknown");
+    sign("other", "firn");
+    firn(&restore).fails(5, "by no key that");
+    sign("listed", "file");
+    firn(&restore).fails(5, "no signature of this image for Firn");
+    sign("listed", "firn");
+    // Without the program, with a list that others can write to, and without one.
+    firn_with(&restore, "/nonexistent").fails(5, "running ssh-keygen");
+    fs::set_permissions(&list, fs::Permissions::from_mode(0o666)).unwrap();
+    firn(&restore).fails(5, "others can write it");
+    fs::set_permissions(&list, fs::Permissions::from_mode(0o644)).unwrap();
+    let inspected = firn(&["image", "inspect", "web.firn"]).succeeds().out;
+    assert!(inspected.contains("lists: alice@example.org"), "{inspected}");
+    firn(&restore).succeeds();
+    end_copy(&session);
+    // Of another file it is none.
+    let good = Forge::read(&session.path("web.firn"));
+    with_words(&good, &["-s".to_owned()]).write(&session.path("web.firn"));
+    firn(&restore).fails(5, "no signature of this image for Firn");
+    assert!(!session.path("mine").exists());
+}
+
 #[test]
 fn disks_that_the_user_names_are_the_users() {
     let session = Session::new();
