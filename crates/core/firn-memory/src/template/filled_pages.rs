@@ -123,7 +123,7 @@ mod tests {
 
     #[test]
     fn pages_past_the_end_are_never_filled() {
-        let pages = filled(&[190..4000]);
+        let pages = filled(std::slice::from_ref(&(190..4000)));
         assert!(pages.contains(Page(199)) && !pages.contains(Page(3000)));
     }
 
