@@ -35,6 +35,8 @@ use crate::membership::configured;
 struct Model {
     base: RuntimeDir,
     vms: Mutex<BTreeMap<VmName, Vm>>,
+    /// Why VMs were ended here. The name of such a VM may be that of a standby a moment later.
+    fenced: Mutex<BTreeMap<VmName, String>>,
 }
 
 #[derive(Default)]
@@ -48,7 +50,6 @@ struct Vm {
     granted: Vec<u32>,
     member: Option<ClusterMembership>,
     epoch: u64,
-    why: String,
     /// The generation and the epoch that it continued from.
     went_on: Option<(Generation, Epoch)>,
     /// Its standby is lost, which its supervisor notices when it has to release it.
@@ -258,7 +259,8 @@ impl LocalVms for Model {
     }
 
     fn fence_vm(&self, name: &VmName, why: String) -> Result<(), Failure> {
-        self.with(name, |it| (it.state, it.why, it.stream) = ("ended", why, None));
+        self.with(name, |it| (it.state, it.stream) = ("ended", None));
+        self.fenced.lock().unwrap().insert(name.clone(), why);
         Ok(())
     }
 
@@ -292,7 +294,7 @@ impl Hosts {
             let config = AgentConfig::load(&file).unwrap();
             membership::bootstrap_server(&config).unwrap();
             let base = RuntimeDir::from_path(dir.path().join("run"));
-            let model = Arc::new(Model { base, vms: Mutex::default() });
+            let model = Arc::new(Model { base, vms: Mutex::default(), fenced: Mutex::default() });
             let (_send, ends) = channel();
             let vms = Arc::clone(&model) as Arc<dyn LocalVms>;
             hosts.push(Host::with_vms(dir, config, DetectorTiming::default(), vms, ends).unwrap());
@@ -379,10 +381,9 @@ impl Hosts {
     }
 
     fn is_ended(&self, host: usize, name: &str) {
-        let model = &self.models[host];
-        eventually("it is ended", || model.is(name, "ended"));
-        let why = model.with(&vm(name), |it| it.why.clone());
-        assert!(why.contains("its cluster shop"), "{why}");
+        let why = || self.models[host].fenced.lock().unwrap().get(&vm(name)).cloned();
+        eventually("it is ended", || why().is_some());
+        assert!(why().unwrap().contains("its cluster shop"), "{why:?}", why = why());
     }
 }
 

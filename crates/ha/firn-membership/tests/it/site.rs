@@ -33,11 +33,17 @@ fn steps(steps: &[Vec<&str>]) -> Result<(), String> {
     Ok(())
 }
 
+/// A directory in memory, where that can be had: a server that waits for seconds for a disk that
+/// other tests write to loses its term, which is right and which no test here is about.
+fn directory() -> tempfile::TempDir {
+    tempfile::tempdir_in("/dev/shm").or_else(|_| tempfile::tempdir()).unwrap()
+}
+
 impl Site {
     pub fn new() -> Self {
         static NUMBER: AtomicU32 = AtomicU32::new(0);
         let number = (std::process::id() * 16 + NUMBER.fetch_add(1, Ordering::Relaxed)) % 60_000;
-        let mut site = Self { dir: tempfile::tempdir().unwrap(), number, has_namespaces: true };
+        let mut site = Self { dir: directory(), number, has_namespaces: true };
         if let Err(why) = site.cabled() {
             eprintln!("no network namespaces here, all hosts are on the loopback: {why}");
             site.has_namespaces = false;
