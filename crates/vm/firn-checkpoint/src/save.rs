@@ -238,6 +238,7 @@ impl MemoryCopy<'_, '_> {
         let arm_ms = to_ms(self.started.elapsed());
         let cut = CutState::make_cut(self.context, self.options, ready, &mut || traced.make_cut())?;
         firn_fault::pass_point("save.resumed");
+        traced.trace.end_pause();
         if cut.untouched_until.is_some_and(|resumed| traced.trace.was_written_before(resumed)) {
             return Err(SaveError::DeviceWroteInPause);
         }

@@ -2,12 +2,15 @@
 //! memory at the cut.
 //!
 //! ```text
-//!            Arming                     |  Tracing
-//!   guest    runs ...................... pause .. runs ................................
-//!   RAM      being write-protected       |  protected, then unmapped as well
-//!   a fault  note the page as written,   |  copy the memory block to a buffer (once), resume the vCPU,
+//!            Arming                     |  Paused   |  Tracing
+//!   guest    runs ...................... stops      runs ................................
+//!   RAM      being write-protected       |  protected           | then unmapped as well
+//!   a fault  note the page as written,   |  copy the memory block to a buffer (once), resume the thread,
 //!            resume the vCPU             |  queue (lane, block)
 //! ```
+//!
+//! In the pause, a device that writes to memory makes the save fail: its state would be newer than
+//! memory. So a page that is read in the pause is mapped write-protected.
 //!
 //! While arming, noting a page and making it writable are one step under a lock, and so is the
 //! emptying of the written set; protecting is not, or vCPUs would wait for it. Both of the two
@@ -48,7 +51,8 @@ use crate::written::WrittenSet;
 const POLL_INTERVAL: Duration = Duration::from_millis(20);
 
 const ARMING: u8 = 0;
-const TRACING: u8 = 1;
+const PAUSED: u8 = 1;
+const TRACING: u8 = 2;
 
 /// The state that the fault handler shares with the thread that controls the save.
 pub(crate) struct SaveTrace {
@@ -107,7 +111,16 @@ impl SaveTrace {
 
     /// From here on first touches are copied. The vCPUs must be stopped, and all RAM protected.
     pub(crate) fn begin_tracing(&self) {
+        self.phase.store(PAUSED, Ordering::Release);
+    }
+
+    /// The vCPUs run again.
+    pub(crate) fn end_pause(&self) {
         self.phase.store(TRACING, Ordering::Release);
+    }
+
+    fn is_paused(&self) -> bool {
+        self.phase.load(Ordering::Acquire) == PAUSED
     }
 
     /// Every block is saved, or the save has failed, and the range is about to be unregistered.
@@ -273,11 +286,15 @@ impl TraceFaultLoop {
             return Ok(());
         }
         let how = self.attribute_fault(page, tid);
-        if how.1 == FaultAttribution::None && write && !was_arming {
+        if how.1 != FaultAttribution::Thread && write && !was_arming {
             self.trace.record_write(tid);
         }
         let saved = self.save_block(page, how);
-        match self.release_block(page, kind) {
+        let released = match self.trace.is_paused() && !write {
+            true => self.trace.faults.resume_reader(page, kind).map_err(SaveError::from),
+            false => self.release_block(page, kind),
+        };
+        match released {
             Err(_) if self.trace.is_releasing() => saved,
             released => released.and(saved),
         }

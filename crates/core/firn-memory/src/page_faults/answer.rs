@@ -16,7 +16,7 @@ use std::time::Duration;
 use firn_types::{PAGE_SIZE, Page};
 use rustix::io::Errno;
 
-use super::{MemoryEvent, PageFaultError, PageFaults, lock_list, span_of_part};
+use super::{FaultKind, MemoryEvent, PageFaultError, PageFaults, lock_list, span_of_part};
 use crate::sys::uffd::{AddressSpan, flag};
 
 /// The maximum number of attempts while the hypervisor changes its address space: about two seconds
@@ -69,7 +69,7 @@ impl PageFaults {
 
     /// Installs pages of zeros, as [`Self::install_pages`].
     pub fn install_zeros(&self, range: Range<Page>) -> Result<InstallOutcome, PageFaultError> {
-        self.repeat_request("zeroing", range, |_, at| self.uffd.map_zeros(at))
+        self.repeat_request("zeroing", range, |_, at| self.uffd.map_zeros(at, 0))
     }
 
     /// Maps pages that the RAM file has and wakes the threads that wait for them. The pages are
@@ -90,6 +90,32 @@ impl PageFaults {
             other => other,
         };
         self.repeat_request("resuming", range, |_, at| resume(at)).map(drop)
+    }
+
+    /// Maps a page for a thread that reads it, and wakes the thread. The next write to the page is
+    /// a fault of its own.
+    ///
+    /// The page is mapped, then protected, and only then the thread is woken: `UFFDIO_ZEROPAGE`
+    /// can't map a page protected, nor can `UFFDIO_CONTINUE` before Linux 6.4. Another thread may
+    /// write in between, so this is for times when the vCPUs are stopped.
+    ///
+    /// # Errors
+    /// As [`Self::protect_pages`].
+    pub fn resume_reader(&self, page: Page, kind: FaultKind) -> Result<(), PageFaultError> {
+        let range = page..Page(page.0 + 1);
+        let map = |at: AddressSpan| match kind {
+            FaultKind::Missing => self.uffd.map_zeros(at, flag::ZEROPAGE_DONTWAKE),
+            FaultKind::Minor => self.uffd.map_existing(at, flag::CONTINUE_DONTWAKE),
+            FaultKind::WriteProtect => Ok(at.len),
+        };
+        // A page that is there already is protected all the same before the thread is woken.
+        let map = |_, at: AddressSpan| match map(at) {
+            Err(Errno::EXIST | Errno::FAULT) => Ok(at.len),
+            other => other,
+        };
+        self.repeat_request("mapping", range.clone(), map)?;
+        self.protect_pages(range.clone())?;
+        self.wake_waiters(range)
     }
 
     /// Write-protects pages: the next write to each is a [`super::FaultKind::WriteProtect`] fault.

@@ -93,7 +93,7 @@ impl PageFaults {
     /// Without its holder only the kernel knows whether the template has a page.
     fn map_template_or_zeros(&self, at: AddressSpan) -> Result<u64, Errno> {
         match self.uffd.map_existing(at, 0) {
-            Err(Errno::FAULT) => self.uffd.map_zeros(at),
+            Err(Errno::FAULT) => self.uffd.map_zeros(at, 0),
             result => result,
         }
     }
@@ -103,7 +103,7 @@ impl PageFaults {
     /// # Errors
     /// As [`Self::try_install`].
     pub fn try_install_zeros(&self, range: Range<Page>) -> Result<InstallAttempt, PageFaultError> {
-        self.request_once("zeroing", range, |_, at| self.uffd.map_zeros(at))
+        self.request_once("zeroing", range, |_, at| self.uffd.map_zeros(at, 0))
     }
 
     /// Whether the hypervisor is giving pages back at this moment, and waits until that event is
@@ -112,7 +112,7 @@ impl PageFaults {
     pub fn is_giving_back(&self) -> bool {
         // An impossible request: the kernel checks for changes of the address space before it
         // checks the range.
-        self.uffd.map_zeros(AddressSpan { start: 0, len: 0 }) == Err(Errno::AGAIN)
+        self.uffd.map_zeros(AddressSpan { start: 0, len: 0 }, 0) == Err(Errno::AGAIN)
     }
 
     fn request_once(

@@ -20,7 +20,9 @@ pub(crate) mod flag {
     pub(crate) const REGISTER_MISSING: u64 = 1 << 0;
     pub(crate) const REGISTER_WP: u64 = 1 << 1;
     pub(crate) const REGISTER_MINOR: u64 = 1 << 2;
+    pub(crate) const CONTINUE_DONTWAKE: u64 = 1 << 0;
     pub(crate) const CONTINUE_WP: u64 = 1 << 1;
+    pub(crate) const ZEROPAGE_DONTWAKE: u64 = 1 << 0;
     pub(crate) const WRITEPROTECT_WP: u64 = 1 << 0;
 
     pub(crate) const FAULT_WRITE: u64 = raw::UFFD_PAGEFAULT_FLAG_WRITE as u64;
@@ -203,8 +205,8 @@ impl Uffd {
     }
 
     /// Maps pages of zeros, as [`Self::copy_pages`].
-    pub(crate) fn map_zeros(&self, span: AddressSpan) -> Result<u64, Errno> {
-        let mut argument = raw::uffdio_zeropage { range: span.to_raw(), mode: 0, zeropage: 0 };
+    pub(crate) fn map_zeros(&self, span: AddressSpan, mode: u64) -> Result<u64, Errno> {
+        let mut argument = raw::uffdio_zeropage { range: span.to_raw(), mode, zeropage: 0 };
         let result = self.run_ioctl(&mut argument);
         request_progress(result, argument.zeropage, span.len)
     }

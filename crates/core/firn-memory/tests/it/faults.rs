@@ -127,6 +127,40 @@ fn protection_outlives_dropped_page_tables() {
     assert!(is_quiet(&faults));
 }
 
+/// Pages of the RAM file that are not mapped, and holes.
+#[test]
+fn a_page_that_was_read_is_still_protected() {
+    let mut child = Child::spawn(&[64]);
+    child.ask(Who::First, "fill 0 32 1");
+    let mut faults = child.trace(TraceMode::Save);
+    faults.protect_pages(pages(0..64)).unwrap();
+    drop_page_tables(&mut child.tracee(), &child.memory, pages(0..64)).unwrap();
+    is_seen_after_a_read(&mut child, &faults, 7, FaultKind::Minor);
+    // A hole is mapped by the kernel.
+    child.ask(Who::First, "read 40");
+    child.send(Who::First, "write 40 3");
+    assert_eq!(next(&faults), fault(&child, Who::First, 40, FaultKind::WriteProtect, true));
+    faults.unprotect_pages(pages(40..41)).unwrap();
+    child.result(Who::First);
+    faults.unregister_all().unwrap();
+    faults.with_holes();
+    faults.register_all().unwrap();
+    faults.protect_pages(pages(0..64)).unwrap();
+    is_seen_after_a_read(&mut child, &faults, 50, FaultKind::Missing);
+}
+
+fn is_seen_after_a_read(child: &mut Child, faults: &PageFaults, page: u32, kind: FaultKind) {
+    child.send(Who::First, &format!("read {page}"));
+    assert_eq!(next(faults), fault(child, Who::First, page, kind, false));
+    faults.resume_reader(Page(page), kind).unwrap();
+    child.result(Who::First);
+    child.send(Who::First, &format!("write {page} 3"));
+    assert_eq!(next(faults), fault(child, Who::First, page, FaultKind::WriteProtect, true));
+    faults.unprotect_pages(pages(page..page + 1)).unwrap();
+    child.result(Who::First);
+    assert_eq!(child.ask(Who::Second, &format!("read {page}")), 3);
+}
+
 #[test]
 fn dropping_page_tables_loses_nothing() {
     let mut child = Child::spawn(&[300, 64]);
