@@ -39,6 +39,7 @@ use crate::disks::{FileIdentity, FileView, plain_file};
 use crate::flush;
 use crate::qcow2;
 use crate::qmp::{QmpClient, QmpError};
+use crate::storage_snapshot::{StorageSnapshot, StorageSnapshotError};
 
 /// The maximum number of images in a chain. QEMU holds all of them open, and gets slow long before
 /// it fails.
@@ -112,6 +113,8 @@ pub struct DriveCut {
     pub overlays: Vec<(String, Overlay)>,
     /// A file, and the path of its clone.
     pub clones: Vec<(PathBuf, PathBuf)>,
+    /// The snapshots that commands of the user's make.
+    pub storage: Vec<StorageSnapshot>,
     /// The copies to begin.
     pub copies: Vec<DriveCopy>,
     /// Files to flush before the pause, which would wait for the flush otherwise.
@@ -168,6 +171,9 @@ pub enum DriveError {
         #[source]
         source: io::Error,
     },
+    /// The storage could not make a snapshot.
+    #[error(transparent)]
+    Storage(#[from] StorageSnapshotError),
     /// A file could not be cloned, or given to its owner.
     #[error("cannot {doing} {path}", path = .path.display())]
     Io {
@@ -598,9 +604,10 @@ impl DriveCut {
         (!actions.is_empty()).then(|| json!({ "actions": actions }))
     }
 
-    /// Clones files. Their VM is paused.
-    pub fn clone_files(&self) -> Result<(), DriveError> {
-        self.clones.iter().try_for_each(|(from, to)| clone_file(from, to))
+    /// Clones files, and has the storage make its snapshots. Their VM is paused.
+    pub fn make_snapshots(&self) -> Result<(), DriveError> {
+        self.clones.iter().try_for_each(|(from, to)| clone_file(from, to))?;
+        Ok(self.storage.iter().try_for_each(StorageSnapshot::create)?)
     }
 
     /// Flushes the files from the page cache, while the VM runs.
@@ -614,6 +621,7 @@ impl DriveCut {
     pub fn is_empty(&self) -> bool {
         self.overlays.is_empty()
             && self.clones.is_empty()
+            && self.storage.is_empty()
             && self.copies.is_empty()
             && self.expected.is_empty()
     }

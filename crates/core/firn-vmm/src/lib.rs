@@ -11,6 +11,7 @@
 //!   disks          the files of the VM's disks, and whether they are still the same
 //!   devices        the devices that a user added, at the start or later
 //!   drives         the disks that the guest writes to, and how their contents are preserved
+//!   storage_snapshot  snapshots of disks that their storage makes, by a command of the user's
 //!   restorable     whether the command line still describes the VM, so that it can be restored
 //!   backup         point-in-time copies of disks, by jobs of the hypervisor
 //!   flush          writes files back before a pause
@@ -41,6 +42,7 @@ mod pause_pipe;
 mod qcow2;
 pub mod qmp;
 pub mod restorable;
+mod storage_snapshot;
 mod version;
 mod vm;
 mod wait;
@@ -63,5 +65,6 @@ pub use layout::{AuxRam, LayoutError, MemoryLayout, RegionMapping};
 pub use pause_pipe::{PauseOutcome, PausedVm, WaitMode};
 pub use qcow2::read_backing_file;
 pub use qmp::{QmpClient, QmpError};
+pub use storage_snapshot::{StorageCommand, StorageSnapshot, StorageSnapshotError};
 pub use version::{QemuVersion, VersionNumber};
 pub use vm::{AcceleratorKind, BalloonInfo, PageTableRoot, QemuVm, RunState, TIMEOUT, Vcpu};

@@ -202,7 +202,7 @@ impl CutState {
         let mut pause = PauseReport::default();
         let (device_state, took) = time_step(|| Ok(context.vm.stop_and_cut(&context.drives)?))?;
         pause.device_state_ms = took;
-        ((), pause.clone_ms) = time_step(|| Ok(context.drives.clone_files()?))?;
+        ((), pause.clone_ms) = time_step(|| Ok(context.drives.make_snapshots()?))?;
         firn_fault::pass_point("save.drives-cut");
         firn_fault::pass_point("save.stopped");
         let aux = fix_memory(&mut pause, aux, fix)?;

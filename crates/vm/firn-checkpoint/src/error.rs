@@ -39,9 +39,9 @@ pub enum SaveError {
     /// switch its disks to overlays, at one instant.
     #[error("the VM's state could not be cut at one instant")]
     DevicesAndDisks(#[from] CutError),
-    /// A disk could not be cloned.
-    #[error("the VM's disks could not be cloned")]
-    CloneDisks(#[from] DriveError),
+    /// A disk could not be cloned, or its storage made no snapshot of it.
+    #[error("snapshots of the VM's disks could not be made")]
+    SnapshotDisks(#[from] DriveError),
     /// A disk could not be copied.
     #[error("the VM's disks could not be copied")]
     CopyDisks(#[source] CopyError),

@@ -57,6 +57,7 @@ pub use devices::disk_layers::{RemovedImage, record_copy, remove_images, resolve
 pub use devices::network::CardStatus;
 pub use families::{NewFamily, check_clones};
 pub use firn_epochs::protection_end::ProtectionEnd;
+pub use firn_vmm::StorageCommand;
 pub use firn_vmm::command_line::{CommandOverrides, GuestConsole};
 pub use hypervisor::consoles::find_vm_consoles;
 pub use hypervisor::host_check::{HostCheck, check_host};

@@ -8,8 +8,8 @@ use clap::builder::TypedValueParser as _;
 use firn_checkpoint::{SaveStrategy, WorkingSetEstimator};
 use firn_image::Codec;
 use firn_supervisor::{
-    Failure, RuntimeDir, SaveChoices, SaveDisks, SaveRequest, SupervisorRequest, VmName,
-    absolute_path, send_request,
+    Failure, FailureContext as _, RuntimeDir, SaveChoices, SaveDisks, SaveRequest, StorageCommand,
+    SupervisorRequest, VmName, absolute_path, send_request,
 };
 use firn_types::{BlockSize, make_printable};
 
@@ -76,8 +76,9 @@ const DISK_METHODS: &[Choice] = &[
 /// the file system can share blocks, Firn clones the disk's file. If it can't, a VM that Firn
 /// started writes to an overlay (qcow2) from then on, and the disk's file is not written any more.
 /// The disks of any other VM are copied to files beside the image, and the VM keeps its files; with
-/// --parent or --every only the blocks that were written since the parent are copied. If a disk
-/// permits none of these methods, the command names the disk and fails, before it does anything.
+/// --parent or --every only the blocks that were written since the parent are copied. With
+/// --disk-snapshot the storage of the disks makes the snapshots. If a disk permits none of these
+/// methods, the command names the disk and fails, before it does anything.
 ///
 /// Firn inspects the VM first. It refuses a checkpoint that could not be restored, and gives all
 /// reasons: devices that the VM's command line does not describe (hot-plugged ones, or ones with
@@ -91,12 +92,20 @@ const DISK_METHODS: &[Choice] = &[
   firn checkpoint web -o web.firn --codec zstd --json
   firn checkpoint web -o web.firn --strategy cow
   firn checkpoint web -o web-2.firn --parent web.firn
-  firn checkpoint web -o web.firn --every 30s --keep 20")]
+  firn checkpoint web -o web.firn --every 30s --keep 20
+  firn checkpoint web -o web.firn --disk-snapshot /etc/firn/lvm-snapshot")]
 pub struct CheckpointArgs {
     /// The VM.
     name: VmName,
     #[command(flatten)]
     image: ImageArgs,
+    /// Have the storage of each disk make a snapshot of it, by this command: for LVM, ZFS, Ceph and
+    /// others. The shell runs `COMMAND path` before the pause, which prints the path of the snapshot
+    /// that it will make, `COMMAND create` in the pause, `COMMAND finish` after it, and `COMMAND
+    /// remove` if there is no image. It has FIRN_VM, FIRN_DRIVE, FIRN_DISK (the file or device),
+    /// FIRN_SNAPSHOT (a new name) and FIRN_SNAPSHOT_PATH in its environment.
+    #[arg(long, value_name = "COMMAND", conflicts_with_all = ["disks", "disk_dir", "every"])]
+    disk_snapshot: Option<String>,
     /// Do not throttle the copying: the checkpoint ends sooner, and slows the guest more.
     #[arg(long)]
     no_throttle: bool,
@@ -238,6 +247,7 @@ impl CheckpointArgs {
         request.choices.first_spaces = self.first_spaces.map(usize::from);
         request.choices.working_set = self.working_set;
         request.choices.accept_unrestorable = self.accept_unrestorable;
+        request.choices.disk_snapshot = self.storage_command()?;
         request.choices.throttle = self.no_throttle.then_some(false);
         self.reference.as_deref().map_or(Ok(()), check_output_kind)?;
         request.choices.reference = self.reference.as_deref().map(absolute_path).transpose()?;
@@ -252,6 +262,13 @@ impl CheckpointArgs {
 }
 
 impl CheckpointArgs {
+    /// The command that makes snapshots of disks; it runs where the user is.
+    fn storage_command(&self) -> Result<Option<StorageCommand>, Failure> {
+        let Some(command) = self.disk_snapshot.clone() else { return Ok(None) };
+        let directory = std::env::current_dir().while_doing("finding the current directory")?;
+        Ok(Some(StorageCommand { command, directory }))
+    }
+
     /// A series of checkpoints. The first of them has no parent, and is made so that the next one
     /// is fast.
     fn periodic_checkpoints(

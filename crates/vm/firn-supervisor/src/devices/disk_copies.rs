@@ -9,6 +9,9 @@
 //! A drive on a block device (an LVM or ZFS volume, a loop device) is always copied: the device has
 //! no directory for an overlay beside it, and an image could not check later that it is unchanged.
 //!
+//! With `--disk-snapshot COMMAND`, the storage of each drive makes a snapshot of it
+//! ([`StorageSnapshot`]).
+//!
 //! An overlay changes the block graph: the VM writes to another file than its command line names.
 //! The graph of a VM that Firn did not start stays as it is, because its user starts it again by
 //! that command line.
@@ -25,7 +28,7 @@ use std::path::{Path, PathBuf};
 use firn_image::Image;
 use firn_vmm::{
     BaseFile, COPIES_MAX, CopyExtent, DiskImage, Drive, DriveCopy, FileIdentity, Overlay, QemuVm,
-    allocated_bytes, can_clone, list_backing_files,
+    StorageCommand, StorageSnapshot, allocated_bytes, can_clone, list_backing_files,
 };
 
 use crate::devices::disk_layers::intermediate_copy_bytes;
@@ -43,6 +46,8 @@ pub(crate) struct DiskPolicy<'a> {
     is_launched: bool,
     pub(crate) vm_name: &'a str,
     disk_dir: Option<&'a Path>,
+    /// The command by which storage makes snapshots.
+    storage_command: Option<&'a StorageCommand>,
     image_dir: &'a Path,
     /// The drives of the image that the new one builds on.
     parents: Vec<FrozenDrive>,
@@ -94,6 +99,7 @@ impl<'a> DiskPolicy<'a> {
             is_launched: hypervisor_record.launched,
             vm_name: &hypervisor_record.meta.name,
             disk_dir: request.choices.disk_dir.as_deref(),
+            storage_command: request.choices.disk_snapshot.as_ref(),
             image_dir: request.image.parent().unwrap_or(Path::new("/")),
             parents: parent.map(|meta| meta.drives).unwrap_or_default(),
             bitmap_copies: journal.copies.clone(),
@@ -108,7 +114,7 @@ impl<'a> DiskPolicy<'a> {
     /// Whether a drive may get one more overlay.
     pub(crate) fn adds_overlays(&self) -> bool {
         match self.how {
-            None => self.is_launched,
+            None => self.is_launched && self.storage_command.is_none(),
             how => how == Some(SaveDisks::Overlay),
         }
     }
@@ -122,12 +128,36 @@ impl<'a> DiskPolicy<'a> {
     ) -> Result<DiskChoice, Failure> {
         let (suffix, path) = new_file(self.disk_dir, drive.top_file(), named, self.vm_name);
         let name = format!("firn-{suffix}");
+        if let Some(command) = self.storage_command {
+            return self.plan_storage(command, drive, name);
+        }
         let made = match self.check_method(self.can_clone(drive, &path)?, drive)? {
             DiskMethod::Clone => SnapshotFile::Clone(path),
             DiskMethod::Overlay => SnapshotFile::Overlay(Overlay { node: name, path }),
             DiskMethod::Copy => return self.plan_copy(vm, drive, named, name),
         };
         Ok(DiskChoice { made, copy_file: None })
+    }
+
+    fn plan_storage(
+        &self,
+        command: &StorageCommand,
+        drive: &Drive,
+        name: String,
+    ) -> Result<DiskChoice, Failure> {
+        let snapshot = StorageSnapshot {
+            command: command.clone(),
+            vm: self.vm_name.to_owned(),
+            drive: drive.name.clone(),
+            disk: drive.top_file().to_owned(),
+            name: format!("{name}-{}", self.vm_name),
+            path: PathBuf::new(),
+        };
+        let planned = snapshot.plan().map_err(|error| {
+            let failure = Failure::from_error(FailureKind::Refused, &error);
+            failure.with_hint("the command has to print the path of the snapshot that it will make")
+        })?;
+        Ok(DiskChoice { made: SnapshotFile::Storage(planned), copy_file: None })
     }
 
     fn can_clone(&self, drive: &Drive, path: &Path) -> Result<bool, Failure> {
@@ -148,6 +178,9 @@ impl<'a> DiskPolicy<'a> {
     /// Whether a drive can be preserved, as far as its kind is concerned. The reason as an error if
     /// not.
     pub(crate) fn check_kind(&self, drive: &Drive) -> Result<(), String> {
+        if self.storage_command.is_some() {
+            return check_alone(drive);
+        }
         let is_copied = matches!(self.how, None | Some(SaveDisks::Copy));
         match drive.is_device && !is_copied {
             true => {
@@ -214,6 +247,20 @@ impl<'a> DiskPolicy<'a> {
         let parent = self.parents.iter().find(is_parent)?;
         let began = |it: &&DriveCopy| it.path == parent.file && it.source == drive.node;
         Some((parent, self.bitmap_copies.iter().find(began)?))
+    }
+}
+
+/// Refuses a drive of several files: a snapshot of the topmost is not the drive.
+fn check_alone(drive: &Drive) -> Result<(), String> {
+    match drive.chain.len() {
+        0 | 1 => Ok(()),
+        files => {
+            let file = drive.top_file().display();
+            Err(format!(
+                "{file} has {} backing files, which its storage's snapshot lacks",
+                files - 1
+            ))
+        }
     }
 }
 

@@ -10,6 +10,8 @@
 //!
 //!   copy      drive a.qcow2     ->  image: "copy.qcow2 is"               the VM continues with a.qcow2 (`disk_copies`)
 //!
+//!   storage   drive /dev/vg/web ->  image: "/dev/vg/firn-.. is"          the VM continues with it (`--disk-snapshot`)
+//!
 //! Overlays that no image builds on belong to the VM: they are in the journal, and `firn stop
 //! --discard` removes them. The journal records what a save does to drives before it is done, so
 //! that a successor can find out from the hypervisor how much of it was done:
@@ -28,7 +30,7 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use firn_vmm::command_line::{self, DriveFile};
 use firn_vmm::{
     CHAIN_MAX, CopyExtent, DiskImage, Drive, DriveCopy, DriveCut, FileIdentity, Overlay,
-    OverlayBase, QemuVm, create_overlay,
+    OverlayBase, QemuVm, StorageSnapshot, create_overlay,
 };
 use serde_json::json;
 
@@ -221,6 +223,7 @@ impl<'a> DiskSnapshots<'a> {
                     cut.clones.push((drive.top_file().to_owned(), path.clone()));
                 }
                 Some(SnapshotFile::Copy(copy)) => cut.copies.push(copy.clone()),
+                Some(SnapshotFile::Storage(snapshot)) => cut.storage.push(snapshot.clone()),
                 None => {}
             }
             cut.flushed.push(drive.top_file().to_owned());
@@ -275,7 +278,7 @@ impl<'a> DiskSnapshots<'a> {
         let fact = |planned: &PlannedDrive| {
             let now = match &planned.made {
                 Some(SnapshotFile::Overlay(overlay)) => Some(overlay.path.as_path()),
-                Some(SnapshotFile::Clone(_) | SnapshotFile::Copy(_)) => {
+                Some(SnapshotFile::Clone(_) | SnapshotFile::Copy(_) | SnapshotFile::Storage(_)) => {
                     Some(planned.drive.top_file())
                 }
                 None => None,
@@ -301,14 +304,18 @@ impl PlannedDrive {
     /// The file that keeps its state.
     fn frozen_file(&self) -> &Path {
         match &self.made {
-            Some(SnapshotFile::Clone(path) | SnapshotFile::Copy(DriveCopy { path, .. })) => path,
+            Some(
+                SnapshotFile::Clone(path)
+                | SnapshotFile::Copy(DriveCopy { path, .. })
+                | SnapshotFile::Storage(StorageSnapshot { path, .. }),
+            ) => path,
             _ => self.drive.top_file(),
         }
     }
 
     /// Whether the save makes a separate file for the image.
     fn has_own_file(&self) -> bool {
-        matches!(self.made, Some(SnapshotFile::Clone(_) | SnapshotFile::Copy(_)))
+        !matches!(self.made, Some(SnapshotFile::Overlay(_)) | None)
     }
 
     /// The method of the snapshot, in a word.
@@ -320,6 +327,7 @@ impl PlannedDrive {
                 "copy of changes"
             }
             Some(SnapshotFile::Copy(_)) => "copy",
+            Some(SnapshotFile::Storage(_)) => "storage snapshot",
             None => "file",
         }
     }
@@ -348,6 +356,9 @@ impl PlannedDrive {
         if let Some(SnapshotFile::Copy(copy)) = &self.made {
             copy.trim_file()?;
         }
+        if let Some(SnapshotFile::Storage(snapshot)) = &self.made {
+            snapshot.finish(self.minimum_bytes()).map_err(io::Error::other)?;
+        }
         sync_file(file)?;
         let identity = match self.before {
             Some(before) => before,
@@ -365,7 +376,13 @@ impl PlannedDrive {
             bytes: self.drive.bytes,
             identity,
             is_clone: self.has_own_file(),
+            is_storage_snapshot: matches!(self.made, Some(SnapshotFile::Storage(_))),
         })
+    }
+
+    /// The bytes that a file with the contents of the drive has at least.
+    fn minimum_bytes(&self) -> u64 {
+        if self.drive.format == "raw" { self.drive.bytes } else { 1 }
     }
 }
 
@@ -486,6 +503,11 @@ fn remove_unused<E: std::fmt::Display>(
             SnapshotFile::Clone(path) | SnapshotFile::Copy(DriveCopy { path, .. }) => {
                 remove_file(path)
             }
+            SnapshotFile::Storage(snapshot) => {
+                if begun {
+                    remove_storage(snapshot);
+                }
+            }
             SnapshotFile::Overlay(overlay) => {
                 let path = &overlay.path;
                 let closed = close(overlay).unwrap_or_else(|error| {
@@ -564,11 +586,13 @@ pub(crate) fn finish_unrecorded_save(journal: &mut Journal) {
     if journal.is_image_complete() {
         return hand_over_files(journal);
     }
-    for kept in drives {
-        if let Some(SnapshotFile::Clone(path) | SnapshotFile::Copy(DriveCopy { path, .. })) =
-            &kept.made
-        {
-            remove_file(path);
+    for made in drives.iter().filter_map(|kept| kept.made.as_ref()) {
+        match made {
+            SnapshotFile::Clone(path) | SnapshotFile::Copy(DriveCopy { path, .. }) => {
+                remove_file(path);
+            }
+            SnapshotFile::Storage(snapshot) => remove_storage(snapshot),
+            SnapshotFile::Overlay(_) => {}
         }
     }
     forget_layers(journal, drives);
@@ -603,10 +627,16 @@ pub(crate) fn overlays_left(journal: &Journal) -> Vec<PathBuf> {
         let made = drives.iter().filter_map(|kept| kept.made.as_ref());
         all.extend(made.filter_map(|made| match made {
             SnapshotFile::Overlay(overlay) => Some(overlay.path.clone()),
-            SnapshotFile::Clone(_) | SnapshotFile::Copy(_) => None,
+            SnapshotFile::Clone(_) | SnapshotFile::Copy(_) | SnapshotFile::Storage(_) => None,
         }));
     }
     all
+}
+
+fn remove_storage(snapshot: &StorageSnapshot) {
+    if let Err(error) = snapshot.remove() {
+        tracing::error!("the snapshot {} may be left: {error}", snapshot.name);
+    }
 }
 
 fn remove_file(path: &Path) {

@@ -105,6 +105,7 @@ mod tests {
             bytes: 1,
             identity: FileIdentity { dev: 1, inode: 2, size: 3, mtime_ns: 4 },
             is_clone: false,
+            is_storage_snapshot: false,
         };
         ImageMeta { qemu, drives: vec![drive], ..ImageMeta::default() }
     }

@@ -295,6 +295,7 @@ mod tests {
             bytes: 1,
             identity: IDENTITY,
             is_clone: false,
+            is_storage_snapshot: false,
         };
         let disk = DiskImage {
             node: "n".into(),

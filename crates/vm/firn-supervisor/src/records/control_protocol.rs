@@ -25,6 +25,7 @@ use firn_epochs::endpoint::BackupEndpoint;
 use firn_image::Codec;
 use firn_restore::{ReadFailurePolicy, RestoreMode};
 use firn_types::BlockSize;
+use firn_vmm::StorageCommand;
 use firn_vmm::command_line::CommandOverrides;
 use serde::de::DeserializeOwned;
 use serde::{Deserialize, Serialize};
@@ -212,6 +213,9 @@ pub struct SaveChoices {
     /// disks, and copies beside the image.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub disk_dir: Option<PathBuf>,
+    /// The command by which the storage of the disks makes snapshots of them.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub disk_snapshot: Option<StorageCommand>,
     /// How the working set is estimated.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub working_set: Option<WorkingSetEstimator>,

@@ -4,7 +4,7 @@
 use std::path::PathBuf;
 
 use firn_disks::DiskFileId;
-use firn_vmm::{DriveCopy, Overlay};
+use firn_vmm::{DriveCopy, Overlay, StorageSnapshot};
 use serde::{Deserialize, Serialize};
 
 /// A network card whose frames pass through Firn.
@@ -66,4 +66,6 @@ pub enum SnapshotFile {
     Clone(PathBuf),
     /// A copy that the image is to refer to, made by a job of the hypervisor.
     Copy(DriveCopy),
+    /// A snapshot that the image is to refer to, made by the disk's storage.
+    Storage(StorageSnapshot),
 }

@@ -96,6 +96,10 @@ pub struct FrozenDrive {
     /// continued with.
     #[serde(default)]
     pub is_clone: bool,
+    /// Whether it is a snapshot that the disk's storage made. The storage keeps its contents, and
+    /// its name is unique. As a device it may get another time of its last write.
+    #[serde(default, skip_serializing_if = "std::ops::Not::not")]
+    pub is_storage_snapshot: bool,
 }
 
 /// A QEMU and its command line.
@@ -233,6 +237,7 @@ impl ImageMeta {
             let name = drive.file.display().to_string();
             match identify(drive) {
                 None => Some(HostMismatch::DiskMissing(name)),
+                Some(_) if drive.is_storage_snapshot => None,
                 Some(now) if has_same_content(now, drive.identity) => None,
                 Some(_) => Some(HostMismatch::DiskChanged(name)),
             }
@@ -306,6 +311,7 @@ mod tests {
             bytes: 1,
             identity: FileIdentity { dev: 1, inode: 2, size: 3, mtime_ns: 4 },
             is_clone: false,
+            is_storage_snapshot: false,
         };
         assert_eq!(ImageMeta::default().with_drives(Vec::new()).version, VERSION);
         assert_eq!(

@@ -36,7 +36,7 @@ impl OwnQemu {
     }
 
     /// A QEMU without a guest, with these words for its disk.
-    fn bare(session: &Session, disk: &[&str]) -> Self {
+    pub fn bare(session: &Session, disk: &[&str]) -> Self {
         let args = MACHINE.iter().chain(disk).map(|&word| word.to_owned()).collect();
         Self::start(session, args)
     }
@@ -55,12 +55,12 @@ impl OwnQemu {
     }
 
     /// Ends it without any warning, and starts it by the same command line.
-    fn power_cycle(&mut self) {
+    pub fn power_cycle(&mut self) {
         self.end();
         self.child = spawn(&self.args, &self.dir);
     }
 
-    fn end(&mut self) {
+    pub fn end(&mut self) {
         let _ = self.child.kill();
         self.child.wait().unwrap();
         for monitor in ["qmp", "monitor"] {
@@ -135,7 +135,7 @@ fn method(saved: &Value) -> String {
 }
 
 /// Writes a word where the guest's own load does not write.
-fn write_word(vm: &Vm, word: &str) {
+pub fn write_word(vm: &Vm, word: &str) {
     for device in ["vda", "vdb"] {
         let write = format!("echo {word} | dd of=/dev/{device} bs=4096 seek=4352 && sync");
         vm.control().run_program(&["sh", "-c", &write]).unwrap();
@@ -143,7 +143,7 @@ fn write_word(vm: &Vm, word: &str) {
 }
 
 #[track_caller]
-fn has_word(vm: &Vm, word: &str) {
+pub fn has_word(vm: &Vm, word: &str) {
     for device in ["vda", "vdb"] {
         let read = format!(
             "echo 3 > /proc/sys/vm/drop_caches; dd if=/dev/{device} bs=4096 skip=4352 count=1 | head -n 1"
@@ -154,11 +154,11 @@ fn has_word(vm: &Vm, word: &str) {
 }
 
 /// Long enough for the guest to check some hundred blocks of each disk.
-fn let_it_work() {
+pub fn let_it_work() {
     std::thread::sleep(Duration::from_secs(2));
 }
 
-fn boot() -> (Vm, OwnQemu) {
+pub fn boot() -> (Vm, OwnQemu) {
     let mut vm = Vm::new();
     vm.create_disks("20M");
     let qemu = OwnQemu::guest(&vm);

@@ -49,6 +49,7 @@ mod proxmox;
 mod restorable;
 mod session;
 mod storage;
+mod storage_snapshots;
 mod switch;
 mod tiny_guest;
 mod traps;

@@ -147,9 +147,11 @@ pub const ARGUMENTS: &[PathArgument] = &[
 /// Disks of a standby are made later, by another process, and never replace a file: `firn-disks` tests that. An uplink
 /// of a standby is connected to when its VM runs. QEMU alone reads what is added to its command line.
 /// A domain of libvirt has a name, and a URI names its daemon: the module `libvirt` tests both. The directory of
-/// manual pages is named by `make install`.
+/// manual pages is named by `make install`. The shell alone reads a command for snapshots of disks: the module
+/// `storage_snapshots` tests it.
 #[allow(dead_code, reason = "shared with a unit test")]
-pub const NOT_OPENED: [&str; 12] = [
+pub const NOT_OPENED: [&str; 13] = [
+    "checkpoint disk_snapshot",
     "standby disks",
     "standby uplinks",
     "restore connect",

@@ -97,6 +97,8 @@ impl DriveSnapshot {
         match &self.made {
             Some(SnapshotFile::Clone(path)) => Some(path.clone()),
             Some(SnapshotFile::Copy(copy)) => Some(copy.path.clone()),
+            // Not a file of Firn's: the user removes it.
+            Some(SnapshotFile::Storage(_)) => None,
             _ => self.chain.first().cloned(),
         }
     }
@@ -115,7 +117,7 @@ impl NewEntries {
                 let below = below.first().map(PathBuf::as_path);
                 self.add_layer(vm, &copy.path, below, LayerKind::Clone);
             }
-            None => {}
+            Some(SnapshotFile::Storage(_)) | None => {}
         }
         let Some(file) = kept.contents_file().map(|file| record_key(&file)) else { return };
         let mut chain: Vec<PathBuf> = match &kept.made {

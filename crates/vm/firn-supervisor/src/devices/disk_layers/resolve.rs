@@ -1,6 +1,7 @@
 //! Resolution of an image's disks to the files that have their contents now.
 
 use std::collections::BTreeSet;
+use std::os::unix::fs::FileTypeExt as _;
 use std::path::{Path, PathBuf};
 use std::time::{Duration, Instant};
 
@@ -69,6 +70,10 @@ impl LockedLayers {
     ) -> Result<(), Failure> {
         for (file, below) in pairs {
             let (file, below) = (record_key(file), record_key(below));
+            // A snapshot on a device has no directory of disk files, and no layer is merged into it.
+            if is_block_device(&below) {
+                continue;
+            }
             let Some(folder) = self.lock_folder(record_dir(&below))? else { continue };
             let (vm, made, kind) = (vm.to_owned(), now_ms(), LayerKind::Overlay);
             let (below, abandoned, restored) = (Some(below), false, true);
@@ -90,6 +95,10 @@ impl LockedLayers {
         }
         Ok(())
     }
+}
+
+fn is_block_device(path: &Path) -> bool {
+    path.metadata().is_ok_and(|it| it.file_type().is_block_device())
 }
 
 impl LockedLayers {
