@@ -18,6 +18,9 @@ use super::properties::OptionProperties;
 /// Drivers of serial ports and of paravirtual consoles.
 const CONSOLE_DRIVERS: &[&str] = &["isa-serial", "pci-serial", "usb-serial", "virtconsole"];
 
+/// The port at which the guest agent listens (QEMU `docs/interop/qemu-ga.rst`).
+const AGENT_PORT: &str = "org.qemu.guest_agent.0";
+
 /// A console of a guest.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct GuestConsole {
@@ -43,6 +46,23 @@ pub fn find_consoles(command: &[String]) -> Vec<GuestConsole> {
         _ => None,
     });
     consoles.collect()
+}
+
+/// The socket of the guest agent, if QEMU serves one: a virtio serial port of that name.
+pub fn find_agent_socket(command: &[String]) -> Option<PathBuf> {
+    let arguments = arguments::split_words(command.get(1..).unwrap_or_default());
+    let ports = arguments.iter().filter(|argument| argument.name() == "device");
+    let id = ports.into_iter().find_map(|argument| agent_chardev(argument.value()))?;
+    let mut sockets = arguments.iter().filter_map(chardev_socket);
+    sockets.find(|socket| socket.id == id).map(|socket| socket.socket)
+}
+
+/// The chardev of a `-device` that is the port of the guest agent.
+fn agent_chardev(value: &str) -> Option<String> {
+    let properties = OptionProperties::parse_value(value, "driver")?;
+    let is = |key: &str, value: &str| properties.get(key).as_deref() == Some(value);
+    let is_agent = is("driver", "virtserialport") && is("name", AGENT_PORT);
+    is_agent.then(|| properties.get("chardev").map(|id| id.into_owned())).flatten()
 }
 
 /// The chardev of a `-device` that is a console.
@@ -98,6 +118,19 @@ mod tests {
         ] {
             assert_eq!(found(&command), expected, "{command}");
         }
+    }
+
+    #[test]
+    fn the_socket_of_the_guest_agent_is_found() {
+        let socket = "-chardev socket,id=a,path=/a,server=on -device virtio-serial";
+        let find = |command: String| {
+            let words: Vec<String> = command.split(' ').map(str::to_owned).collect();
+            find_agent_socket(&words).map(|path| path.to_str().unwrap().to_owned())
+        };
+        let port = "-device virtserialport,chardev=a,name=org.qemu.guest_agent.0";
+        assert_eq!(find(format!("qemu {socket} {port}")), Some("/a".to_owned()));
+        assert_eq!(find(format!("qemu {port}")), None);
+        assert_eq!(find(format!("qemu {socket} -device virtserialport,chardev=a,name=x")), None);
     }
 
     #[test]

@@ -60,7 +60,7 @@ mod size;
 
 pub use calls::{CALLS_BYTES, CALLS_ID, with_calls};
 pub use cards::{CardPlan, CardUplink, OtherCard, with_uplink};
-pub use consoles::{GuestConsole, find_consoles};
+pub use consoles::{GuestConsole, find_agent_socket, find_consoles};
 pub use disks::{DiskPlan, with_disk};
 pub use drives::DriveFile;
 pub use endpoints::{EndpointRelocation, HostEndpoint};

@@ -19,7 +19,7 @@ const READ_BYTES: usize = 64 << 10;
 
 /// A buffer of bytes that were received and have not been returned as lines.
 #[derive(Debug, Default)]
-pub(super) struct LineReader {
+pub(crate) struct LineReader {
     buffer: Vec<u8>,
     /// The end of the line that was returned last. The next call removes that line.
     consumed: usize,
@@ -29,7 +29,7 @@ pub(super) struct LineReader {
 
 /// The reason why no complete line could be read.
 #[derive(Debug)]
-pub(super) enum LineError {
+pub(crate) enum LineError {
     Closed,
     TimedOut { waited_ms: u128 },
     TooLong,
@@ -50,7 +50,7 @@ impl LineError {
 
 impl LineReader {
     /// The next line, without its newline. Blocks until it is complete or `deadline` has passed.
-    pub(super) fn next_line(
+    pub(crate) fn next_line(
         &mut self,
         from: impl AsFd,
         deadline: Instant,

@@ -21,7 +21,7 @@
 //! for [`QmpClient::wait_event`].
 
 mod error;
-mod line;
+pub(crate) mod line;
 mod reply;
 
 use std::collections::VecDeque;

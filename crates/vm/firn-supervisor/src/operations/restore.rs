@@ -42,6 +42,7 @@ use crate::operations::auxiliary;
 use crate::operations::calls;
 use crate::operations::domain_restore::{self, CreatedDomain};
 use crate::operations::family::FamilyLink;
+use crate::operations::guest_clock;
 use crate::operations::image_origin::{self, TrustChoices};
 use crate::operations::learned_blocks::LearnedBlocksFile;
 use crate::operations::outage::OutagePauser;
@@ -470,8 +471,19 @@ impl RestoreRun<'_> {
             true => Ok(()),
             false => match &self.child.domain {
                 Some(domain) => restored_domain::resume_domain(&domain.address),
-                None => vm.cont().while_doing("starting the vCPUs"),
+                None => {
+                    vm.cont().while_doing("starting the vCPUs")?;
+                    self.set_clock();
+                    Ok(())
+                }
             },
+        }
+    }
+
+    /// Has the guest's clock set, unless the VM is to be the one that was saved in each respect.
+    fn set_clock(&self) {
+        if !self.wanted.overrides.same_identity {
+            guest_clock::set_in_background(self.child.identity.pid);
         }
     }
 

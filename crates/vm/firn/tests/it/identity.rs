@@ -1,9 +1,15 @@
-//! The VM generation ID: a guest finds out from its own memory that it was restored.
+//! The VM generation ID: a guest finds out from its own memory that it was restored, and draws other random numbers than
+//! its copies.
 
+use std::io::{BufRead as _, BufReader, Write as _};
+use std::os::unix::net::UnixStream;
+use std::time::{Duration, SystemTime};
+
+use firn_lab::guest::GuestImage;
 use firn_memory::{Process, process_memory};
 use firn_types::HostVirt;
 
-use crate::session::Session;
+use crate::session::{Session, eventually, text};
 use crate::tiny_guest::TinyGuest;
 
 const RAM_BYTES: usize = 32 << 20;
@@ -98,4 +104,148 @@ fn a_user_may_choose_the_generation_id_or_have_none() {
     let plain = ["qemu-system-x86_64", "-M", "pc", "-m", "32", "-nodefaults", "-display", "none"];
     session.firn(&[&["run", "bare", "--no-vmgenid", "--"], &plain[..]].concat()).succeeds();
     assert_eq!(find_guid(&session, "bare"), None);
+}
+
+const PATIENCE: Duration = Duration::from_secs(120);
+/// A guest whose kernel has a driver for the generation ID, and which has an agent.
+const LINE: &str = "qemu-system-x86_64 -M q35 -m 128 -nodefaults -display none -serial chardev:port \
+    -device virtio-serial -device virtserialport,chardev=agent,name=org.qemu.guest_agent.0";
+/// How far a clock that was set may be off.
+const CLOCK_MS: i128 = 100;
+const KERNEL_WORDS: &str = "console=ttyS0 quiet no_timer_check mitigations=off";
+
+/// The serial port of a guest that prints a random number and its time for each line that it receives.
+struct RandomGuest(BufReader<UnixStream>);
+
+impl RandomGuest {
+    fn run(session: &Session) {
+        let image = GuestImage::find_guest("identity").unwrap();
+        let port =
+            format!("socket,id=port,path={},server=on,wait=off", text(&session.path("port")));
+        let agent = port.replace("port", "agent");
+        let mut words: Vec<&str> = LINE.split_whitespace().collect();
+        words.extend(["-chardev", &port, "-chardev", &agent, "-append", KERNEL_WORDS]);
+        words.extend(["-kernel", text(&image.kernel), "-initrd", text(&image.initrd)]);
+        session.firn(&[&["run", "web", "--"], &words[..]].concat()).succeeds();
+        assert_eq!(Self::connect(session).read_word("ready"), "");
+    }
+
+    fn connect(session: &Session) -> Self {
+        let path = session.path("port");
+        let mut stream = None;
+        eventually("the serial port", PATIENCE, || {
+            stream = UnixStream::connect(&path).ok();
+            stream.is_some()
+        });
+        let stream = stream.unwrap();
+        stream.set_read_timeout(Some(PATIENCE)).unwrap();
+        Self(BufReader::new(stream))
+    }
+
+    fn read_word(&mut self, word: &str) -> String {
+        loop {
+            let mut line = String::new();
+            assert_ne!(self.0.read_line(&mut line).unwrap(), 0, "the guest has ended");
+            if let Some((_, rest)) = line.split_once(word) {
+                return rest.trim().to_owned();
+            }
+        }
+    }
+
+    fn draw(&mut self) -> String {
+        self.ask().0
+    }
+
+    /// A random number, and the time in nanoseconds since 1970.
+    fn ask(&mut self) -> (String, i128) {
+        self.0.get_mut().write_all(b"\n").unwrap();
+        let answer = self.read_word("random");
+        let (number, time) = answer.split_once(" time ").unwrap();
+        (number.to_owned(), time.parse().unwrap())
+    }
+
+    /// How far its clock is off at least, in milliseconds.
+    fn clock_error_ms(&mut self) -> i128 {
+        let (before, (_, time), after) = (now(), self.ask(), now());
+        (before - time).max(time - after).max(0) / 1_000_000
+    }
+}
+
+fn now() -> i128 {
+    let now = SystemTime::now().duration_since(SystemTime::UNIX_EPOCH).unwrap();
+    now.as_nanos() as i128
+}
+
+/// The first random number that a copy of a saved guest draws.
+fn draw_first(session: &Session, image: &str, options: &[&str]) -> String {
+    let restore = ["restore", image, "--name", "web", "--mode", "lazy"];
+    session.firn(&[&restore[..], options].concat()).succeeds();
+    let drawn = RandomGuest::connect(session).draw();
+    session.firn(&["stop", "web"]).succeeds();
+    drawn
+}
+
+/// The control: copies that don't know that they are copies draw the same number. Only a guest that mixes its random numbers
+/// anew just then does not, which it does every few seconds: so there are three images.
+#[test]
+fn copies_draw_different_random_numbers() {
+    let images = ["a.firn", "b.firn", "c.firn"];
+    let session = Session::new();
+    RandomGuest::run(&session);
+    let mut guest = RandomGuest::connect(&session);
+    for image in images {
+        assert_ne!(guest.draw(), guest.draw());
+        session.firn(&["checkpoint", "web", "-o", image]).succeeds();
+    }
+    drop(guest);
+    session.firn(&["stop", "web"]).succeeds();
+    let (image, same) = images
+        .into_iter()
+        .find_map(|image| {
+            let [one, other] = [(); 2].map(|()| draw_first(&session, image, &["--same-identity"]));
+            (one == other).then_some((image, one))
+        })
+        .unwrap();
+    let mut all = std::collections::BTreeSet::from([same]);
+    for _ in 0..3 {
+        let drawn = draw_first(&session, image, &[]);
+        assert!(all.insert(drawn), "{image}: one of {all:?} twice");
+    }
+}
+
+/// By the guest's agent. The control: a copy that is to be the same VM has the time of the checkpoint.
+#[test]
+fn a_copy_has_the_right_time() {
+    const AGE: Duration = Duration::from_secs(3);
+    let session = Session::new();
+    RandomGuest::run(&session);
+    session.firn(&["checkpoint", "web", "-o", "web.firn"]).succeeds();
+    session.firn(&["stop", "web"]).succeeds();
+    std::thread::sleep(AGE);
+    let restore = ["restore", "web.firn", "--mode", "lazy"];
+    session.firn(&[&restore[..], &["--same-identity"]].concat()).succeeds();
+    let mut old = RandomGuest::connect(&session);
+    assert!(old.clock_error_ms() > AGE.as_millis() as i128, "{}", old.clock_error_ms());
+    drop(old);
+    session.firn(&["stop", "web"]).succeeds();
+    session.firn(&restore).succeeds();
+    let mut copy = RandomGuest::connect(&session);
+    eventually("the clock is set", PATIENCE, || copy.clock_error_ms() <= CLOCK_MS);
+    let log = session.firn(&["logs", "web"]).succeeds().out;
+    assert!(log.contains("the guest agent has set the guest's clock"), "{log}");
+}
+
+/// Its clock stays what it was, and the restore is none the worse.
+#[test]
+fn a_guest_whose_agent_does_not_answer_runs_all_the_same() {
+    let session = Session::new();
+    let port = format!("socket,id=agent,path={},server=on,wait=off", text(&session.path("agent")));
+    let device = "virtserialport,chardev=agent,name=org.qemu.guest_agent.0";
+    let words = ["-chardev", &port, "-device", "virtio-serial", "-device", device];
+    TinyGuest::run(&session, &words).answers();
+    session.firn(&["checkpoint", "web", "-o", "web.firn"]).succeeds();
+    session.firn(&["stop", "web"]).succeeds();
+    session.firn(&["restore", "web.firn", "--wait"]).succeeds();
+    assert_eq!(session.status("web")["state"], "running");
+    session.firn(&["checkpoint", "web", "-o", "again.firn"]).succeeds();
 }
