@@ -256,13 +256,16 @@ impl Firn {
             .run_command("ls", self.new_command("ls"))
             .map(|said| said.facts)
             .unwrap_or_default();
-        for vm in vms.as_array().into_iter().flatten() {
-            let Some(name) = vm["name"].as_str() else { continue };
-            if vm["state"] == "detached" {
-                // No supervisor could stop it otherwise.
-                let _ = self.attach(name, &[]);
-            }
-            self.stop(name);
+        let vms = vms.as_array().cloned().unwrap_or_default();
+        let names: Vec<&str> = vms.iter().filter_map(|vm| vm["name"].as_str()).collect();
+        for vm in vms.iter().filter(|vm| vm["state"] == "detached") {
+            // No supervisor could stop it otherwise.
+            let _ = vm["name"].as_str().map(|name| self.attach(name, &[]));
+        }
+        if !names.is_empty() {
+            let mut command = self.new_command("stop");
+            command.args(names).arg("--force");
+            let _ = self.run_command("stop", command);
         }
     }
 

@@ -85,6 +85,11 @@ fn clones_have_different_generation_ids() {
         let ram = read_ram(&session, vm);
         assert!(contains(&ram, guid) && !contains(&ram, &first), "{vm}");
     }
+    // One of them does not exist: the others are ended all the same.
+    let stop = ["stop", "web-1", "nobody", "web-2", "web-1", "--discard"];
+    let stopped = session.firn(&stop).fails(3, "there is no VM called nobody");
+    assert_eq!(stopped.out.matches("has ended").count(), 2, "{}", stopped.out);
+    assert_eq!(session.json(&["ls"]), serde_json::json!([]));
 }
 
 #[test]
