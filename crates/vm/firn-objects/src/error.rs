@@ -148,3 +148,10 @@ pub enum StoreError {
         source: std::io::Error,
     },
 }
+
+impl StoreError {
+    /// Whether no other request to the store would help: it is away, or denied access.
+    pub(crate) fn is_final(&self) -> bool {
+        matches!(self, Self::Denied { .. } | Self::Failed { was_repeated: true, .. })
+    }
+}

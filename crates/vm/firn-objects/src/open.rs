@@ -3,7 +3,7 @@
 use std::sync::Arc;
 use std::time::Duration;
 
-use object_store::aws::{AmazonS3, AmazonS3Builder};
+use object_store::aws::{AmazonS3, AmazonS3Builder, AmazonS3ConfigKey};
 use object_store::http::{HttpBuilder, HttpStore};
 use object_store::{Certificate, ClientOptions};
 
@@ -31,6 +31,8 @@ pub(crate) fn open_s3(bucket: &str, rule: PutRule) -> Result<AmazonS3, String> {
     let mut builder = AmazonS3Builder::from_env()
         .with_bucket_name(bucket)
         .with_unsigned_payload(false)
+        // Each store has the request that deletes one object, not each the one that deletes several.
+        .with_config(AmazonS3ConfigKey::DisableBulkDelete, "true")
         .with_retry(retry_config())
         .with_client_options(client_options()?.with_allow_http(is_plain));
     if rule == PutRule::Create {

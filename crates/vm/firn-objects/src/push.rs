@@ -78,9 +78,15 @@ pub fn push_image(
     let count = if options.chain { files.len() } else { 1 };
     let mut pushed = Vec::new();
     for number in (0..count).rev() {
+        let Some((local, parents)) = files.get(number..).and_then(<[_]>::split_first) else {
+            continue;
+        };
         // Parents are never replaced: other images may build on what has their name.
-        let storage = replacing.as_ref().filter(|_| number == 0).unwrap_or(&creating);
-        let push = FilePush { storage, files: &files, number, options };
+        let replacing = replacing.as_ref().filter(|_| number == 0);
+        let (storage, may_replace) = (replacing.unwrap_or(&creating), replacing.is_some());
+        let threads = options.threads;
+        let is_parent = number > 0;
+        let push = FilePush { storage, local, parents, is_parent, may_replace, threads };
         pushed.insert(0, push.run(progress)?);
     }
     Ok(pushed)
@@ -104,116 +110,111 @@ fn require_parent(storage: &ObjectStorage, files: &[LocalFile]) -> Result<(), St
 /// The push of one file of a chain.
 struct FilePush<'a> {
     storage: &'a ObjectStorage,
-    files: &'a [LocalFile],
-    number: usize,
-    options: PushOptions,
+    local: &'a LocalFile,
+    /// The files that it builds on.
+    parents: &'a [LocalFile],
+    is_parent: bool,
+    may_replace: bool,
+    threads: usize,
 }
 
 impl FilePush<'_> {
     fn run(&self, progress: &TransferProgress<'_>) -> Result<PushedFile, StoreError> {
-        let Some(local) = self.files.get(self.number) else {
-            return Err(StoreError::ChainTooLong(self.location().clone()));
-        };
-        abort_leftovers(self.storage, &local.location, Leftovers::Abandoned)?;
-        let was_there = self.is_there(local)?;
+        let LocalFile { path, location, outline, .. } = self.local;
+        abort_leftovers(self.storage, location, Leftovers::Abandoned)?;
+        let was_there = self.is_there()?;
         if !was_there {
-            self.verify_file(local, progress)?;
-            self.upload(local, progress)?;
+            self.verify_file(progress)?;
+            self.upload(progress)?;
         }
         Ok(PushedFile {
-            path: local.path.clone(),
-            location: local.location.clone(),
-            identity: local.outline.identity.clone(),
-            bytes: local.outline.file_bytes,
+            path: path.clone(),
+            location: location.clone(),
+            identity: outline.identity.clone(),
+            bytes: outline.file_bytes,
             was_there,
-            is_signed: self.push_signature(local)?,
+            is_signed: self.push_signature()?,
         })
     }
 
-    fn location(&self) -> &StoreLocation {
-        &self.files[0].location
-    }
-
     /// Whether the file is in the store already. An error if something else has its name.
-    fn is_there(&self, local: &LocalFile) -> Result<bool, StoreError> {
-        let may_replace = self.options.force && self.number == 0;
-        let taken = || StoreError::Taken(local.location.clone());
-        match self.storage.read_outline(&local.location) {
+    fn is_there(&self) -> Result<bool, StoreError> {
+        if self.may_replace {
+            // The memory of an object with the right end may be damaged.
+            return Ok(false);
+        }
+        let own = &self.local.outline;
+        match self.storage.read_outline(&self.local.location) {
             Ok(None) => Ok(false),
-            Ok(Some((_, found))) if found.has_same_bytes(&local.outline) => Ok(true),
+            Ok(Some((_, found))) if found.has_same_bytes(own) => Ok(true),
             // A parent may have been rewritten since (`firn image reorder`): it is the same checkpoint.
-            Ok(Some((_, found))) if self.number > 0 && found.identity == local.outline.identity => {
-                Ok(true)
+            Ok(Some((_, found))) if self.is_parent && found.identity == own.identity => Ok(true),
+            Ok(Some(_)) | Err(StoreError::Damaged { .. }) => {
+                Err(StoreError::Taken(self.local.location.clone()))
             }
-            Ok(Some(_)) | Err(StoreError::Damaged { .. }) if may_replace => Ok(false),
-            Ok(Some(_)) | Err(StoreError::Damaged { .. }) => Err(taken()),
             Err(error) => Err(error),
         }
     }
 
-    fn verify_file(
-        &self,
-        local: &LocalFile,
-        progress: &TransferProgress<'_>,
-    ) -> Result<(), StoreError> {
-        let files = self.files.iter().skip(self.number).map(|it| it.file.try_clone());
-        let files: Result<Vec<File>, _> = files.collect();
+    fn verify_file(&self, progress: &TransferProgress<'_>) -> Result<(), StoreError> {
+        let path = &self.local.path;
+        let chain = std::iter::once(self.local).chain(self.parents);
+        let files: Result<Vec<File>, _> = chain.map(|it| it.file.try_clone()).collect();
         let files = files.map_err(|source| StoreError::Io {
             step: "duplicate",
-            path: local.path.clone(),
+            path: path.clone(),
             source,
         })?;
-        let image = Image::open_from(&local.path, &files)?;
+        let image = Image::open_from(path, &files)?;
         let unit = u64::from(image.geometry().locality_block_bytes);
-        let report = verify_own_file(&image, self.options.threads, &|done, total| {
+        let report = verify_own_file(&image, self.threads, &|done, total| {
             progress("verifying", u64::from(done) * unit, u64::from(total) * unit);
         });
         match report.is_clean() {
             true => Ok(()),
             false => Err(StoreError::DamagedFile {
-                path: local.path.clone(),
+                path: path.clone(),
                 problem_count: report.problem_count,
                 first: report.problems.into_iter().next().map(Box::new),
             }),
         }
     }
 
-    fn upload(&self, local: &LocalFile, progress: &TransferProgress<'_>) -> Result<(), StoreError> {
-        let (at, len) = (&local.location, local.outline.file_bytes);
-        if self.options.force {
+    fn upload(&self, progress: &TransferProgress<'_>) -> Result<(), StoreError> {
+        let LocalFile { path, file, outline, location } = self.local;
+        if self.may_replace {
             // The signature of the image that is replaced.
-            self.storage.remove_object(&at.with_suffix(".sig"))?;
+            self.storage.remove_object(&location.with_suffix(".sig"))?;
         }
-        let source = FileSource { path: &local.path, file: &local.file, len };
-        let uploaded = upload_file(self.storage, &source, at, progress);
-        if let Err(StoreError::Denied { .. }) = uploaded {
+        let source = FileSource { path, file, len: outline.file_bytes };
+        let uploaded = upload_file(self.storage, &source, location, progress);
+        if uploaded.as_ref().is_err_and(StoreError::is_final) {
             return uploaded;
         }
-        match (self.storage.read_outline(at), uploaded) {
+        match (self.storage.read_outline(location), uploaded) {
             // Also if the answer was lost, or another push of the same image was first.
-            (Ok(Some((_, found))), _) if found.has_same_bytes(&local.outline) => Ok(()),
-            (_, Err(error)) => Err(error),
-            (Ok(_), Ok(())) => Err(StoreError::Replaced(at.clone())),
-            (Err(error), Ok(())) => Err(error),
+            (Ok(Some((_, found))), _) if found.has_same_bytes(outline) => Ok(()),
+            (_, Err(error)) | (Err(error), Ok(())) => Err(error),
+            (Ok(_), Ok(())) => Err(StoreError::Replaced(location.clone())),
         }
     }
 
     /// Puts the signature of a file beside its object, if the file has one.
-    fn push_signature(&self, local: &LocalFile) -> Result<bool, StoreError> {
-        let path = signature_path(&local.path);
+    fn push_signature(&self) -> Result<bool, StoreError> {
+        let path = signature_path(&self.local.path);
         let failed = |source| StoreError::Io { step: "read", path: path.clone(), source };
         let bytes = match firn_files::read_input(&path, SIGNATURE_BYTES_MAX) {
             Ok(bytes) => bytes,
             Err(error) if error.kind() == std::io::ErrorKind::NotFound => return Ok(false),
             Err(error) => return Err(failed(error)),
         };
-        self.storage.put_small(&local.location.with_suffix(".sig"), bytes.into())?;
+        self.storage.put_small(&self.local.location.with_suffix(".sig"), bytes.into())?;
         Ok(true)
     }
 }
 
 /// The maximum length of a signature in bytes.
-pub(crate) const SIGNATURE_BYTES_MAX: u64 = 64 << 10;
+const SIGNATURE_BYTES_MAX: u64 = 64 << 10;
 
 /// The signature beside an image.
 pub(crate) fn signature_path(image: &Path) -> PathBuf {

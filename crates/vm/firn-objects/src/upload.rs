@@ -1,7 +1,7 @@
 //! Uploads one file in parts.
 //!
-//! The object appears with the last request, as a whole. Until then the store has parts that nobody
-//! can read. If this process is killed, its record makes the next push abort the upload.
+//! The object appears with the last request, as a whole. Until then the store has parts that can't
+//! be read. If this process is killed, its record makes the next push abort the upload.
 
 use std::fs::File;
 use std::os::unix::fs::FileExt;
@@ -51,9 +51,10 @@ pub(crate) fn upload_file(
     firn_fault::pass_point("store.begun");
     match upload_parts(storage, source, at, &upload, progress) {
         Ok(()) => storage.remove_object(&record),
+        // The record stays, and the next push finds it.
+        Err(error) if error.is_final() => Err(error),
         Err(error) => {
             let error = abandon_upload(storage, at, &upload, error);
-            // If the store is away, the record stays, and the next push finds it.
             let _ = storage.remove_object(&record);
             Err(error)
         }
