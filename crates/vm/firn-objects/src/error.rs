@@ -58,6 +58,9 @@ pub enum StoreError {
         /// Whether the request was repeated until the time for that was over.
         was_repeated: bool,
     },
+    /// The object is shorter than the range that was requested.
+    #[error("{0} is shorter than it was")]
+    NoSuchRange(StoreLocation),
     /// The object changed while it was read.
     #[error("{0} was replaced while it was read")]
     Replaced(StoreLocation),

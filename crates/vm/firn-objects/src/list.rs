@@ -50,9 +50,10 @@ fn read_object(
     if location.name().ends_with(".sig") {
         return Ok(None);
     }
-    let outline = match storage.read_outline(location) {
-        Ok(Some((_, outline))) => Ok(outline),
-        Ok(None) => return Ok(None),
+    let outline = match storage.read_known_outline(location, facts) {
+        Ok(outline) => Ok(outline),
+        // Removed or replaced since it was listed.
+        Err(StoreError::Missing { .. } | StoreError::Replaced(_)) => return Ok(None),
         Err(StoreError::Damaged { flaw, .. }) if location.name().ends_with(".firn") => Err(flaw),
         Err(StoreError::Damaged { .. }) => return Ok(None),
         Err(error) => return Err(error),

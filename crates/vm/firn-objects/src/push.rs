@@ -68,6 +68,7 @@ pub fn push_image(
     let image = Image::open(path)?;
     let files = list_local_chain(&image, at)?;
     let creating = ObjectStorage::open(at, PutRule::Create)?;
+    creating.check_writable(at)?;
     let replacing = match options.force {
         true => Some(ObjectStorage::open(at, PutRule::Replace)?),
         false => None,
@@ -121,8 +122,8 @@ struct FilePush<'a> {
 impl FilePush<'_> {
     fn run(&self, progress: &TransferProgress<'_>) -> Result<PushedFile, StoreError> {
         let LocalFile { path, location, outline, .. } = self.local;
-        abort_leftovers(self.storage, location, Leftovers::Abandoned)?;
         let was_there = self.is_there()?;
+        abort_leftovers(self.storage, location, Leftovers::Abandoned)?;
         if !was_there {
             self.verify_file(progress)?;
             self.upload(progress)?;

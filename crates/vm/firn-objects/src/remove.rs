@@ -30,6 +30,7 @@ pub fn remove_image(at: &StoreLocation, force: bool) -> Result<RemovedObject, St
         return Err(StoreError::NoObjectName(at.clone()));
     }
     let storage = ObjectStorage::open(at, PutRule::Create)?;
+    storage.check_writable(at)?;
     let identity = match storage.read_outline(at) {
         Ok(found) => found.map(|(_, outline)| outline.identity),
         // A damaged object is only removed on purpose.

@@ -15,14 +15,16 @@ use crate::location::StoreLocation;
 
 /// Codes of answers that mean: these credentials may not do that. Some stores send them with the
 /// status 400.
-const DENIED: [&str; 11] = [
+const DENIED: [&str; 13] = [
     "AccessDenied",
     "AccountProblem",
     "AllAccessDisabled",
     "AuthorizationHeaderMalformed",
     "ExpiredToken",
     "InvalidAccessKeyId",
+    "InvalidSecurity",
     "InvalidToken",
+    "NotSignedUp",
     "RequestExpired",
     "RequestTimeTooSkewed",
     "SignatureDoesNotMatch",
@@ -43,7 +45,8 @@ pub(crate) fn request_error(
     let code = find_element(&text, "Code");
     let location = location.clone();
     let reason = describe_reason(&text, error);
-    let is_denied = code.is_some_and(|code| DENIED.contains(&code));
+    let status = find_status(&text).unwrap_or_default();
+    let is_denied = code.is_some_and(|code| DENIED.contains(&code)) || status.starts_with("403");
     match error {
         _ if code == Some("NoSuchBucket") => {
             StoreError::Missing { what: "bucket", location: location.with_key("") }
@@ -51,6 +54,7 @@ pub(crate) fn request_error(
         Reply::PermissionDenied { .. } | Reply::Unauthenticated { .. } => {
             StoreError::Denied { location, reason }
         }
+        _ if status.starts_with("416") => StoreError::NoSuchRange(location),
         _ if is_denied => StoreError::Denied { location, reason },
         Reply::NotFound { .. } if code != Some("NoSuchUpload") => {
             StoreError::Missing { what: "object", location }

@@ -52,6 +52,10 @@ pub(crate) struct ObjectFacts {
 }
 
 impl ObjectFacts {
+    fn of_empty_object() -> Self {
+        Self { size: 0, modified: 0, e_tag: None }
+    }
+
     fn from_meta(meta: &ObjectMeta) -> Self {
         let modified = u64::try_from(meta.last_modified.timestamp()).unwrap_or(0);
         Self { size: meta.size, modified, e_tag: meta.e_tag.clone() }
@@ -66,7 +70,8 @@ pub(crate) fn retry_config() -> RetryConfig {
             max_backoff: Duration::from_secs(5),
             base: 2.0,
         },
-        max_retries: 10,
+        // The time is the bound.
+        max_retries: 100,
         retry_timeout: Duration::from_secs(30),
     }
 }
@@ -99,26 +104,25 @@ impl ObjectStorage {
         }
     }
 
+    /// Checks that objects can be put there.
+    pub(crate) fn check_writable(&self, at: &StoreLocation) -> Result<(), StoreError> {
+        self.uploads(at).map(drop)
+    }
+
     fn uploads(&self, at: &StoreLocation) -> Result<&AmazonS3, StoreError> {
         self.uploads.as_deref().ok_or_else(|| StoreError::ReadOnly(at.clone()))
     }
 
-    /// The end of an object, `len` bytes at most, in one request; `None` if there is no object.
-    fn read_end(
-        &self,
-        at: &StoreLocation,
-        len: u64,
-    ) -> Result<Option<(ObjectFacts, Bytes)>, StoreError> {
+    /// What the store knows of an object; `None` if there is no object. It is asked by a read of the
+    /// first byte: the answer to a request for the facts alone has no reason where it is an error.
+    fn find_object(&self, at: &StoreLocation) -> Result<Option<ObjectFacts>, StoreError> {
         let path = path_of(at)?;
-        let options = GetOptions { range: Some(GetRange::Suffix(len)), ..GetOptions::default() };
-        let read = self.runtime.block_on(async {
-            let found = self.store.get_opts(&path, options).await?;
-            let facts = ObjectFacts::from_meta(&found.meta);
-            Ok((facts, found.bytes().await?))
-        });
-        match read.map_err(|error| request_error(at, "read its end", &error)) {
-            Ok(found) => Ok(Some(found)),
+        let options = GetOptions { range: Some(GetRange::Bounded(0..1)), ..GetOptions::default() };
+        let found = self.runtime.block_on(self.store.get_opts(&path, options));
+        match found.map_err(|error| request_error(at, "find it", &error)) {
+            Ok(found) => Ok(Some(ObjectFacts::from_meta(&found.meta))),
             Err(StoreError::Missing { what: "object", .. }) => Ok(None),
+            Err(StoreError::NoSuchRange(_)) => Ok(Some(ObjectFacts::of_empty_object())),
             Err(error) => Err(error),
         }
     }
@@ -162,29 +166,41 @@ impl ObjectStorage {
         &self,
         at: &StoreLocation,
     ) -> Result<Option<(ObjectFacts, ImageOutline)>, StoreError> {
-        let Some((facts, end)) = self.read_end(at, ImageOutline::TAIL_BYTES)? else {
-            return Ok(None);
-        };
-        let start = facts.size - end.len() as u64;
+        let Some(facts) = self.find_object(at)? else { return Ok(None) };
+        let outline = self.read_known_outline(at, &facts)?;
+        Ok(Some((facts, outline)))
+    }
+
+    /// As [`Self::read_outline`], of an object of which the store has reported these facts.
+    pub(crate) fn read_known_outline(
+        &self,
+        at: &StoreLocation,
+        facts: &ObjectFacts,
+    ) -> Result<ImageOutline, StoreError> {
         let outline = ImageOutline::read(facts.size, &mut |range| {
-            if range.start == start && range.end == facts.size {
-                return Ok(end.to_vec());
-            }
-            self.read_range(at, &facts, range).map(|bytes| bytes.to_vec())
+            self.read_range(at, facts, range).map(|bytes| bytes.to_vec())
         });
-        match outline {
-            Ok(outline) => Ok(Some((facts, outline))),
-            Err(OutlineError::Read(error)) => Err(error),
-            Err(OutlineError::Flaw(flaw)) => {
-                Err(StoreError::Damaged { location: at.clone(), flaw })
-            }
-        }
+        outline.map_err(|error| match error {
+            OutlineError::Read(error) => error,
+            OutlineError::Flaw(flaw) => StoreError::Damaged { location: at.clone(), flaw },
+        })
     }
 
     /// A small object; `None` if there is none.
     pub(crate) fn read_small(&self, at: &StoreLocation) -> Result<Option<Bytes>, StoreError> {
         const SMALL_BYTES_MAX: u64 = 64 << 10;
-        Ok(self.read_end(at, SMALL_BYTES_MAX)?.map(|(_, bytes)| bytes))
+        let path = path_of(at)?;
+        let read = self.runtime.block_on(async {
+            let found = self.store.get_opts(&path, GetOptions::default()).await?;
+            match found.meta.size {
+                0..=SMALL_BYTES_MAX => found.bytes().await.map(Some),
+                _ => Ok(None),
+            }
+        });
+        match read.map_err(|error| request_error(at, "read it", &error)) {
+            Err(StoreError::Missing { what: "object", .. }) => Ok(None),
+            read => read,
+        }
     }
 
     /// The objects that are directly below a prefix, in the order of their keys.
