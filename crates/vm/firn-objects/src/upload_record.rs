@@ -83,9 +83,13 @@ pub(crate) fn abort_leftovers(
         // A record that can't be read is of a later version, or no record.
         let Ok(record) = serde_json::from_slice::<UploadRecord>(&bytes) else { continue };
         if record.key == at.key && (which == Leftovers::All || record.is_abandoned(&facts)) {
-            storage.abort_upload(at, &record.upload)?;
+            match storage.abort_upload(at, &record.upload) {
+                Ok(()) => aborted += 1,
+                // Some stores answer so if there is no such upload: it was completed.
+                Err(StoreError::Denied { .. }) => {}
+                Err(error) => return Err(error),
+            }
             storage.remove_object(&place)?;
-            aborted += 1;
         }
     }
     Ok(aborted)

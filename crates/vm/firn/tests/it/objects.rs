@@ -332,7 +332,7 @@ fn an_older_image_stays_until_the_new_one_is_verified() {
     let mut bad = fs::read(server.object("web.firn")).unwrap();
     bad[300_000] ^= 1;
     fs::write(server.object("web.firn"), bad).unwrap();
-    let answer = pull(&server).fails(6, "is damaged");
+    let answer = pull(&server).fails(6, "is damaged: 1 problems");
     assert!(answer.err.contains("memory block"), "{}", answer.err);
     assert!(fs::read(session.path("pulled.firn")).unwrap() == old);
 }
@@ -345,7 +345,7 @@ fn a_damaged_object_is_replaced_by_a_good_copy() {
     let mut bad = fs::read(server.object("web.firn")).unwrap();
     bad[300_000] ^= 1;
     fs::write(server.object("web.firn"), bad).unwrap();
-    let answer = pull(&server).fails(6, "is damaged");
+    let answer = pull(&server).fails(6, "is damaged: 1 problems");
     assert!(answer.err.contains("push the image again with --force"), "{}", answer.err);
     server.firn(&["image", "push", "web.firn", WEB, "--force"]).succeeds();
     pull(&server).succeeds();
@@ -358,7 +358,7 @@ fn a_damaged_image_is_not_pushed() {
     let mut bad = fs::read(session.path("web.firn")).unwrap();
     bad[300_000] ^= 1;
     fs::write(session.path("web.firn"), bad).unwrap();
-    push(&server).fails(6, "is damaged");
+    push(&server).fails(6, "is damaged: 1 problems");
     assert_eq!(server.list(), Vec::<String>::new());
     assert_eq!(server.leftovers(), Vec::<String>::new());
 }
