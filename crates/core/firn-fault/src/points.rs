@@ -144,4 +144,10 @@ pub const POINTS: &[&str] = &[
     "disk.sync",
     // A change is made to the file, and is not in the change log yet.
     "disk.changed",
+    // A push of an image to object storage: the upload and its record exist, a part is about to be
+    // sent, all parts are there, the object is complete.
+    "store.begun",
+    "store.part",
+    "store.complete",
+    "store.completed",
 ];

@@ -86,7 +86,7 @@ impl ParentLink {
         [&self.identity.0, self.path.as_os_str().as_bytes()].concat()
     }
 
-    fn parse(bytes: &[u8]) -> Result<Self, ImageFlaw> {
+    pub(crate) fn parse(bytes: &[u8]) -> Result<Self, ImageFlaw> {
         let mut fields = ByteReader::new(SectionKind::Parent.section_name(), bytes);
         let identity = ImageIdentity(fields.read_array()?);
         let len = bytes.len() - identity.0.len();

@@ -161,6 +161,21 @@ impl Footer {
         geometry: &Geometry,
         file_bytes: u64,
     ) -> Result<Self, ImageFlaw> {
+        let footer = Self::parse_fields(bytes, file_bytes)?;
+        let first = geometry.offset_of(LocalityBlockId(footer.locality_blocks));
+        footer.check_offsets(first, file_bytes)?;
+        Ok(footer)
+    }
+
+    /// Parses a footer whose header is not known: its sections may begin anywhere.
+    pub(crate) fn parse_alone(bytes: &[u8], file_bytes: u64) -> Result<Self, ImageFlaw> {
+        let footer = Self::parse_fields(bytes, file_bytes)?;
+        let first = footer.sections.first().map_or(file_bytes - FOOTER_BYTES, |it| it.offset);
+        footer.check_offsets(first, file_bytes)?;
+        Ok(footer)
+    }
+
+    fn parse_fields(bytes: &[u8], file_bytes: u64) -> Result<Self, ImageFlaw> {
         let mut foot = ByteReader::new(PLACE, bytes);
         if foot.read_array()? != MAGIC {
             let problem = "there is none: the image was never finished, or is cut off";
@@ -187,15 +202,13 @@ impl Footer {
         }
         let reserved = foot.clone().take_bytes(LEN - 8 - (48 + count * 40))?;
         ByteReader::new(PLACE, reserved).expect_zeros()?;
-        let footer = Self { version, identity, locality_blocks, sections };
-        footer.check_offsets(geometry, file_bytes)?;
-        Ok(footer)
+        Ok(Self { version, identity, locality_blocks, sections })
     }
 
-    /// Checks that sections follow one another and the locality blocks without gaps, each kind at
+    /// Checks that sections follow one another without gaps from offset `first` on, each kind at
     /// most once.
-    fn check_offsets(&self, geometry: &Geometry, file_bytes: u64) -> Result<(), ImageFlaw> {
-        let mut end = geometry.offset_of(LocalityBlockId(self.locality_blocks));
+    fn check_offsets(&self, first: u64, file_bytes: u64) -> Result<(), ImageFlaw> {
+        let mut end = first;
         for (number, section) in self.sections.iter().enumerate() {
             let part = section.kind.section_name();
             let flaw = |problem| ImageFlaw::new(PLACE, 48 + number as u64 * 40, problem);

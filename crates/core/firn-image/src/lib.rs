@@ -46,6 +46,7 @@ mod header;
 mod index;
 mod index_builder;
 mod locality;
+mod outline;
 mod partial;
 mod placement;
 mod reader;
@@ -75,11 +76,12 @@ pub use header::VERSION;
 pub use locality::{
     BlockEntry, ENTRIES_MAX, FilledBy, LocalityBlock, LocalityBlockId, LocalityBlockPacker,
 };
-pub use partial::{abandon_partial, remove_partial};
+pub use outline::{ImageOutline, OutlineError, ParentName};
+pub use partial::{PartialFile, abandon_partial, remove_partial};
 pub use placement::BlockPlacement;
 pub use reader::{ChainFile, Image};
 pub use rebase::{merge_chain, rebase_image};
 pub use reorder::{ListedWorkingSet, ReorderOptions, reorder_image};
 pub use sections::{AuxBlock, ImageSections};
-pub use verify::{PROBLEMS_MAX, VerifyProblem, VerifyReport, verify_image};
+pub use verify::{PROBLEMS_MAX, VerifyProblem, VerifyReport, verify_image, verify_own_file};
 pub use writer::{ImageDraft, ImageSummary, ImageWriter};

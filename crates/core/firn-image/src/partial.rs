@@ -17,8 +17,8 @@ use rustix::io::Errno;
 
 use crate::error::ImageError;
 
-/// An unfinished image file.
-pub(crate) struct PartialFile {
+/// An unfinished image file. Dropped before it is published, it is removed.
+pub struct PartialFile {
     file: File,
     path: PathBuf,
     target: PathBuf,
@@ -26,7 +26,11 @@ pub(crate) struct PartialFile {
 }
 
 impl PartialFile {
-    pub(crate) fn create(target: &Path) -> Result<Self, ImageError> {
+    /// Creates the partial file of an image that is to have this path.
+    ///
+    /// # Errors
+    /// If another process writes that image, or the file can't be created.
+    pub fn create(target: &Path) -> Result<Self, ImageError> {
         check_output(target)?;
         let path = partial_path(target)?;
         remove_stale(&path, target)?;
@@ -38,9 +42,22 @@ impl PartialFile {
         Ok(Self { file, path, target: target.to_owned(), is_renamed: false })
     }
 
+    /// Its path until it is complete.
+    pub fn path(&self) -> &Path {
+        &self.path
+    }
+
     /// Its path once it is complete.
-    pub(crate) fn target(&self) -> &Path {
+    pub fn target(&self) -> &Path {
         &self.target
+    }
+
+    /// Writes bytes at an offset. Any number of threads may write at once.
+    ///
+    /// # Errors
+    /// If not all of them can be written.
+    pub fn write_received(&self, bytes: &[u8], offset: u64) -> Result<(), ImageError> {
+        self.write_at("image.write", bytes, offset)
     }
 
     pub(crate) fn write_at(
@@ -55,7 +72,10 @@ impl PartialFile {
     }
 
     /// Syncs everything to disk and gives the file its name.
-    pub(crate) fn publish(mut self) -> Result<(), ImageError> {
+    ///
+    /// # Errors
+    /// If something can't be written; then there is nothing new at its path.
+    pub fn publish(mut self) -> Result<(), ImageError> {
         let dir = directory_of(&self.target);
         let names = File::open(dir).map_err(io_error("open", dir))?;
         // Check again: the writing took time.

@@ -339,7 +339,7 @@ fn is_in_memory(file: &File) -> bool {
 
 /// Decompresses to exactly `len` bytes, which the budget has. The kernel provides memory only for
 /// bytes that are written.
-fn inflate_section(stored: &[u8], len: u64) -> Option<Vec<u8>> {
+pub(crate) fn inflate_section(stored: &[u8], len: u64) -> Option<Vec<u8>> {
     // One more byte, so that reading finds the end without growing the buffer.
     let mut out = Vec::with_capacity(usize::try_from(len).ok()?.checked_add(1)?);
     zstd_decoder(stored).ok()?.take(len + 1).read_to_end(&mut out).ok()?;

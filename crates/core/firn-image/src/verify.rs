@@ -94,13 +94,32 @@ impl Serialize for VerifyProblem {
 /// Reads and checks every locality block, including those of the images it builds on. `progress` is
 /// called with (done, total) in locality blocks, on this thread.
 pub fn verify_image(image: &Image, threads: usize, progress: &dyn Fn(u32, u32)) -> VerifyReport {
-    let total = image.locality_blocks();
+    let mut report = verify_blocks(image, image.locality_blocks(), threads, progress);
+    let headers = wrong_headers(image).collect();
+    report.add_problems_first(headers);
+    report
+}
+
+/// As [`verify_image()`], but without the images that it builds on: for a caller that verifies
+/// each file of a chain once.
+pub fn verify_own_file(image: &Image, threads: usize, progress: &dyn Fn(u32, u32)) -> VerifyReport {
+    let own = image.layers().get(1).map_or(image.locality_blocks(), |parent| parent.first);
+    verify_blocks(image, own, threads, progress)
+}
+
+/// Checks the first `total` locality blocks, and the sections of the image's own file.
+fn verify_blocks(
+    image: &Image,
+    total: u32,
+    threads: usize,
+    progress: &dyn Fn(u32, u32),
+) -> VerifyReport {
     let next = AtomicU32::new(0);
     let mut checked: Vec<LocalityBlockCheck> = thread::scope(|scope| {
         let (sender, receiver) = channel();
         for _ in 0..threads.clamp(1, THREADS_MAX) {
             let (sender, next) = (sender.clone(), &next);
-            scope.spawn(move || check_some(image, next, &sender));
+            scope.spawn(move || check_some(image, next, total, &sender));
         }
         drop(sender);
         let counted = (1..).zip(receiver);
@@ -112,7 +131,6 @@ pub fn verify_image(image: &Image, threads: usize, progress: &dyn Fn(u32, u32)) 
         good_blocks: checked.iter().map(|checked| checked.good_blocks).sum(),
         ..VerifyReport::default()
     };
-    report.add_problems(wrong_headers(image).collect());
     report.add_problems(image.aux_list().err().map(VerifyProblem::Section).into_iter().collect());
     for found in checked {
         report.problem_count += found.left_out;
@@ -122,6 +140,14 @@ pub fn verify_image(image: &Image, threads: usize, progress: &dyn Fn(u32, u32)) 
 }
 
 impl VerifyReport {
+    fn add_problems_first(&mut self, mut problems: Vec<VerifyProblem>) {
+        let found = std::mem::take(&mut self.problems);
+        self.problem_count += problems.len();
+        problems.extend(found);
+        problems.truncate(PROBLEMS_MAX);
+        self.problems = problems;
+    }
+
     fn add_problems(&mut self, problems: Vec<VerifyProblem>) {
         self.problem_count += problems.len();
         let room = PROBLEMS_MAX - self.problems.len();
@@ -155,12 +181,12 @@ impl LocalityBlockCheck {
 }
 
 /// Checks locality blocks until there are no more, or the receiver is gone.
-fn check_some(image: &Image, next: &AtomicU32, results: &Sender<LocalityBlockCheck>) {
+fn check_some(image: &Image, next: &AtomicU32, total: u32, results: &Sender<LocalityBlockCheck>) {
     let mut stored = Vec::new();
     let mut out = vec![0; image.geometry().block_size.byte_count()];
     loop {
         let id = LocalityBlockId(next.fetch_add(1, Ordering::Relaxed));
-        if id.0 >= image.locality_blocks() {
+        if id.0 >= total {
             return;
         }
         if results.send(check_one(image, id, &mut stored, &mut out)).is_err() {

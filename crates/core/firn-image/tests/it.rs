@@ -14,6 +14,8 @@ mod faults;
 mod fixture;
 #[path = "it/model.rs"]
 mod model;
+#[path = "it/outline.rs"]
+mod outline;
 #[path = "it/reordered.rs"]
 mod reordered;
 #[path = "it/round_trip.rs"]

@@ -140,7 +140,7 @@ enum FirnVerb {
     Stop(stop::StopArgs),
     // Removes the logs of a VM that has ended.
     Rm(rm::RmArgs),
-    // Inspects, checks and rewrites images.
+    // Inspects, checks and rewrites images, and copies them to and from object storage.
     Image(image::ImageCommandArgs),
     // Merges the layers (overlays) of a VM's disks.
     Disk(disk::DiskCommandArgs),

@@ -133,6 +133,7 @@ pub fn printable_path(path: &Path) -> String {
 
 /// Checks in advance that an image or a page can be written at a path.
 pub fn check_output(path: &Path) -> Result<(), Failure> {
+    crate::image::stored::refuse_location(path, "push")?;
     check_output_kind(path)?;
     let directory = path.parent().filter(|it| !it.as_os_str().is_empty());
     match directory.filter(|it| !it.is_dir()) {

@@ -178,6 +178,7 @@ pub struct RestoreArgs {
 impl RestoreArgs {
     /// Runs the verb.
     pub fn run(&self, out: FactPrinter) -> Result<(), Failure> {
+        crate::image::stored::refuse_location(&self.image, "pull")?;
         let base = crate::hidden::runtime_dir()?;
         let explain = |failure: Failure| {
             failure.while_doing(format!("can't restore {}", self.image.display()))

@@ -8,16 +8,20 @@ use crate::output::FactPrinter;
 mod chain;
 mod compare;
 mod inspect;
+mod ls;
 mod merge;
 pub mod open;
+mod pull;
+mod push;
 mod rebase;
 mod reorder;
 mod restorable;
 mod rewrite;
 mod rm;
+pub mod stored;
 mod verify;
 
-/// Inspect, check and rewrite images.
+/// Inspect, check, rewrite, push and pull images.
 #[derive(Debug, ClapArgs)]
 pub struct ImageCommandArgs {
     #[command(subcommand)]
@@ -34,6 +38,9 @@ enum ImageCommand {
     Rebase(rebase::ImageRebaseArgs),
     Rm(rm::ImageRmArgs),
     Compare(compare::ImageCompareArgs),
+    Push(push::ImagePushArgs),
+    Pull(pull::ImagePullArgs),
+    Ls(ls::ImageLsArgs),
 }
 
 impl ImageCommandArgs {
@@ -48,6 +55,9 @@ impl ImageCommandArgs {
             ImageCommand::Rebase(args) => args.run(out),
             ImageCommand::Rm(args) => args.run(out),
             ImageCommand::Compare(args) => args.run(out),
+            ImageCommand::Push(args) => args.run(out),
+            ImageCommand::Pull(args) => args.run(out),
+            ImageCommand::Ls(args) => args.run(out),
         }
     }
 }

@@ -7,6 +7,7 @@ use firn_supervisor::{Failure, FailureKind};
 
 /// Opens an image.
 pub fn open_image(path: &Path) -> Result<Image, Failure> {
+    super::stored::refuse_location(path, "pull")?;
     Image::open(path).map_err(|error| open_failure(path, &error))
 }
 

@@ -3,7 +3,11 @@
 use std::path::PathBuf;
 
 use clap::Args as ClapArgs;
-use firn_supervisor::{Failure, RemovedImage, absolute_path, remove_images};
+use firn_objects::{RemovedObject, is_location, remove_image};
+use firn_supervisor::{Failure, FailureKind, RemovedImage, absolute_path, remove_images};
+use serde_json::json;
+
+use super::stored::{parse_location, store_failure};
 
 use crate::output::{FactPrinter, printable_path};
 
@@ -17,21 +21,55 @@ use crate::output::{FactPrinter, printable_path};
 /// The command refuses an image that is in use: another image builds on it, a restore still reads
 /// it, or a VM has a disk on top of one of its disks. You can also name an image whose file is gone
 /// already: then Firn counts the files of its disks as unneeded.
+///
+/// An image in object storage is named by its location, s3://BUCKET/KEY. Its signature and unfinished
+/// uploads of it are removed with it. The command refuses an image that another one below the same
+/// prefix builds on; --force removes it all the same.
 #[derive(Debug, ClapArgs)]
-#[command(after_long_help = "Example:
-  firn image rm web-1.firn web-2.firn")]
+#[command(after_long_help = "Examples:
+  firn image rm web-1.firn web-2.firn
+  firn image rm s3://vms/prod/web.firn")]
 pub struct ImageRmArgs {
-    /// The images.
+    /// The images: files, or locations in object storage.
     #[arg(required = true)]
     images: Vec<PathBuf>,
     /// Also remove unneeded disk layers that are the newest state of a disk.
     #[arg(long)]
     disks: bool,
+    /// Remove an image in object storage although another one builds on it, or it is damaged.
+    #[arg(long)]
+    force: bool,
 }
 
 impl ImageRmArgs {
     /// Runs the verb.
     pub fn run(&self, out: FactPrinter) -> Result<(), Failure> {
+        let is_stored = |image: &PathBuf| image.to_str().is_some_and(is_location);
+        match self.images.iter().filter(|image| is_stored(image)).count() {
+            0 if !self.force => self.remove_files(out),
+            count if count == self.images.len() && !self.disks => self.remove_objects(out),
+            _ => {
+                let text = "files and locations can't be removed by one command; --force is for \
+                            locations, --disks for files";
+                Err(Failure::new(FailureKind::Usage, text).with_hint("give two commands"))
+            }
+        }
+    }
+
+    fn remove_objects(&self, out: FactPrinter) -> Result<(), Failure> {
+        let texts = self.images.iter().filter_map(|image| image.to_str());
+        let locations = texts.map(parse_location).collect::<Result<Vec<_>, _>>()?;
+        let mut removed = Vec::new();
+        for location in &locations {
+            removed.push(remove_image(location, self.force).map_err(|error| {
+                store_failure(&error).while_doing(format!("can't remove {location}"))
+            })?);
+        }
+        let facts: Vec<_> = removed.iter().map(object_facts).collect();
+        out.print_facts(&facts, || removed.iter().map(describe_object).collect())
+    }
+
+    fn remove_files(&self, out: FactPrinter) -> Result<(), Failure> {
         let base = crate::hidden::runtime_dir()?;
         let images = self.images.iter().map(|image| absolute_path(image));
         let images = images.collect::<Result<Vec<_>, _>>()?;
@@ -50,6 +88,26 @@ fn describe_removed(removed: &RemovedImage) -> String {
             "{} stays: it is the newest state of a disk (--disks removes it)\n",
             printable_path(file)
         );
+    }
+    text
+}
+
+fn object_facts(removed: &RemovedObject) -> serde_json::Value {
+    json!({
+        "location": removed.location.to_string(),
+        "was_there": removed.was_there,
+        "aborted_uploads": removed.aborted_uploads,
+    })
+}
+
+fn describe_object(removed: &RemovedObject) -> String {
+    let location = &removed.location;
+    let mut text = String::new();
+    if removed.was_there {
+        text += &format!("{location} is removed\n");
+    }
+    if removed.aborted_uploads > 0 {
+        text += &format!("{} unfinished uploads of it are removed\n", removed.aborted_uploads);
     }
     text
 }

@@ -38,6 +38,8 @@ mod mistakes;
 mod model;
 mod neighbours;
 mod network;
+mod object_server;
+mod objects;
 mod outside;
 mod own_qemu;
 mod parts;

@@ -1,0 +1,47 @@
+//! Images in object storage: push, pull, list and remove them.
+//!
+//! ```text
+//!   /srv/web.firn       s3://vms/prod/web.firn           one object per file of a chain, the same bytes
+//!   /srv/base.firn      s3://vms/prod/base.firn          parents lie beside the image, under their names
+//!   /srv/web.firn.sig   s3://vms/prod/web.firn.sig       the signature, if there is one
+//!                       s3://vms/prod/.firn-uploads/...  one record for each upload that is not complete
+//! ```
+//!
+//! An object has exactly the bytes of an image file, so any tool of the store can copy it. This
+//! crate promises:
+//!
+//! - An image is visible whole or not at all: its parts become an object by one request, which the
+//!   store refuses if the name is taken meanwhile (`If-None-Match`). Parents are there before.
+//! - A pulled image was verified, each byte, before it gets its name. Otherwise nothing new has it.
+//! - A request that fails is repeated, for half a minute at most.
+//! - Credentials come from the environment, and are in no error.
+//!
+//! The modules: [`StoreLocation`] is what a user writes; `storage` sends requests; `upload` and
+//! `download` move one file in parts; `chain` finds out which files belong together; `push`,
+//! `pull`, `list` and `remove` are the verbs.
+
+#![forbid(unsafe_code)]
+
+mod chain;
+mod connector;
+mod download;
+mod error;
+mod list;
+mod location;
+mod open;
+mod parts;
+mod pull;
+mod push;
+mod remove;
+mod reply;
+mod storage;
+mod upload;
+mod upload_record;
+
+pub use error::StoreError;
+pub use list::{StoredImage, list_images};
+pub use location::{LocationError, StoreLocation, is_location};
+pub use parts::TransferProgress;
+pub use pull::{PulledFile, pull_image};
+pub use push::{PushOptions, PushedFile, push_image};
+pub use remove::{RemovedObject, remove_image};

@@ -1,0 +1,114 @@
+//! What the verbs for images in object storage have in common: locations, failures, progress.
+
+use std::cell::RefCell;
+use std::path::Path;
+
+use firn_objects::{StoreError, StoreLocation, is_location};
+use firn_supervisor::{Failure, FailureContext, FailureKind, OperationProgress, image_failure};
+
+use crate::bar::TerminalBar;
+
+/// Parses a location. The failure does not repeat a password.
+pub fn parse_location(text: &str) -> Result<StoreLocation, Failure> {
+    let parsed = text.parse::<StoreLocation>();
+    parsed.while_doing_as(FailureKind::Usage, "the location can't be used")
+}
+
+/// Refuses a location where a path is needed: images in object storage are pushed and pulled as a
+/// whole.
+pub fn refuse_location(path: &Path, verb: &str) -> Result<(), Failure> {
+    if !path.to_str().is_some_and(is_location) {
+        return Ok(());
+    }
+    let text = "this is an image in object storage, and Firn only uses images on this host";
+    let hint = match verb {
+        "push" => "write the image to a file, then: firn image push FILE LOCATION",
+        _ => "fetch it first: firn image pull LOCATION FILE",
+    };
+    Err(Failure::new(FailureKind::Usage, text).with_hint(hint))
+}
+
+/// The failure for an error of a store, with its kind and a hint.
+pub fn store_failure(error: &StoreError) -> Failure {
+    if let StoreError::Image(error) = error {
+        return image_failure(error);
+    }
+    let failure = Failure::from_error(kind_of(error), error);
+    match find_hint(error) {
+        Some(hint) => failure.with_hint(hint),
+        None => failure,
+    }
+}
+
+fn kind_of(error: &StoreError) -> FailureKind {
+    match error {
+        StoreError::NoObjectName(_)
+        | StoreError::ReadOnly(_)
+        | StoreError::NoParent { .. }
+        | StoreError::ParentElsewhere { .. }
+        | StoreError::ChainTooLong(_) => FailureKind::Usage,
+        StoreError::Taken(_) => FailureKind::Busy,
+        StoreError::Configuration { .. } | StoreError::Denied { .. } => FailureKind::Host,
+        StoreError::WrongParent { .. } | StoreError::InUse { .. } => FailureKind::Refused,
+        StoreError::Damaged { .. }
+        | StoreError::Unsound { .. }
+        | StoreError::Unopenable { .. }
+        | StoreError::DamagedFile { .. } => FailureKind::Damaged,
+        _ => FailureKind::Other,
+    }
+}
+
+fn find_hint(error: &StoreError) -> Option<String> {
+    let hint = match error {
+        StoreError::Configuration { .. } => {
+            "set AWS_ACCESS_KEY_ID, AWS_SECRET_ACCESS_KEY and AWS_REGION, and AWS_ENDPOINT_URL for \
+             another store than that of AWS"
+        }
+        StoreError::Denied { .. } => {
+            "check AWS_ACCESS_KEY_ID, AWS_SECRET_ACCESS_KEY, AWS_SESSION_TOKEN and AWS_REGION, what \
+             they may do in this bucket, and the clock of this host"
+        }
+        StoreError::NoObjectName(_) => "add the name of the image: s3://BUCKET/PREFIX/web.firn",
+        StoreError::Missing { what: "bucket", .. } => "make the bucket with a tool of the store",
+        StoreError::Missing { .. } => "`firn image ls` lists the images below a prefix",
+        StoreError::Taken(_) => "choose another name, or replace the image with --force",
+        StoreError::NoParent { .. } => {
+            "push its parents with it (--chain), or make it whole: firn image merge"
+        }
+        StoreError::ParentElsewhere { .. } => {
+            "move the parent into the directory of the image, and give its path to `firn image \
+             rebase --moved`, or make the image whole: firn image merge"
+        }
+        StoreError::Failed { was_repeated: true, .. } => {
+            "run the command again when the store is available; there is no half image"
+        }
+        StoreError::Failed { .. } | StoreError::Replaced(_) => {
+            "run the command again; there is no half image"
+        }
+        StoreError::InUse { .. } => {
+            "remove that image first, or this one with --force: the other can't be restored then"
+        }
+        StoreError::Damaged { .. } | StoreError::Unsound { .. } | StoreError::Unopenable { .. } => {
+            "push the image again with --force, from a host that has a good copy"
+        }
+        _ => return None,
+    };
+    Some(hint.to_owned())
+}
+
+/// The progress of a transfer, on the terminal.
+pub struct TransferBar {
+    bar: RefCell<TerminalBar>,
+}
+
+impl TransferBar {
+    /// A bar that appears with the first progress.
+    pub fn new() -> Self {
+        Self { bar: RefCell::new(TerminalBar::new()) }
+    }
+
+    /// Shows a stage, and how many bytes of it are done.
+    pub fn show_progress(&self, stage: &'static str, done: u64, total: u64) {
+        self.bar.borrow_mut().show_progress(&OperationProgress::new(stage, done, total));
+    }
+}

@@ -1,0 +1,153 @@
+//! A real server with the interface of S3, in a process of its own: `s3s-fs`, which `scripts/setup`
+//! installs. Its objects are files, so a test can change their bytes.
+//!
+//! ```text
+//!   DIR/vms/web.firn               the object s3://vms/web.firn
+//!   DIR/.upload_id-UUID.part-N     a part of an upload that is not complete
+//! ```
+
+use std::net::{TcpListener, TcpStream};
+use std::path::PathBuf;
+use std::process::{Child, Command, Stdio};
+use std::time::Duration;
+
+use crate::session::{Answer, Session, eventually};
+
+const PATIENCE: Duration = Duration::from_secs(30);
+
+const KEY_ID: &str = "FIRNTESTKEY";
+pub const SECRET: &str = "a-secret-that-nothing-prints";
+
+/// A server, and a session whose commands use it.
+pub struct ObjectServer<'a> {
+    session: &'a Session,
+    dir: PathBuf,
+    port: u16,
+    child: Option<Child>,
+    has_keys: bool,
+}
+
+/// Where `scripts/setup` installs tools.
+fn program() -> Option<PathBuf> {
+    let cache = std::env::var_os("FIRN_CACHE_DIR").map(PathBuf::from);
+    let cache = cache.or_else(|| {
+        let home = std::env::var_os("HOME")?;
+        Some(PathBuf::from(home).join(".cache/firn"))
+    })?;
+    Some(cache.join("tools/bin/s3s-fs")).filter(|path| path.exists())
+}
+
+impl<'a> ObjectServer<'a> {
+    /// Starts a server with the empty bucket `vms`. `None`, and a note, if it is not installed.
+    pub fn start(session: &'a Session) -> Option<Self> {
+        let dir = session.path("objects");
+        std::fs::create_dir_all(dir.join("vms")).unwrap();
+        Self::start_in(session, dir, true)
+    }
+
+    /// Starts another server with the same objects, which anybody may read.
+    pub fn start_open(&self) -> Self {
+        Self::start_in(self.session, self.dir.clone(), false).unwrap()
+    }
+
+    fn start_in(session: &'a Session, dir: PathBuf, has_keys: bool) -> Option<Self> {
+        if program().is_none() {
+            firn_skip::skip_test("s3s-fs is not installed (scripts/setup tests)");
+            return None;
+        }
+        let port = TcpListener::bind("127.0.0.1:0").unwrap().local_addr().unwrap().port();
+        let mut server = Self { session, dir, port, child: None, has_keys };
+        server.restart();
+        Some(server)
+    }
+
+    /// Starts it again, at the same port.
+    pub fn restart(&mut self) {
+        let port = self.port.to_string();
+        let mut command = Command::new(program().unwrap());
+        command.args(["--host", "127.0.0.1", "--port", &port]);
+        if self.has_keys {
+            command.args(["--access-key", KEY_ID, "--secret-key", SECRET]);
+        }
+        command.arg(&self.dir).stdin(Stdio::null()).stdout(Stdio::null()).stderr(Stdio::null());
+        self.child = Some(command.spawn().unwrap());
+        let address = self.address();
+        eventually("the server listens", PATIENCE, || TcpStream::connect(&address).is_ok());
+    }
+
+    /// Ends it with SIGKILL.
+    pub fn kill(&mut self) {
+        if let Some(mut child) = self.child.take() {
+            child.kill().unwrap();
+            child.wait().unwrap();
+        }
+    }
+
+    pub fn address(&self) -> String {
+        format!("127.0.0.1:{}", self.port)
+    }
+
+    /// A command that has the credentials of the server.
+    pub fn command(&self, args: &[&str]) -> Command {
+        let mut command = self.session.command(args);
+        for (name, _) in std::env::vars().filter(|(name, _)| name.starts_with("AWS_")) {
+            command.env_remove(name);
+        }
+        command.env("AWS_ENDPOINT_URL", format!("http://{}", self.address()));
+        command.env("AWS_ACCESS_KEY_ID", KEY_ID).env("AWS_SECRET_ACCESS_KEY", SECRET);
+        command.env("AWS_REGION", "us-east-1");
+        command
+    }
+
+    pub fn firn(&self, args: &[&str]) -> Answer {
+        let answer = Answer::of(self.command(args).output().unwrap());
+        assert!(!format!("{}{}", answer.out, answer.err).contains(SECRET));
+        answer
+    }
+
+    /// As [`Self::firn`], with a fault point.
+    pub fn firn_with_fault(&self, fault: &str, args: &[&str]) -> Answer {
+        let output = self.command(args).env("FIRN_FAULT", fault).output().unwrap();
+        let (out, err) = (output.stdout, output.stderr);
+        let [out, err] = [out, err].map(|it| String::from_utf8(it).unwrap());
+        Answer { code: output.status.code().unwrap_or(-1), out, err }
+    }
+
+    /// Runs a command that must succeed; returns the facts it prints.
+    pub fn json(&self, args: &[&str]) -> serde_json::Value {
+        let answer = self.firn(&[&["--json"], args].concat()).succeeds();
+        serde_json::from_str(&answer.out).unwrap()
+    }
+
+    /// The names of the images in the bucket.
+    pub fn list(&self) -> Vec<String> {
+        let images = self.json(&["image", "ls", "s3://vms"]);
+        let name = |image: &serde_json::Value| {
+            image["location"].as_str().unwrap().trim_start_matches("s3://vms/").to_owned()
+        };
+        images.as_array().unwrap().iter().map(name).collect()
+    }
+
+    /// The file of an object in the bucket.
+    pub fn object(&self, key: &str) -> PathBuf {
+        self.dir.join("vms").join(key)
+    }
+
+    /// Parts of uploads that are not complete, and the records of such uploads.
+    pub fn leftovers(&self) -> Vec<String> {
+        let names = |dir: PathBuf| {
+            let entries = std::fs::read_dir(dir).into_iter().flatten().flatten();
+            entries.map(|entry| entry.file_name().into_string().unwrap()).collect::<Vec<_>>()
+        };
+        let mut parts = names(self.dir.clone());
+        parts.retain(|name| name.starts_with(".upload"));
+        parts.extend(names(self.object(".firn-uploads")));
+        parts
+    }
+}
+
+impl Drop for ObjectServer<'_> {
+    fn drop(&mut self) {
+        self.kill();
+    }
+}
