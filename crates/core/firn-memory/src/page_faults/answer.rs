@@ -8,6 +8,10 @@
 //!            address space                       that these pages were removed, else try again
 //!   partial  stopped half-way                    continue from there
 //! ```
+//!
+//! Where RAM is in huge pages, each answer is for whole huge pages ([`GuestMemory::entry_of`]).
+//!
+//! [`GuestMemory::entry_of`]: crate::GuestMemory::entry_of
 
 use std::ops::Range;
 use std::sync::atomic::Ordering;
@@ -17,6 +21,7 @@ use firn_types::{PAGE_SIZE, Page};
 use rustix::io::Errno;
 
 use super::{MemoryEvent, PageFaultError, PageFaults, lock_list, span_of_part};
+use crate::guest_memory::HUGE_PAGE_BYTES;
 use crate::sys::uffd::{AddressSpan, flag};
 
 /// The maximum number of attempts while the hypervisor changes its address space: about two seconds
@@ -24,6 +29,8 @@ use crate::sys::uffd::{AddressSpan, flag};
 const ATTEMPTS_MAX: u32 = 2000;
 /// The number of attempts that are followed by a yield only.
 const YIELDS: u32 = 100;
+static HUGE_PAGE_OF_ZEROS: [u8; HUGE_PAGE_BYTES as usize] = [0; HUGE_PAGE_BYTES as usize];
+
 /// The pause after each of the others.
 const PAUSE: Duration = Duration::from_millis(1);
 
@@ -69,7 +76,15 @@ impl PageFaults {
 
     /// Installs pages of zeros, as [`Self::install_pages`].
     pub fn install_zeros(&self, range: Range<Page>) -> Result<InstallOutcome, PageFaultError> {
-        self.repeat_request("zeroing", range, |_, at| self.uffd.map_zeros(at))
+        self.repeat_request("zeroing", range, |part, at| self.map_zeros(part.start, at))
+    }
+
+    /// The kernel has no `UFFDIO_ZEROPAGE` for huge pages: one of zeros is copied.
+    pub(super) fn map_zeros(&self, first: Page, at: AddressSpan) -> Result<u64, Errno> {
+        match self.memory.huge_page_of(first) {
+            Some(_) => self.uffd.copy_pages(at.start, &HUGE_PAGE_OF_ZEROS),
+            None => self.uffd.map_zeros(at),
+        }
     }
 
     /// Maps pages that the RAM file has and wakes the threads that wait for them. The pages are
@@ -148,10 +163,10 @@ impl PageFaults {
                 let bytes = match request(part.clone(), span_of_part(hva, &part)) {
                     Ok(bytes) => bytes,
                     Err(Errno::EXIST) => {
-                        let page = part.start..Page(part.start.0 + 1);
-                        self.wake_waiters(page)?;
+                        let present = self.memory.entry_of(part.start);
+                        self.wake_waiters(present.clone())?;
                         outcome = InstallOutcome::Present;
-                        PAGE_SIZE as u64
+                        (Page::count_in(&present) * PAGE_SIZE) as u64
                     }
                     Err(Errno::AGAIN) if attempts < ATTEMPTS_MAX => {
                         if self.read_removals(&part, attempts)? {

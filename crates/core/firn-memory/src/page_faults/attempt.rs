@@ -103,7 +103,7 @@ impl PageFaults {
     /// # Errors
     /// As [`Self::try_install`].
     pub fn try_install_zeros(&self, range: Range<Page>) -> Result<InstallAttempt, PageFaultError> {
-        self.request_once("zeroing", range, |_, at| self.uffd.map_zeros(at))
+        self.request_once("zeroing", range, |part, at| self.map_zeros(part.start, at))
     }
 
     /// Whether the hypervisor is giving pages back at this moment, and waits until that event is
@@ -127,9 +127,10 @@ impl PageFaults {
                 let bytes = match request(part.clone(), span_of_part(hva, &part)) {
                     Ok(bytes) => bytes,
                     Err(Errno::EXIST) => {
-                        self.wake_waiters(part.start..Page(part.start.0 + 1))?;
+                        let present = self.memory.entry_of(part.start);
+                        self.wake_waiters(present.clone())?;
                         outcome = InstallAttempt::Present;
-                        PAGE_SIZE as u64
+                        (Page::count_in(&present) * PAGE_SIZE) as u64
                     }
                     Err(Errno::AGAIN) => return Ok(InstallAttempt::Busy),
                     Err(errno) => return Err(self.request_error(what, &part, errno)),
