@@ -7,21 +7,16 @@
 
 use std::path::PathBuf;
 use std::process::Child;
-use std::time::{Duration, Instant};
+use std::time::Duration;
 
-use firn_skip::HugePages;
 use firn_vmm::QemuVm;
 use serde_json::{Value, json};
 
-use crate::huge_pages;
 use crate::hypervisor_dies::{Stop, answer, start};
 use crate::session::{Answer, eventually, text};
 use crate::vm::{Vm, userfaultfds};
 
 const PATIENCE: Duration = Duration::from_secs(120);
-
-/// Several of the intervals at which a guest reports what is free.
-const REPORT_INTERVALS: Duration = Duration::from_secs(6);
 
 const MIB: u64 = 1 << 20;
 /// RAM of the guest.
@@ -58,23 +53,7 @@ impl BalloonVm {
 
     /// The same with private memory, as QEMU has it by itself.
     fn private(points: &[&str], device: &str) -> (Self, Stop) {
-        Self::of_own_qemu(points, device, &[])
-    }
-
-    /// The same with huge pages, of a guest that reports free memory.
-    fn huge(points: &[&str], shared: bool) -> (Self, Stop) {
-        let backend = huge_pages::backend(shared);
-        Self::of_own_qemu(
-            points,
-            REPORTING,
-            &["-object", &backend, "-machine", "memory-backend=ram"],
-        )
-    }
-
-    /// The same of a QEMU that is attached, with these words.
-    fn of_own_qemu(points: &[&str], device: &str, more: &[&str]) -> (Self, Stop) {
         let (vm, monitor, stop) = Self::prepare(points, device);
-        let vm = vm.with(more);
         let qmp = vm.session.path("qmp");
         let mut args = vm.qemu_args();
         args.extend(["-qmp".to_owned(), format!("unix:{},server=on,wait=off", text(&qmp))]);
@@ -119,29 +98,6 @@ impl BalloonVm {
              for file in /tmp/garbage /dev/shm/garbage; do yes garbage | head -c $half > $file; done; \
              rm /tmp/garbage /dev/shm/garbage"
         ));
-    }
-
-    /// Has the guest fill all free memory but [`UNTOUCHED`], and keep it.
-    fn keep_garbage(&self) {
-        self.shell(&format!(
-            "free=$(awk '/MemFree/ {{ print $2 * 1024 }}' /proc/meminfo); half=$(((free - {UNTOUCHED}) / 2)); \
-             for file in /tmp/garbage /dev/shm/garbage; do yes garbage | head -c $half > $file; done"
-        ));
-    }
-
-    /// Has the guest free it, and waits until it has reported what is free: the host has the huge pages then.
-    fn free_garbage(&self) {
-        let free = || HugePages::count_free().unwrap();
-        let before = free();
-        self.shell("rm /tmp/garbage /dev/shm/garbage");
-        let mut last = (before, Instant::now());
-        eventually("huge pages that were given back", PATIENCE, || {
-            let now = free();
-            if now != last.0 {
-                last = (now, Instant::now());
-            }
-            last.0 > before && last.1.elapsed() > REPORT_INTERVALS
-        });
     }
 
     fn shell(&self, script: &str) {
@@ -347,29 +303,5 @@ fn free_pages_that_are_reported() {
             std::fs::remove_file(guest.vm.session.path(&file)).unwrap();
         }
         guest.vm.is_well();
-    }
-}
-
-/// QEMU gives a huge page back only as a whole, as the guest reports it. Of shared ones the host knows only how many
-/// there are.
-#[test]
-fn huge_pages_that_are_given_back() {
-    let Some(_pages) = huge_pages::reserve() else { return };
-    for (shared, strategies) in [(true, &["trace", "cow"][..]), (false, &["cow"])] {
-        let (mut guest, stop) = BalloonVm::huge(AFTER_THE_FIRST_AND_THIRD_CUT, shared);
-        for strategy in strategies {
-            guest.keep_garbage();
-            let image = format!("{strategy}.firn");
-            let strategy = ["--strategy", strategy];
-            let facts = guest.save_exact(&stop, &image, &strategy, &|_| guest.free_garbage());
-            assert!(facts["tries"].as_u64().unwrap() > 1, "{strategy:?}: {facts}");
-            assert_eq!(userfaultfds(guest.vm.pid()), 0);
-            guest.vm.is_well();
-        }
-        let pre_copy = ["checkpoint", "web", "-o", "web.firn", "--strategy", "pre-copy"];
-        guest.vm.session.firn(&pre_copy).fails(5, "pre-copy reads it in rounds");
-        assert_eq!(guest.vm.session.files("web.firn"), Vec::<String>::new());
-        assert_eq!(userfaultfds(guest.vm.pid()), 0);
-        guest.restore("cow.firn");
     }
 }
