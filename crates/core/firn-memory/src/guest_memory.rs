@@ -22,6 +22,7 @@ use crate::process::Process;
 
 mod backing;
 mod error;
+mod huge_pages;
 mod large_pages;
 mod source;
 mod users;
@@ -29,6 +30,7 @@ mod window;
 
 use backing::RegionBacking;
 pub use error::MemoryError;
+pub use huge_pages::HUGE_PAGE_BYTES;
 pub use users::RamUser;
 use window::RamWindow;
 
@@ -55,8 +57,8 @@ impl GuestMemory {
     /// Finds and opens the file behind each region.
     ///
     /// # Errors
-    /// If a region is not mapped where its location says, or not as shared memory in tmpfs or a
-    /// memfd.
+    /// If a region is not mapped where its location says, or not as shared memory in tmpfs, a memfd
+    /// or huge pages of 2 MiB.
     pub fn open(
         process: Arc<Process>,
         map: RegionMap,
@@ -253,7 +255,11 @@ impl GuestMemory {
     ///                                                      page that is touched again is reported
     ///                                                      ([`crate::PageFaults::with_holes`])
     ///   private   every page is still write-protected      the caller has protected all of them
+    ///   private, in huge pages: every page is backed       as for shared memory
     /// ```
+    ///
+    /// Of shared huge pages the kernel does not report holes: only [`Self::file_bytes`] shows that
+    /// there are more of them.
     ///
     /// A page of a file that is being given back at this moment does not count as backed: the query
     /// waits for the end of that. A page of private memory loses its protection together with its

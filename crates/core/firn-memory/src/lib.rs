@@ -38,7 +38,7 @@ pub mod template;
 mod tracee;
 mod vcpu_waits;
 
-pub use guest_memory::{GuestMemory, MemoryError, RamUser, RegionLocation};
+pub use guest_memory::{GuestMemory, HUGE_PAGE_BYTES, MemoryError, RamUser, RegionLocation};
 pub use page_faults::{
     FaultKind, InstallAttempt, InstallOutcome, KernelFeatures, MemoryEvent, PageFaultError,
     PageFaults, TraceMode, UserfaultfdAccess,

@@ -23,6 +23,8 @@
 //! reported, not even when the guest reads it and so maps a page of zeros. Where that matters,
 //! accesses to holes must fault ([`PageScan::create_with_holes`]): a filled page is reported, and
 //! [`GuestMemory::backed_runs`] shows the holes.
+//!
+//! In huge pages one write makes the whole huge page a written one.
 
 use std::io;
 use std::ops::{ControlFlow, Range};
@@ -157,10 +159,9 @@ impl PageScan {
     }
 
     fn from_faults(faults: PageFaults, pagemap: Pagemap) -> Self {
-        let unmapped = UnmappedReporting {
-            is_reported: passes::can_kernel_report_unmapped(),
-            keeps_tables: false,
-        };
+        // Of huge pages the kernel reports only entries as written.
+        let is_reported = !faults.memory().has_huge_pages() && passes::can_kernel_report_unmapped();
+        let unmapped = UnmappedReporting { is_reported, keeps_tables: false };
         Self { faults, pagemap, unmapped, regions: Mutex::new(Pagemap::region_buffer(REGIONS)) }
     }
 
@@ -295,6 +296,9 @@ impl PageScan {
         passes: &[ScanPass],
         out: &mut Vec<Range<Page>>,
     ) -> Result<(), ScanError> {
+        // A part of a huge page can't be protected. The other parts are reported as well, so no write
+        // to them is missed.
+        let range = self.memory().with_whole_huge_pages(range);
         let mut found = Vec::new();
         for &pass in passes {
             match pass {

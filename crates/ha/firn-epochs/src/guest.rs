@@ -501,6 +501,13 @@ pub fn check_protectable(
             "it has a balloon, and pages that a balloon returns are not tracked".into(),
         );
     }
+    if memory.has_huge_pages() {
+        return refused(
+            "its memory is in huge pages (hugetlbfs): Firn protects the pages of an epoch one by one, and the kernel \
+             protects a huge page as a whole; start it with ordinary RAM"
+                .into(),
+        );
+    }
     if let Some(other) = memory.other_users()?.first() {
         return refused(format!(
             "its memory is also mapped by {other}, whose writes are not tracked"

@@ -15,6 +15,10 @@ use std::fs::OpenOptions;
 use std::io::Write as _;
 use std::path::PathBuf;
 
+mod huge_pages;
+
+pub use huge_pages::HugePages;
+
 /// Environment variable that names the file of notes.
 pub const VARIABLE: &str = "FIRN_SKIPPED";
 

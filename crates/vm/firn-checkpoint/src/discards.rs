@@ -11,6 +11,7 @@
 //!   shared RAM    backed just before the pause, or    every such page of the block is backed
 //!                 filled since
 //!   private RAM   any                                 every page of the block is write-protected
+//!   huge pages    as shared RAM                       below
 //! ```
 //!
 //! **Shared RAM.** The hypervisor punches a hole into the RAM file (`ram_block_discard_range` of
@@ -36,15 +37,30 @@
 //! when accesses to holes fault already, and the handler adds each page that it fills until the
 //! cut. A page that is removed between list and cut counts as lost, which costs a try and no more.
 //!
+//! **Huge pages, shared.** hugetlbfs does not report which pages are holes, only how many bytes the
+//! file has. All accesses to holes fault, so that number grows only by Firn's own answers, which are
+//! counted. If it is smaller than expected at a check, some page was given back since the list was
+//! made, and the save fails, also if that page was copied before:
+//!
+//! ```text
+//!   list: 96 pages | hole filled: 97 expected | check: 97     copied
+//!   list: 96 pages | hole                     | check: 95     lost
+//! ```
+//!
+//! Filling and counting are one step under a lock, and so is the check.
+//!
+//! **Huge pages, private.** The page tables of the hypervisor have each page with contents, as huge
+//! pages are never swapped out. So they are checked as the RAM file of shared memory is.
+//!
 //! **Private RAM.** A page loses its write protection together with its contents, and only Firn can
 //! protect it again. Firn protects all pages before the cut, also those without contents. So a page
 //! that is protected at the check was not removed since, whatever the guest does. A page that is
 //! removed before the cut, and so is not protected at the cut, counts as lost.
 
 use std::ops::Range;
-use std::sync::{Arc, OnceLock};
+use std::sync::{Arc, Mutex, OnceLock, PoisonError};
 
-use firn_memory::{GuestMemory, MemoryError};
+use firn_memory::{GuestMemory, HUGE_PAGE_BYTES, InstallOutcome, MemoryError, PageFaultError};
 use firn_types::{Block, Page};
 use firn_vmm::QemuVm;
 
@@ -66,8 +82,11 @@ pub(crate) enum CopyOutcome {
 #[derive(Debug)]
 pub(crate) struct DiscardCheck {
     memory: Arc<GuestMemory>,
-    /// The pages that may have had contents at the cut; `None` for private memory: all pages.
+    /// The pages that may have had contents at the cut; `None` for private memory that is not in huge
+    /// pages: all pages.
     held: Option<AtomicPageSet>,
+    /// The bytes that the files of shared huge pages must have; `None` for other memory.
+    huge_bytes: Option<Mutex<u64>>,
     /// The first block whose contents were lost.
     lost: OnceLock<Block>,
 }
@@ -82,8 +101,10 @@ impl DiscardCheck {
             return Ok(None);
         }
         let bits = || AtomicPageSet::new(memory.region_map().total_pages());
-        let (held, lost) = (memory.is_shared().then(bits), OnceLock::new());
-        Ok(Some(Arc::new(Self { memory: Arc::clone(memory), held, lost })))
+        let (is_shared, is_huge) = (memory.is_shared(), memory.has_huge_pages());
+        let (held, lost) = ((is_shared || is_huge).then(bits), OnceLock::new());
+        let huge_bytes = (is_shared && is_huge).then(Mutex::default);
+        Ok(Some(Arc::new(Self { memory: Arc::clone(memory), held, huge_bytes, lost })))
     }
 
     /// Whether accesses to holes must fault.
@@ -94,6 +115,10 @@ impl DiscardCheck {
     /// Notes the pages that have contents now. Accesses to holes must fault already.
     pub(crate) fn record_backed(&self) -> Result<(), MemoryError> {
         let Some(held) = &self.held else { return Ok(()) };
+        if let Some(bytes) = &self.huge_bytes {
+            let mut bytes = bytes.lock().unwrap_or_else(PoisonError::into_inner);
+            *bytes = self.memory.file_bytes()?;
+        }
         self.memory.backed_runs()?.into_iter().for_each(|run| held.add_pages(run));
         Ok(())
     }
@@ -103,6 +128,27 @@ impl DiscardCheck {
         if let Some(held) = &self.held {
             held.add_pages(page..Page(page.0 + 1));
         }
+    }
+
+    /// Fills a hole, and counts it where the number of filled pages is what is known of them.
+    pub(crate) fn count_filled(
+        &self,
+        fill: impl FnOnce() -> Result<InstallOutcome, PageFaultError>,
+    ) -> Result<InstallOutcome, PageFaultError> {
+        let Some(bytes) = &self.huge_bytes else { return fill() };
+        let mut bytes = bytes.lock().unwrap_or_else(PoisonError::into_inner);
+        let outcome = fill()?;
+        if outcome == InstallOutcome::Done {
+            *bytes += HUGE_PAGE_BYTES;
+        }
+        Ok(outcome)
+    }
+
+    /// Whether no page was given back since the list was made. Always true where each page is checked.
+    fn has_kept_huge(&self) -> Result<bool, MemoryError> {
+        let Some(bytes) = &self.huge_bytes else { return Ok(true) };
+        let bytes = bytes.lock().unwrap_or_else(PoisonError::into_inner);
+        Ok(self.memory.file_bytes()? >= *bytes)
     }
 
     /// Whether any of these pages may have had contents at the cut.
@@ -120,7 +166,10 @@ impl DiscardCheck {
             Some(held) => held.runs_in(pages),
             None => vec![pages],
         };
-        let mut outcome = copy_outcome(&held, |run| self.memory.has_kept(run))?;
+        let mut outcome = match self.has_kept_huge()? {
+            true => copy_outcome(&held, |run| self.memory.has_kept(run))?,
+            false => CopyOutcome::Lost,
+        };
         if firn_fault::pass_io_point("discards.check").is_err() {
             // A test that compares images shows that it would find a copy without contents.
             outcome = CopyOutcome::Copied;
@@ -166,8 +215,25 @@ fn copy_outcome<E>(
 pub(crate) fn may_discard(vm: &mut QemuVm, memory: &GuestMemory) -> Result<bool, SaveError> {
     match vm.balloon()? {
         None => Ok(false),
-        Some(_) if memory.may_be_in_large_pages() => Err(SaveError::LargePages),
-        Some(_) => Ok(true),
+        Some(_) => check_discards(memory).map(|()| true),
+    }
+}
+
+/// Checks that a save recognizes what a guest with this memory gives back.
+///
+/// # Errors
+/// If this host may keep shared memory in large pages, or RAM is of several kinds, one of them huge
+/// pages.
+pub fn check_discards(memory: &GuestMemory) -> Result<(), SaveError> {
+    if !memory.has_huge_pages() {
+        return if memory.may_be_in_large_pages() { Err(SaveError::LargePages) } else { Ok(()) };
+    }
+    match memory.has_only_like_huge_pages() {
+        true => Ok(()),
+        false => Err(SaveError::HugePagesGivenBack {
+            condition: ", but not all of it, or not all of it shared",
+            alternative: ", or start it with all RAM in huge pages, and share=on for each backend",
+        }),
     }
 }
 

@@ -87,6 +87,17 @@ pub enum SaveError {
          (/sys/kernel/mm/transparent_hugepage/shmem_enabled, the option huge of the mount)"
     )]
     LargePages,
+    /// What the guest gives back can't be recognized, because its RAM is in huge pages.
+    #[error(
+        "the VM has a balloon, and its memory is in huge pages (hugetlbfs){condition}: what the guest gives back during the \
+         save could not be recognized. Save it while it is paused (firn checkpoint --strategy stop){alternative}"
+    )]
+    HugePagesGivenBack {
+        /// The condition beside that, in words.
+        condition: &'static str,
+        /// What else is possible.
+        alternative: &'static str,
+    },
     /// A device wrote to guest memory during the pause: memory and device state are not of one
     /// instant.
     #[error("a device wrote to the guest's memory while the VM was paused; save it again")]
@@ -97,4 +108,14 @@ pub enum SaveError {
     /// The options contradict each other.
     #[error("{0}")]
     Options(&'static str),
+}
+
+impl SaveError {
+    /// The refusal of `pre-copy` for a VM with a balloon and huge pages.
+    pub fn huge_pages_in_pre_copy() -> Self {
+        Self::HugePagesGivenBack {
+            condition: ", and pre-copy reads it in rounds",
+            alternative: ", or with --strategy trace or cow",
+        }
+    }
 }

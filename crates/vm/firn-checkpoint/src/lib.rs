@@ -54,6 +54,7 @@ mod written;
 pub use access_bits::{AccessScanner, watch_accesses};
 pub use context::{DescribeVm, SaveContext, SavedState};
 pub use cut::{SaveSteps, WithoutSaveSteps};
+pub use discards::check_discards;
 pub use error::SaveError;
 pub use options::{EstimatorError, SaveOptions, SaveStrategy, StrategyError, WorkingSetEstimator};
 pub use pre_copy::WriteTracker;

@@ -312,7 +312,9 @@ impl MemoryCopy<'_, '_> {
         let used = self.context.used.as_deref().unwrap_or_default();
         let working_set = order.bring_forward(used, self.options.block_size);
         let written = spaces.written_pages(memory, first);
-        order.release_count = order.bring_forward(&written, self.options.block_size).len();
+        let first = order.bring_forward(&written, self.options.block_size).len();
+        // A block alone can't be released from a huge page.
+        order.release_count = if memory.memory.has_huge_pages() { 0 } else { first };
         Ok((spaces.roots, order, working_set))
     }
 

@@ -25,9 +25,14 @@
 //! answered with a page of zeros: while arming, such a page counts as written; after the cut, its
 //! block is copied and checked before ([`crate::discards`]).
 //!
+//! In RAM of huge pages a fault stands for all pages of its huge page, as all of them become writable
+//! with the answer: while arming, all count as written; after the cut, all of their blocks are copied
+//! first.
+//!
 //! The cut, too, is made under that lock: no page can become writable between the last protection
 //! and the cut.
 
+use std::ops::Range;
 use std::sync::atomic::{AtomicBool, AtomicU8, AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::thread::{self, JoinHandle};
@@ -197,6 +202,12 @@ impl SaveTrace {
         self.discards.as_ref().is_some_and(|discards| discards.has_lost())
     }
 
+    /// The pages that become writable together with this one: its memory block, or its huge page.
+    fn released_pages(&self, page: Page) -> Range<Page> {
+        let block = || self.block_size.pages_of(self.block_size.block_of(page));
+        self.memory.huge_page_of(page).unwrap_or_else(block)
+    }
+
     /// An error if contents of memory at the cut were lost.
     pub(crate) fn check_none_lost(&self) -> Result<(), SaveError> {
         self.discards.as_ref().map_or(Ok(()), |discards| discards.check_none_lost())
@@ -289,10 +300,10 @@ impl TraceFaultLoop {
         if how.1 != FaultAttribution::Thread && write && !was_arming {
             self.trace.record_write(tid);
         }
-        let saved = self.save_block(page, how);
+        let saved = self.save_blocks(page, how);
         let released = match self.trace.is_paused() && !write {
-            true => self.trace.faults.resume_reader(page, kind).map_err(SaveError::from),
-            false => self.release_block(page, kind),
+            true => self.resume_reader(page, kind),
+            false => self.release_pages(page, kind),
         };
         match released {
             Err(_) if self.trace.is_releasing() => saved,
@@ -321,10 +332,10 @@ impl TraceFaultLoop {
             if let Some(discards) = trace.discards.as_ref().filter(|_| kind == FaultKind::Missing) {
                 discards.record_filled(page);
             }
-            written.add_pages(trace.block_size.pages_of(trace.block_size.block_of(page)));
-            self.release_block(page, kind)?;
+            written.add_pages(trace.released_pages(page));
+            self.release_pages(page, kind)?;
         } else {
-            trace.faults.resume_minor(page..Page(page.0 + 1), true)?;
+            trace.faults.resume_minor(trace.memory.entry_of(page), true)?;
         }
         Ok(true)
     }
@@ -336,15 +347,20 @@ impl TraceFaultLoop {
         self.lanes.attribute_fault(tid, block, |worker| workers.vcpu_of(worker))
     }
 
-    /// After the cut: ensures that the block is copied before it can change.
-    fn save_block(
+    /// After the cut: ensures that all blocks are copied that can change once the thread is resumed.
+    fn save_blocks(
         &mut self,
         page: Page,
         (lane, how): (PackingLane, FaultAttribution),
     ) -> Result<(), SaveError> {
-        let block = self.trace.block_size.block_of(page);
         firn_fault::pass_point("save.fault");
         self.counts.count_fault(how);
+        let (size, pages) = (self.trace.block_size, self.trace.released_pages(page));
+        let blocks = size.block_of(pages.start).0..size.blocks_in(pages.end.0);
+        blocks.map(Block).try_for_each(|block| self.save_block(block, lane))
+    }
+
+    fn save_block(&self, block: Block, lane: PackingLane) -> Result<(), SaveError> {
         self.trace.lock_touches().record_touch(block, self.trace.now());
         match self.trace.ledger.claim_block(block) {
             BlockClaim::Mine if self.intake.has_failed() || self.trace.has_lost() => {
@@ -356,26 +372,42 @@ impl TraceFaultLoop {
         Ok(())
     }
 
-    /// Resumes the faulting thread, and ends the trace of the whole block.
-    fn release_block(&self, page: Page, kind: FaultKind) -> Result<(), SaveError> {
-        let block = self.trace.block_size.block_of(page);
-        let pages = self.trace.block_size.pages_of(block);
+    /// Resumes the faulting thread, and ends the trace of its block or huge page.
+    fn release_pages(&self, page: Page, kind: FaultKind) -> Result<(), SaveError> {
+        let pages = self.trace.released_pages(page);
         match kind {
             FaultKind::WriteProtect => self.trace.faults.unprotect_pages(pages)?,
-            FaultKind::Minor => self.map_block(page, pages)?,
-            FaultKind::Missing => {
-                self.trace.faults.install_zeros(page..Page(page.0 + 1))?;
-            }
+            FaultKind::Minor => self.map_pages(page, pages)?,
+            FaultKind::Missing => self.fill_hole(self.trace.memory.entry_of(page))?,
         }
         Ok(())
     }
 
+    /// In the pause: resumes a thread that reads, with the page protected.
+    fn resume_reader(&self, page: Page, kind: FaultKind) -> Result<(), SaveError> {
+        let resume = || self.trace.faults.resume_reader(page, kind);
+        match self.trace.discards.as_ref().filter(|_| kind == FaultKind::Missing) {
+            Some(discards) => discards.count_filled(resume)?,
+            None => resume()?,
+        };
+        Ok(())
+    }
+
+    fn fill_hole(&self, pages: Range<Page>) -> Result<(), SaveError> {
+        let fill = || self.trace.faults.install_zeros(pages);
+        match &self.trace.discards {
+            Some(discards) => discards.count_filled(fill)?,
+            None => fill()?,
+        };
+        Ok(())
+    }
+
     /// Maps the faulting page, and its neighbours in the block where they are backed (a hole can't
-    /// be mapped).
-    fn map_block(&self, page: Page, pages: std::ops::Range<Page>) -> Result<(), SaveError> {
-        let faults = &self.trace.faults;
-        faults.resume_minor(page..Page(page.0 + 1), false)?;
-        for near in Page::iter_range(pages).filter(|&near| near != page) {
+    /// be mapped). A huge page is mapped as a whole.
+    fn map_pages(&self, page: Page, pages: Range<Page>) -> Result<(), SaveError> {
+        let (faults, entry) = (&self.trace.faults, self.trace.memory.entry_of(page));
+        faults.resume_minor(entry.clone(), false)?;
+        for near in Page::iter_range(pages).filter(|near| !entry.contains(near)) {
             drop(faults.resume_minor(near..Page(near.0 + 1), false));
         }
         Ok(())

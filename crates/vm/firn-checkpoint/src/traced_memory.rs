@@ -100,8 +100,10 @@ impl TracedMemory {
         map.regions().iter().flat_map(move |region| chunks_of(region.page_range(), pages))
     }
 
+    /// Huge pages are protected as a whole: protecting more than was written changes nothing.
     fn protect_runs(&self, runs: &[Range<Page>]) -> Result<(), PageFaultError> {
-        runs.iter().try_for_each(|run| self.trace.faults.protect_pages(run.clone()))
+        let whole = |run: &Range<Page>| self.trace.memory.with_whole_huge_pages(run.clone());
+        runs.iter().try_for_each(|run| self.trace.faults.protect_pages(whole(run)))
     }
 
     /// With the vCPUs stopped: protects the remaining pages and makes the cut. Returns the number

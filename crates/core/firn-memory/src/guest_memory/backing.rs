@@ -11,7 +11,7 @@ use rustix::io::Errno;
 
 use super::source::{PrivateRam, RamFile, RamSource, TemplateRam};
 use super::users::FileId;
-use super::{MemoryError, RegionLocation};
+use super::{HUGE_PAGE_BYTES, MemoryError, RegionLocation};
 use crate::process::maps::{MemoryMapping, find_covering};
 use crate::process::{Process, ProcessError};
 use crate::template::is_template_path;
@@ -29,6 +29,8 @@ pub(super) struct RegionBacking {
     region: RamRegion,
     hva: HostVirt,
     source: RamSource,
+    /// The bytes that one entry of a page table maps.
+    page_bytes: u64,
 }
 
 impl RegionBacking {
@@ -42,14 +44,26 @@ impl RegionBacking {
         let mapped = find_mappings(process, mappings, &region, hva)?;
         let open_file = || Self::open_ram_file(process, mapped, &region, hva);
         let open_own = || PrivateRam::open(process.clone(), hva);
-        let source = match MappingKind::of_mappings(mapped) {
-            MappingKind::Private => RamSource::Private(open_own()?),
+        let (source, page_bytes) = match MappingKind::of_mappings(mapped) {
+            MappingKind::Private => (RamSource::Private(open_own()?), PAGE_SIZE as u64),
             MappingKind::Template => {
-                RamSource::Template(TemplateRam { own: open_own()?, template: open_file()? })
+                let (template, page_bytes) = open_file()?;
+                (RamSource::Template(TemplateRam { own: open_own()?, template }), page_bytes)
             }
-            MappingKind::Shared => RamSource::File(open_file()?),
+            MappingKind::PrivateFile => {
+                check_private_file(process, mapped, &region)?;
+                (RamSource::Private(open_own()?), HUGE_PAGE_BYTES)
+            }
+            MappingKind::Shared => {
+                let (file, page_bytes) = open_file()?;
+                (RamSource::File(file), page_bytes)
+            }
         };
-        Ok(Self { region, hva, source })
+        let start = source.file_start();
+        if [hva.0, region.byte_len(), start].iter().any(|number| number % page_bytes != 0) {
+            return Err(unmapped_error(process, &region, hva));
+        }
+        Ok(Self { region, hva, source, page_bytes })
     }
 
     fn open_ram_file(
@@ -57,13 +71,25 @@ impl RegionBacking {
         mapped: &[MemoryMapping],
         region: &RamRegion,
         hva: HostVirt,
-    ) -> Result<RamFile, MemoryError> {
+    ) -> Result<(RamFile, u64), MemoryError> {
         let start = file_offset(process, mapped, region, hva)?;
         let first = &mapped[0];
         let failed = |source| open_error(process, region, first, source);
         let file = open_mapped_file(process, mapped).map_err(failed)?;
-        check_kind(&file, region, first).map_err(|refusal| refusal.unwrap_or_else(failed))?;
-        Ok(RamFile { file, start, inode: first.inode })
+        let page_bytes = page_bytes_of(&file, region, first)
+            .map_err(|refusal| refusal.unwrap_or_else(failed))?;
+        Ok((RamFile { file, start, inode: first.inode }, page_bytes))
+    }
+
+    /// Whether it is in huge pages.
+    pub(super) fn is_huge(&self) -> bool {
+        self.page_bytes > PAGE_SIZE as u64
+    }
+
+    /// The pages that one entry of a page table maps together with this page of the region.
+    pub(super) fn entry_pages(&self, page: Page) -> Range<Page> {
+        let start = self.region.offset_of(page) / self.page_bytes * self.page_bytes;
+        self.page_at_offset(start)..self.page_at_offset(start + self.page_bytes)
     }
 
     pub(super) fn region_id(&self) -> &str {
@@ -131,7 +157,12 @@ impl RegionBacking {
     /// Whether no page of `part` was given back: see [`super::GuestMemory::has_kept`].
     pub(super) fn has_kept(&self, part: &Range<Page>) -> Result<bool, MemoryError> {
         let (start, end) = (self.region.offset_of(part.start), self.offset_of_end(part.end));
-        let kept = self.source.has_kept(start..end);
+        let kept = match &self.source {
+            RamSource::Private(private) if self.is_huge() => {
+                private.first_run(start..end).map(|run| run == Some(start..end))
+            }
+            source => source.has_kept(start..end),
+        };
         kept.map_err(|error| MemoryError::from_io("querying", part, error))
     }
 
@@ -225,6 +256,8 @@ enum MappingKind {
     Private,
     /// As a private mapping of a template.
     Template,
+    /// As a private mapping of another file.
+    PrivateFile,
     /// As a shared file, or in a manner that is refused later.
     Shared,
 }
@@ -235,6 +268,7 @@ impl MappingKind {
         match () {
             () if is_each(|mapping| !mapping.shared && mapping.inode == 0) => Self::Private,
             () if is_each(is_template) => Self::Template,
+            () if is_each(|mapping| !mapping.shared && mapping.inode != 0) => Self::PrivateFile,
             () => Self::Shared,
         }
     }
@@ -319,17 +353,38 @@ fn device_number(status: &Stat) -> (u32, u32) {
     (rustix::fs::major(status.st_dev), rustix::fs::minor(status.st_dev))
 }
 
-/// Refuses files of kinds that userfaultfd cannot trace. `Err(Err)` means that the kernel did not
-/// answer the query.
-fn check_kind(
+/// The bytes of a file's pages. Refuses files of kinds that userfaultfd cannot trace. `Err(Err)`
+/// means that the kernel did not answer the query.
+fn page_bytes_of(
     file: &File,
     region: &RamRegion,
     mapping: &MemoryMapping,
-) -> Result<(), Result<MemoryError, io::Error>> {
-    let kind = match fstatfs(file).map_err(|errno| Err(errno.into()))?.f_type as u64 {
-        TMPFS => return Ok(()),
-        HUGETLBFS => "in huge pages (hugetlbfs)",
+) -> Result<u64, Result<MemoryError, io::Error>> {
+    let status = fstatfs(file).map_err(|errno| Err(errno.into()))?;
+    let kind = match status.f_type as u64 {
+        TMPFS => return Ok(PAGE_SIZE as u64),
+        HUGETLBFS if status.f_bsize as u64 == HUGE_PAGE_BYTES => return Ok(HUGE_PAGE_BYTES),
+        HUGETLBFS => "in huge pages (hugetlbfs) of another size",
         _ => "on a disk file system",
     };
     Err(Ok(MemoryError::NotShmem { id: region.id.clone(), path: mapping.path.clone(), kind }))
+}
+
+/// Accepts a private mapping of a file only if all that the hypervisor has there is its own: huge
+/// pages, of a file that has none. A page of the file itself would be missing from a save.
+fn check_private_file(
+    process: &Process,
+    mapped: &[MemoryMapping],
+    region: &RamRegion,
+) -> Result<(), MemoryError> {
+    let has_empty_file = || -> io::Result<bool> {
+        let file = open_mapped_file(process, mapped)?;
+        let status = fstatfs(&file)?;
+        let is_huge = status.f_type as u64 == HUGETLBFS && status.f_bsize as u64 == HUGE_PAGE_BYTES;
+        Ok(is_huge && fstat(&file)?.st_blocks == 0)
+    };
+    match has_empty_file() {
+        Ok(true) => Ok(()),
+        _ => Err(MemoryError::Private { id: region.id.clone() }),
+    }
 }

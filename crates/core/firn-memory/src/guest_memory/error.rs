@@ -43,10 +43,10 @@ pub enum MemoryError {
         /// The region.
         id: String,
     },
-    /// Only RAM in tmpfs or a memfd can be traced.
+    /// Only RAM in tmpfs, a memfd or huge pages of 2 MiB can be traced.
     #[error(
-        "RAM region {id:?} lies in {path:?}, which is {kind}: only RAM in tmpfs (/dev/shm) or a memfd with base pages \
-         can be traced"
+        "RAM region {id:?} lies in {path:?}, which is {kind}: only RAM in tmpfs (/dev/shm), a memfd, or huge pages \
+         of 2 MiB can be traced"
     )]
     NotShmem {
         /// The region.

@@ -50,6 +50,14 @@ pub(super) struct PrivateRam {
 }
 
 impl RamSource {
+    /// The offset in a file at which the region starts; 0 for private memory.
+    pub(super) fn file_start(&self) -> u64 {
+        match self {
+            Self::File(file) | Self::Template(TemplateRam { template: file, .. }) => file.start,
+            Self::Private(_) => 0,
+        }
+    }
+
     pub(super) fn read_bytes(&self, offset: u64, out: &mut [u8]) -> io::Result<()> {
         match self {
             Self::File(file) => file.file.read_exact_at(out, file.start + offset),

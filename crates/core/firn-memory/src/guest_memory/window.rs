@@ -16,7 +16,7 @@ use crate::sys::copy::copy_from_mapping;
 /// Mappings of all regions, and which pages may be read through them.
 #[derive(Debug)]
 pub(super) struct RamWindow {
-    /// One per backing, in their order; `None` for private memory.
+    /// One per backing, in their order; `None` for private memory and for huge pages.
     mappings: Vec<Option<MmapRaw>>,
     /// One bit per RAM page.
     backed: Vec<AtomicU64>,
@@ -66,8 +66,12 @@ impl RamWindow {
     }
 }
 
+/// Huge pages are read by `pread(2)`: which of them the file has is not known, and reading a hole
+/// through a mapping would fill it.
 fn map_region(backing: &RegionBacking) -> io::Result<Option<MmapRaw>> {
-    let Some((file, start)) = backing.ram_file() else { return Ok(None) };
+    let Some((file, start)) = backing.ram_file().filter(|_| !backing.is_huge()) else {
+        return Ok(None);
+    };
     let len = Page::count_in(&backing.pages()) * PAGE_SIZE;
     MmapOptions::new().offset(start).len(len).map_raw_read_only(file).map(Some)
 }

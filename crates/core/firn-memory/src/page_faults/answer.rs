@@ -8,6 +8,10 @@
 //!            address space                       that these pages were removed, else try again
 //!   partial  stopped half-way                    continue from there
 //! ```
+//!
+//! Where RAM is in huge pages, each answer is for whole huge pages ([`GuestMemory::entry_of`]).
+//!
+//! [`GuestMemory::entry_of`]: crate::GuestMemory::entry_of
 
 use std::ops::Range;
 use std::sync::atomic::Ordering;
@@ -17,6 +21,7 @@ use firn_types::{PAGE_SIZE, Page};
 use rustix::io::Errno;
 
 use super::{FaultKind, MemoryEvent, PageFaultError, PageFaults, lock_list, span_of_part};
+use crate::guest_memory::HUGE_PAGE_BYTES;
 use crate::sys::uffd::{AddressSpan, flag};
 
 /// The maximum number of attempts while the hypervisor changes its address space: about two seconds
@@ -24,6 +29,8 @@ use crate::sys::uffd::{AddressSpan, flag};
 const ATTEMPTS_MAX: u32 = 2000;
 /// The number of attempts that are followed by a yield only.
 const YIELDS: u32 = 100;
+static HUGE_PAGE_OF_ZEROS: [u8; HUGE_PAGE_BYTES as usize] = [0; HUGE_PAGE_BYTES as usize];
+
 /// The pause after each of the others.
 const PAUSE: Duration = Duration::from_millis(1);
 
@@ -63,13 +70,21 @@ impl PageFaults {
         self.repeat_request("installing", range, |part, at| {
             let from = Page::count_in(&(first..part.start)) * PAGE_SIZE;
             let to = Page::count_in(&(first..part.end)) * PAGE_SIZE;
-            self.uffd.copy_pages(at.start, &bytes[from..to])
+            self.uffd.copy_pages(at.start, &bytes[from..to], 0)
         })
     }
 
     /// Installs pages of zeros, as [`Self::install_pages`].
     pub fn install_zeros(&self, range: Range<Page>) -> Result<InstallOutcome, PageFaultError> {
-        self.repeat_request("zeroing", range, |_, at| self.uffd.map_zeros(at, 0))
+        self.repeat_request("zeroing", range, |part, at| self.map_zeros(part.start, at))
+    }
+
+    /// The kernel has no `UFFDIO_ZEROPAGE` for huge pages: one of zeros is copied.
+    pub(super) fn map_zeros(&self, first: Page, at: AddressSpan) -> Result<u64, Errno> {
+        match self.memory.huge_page_of(first) {
+            Some(_) => self.uffd.copy_pages(at.start, &HUGE_PAGE_OF_ZEROS, 0),
+            None => self.uffd.map_zeros(at, 0),
+        }
     }
 
     /// Maps pages that the RAM file has and wakes the threads that wait for them. The pages are
@@ -92,8 +107,8 @@ impl PageFaults {
         self.repeat_request("resuming", range, |_, at| resume(at)).map(drop)
     }
 
-    /// Maps a page for a thread that reads it, and wakes the thread. The next write to the page is
-    /// a fault of its own.
+    /// Maps a page, or the huge page that it is in, for a thread that reads it, and wakes the
+    /// thread. The next write there is a fault of its own.
     ///
     /// The page is mapped, then protected, and only then the thread is woken: `UFFDIO_ZEROPAGE`
     /// can't map a page protected, nor can `UFFDIO_CONTINUE` before Linux 6.4. Another thread may
@@ -101,21 +116,38 @@ impl PageFaults {
     ///
     /// # Errors
     /// As [`Self::protect_pages`].
-    pub fn resume_reader(&self, page: Page, kind: FaultKind) -> Result<(), PageFaultError> {
-        let range = page..Page(page.0 + 1);
-        let map = |at: AddressSpan| match kind {
+    pub fn resume_reader(
+        &self,
+        page: Page,
+        kind: FaultKind,
+    ) -> Result<InstallOutcome, PageFaultError> {
+        let entry = self.memory.entry_of(page);
+        let mut is_present = false;
+        let map = |part: Range<Page>, at| match self.map_asleep(part.start, at, kind) {
+            // What is there already is protected all the same before the thread is woken.
+            Err(Errno::EXIST | Errno::FAULT) => {
+                is_present = true;
+                Ok(at.len)
+            }
+            other => other,
+        };
+        let outcome = self.repeat_request("mapping", entry.clone(), map)?;
+        self.protect_pages(entry.clone())?;
+        self.wake_waiters(entry)?;
+        Ok(if is_present { InstallOutcome::Present } else { outcome })
+    }
+
+    /// Maps a page or a huge page, and does not wake the threads that wait for it.
+    fn map_asleep(&self, first: Page, at: AddressSpan, kind: FaultKind) -> Result<u64, Errno> {
+        let is_huge = self.memory.huge_page_of(first).is_some();
+        match kind {
+            FaultKind::Missing if is_huge => {
+                self.uffd.copy_pages(at.start, &HUGE_PAGE_OF_ZEROS, flag::COPY_DONTWAKE)
+            }
             FaultKind::Missing => self.uffd.map_zeros(at, flag::ZEROPAGE_DONTWAKE),
             FaultKind::Minor => self.uffd.map_existing(at, flag::CONTINUE_DONTWAKE),
             FaultKind::WriteProtect => Ok(at.len),
-        };
-        // A page that is there already is protected all the same before the thread is woken.
-        let map = |_, at: AddressSpan| match map(at) {
-            Err(Errno::EXIST | Errno::FAULT) => Ok(at.len),
-            other => other,
-        };
-        self.repeat_request("mapping", range.clone(), map)?;
-        self.protect_pages(range.clone())?;
-        self.wake_waiters(range)
+        }
     }
 
     /// Write-protects pages: the next write to each is a [`super::FaultKind::WriteProtect`] fault.
@@ -174,10 +206,10 @@ impl PageFaults {
                 let bytes = match request(part.clone(), span_of_part(hva, &part)) {
                     Ok(bytes) => bytes,
                     Err(Errno::EXIST) => {
-                        let page = part.start..Page(part.start.0 + 1);
-                        self.wake_waiters(page)?;
+                        let present = self.memory.entry_of(part.start);
+                        self.wake_waiters(present.clone())?;
                         outcome = InstallOutcome::Present;
-                        PAGE_SIZE as u64
+                        (Page::count_in(&present) * PAGE_SIZE) as u64
                     }
                     Err(Errno::AGAIN) if attempts < ATTEMPTS_MAX => {
                         if self.read_removals(&part, attempts)? {

@@ -49,7 +49,7 @@ impl PageFaults {
             let to = Page::count_in(&(first..part.end)) * PAGE_SIZE;
             match &self.template {
                 Some(template) => self.install_shared(template, part.start, at, &bytes[from..to]),
-                None => self.uffd.copy_pages(at.start, &bytes[from..to]),
+                None => self.uffd.copy_pages(at.start, &bytes[from..to], 0),
             }
         })
     }
@@ -67,7 +67,7 @@ impl PageFaults {
         match template.write_pages(first, bytes) {
             Ok(()) => self.uffd.map_existing(at, 0),
             Err(Errno::SRCH) if template.is_filled(first) => self.uffd.map_existing(one, 0),
-            Err(Errno::SRCH) => self.uffd.copy_pages(at.start, &bytes[..PAGE_SIZE]),
+            Err(Errno::SRCH) => self.uffd.copy_pages(at.start, &bytes[..PAGE_SIZE], 0),
             Err(errno) => Err(errno),
         }
     }
@@ -103,7 +103,7 @@ impl PageFaults {
     /// # Errors
     /// As [`Self::try_install`].
     pub fn try_install_zeros(&self, range: Range<Page>) -> Result<InstallAttempt, PageFaultError> {
-        self.request_once("zeroing", range, |_, at| self.uffd.map_zeros(at, 0))
+        self.request_once("zeroing", range, |part, at| self.map_zeros(part.start, at))
     }
 
     /// Whether the hypervisor is giving pages back at this moment, and waits until that event is
@@ -127,9 +127,10 @@ impl PageFaults {
                 let bytes = match request(part.clone(), span_of_part(hva, &part)) {
                     Ok(bytes) => bytes,
                     Err(Errno::EXIST) => {
-                        self.wake_waiters(part.start..Page(part.start.0 + 1))?;
+                        let present = self.memory.entry_of(part.start);
+                        self.wake_waiters(present.clone())?;
                         outcome = InstallAttempt::Present;
-                        PAGE_SIZE as u64
+                        (Page::count_in(&present) * PAGE_SIZE) as u64
                     }
                     Err(Errno::AGAIN) => return Ok(InstallAttempt::Busy),
                     Err(errno) => return Err(self.request_error(what, &part, errno)),

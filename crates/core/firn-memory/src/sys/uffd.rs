@@ -20,6 +20,7 @@ pub(crate) mod flag {
     pub(crate) const REGISTER_MISSING: u64 = 1 << 0;
     pub(crate) const REGISTER_WP: u64 = 1 << 1;
     pub(crate) const REGISTER_MINOR: u64 = 1 << 2;
+    pub(crate) const COPY_DONTWAKE: u64 = 1 << 0;
     pub(crate) const CONTINUE_DONTWAKE: u64 = 1 << 0;
     pub(crate) const CONTINUE_WP: u64 = 1 << 1;
     pub(crate) const ZEROPAGE_DONTWAKE: u64 = 1 << 0;
@@ -197,9 +198,9 @@ impl Uffd {
 
     /// Copies whole pages to `to` and wakes the threads that wait for them. Returns the bytes done,
     /// which may be fewer.
-    pub(crate) fn copy_pages(&self, to: u64, bytes: &[u8]) -> Result<u64, Errno> {
+    pub(crate) fn copy_pages(&self, to: u64, bytes: &[u8], mode: u64) -> Result<u64, Errno> {
         let (src, len) = (bytes.as_ptr().addr() as u64, bytes.len() as u64);
-        let mut argument = raw::uffdio_copy { dst: to, src, len, mode: 0, copy: 0 };
+        let mut argument = raw::uffdio_copy { dst: to, src, len, mode, copy: 0 };
         let result = self.run_ioctl(&mut argument);
         request_progress(result, argument.copy, len)
     }

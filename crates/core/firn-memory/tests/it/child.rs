@@ -17,7 +17,7 @@ use rustix::event::{PollFd, PollFlags, Timespec, poll};
 use rustix::fs::{FallocateFlags, MemfdFlags, fallocate, ftruncate, memfd_create};
 
 /// The sizes of the memfds in pages, separated by commas; with a `p` in front, of private anonymous
-/// memory.
+/// memory. An `h` in front of a size means huge pages, a `g` huge pages that are mapped privately.
 pub const VARIABLE: &str = "FIRN_MEMORY_TEST_CHILD";
 
 const PAGE: usize = 4096;
@@ -39,12 +39,21 @@ impl Ram {
     fn new(sizes: &str) -> Self {
         let private = sizes.strip_prefix('p');
         let files = private.unwrap_or(sizes).split(',').map(|pages| {
-            let file = File::from(memfd_create("ram", MemfdFlags::CLOEXEC).unwrap());
-            ftruncate(&file, pages.parse::<u64>().unwrap() * PAGE as u64).unwrap();
-            let len = pages.parse::<usize>().unwrap() * PAGE;
-            let map = match private {
-                Some(_) => MmapRaw::from(MmapOptions::new().len(len).map_anon().unwrap()),
-                None => MmapRaw::map_raw(&file).unwrap(),
+            let kind = pages.trim_end_matches(|digit: char| digit.is_ascii_digit());
+            let flags = match kind {
+                "" => MemfdFlags::CLOEXEC,
+                _ => MemfdFlags::CLOEXEC | MemfdFlags::HUGETLB | MemfdFlags::HUGE_2MB,
+            };
+            let file = File::from(memfd_create("ram", flags).unwrap());
+            let len = pages[kind.len()..].parse::<usize>().unwrap() * PAGE;
+            ftruncate(&file, len as u64).unwrap();
+            let map = match (private, kind) {
+                (Some(_), _) => MmapRaw::from(MmapOptions::new().len(len).map_anon().unwrap()),
+                // SAFETY: only this process has the file, and it does not change its length.
+                (None, "g") => {
+                    MmapRaw::from(unsafe { MmapOptions::new().map_copy(&file) }.unwrap())
+                }
+                (None, _) => MmapRaw::map_raw(&file).unwrap(),
             };
             (file, map)
         });

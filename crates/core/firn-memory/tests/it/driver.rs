@@ -63,13 +63,24 @@ impl Child {
         Self::spawn_with("p", sizes, |_| ())
     }
 
+    /// A child with memory of several kinds: `h1024` are 1024 pages in huge pages.
+    pub fn spawn_mixed(memfds: &[&str]) -> Self {
+        let size = |memfd: &&str| memfd.trim_start_matches(['h', 'g']).parse().unwrap();
+        let sizes: Vec<u64> = memfds.iter().map(size).collect();
+        Self::spawn_list(&memfds.join(","), &sizes, |_| ())
+    }
+
     fn spawn_with(kind: &str, sizes: &[u64], how: impl FnOnce(&mut Command)) -> Self {
         let list = sizes.iter().map(u64::to_string).collect::<Vec<_>>().join(",");
+        Self::spawn_list(&format!("{kind}{list}"), sizes, how)
+    }
+
+    fn spawn_list(list: &str, sizes: &[u64], how: impl FnOnce(&mut Command)) -> Self {
         let mut command = Command::new(std::env::current_exe().unwrap());
         how(&mut command);
         let mut child = command
             .args(["--exact", "child::child_process", "--nocapture", "--test-threads=1"])
-            .env(VARIABLE, format!("{kind}{list}"))
+            .env(VARIABLE, list)
             .stdin(Stdio::piped())
             .stdout(Stdio::piped())
             .spawn()

@@ -15,6 +15,10 @@ const KINDS: &str = "memory-backend-";
 /// when it exits.
 const NOT_FOR_FIRNS_FILE: &[&str] = &["seal", "hugetlb", "hugetlbsize", "discard-data"];
 
+/// Properties with which QEMU reserves huge pages at its start, and that would only cost time in
+/// ordinary memory.
+const FOR_HUGE_PAGES: &[&str] = &["prealloc", "prealloc-threads", "prealloc-context", "align"];
+
 /// A memory backend of the command line.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(super) struct RamBackend {
@@ -54,9 +58,6 @@ impl RamBackend {
             | "memory-backend-file" => {}
             _ => return refuse("Firn can work with memory-backend-ram, -memfd, -shm and -file"),
         }
-        if properties.is_on("hugetlb") || properties.get("mem-path").is_some_and(is_huge) {
-            return refuse("Firn cannot track huge-page RAM yet; use plain pages");
-        }
         if properties.is_on("pmem") || properties.is_on("readonly") || properties.is_on("rom") {
             return refuse("persistent or read-only memory cannot be guest RAM under Firn");
         }
@@ -64,6 +65,12 @@ impl RamBackend {
             return refuse("Firn gives each backend a file of its own, so offset= has no meaning");
         }
         Ok(())
+    }
+
+    /// Whether its memory is in huge pages, as far as its options show it.
+    pub(super) fn is_huge(&self) -> bool {
+        let properties = &self.properties;
+        properties.is_on("hugetlb") || properties.get("mem-path").is_some_and(names_huge_pages)
     }
 
     /// The user's backend, in a few words.
@@ -78,6 +85,10 @@ impl RamBackend {
     pub(super) fn over_path(&self, path: &str) -> CommandArgument {
         let mut properties = self.properties.clone();
         NOT_FOR_FIRNS_FILE.iter().for_each(|key| properties.remove(key));
+        if self.is_huge() {
+            // They reserve huge pages for the whole of RAM, and here would make QEMU fill it.
+            FOR_HUGE_PAGES.iter().for_each(|key| properties.remove(key));
+        }
         properties.set("qom-type", "memory-backend-file");
         properties.set("mem-path", path);
         properties.turn_on("share");
@@ -89,7 +100,7 @@ fn backend_kind(properties: &OptionProperties) -> Cow<'_, str> {
     properties.get("qom-type").unwrap_or_default()
 }
 
-fn is_huge(path: Cow<'_, str>) -> bool {
+fn names_huge_pages(path: Cow<'_, str>) -> bool {
     path.contains("hugepages") || path.contains("hugetlb")
 }
 

@@ -91,7 +91,7 @@ pub struct CommandPlan {
 /// Parses a command line, the program first, and plans its RAM.
 ///
 /// Refuses options that Firn does not support: RAM that is not made of `memory-backend-*` objects
-/// or plain `-m`, huge pages, persistent memory, locked memory, options from a file.
+/// or plain `-m`, persistent memory, locked memory, options from a file.
 pub fn plan_command(command: &[String]) -> Result<CommandPlan, CommandLineError> {
     let (program, words) = command.split_first().ok_or(CommandLineError::Empty)?;
     let arguments = without_own_monitor(arguments::split_words(words));
@@ -338,6 +338,11 @@ impl CommandPlan {
                 "a VM that waits for a migration cannot be run; start it without -incoming";
             return Err(CommandLineError::refuse_option(argument, reason));
         }
+        if let Some(huge) = self.backends.iter().find(|backend| backend.is_huge()) {
+            let reason = "`firn run` gives a VM ordinary pages; use those, or start QEMU with huge pages by yourself and \
+                          `firn attach` it";
+            return Err(CommandLineError::refuse_option(&self.arguments[huge.at], reason));
+        }
         let mut line = self.build_line(paths)?;
         line.drop_all("daemonize", "Firn keeps the VM running by itself, and needs its process");
         Ok(line.into_command(self))
@@ -404,8 +409,9 @@ impl CommandBuilder {
     fn put_over(&mut self, backend: &RamBackend, path: &Path) {
         let new = backend.over_path(&path.to_string_lossy());
         let (id, was) = (&backend.id, backend.describe());
+        let pages = if backend.is_huge() { ", in ordinary pages, not in huge pages" } else { "" };
         self.notes.push(format!(
-            "memory backend {id} was {was}; it is now {new}, so that Firn can map it"
+            "memory backend {id} was {was}; it is now {new}, so that Firn can map it{pages}"
         ));
         self.arguments[backend.at] = new;
     }

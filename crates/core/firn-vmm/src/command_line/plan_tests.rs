@@ -201,6 +201,22 @@ fn each_change_has_its_note() {
 }
 
 #[test]
+fn a_restore_replaces_huge_pages_by_ordinary_ones() {
+    for backend in [
+        "memory-backend-memfd,id=x,size=1G,share=on,hugetlb=on,hugetlbsize=2M,prealloc=on",
+        "memory-backend-file,id=x,size=1G,mem-path=/dev/hugepages/libvirt/x,prealloc=on",
+    ] {
+        let command = command(&format!("-object {backend} -M memory-backend=x"));
+        let restore = plan_command(&command).unwrap().for_restore(&paths(1)).unwrap();
+        let object = restore.args.iter().find(|word| word.contains("id=x")).unwrap();
+        assert!(object.starts_with("memory-backend-file,"), "{object}");
+        let gone = ["huge", "prealloc"].iter().all(|word| !object.contains(word));
+        assert!(gone && object.contains("share=on"), "{object}");
+        assert!(restore.notes[0].contains("in ordinary pages"), "{:?}", restore.notes);
+    }
+}
+
+#[test]
 fn switches_that_do_no_harm_stay() {
     let line = "-S -sandbox on,obsolete=deny,spawn=deny -snapshot -pidfile p -no-reboot -smp 2";
     assert!(text(line).starts_with(&format!("qemu {line} ")));
@@ -232,10 +248,13 @@ fn unsupported_options_are_refused_with_a_reason() {
         ("-machine q35,memory-backend=x", "memory backend \"x\" is used as guest RAM, but"),
         ("-m ten", "-m ten: the size of RAM cannot be read"),
         ("-m 0", "the size of RAM"),
-        ("-object memory-backend-memfd,id=x,size=1G,hugetlb=on -M memory-backend=x", "huge-page"),
+        (
+            "-object memory-backend-memfd,id=x,size=1G,hugetlb=on -M memory-backend=x",
+            "start QEMU with huge pages by yourself",
+        ),
         (
             "-object memory-backend-file,id=x,size=1G,mem-path=/dev/hugepages/x -M memory-backend=x",
-            "huge-page",
+            "start QEMU with huge pages by yourself",
         ),
         (
             "-object memory-backend-file,id=x,size=1G,mem-path=f,readonly=on -M memory-backend=x",

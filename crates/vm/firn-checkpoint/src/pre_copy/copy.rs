@@ -58,7 +58,12 @@ impl PreCopy<'_, '_> {
     pub(crate) fn run_save(mut self) -> Result<CopiedMemory, SaveError> {
         let mut others = OtherUserSearch::start_search(&self.context.memory)?;
         let memory = Arc::clone(&self.context.memory);
-        self.has_holes = memory.is_shared() && may_discard(self.context.vm, &memory)?;
+        let may_discard = may_discard(self.context.vm, &memory)?;
+        if may_discard && memory.has_huge_pages() {
+            // The pages that were given back are not known: only that some were.
+            return Err(SaveError::huge_pages_in_pre_copy());
+        }
+        self.has_holes = memory.is_shared() && may_discard;
         let mut tracker = self.take_tracker()?;
         firn_fault::pass_point("pre-copy.tracking");
         let copied = self.copy_memory(&mut tracker, &mut others);

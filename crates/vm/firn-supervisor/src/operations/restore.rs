@@ -369,6 +369,13 @@ impl RestoreRun<'_> {
         let (hypervisor_record, memory) = self.record_hypervisor(args, &mut vm).map_err(explain)?;
         let process = Arc::clone(&memory.process);
         let prefilled = early.map(PrefillThreads::finish_fill).unwrap_or_default();
+        if memory.guest.has_huge_pages() {
+            let loading = (&mut vm, hypervisor_record, memory, mismatches);
+            let reason = "the VM's RAM is in huge pages".to_owned();
+            return self
+                .load_vm_eagerly(loading, reason, (watch, timings), report)
+                .map_err(explain);
+        }
         let attached = self.attach_page_faults(&process, &memory.guest, &hypervisor_record.vcpus);
         let faults = match attached {
             Ok(faults) => faults,
@@ -378,8 +385,9 @@ impl RestoreRun<'_> {
                     && self.family.is_none() =>
             {
                 let loading = (&mut vm, hypervisor_record, memory, mismatches);
+                let reason = format!("without userfaultfd ({failure})");
                 return self
-                    .load_vm_eagerly(loading, &failure, (watch, timings), report)
+                    .load_vm_eagerly(loading, reason, (watch, timings), report)
                     .map_err(explain);
             }
             Err(failure) => return Err(explain(failure.with_hint(NEEDS_NO_USERFAULTFD))),
@@ -425,7 +433,8 @@ impl RestoreRun<'_> {
         Ok((work.into_task(), facts))
     }
 
-    /// Restores eagerly without userfaultfd: all memory is written before the vCPUs run.
+    /// Restores eagerly, for this reason, without userfaultfd: all memory is written before the vCPUs
+    /// run.
     fn load_vm_eagerly(
         &self,
         (vm, hypervisor_record, memory, mismatches): (
@@ -434,11 +443,11 @@ impl RestoreRun<'_> {
             VmMemory,
             Vec<HostMismatch>,
         ),
-        reason: &Failure,
+        reason: String,
         (watch, timings): (&mut PhaseTimer, &mut RestoreTimings),
         report: &mut dyn FnMut(OperationProgress),
     ) -> Result<(RestoreTask, serde_json::Value), Failure> {
-        tracing::warn!("an eager restore without userfaultfd: {reason}");
+        tracing::warn!("an eager restore: {reason}");
         timings.attach = watch.take_lap();
         fill_memory(&self.image, &memory.guest, &self.options, report)?;
         timings.prefill = watch.take_lap();
@@ -449,9 +458,7 @@ impl RestoreRun<'_> {
         self.record_start_time((watch, timings));
         let mut notes = mismatch_warnings(&mismatches);
         notes.extend(domain_restore::finish_domain(self.context.journal)?);
-        notes.push(format!(
-            "without userfaultfd ({reason}): memory was restored before the VM started"
-        ));
+        notes.push(format!("{reason}: memory was restored before the VM started"));
         let journal_file = self.context.clone_journal();
         let finish = move |_: &dyn Fn(OperationProgress)| {
             update_journal(&journal_file, |journal| journal.phase = VmPhase::Running)?;

@@ -9,7 +9,7 @@
 
 use std::path::PathBuf;
 
-use firn_checkpoint::SaveError;
+use firn_checkpoint::{SaveError, check_discards};
 use firn_epochs::guest;
 use firn_vmm::QemuVm;
 use serde::{Deserialize, Serialize};
@@ -92,14 +92,17 @@ impl CheckedVm<'_> {
             ("checkpoint", fitting.clone()),
             ("checkpoint --strategy trace", trace.clone()),
             ("checkpoint --strategy cow", live.clone()),
-            ("checkpoint --strategy pre-copy", live.clone().and_then(|_| check_pre_copy())),
+            (
+                "checkpoint --strategy pre-copy",
+                live.clone().and_then(|limit| check_pre_copy(&limit, &memory)),
+            ),
             ("checkpoint --strategy stop", save.clone().map(|()| None)),
             (
                 "checkpoint --parent IMAGE",
-                live.clone().map(|limit| increment_limit(&limit, &memory)),
+                live.clone().and_then(|limit| check_increment(&limit, &memory)),
             ),
             ("suspend", self.check_save(vm, true).map(|()| None)),
-            ("restore", self.check_restore(vm)),
+            ("restore", self.check_restore(vm, &memory)),
             ("protect", protectable.and_then(|()| self.check_protect(vm, &memory))),
         ];
         Ok(rows.into_iter().map(|(name, checked)| OperationCheck::new(name, checked)).collect())
@@ -116,11 +119,16 @@ impl CheckedVm<'_> {
         DiskSnapshots::plan_drives(vm, &self.hypervisor_record.meta, policy, then_stop).map(drop)
     }
 
-    fn check_restore(&self, vm: &mut QemuVm) -> Result<OperationLimit, Failure> {
+    fn check_restore(&self, vm: &mut QemuVm, memory: &VmMemory) -> Result<OperationLimit, Failure> {
         inspection::check_restorable(vm, self.hypervisor_record, false)?;
         let state = vm.status().while_doing("querying whether the VM runs")?;
-        let paused = inspection::paused_state(&state);
-        Ok(paused.map(|state| format!("the VM is paused ({state}) and comes back paused")))
+        let paused = inspection::paused_state(&state)
+            .map(|state| format!("the VM is paused ({state}) and comes back paused"));
+        let is_huge = memory.guest.has_huge_pages();
+        let ordinary =
+            is_huge.then(|| "its RAM comes back in ordinary pages, not in huge pages".to_owned());
+        let limits: Vec<String> = paused.into_iter().chain(ordinary).collect();
+        Ok((!limits.is_empty()).then(|| limits.join("; ")))
     }
 
     fn check_protect(&self, vm: &mut QemuVm, memory: &VmMemory) -> Result<OperationLimit, Failure> {
@@ -138,13 +146,14 @@ fn check_live(vm: &mut QemuVm, memory: &VmMemory) -> Result<OperationLimit, Fail
     dirty_tracking::refuse_other_writers(&memory.guest)?;
     match vm.balloon().while_doing("querying the balloon")? {
         None => Ok(None),
-        Some(_) if memory.guest.may_be_in_large_pages() => {
-            Err(Failure::from_error(FailureKind::Refused, &SaveError::LargePages))
+        Some(_) => {
+            check_discards(&memory.guest)
+                .map_err(|error| Failure::from_error(FailureKind::Refused, &error))?;
+            Ok(Some(
+                "if its balloon grows during the save, or it reports free pages, the save may be tried again"
+                    .to_owned(),
+            ))
         }
-        Some(_) => Ok(Some(
-            "if its balloon grows during the save, or it reports free pages, the save may be tried again"
-                .to_owned(),
-        )),
     }
 }
 
@@ -158,7 +167,12 @@ fn check_trace(memory: &VmMemory) -> Result<(), Failure> {
     Err(Failure::new(FailureKind::Refused, text).with_hint(hint))
 }
 
-fn check_pre_copy() -> Result<OperationLimit, Failure> {
+/// Of a guest with a balloon, `live` is the limit of its saves.
+fn check_pre_copy(live: &OperationLimit, memory: &VmMemory) -> Result<OperationLimit, Failure> {
+    if live.is_some() && memory.guest.has_huge_pages() {
+        let error = SaveError::huge_pages_in_pre_copy();
+        return Err(Failure::from_error(FailureKind::Refused, &error));
+    }
     match dirty_tracking::can_track_writes() {
         true => Ok(None),
         false => {
@@ -168,8 +182,12 @@ fn check_pre_copy() -> Result<OperationLimit, Failure> {
     }
 }
 
-/// `live` is the limit of saves of a guest with a balloon.
-fn increment_limit(live: &OperationLimit, memory: &VmMemory) -> OperationLimit {
+/// A checkpoint with a parent is by pre-copy where writes can be tracked. Of a guest with a balloon,
+/// `live` is the limit of its saves.
+fn check_increment(live: &OperationLimit, memory: &VmMemory) -> Result<OperationLimit, Failure> {
+    if dirty_tracking::can_track_writes() {
+        check_pre_copy(live, memory)?;
+    }
     let why = match live {
         _ if !dirty_tracking::can_track_writes() => {
             "this kernel can't track writes between checkpoints"
@@ -177,7 +195,7 @@ fn increment_limit(live: &OperationLimit, memory: &VmMemory) -> OperationLimit {
         Some(_) if memory.guest.is_shared() => {
             "in shared memory, what a balloon takes between checkpoints is not reported"
         }
-        _ => return None,
+        _ => return Ok(None),
     };
-    Some(format!("{why}, so all memory is read and compared"))
+    Ok(Some(format!("{why}, so all memory is read and compared")))
 }

@@ -805,7 +805,9 @@ fn save_failure(error: &SaveError) -> Failure {
         SaveError::Image(error) => image_failure(error).kind,
         SaveError::StopThreads(_) => FailureKind::Host,
         SaveError::Discarded { .. } => FailureKind::Discarded,
-        SaveError::Fault(PageFaultError::Private) => FailureKind::Refused,
+        SaveError::Fault(PageFaultError::Private) | SaveError::HugePagesGivenBack { .. } => {
+            FailureKind::Refused
+        }
         _ => FailureKind::Other,
     };
     let failure = Failure::from_error(kind, error);

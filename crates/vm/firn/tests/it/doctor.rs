@@ -83,7 +83,7 @@ fn access_to_the_device_is_enough_for_an_ordinary_user() {
 }
 
 /// The checks of a VM, by operation: verdict and text.
-fn checks(answer: &Answer) -> Vec<(String, String, String)> {
+pub fn checks(answer: &Answer) -> Vec<(String, String, String)> {
     let checks: Value = serde_json::from_str(&answer.out).unwrap();
     let rows = checks.as_array().unwrap().iter();
     rows.map(|row| {
@@ -95,7 +95,7 @@ fn checks(answer: &Answer) -> Vec<(String, String, String)> {
 
 /// What doctor says of a VM is what its commands do, and doctor changes nothing.
 #[track_caller]
-fn commands_do_what_doctor_says(session: &Session, name: &str) -> Vec<String> {
+pub fn commands_do_what_doctor_says(session: &Session, name: &str) -> Vec<String> {
     let mut refused = Vec::new();
     for (operation, verdict, text) in checks(&session.firn(&["--json", "doctor", name])) {
         let Some(options) = operation.strip_prefix("checkpoint") else { continue };

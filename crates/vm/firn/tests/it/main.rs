@@ -29,6 +29,7 @@ mod fork;
 mod guest_ends;
 mod help;
 mod hostile_text;
+mod huge_pages;
 mod hypervisor_dies;
 mod identity;
 mod incremental;

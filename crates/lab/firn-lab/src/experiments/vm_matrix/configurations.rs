@@ -349,6 +349,13 @@ fn memory_kinds() -> Vec<MatrixConfiguration> {
             let backend = "memory-backend-memfd,id=ram,size=192M,share=on,hugetlb=on,hugetlbsize=2M";
             Ok(with_memory(args, backend))
         }),
+        Kind::new("private-huge-pages", |_, args| {
+            check_huge_pages()?;
+            let args = add_options(args, "-device virtio-balloon-pci");
+            let backend =
+                "memory-backend-memfd,id=ram,size=192M,share=off,hugetlb=on,hugetlbsize=2M";
+            Ok(with_memory(args, backend))
+        }),
         Kind::new("two-nodes", |_, args| Ok(add_options(args, TWO_NODES))),
         Kind::new("two-private-nodes", |_, args| {
             Ok(add_options(
