@@ -49,9 +49,10 @@ impl Ram {
             ftruncate(&file, len as u64).unwrap();
             let map = match (private, kind) {
                 (Some(_), _) => MmapRaw::from(MmapOptions::new().len(len).map_anon().unwrap()),
-                // SAFETY: only this process has the file, and it does not change its length.
                 (None, "g") => {
-                    MmapRaw::from(unsafe { MmapOptions::new().map_copy(&file) }.unwrap())
+                    // SAFETY: only this process has the file, and it does not change its length.
+                    let own = unsafe { MmapOptions::new().map_copy(&file) };
+                    MmapRaw::from(own.unwrap())
                 }
                 (None, _) => MmapRaw::map_raw(&file).unwrap(),
             };
