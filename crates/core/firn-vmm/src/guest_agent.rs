@@ -42,7 +42,7 @@ pub enum GuestAgentError {
     Refused {
         /// The command.
         command: String,
-        /// What it said.
+        /// Its message.
         reason: String,
     },
     /// Its answer has another form than its schema says.
@@ -66,7 +66,7 @@ impl GuestAgent {
     /// deadline. `number` distinguishes this client's answers from those to earlier clients.
     ///
     /// # Errors
-    /// If nobody serves the socket, or no agent answers before the deadline.
+    /// If the socket is not served, or no agent answers before the deadline.
     pub fn connect(socket: &Path, number: u32, deadline: Instant) -> Result<Self, GuestAgentError> {
         let stream = UnixStream::connect(socket)?;
         stream.set_write_timeout(Some(Duration::from_secs(1)))?;
@@ -165,7 +165,7 @@ mod tests {
 
     use super::*;
 
-    /// An agent whose clock is off by this much until it is set, and what it was told to do.
+    /// Serves one client with an agent that replies like this, and returns the commands that it got.
     fn serve(
         listener: UnixListener,
         reply: impl Fn(&str) -> Option<String> + Send + 'static,

@@ -1,5 +1,5 @@
-//! The clock of a restored guest. It goes on from the time of the checkpoint, because that is what
-//! the guest's memory says. If QEMU serves the socket of a guest agent, Firn has the agent set the
+//! The clock of a restored guest. It continues from the time of the checkpoint, which is in the
+//! guest's memory. If QEMU serves the socket of a guest agent, Firn has the agent set the
 //! clock as soon as it answers, while the guest runs already.
 
 use std::hash::{BuildHasher as _, Hasher as _, RandomState};
