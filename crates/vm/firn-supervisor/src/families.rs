@@ -48,7 +48,7 @@ impl NewFamily {
         let reply = client::read_replies(&mut BufReader::new(from), &mut |_| ())?;
         let facts = reply.ok_or_else(died)??;
         let record: FamilyRecord = serde_json::from_value(facts).while_doing(STARTING)?;
-        let _connection = UnixStream::connect(record.holder_socket()).while_doing(STARTING)?;
+        let _connection = UnixStream::connect(record.holder_socket()).map_err(|_| died())?;
         Ok(Self { record, _connection })
     }
 

@@ -57,7 +57,8 @@ impl FamilyLink {
         }
         let holder = UnixStream::connect(record.holder_socket())
             .while_doing_as(FailureKind::Interrupted, CONNECTING)?;
-        let received = descriptors::receive_once(&holder).while_doing(CONNECTING)?;
+        let received = descriptors::receive_once(&holder)
+            .while_doing_as(FailureKind::Interrupted, CONNECTING)?;
         let ended = || Failure::new(FailureKind::Interrupted, "the template's holder has ended");
         let received = received.ok_or_else(|| ended().while_doing(CONNECTING))?;
         let received = received.into_iter().map(File::from).collect();
