@@ -50,6 +50,8 @@ pub(crate) struct SharedRestore {
     finishing: AtomicBool,
     /// The guest may run: what fails is tried again, unless the options say otherwise.
     may_run: AtomicBool,
+    /// The holder of the template has ended: this clone fills its memory by itself.
+    is_orphaned: AtomicBool,
     fatal: OnceLock<Arc<RestoreError>>,
     on_fatal: Arc<OnFatal>,
 }
@@ -120,6 +122,7 @@ impl SharedRestore {
             stop: AtomicBool::new(false),
             finishing: AtomicBool::new(false),
             may_run: AtomicBool::new(false),
+            is_orphaned: AtomicBool::new(false),
             fatal: OnceLock::new(),
             on_fatal: Arc::new(on_fatal),
         }
@@ -321,11 +324,19 @@ impl SharedRestore {
         self.faults.memory().has_template()
     }
 
-    /// Turns the background fill on or off.
+    /// Turns the background fill on or off. For a clone without a holder it stays on.
     pub(crate) fn set_fill(&self, fill: BackgroundFill) {
         let mut inner = self.lock_state();
-        let stir = inner.server.set_fill(fill == BackgroundFill::Quiet);
+        let is_alone = self.is_orphaned.load(Ordering::Acquire);
+        let stir = inner.server.set_fill(is_alone || fill == BackgroundFill::Quiet);
         self.wake_threads(inner, stir);
+    }
+
+    /// The holder of the template has ended, maybe before the vCPUs run. From now on nothing turns
+    /// the background fill off: no other process fills the template.
+    pub(crate) fn begin_own_fill(&self) {
+        self.is_orphaned.store(true, Ordering::Release);
+        self.set_fill(BackgroundFill::Quiet);
     }
 
     /// These pages are filled in the template: no vCPU waits for storage because of them any more.

@@ -38,7 +38,7 @@ pub(crate) fn follow_template(shared: &SharedRestore) {
         new.into_iter().flatten().for_each(|run| shared.record_present(run));
         if is_orphaned && !is_filling {
             tracing::warn!("the template's holder has ended: this clone loads its memory alone");
-            shared.set_fill(BackgroundFill::Quiet);
+            shared.begin_own_fill();
             is_filling = true;
         }
         std::thread::sleep(interval);
