@@ -16,7 +16,7 @@
 //!     stop: from idle and restoring, from saving only by force.
 //!     end of the hypervisor: from anywhere, and the supervisor ends.
 //!     detach, SIGTERM: at once when idle, else when the operation has ended (SIGTERM cancels a
-//!     save).
+//!     save). Not while the VM needs this process for its disks or its network.
 //! ```
 //!
 //! The event loop around it performs the actions and reports back. Every slow operation, such as a
@@ -193,6 +193,9 @@ pub struct SupervisorCore {
     detaches_when_idle: bool,
     /// The VM's disks are served by this supervisor, without which the guest would block.
     serves_disks: bool,
+    /// Filters of QEMU pass the frames of the VM's cards to this supervisor, without which the
+    /// guest would have no network.
+    has_filters: bool,
     /// The VM belongs to a cluster: requests that concern all of the cluster are refused for it
     /// alone.
     is_member: bool,
@@ -223,6 +226,7 @@ impl SupervisorCore {
             unreported_failure: None,
             detaches_when_idle: false,
             serves_disks: false,
+            has_filters: false,
             is_member: false,
             reason: None,
             leaves_vm_to_successor: false,
@@ -243,6 +247,11 @@ impl SupervisorCore {
     /// Sets whether the VM belongs to a cluster.
     pub fn set_member(&mut self, is_member: bool) {
         self.is_member = is_member;
+    }
+
+    /// Sets whether filters pass the frames of the VM's cards to this supervisor.
+    pub fn set_filtered(&mut self, has_filters: bool) {
+        self.has_filters = has_filters;
     }
 
     /// The progress of the operation that runs.
@@ -569,6 +578,7 @@ impl SupervisorCore {
                 let failure = Failure::new(FailureKind::Refused, text);
                 vec![failure_reply(client, failure.with_hint("`firn stop` ends the VM"))]
             }
+            None if self.has_filters => vec![failure_reply(client, filters_refusal())],
             None => vec![SupervisorAction::DetachVm, done_reply(client, serde_json::Value::Null)],
         }
     }
@@ -700,6 +710,8 @@ impl SupervisorCore {
     fn after_activity(&mut self, mut actions: Vec<SupervisorAction>) -> Vec<SupervisorAction> {
         match self.hypervisor_exit {
             Some(exit) => return self.record_end(exit, actions),
+            // After a protection whose output stays blocked.
+            None if self.has_filters => self.detaches_when_idle = false,
             None if self.detaches_when_idle && self.stopping.is_none() => {
                 actions.push(SupervisorAction::DetachVm)
             }
@@ -772,7 +784,9 @@ impl SupervisorCore {
 
     fn handle_sigterm(&mut self) -> Vec<SupervisorAction> {
         let runs = !matches!(self.activity, VmActivity::Standby { is_failing_over: false });
-        if self.stopping.is_some() || self.detaches_when_idle || (self.serves_disks && runs) {
+        let is_needed =
+            self.serves_disks && runs || self.has_filters && self.activity == VmActivity::Idle;
+        if self.stopping.is_some() || self.detaches_when_idle || is_needed {
             return Vec::new();
         }
         self.detaches_when_idle = true;
@@ -789,6 +803,14 @@ impl SupervisorCore {
             }
         }
     }
+}
+
+fn filters_refusal() -> Failure {
+    let text = "the VM's network cards have filters that pass its frames to Firn: without Firn it \
+                would have no network";
+    let hint = "if no other host runs the VM, `firn release` removes them (of a cluster: `firn \
+                cluster release`)";
+    Failure::new(FailureKind::Refused, text).with_hint(hint)
 }
 
 fn cluster_refusal() -> Failure {

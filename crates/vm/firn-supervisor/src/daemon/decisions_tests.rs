@@ -50,6 +50,31 @@ fn a_vm_whose_disks_are_served_is_not_left() {
 }
 
 #[test]
+fn a_vm_whose_cards_have_filters_is_not_left() {
+    let mut core = SupervisorCore::new(false);
+    core.set_filtered(true);
+    let refused = core.handle_event(SupervisorEvent::Request(A, SupervisorRequest::Detach));
+    assert_eq!(kinds(&refused), [Some(FailureKind::Refused)]);
+    assert_eq!(core.handle_event(SupervisorEvent::Terminate), []);
+    assert!(core.is_idle());
+    core.set_filtered(false);
+    assert_eq!(core.handle_event(SupervisorEvent::Terminate), [SupervisorAction::DetachVm]);
+}
+
+#[test]
+fn sigterm_ends_a_protection_and_leaves_if_no_filter_stays() {
+    for stays in [true, false] {
+        let mut core = protecting();
+        core.set_filtered(true);
+        assert_eq!(core.handle_event(SupervisorEvent::Terminate), [SupervisorAction::CancelSave]);
+        core.set_filtered(stays);
+        let actions = core.handle_event(SupervisorEvent::ProtectionEnded(Err(fail())));
+        assert_eq!(!actions.contains(&SupervisorAction::DetachVm), stays, "{actions:?}");
+        assert_eq!(core.is_idle(), stays);
+    }
+}
+
+#[test]
 fn a_checkpoint_is_reported_to_its_client_and_to_watchers() {
     let mut core = saving(false);
     let now = OperationProgress::new("saving", 1, 2);

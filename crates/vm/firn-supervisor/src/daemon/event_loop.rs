@@ -95,6 +95,9 @@ pub(crate) trait VmOperations: Send + Sync + 'static {
     /// Whether the VM belongs to a cluster.
     fn is_member(&self) -> bool;
 
+    /// Whether filters of QEMU pass the frames of the VM's cards to Firn.
+    fn has_filters(&self) -> bool;
+
     /// Starts the work that is done while no operation runs. May be called again.
     fn start_idle_work(&self);
 
@@ -188,6 +191,7 @@ impl EventLoop {
         self.update_idle_work();
         while let Ok(event) = self.events.recv() {
             self.core.set_member(self.keeper.operations.is_member());
+            self.core.set_filtered(self.keeper.operations.has_filters());
             let actions = self.core.handle_event(event);
             let is_over = actions.iter().any(|action| {
                 matches!(action, SupervisorAction::DetachVm | SupervisorAction::RecordEnd { .. })

@@ -206,6 +206,10 @@ impl VmOperations for QemuOperations {
         self.network.membership().is_some()
     }
 
+    fn has_filters(&self) -> bool {
+        self.network.has_filters()
+    }
+
     fn start_idle_work(&self) {
         let Ok(hypervisor_record) = self.hypervisor_record() else { return };
         if hypervisor_record.calls.is_some() {
@@ -330,6 +334,8 @@ impl QemuOperations {
         lease: Option<u32>,
     ) -> Result<Vec<String>, Failure> {
         let mut qemu = qemu::connect_monitor(hypervisor_record)?;
+        // A VM that is refused keeps its cards as they are.
+        inspection::check_protectable(&mut qemu, hypervisor_record)?;
         let context = self.filter_context(&mut qemu);
         let not_held = self.network.add_filters(context, hypervisor_record)?;
         self.network.set_lease(&self.vm.lease_file(), lease);

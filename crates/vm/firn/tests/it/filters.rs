@@ -216,6 +216,12 @@ fn filters_outlive_their_supervisor() {
     outside.hears_nothing();
     assert_eq!(card(&vm, "web")["open"], false);
     session.firn(&["checkpoint", "web", "-o", "no.firn"]).fails(5, "output is blocked");
+    // Without a supervisor the VM would have no network, and `firn release` could not open it.
+    session.firn(&["detach", "web"]).fails(5, "would have no network");
+    let pid = supervisor(&vm, "web");
+    signal(pid, Signal::TERM);
+    std::thread::sleep(Duration::from_millis(500));
+    assert_eq!(supervisor(&vm, "web"), pid, "SIGTERM is ignored");
     kill(supervisor(&vm, "web"));
     eventually("a successor", PATIENCE, || session.status("web")["recoveries"] == 2);
     outside.hears_nothing();
