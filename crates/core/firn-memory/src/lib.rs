@@ -36,6 +36,7 @@ pub mod scheduling;
 mod sys;
 pub mod template;
 mod tracee;
+pub mod transparent_huge_pages;
 mod vcpu_waits;
 
 pub use guest_memory::{GuestMemory, HUGE_PAGE_BYTES, MemoryError, RamUser, RegionLocation};

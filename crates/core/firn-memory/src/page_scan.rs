@@ -48,7 +48,7 @@ mod passes;
 use passes::{ScanPass, UnmappedReporting, plan_passes};
 
 /// The maximum number of page runs that one call of the kernel reports.
-const REGIONS: usize = 1024;
+pub(crate) const REGIONS: usize = 1024;
 
 /// Why a scan failed or is not possible.
 #[derive(Debug, Error)]
@@ -405,12 +405,17 @@ fn pagemap_of(faults: &PageFaults) -> Result<Pagemap, ScanError> {
         .map_err(|error| process.operation_error("opening the pagemap", error))?)
 }
 
-fn span_of_part(hva: HostVirt, part: &Range<Page>) -> AddressSpan {
+pub(crate) fn span_of_part(hva: HostVirt, part: &Range<Page>) -> AddressSpan {
     AddressSpan { start: hva.0, len: (Page::count_in(part) * PAGE_SIZE) as u64 }
 }
 
 /// The pages between two addresses of a part that starts at `hva`.
-fn pages_between(part: &Range<Page>, hva: HostVirt, start: u64, end: u64) -> Range<Page> {
+pub(crate) fn pages_between(
+    part: &Range<Page>,
+    hva: HostVirt,
+    start: u64,
+    end: u64,
+) -> Range<Page> {
     let page = |address: u64| Page(part.start.0 + ((address - hva.0) / PAGE_SIZE as u64) as u32);
     page(start)..page(end)
 }
@@ -429,7 +434,7 @@ pub fn merge_runs(mut runs: Vec<Range<Page>>) -> Vec<Range<Page>> {
 }
 
 /// Appends a run, or extends the last one.
-fn push_run(out: &mut Vec<Range<Page>>, run: Range<Page>) {
+pub(crate) fn push_run(out: &mut Vec<Range<Page>>, run: Range<Page>) {
     match out.last_mut() {
         Some(last) if last.end == run.start => last.end = run.end,
         _ => out.push(run),

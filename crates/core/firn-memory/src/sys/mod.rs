@@ -3,6 +3,7 @@
 
 #![allow(unsafe_code)]
 
+pub(crate) mod collapse;
 pub(crate) mod copy;
 pub(crate) mod heap;
 pub(crate) mod pagemap;

@@ -31,6 +31,8 @@ pub(crate) enum PageQuery {
     Unprotected,
     /// As [`Self::Unknown`], where nothing is registered.
     Unmapped,
+    /// Mapped by an entry for 2 MiB.
+    HugeMapped,
 }
 
 /// Pages that are read at once, as words.
@@ -56,6 +58,7 @@ impl PageQuery {
                 raw::PAGE_IS_PRESENT | raw::PAGE_IS_SWAPPED
             }
             Self::Present => raw::PAGE_IS_PRESENT,
+            Self::HugeMapped => raw::PAGE_IS_PRESENT | raw::PAGE_IS_HUGE,
         })
     }
 
@@ -65,7 +68,7 @@ impl PageQuery {
             Self::WrittenAndRearm | Self::UnknownAndRearm => {
                 raw::PM_SCAN_CHECK_WPASYNC | raw::PM_SCAN_WP_MATCHING
             }
-            Self::Present | Self::Unprotected | Self::Unmapped => 0,
+            Self::Present | Self::Unprotected | Self::Unmapped | Self::HugeMapped => 0,
         })
     }
 
@@ -73,7 +76,11 @@ impl PageQuery {
     fn inverted_categories(self) -> u64 {
         match self {
             Self::Unknown | Self::UnknownAndRearm | Self::Unmapped => self.category_mask(),
-            Self::Written | Self::WrittenAndRearm | Self::Present | Self::Unprotected => 0,
+            Self::Written
+            | Self::WrittenAndRearm
+            | Self::Present
+            | Self::Unprotected
+            | Self::HugeMapped => 0,
         }
     }
 }

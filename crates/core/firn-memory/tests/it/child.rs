@@ -199,6 +199,15 @@ fn obey(shared: &Shared, command: &[String]) -> u64 {
             ram.files.iter().for_each(|(_, map)| map.lock().unwrap());
             0
         }
+        "huge" => {
+            ram.files.iter().for_each(|(_, map)| {
+                let (start, len) = (map.as_mut_ptr().cast(), map.len());
+                // SAFETY: a mapping to which no reference exists; its content stays.
+                unsafe { rustix::mm::madvise(start, len, rustix::mm::Advice::LinuxHugepage) }
+                    .unwrap();
+            });
+            0
+        }
         "churn" => churn(number(1)),
         "handle" => handle_signals(),
         "filter" => filter(command[1] == "all"),

@@ -11,4 +11,5 @@ mod injection;
 mod memory;
 mod qemu;
 mod scan;
+mod transparent_huge_pages;
 mod whole;
