@@ -118,7 +118,7 @@ fn aligned_starts(span: AddressSpan) -> impl Iterator<Item = u64> {
     (first..end).step_by(HUGE_PAGE_BYTES as usize).filter(move |at| at + HUGE_PAGE_BYTES <= end)
 }
 
-const _: () = assert!(HUGE_PAGE_BYTES.is_multiple_of(PAGE_SIZE as u64));
+const _: () = assert!(HUGE_PAGE_BYTES % PAGE_SIZE as u64 == 0);
 
 #[cfg(test)]
 mod tests {

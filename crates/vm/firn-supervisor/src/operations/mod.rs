@@ -7,6 +7,7 @@ pub(crate) mod dirty_tracking;
 pub(crate) mod domain_restore;
 pub(crate) mod family;
 pub(crate) mod guest_clock;
+pub(crate) mod huge_page_repair;
 pub(crate) mod image_origin;
 pub(crate) mod image_signature;
 pub(crate) mod learned_blocks;

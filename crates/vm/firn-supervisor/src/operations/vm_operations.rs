@@ -29,6 +29,7 @@ use crate::hypervisor::{inspection, libvirt};
 use crate::operations::access_scan::{self, AccessScan, PageRanges};
 use crate::operations::calls::CallService;
 use crate::operations::dirty_tracking::{self, DirtyTracking};
+use crate::operations::huge_page_repair::HugePageRepair;
 use crate::operations::protection::{
     ProtectedParts, ProtectionFailure, ProtectionStatus, VmProtection,
 };
@@ -57,6 +58,7 @@ pub(crate) struct QemuOperations {
     hypervisor: Arc<ProcessHandle>,
     usage: AccessScan,
     changes: Arc<DirtyTracking>,
+    huge_pages: HugePageRepair,
     calls: CallService,
     protecting: VmProtection,
     network: Arc<VmNetwork>,
@@ -112,6 +114,8 @@ impl VmOperations for QemuOperations {
         // Only one descriptor at a time can register the guest's memory.
         self.usage.finish_scan();
         self.changes.stop_tracking();
+        let (_, memory) = qemu::open_journaled(&hypervisor_record)?;
+        self.huge_pages.note_huge_pages(&memory);
         self.enter_phase(VmPhase::Protecting { paused_by_us: false }, |journal| {
             (journal.protection_end, journal.hung) = (None, false);
         })?;
@@ -220,6 +224,7 @@ impl VmOperations for QemuOperations {
         // Only one descriptor at a time can register the guest's memory.
         if !self.changes.is_tracking() {
             self.usage.start_scan(&hypervisor_record);
+            self.huge_pages.start_repair(&hypervisor_record);
         }
     }
 
@@ -227,6 +232,7 @@ impl VmOperations for QemuOperations {
         disk_copies::remove_all_bitmaps(&self.journal);
         self.calls.stop_service();
         self.usage.finish_scan();
+        self.huge_pages.stop_repair();
         self.changes.stop_tracking();
         if let Ok(hypervisor_record) = self.hypervisor_record() {
             close_left_descriptors(&hypervisor_record);
@@ -293,9 +299,20 @@ impl QemuOperations {
         served: Arc<ServedDisks>,
         vm: &VmDir,
     ) -> Self {
-        let (usage, changes, calls, protecting) = Default::default();
+        let (usage, changes, huge_pages, calls, protecting) = Default::default();
         let vm = vm.clone();
-        Self { journal, hypervisor, usage, changes, calls, protecting, network, served, vm }
+        Self {
+            journal,
+            hypervisor,
+            usage,
+            changes,
+            huge_pages,
+            calls,
+            protecting,
+            network,
+            served,
+            vm,
+        }
     }
 
     /// Refuses a protection for reasons that need no monitor.
@@ -461,6 +478,7 @@ impl QemuOperations {
             DiskSnapshots::plan_drives(&mut vm, &meta, policy, then_stop).map_err(explain)?;
         // Only one descriptor at a time can register the guest's memory.
         let scanned = self.usage.finish_scan();
+        self.huge_pages.note_huge_pages(&memory.guest);
         self.record_save_begin(request, then_stop, was_running, &mut vm, &layout)
             .map_err(explain)?;
         firn_fault::pass_point("save.journaled");

@@ -23,6 +23,11 @@ pub struct HostFacts {
     /// The method by which this user gets a userfaultfd that reports faults inside the kernel, or
     /// why there is none.
     pub kernel_faults: Result<UserfaultfdAccess, String>,
+    /// Whether this user may change another process's priorities and memory layout
+    /// (`CAP_SYS_NICE`).
+    pub cap_sys_nice: bool,
+    /// The host's setting of transparent huge pages; `None` if its kernel has none.
+    pub huge_pages: Option<String>,
     /// Whether `/dev/shm` is a directory that this user can write to.
     pub shm: bool,
     /// Whether the program `setsid` is installed.
@@ -49,9 +54,11 @@ pub fn collect_facts(qemu: &str, kernel: Option<&Path>) -> HostFacts {
     HostFacts {
         kernel: read_trimmed("/proc/sys/kernel/osrelease").unwrap_or_default(),
         userfaultfd: query_userfaultfd(),
-        cap_sys_ptrace: effective_capabilities().is_some_and(|set| set >> CAP_SYS_PTRACE & 1 == 1),
+        cap_sys_ptrace: has_capability(CAP_SYS_PTRACE),
         ptrace_scope: read_number("/proc/sys/kernel/yama/ptrace_scope"),
         kernel_faults: UserfaultfdAccess::of_this_user().map_err(|error| error_chain(&error)),
+        cap_sys_nice: has_capability(CAP_SYS_NICE),
+        huge_pages: read_trimmed("/sys/kernel/mm/transparent_hugepage/enabled"),
         shm: is_writable(Path::new("/dev/shm")),
         setsid: version_line("setsid").is_ok(),
         qemu: version_line(qemu),
@@ -66,8 +73,13 @@ fn query_userfaultfd() -> Result<UserfaultfdFacts, String> {
     Ok(UserfaultfdFacts { resume_protected, write_protect_async })
 }
 
-/// The bit of `CAP_SYS_PTRACE`: `linux/capability.h`.
+/// The bits of capabilities: `linux/capability.h`.
 const CAP_SYS_PTRACE: u32 = 19;
+const CAP_SYS_NICE: u32 = 23;
+
+fn has_capability(bit: u32) -> bool {
+    effective_capabilities().is_some_and(|set| set >> bit & 1 == 1)
+}
 
 fn effective_capabilities() -> Option<u64> {
     let status = read_trimmed("/proc/self/status")?;

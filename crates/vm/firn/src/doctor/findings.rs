@@ -50,6 +50,7 @@ pub fn judge_host(facts: &HostFacts) -> Vec<HostFinding> {
         judge_ptrace(facts),
         judge_kernel_faults(facts),
         judge_shared_memory(facts),
+        judge_huge_pages(facts),
         judge_qemu(facts),
         judge_kvm(facts),
         judge_setsid(facts),
@@ -176,6 +177,22 @@ fn judge_shared_memory(facts: &HostFacts) -> HostFinding {
     }
 }
 
+/// Of RAM that is private memory of the hypervisor: shared memory has none by default.
+fn judge_huge_pages(facts: &HostFacts) -> HostFinding {
+    const WHAT: &str = "transparent huge pages";
+    let setting = facts.huge_pages.as_deref().unwrap_or("not in this kernel");
+    let is_off = facts.huge_pages.is_none() || setting.contains("[never]");
+    match is_off || facts.cap_sys_nice {
+        true => new_finding(WHAT, FindingGrade::Good, setting, ""),
+        false => {
+            let found = format!("{setting}, no CAP_SYS_NICE");
+            let slower =
+                "those that a save splits stay split until the kernel's khugepaged finds them";
+            new_finding(WHAT, FindingGrade::Lesser, found, slower)
+        }
+    }
+}
+
 fn judge_qemu(facts: &HostFacts) -> HostFinding {
     match &facts.qemu {
         Err(why) => new_finding(
@@ -276,6 +293,8 @@ mod tests {
             cap_sys_ptrace: true,
             ptrace_scope: Some(1),
             kernel_faults: Ok(UserfaultfdAccess::SystemCall),
+            cap_sys_nice: true,
+            huge_pages: Some("always [madvise] never".into()),
             shm: true,
             setsid: true,
             qemu: Ok("QEMU emulator version 10.0.2 (Debian 1:10.0.2)".into()),
@@ -321,6 +340,19 @@ mod tests {
     }
 
     #[test]
+    fn huge_pages_that_are_off_are_not_lost() {
+        let user = |setting: Option<&str>| HostFacts {
+            cap_sys_nice: false,
+            huge_pages: setting.map(str::to_owned),
+            ..good()
+        };
+        let grade = |setting| grade(&user(setting), "transparent huge pages");
+        assert_eq!(grade(Some("always [madvise] never")), FindingGrade::Lesser);
+        assert_eq!(grade(Some("always madvise [never]")), FindingGrade::Good);
+        assert_eq!(grade(None), FindingGrade::Good);
+    }
+
+    #[test]
     fn firmware_alone_is_not_enough_of_kvm() {
         for boot in
             [KernelBoot::Fails("/boot/vmlinuz".into()), KernelBoot::NotChecked("none".into())]
@@ -338,6 +370,8 @@ mod tests {
             kernel_faults: Err("no".into()),
             cap_sys_ptrace: false,
             ptrace_scope: Some(3),
+            cap_sys_nice: false,
+            huge_pages: Some("[always] madvise never".into()),
             shm: false,
             setsid: false,
             qemu: Err("none".into()),

@@ -35,13 +35,13 @@ fn backend(shared: bool) -> String {
 }
 
 /// A guest at work whose RAM is in huge pages, and that Firn is attached to.
-struct HugeVm {
-    vm: Vm,
-    qemu: Child,
+pub struct HugeVm {
+    pub vm: Vm,
+    pub qemu: Child,
 }
 
 impl HugeVm {
-    fn boot(backend: &str) -> Self {
+    pub fn boot(backend: &str) -> Self {
         Self::boot_in(Vm::new(), backend)
     }
 
@@ -71,7 +71,7 @@ impl HugeVm {
 
     /// Saves, and checks the image, the guest and that nothing of Firn is left in QEMU.
     #[track_caller]
-    fn save_exact(&self, image: &str, options: &[&str]) -> serde_json::Value {
+    pub fn save_exact(&self, image: &str, options: &[&str]) -> serde_json::Value {
         let save = ["checkpoint", "web", "-o", image, "--reference", "web.ram"];
         let facts = self.vm.session.json(&[&save, options].concat());
         self.vm.session.firn(&["image", "compare", image, "web.ram"]).succeeds();

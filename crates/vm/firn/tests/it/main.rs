@@ -55,6 +55,7 @@ mod storage;
 mod storage_snapshots;
 mod switch;
 mod tiny_guest;
+mod transparent_huge_pages;
 mod traps;
 mod trust;
 mod two_users;
