@@ -51,7 +51,8 @@ pub struct DomainIdentity {
 /// A file that replaces the file of a disk.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct DiskReplacement {
-    /// The file that the XML names.
+    /// The file that the XML names; or the name of a node, of a disk on the network
+    /// ([`DomainChanges::locate_network_disks`]).
     pub named: String,
     /// The file that replaces it.
     pub file: String,
@@ -97,7 +98,26 @@ pub fn has_mark(xml: &str, mark: &str) -> bool {
     Document::parse(xml).is_ok_and(|it| it.descendants().any(|node| is_mark(&node)))
 }
 
+/// The start of the name of a disk that is named as the guest has it: `target:vda`.
+const TARGET_PREFIX: &str = "target:";
+
 impl DomainChanges {
+    /// Finds disks on the network in the XML of the running domain, which alone has the numbers of
+    /// their nodes. From then on they are found in any XML of the domain.
+    ///
+    /// # Errors
+    /// If the XML can't be read.
+    pub fn locate_network_disks(&mut self, running: &str) -> Result<(), DefinitionError> {
+        let document = Document::parse(running)?;
+        for disk in &mut self.disks {
+            let found = find_network_disk(document.root_element(), &disk.named);
+            if let Some(target) = found.and_then(target_of) {
+                disk.named = format!("{TARGET_PREFIX}{target}");
+            }
+        }
+        Ok(())
+    }
+
     /// The XML of a domain that waits for its device state, from that of the domain that was saved.
     ///
     /// # Errors
@@ -176,14 +196,35 @@ impl DomainChanges {
     }
 }
 
-/// The disk whose file has this name; or else the disk with this file below its own.
+/// The disk whose file has this name; or else the disk with this file below its own. A name may be
+/// that of the disk in the guest, too ([`TARGET_PREFIX`]).
 fn find_disk<'a>(root: Node<'a, 'a>, file: &str) -> Option<Node<'a, 'a>> {
+    if let Some(target) = file.strip_prefix(TARGET_PREFIX) {
+        return devices(root, "disk").find(|disk| target_of(*disk) == Some(target));
+    }
     let names = |source: Node<'_, '_>| {
         let name = source.attribute("file").or_else(|| source.attribute("dev"));
         source.has_tag_name("source") && name == Some(file)
     };
     let direct = devices(root, "disk").find(|disk| child(*disk, "source").is_some_and(names));
     direct.or_else(|| devices(root, "disk").find(|disk| disk.descendants().any(names)))
+}
+
+fn target_of<'a>(disk: Node<'a, 'a>) -> Option<&'a str> {
+    child(disk, "target")?.attribute("dev")
+}
+
+/// The disk on the network with this name of its node, by the number that libvirt gave its source.
+fn find_network_disk<'a>(root: Node<'a, 'a>, named: &str) -> Option<Node<'a, 'a>> {
+    let index = network_index(named)?;
+    let is_this = |source: Node<'_, '_>| source.attribute("index") == Some(index);
+    devices(root, "disk").find(|disk| child(*disk, "source").is_some_and(is_this))
+}
+
+/// The number in `network:libvirt-2-storage`.
+fn network_index(named: &str) -> Option<&str> {
+    let (index, layer) = named.strip_prefix("network:libvirt-")?.split_once('-')?;
+    matches!(layer, "storage" | "format").then_some(index)
 }
 
 fn devices<'a>(root: Node<'a, 'a>, name: &'static str) -> impl Iterator<Item = Node<'a, 'a>> {

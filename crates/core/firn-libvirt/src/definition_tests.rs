@@ -64,6 +64,36 @@ fn a_disk_has_the_files_of_the_restore() {
     assert!(xml.contains("cache='none'"), "{xml}");
 }
 
+/// Only the XML of the running domain has the numbers of nodes.
+#[test]
+fn a_disk_on_the_network_is_found_by_its_node_and_becomes_a_file() {
+    let disk_xml = |index: &str| {
+        format!(
+            "<disk type='network' device='disk'><driver name='qemu' type='raw' cache='none'/>\
+             <source protocol='rbd' name='vms/web'{index}><host name='a' port='3300'/>\
+             <auth username='firn'><secret type='ceph' uuid='1'/></auth></source>\
+             <target dev='vdc'/></disk><interface"
+        )
+    };
+    let xml = |index: &str| XML.replacen("<interface", &disk_xml(index), 1);
+    let mut changes = changes();
+    changes.disks.push(replacement("network:libvirt-3-storage", "/d/web.o", Some("qcow2")));
+    assert!(changes.apply_to_domain(&xml(" index='3'"), "m").is_err());
+    changes.locate_network_disks(&xml(" index='3'")).unwrap();
+    let domain = changes.apply_to_domain(&xml(" index='3'"), "m").unwrap();
+    let definition = changes.apply_to_definition(&xml("")).unwrap();
+    for changed in [domain, definition] {
+        let document = Document::parse(&changed).unwrap();
+        let disk = disk(&document, "vdc");
+        assert_eq!(
+            (source_of(&document, "vdc"), disk.attribute("type")),
+            ("/d/web.o".into(), Some("file"))
+        );
+        assert_eq!(child(disk, "driver").unwrap().attribute("type"), Some("qcow2"));
+        assert!(!changed.contains("rbd") && !changed.contains("ceph"), "{changed}");
+    }
+}
+
 #[test]
 fn a_disk_that_the_xml_lacks_is_an_error() {
     let mut changes = changes();

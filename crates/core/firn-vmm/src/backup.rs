@@ -169,7 +169,7 @@ impl DriveCopy {
             }
             None => create_qcow2(program, None, &self.path, drive.bytes)?,
         }
-        copy_owner(drive.top_file(), &self.path)
+        copy_owner(drive.owner_path(), &self.path)
             .map_err(|source| self.io_error("give its owner to", source))?;
         self.reserve_room(add_metadata(bytes.min(drive.bytes)))
     }

@@ -209,6 +209,11 @@ impl FileView {
             .unwrap_or_else(|| file.to_owned())
     }
 
+    /// A path that belongs to the process's user.
+    pub(crate) fn owner_path(&self) -> PathBuf {
+        self.fds.clone().unwrap_or_else(|| self.cwd.clone())
+    }
+
     /// Whether an absolute path names, for Firn, a file that the process has open.
     pub(crate) fn has_open(&self, file: &Path) -> bool {
         let which = |path: &Path| FileIdentity::from_path(path).ok().map(|it| (it.dev, it.inode));

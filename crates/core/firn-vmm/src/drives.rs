@@ -37,6 +37,7 @@ use crate::backup::{self, DriveCopy};
 use crate::device_state::DeviceStateError;
 use crate::disks::{FileIdentity, FileView, plain_file};
 use crate::flush;
+use crate::network_disks::{is_network_address, is_network_driver};
 use crate::qcow2;
 use crate::qmp::{QmpClient, QmpError};
 use crate::storage_snapshot::{StorageSnapshot, StorageSnapshotError};
@@ -74,6 +75,10 @@ pub struct Drive {
     no_flush: bool,
     /// Whether its topmost image is a block device and not a file: it can only be copied.
     pub is_device: bool,
+    /// Whether QEMU reaches it over the network: it can only be copied, too.
+    pub is_remote: bool,
+    /// A path that belongs to the user to whom its copies are to belong.
+    owner: PathBuf,
     /// The reason why its contents can't be preserved, if there is one.
     pub obstacle: Option<String>,
 }
@@ -246,8 +251,12 @@ pub(crate) fn find_drives(qmp: &mut QmpClient, view: &FileView) -> Result<Vec<Dr
     let mut drives: Vec<Drive> =
         devices.iter().filter_map(|it| describe_drive(it, &nodes, view)).collect();
     let shared = shared_files(&devices, view);
+    let addresses: Vec<String> = drives.iter().map(|drive| drive.named.clone()).collect();
     for drive in &mut drives {
-        let is_shared = drive.chain.first().is_some_and(|top| shared.contains(&file_id(top)));
+        let is_shared = match drive.is_remote {
+            true => addresses.iter().filter(|address| **address == drive.named).count() > 1,
+            false => drive.chain.first().is_some_and(|top| shared.contains(&file_id(top))),
+        };
         drive.obstacle = match jobs.first() {
             // Firn can't find out which images a job changes. Some jobs hide the drive below a node
             // of their own.
@@ -322,12 +331,20 @@ fn describe_drive(device: &BlockInfo, nodes: &[BlockDeviceInfo], view: &FileView
     let inserted = root.below_filters(nodes);
     let chain = chain_paths(inserted, view);
     let name = if device.device.is_empty() { &device.qdev } else { &device.device };
+    let is_remote = is_network_address(&inserted.file);
+    let obstacle = match is_remote {
+        true => check_remote(inserted),
+        false => check_drive(inserted, &chain, view),
+    };
+    let top = chain.first().filter(|_| !is_remote);
     Some(Drive {
         name: name.clone(),
         node: inserted.node.clone(),
         root: DriveRoot { node: root.node.clone(), file: root.file.clone() },
-        is_device: chain.first().is_some_and(|top| is_block_device(top)),
-        obstacle: check_drive(inserted, &chain, view).err(),
+        is_device: top.is_some_and(|top| is_block_device(top)),
+        is_remote,
+        owner: top.cloned().unwrap_or_else(|| view.owner_path()),
+        obstacle: obstacle.err(),
         formats: chain_formats(&inserted.image),
         chain,
         named: inserted.file.clone(),
@@ -352,6 +369,18 @@ fn chain_paths(inserted: &BlockDeviceInfo, view: &FileView) -> Vec<PathBuf> {
 fn chain_formats(image: &ImageLayer) -> Vec<String> {
     let layers = std::iter::successors(Some(image), |layer| layer.backing.as_deref());
     layers.map(|layer| plain_format(&layer.format).to_owned()).collect()
+}
+
+/// As [`check_drive`], for a drive on the network.
+fn check_remote(drive: &BlockDeviceInfo) -> Result<(), String> {
+    if !matches!(&*drive.drv, "qcow2" | "raw") && !is_network_driver(&drive.drv) {
+        return Err(format!("its format is {}; only qcow2 and raw can be preserved", drive.drv));
+    }
+    match (drive.encrypted, drive.image.backing.is_some()) {
+        (true, _) => Err("it is encrypted".to_owned()),
+        (_, true) => Err("it has backing files, and is on the network".to_owned()),
+        (false, false) => Ok(()),
+    }
 }
 
 /// Returns the reason as an error if a drive's contents can't be preserved.
@@ -657,6 +686,21 @@ impl DriveCut {
 }
 
 impl Drive {
+    /// Whether QEMU knows the drive by this id, or by this name of its node.
+    pub fn has_id(&self, id: &str) -> bool {
+        [&self.name, &self.node, &self.root.node].into_iter().any(|it| it == id)
+    }
+
+    /// Whether no file of the host holds its contents, so that it can only be copied.
+    pub fn is_copied_only(&self) -> bool {
+        self.is_device || self.is_remote
+    }
+
+    /// A path with the owner and the mode that files for it get.
+    pub(crate) fn owner_path(&self) -> &Path {
+        &self.owner
+    }
+
     /// The topmost image.
     pub fn top_file(&self) -> &Path {
         self.chain.first().map_or(Path::new(""), PathBuf::as_path)

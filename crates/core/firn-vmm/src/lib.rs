@@ -39,6 +39,7 @@ mod guest_agent;
 pub mod hmp;
 mod launch;
 pub mod layout;
+mod network_disks;
 mod open_watch;
 mod pause_pipe;
 mod qcow2;

@@ -149,7 +149,12 @@ fn format_node(file_key: &str) -> &str {
     file_key.strip_suffix("file.filename").unwrap_or("")
 }
 
-fn set_format(option: &str, properties: &mut OptionProperties, node: &str, format: &str) {
+pub(super) fn set_format(
+    option: &str,
+    properties: &mut OptionProperties,
+    node: &str,
+    format: &str,
+) {
     let has_driver = option == "blockdev" || !node.is_empty() || properties.get("driver").is_some();
     let key = if has_driver { "driver" } else { "format" };
     properties.set_nested(&format!("{node}{key}"), format);
@@ -157,7 +162,7 @@ fn set_format(option: &str, properties: &mut OptionProperties, node: &str, forma
 }
 
 /// Sets the format of a node on top of a replaced file.
-fn set_format_over(argument: &mut CommandArgument, nodes: &[String], format: &str) {
+pub(super) fn set_format_over(argument: &mut CommandArgument, nodes: &[String], format: &str) {
     if argument.name() != "blockdev" {
         return;
     }

@@ -52,6 +52,7 @@ mod generation;
 mod host_access;
 mod libvirt;
 mod needs;
+mod network_disks;
 mod option_files;
 mod overrides;
 mod plan;
@@ -69,6 +70,7 @@ pub use generation::{replace_generation_id, with_generation_id};
 pub use host_access::{HostAccess, find_host_accesses};
 pub use libvirt::{PlainCommand, without_libvirt};
 pub use needs::{CommandNeeds, NamedDevice, SecretFile, find_needs};
+pub use network_disks::NetworkDisk;
 pub use option_files::expand_option_files;
 pub use overrides::CommandOverrides;
 pub use plan::{

@@ -13,6 +13,7 @@ use super::disks::{self, DiskPlan};
 use super::drives::{self, DriveFile};
 use super::endpoints::{self, EndpointRelocation, HostEndpoint};
 use super::error::CommandLineError;
+use super::network_disks::{self, NetworkDisk};
 use super::properties::{OptionProperties, escape_commas};
 use super::size;
 
@@ -291,6 +292,11 @@ impl CommandPlan {
         drives::disk_files(&self.arguments)
     }
 
+    /// The disks on the network that the command line names.
+    pub fn network_disks(&self) -> Vec<NetworkDisk> {
+        network_disks::find_network_disks(&self.arguments)
+    }
+
     /// The command line as it is now, the program first.
     pub fn words(&self) -> Vec<String> {
         [vec![self.program.clone()], arguments::join_arguments(&self.arguments)].concat()
@@ -299,7 +305,10 @@ impl CommandPlan {
     /// The same command line with other files for its disks.
     pub fn with_drives(mut self, drives: &[DriveFile]) -> Result<Self, CommandLineError> {
         for drive in drives {
-            if !drives::replace_file(&mut self.arguments, drive) {
+            let arguments = &mut self.arguments;
+            if !network_disks::replace_network_disk(arguments, drive)
+                && !drives::replace_file(arguments, drive)
+            {
                 let option = format!("disk {}", drive.named);
                 return Err(CommandLineError::refuse_option(option, "no option names it"));
             }

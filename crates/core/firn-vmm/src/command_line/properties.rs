@@ -161,6 +161,31 @@ impl OptionProperties {
         }
     }
 
+    /// Removes the keys that are not to be kept. In JSON a nested object counts as one key.
+    pub(super) fn retain_keys(&mut self, is_kept: impl Fn(&str) -> bool) {
+        match self {
+            Self::Json(object) => object.retain(|key, _| is_kept(key)),
+            Self::Text(parts) => parts.retain(|(key, _)| is_kept(key)),
+        }
+    }
+
+    /// Replaces a key, with all that is below it, by an object with these keys.
+    pub(super) fn set_object(&mut self, key: &str, values: &[(&str, &str)]) {
+        self.remove_nested(key);
+        let object =
+            || Value::Object(values.iter().map(|(k, v)| ((*k).into(), (*v).into())).collect());
+        if let Some((outer, inner)) = self.nested_object(key) {
+            outer.insert(inner.to_owned(), object());
+            return;
+        }
+        match self {
+            Self::Json(outer) => drop(outer.insert(key.to_owned(), object())),
+            Self::Text(_) => {
+                values.iter().for_each(|(inner, value)| self.set(&format!("{key}.{inner}"), value));
+            }
+        }
+    }
+
     /// Adds the properties of a later option of the same kind: QEMU merges repeated `-machine` and
     /// `-m`.
     pub(super) fn merge(&mut self, later: Self) {

@@ -6,8 +6,9 @@
 //! | (not given) | clone, or else overlay | clone, or else copy |
 //! | `copy`, `clone`, `overlay` | as chosen | as chosen |
 //!
-//! A drive on a block device (an LVM or ZFS volume, a loop device) is always copied: the device has
-//! no directory for an overlay beside it, and an image could not check later that it is unchanged.
+//! A drive on a block device (an LVM or ZFS volume, a loop device) or on the network (NBD, Ceph RBD,
+//! iSCSI) is always copied: it has no directory for an overlay beside it, and an image could not
+//! check later that it is unchanged.
 //!
 //! With `--disk-snapshot COMMAND`, the storage of each drive makes a snapshot of it
 //! ([`StorageSnapshot`]).
@@ -161,7 +162,8 @@ impl<'a> DiskPolicy<'a> {
     }
 
     fn can_clone(&self, drive: &Drive, path: &Path) -> Result<bool, Failure> {
-        if drive.is_device || matches!(self.how, Some(SaveDisks::Copy | SaveDisks::Overlay)) {
+        if drive.is_copied_only() || matches!(self.how, Some(SaveDisks::Copy | SaveDisks::Overlay))
+        {
             return Ok(false);
         }
         let dir = path.parent().unwrap_or(Path::new("/"));
@@ -182,16 +184,22 @@ impl<'a> DiskPolicy<'a> {
             return check_alone(drive);
         }
         let is_copied = matches!(self.how, None | Some(SaveDisks::Copy));
-        match drive.is_device && !is_copied {
-            true => {
-                Err(format!("{} is a device, which can only be copied", drive.top_file().display()))
+        let kind = match (drive.is_device, drive.is_remote) {
+            (false, false) => return Ok(()),
+            (true, _) => "a device",
+            (_, true) => "on the network",
+        };
+        match is_copied {
+            true => Ok(()),
+            false => {
+                let disk = drive.top_file().display();
+                Err(format!("{disk} is {kind}: it can only be copied"))
             }
-            false => Ok(()),
         }
     }
 
     fn check_method(&self, can_clone: bool, drive: &Drive) -> Result<DiskMethod, Failure> {
-        if drive.is_device {
+        if drive.is_copied_only() {
             return Ok(DiskMethod::Copy);
         }
         match (choose_method(self.how, self.is_launched, can_clone), drive.top_file().display()) {
@@ -292,9 +300,9 @@ fn plan_full_copy(drive: &Drive) -> io::Result<(CopyExtent, CopyFile)> {
     Ok((extent, CopyFile { below, bytes }))
 }
 
-/// The number of bytes that a drive's topmost image takes; of a device, all that it has.
+/// The number of bytes that a drive's topmost image takes; of one that is no file, all that it has.
 fn drive_bytes(drive: &Drive) -> io::Result<u64> {
-    if drive.is_device { Ok(drive.bytes) } else { allocated_bytes(drive.top_file()) }
+    if drive.is_copied_only() { Ok(drive.bytes) } else { allocated_bytes(drive.top_file()) }
 }
 
 /// Whether the copies below hold more contents that no image is made of than the drive has: then a

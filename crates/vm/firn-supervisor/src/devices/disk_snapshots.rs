@@ -22,12 +22,13 @@
 //! | in use | no | the VM continues with it; the layers below still belong to the VM |
 //! | in use | complete | the VM continues with it; all layers below belong to the image |
 
+use std::ffi::OsString;
 use std::hash::{BuildHasher, Hasher, RandomState};
 use std::io;
 use std::path::{Path, PathBuf};
 use std::sync::atomic::{AtomicBool, Ordering};
 
-use firn_vmm::command_line::{self, DriveFile};
+use firn_vmm::command_line::{self, DriveFile, NetworkDisk};
 use firn_vmm::{
     CHAIN_MAX, CopyExtent, DiskImage, Drive, DriveCopy, DriveCut, FileIdentity, Overlay,
     OverlayBase, QemuVm, StorageSnapshot, create_overlay,
@@ -226,7 +227,9 @@ impl<'a> DiskSnapshots<'a> {
                 Some(SnapshotFile::Storage(snapshot)) => cut.storage.push(snapshot.clone()),
                 None => {}
             }
-            cut.flushed.push(drive.top_file().to_owned());
+            if !drive.is_remote {
+                cut.flushed.push(drive.top_file().to_owned());
+            }
             cut.expected.push(drive.to_expected());
         }
         cut
@@ -237,10 +240,12 @@ impl<'a> DiskSnapshots<'a> {
         self.has_pause_begun.store(true, Ordering::Relaxed);
     }
 
-    /// Whether a file is the top file of a drive.
-    pub(crate) fn covers_file(&self, file: Option<FileIdentity>) -> bool {
+    /// Whether a disk is the topmost image of a drive.
+    pub(crate) fn covers_disk(&self, disk: &DiskImage) -> bool {
         let which = |it: FileIdentity| (it.dev, it.inode);
-        let Some(file) = file.map(which) else { return false };
+        let Some(file) = disk.identity.map(which) else {
+            return self.drives.iter().any(|it| it.drive.is_remote && it.drive.named == disk.file);
+        };
         let tops =
             self.drives.iter().filter_map(|it| FileIdentity::from_path(it.drive.top_file()).ok());
         tops.map(which).any(|top| top == file)
@@ -395,11 +400,14 @@ fn sync_file(file: &Path) -> io::Result<()> {
     sync(file).and_then(|()| sync(dir)).map_err(context)
 }
 
-/// Refuses a device in an image that only refers to disks: its contents can't be identified later.
+/// Refuses a disk that is no file in an image that only refers to disks: its contents can't be
+/// identified later.
 fn check_reference(drive: &Drive) -> Result<(), String> {
-    match drive.is_device {
-        true => Err(format!("{} is a device, not a file", drive.top_file().display())),
-        false => Ok(()),
+    let disk = drive.top_file().display();
+    match (drive.is_device, drive.is_remote) {
+        (true, _) => Err(format!("{disk} is a device, not a file")),
+        (_, true) => Err(format!("{disk} is on the network, not a file")),
+        (false, false) => Ok(()),
     }
 }
 
@@ -427,12 +435,26 @@ fn check_drive(
 /// The topmost file of the drive's chain that the command line names, or that replaces one that it
 /// names.
 pub(crate) fn named_file(meta: &ImageMeta, drive: &Drive) -> Option<String> {
+    if drive.is_remote {
+        return named_network_disk(meta, drive);
+    }
     let files = disk_files(meta);
     drive.chain.iter().find_map(|layer| {
         let kept = meta.drives.iter().find(|it| it.file == *layer);
         let file = || files.iter().find(|file| meta.qemu.directory.join(file) == *layer).cloned();
         kept.map(|it| it.named.clone()).or_else(file)
     })
+}
+
+/// The disk on the network of the command line that a drive is: the one with its id or its node, or
+/// else the only one without a name.
+fn named_network_disk(meta: &ImageMeta, drive: &Drive) -> Option<String> {
+    let plan = command_line::plan_command(&meta.qemu.user_args).ok()?;
+    let disks = plan.network_disks();
+    let is_this = |disk: &&NetworkDisk| disk.ids.iter().any(|id| drive.has_id(id));
+    let mut nameless = disks.iter().filter(|disk| disk.ids.is_empty());
+    let only_nameless = nameless.next().filter(|_| nameless.next().is_none());
+    disks.iter().find(is_this).or(only_nameless).map(|disk| disk.named.clone())
 }
 
 fn disk_files(meta: &ImageMeta) -> Vec<String> {
@@ -483,8 +505,8 @@ pub(crate) fn new_file(
 ) -> (String, PathBuf) {
     let random = RandomState::new().build_hasher().finish();
     let suffix = format!("{:012x}", random >> 16);
-    let stem = Path::new(named).file_name().or(file.file_name()).unwrap_or_default();
-    let mut name = stem.to_owned();
+    let stem = || Path::new(named).file_name().or(file.file_name()).unwrap_or_default();
+    let mut name = NetworkDisk::file_stem(named).map_or_else(|| stem().to_owned(), OsString::from);
     name.push(format!(".{vm}-{suffix}"));
     let dir = dir.or(file.parent()).unwrap_or(Path::new("/"));
     (suffix, dir.join(name))
@@ -787,5 +809,8 @@ mod tests {
         let (_, other) = new_file(Some(Path::new("/b")), Path::new("/a/x"), "x", "web");
         assert_eq!(other.parent(), Some(Path::new("/b")));
         assert_ne!(path.file_name(), other.file_name());
+        let rbd = Path::new("rbd:vms/web");
+        let (suffix, path) = new_file(Some(Path::new("/b")), rbd, "network:disk:0/x", "web");
+        assert_eq!(path, PathBuf::from(format!("/b/disk-0-x.web-{suffix}")));
     }
 }

@@ -47,6 +47,7 @@ pub(crate) fn create_domain(
     let saved = meta.domain_xml.as_deref().ok_or_else(no_domain)?;
     let (old, identity) = choose_identity(saved, target)?;
     let mut changes = replace_disks(files, &overrides.disks);
+    changes.locate_network_disks(saved).map_err(xml_failure)?;
     changes.identity = identity;
     changes.generation_id = (!overrides.same_identity).then(random_uuid).transpose()?;
     let notes = protect_consoles(meta, &mut changes)?;

@@ -692,7 +692,7 @@ impl SaveRun<'_> {
             vm.stop().while_doing("stopping the VM")?;
         }
         let mut disks = vm.disks().while_doing("querying the VM's disks")?;
-        disks.retain(|disk| !cutting.covers_file(disk.identity));
+        disks.retain(|disk| !cutting.covers_disk(disk));
         let firn = env!("CARGO_PKG_VERSION").to_owned();
         let mut meta =
             ImageMeta { created: unix_seconds(), firn, disks, drives: Vec::new(), ..meta };

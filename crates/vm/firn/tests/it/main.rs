@@ -39,6 +39,7 @@ mod mistakes;
 mod model;
 mod neighbours;
 mod network;
+mod network_disks;
 mod object_server;
 mod objects;
 mod outside;
