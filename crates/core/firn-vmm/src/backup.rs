@@ -24,6 +24,7 @@
 
 use std::fs::OpenOptions;
 use std::io;
+use std::num::NonZeroU64;
 use std::os::fd::AsFd;
 use std::os::unix::fs::MetadataExt;
 use std::path::{Path, PathBuf};
@@ -290,12 +291,18 @@ fn add_target(qmp: &mut QmpClient, copy: &DriveCopy, filename: &str) -> Result<(
     qmp.execute("blockdev-add", arguments).map(drop)
 }
 
-/// Removes the speed limit of the jobs after the VM has resumed.
-pub(crate) fn lift_limits(qmp: &mut QmpClient, copies: &[DriveCopy]) -> Result<(), QmpError> {
+/// Sets the speed of the jobs after the VM has resumed: equal shares of the speed of all of them.
+pub(crate) fn limit_copies(
+    qmp: &mut QmpClient,
+    copies: &[DriveCopy],
+    bytes_per_s: Option<NonZeroU64>,
+) -> Result<(), QmpError> {
+    // 0 is no limit.
+    let speed = bytes_per_s.map_or(0, |all| (all.get() / copies.len().max(1) as u64).max(1));
     for copy in copies {
-        let unlimited = json!({ "device": copy.name, "speed": 0 });
+        let limit = json!({ "device": copy.name, "speed": speed });
         // A job that has already failed has no speed.
-        ignore_refusal(qmp.execute("block-job-set-speed", unlimited).map(drop))?;
+        ignore_refusal(qmp.execute("block-job-set-speed", limit).map(drop))?;
     }
     Ok(())
 }

@@ -1,6 +1,7 @@
 //! Control of one VM over its monitor.
 
 use std::collections::BTreeSet;
+use std::num::NonZeroU64;
 use std::os::fd::BorrowedFd;
 use std::path::{Path, PathBuf};
 use std::time::Duration;
@@ -277,9 +278,14 @@ impl QemuVm {
         backup::open_copy(&mut self.qmp, copy)
     }
 
-    /// Removes the speed limit that copies have in the pause in which they begin.
-    pub fn lift_copy_limits(&mut self, copies: &[DriveCopy]) -> Result<(), QmpError> {
-        backup::lift_limits(&mut self.qmp, copies)
+    /// Gives copies the speed that all of them may have together, in bytes per second. In the pause
+    /// in which they begin they are slower. `None`: as fast as they can.
+    pub fn limit_copies(
+        &mut self,
+        copies: &[DriveCopy],
+        bytes_per_s: Option<NonZeroU64>,
+    ) -> Result<(), QmpError> {
+        backup::limit_copies(&mut self.qmp, copies, bytes_per_s)
     }
 
     /// Waits until copies that were begun are complete, and closes their files.

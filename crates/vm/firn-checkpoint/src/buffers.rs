@@ -69,6 +69,11 @@ impl SaveBuffers {
         self.changed.notify_all();
     }
 
+    /// The bytes of one buffer.
+    pub(crate) fn block_bytes(&self) -> usize {
+        self.block_bytes
+    }
+
     /// The maximum number of buffers.
     pub(crate) fn count_max(&self) -> usize {
         self.count_max

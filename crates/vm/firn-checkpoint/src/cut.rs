@@ -126,7 +126,7 @@ impl CutState {
         let cut = Self::pause_by(context, options, method, &mut aux, fix);
         aux.close();
         let cut = cut?;
-        context.vm.lift_copy_limits(&context.drives.copies)?;
+        context.vm.limit_copies(&context.drives.copies, options.bandwidth)?;
         context.vm.finish_save()?;
         context.steps.record_resume().map_err(SaveError::Step)?;
         Ok(cut)

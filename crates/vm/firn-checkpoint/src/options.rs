@@ -1,5 +1,6 @@
 //! Options of a save.
 
+use std::num::NonZeroU64;
 use std::path::PathBuf;
 use std::str::FromStr;
 use std::time::Duration;
@@ -94,6 +95,11 @@ pub struct SaveOptions {
     pub compressors: usize,
     /// Whether the sweep yields to the guest.
     pub throttle: bool,
+    /// The maximum of bytes that background work writes in a second, to the image and to copies of
+    /// disks.
+    pub bandwidth: Option<NonZeroU64>,
+    /// The time in which the sweep is to end: once it is behind, it does not yield to the guest.
+    pub finish_within: Option<Duration>,
     /// The minimum time for which the guest is watched after the cut, though everything may be
     /// copied sooner: a restore reads first what it touches in this time
     /// ([`WorkingSetEstimator::Trace`], and no other).
@@ -124,6 +130,8 @@ impl Default for SaveOptions {
             locality_block_bytes: 64 << 10,
             compressors: default_compressors(),
             throttle: true,
+            bandwidth: None,
+            finish_within: None,
             watch: Duration::from_secs(1),
             watch_max: Duration::from_secs(4),
             buffer_bytes_max: 64 << 20,

@@ -154,6 +154,13 @@ impl PipelineIntake {
         self.state.guest_blocks.load(Ordering::Relaxed)
     }
 
+    /// Bytes written to the image so far, and those of blocks that are not compressed yet.
+    pub(crate) fn written_at_most(&self) -> u64 {
+        let count = |number: &AtomicU64| number.load(Ordering::Acquire);
+        let waiting = count(&self.state.submitted).saturating_sub(count(&self.state.done));
+        self.written_bytes() + waiting * self.buffers.block_bytes() as u64
+    }
+
     /// Bytes written to the image so far.
     pub(crate) fn written_bytes(&self) -> u64 {
         self.state.written.load(Ordering::Relaxed)

@@ -25,6 +25,7 @@ use firn_memory::scheduling;
 use firn_types::{Block, GuestPhys, ThreadId};
 use firn_vmm::CopyError;
 
+use crate::bandwidth_limit::BandwidthLimit;
 use crate::context::{CopiedMemory, DescribeVm, SaveContext, SavedState};
 use crate::cut::{CutState, PreparedPause};
 use crate::discards::DiscardCheck;
@@ -38,7 +39,7 @@ use crate::report::{SaveProgress, SaveReport, to_ms};
 use crate::spaces;
 use crate::stop_and_copy::StopCopy;
 use crate::sweep::{BackgroundSweep, WatchPeriod};
-use crate::sweep_throttle::SweepThrottle;
+use crate::sweep_throttle::{SweepDeadline, SweepThrottle};
 use crate::trace::FaultLog;
 use crate::traced_memory::TracedMemory;
 use crate::worker::KernelWorkers;
@@ -254,10 +255,16 @@ impl MemoryCopy<'_, '_> {
         let (intake, progress, steps) = (self.intake, self.progress, self.context.steps);
         let (released_blocks, reported) = (0, Duration::ZERO);
         let trace = &traced.trace;
+        let now = trace.now();
+        let bandwidth = BandwidthLimit::new(self.options.bandwidth, now, intake.written_at_most());
+        let deadline = self.options.finish_within;
+        let deadline = deadline.map(|within| SweepDeadline { within, begun: now });
         let mut sweep = BackgroundSweep {
             trace,
             intake,
             throttle,
+            bandwidth,
+            deadline,
             progress,
             steps,
             watch,

@@ -10,12 +10,13 @@ use std::time::Duration;
 
 use firn_types::Block;
 
+use crate::bandwidth_limit::BandwidthLimit;
 use crate::cut::SaveSteps;
 use crate::error::SaveError;
 use crate::lane::PackingLane;
 use crate::pipeline::PipelineIntake;
 use crate::report::SaveProgress;
-use crate::sweep_throttle::{SweepStep, SweepThrottle};
+use crate::sweep_throttle::{SweepDeadline, SweepStep, SweepThrottle};
 use crate::trace::SaveTrace;
 
 /// How long the sweep waits for compressors to catch up.
@@ -40,6 +41,8 @@ pub(crate) struct BackgroundSweep<'a> {
     pub(crate) trace: &'a Arc<SaveTrace>,
     pub(crate) intake: &'a PipelineIntake,
     pub(crate) throttle: SweepThrottle,
+    pub(crate) bandwidth: BandwidthLimit,
+    pub(crate) deadline: Option<SweepDeadline>,
     pub(crate) progress: &'a dyn Fn(SaveProgress),
     pub(crate) steps: &'a dyn SaveSteps,
     /// The time for which the guest is watched.
@@ -68,8 +71,14 @@ impl BackgroundSweep<'_> {
                 return Err(SaveError::Cancelled);
             }
             self.trace.check_none_lost()?;
+            let wait = self.bandwidth.next_wait(self.intake.written_at_most(), self.trace.now());
+            if !wait.is_zero() {
+                thread::sleep(wait);
+                continue;
+            }
             match self.throttle.next_step(self.intake.guest_block_count()) {
-                SweepStep::Wait(wait) => thread::sleep(wait),
+                SweepStep::Wait(wait) if !self.is_late() => thread::sleep(wait),
+                SweepStep::Wait(_) => {}
                 SweepStep::Copy(blocks) => {
                     if !self.copy_some(&mut order, blocks)? || self.intake.has_failed() {
                         self.copied_at = self.trace.now();
@@ -78,6 +87,13 @@ impl BackgroundSweep<'_> {
                 }
             }
         }
+    }
+
+    /// Whether the save is behind the time that its user has set.
+    fn is_late(&self) -> bool {
+        let total = self.trace.ledger.block_count();
+        let saved = total - self.trace.ledger.unsaved_count();
+        self.deadline.is_some_and(|deadline| deadline.is_late(saved, total, self.trace.now()))
     }
 
     /// Leaves the pages traced for a while: the fault handler records what the guest touches.
@@ -135,7 +151,10 @@ impl BackgroundSweep<'_> {
         while !self.intake.has_room() && !self.intake.has_failed() {
             thread::sleep(ROOM_POLL_INTERVAL);
         }
-        self.trace.duty_cycle().pause_if_due()
+        match self.is_late() {
+            true => Duration::ZERO,
+            false => self.trace.duty_cycle().pause_if_due(),
+        }
     }
 
     fn copy_block(&self, block: Block) -> Result<bool, SaveError> {

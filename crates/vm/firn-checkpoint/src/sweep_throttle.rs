@@ -18,6 +18,9 @@
 //! of *C* where the guest does not fill the buffers by itself. A larger share would fill the buffers
 //! that the pipeline reserves for the guest's blocks, a quarter as well. A smaller one would help no
 //! guest: one that makes three quarters of *C* as progress has a checkpoint at the rate *C* anyway.
+//!
+//! A save may have a time in which it is to end ([`SweepDeadline`]). While less is saved than by an
+//! even rate until then, the sweep does not yield.
 
 use std::time::Duration;
 
@@ -83,6 +86,23 @@ impl SweepThrottle {
         let rest = self.owed.min(Self::REST_MAX);
         (self.worked, self.copied, self.owed) = (Duration::ZERO, 0, Duration::ZERO);
         SweepStep::Wait(rest)
+    }
+}
+
+/// The time in which a sweep is to end.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct SweepDeadline {
+    /// From the start of the sweep to its end.
+    pub(crate) within: Duration,
+    /// The start of the sweep.
+    pub(crate) begun: Duration,
+}
+
+impl SweepDeadline {
+    /// Whether less is saved now than at an even rate.
+    pub(crate) fn is_late(self, saved: u32, total: u32, now: Duration) -> bool {
+        let passed = now.saturating_sub(self.begun).as_secs_f64();
+        passed * f64::from(total) > f64::from(saved) * self.within.as_secs_f64()
     }
 }
 
@@ -215,6 +235,15 @@ mod tests {
         throttle.record_batch(32, Duration::from_secs(4));
         assert_eq!(throttle.next_step(2_000_000), SweepStep::Wait(SweepThrottle::REST_MAX));
         assert_eq!(throttle.next_step(3_000_000), SweepStep::Copy(SweepThrottle::BATCH));
+    }
+
+    #[test]
+    fn a_sweep_is_late_if_an_even_rate_would_have_saved_more() {
+        let seconds = Duration::from_secs;
+        let deadline = SweepDeadline { within: seconds(10), begun: seconds(5) };
+        assert!(!deadline.is_late(0, 100, seconds(5)));
+        assert!(deadline.is_late(9, 100, seconds(6)) && !deadline.is_late(10, 100, seconds(6)));
+        assert!(deadline.is_late(99, 100, seconds(60)) && !deadline.is_late(0, 0, seconds(60)));
     }
 
     proptest! {

@@ -1,5 +1,6 @@
 //! `firn checkpoint`
 
+use std::num::NonZeroU64;
 use std::path::PathBuf;
 use std::time::Duration;
 
@@ -8,8 +9,8 @@ use clap::builder::TypedValueParser as _;
 use firn_checkpoint::{SaveStrategy, WorkingSetEstimator};
 use firn_image::Codec;
 use firn_supervisor::{
-    Failure, FailureContext as _, RuntimeDir, SaveChoices, SaveDisks, SaveRequest, StorageCommand,
-    SupervisorRequest, VmName, absolute_path, send_request,
+    Failure, FailureContext as _, FailureKind, RuntimeDir, SaveChoices, SaveDisks, SaveRequest,
+    StorageCommand, SupervisorRequest, VmName, absolute_path, send_request,
 };
 use firn_types::{BlockSize, make_printable};
 
@@ -109,6 +110,15 @@ pub struct CheckpointArgs {
     /// Do not throttle the copying: the checkpoint ends sooner, and slows the guest more.
     #[arg(long)]
     no_throttle: bool,
+    /// Write at most this much per second to the image and to copies of disks: 50M, 1G. Memory that
+    /// the guest writes meanwhile is still saved at once.
+    #[arg(long, value_name = "SIZE", value_parser = parse_bandwidth)]
+    bandwidth: Option<NonZeroU64>,
+    /// Copy the memory within this time, if the host can: 30s, 5m. Firn yields to the guest only
+    /// while it is ahead of that. With --strategy trace or cow.
+    #[arg(long, value_name = "TIME", value_parser = parse_time_limit)]
+    #[arg(conflicts_with_all = ["bandwidth", "no_throttle"])]
+    finish_within: Option<Duration>,
     /// Abort the checkpoint if this command is interrupted.
     #[arg(long)]
     cancel: bool,
@@ -178,6 +188,18 @@ pub struct ImageArgs {
     threads: Option<u16>,
 }
 
+fn parse_bandwidth(text: &str) -> Result<NonZeroU64, String> {
+    let bytes = units::parse_bytes(text)?;
+    let least = 64 << 10;
+    let bytes = NonZeroU64::new(bytes).filter(|bytes| bytes.get() >= least);
+    bytes.ok_or_else(|| "give 64K per second at least".to_owned())
+}
+
+fn parse_time_limit(text: &str) -> Result<Duration, String> {
+    let time = units::parse_duration(text)?;
+    if time.is_zero() { Err("give a time above 0".to_owned()) } else { Ok(time) }
+}
+
 /// The minimum time between two checkpoints of a series: each one pauses the guest.
 const INTERVAL_MIN: Duration = Duration::from_millis(100);
 
@@ -239,6 +261,20 @@ impl ImageArgs {
 }
 
 impl CheckpointArgs {
+    /// Refuses limits that the strategy can't keep.
+    fn check_limits(&self) -> Result<(), Failure> {
+        // The default with a parent.
+        let is_incremental = self.image.parent.is_some() || self.every.is_some();
+        let strategy = self.strategy.or(is_incremental.then_some(SaveStrategy::PreCopy));
+        let option = match (strategy, self.bandwidth, self.finish_within) {
+            (Some(SaveStrategy::Stop), Some(_), _) => "--bandwidth",
+            (Some(SaveStrategy::Stop | SaveStrategy::PreCopy), _, Some(_)) => "--finish-within",
+            _ => return Ok(()),
+        };
+        let text = format!("{option} does not apply to the strategy of this checkpoint");
+        Err(Failure::new(FailureKind::Usage, text).with_hint("use --strategy trace or cow"))
+    }
+
     /// Runs the verb.
     pub fn run(&self, out: FactPrinter) -> Result<(), Failure> {
         let mut request = self.image.save_request()?;
@@ -249,6 +285,10 @@ impl CheckpointArgs {
         request.choices.accept_unrestorable = self.accept_unrestorable;
         request.choices.disk_snapshot = self.storage_command()?;
         request.choices.throttle = self.no_throttle.then_some(false);
+        request.choices.bandwidth = self.bandwidth;
+        request.choices.finish_within_ms =
+            self.finish_within.map(|time| u64::try_from(time.as_millis()).unwrap_or(u64::MAX));
+        self.check_limits()?;
         self.reference.as_deref().map_or(Ok(()), check_output_kind)?;
         request.choices.reference = self.reference.as_deref().map(absolute_path).transpose()?;
         let base = crate::hidden::runtime_dir()?;

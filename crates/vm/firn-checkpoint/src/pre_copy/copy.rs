@@ -12,6 +12,7 @@ use firn_types::{Block, BlockSize, GuestPhys, Page};
 
 use super::rounds::{CopyRounds, RoundStep};
 use super::tracker::WriteTracker;
+use crate::bandwidth_limit::BandwidthLimit;
 use crate::context::{CopiedMemory, SaveContext};
 use crate::cut::{CutState, PreparedPause};
 use crate::discards::may_discard;
@@ -223,18 +224,33 @@ impl PreCopy<'_, '_> {
     }
 
     fn copy_all(&self, blocks: &[Block], done: &mut CopyState) -> Result<(), SaveError> {
+        let written = self.intake.written_at_most();
+        let mut bandwidth =
+            BandwidthLimit::new(self.options.bandwidth, self.started.elapsed(), written);
         for (at, &block) in blocks.iter().enumerate() {
             if at % CHECK_BLOCKS == 0 {
                 self.report_progress(done);
-                if self.intake.has_failed() || self.context.steps.is_cancelled() {
-                    return Err(SaveError::Cancelled);
-                }
+                self.wait_for_bandwidth(&mut bandwidth)?;
             }
             self.intake.duty_cycle().pause_if_due();
             done.copy_block(block, &self.context.memory, self.block_size(), self.intake)?;
         }
         self.intake.wait_until_done(&|| self.context.steps.is_cancelled());
         Ok(())
+    }
+
+    /// Waits until the next blocks may be written.
+    fn wait_for_bandwidth(&self, bandwidth: &mut BandwidthLimit) -> Result<(), SaveError> {
+        loop {
+            if self.intake.has_failed() || self.context.steps.is_cancelled() {
+                return Err(SaveError::Cancelled);
+            }
+            let written = self.intake.written_at_most();
+            match bandwidth.next_wait(written, self.started.elapsed()) {
+                Duration::ZERO => return Ok(()),
+                wait => thread::sleep(wait),
+            }
+        }
     }
 
     fn keep_all(&self, blocks: &[Block], done: &mut CopyState) -> Result<(), SaveError> {

@@ -913,6 +913,8 @@ fn save_options(
         locality_block_bytes: choices.locality_block_bytes.unwrap_or(default.locality_block_bytes),
         compressors: choices.compressors.unwrap_or(default.compressors),
         throttle: choices.throttle.unwrap_or(default.throttle),
+        bandwidth: choices.bandwidth,
+        finish_within: choices.finish_within_ms.map(Duration::from_millis),
         first_spaces: choices.first_spaces.unwrap_or(default.first_spaces),
         leave_stopped: then_stop,
         reference: choices.reference.clone(),

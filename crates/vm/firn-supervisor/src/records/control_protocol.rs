@@ -15,6 +15,7 @@
 
 use std::collections::BTreeMap;
 use std::io::{self, BufRead, Read, Write};
+use std::num::NonZeroU64;
 use std::path::{Path, PathBuf};
 
 use firn_checkpoint::{SaveStrategy, WorkingSetEstimator};
@@ -195,6 +196,13 @@ pub struct SaveChoices {
     /// The background sweep yields to the guest.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub throttle: Option<bool>,
+    /// The maximum of bytes that background work writes in a second.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub bandwidth: Option<NonZeroU64>,
+    /// The time in which memory is to be copied, in milliseconds: the sweep does not yield to the
+    /// guest when it is behind.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub finish_within_ms: Option<u64>,
     /// How the state of memory at the cut is preserved while it is copied.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub strategy: Option<SaveStrategy>,

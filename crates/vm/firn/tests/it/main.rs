@@ -51,6 +51,7 @@ mod pool;
 mod protect;
 mod proxmox;
 mod restorable;
+mod save_limits;
 mod session;
 mod storage;
 mod storage_snapshots;
