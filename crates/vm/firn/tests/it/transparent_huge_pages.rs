@@ -57,10 +57,13 @@ impl ThpVm {
     }
 }
 
+/// The addresses of a mapping, and its fields.
+type Mapping = (Range<u64>, Vec<(String, u64)>);
+
 /// QEMU's mappings, with the fields of each in bytes (proc_pid_smaps(5)).
-fn mappings(guest: &HugeVm) -> impl Iterator<Item = (Range<u64>, Vec<(String, u64)>)> + use<> {
+fn mappings(guest: &HugeVm) -> impl Iterator<Item = Mapping> + use<> {
     let smaps = std::fs::read_to_string(format!("/proc/{}/smaps", guest.qemu.id())).unwrap();
-    let mut all: Vec<(Range<u64>, Vec<(String, u64)>)> = Vec::new();
+    let mut all: Vec<Mapping> = Vec::new();
     for line in smaps.lines() {
         let mut words = line.split_whitespace();
         let (first, second) = (words.next().unwrap(), words.next().unwrap_or_default());
