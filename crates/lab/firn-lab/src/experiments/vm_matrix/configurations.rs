@@ -135,6 +135,16 @@ impl MatrixHost {
         Ok(device)
     }
 
+    /// Starts a server of a new disk, for any number of clients. Returns its socket.
+    fn start_nbd_server(&mut self) -> Result<String> {
+        let (file, socket) = (self.create_disk("remote", "raw")?, self.file("nbd"));
+        let mut command = Command::new("qemu-nbd");
+        command.args(["--persistent", "--shared=0", "--format=raw", "--socket"]).arg(&socket);
+        command.arg(file);
+        self.start_server(command, &socket)?;
+        Ok(socket.display().to_string())
+    }
+
     /// Starts a program that serves the VM, and waits for its socket.
     fn start_server(&mut self, mut command: Command, socket: &Path) -> Result<()> {
         let child = command.stdin(Stdio::null()).stderr(Stdio::null()).spawn();
@@ -435,6 +445,16 @@ fn disk_kinds() -> Vec<MatrixConfiguration> {
             let line = format!(
                 "-blockdev driver=host_device,filename={device},node-name=block,cache.direct=on \
                  -blockdev driver=raw,file=block,node-name=format \
+                 -device virtio-blk-pci,drive=format"
+            );
+            Ok(add_options(args, &line))
+        })
+        .made_by_default(),
+        Kind::new("network-disk", |host, args| {
+            let socket = host.start_nbd_server()?;
+            let line = format!(
+                "-blockdev driver=nbd,server.type=unix,server.path={socket},node-name=store \
+                 -blockdev driver=raw,file=store,node-name=format \
                  -device virtio-blk-pci,drive=format"
             );
             Ok(add_options(args, &line))
