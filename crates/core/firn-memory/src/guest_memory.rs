@@ -253,7 +253,7 @@ impl GuestMemory {
     /// ```text
     ///   shared    every page is backed                     the caller knows that all were, and that a
     ///                                                      page that is touched again is reported
-    ///                                                      ([`crate::PageFaults::with_holes`])
+    ///                                                      ([`crate::PageFaults::report_holes`])
     ///   private   every page is still write-protected      the caller has protected all of them
     ///   private, in huge pages: every page is backed       as for shared memory
     /// ```

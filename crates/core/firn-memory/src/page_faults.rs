@@ -135,7 +135,7 @@ impl PageFaults {
     /// From the next registration on, the first access to a page that is not in the RAM file is a
     /// [`FaultKind::Missing`] fault too, in each mode: no page of shared memory comes into being
     /// without an answer ([`Self::install_zeros`]). For shared memory and for huge pages.
-    pub fn with_holes(&mut self) {
+    pub fn report_holes(&mut self) {
         self.with_holes = true;
     }
 

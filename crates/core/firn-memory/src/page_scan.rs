@@ -105,7 +105,7 @@ impl PageScan {
         Self::create_by(tracee, memory, false)
     }
 
-    /// As [`Self::create`]; and accesses to holes fault ([`PageFaults::with_holes`]). A thread of
+    /// As [`Self::create`]; and accesses to holes fault ([`PageFaults::report_holes`]). A thread of
     /// the hypervisor that touches one waits until the caller fills it, so another thread has to
     /// wait for the events of [`Self::page_faults`]. Shared memory only.
     ///
@@ -129,7 +129,7 @@ impl PageScan {
         };
         let mut faults = PageFaults::create(tracee, memory, trace)?;
         if with_holes {
-            faults.with_holes();
+            faults.report_holes();
         }
         let scan =
             faults.register_all().map_err(ScanError::from).and_then(|()| pagemap_of(&faults));

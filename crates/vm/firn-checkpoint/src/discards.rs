@@ -16,7 +16,7 @@
 //!
 //! **Shared RAM.** The hypervisor punches a hole into the RAM file (`ram_block_discard_range` of
 //! QEMU). A hole that the guest touches becomes a page of zeros: then the file has data there, as
-//! before. So accesses to holes fault too ([`firn_memory::PageFaults::with_holes`]). The fault
+//! before. So accesses to holes fault too ([`firn_memory::PageFaults::report_holes`]). The fault
 //! handler copies and checks the block first, and fills the hole afterwards. Hence, from the cut to
 //! the end of its check, no page of a block changes from a hole to data, and a page that has data
 //! at the check has had the same data since the cut:

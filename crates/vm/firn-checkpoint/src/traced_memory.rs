@@ -57,7 +57,7 @@ impl TracedMemory {
             return Err(SaveError::PrivateUnpopulated);
         }
         if discards.as_ref().is_some_and(|discards| discards.needs_hole_faults()) {
-            faults.with_holes();
+            faults.report_holes();
         }
         firn_fault::pass_point("save.attached");
         let turns = Arc::clone(intake.duty_cycle());

@@ -21,7 +21,7 @@ fn is_backed(child: &Child, page: u32) -> bool {
 fn protect_with_holes(child: &Child, mode: TraceMode) -> PageFaults {
     let memory = child.memory.clone();
     let mut faults = PageFaults::create(&mut child.tracee(), memory, mode).unwrap();
-    faults.with_holes();
+    faults.report_holes();
     faults.register_all().unwrap();
     faults.protect_pages(child.memory.all_pages()).unwrap();
     faults

@@ -143,7 +143,7 @@ fn a_page_that_was_read_is_still_protected() {
     faults.unprotect_pages(pages(40..41)).unwrap();
     child.result(Who::First);
     faults.unregister_all().unwrap();
-    faults.with_holes();
+    faults.report_holes();
     faults.register_all().unwrap();
     faults.protect_pages(pages(0..64)).unwrap();
     is_seen_after_a_read(&mut child, &faults, 50, FaultKind::Missing);

@@ -124,7 +124,7 @@ fn a_huge_page_that_was_read_is_still_protected() {
     child.ask(Who::First, "fill 16 528 1");
     let (memory, mode) = (child.memory.clone(), TraceMode::Save);
     let mut faults = PageFaults::create(&mut child.tracee(), memory, mode).unwrap();
-    faults.with_holes();
+    faults.report_holes();
     faults.register_all().unwrap();
     faults.protect_pages(child.memory.all_pages()).unwrap();
     drop_page_tables(&mut child.tracee(), &child.memory, pages(FIRST)).unwrap();
@@ -147,7 +147,7 @@ fn a_huge_page_that_was_read_is_still_protected() {
 fn holes_fault(child: &mut Child, mode: TraceMode, start: u32) -> PageFaults {
     let memory = child.memory.clone();
     let mut faults = PageFaults::create(&mut child.tracee(), memory.clone(), mode).unwrap();
-    faults.with_holes();
+    faults.report_holes();
     faults.register_all().unwrap();
     faults.protect_pages(memory.all_pages()).unwrap();
     let free = HugePages::count_free().unwrap();

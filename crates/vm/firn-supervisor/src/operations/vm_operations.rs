@@ -829,9 +829,9 @@ fn save_failure(error: &SaveError) -> Failure {
         SaveError::Image(error) => image_failure(error).kind,
         SaveError::StopThreads(_) => FailureKind::Host,
         SaveError::Discarded { .. } => FailureKind::Discarded,
-        SaveError::Fault(PageFaultError::Private) | SaveError::HugePagesGivenBack { .. } => {
-            FailureKind::Refused
-        }
+        SaveError::Fault(PageFaultError::Private)
+        | SaveError::HugePagesGivenBack { .. }
+        | SaveError::LargePages => FailureKind::Refused,
         _ => FailureKind::Other,
     };
     let failure = Failure::from_error(kind, error);
