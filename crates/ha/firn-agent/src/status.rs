@@ -30,7 +30,8 @@ pub(crate) async fn collect_status(agent: &Arc<Agent>) -> Result<AgentStatus, Fa
     vms.sort_by(|one, other| (&one.name, &one.host).cmp(&(&other.name, &other.host)));
     let (host, listen) = (agent.config.name.clone(), agent.listen);
     let (networks, refused) = (agent.networks.network_views(), agent.rejections.counts_by_word());
-    Ok(AgentStatus { host, listen, peers, vms, networks, refused })
+    let drained = agent.paths.is_drained();
+    Ok(AgentStatus { host, listen, peers, vms, networks, refused, drained })
 }
 
 /// The VMs of a peer, if it lists them in time.
