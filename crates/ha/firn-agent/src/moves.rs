@@ -165,6 +165,7 @@ pub(crate) fn plan_drain(
         match (view.state.as_str(), &view.backup, view.lease) {
             ("ended", ..) => {}
             ("standby", ..) => standbys.push(vm),
+            _ if view.cluster.is_some() => obstacles.push(format!("{vm} (of a cluster)")),
             ("protected", Some(to), Some(_)) => moves.push(MoveVmRequest { vm, to: to.clone() }),
             ("protected", ..) => obstacles.push(format!("{vm} (protected without a record)")),
             (state, ..) => obstacles.push(format!("{vm} ({state}, not protected)")),
@@ -227,5 +228,62 @@ async fn move_all(
             Some(Err(_)) => {}
             None => return (moved, failed),
         }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn view(name: &str, state: &str, backup: Option<&str>, lease: Option<u32>) -> VmView {
+        VmView {
+            host: HostName::new("a").unwrap(),
+            name: VmName::new(name).unwrap(),
+            state: state.to_owned(),
+            backup: backup.map(|host| HostName::new(host).unwrap()),
+            protection: None,
+            cluster: None,
+            lease,
+            primary: None,
+            committed: None,
+            advice: None,
+        }
+    }
+
+    #[test]
+    fn a_drain_moves_each_vm_to_its_backup() {
+        let host = HostName::new("a").unwrap();
+        let views = [
+            view("web", "protected", Some("b"), Some(0)),
+            view("db", "protected", Some("c"), Some(2)),
+            view("old", "ended", None, None),
+            view("other", "standby", None, None),
+        ];
+        let (moves, standbys) = plan_drain(&host, &views).unwrap();
+        let moves: Vec<String> = moves.iter().map(|it| format!("{} {}", it.vm, it.to)).collect();
+        assert_eq!(moves, ["web b", "db c"]);
+        assert_eq!(standbys, [VmName::new("other").unwrap()]);
+    }
+
+    #[test]
+    fn vms_in_the_way_are_named() {
+        let host = HostName::new("a").unwrap();
+        let member = VmView {
+            cluster: Some(VmName::new("shop").unwrap()),
+            ..view("cart", "protected", Some("c"), Some(1))
+        };
+        let views = [
+            view("web", "protected", Some("b"), Some(0)),
+            view("alone", "running", None, None),
+            view("two", "protected", Some("b"), None),
+            member,
+        ];
+        let failure = plan_drain(&host, &views).unwrap_err();
+        let text = failure.to_string();
+        assert_eq!(failure.kind, FailureKind::Refused);
+        for part in ["alone (running, not protected)", "two (protected without", "cart (of a"] {
+            assert!(text.contains(part), "{text}");
+        }
+        assert!(!text.contains("web"), "{text}");
     }
 }

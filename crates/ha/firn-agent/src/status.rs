@@ -74,6 +74,7 @@ fn view_vm(agent: &Agent, status: VmStatus) -> VmView {
     VmView {
         host: agent.config.name.clone(),
         backup: agent.backup_of(&status.name),
+        cluster: agent.paths.cluster_of(&status.name),
         committed: status.standby.as_ref().map(|standby| standby.committed),
         name: status.name,
         state: status.state,
@@ -227,6 +228,7 @@ mod tests {
             state: state.to_owned(),
             backup: None,
             protection: None,
+            cluster: None,
             lease: None,
             primary: standby.then(|| HostName::new("a").unwrap()),
             committed: standby.then_some(7),

@@ -311,6 +311,9 @@ pub struct VmView {
     /// The state of its protection, if it is protected.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub protection: Option<ProtectionStatus>,
+    /// The cluster that it belongs to, if that has a record.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub cluster: Option<VmName>,
     /// The generation whose lease its frames obey, if they obey one.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub lease: Option<u32>,

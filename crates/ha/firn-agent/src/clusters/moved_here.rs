@@ -8,17 +8,17 @@
 use std::sync::Arc;
 use std::time::Duration;
 
-use firn_cluster::{Generation, HostId};
+use firn_cluster::Generation;
 use firn_control::HostName;
 use firn_control::api::{ProtectVmRequest, RunMovedRequest};
-use firn_membership::ClusterMember;
+use firn_membership::{ClusterMember, ClusterRecord, VersionedRecord};
 use firn_supervisor::{Failure, FailureKind, VmName};
 use serde_json::{Value, json};
 use tokio::time::{Instant, sleep};
 
 use super::cluster_manager::lock_mutex;
 use super::failover_unit::FailoverUnit;
-use super::membership_access::{local_node, membership_failure};
+use super::membership_access::{local_node, membership_failure, record_name};
 use super::reconciler::ensure_reconciler;
 use crate::agent::Agent;
 
@@ -38,7 +38,7 @@ pub(super) async fn run_moved_vm(
     wanted: &RunMovedRequest,
 ) -> Result<Value, Failure> {
     let member = local_member(agent, vm)?;
-    check_request(agent, peer, vm, wanted, &member)?;
+    check_request(agent, peer, vm, wanted, &member).await?;
     firn_fault::pass_point("move.asked");
     let (name, generation) = (vm.clone(), wanted.generation);
     let facts = agent.run_blocking(move |vms| vms.fail_over_vm(&name, generation)).await?;
@@ -56,16 +56,15 @@ fn local_member(agent: &Arc<Agent>, vm: &VmName) -> Result<Arc<ClusterMember>, F
     })
 }
 
-/// Checks that the newest record that this host knows names it as the backup, and that the peer is
-/// the VM's primary.
-fn check_request(
+/// Checks that the record names this host as the backup, and that the peer is the VM's primary.
+async fn check_request(
     agent: &Agent,
     peer: &HostName,
     vm: &VmName,
     wanted: &RunMovedRequest,
     member: &ClusterMember,
 ) -> Result<(), Failure> {
-    let me = local_node(agent).map_err(membership_failure)?.host;
+    let node = local_node(agent).map_err(membership_failure)?;
     let refused = |why: &str| Err(Failure::new(FailureKind::Refused, format!("{vm}: {why}")));
     if agent.paths.primary_host(vm).as_ref() != Some(peer) {
         return refused("its primary is on another host");
@@ -73,15 +72,21 @@ fn check_request(
     if agent.paths.is_drained() {
         return refused("this host is drained");
     }
-    let known = member.newest_record().and_then(|known| known.record);
-    let Some(register) = known.map(|record| record.register) else {
-        return refused("this host knows no record of it");
+    let names_me = |known: VersionedRecord| {
+        let Some(ClusterRecord { register, .. }) = known.record else { return false };
+        let mut placements = register.placements.values();
+        let is_next = register.generation.next() == Generation(wanted.generation);
+        is_next && placements.all(|placement| placement.backup == Some(node.host))
     };
-    let is_backup = |backup: Option<HostId>| backup == Some(me);
-    let names_me = register.placements.values().all(|placement| is_backup(placement.backup));
-    match names_me && register.generation.next() == Generation(wanted.generation) {
+    // The record that this host has read last may be old.
+    if member.newest_record().is_some_and(names_me) {
+        return Ok(());
+    }
+    let cluster = record_name(vm).map_err(membership_failure)?;
+    let known = node.members.read_record(&cluster).await.map_err(membership_failure)?;
+    match names_me(known) {
         true => Ok(()),
-        false => refused("the record that this host knows does not name it as the backup"),
+        false => refused("the record does not name this host as its backup"),
     }
 }
 
