@@ -381,7 +381,9 @@ impl ProtectionLoop<'_> {
                 self.last_heard = self.elapsed_time();
                 let actions = self.epochs.record_progress(self.elapsed_time(), progress);
                 self.perform_actions(actions)?;
-                self.report_final_commit();
+                if let (Some(held), Some(control)) = (&self.held, self.callbacks.final_cut()) {
+                    held.report_commit(self.epochs.committed_epoch(), control);
+                }
             }
             // Not requested yet.
             ConnectionEvent::Released | ConnectionEvent::EndRecorded => {
@@ -419,6 +421,45 @@ impl ProtectionLoop<'_> {
             GuestSpeed::Free => Ok(()),
             GuestSpeed::Slowed => self.pause_guest(SLOWED_PAUSE),
             GuestSpeed::Stopped => self.pause_guest(STOPPED_PAUSE),
+        }
+    }
+
+    /// Makes the final cut if it is requested; ends its pause if that is requested or due.
+    fn step_final_cut(&mut self) -> Result<(), ProtectionError> {
+        let Some(control) = self.callbacks.final_cut() else { return Ok(()) };
+        if self.held.is_some() {
+            // A hypervisor that has ended is an error.
+            self.guest.is_running()?;
+        }
+        if let Some(held) = self.held.take_if(|held| held.is_over(control)) {
+            tracing::warn!("the VM resumes after its final cut: it is not moved");
+            held.resume_guest(self.guest, control)?;
+            self.epochs.cancel_final_cut(self.elapsed_time());
+        }
+        if self.held.is_some() || control.take_request().is_none() {
+            return Ok(());
+        }
+        let (is_member, committed) =
+            (self.reported_to_backup.is_some(), self.epochs.committed_epoch());
+        if let Some(why) = hold::final_cut_obstacle(self.guest, is_member, committed)? {
+            control.refuse(why.to_owned());
+            return Ok(());
+        }
+        let actions = self.epochs.begin_final_cut(self.elapsed_time());
+        self.perform_actions(actions)
+    }
+
+    /// The protection has ended: so does the pause of a final cut, if there is one, now or later.
+    fn end_hold(&mut self, ended: &Result<(), ProtectionError>) {
+        let Some(control) = self.callbacks.final_cut() else { return };
+        control.refuse(match ended {
+            Ok(()) => "its protection was ended".to_owned(),
+            Err(error) => format!("its protection has ended: {error}"),
+        });
+        let Some(held) = self.held.take() else { return };
+        held.wait_until_over(self.guest, control, self.ending);
+        if let Err(error) = held.resume_guest(self.guest, control) {
+            tracing::info!("the VM does not resume after its final cut: {error}");
         }
     }
 
@@ -482,8 +523,8 @@ impl ProtectionLoop<'_> {
         self.guest.prepare_pause()?;
         let ahead = pause::copy_ahead(self.guest, &mut self.predictor, &self.options, &mut bytes)?;
         tracing::trace!("{epoch} is being cut, {} pages are copied", ahead.len());
-        if self.epochs.is_finishing() {
-            self.hold_guest(epoch)?;
+        if let (true, Some(control)) = (self.epochs.is_finishing(), self.callbacks.final_cut()) {
+            self.held.insert(HeldPause::new(epoch, control)).stop_guest(self.guest, control)?;
         }
         let notice = PauseNotice::announce_pause(self.callbacks);
         let mut inside = PauseWork {

@@ -131,7 +131,8 @@ impl MoveTrial {
         thread::sleep(PERIOD);
         let steady = self.asker.take_longest_wait();
         let to = HOSTS[(number + 1) % 2];
-        let done = self.site.host(number % HOSTS.len()).firn().run_verb("move", &[VM, "--to", to])?;
+        let done =
+            self.site.host(number % HOSTS.len()).firn().run_verb("move", &[VM, "--to", to])?;
         thread::sleep(PERIOD);
         let wait = self.asker.take_longest_wait();
         let time = |key: &str| done.facts[key].as_f64();
@@ -162,7 +163,8 @@ fn add_numbers(load: GuestLoad, counts: &ReplyCounts, report: &mut Report) {
     let name = load.name();
     let is_of_load = |it: &&Value| it["load"] == name;
     let moves: Vec<Value> = report.repetitions().iter().filter(is_of_load).cloned().collect();
-    let values = |key: &str| -> Vec<f64> { moves.iter().filter_map(|it| it[key].as_f64()).collect() };
+    let values =
+        |key: &str| -> Vec<f64> { moves.iter().filter_map(|it| it[key].as_f64()).collect() };
     report.add_number(format!("moves.{name}"), moves.len() as f64);
     for (key, count) in [
         ("replies", counts.received),

@@ -50,7 +50,8 @@ impl Hosts {
 
     /// The hosts that run the VM: its hypervisor is there, and it is no standby.
     fn running(&self) -> Vec<&'static str> {
-        let runs = |session: &&Session| matches!(&state(session)[..], "running" | "protected" | "paused");
+        let runs =
+            |session: &&Session| matches!(&state(session)[..], "running" | "protected" | "paused");
         let pairs = HOSTS.into_iter().zip(self.sessions());
         pairs.filter(|(_, session)| runs(session)).map(|(host, _)| host).collect()
     }
