@@ -111,16 +111,40 @@ pub(super) async fn begin_generation(
     let RunMovedRequest { interval_ms, predicts, .. } = *wanted;
     let request = ProtectVmRequest { vm: vm.clone(), backup: peer.clone(), interval_ms, predicts };
     lock_mutex(&agent.clusters.protect_requests).insert(vm.clone(), request.clone());
-    tokio::spawn(protect_again(Arc::clone(agent), request));
+    let again = ProtectingAgain::begin(agent, vm);
+    tokio::spawn(async move {
+        protect_again(&again.agent, request).await;
+        drop(again);
+    });
     Ok(json!({ "generation": wanted.generation }))
+}
+
+/// A VM that is being protected again after its move. Meanwhile the reconcile loop does not ask other
+/// hosts.
+struct ProtectingAgain {
+    agent: Arc<Agent>,
+    vm: VmName,
+}
+
+impl ProtectingAgain {
+    fn begin(agent: &Arc<Agent>, vm: &VmName) -> Self {
+        lock_mutex(&agent.clusters.protecting_again).insert(vm.clone());
+        Self { agent: Arc::clone(agent), vm: vm.clone() }
+    }
+}
+
+impl Drop for ProtectingAgain {
+    fn drop(&mut self) {
+        lock_mutex(&self.agent.clusters.protecting_again).remove(&self.vm);
+    }
 }
 
 /// Has the VM protected by the host that it came from. If that host can't, the reconcile loop asks
 /// others.
-async fn protect_again(agent: Arc<Agent>, request: ProtectVmRequest) {
+async fn protect_again(agent: &Arc<Agent>, request: ProtectVmRequest) {
     let ProtectVmRequest { vm, backup, .. } = &request;
     for _ in 0..PROTECT_TRIES {
-        match crate::protect::protect_vm(&agent, request.clone(), |_| ()).await {
+        match crate::protect::protect_vm(agent, request.clone(), |_| ()).await {
             Ok(_) => return tracing::info!("{vm} is protected again, by host {backup}"),
             // It is protected already, or its host does not accept standbys.
             Err(failure) if failure.kind == FailureKind::Refused => {

@@ -62,8 +62,8 @@ pub(crate) async fn move_vm(
     if let Err(failure) = moving.run_there(&mut link).await {
         moving.resume_vm().await;
         return Err(failure.while_doing(format!(
-            "running it at host {}: it runs on here, and is protected again",
-            wanted.to
+            "running it at host {} (it continues at host {}, and is protected again there)",
+            wanted.to, agent.config.name
         )));
     }
     firn_fault::pass_point("move.running");

@@ -161,8 +161,11 @@ impl Reconciler<'_> {
         Ok(!(is_done && self.has_left(&to)))
     }
 
+    /// Whether another task acts on a VM of the unit.
     fn is_claimed(&self) -> bool {
-        self.unit.local_vms(&self.agent.paths).iter().any(|vm| self.agent.is_claimed(vm))
+        let again = &self.agent.clusters.protecting_again;
+        let is_claimed = |vm: &VmName| self.agent.is_claimed(vm) || lock_mutex(again).contains(vm);
+        self.unit.local_vms(&self.agent.paths).iter().any(is_claimed)
     }
 
     /// Whether epochs have not been sent for so long that the cause is no loss of a backup: a lost

@@ -76,7 +76,7 @@ impl GuestLoad {
 pub fn run(lab: &Lab) -> Result<Report> {
     let mut report = lab.vm_report("vpc-move");
     for load in lab.extent.select_wanted(&GuestLoad::ALL, |load| load.name().to_owned()) {
-        let trial = MoveTrial::begin_trial(lab, load)?;
+        let mut trial = MoveTrial::begin_trial(lab, load)?;
         for number in 0..lab.extent.runs(MOVES.0, MOVES.1) {
             let facts = trial.move_once(number).with_context(|| format!("move {number}"))?;
             lab.log_progress(&format!("{}, move {number}: {facts}", load.name()));
@@ -93,6 +93,8 @@ struct MoveTrial {
     load: GuestLoad,
     site: HostSite,
     asker: OutsideAsker,
+    /// The VM's backup, which is the host that it moves to next.
+    backup: String,
 }
 
 impl MoveTrial {
@@ -123,20 +125,21 @@ impl MoveTrial {
             let record = site.host(0).cluster_record(VM);
             Ok(record.filter(|it| it["vms"][0]["backup"].is_string()).map(drop))
         })?;
-        Ok(Self { load, site, asker })
+        Ok(Self { load, site, asker, backup: HOSTS[1].to_owned() })
     }
 
-    /// Moves the VM to the other of the first two hosts.
-    fn move_once(&self, number: usize) -> Result<Value> {
+    /// Moves the VM to its backup.
+    fn move_once(&mut self, number: usize) -> Result<Value> {
         thread::sleep(PERIOD);
         let steady = self.asker.take_longest_wait();
-        let to = HOSTS[(number + 1) % 2];
-        let done =
-            self.site.host(number % HOSTS.len()).firn().run_verb("move", &[VM, "--to", to])?;
+        let to = self.backup.clone();
+        let by = self.site.host(number % HOSTS.len()).firn();
+        let done = by.run_verb("move", &[VM, "--to", &to])?;
         thread::sleep(PERIOD);
         let wait = self.asker.take_longest_wait();
         let time = |key: &str| done.facts[key].as_f64();
         let backup = done.facts["backup"].as_str().context("it is not protected again")?;
+        self.backup = backup.to_owned();
         Ok(json!({
             "load": self.load.name(), "to": to, "backup": backup,
             "wait_ms": wait.as_secs_f64() * 1e3, "steady_wait_ms": steady.as_secs_f64() * 1e3,
