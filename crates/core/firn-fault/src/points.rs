@@ -116,6 +116,18 @@ pub const POINTS: &[&str] = &[
     "protect.scanned",
     "protect.copied",
     "protect.cut",
+    // A planned move. In the supervisor of the primary: the VM is stopped for its final cut; the
+    // backup has committed that.
+    "move.paused",
+    "move.committed",
+    // In the agent of the primary: the backup runs the VM; the lease is given up; the record names
+    // the backup.
+    "move.running",
+    "move.given-up",
+    "move.recorded",
+    // In the agent of the backup: the VM is about to run, and runs.
+    "move.asked",
+    "move.ran",
     // The filters of a network card that is not Firn's own: added, and removed.
     "filter.recorded",
     "filter.half-added",

@@ -13,6 +13,7 @@ use crate::config::AgentConfig;
 use crate::detect::DetectorTiming;
 use crate::identity::HostIdentity;
 use crate::membership::MembershipService;
+use crate::peer_connection::PeerConnection;
 use crate::peer_monitor::PeerMonitor;
 use crate::rejections::RejectionCounts;
 use crate::switch::switches::NetworkSwitches;
@@ -78,6 +79,11 @@ impl Agent {
                 false => format!("its peers are {}", known.join(", ")),
             })
         })
+    }
+
+    /// Connects to a peer.
+    pub(crate) async fn open_peer(&self, peer: &HostName) -> Result<PeerConnection, Failure> {
+        PeerConnection::open(&self.identity, peer, self.peer_address(peer)?).await
     }
 
     /// The health of a peer, and its changes.

@@ -4,11 +4,14 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use bytes::Bytes;
-use firn_control::api::{CLUSTERS, FAILOVER, MEMBERS, METRICS, PROTECT, ProtectVmRequest, STATUS};
-use firn_supervisor::{Failure, FailureKind, SupervisorReply};
+use firn_control::api::{
+    CLUSTERS, DRAIN, FAILOVER, MEMBERS, METRICS, MOVE, PROTECT, ProtectVmRequest, STATUS,
+};
+use firn_supervisor::{Failure, FailureContext as _, FailureKind, SupervisorReply};
 use http_body_util::channel::{Channel, Sender};
 use hyper::body::Incoming;
 use hyper::{Method, Request, StatusCode};
+use serde::Serialize;
 use serde_json::Value;
 use tokio::net::{TcpListener, UnixListener};
 use tokio::sync::{Semaphore, mpsc};
@@ -16,6 +19,7 @@ use tokio::time::sleep;
 
 use crate::agent::Agent;
 use crate::http::{self, HttpResponse};
+use crate::moves::{self, ProgressSender};
 use crate::{clusters, metrics, protect, status};
 
 /// Maximum number of connections at once.
@@ -90,6 +94,18 @@ async fn answer_command(agent: Arc<Agent>, request: Request<Incoming>) -> HttpRe
             Ok(wanted) => answer_protect(agent, wanted),
             Err(failure) => http::failure_response(&failure),
         },
+        (&Method::POST, MOVE) => match http::read_json(request).await {
+            Ok(wanted) => answer_with_progress(|progress| async move {
+                moves::move_vm(&agent, wanted, &progress).await
+            }),
+            Err(failure) => http::failure_response(&failure),
+        },
+        (&Method::POST, DRAIN) => match http::read_json(request).await {
+            Ok(wanted) => answer_with_progress(|progress| async move {
+                moves::drain_host(&agent, wanted, &progress).await
+            }),
+            Err(failure) => http::failure_response(&failure),
+        },
         _ => answer_metrics(agent, request).await,
     }
 }
@@ -123,6 +139,36 @@ fn answer_protect(agent: Arc<Agent>, wanted: ProtectVmRequest) -> HttpResponse {
         let on_progress =
             move |now: &_| drop(progress.try_send(SupervisorReply::Progress(Clone::clone(now))));
         let last = match protect::protect_vm(&agent, wanted, on_progress).await {
+            Ok(facts) => SupervisorReply::Done { facts },
+            Err(failure) => SupervisorReply::Failed(failure),
+        };
+        // The client may have disconnected.
+        let _ = reply_sender.send(last).await;
+    });
+    http::response_with_body(StatusCode::OK, "application/x-ndjson", body)
+}
+
+/// Answers by progress, and a last reply. The work continues when the client disconnects.
+fn answer_with_progress<T, F>(work: impl FnOnce(ProgressSender) -> F) -> HttpResponse
+where
+    T: Serialize + Send + 'static,
+    F: Future<Output = Result<T, Failure>> + Send + 'static,
+{
+    let (reply_sender, replies) = mpsc::channel(REPLIES_MAX);
+    let (lines, body) = Channel::new(REPLIES_MAX);
+    tokio::spawn(forward_replies(replies, lines));
+    let (progress_sender, mut progress) = mpsc::channel(REPLIES_MAX);
+    let working = work(progress_sender);
+    tokio::spawn(async move {
+        let forwarding = reply_sender.clone();
+        let forward = async {
+            while let Some(now) = progress.recv().await {
+                let _ = forwarding.send(SupervisorReply::Progress(now)).await;
+            }
+        };
+        let (done, ()) = tokio::join!(working, forward);
+        let facts = done.and_then(|facts| serde_json::to_value(facts).while_doing("answering"));
+        let last = match facts {
             Ok(facts) => SupervisorReply::Done { facts },
             Err(failure) => SupervisorReply::Failed(failure),
         };

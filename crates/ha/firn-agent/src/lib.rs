@@ -47,6 +47,7 @@ mod http;
 pub mod identity;
 pub mod membership;
 pub mod metrics;
+mod moves;
 mod peer_connection;
 mod peer_monitor;
 mod peer_server;

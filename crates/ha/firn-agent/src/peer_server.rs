@@ -10,7 +10,8 @@ use std::time::Duration;
 
 use firn_control::HostName;
 use firn_control::api::{
-    HEARTBEAT, HeartbeatAnswer, KEEP_PROTECTED_PATH, MEMBERS, NETWORKS, STANDBYS, VMS,
+    DRAINED, DrainMark, HEARTBEAT, HeartbeatAnswer, KEEP_PROTECTED_PATH, MEMBERS, NETWORKS,
+    STANDBYS, VMS,
 };
 use hyper::body::Incoming;
 use hyper::{Method, Request};
@@ -26,7 +27,7 @@ use crate::agent::Agent;
 use crate::http::{self, HttpResponse};
 use crate::identity::peer_of;
 use crate::rejections::RejectionReason;
-use crate::{clusters, standbys, status, switch, tunnel};
+use crate::{clusters, moves, standbys, status, switch, tunnel};
 
 /// Maximum time of a handshake.
 const HANDSHAKE_WAIT: Duration = Duration::from_secs(5);
@@ -149,6 +150,7 @@ async fn answer_peer(
             Ok(vms) => http::json_response(&vms),
             Err(failure) => http::failure_response(&failure),
         },
+        (&Method::POST, DRAINED, _) => answer_mark(&agent, request).await,
         (&Method::POST, MEMBERS, _) => agent.membership.answer_peer(&peer, request).await,
         (&Method::POST, path, _) if path.starts_with(KEEP_PROTECTED_PATH) => {
             clusters::peer_answers::answer_reprotect(
@@ -160,5 +162,14 @@ async fn answer_peer(
         }
         (&Method::POST, _, Some(vm)) => standbys::answer_standby(&agent, peer, vm, request).await,
         _ => http::not_found_response(&request),
+    }
+}
+
+/// Answers a peer whose user drains this host, or ends that.
+async fn answer_mark(agent: &Agent, request: Request<Incoming>) -> HttpResponse {
+    let mark = http::read_json::<DrainMark>(request).await;
+    match mark.and_then(|mark| moves::set_mark(agent, mark).map(|()| mark)) {
+        Ok(mark) => http::json_response(&mark),
+        Err(failure) => http::failure_response(&failure),
     }
 }

@@ -73,6 +73,11 @@ async fn begin_standby(
     peer: &HostName,
     vm: VmName,
 ) -> Result<(VmName, UnixStream), Failure> {
+    if agent.paths.is_drained() {
+        let text = format!("host {} is drained, and accepts no standbys", agent.config.name);
+        let hint = format!("`firn agent undrain {}` ends that", agent.config.name);
+        return Err(Failure::new(FailureKind::Refused, text).with_hint(hint));
+    }
     let claim = claim_within_wait(agent, &vm).await?;
     let path = agent.paths.epochs_socket(peer, &vm);
     check_length(&path)?;

@@ -30,7 +30,8 @@ pub(crate) async fn collect_status(agent: &Arc<Agent>) -> Result<AgentStatus, Fa
     vms.sort_by(|one, other| (&one.name, &one.host).cmp(&(&other.name, &other.host)));
     let (host, listen) = (agent.config.name.clone(), agent.listen);
     let (networks, refused) = (agent.networks.network_views(), agent.rejections.counts_by_word());
-    Ok(AgentStatus { host, listen, peers, vms, networks, refused })
+    let drained = agent.paths.is_drained();
+    Ok(AgentStatus { host, listen, peers, vms, networks, refused, drained })
 }
 
 /// The VMs of a peer, if it lists them in time.
@@ -73,6 +74,7 @@ fn view_vm(agent: &Agent, status: VmStatus) -> VmView {
     VmView {
         host: agent.config.name.clone(),
         backup: agent.backup_of(&status.name),
+        cluster: agent.paths.cluster_of(&status.name),
         committed: status.standby.as_ref().map(|standby| standby.committed),
         name: status.name,
         state: status.state,
@@ -226,6 +228,7 @@ mod tests {
             state: state.to_owned(),
             backup: None,
             protection: None,
+            cluster: None,
             lease: None,
             primary: standby.then(|| HostName::new("a").unwrap()),
             committed: standby.then_some(7),

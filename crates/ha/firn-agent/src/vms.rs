@@ -93,6 +93,15 @@ pub trait LocalVms: Send + Sync + 'static {
     /// Publishes until when frames may leave, and in which generation.
     fn grant_lease(&self, vm: &VmName, lease: Option<(u32, Duration)>);
 
+    /// Takes the lease from a VM for a planned move: no frame leaves from now on.
+    ///
+    /// # Errors
+    /// If the old lease may still count.
+    fn revoke_lease(&self, vm: &VmName) -> Result<(), Failure> {
+        self.grant_lease(vm, None);
+        Ok(())
+    }
+
     /// Ends a standby that is never run.
     ///
     /// # Errors
@@ -175,6 +184,10 @@ impl LocalVms for SupervisedVms {
         if let Err(error) = self.0.vm_dir(vm).write_lease(lease) {
             tracing::debug!("the lease of {vm} is not written: {error}");
         }
+    }
+
+    fn revoke_lease(&self, vm: &VmName) -> Result<(), Failure> {
+        self.0.vm_dir(vm).write_lease(None).while_doing(format!("giving up the lease of {vm}"))
     }
 
     fn stop_standby(&self, vm: &VmName) -> Result<(), Failure> {

@@ -340,6 +340,27 @@ impl ProtectedGuest {
         }
     }
 
+    /// Whether the VM runs.
+    pub fn is_running(&mut self) -> Result<bool, GuestError> {
+        Ok(self.vm.status()?.running)
+    }
+
+    /// Stops the VM by a command. It stays stopped until [`Self::resume_stopped`], also if it is
+    /// cut; a successor of this process resumes it.
+    pub fn stop_for_move(&mut self) -> Result<(), GuestError> {
+        self.witness.record_stop(true).map_err(GuestError::Witness)?;
+        Ok(self.vm.stop()?)
+    }
+
+    /// Resumes a VM that [`Self::stop_for_move`] has stopped.
+    pub fn resume_stopped(&mut self) -> Result<(), GuestError> {
+        self.vm.cont()?;
+        if let Err(error) = self.witness.record_stop(false) {
+            tracing::warn!("it could not be recorded that the VM runs again: {error}");
+        }
+        Ok(())
+    }
+
     /// Runs `work`, which stops the running VM, and starts the VM again in every case.
     fn with_stopped<T>(
         &mut self,
@@ -347,10 +368,7 @@ impl ProtectedGuest {
     ) -> Result<T, GuestError> {
         self.witness.record_stop(true).map_err(GuestError::Witness)?;
         let done = work(self);
-        self.vm.cont()?;
-        if let Err(error) = self.witness.record_stop(false) {
-            tracing::warn!("it could not be recorded that the VM runs again: {error}");
-        }
+        self.resume_stopped()?;
         done
     }
 

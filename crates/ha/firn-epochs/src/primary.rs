@@ -31,10 +31,14 @@ use crate::sender::{ConnectionEvent, EpochSender, SendJob, buffered_writer, read
 use crate::wire::{EpochStreamError, EpochWriter, PrimaryHello};
 
 mod end;
+mod final_cut;
+mod hold;
 mod options;
 mod pause;
 mod seed;
 
+pub use final_cut::{FinalCut, FinalCutControl};
+use hold::HeldPause;
 pub use options::{
     CutMeasurements, EndRequest, EpochOptions, ProtectionCallbacks, ProtectionEvent,
 };
@@ -202,6 +206,7 @@ impl<'a> BackupConnection<'a> {
             last_heard: Duration::ZERO,
             cut: None,
             speed: GuestSpeed::Free,
+            held: None,
             reported_to_backup: self.hello.member.as_ref().map(|_| Default::default()),
         })
     }
@@ -266,6 +271,8 @@ struct ProtectionLoop<'a> {
     /// The newest epoch that was cut, until it is sent.
     cut: Option<Box<EpochCopy>>,
     speed: GuestSpeed,
+    /// The pause of a final cut, while the VM is paused.
+    held: Option<HeldPause>,
     /// For a member of a cluster: the newest epoch that the backup was ordered to fold, and the
     /// newest frame that it knows to have been sent.
     reported_to_backup: Option<(Epoch, FrameNumber)>,
@@ -274,6 +281,7 @@ struct ProtectionLoop<'a> {
 impl ProtectionLoop<'_> {
     fn run(mut self) -> Result<(), ProtectionError> {
         let ended = self.run_loop();
+        self.end_hold(&ended);
         if let Some(end) = self.end_to_report(&ended) {
             end::report_end(&self.jobs, &self.events, end);
         }
@@ -373,6 +381,9 @@ impl ProtectionLoop<'_> {
                 self.last_heard = self.elapsed_time();
                 let actions = self.epochs.record_progress(self.elapsed_time(), progress);
                 self.perform_actions(actions)?;
+                if let (Some(held), Some(control)) = (&self.held, self.callbacks.final_cut()) {
+                    held.report_commit(self.epochs.committed_epoch(), control);
+                }
             }
             // Not requested yet.
             ConnectionEvent::Released | ConnectionEvent::EndRecorded => {
@@ -387,6 +398,7 @@ impl ProtectionLoop<'_> {
         if self.callbacks.take_power_button_press() {
             self.guest.press_power_button()?;
         }
+        self.step_final_cut()?;
         match self.epochs.buffered_pages() {
             0 => self.last_heard = self.elapsed_time(),
             _ if self.elapsed_time().saturating_sub(self.last_heard) > ACKNOWLEDGE_TIMEOUT => {
@@ -409,6 +421,45 @@ impl ProtectionLoop<'_> {
             GuestSpeed::Free => Ok(()),
             GuestSpeed::Slowed => self.pause_guest(SLOWED_PAUSE),
             GuestSpeed::Stopped => self.pause_guest(STOPPED_PAUSE),
+        }
+    }
+
+    /// Makes the final cut if it is requested; ends its pause if that is requested or due.
+    fn step_final_cut(&mut self) -> Result<(), ProtectionError> {
+        let Some(control) = self.callbacks.final_cut() else { return Ok(()) };
+        if self.held.is_some() {
+            // A hypervisor that has ended is an error.
+            self.guest.is_running()?;
+        }
+        if let Some(held) = self.held.take_if(|held| held.is_over(control)) {
+            tracing::warn!("the VM resumes after its final cut: it is not moved");
+            held.resume_guest(self.guest, control)?;
+            self.epochs.cancel_final_cut(self.elapsed_time());
+        }
+        if self.held.is_some() || control.take_request().is_none() {
+            return Ok(());
+        }
+        let (is_member, committed) =
+            (self.reported_to_backup.is_some(), self.epochs.committed_epoch());
+        if let Some(why) = hold::final_cut_obstacle(self.guest, is_member, committed)? {
+            control.refuse(why.to_owned());
+            return Ok(());
+        }
+        let actions = self.epochs.begin_final_cut(self.elapsed_time());
+        self.perform_actions(actions)
+    }
+
+    /// The protection has ended: so does the pause of a final cut, if there is one, now or later.
+    fn end_hold(&mut self, ended: &Result<(), ProtectionError>) {
+        let Some(control) = self.callbacks.final_cut() else { return };
+        control.refuse(match ended {
+            Ok(()) => "its protection was ended".to_owned(),
+            Err(error) => format!("its protection has ended: {error}"),
+        });
+        let Some(held) = self.held.take() else { return };
+        held.wait_until_over(self.guest, control, self.ending);
+        if let Err(error) = held.resume_guest(self.guest, control) {
+            tracing::info!("the VM does not resume after its final cut: {error}");
         }
     }
 
@@ -472,6 +523,9 @@ impl ProtectionLoop<'_> {
         self.guest.prepare_pause()?;
         let ahead = pause::copy_ahead(self.guest, &mut self.predictor, &self.options, &mut bytes)?;
         tracing::trace!("{epoch} is being cut, {} pages are copied", ahead.len());
+        if let (true, Some(control)) = (self.epochs.is_finishing(), self.callbacks.final_cut()) {
+            self.held.insert(HeldPause::new(epoch, control)).stop_guest(self.guest, control)?;
+        }
         let notice = PauseNotice::announce_pause(self.callbacks);
         let mut inside = PauseWork {
             epoch,
@@ -496,7 +550,7 @@ impl ProtectionLoop<'_> {
         tracing::trace!("{epoch} is cut, with {} pages", pages.len());
         self.copied = ahead.len() + pages.len();
         let (devices, aux) = (pause.devices, pause.aux);
-        let last = false;
+        let last = self.epochs.is_finishing();
         let copy = EpochCopy { epoch, plan, ahead, pages, bytes, devices, aux, disks, card, last };
         let copied = copy.plan.page_count() as u64 + copy.disk_pages();
         self.cut = Some(Box::new(copy));

@@ -26,6 +26,7 @@ use std::time::Duration;
 
 use firn_cluster::failover::{FailoverRecord, GuardAction, HostGuard, LeaseTerms};
 use firn_cluster::{Epoch, Generation, HostId, VmId};
+use tokio::sync::Notify;
 use tokio::time::{sleep, timeout};
 
 use crate::{
@@ -81,6 +82,7 @@ pub struct ClusterMember {
     known: Mutex<Option<VersionedRecord>>,
     /// The generation whose lease is not requested any more.
     yielded: Mutex<Option<Generation>>,
+    wake: Notify,
 }
 
 /// An action that is being performed.
@@ -96,14 +98,27 @@ impl ClusterMember {
         terms: LeaseTerms,
     ) -> Self {
         let guard = Mutex::new(HostGuard::new(host, terms));
-        let (known, yielded) = Default::default();
-        Self { members, hosts, cluster, host, terms, guard, known, yielded }
+        let (known, yielded, wake) = Default::default();
+        Self { members, hosts, cluster, host, terms, guard, known, yielded, wake }
     }
 
     /// Requests no lease in this generation any more, as if the host had died, and continues to
     /// obey the record.
     pub fn yield_lease(&self, generation: Generation) {
         *self.yielded.lock().unwrap_or_else(PoisonError::into_inner) = Some(generation);
+    }
+
+    /// Gives up the lease for a planned move: no frame leaves any more, until a later record than
+    /// this one is there. See [`HostGuard::give_up_lease`].
+    pub fn give_up_lease(&self, register: &FailoverRecord) {
+        let mut guard = self.lock_guard();
+        guard.give_up_lease(register);
+        self.hosts.limit_sending(&self.cluster, guard.may_send_until());
+    }
+
+    /// Requests the lease, and obeys the newest record, at once instead of at the next poll.
+    pub fn poll_now(&self) {
+        self.wake.notify_one();
     }
 
     /// Whether a frame of this generation may leave now.
@@ -137,8 +152,10 @@ impl ClusterMember {
             loop {
                 work = work.or_else(|| waiting.pop_front());
                 let Some(doing) = &mut work else {
-                    next.await;
-                    break;
+                    tokio::select! {
+                        () = &mut next => break,
+                        () = self.wake.notified() => break,
+                    }
                 };
                 tokio::select! {
                     done = doing => {
@@ -146,6 +163,7 @@ impl ClusterMember {
                         done?;
                     }
                     () = &mut next => break,
+                    () = self.wake.notified() => break,
                 }
             }
         }

@@ -42,8 +42,11 @@ use crate::uplink::UplinkStream;
 pub const BYTES_MAX: usize = 32 << 20;
 /// The number of frames read from the card while the output is locked.
 const BATCH: usize = 32;
-/// The interval at which a missing uplink is tried, and a lease that is over is checked.
+/// The interval at which a missing uplink is tried.
 const RETRY_INTERVAL: Duration = Duration::from_millis(100);
+/// The interval at which a lease that is over is checked, while frames wait for it. A VM that was
+/// moved waits for the lease of its new host.
+const LEASE_POLL_INTERVAL: Duration = Duration::from_millis(10);
 /// The interval at which a member checks whether others have received its frames.
 const TICK_INTERVAL: Duration = Duration::from_millis(50);
 /// The time that a member's card gets, before the VM is paused, to read the frames that it was
@@ -75,6 +78,8 @@ pub struct PortStatus {
     pub waits_for_lease: bool,
     /// The buffered frames.
     pub held: BufferUsage,
+    /// Whether released frames are still to be sent.
+    pub has_released_frames: bool,
     /// The number of frames that were sent.
     pub left: u64,
     /// The number of frames that the VM was given.
@@ -377,6 +382,7 @@ impl NicPort {
             is_open: policy.is_open(),
             waits_for_lease: !self.shared.may_send(),
             held: policy.buffer_usage(),
+            has_released_frames: policy.next_frame().is_some(),
             left: policy.sent_count(),
             came: self.shared.came.load(Ordering::Relaxed),
             delays: policy.release_delays(),
@@ -622,11 +628,16 @@ impl FrameRelay {
         (card, outside)
     }
 
-    /// Whether to poll with a timeout: no event signals that a lease is held again.
-    fn needs_retry(&self, is_plugged: bool) -> bool {
+    /// The timeout of a poll: no event signals that there is an uplink, or that a lease is held
+    /// again.
+    fn retry_interval(&self, is_plugged: bool) -> Option<Duration> {
         let waits =
             || self.shared.lock_output().policy.next_frame().is_some() && !self.shared.may_send();
-        is_plugged && (self.uplink.is_none() || waits())
+        match self.uplink {
+            _ if !is_plugged => None,
+            None => Some(RETRY_INTERVAL),
+            Some(_) => waits().then_some(LEASE_POLL_INTERVAL),
+        }
     }
 
     /// Waits for an event or a timeout.
@@ -641,7 +652,7 @@ impl FrameRelay {
             all.push(PollFd::from_borrowed_fd(uplink.as_fd(), outside));
         }
         let is_member = self.shared.lock_output().policy.cluster_output().is_some();
-        let retries = self.needs_retry(is_plugged).then_some(RETRY_INTERVAL);
+        let retries = self.retry_interval(is_plugged);
         let timeout = retries.into_iter().chain(is_member.then_some(TICK_INTERVAL)).min();
         let timeout = timeout
             .map(|it| Timespec { tv_sec: it.as_secs() as i64, tv_nsec: it.subsec_nanos().into() });

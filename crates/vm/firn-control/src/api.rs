@@ -5,6 +5,8 @@
 //!     GET  /v1/status               -> AgentStatus
 //!     POST /v1/protect              ProtectVmRequest -> replies, a line of JSON each
 //!     POST /v1/failover             FailoverVmRequest -> facts
+//!     POST /v1/move                 MoveVmRequest -> replies, a line of JSON each
+//!     POST /v1/drain                DrainRequest -> replies, a line of JSON each
 //!     GET  /metrics                 -> text for Prometheus
 //!     GET  /v1/clusters             -> [StoredCluster]
 //!     POST /v1/clusters             CreateCluster -> StoredCluster
@@ -19,12 +21,16 @@
 //!     POST /v1/networks/NAME        Upgrade: firn-frames
 //!     POST /v1/vms/NAME/member      Request -> facts
 //!     POST /v1/vms/NAME/protect     ProtectionOptions -> facts
+//!     POST /v1/vms/NAME/move        MoveVmRequest -> MoveReport
+//!     POST /v1/vms/NAME/run         RunMovedRequest -> facts
+//!     POST /v1/vms/NAME/moved       RunMovedRequest -> facts
+//!     POST /v1/drained              DrainMark -> DrainMark
 //!     POST /v1/keep/NAME            ProtectionOptions -> StoredCluster
 //!     POST /v1/members              bytes -> bytes (firn-membership)
 //! ```
 //!
-//! A failure is answered by a status of 400 or more and a [`Failure`] as JSON. `protect` takes
-//! long: it answers 200 at once, and then as a supervisor does, by any number of
+//! A failure is answered by a status of 400 or more and a [`Failure`] as JSON. `protect`, `move` and
+//! `drain` take long: they answer 200 at once, and then as a supervisor does, by any number of
 //! [`SupervisorReply::Progress`] and one [`SupervisorReply::Done`] or [`SupervisorReply::Failed`].
 //!
 //! `standbys` starts a standby of that name. The agent answers 101 once the standby waits for its
@@ -61,6 +67,18 @@ pub const STATUS: &str = "/v1/status";
 pub const PROTECT: &str = "/v1/protect";
 /// Path of requests for a failover by the record.
 pub const FAILOVER: &str = "/v1/failover";
+/// Path of requests to move a VM to its backup.
+pub const MOVE: &str = "/v1/move";
+/// Path of requests to drain a host, or to end that.
+pub const DRAIN: &str = "/v1/drain";
+/// Path of the mark of a drained host, for peers.
+pub const DRAINED: &str = "/v1/drained";
+/// Path of a peer's request to move a VM; after [`VMS`] and the VM's name.
+pub const MOVE_VM: &str = "move";
+/// Path of a primary's request to run the standby of a VM that it moves here; likewise.
+pub const RUN_MOVED: &str = "run";
+/// Path of a primary's report that the record names this host now; likewise.
+pub const MOVED: &str = "moved";
 /// Path of the metrics.
 pub const METRICS: &str = "/metrics";
 /// Path of heartbeats of peers.
@@ -108,6 +126,89 @@ pub struct FailoverVmRequest {
     /// The host that the user declares dead: it is fenced although it may hold a lease.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub dead: Option<HostName>,
+}
+
+/// The request to move a VM to its backup.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct MoveVmRequest {
+    /// The VM.
+    pub vm: VmName,
+    /// The host that is to run it.
+    pub to: HostName,
+}
+
+/// A planned move that was made.
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+pub struct MoveReport {
+    /// The VM.
+    pub vm: VmName,
+    /// The host that ran it.
+    pub from: HostName,
+    /// The host that runs it.
+    pub to: HostName,
+    /// The generation that began.
+    pub generation: u32,
+    /// The epoch from whose end it continues.
+    pub epoch: u64,
+    /// Milliseconds from when the VM was paused until its new host may send what it sends.
+    pub pause_ms: f64,
+    /// Of these: until the backup had the final epoch.
+    pub commit_ms: f64,
+    /// Of these: until the VM ran at its backup.
+    pub run_ms: f64,
+    /// Of these: until the record named the new host.
+    pub record_ms: f64,
+    /// The host that protects it again, if one does already.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub backup: Option<HostName>,
+}
+
+/// The request of a primary to the backup of a VM that moves there.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct RunMovedRequest {
+    /// The generation that the move begins.
+    pub generation: u32,
+    /// Milliseconds from one cut to the next, for the protection that follows.
+    pub interval_ms: u64,
+    /// Whether pages written in one epoch stay writable at the start of the next; likewise.
+    pub predicts: bool,
+}
+
+/// The request to move all VMs of a host to their backups, or to end that state.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct DrainRequest {
+    /// The host.
+    pub host: HostName,
+    /// How many VMs are moved at a time.
+    pub at_once: u32,
+    /// The host accepts standbys again. No VM is moved.
+    #[serde(default)]
+    pub undo: bool,
+}
+
+/// The mark of a host that is drained: it accepts no standbys.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub struct DrainMark {
+    /// Whether it is drained.
+    pub drained: bool,
+}
+
+/// The result of draining a host.
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+pub struct DrainReport {
+    /// The host.
+    pub host: HostName,
+    /// Whether it accepts no standbys now.
+    pub drained: bool,
+    /// The VMs that were moved.
+    pub moved: Vec<MoveReport>,
+    /// The VMs that were not, and why.
+    pub failed: BTreeMap<VmName, String>,
+    /// VMs of other hosts that have their standby there.
+    pub standbys: Vec<VmName>,
 }
 
 /// The options of a protection: of a VM by the caller, or of a cluster by the peer.
@@ -168,6 +269,9 @@ pub struct AgentStatus {
     pub networks: Vec<NetworkView>,
     /// Connections that were refused since the agent began, by reason.
     pub refused: BTreeMap<String, u64>,
+    /// Whether that host is drained, and accepts no standbys.
+    #[serde(default)]
+    pub drained: bool,
 }
 
 /// Another host.
@@ -207,6 +311,9 @@ pub struct VmView {
     /// The state of its protection, if it is protected.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub protection: Option<ProtectionStatus>,
+    /// The cluster that it belongs to, if that has a record.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub cluster: Option<VmName>,
     /// The generation whose lease its frames obey, if they obey one.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub lease: Option<u32>,

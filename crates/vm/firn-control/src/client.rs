@@ -67,8 +67,22 @@ pub fn protect_vm(
     wanted: &ProtectVmRequest,
     on_progress: OnProgress<'_>,
 ) -> Result<Value, Failure> {
+    send_long_request(base, PROTECT, wanted, on_progress)
+}
+
+/// Sends a request that takes long: the agent reports its progress. It continues when the caller
+/// ends.
+///
+/// # Errors
+/// The failure that the agent reports, or that there is none.
+pub fn send_long_request(
+    base: &RuntimeDir,
+    path: &str,
+    wanted: &impl Serialize,
+    on_progress: OnProgress<'_>,
+) -> Result<Value, Failure> {
     block_on(async {
-        let asked = timeout(ANSWER_WAIT, send_request(base, Method::POST, PROTECT, Some(wanted)));
+        let asked = timeout(ANSWER_WAIT, send_request(base, Method::POST, path, Some(wanted)));
         let answer = asked.await.map_err(|_| silent_agent())??;
         match answer.status().is_success() {
             true => read_replies(answer, on_progress).await,

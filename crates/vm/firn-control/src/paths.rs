@@ -82,6 +82,26 @@ impl AgentPaths {
         self.agent_dir().join("clusters")
     }
 
+    /// Whether this host is drained, and accepts no standbys.
+    pub fn is_drained(&self) -> bool {
+        self.drained_file().exists()
+    }
+
+    /// Stores whether this host is drained. That stays so when the agent is started again.
+    ///
+    /// # Errors
+    /// If the file can't be made or removed.
+    pub fn set_drained(&self, is_drained: bool) -> io::Result<()> {
+        match is_drained {
+            true => write_file(&self.drained_file(), &()),
+            false => remove_if_present(&self.drained_file()),
+        }
+    }
+
+    fn drained_file(&self) -> PathBuf {
+        self.agent_dir().join("drained")
+    }
+
     /// The agent's own directory, with its lock, its sockets and one directory for each peer.
     pub fn agent_dir(&self) -> PathBuf {
         self.base.path().join(".agent")

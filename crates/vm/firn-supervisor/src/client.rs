@@ -207,6 +207,8 @@ pub fn send_request(
             | SupervisorRequest::Release
             | SupervisorRequest::ReleaseMember
             | SupervisorRequest::Member(_)
+            | SupervisorRequest::FinalCut { .. }
+            | SupervisorRequest::ResumeAfterCut
             | SupervisorRequest::Fence { .. } => return died_during_request(),
             // A successor has ended the merge; the remaining part can be done.
             SupervisorRequest::GoOn

@@ -37,6 +37,7 @@ mod live;
 mod logs;
 mod ls;
 mod man;
+mod move_vm;
 mod output;
 mod overlays;
 mod overrides;
@@ -132,6 +133,8 @@ enum FirnVerb {
     Standby(standby::StandbyArgs),
     // Runs the VM of a standby.
     Failover(failover::FailoverArgs),
+    // Moves a VM to its backup, and loses nothing.
+    Move(move_vm::MoveArgs),
     // Queries this host's agent: the process that connects it to other hosts.
     Agent(agent::AgentCommandArgs),
     // Protects several VMs as one, and shows what the hosts have recorded.
@@ -182,6 +185,7 @@ impl FirnVerb {
             Self::Release(args) => args.run(out),
             Self::Standby(args) => args.run(out),
             Self::Failover(args) => args.run(out),
+            Self::Move(args) => args.run(out),
             Self::Agent(args) => args.run(out),
             Self::Cluster(args) => args.run(out),
             Self::Stop(args) => args.run(out),

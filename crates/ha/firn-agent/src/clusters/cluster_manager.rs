@@ -1,7 +1,7 @@
 //! The failover state of an agent. It is in memory only: an agent that starts adopts the VMs of its
 //! predecessor, unless another host runs them.
 
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, BTreeSet};
 use std::sync::{Arc, Mutex, MutexGuard, OnceLock, PoisonError};
 use std::time::Duration;
 
@@ -31,6 +31,8 @@ pub(crate) struct ClusterManager {
     pub(super) reconcilers: Mutex<BTreeMap<FailoverUnit, RunningReconciler>>,
     /// What could not be run on this host, and why.
     pub(super) given_up: Mutex<BTreeMap<FailoverUnit, String>>,
+    /// VMs that were moved here, and that a task has protected again by their old hosts.
+    pub(super) protecting_again: Mutex<BTreeSet<VmName>>,
     /// Why a unit has no backup.
     pub(super) troubles: Mutex<BTreeMap<FailoverUnit, String>>,
     /// The supervisor's answer when a VM was run on this host.

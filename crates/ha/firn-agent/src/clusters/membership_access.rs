@@ -26,6 +26,12 @@ pub(super) fn local_node(agent: &Agent) -> Result<LocalNode, MembershipError> {
     agent.clusters.local_node().ok_or_else(none)
 }
 
+/// The failure of a command that can't read or change a record.
+pub(super) fn membership_failure(trouble: MembershipError) -> Failure {
+    let failure = Failure::new(FailureKind::Host, trouble.to_string());
+    failure.with_hint("`firn cluster status` shows which hosts answer")
+}
+
 pub(super) async fn change_record(
     members: &dyn MembershipStore,
     cluster: &ClusterName,

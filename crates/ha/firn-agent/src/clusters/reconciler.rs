@@ -12,10 +12,10 @@
 use std::collections::{BTreeMap, BTreeSet};
 use std::sync::Arc;
 
-use firn_cluster::HostId;
 use firn_cluster::failover::reconcile::{
     ObservedCluster, ObservedVm, ReconcileAction, plan_action,
 };
+use firn_cluster::{Generation, HostId};
 use firn_control::HostName;
 use firn_membership::{ClusterMember, ClusterRecord, MembershipError, RecordView};
 use firn_supervisor::{Failure, MemberRequest, SupervisorRequest, VmName};
@@ -151,7 +151,7 @@ impl Reconciler<'_> {
             ReconcileAction::EndRecord => register.with_end(),
             ReconcileAction::Nothing => return Ok(!self.forget_if_over(&record, &here)),
             other => {
-                self.perform_action(other, sole, &record, &names).await;
+                self.perform_action(other, sole, &record, &names, &here).await;
                 return Ok(true);
             }
         };
@@ -161,8 +161,11 @@ impl Reconciler<'_> {
         Ok(!(is_done && self.has_left(&to)))
     }
 
+    /// Whether another task acts on a VM of the unit.
     fn is_claimed(&self) -> bool {
-        self.unit.local_vms(&self.agent.paths).iter().any(|vm| self.agent.is_claimed(vm))
+        let again = &self.agent.clusters.protecting_again;
+        let is_claimed = |vm: &VmName| self.agent.is_claimed(vm) || lock_mutex(again).contains(vm);
+        self.unit.local_vms(&self.agent.paths).iter().any(is_claimed)
     }
 
     /// Whether epochs have not been sent for so long that the cause is no loss of a backup: a lost
@@ -216,6 +219,7 @@ impl Reconciler<'_> {
         mut sole: ClusterLock,
         record: &ClusterRecord,
         names: &BTreeMap<HostId, String>,
+        here: &ObservedCluster<VmName>,
     ) {
         let (agent, unit, register) = (self.agent, self.unit, &record.register);
         match action {
@@ -223,7 +227,9 @@ impl Reconciler<'_> {
             ReconcileAction::Fence(vm) => {
                 drop(sole);
                 let why = self.describe_move(record, names);
-                end_vm(agent, &vm, register.generation, &why).await;
+                // A VM that was moved here in vain obeys the lease of a generation to come.
+                let over = observed_lease(here, &vm).map_or(register.generation, Generation);
+                end_vm(agent, &vm, over, &why).await;
             }
             ReconcileAction::Detach(vm) => self.run_work(&vm, "leave its cluster", detach_vm).await,
             ReconcileAction::ReleaseOutput(vms) => {
@@ -279,6 +285,14 @@ impl Reconciler<'_> {
         if let Err(failure) = self.agent.run_blocking(move |vms| work(vms, &name)).await {
             tracing::warn!("{vm} should {what}, and does not: {failure}");
         }
+    }
+}
+
+/// The generation of the lease that a VM of this host obeys.
+fn observed_lease(here: &ObservedCluster<VmName>, vm: &VmName) -> Option<u32> {
+    match here.vms.get(vm)?.state {
+        ObservedVm::Runs { lease, .. } => lease,
+        _ => None,
     }
 }
 

@@ -3,10 +3,10 @@
 //! ```text
 //!            due, room                          copied
 //!   Running ------------------> Cutting ------------------> Running (the next epoch)
-//!     |  ^                         ^                            |
-//!     |  | room                    | finish                     | finish
-//!     |  |                         |                            v
-//!     +-- due, no room: the epoch stretches,                     Finished (VM stays paused)
+//!     |  ^                         ^                            |   ^
+//!     |  | room                    | finish              finish |   | cancel
+//!     |  |                         |                            v   |
+//!     +-- due, no room: the epoch stretches,                    Finished (VM stays paused)
 //!         and the speed is Free -> Slowed -> Stopped
 //! ```
 
@@ -175,6 +175,19 @@ impl PrimaryEpochs {
         match self.phase {
             EpochPhase::Running { .. } => self.begin_cut(now),
             EpochPhase::Cutting { .. } | EpochPhase::Finished => Vec::new(),
+        }
+    }
+
+    /// Whether the next cut is the final one, or the last one was.
+    pub fn is_finishing(&self) -> bool {
+        self.finishing
+    }
+
+    /// The planned failover is called off: the VM runs again, in the epoch after the final one.
+    pub fn cancel_final_cut(&mut self, now: Duration) {
+        self.finishing = false;
+        if self.phase == EpochPhase::Finished {
+            self.phase = EpochPhase::Running { since: now, due: now + self.interval };
         }
     }
 

@@ -143,6 +143,25 @@ fn the_last_epoch_is_committed_at_once() {
     assert_eq!(primary.advance_time(900 * MS, 0), [], "the VM stays paused");
 }
 
+#[test]
+fn after_a_move_that_is_called_off_epochs_go_on() {
+    let mut primary = PrimaryEpochs::new(limits(), BASE, Duration::ZERO);
+    let mut backup = BackupEpochs::new(BASE, 9);
+    primary.begin_final_cut(MS);
+    primary.finish_cut(MS, 3);
+    backup.receive_piece(EpochPieceHeader { is_last_epoch: true, ..piece(1) });
+    primary.record_progress(2 * MS, backup.progress());
+    primary.cancel_final_cut(900 * MS);
+    assert_eq!(primary.advance_time(901 * MS, 0), [], "an interval passes first");
+    assert_eq!(primary.advance_time(950 * MS, 0), [PrimaryAction::Cut(Epoch(2))]);
+    assert_eq!(
+        primary.finish_cut(950 * MS, 1),
+        [PrimaryAction::Send { epoch: Epoch(2), last: false }]
+    );
+    backup.receive_piece(piece(2));
+    assert_eq!(backup.progress(), EpochProgress { complete: Epoch(2), committed: Epoch(1) });
+}
+
 /// An epoch in flight, or an acknowledgement.
 #[derive(Clone, Copy, Debug)]
 enum Message {

@@ -5,7 +5,8 @@
 //!             names this host                        is in the record
 //!   Idle ----------------------------------> Runs ----------------------> Idle
 //!                                             |
-//!                                             +-- the lease is not held: runs on, sends nothing
+//!                                             +-- the lease is not held, or is given up for a
+//!                                                 planned move: runs on, sends nothing
 //! ```
 
 use std::collections::BTreeMap;
@@ -40,22 +41,37 @@ pub struct HostGuard {
     version: Option<u64>,
     generation: Generation,
     runs: Option<Generation>,
+    /// The version of the record in which the lease was given up.
+    given_up: Option<u64>,
 }
 
 impl HostGuard {
     /// A host that runs no VMs.
     pub fn new(host: HostId, terms: LeaseTerms) -> Self {
         let (lease, generation) = (HeldLease::new(terms), Generation::default());
-        Self { host, lease, version: None, generation, runs: None }
+        Self { host, lease, version: None, generation, runs: None, given_up: None }
     }
 
     /// Records a lease that was granted, to a request made at `asked`, while this was the record.
     pub fn record_grant(&mut self, asked: Duration, register: &FailoverRecord) -> Vec<GuardAction> {
         let actions = self.learn_record(register);
-        if register.generation >= self.generation {
+        if register.generation >= self.generation && !self.has_given_up(register.version) {
             self.lease.record_grant(asked);
         }
         actions
+    }
+
+    /// Gives up the lease, so that another host may run the VM without a fence
+    /// ([`FailoverRecord::with_move`]). No grant counts until the record has another version than
+    /// this one: a proposal that is still on its way changes this version only.
+    pub fn give_up_lease(&mut self, register: &FailoverRecord) {
+        self.given_up = self.given_up.max(Some(register.version));
+        self.lease.drop_lease();
+    }
+
+    /// Whether the lease is given up in this version of the record.
+    pub fn has_given_up(&self, version: u64) -> bool {
+        self.given_up.is_some_and(|given_up| version <= given_up)
     }
 
     /// Learns the record as it is, or was a moment ago.

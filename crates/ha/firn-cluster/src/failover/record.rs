@@ -168,6 +168,26 @@ impl FailoverRecord {
         Some(next)
     }
 
+    /// A planned move of a single VM from its primary to its backup, which the primary proposes;
+    /// `None` if that host is not its primary, or the other one has no copy of it.
+    ///
+    /// The primary has given up its lease before
+    /// ([`HostGuard::give_up_lease`](super::HostGuard::give_up_lease)), and requests none in this
+    /// version of the record. So it is not fenced, and the VM may run at once.
+    pub fn with_move(&self, from: HostId, to: HostId) -> Option<Self> {
+        let is_ready = self.fence.is_empty() && self.is_protected() && self.placements.len() == 1;
+        let here = VmPlacement { primary: from, backup: Some(to) };
+        if !is_ready || self.placements.values().any(|placement| *placement != here) {
+            return None;
+        }
+        let mut next = self.next_version();
+        next.generation = self.generation.next();
+        next.layout += 1;
+        let moved = VmPlacement { primary: to, backup: None };
+        next.placements.values_mut().for_each(|placement| *placement = moved);
+        Some(next)
+    }
+
     /// The record with a backup on these hosts for each VM that has none among them; `None` if that
     /// changes nothing.
     pub(super) fn with_missing_backups(&self, hosts: &BTreeSet<HostId>) -> Option<Self> {

@@ -194,6 +194,41 @@ fn a_vm_of_its_own_has_the_backup_that_has_its_copy() {
 }
 
 #[test]
+fn a_vm_moves_to_its_backup_without_a_fence() {
+    let placement = BTreeMap::from([(VmId(0), VmPlacement { primary: HostId(0), backup: None })]);
+    let alone = FailoverRecord::new(placement);
+    let backed = alone.with_backup(Some(HostId(1)));
+    assert_eq!(alone.with_move(HostId(0), HostId(1)), None, "it has no backup");
+    assert_eq!(backed.with_move(HostId(0), HostId(2)), None, "that is not its backup");
+    assert_eq!(backed.with_move(HostId(1), HostId(0)), None, "that is not its primary");
+    assert_eq!(backed.with_end().with_move(HostId(0), HostId(1)), None);
+    assert_eq!(FailoverRecord::new(placements()).with_move(HostId(0), HostId(1)), None);
+    let moved = backed.with_move(HostId(0), HostId(1)).unwrap();
+    assert_eq!((moved.primaries(), moved.generation), (hosts(&[1]), Generation(1)));
+    assert!(moved.fence.is_empty() && !moved.is_protected());
+    let mut guard = HostGuard::new(HostId(1), TERMS);
+    let run = guard.record_grant(S, &moved);
+    assert!(matches!(run[..], [GuardAction::Run { generation: Generation(1), .. }]));
+    assert!(guard.may_send(2 * S));
+}
+
+#[test]
+fn a_lease_that_was_given_up_comes_back_with_another_record_only() {
+    let placement = BTreeMap::from([(VmId(0), VmPlacement { primary: HostId(0), backup: None })]);
+    let backed = FailoverRecord::new(placement).with_backup(Some(HostId(1)));
+    let mut guard = HostGuard::new(HostId(0), TERMS);
+    guard.record_grant(S, &backed);
+    guard.give_up_lease(&backed);
+    assert!(!guard.may_send(2 * S) && guard.running_generation() == Some(Generation(0)));
+    guard.record_grant(2 * S, &backed);
+    assert!(!guard.may_send(2 * S), "a proposal for this record may still arrive");
+    let called_off = backed.with_backup(None);
+    assert!(guard.has_given_up(backed.version) && !guard.has_given_up(called_off.version));
+    guard.record_grant(3 * S, &called_off);
+    assert!(guard.may_send(4 * S));
+}
+
+#[test]
 fn a_former_primary_may_run_a_new_cluster_after_its_lease() {
     let placement = BTreeMap::from([(VmId(0), VmPlacement { primary: HostId(0), backup: None })]);
     let again = FailoverRecord::new(placement.clone()).with_end().with_restart(placement);

@@ -11,6 +11,7 @@ use firn_cluster::predict::PredictionCounts;
 use firn_cluster::{Epoch, FrameNumber};
 use serde::{Deserialize, Serialize};
 
+use super::final_cut::FinalCutControl;
 use crate::guest::{ExitReport, GuestError, GuestRunTrouble};
 use crate::protection_end::ProtectionEnd;
 
@@ -180,6 +181,11 @@ pub trait ProtectionCallbacks {
         _error: Option<&GuestError>,
         _exit_report: &ExitReport,
     ) -> Option<ProtectionEnd> {
+        None
+    }
+
+    /// The requests for a final cut, if the VM can be moved.
+    fn final_cut(&self) -> Option<&FinalCutControl> {
         None
     }
 

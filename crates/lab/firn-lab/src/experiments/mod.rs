@@ -32,6 +32,7 @@ mod typical;
 mod vm_matrix;
 mod vpc_consistency;
 mod vpc_downtime;
+mod vpc_move;
 mod vpc_overhead;
 mod vpc_size;
 mod vpc_solo;
@@ -174,6 +175,11 @@ pub const ALL: &[Experiment] = &[
         name: "vpc-downtime",
         about: "Figure 4 of VPC: a cluster whose hosts are lost, until all of its VMs run and answer again",
         run: vpc_downtime::run,
+    },
+    Experiment {
+        name: "vpc-move",
+        about: "planned moves of a VM to its backup and back under load: lost replies, waits of a client, pauses",
+        run: vpc_move::run,
     },
     Experiment {
         name: "vpc-overhead",

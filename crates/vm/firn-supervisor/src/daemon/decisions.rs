@@ -113,6 +113,15 @@ pub enum SupervisorAction {
     BeginFailover(ClientId, FailoverRequest),
     /// Answer the coordinator of a cluster's global checkpoints.
     Member(ClientId, MemberRequest),
+    /// Make the final cut of a planned move, and report it to this command.
+    FinalCut {
+        /// The command.
+        client: ClientId,
+        /// How long the VM stays paused at most, in milliseconds.
+        hold_ms: u64,
+    },
+    /// Resume the VM after its final cut, and report to this command.
+    ResumeAfterCut(ClientId),
     /// Release the output that the VM's network cards buffer, and report to this command whether
     /// there was any.
     ReleaseOutput(Option<ClientId>),
@@ -331,6 +340,9 @@ impl SupervisorCore {
             SupervisorRequest::Failover(how) => self.begin_failover(client, how),
             SupervisorRequest::Member(request) => self.forward_member_request(client, request),
             SupervisorRequest::Fence { why } => self.fence_vm(client, why),
+            SupervisorRequest::FinalCut { hold_ms } => self.cut_finally(client, hold_ms),
+            // A successor has resumed the VM already.
+            SupervisorRequest::ResumeAfterCut => vec![SupervisorAction::ResumeAfterCut(client)],
         }
     }
 
@@ -514,6 +526,29 @@ impl SupervisorCore {
                 vec![failure_reply(client, Failure::new(FailureKind::Busy, text))]
             }
             _ => vec![SupervisorAction::ResumeOutput(client)],
+        }
+    }
+
+    /// Only a VM that is protected, and has a committed epoch, can be moved to its backup.
+    fn cut_finally(&self, client: ClientId, hold_ms: u64) -> Vec<SupervisorAction> {
+        match &self.activity {
+            VmActivity::Protecting { asked: None, then_stop: None, releasing, .. }
+                if releasing.is_empty() && !self.is_member =>
+            {
+                vec![SupervisorAction::FinalCut { client, hold_ms }]
+            }
+            VmActivity::Protecting { .. } if self.is_member => {
+                vec![failure_reply(client, cluster_refusal())]
+            }
+            VmActivity::Protecting { .. } => {
+                let text = "its protection is just beginning or ending";
+                let failure = Failure::new(FailureKind::Busy, text);
+                vec![failure_reply(client, failure.with_hint("try again in a moment"))]
+            }
+            _ => {
+                let failure = Failure::new(FailureKind::Refused, "the VM is not protected");
+                vec![failure_reply(client, failure.with_hint("`firn protect` protects it"))]
+            }
         }
     }
 

@@ -89,6 +89,13 @@ pub(crate) trait VmOperations: Send + Sync + 'static {
     /// Releases the buffered output, and lets later output pass while the lease is held.
     fn resume_output(&self) -> Result<(), Failure>;
 
+    /// Makes the final cut of a planned move; the VM stays paused, for `hold` at most. Returns when
+    /// the backup has committed it, and all output up to it has left.
+    fn cut_finally(&self, hold: Duration) -> Result<serde_json::Value, Failure>;
+
+    /// Resumes the VM after its final cut.
+    fn resume_after_cut(&self) -> Result<serde_json::Value, Failure>;
+
     /// Answers a request of the coordinator of a cluster's global checkpoints.
     fn answer_member_request(&self, request: &MemberRequest) -> Result<serde_json::Value, Failure>;
 
@@ -234,6 +241,13 @@ impl EventLoop {
                 self.answer_on_thread(client, move |operations| {
                     operations.answer_member_request(&request)
                 })?;
+            }
+            SupervisorAction::FinalCut { client, hold_ms } => {
+                let hold = Duration::from_millis(hold_ms);
+                self.answer_on_thread(client, move |operations| operations.cut_finally(hold))?;
+            }
+            SupervisorAction::ResumeAfterCut(client) => {
+                self.answer_on_thread(client, |operations| operations.resume_after_cut())?;
             }
             SupervisorAction::CommandLine(client) => {
                 self.answer_on_thread(client, |operations| operations.command_line())?;

@@ -87,6 +87,9 @@ pub struct CardStatus {
     pub frames_in: u64,
 }
 
+/// The interval at which is checked whether all released frames have left.
+const SENT_POLL_INTERVAL: Duration = Duration::from_millis(1);
+
 /// The sockets for the cards of a VM that is being started.
 #[derive(Debug, Default)]
 pub(crate) struct CardSockets(Vec<CardSocketPair>);
@@ -363,6 +366,23 @@ impl VmNetwork {
     /// Releases all output: no failover can undo what sent it any more.
     pub(crate) fn release_output(&self) {
         self.for_each_port(NicPort::release_output);
+    }
+
+    /// Waits until all released frames have left; `false` if they have not in this time.
+    pub(crate) fn wait_until_sent(&self, wait: Duration) -> bool {
+        let is_waiting = || {
+            let is_behind = |port: &NicPort| port.port_status().has_released_frames;
+            let filtered = self.lock_filtered();
+            self.ports().any(is_behind) || filtered.iter().any(|card| is_behind(&card.port))
+        };
+        let deadline = Instant::now() + wait;
+        while is_waiting() {
+            if Instant::now() >= deadline {
+                return false;
+            }
+            thread::sleep(SENT_POLL_INTERVAL);
+        }
+        true
     }
 
     /// Sets the lease that frames need from now on, by the page that holds it; with `None` they

@@ -10,8 +10,8 @@ use firn_cluster::member::NicEpoch;
 use firn_cluster::{Epoch, FrameNumber};
 use firn_epochs::guest::{ExitReport, GuestError, GuestRunTrouble, PauseJournal, ProtectedGuest};
 use firn_epochs::primary::{
-    self, CutMeasurements, EndRequest, EpochOptions, ProtectionCallbacks, ProtectionError,
-    ProtectionEvent,
+    self, CutMeasurements, EndRequest, EpochOptions, FinalCutControl, ProtectionCallbacks,
+    ProtectionError, ProtectionEvent,
 };
 use firn_epochs::protection_end::ProtectionEnd;
 use firn_epochs::wire::{self, PrimaryHello};
@@ -112,6 +112,7 @@ struct VmProtectionCallbacks<'a> {
     hypervisor: &'a ProcessHandle,
     ending: &'a EndRequest,
     powerdown: &'a AtomicBool,
+    final_cut: &'a FinalCutControl,
     /// How the protection ended on this side, once that is known.
     end: &'a Mutex<Option<ProtectionEnd>>,
 }
@@ -143,6 +144,10 @@ impl ProtectionCallbacks for VmProtectionCallbacks<'_> {
 
     fn take_power_button_press(&self) -> bool {
         self.powerdown.swap(false, Ordering::AcqRel)
+    }
+
+    fn final_cut(&self) -> Option<&FinalCutControl> {
+        Some(self.final_cut)
     }
 
     fn describe_end(
@@ -225,6 +230,7 @@ pub(crate) struct VmProtection {
     tally: Mutex<Option<ProtectionTally>>,
     /// The guest's power button is to be pressed.
     powerdown: AtomicBool,
+    final_cut: FinalCutControl,
 }
 
 impl VmProtection {
@@ -237,6 +243,11 @@ impl VmProtection {
             sent_pages: tally.sent.percentiles(),
             ..tally.now.clone()
         })
+    }
+
+    /// The requests for a final cut.
+    pub(crate) fn final_cut(&self) -> &FinalCutControl {
+        &self.final_cut
     }
 
     /// Requests that the thread with the monitor presses the guest's power button. `false` if the
@@ -332,10 +343,17 @@ impl VmProtection {
         let options =
             EpochOptions { interval, predicts: request.predicts, ..EpochOptions::default() };
         network.begin_protection();
-        let powerdown = &self.powerdown;
+        let (powerdown, final_cut) = (&self.powerdown, &self.final_cut);
         let on_event = &on_event;
-        let callbacks =
-            VmProtectionCallbacks { on_event, network, hypervisor, ending, powerdown, end };
+        let callbacks = VmProtectionCallbacks {
+            on_event,
+            network,
+            hypervisor,
+            ending,
+            powerdown,
+            final_cut,
+            end,
+        };
         let ended = primary::protect_vm(guest, &stream, &hello, options, ending, &callbacks);
         *self.lock_tally() = None;
         ended.map_err(|error| ProtectionFailure::from(&error).with_backup(&to))

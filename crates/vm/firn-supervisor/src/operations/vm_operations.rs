@@ -52,6 +52,9 @@ use crate::records::origin::{OriginDigest, OriginKey};
 /// If a drive has this number of layers, those that no image needs are merged before a save.
 const MERGE_LAYERS_MIN: usize = 16;
 
+/// How long the output of a VM that is being moved may take to leave, once it is released.
+const SENT_WAIT: Duration = Duration::from_millis(500);
+
 /// The operations on a VM that QEMU runs.
 pub(crate) struct QemuOperations {
     journal: Arc<JournalFile>,
@@ -200,6 +203,27 @@ impl VmOperations for QemuOperations {
             Some(_) => Ok(()),
             None => self.remove_filters(),
         }
+    }
+
+    fn cut_finally(&self, hold: Duration) -> Result<serde_json::Value, Failure> {
+        let failed = |why| {
+            let failure = Failure::new(FailureKind::Refused, format!("it can't be moved: {why}"));
+            failure.with_hint("`firn status` shows the state of its protection")
+        };
+        let cut = self.protecting.final_cut().request_cut(hold).map_err(failed)?;
+        if !self.network.wait_until_sent(SENT_WAIT) {
+            self.protecting.final_cut().resume_vm();
+            let text = "its uplink does not accept what the VM has sent";
+            return Err(Failure::new(FailureKind::Host, text)
+                .with_hint("`firn status` shows its network cards"));
+        }
+        let commit_ms = cut.commit_time.as_secs_f64() * 1e3;
+        Ok(json!({ "epoch": cut.epoch, "commit_ms": commit_ms }))
+    }
+
+    fn resume_after_cut(&self) -> Result<serde_json::Value, Failure> {
+        self.protecting.final_cut().resume_vm();
+        Ok(serde_json::Value::Null)
     }
 
     fn answer_member_request(&self, request: &MemberRequest) -> Result<serde_json::Value, Failure> {

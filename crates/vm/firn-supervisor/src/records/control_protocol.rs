@@ -83,6 +83,13 @@ pub enum SupervisorRequest {
     Member(MemberRequest),
     /// Like `Release`, as part of the release of a whole cluster.
     ReleaseMember,
+    /// Make the final cut of a planned move: the VM stays paused until `ResumeAfterCut`.
+    FinalCut {
+        /// After this time it resumes by itself, in milliseconds.
+        hold_ms: u64,
+    },
+    /// The move is called off: the VM resumes.
+    ResumeAfterCut,
     /// End the VM, because it runs on another host.
     Fence {
         /// The reason.
@@ -587,9 +594,11 @@ mod tests {
             accept_stopped: false,
         });
         let members = [join, mark, MemberRequest::Card].map(SupervisorRequest::Member);
+        let moves =
+            [SupervisorRequest::FinalCut { hold_ms: 3000 }, SupervisorRequest::ResumeAfterCut];
         let others =
             [SupervisorRequest::Status, checkpoint(), stop, SupervisorRequest::Watch, fence, run];
-        for request in others.into_iter().chain(members) {
+        for request in others.into_iter().chain(members).chain(moves) {
             let line = encode_message(&request);
             assert_eq!(line.iter().filter(|&&byte| byte == b'\n').count(), 1);
             assert_eq!(decode_message::<SupervisorRequest>(&line).unwrap(), request);

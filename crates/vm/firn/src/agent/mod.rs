@@ -5,9 +5,10 @@ use firn_supervisor::Failure;
 
 use crate::output::FactPrinter;
 
+mod drain;
 mod status;
 
-/// Query this host's agent about other hosts.
+/// Query this host's agent about other hosts, and drain a host.
 #[derive(Debug, ClapArgs)]
 pub struct AgentCommandArgs {
     #[command(subcommand)]
@@ -17,6 +18,8 @@ pub struct AgentCommandArgs {
 #[derive(Debug, Subcommand)]
 enum AgentCommand {
     Status(status::AgentStatusArgs),
+    Drain(drain::DrainArgs),
+    Undrain(drain::UndrainArgs),
 }
 
 impl AgentCommandArgs {
@@ -24,6 +27,8 @@ impl AgentCommandArgs {
     pub fn run(&self, out: FactPrinter) -> Result<(), Failure> {
         match &self.verb {
             AgentCommand::Status(args) => args.run(out),
+            AgentCommand::Drain(args) => args.run(out),
+            AgentCommand::Undrain(args) => args.run(out),
         }
     }
 }

@@ -34,6 +34,9 @@ impl AgentStatusArgs {
 
 fn describe_cluster(cluster: &AgentStatus) -> String {
     let mut text = format_table(&host_rows(cluster));
+    if cluster.drained {
+        let _ = writeln!(text, "\n{} is drained: it accepts no standbys", cluster.host);
+    }
     if !cluster.vms.is_empty() {
         let _ = write!(text, "\n{}", format_table(&vm_rows(&cluster.vms)));
     }

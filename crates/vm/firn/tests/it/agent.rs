@@ -136,7 +136,7 @@ impl Agent {
         Self::spawn_with(command, session, None)
     }
 
-    fn spawn_with(mut command: Command, session: &Session, fault: Option<&str>) -> Self {
+    pub fn spawn_with(mut command: Command, session: &Session, fault: Option<&str>) -> Self {
         command.arg("run").arg(session.path("agent.toml")).stdout(Stdio::piped());
         let log = session.path("agent.log");
         command.stderr(fs::File::create(&log).unwrap());

@@ -16,6 +16,7 @@ use crate::outside::Outside;
 use crate::session::{Session, eventually, signal, text};
 use crate::vm::Vm;
 
+mod moves;
 mod power_cut;
 mod power_off;
 
@@ -145,7 +146,7 @@ struct Hosts {
     // The last to go: then another test may begin.
     vm: Vm,
     _etcd: Option<Etcd>,
-    _site: Site,
+    site: Site,
 }
 
 impl Hosts {
@@ -155,8 +156,19 @@ impl Hosts {
 
     /// The same, with another back end for its card.
     fn start_with(kind: Kind, netdev: fn(&str) -> String) -> Self {
-        let (vm, others, site) =
+        Self::start_faulty(kind, netdev, None, [None; 3])
+    }
+
+    /// The same, where the supervisor of the VM and the agents have faults. The supervisor of a standby has that of its agent.
+    fn start_faulty(
+        kind: Kind,
+        netdev: fn(&str) -> String,
+        supervisor: Option<&str>,
+        agents: [Option<&str>; 3],
+    ) -> Self {
+        let (mut vm, others, site) =
             (Vm::one_of_hosts(), [Session::new(), Session::new()], Site::new());
+        vm.session.arm(supervisor);
         let outside = Outside::start();
         let uplink = vm.session.path("uplink");
         outside.listen(&uplink);
@@ -164,7 +176,8 @@ impl Hosts {
         let sessions = [&vm.session, &others[0], &others[1]];
         configure(kind, &site, sessions);
         let start = |(host, session): (usize, &&Session)| {
-            Agent::spawn(site.command(host, &Session::program_beside("firn-agent")), session)
+            let program = Session::program_beside("firn-agent");
+            Agent::spawn_with(site.command(host, &program), session, agents[host])
         };
         let agents = sessions.iter().enumerate().map(start).collect();
         let netdev = netdev(text(&uplink));
@@ -174,7 +187,7 @@ impl Hosts {
         control.spawn_job("count", &["firn-guest", "net-dma", "count"]).unwrap();
         control.wait_output("count", "ready", PATIENCE).unwrap();
         outside.is_answered(20);
-        Self { agents, others, outside, vm, _etcd: etcd, _site: site }
+        Self { agents, others, outside, vm, _etcd: etcd, site }
     }
 
     fn protect(&self) {

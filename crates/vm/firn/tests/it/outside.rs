@@ -41,6 +41,9 @@ pub struct Heard {
     pub repeated: u64,
     /// How long answers took, in milliseconds.
     pub delays_ms: Vec<f64>,
+    /// The longest time between two answers, and when the newest came.
+    longest_gap: Duration,
+    answered_at: Option<Instant>,
     /// How many frames came by each connection.
     pub frames_by: Vec<u64>,
     /// The connection by which the guest was heard last: there it is asked, as a switch does.
@@ -138,6 +141,18 @@ impl Outside {
         eventually("answers", PATIENCE, || self.heard().answers >= before + answers);
     }
 
+    /// The longest time without an answer since this was called before, or since the first answer.
+    pub fn longest_gap(&self) -> Duration {
+        std::mem::take(&mut self.heard().longest_gap)
+    }
+
+    /// The numbers that the guest has given, up to the newest, and that were never heard.
+    pub fn unheard(&self) -> Vec<u64> {
+        let heard = self.heard();
+        let first = heard.answered.keys().next().copied().unwrap_or_default();
+        (first..heard.newest).filter(|number| !heard.answered.contains_key(number)).collect()
+    }
+
     /// Nothing is heard of the guest for a while.
     #[track_caller]
     pub fn hears_nothing(&self) {
@@ -201,6 +216,9 @@ impl Station {
         let (question, number) = (number(0), number(8));
         let mut heard = self.heard.lock().unwrap();
         let heard = &mut *heard;
+        let now = Instant::now();
+        let before = heard.answered_at.replace(now).unwrap_or(now);
+        heard.longest_gap = heard.longest_gap.max(now - before);
         heard.answers += u64::from(heard.asked.contains_key(&question));
         if let Some(asked) = heard.asked.remove(&question) {
             heard.delays_ms.push(asked.elapsed().as_secs_f64() * 1e3);

@@ -154,6 +154,8 @@ impl<V: Ord + Clone> ReconcilePlan<'_, V> {
         let (record, is_alone) = (self.record, self.is_primary_coordinator());
         match self.primary_of(vm) {
             Some(primary) if primary == self.me => None,
+            // It runs here already, and its primary is about to propose that.
+            Some(_) if is_alone && self.is_moving_here(vm, lease) => Some(ReconcileAction::Nothing),
             // The end of the generation ends it.
             None if record.is_ended() && is_alone => None,
             // A VM that was fenced before has to end, though the cluster has ended since.
@@ -166,6 +168,14 @@ impl<V: Ord + Clone> ReconcilePlan<'_, V> {
             }
             _ => Some(ReconcileAction::Fence(name.clone())),
         }
+    }
+
+    /// Whether a VM runs here as part of a planned move, in the generation that the move begins. As
+    /// long as the record names this host as its backup, it has lost no output.
+    fn is_moving_here(&self, vm: LocalVm, lease: u32) -> bool {
+        let placement = vm.number.and_then(|number| self.record.placements.get(&number));
+        let is_backup = placement.is_some_and(|placement| placement.backup == Some(self.me));
+        is_backup && self.record.is_protected() && lease == self.record.generation.next().0
     }
 
     fn plan_copies(&self) -> Option<ReconcileAction<V>> {

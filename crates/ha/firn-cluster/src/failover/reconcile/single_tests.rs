@@ -143,3 +143,25 @@ fn an_agent_adopts_the_vms_of_its_predecessor_unless_fenced() {
     fenced.fence.insert(OTHER);
     assert_eq!(due_at_me(&fenced, runs(None, true, true)), Action::Nothing);
 }
+
+/// The backup runs the VM a moment before the record names it, in the next generation.
+#[test]
+fn a_vm_that_moves_here_runs_until_the_move_is_called_off() {
+    let moving = |lease| ObservedVm::Runs {
+        lease: Some(lease),
+        is_protected: false,
+        backup: None,
+        is_held: false,
+        is_hung: false,
+    };
+    let backed = record(OTHER, Some(ME));
+    assert_eq!(due_at_me(&backed, moving(1)), Action::Nothing);
+    assert_eq!(due_at_me(&backed, moving(0)), Action::Fence("web"), "of a generation that is over");
+    assert_eq!(due_at_me(&backed, moving(2)), Action::Fence("web"));
+    assert_eq!(due_at_me(&record(OTHER, None), moving(1)), Action::Fence("web"), "called off");
+    let before = record(OTHER, Some(HostId(2)));
+    assert_eq!(due_at_me(&before, moving(1)), Action::Fence("web"), "its agent was another one");
+    let moved = backed.with_move(OTHER, ME).unwrap();
+    assert_eq!(due_at_me(&moved, moving(1)), Action::Protect);
+    assert_eq!(due_at_me(&moved.with_backup(None), moving(1)), Action::Protect);
+}
