@@ -27,7 +27,6 @@ mod connector;
 mod download;
 mod error;
 mod list;
-mod location;
 mod open;
 mod parts;
 mod pull;
@@ -39,8 +38,8 @@ mod upload;
 mod upload_record;
 
 pub use error::StoreError;
+pub use firn_cache::{LocationError, StoreLocation, is_location};
 pub use list::{StoredImage, list_images};
-pub use location::{LocationError, StoreLocation, is_location};
 pub use parts::TransferProgress;
 pub use pull::{PulledFile, pull_image};
 pub use push::{PushOptions, PushedFile, push_image};

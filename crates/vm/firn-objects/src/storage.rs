@@ -20,9 +20,9 @@ use object_store::{
 use tokio::runtime::Runtime;
 
 use crate::error::StoreError;
-use crate::location::{StoreLocation, StoreScheme};
 use crate::open;
 use crate::reply::request_error;
+use firn_cache::{StoreLocation, StoreScheme};
 
 /// Whether an upload may replace an object.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]

@@ -196,7 +196,7 @@ fn killed_at_any_point_a_push_leaves_no_half_image() {
     let parts = (1..=6).map(|number| format!("store.part@{number}"));
     for point in ["store.begun", "store.complete"].map(str::to_owned).into_iter().chain(parts) {
         let killed = server.firn_with_fault(&point, &["image", "push", "web.firn", WEB]);
-        assert_eq!(killed.code, -1, "{point}: {}", killed.err);
+        killed.fails(1, "firn-store was ended by signal 9");
         assert_eq!(server.list(), Vec::<String>::new(), "{point}");
         assert!(!server.leftovers().is_empty(), "{point}");
     }
@@ -380,6 +380,17 @@ fn a_full_disk_leaves_nothing_of_a_pull() {
     pull(&server).succeeds();
     is_same(&session.path("web.firn"), &session.path("pulled.firn"));
     assert_eq!(session.files(".pulled"), Vec::<String>::new());
+}
+
+#[test]
+fn without_its_program_there_is_no_object_storage() {
+    let session = session_with_image(1);
+    let alone = session.path("firn");
+    fs::copy(crate::session::program(), &alone).unwrap();
+    let mut command = std::process::Command::new(&alone);
+    let command = command.args(["image", "push", "web.firn", WEB]).current_dir(session.path(""));
+    let answer = Answer::of(command.output().unwrap()).fails(7, "there is no ");
+    assert!(answer.err.contains("firn-store") && answer.err.contains("make install"));
 }
 
 #[test]
