@@ -4,15 +4,17 @@ use std::io::{self, Write as _};
 use std::path::{Path, PathBuf};
 
 use clap::Subcommand;
-use firn_image::ImageFlaw;
+use firn_cache::CacheDir;
+use firn_image::{Image, ImageFlaw};
 use firn_objects::{
-    PulledFile, PushOptions, PushedFile, RemovedObject, StoreError, StoreLocation, StoredImage,
-    list_images, pull_image, push_image, remove_image,
+    CacheLimits, PulledFile, PushOptions, PushedFile, RemovedObject, StoreError, StoreLocation,
+    StoredImage, find_image, forget_image, list_images, parse_location, pull_image, push_image,
+    query_report, remove_image, start_server, store_failure,
 };
-use firn_supervisor::{Failure, OperationProgress, SupervisorReply};
+use firn_supervisor::{
+    Failure, FailureContext as _, FailureKind, OperationProgress, SupervisorReply, image_failure,
+};
 use serde_json::{Value, json};
-
-use crate::store_failure::{parse_location, store_failure};
 
 /// What to do.
 #[derive(Debug, Subcommand)]
@@ -51,6 +53,24 @@ pub enum StoreCommand {
         #[arg(long)]
         force: bool,
     },
+    /// Make files of the cache for an image, from which it can be restored.
+    Open {
+        /// The image in the store.
+        location: String,
+        /// Begin to fetch its working set.
+        #[arg(long)]
+        prefetch: bool,
+    },
+    /// Show what the cache has, and what its server has fetched.
+    Cache,
+    /// Start the server of a cache.
+    Serve {
+        /// The directory of the cache.
+        directory: PathBuf,
+        /// Be the server.
+        #[arg(long, hide = true)]
+        foreground: bool,
+    },
 }
 
 impl StoreCommand {
@@ -64,7 +84,17 @@ impl StoreCommand {
             Self::Pull { location, path } => pull(&parse_location(location)?, path),
             Self::Ls { location } => list(&parse_location(location)?),
             Self::Rm { locations, force } => remove(locations, *force),
+            Self::Open { location, prefetch } => open(&parse_location(location)?, *prefetch),
+            Self::Cache => report_cache(),
+            Self::Serve { directory, .. } => {
+                start_server(&CacheDir::at(directory)).map(|()| Value::Null)
+            }
         }
+    }
+
+    /// Whether the command ends with the process that started it.
+    pub fn ends_with_parent(&self) -> bool {
+        !matches!(self, Self::Serve { .. })
     }
 }
 
@@ -159,6 +189,34 @@ fn removed_facts(removed: &RemovedObject) -> Value {
         "was_there": removed.was_there,
         "aborted_uploads": removed.aborted_uploads,
     })
+}
+
+/// Opens an image in the cache, so that all but its memory is there and was checked.
+fn open(at: &StoreLocation, prefetch: bool) -> Result<Value, Failure> {
+    CacheLimits::from_env()?;
+    let opening = || format!("opening {at}");
+    let cache = CacheDir::from_env().while_doing_as(FailureKind::Host, opening())?;
+    let found = find_image(&cache, at)?;
+    let opened = Image::open(&found.path).or_else(|error| match image_failure(&error).kind {
+        // Perhaps the copy is damaged, and not the object.
+        FailureKind::Damaged => {
+            forget_image(&cache, &found)?;
+            Image::open(&found.path).map_err(|error| image_failure(&error).while_doing(opening()))
+        }
+        _ => Err(image_failure(&error).while_doing(opening())),
+    });
+    let image = opened?;
+    if prefetch {
+        image.prefetch_working_set().map_err(|error| image_failure(&error))?;
+    }
+    let files: Vec<_> = image.chain_files().map(|file| file.file_bytes).collect();
+    Ok(json!({ "image": found.path, "location": at.to_string(), "file_bytes": files }))
+}
+
+fn report_cache() -> Result<Value, Failure> {
+    let cache = CacheDir::from_env().while_doing_as(FailureKind::Host, "finding the cache")?;
+    let report = query_report(&cache)?;
+    Ok(json!({ "directory": cache.path(), "server": report }))
 }
 
 fn explain(what: String) -> impl FnOnce(StoreError) -> Failure {

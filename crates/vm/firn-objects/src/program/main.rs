@@ -12,16 +12,22 @@
 
 #![forbid(unsafe_code)]
 
+use std::path::Path;
 use std::process::ExitCode;
 
 use clap::Parser;
+use firn_cache::CacheDir;
+use firn_objects::{CacheLimits, run_server, start_server};
 use firn_supervisor::SupervisorReply;
 use rustix::process::{Signal, set_parent_process_death_signal};
+use tracing_subscriber::EnvFilter;
 
 mod commands;
-mod store_failure;
 
 use commands::StoreCommand;
+
+/// The environment variable that sets the log level, as for supervisors.
+const LOG_VARIABLE: &str = "FIRN_LOG";
 
 /// Copies images to and from object storage, for `firn`.
 ///
@@ -34,10 +40,36 @@ struct StoreCli {
     command: StoreCommand,
 }
 
+/// Is the server of a cache, or starts it. Its errors are for a log.
+fn serve(directory: &Path, is_foreground: bool) -> ExitCode {
+    let cache = CacheDir::at(directory);
+    let done = match is_foreground {
+        true => {
+            let level = std::env::var(LOG_VARIABLE).unwrap_or_else(|_| "warn".to_owned());
+            let filter = EnvFilter::try_new(level).unwrap_or_else(|_| EnvFilter::new("warn"));
+            tracing_subscriber::fmt().with_env_filter(filter).with_writer(std::io::stderr).init();
+            CacheLimits::from_env().and_then(|limits| run_server(&cache, limits))
+        }
+        false => start_server(&cache),
+    };
+    match done {
+        Ok(()) => ExitCode::SUCCESS,
+        Err(failure) => {
+            eprint!("{}", failure.describe("firn-store"));
+            ExitCode::from(failure.kind.exit_code())
+        }
+    }
+}
+
 fn main() -> ExitCode {
     let cli = StoreCli::parse();
-    // An upload of a command that was killed does not continue.
-    let _ = set_parent_process_death_signal(Some(Signal::KILL));
+    if cli.command.ends_with_parent() {
+        // An upload of a command that was killed does not continue.
+        let _ = set_parent_process_death_signal(Some(Signal::KILL));
+    }
+    if let StoreCommand::Serve { directory, foreground } = &cli.command {
+        return serve(directory, *foreground);
+    }
     match cli.command.run() {
         Ok(facts) => {
             commands::print_reply(&SupervisorReply::Done { facts });

@@ -31,6 +31,18 @@ pub fn refuse_location(path: &Path, verb: &str) -> Result<(), Failure> {
     Err(Failure::new(FailureKind::Usage, text).with_hint(hint))
 }
 
+/// The file of an image: that of the cache, if the image is in object storage. With `has_prefetch` the
+/// cache begins to fetch its working set.
+pub fn find_stored(image: &Path, has_prefetch: bool) -> Result<PathBuf, Failure> {
+    let Some(location) = image.to_str().filter(|text| is_location(text)) else {
+        return Ok(image.to_owned());
+    };
+    let flag = has_prefetch.then_some("--prefetch");
+    let facts = run_store(["open"].into_iter().chain(flag).chain(["--", location]))?;
+    let path = facts["image"].as_str().map(PathBuf::from);
+    path.ok_or_else(|| Failure::new(FailureKind::Other, "firn-store has replied without a path"))
+}
+
 /// A file of an image that was pushed or pulled.
 #[derive(Debug, Deserialize)]
 pub struct StoredFileFacts {

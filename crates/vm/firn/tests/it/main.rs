@@ -53,6 +53,7 @@ mod restorable;
 mod session;
 mod storage;
 mod storage_snapshots;
+mod stored_restore;
 mod switch;
 mod tiny_guest;
 mod traps;

@@ -20,7 +20,7 @@ const PATIENCE: Duration = Duration::from_secs(120);
 const WEB: &str = "s3://vms/web.firn";
 
 /// Writes an image without a VM: `mib` of memory that does not compress, on a parent or on none.
-fn write_image(path: &Path, mib: u32, seed: u64, parent: Option<&Path>) {
+pub fn write_image(path: &Path, mib: u32, seed: u64, parent: Option<&Path>) {
     let geometry = Geometry::new(48 * 256);
     let parent = parent.map(|path| Image::open(path).unwrap());
     let draft = ImageDraft {
@@ -481,7 +481,6 @@ fn verbs_that_need_a_file_say_so() {
         let answer = answer.fails(2, "object storage");
         assert!(answer.err.contains(&format!("firn image {verb}")), "{}", answer.err);
     };
-    hint(session.firn(&["restore", WEB, "--name", "x"]), "pull");
     hint(session.firn(&["image", "verify", WEB]), "pull");
     hint(session.firn(&["checkpoint", "web", "-o", WEB]), "push");
     hint(session.firn(&["suspend", "web", "-o", WEB]), "push");

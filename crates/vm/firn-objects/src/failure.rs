@@ -1,9 +1,14 @@
 //! Errors of stores as failures: their kind, and what to try.
 
-use firn_objects::{StoreError, StoreLocation};
+use firn_cache::StoreLocation;
 use firn_supervisor::{Failure, FailureContext as _, FailureKind, image_failure};
 
+use crate::error::StoreError;
+
 /// Parses a location. The failure does not repeat a password.
+///
+/// # Errors
+/// If it is none.
 pub fn parse_location(text: &str) -> Result<StoreLocation, Failure> {
     let parsed = text.parse::<StoreLocation>();
     parsed.while_doing_as(FailureKind::Usage, "the location can't be used")
