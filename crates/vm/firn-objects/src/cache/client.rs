@@ -89,7 +89,11 @@ impl ObjectClient {
         let replaced = || StoreError::Replaced(self.location.clone());
         let failed = |error: &object_store::Error| match error {
             object_store::Error::Precondition { .. } => replaced(),
-            error => request_error(&self.location, "read it", error),
+            error => match request_error(&self.location, "read it", error) {
+                // The object had this range.
+                StoreError::NoSuchRange(_) => replaced(),
+                error => error,
+            },
         };
         let found = store.get_opts(&path, options).await.map_err(|error| failed(&error))?;
         // Not every server knows the condition.

@@ -80,7 +80,18 @@ impl ImageSearch<'_> {
                 return Err(StoreError::ChainTooLong(at.clone()).into());
             }
             let object = self.open_object(store, &location).await?;
-            let outline = read_outline(&object, &location).await?;
+            let mut outline = read_outline(&object, &location).await;
+            if outline.as_ref().is_err_and(|error| matches!(**error, StoreError::Damaged { .. })) {
+                // Perhaps the copy is damaged, and not the object.
+                let failed = |source| StoreError::Io {
+                    step: "use",
+                    path: self.registry.cache.path().to_owned(),
+                    source,
+                };
+                object.forget_all().map_err(failed)?;
+                outline = read_outline(&object, &location).await;
+            }
+            let outline = outline?;
             if expected.is_some_and(|it| it != outline.identity) {
                 let (image, parent) = (at.to_string(), location.to_string());
                 return Err(StoreError::WrongParent { image, parent }.into());

@@ -36,6 +36,9 @@ const SYNC_INTERVAL: Duration = Duration::from_secs(1);
 /// The server ends after this time without a connection.
 const IDLE_MAX: Duration = Duration::from_secs(60);
 
+/// How long a server waits for the end of another one that does not listen.
+const LOCK_WAIT_MAX: Duration = Duration::from_secs(5);
+
 /// What the server writes when it listens.
 const READY: &str = "ready";
 
@@ -134,13 +137,28 @@ pub fn run_server(cache: &CacheDir, limits: CacheLimits) -> Result<(), Failure> 
     let mut options = OpenOptions::new();
     let options = options.write(true).create(true).truncate(false).mode(0o600);
     let lock = options.open(cache.lock_file()).while_doing(serving())?;
-    if flock(&lock, FlockOperation::NonBlockingLockExclusive).is_err() {
+    if !take_lock(cache, &lock) {
         return Ok(());
     }
     clean_up(cache).while_doing(serving())?;
     let runtime =
         tokio::runtime::Builder::new_multi_thread().worker_threads(2).enable_all().build();
     runtime.while_doing(serving())?.block_on(serve(cache, limits)).while_doing(serving())
+}
+
+/// Locks the cache. False if another server has it. One that was killed may have the lock for a moment
+/// longer than its socket.
+fn take_lock(cache: &CacheDir, lock: &File) -> bool {
+    let begun = Instant::now();
+    loop {
+        if flock(lock, FlockOperation::NonBlockingLockExclusive).is_ok() {
+            return true;
+        }
+        if CacheConnection::to_running(cache).is_ok() || begun.elapsed() > LOCK_WAIT_MAX {
+            return false;
+        }
+        std::thread::sleep(Duration::from_millis(5));
+    }
 }
 
 async fn serve(cache: &CacheDir, limits: CacheLimits) -> io::Result<()> {

@@ -11,6 +11,7 @@ use std::path::{Path, PathBuf};
 use std::process::{Child, Command, Stdio};
 use std::time::Duration;
 
+use firn_cache::StoreEnvironment;
 use firn_lab::object_server::{OBJECT_KEY_ID, find_server, object_environment};
 
 use crate::session::{Answer, Session, eventually};
@@ -96,6 +97,11 @@ impl<'a> ObjectServer<'a> {
         command.args(args).stdin(Stdio::null()).env_remove("FIRN_FAULT");
         command.envs(like.get_envs().filter_map(|(name, value)| Some((name, value?))));
         self.with_credentials(command)
+    }
+
+    /// The variables of a process that uses it.
+    pub fn environment(&self) -> StoreEnvironment {
+        object_environment(([127, 0, 0, 1], self.port).into()).into_iter().collect()
     }
 
     fn with_credentials(&self, mut command: Command) -> Command {

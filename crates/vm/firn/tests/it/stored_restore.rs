@@ -5,6 +5,9 @@ use std::os::unix::fs::FileExt as _;
 use std::path::{Path, PathBuf};
 use std::time::Duration;
 
+use firn_cache::{
+    CacheConnection, CacheReply, CacheRequest, ObjectName, StoreEnvironment, map_path,
+};
 use firn_image::{HEADER_BYTES, Image, LocalityBlockId};
 
 use crate::faults::base;
@@ -53,6 +56,20 @@ fn open(server: &ObjectServer<'_>) -> PathBuf {
 /// Reads all bytes through the cache, and checks them.
 fn verify(server: &ObjectServer<'_>, path: &Path) -> Answer {
     server.firn(&["image", "verify", text(path)])
+}
+
+/// The reason why bytes in the middle of an object can't be fetched.
+fn read_fails(session: &Session, path: &Path, environment: StoreEnvironment) -> String {
+    let name = ObjectName::read_from(&fs::File::open(map_path(path)).unwrap()).unwrap();
+    let mut connection = CacheConnection::to_running(&session.cache()).unwrap();
+    let opened =
+        connection.request(&CacheRequest::Open { object: name.hash, environment }).unwrap();
+    assert_eq!(opened, CacheReply::Done {});
+    let read = CacheRequest::Read { offset: name.len / 2, len: 100, in_order: false };
+    match connection.request(&read).unwrap() {
+        CacheReply::Failed { message, .. } => message,
+        reply => unreachable!("{reply:?}"),
+    }
 }
 
 fn flip_bytes(path: &Path, at: u64) {
@@ -165,7 +182,7 @@ fn wrong_bytes_in_the_store_are_an_error() {
         let _ = fs::remove_dir_all(session.path("cache"));
         flip_bytes(&server.object("web.firn"), at);
         match open_with(&server, WEB, &[]) {
-            Ok(path) => _ = verify(&server, &path).fails(6, "checksum"),
+            Ok(path) => _ = verify(&server, &path).fails(6, "is damaged"),
             Err(error) => assert!(error.contains(WEB), "{at}: {error}"),
         }
         flip_bytes(&server.object("web.firn"), at);
@@ -180,10 +197,9 @@ fn an_object_that_is_replaced_is_never_mixed_with_the_other() {
     push(&server);
     let path = open(&server);
     server.firn(&["image", "push", "other.firn", WEB, "--force"]).succeeds();
-    let answer = verify(&server, &path);
-    assert_ne!(answer.code, 0);
-    let shown = format!("{}{}", answer.out, answer.err);
-    assert!(shown.contains("was replaced"), "{shown}");
+    assert_ne!(verify(&server, &path).code, 0);
+    let reason = read_fails(&session, &path, server.environment());
+    assert!(reason.contains("was replaced"), "{reason}");
     let other = open(&server);
     assert_ne!(other, path);
     verify(&server, &other).succeeds();
@@ -234,10 +250,10 @@ fn credentials_are_needed_for_the_cache_too() {
     let refused = open_with(&server, WEB, &wrong).unwrap_err();
     assert!(refused.contains("denied access") && !refused.contains("hush"), "{refused}");
     let path = open(&server);
-    let mut command = server.command(&["image", "verify", text(&path)]);
-    let answer = Answer::of(command.envs(wrong).output().unwrap());
-    let shown = format!("{}{}", answer.out, answer.err);
-    assert!(answer.code != 0 && shown.contains("denied access"), "{shown}");
+    let mut environment = server.environment();
+    environment.insert("AWS_SECRET_ACCESS_KEY".to_owned(), "hush-wrong".to_owned());
+    let reason = read_fails(&session, &path, environment);
+    assert!(reason.contains("denied access") && !reason.contains("hush"), "{reason}");
     // The next process that has valid ones makes it work again.
     verify(&server, &path).succeeds();
     let log = fs::read_to_string(session.cache().log_file()).unwrap();
