@@ -204,9 +204,14 @@ fn announce_ready() {
 /// If there is none, or the store can't be used.
 pub fn find_image(cache: &CacheDir, at: &StoreLocation) -> Result<CachedImage, Failure> {
     let using = || format!("using the cache {}", cache.path().display());
-    let mut connection = CacheConnection::open(cache, true).while_doing(using())?;
     let (location, environment) = (at.to_string(), store_environment());
-    let reply = connection.request(&CacheRequest::Find { location, environment });
+    let request = CacheRequest::Find { location, environment };
+    let find = || CacheConnection::open(cache, true)?.request(&request);
+    // A server that was killed may accept a connection for a moment longer.
+    let reply = find().or_else(|_| {
+        std::thread::sleep(Duration::from_millis(50));
+        find()
+    });
     match reply.while_doing(using())? {
         CacheReply::Found { image, objects } => Ok(CachedImage { path: image, objects }),
         CacheReply::Failed { message, failure } => {
