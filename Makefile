@@ -82,7 +82,7 @@ build: setup-build
 
 # What is installed: programs without fault points (the feature `armed`), which those of `make bench` have.
 release: setup-build
-	$(CARGO) build --release -p firn -p firn-agent -p firn-app-backup -p firn-stores -p firn-app-c
+	$(CARGO) build --release -p firn -p firn-objects -p firn-agent -p firn-app-backup -p firn-stores -p firn-app-c
 
 # Builds as the user who calls it; only copies the files as root.
 install: release

@@ -162,4 +162,10 @@ pub const POINTS: &[&str] = &[
     "store.part",
     "store.complete",
     "store.completed",
+    // The server of the cache of objects: bytes have come, are about to be written, are written, are on
+    // the disk; no bit is set for them yet.
+    "cache.fetched",
+    "cache.write",
+    "cache.written",
+    "cache.synced",
 ];

@@ -166,13 +166,23 @@ impl Image {
             let found = out.len();
             return Err(self.block_error(entry, DecodeError::Length { expected, found }));
         }
-        decode_stored(entry.stored_as, stored, entry.checksum, out)
-            .map_err(|source| self.block_error(entry, source))
+        decode_stored(entry.stored_as, stored, entry.checksum, out).map_err(|source| {
+            if let Some((file, start)) = self.file_of(entry.block) {
+                let at = start + u64::from(entry.offset);
+                file.report_wrong_bytes(at, u64::from(entry.stored_len));
+            }
+            self.block_error(entry, source)
+        })
+    }
+
+    /// The file that has a memory block, and the offset of its locality block there.
+    fn file_of(&self, block: Block) -> Option<(&ImageFile, u64)> {
+        self.entry_of(block).map(|(id, _)| self.file_and_offset(id))
     }
 
     fn block_error(&self, entry: &BlockEntry, source: DecodeError) -> BlockError {
-        let found = self.entry_of(entry.block).map(|(id, _)| self.file_and_offset(id));
-        let (path, start) = found.map_or((self.path(), 0), |(source, at)| (&source.path, at));
+        let (path, start) =
+            self.file_of(entry.block).map_or((self.path(), 0), |(source, at)| (&source.path, at));
         BlockError {
             block: entry.block,
             path: path.to_owned(),

@@ -46,6 +46,7 @@ mod header;
 mod index;
 mod index_builder;
 mod locality;
+mod object;
 mod outline;
 mod partial;
 mod placement;
@@ -67,6 +68,7 @@ pub use compare::{PageMismatch, compare_with_reference};
 pub use compress::{CompressedBlock, PackedBlock, block_checksum, compress_block};
 pub use decode::DecodeError;
 pub use error::{BlockError, ImageError, ImageFlaw};
+pub use firn_cache::fetch_count;
 pub use footer::{FOOTER_BYTES, JSON_BYTES_MAX, JSON_VALUES_MAX, SECTION_BYTES_MAX};
 pub use geometry::{
     BlockOrganization, Geometry, GeometryError, HEADER_BYTES, LOCALITY_BLOCK_BYTES_DEFAULT,

@@ -8,6 +8,7 @@ use std::os::unix::fs::{FileExt, MetadataExt};
 use std::path::{Path, PathBuf};
 use std::sync::{Arc, OnceLock, PoisonError, RwLock};
 
+use firn_cache::CachedFile;
 use firn_files::NotRegular;
 use rustix::fs::{Advice, OFlags, fadvise, fcntl_setfl, fstatfs};
 use rustix::io::{Errno, ReadWriteFlags, preadv2};
@@ -48,6 +49,8 @@ struct OpenFile {
     /// Device and inode, which identify the file, whatever its name.
     id: (u64, u64),
     is_in_memory: bool,
+    /// If it is a file of the cache of objects: not all of its bytes are there.
+    cached: Option<CachedFile>,
 }
 
 impl ImageFile {
@@ -70,7 +73,8 @@ impl ImageFile {
         let is_in_memory = is_in_memory(&file);
         let id = (metadata.dev(), metadata.ino());
         let in_order = OnceLock::new();
-        let open_file = OpenFile { file, in_order, id, is_in_memory };
+        let cached = CachedFile::find(path, &file).map_err(failed)?;
+        let open_file = OpenFile { file, in_order, id, is_in_memory, cached };
         let (path, len, tail) = (path.to_owned(), metadata.len(), Vec::new());
         Ok(Self { open_file: RwLock::new(Arc::new(open_file)), tail, path, len })
     }
@@ -81,7 +85,37 @@ impl ImageFile {
 
     /// Reads through the descriptors of another opening of the same image from now on.
     pub(crate) fn replace_with(&self, other: &Self) {
-        *self.open_file.write().unwrap_or_else(PoisonError::into_inner) = other.open_file();
+        let (old, new) = (self.open_file(), other.open_file());
+        if let (Some(old), Some(new)) = (&old.cached, &new.cached) {
+            new.continue_for(old);
+        }
+        *self.open_file.write().unwrap_or_else(PoisonError::into_inner) = new;
+    }
+
+    /// Records that these bytes are wrong. Of an object in the cache, the next read fetches them once
+    /// more.
+    pub(crate) fn report_wrong_bytes(&self, offset: u64, len: u64) {
+        if let Some(cached) = &self.open_file().cached {
+            cached.report_wrong_bytes(offset, len);
+        }
+    }
+
+    /// Requests ranges of an object that will be needed, without waiting for them.
+    pub(crate) fn prefetch(&self, ranges: Vec<(u64, u64)>) -> Result<(), ImageError> {
+        let failed = |source| ImageError::Io { step: "fetch", path: self.path.clone(), source };
+        match &self.open_file().cached {
+            Some(cached) => cached.prefetch(ranges).map_err(failed),
+            None => Ok(()),
+        }
+    }
+
+    /// Fetches all of an object that is missing in the cache.
+    pub(crate) fn fetch_all(&self) -> Result<(), ImageError> {
+        let failed = |source| ImageError::Io { step: "fetch", path: self.path.clone(), source };
+        match &self.open_file().cached {
+            Some(cached) => cached.fetch_all().map_err(failed),
+            None => Ok(()),
+        }
     }
 
     /// Another descriptor of the file.
@@ -139,7 +173,8 @@ impl ImageFile {
             bytes.copy_from_slice(ahead);
             return Ok(());
         }
-        self.read_exact_of(&self.open_file().file, bytes, offset)
+        let open_file = self.open_file();
+        self.read_exact_of(&open_file, (&open_file.file, false), bytes, offset)
     }
 
     /// As [`Self::read_exact_at`], for a caller that also needs the bytes that follow: the kernel
@@ -149,12 +184,21 @@ impl ImageFile {
         bytes: &mut [u8],
         offset: u64,
     ) -> Result<(), ImageError> {
-        self.read_exact_of(self.open_file().sequential_file(), bytes, offset)
+        let open_file = self.open_file();
+        self.read_exact_of(&open_file, (open_file.sequential_file(), true), bytes, offset)
     }
 
-    fn read_exact_of(&self, file: &File, bytes: &mut [u8], offset: u64) -> Result<(), ImageError> {
-        let read = firn_fault::pass_io_point("image.read")
-            .and_then(|()| file.read_exact_at(bytes, offset));
+    fn read_exact_of(
+        &self,
+        open_file: &OpenFile,
+        (file, in_order): (&File, bool),
+        bytes: &mut [u8],
+        offset: u64,
+    ) -> Result<(), ImageError> {
+        let read = firn_fault::pass_io_point("image.read").and_then(|()| match &open_file.cached {
+            None => file.read_exact_at(bytes, offset),
+            Some(cached) => cached.read_exact_at(file, bytes, offset, in_order),
+        });
         read.map_err(|source| ImageError::Read {
             path: self.path.clone(),
             offset,
@@ -172,6 +216,10 @@ impl ImageFile {
         offset: u64,
     ) -> Result<bool, ImageError> {
         let open_file = self.open_file();
+        let is_there = |cached: &CachedFile| cached.has_bytes(offset, bytes.len() as u64);
+        if !open_file.cached.as_ref().is_none_or(is_there) {
+            return Ok(false);
+        }
         if open_file.is_in_memory {
             return self.read_exact_at(bytes, offset).map(|()| true);
         }

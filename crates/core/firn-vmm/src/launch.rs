@@ -114,6 +114,11 @@ pub fn launch_hypervisor(
     let (out, err) =
         open_log(log).map_err(|source| LaunchError::Log { path: log.to_owned(), source })?;
     let mut starter = Command::new(SESSION);
+    // No hypervisor needs the credentials of object storage, with which its image may be read.
+    let variables = std::env::vars_os().map(|(name, _)| name);
+    for name in variables.filter(|name| name.as_encoded_bytes().starts_with(b"AWS_")) {
+        starter.env_remove(name);
+    }
     starter.arg(program).args(args).stdin(Stdio::null()).stdout(out).stderr(err);
     let child = spawn_inheriting(&mut starter, inherit, name)?;
     let start_error = |source| LaunchError::Start { program: name.clone(), source };

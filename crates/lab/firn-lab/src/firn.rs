@@ -63,6 +63,8 @@ pub struct Firn {
     namespace: Option<String>,
     /// The fault point that is armed in it and in the processes it starts.
     fault: Option<String>,
+    /// Environment variables of its processes.
+    variables: Vec<(String, String)>,
     /// The disk profile of the last restore.
     disk: Arc<Mutex<Option<DiskProfile>>>,
 }
@@ -125,6 +127,7 @@ impl Firn {
             runtime: runtime.to_owned(),
             namespace: None,
             fault: None,
+            variables: Vec::new(),
             disk: Arc::default(),
         }
     }
@@ -137,6 +140,11 @@ impl Firn {
     /// The same with a fault point armed, also in the supervisors that it starts.
     pub fn with_fault(&self, fault: Option<&str>) -> Self {
         Self { fault: fault.map(str::to_owned), ..self.clone() }
+    }
+
+    /// The same with environment variables, also of the supervisors that it starts.
+    pub fn with_environment(&self, variables: Vec<(String, String)>) -> Self {
+        Self { variables, ..self.clone() }
     }
 
     /// The same with another program, in the same runtime directory.
@@ -344,6 +352,7 @@ impl Firn {
         }
         command.env(QEMU_ALLOW_VARIABLE, default_program());
         command.envs(self.fault.as_ref().map(|fault| ("FIRN_FAULT", fault)));
+        command.envs(self.variables.iter().map(|(name, value)| (name, value)));
         command.stdin(Stdio::null());
         command
     }

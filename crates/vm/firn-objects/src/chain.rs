@@ -16,8 +16,8 @@ use std::path::{Component, Path, PathBuf};
 use firn_image::{CHAIN_MAX, Image, ImageOutline, OutlineError, ParentName};
 
 use crate::error::StoreError;
-use crate::location::StoreLocation;
 use crate::storage::{ObjectFacts, ObjectStorage};
+use firn_cache::StoreLocation;
 
 /// A file of a chain on this host.
 pub(crate) struct LocalFile {

@@ -3,9 +3,9 @@
 use firn_image::PartialFile;
 
 use crate::error::StoreError;
-use crate::location::StoreLocation;
 use crate::parts::{TransferProgress, split_into_parts, transfer_parts};
 use crate::storage::{ObjectFacts, ObjectStorage};
+use firn_cache::StoreLocation;
 
 /// Downloads an object, several ranges at a time. Each range is of the same state of the object.
 pub(crate) fn download_object(

@@ -8,7 +8,7 @@ use std::path::PathBuf;
 use firn_image::{ImageError, ImageFlaw, VerifyProblem};
 use thiserror::Error;
 
-use crate::location::StoreLocation;
+use firn_cache::StoreLocation;
 
 /// Why an image could not be pushed, pulled, listed or removed.
 #[derive(Debug, Error)]

@@ -16,18 +16,21 @@
 //! - A request that fails is repeated, for half a minute at most.
 //! - Credentials come from the environment, and are in no error.
 //!
+//! - Bytes of an image that is restored from the store are of one state of the object (`cache`).
+//!
 //! The modules: [`StoreLocation`] is what a user writes; `storage` sends requests; `upload` and
 //! `download` move one file in parts; `chain` finds out which files belong together; `push`,
 //! `pull`, `list` and `remove` are the verbs.
 
 #![forbid(unsafe_code)]
 
+mod cache;
 mod chain;
 mod connector;
 mod download;
 mod error;
+mod failure;
 mod list;
-mod location;
 mod open;
 mod parts;
 mod pull;
@@ -38,9 +41,13 @@ mod storage;
 mod upload;
 mod upload_record;
 
+pub use cache::{
+    CacheLimits, CachedImage, find_image, forget_image, query_report, run_server, start_server,
+};
 pub use error::StoreError;
+pub use failure::{parse_location, store_failure};
+pub use firn_cache::{LocationError, StoreLocation, is_location};
 pub use list::{StoredImage, list_images};
-pub use location::{LocationError, StoreLocation, is_location};
 pub use parts::TransferProgress;
 pub use pull::{PulledFile, pull_image};
 pub use push::{PushOptions, PushedFile, push_image};

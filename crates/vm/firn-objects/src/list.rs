@@ -3,9 +3,9 @@
 use firn_image::{ImageFlaw, ImageOutline};
 
 use crate::error::StoreError;
-use crate::location::StoreLocation;
 use crate::parts::run_jobs;
 use crate::storage::{ObjectFacts, ObjectStorage, PutRule};
+use firn_cache::StoreLocation;
 
 /// An object that is an image, or is named as one.
 #[derive(Clone, PartialEq, Debug)]

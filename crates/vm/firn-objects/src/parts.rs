@@ -99,7 +99,7 @@ pub(crate) fn run_jobs<T: Send>(
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::location::StoreLocation;
+    use firn_cache::StoreLocation;
 
     #[test]
     fn parts_cover_a_file_without_gaps() {

@@ -17,10 +17,10 @@ use firn_image::{Image, PartialFile, verify_own_file};
 use crate::chain::{StoredFile, list_stored_chain, read_local_outline};
 use crate::download::download_object;
 use crate::error::StoreError;
-use crate::location::StoreLocation;
 use crate::parts::TransferProgress;
 use crate::push::signature_path;
 use crate::storage::{ObjectStorage, PutRule};
+use firn_cache::StoreLocation;
 
 /// A file that is on this host now.
 #[derive(Clone, PartialEq, Eq, Debug)]

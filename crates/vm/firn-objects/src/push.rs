@@ -18,11 +18,11 @@ use firn_image::{Image, verify_own_file};
 
 use crate::chain::{LocalFile, list_local_chain};
 use crate::error::StoreError;
-use crate::location::StoreLocation;
 use crate::parts::TransferProgress;
 use crate::storage::{ObjectStorage, PutRule};
 use crate::upload::{FileSource, upload_file};
 use crate::upload_record::{Leftovers, abort_leftovers};
+use firn_cache::StoreLocation;
 
 /// How to push.
 #[derive(Clone, Copy, Debug)]

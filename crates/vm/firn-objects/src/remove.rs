@@ -5,9 +5,9 @@
 
 use crate::error::StoreError;
 use crate::list::list_stored;
-use crate::location::StoreLocation;
 use crate::storage::{ObjectStorage, PutRule};
 use crate::upload_record::{Leftovers, abort_leftovers};
+use firn_cache::StoreLocation;
 
 /// What was removed.
 #[derive(Clone, PartialEq, Eq, Debug)]

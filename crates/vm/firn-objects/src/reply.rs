@@ -11,7 +11,7 @@
 use std::error::Error;
 
 use crate::error::StoreError;
-use crate::location::StoreLocation;
+use firn_cache::StoreLocation;
 
 /// Codes of answers that mean: these credentials may not do that. Some stores send them with the
 /// status 400.

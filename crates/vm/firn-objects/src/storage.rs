@@ -20,9 +20,9 @@ use object_store::{
 use tokio::runtime::Runtime;
 
 use crate::error::StoreError;
-use crate::location::{StoreLocation, StoreScheme};
 use crate::open;
 use crate::reply::request_error;
+use firn_cache::{StoreLocation, StoreScheme, store_environment};
 
 /// Whether an upload may replace an object.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
@@ -62,8 +62,11 @@ impl ObjectFacts {
     }
 }
 
+/// How long a request of a command is repeated.
+const RETRY_TIMEOUT: Duration = Duration::from_secs(30);
+
 /// How often, and for how long, a request is repeated.
-pub(crate) fn retry_config() -> RetryConfig {
+pub(crate) fn retry_config(retry_timeout: Duration) -> RetryConfig {
     RetryConfig {
         backoff: BackoffConfig {
             init_backoff: Duration::from_millis(200),
@@ -72,11 +75,11 @@ pub(crate) fn retry_config() -> RetryConfig {
         },
         // The time is the bound.
         max_retries: 100,
-        retry_timeout: Duration::from_secs(30),
+        retry_timeout,
     }
 }
 
-fn path_of(at: &StoreLocation) -> Result<ObjectPath, StoreError> {
+pub(crate) fn path_of(at: &StoreLocation) -> Result<ObjectPath, StoreError> {
     ObjectPath::parse(&at.key).map_err(|error| StoreError::Configuration {
         location: at.clone(),
         problem: error.to_string(),
@@ -92,13 +95,16 @@ impl ObjectStorage {
             .enable_all()
             .build()
             .map_err(|error| failed(error.to_string()))?;
+        let (environment, retry) = (store_environment(), retry_config(RETRY_TIMEOUT));
         match at.scheme {
             StoreScheme::S3 => {
-                let store = Arc::new(open::open_s3(&at.container, rule).map_err(failed)?);
+                let store = open::open_s3(&at.container, rule, &environment, retry);
+                let store = Arc::new(store.map_err(failed)?);
                 Ok(Self { runtime, uploads: Some(Arc::clone(&store)), store })
             }
             StoreScheme::Web { has_tls } => {
-                let store = open::open_web(&at.container, has_tls).map_err(failed)?;
+                let store = open::open_web(&at.container, has_tls, &environment, retry);
+                let store = store.map_err(failed)?;
                 Ok(Self { runtime, uploads: None, store: Arc::new(store) })
             }
         }

@@ -10,10 +10,10 @@ use std::path::Path;
 use bytes::Bytes;
 
 use crate::error::StoreError;
-use crate::location::StoreLocation;
 use crate::parts::{TransferProgress, split_into_parts, transfer_parts};
 use crate::storage::ObjectStorage;
 use crate::upload_record::write_record;
+use firn_cache::StoreLocation;
 
 /// A file to upload.
 pub(crate) struct FileSource<'a> {

@@ -16,8 +16,8 @@ use std::time::{SystemTime, UNIX_EPOCH};
 use serde::{Deserialize, Serialize};
 
 use crate::error::StoreError;
-use crate::location::StoreLocation;
 use crate::storage::{ObjectFacts, ObjectStorage};
+use firn_cache::StoreLocation;
 
 const DIRECTORY: &str = ".firn-uploads";
 

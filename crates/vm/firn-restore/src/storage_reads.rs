@@ -3,9 +3,12 @@
 //! The time of a read from the page cache does not show the storage latency. The kernel counts for
 //! each thread the bytes that it caused to be fetched from storage (`read_bytes` of
 //! `/proc/thread-self/io`, proc_pid_io(5)): if the count has not changed, nothing was.
+//! What comes from object storage, another process has fetched; such reads are counted separately.
 
 use std::fs::File;
 use std::os::unix::fs::FileExt;
+
+use firn_image::fetch_count;
 
 /// The count for the thread that created this value.
 #[derive(Debug)]
@@ -13,13 +16,15 @@ pub(crate) struct StorageReads {
     file: Option<File>,
     buffer: [u8; 256],
     seen: Option<u64>,
+    /// The number of reads that had to wait for object storage.
+    fetches: u64,
 }
 
 impl StorageReads {
     /// The count for the calling thread, from now on.
     pub(crate) fn of_this_thread() -> Self {
         let file = File::open("/proc/thread-self/io").ok();
-        let mut reads = Self { file, buffer: [0; 256], seen: None };
+        let mut reads = Self { file, buffer: [0; 256], seen: None, fetches: fetch_count() };
         reads.seen = reads.read_count();
         reads
     }
@@ -29,7 +34,8 @@ impl StorageReads {
     pub(crate) fn has_read(&mut self) -> bool {
         let now = self.read_count();
         let seen = std::mem::replace(&mut self.seen, now);
-        now.is_none() || now != seen
+        let fetches = std::mem::replace(&mut self.fetches, fetch_count());
+        now.is_none() || now != seen || fetches != self.fetches
     }
 
     fn read_count(&mut self) -> Option<u64> {

@@ -21,6 +21,7 @@ use crate::choices::{Choice, accept_words, parse_choice};
 use crate::clones::{
     COUNT_MAX, CloneOrder, NamePattern, check_names, describe_clones, start_clones, wait_for_clones,
 };
+use crate::image::stored::find_stored;
 use crate::live::RestoreView;
 use crate::output::{FactPrinter, check_directory};
 use crate::overrides::OverrideArgs;
@@ -93,6 +94,10 @@ const OUTAGES: &[Choice] = &[
 /// `hostfwd` port can't be shared: give each clone its own, as in the example. All or none of the
 /// names must be free.
 ///
+/// An image in object storage, s3://BUCKET/KEY, is restored as one on this host: what the guest needs
+/// is fetched when it needs it, and kept in a cache. If the store is away, the guest waits. Credentials
+/// come from the environment, as for `firn image push`.
+///
 /// --libvirt restores an image of a libvirt domain as a new domain. libvirt starts QEMU from the
 /// XML in the image and manages the new domain like any other. Firn is attached to the new domain.
 /// The new domain has the name of the saved domain, which must not run meanwhile. With --name the
@@ -102,12 +107,13 @@ const OUTAGES: &[Choice] = &[
   firn restore web.firn
   firn restore web.firn --name web2 --mode eager --json
   firn restore web.firn --libvirt
+  firn restore s3://vms/prod/web.firn
   firn restore web.firn --name web2 --set vnc=:5 \
     --netdev net0=user,hostfwd=tcp::2223-:22
   firn restore web.firn --count 20 --name 'web-{}' \
     --netdev 'net0=user,hostfwd=tcp::300{}-:22'")]
 pub struct RestoreArgs {
-    /// The image.
+    /// The image: a file, or a location in object storage.
     image: PathBuf,
     /// The name to give the VM; by default that in the image. With --count, {} in it stands for a
     /// number from 1 on; by default NAME-{}.
@@ -178,22 +184,28 @@ pub struct RestoreArgs {
 impl RestoreArgs {
     /// Runs the verb.
     pub fn run(&self, out: FactPrinter) -> Result<(), Failure> {
-        crate::image::stored::refuse_location(&self.image, "pull")?;
         let base = crate::hidden::runtime_dir()?;
         let explain = |failure: Failure| {
             failure.while_doing(format!("can't restore {}", self.image.display()))
         };
+        let has_prefetch = self.mode != RestoreMode::Lazy;
+        let image = find_stored(&self.image, has_prefetch).map_err(explain)?;
         if let Some(count) = self.count {
-            let facts = self.start_clones(&base, count).map_err(explain)?;
+            let facts = self.start_clones(&base, &image, count).map_err(explain)?;
             return out.print_facts(&facts, || describe_clones(&facts));
         }
-        let facts = self.start_restore(&base).map_err(explain)?;
+        let facts = self.start_restore(&base, &image).map_err(explain)?;
         out.print_facts(&facts, || describe_restore(&facts))
     }
 
     /// Starts several clones; waits for all of their memory if the user wants that.
-    fn start_clones(&self, base: &RuntimeDir, count: u32) -> Result<serde_json::Value, Failure> {
-        let image = absolute_path(&self.image)?;
+    fn start_clones(
+        &self,
+        base: &RuntimeDir,
+        image: &Path,
+        count: u32,
+    ) -> Result<serde_json::Value, Failure> {
+        let image = absolute_path(image)?;
         let pattern = match &self.name {
             Some(pattern) => pattern.clone(),
             None => NamePattern::for_clones_of(&read_name(&image)?),
@@ -217,8 +229,8 @@ impl RestoreArgs {
         Ok(facts)
     }
 
-    fn start_restore(&self, base: &RuntimeDir) -> Result<serde_json::Value, Failure> {
-        let image = absolute_path(&self.image)?;
+    fn start_restore(&self, base: &RuntimeDir, image: &Path) -> Result<serde_json::Value, Failure> {
+        let image = absolute_path(image)?;
         let name = match &self.name {
             Some(name) => name.single_name()?,
             None => read_name(&image)?,

@@ -7,6 +7,7 @@
 
 pub mod app;
 mod application;
+mod cold_store;
 mod cow_compile;
 mod cow_downtime;
 mod cow_spaces;
@@ -70,6 +71,11 @@ pub const ALL: &[Experiment] = &[
         name: "app-structures",
         about: "application checkpointing: transactions on thirteen data structures, by tracker",
         run: app::structures::run,
+    },
+    Experiment {
+        name: "cold-store",
+        about: "restores from object storage, against a local disk and a pull before the restore",
+        run: cold_store::run,
     },
     Experiment {
         name: "cow-compile",

@@ -28,6 +28,7 @@ use super::peers_restore::{ComparedSystem, GuestSetup, RECOVERED_SHARE, SavedGue
 use crate::disk_profile::{DiskProfile, DiskThrottle, warm_file};
 use crate::lab::{Lab, run_interleaved, wait_for};
 use crate::peer::SharedMemory;
+use crate::prober::Prober;
 use crate::report::Report;
 use firn_report::plot::BarPlot;
 
@@ -121,24 +122,7 @@ fn measure_restore(
     let client = guest.start_client(lab.extent.seed + 100 + round as u64);
     let event = client.now();
     let running = guest.restore_guest(row.image, row.mode, throttle)?;
-    let outside = || {
-        let observed = client.now().saturating_sub(event);
-        let replies = client.timeline();
-        let after = replies.replies().iter().filter_map(|reply| reply.checked_sub(event));
-        let times = after.map(|time| time.as_micros() as u64).collect();
-        ReplyTimes::new(times, observed.as_micros() as u64, row.image.steady)
-    };
-    let since = Instant::now();
-    let is_settled = || {
-        let back = outside().time_to_responsiveness(WINDOW_US, RECOVERED_SHARE);
-        let settled =
-            Duration::from_secs_f64(back.unwrap_or(f64::from(u16::MAX))) + WINDOW + SETTLE_TIME;
-        since.elapsed() >= settled
-    };
-    while !is_settled() && since.elapsed() < LIMIT {
-        std::thread::sleep(Duration::from_millis(50));
-    }
-    let ttr = outside().time_to_responsiveness(WINDOW_US, RECOVERED_SHARE);
+    let ttr = wait_for_recovery(&client, event, row.image.steady, &mut || ());
     let profile = throttle.profile();
     let inside = match row.image.system {
         ComparedSystem::Firn => {
@@ -166,6 +150,35 @@ fn measure_restore(
     report.add_repetition(json!({ "system": row.name, "profile": profile, "round": round,
         "ttr_1s_90": ttr, "inside_ttr_1s_90": inside }));
     Ok(())
+}
+
+/// Waits until the replies since `event` are as frequent as before the save, and for some seconds
+/// more; returns the time to responsiveness in seconds. Calls `poll` meanwhile.
+pub(super) fn wait_for_recovery(
+    client: &Prober,
+    event: Duration,
+    steady: f64,
+    poll: &mut dyn FnMut(),
+) -> Option<f64> {
+    let outside = || {
+        let observed = client.now().saturating_sub(event);
+        let replies = client.timeline();
+        let after = replies.replies().iter().filter_map(|reply| reply.checked_sub(event));
+        let times = after.map(|time| time.as_micros() as u64).collect();
+        ReplyTimes::new(times, observed.as_micros() as u64, steady)
+    };
+    let since = Instant::now();
+    let is_settled = || {
+        let back = outside().time_to_responsiveness(WINDOW_US, RECOVERED_SHARE);
+        let settled =
+            Duration::from_secs_f64(back.unwrap_or(f64::from(u16::MAX))) + WINDOW + SETTLE_TIME;
+        since.elapsed() >= settled
+    };
+    while !is_settled() && since.elapsed() < LIMIT {
+        poll();
+        std::thread::sleep(Duration::from_millis(50));
+    }
+    outside().time_to_responsiveness(WINDOW_US, RECOVERED_SHARE)
 }
 
 /// Reads the run record, once all memory is present if that is soon.

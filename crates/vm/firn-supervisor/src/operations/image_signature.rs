@@ -71,6 +71,8 @@ fn check_signer(image: &Image, signature: &Path, list: &Path) -> Result<String, 
     let principal = text.lines().next().filter(|_| principals.status.success());
     let principal = principal.filter(|it| !it.is_empty()).ok_or_else(unlisted)?;
     let words = ["-I", principal, "-n", NAMESPACE];
+    // Of an image in object storage only what was needed is there.
+    image.fetch_own_file().map_err(|error| image_failure(&error))?;
     let content = open_again(image).while_doing("reading the image")?;
     match run_tool("verify", signature, list, &words, content.into())?.status.success() {
         true => Ok(principal.to_owned()),

@@ -9,6 +9,7 @@ use firn_supervisor::{Failure, ImageMeta, OriginReport, report_origin, resolve_c
 use firn_types::make_printable;
 use serde_json::json;
 
+use super::stored::find_stored;
 use crate::ls::seconds_since;
 use crate::output::FactPrinter;
 use crate::units;
@@ -29,7 +30,7 @@ pub struct ImageInspectArgs {
 impl ImageInspectArgs {
     /// Runs the verb.
     pub fn run(&self, out: FactPrinter) -> Result<(), Failure> {
-        let image = super::open::open_image(&self.image)?;
+        let image = super::open::open_image(&find_stored(&self.image, false)?)?;
         let aux = image.aux_list().map_err(|error| super::open::to_failure(&error))?;
         let origin = report_origin(&image)?;
         out.print_facts(&image_facts(&image, &aux, &origin), || describe_image(&image, &origin))

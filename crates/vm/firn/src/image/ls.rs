@@ -1,12 +1,10 @@
 //! `firn image ls`
 
 use clap::Args as ClapArgs;
-use firn_image::{ImageFlaw, ImageOutline};
-use firn_objects::{StoredImage, list_images};
-use firn_supervisor::{Failure, ImageMeta};
-use serde_json::json;
+use firn_supervisor::Failure;
+use serde::Deserialize;
 
-use super::stored::{parse_location, store_failure};
+use super::stored::{read_facts, run_store};
 use crate::ls::seconds_since;
 use crate::output::{FactPrinter, format_table};
 use crate::units;
@@ -27,35 +25,24 @@ pub struct ImageLsArgs {
 impl ImageLsArgs {
     /// Runs the verb.
     pub fn run(&self, out: FactPrinter) -> Result<(), Failure> {
-        let location = parse_location(&self.location)?;
-        let images = list_images(&location)
-            .map_err(|error| store_failure(&error).while_doing(format!("can't list {location}")))?;
-        let facts: Vec<_> = images.iter().map(image_facts).collect();
-        out.print_facts(&facts, || describe_images(&images))
+        let facts = run_store(["ls", "--", &self.location])?;
+        out.print_facts(&facts, || describe_images(&read_facts::<Vec<_>>(&facts)))
     }
 }
 
-fn read_meta(outline: &Result<ImageOutline, ImageFlaw>) -> Option<ImageMeta> {
-    serde_json::from_value(outline.as_ref().ok()?.meta.clone()).ok()
+/// An image in the store.
+#[derive(Debug, Deserialize)]
+struct ListedImage {
+    location: String,
+    identity: Option<String>,
+    file_bytes: u64,
+    vm: Option<String>,
+    created: Option<u64>,
+    parent: Option<String>,
+    problem: Option<String>,
 }
 
-fn image_facts(image: &StoredImage) -> serde_json::Value {
-    let (outline, meta) = (image.outline.as_ref().ok(), read_meta(&image.outline));
-    let parent = outline.and_then(|outline| outline.parent.as_ref());
-    json!({
-        "location": image.location.to_string(),
-        "identity": outline.map(|outline| &outline.identity),
-        "file_bytes": image.bytes,
-        "vm": meta.as_ref().map(|meta| &meta.name),
-        "created": meta.as_ref().map(|meta| meta.created),
-        "pushed": image.modified,
-        "parent": parent.map(|parent| parent.path.to_string_lossy()),
-        "parent_identity": parent.map(|parent| &parent.identity),
-        "problem": image.outline.as_ref().err().map(ToString::to_string),
-    })
-}
-
-fn describe_images(images: &[StoredImage]) -> String {
+fn describe_images(images: &[ListedImage]) -> String {
     if images.is_empty() {
         return "no images\n".to_owned();
     }
@@ -65,24 +52,17 @@ fn describe_images(images: &[StoredImage]) -> String {
     format_table(&rows)
 }
 
-fn image_row(image: &StoredImage) -> Vec<String> {
-    let none = || "-".to_owned();
-    let meta = read_meta(&image.outline);
-    let age =
-        |meta: &ImageMeta| format!("{} ago", units::format_seconds(seconds_since(meta.created)));
-    let (parent, id) = match &image.outline {
-        Ok(outline) => {
-            let parent = outline.parent.as_ref().map(|it| it.path.display().to_string());
-            (parent.unwrap_or_else(none), outline.identity.clone())
-        }
-        Err(flaw) => (none(), format!("damaged: {flaw}")),
-    };
+fn image_row(image: &ListedImage) -> Vec<String> {
+    let text = |value: &Option<String>| value.clone().unwrap_or_else(|| "-".to_owned());
+    let age = |created| format!("{} ago", units::format_seconds(seconds_since(created)));
+    let damage = image.problem.as_ref().map(|problem| format!("damaged: {problem}"));
+    let name = image.location.rsplit_once('/').map_or(&*image.location, |(_, name)| name);
     vec![
-        image.location.name().to_owned(),
-        units::format_bytes(image.bytes),
-        meta.as_ref().map_or_else(none, |meta| meta.name.clone()),
-        meta.as_ref().map_or_else(none, age),
-        parent,
-        id,
+        name.to_owned(),
+        units::format_bytes(image.file_bytes),
+        text(&image.vm),
+        text(&image.created.map(age)),
+        text(&image.parent),
+        text(&damage.or_else(|| image.identity.clone())),
     ]
 }

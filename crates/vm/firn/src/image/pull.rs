@@ -1,13 +1,12 @@
 //! `firn image pull`
 
+use std::ffi::OsStr;
 use std::path::PathBuf;
 
 use clap::Args as ClapArgs;
-use firn_objects::{PulledFile, pull_image};
 use firn_supervisor::Failure;
-use serde_json::json;
 
-use super::stored::{TransferBar, parse_location, store_failure};
+use super::stored::{StoredFileFacts, describe_files, run_store};
 use crate::output::{FactPrinter, check_output, printable_path};
 use crate::units;
 
@@ -33,40 +32,19 @@ pub struct ImagePullArgs {
 impl ImagePullArgs {
     /// Runs the verb.
     pub fn run(&self, out: FactPrinter) -> Result<(), Failure> {
-        let location = parse_location(&self.location)?;
         check_output(&self.path)?;
-        let pulled = {
-            let bar = TransferBar::new();
-            let show = |stage, done, total| bar.show_progress(stage, done, total);
-            pull_image(&location, &self.path, super::open::worker_count(), &show).map_err(
-                |error| store_failure(&error).while_doing(format!("can't pull {location}")),
-            )?
-        };
-        let files: Vec<_> = pulled.iter().map(file_facts).collect();
-        let facts = json!({
-            "image": self.path.to_string_lossy(),
-            "location": location.to_string(),
-            "files": files,
-        });
-        out.print_facts(&facts, || pulled.iter().map(describe_file).collect())
+        let words = ["pull", "--", &self.location].map(OsStr::new);
+        let facts = run_store(words.into_iter().chain([self.path.as_os_str()]))?;
+        out.print_facts(&facts, || describe_files(&facts, describe_pulled))
     }
 }
 
-fn file_facts(file: &PulledFile) -> serde_json::Value {
-    json!({
-        "image": file.path.to_string_lossy(),
-        "location": file.location.to_string(),
-        "identity": file.identity,
-        "file_bytes": file.bytes,
-        "was_there": file.was_there,
-        "signed": file.is_signed,
-    })
-}
-
-fn describe_file(file: &PulledFile) -> String {
-    let path = printable_path(&file.path);
+fn describe_pulled(file: &StoredFileFacts) -> String {
+    let path = printable_path(&file.image);
     match file.was_there {
         true => format!("{path}: is here already\n"),
-        false => format!("{path}: {} from {}\n", units::format_bytes(file.bytes), file.location),
+        false => {
+            format!("{path}: {} from {}\n", units::format_bytes(file.file_bytes), file.location)
+        }
     }
 }

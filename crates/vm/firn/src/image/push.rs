@@ -1,13 +1,12 @@
 //! `firn image push`
 
+use std::ffi::OsStr;
 use std::path::PathBuf;
 
 use clap::Args as ClapArgs;
-use firn_objects::{PushOptions, PushedFile, push_image};
 use firn_supervisor::Failure;
-use serde_json::json;
 
-use super::stored::{TransferBar, parse_location, store_failure};
+use super::stored::{StoredFileFacts, describe_files, run_store};
 use crate::output::{FactPrinter, printable_path};
 use crate::units;
 
@@ -45,42 +44,19 @@ pub struct ImagePushArgs {
 impl ImagePushArgs {
     /// Runs the verb.
     pub fn run(&self, out: FactPrinter) -> Result<(), Failure> {
-        let location = parse_location(&self.location)?;
-        let threads = super::open::worker_count();
-        let options = PushOptions { chain: self.chain, force: self.force, threads };
-        let explain =
-            |failure: Failure| failure.while_doing(format!("can't push {}", self.image.display()));
-        let pushed = {
-            let bar = TransferBar::new();
-            let show = |stage, done, total| bar.show_progress(stage, done, total);
-            push_image(&self.image, &location, options, &show)
-                .map_err(|error| explain(store_failure(&error)))?
-        };
-        let files: Vec<_> = pushed.iter().map(file_facts).collect();
-        let facts = json!({
-            "image": self.image.to_string_lossy(),
-            "location": location.to_string(),
-            "files": files,
-        });
-        out.print_facts(&facts, || pushed.iter().map(describe_file).collect())
+        let flags = [("--chain", self.chain), ("--force", self.force)];
+        let flags = flags.iter().filter(|(_, is_set)| *is_set).map(|(flag, _)| OsStr::new(flag));
+        let paths = [self.image.as_os_str(), OsStr::new(&self.location)];
+        let words = [OsStr::new("push")].into_iter().chain(flags).chain([OsStr::new("--")]);
+        let facts = run_store(words.chain(paths))?;
+        out.print_facts(&facts, || describe_files(&facts, describe_pushed))
     }
 }
 
-fn file_facts(file: &PushedFile) -> serde_json::Value {
-    json!({
-        "image": file.path.to_string_lossy(),
-        "location": file.location.to_string(),
-        "identity": file.identity,
-        "file_bytes": file.bytes,
-        "was_there": file.was_there,
-        "signed": file.is_signed,
-    })
-}
-
-fn describe_file(file: &PushedFile) -> String {
-    let (path, location) = (printable_path(&file.path), &file.location);
+fn describe_pushed(file: &StoredFileFacts) -> String {
+    let (path, location) = (printable_path(&file.image), &file.location);
     match file.was_there {
         true => format!("{path}: is at {location} already\n"),
-        false => format!("{path}: {} to {location}\n", units::format_bytes(file.bytes)),
+        false => format!("{path}: {} to {location}\n", units::format_bytes(file.file_bytes)),
     }
 }

@@ -1,14 +1,14 @@
 //! `firn image rm`
 
+use std::ffi::OsStr;
 use std::path::PathBuf;
 
 use clap::Args as ClapArgs;
-use firn_objects::{RemovedObject, is_location, remove_image};
+use firn_cache::is_location;
 use firn_supervisor::{Failure, FailureKind, RemovedImage, absolute_path, remove_images};
-use serde_json::json;
+use serde::Deserialize;
 
-use super::stored::{parse_location, store_failure};
-
+use super::stored::{read_facts, run_store};
 use crate::output::{FactPrinter, printable_path};
 
 /// Remove images, with the files that only they need.
@@ -57,16 +57,12 @@ impl ImageRmArgs {
     }
 
     fn remove_objects(&self, out: FactPrinter) -> Result<(), Failure> {
-        let texts = self.images.iter().filter_map(|image| image.to_str());
-        let locations = texts.map(parse_location).collect::<Result<Vec<_>, _>>()?;
-        let mut removed = Vec::new();
-        for location in &locations {
-            removed.push(remove_image(location, self.force).map_err(|error| {
-                store_failure(&error).while_doing(format!("can't remove {location}"))
-            })?);
-        }
-        let facts: Vec<_> = removed.iter().map(object_facts).collect();
-        out.print_facts(&facts, || removed.iter().map(describe_object).collect())
+        let flag = self.force.then_some(OsStr::new("--force"));
+        let words = [OsStr::new("rm")].into_iter().chain(flag).chain([OsStr::new("--")]);
+        let facts = run_store(words.chain(self.images.iter().map(|it| it.as_os_str())))?;
+        out.print_facts(&facts, || {
+            read_facts::<Vec<_>>(&facts).iter().map(describe_object).collect()
+        })
     }
 
     fn remove_files(&self, out: FactPrinter) -> Result<(), Failure> {
@@ -92,12 +88,12 @@ fn describe_removed(removed: &RemovedImage) -> String {
     text
 }
 
-fn object_facts(removed: &RemovedObject) -> serde_json::Value {
-    json!({
-        "location": removed.location.to_string(),
-        "was_there": removed.was_there,
-        "aborted_uploads": removed.aborted_uploads,
-    })
+/// What was removed from the store.
+#[derive(Debug, Deserialize)]
+struct RemovedObject {
+    location: String,
+    was_there: bool,
+    aborted_uploads: usize,
 }
 
 fn describe_object(removed: &RemovedObject) -> String {

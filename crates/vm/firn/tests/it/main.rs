@@ -55,6 +55,7 @@ mod save_limits;
 mod session;
 mod storage;
 mod storage_snapshots;
+mod stored_restore;
 mod switch;
 mod tiny_guest;
 mod transparent_huge_pages;

@@ -7,16 +7,18 @@
 //! ```
 
 use std::net::{TcpListener, TcpStream};
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
 use std::process::{Child, Command, Stdio};
 use std::time::Duration;
+
+use firn_cache::StoreEnvironment;
+use firn_lab::object_server::{OBJECT_KEY_ID, find_server, object_environment};
 
 use crate::session::{Answer, Session, eventually};
 
 const PATIENCE: Duration = Duration::from_secs(30);
 
-const KEY_ID: &str = "FIRNTESTKEY";
-pub const SECRET: &str = "a-secret-that-nothing-prints";
+pub use firn_lab::object_server::OBJECT_SECRET as SECRET;
 
 /// A server, and a session whose commands use it.
 pub struct ObjectServer<'a> {
@@ -25,16 +27,6 @@ pub struct ObjectServer<'a> {
     port: u16,
     child: Option<Child>,
     has_keys: bool,
-}
-
-/// Where `scripts/setup` installs tools.
-fn program() -> Option<PathBuf> {
-    let cache = std::env::var_os("FIRN_CACHE_DIR").map(PathBuf::from);
-    let cache = cache.or_else(|| {
-        let home = std::env::var_os("HOME")?;
-        Some(PathBuf::from(home).join(".cache/firn"))
-    })?;
-    Some(cache.join("tools/bin/s3s-fs")).filter(|path| path.exists())
 }
 
 impl<'a> ObjectServer<'a> {
@@ -51,7 +43,7 @@ impl<'a> ObjectServer<'a> {
     }
 
     fn start_in(session: &'a Session, dir: PathBuf, has_keys: bool) -> Option<Self> {
-        if program().is_none() {
+        if find_server().is_none() {
             firn_skip::skip_test("s3s-fs is not installed (scripts/setup tests)");
             return None;
         }
@@ -63,11 +55,12 @@ impl<'a> ObjectServer<'a> {
 
     /// Starts it again, at the same port.
     pub fn restart(&mut self) {
+        self.kill();
         let port = self.port.to_string();
-        let mut command = Command::new(program().unwrap());
+        let mut command = Command::new(find_server().unwrap());
         command.args(["--host", "127.0.0.1", "--port", &port]);
         if self.has_keys {
-            command.args(["--access-key", KEY_ID, "--secret-key", SECRET]);
+            command.args(["--access-key", OBJECT_KEY_ID, "--secret-key", SECRET]);
         }
         command.arg(&self.dir).stdin(Stdio::null()).stdout(Stdio::null()).stderr(Stdio::null());
         self.child = Some(command.spawn().unwrap());
@@ -75,10 +68,15 @@ impl<'a> ObjectServer<'a> {
         eventually("the server listens", PATIENCE, || TcpStream::connect(&address).is_ok());
     }
 
+    /// Its process, for a test that ends it while it also uses the server.
+    pub fn process(&self) -> i64 {
+        self.child.as_ref().map_or(0, |child| i64::from(child.id()))
+    }
+
     /// Ends it with SIGKILL.
     pub fn kill(&mut self) {
         if let Some(mut child) = self.child.take() {
-            child.kill().unwrap();
+            let _ = child.kill();
             child.wait().unwrap();
         }
     }
@@ -89,13 +87,28 @@ impl<'a> ObjectServer<'a> {
 
     /// A command that has the credentials of the server.
     pub fn command(&self, args: &[&str]) -> Command {
-        let mut command = self.session.command(args);
+        self.with_credentials(self.session.command(args))
+    }
+
+    /// The same of another program.
+    pub fn command_of(&self, program: &Path, args: &[&str]) -> Command {
+        let like = self.session.command(&[]);
+        let mut command = Command::new(program);
+        command.args(args).stdin(Stdio::null()).env_remove("FIRN_FAULT");
+        command.envs(like.get_envs().filter_map(|(name, value)| Some((name, value?))));
+        self.with_credentials(command)
+    }
+
+    /// The variables of a process that uses it.
+    pub fn environment(&self) -> StoreEnvironment {
+        object_environment(([127, 0, 0, 1], self.port).into()).into_iter().collect()
+    }
+
+    fn with_credentials(&self, mut command: Command) -> Command {
         for (name, _) in std::env::vars().filter(|(name, _)| name.starts_with("AWS_")) {
             command.env_remove(name);
         }
-        command.env("AWS_ENDPOINT_URL", format!("http://{}", self.address()));
-        command.env("AWS_ACCESS_KEY_ID", KEY_ID).env("AWS_SECRET_ACCESS_KEY", SECRET);
-        command.env("AWS_REGION", "us-east-1");
+        command.envs(object_environment(([127, 0, 0, 1], self.port).into()));
         command
     }
 

@@ -20,7 +20,7 @@ const PATIENCE: Duration = Duration::from_secs(120);
 const WEB: &str = "s3://vms/web.firn";
 
 /// Writes an image without a VM: `mib` of memory that does not compress, on a parent or on none.
-fn write_image(path: &Path, mib: u32, seed: u64, parent: Option<&Path>) {
+pub fn write_image(path: &Path, mib: u32, seed: u64, parent: Option<&Path>) {
     let geometry = Geometry::new(48 * 256);
     let parent = parent.map(|path| Image::open(path).unwrap());
     let draft = ImageDraft {
@@ -196,7 +196,7 @@ fn killed_at_any_point_a_push_leaves_no_half_image() {
     let parts = (1..=6).map(|number| format!("store.part@{number}"));
     for point in ["store.begun", "store.complete"].map(str::to_owned).into_iter().chain(parts) {
         let killed = server.firn_with_fault(&point, &["image", "push", "web.firn", WEB]);
-        assert_eq!(killed.code, -1, "{point}: {}", killed.err);
+        killed.fails(1, "firn-store was ended by signal 9");
         assert_eq!(server.list(), Vec::<String>::new(), "{point}");
         assert!(!server.leftovers().is_empty(), "{point}");
     }
@@ -383,6 +383,17 @@ fn a_full_disk_leaves_nothing_of_a_pull() {
 }
 
 #[test]
+fn without_its_program_there_is_no_object_storage() {
+    let session = session_with_image(1);
+    let alone = session.path("firn");
+    fs::copy(crate::session::program(), &alone).unwrap();
+    let mut command = std::process::Command::new(&alone);
+    let command = command.args(["image", "push", "web.firn", WEB]).current_dir(session.path(""));
+    let answer = Answer::of(command.output().unwrap()).fails(7, "there is no ");
+    assert!(answer.err.contains("firn-store") && answer.err.contains("make install"));
+}
+
+#[test]
 fn credentials_are_needed_and_never_printed() {
     let session = session_with_image(1);
     let Some(server) = ObjectServer::start(&session) else { return };
@@ -470,7 +481,6 @@ fn verbs_that_need_a_file_say_so() {
         let answer = answer.fails(2, "object storage");
         assert!(answer.err.contains(&format!("firn image {verb}")), "{}", answer.err);
     };
-    hint(session.firn(&["restore", WEB, "--name", "x"]), "pull");
     hint(session.firn(&["image", "verify", WEB]), "pull");
     hint(session.firn(&["checkpoint", "web", "-o", WEB]), "push");
     hint(session.firn(&["suspend", "web", "-o", WEB]), "push");

@@ -1,5 +1,6 @@
 //! A user at a shell: a runtime directory of its own, and commands typed one after another.
 
+use firn_cache::{CacheConnection, CacheDir, CacheReply, CacheReport, CacheRequest};
 use std::ffi::OsString;
 use std::path::{Path, PathBuf};
 use std::process::{Command, Output, Stdio};
@@ -67,11 +68,35 @@ impl Session {
         }
     }
 
+    /// The cache of objects.
+    pub fn cache(&self) -> CacheDir {
+        CacheDir::at(&self.path("cache"))
+    }
+
+    /// What the cache has, and its server has done; `None` if none runs.
+    pub fn cache_report(&self) -> Option<CacheReport> {
+        let mut connection = CacheConnection::to_running(&self.cache()).ok()?;
+        // It may be ending.
+        match connection.request(&CacheRequest::Report).ok()? {
+            CacheReply::Report(report) => Some(report),
+            reply => unreachable!("{reply:?}"),
+        }
+    }
+
+    /// Ends the server of the cache by SIGKILL, if it runs.
+    pub fn kill_cache(&self) {
+        if let Some(report) = self.cache_report() {
+            kill(i64::from(report.pid));
+            eventually("it has ended", Duration::from_secs(30), || self.cache_report().is_none());
+        }
+    }
+
     pub fn command(&self, args: &[&str]) -> Command {
         let mut command = Command::new(program());
         command.args(args).current_dir(self.dir.path()).stdin(Stdio::null());
         command.env("FIRN_RUNTIME_DIR", self.runtime_dir()).env_remove("FIRN_FAULT");
         command.env("FIRN_STATE_DIR", self.state_dir());
+        command.env(firn_cache::CACHE_DIR_VARIABLE, self.cache().path());
         // A hypervisor that the tests are to use may be restored too, wherever it is.
         command.env("FIRN_QEMU_ALLOW", firn_lab::guest::default_program());
         if let Some(fault) = &self.fault {
@@ -124,6 +149,7 @@ impl Drop for Session {
     fn drop(&mut self) {
         self.fault = None;
         self.end_vms();
+        self.kill_cache();
     }
 }
 

@@ -15,21 +15,25 @@ use thiserror::Error;
 
 /// The kind of a store.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
-pub(crate) enum StoreScheme {
+pub enum StoreScheme {
     /// S3, or a store with the same interface.
     S3,
     /// A web server, which is only read. Without TLS if the flag is not set.
-    Web { has_tls: bool },
+    Web {
+        /// Whether requests are encrypted.
+        has_tls: bool,
+    },
 }
 
 /// The location of an object, or of several that begin with the same prefix.
 #[derive(Clone, PartialEq, Eq, Debug)]
 pub struct StoreLocation {
-    pub(crate) scheme: StoreScheme,
+    /// The kind of the store.
+    pub scheme: StoreScheme,
     /// The bucket, or the host with its port.
-    pub(crate) container: String,
+    pub container: String,
     /// Without a slash at its beginning or end; empty for a whole bucket.
-    pub(crate) key: String,
+    pub key: String,
 }
 
 /// Why a text is no location.
@@ -121,12 +125,12 @@ fn find_problem(container: &str, key: &str) -> Option<&'static str> {
 
 impl StoreLocation {
     /// The location of another object of the same store.
-    pub(crate) fn with_key(&self, key: impl Into<String>) -> Self {
+    pub fn with_key(&self, key: impl Into<String>) -> Self {
         Self { key: key.into(), ..self.clone() }
     }
 
     /// The location of an object beside this one.
-    pub(crate) fn with_name(&self, name: &str) -> Self {
+    pub fn with_name(&self, name: &str) -> Self {
         match self.prefix() {
             "" => self.with_key(name),
             prefix => self.with_key(format!("{prefix}/{name}")),
@@ -134,12 +138,12 @@ impl StoreLocation {
     }
 
     /// The location of another object whose key has this at its end.
-    pub(crate) fn with_suffix(&self, suffix: &str) -> Self {
+    pub fn with_suffix(&self, suffix: &str) -> Self {
         self.with_key(format!("{}{suffix}", self.key))
     }
 
     /// The key up to its last slash.
-    pub(crate) fn prefix(&self) -> &str {
+    pub fn prefix(&self) -> &str {
         self.key.rsplit_once('/').map_or("", |(prefix, _)| prefix)
     }
 

@@ -1,0 +1,60 @@
+//! What an image in object storage needs besides reads: bytes that are requested in advance.
+
+use std::collections::{BTreeMap, HashSet};
+use std::path::Path;
+
+use firn_types::Block;
+
+use crate::error::ImageError;
+use crate::locality::LocalityBlockId;
+use crate::reader::Image;
+
+/// Locality blocks that are requested as one range, if so many of the working set follow each other.
+const RANGE_BLOCKS_MAX: u32 = 64;
+
+/// A locality block of a file, and ranges to fetch there.
+type FileRanges = (LocalityBlockId, Vec<(u64, u64)>);
+
+impl Image {
+    /// Requests the memory of its working set, in that order, if it is in object storage: the bytes come
+    /// while the hypervisor starts. Does not wait for them.
+    ///
+    /// # Errors
+    /// If they can't be requested. Reads of them may succeed nevertheless.
+    pub fn prefetch_working_set(&self) -> Result<(), ImageError> {
+        self.prefetch_blocks(self.working_set())
+    }
+
+    fn prefetch_blocks(&self, blocks: &[Block]) -> Result<(), ImageError> {
+        let mut seen = HashSet::new();
+        let ids = blocks.iter().filter_map(|&block| Some(self.entry_of(block)?.0));
+        let ids: Vec<_> = ids.filter(|&id| seen.insert(id)).collect();
+        // The ranges of each file, by its path.
+        let mut ranges: BTreeMap<&Path, FileRanges> = BTreeMap::new();
+        for id in ids {
+            let (file, offset) = self.file_and_offset(id);
+            let len = self.used_bytes(id) as u64;
+            let (_, list) = ranges.entry(&file.path).or_insert_with(|| (id, Vec::new()));
+            let unit = u64::from(self.geometry().locality_block_bytes);
+            match list.last_mut() {
+                Some((start, sum))
+                    if offset.checked_sub(*start) == Some(sum.next_multiple_of(unit))
+                        && *sum < unit * u64::from(RANGE_BLOCKS_MAX) =>
+                {
+                    *sum = offset - *start + len;
+                }
+                _ => list.push((offset, len)),
+            }
+        }
+        ranges.into_values().try_for_each(|(id, list)| self.file_and_offset(id).0.prefetch(list))
+    }
+
+    /// Fetches what is missing of its own file, if it is in object storage: for a check of all its
+    /// bytes.
+    ///
+    /// # Errors
+    /// If it can't be fetched.
+    pub fn fetch_own_file(&self) -> Result<(), ImageError> {
+        self.layers().first().map_or(Ok(()), |layer| layer.source.fetch_all())
+    }
+}
