@@ -457,8 +457,9 @@ fn busy_clones_lose_their_holder() {
     is_well(&vm.session.path("run/later/user-agent"));
 }
 
+/// A guest that answers at this socket goes on with its writers.
 #[track_caller]
-fn is_well(agent: &Path) {
+pub fn is_well(agent: &Path) {
     let mut control = GuestControl::connect(agent, PATIENCE).unwrap();
     let before = writes(&mut control);
     eventually("writers go on", PATIENCE, || writes(&mut control) > before);

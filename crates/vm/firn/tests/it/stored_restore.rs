@@ -11,6 +11,7 @@ use firn_cache::{
 use firn_image::{HEADER_BYTES, Image, LocalityBlockId};
 
 use crate::faults::base;
+use crate::fork::is_well;
 use crate::object_server::ObjectServer;
 use crate::objects::write_image;
 use crate::session::{Answer, Session, eventually, kill, text};
@@ -380,11 +381,14 @@ fn clones_run_from_the_store() {
     let Some(vm) = stored_vm() else { return };
     let server = ObjectServer::start(&vm.session).unwrap();
     let wanted = fs::metadata(server.object("web.firn")).unwrap().len();
-    server.firn(&["restore", WEB, "--count", "1", "--name", "web", "--wait"]).succeeds();
-    vm.is_well();
+    server.firn(&["restore", WEB, "--count", "2", "--wait"]).succeeds();
+    for name in ["web-1", "web-2"] {
+        // Clones have sockets of their own.
+        is_well(&vm.session.path(&format!("run/{name}/user-agent")));
+    }
     let report = vm.session.cache_report().unwrap();
     assert!(report.fetched_bytes <= wanted + 2 * MIB, "{report:?}");
-    stop(&vm);
+    vm.session.firn(&["stop", "web-1", "web-2", "--discard"]).succeeds();
 }
 
 #[test]
