@@ -153,11 +153,9 @@ fn after_a_move_that_is_called_off_epochs_go_on() {
     primary.record_progress(2 * MS, backup.progress());
     primary.cancel_final_cut(900 * MS);
     assert_eq!(primary.advance_time(901 * MS, 0), [], "an interval passes first");
-    assert_eq!(primary.advance_time(950 * MS, 0), [PrimaryAction::Cut(Epoch(2))]);
-    assert_eq!(
-        primary.finish_cut(950 * MS, 1),
-        [PrimaryAction::Send { epoch: Epoch(2), last: false }]
-    );
+    let due = 900 * MS + limits().interval_max;
+    assert_eq!(primary.advance_time(due, 0), [PrimaryAction::Cut(Epoch(2))]);
+    assert_eq!(primary.finish_cut(due, 1), [PrimaryAction::Send { epoch: Epoch(2), last: false }]);
     backup.receive_piece(piece(2));
     assert_eq!(backup.progress(), EpochProgress { complete: Epoch(2), committed: Epoch(1) });
 }
