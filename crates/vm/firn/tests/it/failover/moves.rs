@@ -6,6 +6,7 @@ use serde_json::Value;
 
 use super::{HOSTS, Hosts, Kind, PATIENCE, place};
 use crate::agent::Agent;
+use crate::parts::part_of;
 use crate::session::{Session, eventually};
 
 /// One way to disturb a move: a fault point in one of four processes.
@@ -173,28 +174,28 @@ fn a_process_dies(victim: Victim, point: &str) {
 
 #[test]
 fn the_supervisor_of_the_vm_dies_in_a_move() {
-    for point in ["move.paused", "move.committed"] {
+    for point in part_of(["move.paused", "move.committed"]) {
         a_process_dies(Victim::Supervisor, point);
     }
 }
 
 #[test]
 fn the_supervisor_of_the_standby_dies_in_a_move() {
-    for point in ["failover.loaded", "failover.started", "failover.running"] {
+    for point in part_of(["failover.loaded", "failover.started", "failover.running"]) {
         a_process_dies(Victim::Standby, point);
     }
 }
 
 #[test]
 fn the_agent_of_the_primary_dies_in_a_move() {
-    for point in ["move.running", "move.given-up", "move.recorded"] {
+    for point in part_of(["move.running", "move.given-up", "move.recorded"]) {
         a_process_dies(Victim::Agent, point);
     }
 }
 
 #[test]
 fn the_agent_of_the_backup_dies_in_a_move() {
-    for point in ["move.asked", "move.ran"] {
+    for point in part_of(["move.asked", "move.ran"]) {
         a_process_dies(Victim::AgentOfBackup, point);
     }
 }
