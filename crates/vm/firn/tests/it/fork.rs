@@ -457,7 +457,7 @@ fn busy_clones_lose_their_holder() {
     is_well(&vm.session.path("run/later/user-agent"));
 }
 
-/// A guest that answers at this socket goes on with its writers.
+/// The guest that answers at this socket continues to write.
 #[track_caller]
 pub fn is_well(agent: &Path) {
     let mut control = GuestControl::connect(agent, PATIENCE).unwrap();
