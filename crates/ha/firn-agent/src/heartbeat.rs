@@ -11,11 +11,11 @@ use firn_control::HostName;
 use firn_control::api::{HEARTBEAT, HeartbeatAnswer};
 use firn_supervisor::{Failure, FailureKind};
 use tokio::sync::mpsc;
-use tokio::time::{MissedTickBehavior, interval, timeout};
+use tokio::time::{MissedTickBehavior, interval, sleep, timeout};
 
 use crate::agent::Agent;
 use crate::detect::DetectorEvent;
-use crate::peer_connection::PeerConnection;
+use crate::peer_connection::{AgentProbe, PeerConnection, probe_agent};
 use crate::peer_monitor::read_boot_clock;
 
 /// Time between two ticks of the detector.
@@ -62,7 +62,15 @@ async fn ask_repeatedly(
     events: mpsc::Sender<DetectorEvent>,
 ) {
     let mut link = None;
-    while questions.recv().await.is_some() {
+    loop {
+        tokio::select! {
+            question = questions.recv() => if question.is_none() { return },
+            () = wait_closed(&mut link) => {
+                link = None;
+                check_agent(&agent, &name).await;
+                continue;
+            }
+        }
         let asked = read_boot_clock();
         let patience = agent.peers.times.suspect_after;
         let answer = timeout(patience, ask_once(&agent, &name, &mut link)).await;
@@ -79,6 +87,33 @@ async fn ask_repeatedly(
             return;
         }
     }
+}
+
+/// Waits until a connection is closed; for ever if there is none.
+async fn wait_closed(link: &mut Option<PeerConnection>) {
+    match link {
+        Some(link) => link.wait_closed().await,
+        None => std::future::pending().await,
+    }
+}
+
+/// Finds out whether the agent of a peer that has closed its connection has ended. If it has, the
+/// servers of membership elect another leader, should it have been the leader, and its VMs fail over
+/// when its lease is over, unless an agent answers there again.
+async fn check_agent(agent: &Arc<Agent>, name: &HostName) {
+    let Ok(address) = agent.peer_address(name) else { return };
+    if probe_agent(address).await != AgentProbe::Refuses {
+        return;
+    }
+    agent.peers.record_agent_end(name);
+    let (agent, name, address) = (Arc::clone(agent), name.clone(), address.to_owned());
+    tokio::spawn(async move {
+        agent.membership.replace_leader(&name).await;
+        while probe_agent(&address).await != AgentProbe::Accepts {
+            sleep(TICK_INTERVAL).await;
+        }
+        agent.peers.clear_agent_end(&name);
+    });
 }
 
 async fn ask_once(

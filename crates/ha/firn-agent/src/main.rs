@@ -67,7 +67,8 @@ const NOTES: &str = r#"The configuration, with paths relative to it:
   # the state that a server must not lose
   state-dir = "/var/lib/firn"
   # optional
-  lease-ms = 5000
+  lease-ms = 800
+  silence-ms = 1500
 
 Membership where there is an etcd:
   [membership]

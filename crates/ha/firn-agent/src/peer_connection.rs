@@ -1,5 +1,6 @@
 //! A connection to a peer: by TLS, and only to the intended host.
 
+use std::io;
 use std::time::Duration;
 
 use bytes::Bytes;
@@ -14,6 +15,7 @@ use hyper::{Method, Request, StatusCode};
 use hyper_util::rt::TokioIo;
 use serde::de::DeserializeOwned;
 use tokio::net::TcpStream;
+use tokio::task::JoinHandle;
 use tokio::time::timeout;
 use tokio_rustls::TlsConnector;
 
@@ -32,6 +34,8 @@ const STANDBY_WAIT: Duration = Duration::from_secs(30);
 pub struct PeerConnection {
     name: HostName,
     sender: SendRequest<Full<Bytes>>,
+    /// Ends with the connection.
+    connection: JoinHandle<()>,
 }
 
 impl PeerConnection {
@@ -65,6 +69,11 @@ impl PeerConnection {
         let doing = format!("asking host {}", self.name);
         let answer = self.sender.send_request(request).await.while_doing(&doing)?;
         http_client::read_answer(answer).await.map_err(|failure| failure.while_doing(doing))
+    }
+
+    /// Waits until the peer has closed the connection, or it has failed.
+    pub async fn wait_closed(&mut self) {
+        let _ = (&mut self.connection).await;
     }
 
     /// Whether it accepts no requests any more.
@@ -137,6 +146,26 @@ impl PeerConnection {
     }
 }
 
+/// The state of a host's agent as its kernel shows it to who connects.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum AgentProbe {
+    /// Connections are accepted: an agent is there, though it may not answer.
+    Accepts,
+    /// Connections are refused: the kernel runs, and no agent.
+    Refuses,
+    /// Neither.
+    Unreachable,
+}
+
+/// Connects to the agent at this address.
+pub async fn probe_agent(address: &str) -> AgentProbe {
+    match timeout(CONNECT_WAIT, TcpStream::connect(address)).await {
+        Ok(Ok(_)) => AgentProbe::Accepts,
+        Ok(Err(error)) if error.kind() == io::ErrorKind::ConnectionRefused => AgentProbe::Refuses,
+        Ok(Err(_)) | Err(_) => AgentProbe::Unreachable,
+    }
+}
+
 async fn connect_peer(
     identity: &HostIdentity,
     name: &HostName,
@@ -152,6 +181,6 @@ async fn connect_peer(
     let (sender, connection) =
         handshake(TokioIo::new(stream)).await.while_doing("speaking HTTP")?;
     // It ends with the sender, or with the upgraded stream.
-    tokio::spawn(connection.with_upgrades());
-    Ok(PeerConnection { name: name.clone(), sender })
+    let connection = tokio::spawn(async move { drop(connection.with_upgrades().await) });
+    Ok(PeerConnection { name: name.clone(), sender, connection })
 }

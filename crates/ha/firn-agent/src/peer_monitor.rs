@@ -1,6 +1,7 @@
 //! The peers of this host with their health: the state around the detector.
 
 use std::collections::BTreeMap;
+use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Mutex, MutexGuard, PoisonError};
 use std::time::Duration;
 
@@ -23,6 +24,8 @@ struct MonitoredPeer {
     address: String,
     health: watch::Sender<HostHealth>,
     trouble: Mutex<Option<String>>,
+    /// Whether its agent is known to have ended.
+    has_ended: AtomicBool,
 }
 
 /// The peers of this host, with their health.
@@ -41,6 +44,7 @@ impl PeerMonitor {
             address,
             health: watch::Sender::new(HostHealth::Suspected),
             trouble: Mutex::default(),
+            has_ended: AtomicBool::new(false),
         };
         let peers = peers.into_iter().map(|(name, address)| (name, peer(address))).collect();
         Self { times, detector: Mutex::new(detector), peers }
@@ -49,6 +53,27 @@ impl PeerMonitor {
     /// The health of a peer, and its changes.
     pub fn health(&self, name: &HostName) -> Option<watch::Receiver<HostHealth>> {
         self.peers.get(name).map(|peer| peer.health.subscribe())
+    }
+
+    /// Whether the agent of a peer is known to have ended: it has closed its connection, and its
+    /// host refused the next one. A host that is only cut off, or has stalled, refuses none.
+    pub fn has_agent_ended(&self, name: &HostName) -> bool {
+        self.peers.get(name).is_some_and(|peer| peer.has_ended.load(Ordering::SeqCst))
+    }
+
+    /// Records that the host of a peer accepts connections again.
+    pub(crate) fn clear_agent_end(&self, name: &HostName) {
+        if let Some(peer) = self.peers.get(name) {
+            peer.has_ended.store(false, Ordering::SeqCst);
+        }
+    }
+
+    /// Records that the agent of a peer has ended, until it answers again.
+    pub(crate) fn record_agent_end(&self, name: &HostName) {
+        if let Some(peer) = self.peers.get(name) {
+            tracing::warn!("the agent of host {name} has ended");
+            peer.has_ended.store(true, Ordering::SeqCst);
+        }
     }
 
     /// The state of each peer.

@@ -108,6 +108,19 @@ impl ClusterMember {
         *self.yielded.lock().unwrap_or_else(PoisonError::into_inner) = Some(generation);
     }
 
+    /// Gives up the lease in this generation, because nothing runs here any more that could send,
+    /// and reports that: so its VMs fail over without waiting for the end of the lease.
+    ///
+    /// # Errors
+    /// If no leader has noted it. The lease expires then.
+    pub async fn report_loss(&self, register: &FailoverRecord) -> Result<(), MembershipError> {
+        self.yield_lease(register.generation);
+        self.give_up_lease(register);
+        let report =
+            self.members.report_lease_given_up(&self.cluster, self.host, register.generation);
+        timeout(self.terms.ttl, report).await.unwrap_or(Ok(()))
+    }
+
     /// Gives up the lease for a planned move: no frame leaves any more, until a later record than
     /// this one is there. See [`HostGuard::give_up_lease`].
     pub fn give_up_lease(&self, register: &FailoverRecord) {

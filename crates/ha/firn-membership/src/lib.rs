@@ -38,6 +38,7 @@ pub mod embedded;
 pub mod etcd;
 mod membership_store;
 mod record;
+mod timing;
 mod types;
 
 pub use clock::read_boot_clock;
@@ -47,6 +48,7 @@ pub use embedded::EmbeddedStore;
 pub use etcd::EtcdStore;
 pub use membership_store::{MembershipFuture, MembershipStore};
 pub use record::{ClusterRecord, RECORD_BYTES_MAX};
+pub use timing::{AgentEvidence, FailoverTiming, NoEvidence};
 pub use types::{
     ChangeResult, ClusterName, LeaseResult, MembershipError, RecordView, Revision, VersionedRecord,
 };

@@ -3,7 +3,7 @@
 use std::future::Future;
 use std::pin::Pin;
 
-use firn_cluster::HostId;
+use firn_cluster::{Generation, HostId};
 
 use crate::{
     ChangeResult, ClusterName, ClusterRecord, LeaseResult, MembershipError, RecordView, Revision,
@@ -43,6 +43,17 @@ pub trait MembershipStore: Send + Sync + 'static {
         cluster: &'a ClusterName,
         host: HostId,
     ) -> MembershipFuture<'a, LeaseResult>;
+
+    /// Reports that a host has given up its lease: it sends nothing in this generation any more, and
+    /// requests no lease in it. Without this report its lease expires. A store may ignore it.
+    fn report_lease_given_up<'a>(
+        &'a self,
+        _cluster: &'a ClusterName,
+        _host: HostId,
+        _generation: Generation,
+    ) -> MembershipFuture<'a, ()> {
+        Box::pin(async { Ok(()) })
+    }
 
     /// Reads the record and the leases that have not expired.
     fn read_view<'a>(&'a self, cluster: &'a ClusterName) -> MembershipFuture<'a, RecordView>;

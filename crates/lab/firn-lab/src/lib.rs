@@ -13,6 +13,7 @@ pub mod guest_time;
 pub mod kvm_host;
 pub mod lab;
 pub mod object_server;
+pub mod outside_asker;
 pub mod peer;
 pub mod peer_template;
 pub mod prober;

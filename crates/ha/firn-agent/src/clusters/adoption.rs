@@ -2,11 +2,11 @@
 //! starts a reconcile loop for each VM or cluster that has none.
 
 use std::collections::BTreeSet;
-use std::sync::Arc;
+use std::sync::{Arc, Weak};
 
 use firn_cluster::HostId;
-use firn_cluster::failover::LeaseTerms;
-use firn_membership::{MembershipStore, run_controllers};
+use firn_control::HostName;
+use firn_membership::{AgentEvidence, FailoverTiming, MembershipStore, run_controllers};
 use firn_supervisor::{ProtectionEnd, VmStatus};
 use tokio::time::sleep;
 
@@ -17,34 +17,46 @@ use crate::agent::Agent;
 
 /// Reconciles the VMs of this host, if membership is configured. Never returns.
 pub(crate) async fn run_failover(agent: Arc<Agent>) {
-    let Some((members, terms)) = agent.membership.store_and_terms() else {
+    let Some((members, timing)) = agent.membership.store_and_timing() else {
         return std::future::pending().await;
     };
-    let host = join_until_numbered(&*members, agent.config.name.as_str(), terms).await;
+    let host = join_until_numbered(&*members, agent.config.name.as_str(), timing).await;
     tracing::info!("this agent has joined membership as {host}");
-    let _ = agent.clusters.local_node.set(LocalNode { members: Arc::clone(&members), terms, host });
+    let _ =
+        agent.clusters.local_node.set(LocalNode { members: Arc::clone(&members), timing, host });
     let name = agent.config.name.to_string();
-    tokio::spawn(async move { run_controllers(members, &name, terms).await });
+    let evidence = Arc::new(PeerEvidence(Arc::downgrade(&agent)));
+    tokio::spawn(async move { run_controllers(members, &name, timing, evidence).await });
     loop {
         let statuses = agent.run_blocking(|vms| vms.list_vms()).await.unwrap_or_default();
         let units: BTreeSet<FailoverUnit> =
             statuses.iter().filter_map(|it| unit_of(&agent, it)).collect();
         units.iter().for_each(|unit| drop(ensure_reconciler(&agent, unit)));
-        sleep(terms.ttl / POLLS_PER_LEASE).await;
+        sleep(timing.lease.ttl / POLLS_PER_LEASE).await;
+    }
+}
+
+/// The evidence that this agent has about the agents of its peers.
+struct PeerEvidence(Weak<Agent>);
+
+impl AgentEvidence for PeerEvidence {
+    fn has_ended(&self, host: &str) -> bool {
+        let Some(agent) = self.0.upgrade() else { return false };
+        HostName::new(host).is_ok_and(|name| agent.peers.has_agent_ended(&name))
     }
 }
 
 async fn join_until_numbered(
     members: &dyn MembershipStore,
     name: &str,
-    terms: LeaseTerms,
+    timing: FailoverTiming,
 ) -> HostId {
     loop {
         match members.join_host(name).await {
             Ok(host) => return host,
             Err(trouble) => tracing::warn!("this agent can't join membership: {trouble}"),
         }
-        sleep(terms.ttl / POLLS_PER_LEASE).await;
+        sleep(timing.lease.ttl / POLLS_PER_LEASE).await;
     }
 }
 

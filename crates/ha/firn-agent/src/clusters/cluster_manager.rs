@@ -5,10 +5,9 @@ use std::collections::{BTreeMap, BTreeSet};
 use std::sync::{Arc, Mutex, MutexGuard, OnceLock, PoisonError};
 use std::time::Duration;
 
-use firn_cluster::HostId;
-use firn_cluster::failover::LeaseTerms;
+use firn_cluster::{Generation, HostId};
 use firn_control::api::ProtectVmRequest;
-use firn_membership::{ClusterMember, MembershipStore};
+use firn_membership::{ClusterMember, FailoverTiming, MembershipStore};
 use firn_supervisor::VmName;
 use serde_json::Value;
 use tokio::task::AbortHandle;
@@ -31,6 +30,9 @@ pub(crate) struct ClusterManager {
     pub(super) reconcilers: Mutex<BTreeMap<FailoverUnit, RunningReconciler>>,
     /// What could not be run on this host, and why.
     pub(super) given_up: Mutex<BTreeMap<FailoverUnit, String>>,
+    /// The generation in which this host has given up the lease of a VM that died: a report of that
+    /// may arrive late, so this host requests no lease in that generation any more.
+    pub(super) reported_losses: Mutex<BTreeMap<FailoverUnit, Generation>>,
     /// VMs that were moved here, and that a task has protected again by their old hosts.
     pub(super) protecting_again: Mutex<BTreeSet<VmName>>,
     /// Why a unit has no backup.
@@ -41,11 +43,11 @@ pub(crate) struct ClusterManager {
     pub(super) protect_requests: Mutex<BTreeMap<VmName, ProtectVmRequest>>,
 }
 
-/// This host's access to membership: the store, the terms of leases, and this host's number.
+/// This host's access to membership: the store, the times of a failover, and this host's number.
 #[derive(Clone)]
 pub(crate) struct LocalNode {
     pub members: Arc<dyn MembershipStore>,
-    pub terms: LeaseTerms,
+    pub timing: FailoverTiming,
     pub host: HostId,
 }
 

@@ -28,7 +28,7 @@ pub(super) async fn forget_record(
     agent: &Arc<Agent>,
     name: &VmName,
 ) -> Result<ForgottenRecord, Failure> {
-    let Some((members, _)) = agent.membership.store_and_terms() else {
+    let Some((members, _)) = agent.membership.store_and_timing() else {
         let text = format!("host {} has no membership", agent.config.name);
         let hint = format!("`firn release {name}` or `firn cluster release {name}` ends it here");
         return Err(Failure::new(FailureKind::Usage, text).with_hint(hint));
@@ -36,7 +36,7 @@ pub(super) async fn forget_record(
     let mut sole = agent.clusters.locks.lock_cluster(name).await;
     let cluster = record_name(name).map_err(membership_failure)?;
     for _ in 0..ATTEMPTS_MAX {
-        let RecordView { known, leases, names } =
+        let RecordView { known, leases, names, .. } =
             members.read_view(&cluster).await.map_err(membership_failure)?;
         let Some(record) = known.record.filter(|it| !it.register.is_ended()) else {
             let text = format!("there is no record called {name}: the name is free");

@@ -11,12 +11,11 @@
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::sync::Arc;
-use std::time::Duration;
 
 use firn_cluster::HostId;
 use firn_cluster::failover::{ManualDecision, ManualRefusal, decide_manual_failover};
 use firn_control::api::FailoverVmRequest;
-use firn_membership::{ClusterRecord, MembershipError, RecordView};
+use firn_membership::{ClusterRecord, FailoverTiming, MembershipError, RecordView};
 use firn_supervisor::{Failure, FailureKind, VmName, VmStatus};
 use serde_json::{Value, json};
 use tokio::time::{Instant, sleep};
@@ -38,7 +37,7 @@ pub(crate) async fn fail_over(
     check_standby(&status)?;
     agent.clusters.clear_given_up(&FailoverUnit::Vm(wanted.vm.clone()));
     let hand = ManualFailover { agent, wanted, ours: &node };
-    let deadlines = FailoverDeadlines::for_status(node.terms.ttl, &status);
+    let deadlines = FailoverDeadlines::for_status(&node.timing, &status);
     hand.fail_over(&deadlines).await
 }
 
@@ -72,12 +71,12 @@ struct FailoverDeadlines {
 }
 
 impl FailoverDeadlines {
-    fn for_status(ttl: Duration, status: &VmStatus) -> Self {
+    fn for_status(timing: &FailoverTiming, status: &VmStatus) -> Self {
         let now = Instant::now();
         let comes = status.standby.as_ref().is_some_and(|standby| standby.ended.is_none());
-        let lease = if comes { now } else { now + 2 * ttl };
+        let lease = if comes { now } else { now + 2 * timing.lease.ttl };
         // Time for the fence, an election, and another lease.
-        Self { lease, last: now + 10 * ttl }
+        Self { lease, last: now + 10 * timing.patience() }
     }
 }
 
@@ -113,7 +112,7 @@ impl ManualFailover<'_> {
     ) -> Result<Option<Value>, FailoverObstacle> {
         let (vm, LocalNode { members, host, .. }) = (&self.wanted.vm, self.ours);
         let cluster = record_name(vm)?;
-        let RecordView { known, leases, names } = members.read_view(&cluster).await?;
+        let RecordView { known, leases, names, .. } = members.read_view(&cluster).await?;
         let record = known.record.ok_or_else(|| no_record(vm))?;
         let dead = self.dead_hosts(&record, &names)?;
         // The loop requests this host's lease, and runs the VM.
@@ -186,7 +185,7 @@ impl ManualFailover<'_> {
     ) -> FailoverObstacle {
         let vm = &self.wanted.vm;
         let name = |host: HostId| names.get(&host).map_or("?", String::as_str);
-        let lease_s = self.ours.terms.ttl.as_secs_f64();
+        let lease_s = self.ours.timing.lease.ttl.as_secs_f64();
         let (text, hint) = match refusal {
             ManualRefusal::Ended => return no_record(vm).into(),
             ManualRefusal::LeaseHeld(host) => (

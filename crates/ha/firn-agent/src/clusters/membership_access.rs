@@ -7,7 +7,8 @@ use firn_cluster::failover::{FailoverRecord, VmPlacement};
 use firn_cluster::{HostId, VmId};
 use firn_control::HostName;
 use firn_membership::{
-    ChangeResult, ClusterName, ClusterRecord, MembershipError, MembershipStore, Revision,
+    ChangeResult, ClusterName, ClusterRecord, FailoverTiming, MembershipError, MembershipStore,
+    Revision,
 };
 use firn_supervisor::{Failure, FailureKind, VmName};
 use tokio::time::{Instant, sleep};
@@ -17,7 +18,7 @@ use crate::agent::Agent;
 
 /// Whether this agent has membership, and so clusters have records.
 pub(super) fn has_membership(agent: &Agent) -> bool {
-    agent.membership.store_and_terms().is_some()
+    agent.membership.store_and_timing().is_some()
 }
 
 pub(super) fn local_node(agent: &Agent) -> Result<LocalNode, MembershipError> {
@@ -65,8 +66,8 @@ pub(super) fn newest_host(names: &BTreeMap<HostId, String>, name: &HostName) -> 
 
 /// The time that a failover may take to begin: a fence, an election, and another lease.
 pub(super) fn failover_wait(agent: &Agent) -> Duration {
-    let ttl = agent.membership.store_and_terms().map_or(RETRY_INTERVAL, |(_, terms)| terms.ttl);
-    6 * ttl
+    let patience = |(_, timing): (_, FailoverTiming)| timing.patience();
+    6 * agent.membership.store_and_timing().map_or(RETRY_INTERVAL, patience)
 }
 
 /// Repeats an attempt until it succeeds or is refused, at most for the time of a failover.

@@ -47,9 +47,9 @@ const HOLD: Duration = Duration::from_secs(5);
 const RUN_WAIT: Duration = Duration::from_secs(3);
 /// How long the backup may take to get the lease.
 const LEASE_WAIT: Duration = Duration::from_secs(3);
-/// How many leases long the result of a proposal is asked for. After that the reconcile loop finds
-/// it out.
-const RESULT_LEASES: u32 = 20;
+/// How often the patience of hosts the result of a proposal is asked for. After that the reconcile
+/// loop finds it out.
+const RESULT_PATIENCES: u32 = 20;
 
 /// Moves a VM of this host to its backup; returns when it runs there and may send.
 pub(crate) async fn move_vm(
@@ -255,7 +255,7 @@ impl<'a> PlannedMove<'a> {
     /// Calls the move off by a change of the record. Returns `false` if the record names the new
     /// host already. The VM here resumes, and may send again once its host has the lease.
     async fn call_off(&self) -> bool {
-        let deadline = Instant::now() + RESULT_LEASES * self.node.terms.ttl;
+        let deadline = Instant::now() + RESULT_PATIENCES * self.node.timing.patience();
         while Instant::now() < deadline {
             if let Some(was_moved) = self.read_result().await {
                 if !was_moved {

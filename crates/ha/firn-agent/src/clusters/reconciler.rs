@@ -46,10 +46,13 @@ pub(super) fn ensure_reconciler(
     if let Some(it) = running.get(unit) {
         return Some(Arc::clone(&it.member));
     }
-    let LocalNode { members, terms, host } = node.clone();
+    let LocalNode { members, timing, host } = node.clone();
     let local = Arc::new(UnitHostActions::new(agent, unit));
     let record = record_name(unit.name()).ok()?;
-    let member = Arc::new(ClusterMember::new(members, local, record, host, terms));
+    let member = Arc::new(ClusterMember::new(members, local, record, host, timing.lease));
+    if let Some(generation) = lock_mutex(&agent.clusters.reported_losses).get(unit) {
+        member.yield_lease(*generation);
+    }
     let task = follow_record(Arc::clone(agent), node, unit.clone(), Arc::clone(&member));
     let task = tokio::spawn(task).abort_handle();
     running.insert(unit.clone(), RunningReconciler { member: Arc::clone(&member), task });
@@ -90,7 +93,7 @@ async fn run_reconciler(
             Ok(false) => return,
             Err(trouble) => tracing::debug!("no action is planned for {unit}: {trouble}"),
         }
-        sleep(node.terms.ttl / POLLS_PER_LEASE).await;
+        sleep(node.timing.lease.ttl / POLLS_PER_LEASE).await;
     }
 }
 
@@ -120,7 +123,7 @@ impl Reconciler<'_> {
             return Ok(true);
         }
         let cluster = record_name(unit.name())?;
-        let RecordView { known, leases, names } = self.node.members.read_view(&cluster).await?;
+        let RecordView { known, leases, names, .. } = self.node.members.read_view(&cluster).await?;
         let Some(record) = known.record else { return Ok(true) };
         let observed = observe_unit(agent, unit, &record, &names, self.node.host).await;
         // A command may have claimed a VM meanwhile.
@@ -139,6 +142,7 @@ impl Reconciler<'_> {
         }
         if self.has_died(&action, &here) {
             tracing::warn!("{unit} has died here: its backup has to run it");
+            self.report_loss(&record).await;
             return Ok(false);
         }
         let register = &record.register;
@@ -174,10 +178,10 @@ impl Reconciler<'_> {
         let since =
             here.is_unprotected().then(|| *self.unprotected.get_or_insert_with(Instant::now));
         self.unprotected = since;
-        let ttl = self.node.terms.ttl;
+        let patience = self.node.timing.patience();
         since.is_some_and(|since| {
             let long = since.elapsed();
-            long > 4 * ttl || (long > ttl && are_alive())
+            long > 4 * patience || (long > patience && are_alive())
         })
     }
 
@@ -186,6 +190,15 @@ impl Reconciler<'_> {
     fn has_died(&self, action: &ReconcileAction<VmName>, here: &ObservedCluster<VmName>) -> bool {
         let is_alone = matches!(self.unit, FailoverUnit::Vm(_));
         is_alone && *action == ReconcileAction::YieldLease && !here.has_leased_vm()
+    }
+
+    /// Gives up the lease of a VM that has died here, and reports that.
+    async fn report_loss(&self, record: &ClusterRecord) {
+        let (unit, register) = (self.unit.clone(), &record.register);
+        lock_mutex(&self.agent.clusters.reported_losses).insert(unit, register.generation);
+        if let Err(trouble) = self.member.report_loss(register).await {
+            tracing::debug!("{} fails over when its lease is over: {trouble}", self.unit);
+        }
     }
 
     /// Whether the VM alone has left with the record that this host has just ended. Other VMs of a

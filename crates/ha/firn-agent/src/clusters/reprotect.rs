@@ -54,7 +54,8 @@ impl Reprotection {
         };
         let host = (*host).clone();
         self.tried = Some(host.clone());
-        self.until = agent.clusters.local_node().map(|node| Instant::now() + node.terms.ttl);
+        self.until =
+            agent.clusters.local_node().map(|node| Instant::now() + node.timing.patience());
         let (agent, unit) = (Arc::clone(agent), unit.clone());
         self.task = Some(tokio::spawn(async move {
             match protect_by_host(&agent, &unit, &host).await {

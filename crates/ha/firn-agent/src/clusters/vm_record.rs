@@ -17,7 +17,7 @@ use crate::agent::Agent;
 pub(crate) async fn record_committed_backup(agent: &Arc<Agent>, vm: &VmName, backup: &HostName) {
     lock_mutex(&agent.clusters.troubles).remove(&FailoverUnit::Vm(vm.clone()));
     let Some(node) = agent.clusters.local_node.get() else { return };
-    let until = Instant::now() + node.terms.ttl;
+    let until = Instant::now() + node.timing.patience();
     while Instant::now() < until {
         match record_backup(node, vm, backup).await {
             Ok(true) => return,

@@ -19,13 +19,12 @@ use std::collections::BTreeMap;
 use std::sync::Arc;
 
 use firn_cluster::HostId;
-use firn_cluster::failover::LeaseTerms;
 use firn_control::HostName;
 use firn_control::api::{ClusterView, MembershipView, PlacementView};
 use firn_membership::embedded::{self, RaftServer};
 use firn_membership::{
-    ClusterName, ClusterRecord, EmbeddedStore, EtcdStore, MembershipError, MembershipStore,
-    RecordView,
+    ClusterName, ClusterRecord, EmbeddedStore, EtcdStore, FailoverTiming, MembershipError,
+    MembershipStore, RecordView,
 };
 use firn_supervisor::{Failure, FailureKind};
 use hyper::body::Incoming;
@@ -78,10 +77,12 @@ impl MembershipService {
         let Some(options) = config.membership.clone() else { return Ok(Self(None)) };
         let part = match &options.kind {
             BackendKind::Embedded { .. } => begin_embedded(config, identity, options).await,
-            BackendKind::Etcd(etcd) => EtcdStore::connect(etcd, options.terms).await.map(|etcd| {
-                let members: Arc<dyn MembershipStore> = Arc::new(etcd);
-                MembershipBackend { options, members, server: None }
-            }),
+            BackendKind::Etcd(etcd) => {
+                EtcdStore::connect(etcd, options.timing.lease).await.map(|etcd| {
+                    let members: Arc<dyn MembershipStore> = Arc::new(etcd);
+                    MembershipBackend { options, members, server: None }
+                })
+            }
         };
         part.map(|part| Self(Some(part))).map_err(|trouble| membership_failure(&trouble))
     }
@@ -105,9 +106,16 @@ impl MembershipService {
         }
     }
 
-    /// The store of records and leases, and the terms of leases, if there is membership.
-    pub(crate) fn store_and_terms(&self) -> Option<(Arc<dyn MembershipStore>, LeaseTerms)> {
-        self.0.as_ref().map(|part| (Arc::clone(&part.members), part.options.terms))
+    /// The store of records and leases, and the times of a failover, if there is membership.
+    pub(crate) fn store_and_timing(&self) -> Option<(Arc<dyn MembershipStore>, FailoverTiming)> {
+        self.0.as_ref().map(|part| (Arc::clone(&part.members), part.options.timing))
+    }
+
+    /// Has this host's server, if it is one, replace a leader whose agent has ended.
+    pub(crate) async fn replace_leader(&self, host: &HostName) {
+        if let Some(server) = self.0.as_ref().and_then(|part| part.server.as_ref()) {
+            server.replace_leader(host.as_str()).await;
+        }
     }
 
     /// The state of membership as the agent reports it.
@@ -133,8 +141,12 @@ async fn begin_embedded(
     let links = Arc::new(ServerLinks::new(config, identity));
     let server = match state {
         Some(state) if servers.contains(&config.name) => {
-            let begun =
-                RaftServer::start_server(state, config.name.as_str(), options.terms, links.clone());
+            let begun = RaftServer::start_server(
+                state,
+                config.name.as_str(),
+                options.timing.lease,
+                links.clone(),
+            );
             let server = begun.await?;
             links.set_own(Arc::downgrade(&server));
             Some(server)
@@ -157,7 +169,7 @@ impl MembershipBackend {
         let trouble = outcome.as_ref().err().map(ToString::to_string);
         let (leader, clusters) = outcome.unwrap_or_default();
         let (host, kind) = (host.clone(), kind.to_owned());
-        let lease_ms = self.options.terms.ttl.as_millis() as u64;
+        let lease_ms = self.options.timing.lease.ttl.as_millis() as u64;
         MembershipView { host, kind, servers, leader, lease_ms, clusters, trouble }
     }
 
@@ -165,7 +177,7 @@ impl MembershipBackend {
         let leader = self.members.current_leader().await?;
         let mut clusters = Vec::new();
         for cluster in self.members.list_clusters().await? {
-            let RecordView { known, leases, names } = self.members.read_view(&cluster).await?;
+            let RecordView { known, leases, names, .. } = self.members.read_view(&cluster).await?;
             // The record may have ended since.
             if let Some(record) = known.record.filter(|record| !record.register.is_ended()) {
                 clusters.push(cluster_view(&cluster, &record, leases, &names));

@@ -1,18 +1,29 @@
 //! The section of the configuration on membership.
 
 use std::collections::BTreeMap;
+use std::ops::RangeInclusive;
 use std::path::{Path, PathBuf};
 use std::time::Duration;
 
 use firn_cluster::failover::LeaseTerms;
 use firn_control::HostName;
-use firn_membership::etcd;
+use firn_membership::{FailoverTiming, etcd};
 use serde::Deserialize;
 
-/// Duration of a lease, in milliseconds: longer than an election takes; and its limits.
-const LEASE_MS: u64 = 5000;
-const LEASE_MS_MIN: u64 = 3000;
+/// Duration of a lease, in milliseconds, and its limits. A failover waits for its end, so it is
+/// short; it is extended five times in its duration.
+const LEASE_MS: u64 = 800;
+const LEASE_MS_MIN: u64 = 500;
 const LEASE_MS_MAX: u64 = 60_000;
+
+/// The same for etcd, whose leases are whole seconds, and longer than its elections take.
+const ETCD_LEASE_MS: u64 = 5000;
+const ETCD_LEASE_MS_MIN: u64 = 3000;
+
+/// Time without a request for a lease after which a host is lost, in milliseconds, and its limits.
+/// It is longer than a host stalls now and then.
+const SILENCE_MS: u64 = 1500;
+const SILENCE_MS_MAX: u64 = 60_000;
 
 /// Maximum error of a clock's rate. Quartz has at most 100, and 500 more while a clock is
 /// corrected.
@@ -23,8 +34,8 @@ const DRIFT_PPM_MAX: u32 = 1000;
 pub struct MembershipOptions {
     /// The kind of store.
     pub kind: BackendKind,
-    /// The terms of leases.
-    pub terms: LeaseTerms,
+    /// The terms of leases, and when a host is lost.
+    pub timing: FailoverTiming,
 }
 
 /// The store of records and leases.
@@ -53,6 +64,7 @@ pub struct MembershipSection {
     certificate: Option<PathBuf>,
     key: Option<PathBuf>,
     lease_ms: Option<u64>,
+    silence_ms: Option<u64>,
 }
 
 impl MembershipSection {
@@ -66,7 +78,7 @@ impl MembershipSection {
         peers: &BTreeMap<HostName, String>,
         directory: &Path,
     ) -> Result<MembershipOptions, String> {
-        let terms = self.lease_terms()?;
+        let timing = self.failover_timing()?;
         let kind = match (&self.servers, &self.etcd) {
             (Some(_), None) => self.embedded_backend(me, peers, directory)?,
             (None, Some(_)) => BackendKind::Etcd(self.etcd_options(directory)?),
@@ -76,15 +88,18 @@ impl MembershipSection {
                 );
             }
         };
-        Ok(MembershipOptions { kind, terms })
+        Ok(MembershipOptions { kind, timing })
     }
 
-    fn lease_terms(&self) -> Result<LeaseTerms, String> {
-        let ms = self.lease_ms.unwrap_or(LEASE_MS);
-        match (LEASE_MS_MIN..=LEASE_MS_MAX).contains(&ms) {
-            true => Ok(LeaseTerms { ttl: Duration::from_millis(ms), drift_ppm_max: DRIFT_PPM_MAX }),
-            false => Err(format!("lease-ms: give {LEASE_MS_MIN} to {LEASE_MS_MAX}, not {ms}")),
-        }
+    fn failover_timing(&self) -> Result<FailoverTiming, String> {
+        let (default, min) = match self.etcd {
+            None => (LEASE_MS, LEASE_MS_MIN),
+            Some(_) => (ETCD_LEASE_MS, ETCD_LEASE_MS_MIN),
+        };
+        let ttl = check_ms("lease-ms", self.lease_ms.unwrap_or(default), min..=LEASE_MS_MAX)?;
+        let silence = self.silence_ms.unwrap_or(SILENCE_MS);
+        let silence = check_ms("silence-ms", silence, LEASE_MS_MIN..=SILENCE_MS_MAX)?;
+        Ok(FailoverTiming { lease: LeaseTerms { ttl, drift_ppm_max: DRIFT_PPM_MAX }, silence })
     }
 
     fn embedded_backend(
@@ -156,6 +171,13 @@ impl MembershipSection {
     }
 }
 
+fn check_ms(field: &str, ms: u64, limits: RangeInclusive<u64>) -> Result<Duration, String> {
+    match limits.contains(&ms) {
+        true => Ok(Duration::from_millis(ms)),
+        false => Err(format!("{field}: give {} to {}, not {ms}", limits.start(), limits.end())),
+    }
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;
@@ -172,7 +194,8 @@ mod tests {
     fn hosts_agree_by_servers_or_by_etcd() {
         let options =
             checked("servers = [\"a\", \"b\", \"c\"]\nstate-dir = \"s\"\nlease-ms = 4000").unwrap();
-        assert_eq!(options.terms.ttl, Duration::from_secs(4));
+        assert_eq!(options.timing.lease.ttl, Duration::from_secs(4));
+        assert_eq!(options.timing.silence, Duration::from_millis(1500));
         let BackendKind::Embedded { servers, state } = options.kind else { panic!() };
         assert_eq!((servers.len(), state.unwrap().as_path()), (3, Path::new("/etc/firn/s")));
         let etcd =
@@ -201,6 +224,8 @@ mod tests {
             ("etcd = [\"http://h:1\"]\nkey = \"k\"", "belong together"),
             ("etcd = [\"http://h:1\"]\nstate-dir = \"s\"", "state-dir is for"),
             ("etcd = [\"http://h:1\"]\nlease-ms = 10", "3000 to 60000, not 10"),
+            ("servers = [\"a\"]\nstate-dir = \"s\"\nlease-ms = 499", "lease-ms: give 500 to 60000"),
+            ("servers = [\"a\"]\nstate-dir = \"s\"\nsilence-ms = 1", "silence-ms: give 500"),
             ("etdc = []", "unknown field"),
         ];
         for (text, said) in mistakes {

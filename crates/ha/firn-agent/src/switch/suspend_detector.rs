@@ -14,9 +14,9 @@ use std::time::Duration;
 
 use crate::peer_monitor::read_boot_clock;
 
-/// The longest gap between two reads of the clock in a running agent: as for heartbeats (`detect`).
-/// It is much shorter than the time from the end of a lease until a backup runs.
-const READ_GAP_MAX: Duration = Duration::from_secs(1);
+/// The longest gap between two reads of the clock in a running agent. It is shorter than the time
+/// that a host must be silent until a backup runs (`silence-ms`).
+const READ_GAP_MAX: Duration = Duration::from_millis(700);
 
 /// Time between two reads of the clock.
 pub const CLOCK_READ_INTERVAL: Duration = Duration::from_millis(100);
@@ -66,10 +66,10 @@ mod tests {
     fn a_host_sleep_is_detected_once() {
         let (awake, at) = (SuspendDetector::default(), Duration::from_millis);
         assert_eq!(awake.count_suspends_at(at(50_000)), 0);
-        assert_eq!(awake.count_suspends_at(at(51_000)), 0);
-        assert_eq!(awake.count_suspends_at(at(52_001)), 1);
-        assert_eq!(awake.count_suspends_at(at(52_001)), 1);
-        assert_eq!(awake.count_suspends_at(at(52_000)), 1, "somebody looked a moment before");
+        assert_eq!(awake.count_suspends_at(at(50_700)), 0);
+        assert_eq!(awake.count_suspends_at(at(51_401)), 1);
+        assert_eq!(awake.count_suspends_at(at(51_401)), 1);
+        assert_eq!(awake.count_suspends_at(at(51_400)), 1, "somebody looked a moment before");
         assert_eq!(awake.count_suspends_at(at(99_000)), 2);
     }
 

@@ -69,6 +69,7 @@ impl HeldLease {
 pub struct GrantedLeases {
     terms: LeaseTerms,
     granted: BTreeMap<HostId, Duration>,
+    given_up: BTreeSet<HostId>,
 }
 
 impl GrantedLeases {
@@ -79,12 +80,26 @@ impl GrantedLeases {
         hosts: impl IntoIterator<Item = HostId>,
         now: Duration,
     ) -> Self {
-        Self { terms, granted: hosts.into_iter().map(|host| (host, now)).collect() }
+        let granted = hosts.into_iter().map(|host| (host, now)).collect();
+        Self { terms, granted, given_up: BTreeSet::new() }
     }
 
     /// Grants or renews a lease.
     pub fn grant_lease(&mut self, host: HostId, now: Duration) {
         self.granted.insert(host, now);
+        self.given_up.remove(&host);
+    }
+
+    /// Removes a lease that its holder has given up: the holder sends nothing any more, whatever it
+    /// is granted for requests that it has made before.
+    pub fn remove_lease(&mut self, host: HostId) {
+        self.granted.remove(&host);
+        self.given_up.insert(host);
+    }
+
+    /// The hosts that have given up their lease, and were granted none since.
+    pub fn hosts_without_lease(&self) -> &BTreeSet<HostId> {
+        &self.given_up
     }
 
     /// The hosts that may believe they hold a lease.

@@ -21,6 +21,9 @@
 //! grants, late proposals and reports are in the model of failover; here, a host is late by not
 //! asking. A lease takes one tick, and two for the granter.
 //!
+//! A host whose VM has died gives up its lease, and reports that to the granter. The report arrives
+//! at any later time, or never.
+//!
 //! A planned move: the VM is paused by its final cut, which the standby commits; the standby runs;
 //! the primary gives up its lease, and proposes that the record names the other host, without a
 //! fence. The request to run and the proposal arrive at any later time, or never. The VM resumes by
@@ -61,6 +64,8 @@ enum Without {
     Record,
     /// A primary proposes a planned move and continues to send.
     GivingUpTheLease,
+    /// A report that a lease is given up counts in any generation.
+    GenerationOfTheReport,
     /// A primary that calls a planned move off requests the lease again, though its proposal may
     /// still arrive.
     ChangingTheRecord,
@@ -124,9 +129,13 @@ struct Host {
     run_request: Option<Generation>,
     /// A proposed move that may still arrive: the record that it changes.
     proposal: Option<Rc<FailoverRecord>>,
+    /// A report that may still arrive: the host has given up its lease in this generation.
+    report: Option<(HostId, Generation)>,
     /// The plan before, and the planned action with the version of the record that it is based on.
     before: Action,
     planned: Option<(Rc<FailoverRecord>, Action)>,
+    /// Whether the VM was dead when the action was planned.
+    is_planned_for_dead: bool,
 }
 
 #[derive(Clone, Debug)]
@@ -163,6 +172,7 @@ enum Step {
     Propose(usize),
     Arrive(usize),
     CallOff(usize),
+    ArriveReport(usize),
     // Faults, and the user.
     Break(usize),
     Die(usize),
@@ -188,7 +198,7 @@ impl Hash for Host {
         (self.is_crashed, self.number, guard.running_generation(), guard.generation()).hash(hasher);
         (&self.vm, self.to_stop, self.to_run, self.has_given_up, self.yielded).hash(hasher);
         (&self.before, self.planned.as_ref().map(|(_, action)| action)).hash(hasher);
-        self.run_request.hash(hasher);
+        (self.run_request, self.report, self.is_planned_for_dead).hash(hasher);
     }
 }
 
@@ -387,14 +397,30 @@ impl State {
             Action::Adopt(before) => self.record.with_adopting_host(before, self.hosts[at].number),
             Action::EndRecord => self.record.with_end(),
             Action::Protect => return self.protect(at, other),
-            Action::YieldLease => {
-                self.hosts[at].yielded = Some(based_on.generation);
-                return;
-            }
+            Action::YieldLease => return self.yield_lease(at, &based_on),
             _ => return self.act_on_vm(at, &action),
         };
         if is_newest {
             self.record = Rc::new(next);
+        }
+    }
+
+    /// The lease is requested no more. If the VM is dead, it is given up, and that is reported.
+    fn yield_lease(&mut self, at: usize, record: &FailoverRecord) {
+        let host = &mut self.hosts[at];
+        host.yielded = Some(record.generation);
+        if host.is_planned_for_dead {
+            host.guard.give_up_lease(record);
+            host.page = host.guard.may_send_until();
+            host.report = Some((host.number, record.generation));
+        }
+    }
+
+    /// The report arrives: it counts only in the generation that it was made in.
+    fn arrive_report(&mut self, at: usize, without: Without) {
+        let Some((number, generation)) = self.hosts[at].report.take() else { return };
+        if self.record.generation == generation || without == Without::GenerationOfTheReport {
+            self.granted.remove(&number);
         }
     }
 
@@ -692,7 +718,10 @@ impl Bounds {
             return;
         }
         if action != Action::Nothing {
-            state.hosts[at].planned = Some((Rc::clone(&state.record), action));
+            let is_dead = matches!(state.hosts[at].vm, Vm::Ended | Vm::None);
+            let host = &mut state.hosts[at];
+            host.planned = Some((Rc::clone(&state.record), action));
+            host.is_planned_for_dead = is_dead;
         }
     }
 
@@ -710,6 +739,7 @@ impl Bounds {
         let ever = Bounds { rollbacks: u32::MAX, ..*self };
         for at in 0..HOSTS {
             state.arrive(at);
+            state.arrive_report(at, self.without);
             state.resume(at);
             let (host, record) = (&state.hosts[at], &state.record);
             let is_primary = record.primaries() == [host.number].into() && !host.is_crashed;
@@ -786,7 +816,7 @@ impl Model for Bounds {
             let guard = HostGuard::new(number, TERMS);
             let (is_crashed, to_stop, has_given_up) = Default::default();
             let (known, page, to_run, yielded, before, planned) = Default::default();
-            let (run_request, proposal) = Default::default();
+            let (run_request, proposal, report, is_planned_for_dead) = Default::default();
             Host {
                 is_crashed,
                 number,
@@ -800,8 +830,10 @@ impl Model for Bounds {
                 yielded,
                 run_request,
                 proposal,
+                report,
                 before,
                 planned,
+                is_planned_for_dead,
             }
         };
         let hosts = [runs, standby].into_iter().enumerate();
@@ -824,6 +856,8 @@ impl Model for Bounds {
             proposal.as_ref().is_some_and(|it| it.version == state.record.version)
         };
         steps.extend((0..HOSTS).filter(is_open).map(Step::Arrive));
+        let has_report = |at: &usize| state.hosts[*at].report.is_some();
+        steps.extend((0..HOSTS).filter(has_report).map(Step::ArriveReport));
         steps.push(Step::Tick);
         steps
     }
@@ -858,6 +892,7 @@ impl Model for Bounds {
             S::Propose(at) => self.propose(state, *at),
             S::Arrive(at) => state.arrive(*at),
             S::CallOff(at) => self.call_off(state, *at),
+            S::ArriveReport(at) => state.arrive_report(*at, self.without),
             S::Break(at) => state.end_stream(*at),
             S::Die(at) => state.die(*at),
             S::Hang(at) | S::Recover(at) => {
@@ -982,6 +1017,14 @@ fn without_clearing_the_backup_first_released_output_is_undone() {
 #[test]
 fn without_output_commit_sent_output_is_undone() {
     goes_wrong(Without::OutputCommit, "what the outside has seen is undone");
+}
+
+/// The VM dies at host 0, which reports that late: it runs the VM again by then.
+#[test]
+#[ignore = "minutes"]
+fn a_report_that_counts_in_any_generation_removes_a_later_lease() {
+    let without = Without::GenerationOfTheReport;
+    goes_wrong_with(Bounds { without, ..with(2, 2) }, "two hosts send");
 }
 
 #[test]

@@ -4,7 +4,7 @@ use std::collections::VecDeque;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::Duration;
 
-use firn_cluster::HostId;
+use firn_cluster::{Generation, HostId};
 use tokio::time::timeout;
 
 use super::message::{ServerMessage, StoreRequest, StoreResponse};
@@ -18,7 +18,7 @@ use crate::{
 /// How long one server may take: for a change, longer than it takes by itself. For a request that
 /// may be sent to another server as well, no longer than a healthy server needs.
 const SINGLE_SERVER_WAIT: Duration = server::ANSWER_WAIT.saturating_add(Duration::from_millis(500));
-const ASK_WAIT: Duration = Duration::from_millis(1500);
+const ASK_WAIT: Duration = Duration::from_millis(1000);
 
 /// The membership store by the servers in the agents.
 pub struct EmbeddedStore {
@@ -162,6 +162,21 @@ impl MembershipStore for EmbeddedStore {
         Box::pin(async move {
             match self.ask_leader(StoreRequest::Lease(cluster.clone(), host)).await? {
                 StoreResponse::Leased(leased) => Ok(leased),
+                other => Err(unexpected_response(&other)),
+            }
+        })
+    }
+
+    fn report_lease_given_up<'a>(
+        &'a self,
+        cluster: &'a ClusterName,
+        host: HostId,
+        generation: Generation,
+    ) -> MembershipFuture<'a, ()> {
+        Box::pin(async move {
+            let report = StoreRequest::LeaseGivenUp(cluster.clone(), host, generation);
+            match self.ask_leader(report).await? {
+                StoreResponse::Noted => Ok(()),
                 other => Err(unexpected_response(&other)),
             }
         })

@@ -64,6 +64,19 @@ impl LeaseTable {
         before <= term
     }
 
+    /// Removes the lease of a host that has given it up.
+    pub fn remove_grant(&mut self, cluster: &ClusterName, host: HostId) {
+        if let Some((_, grants)) = self.granted.get_mut(cluster) {
+            grants.remove_lease(host);
+        }
+    }
+
+    /// Hosts that have given up their lease.
+    pub fn hosts_without_lease(&self, cluster: &ClusterName) -> BTreeSet<HostId> {
+        let grants = self.granted.get(cluster);
+        grants.map(|(_, grants)| grants.hosts_without_lease().clone()).unwrap_or_default()
+    }
+
     /// Hosts that may believe they hold a lease.
     pub fn unexpired_hosts(&self, cluster: &ClusterName, now: Duration) -> BTreeSet<HostId> {
         self.granted.get(cluster).map(|(_, grants)| grants.unexpired_hosts(now)).unwrap_or_default()

@@ -1,7 +1,7 @@
 //! The messages to servers, of other servers and of clients: one message, one answer, each by
 //! postcard.
 
-use firn_cluster::HostId;
+use firn_cluster::{Generation, HostId};
 use openraft::raft::{AppendEntriesRequest, InstallSnapshotRequest, VoteRequest};
 use serde::de::DeserializeOwned;
 use serde::{Deserialize, Serialize};
@@ -70,6 +70,8 @@ pub enum StoreRequest {
     View(ClusterName),
     /// See `request_leadership`.
     Lead,
+    /// See `report_lease_given_up`.
+    LeaseGivenUp(ClusterName, HostId, Generation),
 }
 
 /// The response to a request.
@@ -93,6 +95,8 @@ pub enum StoreResponse {
     Elsewhere(Option<String>),
     /// The request has failed.
     Trouble(MembershipError),
+    /// The report was noted.
+    Noted,
 }
 
 /// Encodes a value.

@@ -3,10 +3,12 @@
 use std::collections::BTreeMap;
 use std::path::Path;
 use std::sync::Arc;
+use std::time::Duration;
 
 use openraft::error::{CheckIsLeaderError, ClientWriteError, ForwardToLeader, RaftError};
 use openraft::{BasicNode, Config, Raft, SnapshotPolicy};
 use sha2::{Digest as _, Sha256};
+use tokio::time::sleep;
 
 use super::bootstrap_ids::BootstrapIds;
 use super::log_store::{BootstrapRecord, LogStore};
@@ -25,6 +27,14 @@ const KEPT_MAX: u64 = 200;
 /// Maximum size of a message: entries of the largest size, or bytes of a snapshot.
 const ENTRIES_MAX: u64 = 3;
 const PIECE_BYTES: u64 = 32 << 10;
+
+/// Times of raft, in milliseconds. A server that hears nothing of the leader votes for another one
+/// after the longest timeout (openraft's leader lease), and starts an election after that and a random
+/// timeout between these: after 800 to 1,000 ms. A leader that stalls for longer is replaced; that
+/// delays requests, and does no harm.
+const HEARTBEAT_MS: u64 = 250;
+const ELECTION_MS_MIN: u64 = 300;
+const ELECTION_MS_MAX: u64 = 500;
 
 /// One run of raft. Clones share it.
 #[derive(Clone)]
@@ -86,6 +96,18 @@ impl RunningRaft {
         }
     }
 
+    /// Starts an election if that server leads, as far as this one knows. If the leader lives, no
+    /// server votes.
+    pub async fn replace_leader(&self, server: u64) {
+        let leader = self.raft.metrics().borrow().current_leader;
+        if leader == Some(server) && server != self.me {
+            sleep(Duration::from_millis(ELECTION_MS_MAX)).await;
+            if let Err(error) = self.raft.trigger().elect().await {
+                tracing::debug!("no election: {error}");
+            }
+        }
+    }
+
     pub fn failure_reason(&self) -> Option<String> {
         let metrics = self.raft.metrics();
         let metrics = metrics.borrow();
@@ -136,9 +158,9 @@ pub async fn start_raft(
 fn raft_config() -> Result<Config, MembershipError> {
     let config = Config {
         cluster_name: "firn".to_owned(),
-        heartbeat_interval: 250,
-        election_timeout_min: 1000,
-        election_timeout_max: 2000,
+        heartbeat_interval: HEARTBEAT_MS,
+        election_timeout_min: ELECTION_MS_MIN,
+        election_timeout_max: ELECTION_MS_MAX,
         install_snapshot_timeout: 1000,
         max_payload_entries: ENTRIES_MAX,
         snapshot_policy: SnapshotPolicy::LogsSinceLast(SNAPSHOT_ENTRIES),

@@ -5,8 +5,8 @@ use std::path::{Path, PathBuf};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::Duration;
 
-use firn_cluster::HostId;
 use firn_cluster::failover::LeaseTerms;
+use firn_cluster::{Generation, HostId};
 use tokio::time::{sleep, timeout};
 
 use super::lease_table::LeaseTable;
@@ -97,6 +97,13 @@ impl RaftServer {
         Ok(self.current_raft()?.servers.into_values().collect())
     }
 
+    /// Starts an election if the host of that name leads: its agent has ended.
+    pub async fn replace_leader(&self, name: &str) {
+        if let Ok(running) = self.current_raft() {
+            running.replace_leader(server_number(name)).await;
+        }
+    }
+
     /// Answers a message of the host of that name, or of this process.
     pub async fn answer_message(&self, from: Option<&str>, bytes: &[u8]) -> Vec<u8> {
         let answered = match message::decode_message(bytes) {
@@ -184,6 +191,9 @@ impl RaftServer {
             StoreRequest::Lease(cluster, host) => {
                 self.grant_lease(&running, from, &cluster, host).await
             }
+            StoreRequest::LeaseGivenUp(cluster, host, generation) => {
+                self.remove_lease(&running, from, &cluster, (host, generation)).await
+            }
             StoreRequest::View(cluster) => self.read_view(&running, &cluster).await,
             StoreRequest::Lead => {
                 running.confirm_leadership().await?;
@@ -199,10 +209,7 @@ impl RaftServer {
         cluster: &ClusterName,
         host: HostId,
     ) -> Result<StoreResponse, StoreResponse> {
-        let is_its = |name: &str| {
-            running.machine.lock_applied().state.names().get(&host).is_none_or(|it| it == name)
-        };
-        self.require(from.is_none_or(is_its), "asks for another host's lease")?;
+        self.require_own_number(running, from, host)?;
         // A request of a fenced host is not recorded: its lease would never expire.
         let early = running.machine.lock_applied().state.record_of(cluster);
         if is_fenced(&early, host) {
@@ -222,6 +229,43 @@ impl RaftServer {
         }
     }
 
+    /// Removes a lease that its holder uses no more. A grant that is confirmed only now is removed,
+    /// too: its holder ignores it. A report that arrives late, in a later generation, is ignored: the
+    /// host may have been granted a lease in that one.
+    async fn remove_lease(
+        &self,
+        running: &RunningRaft,
+        from: Option<&str>,
+        cluster: &ClusterName,
+        (host, generation): (HostId, Generation),
+    ) -> Result<StoreResponse, StoreResponse> {
+        self.require_own_number(running, from, host)?;
+        let leader = running.confirm_leadership().await?;
+        let known = running.read_state(&leader, |state| state.record_of(cluster))?;
+        let (mut leases, now) = (self.lock_leases(), read_boot_clock());
+        if !leases.enter_term(cluster, leader.term, &known, now) {
+            return Err(StoreResponse::Elsewhere(None));
+        }
+        let register = known.record.map(|record| record.register);
+        if register.is_some_and(|register| register.generation == generation) {
+            leases.remove_grant(cluster, host);
+        }
+        Ok(StoreResponse::Noted)
+    }
+
+    /// Refuses a request about the lease of another host than the sender.
+    fn require_own_number(
+        &self,
+        running: &RunningRaft,
+        from: Option<&str>,
+        host: HostId,
+    ) -> Result<(), StoreResponse> {
+        let is_its = |name: &str| {
+            running.machine.lock_applied().state.names().get(&host).is_none_or(|it| it == name)
+        };
+        self.require(from.is_none_or(is_its), "asks for another host's lease")
+    }
+
     async fn read_view(
         &self,
         running: &RunningRaft,
@@ -237,7 +281,8 @@ impl RaftServer {
             return Err(StoreResponse::Elsewhere(None));
         }
         let leases = offices.unexpired_hosts(cluster, now);
-        Ok(StoreResponse::View(RecordView { known, leases, names }))
+        let given_up = offices.hosts_without_lease(cluster);
+        Ok(StoreResponse::View(RecordView { known, leases, given_up, names }))
     }
 
     fn require(&self, holds: bool, why: &str) -> Result<(), StoreResponse> {

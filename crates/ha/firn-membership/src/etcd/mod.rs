@@ -39,6 +39,7 @@ mod options;
 mod servers;
 
 use std::collections::BTreeMap;
+use std::collections::BTreeSet;
 
 use etcd_client::{
     Compare, CompareOp, GetOptions, GetResponse, KeyValue, Txn, TxnOp, TxnOpResponse, TxnResponse,
@@ -191,7 +192,8 @@ impl EtcdStore {
             Some((of_host(&hosts, pair)?, String::from_utf8_lossy(pair.value()).into_owned()))
         };
         let names: BTreeMap<_, _> = named.kvs().iter().filter_map(name).collect();
-        Ok(RecordView { known: decode_record(record.kvs().first())?, leases, names })
+        let known = decode_record(record.kvs().first())?;
+        Ok(RecordView { known, leases, given_up: BTreeSet::new(), names })
     }
 
     /// Takes the leader's key if no host has it, or extends it.

@@ -7,8 +7,8 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Mutex};
 use std::time::Duration;
 
-use firn_cluster::HostId;
 use firn_cluster::failover::HeldLease;
+use firn_cluster::{Generation, HostId};
 use firn_membership::{ClusterName, LeaseResult, MembershipStore, RecordView, read_boot_clock};
 use rustix::process::Signal;
 use tokio::time::sleep;
@@ -195,4 +195,33 @@ both! {
     a_holder_is_seen_and_fenced
     a_frozen_holder_wakes_and_sends_nothing
     a_holder_whose_servers_are_gone_stops
+}
+
+/// A lease that its holder has given up is over at once; a report of an earlier generation ends no
+/// lease.
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn a_lease_that_is_given_up_is_over_at_once() {
+    let servers = Servers::start(Kind::Embedded);
+    let (cluster, _) = servers.cluster("web").await;
+    let members = servers.members().await;
+    let is_there = async |host| {
+        let view = members.read_view(&cluster).await.ok()?;
+        Some((view.leases.contains(&host), view.given_up.contains(&host)))
+    };
+    let granted = async || {
+        let lease = members.request_lease(&cluster, HostId(1)).await;
+        matches!(lease, Ok(LeaseResult::Granted(_))).then_some(())
+    };
+    eventually("a lease is granted", granted).await;
+    change(&*members, &cluster, |record| record.register.generation = Generation(1)).await;
+    members.report_lease_given_up(&cluster, HostId(1), Generation(0)).await.unwrap();
+    eventually("a late report ends no lease", async || is_there(HostId(1)).await.filter(|it| it.0))
+        .await;
+    eventually("the lease is over", async || {
+        members.report_lease_given_up(&cluster, HostId(1), Generation(1)).await.ok()?;
+        is_there(HostId(1)).await.filter(|it| *it == (false, true))
+    })
+    .await;
+    eventually("another lease is granted", granted).await;
+    assert_eq!(is_there(HostId(1)).await, Some((true, false)));
 }

@@ -10,8 +10,8 @@ use firn_cluster::failover::HostGuard;
 use firn_cluster::{Generation, HostId};
 use firn_membership::embedded::RaftServer;
 use firn_membership::{
-    ClusterMember, ClusterName, HostActions, LeaseResult, MembershipFuture, StartRequest,
-    read_boot_clock, run_controllers,
+    ClusterMember, ClusterName, FailoverTiming, HostActions, LeaseResult, MembershipFuture,
+    NoEvidence, StartRequest, read_boot_clock, run_controllers,
 };
 use rustix::process::{Pid, Signal};
 use tokio::net::TcpListener;
@@ -172,7 +172,10 @@ fn live() {
         let post = Arc::new(ClusterMember::new(Arc::clone(&members), hosts, cluster, host, TERMS));
         let kept = Arc::clone(&post);
         tokio::spawn(async move { kept.follow_record().await });
-        tokio::spawn(async move { run_controllers(members, &name, TERMS).await });
+        let timing = FailoverTiming { lease: TERMS, silence: Duration::ZERO };
+        tokio::spawn(async move {
+            run_controllers(members, &name, timing, Arc::new(NoEvidence)).await;
+        });
         let mut file =
             std::fs::File::options().create(true).append(true).open(format!("{dir}/sent")).unwrap();
         loop {

@@ -33,6 +33,8 @@ mod typical;
 mod vm_matrix;
 mod vpc_consistency;
 mod vpc_downtime;
+mod vpc_drain;
+mod vpc_failover;
 mod vpc_move;
 mod vpc_overhead;
 mod vpc_size;
@@ -181,6 +183,16 @@ pub const ALL: &[Experiment] = &[
         name: "vpc-downtime",
         about: "Figure 4 of VPC: a cluster whose hosts are lost, until all of its VMs run and answer again",
         run: vpc_downtime::run,
+    },
+    Experiment {
+        name: "vpc-drain",
+        about: "a host with six protected VMs is drained: time, waits of clients, lost replies",
+        run: vpc_drain::run,
+    },
+    Experiment {
+        name: "vpc-failover",
+        about: "the time from the death of a host, an agent or a VM to the first reply of the backup",
+        run: vpc_failover::run,
     },
     Experiment {
         name: "vpc-move",

@@ -118,6 +118,21 @@ impl HostSite {
         self.hosts.iter().try_for_each(SiteHost::wait_for_peers)
     }
 
+    /// Kills all hosts, and starts them anew, connected, and without any state of before.
+    ///
+    /// # Errors
+    /// If a process doesn't end, or an agent doesn't start.
+    pub fn reboot_hosts(&mut self) -> Result<()> {
+        for host in self.hosts() {
+            host.kill_all()?;
+            remove_dir(&host.host_file("run"))?;
+            remove_dir(&host.host_file("state"))?;
+        }
+        let all = 0..self.hosts.len();
+        all.clone().try_for_each(|host| self.set_connected(host, true))?;
+        self.restart_hosts(all)
+    }
+
     /// The hosts.
     pub fn hosts(&self) -> &[SiteHost] {
         &self.hosts
@@ -144,6 +159,15 @@ impl HostSite {
     /// The errors of `ip`.
     pub fn set_connected(&self, number: usize, is_on: bool) -> Result<()> {
         self.network.set_connected(number, is_on)
+    }
+}
+
+fn remove_dir(dir: &Path) -> Result<()> {
+    match std::fs::remove_dir_all(dir) {
+        Err(error) if error.kind() != std::io::ErrorKind::NotFound => {
+            Err(error).with_context(|| dir.display().to_string())
+        }
+        _ => Ok(()),
     }
 }
 

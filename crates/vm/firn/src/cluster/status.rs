@@ -84,7 +84,7 @@ fn describe_record(record: &StoredCluster) -> String {
 
 fn describe_membership(view: &MembershipView) -> String {
     let leader = view.leader.as_deref().unwrap_or("none");
-    let lease = units::format_seconds(view.lease_ms / 1000);
+    let lease = units::format_ms(view.lease_ms as f64);
     let mut text =
         format!("{}: {}\nleader: {leader}\nlease: {lease}\n", view.kind, view.servers.join(", "));
     if !view.clusters.is_empty() {

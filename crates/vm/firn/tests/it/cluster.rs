@@ -283,8 +283,7 @@ fn a_cluster_that_is_released_runs_on() {
 /// ran elsewhere is ended; and a host that was not told of the cluster protects it again by itself.
 #[test]
 fn a_cluster_fails_over_without_a_person() {
-    let agree =
-        "[membership]\nlease-ms = 4000\nservers = [\"a\", \"b\", \"c\"]\nstate-dir = \"state\"\n";
+    let agree = "[membership]\nlease-ms = 1500\nsilence-ms = 4000\nservers = [\"a\", \"b\", \"c\"]\nstate-dir = \"state\"\n";
     let mut hosts = Hosts::start_with(None, agree);
     hosts.protect();
     hosts.goes_on(50);

@@ -22,7 +22,11 @@ mod power_off;
 
 const PATIENCE: Duration = Duration::from_secs(120);
 const HOSTS: [&str; 3] = ["a", "b", "c"];
+/// By etcd, and so the longest.
 const LEASE: Duration = Duration::from_millis(4000);
+const RAFT_LEASE: Duration = Duration::from_millis(1500);
+/// Longer than by default: other tests and compilers make hosts stall.
+const SILENCE: Duration = Duration::from_millis(4000);
 const PORT: u16 = 7415;
 const ETCD: u16 = 7416;
 
@@ -286,16 +290,19 @@ fn configure(kind: Kind, site: &Site, sessions: [&Session; 3]) {
         let at = |host: usize| format!("{}:{PORT}", site.address(host));
         let peers = (0..3).filter(|it| *it != host);
         let peers: String = peers.map(|it| format!("{} = \"{}\"\n", HOSTS[it], at(it))).collect();
-        let agree = match kind {
-            Kind::Embedded => "servers = [\"a\", \"b\", \"c\"]\nstate-dir = \"state\"\n",
-            Kind::Etcd => &etcd,
+        let (lease, agree) = match kind {
+            Kind::Embedded => {
+                (RAFT_LEASE, "servers = [\"a\", \"b\", \"c\"]\nstate-dir = \"state\"\n")
+            }
+            Kind::Etcd => (LEASE, etcd.as_str()),
         };
         let config = format!(
             "name = \"{}\"\nlisten = \"{}\"\ncertificate = \"cert.pem\"\nkey = \"key.pem\"\n\
-             authority = \"ca.pem\"\n[peers]\n{peers}[membership]\nlease-ms = {}\n{agree}",
+             authority = \"ca.pem\"\n[peers]\n{peers}[membership]\nlease-ms = {}\nsilence-ms = {}\n{agree}",
             HOSTS[host],
             at(host),
-            LEASE.as_millis()
+            lease.as_millis(),
+            SILENCE.as_millis()
         );
         fs::write(session.path("agent.toml"), config).unwrap();
         if kind == Kind::Embedded {

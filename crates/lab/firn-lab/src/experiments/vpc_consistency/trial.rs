@@ -1,7 +1,5 @@
 //! The trial of one fault: from the start of the VMs to the audit of their books at the end.
 
-use std::fs;
-use std::path::Path;
 use std::thread;
 use std::time::{Duration, Instant};
 
@@ -57,7 +55,7 @@ impl<'a> FaultTrial<'a> {
     ) -> Result<Self> {
         let (fault, is_by_record) =
             (variant.armed_fault(), variant == ConsistencyVariant::ByRecord);
-        reboot_hosts(site)?;
+        site.reboot_hosts()?;
         for number in 0..vms::COUNT {
             vms.restore_vm(site, number, fault).with_context(|| vms::vm_name(number))?;
         }
@@ -225,27 +223,4 @@ fn is_named_for_all(site: &HostSite, what: &str) -> bool {
     let is_named =
         |vm: &Value| vm[what].as_str().is_some_and(|it| it.split(' ').next() == Some(keeper));
     vms.is_some_and(|vms| vms.len() == vms::COUNT && vms.iter().all(is_named))
-}
-
-/// Restarts all hosts, as after a power failure, without any state: no file of an earlier trial is
-/// left.
-fn reboot_hosts(site: &mut HostSite) -> Result<()> {
-    for host in site.hosts() {
-        host.kill_all()?;
-        [host.host_file("run"), host.host_file("state")]
-            .iter()
-            .try_for_each(|dir| remove_dir(dir))?;
-    }
-    let all = 0..site.hosts().len();
-    all.clone().try_for_each(|host| site.set_connected(host, true))?;
-    site.restart_hosts(all)
-}
-
-fn remove_dir(dir: &Path) -> Result<()> {
-    match fs::remove_dir_all(dir) {
-        Err(error) if error.kind() != std::io::ErrorKind::NotFound => {
-            Err(error).with_context(|| dir.display().to_string())
-        }
-        _ => Ok(()),
-    }
 }

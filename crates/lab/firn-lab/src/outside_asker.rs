@@ -17,16 +17,18 @@ use std::time::{Duration, Instant};
 use anyhow::{Context as _, Result};
 use firn_guest::net::COUNT_PORT;
 
-use super::ReplyCounts;
+use crate::lab::wait_for;
 use crate::site::HostSite;
 
+/// How long the guest may take for its first reply.
+const FIRST_REPLY_TIMEOUT: Duration = Duration::from_secs(120);
 const QUESTION_INTERVAL: Duration = Duration::from_millis(10);
 /// Numbers below the newest that may still be on their way.
 const NUMBERS_ON_THE_WAY: u64 = 200;
 
 /// The client. It asks until it is dropped.
 #[derive(Debug)]
-pub(super) struct OutsideAsker(Arc<Mutex<AskerState>>);
+pub struct OutsideAsker(Arc<Mutex<AskerState>>);
 
 #[derive(Debug, Default)]
 struct AskerState {
@@ -38,6 +40,29 @@ struct AskerState {
     numbers: BTreeMap<u64, u64>,
     repeated: u64,
     undone: u64,
+    /// When a question was sent that this waits for, and when the first reply to it or a later one
+    /// arrived.
+    watch: Option<ReplyWatch>,
+}
+
+#[derive(Clone, Copy, Debug)]
+struct ReplyWatch {
+    after_question: u64,
+    since: Instant,
+    answered: Option<Duration>,
+}
+
+/// The replies that a client received.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct ReplyCounts {
+    /// Numbers that were received.
+    pub received: u64,
+    /// Numbers that were never received, between the first and the newest one.
+    pub lost: u64,
+    /// Numbers that were received twice.
+    pub repeated: u64,
+    /// Numbers that were received as the replies to two questions.
+    pub undone: u64,
 }
 
 impl AskerState {
@@ -54,6 +79,9 @@ impl AskerState {
             }
             self.longest_wait = self.longest_wait.max(now - sent);
             self.waiting.pop_front();
+        }
+        if let Some(watch) = self.watch.as_mut().filter(|it| question > it.after_question) {
+            watch.answered.get_or_insert(now - watch.since);
         }
         match self.numbers.insert(number, question) {
             None => {}
@@ -78,7 +106,7 @@ impl OutsideAsker {
     ///
     /// # Errors
     /// If the site has no outside, or the guest does not reply.
-    pub(super) fn start_asker(site: &HostSite, guest: u8) -> Result<Self> {
+    pub fn start_asker(site: &HostSite, guest: u8) -> Result<Self> {
         let state = Arc::new(Mutex::new(AskerState::default()));
         let (asker, outside) = (Arc::downgrade(&state), site.outside_namespace()?);
         let (ready_sender, ready) = mpsc::channel();
@@ -96,7 +124,7 @@ impl OutsideAsker {
             }
         });
         ready.recv().context("the client ended")??;
-        crate::lab::wait_for("a reply of the guest", super::TIMEOUT, || {
+        wait_for("a reply of the guest", FIRST_REPLY_TIMEOUT, || {
             Ok((!lock_state(&state).numbers.is_empty()).then_some(()))
         })?;
         Ok(Self(state))
@@ -104,13 +132,27 @@ impl OutsideAsker {
 
     /// The longest wait for a reply since this was called before, including questions that still
     /// wait.
-    pub(super) fn take_longest_wait(&self) -> Duration {
+    pub fn take_longest_wait(&self) -> Duration {
         let mut state = lock_state(&self.0);
         let open = state.waiting.front().map_or(Duration::ZERO, |(_, sent)| sent.elapsed());
         std::mem::take(&mut state.longest_wait).max(open)
     }
 
-    pub(super) fn count_replies(&self) -> ReplyCounts {
+    /// Begins to measure the time from now until the first reply to a question that is asked from
+    /// now on.
+    pub fn watch_reply(&self) {
+        let mut state = lock_state(&self.0);
+        let after_question = state.question;
+        state.watch = Some(ReplyWatch { after_question, since: Instant::now(), answered: None });
+    }
+
+    /// The time that [`Self::watch_reply`] measures; `None` as long as there is no reply.
+    pub fn time_to_reply(&self) -> Option<Duration> {
+        lock_state(&self.0).watch.and_then(|watch| watch.answered)
+    }
+
+    /// The replies so far.
+    pub fn count_replies(&self) -> ReplyCounts {
         lock_state(&self.0).count_replies()
     }
 }
@@ -170,5 +212,17 @@ mod tests {
         state.record_reply(10, 5 + NUMBERS_ON_THE_WAY, at(104));
         let counts = state.count_replies();
         assert_eq!((counts.received, counts.lost), (2, 2), "1 and 4 of 1 to 4");
+    }
+
+    #[test]
+    fn the_first_reply_to_a_later_question_ends_a_watch() {
+        let (mut state, since) = (AskerState::default(), Instant::now());
+        let at = |ms: u64| since + Duration::from_millis(ms);
+        state.watch = Some(ReplyWatch { after_question: 7, since, answered: None });
+        state.record_reply(7, 1, at(5));
+        assert!(state.watch.unwrap().answered.is_none(), "it was asked before");
+        state.record_reply(9, 2, at(30));
+        state.record_reply(10, 3, at(50));
+        assert_eq!(state.watch.unwrap().answered, Some(Duration::from_millis(30)));
     }
 }

@@ -23,8 +23,6 @@
 //!   record names the host.
 //! - `protected_s`: until the command has returned: the VM is protected again.
 
-mod asker;
-
 use std::thread;
 use std::time::Duration;
 
@@ -34,9 +32,9 @@ use serde_json::{Value, json};
 use crate::experiments::pauses::add_percentiles;
 use crate::guest::{GuestControl, GuestImage, QemuArgs, accel};
 use crate::lab::{Lab, wait_for};
+use crate::outside_asker::{OutsideAsker, ReplyCounts};
 use crate::report::Report;
 use crate::site::{ConsensusKind, HostSite, SitePlan, vm_network};
-use asker::OutsideAsker;
 
 const HOSTS: [&str; 3] = ["a", "b", "c"];
 const LEASE: Duration = Duration::from_secs(3);
@@ -151,15 +149,6 @@ impl MoveTrial {
     fn end_trial(self) {
         self.site.hosts().iter().for_each(|host| host.firn().stop_all());
     }
-}
-
-/// The replies that a client received.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
-struct ReplyCounts {
-    received: u64,
-    lost: u64,
-    repeated: u64,
-    undone: u64,
 }
 
 fn add_numbers(load: GuestLoad, counts: &ReplyCounts, report: &mut Report) {
