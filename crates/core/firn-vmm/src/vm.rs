@@ -19,6 +19,7 @@ use crate::drives::{self, CutError, Drive, DriveCut, Overlay};
 use crate::filters::{self, FilterSide};
 use crate::hmp::{self, ConnectedCard};
 use crate::layout::{self, LayoutError, MemoryLayout};
+use crate::namespace_threads::translate_threads;
 use crate::pause_pipe::{PausePipe, PausedVm, WaitMode};
 use crate::qmp::{QmpClient, QmpError};
 use crate::restorable::{self, MachineFacts};
@@ -40,6 +41,8 @@ pub struct QemuVm {
     version: QemuVersion,
     state_file: Option<StateFile>,
     pause_pipe: Option<PausePipe>,
+    /// The VM's process, once it is known.
+    process: Option<i32>,
 }
 
 /// Whether the VM runs, in QEMU's words.
@@ -51,13 +54,16 @@ pub struct RunState {
     pub status: String,
 }
 
+const QUERY_VCPUS: &str = "query-cpus-fast";
+
 /// A vCPU and the thread that runs it.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Deserialize)]
 pub struct Vcpu {
     /// Its number.
     #[serde(rename = "cpu-index")]
     pub id: VcpuId,
-    /// Its thread, in QEMU's PID namespace.
+    /// Its thread, in this PID namespace if the VM's process is known ([`QemuVm::of_process`]), and
+    /// in QEMU's otherwise.
     #[serde(rename = "thread-id")]
     pub tid: ThreadId,
 }
@@ -97,6 +103,19 @@ struct MigrationInfo {
     blocked_reasons: Vec<String>,
 }
 
+/// The vCPUs of a process with the numbers that their threads have in this PID namespace.
+fn translate_vcpus(process: i32, vcpus: Vec<Vcpu>) -> Result<Vec<Vcpu>, QmpError> {
+    let unexpected = |what: String| QmpError::unexpected(QUERY_VCPUS, what);
+    let threads: Vec<ThreadId> = vcpus.iter().map(|vcpu| vcpu.tid).collect();
+    let here = translate_threads(process, &threads)
+        .map_err(|error| unexpected(format!("the threads of process {process}: {error}")))?;
+    let translate = |(vcpu, tid): (Vcpu, Option<ThreadId>)| {
+        let missing = || unexpected(format!("process {process} has no thread {}", vcpu.tid.0));
+        tid.map(|tid| Vcpu { tid, ..vcpu }).ok_or_else(missing)
+    };
+    vcpus.into_iter().zip(here).map(translate).collect()
+}
+
 impl QemuVm {
     /// Connects to the monitor at `qmp_path`.
     pub fn connect(qmp_path: &Path) -> Result<Self, QmpError> {
@@ -112,7 +131,14 @@ impl QemuVm {
     /// Uses a monitor connection that is open already.
     pub fn with_qmp(mut qmp: QmpClient) -> Result<Self, QmpError> {
         let version = qmp.query("query-version")?;
-        Ok(Self { qmp, version, state_file: None, pause_pipe: None })
+        Ok(Self { qmp, version, state_file: None, pause_pipe: None, process: None })
+    }
+
+    /// Sets the VM's process, so that its threads get their numbers in this PID namespace.
+    #[must_use]
+    pub fn of_process(mut self, process: i32) -> Self {
+        self.process = Some(process);
+        self
     }
 
     /// The monitor connection, for commands that this type has no method for.
@@ -202,7 +228,11 @@ impl QemuVm {
 
     /// The vCPUs and their threads.
     pub fn vcpus(&mut self) -> Result<Vec<Vcpu>, QmpError> {
-        self.qmp.query("query-cpus-fast")
+        let vcpus: Vec<Vcpu> = self.qmp.query(QUERY_VCPUS)?;
+        match self.process {
+            Some(process) => translate_vcpus(process, vcpus),
+            None => Ok(vcpus),
+        }
     }
 
     /// The accelerator that runs the vCPUs.
@@ -239,7 +269,8 @@ impl QemuVm {
     pub fn pid(&mut self) -> Result<Option<i32>, QmpError> {
         let peer = rustix::net::sockopt::socket_peercred(self.qmp.socket());
         let Ok(pid) = peer.map(|peer| peer.pid.as_raw_nonzero().get()) else { return Ok(None) };
-        let vcpus = self.vcpus()?;
+        let vcpus: Vec<Vcpu> = self.qmp.query(QUERY_VCPUS)?;
+        let Ok(vcpus) = translate_vcpus(pid, vcpus) else { return Ok(None) };
         let is_thread =
             |vcpu: &Vcpu| Path::new(&format!("/proc/{pid}/task/{}", vcpu.tid.0)).exists();
         Ok(vcpus.iter().any(is_thread).then_some(pid))

@@ -5,7 +5,8 @@
 //! ```
 //!
 //! libvirt's calls do not report the process of a domain, and its pid file may be a file of another
-//! mount namespace. The threads of the vCPUs are reported by QEMU itself. A domain that was started
+//! mount namespace. The threads of the vCPUs are reported by QEMU itself, with the numbers that they
+//! have in its PID namespace: in a container, such as a pod of KubeVirt, these are other numbers. A domain that was started
 //! again has another process, which is refused as the socket of another process is.
 
 use std::time::Duration;
@@ -13,7 +14,7 @@ use std::time::Duration;
 use firn_libvirt::{
     DaemonAddress, DomainAddress, LibvirtConnection, LibvirtError, find_domain, open_monitor,
 };
-use firn_vmm::QemuVm;
+use firn_vmm::{QemuVm, find_namespaced_process};
 
 use crate::hypervisor::monitor::{CONNECTING, negotiate_qmp};
 use crate::hypervisor::qemu::{ANSWER_WAIT, command_line};
@@ -90,12 +91,15 @@ fn open_domain(address: &DomainAddress, timeout: Duration) -> Result<QemuVm, Fai
 
 fn find_process(vm: &mut QemuVm, address: &DomainAddress) -> Result<i32, Failure> {
     let vcpus = vm.vcpus().while_doing("querying the VM's vCPUs")?;
-    let process = vcpus.first().and_then(|vcpu| process_of(vcpu.tid.0));
-    let is_of_domain = |pid: &i32| {
-        let args = command_line(*pid).map(|(args, _)| args).unwrap_or_default();
+    let is_of_domain = |pid: i32| {
+        let args = command_line(pid).map(|(args, _)| args).unwrap_or_default();
         args.iter().any(|arg| arg.contains(&address.uuid))
     };
-    process.filter(is_of_domain).ok_or_else(|| {
+    let process = vcpus.first().and_then(|vcpu| {
+        let here = process_of(vcpu.tid.0).filter(|pid| is_of_domain(*pid));
+        here.or_else(|| find_namespaced_process(vcpu.tid, is_of_domain))
+    });
+    process.ok_or_else(|| {
         let text = format!("the process of domain {} is not on this host", address.domain);
         let hint = "run firn where its QEMU runs: not in another container";
         Failure::new(FailureKind::NoSuchVm, text).with_hint(hint)

@@ -45,10 +45,11 @@ pub(crate) fn connect_checked(
     address: &MonitorAddress,
     timeout: Duration,
 ) -> Result<QemuVm, Failure> {
-    match address {
+    let vm = match address {
         MonitorAddress::Socket(socket) => connect_socket(process, socket, timeout),
         MonitorAddress::Domain(domain) => libvirt::connect_domain(process, domain, timeout),
-    }
+    };
+    vm.map(|vm| vm.of_process(process))
 }
 
 fn connect_socket(process: i32, socket: &Path, timeout: Duration) -> Result<QemuVm, Failure> {

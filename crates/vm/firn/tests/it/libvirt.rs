@@ -60,6 +60,30 @@ fn a_domain_is_saved_while_it_runs_and_libvirt_notices_nothing() {
     a_domain_that_does_not_run_is_no_vm(&libvirt);
 }
 
+/// As KubeVirt has it: libvirt and QEMU are in a pod, Firn is on the node.
+#[test]
+fn a_domain_in_a_container_is_saved_from_outside() {
+    let session = Session::new();
+    let Some(libvirt) = OwnLibvirt::start_in_container(&session) else { return };
+    libvirt.start_domain("pod");
+    let before = libvirt.ask_guest("pod");
+    session.firn(&["attach", "--libvirt", "pod", "--connect", &libvirt.uri()]).succeeds();
+    let pid = session.status("pod")["pid"].to_string();
+    let status = std::fs::read_to_string(format!("/proc/{pid}/status")).unwrap();
+    let inner = status.lines().find_map(|line| line.strip_prefix("NSpid:")).unwrap();
+    assert_eq!(inner.split_whitespace().count(), 2, "{status}");
+    let shown = libvirt.shown("pod");
+    session.firn(&["checkpoint", "pod", "-o", "full.firn"]).succeeds();
+    session.firn(&["checkpoint", "pod", "-o", "next.firn", "--parent", "full.firn"]).succeeds();
+    assert_eq!(libvirt.shown("pod"), shown);
+    assert_eq!(libvirt.ask_guest("pod").seed, before.seed);
+    session.firn(&["image", "verify", "next.firn"]).succeeds();
+    session.firn(&["restore", "next.firn", "--name", "copy"]).succeeds();
+    eventually("the restore", PATIENCE, || session.status("copy")["state"] == "running");
+    session.firn(&["detach", "pod"]).succeeds();
+    assert_eq!(libvirt.shown("pod"), shown);
+}
+
 fn a_domain_that_does_not_run_is_no_vm(libvirt: &OwnLibvirt) {
     let session = Session::new();
     let uri = libvirt.uri();

@@ -13,6 +13,28 @@ use crate::session::{Answer, Session, eventually, text};
 const AT_ONCE: Duration = Duration::from_secs(15);
 const PATIENCE: Duration = Duration::from_secs(120);
 
+/// A container has a PID namespace: QEMU reports numbers of its threads that belong to other
+/// processes here, or to none.
+#[test]
+fn a_vm_in_a_container_is_saved_from_outside() {
+    let session = Session::new();
+    let Some(mut contained) = OwnQemu::in_container(&session) else {
+        return firn_skip::skip_test("no PID namespace can be made here (root)");
+    };
+    let status = std::fs::read_to_string(format!("/proc/{}/status", contained.pid())).unwrap();
+    assert!(status.contains(&format!("NSpid:\t{}\t1\n", contained.pid())), "{status}");
+    contained.attach(&session, "pod");
+    let saved = session.json(&["checkpoint", "pod", "-o", "pod.firn", "--strategy", "cow"]);
+    assert_eq!(saved["report"]["faults"]["by_others"], 0, "{saved}");
+    session.firn(&["checkpoint", "pod", "-o", "pod2.firn", "--parent", "pod.firn"]).succeeds();
+    assert!(contained.is_running());
+    let restored = session.json(&["restore", "pod2.firn", "--name", "copy", "--wait"]);
+    assert_ne!(restored["pid"].to_string(), contained.pid());
+    session.firn(&["stop", "copy"]).succeeds();
+    session.firn(&["stop", "pod"]).succeeds();
+    contained.ended();
+}
+
 #[test]
 fn a_vm_and_its_copy_are_ended_each_by_its_own_name() {
     let session = Session::new();

@@ -17,6 +17,8 @@ const PATIENCE: Duration = Duration::from_secs(120);
 /// A QEMU; killed when dropped.
 pub struct OwnQemu {
     child: Child,
+    /// Its process, which is not the child if that has started it in another namespace.
+    process: u32,
     /// Its monitor.
     pub qmp: PathBuf,
     more: Vec<String>,
@@ -52,10 +54,30 @@ impl OwnQemu {
         let child =
             command.current_dir(session.path("")).stdin(Stdio::null()).stderr(log).spawn().unwrap();
         let more = more.iter().map(|&word| word.to_owned()).collect();
-        let qemu = Self { child, qmp, more };
+        let qemu = Self { process: child.id(), child, qmp, more };
         // Another one may have been there before.
         eventually("its monitor", PATIENCE, || listener(&qemu.qmp) == Some(qemu.pid()));
         qemu
+    }
+
+    /// Starts one in a PID namespace and a mount namespace of its own, as in a container. `None` if
+    /// that is not allowed here.
+    pub fn in_container(session: &Session) -> Option<Self> {
+        let qmp = session.path("qmp");
+        let monitor = format!("unix:{},server=on,wait=off", text(&qmp));
+        let mut command = Command::new("unshare");
+        command.args(["--pid", "--mount-proc", "--fork", "--kill-child"]);
+        command.arg(firn_lab::guest::default_program());
+        command.args(["-M", "pc", "-m", "64", "-accel", "tcg", "-nodefaults", "-display", "none"]);
+        command.args(["-smp", "2", "-qmp", &monitor]).current_dir(session.path(""));
+        let mut child = command.stdin(Stdio::null()).stderr(Stdio::null()).spawn().ok()?;
+        let mut process = None;
+        eventually("its monitor, or its end", PATIENCE, || {
+            process = listener(&qmp);
+            process.is_some() || child.try_wait().unwrap().is_some()
+        });
+        let process = process?.parse().unwrap();
+        Some(Self { child, process, qmp, more: Vec::new() })
     }
 
     /// The same command line again, after this one has ended.
@@ -75,7 +97,7 @@ impl OwnQemu {
     }
 
     pub fn pid(&self) -> String {
-        self.child.id().to_string()
+        self.process.to_string()
     }
 
     /// Attaches Firn to it.

@@ -36,7 +36,11 @@ mount --bind "$D/passwd" /etc/passwd && mount --bind "$D/group" /etc/group || ex
 # libvirt examines QEMU before each call if QEMU reports a KVM that libvirt-qemu can't open.
 : > "$D/no-kvm" && chmod 0 "$D/no-kvm"
 [ ! -e /dev/kvm ] || mount --bind "$D/no-kvm" /dev/kvm
-exec setpriv --pdeathsig KILL libvirtd -f /etc/libvirt/libvirtd.conf -p /run/libvirt/libvirtd.pid
+libvirtd="libvirtd -f /etc/libvirt/libvirtd.conf -p /run/libvirt/libvirtd.pid"
+[ -n "$CONTAINER" ] || exec setpriv --pdeathsig KILL $libvirtd
+# The first process of a PID namespace reaps all others.
+$libvirtd &
+wait $!
 "#;
 
 const QEMU_CONF: &str = r#"
@@ -57,6 +61,15 @@ pub struct OwnLibvirt {
 impl OwnLibvirt {
     /// Starts one; `None` where that is impossible.
     pub fn start(session: &Session) -> Option<Self> {
+        Self::start_in(session, false)
+    }
+
+    /// Starts one that has, with its domains, a PID namespace of its own, as in a container.
+    pub fn start_in_container(session: &Session) -> Option<Self> {
+        Self::start_in(session, true)
+    }
+
+    fn start_in(session: &Session, is_contained: bool) -> Option<Self> {
         let is_there = |program: &str| {
             ["/usr/sbin", "/usr/bin"].iter().any(|dir| Path::new(dir).join(program).exists())
         };
@@ -85,6 +98,7 @@ impl OwnLibvirt {
         let cache = Path::new(env!("CARGO_TARGET_TMPDIR")).join("libvirt-cache");
         let mut command = Command::new(std::env::current_exe().unwrap());
         command.args(["--exact", REAPER_TEST]).env(REAPER, "1").env("D", &dir).env("CACHE", cache);
+        command.env("CONTAINER", if is_contained { "1" } else { "" });
         command.env("PATH", "/usr/sbin:/usr/bin:/sbin:/bin").stdin(Stdio::null());
         let log = std::fs::File::create(dir.join("out")).unwrap();
         let daemon = command.stdout(log.try_clone().unwrap()).stderr(log).spawn().unwrap();
@@ -181,7 +195,11 @@ fn the_daemon_of_a_test_runs() {
     }
     let own = rustix::process::getpid();
     rustix::process::set_child_subreaper(Some(own)).unwrap();
-    let daemon = Command::new("unshare").args(["--mount", "sh", "-ec", START]).spawn().unwrap();
+    let mut command = Command::new("unshare");
+    if std::env::var("CONTAINER").is_ok_and(|it| !it.is_empty()) {
+        command.args(["--pid", "--mount-proc", "--fork", "--kill-child"]);
+    }
+    let daemon = command.args(["--mount", "sh", "-ec", START]).spawn().unwrap();
     let daemon = rustix::process::Pid::from_child(&daemon);
     let ended = || rustix::process::wait(rustix::process::WaitOptions::empty());
     while let Ok(Some((pid, _))) = ended() {
