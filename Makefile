@@ -60,12 +60,14 @@ test-install: setup deb guest
 	scripts/setup manual
 	scripts/test-install
 
-# Every experiment, with few repetitions. `firn-lab run NAME` runs one in full.
+# Every experiment, with few repetitions, and a page of their figures, target/lab/measured.md.
+# `firn-lab run NAME` runs one in full.
 # Those that break something on purpose need a `firn` with fault points.
 bench: setup build guest
 	$(CARGO) build --release -p firn --features armed
 	@mkdir -p target/lab
-	$(AS_ROOT) ./target/release/firn-lab run all --quick
+	$(AS_ROOT) ./target/release/firn-lab run all --quick; status=$$?; \
+	./target/release/firn-lab publish --page target/lab/measured.md; exit $$status
 
 # All that is needed; to build; to build and for demonstrations.
 setup:

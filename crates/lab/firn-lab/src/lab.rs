@@ -7,7 +7,7 @@ use std::io::Write as _;
 use std::path::{Path, PathBuf};
 use std::process::{Command, Stdio};
 use std::sync::{Arc, Mutex, PoisonError};
-use std::time::{Duration, Instant};
+use std::time::{Duration, Instant, SystemTime};
 
 use anyhow::{Context as _, Result};
 use serde_json::{Value, json};
@@ -136,6 +136,8 @@ impl Lab {
         report.set_host_fact("kernel", kernel_release());
         report.set_host_fact("cores", std::thread::available_parallelism().map_or(0, usize::from));
         report.set_host_fact("seed", self.extent.seed);
+        report.set_host_fact("commit", source_commit());
+        report.set_host_fact("day", current_day());
         report
     }
 
@@ -208,6 +210,22 @@ fn clean_up_when_interrupted(firn: Firn, dir: PathBuf, ends: CleanupActions) -> 
         }
     })?;
     Ok(())
+}
+
+/// The commit of the sources in the current directory, marked if they have changed since.
+fn source_commit() -> String {
+    let git = Command::new("git").args(["describe", "--always", "--dirty", "--abbrev=10"]).output();
+    let text = git.ok().filter(|it| it.status.success()).map(|it| it.stdout).unwrap_or_default();
+    match String::from_utf8_lossy(&text).trim() {
+        "" => "unknown".to_owned(),
+        commit => commit.to_owned(),
+    }
+}
+
+/// The day, as 2026-11-27.
+fn current_day() -> String {
+    let now = humantime::format_rfc3339_seconds(SystemTime::now()).to_string();
+    now.split('T').next().unwrap_or_default().to_owned()
 }
 
 fn kernel_release() -> String {

@@ -18,6 +18,7 @@ pub mod peer;
 pub mod peer_template;
 pub mod prober;
 pub mod processors;
+pub mod publish;
 pub mod recorder;
 pub mod report;
 pub mod site;

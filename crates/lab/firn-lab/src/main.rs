@@ -14,7 +14,7 @@ use firn_lab::experiments::{self, Experiment};
 use firn_lab::lab::{ExperimentOptions, Lab};
 use firn_lab::report::Report;
 use firn_lab::site::ConsensusKind;
-use firn_lab::{demo, demo_app, demo_cluster, disk_profile, recorder, toucher};
+use firn_lab::{demo, demo_app, demo_cluster, disk_profile, publish, recorder, toucher};
 
 /// Reproduces tables and figures of papers. Compares Firn with the minimum that QEMU and the kernel
 /// need (the floor), and with other programs.
@@ -31,6 +31,15 @@ enum LabVerb {
     List,
     /// Runs one experiment, or all of them.
     Run(RunArgs),
+    /// Makes a page from the reports of experiments.
+    Publish {
+        /// The directory with the reports.
+        #[arg(default_value = "target/lab")]
+        from: PathBuf,
+        /// The page, in Markdown.
+        #[arg(long, default_value = "target/lab/measured.md")]
+        page: PathBuf,
+    },
     /// Boots a VM, checkpoints it, kills it, restores it in each mode.
     Demo,
     /// Kills memcached under load and restarts it. With its cache in a critical data area it
@@ -127,6 +136,11 @@ fn run_verb(verb: LabVerb) -> Result<bool> {
     match verb {
         LabVerb::List => list_experiments(),
         LabVerb::Run(args) => run_experiments(&args),
+        LabVerb::Publish { from, page } => {
+            let count = publish::publish_reports(&from, &page)?;
+            println!("{}: {count} experiments", page.display());
+            Ok(true)
+        }
         LabVerb::Demo => show_demo(),
         LabVerb::DemoApp { kills } => demo_app::run_demo(&quick_lab()?, kills).map(|()| true),
         LabVerb::DemoCluster { membership } => {
