@@ -37,7 +37,7 @@ use crate::report::Report;
 use crate::site::{ConsensusKind, HostSite, SitePlan, vm_network};
 
 const HOSTS: [&str; 3] = ["a", "b", "c"];
-const LEASE: Duration = Duration::from_secs(3);
+const LEASE: Duration = Duration::from_millis(800);
 const INTERVAL_MS: u32 = 100;
 const MIB: u32 = 128;
 const VM: &str = "web";

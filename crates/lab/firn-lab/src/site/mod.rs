@@ -48,6 +48,17 @@ pub enum ConsensusKind {
     Etcd,
 }
 
+impl ConsensusKind {
+    /// The default duration of a lease, of `lease-ms` in an agent's configuration; of etcd one that
+    /// is a little shorter.
+    pub fn default_lease(self) -> Duration {
+        match self {
+            Self::Embedded => Duration::from_millis(800),
+            Self::Etcd => Duration::from_secs(4),
+        }
+    }
+}
+
 /// Description of a site.
 #[derive(Clone, Copy, Debug)]
 pub struct SitePlan<'a> {

@@ -70,7 +70,7 @@ use vms::SavedVms;
 const PERCENTILES: [(&str, f64); 2] = [("p50", 50.0), ("p95", 95.0)];
 const HOSTS: [&str; 3] = ["a", "b", "c"];
 /// Duration of a lease, where there are leases.
-const LEASE: Duration = Duration::from_secs(3);
+const LEASE: Duration = Duration::from_millis(800);
 /// The counts of each trial, besides the number of trials.
 const COUNTS: [&str; 8] = [
     "lost_transfers",
