@@ -22,9 +22,11 @@ use crate::bytes::ByteReader;
 use crate::chain::PATH_BYTES_MAX;
 use crate::error::ImageFlaw;
 use crate::geometry::Geometry;
-use crate::header::{ImageIdentity, VERSION_SEALED, append_checksum, check_checksum, parse_version};
+use crate::header::{
+    ImageIdentity, VERSION_SEALED, append_checksum, check_checksum, parse_version,
+};
+use crate::keys::{SECTION_TAG_BYTES, SealTag};
 use crate::locality::LocalityBlockId;
-use crate::seal::SealTag;
 
 /// Bytes of the footer.
 pub const FOOTER_BYTES: u64 = 1024;
@@ -48,9 +50,6 @@ const PARENT_BYTES_MAX: u64 = 16 + 32 + PATH_BYTES_MAX as u64;
 
 /// The maximum length of the seal section in bytes.
 pub(crate) const SEAL_BYTES_MAX: u64 = 16 << 10;
-
-/// The bytes by which an encrypted section is longer than what was encrypted.
-pub(crate) const SECTION_TAG_BYTES: usize = 16;
 
 /// The offset of the authentication code in the footer of a sealed image.
 const TAG_OFFSET: usize = LEN - 8 - SECTION_TAG_BYTES;

@@ -114,7 +114,11 @@ pub(crate) fn append_checksum(mut bytes: Vec<u8>, len: usize) -> Vec<u8> {
 }
 
 /// Checks the checksum that [`append_checksum`] wrote.
-pub(crate) fn check_checksum(part: &'static str, bytes: &[u8], len: usize) -> Result<(), ImageFlaw> {
+pub(crate) fn check_checksum(
+    part: &'static str,
+    bytes: &[u8],
+    len: usize,
+) -> Result<(), ImageFlaw> {
     let mut all = ByteReader::new(part, bytes);
     let found = XxHash3_64::oneshot(all.take_bytes(len - 8)?);
     let expected = all.read_u64()?;

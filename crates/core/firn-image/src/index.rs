@@ -34,9 +34,9 @@ use crate::codec::StoredAs;
 use crate::error::ImageFlaw;
 use crate::geometry::Geometry;
 use crate::header::{VERSION_SEALED, VERSION_WHOLE};
+use crate::keys::SealTag;
 use crate::locality::{BlockEntry, ENTRIES_MAX, FilledBy, LocalityBlockId};
 use crate::placement::{BlockPlacement, PlacementMap};
-use crate::seal::SealTag;
 use crate::steps::decode_steps;
 
 const PLACE: &str = "index";

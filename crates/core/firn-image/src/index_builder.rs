@@ -6,9 +6,9 @@ use twox_hash::XxHash3_64;
 use crate::bitmap::Bitmap;
 use crate::geometry::Geometry;
 use crate::index::{HEAD_BYTES, LISTED_MAX, check_entry};
+use crate::keys::SealTag;
 use crate::locality::{BlockEntry, ENTRIES_MAX, FilledBy, LocalityBlock, LocalityBlockId};
 use crate::runs::BlockRuns;
-use crate::seal::SealTag;
 use crate::steps::encode_steps;
 
 /// The rule for listing a memory block again.

@@ -24,6 +24,12 @@ use zeroize::{Zeroize, Zeroizing};
 /// The length of a key in bytes.
 pub const KEY_BYTES: usize = 32;
 
+/// The bytes by which an encrypted section is longer than what was encrypted.
+pub(crate) const SECTION_TAG_BYTES: usize = 16;
+
+/// The authentication code of an encrypted part.
+pub(crate) type SealTag = [u8; SECTION_TAG_BYTES];
+
 /// The key of an image: from it the key of each file that has the image is derived.
 #[derive(Clone)]
 pub struct ImageKey(Zeroizing<[u8; KEY_BYTES]>);

@@ -30,13 +30,10 @@ use ring::aead::{AES_256_GCM, Aad, LessSafeKey, Nonce, Tag, UnboundKey};
 
 use crate::bytes::ByteReader;
 use crate::error::ImageFlaw;
-use crate::footer::{SEAL_BYTES_MAX, SECTION_TAG_BYTES, SectionKind};
+use crate::footer::{SEAL_BYTES_MAX, SectionKind};
 use crate::header::ImageIdentity;
-use crate::keys::{ImageKey, ImageSeal, KeyId, WrapMethod, WrappedKey};
+use crate::keys::{ImageKey, ImageSeal, KeyId, SECTION_TAG_BYTES, SealTag, WrapMethod, WrappedKey};
 use crate::locality::{BlockEntry, LocalityBlockId};
-
-/// The authentication code of an encrypted part.
-pub(crate) type SealTag = [u8; SECTION_TAG_BYTES];
 
 /// The only algorithm so far.
 const ALGORITHM: u32 = 1;

@@ -7,9 +7,9 @@ use twox_hash::XxHash3_64;
 use crate::error::ImageError;
 use crate::footer::SectionKind;
 use crate::header::ImageIdentity;
-use crate::keys::{ImageSeal, random_bytes};
+use crate::keys::{ImageSeal, SealTag, random_bytes};
 use crate::locality::{LocalityBlock, LocalityBlockId};
-use crate::seal::{CipherError, FileCipher, SealSection, SealTag, unstorable_wraps};
+use crate::seal::{CipherError, FileCipher, SealSection, unstorable_wraps};
 
 /// The cipher of a file that is being written, and what its seal section will have.
 pub(crate) struct FileSealing {
@@ -81,5 +81,49 @@ impl FileSealing {
     /// The authentication code of the parts that are not encrypted.
     pub(crate) fn clear_tag(&self, parts: &[&[u8]]) -> Result<SealTag, ImageError> {
         self.cipher.clear_tag(parts).map_err(cipher_failure("footer"))
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::geometry::{BlockOrganization, Geometry};
+    use crate::keys::{ImageKey, WrapMethod, WrappedKey, key_ring};
+    use crate::reader::Image;
+    use crate::sections::ImageSections;
+    use crate::writer::{ImageDraft, ImageWriter};
+    use firn_types::RegionMap;
+    use std::path::Path;
+
+    fn seal(key: u8) -> ImageSeal {
+        let key = ImageKey::from_bytes([key; 32]);
+        key_ring().add_key(key.clone());
+        let wrap = WrappedKey { method: WrapMethod::Age, name: String::new(), bytes: vec![1] };
+        ImageSeal { key, wraps: vec![wrap] }
+    }
+
+    fn write(path: &Path, seal: &ImageSeal, parent: Option<&Image>, identity: ImageIdentity) {
+        let whole = ImageDraft::whole_image(Geometry::new(16), BlockOrganization::Access);
+        let draft = ImageDraft { seal: Some(seal), parent, ..whole };
+        let writer = ImageWriter::with_identity(path, &draft, identity).unwrap();
+        let regions = RegionMap::lay_out([("ram", 16 * 4096)]).unwrap();
+        writer.finish(ImageSections { regions, ..ImageSections::default() }).unwrap();
+    }
+
+    /// Who knows the recipient can seal an image for it, with any identity.
+    #[test]
+    fn a_parent_that_another_user_has_sealed_is_refused() {
+        let dir = tempfile::tempdir().unwrap();
+        let (base, child) = (dir.path().join("base.firn"), dir.path().join("child.firn"));
+        let (one, two) = (ImageIdentity([1; 16]), ImageIdentity([2; 16]));
+        write(&base, &seal(101), None, one);
+        write(&child, &seal(102), Some(&Image::open(&base).unwrap()), two);
+        assert!(Image::open(&child).is_ok());
+        write(&base, &seal(103), None, one);
+        assert!(Image::open(&base).is_ok(), "it is a good forgery");
+        let error = Image::open(&child).unwrap_err().to_string();
+        assert!(error.contains("sealed with another key"), "{error}");
+        write(&base, &seal(101), None, one);
+        assert!(Image::open(&child).is_ok(), "the same checkpoint, written anew");
     }
 }

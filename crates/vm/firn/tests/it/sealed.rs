@@ -7,10 +7,11 @@ use std::time::Duration;
 
 use age::secrecy::ExposeSecret as _;
 use age::x25519::Identity;
+use rustix::process::Signal;
 
 use crate::fork::{PAGE, QUIET, page_with, read_ram, write_ram};
 use crate::object_server::ObjectServer;
-use crate::session::{Session, eventually, kill, text};
+use crate::session::{Session, eventually, kill, signal, text};
 use crate::tiny_guest::TinyGuest;
 use crate::vm::Vm;
 
@@ -167,7 +168,9 @@ fn a_key_file_or_a_command_seals_and_opens() {
         .firn(&["restore", "command.firn", "--key-command", "./kms"])
         .fails(5, "that of another image");
     subject.restores_exactly("both.firn", &["--key-command", "./kms"]);
-    session.firn(&["restore", "both.firn", "--key-command", "echo denied-by-kms >&2; false"]).fails(5, "denied-by-kms");
+    session
+        .firn(&["restore", "both.firn", "--key-command", "echo denied-by-kms >&2; false"])
+        .fails(5, "failed (exit status: 1): denied-by-kms");
 }
 
 #[test]
@@ -275,6 +278,8 @@ fn a_guest_whose_key_is_lost_waits_until_it_is_given_again() {
     subject.stop("web");
     let filling = begin_lazy_restore(&mut subject);
     let [supervisor, guard, watcher] = processes(&subject);
+    // It would start other guards.
+    signal(supervisor, Signal::STOP);
     [guard, watcher, supervisor].into_iter().for_each(kill);
     let _ = std::fs::remove_file(&filling);
     let session = &subject.session;
