@@ -5,6 +5,7 @@
 //! can get, a variant that reads from the page cache only and never waits for storage. All of them
 //! reuse the caller's buffer.
 
+use std::cell::RefCell;
 use std::ops::Range;
 
 use firn_types::Block;
@@ -16,6 +17,11 @@ use crate::locality::{BlockEntry, LocalityBlockId};
 use crate::placement::BlockPlacement;
 use crate::reader::Image;
 use crate::source::ImageFile;
+
+thread_local! {
+    /// The decrypted bytes of a memory block, for a caller that keeps those that are stored.
+    static UNSEALED: RefCell<Vec<u8>> = const { RefCell::new(Vec::new()) };
+}
 
 /// The order in which an image is going to be read.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
@@ -161,18 +167,52 @@ impl Image {
         stored: &[u8],
         out: &mut [u8],
     ) -> Result<(), BlockError> {
+        if !self.is_sealed() {
+            return self.decode_unsealed(entry, stored, out);
+        }
+        UNSEALED.with_borrow_mut(|unsealed| {
+            unsealed.clear();
+            unsealed.extend_from_slice(stored);
+            self.decode_in_place(entry, unsealed, out)
+        })
+    }
+
+    /// As [`Self::decode_block`]. If the image is sealed, the stored bytes are decrypted in place.
+    fn decode_in_place(
+        &self,
+        entry: &BlockEntry,
+        stored: &mut [u8],
+        out: &mut [u8],
+    ) -> Result<(), BlockError> {
+        if self.is_sealed() && !self.unseal_entry(entry, stored) {
+            let stored_len = stored.len();
+            return Err(self.report_block(entry, DecodeError::Seal { stored_len }));
+        }
+        self.decode_unsealed(entry, stored, out)
+    }
+
+    fn decode_unsealed(
+        &self,
+        entry: &BlockEntry,
+        stored: &[u8],
+        out: &mut [u8],
+    ) -> Result<(), BlockError> {
         let expected = self.geometry().block_size.byte_count();
         if out.len() != expected {
             let found = out.len();
             return Err(self.block_error(entry, DecodeError::Length { expected, found }));
         }
-        decode_stored(entry.stored_as, stored, entry.checksum, out).map_err(|source| {
-            if let Some((file, start)) = self.file_of(entry.block) {
-                let at = start + u64::from(entry.offset);
-                file.report_wrong_bytes(at, u64::from(entry.stored_len));
-            }
-            self.block_error(entry, source)
-        })
+        decode_stored(entry.stored_as, stored, entry.checksum, out)
+            .map_err(|source| self.report_block(entry, source))
+    }
+
+    /// The error for wrong bytes, of which the file learns, too.
+    fn report_block(&self, entry: &BlockEntry, source: DecodeError) -> BlockError {
+        if let Some((file, start)) = self.file_of(entry.block) {
+            let at = start + u64::from(entry.offset);
+            file.report_wrong_bytes(at, u64::from(entry.stored_len));
+        }
+        self.block_error(entry, source)
     }
 
     /// The file that has a memory block, and the offset of its locality block there.
@@ -193,7 +233,8 @@ impl Image {
     }
 
     /// Reads one memory block, zeros where nothing is stored; returns whether it is stored. For
-    /// work without urgency: one read per memory block.
+    /// work without urgency: one read per memory block. `stored` has its stored form then,
+    /// decrypted if the image is sealed.
     pub fn read_block(
         &self,
         block: Block,
@@ -208,7 +249,7 @@ impl Image {
             BlockPlacement::Stored { .. } => {
                 let Some((id, entry)) = self.entry_of(block) else { return Ok(false) };
                 self.read_entry(entry, id, stored)?;
-                self.decode_block(entry, stored, out)?;
+                self.decode_in_place(entry, stored, out)?;
                 Ok(true)
             }
         }

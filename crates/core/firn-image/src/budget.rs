@@ -94,11 +94,11 @@ fn memory_factor(kind: SectionKind) -> u64 {
     match kind {
         // Strings, twice, and their printed form. Other values are charged by number.
         SectionKind::Meta | SectionKind::Regions => 4,
-        SectionKind::DeviceState | SectionKind::Parent => 1,
+        SectionKind::DeviceState | SectionKind::Parent | SectionKind::Seal => 1,
         // Read piece by piece, and never kept.
         SectionKind::AuxBlocks => 0,
         SectionKind::WorkingSet | SectionKind::PageTableRoots => 2,
-        // An entry has 15 bytes in the section and 24 in memory; a run of zeros has 8, and 8 and a
+        // An entry has 15 bytes in the section and 24 in memory, in a sealed image 16 more; a run of zeros has 8, and 8 and a
         // node of a tree.
         SectionKind::Index => 8,
         // A group of one memory block has 10 bytes, and 64 in memory.

@@ -89,7 +89,7 @@ impl<'a> ByteReader<'a> {
 pub(crate) struct NumberColumn<'a, const N: usize>(&'a [u8]);
 
 impl<'a, const N: usize> NumberColumn<'a, N> {
-    fn iter_arrays(self) -> impl Iterator<Item = [u8; N]> + 'a {
+    pub(crate) fn iter_arrays(self) -> impl Iterator<Item = [u8; N]> + 'a {
         self.0.chunks_exact(N).map(|bytes| {
             let mut array = [0; N];
             array.copy_from_slice(bytes);

@@ -58,6 +58,8 @@ pub(crate) struct ChainLayer {
 #[derive(Clone, PartialEq, Eq, Debug)]
 pub(crate) struct ParentLink {
     pub(crate) identity: ImageIdentity,
+    /// In a sealed image: what only a process with the parent's key could have written there.
+    pub(crate) key: Option<[u8; 32]>,
     /// Relative to the directory of the image that names it, if it is not absolute.
     pub(crate) path: PathBuf,
 }
@@ -79,24 +81,26 @@ impl ParentLink {
         };
         let (child, parent) = (whole(child)?, whole(parent)?);
         let here = child.parent().and_then(|dir| parent.strip_prefix(dir).ok());
-        Ok(Self { identity, path: here.unwrap_or(&parent).to_owned() })
+        Ok(Self { identity, key: None, path: here.unwrap_or(&parent).to_owned() })
     }
 
     pub(crate) fn encode(&self) -> Vec<u8> {
-        [&self.identity.0, self.path.as_os_str().as_bytes()].concat()
+        let key = self.key.as_ref().map_or(&[][..], |key| key);
+        [&self.identity.0, key, self.path.as_os_str().as_bytes()].concat()
     }
 
-    pub(crate) fn parse(bytes: &[u8]) -> Result<Self, ImageFlaw> {
+    pub(crate) fn parse(bytes: &[u8], is_sealed: bool) -> Result<Self, ImageFlaw> {
         let mut fields = ByteReader::new(SectionKind::Parent.section_name(), bytes);
         let identity = ImageIdentity(fields.read_array()?);
-        let len = bytes.len() - identity.0.len();
+        let key = if is_sealed { Some(fields.read_array()?) } else { None };
+        let len = bytes.len() - identity.0.len() - if is_sealed { 32 } else { 0 };
         if len == 0 || len > PATH_BYTES_MAX {
             return Err(fields.flaw_here(format!("a path of {len} bytes")));
         }
-        Ok(Self { identity, path: OsStr::from_bytes(fields.take_bytes(len)?).into() })
+        Ok(Self { identity, key, path: OsStr::from_bytes(fields.take_bytes(len)?).into() })
     }
 
-    fn resolve_from(&self, child: &Path) -> PathBuf {
+    pub(crate) fn resolve_from(&self, child: &Path) -> PathBuf {
         // In the directory of the file itself, not of a link to it.
         let child = std::fs::canonicalize(child).unwrap_or_else(|_| child.to_owned());
         child.parent().unwrap_or(Path::new("")).join(&self.path)
@@ -114,6 +118,7 @@ impl ChainLayer {
         let geometry = header.geometry;
         let footer = source.read_footer(&geometry)?;
         source.check_pair(&header, &footer)?;
+        source.open_seal(&header, &footer)?;
         Ok((
             Self {
                 source,
@@ -144,6 +149,11 @@ impl ChainLayer {
         let mut source = ImageFile::open(path)?;
         source.read_tail();
         let footer = source.read_footer(&geometry)?;
+        if footer.is_sealed() {
+            let header = source.read_header()?;
+            source.check_pair(&header, &footer)?;
+            source.open_seal(&header, &footer)?;
+        }
         Ok(Self {
             source,
             geometry,
@@ -176,7 +186,7 @@ impl ChainLayer {
         budget: &mut MemoryBudget,
     ) -> Result<Option<ParentLink>, ImageError> {
         self.source.parse_section(&self.footer, SectionKind::Parent, budget, |bytes, _| {
-            ParentLink::parse(&bytes)
+            ParentLink::parse(&bytes, self.footer.is_sealed())
         })
     }
 
@@ -225,6 +235,23 @@ impl ChainLayer {
             None => Ok(opened),
             Some(problem) => Err(wrong(problem)),
         }
+    }
+
+    /// Checks that the parent was sealed with the key that this image names, or that neither is
+    /// sealed.
+    fn check_seal_of(&self, link: &ParentLink, parent: &Self) -> Result<(), ImageError> {
+        let found = parent.source.seal().map(|seal| seal.seal.key.link());
+        let problem = match (link.key, found) {
+            (expected, found) if expected == found => return Ok(()),
+            (Some(_), None) => "it is not sealed, and the image that builds on it is",
+            (None, Some(_)) => "it is sealed, and the image that builds on it is not",
+            _ => "it was sealed with another key",
+        };
+        Err(ImageError::WrongParent {
+            path: self.path().to_owned(),
+            parent: parent.path().to_owned(),
+            problem: problem.to_owned(),
+        })
     }
 
     /// The reason why a header is not that of the image's parent; `None` if it is.
@@ -293,7 +320,7 @@ impl ImageChain {
             if let Some(problem) = identity_mismatch(layer.footer.identity, &parent) {
                 return Err(layer.source.flaw_error(ImageFlaw::new("header", 0, problem)));
             }
-            chain.add_layer(layer)?;
+            chain.add_layer(&parent, layer)?;
         }
         Ok(chain)
     }
@@ -328,19 +355,22 @@ impl ImageChain {
         let Some(oldest) = self.layers.last() else { return Ok(false) };
         let Some(mut parent) = oldest.read_parent(&mut self.budget)? else { return Ok(false) };
         if let Some(moved) = moved {
+            let key = parent.key;
             parent = ParentLink::from_paths(oldest.path(), moved, parent.identity)?;
+            parent.key = key;
         }
         if self.layers.len() >= CHAIN_MAX {
             return Err(ImageError::ChainTooLong { path: self.layers[0].path().to_owned() });
         }
         let layer = oldest.open_parent(&parent)?;
-        self.add_layer(layer)?;
+        self.add_layer(&parent, layer)?;
         Ok(true)
     }
 
     /// Adds the parent of the oldest image so far.
-    fn add_layer(&mut self, mut layer: ChainLayer) -> Result<(), ImageError> {
+    fn add_layer(&mut self, link: &ParentLink, mut layer: ChainLayer) -> Result<(), ImageError> {
         let Some(oldest) = self.layers.last() else { return Ok(()) };
+        oldest.check_seal_of(link, &layer)?;
         if self.layers.iter().any(|it| it.footer.identity == layer.footer.identity) {
             return Err(ImageError::WrongParent {
                 path: oldest.path().to_owned(),
@@ -387,10 +417,14 @@ mod tests {
 
     #[test]
     fn decoding_returns_the_encoded_value() {
-        let parent = ParentLink { identity: ImageIdentity([3; 16]), path: "base.firn".into() };
-        assert_eq!(ParentLink::parse(&parent.encode()), Ok(parent.clone()));
+        let (identity, path) = (ImageIdentity([3; 16]), PathBuf::from("base.firn"));
+        let parent = ParentLink { identity, key: None, path };
+        assert_eq!(ParentLink::parse(&parent.encode(), false), Ok(parent.clone()));
         assert_eq!(parent.resolve_from(Path::new("/a/d.firn")), Path::new("/a/base.firn"));
-        assert!(ParentLink::parse(&parent.encode()[..16]).is_err());
-        assert!(ParentLink::parse(&parent.encode()[..9]).is_err());
+        assert!(ParentLink::parse(&parent.encode()[..16], false).is_err());
+        assert!(ParentLink::parse(&parent.encode()[..9], false).is_err());
+        let sealed = ParentLink { key: Some([5; 32]), ..parent };
+        assert_eq!(ParentLink::parse(&sealed.encode(), true), Ok(sealed.clone()));
+        assert!(ParentLink::parse(&sealed.encode()[..48], true).is_err());
     }
 }

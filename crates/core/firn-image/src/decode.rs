@@ -41,6 +41,12 @@ pub enum DecodeError {
         /// Bytes that were decoded.
         found: usize,
     },
+    /// The bytes of a sealed image were changed, or are from another place or another image.
+    #[error("its {stored_len} stored bytes are not those that were sealed")]
+    Seal {
+        /// The number of stored bytes.
+        stored_len: usize,
+    },
     /// The decoded bytes differ from those that were compressed.
     #[error("its checksum is {found:#018x} instead of {expected:#018x}")]
     Checksum {

@@ -165,6 +165,22 @@ pub enum ImageError {
         /// The intended parent.
         parent: PathBuf,
     },
+    /// The image is sealed, and can't be opened without its key.
+    #[error("{path} can't be opened: {problem}")]
+    Locked {
+        /// The image.
+        path: PathBuf,
+        /// The reason.
+        problem: String,
+    },
+    /// Of an image and its parent one is sealed and the other is not.
+    #[error("the image can't build on {parent}: {problem}")]
+    MixedSeals {
+        /// The intended parent.
+        parent: PathBuf,
+        /// Which of them is not sealed.
+        problem: &'static str,
+    },
     /// Memory blocks were added too often.
     #[error("memory blocks were copied too often before the cut")]
     TooOften,

@@ -11,6 +11,7 @@
 //!     48 40  section 0:  0 4 kind   4 4 encoding (0 as it is, 1 zstd)   8 8 offset in the file
 //!           16 8 stored length   24 8 length when decoded   32 8 xxh3 of the stored bytes
 //!     88 40  section 1 ...
+//!   1000 16  version 3: authentication code of header, parent section, seal section and footer
 //!   1016  8  xxh3 of the bytes before
 //! ```
 //!
@@ -21,7 +22,10 @@ use crate::bytes::ByteReader;
 use crate::chain::PATH_BYTES_MAX;
 use crate::error::ImageFlaw;
 use crate::geometry::Geometry;
-use crate::header::{ImageIdentity, append_seal, check_seal, parse_version};
+use crate::header::{
+    ImageIdentity, VERSION_SEALED, append_checksum, check_checksum, parse_version,
+};
+use crate::keys::{SECTION_TAG_BYTES, SealTag};
 use crate::locality::LocalityBlockId;
 
 /// Bytes of the footer.
@@ -40,8 +44,15 @@ pub const JSON_BYTES_MAX: u64 = 16 << 20;
 /// memory.
 pub const JSON_VALUES_MAX: usize = 32_768;
 
-/// The maximum length of the parent section in bytes: an identity and a path.
-const PARENT_BYTES_MAX: u64 = 16 + PATH_BYTES_MAX as u64;
+/// The maximum length of the parent section in bytes: an identity, in a sealed image the link to
+/// the parent's key, and a path.
+const PARENT_BYTES_MAX: u64 = 16 + 32 + PATH_BYTES_MAX as u64;
+
+/// The maximum length of the seal section in bytes.
+pub(crate) const SEAL_BYTES_MAX: u64 = 16 << 10;
+
+/// The offset of the authentication code in the footer of a sealed image.
+const TAG_OFFSET: usize = LEN - 8 - SECTION_TAG_BYTES;
 
 const MAGIC: [u8; 8] = *b"FIRN-END";
 const PLACE: &str = "footer";
@@ -60,10 +71,11 @@ pub(crate) enum SectionKind {
     AccessOrder = 7,
     Index = 8,
     Parent = 9,
+    Seal = 10,
 }
 
 impl SectionKind {
-    pub(crate) const ALL: [Self; 9] = [
+    pub(crate) const ALL: [Self; 10] = [
         Self::Meta,
         Self::Regions,
         Self::DeviceState,
@@ -73,6 +85,7 @@ impl SectionKind {
         Self::AccessOrder,
         Self::Index,
         Self::Parent,
+        Self::Seal,
     ];
 
     /// Its name in errors.
@@ -87,6 +100,7 @@ impl SectionKind {
             Self::AccessOrder => "access order section",
             Self::Index => "index",
             Self::Parent => "parent section",
+            Self::Seal => "seal section",
         }
     }
 
@@ -97,8 +111,14 @@ impl SectionKind {
         match self {
             Self::Meta | Self::Regions => JSON_BYTES_MAX,
             Self::Parent => PARENT_BYTES_MAX,
+            Self::Seal => SEAL_BYTES_MAX,
             _ => SECTION_BYTES_MAX,
         }
+    }
+
+    /// Whether it is not encrypted in a sealed image: what is needed to find its key and its parent.
+    pub(crate) fn is_clear(self) -> bool {
+        matches!(self, Self::Parent | Self::Seal)
     }
 
     fn from_code(code: u32) -> Option<Self> {
@@ -124,9 +144,21 @@ pub(crate) struct Footer {
     pub(crate) identity: ImageIdentity,
     pub(crate) locality_blocks: u32,
     pub(crate) sections: Vec<SectionLocation>,
+    /// The authentication code of the parts that are not encrypted, in a sealed image.
+    pub(crate) tag: Option<SealTag>,
 }
 
 impl Footer {
+    /// Whether the image is encrypted.
+    pub(crate) fn is_sealed(&self) -> bool {
+        self.version == VERSION_SEALED
+    }
+
+    /// The bytes that its authentication code covers.
+    pub(crate) fn encode_without_tag(&self, geometry: &Geometry) -> Vec<u8> {
+        Self { tag: None, ..self.clone() }.encode(geometry)
+    }
+
     /// The end of the sections so far: after the last of them, the offset of the footer.
     pub(crate) fn end_offset(&self, geometry: &Geometry) -> u64 {
         let sections: u64 = self.sections.iter().map(|section| section.stored_len).sum();
@@ -152,7 +184,11 @@ impl Footer {
         bytes.extend(self.locality_blocks.to_le_bytes());
         bytes.extend([0; 4]);
         self.sections.iter().for_each(|section| section.encode(&mut bytes));
-        append_seal(bytes, LEN)
+        if let Some(tag) = self.tag {
+            bytes.resize(TAG_OFFSET, 0);
+            bytes.extend(tag);
+        }
+        append_checksum(bytes, LEN)
     }
 
     /// Parses a footer that was found at the end of a file of `file_bytes` bytes.
@@ -182,7 +218,7 @@ impl Footer {
             return Err(ImageFlaw::new(PLACE, 0, problem));
         }
         let version = parse_version(PLACE, &mut foot)?;
-        check_seal(PLACE, bytes, LEN)?;
+        check_checksum(PLACE, bytes, LEN)?;
         let count = foot.read_u32()? as usize;
         if count > SECTIONS_MAX {
             return Err(foot.flaw_here(format!("{count} sections, at most {SECTIONS_MAX}")));
@@ -195,14 +231,22 @@ impl Footer {
         }
         let locality_blocks = foot.read_u32()?;
         let reserved = foot.read_u32()?;
-        let sections: Vec<_> =
-            (0..count).map(|_| SectionLocation::parse(&mut foot)).collect::<Result<_, _>>()?;
+        let is_sealed = version == VERSION_SEALED;
+        let sections: Vec<_> = (0..count)
+            .map(|_| SectionLocation::parse(&mut foot, is_sealed))
+            .collect::<Result<_, _>>()?;
         if reserved != 0 {
             return Err(ImageFlaw::new(PLACE, 44, "a reserved byte is not zero"));
         }
-        let reserved = foot.clone().take_bytes(LEN - 8 - (48 + count * 40))?;
+        let end = if is_sealed { TAG_OFFSET } else { LEN - 8 };
+        let reserved = foot.take_bytes(end - (48 + count * 40))?;
         ByteReader::new(PLACE, reserved).expect_zeros()?;
-        Ok(Self { version, identity, locality_blocks, sections })
+        let tag = if is_sealed { Some(foot.read_array()?) } else { None };
+        let footer = Self { version, identity, locality_blocks, sections, tag };
+        match footer.find_section(SectionKind::Seal).is_some() == is_sealed {
+            true => Ok(footer),
+            false => Err(ImageFlaw::new(PLACE, 8, "its version and its seal section do not fit")),
+        }
     }
 
     /// Checks that sections follow one another without gaps from offset `first` on, each kind at
@@ -242,7 +286,7 @@ impl SectionLocation {
         bytes.extend(self.checksum.to_le_bytes());
     }
 
-    fn parse(foot: &mut ByteReader<'_>) -> Result<Self, ImageFlaw> {
+    fn parse(foot: &mut ByteReader<'_>, is_sealed: bool) -> Result<Self, ImageFlaw> {
         let kind = foot.read_u32()?;
         let kind = SectionKind::from_code(kind).ok_or_else(|| {
             foot.flaw_here(format!("section kind {kind} is not known to this Firn"))
@@ -256,7 +300,9 @@ impl SectionLocation {
         };
         let (offset, stored_len) = (foot.read_u64()?, foot.read_u64()?);
         let (decoded_len, checksum) = (foot.read_u64()?, foot.read_u64()?);
-        if !is_zstd && decoded_len != stored_len {
+        let is_encrypted = is_sealed && !kind.is_clear();
+        let added = if is_encrypted { SECTION_TAG_BYTES as u64 } else { 0 };
+        if stored_len < added || (!is_zstd && decoded_len != stored_len - added) {
             let part = kind.section_name();
             let problem = format!("the {part} has {stored_len} bytes instead of {decoded_len}");
             return Err(foot.flaw_here(problem));
@@ -279,7 +325,7 @@ mod tests {
         let sections =
             vec![section(SectionKind::Meta, at, 100), section(SectionKind::Index, at + 100, 7)];
         let identity = ImageIdentity([7; 16]);
-        (Footer { version: 2, identity, locality_blocks: 3, sections }, geometry)
+        (Footer { version: 2, identity, locality_blocks: 3, sections, tag: None }, geometry)
     }
 
     #[test]
@@ -300,6 +346,30 @@ mod tests {
             bad[bit / 8] ^= 1 << (bit % 8);
             assert!(Footer::parse(&bad, &geometry, len).is_err(), "bit {bit}");
         }
+    }
+
+    #[test]
+    fn a_sealed_footer_has_a_seal_section_and_a_tag() {
+        let (mut footer, geometry) = footer();
+        let parse = |footer: &Footer| {
+            let len = footer.file_bytes(&geometry);
+            Footer::parse(&footer.encode(&geometry), &geometry, len)
+        };
+        footer.version = VERSION_SEALED;
+        assert!(parse(&footer).is_err(), "no seal section");
+        footer.sections.push(SectionLocation {
+            is_zstd: false,
+            decoded_len: 9,
+            ..section(SectionKind::Seal, footer.end_offset(&geometry), 9)
+        });
+        footer.tag = Some([3; 16]);
+        assert!(parse(&footer).is_err(), "a section that is shorter than its tag");
+        footer.sections[1].stored_len = 70;
+        footer.sections[2].offset += 63;
+        assert_eq!(parse(&footer), Ok(footer.clone()));
+        assert_ne!(footer.encode_without_tag(&geometry), footer.encode(&geometry));
+        footer.version = 2;
+        assert!(parse(&footer).is_err(), "not sealed");
     }
 
     #[test]

@@ -2,7 +2,7 @@
 //!
 //! ```text
 //!      0  8  magic: 89 46 49 52 4e 0d 0a 1a ("\x89FIRN\r\n\x1a")
-//!      8  4  version: 1 or 2
+//!      8  4  version: 1, 2 or 3
 //!     12  1  block organization: 0 access, 1 physical, 2 random
 //!     13  1  pages in a memory block
 //!     14  2  reserved
@@ -27,10 +27,16 @@ use crate::error::ImageFlaw;
 use crate::geometry::{BlockOrganization, Geometry, HEADER_BYTES};
 
 /// The newest version that this Firn reads, and writes where an image needs it.
-pub const VERSION: u32 = 2;
+pub const VERSION: u32 = 3;
 
 /// The version of an image that holds all of memory, and each memory block once.
 pub(crate) const VERSION_WHOLE: u32 = 1;
+
+/// The version of an image that has a parent, or lists memory blocks again.
+pub(crate) const VERSION_CHAIN: u32 = 2;
+
+/// The version of an image that is encrypted.
+pub(crate) const VERSION_SEALED: u32 = 3;
 
 const MAGIC: [u8; 8] = *b"\x89FIRN\r\n\x1a";
 const PLACE: &str = "header";
@@ -65,7 +71,7 @@ impl Header {
         bytes.extend(self.geometry.locality_block_bytes.to_le_bytes());
         bytes.extend(self.geometry.total_pages.to_le_bytes());
         bytes.extend(self.identity.0);
-        append_seal(bytes, LEN)
+        append_checksum(bytes, LEN)
     }
 
     pub(crate) fn parse(bytes: &[u8]) -> Result<Self, ImageFlaw> {
@@ -74,7 +80,7 @@ impl Header {
             return Err(ImageFlaw::new(PLACE, 0, "not Firn's magic number: this is no image"));
         }
         let version = parse_version(PLACE, &mut head)?;
-        check_seal(PLACE, bytes, LEN)?;
+        check_checksum(PLACE, bytes, LEN)?;
         let organization = head.read_u8()?;
         let organization = BlockOrganization::from_code(organization)
             .ok_or_else(|| head.flaw_here(format!("no block organization {organization}")))?;
@@ -100,15 +106,19 @@ fn check_reserved(reserved: u16, mut rest: ByteReader<'_>) -> Result<(), ImageFl
 }
 
 /// Appends zeros up to `len` bytes, of which the last 8 are the checksum of the others.
-pub(crate) fn append_seal(mut bytes: Vec<u8>, len: usize) -> Vec<u8> {
+pub(crate) fn append_checksum(mut bytes: Vec<u8>, len: usize) -> Vec<u8> {
     bytes.resize(len - 8, 0);
     let checksum = XxHash3_64::oneshot(&bytes);
     bytes.extend(checksum.to_le_bytes());
     bytes
 }
 
-/// Checks the checksum that [`append_seal`] wrote.
-pub(crate) fn check_seal(part: &'static str, bytes: &[u8], len: usize) -> Result<(), ImageFlaw> {
+/// Checks the checksum that [`append_checksum`] wrote.
+pub(crate) fn check_checksum(
+    part: &'static str,
+    bytes: &[u8],
+    len: usize,
+) -> Result<(), ImageFlaw> {
     let mut all = ByteReader::new(part, bytes);
     let found = XxHash3_64::oneshot(all.take_bytes(len - 8)?);
     let expected = all.read_u64()?;
@@ -170,7 +180,7 @@ mod tests {
             let mut bytes = header().encode();
             bytes[at] = value;
             bytes.truncate(CHECKED);
-            assert!(Header::parse(&append_seal(bytes, LEN)).is_err(), "byte {at}");
+            assert!(Header::parse(&append_checksum(bytes, LEN)).is_err(), "byte {at}");
         }
     }
 }

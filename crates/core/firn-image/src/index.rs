@@ -9,6 +9,7 @@
 //!   m x 2  stored length in bytes, less one
 //!   m x 1  how it is stored: 0 as it is, 1 LZ4, 2 Zstandard, 3 deflate
 //!   m x 8  xxh3 of its uncompressed bytes
+//!   m x 16 in a sealed image (version 3): authentication code of its stored bytes
 //!   z x 4  first memory block of a run of zero blocks
 //!   z x 4  its length in memory blocks, less one
 //! ```
@@ -32,9 +33,10 @@ use crate::bytes::ByteReader;
 use crate::codec::StoredAs;
 use crate::error::ImageFlaw;
 use crate::geometry::Geometry;
-use crate::header::VERSION_WHOLE;
+use crate::header::{VERSION_SEALED, VERSION_WHOLE};
+use crate::keys::SealTag;
 use crate::locality::{BlockEntry, ENTRIES_MAX, FilledBy, LocalityBlockId};
-use crate::placement::PlacementMap;
+use crate::placement::{BlockPlacement, PlacementMap};
 use crate::steps::decode_steps;
 
 const PLACE: &str = "index";
@@ -49,6 +51,8 @@ pub(crate) struct ImageIndex {
     /// Bytes of each locality block that hold a memory block, whether that one still counts or not.
     used: Vec<u32>,
     entries: Vec<BlockEntry>,
+    /// The authentication code of each entry, in a sealed image.
+    tags: Vec<SealTag>,
     /// Runs of zero blocks: the first block, and the number of blocks.
     zeros: Vec<(u32, u32)>,
     pub(crate) placements: PlacementMap,
@@ -60,6 +64,17 @@ impl ImageIndex {
         let start = *self.starts.get(id.index())? as usize;
         let end = *self.starts.get(id.index() + 1)? as usize;
         self.entries.get(start..end)
+    }
+
+    /// The authentication code of a stored memory block of a sealed image.
+    pub(crate) fn tag_of(&self, block: Block) -> Option<&SealTag> {
+        match self.placements.get(block) {
+            BlockPlacement::Stored { locality_block, slot } => {
+                let start = *self.starts.get(locality_block.index())? as usize;
+                self.tags.get(start + usize::from(slot))
+            }
+            BlockPlacement::Zero | BlockPlacement::Untouched => None,
+        }
     }
 
     pub(crate) fn entries(&self) -> &[BlockEntry] {
@@ -98,10 +113,13 @@ impl ImageIndex {
         for id in (0..older.locality_blocks()).map(LocalityBlockId) {
             let here = LocalityBlockId(first + id.0);
             let start = self.entries.len();
-            for &entry in older.entries_of(id).unwrap_or_default() {
+            let first_tag = older.starts.get(id.index()).map_or(0, |&start| start as usize);
+            let tags = older.tags.get(first_tag..).unwrap_or_default();
+            for (at, &entry) in older.entries_of(id).unwrap_or_default().iter().enumerate() {
                 let slot = (self.entries.len() - start) as u16;
                 if self.placements.set_stored(entry.block, here, slot) {
                     self.entries.push(entry);
+                    self.tags.extend(tags.get(at));
                 }
             }
             self.starts.push(self.entries.len() as u32);
@@ -121,7 +139,8 @@ pub(crate) fn bytes_max(version: u32, geometry: &Geometry, locality_blocks: u32)
     let (blocks, locality_blocks) = (u64::from(geometry.block_count()), u64::from(locality_blocks));
     let listed = if version == VERSION_WHOLE { blocks } else { blocks * u64::from(LISTED_MAX) };
     let stored = listed.min(locality_blocks * ENTRIES_MAX as u64);
-    HEAD_BYTES as u64 + locality_blocks * 12 + stored * 15 + (blocks / 2 + 1) * 8
+    let per_block = if version == VERSION_SEALED { 15 + 16 } else { 15 };
+    HEAD_BYTES as u64 + locality_blocks * 12 + stored * per_block + (blocks / 2 + 1) * 8
 }
 
 /// Parses an index and checks all of it. Placement tables take `table_bytes_max` bytes at most.
@@ -145,6 +164,10 @@ pub(crate) fn parse_index(
     let starts = parse_counts(bytes.read_column::<2>(n)?.numbers(), m)?;
     let checksums = bytes.read_column::<8>(n)?.numbers().collect();
     let rows = parse_rows(&mut bytes, m)?;
+    let tags = match version {
+        VERSION_SEALED => bytes.read_column::<16>(m)?.iter_arrays().collect(),
+        _ => Vec::new(),
+    };
     let (firsts, lens) =
         (bytes.read_column::<4>(z)?.numbers(), bytes.read_column::<4>(z)?.numbers());
     bytes.expect_end()?;
@@ -153,8 +176,17 @@ pub(crate) fn parse_index(
     let zero_blocks = place_zeros(&zeros, &mut placements)?;
     let entries = parse_entries(rows, &starts, geometry)?;
     let used = used_bytes(&entries, &starts);
-    let mut index =
-        ImageIndex { starts, filled_by, checksums, used, entries, zeros, placements, zero_blocks };
+    let mut index = ImageIndex {
+        starts,
+        filled_by,
+        checksums,
+        used,
+        entries,
+        tags,
+        zeros,
+        placements,
+        zero_blocks,
+    };
     match version {
         VERSION_WHOLE => index.place_each_once()?,
         _ => index.place_last_listed(geometry)?,
@@ -281,6 +313,7 @@ impl ImageIndex {
         }
         let listed = counts.iter().filter(|&&counts| counts).count();
         let entries = std::mem::replace(&mut self.entries, Vec::with_capacity(listed));
+        let tags = std::mem::take(&mut self.tags);
         let starts = self.starts.clone();
         for (id, pair) in starts.windows(2).enumerate() {
             let range = pair[0] as usize..pair[1] as usize;
@@ -289,6 +322,7 @@ impl ImageIndex {
                 let (entry, slot) = (entries[at], (self.entries.len() - start) as u16);
                 self.placements.move_to(entry.block, LocalityBlockId(id as u32), slot);
                 self.entries.push(entry);
+                self.tags.extend(tags.get(at));
             }
             self.starts[id + 1] = self.entries.len() as u32;
         }

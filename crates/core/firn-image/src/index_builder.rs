@@ -6,6 +6,7 @@ use twox_hash::XxHash3_64;
 use crate::bitmap::Bitmap;
 use crate::geometry::Geometry;
 use crate::index::{HEAD_BYTES, LISTED_MAX, check_entry};
+use crate::keys::SealTag;
 use crate::locality::{BlockEntry, ENTRIES_MAX, FilledBy, LocalityBlock, LocalityBlockId};
 use crate::runs::BlockRuns;
 use crate::steps::encode_steps;
@@ -27,6 +28,8 @@ pub(crate) struct IndexBuilder {
     counts: Vec<u16>,
     checksums: Vec<u64>,
     entries: Vec<BlockEntry>,
+    /// The authentication code of each entry, in a sealed image.
+    tags: Vec<SealTag>,
     stored: Bitmap,
     zeros: Bitmap,
     /// More zero blocks, none of which is in either set.
@@ -50,6 +53,7 @@ impl IndexBuilder {
             counts: Vec::new(),
             checksums: Vec::new(),
             entries: Vec::new(),
+            tags: Vec::new(),
             stored: Bitmap::new(geometry.block_count()),
             zeros: Bitmap::new(geometry.block_count()),
             zero_runs: BlockRuns::default(),
@@ -79,6 +83,12 @@ impl IndexBuilder {
     /// Records zero blocks. Call this before any other block is added.
     pub(crate) fn set_zeros(&mut self, zeros: BlockRuns) {
         self.zero_runs = zeros;
+    }
+
+    /// Records the authentication codes of the memory blocks of the locality block that was added
+    /// last.
+    pub(crate) fn add_tags(&mut self, tags: Vec<SealTag>) {
+        self.tags.extend(tags);
     }
 
     /// Adds the next locality block.
@@ -156,7 +166,11 @@ impl IndexBuilder {
         let runs = self.zero_runs();
         let entries = &self.entries;
         let mut out = Vec::with_capacity(
-            HEAD_BYTES + self.counts.len() * 12 + entries.len() * 15 + runs.len() * 8,
+            HEAD_BYTES
+                + self.counts.len() * 12
+                + entries.len() * 15
+                + self.tags.len() * 16
+                + runs.len() * 8,
         );
         let head = [self.counts.len(), entries.len(), runs.len(), 0];
         out.extend(head.iter().flat_map(|&number| (number as u32).to_le_bytes()));
@@ -173,6 +187,7 @@ impl IndexBuilder {
         );
         out.extend(entries.iter().map(|entry| entry.stored_as as u8));
         out.extend(entries.iter().flat_map(|entry| entry.checksum.to_le_bytes()));
+        out.extend(self.tags.iter().flatten());
         out.extend(runs.iter().flat_map(|(first, _)| first.to_le_bytes()));
         out.extend(runs.iter().flat_map(|(_, len)| (len - 1).to_le_bytes()));
         out

@@ -20,6 +20,9 @@
 //! - [`ImageWriter`] leaves the whole image at the target path, or nothing new at all.
 //!
 //!
+//! An image may be sealed: encrypted and authenticated with a key of its own (`seal`). It is read
+//! like any other as soon as the key ring of the process has the key, or a source of it ([`KeyRing`]).
+//!
 //! An image may build on another one and hold only what differs from it. The files of such a chain
 //! are opened and read as one image; [`merge_chain()`] and [`rebase_image()`] make one file of
 //! several.
@@ -45,6 +48,7 @@ mod geometry;
 mod header;
 mod index;
 mod index_builder;
+mod keys;
 mod locality;
 mod object;
 mod outline;
@@ -54,6 +58,9 @@ mod reader;
 mod rebase;
 mod reorder;
 mod runs;
+mod seal;
+mod sealed_copy;
+mod sealing;
 mod sections;
 mod source;
 mod steps;
@@ -75,6 +82,10 @@ pub use geometry::{
     LOCALITY_BLOCK_BYTES_MAX, LOCALITY_BLOCK_BYTES_MIN, OrganizationError,
 };
 pub use header::VERSION;
+pub use keys::{
+    ImageKey, ImageSeal, KEY_BYTES, KeyId, KeyOpener, KeyRing, WrapMethod, WrappedKey, from_hex,
+    key_ring, to_hex,
+};
 pub use locality::{
     BlockEntry, ENTRIES_MAX, FilledBy, LocalityBlock, LocalityBlockId, LocalityBlockPacker,
 };
@@ -84,6 +95,7 @@ pub use placement::BlockPlacement;
 pub use reader::{ChainFile, Image};
 pub use rebase::{merge_chain, rebase_image};
 pub use reorder::{ListedWorkingSet, ReorderOptions, reorder_image};
+pub use sealed_copy::{ChainPart, check_sealed_file, list_chain, unlock_chain};
 pub use sections::{AuxBlock, ImageSections};
 pub use verify::{PROBLEMS_MAX, VerifyProblem, VerifyReport, verify_image, verify_own_file};
 pub use writer::{ImageDraft, ImageSummary, ImageWriter};

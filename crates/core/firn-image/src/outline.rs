@@ -34,8 +34,10 @@ pub struct ImageOutline {
     pub file_bytes: u64,
     /// The image that it builds on, if it builds on one.
     pub parent: Option<ParentName>,
-    /// The metadata that the writer stored about the VM.
+    /// The metadata that the writer stored about the VM; null if the image is sealed.
     pub meta: serde_json::Value,
+    /// Whether the image is sealed: then only its key shows more.
+    pub is_sealed: bool,
     footer: Vec<u8>,
 }
 
@@ -86,9 +88,13 @@ impl ImageOutline {
         let mut budget = MemoryBudget::of_file(file_bytes);
         let parent = parts.read_section(&footer, SectionKind::Parent, &mut budget)?;
         let parent = parent.map(|(at, bytes)| {
-            ParentLink::parse(&bytes).map_err(|flaw| OutlineError::Flaw(flaw.shift_by(at)))
+            ParentLink::parse(&bytes, footer.is_sealed())
+                .map_err(|flaw| OutlineError::Flaw(flaw.shift_by(at)))
         });
-        let meta = parts.read_section(&footer, SectionKind::Meta, &mut budget)?;
+        let meta = match footer.is_sealed() {
+            true => None,
+            false => parts.read_section(&footer, SectionKind::Meta, &mut budget)?,
+        };
         let meta = meta.map(|(at, bytes)| {
             sections::parse_meta(&bytes, &mut budget)
                 .map_err(|flaw| OutlineError::Flaw(flaw.shift_by(at)))
@@ -100,6 +106,7 @@ impl ImageOutline {
                 .transpose()?
                 .map(|link| ParentName { identity: link.identity.to_string(), path: link.path }),
             meta: meta.transpose()?.unwrap_or_default(),
+            is_sealed: footer.is_sealed(),
             footer: footer_bytes,
         })
     }

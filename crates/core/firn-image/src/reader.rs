@@ -23,6 +23,7 @@ use crate::error::ImageError;
 use crate::footer::{Footer, SectionKind, SectionLocation};
 use crate::geometry::{BlockOrganization, Geometry};
 use crate::index::ImageIndex;
+use crate::keys::{ImageKey, ImageSeal};
 use crate::locality::{BlockEntry, FilledBy, LocalityBlockId};
 use crate::placement::{BlockPlacement, PlacementMap};
 use crate::sections::{self, AccessGroup, ImageSections};
@@ -110,6 +111,17 @@ impl Image {
 
     fn own_layer(&self) -> &ChainLayer {
         &self.layers[0]
+    }
+
+    /// The key with which it is sealed, and its wrapped forms; `None` if it is not sealed.
+    pub fn seal(&self) -> Option<&ImageSeal> {
+        self.own_layer().source.seal().map(|open| &open.seal)
+    }
+
+    /// The keys of its own file and of those it builds on, if they are sealed.
+    pub fn keys(&self) -> Vec<ImageKey> {
+        let seals = self.layers.iter().filter_map(|layer| layer.source.seal());
+        seals.map(|open| open.seal.key.clone()).collect()
     }
 
     /// The file.
@@ -264,6 +276,24 @@ impl Image {
         let after = self.layers.partition_point(|layer| layer.first <= id.0);
         // An empty layer starts where the next one does; the last that starts there has the block.
         &self.layers[after.saturating_sub(1)]
+    }
+
+    /// Decrypts the stored bytes of a memory block in place. False if they are not what was sealed
+    /// there. Bytes of an image that is not sealed stay as they are.
+    pub(crate) fn unseal_entry(&self, entry: &BlockEntry, bytes: &mut [u8]) -> bool {
+        let BlockPlacement::Stored { locality_block, .. } = self.placement_of(entry.block) else {
+            return !self.is_sealed();
+        };
+        let layer = self.layer_of(locality_block);
+        let Some(open) = layer.source.seal() else { return true };
+        let own = LocalityBlockId(locality_block.0 - layer.first);
+        let tag = self.index.tag_of(entry.block);
+        tag.is_some_and(|tag| open.cipher.open_block(own, entry, tag, bytes))
+    }
+
+    /// Whether it is sealed.
+    pub fn is_sealed(&self) -> bool {
+        self.own_layer().source.seal().is_some()
     }
 
     /// The offset of a locality block in bytes, as if the files of the chain lay one behind

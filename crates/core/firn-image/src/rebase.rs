@@ -63,7 +63,12 @@ fn rewrite_onto(
 ) -> Result<ImageSummary, ImageError> {
     let how = ReorderOptions { threads, ..ReorderOptions::for_organization(image.organization()) };
     let identity = Some(image.layers()[0].footer.identity);
-    rewrite_image(image, &how, &RewriteTarget { path: out, parent, identity }, progress)
+    rewrite_image(
+        image,
+        &how,
+        &RewriteTarget { path: out, parent, identity, seal: image.seal() },
+        progress,
+    )
 }
 
 /// The contents of an image on a parent: the stored blocks that differ from the parent's, and the

@@ -24,6 +24,7 @@ use crate::compress::{CompressedBlock, PackedBlock, compress_block};
 use crate::error::ImageError;
 use crate::geometry::{BlockOrganization, Geometry};
 use crate::header::ImageIdentity;
+use crate::keys::ImageSeal;
 use crate::locality::{FilledBy, LocalityBlockId, LocalityBlockPacker};
 use crate::reader::Image;
 use crate::rebase::difference_from_parent;
@@ -92,7 +93,12 @@ pub fn reorder_image(
     out: &Path,
     progress: &dyn Fn(u32, u32),
 ) -> Result<ImageSummary, ImageError> {
-    rewrite_image(image, how, &RewriteTarget { path: out, parent: None, identity: None }, progress)
+    rewrite_image(
+        image,
+        how,
+        &RewriteTarget { path: out, parent: None, identity: None, seal: image.seal() },
+        progress,
+    )
 }
 
 /// The target of a rewritten image.
@@ -102,6 +108,8 @@ pub(crate) struct RewriteTarget<'a> {
     pub(crate) parent: Option<&'a Image>,
     /// The identity it keeps, if other images may build on it.
     pub(crate) identity: Option<ImageIdentity>,
+    /// The seal it keeps, if it is sealed.
+    pub(crate) seal: Option<&'a ImageSeal>,
 }
 
 impl RewriteTarget<'_> {
@@ -110,8 +118,8 @@ impl RewriteTarget<'_> {
         geometry: Geometry,
         organization: BlockOrganization,
     ) -> Result<ImageWriter, ImageError> {
-        let draft =
-            ImageDraft { parent: self.parent, ..ImageDraft::whole_image(geometry, organization) };
+        let (parent, seal) = (self.parent, self.seal);
+        let draft = ImageDraft { parent, seal, ..ImageDraft::whole_image(geometry, organization) };
         match self.identity {
             Some(identity) => ImageWriter::with_identity(self.path, &draft, identity),
             None => ImageWriter::create(self.path, &draft),

@@ -19,6 +19,8 @@ use crate::error::{ImageError, ImageFlaw};
 use crate::footer::{FOOTER_BYTES, Footer, SectionKind, SectionLocation};
 use crate::geometry::{Geometry, HEADER_BYTES};
 use crate::header::Header;
+use crate::keys::key_ring;
+use crate::seal::{FileCipher, OpenSeal, SealSection};
 
 /// The bytes at the end of a file that are read at once when it is opened: its footer, and, if they
 /// are not larger than usual for an increment, its index and the sections before it. On a disk that
@@ -38,6 +40,8 @@ pub(crate) struct ImageFile {
     tail: Vec<u8>,
     pub(crate) path: PathBuf,
     len: u64,
+    /// The cipher and the key, if the image is sealed and its seal was opened.
+    seal: Option<OpenSeal>,
 }
 
 /// The descriptors of a file.
@@ -76,7 +80,8 @@ impl ImageFile {
         let cached = CachedFile::find(path, &file).map_err(failed)?;
         let open_file = OpenFile { file, in_order, id, is_in_memory, cached };
         let (path, len, tail) = (path.to_owned(), metadata.len(), Vec::new());
-        Ok(Self { open_file: RwLock::new(Arc::new(open_file)), tail, path, len })
+        let open_file = RwLock::new(Arc::new(open_file));
+        Ok(Self { open_file, tail, path, len, seal: None })
     }
 
     fn open_file(&self) -> Arc<OpenFile> {
@@ -263,6 +268,56 @@ impl ImageFile {
         Err(self.flaw_error(ImageFlaw::new("footer", self.len - FOOTER_BYTES, problem)))
     }
 
+    /// Gets the key of a sealed image, and checks the parts that are not encrypted.
+    ///
+    /// # Errors
+    /// If the key is not here, or a part is not as it was sealed.
+    pub(crate) fn open_seal(&mut self, header: &Header, footer: &Footer) -> Result<(), ImageError> {
+        let Some((at, tag)) = footer.find_section(SectionKind::Seal).zip(footer.tag) else {
+            return Ok(());
+        };
+        let (bytes, section) = self.read_seal(at)?;
+        let key = key_ring()
+            .find_key(section.key_id, &section.wraps)
+            .map_err(|problem| ImageError::Locked { path: self.path.clone(), problem })?;
+        let cipher = FileCipher::new(&key, &section.salt, header.identity)
+            .map_err(|_| self.section_flaw(at, "there is no cipher".to_owned()))?;
+        let parent = footer.find_section(SectionKind::Parent);
+        let parent = parent.map(|at| self.read_stored(at)).transpose()?.unwrap_or_default();
+        let (header, footer) = (header.encode(), footer.encode_without_tag(&header.geometry));
+        if !cipher.has_clear_tag(&[&header, &parent, &bytes, &footer], &tag) {
+            let problem = "header, parent, seal or footer is not as it was sealed";
+            return Err(self.flaw_error(ImageFlaw::new(
+                "footer",
+                self.len - FOOTER_BYTES,
+                problem,
+            )));
+        }
+        let seal = crate::keys::ImageSeal { key, wraps: section.wraps };
+        self.seal = Some(OpenSeal { cipher, seal });
+        Ok(())
+    }
+
+    /// The seal section of a sealed image, as it is stored and parsed.
+    pub(crate) fn read_seal(
+        &self,
+        at: &SectionLocation,
+    ) -> Result<(Vec<u8>, SealSection), ImageError> {
+        self.check_decoded_len(at, at.kind.bytes_max())?;
+        if at.is_zstd {
+            return Err(self.section_flaw(at, "it is compressed".to_owned()));
+        }
+        let bytes = self.read_stored(at)?;
+        let section =
+            SealSection::parse(&bytes).map_err(|flaw| self.flaw_error(flaw.shift_by(at.offset)))?;
+        Ok((bytes, section))
+    }
+
+    /// The seal, if the image is sealed.
+    pub(crate) fn seal(&self) -> Option<&OpenSeal> {
+        self.seal.as_ref()
+    }
+
     fn check_len(&self) -> Result<(), ImageError> {
         if self.len >= HEADER_BYTES + FOOTER_BYTES {
             return Ok(());
@@ -334,7 +389,18 @@ impl ImageFile {
         self.len
     }
 
+    /// A section as it was encoded, decrypted. Its checksum was checked.
     pub(crate) fn read_stored(&self, at: &SectionLocation) -> Result<Vec<u8>, ImageError> {
+        let mut stored = self.read_checked(at)?;
+        let seal = self.seal.as_ref().filter(|_| !at.kind.is_clear());
+        match seal.is_none_or(|seal| seal.cipher.open_section(at.kind, &mut stored)) {
+            true => Ok(stored),
+            false => Err(self.section_flaw(at, "it is not as it was sealed".to_owned())),
+        }
+    }
+
+    /// The bytes of a section as they are in the file. Their checksum was checked.
+    pub(crate) fn read_checked(&self, at: &SectionLocation) -> Result<Vec<u8>, ImageError> {
         // The footer's own check bounds the length by that of the file.
         let mut stored = vec![0; at.stored_len as usize];
         self.read_exact_at(&mut stored, at.offset)?;

@@ -6,8 +6,6 @@
 //!      +-------- dropped anywhere before: the partial file is removed                     fsync of the directory
 //! ```
 
-use std::fs::File;
-use std::io::Read;
 use std::os::unix::fs::MetadataExt;
 use std::path::{Path, PathBuf};
 
@@ -20,12 +18,14 @@ use crate::chain::{CHAIN_MAX, ParentLink};
 use crate::error::ImageError;
 use crate::footer::{Footer, JSON_VALUES_MAX, SectionKind, SectionLocation};
 use crate::geometry::{BlockOrganization, Geometry, HEADER_BYTES};
-use crate::header::{Header, ImageIdentity, VERSION, VERSION_WHOLE};
+use crate::header::{Header, ImageIdentity, VERSION_CHAIN, VERSION_SEALED, VERSION_WHOLE};
 use crate::index_builder::{AppendRefusal, IndexBuilder, ListingRule};
+use crate::keys::{ImageSeal, random_bytes};
 use crate::locality::{LocalityBlock, LocalityBlockId};
 use crate::partial::PartialFile;
 use crate::reader::Image;
 use crate::runs::BlockRuns;
+use crate::sealing::FileSealing;
 use crate::sections::{
     AccessGroup, ImageSections, count_values, encode_access_order, unstorable_aux,
 };
@@ -44,20 +44,34 @@ pub struct ImageDraft<'a> {
     pub parent: Option<&'a Image>,
     /// Whether a memory block may be given again: the last time counts.
     pub allows_again: bool,
+    /// The key to seal it with: as soon as its parent is sealed, and never otherwise.
+    pub seal: Option<&'a ImageSeal>,
 }
 
 impl ImageDraft<'_> {
     /// An image that holds all of memory, and each memory block once.
     pub fn whole_image(geometry: Geometry, organization: BlockOrganization) -> Self {
-        Self { geometry, organization, parent: None, allows_again: false }
+        Self { geometry, organization, parent: None, allows_again: false, seal: None }
     }
 
     fn format_version(&self) -> u32 {
-        if self.parent.is_some() || self.allows_again { VERSION } else { VERSION_WHOLE }
+        match self.seal {
+            Some(_) => VERSION_SEALED,
+            None if self.parent.is_some() || self.allows_again => VERSION_CHAIN,
+            None => VERSION_WHOLE,
+        }
     }
 
     fn listing_rule(&self) -> ListingRule {
         if self.allows_again { ListingRule::Last } else { ListingRule::Once }
+    }
+
+    fn seal_mismatch(&self, parent: &Image) -> Option<&'static str> {
+        match (self.seal.is_some(), parent.is_sealed()) {
+            (true, false) => Some("it is not sealed, and the image is to be"),
+            (false, true) => Some("it is sealed, and the image is not to be"),
+            _ => None,
+        }
     }
 
     fn link_to_parent(&self, path: &Path) -> Result<Option<(ParentLink, RegionMap)>, ImageError> {
@@ -70,7 +84,11 @@ impl ImageDraft<'_> {
             });
         }
         let identity = parent.layers()[0].footer.identity;
-        let link = ParentLink::from_paths(path, parent.path(), identity)?;
+        let mut link = ParentLink::from_paths(path, parent.path(), identity)?;
+        link.key = parent.seal().map(|seal| seal.key.link());
+        if let Some(problem) = self.seal_mismatch(parent) {
+            return Err(ImageError::MixedSeals { parent: parent.path().to_owned(), problem });
+        }
         match parent.geometry() == self.geometry && parent.chain_paths().len() < CHAIN_MAX {
             true => Ok(Some((link, parent.regions().clone()))),
             false if parent.geometry() == self.geometry => {
@@ -94,6 +112,8 @@ pub struct ImageWriter {
     parent: Option<(ParentLink, RegionMap)>,
     index: IndexBuilder,
     access_order: Option<Vec<AccessGroup>>,
+    /// What encrypts it, if it is to be sealed.
+    sealing: Option<FileSealing>,
     /// Auxiliary blocks in the stored form of another image: encoded, compressed or not.
     stored_aux: Option<(SectionLocation, Vec<u8>)>,
     refused: Option<ImageError>,
@@ -143,6 +163,7 @@ impl ImageWriter {
         let ImageDraft { geometry, organization, .. } = *draft;
         geometry.check_sizes()?;
         let parent = draft.link_to_parent(path)?;
+        let sealing = draft.seal.map(|seal| FileSealing::begin(seal, identity)).transpose()?;
         let partial = PartialFile::create(path)?;
         let header = Header { version: draft.format_version(), geometry, organization, identity };
         partial.write_at("image.write", &header.encode(), 0)?;
@@ -153,6 +174,7 @@ impl ImageWriter {
             parent,
             index,
             access_order: None,
+            sealing,
             stored_aux: None,
             refused: None,
         })
@@ -175,12 +197,23 @@ impl ImageWriter {
 
     /// Writes the next locality block. After an error the image can't be finished any more.
     pub fn append(&mut self, filled: LocalityBlock) -> Result<LocalityBlockId, ImageError> {
+        let mut filled = filled;
+        let tags = match &self.sealing {
+            Some(sealing) => {
+                sealing.seal_blocks(LocalityBlockId(self.index.locality_blocks()), &mut filled)?
+            }
+            None => Vec::new(),
+        };
         let id = self
             .index
             .add_locality_block(&filled)
             .map_err(|refusal| self.refusal_error(refusal))?;
+        self.index.add_tags(tags);
         let mut bytes = filled.bytes;
         bytes.resize(self.geometry().locality_block_bytes as usize, 0);
+        if let Some(sealing) = &mut self.sealing {
+            sealing.add_written(&bytes);
+        }
         let offset = self.geometry().offset_of(id);
         let written = self.partial.write_at("image.write", &bytes, offset);
         if written.is_err() {
@@ -241,23 +274,26 @@ impl ImageWriter {
         let mut encoded = self.encode_sections(&sections)?;
         let stored_aux = self.stored_aux.take();
         encoded.push((SectionKind::Index, self.index.encode()));
-        let mut footer = Footer {
-            version: self.header.version,
-            identity: self.header.identity,
-            locality_blocks: summary.locality_blocks,
-            sections: Vec::new(),
+        let mut end = ImageEnd {
+            partial: &self.partial,
+            geometry,
+            sealing: self.sealing.as_ref(),
+            clear: Vec::new(),
+            footer: Footer {
+                version: self.header.version,
+                identity: self.header.identity,
+                locality_blocks: summary.locality_blocks,
+                sections: Vec::new(),
+                tag: None,
+            },
         };
         if let Some((at, bytes)) = stored_aux {
-            let offset = footer.end_offset(&geometry);
-            self.partial.write_at("image.index", &bytes, offset)?;
-            footer.sections.push(SectionLocation { offset, ..at });
+            end.write_encoded(at.kind, at.is_zstd, at.decoded_len, bytes)?;
         }
         for (kind, bytes) in encoded {
-            let at = footer.end_offset(&geometry);
-            footer.sections.push(write_section(&self.partial, kind, &bytes, at)?);
+            end.write_section(kind, bytes)?;
         }
-        let at = footer.end_offset(&geometry);
-        self.partial.write_at("image.footer", &footer.encode(&geometry), at)?;
+        let footer = end.write_footer(&self.header)?;
         self.partial.publish()?;
         summary.file_bytes = footer.file_bytes(&geometry);
         summary.overhead_bytes = overhead_bytes(&footer, &geometry);
@@ -350,35 +386,74 @@ fn check_length(kind: SectionKind, bytes: &[u8]) -> Result<(), ImageError> {
     }
 }
 
-fn write_section(
-    partial: &PartialFile,
-    kind: SectionKind,
-    decoded: &[u8],
-    offset: u64,
-) -> Result<SectionLocation, ImageError> {
-    let compressed = zstd::bulk::compress(decoded, ZSTD_LEVEL).ok();
-    let is_fit = |compressed: &Vec<u8>| {
-        compressed.len() < decoded.len()
-            && is_accepted_by_any_reader(kind, compressed.len(), decoded.len())
-    };
-    let compressed = compressed.filter(is_fit);
-    let stored = compressed.as_deref().unwrap_or(decoded);
-    partial.write_at("image.index", stored, offset)?;
-    Ok(SectionLocation {
-        kind,
-        is_zstd: compressed.is_some(),
-        offset,
-        stored_len: stored.len() as u64,
-        decoded_len: decoded.len() as u64,
-        checksum: XxHash3_64::oneshot(stored),
-    })
+/// The end of an image: sections, one after the other, then the footer.
+struct ImageEnd<'a> {
+    partial: &'a PartialFile,
+    geometry: Geometry,
+    sealing: Option<&'a FileSealing>,
+    /// The sections that are not encrypted.
+    clear: Vec<u8>,
+    footer: Footer,
+}
+
+impl ImageEnd<'_> {
+    /// Compresses a section, if that is allowed and makes it shorter, and writes it.
+    fn write_section(&mut self, kind: SectionKind, decoded: Vec<u8>) -> Result<(), ImageError> {
+        let len = decoded.len();
+        let is_fit = |compressed: &Vec<u8>| {
+            compressed.len() < len && is_accepted_by_any_reader(kind, compressed.len(), len)
+        };
+        let compressed = zstd::bulk::compress(&decoded, ZSTD_LEVEL).ok().filter(is_fit);
+        let is_zstd = compressed.is_some();
+        self.write_encoded(kind, is_zstd, len as u64, compressed.unwrap_or(decoded))
+    }
+
+    /// Encrypts an encoded section, if the image is sealed, and writes it.
+    fn write_encoded(
+        &mut self,
+        kind: SectionKind,
+        is_zstd: bool,
+        decoded_len: u64,
+        mut stored: Vec<u8>,
+    ) -> Result<(), ImageError> {
+        match self.sealing {
+            Some(_) if kind.is_clear() => self.clear.extend_from_slice(&stored),
+            Some(sealing) => sealing.seal_section(kind, &mut stored)?,
+            None => {}
+        }
+        let offset = self.footer.end_offset(&self.geometry);
+        self.partial.write_at("image.index", &stored, offset)?;
+        self.footer.sections.push(SectionLocation {
+            kind,
+            is_zstd,
+            offset,
+            stored_len: stored.len() as u64,
+            decoded_len,
+            checksum: XxHash3_64::oneshot(&stored),
+        });
+        Ok(())
+    }
+
+    /// Writes the seal section, if the image is sealed, and the footer.
+    fn write_footer(mut self, header: &Header) -> Result<Footer, ImageError> {
+        if let Some(sealing) = self.sealing {
+            let section = sealing.section().encode();
+            self.write_encoded(SectionKind::Seal, false, section.len() as u64, section)?;
+            let footer = self.footer.encode_without_tag(&self.geometry);
+            self.footer.tag = Some(sealing.clear_tag(&[&header.encode(), &self.clear, &footer])?);
+        }
+        let at = self.footer.end_offset(&self.geometry);
+        self.partial.write_at("image.footer", &self.footer.encode(&self.geometry), at)?;
+        Ok(self.footer)
+    }
 }
 
 fn random_identity() -> Result<ImageIdentity, ImageError> {
     let path = Path::new("/dev/urandom");
-    let mut identity = [0; 16];
-    File::open(path)
-        .and_then(|mut file| file.read_exact(&mut identity))
-        .map_err(|source| ImageError::Io { step: "read", path: path.to_owned(), source })?;
-    Ok(ImageIdentity(identity))
+    let identity = random_bytes();
+    identity.map(ImageIdentity).map_err(|source| ImageError::Io {
+        step: "read",
+        path: path.to_owned(),
+        source,
+    })
 }

@@ -20,5 +20,7 @@ mod outline;
 mod reordered;
 #[path = "it/round_trip.rs"]
 mod round_trip;
+#[path = "it/sealed.rs"]
+mod sealed;
 #[path = "it/writing.rs"]
 mod writing;

@@ -3,7 +3,7 @@
 use std::ops::Range;
 use std::sync::Arc;
 
-use firn_image::Image;
+use firn_image::{Image, ImageSeal};
 use firn_memory::{GuestMemory, Process};
 use firn_types::{Block, GuestPhys, Page, RegionMap};
 use firn_vmm::{AuxRam, DriveCut, QemuVm};
@@ -28,6 +28,8 @@ pub struct SaveContext<'a> {
     pub used: Option<Vec<Range<Page>>>,
     /// The image that the new one is to build on.
     pub parent: Option<Arc<Image>>,
+    /// The key with which the image is sealed, if it is.
+    pub seal: Option<&'a ImageSeal>,
     /// Tracks the guest's writes since the last checkpoint, for [`crate::SaveStrategy::PreCopy`]: a
     /// save uses the tracker that is here, and leaves one here for the next save. No other strategy
     /// works while there is one.

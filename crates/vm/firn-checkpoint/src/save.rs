@@ -127,6 +127,7 @@ fn create_writer(
 ) -> Result<ImageWriter, SaveError> {
     let draft = ImageDraft {
         parent: context.parent.as_deref(),
+        seal: context.seal,
         allows_again: options.strategy == SaveStrategy::PreCopy,
         ..ImageDraft::whole_image(image_geometry(context, options), BlockOrganization::Access)
     };

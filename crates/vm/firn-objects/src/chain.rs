@@ -13,7 +13,7 @@ use std::fs::File;
 use std::os::unix::fs::FileExt;
 use std::path::{Component, Path, PathBuf};
 
-use firn_image::{CHAIN_MAX, Image, ImageOutline, OutlineError, ParentName};
+use firn_image::{CHAIN_MAX, ChainPart, ImageOutline, OutlineError, ParentName, list_chain};
 
 use crate::error::StoreError;
 use crate::storage::{ObjectFacts, ObjectStorage};
@@ -67,13 +67,13 @@ pub(crate) fn read_local_outline(path: &Path, file: &File) -> Result<ImageOutlin
     })
 }
 
-/// The files of an open image, the newest first, and their locations if the image is at `at`.
+/// The files of an image, the newest first, and their locations if the image is at `at`.
 pub(crate) fn list_local_chain(
-    image: &Image,
+    image: &Path,
     at: &StoreLocation,
 ) -> Result<Vec<LocalFile>, StoreError> {
     let mut files: Vec<LocalFile> = Vec::new();
-    for (path, file) in image.chain_paths().zip(image.try_clone_files()?) {
+    for ChainPart { path, file, .. } in list_chain(image)? {
         let location = match files.last() {
             None => at.clone(),
             Some(LocalFile {
@@ -81,8 +81,8 @@ pub(crate) fn list_local_chain(
             }) => at.with_name(parent_file_name(&path.display(), parent)?),
             Some(_) => break,
         };
-        let outline = read_local_outline(path, &file)?;
-        files.push(LocalFile { path: path.to_owned(), file, outline, location });
+        let outline = read_local_outline(&path, &file)?;
+        files.push(LocalFile { path, file, outline, location });
     }
     Ok(files)
 }

@@ -12,7 +12,7 @@
 use std::fs::File;
 use std::path::{Path, PathBuf};
 
-use firn_image::{Image, PartialFile, verify_own_file};
+use firn_image::{Image, ImageError, PartialFile, check_sealed_file, verify_own_file};
 
 use crate::chain::{StoredFile, list_stored_chain, read_local_outline};
 use crate::download::download_object;
@@ -143,10 +143,14 @@ impl FilePull<'_> {
         progress: &TransferProgress<'_>,
     ) -> Result<(), StoreError> {
         let location = || self.stored.location.clone();
-        let image = Image::open(partial.path()).map_err(|source| StoreError::Unopenable {
+        let unopenable = |source: ImageError| StoreError::Unopenable {
             location: location(),
             source: Box::new(source),
-        })?;
+        };
+        if self.stored.outline.is_sealed {
+            return check_sealed(partial.path(), progress).map_err(unopenable);
+        }
+        let image = Image::open(partial.path()).map_err(unopenable)?;
         let unit = u64::from(image.geometry().locality_block_bytes);
         let report = verify_own_file(&image, self.threads, &|done, total| {
             progress("verifying", u64::from(done) * unit, u64::from(total) * unit);
@@ -170,4 +174,11 @@ impl FilePull<'_> {
         firn_files::replace_output(&path, &bytes).map_err(failed)?;
         Ok(true)
     }
+}
+
+/// Checks a sealed image as it is stored, without its key.
+fn check_sealed(path: &Path, progress: &TransferProgress<'_>) -> Result<(), ImageError> {
+    let failed = |source| ImageError::Io { step: "open", path: path.to_owned(), source };
+    let file = File::open(path).map_err(failed)?;
+    check_sealed_file(path, &file, &|done, total| progress("verifying", done.into(), total.into()))
 }

@@ -14,7 +14,7 @@
 use std::fs::File;
 use std::path::{Path, PathBuf};
 
-use firn_image::{Image, verify_own_file};
+use firn_image::{Image, check_sealed_file, list_chain, verify_own_file};
 
 use crate::chain::{LocalFile, list_local_chain};
 use crate::error::StoreError;
@@ -65,8 +65,8 @@ pub fn push_image(
     if at.key.is_empty() {
         return Err(StoreError::NoObjectName(at.clone()));
     }
-    let image = Image::open(path)?;
-    let files = list_local_chain(&image, at)?;
+    open_unsealed(path)?;
+    let files = list_local_chain(path, at)?;
     let creating = ObjectStorage::open(at, PutRule::Create)?;
     creating.check_writable(at)?;
     let replacing = match options.force {
@@ -91,6 +91,15 @@ pub fn push_image(
         pushed.insert(0, push.run(progress)?);
     }
     Ok(pushed)
+}
+
+/// Checks an image that is not sealed. For one that is, no key is needed: its files are pushed as they
+/// are.
+fn open_unsealed(path: &Path) -> Result<(), StoreError> {
+    match list_chain(path)?.first() {
+        Some(part) if part.is_sealed => Ok(()),
+        _ => Ok(Image::open(path).map(drop)?),
+    }
 }
 
 /// Checks that the parent of the first file is in the store.
@@ -159,6 +168,12 @@ impl FilePush<'_> {
 
     fn verify_file(&self, progress: &TransferProgress<'_>) -> Result<(), StoreError> {
         let path = &self.local.path;
+        if self.local.outline.is_sealed {
+            let file = &self.local.file;
+            return Ok(check_sealed_file(path, file, &|done, total| {
+                progress("verifying", done.into(), total.into());
+            })?);
+        }
         let chain = std::iter::once(self.local).chain(self.parents);
         let files: Result<Vec<File>, _> = chain.map(|it| it.file.try_clone()).collect();
         let files = files.map_err(|source| StoreError::Io {

@@ -202,6 +202,7 @@ pub fn send_request(
             SupervisorRequest::Status
             | SupervisorRequest::Watch
             | SupervisorRequest::CommandLine
+            | SupervisorRequest::AddKeys { .. }
             | SupervisorRequest::CheckOperations => {}
             SupervisorRequest::Protect(_)
             | SupervisorRequest::Release
@@ -270,6 +271,7 @@ fn send_request_once(
         request,
         SupervisorRequest::Status
             | SupervisorRequest::CommandLine
+            | SupervisorRequest::AddKeys { .. }
             | SupervisorRequest::CheckOperations
             | SupervisorRequest::Detach
             | SupervisorRequest::Member(_)

@@ -4,6 +4,7 @@ use std::io::BufReader;
 use std::os::unix::net::UnixStream;
 use std::path::Path;
 
+use firn_image::unlock_chain;
 use firn_vmm::command_line::{self, CommandOverrides, HostEndpoint};
 
 use crate::client;
@@ -38,7 +39,8 @@ impl NewFamily {
             .while_doing_as(FailureKind::Host, "creating the runtime directory")?;
         remove_dead_families(&families);
         let mut child = spawn::spawn_template_holder(base).while_doing(STARTING)?;
-        let plan = TemplatePlan { image: image.to_owned(), families, learn };
+        let keys = unlock_chain(image).map_err(|error| failure::image_failure(&error))?;
+        let plan = TemplatePlan { image: image.to_owned(), keys, families, learn };
         if let Some(mut to) = child.stdin.take() {
             // A holder that ends before it has read the plan sends the reason in its reply.
             let _ = control_protocol::write_message(&mut to, &plan);

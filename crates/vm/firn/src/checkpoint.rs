@@ -17,6 +17,7 @@ use firn_types::{BlockSize, make_printable};
 use crate::bar::TerminalBar;
 use crate::choices::{Choice, accept_words, parse_choice};
 use crate::every::PeriodicCheckpoints;
+use crate::keys::{SealArgs, keys_of};
 use crate::output::{FactPrinter, check_directory, check_input, check_output, check_output_kind};
 use crate::units;
 
@@ -81,6 +82,10 @@ const DISK_METHODS: &[Choice] = &[
 /// --disk-snapshot the storage of the disks makes the snapshots. If a disk permits none of these
 /// methods, the command names the disk and fails, before it does anything.
 ///
+/// With --recipient, --recipient-file, --key-file or --key-command the image is sealed: all of it is
+/// encrypted with a key of its own. The disks are not, so a VM whose disks need snapshots is refused
+/// without --disks-in-clear. An image and its parent are both sealed, or neither is.
+///
 /// Firn inspects the VM first. It refuses a checkpoint that could not be restored, and gives all
 /// reasons: devices that the VM's command line does not describe (hot-plugged ones, or ones with
 /// open descriptors), and devices whose writes to memory Firn can't trace (VFIO, vhost-user).
@@ -93,6 +98,7 @@ const DISK_METHODS: &[Choice] = &[
   firn checkpoint web -o web.firn --codec zstd --json
   firn checkpoint web -o web.firn --strategy cow
   firn checkpoint web -o web-2.firn --parent web.firn
+  firn checkpoint web -o web.firn --recipient-file ops.age
   firn checkpoint web -o web.firn --every 30s --keep 20
   firn checkpoint web -o web.firn --disk-snapshot /etc/firn/lvm-snapshot")]
 pub struct CheckpointArgs {
@@ -186,6 +192,8 @@ pub struct ImageArgs {
     /// The number of threads that compress.
     #[arg(long, value_name = "N", value_parser = units::parse_number::<u16>(1..=256))]
     threads: Option<u16>,
+    #[command(flatten)]
+    pub seal: SealArgs,
 }
 
 fn parse_bandwidth(text: &str) -> Result<NonZeroU64, String> {
@@ -254,9 +262,13 @@ impl ImageArgs {
             parent: self.parent.as_deref().map(absolute_path).transpose()?,
             disks: self.disks,
             disk_dir: self.disk_dir.as_deref().map(absolute_path).transpose()?,
+            seal: self.seal.make_seal()?,
+            disks_in_clear: self.seal.disks_in_clear(),
             ..SaveChoices::default()
         };
-        Ok(SaveRequest { image: absolute_path(&self.output)?, choices, cancel_with_client: false })
+        let keys = self.parent.as_deref().map_or(Ok(Vec::new()), keys_of)?;
+        let image = absolute_path(&self.output)?;
+        Ok(SaveRequest { image, choices, keys, cancel_with_client: false })
     }
 }
 
@@ -293,7 +305,7 @@ impl CheckpointArgs {
         request.choices.reference = self.reference.as_deref().map(absolute_path).transpose()?;
         let base = crate::hidden::runtime_dir()?;
         if let Some(interval) = self.every {
-            return self.periodic_checkpoints(request, interval).run(&base, out);
+            return self.periodic_checkpoints(request, interval).run(&base, &self.image.seal, out);
         }
         let facts = request_save(&base, &self.name, &SupervisorRequest::Checkpoint(request))
             .map_err(|failure| failure.while_doing(format!("no checkpoint of {}", self.name)))?;

@@ -3,13 +3,14 @@
 use std::path::{Path, PathBuf};
 use std::time::{Duration, Instant};
 
-use firn_image::Image;
+use firn_image::{ChainPart, Image, list_chain};
 use firn_supervisor::{
     Failure, FailureKind, RuntimeDir, SaveRequest, SupervisorRequest, VmName, image_failure,
     remove_images, send_request,
 };
 
 use crate::checkpoint::{describe_checkpoint, request_save};
+use crate::keys::{SealArgs, keys_of};
 use crate::output::FactPrinter;
 use crate::series::ImageSeries;
 
@@ -32,11 +33,11 @@ pub struct PeriodicCheckpoints {
 
 impl PeriodicCheckpoints {
     /// Makes the checkpoints.
-    pub fn run(&self, base: &RuntimeDir, out: FactPrinter) -> Result<(), Failure> {
+    pub fn run(&self, base: &RuntimeDir, seal: &SealArgs, out: FactPrinter) -> Result<(), Failure> {
         let series = ImageSeries::from_output(&self.request.image)?;
         let (mut next, mut failures) = (Instant::now(), 0);
         for made in 1.. {
-            match self.make_checkpoint(base, &series, out) {
+            match self.make_checkpoint(base, &series, seal, out) {
                 Ok(()) => failures = 0,
                 Err(failure) if failures + 1 == FAILURES_MAX || is_final(&failure) => {
                     return Err(failure);
@@ -59,16 +60,23 @@ impl PeriodicCheckpoints {
         &self,
         base: &RuntimeDir,
         series: &ImageSeries,
+        seal: &SealArgs,
         out: FactPrinter,
     ) -> Result<(), Failure> {
         let mut members = series.list_members()?;
         let number = members.last().map_or(1, |last| last + 1);
         let mut request = self.request.clone();
         request.image = series.image_path(number);
+        let is_sealed = request.choices.seal.is_some();
         request.choices.parent = members
             .last()
             .map(|&last| series.image_path(last))
-            .filter(|it| Image::open(it).is_ok());
+            .filter(|it| Image::open(it).is_ok_and(|it| it.is_sealed() == is_sealed));
+        if is_sealed {
+            // A key of its own for each image.
+            request.choices.seal = seal.make_seal()?;
+        }
+        request.keys = request.choices.parent.as_deref().map_or(Ok(Vec::new()), keys_of)?;
         let facts = request_save(base, &self.name, &SupervisorRequest::Checkpoint(request))
             .map_err(|failure| failure.while_doing(format!("no checkpoint of {}", self.name)))?;
         out.print_line(&facts, || describe_checkpoint(&facts))?;
@@ -130,10 +138,12 @@ impl PeriodicCheckpoints {
 
 /// The files on which the staying images build: the user may have rebased one.
 fn needed_files(series: &ImageSeries, members: &[u32], remove: &[PathBuf]) -> Vec<PathBuf> {
-    let chain = |image: Image| image.chain_paths().skip(1).map(canonical_path).collect::<Vec<_>>();
+    let chain = |chain: Vec<ChainPart>| {
+        chain.iter().skip(1).map(|it| canonical_path(&it.path)).collect::<Vec<_>>()
+    };
     let paths = members.iter().map(|&number| series.image_path(number));
     let staying = paths.filter(|path| !remove.contains(path));
-    staying.filter_map(|path| Image::open(&path).ok()).flat_map(chain).collect()
+    staying.filter_map(|path| list_chain(&path).ok()).flat_map(chain).collect()
 }
 
 fn canonical_path(path: &Path) -> PathBuf {

@@ -16,6 +16,7 @@ use crate::checkpoint::{describe_checkpoint, request_save};
 use crate::clones::{
     self, COUNT_MAX, CloneOrder, NamePattern, check_names, describe_clones, wait_for_clones,
 };
+use crate::keys::{SealArgs, keys_of};
 use crate::output::{FactPrinter, check_directory, check_output};
 use crate::overrides::parse_pair;
 use crate::units;
@@ -59,6 +60,8 @@ pub struct ForkArgs {
     /// Return only when all memory of the clones is loaded.
     #[arg(long)]
     wait: bool,
+    #[command(flatten)]
+    seal: SealArgs,
 }
 
 impl ForkArgs {
@@ -86,12 +89,17 @@ impl ForkArgs {
         let image = self.choose_image(base)?;
         let request = SaveRequest {
             image: image.clone(),
-            choices: SaveChoices::default(),
+            choices: SaveChoices {
+                seal: self.seal.make_seal()?,
+                disks_in_clear: self.seal.disks_in_clear(),
+                ..SaveChoices::default()
+            },
+            keys: Vec::new(),
             cancel_with_client: false,
         };
         let saved = request_save(base, &self.name, &SupervisorRequest::Checkpoint(request))?;
         let make_plan = |overrides: CommandOverrides, family| {
-            Ok(clone_plan(&image, disk_dir.clone(), overrides, family))
+            clone_plan(&image, disk_dir.clone(), overrides, family)
         };
         let (names, overrides) = (&*names, &overrides);
         let order = CloneOrder { image: &image, learn: true, trust: false, names, overrides };
@@ -126,9 +134,10 @@ fn clone_plan(
     disk_dir: Option<PathBuf>,
     overrides: CommandOverrides,
     family: FamilyRecord,
-) -> SupervisorPlan {
-    SupervisorPlan::Restore {
+) -> Result<SupervisorPlan, Failure> {
+    Ok(SupervisorPlan::Restore {
         image: image.to_owned(),
+        keys: keys_of(image)?,
         mode: RestoreMode::default(),
         on_error: ReadFailurePolicy::default(),
         force: false,
@@ -144,5 +153,5 @@ fn clone_plan(
         overrides,
         libvirt: None,
         family: Some(Box::new(family)),
-    }
+    })
 }

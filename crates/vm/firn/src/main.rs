@@ -32,6 +32,7 @@ mod failover;
 mod fork;
 mod hidden;
 mod image;
+mod keys;
 mod libvirt;
 mod live;
 mod logs;
@@ -53,6 +54,7 @@ mod status;
 mod stop;
 mod suspend;
 mod units;
+mod unlock;
 mod working_set;
 
 use output::FactPrinter;
@@ -74,7 +76,8 @@ Exit codes:
   2  the command line is wrong
   3  there is no such VM, or it does not run
   4  the VM is busy, or the name is taken
-  5  refused: QEMU or a disk is not what the image records
+  5  refused: QEMU or a disk is not what the image records,
+     or the key of a sealed image is missing
   6  the image is damaged, or the file is not an image
   7  the host or your permissions lack something
   8  ended early: the VM ended, or you cancelled
@@ -83,7 +86,10 @@ Environment:
   FIRN_RUNTIME_DIR  the directory of VMs; by default
                     /run/firn or $XDG_RUNTIME_DIR/firn
   FIRN_LOG          log level of supervisors: error, warn,
-                    info (the default), debug, trace";
+                    info (the default), debug, trace
+  FIRN_IDENTITY, FIRN_KEY_FILE, FIRN_KEY_COMMAND
+                    as --identity, --key-file, --key-command,
+                    to open sealed images";
 
 /// Checkpoint and restore running virtual machines.
 ///
@@ -96,6 +102,8 @@ struct FirnCli {
     /// Print facts as JSON.
     #[arg(long, global = true)]
     json: bool,
+    #[command(flatten)]
+    keys: keys::KeyArgs,
     #[command(subcommand)]
     verb: FirnVerb,
 }
@@ -123,6 +131,8 @@ enum FirnVerb {
     Suspend(suspend::SuspendArgs),
     // Starts a VM from an image.
     Restore(restore::RestoreArgs),
+    // Gives a VM the key of the sealed image that it is being restored from.
+    Unlock(unlock::UnlockArgs),
     // Starts clones of a running VM.
     Fork(fork::ForkArgs),
     // Replicates a VM to a standby on another host.
@@ -180,6 +190,7 @@ impl FirnVerb {
             Self::Checkpoint(args) => args.run(out),
             Self::Suspend(args) => args.run(out),
             Self::Restore(args) => args.run(out),
+            Self::Unlock(args) => args.run(out),
             Self::Fork(args) => args.run(out),
             Self::Protect(args) => args.run(out),
             Self::Release(args) => args.run(out),
@@ -209,7 +220,7 @@ fn main() -> ExitCode {
     let (out, done) = match FirnCli::try_parse() {
         Ok(cli) => {
             let out = FactPrinter::new(cli.json);
-            (out, cli.verb.run(out))
+            (out, cli.keys.use_sources().and_then(|()| cli.verb.run(out)))
         }
         Err(error) => match usage::usage_failure(&error) {
             Some(failure) => {
@@ -260,8 +271,10 @@ mod tests {
         let takes_path = |argument: &&clap::Arg| {
             types.iter().any(|it| argument.get_value_parser().type_id() == *it)
         };
-        let own =
-            verb.get_arguments().filter(takes_path).map(|it| format!("{name} {}", it.get_id()));
+        let own = verb
+            .get_arguments()
+            .filter(takes_path)
+            .map(|it| format!("{name} {}", it.get_id()).trim_start().to_owned());
         let below = verb
             .get_subcommands()
             .flat_map(|it| path_arguments(it, format!("{name} {}", it.get_name()).trim_start()));

@@ -22,6 +22,7 @@ use crate::clones::{
     COUNT_MAX, CloneOrder, NamePattern, check_names, describe_clones, start_clones, wait_for_clones,
 };
 use crate::image::stored::find_stored;
+use crate::keys::keys_of;
 use crate::live::RestoreView;
 use crate::output::{FactPrinter, check_directory};
 use crate::overrides::OverrideArgs;
@@ -261,6 +262,7 @@ impl RestoreArgs {
         family: Option<FamilyRecord>,
     ) -> Result<SupervisorPlan, Failure> {
         Ok(SupervisorPlan::Restore {
+            keys: keys_of(&image)?,
             image,
             mode: self.mode,
             on_error: self.on_error,

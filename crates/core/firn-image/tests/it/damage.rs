@@ -170,9 +170,9 @@ fn a_file_that_is_no_image_is_an_error() {
     let missing = subject.dir.path().join("missing");
     assert!(matches!(Image::open(&missing), Err(ImageError::Io { step: "open", .. })));
     let mut newer = subject.good.clone();
-    newer[8] = 3;
+    newer[8] = 4;
     let error = Image::open(&subject.with_file(&newer)).unwrap_err();
-    assert!(error.to_string().contains("format version 3"), "{error}");
+    assert!(error.to_string().contains("format version 4"), "{error}");
 }
 
 #[test]

@@ -115,19 +115,27 @@ impl Model {
     }
 
     pub fn try_write(&self, path: &Path) -> Result<ImageSummary, ImageError> {
-        self.try_write_blocks(path)?.finish(self.sections())
+        let draft = ImageDraft::whole_image(self.geometry, BlockOrganization::Access);
+        self.try_write_blocks(path, &draft)?.finish(self.sections())
+    }
+
+    /// Writes it with a seal, and perhaps a parent.
+    pub fn write_as(&self, path: &Path, draft: &ImageDraft<'_>) -> ImageSummary {
+        self.try_write_blocks(path, draft).unwrap().finish(self.sections()).unwrap()
     }
 
     /// An image that lacks only its end.
     pub fn write_blocks(&self, path: &Path) -> ImageWriter {
-        self.try_write_blocks(path).unwrap()
+        let draft = ImageDraft::whole_image(self.geometry, BlockOrganization::Access);
+        self.try_write_blocks(path, &draft).unwrap()
     }
 
-    fn try_write_blocks(&self, path: &Path) -> Result<ImageWriter, ImageError> {
-        let mut writer = ImageWriter::create(
-            path,
-            &ImageDraft::whole_image(self.geometry, BlockOrganization::Access),
-        )?;
+    fn try_write_blocks(
+        &self,
+        path: &Path,
+        draft: &ImageDraft<'_>,
+    ) -> Result<ImageWriter, ImageError> {
+        let mut writer = ImageWriter::create(path, draft)?;
         let mut packers = BTreeMap::new();
         for &(block, by) in &self.order {
             if self.contents[block.index()] == Content::Untouched {

@@ -28,6 +28,7 @@ mod pauses;
 mod peers_restore;
 mod peers_ttr;
 mod scale_busy;
+mod sealed;
 mod synthetic;
 mod typical;
 mod vm_matrix;
@@ -238,6 +239,11 @@ pub const ALL: &[Experiment] = &[
         name: "ws-size",
         about: "Figures 9 and 10: restores of guests that use 20 to 80 % of their memory at random",
         run: ws::size::run,
+    },
+    Experiment {
+        name: "sealed",
+        about: "sealed images against others: processor time of a save, time to responsiveness",
+        run: sealed::run,
     },
     Experiment {
         name: "ws-ttr",

@@ -132,7 +132,7 @@ impl<'a> GuestSetup<'a> {
 
     /// Loads data into a guest that has just been started. Returns a client that keeps it busy, and
     /// its steady rate.
-    fn warm_up(&self) -> Result<(Prober, f64)> {
+    pub(super) fn warm_up(&self) -> Result<(Prober, f64)> {
         let mut redis = RedisClient::connect(self.address, BOOT)?;
         self.load.write_all(&mut redis)?;
         let client = self.start_client(self.lab.extent.seed);

@@ -5,7 +5,7 @@ use std::path::{Path, PathBuf};
 
 use clap::Subcommand;
 use firn_cache::CacheDir;
-use firn_image::{Image, ImageFlaw};
+use firn_image::{ChainPart, Image, ImageError, ImageFlaw, list_chain};
 use firn_objects::{
     CacheLimits, PulledFile, PushOptions, PushedFile, RemovedObject, StoreError, StoreLocation,
     StoredImage, find_image, forget_image, list_images, parse_location, pull_image, push_image,
@@ -169,6 +169,7 @@ fn listed_facts(image: &StoredImage) -> Value {
         "created": meta["created"].as_u64(),
         "pushed": image.modified,
         "parent": parent.map(|parent| parent.path.to_string_lossy()),
+        "sealed": outline.is_some_and(|outline| outline.is_sealed),
         "parent_identity": parent.map(|parent| &parent.identity),
         "problem": image.outline.as_ref().err().map(ImageFlaw::to_string),
     })
@@ -197,6 +198,12 @@ fn open(at: &StoreLocation, prefetch: bool) -> Result<Value, Failure> {
     let opening = || format!("opening {at}");
     let cache = CacheDir::from_env().while_doing_as(FailureKind::Host, opening())?;
     let found = find_image(&cache, at)?;
+    let sealed =
+        find_sealed(&found.path).map_err(|error| image_failure(&error).while_doing(opening()));
+    if let Some(files) = sealed? {
+        // The process that restores it has the key, and reads what it needs.
+        return Ok(json!({ "image": found.path, "location": at.to_string(), "file_bytes": files }));
+    }
     let opened = Image::open(&found.path).or_else(|error| match image_failure(&error).kind {
         // Perhaps the copy is damaged, and not the object.
         FailureKind::Damaged => {
@@ -211,6 +218,19 @@ fn open(at: &StoreLocation, prefetch: bool) -> Result<Value, Failure> {
     }
     let files: Vec<_> = image.chain_files().map(|file| file.file_bytes).collect();
     Ok(json!({ "image": found.path, "location": at.to_string(), "file_bytes": files }))
+}
+
+/// The lengths of the files of a sealed image; `None` if it is not sealed, or is damaged: opening it
+/// finds that.
+fn find_sealed(path: &Path) -> Result<Option<Vec<u64>>, ImageError> {
+    match list_chain(path) {
+        Ok(chain) if chain.iter().any(|part| part.is_sealed) => {
+            let len = |part: &ChainPart| part.file.metadata().map_or(0, |it| it.len());
+            Ok(Some(chain.iter().map(len).collect()))
+        }
+        Ok(_) | Err(ImageError::Damaged { .. }) => Ok(None),
+        Err(error) => Err(error),
+    }
 }
 
 fn report_cache() -> Result<Value, Failure> {

@@ -25,6 +25,8 @@
 
 use std::collections::BTreeSet;
 
+use firn_image::ImageKey;
+
 use crate::processes::lock::ProcessRole;
 use crate::records::control_protocol::{
     FailoverRequest, MemberRequest, OperationProgress, ProtectRequest, SaveRequest, StopRequest,
@@ -85,6 +87,13 @@ pub enum SupervisorAction {
     CommandLine(ClientId),
     /// Answer a command with the operations that work on the VM.
     CheckOperations(ClientId),
+    /// Use keys of sealed images, and report to this command.
+    AddKeys {
+        /// The command.
+        client: ClientId,
+        /// The keys.
+        keys: Vec<ImageKey>,
+    },
     /// Start a save; it reports by [`SupervisorEvent::Progress`] and
     /// [`SupervisorEvent::SaveEnded`].
     BeginSave {
@@ -339,6 +348,7 @@ impl SupervisorCore {
             SupervisorRequest::GoOn => self.resume_output(client),
             SupervisorRequest::Failover(how) => self.begin_failover(client, how),
             SupervisorRequest::Member(request) => self.forward_member_request(client, request),
+            SupervisorRequest::AddKeys { keys } => vec![SupervisorAction::AddKeys { client, keys }],
             SupervisorRequest::Fence { why } => self.fence_vm(client, why),
             SupervisorRequest::FinalCut { hold_ms } => self.cut_finally(client, hold_ms),
             // A successor has resumed the VM already.

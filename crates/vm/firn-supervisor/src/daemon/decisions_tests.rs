@@ -8,7 +8,12 @@ const B: ClientId = ClientId(2);
 const HOW: FailoverRequest = FailoverRequest { lease: None, member: None, accept_stopped: false };
 
 fn request(cancel_with_client: bool) -> SaveRequest {
-    SaveRequest { image: "/web.firn".into(), choices: Default::default(), cancel_with_client }
+    SaveRequest {
+        image: "/web.firn".into(),
+        choices: Default::default(),
+        keys: Vec::new(),
+        cancel_with_client,
+    }
 }
 
 fn saving(cancel_with_client: bool) -> SupervisorCore {
@@ -515,6 +520,7 @@ fn any_event() -> impl Strategy<Value = SupervisorEvent> {
         Just(SupervisorRequest::CommitDisks),
         Just(SupervisorRequest::CommandLine),
         Just(SupervisorRequest::CheckOperations),
+        Just(SupervisorRequest::AddKeys { keys: Vec::new() }),
         Just(SupervisorRequest::Failover(HOW)),
         Just(SupervisorRequest::ReleaseMember),
         Just(SupervisorRequest::Member(crate::records::control_protocol::MemberRequest::Leave)),
@@ -616,6 +622,7 @@ proptest! {
                     SupervisorAction::ReplyStatus(client)
                     | SupervisorAction::CommandLine(client)
                     | SupervisorAction::CheckOperations(client)
+                    | SupervisorAction::AddKeys { client, .. }
                     | SupervisorAction::Member(client, _) => {
                         prop_assert!(waiting.remove(&client));
                     }

@@ -19,6 +19,7 @@ use std::time::{Duration, Instant};
 
 use crossbeam_channel::{Receiver, Sender};
 use firn_epochs::primary::EndRequest;
+use firn_image::key_ring;
 
 use crate::daemon::control_server::{self, ClientConnections};
 use crate::daemon::decisions::{ClientId, SupervisorAction, SupervisorCore, SupervisorEvent};
@@ -248,6 +249,11 @@ impl EventLoop {
             }
             SupervisorAction::ResumeAfterCut(client) => {
                 self.answer_on_thread(client, |operations| operations.resume_after_cut())?;
+            }
+            SupervisorAction::AddKeys { client, keys } => {
+                key_ring().add_keys(&keys);
+                let facts = serde_json::Value::Null;
+                self.clients.send_reply(client, &SupervisorReply::Done { facts });
             }
             SupervisorAction::CommandLine(client) => {
                 self.answer_on_thread(client, |operations| operations.command_line())?;

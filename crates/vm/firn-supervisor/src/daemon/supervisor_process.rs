@@ -14,6 +14,8 @@ use std::path::{Path, PathBuf};
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
+use firn_image::key_ring;
+
 use crate::client::StartReplyWriter;
 use crate::daemon::event_loop::VmSupervisor;
 use crate::devices::card_filters::FilterContext;
@@ -157,6 +159,7 @@ impl NewSupervisor {
             }
             SupervisorPlan::Restore {
                 image,
+                keys,
                 mode,
                 on_error,
                 force,
@@ -175,6 +178,7 @@ impl NewSupervisor {
                 let (on_error, run, trust) = (*on_error, *run, *trust);
                 let (disks, disk_dir) = (*disks, disk_dir.as_deref());
                 let calls = plan.calls_file();
+                key_ring().add_keys(keys);
                 let choices = RestoreChoices {
                     image,
                     mode,

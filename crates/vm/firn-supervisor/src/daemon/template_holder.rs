@@ -20,6 +20,7 @@ use std::path::{Path, PathBuf};
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
+use firn_image::key_ring;
 use firn_memory::template::{HeldTemplate, TemplateWriter};
 use firn_restore::{RestoreMode, RestoreOptions, TemplateFill};
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
@@ -91,6 +92,7 @@ struct TemplateHolder {
 impl TemplateHolder {
     fn create(plan: &TemplatePlan) -> Result<Self, Failure> {
         const CREATING: &str = "making the template of the family";
+        key_ring().add_keys(&plan.keys);
         let (image, _) = restore::open_image(&plan.image)?;
         let map = image.regions();
         if map.regions().len() > REGIONS_MAX {

@@ -279,6 +279,11 @@ impl<'a> DiskSnapshots<'a> {
     }
 
     /// Facts about the drives, for the reply to a save.
+    /// Whether the save makes snapshots of disks.
+    pub(crate) fn makes_snapshots(&self) -> bool {
+        !self.then_stop && !self.is_reference_only && !self.drives.is_empty()
+    }
+
     pub(crate) fn drive_facts(&self) -> serde_json::Value {
         let fact = |planned: &PlannedDrive| {
             let now = match &planned.made {

@@ -157,6 +157,7 @@ fn refuse_accesses(origin: ImageOrigin, accesses: &[HostAccess]) -> Failure {
 
 fn digest_of(image: &Image) -> OriginDigest {
     OriginDigest::of_parts(image.meta(), image.regions(), image.device_state())
+        .with_key(image.seal().map(|seal| seal.key.id()))
 }
 
 fn find_origin(

@@ -29,9 +29,10 @@ pub(crate) struct LearnedBlocksFile {
 }
 
 impl LearnedBlocksFile {
-    /// `None` if a restore in this mode neither uses learned blocks nor learns any.
+    /// `None` if a restore in this mode neither uses learned blocks nor learns any. So does none of
+    /// a sealed image: which memory the guest uses is not written beside it in clear.
     pub(crate) fn for_image(image: &Image, mode: RestoreMode) -> Option<Self> {
-        if !matches!(mode, RestoreMode::Auto | RestoreMode::WorkingSet) {
+        if image.is_sealed() || !matches!(mode, RestoreMode::Auto | RestoreMode::WorkingSet) {
             return None;
         }
         let (path, identity) = (learned_path(image.path()), image.identity());

@@ -52,6 +52,7 @@ use crate::operations::storage_latency::ImageStorage;
 use crate::operations::vm_start::{self, HypervisorChild, StartContext, StartedVm};
 use crate::processes::endpoints;
 use crate::processes::identity::ProcessHandle;
+use crate::processes::kept_keys;
 use crate::processes::programs;
 use crate::records::control_protocol::{OperationProgress, RestoreDisks};
 use crate::records::failure::{self, Failure, FailureContext, FailureKind, image_failure};
@@ -210,7 +211,7 @@ pub(crate) fn restore_vm(
     };
     firn_fault::pass_point("restore.spawned");
     timings.spawn = watch.take_lap();
-    let files = image.try_clone_files().map_err(|error| image_failure(&error))?;
+    let files = kept_keys::files_to_keep(&image)?;
     let lives = Arc::new(AtomicBool::new(false));
     let child_ref = &child;
     let load = RestoreRun {

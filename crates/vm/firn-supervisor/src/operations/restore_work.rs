@@ -32,6 +32,7 @@ use crate::operations::restore::{
 use crate::operations::restore_task::RestoreTask;
 use crate::operations::storage_latency::ImageStorage;
 use crate::processes::identity::ProcessHandle;
+use crate::processes::kept_keys;
 use crate::processes::runtime::VmDir;
 use crate::records::control_protocol::{OperationProgress, RestoreOutage, RestoreProgress};
 use crate::records::failure::{Failure, FailureContext, FailureKind, image_failure};
@@ -116,13 +117,14 @@ impl InheritedRestore {
         match self.open_image() {
             // At once, because the guest may be waiting.
             Ok(image) => {
-                let files = image.try_clone_files().unwrap_or_default();
+                let files = kept_keys::files_to_keep(&image).unwrap_or_default();
                 let restoring = self.begin_page_server(image, adopted)?.into_task();
                 Ok(Some(ContinuedRestore { restoring, files }))
             }
             Err(failure) if self.on_error == ReadFailurePolicy::Kill => Err(failure),
             Err(_) => {
-                let files = Vec::new();
+                // Its own successor may be able to read them.
+                let files = self.files.iter().filter_map(|file| file.try_clone().ok()).collect();
                 let restoring: RestoreTask =
                     Box::new(move |report| self.serve_when_open(adopted, report));
                 Ok(Some(ContinuedRestore { restoring, files }))

@@ -11,7 +11,7 @@ use firn_checkpoint::{
     WorkingSetEstimator,
 };
 use firn_epochs::primary::EndRequest;
-use firn_image::{Image, ImageError};
+use firn_image::{Image, ImageError, key_ring};
 use firn_memory::PageFaultError;
 use firn_types::PAGE_SIZE;
 use firn_vmm::{MemoryLayout, QemuVm};
@@ -471,6 +471,9 @@ impl QemuOperations {
         progress: &dyn Fn(OperationProgress),
     ) -> Result<serde_json::Value, Failure> {
         firn_fault::pass_point("save.asked");
+        key_ring().add_keys(&request.keys);
+        // A later checkpoint may build on the image.
+        request.choices.seal.iter().for_each(|seal| key_ring().add_key(seal.key.clone()));
         let hypervisor_record = self.hypervisor_record()?;
         refuse_served_disks(&hypervisor_record)?;
         refuse_filtered_output(&self.journal.current_journal())?;
@@ -500,6 +503,7 @@ impl QemuOperations {
         );
         let mut cutting =
             DiskSnapshots::plan_drives(&mut vm, &meta, policy, then_stop).map_err(explain)?;
+        refuse_clear_disks(&request.choices, &cutting)?;
         // Only one descriptor at a time can register the guest's memory.
         let scanned = self.usage.finish_scan();
         self.huge_pages.note_huge_pages(&memory.guest);
@@ -733,7 +737,9 @@ impl SaveRun<'_> {
             let meta = ImageMeta { found_late, ..meta.clone() };
             let mut meta = serde_json::to_value(meta.with_drives(cutting.frozen_drives()?))?;
             if let Some(key) = self.key {
-                let digest = OriginDigest::of_parts(&meta, state.regions, state.device_state);
+                let sealed = self.request.choices.seal.as_ref().map(|seal| seal.key.id());
+                let digest = OriginDigest::of_parts(&meta, state.regions, state.device_state)
+                    .with_key(sealed);
                 key.mark(&digest).add_to(&mut meta);
             }
             Ok(meta)
@@ -747,6 +753,7 @@ impl SaveRun<'_> {
             aux: &layout.aux,
             used,
             parent: self.parent.clone(),
+            seal: self.request.choices.seal.as_ref(),
             tracker: changes.take_tracker(),
             drives: cutting.drive_cut(),
             steps: &steps,
@@ -908,6 +915,18 @@ fn choose_strategy(choices: &SaveChoices, then_stop: bool, is_shared: bool) -> S
         true => SaveStrategy::Stop,
         false => choices.strategy.unwrap_or(fitting),
     }
+}
+
+/// Refuses to put snapshots of disks beside a sealed image, unless the user accepts that they are
+/// not encrypted.
+fn refuse_clear_disks(choices: &SaveChoices, cutting: &DiskSnapshots<'_>) -> Result<(), Failure> {
+    if choices.seal.is_none() || choices.disks_in_clear || !cutting.makes_snapshots() {
+        return Ok(());
+    }
+    let text =
+        "the image is to be sealed, and the snapshots of the VM's disks would not be encrypted";
+    Err(Failure::new(FailureKind::Refused, text)
+        .with_hint("accept that with --disks-in-clear, or name the disks only: --disks reference"))
 }
 
 fn open_parent(path: &Path, layout: &MemoryLayout) -> Result<Arc<Image>, Failure> {

@@ -4,6 +4,7 @@
 pub(crate) mod descriptors;
 pub(crate) mod endpoints;
 pub(crate) mod identity;
+pub(crate) mod kept_keys;
 pub(crate) mod lock;
 pub(crate) mod log;
 pub(crate) mod ownership;

@@ -23,7 +23,7 @@ use firn_cluster::member::ClusterMembership;
 use firn_cluster::switch::MacAddress;
 use firn_cluster::{Epoch, Generation, RequestNumber};
 use firn_epochs::endpoint::BackupEndpoint;
-use firn_image::Codec;
+use firn_image::{Codec, ImageKey, ImageSeal};
 use firn_restore::{ReadFailurePolicy, RestoreMode};
 use firn_types::BlockSize;
 use firn_vmm::StorageCommand;
@@ -90,6 +90,11 @@ pub enum SupervisorRequest {
     },
     /// The move is called off: the VM resumes.
     ResumeAfterCut,
+    /// Use these keys of sealed images: the supervisor waits for them to continue a restore.
+    AddKeys {
+        /// The keys.
+        keys: Vec<ImageKey>,
+    },
     /// End the VM, because it runs on another host.
     Fence {
         /// The reason.
@@ -180,6 +185,9 @@ pub struct SaveRequest {
     /// The user's choices.
     #[serde(default)]
     pub choices: SaveChoices,
+    /// The keys of the images that the new one builds on, if they are sealed.
+    #[serde(default, skip_serializing_if = "Vec::is_empty")]
+    pub keys: Vec<ImageKey>,
     /// Abort when the client disconnects.
     #[serde(default)]
     pub cancel_with_client: bool,
@@ -231,6 +239,12 @@ pub struct SaveChoices {
     /// The command by which the storage of the disks makes snapshots of them.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub disk_snapshot: Option<StorageCommand>,
+    /// The key with which the image is sealed, and its wrapped forms.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub seal: Option<ImageSeal>,
+    /// Seal the image although snapshots of its disks are not encrypted.
+    #[serde(default, skip_serializing_if = "std::ops::Not::not")]
+    pub disks_in_clear: bool,
     /// How the working set is estimated.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub working_set: Option<WorkingSetEstimator>,
@@ -324,6 +338,9 @@ pub enum SupervisorPlan {
     Restore {
         /// The image; absolute.
         image: PathBuf,
+        /// Its keys, and those of the images that it builds on, if they are sealed.
+        #[serde(default, skip_serializing_if = "Vec::is_empty")]
+        keys: Vec<ImageKey>,
         /// How memory is restored.
         mode: RestoreMode,
         /// What happens to the VM when its memory can't be read.
@@ -573,6 +590,7 @@ mod tests {
         SupervisorRequest::Checkpoint(SaveRequest {
             image: "/x/web.firn".into(),
             choices: SaveChoices { codec: Some(Codec::Lz4), ..SaveChoices::default() },
+            keys: vec![ImageKey::from_bytes([7; 32])],
             cancel_with_client: false,
         })
     }

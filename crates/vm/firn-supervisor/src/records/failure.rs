@@ -199,6 +199,9 @@ impl<T, E: Error + 'static> FailureContext<T> for Result<T, E> {
 /// The failure for an error of an image. A file that can't be opened or written is not a damaged
 /// image.
 pub fn image_failure(error: &ImageError) -> Failure {
+    if let Some(text) = find_lock(error) {
+        return Failure::new(FailureKind::Refused, text).with_hint(KEY_HINT);
+    }
     let kind = match error {
         ImageError::Io { .. } | ImageError::Read { .. } | ImageError::Write { .. } => {
             FailureKind::Other
@@ -208,11 +211,24 @@ pub fn image_failure(error: &ImageError) -> Failure {
         | ImageError::Path { .. }
         | ImageError::Output(_)
         | ImageError::OtherRam { .. }
+        | ImageError::MixedSeals { .. }
         | ImageError::ChainTooLong { .. } => FailureKind::Usage,
         _ => FailureKind::Damaged,
     };
     Failure::from_error(kind, error)
 }
+
+/// The text of the error of an image whose key is missing: the image itself, or one it builds on.
+fn find_lock(error: &ImageError) -> Option<String> {
+    match error {
+        ImageError::Locked { .. } => Some(error.to_string()),
+        ImageError::Parent { source, .. } => find_lock(source),
+        _ => None,
+    }
+}
+
+/// What to try if an image's key is missing.
+const KEY_HINT: &str = "give its key: --identity FILE, --key-file FILE or --key-command COMMAND";
 
 /// The failure of a command line that Firn can't use.
 pub(crate) fn command_line_failure(error: CommandLineError) -> Failure {

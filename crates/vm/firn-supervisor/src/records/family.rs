@@ -2,6 +2,7 @@
 
 use std::path::{Path, PathBuf};
 
+use firn_image::ImageKey;
 use serde::{Deserialize, Serialize};
 
 /// What a supervisor knows of the family of its VM.
@@ -51,6 +52,9 @@ pub(crate) struct TemplateDescription {
 pub(crate) struct TemplatePlan {
     /// The image; absolute.
     pub(crate) image: PathBuf,
+    /// Its keys, if it is sealed.
+    #[serde(default, skip_serializing_if = "Vec::is_empty")]
+    pub(crate) keys: Vec<ImageKey>,
     /// The directory that contains the directories of families.
     pub(crate) families: PathBuf,
     /// Fill the blocks that earlier restores of the image had to read on demand early.

@@ -3,7 +3,8 @@
 //! ```text
 //!   metadata, without "origin" and "found_late" --.
 //!   region map ------------------------------------+-- SHA-256 --> digest -- HMAC-SHA256, the user's key --> mark
-//!   device state ---------------------------------'
+//!   device state ---------------------------------|
+//!   key ID, of a sealed image ---------------------'
 //!
 //!   metadata of the image: "origin": { "key": the key's number, "mark": ... }
 //! ```
@@ -11,7 +12,8 @@
 //! The mark covers what a restore runs and gives to QEMU: the command line, the description of the
 //! VM with its disks, RAM's layout, and the state of devices. It does not cover guest memory, which
 //! a lazy restore has not read when the guest starts. So a rewritten image keeps its mark: reorder,
-//! merge and rebase change how memory is stored, and copy the rest.
+//! merge and rebase change how memory is stored, and copy the rest. Of a sealed image the mark covers
+//! the key: so only who has the key can have changed its memory.
 //!
 //! The digest is that of the JSON's values, not of its text, because each rewrite writes the text
 //! anew. `found_late` is the only number with a fraction; its text may change, and a restore uses it
@@ -19,6 +21,7 @@
 
 use std::fmt;
 
+use firn_image::KeyId;
 use firn_types::RegionMap;
 use hmac::{Hmac, Mac};
 use serde::{Deserialize, Serialize};
@@ -62,6 +65,15 @@ impl fmt::Debug for OriginKey {
 }
 
 impl OriginDigest {
+    /// The digest of a sealed image: that of its parts, and its key.
+    pub(crate) fn with_key(self, key: Option<KeyId>) -> Self {
+        let Some(key) = key else { return self };
+        let mut hash = Sha256::new_with_prefix(DIGEST_CONTEXT);
+        hash_bytes(&mut hash, b'd', &self.0);
+        hash_bytes(&mut hash, b'e', key.to_string().as_bytes());
+        Self(hash.finalize().into())
+    }
+
     /// The digest of an image's parts.
     pub(crate) fn of_parts(meta: &Value, regions: &RegionMap, device_state: &[u8]) -> Self {
         let mut hash = Sha256::new_with_prefix(DIGEST_CONTEXT);
@@ -220,6 +232,10 @@ mod tests {
         let ram = RegionMap::lay_out([("ram", 2 << 20)]).unwrap();
         assert_ne!(OriginDigest::of_parts(&meta, &ram, b"state"), first);
         assert_ne!(OriginDigest::of_parts(&meta, &regions(), b"stat"), first);
+        let key = |byte| Some(firn_image::ImageKey::from_bytes([byte; 32]).id());
+        assert_ne!(first.with_key(key(1)), first, "sealed");
+        assert_ne!(first.with_key(key(1)), first.with_key(key(2)), "with another key");
+        assert_eq!(first.with_key(None), first);
     }
 
     #[test]

@@ -5,6 +5,9 @@
 //!        '- dies: its successor receives them in the same way, and can read an image without a name
 //! ```
 //!
+//! If the image is sealed, its keys are in the last of these files, which exists in memory alone
+//! (`kept_keys`).
+//!
 //! A guard closes them once the restore is over according to the journal, so that they do not keep
 //! storage in use longer than necessary.
 
@@ -14,6 +17,7 @@ use std::thread;
 use std::time::Duration;
 
 use crate::processes::descriptors::{receive_files, receive_once};
+use crate::processes::kept_keys;
 use crate::processes::runtime::VmDir;
 use crate::records::journal::{Journal, VmPhase};
 
@@ -74,6 +78,7 @@ fn is_restoring(vm: &VmDir) -> bool {
 /// socket.
 pub(crate) fn receive_from_guard() -> Vec<File> {
     let files = receive_files(rustix::stdio::stdin()).unwrap_or_default();
+    kept_keys::use_keys(&files);
     // The supervisor must not keep the socket open by accident.
     if let Ok(null) = File::open("/dev/null") {
         let _ = rustix::stdio::dup2_stdin(&null);

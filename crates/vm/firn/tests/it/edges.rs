@@ -73,6 +73,7 @@ impl Bench {
         ["good.firn", "other.firn", "spare.firn"].iter().for_each(|name| write_image(&path(name)));
         std::fs::write(path("good.ram"), vec![0; 16 * 4096]).unwrap();
         firn_files::replace_private(&path("policy.toml"), POLICY.as_bytes()).unwrap();
+        firn_files::replace_private(&path("key.hex"), "1f".repeat(32).as_bytes()).unwrap();
         for disk in ["disk.raw", "moved.raw"] {
             std::fs::write(path(disk), vec![0; 1 << 20]).unwrap();
             let file = std::fs::File::options().write(true).open(path(disk)).unwrap();
@@ -330,7 +331,7 @@ fn a_supervisor_checks_files_itself() {
     let base = RuntimeDir::from_path(session.runtime_dir());
     let request = |image: &Path, choices: SaveChoices| {
         let (image, name) = (image.to_owned(), VmName::new("live").unwrap());
-        let save = SaveRequest { image, choices, cancel_with_client: false };
+        let save = SaveRequest { image, choices, keys: Vec::new(), cancel_with_client: false };
         let base = base.clone();
         let asked = std::thread::spawn(move || {
             send_request(&base, &name, &SupervisorRequest::Checkpoint(save), &mut |_| ())

@@ -21,8 +21,8 @@ const PATIENCE: Duration = Duration::from_secs(120);
 
 /// Guest RAM of the tiny guest, and the part of it that the test fills and the guest never touches.
 const RAM_BYTES: usize = 32 << 20;
-const QUIET: std::ops::Range<usize> = (8 << 20)..(24 << 20);
-const PAGE: usize = 4096;
+pub const QUIET: std::ops::Range<usize> = (8 << 20)..(24 << 20);
+pub const PAGE: usize = 4096;
 
 /// A saved VM: `web.firn`.
 struct Origin {
@@ -95,7 +95,7 @@ impl Origin {
 }
 
 /// A page of words that no other page has; zeros for every eighth run of 64 pages.
-fn page_with(at: u64) -> Vec<u8> {
+pub fn page_with(at: u64) -> Vec<u8> {
     if at / PAGE as u64 / 64 % 8 == 7 {
         return vec![0; PAGE];
     }
@@ -118,7 +118,7 @@ fn ram_address(pid: i64) -> u64 {
     start
 }
 
-fn read_ram(pid: i64, offset: usize, len: usize) -> Vec<u8> {
+pub fn read_ram(pid: i64, offset: usize, len: usize) -> Vec<u8> {
     let process = Process::open(pid as i32).unwrap();
     let mut bytes = vec![0; len];
     let at = HostVirt(ram_address(pid) + offset as u64);
@@ -127,7 +127,7 @@ fn read_ram(pid: i64, offset: usize, len: usize) -> Vec<u8> {
 }
 
 /// Writes as a guest does: through QEMU's own mapping.
-fn write_ram(pid: i64, offset: usize, bytes: &[u8]) {
+pub fn write_ram(pid: i64, offset: usize, bytes: &[u8]) {
     let process = Process::open(pid as i32).unwrap();
     let at = HostVirt(ram_address(pid) + offset as u64);
     process_memory::write_memory(&process, at, bytes).unwrap();

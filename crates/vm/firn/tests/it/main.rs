@@ -52,6 +52,7 @@ mod protect;
 mod proxmox;
 mod restorable;
 mod save_limits;
+mod sealed;
 mod session;
 mod storage;
 mod storage_snapshots;

@@ -49,6 +49,11 @@ const fn waiting(name: &'static str, role: Role, command: &'static str) -> PathA
 use Role::{Directory, Disk, Input, Listener, Output, Program, Socket};
 
 pub const ARGUMENTS: &[PathArgument] = &[
+    waiting("identity", Input, "image verify good.firn --identity @"),
+    argument("key_file", Input, "image verify good.firn --key-file @", "key.hex"),
+    waiting("checkpoint recipient_file", Input, "checkpoint live -o new.firn --recipient-file @"),
+    waiting("suspend recipient_file", Input, "suspend live -o new.firn --recipient-file @"),
+    waiting("fork recipient_file", Input, "fork live --count 1 --name web --recipient-file @"),
     argument("run calls", Input, "run web --calls @ -- QEMU", "policy.toml"),
     argument("run stores", Input, "run web --calls policy.toml --stores=@ -- QEMU", "PLUGIN"),
     argument(
@@ -150,9 +155,14 @@ pub const ARGUMENTS: &[PathArgument] = &[
 /// A domain of libvirt has a name, and a URI names its daemon: the module `libvirt` tests both. The directory of
 /// manual pages is named by `make install`. A location in object storage is no path, and the file that an image is
 /// pulled to needs a server: the module `objects` has one. The shell alone reads a command for snapshots of disks: the
-/// module `storage_snapshots` tests it.
+/// module `storage_snapshots` tests it. The shell alone reads a command for keys, too, and a recipient of age is no
+/// path: `firn-keys` tests both.
 #[allow(dead_code, reason = "shared with a unit test")]
-pub const NOT_OPENED: [&str; 17] = [
+pub const NOT_OPENED: [&str; 21] = [
+    "key_command",
+    "checkpoint recipient",
+    "suspend recipient",
+    "fork recipient",
     "checkpoint disk_snapshot",
     "standby disks",
     "standby uplinks",

@@ -3,7 +3,7 @@
 use std::collections::BTreeMap;
 use std::path::{Path, PathBuf};
 
-use firn_image::Image;
+use firn_image::list_chain;
 use firn_vmm::{FileIdentity, allocated_bytes};
 
 use super::record::{ChangedContents, DiskLayer, ImageUse, LayerKind, LayerRecord};
@@ -78,8 +78,8 @@ impl ImageUse {
     /// moved.
     fn is_gone(&self) -> bool {
         let Some(identity) = &self.replaced else { return false };
-        match Image::open(&self.image) {
-            Ok(image) => image.identity() != *identity,
+        match list_chain(&self.image).map(|chain| chain.into_iter().next()) {
+            Ok(image) => image.is_none_or(|image| image.identity != *identity),
             // An image that can't be read now may be the same.
             Err(_) => !self.image.exists(),
         }

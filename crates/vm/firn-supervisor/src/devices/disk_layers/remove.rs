@@ -6,7 +6,7 @@ use std::fs;
 use std::io;
 use std::path::{Path, PathBuf};
 
-use firn_image::Image;
+use firn_image::{Image, list_chain};
 use serde::Serialize;
 
 use super::queries::is_top;
@@ -139,10 +139,9 @@ impl ImageRemoval {
         let others = entries.map(|entry| entry.path()).filter(|path| path.is_file());
         let others = others.filter(|path| *path != self.image && !going.contains(path));
         let builds = |path: &PathBuf| {
-            let image = Image::open(path).ok();
-            image.is_some_and(|image| {
-                image.chain_paths().skip(1).any(|it| record_key(it) == self.image)
-            })
+            // Also if it is sealed, and its key is not here.
+            let chain = list_chain(path).unwrap_or_default();
+            chain.iter().skip(1).any(|it| record_key(&it.path) == self.image)
         };
         others.filter(builds).map(|path| format!("{} builds on it", path.display())).collect()
     }
@@ -153,8 +152,8 @@ impl ImageRemoval {
         for vm in base.list_vms().while_doing("listing VMs")? {
             let Ok(Some(journal)) = Journal::load(&vm.journal_file()) else { continue };
             let VmPhase::Restoring { image, .. } = &journal.phase else { continue };
-            let chain =
-                Image::open(image).map(|it| it.chain_paths().map(record_key).collect::<Vec<_>>());
+            let chain = list_chain(image)
+                .map(|chain| chain.iter().map(|it| record_key(&it.path)).collect::<Vec<_>>());
             let chain = chain.unwrap_or_else(|_| vec![record_key(image)]);
             if chain.contains(&self.image) {
                 found.push(format!("the VM {} is being restored from it", vm.name()));

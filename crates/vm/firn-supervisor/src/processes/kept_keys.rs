@@ -1,0 +1,93 @@
+//! The keys of a sealed image, which the guards of a restore keep for the supervisor's successor.
+//!
+//! ```text
+//!   0  8  magic: "FIRNKEYS"
+//!   8 32  a key, for each file of the chain
+//! ```
+//!
+//! They are in a file that exists in memory alone (`memfd_create(2)`), and that can't be changed any
+//! more. It is sent like the open files of the image, after them. So a supervisor that dies in the
+//! middle of a restore has a successor that can read the image, and no key is written to a disk.
+
+use std::fs::File;
+use std::io::{self, Read, Write};
+use std::os::unix::fs::FileExt;
+
+use firn_image::{Image, ImageKey, KEY_BYTES, key_ring};
+use rustix::fs::{MemfdFlags, SealFlags, fcntl_add_seals, memfd_create};
+
+use crate::records::failure::{Failure, FailureContext, image_failure};
+
+const MAGIC: [u8; 8] = *b"FIRNKEYS";
+
+/// The maximum number of keys: a chain has no more files.
+const KEYS_MAX: usize = firn_image::CHAIN_MAX;
+
+/// What the guards keep: the open files of an image, and its keys, if it is sealed.
+pub(crate) fn files_to_keep(image: &Image) -> Result<Vec<File>, Failure> {
+    let mut files = image.try_clone_files().map_err(|error| image_failure(&error))?;
+    let keys = image.keys();
+    if !keys.is_empty() {
+        files.push(store_keys(&keys).while_doing("keeping the keys of the image")?);
+    }
+    Ok(files)
+}
+
+fn store_keys(keys: &[ImageKey]) -> io::Result<File> {
+    let flags = MemfdFlags::CLOEXEC | MemfdFlags::ALLOW_SEALING;
+    let mut file = File::from(memfd_create("firn-keys", flags)?);
+    file.write_all(&MAGIC)?;
+    keys.iter().try_for_each(|key| file.write_all(key.expose_bytes()))?;
+    let seals = SealFlags::WRITE | SealFlags::GROW | SealFlags::SHRINK | SealFlags::SEAL;
+    fcntl_add_seals(&file, seals)?;
+    Ok(file)
+}
+
+/// Adds the keys that are among these files to those of this process.
+pub(crate) fn use_keys(files: &[File]) {
+    files.iter().filter_map(read_keys).for_each(|keys| key_ring().add_keys(&keys));
+}
+
+/// The keys in a file; `None` if it is another file.
+fn read_keys(file: &File) -> Option<Vec<ImageKey>> {
+    let mut magic = [0; MAGIC.len()];
+    file.read_exact_at(&mut magic, 0).ok().filter(|()| magic == MAGIC)?;
+    let mut reader = KeyReader { file, offset: MAGIC.len() as u64 };
+    let next = |reader: &mut KeyReader<'_>| {
+        let mut key = [0; KEY_BYTES];
+        reader.read_exact(&mut key).ok().map(|()| ImageKey::from_bytes(key))
+    };
+    Some(std::iter::from_fn(|| next(&mut reader)).take(KEYS_MAX).collect())
+}
+
+/// Reads a file by offsets: its position is shared by all processes that have it.
+struct KeyReader<'a> {
+    file: &'a File,
+    offset: u64,
+}
+
+impl Read for KeyReader<'_> {
+    fn read(&mut self, bytes: &mut [u8]) -> io::Result<usize> {
+        let read = self.file.read_at(bytes, self.offset)?;
+        self.offset += read as u64;
+        Ok(read)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn keys_are_found_among_other_files_and_stay_as_they_are() {
+        let keys = [ImageKey::from_bytes([1; 32]), ImageKey::from_bytes([2; 32])];
+        let mut kept = store_keys(&keys).unwrap();
+        assert_eq!(read_keys(&kept).as_deref(), Some(&keys[..]));
+        assert_eq!(read_keys(&kept).as_deref(), Some(&keys[..]), "again");
+        assert!(kept.write_all(b"x").is_err(), "it can't be changed");
+        let mut other = tempfile::tempfile().unwrap();
+        other.write_all(b"\x89FIRN and more").unwrap();
+        assert_eq!(read_keys(&other), None);
+        assert_eq!(read_keys(&tempfile::tempfile().unwrap()), None);
+    }
+}
