@@ -27,6 +27,8 @@ use crate::qmp::{QmpClient, QmpError};
 
 /// The prefix of the names of jobs and nodes.
 const PREFIX: &str = "firn-mirror";
+/// The error of a job that was cancelled: `strerror(ECANCELED)`.
+const CANCELLED: &str = "Operation canceled";
 
 /// The name of the job of the mirror with this number, and of its target's node.
 pub fn mirror_name(number: u32) -> String {
@@ -79,6 +81,9 @@ struct MirrorJobInfo {
 impl MirrorJobInfo {
     fn state(self) -> MirrorState {
         match (self.error, &*self.status) {
+            (Some(error), _) if error == CANCELLED => {
+                MirrorState::Ended("its job was cancelled".to_owned())
+            }
             (Some(error), _) => MirrorState::Ended(error),
             (None, "pending" | "waiting") => {
                 MirrorState::Ended("another program has completed or cancelled its job".to_owned())
@@ -190,7 +195,9 @@ mod tests {
         assert_eq!(state(newer), works(false));
         let mut failed = job("concluded", false);
         failed["error"] = "Input/output error".into();
-        assert_eq!(state(failed), MirrorState::Ended("Input/output error".to_owned()));
+        assert_eq!(state(failed.clone()), MirrorState::Ended("Input/output error".to_owned()));
+        failed["error"] = CANCELLED.into();
+        assert_eq!(state(failed), MirrorState::Ended("its job was cancelled".to_owned()));
         for status in ["pending", "waiting", "aborting", "concluded"] {
             assert!(matches!(state(job(status, true)), MirrorState::Ended(_)), "{status}");
         }

@@ -94,7 +94,7 @@ pub enum GuestError {
     )]
     PastPageCache,
     /// A disk is not mirrored any more, or can't be.
-    #[error("the VM's disk {disk} can't be mirrored: {why}")]
+    #[error("the VM's disk {disk} is not mirrored: {why}")]
     Mirror {
         /// The disk.
         disk: String,

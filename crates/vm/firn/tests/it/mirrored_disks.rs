@@ -3,6 +3,7 @@
 use std::path::Path;
 use std::time::Duration;
 
+use firn_lab::guest::{GuestControl, JobState};
 use firn_vmm::QemuVm;
 use serde_json::{Value, json};
 
@@ -79,7 +80,7 @@ fn requests(vm: &Vm, number: usize) -> u64 {
     report["progress"].as_u64().unwrap()
 }
 
-/// The guest goes on writing to its disks, and has looked at many blocks from before.
+/// The guest continues to write to its disks, and has checked many blocks from before.
 #[track_caller]
 fn disks_are_well(vm: &Vm) {
     let before = [requests(vm, 0), requests(vm, 1)];
@@ -88,13 +89,24 @@ fn disks_are_well(vm: &Vm) {
     });
 }
 
+/// The same, over a connection to the guest that is open already.
+#[track_caller]
+fn progress(control: &mut GuestControl, number: usize) -> u64 {
+    let state = control.poll_job(&format!("disk{number}")).unwrap();
+    let JobState::Running { stdout, .. } = state else { unreachable!("{state:?}") };
+    let last = stdout.lines().rfind(|line| line.contains("progress")).unwrap();
+    let report: Value = serde_json::from_str(last).unwrap();
+    assert_eq!(report["wrong"], 0, "disk{number}: {report}");
+    report["progress"].as_u64().unwrap()
+}
+
 /// Has the standby's QEMU give back the names of the sockets by which a test reaches the VM.
 struct KeptNames(Vec<(std::path::PathBuf, std::path::PathBuf)>);
 
 impl KeptNames {
-    fn of(session: &Session) -> Self {
-        let keep = |name: &str| (session.path(name), session.path(&format!("{name}.kept")));
-        let names: Vec<_> = ["agent", "heart", "qmp", "monitor"].map(keep).into();
+    fn keep(session: &Session) -> Self {
+        let kept_name = |name: &str| (session.path(name), session.path(&format!("{name}.kept")));
+        let names: Vec<_> = ["agent", "heart", "qmp", "monitor"].map(kept_name).into();
         for (path, kept) in &names {
             std::fs::hard_link(path, kept).unwrap();
         }
@@ -171,7 +183,7 @@ fn release_leaves_a_users_own_qemu_as_it_was() {
         resources
     };
     let (before, had) = (state(&mut monitor), resources());
-    let names = KeptNames::of(session);
+    let names = KeptNames::keep(session);
     let protected = || {
         protect(&vm, "web", standby_called(&vm, "twin"), &[]);
         names.give_back();
@@ -190,15 +202,15 @@ fn release_leaves_a_users_own_qemu_as_it_was() {
     };
     protected();
     outside.is_answered(50);
-    let doctor = session.firn(&["doctor", "web"]).out;
-    eprintln!("doctor: {doctor}");
     let mut resize = |name: &str, target: Value| {
         let mut arguments = json!({ "size": 32 << 20 });
         arguments[name] = target;
         monitor.qmp().execute("block_resize", arguments).unwrap_err().to_string()
     };
-    eprintln!("resize: {}", resize("device", "virtio0".into()));
-    eprintln!("resize: {}", resize("node-name", "plain".into()));
+    for (key, name) in [("device", "virtio0"), ("node-name", "plain")] {
+        let refused = resize(key, name.into());
+        assert!(refused.contains("is in use"), "{refused}");
+    }
     session.firn(&["release", "web"]).succeeds();
     assert_eq!(state(&mut monitor), before);
     eventually("descriptors", PATIENCE, || resources() == had);
@@ -219,7 +231,7 @@ fn release_leaves_a_users_own_qemu_as_it_was() {
     disks_are_well(&vm);
 }
 
-/// The supervisor is killed at each step, and in the middle of a write of the guest: the guest goes on with its own disks, and a
+/// The supervisor is killed at each step, and in the middle of a write of the guest: the guest continues with its own disks, and a
 /// successor removes what is left.
 #[test]
 fn killed_while_disks_are_mirrored() {
@@ -263,8 +275,12 @@ fn killed_at(vm: &mut Vm, monitor: &Path, point: &str) {
     eprintln!("{point}: {}", last_text(session));
     let written = writes(&mut control);
     eventually("writers go on", PATIENCE, || writes(&mut control) > written);
+    // The standby's QEMU has taken the name of the socket by which a test reaches the guest.
+    for number in 0..2 {
+        let before = progress(&mut control, number);
+        eventually("disks go on", PATIENCE, || progress(&mut control, number) > before + 100);
+    }
     drop(control);
-    disks_are_well(vm);
     // A standby that no primary has introduced itself to ends.
     drop(std::os::unix::net::UnixStream::connect(session.path("standby")));
     eventually("the standby knows", PATIENCE, || standby.try_wait().unwrap().is_some());
@@ -280,7 +296,7 @@ fn a_guest_writes_on_when_its_supervisor_dies() {
     let session = &vm.session;
     let mut monitor = qemu.monitor();
     let before = state(&mut monitor);
-    let names = KeptNames::of(session);
+    let names = KeptNames::keep(session);
     protect(&vm, "web", standby_called(&vm, "twin"), &[]);
     names.give_back();
     disks_are_well(&vm);
@@ -296,14 +312,14 @@ fn a_guest_writes_on_when_its_supervisor_dies() {
     vm.is_well();
 }
 
-/// The standby's file system is full, or Firn fails to log a write: the protection ends with the reason, and the guest goes on.
+/// The standby's file system is full, or Firn fails to log a write: the protection ends with the reason, and the guest continues.
 #[test]
 fn a_mirror_that_fails_ends_the_protection() {
     let outside = Outside::start();
     let (mut vm, qemu) = attached(&outside);
     let mut monitor = qemu.monitor();
     let before = state(&mut monitor);
-    let names = KeptNames::of(&vm.session);
+    let names = KeptNames::keep(&vm.session);
     let address = format!("unix:{}", text(&vm.session.path("standby")));
     vm.session.arm(Some("disk.write@300=ENOSPC"));
     let standby = start(&vm, &["standby", "twin", "--listen", &address]);
